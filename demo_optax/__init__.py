@@ -1,0 +1,50 @@
+"""Decoupled momentum (DeMo) for JAX.
+
+Train data-parallel models while each worker sends about one percent, or a tenth
+of a percent, of its gradient's bytes, by swapping one line of an optax chain.
+
+The modules in the order of the data's way:
+
+    gradients    each worker's own gradient        (modules: Flax NNX modules)
+    demo         from gradients to the update: the main path
+    compressors  what a worker sends of its momentum, made of
+      chunks       cutting arrays into chunks; the transform
+      selection    top-k within chunks; merging
+      wire         payload <-> bytes
+    workers      who takes part, and how a worker's function runs for all
+    accounting   bytes, predicted and measured
+    inspection   a look into optimizer states
+"""
+
+from demo_optax.accounting import Collective, Plan, collectives, plan
+from demo_optax.compressors import Compressor, dct_topk
+from demo_optax.demo import DeMoState, demo, scale_by_demo
+from demo_optax.gradients import (
+  PerWorkerState,
+  mean_over_workers,
+  per_worker,
+  value_and_grad,
+)
+from demo_optax.inspection import momentum, state_specs
+from demo_optax.workers import Workers
+
+__version__ = '0.1.0'
+
+__all__ = [
+  'Collective',
+  'Compressor',
+  'DeMoState',
+  'PerWorkerState',
+  'Plan',
+  'Workers',
+  'collectives',
+  'dct_topk',
+  'demo',
+  'mean_over_workers',
+  'momentum',
+  'per_worker',
+  'plan',
+  'scale_by_demo',
+  'state_specs',
+  'value_and_grad',
+]

@@ -1,0 +1,231 @@
+"""Cutting arrays into chunks, and the orthonormal transform of a chunk.
+
+An array of shape `[*batch, rows, cols]` becomes coefficients of shape
+`[*batch, row_chunks, col_chunks, n]`: one axis per dimension of the array that
+counts chunks, and one axis of length `n = row_length * col_length` inside a
+chunk. That the leading axes match the array's own is what lets coefficients be
+sharded exactly as the array is.
+
+Everything about a cut is static and lives in `ChunkGrid`.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Length of a chunk's side -> the orthonormal matrix whose ROWS are the basis.
+Basis = Callable[[int], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkGrid:
+  """How one array is cut into chunks.
+
+  Attributes:
+    shape: shape of the array.
+    lengths: length of a chunk along each dimension of the array; 1 along the
+      dimensions before the last two, unless the array is one whole chunk.
+    whole: the array is a single chunk in its own element order, and is not
+      transformed.
+  """
+
+  shape: tuple[int, ...]
+  lengths: tuple[int, ...]
+  whole: bool = False
+
+  @property
+  def counts(self) -> tuple[int, ...]:
+    """Number of chunks along each dimension."""
+    return tuple(-(-d // l) for d, l in zip(self.shape, self.lengths))
+
+  @property
+  def chunk_size(self) -> int:
+    """Number of coefficients in a chunk, `n`."""
+    return math.prod(self.lengths)
+
+  @property
+  def num_chunks(self) -> int:
+    """Number of chunks in the array."""
+    return math.prod(self.counts)
+
+  @property
+  def coefficients_shape(self) -> tuple[int, ...]:
+    """Shape of the array's coefficients, `[*counts, n]`."""
+    return (*self.counts, self.chunk_size)
+
+  @property
+  def padding(self) -> tuple[int, ...]:
+    """Elements added at the end of each dimension to fill the last chunk."""
+    return tuple(
+        c * l - d for c, l, d in zip(self.counts, self.lengths, self.shape)
+    )
+
+
+def chunk_length(size: int, chunk_size: int, *, padding: bool = True) -> int:
+  """Length of the chunks that a dimension is cut into.
+
+  A dimension up to `chunk_size` is one chunk. A longer one takes its largest
+  divisor in `[chunk_size / 2, chunk_size]`; where it has none, the length in
+  that range which needs the least padding (the longest of those). Without
+  padding: the largest divisor not above `chunk_size`, however small, which is
+  the rule of the published implementation.
+
+  Args:
+    size: length of the dimension, at least 1.
+    chunk_size: the longest chunk allowed.
+    padding: whether the last chunk may reach past the end of the dimension.
+
+  Returns:
+    The length of a chunk.
+
+  >>> [chunk_length(d, 64) for d in (10, 64, 768, 97, 50257)]
+  [10, 64, 64, 49, 33]
+  >>> chunk_length(97, 64, padding=False)
+  1
+  """
+  if size <= chunk_size:
+    return size
+  if not padding:
+    return max(l for l in range(1, chunk_size + 1) if size % l == 0)
+  # A divisor needs no padding at all, so one rule serves both cases.
+  lengths = range(-(-chunk_size // 2), chunk_size + 1)
+  return min(lengths, key=lambda l: (-size % l, -l))
+
+
+def chunk_grid(
+    shape: tuple[int, ...], chunk_size: int, *, padding: bool = True
+) -> ChunkGrid:
+  """The grid that cuts the last two dimensions of `shape` into chunks."""
+  lengths = tuple(
+      chunk_length(d, chunk_size, padding=padding) for d in shape[-2:]
+  )
+  return ChunkGrid(shape, (1,) * (len(shape) - 2) + lengths)
+
+
+def whole_grid(shape: tuple[int, ...]) -> ChunkGrid:
+  """The grid that leaves an array as one untransformed chunk."""
+  return ChunkGrid(shape, shape, whole=True)
+
+
+@functools.lru_cache(maxsize=None)
+def dct_basis(length: int) -> np.ndarray:
+  """The orthonormal DCT-II as a float64 matrix `[frequency, position]`."""
+  position = np.arange(length)
+  angle = np.pi * position[:, None] * (2 * position + 1) / (2 * length)
+  matrix = np.sqrt(2 / length) * np.cos(angle)
+  matrix[0] = np.sqrt(1 / length)
+  return matrix
+
+
+def to_coefficients(x: jax.Array, grid: ChunkGrid, basis: Basis) -> jax.Array:
+  """Cuts an array into chunks and transforms each.
+
+  Inside a chunk the column frequency is the slow index and the row frequency
+  the fast one: it is the order in which two plain matrix products from the
+  right produce them.
+
+  Args:
+    x: `[*grid.shape]`.
+    grid: the cut.
+    basis: the transform of one side of a chunk.
+
+  Returns:
+    `[*grid.counts, n]` in the dtype of `x`.
+  """
+  if grid.whole:
+    return x.reshape(grid.coefficients_shape)
+  batch, (rows, row_length), (cols, col_length) = _matrix_view(grid)
+  x = jnp.pad(x, [(0, p) for p in grid.padding])
+  x = x.reshape(batch, rows, row_length, cols, col_length)
+  x = _apply(x, basis(col_length).T)
+  x = x.transpose(0, 1, 3, 4, 2)  # [batch, rows, cols, col_freq, row_position]
+  x = _apply(x, basis(row_length).T)
+  return x.reshape(grid.coefficients_shape)
+
+
+def from_coefficients(c: jax.Array, grid: ChunkGrid, basis: Basis) -> jax.Array:
+  """Undoes `to_coefficients`; what lies in the padding is dropped.
+
+  Args:
+    c: `[*grid.counts, n]`.
+    grid: the cut.
+    basis: the transform of one side of a chunk.
+
+  Returns:
+    `[*grid.shape]` in the dtype of `c`.
+  """
+  if grid.whole:
+    return c.reshape(grid.shape)
+  batch, (rows, row_length), (cols, col_length) = _matrix_view(grid)
+  c = c.reshape(batch, rows, cols, col_length, row_length)
+  c = _apply(c, basis(row_length))
+  c = c.transpose(0, 1, 4, 2, 3)  # [batch, rows, row_position, cols, col_freq]
+  c = _apply(c, basis(col_length))
+  padded = [n * l for n, l in zip(grid.counts, grid.lengths)]
+  return c.reshape(padded)[tuple(slice(d) for d in grid.shape)]
+
+
+def clear_padding(c: jax.Array, grid: ChunkGrid, basis: Basis) -> jax.Array:
+  """Projects coefficients onto arrays that are zero in the padding.
+
+  The same as `to_coefficients(from_coefficients(c))`, at the cost of the chunks
+  at the padded edges alone: the projection along one side of a chunk is one
+  small matrix.
+
+  Args:
+    c: `[*grid.counts, n]`.
+    grid: the cut.
+    basis: the transform of one side of a chunk.
+
+  Returns:
+    `[*grid.counts, n]`.
+  """
+  if grid.whole or not any(grid.padding):
+    return c
+  batch, (rows, row_length), (cols, col_length) = _matrix_view(grid)
+  row_padding, col_padding = (0, *grid.padding)[-2:]
+  c = c.reshape(batch, rows, cols, col_length, row_length)
+  if row_padding:
+    edge = _apply(c[:, -1], _keep(basis(row_length), row_padding))
+    c = c.at[:, -1].set(edge)
+  if col_padding:
+    edge = c[:, :, -1].swapaxes(-1, -2)
+    edge = _apply(edge, _keep(basis(col_length), col_padding))
+    c = c.at[:, :, -1].set(edge.swapaxes(-1, -2))
+  return c.reshape(grid.coefficients_shape)
+
+
+def _matrix_view(
+    grid: ChunkGrid,
+) -> tuple[int, tuple[int, int], tuple[int, int]]:
+  """`(batch, (row chunks, row length), (col chunks, col length))`."""
+  counts, lengths = (1, 1, *grid.counts), (1, 1, *grid.lengths)
+  return (
+      math.prod(counts[:-2]),
+      (counts[-2], lengths[-2]),
+      (counts[-1], lengths[-1]),
+  )
+
+
+def _apply(x: jax.Array, matrix: np.ndarray) -> jax.Array:
+  """`x @ matrix` over the last axis as one product, in full precision."""
+  if matrix.shape == (1, 1):
+    return x  # the only orthonormal bases of length 1 we use are [[1.]]
+  flat = jnp.dot(
+      x.reshape(-1, x.shape[-1]),
+      jnp.asarray(matrix, x.dtype),
+      # The default is bfloat16 on TPUs and TF32 on GPUs.
+      precision=jax.lax.Precision.HIGHEST,
+  )
+  return flat.reshape(x.shape)
+
+
+def _keep(matrix: np.ndarray, padding: int) -> np.ndarray:
+  """The projection, in coefficients, that zeroes the last `padding` places."""
+  kept = matrix[:, : len(matrix) - padding]
+  return kept @ kept.T

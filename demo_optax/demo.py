@@ -1,0 +1,408 @@
+r"""DeMo: decoupled momentum, from a worker's gradient to the update.
+
+The way of the data, each arrow a named call in `_exchange`:
+
+    gradient --to_coefficients--> + decay * momentum --select--> selection
+      --encode--> payload --gather--> payloads --decode, merge--> coefficients
+      --from_coefficients--> update
+
+and what stays behind: momentum less what the own payload was worth.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from demo_optax import compressors, selection, trees, wire
+from demo_optax.compressors import Compressor, LeafPlan
+from demo_optax.workers import Workers
+
+
+class DeMoState(NamedTuple):
+  """State of `scale_by_demo`.
+
+  Attributes:
+    count: int32 `[]`, exchanges so far.
+    momentum: a tree like the parameters: every leaf's momentum as coefficients,
+      float32 (float64 for float64 parameters), stacked
+      `[workers, *chunk counts, n]`; `optax.MaskedNode()` for leaves that are
+      empty or not floating point.
+    info: scalars about the last exchange. `'left_out'`: int32 `[]`, how many
+      workers were left out because their momentum was not finite.
+    pending: `()`; kept for exchanges that are applied late.
+  """
+
+  count: chex.Array
+  momentum: chex.ArrayTree
+  info: dict[str, chex.Array]
+  pending: chex.ArrayTree
+
+
+class _Rule(NamedTuple):
+  """The numbers of the update rule."""
+
+  decay: chex.Numeric
+  gradient_weight: chex.Numeric
+  alpha: chex.Numeric
+  average: selection.Average
+
+
+def _exchange(
+    compressor: Compressor,
+    workers: Workers,
+    plans: Sequence[LeafPlan],
+    rule: _Rule,
+    gradients: Sequence[jax.Array],
+    momentum: Sequence[jax.Array],
+) -> tuple[tuple[list[jax.Array], jax.Array], list[jax.Array]]:
+  """One worker's step: `((updates, left_out), momentum)`, all of one worker."""
+  layout = wire.Layout([(p.format, p.grid.num_chunks) for p in plans])
+
+  held = []  # per leaf [chunks, n]
+  for gradient, kept, plan in zip(gradients, momentum, plans):
+    c = compressor.to_coefficients(gradient.astype(kept.dtype), plan)
+    c = _scalar(rule.decay, c) * kept + _scalar(rule.gradient_weight, c) * c
+    held.append(c.reshape(plan.grid.num_chunks, plan.grid.chunk_size))
+  present = jnp.all(jnp.stack([jnp.all(jnp.isfinite(c)) for c in held]))
+
+  indices = [compressor.select(c, plan) for c, plan in zip(held, plans)]
+  values = [selection.take(c, i) for c, i in zip(held, indices)]
+  payload = layout.encode(list(zip(indices, values)), present)
+
+  kept_momentum = []
+  for c, i, v, plan, old in zip(held, indices, values, plans, momentum):
+    c = selection.subtract(c, i, _scalar(rule.alpha, v) * v)
+    c = compressor.clear_padding(c.reshape(old.shape), plan)
+    kept_momentum.append(jnp.where(present, c, old))
+
+  payloads = workers.gather(payload)  # uint8 [workers, num_bytes]
+
+  received, all_present = layout.decode(payloads)
+  updates = []
+  for (i, v), plan in zip(received, plans):
+    c = selection.merge(i, v, all_present, plan.format.n, rule.average)
+    c = c.reshape(plan.grid.coefficients_shape)
+    updates.append(compressor.from_coefficients(c, plan))
+  left_out = jnp.sum(~all_present, dtype=jnp.int32)
+  return (updates, left_out), kept_momentum
+
+
+def scale_by_demo(
+    compressor: Compressor | None = None,
+    decay: chex.Numeric = 0.999,
+    *,
+    workers: Workers,
+    alpha: chex.Numeric = 1.0,
+    average: selection.Average = 'senders',
+    ema: bool = False,
+) -> optax.GradientTransformation:
+  r"""Exchanges the fast part of every worker's own momentum.
+
+  For worker :math:`i` with gradient :math:`g_i`, momentum :math:`m_i` and the
+  chunked transform :math:`T`:
+
+  .. math::
+    m_i &\leftarrow \beta m_i + g_i \\
+    q_i &= \mathrm{top}_k(T m_i) \\
+    m_i &\leftarrow m_i - \alpha\, T^{-1} q_i \\
+    u   &= T^{-1}\, \mathrm{average}_i(q_i)
+
+  `u` is the update, the same on all workers to the last bit. It takes the
+  place of a momentum-filtered averaged gradient: follow it with any optax
+  transformation. Momentum is kept as coefficients, which changes nothing since
+  :math:`T` is linear and orthonormal.
+
+  Communication: one `all_gather` of one uint8 payload per step for the whole
+  tree; `demo_optax.plan` gives its size.
+
+  A worker whose momentum would not be finite says so in its payload. All
+  workers leave it out of the average and it keeps its momentum as it was;
+  `state.info['left_out']` counts. If all are left out the update is zero.
+
+  Integer leaves get zero updates; complex leaves are refused.
+
+  Args:
+    compressor: what is sent; `dct_topk()` by default.
+    decay: :math:`\beta`, in `[0, 1)`.
+    workers: who takes part.
+    alpha: share of what was sent that leaves the momentum, in `[0, 1]`: 1 in
+      the first version of the paper, 0.2 was best in the second.
+    average: `'senders'` divides a coefficient by the number of workers that
+      sent it (the published code); `'workers'` by the number of workers that
+      were not left out.
+    ema: weight the gradient by :math:`1 - \beta`, as `optax.ema` and the second
+      version of the paper do.
+
+  Returns:
+    A gradient transformation. Its `update` takes stacked gradients
+    `[workers, ...]` (`Workers.on_axis`: the worker's own) and returns updates
+    in the parameters' shapes, in the parameters' dtypes if `params` are given,
+    else in the gradients'.
+
+  Raises:
+    ValueError: `decay` or `alpha` out of range or unknown `average`, at once;
+      gradients that are not one per worker, or momentum of another number of
+      workers or another compressor, when traced.
+    TypeError: `compressor` or `workers` is something else, at once; complex
+      leaves, when traced.
+
+  Example:
+    >>> import demo_optax, jax.numpy as jnp, optax
+    >>> workers = demo_optax.Workers.simulated(2)
+    >>> compressor = demo_optax.dct_topk(chunk_size=4, topk=1)
+    >>> tx = demo_optax.scale_by_demo(compressor, 0.9, workers=workers)
+    >>> params = {'w': jnp.zeros((4, 4))}
+    >>> state = tx.init(params)
+    >>> gradients = {'w': jnp.stack([jnp.ones((4, 4)), 3 * jnp.ones((4, 4))])}
+    >>> updates, state = tx.update(gradients, state, params)
+    >>> print(updates['w'][0])  # both sent their mean and nothing else
+    [2. 2. 2. 2.]
+
+  References:
+    Peng et al., `DeMo: Decoupled Momentum Optimization
+    <https://arxiv.org/abs/2411.19870>`_, Algorithm 1 (both versions).
+  """
+  compressor = compressors.dct_topk() if compressor is None else compressor
+  _check_type('compressor', compressor, Compressor, 'demo_optax.dct_topk(...)')
+  _check_type('workers', workers, Workers, 'demo_optax.Workers.simulated(n)')
+  _check_range('decay', decay, 0.0, 1.0, open_end=True)
+  _check_range('alpha', alpha, 0.0, 1.0)
+  if average not in ('senders', 'workers'):
+    raise ValueError(f"average={average!r} must be 'senders' or 'workers'.")
+  rule = _Rule(decay, 1 - decay if ema else 1.0, alpha, average)
+
+  def init_fn(params: chex.ArrayTree) -> DeMoState:
+    def zeros(name: str, param: jax.Array) -> jax.Array:
+      plan = compressor.plan(param.shape, trees.momentum_dtype(name, param))
+      return workers.zeros(plan.grid.coefficients_shape, plan.format.dtype)
+
+    momentum = trees.map_exchanged(zeros, params)
+    return DeMoState(
+        count=jnp.zeros((), jnp.int32),
+        momentum=momentum,
+        info={'left_out': jnp.zeros((), jnp.int32)},
+        pending=(),
+    )
+
+  def update_fn(
+      updates: chex.ArrayTree,
+      state: DeMoState,
+      params: chex.ArrayTree | None = None,
+  ) -> tuple[chex.ArrayTree, DeMoState]:
+    leaves = trees.align(updates, state.momentum, params, workers)
+    sent = [leaf for leaf in leaves if leaf.exchanged]
+    plans = [compressor.plan(x.shape, x.momentum.dtype) for x in sent]
+    for leaf, plan in zip(sent, plans):
+      _check_momentum(leaf, plan, compressor, workers)
+
+    new = [leaf.zero_update() for leaf in leaves]
+    kept = [leaf.momentum for leaf in leaves]
+    left_out = jnp.zeros((), jnp.int32)
+    if sent:
+      (merged, left_out), momentum = workers.run(
+          lambda g, m: _exchange(compressor, workers, plans, rule, g, m),
+          [leaf.gradient for leaf in sent],
+          [leaf.momentum for leaf in sent],
+      )
+      places = [p for p, leaf in enumerate(leaves) if leaf.exchanged]
+      for p, update, m in zip(places, merged, momentum):
+        new[p], kept[p] = update.astype(leaves[p].update_dtype), m
+
+    treedef = jax.tree.structure(updates)
+    return treedef.unflatten(new), DeMoState(
+        count=optax.safe_increment(state.count),
+        momentum=treedef.unflatten(kept),
+        info={'left_out': left_out},
+        pending=(),
+    )
+
+  return optax.GradientTransformation(init_fn, update_fn)
+
+
+def demo(
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    workers: Workers,
+    compressor: Compressor | None = None,
+    decay: chex.Numeric = 0.999,
+    weight_decay: chex.Numeric = 0.0,
+    weight_decay_mask: Any = None,
+    alpha: chex.Numeric = 1.0,
+    average: selection.Average = 'senders',
+) -> optax.GradientTransformationExtraArgs:
+  r"""DeMo as published (first version): signed updates, lr in the momentum.
+
+  .. math::
+    m_i &\leftarrow \beta m_i + \eta_t g_i \\
+    q_i &= \mathrm{top}_k(T m_i) \\
+    m_i &\leftarrow m_i - T^{-1} q_i \\
+    x   &\leftarrow x - \eta_t \lambda x
+           - \eta_t\, \mathrm{sign}(T^{-1}\, \mathrm{average}_i(q_i))
+
+  It is this chain: scale by :math:`\eta_t` in the momentum's precision,
+  `scale_by_demo`, `optax.scale_by_sign`, `optax.add_decayed_weights`,
+  `optax.scale_by_learning_rate`. If every worker is left out of a step, the
+  parameters stay as they are, weight decay included.
+
+  Args:
+    learning_rate: :math:`\eta_t`, a number or a schedule of the step.
+    workers: who takes part.
+    compressor: what is sent; `dct_topk()` by default.
+    decay: :math:`\beta`, in `[0, 1)`. 0.999 is the paper's; short runs and
+      small `topk` want less (0.99).
+    weight_decay: :math:`\lambda`, decoupled.
+    weight_decay_mask: which leaves decay, as in `optax.add_decayed_weights`; by
+      default all floating-point ones.
+    alpha: see `scale_by_demo`.
+    average: see `scale_by_demo`.
+
+  Returns:
+    A gradient transformation; see `scale_by_demo` for what it takes.
+
+  Raises:
+    ValueError: as `scale_by_demo`; also a negative `weight_decay`.
+    TypeError: as `scale_by_demo`.
+
+  Example:
+    >>> import demo_optax, jax, jax.numpy as jnp, optax
+    >>> workers = demo_optax.Workers.simulated(4)
+    >>> tx = demo_optax.demo(0.1, workers=workers)
+    >>> params = {'w': jnp.ones((8, 8))}
+    >>> loss = lambda params, x: jnp.mean((x @ params['w']) ** 2)
+    >>> grad = demo_optax.value_and_grad(loss, workers=workers)
+    >>> state = tx.init(params)
+    >>> for step in range(10):
+    ...   value, gradients = grad(params, jnp.eye(8))  # [4, 8, 8]: one each
+    ...   updates, state = tx.update(gradients, state, params)
+    ...   params = optax.apply_updates(params, updates)
+    >>> print(f'{value:.3f}')
+    0.010
+
+  References:
+    Peng et al., `DeMo: Decoupled Momentum Optimization
+    <https://arxiv.org/abs/2411.19870v1>`_, version 1, Algorithm 1.
+  """
+  if weight_decay_mask is None:
+    weight_decay_mask = trees.exchanged_mask
+  _check_range('weight_decay', weight_decay, 0.0, float('inf'))
+  return _settled(
+      optax.chain(
+          _in_momentum_dtype(),
+          optax.scale_by_learning_rate(learning_rate, flip_sign=False),
+          scale_by_demo(
+              compressor, decay, workers=workers, alpha=alpha, average=average
+          ),
+          optax.scale_by_sign(),
+          optax.add_decayed_weights(weight_decay, weight_decay_mask),
+          optax.scale_by_learning_rate(learning_rate),
+      ),
+      workers,
+  )
+
+
+def _in_momentum_dtype() -> optax.GradientTransformation:
+  """Gradients in the momentum's dtype: lr * g underflows in float16.
+
+  Leaves that take no part become zeros that the links in between can scale.
+  """
+
+  def update_fn(
+      updates: chex.ArrayTree, params: chex.ArrayTree | None
+  ) -> chex.ArrayTree:
+    del params
+    return trees.map_exchanged(
+        lambda name, x: x.astype(trees.momentum_dtype(name, x)),
+        updates,
+        otherwise=lambda x: jnp.zeros(x.shape, jnp.float32),
+    )
+
+  return optax.stateless(update_fn)
+
+
+def _settled(
+    chain: optax.GradientTransformationExtraArgs, workers: Workers
+) -> optax.GradientTransformationExtraArgs:
+  """`chain`, with zero updates where nothing was exchanged.
+
+  That is: for leaves that take no part, and for all leaves in a step from which
+  every worker was left out.
+  """
+
+  def update_fn(
+      updates: chex.ArrayTree,
+      state: Any,
+      params: chex.ArrayTree | None = None,
+      **extra_args: Any,
+  ) -> tuple[chex.ArrayTree, Any]:
+    updates, state = chain.update(updates, state, params, **extra_args)
+    (exchange,) = (link for link in state if isinstance(link, DeMoState))
+    someone = exchange.info['left_out'] < workers.count
+
+    def settle(update: jax.Array, param: Any) -> jax.Array:
+      if not trees.is_exchanged(param):
+        return jnp.zeros_like(param)
+      return jnp.where(someone, update, jnp.zeros_like(update))
+
+    return jax.tree.map(settle, updates, params), state
+
+  return optax.GradientTransformationExtraArgs(chain.init, update_fn)
+
+
+def _scalar(x: chex.Numeric, like: jax.Array) -> chex.Numeric:
+  """A hyperparameter in the dtype of the array that it multiplies."""
+  return x if isinstance(x, (int, float)) else jnp.asarray(x, like.dtype)
+
+
+def _check_type(name: str, value: Any, expected: type, example: str) -> None:
+  if not isinstance(value, expected):
+    raise TypeError(
+        f'{name}={value!r} must be a {expected.__name__}, such as {example}.'
+    )
+
+
+def _check_range(
+    name: str,
+    value: chex.Numeric,
+    low: float,
+    high: float,
+    *,
+    open_end: bool = False,
+) -> None:
+  """Checks a concrete number; schedules' traced values cannot be checked."""
+  if isinstance(value, jax.core.Tracer):
+    return
+  if not isinstance(value, (int, float, np.number, np.ndarray, jax.Array)):
+    raise TypeError(f'{name}={value!r} must be a number.')
+  number = float(value)
+  if not (low <= number < high or (number == high and not open_end)):
+    bracket = ')' if open_end or high == float('inf') else ']'
+    raise ValueError(
+        f'{name}={number} is not in [{low:g}, {high:g}{bracket}.'
+    )
+
+
+def _check_momentum(
+    leaf: trees.Leaf, plan: LeafPlan, compressor: Compressor, workers: Workers
+) -> None:
+  expected = (workers.stacked_size, *plan.grid.coefficients_shape)
+  found = leaf.momentum.shape
+  if found == expected:
+    return
+  if found[1:] == expected[1:]:
+    raise ValueError(
+        f'The momentum of {leaf.name} is of {found[0]} workers, but {workers}'
+        f' has {expected[0]}. Make the state with tx.init under the same'
+        ' workers that update uses.'
+    )
+  raise ValueError(
+      f'The momentum of {leaf.name} has shape {found}, but a gradient of shape'
+      f' {leaf.gradient.shape} under {compressor} and {workers} needs'
+      f' {expected}. Either the state was made for another compressor, or the'
+      ' gradient is not one per worker: an averaged gradient must not reach the'
+      ' exchange. Take gradients with demo_optax.value_and_grad.'
+  )

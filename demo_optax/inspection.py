@@ -1,0 +1,160 @@
+"""Looking into an optimizer state: shardings, and momentum in the clear.
+
+States are searched by path, not by type, since Flax NNX stores them without
+their types: the momentum of an exchange lies under `momentum`, beside `count`
+and `info/left_out` (`DeMoState`); the states of `per_worker` lie under
+`worker_stacked`.
+"""
+
+from typing import Any
+
+import chex
+import jax
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec as P
+
+from demo_optax import trees
+from demo_optax.compressors import Compressor
+from demo_optax.workers import Workers
+
+Keys = tuple[Any, ...]
+
+
+def state_specs(
+    tx: optax.GradientTransformation, params: chex.ArrayTree, workers: Workers
+) -> chex.ArrayTree:
+  """Partition specs of a whole optimizer state.
+
+  Stacked leaves (momentum, states of `per_worker`) get `P(axis_name)`, all
+  others `P()`. For `in_specs` and `out_specs` of your own `jax.shard_map`, and
+  for shardings of restored checkpoints.
+
+  Args:
+    tx: any optax transformation with an exchange somewhere in it.
+    params: parameters, or their shapes (`jax.ShapeDtypeStruct`).
+    workers: who takes part.
+
+  Returns:
+    A tree like `tx.init(params)` with a `PartitionSpec` for every leaf.
+
+  Raises:
+    TypeError: complex leaves.
+
+  Example:
+    >>> import demo_optax, jax.numpy as jnp
+    >>> workers = demo_optax.Workers.on_axis('data')
+    >>> tx = demo_optax.scale_by_demo(workers=workers)
+    >>> specs = demo_optax.state_specs(tx, {'w': jnp.zeros((4, 4))}, workers)
+    >>> print(tuple(specs.momentum['w']), tuple(specs.count))
+    ('data',) ()
+
+  References:
+    Layout of the decoupled momentum of Peng et al.
+    <https://arxiv.org/abs/2411.19870>, which is one per worker.
+  """
+  shapes = jax.eval_shape(tx.init, params)
+  flat, treedef = jax.tree_util.tree_flatten_with_path(shapes)
+  keys = [_keys(path) for path, _ in flat]
+  roots = _momentum_roots(keys)
+  stacked = P(workers.axis_name)
+  return treedef.unflatten(
+      [stacked if _is_stacked(k, roots) else P() for k in keys]
+  )
+
+
+def momentum(
+    opt_state: chex.ArrayTree,
+    params: chex.ArrayTree,
+    compressor: Compressor,
+    workers: Workers,
+) -> chex.ArrayTree:
+  r"""Every worker's momentum in parameter space, :math:`m_i`.
+
+  Args:
+    opt_state: any optimizer state that holds the state of `scale_by_demo`:
+      chained, partitioned, masked, or `nnx.Optimizer.opt_state`.
+    params: the parameters (of an `nnx.Optimizer`: `nnx.state(model, wrt)`).
+    compressor: the compressor that the state was made for.
+    workers: who takes part.
+
+  Returns:
+    A tree like `params`: per leaf `[workers, *shape]` (`Workers.on_axis`:
+    `[1, *shape]`) in the momentum's dtype, and `None` for leaves without
+    momentum.
+
+  Raises:
+    ValueError: there is no momentum in `opt_state`, or a leaf's does not fit
+      `params`, `compressor` or `workers`.
+
+  Example:
+    >>> import demo_optax, jax.numpy as jnp
+    >>> workers = demo_optax.Workers.simulated(2)
+    >>> compressor = demo_optax.dct_topk(topk=1)
+    >>> tx = demo_optax.scale_by_demo(compressor, workers=workers)
+    >>> params = jnp.zeros((2, 2))
+    >>> gradients = jnp.array([[[1., 1.], [1., 2.]], [[1., 0.], [0., 1.]]])
+    >>> _, state = tx.update(gradients, tx.init(params))
+    >>> print(demo_optax.momentum(state, params, compressor, workers).round(2))
+    [[[-0.25 -0.25]
+      [-0.25  0.75]]
+     [[ 0.5  -0.5 ]
+      [-0.5   0.5 ]]]
+
+  References:
+    Peng et al., `DeMo: Decoupled Momentum Optimization
+    <https://arxiv.org/abs/2411.19870>`_, Algorithm 1.
+  """
+  flat_state = jax.tree_util.tree_flatten_with_path(opt_state)[0]
+  by_keys = {_keys(path): leaf for path, leaf in flat_state}
+  roots = _momentum_roots(list(by_keys))
+  if not roots:
+    raise ValueError('There is no state of demo_optax.scale_by_demo in it.')
+  moments = {
+      keys[len(root) :]: leaf
+      for keys, leaf in by_keys.items()
+      for root in roots
+      if keys[: len(root)] == root
+  }
+
+  def decode(path: trees.Path, param: Any) -> jax.Array | None:
+    name, moment = trees.leaf_name(path), moments.get(_keys(path))
+    if moment is None:
+      return None
+    plan = compressor.plan(np.shape(param), moment.dtype)
+    expected = (workers.stacked_size, *plan.grid.coefficients_shape)
+    if moment.shape != expected:
+      raise ValueError(
+          f'The momentum of {name} has shape {moment.shape}, but {compressor}'
+          f' and {workers} keep it as {expected}.'
+      )
+    return jax.vmap(lambda c: compressor.from_coefficients(c, plan))(moment)
+
+  return jax.tree_util.tree_map_with_path(decode, params)
+
+
+def _keys(path: trees.Path) -> Keys:
+  """A path as plain keys, without the `value` that Flax variables add."""
+  keys = []
+  for entry in path:
+    for attribute in ('name', 'key', 'idx'):
+      if hasattr(entry, attribute):
+        keys.append(getattr(entry, attribute))
+        break
+    else:
+      keys.append(str(entry))
+  if keys and keys[-1] == 'value' and hasattr(path[-1], 'name'):
+    keys.pop()
+  return tuple(keys)
+
+
+def _momentum_roots(keys: list[Keys]) -> list[Keys]:
+  """Where the momentum of each exchange begins."""
+  marker = ('info', 'left_out')
+  nodes = [k[:-2] for k in keys if k[-2:] == marker]
+  return [(*n, 'momentum') for n in nodes if (*n, 'count') in set(keys)]
+
+
+def _is_stacked(keys: Keys, roots: list[Keys]) -> bool:
+  in_momentum = any(keys[: len(root)] == root for root in roots)
+  return in_momentum or 'worker_stacked' in keys

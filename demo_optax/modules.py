@@ -1,0 +1,195 @@
+"""Flax NNX modules in functions that run once per worker.
+
+A module is opened into parameters (differentiated) and other variables. What
+may happen to the others when `N` workers run the same module:
+
+  random streams     every worker's key is folded with its number; counts
+                     advance as they do everywhere
+  nnx.BatchStat      updated by every worker, then averaged
+  anything else      must not change: each worker would have a value of its own
+
+Flax is imported by the user or not at all.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from demo_optax.workers import Workers
+
+
+class OpenedModules:
+  """The NNX modules among the differentiated arguments of a call.
+
+  Attributes:
+    params: per argument, the state that is differentiated.
+    rest: per argument, the leaves of its other variables.
+  """
+
+  def __init__(self) -> None:
+    self.params: dict[int, Any] = {}
+    self.rest: dict[int, list[Any]] = {}
+    self._modules: dict[int, Any] = {}
+    self._filters: dict[int, Any] = {}
+    self._graphdefs: dict[int, Any] = {}
+    self._treedefs: dict[int, Any] = {}
+    self._kinds: dict[int, list[tuple[str, str]]] = {}
+
+  def open(self, place: int, module: Any, param_filter: Any) -> None:
+    """Takes a module apart."""
+    nnx = _nnx()
+    self._modules[place] = module
+    self._filters[place] = param_filter or nnx.Param
+    graphdef, params, rest = nnx.split(module, self._filters[place], ...)
+    self._graphdefs[place], self.params[place] = graphdef, params
+    self.rest[place], self._treedefs[place] = jax.tree.flatten(rest)
+    self._kinds[place] = [
+        (jax.tree_util.keystr(path), _kind(variable))
+        for path, variable in _variables(rest)
+        for _ in jax.tree.leaves(variable)
+    ]
+
+  def rebuild(
+      self, params: dict[int, Any], rest: dict[int, list[Any]]
+  ) -> dict[int, Any]:
+    """Modules with these parameters and other variables."""
+    nnx = _nnx()
+    return {
+        place: nnx.merge(
+            graphdef,
+            params[place],
+            self._treedefs[place].unflatten(rest[place]),
+        )
+        for place, graphdef in self._graphdefs.items()
+    }
+
+  def fold_streams(
+      self, rest: dict[int, list[Any]], index: jax.Array
+  ) -> dict[int, list[Any]]:
+    """The other variables of worker `index`: random streams of its own."""
+    return {
+        place: [
+            _fold(x, index) if kind == 'key' else x
+            for (_, kind), x in zip(self._kinds[place], leaves)
+        ]
+        for place, leaves in rest.items()
+    }
+
+  def changes(
+      self,
+      modules: dict[int, Any],
+      params: dict[int, Any],
+      rest: dict[int, list[Any]],
+  ) -> dict[int, list[Any]]:
+    """The other variables of modules after a call; raises if one may not be."""
+    return {
+        place: self._changes(place, module, params[place], rest[place])
+        for place, module in modules.items()
+    }
+
+  def _changes(
+      self, place: int, module: Any, params: Any, rest: list[Any]
+  ) -> list[Any]:
+    nnx = _nnx()
+    _, params_after, rest_after = nnx.split(module, self._filters[place], ...)
+    after, treedef = jax.tree.flatten(rest_after)
+    if treedef != self._treedefs[place]:
+      names = {jax.tree_util.keystr(p) for p, _ in _variables(rest_after)}
+      names ^= {name for name, _ in self._kinds[place]}
+      raise ValueError(
+          f'The function added or removed variables of its module: '
+          f'{", ".join(sorted(names))}. Each worker would have its own; return'
+          ' such values as aux (has_aux=True) instead of storing them.'
+      )
+    paths = jax.tree_util.tree_flatten_with_path(params)[0]
+    for (path, old), new in zip(paths, jax.tree.leaves(params_after)):
+      if old is not new:
+        raise ValueError(_changed_message(jax.tree_util.keystr(path)))
+    for (name, kind), old, new in zip(self._kinds[place], rest, after):
+      if kind in ('other', 'key') and old is not new:
+        raise ValueError(_changed_message(name))
+    return after
+
+  def write_back(self, rest: dict[int, list[Any]], workers: Workers) -> None:
+    """Updates the caller's modules from all workers' variables."""
+    for place, module in self._modules.items():
+      values = []
+      for (_, kind), before, after in zip(
+          self._kinds[place], self.rest[place], rest[place]
+      ):
+        if kind == 'stat' and jnp.issubdtype(after.dtype, jnp.inexact):
+          values.append(workers.mean(after))
+        elif kind in ('stat', 'count'):
+          values.append(workers.first(after))
+        else:
+          values.append(before)
+      _nnx().update(module, self._treedefs[place].unflatten(values))
+
+
+def open_arguments(
+    args: tuple[Any, ...], places: Sequence[int], filters: Sequence[Any]
+) -> OpenedModules:
+  """Opens the modules among `args` at `places`."""
+  opened = OpenedModules()
+  for place, param_filter in zip(places, filters):
+    if is_module(args[place]):
+      opened.open(place, args[place], param_filter)
+    elif param_filter is not None:
+      raise TypeError(
+          f'argument {place} is a {type(args[place]).__name__} and not an NNX'
+          ' module: nnx.DiffState in argnums goes with modules only.'
+      )
+  return opened
+
+
+def check_no_modules(args: Any) -> None:
+  """Raises if an argument that is not differentiated holds NNX objects."""
+  for leaf in jax.tree.leaves(args, is_leaf=is_module):
+    if is_module(leaf):
+      raise ValueError(
+          f'An argument that is not differentiated holds a'
+          f' {type(leaf).__name__}: what the workers do to it would be lost.'
+          ' Put random streams into the model, or pass a jax.random.key; give'
+          ' frozen modules as nnx.split(module)[1], and merge inside.'
+      )
+
+
+def is_module(x: Any) -> bool:
+  """Whether `x` is an NNX object."""
+  nnx = _nnx()
+  return nnx is not None and isinstance(x, nnx.Pytree)
+
+
+def _nnx() -> Any:
+  return sys.modules.get('flax.nnx')
+
+
+def _variables(state: Any) -> list[tuple[Any, Any]]:
+  nnx = _nnx()
+  return jax.tree_util.tree_flatten_with_path(
+      state, is_leaf=lambda x: isinstance(x, nnx.Variable)
+  )[0]
+
+
+def _kind(variable: Any) -> str:
+  nnx = _nnx()
+  kinds = {nnx.RngKey: 'key', nnx.RngCount: 'count', nnx.BatchStat: 'stat'}
+  return next((k for t, k in kinds.items() if isinstance(variable, t)), 'other')
+
+
+def _fold(key: jax.Array, index: jax.Array) -> jax.Array:
+  if key.ndim == 0:
+    return jax.random.fold_in(key, index)
+  folded = jax.vmap(lambda k: jax.random.fold_in(k, index))(key.reshape(-1))
+  return folded.reshape(key.shape)
+
+
+def _changed_message(name: str) -> str:
+  return (
+      f'The function changed the variable {name} of its module. Each worker'
+      ' would have a value of its own: only random streams and nnx.BatchStat may'
+      ' change. Return the value as aux (has_aux=True) instead.'
+  )

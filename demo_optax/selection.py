@@ -1,0 +1,105 @@
+"""Top-k within chunks, and merging what the workers selected.
+
+Arrays here are `[chunks, n]` (coefficients) and `[chunks, k]` (what is sent).
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+Average = Literal['senders', 'workers']
+
+
+def top_k(coefficients: jax.Array, k: int) -> jax.Array:
+  """Places of the `k` largest magnitudes in each chunk.
+
+  Ties go to the lowest index, so that the selection is a function of the
+  values alone on every backend.
+
+  Args:
+    coefficients: `[chunks, n]`.
+    k: how many, at most `n`.
+
+  Returns:
+    int32 `[chunks, k]`, no index twice in a chunk.
+
+  >>> import jax.numpy as jnp
+  >>> top_k(jnp.array([[0.0, -3.0, 2.0, 3.0]]), 2)
+  Array([[1, 3]], dtype=int32)
+  """
+  chunks, n = coefficients.shape
+  if k == n:
+    return jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (chunks, n))
+  return jax.lax.top_k(jnp.abs(coefficients), k)[1].astype(jnp.int32)
+
+
+def take(coefficients: jax.Array, indices: jax.Array) -> jax.Array:
+  """Values `[chunks, k]` of `coefficients [chunks, n]` at `indices`."""
+  if indices.shape == coefficients.shape:
+    return coefficients
+  return jnp.take_along_axis(coefficients, indices, axis=1)
+
+
+def subtract(
+    coefficients: jax.Array, indices: jax.Array, values: jax.Array
+) -> jax.Array:
+  """`coefficients [chunks, n]` less `values [chunks, k]` at `indices`."""
+  if indices.shape == coefficients.shape:
+    return coefficients - values
+  return coefficients.at[_rows(indices), indices].add(
+      -values, unique_indices=True, mode='promise_in_bounds'
+  )
+
+
+def merge(
+    indices: jax.Array,
+    values: jax.Array,
+    present: jax.Array,
+    n: int,
+    average: Average,
+) -> jax.Array:
+  """Averages the selections of all workers into dense coefficients.
+
+  Deterministic on every backend: the number of senders is counted in integers,
+  and values are added one worker after the other, each of whose indices are
+  distinct within a chunk; no place is written twice by one scatter.
+
+  Args:
+    indices: int32 `[workers, chunks, k]`.
+    values: `[workers, chunks, k]`; rows of absent workers may hold anything.
+    present: bool `[workers]`, the workers that take part.
+    n: number of coefficients in a chunk.
+    average: `'senders'` divides each coefficient by the number of workers that
+      sent it, `'workers'` by the number of workers present.
+
+  Returns:
+    `[chunks, n]`, zero where nothing was sent.
+  """
+  workers, chunks, k = indices.shape
+  dense = k == n
+  counted = present[:, None, None]
+  values = jnp.where(counted, values, 0)
+
+  if average == 'workers' or dense or workers == 1:
+    senders = jnp.maximum(jnp.sum(present, dtype=jnp.int32), 1)
+  else:
+    rows = jnp.broadcast_to(_rows(indices[0]), indices.shape)
+    ones = jnp.broadcast_to(counted.astype(jnp.int32), indices.shape)
+    counts = jnp.zeros((chunks, n), jnp.int32)
+    counts = counts.at[rows, indices].add(ones, mode='promise_in_bounds')
+    senders = jnp.maximum(counts[rows, indices], 1)
+  values = values / senders.astype(values.dtype)
+
+  def add_worker(worker: jax.Array, total: jax.Array) -> jax.Array:
+    if dense:
+      return total + values[worker]
+    return subtract(total, indices[worker], -values[worker])
+
+  zeros = jnp.zeros((chunks, n), values.dtype)
+  return jax.lax.fori_loop(0, workers, add_worker, zeros)
+
+
+def _rows(indices: jax.Array) -> jax.Array:
+  """Chunk numbers `[chunks, 1]` to go with `indices [chunks, k]`."""
+  return jnp.arange(indices.shape[0], dtype=jnp.int32)[:, None]

@@ -1,0 +1,148 @@
+"""Leaves of gradients, parameters and state, matched and checked."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from demo_optax.workers import Workers
+
+Path = tuple[Any, ...]
+
+
+def leaf_name(path: Path) -> str:
+  """A leaf's path as written in error messages and tables."""
+  return jax.tree_util.keystr(path) or 'the only leaf'
+
+
+def momentum_dtype(name: str, x: Any) -> Any:
+  """float32, or float64 for float64; complex leaves are refused."""
+  if jnp.issubdtype(x.dtype, jnp.complexfloating):
+    raise TypeError(
+        f'{name} is {x.dtype}: complex leaves have no top-k that is published.'
+        ' Split it into real and imaginary parts, or keep it out with'
+        ' optax.masked.'
+    )
+  return np.dtype(np.float64 if x.dtype == np.float64 else np.float32)
+
+
+def is_exchanged(x: Any) -> bool:
+  """Whether a leaf takes part: not empty, and not of integers."""
+  shape = np.shape(x)
+  inexact = jnp.issubdtype(_dtype(x), jnp.inexact)
+  return bool(inexact) and 0 not in shape
+
+
+def exchanged_mask(tree: Any) -> Any:
+  """True at the leaves that take part, as masks of optax want it."""
+  return jax.tree.map(is_exchanged, tree)
+
+
+def map_exchanged(
+    fun: Callable[[str, Any], Any],
+    tree: Any,
+    otherwise: Callable[[Any], Any] = lambda x: optax.MaskedNode(),
+) -> Any:
+  """`fun(name, leaf)` over the leaves that take part."""
+
+  def per_leaf(path: Path, x: Any) -> Any:
+    return fun(leaf_name(path), x) if is_exchanged(x) else otherwise(x)
+
+  return jax.tree_util.tree_map_with_path(per_leaf, tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+  """One leaf of an update: gradient, momentum and parameter.
+
+  Attributes:
+    name: its path.
+    gradient: as given, stacked or local.
+    momentum: stacked coefficients, or `optax.MaskedNode()`.
+    shape: shape of the parameter.
+    update_dtype: dtype of the update: the parameter's if known.
+  """
+
+  name: str
+  gradient: Any
+  momentum: Any
+  shape: tuple[int, ...]
+  update_dtype: Any
+
+  @property
+  def exchanged(self) -> bool:
+    """Whether the leaf has momentum."""
+    return not isinstance(self.momentum, optax.MaskedNode)
+
+  def zero_update(self) -> Any:
+    """What a leaf that takes no part gets."""
+    dtype = _dtype(self.gradient)
+    dtype = self.update_dtype if dtype == jax.dtypes.float0 else dtype
+    numpy = np if dtype == jax.dtypes.float0 else jnp
+    return numpy.zeros(self.shape, dtype)
+
+
+def align(
+    gradients: Any, momentum: Any, params: Any | None, workers: Workers
+) -> list[Leaf]:
+  """Matches the leaves of an update, and checks that each is a worker's own."""
+  flat, treedef = jax.tree_util.tree_flatten_with_path(gradients)
+  try:
+    moments = treedef.flatten_up_to(momentum)
+    like = [None] * len(flat) if params is None else treedef.flatten_up_to(params)
+  except ValueError as error:
+    raise ValueError(
+        'Gradients, optimizer state and parameters differ in structure:'
+        f' {error}'
+    ) from error
+
+  leaves = []
+  for (path, gradient), moment, param in zip(flat, moments, like):
+    name = leaf_name(path)
+    check_gradient(name, gradient, param, workers)
+    shape = np.shape(gradient)[1 if workers.stacked_gradients else 0 :]
+    dtype = _dtype(gradient if param is None else param)
+    leaves.append(Leaf(name, gradient, moment, shape, dtype))
+    if leaves[-1].exchanged and not is_exchanged(gradient):
+      raise ValueError(
+          f'The gradient of {name} is {_dtype(gradient)}{list(shape)}, which'
+          ' does not go with the optimizer state: initialise the state with the'
+          ' parameters that are being updated.'
+      )
+  return leaves
+
+
+def check_gradient(
+    name: str, gradient: Any, param: Any | None, workers: Workers
+) -> None:
+  """Raises unless `gradient` is laid out as `workers` has it."""
+  found = np.shape(gradient)
+  lead = (workers.count,) if workers.stacked_gradients else ()
+  if param is not None:
+    expected: Any = (*lead, *np.shape(param))
+    ok = found == expected
+  else:
+    expected = (*lead, ...)
+    ok = found[: len(lead)] == lead
+  if not ok and lead:
+    raise ValueError(
+        f'The gradient of {name} has shape {found}, but {workers} needs'
+        f' {expected}: one gradient per worker, stacked. If it was averaged'
+        ' already there is nothing left to compress; take gradients with'
+        ' demo_optax.value_and_grad(loss_fn, workers=workers).'
+    )
+  if not ok:
+    raise ValueError(
+        f'The gradient of {name} has shape {found}, but its parameter has'
+        f" {expected}: {workers} needs the worker's own gradient, unstacked."
+    )
+  if is_exchanged(gradient):
+    workers.check_gradient(name, gradient)
+
+
+def _dtype(x: Any) -> Any:
+  return x.dtype if hasattr(x, 'dtype') else jnp.asarray(x).dtype

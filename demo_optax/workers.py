@@ -1,0 +1,415 @@
+"""Workers: who takes part, and how one worker's function is run for all.
+
+This is the only module that knows `vmap`, `shard_map` and collectives. It
+knows nothing of compression.
+"""
+
+import abc
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+
+class Workers(abc.ABC):
+  """Who takes part in the exchange. Make one with one of the constructors.
+
+  ==========================  ==========================  ======================
+  constructor                 gradients                   for
+  ==========================  ==========================  ======================
+  `Workers.simulated(n)`      stacked `[n, ...]`          one device: notebooks,
+                                                          laptops, tests
+  `Workers.on_mesh(mesh, a)`  stacked `[n, ...]`,         several devices or
+                              sharded over mesh axis `a`  hosts
+  `Workers.on_axis(a)`        local `[...]`               a loop of your own in
+                                                          shard_map, vmap, pmap
+  ==========================  ==========================  ======================
+
+  Attributes:
+    axis_name: name of the worker axis.
+
+  Example:
+    >>> import demo_optax
+    >>> demo_optax.Workers.simulated(4)
+    Workers.simulated(4)
+  """
+
+  axis_name: str
+
+  @staticmethod
+  def simulated(num_workers: int) -> 'Workers':
+    """`num_workers` workers on one device, run by `jax.vmap`.
+
+    Args:
+      num_workers: how many, at least 1.
+
+    Returns:
+      The workers. Gradients and momentum are stacked, `[num_workers, ...]`.
+
+    Raises:
+      ValueError: `num_workers` is below 1.
+      TypeError: `num_workers` is not an integer.
+
+    Example:
+      >>> import demo_optax
+      >>> demo_optax.Workers.simulated(2).count
+      2
+    """
+    if isinstance(num_workers, bool) or not isinstance(num_workers, int):
+      raise TypeError(f'num_workers={num_workers!r} must be an integer.')
+    if num_workers < 1:
+      raise ValueError(f'num_workers={num_workers} must be at least 1.')
+    return _Simulated(num_workers)
+
+  @staticmethod
+  def on_mesh(mesh: Mesh, axis_name: str) -> 'Workers':
+    """One worker at each position of a mesh axis, run by `jax.shard_map`.
+
+    Args:
+      mesh: a mesh with axes of type Auto or Explicit.
+      axis_name: the axis along which the workers stand. Parameters are
+        replicated over it; over the mesh's other axes everything is.
+
+    Returns:
+      The workers. Gradients and momentum are stacked, one per worker, and
+      sharded over `axis_name`.
+
+    Raises:
+      ValueError: the mesh has no such axis.
+
+    Example:
+      >>> import demo_optax, jax
+      >>> mesh = jax.make_mesh((jax.device_count(),), ('data',))
+      >>> workers = demo_optax.Workers.on_mesh(mesh, 'data')
+      >>> workers.count == jax.device_count()
+      True
+    """
+    if axis_name not in mesh.axis_names:
+      raise ValueError(
+          f'The mesh has no axis {axis_name!r}; its axes are'
+          f' {mesh.axis_names}.'
+      )
+    return _OnMesh(mesh, axis_name)
+
+  @staticmethod
+  def on_axis(axis_name: str) -> 'Workers':
+    """The workers of an axis that the caller has mapped.
+
+    For training steps written inside `jax.shard_map` (with `check_vma` on or
+    off), `jax.vmap` or `jax.pmap`. Gradients are the worker's own, in the
+    parameters' shapes; momentum has a leading axis of 1, so that
+    `P(axis_name)`, as given by `demo_optax.state_specs`, carries the stacked
+    layout of the other two through `shard_map`.
+
+    Args:
+      axis_name: name of the mapped axis.
+
+    Returns:
+      The workers.
+
+    Raises:
+      TypeError: `axis_name` is not a string.
+
+    Example:
+      >>> import demo_optax
+      >>> demo_optax.Workers.on_axis('data')
+      Workers.on_axis('data')
+    """
+    if not isinstance(axis_name, str):
+      raise TypeError(f'axis_name={axis_name!r} must be a string.')
+    return _OnAxis(axis_name)
+
+  @property
+  @abc.abstractmethod
+  def count(self) -> int:
+    """Number of workers (`on_axis`: known inside the mapped function only)."""
+
+  @property
+  def stacked_size(self) -> int:
+    """Length of the leading axis of stacked arrays, as seen by the caller."""
+    return self.count
+
+  @property
+  def stacked_gradients(self) -> bool:
+    """Whether gradients carry a leading worker axis."""
+    return True
+
+  @abc.abstractmethod
+  def zeros(self, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    """Zeros `[stacked_size, *shape]`, each worker's at its place from birth."""
+
+  @abc.abstractmethod
+  def run(
+      self, step: Callable[..., tuple[Any, Any]], gradients: Any, state: Any
+  ) -> tuple[Any, Any]:
+    """Runs one worker's `step` for all workers.
+
+    Args:
+      step: `(gradients, state) -> (shared, state)`, everything without the
+        worker axis. `shared` must be equal on all workers, which it is if it
+        depends on nothing but what `gather` returned.
+      gradients: the workers' gradients.
+      state: a tree of stacked arrays.
+
+    Returns:
+      `shared`, without a worker axis, and the new stacked state.
+    """
+
+  @abc.abstractmethod
+  def gather(self, x: jax.Array) -> jax.Array:
+    """All workers' `x`, `[count, *x.shape]`. Call it inside `step`."""
+
+  @abc.abstractmethod
+  def map(
+      self, fun: Callable[..., tuple[Any, Any]], own: Any, state: Any, shared: Any
+  ) -> tuple[Any, Any]:
+    """Runs one worker's function for all workers, without communication.
+
+    Args:
+      fun: `(index, own, state, shared) -> (own, state)`, everything without the
+        worker axis; `index` is the worker's number, int32 `[]`.
+      own: a tree laid out as gradients are: stacked, or local with `on_axis`.
+      state: a tree of stacked arrays.
+      shared: a tree that is the same for all workers.
+
+    Returns:
+      What `fun` returned, laid out like `own` and `state`.
+    """
+
+  @abc.abstractmethod
+  def split(self, x: jax.Array) -> jax.Array:
+    """A batch `[count * b, ...]` laid out as gradients are."""
+
+  @abc.abstractmethod
+  def mean(self, x: jax.Array) -> jax.Array:
+    """Mean over the workers of something laid out as gradients are."""
+
+  @abc.abstractmethod
+  def first(self, x: jax.Array) -> jax.Array:
+    """One worker's copy of what is laid out as gradients and equal on all."""
+
+  def check_gradient(self, name: str, gradient: jax.Array) -> None:
+    """Raises if a gradient can be seen not to be one worker's own."""
+
+
+class _Stacked(Workers):
+  """Gradients carry the worker axis in front."""
+
+  _spmd_axis_name: str | None = None
+
+  def map(
+      self, fun: Callable[..., tuple[Any, Any]], own: Any, state: Any, shared: Any
+  ) -> tuple[Any, Any]:
+    mapped = jax.vmap(
+        fun, in_axes=(0, 0, 0, None), spmd_axis_name=self._spmd_axis_name
+    )
+    index = self.place(jnp.arange(self.count, dtype=jnp.int32))
+    return mapped(index, own, state, shared)
+
+  def split(self, x: jax.Array) -> jax.Array:
+    return x.reshape(self.count, x.shape[0] // self.count, *x.shape[1:])
+
+  def mean(self, x: jax.Array) -> jax.Array:
+    return jnp.mean(x, axis=0)
+
+  def first(self, x: jax.Array) -> jax.Array:
+    return x[0]
+
+  def place(self, x: jax.Array) -> jax.Array:
+    """Puts each worker's part of a stacked array where the worker is."""
+    return x
+
+
+class _Simulated(_Stacked):
+  """Workers on one device."""
+
+  axis_name = 'workers'
+
+  def __init__(self, num_workers: int):
+    self._count = num_workers
+
+  def __repr__(self) -> str:
+    return f'Workers.simulated({self._count})'
+
+  @property
+  def count(self) -> int:
+    return self._count
+
+  def zeros(self, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    return jnp.zeros((self.count, *shape), dtype)
+
+  def run(
+      self, step: Callable[..., tuple[Any, Any]], gradients: Any, state: Any
+  ) -> tuple[Any, Any]:
+    # out_axes=None holds because what was gathered is the same for all: merging
+    # is done once, not once per worker.
+    mapped = jax.vmap(
+        step,
+        out_axes=(None, 0),
+        axis_name=self.axis_name,
+        axis_size=self.count,
+    )
+    return mapped(gradients, state)
+
+  def gather(self, x: jax.Array) -> jax.Array:
+    return jax.lax.all_gather(x, self.axis_name)
+
+
+class _OnMesh(_Stacked):
+  """Workers along a mesh axis."""
+
+  def __init__(self, mesh: Mesh, axis_name: str):
+    self.mesh, self.axis_name = mesh, axis_name
+    self._spmd_axis_name = axis_name
+    types = dict(zip(mesh.axis_names, mesh.axis_types))
+    self._explicit = types[axis_name] == AxisType.Explicit
+    self._sharding = NamedSharding(mesh, P(axis_name))
+
+  def __repr__(self) -> str:
+    return f'Workers.on_mesh({self.mesh}, {self.axis_name!r})'
+
+  @property
+  def count(self) -> int:
+    return self.mesh.shape[self.axis_name]
+
+  def zeros(self, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    # jnp.zeros(device=sharding) would do under no jit only: inside one it lands
+    # on a single device, all workers' momentum together.
+    born = jax.shard_map(
+        lambda: jnp.zeros((1, *shape), dtype),
+        mesh=self.mesh,
+        in_specs=(),
+        out_specs=P(self.axis_name),
+    )
+    return jax.jit(born)()
+
+  def run(
+      self, step: Callable[..., tuple[Any, Any]], gradients: Any, state: Any
+  ) -> tuple[Any, Any]:
+    def local_step(gradients: Any, state: Any) -> tuple[Any, Any]:
+      shared, state = step(*jax.tree.map(lambda x: x[0], (gradients, state)))
+      return shared, jax.tree.map(lambda x: x[None], state)
+
+    mapped = jax.shard_map(
+        local_step,
+        mesh=self.mesh,
+        in_specs=P(self.axis_name),
+        out_specs=(P(), P(self.axis_name)),
+    )
+    return mapped(*jax.tree.map(self.place, (gradients, state)))
+
+  def gather(self, x: jax.Array) -> jax.Array:
+    return jax.lax.all_gather(x, self.axis_name, to='invarying')
+
+  def split(self, x: jax.Array) -> jax.Array:
+    shape = (self.count, x.shape[0] // self.count, *x.shape[1:])
+    if self._explicit:
+      return jax.lax.reshape(x, shape, out_sharding=self._sharding)
+    return self.place(x.reshape(shape))
+
+  def place(self, x: jax.Array) -> jax.Array:
+    if self._explicit:
+      return jax.sharding.reshard(x, self._sharding)
+    free = [P.UNCONSTRAINED] * (x.ndim - 1)
+    sharding = NamedSharding(self.mesh, P(self.axis_name, *free))
+    return jax.lax.with_sharding_constraint(x, sharding)
+
+
+class _OnAxis(Workers):
+  """Workers of an axis that the caller has mapped."""
+
+  def __init__(self, axis_name: str):
+    self.axis_name = axis_name
+
+  def __repr__(self) -> str:
+    return f'Workers.on_axis({self.axis_name!r})'
+
+  @property
+  def count(self) -> int:
+    try:
+      return jax.lax.axis_size(self.axis_name)
+    except NameError as error:
+      raise ValueError(
+          f'The axis {self.axis_name!r} is not mapped here. With'
+          ' Workers.on_axis, call this inside jax.shard_map, jax.vmap or'
+          ' jax.pmap over that axis; for plain jit, use Workers.on_mesh.'
+      ) from error
+
+  @property
+  def stacked_size(self) -> int:
+    return 1
+
+  @property
+  def stacked_gradients(self) -> bool:
+    return False
+
+  def zeros(self, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    zeros = jnp.zeros((1, *shape), dtype)
+    # Varying from the start, or a scan over steps would see its type change.
+    return self.vary(zeros)
+
+  def run(
+      self, step: Callable[..., tuple[Any, Any]], gradients: Any, state: Any
+  ) -> tuple[Any, Any]:
+    shared, state = step(gradients, jax.tree.map(lambda x: x[0], state))
+    return shared, jax.tree.map(lambda x: x[None], state)
+
+  def gather(self, x: jax.Array) -> jax.Array:
+    if _varies(x, self.axis_name):
+      return jax.lax.all_gather(x, self.axis_name, to='invarying')
+    return jax.lax.all_gather(x, self.axis_name)
+
+  def map(
+      self, fun: Callable[..., tuple[Any, Any]], own: Any, state: Any, shared: Any
+  ) -> tuple[Any, Any]:
+    # What is shared must vary before it is differentiated: jax.grad with respect
+    # to replicated parameters would sum the workers' gradients.
+    shared = jax.tree.map(self.vary, shared)
+    index = jax.lax.axis_index(self.axis_name)
+    own, state = fun(index, own, jax.tree.map(lambda x: x[0], state), shared)
+    return own, jax.tree.map(lambda x: x[None], state)
+
+  def split(self, x: jax.Array) -> jax.Array:
+    return x
+
+  def mean(self, x: jax.Array) -> jax.Array:
+    return jax.lax.pmean(self.vary(x), self.axis_name)
+
+  def first(self, x: jax.Array) -> jax.Array:
+    # A maximum over equals: it only tells shard_map that they are equal.
+    return jax.lax.pmax(x, self.axis_name) if _varies(x, self.axis_name) else x
+
+  def check_gradient(self, name: str, gradient: jax.Array) -> None:
+    if self.checked and not _varies(gradient, self.axis_name):
+      raise ValueError(
+          f'The gradient of {name} is the same on all workers of axis'
+          f' {self.axis_name!r}: it was summed or averaged over them before it'
+          ' reached the exchange. Inside shard_map, jax.grad with respect to'
+          ' replicated parameters does that. Take gradients with'
+          ' demo_optax.value_and_grad, or make the parameters varying first:'
+          f" jax.lax.pcast(params, {self.axis_name!r}, to='varying')."
+      )
+
+  @property
+  def checked(self) -> bool:
+    """Whether we are inside a shard_map that tracks what varies."""
+    try:
+      probe = jax.lax.pcast(jnp.zeros(()), self.axis_name, to='varying')
+    except (ValueError, NameError):  # under vmap on older JAX; not mapped
+      return False
+    return _varies(probe, self.axis_name)
+
+  def vary(self, x: jax.Array) -> jax.Array:
+    """`x`, marked as varying over the workers where that is tracked."""
+    if not self.checked or _varies(x, self.axis_name):
+      return x
+    return jax.lax.pcast(x, self.axis_name, to='varying')
+
+
+def _varies(x: jax.Array, axis_name: str) -> bool:
+  """Whether `x` is known to vary over a mapped mesh axis."""
+  mat = getattr(jax.typeof(x), 'mat', None)  # "manual axis type"
+  return axis_name in getattr(mat, 'varying', ())
