@@ -66,7 +66,7 @@ def _exchange(
   held = []  # per leaf [chunks, n]
   for gradient, kept, plan in zip(gradients, momentum, plans):
     c = compressor.to_coefficients(gradient.astype(kept.dtype), plan)
-    c = _scalar(rule.decay, c) * kept + _scalar(rule.gradient_weight, c) * c
+    c = _product(rule.decay, kept) + _product(rule.gradient_weight, c)
     held.append(c.reshape(plan.grid.num_chunks, plan.grid.chunk_size))
   present = jnp.all(jnp.stack([jnp.all(jnp.isfinite(c)) for c in held]))
 
@@ -76,7 +76,7 @@ def _exchange(
 
   kept_momentum = []
   for c, i, v, plan, old in zip(held, indices, values, plans, momentum):
-    c = selection.subtract(c, i, _scalar(rule.alpha, v) * v)
+    c = selection.subtract(c, i, _product(rule.alpha, v))
     c = compressor.clear_padding(c.reshape(old.shape), plan)
     kept_momentum.append(jnp.where(present, c, old))
 
@@ -189,6 +189,21 @@ def scale_by_demo(
         pending=(),
     )
 
+  @jax.jit  # so that it is one computation outside of the user's jit, too
+  def exchange(
+      gradients: list[jax.Array], momentum: list[jax.Array]
+  ) -> tuple[Any, list[jax.Array]]:
+    lead = 1 if workers.stacked_gradients else 0
+    plans = [
+        compressor.plan(g.shape[lead:], m.dtype)
+        for g, m in zip(gradients, momentum)
+    ]
+    return workers.run(
+        lambda g, m: _exchange(compressor, workers, plans, rule, g, m),
+        gradients,
+        momentum,
+    )
+
   def update_fn(
       updates: chex.ArrayTree,
       state: DeMoState,
@@ -196,18 +211,16 @@ def scale_by_demo(
   ) -> tuple[chex.ArrayTree, DeMoState]:
     leaves = trees.align(updates, state.momentum, params, workers)
     sent = [leaf for leaf in leaves if leaf.exchanged]
-    plans = [compressor.plan(x.shape, x.momentum.dtype) for x in sent]
-    for leaf, plan in zip(sent, plans):
+    for leaf in sent:
+      plan = compressor.plan(leaf.shape, leaf.momentum.dtype)
       _check_momentum(leaf, plan, compressor, workers)
 
     new = [leaf.zero_update() for leaf in leaves]
     kept = [leaf.momentum for leaf in leaves]
     left_out = jnp.zeros((), jnp.int32)
     if sent:
-      (merged, left_out), momentum = workers.run(
-          lambda g, m: _exchange(compressor, workers, plans, rule, g, m),
-          [leaf.gradient for leaf in sent],
-          [leaf.momentum for leaf in sent],
+      (merged, left_out), momentum = exchange(
+          [leaf.gradient for leaf in sent], [leaf.momentum for leaf in sent]
       )
       places = [p for p, leaf in enumerate(leaves) if leaf.exchanged]
       for p, update, m in zip(places, merged, momentum):
@@ -353,9 +366,18 @@ def _settled(
   return optax.GradientTransformationExtraArgs(chain.init, update_fn)
 
 
-def _scalar(x: chex.Numeric, like: jax.Array) -> chex.Numeric:
-  """A hyperparameter in the dtype of the array that it multiplies."""
-  return x if isinstance(x, (int, float)) else jnp.asarray(x, like.dtype)
+def _product(weight: chex.Numeric, x: jax.Array) -> jax.Array:
+  """`weight * x` in the dtype of `x`, rounded before it is added to anything.
+
+  Compilers contract a product and a sum into one operation with one rounding,
+  or not, depending on what is around them: the same step would differ in its
+  last bits between simulation and mesh, and between what is sent and what is
+  taken away. A product behind a select is not contracted.
+  """
+  if isinstance(weight, (int, float)) and weight == 1:
+    return x
+  product = jnp.asarray(weight, x.dtype) * x
+  return jnp.where(x != 0, product, jnp.zeros_like(x))
 
 
 def _check_type(name: str, value: Any, expected: type, example: str) -> None:

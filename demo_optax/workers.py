@@ -310,6 +310,11 @@ class _OnMesh(_Stacked):
       return jax.lax.reshape(x, shape, out_sharding=self._sharding)
     return self.place(x.reshape(shape))
 
+  def first(self, x: jax.Array) -> jax.Array:
+    if self._explicit:
+      x = jax.sharding.reshard(x, NamedSharding(self.mesh, P()))
+    return x[0]
+
   def place(self, x: jax.Array) -> jax.Array:
     if self._explicit:
       return jax.sharding.reshard(x, self._sharding)
@@ -394,17 +399,21 @@ class _OnAxis(Workers):
       )
 
   @property
+  def _mapped(self) -> bool:
+    try:
+      jax.lax.axis_size(self.axis_name)
+    except NameError:
+      return False
+    return True
+
+  @property
   def checked(self) -> bool:
     """Whether we are inside a shard_map that tracks what varies."""
-    try:
-      probe = jax.lax.pcast(jnp.zeros(()), self.axis_name, to='varying')
-    except (ValueError, NameError):  # under vmap on older JAX; not mapped
-      return False
-    return _varies(probe, self.axis_name)
+    return _varies(jax.lax.axis_index(self.axis_name), self.axis_name)
 
   def vary(self, x: jax.Array) -> jax.Array:
     """`x`, marked as varying over the workers where that is tracked."""
-    if not self.checked or _varies(x, self.axis_name):
+    if not self._mapped or not self.checked or _varies(x, self.axis_name):
       return x
     return jax.lax.pcast(x, self.axis_name, to='varying')
 

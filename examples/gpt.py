@@ -1,0 +1,71 @@
+"""A small GPT in Flax NNX."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+@dataclasses.dataclass(frozen=True)
+class GPTConfig:
+  """Sizes of the model; the defaults make 1.0 M parameters."""
+
+  vocab: int = 256
+  context: int = 64
+  width: int = 192
+  layers: int = 2
+  heads: int = 6
+
+
+class Block(nnx.Module):
+  """Attention and a feed-forward layer, normalised before each."""
+
+  def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
+    d = config.width
+    # Projections that add to the residual stream start smaller with depth.
+    out_init = nnx.initializers.normal(0.02 / (2 * config.layers) ** 0.5)
+    init = nnx.initializers.normal(0.02)
+    self.heads = config.heads
+    self.norm1 = nnx.RMSNorm(d, rngs=rngs)
+    self.norm2 = nnx.RMSNorm(d, rngs=rngs)
+    self.qkv = nnx.Linear(d, 3 * d, kernel_init=init, rngs=rngs)
+    self.proj = nnx.Linear(d, d, kernel_init=out_init, rngs=rngs)
+    self.up = nnx.Linear(d, 4 * d, kernel_init=init, rngs=rngs)
+    self.down = nnx.Linear(4 * d, d, kernel_init=out_init, rngs=rngs)
+
+  def __call__(self, x: jax.Array) -> jax.Array:  # f32[batch, time, width]
+    batch, time, width = x.shape
+    qkv = self.qkv(self.norm1(x))
+    q, k, v = jnp.split(
+        qkv.reshape(batch, time, self.heads, 3 * width // self.heads), 3, -1
+    )
+    attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    x = x + self.proj(attended.reshape(batch, time, width))
+    return x + self.down(nnx.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nnx.Module):
+  """Next-token logits of a causal transformer."""
+
+  def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
+    init = nnx.initializers.normal(0.02)
+    self.config = config
+    self.token_embedding = nnx.Embed(
+        config.vocab, config.width, embedding_init=init, rngs=rngs
+    )
+    self.position_embedding = nnx.Embed(
+        config.context, config.width, embedding_init=init, rngs=rngs
+    )
+    self.blocks = nnx.List([Block(config, rngs) for _ in range(config.layers)])
+    self.norm = nnx.RMSNorm(config.width, rngs=rngs)
+    self.head = nnx.Linear(
+        config.width, config.vocab, use_bias=False, kernel_init=init, rngs=rngs
+    )
+
+  def __call__(self, tokens: jax.Array) -> jax.Array:  # i32[batch, time]
+    positions = jnp.arange(tokens.shape[1])
+    x = self.token_embedding(tokens) + self.position_embedding(positions)
+    for block in self.blocks:
+      x = block(x)
+    return self.head(self.norm(x))  # f32[batch, time, vocab]

@@ -1,0 +1,75 @@
+"""Bytes of real text, split by document."""
+
+import pathlib
+import pydoc_data.topics
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Corpus(NamedTuple):
+  """Training and validation text, uint8 `[n]`; no document is in both."""
+
+  train: np.ndarray
+  valid: np.ndarray
+
+
+def load(path: str | None = None) -> Corpus:
+  """The corpus of a file, of a folder, or of Python's own help topics.
+
+  A folder has one document per file. A file is cut at blank lines into
+  documents of at least 2,000 characters. Every tenth document is held out.
+  """
+  if path is None:
+    topics = pydoc_data.topics.topics
+    documents = [topics[name] for name in sorted(topics)]
+  elif pathlib.Path(path).is_dir():
+    files = sorted(p for p in pathlib.Path(path).rglob('*') if p.is_file())
+    documents = [p.read_text(errors='replace') for p in files]
+  else:
+    documents = _paragraphs(pathlib.Path(path).read_text(errors='replace'))
+  if len(documents) < 2:
+    raise ValueError(
+        f'{path} holds {len(documents)} document(s); at least 2 are needed, one'
+        ' of them for validation. Give a longer file, or a folder.'
+    )
+  held_out = range(min(5, len(documents) - 1), len(documents), 10)
+  split = [
+      _join(d for i, d in enumerate(documents) if (i in held_out) == valid)
+      for valid in (False, True)
+  ]
+  return Corpus(*split)
+
+
+def batch(
+    text: np.ndarray, seed: int, step: int, size: int, length: int
+) -> np.ndarray:
+  """Random windows of training text: a function of seed and step alone.
+
+  Returns:
+    int32 `[size, length + 1]`; inputs and, shifted by one, targets.
+  """
+  rng = np.random.default_rng((seed, step))
+  starts = rng.integers(0, len(text) - length, size)
+  return text[starts[:, None] + np.arange(length + 1)].astype(np.int32)
+
+
+def windows(text: np.ndarray, size: int, length: int) -> np.ndarray:
+  """All of a text in order, int32 `[batches, size, length + 1]`."""
+  count = (len(text) - 1) // length // size * size
+  starts = np.arange(count) * length
+  cut = text[starts[:, None] + np.arange(length + 1)].astype(np.int32)
+  return cut.reshape(-1, size, length + 1)
+
+
+def _join(documents) -> np.ndarray:
+  return np.frombuffer('\0'.join(documents).encode(), np.uint8)
+
+
+def _paragraphs(text: str) -> list[str]:
+  documents = ['']
+  for paragraph in text.split('\n\n'):
+    if len(documents[-1]) >= 2000:
+      documents.append('')
+    documents[-1] += paragraph + '\n\n'
+  return documents

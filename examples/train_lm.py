@@ -1,0 +1,453 @@
+"""Trains a byte-level GPT on real text, each worker sending 1 % of a gradient.
+
+    python examples/train_lm.py                 # DeMo, 4 workers
+    python examples/train_lm.py --compare       # beside AdamW on averaged grads
+    python examples/train_lm.py --resume        # goes on from the last checkpoint
+
+With several devices there is one worker per device; with one, workers are
+simulated on it.
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import text
+from flax import nnx
+from gpt import GPT, GPTConfig
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import demo_optax
+
+try:
+  from tqdm import tqdm
+except ImportError:  # a progress bar is a convenience
+  tqdm = None
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+  parser = argparse.ArgumentParser(
+      description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  add = parser.add_argument
+  add('--optimizer', choices=['demo', 'adamw'], default='demo')
+  add('--compare', action='store_true', help='train both, draw both')
+  add('--embeddings', choices=['demo', 'adamw'], default='demo',
+      help='how demo treats embeddings, head and 1-D leaves')
+  add('--workers', type=int, help='default: one per device, or 4 on one device')
+  add('--data', help='text file or folder; default: Python help topics')
+  add('--out', default='runs/lm', help='folder of metrics, picture, checkpoints')
+  add('--steps', type=int, default=400)
+  add('--batch', type=int, default=32, help='sequences per step, all workers')
+  add('--lr', type=float, help='peak; default: 3e-3 (demo), 3e-3 (adamw)')
+  add('--schedule', choices=['cosine', 'constant'], default='cosine')
+  add('--warmup', type=int, default=40)
+  add('--chunk', type=int, default=64)
+  add('--topk', type=int, default=32)
+  add('--decay', type=float, default=0.99)
+  add('--weight-decay', type=float, default=0.0)
+  add('--clip', type=float, default=1.0, help='norm that gradients are cut to')
+  add('--microbatches', type=int, default=1)
+  add('--seed', type=int, default=0)
+  add('--eval-every', type=int, default=100)
+  add('--save-every', type=int, default=200)
+  add('--resume', action='store_true')
+  for field in dataclasses.fields(GPTConfig):
+    add(f'--{field.name}', type=int, default=field.default)
+  args = parser.parse_args(argv)
+  if args.compare and args.resume:
+    parser.error('--compare trains both from the start: leave out --resume.')
+  return args
+
+
+# What a training run is made of -----------------------------------------------
+
+
+def make_workers(count: int | None) -> demo_optax.Workers:
+  """One worker per device where there are several, else simulated ones."""
+  devices = jax.devices()
+  count = count or (len(devices) if len(devices) > 1 else 4)
+  if count > len(devices) or len(devices) == 1:
+    return demo_optax.Workers.simulated(count)
+  mesh = jax.make_mesh(
+      (count,), ('data',), devices=devices[:count],
+      axis_types=(jax.sharding.AxisType.Auto,),
+  )
+  return demo_optax.Workers.on_mesh(mesh, 'data')
+
+
+def make_schedule(args: argparse.Namespace) -> optax.Schedule:
+  peak = 3e-3 if args.lr is None else args.lr
+  warmup = min(args.warmup, args.steps // 2)
+  if args.schedule == 'constant':
+    return optax.warmup_constant_schedule(0.0, peak, warmup)
+  return optax.warmup_cosine_decay_schedule(
+      0.0, peak, warmup, args.steps, end_value=0.1 * peak
+  )
+
+
+def averaged_adamw(
+    args: argparse.Namespace, workers: demo_optax.Workers
+) -> optax.GradientTransformation:
+  """Plain data parallelism: gradients are averaged densely every step."""
+  return optax.chain(
+      demo_optax.mean_over_workers(workers=workers),
+      optax.clip_by_global_norm(args.clip),
+      optax.adamw(
+          make_schedule(args), b2=0.95, weight_decay=args.weight_decay
+      ),
+  )
+
+
+def decoupled_momentum(
+    args: argparse.Namespace, workers: demo_optax.Workers
+) -> optax.GradientTransformation:
+  """DeMo; a clip before the exchange is each worker's own."""
+  return optax.chain(
+      demo_optax.per_worker(
+          optax.clip_by_global_norm(args.clip), workers=workers
+      ),
+      demo_optax.demo(
+          make_schedule(args),
+          workers=workers,
+          compressor=make_compressor(args),
+          decay=args.decay,
+          weight_decay=args.weight_decay,
+      ),
+  )
+
+
+def make_compressor(args: argparse.Namespace) -> demo_optax.Compressor:
+  return demo_optax.dct_topk(args.chunk, args.topk)
+
+
+def make_optimizer(
+    args: argparse.Namespace, workers: demo_optax.Workers
+) -> optax.GradientTransformation:
+  if args.optimizer == 'adamw':
+    return averaged_adamw(args, workers)
+  if args.embeddings == 'demo':
+    return decoupled_momentum(args, workers)
+  return optax.partition(
+      {
+          'exchanged': decoupled_momentum(args, workers),
+          'averaged': averaged_adamw(args, workers),
+      },
+      averaged_or_exchanged,
+  )
+
+
+def averaged_or_exchanged(params: Any) -> Any:
+  """Labels: embeddings, head, norms and biases are averaged."""
+
+  def label(path: Any, _: Any) -> str:
+    name = jax.tree_util.keystr(path)
+    words = ('embedding', 'head', 'norm', 'bias')
+    return 'averaged' if any(w in name for w in words) else 'exchanged'
+
+  return jax.tree_util.tree_map_with_path(label, params)
+
+
+def count_bytes(
+    args: argparse.Namespace, params: Any, workers: demo_optax.Workers
+) -> dict[str, float]:
+  """Bytes per worker and step of the chosen optimizer and of AdamW-DDP."""
+  compressor = make_compressor(args)
+  every = demo_optax.plan(params, compressor, workers)
+  dense = every.dense_bytes()
+  if args.optimizer == 'adamw':
+    sent = received = dense
+  elif args.embeddings == 'demo':
+    sent, received = every.sent_bytes, every.received_bytes
+  else:
+    labels = averaged_or_exchanged(params)
+    leaves = {
+        label: [
+            p
+            for p, l in zip(jax.tree.leaves(params), jax.tree.leaves(labels))
+            if l == label
+        ]
+        for label in ('exchanged', 'averaged')
+    }
+    exchanged = demo_optax.plan(leaves['exchanged'], compressor, workers)
+    averaged = demo_optax.plan(leaves['averaged'], compressor, workers)
+    sent = exchanged.sent_bytes + averaged.dense_bytes()
+    received = exchanged.received_bytes + averaged.dense_bytes()
+  return {'sent': sent, 'received': received, 'adamw': dense}
+
+
+def loss_fn(model: GPT, tokens: jax.Array) -> jax.Array:
+  logits = model(tokens[:, :-1])
+  losses = optax.softmax_cross_entropy_with_integer_labels(
+      logits, tokens[:, 1:]
+  )
+  return losses.mean()
+
+
+def make_train_step(
+    workers: demo_optax.Workers, microbatches: int
+) -> Callable[..., jax.Array]:
+  value_and_grad = demo_optax.value_and_grad(
+      loss_fn, workers=workers, microbatches=microbatches
+  )
+
+  @nnx.jit(donate_argnums=(0, 1))
+  def train_step(
+      model: GPT, optimizer: nnx.Optimizer, tokens: jax.Array
+  ) -> jax.Array:
+    loss, grads = value_and_grad(model, tokens)  # one gradient per worker
+    optimizer.update(model, grads)
+    return loss
+
+  return train_step
+
+
+@nnx.jit
+def eval_step(model: GPT, tokens: jax.Array) -> jax.Array:
+  return loss_fn(model, tokens)
+
+
+def evaluate(model: GPT, batches: np.ndarray) -> float:
+  return float(np.mean([eval_step(model, b) for b in batches]))
+
+
+def generate(
+    model: GPT, prompt: np.ndarray, length: int, seed: int
+) -> bytes:
+  """Continues a prompt of at least `context` bytes."""
+  context = model.config.context
+
+  @nnx.jit
+  def next_byte(model: GPT, window: jax.Array, key: jax.Array) -> jax.Array:
+    return jax.random.categorical(key, model(window)[0, -1] / 0.7)
+
+  tokens = list(prompt.astype(np.int32))
+  for key in jax.random.split(jax.random.key(seed), length):
+    window = np.array(tokens[-context:], np.int32)[None]
+    tokens.append(int(next_byte(model, window, key)))
+  return bytes(tokens[len(prompt) :])
+
+
+# Checkpoints ------------------------------------------------------------------
+
+
+def named_arrays(model: GPT, optimizer: nnx.Optimizer) -> dict[str, jax.Array]:
+  """Model and optimizer (all workers' momentum with it) as named arrays."""
+  tree = {'model': nnx.state(model), 'optimizer': nnx.state(optimizer)}
+  flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+  return {
+      jax.tree_util.keystr(path, simple=True, separator='.'): x
+      for path, x in flat
+  }
+
+
+def restore(
+    manager: ocp.CheckpointManager, model: GPT, optimizer: nnx.Optimizer
+) -> int:
+  """Restores the last checkpoint; returns the number of steps done."""
+  step = manager.latest_step()
+  if step is None:
+    raise SystemExit(f'--resume: there is no checkpoint in {manager.directory}.')
+  target = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+      named_arrays(model, optimizer),
+  )
+  arrays = manager.restore(step, args=ocp.args.StandardRestore(target))
+  for name, module in (('model', model), ('optimizer', optimizer)):
+    state = nnx.state(module)
+    leaves, treedef = jax.tree.flatten(state)
+    names = [n for n in target if n.startswith(f'{name}.')]
+    assert len(names) == len(leaves)
+    nnx.update(module, treedef.unflatten([arrays[n] for n in names]))
+  return step
+
+
+# The run ----------------------------------------------------------------------
+
+
+def train(args: argparse.Namespace) -> dict[str, Any]:
+  """One training run; returns its records and its summary."""
+  corpus = text.load(args.data)
+  config = GPTConfig(
+      **{f.name: getattr(args, f.name) for f in dataclasses.fields(GPTConfig)}
+  )
+  workers = make_workers(args.workers)
+  model = GPT(config, nnx.Rngs(args.seed))
+  optimizer = nnx.Optimizer(
+      model, make_optimizer(args, workers), wrt=nnx.Param
+  )
+  place(model, optimizer, workers)
+  params = nnx.state(model, nnx.Param)
+  cost = count_bytes(args, params, workers)
+  valid = text.windows(corpus.valid, 64, config.context)
+  train_step = make_train_step(workers, args.microbatches)
+
+  name = args.optimizer
+  folder = pathlib.Path(args.out).absolute() / name
+  options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
+  manager = ocp.CheckpointManager(folder / 'checkpoints', options=options)
+  if not args.resume:
+    for step in manager.all_steps():
+      manager.delete(step)
+  start = restore(manager, model, optimizer) if args.resume else 0
+
+  size = sum(x.size for x in jax.tree.leaves(params))
+  print(
+      f'{name}: {size:,} parameters, {workers}, {len(corpus.train):,} bytes of'
+      f' training text; every worker sends {cost["sent"] / 1e3:,.1f} kB a step'
+  )
+  records: list[dict[str, Any]] = []
+  metrics = open(folder / 'metrics.jsonl', 'a' if args.resume else 'w')
+  with metrics:
+    log(metrics, {'config': vars(args), 'parameters': size, 'bytes': cost})
+    bar = progress(range(start, args.steps), name)
+    seconds = []
+    for step in bar:
+      tokens = text.batch(
+          corpus.train, args.seed, step, args.batch, config.context
+      )
+      began = time.perf_counter()
+      loss = float(train_step(model, optimizer, tokens))
+      seconds.append(time.perf_counter() - began)
+      done = step + 1
+      record = {'step': done, 'loss': loss, 'sent': cost['sent'] * done,
+                'received': cost['received'] * done}
+      if done % args.eval_every == 0 or done == args.steps:
+        record['valid_loss'] = evaluate(model, valid)
+      records.append(record)
+      log(metrics, record)
+      show(bar, record, cost)
+      if done % args.save_every == 0 or done == args.steps:
+        arrays = named_arrays(model, optimizer)
+        manager.save(done, args=ocp.args.StandardSave(arrays))
+        manager.wait_until_finished()
+  manager.close()
+
+  sample = generate(model, corpus.valid[: config.context], 200, args.seed)
+  print(f'\nA sample of {name}:\n{sample.decode(errors="replace")}\n')
+  return {
+      'name': name,
+      'records': records,
+      'valid_loss': records[-1]['valid_loss'] if records else None,
+      'steps_per_second': 1 / np.median(seconds[1:]) if seconds[1:] else None,
+      **cost,
+  }
+
+
+def place(
+    model: GPT, optimizer: nnx.Optimizer, workers: demo_optax.Workers
+) -> None:
+  """Puts what all workers share on all devices, before the first step.
+
+  Momentum is born where it belongs. Parameters are born on one device; moved
+  only by the first step, they would make the second one compile again.
+  """
+  mesh = getattr(workers, 'mesh', None)
+  if mesh is None:
+    return
+  for module in (model, optimizer):
+    state = nnx.state(module)
+    nnx.update(module, jax.tree.map(
+        lambda x: x if isinstance(x.sharding, NamedSharding)
+        else jax.device_put(x, NamedSharding(mesh, P())), state))
+
+
+def progress(steps: range, name: str) -> Any:
+  return tqdm(steps, desc=name, unit='step') if tqdm else steps
+
+
+def show(bar: Any, record: dict[str, Any], cost: dict[str, float]) -> None:
+  if tqdm:
+    bar.set_postfix_str(
+        f'loss {record["loss"]:.3f}, sent {cost["sent"] / 1e3:,.1f} kB/step'
+    )
+  elif 'valid_loss' in record:
+    print(f'step {record["step"]}: validation {record["valid_loss"]:.3f}')
+
+
+def log(file: Any, record: dict[str, Any]) -> None:
+  file.write(json.dumps(record) + '\n')
+  file.flush()
+
+
+def draw(runs: list[dict[str, Any]], path: pathlib.Path) -> None:
+  """Loss against steps, and against bytes sent."""
+  try:
+    import matplotlib
+  except ImportError:
+    print('No picture: matplotlib is not installed.')
+    return
+  matplotlib.use('Agg')
+  import matplotlib.pyplot as plt
+
+  figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5), sharey=True)
+  for number, run in enumerate(runs):
+    if not run['records']:
+      continue
+    losses = smooth([r['loss'] for r in run['records']])
+    steps = [r['step'] for r in run['records']]
+    sent = [r['sent'] / 1e6 for r in run['records']]
+    checks = [r for r in run['records'] if 'valid_loss' in r]
+    color = f'C{number}'
+    left.plot(steps, losses, color=color, label=run['name'])
+    left.plot([r['step'] for r in checks], [r['valid_loss'] for r in checks],
+              'o', color=color, label=f'{run["name"]}, held-out text')
+    right.plot(sent, losses, color=color)
+    right.plot([r['sent'] / 1e6 for r in checks],
+               [r['valid_loss'] for r in checks], 'o', color=color)
+  left.set(xlabel='step', ylabel='loss (nats per byte)')
+  right.set(xlabel='MB sent per worker', xscale='log')
+  left.legend(frameon=False)
+  for axes in (left, right):
+    axes.grid(alpha=0.3)
+    axes.spines[['top', 'right']].set_visible(False)
+  figure.tight_layout()
+  figure.savefig(path, dpi=150)
+  plt.close(figure)
+  print(f'Picture: {path}')
+
+
+def smooth(losses: list[float]) -> np.ndarray:
+  """Running mean over 10 steps."""
+  padded = np.concatenate([np.full(9, losses[0]), losses])
+  return np.convolve(padded, np.full(10, 0.1), 'valid')
+
+
+def report(runs: list[dict[str, Any]]) -> None:
+  print(f'{"":<8}{"validation":>11}{"sent":>12}{"received":>12}'
+        f'{"less sent than":>16}{"steps":>8}')
+  print(f'{"":<8}{"loss":>11}{"kB/step":>12}{"kB/step":>12}'
+        f'{"AdamW-DDP":>16}{"per s":>8}')
+  for run in runs:
+    loss = '-' if run['valid_loss'] is None else f'{run["valid_loss"]:.4f}'
+    speed = run['steps_per_second']
+    speed = '-' if speed is None else f'{speed:.1f}'
+    times = f'{run["adamw"] / run["sent"]:.1f}x'
+    print(f'{run["name"]:<8}{loss:>11}{run["sent"] / 1e3:>12,.1f}'
+          f'{run["received"] / 1e3:>12,.1f}{times:>16}{speed:>8}')
+
+
+def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
+  args = parse_args(argv)
+  names = ['demo', 'adamw'] if args.compare else [args.optimizer]
+  runs = []
+  for name in names:
+    run_args = argparse.Namespace(**{**vars(args), 'optimizer': name})
+    runs.append(train(run_args))
+  draw(runs, pathlib.Path(args.out) / 'loss.png')
+  report(runs)
+  return runs
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,84 @@
+"""Meshes, gradients and comparisons that many tests share."""
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import demo_optax
+
+MESHES = {'auto': AxisType.Auto, 'explicit': AxisType.Explicit}
+
+SHAPES = {
+    'matrix': (130, 64),
+    'padded': (97, 67),
+    'kernel': (3, 3, 16, 40),
+    'bias': (70,),
+    'gain': (5,),
+    'scalar': (),
+}
+
+
+def make_mesh(count=4, kind='auto', name='data'):
+  return jax.make_mesh(
+      (count,), (name,), axis_types=(MESHES[kind],),
+      devices=jax.devices()[:count])
+
+
+def on_mesh(count=4, kind='auto'):
+  return demo_optax.Workers.on_mesh(make_mesh(count, kind), 'data')
+
+
+def replicated(tree, workers):
+  """`tree` on all devices of the workers' mesh, where they have one."""
+  mesh = getattr(workers, 'mesh', None)
+  if mesh is None:
+    return tree
+  return jax.device_put(tree, NamedSharding(mesh, P()))
+
+
+def stacked(tree, workers):
+  """Stacked gradients, each at its worker."""
+  mesh = getattr(workers, 'mesh', None)
+  if mesh is None:
+    return tree
+  return jax.device_put(tree, NamedSharding(mesh, P('data')))
+
+
+def random_tree(seed, shapes=None, lead=()):
+  rng = np.random.default_rng(seed)
+  shapes = SHAPES if shapes is None else shapes
+  return {k: rng.normal(size=(*lead, *s)).astype(np.float32)
+          for k, s in shapes.items()}
+
+
+def assert_same_bits(a, b):
+  flat_a, tree_a = jax.tree.flatten(a)
+  flat_b, tree_b = jax.tree.flatten(b)
+  assert tree_a == tree_b
+  for x, y in zip(flat_a, flat_b):
+    np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+def assert_replicas_equal(tree):
+  """Every addressable shard of a replicated array holds the same bits."""
+  for leaf in jax.tree.leaves(tree):
+    shards = [np.asarray(s.data) for s in leaf.addressable_shards]
+    assert shards[0].shape == leaf.shape
+    for shard in shards[1:]:
+      np.testing.assert_array_equal(shards[0], shard)
+
+
+class Compilations:
+  """Counts what XLA compiled since it was made or reset."""
+
+  count = 0
+
+  def __init__(self):
+    jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+  def _listen(self, event, *_, **__):
+    self.count += event == '/jax/core/compile/backend_compile_duration'
+
+
+COMPILATIONS = Compilations()

@@ -1,0 +1,369 @@
+"""Three ways to run, one exchange: the same bits everywhere."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import (
+    COMPILATIONS, SHAPES, assert_replicas_equal, assert_same_bits, make_mesh, on_mesh,
+    random_tree, replicated, stacked,
+)
+from jax.sharding import PartitionSpec as P
+
+import demo_optax
+
+pytestmark = pytest.mark.core
+
+N = 4
+COMPRESSOR = demo_optax.dct_topk(chunk_size=32, topk=8)
+
+
+def make_tx(workers, rule='published'):
+  if rule == 'published':
+    return demo_optax.demo(
+        optax.linear_schedule(1e-2, 1e-3, 50), workers=workers,
+        compressor=COMPRESSOR, decay=0.95, weight_decay=0.1)
+  return optax.chain(
+      demo_optax.per_worker(optax.clip(2.0), workers=workers),
+      demo_optax.scale_by_demo(
+          COMPRESSOR, 0.97, workers=workers, alpha=0.3, average='workers',
+          ema=True),
+      optax.sgd(1e-2, momentum=0.5))
+
+
+def gradients_of(step, workers=N):
+  """Gradients of a step; every seventh, one worker's are not finite."""
+  gradients = random_tree(step, lead=(workers,))
+  if step % 7 == 3:
+    gradients['bias'][step % workers] = np.nan
+  return gradients
+
+
+def stacked_run(workers, steps, rule='published'):
+  """(parameters, state) after `steps`, with stacked gradients."""
+  tx = make_tx(workers, rule)
+  params = replicated(jax.tree.map(jnp.asarray, random_tree(99)), workers)
+  state = replicate_counters(tx.init(params), workers)
+
+  @jax.jit
+  def step(params, state, gradients):
+    updates, state = tx.update(gradients, state, params)
+    return optax.apply_updates(params, updates), state
+
+  for s in range(steps):
+    gradients = stacked(gradients_of(s, workers.count), workers)
+    before = COMPILATIONS.count
+    params, state = step(params, state, gradients)
+    assert s == 0 or COMPILATIONS.count == before, 'compiled again'
+    assert_replicas_equal(params)
+  return params, state
+
+
+def replicate_counters(state, workers):
+  if getattr(workers, 'mesh', None) is None:
+    return state
+  return jax.tree.map(
+      lambda x: x if len(x.sharding.device_set) > 1 else replicated(x, workers),
+      state)
+
+
+def axis_run(steps, how, check_vma=True, rule='published'):
+  """The same with gradients local, inside a mapped function of our own."""
+  workers = demo_optax.Workers.on_axis('data')
+  tx = make_tx(workers, rule)
+  params = jax.tree.map(jnp.asarray, random_tree(99))
+
+  def step(params, state, gradients):
+    updates, state = tx.update(gradients, state, params)
+    return optax.apply_updates(params, updates), state
+
+  if how == 'shard_map':
+    mesh = make_mesh(N)
+    specs = demo_optax.state_specs(tx, params, workers)
+    init = jax.jit(jax.shard_map(
+        tx.init, mesh=mesh, in_specs=P(), out_specs=specs,
+        check_vma=check_vma))
+
+    def local_step(params, state, gradients):
+      gradients = jax.tree.map(lambda g: g[0], gradients)
+      return step(params, state, gradients)
+
+    mapped = jax.jit(jax.shard_map(
+        local_step, mesh=mesh, in_specs=(P(), specs, P('data')),
+        out_specs=(P(), specs), check_vma=check_vma))
+    state = init(params)
+    for s in range(steps):
+      params, state = mapped(params, state, gradients_of(s))
+    assert_replicas_equal(params)
+    return params, state
+
+  if how == 'vmap':
+    mapped = jax.jit(jax.vmap(step, axis_name='data'))
+  else:
+    mapped = jax.pmap(step, axis_name='data', devices=jax.devices()[:N])
+  # Here every worker decodes for itself and keeps parameters of its own.
+  params = jax.tree.map(lambda x: jnp.stack([x] * N), params)
+  state = jax.vmap(tx.init, axis_name='data')(params)
+  for s in range(steps):
+    params, state = mapped(params, state, gradients_of(s))
+    for leaf in jax.tree.leaves(params):
+      leaf = np.asarray(leaf)
+      for other in leaf[1:]:
+        np.testing.assert_array_equal(leaf[0], other)
+  return jax.tree.map(lambda x: x[0], params), state
+
+
+@pytest.fixture(scope='module', params=['published', 'second'])
+def simulated(request):
+  workers = demo_optax.Workers.simulated(N)
+  return request.param, stacked_run(workers, 50, request.param)
+
+
+@pytest.mark.parametrize('kind', ['auto', 'explicit'])
+def test_mesh_equals_simulation(simulated, kind):
+  rule, expected = simulated
+  assert_same_bits(stacked_run(on_mesh(N, kind), 50, rule), expected)
+
+
+@pytest.mark.parametrize('count', [1, 3, 8])
+def test_mesh_equals_simulation_for_other_counts(count):
+  expected = stacked_run(demo_optax.Workers.simulated(count), 10)
+  assert_same_bits(stacked_run(on_mesh(count), 10), expected)
+
+
+@pytest.mark.parametrize('check_vma', [True, False])
+def test_own_shard_map_equals_simulation(simulated, check_vma):
+  rule, expected = simulated
+  assert_same_bits(axis_run(50, 'shard_map', check_vma, rule), expected)
+
+
+@pytest.mark.parametrize('how', ['vmap', 'pmap'])
+def test_own_vmap_and_pmap_equal_simulation(simulated, how):
+  rule, (expected, expected_state) = simulated
+  params, state = axis_run(50, how, rule=rule)
+  assert_same_bits(params, expected)
+  find = lambda s: next(x for x in s if isinstance(x, demo_optax.DeMoState))
+  assert_same_bits(
+      jax.tree.map(lambda m: m[:, 0], find(state).momentum),
+      find(expected_state).momentum)
+
+
+def test_a_run_repeats_bit_for_bit(simulated):
+  rule, expected = simulated
+  workers = demo_optax.Workers.simulated(N)
+  assert_same_bits(stacked_run(workers, 50, rule), expected)
+
+
+def test_scan_over_steps_inside_shard_map():
+  """The state's type does not change from one step to the next."""
+  workers = demo_optax.Workers.on_axis('data')
+  tx = make_tx(workers)
+  params = jax.tree.map(jnp.asarray, random_tree(99))
+
+  def run(params, gradients):  # gradients [steps, 1, ...] of this worker
+    gradients = jax.tree.map(lambda g: g[:, 0], gradients)
+
+    def step(carry, g):
+      params, state = carry
+      updates, state = tx.update(g, state, params)
+      return (optax.apply_updates(params, updates), state), None
+
+    (params, _), _ = jax.lax.scan(step, (params, tx.init(params)), gradients)
+    return params
+
+  gradients = [gradients_of(s) for s in range(5)]
+  gradients = jax.tree.map(lambda *g: np.stack(g), *gradients)
+  mapped = jax.shard_map(
+      run, mesh=make_mesh(N), in_specs=(P(), P(None, 'data')), out_specs=P())
+  params = jax.jit(mapped)(params, gradients)
+  expected, _ = stacked_run(demo_optax.Workers.simulated(N), 5)
+  assert_same_bits(params, expected)
+
+
+def test_momentum_is_born_sharded():
+  """Eagerly and under jit, no device holds more than its own."""
+  for kind in ('auto', 'explicit'):
+    workers = on_mesh(N, kind)
+    tx = demo_optax.scale_by_demo(COMPRESSOR, workers=workers)
+    params = replicated(random_tree(0), workers)
+    for init in (tx.init, jax.jit(tx.init)):
+      for leaf in jax.tree.leaves(init(params).momentum):
+        assert len(leaf.addressable_shards) == N
+        assert all(s.data.shape[0] == 1 for s in leaf.addressable_shards)
+    compiled = jax.jit(tx.init).lower(params).compile()
+    size = sum(np.prod(s) for s in SHAPES.values()) * 4
+    # Outputs per device: one worker's momentum (padding included).
+    assert compiled.memory_analysis().output_size_in_bytes < 1.2 * size
+
+
+def test_init_is_abstract():
+  for workers in (demo_optax.Workers.simulated(N), on_mesh(N),
+                  demo_optax.Workers.on_axis('data')):
+    tx = make_tx(workers)
+    params = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), random_tree(0))
+    shapes = jax.eval_shape(tx.init, params)
+    lead = 1 if 'on_axis' in repr(workers) else N
+    for leaf in jax.tree.leaves(shapes[2].momentum):
+      assert leaf.shape[0] == lead and leaf.dtype == jnp.float32
+
+
+@pytest.mark.parametrize('alpha', [0.2, 1.0])
+def test_conservation(alpha, x64):
+  """What is kept and what was sent make up what was there."""
+  workers = demo_optax.Workers.simulated(1)
+  tx = demo_optax.scale_by_demo(COMPRESSOR, 0.9, workers=workers, alpha=alpha)
+  params = {k: jnp.asarray(v, jnp.float64) for k, v in random_tree(0).items()}
+  state = tx.init(params)
+  before = jax.tree.map(jnp.zeros_like, params)
+  for s in range(5):
+    gradients = {k: jnp.asarray(v, jnp.float64)
+                 for k, v in random_tree(s, lead=(1,)).items()}
+    sent, state = tx.update(gradients, state, params)  # one worker's own
+    kept = demo_optax.momentum(state, params, COMPRESSOR, workers)
+    for key in params:
+      had = 0.9 * before[key] + gradients[key][0]
+      np.testing.assert_allclose(
+          kept[key][0] + alpha * sent[key], had, atol=1e-12)
+    before = jax.tree.map(lambda m: m[0], kept)
+
+
+def test_one_worker_is_no_special_case():
+  """With one worker as little is sent as with many."""
+  workers = demo_optax.Workers.simulated(1)
+  tx = demo_optax.scale_by_demo(
+      demo_optax.dct_topk(16, 1), 0.9, workers=workers)
+  params = jnp.zeros((16, 16))
+  gradient = jnp.asarray(random_tree(0, {'w': (1, 16, 16)})['w'])
+  update, state = tx.update(gradient, tx.init(params), params)
+  assert np.count_nonzero(state.momentum) == 255
+  assert np.linalg.matrix_rank(np.asarray(update)) == 1
+
+
+# Workers that are left out ----------------------------------------------------
+
+
+@pytest.mark.parametrize('kind', ['simulated', 'mesh'])
+@pytest.mark.parametrize('bad', [np.nan, np.inf, 3e38])
+def test_a_non_finite_worker_is_left_out(kind, bad):
+  workers = (demo_optax.Workers.simulated(N) if kind == 'simulated'
+             else on_mesh(N))
+  three = demo_optax.Workers.simulated(3)
+  tx = demo_optax.scale_by_demo(COMPRESSOR, 0.9, workers=workers)
+  reference = demo_optax.scale_by_demo(COMPRESSOR, 0.9, workers=three)
+  params = replicated(random_tree(1), workers)
+  state, reference_state = tx.init(params), reference.init(random_tree(1))
+  good = random_tree(2, lead=(N,))
+  _, state = tx.update(stacked(good, workers), state, params)
+  _, reference_state = reference.update(
+      jax.tree.map(lambda g: g[[0, 2, 3]], good), reference_state, params)
+  before = jax.tree.map(lambda m: np.array(m[1]), state.momentum)
+
+  broken = random_tree(3, lead=(N,))
+  broken['matrix'][1] = bad  # 3e38: finite, but its transform is not
+  updates, state = tx.update(stacked(broken, workers), state, params)
+  expected, reference_state = reference.update(
+      jax.tree.map(lambda g: g[[0, 2, 3]], broken), reference_state, params)
+  assert int(state.info['left_out']) == 1
+  assert_same_bits(updates, expected)
+  assert_same_bits(jax.tree.map(lambda m: m[1], state.momentum), before)
+  assert_same_bits(
+      jax.tree.map(lambda m: np.asarray(m)[[0, 2, 3]], state.momentum),
+      reference_state.momentum)
+
+
+def test_all_left_out_changes_nothing():
+  workers = demo_optax.Workers.simulated(N)
+  tx = make_tx(workers)  # with weight decay
+  params = jax.tree.map(jnp.asarray, random_tree(1))
+  state = tx.init(params)
+  broken = jax.tree.map(lambda g: g * np.nan, random_tree(2, lead=(N,)))
+  updates, state = jax.jit(tx.update)(broken, state, params)
+  assert int(state[2].info['left_out']) == N
+  assert_same_bits(optax.apply_updates(params, updates), params)
+  assert all(not np.any(m) for m in jax.tree.leaves(state[2].momentum))
+  # And the next good step goes on as if nothing had been.
+  updates, state = tx.update(random_tree(3, lead=(N,)), state, params)
+  assert int(state[2].info['left_out']) == 0
+  assert all(np.isfinite(u).all() and np.any(u)
+             for u in jax.tree.leaves(updates))
+
+
+# What crosses the wire --------------------------------------------------------
+
+
+@pytest.mark.parametrize('kind', ['auto', 'explicit'])
+def test_one_gather_and_nothing_dense(kind):
+  workers = on_mesh(N, kind)
+  tx = optax.chain(
+      demo_optax.per_worker(optax.clip_by_global_norm(1.0), workers=workers),
+      make_tx(workers))
+  params = replicated(random_tree(1), workers)
+  state = replicate_counters(tx.init(params), workers)
+  x = stacked(np.ones((8, 130), np.float32), workers)
+
+  def loss_fn(params, x):
+    every = sum(jnp.sum(jnp.sin(p * x[0, 0])) for p in jax.tree.leaves(params))
+    return jnp.mean((x @ params['matrix']) ** 2) + every
+
+  @jax.jit
+  def train_step(params, state, x):
+    loss, gradients = demo_optax.value_and_grad(
+        loss_fn, workers=workers)(params, x)
+    updates, state = tx.update(gradients, state, params)
+    return loss, optax.apply_updates(params, updates), state
+
+  compiled = train_step.lower(params, state, x).compile()
+  found = demo_optax.collectives(compiled)
+  plan = demo_optax.plan(params, COMPRESSOR, workers)
+  gathers = [c for c in found if c.kind == 'all-gather']
+  assert len(gathers) == 1
+  assert gathers[0].output_bytes == N * plan.sent_bytes
+  assert gathers[0].received_bytes == plan.received_bytes
+  assert gathers[0].group_size == N
+  rest = [c for c in found if c.kind != 'all-gather']
+  assert [c.kind for c in rest] == ['all-reduce']  # the mean of the loss
+  assert rest[0].output_bytes == 4
+  # Averaging, for contrast, does send everything.
+  tx = optax.chain(demo_optax.mean_over_workers(workers=workers), optax.sgd(1.))
+  state = tx.init(params)
+  dense = demo_optax.collectives(train_step_of(tx, loss_fn, workers).lower(
+      params, state, x).compile())
+  assert sum(c.sent_bytes for c in dense) >= plan.dense_bytes()
+
+
+def train_step_of(tx, loss_fn, workers):
+  @jax.jit
+  def train_step(params, state, x):
+    loss, gradients = demo_optax.value_and_grad(
+        loss_fn, workers=workers)(params, x)
+    updates, state = tx.update(gradients, state, params)
+    return loss, optax.apply_updates(params, updates), state
+  return train_step
+
+
+def test_transform_is_in_full_precision():
+  """The default precision is bfloat16 on TPUs and TF32 on GPUs."""
+  workers = demo_optax.Workers.simulated(2)
+  tx = make_tx(workers)
+  params = random_tree(0)
+  jaxpr = str(jax.make_jaxpr(tx.update)(
+      random_tree(1, lead=(2,)), tx.init(params), params))
+  assert jaxpr.count('dot_general') > 0
+  assert jaxpr.count('dot_general') == jaxpr.count('precision=(Precision.HIGHEST')
+
+
+def test_no_scatter_writes_a_place_twice():
+  """Floats are added by scatters whose indices are unique, ints as they are."""
+  workers = demo_optax.Workers.simulated(N)
+  tx = make_tx(workers)
+  params = random_tree(0)
+  text = jax.jit(tx.update).lower(
+      random_tree(1, lead=(N,)), tx.init(params), params).as_text()
+  scatters = text.split('"stablehlo.scatter"')[1:]
+  assert scatters
+  for scatter in scatters:
+    body = scatter[: scatter.index('stablehlo.return')]
+    floats = 'tensor<f32>' in body[body.index('^bb0'):]
+    assert 'unique_indices = true' in body or not floats

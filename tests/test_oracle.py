@@ -1,0 +1,92 @@
+"""Against the NumPy oracle: N workers, many steps, odd and padded shapes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import Oracle
+
+import demo_optax
+
+SHAPES = {
+    'scalar': (),
+    'one': (1,),
+    'short': (7,),
+    'vector': (97,),
+    'matrix': (24, 40),
+    'padded_rows': (31, 16),
+    'padded_both': (31, 37),
+    'thin': (1, 53),
+    'narrow': (97, 3),
+    'kernel': (3, 3, 10, 20),
+    'scanned': (2, 17, 33),
+}
+
+
+def gradients_for(rng, workers):
+  return {k: rng.normal(size=(workers, *s)) for k, s in SHAPES.items()}
+
+
+def run(workers, steps, *, limit=16, topk=5, decay=0.9, seed=0, left_out=None,
+        **kwargs):
+  """Yields (ours, oracle's) merged momentum, and at the end the momentum."""
+  rng = np.random.default_rng(seed)
+  compressor = demo_optax.dct_topk(
+      limit, topk, padding=kwargs.pop('padding', True))
+  who = demo_optax.Workers.simulated(workers)
+  tx = demo_optax.scale_by_demo(compressor, decay, workers=who, **kwargs)
+  params = {k: jnp.zeros(s) for k, s in SHAPES.items()}
+  state = tx.init(params)
+  ema = kwargs.pop('ema', False)
+  oracles = {
+      k: Oracle(s, workers, limit=limit, topk=topk, decay=decay,
+                padding='padding=True' in repr(compressor),
+                gradient_weight=1 - decay if ema else 1.0, **kwargs)
+      for k, s in SHAPES.items()
+  }
+  update = jax.jit(tx.update)
+  for step in range(steps):
+    gradients = gradients_for(rng, workers)
+    if left_out is not None and step % 3 == 1:
+      for g in gradients.values():
+        g[left_out] = np.nan if step % 2 else np.inf
+    updates, state = update(gradients, state, params)
+    yield updates, {k: o.exchange(gradients[k]) for k, o in oracles.items()}
+  momentum = demo_optax.momentum(state, params, compressor, who)
+  yield momentum, {k: o.m.reshape(workers, *o.shape) for k, o in oracles.items()}
+
+
+def compare(pairs):
+  for ours, expected in pairs:
+    for key in SHAPES:
+      np.testing.assert_allclose(
+          ours[key], expected[key], atol=1e-11, rtol=0, err_msg=key)
+
+
+@pytest.mark.parametrize('workers', [1, 2, 5, 8])
+def test_many_steps(workers, x64):
+  compare(run(workers, 30))
+
+
+@pytest.mark.parametrize('average', ['senders', 'workers'])
+@pytest.mark.parametrize('alpha', [0.2, 1.0])
+def test_rules(average, alpha, x64):
+  compare(run(3, 12, average=average, alpha=alpha))
+
+
+def test_second_version_weighting(x64):
+  compare(run(3, 12, ema=True, decay=0.995, alpha=0.2, average='workers'))
+
+
+@pytest.mark.parametrize('average', ['senders', 'workers'])
+def test_a_worker_left_out(average, x64):
+  compare(run(5, 12, left_out=3, average=average))
+
+
+def test_published_chunk_rule(x64):
+  compare(run(2, 6, padding=False))
+
+
+@pytest.mark.parametrize('topk', [1, 16, 100, 10_000])
+def test_topk_up_to_everything(topk, x64):
+  compare(run(2, 6, topk=topk))
