@@ -1,7 +1,7 @@
 """DeMo beside AdamW on the training example: learning-rate grids and seeds.
 
     python benchmarks/learning.py --out benchmarks/results/learning.jsonl
-    python benchmarks/learning.py --out ... --table     # the table, from the file
+    python benchmarks/learning.py --out ... --table   # the table, from the file
 
 Every run is the example's own model, text, batches, warm-up and cosine; the
 methods get the same grid of peak learning rates. A run that is in the file is

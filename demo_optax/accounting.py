@@ -252,6 +252,7 @@ def collectives(compiled: Any) -> list[Collective]:
   default_group = _num_devices(text)
   found = []
   for line in text.splitlines():
+    line = _LAYOUT.sub('', line)
     match = _COLLECTIVE.search(line)
     if match and match['phase'] != '-done':
       found.append(_collective(match, line, default_group))
@@ -260,8 +261,9 @@ def collectives(compiled: Any) -> list[Collective]:
 
 _KINDS = 'all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute'
 _COLLECTIVE = re.compile(
-    rf'= (?P<type>\(.*?\)|\S+) (?P<kind>{_KINDS})(?P<phase>-start|-done)?\('
+    rf'= (?P<type>\(.*\)|\S+) (?P<kind>{_KINDS})(?P<phase>-start|-done)?\('
 )
+_LAYOUT = re.compile(r'(?<=\])\{[^}]*\}')  # f32[8,8]{1,0:T(8,128)}
 _SHAPE = re.compile(r'\b([a-z]+[0-9]*(?:e[0-9]m[0-9]\w*)?)\[([0-9,]*)\]')
 
 
@@ -270,9 +272,9 @@ def _collective(match: re.Match, line: str, default_group: int) -> Collective:
   shapes = _SHAPE.findall(match['type'])
   if match['phase'] == '-start' and kind != 'all-reduce' and len(shapes) > 1:
     # A start gives (operands, outputs, ...): the outputs are the second part.
-    operands = _SHAPE.findall(match['type'].split('(')[2])
-    operands = operands if match['type'].startswith('((') else shapes[:1]
-    shapes = shapes[len(operands) : 2 * len(operands)]
+    nested = re.match(r'\(\((.*?)\)', match['type'])
+    operands = len(_SHAPE.findall(nested[1])) if nested else 1
+    shapes = shapes[operands : 2 * operands]
   size = sum(_shape_bytes(*shape) for shape in shapes)
   groups, group_size = _groups(line, default_group)
   if kind == 'collective-permute':
@@ -316,10 +318,8 @@ def _groups(line: str, default: int) -> tuple[str, int]:
 
 def _num_devices(text: str) -> int:
   header = text.split('\n', 1)[0]
-  counts = [
-      int(n) for n in re.findall(r'(?:num_partitions|replica_count)=(\d+)', header)
-  ]
-  return max([1, *counts])
+  counts = re.findall(r'(?:num_partitions|replica_count)=(\d+)', header)
+  return max([1, *map(int, counts)])
 
 
 def _shape_bytes(dtype: str, dims: str) -> int:

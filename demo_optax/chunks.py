@@ -112,7 +112,7 @@ def whole_grid(shape: tuple[int, ...]) -> ChunkGrid:
   return ChunkGrid(shape, shape, whole=True)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def dct_basis(length: int) -> np.ndarray:
   """The orthonormal DCT-II as a float64 matrix `[frequency, position]`."""
   position = np.arange(length)
@@ -140,7 +140,8 @@ def to_coefficients(x: jax.Array, grid: ChunkGrid, basis: Basis) -> jax.Array:
   if grid.whole:
     return x.reshape(grid.coefficients_shape)
   batch, (rows, row_length), (cols, col_length) = _matrix_view(grid)
-  x = jnp.pad(x, [(0, p) for p in grid.padding])
+  if any(grid.padding):
+    x = jnp.pad(x, [(0, p) for p in grid.padding])
   x = x.reshape(batch, rows, row_length, cols, col_length)
   x = _apply(x, basis(col_length).T)
   x = x.transpose(0, 1, 3, 4, 2)  # [batch, rows, cols, col_freq, row_position]

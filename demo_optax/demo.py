@@ -141,8 +141,7 @@ def scale_by_demo(
   Returns:
     A gradient transformation. Its `update` takes stacked gradients
     `[workers, ...]` (`Workers.on_axis`: the worker's own) and returns updates
-    in the parameters' shapes, in the parameters' dtypes if `params` are given,
-    else in the gradients'.
+    in the parameters' shapes and the gradients' dtypes.
 
   Raises:
     ValueError: `decay` or `alpha` out of range or unknown `average`, at once;
@@ -179,7 +178,8 @@ def scale_by_demo(
   def init_fn(params: chex.ArrayTree) -> DeMoState:
     def zeros(name: str, param: jax.Array) -> jax.Array:
       plan = compressor.plan(param.shape, trees.momentum_dtype(name, param))
-      return workers.zeros(plan.grid.coefficients_shape, plan.format.dtype)
+      dtype = jnp.dtype(plan.format.dtype)
+      return workers.zeros(plan.grid.coefficients_shape, dtype)
 
     momentum = trees.map_exchanged(zeros, params)
     return DeMoState(
@@ -224,7 +224,7 @@ def scale_by_demo(
       )
       places = [p for p, leaf in enumerate(leaves) if leaf.exchanged]
       for p, update, m in zip(places, merged, momentum):
-        new[p], kept[p] = update.astype(leaves[p].update_dtype), m
+        new[p], kept[p] = update.astype(leaves[p].dtype), m
 
     treedef = jax.tree.structure(updates)
     return treedef.unflatten(new), DeMoState(
@@ -259,8 +259,9 @@ def demo(
 
   It is this chain: scale by :math:`\eta_t` in the momentum's precision,
   `scale_by_demo`, `optax.scale_by_sign`, `optax.add_decayed_weights`,
-  `optax.scale_by_learning_rate`. If every worker is left out of a step, the
-  parameters stay as they are, weight decay included.
+  `optax.scale_by_learning_rate`; masked to the leaves that take part. If every
+  worker is left out of a step, the parameters stay as they are, weight decay
+  included.
 
   Args:
     learning_rate: :math:`\eta_t`, a number or a schedule of the step.
@@ -270,7 +271,7 @@ def demo(
       small `topk` want less (0.99).
     weight_decay: :math:`\lambda`, decoupled.
     weight_decay_mask: which leaves decay, as in `optax.add_decayed_weights`; by
-      default all floating-point ones.
+      default all that take part.
     alpha: see `scale_by_demo`.
     average: see `scale_by_demo`.
 
@@ -300,60 +301,68 @@ def demo(
     Peng et al., `DeMo: Decoupled Momentum Optimization
     <https://arxiv.org/abs/2411.19870v1>`_, version 1, Algorithm 1.
   """
-  if weight_decay_mask is None:
-    weight_decay_mask = trees.exchanged_mask
   _check_range('weight_decay', weight_decay, 0.0, float('inf'))
-  return _settled(
-      optax.chain(
-          _in_momentum_dtype(),
-          optax.scale_by_learning_rate(learning_rate, flip_sign=False),
-          scale_by_demo(
-              compressor, decay, workers=workers, alpha=alpha, average=average
-          ),
-          optax.scale_by_sign(),
-          optax.add_decayed_weights(weight_decay, weight_decay_mask),
-          optax.scale_by_learning_rate(learning_rate),
+  chain = optax.chain(
+      _in_momentum_dtype(),
+      optax.scale_by_learning_rate(learning_rate, flip_sign=False),
+      scale_by_demo(
+          compressor, decay, workers=workers, alpha=alpha, average=average
       ),
-      workers,
+      optax.scale_by_sign(),
+      _in_parameter_dtype(),
+      optax.add_decayed_weights(weight_decay, weight_decay_mask),
+      optax.scale_by_learning_rate(learning_rate),
   )
+  return _zero_where_nothing_was_exchanged(chain, workers)
 
 
 def _in_momentum_dtype() -> optax.GradientTransformation:
-  """Gradients in the momentum's dtype: lr * g underflows in float16.
-
-  Leaves that take no part become zeros that the links in between can scale.
-  """
+  """Gradients in the momentum's dtype: lr * g underflows in float16."""
 
   def update_fn(
       updates: chex.ArrayTree, params: chex.ArrayTree | None
   ) -> chex.ArrayTree:
     del params
     return trees.map_exchanged(
-        lambda name, x: x.astype(trees.momentum_dtype(name, x)),
-        updates,
-        otherwise=lambda x: jnp.zeros(x.shape, jnp.float32),
+        lambda name, x: x.astype(trees.momentum_dtype(name, x)), updates
     )
 
   return optax.stateless(update_fn)
 
 
-def _settled(
-    chain: optax.GradientTransformationExtraArgs, workers: Workers
-) -> optax.GradientTransformationExtraArgs:
-  """`chain`, with zero updates where nothing was exchanged.
+def _in_parameter_dtype() -> optax.GradientTransformation:
+  """Updates in the dtypes of the parameters, once their signs are taken."""
 
-  That is: for leaves that take no part, and for all leaves in a step from which
-  every worker was left out.
+  def update_fn(
+      updates: chex.ArrayTree, params: chex.ArrayTree | None
+  ) -> chex.ArrayTree:
+    if params is None:
+      return updates
+    return jax.tree.map(lambda u, p: u.astype(p.dtype), updates, params)
+
+  return optax.stateless(update_fn)
+
+
+def _zero_where_nothing_was_exchanged(
+    chain: optax.GradientTransformation, workers: Workers
+) -> optax.GradientTransformationExtraArgs:
+  """`chain` over the leaves that take part; zero updates for all others.
+
+  And for all leaves, in a step from which every worker was left out.
   """
+  masked = optax.masked(chain, trees.exchanged_mask)
 
   def update_fn(
       updates: chex.ArrayTree,
-      state: Any,
+      state: optax.MaskedState,
       params: chex.ArrayTree | None = None,
       **extra_args: Any,
-  ) -> tuple[chex.ArrayTree, Any]:
-    updates, state = chain.update(updates, state, params, **extra_args)
-    (exchange,) = (link for link in state if isinstance(link, DeMoState))
+  ) -> tuple[chex.ArrayTree, optax.MaskedState]:
+    if params is None:
+      raise ValueError('demo needs params: tx.update(grads, state, params).')
+    updates, state = masked.update(updates, state, params, **extra_args)
+    links = state.inner_state
+    (exchange,) = (link for link in links if isinstance(link, DeMoState))
     someone = exchange.info['left_out'] < workers.count
 
     def settle(update: jax.Array, param: Any) -> jax.Array:
@@ -363,7 +372,7 @@ def _settled(
 
     return jax.tree.map(settle, updates, params), state
 
-  return optax.GradientTransformationExtraArgs(chain.init, update_fn)
+  return optax.GradientTransformationExtraArgs(masked.init, update_fn)
 
 
 def _product(weight: chex.Numeric, x: jax.Array) -> jax.Array:

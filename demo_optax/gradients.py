@@ -19,7 +19,7 @@ def value_and_grad(
     workers: Workers,
     argnums: int | Sequence[int] | Any = 0,
     has_aux: bool = False,
-    in_axes: int | None | Sequence[int | None] = 0,
+    in_axes: int | Sequence[int | None] | None = 0,
     microbatches: int = 1,
 ) -> Callable[..., tuple[Any, Any]]:
   r"""Like `jax.value_and_grad`, with one gradient per worker.
@@ -173,11 +173,7 @@ def per_worker(
   tx = optax.with_extra_args_support(tx)
 
   def init_fn(params: chex.ArrayTree) -> PerWorkerState:
-    def stack(x: jax.Array) -> jax.Array:
-      x = jnp.asarray(x)
-      return workers.zeros(x.shape, x.dtype) + x
-
-    return PerWorkerState(jax.tree.map(stack, tx.init(params)))
+    return PerWorkerState(jax.tree.map(workers.stack, tx.init(params)))
 
   def update_fn(
       updates: chex.ArrayTree,
@@ -302,17 +298,19 @@ class _Call:
         self.modules.params.get(p, args[p]) for p in self.places
     ]
     leaves, self.treedef = jax.tree.flatten(self.arguments)
-    self.floats = [jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in leaves]
+    self.floats = [
+        jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in leaves
+    ]
     self.variables = _Variables(
         [x for x, f in zip(leaves, self.floats) if f],
         [x for x, f in zip(leaves, self.floats) if not f],
         self.modules.rest,
     )
-    self.others = {i: a for i, a in enumerate(args) if i not in self.places}
-    self.others.update(kwargs)
+    others = {i: a for i, a in enumerate(args) if i not in self.places}
+    self.others: _Others = (others, kwargs)
 
   def differentiate(
-      self, variables: '_Variables', others: dict[Any, Any]
+      self, variables: '_Variables', others: '_Others'
   ) -> tuple[Any, '_Variables']:
     """`((loss, aux), gradients)` of one batch, and the variables after it."""
 
@@ -321,14 +319,14 @@ class _Call:
           _interleave(self.floats, floats, variables.fixed)
       )
       by_place = dict(zip(self.places, arguments))
+      # Leaves, since a merged module may share its variables with the state.
+      before = {p: jax.tree.leaves(a) for p, a in by_place.items()}
       opened = self.modules.rebuild(by_place, variables.changing)
-      positional = {**others, **by_place, **opened}
-      count = sum(isinstance(key, int) for key in positional)
-      args = [positional[i] for i in range(count)]
-      kwargs = {k: v for k, v in positional.items() if isinstance(k, str)}
-      result = self.fun(*args, **kwargs)
+      by_position = {**others[0], **by_place, **opened}
+      args = [by_position[i] for i in range(len(by_position))]
+      result = self.fun(*args, **others[1])
       loss, aux = result if self.has_aux else (result, None)
-      changed = self.modules.changes(opened, by_place, variables.changing)
+      changed = self.modules.changes(opened, before, variables.changing)
       return loss, (aux, changed)
 
     (loss, (aux, changed)), gradients = jax.value_and_grad(
@@ -356,6 +354,10 @@ class _Call:
     ]
     tree = self.treedef.unflatten(_interleave(self.floats, gradients, fixed))
     return tree[0] if self.single else tuple(tree)
+
+
+# Arguments that are not differentiated: by position, and by keyword.
+_Others = tuple[dict[int, Any], dict[str, Any]]
 
 
 class _Variables(NamedTuple):
@@ -404,7 +406,7 @@ def _accumulate(
 
 
 def _axes(
-    in_axes: int | None | Sequence[int | None],
+    in_axes: int | Sequence[int | None] | None,
     places: Sequence[int],
     args: tuple[Any, ...],
 ) -> dict[int, int | None]:
@@ -413,8 +415,8 @@ def _axes(
     if len(in_axes) != len(args):
       raise ValueError(
           f'in_axes={tuple(in_axes)} has {len(in_axes)} entries, but there are'
-          f' {len(args)} positional arguments. Give one for each, None for those'
-          ' in argnums.'
+          f' {len(args)} positional arguments. Give one for each, None for'
+          ' those in argnums.'
       )
     for place in places:
       if in_axes[place] is not None:
@@ -424,16 +426,16 @@ def _axes(
         )
     axes = dict(enumerate(in_axes))
   else:
-    axes = {i: in_axes for i in range(len(args))}
+    axes = dict.fromkeys(range(len(args)), in_axes)
   return {i: axis for i, axis in axes.items() if i not in places}
 
 
 def _cut(
-    others: dict[Any, Any],
+    others: _Others,
     axes: dict[int, int | None],
     workers: Workers,
     microbatches: int,
-) -> tuple[list[Any], list[Any], Callable[..., dict[Any, Any]]]:
+) -> tuple[list[Any], list[Any], Callable[..., _Others]]:
   """Splits arguments into leaves cut over the workers and leaves shared.
 
   Returns:
@@ -442,23 +444,25 @@ def _cut(
   """
   flat, treedef = jax.tree_util.tree_flatten_with_path(others)
   modules.check_no_modules(others)
-  cut, shared, is_cut = [], [], []
+  cut, shared, is_cut, cut_axes = [], [], [], []
   for path, leaf in flat:
-    axis = axes.get(path[0].key, 0)  # keyword arguments: 0
+    axis = axes.get(path[1].key, 0)  # keyword arguments: 0
     is_cut.append(axis is not None and not _is_scalar_key(leaf))
     if is_cut[-1]:
       cut.append(_cut_leaf(path, leaf, axis, workers, microbatches))
+      cut_axes.append(axis)
     else:
       shared.append(leaf)
 
   def join(
       cut: list[Any], shared: list[Any], numbers: tuple[jax.Array, ...]
-  ) -> dict[Any, Any]:
+  ) -> _Others:
     for number in numbers:
       shared = [
           jax.random.fold_in(x, number) if _is_scalar_key(x) else x
           for x in shared
       ]
+    cut = [jnp.moveaxis(x, 0, a) if a else x for x, a in zip(cut, cut_axes)]
     return treedef.unflatten(_interleave(is_cut, cut, shared))
 
   return cut, shared, join
@@ -468,8 +472,9 @@ def _cut_leaf(
     path: trees.Path, leaf: Any, axis: Any, workers: Workers, microbatches: int
 ) -> jax.Array:
   shape = np.shape(leaf)
-  name = f'argument {path[0].key!r}'
-  name += f', leaf {trees.leaf_name(path[1:])},' if path[1:] else ''
+  _, argument, *rest = path
+  name = f'argument {argument.key!r}'
+  name += f', leaf {trees.leaf_name(tuple(rest))},' if rest else ''
   parts = workers.count if workers.stacked_gradients else 1
   parts *= microbatches
   if len(shape) <= axis or len(shape) < -axis:

@@ -81,17 +81,26 @@ class OpenedModules:
   def changes(
       self,
       modules: dict[int, Any],
-      params: dict[int, Any],
+      params: dict[int, list[Any]],
       rest: dict[int, list[Any]],
   ) -> dict[int, list[Any]]:
-    """The other variables of modules after a call; raises if one may not be."""
+    """The other variables of modules after a call; raises if one may not be.
+
+    Args:
+      modules: the modules, after the call.
+      params: leaves of their parameters, before.
+      rest: leaves of their other variables, before.
+
+    Returns:
+      leaves of their other variables, after.
+    """
     return {
         place: self._changes(place, module, params[place], rest[place])
         for place, module in modules.items()
     }
 
   def _changes(
-      self, place: int, module: Any, params: Any, rest: list[Any]
+      self, place: int, module: Any, params: list[Any], rest: list[Any]
   ) -> list[Any]:
     nnx = _nnx()
     _, params_after, rest_after = nnx.split(module, self._filters[place], ...)
@@ -104,8 +113,8 @@ class OpenedModules:
           f'{", ".join(sorted(names))}. Each worker would have its own; return'
           ' such values as aux (has_aux=True) instead of storing them.'
       )
-    paths = jax.tree_util.tree_flatten_with_path(params)[0]
-    for (path, old), new in zip(paths, jax.tree.leaves(params_after)):
+    paths = jax.tree_util.tree_flatten_with_path(params_after)[0]
+    for (path, new), old in zip(paths, params):
       if old is not new:
         raise ValueError(_changed_message(jax.tree_util.keystr(path)))
     for (name, kind), old, new in zip(self._kinds[place], rest, after):
@@ -190,6 +199,6 @@ def _fold(key: jax.Array, index: jax.Array) -> jax.Array:
 def _changed_message(name: str) -> str:
   return (
       f'The function changed the variable {name} of its module. Each worker'
-      ' would have a value of its own: only random streams and nnx.BatchStat may'
-      ' change. Return the value as aux (has_aux=True) instead.'
+      ' would have a value of its own: only random streams and nnx.BatchStat'
+      ' may change. Return the value as aux (has_aux=True) instead.'
   )

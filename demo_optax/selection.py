@@ -89,8 +89,8 @@ def merge(
     counts = jnp.zeros((chunks, n), jnp.int32)
     counts = counts.at[rows, indices].add(ones, mode='promise_in_bounds')
     senders = counts[rows, indices]
-  # Same bits in every program, simulated or on a mesh: reciprocals are looked up
-  # since compilers divide by a number in one and multiply by its inverse in the
+  # Same bits in every program, simulated or on a mesh: reciprocals are looked
+  # up, since compilers divide in one program and multiply by an inverse in the
   # other; and the select keeps the product from being contracted with the sum.
   inverse = 1.0 / np.maximum(np.arange(workers + 1), 1)
   weights = jnp.asarray(inverse, values.dtype)[senders]

@@ -64,14 +64,15 @@ class Leaf:
     gradient: as given, stacked or local.
     momentum: stacked coefficients, or `optax.MaskedNode()`.
     shape: shape of the parameter.
-    update_dtype: dtype of the update: the parameter's if known.
+    dtype: dtype of the update: the gradient's, or of an integer leaf, whose
+      gradient has none, the parameter's.
   """
 
   name: str
   gradient: Any
   momentum: Any
   shape: tuple[int, ...]
-  update_dtype: Any
+  dtype: Any
 
   @property
   def exchanged(self) -> bool:
@@ -80,10 +81,8 @@ class Leaf:
 
   def zero_update(self) -> Any:
     """What a leaf that takes no part gets."""
-    dtype = _dtype(self.gradient)
-    dtype = self.update_dtype if dtype == jax.dtypes.float0 else dtype
-    numpy = np if dtype == jax.dtypes.float0 else jnp
-    return numpy.zeros(self.shape, dtype)
+    numpy = np if self.dtype == jax.dtypes.float0 else jnp
+    return numpy.zeros(self.shape, self.dtype)
 
 
 def align(
@@ -93,7 +92,9 @@ def align(
   flat, treedef = jax.tree_util.tree_flatten_with_path(gradients)
   try:
     moments = treedef.flatten_up_to(momentum)
-    like = [None] * len(flat) if params is None else treedef.flatten_up_to(params)
+    like = [None] * len(flat)
+    if params is not None:
+      like = treedef.flatten_up_to(params)
   except ValueError as error:
     raise ValueError(
         'Gradients, optimizer state and parameters differ in structure:'
@@ -105,7 +106,9 @@ def align(
     name = leaf_name(path)
     check_gradient(name, gradient, param, workers)
     shape = np.shape(gradient)[1 if workers.stacked_gradients else 0 :]
-    dtype = _dtype(gradient if param is None else param)
+    dtype = _dtype(gradient)
+    if dtype == jax.dtypes.float0 and param is not None:
+      dtype = _dtype(param)
     leaves.append(Leaf(name, gradient, moment, shape, dtype))
     if leaves[-1].exchanged and not is_exchanged(gradient):
       raise ValueError(

@@ -142,6 +142,10 @@ class Workers(abc.ABC):
     """Zeros `[stacked_size, *shape]`, each worker's at its place from birth."""
 
   @abc.abstractmethod
+  def stack(self, x: jax.Array) -> jax.Array:
+    """A copy of `x` for every worker, `[stacked_size, *x.shape]`."""
+
+  @abc.abstractmethod
   def run(
       self, step: Callable[..., tuple[Any, Any]], gradients: Any, state: Any
   ) -> tuple[Any, Any]:
@@ -164,7 +168,11 @@ class Workers(abc.ABC):
 
   @abc.abstractmethod
   def map(
-      self, fun: Callable[..., tuple[Any, Any]], own: Any, state: Any, shared: Any
+      self,
+      fun: Callable[..., tuple[Any, Any]],
+      own: Any,
+      state: Any,
+      shared: Any,
   ) -> tuple[Any, Any]:
     """Runs one worker's function for all workers, without communication.
 
@@ -191,7 +199,7 @@ class Workers(abc.ABC):
   def first(self, x: jax.Array) -> jax.Array:
     """One worker's copy of what is laid out as gradients and equal on all."""
 
-  def check_gradient(self, name: str, gradient: jax.Array) -> None:
+  def check_gradient(self, name: str, gradient: jax.Array) -> None:  # noqa: B027
     """Raises if a gradient can be seen not to be one worker's own."""
 
 
@@ -201,7 +209,11 @@ class _Stacked(Workers):
   _spmd_axis_name: str | None = None
 
   def map(
-      self, fun: Callable[..., tuple[Any, Any]], own: Any, state: Any, shared: Any
+      self,
+      fun: Callable[..., tuple[Any, Any]],
+      own: Any,
+      state: Any,
+      shared: Any,
   ) -> tuple[Any, Any]:
     mapped = jax.vmap(
         fun, in_axes=(0, 0, 0, None), spmd_axis_name=self._spmd_axis_name
@@ -240,6 +252,9 @@ class _Simulated(_Stacked):
 
   def zeros(self, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
     return jnp.zeros((self.count, *shape), dtype)
+
+  def stack(self, x: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(x, (self.count, *jnp.shape(x)))
 
   def run(
       self, step: Callable[..., tuple[Any, Any]], gradients: Any, state: Any
@@ -286,6 +301,15 @@ class _OnMesh(_Stacked):
     )
     return jax.jit(born)()
 
+  def stack(self, x: jax.Array) -> jax.Array:
+    copied = jax.shard_map(
+        lambda x: x[None],
+        mesh=self.mesh,
+        in_specs=P(),
+        out_specs=P(self.axis_name),
+    )
+    return jax.jit(copied)(x)
+
   def run(
       self, step: Callable[..., tuple[Any, Any]], gradients: Any, state: Any
   ) -> tuple[Any, Any]:
@@ -307,6 +331,7 @@ class _OnMesh(_Stacked):
   def split(self, x: jax.Array) -> jax.Array:
     shape = (self.count, x.shape[0] // self.count, *x.shape[1:])
     if self._explicit:
+      x = jax.sharding.reshard(x, self._sharding)
       return jax.lax.reshape(x, shape, out_sharding=self._sharding)
     return self.place(x.reshape(shape))
 
@@ -352,13 +377,16 @@ class _OnAxis(Workers):
     return False
 
   def zeros(self, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-    zeros = jnp.zeros((1, *shape), dtype)
+    return self.stack(jnp.zeros(shape, dtype))
+
+  def stack(self, x: jax.Array) -> jax.Array:
     # Varying from the start, or a scan over steps would see its type change.
-    return self.vary(zeros)
+    return self.vary(jnp.asarray(x)[None])
 
   def run(
       self, step: Callable[..., tuple[Any, Any]], gradients: Any, state: Any
   ) -> tuple[Any, Any]:
+    _ = self.count  # an error where the axis is not mapped
     shared, state = step(gradients, jax.tree.map(lambda x: x[0], state))
     return shared, jax.tree.map(lambda x: x[None], state)
 
@@ -368,10 +396,14 @@ class _OnAxis(Workers):
     return jax.lax.all_gather(x, self.axis_name)
 
   def map(
-      self, fun: Callable[..., tuple[Any, Any]], own: Any, state: Any, shared: Any
+      self,
+      fun: Callable[..., tuple[Any, Any]],
+      own: Any,
+      state: Any,
+      shared: Any,
   ) -> tuple[Any, Any]:
-    # What is shared must vary before it is differentiated: jax.grad with respect
-    # to replicated parameters would sum the workers' gradients.
+    # What is shared must vary before it is differentiated: jax.grad with
+    # respect to replicated parameters would sum the workers' gradients.
     shared = jax.tree.map(self.vary, shared)
     index = jax.lax.axis_index(self.axis_name)
     own, state = fun(index, own, jax.tree.map(lambda x: x[0], state), shared)
@@ -399,21 +431,17 @@ class _OnAxis(Workers):
       )
 
   @property
-  def _mapped(self) -> bool:
-    try:
-      jax.lax.axis_size(self.axis_name)
-    except NameError:
-      return False
-    return True
-
-  @property
   def checked(self) -> bool:
     """Whether we are inside a shard_map that tracks what varies."""
-    return _varies(jax.lax.axis_index(self.axis_name), self.axis_name)
+    try:
+      index = jax.lax.axis_index(self.axis_name)
+    except NameError:  # not mapped
+      return False
+    return _varies(index, self.axis_name)
 
   def vary(self, x: jax.Array) -> jax.Array:
     """`x`, marked as varying over the workers where that is tracked."""
-    if not self._mapped or not self.checked or _varies(x, self.axis_name):
+    if not self.checked or _varies(x, self.axis_name):
       return x
     return jax.lax.pcast(x, self.axis_name, to='varying')
 

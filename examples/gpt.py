@@ -23,16 +23,13 @@ class Block(nnx.Module):
 
   def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
     d = config.width
-    # Projections that add to the residual stream start smaller with depth.
-    out_init = nnx.initializers.normal(0.02 / (2 * config.layers) ** 0.5)
-    init = nnx.initializers.normal(0.02)
     self.heads = config.heads
     self.norm1 = nnx.RMSNorm(d, rngs=rngs)
     self.norm2 = nnx.RMSNorm(d, rngs=rngs)
-    self.qkv = nnx.Linear(d, 3 * d, kernel_init=init, rngs=rngs)
-    self.proj = nnx.Linear(d, d, kernel_init=out_init, rngs=rngs)
-    self.up = nnx.Linear(d, 4 * d, kernel_init=init, rngs=rngs)
-    self.down = nnx.Linear(4 * d, d, kernel_init=out_init, rngs=rngs)
+    self.qkv = nnx.Linear(d, 3 * d, rngs=rngs)
+    self.proj = nnx.Linear(d, d, rngs=rngs)
+    self.up = nnx.Linear(d, 4 * d, rngs=rngs)
+    self.down = nnx.Linear(4 * d, d, rngs=rngs)
 
   def __call__(self, x: jax.Array) -> jax.Array:  # f32[batch, time, width]
     batch, time, width = x.shape
@@ -49,18 +46,13 @@ class GPT(nnx.Module):
   """Next-token logits of a causal transformer."""
 
   def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
-    init = nnx.initializers.normal(0.02)
     self.config = config
-    self.token_embedding = nnx.Embed(
-        config.vocab, config.width, embedding_init=init, rngs=rngs
-    )
-    self.position_embedding = nnx.Embed(
-        config.context, config.width, embedding_init=init, rngs=rngs
-    )
+    self.token_embedding = nnx.Embed(config.vocab, config.width, rngs=rngs)
+    self.position_embedding = nnx.Embed(config.context, config.width, rngs=rngs)
     self.blocks = nnx.List([Block(config, rngs) for _ in range(config.layers)])
     self.norm = nnx.RMSNorm(config.width, rngs=rngs)
     self.head = nnx.Linear(
-        config.width, config.vocab, use_bias=False, kernel_init=init, rngs=rngs
+        config.width, config.vocab, use_bias=False, rngs=rngs
     )
 
   def __call__(self, tokens: jax.Array) -> jax.Array:  # i32[batch, time]

@@ -2,7 +2,7 @@
 
     python examples/train_lm.py                 # DeMo, 4 workers
     python examples/train_lm.py --compare       # beside AdamW on averaged grads
-    python examples/train_lm.py --resume        # goes on from the last checkpoint
+    python examples/train_lm.py --resume        # go on from a checkpoint
 
 With several devices there is one worker per device; with one, workers are
 simulated on it.
@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
@@ -46,9 +45,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
       help='how demo treats embeddings, head and 1-D leaves')
   add('--workers', type=int, help='default: one per device, or 4 on one device')
   add('--data', help='text file or folder; default: Python help topics')
-  add('--out', default='runs/lm', help='folder of metrics, picture, checkpoints')
-  add('--steps', type=int, default=400)
-  add('--batch', type=int, default=32, help='sequences per step, all workers')
+  add('--out', default='runs/lm', help='folder for all that is written')
+  add('--steps', type=int, default=600)
+  add('--batch', type=int, default=16, help='sequences per step, all workers')
   add('--lr', type=float, help='peak; default: 3e-3 (demo), 3e-3 (adamw)')
   add('--schedule', choices=['cosine', 'constant'], default='cosine')
   add('--warmup', type=int, default=40)
@@ -257,7 +256,7 @@ def restore(
   """Restores the last checkpoint; returns the number of steps done."""
   step = manager.latest_step()
   if step is None:
-    raise SystemExit(f'--resume: there is no checkpoint in {manager.directory}.')
+    raise SystemExit(f'--resume: no checkpoint in {manager.directory}.')
   target = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
       named_arrays(model, optimizer),
@@ -307,8 +306,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
       f' training text; every worker sends {cost["sent"] / 1e3:,.1f} kB a step'
   )
   records: list[dict[str, Any]] = []
-  metrics = open(folder / 'metrics.jsonl', 'a' if args.resume else 'w')
-  with metrics:
+  with (folder / 'metrics.jsonl').open('a' if args.resume else 'w') as metrics:
     log(metrics, {'config': vars(args), 'parameters': size, 'bytes': cost})
     bar = progress(range(start, args.steps), name)
     seconds = []

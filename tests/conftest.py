@@ -8,6 +8,7 @@ os.environ['XLA_FLAGS'] = (
 )
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 
+import hypothesis
 import jax
 import pytest
 
@@ -20,3 +21,9 @@ def x64():
   """Float64 for one test."""
   with jax.enable_x64(True):
     yield
+
+
+# Every new shape compiles: few examples, and no deadline for one of them.
+hypothesis.settings.register_profile(
+    'suite', deadline=None, max_examples=40, derandomize=True)
+hypothesis.settings.load_profile('suite')

@@ -6,8 +6,15 @@ import numpy as np
 import optax
 import pytest
 from helpers import (
-    COMPILATIONS, SHAPES, assert_replicas_equal, assert_same_bits, make_mesh, on_mesh,
-    random_tree, replicated, stacked,
+  COMPILATIONS,
+  SHAPES,
+  assert_replicas_equal,
+  assert_same_bits,
+  make_mesh,
+  on_mesh,
+  random_tree,
+  replicated,
+  stacked,
 )
 from jax.sharding import PartitionSpec as P
 
@@ -143,7 +150,9 @@ def test_own_vmap_and_pmap_equal_simulation(simulated, how):
   rule, (expected, expected_state) = simulated
   params, state = axis_run(50, how, rule=rule)
   assert_same_bits(params, expected)
-  find = lambda s: next(x for x in s if isinstance(x, demo_optax.DeMoState))
+  def find(state):
+    links = getattr(state, 'inner_state', state)
+    return next(x for x in links if isinstance(x, demo_optax.DeMoState))
   assert_same_bits(
       jax.tree.map(lambda m: m[:, 0], find(state).momentum),
       find(expected_state).momentum)
@@ -205,7 +214,7 @@ def test_init_is_abstract():
         lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), random_tree(0))
     shapes = jax.eval_shape(tx.init, params)
     lead = 1 if 'on_axis' in repr(workers) else N
-    for leaf in jax.tree.leaves(shapes[2].momentum):
+    for leaf in jax.tree.leaves(shapes.inner_state[2].momentum):
       assert leaf.shape[0] == lead and leaf.dtype == jnp.float32
 
 
@@ -280,12 +289,12 @@ def test_all_left_out_changes_nothing():
   state = tx.init(params)
   broken = jax.tree.map(lambda g: g * np.nan, random_tree(2, lead=(N,)))
   updates, state = jax.jit(tx.update)(broken, state, params)
-  assert int(state[2].info['left_out']) == N
+  assert int(state.inner_state[2].info['left_out']) == N
   assert_same_bits(optax.apply_updates(params, updates), params)
-  assert all(not np.any(m) for m in jax.tree.leaves(state[2].momentum))
+  assert all(not np.any(m) for m in jax.tree.leaves(state.inner_state[2].momentum))
   # And the next good step goes on as if nothing had been.
   updates, state = tx.update(random_tree(3, lead=(N,)), state, params)
-  assert int(state[2].info['left_out']) == 0
+  assert int(state.inner_state[2].info['left_out']) == 0
   assert all(np.isfinite(u).all() and np.any(u)
              for u in jax.tree.leaves(updates))
 

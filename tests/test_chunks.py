@@ -1,0 +1,95 @@
+"""Chunk rule, transform, padding."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.fft
+from hypothesis import given
+from hypothesis import strategies as st
+
+from demo_optax import chunks
+
+pytestmark = pytest.mark.core
+
+DIMS = [1, 3, 7, 10, 31, 64, 97, 128, 509, 768, 50257, 100277]
+
+
+def grid_of(shape, size, padding=True):
+  return chunks.chunk_grid(shape, size, padding=padding)
+
+
+@pytest.mark.parametrize('dim', DIMS)
+@pytest.mark.parametrize('limit', [1, 2, 16, 64, 128])
+def test_chunk_length_rule(dim, limit):
+  length = chunks.chunk_length(dim, limit)
+  waste = -dim % length
+  if dim <= limit:
+    assert length == dim
+    return
+  assert limit / 2 <= length <= limit
+  # No other length in range wastes less, nor as little and is longer.
+  for other in range(-(-limit // 2), limit + 1):
+    assert (-dim % other, -other) >= (waste, -length)
+
+
+@pytest.mark.parametrize('dim', DIMS)
+def test_published_rule_is_the_largest_divisor(dim):
+  length = chunks.chunk_length(dim, 64, padding=False)
+  assert dim % length == 0
+  assert not [d for d in range(length + 1, 65) if dim % d == 0]
+
+
+@pytest.mark.parametrize('length', [1, 2, 7, 64, 128])
+def test_basis_is_the_orthonormal_dct(length):
+  basis = chunks.dct_basis(length)
+  np.testing.assert_allclose(basis @ basis.T, np.eye(length), atol=1e-13)
+  x = np.random.default_rng(0).normal(size=length)
+  np.testing.assert_allclose(
+      basis @ x, scipy.fft.dct(x, norm='ortho'), atol=1e-13)
+
+
+def test_chunks_are_the_blocks_of_the_matrix(x64):
+  grid = grid_of((2, 12, 20), 6)
+  assert grid.lengths == (1, 6, 5) and grid.counts == (2, 2, 4)
+  x = np.random.default_rng(0).normal(size=grid.shape)
+  c = chunks.to_coefficients(jnp.asarray(x), grid, chunks.dct_basis)
+  assert c.shape == (2, 2, 4, 30)
+  block = scipy.fft.dctn(x[1, 6:, 10:15], norm='ortho')
+  np.testing.assert_allclose(
+      np.asarray(c[1, 1, 2]).reshape(5, 6).T, block, atol=1e-13)
+
+
+SHAPES = st.lists(st.integers(1, 40), min_size=0, max_size=4).map(tuple)
+
+
+@given(SHAPES, st.integers(1, 16), st.booleans())
+def test_round_trip_and_energy(shape, limit, padding):
+  grid = grid_of(shape, limit, padding)
+  x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+  c = chunks.to_coefficients(jnp.asarray(x), grid, chunks.dct_basis)
+  assert c.shape == grid.coefficients_shape
+  back = chunks.from_coefficients(c, grid, chunks.dct_basis)
+  np.testing.assert_allclose(back, x, atol=1e-5)
+  np.testing.assert_allclose(np.sum(np.square(c)), np.sum(x**2), rtol=1e-4)
+
+
+@given(SHAPES, st.integers(1, 16))
+def test_clear_padding_is_a_round_trip_through_the_array(shape, limit):
+  grid = grid_of(shape, limit)
+  rng = np.random.default_rng(0)
+  c = rng.normal(size=grid.coefficients_shape).astype(np.float32)
+  c = jnp.asarray(c)
+  cleared = chunks.clear_padding(c, grid, chunks.dct_basis)
+  through = chunks.to_coefficients(
+      chunks.from_coefficients(c, grid, chunks.dct_basis), grid,
+      chunks.dct_basis)
+  np.testing.assert_allclose(cleared, through, atol=2e-5)
+
+
+def test_padding_is_less_than_a_chunk():
+  for dim in range(1, 600):
+    grid = grid_of((dim,), 64)
+    assert 0 <= grid.padding[0] < grid.lengths[0]
+    # Never worse than 2 %, once a dimension is long.
+    if dim > 2000:
+      assert grid.padding[0] <= 0.02 * dim

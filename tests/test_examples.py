@@ -1,0 +1,108 @@
+"""The main job, small: it learns, resumes to the bit, and draws."""
+
+import json
+import pathlib
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+EXAMPLES = pathlib.Path(__file__).parents[1] / 'examples'
+sys.path.insert(0, str(EXAMPLES))
+
+import text
+import train_lm
+
+SMALL = ['--width', '32', '--heads', '2', '--layers', '1', '--context', '32',
+         '--steps', '12', '--eval-every', '6', '--save-every', '6',
+         '--batch', '8', '--warmup', '2']
+
+
+@pytest.fixture(autouse=True)
+def lenient():
+  """Flax layers and optax schedules promote dtypes and ranks."""
+  with jax.numpy_dtype_promotion('standard'), jax.numpy_rank_promotion('allow'):
+    yield
+
+
+def run(tmp_path, *args):
+  return train_lm.main([*SMALL, '--out', str(tmp_path), *args])
+
+
+def read(path):
+  return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_documents_are_not_shared():
+  corpus = text.load()
+  assert len(corpus.train) > 5 * len(corpus.valid) > 100_000
+  train, valid = corpus.train.tobytes(), corpus.valid.tobytes()
+  pieces = [valid[i : i + 100] for i in range(0, len(valid) - 100, 100)]
+  # Help topics quote each other; what is quoted was taken out.
+  assert sum(piece in train for piece in pieces) < 0.01 * len(pieces)
+
+
+def test_own_data(tmp_path):
+  file = tmp_path / 'a.txt'
+  file.write_text('\n\n'.join(f'{i} ' * 500 for i in range(30)))
+  corpus = text.load(str(file))
+  assert len(corpus.train) > len(corpus.valid) > 0
+  folder = tmp_path / 'folder'
+  folder.mkdir()
+  for i in range(12):
+    (folder / f'{i}.txt').write_text(f'document {i} ' * 50)
+  assert b'document 3' in text.load(str(folder)).valid.tobytes()
+  file.write_text('short')
+  with pytest.raises(ValueError, match='at least 2 are needed'):
+    text.load(str(file))
+
+
+def test_compare_draws_and_tells(tmp_path, capsys):
+  demo, adamw = run(tmp_path, '--compare', '--workers', '2')
+  assert (tmp_path / 'loss.png').stat().st_size > 10_000
+  assert demo['sent'] < 0.1 * adamw['sent']
+  out = capsys.readouterr().out
+  assert 'AdamW-DDP' in out and 'demo' in out and 'A sample of' in out
+  for name in ('demo', 'adamw'):
+    config, *records = read(tmp_path / name / 'metrics.jsonl')
+    assert config['config']['optimizer'] == name
+    losses = [r['loss'] for r in records]
+    assert len(losses) == 12 and np.mean(losses[-3:]) < losses[0] - 0.3
+    assert 'valid_loss' in records[-1] and records[-1]['sent'] > 0
+
+
+@pytest.mark.parametrize('workers', ['2', '9'], ids=['mesh', 'simulated'])
+@pytest.mark.parametrize('embeddings', ['demo', 'adamw'])
+def test_resumed_equals_uninterrupted(tmp_path, workers, embeddings, capsys):
+  args = ['--workers', workers, '--embeddings', embeddings,
+          '--batch', '18' if workers == '9' else '8']
+  (whole,) = run(tmp_path / 'whole', *args)
+  # Stopped after 6 of the same 12 steps: later checkpoints are gone.
+  (first,) = run(tmp_path / 'parts', *args)
+  import orbax.checkpoint as ocp
+  folder = (tmp_path / 'parts' / 'demo' / 'checkpoints').absolute()
+  with ocp.CheckpointManager(folder) as manager:
+    assert manager.all_steps() == [6, 12]
+    manager.delete(12)
+  (second,) = run(tmp_path / 'parts', *args, '--resume')
+  assert [r['step'] for r in second['records']] == list(range(7, 13))
+  assert second['records'] == whole['records'][6:]
+  expected = 'on_mesh' if workers == '2' else 'simulated'
+  assert expected in capsys.readouterr().out
+  arrays = [checkpoint(tmp_path / name / 'demo', 12)
+            for name in ('whole', 'parts')]
+  assert arrays[0].keys() == arrays[1].keys()
+  for key in arrays[0]:
+    np.testing.assert_array_equal(arrays[0][key], arrays[1][key])
+
+
+def checkpoint(folder, step):
+  import orbax.checkpoint as ocp
+  with ocp.CheckpointManager((folder / 'checkpoints').absolute()) as manager:
+    return manager.restore(step, args=ocp.args.StandardRestore())
+
+
+def test_resume_without_a_checkpoint(tmp_path):
+  with pytest.raises(SystemExit, match='no checkpoint'):
+    run(tmp_path, '--resume')

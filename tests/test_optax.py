@@ -1,0 +1,361 @@
+"""optax's own contract, and kinds of parameters."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import COMPILATIONS, assert_same_bits, on_mesh, random_tree
+
+import demo_optax
+
+pytestmark = pytest.mark.core
+
+N = 3
+WORKERS = demo_optax.Workers.simulated(N)
+COMPRESSOR = demo_optax.dct_topk(16, 6)
+SHAPES = {'w': (20, 32), 'b': (32,)}
+
+
+def problem(seed=0):
+  """Linear regression: (params, loss_fn, batch)."""
+  rng = np.random.default_rng(seed)
+  x = rng.normal(size=(60, 20)).astype(np.float32)
+  truth = rng.normal(size=(20, 32)).astype(np.float32)
+  params = {'w': jnp.zeros((20, 32)), 'b': jnp.zeros(32)}
+
+  def loss_fn(params, x, y):
+    return jnp.mean(jnp.square(x @ params['w'] + params['b'][None] - y))
+
+  return params, loss_fn, (x, x @ truth + 1.0)
+
+
+def train(tx, steps=60, problem=problem, workers=WORKERS):
+  params, loss_fn, batch = problem()
+  state = tx.init(params)
+  grad = demo_optax.value_and_grad(loss_fn, workers=workers)
+
+  @jax.jit
+  def step(params, state):
+    loss, gradients = grad(params, *batch)
+    updates, state = tx.update(gradients, state, params)
+    return optax.apply_updates(params, updates), state, loss
+
+  losses = []
+  for i in range(steps):
+    before = COMPILATIONS.count
+    params, state, loss = step(params, state)
+    losses.append(float(loss))
+    assert i == 0 or COMPILATIONS.count == before, 'compiled again'
+  return losses, params, state
+
+
+def exchange(**kwargs):
+  return demo_optax.scale_by_demo(COMPRESSOR, workers=WORKERS, **kwargs)
+
+
+CHAINS = {
+    'demo': lambda: demo_optax.demo(
+        optax.linear_schedule(0.1, 0.0, 200), workers=WORKERS,
+        compressor=COMPRESSOR, decay=0.9),
+    'sgd': lambda: optax.chain(exchange(decay=0.9), optax.sgd(0.3)),
+    'second version': lambda: optax.chain(
+        exchange(decay=0.9, alpha=0.2, ema=True, average='workers'),
+        optax.scale_by_sign(),
+        optax.scale_by_learning_rate(optax.linear_schedule(0.1, 0.0, 200))),
+    'clip per worker': lambda: optax.chain(
+        demo_optax.per_worker(optax.clip_by_global_norm(1.0), workers=WORKERS),
+        exchange(decay=0.9), optax.sgd(0.6)),
+}
+
+
+@pytest.mark.parametrize('name', CHAINS)
+def test_converges_on_a_regression(name):
+  losses, _, _ = train(CHAINS[name](), 200)
+  assert losses[-1] < 0.05 * losses[0]
+
+
+def test_converges_on_a_quadratic():
+  target = jnp.asarray(random_tree(0, {'x': (40,)})['x'])
+  tx = demo_optax.demo(
+      optax.linear_schedule(0.1, 0.0, 150), workers=WORKERS,
+      compressor=demo_optax.dct_topk(8, 1), decay=0.9)
+  x = jnp.zeros(40)
+  state = tx.init(x)
+  update = jax.jit(tx.update)
+  for _ in range(150):
+    updates, state = update(jnp.stack([x - target] * N), state, x)
+    x = optax.apply_updates(x, updates)
+  assert jnp.max(jnp.abs(x - target)) < 0.1
+
+
+def test_inject_hyperparams_over_decay_and_learning_rate():
+  make = optax.inject_hyperparams(demo_optax.demo)
+  tx = make(learning_rate=optax.linear_schedule(0.1, 0.01, 60), decay=0.9,
+            workers=WORKERS, compressor=COMPRESSOR, weight_decay=0.01)
+  plain = demo_optax.demo(
+      optax.linear_schedule(0.1, 0.01, 60), decay=0.9, workers=WORKERS,
+      compressor=COMPRESSOR, weight_decay=0.01)
+  with jax.numpy_dtype_promotion('standard'):  # optax's own schedules
+    losses, params, state = train(tx)
+    expected, _, _ = train(plain)
+  np.testing.assert_allclose(losses, expected, rtol=1e-3)
+  assert set(state.hyperparams) >= {'learning_rate', 'decay', 'alpha'}
+  momentum = demo_optax.momentum(state, params, COMPRESSOR, WORKERS)
+  assert jax.tree.map(jnp.shape, momentum) == {'w': (N, 20, 32), 'b': (N, 32)}
+
+  # Changing a number does not compile again.
+  update = jax.jit(tx.update)
+  gradients = random_tree(1, SHAPES, (N,))
+  with jax.numpy_dtype_promotion('standard'):
+    state = tx.init(params)
+    _, state = update(gradients, state, params)
+    state.hyperparams['decay'] = jnp.asarray(0.5, jnp.float32)
+    before = COMPILATIONS.count
+    update(gradients, state, params)
+  assert COMPILATIONS.count == before
+
+
+def test_stock_partition_with_a_dense_branch():
+  """Matrices by DeMo, the rest by AdamW on averaged gradients."""
+  dense = optax.chain(
+      demo_optax.mean_over_workers(workers=WORKERS), optax.sgd(0.1))
+  tx = optax.partition(
+      {'exchanged': CHAINS['demo'](), 'averaged': dense},
+      {'w': 'exchanged', 'b': 'averaged'})
+  losses, params, state = train(tx, 200)
+  assert losses[-1] < 0.05 * losses[0]
+  momentum = demo_optax.momentum(state, params, COMPRESSOR, WORKERS)
+  assert momentum['b'] is None and momentum['w'].shape == (N, 20, 32)
+
+
+def test_masked_leaves_out_what_is_masked():
+  tx = optax.masked(exchange(decay=0.9), {'w': True, 'b': False})
+  params, _, _ = problem()
+  state = tx.init(params)
+  gradients = random_tree(1, SHAPES, (N,))
+  updates, state = tx.update(gradients, state, params)
+  assert updates['w'].shape == (20, 32)
+  assert updates['b'] is gradients['b']  # untouched, as optax.masked says
+  momentum = demo_optax.momentum(state, params, COMPRESSOR, WORKERS)
+  assert momentum['b'] is None
+
+
+def test_weight_decay_mask():
+  params = {'w': jnp.ones((20, 32)), 'b': jnp.ones(32)}
+  kwargs = dict(workers=WORKERS, compressor=COMPRESSOR)
+  zero = jax.tree.map(jnp.zeros_like, random_tree(0, SHAPES, (N,)))
+
+  def shrunk(**more):
+    tx = demo_optax.demo(0.1, weight_decay=0.5, **kwargs, **more)
+    updates, _ = tx.update(zero, tx.init(params), params)
+    return {k: float(u.mean()) for k, u in updates.items()}
+
+  assert shrunk() == pytest.approx({'w': -0.05, 'b': -0.05}, rel=1e-4)
+  mask = {'w': True, 'b': False}
+  assert shrunk(weight_decay_mask=mask) == pytest.approx({'w': -0.05, 'b': 0}, rel=1e-4)
+
+
+def test_learning_rate_is_inside_the_momentum():
+  """First version: a gradient counts with the rate of its own step."""
+  rates = [0.5, 0.125]
+  tx = demo_optax.demo(
+      lambda step: jnp.asarray(rates)[step], workers=WORKERS, decay=0.5,
+      compressor=demo_optax.dct_topk(4, 1))
+  params = jnp.zeros((4, 4))
+  state = tx.init(params)
+  gradients = [random_tree(s, {'x': (N, 4, 4)})['x'] for s in range(2)]
+  inside = 0.0
+  plain = demo_optax.scale_by_demo(
+      demo_optax.dct_topk(4, 1), 0.5, workers=WORKERS)
+  plain_state = plain.init(params)
+  for rate, g in zip(rates, gradients):
+    _, state = tx.update(jnp.asarray(g), state, params)
+    _, plain_state = plain.update(jnp.asarray(rate * g), plain_state, params)
+  del inside
+  np.testing.assert_allclose(
+      state.inner_state[2].momentum, plain_state.momentum, atol=1e-7)
+
+
+# Kinds of parameters ----------------------------------------------------------
+
+
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float16', 'float32'])
+@pytest.mark.parametrize('workers', [WORKERS, on_mesh(N)], ids=['sim', 'mesh'])
+def test_dtypes_are_stable(dtype, workers):
+  params = {'w': jnp.ones((20, 32), dtype), 'b': jnp.ones(32, dtype)}
+  gradients = jax.tree.map(
+      lambda g: jnp.asarray(g, dtype), random_tree(0, SHAPES, (N,)))
+  for tx in (demo_optax.demo(1e-3, workers=workers, weight_decay=0.1),
+             demo_optax.scale_by_demo(workers=workers)):
+    state = tx.init(params)
+    updates, new_state = jax.jit(tx.update)(gradients, state, params)
+    assert jax.tree.map(lambda x: x.dtype, updates) == jax.tree.map(
+        lambda x: x.dtype, params)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), new_state)
+    for leaf in jax.tree.leaves(new_state):
+      assert leaf.dtype in (jnp.float32, jnp.int32)
+
+
+def test_float64_parameters_have_float64_momentum(x64):
+  tx = demo_optax.demo(1e-3, workers=WORKERS)
+  params = {'w': jnp.ones((4, 4)), 'h': jnp.ones((4, 4), jnp.float32)}
+  momentum = tx.init(params).inner_state[2].momentum
+  assert momentum['w'].dtype == jnp.float64
+  assert momentum['h'].dtype == jnp.float32
+  gradients = jax.tree.map(lambda p: jnp.stack([p] * N), params)
+  updates, _ = tx.update(gradients, tx.init(params), params)
+  assert updates['w'].dtype == jnp.float64
+  assert updates['h'].dtype == jnp.float32
+
+
+def test_bfloat16_momentum_decays():
+  """In bfloat16 arithmetic 0.999 * m is m again."""
+  tx = demo_optax.scale_by_demo(
+      demo_optax.dct_topk(8, 1), 0.999, workers=WORKERS)
+  params = jnp.zeros((8, 8), jnp.bfloat16)
+  gradient = jnp.asarray(random_tree(0, {'x': (N, 8, 8)})['x'], jnp.bfloat16)
+  _, state = tx.update(gradient, tx.init(params), params)
+  before = np.asarray(state.momentum)
+  _, state = tx.update(jnp.zeros_like(gradient), state, params)
+  after = np.asarray(state.momentum)
+  kept = after != 0
+  np.testing.assert_allclose(after[kept], 0.999 * before[kept], rtol=1e-6)
+
+
+def test_float16_gradients_do_not_underflow_in_the_momentum():
+  """lr * g = 4e-8 is zero or a subnormal in float16."""
+  tx = demo_optax.demo(4e-4, workers=WORKERS)
+  params = jnp.ones((8, 8), jnp.float16)
+  gradient = jnp.full((N, 8, 8), 1e-5, jnp.float16)
+  updates, _ = jax.jit(tx.update)(gradient, tx.init(params), params)
+  assert np.all(np.asarray(updates) < 0)
+
+
+def all_kinds():
+  return {
+      'matrix': jnp.ones((20, 32)),
+      'kernel': jnp.ones((3, 3, 4, 70)),
+      'scanned': jnp.ones((5, 17, 9)),
+      'scalar': jnp.ones(()),
+      'one': jnp.ones((1,)),
+      'empty': jnp.ones((0, 4)),
+      'steps': jnp.ones((3,), jnp.int32),
+      'flag': jnp.ones((), bool),
+      'none': None,
+      'masked': optax.MaskedNode(),
+      'tuple': (jnp.ones(3), [jnp.ones((2, 2))]),
+  }
+
+
+@pytest.mark.parametrize('workers', [WORKERS, on_mesh(N)], ids=['sim', 'mesh'])
+def test_any_tree(workers):
+  params = all_kinds()
+  tx = demo_optax.demo(0.1, workers=workers, weight_decay=0.1)
+  state = jax.jit(tx.init)(params)
+
+  def gradient(p):
+    if jnp.issubdtype(p.dtype, jnp.inexact):
+      return jnp.ones((N, *p.shape), p.dtype)
+    return np.zeros((N, *p.shape), jax.dtypes.float0)
+
+  gradients = jax.tree.map(gradient, params)
+  updates, state = jax.jit(tx.update)(gradients, state, params)
+  new = optax.apply_updates(params, updates)
+  assert jax.tree.structure(new) == jax.tree.structure(params)
+  assert_same_bits(new['steps'], params['steps'])
+  assert_same_bits(new['flag'], params['flag'])
+  for key in ('matrix', 'kernel', 'scanned', 'scalar', 'one'):
+    assert new[key].shape == params[key].shape
+    np.testing.assert_allclose(new[key], 1 - 0.1 - 0.01, rtol=1e-6)
+  _, state = jax.jit(tx.update)(gradients, state, params)
+  momentum = demo_optax.momentum(
+      state, params, demo_optax.dct_topk(), workers)
+  assert momentum['empty'] is None and momentum['steps'] is None
+  assert momentum['kernel'].shape == (N, 3, 3, 4, 70)
+
+
+def test_integer_leaves_without_params():
+  tx = demo_optax.scale_by_demo(workers=WORKERS)
+  params = {'w': jnp.ones((4, 4)), 'n': jnp.ones(3, jnp.int32)}
+  gradients = {'w': jnp.ones((N, 4, 4)),
+               'n': np.zeros((N, 3), jax.dtypes.float0)}
+  updates, _ = tx.update(gradients, tx.init(params))
+  assert updates['n'].dtype == jax.dtypes.float0
+  updates, _ = tx.update(gradients, tx.init(params), params)
+  assert updates['n'].dtype == jnp.int32 and not np.any(updates['n'])
+
+
+def test_a_tree_with_nothing_to_exchange():
+  tx = demo_optax.scale_by_demo(workers=WORKERS)
+  params = {'n': jnp.ones(3, jnp.int32)}
+  state = tx.init(params)
+  gradients = {'n': np.zeros((N, 3), jax.dtypes.float0)}
+  updates, state = tx.update(gradients, state, params)
+  assert int(state.count) == 1 and not np.any(updates['n'])
+
+
+def test_momentum_round_trips_through_parameter_space():
+  tx = demo_optax.scale_by_demo(COMPRESSOR, 0.9, workers=WORKERS)
+  params = {k: v for k, v in random_tree(0).items()}
+  state = tx.init(params)
+  for s in range(3):
+    _, state = tx.update(random_tree(s, lead=(N,)), state, params)
+  in_clear = demo_optax.momentum(state, params, COMPRESSOR, WORKERS)
+  for key, m in in_clear.items():
+    plan = COMPRESSOR.plan(params[key].shape, m.dtype)
+    back = jax.vmap(lambda x, p=plan: COMPRESSOR.to_coefficients(x, p))(m)
+    np.testing.assert_allclose(back, state.momentum[key], atol=1e-5)
+
+
+def test_state_specs():
+  workers = demo_optax.Workers.on_axis('data')
+  ema = demo_optax.per_worker(optax.ema(0.9), workers=workers)
+  tx = optax.chain(ema, demo_optax.demo(1e-3, workers=workers), optax.trace(.9))
+  specs = demo_optax.state_specs(tx, problem()[0], workers)
+  assert tuple(specs[0].worker_stacked.ema['w']) == ('data',)
+  assert tuple(specs[1].inner_state[2].momentum['b']) == ('data',)
+  assert tuple(specs[1].inner_state[2].count) == tuple(specs[2].trace['w']) == ()
+
+
+@pytest.mark.parametrize('workers', [WORKERS, on_mesh(N)], ids=['sim', 'mesh'])
+def test_per_worker_clips_each_workers_own_gradient(workers):
+  tx = demo_optax.per_worker(optax.clip_by_global_norm(1.0), workers=workers)
+  params, _, _ = problem()
+  gradients = random_tree(0, SHAPES, (N,))
+  clipped, _ = tx.update(gradients, tx.init(params), params)
+  for w in range(N):
+    one = jax.tree.map(lambda g, w=w: g[w], clipped)
+    assert float(optax.tree.norm(one)) == pytest.approx(1.0, rel=1e-5)
+
+
+def test_per_worker_keeps_a_state_for_each():
+  tx = demo_optax.per_worker(optax.ema(0.5, debias=False), workers=WORKERS)
+  state = tx.init(jnp.zeros(2))
+  gradients = jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+  for expected in (0.5, 0.75):
+    updates, state = tx.update(gradients, state)
+    np.testing.assert_allclose(updates, expected * gradients)
+  assert state.worker_stacked.ema.shape == (N, 2)
+
+
+@pytest.mark.parametrize('workers', [WORKERS, on_mesh(N)], ids=['sim', 'mesh'])
+def test_mean_over_workers(workers):
+  tx = demo_optax.mean_over_workers(workers=workers)
+  gradients = random_tree(0, SHAPES, (N,))
+  mean, _ = tx.update(gradients, tx.init(problem()[0]), problem()[0])
+  for key in mean:
+    np.testing.assert_allclose(mean[key], gradients[key].mean(0), atol=1e-6)
+
+
+def test_protocol_of_public_names():
+  """Every public name is documented; transformations are transformations."""
+  for name in demo_optax.__all__:
+    assert getattr(demo_optax, name).__doc__, name
+  for tx in (demo_optax.demo(0.1, workers=WORKERS),
+             demo_optax.scale_by_demo(workers=WORKERS),
+             demo_optax.mean_over_workers(workers=WORKERS),
+             demo_optax.per_worker(optax.identity(), workers=WORKERS)):
+    assert isinstance(tx, optax.GradientTransformation)
+  assert not callable(WORKERS) and not callable(COMPRESSOR)
