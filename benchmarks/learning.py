@@ -31,7 +31,7 @@ METHODS = {
         '--optimizer', 'demo', '--embeddings', 'adamw'
     ],
 }
-RATES = [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2]
+RATES = [1e-3, 2e-3, 4e-3, 8e-3]
 
 
 def runs_of(method: str, rate: float, seeds: list[int], extra: list[str]):

@@ -1,6 +1,7 @@
 """A small GPT in Flax NNX."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,18 +19,26 @@ class GPTConfig:
   heads: int = 6
 
 
+def _initializers(config: GPTConfig) -> tuple[Any, Any]:
+  """Of all weights, and of those that add to the residual stream."""
+  scale = config.width**-0.5
+  normal = nnx.initializers.normal
+  return normal(scale), normal(scale / (2 * config.layers) ** 0.5)
+
+
 class Block(nnx.Module):
   """Attention and a feed-forward layer, normalised before each."""
 
   def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
     d = config.width
+    init, out_init = _initializers(config)
     self.heads = config.heads
     self.norm1 = nnx.RMSNorm(d, rngs=rngs)
     self.norm2 = nnx.RMSNorm(d, rngs=rngs)
-    self.qkv = nnx.Linear(d, 3 * d, rngs=rngs)
-    self.proj = nnx.Linear(d, d, rngs=rngs)
-    self.up = nnx.Linear(d, 4 * d, rngs=rngs)
-    self.down = nnx.Linear(4 * d, d, rngs=rngs)
+    self.qkv = nnx.Linear(d, 3 * d, kernel_init=init, rngs=rngs)
+    self.proj = nnx.Linear(d, d, kernel_init=out_init, rngs=rngs)
+    self.up = nnx.Linear(d, 4 * d, kernel_init=init, rngs=rngs)
+    self.down = nnx.Linear(4 * d, d, kernel_init=out_init, rngs=rngs)
 
   def __call__(self, x: jax.Array) -> jax.Array:  # f32[batch, time, width]
     batch, time, width = x.shape
@@ -46,13 +55,18 @@ class GPT(nnx.Module):
   """Next-token logits of a causal transformer."""
 
   def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
+    init, _ = _initializers(config)
     self.config = config
-    self.token_embedding = nnx.Embed(config.vocab, config.width, rngs=rngs)
-    self.position_embedding = nnx.Embed(config.context, config.width, rngs=rngs)
+    self.token_embedding = nnx.Embed(
+        config.vocab, config.width, embedding_init=init, rngs=rngs
+    )
+    self.position_embedding = nnx.Embed(
+        config.context, config.width, embedding_init=init, rngs=rngs
+    )
     self.blocks = nnx.List([Block(config, rngs) for _ in range(config.layers)])
     self.norm = nnx.RMSNorm(config.width, rngs=rngs)
     self.head = nnx.Linear(
-        config.width, config.vocab, use_bias=False, rngs=rngs
+        config.width, config.vocab, use_bias=False, kernel_init=init, rngs=rngs
     )
 
   def __call__(self, tokens: jax.Array) -> jax.Array:  # i32[batch, time]

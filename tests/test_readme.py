@@ -1,0 +1,63 @@
+"""Every Python block of the README runs, in order, as a reader would."""
+
+import pathlib
+import re
+
+import jax
+import numpy as np
+import pytest
+
+README = (pathlib.Path(__file__).parents[1] / 'README.md').read_text()
+BLOCKS = re.findall(r'```python\n(.*?)```', README, re.S)
+
+
+def test_blocks_run(capsys):
+  assert len(BLOCKS) == 4
+  names = {}
+  with jax.numpy_dtype_promotion('standard'), jax.numpy_rank_promotion('allow'):
+    exec(BLOCKS[0], names)
+    batch = {'x': np.ones((16, 8), np.float32), 'y': np.ones((16, 1))}
+    args = names['model'], names['optimizer'], batch
+    losses = [float(names['train_step'](*args)) for _ in range(20)]
+    assert losses[-1] < losses[0]
+    exec(BLOCKS[1], names)
+    assert '50257x768' in capsys.readouterr().out
+    exec(BLOCKS[2], names)
+    params = {'w': jax.numpy.ones((8, 8))}
+    state = names['tx'].init(params)
+    grads = {'w': jax.numpy.ones((4, 8, 8))}
+    updates, _ = names['tx'].update(grads, state, params)
+    assert updates['w'].shape == (8, 8)
+    exec(BLOCKS[3], names)
+    x = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+    params, state = names['params'], names['state']
+    losses = []
+    for _ in range(20):
+      params, state, loss = names['step'](params, state, x, x[:, :1])
+      losses.append(float(loss))
+    assert losses[-1] < losses[0]
+
+
+def test_workers_at_which_receiving_stops_paying():
+  """The numbers in the text are those of plan."""
+  import demo_optax
+  leaf = jax.ShapeDtypeStruct((6400, 6400), np.float32)
+  for topk in (32, 8):
+    plan = demo_optax.plan(leaf, demo_optax.dct_topk(64, topk), 2)
+    for itemsize in (4, 2):
+      assert re.search(rf'\b{plan.max_workers(itemsize)}\b', README)
+
+
+def test_the_picture_is_there():
+  pictures = re.findall(r'!\[[^\]]+\]\(([^)]+)\)', README)
+  root = pathlib.Path(__file__).parents[1]
+  assert pictures
+  for picture in pictures:
+    assert (root / picture).stat().st_size > 10_000
+
+
+@pytest.mark.parametrize('row', [
+    'MultiSteps', 'apply_if_finite', 'clip_by_global_norm', 'partition'])
+def test_every_row_of_the_table_has_its_test(row):
+  tests = (pathlib.Path(__file__).parent / 'test_mistakes.py').read_text()
+  assert f'optax.{row}' in README and f'optax.{row}' in tests
