@@ -106,7 +106,7 @@ def value_and_grad(
         result, variables = _accumulate(
             one_batch, variables, own, microbatches
         )
-      return (result, variables.changing), state
+      return (result, call.modules.changed(variables.changing)), state
 
     own, _ = workers.map(
         one_worker, cut_args, (), (call.variables, shared_args)
@@ -380,28 +380,24 @@ def _accumulate(
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
   def body(carry: Any, xs: Any) -> Any:
-    changing, loss_sum, gradient_sum = carry
+    changing, sums = carry
     part, own = xs
     ((loss, aux), gradients), after = one_batch(
         variables._replace(changing=changing), part, own
     )
-    gradient_sum = [a + wide(g) for a, g in zip(gradient_sum, gradients)]
-    return (after.changing, loss_sum + wide(loss), gradient_sum), aux
+    sums = [s + wide(g) for s, g in zip(sums, gradients)]
+    return (after.changing, sums), (loss, aux)
 
-  # The first part is computed apart: it gives the carry its types.
-  first = jax.tree.map(lambda x: x[0], own)
-  rest = jax.tree.map(lambda x: x[1:], own)
-  ((loss, aux), gradients), after = one_batch(variables, jnp.int32(0), first)
-  carry = (after.changing, wide(loss), [wide(g) for g in gradients])
-  parts_left = jnp.arange(1, parts, dtype=jnp.int32)
-  (changing, loss_sum, sums), more = jax.lax.scan(
-      body, carry, (parts_left, rest)
+  zeros = [wide(jnp.zeros_like(x)) for x in variables.floats]
+  (changing, sums), (losses, aux) = jax.lax.scan(
+      body,
+      (variables.changing, zeros),
+      (jnp.arange(parts, dtype=jnp.int32), own),
   )
-  aux = jax.tree.map(
-      lambda a, m: jnp.concatenate([jnp.asarray(a)[None], m]), aux, more
-  )
-  gradients = [(s / parts).astype(g.dtype) for s, g in zip(sums, gradients)]
-  loss = (loss_sum / parts).astype(loss.dtype)
+  gradients = [
+      (s / parts).astype(x.dtype) for s, x in zip(sums, variables.floats)
+  ]
+  loss = jnp.mean(losses)
   return ((loss, aux), gradients), variables._replace(changing=changing)
 
 

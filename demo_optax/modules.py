@@ -122,6 +122,16 @@ class OpenedModules:
         raise ValueError(_changed_message(name))
     return after
 
+  def changed(self, rest: dict[int, list[Any]]) -> dict[int, list[Any]]:
+    """`rest` without what cannot have changed, for `write_back`."""
+    return {
+        place: [
+            x if kind in ('stat', 'count') else None
+            for (_, kind), x in zip(self._kinds[place], leaves)
+        ]
+        for place, leaves in rest.items()
+    }
+
   def write_back(self, rest: dict[int, list[Any]], workers: Workers) -> None:
     """Updates the caller's modules from all workers' variables."""
     for place, module in self._modules.items():
@@ -129,12 +139,12 @@ class OpenedModules:
       for (_, kind), before, after in zip(
           self._kinds[place], self.rest[place], rest[place]
       ):
-        if kind == 'stat' and jnp.issubdtype(after.dtype, jnp.inexact):
-          values.append(workers.mean(after))
-        elif kind in ('stat', 'count'):
-          values.append(workers.first(after))
-        else:
+        if after is None:
           values.append(before)
+        elif kind == 'stat' and jnp.issubdtype(after.dtype, jnp.inexact):
+          values.append(workers.mean(after))
+        else:
+          values.append(workers.first(after))
       _nnx().update(module, self._treedefs[place].unflatten(values))
 
 

@@ -328,6 +328,17 @@ class _OnMesh(_Stacked):
   def gather(self, x: jax.Array) -> jax.Array:
     return jax.lax.all_gather(x, self.axis_name, to='invarying')
 
+  def map(
+      self,
+      fun: Callable[..., tuple[Any, Any]],
+      own: Any,
+      state: Any,
+      shared: Any,
+  ) -> tuple[Any, Any]:
+    # Layers may look for the mesh in the context, which users need not set.
+    with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+      return super().map(fun, own, state, shared)
+
   def split(self, x: jax.Array) -> jax.Array:
     shape = (self.count, x.shape[0] // self.count, *x.shape[1:])
     if self._explicit:

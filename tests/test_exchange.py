@@ -26,17 +26,22 @@ N = 4
 COMPRESSOR = demo_optax.dct_topk(chunk_size=32, topk=8)
 
 
+RULES = {
+    'published': {'decay': 0.95},
+    'second': {'decay': 0.97, 'alpha': 0.3, 'average': 'workers', 'ema': True},
+}
+
+
 def make_tx(workers, rule='published'):
-  if rule == 'published':
-    return demo_optax.demo(
-        optax.linear_schedule(1e-2, 1e-3, 50), workers=workers,
-        compressor=COMPRESSOR, decay=0.95, weight_decay=0.1)
+  return demo_optax.scale_by_demo(COMPRESSOR, workers=workers, **RULES[rule])
+
+
+def whole_demo(workers):
   return optax.chain(
       demo_optax.per_worker(optax.clip(2.0), workers=workers),
-      demo_optax.scale_by_demo(
-          COMPRESSOR, 0.97, workers=workers, alpha=0.3, average='workers',
-          ema=True),
-      optax.sgd(1e-2, momentum=0.5))
+      demo_optax.demo(
+          optax.linear_schedule(1e-2, 1e-3, 50), workers=workers,
+          compressor=COMPRESSOR, decay=0.95, weight_decay=0.1))
 
 
 def gradients_of(step, workers=N):
@@ -48,23 +53,19 @@ def gradients_of(step, workers=N):
 
 
 def stacked_run(workers, steps, rule='published'):
-  """(parameters, state) after `steps`, with stacked gradients."""
+  """(updates of every step, state) with stacked gradients."""
   tx = make_tx(workers, rule)
-  params = replicated(jax.tree.map(jnp.asarray, random_tree(99)), workers)
+  params = replicated(random_tree(99), workers)
   state = replicate_counters(tx.init(params), workers)
-
-  @jax.jit
-  def step(params, state, gradients):
-    updates, state = tx.update(gradients, state, params)
-    return optax.apply_updates(params, updates), state
-
+  update, seen = jax.jit(tx.update), []
   for s in range(steps):
     gradients = stacked(gradients_of(s, workers.count), workers)
     before = COMPILATIONS.count
-    params, state = step(params, state, gradients)
+    updates, state = update(gradients, state, params)
     assert s == 0 or COMPILATIONS.count == before, 'compiled again'
-    assert_replicas_equal(params)
-  return params, state
+    assert_replicas_equal(updates)
+    seen.append(jax.tree.map(np.asarray, updates))
+  return seen, state
 
 
 def replicate_counters(state, workers):
@@ -75,53 +76,54 @@ def replicate_counters(state, workers):
       state)
 
 
-def axis_run(steps, how, check_vma=True, rule='published'):
-  """The same with gradients local, inside a mapped function of our own."""
+def shard_map_run(steps, check_vma, rule):
+  """The same with gradients local, inside a shard_map of our own."""
   workers = demo_optax.Workers.on_axis('data')
   tx = make_tx(workers, rule)
-  params = jax.tree.map(jnp.asarray, random_tree(99))
+  params, mesh = random_tree(99), make_mesh(N)
+  specs = demo_optax.state_specs(tx, params, workers)
 
-  def step(params, state, gradients):
-    updates, state = tx.update(gradients, state, params)
-    return optax.apply_updates(params, updates), state
+  def local_step(state, gradients, params):
+    gradients = jax.tree.map(lambda g: g[0], gradients)
+    return tx.update(gradients, state, params)
 
-  if how == 'shard_map':
-    mesh = make_mesh(N)
-    specs = demo_optax.state_specs(tx, params, workers)
-    init = jax.jit(jax.shard_map(
-        tx.init, mesh=mesh, in_specs=P(), out_specs=specs,
-        check_vma=check_vma))
-
-    def local_step(params, state, gradients):
-      gradients = jax.tree.map(lambda g: g[0], gradients)
-      return step(params, state, gradients)
-
-    mapped = jax.jit(jax.shard_map(
-        local_step, mesh=mesh, in_specs=(P(), specs, P('data')),
-        out_specs=(P(), specs), check_vma=check_vma))
-    state = init(params)
-    for s in range(steps):
-      params, state = mapped(params, state, gradients_of(s))
-    assert_replicas_equal(params)
-    return params, state
-
-  if how == 'vmap':
-    mapped = jax.jit(jax.vmap(step, axis_name='data'))
-  else:
-    mapped = jax.pmap(step, axis_name='data', devices=jax.devices()[:N])
-  # Here every worker decodes for itself and keeps parameters of its own.
-  params = jax.tree.map(lambda x: jnp.stack([x] * N), params)
-  state = jax.vmap(tx.init, axis_name='data')(params)
+  state = jax.jit(jax.shard_map(
+      tx.init, mesh=mesh, in_specs=P(), out_specs=specs,
+      check_vma=check_vma))(params)
+  step = jax.jit(jax.shard_map(
+      local_step, mesh=mesh, in_specs=(specs, P('data'), P()),
+      out_specs=(P(), specs), check_vma=check_vma))
+  seen = []
   for s in range(steps):
-    params, state = mapped(params, state, gradients_of(s))
-    for leaf in jax.tree.leaves(params):
-      leaf = np.asarray(leaf)
+    updates, state = step(state, gradients_of(s), params)
+    assert_replicas_equal(updates)
+    seen.append(jax.tree.map(np.asarray, updates))
+  return seen, state
+
+
+def mapped_run(steps, how, rule):
+  """The same in vmap or pmap, where every worker decodes for itself."""
+  workers = demo_optax.Workers.on_axis('data')
+  tx = make_tx(workers, rule)
+  params = jax.tree.map(lambda x: np.stack([x] * N), random_tree(99))
+  state = jax.vmap(tx.init, axis_name='data')(params)
+  if how == 'vmap':
+    update = jax.jit(jax.vmap(tx.update, axis_name='data'))
+  else:
+    update = jax.pmap(
+        tx.update, axis_name='data', devices=jax.devices()[:N])
+  seen = []
+  for s in range(steps):
+    updates, state = update(gradients_of(s), state, params)
+    updates = jax.tree.map(np.asarray, updates)
+    for leaf in jax.tree.leaves(updates):
       for other in leaf[1:]:
         np.testing.assert_array_equal(leaf[0], other)
-  return jax.tree.map(lambda x: x[0], params), state
+    seen.append(jax.tree.map(lambda u: u[0], updates))
+  return seen, state
 
 
-@pytest.fixture(scope='module', params=['published', 'second'])
+@pytest.fixture(scope='module', params=RULES)
 def simulated(request):
   workers = demo_optax.Workers.simulated(N)
   return request.param, stacked_run(workers, 50, request.param)
@@ -142,20 +144,16 @@ def test_mesh_equals_simulation_for_other_counts(count):
 @pytest.mark.parametrize('check_vma', [True, False])
 def test_own_shard_map_equals_simulation(simulated, check_vma):
   rule, expected = simulated
-  assert_same_bits(axis_run(50, 'shard_map', check_vma, rule), expected)
+  assert_same_bits(shard_map_run(50, check_vma, rule), expected)
 
 
 @pytest.mark.parametrize('how', ['vmap', 'pmap'])
 def test_own_vmap_and_pmap_equal_simulation(simulated, how):
   rule, (expected, expected_state) = simulated
-  params, state = axis_run(50, how, rule=rule)
-  assert_same_bits(params, expected)
-  def find(state):
-    links = getattr(state, 'inner_state', state)
-    return next(x for x in links if isinstance(x, demo_optax.DeMoState))
+  updates, state = mapped_run(50, how, rule)
+  assert_same_bits(updates, expected)
   assert_same_bits(
-      jax.tree.map(lambda m: m[:, 0], find(state).momentum),
-      find(expected_state).momentum)
+      jax.tree.map(lambda m: m[:, 0], state.momentum), expected_state.momentum)
 
 
 def test_a_run_repeats_bit_for_bit(simulated):
@@ -164,30 +162,45 @@ def test_a_run_repeats_bit_for_bit(simulated):
   assert_same_bits(stacked_run(workers, 50, rule), expected)
 
 
+@pytest.mark.parametrize('kind', ['auto', 'explicit'])
+def test_parameters_stay_identical_on_all_devices(kind):
+  """A whole chain, clip and weight decay and all, read from every shard."""
+  workers = on_mesh(N, kind)
+  tx = whole_demo(workers)
+  params = replicated(random_tree(99), workers)
+  state = replicate_counters(tx.init(params), workers)
+
+  @jax.jit
+  def step(params, state, gradients):
+    updates, state = tx.update(gradients, state, params)
+    return optax.apply_updates(params, updates), state
+
+  for s in range(50):
+    before = COMPILATIONS.count
+    params, state = step(params, state, stacked(gradients_of(s), workers))
+    assert s == 0 or COMPILATIONS.count == before, 'compiled again'
+    assert_replicas_equal(params)
+
+
 def test_scan_over_steps_inside_shard_map():
   """The state's type does not change from one step to the next."""
-  workers = demo_optax.Workers.on_axis('data')
-  tx = make_tx(workers)
-  params = jax.tree.map(jnp.asarray, random_tree(99))
+  tx = make_tx(demo_optax.Workers.on_axis('data'))
 
   def run(params, gradients):  # gradients [steps, 1, ...] of this worker
-    gradients = jax.tree.map(lambda g: g[:, 0], gradients)
-
-    def step(carry, g):
-      params, state = carry
+    def step(state, g):
       updates, state = tx.update(g, state, params)
-      return (optax.apply_updates(params, updates), state), None
+      return state, updates
 
-    (params, _), _ = jax.lax.scan(step, (params, tx.init(params)), gradients)
-    return params
+    gradients = jax.tree.map(lambda g: g[:, 0], gradients)
+    return jax.lax.scan(step, tx.init(params), gradients)[1]
 
   gradients = [gradients_of(s) for s in range(5)]
   gradients = jax.tree.map(lambda *g: np.stack(g), *gradients)
   mapped = jax.shard_map(
       run, mesh=make_mesh(N), in_specs=(P(), P(None, 'data')), out_specs=P())
-  params = jax.jit(mapped)(params, gradients)
+  updates = jax.jit(mapped)(random_tree(99), gradients)
   expected, _ = stacked_run(demo_optax.Workers.simulated(N), 5)
-  assert_same_bits(params, expected)
+  assert_same_bits(updates, jax.tree.map(lambda *u: np.stack(u), *expected))
 
 
 def test_momentum_is_born_sharded():
@@ -214,7 +227,7 @@ def test_init_is_abstract():
         lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), random_tree(0))
     shapes = jax.eval_shape(tx.init, params)
     lead = 1 if 'on_axis' in repr(workers) else N
-    for leaf in jax.tree.leaves(shapes.inner_state[2].momentum):
+    for leaf in jax.tree.leaves(shapes.momentum):
       assert leaf.shape[0] == lead and leaf.dtype == jnp.float32
 
 
@@ -284,7 +297,8 @@ def test_a_non_finite_worker_is_left_out(kind, bad):
 
 def test_all_left_out_changes_nothing():
   workers = demo_optax.Workers.simulated(N)
-  tx = make_tx(workers)  # with weight decay
+  tx = demo_optax.demo(
+      1e-2, workers=workers, compressor=COMPRESSOR, weight_decay=0.1)
   params = jax.tree.map(jnp.asarray, random_tree(1))
   state = tx.init(params)
   broken = jax.tree.map(lambda g: g * np.nan, random_tree(2, lead=(N,)))
@@ -307,7 +321,7 @@ def test_one_gather_and_nothing_dense(kind):
   workers = on_mesh(N, kind)
   tx = optax.chain(
       demo_optax.per_worker(optax.clip_by_global_norm(1.0), workers=workers),
-      make_tx(workers))
+      whole_demo(workers))
   params = replicated(random_tree(1), workers)
   state = replicate_counters(tx.init(params), workers)
   x = stacked(np.ones((8, 130), np.float32), workers)
