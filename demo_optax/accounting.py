@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import operator
 import re
 from typing import Any
 
@@ -161,7 +162,10 @@ def plan(
     Peng et al., `DeMo: Decoupled Momentum Optimization
     <https://arxiv.org/abs/2411.19870>`_; its figures count what is sent only.
   """
-  num_workers = workers if isinstance(workers, int) else workers.count
+  if isinstance(workers, Workers):
+    num_workers = workers.count
+  else:
+    num_workers = operator.index(workers)
   if num_workers < 1:
     raise ValueError(f'workers={num_workers} must be at least 1.')
   leaves, formats = [], []
@@ -192,8 +196,8 @@ class Collective:
   """One collective of a compiled function.
 
   Attributes:
-    kind: `'all-gather'`, `'all-reduce'`, `'reduce-scatter'`, `'all-to-all'` or
-      `'collective-permute'`.
+    kind: `'all-gather'`, `'all-reduce'`, `'reduce-scatter'`, `'all-to-all'`,
+      `'ragged-all-to-all'`, `'collective-permute'` or `'collective-broadcast'`.
     shapes: its outputs, such as `'f32[4,8]'`.
     output_bytes: bytes of its outputs on one device.
     groups: the devices that communicate, as the compiler wrote them.
@@ -217,7 +221,8 @@ def collectives(compiled: Any) -> list[Collective]:
   With `B` the bytes of the outputs on one device and `g` the devices in a
   group, a device sends and receives, by the ring algorithm: all-gather
   `B (g - 1) / g`, all-reduce `2 B (g - 1) / g`, reduce-scatter `B (g - 1)`,
-  all-to-all `B (g - 1) / g`, collective-permute `B`. Where an all-gather is
+  all-to-all (at most, if ragged) `B (g - 1) / g`, collective-permute and
+  -broadcast `B`. Where an all-gather is
   counted as what is put into it, that is `B / g`.
 
   Args:
@@ -259,7 +264,10 @@ def collectives(compiled: Any) -> list[Collective]:
   return found
 
 
-_KINDS = 'all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute'
+_KINDS = (
+    'all-gather|all-reduce|reduce-scatter|ragged-all-to-all|all-to-all'
+    '|collective-permute|collective-broadcast'
+)
 _COLLECTIVE = re.compile(
     rf'= (?P<type>\(.*\)|\S+) (?P<kind>{_KINDS})(?P<phase>-start|-done)?\('
 )
@@ -277,7 +285,7 @@ def _collective(match: re.Match, line: str, default_group: int) -> Collective:
     shapes = shapes[operands : 2 * operands]
   size = sum(_shape_bytes(*shape) for shape in shapes)
   groups, group_size = _groups(line, default_group)
-  if kind == 'collective-permute':
+  if kind in ('collective-permute', 'collective-broadcast'):
     moved = size
   else:
     share = (group_size - 1) / group_size
@@ -286,6 +294,7 @@ def _collective(match: re.Match, line: str, default_group: int) -> Collective:
         'all-reduce': 2 * share,
         'reduce-scatter': group_size - 1,
         'all-to-all': share,
+        'ragged-all-to-all': share,
     }[kind]
     moved = round(size * factor)
   return Collective(

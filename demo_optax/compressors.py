@@ -34,12 +34,12 @@ class LeafPlan:
     return self.format.num_bytes(self.grid.num_chunks)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Compressor:
   """What is selected from a worker's momentum, and how it is written.
 
   Attributes:
-    name: for reprs and tables.
+    name: how it was made; compressors of the same name are equal.
     plan: `(shape, dtype) -> LeafPlan`, for a leaf of at least one element and
       the dtype of its momentum.
     to_coefficients: `([*shape], plan) -> [*plan.grid.coefficients_shape]`,
@@ -58,6 +58,12 @@ class Compressor:
 
   def __repr__(self) -> str:
     return self.name
+
+  def __eq__(self, other: object) -> bool:
+    return isinstance(other, Compressor) and self.name == other.name
+
+  def __hash__(self) -> int:
+    return hash(self.name)
 
 
 def dct_topk(

@@ -122,7 +122,8 @@ def scale_by_demo(
 
   A worker whose momentum would not be finite says so in its payload. All
   workers leave it out of the average and it keeps its momentum as it was;
-  `state.info['left_out']` counts. If all are left out the update is zero.
+  `state.info['left_out']` counts. If all are left out the update is zero (and
+  what follows, such as weight decay, goes on as with any update).
 
   Integer leaves get zero updates; complex leaves are refused.
 
@@ -145,8 +146,8 @@ def scale_by_demo(
 
   Raises:
     ValueError: `decay` or `alpha` out of range or unknown `average`, at once;
-      gradients that are not one per worker, or momentum of another number of
-      workers or another compressor, when traced.
+      gradients that can be seen not to be one per worker, or momentum of
+      another number of workers or another compressor, when traced.
     TypeError: `compressor` or `workers` is something else, at once; complex
       leaves, when traced.
 
@@ -177,15 +178,15 @@ def scale_by_demo(
 
   def init_fn(params: chex.ArrayTree) -> DeMoState:
     def zeros(name: str, param: jax.Array) -> jax.Array:
-      plan = compressor.plan(param.shape, trees.momentum_dtype(name, param))
+      plan = compressor.plan(np.shape(param), trees.momentum_dtype(name, param))
       dtype = jnp.dtype(plan.format.dtype)
       return workers.zeros(plan.grid.coefficients_shape, dtype)
 
     momentum = trees.map_exchanged(zeros, params)
     return DeMoState(
-        count=jnp.zeros((), jnp.int32),
+        count=workers.replicate(jnp.zeros((), jnp.int32)),
         momentum=momentum,
-        info={'left_out': jnp.zeros((), jnp.int32)},
+        info={'left_out': workers.replicate(jnp.zeros((), jnp.int32))},
         pending=(),
     )
 
@@ -338,7 +339,9 @@ def _in_parameter_dtype() -> optax.GradientTransformation:
   ) -> chex.ArrayTree:
     if params is None:
       return updates
-    return jax.tree.map(lambda u, p: u.astype(p.dtype), updates, params)
+    return jax.tree.map(
+        lambda u, p: u.astype(jnp.result_type(p)), updates, params
+    )
 
   return optax.stateless(update_fn)
 
@@ -405,6 +408,13 @@ def _check_range(
     open_end: bool = False,
 ) -> None:
   """Checks a concrete number; schedules' traced values cannot be checked."""
+  dtype = getattr(value, 'dtype', None)
+  if dtype in (jnp.bfloat16, jnp.float16):
+    raise ValueError(
+        f'{name} is {dtype}, in which 0.999 is 1. optax.inject_hyperparams'
+        " casts numbers to the parameters' dtype: give it"
+        ' hyperparam_dtype=jnp.float32.'
+    )
   if isinstance(value, jax.core.Tracer):
     return
   if not isinstance(value, (int, float, np.number, np.ndarray, jax.Array)):

@@ -33,11 +33,12 @@ def value_and_grad(
 
   NNX modules behave as they do in `nnx.jit`: random streams advance, and each
   worker draws numbers of its own; `nnx.BatchStat` variables are updated and
-  averaged over the workers. Any other variable that `fun` changes is an error,
-  since each worker would have another value of it.
+  averaged over the workers whose statistics are finite. Any other variable that
+  `fun` changes is an error, since each worker would have another value of it.
 
   Scalar PRNG keys (`jax.random.key`) among the arguments are not cut: each
-  worker and each micro-batch gets the key folded with its number.
+  worker and each micro-batch gets the key folded with its number. Python
+  numbers, booleans and strings are given to all workers as they are.
 
   Args:
     fun: returns a scalar, or `(scalar, aux)` with `has_aux`. It should be a
@@ -63,8 +64,10 @@ def value_and_grad(
   Raises:
     ValueError: a batch that does not divide into workers times micro-batches,
       `microbatches` below 1, `in_axes` of another length than the arguments, a
-      module that changed variables it may not change: when called.
-    TypeError: `workers` or `microbatches` of another type, at once.
+      module that changed variables it may not change, a legacy PRNG key (all
+      workers would draw the same numbers): when called.
+    TypeError: `workers` or `microbatches` of another type, at once; entries of
+      `in_axes` that are neither an integer nor `None`, when called.
 
   Example:
     >>> import demo_optax, jax.numpy as jnp
@@ -92,9 +95,10 @@ def value_and_grad(
 
     def one_worker(
         index: jax.Array, own: Any, state: Any, shared: Any
-    ) -> tuple[Any, Any]:
+    ) -> tuple[Any, Any, Any]:
       variables, shared = shared
       variables = call.for_worker(variables, index)
+      before = variables.changing
 
       def one_batch(variables: Any, part: jax.Array, own: Any) -> Any:
         number = (index, part) if microbatches > 1 else (index,)
@@ -106,13 +110,15 @@ def value_and_grad(
         result, variables = _accumulate(
             one_batch, variables, own, microbatches
         )
-      return (result, call.modules.changed(variables.changing)), state
+      after = variables.changing
+      statistics = call.modules.statistics(after, before)
+      return (result, statistics), state, call.modules.counts(after)
 
-    own, _ = workers.map(
+    own, _, counts = workers.map(
         one_worker, cut_args, (), (call.variables, shared_args)
     )
-    ((losses, aux), gradients), changed = own
-    call.write_back(changed, workers)
+    ((losses, aux), gradients), statistics = own
+    call.modules.write_back(counts, statistics, workers)
     loss = workers.mean(losses)
     gradients = call.unflatten(gradients, workers)
     return ((loss, aux) if has_aux else loss), gradients
@@ -138,7 +144,9 @@ def per_worker(
 
   For links before the exchange that look across elements, such as a clip by
   norm: applied to stacked gradients as it is, `optax.clip_by_global_norm` would
-  take one norm over all workers.
+  take one norm over all workers. Leaves that take no part in exchanges (of
+  integers, or empty) pass through. A stateful `tx` sees its worker's non-finite
+  gradients too, and may carry them on.
 
   Args:
     tx: a transformation that maps gradients to gradients of the same shapes.
@@ -173,7 +181,8 @@ def per_worker(
   tx = optax.with_extra_args_support(tx)
 
   def init_fn(params: chex.ArrayTree) -> PerWorkerState:
-    return PerWorkerState(jax.tree.map(workers.stack, tx.init(params)))
+    state = tx.init(_exchanged_part(params))
+    return PerWorkerState(jax.tree.map(workers.stack, state))
 
   def update_fn(
       updates: chex.ArrayTree,
@@ -185,15 +194,22 @@ def per_worker(
 
     def one_worker(
         index: jax.Array, gradients: Any, state: Any, shared: Any
-    ) -> tuple[Any, Any]:
+    ) -> tuple[Any, Any, tuple[()]]:
       del index
       params, extra_args = shared
-      return tx.update(gradients, state, params, **extra_args)
+      return *tx.update(gradients, state, params, **extra_args), ()
 
-    updates, state = workers.map(
-        one_worker, updates, state.worker_stacked, (params, extra_args)
+    leaves, treedef = jax.tree.flatten(updates)
+    new, state, _ = workers.map(
+        one_worker,
+        _exchanged_part(updates),
+        state.worker_stacked,
+        (_exchanged_part(params), extra_args),
     )
-    return updates, PerWorkerState(state)
+    for place, update in enumerate(treedef.flatten_up_to(new)):
+      if not isinstance(update, optax.MaskedNode):
+        leaves[place] = update
+    return treedef.unflatten(leaves), PerWorkerState(state)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -204,8 +220,11 @@ def mean_over_workers(*, workers: Workers) -> optax.GradientTransformation:
   .. math::
     u = \frac1N \sum_i g_i
 
-  A dense all-reduce of the leaves it is given, in float32 or wider. The first
-  link for leaves that should not be compressed, in a branch of
+  A dense all-reduce of the leaves it is given, in float32 or wider. As in the
+  exchange, a worker whose gradients are not all finite is left out of the mean;
+  the mean over nobody is zero. Integer leaves get zeros.
+
+  The first link for leaves that should not be compressed, in a branch of
   `optax.partition`, and of a baseline to compare with.
 
   Args:
@@ -241,16 +260,27 @@ def mean_over_workers(*, workers: Workers) -> optax.GradientTransformation:
   ) -> chex.ArrayTree:
     _check_own(updates, params, workers)
 
-    def mean(name: str, x: jax.Array) -> jax.Array:
-      wide = jnp.promote_types(x.dtype, jnp.float32)
-      return workers.mean(x.astype(wide)).astype(x.dtype)
-
+    leaves, treedef = jax.tree.flatten(updates)
+    like = leaves if params is None else treedef.flatten_up_to(params)
+    taking_part = [x for x in leaves if trees.is_exchanged(x)]
+    present = workers.all_finite(taking_part)
     lead = 1 if workers.stacked_gradients else 0
-    return trees.map_exchanged(
-        mean, updates, otherwise=lambda x: np.zeros(x.shape[lead:], x.dtype)
-    )
+
+    def mean(x: Any, param: Any) -> Any:
+      if not trees.is_exchanged(x):
+        dtype = x.dtype if x.dtype != jax.dtypes.float0 else param.dtype
+        return trees.zeros(x.shape[lead:], dtype)
+      wide = jnp.promote_types(x.dtype, jnp.float32)
+      return workers.mean_present(x.astype(wide), present).astype(x.dtype)
+
+    return treedef.unflatten([mean(x, p) for x, p in zip(leaves, like)])
 
   return optax.stateless(update_fn)
+
+
+def _exchanged_part(tree: chex.ArrayTree | None) -> chex.ArrayTree | None:
+  """`tree` with `optax.MaskedNode()` for leaves that take no part."""
+  return trees.map_exchanged(lambda name, x: x, tree)
 
 
 def check_workers(workers: Any) -> None:
@@ -341,10 +371,6 @@ class _Call:
     rest = self.modules.fold_streams(variables.changing, index)
     return variables._replace(changing=rest)
 
-  def write_back(self, changed: Any, workers: Workers) -> None:
-    """Updates the caller's modules with what the workers changed."""
-    self.modules.write_back(changed, workers)
-
   def unflatten(self, gradients: list[jax.Array], workers: Workers) -> Any:
     """Gradients as the caller passed the arguments."""
     lead = (workers.count,) if workers.stacked_gradients else ()
@@ -423,6 +449,12 @@ def _axes(
     axes = dict(enumerate(in_axes))
   else:
     axes = dict.fromkeys(range(len(args)), in_axes)
+  for axis in axes.values():
+    if axis is not None and not isinstance(axis, int):
+      raise TypeError(
+          f'in_axes has the entry {axis!r}: give an integer or None for each'
+          ' argument, which holds for all its leaves.'
+      )
   return {i: axis for i, axis in axes.items() if i not in places}
 
 
@@ -441,7 +473,12 @@ def _cut(
   flat, treedef = jax.tree_util.tree_flatten_with_path(others)
   modules.check_no_modules(others)
   cut, shared, is_cut, cut_axes = [], [], [], []
+  fixed = [not hasattr(leaf, 'shape') for _, leaf in flat]  # True, 0.5, 'mean'
+  constants = [leaf for _, leaf in flat if not hasattr(leaf, 'shape')]
   for path, leaf in flat:
+    if not hasattr(leaf, 'shape'):
+      continue
+    _check_not_a_legacy_key(path, leaf)
     axis = axes.get(path[1].key, 0)  # keyword arguments: 0
     is_cut.append(axis is not None and not _is_scalar_key(leaf))
     if is_cut[-1]:
@@ -459,7 +496,8 @@ def _cut(
           for x in shared
       ]
     cut = [jnp.moveaxis(x, 0, a) if a else x for x, a in zip(cut, cut_axes)]
-    return treedef.unflatten(_interleave(is_cut, cut, shared))
+    arrays = _interleave(is_cut, cut, shared)
+    return treedef.unflatten(_interleave(fixed, constants, arrays))
 
   return cut, shared, join
 
@@ -478,8 +516,8 @@ def _cut_leaf(
       return leaf
     raise ValueError(
         f'{name} has shape {shape} and no axis {axis} to cut into'
-        f' {parts} parts. To give all workers the same value, set its entry in'
-        ' in_axes to None.'
+        f' {parts} parts. To give all workers the same value, pass it by'
+        ' position and set its entry in in_axes to None.'
     )
   if shape[axis] % parts:
     raise ValueError(
@@ -497,6 +535,16 @@ def _interleave(mask: list[bool], true: list[Any], false: list[Any]) -> list:
   """One list from two: the next of `true` where `mask`, else of `false`."""
   trues, falses = iter(true), iter(false)
   return [next(trues) if m else next(falses) for m in mask]
+
+
+def _check_not_a_legacy_key(path: trees.Path, x: Any) -> None:
+  if x.dtype == np.uint32 and x.shape == (2,):
+    raise ValueError(
+        f'argument {path[1].key!r} holds uint32[2], which is what'
+        ' jax.random.PRNGKey makes: it would be cut, or all workers would draw'
+        ' the same numbers. Pass jax.random.key(seed), which is folded with the'
+        " worker's number; data of that shape as int32."
+    )
 
 
 def _is_scalar_key(x: Any) -> bool:

@@ -5,18 +5,18 @@ may happen to the others when `N` workers run the same module:
 
   random streams     every worker's key is folded with its number; counts
                      advance as they do everywhere
-  nnx.BatchStat      updated by every worker, then averaged
+  nnx.BatchStat      updated by every worker, then averaged over those whose
+                     statistics are finite
   anything else      must not change: each worker would have a value of its own
 
 Flax is imported by the user or not at all.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from demo_optax.workers import Workers
 
@@ -122,29 +122,58 @@ class OpenedModules:
         raise ValueError(_changed_message(name))
     return after
 
-  def changed(self, rest: dict[int, list[Any]]) -> dict[int, list[Any]]:
-    """`rest` without what cannot have changed, for `write_back`."""
+  def counts(self, rest: dict[int, list[Any]]) -> dict[int, list[Any]]:
+    """The counts of random streams, which are equal on all workers."""
+    return self._only(rest, lambda kind, x, old: kind == 'count')
+
+  def statistics(
+      self, rest: dict[int, list[Any]], before: dict[int, list[Any]]
+  ) -> dict[int, list[Any]]:
+    """The statistics that a worker has changed."""
+    return self._only(
+        rest, lambda kind, x, old: kind == 'stat' and x is not old, before
+    )
+
+  def _only(
+      self,
+      rest: dict[int, list[Any]],
+      keep: Callable[[str, Any, Any], bool],
+      before: dict[int, list[Any]] | None = None,
+  ) -> dict[int, list[Any]]:
+    before = rest if before is None else before
     return {
         place: [
-            x if kind in ('stat', 'count') else None
-            for (_, kind), x in zip(self._kinds[place], leaves)
+            x if keep(kind, x, old) else None
+            for (_, kind), x, old in zip(
+                self._kinds[place], leaves, before[place]
+            )
         ]
         for place, leaves in rest.items()
     }
 
-  def write_back(self, rest: dict[int, list[Any]], workers: Workers) -> None:
-    """Updates the caller's modules from all workers' variables."""
+  def write_back(
+      self,
+      counts: dict[int, list[Any]],
+      statistics: dict[int, list[Any]],
+      workers: Workers,
+  ) -> None:
+    """Updates the caller's modules.
+
+    Args:
+      counts: from `counts`, without a worker axis.
+      statistics: from `statistics`, laid out as gradients are.
+      workers: who takes part.
+    """
     for place, module in self._modules.items():
       values = []
-      for (_, kind), before, after in zip(
-          self._kinds[place], self.rest[place], rest[place]
+      for before, count, statistic in zip(
+          self.rest[place], counts[place], statistics[place]
       ):
-        if after is None:
-          values.append(before)
-        elif kind == 'stat' and jnp.issubdtype(after.dtype, jnp.inexact):
-          values.append(workers.mean(after))
+        if statistic is not None:
+          present = workers.all_finite([statistic])
+          values.append(workers.mean_present(statistic, present, before))
         else:
-          values.append(workers.first(after))
+          values.append(before if count is None else count)
       _nnx().update(module, self._treedefs[place].unflatten(values))
 
 
@@ -154,7 +183,7 @@ def open_arguments(
   """Opens the modules among `args` at `places`."""
   opened = OpenedModules()
   for place, param_filter in zip(places, filters):
-    if is_module(args[place]):
+    if has_modules(args[place]):
       opened.open(place, args[place], param_filter)
     elif param_filter is not None:
       raise TypeError(
@@ -166,8 +195,8 @@ def open_arguments(
 
 def check_no_modules(args: Any) -> None:
   """Raises if an argument that is not differentiated holds NNX objects."""
-  for leaf in jax.tree.leaves(args, is_leaf=is_module):
-    if is_module(leaf):
+  for leaf in jax.tree.leaves(args, is_leaf=_is_module):
+    if _is_module(leaf):
       raise ValueError(
           f'An argument that is not differentiated holds a'
           f' {type(leaf).__name__}: what the workers do to it would be lost.'
@@ -176,8 +205,12 @@ def check_no_modules(args: Any) -> None:
       )
 
 
-def is_module(x: Any) -> bool:
-  """Whether `x` is an NNX object."""
+def has_modules(tree: Any) -> bool:
+  """Whether `tree` is an NNX object or holds some."""
+  return any(map(_is_module, jax.tree.leaves(tree, is_leaf=_is_module)))
+
+
+def _is_module(x: Any) -> bool:
   nnx = _nnx()
   return nnx is not None and isinstance(x, nnx.Pytree)
 

@@ -21,13 +21,14 @@ def leaf_name(path: Path) -> str:
 
 def momentum_dtype(name: str, x: Any) -> Any:
   """float32, or float64 for float64; complex leaves are refused."""
-  if jnp.issubdtype(x.dtype, jnp.complexfloating):
+  dtype = _dtype(x)
+  if jnp.issubdtype(dtype, jnp.complexfloating):
     raise TypeError(
-        f'{name} is {x.dtype}: complex leaves have no top-k that is published.'
+        f'{name} is {dtype}: complex leaves have no top-k that is published.'
         ' Split it into real and imaginary parts, or keep it out with'
         ' optax.masked.'
     )
-  return np.dtype(np.float64 if x.dtype == np.float64 else np.float32)
+  return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 
 def is_exchanged(x: Any) -> bool:
@@ -81,8 +82,13 @@ class Leaf:
 
   def zero_update(self) -> Any:
     """What a leaf that takes no part gets."""
-    numpy = np if self.dtype == jax.dtypes.float0 else jnp
-    return numpy.zeros(self.shape, self.dtype)
+    return zeros(self.shape, self.dtype)
+
+
+def zeros(shape: tuple[int, ...], dtype: Any) -> Any:
+  """Zeros of any dtype, `float0` (which only NumPy knows) included."""
+  numpy = np if dtype == jax.dtypes.float0 else jnp
+  return numpy.zeros(shape, dtype)
 
 
 def align(
@@ -110,11 +116,14 @@ def align(
     if dtype == jax.dtypes.float0 and param is not None:
       dtype = _dtype(param)
     leaves.append(Leaf(name, gradient, moment, shape, dtype))
-    if leaves[-1].exchanged and not is_exchanged(gradient):
+    if leaves[-1].exchanged != is_exchanged(gradient):
+      missing = 'momentum' if leaves[-1].exchanged else 'no momentum'
       raise ValueError(
-          f'The gradient of {name} is {_dtype(gradient)}{list(shape)}, which'
-          ' does not go with the optimizer state: initialise the state with the'
-          ' parameters that are being updated.'
+          f'The gradient of {name} is {_dtype(gradient)}{list(shape)}, and its'
+          f' state has {missing}. Initialise the state with the parameters that'
+          ' are being updated. If you use optax.partition or optax.masked:'
+          ' their label and mask functions are called with stacked gradients'
+          ' too, so let them look at paths, not at numbers of dimensions.'
       )
   return leaves
 

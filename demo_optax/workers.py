@@ -5,7 +5,8 @@ knows nothing of compression.
 """
 
 import abc
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -39,6 +40,12 @@ class Workers(abc.ABC):
 
   axis_name: str
 
+  def __eq__(self, other: object) -> bool:
+    return type(self) is type(other) and vars(self) == vars(other)
+
+  def __hash__(self) -> int:
+    return hash((type(self), *sorted(vars(self))))
+
   @staticmethod
   def simulated(num_workers: int) -> 'Workers':
     """`num_workers` workers on one device, run by `jax.vmap`.
@@ -71,7 +78,8 @@ class Workers(abc.ABC):
     Args:
       mesh: a mesh with axes of type Auto or Explicit.
       axis_name: the axis along which the workers stand. Parameters are
-        replicated over it; over the mesh's other axes everything is.
+        replicated over it; over the mesh's other axes everything is. On an
+        axis of type Explicit, parameters must be on the mesh (`replicate`).
 
     Returns:
       The workers. Gradients and momentum are stacked, one per worker, and
@@ -109,6 +117,10 @@ class Workers(abc.ABC):
 
     Returns:
       The workers.
+
+    Gradients that were averaged before are refused where that can be seen:
+    inside a checked `shard_map`. Under `vmap`, `pmap` and `check_vma=False` it
+    cannot: take gradients with `demo_optax.value_and_grad`.
 
     Raises:
       TypeError: `axis_name` is not a string.
@@ -169,22 +181,24 @@ class Workers(abc.ABC):
   @abc.abstractmethod
   def map(
       self,
-      fun: Callable[..., tuple[Any, Any]],
+      fun: Callable[..., tuple[Any, Any, Any]],
       own: Any,
       state: Any,
       shared: Any,
-  ) -> tuple[Any, Any]:
+  ) -> tuple[Any, Any, Any]:
     """Runs one worker's function for all workers, without communication.
 
     Args:
-      fun: `(index, own, state, shared) -> (own, state)`, everything without the
-        worker axis; `index` is the worker's number, int32 `[]`.
+      fun: `(index, own, state, shared) -> (own, state, equal)`, everything
+        without the worker axis; `index` is the worker's number, int32 `[]`, and
+        `equal` depends on nothing but `shared`.
       own: a tree laid out as gradients are: stacked, or local with `on_axis`.
       state: a tree of stacked arrays.
       shared: a tree that is the same for all workers.
 
     Returns:
-      What `fun` returned, laid out like `own` and `state`.
+      What `fun` returned: laid out like `own`, like `state`, and `equal` as it
+      is.
     """
 
   @abc.abstractmethod
@@ -196,8 +210,53 @@ class Workers(abc.ABC):
     """Mean over the workers of something laid out as gradients are."""
 
   @abc.abstractmethod
-  def first(self, x: jax.Array) -> jax.Array:
-    """One worker's copy of what is laid out as gradients and equal on all."""
+  def sum_present(
+      self, x: jax.Array, present: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    """Sum over the workers that are present, and their number.
+
+    Args:
+      x: the workers' arrays, laid out as gradients are.
+      present: bool, one for each worker, laid out as gradients are.
+
+    Returns:
+      The sum, without a worker axis, and int32 `[]`.
+    """
+
+  def mean_present(
+      self, x: jax.Array, present: jax.Array, otherwise: jax.Array | float = 0
+  ) -> jax.Array:
+    """Mean over the workers that are present; `otherwise` if nobody is."""
+    total, count = self.sum_present(x, present)
+    mean = total / jnp.maximum(count, 1).astype(total.dtype)
+    return jnp.where(count > 0, mean, otherwise)
+
+  @abc.abstractmethod
+  def all_finite(self, xs: Sequence[jax.Array]) -> jax.Array:
+    """For every worker, whether all its arrays are finite."""
+
+  def replicate(self, tree: Any) -> Any:
+    """`tree` on all devices of the workers' mesh, before the first step.
+
+    Arrays that are spread over the mesh already (the momentum) stay where they
+    are. Without a mesh it is `tree` as it is.
+
+    Args:
+      tree: parameters, an optimizer state, or an `nnx.State`.
+
+    Returns:
+      The tree. What is born on one device moves in the first step at the
+      latest; moved before, the second step needs no compilation of its own.
+
+    Example:
+      >>> import demo_optax, jax, jax.numpy as jnp
+      >>> mesh = jax.make_mesh((jax.device_count(),), ('data',))
+      >>> workers = demo_optax.Workers.on_mesh(mesh, 'data')
+      >>> params = workers.replicate({'w': jnp.ones(3)})
+      >>> params['w'].is_fully_replicated
+      True
+    """
+    return tree
 
   def check_gradient(self, name: str, gradient: jax.Array) -> None:  # noqa: B027
     """Raises if a gradient can be seen not to be one worker's own."""
@@ -210,13 +269,16 @@ class _Stacked(Workers):
 
   def map(
       self,
-      fun: Callable[..., tuple[Any, Any]],
+      fun: Callable[..., tuple[Any, Any, Any]],
       own: Any,
       state: Any,
       shared: Any,
-  ) -> tuple[Any, Any]:
+  ) -> tuple[Any, Any, Any]:
     mapped = jax.vmap(
-        fun, in_axes=(0, 0, 0, None), spmd_axis_name=self._spmd_axis_name
+        fun,
+        in_axes=(0, 0, 0, None),
+        out_axes=(0, 0, None),
+        spmd_axis_name=self._spmd_axis_name,
     )
     index = self.place(jnp.arange(self.count, dtype=jnp.int32))
     return mapped(index, own, state, shared)
@@ -227,8 +289,17 @@ class _Stacked(Workers):
   def mean(self, x: jax.Array) -> jax.Array:
     return jnp.mean(x, axis=0)
 
-  def first(self, x: jax.Array) -> jax.Array:
-    return x[0]
+  def sum_present(
+      self, x: jax.Array, present: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    mask = present.reshape(self.count, *(1,) * (x.ndim - 1))
+    total = jnp.sum(jnp.where(mask, x, jnp.zeros_like(x)), axis=0)
+    return total, jnp.sum(present, dtype=jnp.int32)
+
+  def all_finite(self, xs: Sequence[jax.Array]) -> jax.Array:
+    everyone = jnp.ones((self.count,), bool)
+    finite = [jnp.isfinite(x).reshape(self.count, -1).all(axis=1) for x in xs]
+    return functools.reduce(jnp.logical_and, finite, self.place(everyone))
 
   def place(self, x: jax.Array) -> jax.Array:
     """Puts each worker's part of a stacked array where the worker is."""
@@ -293,13 +364,7 @@ class _OnMesh(_Stacked):
   def zeros(self, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
     # jnp.zeros(device=sharding) would do under no jit only: inside one it lands
     # on a single device, all workers' momentum together.
-    born = jax.shard_map(
-        lambda: jnp.zeros((1, *shape), dtype),
-        mesh=self.mesh,
-        in_specs=(),
-        out_specs=P(self.axis_name),
-    )
-    return jax.jit(born)()
+    return _zeros_on_mesh(self.mesh, self.axis_name, shape, dtype)()
 
   def stack(self, x: jax.Array) -> jax.Array:
     copied = jax.shard_map(
@@ -330,11 +395,11 @@ class _OnMesh(_Stacked):
 
   def map(
       self,
-      fun: Callable[..., tuple[Any, Any]],
+      fun: Callable[..., tuple[Any, Any, Any]],
       own: Any,
       state: Any,
       shared: Any,
-  ) -> tuple[Any, Any]:
+  ) -> tuple[Any, Any, Any]:
     # Layers may look for the mesh in the context, which users need not set.
     with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
       return super().map(fun, own, state, shared)
@@ -346,10 +411,15 @@ class _OnMesh(_Stacked):
       return jax.lax.reshape(x, shape, out_sharding=self._sharding)
     return self.place(x.reshape(shape))
 
-  def first(self, x: jax.Array) -> jax.Array:
-    if self._explicit:
-      x = jax.sharding.reshard(x, NamedSharding(self.mesh, P()))
-    return x[0]
+  def replicate(self, tree: Any) -> Any:
+    everywhere = NamedSharding(self.mesh, P())
+
+    def move(x: Any) -> Any:
+      if getattr(getattr(x, 'sharding', None), 'mesh', None) == self.mesh:
+        return x
+      return jax.device_put(x, everywhere)
+
+    return jax.tree.map(move, tree)
 
   def place(self, x: jax.Array) -> jax.Array:
     if self._explicit:
@@ -408,17 +478,19 @@ class _OnAxis(Workers):
 
   def map(
       self,
-      fun: Callable[..., tuple[Any, Any]],
+      fun: Callable[..., tuple[Any, Any, Any]],
       own: Any,
       state: Any,
       shared: Any,
-  ) -> tuple[Any, Any]:
+  ) -> tuple[Any, Any, Any]:
     # What is shared must vary before it is differentiated: jax.grad with
     # respect to replicated parameters would sum the workers' gradients.
-    shared = jax.tree.map(self.vary, shared)
+    _ = self.count  # an error where the axis is not mapped
+    shared = jax.tree.map(self._vary_floats, shared)
     index = jax.lax.axis_index(self.axis_name)
-    own, state = fun(index, own, jax.tree.map(lambda x: x[0], state), shared)
-    return own, jax.tree.map(lambda x: x[None], state)
+    state = jax.tree.map(lambda x: x[0], state)
+    own, state, equal = fun(index, own, state, shared)
+    return own, jax.tree.map(lambda x: x[None], state), equal
 
   def split(self, x: jax.Array) -> jax.Array:
     return x
@@ -426,9 +498,17 @@ class _OnAxis(Workers):
   def mean(self, x: jax.Array) -> jax.Array:
     return jax.lax.pmean(self.vary(x), self.axis_name)
 
-  def first(self, x: jax.Array) -> jax.Array:
-    # A maximum over equals: it only tells shard_map that they are equal.
-    return jax.lax.pmax(x, self.axis_name) if _varies(x, self.axis_name) else x
+  def sum_present(
+      self, x: jax.Array, present: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    _ = self.count  # an error where the axis is not mapped
+    x, present = self.vary(x), self.vary(present)
+    total = jnp.where(present, x, jnp.zeros_like(x))
+    return jax.lax.psum((total, present.astype(jnp.int32)), self.axis_name)
+
+  def all_finite(self, xs: Sequence[jax.Array]) -> jax.Array:
+    finite = [jnp.isfinite(x).all() for x in xs]
+    return functools.reduce(jnp.logical_and, finite, jnp.ones((), bool))
 
   def check_gradient(self, name: str, gradient: jax.Array) -> None:
     if self.checked and not _varies(gradient, self.axis_name):
@@ -450,11 +530,30 @@ class _OnAxis(Workers):
       return False
     return _varies(index, self.axis_name)
 
+  def _vary_floats(self, x: jax.Array) -> jax.Array:
+    inexact = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+    return self.vary(x) if inexact else x
+
   def vary(self, x: jax.Array) -> jax.Array:
     """`x`, marked as varying over the workers where that is tracked."""
     if not self.checked or _varies(x, self.axis_name):
       return x
     return jax.lax.pcast(x, self.axis_name, to='varying')
+
+
+@functools.cache
+def _zeros_on_mesh(
+    mesh: Mesh, axis_name: str, shape: tuple[int, ...], dtype: jnp.dtype
+) -> Callable[[], jax.Array]:
+  """Compiled once for all leaves of a shape."""
+  return jax.jit(
+      jax.shard_map(
+          lambda: jnp.zeros((1, *shape), dtype),
+          mesh=mesh,
+          in_specs=(),
+          out_specs=P(axis_name),
+      )
+  )
 
 
 def _varies(x: jax.Array, axis_name: str) -> bool:

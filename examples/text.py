@@ -17,8 +17,9 @@ class Corpus(NamedTuple):
 def load(path: str | None = None) -> Corpus:
   """The corpus of a file, of a folder, or of Python's own help topics.
 
-  A folder has one document per file. A file is cut at blank lines into
-  documents of at least 2,000 characters. Every tenth document is held out.
+  A folder has one document per file. A file is cut into documents of at least
+  2,000 characters: at blank lines, or where it has few, at lines or spaces.
+  Every tenth document is held out.
   Documents quote each other: a paragraph of a held-out document is taken out of
   all others.
   """
@@ -29,7 +30,7 @@ def load(path: str | None = None) -> Corpus:
     files = sorted(p for p in pathlib.Path(path).rglob('*') if p.is_file())
     documents = [p.read_text(errors='replace') for p in files]
   else:
-    documents = _paragraphs(pathlib.Path(path).read_text(errors='replace'))
+    documents = _cut(pathlib.Path(path).read_text(errors='replace'))
   if len(documents) < 2:
     raise ValueError(
         f'{path} holds {len(documents)} document(s); at least 2 are needed, one'
@@ -61,7 +62,14 @@ def batch(
 
 def windows(text: np.ndarray, size: int, length: int) -> np.ndarray:
   """All of a text in order, int32 `[batches, size, length + 1]`."""
-  count = (len(text) - 1) // length // size * size
+  available = (len(text) - 1) // length
+  if available < 1:
+    raise ValueError(
+        f'The validation text of {len(text)} bytes holds no window of'
+        f' {length + 1}: give more data, or a shorter --context.'
+    )
+  size = min(size, available)
+  count = available // size * size
   starts = np.arange(count) * length
   cut = text[starts[:, None] + np.arange(length + 1)].astype(np.int32)
   return cut.reshape(-1, size, length + 1)
@@ -71,10 +79,13 @@ def _join(documents) -> np.ndarray:
   return np.frombuffer('\0'.join(documents).encode(), np.uint8)
 
 
-def _paragraphs(text: str) -> list[str]:
-  documents = ['']
-  for paragraph in text.split('\n\n'):
-    if len(documents[-1]) >= 2000:
-      documents.append('')
-    documents[-1] += paragraph + '\n\n'
+def _cut(text: str) -> list[str]:
+  for separator in ('\n\n', '\n', ' '):
+    documents = ['']
+    for part in text.split(separator):
+      if len(documents[-1]) >= 2000:
+        documents.append('')
+      documents[-1] += part + separator
+    if len(documents) >= 10:
+      break
   return documents

@@ -23,8 +23,6 @@ import orbax.checkpoint as ocp
 import text
 from flax import nnx
 from gpt import GPT, GPTConfig
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import demo_optax
 
@@ -64,6 +62,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
   for field in dataclasses.fields(GPTConfig):
     add(f'--{field.name}', type=int, default=field.default)
   args = parser.parse_args(argv)
+  if args.steps < 1:
+    parser.error(f'--steps {args.steps}: at least one step is needed.')
   if args.compare and args.resume:
     parser.error('--compare trains both from the start: leave out --resume.')
   return args
@@ -261,7 +261,14 @@ def restore(
       lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
       named_arrays(model, optimizer),
   )
-  arrays = manager.restore(step, args=ocp.args.StandardRestore(target))
+  try:
+    arrays = manager.restore(step, args=ocp.args.StandardRestore(target))
+  except (ValueError, KeyError) as error:
+    raise SystemExit(
+        f'--resume: the checkpoint in {manager.directory} does not fit the'
+        ' model, optimizer or number of workers of these flags (another number'
+        f' of workers needs another momentum): {error}'
+    ) from error
   for name, module in (('model', model), ('optimizer', optimizer)):
     state = nnx.state(module)
     leaves, treedef = jax.tree.flatten(state)
@@ -306,8 +313,11 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
       f' training text; every worker sends {cost["sent"] / 1e3:,.1f} kB a step'
   )
   records: list[dict[str, Any]] = []
-  with (folder / 'metrics.jsonl').open('a' if args.resume else 'w') as metrics:
-    log(metrics, {'config': vars(args), 'parameters': size, 'bytes': cost})
+  kept = records_until(folder / 'metrics.jsonl', start)
+  with (folder / 'metrics.jsonl').open('w') as metrics:
+    config_record = {'config': vars(args), 'parameters': size, 'bytes': cost}
+    for record in [config_record, *kept]:
+      log(metrics, record)
     bar = progress(range(start, args.steps), name)
     seconds = []
     for step in bar:
@@ -350,14 +360,16 @@ def place(
   Momentum is born where it belongs. Parameters are born on one device; moved
   only by the first step, they would make the second one compile again.
   """
-  mesh = getattr(workers, 'mesh', None)
-  if mesh is None:
-    return
   for module in (model, optimizer):
-    state = nnx.state(module)
-    nnx.update(module, jax.tree.map(
-        lambda x: x if isinstance(x.sharding, NamedSharding)
-        else jax.device_put(x, NamedSharding(mesh, P())), state))
+    nnx.update(module, workers.replicate(nnx.state(module)))
+
+
+def records_until(path: pathlib.Path, step: int) -> list[dict[str, Any]]:
+  """Records of an earlier run up to `step`: what came later is done again."""
+  if step == 0:
+    return []
+  records = [json.loads(line) for line in path.read_text().splitlines()]
+  return [r for r in records if r.get('step', step + 1) <= step]
 
 
 def progress(steps: range, name: str) -> Any:
@@ -388,6 +400,8 @@ def draw(runs: list[dict[str, Any]], path: pathlib.Path) -> None:
   matplotlib.use('Agg')
   import matplotlib.pyplot as plt
 
+  if not any(run['records'] for run in runs):
+    return
   figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5), sharey=True)
   for number, run in enumerate(runs):
     if not run['records']:
@@ -404,7 +418,9 @@ def draw(runs: list[dict[str, Any]], path: pathlib.Path) -> None:
     right.plot([r['sent'] / 1e6 for r in checks],
                [r['valid_loss'] for r in checks], 'o', color=color)
   left.set(xlabel='step', ylabel='loss (nats per byte)')
-  right.set(xlabel='MB sent per worker', xscale='log')
+  right.set(xlabel='MB sent per worker')
+  if any(run['sent'] for run in runs):
+    right.set_xscale('log')
   left.legend(frameon=False)
   for axes in (left, right):
     axes.grid(alpha=0.3)
@@ -430,7 +446,7 @@ def report(runs: list[dict[str, Any]]) -> None:
     loss = '-' if run['valid_loss'] is None else f'{run["valid_loss"]:.4f}'
     speed = run['steps_per_second']
     speed = '-' if speed is None else f'{speed:.1f}'
-    times = f'{run["adamw"] / run["sent"]:.1f}x'
+    times = f'{run["adamw"] / run["sent"]:.1f}x' if run['sent'] else '-'
     print(f'{run["name"]:<8}{loss:>11}{run["sent"] / 1e3:>12,.1f}'
           f'{run["received"] / 1e3:>12,.1f}{times:>16}{speed:>8}')
 

@@ -31,10 +31,7 @@ def on_mesh(count=4, kind='auto'):
 
 def replicated(tree, workers):
   """`tree` on all devices of the workers' mesh, where they have one."""
-  mesh = getattr(workers, 'mesh', None)
-  if mesh is None:
-    return tree
-  return jax.device_put(tree, NamedSharding(mesh, P()))
+  return workers.replicate(tree)
 
 
 def stacked(tree, workers):

@@ -103,6 +103,28 @@ def checkpoint(folder, step):
     return manager.restore(step, args=ocp.args.StandardRestore())
 
 
+def test_resume_with_another_number_of_workers(tmp_path):
+  run(tmp_path, '--workers', '2')
+  with pytest.raises(SystemExit, match='does not fit'):
+    run(tmp_path, '--workers', '4', '--resume')
+
+
+def test_records_are_not_repeated(tmp_path):
+  run(tmp_path, '--workers', '2')
+  run(tmp_path, '--workers', '2', '--resume', '--steps', '14')
+  config, *records = read(tmp_path / 'demo' / 'metrics.jsonl')
+  assert 'config' in config
+  assert [r['step'] for r in records] == list(range(1, 15))
+
+
+def test_one_worker_and_little_data(tmp_path):
+  file = tmp_path / 'small.txt'
+  file.write_text(' '.join(f'word{i}' for i in range(6000)))  # one line
+  (record,) = run(tmp_path, '--workers', '1', '--optimizer', 'adamw',
+                  '--data', str(file))
+  assert np.isfinite(record['valid_loss']) and record['sent'] == 0
+
+
 def test_resume_without_a_checkpoint(tmp_path):
   with pytest.raises(SystemExit, match='no checkpoint'):
     run(tmp_path, '--resume')

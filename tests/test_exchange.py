@@ -56,7 +56,7 @@ def stacked_run(workers, steps, rule='published'):
   """(updates of every step, state) with stacked gradients."""
   tx = make_tx(workers, rule)
   params = replicated(random_tree(99), workers)
-  state = replicate_counters(tx.init(params), workers)
+  state = tx.init(params)
   update, seen = jax.jit(tx.update), []
   for s in range(steps):
     gradients = stacked(gradients_of(s, workers.count), workers)
@@ -66,14 +66,6 @@ def stacked_run(workers, steps, rule='published'):
     assert_replicas_equal(updates)
     seen.append(jax.tree.map(np.asarray, updates))
   return seen, state
-
-
-def replicate_counters(state, workers):
-  if getattr(workers, 'mesh', None) is None:
-    return state
-  return jax.tree.map(
-      lambda x: x if len(x.sharding.device_set) > 1 else replicated(x, workers),
-      state)
 
 
 def shard_map_run(steps, check_vma, rule):
@@ -168,7 +160,7 @@ def test_parameters_stay_identical_on_all_devices(kind):
   workers = on_mesh(N, kind)
   tx = whole_demo(workers)
   params = replicated(random_tree(99), workers)
-  state = replicate_counters(tx.init(params), workers)
+  state = workers.replicate(tx.init(params))
 
   @jax.jit
   def step(params, state, gradients):
@@ -323,7 +315,7 @@ def test_one_gather_and_nothing_dense(kind):
       demo_optax.per_worker(optax.clip_by_global_norm(1.0), workers=workers),
       whole_demo(workers))
   params = replicated(random_tree(1), workers)
-  state = replicate_counters(tx.init(params), workers)
+  state = workers.replicate(tx.init(params))
   x = stacked(np.ones((8, 130), np.float32), workers)
 
   def loss_fn(params, x):

@@ -326,6 +326,7 @@ def test_bad_options(kwargs, error, match):
     ({'in_axes': 0, 'argnums': 7}, ValueError, 'argnums=7'),
     ({'in_axes': (0, 0, 0)}, ValueError, 'differentiated'),
     ({'argnums': 'w'}, TypeError, 'argnums'),
+    ({'in_axes': (None, 0, {'y': 0})}, TypeError, 'in_axes has the entry'),
     ({'argnums': nnx.DiffState(0, nnx.Param)}, TypeError, 'DiffState'),
 ])
 def test_bad_calls(kwargs, error, match):
@@ -414,8 +415,9 @@ def test_linen_train_state_with_batch_statistics(workers):
   assert np.any(mean)
 
 
-def test_statistics_are_the_only_other_collectives():
-  workers = on_mesh(N)
+@pytest.mark.parametrize('kind', ['auto', 'explicit'])
+def test_statistics_are_the_only_other_collectives(kind):
+  workers = on_mesh(N, kind)
   model = placed(Net(nnx.Rngs(0)), workers)
   graphdef, state = nnx.split(model)
 
@@ -429,5 +431,66 @@ def test_statistics_are_the_only_other_collectives():
   compiled = jax.jit(step).lower(state, x, y).compile()
   found = demo_optax.collectives(compiled)
   assert {c.kind for c in found} == {'all-reduce'}
-  # The loss, and the mean and variance of 16 features.
-  assert sum(c.output_bytes for c in found) == 4 * (1 + 2 * 16)
+  # The loss, and the mean and variance of 16 features with who is finite.
+  assert sum(c.output_bytes for c in found) == 4 * (1 + 2 * (16 + 1))
+
+
+# One worker that is not finite ------------------------------------------------
+
+
+def test_statistics_leave_out_who_is_not_finite(workers):
+  model = placed(Net(nnx.Rngs(0), dropout=0), workers)
+  x, y = batch()
+  alone = [Net(nnx.Rngs(0), dropout=0) for _ in range(N)]
+  for net, part in zip(alone, np.split(x, N)):
+    net(part)
+  grad = nnx.jit(demo_optax.value_and_grad(net_loss, workers=workers))
+  broken = x.copy()
+  broken[0, 0] = np.nan  # of the first worker
+  grad(model, broken, y)
+  expected = np.mean([net.norm.var[...] for net in alone[1:]], 0)
+  np.testing.assert_allclose(model.norm.var[...], expected, rtol=1e-5)
+  before = np.asarray(model.norm.mean[...])
+  grad(model, np.full_like(x, np.nan), y)
+  np.testing.assert_array_equal(model.norm.mean[...], before)
+
+
+@pytest.mark.parametrize('container', [
+    lambda m: {'net': m}, lambda m: (m,), lambda m: [m]])
+def test_modules_in_containers(container):
+  """They are modules still: masks differ, streams and statistics advance."""
+  workers = demo_optax.Workers.simulated(N)
+  tree = container(Net(nnx.Rngs(0)))
+  (model,) = tree.values() if isinstance(tree, dict) else tree
+
+  def fun(tree, x, y):
+    (model,) = tree.values() if isinstance(tree, dict) else tree
+    return net_loss(model, x, y), model.dropout(jnp.ones((1, 64)))
+
+  grad = nnx.jit(demo_optax.value_and_grad(fun, workers=workers, has_aux=True))
+  (_, masks), gradients = grad(tree, *batch())
+  assert len({tuple(m.ravel()) for m in np.asarray(masks)}) == N
+  assert int(model.dropout.rngs.count[...]) == 2
+  assert np.any(model.norm.mean[...])
+  assert len(jax.tree.leaves(gradients)) == 6  # parameters, not statistics
+
+
+def test_python_constants_are_given_as_they_are():
+  def fun(params, x, y, train, *, scale, name='a'):
+    assert train is True and name == 'b'
+    return scale * loss_fn(params, x, y)
+
+  x, y = batch()
+  for who in (KINDS['simulated'](), KINDS['auto']()):
+    grad = demo_optax.value_and_grad(fun, workers=who)
+    loss, _ = grad(params(), x, y, True, scale=2.0, name='b')
+    plain, _ = demo_optax.value_and_grad(loss_fn, workers=who)(params(), x, y)
+    np.testing.assert_allclose(loss, 2 * plain, rtol=1e-6)
+
+
+def test_legacy_keys_are_refused():
+  grad = demo_optax.value_and_grad(
+      lambda p, key: jnp.sum(p), in_axes=None,
+      workers=demo_optax.Workers.simulated(N))
+  with pytest.raises(ValueError, match=r'PRNGKey.*jax.random.key'):
+    grad(jnp.ones(2), jax.random.PRNGKey(0))

@@ -179,7 +179,7 @@ def test_row_multi_steps():
   """Says no, and microbatches do what it is for."""
   tx = optax.MultiSteps(demo_optax.demo(1e-3, workers=WORKERS), 2)
   state = tx.init(PARAMS)
-  with pytest.raises((ValueError, TypeError)):
+  with pytest.raises(ValueError, match='one gradient per worker'):
     tx.update(random_tree(0, SHAPES, (N,)), state, PARAMS)
   loss = lambda p, x: jnp.mean((x @ p['w']) ** 2) + jnp.sum(p['b'] ** 2)
   x = random_tree(1, {'x': (16, 8)})['x']
@@ -194,7 +194,7 @@ def test_row_apply_if_finite():
   """Says no; the exchange does it by itself (test_exchange)."""
   tx = optax.apply_if_finite(demo_optax.demo(1e-3, workers=WORKERS), 3)
   state = tx.init(PARAMS)
-  with pytest.raises((ValueError, TypeError)):
+  with pytest.raises(TypeError, match='equal types|same type|match'):
     jax.jit(tx.update)(random_tree(0, SHAPES, (N,)), state, PARAMS)
 
 
@@ -209,6 +209,31 @@ def test_row_clip_before_the_exchange():
       optax.tree.norm(jax.tree.map(lambda g: g[w], tree)))
   assert norm(together, 0) < 0.7
   assert norm(apart, 0) == pytest.approx(1.0, rel=1e-5)
+
+
+def test_row_labels_by_number_of_dimensions():
+  """They are called with stacked gradients, too."""
+  def labels(tree):
+    return jax.tree.map(lambda x: 'x' if jnp.ndim(x) > 1 else 'd', tree)
+
+  mean = demo_optax.mean_over_workers(workers=WORKERS)
+  tx = optax.partition(
+      {'x': demo_optax.scale_by_demo(workers=WORKERS),
+       'd': optax.chain(mean, optax.sgd(0.1))}, labels)
+  with pytest.raises(ValueError, match='look at paths'):
+    tx.update(random_tree(0, SHAPES, (N,)), tx.init(PARAMS), PARAMS)
+
+
+def test_row_inject_hyperparams_in_bfloat16():
+  """optax casts hyperparameters to the parameters' dtype: 0.999 becomes 1."""
+  params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+  make = lambda **kw: optax.inject_hyperparams(demo_optax.demo, **kw)(
+      learning_rate=1e-3, decay=0.999, workers=WORKERS)
+  for init in (make().init, jax.jit(make().init)):
+    with pytest.raises(ValueError, match='hyperparam_dtype'):
+      init(params)
+  state = jax.jit(make(hyperparam_dtype=jnp.float32).init)(params)
+  assert float(state.hyperparams['decay']) == np.float32(0.999)
 
 
 def test_row_partition():

@@ -165,14 +165,12 @@ def test_learning_rate_is_inside_the_momentum():
   params = jnp.zeros((4, 4))
   state = tx.init(params)
   gradients = [random_tree(s, {'x': (N, 4, 4)})['x'] for s in range(2)]
-  inside = 0.0
   plain = demo_optax.scale_by_demo(
       demo_optax.dct_topk(4, 1), 0.5, workers=WORKERS)
   plain_state = plain.init(params)
   for rate, g in zip(rates, gradients):
     _, state = tx.update(jnp.asarray(g), state, params)
     _, plain_state = plain.update(jnp.asarray(rate * g), plain_state, params)
-  del inside
   np.testing.assert_allclose(
       state.inner_state[2].momentum, plain_state.momentum, atol=1e-7)
 
@@ -347,6 +345,50 @@ def test_mean_over_workers(workers):
   mean, _ = tx.update(gradients, tx.init(problem()[0]), problem()[0])
   for key in mean:
     np.testing.assert_allclose(mean[key], gradients[key].mean(0), atol=1e-6)
+
+
+@pytest.mark.parametrize('workers', [WORKERS, on_mesh(N)], ids=['sim', 'mesh'])
+def test_mean_leaves_out_who_is_not_finite(workers):
+  tx = demo_optax.mean_over_workers(workers=workers)
+  gradients = random_tree(0, SHAPES, (N,))
+  gradients['b'][1] = np.inf
+  mean, _ = tx.update(gradients, tx.init(problem()[0]), problem()[0])
+  for key in mean:
+    np.testing.assert_allclose(
+        mean[key], gradients[key][[0, 2]].mean(0), atol=1e-6)
+  nobody, _ = tx.update(
+      jax.tree.map(lambda g: g * np.nan, gradients), tx.init(problem()[0]))
+  assert not any(np.any(g) for g in jax.tree.leaves(nobody))
+
+
+def test_links_before_the_exchange_take_integer_leaves():
+  params = {'w': jnp.ones((4, 4)), 'n': jnp.ones(3, jnp.int32)}
+  gradients = {'w': jnp.ones((N, 4, 4)),
+               'n': np.zeros((N, 3), jax.dtypes.float0)}
+  clip = demo_optax.per_worker(
+      optax.clip_by_global_norm(1.0), workers=WORKERS)
+  tx = optax.chain(clip, demo_optax.demo(0.1, workers=WORKERS))
+  updates, _ = tx.update(gradients, tx.init(params), params)
+  new = optax.apply_updates(params, updates)
+  assert_same_bits(new['n'], params['n'])
+  np.testing.assert_allclose(new['w'], 0.9, rtol=1e-6)
+  mean = demo_optax.mean_over_workers(workers=WORKERS)
+  updates, _ = mean.update(gradients, mean.init(params), params)
+  assert updates['n'].dtype == jnp.int32 and not np.any(updates['n'])
+
+
+def test_python_float_parameters():
+  tx = demo_optax.demo(0.1, workers=WORKERS)
+  params = {'x': 1.0}
+  updates, _ = tx.update({'x': jnp.ones(N)}, tx.init(params), params)
+  np.testing.assert_allclose(optax.apply_updates(params, updates)['x'], 0.9)
+
+
+def test_static_arguments_compare():
+  assert demo_optax.dct_topk(8) == demo_optax.dct_topk(8) != COMPRESSOR
+  assert demo_optax.Workers.simulated(N) == WORKERS
+  assert len({hash(WORKERS), hash(demo_optax.Workers.simulated(N))}) == 1
+  assert on_mesh(2) == on_mesh(2) != on_mesh(3)
 
 
 def test_protocol_of_public_names():

@@ -57,7 +57,8 @@ def test_the_picture_is_there():
 
 
 @pytest.mark.parametrize('row', [
-    'MultiSteps', 'apply_if_finite', 'clip_by_global_norm', 'partition'])
+    'MultiSteps', 'apply_if_finite', 'clip_by_global_norm', 'partition',
+    'inject_hyperparams'])
 def test_every_row_of_the_table_has_its_test(row):
   tests = (pathlib.Path(__file__).parent / 'test_mistakes.py').read_text()
   assert f'optax.{row}' in README and f'optax.{row}' in tests
