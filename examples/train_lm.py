@@ -46,7 +46,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
   add('--out', default='runs/lm', help='folder for all that is written')
   add('--steps', type=int, default=800)
   add('--batch', type=int, default=16, help='sequences per step, all workers')
-  add('--lr', type=float, help='peak; default: 3e-3 (demo), 3e-3 (adamw)')
+  add('--lr', type=float, default=2e-3, help='peak learning rate')
   add('--schedule', choices=['cosine', 'constant'], default='cosine')
   add('--warmup', type=int, default=40)
   add('--chunk', type=int, default=64)
@@ -86,7 +86,7 @@ def make_workers(count: int | None) -> demo_optax.Workers:
 
 
 def make_schedule(args: argparse.Namespace) -> optax.Schedule:
-  peak = 3e-3 if args.lr is None else args.lr
+  peak = args.lr
   warmup = min(args.warmup, args.steps // 2)
   if args.schedule == 'constant':
     return optax.warmup_constant_schedule(0.0, peak, warmup)
