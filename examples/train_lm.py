@@ -256,19 +256,13 @@ def restore(
   """Restores the last checkpoint; returns the number of steps done."""
   step = manager.latest_step()
   if step is None:
+    manager.close()
     raise SystemExit(f'--resume: no checkpoint in {manager.directory}.')
   target = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
       named_arrays(model, optimizer),
   )
-  try:
-    arrays = manager.restore(step, args=ocp.args.StandardRestore(target))
-  except (ValueError, KeyError) as error:
-    raise SystemExit(
-        f'--resume: the checkpoint in {manager.directory} does not fit the'
-        ' model, optimizer or number of workers of these flags (another number'
-        f' of workers needs another momentum): {error}'
-    ) from error
+  arrays = manager.restore(step, args=ocp.args.StandardRestore(target))
   for name, module in (('model', model), ('optimizer', optimizer)):
     state = nnx.state(module)
     leaves, treedef = jax.tree.flatten(state)
@@ -305,6 +299,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
   if not args.resume:
     for step in manager.all_steps():
       manager.delete(step)
+  layout = layout_of(args, workers)
+  if args.resume:
+    check_layout(folder / 'metrics.jsonl', layout, manager)
   start = restore(manager, model, optimizer) if args.resume else 0
 
   size = sum(x.size for x in jax.tree.leaves(params))
@@ -315,7 +312,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
   records: list[dict[str, Any]] = []
   kept = records_until(folder / 'metrics.jsonl', start)
   with (folder / 'metrics.jsonl').open('w') as metrics:
-    config_record = {'config': vars(args), 'parameters': size, 'bytes': cost}
+    config_record = {'config': vars(args), 'layout': layout,
+                     'parameters': size, 'bytes': cost}
     for record in [config_record, *kept]:
       log(metrics, record)
     bar = progress(range(start, args.steps), name)
@@ -362,6 +360,33 @@ def place(
   """
   for module in (model, optimizer):
     nnx.update(module, workers.replicate(nnx.state(module)))
+
+
+def layout_of(
+    args: argparse.Namespace, workers: demo_optax.Workers
+) -> dict[str, Any]:
+  """What the shapes in a checkpoint depend on."""
+  names = ['embeddings', 'chunk', 'topk']
+  names += [f.name for f in dataclasses.fields(GPTConfig)]
+  return {'workers': workers.count, **{n: getattr(args, n) for n in names}}
+
+
+def check_layout(
+    path: pathlib.Path, layout: dict[str, Any], manager: Any
+) -> None:
+  """Stops before a checkpoint of other shapes is read."""
+  if not path.exists():
+    return
+  with path.open() as file:
+    saved = json.loads(file.readline()).get('layout', layout)
+  other = [f'{k} {v} (now {layout[k]})' for k, v in saved.items()
+           if v != layout[k]]
+  if other:
+    manager.close()
+    raise SystemExit(
+        f'--resume: the checkpoint in {manager.directory} does not fit: it was'
+        f' made with {", ".join(other)}.'
+    )
 
 
 def records_until(path: pathlib.Path, step: int) -> list[dict[str, Any]]:
