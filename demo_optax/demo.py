@@ -168,8 +168,12 @@ def scale_by_demo(
     <https://arxiv.org/abs/2411.19870>`_, Algorithm 1 (both versions).
   """
   compressor = compressors.dct_topk() if compressor is None else compressor
-  _check_type('compressor', compressor, Compressor, 'demo_optax.dct_topk(...)')
-  _check_type('workers', workers, Workers, 'demo_optax.Workers.simulated(n)')
+  trees.check_type(
+      'compressor', compressor, Compressor, 'demo_optax.dct_topk(...)'
+  )
+  trees.check_type(
+      'workers', workers, Workers, 'demo_optax.Workers.simulated(n)'
+  )
   _check_range('decay', decay, 0.0, 1.0, open_end=True)
   _check_range('alpha', alpha, 0.0, 1.0)
   if average not in ('senders', 'workers'):
@@ -337,8 +341,6 @@ def _in_parameter_dtype() -> optax.GradientTransformation:
   def update_fn(
       updates: chex.ArrayTree, params: chex.ArrayTree | None
   ) -> chex.ArrayTree:
-    if params is None:
-      return updates
     return jax.tree.map(
         lambda u, p: u.astype(jnp.result_type(p)), updates, params
     )
@@ -390,13 +392,6 @@ def _product(weight: chex.Numeric, x: jax.Array) -> jax.Array:
     return x
   product = jnp.asarray(weight, x.dtype) * x
   return jnp.where(x != 0, product, jnp.zeros_like(x))
-
-
-def _check_type(name: str, value: Any, expected: type, example: str) -> None:
-  if not isinstance(value, expected):
-    raise TypeError(
-        f'{name}={value!r} must be a {expected.__name__}, such as {example}.'
-    )
 
 
 def _check_range(

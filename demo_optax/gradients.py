@@ -12,6 +12,8 @@ import optax
 from demo_optax import modules, trees
 from demo_optax.workers import Workers
 
+_WORKERS = 'demo_optax.Workers.simulated(4)'
+
 
 def value_and_grad(
     fun: Callable[..., Any],
@@ -82,7 +84,7 @@ def value_and_grad(
     Peng et al., `DeMo: Decoupled Momentum Optimization
     <https://arxiv.org/abs/2411.19870>`_: gradients are not synchronised.
   """
-  check_workers(workers)
+  trees.check_type('workers', workers, Workers, _WORKERS)
   if isinstance(microbatches, bool) or not isinstance(microbatches, int):
     raise TypeError(f'microbatches={microbatches!r} must be an integer.')
   if microbatches < 1:
@@ -177,7 +179,7 @@ def per_worker(
     <https://arxiv.org/abs/2411.19870>`_, whose runs clip each worker's gradient
     at norm 1.
   """
-  check_workers(workers)
+  trees.check_type('workers', workers, Workers, _WORKERS)
   tx = optax.with_extra_args_support(tx)
 
   def init_fn(params: chex.ArrayTree) -> PerWorkerState:
@@ -253,7 +255,7 @@ def mean_over_workers(*, workers: Workers) -> optax.GradientTransformation:
     The baseline of Peng et al., `DeMo: Decoupled Momentum Optimization
     <https://arxiv.org/abs/2411.19870>`_ ("AdamW-DDP").
   """
-  check_workers(workers)
+  trees.check_type('workers', workers, Workers, _WORKERS)
 
   def update_fn(
       updates: chex.ArrayTree, params: chex.ArrayTree | None
@@ -281,15 +283,6 @@ def mean_over_workers(*, workers: Workers) -> optax.GradientTransformation:
 def _exchanged_part(tree: chex.ArrayTree | None) -> chex.ArrayTree | None:
   """`tree` with `optax.MaskedNode()` for leaves that take no part."""
   return trees.map_exchanged(lambda name, x: x, tree)
-
-
-def check_workers(workers: Any) -> None:
-  """Raises a `TypeError` unless given `Workers`."""
-  if not isinstance(workers, Workers):
-    raise TypeError(
-        f'workers={workers!r} must be a Workers, such as'
-        ' demo_optax.Workers.simulated(4).'
-    )
 
 
 def _check_own(

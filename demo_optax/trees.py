@@ -14,6 +14,14 @@ from demo_optax.workers import Workers
 Path = tuple[Any, ...]
 
 
+def check_type(name: str, value: Any, expected: type, example: str) -> None:
+  """Raises a `TypeError` unless `value` is an `expected`."""
+  if not isinstance(value, expected):
+    raise TypeError(
+        f'{name}={value!r} must be a {expected.__name__}, such as {example}.'
+    )
+
+
 def leaf_name(path: Path) -> str:
   """A leaf's path as written in error messages and tables."""
   return jax.tree_util.keystr(path) or 'the only leaf'

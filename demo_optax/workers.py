@@ -44,7 +44,7 @@ class Workers(abc.ABC):
     return type(self) is type(other) and vars(self) == vars(other)
 
   def __hash__(self) -> int:
-    return hash((type(self), *sorted(vars(self))))
+    return hash((type(self), *vars(self).values()))
 
   @staticmethod
   def simulated(num_workers: int) -> 'Workers':
