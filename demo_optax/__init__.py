@@ -11,6 +11,7 @@ The modules in the order of the data's way:
       chunks       cutting arrays into chunks; the transform
       selection    top-k within chunks; merging
       wire         payload <-> bytes
+    specs        how parameters are spread over the devices of a worker
     workers      who takes part, and how a worker's function runs for all
     accounting   bytes, predicted and measured
     inspection   a look into optimizer states
@@ -26,6 +27,7 @@ from demo_optax.gradients import (
   value_and_grad,
 )
 from demo_optax.inspection import momentum, state_specs
+from demo_optax.modules import param_specs
 from demo_optax.workers import Workers
 
 __version__ = '0.1.0'
@@ -42,6 +44,7 @@ __all__ = [
   'demo',
   'mean_over_workers',
   'momentum',
+  'param_specs',
   'per_worker',
   'plan',
   'scale_by_demo',

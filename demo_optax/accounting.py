@@ -4,6 +4,7 @@ import dataclasses
 import math
 import operator
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import chex
@@ -11,7 +12,8 @@ import jax
 import numpy as np
 
 from demo_optax import trees, wire
-from demo_optax.compressors import Compressor
+from demo_optax.compressors import Compressor, LeafPlan
+from demo_optax.specs import ParamSpecs, Path
 from demo_optax.workers import Workers
 
 
@@ -27,7 +29,10 @@ class LeafBytes:
     chunk: length of a chunk along the last two dimensions.
     topk: coefficients sent per chunk.
     index_bits: bits per index; 0 if the leaf is sent whole.
-    sent_bytes: bytes in the payload.
+    sent_bytes: bytes in a worker's payload, all its blocks together.
+    blocks: blocks it is sharded into inside a worker, along each dimension.
+    axes: the mesh axes that it is sharded over.
+    as_unsharded: whether its chunks are those of an unsharded worker.
   """
 
   name: str
@@ -38,6 +43,9 @@ class LeafBytes:
   topk: int
   index_bits: int
   sent_bytes: int
+  blocks: tuple[int, ...]
+  axes: tuple[str, ...]
+  as_unsharded: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,17 +55,29 @@ class Plan:
   Attributes:
     leaves: per leaf that takes part, what it costs.
     num_workers: number of workers.
-    sent_bytes: size of a worker's payload.
+    num_devices: number of devices of a worker.
+    sent_bytes: size of a worker's payload, from all its devices.
+    device_bytes: bytes that one device receives in a step, and sends by the
+      ring algorithm, by the mesh axes that they cross: first the worker axis,
+      then, if a worker is several devices, those inside it, over which parts
+      are rejoined and the devices agree on taking part.
   """
 
   leaves: tuple[LeafBytes, ...]
   num_workers: int
+  num_devices: int
   sent_bytes: int
+  device_bytes: dict[tuple[str, ...], int]
 
   @property
   def received_bytes(self) -> int:
     """Bytes that a worker receives: the payloads of all others."""
     return (self.num_workers - 1) * self.sent_bytes
+
+  @property
+  def device_sent_bytes(self) -> int:
+    """Size of the part of a payload that comes from one device."""
+    return self.sent_bytes // self.num_devices
 
   @property
   def size(self) -> int:
@@ -93,22 +113,32 @@ class Plan:
     return math.ceil(2 * self.size * itemsize / self.sent_bytes) - 1
 
   def __str__(self) -> str:
+    sharded = any(leaf.axes for leaf in self.leaves)
     header = ('leaf', 'shape', 'chunks', 'of', 'topk', 'index bits', 'sent')
-    rows = [
-        (
-            leaf.name,
-            'x'.join(map(str, leaf.shape)) or 'scalar',
-            f'{leaf.num_chunks}',
-            'x'.join(map(str, leaf.chunk)) if leaf.index_bits else 'whole',
-            f'{leaf.topk}',
-            f'{leaf.index_bits}' if leaf.index_bits else '-',
-            _bytes(leaf.sent_bytes),
-        )
-        for leaf in self.leaves
-    ]
-    lines = _table([header, *rows])
-    lines.append('')
-    lines.append(
+    rows: list[tuple[str, ...]] = [(*header, 'blocks') if sharded else header]
+    for leaf in self.leaves:
+      row = (
+          leaf.name,
+          _times(leaf.shape) or 'scalar',
+          f'{leaf.num_chunks}',
+          _times(leaf.chunk) if leaf.index_bits else 'whole',
+          f'{leaf.topk}',
+          f'{leaf.index_bits}' if leaf.index_bits else '-',
+          _bytes(leaf.sent_bytes),
+      )
+      mark = '' if leaf.as_unsharded else '*'
+      blocks = _times(leaf.blocks) + mark if leaf.axes else '-'
+      rows.append((*row, blocks) if sharded else row)
+    lines = _table(rows)
+    if not all(leaf.as_unsharded for leaf in self.leaves):
+      lines.append(
+          '* cut into other chunks than on one device: results depend on how it'
+          ' is sharded.'
+      )
+    return '\n'.join([*lines, '', *self._totals()])
+
+  def _totals(self) -> Iterator[str]:
+    yield (
         f'{self.size:,} elements, {self.num_workers} workers. Per worker and'
         ' step:'
     )
@@ -117,16 +147,19 @@ class Plan:
         ('all-reduce float32', self.dense_bytes(4), self.dense_bytes(4)),
         ('all-reduce bfloat16', self.dense_bytes(2), self.dense_bytes(2)),
     ):
-      lines.append(
+      yield (
           f'  {name:<20} sends {_bytes(sent):>10}, receives'
           f' {_bytes(received):>10}'
       )
-    lines.append(
+    if self.num_devices > 1:
+      yield f'A worker is {self.num_devices} devices. Per device and step:'
+      for axes, moved in self.device_bytes.items():
+        yield f'  over {", ".join(axes):<15} receives {_bytes(moved):>10}'
+    yield (
         'Less is received than by an all-reduce with up to'
         f' {self.max_workers(4)} workers (float32), {self.max_workers(2)}'
         ' (bfloat16).'
     )
-    return '\n'.join(lines)
 
 
 def plan(
@@ -135,7 +168,14 @@ def plan(
   """What an exchange will send, before anything is run.
 
   A payload is, over the kinds of chunks, `chunks * (topk * value bytes)` and
-  the packed indices, plus one status byte.
+  the packed indices, plus one status byte. If a worker is several devices, each
+  sends what it alone has, and its share of what several have.
+
+  A sharded leaf is cut into chunks block by block. Its chunks are those of an
+  unsharded worker, and the results the same to the bit, if along its last two
+  dimensions the chunk length of a block is that of the whole dimension and
+  divides the block, as it does if a block is a multiple of `chunk_size`, and if
+  neither is sent whole; `as_unsharded` tells.
 
   Args:
     params: parameters, or their shapes (`jax.ShapeDtypeStruct`).
@@ -163,8 +203,11 @@ def plan(
     <https://arxiv.org/abs/2411.19870>`_; its figures count what is sent only.
   """
   if isinstance(workers, Workers):
-    num_workers = workers.count
+    specs, axis, num_workers = (
+        workers.param_specs, workers.axis_name, workers.count,
+    )
   else:
+    specs, axis = ParamSpecs(None, {}, 'workers'), 'workers'
     num_workers = operator.index(workers)
   if num_workers < 1:
     raise ValueError(f'workers={num_workers} must be at least 1.')
@@ -172,23 +215,71 @@ def plan(
   for path, x in jax.tree_util.tree_flatten_with_path(params)[0]:
     if not trees.is_exchanged(x):
       continue
-    name = trees.leaf_name(path)
-    leaf = compressor.plan(np.shape(x), trees.momentum_dtype(name, x))
-    formats.append((leaf.format, leaf.grid.num_chunks))
-    leaves.append(
-        LeafBytes(
-            name=name,
-            shape=np.shape(x),
-            size=math.prod(np.shape(x)),
-            num_chunks=leaf.grid.num_chunks,
-            chunk=leaf.grid.lengths[-2:],
-            topk=leaf.format.k,
-            index_bits=leaf.format.index_bits,
-            sent_bytes=leaf.num_bytes,
-        )
-    )
-  sent = wire.Layout(formats).num_bytes if leaves else 0
-  return Plan(tuple(leaves), num_workers, sent)
+    leaf, block = _leaf_bytes(path, x, compressor, specs)
+    leaves.append(leaf)
+    formats.append((block.format, block.grid.num_chunks))
+  moved: dict[tuple[str, ...], int] = {(axis,): 0}
+  sent = 0
+  if leaves:
+    payload = wire.Payload(formats, [leaf.axes for leaf in leaves])
+    sent, inside = _device_bytes(payload, specs, num_workers)
+    moved = {(axis,): (num_workers - 1) * sent, **inside}
+  return Plan(
+      tuple(leaves), num_workers, specs.devices, sent * specs.devices, moved
+  )
+
+
+def _leaf_bytes(
+    path: Path, x: Any, compressor: Compressor, specs: ParamSpecs
+) -> tuple[LeafBytes, LeafPlan]:
+  """What a leaf costs, and the plan of one of its blocks."""
+  shape, dtype = np.shape(x), trees.momentum_dtype(path, x)
+  placement = specs.place(path, shape)
+  leaf = compressor.plan_blocks(shape, dtype, placement.blocks)
+  block = leaf.with_blocks((1,) * len(shape))
+  alone = compressor.plan(shape, dtype)
+  same = not placement.axes or (
+      leaf.format == alone.format
+      and leaf.grid.lengths == alone.grid.lengths
+      and leaf.grid.counts == alone.grid.counts
+      and not any((*leaf.grid.padding, *alone.grid.padding))
+      and not leaf.grid.whole
+      and not alone.grid.whole
+  )
+  leaf_bytes = LeafBytes(
+      name=trees.leaf_name(path),
+      shape=shape,
+      size=math.prod(shape),
+      num_chunks=leaf.grid.num_chunks,
+      chunk=leaf.grid.lengths[-2:],
+      topk=leaf.format.k,
+      index_bits=leaf.format.index_bits,
+      sent_bytes=block.num_bytes * math.prod(placement.blocks),
+      blocks=placement.blocks,
+      axes=placement.axes,
+      as_unsharded=same,
+  )
+  return leaf_bytes, block
+
+
+def _device_bytes(
+    payload: wire.Payload, specs: ParamSpecs, num_workers: int
+) -> tuple[int, dict[tuple[str, ...], int]]:
+  """What a device sends, and what it receives inside the worker, by axes."""
+  sizes = dict(specs.axis_sizes)
+  sent = 0
+  inside: dict[tuple[str, ...], int] = {}
+  for axes, layout in payload.layouts.items():
+    alike = tuple(axis for axis in specs.axes if axis not in axes)
+    devices = math.prod(sizes[axis] for axis in alike)
+    share = -(-layout.num_bytes // devices)
+    sent += share
+    if devices > 1:  # rejoined
+      inside[alike] = num_workers * share * (devices - 1)
+  if specs.devices > 1:  # agreed on, by an all-reduce of an int32
+    agreed = round(2 * 4 * (specs.devices - 1) / specs.devices)
+    inside[specs.axes] = inside.get(specs.axes, 0) + agreed
+  return sent, inside
 
 
 @dataclasses.dataclass(frozen=True)
@@ -335,6 +426,10 @@ def _shape_bytes(dtype: str, dims: str) -> int:
   bits = re.search(r'\d+', dtype)
   size = 1 if dtype == 'pred' or not bits else max(int(bits[0]), 8) // 8
   return size * math.prod(int(d) for d in dims.split(',') if d)
+
+
+def _times(lengths: tuple[int, ...]) -> str:
+  return 'x'.join(map(str, lengths))
 
 
 def _bytes(count: float) -> str:

@@ -6,6 +6,9 @@ counts chunks, and one axis of length `n = row_length * col_length` inside a
 chunk. That the leading axes match the array's own is what lets coefficients be
 sharded exactly as the array is.
 
+An array that is spread over several devices is cut block by block, so that no
+chunk lies on two devices; an array on one device is one block.
+
 Everything about a cut is static and lives in `ChunkGrid`.
 """
 
@@ -27,21 +30,37 @@ class ChunkGrid:
   """How one array is cut into chunks.
 
   Attributes:
-    shape: shape of the array.
+    block: shape of a block.
     lengths: length of a chunk along each dimension of the array; 1 along the
-      dimensions before the last two, unless the array is one whole chunk.
-    whole: the array is a single chunk in its own element order, and is not
+      dimensions before the last two, unless a block is one whole chunk.
+    whole: a block is a single chunk in its own element order, and is not
       transformed.
+    blocks: number of blocks along each dimension; by default there is one.
   """
 
-  shape: tuple[int, ...]
+  block: tuple[int, ...]
   lengths: tuple[int, ...]
   whole: bool = False
+  blocks: tuple[int, ...] = ()
+
+  def __post_init__(self) -> None:
+    one = (1,) * len(self.block)
+    object.__setattr__(self, 'blocks', self.blocks or one)
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """Shape of the array."""
+    return tuple(b * d for b, d in zip(self.blocks, self.block))
+
+  @property
+  def block_counts(self) -> tuple[int, ...]:
+    """Number of chunks along each dimension of a block."""
+    return tuple(-(-d // l) for d, l in zip(self.block, self.lengths))
 
   @property
   def counts(self) -> tuple[int, ...]:
-    """Number of chunks along each dimension."""
-    return tuple(-(-d // l) for d, l in zip(self.shape, self.lengths))
+    """Number of chunks along each dimension of the array."""
+    return tuple(b * c for b, c in zip(self.blocks, self.block_counts))
 
   @property
   def chunk_size(self) -> int:
@@ -60,9 +79,10 @@ class ChunkGrid:
 
   @property
   def padding(self) -> tuple[int, ...]:
-    """Elements added at the end of each dimension to fill the last chunk."""
+    """Elements added at the end of each dimension of every block."""
+    counts = self.block_counts
     return tuple(
-        c * l - d for c, l, d in zip(self.counts, self.lengths, self.shape)
+        c * l - d for c, l, d in zip(counts, self.lengths, self.block)
     )
 
 
@@ -138,10 +158,10 @@ def to_coefficients(x: jax.Array, grid: ChunkGrid, basis: Basis) -> jax.Array:
     `[*grid.counts, n]` in the dtype of `x`.
   """
   if grid.whole:
-    return x.reshape(grid.coefficients_shape)
+    return _split_blocks(x, grid.blocks).reshape(grid.coefficients_shape)
   batch, (rows, row_length), (cols, col_length) = _matrix_view(grid)
   if any(grid.padding):
-    x = jnp.pad(x, [(0, p) for p in grid.padding])
+    x = _pad_blocks(x, grid)
   x = x.reshape(batch, rows, row_length, cols, col_length)
   x = _apply(x, basis(col_length).T)
   x = x.transpose(0, 1, 3, 4, 2)  # [batch, rows, cols, col_freq, row_position]
@@ -161,14 +181,14 @@ def from_coefficients(c: jax.Array, grid: ChunkGrid, basis: Basis) -> jax.Array:
     `[*grid.shape]` in the dtype of `c`.
   """
   if grid.whole:
-    return c.reshape(grid.shape)
+    return _join_blocks(c.reshape(*grid.blocks, *grid.block))
   batch, (rows, row_length), (cols, col_length) = _matrix_view(grid)
   c = c.reshape(batch, rows, cols, col_length, row_length)
   c = _apply(c, basis(row_length))
   c = c.transpose(0, 1, 4, 2, 3)  # [batch, rows, row_position, cols, col_freq]
   c = _apply(c, basis(col_length))
-  padded = [n * l for n, l in zip(grid.counts, grid.lengths)]
-  return c.reshape(padded)[tuple(slice(d) for d in grid.shape)]
+  c = c.reshape([n * l for n, l in zip(grid.counts, grid.lengths)])
+  return _trim_blocks(c, grid) if any(grid.padding) else c
 
 
 def clear_padding(c: jax.Array, grid: ChunkGrid, basis: Basis) -> jax.Array:
@@ -190,14 +210,16 @@ def clear_padding(c: jax.Array, grid: ChunkGrid, basis: Basis) -> jax.Array:
     return c
   batch, (rows, row_length), (cols, col_length) = _matrix_view(grid)
   row_padding, col_padding = (0, *grid.padding)[-2:]
+  row_step, col_step = (1, *grid.block_counts)[-2:]  # from edge to edge
   c = c.reshape(batch, rows, cols, col_length, row_length)
   if row_padding:
-    edge = _apply(c[:, -1], _keep(basis(row_length), row_padding))
-    c = c.at[:, -1].set(edge)
+    edge = c[:, row_step - 1 :: row_step]
+    edge = _apply(edge, _keep(basis(row_length), row_padding))
+    c = c.at[:, row_step - 1 :: row_step].set(edge)
   if col_padding:
-    edge = c[:, :, -1].swapaxes(-1, -2)
+    edge = c[:, :, col_step - 1 :: col_step].swapaxes(-1, -2)
     edge = _apply(edge, _keep(basis(col_length), col_padding))
-    c = c.at[:, :, -1].set(edge.swapaxes(-1, -2))
+    c = c.at[:, :, col_step - 1 :: col_step].set(edge.swapaxes(-1, -2))
   return c.reshape(grid.coefficients_shape)
 
 
@@ -211,6 +233,39 @@ def _matrix_view(
       (counts[-2], lengths[-2]),
       (counts[-1], lengths[-1]),
   )
+
+
+def _split_blocks(x: jax.Array, blocks: tuple[int, ...]) -> jax.Array:
+  """`[b0 * d0, b1 * d1, ...]` to `[b0, b1, ..., d0, d1, ...]`."""
+  rank = len(blocks)
+  if math.prod(blocks) == 1:
+    return x.reshape(*blocks, *x.shape)
+  pairs = [(b, d // b) for b, d in zip(blocks, x.shape)]
+  x = x.reshape([length for pair in pairs for length in pair])
+  return x.transpose(*range(0, 2 * rank, 2), *range(1, 2 * rank, 2))
+
+
+def _join_blocks(x: jax.Array) -> jax.Array:
+  """Undoes `_split_blocks`."""
+  rank = x.ndim // 2
+  shape = [b * d for b, d in zip(x.shape[:rank], x.shape[rank:])]
+  if math.prod(x.shape[:rank]) > 1:
+    x = x.transpose([axis for d in range(rank) for axis in (d, rank + d)])
+  return x.reshape(shape)
+
+
+def _pad_blocks(x: jax.Array, grid: ChunkGrid) -> jax.Array:
+  """Pads every block at its ends, so that its chunks are full."""
+  x = _split_blocks(x, grid.blocks)
+  none = [(0, 0)] * len(grid.blocks)
+  return _join_blocks(jnp.pad(x, [*none, *((0, p) for p in grid.padding)]))
+
+
+def _trim_blocks(x: jax.Array, grid: ChunkGrid) -> jax.Array:
+  """Undoes `_pad_blocks`."""
+  x = _split_blocks(x, grid.blocks)
+  inside = tuple(slice(d) for d in grid.block)
+  return _join_blocks(x[(..., *inside)])
 
 
 def _apply(x: jax.Array, matrix: np.ndarray) -> jax.Array:

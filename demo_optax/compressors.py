@@ -33,6 +33,12 @@ class LeafPlan:
     """Bytes that the leaf takes in a payload."""
     return self.format.num_bytes(self.grid.num_chunks)
 
+  def with_blocks(self, blocks: tuple[int, ...]) -> 'LeafPlan':
+    """The plan of a leaf that is so many times this one's blocks."""
+    return dataclasses.replace(
+        self, grid=dataclasses.replace(self.grid, blocks=blocks)
+    )
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Compressor:
@@ -55,6 +61,13 @@ class Compressor:
   from_coefficients: Callable[[jax.Array, LeafPlan], jax.Array]
   clear_padding: Callable[[jax.Array, LeafPlan], jax.Array]
   select: Callable[[jax.Array, LeafPlan], jax.Array]
+
+  def plan_blocks(
+      self, shape: tuple[int, ...], dtype: jnp.dtype, blocks: tuple[int, ...]
+  ) -> LeafPlan:
+    """The plan of a leaf that is cut block by block."""
+    block = tuple(d // b for d, b in zip(shape, blocks))
+    return self.plan(block, dtype).with_blocks(blocks)
 
   def __repr__(self) -> str:
     return self.name

@@ -9,6 +9,7 @@ The way of the data, each arrow a named call in `_exchange`:
 and what stays behind: momentum less what the own payload was worth.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ import optax
 
 from demo_optax import compressors, selection, trees, wire
 from demo_optax.compressors import Compressor, LeafPlan
+from demo_optax.specs import Path, Placement
 from demo_optax.workers import Workers
 
 
@@ -52,27 +54,58 @@ class _Rule(NamedTuple):
   average: selection.Average
 
 
+class _Leaf(NamedTuple):
+  """What is fixed for a leaf when it is traced."""
+
+  plan: LeafPlan
+  placement: Placement
+
+  def on_device(self, workers: Workers) -> LeafPlan:
+    """The plan of those blocks that a step sees at once."""
+    return self.plan.with_blocks(workers.local_blocks(self.placement))
+
+
+def _plan_leaf(
+    path: Path,
+    shape: tuple[int, ...],
+    dtype: Any,
+    compressor: Compressor,
+    workers: Workers,
+) -> _Leaf:
+  placement = workers.param_specs.place(path, shape)
+  plan = compressor.plan_blocks(shape, dtype, placement.blocks)
+  return _Leaf(plan, placement)
+
+
 def _exchange(
     compressor: Compressor,
     workers: Workers,
-    plans: Sequence[LeafPlan],
+    leaves: Sequence[_Leaf],
     rule: _Rule,
     gradients: Sequence[jax.Array],
     momentum: Sequence[jax.Array],
-) -> tuple[tuple[list[jax.Array], jax.Array], list[jax.Array]]:
-  """One worker's step: `((updates, left_out), momentum)`, all of one worker."""
-  layout = wire.Layout([(p.format, p.grid.num_chunks) for p in plans])
+) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
+  """One worker's step: `(updates, momentum, left_out)`, all of one worker.
+
+  If a worker is several devices it is the step of one of them.
+  """
+  plans = [leaf.on_device(workers) for leaf in leaves]
+  payload = wire.Payload(
+      [(plan.format, plan.grid.num_chunks) for plan in plans],
+      [leaf.placement.axes for leaf in leaves],
+  )
 
   held = []  # per leaf [chunks, n]
   for gradient, kept, plan in zip(gradients, momentum, plans):
     c = compressor.to_coefficients(gradient.astype(kept.dtype), plan)
     c = _product(rule.decay, kept) + _product(rule.gradient_weight, c)
     held.append(c.reshape(plan.grid.num_chunks, plan.grid.chunk_size))
-  present = jnp.all(jnp.stack([jnp.all(jnp.isfinite(c)) for c in held]))
+  finite = [jnp.all(jnp.isfinite(c)) for c in held]
+  present = workers.agree(functools.reduce(jnp.logical_and, finite))
 
   indices = [compressor.select(c, plan) for c, plan in zip(held, plans)]
   values = [selection.take(c, i) for c, i in zip(held, indices)]
-  payload = layout.encode(list(zip(indices, values)), present)
+  sent = payload.encode(list(zip(indices, values)), present)
 
   kept_momentum = []
   for c, i, v, plan, old in zip(held, indices, values, plans, momentum):
@@ -80,16 +113,16 @@ def _exchange(
     c = compressor.clear_padding(c.reshape(old.shape), plan)
     kept_momentum.append(jnp.where(present, c, old))
 
-  payloads = workers.gather(payload)  # uint8 [workers, num_bytes]
+  received = workers.gather(sent)  # per part uint8 [workers, bytes]
 
-  received, all_present = layout.decode(payloads)
+  selections, senders, all_present = payload.decode(received)
   updates = []
-  for (i, v), plan in zip(received, plans):
-    c = selection.merge(i, v, all_present, plan.format.n, rule.average)
+  for (i, v), taking_part, plan in zip(selections, senders, plans):
+    c = selection.merge(i, v, taking_part, plan.format.n, rule.average)
     c = c.reshape(plan.grid.coefficients_shape)
     updates.append(compressor.from_coefficients(c, plan))
   left_out = jnp.sum(~all_present, dtype=jnp.int32)
-  return (updates, left_out), kept_momentum
+  return updates, kept_momentum, left_out
 
 
 def scale_by_demo(
@@ -181,32 +214,32 @@ def scale_by_demo(
   rule = _Rule(decay, 1 - decay if ema else 1.0, alpha, average)
 
   def init_fn(params: chex.ArrayTree) -> DeMoState:
-    def zeros(name: str, param: jax.Array) -> jax.Array:
-      plan = compressor.plan(np.shape(param), trees.momentum_dtype(name, param))
-      dtype = jnp.dtype(plan.format.dtype)
-      return workers.zeros(plan.grid.coefficients_shape, dtype)
+    def zeros(path: Path, param: jax.Array) -> jax.Array:
+      dtype = trees.momentum_dtype(path, param)
+      leaf = _plan_leaf(path, np.shape(param), dtype, compressor, workers)
+      shape = leaf.plan.grid.coefficients_shape
+      return workers.zeros(shape, dtype, leaf.placement)
 
     momentum = trees.map_exchanged(zeros, params)
     return DeMoState(
-        count=workers.replicate(jnp.zeros((), jnp.int32)),
+        count=workers.device_put(jnp.zeros((), jnp.int32)),
         momentum=momentum,
-        info={'left_out': workers.replicate(jnp.zeros((), jnp.int32))},
+        info={'left_out': workers.device_put(jnp.zeros((), jnp.int32))},
         pending=(),
     )
 
-  @jax.jit  # so that it is one computation outside of the user's jit, too
+  # Jitted, so that it is one computation outside of the user's jit, too.
+  @functools.partial(jax.jit, static_argnums=0)
   def exchange(
-      gradients: list[jax.Array], momentum: list[jax.Array]
-  ) -> tuple[Any, list[jax.Array]]:
-    lead = 1 if workers.stacked_gradients else 0
-    plans = [
-        compressor.plan(g.shape[lead:], m.dtype)
-        for g, m in zip(gradients, momentum)
-    ]
+      leaves: tuple[_Leaf, ...],
+      gradients: list[jax.Array],
+      momentum: list[jax.Array],
+  ) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
     return workers.run(
-        lambda g, m: _exchange(compressor, workers, plans, rule, g, m),
+        lambda g, m: _exchange(compressor, workers, leaves, rule, g, m),
         gradients,
         momentum,
+        [leaf.placement for leaf in leaves],
     )
 
   def update_fn(
@@ -215,19 +248,24 @@ def scale_by_demo(
       params: chex.ArrayTree | None = None,
   ) -> tuple[chex.ArrayTree, DeMoState]:
     leaves = trees.align(updates, state.momentum, params, workers)
-    sent = [leaf for leaf in leaves if leaf.exchanged]
-    for leaf in sent:
-      plan = compressor.plan(leaf.shape, leaf.momentum.dtype)
-      _check_momentum(leaf, plan, compressor, workers)
-
     new = [leaf.zero_update() for leaf in leaves]
     kept = [leaf.momentum for leaf in leaves]
     left_out = jnp.zeros((), jnp.int32)
-    if sent:
-      (merged, left_out), momentum = exchange(
-          [leaf.gradient for leaf in sent], [leaf.momentum for leaf in sent]
+    places = [p for p, leaf in enumerate(leaves) if leaf.exchanged]
+    if places:
+      sent = [leaves[p] for p in places]
+      planned = []
+      for leaf in sent:
+        dtype = leaf.momentum.dtype
+        planned.append(
+            _plan_leaf(leaf.path, leaf.shape, dtype, compressor, workers)
+        )
+        _check_momentum(leaf, planned[-1].plan, compressor, workers)
+      merged, momentum, left_out = exchange(
+          tuple(planned),
+          [leaf.gradient for leaf in sent],
+          [leaf.momentum for leaf in sent],
       )
-      places = [p for p, leaf in enumerate(leaves) if leaf.exchanged]
       for p, update, m in zip(places, merged, momentum):
         new[p], kept[p] = update.astype(leaves[p].dtype), m
 
@@ -329,7 +367,7 @@ def _in_momentum_dtype() -> optax.GradientTransformation:
   ) -> chex.ArrayTree:
     del params
     return trees.map_exchanged(
-        lambda name, x: x.astype(trees.momentum_dtype(name, x)), updates
+        lambda path, x: x.astype(trees.momentum_dtype(path, x)), updates
     )
 
   return optax.stateless(update_fn)

@@ -282,7 +282,7 @@ def mean_over_workers(*, workers: Workers) -> optax.GradientTransformation:
 
 def _exchanged_part(tree: chex.ArrayTree | None) -> chex.ArrayTree | None:
   """`tree` with `optax.MaskedNode()` for leaves that take no part."""
-  return trees.map_exchanged(lambda name, x: x, tree)
+  return trees.map_exchanged(lambda path, x: x, tree)
 
 
 def _check_own(

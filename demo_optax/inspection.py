@@ -16,9 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from demo_optax import trees
 from demo_optax.compressors import Compressor
+from demo_optax.specs import Keys, Path, path_keys
 from demo_optax.workers import Workers
-
-Keys = tuple[Any, ...]
 
 
 def state_specs(
@@ -27,8 +26,10 @@ def state_specs(
   """Partition specs of a whole optimizer state.
 
   Stacked leaves (momentum, states of `per_worker`) get `P(axis_name)`, all
-  others `P()`. For `in_specs` and `out_specs` of your own `jax.shard_map`, and
-  for shardings of restored checkpoints.
+  others `P()`; behind that, what belongs to a parameter (which is known by its
+  path and shape) is sharded as `workers` shards the parameter. For `in_specs`
+  and `out_specs` of your own `jax.shard_map`, for `out_shardings` of a jitted
+  `tx.init`, and for shardings of restored checkpoints.
 
   Args:
     tx: any optax transformation with an exchange somewhere in it.
@@ -40,6 +41,7 @@ def state_specs(
 
   Raises:
     TypeError: complex leaves.
+    ValueError: a parameter that does not fit the specs of `workers`.
 
   Example:
     >>> import demo_optax, jax.numpy as jnp
@@ -55,12 +57,35 @@ def state_specs(
   """
   shapes = jax.eval_shape(tx.init, params)
   flat, treedef = jax.tree_util.tree_flatten_with_path(shapes)
-  keys = [_keys(path) for path, _ in flat]
-  roots = _momentum_roots(keys)
-  stacked = P(workers.axis_name)
-  return treedef.unflatten(
-      [stacked if _is_stacked(k, roots) else P() for k in keys]
-  )
+  roots = _momentum_roots([path_keys(path) for path, _ in flat])
+  inside = _param_specs(params, workers)
+
+  def spec(path: Path, leaf: Any) -> P:
+    keys = path_keys(path)
+    for root in roots:
+      if keys[: len(root)] == root:
+        _, within = inside[keys[len(root) :]]
+        return P(workers.axis_name, *within)
+    lead = 1 if 'worker_stacked' in keys else 0
+    owners = (inside.get(keys[start:]) for start in range(len(keys) + 1))
+    shape = leaf.shape[lead:]
+    within = next((s for o in owners if o for h, s in [o] if h == shape), P())
+    return P(workers.axis_name, *within) if lead else within
+
+  return treedef.unflatten([spec(path, leaf) for path, leaf in flat])
+
+
+def _param_specs(
+    params: chex.ArrayTree, workers: Workers
+) -> dict[Keys, tuple[tuple[int, ...], P]]:
+  """Every parameter's shape and its spec inside a worker."""
+  flat = jax.tree_util.tree_flatten_with_path(params)[0]
+  place = workers.param_specs.place
+  return {
+      path_keys(path): (np.shape(x), place(path, np.shape(x)).spec)
+      for path, x in flat
+      if trees.is_exchanged(x)
+  }
 
 
 def momentum(
@@ -106,7 +131,7 @@ def momentum(
     <https://arxiv.org/abs/2411.19870>`_, Algorithm 1.
   """
   flat_state = jax.tree_util.tree_flatten_with_path(opt_state)[0]
-  by_keys = {_keys(path): leaf for path, leaf in flat_state}
+  by_keys = {path_keys(path): leaf for path, leaf in flat_state}
   roots = _momentum_roots(list(by_keys))
   if not roots:
     raise ValueError('There is no state of demo_optax.scale_by_demo in it.')
@@ -117,11 +142,13 @@ def momentum(
       if keys[: len(root)] == root
   }
 
-  def decode(path: trees.Path, param: Any) -> jax.Array | None:
-    name, moment = trees.leaf_name(path), moments.get(_keys(path))
+  def decode(path: Path, param: Any) -> jax.Array | None:
+    name, moment = trees.leaf_name(path), moments.get(path_keys(path))
     if moment is None:
       return None
-    plan = compressor.plan(np.shape(param), moment.dtype)
+    shape = np.shape(param)
+    blocks = workers.param_specs.place(path, shape).blocks
+    plan = compressor.plan_blocks(shape, moment.dtype, blocks)
     expected = (workers.stacked_size, *plan.grid.coefficients_shape)
     if moment.shape != expected:
       raise ValueError(
@@ -133,28 +160,8 @@ def momentum(
   return jax.tree_util.tree_map_with_path(decode, params)
 
 
-def _keys(path: trees.Path) -> Keys:
-  """A path as plain keys, without the `value` that Flax variables add."""
-  keys = []
-  for entry in path:
-    for attribute in ('name', 'key', 'idx'):
-      if hasattr(entry, attribute):
-        keys.append(getattr(entry, attribute))
-        break
-    else:
-      keys.append(str(entry))
-  if keys and keys[-1] == 'value' and hasattr(path[-1], 'name'):
-    keys.pop()
-  return tuple(keys)
-
-
 def _momentum_roots(keys: list[Keys]) -> list[Keys]:
   """Where the momentum of each exchange begins."""
   marker = ('info', 'left_out')
   nodes = [k[:-2] for k in keys if k[-2:] == marker]
   return [(*n, 'momentum') for n in nodes if (*n, 'count') in set(keys)]
-
-
-def _is_stacked(keys: Keys, roots: list[Keys]) -> bool:
-  in_momentum = any(keys[: len(root)] == root for root in roots)
-  return in_momentum or 'worker_stacked' in keys

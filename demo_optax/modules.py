@@ -1,7 +1,7 @@
-"""Flax NNX modules in functions that run once per worker.
+"""Flax: modules in functions that run once per worker, and their shardings.
 
-A module is opened into parameters (differentiated) and other variables. What
-may happen to the others when `N` workers run the same module:
+An NNX module is opened into parameters (differentiated) and other variables.
+What may happen to the others when `N` workers run the same module:
 
   random streams     every worker's key is folded with its number; counts
                      advance as they do everywhere
@@ -12,11 +12,13 @@ may happen to the others when `N` workers run the same module:
 Flax is imported by the user or not at all.
 """
 
+import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec as P
 
 from demo_optax.workers import Workers
 
@@ -208,6 +210,81 @@ def check_no_modules(args: Any) -> None:
 def has_modules(tree: Any) -> bool:
   """Whether `tree` is an NNX object or holds some."""
   return any(map(_is_module, jax.tree.leaves(tree, is_leaf=_is_module)))
+
+
+def param_specs(
+    model: Any, rules: Sequence[tuple[str, Any]] | None = None
+) -> Any:
+  """The partition specs that a Flax model's own annotations ask for.
+
+  For `Workers.on_mesh(mesh, axis_name, param_specs)`.
+
+  Args:
+    model: an NNX module (its `nnx.Param` variables are taken), an `nnx.State`,
+      or the parameters of a Linen model with their metadata, as `model.init` or
+      `jax.eval_shape(model.init, ...)` returns them, before `nn.unbox`:
+      `variables['params']`.
+    rules: pairs `(logical axis, mesh axis or None)` for annotations by logical
+      names; by default those of the surrounding `nnx.logical_axis_rules` or
+      `nn.logical_axis_rules`.
+
+  Returns:
+    A tree like the parameters with a `PartitionSpec` for each; `P()` for those
+    without annotations.
+
+  Raises:
+    TypeError: `model` is neither, or Flax is not imported.
+    ValueError: a Linen model with logical names, and no rules.
+
+  Example:
+    >>> import demo_optax, jax
+    >>> from flax import nnx
+    >>> init = nnx.with_partitioning(nnx.initializers.ones, (None, 'fsdp'))
+    >>> mesh = jax.make_mesh((1, 1), ('replica', 'fsdp'),
+    ...     axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    >>> with jax.set_mesh(mesh):
+    ...   model = nnx.Linear(2, 3, kernel_init=init, rngs=nnx.Rngs(0))
+    >>> specs = demo_optax.param_specs(model)
+    >>> print(specs['kernel'].get_value(), specs['bias'].get_value())
+    PartitionSpec(None, 'fsdp') PartitionSpec()
+    >>> workers = demo_optax.Workers.on_mesh(mesh, 'replica', specs)
+
+  References:
+    Flax, `Scale up on multiple devices
+    <https://flax.readthedocs.io/en/latest/guides/flax_gspmd.html>`_.
+  """
+  nnx = _nnx()
+  if nnx is not None and isinstance(model, nnx.Module | nnx.State):
+    state = model
+    if isinstance(model, nnx.Module):
+      state = nnx.state(model, nnx.Param)
+    with nnx.logical_axis_rules(rules) if rules else contextlib.nullcontext():
+      return nnx.get_partition_spec(state)
+  linen = sys.modules.get('flax.linen')
+  if linen is None or not isinstance(model, Mapping):
+    raise TypeError(
+        f'model is a {type(model).__name__}: give an NNX module, an nnx.State,'
+        " or a Linen model's variables['params'] with their metadata."
+    )
+  return jax.tree.map(
+      lambda x: _linen_spec(linen, x, rules),
+      model,
+      is_leaf=lambda x: isinstance(x, linen.Partitioned),
+  )
+
+
+def _linen_spec(linen: Any, x: Any, rules: Any) -> P:
+  """The spec of one array or box; mesh axes and logical ones may mix."""
+  if not isinstance(x, linen.Partitioned):
+    return P()
+  if not isinstance(x, linen.LogicallyPartitioned):
+    return x.get_partition_spec()
+  if not rules and not linen.get_logical_axis_rules():
+    raise ValueError(
+        f'The model names the logical axes {x.names}, and there are no rules'
+        " for them. Give rules=(('embed', 'fsdp'), ('mlp', None), ...)."
+    )
+  return linen.logical_to_mesh_axes(x.names, rules)
 
 
 def _is_module(x: Any) -> bool:

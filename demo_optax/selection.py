@@ -101,7 +101,8 @@ def merge(
       return total + values[worker]
     return subtract(total, indices[worker], -values[worker])
 
-  zeros = jnp.zeros((chunks, n), values.dtype)
+  # Like the values in what it varies over, in a shard_map that tracks it.
+  zeros = jnp.zeros_like(values, shape=(chunks, n))
   return jax.lax.fori_loop(0, workers, add_worker, zeros)
 
 

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from demo_optax.specs import Path
 from demo_optax.workers import Workers
-
-Path = tuple[Any, ...]
 
 
 def check_type(name: str, value: Any, expected: type, example: str) -> None:
@@ -27,14 +26,14 @@ def leaf_name(path: Path) -> str:
   return jax.tree_util.keystr(path) or 'the only leaf'
 
 
-def momentum_dtype(name: str, x: Any) -> Any:
+def momentum_dtype(path: Path, x: Any) -> Any:
   """float32, or float64 for float64; complex leaves are refused."""
   dtype = _dtype(x)
   if jnp.issubdtype(dtype, jnp.complexfloating):
     raise TypeError(
-        f'{name} is {dtype}: complex leaves have no top-k that is published.'
-        ' Split it into real and imaginary parts, or keep it out with'
-        ' optax.masked.'
+        f'{leaf_name(path)} is {dtype}: complex leaves have no top-k that is'
+        ' published. Split it into real and imaginary parts, or keep it out'
+        ' with optax.masked.'
     )
   return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
@@ -51,15 +50,11 @@ def exchanged_mask(tree: Any) -> Any:
   return jax.tree.map(is_exchanged, tree)
 
 
-def map_exchanged(
-    fun: Callable[[str, Any], Any],
-    tree: Any,
-    otherwise: Callable[[Any], Any] = lambda x: optax.MaskedNode(),
-) -> Any:
-  """`fun(name, leaf)` over the leaves that take part."""
+def map_exchanged(fun: Callable[[Path, Any], Any], tree: Any) -> Any:
+  """`fun(path, leaf)` over the leaves that take part; others are masked."""
 
   def per_leaf(path: Path, x: Any) -> Any:
-    return fun(leaf_name(path), x) if is_exchanged(x) else otherwise(x)
+    return fun(path, x) if is_exchanged(x) else optax.MaskedNode()
 
   return jax.tree_util.tree_map_with_path(per_leaf, tree)
 
@@ -69,7 +64,7 @@ class Leaf:
   """One leaf of an update: gradient, momentum and parameter.
 
   Attributes:
-    name: its path.
+    path: where it is.
     gradient: as given, stacked or local.
     momentum: stacked coefficients, or `optax.MaskedNode()`.
     shape: shape of the parameter.
@@ -77,11 +72,16 @@ class Leaf:
       gradient has none, the parameter's.
   """
 
-  name: str
+  path: Path
   gradient: Any
   momentum: Any
   shape: tuple[int, ...]
   dtype: Any
+
+  @property
+  def name(self) -> str:
+    """The path as written in error messages."""
+    return leaf_name(self.path)
 
   @property
   def exchanged(self) -> bool:
@@ -123,7 +123,7 @@ def align(
     dtype = _dtype(gradient)
     if dtype == jax.dtypes.float0 and param is not None:
       dtype = _dtype(param)
-    leaves.append(Leaf(name, gradient, moment, shape, dtype))
+    leaves.append(Leaf(path, gradient, moment, shape, dtype))
     if leaves[-1].exchanged != is_exchanged(gradient):
       missing = 'momentum' if leaves[-1].exchanged else 'no momentum'
       raise ValueError(

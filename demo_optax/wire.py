@@ -9,11 +9,15 @@ A payload is one uint8 vector whose size is fixed by shapes alone:
 
 Leaves whose chunks are alike share a group, so the number of operations grows
 with the kinds of chunks and not with the number of leaves.
+
+A worker of several devices has one such vector for every set of mesh axes that
+leaves are sharded over, since they differ in which devices hold which bytes.
 """
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -153,6 +157,67 @@ class Layout:
       start = stop
     present = payloads[:, start] == 1
     return [selections[leaf] for leaf in range(len(self.leaves))], present
+
+
+Axes = tuple[str, ...]
+Selection = tuple[jax.Array, jax.Array]  # indices and values
+
+
+class Payload:
+  """All that a device puts into an exchange: a layout per set of axes.
+
+  Args:
+    leaves: for every leaf, the format of its chunks and their number.
+    axes: for every leaf, the mesh axes that it is sharded over.
+  """
+
+  def __init__(
+      self, leaves: Sequence[tuple[ChunkFormat, int]], axes: Sequence[Axes]
+  ):
+    # What is replicated has a part in any case, for its status.
+    self._members: dict[Axes, list[int]] = {(): []}
+    for leaf, names in enumerate(axes):
+      self._members.setdefault(names, []).append(leaf)
+    self.layouts: Mapping[Axes, Layout] = {
+        names: Layout([leaves[leaf] for leaf in members])
+        for names, members in self._members.items()
+    }
+    self._num_leaves = len(leaves)
+
+  def encode(
+      self, selections: Sequence[Selection], present: jax.Array
+  ) -> list[tuple[jax.Array, Axes]]:
+    """The parts: uint8 `[bytes]`, and the axes they are sharded over."""
+    return [
+        (layout.encode([selections[leaf] for leaf in members], present), names)
+        for (names, layout), members in zip(
+            self.layouts.items(), self._members.values()
+        )
+    ]
+
+  def decode(
+      self, parts: Sequence[jax.Array]
+  ) -> tuple[list[Selection], list[jax.Array], jax.Array]:
+    """All workers' parts, read.
+
+    Args:
+      parts: for each part, uint8 `[workers, bytes]`.
+
+    Returns:
+      per leaf `(indices, values)`, both `[workers, chunks, k]`; per leaf bool
+      `[workers]`, who takes part in it; and bool `[workers]`, who takes part.
+    """
+    selections: list[Any] = [None] * self._num_leaves
+    present: list[Any] = [None] * self._num_leaves
+    statuses = []
+    for layout, members, part in zip(
+        self.layouts.values(), self._members.values(), parts
+    ):
+      decoded, status = layout.decode(part)
+      statuses.append(status)
+      for leaf, selection in zip(members, decoded):
+        selections[leaf], present[leaf] = selection, status
+    return selections, present, statuses[0]
 
 
 def index_width(n: int) -> int:

@@ -2,17 +2,28 @@
 
 This is the only module that knows `vmap`, `shard_map` and collectives. It
 knows nothing of compression.
+
+A worker may be several devices, which share its one momentum: the axes of the
+mesh other than the worker axis shard its parameters (`demo_optax.specs`).
 """
 
 import abc
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from demo_optax import specs
+from demo_optax.specs import Placement
+
+# A vector of bytes, and where the parameter that it tells of lies.
+Part = tuple[jax.Array, tuple[str, ...]]
 
 
 class Workers(abc.ABC):
@@ -47,18 +58,29 @@ class Workers(abc.ABC):
     return hash((type(self), *vars(self).values()))
 
   @staticmethod
-  def simulated(num_workers: int) -> 'Workers':
+  def simulated(
+      num_workers: int,
+      param_specs: Any = None,
+      axis_sizes: Mapping[str, int] | None = None,
+  ) -> 'Workers':
     """`num_workers` workers on one device, run by `jax.vmap`.
 
     Args:
       num_workers: how many, at least 1.
+      param_specs: see `on_mesh`. Simulates workers that shard their parameters:
+        chunks are cut from the same blocks, so results and states are those of
+        the mesh.
+      axis_sizes: for `param_specs`, the sizes of the axes that it names, in the
+        mesh's order, such as `{'fsdp': 4}`; `mesh.shape` less the worker axis.
 
     Returns:
       The workers. Gradients and momentum are stacked, `[num_workers, ...]`.
 
     Raises:
-      ValueError: `num_workers` is below 1.
-      TypeError: `num_workers` is not an integer.
+      ValueError: `num_workers` is below 1; `param_specs` names an axis that
+        `axis_sizes` lacks.
+      TypeError: `num_workers` is not an integer; `param_specs` holds something
+        else than specs.
 
     Example:
       >>> import demo_optax
@@ -69,24 +91,43 @@ class Workers(abc.ABC):
       raise TypeError(f'num_workers={num_workers!r} must be an integer.')
     if num_workers < 1:
       raise ValueError(f'num_workers={num_workers} must be at least 1.')
-    return _Simulated(num_workers)
+    name = _Simulated.axis_name
+    return _Simulated(
+        num_workers, specs.ParamSpecs(param_specs, axis_sizes or {}, name)
+    )
 
   @staticmethod
-  def on_mesh(mesh: Mesh, axis_name: str) -> 'Workers':
+  def on_mesh(
+      mesh: Mesh, axis_name: str, param_specs: Any = None
+  ) -> 'Workers':
     """One worker at each position of a mesh axis, run by `jax.shard_map`.
+
+    A worker is all the devices at its position. By default each of them has all
+    parameters; with `param_specs` they shard them. Momentum is sharded as its
+    parameter is, chunks are cut from each device's own block, and a device
+    exchanges with its counterparts in the other workers. What several devices
+    of a worker hold alike crosses the worker axis once: each sends a part of
+    its bytes, and the parts are rejoined inside.
 
     Args:
       mesh: a mesh with axes of type Auto or Explicit.
       axis_name: the axis along which the workers stand. Parameters are
-        replicated over it; over the mesh's other axes everything is. On an
-        axis of type Explicit, parameters must be on the mesh (`replicate`).
+        replicated over it. On a mesh with axes of type Explicit, parameters
+        must be on the mesh (`device_put`).
+      param_specs: how a worker's parameters are sharded over the other axes: a
+        tree of `PartitionSpec` like the parameters, where a spec in place of a
+        subtree holds for all of it and `None` is `P()`, replicated.
+        `demo_optax.param_specs` takes it from a Flax model.
 
     Returns:
       The workers. Gradients and momentum are stacked, one per worker, and
-      sharded over `axis_name`.
+      sharded over `axis_name`, then as the parameters are.
 
     Raises:
-      ValueError: the mesh has no such axis.
+      ValueError: the mesh has no such axis; `param_specs` names the worker
+        axis, an unknown one, or one twice. When a state is made: a parameter
+        without a spec, or whose dimension does not divide over its axes.
+      TypeError: `param_specs` holds something else than specs.
 
     Example:
       >>> import demo_optax, jax
@@ -94,13 +135,21 @@ class Workers(abc.ABC):
       >>> workers = demo_optax.Workers.on_mesh(mesh, 'data')
       >>> workers.count == jax.device_count()
       True
+
+    References:
+      Workers of many devices: From et al., `DeToNATION: Decoupled Torch
+      Network-Aware Training on Interlinked Online Nodes
+      <https://arxiv.org/abs/2502.06728>`_ (FlexDeMo).
     """
     if axis_name not in mesh.axis_names:
       raise ValueError(
           f'The mesh has no axis {axis_name!r}; its axes are'
           f' {mesh.axis_names}.'
       )
-    return _OnMesh(mesh, axis_name)
+    inner = {a: n for a, n in mesh.shape.items() if a != axis_name}
+    return _OnMesh(
+        mesh, axis_name, specs.ParamSpecs(param_specs, inner, axis_name)
+    )
 
   @staticmethod
   def on_axis(axis_name: str) -> 'Workers':
@@ -112,15 +161,15 @@ class Workers(abc.ABC):
     `P(axis_name)`, as given by `demo_optax.state_specs`, carries the stacked
     layout of the other two through `shard_map`.
 
+    Gradients that were averaged before are refused where that can be seen:
+    inside a checked `shard_map`. Under `vmap`, `pmap` and `check_vma=False` it
+    cannot: take gradients with `demo_optax.value_and_grad`.
+
     Args:
       axis_name: name of the mapped axis.
 
     Returns:
       The workers.
-
-    Gradients that were averaged before are refused where that can be seen:
-    inside a checked `shard_map`. Under `vmap`, `pmap` and `check_vma=False` it
-    cannot: take gradients with `demo_optax.value_and_grad`.
 
     Raises:
       TypeError: `axis_name` is not a string.
@@ -149,9 +198,26 @@ class Workers(abc.ABC):
     """Whether gradients carry a leading worker axis."""
     return True
 
+  @property
+  def param_specs(self) -> specs.ParamSpecs:
+    """How parameters are spread over the devices of a worker."""
+    return _ON_ONE_DEVICE
+
+  def local_blocks(self, placement: Placement) -> tuple[int, ...]:
+    """How many of a parameter's blocks `run` shows to a step at once."""
+    return placement.blocks
+
   @abc.abstractmethod
-  def zeros(self, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-    """Zeros `[stacked_size, *shape]`, each worker's at its place from birth."""
+  def zeros(
+      self, shape: tuple[int, ...], dtype: jnp.dtype, placement: Placement
+  ) -> jax.Array:
+    """Zeros `[stacked_size, *shape]`, each at its place from birth.
+
+    Args:
+      shape: one axis for each dimension of the parameter, and further ones.
+      dtype: their dtype.
+      placement: where the parameter lies.
+    """
 
   @abc.abstractmethod
   def stack(self, x: jax.Array) -> jax.Array:
@@ -159,24 +225,46 @@ class Workers(abc.ABC):
 
   @abc.abstractmethod
   def run(
-      self, step: Callable[..., tuple[Any, Any]], gradients: Any, state: Any
-  ) -> tuple[Any, Any]:
+      self,
+      step: Callable[..., tuple[list[Any], list[Any], Any]],
+      gradients: list[jax.Array],
+      state: list[jax.Array],
+      placements: Sequence[Placement],
+  ) -> tuple[list[jax.Array], list[jax.Array], Any]:
     """Runs one worker's `step` for all workers.
 
     Args:
-      step: `(gradients, state) -> (shared, state)`, everything without the
-        worker axis. `shared` must be equal on all workers, which it is if it
-        depends on nothing but what `gather` returned.
+      step: `(gradients, state) -> (updates, state, info)`, everything without
+        the worker axis, and only those blocks that `local_blocks` tells.
+        Updates and info must be equal on all workers, which they are if they
+        depend on nothing but what `gather` returned.
       gradients: the workers' gradients.
-      state: a tree of stacked arrays.
+      state: stacked arrays, one for each gradient.
+      placements: where the parameters lie.
 
     Returns:
-      `shared`, without a worker axis, and the new stacked state.
+      Updates without a worker axis, the new stacked state, and info: a tree of
+      scalars.
     """
 
   @abc.abstractmethod
-  def gather(self, x: jax.Array) -> jax.Array:
-    """All workers' `x`, `[count, *x.shape]`. Call it inside `step`."""
+  def gather(self, parts: Sequence[Part]) -> list[jax.Array]:
+    """All workers' `parts`, by one collective over the worker axis.
+
+    Call it inside `step`.
+
+    Args:
+      parts: uint8 `[bytes]` with the axes over which it differs between the
+        devices of a worker. Over the others it is the same, and crosses the
+        worker axis once: divided, and rejoined inside.
+
+    Returns:
+      for each part uint8 `[count, bytes]`.
+    """
+
+  def agree(self, ok: jax.Array) -> jax.Array:
+    """Whether `ok` holds on all devices of the worker. Inside `step`."""
+    return ok
 
   @abc.abstractmethod
   def map(
@@ -235,11 +323,13 @@ class Workers(abc.ABC):
   def all_finite(self, xs: Sequence[jax.Array]) -> jax.Array:
     """For every worker, whether all its arrays are finite."""
 
-  def replicate(self, tree: Any) -> Any:
-    """`tree` on all devices of the workers' mesh, before the first step.
+  def device_put(self, tree: Any) -> Any:
+    """`tree` on the devices of the workers' mesh, before the first step.
 
-    Arrays that are spread over the mesh already (the momentum) stay where they
-    are. Without a mesh it is `tree` as it is.
+    Parameters, and what ends in a parameter's path in a state, go where
+    `param_specs` says; all else goes everywhere. Arrays that are spread over
+    the mesh already (the momentum) stay where they are. Without a mesh it is
+    `tree` as it is.
 
     Args:
       tree: parameters, an optimizer state, or an `nnx.State`.
@@ -252,7 +342,7 @@ class Workers(abc.ABC):
       >>> import demo_optax, jax, jax.numpy as jnp
       >>> mesh = jax.make_mesh((jax.device_count(),), ('data',))
       >>> workers = demo_optax.Workers.on_mesh(mesh, 'data')
-      >>> params = workers.replicate({'w': jnp.ones(3)})
+      >>> params = workers.device_put({'w': jnp.ones(3)})
       >>> params['w'].is_fully_replicated
       True
     """
@@ -298,7 +388,7 @@ class _Stacked(Workers):
 
   def all_finite(self, xs: Sequence[jax.Array]) -> jax.Array:
     everyone = jnp.ones((self.count,), bool)
-    finite = [jnp.isfinite(x).reshape(self.count, -1).all(axis=1) for x in xs]
+    finite = [jnp.isfinite(x).all(axis=tuple(range(1, x.ndim))) for x in xs]
     return functools.reduce(jnp.logical_and, finite, self.place(everyone))
 
   def place(self, x: jax.Array) -> jax.Array:
@@ -311,87 +401,149 @@ class _Simulated(_Stacked):
 
   axis_name = 'workers'
 
-  def __init__(self, num_workers: int):
-    self._count = num_workers
+  def __init__(self, num_workers: int, param_specs: specs.ParamSpecs):
+    self._count, self._param_specs = num_workers, param_specs
 
   def __repr__(self) -> str:
-    return f'Workers.simulated({self._count})'
+    return f'Workers.simulated({self._count}{self._param_specs})'
+
+  @property
+  def param_specs(self) -> specs.ParamSpecs:
+    return self._param_specs
 
   @property
   def count(self) -> int:
     return self._count
 
-  def zeros(self, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+  def zeros(
+      self, shape: tuple[int, ...], dtype: jnp.dtype, placement: Placement
+  ) -> jax.Array:
     return jnp.zeros((self.count, *shape), dtype)
 
   def stack(self, x: jax.Array) -> jax.Array:
     return jnp.broadcast_to(x, (self.count, *jnp.shape(x)))
 
   def run(
-      self, step: Callable[..., tuple[Any, Any]], gradients: Any, state: Any
-  ) -> tuple[Any, Any]:
+      self,
+      step: Callable[..., tuple[list[Any], list[Any], Any]],
+      gradients: list[jax.Array],
+      state: list[jax.Array],
+      placements: Sequence[Placement],
+  ) -> tuple[list[jax.Array], list[jax.Array], Any]:
     # out_axes=None holds because what was gathered is the same for all: merging
     # is done once, not once per worker.
     mapped = jax.vmap(
         step,
-        out_axes=(None, 0),
+        out_axes=(None, 0, None),
         axis_name=self.axis_name,
         axis_size=self.count,
     )
     return mapped(gradients, state)
 
-  def gather(self, x: jax.Array) -> jax.Array:
-    return jax.lax.all_gather(x, self.axis_name)
+  def gather(self, parts: Sequence[Part]) -> list[jax.Array]:
+    return _gather_once(
+        parts, lambda x: jax.lax.all_gather(x, self.axis_name)
+    )
 
 
 class _OnMesh(_Stacked):
   """Workers along a mesh axis."""
 
-  def __init__(self, mesh: Mesh, axis_name: str):
-    self.mesh, self.axis_name = mesh, axis_name
+  def __init__(
+      self, mesh: Mesh, axis_name: str, param_specs: specs.ParamSpecs
+  ):
+    self.mesh, self.axis_name, self._param_specs = mesh, axis_name, param_specs
     self._spmd_axis_name = axis_name
-    types = dict(zip(mesh.axis_names, mesh.axis_types))
-    self._explicit = types[axis_name] == AxisType.Explicit
-    self._sharding = NamedSharding(mesh, P(axis_name))
+    self._explicit = AxisType.Explicit in mesh.axis_types
 
   def __repr__(self) -> str:
-    return f'Workers.on_mesh({self.mesh}, {self.axis_name!r})'
+    sharded = repr(self.param_specs)
+    return f'Workers.on_mesh({self.mesh}, {self.axis_name!r}{sharded})'
+
+  @property
+  def param_specs(self) -> specs.ParamSpecs:
+    return self._param_specs
 
   @property
   def count(self) -> int:
     return self.mesh.shape[self.axis_name]
 
-  def zeros(self, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+  def local_blocks(self, placement: Placement) -> tuple[int, ...]:
+    return (1,) * len(placement.blocks)
+
+  def _stacked_spec(self, placement: Placement) -> P:
+    return P(self.axis_name, *placement.spec)
+
+  def zeros(
+      self, shape: tuple[int, ...], dtype: jnp.dtype, placement: Placement
+  ) -> jax.Array:
     # jnp.zeros(device=sharding) would do under no jit only: inside one it lands
     # on a single device, all workers' momentum together.
-    return _zeros_on_mesh(self.mesh, self.axis_name, shape, dtype)()
+    spec = self._stacked_spec(placement)
+    return _zeros_on_mesh(self.mesh, spec, (self.count, *shape), dtype)()
 
   def stack(self, x: jax.Array) -> jax.Array:
-    copied = jax.shard_map(
-        lambda x: x[None],
-        mesh=self.mesh,
-        in_specs=P(),
-        out_specs=P(self.axis_name),
-    )
-    return jax.jit(copied)(x)
+    return jax.jit(
+        lambda x: self.place(jnp.broadcast_to(x, (self.count, *x.shape)))
+    )(x)
 
   def run(
-      self, step: Callable[..., tuple[Any, Any]], gradients: Any, state: Any
-  ) -> tuple[Any, Any]:
-    def local_step(gradients: Any, state: Any) -> tuple[Any, Any]:
-      shared, state = step(*jax.tree.map(lambda x: x[0], (gradients, state)))
-      return shared, jax.tree.map(lambda x: x[None], state)
+      self,
+      step: Callable[..., tuple[list[Any], list[Any], Any]],
+      gradients: list[jax.Array],
+      state: list[jax.Array],
+      placements: Sequence[Placement],
+  ) -> tuple[list[jax.Array], list[jax.Array], Any]:
+    def local_step(
+        gradients: list[jax.Array], state: list[jax.Array]
+    ) -> tuple[list[jax.Array], list[jax.Array], Any]:
+      own = jax.tree.map(lambda x: x[0], (gradients, state))
+      updates, state, info = step(*own)
+      return updates, [x[None] for x in state], info
 
+    stacked = [self._stacked_spec(p) for p in placements]
     mapped = jax.shard_map(
         local_step,
         mesh=self.mesh,
-        in_specs=P(self.axis_name),
-        out_specs=(P(), P(self.axis_name)),
+        in_specs=(stacked, stacked),
+        out_specs=([p.spec for p in placements], stacked, P()),
     )
-    return mapped(*jax.tree.map(self.place, (gradients, state)))
+    gradients = [self._reshard(x, s) for x, s in zip(gradients, stacked)]
+    state = [self._reshard(x, s) for x, s in zip(state, stacked)]
+    return mapped(gradients, state)
 
-  def gather(self, x: jax.Array) -> jax.Array:
-    return jax.lax.all_gather(x, self.axis_name, to='invarying')
+  def gather(self, parts: Sequence[Part]) -> list[jax.Array]:
+    # All parts share one buffer, whatever axes they are sharded over: divided,
+    # every one of them differs between all devices of a worker.
+    sizes = dict(self.param_specs.axis_sizes)
+    every = self.param_specs.axes
+    alike = [tuple(a for a in every if a not in axes) for _, axes in parts]
+    mine = []
+    for (x, _), axes in zip(parts, alike):
+      if axes:
+        devices = math.prod(sizes[a] for a in axes)
+        share = -(-x.size // devices)
+        x = jnp.pad(x, (0, share * devices - x.size))
+        start = share * jax.lax.axis_index(axes)
+        x = jax.lax.dynamic_slice(x, (start,), (share,))
+      mine.append((x, axes))
+    gathered = _gather_once(
+        mine,
+        lambda x: jax.lax.all_gather(x, self.axis_name, to='invarying'),
+    )
+    received = []
+    for (whole, _), axes, x in zip(parts, alike, gathered):
+      if axes:
+        x = jax.lax.all_gather(x, axes, axis=1, tiled=True, to='invarying')
+      received.append(x[:, : whole.size])
+    return received
+
+  def agree(self, ok: jax.Array) -> jax.Array:
+    if not self.param_specs.axes:
+      return ok
+    new = [a for a in self.param_specs.axes if not _varies(ok, a)]
+    everywhere = jax.lax.pcast(ok.astype(jnp.int32), tuple(new), to='varying')
+    return jax.lax.pmin(everywhere, self.param_specs.axes) == 1
 
   def map(
       self,
@@ -406,27 +558,39 @@ class _OnMesh(_Stacked):
 
   def split(self, x: jax.Array) -> jax.Array:
     shape = (self.count, x.shape[0] // self.count, *x.shape[1:])
-    if self._explicit:
-      x = jax.sharding.reshard(x, self._sharding)
-      return jax.lax.reshape(x, shape, out_sharding=self._sharding)
-    return self.place(x.reshape(shape))
+    if not self._explicit:
+      return self.place(x.reshape(shape))
+    # A batch may be spread over the devices of a worker, too, and stays so.
+    first, *rest = jax.typeof(x).sharding.spec
+    first = first if isinstance(first, tuple) else (first,)
+    inner = first[1:] if first[0] == self.axis_name else ()
+    x = self._reshard(x, P((self.axis_name, *inner), *rest))
+    sharding = NamedSharding(self.mesh, P(self.axis_name, inner or None, *rest))
+    return jax.lax.reshape(x, shape, out_sharding=sharding)
 
-  def replicate(self, tree: Any) -> Any:
-    everywhere = NamedSharding(self.mesh, P())
-
-    def move(x: Any) -> Any:
+  def device_put(self, tree: Any) -> Any:
+    def move(path: specs.Path, x: Any) -> Any:
       if getattr(getattr(x, 'sharding', None), 'mesh', None) == self.mesh:
         return x
-      return jax.device_put(x, everywhere)
+      spec = self.param_specs.place_state(path, jnp.shape(x))
+      return jax.device_put(x, NamedSharding(self.mesh, spec))
 
-    return jax.tree.map(move, tree)
+    return jax.tree_util.tree_map_with_path(move, tree)
 
   def place(self, x: jax.Array) -> jax.Array:
+    """`x [count, ...]`, each worker's part at the worker."""
     if self._explicit:
-      return jax.sharding.reshard(x, self._sharding)
+      old = jax.typeof(x).sharding.spec
+      return self._reshard(x, P(self.axis_name, *old[1:]))
     free = [P.UNCONSTRAINED] * (x.ndim - 1)
     sharding = NamedSharding(self.mesh, P(self.axis_name, *free))
     return jax.lax.with_sharding_constraint(x, sharding)
+
+  def _reshard(self, x: jax.Array, spec: P) -> jax.Array:
+    """On Explicit axes types must match; on Auto ones shard_map sees to it."""
+    if not self._explicit:
+      return x
+    return jax.sharding.reshard(x, NamedSharding(self.mesh, spec))
 
 
 class _OnAxis(Workers):
@@ -457,7 +621,9 @@ class _OnAxis(Workers):
   def stacked_gradients(self) -> bool:
     return False
 
-  def zeros(self, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+  def zeros(
+      self, shape: tuple[int, ...], dtype: jnp.dtype, placement: Placement
+  ) -> jax.Array:
     return self.stack(jnp.zeros(shape, dtype))
 
   def stack(self, x: jax.Array) -> jax.Array:
@@ -465,13 +631,20 @@ class _OnAxis(Workers):
     return self.vary(jnp.asarray(x)[None])
 
   def run(
-      self, step: Callable[..., tuple[Any, Any]], gradients: Any, state: Any
-  ) -> tuple[Any, Any]:
+      self,
+      step: Callable[..., tuple[list[Any], list[Any], Any]],
+      gradients: list[jax.Array],
+      state: list[jax.Array],
+      placements: Sequence[Placement],
+  ) -> tuple[list[jax.Array], list[jax.Array], Any]:
     _ = self.count  # an error where the axis is not mapped
-    shared, state = step(gradients, jax.tree.map(lambda x: x[0], state))
-    return shared, jax.tree.map(lambda x: x[None], state)
+    updates, state, info = step(gradients, [x[0] for x in state])
+    return updates, [x[None] for x in state], info
 
-  def gather(self, x: jax.Array) -> jax.Array:
+  def gather(self, parts: Sequence[Part]) -> list[jax.Array]:
+    return _gather_once(parts, self._gather)
+
+  def _gather(self, x: jax.Array) -> jax.Array:
     if _varies(x, self.axis_name):
       return jax.lax.all_gather(x, self.axis_name, to='invarying')
     return jax.lax.all_gather(x, self.axis_name)
@@ -541,17 +714,31 @@ class _OnAxis(Workers):
     return jax.lax.pcast(x, self.axis_name, to='varying')
 
 
+_ON_ONE_DEVICE = specs.ParamSpecs(None, {}, '')
+
+
+def _gather_once(
+    parts: Sequence[Part], gather: Callable[[jax.Array], jax.Array]
+) -> list[jax.Array]:
+  """Gathers parts `[bytes]` in one buffer, and cuts it `[count, bytes]`."""
+  ends = np.cumsum([x.size for x, _ in parts])
+  gathered = gather(jnp.concatenate([x for x, _ in parts]))
+  return jnp.split(gathered, ends[:-1], axis=1)
+
+
 @functools.cache
 def _zeros_on_mesh(
-    mesh: Mesh, axis_name: str, shape: tuple[int, ...], dtype: jnp.dtype
+    mesh: Mesh, spec: P, shape: tuple[int, ...], dtype: jnp.dtype
 ) -> Callable[[], jax.Array]:
   """Compiled once for all leaves of a shape."""
+  sharding = NamedSharding(mesh, spec)
+  local = sharding.shard_shape(shape)
   return jax.jit(
       jax.shard_map(
-          lambda: jnp.zeros((1, *shape), dtype),
+          lambda: jnp.zeros(local, dtype),
           mesh=mesh,
           in_specs=(),
-          out_specs=P(axis_name),
+          out_specs=spec,
       )
   )
 

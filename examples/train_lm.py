@@ -359,7 +359,7 @@ def place(
   only by the first step, they would make the second one compile again.
   """
   for module in (model, optimizer):
-    nnx.update(module, workers.replicate(nnx.state(module)))
+    nnx.update(module, workers.device_put(nnx.state(module)))
 
 
 def layout_of(

@@ -31,7 +31,7 @@ def on_mesh(count=4, kind='auto'):
 
 def replicated(tree, workers):
   """`tree` on all devices of the workers' mesh, where they have one."""
-  return workers.replicate(tree)
+  return workers.device_put(tree)
 
 
 def stacked(tree, workers):

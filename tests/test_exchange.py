@@ -160,7 +160,7 @@ def test_parameters_stay_identical_on_all_devices(kind):
   workers = on_mesh(N, kind)
   tx = whole_demo(workers)
   params = replicated(random_tree(99), workers)
-  state = workers.replicate(tx.init(params))
+  state = workers.device_put(tx.init(params))
 
   @jax.jit
   def step(params, state, gradients):
@@ -315,7 +315,7 @@ def test_one_gather_and_nothing_dense(kind):
       demo_optax.per_worker(optax.clip_by_global_norm(1.0), workers=workers),
       whole_demo(workers))
   params = replicated(random_tree(1), workers)
-  state = workers.replicate(tx.init(params))
+  state = workers.device_put(tx.init(params))
   x = stacked(np.ones((8, 130), np.float32), workers)
 
   def loss_fn(params, x):

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.core
 PACKAGE = pathlib.Path(demo_optax.__file__).parent
 
 # A module may import those before it, and no other.
-ORDER = ['chunks', 'selection', 'wire', 'compressors', 'workers', 'trees',
+ORDER = ['chunks', 'selection', 'wire', 'compressors', 'specs', 'workers', 'trees',
          'modules', 'gradients', 'demo', 'inspection', 'accounting']
 
 

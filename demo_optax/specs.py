@@ -1,0 +1,204 @@
+"""How a worker's parameters are spread over the devices of the worker.
+
+A worker of several devices shards its parameters over the mesh axes other than
+the worker axis; `ParamSpecs` knows, for every parameter, over which. Parameters
+are found by path, since an exchange may see only some of them (`optax.masked`,
+`optax.partition`) and Flax wraps them in variables.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+Path = tuple[Any, ...]
+Keys = tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+  """Where one parameter lies inside a worker.
+
+  Attributes:
+    spec: its partition spec, without the worker axis.
+    blocks: number of blocks along each dimension, each on a device of its own.
+    axes: the mesh axes that the blocks are spread over, in the mesh's order;
+      over all others the parameter is replicated.
+  """
+
+  spec: P
+  blocks: tuple[int, ...]
+  axes: tuple[str, ...]
+
+
+class ParamSpecs:
+  """The partition specs of all parameters, checked.
+
+  Args:
+    specs: a tree of `PartitionSpec` like the parameters; a spec (or `None`, for
+      replicated) in place of a subtree holds for all of it.
+    axis_sizes: sizes of the mesh axes inside a worker, in the mesh's order.
+    worker_axis: name of the worker axis.
+
+  Raises:
+    ValueError: a spec names the worker axis or an axis that is not there, or an
+      axis twice.
+    TypeError: a leaf that is not a spec.
+  """
+
+  def __init__(
+      self, specs: Any, axis_sizes: Mapping[str, int], worker_axis: str
+  ):
+    self.axis_sizes = tuple(axis_sizes.items())
+    flat = jax.tree_util.tree_flatten_with_path(
+        specs, is_leaf=lambda x: x is None or isinstance(x, P)
+    )[0]
+    self._specs = {}
+    for path, spec in flat:
+      name = jax.tree_util.keystr(path) or 'all parameters'
+      spec = P() if spec is None else spec
+      _check_spec(name, spec, dict(self.axis_sizes), worker_axis)
+      self._specs[path_keys(path)] = spec
+
+  def __eq__(self, other: object) -> bool:
+    return isinstance(other, ParamSpecs) and vars(self) == vars(other)
+
+  def __hash__(self) -> int:
+    return hash((self.axis_sizes, tuple(self._specs.items())))
+
+  def __repr__(self) -> str:
+    if set(self._specs.values()) <= {P()}:
+      return ''
+    axes = {a for spec in self._specs.values() for a in _names(spec)}
+    inner = [name for name, _ in self.axis_sizes if name in axes]
+    return f', sharded over {", ".join(inner)}'
+
+  @property
+  def axes(self) -> tuple[str, ...]:
+    """The mesh axes inside a worker, in the mesh's order."""
+    return tuple(name for name, _ in self.axis_sizes)
+
+  @property
+  def devices(self) -> int:
+    """Number of devices of a worker."""
+    return math.prod(size for _, size in self.axis_sizes)
+
+  def place(self, path: Path, shape: tuple[int, ...]) -> Placement:
+    """Where the parameter at `path` lies; raises if it cannot lie there."""
+    keys, name = path_keys(path), jax.tree_util.keystr(path) or 'the only leaf'
+    for length in range(len(keys), -1, -1):
+      if keys[:length] in self._specs:
+        return self._placement(name, self._specs[keys[:length]], shape)
+    raise ValueError(
+        f'param_specs has nothing for the parameter {name}. Give a'
+        ' PartitionSpec for every parameter (P() for replicated), in a tree of'
+        ' their structure; demo_optax.param_specs takes it from a model. There'
+        f' are specs for {_some(self._specs)}.'
+    )
+
+  def place_state(self, path: Path, shape: tuple[int, ...]) -> P:
+    """A spec for a leaf of a state: of the parameter whose path it ends in."""
+    keys = path_keys(path)
+    for start in range(len(keys) + 1):
+      spec = self._specs.get(keys[start:])
+      if spec is not None and self._fits(spec, shape):
+        return spec
+    return P()
+
+  def _placement(
+      self, name: str, spec: P, shape: tuple[int, ...]
+  ) -> Placement:
+    if len(spec) > len(shape):
+      raise ValueError(
+          f'The spec of {name}, {spec}, has {len(spec)} entries, but its shape'
+          f' {shape} has {len(shape)} dimensions.'
+      )
+    blocks = self._blocks(spec, len(shape))
+    for dim, (size, parts) in enumerate(zip(shape, blocks)):
+      if size % parts:
+        raise ValueError(
+            f'{name} has shape {shape}, and its spec {spec} cuts dimension'
+            f' {dim} of length {size} into {parts} parts, which does not'
+            ' divide. Shard another dimension of it, or replicate it: P().'
+        )
+    used = set(_names(spec))
+    axes = tuple(axis for axis in self.axes if axis in used)
+    return Placement(spec, blocks, axes)
+
+  def _blocks(self, spec: P, rank: int) -> tuple[int, ...]:
+    sizes = dict(self.axis_sizes)
+    return tuple(
+        math.prod(sizes[axis] for axis in _entry(spec, dim))
+        for dim in range(rank)
+    )
+
+  def _fits(self, spec: P, shape: tuple[int, ...]) -> bool:
+    blocks = self._blocks(spec, len(shape))
+    return len(spec) <= len(shape) and not any(
+        size % parts for size, parts in zip(shape, blocks)
+    )
+
+
+def path_keys(path: Path) -> Keys:
+  """A path as plain keys, without the `value` that Flax variables add."""
+  keys = []
+  for entry in path:
+    for attribute in ('name', 'key', 'idx'):
+      if hasattr(entry, attribute):
+        keys.append(getattr(entry, attribute))
+        break
+    else:
+      keys.append(str(entry))
+  if keys and keys[-1] == 'value' and hasattr(path[-1], 'name'):
+    keys.pop()
+  return tuple(keys)
+
+
+def _check_spec(
+    name: str, spec: Any, axis_sizes: dict[str, int], worker_axis: str
+) -> None:
+  if not isinstance(spec, P):
+    raise TypeError(
+        f'param_specs has {spec!r} for {name}: it must be a'
+        ' jax.sharding.PartitionSpec, or None for replicated.'
+    )
+  seen = set()
+  for axis in _names(spec):
+    if axis == worker_axis:
+      raise ValueError(
+          f'The spec of {name}, {spec}, names the worker axis'
+          f' {worker_axis!r}: every worker has all of its parameters. Shard'
+          f' over the axes inside a worker: {_some(axis_sizes)}.'
+      )
+    if axis not in axis_sizes:
+      raise ValueError(
+          f'The spec of {name}, {spec}, names the axis {axis!r}; the axes'
+          f' inside a worker are: {_some(axis_sizes)}.'
+      )
+    if axis in seen:
+      raise ValueError(f'The spec of {name}, {spec}, names {axis!r} twice.')
+    seen.add(axis)
+
+
+def _entry(spec: P, dim: int) -> tuple[Any, ...]:
+  """The axes of one dimension."""
+  entry = spec[dim] if dim < len(spec) else None
+  if entry is None:
+    return ()
+  return entry if isinstance(entry, tuple) else (entry,)
+
+
+def _names(spec: P) -> Iterator[Any]:
+  for dim in range(len(spec)):
+    yield from _entry(spec, dim)
+
+
+def _some(keys: Any) -> str:
+  """The first few of many names."""
+  names = ['.'.join(map(str, k)) if isinstance(k, tuple) else k for k in keys]
+  names = [name or 'all parameters' for name in names]
+  more = [f'and {len(names) - 6} more'] if len(names) > 6 else []
+  return ', '.join([*names[:6], *more]) or 'none'
