@@ -13,11 +13,12 @@ The modules in the order of the data's way:
       wire         payload <-> bytes
     specs        how parameters are spread over the devices of a worker
     workers      who takes part, and how a worker's function runs for all
-    accounting   bytes, predicted and measured
     inspection   a look into optimizer states
+    accounting   bytes on the wire, predicted
+    hlo          bytes on the wire, read from compiled code
 """
 
-from demo_optax.accounting import Collective, Plan, collectives, plan
+from demo_optax.accounting import Plan, plan
 from demo_optax.compressors import Compressor, dct_topk
 from demo_optax.demo import DeMoState, demo, scale_by_demo
 from demo_optax.gradients import (
@@ -26,6 +27,7 @@ from demo_optax.gradients import (
   per_worker,
   value_and_grad,
 )
+from demo_optax.hlo import Collective, collectives
 from demo_optax.inspection import momentum, state_specs
 from demo_optax.modules import param_specs
 from demo_optax.workers import Workers

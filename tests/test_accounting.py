@@ -1,4 +1,4 @@
-"""Bytes, predicted and read from compiled code."""
+"""Bytes, predicted."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import demo_optax
-from demo_optax import accounting
 
 pytestmark = pytest.mark.core
 
@@ -86,34 +85,3 @@ def test_plan_errors():
     demo_optax.plan(jnp.zeros(3, jnp.complex64), demo_optax.dct_topk(), 2)
   with pytest.raises(ValueError, match='workers=0'):
     demo_optax.plan(jnp.zeros(3), demo_optax.dct_topk(), 0)
-
-
-HLO = """HloModule jit_f, num_partitions=8
-  %ag = u8[4,100]{1,0} all-gather(%p), channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}
-  %ar = (f32[10]{0}, f32[2,2]{1,0}) all-reduce(%a, %b), replica_groups=[2,4]<=[8], to_apply=%add
-  %rs = bf16[5]{0} reduce-scatter(%c), replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}
-  %ags = (f32[8]{0}, f32[32]{0}) all-gather-start(%d), replica_groups=mesh['replica'=2,'fsdp'=4] {'fsdp'}, dimensions={0}
-  %agt = ((f32[8]{0:T(256)}, s8[4]{0}), (f32[32]{0}, s8[16]{0}), u32[]) all-gather-start(%d, %e), replica_groups={{0,1,2,3}}, dimensions={0}
-  %agd = f32[32]{0} all-gather-done(%ags)
-  %cp = s32[3]{0} collective-permute(%e), source_target_pairs={{0,1}}
-  %all = f32[] all-reduce(%g), replica_groups={}, to_apply=%add
-  %one = f32[] all-reduce(%g), to_apply=%add
-  %gte = u8[4,100]{1,0} get-tuple-element(%all-gather.3), index=0
-"""
-
-
-def test_collectives_of_recorded_text():
-  found = accounting.collectives(HLO)
-  assert [(c.kind, c.output_bytes, c.group_size, c.received_bytes)
-          for c in found] == [
-      ('all-gather', 400, 4, 300),
-      ('all-reduce', 56, 4, 84),
-      ('reduce-scatter', 10, 2, 10),
-      ('all-gather', 128, 4, 96),
-      ('all-gather', 144, 4, 108),
-      ('collective-permute', 12, 8, 12),
-      ('all-reduce', 4, 8, 7),
-      ('all-reduce', 4, 8, 7),
-  ]
-  with pytest.raises(TypeError, match='as_text'):
-    demo_optax.collectives(3)

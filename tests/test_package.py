@@ -15,8 +15,9 @@ pytestmark = pytest.mark.core
 PACKAGE = pathlib.Path(demo_optax.__file__).parent
 
 # A module may import those before it, and no other.
-ORDER = ['chunks', 'selection', 'wire', 'compressors', 'specs', 'workers', 'trees',
-         'modules', 'gradients', 'demo', 'inspection', 'accounting']
+ORDER = ['chunks', 'selection', 'wire', 'compressors', 'specs', 'workers',
+         'trees', 'modules', 'gradients', 'demo', 'inspection', 'accounting',
+         'hlo']
 
 
 def test_imports_go_one_way():

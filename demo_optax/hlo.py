@@ -1,0 +1,322 @@
+"""Bytes on the wire, read from compiled code."""
+
+import dataclasses
+import itertools
+import math
+import re
+from typing import Any
+
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+  """One collective of a compiled function.
+
+  Attributes:
+    kind: `'all-gather'`, `'all-reduce'`, `'reduce-scatter'`, `'all-to-all'`,
+      `'ragged-all-to-all'`, `'collective-permute'` or `'collective-broadcast'`.
+    axes: the mesh axes it runs over, in the order of the mesh; `()` if no
+      device has a partner; None without a mesh, or if the groups are not those
+      of any axes. Of a collective-permute: the axes along which data moves.
+    group_size: devices in a group, the largest if they differ.
+    output_bytes: bytes of its outputs on one device.
+    sent_bytes: bytes that a device sends, by the ring algorithm.
+    received_bytes: bytes that a device receives, by the ring algorithm.
+    shapes: its outputs, such as `'f32[4,8]'`.
+    groups: the devices that communicate, as places in the flattened mesh; of a
+      collective-permute: its pairs `(source, target)`.
+    groups_text: the same as the compiler wrote it; `''` if it wrote nothing.
+  """
+
+  kind: str
+  axes: tuple[str, ...] | None
+  group_size: int
+  output_bytes: int
+  sent_bytes: int
+  received_bytes: int
+  shapes: tuple[str, ...]
+  groups: Groups
+  groups_text: str
+
+
+def collectives(
+    compiled: Any, mesh: Mesh | AbstractMesh | None = None
+) -> list[Collective]:
+  """Every collective of a compiled function, with its bytes on the wire.
+
+  With `B` the bytes of the outputs on one device and `g` the devices in a
+  group, a device sends and receives, by the ring algorithm: all-gather
+  `B (g - 1) / g`, all-reduce `2 B (g - 1) / g`, reduce-scatter `B (g - 1)`,
+  all-to-all (at most, if ragged) `B (g - 1) / g`, collective-permute (who takes
+  part) and -broadcast `B`. Where an all-gather is counted as what is put into
+  it, that is `B / g`.
+
+  Compiled code numbers devices by their places in the flattened mesh, whatever
+  their ids. So `mesh` must have the axes, in the order, of the mesh that the
+  function was compiled for; its devices are not looked at. Axes of size 1 are
+  never listed.
+
+  What is read is this backend's code: CPUs send bfloat16 as float32, for one,
+  and TPUs fuse an all-reduce with the slice of it, which is listed as the
+  all-reduce.
+
+  Args:
+    compiled: `jax.jit(f).lower(...).compile()`, or the text of one.
+    mesh: the mesh it was compiled for, to name the axes of each collective.
+
+  Returns:
+    The collectives in the order of the text. One inside a loop is listed once,
+    and so is an asynchronous one, which is a start and a done.
+
+  Raises:
+    TypeError: something without `as_text`; a `mesh` that is none.
+    ValueError: what is not compiled, or for another number of devices than the
+      mesh has; a dtype, or a spelling of groups, that is not known.
+
+  Example:
+    >>> import demo_optax, jax, jax.numpy as jnp
+    >>> compiled = jax.jit(jnp.sum).lower(jnp.ones(3)).compile()
+    >>> demo_optax.collectives(compiled)
+    []
+    >>> text = '''HloModule step, num_partitions=8
+    ... %g = u8[4,100] all-gather(%p), replica_groups=[2,4]<=[8], dimensions={0}
+    ... '''
+    >>> mesh = jax.sharding.AbstractMesh((2, 4), ('replica', 'fsdp'))
+    >>> for c in demo_optax.collectives(text, mesh):
+    ...   print(c.kind, c.axes, c.group_size, c.sent_bytes)
+    all-gather ('fsdp',) 4 300
+
+  References:
+    Ring collectives: Patarasuk and Yuan, `Bandwidth optimal all-reduce
+    algorithms for clusters of workstations
+    <https://doi.org/10.1016/j.jpdc.2008.09.002>`_, 2009.
+  """
+  text = _text(compiled)
+  num_devices = _num_devices(text)
+  _check_mesh(mesh, num_devices)
+  found = map(_INSTRUCTION.match, text.splitlines())
+  return [_collective(match, num_devices, mesh) for match in found if match]
+
+
+def _text(compiled: Any) -> str:
+  if not isinstance(compiled, str) and not hasattr(compiled, 'as_text'):
+    raise TypeError(
+        f'{type(compiled).__name__} has no as_text; pass'
+        ' jax.jit(f).lower(...).compile().'
+    )
+  text = compiled if isinstance(compiled, str) else compiled.as_text()
+  # What is lowered but not compiled has as_text too, and no collectives yet.
+  if not text.startswith('HloModule'):
+    raise ValueError(
+        f'The text starts with {text[:20]!r}, not with HloModule: it is not'
+        ' compiled. Pass jax.jit(f).lower(...).compile().'
+    )
+  return text
+
+
+def _num_devices(text: str) -> int:
+  """The header has both counts, or leaves one out where it is 1."""
+  header = text.split('\n', 1)[0]
+  counts = re.findall(r'\b(?:num_partitions|replica_count)=(\d+)', header)
+  return math.prod(map(int, counts))
+
+
+def _check_mesh(mesh: Any, num_devices: int) -> None:
+  if mesh is None:
+    return
+  if not isinstance(mesh, (Mesh, AbstractMesh)):
+    raise TypeError(
+        f'mesh={mesh!r} must be a mesh, such as jax.make_mesh((8,), ("data",)).'
+    )
+  if mesh.size != num_devices:
+    raise ValueError(
+        f'The mesh {dict(mesh.shape)} has {mesh.size} devices, but the function'
+        f' is compiled for {num_devices}; pass the mesh it was compiled for.'
+    )
+
+
+# %name = type kind(operands), attributes
+#
+# A type is `f32[8]{0}`, or a tuple `(f32[8]{0}, /*index=1*/f32[])`: it ends
+# before the % of operands and the " of metadata. The -done of a pair does not
+# match. Where `async-start` is written instead of, say, `all-gather-start`, the
+# all-gather stands in a computation of its own, and is found there.
+_INSTRUCTION = re.compile(
+    r"""\s*(?:ROOT\ )?\S+\ =\ (?P<type>\([^%"]*\)|[^\s(]\S*)\ (?P<kind>
+    all-gather|all-reduce|reduce-scatter|ragged-all-to-all|all-to-all
+    |collective-permute|collective-broadcast)(?P<start>-start)?
+    \((?P<rest>.*)""",
+    re.VERBOSE,
+)
+# dtype[dimensions]{layout}, such as s4[8,128]{1,0:T(8,128)E(4)}
+_SHAPE = re.compile(r'\b([a-z]\w*)\[([^\]]*)\](\{[^}]*\})?')
+# f32, bf16, u8, s4, c64, f8e4m3fn: the first number is the number of bits.
+_DTYPE = re.compile(r'(?:[sufc]|bf)(\d+)(?:e\d+m\d+\w*)?')
+# {{0,1},{2,3}}: the groups themselves; {}: all devices in one.
+# [4,2]<=[2,4]T(1,0): 0..7 in the shape [2,4], transposed, cut into 4 of 2.
+# mesh['a'=2,'b'=4], device_ids=([2,4]T(1,0)) {'b'}: see `_mesh_groups`.
+_GROUPS = re.compile(
+    r"""(?:replica_groups|source_target_pairs)=(
+    (?P<listed>\{[{}\d,\ ]*\})
+    |\[(?P<shape>[\d,]+)\]<=(?P<iota>\[[\d,]+\](?:T\([\d,]+\))?)
+    |mesh\[(?P<sizes>[^\]]*)\](?:,\ device_ids=\((?P<ids>[^{]*)\))?
+     \ \{(?P<axes>[^}]*)\})""",
+    re.VERBOSE,
+)
+_AXIS_SIZE = re.compile(r"'?([^',=]+)'?=(\d+)")  # 'a'=2
+_AXIS_PART = re.compile(r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?")  # 'a', 'a':(2)4
+
+
+def _collective(
+    match: re.Match, num_devices: int, mesh: Mesh | AbstractMesh | None
+) -> Collective:
+  kind = match['kind']
+  outputs = match['type']
+  # The type of a start is (operands, outputs, state...). Only all-reduce-start
+  # has the type of its outputs.
+  if match['start'] and kind != 'all-reduce':
+    outputs = _elements(outputs)[1]
+  shapes = _SHAPE.findall(outputs)
+  output_bytes = sum(_shape_bytes(*shape) for shape in shapes)
+  groups, groups_text = _groups(match['rest'], num_devices)
+  moved = _ring_bytes(kind, output_bytes, groups)
+  return Collective(
+      kind=kind,
+      axes=None if mesh is None else _axes(kind, groups, mesh),
+      group_size=max(map(len, groups), default=1),
+      output_bytes=output_bytes,
+      sent_bytes=moved,
+      received_bytes=moved,
+      shapes=tuple(f'{dtype}[{dims}]' for dtype, dims, _ in shapes),
+      groups=groups,
+      groups_text=groups_text,
+  )
+
+
+def _elements(type_: str) -> list[str]:
+  """The elements of a tuple; commas inside brackets do not part them."""
+  elements, depth = [''], 0
+  for character in type_[1:-1]:
+    depth += (character in '([{') - (character in ')]}')
+    if character == ',' and not depth:
+      elements.append('')
+    else:
+      elements[-1] += character
+  return elements
+
+
+def _shape_bytes(dtype: str, dims: str, layout: str) -> int:
+  packed = re.search(r'E\((\d+)\)', layout)  # bits of an element in memory
+  if packed:
+    bits = int(packed[1])
+  elif dtype == 'pred':
+    bits = 8
+  elif dtype == 'token':
+    bits = 0
+  elif width := _DTYPE.fullmatch(dtype):
+    bits = max(int(width[1]), 8)
+  else:
+    raise ValueError(f'{dtype}[{dims}]: the size of dtype {dtype} is unknown.')
+  return -(-bits * math.prod(_ints(dims)) // 8)
+
+
+def _ring_bytes(kind: str, output_bytes: int, groups: Groups) -> int:
+  if kind == 'collective-permute':
+    return output_bytes if any(s != t for s, t in groups) else 0
+  if kind == 'collective-broadcast':
+    return output_bytes
+  size = max(map(len, groups))
+  if kind == 'reduce-scatter':
+    return output_bytes * (size - 1)
+  rounds = 2 if kind == 'all-reduce' else 1
+  return round(rounds * output_bytes * (size - 1) / size)
+
+
+def _groups(attributes: str, num_devices: int) -> tuple[Groups, str]:
+  """The groups of an instruction, and how they are written."""
+  match = _GROUPS.search(attributes)
+  if match is None:
+    if re.search('replica_groups=|source_target_pairs=', attributes):
+      raise ValueError(f'The groups are not understood: {attributes}')
+    return (tuple(range(num_devices)),), ''
+  if match['iota']:
+    ids = _iota(match['iota']).reshape(_ints(match['shape']))
+  elif match['sizes']:
+    ids = _mesh_groups(match['sizes'], match['ids'], match['axes'])
+  elif match[0] == 'replica_groups={}':
+    ids = np.arange(num_devices).reshape(1, -1)
+  else:
+    listed = re.findall(r'\{([\d, ]+)\}', match['listed'])
+    return tuple(tuple(_ints(group)) for group in listed), match[1]
+  return tuple(map(tuple, ids.tolist())), match[1]
+
+
+def _mesh_groups(sizes: str, ids: str | None, axes: str) -> np.ndarray:
+  """The groups over axes of a mesh that the compiler wrote down.
+
+  Its mesh need not be the user's: XLA makes up some. An axis may be cut: of
+  'a'=8, 'a':(2)4 is the inner axis of two, where 'a' is [2, 4].
+
+  Args:
+    sizes: axes of the mesh, such as `'a'=2,'b'=4`.
+    ids: its devices if not in order: `0,2,1,3`, or as an iota `[2,2]T(1,0)`.
+    axes: those the groups run over, such as `'a','b':(2)2`.
+
+  Returns:
+    The groups, an array of shape (groups, devices in a group).
+  """
+  mesh = {name: int(size) for name, size in _AXIS_SIZE.findall(sizes)}
+  # As (axis, size of what is outside of it, size).
+  inner = [
+      (name, int(outside or 1), int(size or mesh[name]))
+      for name, outside, size in _AXIS_PART.findall(axes)
+  ]
+  parts = []  # the mesh, with every axis cut where one of `inner` cuts it
+  for name, size in mesh.items():
+    cuts = {n for axis, a, b in inner if axis == name for n in (a, a * b)}
+    cuts |= {1, size}
+    parts += [(name, a, b // a) for a, b in itertools.pairwise(sorted(cuts))]
+  last = [parts.index(part) for part in inner if part[2] > 1]
+  first = [i for i in range(len(parts)) if i not in last]
+  if ids is None:
+    devices = np.arange(math.prod(mesh.values()))
+  else:
+    devices = _iota(ids) if '[' in ids else np.array(_ints(ids))
+  devices = devices.reshape([size for _, _, size in parts])
+  group_size = math.prod(parts[i][2] for i in last)
+  return devices.transpose(first + last).reshape(-1, group_size)
+
+
+def _iota(text: str) -> np.ndarray:
+  """`[2,4]T(1,0)`: 0..7 in the shape [2, 4], transposed; flat."""
+  dims, _, permutation = text.partition('T')
+  ids = np.arange(math.prod(_ints(dims))).reshape(_ints(dims))
+  return ids.transpose(_ints(permutation) or range(ids.ndim)).ravel()
+
+
+def _ints(text: str) -> list[int]:
+  return [int(number) for number in re.findall(r'\d+', text)]
+
+
+def _axes(
+    kind: str, groups: Groups, mesh: Mesh | AbstractMesh
+) -> tuple[str, ...] | None:
+  """The axes along which the devices of a group have different places.
+
+  If a group has as many devices as these axes, it has all of them.
+  """
+  if len(set(map(len, groups))) > 1:
+    return None
+  members = np.array(groups or ((0,),))  # a permute may have no pairs
+  places = np.unravel_index(members, mesh.axis_sizes)  # per axis, as members
+  axes = tuple(
+      name
+      for name, place in zip(mesh.axis_names, places)
+      if np.any(place != place[:, :1])
+  )
+  complete = members.shape[1] == math.prod(mesh.shape[name] for name in axes)
+  return axes if complete or kind == 'collective-permute' else None
