@@ -21,6 +21,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+# Compilers multiply a few rows in other ways than many, which round otherwise:
+# a chunk's bits would depend on how many chunks there are beside it, and so on
+# how many workers are simulated. XLA:CPU is uniform from 96 rows on.
+_MIN_ROWS = 128
+
 # Length of a chunk's side -> the orthonormal matrix whose ROWS are the basis.
 Basis = Callable[[int], np.ndarray]
 
@@ -272,13 +277,17 @@ def _apply(x: jax.Array, matrix: np.ndarray) -> jax.Array:
   """`x @ matrix` over the last axis as one product, in full precision."""
   if matrix.shape == (1, 1):
     return x  # the only orthonormal bases of length 1 we use are [[1.]]
+  flat = x.reshape(-1, x.shape[-1])
+  rows = len(flat)
+  if rows < _MIN_ROWS:
+    flat = jnp.pad(flat, ((0, _MIN_ROWS - rows), (0, 0)))
   flat = jnp.dot(
-      x.reshape(-1, x.shape[-1]),
+      flat,
       jnp.asarray(matrix, x.dtype),
       # The default is bfloat16 on TPUs and TF32 on GPUs.
       precision=jax.lax.Precision.HIGHEST,
   )
-  return flat.reshape(x.shape)
+  return flat[:rows].reshape(x.shape)
 
 
 def _keep(matrix: np.ndarray, padding: int) -> np.ndarray:

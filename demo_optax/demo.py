@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from demo_optax import compressors, selection, trees, wire
+from demo_optax import compressors, modules, selection, trees, wire
 from demo_optax.compressors import Compressor, LeafPlan
 from demo_optax.specs import Path, Placement
 from demo_optax.workers import Workers
@@ -220,7 +220,9 @@ def scale_by_demo(
       shape = leaf.plan.grid.coefficients_shape
       return workers.zeros(shape, dtype, leaf.placement)
 
-    momentum = trees.map_exchanged(zeros, params)
+    momentum = modules.stack_annotations(
+        trees.map_exchanged(zeros, params), workers.spmd_axis_name
+    )
     return DeMoState(
         count=workers.device_put(jnp.zeros((), jnp.int32)),
         momentum=momentum,
@@ -249,7 +251,7 @@ def scale_by_demo(
   ) -> tuple[chex.ArrayTree, DeMoState]:
     leaves = trees.align(updates, state.momentum, params, workers)
     new = [leaf.zero_update() for leaf in leaves]
-    kept = [leaf.momentum for leaf in leaves]
+    kept: list[jax.Array] = []
     left_out = jnp.zeros((), jnp.int32)
     places = [p for p, leaf in enumerate(leaves) if leaf.exchanged]
     if places:
@@ -261,18 +263,17 @@ def scale_by_demo(
             _plan_leaf(leaf.path, leaf.shape, dtype, compressor, workers)
         )
         _check_momentum(leaf, planned[-1].plan, compressor, workers)
-      merged, momentum, left_out = exchange(
+      merged, kept, left_out = exchange(
           tuple(planned),
           [leaf.gradient for leaf in sent],
           [leaf.momentum for leaf in sent],
       )
-      for p, update, m in zip(places, merged, momentum):
-        new[p], kept[p] = update.astype(leaves[p].dtype), m
+      for p, update in zip(places, merged):
+        new[p] = update.astype(leaves[p].dtype)
 
-    treedef = jax.tree.structure(updates)
-    return treedef.unflatten(new), DeMoState(
+    return jax.tree.structure(updates).unflatten(new), DeMoState(
         count=optax.safe_increment(state.count),
-        momentum=treedef.unflatten(kept),
+        momentum=jax.tree.structure(state.momentum).unflatten(kept),
         info={'left_out': left_out},
         pending=(),
     )

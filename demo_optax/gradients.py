@@ -184,7 +184,10 @@ def per_worker(
 
   def init_fn(params: chex.ArrayTree) -> PerWorkerState:
     state = tx.init(_exchanged_part(params))
-    return PerWorkerState(jax.tree.map(workers.stack, state))
+    state = jax.tree.map(workers.stack, state)
+    return PerWorkerState(
+        modules.stack_annotations(state, workers.spmd_axis_name)
+    )
 
   def update_fn(
       updates: chex.ArrayTree,
@@ -288,8 +291,7 @@ def _exchanged_part(tree: chex.ArrayTree | None) -> chex.ArrayTree | None:
 def _check_own(
     gradients: chex.ArrayTree, params: chex.ArrayTree | None, workers: Workers
 ) -> None:
-  flat, treedef = jax.tree_util.tree_flatten_with_path(gradients)
-  like = [None] * len(flat) if params is None else treedef.flatten_up_to(params)
+  flat, (like,) = trees.flatten_alike(gradients, params)
   for (path, gradient), param in zip(flat, like):
     trees.check_gradient(trees.leaf_name(path), gradient, param, workers)
 

@@ -147,15 +147,21 @@ def momentum(
     if moment is None:
       return None
     shape = np.shape(param)
-    blocks = workers.param_specs.place(path, shape).blocks
-    plan = compressor.plan_blocks(shape, moment.dtype, blocks)
+    placement = workers.param_specs.place(path, shape)
+    plan = compressor.plan_blocks(shape, moment.dtype, placement.blocks)
     expected = (workers.stacked_size, *plan.grid.coefficients_shape)
     if moment.shape != expected:
       raise ValueError(
           f'The momentum of {name} has shape {moment.shape}, but {compressor}'
           f' and {workers} keep it as {expected}.'
       )
-    return jax.vmap(lambda c: compressor.from_coefficients(c, plan))(moment)
+    local = plan.with_blocks(workers.local_blocks(placement))
+    decoded = workers.each(
+        lambda c: [compressor.from_coefficients(c[0], local)],
+        [moment],
+        [placement],
+    )
+    return decoded[0]
 
   return jax.tree_util.tree_map_with_path(decode, params)
 

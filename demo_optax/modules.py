@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from demo_optax.workers import Workers
@@ -285,6 +286,45 @@ def _linen_spec(linen: Any, x: Any, rules: Any) -> P:
         " for them. Give rules=(('embed', 'fsdp'), ('mlp', None), ...)."
     )
   return linen.logical_to_mesh_axes(x.names, rules)
+
+
+def stack_annotations(tree: Any, axis_name: str | None) -> Any:
+  """Puts a leading axis before the shardings that Flax variables ask for.
+
+  Flax gives variables made of an optimizer's state the annotations of the
+  parameters they were made for, and would move stacked arrays accordingly.
+  """
+  nnx = _nnx()
+  if nnx is None:
+    return tree
+
+  def lead(x: Any) -> Any:
+    if not isinstance(x, nnx.Variable):
+      return x
+    sharding = x.get_metadata('out_sharding', None)
+    if not sharding:
+      return x
+    return x.replace(out_sharding=_with_lead(sharding, axis_name))
+
+  return jax.tree.map(lead, tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
+
+def _with_lead(sharding: Any, axis_name: str | None) -> Any:
+  if isinstance(sharding, NamedSharding):
+    return NamedSharding(sharding.mesh, P(axis_name, *sharding.spec))
+  return P(axis_name, *sharding)
+
+
+def without_variables(tree: Any) -> Any:
+  """`tree` with the values of Flax variables in place of the variables."""
+  nnx = _nnx()
+  if nnx is None:
+    return tree
+  return jax.tree.map(
+      lambda x: x.get_value() if isinstance(x, nnx.Variable) else x,
+      tree,
+      is_leaf=lambda x: isinstance(x, nnx.Variable),
+  )
 
 
 def _is_module(x: Any) -> bool:

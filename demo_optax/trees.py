@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from demo_optax import modules
 from demo_optax.specs import Path
 from demo_optax.workers import Workers
 
@@ -103,18 +104,7 @@ def align(
     gradients: Any, momentum: Any, params: Any | None, workers: Workers
 ) -> list[Leaf]:
   """Matches the leaves of an update, and checks that each is a worker's own."""
-  flat, treedef = jax.tree_util.tree_flatten_with_path(gradients)
-  try:
-    moments = treedef.flatten_up_to(momentum)
-    like = [None] * len(flat)
-    if params is not None:
-      like = treedef.flatten_up_to(params)
-  except ValueError as error:
-    raise ValueError(
-        'Gradients, optimizer state and parameters differ in structure:'
-        f' {error}'
-    ) from error
-
+  flat, (moments, like) = flatten_alike(gradients, momentum, params)
   leaves = []
   for (path, gradient), moment, param in zip(flat, moments, like):
     name = leaf_name(path)
@@ -134,6 +124,27 @@ def align(
           ' too, so let them look at paths, not at numbers of dimensions.'
       )
   return leaves
+
+
+def flatten_alike(
+    gradients: Any, *others: Any
+) -> tuple[list[tuple[Path, Any]], list[list[Any]]]:
+  """Leaves of gradients with their paths, and what the others have there."""
+  flat = jax.tree_util.tree_flatten_with_path(gradients)[0]
+  # Variables carry annotations, in which gradients and state may differ.
+  treedef = jax.tree.structure(modules.without_variables(gradients))
+  try:
+    return flat, [
+        [None] * len(flat)
+        if other is None
+        else treedef.flatten_up_to(modules.without_variables(other))
+        for other in others
+    ]
+  except ValueError as error:
+    raise ValueError(
+        'Gradients, optimizer state and parameters differ in structure:'
+        f' {error}'
+    ) from error
 
 
 def check_gradient(

@@ -203,6 +203,11 @@ class Workers(abc.ABC):
     """How parameters are spread over the devices of a worker."""
     return _ON_ONE_DEVICE
 
+  @property
+  def spmd_axis_name(self) -> str | None:
+    """The mesh axis of the leading axis of stacked arrays, if there is one."""
+    return None
+
   def local_blocks(self, placement: Placement) -> tuple[int, ...]:
     """How many of a parameter's blocks `run` shows to a step at once."""
     return placement.blocks
@@ -238,14 +243,33 @@ class Workers(abc.ABC):
         the worker axis, and only those blocks that `local_blocks` tells.
         Updates and info must be equal on all workers, which they are if they
         depend on nothing but what `gather` returned.
-      gradients: the workers' gradients.
-      state: stacked arrays, one for each gradient.
+      gradients: the workers' gradients, or none.
+      state: stacked arrays, one for each parameter.
       placements: where the parameters lie.
 
     Returns:
       Updates without a worker axis, the new stacked state, and info: a tree of
       scalars.
     """
+
+  def each(
+      self,
+      fun: Callable[[list[jax.Array]], list[jax.Array]],
+      state: list[jax.Array],
+      placements: Sequence[Placement],
+  ) -> list[jax.Array]:
+    """Stacked arrays from stacked arrays, without communication.
+
+    Args:
+      fun: one worker's function, everything without the worker axis, and only
+        those blocks that `local_blocks` tells.
+      state: stacked arrays.
+      placements: where the parameters lie that they belong to.
+
+    Returns:
+      What `fun` returned, stacked: one array for each in `state`.
+    """
+    return jax.vmap(fun)(state)
 
   @abc.abstractmethod
   def gather(self, parts: Sequence[Part]) -> list[jax.Array]:
@@ -355,8 +379,6 @@ class Workers(abc.ABC):
 class _Stacked(Workers):
   """Gradients carry the worker axis in front."""
 
-  _spmd_axis_name: str | None = None
-
   def map(
       self,
       fun: Callable[..., tuple[Any, Any, Any]],
@@ -368,7 +390,7 @@ class _Stacked(Workers):
         fun,
         in_axes=(0, 0, 0, None),
         out_axes=(0, 0, None),
-        spmd_axis_name=self._spmd_axis_name,
+        spmd_axis_name=self.spmd_axis_name,
     )
     index = self.place(jnp.arange(self.count, dtype=jnp.int32))
     return mapped(index, own, state, shared)
@@ -453,7 +475,6 @@ class _OnMesh(_Stacked):
       self, mesh: Mesh, axis_name: str, param_specs: specs.ParamSpecs
   ):
     self.mesh, self.axis_name, self._param_specs = mesh, axis_name, param_specs
-    self._spmd_axis_name = axis_name
     self._explicit = AxisType.Explicit in mesh.axis_types
 
   def __repr__(self) -> str:
@@ -468,18 +489,19 @@ class _OnMesh(_Stacked):
   def count(self) -> int:
     return self.mesh.shape[self.axis_name]
 
+  @property
+  def spmd_axis_name(self) -> str | None:
+    return self.axis_name
+
   def local_blocks(self, placement: Placement) -> tuple[int, ...]:
     return (1,) * len(placement.blocks)
-
-  def _stacked_spec(self, placement: Placement) -> P:
-    return P(self.axis_name, *placement.spec)
 
   def zeros(
       self, shape: tuple[int, ...], dtype: jnp.dtype, placement: Placement
   ) -> jax.Array:
     # jnp.zeros(device=sharding) would do under no jit only: inside one it lands
     # on a single device, all workers' momentum together.
-    spec = self._stacked_spec(placement)
+    spec = P(self.axis_name, *placement.spec)
     return _zeros_on_mesh(self.mesh, spec, (self.count, *shape), dtype)()
 
   def stack(self, x: jax.Array) -> jax.Array:
@@ -501,16 +523,32 @@ class _OnMesh(_Stacked):
       updates, state, info = step(*own)
       return updates, [x[None] for x in state], info
 
-    stacked = [self._stacked_spec(p) for p in placements]
+    inside = [p.spec for p in placements]
+    stacked = [P(self.axis_name, *spec) for spec in inside]
     mapped = jax.shard_map(
         local_step,
         mesh=self.mesh,
-        in_specs=(stacked, stacked),
-        out_specs=([p.spec for p in placements], stacked, P()),
+        in_specs=(stacked[: len(gradients)], stacked),
+        out_specs=(inside[: len(gradients)], stacked, P()),
     )
     gradients = [self._reshard(x, s) for x, s in zip(gradients, stacked)]
     state = [self._reshard(x, s) for x, s in zip(state, stacked)]
     return mapped(gradients, state)
+
+  def each(
+      self,
+      fun: Callable[[list[jax.Array]], list[jax.Array]],
+      state: list[jax.Array],
+      placements: Sequence[Placement],
+  ) -> list[jax.Array]:
+    def step(
+        gradients: list[jax.Array], state: list[jax.Array]
+    ) -> tuple[list[jax.Array], list[jax.Array], Any]:
+      return gradients, fun(state), ()
+
+    # Jitted, since shard_map outside of jit runs operation by operation.
+    run = jax.jit(lambda state: self.run(step, [], state, placements)[1])
+    return run(state)
 
   def gather(self, parts: Sequence[Part]) -> list[jax.Array]:
     # All parts share one buffer, whatever axes they are sharded over: divided,

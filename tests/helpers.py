@@ -14,6 +14,7 @@ SHAPES = {
     'padded': (97, 67),
     'kernel': (3, 3, 16, 40),
     'bias': (70,),
+    'short': (20,),  # one chunk
     'gain': (5,),
     'scalar': (),
 }

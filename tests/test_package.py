@@ -16,7 +16,7 @@ PACKAGE = pathlib.Path(demo_optax.__file__).parent
 
 # A module may import those before it, and no other.
 ORDER = ['chunks', 'selection', 'wire', 'compressors', 'specs', 'workers',
-         'trees', 'modules', 'gradients', 'demo', 'inspection', 'accounting',
+         'modules', 'trees', 'gradients', 'demo', 'inspection', 'accounting',
          'hlo']
 
 

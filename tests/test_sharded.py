@@ -1,11 +1,14 @@
 """Workers of several devices, which shard their parameters."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from helpers import (
   COMPILATIONS,
   MESHES,
+  assert_replicas_equal,
   assert_same_bits,
   random_tree,
 )
@@ -70,7 +73,8 @@ def make_workers(layout, kind='auto'):
 
 def simulated_workers(layout):
   shape, specs = LAYOUTS[layout]
-  return demo_optax.Workers.simulated(2, specs, shape)
+  inside = {a: n for a, n in shape.items() if a != 'replica'}
+  return demo_optax.Workers.simulated(2, specs, inside)
 
 
 def place_gradients(gradients, workers, specs):
@@ -117,3 +121,364 @@ def test_sharded_equals_simulated_with_the_same_blocks(layout, kind):
     kept = NamedSharding(workers.mesh, P('replica', *spec))
     moment = state.momentum[key]
     assert moment.sharding.is_equivalent_to(kept, moment.ndim)
+
+
+def test_workers_agree_on_every_device():
+  """Every device that holds a block of an update holds the same bits of it."""
+  workers = make_workers('3d')
+  _, _, updates = run(workers, 4, exchange, '3d')
+  for leaf in jax.tree.leaves(updates):
+    blocks = {}
+    for shard in leaf.addressable_shards:
+      block = blocks.setdefault(str(shard.index), np.asarray(shard.data))
+      np.testing.assert_array_equal(block, np.asarray(shard.data))
+
+
+@pytest.mark.parametrize('kind', ['auto', 'explicit'])
+def test_a_whole_chain_trains_as_if_simulated(kind):
+  """Clip by each worker's norm, Adam after the exchange, averaged leaves."""
+
+  def make_tx(workers):
+    exchanged = optax.chain(
+        demo_optax.per_worker(
+            optax.chain(optax.clip_by_global_norm(1.0), optax.trace(0.5)),
+            workers=workers),
+        demo_optax.demo(1e-2, workers=workers, compressor=COMPRESSOR,
+                        decay=0.9, weight_decay=0.1))
+    averaged = optax.chain(
+        demo_optax.mean_over_workers(workers=workers), optax.trace(0.9))
+    return optax.partition(
+        {'exchanged': exchanged, 'averaged': averaged},
+        {k: 'averaged' if k in ('cols', 'gain') else 'exchanged'
+         for k in SHAPES})
+
+  expected, _, _ = run(simulated_workers('3d'), 4, make_tx, '3d')
+  seen, state, _ = run(make_workers('3d', kind), 4, make_tx, '3d')
+  for step, (a, b) in enumerate(zip(seen, expected)):
+    for key in SHAPES:  # norms are summed in another order
+      np.testing.assert_allclose(a[key], b[key], rtol=1e-4, atol=1e-6,
+                                 err_msg=f'{step} {key}')
+  own = state.inner_states['exchanged'].inner_state[0].worker_stacked
+  trace = own[1].trace['both']
+  assert {s.data.shape for s in trace.addressable_shards} == {(1, 16, 32)}
+
+
+def test_state_is_born_sharded():
+  """Eagerly and under jit: no device ever holds another's momentum."""
+  workers = make_workers('3d')
+  tx = optax.chain(exchange(workers), optax.scale_by_adam())
+  params = workers.device_put(random_tree(9, SHAPES))
+  specs = demo_optax.state_specs(tx, params, workers)
+  shardings = jax.tree.map(
+      lambda s: NamedSharding(workers.mesh, s), specs,
+      is_leaf=lambda x: isinstance(x, P))
+  born = [jax.jit(tx.init, out_shardings=shardings)(params),
+          workers.device_put(tx.init(params))]
+  for state in born:
+    for x, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(shardings)):
+      assert x.sharding.is_equivalent_to(sharding, x.ndim)
+  # In jit without a word about shardings the momentum is, all the same.
+  momentum = jax.jit(tx.init)(params)[0].momentum
+  assert {s.data.shape for s in momentum['both'].addressable_shards} == {
+      (1, 2, 4, 64)}
+
+
+@pytest.mark.parametrize('kind', ['auto', 'explicit'])
+def test_momentum_in_parameter_space(kind):
+  workers, simulated = make_workers('3d', kind), simulated_workers('3d')
+  _, state, _ = run(workers, 2, exchange, '3d')
+  _, expected, _ = run(simulated, 2, exchange, '3d')
+  params = workers.device_put(random_tree(9, SHAPES))
+  found = demo_optax.momentum(state, params, COMPRESSOR, workers)
+  expected = demo_optax.momentum(expected, params, COMPRESSOR, simulated)
+  for key, shape in SHAPES.items():
+    assert found[key].shape == (2, *shape)
+    np.testing.assert_allclose(found[key], expected[key], atol=1e-6)
+
+
+# What crosses which wire ------------------------------------------------------
+
+
+@pytest.mark.parametrize('kind', ['auto', 'explicit'])
+@pytest.mark.parametrize('layout', LAYOUTS)
+def test_one_gather_between_workers_and_only_scalars_inside(layout, kind):
+  workers = make_workers(layout, kind)
+  tx = optax.chain(
+      demo_optax.per_worker(optax.clip_by_global_norm(1.0), workers=workers),
+      demo_optax.demo(1e-2, workers=workers, compressor=COMPRESSOR,
+                      weight_decay=0.1))
+  params = workers.device_put(random_tree(9, SHAPES))
+  state = workers.device_put(tx.init(params))
+  gradients = place_gradients(
+      random_tree(0, SHAPES, lead=(2,)), workers, LAYOUTS[layout][1])
+  compiled = jax.jit(tx.update).lower(gradients, state, params).compile()
+  found = demo_optax.collectives(compiled, workers.mesh)
+  plan = demo_optax.plan(params, COMPRESSOR, workers)
+
+  between = [c for c in found if 'replica' in c.axes]
+  assert [c.kind for c in between] == ['all-gather']
+  assert between[0].axes == ('replica',)
+  assert between[0].received_bytes == plan.device_bytes['replica',]
+  assert 4 * between[0].received_bytes == plan.received_bytes
+  inside = [c for c in found if 'replica' not in c.axes]
+  rejoins = [c for c in inside if c.kind == 'all-gather']
+  scalars = [c for c in inside if c.kind != 'all-gather']
+  assert {c.kind for c in scalars} == {'all-reduce'}
+  for c in scalars:  # f32[1]: each worker's norm; s32[]: the agreement
+    assert set(c.shapes) <= {'f32[1]', 's32[]'}
+  agreed = [c for c in scalars if c.shapes == ('s32[]',)]
+  assert len(agreed) == 1
+  moved = {workers.param_specs.axes: agreed[0].received_bytes}
+  for c in rejoins:
+    moved[c.axes] = moved.get(c.axes, 0) + c.received_bytes
+  assert {('replica',): between[0].received_bytes, **moved} == plan.device_bytes
+
+
+def test_what_is_replicated_inside_crosses_once():
+  """As many bytes per worker as if it were a single device, but for padding."""
+  mesh = make_mesh({'replica': 2, 'local': 4})
+  many = demo_optax.Workers.on_mesh(mesh, 'replica')
+  params = random_tree(9, SHAPES)
+  plan = demo_optax.plan(params, COMPRESSOR, many)
+  one = demo_optax.plan(params, COMPRESSOR, 2)
+  assert one.sent_bytes <= plan.sent_bytes < one.sent_bytes + 4
+  expected, _, _ = run(demo_optax.Workers.simulated(2), 3, exchange, '2d')
+  tx, state = exchange(many), None
+  params = many.device_put(params)
+  state = many.device_put(tx.init(params))
+  update = jax.jit(tx.update)
+  for step in range(3):
+    gradients = random_tree(step, SHAPES, lead=(2,))
+    if step == 2:
+      gradients['rows'][1, -1, -1] = np.nan
+    gradients = jax.device_put(gradients, NamedSharding(mesh, P('replica')))
+    updates, state = update(gradients, state, params)
+    assert_same_bits(updates, expected[step])
+    assert_replicas_equal(updates)
+  compiled = update.lower(gradients, state, params).compile()
+  moved = {c.axes: c.received_bytes
+           for c in demo_optax.collectives(compiled, mesh)
+           if c.kind == 'all-gather'}
+  assert moved['replica',] == plan.device_bytes['replica',]
+  assert 4 * moved['replica',] == plan.received_bytes
+
+
+def test_simulated_workers_have_the_plan_of_the_mesh():
+  params = random_tree(9, SHAPES)
+  found = demo_optax.plan(params, COMPRESSOR, simulated_workers('3d'))
+  expected = demo_optax.plan(params, COMPRESSOR, make_workers('3d'))
+  assert found.leaves == expected.leaves
+  assert found.sent_bytes == expected.sent_bytes
+  assert list(found.device_bytes.values()) == list(
+      expected.device_bytes.values())
+
+
+def test_plan_tells_where_sharding_changes_the_result():
+  """And where it says that it does not, the bits are those of one device."""
+  plan = demo_optax.plan(
+      random_tree(9, SHAPES), COMPRESSOR, simulated_workers('3d'))
+  same = {leaf.name[2:-2]: leaf.as_unsharded for leaf in plan.leaves}
+  assert same == {
+      'rows': True, 'cols': True, 'both': True, 'padded': False,
+      'experts': False, 'short': False, 'bias': True, 'gain': True,
+      'scalar': True}
+  assert '2x1x2*' in str(plan) and 'depend on how it is sharded' in str(plan)
+  assert 'over fsdp, tensor' in str(plan)
+  sharded, _, _ = run(simulated_workers('3d'), 3, exchange, '3d')
+  alone, _, _ = run(demo_optax.Workers.simulated(2), 3, exchange, '3d')
+  for key, equal in same.items():
+    found = all(np.array_equal(a[key], b[key]) for a, b in zip(sharded, alone))
+    assert found == equal, key
+
+
+# Gradients --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('kind', ['auto', 'explicit'])
+def test_gradients_stay_sharded(kind):
+  """A two-layer model, its batch spread over all devices of each worker."""
+  mesh = make_mesh({'replica': 2, 'fsdp': 4}, kind)
+  specs = {'up': P(None, 'fsdp'), 'down': P('fsdp', None), 'bias': P()}
+  workers = demo_optax.Workers.on_mesh(mesh, 'replica', specs)
+  params = random_tree(
+      0, {'up': (16, 64), 'down': (64, 16), 'bias': (16,)})
+  x = np.random.default_rng(1).normal(size=(8, 16)).astype(np.float32)
+
+  def loss_fn(params, x, out=None):
+    y = jnp.tanh(x @ params['up'])
+    y = jnp.einsum('bi,io->bo', y, params['down'], out_sharding=out)
+    return jnp.mean((y + params['bias'][None]) ** 2)
+
+  # In Explicit mode a contraction over a sharded dimension wants a word.
+  out = P() if kind == 'explicit' else None
+  value_and_grad = demo_optax.value_and_grad(
+      lambda params, x: loss_fn(params, x, out), workers=workers)
+  tx = demo_optax.demo(1e-2, workers=workers, compressor=COMPRESSOR)
+
+  @jax.jit
+  def step(params, state, x):
+    loss, gradients = value_and_grad(params, x)
+    updates, state = tx.update(gradients, state, params)
+    return loss, optax.apply_updates(params, updates), state, gradients
+
+  placed = workers.device_put(params)
+  state = workers.device_put(tx.init(placed))
+  batch = jax.device_put(x, NamedSharding(mesh, P('replica')))
+  loss, new, state, gradients = step(placed, state, batch)
+  loss, new, state, _ = step(new, state, batch)
+  for key, spec in specs.items():
+    assert new[key].sharding.is_equivalent_to(
+        NamedSharding(mesh, spec), new[key].ndim)
+    if key != 'bias':
+      assert gradients[key].sharding.shard_shape(gradients[key].shape) == (
+          NamedSharding(mesh, P('replica', *spec)).shard_shape(
+              gradients[key].shape))
+
+  simulated = demo_optax.Workers.simulated(2)
+  _, expected = demo_optax.value_and_grad(
+      loss_fn, workers=simulated)(params, x)
+  for key in specs:
+    np.testing.assert_allclose(gradients[key], expected[key], atol=1e-5)
+
+
+# Specs ------------------------------------------------------------------------
+
+
+def nnx_model(mesh, rules=None):
+  from flax import nnx
+  names = ('embed', 'mlp') if rules else (None, 'fsdp')
+
+  class Model(nnx.Module):
+
+    def __init__(self, rngs):
+      init = nnx.with_partitioning(nnx.initializers.normal(), names)
+      self.layers = nnx.List([
+          nnx.Linear(16, 32, kernel_init=init, rngs=rngs),
+          nnx.Linear(32, 16, rngs=rngs)])
+      self.norm = nnx.BatchNorm(16, rngs=rngs)
+
+    def __call__(self, x):
+      return self.norm(self.layers[1](jnp.tanh(self.layers[0](x))))
+
+  with jax.set_mesh(mesh):
+    if rules:
+      with nnx.logical_axis_rules(rules):
+        return Model(nnx.Rngs(0))
+    return Model(nnx.Rngs(0))
+
+
+@pytest.mark.parametrize('rules', [None, [('embed', None), ('mlp', 'fsdp')]])
+def test_specs_of_an_nnx_model(rules):
+  from flax import nnx
+  mesh = make_mesh(SHAPE_2D)
+  model = nnx_model(mesh, rules)
+  specs = demo_optax.param_specs(model, rules)
+  workers = demo_optax.Workers.on_mesh(mesh, 'replica', specs)
+  tx = demo_optax.demo(1e-2, workers=workers, compressor=COMPRESSOR)
+  with jax.set_mesh(mesh), nnx.logical_axis_rules(rules or ()):
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  for module in (model, optimizer):
+    nnx.update(module, workers.device_put(nnx.state(module)))
+
+  @nnx.jit
+  def step(model, optimizer, x):
+    loss_fn = lambda model, x: jnp.mean((model(x) - 1.0) ** 2)
+    loss, gradients = demo_optax.value_and_grad(
+        loss_fn, workers=workers)(model, x)
+    optimizer.update(model, gradients)
+    return loss
+
+  x = jax.device_put(
+      np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32),
+      NamedSharding(mesh, P(('replica', 'fsdp'))))
+  with jax.numpy_dtype_promotion('standard'):
+    losses = [float(step(model, optimizer, x)) for _ in range(5)]
+  assert losses[-1] < losses[0]
+  kernel = model.layers[0].kernel[...]
+  assert kernel.sharding.shard_shape(kernel.shape) == (16, 8)
+  momentum = optimizer.opt_state.inner_state[2].momentum
+  moment = momentum['layers'][0]['kernel'][...]
+  assert moment.shape == (2, 2, 4, 64)
+  assert {s.data.shape for s in moment.addressable_shards} == {(1, 2, 1, 64)}
+
+
+def test_specs_of_a_linen_model():
+  import flax.linen as nn
+
+  class Model(nn.Module):
+
+    @nn.compact
+    def __call__(self, x):
+      logical = nn.with_logical_partitioning(
+          nn.initializers.normal(), ('embed', 'mlp'))
+      mesh_axes = nn.with_partitioning(
+          nn.initializers.normal(), ('fsdp', None))
+      x = nn.Dense(32, kernel_init=logical)(x)
+      return nn.Dense(16, kernel_init=mesh_axes)(x)
+
+  boxed = jax.eval_shape(
+      Model().init, jax.random.key(0), jnp.ones((2, 16)))['params']
+  rules = [('embed', None), ('mlp', 'fsdp')]
+  specs = demo_optax.param_specs(boxed, rules)
+  assert specs['Dense_0']['kernel'] == P(None, 'fsdp')
+  assert specs['Dense_1']['kernel'] == P('fsdp', None)
+  assert specs['Dense_0']['bias'] == P()
+  with nn.logical_axis_rules(rules):
+    assert demo_optax.param_specs(boxed) == specs
+  with pytest.raises(ValueError, match=r"logical axes \('embed', 'mlp'\)"):
+    demo_optax.param_specs(boxed)
+  workers = demo_optax.Workers.on_mesh(make_mesh(SHAPE_2D), 'replica', specs)
+  state = exchange(workers).init(nn.unbox(boxed))
+  moment = state.momentum['Dense_0']['kernel']
+  assert {s.data.shape for s in moment.addressable_shards} == {(1, 2, 1, 64)}
+
+
+def test_specs_for_subtrees():
+  specs = {'layer': P('fsdp'), 'head': None}
+  workers = demo_optax.Workers.simulated(2, specs, {'fsdp': 4})
+  params = {'layer': {'a': jnp.ones((8, 8)), 'b': jnp.ones(16)},
+            'head': {'w': jnp.ones((3, 3))}}
+  plan = demo_optax.plan(params, COMPRESSOR, workers)
+  assert [leaf.blocks for leaf in plan.leaves] == [(1, 1), (4, 1), (4,)]
+
+
+def test_specs_without_a_model():
+  with pytest.raises(TypeError, match='model is a int'):
+    demo_optax.param_specs(3)
+
+
+# Mistakes ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('specs, error, message', [
+    ({'w': P('replica')}, ValueError, r"\['w'\].*names the worker axis 'replica'"),
+    ({'w': P('model')}, ValueError, r"names the axis 'model'.*: fsdp"),
+    ({'w': P('fsdp', 'fsdp')}, ValueError, "names 'fsdp' twice"),
+    ({'w': 'fsdp'}, TypeError, "'fsdp' for .*PartitionSpec"),
+    ({'w': P(P.UNCONSTRAINED)}, ValueError, 'names the axis'),
+])
+def test_wrong_specs(specs, error, message):
+  with pytest.raises(error, match=message):
+    demo_optax.Workers.on_mesh(make_mesh(SHAPE_2D), 'replica', specs)
+
+
+@pytest.mark.parametrize('specs, message', [
+    ({'other': P()}, r"nothing for the parameter \['w'\].*specs for other"),
+    ({'w': P('fsdp')}, r"\['w'\] has shape \(6, 8\).*dimension 0 of length 6"),
+    ({'w': P(None, None, 'fsdp')}, r'3 entries, but its shape \(6, 8\)'),
+])
+def test_specs_that_do_not_fit_the_parameters(specs, message):
+  workers = demo_optax.Workers.on_mesh(make_mesh(SHAPE_2D), 'replica', specs)
+  with pytest.raises(ValueError, match=message):
+    exchange(workers).init({'w': jnp.ones((6, 8))})
+  with pytest.raises(ValueError, match=message):
+    demo_optax.plan({'w': jnp.ones((6, 8))}, COMPRESSOR, workers)
+
+
+def test_momentum_of_another_sharding_is_refused():
+  params = {'w': jnp.ones((44, 8))}
+  specs = {'w': P('fsdp')}
+  state = exchange(demo_optax.Workers.simulated(2)).init(params)
+  workers = demo_optax.Workers.simulated(2, specs, {'fsdp': 4})
+  with pytest.raises(ValueError, match='sharded over fsdp'):
+    exchange(workers).update({'w': jnp.ones((2, 44, 8))}, state, params)
