@@ -26,12 +26,20 @@ def _initializers(config: GPTConfig) -> tuple[Any, Any]:
   return normal(scale), normal(scale / (2 * config.layers) ** 0.5)
 
 
+def _sharded(init: Any, *axes: str | None) -> Any:
+  """`init`, annotated with the mesh axes of its dimensions if there are any."""
+  return nnx.with_partitioning(init, axes) if any(axes) else init
+
+
 class Block(nnx.Module):
   """Attention and a feed-forward layer, normalised before each."""
 
-  def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
+  def __init__(
+      self, config: GPTConfig, rngs: nnx.Rngs, fsdp: str | None = None
+  ):
     d = config.width
     init, out_init = _initializers(config)
+    init, out_init = _sharded(init, None, fsdp), _sharded(out_init, fsdp, None)
     self.heads = config.heads
     self.norm1 = nnx.RMSNorm(d, rngs=rngs)
     self.norm2 = nnx.RMSNorm(d, rngs=rngs)
@@ -52,21 +60,36 @@ class Block(nnx.Module):
 
 
 class GPT(nnx.Module):
-  """Next-token logits of a causal transformer."""
+  """Next-token logits of a causal transformer.
 
-  def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
+  With `fsdp`, the name of a mesh axis, all matrices but the positions are
+  annotated as sharded over it; norms and biases are replicated.
+  """
+
+  def __init__(
+      self, config: GPTConfig, rngs: nnx.Rngs, fsdp: str | None = None
+  ):
     init, _ = _initializers(config)
     self.config = config
     self.token_embedding = nnx.Embed(
-        config.vocab, config.width, embedding_init=init, rngs=rngs
+        config.vocab,
+        config.width,
+        embedding_init=_sharded(init, fsdp, None),
+        rngs=rngs,
     )
     self.position_embedding = nnx.Embed(
         config.context, config.width, embedding_init=init, rngs=rngs
     )
-    self.blocks = nnx.List([Block(config, rngs) for _ in range(config.layers)])
+    self.blocks = nnx.List(
+        [Block(config, rngs, fsdp) for _ in range(config.layers)]
+    )
     self.norm = nnx.RMSNorm(config.width, rngs=rngs)
     self.head = nnx.Linear(
-        config.width, config.vocab, use_bias=False, kernel_init=init, rngs=rngs
+        config.width,
+        config.vocab,
+        use_bias=False,
+        kernel_init=_sharded(init, None, fsdp),
+        rngs=rngs,
     )
 
   def __call__(self, tokens: jax.Array) -> jax.Array:  # i32[batch, time]

@@ -128,3 +128,30 @@ def test_one_worker_and_little_data(tmp_path):
 def test_resume_without_a_checkpoint(tmp_path):
   with pytest.raises(SystemExit, match='no checkpoint'):
     run(tmp_path, '--resume')
+
+
+# Workers of several devices ---------------------------------------------------
+
+
+def test_train_sharded(tmp_path, capsys):
+  """Eight devices: a quarter of the memory each, and the same losses."""
+  import train_sharded
+  sharded, alone = train_sharded.main(
+      ['--width', '256', '--heads', '2', '--layers', '1', '--context', '64',
+       '--steps', '3', '--batch', '8', '--warmup', '1',
+       '--out', str(tmp_path)])
+  assert (tmp_path / 'loss.png').exists()
+  assert json.loads((tmp_path / 'sharded.json').read_text())
+  np.testing.assert_allclose(sharded['losses'], alone['losses'], atol=0.02)
+  for what in ('parameters', 'optimizer'):
+    assert sharded['memory'][what] < 0.27 * alone['memory'][what]
+  between = {tuple(axes): (kind, received)
+             for kind, axes, number, received in sharded['traffic']
+             if kind == 'all-gather'}
+  between_alone = {tuple(axes): (kind, received)
+                   for kind, axes, number, received in alone['traffic']
+                   if kind == 'all-gather'}
+  assert set(between) == {('replica',), ('fsdp',)}
+  assert set(between_alone) == {('replica',)}
+  assert between['replica',][1] <= between_alone['replica',][1] / 4 + 2
+  assert '0 leaves cut otherwise' in capsys.readouterr().out

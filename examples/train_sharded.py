@@ -1,0 +1,203 @@
+"""Trains the GPT with workers of several devices, which shard its parameters.
+
+    python examples/train_sharded.py                # 2 workers of 4 devices
+    python examples/train_sharded.py --workers 4 --devices 2 --steps 400
+
+Where there are too few devices they are simulated on the CPU. The same training
+on workers of one device is run beside it, and all is compared: memory, what
+crosses which mesh axis, and losses. Further flags are those of train_lm.py.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+from typing import Any
+
+
+def parse_args(
+    argv: list[str] | None = None,
+) -> tuple[argparse.Namespace, list[str]]:
+  parser = argparse.ArgumentParser(
+      description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument('--workers', type=int, default=2)
+  parser.add_argument('--devices', type=int, default=4, help='of each worker')
+  return parser.parse_known_args(argv)
+
+
+if __name__ == '__main__':  # before jax starts; it touches the CPU only
+  own_args, _ = parse_args()
+  count = own_args.workers * own_args.devices
+  flag = f'--xla_force_host_platform_device_count={count}'
+  os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {flag}'
+
+import jax
+import numpy as np
+import text
+import train_lm
+from flax import nnx
+from gpt import GPT, GPTConfig
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import demo_optax
+
+# Lengths of which every device's block is a multiple of the chunk size: the
+# exchange is then the same, to the bit, as on workers of one device.
+DEFAULTS = ['--width', '256', '--heads', '8', '--steps', '200']
+
+
+@dataclasses.dataclass
+class Run:
+  """A model in training, and how its batches lie on the mesh."""
+
+  name: str
+  model: GPT
+  optimizer: nnx.Optimizer
+  workers: demo_optax.Workers
+  mesh: jax.sharding.Mesh
+  batch: NamedSharding
+
+
+def make_run(args: argparse.Namespace, count: int, devices: int) -> Run:
+  """Workers of so many devices; with one device nothing is sharded."""
+  names = [f.name for f in dataclasses.fields(GPTConfig)]
+  config = GPTConfig(**{name: getattr(args, name) for name in names})
+  mesh = jax.make_mesh(
+      (count, devices),
+      ('replica', 'fsdp'),
+      devices=jax.devices()[: count * devices],
+      axis_types=(jax.sharding.AxisType.Auto,) * 2,
+  )
+  with jax.set_mesh(mesh):
+    create = nnx.jit(lambda: GPT(config, nnx.Rngs(args.seed), 'fsdp'))
+    model = create()  # under jit: no device ever holds all of it
+    workers = demo_optax.Workers.on_mesh(
+        mesh, 'replica', demo_optax.param_specs(model)
+    )
+    optimizer = nnx.Optimizer(
+        model, train_lm.make_optimizer(args, workers), wrt=nnx.Param
+    )
+  train_lm.place(model, optimizer, workers)
+  batch = NamedSharding(mesh, P(('replica', 'fsdp')))
+  name = f'{count} workers of {devices} device' + 's' * (devices > 1)
+  return Run(name, model, optimizer, workers, mesh, batch)
+
+
+def train(run: Run, args: argparse.Namespace) -> dict[str, Any]:
+  """Trains, prints what it takes, and returns its losses."""
+  corpus = text.load(args.data)
+  train_step = train_lm.make_train_step(run.workers, args.microbatches)
+
+  def batch_of(step: int) -> jax.Array:
+    tokens = text.batch(
+        corpus.train, args.seed, step, args.batch, args.context
+    )
+    return jax.device_put(tokens, run.batch)
+
+  print(f'\n{run.name}')
+  params = nnx.state(run.model, nnx.Param)
+  compiled = train_step.lower(run.model, run.optimizer, batch_of(0)).compile()
+  memory = {
+      'parameters': device_bytes(params),
+      'optimizer': device_bytes(nnx.state(run.optimizer)),
+      'temporaries': compiled.memory_analysis().temp_size_in_bytes,
+  }
+  for name, size in memory.items():
+    print(f'  {name:<12} {size / 1e6:8.2f} MB per device')
+  plan = demo_optax.plan(params, train_lm.make_compressor(args), run.workers)
+  other = [leaf.name for leaf in plan.leaves if not leaf.as_unsharded]
+  print(
+      f'  {plan.sent_bytes / 1e3:.1f} kB sent per worker and step;'
+      f' {len(other)} leaves cut otherwise than on one device'
+  )
+  traffic = by_axes(demo_optax.collectives(compiled, run.mesh))
+  for (kind, axes), (number, received) in traffic.items():
+    print(
+        f'  {number:3} x {kind:<18} over {" ".join(axes):<14}'
+        f' {received / 1e3:10.1f} kB received per device'
+    )
+
+  losses = []
+  for step in train_lm.progress(range(args.steps), run.name):
+    losses.append(float(train_step(run.model, run.optimizer, batch_of(step))))
+  valid = text.windows(corpus.valid, 64, args.context)
+  result = train_lm.evaluate(run.model, valid)
+  print(f'  validation loss {result:.4f}')
+  return {
+      'name': run.name,
+      'losses': losses,
+      'valid_loss': result,
+      'memory': memory,
+      'traffic': [[*key, *value] for key, value in traffic.items()],
+  }
+
+
+def device_bytes(tree: Any) -> int:
+  """Bytes of a tree's arrays on the first device."""
+  first = jax.local_devices()[0]
+  return sum(
+      shard.data.nbytes
+      for x in jax.tree.leaves(tree)
+      for shard in x.addressable_shards
+      if shard.device == first
+  )
+
+
+def by_axes(
+    collectives: list[demo_optax.Collective],
+) -> dict[tuple[str, tuple[str, ...]], tuple[int, int]]:
+  """Number and received bytes of the collectives by kind and mesh axes."""
+  total: dict[tuple[str, tuple[str, ...]], tuple[int, int]] = {}
+  for c in collectives:
+    if c.axes:
+      number, received = total.get((c.kind, c.axes), (0, 0))
+      total[c.kind, c.axes] = number + 1, received + c.received_bytes
+  return dict(sorted(total.items(), key=lambda item: item[0][::-1]))
+
+
+def draw(results: list[dict[str, Any]], path: pathlib.Path) -> None:
+  """The loss curves, and how far they are apart."""
+  try:
+    import matplotlib
+  except ImportError:
+    print('No picture: matplotlib is not installed.')
+    return
+  matplotlib.use('Agg')
+  import matplotlib.pyplot as plt
+
+  figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5))
+  for result, style in zip(results, ('-', '--')):
+    left.plot(train_lm.smooth(result['losses']), style, label=result['name'])
+  left.set(xlabel='step', ylabel='loss (nats per byte)')
+  left.legend(frameon=False)
+  a, b = (np.array(result['losses']) for result in results)
+  right.plot(a - b, lw=0.8)
+  right.set(xlabel='step', ylabel='difference of the losses')
+  for axes in (left, right):
+    axes.grid(alpha=0.3)
+    axes.spines[['top', 'right']].set_visible(False)
+  figure.tight_layout()
+  figure.savefig(path, dpi=150)
+  plt.close(figure)
+  print(f'\nPicture: {path}')
+
+
+def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
+  own, rest = parse_args(argv)
+  args = train_lm.parse_args(['--out', 'runs/sharded', *DEFAULTS, *rest])
+  results = [
+      train(make_run(args, own.workers, devices), args)
+      for devices in (own.devices, 1)
+  ]
+  out = pathlib.Path(args.out)
+  out.mkdir(parents=True, exist_ok=True)
+  (out / 'sharded.json').write_text(json.dumps(results) + '\n')
+  draw(results, out / 'loss.png')
+  return results
+
+
+if __name__ == '__main__':
+  main()
