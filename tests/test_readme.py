@@ -1,5 +1,6 @@
 """Every Python block of the README runs, in order, as a reader would."""
 
+import json
 import pathlib
 import re
 
@@ -12,7 +13,7 @@ BLOCKS = re.findall(r'```python\n(.*?)```', README, re.S)
 
 
 def test_blocks_run(capsys):
-  assert len(BLOCKS) == 4
+  assert len(BLOCKS) == 5
   names = {}
   with jax.numpy_dtype_promotion('standard'), jax.numpy_rank_promotion('allow'):
     exec(BLOCKS[0], names)
@@ -36,6 +37,25 @@ def test_blocks_run(capsys):
       params, state, loss = names['step'](params, state, x, x[:, :1])
       losses.append(float(loss))
     assert losses[-1] < losses[0]
+    exec(BLOCKS[4], names)
+    params = {'up': jax.numpy.ones((16, 64)), 'down': jax.numpy.ones((64, 16)),
+              'bias': jax.numpy.ones(16)}
+    workers = names['sharded']
+    tx = names['demo_optax'].demo(1e-3, workers=workers)
+    moment = tx.init(workers.device_put(params)).inner_state[2].momentum
+    shards = moment['down'].sharding.shard_shape(moment['down'].shape)
+    assert shards[1] * jax.device_count() == moment['down'].shape[1]
+
+
+def test_the_table_of_sharded_workers_is_as_measured():
+  results = pathlib.Path(__file__).parents[1] / 'benchmarks/results'
+  for run in json.loads((results / 'sharded.json').read_text()):
+    for what in ('parameters', 'optimizer'):
+      assert f'{run["memory"][what] / 1e6:.2f} MB each' in README
+    assert f'{run["memory"]["temporaries"] / 1e6:.1f} MB' in README
+    assert f'| {run["valid_loss"]:.3f} |' in README
+    between = sum(row[3] for row in run['traffic'] if row[1] == ['replica'])
+    assert f'{between / 1e3:.1f} kB' in README
 
 
 def test_workers_at_which_receiving_stops_paying():
