@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from demo_optax import trees
 from demo_optax.compressors import Compressor
-from demo_optax.specs import Keys, Path, path_keys
+from demo_optax.specs import Keys, Path, momentum_roots, path_keys
 from demo_optax.workers import Workers
 
 
@@ -57,7 +57,7 @@ def state_specs(
   """
   shapes = jax.eval_shape(tx.init, params)
   flat, treedef = jax.tree_util.tree_flatten_with_path(shapes)
-  roots = _momentum_roots([path_keys(path) for path, _ in flat])
+  roots = momentum_roots([path_keys(path) for path, _ in flat])
   inside = _param_specs(params, workers)
 
   def spec(path: Path, leaf: Any) -> P:
@@ -132,7 +132,7 @@ def momentum(
   """
   flat_state = jax.tree_util.tree_flatten_with_path(opt_state)[0]
   by_keys = {path_keys(path): leaf for path, leaf in flat_state}
-  roots = _momentum_roots(list(by_keys))
+  roots = momentum_roots(list(by_keys))
   if not roots:
     raise ValueError('There is no state of demo_optax.scale_by_demo in it.')
   moments = {
@@ -164,10 +164,3 @@ def momentum(
     return decoded[0]
 
   return jax.tree_util.tree_map_with_path(decode, params)
-
-
-def _momentum_roots(keys: list[Keys]) -> list[Keys]:
-  """Where the momentum of each exchange begins."""
-  marker = ('info', 'left_out')
-  nodes = [k[:-2] for k in keys if k[-2:] == marker]
-  return [(*n, 'momentum') for n in nodes if (*n, 'count') in set(keys)]

@@ -61,13 +61,13 @@ class ParamSpecs:
       name = jax.tree_util.keystr(path) or 'all parameters'
       spec = P() if spec is None else spec
       _check_spec(name, spec, dict(self.axis_sizes), worker_axis)
-      self._specs[path_keys(path)] = spec
+      self._specs[path_keys(path)] = _shortest(spec)
 
   def __eq__(self, other: object) -> bool:
     return isinstance(other, ParamSpecs) and vars(self) == vars(other)
 
   def __hash__(self) -> int:
-    return hash((self.axis_sizes, tuple(self._specs.items())))
+    return hash((self.axis_sizes, frozenset(self._specs.items())))
 
   def __repr__(self) -> str:
     if set(self._specs.values()) <= {P()}:
@@ -99,11 +99,15 @@ class ParamSpecs:
         f' are specs for {_some(self._specs)}.'
     )
 
-  def place_state(self, path: Path, shape: tuple[int, ...]) -> P:
+  def place_state(self, keys: Keys, shape: tuple[int, ...]) -> P:
     """A spec for a leaf of a state: of the parameter whose path it ends in."""
-    keys = path_keys(path)
-    for start in range(len(keys) + 1):
-      spec = self._specs.get(keys[start:])
+    inside = [
+        keys[start:stop]
+        for start in range(len(keys))
+        for stop in range(len(keys), start, -1)
+    ]
+    for part in [*inside, ()]:
+      spec = self._specs.get(part)
       if spec is not None and self._fits(spec, shape):
         return spec
     return P()
@@ -157,6 +161,13 @@ def path_keys(path: Path) -> Keys:
   return tuple(keys)
 
 
+def momentum_roots(keys: list[Keys]) -> list[Keys]:
+  """Where the momentum of each exchange begins."""
+  marker = ('info', 'left_out')
+  nodes = [k[:-2] for k in keys if k[-2:] == marker]
+  return [(*n, 'momentum') for n in nodes if (*n, 'count') in set(keys)]
+
+
 def _check_spec(
     name: str, spec: Any, axis_sizes: dict[str, int], worker_axis: str
 ) -> None:
@@ -189,6 +200,14 @@ def _entry(spec: P, dim: int) -> tuple[Any, ...]:
   if entry is None:
     return ()
   return entry if isinstance(entry, tuple) else (entry,)
+
+
+def _shortest(spec: P) -> P:
+  """The spec without entries at its end that say nothing."""
+  entries = list(spec)
+  while entries and entries[-1] is None:
+    entries.pop()
+  return P(*entries)
 
 
 def _names(spec: P) -> Iterator[Any]:

@@ -110,7 +110,7 @@ class Workers(abc.ABC):
     its bytes, and the parts are rejoined inside.
 
     Args:
-      mesh: a mesh with axes of type Auto or Explicit.
+      mesh: a mesh whose axes are all of type Auto or all Explicit.
       axis_name: the axis along which the workers stand. Parameters are
         replicated over it. On a mesh with axes of type Explicit, parameters
         must be on the mesh (`device_put`).
@@ -124,7 +124,8 @@ class Workers(abc.ABC):
       sharded over `axis_name`, then as the parameters are.
 
     Raises:
-      ValueError: the mesh has no such axis; `param_specs` names the worker
+      ValueError: the mesh has no such axis, or axes of both types;
+        `param_specs` names the worker
         axis, an unknown one, or one twice. When a state is made: a parameter
         without a spec, or whose dimension does not divide over its axes.
       TypeError: `param_specs` holds something else than specs.
@@ -145,6 +146,11 @@ class Workers(abc.ABC):
       raise ValueError(
           f'The mesh has no axis {axis_name!r}; its axes are'
           f' {mesh.axis_names}.'
+      )
+    if len(set(mesh.axis_types)) > 1:
+      raise ValueError(
+          f'The axes {mesh.axis_names} of the mesh are of types'
+          f' {mesh.axis_types}: make all Auto or all Explicit.'
       )
     inner = {a: n for a, n in mesh.shape.items() if a != axis_name}
     return _OnMesh(
@@ -505,6 +511,8 @@ class _OnMesh(_Stacked):
     return _zeros_on_mesh(self.mesh, spec, (self.count, *shape), dtype)()
 
   def stack(self, x: jax.Array) -> jax.Array:
+    if not isinstance(x, jax.core.Tracer):
+      x = self.device_put(x)
     return jax.jit(
         lambda x: self.place(jnp.broadcast_to(x, (self.count, *x.shape)))
     )(x)
@@ -607,13 +615,24 @@ class _OnMesh(_Stacked):
     return jax.lax.reshape(x, shape, out_sharding=sharding)
 
   def device_put(self, tree: Any) -> Any:
-    def move(path: specs.Path, x: Any) -> Any:
-      if getattr(getattr(x, 'sharding', None), 'mesh', None) == self.mesh:
+    flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    paths = [specs.path_keys(path) for path, _ in flat]
+    roots = specs.momentum_roots(paths)
+
+    def move(keys: specs.Keys, x: Any) -> Any:
+      shape, place = jnp.shape(x), self.param_specs.place_state
+      root = next((r for r in roots if keys[: len(r)] == r), None)
+      if root or 'worker_stacked' in keys:
+        within = place(keys[len(root or ()) :], shape[1:])
+        spec = P(self.axis_name, *within)
+      else:
+        spec = place(keys, shape)
+      there = getattr(getattr(x, 'sharding', None), 'mesh', None) == self.mesh
+      if there and (spec == P() or not x.is_fully_replicated):
         return x
-      spec = self.param_specs.place_state(path, jnp.shape(x))
       return jax.device_put(x, NamedSharding(self.mesh, spec))
 
-    return jax.tree_util.tree_map_with_path(move, tree)
+    return treedef.unflatten(map(move, paths, [x for _, x in flat]))
 
   def place(self, x: jax.Array) -> jax.Array:
     """`x [count, ...]`, each worker's part at the worker."""

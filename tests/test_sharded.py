@@ -482,3 +482,45 @@ def test_momentum_of_another_sharding_is_refused():
   workers = demo_optax.Workers.simulated(2, specs, {'fsdp': 4})
   with pytest.raises(ValueError, match='sharded over fsdp'):
     exchange(workers).update({'w': jnp.ones((2, 44, 8))}, state, params)
+
+
+def test_mixed_axis_types_are_refused():
+  types = (MESHES['auto'], MESHES['explicit'])
+  mesh = jax.make_mesh((2, 4), ('replica', 'fsdp'), axis_types=types)
+  with pytest.raises(ValueError, match='all Auto or all Explicit'):
+    demo_optax.Workers.on_mesh(mesh, 'replica')
+
+
+# Placing trees ----------------------------------------------------------------
+
+
+def test_device_put_of_subtrees():
+  workers = demo_optax.Workers.on_mesh(
+      make_mesh(SHAPE_2D), 'replica', {'layer': P('fsdp'), 'head': None})
+  params = workers.device_put(
+      {'layer': {'a': np.ones((64, 8))}, 'head': np.ones((4,))})
+  assert params['layer']['a'].sharding.spec == P('fsdp')
+  assert params['head'].is_fully_replicated
+  adam = optax.scale_by_adam().init(
+      {'layer': {'a': np.ones((64, 8))}, 'head': np.ones((4,))})
+  assert workers.device_put(adam).mu['layer']['a'].sharding.spec == P('fsdp')
+
+
+@pytest.mark.parametrize('kind', ['auto', 'explicit'])
+def test_device_put_of_a_state_that_was_read_from_a_file(kind):
+  workers = make_workers('3d', kind)
+  tx = optax.chain(
+      demo_optax.per_worker(optax.scale_by_adam(), workers=workers),
+      exchange(workers))
+  state = tx.init(workers.device_put(random_tree(9, SHAPES)))
+  moved = workers.device_put(jax.tree.map(np.asarray, state))
+  for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(moved)):
+    if old.sharding.mesh == workers.mesh:
+      assert new.sharding.is_equivalent_to(old.sharding, new.ndim)
+
+
+def test_workers_are_equal_by_value():
+  a = demo_optax.Workers.simulated(2, {'a': P('x'), 'b': P()}, {'x': 4})
+  b = demo_optax.Workers.simulated(2, {'b': None, 'a': P('x', None)}, {'x': 4})
+  assert a == b and hash(a) == hash(b)
+  assert a != demo_optax.Workers.simulated(2, {'a': P('x')}, {'x': 4})
