@@ -246,8 +246,8 @@ def param_specs(
     >>> with jax.set_mesh(mesh):
     ...   model = nnx.Linear(2, 3, kernel_init=init, rngs=nnx.Rngs(0))
     >>> specs = demo_optax.param_specs(model)
-    >>> print(specs['kernel'].get_value(), specs['bias'].get_value())
-    PartitionSpec(None, 'fsdp') PartitionSpec()
+    >>> tuple(specs['kernel'].get_value()), tuple(specs['bias'].get_value())
+    ((None, 'fsdp'), ())
     >>> workers = demo_optax.Workers.on_mesh(mesh, 'replica', specs)
 
   References:
