@@ -26,7 +26,9 @@ class LeafBytes:
     num_chunks: number of chunks it is cut into.
     chunk: length of a chunk along the last two dimensions.
     topk: coefficients sent per chunk.
-    index_bits: bits per index; 0 if the leaf is sent whole.
+    index_code: how indices are written: `'fixed'`, `'bitmap'`, `'elias-fano'`,
+      or `'none'` if everything is sent.
+    index_bits: bits per index, a fraction; 0 if everything is sent.
     sent_bytes: bytes in the payload.
   """
 
@@ -36,8 +38,14 @@ class LeafBytes:
   num_chunks: int
   chunk: tuple[int, ...]
   topk: int
-  index_bits: int
+  index_code: str
+  index_bits: float
   sent_bytes: int
+
+  @property
+  def is_whole(self) -> bool:
+    """Whether the leaf is sent as it is."""
+    return self.num_chunks == 1 and self.index_code == 'none'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,9 +107,9 @@ class Plan:
             leaf.name,
             'x'.join(map(str, leaf.shape)) or 'scalar',
             f'{leaf.num_chunks}',
-            'x'.join(map(str, leaf.chunk)) if leaf.index_bits else 'whole',
+            'whole' if leaf.is_whole else 'x'.join(map(str, leaf.chunk)),
             f'{leaf.topk}',
-            f'{leaf.index_bits}' if leaf.index_bits else '-',
+            f'{leaf.index_bits:.2f}' if leaf.index_bits else '-',
             _bytes(leaf.sent_bytes),
         )
         for leaf in self.leaves
@@ -134,8 +142,8 @@ def plan(
 ) -> Plan:
   """What an exchange will send, before anything is run.
 
-  A payload is, over the kinds of chunks, `chunks * (topk * value bytes)` and
-  the packed indices, plus one status byte.
+  A payload is, over the kinds of chunks, the values and the indices, packed
+  across chunks, plus one status byte; `dct_topk` has the bits of each.
 
   Args:
     params: parameters, or their shapes (`jax.ShapeDtypeStruct`).
@@ -153,10 +161,10 @@ def plan(
     >>> import demo_optax, jax, jax.numpy as jnp
     >>> params = {'w': jax.ShapeDtypeStruct((1024, 4096), jnp.float32)}
     >>> plan = demo_optax.plan(params, demo_optax.dct_topk(topk=8), workers=16)
-    >>> plan.sent_bytes  # 1024 chunks * 8 * (4 bytes + 12 bits), and the status
-    45057
+    >>> plan.sent_bytes  # 1024 chunks * (8 * 4 bytes + 87 bits), and the status
+    43905
     >>> plan.max_workers()
-    744
+    764
 
   References:
     Peng et al., `DeMo: Decoupled Momentum Optimization
@@ -183,7 +191,8 @@ def plan(
             num_chunks=leaf.grid.num_chunks,
             chunk=leaf.grid.lengths[-2:],
             topk=leaf.format.k,
-            index_bits=leaf.format.index_bits,
+            index_code=leaf.format.index_code.name,
+            index_bits=leaf.format.index_code.bits / leaf.format.k,
             sent_bytes=leaf.num_bytes,
         )
     )
