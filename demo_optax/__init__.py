@@ -10,6 +10,9 @@ The modules in the order of the data's way:
     compressors  what a worker sends of its momentum, made of
       chunks       cutting arrays into chunks; the transform
       selection    top-k within chunks; merging
+      packing      numbers of a few bits
+      index_codes  which coefficients, in few bits
+      value_codes  what they are, in few bits
       wire         payload <-> bytes
     specs        how parameters are spread over the devices of a worker
     workers      who takes part, and how a worker's function runs for all

@@ -27,7 +27,10 @@ class LeafBytes:
     num_chunks: number of chunks it is cut into.
     chunk: length of a chunk along the last two dimensions.
     topk: coefficients sent per chunk.
-    index_bits: bits per index; 0 if the leaf is sent whole.
+    index_code: how indices are written: `'fixed'`, `'bitmap'`, `'elias-fano'`,
+      or `'none'` if everything is sent.
+    index_bits: bits per index, a fraction; 0 if everything is sent.
+    whole: whether it is sent as it is, without a transform.
     sent_bytes: bytes in a worker's payload, all its blocks together.
     blocks: blocks it is sharded into inside a worker, along each dimension.
     axes: the mesh axes that it is sharded over.
@@ -40,7 +43,9 @@ class LeafBytes:
   num_chunks: int
   chunk: tuple[int, ...]
   topk: int
-  index_bits: int
+  index_code: str
+  index_bits: float
+  whole: bool
   sent_bytes: int
   blocks: tuple[int, ...]
   axes: tuple[str, ...]
@@ -120,9 +125,9 @@ class Plan:
           leaf.name,
           _times(leaf.shape) or 'scalar',
           f'{leaf.num_chunks}',
-          _times(leaf.chunk) if leaf.index_bits else 'whole',
+          'whole' if leaf.whole else _times(leaf.chunk),
           f'{leaf.topk}',
-          f'{leaf.index_bits}' if leaf.index_bits else '-',
+          f'{leaf.index_bits:.2f}' if leaf.index_bits else '-',
           _bytes(leaf.sent_bytes),
       )
       mark = '' if leaf.as_unsharded else '*'
@@ -166,9 +171,10 @@ def plan(
 ) -> Plan:
   """What an exchange will send, before anything is run.
 
-  A payload is, over the kinds of chunks, `chunks * (topk * value bytes)` and
-  the packed indices, plus one status byte. If a worker is several devices, each
-  sends what it alone has, and its share of what several have.
+  A payload is, over the kinds of chunks, the values and the indices, packed
+  across chunks, plus one status byte; `dct_topk` has the bits of each. If a
+  worker is several devices, each sends what it alone has, and its share of what
+  several have.
 
   A sharded leaf is cut into chunks block by block. Its chunks are those of an
   unsharded worker, and the results the same to the bit, if along its last two
@@ -192,10 +198,10 @@ def plan(
     >>> import demo_optax, jax, jax.numpy as jnp
     >>> params = {'w': jax.ShapeDtypeStruct((1024, 4096), jnp.float32)}
     >>> plan = demo_optax.plan(params, demo_optax.dct_topk(topk=8), workers=16)
-    >>> plan.sent_bytes  # 1024 chunks * 8 * (4 bytes + 12 bits), and the status
-    45057
+    >>> plan.sent_bytes  # 1024 chunks * (8 * 4 bytes + 87 bits), and the status
+    43905
     >>> plan.max_workers()
-    744
+    764
 
   References:
     Peng et al., `DeMo: Decoupled Momentum Optimization
@@ -252,7 +258,9 @@ def _leaf_bytes(
       num_chunks=leaf.grid.num_chunks,
       chunk=leaf.grid.lengths[-2:],
       topk=leaf.format.k,
-      index_bits=leaf.format.index_bits,
+      index_code=leaf.format.index_code.name,
+      index_bits=leaf.format.index_code.bits / leaf.format.k,
+      whole=leaf.grid.whole,
       sent_bytes=block.num_bytes * math.prod(placement.blocks),
       blocks=placement.blocks,
       axes=placement.axes,

@@ -6,7 +6,7 @@ The way of the data, each arrow a named call in `_exchange`:
       --encode--> payload --gather--> payloads --decode, merge--> coefficients
       --from_coefficients--> update
 
-and what stays behind: momentum less what the own payload was worth.
+and what stays behind: momentum less what the others read in the own payload.
 """
 
 import functools
@@ -35,7 +35,8 @@ class DeMoState(NamedTuple):
       `[workers, *chunk counts, n]`; `optax.MaskedNode()` for leaves that are
       empty or not floating point.
     info: scalars about the last exchange. `'left_out'`: int32 `[]`, how many
-      workers were left out because their momentum was not finite.
+      workers were left out: their momentum was not finite, or their payload
+      was damaged.
     pending: `()`; kept for exchanges that are applied late.
   """
 
@@ -105,15 +106,15 @@ def _exchange(
 
   indices = [compressor.select(c, plan) for c, plan in zip(held, plans)]
   values = [selection.take(c, i) for c, i in zip(held, indices)]
-  sent = payload.encode(list(zip(indices, values)), present)
+  parts, sent = payload.encode(list(zip(indices, values)), present)
 
   kept_momentum = []
-  for c, i, v, plan, old in zip(held, indices, values, plans, momentum):
+  for c, i, v, plan, old in zip(held, indices, sent, plans, momentum):
     c = selection.subtract(c, i, _product(rule.alpha, v))
     c = compressor.clear_padding(c.reshape(old.shape), plan)
     kept_momentum.append(jnp.where(present, c, old))
 
-  received = workers.gather(sent)  # per part uint8 [workers, bytes]
+  received = workers.gather(parts)  # per part uint8 [workers, bytes]
 
   selections, senders, all_present = payload.decode(received)
   updates = []
@@ -145,6 +146,8 @@ def scale_by_demo(
     m_i &\leftarrow m_i - \alpha\, T^{-1} q_i \\
     u   &= T^{-1}\, \mathrm{average}_i(q_i)
 
+  where :math:`q_i` is rounded to what the compressor's value code can say, so
+  that momentum keeps what rounding lost.
   `u` is the update, the same on all workers to the last bit. It takes the
   place of a momentum-filtered averaged gradient: follow it with any optax
   transformation. Momentum is kept as coefficients, which changes nothing since
@@ -156,7 +159,9 @@ def scale_by_demo(
   A worker whose momentum would not be finite says so in its payload. All
   workers leave it out of the average and it keeps its momentum as it was;
   `state.info['left_out']` counts. If all are left out the update is zero (and
-  what follows, such as weight decay, goes on as with any update).
+  what follows, such as weight decay, goes on as with any update). A payload
+  that no worker can have written (indices out of order or of the chunk, values
+  that are not finite) is left out, too; what it was to carry is lost.
 
   Integer leaves get zero updates; complex leaves are refused.
 

@@ -16,23 +16,23 @@ def top_k(coefficients: jax.Array, k: int) -> jax.Array:
   """Places of the `k` largest magnitudes in each chunk.
 
   Ties go to the lowest index, so that the selection is a function of the
-  values alone on every backend.
+  values alone on every backend. The places are a set, in ascending order.
 
   Args:
     coefficients: `[chunks, n]`.
     k: how many, at most `n`.
 
   Returns:
-    int32 `[chunks, k]`, no index twice in a chunk.
+    int32 `[chunks, k]`, ascending within a chunk.
 
   >>> import jax.numpy as jnp
-  >>> top_k(jnp.array([[0.0, -3.0, 2.0, 3.0]]), 2)
+  >>> top_k(jnp.array([[0.0, 2.0, -2.0, 3.0]]), 2)
   Array([[1, 3]], dtype=int32)
   """
   chunks, n = coefficients.shape
   if k == n:
     return jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (chunks, n))
-  return jax.lax.top_k(jnp.abs(coefficients), k)[1].astype(jnp.int32)
+  return jnp.sort(jax.lax.top_k(jnp.abs(coefficients), k)[1].astype(jnp.int32))
 
 
 def take(coefficients: jax.Array, indices: jax.Array) -> jax.Array:

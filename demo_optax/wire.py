@@ -2,9 +2,13 @@
 
 A payload is one uint8 vector whose size is fixed by shapes alone:
 
-    for every group of chunks that share (n, k, value dtype):
-      values    of all its chunks, [chunks, k]
-      indices   of all its chunks, [chunks, k], packed; none where k == n
+    for every group of chunks that share (n, k, dtype, value code):
+      values    of all its chunks, [chunks, k], by the value code:
+                  float32, bfloat16: 4 (float64: 8) or 2 bytes each
+                  int8, int4, sign: 8, 4 or 1 bits each, packed; then a
+                  bfloat16 scale per chunk, 2 bytes each
+      indices   of all its chunks, [chunks, k] ascending, packed, by whichever
+                  index code takes the fewest bits; none where k == n
     status      1 if the worker takes part in this exchange, else 0
 
 Leaves whose chunks are alike share a group, so the number of operations grows
@@ -12,17 +16,26 @@ with the kinds of chunks and not with the number of leaves.
 
 A worker of several devices has one such vector for every set of mesh axes that
 leaves are sharded over, since they differ in which devices hold which bytes.
+
+Whatever the bytes, reading them is safe: a worker whose indices do not ascend
+within the chunk or whose values are not finite takes no part. All workers see
+the same bytes and so agree on who that is.
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from demo_optax import index_codes, packing, value_codes
 
 STATUS_BYTES = 1
+
+Axes = tuple[str, ...]
+Selection = tuple[jax.Array, jax.Array]  # indices and values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,53 +45,72 @@ class ChunkFormat:
   Attributes:
     n: number of coefficients in a chunk.
     k: number of coefficients sent of each.
-    dtype: name of the dtype of the coefficients and of the values sent.
+    dtype: name of the dtype of the coefficients.
+    values: name of the value code, one of `value_codes.VALUES`.
   """
 
   n: int
   k: int
   dtype: str
+  values: str = 'float32'
 
   @property
-  def index_bits(self) -> int:
-    """Bits per index; 0 where everything is sent and no index is needed."""
-    return 0 if self.k == self.n else index_width(self.n)
+  def index_code(self) -> index_codes.IndexCode:
+    """How the indices are written."""
+    return index_codes.cheapest(self.n, self.k)
+
+  @property
+  def value_code(self) -> value_codes.ValueCode:
+    """How the values are written."""
+    return value_codes.value_code(self.values, self.dtype)
 
   def value_bytes(self, chunks: int) -> int:
     """Bytes that the values of so many chunks take."""
-    return chunks * self.k * jnp.dtype(self.dtype).itemsize
+    return self.value_code.num_bytes(chunks, self.k)
 
   def index_bytes(self, chunks: int) -> int:
     """Bytes that the indices of so many chunks take."""
-    return packed_size(chunks * self.k, self.index_bits)
+    return packing.packed_size(chunks, self.index_code.bits)
 
   def num_bytes(self, chunks: int) -> int:
     """Bytes that so many chunks take in a payload."""
     return self.value_bytes(chunks) + self.index_bytes(chunks)
 
-  def encode(self, indices: jax.Array, values: jax.Array) -> jax.Array:
-    """`indices` and `values`, both `[chunks, k]`, as uint8 `[num_bytes]`."""
-    data = jax.lax.bitcast_convert_type(values, jnp.uint8).reshape(-1)
-    packed = pack_bits(indices.reshape(-1).astype(jnp.uint32), self.index_bits)
-    return jnp.concatenate([data, packed])
+  def encode(
+      self, indices: jax.Array, values: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    """Writes a selection.
 
-  def decode(self, data: jax.Array, chunks: int) -> tuple[jax.Array, jax.Array]:
+    Args:
+      indices: int32 `[chunks, k]`, ascending within a chunk.
+      values: `[chunks, k]`.
+
+    Returns:
+      uint8 `[num_bytes]`, and `[chunks, k]`, the values as they will be read.
+    """
+    data, sent = self.value_code.encode(values)
+    return jnp.concatenate([data, self.index_code.encode(indices)]), sent
+
+  def decode(
+      self, data: jax.Array, chunks: int
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Undoes `encode` for uint8 `[workers, num_bytes]`.
 
-    Bytes that no worker wrote give some indices within the chunk, never ones
-    outside it.
+    Returns:
+      int32 indices `[workers, chunks, k]`, ascending within `[0, n)` whatever
+      the bytes; values `[workers, chunks, k]`; and bool `[workers]`, whose
+      bytes are a selection with finite values.
     """
-    workers, split = data.shape[0], self.value_bytes(chunks)
-    shape = (workers, chunks, self.k)
-    dtype = jnp.dtype(self.dtype)
-    values = data[:, :split].reshape(*shape, dtype.itemsize)
-    values = jax.lax.bitcast_convert_type(values, dtype)
-    if self.k == self.n:
-      indices = jnp.arange(self.n, dtype=jnp.int32)
-      return jnp.broadcast_to(indices, shape), values
-    indices = unpack_bits(data[:, split:], chunks * self.k, self.index_bits)
-    indices = jnp.minimum(indices.astype(jnp.int32), self.n - 1)
-    return indices.reshape(shape), values
+    split = self.value_bytes(chunks)
+    values = self.value_code.decode(data[:, :split], chunks, self.k)
+    indices = self.index_code.decode(data[:, split:], chunks)
+    ascending = jnp.all(indices[..., 1:] > indices[..., :-1], axis=(1, 2))
+    inside = (indices[..., 0] >= 0) & (indices[..., -1] < self.n)
+    sound = ascending & jnp.all(inside, axis=1)
+    # What scatters are promised about indices holds even of garbage.
+    first = jnp.arange(self.k, dtype=jnp.int32)[None, None]
+    indices = jnp.where(sound[:, None, None], indices, first)
+    return indices, values, sound & jnp.all(jnp.isfinite(values), axis=(1, 2))
 
 
 class Layout:
@@ -88,8 +120,8 @@ class Layout:
     leaves: for every leaf, the format of its chunks and their number.
 
   >>> layout = Layout([(ChunkFormat(4096, 32, 'float32'), 100)])
-  >>> layout.num_bytes  # 100 * 32 * (4 bytes + 12 bits), and the status
-  17601
+  >>> layout.num_bytes  # 100 * (32 * 4 bytes + 287 bits), and the status
+  16389
   """
 
   def __init__(self, leaves: Sequence[tuple[ChunkFormat, int]]):
@@ -110,30 +142,34 @@ class Layout:
     )
 
   def encode(
-      self,
-      selections: Sequence[tuple[jax.Array, jax.Array]],
-      present: jax.Array,
-  ) -> jax.Array:
+      self, selections: Sequence[Selection], present: jax.Array
+  ) -> tuple[jax.Array, list[jax.Array]]:
     """One worker's payload.
 
     Args:
-      selections: per leaf `(indices, values)`, both `[chunks, k]`.
+      selections: per leaf `(indices, values)`, both `[chunks, k]`, indices
+        ascending within a chunk.
       present: bool `[]`, whether the worker takes part.
 
     Returns:
-      uint8 `[num_bytes]`.
+      uint8 `[num_bytes]`, and per leaf `[chunks, k]`, the values as they will
+      be read by all workers.
     """
-    parts = []
+    parts: list[jax.Array] = []
+    sent: dict[int, jax.Array] = {}
     for chunk_format, members in self.groups.items():
       indices, values = zip(*(selections[leaf] for leaf in members))
-      parts.append(
-          chunk_format.encode(jnp.concatenate(indices), jnp.concatenate(values))
+      data, read = chunk_format.encode(
+          jnp.concatenate(indices), jnp.concatenate(values)
       )
-    return jnp.concatenate([*parts, present.astype(jnp.uint8)[None]])
+      parts.append(data)
+      sent.update(zip(members, self._split(read, members, axis=0)))
+    payload = jnp.concatenate([*parts, present.astype(jnp.uint8)[None]])
+    return payload, [sent[leaf] for leaf in range(len(self.leaves))]
 
   def decode(
       self, payloads: jax.Array
-  ) -> tuple[list[tuple[jax.Array, jax.Array]], jax.Array]:
+  ) -> tuple[list[Selection], jax.Array]:
     """All workers' payloads, read.
 
     Args:
@@ -141,26 +177,33 @@ class Layout:
 
     Returns:
       per leaf `(indices, values)`, both `[workers, chunks, k]`, and bool
-      `[workers]`, who takes part.
+      `[workers]`, who takes part. Indices are distinct within a chunk whatever
+      the bytes; values of workers that take no part may be anything.
     """
-    selections: dict[int, tuple[jax.Array, jax.Array]] = {}
+    selections: dict[int, Selection] = {}
+    present = payloads[:, -1] == 1
     start = 0
     for chunk_format, members in self.groups.items():
       chunks = self.group_chunks(chunk_format)
       stop = start + chunk_format.num_bytes(chunks)
-      indices, values = chunk_format.decode(payloads[:, start:stop], chunks)
-      first = 0
-      for leaf in members:
-        last = first + self.leaves[leaf][1]
-        selections[leaf] = indices[:, first:last], values[:, first:last]
-        first = last
+      indices, values, sound = chunk_format.decode(
+          payloads[:, start:stop], chunks
+      )
+      present &= sound
+      parts = zip(
+          self._split(indices, members, axis=1),
+          self._split(values, members, axis=1),
+      )
+      selections.update(zip(members, parts))
       start = stop
-    present = payloads[:, start] == 1
     return [selections[leaf] for leaf in range(len(self.leaves))], present
 
-
-Axes = tuple[str, ...]
-Selection = tuple[jax.Array, jax.Array]  # indices and values
+  def _split(
+      self, array: jax.Array, members: Sequence[int], axis: int
+  ) -> list[jax.Array]:
+    """The parts of a group's array that are its leaves'."""
+    ends = np.cumsum([self.leaves[leaf][1] for leaf in members])
+    return jnp.split(array, ends[:-1], axis)
 
 
 class Payload:
@@ -186,14 +229,28 @@ class Payload:
 
   def encode(
       self, selections: Sequence[Selection], present: jax.Array
-  ) -> list[tuple[jax.Array, Axes]]:
-    """The parts: uint8 `[bytes]`, and the axes they are sharded over."""
-    return [
-        (layout.encode([selections[leaf] for leaf in members], present), names)
-        for (names, layout), members in zip(
-            self.layouts.items(), self._members.values()
-        )
-    ]
+  ) -> tuple[list[tuple[jax.Array, Axes]], list[jax.Array]]:
+    """One worker's parts.
+
+    Args:
+      selections: as for `Layout.encode`.
+      present: bool `[]`, whether the worker takes part.
+
+    Returns:
+      the parts, uint8 `[bytes]` and the axes they are sharded over; and per
+      leaf `[chunks, k]`, the values as they will be read by all workers.
+    """
+    parts = []
+    sent: list[Any] = [None] * self._num_leaves
+    for (names, layout), members in zip(
+        self.layouts.items(), self._members.values()
+    ):
+      own = [selections[leaf] for leaf in members]
+      part, read = layout.encode(own, present)
+      parts.append((part, names))
+      for leaf, values in zip(members, read):
+        sent[leaf] = values
+    return parts, sent
 
   def decode(
       self, parts: Sequence[jax.Array]
@@ -218,84 +275,3 @@ class Payload:
       for leaf, selection in zip(members, decoded):
         selections[leaf], present[leaf] = selection, status
     return selections, present, statuses[0]
-
-
-def index_width(n: int) -> int:
-  """Bits of an index into `n` places, `ceil(log2 n)`."""
-  return (n - 1).bit_length()
-
-
-def packed_size(count: int, width: int) -> int:
-  """Bytes that `count` numbers of `width` bits take, packed."""
-  return -(-count * width // 8)
-
-
-def pack_bits(numbers: jax.Array, width: int) -> jax.Array:
-  """Packs uint32 `[count]`, each below `2**width`, lowest bits first.
-
-  Args:
-    numbers: uint32 `[count]`.
-    width: bits of each, 0 to 32.
-
-  Returns:
-    uint8 `[packed_size(count, width)]`.
-
-  >>> import jax.numpy as jnp
-  >>> pack_bits(jnp.array([1, 2, 3], jnp.uint32), 4)
-  Array([33,  3], dtype=uint8)
-  """
-  if width == 0:
-    return jnp.zeros((0,), jnp.uint8)
-  per_group = _group(width)
-  count = numbers.shape[0]
-  groups = -(-count // per_group)
-  numbers = jnp.pad(numbers, (0, groups * per_group - count))
-  columns = numbers.reshape(groups, per_group).T
-  data = []
-  for byte in range(per_group * width // 8):
-    bits = jnp.zeros((groups,), jnp.uint32)
-    for place in range(8 * byte // width, (8 * byte + 7) // width + 1):
-      bits |= _shift_left(columns[place], place * width - 8 * byte)
-    data.append((bits & 0xFF).astype(jnp.uint8))
-  return jnp.stack(data, 1).reshape(-1)[: packed_size(count, width)]
-
-
-def unpack_bits(data: jax.Array, count: int, width: int) -> jax.Array:
-  """Undoes `pack_bits` along the last axis.
-
-  Args:
-    data: uint8 `[..., packed_size(count, width)]`.
-    count: how many numbers.
-    width: bits of each, 0 to 32.
-
-  Returns:
-    uint32 `[..., count]`.
-  """
-  batch = data.shape[:-1]
-  if width == 0:
-    return jnp.zeros((*batch, count), jnp.uint32)
-  per_group = _group(width)
-  groups = -(-count // per_group)
-  group_bytes = per_group * width // 8
-  missing = groups * group_bytes - data.shape[-1]
-  data = jnp.pad(data, [(0, 0)] * len(batch) + [(0, missing)])
-  columns = data.reshape(*batch, groups, group_bytes).astype(jnp.uint32)
-  mask = jnp.uint32(2**width - 1)
-  numbers = []
-  for place in range(per_group):
-    first, last = place * width // 8, (place * width + width - 1) // 8
-    bits = jnp.zeros((*batch, groups), jnp.uint32)
-    for byte in range(first, last + 1):
-      bits |= _shift_left(columns[..., byte], 8 * byte - place * width)
-    numbers.append(bits & mask)
-  return jnp.stack(numbers, -1).reshape(*batch, -1)[..., :count]
-
-
-def _group(width: int) -> int:
-  """Smallest number of `width`-bit numbers that fills whole bytes."""
-  return 8 // math.gcd(8, width)
-
-
-def _shift_left(x: jax.Array, amount: int) -> jax.Array:
-  """`x << amount` for uint32; a negative amount shifts right."""
-  return x << amount if amount >= 0 else x >> -amount

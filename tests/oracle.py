@@ -39,18 +39,99 @@ def slices(shape, limit, padding):
       yield (slice(i, min(i + a, rows)), slice(j, min(j + b, cols))), (a, b)
 
 
-def sends_everything(shape, size, limit, topk, padding, itemsize):
-  """Whether the coded selection would cost as much as the leaf itself."""
+def index_bits(n, k):
+  """Bits per chunk of the indices: the cheapest of three codes."""
+  if k == n:
+    return 0
+  elias_fano = [k * low + k + int(np.ceil(n / 2**low)) - 1
+                for low in range(int(np.ceil(np.log2(n))))]
+  return min(k * int(np.ceil(np.log2(n))), n, *elias_fano)
+
+
+VALUE_BITS = {'bfloat16': 16, 'int8': 8, 'int4': 4, 'sign': 1}
+
+
+def sent_bytes(chunks, n, k, values, itemsize):
+  """Bytes of `k` of `n` coefficients of each of so many chunks."""
+  bits = VALUE_BITS.get(values, 8 * itemsize)
+  scales = 2 * chunks if values in LEVELS else 0
+  return (int(np.ceil(chunks * k * bits / 8)) + scales
+          + int(np.ceil(chunks * index_bits(n, k) / 8)))
+
+
+def how_sent(shape, limit, topk, padding, values, itemsize):
+  """`(whole, topk)`: whether the leaf is one chunk, and how many of each."""
   *batch, rows, cols = shape
   a, b = side(rows, limit, padding), side(cols, limit, padding)
-  k = min(topk, a * b)
+  n, size = a * b, int(np.prod(shape))
   chunks = int(np.prod(batch)) * int(np.ceil(rows / a)) * int(np.ceil(cols / b))
-  bits = 0 if k == a * b else int(np.ceil(np.log2(a * b)))
-  sparse = chunks * k * itemsize + int(np.ceil(chunks * k * bits / 8))
-  return sparse >= size * itemsize
+  whole = values not in LEVELS or chunks == 1
+  dense = (1, size, size) if whole else (chunks, n, n)
+  k = min(topk, n)
+  if (sent_bytes(chunks, n, k, values, itemsize)
+      < sent_bytes(*dense, values, itemsize)):
+    return False, k
+  return whole, n
 
 
-def compress(m, limit, topk, padding):
+LEVELS = {'int8': 127, 'int4': 7, 'sign': 1}
+BFLOAT16_MAX = 2.0**127 * (2 - 2**-7)
+FLOAT32_MAX = np.finfo(np.float32).max
+TINY = np.finfo(np.float32).tiny
+
+
+def to_bfloat16(x):
+  """float32 rounded to 8 significant bits, ties to even."""
+  bits = int(np.float32(x).view(np.uint32))
+  half, odd = 0x7FFF, bits >> 16 & 1
+  return np.uint32((bits + half + odd) & 0xFFFF0000).view(np.float32)
+
+
+def read_as(v, values):
+  """What is read where the values `v` of one chunk were sent."""
+  if values == 'float32':
+    return v
+  if values == 'bfloat16':
+    cut = np.clip(v, -BFLOAT16_MAX, BFLOAT16_MAX).astype(np.float32)
+    rounded = np.array([to_bfloat16(x) for x in cut])
+    return np.where(np.abs(cut) < TINY, 0, rounded).astype(v.dtype)
+  limit, v = LEVELS[values], np.where(np.abs(v) < TINY, 0, v)
+  if values == 'sign':
+    scale = mean_in_pairs(np.abs(v))
+  else:
+    scale = float32(np.abs(v).max()) * np.float32(1 / limit)
+  if not scale >= TINY:
+    return np.zeros_like(v)
+  scale = to_bfloat16(min(scale, FLOAT32_MAX / np.float32(limit)))
+  if not np.isfinite(np.float64(scale) * limit) or (
+      np.float64(scale) * limit > FLOAT32_MAX):  # rounded up out of the range
+    below = scale.view(np.uint32) - np.uint32(1 << 16)
+    scale = below.view(np.float32)
+  if values == 'sign':
+    return (np.where(v >= 0, 1, -1) * scale).astype(v.dtype)
+  inverse = np.float32(1) / scale
+  levels = np.clip(np.round(v * inverse.astype(v.dtype)), -limit, limit)
+  return levels * scale.astype(v.dtype)
+
+
+def float32(x):
+  with np.errstate(over='ignore'):
+    return np.float32(x)
+
+
+def mean_in_pairs(x):
+  """The mean in float32: first half plus second half, until one is left."""
+  width = 1
+  while width < len(x):
+    width *= 2
+  total = np.zeros(width, np.float32)
+  total[: len(x)] = np.minimum(x, FLOAT32_MAX / np.float32(width))
+  while len(total) > 1:
+    total = total[: len(total) // 2] + total[len(total) // 2 :]
+  return total[0] * np.float32(1 / len(x))
+
+
+def compress(m, limit, topk, padding, values):
   """`(what was sent, which coefficients)` of a matrix, in parameter space.
 
   The second is a list over chunks of (coefficients sent, mask of sent).
@@ -66,7 +147,8 @@ def compress(m, limit, topk, padding):
     order = np.argsort(-np.abs(flat), kind='stable')[: min(topk, a * b)]
     mask = np.zeros(flat.shape, bool)
     mask[order] = True
-    sent = np.where(mask, flat, 0)
+    sent = np.zeros_like(flat)
+    sent[mask] = read_as(flat[mask], values)
     chunks.append((sent.reshape(b, a).T, mask.reshape(b, a).T))
   return chunks
 
@@ -86,16 +168,15 @@ class Oracle:
 
   def __init__(self, shape, workers, *, limit, topk, decay, padding=True,
                alpha=1.0, average='senders', gradient_weight=1.0,
-               dtype=np.float64):
+               values='float32', dtype=np.float64):
     matrix = (1,) * (2 - len(shape)) + tuple(shape) if len(shape) < 2 else shape
     self.shape, self.matrix = tuple(shape), tuple(matrix)
-    self.limit, self.topk, self.padding = limit, topk, padding
+    self.limit, self.padding, self.values = limit, padding, values
     self.decay, self.alpha, self.average = decay, alpha, average
     self.gradient_weight = gradient_weight
     self.m = np.zeros((workers, *self.matrix), dtype)
-    self.whole = sends_everything(
-        self.matrix, int(np.prod(shape)), limit, topk, padding,
-        np.dtype(dtype).itemsize)
+    self.whole, self.topk = how_sent(
+        self.matrix, limit, topk, padding, values, np.dtype(dtype).itemsize)
 
   def exchange(self, gradients):
     """Takes `[N, *shape]` and returns the merged momentum `[*shape]`."""
@@ -115,10 +196,11 @@ class Oracle:
       self.m[at] = (
           self.decay * self.m[at] + self.gradient_weight * gradients[at])
       if self.whole:
-        sent[i] = [(self.m[at].copy(), np.ones(shape, bool))]
-        own = self.m[at].copy()
+        own = read_as(self.m[at].flatten(), self.values).reshape(shape)
+        sent[i] = [(own, np.ones(shape, bool))]
       else:
-        sent[i] = compress(self.m[at], self.limit, self.topk, self.padding)
+        sent[i] = compress(
+            self.m[at], self.limit, self.topk, self.padding, self.values)
         own = expand([c for c, _ in sent[i]], shape, self.limit, self.padding)
       self.m[at] = self.m[at] - self.alpha * own
     if not workers:

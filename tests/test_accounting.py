@@ -1,5 +1,7 @@
 """Bytes, predicted."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import demo_optax
+from demo_optax import chunks
+from demo_optax.compressors import VALUES
 
 pytestmark = pytest.mark.core
 
@@ -25,20 +29,39 @@ def test_plan_of_the_papers_model():
   tree = shapes_300m()
   assert sum(np.prod(x.shape) for x in tree.values()) == 319_946_752
   plan = demo_optax.plan(tree, demo_optax.dct_topk(64, 8), workers=64)
-  chunks = 319_946_752 // 4096
-  assert plan.sent_bytes == chunks * 8 * (32 + 12) // 8 + 1
-  assert plan.sent_bytes < 3.5e6  # published: 7.49 MB
+  assert plan.sent_bytes == 319_946_752 // 4096 * (8 * 32 + 87) // 8 + 1
+  assert plan.sent_bytes < 3.4e6  # published: 7.49 MB
   assert plan.received_bytes == 63 * plan.sent_bytes
   assert plan.dense_bytes(2) == pytest.approx(2 * 63 / 64 * 2 * 319_946_752)
 
 
+def test_plan_of_the_papers_model_in_signs():
+  compressor = demo_optax.dct_topk(64, 8, values='sign')
+  plan = demo_optax.plan(shapes_300m(), compressor, workers=64)
+  assert plan.sent_bytes == 319_946_752 // 4096 * (8 + 16 + 87) // 8 + 1
+  assert plan.sent_bytes < 1.1e6
+
+
 @given(st.lists(st.integers(1, 300), max_size=4), st.integers(1, 70),
-       st.integers(1, 5000), st.booleans())
-def test_a_leaf_costs_no_more_than_itself(shape, chunk, topk, padding):
+       st.integers(1, 5000), st.booleans(), st.sampled_from(VALUES))
+def test_a_leaf_costs_no_more_than_dense(shape, chunk, topk, padding, values):
   leaf = jax.ShapeDtypeStruct(tuple(shape), jnp.float32)
-  compressor = demo_optax.dct_topk(chunk, topk, padding=padding)
+  compressor = demo_optax.dct_topk(
+      chunk, topk, values=values, padding=padding)
   plan = demo_optax.plan(leaf, compressor, workers=2)
-  assert plan.sent_bytes <= 4 * plan.size + 1
+  grid = chunks.chunk_grid(tuple(shape), chunk, padding=padding)
+  count, n = grid.num_chunks, grid.chunk_size
+  dense = {
+      'float32': 4 * plan.size,
+      'bfloat16': 2 * plan.size,
+      'int8': count * (n + 2),
+      'int4': math.ceil(count * n / 2) + 2 * count,
+      'sign': math.ceil(count * n / 8) + 2 * count,
+  }[values]
+  assert plan.sent_bytes <= dense + 1
+  (bytes_of_leaf,) = plan.leaves
+  if bytes_of_leaf.sent_bytes == dense:  # no indices where they save nothing
+    assert bytes_of_leaf.index_bits == 0
 
 
 @pytest.mark.parametrize('dim', [1, 3, 7, 10, 31, 97, 509, 50257, 100277])

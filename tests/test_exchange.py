@@ -19,6 +19,7 @@ from helpers import (
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
+from demo_optax.compressors import VALUES
 
 pytestmark = pytest.mark.core
 
@@ -32,8 +33,8 @@ RULES = {
 }
 
 
-def make_tx(workers, rule='published'):
-  return demo_optax.scale_by_demo(COMPRESSOR, workers=workers, **RULES[rule])
+def make_tx(workers, rule='published', compressor=COMPRESSOR):
+  return demo_optax.scale_by_demo(compressor, workers=workers, **RULES[rule])
 
 
 def whole_demo(workers):
@@ -52,9 +53,9 @@ def gradients_of(step, workers=N):
   return gradients
 
 
-def stacked_run(workers, steps, rule='published'):
+def stacked_run(workers, steps, *rule):
   """(updates of every step, state) with stacked gradients."""
-  tx = make_tx(workers, rule)
+  tx = make_tx(workers, *rule)
   params = replicated(random_tree(99), workers)
   state = tx.init(params)
   update, seen = jax.jit(tx.update), []
@@ -68,10 +69,10 @@ def stacked_run(workers, steps, rule='published'):
   return seen, state
 
 
-def shard_map_run(steps, check_vma, rule):
+def shard_map_run(steps, check_vma, *rule):
   """The same with gradients local, inside a shard_map of our own."""
   workers = demo_optax.Workers.on_axis('data')
-  tx = make_tx(workers, rule)
+  tx = make_tx(workers, *rule)
   params, mesh = random_tree(99), make_mesh(N)
   specs = demo_optax.state_specs(tx, params, workers)
 
@@ -93,10 +94,10 @@ def shard_map_run(steps, check_vma, rule):
   return seen, state
 
 
-def mapped_run(steps, how, rule):
+def mapped_run(steps, how, *rule):
   """The same in vmap or pmap, where every worker decodes for itself."""
   workers = demo_optax.Workers.on_axis('data')
-  tx = make_tx(workers, rule)
+  tx = make_tx(workers, *rule)
   params = jax.tree.map(lambda x: np.stack([x] * N), random_tree(99))
   state = jax.vmap(tx.init, axis_name='data')(params)
   if how == 'vmap':
@@ -146,6 +147,18 @@ def test_own_vmap_and_pmap_equal_simulation(simulated, how):
   assert_same_bits(updates, expected)
   assert_same_bits(
       jax.tree.map(lambda m: m[:, 0], state.momentum), expected_state.momentum)
+
+
+@pytest.mark.parametrize('values', VALUES[1:])
+@pytest.mark.parametrize('rule, how', [('published', 'vmap'), ('second', 'pmap')])
+def test_every_value_code_gives_the_same_bits(rule, how, values):
+  rule = rule, demo_optax.dct_topk(chunk_size=32, topk=8, values=values)
+  expected = stacked_run(demo_optax.Workers.simulated(N), 5, *rule)
+  assert_same_bits(stacked_run(on_mesh(N), 5, *rule), expected)
+  updates, state = mapped_run(5, how, *rule)
+  assert_same_bits(updates, expected[0])
+  assert_same_bits(
+      jax.tree.map(lambda m: m[:, 0], state.momentum), expected[1].momentum)
 
 
 def test_a_run_repeats_bit_for_bit(simulated):
@@ -241,6 +254,57 @@ def test_conservation(alpha, x64):
       np.testing.assert_allclose(
           kept[key][0] + alpha * sent[key], had, atol=1e-12)
     before = jax.tree.map(lambda m: m[0], kept)
+
+
+@pytest.mark.parametrize('alpha', [0.2, 1.0])
+@pytest.mark.parametrize('values', VALUES)
+def test_conservation_at_the_ends_of_the_range(values, alpha):
+  """All-zero, huge, subnormal and mixed chunks: rounding and nothing else."""
+  rng = np.random.default_rng(0)
+  workers = demo_optax.Workers.simulated(1)
+  compressor = demo_optax.dct_topk(16, 8, values=values)
+  tx = demo_optax.scale_by_demo(
+      compressor, 0.5, workers=workers, alpha=alpha, average='workers')
+  params = jnp.zeros((6 * 16, 16))
+  state, update = tx.init(params), jax.jit(tx.update)
+  before = np.zeros((6, 16, 16))
+  spike = np.zeros((16, 16))
+  spike[3, 5] = 1e38  # its coefficients are finite, the sum of 256 is not
+  for _ in range(4):
+    noise = rng.normal(size=(3, 16, 16))
+    gradient = np.stack([0 * spike, spike, 1e-42 * noise[0], noise[1],
+                         noise[2] * 10.0 ** rng.integers(-44, 30, (16, 16)),
+                         np.eye(16) * 1.2e-38])
+    gradient = jnp.asarray(gradient.reshape(1, -1, 16), jnp.float32)
+    sent, state = update(gradient, state, params)
+    kept = demo_optax.momentum(state, params, compressor, workers)
+    sent, kept, gradient = (
+        np.asarray(x, np.float64).reshape(6, 16, 16)
+        for x in (sent, kept, gradient))
+    had = 0.5 * before + gradient
+    scale = np.abs(had).max((1, 2), keepdims=True)
+    assert int(state.info['left_out']) == 0
+    assert np.all(np.abs(kept + alpha * sent - had) <= 2e-6 * scale + 3e-37)
+    assert not np.any(sent[0]) and not np.any(kept[0])
+    before = kept
+
+
+@pytest.mark.parametrize('values', VALUES)
+def test_everything_is_sent_in_the_end(values):
+  """Of a constant gradient, only so much is ever waiting in the momentum."""
+  workers = demo_optax.Workers.simulated(2)
+  compressor = demo_optax.dct_topk(8, 8, values=values)
+  tx = demo_optax.scale_by_demo(compressor, 1 - 1e-7, workers=workers)
+  tx = optax.chain(tx, optax.trace(1.0))  # the sum of the updates
+  gradient = jnp.asarray(random_tree(0, {'w': (24, 16)})['w'])
+  update = jax.jit(tx.update)
+  state, behind = tx.init(gradient), []
+  for step in range(1, 161):
+    total, state = update(jnp.stack([gradient] * 2), state, gradient)
+    if step in (40, 160):
+      behind.append(float(jnp.linalg.norm(total / step - gradient)
+                          / jnp.linalg.norm(gradient)))
+  assert behind[1] < 0.4 * behind[0] and behind[1] < 0.1
 
 
 def test_one_worker_is_no_special_case():

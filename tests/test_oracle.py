@@ -31,8 +31,9 @@ def run(workers, steps, *, limit=16, topk=5, decay=0.9, seed=0, left_out=None,
         **kwargs):
   """Yields (ours, oracle's) merged momentum, and at the end the momentum."""
   rng = np.random.default_rng(seed)
+  padding, values = kwargs.pop('padding', True), kwargs.pop('values', 'float32')
   compressor = demo_optax.dct_topk(
-      limit, topk, padding=kwargs.pop('padding', True))
+      limit, topk, padding=padding, values=values)
   who = demo_optax.Workers.simulated(workers)
   tx = demo_optax.scale_by_demo(compressor, decay, workers=who, **kwargs)
   params = {k: jnp.zeros(s) for k, s in SHAPES.items()}
@@ -40,7 +41,7 @@ def run(workers, steps, *, limit=16, topk=5, decay=0.9, seed=0, left_out=None,
   ema = kwargs.pop('ema', False)
   oracles = {
       k: Oracle(s, workers, limit=limit, topk=topk, decay=decay,
-                padding='padding=True' in repr(compressor),
+                padding=padding, values=values,
                 gradient_weight=1 - decay if ema else 1.0, **kwargs)
       for k, s in SHAPES.items()
   }
@@ -81,6 +82,16 @@ def test_second_version_weighting(x64):
 @pytest.mark.parametrize('average', ['senders', 'workers'])
 def test_a_worker_left_out(average, x64):
   compare(run(5, 12, left_out=3, average=average))
+
+
+@pytest.mark.parametrize('values', ['bfloat16', 'int8', 'int4', 'sign'])
+def test_value_codes(values, x64):
+  compare(run(3, 8, values=values))
+
+
+@pytest.mark.parametrize('values', ['bfloat16', 'sign'])
+def test_value_codes_of_everything(values, x64):
+  compare(run(2, 4, values=values, alpha=0.3, average='workers', topk=90))
 
 
 def test_published_chunk_rule(x64):

@@ -1,93 +1,171 @@
 """Payloads: exact, of the promised size, and safe to read."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from demo_optax import wire
+from demo_optax import selection, value_codes, wire
 
 pytestmark = pytest.mark.core
 
 
-@given(st.integers(0, 32), st.integers(0, 60), st.integers(0, 2**32 - 1))
-def test_packed_numbers_come_back(width, count, seed):
-  rng = np.random.default_rng(seed)
-  numbers = rng.integers(0, 2**width, count, dtype=np.uint64).astype(np.uint32)
-  packed = wire.pack_bits(jnp.asarray(numbers), width)
-  assert packed.dtype == jnp.uint8
-  assert packed.shape == (wire.packed_size(count, width),)
-  assert packed.size == (count * width + 7) // 8
-  np.testing.assert_array_equal(
-      wire.unpack_bits(packed, count, width), numbers)
-  # Lowest bits first, as NumPy packs them.
-  bits = (numbers[:, None] >> np.arange(width, dtype=np.uint32)) & 1
-  np.testing.assert_array_equal(
-      packed, np.packbits(bits.reshape(-1), bitorder='little'))
-
-
-@pytest.mark.parametrize('n, width', [(1, 0), (2, 1), (3, 2), (64, 6), (65, 7),
-                                      (4096, 12), (65536, 16), (65537, 17)])
-def test_index_width(n, width):
-  assert wire.index_width(n) == width
-
-
 @st.composite
 def layouts(draw):
-  kinds = st.tuples(st.integers(1, 80), st.integers(1, 80),
-                    st.integers(1, 5))
+  kinds = st.tuples(st.integers(1, 80), st.integers(1, 80), st.integers(1, 5),
+                    st.sampled_from(value_codes.VALUES))
   leaves = draw(st.lists(kinds, min_size=1, max_size=4))
-  return [(wire.ChunkFormat(n, min(k, n), 'float32'), chunks)
-          for n, k, chunks in leaves]
+  return [(wire.ChunkFormat(n, min(k, n), 'float32', values), chunks)
+          for n, k, chunks, values in leaves]
+
+
+def random_selection(rng, f, chunks):
+  indices = [np.sort(rng.permutation(f.n)[: f.k]) for _ in range(chunks)]
+  values = rng.normal(size=(chunks, f.k)) * 10.0 ** rng.integers(-38, 38)
+  return (jnp.asarray(np.stack(indices), jnp.int32),
+          jnp.asarray(values, jnp.float32))
 
 
 @given(layouts(), st.integers(1, 3), st.integers(0, 2**31))
 def test_payloads_come_back(leaves, workers, seed):
   rng = np.random.default_rng(seed)
   layout = wire.Layout(leaves)
-  sent, payloads = [], []
+  encode = jax.jit(layout.encode)
+  selected, sent, payloads = [], [], []
   for worker in range(workers):
-    selections = []
-    for f, chunks in leaves:
-      indices = np.stack([rng.permutation(f.n)[: f.k] for _ in range(chunks)])
-      if f.k == f.n:
-        indices = np.broadcast_to(np.arange(f.n), (chunks, f.n))
-      bits = rng.integers(0, 2**32, indices.shape, dtype=np.uint64)
-      values = bits.astype(np.uint32).view(np.float32)  # NaNs and all
-      selections.append(
-          (jnp.asarray(indices, jnp.int32), jnp.asarray(values)))
-    sent.append(selections)
-    payload = layout.encode(selections, jnp.asarray(worker != 1))
+    selected.append([random_selection(rng, f, c) for f, c in leaves])
+    payload, values = encode(selected[-1], jnp.asarray(worker != 1))
     assert payload.shape == (layout.num_bytes,) and payload.dtype == jnp.uint8
     payloads.append(payload)
-  received, present = layout.decode(jnp.stack(payloads))
+    sent.append(values)
+  received, present = jax.jit(layout.decode)(jnp.stack(payloads))
   assert present.tolist() == [w != 1 for w in range(workers)]
   for leaf, (indices, values) in enumerate(received):
     for worker in range(workers):
-      np.testing.assert_array_equal(indices[worker], sent[worker][leaf][0])
+      np.testing.assert_array_equal(indices[worker], selected[worker][leaf][0])
       np.testing.assert_array_equal(
           np.asarray(values[worker]).view(np.uint32),
-          np.asarray(sent[worker][leaf][1]).view(np.uint32))
-
-
-@given(layouts(), st.integers(0, 2**31))
-def test_any_bytes_give_indices_within_the_chunk(leaves, seed):
-  layout = wire.Layout(leaves)
-  rng = np.random.default_rng(seed)
-  data = rng.integers(0, 256, (2, layout.num_bytes), dtype=np.uint8)
-  received, present = layout.decode(jnp.asarray(data))
-  assert present.dtype == bool
-  for (f, _), (indices, _) in zip(leaves, received):
-    assert np.all((np.asarray(indices) >= 0) & (np.asarray(indices) < f.n))
+          np.asarray(sent[worker][leaf]).view(np.uint32))
+      if leaves[leaf][0].values == 'float32':
+        np.testing.assert_array_equal(
+            values[worker], selected[worker][leaf][1])
 
 
 def test_float64_travels_as_float64(x64):
   f = wire.ChunkFormat(10, 2, 'float64')
   values = jnp.asarray([[np.pi, -1e-300]])
   indices = jnp.asarray([[3, 9]], jnp.int32)
-  data = f.encode(indices, values)
+  data, _ = f.encode(indices, values)
   assert data.size == f.num_bytes(1) == 16 + 1
   found = f.decode(data[None], 1)
   np.testing.assert_array_equal(found[0][0], indices)
   np.testing.assert_array_equal(found[1][0], values)
+  assert found[2].tolist() == [True]
+
+
+# Payloads that nobody wrote ---------------------------------------------------
+
+# Every index code (fixed, bitmap, Elias-Fano, none) with every value code.
+PLACES = {'fixed': (100, 1), 'bitmap': (40, 15), 'elias-fano': (300, 9),
+          'none': (7, 7)}
+
+
+def mixed_layout(values):
+  leaves = [(wire.ChunkFormat(n, k, 'float32', values), 3)
+            for n, k in PLACES.values()]
+  assert [f.index_code.name for f, _ in leaves] == list(PLACES)
+  return wire.Layout(leaves)
+
+
+@functools.cache
+def reader(values):
+  return jax.jit(mixed_layout(values).decode)
+
+
+def damaged(rng, values, count):
+  """Payloads: random bytes, and true ones with a few bytes changed."""
+  layout = mixed_layout(values)
+  payload, _ = jax.jit(layout.encode)(
+      [random_selection(rng, f, c) for f, c in layout.leaves],
+      jnp.asarray(True))
+  changed = np.tile(np.asarray(payload), (count, 1))
+  for _ in range(3):
+    changed[np.arange(count), rng.integers(0, layout.num_bytes, count)] = (
+        rng.integers(0, 256, count))
+  noise = rng.integers(0, 256, (count, layout.num_bytes), dtype=np.uint8)
+  noise[::2, -1] = 1
+  return np.concatenate([changed, noise, np.full_like(noise[:1], 0),
+                         np.full_like(noise[:1], 255)])
+
+
+def assert_safe(values, data):
+  """Indices ascend in every chunk; whoever is present has finite values."""
+  received, present = reader(values)(jnp.asarray(data))
+  present = np.asarray(present)
+  assert not np.any(present[data[:, -1] != 1])
+  for (f, _), (indices, v) in zip(mixed_layout(values).leaves, received):
+    indices = np.asarray(indices)
+    assert np.all(indices[..., 0] >= 0) and np.all(indices[..., -1] < f.n)
+    assert np.all(np.diff(indices, axis=-1) > 0)
+    assert np.all(np.isfinite(np.asarray(v)[present]))
+  return received, present
+
+
+@pytest.mark.parametrize('values', value_codes.VALUES)
+def test_any_bytes_are_safe_to_read(values):
+  data = damaged(np.random.default_rng(0), values, 300)
+  received, present = assert_safe(values, data)
+  assert 0 < present.sum() < len(present)
+  for (f, _), (indices, v) in zip(mixed_layout(values).leaves, received):
+    merged = selection.merge(
+        indices, v, jnp.asarray(present), f.n, 'senders')
+    assert np.all(np.isfinite(merged))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('values', value_codes.VALUES)
+def test_a_million_payloads_are_safe_to_read(values):
+  rng = np.random.default_rng(1)
+  for _ in range(20):  # 200,000 per value code
+    assert_safe(values, damaged(rng, values, 5_000))
+
+
+@pytest.mark.parametrize('values', value_codes.VALUES)
+def test_who_wrote_what_nobody_reads_is_left_out(values):
+  """One bit too many in a bitmap, an index too far, a value not finite."""
+  layout = mixed_layout(values)
+  rng = np.random.default_rng(2)
+  selected = [random_selection(rng, f, c) for f, c in layout.leaves]
+  good, _ = jax.jit(layout.encode)(selected, jnp.asarray(True))
+  starts = np.cumsum([0] + [f.num_bytes(c) for f, c in layout.leaves])
+  fixed, c = layout.leaves[0]
+  too_far = good.at[fixed.value_bytes(c)].set(127)  # of 100 places, in 7 bits
+  bitmap, c = layout.leaves[1]
+  first = int(starts[1]) + bitmap.value_bytes(c)
+  too_few = good.at[first : int(starts[2])].set(0)
+  cases = [good, too_far, too_few, good.at[-1].set(0), good.at[-1].set(3)]
+  expected = [True, False, False, False, False]
+  if values != 'float32':  # a scale, or the first value, that is infinite
+    place = fixed.value_bytes(c) - (0 if values == 'bfloat16' else 2 * c)
+    place = 0 if values == 'bfloat16' else place
+    infinite = jnp.asarray([0x80, 0x7F], jnp.uint8)
+    cases.append(good.at[place : place + 2].set(infinite))
+    expected.append(False)
+  _, present = reader(values)(jnp.stack(cases))
+  assert present.tolist() == expected
+
+
+@pytest.mark.parametrize('bad', [np.nan, np.inf, -np.inf])
+def test_a_value_that_is_not_finite_is_left_out(bad):
+  f = wire.ChunkFormat(16, 2, 'float32')
+  layout = wire.Layout([(f, 1)])
+  indices = jnp.asarray([[3, 9]], jnp.int32)
+  payload, _ = layout.encode(
+      [(indices, jnp.asarray([[1.0, bad]]))], jnp.asarray(True))
+  received, present = layout.decode(payload[None])
+  assert present.tolist() == [False]
+  np.testing.assert_array_equal(received[0][0][0], indices)

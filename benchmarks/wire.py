@@ -1,0 +1,92 @@
+"""What packing and unpacking cost, beside the selection.
+
+    python benchmarks/wire.py --out benchmarks/results/wire.json
+
+4096 chunks of 4096 coefficients. `pack` is a worker's selection to bytes, with
+the values that it takes out of its momentum; `unpack` is one worker's bytes to
+a selection, checks included. All are timed in turn, in one process, the order
+reversed every other round: medians in milliseconds, and their ratio to the
+selection of as many coefficients. Only the ratios carry over between machines.
+"""
+
+import argparse
+import json
+import pathlib
+import platform
+import statistics
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from demo_optax import selection, wire
+
+CHUNKS, N = 4096, 4096
+TOPK = [8, 32]
+VALUES = ['float32', 'int8', 'sign']
+
+
+def candidates() -> dict[str, Callable[[], object]]:
+  """What is timed, compiled and with its arguments."""
+  rng = np.random.default_rng(0)
+  c = jnp.asarray(rng.normal(size=(CHUNKS, N)), jnp.float32)
+  timed = {}
+  for k in TOPK:
+    indices = selection.top_k(c, k)
+    values = selection.take(c, indices)
+    timed[f'select k={k}'] = compiled(lambda c, k=k: selection.top_k(c, k), c)
+    for name in VALUES:
+      f = wire.ChunkFormat(N, k, 'float32', name)
+      data = f.encode(indices, values)[0][None]
+      timed[f'pack k={k} {name}'] = compiled(f.encode, indices, values)
+      timed[f'unpack k={k} {name}'] = compiled(
+          lambda data, f=f: f.decode(data, CHUNKS), data)
+  return timed
+
+
+def compiled(function: Callable, *args: jax.Array) -> Callable[[], object]:
+  run = jax.jit(function).lower(*args).compile()
+  return lambda: jax.block_until_ready(run(*args))
+
+
+def measure(rounds: int) -> dict[str, float]:
+  """Median milliseconds of every candidate."""
+  timed = candidates()
+  seen: dict[str, list[float]] = {name: [] for name in timed}
+  for number in range(rounds + 1):
+    names = list(timed) if number % 2 else list(reversed(timed))
+    for name in names:
+      timed[name]()  # caches as this one leaves them, not its neighbour
+      start = time.perf_counter()
+      timed[name]()
+      seen[name].append(1e3 * (time.perf_counter() - start))
+  return {name: statistics.median(times[1:]) for name, times in seen.items()}
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument('--rounds', type=int, default=20)
+  parser.add_argument('--out', type=pathlib.Path)
+  args = parser.parse_args()
+  medians = measure(args.rounds)
+  ratios = {
+      name: ms / medians[f'select {name.split()[1]}']
+      for name, ms in medians.items()
+  }
+  print(f'{"":<24}{"ms":>9}{"of selection":>15}')
+  for name, ms in medians.items():
+    print(f'{name:<24}{ms:9.2f}{100 * ratios[name]:13.1f} %')
+  if args.out:
+    record = {
+        'jax': jax.__version__, 'backend': jax.default_backend(),
+        'machine': platform.machine(), 'rounds': args.rounds,
+        'median_ms': medians, 'ratio_to_selection': ratios,
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(record, indent=2) + '\n')
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,202 @@
+"""Codes of the indices: which `k` of the `n` places of a chunk are sent.
+
+The places of a chunk are a set and are written in ascending order, which leaves
+`log2 C(n, k)` bits to say. A code takes the same number of bits for every
+chunk, and chunks follow each other bit by bit: only the last byte of all of
+them is filled up. Reading makes indices of any bytes; that they ascend within
+the chunk is for the reader to check (`wire.ChunkFormat.decode`).
+"""
+
+import dataclasses
+import functools
+from typing import ClassVar, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from demo_optax import packing
+
+
+class IndexCode(Protocol):
+  """How the places sent of every chunk are written."""
+
+  name: ClassVar[str]
+
+  @property
+  def bits(self) -> int:
+    """Bits per chunk."""
+
+  def encode(self, indices: jax.Array) -> jax.Array:
+    """Ascending int32 `[chunks, k]` as uint8 `[ceil(chunks * bits / 8)]`."""
+
+  def decode(self, data: jax.Array, chunks: int) -> jax.Array:
+    """Undoes `encode` for uint8 `[workers, bytes]`; `[workers, chunks, k]`."""
+
+
+@functools.cache
+def cheapest(n: int, k: int) -> IndexCode:
+  """The code that takes the fewest bits for `k` of `n` places.
+
+  >>> cheapest(4096, 32)
+  EliasFano(n=4096, k=32, low=7)
+  >>> cheapest(4096, 32).bits / 32
+  8.96875
+  >>> cheapest(64, 24), cheapest(4096, 1), cheapest(8, 8)
+  (Bitmap(n=64, k=24), FixedWidth(n=4096, k=1), Everything(n=8, k=8))
+  """
+  if k == n:
+    return Everything(n, k)
+  # Of equals the first: the simpler code, then the shorter unary part.
+  codes: list[IndexCode] = [FixedWidth(n, k), Bitmap(n, k)]
+  codes += [EliasFano(n, k, low) for low in reversed(range(index_width(n)))]
+  return min(codes, key=lambda code: code.bits)
+
+
+@dataclasses.dataclass(frozen=True)
+class Everything:
+  """All places: nothing to write."""
+
+  name: ClassVar[str] = 'none'
+  n: int
+  k: int
+
+  @property
+  def bits(self) -> int:
+    """0."""
+    return 0
+
+  def encode(self, indices: jax.Array) -> jax.Array:
+    """No bytes."""
+    return jnp.zeros((0,), jnp.uint8)
+
+  def decode(self, data: jax.Array, chunks: int) -> jax.Array:
+    """All places, in order."""
+    shape = (data.shape[0], chunks, self.n)
+    return jnp.broadcast_to(jnp.arange(self.n, dtype=jnp.int32), shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedWidth:
+  """Every index in `ceil(log2 n)` bits."""
+
+  name: ClassVar[str] = 'fixed'
+  n: int
+  k: int
+
+  @property
+  def bits(self) -> int:
+    """`k ceil(log2 n)`."""
+    return self.k * index_width(self.n)
+
+  def encode(self, indices: jax.Array) -> jax.Array:
+    """The indices, packed."""
+    numbers = indices.reshape(-1).astype(jnp.uint32)
+    return packing.pack_bits(numbers, index_width(self.n))
+
+  def decode(self, data: jax.Array, chunks: int) -> jax.Array:
+    """The indices, unpacked."""
+    numbers = packing.unpack_bits(data, chunks * self.k, index_width(self.n))
+    return numbers.astype(jnp.int32).reshape(-1, chunks, self.k)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bitmap:
+  """A bit per place, 1 where it is sent."""
+
+  name: ClassVar[str] = 'bitmap'
+  n: int
+  k: int
+
+  @property
+  def bits(self) -> int:
+    """`n`."""
+    return self.n
+
+  def encode(self, indices: jax.Array) -> jax.Array:
+    """Ones at the indices."""
+    return packing.pack_bits(_ones_at(indices, self.n).reshape(-1), 1)
+
+  def decode(self, data: jax.Array, chunks: int) -> jax.Array:
+    """The places of the ones."""
+    bits = packing.unpack_bits(data, chunks * self.n, 1)
+    return _places_of_ones(bits.reshape(-1, chunks, self.n), self.k)
+
+
+@dataclasses.dataclass(frozen=True)
+class EliasFano:
+  """The `low` low bits of every index as they are, the rest in unary.
+
+  The rest, `index >> low`, does not descend and ends below
+  `b = ceil(n / 2**low)`: the `j`-th becomes a one at place `rest + j` of
+  `k + b - 1` bits. With `2**low` near `n / k` that is about `2 + log2(n / k)`
+  bits per index, the bound for small `k / n` being `1.44 + log2(n / k)`.
+
+  References:
+    Elias, `Efficient storage and retrieval by content and address of static
+    files <https://doi.org/10.1145/321812.321820>`_, 1974.
+  """
+
+  name: ClassVar[str] = 'elias-fano'
+  n: int
+  k: int
+  low: int
+
+  @property
+  def unary_bits(self) -> int:
+    """Bits of the unary part of a chunk."""
+    return self.k - 1 + -(-self.n >> self.low)
+
+  @property
+  def bits(self) -> int:
+    """`k low + k + ceil(n / 2**low) - 1`."""
+    return self.k * self.low + self.unary_bits
+
+  def encode(self, indices: jax.Array) -> jax.Array:
+    """The low bits of all chunks, then the unary parts of all."""
+    low_bits = indices.size * self.low
+    lows = indices.reshape(-1).astype(jnp.uint32) & (2**self.low - 1)
+    head = packing.pack_bits(lows, self.low)
+    order = jnp.arange(self.k, dtype=jnp.int32)[None]
+    unary = _ones_at((indices >> self.low) + order, self.unary_bits)
+    # The unary parts begin in the byte where the low bits end.
+    tail = packing.pack_bits(jnp.pad(unary.reshape(-1), (low_bits % 8, 0)), 1)
+    whole = low_bits // 8
+    shared = head[whole:] | tail[: head.size - whole]
+    return jnp.concatenate([head[:whole], shared, tail[shared.size :]])
+
+  def decode(self, data: jax.Array, chunks: int) -> jax.Array:
+    """The places of the ones, less their order, above the low bits."""
+    low_bits, unary_bits = chunks * self.k * self.low, chunks * self.unary_bits
+    head = data[:, : packing.packed_size(chunks * self.k, self.low)]
+    lows = packing.unpack_bits(head, chunks * self.k, self.low)
+    skip, tail = low_bits % 8, data[:, low_bits // 8 :]
+    unary = packing.unpack_bits(tail, skip + unary_bits, 1)[:, skip:]
+    unary = unary.reshape(-1, chunks, self.unary_bits)
+    order = jnp.arange(self.k, dtype=jnp.int32)
+    rest = _places_of_ones(unary, self.k) - order[None, None]
+    return (rest << self.low) | lows.astype(jnp.int32).reshape(rest.shape)
+
+
+def index_width(n: int) -> int:
+  """Bits of an index into `n` places, `ceil(log2 n)`."""
+  return (n - 1).bit_length()
+
+
+def _ones_at(places: jax.Array, size: int) -> jax.Array:
+  """uint32 `[chunks, size]`, 1 at `places [chunks, k]`, which are distinct."""
+  rows = jnp.arange(places.shape[0], dtype=jnp.int32)[:, None]
+  zeros = jnp.zeros((places.shape[0], size), jnp.uint32)
+  return zeros.at[rows, places].set(
+      1, unique_indices=True, mode='promise_in_bounds'
+  )
+
+
+def _places_of_ones(bits: jax.Array, k: int) -> jax.Array:
+  """Places `[..., k]` of the first `k` ones of `bits [..., size]`, ascending.
+
+  Where there are fewer ones than `k`, places from `size` on fill up.
+  """
+  size = bits.shape[-1]
+  places = jnp.arange(size, dtype=jnp.int32)
+  # A sort costs less than ranking by a cumulative sum, on CPUs and for all k.
+  return jnp.sort(jnp.where(bits == 1, places, places + size))[..., :k]

@@ -1,0 +1,109 @@
+"""Index codes: bit for bit what they are defined to be, and near the bound."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from demo_optax import index_codes
+
+pytestmark = pytest.mark.core
+
+
+def bound(n, k):
+  return math.log2(math.comb(n, k))
+
+
+def fixed_bits(chunk, code):
+  width = math.ceil(math.log2(code.n))
+  return [index >> bit & 1 for index in chunk for bit in range(width)]
+
+
+def bitmap_bits(chunk, code):
+  return [int(place in chunk) for place in range(code.n)]
+
+
+def low_bits(chunk, code):
+  return [index >> bit & 1 for index in chunk for bit in range(code.low)]
+
+
+def unary_bits(chunk, code):
+  """For every bucket of `2**low` places, a one for each index, then a zero."""
+  bits = []
+  for bucket in range(math.ceil(code.n / 2**code.low)):
+    bits += [1] * sum(index >> code.low == bucket for index in chunk) + [0]
+  return bits[:-1]  # the last bucket's zero says nothing
+
+
+# The streams of a code, each of all chunks before the next.
+STREAMS = {
+    index_codes.Everything: [lambda chunk, code: []],
+    index_codes.FixedWidth: [fixed_bits],
+    index_codes.Bitmap: [bitmap_bits],
+    index_codes.EliasFano: [low_bits, unary_bits],
+}
+
+
+def expected_bytes(code, indices):
+  bits = [bit for stream in STREAMS[type(code)] for chunk in indices.tolist()
+          for bit in stream(chunk, code)]
+  assert len(bits) == len(indices) * code.bits
+  return np.packbits(np.array(bits, np.uint8), bitorder='little')
+
+
+@st.composite
+def codes(draw):
+  n = draw(st.one_of(st.integers(1, 80), st.sampled_from([300, 1000, 4096])))
+  k = draw(st.integers(1, min(n, 80)))
+  if k == n:
+    return index_codes.Everything(n, k)
+  kind = draw(st.sampled_from(['fixed', 'bitmap', 'elias-fano', 'cheapest']))
+  if kind == 'elias-fano':
+    low = draw(st.integers(0, index_codes.index_width(n) - 1))
+    return index_codes.EliasFano(n, k, low)
+  return {'fixed': index_codes.FixedWidth, 'bitmap': index_codes.Bitmap,
+          'cheapest': index_codes.cheapest}[kind](n, k)
+
+
+def random_sets(rng, chunks, n, k):
+  sets = [np.sort(rng.permutation(n)[:k]) for _ in range(chunks)]
+  return np.stack(sets).astype(np.int32)
+
+
+@given(codes(), st.integers(1, 6), st.integers(0, 2**32 - 1))
+def test_indices_come_back(code, chunks, seed):
+  rng = np.random.default_rng(seed)
+  sent = [random_sets(rng, chunks, code.n, code.k) for _ in range(2)]
+  sent[1][0] = np.arange(code.n - code.k, code.n)
+  data = [code.encode(jnp.asarray(indices)) for indices in sent]
+  for d, indices in zip(data, sent):
+    assert d.dtype == jnp.uint8 and d.size == -(-chunks * code.bits // 8)
+    np.testing.assert_array_equal(d, expected_bytes(code, indices))
+  found = code.decode(jnp.stack(data), chunks)
+  assert found.dtype == jnp.int32
+  np.testing.assert_array_equal(found, np.stack(sent))
+
+
+@given(st.integers(2, 70_000), st.data())
+def test_cheapest_is_cheapest(n, data):
+  k = data.draw(st.integers(1, n - 1))
+  code = index_codes.cheapest(n, k)
+  elias_fano = min(k * low + k + math.ceil(n / 2**low) - 1
+                   for low in range(20))
+  assert code.bits == min(k * math.ceil(math.log2(n)), n, elias_fano)
+  assert code.bits >= bound(n, k) - 1e-6
+
+
+@pytest.mark.parametrize('n', [4096, 5000, 8191, 16384, 65536])
+def test_near_the_bound(n):
+  for k in range(8, n // 32 + 1):
+    assert index_codes.cheapest(n, k).bits <= 1.1 * bound(n, k), k
+
+
+@pytest.mark.parametrize('n, width', [(1, 0), (2, 1), (3, 2), (64, 6), (65, 7),
+                                      (4096, 12), (65536, 16), (65537, 17)])
+def test_index_width(n, width):
+  assert index_codes.index_width(n) == width

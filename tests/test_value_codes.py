@@ -1,0 +1,108 @@
+"""Value codes against NumPy, and at the ends of the floats' range."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import read_as
+
+from demo_optax import value_codes
+
+pytestmark = pytest.mark.core
+
+BITS = {'float32': (32, 0), 'bfloat16': (16, 0), 'int8': (8, 16),
+        'int4': (4, 16), 'sign': (1, 16)}
+SCALES = [0.0, 1e-45, 1e-42, 1e-38, 2e-38, 1e-36, 1e-20, 1.0, 3e4, 1e36, 1e38,
+          3.4028235e38]
+
+# One compilation per shape.
+encode = jax.jit(lambda code, v: code.encode(v), static_argnums=0)
+decode = jax.jit(lambda code, d, *sizes: code.decode(d, *sizes),
+                 static_argnums=(0, 2, 3))
+
+
+def make(values, dtype='float32'):
+  return value_codes.value_code(values, dtype)
+
+
+def same_numbers(a, b):
+  """Equal as numbers, the subnormals of exact values being any."""
+  a, b = (np.where(np.abs(x) < np.finfo(np.float32).tiny, 0, x)
+          for x in (np.asarray(a), np.asarray(b)))
+  np.testing.assert_array_equal(a, b)
+
+
+def check(values, v):
+  """Encodes, decodes and compares with the oracle; returns what was read."""
+  code, (chunks, k) = make(values, v.dtype.name), v.shape
+  data, sent = encode(code, jnp.asarray(v))
+  per_value, per_chunk = BITS[values]
+  if v.dtype == np.float64 and values == 'float32':
+    per_value = 64
+  assert data.size == code.num_bytes(chunks, k)
+  assert data.size == -(-chunks * k * per_value // 8) + chunks * per_chunk // 8
+  read = decode(code, data[None], chunks, k)[0]
+  assert read.dtype == sent.dtype == v.dtype
+  np.testing.assert_array_equal(read, sent)
+  assert np.all(np.isfinite(read))
+  same_numbers(read, np.stack([read_as(chunk, values) for chunk in v]))
+  return np.asarray(read)
+
+
+@pytest.mark.parametrize('values', value_codes.VALUES)
+@given(st.integers(1, 5), st.sampled_from([1, 2, 3, 8, 13, 32]), st.data())
+def test_values_are_read_as_defined(values, chunks, k, data):
+  rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+  sizes = data.draw(st.lists(
+      st.sampled_from(SCALES), min_size=chunks, max_size=chunks))
+  v = rng.uniform(-1, 1, (chunks, k)) * np.array(sizes)[:, None]
+  check(values, v.astype(np.float32))
+
+
+@pytest.mark.parametrize('values', value_codes.VALUES)
+def test_the_ends_of_the_range(values):
+  big, tiny = np.finfo(np.float32).max, np.finfo(np.float32).tiny
+  rows = [[0.0] * 5, [-0.0] * 5, [big] * 5, [-big, big, big, -big, big],
+          [big, 0, 1, -1, 1e-45], [1e-45] * 5, [tiny] * 5, [127 * tiny] * 5,
+          [-126 * tiny, 0, tiny, 0, 0], [3.39e38, 3.3961e38, 1, 0, -3.4e38]]
+  read = check(values, np.array(rows, np.float32))
+  assert not np.any(read[:2])
+
+
+@pytest.mark.parametrize('values', value_codes.VALUES)
+def test_float64(values, x64):
+  rng = np.random.default_rng(0)
+  v = rng.normal(size=(6, 11)) * np.array([1, 0, 1e-300, 1e-30, 1e30, 1e300]
+                                          )[:, None]
+  read = check(values, v)
+  if values == 'float32':
+    np.testing.assert_array_equal(read, v)
+
+
+@pytest.mark.parametrize('values, error', [
+    ('bfloat16', 2**-8), ('int8', 0.52 / 127), ('int4', 0.52 / 7)])
+def test_error_beside_the_largest(values, error):
+  """Half a step, and what the rounding of the scale cuts from the largest."""
+  v = np.random.default_rng(0).normal(size=(500, 16)).astype(np.float32)
+  lost = np.abs(check(values, v) - v)
+  largest = np.abs(v).max(1, keepdims=True)
+  assert np.all(lost <= (error + 2**-8 * (values != 'bfloat16')) * largest)
+
+
+def test_sign_has_the_best_scale():
+  v = np.random.default_rng(0).normal(size=(50, 16)).astype(np.float32)
+  read = check('sign', v)
+  np.testing.assert_array_equal(np.sign(read), np.where(v >= 0, 1, -1))
+  lost = np.sum((v - read) ** 2, 1)
+  for factor in (0.98, 1.02):
+    assert np.all(lost < np.sum((v - factor * read) ** 2, 1))
+
+
+@pytest.mark.parametrize('values', value_codes.VALUES)
+def test_any_bytes_are_read(values):
+  code = make(values)
+  data = np.random.default_rng(0).integers(
+      0, 256, (200, code.num_bytes(3, 5)), dtype=np.uint8)
+  assert decode(code, jnp.asarray(data), 3, 5).shape == (200, 3, 5)
