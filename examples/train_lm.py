@@ -25,6 +25,7 @@ from flax import nnx
 from gpt import GPT, GPTConfig
 
 import demo_optax
+from demo_optax import compressors
 
 try:
   from tqdm import tqdm
@@ -51,6 +52,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
   add('--warmup', type=int, default=40)
   add('--chunk', type=int, default=64)
   add('--topk', type=int, default=32)
+  add('--values', choices=compressors.VALUES, default='float32',
+      help='how the values of coefficients are sent')
   add('--decay', type=float, default=0.99)
   add('--weight-decay', type=float, default=0.0)
   add('--clip', type=float, default=1.0, help='norm that gradients are cut to')
@@ -127,7 +130,7 @@ def decoupled_momentum(
 
 
 def make_compressor(args: argparse.Namespace) -> demo_optax.Compressor:
-  return demo_optax.dct_topk(args.chunk, args.topk)
+  return demo_optax.dct_topk(args.chunk, args.topk, values=args.values)
 
 
 def make_optimizer(
@@ -366,7 +369,7 @@ def layout_of(
     args: argparse.Namespace, workers: demo_optax.Workers
 ) -> dict[str, Any]:
   """What the shapes in a checkpoint depend on."""
-  names = ['embeddings', 'chunk', 'topk']
+  names = ['embeddings', 'chunk', 'topk', 'values']
   names += [f.name for f in dataclasses.fields(GPTConfig)]
   return {'workers': workers.count, **{n: getattr(args, n) for n in names}}
 
