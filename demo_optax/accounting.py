@@ -27,6 +27,7 @@ class LeafBytes:
     num_chunks: number of chunks it is cut into.
     chunk: length of a chunk along the last two dimensions.
     topk: coefficients sent per chunk.
+    values: how values are written, as in `dct_topk`.
     index_code: how indices are written: `'fixed'`, `'bitmap'`, `'elias-fano'`,
       or `'none'` if everything is sent.
     index_bits: bits per index, a fraction; 0 if everything is sent.
@@ -43,6 +44,7 @@ class LeafBytes:
   num_chunks: int
   chunk: tuple[int, ...]
   topk: int
+  values: str
   index_code: str
   index_bits: float
   whole: bool
@@ -50,6 +52,10 @@ class LeafBytes:
   blocks: tuple[int, ...]
   axes: tuple[str, ...]
   as_unsharded: bool
+
+  def max_workers(self, itemsize: int = 4) -> int:
+    """The most workers with which less is received than by an all-reduce."""
+    return _max_workers(self.size, itemsize, self.sent_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,25 +116,39 @@ class Plan:
       itemsize: bytes per element of the all-reduced gradient.
 
     Returns:
-      The largest such `N`.
+      The largest such `N`; 1 if there is none, 0 if nothing takes part.
     """
     if not self.leaves:
       return 0
-    return math.ceil(2 * self.size * itemsize / self.sent_bytes) - 1
+    return _max_workers(self.size, itemsize, self.sent_bytes)
 
   def __str__(self) -> str:
+    return f'{self.table()}\n\n{self.totals()}'
+
+  def table(self) -> str:
+    """What each leaf costs; leaves that differ in name only share a row."""
     sharded = any(leaf.axes for leaf in self.leaves)
-    header = ('leaf', 'shape', 'chunks', 'of', 'topk', 'index bits', 'sent')
+    header = (
+        'leaf', 'shape', 'chunks', 'of', 'topk', 'indices', 'bits', 'values',
+        'sent', 'pays to',
+    )
     rows: list[tuple[str, ...]] = [(*header, 'blocks') if sharded else header]
+    alike: dict[LeafBytes, list[LeafBytes]] = {}
     for leaf in self.leaves:
+      alike.setdefault(dataclasses.replace(leaf, name=''), []).append(leaf)
+    for leaf, members in alike.items():
+      more = f' and {len(members) - 1} more' if len(members) > 1 else ''
       row = (
-          leaf.name,
+          members[0].name + more,
           _times(leaf.shape) or 'scalar',
           f'{leaf.num_chunks}',
           'whole' if leaf.whole else _times(leaf.chunk),
-          f'{leaf.topk}',
+          'all' if leaf.index_code == 'none' else f'{leaf.topk}',
+          '-' if leaf.index_code == 'none' else leaf.index_code,
           f'{leaf.index_bits:.2f}' if leaf.index_bits else '-',
-          _bytes(leaf.sent_bytes),
+          leaf.values,
+          _bytes(leaf.sent_bytes) + (' each' if more else ''),
+          f'{leaf.max_workers(4)}/{leaf.max_workers(2)}',
       )
       mark = '' if leaf.as_unsharded else '*'
       blocks = _times(leaf.blocks) + mark if leaf.axes else '-'
@@ -139,7 +159,11 @@ class Plan:
           '* cut into other chunks than on one device: results depend on how it'
           ' is sharded.'
       )
-    return '\n'.join([*lines, '', *self._totals()])
+    return '\n'.join(lines)
+
+  def totals(self) -> str:
+    """What a worker sends and receives, beside dense all-reduces."""
+    return '\n'.join(self._totals())
 
   def _totals(self) -> Iterator[str]:
     yield (
@@ -160,9 +184,8 @@ class Plan:
       for axes, moved in self.device_bytes.items():
         yield f'  over {", ".join(axes):<15} receives {_bytes(moved):>10}'
     yield (
-        'Less is received than by an all-reduce with up to'
-        f' {self.max_workers(4)} workers (float32), {self.max_workers(2)}'
-        ' (bfloat16).'
+        f'Pays to {self.max_workers(4)}/{self.max_workers(2)} workers: up to'
+        ' there less is received than by an all-reduce of float32/bfloat16.'
     )
 
 
@@ -188,7 +211,8 @@ def plan(
     workers: who takes part, or how many.
 
   Returns:
-    A `Plan`; its `sent_bytes` is the exact size of a payload.
+    A `Plan`; its `sent_bytes` is the exact size of a payload. `python -m
+    demo_optax` prints one for named shapes or a file of shapes.
 
   Raises:
     TypeError: complex leaves.
@@ -258,6 +282,7 @@ def _leaf_bytes(
       num_chunks=leaf.grid.num_chunks,
       chunk=leaf.grid.lengths[-2:],
       topk=leaf.format.k,
+      values=leaf.format.values,
       index_code=leaf.format.index_code.name,
       index_bits=leaf.format.index_code.bits / leaf.format.k,
       whole=leaf.grid.whole,
@@ -287,6 +312,11 @@ def _device_bytes(
     agreed = round(2 * 4 * (specs.devices - 1) / specs.devices)
     inside[specs.axes] = inside.get(specs.axes, 0) + agreed
   return sent, inside
+
+
+def _max_workers(size: int, itemsize: int, sent_bytes: int) -> int:
+  """The largest `N` with `sent_bytes < 2 / N size itemsize`; 1 for none."""
+  return max(1, math.ceil(2 * size * itemsize / sent_bytes) - 1)
 
 
 def _times(lengths: tuple[int, ...]) -> str:

@@ -1,5 +1,7 @@
-"""Bytes, predicted."""
+"""Bytes, predicted; and the same in what is compiled."""
 
+import io
+import json
 import math
 
 import jax
@@ -8,38 +10,45 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import demo_optax
+from demo_optax import __main__ as command
 from demo_optax import chunks
 from demo_optax.compressors import VALUES
 
 pytestmark = pytest.mark.core
 
 
-def shapes_300m():
-  """Matrices of the paper's 300 M model: 16 layers, d = 1024, 4096 wide."""
-  d, f32 = 1024, jnp.float32
-  layer = {'qkv': (d, 3 * d), 'out': (d, d), 'up': (d, 8 * d), 'down': (4 * d, d)}
-  tree = {f'{i}.{k}': jax.ShapeDtypeStruct(s, f32)
-          for i in range(16) for k, s in layer.items()}
-  return {**tree, 'embedding': jax.ShapeDtypeStruct((50304, d), f32)}
+# Parameters, and MB per step as published (int64 indices, float32 values).
+PAPER = {'300M': (319_946_752, 7.49), '1B': (1_176_764_416, 27.58)}
 
 
-def test_plan_of_the_papers_model():
-  tree = shapes_300m()
-  assert sum(np.prod(x.shape) for x in tree.values()) == 319_946_752
-  plan = demo_optax.plan(tree, demo_optax.dct_topk(64, 8), workers=64)
-  assert plan.sent_bytes == 319_946_752 // 4096 * (8 * 32 + 87) // 8 + 1
-  assert plan.sent_bytes < 3.4e6  # published: 7.49 MB
+def papers_plan(model, values, workers=64, topk=8):
+  shapes = command.MODELS[model]
+  params = jax.tree.map(
+      lambda s: jax.ShapeDtypeStruct(tuple(s), jnp.float32), shapes,
+      is_leaf=lambda s: isinstance(s, list))
+  return demo_optax.plan(
+      params, demo_optax.dct_topk(64, topk, values=values), workers)
+
+
+@pytest.mark.parametrize('model', PAPER)
+def test_plan_of_the_papers_models(model):
+  size, published = PAPER[model]
+  plan = papers_plan(model, 'float32')
+  assert plan.size == size
+  assert size / 4096 * 8 * 12 / 1e6 == pytest.approx(published, abs=0.01)
+  assert plan.sent_bytes == -(-size // 4096 * (8 * 32 + 87) // 8) + 1
+  assert plan.sent_bytes < 0.45 * published * 1e6
   assert plan.received_bytes == 63 * plan.sent_bytes
-  assert plan.dense_bytes(2) == pytest.approx(2 * 63 / 64 * 2 * 319_946_752)
-
-
-def test_plan_of_the_papers_model_in_signs():
-  compressor = demo_optax.dct_topk(64, 8, values='sign')
-  plan = demo_optax.plan(shapes_300m(), compressor, workers=64)
-  assert plan.sent_bytes == 319_946_752 // 4096 * (8 + 16 + 87) // 8 + 1
-  assert plan.sent_bytes < 1.1e6
+  assert plan.dense_bytes(2) == pytest.approx(2 * 63 / 64 * 2 * size)
+  signs = papers_plan(model, 'sign')
+  assert signs.sent_bytes == -(-size // 4096 * (8 + 16 + 87) // 8) + 1
+  assert signs.sent_bytes < 0.146 * published * 1e6
+  if model == '300M':
+    assert plan.sent_bytes < 3.4e6 and signs.sent_bytes < 1.1e6
 
 
 @given(st.lists(st.integers(1, 300), max_size=4), st.integers(1, 70),
@@ -85,6 +94,24 @@ def test_max_workers_is_where_receiving_stops_paying():
   assert beyond.received_bytes >= beyond.dense_bytes()
 
 
+def test_each_leaf_says_to_how_many_workers_it_pays():
+  tree = {'w': jnp.zeros((256, 128)), 'b': jnp.zeros(3)}
+  for leaf in demo_optax.plan(tree, demo_optax.dct_topk(64, 8), 2).leaves:
+    for itemsize in (4, 2):
+      most = leaf.max_workers(itemsize)
+      dense = 2 * leaf.size * itemsize / np.array([most, most + 1])
+      assert leaf.sent_bytes < dense[0] or most == 1
+      assert leaf.sent_bytes >= dense[1]
+
+
+def test_leaves_alike_share_a_row():
+  tree = [jnp.zeros((64, 64))] * 3 + [jnp.zeros((64, 65))]
+  plan = demo_optax.plan(tree, demo_optax.dct_topk(64, 8), 2)
+  rows = plan.table().splitlines()[1:]
+  assert len(rows) == 2
+  assert rows[0].startswith('[0] and 2 more') and 'each' in rows[0]
+
+
 def test_plan_skips_what_takes_no_part():
   tree = {'w': jnp.zeros((8, 8)), 'n': jnp.zeros(3, jnp.int32),
           'empty': jnp.zeros((0, 4)), 'none': None}
@@ -108,3 +135,85 @@ def test_plan_errors():
     demo_optax.plan(jnp.zeros(3, jnp.complex64), demo_optax.dct_topk(), 2)
   with pytest.raises(ValueError, match='workers=0'):
     demo_optax.plan(jnp.zeros(3), demo_optax.dct_topk(), 0)
+
+
+# What is compiled -------------------------------------------------------------
+
+
+@pytest.mark.parametrize('shape, dtype, values', [
+    *(((8,), 'float32', values) for values in VALUES),
+    *(((2, 4), 'float32', values) for values in VALUES),
+    *(((2, 4), dtype, values) for dtype in ('bfloat16', 'float64')
+      for values in ('float32', 'int4'))])
+def test_plan_is_what_is_compiled(values, dtype, shape, x64):
+  """One gather between workers of as many bytes as the plan says."""
+  names = ('replica', 'fsdp')[: len(shape)]
+  mesh = jax.make_mesh(
+      shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(shape))
+  specs = {'w': P(None, 'fsdp'), 'b': P()} if len(shape) > 1 else None
+  workers = demo_optax.Workers.on_mesh(mesh, 'replica', specs)
+  params = {'w': jnp.zeros((48, 64), dtype), 'b': jnp.zeros(37, dtype)}
+  compressor = demo_optax.dct_topk(16, 6, values=values)
+  tx = demo_optax.scale_by_demo(compressor, workers=workers)
+  gradients = jax.tree.map(
+      lambda p: jax.ShapeDtypeStruct(
+          (workers.count, *p.shape), dtype,
+          sharding=NamedSharding(mesh, P('replica'))), params)
+  state = jax.eval_shape(tx.init, params)
+  compiled = jax.jit(tx.update).lower(gradients, state, params).compile()
+  found = demo_optax.collectives(compiled, mesh)
+  plan = demo_optax.plan(params, compressor, workers)
+  (gather,) = [c for c in found if c.axes == ('replica',)]
+  assert gather.kind == 'all-gather'
+  assert gather.received_bytes == plan.device_bytes['replica',]
+  assert gather.received_bytes == (shape[0] - 1) * plan.device_sent_bytes
+  inside = {c.axes: 0 for c in found if c is not gather}
+  for c in found:
+    if c is not gather:
+      inside[c.axes] += c.received_bytes
+  assert {('replica',): gather.received_bytes, **inside} == plan.device_bytes
+
+
+# The command ------------------------------------------------------------------
+
+
+def test_command_prints_the_papers_model(capsys):
+  command.main(['300M', '--topk', '8', '--values', 'sign', '--workers', '8', '64'])
+  text = capsys.readouterr().out
+  plan = papers_plan('300M', 'sign', 8)
+  assert text.startswith(str(plan))
+  assert papers_plan('300M', 'sign', 64).totals() in text
+  assert '319,946,752' in text and '1.08 MB' in text
+
+
+def test_command_reads_shapes(capsys, tmp_path, monkeypatch):
+  shapes = {'a': [256, 128], 'b': {'c': [3], 'd': []}}
+  path = tmp_path / 'shapes.json'
+  path.write_text(json.dumps(shapes))
+  command.main([str(path), '--chunk', '32'])
+  text = capsys.readouterr().out
+  assert '256x128' in text and '32x32' in text and 'scalar' in text
+  monkeypatch.setattr('sys.stdin', io.StringIO(json.dumps(shapes)))
+  command.main(['-', '--chunk', '32'])
+  assert capsys.readouterr().out == text
+
+
+@pytest.mark.parametrize('text, says', [
+    ('{"a": [3, "x"]}', "/a: [3, "), ('{"a": 3}', 'not a shape'),
+    ('[[2], [3]]', 'not a shape'), ('{"a": [-1]}', 'not a shape'),
+    ('{"a": [true]}', 'not a shape'), ('a', 'not JSON'), (None, 'neither')])
+def test_command_explains_bad_shapes(text, says, capsys, tmp_path):
+  path = tmp_path / 'shapes.json'
+  if text is not None:
+    path.write_text(text)
+  with pytest.raises(SystemExit):
+    command.main([str(path)])
+  assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('option', [
+    ['--topk', '0'], ['--chunk', '-1'], ['--workers', '0']])
+def test_command_explains_bad_numbers(option, capsys):
+  with pytest.raises(SystemExit):
+    command.main(['300M', *option])
+  assert 'at least 1' in capsys.readouterr().err

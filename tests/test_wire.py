@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from demo_optax import selection, value_codes, wire
@@ -30,6 +30,7 @@ def random_selection(rng, f, chunks):
           jnp.asarray(values, jnp.float32))
 
 
+@settings(max_examples=20)  # each compiles
 @given(layouts(), st.integers(1, 3), st.integers(0, 2**31))
 def test_payloads_come_back(leaves, workers, seed):
   rng = np.random.default_rng(seed)

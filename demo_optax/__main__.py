@@ -1,0 +1,100 @@
+"""Bytes per step of a model, from the shapes of its parameters.
+
+    python -m demo_optax 300M --topk 8 --values sign --workers 8 64
+    python -m demo_optax shapes.json
+
+A model is a name, or a JSON file of shapes by name, nested as you like:
+`{"embedding": [50304, 1024], "layer": {"up": [1024, 8192]}}`; `-` reads it from
+standard input. All parameters are float32. Named models: the 300M and 1B of the
+DeMo paper (16 layers of d = 1024 or 2048, a vocabulary of 50304).
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from demo_optax import accounting, compressors
+
+
+def _transformer(layers: int, d: int, vocabulary: int) -> dict[str, Any]:
+  """Matrices of the paper's models: no biases, tied embeddings."""
+  layer = {
+      'attention_in': [d, 3 * d],
+      'attention_out': [d, d],
+      'mlp_in': [d, 8 * d],
+      'mlp_out': [4 * d, d],
+  }
+  return {
+      'embedding': [vocabulary, d],
+      'layers': {str(number): layer for number in range(layers)},
+  }
+
+
+MODELS = {
+    '300M': _transformer(16, 1024, 50304),
+    '1B': _transformer(16, 2048, 50304),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+  """Prints what `demo_optax.plan` says of a model."""
+  parser = argparse.ArgumentParser(
+      prog='python -m demo_optax',
+      description=__doc__,
+      formatter_class=argparse.RawDescriptionHelpFormatter,
+  )
+  add = parser.add_argument
+  add('model', help=f'{", ".join(MODELS)}, a JSON file of shapes, or -')
+  add('--topk', type=int, default=32, help='coefficients per chunk')
+  add('--chunk', type=int, default=64, help='longest side of a chunk')
+  add('--values', choices=compressors.VALUES, default='float32',
+      help='how values are sent')
+  add('--workers', type=int, nargs='+', default=[8], help='how many')
+  args = parser.parse_args(argv)
+  try:
+    params = _arrays(_shapes(args.model), '')
+    compressor = compressors.dct_topk(args.chunk, args.topk, values=args.values)
+    plans = [accounting.plan(params, compressor, n) for n in args.workers]
+  except (OSError, ValueError) as error:
+    parser.error(str(error))
+  print(plans[0].table())
+  for plan in plans:
+    print(f'\n{plan.totals()}')
+
+
+def _shapes(model: str) -> Any:
+  if model in MODELS:
+    return MODELS[model]
+  path = pathlib.Path(model)
+  if model != '-' and not path.exists():
+    raise ValueError(
+        f'{model!r} is neither a file nor one of {", ".join(MODELS)}.'
+    )
+  text = sys.stdin.read() if model == '-' else path.read_text()
+  try:
+    return json.loads(text)
+  except ValueError as error:
+    raise ValueError(f'{model} is not JSON: {error}') from error
+
+
+def _arrays(shapes: Any, name: str) -> Any:
+  """Shapes `[rows, ...]` in nested dicts, as float32 arrays of those shapes."""
+  if isinstance(shapes, dict):
+    return {key: _arrays(x, f'{name}/{key}') for key, x in shapes.items()}
+  lengths = shapes if isinstance(shapes, list) else [None]
+  if all(type(length) is int and length >= 0 for length in lengths):
+    return jax.ShapeDtypeStruct(tuple(lengths), jnp.float32)
+  raise ValueError(
+      f'{name or "the model"}: {json.dumps(shapes)} is not a shape; write a'
+      ' list of lengths such as [1024, 4096], or an object of them by name.'
+  )
+
+
+if __name__ == '__main__':
+  main()
