@@ -42,6 +42,7 @@ class Workers(abc.ABC):
 
   Attributes:
     axis_name: name of the worker axis.
+    mesh: the mesh of `on_mesh`, else None.
 
   Example:
     >>> import demo_optax
@@ -50,6 +51,7 @@ class Workers(abc.ABC):
   """
 
   axis_name: str
+  mesh: Mesh | None = None
 
   def __eq__(self, other: object) -> bool:
     return type(self) is type(other) and vars(self) == vars(other)
@@ -476,6 +478,8 @@ class _Simulated(_Stacked):
 
 class _OnMesh(_Stacked):
   """Workers along a mesh axis."""
+
+  mesh: Mesh
 
   def __init__(
       self, mesh: Mesh, axis_name: str, param_specs: specs.ParamSpecs

@@ -3,19 +3,23 @@
     python examples/train_lm.py                 # DeMo, 4 workers
     python examples/train_lm.py --compare       # beside AdamW on averaged grads
     python examples/train_lm.py --resume        # go on from a checkpoint
+    python examples/launch_local.py -n 4 -- python examples/train_lm.py
 
-With several devices there is one worker per device; with one, workers are
-simulated on it.
+With several devices there is one worker per device, in one process or in many
+(cluster.py says how they find each other); with one, workers are simulated.
 """
 
 import argparse
 import dataclasses
 import json
+import os
 import pathlib
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
+import cluster
 import jax
 import numpy as np
 import optax
@@ -23,6 +27,8 @@ import orbax.checkpoint as ocp
 import text
 from flax import nnx
 from gpt import GPT, GPTConfig
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import demo_optax
 from demo_optax import compressors
@@ -62,6 +68,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
   add('--eval-every', type=int, default=200)
   add('--save-every', type=int, default=400)
   add('--resume', action='store_true')
+  cluster.add_flags(parser)
   for field in dataclasses.fields(GPTConfig):
     add(f'--{field.name}', type=int, default=field.default)
   args = parser.parse_args(argv)
@@ -78,6 +85,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def make_workers(count: int | None) -> demo_optax.Workers:
   """One worker per device where there are several, else simulated ones."""
   devices = jax.devices()
+  if jax.process_count() > 1 and count not in (None, len(devices)):
+    raise SystemExit(
+        f'--workers {count}: {jax.process_count()} processes have'
+        f' {len(devices)} devices, and so many workers.'
+    )
   count = count or (len(devices) if len(devices) > 1 else 4)
   if count > len(devices) or len(devices) == 1:
     return demo_optax.Workers.simulated(count)
@@ -86,6 +98,34 @@ def make_workers(count: int | None) -> demo_optax.Workers:
       axis_types=(jax.sharding.AxisType.Auto,),
   )
   return demo_optax.Workers.on_mesh(mesh, 'data')
+
+
+def make_feed(
+    args: argparse.Namespace, train: np.ndarray, workers: demo_optax.Workers
+) -> Callable[[int], Any]:
+  """`step -> int32 [batch, context + 1]`; a process makes its own rows only."""
+  size, context = args.batch, args.context
+  if size % workers.count:
+    raise SystemExit(
+        f'--batch {size} cannot be cut into {workers.count} equal parts, one'
+        ' for each worker.'
+    )
+  if workers.mesh is None:
+    return lambda step: text.batch(train, args.seed, step, size, context)
+  shape = size, context + 1
+  sharding = NamedSharding(workers.mesh, P(workers.axis_name))
+  own = [rows for rows, _ in
+         sharding.addressable_devices_indices_map(shape).values()]
+  first = min(rows.start or 0 for rows in own)
+  last = max(size if rows.stop is None else rows.stop for rows in own)
+
+  def feed(step: int) -> jax.Array:
+    rows = text.batch(
+        train, args.seed, step, size, context, slice(first, last)
+    )
+    return jax.make_array_from_process_local_data(sharding, rows, shape)
+
+  return feed
 
 
 def make_schedule(args: argparse.Namespace) -> optax.Schedule:
@@ -295,6 +335,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
   valid = text.windows(corpus.valid, 64, config.context)
   train_step = make_train_step(workers, args.microbatches)
 
+  feed = make_feed(args, corpus.train, workers)
+
   name = args.optimizer
   folder = pathlib.Path(args.out).absolute() / name
   options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
@@ -308,13 +350,14 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
   start = restore(manager, model, optimizer) if args.resume else 0
 
   size = sum(x.size for x in jax.tree.leaves(params))
-  print(
-      f'{name}: {size:,} parameters, {workers}, {len(corpus.train):,} bytes of'
+  say(
+      f'{name}: {size:,} parameters, {workers.count} workers in'
+      f' {jax.process_count()} process(es), {len(corpus.train):,} bytes of'
       f' training text; every worker sends {cost["sent"] / 1e3:,.1f} kB a step'
   )
   records: list[dict[str, Any]] = []
   kept = records_until(folder / 'metrics.jsonl', start)
-  with (folder / 'metrics.jsonl').open('w') as metrics:
+  with open_to_write(folder / 'metrics.jsonl') as metrics:
     config_record = {'config': vars(args), 'layout': layout,
                      'parameters': size, 'bytes': cost}
     for record in [config_record, *kept]:
@@ -322,9 +365,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     bar = progress(range(start, args.steps), name)
     seconds = []
     for step in bar:
-      tokens = text.batch(
-          corpus.train, args.seed, step, args.batch, config.context
-      )
+      tokens = feed(step)
       began = time.perf_counter()
       loss = float(train_step(model, optimizer, tokens))
       seconds.append(time.perf_counter() - began)
@@ -343,7 +384,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
   manager.close()
 
   sample = generate(model, corpus.valid[: config.context], 200, args.seed)
-  print(f'\nA sample of {name}:\n{sample.decode(errors="replace")}\n')
+  say(f'\nA sample of {name}:\n{sample.decode(errors="replace")}\n')
   return {
       'name': name,
       'records': records,
@@ -401,16 +442,31 @@ def records_until(path: pathlib.Path, step: int) -> list[dict[str, Any]]:
 
 
 def progress(steps: range, name: str) -> Any:
-  return tqdm(steps, desc=name, unit='step') if tqdm else steps
+  """A bar where somebody looks at it; lines in logs."""
+  if tqdm and cluster.is_main() and sys.stderr.isatty():
+    return tqdm(steps, desc=name, unit='step')
+  return steps
 
 
 def show(bar: Any, record: dict[str, Any], cost: dict[str, float]) -> None:
-  if tqdm:
+  if isinstance(bar, range):
+    if 'valid_loss' in record:
+      say(f'step {record["step"]}: loss {record["loss"]:.3f}, validation'
+          f' {record["valid_loss"]:.3f}')
+  else:
     bar.set_postfix_str(
         f'loss {record["loss"]:.3f}, sent {cost["sent"] / 1e3:,.1f} kB/step'
     )
-  elif 'valid_loss' in record:
-    print(f'step {record["step"]}: validation {record["valid_loss"]:.3f}')
+
+
+def say(text: str) -> None:
+  if cluster.is_main():
+    print(text, flush=True)
+
+
+def open_to_write(path: pathlib.Path) -> Any:
+  """The file, in process 0; nowhere in the others."""
+  return (path if cluster.is_main() else pathlib.Path(os.devnull)).open('w')
 
 
 def log(file: Any, record: dict[str, Any]) -> None:
@@ -481,13 +537,15 @@ def report(runs: list[dict[str, Any]]) -> None:
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
   args = parse_args(argv)
+  cluster.join(args)
   names = ['demo', 'adamw'] if args.compare else [args.optimizer]
   runs = []
   for name in names:
     run_args = argparse.Namespace(**{**vars(args), 'optimizer': name})
     runs.append(train(run_args))
-  draw(runs, pathlib.Path(args.out) / 'loss.png')
-  report(runs)
+  if cluster.is_main():
+    draw(runs, pathlib.Path(args.out) / 'loss.png')
+    report(runs)
   return runs
 
 

@@ -1,0 +1,73 @@
+"""Joins the processes of one training run.
+
+A run has one process here, or one per host (or per accelerator) elsewhere. It
+finds out by itself where it can:
+
+- flags: `--coordinator HOST:PORT --processes N --process I`, or the environment
+  variables JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID
+  (`launch_local.py` and the recipe for Kubernetes set them);
+- a cluster that JAX detects: tasks of `srun` or Open MPI, TPU pods, GKE.
+
+Nothing here may compute anything: `jax.distributed` has to come first.
+"""
+
+import argparse
+import os
+
+import jax
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+  add = parser.add_argument_group('several processes').add_argument
+  env = os.environ.get
+  add('--coordinator', default=env('JAX_COORDINATOR_ADDRESS'),
+      metavar='HOST:PORT', help='of process 0')
+  add('--processes', type=int, default=env('JAX_NUM_PROCESSES'), metavar='N')
+  add('--process', type=int, default=env('JAX_PROCESS_ID'), metavar='I',
+      help='number of this one, from 0')
+  add('--timeout', type=int, default=300, metavar='SECONDS',
+      help='how long to wait for the others to start')
+
+
+def join(args: argparse.Namespace) -> None:
+  """Waits for the other processes of this run, if there are any."""
+  own = {
+      '--coordinator': args.coordinator,
+      '--processes': args.processes,
+      '--process': args.process,
+  }
+  missing = [flag for flag, value in own.items() if value is None]
+  if 0 < len(missing) < 3:
+    given = [flag for flag in own if flag not in missing]
+    raise SystemExit(
+        f'{", ".join(given)} without {", ".join(missing)}: give all three, or'
+        ' none where JAX detects the cluster.'
+    )
+  if not missing:
+    jax.distributed.initialize(
+        args.coordinator, args.processes, args.process,
+        initialization_timeout=args.timeout,
+        cluster_detection_method='deactivate',
+    )
+  elif detects_cluster():
+    jax.distributed.initialize(initialization_timeout=args.timeout)
+
+
+def detects_cluster() -> bool:
+  """Whether the environment is that of one process of many.
+
+  `jax.distributed.initialize` looks again, and more closely; on a machine of
+  its own it would fail.
+  """
+  env = os.environ
+  slurm = 'SLURM_STEP_NODELIST' in env and int(env.get('SLURM_NTASKS', '1')) > 1
+  open_mpi = int(env.get('OMPI_COMM_WORLD_SIZE', '1')) > 1
+  tpu_slices = int(env.get('MEGASCALE_NUM_SLICES', '1')) > 1
+  hosts = ('TPU_PROCESS_ADDRESSES', 'TPU_WORKER_HOSTNAMES')
+  tpu_pod = any(',' in env.get(name, '') for name in hosts)
+  return slurm or open_mpi or tpu_slices or tpu_pod
+
+
+def is_main() -> bool:
+  """Whether this process writes files and shows progress."""
+  return jax.process_index() == 0

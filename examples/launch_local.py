@@ -1,0 +1,157 @@
+"""Starts N processes of a training script on this machine, as N hosts would.
+
+    python examples/launch_local.py -n 4 -- python examples/train_lm.py
+
+Every process gets the environment variables JAX_COORDINATOR_ADDRESS,
+JAX_NUM_PROCESSES and JAX_PROCESS_ID, which `cluster.py` reads, and CPU devices
+of its own; they talk over the loopback interface (gloo). Lines of output begin
+with the number of the process. When one fails the others are ended, and its
+exit status is that of the launcher; none outlives the launcher.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+_PR_SET_PDEATHSIG = 1
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+  parser = argparse.ArgumentParser(
+      description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  add = parser.add_argument
+  add('-n', '--processes', type=int, default=2)
+  add('--devices', type=int, default=1, help='CPU devices of each process')
+  add('--grace', type=float, default=5.0, metavar='SECONDS',
+      help='time to end in, before a process is killed')
+  add('command', nargs=argparse.REMAINDER, help='-- and what to run')
+  args = parser.parse_args(argv)
+  args.command = args.command[args.command[:1] == ['--'] :]
+  if not args.command:
+    parser.error('say what to run, after --: -- python examples/train_lm.py')
+  if args.processes < 1 or args.devices < 1:
+    parser.error('at least one process and one device are needed.')
+  return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs the processes; the exit status of the first one that failed, or 0."""
+  args = parse_args(argv)
+  # As an exception wherever the launcher is, so that the processes end, too.
+  for name in (signal.SIGTERM, signal.SIGHUP):
+    signal.signal(name, lambda number, _: sys.exit(128 + number))
+  processes: list[subprocess.Popen] = []
+  readers: list[threading.Thread] = []
+  try:
+    address = f'127.0.0.1:{free_port()}'
+    for number in range(args.processes):
+      processes.append(start(args, address, number))
+    readers = [relay(p, number) for number, p in enumerate(processes)]
+    return wait(processes)
+  except KeyboardInterrupt:
+    return 128 + signal.SIGINT
+  finally:
+    end(processes, args.grace)
+    for reader in readers:
+      reader.join(timeout=args.grace)
+
+
+def free_port() -> int:
+  """A port that nobody listens on; somebody may before we do, but rarely."""
+  with socket.socket() as s:
+    s.bind(('127.0.0.1', 0))
+    return s.getsockname()[1]
+
+
+def start(
+    args: argparse.Namespace, address: str, number: int
+) -> subprocess.Popen:
+  environment = {
+      **os.environ,
+      'JAX_COORDINATOR_ADDRESS': address,
+      'JAX_NUM_PROCESSES': str(args.processes),
+      'JAX_PROCESS_ID': str(number),
+      'JAX_PLATFORMS': 'cpu',
+      'JAX_NUM_CPU_DEVICES': str(args.devices),
+      'PYTHONUNBUFFERED': '1',
+  }
+  # A session of its own: what a process starts is ended with it.
+  return subprocess.Popen(
+      args.command, env=environment, text=True, errors='replace',
+      stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_die_with_me,
+  )
+
+
+def _load_libc() -> ctypes.CDLL | None:
+  return ctypes.CDLL(None) if sys.platform == 'linux' else None
+
+
+_libc = _load_libc()  # before the fork
+
+
+def _die_with_me() -> None:
+  """Even if the launcher is killed its processes end (on Linux)."""
+  if _libc is not None:
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def relay(process: subprocess.Popen, number: int) -> threading.Thread:
+  """Copies a process's lines to our output, with its number in front."""
+
+  def copy() -> None:
+    for line in process.stdout:
+      sys.stdout.write(f'[{number}] {line}')
+      sys.stdout.flush()
+
+  thread = threading.Thread(target=copy, daemon=True)
+  thread.start()
+  return thread
+
+
+def wait(processes: Sequence[subprocess.Popen]) -> int:
+  """Until one fails or all are done."""
+  while True:
+    codes = [p.poll() for p in processes]
+    for number, code in enumerate(codes):
+      if code:
+        # A negative code is the signal that ended it, as shells tell it.
+        code = code if code > 0 else 128 - code
+        print(f'process {number} ended with status {code}', file=sys.stderr)
+        return code
+    if all(code == 0 for code in codes):
+      return 0
+    time.sleep(0.05)
+
+
+def end(processes: Sequence[subprocess.Popen], grace: float) -> None:
+  """Asks all to end, then kills what is left, with all that it started.
+
+  A process that waits in a collective does not hear a SIGTERM.
+  """
+  for process in processes:
+    _signal(process, signal.SIGTERM)
+  deadline = time.monotonic() + grace
+  for process in processes:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+      process.wait(timeout=max(0.0, deadline - time.monotonic()))
+    _signal(process, signal.SIGKILL)
+    process.wait()
+
+
+def _signal(process: subprocess.Popen, number: int) -> None:
+  with contextlib.suppress(ProcessLookupError):
+    os.killpg(process.pid, number)  # its session, also after its own end
+
+
+if __name__ == '__main__':
+  sys.exit(main())

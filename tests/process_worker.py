@@ -1,0 +1,84 @@
+"""One process of several: 50 exchanges, and all that it holds, to a file.
+
+Run by test_processes.py under examples/launch_local.py.
+"""
+
+import pathlib
+import sys
+
+HERE = pathlib.Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / 'examples')]
+
+import argparse
+
+import cluster
+import jax
+import numpy as np
+import optax
+from helpers import random_tree
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import demo_optax
+
+STEPS = 50
+
+
+def make_tx(workers, values):
+  compressor = demo_optax.dct_topk(32, 8, values=values)
+  return optax.chain(
+      demo_optax.scale_by_demo(compressor, 0.9, workers=workers),
+      optax.scale_by_sign(), optax.scale(-1e-3))
+
+
+def gradients_of(step, workers):
+  """Stacked, from NumPy alone; one worker's is not finite now and then."""
+  trees = [random_tree(1000 * step + w) for w in range(workers)]
+  stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
+  if step % 7 == 3:
+    next(iter(stacked.values()))[step % workers] = np.nan
+  return stacked
+
+
+def main():
+  parser = argparse.ArgumentParser()
+  cluster.add_flags(parser)
+  parser.add_argument('--values', default='float32')
+  parser.add_argument('--out', type=pathlib.Path)
+  args = parser.parse_args()
+  cluster.join(args)
+  count = jax.device_count()
+  mesh = jax.make_mesh(
+      (count,), ('data',), axis_types=(jax.sharding.AxisType.Auto,))
+  workers = demo_optax.Workers.on_mesh(mesh, 'data')
+  tx = make_tx(workers, args.values)
+  params = workers.device_put(random_tree(99))
+  state = tx.init(params)
+  stacked = NamedSharding(mesh, P('data'))
+
+  @jax.jit
+  def step_fn(params, state, gradients):
+    updates, state = tx.update(gradients, state, params)
+    return optax.apply_updates(params, updates), state, updates
+
+  first = jax.process_index() * jax.local_device_count()
+  rows = slice(first, first + jax.local_device_count())
+  for step in range(STEPS):
+    gradients = jax.tree.map(
+        lambda g: jax.make_array_from_process_local_data(
+            stacked, g[rows], g.shape),
+        gradients_of(step, count))
+    params, state, updates = step_fn(params, state, gradients)
+
+  found = {}
+  for name, tree in (('params', params), ('updates', updates),
+                     ('momentum', state[0].momentum)):
+    for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
+      for shard in x.addressable_shards:
+        key = f'{name}{jax.tree_util.keystr(path)}@{shard.device.id}'
+        found[key] = np.asarray(shard.data)
+  np.savez(args.out / f'{jax.process_index()}.npz', **found)
+
+
+if __name__ == '__main__':
+  main()

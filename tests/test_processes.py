@@ -1,0 +1,243 @@
+"""Several processes: the launcher, the exchange, and the training example."""
+
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import optax
+import process_worker
+import pytest
+from helpers import random_tree
+
+import demo_optax
+
+HERE = pathlib.Path(__file__).parent
+EXAMPLES = HERE.parent / 'examples'
+LAUNCH = [sys.executable, str(EXAMPLES / 'launch_local.py')]
+PYTHON = sys.executable
+TIMEOUT = 240
+
+
+def environment(**more):
+  env = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'}
+  paths = [str(HERE.parent), env.get('PYTHONPATH', '')]
+  return {**env, 'PYTHONPATH': os.pathsep.join(p for p in paths if p), **more}
+
+
+def launch(*args, check=True, **kwargs):
+  run = subprocess.run(
+      [*LAUNCH, *map(str, args)], env=environment(), text=True,
+      stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=TIMEOUT,
+      **kwargs)
+  assert not check or run.returncode == 0, run.stdout
+  return run
+
+
+def is_alive(pid):
+  try:
+    os.kill(pid, 0)
+  except ProcessLookupError:
+    return False
+  status = pathlib.Path(f'/proc/{pid}/stat')
+  return not status.exists() or status.read_text().rsplit(')')[-1].split()[0] != 'Z'
+
+
+def wait_until(condition, seconds):
+  deadline = time.monotonic() + seconds
+  while not condition():
+    assert time.monotonic() < deadline, 'it did not happen in time'
+    time.sleep(0.05)
+
+
+# The launcher -----------------------------------------------------------------
+
+
+def test_launcher_numbers_its_processes_and_their_lines():
+  code = ('import os; print("of", os.environ["JAX_NUM_PROCESSES"]);'
+          'print("I am", os.environ["JAX_PROCESS_ID"])')
+  lines = launch('-n', 3, '--', PYTHON, '-c', code).stdout.splitlines()
+  assert sorted(lines) == sorted(
+      f'[{n}] {text}' for n in range(3) for text in ('of 3', f'I am {n}'))
+
+
+# Process 1 fails once all have started a child of their own and said so; the
+# others wait for ever, deaf to SIGTERM, as in a collective.
+STUBBORN = '''
+import os, pathlib, signal, subprocess, sys, time
+folder, number = pathlib.Path(sys.argv[1]), os.environ['JAX_PROCESS_ID']
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen(['sleep', '600'])
+(folder / number).write_text(f'{os.getpid()} {child.pid}')
+while len(list(folder.iterdir())) < 3 or number != '1' or len(sys.argv) > 2:
+  time.sleep(0.05)
+sys.exit(7)
+'''
+
+
+def pids_in(folder):
+  return [int(pid) for file in folder.iterdir()
+          for pid in file.read_text().split()]
+
+
+def test_one_failure_ends_all(tmp_path):
+  began = time.monotonic()
+  run = launch('-n', 3, '--grace', 1, '--', PYTHON, '-c', STUBBORN, tmp_path,
+               check=False)
+  assert run.returncode == 7 and 'process 1 ended with status 7' in run.stdout
+  assert time.monotonic() - began < 30
+  pids = pids_in(tmp_path)
+  assert len(pids) == 6
+  wait_until(lambda: not any(map(is_alive, pids)), 10)
+
+
+@pytest.mark.parametrize('number', [
+    signal.SIGTERM, signal.SIGINT,
+    pytest.param(signal.SIGKILL, marks=pytest.mark.skipif(
+        sys.platform != 'linux', reason='only Linux tells of a dead parent'))])
+def test_none_outlives_the_launcher(tmp_path, number):
+  launcher = subprocess.Popen(
+      [*LAUNCH, '-n', '3', '--grace', '1', '--', PYTHON, '-c', STUBBORN,
+       str(tmp_path), 'for ever'])
+  wait_until(lambda: len(list(tmp_path.iterdir())) == 3, 30)
+  wait_until(lambda: len(pids_in(tmp_path)) == 6, 10)
+  own = [int(file.read_text().split()[0]) for file in tmp_path.iterdir()]
+  children = set(pids_in(tmp_path)) - set(own)
+  launcher.send_signal(number)
+  assert launcher.wait(timeout=30) == {
+      signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGKILL: -9}[number]
+  wait_until(lambda: not any(map(is_alive, own)), 10)
+  if number != signal.SIGKILL:  # nobody is left to end grandchildren
+    wait_until(lambda: not any(map(is_alive, children)), 10)
+  for pid in children:
+    if is_alive(pid):
+      os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize('args, says', [
+    (['-n', '2'], 'say what to run'), (['-n', '0', '--', 'true'], 'at least')])
+def test_launcher_explains_mistakes(args, says):
+  run = launch(*args, check=False)
+  assert run.returncode == 2 and says in run.stdout
+
+
+# The exchange -----------------------------------------------------------------
+
+
+@pytest.mark.core
+@pytest.mark.parametrize('processes, devices, values', [
+    (2, 2, 'sign'), (4, 1, 'float32')])
+def test_processes_equal_simulation(processes, devices, values, tmp_path):
+  """50 steps: parameters the same on all devices, and all as simulated."""
+  launch('-n', processes, '--devices', devices, '--', PYTHON,
+         HERE / 'process_worker.py', '--values', values, '--out', tmp_path)
+  count = processes * devices
+  workers = demo_optax.Workers.simulated(count)
+  tx = process_worker.make_tx(workers, values)
+  params = random_tree(99)
+  state, update = tx.init(params), jax.jit(tx.update)
+  for step in range(process_worker.STEPS):
+    gradients = process_worker.gradients_of(step, count)
+    updates, state = update(gradients, state, params)
+    params = optax.apply_updates(params, updates)
+  momentum = state[0].momentum
+  seen = 0
+  for process in range(processes):
+    found = np.load(tmp_path / f'{process}.npz')
+    for name in found.files:
+      kind, leaf, device = re.match(r"(\w+)\['(\w+)'\]@(\d+)", name).groups()
+      if kind == 'momentum':
+        place = sorted({int(n.split('@')[1]) for f in tmp_path.iterdir()
+                        for n in np.load(f).files}).index(int(device))
+        expected = momentum[leaf][place : place + 1]
+      else:
+        expected = {'params': params, 'updates': updates}[kind][leaf]
+      np.testing.assert_array_equal(found[name], expected, err_msg=name)
+      seen += 1
+  assert seen == 3 * len(params) * count
+
+
+# The training example ---------------------------------------------------------
+
+SMALL = ['--width', 32, '--layers', 1, '--heads', 2, '--batch', 8,
+         '--eval-every', 4, '--save-every', 4]
+
+
+def train(processes, folder, *args, **kwargs):
+  command = [PYTHON, EXAMPLES / 'train_lm.py', *SMALL, '--out', folder, *args]
+  return launch('-n', processes, *kwargs.pop('launcher', []), '--', *command,
+                **kwargs)
+
+
+def records(folder):
+  lines = (folder / 'demo/metrics.jsonl').read_text().splitlines()
+  return [json.loads(line) for line in lines[1:]]
+
+
+def test_training_on_processes(tmp_path):
+  """The same data as one process with as many devices; one process speaks."""
+  run = train(2, tmp_path / 'two', '--steps', 6)
+  speaking = {line[:3] for line in run.stdout.split('\n')
+              if line and 'Gloo' not in line}
+  assert speaking == {'[0]'}, run.stdout
+  assert '2 workers in 2 process(es)' in run.stdout
+  train(1, tmp_path / 'one', '--steps', 6, launcher=['--devices', 2])
+  two, one = (records(tmp_path / name) for name in ('two', 'one'))
+  assert [r['step'] for r in two] == list(range(1, 7))
+  for a, b in zip(two, one):
+    np.testing.assert_allclose(a['loss'], b['loss'], rtol=1e-5)
+    assert a['sent'] == b['sent']
+
+
+@pytest.mark.parametrize('flags, says', [
+    (['--workers', '3'], 'have 2 devices'), (['--batch', '3'], 'cut into 2')])
+def test_training_on_processes_explains_mistakes(flags, says, tmp_path):
+  run = train(2, tmp_path, '--steps', 1, *flags, check=False)
+  assert run.returncode == 1 and says in run.stdout
+
+
+def test_flags_of_processes_come_together(monkeypatch):
+  monkeypatch.syspath_prepend(str(EXAMPLES))
+  run = subprocess.run(
+      [PYTHON, str(EXAMPLES / 'train_lm.py'), '--process', '0'],
+      env=environment(), text=True, capture_output=True, timeout=TIMEOUT)
+  assert run.returncode == 1
+  assert '--process without --coordinator, --processes' in run.stderr
+
+
+# Clusters ---------------------------------------------------------------------
+
+
+def test_slurm_is_detected(tmp_path):
+  """Two tasks as `srun` starts them; not run on a real cluster."""
+  code = (f'import sys; sys.path.insert(0, {str(EXAMPLES)!r})\n'
+          'import argparse, cluster, jax\n'
+          'parser = argparse.ArgumentParser(); cluster.add_flags(parser)\n'
+          'cluster.join(parser.parse_args([]))\n'
+          'print(jax.process_index(), jax.process_count(), jax.device_count())')
+  tasks = []
+  for number in range(2):
+    env = environment(
+        JAX_PLATFORMS='cpu', SLURM_JOB_ID=str(os.getpid()),
+        SLURM_STEP_NODELIST='localhost', SLURM_NTASKS='2',
+        SLURM_PROCID=str(number), SLURM_LOCALID=str(number),
+        SLURM_STEP_NUM_NODES='1')
+    for name in ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES',
+                 'JAX_PROCESS_ID'):
+      env.pop(name, None)
+    tasks.append(subprocess.Popen(
+        [PYTHON, '-c', code], env=env, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE))
+  try:
+    found = [task.communicate(timeout=TIMEOUT) for task in tasks]
+  finally:
+    for task in tasks:
+      task.kill()
+  for number, (out, err) in enumerate(found):
+    assert f'{number} 2 2' in out, err
