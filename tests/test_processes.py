@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import process_worker
 import pytest
+import yaml
 from helpers import random_tree
 
 import demo_optax
@@ -211,33 +212,68 @@ def test_flags_of_processes_come_together(monkeypatch):
   assert '--process without --coordinator, --processes' in run.stderr
 
 
-# Clusters ---------------------------------------------------------------------
+# Recipes for clusters ---------------------------------------------------------
+
+SRUN = f'''#!{PYTHON}
+"""Starts two tasks with what srun tells them."""
+import os, subprocess, sys
+command = sys.argv[1:]
+while command[0].startswith('-'):
+  command.pop(0)
+tasks = [
+    subprocess.Popen(command, env={{
+        **os.environ, 'SLURM_STEP_NODELIST': 'localhost', 'SLURM_NTASKS': '2',
+        'SLURM_STEP_NUM_NODES': '1', 'SLURM_PROCID': str(i),
+        'SLURM_LOCALID': str(i)}})
+    for i in range(2)]
+sys.exit(max(task.wait() for task in tasks))
+'''
 
 
-def test_slurm_is_detected(tmp_path):
-  """Two tasks as `srun` starts them; not run on a real cluster."""
-  code = (f'import sys; sys.path.insert(0, {str(EXAMPLES)!r})\n'
-          'import argparse, cluster, jax\n'
-          'parser = argparse.ArgumentParser(); cluster.add_flags(parser)\n'
-          'cluster.join(parser.parse_args([]))\n'
-          'print(jax.process_index(), jax.process_count(), jax.device_count())')
-  tasks = []
-  for number in range(2):
-    env = environment(
-        JAX_PLATFORMS='cpu', SLURM_JOB_ID=str(os.getpid()),
-        SLURM_STEP_NODELIST='localhost', SLURM_NTASKS='2',
-        SLURM_PROCID=str(number), SLURM_LOCALID=str(number),
-        SLURM_STEP_NUM_NODES='1')
-    for name in ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES',
-                 'JAX_PROCESS_ID'):
-      env.pop(name, None)
-    tasks.append(subprocess.Popen(
-        [PYTHON, '-c', code], env=env, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE))
-  try:
-    found = [task.communicate(timeout=TIMEOUT) for task in tasks]
-  finally:
-    for task in tasks:
-      task.kill()
-  for number, (out, err) in enumerate(found):
-    assert f'{number} 2 2' in out, err
+def test_slurm_recipe(tmp_path):
+  """As the batch system would run it, on one machine."""
+  (tmp_path / '.venv/bin').mkdir(parents=True)
+  (tmp_path / '.venv/bin/python').write_text(f'#!/bin/sh\nexec {PYTHON} "$@"\n')
+  (tmp_path / 'srun').write_text(SRUN)
+  for name in ('.venv/bin/python', 'srun'):
+    (tmp_path / name).chmod(0o755)
+  (tmp_path / 'examples').symlink_to(EXAMPLES)
+  env = environment(
+      JAX_PLATFORMS='cpu', SLURM_JOB_ID=str(os.getpid()),
+      PATH=f'{tmp_path}{os.pathsep}{os.environ["PATH"]}')
+  for name in ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID'):
+    env.pop(name, None)
+  run = subprocess.run(
+      ['bash', str(EXAMPLES / 'recipes/slurm.sbatch'), '--steps', '2',
+       *map(str, SMALL)], env=env, text=True, cwd=tmp_path, timeout=TIMEOUT,
+      stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+  assert run.returncode == 0, run.stdout
+  assert '2 workers in 2 process(es)' in run.stdout
+  folder = tmp_path / f'runs/{os.getpid()}'
+  assert [r['step'] for r in records(folder)] == [1, 2]
+
+
+def test_kubernetes_recipe(monkeypatch):
+  """Its numbers and names fit each other, and the example takes its flags."""
+  monkeypatch.syspath_prepend(str(EXAMPLES))
+  import train_lm
+
+  jobset = yaml.safe_load((EXAMPLES / 'recipes/jobset.yaml').read_text())
+  (job,) = jobset['spec']['replicatedJobs']
+  spec = job['template']['spec']
+  (container,) = spec['template']['spec']['containers']
+  env = {e['name']: e.get('value') for e in container['env']}
+  name, port = jobset['metadata']['name'], container['ports'][0]['containerPort']
+  assert env['JAX_COORDINATOR_ADDRESS'] == (
+      f'{name}-{job["name"]}-0-0.{name}:{port}')
+  assert int(env['JAX_NUM_PROCESSES']) == (
+      job['replicas'] * spec['parallelism']) == spec['completions']
+  assert spec['completionMode'] == 'Indexed'
+  for key, value in env.items():
+    if value:
+      monkeypatch.setenv(key, value)
+  monkeypatch.setenv('JAX_PROCESS_ID', '3')
+  args = train_lm.parse_args(container['args'])
+  assert (args.processes, args.process, args.batch) == (4, 3, 64)
+  assert args.coordinator == env['JAX_COORDINATOR_ADDRESS']
+  assert container['command'][1] == 'examples/train_lm.py'
