@@ -39,9 +39,11 @@ def settings() -> dict[tuple[str, int], list[str]]:
 
   found: dict[tuple[str, int], list[str]] = {}
   for values in compressors.VALUES:
-    found.setdefault((values, 32), []).append('topk 32')
-    for budget in BUDGETS:
-      limit, k = sent('float32', budget), 1
+    found[values, 32] = ['topk 32']
+  for budget in BUDGETS:
+    limit = sent('float32', budget)
+    for values in compressors.VALUES:
+      k = 1
       while sent(values, k + 1) <= limit:
         k += 1
       found.setdefault((values, k), []).append(f'{limit / 1e3:.1f} kB')

@@ -350,10 +350,14 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
   start = restore(manager, model, optimizer) if args.resume else 0
 
   size = sum(x.size for x in jax.tree.leaves(params))
+  where = (
+      'simulated' if workers.mesh is None
+      else f'on the devices of {jax.process_count()} process(es)'
+  )
   say(
-      f'{name}: {size:,} parameters, {workers.count} workers in'
-      f' {jax.process_count()} process(es), {len(corpus.train):,} bytes of'
-      f' training text; every worker sends {cost["sent"] / 1e3:,.1f} kB a step'
+      f'{name}: {size:,} parameters, {workers.count} workers {where},'
+      f' {len(corpus.train):,} bytes of training text; every worker sends'
+      f' {cost["sent"] / 1e3:,.1f} kB a step'
   )
   records: list[dict[str, Any]] = []
   kept = records_until(folder / 'metrics.jsonl', start)

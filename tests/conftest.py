@@ -1,6 +1,8 @@
 """Eight simulated CPU devices, strict promotion; set before jax starts."""
 
 import os
+import shutil
+import tempfile
 
 os.environ['XLA_FLAGS'] = (
     os.environ.get('XLA_FLAGS', '')
@@ -8,12 +10,24 @@ os.environ['XLA_FLAGS'] = (
 )
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 
+# Many tests compile the same programs, in this process and in others: once is
+# enough. The folder is made, and removed, by whoever starts the tests.
+OWN_CACHE = 'JAX_COMPILATION_CACHE_DIR' not in os.environ
+if OWN_CACHE:
+  os.environ['JAX_COMPILATION_CACHE_DIR'] = tempfile.mkdtemp(prefix='jax-')
+  os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.2'
+
 import hypothesis
 import jax
 import pytest
 
 jax.config.update('jax_numpy_dtype_promotion', 'strict')
 jax.config.update('jax_numpy_rank_promotion', 'raise')
+
+
+def pytest_unconfigure():
+  if OWN_CACHE:
+    shutil.rmtree(os.environ['JAX_COMPILATION_CACHE_DIR'], ignore_errors=True)
 
 
 @pytest.fixture

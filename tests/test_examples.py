@@ -88,7 +88,7 @@ def test_resumed_equals_uninterrupted(tmp_path, workers, embeddings, capsys):
   (second,) = run(tmp_path / 'parts', *args, '--resume')
   assert [r['step'] for r in second['records']] == list(range(7, 13))
   assert second['records'] == whole['records'][6:]
-  expected = 'on_mesh' if workers == '2' else 'simulated'
+  expected = 'on the devices of 1' if workers == '2' else 'simulated'
   assert expected in capsys.readouterr().out
   arrays = [checkpoint(tmp_path / name / 'demo', 12)
             for name in ('whole', 'parts')]

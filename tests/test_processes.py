@@ -187,7 +187,7 @@ def test_training_on_processes(tmp_path):
   speaking = {line[:3] for line in run.stdout.split('\n')
               if line and 'Gloo' not in line}
   assert speaking == {'[0]'}, run.stdout
-  assert '2 workers in 2 process(es)' in run.stdout
+  assert '2 workers on the devices of 2 process(es)' in run.stdout
   train(1, tmp_path / 'one', '--steps', 6, launcher=['--devices', 2])
   two, one = (records(tmp_path / name) for name in ('two', 'one'))
   assert [r['step'] for r in two] == list(range(1, 7))
@@ -248,7 +248,7 @@ def test_slurm_recipe(tmp_path):
        *map(str, SMALL)], env=env, text=True, cwd=tmp_path, timeout=TIMEOUT,
       stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
   assert run.returncode == 0, run.stdout
-  assert '2 workers in 2 process(es)' in run.stdout
+  assert '2 workers on the devices of 2 process(es)' in run.stdout
   folder = tmp_path / f'runs/{os.getpid()}'
   assert [r['step'] for r in records(folder)] == [1, 2]
 
