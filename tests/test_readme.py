@@ -8,6 +8,10 @@ import jax
 import numpy as np
 import pytest
 
+import demo_optax
+from demo_optax import __main__ as command
+from demo_optax import compressors
+
 README = (pathlib.Path(__file__).parents[1] / 'README.md').read_text()
 BLOCKS = re.findall(r'```python\n(.*?)```', README, re.S)
 
@@ -45,6 +49,25 @@ def test_blocks_run(capsys):
     moment = tx.init(workers.device_put(params)).inner_state[2].momentum
     shards = moment['down'].sharding.shard_shape(moment['down'].shape)
     assert shards[1] * jax.device_count() == moment['down'].shape[1]
+
+
+def test_the_table_of_bytes_is_what_plan_says():
+  def cell(count):
+    mb = count / 1e6
+    return f'{mb:,.2f}' if mb < 30 else f'{mb:,.1f}' if mb < 100 else f'{mb:,.0f}'
+
+  for values in compressors.VALUES:
+    cells = []
+    for shapes in command.MODELS.values():
+      params = jax.tree.map(
+          lambda s: jax.ShapeDtypeStruct(tuple(s), np.float32), shapes,
+          is_leaf=lambda s: isinstance(s, list))
+      few, many = (
+          demo_optax.plan(params, demo_optax.dct_topk(topk=8, values=values), n)
+          for n in (8, 64))
+      cells += [cell(few.sent_bytes), cell(few.received_bytes),
+                cell(many.received_bytes)]
+    assert f"| `values='{values}'` | {' | '.join(cells)} |" in README
 
 
 def test_the_table_of_sharded_workers_is_as_measured():
