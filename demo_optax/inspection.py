@@ -180,7 +180,8 @@ def with_momentum(
   Example:
     >>> import demo_optax, jax.numpy as jnp
     >>> workers = demo_optax.Workers.simulated(2)
-    >>> old, new = demo_optax.dct_topk(4, topk=1), demo_optax.dct_topk(2, topk=1)
+    >>> old = demo_optax.dct_topk(chunk_size=4, topk=1)
+    >>> new = demo_optax.dct_topk(chunk_size=2, topk=1)
     >>> params = jnp.zeros((4, 4))
     >>> state = demo_optax.scale_by_demo(old, workers=workers).init(params)
     >>> moments = demo_optax.momentum(state, params, old, workers)

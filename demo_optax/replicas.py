@@ -90,14 +90,17 @@ def check_replicas(
     update.
   """
   flat = [
-      (trees.leaf_name(path), x if hasattr(x, 'dtype') else np.asarray(x))
+      (trees.leaf_name(path), comparable(x))
       for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]
   ]
-  _check_same_tree(flat)
-  found = _on_devices([leaf for leaf in flat if _is_on_mesh(leaf[1])], workers)
-  found |= _between_processes([leaf for leaf in flat if _is_local(leaf[1])])
+  found = collections.defaultdict(list)
+  for difference in [
+      *between_processes(flat),  # first: it checks that the trees agree
+      *_on_devices([leaf for leaf in flat if _is_on_mesh(leaf[1])], workers),
+  ]:
+    found[difference.leaf].append(difference)
   for name, x in flat:
-    if not _is_on_mesh(x) and not _is_local(x):
+    if not _is_on_mesh(x) and not is_local(x):
       raise TypeError(
           f'{name} is spread over processes by {x.sharding}: put it on a mesh,'
           ' with workers.device_put.'
@@ -109,7 +112,7 @@ def _is_on_mesh(x: Any) -> bool:
   return isinstance(getattr(x, 'sharding', None), NamedSharding)
 
 
-def _is_local(x: Any) -> bool:
+def is_local(x: Any) -> bool:
   """Whether this process holds all of it."""
   return not isinstance(x, jax.Array) or x.is_fully_addressable
 
@@ -118,15 +121,15 @@ def _is_local(x: Any) -> bool:
 
 
 def _on_devices(
-    flat: list[tuple[str, jax.Array]], workers: Workers | None
-) -> dict[str, list[Difference]]:
+    flat: list[tuple[str, Any]], workers: Workers | None
+) -> list[Difference]:
   """Differences between the devices of the leaves' meshes."""
   by_mesh = collections.defaultdict(list)
   for name, x in flat:
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
       x = jax.random.key_data(x)
     by_mesh[x.sharding.mesh].append((name, x))
-  found: dict[str, list[Difference]] = {}
+  found = []
   for mesh, leaves in by_mesh.items():
     if mesh.size == 1:
       continue
@@ -142,7 +145,7 @@ def _on_devices(
         blocks[str(index)].append((device, bytes(by_device[device][place])))
       other = [d for copies in blocks.values() for d in _minority(copies)]
       if other:
-        found[name] = [_difference(name, other, workers)]
+        found.append(_difference(name, other, workers))
   return found
 
 
@@ -195,27 +198,34 @@ def _digest_on_mesh(mesh: Mesh, in_specs: tuple[P, ...]) -> Any:
 # Between processes ------------------------------------------------------------
 
 
-def _between_processes(flat: list[tuple[str, Any]]) -> dict[str, Any]:
+def between_processes(flat: list[tuple[str, Any]]) -> list[Difference]:
   """Differences between leaves of which every process has all."""
-  if jax.process_count() == 1 or not flat:
-    return {}
-  mine = np.stack([digest(_host_words(x)) for _, x in flat])
+  if jax.process_count() == 1:
+    return []
+  _check_same_tree(flat)
+  local = [(name, x) for name, x in flat if is_local(x)]
+  if not local:
+    return []
+  mine = np.stack([digest(_host_words(x)) for _, x in local])
   every = multihost_utils.process_allgather(mine)  # [processes, leaves, 2]
-  found = {}
-  for place, (name, _) in enumerate(flat):
+  found = []
+  for place, (name, _) in enumerate(local):
     copies = [(p, bytes(row[place])) for p, row in enumerate(every)]
     other = _minority(copies)
     if other:
-      found[name] = [Difference(name, (), (), tuple(other))]
+      found.append(Difference(name, (), (), tuple(other)))
   return found
+
+
+def comparable(x: Any) -> Any:
+  """`x`, or a number in the place of what is no array."""
+  return x if hasattr(x, 'dtype') else np.uint32(zlib.crc32(repr(x).encode()))
 
 
 def _check_same_tree(flat: list[tuple[str, Any]]) -> None:
   """Raises on all processes, rather than leave some in a gather alone."""
-  if jax.process_count() == 1:
-    return
   text = '\n'.join(
-      f'{name} {x.shape} {x.dtype} {_is_on_mesh(x)} {_is_local(x)}'
+      f'{name} {x.shape} {x.dtype} {_is_on_mesh(x)} {is_local(x)}'
       for name, x in flat
   )
   mine = np.uint32(zlib.crc32(text.encode()))
@@ -223,8 +233,8 @@ def _check_same_tree(flat: list[tuple[str, Any]]) -> None:
   if (every != every[0]).any():
     other = np.flatnonzero(every != every[0]).tolist()
     raise ValueError(
-        f'check_replicas was called with other trees in processes {other} than'
-        ' in process 0: names, shapes, dtypes and placement must agree.'
+        f'Processes {other} gave another tree than process 0: all must make the'
+        ' same calls, with the same names, shapes, dtypes and placement.'
     )
 
 
