@@ -292,11 +292,7 @@ class Checkpointer:
         'shape': list(shape),
         'dtype': str(x.dtype),
         'workers': x.shape[0],
-        'chunks': {
-            'blocks': list(grid.blocks),
-            'lengths': list(grid.lengths),
-            'whole': grid.whole,
-        },
+        'chunks': _chunks(grid),
     }
 
   def _plans(
@@ -422,13 +418,13 @@ def _loaded_as(saved: Record, like: Any) -> Any:
     shape = (saved['workers'], *shape)
   if _is_key(like):
     data = jax.eval_shape(jax.random.key_data, like)
-    shape, dtype = (*shape, *data.shape[like.ndim :]), data.dtype
+    shape, dtype = (*shape, *data.shape[len(like.shape) :]), data.dtype
   if _on_host(like):
     return np.broadcast_to(np.zeros((), dtype), shape)
   sharding = like.sharding
   if sharding is None:
     sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-  elif shape != like.shape and not _is_key(like):
+  elif shape[: len(like.shape)] != like.shape:
     sharding = elastic.auto(elastic.fit_sharding(shape, sharding))
   return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
@@ -469,23 +465,27 @@ def _mismatches(
     about: dict[str, Any],
     wanted: dict[str, Record],
     compressor: str,
-    rechunk: Compressor | None,
+    rechunk: Any,
 ) -> dict[str, list[str]]:
   """Every leaf that differs, by what could be done about it."""
   saved, was = about['leaves'], about['compressor']
   problems: dict[str, list[str]] = {'tree': [], 'chunks': [], 'workers': []}
+  known = rechunk is not None and str(rechunk) == was
+  moved = any('chunks' in r for r in saved.values()) and was != compressor
+  if moved and rechunk is None:
+    problems['chunks'].append(_line('compressor', was, compressor))
+  elif moved and not known:
+    problems['chunks'].append(_line('rechunk', was, str(rechunk)))
   for name in {**saved, **wanted}:
     old, new = saved.get(name), wanted.get(name)
     if old is None or new is None or _what(old) != _what(new):
       problems['tree'].append(_line(name, _what(old), _what(new)))
       continue
-    if 'chunks' in old and (was != compressor or not _same_chunks(old, new)):
-      line = _line(name, _cut(old, was), _cut(new, compressor))
-      if rechunk is None:
-        problems['chunks'].append(line)
-      elif str(rechunk) != was or not _made_by(old, rechunk):
-        line = _line(name, _cut(old, was), f'rechunk={rechunk}')
-        problems['chunks'].append(line)
+    if 'chunks' in old and not known and not _same_chunks(old, new):
+      problems['chunks'].append(_line(name, _cut(old), _cut(new)))
+    if known and 'chunks' in old and _plan(old, rechunk).grid != _grid(old):
+      made = {**old, 'chunks': _chunks(_plan(old, rechunk).grid)}
+      problems['chunks'].append(_line(name, _cut(old), _cut(made)))
     if old.get('workers') != new.get('workers'):
       counts = [f'{record["workers"]} workers' for record in (old, new)]
       problems['workers'].append(_line(name, *counts))
@@ -533,13 +533,22 @@ def _what(record: Record | None) -> str:
   return f"each worker's {text}" if 'workers' in record else text
 
 
-def _cut(record: Record, compressor: str) -> str:
+def _cut(record: Record) -> str:
   grid = _grid(record)
-  sizes = 'x'.join(map(str, grid.lengths)) or '1'
-  text = f'{"whole " if grid.whole else ""}{sizes} chunks'
+  if grid.whole and grid.num_chunks == 1:
+    return 'sent whole'
+  text = f'chunks of {"x".join(map(str, grid.lengths))}'
   if max(grid.blocks, default=1) > 1:
     text += f' in {"x".join(map(str, grid.blocks))} blocks'
-  return f'{text} of {compressor}'
+  return f'{text}, sent whole' if grid.whole else text
+
+
+def _chunks(grid: chunks.ChunkGrid) -> dict[str, Any]:
+  return {
+      'blocks': list(grid.blocks),
+      'lengths': list(grid.lengths),
+      'whole': grid.whole,
+  }
 
 
 def _grid(record: Record) -> chunks.ChunkGrid:
@@ -561,10 +570,6 @@ def _same_chunks(a: Record, b: Record) -> bool:
 def _plan(record: Record, compressor: Compressor) -> LeafPlan:
   grid, dtype = _grid(record), jnp.dtype(record['dtype'])
   return compressor.plan_blocks(grid.shape, dtype, grid.blocks)
-
-
-def _made_by(record: Record, compressor: Compressor) -> bool:
-  return _plan(record, compressor).grid == _grid(record)
 
 
 def _versions() -> dict[str, str]:
