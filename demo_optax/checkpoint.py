@@ -16,6 +16,7 @@ temporary name and renamed when it is whole.
 
 import functools
 import importlib.metadata
+import math
 import pathlib
 from typing import Any
 
@@ -157,7 +158,9 @@ class Checkpointer:
         'leaves': self._describe(leaves),
         'values': leaves.values,
     }
-    arrays = {name: _savable(x) for name, x in leaves.arrays.items()}
+    arrays = {
+        name: _savable(x) for name, x in leaves.arrays.items() if _size(x)
+    }
     self._pending = self._files.save_async(
         step, arrays, force=True, custom_metadata=about
     )
@@ -212,11 +215,16 @@ class Checkpointer:
       raise ValueError(_message(step, problems, about['compressor']))
 
     like = {
-        name: _loaded_as(saved[name], x) for name, x in leaves.arrays.items()
+        name: _loaded_as(saved[name], x)
+        for name, x in leaves.arrays.items()
+        if _size(x)
     }
     arrays = self._files.load(step, like) if like else {}
     new = dict(about['values'])
     for name, x in leaves.arrays.items():
+      if not _size(x):
+        new[name] = _empty(x)
+        continue
       plans = self._plans(about, wanted[name], saved[name], rechunk)
       count = wanted[name].get('workers', 0)
       array = arrays.pop(name)  # no more than one leaf is held twice
@@ -438,6 +446,20 @@ def _as(x: Any, like: Any) -> Any:
   if not isinstance(x, jax.Array):
     x = jax.device_put(x, like.sharding)
   return jax.random.wrap_key_data(x, impl=_impl(like)) if _is_key(like) else x
+
+
+def _size(x: Any) -> int:
+  return math.prod(x.shape)
+
+
+def _empty(like: Any) -> Any:
+  """An array without elements, which Orbax does not save."""
+  zeros = np.zeros(like.shape, like.dtype)
+  if isinstance(like, np.ndarray) or like.sharding is None:
+    return zeros
+  return jax.make_array_from_callback(
+      like.shape, like.sharding, lambda index: zeros[index]
+  )
 
 
 def _on_host(x: Any) -> bool:
