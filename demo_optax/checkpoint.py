@@ -14,6 +14,7 @@ Every step's files are one Orbax checkpoint, written asynchronously under a
 temporary name and renamed when it is whole.
 """
 
+import contextlib
 import functools
 import importlib.metadata
 import math
@@ -106,10 +107,8 @@ class Checkpointer:
     }
     self._compressor, self._workers = compressor, workers
     _ = workers.count  # an error for Workers.on_axis
-    self._files = ocp.training.Checkpointer(
-        pathlib.Path(folder).absolute(),
-        preservation_policy=ocp.training.preservation_policies.LatestN(keep),
-    )
+    self._folder, self._keep = pathlib.Path(folder).absolute(), keep
+    self._files = self._open()
     self._pending: Any = None
 
   def __enter__(self) -> 'Checkpointer':
@@ -117,6 +116,10 @@ class Checkpointer:
 
   def __exit__(self, *exception: Any) -> None:
     self.close()
+
+  def _open(self) -> ocp.training.Checkpointer:
+    kept = ocp.training.preservation_policies.LatestN(self._keep)
+    return ocp.training.Checkpointer(self._folder, preservation_policy=kept)
 
   @property
   def steps(self) -> tuple[int, ...]:
@@ -144,7 +147,7 @@ class Checkpointer:
     """
     if step in self.steps:
       raise ValueError(
-          f'There is a checkpoint of step {step} in {self._files.directory}'
+          f'There is a checkpoint of step {step} in {self._folder}'
           f' already (steps: {_some(self.steps)}). Nothing is overwritten: give'
           ' another folder, or remove it first.'
       )
@@ -201,7 +204,7 @@ class Checkpointer:
     if not steps or (step is not None and step not in steps):
       which = 'checkpoint' if step is None else f'checkpoint of step {step}'
       raise FileNotFoundError(
-          f'There is no {which} in {self._files.directory} (steps:'
+          f'There is no {which} in {self._folder} (steps:'
           f' {_some(steps)}).'
       )
     step = steps[-1] if step is None else step
@@ -236,8 +239,17 @@ class Checkpointer:
   def wait(self) -> None:
     """Waits until the last save is whole; raises its error if it failed."""
     pending, self._pending = self._pending, None
-    if pending is not None:
+    if pending is None:
+      return
+    try:
       pending.result()
+    except BaseException:
+      # Orbax would raise that error for ever, and has forgotten the checkpoints
+      # that it was to remove after this one.
+      with contextlib.suppress(Exception):
+        self._files.close()
+      self._files = self._open()
+      raise
 
   def close(self) -> None:
     """Waits, and lets go of the folder."""
@@ -251,7 +263,7 @@ class Checkpointer:
     about = self._files.metadata(step).custom_metadata or {}
     if about.get('format') != _FORMAT:
       raise ValueError(
-          f'The checkpoint of step {step} in {self._files.directory} has format'
+          f'The checkpoint of step {step} in {self._folder} has format'
           f' {about.get("format")}, but this version of demo_optax reads'
           f' {_FORMAT}. None: it was not written by demo_optax.checkpoint; use'
           ' the code that wrote it.'

@@ -462,9 +462,9 @@ def test_a_leaf_that_is_no_array(tmp_path):
 
 def test_nothing_is_overwritten(tmp_path):
   run = Run(simulated(1)).save(tmp_path)
-  with run.open(tmp_path) as checkpoints:
-    with pytest.raises(ValueError, match='checkpoint of step 0 in .* already'):
-      checkpoints.save(0, run.tree)
+  with run.open(tmp_path) as checkpoints, pytest.raises(
+      ValueError, match='checkpoint of step 0 in .* already'):
+    checkpoints.save(0, run.tree)
 
 
 def test_of_another_origin(tmp_path):
@@ -472,9 +472,10 @@ def test_of_another_origin(tmp_path):
   with v1.training.Checkpointer(tmp_path) as theirs:
     theirs.save(4, {'x': jnp.zeros(3)})
   workers = demo_optax.Workers.simulated(1)
-  with checkpoint.Checkpointer(tmp_path, {}, None, workers) as checkpoints:
-    with pytest.raises(ValueError, match='not written by demo_optax'):
-      checkpoints.restore({'x': jnp.zeros(3)})
+  with checkpoint.Checkpointer(
+      tmp_path, {}, None, workers) as checkpoints, pytest.raises(
+          ValueError, match='not written by demo_optax'):
+    checkpoints.restore({'x': jnp.zeros(3)})
 
 
 @pytest.mark.parametrize('options, error', [
@@ -491,7 +492,7 @@ def test_arguments(options, error, tmp_path):
 
 
 def test_a_save_that_fails_leaves_the_former_one(tmp_path, monkeypatch):
-  """Midway in its background writing, once before and once after the arrays."""
+  """In the background, after the arrays were written; the disk is full."""
   from orbax.checkpoint._src.path import atomicity
   workers = demo_optax.Workers.simulated(1)
   trees = [{'x': jnp.full(3, float(i))} for i in range(4)]
@@ -503,19 +504,26 @@ def test_a_save_that_fails_leaves_the_former_one(tmp_path, monkeypatch):
       tmp_path, {}, None, workers, keep=1) as checkpoints:
     checkpoints.save(0, trees[0])
     checkpoints.wait()
-    for name in ('create', 'finalize'):
+    for _ in range(2):
       with monkeypatch.context() as patch:
-        for kind in (atomicity.AtomicRenameTemporaryPath,
-                     atomicity.CommitFileTemporaryPath):
-          patch.setattr(kind, name, fail)
+        patch.setattr(atomicity.AtomicRenameTemporaryPath, 'finalize', fail)
+        checkpoints.save(1, trees[1])
         with pytest.raises(OSError, match='no space'):
-          checkpoints.save(1, trees[1])
           checkpoints.wait()
       assert checkpoints.steps == (0,)
       step, found = checkpoints.restore(trees[1])
       assert step == 0 and float(found['x'][0]) == 0.0
-    checkpoints.save(2, trees[2])  # and the next one is whole
-    assert checkpoints.restore(trees[1])[0] == 2
+    checkpoints.save(1, trees[2])  # and the next one is whole
+    step, found = checkpoints.restore(trees[1])
+    assert step == 1 and float(found['x'][0]) == 2.0
+    assert checkpoints.steps == (1,)
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+  (tmp_path / 'file').write_text('')
+  with pytest.raises(OSError):
+    checkpoint.Checkpointer(
+        tmp_path / 'file' / 'folder', {}, None, demo_optax.Workers.simulated(1))
 
 
 KILLED = """
