@@ -4,10 +4,10 @@
 
 The training example's model, text and optimizer, 300 steps; after 200 it is
 saved, and restored for another number of simulated workers, with the same batch
-in all. Two runs go on from there: uninterrupted, and with the momentum regrouped
-(`resize=True`); with `--rules regrouped zero` a third, to see what that is
-worth: with the momentum set to zero. Draws docs/elastic.png. What is in the file
-is not done again.
+in all. Two runs go on from there: uninterrupted, and with the momentum
+regrouped (`resize=True`); with `--rules regrouped zero` a third, to see what
+that is worth: with the momentum set to zero. Draws docs/elastic.png. What is in
+the file is not done again.
 """
 
 import argparse
