@@ -46,7 +46,8 @@ class Checkpointer:
   Saves any tree: parameters, optimizer state with all workers' momentum, PRNG
   keys, the position in the data. Leaves are arrays, typed PRNG keys, or Python
   numbers, booleans and strings. Restoring into the same layout gives
-  the same bits; into another one it needs `resize` or `rechunk`.
+  the same bits (arrays without a fixed dtype, which JAX calls weakly typed, get
+  theirs fixed); into another one it needs `resize` or `rechunk`.
 
   With several processes every one of them makes the same calls. A leaf that is
   not spread over processes must be the same in all of them.
@@ -142,7 +143,7 @@ class Checkpointer:
     Raises:
       ValueError: there is a checkpoint of this step already; momentum in `tree`
         is not of these parameters, compressor and workers; a leaf of one
-        process alone is not the same in all.
+        process alone is not the same in all; no leaf is an array.
       TypeError: a leaf that is neither an array nor a plain Python value.
     """
     if step in self.steps:
@@ -164,6 +165,8 @@ class Checkpointer:
     arrays = {
         name: _savable(x) for name, x in leaves.arrays.items() if _size(x)
     }
+    if not arrays:
+      raise ValueError('There is no array in the tree: nothing to save.')
     self._pending = self._files.save_async(
         step, arrays, force=True, custom_metadata=about
     )
@@ -222,7 +225,7 @@ class Checkpointer:
         for name, x in leaves.arrays.items()
         if _size(x)
     }
-    arrays = self._files.load(step, like) if like else {}
+    arrays = self._files.load(step, like)
     new = dict(about['values'])
     for name, x in leaves.arrays.items():
       if not _size(x):

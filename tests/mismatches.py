@@ -77,6 +77,10 @@ CASES = [
      lambda: (make()[0], make(TWO)[1]), {}),
     ('the state of another compressor than given',
      lambda: (make()[0], make(compressor=LARGE)[1]), {}),
+    ('the state of parameters that Checkpointer was not given',
+     lambda: (make()[0], ({}, SMALL, FOUR)), {}),
+    ('the state of an exchange, and no compressor',
+     lambda: (make()[0], (make()[1][0], None, FOUR)), {}),
     ('no such step', make, {'step': 7}),
 ]
 

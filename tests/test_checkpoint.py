@@ -274,6 +274,14 @@ def test_all_kinds_of_leaves(tmp_path):
   assert np.signbit(np.asarray(found['bfloat16'], np.float32))[1]
 
 
+def test_nothing_to_save(tmp_path):
+  workers = demo_optax.Workers.simulated(1)
+  with checkpoint.Checkpointer(tmp_path, {}, None, workers) as checkpoints:
+    for tree in ({}, {'position': 3}, {'empty': np.zeros((0, 3))}):
+      with pytest.raises(ValueError, match='no array in the tree'):
+        checkpoints.save(1, tree)
+
+
 def test_arrays_of_numpy_and_of_jax_are_the_same_to_it(tmp_path):
   workers = demo_optax.Workers.simulated(1)
   with checkpoint.Checkpointer(tmp_path, {}, None, workers) as checkpoints:
