@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -494,6 +495,18 @@ def test_arguments(options, error, tmp_path):
   given = {'params': {}, 'compressor': COMPRESSOR, 'workers': simulated(2)}
   with pytest.raises(error):
     checkpoint.Checkpointer(tmp_path, **{**given, **options})
+
+
+def test_the_docs_run(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  blocks = re.findall(r'```python\n(.*?)```', mismatches.DOCS.read_text(), re.S)
+  assert len(blocks) == 3
+  names = {}
+  for block in blocks:
+    exec(block, names)
+  assert names['step'] == 100 and names['differences'] == []
+  moment = names['state']['opt_state'].inner_state[2].momentum['w']
+  assert moment.shape == (3, 1, 1, 1024)
 
 
 # A save that fails ------------------------------------------------------------
