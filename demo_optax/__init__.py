@@ -17,6 +17,9 @@ The modules in the order of the data's way:
     specs        how parameters are spread over the devices of a worker
     workers      who takes part, and how a worker's function runs for all
     inspection   a look into optimizer states
+    elastic      another number of workers
+    replicas     whether all hold the same bits
+    checkpoint   saving and restoring (import it by name: it needs Orbax)
     accounting   bytes on the wire, predicted
     hlo          bytes on the wire, read from compiled code
 """
@@ -24,6 +27,7 @@ The modules in the order of the data's way:
 from demo_optax.accounting import Plan, plan
 from demo_optax.compressors import Compressor, dct_topk
 from demo_optax.demo import DeMoState, demo, scale_by_demo
+from demo_optax.elastic import resize_workers
 from demo_optax.gradients import (
   PerWorkerState,
   mean_over_workers,
@@ -31,8 +35,9 @@ from demo_optax.gradients import (
   value_and_grad,
 )
 from demo_optax.hlo import Collective, collectives
-from demo_optax.inspection import momentum, state_specs
+from demo_optax.inspection import momentum, state_specs, with_momentum
 from demo_optax.modules import param_specs
+from demo_optax.replicas import Difference, check_replicas
 from demo_optax.workers import Workers
 
 __version__ = '0.1.0'
@@ -41,9 +46,11 @@ __all__ = [
   'Collective',
   'Compressor',
   'DeMoState',
+  'Difference',
   'PerWorkerState',
   'Plan',
   'Workers',
+  'check_replicas',
   'collectives',
   'dct_topk',
   'demo',
@@ -52,7 +59,9 @@ __all__ = [
   'param_specs',
   'per_worker',
   'plan',
+  'resize_workers',
   'scale_by_demo',
   'state_specs',
   'value_and_grad',
+  'with_momentum',
 ]

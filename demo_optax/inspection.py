@@ -10,13 +10,14 @@ from typing import Any
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
 from demo_optax import trees
-from demo_optax.compressors import Compressor
-from demo_optax.specs import Keys, Path, momentum_roots, path_keys
+from demo_optax.compressors import Compressor, LeafPlan
+from demo_optax.specs import Keys, Path, Placement, momentum_roots, path_keys
 from demo_optax.workers import Workers
 
 
@@ -131,36 +132,128 @@ def momentum(
     <https://arxiv.org/abs/2411.19870>`_, Algorithm 1.
   """
   flat_state = jax.tree_util.tree_flatten_with_path(opt_state)[0]
-  by_keys = {path_keys(path): leaf for path, leaf in flat_state}
-  roots = momentum_roots(list(by_keys))
-  if not roots:
-    raise ValueError('There is no state of demo_optax.scale_by_demo in it.')
-  moments = {
-      keys[len(root) :]: leaf
-      for keys, leaf in by_keys.items()
-      for root in roots
-      if keys[: len(root)] == root
-  }
+  moments = _moments([(path_keys(path), x) for path, x in flat_state])
 
   def decode(path: Path, param: Any) -> jax.Array | None:
-    name, moment = trees.leaf_name(path), moments.get(path_keys(path))
+    moment = moments.get(path_keys(path))
     if moment is None:
       return None
     shape = np.shape(param)
-    placement = workers.param_specs.place(path, shape)
-    plan = compressor.plan_blocks(shape, moment.dtype, placement.blocks)
-    expected = (workers.stacked_size, *plan.grid.coefficients_shape)
-    if moment.shape != expected:
-      raise ValueError(
-          f'The momentum of {name} has shape {moment.shape}, but {compressor}'
-          f' and {workers} keep it as {expected}.'
-      )
-    local = plan.with_blocks(workers.local_blocks(placement))
+    plan, placement = _plan(path, shape, moment, compressor, workers)
     decoded = workers.each(
-        lambda c: [compressor.from_coefficients(c[0], local)],
+        lambda c: [compressor.from_coefficients(c[0], plan)],
         [moment],
         [placement],
     )
     return decoded[0]
 
   return jax.tree_util.tree_map_with_path(decode, params)
+
+
+def with_momentum(
+    opt_state: chex.ArrayTree,
+    moments: chex.ArrayTree,
+    compressor: Compressor,
+    workers: Workers,
+) -> chex.ArrayTree:
+  r"""`opt_state` with this momentum in it, given in parameter space.
+
+  Undoes `momentum`: there and back it is the same to rounding. With a state
+  that was made for another compressor, it takes momentum from one chunk size to
+  another.
+
+  Args:
+    opt_state: any optimizer state that holds the state of `scale_by_demo`.
+    moments: a tree like the parameters: per leaf `[workers, *shape]`, and
+      `None` for leaves without momentum.
+    compressor: the compressor that `opt_state` was made for.
+    workers: who takes part.
+
+  Returns:
+    A tree like `opt_state`. Only the momentum differs; its dtype is that of
+    `opt_state`.
+
+  Raises:
+    ValueError: there is no momentum in `opt_state`; one of its leaves is not in
+      `moments`, or does not fit there.
+
+  Example:
+    >>> import demo_optax, jax.numpy as jnp
+    >>> workers = demo_optax.Workers.simulated(2)
+    >>> old = demo_optax.dct_topk(chunk_size=4, topk=1)
+    >>> new = demo_optax.dct_topk(chunk_size=2, topk=1)
+    >>> params = jnp.zeros((4, 4))
+    >>> state = demo_optax.scale_by_demo(old, workers=workers).init(params)
+    >>> moments = demo_optax.momentum(state, params, old, workers)
+    >>> state = demo_optax.scale_by_demo(new, workers=workers).init(params)
+    >>> state = demo_optax.with_momentum(state, moments, new, workers)
+    >>> state.momentum.shape
+    (2, 2, 2, 4)
+
+  References:
+    Peng et al., `DeMo: Decoupled Momentum Optimization
+    <https://arxiv.org/abs/2411.19870>`_, Algorithm 1.
+  """
+  flat, treedef = jax.tree_util.tree_flatten_with_path(opt_state)
+  keys = [path_keys(path) for path, _ in flat]
+  within = {id(x): k for k, x in _moments(list(zip(keys, flat))).items()}
+  given = {
+      path_keys(path): (path, x)
+      for path, x in jax.tree_util.tree_flatten_with_path(moments)[0]
+  }
+
+  def encode(leaf: tuple[Path, Any]) -> jax.Array:
+    _, kept = leaf
+    if id(leaf) not in within:
+      return kept
+    if within[id(leaf)] not in given:
+      name = trees.leaf_name(leaf[0])
+      raise ValueError(f'There is nothing in moments for {name}.')
+    path, moment = given[within[id(leaf)]]
+    shape = np.shape(moment)
+    if shape[:1] != (workers.stacked_size,):
+      raise ValueError(
+          f'The momentum of {trees.leaf_name(path)} has shape {shape}, but'
+          f' {workers} needs ({workers.stacked_size}, ...): one per worker.'
+      )
+    plan, placement = _plan(path, shape[1:], kept, compressor, workers)
+    encoded = workers.each(
+        lambda m: [compressor.to_coefficients(m[0], plan)],
+        [jnp.asarray(moment, kept.dtype)],
+        [placement],
+    )
+    return encoded[0]
+
+  return treedef.unflatten(map(encode, flat))
+
+
+def _moments(flat: list[tuple[Keys, Any]]) -> dict[Keys, Any]:
+  """What lies under the momentum of exchanges, by the path of the parameter."""
+  roots = momentum_roots([keys for keys, _ in flat])
+  if not roots:
+    raise ValueError('There is no state of demo_optax.scale_by_demo in it.')
+  return {
+      keys[len(root) :]: x
+      for keys, x in flat
+      for root in roots
+      if keys[: len(root)] == root
+  }
+
+
+def _plan(
+    path: Path,
+    shape: tuple[int, ...],
+    moment: jax.Array,
+    compressor: Compressor,
+    workers: Workers,
+) -> tuple[LeafPlan, Placement]:
+  """A leaf's plan, as `workers.each` shows it, checked; and where it lies."""
+  placement = workers.param_specs.place(path, shape)
+  plan = compressor.plan_blocks(shape, moment.dtype, placement.blocks)
+  expected = (workers.stacked_size, *plan.grid.coefficients_shape)
+  if moment.shape != expected:
+    raise ValueError(
+        f'The momentum of {trees.leaf_name(path)} has shape {moment.shape}, but'
+        f' {compressor} and {workers} keep it as {expected}.'
+    )
+  return plan.with_blocks(workers.local_blocks(placement)), placement

@@ -168,6 +168,15 @@ def momentum_roots(keys: list[Keys]) -> list[Keys]:
   return [(*n, 'momentum') for n in nodes if (*n, 'count') in set(keys)]
 
 
+def stacked(keys: list[Keys]) -> list[bool]:
+  """Which leaves of a state have a worker axis, by the paths of all."""
+  roots = momentum_roots(keys)
+  return [
+      'worker_stacked' in k or any(k[: len(r)] == r for r in roots)
+      for k in keys
+  ]
+
+
 def _check_spec(
     name: str, spec: Any, axis_sizes: dict[str, int], worker_axis: str
 ) -> None:

@@ -17,7 +17,8 @@ PACKAGE = pathlib.Path(demo_optax.__file__).parent
 # A module may import those before it, and no other.
 ORDER = ['chunks', 'selection', 'packing', 'index_codes', 'value_codes', 'wire',
          'compressors', 'specs', 'workers', 'modules', 'trees', 'gradients',
-         'demo', 'inspection', 'accounting', 'hlo', '__main__']
+         'demo', 'inspection', 'elastic', 'replicas', 'checkpoint', 'accounting',
+         'hlo', '__main__']
 
 
 def test_imports_go_one_way():

@@ -16,8 +16,9 @@ README = (pathlib.Path(__file__).parents[1] / 'README.md').read_text()
 BLOCKS = re.findall(r'```python\n(.*?)```', README, re.S)
 
 
-def test_blocks_run(capsys):
-  assert len(BLOCKS) == 5
+def test_blocks_run(capsys, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  assert len(BLOCKS) == 6
   names = {}
   with jax.numpy_dtype_promotion('standard'), jax.numpy_rank_promotion('allow'):
     exec(BLOCKS[0], names)
@@ -49,6 +50,8 @@ def test_blocks_run(capsys):
     moment = tx.init(workers.device_put(params)).inner_state[2].momentum
     shards = moment['down'].sharding.shard_shape(moment['down'].shape)
     assert shards[1] * jax.device_count() == moment['down'].shape[1]
+    exec(BLOCKS[5], names)
+    assert names['step'] == 100 and names['state']['position'] == 1600
 
 
 def test_the_table_of_bytes_is_what_plan_says():

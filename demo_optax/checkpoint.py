@@ -1,0 +1,621 @@
+"""Saving and restoring, also for another number of workers.
+
+A state is a plain pytree, and any Orbax code saves it as it is. What this adds
+is a description of it beside the arrays (`describe`): the number of workers,
+how every leaf's momentum is cut into chunks, every shape and dtype. A restore
+compares it with that of the tree to be filled, and refuses what differs, unless
+it was asked for by name:
+
+    files -> (saved description, wanted description) -> mismatches -> ValueError
+          -> arrays, as they were saved, on the wanted devices
+          -> regrouped (resize), cut into other chunks (rechunk)
+
+Every step's files are one Orbax checkpoint, written asynchronously under a
+temporary name and renamed when it is whole.
+"""
+
+import contextlib
+import functools
+import importlib.metadata
+import math
+import pathlib
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Orbax's current API, in the form in which it is documented.
+from orbax.checkpoint import v1 as ocp
+
+import demo_optax
+from demo_optax import chunks, elastic, replicas, specs, trees
+from demo_optax.compressors import Compressor, LeafPlan
+from demo_optax.workers import Workers
+
+_FORMAT = 1
+
+# What is said of one leaf: JSON, so that it can be kept beside the arrays.
+Record = dict[str, Any]
+
+
+class Checkpointer:
+  """Checkpoints of a training run, in one folder.
+
+  Saves any tree: parameters, optimizer state with all workers' momentum, PRNG
+  keys, the position in the data. Leaves are arrays, typed PRNG keys, or Python
+  numbers, booleans and strings. Restoring into the same layout gives
+  the same bits (arrays without a fixed dtype, which JAX calls weakly typed, get
+  theirs fixed); into another one it needs `resize` or `rechunk`.
+
+  With several processes every one of them makes the same calls. A leaf that is
+  not spread over processes must be the same in all of them.
+
+  Args:
+    folder: where the checkpoints are; made if it is not there.
+    params: the parameters, or their shapes (`jax.ShapeDtypeStruct`); of an
+      `nnx.Optimizer`, `nnx.state(model, wrt)`. Only shapes are looked at.
+    compressor: that of the exchange; with `None` the trees hold no exchange.
+    workers: who takes part; not `Workers.on_axis`: give
+      `Workers.simulated(n)` for it.
+    keep: how many of the last checkpoints are kept, at least 1.
+
+  Raises:
+    ValueError: `keep` is below 1.
+    TypeError: `compressor` or `workers` is something else.
+
+  Example:
+    >>> import demo_optax, jax, jax.numpy as jnp, tempfile
+    >>> from demo_optax import checkpoint
+    >>> compressor = demo_optax.dct_topk()
+    >>> workers = demo_optax.Workers.simulated(4)
+    >>> tx = demo_optax.demo(1e-3, workers=workers, compressor=compressor)
+    >>> params = {'w': jnp.ones((8, 8))}
+    >>> state = {'params': params, 'opt_state': tx.init(params),
+    ...          'key': jax.random.key(0), 'position': 0}
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> with checkpoint.Checkpointer(
+    ...     folder.name, params, compressor, workers) as checkpoints:
+    ...   checkpoints.save(100, state)
+    ...   step, state = checkpoints.restore(state)
+    >>> step
+    100
+    >>> folder.cleanup()
+  """
+
+  def __init__(
+      self,
+      folder: Any,
+      params: chex.ArrayTree,
+      compressor: Compressor | None,
+      workers: Workers,
+      *,
+      keep: int = 2,
+  ):
+    trees.check_type(
+        'workers', workers, Workers, 'demo_optax.Workers.simulated(n)'
+    )
+    if compressor is not None:
+      trees.check_type(
+          'compressor', compressor, Compressor, 'demo_optax.dct_topk(...)'
+      )
+    if keep < 1:
+      raise ValueError(f'keep={keep} must be at least 1.')
+    self._params = {
+        specs.path_keys(path): (path, np.shape(x))
+        for path, x in jax.tree_util.tree_flatten_with_path(params)[0]
+    }
+    self._compressor, self._workers = compressor, workers
+    _ = workers.count  # an error for Workers.on_axis
+    self._folder, self._keep = pathlib.Path(folder).absolute(), keep
+    self._files = self._open()
+    self._pending: Any = None
+
+  def __enter__(self) -> 'Checkpointer':
+    return self
+
+  def __exit__(self, *exception: Any) -> None:
+    self.close()
+
+  def _open(self) -> ocp.training.Checkpointer:
+    kept = ocp.training.preservation_policies.LatestN(self._keep)
+    return ocp.training.Checkpointer(self._folder, preservation_policy=kept)
+
+  @property
+  def steps(self) -> tuple[int, ...]:
+    """The steps of which there is a whole checkpoint, ascending."""
+    self.wait()
+    return tuple(c.step for c in self._files.checkpoints)
+
+  def save(self, step: int, tree: chex.ArrayTree) -> None:
+    """Saves `tree`, while training goes on.
+
+    Returns as soon as the arrays are copied: they may be donated to the next
+    step. Waits for a save before it. When the new one is whole, the oldest
+    beyond `keep` is removed; a save that fails leaves all others as they were,
+    and its error is raised by the next call of `save`, `wait` or `close`.
+
+    Args:
+      step: number of steps done.
+      tree: what is saved.
+
+    Raises:
+      ValueError: there is a checkpoint of this step already; momentum in `tree`
+        is not of these parameters, compressor and workers; a leaf of one
+        process alone is not the same in all; no leaf is an array.
+      TypeError: a leaf that is neither an array nor a plain Python value.
+    """
+    if step in self.steps:
+      raise ValueError(
+          f'There is a checkpoint of step {step} in {self._folder}'
+          f' already (steps: {_some(self.steps)}). Nothing is overwritten: give'
+          ' another folder, or remove it first.'
+      )
+    leaves = _Leaves(tree)
+    leaves.check_equal_between_processes()
+    about = {
+        'format': _FORMAT,
+        'versions': _versions(),
+        'workers': self._workers.count,
+        'compressor': str(self._compressor),
+        'leaves': self._describe(leaves),
+        'values': leaves.values,
+    }
+    arrays = {
+        name: _savable(x) for name, x in leaves.arrays.items() if _size(x)
+    }
+    if not arrays:
+      raise ValueError('There is no array in the tree: nothing to save.')
+    self._pending = self._files.save_async(
+        step, arrays, force=True, custom_metadata=about
+    )
+
+  def restore(
+      self,
+      tree: chex.ArrayTree,
+      step: int | None = None,
+      *,
+      resize: bool = False,
+      rechunk: Compressor | None = None,
+  ) -> tuple[int, chex.ArrayTree]:
+    """Restores a checkpoint into the layout of `tree`.
+
+    Every leaf must be in the checkpoint, in its shape and dtype, and every leaf
+    of the checkpoint in `tree`; it goes to the devices of the leaf in `tree`,
+    which may be others than it was saved from, on a mesh of another shape.
+
+    Args:
+      tree: what it was saved from, or the same made anew: arrays or
+        `jax.ShapeDtypeStruct` with shardings.
+      step: of which checkpoint; by default the last.
+      resize: regroup a checkpoint of another number of workers, as
+        `demo_optax.resize_workers` does.
+      rechunk: the compressor that the checkpoint was made with. What it cut
+        into other chunks than this one's compressor and workers do is taken to
+        parameter space and cut anew, which keeps it to rounding.
+
+    Returns:
+      The step, and a tree like `tree`.
+
+    Raises:
+      FileNotFoundError: there is no checkpoint, or none of that step.
+      ValueError: the checkpoint and `tree` differ. Names every leaf that does,
+        both values, and what to do.
+    """
+    steps = self.steps
+    if not steps or (step is not None and step not in steps):
+      which = 'checkpoint' if step is None else f'checkpoint of step {step}'
+      raise FileNotFoundError(
+          f'There is no {which} in {self._folder} (steps:'
+          f' {_some(steps)}).'
+      )
+    step = steps[-1] if step is None else step
+    about = self._about(step)
+    leaves = _Leaves(tree)
+    saved, wanted = about['leaves'], self._describe(leaves)
+    problems = _mismatches(about, wanted, str(self._compressor), rechunk)
+    if resize:
+      problems.pop('workers', None)
+    if problems:
+      raise ValueError(_message(step, problems, about['compressor']))
+
+    like = {
+        name: _loaded_as(saved[name], x)
+        for name, x in leaves.arrays.items()
+        if _size(x)
+    }
+    arrays = self._files.load(step, like)
+    new = dict(about['values'])
+    for name, x in leaves.arrays.items():
+      if not _size(x):
+        new[name] = _empty(x)
+        continue
+      plans = self._plans(about, wanted[name], saved[name], rechunk)
+      count = wanted[name].get('workers', 0)
+      array = arrays.pop(name)  # no more than one leaf is held twice
+      if plans or count != saved[name].get('workers', 0):
+        array = self._convert(array, count, plans, rechunk, x)
+      new[name] = _as(array, x)
+    return step, leaves.unflatten(new)
+
+  def wait(self) -> None:
+    """Waits until the last save is whole; raises its error if it failed."""
+    pending, self._pending = self._pending, None
+    if pending is None:
+      return
+    try:
+      pending.result()
+    except BaseException:
+      # Orbax would raise that error for ever, and has forgotten the checkpoints
+      # that it was to remove after this one.
+      with contextlib.suppress(Exception):
+        self._files.close()
+      self._files = self._open()
+      raise
+
+  def close(self) -> None:
+    """Waits, and lets go of the folder."""
+    try:
+      self.wait()
+    finally:
+      self._files.close()
+
+  def _about(self, step: int) -> dict[str, Any]:
+    """What was written beside the arrays of a checkpoint."""
+    about = self._files.metadata(step).custom_metadata or {}
+    if about.get('format') != _FORMAT:
+      raise ValueError(
+          f'The checkpoint of step {step} in {self._folder} has format'
+          f' {about.get("format")}, but this version of demo_optax reads'
+          f' {_FORMAT}. None: it was not written by demo_optax.checkpoint; use'
+          ' the code that wrote it.'
+      )
+    return about
+
+  def _describe(self, leaves: '_Leaves') -> dict[str, Record]:
+    """What a checkpoint says of every leaf."""
+    keys = list(leaves.keys.values())
+    roots = specs.momentum_roots(keys)
+    stacked = dict(zip(leaves.keys, specs.stacked(keys)))
+    records: dict[str, Record] = {}
+    for name, x in leaves.all.items():
+      k = leaves.keys[name]
+      root = next((r for r in roots if k[: len(r)] == r), None)
+      if name in leaves.values:
+        records[name] = {'value': type(x).__name__}
+      elif root is not None:
+        records[name] = self._describe_momentum(name, k[len(root) :], x)
+      else:
+        lead = {'workers': x.shape[0]} if stacked[name] else {}
+        shape = list(x.shape[len(lead) :])
+        records[name] = {'shape': shape, 'dtype': str(x.dtype), **lead}
+    return records
+
+  def _describe_momentum(self, name: str, keys: specs.Keys, x: Any) -> Record:
+    if keys not in self._params or self._compressor is None:
+      what = 'params' if self._compressor else 'compressor'
+      raise ValueError(
+          f'{name} is the momentum of an exchange, and {what} has nothing for'
+          ' it: give Checkpointer the parameters and the compressor that the'
+          ' optimizer state was made with.'
+      )
+    path, shape = self._params[keys]
+    blocks = self._workers.param_specs.place(path, shape).blocks
+    grid = self._compressor.plan_blocks(shape, x.dtype, blocks).grid
+    expected = (self._workers.count, *grid.coefficients_shape)
+    if x.shape != expected:
+      raise ValueError(
+          f'{name} has shape {x.shape}, but {self._compressor} and'
+          f' {self._workers} keep the momentum of a parameter of shape {shape}'
+          f' as {expected}. Give Checkpointer the parameters, compressor and'
+          ' workers that the optimizer state was made with.'
+      )
+    return {
+        'shape': list(shape),
+        'dtype': str(x.dtype),
+        'workers': x.shape[0],
+        'chunks': _chunks(grid),
+    }
+
+  def _plans(
+      self,
+      about: dict[str, Any],
+      wanted: Record,
+      saved: Record,
+      rechunk: Compressor | None,
+  ) -> tuple[LeafPlan, LeafPlan] | None:
+    """The two cuts of a leaf that goes through parameter space."""
+    if rechunk is None or self._compressor is None or 'chunks' not in saved:
+      return None
+    same_code = about['compressor'] == str(self._compressor)
+    if same_code and _same_chunks(saved, wanted):
+      return None
+    return _plan(saved, rechunk), _plan(wanted, self._compressor)
+
+  def _convert(
+      self,
+      x: Any,
+      count: int,
+      plans: tuple[LeafPlan, LeafPlan] | None,
+      rechunk: Compressor | None,
+      like: Any,
+  ) -> jax.Array:
+    """A leaf for `count` workers, and in other chunks; laid out as `like`."""
+    sharding = getattr(like, 'sharding', None)
+    y = _convert(
+        jnp.asarray(x),
+        count,
+        plans,
+        (rechunk, self._compressor),
+        elastic.auto(sharding),
+    )
+    return elastic.on_mesh(y, sharding)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _convert(
+    x: jax.Array,
+    count: int,
+    plans: tuple[LeafPlan, LeafPlan] | None,
+    compressors: tuple[Any, Any],
+    sharding: Any,
+) -> jax.Array:
+  """Stacked `x` for `count` workers, and cut into other chunks."""
+  if plans is not None:
+    (old, new), (old_plan, new_plan) = compressors, plans
+    x = jax.vmap(lambda c: old.from_coefficients(c, old_plan))(x)
+  x = elastic.regroup(x, count)
+  if plans is not None:
+    x = jax.vmap(lambda m: new.to_coefficients(m, new_plan))(x)
+  if sharding is None:
+    return x
+  return jax.lax.with_sharding_constraint(x, sharding)
+
+
+# Trees as named leaves --------------------------------------------------------
+
+
+class _Leaves:
+  """The leaves of a tree, by name.
+
+  Attributes:
+    all: every leaf.
+    arrays: those that are arrays, or stand for some; PRNG keys, too.
+    values: those that are plain Python values.
+    keys: the path of each.
+  """
+
+  def __init__(self, tree: chex.ArrayTree):
+    flat, self._treedef = jax.tree_util.tree_flatten_with_path(tree)
+    self.all: dict[str, Any] = {}
+    self.keys: dict[str, specs.Keys] = {}
+    for path, x in flat:
+      keys = specs.path_keys(path)
+      name = '.'.join(map(str, keys)) or 'the only leaf'
+      if name in self.all:
+        raise ValueError(f'Two leaves of the tree are called {name}.')
+      self.all[name], self.keys[name] = x, keys
+    self.arrays = {n: x for n, x in self.all.items() if hasattr(x, 'dtype')}
+    self.values = {n: x for n, x in self.all.items() if n not in self.arrays}
+    for name, x in self.values.items():
+      if not isinstance(x, (bool, int, float, str)):
+        raise TypeError(
+            f'{name} is {x!r}: checkpoints hold arrays, PRNG keys, and Python'
+            ' numbers, booleans and strings.'
+        )
+
+  def unflatten(self, leaves: dict[str, Any]) -> chex.ArrayTree:
+    """The tree with other leaves."""
+    return self._treedef.unflatten([leaves[name] for name in self.all])
+
+  def check_equal_between_processes(self) -> None:
+    """Raises if a leaf that each process has for itself is not the same."""
+    found = replicas.between_processes(
+        [(name, replicas.comparable(x)) for name, x in self.all.items()]
+    )
+    if found:
+      raise ValueError(
+          f'{found[0].leaf} is not the same in all processes (another in'
+          f' {found[0].processes}), and one of them would be saved. Spread it'
+          ' over the mesh, or gather it into one array first.'
+      )
+
+
+def _savable(x: Any) -> Any:
+  """An array as Orbax takes it."""
+  if _is_key(x):
+    x = jax.random.key_data(x)
+  if jax.process_count() > 1 and replicas.is_local(x):
+    return np.array(x)
+  return np.asarray(x) if isinstance(x, np.generic) else x
+
+
+def _loaded_as(saved: Record, like: Any) -> Any:
+  """What Orbax is to load: the saved shape, where `like` is or near it."""
+  shape: tuple[int, ...] = tuple(saved['shape'])
+  dtype = getattr(like, 'dtype', None)
+  if 'chunks' in saved:
+    shape = _grid(saved).coefficients_shape
+  if 'workers' in saved:
+    shape = (saved['workers'], *shape)
+  if _is_key(like):
+    data = jax.eval_shape(jax.random.key_data, like)
+    shape, dtype = (*shape, *data.shape[len(like.shape) :]), data.dtype
+  if _on_host(like):
+    return np.broadcast_to(np.zeros((), dtype), shape)
+  sharding = like.sharding
+  if sharding is None:
+    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+  elif shape[: len(like.shape)] != like.shape:
+    sharding = elastic.auto(elastic.fit_sharding(shape, sharding))
+  return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def _as(x: Any, like: Any) -> Any:
+  """A loaded array as `like` is: a key, on a device, or NumPy's."""
+  if isinstance(like, np.generic):
+    return x[()]
+  if isinstance(like, np.ndarray):
+    return np.asarray(x)
+  if not isinstance(x, jax.Array):
+    x = jax.device_put(x, like.sharding)
+  return jax.random.wrap_key_data(x, impl=_impl(like)) if _is_key(like) else x
+
+
+def _size(x: Any) -> int:
+  return math.prod(x.shape)
+
+
+def _empty(like: Any) -> Any:
+  """An array without elements, which Orbax does not save."""
+  zeros = np.zeros(like.shape, like.dtype)
+  if isinstance(like, np.ndarray) or like.sharding is None:
+    return zeros
+  return jax.make_array_from_callback(
+      like.shape, like.sharding, lambda index: zeros[index]
+  )
+
+
+def _on_host(x: Any) -> bool:
+  """Whether a leaf is loaded as NumPy's array, by every process for itself."""
+  if isinstance(x, (np.ndarray, np.generic)):
+    return True
+  return jax.process_count() > 1 and replicas.is_local(x)
+
+
+def _impl(key: Any) -> Any:
+  """How a PRNG key draws; also of a `jax.ShapeDtypeStruct`."""
+  found = []
+  jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), key)
+  return found[0]
+
+
+def _is_key(x: Any) -> bool:
+  return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+# Comparing --------------------------------------------------------------------
+
+
+def _mismatches(
+    about: dict[str, Any],
+    wanted: dict[str, Record],
+    compressor: str,
+    rechunk: Any,
+) -> dict[str, list[str]]:
+  """Every leaf that differs, by what could be done about it."""
+  saved, was = about['leaves'], about['compressor']
+  problems: dict[str, list[str]] = {'tree': [], 'chunks': [], 'workers': []}
+  known = rechunk is not None and str(rechunk) == was
+  moved = any('chunks' in r for r in saved.values()) and was != compressor
+  if moved and rechunk is None:
+    problems['chunks'].append(_line('compressor', was, compressor))
+  elif moved and not known:
+    problems['chunks'].append(_line('rechunk', was, str(rechunk)))
+  for name in {**saved, **wanted}:
+    old, new = saved.get(name), wanted.get(name)
+    if old is None or new is None or _what(old) != _what(new):
+      problems['tree'].append(_line(name, _what(old), _what(new)))
+      continue
+    if 'chunks' in old and not known and not _same_chunks(old, new):
+      problems['chunks'].append(_line(name, _cut(old), _cut(new)))
+    if known and 'chunks' in old and _plan(old, rechunk).grid != _grid(old):
+      made = {**old, 'chunks': _chunks(_plan(old, rechunk).grid)}
+      problems['chunks'].append(_line(name, _cut(old), _cut(made)))
+    if old.get('workers') != new.get('workers'):
+      counts = [f'{record["workers"]} workers' for record in (old, new)]
+      problems['workers'].append(_line(name, *counts))
+  return {kind: lines for kind, lines in problems.items() if lines}
+
+
+def _message(
+    step: int, problems: dict[str, list[str]], compressor: str
+) -> str:
+  remedies = {
+      'tree': (
+          'Restore into a tree of the same leaves, shapes and dtypes, and'
+          ' change it afterwards: nothing is cut, padded, cast or made anew.'
+      ),
+      'chunks': (
+          f'Pass rechunk={compressor}, the compressor of the checkpoint, to'
+          ' take the momentum through parameter space.'
+      ),
+      'workers': (
+          'Pass resize=True to regroup what each worker has of its own.'
+      ),
+  }
+  text = [f'The checkpoint of step {step} does not fit.']
+  for kind, lines in problems.items():
+    text += lines[:4]
+    if len(lines) > 4:
+      text.append(f'... and {len(lines) - 4} more leaves.')
+    text.append(remedies[kind])
+  return '\n'.join(text)
+
+
+def _line(name: str, old: str, new: str) -> str:
+  return f'{name}: {old} in the checkpoint, {new} here.'
+
+
+def _what(record: Record | None) -> str:
+  """What must be equal under all circumstances."""
+  if record is None:
+    return 'nothing'
+  if 'value' in record:
+    return f'a Python {record["value"]}'
+  text = f'{record["dtype"]}[{",".join(map(str, record["shape"]))}]'
+  if 'chunks' in record:
+    return f'momentum of {text}'
+  return f"each worker's {text}" if 'workers' in record else text
+
+
+def _cut(record: Record) -> str:
+  grid = _grid(record)
+  if grid.whole and grid.num_chunks == 1:
+    return 'sent whole'
+  text = f'chunks of {"x".join(map(str, grid.lengths))}'
+  if max(grid.blocks, default=1) > 1:
+    text += f' in {"x".join(map(str, grid.blocks))} blocks'
+  return f'{text}, sent whole' if grid.whole else text
+
+
+def _chunks(grid: chunks.ChunkGrid) -> dict[str, Any]:
+  return {
+      'blocks': list(grid.blocks),
+      'lengths': list(grid.lengths),
+      'whole': grid.whole,
+  }
+
+
+def _grid(record: Record) -> chunks.ChunkGrid:
+  cut = record['chunks']
+  blocks = tuple(cut['blocks'])
+  block = tuple(d // b for d, b in zip(record['shape'], blocks))
+  return chunks.ChunkGrid(block, tuple(cut['lengths']), cut['whole'], blocks)
+
+
+def _same_chunks(a: Record, b: Record) -> bool:
+  """Whether chunks are the same, however they are spread over devices."""
+  old, new = _grid(a), _grid(b)
+  if (old.lengths, old.whole) != (new.lengths, new.whole):
+    return False
+  ends = zip(old.blocks, new.blocks, old.padding, new.padding)
+  return all(b == c or not (p or q) for b, c, p, q in ends)
+
+
+def _plan(record: Record, compressor: Compressor) -> LeafPlan:
+  grid, dtype = _grid(record), jnp.dtype(record['dtype'])
+  return compressor.plan_blocks(grid.shape, dtype, grid.blocks)
+
+
+def _versions() -> dict[str, str]:
+  return {
+      'demo_optax': demo_optax.__version__,
+      'jax': jax.__version__,
+      'orbax-checkpoint': importlib.metadata.version('orbax-checkpoint'),
+  }
+
+
+def _some(steps: tuple[int, ...]) -> str:
+  return ', '.join(map(str, steps)) or 'none'

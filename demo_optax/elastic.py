@@ -1,0 +1,202 @@
+r"""Another number of workers: regrouping what every worker has of its own.
+
+Workers are laid side by side on the unit interval, the old ones and the new
+ones, and a new worker is the mean of the old ones that it covers, weighted by
+how much of each:
+
+.. math::
+  m'_j = \sum_i w_{ji} m_i, \qquad
+  w_{ji} = N'\, \Big| \big[\tfrac{j}{N'}, \tfrac{j+1}{N'}\big] \cap
+    \big[\tfrac{i}{N}, \tfrac{i+1}{N}\big] \Big|
+
+From 4 to 2 that is the mean of pairs, from 4 to 8 every worker twice, from 8 to
+3 weights of 3/8 and 1/4. Rows of `w` sum to 1 and columns to :math:`N' / N`, so
+the MEAN over the workers stays what it was, for every `N` and `N'`: it is what
+the exchange will send on the long run, since sent coefficients are averaged.
+"""
+
+import functools
+import math
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from demo_optax import specs, trees
+
+
+def resize_workers(opt_state: chex.ArrayTree, n: int) -> chex.ArrayTree:
+  r"""The optimizer state of `n` workers from that of another number.
+
+  Stacked leaves are found by their paths, in any optimizer state, Flax NNX's
+  included: those under the `momentum` of an exchange (a node with `count` and
+  `info/left_out` beside it), and those under the `worker_stacked` of
+  `per_worker`. All others belong to no worker and stay as they are. With worker
+  :math:`i` of :math:`N` on :math:`[i/N, (i+1)/N]`, the new worker :math:`j` has
+
+  .. math::
+    m'_j = \sum_i w_{ji} m_i, \quad w_{ji} = \text{the part of } j
+      \text{ that lies on } i,
+
+  so that :math:`\mathrm{mean}_j m'_j = \mathrm{mean}_i m_i` for all sizes, to
+  rounding: the mean of groups when shrinking (4 to 2), copies when growing (4
+  to 8), weighted means otherwise (8 to 3: 3/8, 3/8, 1/4). Floating-point states
+  of `per_worker` (Adam's moments) follow the same rule. Integers, booleans and
+  PRNG keys have no mean: they are those of the old worker that covers most of
+  the new one, the first of equals; with more workers, several share a key.
+
+  Args:
+    opt_state: a state of concrete arrays.
+    n: the new number of workers.
+
+  Returns:
+    A tree like `opt_state`, stacked leaves `[n, ...]`. On a mesh it stays on
+    the devices where it was: move it with `device_put` of the new workers.
+
+  Raises:
+    ValueError: `n` below 1, nothing in `opt_state` is stacked, or stacked
+      leaves are of different numbers of workers.
+    TypeError: `n` is not an integer.
+
+  Example:
+    >>> import demo_optax, jax.numpy as jnp
+    >>> workers = demo_optax.Workers.simulated(4)
+    >>> tx = demo_optax.scale_by_demo(workers=workers)
+    >>> state = tx.init(jnp.zeros(1))
+    >>> state = state._replace(momentum=jnp.arange(4.0).reshape(4, 1, 1))
+    >>> for n in (2, 3, 8):
+    ...   print(demo_optax.resize_workers(state, n).momentum.ravel().round(2))
+    [0.5 2.5]
+    [0.25 1.5  2.75]
+    [0. 0. 1. 1. 2. 2. 3. 3.]
+
+  References:
+    The momentum of Peng et al., `DeMo: Decoupled Momentum Optimization
+    <https://arxiv.org/abs/2411.19870>`_, which is one per worker.
+  """
+  if isinstance(n, bool) or not isinstance(n, int):
+    raise TypeError(f'n={n!r} must be an integer.')
+  if n < 1:
+    raise ValueError(f'n={n} must be at least 1.')
+  flat, treedef = jax.tree_util.tree_flatten_with_path(opt_state)
+  stacked = specs.stacked([specs.path_keys(path) for path, _ in flat])
+  _check_stacked([leaf for leaf, own in zip(flat, stacked) if own])
+  return treedef.unflatten([
+      _resize(x, n) if own else x for (_, x), own in zip(flat, stacked)
+  ])
+
+
+def _check_stacked(stacked: list[tuple[specs.Path, Any]]) -> None:
+  if not stacked:
+    raise ValueError(
+        'Nothing in it is stacked: there is no state of'
+        ' demo_optax.scale_by_demo or demo_optax.per_worker in it.'
+    )
+  (first, x), *others = stacked
+  for path, y in others:
+    if len(x) != len(y):
+      raise ValueError(
+          f'{trees.leaf_name(first)} is of {len(x)} workers and'
+          f' {trees.leaf_name(path)} of {len(y)}: they are not of one state.'
+      )
+
+
+def _resize(x: jax.Array, n: int) -> jax.Array:
+  if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array):
+    return regroup(jnp.asarray(x), n)
+  sharding = fit_sharding((n, *x.shape[1:]), x.sharding)
+  y = _regroup_jit(on_mesh(x, auto(x.sharding)), n, auto(sharding))
+  return on_mesh(y, sharding)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _regroup_jit(x: jax.Array, n: int, sharding: Any) -> jax.Array:
+  return jax.lax.with_sharding_constraint(regroup(x, n), sharding)
+
+
+def regroup(x: jax.Array, n: int) -> jax.Array:
+  """`x [workers, ...]` for `n` workers, by the rule of `resize_workers`."""
+  old = x.shape[0]
+  if n == old:
+    return x
+  if not jnp.issubdtype(x.dtype, jnp.inexact):
+    return x[np.argmax(weights(old, n), axis=1)]
+  if n % old == 0:
+    return jnp.repeat(x, n // old, axis=0)
+  if old % n == 0:
+    return jnp.mean(x.reshape(n, old // n, *x.shape[1:]), axis=1)
+  wide = jnp.promote_types(x.dtype, jnp.float32)
+  mixed = jnp.tensordot(
+      jnp.asarray(weights(old, n), wide),
+      x.astype(wide),
+      axes=1,
+      precision=jax.lax.Precision.HIGHEST,
+  )
+  return mixed.astype(x.dtype)
+
+
+def weights(old: int, new: int) -> np.ndarray:
+  """The parts of every old worker in every new one, float64 `[new, old]`.
+
+  >>> weights(3, 2) * 3
+  array([[2., 1., 0.],
+         [0., 1., 2.]])
+  """
+  # In units of 1 / (old * new) all ends are integers.
+  i, j = np.arange(old)[None, :], np.arange(new)[:, None]
+  ends = np.minimum((j + 1) * old, (i + 1) * new)
+  return np.maximum(ends - np.maximum(j * old, i * new), 0) / old
+
+
+# Arrays on meshes -------------------------------------------------------------
+
+
+def fit_sharding(shape: tuple[int, ...], sharding: Any) -> Any:
+  """`sharding` as far as it goes for another shape.
+
+  Axes that do not divide their dimension move to the longest one that they do
+  divide, so that no device holds more than it must.
+  """
+  if not isinstance(sharding, NamedSharding):
+    return sharding
+  sizes = sharding.mesh.shape
+  entries: list[Any] = [None] * len(shape)
+  homeless = []
+  for dim, entry in enumerate(sharding.spec):
+    names = entry if isinstance(entry, tuple) else (entry,)
+    parts = math.prod(sizes[name] for name in names if name)
+    if dim < len(shape) and shape[dim] % parts == 0:
+      entries[dim] = entry
+    else:
+      homeless.append((entry, parts))
+  for entry, parts in homeless:
+    for dim in sorted(range(len(shape)), key=lambda d: -shape[d]):
+      if entries[dim] is None and shape[dim] % parts == 0:
+        entries[dim] = entry
+        break
+  return NamedSharding(sharding.mesh, P(*entries))
+
+
+def auto(sharding: Any) -> Any:
+  """The same sharding on axes of type Auto, where XLA moves what it must."""
+  if not isinstance(sharding, NamedSharding):
+    return sharding
+  mesh = Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
+  return NamedSharding(mesh, sharding.spec)
+
+
+def on_mesh(x: jax.Array, sharding: Any) -> jax.Array:
+  """`x` under an equivalent sharding, without moving anything.
+
+  Unlike `jax.device_put` it works for arrays of which this process holds only
+  some shards.
+  """
+  if x.sharding == sharding or not isinstance(sharding, NamedSharding):
+    return x
+  return jax.make_array_from_single_device_arrays(
+      x.shape, sharding, [shard.data for shard in x.addressable_shards]
+  )

@@ -1,0 +1,131 @@
+"""Every mismatch between a checkpoint and a tree that was tried.
+
+    python tests/mismatches.py    # writes the table of docs/checkpoints.md
+
+Each case restores a checkpoint of `saved()` in another way and is refused; the
+tests run them, and compare the messages with the table.
+"""
+
+import pathlib
+import sys
+import tempfile
+
+import jax
+import jax.numpy as jnp
+
+import demo_optax
+from demo_optax import checkpoint
+
+DOCS = pathlib.Path(__file__).parents[1] / 'docs/checkpoints.md'
+MARKS = ('<!-- mismatches: python tests/mismatches.py -->', '<!-- end -->')
+
+SHAPES = {'w': (16, 16), 'b': (4,)}
+SMALL = demo_optax.dct_topk(chunk_size=8, topk=3)
+LARGE = demo_optax.dct_topk(chunk_size=16, topk=3)
+FOUR = demo_optax.Workers.simulated(4)
+TWO = demo_optax.Workers.simulated(2)
+BLOCKS = demo_optax.Workers.simulated(
+    4, {'w': jax.P('fsdp'), 'b': None}, {'fsdp': 4})
+
+
+def make(workers=FOUR, compressor=SMALL, shapes=SHAPES, dtype=jnp.float32,
+         **others):
+  """A tree, and what Checkpointer is told about it."""
+  params = {k: jnp.ones(s, dtype) for k, s in shapes.items()}
+  tx = demo_optax.demo(1e-3, workers=workers, compressor=compressor)
+  tree = {'params': params, 'opt_state': tx.init(params), 'position': 0,
+          **others}
+  return tree, (params, compressor, workers)
+
+
+def _without(tree, key):
+  return {k: x for k, x in tree.items() if k != key}
+
+
+# What was tried: (name, tree and Checkpointer's arguments, how it is restored).
+CASES = [
+    ('other number of workers', lambda: make(TWO), {}),
+    ('other chunk size', lambda: make(compressor=LARGE), {}),
+    ('other compressor of the same chunks',
+     lambda: make(compressor=demo_optax.dct_topk(8, 2)), {}),
+    ('a worker of 4 devices, which cut other chunks',
+     lambda: make(BLOCKS), {}),
+    ('other chunks and workers, `resize=True` alone',
+     lambda: make(TWO, LARGE), {'resize': True}),
+    ('other chunks and workers, `rechunk` alone',
+     lambda: make(TWO, LARGE), {'rechunk': SMALL}),
+    ('`rechunk` with another compressor than the checkpoint\'s',
+     lambda: make(compressor=LARGE), {'rechunk': LARGE}),
+    ('other shape of a parameter',
+     lambda: make(shapes={'w': (16, 8), 'b': (4,)}), {}),
+    ('other dtype of the parameters', lambda: make(dtype=jnp.bfloat16), {}),
+    ('a parameter that the checkpoint lacks',
+     lambda: make(shapes={**SHAPES, 'new': (3,)}), {}),
+    ('a parameter that only the checkpoint has',
+     lambda: make(shapes={'w': (16, 16)}), {}),
+    ('a part that the checkpoint lacks',
+     lambda: make(average=jnp.zeros(3)), {}),
+    ('a part that only the checkpoint has',
+     lambda: (_without(make()[0], 'position'), make()[1]), {}),
+    ('an array where a number was',
+     lambda: make(position=jnp.zeros((), jnp.int32)), {}),
+    ('a key of another kind', lambda: make(key=jax.random.key(0, impl='rbg')),
+     {}),
+    ('another optimizer', lambda: (
+        {**make()[0], 'opt_state': {'trace': make()[1][0]}}, make()[1]), {}),
+    ('the state of another number of workers than given',
+     lambda: (make()[0], make(TWO)[1]), {}),
+    ('the state of another compressor than given',
+     lambda: (make()[0], make(compressor=LARGE)[1]), {}),
+    ('the state of parameters that Checkpointer was not given',
+     lambda: (make()[0], ({}, SMALL, FOUR)), {}),
+    ('the state of an exchange, and no compressor',
+     lambda: (make()[0], (make()[1][0], None, FOUR)), {}),
+    ('no such step', make, {'step': 7}),
+]
+
+
+def saved(folder):
+  """Step 100, of 4 simulated workers and chunks of 8 x 8."""
+  tree, told = make()
+  if 'key' not in tree:
+    tree['key'] = jax.random.key(0)
+  with checkpoint.Checkpointer(folder, *told) as checkpoints:
+    checkpoints.save(100, tree)
+
+
+def message(folder, make_tree, options):
+  """What a case is refused with."""
+  tree, told = make_tree()
+  tree.setdefault('key', jax.random.key(0))
+  with checkpoint.Checkpointer(folder, *told) as checkpoints:
+    try:
+      checkpoints.restore(tree, **options)
+    except (ValueError, FileNotFoundError) as error:
+      kind, text = type(error).__name__, str(error)
+      return f'{kind}: {text}'.replace(str(folder), 'runs/checkpoints')
+  raise AssertionError('nothing was refused')
+
+
+def table(folder):
+  rows = ['| tried | answer |', '|---|---|']
+  for name, make_tree, options in CASES:
+    text = message(folder, make_tree, options).replace('\n', '<br>')
+    rows.append(f'| {name} | {text} |')
+  return '\n'.join(rows)
+
+
+def written(text, new):
+  """`text` with the table replaced."""
+  before, rest = text.split(MARKS[0])
+  _, after = rest.split(MARKS[1])
+  return f'{before}{MARKS[0]}\n{new}\n{MARKS[1]}{after}'
+
+
+if __name__ == '__main__':
+  with tempfile.TemporaryDirectory() as folder:
+    saved(folder)
+    new = table(folder)
+  sys.stdout.write(new + '\n')
+  if DOCS.exists():
+    DOCS.write_text(written(DOCS.read_text(), new))

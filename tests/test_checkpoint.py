@@ -1,0 +1,580 @@
+"""Checkpoints: bit for bit, elastic, and never in silence."""
+
+import functools
+import os
+import re
+import signal
+import subprocess
+import sys
+import warnings
+
+import jax
+import jax.numpy as jnp
+import mismatches
+import numpy as np
+import optax
+import pytest
+from helpers import MESHES, assert_same_bits
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import demo_optax
+from demo_optax import checkpoint
+
+COMPRESSOR = demo_optax.dct_topk(chunk_size=8, topk=3)
+SPECS = {'up': P(None, 'fsdp'), 'down': P('fsdp'), 'bias': None}
+PARAMS = {
+    'up': np.random.default_rng(0).normal(size=(12, 64)).astype(np.float32) / 4,
+    'down': np.random.default_rng(1).normal(size=(64, 12)).astype(np.float32) / 8,
+    'bias': np.zeros(12, np.float32),
+}
+
+
+def simulated(count, blocks=1):
+  specs = (SPECS, {'fsdp': blocks}) if blocks > 1 else ()
+  return demo_optax.Workers.simulated(count, *specs)
+
+
+def on_mesh(count, blocks=1, kind='auto'):
+  mesh = jax.make_mesh(
+      (count, blocks), ('replica', 'fsdp'), axis_types=(MESHES[kind],) * 2,
+      devices=jax.devices()[:count * blocks])
+  return demo_optax.Workers.on_mesh(
+      mesh, 'replica', SPECS if blocks > 1 else None)
+
+
+LAYOUTS = {
+    'simulated': lambda: simulated(4),
+    'mesh': lambda: on_mesh(4),
+    'explicit': lambda: on_mesh(4, kind='explicit'),
+    'sharded': lambda: on_mesh(2, 4),
+    'sharded explicit': lambda: on_mesh(2, 4, 'explicit'),
+}
+
+
+def make_tx(workers, compressor):
+  """DeMo behind links of each worker's own: floats, and a count."""
+  own = optax.chain(
+      optax.trace(0.5), optax.scale_by_schedule(lambda count: 1.0))
+  return optax.chain(
+      demo_optax.per_worker(own, workers=workers),
+      demo_optax.demo(1e-2, workers=workers, compressor=compressor, decay=0.9))
+
+
+@functools.cache
+def make_step(workers):
+  explicit = getattr(workers, '_explicit', False)
+  out = P() if explicit else None
+  tx = make_tx(workers, COMPRESSOR)
+
+  def loss_fn(params, x):
+    y = jnp.einsum('bi,io->bo', x @ params['up'], params['down'],
+                   out_sharding=out)
+    return jnp.mean((y + params['bias'][None] - 1.0) ** 2)
+
+  grad = demo_optax.value_and_grad(loss_fn, workers=workers)
+
+  def step(params, state, key, x):
+    _, gradients = grad(params, x + jax.random.uniform(key))
+    updates, state = tx.update(gradients, state, params)
+    return optax.apply_updates(params, updates), state
+
+  return jax.jit(step, donate_argnums=(0, 1))
+
+
+class Run:
+  """A small training run."""
+
+  def __init__(self, workers, compressor=COMPRESSOR):
+    self.workers, self.compressor = workers, compressor
+    tx = make_tx(workers, compressor)
+    params = workers.device_put(jax.tree.map(jnp.asarray, PARAMS))
+    self.tree = {
+        'params': params,
+        'opt_state': workers.device_put(tx.init(params)),
+        'key': workers.device_put(jax.random.key(3)),
+        'position': 0,
+    }
+
+  def train(self, steps):
+    step = make_step(self.workers)
+    for _ in range(steps):
+      position = self.tree['position']
+      x = np.random.default_rng(position).normal(size=(24, 12))
+      x = x.astype(np.float32)
+      if hasattr(self.workers, 'mesh'):
+        x = jax.device_put(
+            x, NamedSharding(self.workers.mesh, P('replica')))
+      key, used = jax.random.split(self.tree['key'])
+      params, state = step(
+          self.tree['params'], self.tree['opt_state'], used, x)
+      self.tree = {'params': params, 'opt_state': state, 'key': key,
+                   'position': position + 1}
+    return self
+
+  def fill(self):
+    """As if it had been trained: random numbers everywhere."""
+    rng = np.random.default_rng(5)
+
+    def draw(x):
+      if x.dtype == jnp.int32:
+        return jax.device_put(np.full(x.shape, 7, np.int32), x.sharding)
+      return jax.device_put(
+          rng.normal(size=x.shape).astype(x.dtype), x.sharding)
+
+    self.tree |= {k: jax.tree.map(draw, self.tree[k])
+                  for k in ('params', 'opt_state')}
+    return self
+
+  def open(self, folder, **options):
+    return checkpoint.Checkpointer(
+        folder, self.tree['params'], self.compressor, self.workers, **options)
+
+  def save(self, folder):
+    with self.open(folder) as checkpoints:
+      checkpoints.save(self.tree['position'], self.tree)
+    return self
+
+  def restore(self, folder, **options):
+    with self.open(folder) as checkpoints:
+      step, self.tree = checkpoints.restore(self.tree, **options)
+    assert step == self.tree['position']
+    return self
+
+  @property
+  def momentum(self):
+    return demo_optax.momentum(
+        self.tree['opt_state'], self.tree['params'], self.compressor,
+        self.workers)
+
+
+def assert_placed_alike(tree, other):
+  for x, y in zip(jax.tree.leaves(tree), jax.tree.leaves(other)):
+    if isinstance(y, jax.Array):
+      assert x.sharding.is_equivalent_to(y.sharding, y.ndim)
+      assert x.dtype == y.dtype
+      kinds = [getattr(z.sharding, 'mesh', None) for z in (x, y)]
+      assert kinds[0] == kinds[1]
+
+
+def bits(tree):
+  """As plain arrays."""
+  return jax.tree.map(
+      lambda x: np.asarray(jax.random.key_data(x))
+      if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+      else np.asarray(x), tree)
+
+
+# The same layout --------------------------------------------------------------
+
+
+@pytest.mark.core
+@pytest.mark.parametrize('layout', LAYOUTS)
+def test_resumed_is_uninterrupted_bit_for_bit(layout, tmp_path):
+  run = Run(LAYOUTS[layout]()).train(3)
+  with run.open(tmp_path) as checkpoints:
+    checkpoints.save(3, run.tree)  # while the state is donated to step 4
+    run.train(3)
+  again = Run(LAYOUTS[layout]())
+  fresh = again.tree
+  again.restore(tmp_path)
+  assert_placed_alike(again.tree, fresh)
+  again.train(3)
+  assert_same_bits(bits(again.tree), bits(run.tree))
+
+
+def test_a_flax_model(tmp_path):
+  """Dropout's streams, batch statistics and the optimizer, all of it."""
+  nnx = pytest.importorskip('flax.nnx')
+
+  class Model(nnx.Module):
+
+    def __init__(self, rngs):
+      self.first = nnx.Linear(12, 16, rngs=rngs)
+      self.norm = nnx.BatchNorm(16, rngs=rngs)
+      self.dropout = nnx.Dropout(0.3, rngs=rngs)
+      self.second = nnx.Linear(16, 1, rngs=rngs)
+
+    def __call__(self, x):
+      return self.second(self.dropout(self.norm(jnp.tanh(self.first(x)))))
+
+  workers = on_mesh(2)
+  tx = demo_optax.demo(1e-2, workers=workers, compressor=COMPRESSOR)
+  grad = demo_optax.value_and_grad(
+      lambda model, x: jnp.mean((model(x) - 1.0) ** 2), workers=workers)
+
+  @nnx.jit
+  def step(model, optimizer, x):
+    _, gradients = grad(model, x)
+    optimizer.update(model, gradients)
+
+  def make(seed):
+    model = Model(nnx.Rngs(seed))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    for module in (model, optimizer):
+      nnx.update(module, workers.device_put(nnx.state(module)))
+    params = nnx.state(model, nnx.Param)
+    return model, optimizer, checkpoint.Checkpointer(
+        tmp_path, params, COMPRESSOR, workers)
+
+  def train(model, optimizer):
+    x = np.random.default_rng(0).normal(size=(8, 12)).astype(np.float32)
+    for _ in range(3):
+      step(model, optimizer, x)
+
+  def states(model, optimizer):
+    return {'model': nnx.state(model), 'optimizer': nnx.state(optimizer)}
+
+  model, optimizer, checkpoints = make(0)
+  train(model, optimizer)
+  with checkpoints:
+    checkpoints.save(3, states(model, optimizer))
+  train(model, optimizer)
+
+  again, its_optimizer, checkpoints = make(1)
+  with checkpoints:
+    step_done, tree = checkpoints.restore(states(again, its_optimizer))
+  assert step_done == 3
+  nnx.update(again, tree['model'])
+  nnx.update(its_optimizer, tree['optimizer'])
+  train(again, its_optimizer)
+  for a, b in ((model, again), (optimizer, its_optimizer)):
+    assert_same_bits(bits(nnx.to_pure_dict(nnx.state(a))),
+                     bits(nnx.to_pure_dict(nnx.state(b))))
+
+
+def test_all_kinds_of_leaves(tmp_path):
+  tree = {
+      'bfloat16': jnp.array([1.5, -0.0, jnp.inf], jnp.bfloat16),
+      'bool': jnp.array([True, False]),
+      'empty': jnp.zeros((0, 3)),
+      'scalar': jnp.float32(3.5),
+      'numpy': np.arange(3),
+      'numpy scalar': np.float64(0.1),
+      'keys': jax.random.split(jax.random.key(1, impl='rbg'), 3),
+      'legacy key': jax.random.PRNGKey(0),
+      'integer': 2**40,
+      'float': 0.1,
+      'infinite': float('inf'),
+      'true': True,
+      'text': 'shard 7',
+      'nested': [({'a/b': jnp.ones(2)},), None, ()],
+  }
+  workers = demo_optax.Workers.simulated(2)
+  with checkpoint.Checkpointer(tmp_path, {}, None, workers) as checkpoints:
+    checkpoints.save(0, tree)
+    _, found = checkpoints.restore(tree)
+    shapes = {**tree, 'keys': jax.eval_shape(lambda: tree['keys'])}
+    _, from_shapes = checkpoints.restore(shapes)
+  assert [type(x) for x in jax.tree.leaves(found)] == [
+      type(x) for x in jax.tree.leaves(tree)]
+  assert str(found['keys'].dtype) == str(tree['keys'].dtype)
+  assert str(from_shapes['keys'].dtype) == str(tree['keys'].dtype)
+  assert found['numpy scalar'].dtype == np.float64
+  assert_same_bits(bits(found), bits(tree))
+  assert np.signbit(np.asarray(found['bfloat16'], np.float32))[1]
+
+
+def test_nothing_to_save(tmp_path):
+  workers = demo_optax.Workers.simulated(1)
+  with checkpoint.Checkpointer(tmp_path, {}, None, workers) as checkpoints:
+    for tree in ({}, {'position': 3}, {'empty': np.zeros((0, 3))}):
+      with pytest.raises(ValueError, match='no array in the tree'):
+        checkpoints.save(1, tree)
+
+
+def test_arrays_of_numpy_and_of_jax_are_the_same_to_it(tmp_path):
+  workers = demo_optax.Workers.simulated(1)
+  with checkpoint.Checkpointer(tmp_path, {}, None, workers) as checkpoints:
+    checkpoints.save(0, {'a': np.ones(3, np.float32), 'b': jnp.ones(3)})
+    _, tree = checkpoints.restore(
+        {'a': jnp.zeros(3), 'b': np.zeros(3, np.float32)})
+  assert isinstance(tree['a'], jax.Array) and isinstance(tree['b'], np.ndarray)
+  assert_same_bits(tree, {'a': np.ones(3), 'b': np.ones(3)})
+
+
+def test_the_last_are_kept(tmp_path):
+  workers = demo_optax.Workers.simulated(1)
+  tree = {'x': jnp.zeros(3)}
+  with checkpoint.Checkpointer(
+      tmp_path, {}, None, workers, keep=3) as checkpoints:
+    for step in range(5):
+      checkpoints.save(10 * step, {'x': jnp.full(3, float(step))})
+    assert checkpoints.steps == (20, 30, 40)
+    assert checkpoints.restore(tree)[0] == 40
+    step, found = checkpoints.restore(tree, step=20)
+    assert step == 20 and float(found['x'][0]) == 2.0
+  with checkpoint.Checkpointer(tmp_path, {}, None, workers) as checkpoints:
+    assert checkpoints.steps == (20, 30, 40)
+    checkpoints.save(50, tree)
+    assert checkpoints.steps == (40, 50)
+
+
+def test_anyones_own_orbax_code_works(tmp_path):
+  """The state is a plain pytree: nothing of checkpoint is needed."""
+  import orbax.checkpoint as ocp
+  run = Run(on_mesh(2, 4)).train(2)
+  state = {k: run.tree[k] for k in ('params', 'opt_state')}
+  other = Run(on_mesh(2, 4))
+  target = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+      {k: other.tree[k] for k in ('params', 'opt_state')})
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(tmp_path / 'own', state)
+    checkpointer.wait_until_finished()
+    found = checkpointer.restore(tmp_path / 'own', target)
+  assert_same_bits(found, state)
+  other.tree |= {**found, 'key': run.tree['key'], 'position': 2}
+  assert_same_bits(bits(other.train(1).tree), bits(run.train(1).tree))
+
+
+def test_what_is_written_is_an_orbax_checkpoint(tmp_path):
+  from orbax.checkpoint import v1
+  run = Run(simulated(2)).fill()
+  run.tree['position'] = 1
+  run.save(tmp_path)
+  with warnings.catch_warnings(action='ignore'):  # without shardings
+    found = v1.load(tmp_path / '1')
+  assert_same_bits(found['params.up'], run.tree['params']['up'])
+  about = v1.metadata(tmp_path / '1').custom_metadata
+  assert about['workers'] == 2 and about['compressor'] == str(COMPRESSOR)
+  assert about['versions']['jax'] == jax.__version__
+  assert about['values'] == {'position': 1}
+  moment = next(r for n, r in about['leaves'].items() if n.endswith('tum.up'))
+  assert moment == {
+      'shape': [12, 64], 'dtype': 'float32', 'workers': 2,
+      'chunks': {'blocks': [1, 1], 'lengths': [6, 8], 'whole': False}}
+  assert 'decay' not in str(about)
+
+
+# Another layout ---------------------------------------------------------------
+
+
+ELASTIC = {
+    'down': (lambda: on_mesh(4), lambda: on_mesh(2)),
+    'up': (lambda: on_mesh(2, kind='explicit'),
+           lambda: on_mesh(8, kind='explicit')),
+    'uneven': (lambda: on_mesh(8), lambda: on_mesh(3)),
+    'from one': (lambda: simulated(1), lambda: on_mesh(4)),
+    'simulated to mesh': (lambda: simulated(4), lambda: on_mesh(8)),
+    'mesh to simulated': (lambda: on_mesh(4), lambda: simulated(3)),
+    'unsharded to sharded': (lambda: on_mesh(4), lambda: on_mesh(2, 4)),
+    'sharded to unsharded': (
+        lambda: on_mesh(2, 4, 'explicit'), lambda: simulated(6)),
+    'another mesh': (lambda: on_mesh(2, 4), lambda: on_mesh(4, 2)),
+}
+SAME = {
+    'simulated to mesh': (lambda: simulated(4), lambda: on_mesh(4)),
+    'mesh to simulated': (
+        lambda: on_mesh(2, 4, 'explicit'), lambda: simulated(2, 4)),
+    'auto to explicit': (
+        lambda: on_mesh(4), lambda: on_mesh(4, kind='explicit')),
+    'unsharded to sharded': (lambda: simulated(2), lambda: on_mesh(2, 4)),
+    'sharded to unsharded': (lambda: on_mesh(2, 2), lambda: on_mesh(2)),
+}
+
+
+@pytest.mark.parametrize('case', SAME)
+def test_as_many_workers_elsewhere(case, tmp_path):
+  """Nothing to ask for, and not a bit changes."""
+  old, new = SAME[case]
+  run, other = Run(old()).fill().save(tmp_path), Run(new())
+  fresh = other.tree
+  other.restore(tmp_path)
+  assert_same_bits(bits(other.tree), bits(run.tree))
+  assert_placed_alike(other.tree, fresh)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize('case', ELASTIC)
+def test_another_number_of_workers(case, tmp_path):
+  old, new = ELASTIC[case]
+  run, other = Run(old()).fill().save(tmp_path), Run(new())
+  with pytest.raises(ValueError, match='Pass resize=True'):
+    other.restore(tmp_path)
+  fresh = other.tree
+  other.restore(tmp_path, resize=True)
+  assert_placed_alike(other.tree, fresh)
+  assert_same_bits(other.tree['params'], run.tree['params'])
+  count = other.workers.count
+  here = jax.tree.map(np.asarray, run.tree['opt_state'])
+  expected = demo_optax.resize_workers(here, count)
+  found = jax.tree.map(np.asarray, other.tree['opt_state'])
+  for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
+    np.testing.assert_allclose(x, y, atol=1e-6)
+  momenta = [s[1].inner_state[2].momentum for s in (here, found)]
+  for x, y in zip(*map(jax.tree.leaves, momenta)):
+    np.testing.assert_allclose(x.mean(0), y.mean(0), atol=1e-6)
+  if case in ('up', 'uneven', 'another mesh'):
+    other.train(1)
+
+
+@pytest.mark.parametrize('old, new, resize', [
+    (lambda: Run(simulated(2)),
+     lambda: Run(on_mesh(2), demo_optax.dct_topk(16, 5)), False),
+    (lambda: Run(on_mesh(2), demo_optax.dct_topk(32, 2)),
+     lambda: Run(on_mesh(2, 4, 'explicit')), False),
+    (lambda: Run(on_mesh(2, 4), demo_optax.dct_topk(32, 2)),
+     lambda: Run(on_mesh(8), demo_optax.dct_topk(12, 300)), True),
+    (lambda: Run(on_mesh(4), demo_optax.dct_topk(64, 4)),
+     lambda: Run(on_mesh(2, 4), demo_optax.dct_topk(64, 4)), True),
+], ids=['chunks', 'chunks and shards', 'all', 'shards alone'])
+def test_other_chunks(old, new, resize, tmp_path):
+  run, other = old().fill().save(tmp_path), new()
+  with pytest.raises(ValueError, match='Pass rechunk=dct_topk'):
+    other.restore(tmp_path, resize=resize)
+  other.restore(tmp_path, resize=resize, rechunk=run.compressor)
+  for key in PARAMS:
+    expected = demo_optax.resize_workers(
+        {'worker_stacked': run.momentum[key]}, other.workers.count)
+    np.testing.assert_allclose(
+        np.asarray(other.momentum[key]),
+        np.asarray(expected['worker_stacked']), atol=1e-5)
+
+
+# Never in silence -------------------------------------------------------------
+
+
+@pytest.fixture(scope='module')
+def saved(tmp_path_factory):
+  folder = tmp_path_factory.mktemp('mismatches')
+  mismatches.saved(folder)
+  return folder
+
+
+@pytest.mark.parametrize(
+    'case', mismatches.CASES, ids=[name for name, *_ in mismatches.CASES])
+def test_every_mismatch_is_refused_and_in_the_docs(case, saved):
+  name, make_tree, options = case
+  text = mismatches.message(saved, make_tree, options)
+  row = f'| {name} | {text} |'.replace('\n', '<br>')
+  docs = mismatches.DOCS.read_text()
+  assert row in docs, 'run python tests/mismatches.py'
+  body = docs.split(mismatches.MARKS[0])[1].split(mismatches.MARKS[1])[0]
+  assert body.count('\n|') == len(mismatches.CASES) + 2
+
+
+def test_long_lists_are_cut(saved):
+  text = mismatches.message(
+      saved, lambda: mismatches.make(
+          shapes={f'w{i}': (4, 4) for i in range(20)}), {})
+  assert '... and 40 more leaves.' in text
+
+
+def test_a_leaf_that_is_no_array(tmp_path):
+  workers = demo_optax.Workers.simulated(1)
+  with checkpoint.Checkpointer(tmp_path, {}, None, workers) as checkpoints:
+    with pytest.raises(TypeError, match=r'^a.b is <object'):
+      checkpoints.save(0, {'a': {'b': object()}})
+    assert checkpoints.steps == ()
+
+
+def test_nothing_is_overwritten(tmp_path):
+  run = Run(simulated(1)).save(tmp_path)
+  with run.open(tmp_path) as checkpoints, pytest.raises(
+      ValueError, match='checkpoint of step 0 in .* already'):
+    checkpoints.save(0, run.tree)
+
+
+def test_of_another_origin(tmp_path):
+  from orbax.checkpoint import v1
+  with v1.training.Checkpointer(tmp_path) as theirs:
+    theirs.save(4, {'x': jnp.zeros(3)})
+  workers = demo_optax.Workers.simulated(1)
+  with checkpoint.Checkpointer(
+      tmp_path, {}, None, workers) as checkpoints, pytest.raises(
+          ValueError, match='not written by demo_optax'):
+    checkpoints.restore({'x': jnp.zeros(3)})
+
+
+@pytest.mark.parametrize('options, error', [
+    ({'keep': 0}, ValueError), ({'workers': 4}, TypeError),
+    ({'compressor': 'dct'}, TypeError),
+    ({'workers': demo_optax.Workers.on_axis('data')}, ValueError)])
+def test_arguments(options, error, tmp_path):
+  given = {'params': {}, 'compressor': COMPRESSOR, 'workers': simulated(2)}
+  with pytest.raises(error):
+    checkpoint.Checkpointer(tmp_path, **{**given, **options})
+
+
+def test_the_docs_run(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  blocks = re.findall(r'```python\n(.*?)```', mismatches.DOCS.read_text(), re.S)
+  assert len(blocks) == 3
+  names = {}
+  for block in blocks:
+    exec(block, names)
+  assert names['step'] == 100 and names['differences'] == []
+  moment = names['state']['opt_state'].inner_state[2].momentum['w']
+  assert moment.shape == (3, 1, 1, 1024)
+
+
+# A save that fails ------------------------------------------------------------
+
+
+def test_a_save_that_fails_leaves_the_former_one(tmp_path, monkeypatch):
+  """In the background, after the arrays were written; the disk is full."""
+  from orbax.checkpoint._src.path import atomicity
+  workers = demo_optax.Workers.simulated(1)
+  trees = [{'x': jnp.full(3, float(i))} for i in range(4)]
+
+  async def fail(*args, **kwargs):
+    raise OSError('no space left on device')
+
+  with checkpoint.Checkpointer(
+      tmp_path, {}, None, workers, keep=1) as checkpoints:
+    checkpoints.save(0, trees[0])
+    checkpoints.wait()
+    for _ in range(2):
+      with monkeypatch.context() as patch:
+        patch.setattr(atomicity.AtomicRenameTemporaryPath, 'finalize', fail)
+        checkpoints.save(1, trees[1])
+        with pytest.raises(OSError, match='no space'):
+          checkpoints.wait()
+      assert checkpoints.steps == (0,)
+      step, found = checkpoints.restore(trees[1])
+      assert step == 0 and float(found['x'][0]) == 0.0
+    checkpoints.save(1, trees[2])  # and the next one is whole
+    step, found = checkpoints.restore(trees[1])
+    assert step == 1 and float(found['x'][0]) == 2.0
+    assert checkpoints.steps == (1,)
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+  (tmp_path / 'file').write_text('')
+  with pytest.raises(OSError):
+    checkpoint.Checkpointer(
+        tmp_path / 'file' / 'folder', {}, None, demo_optax.Workers.simulated(1))
+
+
+KILLED = """
+import sys
+import jax.numpy as jnp
+import demo_optax
+from demo_optax import checkpoint
+
+workers = demo_optax.Workers.simulated(1)
+checkpoints = checkpoint.Checkpointer(sys.argv[1], {}, None, workers)
+for step in range(1000):
+  checkpoints.save(step, {'x': jnp.full((512, 512), float(step))})
+  print(step, flush=True)
+"""
+
+
+def test_a_process_that_is_killed_leaves_whole_ones(tmp_path):
+  """Killed while it saves: what is listed can be read."""
+  environment = {**os.environ, 'PYTHONPATH': os.pathsep.join(sys.path)}
+  with subprocess.Popen(
+      [sys.executable, '-c', KILLED, str(tmp_path)], env=environment,
+      stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+    for _ in range(3):
+      process.stdout.readline()
+    process.send_signal(signal.SIGKILL)
+  workers = demo_optax.Workers.simulated(1)
+  tree = {'x': jnp.zeros((512, 512))}
+  with checkpoint.Checkpointer(tmp_path, {}, None, workers) as checkpoints:
+    assert checkpoints.steps and max(checkpoints.steps) >= 1
+    for step in checkpoints.steps:
+      _, found = checkpoints.restore(tree, step)
+      np.testing.assert_array_equal(found['x'], np.full((512, 512), step))
+    checkpoints.save(2000, tree)

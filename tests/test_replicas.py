@@ -1,0 +1,187 @@
+"""Drift between devices, workers and processes is found and named."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import COMPILATIONS, MESHES, on_mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import demo_optax
+from demo_optax import replicas
+
+pytestmark = pytest.mark.core
+
+DTYPES = ['float32', 'bfloat16', 'float16', 'int8', 'uint32', 'bool',
+          'complex64', 'float8_e4m3fn']
+
+
+def make_mesh(kind='auto'):
+  return jax.make_mesh(
+      (2, 4), ('replica', 'fsdp'), axis_types=(MESHES[kind],) * 2)
+
+
+def random(dtype, shape=(24, 8)):
+  rng = np.random.default_rng(0)
+  if dtype == 'bool':
+    return rng.integers(0, 2, shape).astype(bool)
+  return (10 * rng.normal(size=shape)).astype(jnp.dtype(dtype))
+
+
+def flip(x, sharding, device_id, byte=0, bit=0):
+  """`x` on a mesh, with one bit of the copy on one device flipped."""
+  placed = jax.device_put(x, sharding)
+  parts = []
+  for shard in placed.addressable_shards:
+    part = np.array(shard.data)
+    if shard.device.id == device_id:
+      part.view(np.uint8).reshape(-1)[byte] ^= np.uint8(1 << bit)
+    parts.append(jax.device_put(part, shard.device))
+  return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
+
+
+@pytest.mark.parametrize('kind', MESHES)
+def test_a_flipped_bit_is_found_and_named(kind):
+  workers = on_mesh(8, kind)
+  sharding = NamedSharding(workers.mesh, P())
+  params = workers.device_put(
+      {'a': jnp.ones(7), 'b': [jnp.ones((3, 3)), jnp.arange(5)]})
+  assert demo_optax.check_replicas(params, workers) == []
+  params['b'][0] = flip(np.ones((3, 3), np.float32), sharding, 5, byte=17)
+  assert demo_optax.check_replicas(params, workers) == [
+      demo_optax.Difference("['b'][0]", (5,), (5,), (0,))]
+  assert demo_optax.check_replicas(params)[0].workers == ()
+  # What reading the array shows is one copy, and tells nothing.
+  np.testing.assert_array_equal(params['b'][0], np.ones((3, 3)))
+
+
+@pytest.mark.parametrize('dtype', DTYPES)
+def test_in_every_dtype(dtype):
+  workers = on_mesh(4)
+  sharding = NamedSharding(workers.mesh, P())
+  x = random(dtype)
+  clean = jax.device_put(x, sharding)
+  broken = flip(x, sharding, 2, byte=x.nbytes - 1)
+  found = demo_optax.check_replicas({'x': clean, 'y': broken}, workers)
+  assert [d.leaf for d in found] == ["['y']"] and found[0].workers == (2,)
+
+
+def test_in_float64(x64):
+  workers = on_mesh(4)
+  sharding = NamedSharding(workers.mesh, P())
+  broken = flip(random('float64'), sharding, 3, byte=8 * 7 + 5)
+  (found,) = demo_optax.check_replicas(broken, workers)
+  assert found.leaf == 'the only leaf' and found.devices == (3,)
+
+
+@pytest.mark.parametrize('kind', MESHES)
+def test_sharded_parameters_are_compared_with_their_counterparts(kind):
+  mesh = make_mesh(kind)
+  specs = {'rows': P('fsdp'), 'cols': P(None, 'fsdp'), 'bias': P()}
+  workers = demo_optax.Workers.on_mesh(mesh, 'replica', specs)
+  host = {'rows': random('float32', (8, 3)), 'cols': random('float32', (3, 8)),
+          'bias': random('float32', (5,))}
+  params = workers.device_put(jax.tree.map(jnp.asarray, host))
+  assert demo_optax.check_replicas(params, workers) == []
+  ids = np.vectorize(lambda d: d.id)(mesh.devices)
+  params['cols'] = flip(
+      host['cols'], NamedSharding(mesh, P(None, 'fsdp')), ids[1, 2])
+  params['bias'] = flip(host['bias'], NamedSharding(mesh, P()), ids[0, 3])
+  assert demo_optax.check_replicas(params, workers) == [
+      demo_optax.Difference("['bias']", (int(ids[0, 3]),), (0,), (0,)),
+      # Two copies, and no majority: told against the first.
+      demo_optax.Difference("['cols']", (int(ids[1, 2]),), (1,), (0,))]
+
+
+def test_states_and_keys():
+  """Each worker's momentum is its own; what shares it is compared."""
+  mesh = make_mesh()
+  workers = demo_optax.Workers.on_mesh(mesh, 'replica')
+  tx = demo_optax.demo(1e-2, workers=workers)
+  params = workers.device_put({'w': jnp.ones((16, 16))})
+  gradients = jax.device_put(
+      {'w': random('float32', (2, 16, 16))}, NamedSharding(mesh, P('replica')))
+  _, state = tx.update(gradients, tx.init(params), params)
+  key = jax.device_put(jax.random.key(1), NamedSharding(mesh, P()))
+  assert demo_optax.check_replicas((params, state, key), workers) == []
+  moment = state.inner_state[2].momentum
+  moment['w'] = flip(np.asarray(moment['w']), moment['w'].sharding,
+                     mesh.devices[1, 3].id)
+  (found,) = demo_optax.check_replicas((params, state, key), workers)
+  assert "momentum['w']" in found.leaf and found.workers == (1,)
+
+
+def test_several_devices_at_once():
+  workers = on_mesh(8)
+  sharding = NamedSharding(workers.mesh, P())
+  x = np.ones(9, np.float32)
+  parts = [np.full(9, 1.0 + (i in (0, 6)), np.float32) for i in range(8)]
+  y = jax.make_array_from_single_device_arrays(
+      (9,), sharding,
+      [jax.device_put(p, d) for p, d in zip(parts, jax.devices())])
+  (found,) = demo_optax.check_replicas([jax.device_put(x, sharding), y])
+  assert found.leaf == '[1]' and found.devices == (0, 6)
+
+
+def test_what_is_held_once_is_no_difference():
+  tree = {'device': jnp.ones(3), 'numpy': np.ones(3), 'number': 3, 'text': 'a',
+          'none': None, 'empty': jnp.zeros((0, 2))}
+  assert demo_optax.check_replicas(tree) == []
+  assert demo_optax.check_replicas({}) == []
+  placed = on_mesh(4).device_put({'empty': jnp.zeros((0, 2)), 'x': jnp.ones(2)})
+  assert demo_optax.check_replicas(placed) == []
+  simulated = demo_optax.Workers.simulated(4)
+  assert demo_optax.check_replicas(jnp.ones(3), simulated) == []
+
+
+def test_it_is_compiled_once():
+  workers = on_mesh(4)
+  params = workers.device_put({'w': jnp.ones((4, 4)), 'b': jnp.ones(11)})
+  demo_optax.check_replicas(params, workers)
+  before = COMPILATIONS.count
+  params = workers.device_put({'w': jnp.zeros((4, 4)), 'b': jnp.zeros(11)})
+  before = COMPILATIONS.count
+  demo_optax.check_replicas(params, workers)
+  assert COMPILATIONS.count == before
+
+
+@pytest.mark.parametrize('seed', range(3))
+def test_digests(seed):
+  """Any word that differs changes the first; order matters; as in NumPy."""
+  rng = np.random.default_rng(seed)
+  words = rng.integers(0, 2**32, 257, dtype=np.uint32)
+  base = replicas.digest(words)
+  np.testing.assert_array_equal(replicas.digest(jnp.asarray(words)), base)
+  for place in (0, 1, 128, 256):
+    for bit in (0, 13, 31):
+      other = words.copy()
+      other[place] ^= np.uint32(1 << bit)
+      assert replicas.digest(other)[0] != base[0]
+  swapped = words.copy()
+  swapped[[3, 200]] = swapped[[200, 3]]
+  assert (replicas.digest(swapped) != base).all()
+
+
+# Processes, as far as one can play several --------------------------------------
+
+
+def played(monkeypatch, every):
+  """Three processes, of which this one is the first."""
+  monkeypatch.setattr(jax, 'process_count', lambda: 3)
+  monkeypatch.setattr(
+      replicas.multihost_utils, 'process_allgather',
+      lambda x: np.stack([every(p, np.asarray(x)) for p in range(3)]))
+
+
+def test_processes_that_differ(monkeypatch):
+  played(monkeypatch, lambda p, x: x + np.uint32(p == 1 and x.ndim == 2))
+  found = demo_optax.check_replicas({'a': np.ones(3), 'position': 7})
+  assert found == [demo_optax.Difference("['a']", (), (), (1,)),
+                   demo_optax.Difference("['position']", (), (), (1,))]
+
+
+def test_processes_with_other_trees(monkeypatch):
+  played(monkeypatch, lambda p, x: x + np.uint32(p == 2 and x.ndim == 0))
+  with pytest.raises(ValueError, match=r'Processes \[2\] gave another tree'):
+    demo_optax.check_replicas({'a': np.ones(3)})
