@@ -63,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     plans = [accounting.plan(params, compressor, n) for n in args.workers]
   except (OSError, ValueError) as error:
     parser.error(str(error))
+  if not plans[0].leaves:
+    parser.error(f'{args.model} has no parameters.')
   print(plans[0].table())
   for plan in plans:
     print(f'\n{plan.totals()}')
@@ -76,9 +78,8 @@ def _shapes(model: str) -> Any:
     raise ValueError(
         f'{model!r} is neither a file nor one of {", ".join(MODELS)}.'
     )
-  text = sys.stdin.read() if model == '-' else path.read_text()
   try:
-    return json.loads(text)
+    return json.loads(sys.stdin.read() if model == '-' else path.read_text())
   except ValueError as error:
     raise ValueError(f'{model} is not JSON: {error}') from error
 

@@ -105,7 +105,7 @@ def dct_topk(
     \min_l\; k l + k + \lceil n / 2^l \rceil - 1
 
   (as they are; a bit per coefficient; Elias-Fano, within 10 % of
-  :math:`\log_2 \binom{n}{k}` for `n >= 4096` and `8 <= k <= n / 32`). The
+  :math:`\log_2 \binom{n}{k}` for `n >= 4096` and `8 <= k <= n / 19`). The
   values :math:`v` of a chunk travel as
 
   ============ ============== ============== =================================
@@ -122,9 +122,9 @@ def dct_topk(
 
   with :math:`s` rounded to bfloat16, and a level outside of its range cut. What
   of :math:`s`, or of a bfloat16 value, is below the normal numbers
-  (:math:`2^{-126}`) is read as zero. What is lost stays in the momentum and is
-  sent later. Computation and momentum are float32 (float64 for float64
-  parameters) with every code.
+  (:math:`2^{-126}`) is read as zero, and at most :math:`2^{126} / n` is sent at
+  once. What is lost stays in the momentum and is sent later. Computation and
+  momentum are float32 (float64 for float64 parameters) with every code.
 
   Where that would cost as much as sending everything in the same value code,
   everything is sent and no indices are: float32 and bfloat16 values as the leaf

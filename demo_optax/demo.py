@@ -160,8 +160,10 @@ def scale_by_demo(
   workers leave it out of the average and it keeps its momentum as it was;
   `state.info['left_out']` counts. If all are left out the update is zero (and
   what follows, such as weight decay, goes on as with any update). A payload
-  that no worker can have written (indices out of order or of the chunk, values
-  that are not finite) is left out, too; what it was to carry is lost.
+  that is damaged beyond sense (indices out of order or of the chunk, values
+  that are not finite or too large to transform) is left out, too, if a worker
+  is several devices the bytes of each by themselves; what they were to carry is
+  lost.
 
   Integer leaves get zero updates; complex leaves are refused.
 

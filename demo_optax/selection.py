@@ -45,9 +45,11 @@ def take(coefficients: jax.Array, indices: jax.Array) -> jax.Array:
 def subtract(
     coefficients: jax.Array, indices: jax.Array, values: jax.Array
 ) -> jax.Array:
-  """`coefficients [chunks, n]` less `values [chunks, k]` at `indices`."""
-  if indices.shape == coefficients.shape:
-    return coefficients - values
+  """`coefficients [chunks, n]` less `values [chunks, k]` at `indices`.
+
+  Also where all are sent: a plain difference would be contracted with products
+  that `values` are made of, in one program and not in another.
+  """
   return coefficients.at[_rows(indices), indices].add(
       -values, unique_indices=True, mode='promise_in_bounds'
   )

@@ -79,8 +79,8 @@ class BFloat16:
 
   def decode(self, data: jax.Array, chunks: int, k: int) -> jax.Array:
     """The rounded values."""
-    values = _from_bfloat16_bytes(data).astype(self.dtype)
-    return values.reshape(-1, chunks, k)
+    values = _without_subnormals(_from_bfloat16_bytes(data))
+    return values.astype(self.dtype).reshape(-1, chunks, k)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,8 +122,8 @@ class Scaled:
     numbers = packing.unpack_bits(data[:, :split], chunks * k, self.width)
     levels = numbers.astype(jnp.int32) * self.spacing - self.limit
     levels = levels.reshape(-1, chunks, k).astype(self.dtype)
-    scales = _from_bfloat16_bytes(data[:, split:]).astype(self.dtype)
-    return levels * scales[:, :, None]
+    scales = _without_subnormals(_from_bfloat16_bytes(data[:, split:]))
+    return levels * scales.astype(self.dtype)[:, :, None]
 
 
 def value_code(values: str, dtype: str) -> ValueCode:

@@ -18,8 +18,9 @@ A worker of several devices has one such vector for every set of mesh axes that
 leaves are sharded over, since they differ in which devices hold which bytes.
 
 Whatever the bytes, reading them is safe: a worker whose indices do not ascend
-within the chunk or whose values are not finite takes no part. All workers see
-the same bytes and so agree on who that is.
+within the chunk or whose values are beyond `ChunkFormat.limit` takes no part.
+All workers see the same bytes and so agree on who that is; if a worker is
+several devices, the bytes of each are judged by themselves.
 """
 
 import dataclasses
@@ -64,6 +65,16 @@ class ChunkFormat:
     """How the values are written."""
     return value_codes.value_code(self.values, self.dtype)
 
+  @property
+  def limit(self) -> float:
+    """Largest magnitude that is read: no transform of such chunks overflows.
+
+    `2**127 / n`, n rounded up to a power of two (`2**1023 / n` for float64). At
+    most half of it is sent at once, which leaves room for a code's rounding.
+    """
+    exponent = jnp.finfo(self.dtype).maxexp - 1
+    return 2.0 ** (exponent - (self.n - 1).bit_length())
+
   def value_bytes(self, chunks: int) -> int:
     """Bytes that the values of so many chunks take."""
     return self.value_code.num_bytes(chunks, self.k)
@@ -88,7 +99,8 @@ class ChunkFormat:
     Returns:
       uint8 `[num_bytes]`, and `[chunks, k]`, the values as they will be read.
     """
-    data, sent = self.value_code.encode(values)
+    most = self.limit / 2
+    data, sent = self.value_code.encode(jnp.clip(values, -most, most))
     return jnp.concatenate([data, self.index_code.encode(indices)]), sent
 
   def decode(
@@ -99,7 +111,7 @@ class ChunkFormat:
     Returns:
       int32 indices `[workers, chunks, k]`, ascending within `[0, n)` whatever
       the bytes; values `[workers, chunks, k]`; and bool `[workers]`, whose
-      bytes are a selection with finite values.
+      bytes are a selection with values up to `limit`.
     """
     split = self.value_bytes(chunks)
     values = self.value_code.decode(data[:, :split], chunks, self.k)
@@ -110,7 +122,8 @@ class ChunkFormat:
     # What scatters are promised about indices holds even of garbage.
     first = jnp.arange(self.k, dtype=jnp.int32)[None, None]
     indices = jnp.where(sound[:, None, None], indices, first)
-    return indices, values, sound & jnp.all(jnp.isfinite(values), axis=(1, 2))
+    moderate = jnp.all(jnp.abs(values) <= self.limit, axis=(1, 2))  # no NaN
+    return indices, values, sound & moderate
 
 
 class Layout:

@@ -14,6 +14,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -23,15 +24,15 @@ import cluster
 import jax
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import text
 from flax import nnx
 from gpt import GPT, GPTConfig
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
-from demo_optax import compressors
+from demo_optax import checkpoint, compressors
 
 try:
   from tqdm import tqdm
@@ -67,7 +68,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
   add('--seed', type=int, default=0)
   add('--eval-every', type=int, default=200)
   add('--save-every', type=int, default=400)
-  add('--resume', action='store_true')
+  add('--check-every', type=int, default=200,
+      help='steps between comparisons of all copies of the parameters')
+  add('--resume', action='store_true', help='from the last checkpoint')
+  add('--resize', action='store_true',
+      help='the checkpoint may be of another number of workers')
   cluster.add_flags(parser)
   for field in dataclasses.fields(GPTConfig):
     add(f'--{field.name}', type=int, default=field.default)
@@ -283,36 +288,49 @@ def generate(
 # Checkpoints ------------------------------------------------------------------
 
 
-def named_arrays(model: GPT, optimizer: nnx.Optimizer) -> dict[str, jax.Array]:
-  """Model and optimizer (all workers' momentum with it) as named arrays."""
-  tree = {'model': nnx.state(model), 'optimizer': nnx.state(optimizer)}
-  flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+def everything(
+    model: GPT, optimizer: nnx.Optimizer, seed: int
+) -> dict[str, Any]:
+  """What a run goes on from; the data is a function of seed and step."""
   return {
-      jax.tree_util.keystr(path, simple=True, separator='.'): x
-      for path, x in flat
+      'model': nnx.state(model), 'optimizer': nnx.state(optimizer), 'seed': seed
   }
 
 
 def restore(
-    manager: ocp.CheckpointManager, model: GPT, optimizer: nnx.Optimizer
+    args: argparse.Namespace,
+    checkpoints: checkpoint.Checkpointer,
+    model: GPT,
+    optimizer: nnx.Optimizer,
 ) -> int:
   """Restores the last checkpoint; returns the number of steps done."""
-  step = manager.latest_step()
-  if step is None:
-    manager.close()
-    raise SystemExit(f'--resume: no checkpoint in {manager.directory}.')
-  target = jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-      named_arrays(model, optimizer),
-  )
-  arrays = manager.restore(step, args=ocp.args.StandardRestore(target))
-  for name, module in (('model', model), ('optimizer', optimizer)):
-    state = nnx.state(module)
-    leaves, treedef = jax.tree.flatten(state)
-    names = [n for n in target if n.startswith(f'{name}.')]
-    assert len(names) == len(leaves)
-    nnx.update(module, treedef.unflatten([arrays[n] for n in names]))
+  try:
+    step, state = checkpoints.restore(
+        everything(model, optimizer, args.seed), resize=args.resize
+    )
+    if state['seed'] != args.seed:
+      raise ValueError(
+          f'The checkpoint is of a run with --seed {state["seed"]}, and this is'
+          f' --seed {args.seed}: its data would be another.'
+      )
+  except (FileNotFoundError, ValueError) as error:
+    checkpoints.close()
+    hint = ' Here: --resize.' if 'resize=True' in str(error) else ''
+    raise SystemExit(f'--resume: {error}{hint}') from error
+  nnx.update(model, state['model'])
+  nnx.update(optimizer, state['optimizer'])
   return step
+
+
+def check(model: GPT, workers: demo_optax.Workers, step: int) -> None:
+  """Stops a run whose workers have parted."""
+  found = demo_optax.check_replicas(nnx.state(model, nnx.Param), workers)
+  if found:
+    lines = [f'  {d.leaf}: devices {d.devices} differ' for d in found]
+    raise SystemExit(
+        '\n'.join([f'After step {step} not all have the same parameters:',
+                   *lines, 'Go on from a checkpoint before that: --resume.'])
+    )
 
 
 # The run ----------------------------------------------------------------------
@@ -339,15 +357,13 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
   name = args.optimizer
   folder = pathlib.Path(args.out).absolute() / name
-  options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
-  manager = ocp.CheckpointManager(folder / 'checkpoints', options=options)
   if not args.resume:
-    for step in manager.all_steps():
-      manager.delete(step)
-  layout = layout_of(args, workers)
-  if args.resume:
-    check_layout(folder / 'metrics.jsonl', layout, manager)
-  start = restore(manager, model, optimizer) if args.resume else 0
+    remove_former(folder / 'checkpoints')
+  checkpoints = checkpoint.Checkpointer(
+      folder / 'checkpoints', params,
+      make_compressor(args) if name == 'demo' else None, workers,
+  )
+  start = restore(args, checkpoints, model, optimizer) if args.resume else 0
 
   size = sum(x.size for x in jax.tree.leaves(params))
   where = (
@@ -362,8 +378,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
   records: list[dict[str, Any]] = []
   kept = records_until(folder / 'metrics.jsonl', start)
   with open_to_write(folder / 'metrics.jsonl') as metrics:
-    config_record = {'config': vars(args), 'layout': layout,
-                     'parameters': size, 'bytes': cost}
+    config_record = {'config': vars(args), 'parameters': size, 'bytes': cost}
     for record in [config_record, *kept]:
       log(metrics, record)
     bar = progress(range(start, args.steps), name)
@@ -381,11 +396,12 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
       records.append(record)
       log(metrics, record)
       show(bar, record, cost)
-      if done % args.save_every == 0 or done == args.steps:
-        arrays = named_arrays(model, optimizer)
-        manager.save(done, args=ocp.args.StandardSave(arrays))
-        manager.wait_until_finished()
-  manager.close()
+      last = done == args.steps
+      if done % args.check_every == 0 or last:
+        check(model, workers, done)
+      if done % args.save_every == 0 or last:
+        checkpoints.save(done, everything(model, optimizer, args.seed))
+  checkpoints.close()
 
   sample = generate(model, corpus.valid[: config.context], 200, args.seed)
   say(f'\nA sample of {name}:\n{sample.decode(errors="replace")}\n')
@@ -410,36 +426,16 @@ def place(
     nnx.update(module, workers.device_put(nnx.state(module)))
 
 
-def layout_of(
-    args: argparse.Namespace, workers: demo_optax.Workers
-) -> dict[str, Any]:
-  """What the shapes in a checkpoint depend on."""
-  names = ['embeddings', 'chunk', 'topk', 'values']
-  names += [f.name for f in dataclasses.fields(GPTConfig)]
-  return {'workers': workers.count, **{n: getattr(args, n) for n in names}}
-
-
-def check_layout(
-    path: pathlib.Path, layout: dict[str, Any], manager: Any
-) -> None:
-  """Stops before a checkpoint of other shapes is read."""
-  if not path.exists():
-    return
-  with path.open() as file:
-    saved = json.loads(file.readline()).get('layout', layout)
-  other = [f'{k} {v} (now {layout[k]})' for k, v in saved.items()
-           if v != layout[k]]
-  if other:
-    manager.close()
-    raise SystemExit(
-        f'--resume: the checkpoint in {manager.directory} does not fit: it was'
-        f' made with {", ".join(other)}.'
-    )
+def remove_former(folder: pathlib.Path) -> None:
+  """Removes the checkpoints of a run that is started anew."""
+  if cluster.is_main():
+    shutil.rmtree(folder, ignore_errors=True)
+  multihost_utils.sync_global_devices('former checkpoints are removed')
 
 
 def records_until(path: pathlib.Path, step: int) -> list[dict[str, Any]]:
   """Records of an earlier run up to `step`: what came later is done again."""
-  if step == 0:
+  if step == 0 or not cluster.is_main():
     return []
   records = [json.loads(line) for line in path.read_text().splitlines()]
   return [r for r in records if r.get('step', step + 1) <= step]

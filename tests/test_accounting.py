@@ -201,7 +201,8 @@ def test_command_reads_shapes(capsys, tmp_path, monkeypatch):
 @pytest.mark.parametrize('text, says', [
     ('{"a": [3, "x"]}', "/a: [3, "), ('{"a": 3}', 'not a shape'),
     ('[[2], [3]]', 'not a shape'), ('{"a": [-1]}', 'not a shape'),
-    ('{"a": [true]}', 'not a shape'), ('a', 'not JSON'), (None, 'neither')])
+    ('{"a": [true]}', 'not a shape'), ('a', 'not JSON'),
+    ('{}', 'no parameters'), (None, 'neither')])
 def test_command_explains_bad_shapes(text, says, capsys, tmp_path):
   path = tmp_path / 'shapes.json'
   if text is not None:

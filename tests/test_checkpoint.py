@@ -102,7 +102,7 @@ class Run:
       position = self.tree['position']
       x = np.random.default_rng(position).normal(size=(24, 12))
       x = x.astype(np.float32)
-      if hasattr(self.workers, 'mesh'):
+      if self.workers.mesh is not None:
         x = jax.device_put(
             x, NamedSharding(self.workers.mesh, P('replica')))
       key, used = jax.random.split(self.tree['key'])

@@ -99,7 +99,7 @@ def test_cheapest_is_cheapest(n, data):
 
 @pytest.mark.parametrize('n', [4096, 5000, 8191, 16384, 65536])
 def test_near_the_bound(n):
-  for k in range(8, n // 32 + 1):
+  for k in range(8, n // 19 + 1):
     assert index_codes.cheapest(n, k).bits <= 1.1 * bound(n, k), k
 
 

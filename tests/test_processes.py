@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import time
 import jax
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import process_worker
 import pytest
 import yaml
@@ -194,6 +196,31 @@ def test_training_on_processes(tmp_path):
   for a, b in zip(two, one):
     np.testing.assert_allclose(a['loss'], b['loss'], rtol=1e-5)
     assert a['sent'] == b['sent']
+
+
+@pytest.mark.parametrize('processes', [2, 4])
+def test_resumed_on_processes_equals_uninterrupted(processes, tmp_path):
+  """Bit for bit, parameters and the momentum of all workers."""
+  train(processes, tmp_path / 'whole', '--steps', 8)
+  folder = tmp_path / 'parts'
+  shutil.copytree(tmp_path / 'whole', folder)
+  shutil.rmtree(folder / 'demo/checkpoints/8')
+  run = train(processes, folder, '--steps', 8, '--resume')
+  assert f'on the devices of {processes} process(es)' in run.stdout
+  assert records(folder) == records(tmp_path / 'whole')
+  whole, parts = (
+      checkpoint(tmp_path / name / 'demo/checkpoints/8/state')
+      for name in ('whole', 'parts'))
+  assert whole.keys() == parts.keys() and len(whole) > 20
+  assert any(x.shape[0] == processes for n, x in whole.items()
+             if 'momentum' in n)
+  for name in whole:
+    np.testing.assert_array_equal(whole[name], parts[name], err_msg=name)
+
+
+def checkpoint(folder):
+  with ocp.StandardCheckpointer() as checkpointer:
+    return checkpointer.restore(folder)
 
 
 @pytest.mark.parametrize('flags, says', [

@@ -92,7 +92,7 @@ def run(workers, steps, make_tx, layout):
     gradients = random_tree(s, SHAPES, lead=(2,))
     if s == 2:  # one element, on one device of one worker
       gradients['rows'][1, -1, -1] = np.nan
-    if hasattr(workers, 'mesh'):
+    if workers.mesh is not None:
       gradients = place_gradients(gradients, workers, LAYOUTS[layout][1])
     before = COMPILATIONS.count
     updates, state = update(gradients, state, params)
@@ -103,6 +103,23 @@ def run(workers, steps, make_tx, layout):
 
 def exchange(workers):
   return demo_optax.scale_by_demo(COMPRESSOR, 0.95, workers=workers)
+
+
+def exchange_in(values):
+  """The same in another code, leaves sent whole and a share kept included."""
+  chunk_size = COMPRESSOR.plan((512, 512), jnp.float32).grid.lengths[0]
+  compressor = demo_optax.dct_topk(chunk_size, 6, values=values)
+  return lambda workers: demo_optax.scale_by_demo(
+      compressor, 0.95, workers=workers, alpha=0.3)
+
+
+@pytest.mark.parametrize('layout, kind, values', [
+    ('2d', 'auto', 'float32'), ('2d', 'explicit', 'int4'),
+    ('3d', 'auto', 'sign')])
+def test_value_codes_sharded_equal_simulated(layout, kind, values):
+  make = exchange_in(values)
+  expected = run(simulated_workers(layout), 4, make, layout)[:2]
+  assert_same_bits(run(make_workers(layout, kind), 4, make, layout)[:2], expected)
 
 
 @pytest.mark.parametrize('kind', ['auto', 'explicit'])

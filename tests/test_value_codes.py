@@ -98,11 +98,3 @@ def test_sign_has_the_best_scale():
   lost = np.sum((v - read) ** 2, 1)
   for factor in (0.98, 1.02):
     assert np.all(lost < np.sum((v - factor * read) ** 2, 1))
-
-
-@pytest.mark.parametrize('values', value_codes.VALUES)
-def test_any_bytes_are_read(values):
-  code = make(values)
-  data = np.random.default_rng(0).integers(
-      0, 256, (200, code.num_bytes(3, 5)), dtype=np.uint8)
-  assert decode(code, jnp.asarray(data), 3, 5).shape == (200, 3, 5)

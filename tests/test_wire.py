@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from demo_optax import selection, value_codes, wire
+from demo_optax import chunks, selection, value_codes, wire
 
 pytestmark = pytest.mark.core
 
@@ -51,9 +51,11 @@ def test_payloads_come_back(leaves, workers, seed):
       np.testing.assert_array_equal(
           np.asarray(values[worker]).view(np.uint32),
           np.asarray(sent[worker][leaf]).view(np.uint32))
-      if leaves[leaf][0].values == 'float32':
+      f = leaves[leaf][0]
+      if f.values == 'float32':
         np.testing.assert_array_equal(
-            values[worker], selected[worker][leaf][1])
+            values[worker],
+            np.clip(selected[worker][leaf][1], -f.limit / 2, f.limit / 2))
 
 
 def test_float64_travels_as_float64(x64):
@@ -104,7 +106,7 @@ def damaged(rng, values, count):
 
 
 def assert_safe(values, data):
-  """Indices ascend in every chunk; whoever is present has finite values."""
+  """Indices ascend in every chunk; whoever is present has moderate values."""
   received, present = reader(values)(jnp.asarray(data))
   present = np.asarray(present)
   assert not np.any(present[data[:, -1] != 1])
@@ -112,7 +114,7 @@ def assert_safe(values, data):
     indices = np.asarray(indices)
     assert np.all(indices[..., 0] >= 0) and np.all(indices[..., -1] < f.n)
     assert np.all(np.diff(indices, axis=-1) > 0)
-    assert np.all(np.isfinite(np.asarray(v)[present]))
+    assert np.all(np.abs(np.asarray(v)[present]) <= f.limit)
   return received, present
 
 
@@ -137,7 +139,7 @@ def test_a_million_payloads_are_safe_to_read(values):
 
 @pytest.mark.parametrize('values', value_codes.VALUES)
 def test_who_wrote_what_nobody_reads_is_left_out(values):
-  """One bit too many in a bitmap, an index too far, a value not finite."""
+  """Too few bits in a bitmap, an index too far, a value not finite."""
   layout = mixed_layout(values)
   rng = np.random.default_rng(2)
   selected = [random_selection(rng, f, c) for f, c in layout.leaves]
@@ -170,3 +172,28 @@ def test_a_value_that_is_not_finite_is_left_out(bad):
   received, present = layout.decode(payload[None])
   assert present.tolist() == [False]
   np.testing.assert_array_equal(received[0][0][0], indices)
+
+
+@pytest.mark.parametrize('values', value_codes.VALUES)
+@pytest.mark.parametrize('average', ['senders', 'workers'])
+def test_the_largest_that_is_read_can_be_transformed(values, average):
+  """Of signs as in the worst of the basis, from many workers."""
+  grid = chunks.chunk_grid((16, 32), 32)
+  n, many = grid.chunk_size, 11
+  f = wire.ChunkFormat(n, n, 'float32', values)
+  rng = np.random.default_rng(0)
+  signs = np.sign([np.outer(np.ones(32), np.ones(16)).ravel(),
+                   chunks.to_coefficients(jnp.asarray(
+                       rng.normal(size=(16, 32)), jnp.float32), grid,
+                       chunks.dct_basis).ravel()])
+  for sign in signs:
+    data, _ = f.encode(jnp.arange(n, dtype=jnp.int32)[None],
+                       jnp.asarray(3.4e38 * sign[None], jnp.float32))
+    indices, read, sound = f.decode(jnp.stack([data] * many), 1)
+    assert bool(jnp.all(sound))
+    doubled = jnp.where(sound[:, None, None], 2 * read, 0)
+    for v in (read, jnp.clip(doubled, -f.limit, f.limit)):
+      merged = selection.merge(indices, v, sound, n, average)
+      update = chunks.from_coefficients(
+          merged.reshape(grid.coefficients_shape), grid, chunks.dct_basis)
+      assert np.all(np.isfinite(update))
