@@ -511,7 +511,7 @@ def test_the_docs_run(tmp_path, monkeypatch):
 
 
 def test_the_losses_are_as_measured():
-  """Within 1 % of the uninterrupted run, 100 steps after the change."""
+  """At most 1 % above the uninterrupted run, 100 steps after the change."""
   results = mismatches.DOCS.parents[1] / 'benchmarks/results/elastic.json'
   records = json.loads(results.read_text())
   final = {(r['old'], r['new'], r['rule']): r['valid'][-1]
@@ -522,7 +522,7 @@ def test_the_losses_are_as_measured():
     other_step, found = final[old, new, 'regrouped']
     assert step == other_step == 300
     more = 100 * (found / expected - 1)
-    assert abs(more) < 1
+    assert more < 1
     assert f'| {old} to {new} | {expected:.3f} | {found:.3f} | {more:+.2f} % |' in docs
 
 
