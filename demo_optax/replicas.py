@@ -135,7 +135,7 @@ def _on_devices(
       continue
     arrays = [x for _, x in leaves]
     sharding_specs = tuple(x.sharding.spec for x in arrays)
-    # Sums over shards of a device: one row of digests per device.
+    # One row of digests per device, in the mesh's order.
     digests = _digest_on_mesh(mesh, sharding_specs)(arrays)
     rows = np.asarray(digests.addressable_data(0))  # [devices, leaves, 2]
     by_device = dict(zip(mesh.devices.flat, rows))
