@@ -3,10 +3,11 @@
     python benchmarks/wire.py --out benchmarks/results/wire.json
 
 4096 chunks of 4096 coefficients. `pack` is a worker's selection to bytes, with
-the values that it takes out of its momentum; `unpack` is one worker's bytes to
-a selection, checks included. All are timed in turn, in one process, the order
-reversed every other round: medians in milliseconds, and their ratio to the
-selection of as many coefficients. Only the ratios carry over between machines.
+the values that it takes out of its momentum; `unpack N` is N workers' bytes to
+their selections, checks included. All are timed in turn, in one process, the
+order reversed every other round: medians in milliseconds, and their ratio to
+the selection of as many coefficients. Only the ratios carry over between
+machines.
 """
 
 import argparse
@@ -25,7 +26,8 @@ from demo_optax import selection, wire
 
 CHUNKS, N = 4096, 4096
 TOPK = [8, 32]
-VALUES = ['float32', 'int8', 'sign']
+VALUES = {'float32': [1, 64], 'bfloat16': [1], 'int8': [1], 'int4': [1],
+          'sign': [1, 64]}  # and how many workers' payloads are read
 
 
 def candidates() -> dict[str, Callable[[], object]]:
@@ -36,13 +38,15 @@ def candidates() -> dict[str, Callable[[], object]]:
   for k in TOPK:
     indices = selection.top_k(c, k)
     values = selection.take(c, indices)
-    timed[f'select k={k}'] = compiled(lambda c, k=k: selection.top_k(c, k), c)
-    for name in VALUES:
+    timed[f'k={k} select'] = compiled(lambda c, k=k: selection.top_k(c, k), c)
+    for name, readings in VALUES.items():
       f = wire.ChunkFormat(N, k, 'float32', name)
       data = f.encode(indices, values)[0][None]
-      timed[f'pack k={k} {name}'] = compiled(f.encode, indices, values)
-      timed[f'unpack k={k} {name}'] = compiled(
-          lambda data, f=f: f.decode(data, CHUNKS), data)
+      timed[f'k={k} {name} pack'] = compiled(f.encode, indices, values)
+      for workers in readings:
+        timed[f'k={k} {name} unpack {workers}'] = compiled(
+            lambda data, f=f: f.decode(data, CHUNKS),
+            jnp.repeat(data, workers, axis=0))
   return timed
 
 
@@ -72,7 +76,7 @@ def main() -> None:
   args = parser.parse_args()
   medians = measure(args.rounds)
   ratios = {
-      name: ms / medians[f'select {name.split()[1]}']
+      name: ms / medians[f'{name.split()[0]} select']
       for name, ms in medians.items()
   }
   print(f'{"":<24}{"ms":>9}{"of selection":>15}')
