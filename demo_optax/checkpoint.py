@@ -18,6 +18,7 @@ import contextlib
 import functools
 import importlib.metadata
 import math
+import operator
 import pathlib
 from typing import Any
 
@@ -137,15 +138,21 @@ class Checkpointer:
     and its error is raised by the next call of `save`, `wait` or `close`.
 
     Args:
-      step: number of steps done.
+      step: number of steps done, 0 or more.
       tree: what is saved.
 
     Raises:
       ValueError: there is a checkpoint of this step already; momentum in `tree`
         is not of these parameters, compressor and workers; a leaf of one
         process alone is not the same in all; no leaf is an array.
-      TypeError: a leaf that is neither an array nor a plain Python value.
+      TypeError: `step` is not an integer; a leaf that is neither an array nor a
+        plain Python value.
     """
+    if isinstance(step, bool) or not hasattr(step, '__index__'):
+      raise TypeError(f'step={step!r} must be an integer.')
+    step = operator.index(step)
+    if step < 0:
+      raise ValueError(f'step={step} must not be negative.')
     if step in self.steps:
       raise ValueError(
           f'There is a checkpoint of step {step} in {self._folder}'
@@ -203,6 +210,10 @@ class Checkpointer:
       ValueError: the checkpoint and `tree` differ. Names every leaf that does,
         both values, and what to do.
     """
+    if rechunk is not None:
+      trees.check_type(
+          'rechunk', rechunk, Compressor, 'the compressor of the checkpoint'
+      )
     steps = self.steps
     if not steps or (step is not None and step not in steps):
       which = 'checkpoint' if step is None else f'checkpoint of step {step}'
@@ -235,7 +246,10 @@ class Checkpointer:
       count = wanted[name].get('workers', 0)
       array = arrays.pop(name)  # no more than one leaf is held twice
       if plans or count != saved[name].get('workers', 0):
-        array = self._convert(array, count, plans, rechunk, x)
+        if isinstance(x, np.ndarray) and not plans:
+          array = elastic.regroup(np.asarray(array), count)
+        else:
+          array = self._convert(array, count, plans, rechunk, x)
       new[name] = _as(array, x)
     return step, leaves.unflatten(new)
 

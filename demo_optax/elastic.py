@@ -17,6 +17,7 @@ the exchange will send on the long run, since sent coefficients are averaged.
 
 import functools
 import math
+import operator
 from typing import Any
 
 import chex
@@ -107,7 +108,7 @@ def _check_stacked(stacked: list[tuple[specs.Path, Any]]) -> None:
 
 def _resize(x: jax.Array, n: int) -> jax.Array:
   if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array):
-    return regroup(jnp.asarray(x), n)
+    return regroup(x, n)
   sharding = fit_sharding((n, *x.shape[1:]), x.sharding)
   y = _regroup_jit(on_mesh(x, auto(x.sharding)), n, auto(sharding))
   return on_mesh(y, sharding)
@@ -118,25 +119,27 @@ def _regroup_jit(x: jax.Array, n: int, sharding: Any) -> jax.Array:
   return jax.lax.with_sharding_constraint(regroup(x, n), sharding)
 
 
-def regroup(x: jax.Array, n: int) -> jax.Array:
+def regroup(x: Any, n: int) -> Any:
   """`x [workers, ...]` for `n` workers, by the rule of `resize_workers`."""
   old = x.shape[0]
+  # NumPy's stay NumPy's: JAX would make 32 bits of 64.
+  xp: Any = np if isinstance(x, np.ndarray) else jnp
   if n == old:
     return x
   if not jnp.issubdtype(x.dtype, jnp.inexact):
     return x[np.argmax(weights(old, n), axis=1)]
   if n % old == 0:
-    return jnp.repeat(x, n // old, axis=0)
+    return xp.repeat(x, n // old, axis=0)
   if old % n == 0:
-    return jnp.mean(x.reshape(n, old // n, *x.shape[1:]), axis=1)
-  wide = jnp.promote_types(x.dtype, jnp.float32)
-  mixed = jnp.tensordot(
-      jnp.asarray(weights(old, n), wide),
-      x.astype(wide),
-      axes=1,
-      precision=jax.lax.Precision.HIGHEST,
-  )
-  return mixed.astype(x.dtype)
+    return xp.mean(x.reshape(n, old // n, *x.shape[1:]), axis=1)
+  # One after the other, and those alone that count: 0 times NaN is NaN.
+  wide = x.astype(np.float32) if x.dtype.itemsize < 4 else x
+  mixed = []
+  for row in weights(old, n):
+    covered = np.flatnonzero(row)
+    parts = [xp.asarray(row[i], wide.dtype) * wide[i] for i in covered]
+    mixed.append(functools.reduce(operator.add, parts))
+  return xp.stack(mixed).astype(x.dtype)
 
 
 def weights(old: int, new: int) -> np.ndarray:

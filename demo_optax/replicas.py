@@ -261,6 +261,8 @@ def _words(x: jax.Array) -> jax.Array:
     x = jnp.stack([x.real, x.imag])
   if x.dtype == jnp.bool_:
     x = x.astype(jnp.uint8)
+  if x.dtype.name.startswith(('int4', 'uint4', 'int2', 'uint2', 'float4')):
+    x = x.astype(jnp.float32)  # exact; bits below a byte are not addressable
   bits = x.dtype.itemsize * 8
   narrow = {8: jnp.uint8, 16: jnp.uint16}.get(bits, jnp.uint32)
   words = jax.lax.bitcast_convert_type(x, narrow)  # 64 bits: two words each

@@ -6,7 +6,8 @@ finds out by itself where it can:
 - flags: `--coordinator HOST:PORT --processes N --process I`, or the environment
   variables JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID
   (`launch_local.py` and the recipe for Kubernetes set them);
-- a cluster that JAX detects: tasks of `srun` or Open MPI, TPU pods, GKE.
+- a cluster that JAX detects: tasks of `srun` or Open MPI, TPUs on GKE; with
+  `--distributed` whatever else JAX detects, such as TPU pods without GKE.
 
 Nothing here may compute anything: `jax.distributed` has to come first.
 """
@@ -25,6 +26,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
   add('--processes', type=int, default=env('JAX_NUM_PROCESSES'), metavar='N')
   add('--process', type=int, default=env('JAX_PROCESS_ID'), metavar='I',
       help='number of this one, from 0')
+  add('--distributed', action='store_true', help='let JAX find the others')
   add('--timeout', type=int, default=300, metavar='SECONDS',
       help='how long to wait for the others to start')
 
@@ -49,7 +51,7 @@ def join(args: argparse.Namespace) -> None:
         initialization_timeout=args.timeout,
         cluster_detection_method='deactivate',
     )
-  elif detects_cluster():
+  elif args.distributed or detects_cluster():
     jax.distributed.initialize(initialization_timeout=args.timeout)
 
 
@@ -60,11 +62,13 @@ def detects_cluster() -> bool:
   its own it would fail.
   """
   env = os.environ
-  slurm = 'SLURM_STEP_NODELIST' in env and int(env.get('SLURM_NTASKS', '1')) > 1
-  open_mpi = int(env.get('OMPI_COMM_WORLD_SIZE', '1')) > 1
-  tpu_slices = int(env.get('MEGASCALE_NUM_SLICES', '1')) > 1
+  tasks = env.get('SLURM_STEP_NUM_TASKS') or env.get('SLURM_NTASKS') or '1'
+  slurm = 'SLURM_STEP_NODELIST' in env and int(tasks) > 1
+  open_mpi = int(env.get('OMPI_COMM_WORLD_SIZE') or '1') > 1
+  tpu_slices = int(env.get('MEGASCALE_NUM_SLICES') or '1') > 1
   hosts = ('TPU_PROCESS_ADDRESSES', 'TPU_WORKER_HOSTNAMES')
   tpu_pod = any(',' in env.get(name, '') for name in hosts)
+  tpu_pod |= 'TPU_PROCESS_ADDRESSES_PATH' in env
   return slurm or open_mpi or tpu_slices or tpu_pod
 
 

@@ -6,7 +6,8 @@ Every process gets the environment variables JAX_COORDINATOR_ADDRESS,
 JAX_NUM_PROCESSES and JAX_PROCESS_ID, which `cluster.py` reads, and CPU devices
 of its own; they talk over the loopback interface (gloo). Lines of output begin
 with the number of the process. When one fails the others are ended, and its
-exit status is that of the launcher; none outlives the launcher.
+exit status is that of the launcher; none outlives the launcher, unless it has
+made itself a session of its own.
 """
 
 import argparse
@@ -35,7 +36,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
       help='time to end in, before a process is killed')
   add('command', nargs=argparse.REMAINDER, help='-- and what to run')
   args = parser.parse_args(argv)
-  args.command = args.command[args.command[:1] == ['--'] :]
+  if args.command[:1] == ['--']:
+    args.command.pop(0)
   if not args.command:
     parser.error('say what to run, after --: -- python examples/train_lm.py')
   if args.processes < 1 or args.devices < 1:
@@ -57,9 +59,14 @@ def main(argv: Sequence[str] | None = None) -> int:
       processes.append(start(args, address, number))
     readers = [relay(p, number) for number, p in enumerate(processes)]
     return wait(processes)
+  except OSError as error:
+    print(f'{args.command[0]}: {error.strerror}', file=sys.stderr)
+    return 127
   except KeyboardInterrupt:
     return 128 + signal.SIGINT
   finally:
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+      signal.signal(name, signal.SIG_IGN)  # the end is not to be interrupted
     end(processes, args.grace)
     for reader in readers:
       reader.join(timeout=args.grace)
@@ -86,7 +93,7 @@ def start(
   }
   # A session of its own: what a process starts is ended with it.
   return subprocess.Popen(
-      args.command, env=environment, text=True, errors='replace',
+      args.command, env=environment,
       stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
       stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_die_with_me,
   )
@@ -106,12 +113,21 @@ def _die_with_me() -> None:
 
 
 def relay(process: subprocess.Popen, number: int) -> threading.Thread:
-  """Copies a process's lines to our output, with its number in front."""
+  """Copies a process's lines to our output, with its number in front.
+
+  Should nobody read them any more they are still taken: a process whose lines
+  nobody takes stands still.
+  """
 
   def copy() -> None:
+    out, heard = sys.stdout.buffer, True
     for line in process.stdout:
-      sys.stdout.write(f'[{number}] {line}')
-      sys.stdout.flush()
+      if heard:
+        try:
+          out.write(b'[%d] %b\n' % (number, line.rstrip(b'\r\n')))
+          out.flush()
+        except (OSError, ValueError):
+          heard = False
 
   thread = threading.Thread(target=copy, daemon=True)
   thread.start()

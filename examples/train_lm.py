@@ -3,6 +3,7 @@
     python examples/train_lm.py                 # DeMo, 4 workers
     python examples/train_lm.py --compare       # beside AdamW on averaged grads
     python examples/train_lm.py --resume        # go on from a checkpoint
+    python examples/train_lm.py --overwrite     # or start anew
     python examples/launch_local.py -n 4 -- python examples/train_lm.py
 
 With several devices there is one worker per device, in one process or in many
@@ -10,6 +11,7 @@ With several devices there is one worker per device, in one process or in many
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -70,7 +72,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
   add('--save-every', type=int, default=400)
   add('--check-every', type=int, default=200,
       help='steps between comparisons of all copies of the parameters')
-  add('--resume', action='store_true', help='from the last checkpoint')
+  add('--resume', nargs='?', const='must', choices=['must', 'auto'],
+      help='from the last checkpoint; auto: if there is one')
+  add('--overwrite', action='store_true',
+      help='start anew, and remove the checkpoints of the run before')
   add('--resize', action='store_true',
       help='the checkpoint may be of another number of workers')
   cluster.add_flags(parser)
@@ -289,11 +294,14 @@ def generate(
 
 
 def everything(
-    model: GPT, optimizer: nnx.Optimizer, seed: int
+    args: argparse.Namespace, model: GPT, optimizer: nnx.Optimizer
 ) -> dict[str, Any]:
-  """What a run goes on from; the data is a function of seed and step."""
+  """What a run goes on from; the data is a function of flags and step."""
+  data = {'seed': args.seed, 'batch': args.batch, 'context': args.context,
+          'data': str(args.data)}
   return {
-      'model': nnx.state(model), 'optimizer': nnx.state(optimizer), 'seed': seed
+      'model': nnx.state(model), 'optimizer': nnx.state(optimizer),
+      'data': data,
   }
 
 
@@ -306,13 +314,14 @@ def restore(
   """Restores the last checkpoint; returns the number of steps done."""
   try:
     step, state = checkpoints.restore(
-        everything(model, optimizer, args.seed), resize=args.resize
+        everything(args, model, optimizer), resize=args.resize
     )
-    if state['seed'] != args.seed:
-      raise ValueError(
-          f'The checkpoint is of a run with --seed {state["seed"]}, and this is'
-          f' --seed {args.seed}: its data would be another.'
-      )
+    for flag, saved in state['data'].items():
+      if saved != everything(args, model, optimizer)['data'][flag]:
+        raise ValueError(
+            f'The checkpoint is of a run with --{flag} {saved}, and this is'
+            f' --{flag} {getattr(args, flag)}: its data would be another.'
+        )
   except (FileNotFoundError, ValueError) as error:
     checkpoints.close()
     hint = ' Here: --resize.' if 'resize=True' in str(error) else ''
@@ -329,7 +338,7 @@ def check(model: GPT, workers: demo_optax.Workers, step: int) -> None:
     lines = [f'  {d.leaf}: devices {d.devices} differ' for d in found]
     raise SystemExit(
         '\n'.join([f'After step {step} not all have the same parameters:',
-                   *lines, 'Go on from a checkpoint before that: --resume.'])
+                   *lines, 'Go on from a checkpoint before that.'])
     )
 
 
@@ -358,12 +367,15 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
   name = args.optimizer
   folder = pathlib.Path(args.out).absolute() / name
   if not args.resume:
-    remove_former(folder / 'checkpoints')
+    remove_former(folder / 'checkpoints', args.overwrite)
   checkpoints = checkpoint.Checkpointer(
       folder / 'checkpoints', params,
       make_compressor(args) if name == 'demo' else None, workers,
   )
-  start = restore(args, checkpoints, model, optimizer) if args.resume else 0
+  start = 0
+  if args.resume == 'must' or (args.resume == 'auto' and checkpoints.steps):
+    start = restore(args, checkpoints, model, optimizer)
+    say(f'Going on after step {start}.')
 
   size = sum(x.size for x in jax.tree.leaves(params))
   where = (
@@ -400,7 +412,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
       if done % args.check_every == 0 or last:
         check(model, workers, done)
       if done % args.save_every == 0 or last:
-        checkpoints.save(done, everything(model, optimizer, args.seed))
+        checkpoints.save(done, everything(args, model, optimizer))
   checkpoints.close()
 
   sample = generate(model, corpus.valid[: config.context], 200, args.seed)
@@ -426,8 +438,14 @@ def place(
     nnx.update(module, workers.device_put(nnx.state(module)))
 
 
-def remove_former(folder: pathlib.Path) -> None:
-  """Removes the checkpoints of a run that is started anew."""
+def remove_former(folder: pathlib.Path, overwrite: bool) -> None:
+  """Removes the checkpoints of the run before, if that was asked for."""
+  if folder.exists() and any(folder.iterdir()) and not overwrite:
+    raise SystemExit(
+        f'There are checkpoints in {folder}: go on with --resume, start anew'
+        ' with --overwrite, or give another --out.'
+    )
+  multihost_utils.sync_global_devices('all have looked for checkpoints')
   if cluster.is_main():
     shutil.rmtree(folder, ignore_errors=True)
   multihost_utils.sync_global_devices('former checkpoints are removed')
@@ -437,7 +455,10 @@ def records_until(path: pathlib.Path, step: int) -> list[dict[str, Any]]:
   """Records of an earlier run up to `step`: what came later is done again."""
   if step == 0 or not cluster.is_main():
     return []
-  records = [json.loads(line) for line in path.read_text().splitlines()]
+  records = []
+  for line in path.read_text().splitlines() if path.exists() else ():
+    with contextlib.suppress(ValueError):  # a line that was being written
+      records.append(json.loads(line))
   return [r for r in records if r.get('step', step + 1) <= step]
 
 

@@ -595,3 +595,16 @@ def test_a_process_that_is_killed_leaves_whole_ones(tmp_path):
       _, found = checkpoints.restore(tree, step)
       np.testing.assert_array_equal(found['x'], np.full((512, 512), step))
     checkpoints.save(2000, tree)
+
+
+@pytest.mark.parametrize('step, error', [
+    (1.0, TypeError), (True, TypeError), (None, TypeError), (-1, ValueError)])
+def test_steps_are_counted(step, error, tmp_path):
+  with checkpoint.Checkpointer(
+      tmp_path, PARAMS, COMPRESSOR, simulated(2)) as checkpoints:
+    with pytest.raises(error, match=f'step={step}'):
+      checkpoints.save(step, PARAMS)
+    checkpoints.save(np.int64(5), PARAMS)
+    assert checkpoints.steps == (5,)
+    with pytest.raises(TypeError, match='rechunk'):
+      checkpoints.restore(PARAMS, rechunk=str(COMPRESSOR))

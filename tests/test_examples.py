@@ -114,7 +114,12 @@ def test_resume_with_another_number_of_workers(tmp_path):
     run(tmp_path, '--workers', '2', '--resume', '--width', '64')
   with pytest.raises(SystemExit, match='--seed 0, and this is --seed 1'):
     run(tmp_path, '--workers', '2', '--resume', '--seed', '1')
-  (more,) = run(tmp_path, '--workers', '4', '--resume', '--resize',
+  with pytest.raises(SystemExit, match='go on with --resume'):
+    run(tmp_path, '--workers', '2')
+  # Stopped while it wrote a record.
+  with (tmp_path / 'demo/metrics.jsonl').open('a') as file:
+    file.write('{"step": 13, "lo')
+  (more,) = run(tmp_path, '--workers', '4', '--resume', 'auto', '--resize',
                 '--steps', '14')
   assert [r['step'] for r in more['records']] == [13, 14]
   assert more['records'][-1]['loss'] < 5.3
@@ -141,6 +146,12 @@ def test_one_worker_and_little_data(tmp_path):
   (record,) = run(tmp_path, '--workers', '1', '--optimizer', 'adamw',
                   '--data', str(file))
   assert np.isfinite(record['valid_loss']) and record['sent'] == 0
+
+
+def test_start_anew(tmp_path):
+  (first,) = run(tmp_path, '--resume', 'auto', '--steps', '2', '--workers', '1')
+  (again,) = run(tmp_path, '--overwrite', '--steps', '2', '--workers', '1')
+  assert first['records'] == again['records']
 
 
 def test_resume_without_a_checkpoint(tmp_path):

@@ -37,7 +37,7 @@ def environment(**more):
 def launch(*args, check=True, **kwargs):
   run = subprocess.run(
       [*LAUNCH, *map(str, args)], env=environment(), text=True,
-      stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=TIMEOUT,
+      errors='replace', stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=TIMEOUT,
       **kwargs)
   assert not check or run.returncode == 0, run.stdout
   return run
@@ -128,6 +128,20 @@ def test_none_outlives_the_launcher(tmp_path, number):
 def test_launcher_explains_mistakes(args, says):
   run = launch(*args, check=False)
   assert run.returncode == 2 and says in run.stdout
+
+
+def test_launcher_without_a_listener_or_a_command():
+  """Output that ends in no newline, is not text, or that nobody reads."""
+  run = launch('-n', 1, '--', 'sh', '-c', "printf 'a\\377b\\nend'", check=False)
+  assert run.returncode == 0 and run.stdout.endswith('[0] end\n')
+  run = launch('-n', 2, '--', 'no-such-command', check=False)
+  assert run.returncode == 127 and 'no-such-command: No such file' in run.stdout
+  lots = 'head -c 300000 /dev/zero | tr "\\0" x | fold -w 80; exit 3'
+  many = subprocess.Popen(
+      [*LAUNCH, '-n', '1', '--', 'sh', '-c', lots], stdout=subprocess.PIPE)
+  assert many.stdout.readline().startswith(b'[0] xx')
+  many.stdout.close()
+  assert many.wait(timeout=60) == 3
 
 
 # The exchange -----------------------------------------------------------------
@@ -284,6 +298,7 @@ def test_slurm_recipe(tmp_path):
   assert '2 workers on the devices of 2 process(es)' in run.stdout
   folder = tmp_path / f'runs/{os.getpid()}'
   assert [r['step'] for r in records(folder)] == [1, 2]
+  assert '--resume auto' in (EXAMPLES / 'recipes/slurm.sbatch').read_text()
 
 
 def test_kubernetes_recipe(monkeypatch):
@@ -308,5 +323,6 @@ def test_kubernetes_recipe(monkeypatch):
   monkeypatch.setenv('JAX_PROCESS_ID', '3')
   args = train_lm.parse_args(container['args'])
   assert (args.processes, args.process, args.batch) == (4, 3, 64)
+  assert args.resume == 'auto'
   assert args.coordinator == env['JAX_COORDINATOR_ADDRESS']
   assert container['command'][1] == 'examples/train_lm.py'

@@ -185,3 +185,11 @@ def test_processes_with_other_trees(monkeypatch):
   played(monkeypatch, lambda p, x: x + np.uint32(p == 2 and x.ndim == 0))
   with pytest.raises(ValueError, match=r'Processes \[2\] gave another tree'):
     demo_optax.check_replicas({'a': np.ones(3)})
+
+
+@pytest.mark.parametrize('dtype', ['int4', 'uint4'])
+def test_numbers_of_four_bits(dtype):
+  mesh = jax.make_mesh((8,), ('data',))
+  x = jax.device_put(
+      jnp.arange(3).astype(dtype), NamedSharding(mesh, P()))
+  assert demo_optax.check_replicas({'x': x}) == []

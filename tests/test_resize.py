@@ -274,3 +274,23 @@ def test_from_one_is_the_same_everywhere():
   assert_same_bits(
       demo_optax.resize_workers(state, 3)['momentum']['w'],
       jnp.tile(jnp.arange(6.0), (3, 1)))
+
+
+@pytest.mark.parametrize('n', [2, 3, 4, 6, 8])
+def test_numpy_keeps_its_64_bits(n):
+  state = {'worker_stacked': {
+      'n': np.array([2**40 + i for i in range(4)]),
+      'f': np.array([1 / 3, 2 / 3, 1, 1e-12])}}
+  found = demo_optax.resize_workers(state, n)['worker_stacked']
+  assert found['n'].dtype == np.int64 and found['n'].min() >= 2**40
+  assert found['f'].dtype == np.float64
+  np.testing.assert_allclose(
+      found['f'].mean(), state['worker_stacked']['f'].mean(), rtol=1e-15)
+
+
+@pytest.mark.parametrize('n, reached', [(4, [0]), (3, [0]), (16, [0, 1])])
+def test_nan_stays_with_those_that_cover_it(n, reached):
+  x = jnp.ones((8, 2)).at[0].set(jnp.nan)
+  state = {'worker_stacked': x}
+  found = demo_optax.resize_workers(state, n)['worker_stacked']
+  assert np.flatnonzero(np.isnan(found[:, 0])).tolist() == reached
