@@ -99,7 +99,8 @@ def _exchange(
   held = []  # per leaf [chunks, n]
   for gradient, kept, plan in zip(gradients, momentum, plans):
     c = compressor.to_coefficients(gradient.astype(kept.dtype), plan)
-    c = _product(rule.decay, kept) + _product(rule.gradient_weight, c)
+    c = selection.product(rule.gradient_weight, c)
+    c = selection.product(rule.decay, kept) + c
     held.append(c.reshape(plan.grid.num_chunks, plan.grid.chunk_size))
   finite = [jnp.all(jnp.isfinite(c)) for c in held]
   present = workers.agree(functools.reduce(jnp.logical_and, finite))
@@ -110,7 +111,7 @@ def _exchange(
 
   kept_momentum = []
   for c, i, v, plan, old in zip(held, indices, sent, plans, momentum):
-    c = selection.subtract(c, i, _product(rule.alpha, v))
+    c = selection.subtract(c, i, selection.product(rule.alpha, v))
     c = compressor.clear_padding(c.reshape(old.shape), plan)
     kept_momentum.append(jnp.where(present, c, old))
 
@@ -424,20 +425,6 @@ def _zero_where_nothing_was_exchanged(
     return jax.tree.map(settle, updates, params), state
 
   return optax.GradientTransformationExtraArgs(masked.init, update_fn)
-
-
-def _product(weight: chex.Numeric, x: jax.Array) -> jax.Array:
-  """`weight * x` in the dtype of `x`, rounded before it is added to anything.
-
-  Compilers contract a product and a sum into one operation with one rounding,
-  or not, depending on what is around them: the same step would differ in its
-  last bits between simulation and mesh, and between what is sent and what is
-  taken away. A product behind a select is not contracted.
-  """
-  if isinstance(weight, (int, float)) and weight == 1:
-    return x
-  product = jnp.asarray(weight, x.dtype) * x
-  return jnp.where(x != 0, product, jnp.zeros_like(x))
 
 
 def _check_range(

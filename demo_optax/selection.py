@@ -5,6 +5,7 @@ Arrays here are `[chunks, n]` (coefficients) and `[chunks, k]` (what is sent).
 
 from typing import Literal
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,6 +36,24 @@ def top_k(coefficients: jax.Array, k: int) -> jax.Array:
   return jnp.sort(jax.lax.top_k(jnp.abs(coefficients), k)[1].astype(jnp.int32))
 
 
+def product(weight: chex.Numeric, x: jax.Array) -> jax.Array:
+  """`weight * x` in the dtype of `x`, rounded before it is added to anything.
+
+  Compilers contract a product and a sum into one operation with one rounding,
+  or not, depending on what is around them: the same step would differ in its
+  last bits between simulation and mesh, and between what is sent and what is
+  taken away. They look through selects, and barriers are gone before that; not
+  through a sum in integers with something that only we know to be zero.
+  """
+  if isinstance(weight, (int, float)) and weight == 1:
+    return x
+  result = jnp.asarray(weight, x.dtype) * x
+  bits = jnp.int64 if x.dtype.itemsize == 8 else jnp.int32
+  zero = (x != x).astype(bits)  # of NaN it is another NaN
+  result = jax.lax.bitcast_convert_type(result, bits) ^ zero
+  return jax.lax.bitcast_convert_type(result, x.dtype)
+
+
 def take(coefficients: jax.Array, indices: jax.Array) -> jax.Array:
   """Values `[chunks, k]` of `coefficients [chunks, n]` at `indices`."""
   if indices.shape == coefficients.shape:
@@ -45,11 +64,9 @@ def take(coefficients: jax.Array, indices: jax.Array) -> jax.Array:
 def subtract(
     coefficients: jax.Array, indices: jax.Array, values: jax.Array
 ) -> jax.Array:
-  """`coefficients [chunks, n]` less `values [chunks, k]` at `indices`.
-
-  Also where all are sent: a plain difference would be contracted with products
-  that `values` are made of, in one program and not in another.
-  """
+  """`coefficients [chunks, n]` less `values [chunks, k]` at `indices`."""
+  if indices.shape == coefficients.shape:
+    return coefficients - values
   return coefficients.at[_rows(indices), indices].add(
       -values, unique_indices=True, mode='promise_in_bounds'
   )
@@ -93,10 +110,10 @@ def merge(
     senders = counts[rows, indices]
   # Same bits in every program, simulated or on a mesh: reciprocals are looked
   # up, since compilers divide in one program and multiply by an inverse in the
-  # other; and the select keeps the product from being contracted with the sum.
+  # other.
   inverse = 1.0 / np.maximum(np.arange(workers + 1), 1)
   weights = jnp.asarray(inverse, values.dtype)[senders]
-  values = jnp.where(counted, weights * values, 0)
+  values = jnp.where(counted, product(weights, values), 0)
 
   def add_worker(worker: jax.Array, total: jax.Array) -> jax.Array:
     if dense:

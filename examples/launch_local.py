@@ -23,6 +23,7 @@ import time
 from collections.abc import Sequence
 
 _PR_SET_PDEATHSIG = 1
+_ENDING = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -49,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   """Runs the processes; the exit status of the first one that failed, or 0."""
   args = parse_args(argv)
   # As an exception wherever the launcher is, so that the processes end, too.
-  for name in (signal.SIGTERM, signal.SIGHUP):
+  # Of SIGINT, too: in the background shells let it be ignored.
+  for name in _ENDING:
     signal.signal(name, lambda number, _: sys.exit(128 + number))
   processes: list[subprocess.Popen] = []
   readers: list[threading.Thread] = []
@@ -62,10 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   except OSError as error:
     print(f'{args.command[0]}: {error.strerror}', file=sys.stderr)
     return 127
-  except KeyboardInterrupt:
-    return 128 + signal.SIGINT
   finally:
-    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for name in _ENDING:
       signal.signal(name, signal.SIG_IGN)  # the end is not to be interrupted
     end(processes, args.grace)
     for reader in readers:

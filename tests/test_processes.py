@@ -108,19 +108,22 @@ def test_none_outlives_the_launcher(tmp_path, number):
   launcher = subprocess.Popen(
       [*LAUNCH, '-n', '3', '--grace', '1', '--', PYTHON, '-c', STUBBORN,
        str(tmp_path), 'for ever'])
-  wait_until(lambda: len(list(tmp_path.iterdir())) == 3, 30)
-  wait_until(lambda: len(pids_in(tmp_path)) == 6, 10)
-  own = [int(file.read_text().split()[0]) for file in tmp_path.iterdir()]
-  children = set(pids_in(tmp_path)) - set(own)
-  launcher.send_signal(number)
-  assert launcher.wait(timeout=30) == {
-      signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGKILL: -9}[number]
-  wait_until(lambda: not any(map(is_alive, own)), 10)
-  if number != signal.SIGKILL:  # nobody is left to end grandchildren
-    wait_until(lambda: not any(map(is_alive, children)), 10)
-  for pid in children:
-    if is_alive(pid):
-      os.kill(pid, signal.SIGKILL)
+  try:
+    wait_until(lambda: len(pids_in(tmp_path)) == 6, 60)
+    own = [int(file.read_text().split()[0]) for file in tmp_path.iterdir()]
+    children = set(pids_in(tmp_path)) - set(own)
+    launcher.send_signal(number)
+    assert launcher.wait(timeout=30) == {
+        signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGKILL: -9}[number]
+    wait_until(lambda: not any(map(is_alive, own)), 10)
+    if number != signal.SIGKILL:  # nobody is left to end grandchildren
+      wait_until(lambda: not any(map(is_alive, children)), 10)
+  finally:
+    for pid in pids_in(tmp_path):
+      if is_alive(pid):
+        os.kill(pid, signal.SIGKILL)
+    launcher.kill()
+    launcher.wait()
 
 
 @pytest.mark.parametrize('args, says', [

@@ -162,14 +162,16 @@ def test_who_wrote_what_nobody_reads_is_left_out(values):
   assert present.tolist() == expected
 
 
-@pytest.mark.parametrize('bad', [np.nan, np.inf, -np.inf])
-def test_a_value_that_is_not_finite_is_left_out(bad):
+@pytest.mark.parametrize('bad', [np.nan, np.inf, -np.inf, 3.4e38])
+def test_a_value_that_is_not_finite_or_too_large_is_left_out(bad):
   f = wire.ChunkFormat(16, 2, 'float32')
   layout = wire.Layout([(f, 1)])
   indices = jnp.asarray([[3, 9]], jnp.int32)
   payload, _ = layout.encode(
-      [(indices, jnp.asarray([[1.0, bad]]))], jnp.asarray(True))
-  received, present = layout.decode(payload[None])
+      [(indices, jnp.asarray([[1.0, 2.0]]))], jnp.asarray(True))
+  assert layout.decode(payload[None])[1].tolist() == [True]
+  damage = np.frombuffer(np.float32(bad).tobytes(), np.uint8)
+  received, present = layout.decode(payload.at[:4].set(damage)[None])
   assert present.tolist() == [False]
   np.testing.assert_array_equal(received[0][0][0], indices)
 
