@@ -5,7 +5,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from demo_optax import index_codes
@@ -73,6 +73,7 @@ def random_sets(rng, chunks, n, k):
   return np.stack(sets).astype(np.int32)
 
 
+@settings(max_examples=20)  # each compiles
 @given(codes(), st.integers(1, 6), st.integers(0, 2**32 - 1))
 def test_indices_come_back(code, chunks, seed):
   rng = np.random.default_rng(seed)

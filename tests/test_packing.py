@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from demo_optax import packing
@@ -11,6 +11,7 @@ from demo_optax import packing
 pytestmark = pytest.mark.core
 
 
+@settings(max_examples=20)  # each compiles
 @given(st.integers(0, 32), st.integers(0, 60), st.integers(0, 2**32 - 1))
 def test_packed_numbers_come_back(width, count, seed):
   rng = np.random.default_rng(seed)
