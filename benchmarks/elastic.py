@@ -23,6 +23,7 @@ from flax import nnx
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / 'examples'))
 
+import picture
 import text
 import train_lm
 from gpt import GPT, GPTConfig
@@ -134,10 +135,9 @@ def table(records) -> None:
 
 
 def draw(records, stop: int, path: pathlib.Path) -> None:
-  import matplotlib
-  matplotlib.use('Agg')
-  import matplotlib.pyplot as plt
-
+  plt = picture.pyplot()
+  if plt is None:
+    return
   figure, axes = plt.subplots(1, len(CHANGES), figsize=(11, 3), sharey=True)
   styles = {'uninterrupted': ('black', '-', 2.4), 'regrouped': ('C0', '-', 1.6),
             'zero': ('C3', '--', 1.2)}
@@ -159,12 +159,9 @@ def draw(records, stop: int, path: pathlib.Path) -> None:
     axis.set_title(f'{old} $\\to$ {new} workers', fontsize=10)
     axis.set_xlabel('step')
     axis.set_xticks([stop, stop + 50, stop + 100])
-    axis.spines[['top', 'right']].set_visible(False)
-    axis.grid(alpha=0.25)
   axes[0].set_ylabel('validation loss (nats/byte)')
   axes[-1].legend(frameon=False, fontsize=8)
-  figure.tight_layout()
-  figure.savefig(path, dpi=150)
+  picture.save(figure, path)
 
 
 def main() -> None:

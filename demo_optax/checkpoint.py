@@ -295,7 +295,7 @@ class Checkpointer:
     records: dict[str, Record] = {}
     for name, x in leaves.all.items():
       k = leaves.keys[name]
-      root = next((r for r in roots if k[: len(r)] == r), None)
+      root = specs.root_of(k, roots)
       if name in leaves.values:
         records[name] = {'value': type(x).__name__}
       elif root is not None:

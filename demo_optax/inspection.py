@@ -17,7 +17,14 @@ from jax.sharding import PartitionSpec as P
 
 from demo_optax import trees
 from demo_optax.compressors import Compressor, LeafPlan
-from demo_optax.specs import Keys, Path, Placement, momentum_roots, path_keys
+from demo_optax.specs import (
+  Keys,
+  Path,
+  Placement,
+  momentum_roots,
+  path_keys,
+  root_of,
+)
 from demo_optax.workers import Workers
 
 
@@ -235,8 +242,7 @@ def _moments(flat: list[tuple[Keys, Any]]) -> dict[Keys, Any]:
   return {
       keys[len(root) :]: x
       for keys, x in flat
-      for root in roots
-      if keys[: len(root)] == root
+      if (root := root_of(keys, roots)) is not None
   }
 
 

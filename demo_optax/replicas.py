@@ -160,9 +160,9 @@ def _difference(
     name: str, devices: Iterable[Any], workers: Workers | None
 ) -> Difference:
   devices = sorted(devices, key=lambda d: d.id)
-  mesh = getattr(workers, 'mesh', None)
   positions: set[int] = set()
-  if workers is not None and mesh is not None:
+  if workers is not None and workers.mesh is not None:
+    mesh = workers.mesh
     axis = mesh.axis_names.index(workers.axis_name)
     ids = np.vectorize(lambda d: d.id)(mesh.devices)
     for device in devices:

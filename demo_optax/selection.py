@@ -43,7 +43,7 @@ def product(weight: chex.Numeric, x: jax.Array) -> jax.Array:
   or not, depending on what is around them: the same step would differ in its
   last bits between simulation and mesh, and between what is sent and what is
   taken away. They look through selects, and barriers are gone before that; not
-  through a sum in integers with something that only we know to be zero.
+  through an exclusive or of the bits with what only we know to be zero.
   """
   if isinstance(weight, (int, float)) and weight == 1:
     return x

@@ -168,12 +168,16 @@ def momentum_roots(keys: list[Keys]) -> list[Keys]:
   return [(*n, 'momentum') for n in nodes if (*n, 'count') in set(keys)]
 
 
+def root_of(keys: Keys, roots: list[Keys]) -> Keys | None:
+  """The root that a path begins with, if it does with one."""
+  return next((root for root in roots if keys[: len(root)] == root), None)
+
+
 def stacked(keys: list[Keys]) -> list[bool]:
   """Which leaves of a state have a worker axis, by the paths of all."""
   roots = momentum_roots(keys)
   return [
-      'worker_stacked' in k or any(k[: len(r)] == r for r in roots)
-      for k in keys
+      'worker_stacked' in k or root_of(k, roots) is not None for k in keys
   ]
 
 

@@ -625,7 +625,7 @@ class _OnMesh(_Stacked):
 
     def move(keys: specs.Keys, x: Any) -> Any:
       shape, place = jnp.shape(x), self.param_specs.place_state
-      root = next((r for r in roots if keys[: len(r)] == r), None)
+      root = specs.root_of(keys, roots)
       if root or 'worker_stacked' in keys:
         within = place(keys[len(root or ()) :], shape[1:])
         spec = P(self.axis_name, *within)

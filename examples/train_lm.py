@@ -26,6 +26,7 @@ import cluster
 import jax
 import numpy as np
 import optax
+import picture
 import text
 from flax import nnx
 from gpt import GPT, GPTConfig
@@ -312,12 +313,11 @@ def restore(
     optimizer: nnx.Optimizer,
 ) -> int:
   """Restores the last checkpoint; returns the number of steps done."""
+  wanted = everything(args, model, optimizer)
   try:
-    step, state = checkpoints.restore(
-        everything(args, model, optimizer), resize=args.resize
-    )
+    step, state = checkpoints.restore(wanted, resize=args.resize)
     for flag, saved in state['data'].items():
-      if saved != everything(args, model, optimizer)['data'][flag]:
+      if saved != wanted['data'][flag]:
         raise ValueError(
             f'The checkpoint is of a run with --{flag} {saved}, and this is'
             f' --{flag} {getattr(args, flag)}: its data would be another.'
@@ -361,7 +361,6 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
   cost = count_bytes(args, params, workers)
   valid = text.windows(corpus.valid, 64, config.context)
   train_step = make_train_step(workers, args.microbatches)
-
   feed = make_feed(args, corpus.train, workers)
 
   name = args.optimizer
@@ -401,14 +400,14 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
       loss = float(train_step(model, optimizer, tokens))
       seconds.append(time.perf_counter() - began)
       done = step + 1
+      last = done == args.steps
       record = {'step': done, 'loss': loss, 'sent': cost['sent'] * done,
                 'received': cost['received'] * done}
-      if done % args.eval_every == 0 or done == args.steps:
+      if done % args.eval_every == 0 or last:
         record['valid_loss'] = evaluate(model, valid)
       records.append(record)
       log(metrics, record)
       show(bar, record, cost)
-      last = done == args.steps
       if done % args.check_every == 0 or last:
         check(model, workers, done)
       if done % args.save_every == 0 or last:
@@ -497,15 +496,8 @@ def log(file: Any, record: dict[str, Any]) -> None:
 
 def draw(runs: list[dict[str, Any]], path: pathlib.Path) -> None:
   """Loss against steps, and against bytes sent."""
-  try:
-    import matplotlib
-  except ImportError:
-    print('No picture: matplotlib is not installed.')
-    return
-  matplotlib.use('Agg')
-  import matplotlib.pyplot as plt
-
-  if not any(run['records'] for run in runs):
+  plt = picture.pyplot()
+  if plt is None or not any(run['records'] for run in runs):
     return
   figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5), sharey=True)
   for number, run in enumerate(runs):
@@ -527,13 +519,7 @@ def draw(runs: list[dict[str, Any]], path: pathlib.Path) -> None:
   if any(run['sent'] for run in runs):
     right.set_xscale('log')
   left.legend(frameon=False)
-  for axes in (left, right):
-    axes.grid(alpha=0.3)
-    axes.spines[['top', 'right']].set_visible(False)
-  figure.tight_layout()
-  figure.savefig(path, dpi=150)
-  plt.close(figure)
-  print(f'Picture: {path}')
+  picture.save(figure, path)
 
 
 def smooth(losses: list[float]) -> np.ndarray:

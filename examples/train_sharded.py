@@ -35,6 +35,7 @@ if __name__ == '__main__':  # before jax starts; it touches the CPU only
 
 import jax
 import numpy as np
+import picture
 import text
 import train_lm
 from flax import nnx
@@ -160,14 +161,9 @@ def by_axes(
 
 def draw(results: list[dict[str, Any]], path: pathlib.Path) -> None:
   """The loss curves, and how far they are apart."""
-  try:
-    import matplotlib
-  except ImportError:
-    print('No picture: matplotlib is not installed.')
+  plt = picture.pyplot()
+  if plt is None:
     return
-  matplotlib.use('Agg')
-  import matplotlib.pyplot as plt
-
   figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5))
   for result, style in zip(results, ('-', '--')):
     left.plot(train_lm.smooth(result['losses']), style, label=result['name'])
@@ -176,13 +172,8 @@ def draw(results: list[dict[str, Any]], path: pathlib.Path) -> None:
   a, b = (np.array(result['losses']) for result in results)
   right.plot(a - b, lw=0.8)
   right.set(xlabel='step', ylabel='difference of the losses')
-  for axes in (left, right):
-    axes.grid(alpha=0.3)
-    axes.spines[['top', 'right']].set_visible(False)
-  figure.tight_layout()
-  figure.savefig(path, dpi=150)
-  plt.close(figure)
-  print(f'\nPicture: {path}')
+  print()
+  picture.save(figure, path)
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:

@@ -37,10 +37,9 @@ def replicated(tree, workers):
 
 def stacked(tree, workers):
   """Stacked gradients, each at its worker."""
-  mesh = getattr(workers, 'mesh', None)
-  if mesh is None:
+  if workers.mesh is None:
     return tree
-  return jax.device_put(tree, NamedSharding(mesh, P('data')))
+  return jax.device_put(tree, NamedSharding(workers.mesh, P('data')))
 
 
 def random_tree(seed, shapes=None, lead=()):
