@@ -8,6 +8,7 @@ The modules in the order of the data's way:
     gradients    each worker's own gradient        (modules: Flax NNX modules)
     demo         from gradients to the update: the main path
     compressors  what a worker sends of its momentum, made of
+      paths        which of several equal ways is the fastest
       chunks       cutting arrays into chunks; the transform
       selection    top-k within chunks; merging
       packing      numbers of a few bits

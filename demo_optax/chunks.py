@@ -90,6 +90,36 @@ class ChunkGrid:
         c * l - d for c, l, d in zip(counts, self.lengths, self.block)
     )
 
+  def stacked(self, count: int) -> 'ChunkGrid':
+    """The grid of so many arrays, stacked."""
+    return ChunkGrid(
+        (1, *self.block), (1, *self.lengths), self.whole, (count, *self.blocks)
+    )
+
+  def pieces(self, max_elements: int | None) -> tuple[int, 'ChunkGrid']:
+    """Cuts along the first dimension, between chunks, into equal pieces.
+
+    Args:
+      max_elements: the largest piece wanted; pieces are larger where the first
+        dimension has too few chunks. None: one piece.
+
+    Returns:
+      how many pieces there are, and the grid of each, which has no padding.
+
+    >>> count, piece = chunk_grid((640, 128), 64).pieces(2**15)
+    >>> count, piece.shape
+    (5, (128, 128))
+    """
+    if self.whole:
+      return 1, self
+    first, *rest = self.counts
+    size = self.num_chunks * self.chunk_size
+    at_least = -(-size // (max_elements or size))
+    counts = range(min(at_least, first), first + 1)
+    count = next(p for p in counts if first % p == 0)
+    shape = [c * l for c, l in zip((first // count, *rest), self.lengths)]
+    return count, ChunkGrid(tuple(shape), self.lengths)
+
 
 def chunk_length(size: int, chunk_size: int, *, padding: bool = True) -> int:
   """Length of the chunks that a dimension is cut into.
@@ -194,6 +224,54 @@ def from_coefficients(c: jax.Array, grid: ChunkGrid, basis: Basis) -> jax.Array:
   c = _apply(c, basis(col_length))
   c = c.reshape([n * l for n, l in zip(grid.counts, grid.lengths)])
   return _trim_blocks(c, grid) if any(grid.padding) else c
+
+
+def from_selected(
+    indices: jax.Array, values: jax.Array, grid: ChunkGrid, basis: Basis
+) -> jax.Array:
+  r"""`from_coefficients` of coefficients of which only some are not zero.
+
+  The sum of outer products :math:`v_j\, D_{u_j}^\top D_{v_j}` of rows of the
+  basis, which for few coefficients is less work than the whole transform.
+  Places may repeat, and are added.
+
+  Args:
+    indices: int32 `[chunks, m]`, places within a chunk.
+    values: `[chunks, m]`.
+    grid: the cut, not `whole`.
+    basis: the transform of one side of a chunk.
+
+  Returns:
+    `[*grid.shape]` in the dtype of `values`.
+  """
+  batch, (rows, row_length), (cols, col_length) = _matrix_view(grid)
+  col_basis = jnp.asarray(basis(col_length), values.dtype)
+  row_basis = jnp.asarray(basis(row_length), values.dtype)
+  x = jnp.einsum(
+      'cmi,cmj->cij',
+      values[..., None] * row_basis[indices % row_length],
+      col_basis[indices // row_length],
+      precision=jax.lax.Precision.HIGHEST,
+  )
+  x = x.reshape(batch, rows, cols, row_length, col_length)
+  x = x.transpose(0, 1, 3, 2, 4)
+  x = x.reshape([n * l for n, l in zip(grid.counts, grid.lengths)])
+  return _trim_blocks(x, grid) if any(grid.padding) else x
+
+
+def split_pieces(x: jax.Array, grid: ChunkGrid, count: int) -> jax.Array:
+  """`[*grid.shape]` as `[count, *piece.shape]`, for `count, piece = pieces`."""
+  if any(grid.padding):
+    x = _pad_blocks(x, grid)
+  if count == 1:
+    return x[None]  # which may be a scalar
+  return x.reshape(count, x.shape[0] // count, *x.shape[1:])
+
+
+def join_pieces(x: jax.Array, grid: ChunkGrid) -> jax.Array:
+  """Undoes `split_pieces`."""
+  x = x[0] if len(x) == 1 else x.reshape(-1, *x.shape[2:])
+  return _trim_blocks(x, grid) if any(grid.padding) else x
 
 
 def clear_padding(c: jax.Array, grid: ChunkGrid, basis: Basis) -> jax.Array:

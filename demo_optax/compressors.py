@@ -6,12 +6,13 @@ same for all compressors and stand in `demo`.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from demo_optax import chunks, selection, wire
+from demo_optax import chunks, paths, selection, wire
 from demo_optax.value_codes import VALUES
 
 
@@ -38,6 +39,12 @@ class LeafPlan:
         self, grid=dataclasses.replace(self.grid, blocks=blocks)
     )
 
+  def stacked(self, count: int) -> 'LeafPlan':
+    """The plan of so many such leaves, stacked if there are several."""
+    if count == 1:
+      return self
+    return dataclasses.replace(self, grid=self.grid.stacked(count))
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Compressor:
@@ -50,6 +57,8 @@ class Compressor:
     to_coefficients: `([*shape], plan) -> [*plan.grid.coefficients_shape]`,
       linear and orthonormal (up to padding).
     from_coefficients: undoes it.
+    from_selected: `(int32[workers, chunks, k], [workers, chunks, k], plan)`,
+      the array whose coefficients are the sum of those selected.
     clear_padding: removes from coefficients what they put into the padding.
     select: `([chunks, n], plan) -> int32[chunks, k]`, ascending places.
   """
@@ -58,6 +67,7 @@ class Compressor:
   plan: Callable[[tuple[int, ...], jnp.dtype], LeafPlan]
   to_coefficients: Callable[[jax.Array, LeafPlan], jax.Array]
   from_coefficients: Callable[[jax.Array, LeafPlan], jax.Array]
+  from_selected: Callable[[jax.Array, jax.Array, LeafPlan], jax.Array]
   clear_padding: Callable[[jax.Array, LeafPlan], jax.Array]
   select: Callable[[jax.Array, LeafPlan], jax.Array]
 
@@ -194,11 +204,27 @@ def dct_topk(
       from_coefficients=lambda c, plan: chunks.from_coefficients(
           c, plan.grid, chunks.dct_basis
       ),
+      from_selected=functools.partial(_from_selected, chunks.dct_basis),
       clear_padding=lambda c, plan: chunks.clear_padding(
           c, plan.grid, chunks.dct_basis
       ),
       select=lambda c, plan: selection.top_k(c, plan.format.k),
   )
+
+
+def _from_selected(
+    basis: chunks.Basis, indices: jax.Array, values: jax.Array, plan: LeafPlan
+) -> jax.Array:
+  workers, _, k = indices.shape
+  sides = (1, *plan.grid.lengths)[-2:]
+  if not plan.grid.whole and paths.transform_selected(workers, k, *sides):
+    return functools.reduce(jnp.add, [
+        chunks.from_selected(i, v, plan.grid, basis)
+        for i, v in zip(indices, values)
+    ])
+  c = selection.add_up(indices, values, plan.format.n)
+  c = c.reshape(plan.grid.coefficients_shape)
+  return chunks.from_coefficients(c, plan.grid, basis)
 
 
 def _check_positive(name: str, value: int) -> None:

@@ -3,12 +3,13 @@ r"""DeMo: decoupled momentum, from a worker's gradient to the update.
 The way of the data, each arrow a named call in `_exchange`:
 
     gradient --to_coefficients--> + decay * momentum --select--> selection
-      --encode--> payload --gather--> payloads --decode, merge--> coefficients
-      --from_coefficients--> update
+      --encode--> payload --gather--> payloads --decode--> selections
+      --weigh, from_selected--> update
 
 and what stays behind: momentum less what the others read in the own payload.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,10 +20,22 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from demo_optax import compressors, modules, selection, trees, wire
+from demo_optax import (
+  chunks,
+  compressors,
+  modules,
+  paths,
+  selection,
+  trees,
+  wire,
+)
 from demo_optax.compressors import Compressor, LeafPlan
 from demo_optax.specs import Path, Placement
 from demo_optax.workers import Workers
+
+# A worker is left out if an element of its gradient is more than this share of
+# the largest number. Sums of a chunk over all steps then stay finite.
+LARGEST_GRADIENT = 1e-12
 
 
 class DeMoState(NamedTuple):
@@ -35,7 +48,7 @@ class DeMoState(NamedTuple):
       `[workers, *chunk counts, n]`; `optax.MaskedNode()` for leaves that are
       empty or not floating point.
     info: scalars about the last exchange. `'left_out'`: int32 `[]`, how many
-      workers were left out: their momentum was not finite, or their payload
+      workers were left out: their gradient was not finite, or their payload
       was damaged.
     pending: `()`; kept for exchanges that are applied late.
   """
@@ -50,7 +63,6 @@ class _Rule(NamedTuple):
   """The numbers of the update rule."""
 
   decay: chex.Numeric
-  gradient_weight: chex.Numeric
   alpha: chex.Numeric
   average: selection.Average
 
@@ -85,46 +97,197 @@ def _exchange(
     rule: _Rule,
     gradients: Sequence[jax.Array],
     momentum: Sequence[jax.Array],
+    weight: chex.Numeric,
 ) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
   """One worker's step: `(updates, momentum, left_out)`, all of one worker.
 
   If a worker is several devices it is the step of one of them.
   """
-  plans = [leaf.on_device(workers) for leaf in leaves]
+  groups = _alike(leaves, gradients)
+  plans = [
+      leaves[group[0]].on_device(workers).stacked(len(group))
+      for group in groups
+  ]
+  gradients, momentum = _stack(gradients, groups), _stack(momentum, groups)
   payload = wire.Payload(
       [(plan.format, plan.grid.num_chunks) for plan in plans],
-      [leaf.placement.axes for leaf in leaves],
+      [leaves[group[0]].placement.axes for group in groups],
   )
 
-  held = []  # per leaf [chunks, n]
-  for gradient, kept, plan in zip(gradients, momentum, plans):
-    c = compressor.to_coefficients(gradient.astype(kept.dtype), plan)
-    c = selection.product(rule.gradient_weight, c)
-    c = selection.product(rule.decay, kept) + c
-    held.append(c.reshape(plan.grid.num_chunks, plan.grid.chunk_size))
-  finite = [jnp.all(jnp.isfinite(c)) for c in held]
-  present = workers.agree(functools.reduce(jnp.logical_and, finite))
-
-  indices = [compressor.select(c, plan) for c, plan in zip(held, plans)]
-  values = [selection.take(c, i) for c, i in zip(held, indices)]
+  present = workers.agree(_is_moderate(gradients, momentum, weight))
+  held, indices, values = zip(*(
+      _accumulate(compressor, rule, plan, gradient, kept, weight, present)
+      for plan, gradient, kept in zip(plans, gradients, momentum)
+  ))
   parts, sent = payload.encode(list(zip(indices, values)), present)
 
   kept_momentum = []
-  for c, i, v, plan, old in zip(held, indices, sent, plans, momentum):
+  for c, i, v, plan in zip(held, indices, sent, plans):
+    v = jnp.where(present, v, jnp.zeros_like(v))
     c = selection.subtract(c, i, selection.product(rule.alpha, v))
-    c = compressor.clear_padding(c.reshape(old.shape), plan)
-    kept_momentum.append(jnp.where(present, c, old))
+    c = c.reshape(plan.grid.coefficients_shape)
+    if any(plan.grid.padding):
+      c = jnp.where(present, compressor.clear_padding(c, plan), c)
+    kept_momentum.append(c)
 
   received = workers.gather(parts)  # per part uint8 [workers, bytes]
 
   selections, senders, all_present = payload.decode(received)
-  updates = []
-  for (i, v), taking_part, plan in zip(selections, senders, plans):
-    c = selection.merge(i, v, taking_part, plan.format.n, rule.average)
-    c = c.reshape(plan.grid.coefficients_shape)
-    updates.append(compressor.from_coefficients(c, plan))
+  updates = [
+      _update(compressor, rule, plan, i, v, taking_part)
+      for plan, (i, v), taking_part in zip(plans, selections, senders)
+  ]
   left_out = jnp.sum(~all_present, dtype=jnp.int32)
-  return updates, kept_momentum, left_out
+  return _unstack(updates, groups), _unstack(kept_momentum, groups), left_out
+
+
+def _alike(
+    leaves: Sequence[_Leaf], gradients: Sequence[jax.Array]
+) -> list[list[int]]:
+  """Numbers of leaves: of small ones that are alike together, others alone."""
+  groups: dict[Any, list[int]] = {}
+  for number, (leaf, gradient) in enumerate(zip(leaves, gradients)):
+    small = paths.is_small(gradient.size)
+    kind = (leaf, gradient.shape, gradient.dtype) if small else number
+    groups.setdefault(kind, []).append(number)
+  return list(groups.values())
+
+
+def _stack(
+    arrays: Sequence[jax.Array], groups: list[list[int]]
+) -> list[jax.Array]:
+  """Per group `[members, ...]`; the array itself where it is the only one."""
+  return [
+      jnp.stack([arrays[i] for i in group]) if len(group) > 1
+      else arrays[group[0]]
+      for group in groups
+  ]
+
+
+def _unstack(
+    arrays: Sequence[jax.Array], groups: list[list[int]]
+) -> list[jax.Array]:
+  """Undoes `_stack`."""
+  found: dict[int, jax.Array] = {}
+  for array, group in zip(arrays, groups):
+    found.update(zip(group, array if len(group) > 1 else [array]))
+  return [found[number] for number in range(len(found))]
+
+
+def _is_moderate(
+    gradients: Sequence[jax.Array],
+    momentum: Sequence[jax.Array],
+    weight: chex.Numeric,
+) -> jax.Array:
+  """Whether no momentum can overflow or take in a NaN, bool `[]`.
+
+  Told from the gradients, before momentum is touched, so that it is changed in
+  place: keeping the old one, to return to it, costs as much memory again.
+  """
+
+  def moderate(gradient: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    weighted = jnp.asarray(weight, dtype) * gradient.astype(dtype)
+    largest = LARGEST_GRADIENT * float(jnp.finfo(dtype).max)
+    return jnp.all(jnp.abs(weighted) <= largest)  # a maximum may skip NaNs
+
+  return functools.reduce(
+      jnp.logical_and,
+      [moderate(g, m.dtype) for g, m in zip(gradients, momentum)],
+  )
+
+
+def _add(
+    compressor: Compressor,
+    rule: _Rule,
+    plan: LeafPlan,
+    gradient: jax.Array,
+    momentum: jax.Array,
+    weight: chex.Numeric,
+) -> jax.Array:
+  """Momentum with a gradient added, `[*plan.grid.coefficients_shape]`."""
+  gradient = selection.product(weight, gradient.astype(momentum.dtype))
+  c = compressor.to_coefficients(gradient, plan)
+  return selection.product(rule.decay, momentum) + c
+
+
+def _accumulate(
+    compressor: Compressor,
+    rule: _Rule,
+    plan: LeafPlan,
+    gradient: jax.Array,
+    momentum: jax.Array,
+    weight: chex.Numeric,
+    present: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Adds a leaf's gradient to its momentum, unless absent, and selects.
+
+  Returns:
+    momentum `[chunks, n]`, indices and values `[chunks, k]` of those selected.
+  """
+  count, grid = plan.grid.pieces(paths.piece_elements())
+  piece = dataclasses.replace(plan, grid=grid)
+  gradients = chunks.split_pieces(gradient, plan.grid, count)
+
+  def accumulate(
+      momentum: jax.Array, number: jax.Array
+  ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    gradient = jax.lax.dynamic_index_in_dim(gradients, number, 0, False)
+    kept = jax.lax.dynamic_index_in_dim(momentum, number, 0, False)
+
+    def add(_: jax.Array, kept: jax.Array) -> jax.Array:
+      return _add(compressor, rule, piece, gradient, kept, weight)
+
+    if paths.loop_to_keep(gradient.size):
+      c = jax.lax.fori_loop(0, present.astype(jnp.int32), add, kept)
+    else:
+      c = jnp.where(present, add(present, kept), kept)
+    momentum = jax.lax.dynamic_update_index_in_dim(momentum, c, number, 0)
+    c = c.reshape(grid.num_chunks, grid.chunk_size)
+    indices = compressor.select(c, piece)
+    return momentum, (indices, selection.take(c, indices))
+
+  momentum, selected = jax.lax.scan(
+      accumulate,
+      momentum.reshape(count, *grid.coefficients_shape),
+      jnp.arange(count, dtype=jnp.int32),
+      unroll=count == 1,
+  )
+  indices, values = (
+      x.reshape(plan.grid.num_chunks, plan.format.k) for x in selected
+  )
+  return momentum.reshape(plan.grid.num_chunks, -1), indices, values
+
+
+def _update(
+    compressor: Compressor,
+    rule: _Rule,
+    plan: LeafPlan,
+    indices: jax.Array,
+    values: jax.Array,
+    present: jax.Array,
+) -> jax.Array:
+  """A leaf's update, from what all workers sent, `[workers, chunks, k]`."""
+  count, grid = plan.grid.pieces(paths.piece_elements())
+  piece = dataclasses.replace(plan, grid=grid)
+
+  def merge(arrays: tuple[jax.Array, jax.Array]) -> jax.Array:
+    indices, values = arrays
+    values = selection.weigh(
+        indices, values, present, plan.format.n, rule.average
+    )
+    return compressor.from_selected(indices, values, piece)
+
+  def split(x: jax.Array) -> jax.Array:
+    x = x.reshape(len(x), count, grid.num_chunks, -1)
+    return x.swapaxes(0, 1)
+
+  _, pieces = jax.lax.scan(
+      lambda _, arrays: (None, merge(arrays)),
+      None,
+      (split(indices), split(values)),
+      unroll=count == 1,
+  )
+  return chunks.join_pieces(pieces, plan.grid)
 
 
 def scale_by_demo(
@@ -135,6 +298,7 @@ def scale_by_demo(
     alpha: chex.Numeric = 1.0,
     average: selection.Average = 'senders',
     ema: bool = False,
+    gradient_weight: optax.ScalarOrSchedule = 1.0,
 ) -> optax.GradientTransformation:
   r"""Exchanges the fast part of every worker's own momentum.
 
@@ -142,7 +306,7 @@ def scale_by_demo(
   chunked transform :math:`T`:
 
   .. math::
-    m_i &\leftarrow \beta m_i + g_i \\
+    m_i &\leftarrow \beta m_i + w g_i \\
     q_i &= \mathrm{top}_k(T m_i) \\
     m_i &\leftarrow m_i - \alpha\, T^{-1} q_i \\
     u   &= T^{-1}\, \mathrm{average}_i(q_i)
@@ -157,7 +321,8 @@ def scale_by_demo(
   Communication: one `all_gather` of one uint8 payload per step for the whole
   tree; `demo_optax.plan` gives its size.
 
-  A worker whose momentum would not be finite says so in its payload. All
+  A worker whose gradient is not finite, or beyond :math:`10^{-12}` of the
+  largest number so that momentum could overflow, says so in its payload. All
   workers leave it out of the average and it keeps its momentum as it was;
   `state.info['left_out']` counts. If all are left out the update is zero (and
   what follows, such as weight decay, goes on as with any update). A payload
@@ -177,8 +342,9 @@ def scale_by_demo(
     average: `'senders'` divides a coefficient by the number of workers that
       sent it (the published code); `'workers'` by the number of workers that
       were not left out.
-    ema: weight the gradient by :math:`1 - \beta`, as `optax.ema` and the second
-      version of the paper do.
+    ema: weight the gradient by :math:`1 - \beta`, too, as `optax.ema` and the
+      second version of the paper do.
+    gradient_weight: :math:`w`, a number or a schedule of the step.
 
   Returns:
     A gradient transformation. Its `update` takes stacked gradients
@@ -219,7 +385,7 @@ def scale_by_demo(
   _check_range('alpha', alpha, 0.0, 1.0)
   if average not in ('senders', 'workers'):
     raise ValueError(f"average={average!r} must be 'senders' or 'workers'.")
-  rule = _Rule(decay, 1 - decay if ema else 1.0, alpha, average)
+  rule = _Rule(decay, alpha, average)
 
   def init_fn(params: chex.ArrayTree) -> DeMoState:
     def zeros(path: Path, param: jax.Array) -> jax.Array:
@@ -242,14 +408,16 @@ def scale_by_demo(
   @functools.partial(jax.jit, static_argnums=0)
   def exchange(
       leaves: tuple[_Leaf, ...],
+      weight: chex.Numeric,
       gradients: list[jax.Array],
       momentum: list[jax.Array],
   ) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
     return workers.run(
-        lambda g, m: _exchange(compressor, workers, leaves, rule, g, m),
+        functools.partial(_exchange, compressor, workers, leaves, rule),
         gradients,
         momentum,
         [leaf.placement for leaf in leaves],
+        weight,
     )
 
   def update_fn(
@@ -271,8 +439,12 @@ def scale_by_demo(
             _plan_leaf(leaf.path, leaf.shape, dtype, compressor, workers)
         )
         _check_momentum(leaf, planned[-1].plan, compressor, workers)
+      weight = gradient_weight
+      if callable(weight):
+        weight = weight(state.count)
       merged, kept, left_out = exchange(
           tuple(planned),
+          (1 - decay) * weight if ema else weight,
           [leaf.gradient for leaf in sent],
           [leaf.momentum for leaf in sent],
       )
@@ -309,8 +481,8 @@ def demo(
     x   &\leftarrow x - \eta_t \lambda x
            - \eta_t\, \mathrm{sign}(T^{-1}\, \mathrm{average}_i(q_i))
 
-  It is this chain: scale by :math:`\eta_t` in the momentum's precision,
-  `scale_by_demo`, `optax.scale_by_sign`, `optax.add_decayed_weights`,
+  It is this chain: `scale_by_demo` with :math:`\eta_t` as the gradients'
+  weight, `optax.scale_by_sign`, `optax.add_decayed_weights`,
   `optax.scale_by_learning_rate`; masked to the leaves that take part. If every
   worker is left out of a step, the parameters stay as they are, weight decay
   included.
@@ -356,9 +528,19 @@ def demo(
   _check_range('weight_decay', weight_decay, 0.0, float('inf'))
   chain = optax.chain(
       _in_momentum_dtype(),
-      optax.scale_by_learning_rate(learning_rate, flip_sign=False),
+      # The exchange weights gradients piece by piece: a tree of weighted ones
+      # takes as much memory again. What is left of the link is its state.
+      optax.scale_by_learning_rate(
+          (lambda step: 1.0) if callable(learning_rate) else 1.0,
+          flip_sign=False,
+      ),
       scale_by_demo(
-          compressor, decay, workers=workers, alpha=alpha, average=average
+          compressor,
+          decay,
+          workers=workers,
+          alpha=alpha,
+          average=average,
+          gradient_weight=learning_rate,
       ),
       optax.scale_by_sign(),
       _in_parameter_dtype(),
@@ -369,7 +551,7 @@ def demo(
 
 
 def _in_momentum_dtype() -> optax.GradientTransformation:
-  """Gradients in the momentum's dtype: lr * g underflows in float16."""
+  """Gradients, and so merged momentum, in its dtype: float16 underflows."""
 
   def update_fn(
       updates: chex.ArrayTree, params: chex.ArrayTree | None

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from demo_optax import paths
+
 Average = Literal['senders', 'workers']
 
 
@@ -33,7 +35,40 @@ def top_k(coefficients: jax.Array, k: int) -> jax.Array:
   chunks, n = coefficients.shape
   if k == n:
     return jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (chunks, n))
-  return jnp.sort(jax.lax.top_k(jnp.abs(coefficients), k)[1].astype(jnp.int32))
+  magnitudes, size = jnp.abs(coefficients), paths.group_size(n, k)
+  if size == 1:
+    places = jax.lax.top_k(magnitudes, k)[1]
+  else:
+    places = top_k_by_groups(magnitudes, k, size)
+  return jnp.sort(places.astype(jnp.int32))
+
+
+def top_k_by_groups(magnitudes: jax.Array, k: int, size: int) -> jax.Array:
+  """`lax.top_k` among the `k` groups of `size` whose maxima are largest.
+
+  The same places as those of `lax.top_k` of all, ties included: if a place of
+  those were in a group not chosen, each of the `k` chosen groups would hold a
+  larger value, or an equal one at a lower place, since groups are in order.
+
+  Args:
+    magnitudes: `[chunks, n]`, not negative.
+    k: how many, at most `n / size`.
+    size: length of a group, a power of 2 that divides `n`.
+
+  Returns:
+    int32 `[chunks, k]`.
+  """
+  chunks, n = magnitudes.shape
+  maxima = magnitudes
+  while maxima.shape[1] > n // size:  # faster in pairs than as one reduction
+    maxima = jnp.maximum(maxima[:, ::2], maxima[:, 1::2])
+  groups = jnp.sort(jax.lax.top_k(maxima, k)[1])
+  candidates = jnp.take_along_axis(
+      magnitudes.reshape(chunks, n // size, size), groups[:, :, None], axis=1
+  )
+  found = jax.lax.top_k(candidates.reshape(chunks, k * size), k)[1]
+  group = jnp.take_along_axis(groups, found // size, axis=1)
+  return group * size + found % size
 
 
 def product(weight: chex.Numeric, x: jax.Array) -> jax.Array:
@@ -72,18 +107,14 @@ def subtract(
   )
 
 
-def merge(
+def weigh(
     indices: jax.Array,
     values: jax.Array,
     present: jax.Array,
     n: int,
     average: Average,
 ) -> jax.Array:
-  """Averages the selections of all workers into dense coefficients.
-
-  Deterministic on every backend: the number of senders is counted in integers,
-  and values are added one worker after the other, each of whose indices are
-  distinct within a chunk; no place is written twice by one scatter.
+  """The share of each worker's values in the average of all.
 
   Args:
     indices: int32 `[workers, chunks, k]`.
@@ -94,13 +125,11 @@ def merge(
       sent it, `'workers'` by the number of workers present.
 
   Returns:
-    `[chunks, n]`, zero where nothing was sent.
+    `[workers, chunks, k]`, zero for absent workers.
   """
   workers, chunks, k = indices.shape
-  dense = k == n
   counted = present[:, None, None]
-
-  if average == 'workers' or dense or workers == 1:
+  if average == 'workers' or k == n or workers == 1:
     senders = jnp.sum(present, dtype=jnp.int32)
   else:
     rows = jnp.broadcast_to(_rows(indices[0]), indices.shape)
@@ -113,10 +142,28 @@ def merge(
   # other.
   inverse = 1.0 / np.maximum(np.arange(workers + 1), 1)
   weights = jnp.asarray(inverse, values.dtype)[senders]
-  values = jnp.where(counted, product(weights, values), 0)
+  return jnp.where(counted, product(weights, values), 0)
+
+
+def add_up(indices: jax.Array, values: jax.Array, n: int) -> jax.Array:
+  """Adds up what workers selected, as dense coefficients.
+
+  Deterministic on every backend: values are added one worker after the other,
+  each of whose indices are distinct within a chunk; no place is written twice
+  by one scatter.
+
+  Args:
+    indices: int32 `[workers, chunks, k]`.
+    values: `[workers, chunks, k]`.
+    n: number of coefficients in a chunk.
+
+  Returns:
+    `[chunks, n]`, zero where nothing was sent.
+  """
+  workers, chunks, k = indices.shape
 
   def add_worker(worker: jax.Array, total: jax.Array) -> jax.Array:
-    if dense:
+    if k == n:
       return total + values[worker]
     return subtract(total, indices[worker], -values[worker])
 

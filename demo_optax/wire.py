@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from demo_optax import index_codes, packing, value_codes
+from demo_optax import index_codes, packing, paths, value_codes
 
 STATUS_BYTES = 1
 
@@ -113,16 +113,23 @@ class ChunkFormat:
       the bytes; values `[workers, chunks, k]`; and bool `[workers]`, whose
       bytes are a selection with values up to `limit`.
     """
+    if paths.one_payload_at_a_time():
+      return jax.lax.map(lambda row: self._decode_one(row, chunks), data)
+    return jax.vmap(lambda row: self._decode_one(row, chunks))(data)
+
+  def _decode_one(
+      self, data: jax.Array, chunks: int
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
     split = self.value_bytes(chunks)
-    values = self.value_code.decode(data[:, :split], chunks, self.k)
-    indices = self.index_code.decode(data[:, split:], chunks)
-    ascending = jnp.all(indices[..., 1:] > indices[..., :-1], axis=(1, 2))
-    inside = (indices[..., 0] >= 0) & (indices[..., -1] < self.n)
-    sound = ascending & jnp.all(inside, axis=1)
+    (values,) = self.value_code.decode(data[None, :split], chunks, self.k)
+    (indices,) = self.index_code.decode(data[None, split:], chunks)
+    ascending = jnp.all(indices[:, 1:] > indices[:, :-1])
+    inside = (indices[:, 0] >= 0) & (indices[:, -1] < self.n)
+    sound = ascending & jnp.all(inside)
     # What scatters are promised about indices holds even of garbage.
-    first = jnp.arange(self.k, dtype=jnp.int32)[None, None]
-    indices = jnp.where(sound[:, None, None], indices, first)
-    moderate = jnp.all(jnp.abs(values) <= self.limit, axis=(1, 2))  # no NaN
+    first = jnp.arange(self.k, dtype=jnp.int32)[None]
+    indices = jnp.where(sound, indices, first)
+    moderate = jnp.all(jnp.abs(values) <= self.limit)  # no NaN
     return indices, values, sound & moderate
 
 

@@ -243,17 +243,19 @@ class Workers(abc.ABC):
       gradients: list[jax.Array],
       state: list[jax.Array],
       placements: Sequence[Placement],
+      *shared: jax.Array,
   ) -> tuple[list[jax.Array], list[jax.Array], Any]:
     """Runs one worker's `step` for all workers.
 
     Args:
-      step: `(gradients, state) -> (updates, state, info)`, everything without
-        the worker axis, and only those blocks that `local_blocks` tells.
+      step: `(gradients, state, *shared) -> (updates, state, info)`, everything
+        without the worker axis, of those blocks that `local_blocks` tells.
         Updates and info must be equal on all workers, which they are if they
         depend on nothing but what `gather` returned.
       gradients: the workers' gradients, or none.
       state: stacked arrays, one for each parameter.
       placements: where the parameters lie.
+      *shared: scalars that all workers have alike.
 
     Returns:
       Updates without a worker axis, the new stacked state, and info: a tree of
@@ -459,11 +461,12 @@ class _Simulated(_Stacked):
       gradients: list[jax.Array],
       state: list[jax.Array],
       placements: Sequence[Placement],
+      *shared: jax.Array,
   ) -> tuple[list[jax.Array], list[jax.Array], Any]:
     # out_axes=None holds because what was gathered is the same for all: merging
     # is done once, not once per worker.
     mapped = jax.vmap(
-        step,
+        lambda gradients, state: step(gradients, state, *shared),
         out_axes=(None, 0, None),
         axis_name=self.axis_name,
         axis_size=self.count,
@@ -527,12 +530,13 @@ class _OnMesh(_Stacked):
       gradients: list[jax.Array],
       state: list[jax.Array],
       placements: Sequence[Placement],
+      *shared: jax.Array,
   ) -> tuple[list[jax.Array], list[jax.Array], Any]:
     def local_step(
-        gradients: list[jax.Array], state: list[jax.Array]
+        gradients: list[jax.Array], state: list[jax.Array], *shared: jax.Array
     ) -> tuple[list[jax.Array], list[jax.Array], Any]:
       own = jax.tree.map(lambda x: x[0], (gradients, state))
-      updates, state, info = step(*own)
+      updates, state, info = step(*own, *shared)
       return updates, [x[None] for x in state], info
 
     inside = [p.spec for p in placements]
@@ -540,12 +544,12 @@ class _OnMesh(_Stacked):
     mapped = jax.shard_map(
         local_step,
         mesh=self.mesh,
-        in_specs=(stacked[: len(gradients)], stacked),
+        in_specs=(stacked[: len(gradients)], stacked, *(P() for _ in shared)),
         out_specs=(inside[: len(gradients)], stacked, P()),
     )
     gradients = [self._reshard(x, s) for x, s in zip(gradients, stacked)]
     state = [self._reshard(x, s) for x, s in zip(state, stacked)]
-    return mapped(gradients, state)
+    return mapped(gradients, state, *shared)
 
   def each(
       self,
@@ -697,9 +701,10 @@ class _OnAxis(Workers):
       gradients: list[jax.Array],
       state: list[jax.Array],
       placements: Sequence[Placement],
+      *shared: jax.Array,
   ) -> tuple[list[jax.Array], list[jax.Array], Any]:
     _ = self.count  # an error where the axis is not mapped
-    updates, state, info = step(gradients, [x[0] for x in state])
+    updates, state, info = step(gradients, [x[0] for x in state], *shared)
     return updates, [x[None] for x in state], info
 
   def gather(self, parts: Sequence[Part]) -> list[jax.Array]:

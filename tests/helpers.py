@@ -6,6 +6,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
+from demo_optax import selection
 
 MESHES = {'auto': AxisType.Auto, 'explicit': AxisType.Explicit}
 
@@ -40,6 +41,12 @@ def stacked(tree, workers):
   if workers.mesh is None:
     return tree
   return jax.device_put(tree, NamedSharding(workers.mesh, P('data')))
+
+
+def merge(indices, values, present, n, average):
+  """The average of what workers selected, dense."""
+  values = selection.weigh(indices, values, present, n, average)
+  return selection.add_up(indices, values, n)
 
 
 def random_tree(seed, shapes=None, lead=()):

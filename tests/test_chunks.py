@@ -1,5 +1,6 @@
 """Chunk rule, transform, padding."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -93,3 +94,34 @@ def test_padding_is_less_than_a_chunk():
     # Never worse than 2 %, once a dimension is long.
     if dim > 2000:
       assert grid.padding[0] <= 0.02 * dim
+
+
+@pytest.mark.parametrize('shape', [(128, 64), (97, 67), (2, 3, 16, 40)])
+def test_few_coefficients_go_back_alike(shape):
+  grid = grid_of(shape, 32)
+  rng = np.random.default_rng(0)
+  indices = rng.integers(0, grid.chunk_size, (grid.num_chunks, 5))
+  indices[:, 1] = indices[:, 0]  # another worker's
+  values = rng.normal(size=indices.shape)
+  c = np.zeros((grid.num_chunks, grid.chunk_size))
+  np.add.at(c, (np.arange(len(c))[:, None], indices), values)
+  expected = chunks.from_coefficients(
+      jnp.asarray(c.reshape(grid.coefficients_shape)), grid, chunks.dct_basis)
+  found = chunks.from_selected(
+      jnp.asarray(indices), jnp.asarray(values), grid, chunks.dct_basis)
+  np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_few_coefficients_give_the_same_bits_in_any_number_of_chunks():
+  rng = np.random.default_rng(0)
+  indices = jnp.asarray(rng.integers(0, 1024, (64, 7)), jnp.int32)
+  values = jnp.asarray(rng.normal(size=indices.shape), jnp.float32)
+
+  def back(number):
+    return jax.jit(lambda i, v: chunks.from_selected(
+        i, v, grid_of((32 * number, 32), 32), chunks.dct_basis))(
+            indices[:number], values[:number])
+
+  everything = np.asarray(back(64))
+  for number in (1, 2, 3, 33):
+    np.testing.assert_array_equal(back(number), everything[: 32 * number])

@@ -270,18 +270,24 @@ def test_conservation_at_the_ends_of_the_range(values, alpha):
   state, update = tx.init(params), jax.jit(tx.update)
   before = np.zeros((6, 16, 16))
   spike = np.zeros((16, 16))
-  spike[3, 5] = 1e38  # its coefficients are finite, the sum of 256 is not
+  spike[3, 5] = 8e37  # its coefficients are finite, the sum of 256 is not
   for _ in range(4):
     noise = rng.normal(size=(3, 16, 16))
     gradient = np.stack([0 * spike, spike, 1e-42 * noise[0], noise[1],
                          noise[2] * 10.0 ** rng.integers(-44, 30, (16, 16)),
                          np.eye(16) * 1.2e-38])
-    gradient = jnp.asarray(gradient.reshape(1, -1, 16), jnp.float32)
-    sent, state = update(gradient, state, params)
+    # Of what is larger than gradients may be, twice as much is there already.
+    extreme = np.abs(gradient) > 1e25
+    before = jnp.asarray(
+        before + np.where(extreme, 2 * gradient, 0), jnp.float32)
+    state = demo_optax.with_momentum(
+        state, before.reshape(1, -1, 16), compressor, workers)
+    gradient = jnp.asarray(np.where(extreme, 0, gradient), jnp.float32)
+    sent, state = update(gradient.reshape(1, -1, 16), state, params)
     kept = demo_optax.momentum(state, params, compressor, workers)
-    sent, kept, gradient = (
+    sent, kept, gradient, before = (
         np.asarray(x, np.float64).reshape(6, 16, 16)
-        for x in (sent, kept, gradient))
+        for x in (sent, kept, gradient, before))
     had = 0.5 * before + gradient
     scale = np.abs(had).max((1, 2), keepdims=True)
     assert int(state.info['left_out']) == 0
@@ -318,6 +324,21 @@ def test_one_worker_is_no_special_case():
   update, state = tx.update(gradient, tx.init(params), params)
   assert np.count_nonzero(state.momentum) == 255
   assert np.linalg.matrix_rank(np.asarray(update)) == 1
+
+
+def test_a_gradient_that_could_overflow_the_momentum_is_left_out():
+  """Up to a 1e-12th of the largest number, and not beyond."""
+  workers = demo_optax.Workers.simulated(2)
+  tx = demo_optax.scale_by_demo(
+      demo_optax.dct_topk(16, 1), 0.9, workers=workers)
+  params = jnp.zeros((16, 16))
+  for largest, left_out in (3.4e26, 0), (3.5e26, 1):
+    gradient = np.ones((2, 16, 16), np.float32)
+    gradient[1, 2, 3] = largest
+    _, state = tx.update(jnp.asarray(gradient), tx.init(params), params)
+    assert int(state.info['left_out']) == left_out
+    assert np.all(np.isfinite(state.momentum))
+    assert bool(np.any(state.momentum[1])) == (not left_out)
 
 
 # Workers that are left out ----------------------------------------------------

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.core
 PACKAGE = pathlib.Path(demo_optax.__file__).parent
 
 # A module may import those before it, and no other.
-ORDER = ['chunks', 'selection', 'packing', 'index_codes', 'value_codes', 'wire',
+ORDER = ['paths', 'chunks', 'selection', 'packing', 'index_codes', 'value_codes', 'wire',
          'compressors', 'specs', 'workers', 'modules', 'trees', 'gradients',
          'demo', 'inspection', 'elastic', 'replicas', 'checkpoint', 'accounting',
          'hlo', '__main__']

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import merge
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -59,7 +60,7 @@ def test_merge(workers, n, k, average):
       count[c, indices[w, c]] += 1
   if average == 'workers':
     count[:] = present.sum()
-  merged = jax.jit(selection.merge, static_argnums=(3, 4))(
+  merged = jax.jit(merge, static_argnums=(3, 4))(
       indices, values, present, n, average)
   np.testing.assert_allclose(merged, total / np.maximum(count, 1), atol=1e-6)
 
@@ -67,7 +68,7 @@ def test_merge(workers, n, k, average):
 def test_merge_of_nobody_is_zero():
   indices = np.zeros((2, 3, 1), np.int32)
   values = np.full((2, 3, 1), np.inf, np.float32)
-  merged = selection.merge(
+  merged = merge(
       jnp.asarray(indices), jnp.asarray(values), jnp.zeros(2, bool), 4,
       'senders')
   assert not np.any(merged)

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import merge
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from demo_optax import chunks, selection, value_codes, wire
+from demo_optax import chunks, value_codes, wire
 
 pytestmark = pytest.mark.core
 
@@ -124,7 +125,7 @@ def test_any_bytes_are_safe_to_read(values):
   received, present = assert_safe(values, data)
   assert 0 < present.sum() < len(present)
   for (f, _), (indices, v) in zip(mixed_layout(values).leaves, received):
-    merged = selection.merge(
+    merged = merge(
         indices, v, jnp.asarray(present), f.n, 'senders')
     assert np.all(np.isfinite(merged))
 
@@ -195,7 +196,7 @@ def test_the_largest_that_is_read_can_be_transformed(values, average):
     assert bool(jnp.all(sound))
     doubled = jnp.where(sound[:, None, None], 2 * read, 0)
     for v in (read, jnp.clip(doubled, -f.limit, f.limit)):
-      merged = selection.merge(indices, v, sound, n, average)
+      merged = merge(indices, v, sound, n, average)
       update = chunks.from_coefficients(
           merged.reshape(grid.coefficients_shape), grid, chunks.dct_basis)
       assert np.all(np.isfinite(update))

@@ -1,0 +1,72 @@
+"""Which of several ways is taken, where all give the same bits.
+
+Decided here and nowhere else, from static shapes and the backend. The reasons
+are measurements: `benchmarks/README.md`, 'A step'. Other backends than CPUs
+take the plain ways until somebody has measured them there.
+"""
+
+import jax
+
+# Coefficients that are handled at once, 1 MB in float32. What a step makes of
+# them stays in the caches, and memory is written for results alone: memory that
+# is new to a process costs ten times its copy.
+_PIECE = 2**18
+
+# Leaves that are alike and smaller than this are handled as one array. Copying
+# them together costs less than compiling and starting each one's operations.
+_SMALL = 2**16
+
+
+def piece_elements() -> int | None:
+  """Largest part of a leaf to handle at once; None: all of it.
+
+  GPUs want few large operations and have no such caches.
+  """
+  return _PIECE if _on_cpu() else None
+
+
+def is_small(elements: int) -> bool:
+  """Whether a leaf of so many elements is handled together with its like."""
+  return elements <= _SMALL
+
+
+def group_size(n: int, k: int) -> int:
+  """Length of the groups whose maxima `top_k` of `n` looks at first, or 1.
+
+  On CPUs `lax.top_k` of `n / 8` maxima and then of `8 k` candidates takes less
+  than one of all for `n = 4096, k = 8`, about as much for `k = 32`, and no less
+  from `k = 64` on.
+  """
+  return 8 if _on_cpu() and n % 8 == 0 and n >= 128 * k else 1
+
+
+def transform_selected(workers: int, k: int, rows: int, cols: int) -> bool:
+  """Whether what was selected goes back through outer products.
+
+  Those take `k * rows * cols` multiplications for each worker and a sum, and
+  the transform of the whole chunk `rows * cols * (rows + cols)` and a place
+  where to put them. On CPUs one worker's take half the time at 32 of 64 x 64
+  and a fourth at 8, and four workers' 0.8 at 8.
+  """
+  few = 2 * workers * (k + 8) <= rows + cols
+  return few and min(rows, cols) >= 16 and _on_cpu()
+
+
+def loop_to_keep(elements: int) -> bool:
+  """Whether a loop of no or one turn stands for a select of momentum.
+
+  XLA:CPU fuses a select into each of its uses: it would be computed three
+  times, and momentum copied since it is read beside where it is written. For
+  few elements that costs less than compiling the loop, and on GPUs such a loop
+  waits for the host.
+  """
+  return _on_cpu() and not is_small(elements)
+
+
+def one_payload_at_a_time() -> bool:
+  """Whether payloads are read one after the other, each within the caches."""
+  return _on_cpu()
+
+
+def _on_cpu() -> bool:
+  return jax.default_backend() == 'cpu'

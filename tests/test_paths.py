@@ -1,0 +1,119 @@
+"""Every fast way gives the bits of the plain one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_same_bits, random_tree
+
+import demo_optax
+from demo_optax import chunks, paths, selection, wire
+
+pytestmark = pytest.mark.core
+
+SHAPES = {
+    'tall': (256, 40), 'padded': (101, 67), 'kernel': (6, 3, 16, 40),
+    'a': (70,), 'b': (70,), 'c': (70,), 'gain1': (5,), 'gain2': (5,),
+    'scalar1': (), 'scalar2': (),
+}
+
+
+def take(way, monkeypatch):
+  fast = way == 'fast'
+  monkeypatch.setattr(paths, 'piece_elements', lambda: 1024 if fast else None)
+  monkeypatch.setattr(paths, 'is_small', lambda size: fast and size < 100)
+  monkeypatch.setattr(
+      paths, 'group_size', lambda n, k: 8 if fast and n % 8 == 0 else 1)
+  monkeypatch.setattr(paths, 'loop_to_keep', lambda size: fast)
+  monkeypatch.setattr(paths, 'transform_selected', lambda *_: False)
+  monkeypatch.setattr(paths, 'one_payload_at_a_time', lambda: fast)
+
+
+def run(way, monkeypatch, average, values):
+  take(way, monkeypatch)
+  compressor = demo_optax.dct_topk(16, 4, values=values)
+  tx = demo_optax.scale_by_demo(
+      compressor, 0.9, workers=demo_optax.Workers.simulated(3), alpha=0.7,
+      average=average)
+  params = random_tree(0, SHAPES)
+  state, update = tx.init(params), jax.jit(tx.update)
+  seen = []
+  for step in range(3):
+    gradients = random_tree(step, SHAPES, lead=(3,))
+    gradients['a'][0, 1] = np.inf if step == 1 else 0
+    gradients['tall'][1, 3, 3] = 1e30 if step == 2 else 0  # so large that momentum could overflow
+    updates, state = update(gradients, state, params)
+    seen.append((updates, state))
+  return seen
+
+
+@pytest.mark.parametrize('average, values', [
+    ('senders', 'float32'), ('workers', 'sign')])
+def test_steps_are_equal(monkeypatch, average, values):
+  expected = run('plain', monkeypatch, average, values)
+  assert_same_bits(run('fast', monkeypatch, average, values), expected)
+  assert [int(state.info['left_out']) for _, state in expected] == [0, 1, 1]
+
+
+def test_outer_products_round_otherwise_and_no_more(monkeypatch):
+  """What goes back is rounded otherwise; nothing that is kept or sent is."""
+  seen = []
+  for outer in (False, True):
+    with monkeypatch.context() as patch:
+      take('fast', patch)
+      patch.setattr(paths, 'transform_selected', lambda *_, outer=outer: outer)
+      compressor = demo_optax.dct_topk(16, 4)
+      tx = demo_optax.scale_by_demo(
+          compressor, 0.9, workers=demo_optax.Workers.simulated(3))
+      shapes = {'a': (32, 48), 'padded': (67, 33)}
+      state = tx.init(random_tree(0, shapes))
+      gradients = random_tree(1, shapes, lead=(3,))
+      seen.append(jax.jit(tx.update)(gradients, state))
+  assert_same_bits(seen[0][1], seen[1][1])
+  for name, update in seen[0][0].items():
+    assert np.any(np.asarray(update) != seen[1][0][name])
+    np.testing.assert_allclose(update, seen[1][0][name], atol=1e-5)
+
+
+@pytest.mark.parametrize('kind', ['ties', 'zeros', 'normal', 'infinite'])
+@pytest.mark.parametrize('n, k, size', [(64, 8, 8), (96, 3, 4), (4096, 32, 8)])
+def test_top_k_by_groups(n, k, size, kind):
+  rng = np.random.default_rng(n)
+  x = {'ties': rng.integers(0, 4, (20, n)), 'zeros': np.zeros((20, n)),
+       'normal': rng.normal(size=(20, n)),
+       'infinite': np.where(rng.random((20, n)) < 0.01, np.inf, 1)}[kind]
+  x = jnp.abs(jnp.asarray(x, jnp.float32))
+  found = jnp.sort(selection.top_k_by_groups(x, k, size))
+  expected = jnp.sort(jax.lax.top_k(x, k)[1])
+  np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize('values', ['float32', 'int8'])
+def test_payloads_are_read_alike(monkeypatch, values):
+  data = jnp.asarray(np.random.default_rng(0).integers(
+      0, 256, (3, wire.ChunkFormat(64, 5, 'float32', values).num_bytes(7))),
+      jnp.uint8)
+  read = []
+  for way in ('plain', 'fast'):
+    take(way, monkeypatch)
+    f = wire.ChunkFormat(64, 5, 'float32', values)
+    read.append(f.decode(data, 7))
+  assert_same_bits(*read)
+
+
+@pytest.mark.parametrize('shape', [(256, 40), (101, 67), (6, 3, 16, 40), (9,)])
+@pytest.mark.parametrize('limit', [1, 1024, None])
+def test_pieces_and_back(shape, limit):
+  grid = chunks.chunk_grid(shape, 16)
+  count, piece = grid.pieces(limit)
+  assert count * piece.num_chunks == grid.num_chunks
+  assert not any(piece.padding)
+  x = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
+  pieces = chunks.split_pieces(x, grid, count)
+  assert pieces.shape == (count, *piece.shape)
+  c = jnp.concatenate([
+      chunks.to_coefficients(p, piece, chunks.dct_basis).reshape(
+          piece.num_chunks, -1) for p in pieces])
+  whole = chunks.to_coefficients(x, grid, chunks.dct_basis)
+  assert_same_bits(c, whole.reshape(c.shape))
+  assert_same_bits(chunks.join_pieces(pieces, grid), x)
