@@ -23,6 +23,7 @@ from flax import nnx
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / 'examples'))
 
+import methods
 import picture
 import text
 import train_lm
@@ -46,10 +47,10 @@ class Run:
     self.corpus, self.config = text.load(None), GPTConfig()
     self.valid = text.windows(self.corpus.valid, 64, self.config.context)
     self.workers = train_lm.make_workers(workers)
-    self.compressor = train_lm.make_compressor(self.args)
+    self.compressor = methods.make_compressor(self.args)
     self.model = GPT(self.config, nnx.Rngs(seed))
     self.optimizer = nnx.Optimizer(
-        self.model, train_lm.make_optimizer(self.args, self.workers),
+        self.model, methods.make_optimizer(self.args, self.workers),
         wrt=nnx.Param,
     )
     self.step_fn = train_lm.make_train_step(self.workers, 1)

@@ -20,6 +20,7 @@ from flax import nnx
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / 'examples'))
 
+import methods
 import text
 import train_lm
 from gpt import GPT, GPTConfig
@@ -39,14 +40,14 @@ def runs_of(method: str, rate: float, seeds: list[int], extra: list[str]):
   args = train_lm.parse_args([*METHODS[method], '--lr', str(rate), *extra])
   corpus, config = text.load(args.data), GPTConfig()
   workers = train_lm.make_workers(args.workers)
-  tx = train_lm.make_optimizer(args, workers)
+  tx = methods.make_optimizer(args, workers)
   step_fn = train_lm.make_train_step(workers, args.microbatches)
   valid = text.windows(corpus.valid, 64, config.context)
   for seed in seeds:
     model = GPT(config, nnx.Rngs(seed))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     train_lm.place(model, optimizer, workers)
-    cost = train_lm.count_bytes(args, nnx.state(model, nnx.Param), workers)
+    cost = methods.count_bytes(args, nnx.state(model, nnx.Param), workers)
     for step in range(args.steps):
       tokens = text.batch(
           corpus.train, seed, step, args.batch, config.context

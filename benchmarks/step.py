@@ -20,7 +20,6 @@ import itertools
 import json
 import pathlib
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -83,7 +82,9 @@ def payloads(params: Any, compressor: Any, count: int) -> jax.Array:
       within = jax.random.randint(keys[0], (chunks, f.k), 0, step)
       values = jax.random.normal(keys[1], (chunks, f.k), f.dtype)
       selections.append((first * step + within, values))
-    return wire.Layout(leaves).encode(selections, jnp.array(True))[0]
+    layout = wire.Layout(leaves, wire.ENERGIES)
+    data, _ = layout.encode(selections)
+    return layout.seal(data, jnp.array(True), jnp.zeros(wire.ENERGIES))
 
   return jax.jit(lambda keys: jax.lax.map(payload, keys))(
       jax.random.split(jax.random.key(1), count)
@@ -158,9 +159,10 @@ class Published:
     spec = importlib.util.spec_from_file_location('published', path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    torch.distributed.init_process_group(
-        'gloo', store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
+    if not torch.distributed.is_initialized():
+      torch.distributed.init_process_group(
+          'gloo', store=torch.distributed.HashStore(), rank=0, world_size=1
+      )
     torch.manual_seed(0)
     tensors = [torch.randn(shape) * 0.02 for shape in shapes.values()]
     self.params = [torch.nn.Parameter(x) for x in tensors]
@@ -212,7 +214,10 @@ def print_peak(tree: str, name: str, reference: pathlib.Path | None) -> None:
   row = make(tree, name, reference)
   for _ in range(2):
     row.run()
-  print(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+  # Not getrusage: a new process inherits the peak of the one that started it.
+  status = pathlib.Path('/proc/self/status').read_text()
+  kilobytes = status.split('VmHWM:')[1].split()[0]
+  print(1024 * int(kilobytes))
 
 
 def table(found: dict[str, dict[str, Any]], bases: list[str]) -> None:

@@ -6,7 +6,9 @@ of a percent, of its gradient's bytes, by swapping one line of an optax chain.
 The modules in the order of the data's way:
 
     gradients    each worker's own gradient        (modules: Flax NNX modules)
-    demo         from gradients to the update: the main path
+    demo         DeMo as optax transformations, around
+    exchange     one worker's step, from gradient to update: the main path
+    partitioning several optimizers, and one exchange
     compressors  what a worker sends of its momentum, made of
       paths        which of several equal ways is the fastest
       chunks       cutting arrays into chunks; the transform
@@ -26,7 +28,17 @@ The modules in the order of the data's way:
 """
 
 from demo_optax.accounting import Plan, plan
-from demo_optax.compressors import Compressor, dct_topk
+from demo_optax.compressors import (
+  Compressor,
+  dct_topk,
+  full,
+  hadamard_topk,
+  identity_topk,
+  random_orthogonal_topk,
+  random_subset,
+  slicing,
+  striding,
+)
 from demo_optax.demo import DeMoState, demo, scale_by_demo
 from demo_optax.elastic import resize_workers
 from demo_optax.gradients import (
@@ -36,8 +48,14 @@ from demo_optax.gradients import (
   value_and_grad,
 )
 from demo_optax.hlo import Collective, collectives
-from demo_optax.inspection import momentum, state_specs, with_momentum
+from demo_optax.inspection import (
+  exchange_info,
+  momentum,
+  state_specs,
+  with_momentum,
+)
 from demo_optax.modules import param_specs
+from demo_optax.partitioning import partition
 from demo_optax.replicas import Difference, check_replicas
 from demo_optax.workers import Workers
 
@@ -55,14 +73,23 @@ __all__ = [
   'collectives',
   'dct_topk',
   'demo',
+  'exchange_info',
+  'full',
+  'hadamard_topk',
+  'identity_topk',
   'mean_over_workers',
   'momentum',
   'param_specs',
+  'partition',
   'per_worker',
   'plan',
+  'random_orthogonal_topk',
+  'random_subset',
   'resize_workers',
   'scale_by_demo',
+  'slicing',
   'state_specs',
+  'striding',
   'value_and_grad',
   'with_momentum',
 ]

@@ -10,7 +10,7 @@ import chex
 import jax
 import numpy as np
 
-from demo_optax import trees, wire
+from demo_optax import compressors, trees, wire
 from demo_optax.compressors import Compressor, LeafPlan
 from demo_optax.specs import ParamSpecs, Path
 from demo_optax.workers import Workers
@@ -29,10 +29,12 @@ class LeafBytes:
     topk: coefficients sent per chunk.
     values: how values are written, as in `dct_topk`.
     index_code: how indices are written: `'fixed'`, `'bitmap'`, `'elias-fano'`,
-      or `'none'` if everything is sent.
+      `'none'` if everything is sent, or `'shared'` if all workers send the same
+      places, or the dense gradient, whose mean is taken by an all-reduce.
     index_bits: bits per index, a fraction; 0 if everything is sent.
     whole: whether it is sent as it is, without a transform.
-    sent_bytes: bytes in a worker's payload, all its blocks together.
+    sent_bytes: bytes in a worker's payload, or in what is all-reduced, all its
+      blocks together.
     blocks: blocks it is sharded into inside a worker, along each dimension.
     axes: the mesh axes that it is sharded over.
     as_unsharded: whether its chunks are those of an unsharded worker.
@@ -53,9 +55,16 @@ class LeafBytes:
   axes: tuple[str, ...]
   as_unsharded: bool
 
-  def max_workers(self, itemsize: int = 4) -> int:
+  @property
+  def everything(self) -> bool:
+    """Whether nothing of a chunk stays behind."""
+    return self.topk == math.prod(self.chunk)
+
+  def max_workers(self, itemsize: int = 4) -> float:
     """The most workers with which less is received than by an all-reduce."""
-    return _max_workers(self.size, itemsize, self.sent_bytes)
+    if self.index_code == 'shared':
+      return _max_workers(self.size * itemsize, 0, self.sent_bytes)
+    return _max_workers(self.size * itemsize, self.sent_bytes, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +75,9 @@ class Plan:
     leaves: per leaf that takes part, what it costs.
     num_workers: number of workers.
     num_devices: number of devices of a worker.
-    sent_bytes: size of a worker's payload, from all its devices.
+    payload_bytes: size of a worker's payload, from all its devices, which all
+      others receive.
+    summed_bytes: size of what is all-reduced beside it, from all its devices.
     device_bytes: bytes that one device receives in a step, and sends by the
       ring algorithm, by the mesh axes that they cross: first the worker axis,
       then, if a worker is several devices, those inside it, over which parts
@@ -76,18 +87,25 @@ class Plan:
   leaves: tuple[LeafBytes, ...]
   num_workers: int
   num_devices: int
-  sent_bytes: int
+  payload_bytes: int
+  summed_bytes: int
   device_bytes: dict[tuple[str, ...], int]
 
   @property
+  def sent_bytes(self) -> int:
+    """Bytes that a worker sends: its payload, and its part of the sums."""
+    return self.payload_bytes + _ring(self.summed_bytes, self.num_workers)
+
+  @property
   def received_bytes(self) -> int:
-    """Bytes that a worker receives: the payloads of all others."""
-    return (self.num_workers - 1) * self.sent_bytes
+    """Bytes that a worker receives: all other payloads, and the sums."""
+    payloads = (self.num_workers - 1) * self.payload_bytes
+    return payloads + _ring(self.summed_bytes, self.num_workers)
 
   @property
   def device_sent_bytes(self) -> int:
     """Size of the part of a payload that comes from one device."""
-    return self.sent_bytes // self.num_devices
+    return self.payload_bytes // self.num_devices
 
   @property
   def size(self) -> int:
@@ -106,7 +124,7 @@ class Plan:
     share = 2 * (self.num_workers - 1) / self.num_workers
     return share * self.size * itemsize
 
-  def max_workers(self, itemsize: int = 4) -> int:
+  def max_workers(self, itemsize: int = 4) -> float:
     """The most workers with which less is received than by an all-reduce.
 
     An all-gather receives `N - 1` payloads; a ring all-reduce receives
@@ -116,11 +134,13 @@ class Plan:
       itemsize: bytes per element of the all-reduced gradient.
 
     Returns:
-      The largest such `N`; 1 if there is none, 0 if nothing takes part.
+      The largest such `N`; 1 if there is none, 0 if nothing takes part,
+      infinity if nothing is gathered and less is all-reduced.
     """
     if not self.leaves:
       return 0
-    return _max_workers(self.size, itemsize, self.sent_bytes)
+    dense = self.size * itemsize
+    return _max_workers(dense, self.payload_bytes, self.summed_bytes)
 
   def __str__(self) -> str:
     return f'{self.table()}\n\n{self.totals()}'
@@ -143,12 +163,12 @@ class Plan:
           _times(leaf.shape) or 'scalar',
           f'{leaf.num_chunks}',
           'whole' if leaf.whole else _times(leaf.chunk),
-          'all' if leaf.index_code == 'none' else f'{leaf.topk}',
+          'all' if leaf.everything else f'{leaf.topk}',
           '-' if leaf.index_code == 'none' else leaf.index_code,
           f'{leaf.index_bits:.2f}' if leaf.index_bits else '-',
           leaf.values,
           _bytes(leaf.sent_bytes) + (' each' if more else ''),
-          f'{leaf.max_workers(4)}/{leaf.max_workers(2)}',
+          _any_of(leaf.max_workers(4), leaf.max_workers(2)),
       )
       mark = '' if leaf.as_unsharded else '*'
       blocks = _times(leaf.blocks) + mark if leaf.axes else '-'
@@ -183,21 +203,26 @@ class Plan:
       yield f'A worker is {self.num_devices} devices. Per device and step:'
       for axes, moved in self.device_bytes.items():
         yield f'  over {", ".join(axes):<15} receives {_bytes(moved):>10}'
+    most = _any_of(self.max_workers(4), self.max_workers(2))
     yield (
-        f'Pays to {self.max_workers(4)}/{self.max_workers(2)} workers: up to'
-        ' there less is received than by an all-reduce of float32/bfloat16.'
+        f'Pays to {most} workers: up to there less is received than by an'
+        ' all-reduce of float32/bfloat16.'
     )
 
 
 def plan(
-    params: chex.ArrayTree, compressor: Compressor, workers: Workers | int
+    params: chex.ArrayTree,
+    compressor: compressors.CompressorTree,
+    workers: Workers | int,
 ) -> Plan:
   """What an exchange will send, before anything is run.
 
   A payload is, over the kinds of chunks, the values and the indices, packed
-  across chunks, plus one status byte; `dct_topk` has the bits of each. If a
-  worker is several devices, each sends what it alone has, and its share of what
-  several have.
+  across chunks, plus 13 bytes: a status and what `DeMoState.info` is made of;
+  `dct_topk` has the bits of each. Values at places that all workers share, and
+  dense gradients, are all-reduced (by a ring, as all-reduces are counted here)
+  with as much beside them. If a worker is several devices, each sends what it
+  alone has, and its share of what several have.
 
   A sharded leaf is cut into chunks block by block. Its chunks are those of an
   unsharded worker, and the results the same to the bit, if along its last two
@@ -207,7 +232,9 @@ def plan(
 
   Args:
     params: parameters, or their shapes (`jax.ShapeDtypeStruct`).
-    compressor: what is sent.
+    compressor: what is sent; or, for `demo_optax.partition`, a tree of them
+      like the parameters (one in place of a subtree holds for all of it), with
+      `None` where gradients are averaged as they are.
     workers: who takes part, or how many.
 
   Returns:
@@ -222,8 +249,8 @@ def plan(
     >>> import demo_optax, jax, jax.numpy as jnp
     >>> params = {'w': jax.ShapeDtypeStruct((1024, 4096), jnp.float32)}
     >>> plan = demo_optax.plan(params, demo_optax.dct_topk(topk=8), workers=16)
-    >>> plan.sent_bytes  # 1024 chunks * (8 * 4 bytes + 87 bits), and the status
-    43905
+    >>> plan.sent_bytes  # 1024 chunks * (8 * 4 bytes + 87 bits), and 13 bytes
+    43917
     >>> plan.max_workers()
     764
 
@@ -241,20 +268,32 @@ def plan(
   if num_workers < 1:
     raise ValueError(f'workers={num_workers} must be at least 1.')
   leaves, formats = [], []
-  for path, x in jax.tree_util.tree_flatten_with_path(params)[0]:
+  averaged = 0
+  flat = jax.tree_util.tree_flatten_with_path(params)[0]
+  for (path, x), code in zip(flat, compressors.per_leaf(compressor, params)):
     if not trees.is_exchanged(x):
       continue
-    leaf, block = _leaf_bytes(path, x, compressor, specs)
+    if code is None:
+      leaves.append(_averaged(path, x, specs))
+      averaged += leaves[-1].sent_bytes
+      continue
+    leaf, block = _leaf_bytes(path, x, code, specs)
     leaves.append(leaf)
-    formats.append((block.format, block.grid.num_chunks))
-  moved: dict[tuple[str, ...], int] = {(axis,): 0}
-  sent = 0
-  if leaves:
-    payload = wire.Payload(formats, [leaf.axes for leaf in leaves])
-    sent, inside = _device_bytes(payload, specs, num_workers)
-    moved = {(axis,): (num_workers - 1) * sent, **inside}
+    formats.append((block.format, block.grid.num_chunks, leaf.axes))
+  payload = wire.Payload(
+      [(f, num_chunks) for f, num_chunks, _ in formats],
+      [axes for _, _, axes in formats],
+  )
+  own, summed, inside = _device_bytes(payload, specs, num_workers)
+  summed += -(-averaged // specs.devices)
+  across = (num_workers - 1) * own + _ring(summed, num_workers)
   return Plan(
-      tuple(leaves), num_workers, specs.devices, sent * specs.devices, moved
+      tuple(leaves),
+      num_workers,
+      specs.devices,
+      own * specs.devices,
+      summed * specs.devices,
+      {(axis,): across, **inside},
   )
 
 
@@ -275,16 +314,17 @@ def _leaf_bytes(
       and not leaf.grid.whole
       and not alone.grid.whole
   )
+  code = leaf.format.index_code
   leaf_bytes = LeafBytes(
       name=trees.leaf_name(path),
       shape=shape,
       size=math.prod(shape),
       num_chunks=leaf.grid.num_chunks,
-      chunk=leaf.grid.lengths[-2:],
+      chunk=leaf.grid.lengths if leaf.grid.whole else leaf.grid.lengths[-2:],
       topk=leaf.format.k,
       values=leaf.format.values,
-      index_code=leaf.format.index_code.name,
-      index_bits=leaf.format.index_code.bits / leaf.format.k,
+      index_code='shared' if leaf.format.shared else code.name,
+      index_bits=code.bits / leaf.format.k,
       whole=leaf.grid.whole,
       sent_bytes=block.num_bytes * math.prod(placement.blocks),
       blocks=placement.blocks,
@@ -294,29 +334,78 @@ def _leaf_bytes(
   return leaf_bytes, block
 
 
+def _averaged(path: Path, x: Any, specs: ParamSpecs) -> LeafBytes:
+  """What a leaf costs whose gradients are averaged as they are."""
+  shape, placement = np.shape(x), specs.place(path, np.shape(x))
+  wide = trees.momentum_dtype(path, x)
+  size = math.prod(shape)
+  return LeafBytes(
+      name=trees.leaf_name(path),
+      shape=shape,
+      size=size,
+      num_chunks=1,
+      chunk=shape,
+      topk=size,
+      values='averaged',
+      index_code='shared',
+      index_bits=0.0,
+      whole=True,
+      sent_bytes=wide.itemsize * size,
+      blocks=placement.blocks,
+      axes=placement.axes,
+      as_unsharded=True,
+  )
+
+
 def _device_bytes(
     payload: wire.Payload, specs: ParamSpecs, num_workers: int
-) -> tuple[int, dict[tuple[str, ...], int]]:
-  """What a device sends, and what it receives inside the worker, by axes."""
+) -> tuple[int, int, dict[tuple[str, ...], int]]:
+  """What a device has gathered, and summed, and what it receives inside."""
   sizes = dict(specs.axis_sizes)
-  sent = 0
   inside: dict[tuple[str, ...], int] = {}
-  for axes, layout in payload.layouts.items():
+
+  def share(axes: tuple[str, ...], length: int, size: int, copies: int) -> int:
+    """Bytes of a vector that a device sends; `copies` are rejoined."""
     alike = tuple(axis for axis in specs.axes if axis not in axes)
     devices = math.prod(sizes[axis] for axis in alike)
-    share = -(-layout.num_bytes // devices)
-    sent += share
-    if devices > 1:  # rejoined
-      inside[alike] = num_workers * share * (devices - 1)
-  if specs.devices > 1:  # agreed on, by an all-reduce of an int32
-    agreed = round(2 * 4 * (specs.devices - 1) / specs.devices)
+    own = -(-length // devices) * size
+    if devices > 1:
+      inside[alike] = inside.get(alike, 0) + copies * own * (devices - 1)
+    return own
+
+  own = sum(
+      share(axes, layout.num_bytes, 1, num_workers)
+      for axes, layout in payload.layouts.items()
+  )
+  summed = sum(
+      share(axes, layout.num_elements, np.dtype(dtype).itemsize, 1)
+      for (dtype, axes), layout in payload.sum_layouts.items()
+  )
+  if specs.devices > 1 and own + summed:
+    # An all-reduce of an int32 for who takes part, and one of five float32.
+    agreed = _ring(4, specs.devices) + _ring(
+        4 * (wire.ENERGIES + 2), specs.devices
+    )
     inside[specs.axes] = inside.get(specs.axes, 0) + agreed
-  return sent, inside
+  return own, summed, inside
 
 
-def _max_workers(size: int, itemsize: int, sent_bytes: int) -> int:
-  """The largest `N` with `sent_bytes < 2 / N size itemsize`; 1 for none."""
-  return max(1, math.ceil(2 * size * itemsize / sent_bytes) - 1)
+def _ring(size: int, devices: int) -> int:
+  """Bytes each way, per device, of a ring all-reduce of so many bytes."""
+  return round(2 * size * (devices - 1) / devices)
+
+
+def _max_workers(dense: int, gathered: int, summed: int) -> float:
+  """The largest `N` with `N gathered < 2 (dense - summed)`; 1 for none."""
+  if dense <= summed:
+    return 1
+  if not gathered:
+    return math.inf
+  return max(1, math.ceil(2 * (dense - summed) / gathered) - 1)
+
+
+def _any_of(*workers: float) -> str:
+  return '/'.join('any' if n == math.inf else f'{n}' for n in workers)
 
 
 def _times(lengths: tuple[int, ...]) -> str:

@@ -32,7 +32,12 @@ from orbax.checkpoint import v1 as ocp
 
 import demo_optax
 from demo_optax import chunks, elastic, replicas, specs, trees
-from demo_optax.compressors import Compressor, LeafPlan
+from demo_optax.compressors import (
+  Compressor,
+  CompressorTree,
+  LeafPlan,
+  per_leaf,
+)
 from demo_optax.workers import Workers
 
 _FORMAT = 1
@@ -57,7 +62,8 @@ class Checkpointer:
     folder: where the checkpoints are; made if it is not there.
     params: the parameters, or their shapes (`jax.ShapeDtypeStruct`); of an
       `nnx.Optimizer`, `nnx.state(model, wrt)`. Only shapes are looked at.
-    compressor: that of the exchange; with `None` the trees hold no exchange.
+    compressor: that of the exchange, or a tree of them as for `plan`; with
+      `None` the trees hold no exchange.
     workers: who takes part; not `Workers.on_axis`: give
       `Workers.simulated(n)` for it.
     keep: how many of the last checkpoints are kept, at least 1.
@@ -89,7 +95,7 @@ class Checkpointer:
       self,
       folder: Any,
       params: chex.ArrayTree,
-      compressor: Compressor | None,
+      compressor: CompressorTree,
       workers: Workers,
       *,
       keep: int = 2,
@@ -97,17 +103,16 @@ class Checkpointer:
     trees.check_type(
         'workers', workers, Workers, 'demo_optax.Workers.simulated(n)'
     )
-    if compressor is not None:
-      trees.check_type(
-          'compressor', compressor, Compressor, 'demo_optax.dct_topk(...)'
-      )
+    codes = per_leaf(compressor, params)
     if keep < 1:
       raise ValueError(f'keep={keep} must be at least 1.')
     self._params = {
         specs.path_keys(path): (path, np.shape(x))
         for path, x in jax.tree_util.tree_flatten_with_path(params)[0]
     }
-    self._compressor, self._workers = compressor, workers
+    self._codes = dict(zip(self._params, codes))
+    names = sorted({str(code) for code in codes if code is not None})
+    self._compressor, self._workers = ', '.join(names) or 'None', workers
     _ = workers.count  # an error for Workers.on_axis
     self._folder, self._keep = pathlib.Path(folder).absolute(), keep
     self._files = self._open()
@@ -165,7 +170,7 @@ class Checkpointer:
         'format': _FORMAT,
         'versions': _versions(),
         'workers': self._workers.count,
-        'compressor': str(self._compressor),
+        'compressor': self._compressor,
         'leaves': self._describe(leaves),
         'values': leaves.values,
     }
@@ -225,7 +230,7 @@ class Checkpointer:
     about = self._about(step)
     leaves = _Leaves(tree)
     saved, wanted = about['leaves'], self._describe(leaves)
-    problems = _mismatches(about, wanted, str(self._compressor), rechunk)
+    problems = _mismatches(about, wanted, self._compressor, rechunk)
     if resize:
       problems.pop('workers', None)
     if problems:
@@ -242,14 +247,15 @@ class Checkpointer:
       if not _size(x):
         new[name] = _empty(x)
         continue
-      plans = self._plans(about, wanted[name], saved[name], rechunk)
+      codes = rechunk, self._code_of(leaves.keys[name])
+      plans = self._plans(about, wanted[name], saved[name], codes)
       count = wanted[name].get('workers', 0)
       array = arrays.pop(name)  # no more than one leaf is held twice
       if plans or count != saved[name].get('workers', 0):
         if isinstance(x, np.ndarray) and not plans:
           array = elastic.regroup(np.asarray(array), count)
         else:
-          array = self._convert(array, count, plans, rechunk, x)
+          array = _converted(array, count, plans, codes, x)
       new[name] = _as(array, x)
     return step, leaves.unflatten(new)
 
@@ -307,8 +313,9 @@ class Checkpointer:
     return records
 
   def _describe_momentum(self, name: str, keys: specs.Keys, x: Any) -> Record:
-    if keys not in self._params or self._compressor is None:
-      what = 'params' if self._compressor else 'compressor'
+    code = self._codes.get(keys)
+    if code is None:
+      what = 'compressor' if keys in self._params else 'params'
       raise ValueError(
           f'{name} is the momentum of an exchange, and {what} has nothing for'
           ' it: give Checkpointer the parameters and the compressor that the'
@@ -316,11 +323,11 @@ class Checkpointer:
       )
     path, shape = self._params[keys]
     blocks = self._workers.param_specs.place(path, shape).blocks
-    grid = self._compressor.plan_blocks(shape, x.dtype, blocks).grid
+    grid = code.plan_blocks(shape, x.dtype, blocks).grid
     expected = (self._workers.count, *grid.coefficients_shape)
     if x.shape != expected:
       raise ValueError(
-          f'{name} has shape {x.shape}, but {self._compressor} and'
+          f'{name} has shape {x.shape}, but {code} and'
           f' {self._workers} keep the momentum of a parameter of shape {shape}'
           f' as {expected}. Give Checkpointer the parameters, compressor and'
           ' workers that the optimizer state was made with.'
@@ -337,34 +344,36 @@ class Checkpointer:
       about: dict[str, Any],
       wanted: Record,
       saved: Record,
-      rechunk: Compressor | None,
+      codes: tuple[Compressor | None, Compressor | None],
   ) -> tuple[LeafPlan, LeafPlan] | None:
     """The two cuts of a leaf that goes through parameter space."""
-    if rechunk is None or self._compressor is None or 'chunks' not in saved:
+    old, new = codes
+    if old is None or new is None or 'chunks' not in saved:
       return None
-    same_code = about['compressor'] == str(self._compressor)
+    same_code = about['compressor'] == self._compressor
     if same_code and _same_chunks(saved, wanted):
       return None
-    return _plan(saved, rechunk), _plan(wanted, self._compressor)
+    return _plan(saved, old), _plan(wanted, new)
 
-  def _convert(
-      self,
-      x: Any,
-      count: int,
-      plans: tuple[LeafPlan, LeafPlan] | None,
-      rechunk: Compressor | None,
-      like: Any,
-  ) -> jax.Array:
-    """A leaf for `count` workers, and in other chunks; laid out as `like`."""
-    sharding = getattr(like, 'sharding', None)
-    y = _convert(
-        jnp.asarray(x),
-        count,
-        plans,
-        (rechunk, self._compressor),
-        elastic.auto(sharding),
-    )
-    return elastic.on_mesh(y, sharding)
+  def _code_of(self, keys: specs.Keys) -> Compressor | None:
+    """The compressor of the parameter whose path a leaf's ends in."""
+    ends = (self._codes.get(keys[start:]) for start in range(len(keys) + 1))
+    return next((code for code in ends if code is not None), None)
+
+
+def _converted(
+    x: Any,
+    count: int,
+    plans: tuple[LeafPlan, LeafPlan] | None,
+    codes: tuple[Compressor | None, Compressor | None],
+    like: Any,
+) -> jax.Array:
+  """A leaf for `count` workers, and in other chunks; laid out as `like`."""
+  sharding = getattr(like, 'sharding', None)
+  auto = elastic.auto(sharding)
+  return elastic.on_mesh(
+      _convert(jnp.asarray(x), count, plans, codes, auto), sharding
+  )
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))

@@ -110,7 +110,7 @@ class ChunkGrid:
     >>> count, piece.shape
     (5, (128, 128))
     """
-    if self.whole:
+    if self.whole or not self.block:
       return 1, self
     first, *rest = self.counts
     size = self.num_chunks * self.chunk_size
@@ -153,12 +153,27 @@ def chunk_length(size: int, chunk_size: int, *, padding: bool = True) -> int:
 
 
 def chunk_grid(
-    shape: tuple[int, ...], chunk_size: int, *, padding: bool = True
+    shape: tuple[int, ...],
+    chunk_size: int | tuple[int, int],
+    *,
+    padding: bool = True,
 ) -> ChunkGrid:
-  """The grid that cuts the last two dimensions of `shape` into chunks."""
+  """The grid that cuts the last two dimensions of `shape` into chunks.
+
+  Args:
+    shape: of the array.
+    chunk_size: longest side of a chunk, or its longest sides along the last two
+      dimensions (of a vector: the second).
+    padding: see `chunk_length`.
+
+  Returns:
+    The grid.
+  """
+  sides = (chunk_size,) * 2 if isinstance(chunk_size, int) else chunk_size
   lengths = tuple(
-      chunk_length(d, chunk_size, padding=padding) for d in shape[-2:]
-  )
+      chunk_length(d, side, padding=padding)
+      for d, side in zip(shape[::-1], sides[::-1])
+  )[::-1]
   return ChunkGrid(shape, (1,) * (len(shape) - 2) + lengths)
 
 
@@ -174,6 +189,37 @@ def dct_basis(length: int) -> np.ndarray:
   angle = np.pi * position[:, None] * (2 * position + 1) / (2 * length)
   matrix = np.sqrt(2 / length) * np.cos(angle)
   matrix[0] = np.sqrt(1 / length)
+  return matrix
+
+
+@functools.cache
+def identity_basis(length: int) -> np.ndarray:
+  """No transform."""
+  return np.eye(length)
+
+
+@functools.cache
+def hadamard_basis(length: int) -> np.ndarray:
+  """Sylvester's Hadamard matrix, orthonormal; `length` is a power of two."""
+  matrix = np.ones((1, 1))
+  while len(matrix) < length:
+    matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+  return matrix / np.sqrt(length)
+
+
+@functools.cache
+def random_basis(length: int, seed: int) -> np.ndarray:
+  """A random orthonormal matrix, uniform over rotations and reflections.
+
+  The same bits on every machine: workers that disagree in a last bit would
+  part. So Gram and Schmidt's way with exactly rounded sums, not a library's.
+  """
+  matrix = np.random.default_rng([seed, length]).normal(size=(length, length))
+  for row in range(length):
+    for _ in range(2):  # once more takes away what rounding left
+      for other in matrix[:row]:
+        matrix[row] -= math.fsum(matrix[row] * other) * other
+    matrix[row] /= math.sqrt(math.fsum(matrix[row] ** 2))
   return matrix
 
 
@@ -353,8 +399,8 @@ def _trim_blocks(x: jax.Array, grid: ChunkGrid) -> jax.Array:
 
 def _apply(x: jax.Array, matrix: np.ndarray) -> jax.Array:
   """`x @ matrix` over the last axis as one product, in full precision."""
-  if matrix.shape == (1, 1):
-    return x  # the only orthonormal bases of length 1 we use are [[1.]]
+  if np.array_equal(matrix, np.eye(len(matrix))):
+    return x
   flat = x.reshape(-1, x.shape[-1])
   rows = len(flat)
   if rows < _MIN_ROWS:

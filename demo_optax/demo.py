@@ -1,17 +1,10 @@
-r"""DeMo: decoupled momentum, from a worker's gradient to the update.
+r"""DeMo: decoupled momentum as optax transformations.
 
-The way of the data, each arrow a named call in `_exchange`:
-
-    gradient --to_coefficients--> + decay * momentum --select--> selection
-      --encode--> payload --gather--> payloads --decode--> selections
-      --weigh, from_selected--> update
-
-and what stays behind: momentum less what the others read in the own payload.
+`scale_by_demo` matches gradients, momentum and parameters, and has `exchange`
+do the step; `demo` is the published method as a chain around it.
 """
 
-import dataclasses
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import chex
@@ -20,22 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from demo_optax import (
-  chunks,
-  compressors,
-  modules,
-  paths,
-  selection,
-  trees,
-  wire,
-)
+from demo_optax import compressors, modules, selection, trees
 from demo_optax.compressors import Compressor, LeafPlan
-from demo_optax.specs import Path, Placement
+from demo_optax.exchange import (
+  Leaf,
+  Numbers,
+  Request,
+  Response,
+  exchange,
+  nothing_known,
+  plan_leaf,
+)
+from demo_optax.specs import Path
 from demo_optax.workers import Workers
-
-# A worker is left out if an element of its gradient is more than this share of
-# the largest number. Sums of a chunk over all steps then stay finite.
-LARGEST_GRADIENT = 1e-12
 
 
 class DeMoState(NamedTuple):
@@ -47,9 +37,14 @@ class DeMoState(NamedTuple):
       float32 (float64 for float64 parameters), stacked
       `[workers, *chunk counts, n]`; `optax.MaskedNode()` for leaves that are
       empty or not floating point.
-    info: scalars about the last exchange. `'left_out'`: int32 `[]`, how many
-      workers were left out: their gradient was not finite, or their payload
-      was damaged.
+    info: scalars about the last exchange, the same on all workers.
+      `'left_out'`: int32, how many workers were left out, their gradient not
+      finite or their payload damaged. The others are float32:
+      `'sent_energy'`, the share of the momentum's energy (its sum of squares)
+      that was sent; `'kept_norm'`, the norm of what stayed, the root of its
+      mean square over the workers; `'senders'`, how many workers sent a
+      coefficient, on average over all that were sent (of leaves that are not
+      sent whole).
     pending: `()`; kept for exchanges that are applied late.
   """
 
@@ -57,237 +52,6 @@ class DeMoState(NamedTuple):
   momentum: chex.ArrayTree
   info: dict[str, chex.Array]
   pending: chex.ArrayTree
-
-
-class _Rule(NamedTuple):
-  """The numbers of the update rule."""
-
-  decay: chex.Numeric
-  alpha: chex.Numeric
-  average: selection.Average
-
-
-class _Leaf(NamedTuple):
-  """What is fixed for a leaf when it is traced."""
-
-  plan: LeafPlan
-  placement: Placement
-
-  def on_device(self, workers: Workers) -> LeafPlan:
-    """The plan of those blocks that a step sees at once."""
-    return self.plan.with_blocks(workers.local_blocks(self.placement))
-
-
-def _plan_leaf(
-    path: Path,
-    shape: tuple[int, ...],
-    dtype: Any,
-    compressor: Compressor,
-    workers: Workers,
-) -> _Leaf:
-  placement = workers.param_specs.place(path, shape)
-  plan = compressor.plan_blocks(shape, dtype, placement.blocks)
-  return _Leaf(plan, placement)
-
-
-def _exchange(
-    compressor: Compressor,
-    workers: Workers,
-    leaves: Sequence[_Leaf],
-    rule: _Rule,
-    gradients: Sequence[jax.Array],
-    momentum: Sequence[jax.Array],
-    weight: chex.Numeric,
-) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
-  """One worker's step: `(updates, momentum, left_out)`, all of one worker.
-
-  If a worker is several devices it is the step of one of them.
-  """
-  groups = _alike(leaves, gradients)
-  plans = [
-      leaves[group[0]].on_device(workers).stacked(len(group))
-      for group in groups
-  ]
-  gradients, momentum = _stack(gradients, groups), _stack(momentum, groups)
-  payload = wire.Payload(
-      [(plan.format, plan.grid.num_chunks) for plan in plans],
-      [leaves[group[0]].placement.axes for group in groups],
-  )
-
-  present = workers.agree(_is_moderate(gradients, momentum, weight))
-  held, indices, values = zip(*(
-      _accumulate(compressor, rule, plan, gradient, kept, weight, present)
-      for plan, gradient, kept in zip(plans, gradients, momentum)
-  ))
-  parts, sent = payload.encode(list(zip(indices, values)), present)
-
-  kept_momentum = []
-  for c, i, v, plan in zip(held, indices, sent, plans):
-    v = jnp.where(present, v, jnp.zeros_like(v))
-    c = selection.subtract(c, i, selection.product(rule.alpha, v))
-    c = c.reshape(plan.grid.coefficients_shape)
-    if any(plan.grid.padding):
-      c = jnp.where(present, compressor.clear_padding(c, plan), c)
-    kept_momentum.append(c)
-
-  received = workers.gather(parts)  # per part uint8 [workers, bytes]
-
-  selections, senders, all_present = payload.decode(received)
-  updates = [
-      _update(compressor, rule, plan, i, v, taking_part)
-      for plan, (i, v), taking_part in zip(plans, selections, senders)
-  ]
-  left_out = jnp.sum(~all_present, dtype=jnp.int32)
-  return _unstack(updates, groups), _unstack(kept_momentum, groups), left_out
-
-
-def _alike(
-    leaves: Sequence[_Leaf], gradients: Sequence[jax.Array]
-) -> list[list[int]]:
-  """Numbers of leaves: of small ones that are alike together, others alone."""
-  groups: dict[Any, list[int]] = {}
-  for number, (leaf, gradient) in enumerate(zip(leaves, gradients)):
-    small = paths.is_small(gradient.size)
-    kind = (leaf, gradient.shape, gradient.dtype) if small else number
-    groups.setdefault(kind, []).append(number)
-  return list(groups.values())
-
-
-def _stack(
-    arrays: Sequence[jax.Array], groups: list[list[int]]
-) -> list[jax.Array]:
-  """Per group `[members, ...]`; the array itself where it is the only one."""
-  return [
-      jnp.stack([arrays[i] for i in group]) if len(group) > 1
-      else arrays[group[0]]
-      for group in groups
-  ]
-
-
-def _unstack(
-    arrays: Sequence[jax.Array], groups: list[list[int]]
-) -> list[jax.Array]:
-  """Undoes `_stack`."""
-  found: dict[int, jax.Array] = {}
-  for array, group in zip(arrays, groups):
-    found.update(zip(group, array if len(group) > 1 else [array]))
-  return [found[number] for number in range(len(found))]
-
-
-def _is_moderate(
-    gradients: Sequence[jax.Array],
-    momentum: Sequence[jax.Array],
-    weight: chex.Numeric,
-) -> jax.Array:
-  """Whether no momentum can overflow or take in a NaN, bool `[]`.
-
-  Told from the gradients, before momentum is touched, so that it is changed in
-  place: keeping the old one, to return to it, costs as much memory again.
-  """
-
-  def moderate(gradient: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    weighted = jnp.asarray(weight, dtype) * gradient.astype(dtype)
-    largest = LARGEST_GRADIENT * float(jnp.finfo(dtype).max)
-    return jnp.all(jnp.abs(weighted) <= largest)  # a maximum may skip NaNs
-
-  return functools.reduce(
-      jnp.logical_and,
-      [moderate(g, m.dtype) for g, m in zip(gradients, momentum)],
-  )
-
-
-def _add(
-    compressor: Compressor,
-    rule: _Rule,
-    plan: LeafPlan,
-    gradient: jax.Array,
-    momentum: jax.Array,
-    weight: chex.Numeric,
-) -> jax.Array:
-  """Momentum with a gradient added, `[*plan.grid.coefficients_shape]`."""
-  gradient = selection.product(weight, gradient.astype(momentum.dtype))
-  c = compressor.to_coefficients(gradient, plan)
-  return selection.product(rule.decay, momentum) + c
-
-
-def _accumulate(
-    compressor: Compressor,
-    rule: _Rule,
-    plan: LeafPlan,
-    gradient: jax.Array,
-    momentum: jax.Array,
-    weight: chex.Numeric,
-    present: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Adds a leaf's gradient to its momentum, unless absent, and selects.
-
-  Returns:
-    momentum `[chunks, n]`, indices and values `[chunks, k]` of those selected.
-  """
-  count, grid = plan.grid.pieces(paths.piece_elements())
-  piece = dataclasses.replace(plan, grid=grid)
-  gradients = chunks.split_pieces(gradient, plan.grid, count)
-
-  def accumulate(
-      momentum: jax.Array, number: jax.Array
-  ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    gradient = jax.lax.dynamic_index_in_dim(gradients, number, 0, False)
-    kept = jax.lax.dynamic_index_in_dim(momentum, number, 0, False)
-
-    def add(_: jax.Array, kept: jax.Array) -> jax.Array:
-      return _add(compressor, rule, piece, gradient, kept, weight)
-
-    if paths.loop_to_keep(gradient.size):
-      c = jax.lax.fori_loop(0, present.astype(jnp.int32), add, kept)
-    else:
-      c = jnp.where(present, add(present, kept), kept)
-    momentum = jax.lax.dynamic_update_index_in_dim(momentum, c, number, 0)
-    c = c.reshape(grid.num_chunks, grid.chunk_size)
-    indices = compressor.select(c, piece)
-    return momentum, (indices, selection.take(c, indices))
-
-  momentum, selected = jax.lax.scan(
-      accumulate,
-      momentum.reshape(count, *grid.coefficients_shape),
-      jnp.arange(count, dtype=jnp.int32),
-      unroll=count == 1,
-  )
-  indices, values = (
-      x.reshape(plan.grid.num_chunks, plan.format.k) for x in selected
-  )
-  return momentum.reshape(plan.grid.num_chunks, -1), indices, values
-
-
-def _update(
-    compressor: Compressor,
-    rule: _Rule,
-    plan: LeafPlan,
-    indices: jax.Array,
-    values: jax.Array,
-    present: jax.Array,
-) -> jax.Array:
-  """A leaf's update, from what all workers sent, `[workers, chunks, k]`."""
-  count, grid = plan.grid.pieces(paths.piece_elements())
-  piece = dataclasses.replace(plan, grid=grid)
-
-  def merge(arrays: tuple[jax.Array, jax.Array]) -> jax.Array:
-    indices, values = arrays
-    values = selection.weigh(
-        indices, values, present, plan.format.n, rule.average
-    )
-    return compressor.from_selected(indices, values, piece)
-
-  def split(x: jax.Array) -> jax.Array:
-    x = x.reshape(len(x), count, grid.num_chunks, -1)
-    return x.swapaxes(0, 1)
-
-  _, pieces = jax.lax.scan(
-      lambda _, arrays: (None, merge(arrays)),
-      None,
-      (split(indices), split(values)),
-      unroll=count == 1,
-  )
-  return chunks.join_pieces(pieces, plan.grid)
 
 
 def scale_by_demo(
@@ -299,7 +63,7 @@ def scale_by_demo(
     average: selection.Average = 'senders',
     ema: bool = False,
     gradient_weight: optax.ScalarOrSchedule = 1.0,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
   r"""Exchanges the fast part of every worker's own momentum.
 
   For worker :math:`i` with gradient :math:`g_i`, momentum :math:`m_i` and the
@@ -385,14 +149,14 @@ def scale_by_demo(
   _check_range('alpha', alpha, 0.0, 1.0)
   if average not in ('senders', 'workers'):
     raise ValueError(f"average={average!r} must be 'senders' or 'workers'.")
-  rule = _Rule(decay, alpha, average)
 
   def init_fn(params: chex.ArrayTree) -> DeMoState:
     def zeros(path: Path, param: jax.Array) -> jax.Array:
       dtype = trees.momentum_dtype(path, param)
-      leaf = _plan_leaf(path, np.shape(param), dtype, compressor, workers)
-      shape = leaf.plan.grid.coefficients_shape
-      return workers.zeros(shape, dtype, leaf.placement)
+      plan, placement = plan_leaf(
+          path, np.shape(param), dtype, compressor, workers
+      )
+      return workers.zeros(plan.grid.coefficients_shape, dtype, placement)
 
     momentum = modules.stack_annotations(
         trees.map_exchanged(zeros, params), workers.spmd_axis_name
@@ -400,65 +164,74 @@ def scale_by_demo(
     return DeMoState(
         count=workers.device_put(jnp.zeros((), jnp.int32)),
         momentum=momentum,
-        info={'left_out': workers.device_put(jnp.zeros((), jnp.int32))},
+        info=workers.device_put(nothing_known()._asdict()),
         pending=(),
-    )
-
-  # Jitted, so that it is one computation outside of the user's jit, too.
-  @functools.partial(jax.jit, static_argnums=0)
-  def exchange(
-      leaves: tuple[_Leaf, ...],
-      weight: chex.Numeric,
-      gradients: list[jax.Array],
-      momentum: list[jax.Array],
-  ) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
-    return workers.run(
-        functools.partial(_exchange, compressor, workers, leaves, rule),
-        gradients,
-        momentum,
-        [leaf.placement for leaf in leaves],
-        weight,
     )
 
   def update_fn(
       updates: chex.ArrayTree,
       state: DeMoState,
       params: chex.ArrayTree | None = None,
+      *,
+      demo_exchange: Callable[[Request], Response] | None = None,
+      **extra_args: Any,
   ) -> tuple[chex.ArrayTree, DeMoState]:
+    del extra_args
     leaves = trees.align(updates, state.momentum, params, workers)
-    new = [leaf.zero_update() for leaf in leaves]
+    taking_part = [leaf for leaf in leaves if leaf.exchanged]
+    merged: list[jax.Array] = []
     kept: list[jax.Array] = []
-    left_out = jnp.zeros((), jnp.int32)
-    places = [p for p, leaf in enumerate(leaves) if leaf.exchanged]
-    if places:
-      sent = [leaves[p] for p in places]
-      planned = []
-      for leaf in sent:
-        dtype = leaf.momentum.dtype
-        planned.append(
-            _plan_leaf(leaf.path, leaf.shape, dtype, compressor, workers)
-        )
-        _check_momentum(leaf, planned[-1].plan, compressor, workers)
+    info = nothing_known()
+    if taking_part:
       weight = gradient_weight
       if callable(weight):
         weight = weight(state.count)
-      merged, kept, left_out = exchange(
-          tuple(planned),
-          (1 - decay) * weight if ema else weight,
-          [leaf.gradient for leaf in sent],
-          [leaf.momentum for leaf in sent],
+      request = Request(
+          workers,
+          [_plan(leaf, compressor, average, workers) for leaf in taking_part],
+          [leaf.gradient for leaf in taking_part],
+          [leaf.momentum for leaf in taking_part],
+          Numbers(
+              step=state.count,
+              decay=decay,
+              gradient_weight=(1 - decay) * weight if ema else weight,
+              alpha=alpha,
+          ),
       )
-      for p, update in zip(places, merged):
-        new[p] = update.astype(leaves[p].dtype)
+      if demo_exchange is None:
+        (response,) = exchange([request])
+      else:
+        response = demo_exchange(request)
+      merged, kept, info = response
 
+    of_leaf = iter(merged)
+    new = [
+        next(of_leaf).astype(leaf.dtype) if leaf.exchanged
+        else leaf.zero_update()
+        for leaf in leaves
+    ]
     return jax.tree.structure(updates).unflatten(new), DeMoState(
         count=optax.safe_increment(state.count),
         momentum=jax.tree.structure(state.momentum).unflatten(kept),
-        info={'left_out': left_out},
+        info=info._asdict(),
         pending=(),
     )
 
-  return optax.GradientTransformation(init_fn, update_fn)
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _plan(
+    leaf: trees.Leaf,
+    compressor: Compressor,
+    average: selection.Average,
+    workers: Workers,
+) -> Leaf:
+  """What is fixed for a leaf, checked against its momentum."""
+  plan, placement = plan_leaf(
+      leaf.path, leaf.shape, leaf.momentum.dtype, compressor, workers
+  )
+  _check_momentum(leaf, plan, compressor, workers)
+  return Leaf(0, compressor, average, plan, placement)
 
 
 def demo(
@@ -528,12 +301,6 @@ def demo(
   _check_range('weight_decay', weight_decay, 0.0, float('inf'))
   chain = optax.chain(
       _in_momentum_dtype(),
-      # The exchange weights gradients piece by piece: a tree of weighted ones
-      # takes as much memory again. What is left of the link is its state.
-      optax.scale_by_learning_rate(
-          (lambda step: 1.0) if callable(learning_rate) else 1.0,
-          flip_sign=False,
-      ),
       scale_by_demo(
           compressor,
           decay,

@@ -196,6 +196,7 @@ def per_worker(
       **extra_args: Any,
   ) -> tuple[chex.ArrayTree, PerWorkerState]:
     _check_own(updates, params, workers)
+    extra_args.pop('demo_exchange', None)  # nothing is exchanged in here
 
     def one_worker(
         index: jax.Array, gradients: Any, state: Any, shared: Any

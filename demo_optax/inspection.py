@@ -16,7 +16,12 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from demo_optax import trees
-from demo_optax.compressors import Compressor, LeafPlan
+from demo_optax.compressors import (
+  Compressor,
+  CompressorTree,
+  LeafPlan,
+  per_leaf,
+)
 from demo_optax.specs import (
   Keys,
   Path,
@@ -99,7 +104,7 @@ def _param_specs(
 def momentum(
     opt_state: chex.ArrayTree,
     params: chex.ArrayTree,
-    compressor: Compressor,
+    compressor: CompressorTree,
     workers: Workers,
 ) -> chex.ArrayTree:
   r"""Every worker's momentum in parameter space, :math:`m_i`.
@@ -108,7 +113,8 @@ def momentum(
     opt_state: any optimizer state that holds the state of `scale_by_demo`:
       chained, partitioned, masked, or `nnx.Optimizer.opt_state`.
     params: the parameters (of an `nnx.Optimizer`: `nnx.state(model, wrt)`).
-    compressor: the compressor that the state was made for.
+    compressor: the compressor that the state was made for, or a tree of them,
+      as for `plan`.
     workers: who takes part.
 
   Returns:
@@ -141,26 +147,30 @@ def momentum(
   flat_state = jax.tree_util.tree_flatten_with_path(opt_state)[0]
   moments = _moments([(path_keys(path), x) for path, x in flat_state])
 
-  def decode(path: Path, param: Any) -> jax.Array | None:
+  def decode(
+      path: Path, param: Any, code: Compressor | None
+  ) -> jax.Array | None:
     moment = moments.get(path_keys(path))
     if moment is None:
       return None
     shape = np.shape(param)
-    plan, placement = _plan(path, shape, moment, compressor, workers)
+    plan, placement, code = _plan(path, shape, moment, code, workers)
     decoded = workers.each(
-        lambda c: [compressor.from_coefficients(c[0], plan)],
-        [moment],
-        [placement],
+        lambda c: [code.from_coefficients(c[0], plan)], [moment], [placement]
     )
     return decoded[0]
 
-  return jax.tree_util.tree_map_with_path(decode, params)
+  flat, treedef = jax.tree_util.tree_flatten_with_path(params)
+  codes = per_leaf(compressor, params)
+  return treedef.unflatten(
+      [decode(path, param, code) for (path, param), code in zip(flat, codes)]
+  )
 
 
 def with_momentum(
     opt_state: chex.ArrayTree,
     moments: chex.ArrayTree,
-    compressor: Compressor,
+    compressor: CompressorTree,
     workers: Workers,
 ) -> chex.ArrayTree:
   r"""`opt_state` with this momentum in it, given in parameter space.
@@ -173,7 +183,8 @@ def with_momentum(
     opt_state: any optimizer state that holds the state of `scale_by_demo`.
     moments: a tree like the parameters: per leaf `[workers, *shape]`, and
       `None` for leaves without momentum.
-    compressor: the compressor that `opt_state` was made for.
+    compressor: the compressor that `opt_state` was made for, or a tree of them,
+      as for `plan`.
     workers: who takes part.
 
   Returns:
@@ -204,9 +215,10 @@ def with_momentum(
   flat, treedef = jax.tree_util.tree_flatten_with_path(opt_state)
   keys = [path_keys(path) for path, _ in flat]
   within = {id(x): k for k, x in _moments(list(zip(keys, flat))).items()}
+  flat_moments = jax.tree_util.tree_flatten_with_path(moments)[0]
   given = {
-      path_keys(path): (path, x)
-      for path, x in jax.tree_util.tree_flatten_with_path(moments)[0]
+      path_keys(path): (path, x, code)
+      for (path, x), code in zip(flat_moments, per_leaf(compressor, moments))
   }
 
   def encode(leaf: tuple[Path, Any]) -> jax.Array:
@@ -216,22 +228,59 @@ def with_momentum(
     if within[id(leaf)] not in given:
       name = trees.leaf_name(leaf[0])
       raise ValueError(f'There is nothing in moments for {name}.')
-    path, moment = given[within[id(leaf)]]
+    path, moment, code = given[within[id(leaf)]]
     shape = np.shape(moment)
     if shape[:1] != (workers.stacked_size,):
       raise ValueError(
           f'The momentum of {trees.leaf_name(path)} has shape {shape}, but'
           f' {workers} needs ({workers.stacked_size}, ...): one per worker.'
       )
-    plan, placement = _plan(path, shape[1:], kept, compressor, workers)
+    plan, placement, code = _plan(path, shape[1:], kept, code, workers)
     encoded = workers.each(
-        lambda m: [compressor.to_coefficients(m[0], plan)],
+        lambda m: [code.to_coefficients(m[0], plan)],
         [jnp.asarray(moment, kept.dtype)],
         [placement],
     )
     return encoded[0]
 
   return treedef.unflatten(map(encode, flat))
+
+
+def exchange_info(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
+  r"""What is known about the last exchange, for logs.
+
+  Args:
+    opt_state: any optimizer state that holds the state of `scale_by_demo`:
+      chained, partitioned, masked, or `nnx.Optimizer.opt_state`.
+
+  Returns:
+    The `info` of `DeMoState`, by name, all scalars: `'left_out'` (int32),
+    `'sent_energy'`, `'kept_norm'` and `'senders'` (float32).
+
+  Raises:
+    ValueError: there is no exchange in `opt_state`.
+
+  Example:
+    >>> import demo_optax, jax.numpy as jnp
+    >>> workers = demo_optax.Workers.simulated(2)
+    >>> tx = demo_optax.demo(1e-3, workers=workers)
+    >>> params = jnp.ones((8, 8))
+    >>> _, state = tx.update(jnp.ones((2, 8, 8)), tx.init(params), params)
+    >>> float(demo_optax.exchange_info(state)['senders'])
+    2.0
+
+  References:
+    Of the momentum of Peng et al. <https://arxiv.org/abs/2411.19870>,
+    Algorithm 1.
+  """
+  flat = jax.tree_util.tree_flatten_with_path(opt_state)[0]
+  found: dict[str, jax.Array] = {}
+  for keys, x in ((path_keys(path), x) for path, x in flat):
+    if keys[-2:-1] == ('info',):
+      found.setdefault(keys[-1], x)
+  if 'left_out' not in found:
+    raise ValueError('There is no state of demo_optax.scale_by_demo in it.')
+  return found
 
 
 def _moments(flat: list[tuple[Keys, Any]]) -> dict[Keys, Any]:
@@ -250,10 +299,15 @@ def _plan(
     path: Path,
     shape: tuple[int, ...],
     moment: jax.Array,
-    compressor: Compressor,
+    compressor: Compressor | None,
     workers: Workers,
-) -> tuple[LeafPlan, Placement]:
+) -> tuple[LeafPlan, Placement, Compressor]:
   """A leaf's plan, as `workers.each` shows it, checked; and where it lies."""
+  if compressor is None:
+    raise ValueError(
+        f'{trees.leaf_name(path)} has momentum, but the tree of compressors has'
+        ' None for it.'
+    )
   placement = workers.param_specs.place(path, shape)
   plan = compressor.plan_blocks(shape, moment.dtype, placement.blocks)
   expected = (workers.stacked_size, *plan.grid.coefficients_shape)
@@ -262,4 +316,5 @@ def _plan(
         f'The momentum of {trees.leaf_name(path)} has shape {moment.shape}, but'
         f' {compressor} and {workers} keep it as {expected}.'
     )
-  return plan.with_blocks(workers.local_blocks(placement)), placement
+  plan = plan.with_blocks(workers.local_blocks(placement))
+  return plan, placement, compressor

@@ -3,7 +3,7 @@
 Arrays here are `[chunks, n]` (coefficients) and `[chunks, k]` (what is sent).
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import chex
 import jax
@@ -107,13 +107,25 @@ def subtract(
   )
 
 
+def reciprocal(
+    count: jax.Array, most: int, dtype: Any
+) -> jax.Array:
+  """`1 / count` for int32 counts up to `most`; 1 for none.
+
+  Looked up, for the same bits in every program, simulated or on a mesh:
+  compilers divide in one program and multiply by an inverse in the other.
+  """
+  inverse = 1.0 / np.maximum(np.arange(most + 1), 1)
+  return jnp.asarray(inverse, dtype)[count]
+
+
 def weigh(
     indices: jax.Array,
     values: jax.Array,
     present: jax.Array,
     n: int,
     average: Average,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
   """The share of each worker's values in the average of all.
 
   Args:
@@ -125,24 +137,26 @@ def weigh(
       sent it, `'workers'` by the number of workers present.
 
   Returns:
-    `[workers, chunks, k]`, zero for absent workers.
+    `[workers, chunks, k]`, zero for absent workers; and float32 `[]`, how many
+    different coefficients were sent.
   """
   workers, chunks, k = indices.shape
   counted = present[:, None, None]
-  if average == 'workers' or k == n or workers == 1:
-    senders = jnp.sum(present, dtype=jnp.int32)
+  everyone = jnp.sum(present, dtype=jnp.int32)
+  if k == n or workers == 1:
+    senders = everyone
   else:
     rows = jnp.broadcast_to(_rows(indices[0]), indices.shape)
     ones = jnp.broadcast_to(counted.astype(jnp.int32), indices.shape)
     counts = jnp.zeros((chunks, n), jnp.int32)
     counts = counts.at[rows, indices].add(ones, mode='promise_in_bounds')
     senders = counts[rows, indices]
-  # Same bits in every program, simulated or on a mesh: reciprocals are looked
-  # up, since compilers divide in one program and multiply by an inverse in the
-  # other.
-  inverse = 1.0 / np.maximum(np.arange(workers + 1), 1)
-  weights = jnp.asarray(inverse, values.dtype)[senders]
-  return jnp.where(counted, product(weights, values), 0)
+  shares = reciprocal(senders, workers, values.dtype)
+  one_each = jnp.broadcast_to(jnp.where(counted, shares, 0), indices.shape)
+  distinct = jnp.sum(one_each.astype(jnp.float32))
+  if average == 'workers':
+    shares = reciprocal(everyone, workers, values.dtype)
+  return jnp.where(counted, product(shares, values), 0), distinct
 
 
 def add_up(indices: jax.Array, values: jax.Array, n: int) -> jax.Array:

@@ -10,6 +10,7 @@ A payload is one uint8 vector whose size is fixed by shapes alone:
       indices   of all its chunks, [chunks, k] ascending, packed, by whichever
                   index code takes the fewest bits; none where k == n
     status      1 if the worker takes part in this exchange, else 0
+    energies    three float32, see `Payload.seal`
 
 Leaves whose chunks are alike share a group, so the number of operations grows
 with the kinds of chunks and not with the number of leaves.
@@ -21,21 +22,27 @@ Whatever the bytes, reading them is safe: a worker whose indices do not ascend
 within the chunk or whose values are beyond `ChunkFormat.limit` takes no part.
 All workers see the same bytes and so agree on who that is; if a worker is
 several devices, the bytes of each are judged by themselves.
+
+Where the places are the same on all workers there is nothing to tell but
+values, and what is wanted of them is their mean: they go into a float vector
+that an all-reduce sums, with one element more that counts who takes part.
 """
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from demo_optax import index_codes, packing, paths, value_codes
+from demo_optax import index_codes, packing, paths, selection, value_codes
 
 STATUS_BYTES = 1
+ENERGIES = 3  # of what was held, sent and kept
 
 Axes = tuple[str, ...]
+Part = tuple[jax.Array, Axes]  # a vector, and the axes that it is sharded over
 Selection = tuple[jax.Array, jax.Array]  # indices and values
 
 
@@ -48,17 +55,20 @@ class ChunkFormat:
     k: number of coefficients sent of each.
     dtype: name of the dtype of the coefficients.
     values: name of the value code, one of `value_codes.VALUES`.
+    shared: whether all workers select the same places: no indices are written,
+      and values are summed as they are.
   """
 
   n: int
   k: int
   dtype: str
   values: str = 'float32'
+  shared: bool = False
 
   @property
   def index_code(self) -> index_codes.IndexCode:
     """How the indices are written."""
-    return index_codes.cheapest(self.n, self.k)
+    return index_codes.cheapest(self.n, self.n if self.shared else self.k)
 
   @property
   def value_code(self) -> value_codes.ValueCode:
@@ -138,14 +148,18 @@ class Layout:
 
   Args:
     leaves: for every leaf, the format of its chunks and their number.
+    num_stats: how many float32 there are beside them.
 
   >>> layout = Layout([(ChunkFormat(4096, 32, 'float32'), 100)])
   >>> layout.num_bytes  # 100 * (32 * 4 bytes + 287 bits), and the status
   16389
   """
 
-  def __init__(self, leaves: Sequence[tuple[ChunkFormat, int]]):
+  def __init__(
+      self, leaves: Sequence[tuple[ChunkFormat, int]], num_stats: int = 0
+  ):
     self.leaves = tuple(leaves)
+    self.num_stats = num_stats
     self.groups: dict[ChunkFormat, list[int]] = {}
     for leaf, (chunk_format, _) in enumerate(self.leaves):
       self.groups.setdefault(chunk_format, []).append(leaf)
@@ -157,23 +171,22 @@ class Layout:
   @property
   def num_bytes(self) -> int:
     """Size of a payload in bytes."""
-    return STATUS_BYTES + sum(
+    return STATUS_BYTES + 4 * self.num_stats + sum(
         group.num_bytes(self.group_chunks(group)) for group in self.groups
     )
 
   def encode(
-      self, selections: Sequence[Selection], present: jax.Array
-  ) -> tuple[jax.Array, list[jax.Array]]:
-    """One worker's payload.
+      self, selections: Sequence[Selection]
+  ) -> tuple[list[jax.Array], list[jax.Array]]:
+    """One worker's payload, but for its end.
 
     Args:
       selections: per leaf `(indices, values)`, both `[chunks, k]`, indices
         ascending within a chunk.
-      present: bool `[]`, whether the worker takes part.
 
     Returns:
-      uint8 `[num_bytes]`, and per leaf `[chunks, k]`, the values as they will
-      be read by all workers.
+      its bytes, uint8 in several parts, and per leaf `[chunks, k]`, the values
+      as they will be read by all workers.
     """
     parts: list[jax.Array] = []
     sent: dict[int, jax.Array] = {}
@@ -184,24 +197,50 @@ class Layout:
       )
       parts.append(data)
       sent.update(zip(members, self._split(read, members, axis=0)))
-    payload = jnp.concatenate([*parts, present.astype(jnp.uint8)[None]])
-    return payload, [sent[leaf] for leaf in range(len(self.leaves))]
+    return parts, [sent[leaf] for leaf in range(len(self.leaves))]
+
+  def seal(
+      self,
+      parts: Sequence[jax.Array],
+      present: jax.Array,
+      stats: jax.Array | None = None,
+  ) -> jax.Array:
+    """One worker's payload, whole.
+
+    Args:
+      parts: what `encode` returned.
+      present: bool `[]`, whether the worker takes part.
+      stats: float32 `[num_stats]`.
+
+    Returns:
+      uint8 `[num_bytes]`.
+    """
+    status = present.astype(jnp.uint8)[None]
+    if stats is None:
+      return jnp.concatenate([*parts, status])
+    stats = jax.lax.bitcast_convert_type(stats, jnp.uint8).reshape(-1)
+    return jnp.concatenate([*parts, status, stats])
 
   def decode(
       self, payloads: jax.Array
-  ) -> tuple[list[Selection], jax.Array]:
+  ) -> tuple[list[Selection], jax.Array, jax.Array]:
     """All workers' payloads, read.
 
     Args:
       payloads: uint8 `[workers, num_bytes]`.
 
     Returns:
-      per leaf `(indices, values)`, both `[workers, chunks, k]`, and bool
-      `[workers]`, who takes part. Indices are distinct within a chunk whatever
-      the bytes; values of workers that take no part may be anything.
+      per leaf `(indices, values)`, both `[workers, chunks, k]`; bool
+      `[workers]`, who takes part; and float32 `[workers, num_stats]`. Indices
+      are distinct within a chunk whatever the bytes; values and stats of
+      workers that take no part may be anything.
     """
     selections: dict[int, Selection] = {}
-    present = payloads[:, -1] == 1
+    end = self.num_bytes - 4 * self.num_stats
+    present = payloads[:, end - 1] == 1
+    stats = jax.lax.bitcast_convert_type(
+        payloads[:, end:].reshape(len(payloads), -1, 4), jnp.float32
+    )
     start = 0
     for chunk_format, members in self.groups.items():
       chunks = self.group_chunks(chunk_format)
@@ -216,7 +255,8 @@ class Layout:
       )
       selections.update(zip(members, parts))
       start = stop
-    return [selections[leaf] for leaf in range(len(self.leaves))], present
+    in_order = [selections[leaf] for leaf in range(len(self.leaves))]
+    return in_order, present, stats
 
   def _split(
       self, array: jax.Array, members: Sequence[int], axis: int
@@ -224,6 +264,90 @@ class Layout:
     """The parts of a group's array that are its leaves'."""
     ends = np.cumsum([self.leaves[leaf][1] for leaf in members])
     return jnp.split(array, ends[:-1], axis)
+
+
+class SumLayout:
+  """Where each leaf's values lie in a vector that an all-reduce sums.
+
+  Args:
+    leaves: for every leaf, the format of its chunks and their number.
+    num_stats: how many floats there are beside them.
+  """
+
+  def __init__(
+      self, leaves: Sequence[tuple[ChunkFormat, int]], num_stats: int = 0
+  ):
+    self.leaves = tuple(leaves)
+    self.num_stats = num_stats
+
+  @property
+  def num_elements(self) -> int:
+    """Length of the vector: all values, who takes part, stats."""
+    values = sum(chunks * f.k for f, chunks in self.leaves)
+    return values + 1 + self.num_stats
+
+  def encode(
+      self,
+      values: Sequence[jax.Array],
+      present: jax.Array,
+      stats: jax.Array,
+      dtype: str,
+  ) -> jax.Array:
+    """One worker's vector, which is zero if it takes no part.
+
+    Args:
+      values: per leaf `[chunks, k]`.
+      present: bool `[]`, whether the worker takes part.
+      stats: `[num_stats]`.
+      dtype: of the vector.
+
+    Returns:
+      `[num_elements]`.
+    """
+    end = [jnp.ones((1,), dtype), stats.astype(dtype)]
+    vector = jnp.concatenate([*(x.reshape(-1) for x in values), *end])
+    return jnp.where(present, vector, jnp.zeros_like(vector))
+
+  def decode(
+      self, total: jax.Array, workers: int
+  ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+    """The sum of all workers' vectors, read.
+
+    Args:
+      total: `[num_elements]`.
+      workers: their number.
+
+    Returns:
+      per leaf `[chunks, k]`, the mean over those that take part, or zero; int32
+      `[]`, how many do; and the sum of stats, float32 `[num_stats]`.
+    """
+    sizes = [chunks * f.k for f, chunks in self.leaves]
+    *values, count, stats = jnp.split(total, np.cumsum([*sizes, 1]))
+    count = jnp.round(count[0]).astype(jnp.int32)
+    weight = selection.reciprocal(count, workers, total.dtype)
+    means = [
+        selection.product(weight, x).reshape(chunks, f.k)
+        for x, (f, chunks) in zip(values, self.leaves)
+    ]
+    return means, count, stats.astype(jnp.float32)
+
+
+class Received(NamedTuple):
+  """What has come from all workers.
+
+  Attributes:
+    selections: per leaf `(indices, values)`, both `[senders, chunks, k]`; where
+      a sum has come it is as if one worker had sent the mean.
+    present: per leaf bool `[senders]`, whose values count.
+    taking_part: int32 `[]`, how many workers take part.
+    energies: per set of axes float32 `[ENERGIES]`, the sums over the workers
+      that take part.
+  """
+
+  selections: list[Selection]
+  present: list[jax.Array]
+  taking_part: jax.Array
+  energies: dict[Axes, jax.Array]
 
 
 class Payload:
@@ -237,61 +361,130 @@ class Payload:
   def __init__(
       self, leaves: Sequence[tuple[ChunkFormat, int]], axes: Sequence[Axes]
   ):
-    # What is replicated has a part in any case, for its status.
-    self._members: dict[Axes, list[int]] = {(): []}
-    for leaf, names in enumerate(axes):
-      self._members.setdefault(names, []).append(leaf)
-    self.layouts: Mapping[Axes, Layout] = {
-        names: Layout([leaves[leaf] for leaf in members])
-        for names, members in self._members.items()
-    }
     self._num_leaves = len(leaves)
+    own: dict[Axes, list[int]] = {}
+    summed: dict[tuple[str, Axes], list[int]] = {}
+    for leaf, ((chunk_format, _), names) in enumerate(zip(leaves, axes)):
+      # What is replicated has a part in any case, for its status.
+      if chunk_format.shared:
+        summed.setdefault((chunk_format.dtype, ()), [])
+        summed.setdefault((chunk_format.dtype, names), []).append(leaf)
+      else:
+        own.setdefault((), [])
+        own.setdefault(names, []).append(leaf)
+    self._own, self._summed = own, summed
+    self.layouts: Mapping[Axes, Layout] = {
+        names: Layout([leaves[leaf] for leaf in members], ENERGIES)
+        for names, members in own.items()
+    }
+    self.sum_layouts: Mapping[tuple[str, Axes], SumLayout] = {
+        key: SumLayout([leaves[leaf] for leaf in members], ENERGIES)
+        for key, members in summed.items()
+    }
 
   def encode(
-      self, selections: Sequence[Selection], present: jax.Array
-  ) -> tuple[list[tuple[jax.Array, Axes]], list[jax.Array]]:
-    """One worker's parts.
+      self, selections: Sequence[Selection]
+  ) -> tuple[list[Any], list[jax.Array]]:
+    """One worker's selections, written.
 
     Args:
       selections: as for `Layout.encode`.
+
+    Returns:
+      what `seal` wants; and per leaf `[chunks, k]`, the values as they will be
+      read by all workers.
+    """
+    sent = [values for _, values in selections]
+    data: list[Any] = []
+    for layout, members in zip(self.layouts.values(), self._own.values()):
+      written, read = layout.encode([selections[leaf] for leaf in members])
+      data.append(written)
+      for leaf, values in zip(members, read):
+        sent[leaf] = values
+    for members in self._summed.values():
+      data.append([sent[leaf] for leaf in members])
+    return data, sent
+
+  def seal(
+      self,
+      data: Sequence[Any],
+      energies: Sequence[jax.Array],
+      present: jax.Array,
+  ) -> tuple[list[Part], list[Part]]:
+    """One worker's parts.
+
+    Args:
+      data: as `encode` returned it.
+      energies: per leaf float32 `[ENERGIES]`: sums of squares of the momentum
+        with its gradient, of what is sent and of what stays.
       present: bool `[]`, whether the worker takes part.
 
     Returns:
-      the parts, uint8 `[bytes]` and the axes they are sharded over; and per
-      leaf `[chunks, k]`, the values as they will be read by all workers.
+      the parts to gather, uint8, and those to sum, floats.
     """
-    parts = []
-    sent: list[Any] = [None] * self._num_leaves
+
+    def stats(members: Sequence[int]) -> jax.Array:
+      nothing = jnp.zeros((ENERGIES,), jnp.float32)
+      return sum((energies[leaf] for leaf in members), nothing)
+
+    to_gather: list[Part] = []
+    to_sum: list[Part] = []
+    rest = iter(data)
     for (names, layout), members in zip(
-        self.layouts.items(), self._members.values()
+        self.layouts.items(), self._own.values()
     ):
-      own = [selections[leaf] for leaf in members]
-      part, read = layout.encode(own, present)
-      parts.append((part, names))
-      for leaf, values in zip(members, read):
-        sent[leaf] = values
-    return parts, sent
+      part = layout.seal(next(rest), present, stats(members))
+      to_gather.append((part, names))
+    for ((dtype, names), sums), members in zip(
+        self.sum_layouts.items(), self._summed.values()
+    ):
+      vector = sums.encode(next(rest), present, stats(members), dtype)
+      to_sum.append((vector, names))
+    return to_gather, to_sum
 
   def decode(
-      self, parts: Sequence[jax.Array]
-  ) -> tuple[list[Selection], list[jax.Array], jax.Array]:
+      self,
+      gathered: Sequence[jax.Array],
+      summed: Sequence[jax.Array],
+      selections: Sequence[Selection],
+      workers: int,
+  ) -> Received:
     """All workers' parts, read.
 
     Args:
-      parts: for each part, uint8 `[workers, bytes]`.
+      gathered: for each part to gather, uint8 `[workers, bytes]`.
+      summed: for each part to sum, the sum.
+      selections: the own ones, of which the places are used that all share.
+      workers: their number.
 
     Returns:
-      per leaf `(indices, values)`, both `[workers, chunks, k]`; per leaf bool
-      `[workers]`, who takes part in it; and bool `[workers]`, who takes part.
+      What has come.
     """
-    selections: list[Any] = [None] * self._num_leaves
+    found: list[Any] = [None] * self._num_leaves
     present: list[Any] = [None] * self._num_leaves
-    statuses = []
-    for layout, members, part in zip(
-        self.layouts.values(), self._members.values(), parts
+    energies: dict[Axes, Any] = {}
+    counts = []
+
+    def add(names: Axes, stats: jax.Array) -> None:
+      energies[names] = energies[names] + stats if names in energies else stats
+
+    for (names, layout), members, part in zip(
+        self.layouts.items(), self._own.values(), gathered
     ):
-      decoded, status = layout.decode(part)
-      statuses.append(status)
-      for leaf, selection in zip(members, decoded):
-        selections[leaf], present[leaf] = selection, status
-    return selections, present, statuses[0]
+      decoded, status, stats = layout.decode(part)
+      counts.append(jnp.sum(status, dtype=jnp.int32))
+      sound = status[:, None] & jnp.isfinite(stats)
+      add(names, jnp.sum(jnp.where(sound, stats, 0.0), axis=0))
+      for leaf, chosen in zip(members, decoded):
+        found[leaf], present[leaf] = chosen, status
+    for ((_, names), sums), members, total in zip(
+        self.sum_layouts.items(), self._summed.values(), summed
+    ):
+      means, count, stats = sums.decode(total, workers)
+      counts.append(count)
+      add(names, stats)
+      for leaf, mean in zip(members, means):
+        indices, _ = selections[leaf]
+        found[leaf] = indices[None], mean[None]
+        present[leaf] = count[None] > 0
+    return Received(found, present, counts[0], energies)

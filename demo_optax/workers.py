@@ -243,7 +243,7 @@ class Workers(abc.ABC):
       gradients: list[jax.Array],
       state: list[jax.Array],
       placements: Sequence[Placement],
-      *shared: jax.Array,
+      *shared: Any,
   ) -> tuple[list[jax.Array], list[jax.Array], Any]:
     """Runs one worker's `step` for all workers.
 
@@ -255,7 +255,7 @@ class Workers(abc.ABC):
       gradients: the workers' gradients, or none.
       state: stacked arrays, one for each parameter.
       placements: where the parameters lie.
-      *shared: scalars that all workers have alike.
+      *shared: trees of scalars that all workers have alike.
 
     Returns:
       Updates without a worker axis, the new stacked state, and info: a tree of
@@ -296,9 +296,32 @@ class Workers(abc.ABC):
       for each part uint8 `[count, bytes]`.
     """
 
+  @abc.abstractmethod
+  def sum(self, parts: Sequence[Part]) -> list[jax.Array]:
+    """Sums of all workers' `parts`, by one collective for every dtype.
+
+    Call it inside `step`. The same bits on all workers; in simulation and on a
+    mesh workers may be added in another order.
+
+    Args:
+      parts: `[length]`, of floats, with axes as for `gather`.
+
+    Returns:
+      for each part `[length]`.
+    """
+
   def agree(self, ok: jax.Array) -> jax.Array:
     """Whether `ok` holds on all devices of the worker. Inside `step`."""
     return ok
+
+  def copies(self, axes: tuple[str, ...]) -> int:
+    """Devices of a worker that hold the same of what is sharded over `axes`."""
+    del axes
+    return 1
+
+  def sum_inside(self, x: jax.Array) -> jax.Array:
+    """Sum over the devices of the worker. Inside `step`."""
+    return x
 
   @abc.abstractmethod
   def map(
@@ -461,7 +484,7 @@ class _Simulated(_Stacked):
       gradients: list[jax.Array],
       state: list[jax.Array],
       placements: Sequence[Placement],
-      *shared: jax.Array,
+      *shared: Any,
   ) -> tuple[list[jax.Array], list[jax.Array], Any]:
     # out_axes=None holds because what was gathered is the same for all: merging
     # is done once, not once per worker.
@@ -477,6 +500,9 @@ class _Simulated(_Stacked):
     return _gather_once(
         parts, lambda x: jax.lax.all_gather(x, self.axis_name)
     )
+
+  def sum(self, parts: Sequence[Part]) -> list[jax.Array]:
+    return _sum_once(parts, lambda x: jax.lax.psum(x, self.axis_name))
 
 
 class _OnMesh(_Stacked):
@@ -530,10 +556,10 @@ class _OnMesh(_Stacked):
       gradients: list[jax.Array],
       state: list[jax.Array],
       placements: Sequence[Placement],
-      *shared: jax.Array,
+      *shared: Any,
   ) -> tuple[list[jax.Array], list[jax.Array], Any]:
     def local_step(
-        gradients: list[jax.Array], state: list[jax.Array], *shared: jax.Array
+        gradients: list[jax.Array], state: list[jax.Array], *shared: Any
     ) -> tuple[list[jax.Array], list[jax.Array], Any]:
       own = jax.tree.map(lambda x: x[0], (gradients, state))
       updates, state, info = step(*own, *shared)
@@ -567,37 +593,70 @@ class _OnMesh(_Stacked):
     return run(state)
 
   def gather(self, parts: Sequence[Part]) -> list[jax.Array]:
-    # All parts share one buffer, whatever axes they are sharded over: divided,
-    # every one of them differs between all devices of a worker.
-    sizes = dict(self.param_specs.axis_sizes)
-    every = self.param_specs.axes
-    alike = [tuple(a for a in every if a not in axes) for _, axes in parts]
-    mine = []
-    for (x, _), axes in zip(parts, alike):
-      if axes:
-        devices = math.prod(sizes[a] for a in axes)
-        share = -(-x.size // devices)
-        x = jnp.pad(x, (0, share * devices - x.size))
-        start = share * jax.lax.axis_index(axes)
-        x = jax.lax.dynamic_slice(x, (start,), (share,))
-      mine.append((x, axes))
     gathered = _gather_once(
-        mine,
+        self._divide(parts),
         lambda x: jax.lax.all_gather(x, self.axis_name, to='invarying'),
     )
-    received = []
-    for (whole, _), axes, x in zip(parts, alike, gathered):
-      if axes:
-        x = jax.lax.all_gather(x, axes, axis=1, tiled=True, to='invarying')
-      received.append(x[:, : whole.size])
-    return received
+    return self._rejoin(parts, gathered)
+
+  def sum(self, parts: Sequence[Part]) -> list[jax.Array]:
+    summed = _sum_once(
+        self._divide(parts), lambda x: jax.lax.psum(x, self.axis_name)
+    )
+    return self._rejoin(parts, summed)
+
+  def _alike(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes inside a worker over which such a part is the same."""
+    return tuple(a for a in self.param_specs.axes if a not in axes)
+
+  def copies(self, axes: tuple[str, ...]) -> int:
+    sizes = dict(self.param_specs.axis_sizes)
+    return math.prod(sizes[a] for a in self._alike(axes))
+
+  def _divide(self, parts: Sequence[Part]) -> list[Part]:
+    """Of what several devices of a worker have, the share of this one.
+
+    All parts can then share one buffer, whatever axes they are sharded over:
+    every one of them differs between all devices of a worker.
+    """
+    mine = []
+    for x, axes in parts:
+      if alike := self._alike(axes):
+        share = -(-x.size // self.copies(axes))
+        x = jnp.pad(x, (0, share * self.copies(axes) - x.size))
+        start = share * jax.lax.axis_index(alike)
+        x = jax.lax.dynamic_slice(x, (start,), (share,))
+      mine.append((x, axes))
+    return mine
+
+  def _rejoin(
+      self, parts: Sequence[Part], shares: Sequence[jax.Array]
+  ) -> list[jax.Array]:
+    """The whole of the `parts`, which are the last axis, of their shares."""
+    wholes = []
+    for (part, axes), x in zip(parts, shares):
+      if alike := self._alike(axes):
+        x = jax.lax.all_gather(
+            x, alike, axis=x.ndim - 1, tiled=True, to='invarying'
+        )
+      wholes.append(x[..., : part.size])
+    return wholes
 
   def agree(self, ok: jax.Array) -> jax.Array:
     if not self.param_specs.axes:
       return ok
-    new = [a for a in self.param_specs.axes if not _varies(ok, a)]
-    everywhere = jax.lax.pcast(ok.astype(jnp.int32), tuple(new), to='varying')
+    everywhere = self._vary_inside(ok.astype(jnp.int32))
     return jax.lax.pmin(everywhere, self.param_specs.axes) == 1
+
+  def sum_inside(self, x: jax.Array) -> jax.Array:
+    if not self.param_specs.axes:
+      return x
+    return jax.lax.psum(self._vary_inside(x), self.param_specs.axes)
+
+  def _vary_inside(self, x: jax.Array) -> jax.Array:
+    """`x`, marked as varying over the devices of a worker."""
+    new = tuple(a for a in self.param_specs.axes if not _varies(x, a))
+    return jax.lax.pcast(x, new, to='varying')
 
   def map(
       self,
@@ -701,7 +760,7 @@ class _OnAxis(Workers):
       gradients: list[jax.Array],
       state: list[jax.Array],
       placements: Sequence[Placement],
-      *shared: jax.Array,
+      *shared: Any,
   ) -> tuple[list[jax.Array], list[jax.Array], Any]:
     _ = self.count  # an error where the axis is not mapped
     updates, state, info = step(gradients, [x[0] for x in state], *shared)
@@ -709,6 +768,11 @@ class _OnAxis(Workers):
 
   def gather(self, parts: Sequence[Part]) -> list[jax.Array]:
     return _gather_once(parts, self._gather)
+
+  def sum(self, parts: Sequence[Part]) -> list[jax.Array]:
+    return _sum_once(
+        parts, lambda x: jax.lax.psum(self.vary(x), self.axis_name)
+    )
 
   def _gather(self, x: jax.Array) -> jax.Array:
     if _varies(x, self.axis_name):
@@ -787,9 +851,26 @@ def _gather_once(
     parts: Sequence[Part], gather: Callable[[jax.Array], jax.Array]
 ) -> list[jax.Array]:
   """Gathers parts `[bytes]` in one buffer, and cuts it `[count, bytes]`."""
+  if not parts:
+    return []
   ends = np.cumsum([x.size for x, _ in parts])
   gathered = gather(jnp.concatenate([x for x, _ in parts]))
   return jnp.split(gathered, ends[:-1], axis=1)
+
+
+def _sum_once(
+    parts: Sequence[Part], psum: Callable[[jax.Array], jax.Array]
+) -> list[jax.Array]:
+  """Sums parts `[length]` in one buffer for every dtype."""
+  by_dtype: dict[Any, list[int]] = {}
+  for number, (x, _) in enumerate(parts):
+    by_dtype.setdefault(x.dtype, []).append(number)
+  sums: dict[int, jax.Array] = {}
+  for members in by_dtype.values():
+    ends = np.cumsum([parts[number][0].size for number in members])
+    total = psum(jnp.concatenate([parts[number][0] for number in members]))
+    sums.update(zip(members, jnp.split(total, ends[:-1])))
+  return [sums[number] for number in range(len(parts))]
 
 
 @functools.cache

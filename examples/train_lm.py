@@ -24,6 +24,7 @@ from typing import Any
 
 import cluster
 import jax
+import methods
 import numpy as np
 import optax
 import picture
@@ -35,7 +36,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
-from demo_optax import checkpoint, compressors
+from demo_optax import checkpoint
 
 try:
   from tqdm import tqdm
@@ -48,25 +49,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
       description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   add = parser.add_argument
-  add('--optimizer', choices=['demo', 'adamw'], default='demo')
   add('--compare', action='store_true', help='train both, draw both')
-  add('--embeddings', choices=['demo', 'adamw'], default='demo',
-      help='how demo treats embeddings, head and 1-D leaves')
   add('--workers', type=int, help='default: one per device, or 4 on one device')
   add('--data', help='text file or folder; default: Python help topics')
   add('--out', default='runs/lm', help='folder for all that is written')
   add('--steps', type=int, default=800)
   add('--batch', type=int, default=16, help='sequences per step, all workers')
-  add('--lr', type=float, default=2e-3, help='peak learning rate')
-  add('--schedule', choices=['cosine', 'constant'], default='cosine')
-  add('--warmup', type=int, default=40)
-  add('--chunk', type=int, default=64)
-  add('--topk', type=int, default=32)
-  add('--values', choices=compressors.VALUES, default='float32',
-      help='how the values of coefficients are sent')
-  add('--decay', type=float, default=0.99)
-  add('--weight-decay', type=float, default=0.0)
-  add('--clip', type=float, default=1.0, help='norm that gradients are cut to')
   add('--microbatches', type=int, default=1)
   add('--seed', type=int, default=0)
   add('--eval-every', type=int, default=200)
@@ -79,6 +67,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
       help='start anew, and remove the checkpoints of the run before')
   add('--resize', action='store_true',
       help='the checkpoint may be of another number of workers')
+  methods.add_flags(parser)
   cluster.add_flags(parser)
   for field in dataclasses.fields(GPTConfig):
     add(f'--{field.name}', type=int, default=field.default)
@@ -137,106 +126,6 @@ def make_feed(
     return jax.make_array_from_process_local_data(sharding, rows, shape)
 
   return feed
-
-
-def make_schedule(args: argparse.Namespace) -> optax.Schedule:
-  peak = args.lr
-  warmup = min(args.warmup, args.steps // 2)
-  if args.schedule == 'constant':
-    return optax.warmup_constant_schedule(0.0, peak, warmup)
-  return optax.warmup_cosine_decay_schedule(
-      0.0, peak, warmup, args.steps, end_value=0.1 * peak
-  )
-
-
-def averaged_adamw(
-    args: argparse.Namespace, workers: demo_optax.Workers
-) -> optax.GradientTransformation:
-  """Plain data parallelism: gradients are averaged densely every step."""
-  return optax.chain(
-      demo_optax.mean_over_workers(workers=workers),
-      optax.clip_by_global_norm(args.clip),
-      optax.adamw(
-          make_schedule(args), b2=0.95, weight_decay=args.weight_decay
-      ),
-  )
-
-
-def decoupled_momentum(
-    args: argparse.Namespace, workers: demo_optax.Workers
-) -> optax.GradientTransformation:
-  """DeMo; a clip before the exchange is each worker's own."""
-  return optax.chain(
-      demo_optax.per_worker(
-          optax.clip_by_global_norm(args.clip), workers=workers
-      ),
-      demo_optax.demo(
-          make_schedule(args),
-          workers=workers,
-          compressor=make_compressor(args),
-          decay=args.decay,
-          weight_decay=args.weight_decay,
-      ),
-  )
-
-
-def make_compressor(args: argparse.Namespace) -> demo_optax.Compressor:
-  return demo_optax.dct_topk(args.chunk, args.topk, values=args.values)
-
-
-def make_optimizer(
-    args: argparse.Namespace, workers: demo_optax.Workers
-) -> optax.GradientTransformation:
-  if args.optimizer == 'adamw':
-    return averaged_adamw(args, workers)
-  if args.embeddings == 'demo':
-    return decoupled_momentum(args, workers)
-  return optax.partition(
-      {
-          'exchanged': decoupled_momentum(args, workers),
-          'averaged': averaged_adamw(args, workers),
-      },
-      averaged_or_exchanged,
-  )
-
-
-def averaged_or_exchanged(params: Any) -> Any:
-  """Labels: embeddings, head, norms and biases are averaged."""
-
-  def label(path: Any, _: Any) -> str:
-    name = jax.tree_util.keystr(path)
-    words = ('embedding', 'head', 'norm', 'bias')
-    return 'averaged' if any(w in name for w in words) else 'exchanged'
-
-  return jax.tree_util.tree_map_with_path(label, params)
-
-
-def count_bytes(
-    args: argparse.Namespace, params: Any, workers: demo_optax.Workers
-) -> dict[str, float]:
-  """Bytes per worker and step of the chosen optimizer and of AdamW-DDP."""
-  compressor = make_compressor(args)
-  every = demo_optax.plan(params, compressor, workers)
-  dense = every.dense_bytes()
-  if args.optimizer == 'adamw':
-    sent = received = dense
-  elif args.embeddings == 'demo':
-    sent, received = every.sent_bytes, every.received_bytes
-  else:
-    labels = averaged_or_exchanged(params)
-    leaves = {
-        label: [
-            p
-            for p, l in zip(jax.tree.leaves(params), jax.tree.leaves(labels))
-            if l == label
-        ]
-        for label in ('exchanged', 'averaged')
-    }
-    exchanged = demo_optax.plan(leaves['exchanged'], compressor, workers)
-    averaged = demo_optax.plan(leaves['averaged'], compressor, workers)
-    sent = exchanged.sent_bytes + averaged.dense_bytes()
-    received = exchanged.received_bytes + averaged.dense_bytes()
-  return {'sent': sent, 'received': received, 'adamw': dense}
 
 
 def loss_fn(model: GPT, tokens: jax.Array) -> jax.Array:
@@ -354,11 +243,11 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
   workers = make_workers(args.workers)
   model = GPT(config, nnx.Rngs(args.seed))
   optimizer = nnx.Optimizer(
-      model, make_optimizer(args, workers), wrt=nnx.Param
+      model, methods.make_optimizer(args, workers), wrt=nnx.Param
   )
   place(model, optimizer, workers)
   params = nnx.state(model, nnx.Param)
-  cost = count_bytes(args, params, workers)
+  cost = methods.count_bytes(args, params, workers)
   valid = text.windows(corpus.valid, 64, config.context)
   train_step = make_train_step(workers, args.microbatches)
   feed = make_feed(args, corpus.train, workers)
@@ -369,7 +258,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     remove_former(folder / 'checkpoints', args.overwrite)
   checkpoints = checkpoint.Checkpointer(
       folder / 'checkpoints', params,
-      make_compressor(args) if name == 'demo' else None, workers,
+      methods.compressor_of_leaves(args, params), workers,
   )
   start = 0
   if args.resume == 'must' or (args.resume == 'auto' and checkpoints.steps):
@@ -403,6 +292,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
       last = done == args.steps
       record = {'step': done, 'loss': loss, 'sent': cost['sent'] * done,
                 'received': cost['received'] * done}
+      record |= about_exchange(name, optimizer)
       if done % args.eval_every == 0 or last:
         record['valid_loss'] = evaluate(model, valid)
       records.append(record)
@@ -468,15 +358,28 @@ def progress(steps: range, name: str) -> Any:
   return steps
 
 
+def about_exchange(name: str, optimizer: nnx.Optimizer) -> dict[str, float]:
+  """What the optimizer knows about its last exchange, if it exchanges."""
+  if name == 'adamw':
+    return {}
+  info = jax.device_get(demo_optax.exchange_info(optimizer.opt_state))
+  return {key: value.item() for key, value in info.items()}
+
+
 def show(bar: Any, record: dict[str, Any], cost: dict[str, float]) -> None:
   if isinstance(bar, range):
     if 'valid_loss' in record:
       say(f'step {record["step"]}: loss {record["loss"]:.3f}, validation'
           f' {record["valid_loss"]:.3f}')
   else:
-    bar.set_postfix_str(
-        f'loss {record["loss"]:.3f}, sent {cost["sent"] / 1e3:,.1f} kB/step'
-    )
+    words = [
+        f'loss {record["loss"]:.3f}', f'{cost["sent"] / 1e3:,.1f} kB/step'
+    ]
+    if 'sent_energy' in record:
+      words.append(f'{record["sent_energy"]:.0%} of the energy')
+    if record.get('left_out'):
+      words.append(f'{record["left_out"]} left out')
+    bar.set_postfix_str(', '.join(words))
 
 
 def say(text: str) -> None:

@@ -34,6 +34,7 @@ if __name__ == '__main__':  # before jax starts; it touches the CPU only
   os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {flag}'
 
 import jax
+import methods
 import numpy as np
 import picture
 import text
@@ -79,7 +80,7 @@ def make_run(args: argparse.Namespace, count: int, devices: int) -> Run:
         mesh, 'replica', demo_optax.param_specs(model)
     )
     optimizer = nnx.Optimizer(
-        model, train_lm.make_optimizer(args, workers), wrt=nnx.Param
+        model, methods.make_optimizer(args, workers), wrt=nnx.Param
     )
   train_lm.place(model, optimizer, workers)
   batch = NamedSharding(mesh, P(('replica', 'fsdp')))
@@ -108,7 +109,7 @@ def train(run: Run, args: argparse.Namespace) -> dict[str, Any]:
   }
   for name, size in memory.items():
     print(f'  {name:<12} {size / 1e6:8.2f} MB per device')
-  plan = demo_optax.plan(params, train_lm.make_compressor(args), run.workers)
+  plan = demo_optax.plan(params, methods.make_compressor(args), run.workers)
   other = [leaf.name for leaf in plan.leaves if not leaf.as_unsharded]
   print(
       f'  {plan.sent_bytes / 1e3:.1f} kB sent per worker and step;'

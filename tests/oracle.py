@@ -33,7 +33,8 @@ def side(dim, limit, padding):
 def slices(shape, limit, padding):
   """The chunks of a matrix as pairs of slices, and their full size."""
   rows, cols = shape
-  a, b = side(rows, limit, padding), side(cols, limit, padding)
+  limits = (limit, limit) if isinstance(limit, int) else limit
+  a, b = side(rows, limits[0], padding), side(cols, limits[1], padding)
   for i in range(0, rows, a):
     for j in range(0, cols, b):
       yield (slice(i, min(i + a, rows)), slice(j, min(j + b, cols))), (a, b)
@@ -62,7 +63,8 @@ def sent_bytes(chunks, n, k, values, itemsize):
 def how_sent(shape, limit, topk, padding, values, itemsize):
   """`(whole, topk)`: whether the leaf is one chunk, and how many of each."""
   *batch, rows, cols = shape
-  a, b = side(rows, limit, padding), side(cols, limit, padding)
+  limits = (limit, limit) if isinstance(limit, int) else limit
+  a, b = side(rows, limits[0], padding), side(cols, limits[1], padding)
   n, size = a * b, int(np.prod(shape))
   chunks = int(np.prod(batch)) * int(np.ceil(rows / a)) * int(np.ceil(cols / b))
   whole = values not in LEVELS or chunks == 1
@@ -131,7 +133,7 @@ def mean_in_pairs(x):
   return total[0] * np.float32(1 / len(x))
 
 
-def compress(m, limit, topk, padding, values):
+def compress(m, limit, topk, padding, values, basis=dct_matrix):
   """`(what was sent, which coefficients)` of a matrix, in parameter space.
 
   The second is a list over chunks of (coefficients sent, mask of sent).
@@ -141,7 +143,7 @@ def compress(m, limit, topk, padding, values):
     block = np.zeros((a, b), m.dtype)
     part = m[where]
     block[: part.shape[0], : part.shape[1]] = part
-    c = dct_matrix(a) @ block @ dct_matrix(b).T
+    c = basis(a) @ block @ basis(b).T
     # Ties: lowest index first, the column frequency being the slow index.
     flat = c.T.reshape(-1)
     order = np.argsort(-np.abs(flat), kind='stable')[: min(topk, a * b)]
@@ -153,11 +155,11 @@ def compress(m, limit, topk, padding, values):
   return chunks
 
 
-def expand(blocks, shape, limit, padding):
+def expand(blocks, shape, limit, padding, basis=dct_matrix):
   """The matrix whose chunks have these coefficients."""
   out = np.zeros(shape, blocks[0].dtype)
   for (where, (a, b)), c in zip(slices(shape, limit, padding), blocks):
-    block = dct_matrix(a).T @ c @ dct_matrix(b)
+    block = basis(a).T @ c @ basis(b)
     rows, cols = out[where].shape
     out[where] = block[:rows, :cols]
   return out
@@ -168,12 +170,12 @@ class Oracle:
 
   def __init__(self, shape, workers, *, limit, topk, decay, padding=True,
                alpha=1.0, average='senders', gradient_weight=1.0,
-               values='float32', dtype=np.float64):
+               values='float32', dtype=np.float64, basis=dct_matrix):
     matrix = (1,) * (2 - len(shape)) + tuple(shape) if len(shape) < 2 else shape
     self.shape, self.matrix = tuple(shape), tuple(matrix)
     self.limit, self.padding, self.values = limit, padding, values
     self.decay, self.alpha, self.average = decay, alpha, average
-    self.gradient_weight = gradient_weight
+    self.gradient_weight, self.basis = gradient_weight, basis
     self.m = np.zeros((workers, *self.matrix), dtype)
     self.whole, self.topk = how_sent(
         self.matrix, limit, topk, padding, values, np.dtype(dtype).itemsize)
@@ -200,8 +202,10 @@ class Oracle:
         sent[i] = [(own, np.ones(shape, bool))]
       else:
         sent[i] = compress(
-            self.m[at], self.limit, self.topk, self.padding, self.values)
-        own = expand([c for c, _ in sent[i]], shape, self.limit, self.padding)
+            self.m[at], self.limit, self.topk, self.padding, self.values,
+            self.basis)
+        own = expand([c for c, _ in sent[i]], shape, self.limit, self.padding,
+                     self.basis)
       self.m[at] = self.m[at] - self.alpha * own
     if not workers:
       return np.zeros(shape)
@@ -214,4 +218,4 @@ class Oracle:
       merged.append(total / np.maximum(counts, 1))
     if self.whole:
       return merged[0]
-    return expand(merged, shape, self.limit, self.padding)
+    return expand(merged, shape, self.limit, self.padding, self.basis)

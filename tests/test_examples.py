@@ -182,5 +182,6 @@ def test_train_sharded(tmp_path, capsys):
                    if kind == 'all-gather'}
   assert set(between) == {('replica',), ('fsdp',)}
   assert set(between_alone) == {('replica',)}
-  assert between['replica',][1] <= between_alone['replica',][1] / 4 + 2
+  # A quarter each; what is sharded has an end of 13 bytes of its own.
+  assert between['replica',][1] <= between_alone['replica',][1] / 4 + 13 + 2
   assert '0 leaves cut otherwise' in capsys.readouterr().out

@@ -172,7 +172,7 @@ def test_learning_rate_is_inside_the_momentum():
     _, state = tx.update(jnp.asarray(g), state, params)
     _, plain_state = plain.update(jnp.asarray(rate * g), plain_state, params)
   np.testing.assert_allclose(
-      state.inner_state[2].momentum, plain_state.momentum, atol=1e-7)
+      state.inner_state[1].momentum, plain_state.momentum, atol=1e-7)
 
 
 # Kinds of parameters ----------------------------------------------------------
@@ -199,7 +199,7 @@ def test_dtypes_are_stable(dtype, workers):
 def test_float64_parameters_have_float64_momentum(x64):
   tx = demo_optax.demo(1e-3, workers=WORKERS)
   params = {'w': jnp.ones((4, 4)), 'h': jnp.ones((4, 4), jnp.float32)}
-  momentum = tx.init(params).inner_state[2].momentum
+  momentum = tx.init(params).inner_state[1].momentum
   assert momentum['w'].dtype == jnp.float64
   assert momentum['h'].dtype == jnp.float32
   gradients = jax.tree.map(lambda p: jnp.stack([p] * N), params)
@@ -313,8 +313,8 @@ def test_state_specs():
   tx = optax.chain(ema, demo_optax.demo(1e-3, workers=workers), optax.trace(.9))
   specs = demo_optax.state_specs(tx, problem()[0], workers)
   assert tuple(specs[0].worker_stacked.ema['w']) == ('data',)
-  assert tuple(specs[1].inner_state[2].momentum['b']) == ('data',)
-  assert tuple(specs[1].inner_state[2].count) == tuple(specs[2].trace['w']) == ()
+  assert tuple(specs[1].inner_state[1].momentum['b']) == ('data',)
+  assert tuple(specs[1].inner_state[1].count) == tuple(specs[2].trace['w']) == ()
 
 
 @pytest.mark.parametrize('workers', [WORKERS, on_mesh(N)], ids=['sim', 'mesh'])

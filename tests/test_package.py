@@ -17,7 +17,7 @@ PACKAGE = pathlib.Path(demo_optax.__file__).parent
 # A module may import those before it, and no other.
 ORDER = ['paths', 'chunks', 'selection', 'packing', 'index_codes', 'value_codes', 'wire',
          'compressors', 'specs', 'workers', 'modules', 'trees', 'gradients',
-         'demo', 'inspection', 'elastic', 'replicas', 'checkpoint', 'accounting',
+         'exchange', 'demo', 'partitioning', 'inspection', 'elastic', 'replicas', 'checkpoint', 'accounting',
          'hlo', '__main__']
 
 

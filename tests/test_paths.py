@@ -7,7 +7,7 @@ import pytest
 from helpers import assert_same_bits, random_tree
 
 import demo_optax
-from demo_optax import chunks, paths, selection, wire
+from demo_optax import chunks, exchange, paths, selection, wire
 
 pytestmark = pytest.mark.core
 
@@ -20,6 +20,7 @@ SHAPES = {
 
 def take(way, monkeypatch):
   fast = way == 'fast'
+  exchange._run.clear_cache()  # compiled by another way
   monkeypatch.setattr(paths, 'piece_elements', lambda: 1024 if fast else None)
   monkeypatch.setattr(paths, 'is_small', lambda size: fast and size < 100)
   monkeypatch.setattr(

@@ -47,7 +47,7 @@ def test_blocks_run(capsys, tmp_path, monkeypatch):
               'bias': jax.numpy.ones(16)}
     workers = names['sharded']
     tx = names['demo_optax'].demo(1e-3, workers=workers)
-    moment = tx.init(workers.device_put(params)).inner_state[2].momentum
+    moment = tx.init(workers.device_put(params)).inner_state[1].momentum
     shards = moment['down'].sharding.shard_shape(moment['down'].shape)
     assert shards[1] * jax.device_count() == moment['down'].shape[1]
     exec(BLOCKS[5], names)

@@ -31,12 +31,18 @@ def random_selection(rng, f, chunks):
           jnp.asarray(values, jnp.float32))
 
 
+def write(layout, selections, present):
+  """A payload, and the values as they will be read."""
+  data, sent = layout.encode(selections)
+  return layout.seal(data, present), sent
+
+
 @settings(max_examples=20)  # each compiles
 @given(layouts(), st.integers(1, 3), st.integers(0, 2**31))
 def test_payloads_come_back(leaves, workers, seed):
   rng = np.random.default_rng(seed)
   layout = wire.Layout(leaves)
-  encode = jax.jit(layout.encode)
+  encode = jax.jit(functools.partial(write, layout))
   selected, sent, payloads = [], [], []
   for worker in range(workers):
     selected.append([random_selection(rng, f, c) for f, c in leaves])
@@ -44,7 +50,7 @@ def test_payloads_come_back(leaves, workers, seed):
     assert payload.shape == (layout.num_bytes,) and payload.dtype == jnp.uint8
     payloads.append(payload)
     sent.append(values)
-  received, present = jax.jit(layout.decode)(jnp.stack(payloads))
+  received, present, _ = jax.jit(layout.decode)(jnp.stack(payloads))
   assert present.tolist() == [w != 1 for w in range(workers)]
   for leaf, (indices, values) in enumerate(received):
     for worker in range(workers):
@@ -93,7 +99,7 @@ def reader(values):
 def damaged(rng, values, count):
   """Payloads: random bytes, and true ones with a few bytes changed."""
   layout = mixed_layout(values)
-  payload, _ = jax.jit(layout.encode)(
+  payload, _ = jax.jit(functools.partial(write, layout))(
       [random_selection(rng, f, c) for f, c in layout.leaves],
       jnp.asarray(True))
   changed = np.tile(np.asarray(payload), (count, 1))
@@ -108,7 +114,7 @@ def damaged(rng, values, count):
 
 def assert_safe(values, data):
   """Indices ascend in every chunk; whoever is present has moderate values."""
-  received, present = reader(values)(jnp.asarray(data))
+  received, present, _ = reader(values)(jnp.asarray(data))
   present = np.asarray(present)
   assert not np.any(present[data[:, -1] != 1])
   for (f, _), (indices, v) in zip(mixed_layout(values).leaves, received):
@@ -144,7 +150,7 @@ def test_who_wrote_what_nobody_reads_is_left_out(values):
   layout = mixed_layout(values)
   rng = np.random.default_rng(2)
   selected = [random_selection(rng, f, c) for f, c in layout.leaves]
-  good, _ = jax.jit(layout.encode)(selected, jnp.asarray(True))
+  good, _ = jax.jit(functools.partial(write, layout))(selected, jnp.asarray(True))
   starts = np.cumsum([0] + [f.num_bytes(c) for f, c in layout.leaves])
   fixed, c = layout.leaves[0]
   too_far = good.at[fixed.value_bytes(c)].set(127)  # of 100 places, in 7 bits
@@ -159,7 +165,7 @@ def test_who_wrote_what_nobody_reads_is_left_out(values):
     infinite = jnp.asarray([0x80, 0x7F], jnp.uint8)
     cases.append(good.at[place : place + 2].set(infinite))
     expected.append(False)
-  _, present = reader(values)(jnp.stack(cases))
+  _, present, _ = reader(values)(jnp.stack(cases))
   assert present.tolist() == expected
 
 
@@ -168,11 +174,11 @@ def test_a_value_that_is_not_finite_or_too_large_is_left_out(bad):
   f = wire.ChunkFormat(16, 2, 'float32')
   layout = wire.Layout([(f, 1)])
   indices = jnp.asarray([[3, 9]], jnp.int32)
-  payload, _ = layout.encode(
-      [(indices, jnp.asarray([[1.0, 2.0]]))], jnp.asarray(True))
+  payload, _ = write(
+      layout, [(indices, jnp.asarray([[1.0, 2.0]]))], jnp.asarray(True))
   assert layout.decode(payload[None])[1].tolist() == [True]
   damage = np.frombuffer(np.float32(bad).tobytes(), np.uint8)
-  received, present = layout.decode(payload.at[:4].set(damage)[None])
+  received, present, _ = layout.decode(payload.at[:4].set(damage)[None])
   assert present.tolist() == [False]
   np.testing.assert_array_equal(received[0][0][0], indices)
 
@@ -200,3 +206,36 @@ def test_the_largest_that_is_read_can_be_transformed(values, average):
       update = chunks.from_coefficients(
           merged.reshape(grid.coefficients_shape), grid, chunks.dct_basis)
       assert np.all(np.isfinite(update))
+
+
+def test_stats_travel_with_who_takes_part():
+  layout = wire.Layout([(wire.ChunkFormat(16, 2, 'float32'), 1)], 3)
+  chosen = [(jnp.asarray([[3, 9]], jnp.int32), jnp.asarray([[1.0, 2.0]]))]
+  data, _ = layout.encode(chosen)
+  stats = jnp.asarray([1.5, -2e30, 7e-40])
+  payload = layout.seal(data, jnp.asarray(True), stats)
+  assert payload.shape == (layout.num_bytes,)
+  received, present, found = layout.decode(payload[None])
+  np.testing.assert_array_equal(received[0][1][0], chosen[0][1])
+  assert present.tolist() == [True]
+  np.testing.assert_array_equal(
+      np.asarray(found[0]).view(np.uint32), np.asarray(stats).view(np.uint32))
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'float64'])
+def test_sums_are_means_over_who_takes_part(x64, dtype):
+  f = wire.ChunkFormat(16, 2, dtype, shared=True)
+  layout = wire.SumLayout([(f, 3), (wire.ChunkFormat(5, 5, dtype, shared=True), 1)], 2)
+  rng = np.random.default_rng(0)
+  values = [[jnp.asarray(rng.normal(size=shape), dtype) for shape in ((3, 2), (1, 5))]
+            for _ in range(3)]
+  values[1][0] = values[1][0] * np.nan
+  vectors = [
+      layout.encode(v, jnp.asarray(w != 1), jnp.asarray([1.0, 2.0], 'float32'), dtype)
+      for w, v in enumerate(values)]
+  assert vectors[0].shape == (layout.num_elements,)
+  means, count, stats = layout.decode(sum(vectors), 3)
+  assert int(count) == 2 and stats.tolist() == [2.0, 4.0]
+  for mean, a, b in zip(means, values[0], values[2]):
+    assert mean.dtype == dtype
+    np.testing.assert_allclose(mean, (a + b) / 2, rtol=1e-6)

@@ -1,0 +1,459 @@
+"""One worker's step: from its gradients to what all workers apply.
+
+The way of the data, each arrow a named call in `_step`:
+
+    gradient --to_coefficients--> + decay * momentum --select--> selection
+      --encode--> payload --gather--> payloads --decode--> selections
+      --weigh, from_selected--> update
+
+and what stays behind: momentum less what the others read in the own payload.
+Where all workers select the same places, values take the short way instead:
+
+    selection --encode--> values --sum--> totals --decode--> mean values
+
+Leaves come from any number of transformations, each with numbers and
+compressors of its own; they share one gather and one sum.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from demo_optax import chunks, paths, selection, wire
+from demo_optax.compressors import Compressor, LeafPlan
+from demo_optax.specs import Path, Placement
+from demo_optax.workers import Workers
+
+# A worker is left out if an element of its gradient is more than this share of
+# the largest number. Sums of a chunk over all steps then stay finite.
+LARGEST_GRADIENT = 1e-12
+
+
+class Numbers(NamedTuple):
+  """The numbers of one transformation's update rule, scalars.
+
+  Attributes:
+    step: int32, exchanges so far.
+    decay: of the momentum.
+    gradient_weight: of the gradient that is added to it.
+    alpha: of what is taken away.
+  """
+
+  step: chex.Numeric
+  decay: chex.Numeric
+  gradient_weight: chex.Numeric
+  alpha: chex.Numeric
+
+
+class Info(NamedTuple):
+  """Scalars about an exchange.
+
+  Attributes:
+    left_out: int32, how many workers were left out.
+    sent_energy: float32, the energy (sum of squares) of what was sent, over
+      that of the momentum it was taken from, of all workers.
+    kept_norm: float32, norm of the momentum that stays behind, the root of the
+      mean square over the workers.
+    senders: float32, how many workers sent a coefficient, on average over all
+      that were sent; of leaves of which not everything is sent.
+  """
+
+  left_out: jax.Array
+  sent_energy: jax.Array
+  kept_norm: jax.Array
+  senders: jax.Array
+
+
+def nothing_known() -> Info:
+  """What is known before the first exchange."""
+  zero = jnp.zeros((), jnp.float32)
+  return Info(jnp.zeros((), jnp.int32), zero, zero, zero)
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+  """What is fixed for a leaf when it is traced.
+
+  Attributes:
+    part: number of the transformation that it belongs to.
+    compressor: what is sent of it.
+    average: how what was sent is averaged.
+    plan: what the compressor decided.
+    placement: where the parameter lies.
+  """
+
+  part: int
+  compressor: Compressor
+  average: selection.Average
+  plan: LeafPlan
+  placement: Placement
+
+
+def plan_leaf(
+    path: Path,
+    shape: tuple[int, ...],
+    dtype: Any,
+    compressor: Compressor,
+    workers: Workers,
+) -> tuple[LeafPlan, Placement]:
+  """What is decided for a parameter, and where it lies."""
+  placement = workers.param_specs.place(path, shape)
+  return compressor.plan_blocks(shape, dtype, placement.blocks), placement
+
+
+class Request(NamedTuple):
+  """What a transformation wants to have exchanged.
+
+  Attributes:
+    workers: who takes part.
+    leaves: what is fixed for each leaf.
+    gradients: per leaf, laid out as `workers` has gradients.
+    momentum: per leaf `[stacked_size, *coefficients_shape]`.
+    numbers: of its update rule.
+  """
+
+  workers: Workers
+  leaves: Sequence[Leaf]
+  gradients: list[jax.Array]
+  momentum: list[jax.Array]
+  numbers: Numbers
+
+
+# Per leaf the update and the new momentum, and what is to be known.
+Response = tuple[list[jax.Array], list[jax.Array], Info]
+
+
+def exchange(requests: Sequence[Request]) -> list[Response]:
+  """All that is requested, by the same workers, at once."""
+  leaves = [
+      dataclasses.replace(leaf, part=part)
+      for part, request in enumerate(requests)
+      for leaf in request.leaves
+  ]
+  updates, momentum, info = _run(
+      requests[0].workers,
+      tuple(leaves),
+      [x for request in requests for x in request.gradients],
+      [x for request in requests for x in request.momentum],
+      [request.numbers for request in requests],
+  )
+  responses = []
+  for request in requests:
+    count = len(request.leaves)
+    responses.append((updates[:count], momentum[:count], info))
+    updates, momentum = updates[count:], momentum[count:]
+  return responses
+
+
+# Jitted, so that it is one computation outside of the user's jit, too.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _run(
+    workers: Workers,
+    leaves: tuple[Leaf, ...],
+    gradients: list[jax.Array],
+    momentum: list[jax.Array],
+    numbers: list[Numbers],
+) -> tuple[list[jax.Array], list[jax.Array], Info]:
+  """The step of all workers."""
+  return workers.run(
+      functools.partial(_step, workers, leaves),
+      gradients,
+      momentum,
+      [leaf.placement for leaf in leaves],
+      numbers,
+  )
+
+
+def _step(
+    workers: Workers,
+    leaves: Sequence[Leaf],
+    gradients: Sequence[jax.Array],
+    momentum: Sequence[jax.Array],
+    numbers: Sequence[Numbers],
+) -> tuple[list[jax.Array], list[jax.Array], Info]:
+  """The step of one worker; if it is several devices, of one of them."""
+  groups = _alike(leaves, gradients)
+  group_leaves = [leaves[group[0]] for group in groups]
+  plans = [
+      leaf.plan.with_blocks(workers.local_blocks(leaf.placement)).stacked(
+          len(group)
+      )
+      for leaf, group in zip(group_leaves, groups)
+  ]
+  rules = [
+      _Rule(leaf.compressor, leaf.average, numbers[leaf.part])
+      for leaf in group_leaves
+  ]
+  gradients, momentum = _stack(gradients, groups), _stack(momentum, groups)
+  payload = wire.Payload(
+      [(plan.format, plan.grid.num_chunks) for plan in plans],
+      [leaf.placement.axes for leaf in group_leaves],
+  )
+
+  present = workers.agree(_is_moderate(rules, gradients, momentum))
+  held, indices, values = zip(*(
+      _accumulate(*leaf, present)
+      for leaf in zip(rules, plans, gradients, momentum)
+  ))
+  data, sent = payload.encode(list(zip(indices, values)))
+  kept, energies = zip(*(
+      _subtract(rule, plan, c, chosen, read, present)
+      for rule, plan, c, chosen, read in zip(
+          rules, plans, held, zip(indices, values), sent
+      )
+  ))
+  to_gather, to_sum = payload.seal(data, energies, present)
+
+  gathered, summed = workers.gather(to_gather), workers.sum(to_sum)
+
+  received = payload.decode(
+      gathered, summed, list(zip(indices, sent)), workers.count
+  )
+  updates, distinct = zip(*(
+      _update(rule, plan, *chosen, senders)
+      for rule, plan, chosen, senders in zip(
+          rules, plans, received.selections, received.present
+      )
+  ))
+  info = _info(workers, group_leaves, plans, received, distinct)
+  return _unstack(updates, groups), _unstack(kept, groups), info
+
+
+class _Rule(NamedTuple):
+  """How a leaf is treated."""
+
+  compressor: Compressor
+  average: selection.Average
+  numbers: Numbers
+
+
+def _is_moderate(
+    rules: Sequence[_Rule],
+    gradients: Sequence[jax.Array],
+    momentum: Sequence[jax.Array],
+) -> jax.Array:
+  """Whether no momentum can overflow or take in a NaN, bool `[]`.
+
+  Told from the gradients, before momentum is touched, so that it is changed in
+  place: keeping the old one, to return to it, costs as much memory again.
+  """
+
+  def moderate(
+      rule: _Rule, gradient: jax.Array, dtype: jnp.dtype
+  ) -> jax.Array:
+    weight = jnp.asarray(rule.numbers.gradient_weight, dtype)
+    largest = LARGEST_GRADIENT * float(jnp.finfo(dtype).max)
+    weighted = jnp.abs(weight * gradient.astype(dtype))
+    return jnp.all(weighted <= largest)  # a maximum may skip NaNs
+
+  return functools.reduce(
+      jnp.logical_and,
+      [
+          moderate(rule, g, m.dtype)
+          for rule, g, m in zip(rules, gradients, momentum)
+      ],
+  )
+
+
+def _accumulate(
+    rule: _Rule,
+    plan: LeafPlan,
+    gradient: jax.Array,
+    momentum: jax.Array,
+    present: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Adds a leaf's gradient to its momentum, unless absent, and selects.
+
+  Returns:
+    momentum `[chunks, n]`, indices and values `[chunks, k]` of those selected.
+  """
+  count, grid = plan.grid.pieces(paths.piece_elements())
+  piece = dataclasses.replace(plan, grid=grid)
+  gradients = chunks.split_pieces(gradient, plan.grid, count)
+  select = rule.compressor.select
+  if rule.compressor.places is not None:
+    shared = rule.compressor.places(plan, rule.numbers.step)
+
+  def accumulate(
+      momentum: jax.Array, number: jax.Array
+  ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    gradient = jax.lax.dynamic_index_in_dim(gradients, number, 0, False)
+    kept = jax.lax.dynamic_index_in_dim(momentum, number, 0, False)
+
+    def add(_: jax.Array, kept: jax.Array) -> jax.Array:
+      _, decay, weight, _ = rule.numbers
+      weighted = selection.product(weight, gradient.astype(kept.dtype))
+      c = rule.compressor.to_coefficients(weighted, piece)
+      return selection.product(decay, kept) + c
+
+    if paths.loop_to_keep(gradient.size):
+      c = jax.lax.fori_loop(0, present.astype(jnp.int32), add, kept)
+    else:
+      c = jnp.where(present, add(present, kept), kept)
+    momentum = jax.lax.dynamic_update_index_in_dim(momentum, c, number, 0)
+    c = c.reshape(grid.num_chunks, grid.chunk_size)
+    if select is not None:
+      indices = select(c, piece)
+    else:
+      indices = jnp.broadcast_to(shared, (len(c), plan.format.k))
+    return momentum, (indices, selection.take(c, indices))
+
+  momentum, selected = jax.lax.scan(
+      accumulate,
+      momentum.reshape(count, *grid.coefficients_shape),
+      jnp.arange(count, dtype=jnp.int32),
+      unroll=count == 1,
+  )
+  indices, values = (
+      x.reshape(plan.grid.num_chunks, plan.format.k) for x in selected
+  )
+  return momentum.reshape(plan.grid.num_chunks, -1), indices, values
+
+
+def _subtract(
+    rule: _Rule,
+    plan: LeafPlan,
+    momentum: jax.Array,
+    chosen: tuple[jax.Array, jax.Array],
+    sent: jax.Array,
+    present: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+  """Takes what was sent out of a leaf's momentum, unless absent.
+
+  Returns:
+    momentum `[*coefficients_shape]`; float32 `[ENERGIES]`, the sums of squares
+    of the momentum as it was, of what was sent, and of what stays.
+  """
+  indices, values = chosen
+  taken = selection.product(rule.numbers.alpha, sent)
+  stays = _energy(values - taken)
+  held = _energy(values)
+  if plan.format.k < plan.format.n:
+    all_of_it = _energy(momentum)
+    held, stays = all_of_it, jnp.maximum(all_of_it - held, 0) + stays
+  energies = jnp.stack([held, _energy(sent), stays])
+
+  taken = jnp.where(present, taken, jnp.zeros_like(taken))
+  c = selection.subtract(momentum, indices, taken)
+  c = c.reshape(plan.grid.coefficients_shape)
+  if any(plan.grid.padding):
+    c = jnp.where(present, rule.compressor.clear_padding(c, plan), c)
+  return c, energies
+
+
+def _energy(x: jax.Array) -> jax.Array:
+  return jnp.sum(jnp.square(x), dtype=jnp.float32)
+
+
+def _update(
+    rule: _Rule,
+    plan: LeafPlan,
+    indices: jax.Array,
+    values: jax.Array,
+    present: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+  """A leaf's update, from what all workers sent.
+
+  Args:
+    rule: how the leaf is treated.
+    plan: what is decided for it.
+    indices: int32 `[workers, chunks, k]`.
+    values: `[workers, chunks, k]`.
+    present: bool `[workers]`, whose values count.
+
+  Returns:
+    the update; float32 `[]`, how many different coefficients it was made of.
+  """
+  count, grid = plan.grid.pieces(paths.piece_elements())
+  piece = dataclasses.replace(plan, grid=grid)
+
+  def merge(
+      _: None, arrays: tuple[jax.Array, jax.Array]
+  ) -> tuple[None, tuple[jax.Array, jax.Array]]:
+    indices, values = arrays
+    values, distinct = selection.weigh(
+        indices, values, present, plan.format.n, rule.average
+    )
+    update = rule.compressor.from_selected(indices, values, piece)
+    return None, (update, distinct)
+
+  def split(x: jax.Array) -> jax.Array:
+    x = x.reshape(len(x), count, grid.num_chunks, -1)
+    return x.swapaxes(0, 1)
+
+  _, (pieces, distinct) = jax.lax.scan(
+      merge, None, (split(indices), split(values)), unroll=count == 1
+  )
+  return chunks.join_pieces(pieces, plan.grid), jnp.sum(distinct)
+
+
+def _info(
+    workers: Workers,
+    leaves: Sequence[Leaf],
+    plans: Sequence[LeafPlan],
+    received: wire.Received,
+    distinct: Sequence[jax.Array],
+) -> Info:
+  """What is to be known about the exchange."""
+  energies = functools.reduce(
+      jnp.add,
+      [x / workers.copies(axes) for axes, x in received.energies.items()],
+  )
+  count = received.taking_part.astype(jnp.float32)
+  sent = jnp.zeros((2,), jnp.float32)  # by all, and how much is different
+  for leaf, plan, different in zip(leaves, plans, distinct):
+    if not plan.format.shared and plan.format.k < plan.format.n:
+      of_all = count * float(plan.grid.num_chunks * plan.format.k)
+      copies = workers.copies(leaf.placement.axes)
+      sent += jnp.stack([of_all, different]) / copies
+  held, taken, kept, all_sent, different = workers.sum_inside(
+      jnp.concatenate([energies, sent])
+  )
+  return Info(
+      left_out=workers.count - received.taking_part,
+      sent_energy=_ratio(taken, held),
+      kept_norm=jnp.sqrt(_ratio(kept, count)),
+      senders=_ratio(all_sent, different),
+  )
+
+
+def _ratio(a: jax.Array, b: jax.Array) -> jax.Array:
+  return jnp.where(b > 0, a / jnp.where(b > 0, b, 1), 0)
+
+
+def _alike(
+    leaves: Sequence[Leaf], gradients: Sequence[jax.Array]
+) -> list[list[int]]:
+  """Numbers of leaves: of small ones that are alike together, others alone."""
+  groups: dict[Any, list[int]] = {}
+  for number, (leaf, gradient) in enumerate(zip(leaves, gradients)):
+    small = paths.is_small(gradient.size)
+    kind = (leaf, gradient.shape, gradient.dtype) if small else number
+    groups.setdefault(kind, []).append(number)
+  return list(groups.values())
+
+
+def _stack(
+    arrays: Sequence[jax.Array], groups: list[list[int]]
+) -> list[jax.Array]:
+  """Per group `[members, ...]`; the array itself where it is the only one."""
+  return [
+      jnp.stack([arrays[i] for i in group]) if len(group) > 1
+      else arrays[group[0]]
+      for group in groups
+  ]
+
+
+def _unstack(
+    arrays: Sequence[jax.Array], groups: list[list[int]]
+) -> list[jax.Array]:
+  """Undoes `_stack`."""
+  found: dict[int, jax.Array] = {}
+  for array, group in zip(arrays, groups):
+    found.update(zip(group, array if len(group) > 1 else [array]))
+  return [found[number] for number in range(len(found))]

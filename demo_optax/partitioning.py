@@ -1,0 +1,184 @@
+"""Several optimizers for one model, and one exchange for all."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from demo_optax import trees
+from demo_optax.demo import DeMoState
+from demo_optax.exchange import (
+  Request,
+  Response,
+  exchange,
+  nothing_known,
+)
+from demo_optax.gradients import mean_over_workers
+from demo_optax.workers import Workers
+
+
+def partition(
+    transforms: Mapping[Any, optax.GradientTransformation],
+    labels: Any,
+    *,
+    workers: Workers,
+) -> optax.GradientTransformationExtraArgs:
+  r"""`optax.partition` for stacked gradients, with one exchange per step.
+
+  Every leaf goes to the transformation of its label. Those that hold a
+  `scale_by_demo` get each worker's own gradients, whatever stands before it in
+  their chain, and all that they exchange travels in one payload; they may
+  differ in compressor, decay and base optimizer. The others (`optax.adamw` for
+  embeddings and norms) get gradients averaged over the workers, as by
+  `mean_over_workers`: do not put that before them.
+
+  The transformations that exchange are called twice in each step: to learn what
+  is to be exchanged, and again with what has come; under `jax.jit` what is done
+  twice is computed once.
+
+  Args:
+    transforms: a transformation for each label; each has at most one
+      `scale_by_demo`, of these `workers`.
+    labels: a tree of labels like the parameters (one in place of a subtree
+      holds for all of it), or a function that makes it from the parameters.
+    workers: who takes part.
+
+  Returns:
+    A gradient transformation from stacked gradients to updates in the
+    parameters' shapes. Its state is `optax.PartitionState`; `momentum`,
+    `with_momentum`, `plan` and `Checkpointer` take a tree of compressors like
+    the parameters for it, with `None` where nothing is exchanged.
+
+  Raises:
+    ValueError: a label without a transformation, at init; when traced, an
+      update that has not its parameter's shape, a transformation with several
+      exchanges, or an exchange of other workers; no `params`.
+    TypeError: `workers` or one of `transforms` is something else, at once.
+
+  Example:
+    >>> import demo_optax, jax, jax.numpy as jnp, optax
+    >>> workers = demo_optax.Workers.simulated(4)
+    >>> tx = demo_optax.partition(
+    ...     {'sparse': demo_optax.demo(1e-3, workers=workers),
+    ...      'dense': optax.adamw(1e-3)},
+    ...     {'embedding': 'dense', 'kernel': 'sparse'},
+    ...     workers=workers)
+    >>> params = {'embedding': jnp.ones((8, 4)), 'kernel': jnp.ones((4, 4))}
+    >>> gradients = jax.tree.map(lambda p: jnp.ones((4, *p.shape)), params)
+    >>> updates, state = tx.update(gradients, tx.init(params), params)
+    >>> print(jax.tree.map(lambda u: u.shape, updates))
+    {'embedding': (8, 4), 'kernel': (4, 4)}
+
+  References:
+    Hidden layers by one optimizer and embeddings by another: Jordan et al.,
+    `Muon <https://kellerjordan.github.io/posts/muon/>`_, 2024; exchanges:
+    Peng et al. <https://arxiv.org/abs/2411.19870>, Algorithm 1.
+  """
+  trees.check_type(
+      'workers', workers, Workers, 'demo_optax.Workers.simulated(n)'
+  )
+  for label, tx in transforms.items():
+    trees.check_type(
+        f'transforms[{label!r}]',
+        tx,
+        optax.GradientTransformation,
+        'optax.adamw(1e-3)',
+    )
+  average = mean_over_workers(workers=workers)
+
+  def by_label(params: chex.ArrayTree) -> tuple[Any, Any]:
+    """`optax.partition` of these parameters, and the label of each leaf."""
+    tree = labels(params) if callable(labels) else labels
+    tree = jax.tree.map(
+        lambda label, part: jax.tree.map(lambda _: label, part), tree, params
+    )
+    return optax.partition(transforms, tree), tree
+
+  def init_fn(params: chex.ArrayTree) -> optax.PartitionState:
+    inner, _ = by_label(params)
+    return inner.init(params)
+
+  def update_fn(
+      updates: chex.ArrayTree,
+      state: optax.PartitionState,
+      params: chex.ArrayTree | None = None,
+      **extra_args: Any,
+  ) -> tuple[chex.ArrayTree, optax.PartitionState]:
+    if params is None:
+      raise ValueError(
+          'partition needs params: tx.update(grads, state, params).'
+      )
+    inner, tree = by_label(params)
+    exchanging = {
+        label: _exchanges(inner_state)
+        for label, inner_state in state.inner_states.items()
+    }
+    dense = jax.tree.map(lambda label: not exchanging[label], tree)
+    averaged = optax.masked(average, dense)
+    updates, _ = averaged.update(updates, averaged.init(params), params)
+
+    requests: list[Request] = []
+
+    def ask(request: Request) -> Response:
+      requests.append(_checked(request, workers))
+      return _nothing_yet(request)
+
+    inner.update(updates, state, params, demo_exchange=ask, **extra_args)
+    if len(requests) > sum(exchanging.values()):
+      raise ValueError(
+          f'{len(requests)} exchanges were found in'
+          f' {sum(exchanging.values())} transformations: have one scale_by_demo'
+          ' in each.'
+      )
+    responses = iter(exchange(requests) if requests else [])
+    updates, state = inner.update(
+        updates,
+        state,
+        params,
+        demo_exchange=lambda request: next(responses),
+        **extra_args,
+    )
+    _check_shapes(updates, params)
+    return updates, state
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _exchanges(state: Any) -> bool:
+  """Whether a state is of a transformation that exchanges."""
+  found = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, DeMoState))
+  return any(isinstance(x, DeMoState) for x in found)
+
+
+def _checked(request: Request, workers: Workers) -> Request:
+  if request.workers != workers:
+    raise ValueError(
+        f'A transformation exchanges among {request.workers}, but partition'
+        f' among {workers}: give both the same workers.'
+    )
+  return request
+
+
+def _nothing_yet(request: Request) -> Response:
+  """A response of the right shapes, which only the first call sees."""
+  updates = [
+      jnp.zeros(leaf.plan.grid.shape, x.dtype)
+      for leaf, x in zip(request.leaves, request.momentum)
+  ]
+  return updates, request.momentum, nothing_known()
+
+
+def _check_shapes(updates: chex.ArrayTree, params: chex.ArrayTree) -> None:
+  flat, (like,) = trees.flatten_alike(updates, params)
+  for (path, update), param in zip(flat, like):
+    if np.shape(update) != np.shape(param):
+      raise ValueError(
+          f'The update of {trees.leaf_name(path)} has shape'
+          f' {np.shape(update)}, and its parameter {np.shape(param)}: its'
+          ' transformation changed it.'
+      )
+

@@ -1,0 +1,206 @@
+"""Optimizers of the examples: what their flags mean, and how they are made.
+
+Every method is a chain of the same few links: each worker's own gradient is
+clipped, exchanged by a compressor, and given to a base optimizer.
+"""
+
+import argparse
+from typing import Any
+
+import jax
+import optax
+from optax import contrib
+
+import demo_optax
+from demo_optax import compressors
+
+# What follows the exchange. The first version of the paper takes signs; the
+# second takes any optimizer that wants a momentum, with the learning rate
+# outside of it and the gradient weighted by 1 - decay.
+BASES = {
+    'sign': optax.scale_by_sign,
+    'signum': optax.scale_by_sign,
+    'sgd': optax.identity,
+    'adam': lambda: optax.scale_by_adam(b1=0.0, b2=0.95),  # momentum is there
+    'adamw': lambda: optax.scale_by_adam(b1=0.9, b2=0.95),
+    'lion': optax.scale_by_lion,
+    'muon': lambda: optax.partition(
+        {
+            'matrix': contrib.scale_by_muon(
+                beta=0.0,
+                nesterov=False,
+                weight_dimension_numbers=lambda tree: jax.tree.map(
+                    lambda _: contrib.MuonDimensionNumbers(), tree
+                ),
+            ),
+            'other': optax.scale_by_adam(b1=0.0, b2=0.95),
+        },
+        lambda tree: jax.tree.map(
+            lambda x: 'matrix' if x.ndim == 2 else 'other', tree
+        ),
+    ),
+}
+TOPK = {
+    'dct': demo_optax.dct_topk,
+    'hadamard': demo_optax.hadamard_topk,
+    'random-orthogonal': demo_optax.random_orthogonal_topk,
+    'identity': demo_optax.identity_topk,
+}
+SUBSETS = {
+    'random-subset': demo_optax.random_subset,
+    'striding': demo_optax.striding,
+    'slicing': demo_optax.slicing,
+}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+  add = parser.add_argument
+  add('--optimizer', choices=['demo', 'adamw'], default='demo')
+  add('--lr', type=float, default=2e-3, help='peak learning rate')
+  add('--schedule', choices=['cosine', 'constant'], default='cosine')
+  add('--warmup', type=int, default=40)
+  add('--weight-decay', type=float, default=0.0)
+  add('--clip', type=float, default=1.0, help='norm that gradients are cut to')
+  add('--decay', type=float, default=0.99, help='of the momentum')
+  add('--alpha', type=float, default=1.0,
+      help='share of what was sent that leaves the momentum')
+  add('--average', choices=['senders', 'workers'], default='senders')
+  add('--base', choices=BASES, default='sign',
+      help='what follows the exchange; sign: DeMo as first published')
+  add('--compressor', choices=[*TOPK, *SUBSETS, 'full'], default='dct')
+  add('--chunk', type=int, default=64, help='longest side of a chunk')
+  add('--topk', type=int, default=32, help='coefficients sent of each chunk')
+  add('--values', choices=compressors.VALUES, default='float32',
+      help='how the values of coefficients are sent')
+  add('--rate', type=float, default=1 / 32,
+      help='share of the elements that random-subset, striding, slicing send')
+  add('--embeddings', choices=['demo', 'adamw', 'own'], default='demo',
+      help='embeddings, head and 1-D leaves: as the rest, by AdamW on averaged'
+      ' gradients, or exchanged by the --own flags')
+  add('--own-topk', type=int, default=8)
+  add('--own-chunk', type=int, nargs=2, default=(1, 192), metavar='LENGTH',
+      help='longest sides of a chunk, rows and columns')
+  add('--own-base', choices=BASES, default='adam')
+  add('--own-lr', type=float, help='peak learning rate; default: --lr')
+
+
+def make_optimizer(
+    args: argparse.Namespace, workers: demo_optax.Workers
+) -> optax.GradientTransformation:
+  if args.optimizer == 'adamw':
+    mean = demo_optax.mean_over_workers(workers=workers)
+    return optax.chain(mean, adamw(args, args.lr))
+  compressor, own = make_compressor(args), own_compressor(args)
+  exchanged = decoupled(args, workers, compressor, args.base, args.lr)
+  if args.embeddings == 'demo':
+    return exchanged
+  lr = args.own_lr or args.lr
+  others = {
+      'adamw': adamw(args, lr),
+      'own': decoupled(args, workers, own, args.own_base, lr),
+  }
+  return demo_optax.partition(
+      {'matrix': exchanged, 'other': others[args.embeddings]},
+      matrix_or_other,
+      workers=workers,
+  )
+
+
+def adamw(
+    args: argparse.Namespace, lr: float
+) -> optax.GradientTransformation:
+  """Plain data parallelism, for gradients that are averaged every step."""
+  return optax.chain(
+      optax.clip_by_global_norm(args.clip),
+      optax.adamw(
+          make_schedule(args, lr), b2=0.95, weight_decay=args.weight_decay
+      ),
+  )
+
+
+def decoupled(
+    args: argparse.Namespace,
+    workers: demo_optax.Workers,
+    compressor: demo_optax.Compressor,
+    base: str,
+    lr: float,
+) -> optax.GradientTransformation:
+  """Decoupled momentum; a clip before the exchange is each worker's own."""
+  clip = demo_optax.per_worker(
+      optax.clip_by_global_norm(args.clip), workers=workers
+  )
+  schedule = make_schedule(args, lr)
+  rule = {'decay': args.decay, 'alpha': args.alpha, 'average': args.average}
+  if base == 'sign':
+    demo = demo_optax.demo(
+        schedule, workers=workers, compressor=compressor,
+        weight_decay=args.weight_decay, **rule,
+    )
+    return optax.chain(clip, demo)
+  return optax.chain(
+      clip,
+      demo_optax.scale_by_demo(
+          compressor, ema=True, workers=workers, **rule
+      ),
+      BASES[base](),
+      optax.add_decayed_weights(args.weight_decay),
+      optax.scale_by_learning_rate(schedule),
+  )
+
+
+def make_compressor(args: argparse.Namespace) -> demo_optax.Compressor:
+  if args.compressor in TOPK:
+    return TOPK[args.compressor](args.chunk, args.topk, values=args.values)
+  if args.compressor in SUBSETS:
+    return SUBSETS[args.compressor](args.rate, chunk_size=args.chunk)
+  return demo_optax.full()
+
+
+def own_compressor(args: argparse.Namespace) -> demo_optax.Compressor:
+  return demo_optax.dct_topk(
+      tuple(args.own_chunk), args.own_topk, values=args.values
+  )
+
+
+def compressor_of_leaves(args: argparse.Namespace, params: Any) -> Any:
+  """What `plan`, `momentum` and `Checkpointer` want to know."""
+  if args.optimizer == 'adamw':
+    return jax.tree.map(lambda _: None, params)
+  compressor = make_compressor(args)
+  if args.embeddings == 'demo':
+    return compressor
+  other = own_compressor(args) if args.embeddings == 'own' else None
+  by_label = {'matrix': compressor, 'other': other}
+  return jax.tree.map(by_label.get, matrix_or_other(params))
+
+
+def matrix_or_other(params: Any) -> Any:
+  """Labels: embeddings, head, norms and biases are something else."""
+
+  def label(path: Any, _: Any) -> str:
+    name = jax.tree_util.keystr(path)
+    words = ('embedding', 'head', 'norm', 'bias')
+    return 'other' if any(w in name for w in words) else 'matrix'
+
+  return jax.tree_util.tree_map_with_path(label, params)
+
+
+def make_schedule(args: argparse.Namespace, peak: float) -> optax.Schedule:
+  warmup = min(args.warmup, args.steps // 2)
+  if args.schedule == 'constant':
+    return optax.warmup_constant_schedule(0.0, peak, warmup)
+  return optax.warmup_cosine_decay_schedule(
+      0.0, peak, warmup, args.steps, end_value=0.1 * peak
+  )
+
+
+def count_bytes(
+    args: argparse.Namespace, params: Any, workers: demo_optax.Workers
+) -> dict[str, float]:
+  """Bytes per worker and step of the chosen optimizer and of AdamW-DDP."""
+  plan = demo_optax.plan(params, compressor_of_leaves(args, params), workers)
+  return {
+      'sent': plan.sent_bytes,
+      'received': plan.received_bytes,
+      'adamw': plan.dense_bytes(),
+  }

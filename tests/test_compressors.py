@@ -1,0 +1,303 @@
+"""Every compressor keeps the protocol, and does what its formula says."""
+
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import scipy.linalg
+from helpers import (
+  assert_replicas_equal,
+  assert_same_bits,
+  on_mesh,
+  random_tree,
+  replicated,
+  stacked,
+)
+from oracle import Oracle, dct_matrix
+from subsets import (
+  SubsetOracle,
+  random_places,
+  slicing_places,
+  striding_places,
+)
+
+import demo_optax
+from demo_optax import chunks
+
+pytestmark = pytest.mark.core
+
+N = 4
+SHAPES = {'matrix': (32, 48), 'padded': (37, 20), 'vector': (33,), 'scalar': ()}
+POWERS = {'matrix': (32, 48), 'kernel': (2, 8, 16), 'vector': (64,), 'scalar': ()}
+
+
+def hadamard_matrix(length):
+  return scipy.linalg.hadamard(length) / np.sqrt(length)
+
+
+def random_matrix(length):
+  return chunks.random_basis(length, 3)  # orthonormal: see below
+
+
+TOPK = {
+    'dct': (demo_optax.dct_topk(16, 5), dct_matrix),
+    'rows': (demo_optax.dct_topk((1, 24), 5), dct_matrix),
+    'hadamard': (demo_optax.hadamard_topk(16, 5), hadamard_matrix),
+    'random': (demo_optax.random_orthogonal_topk(16, 5, seed=3), random_matrix),
+    'identity': (demo_optax.identity_topk(16, 5, values='int8'), np.eye),
+}
+SUBSETS = {
+    'random_subset': (demo_optax.random_subset(0.11, chunk_size=16, seed=2),
+                      0.11, random_places(2)),
+    'striding': (demo_optax.striding(0.11, chunk_size=16), 0.11,
+                 striding_places),
+    'slicing': (demo_optax.slicing(0.11, chunk_size=16), 0.11, slicing_places),
+    'full': (demo_optax.full(), 1, None),
+}
+ALL = {name: code for name, (code, *_) in {**TOPK, **SUBSETS}.items()}
+
+
+def oracle(name, shape, **rule):
+  if name in SUBSETS:
+    _, rate, places = SUBSETS[name]
+    rule.pop('average')
+    return SubsetOracle(shape, N, limit=16, rate=rate, places=places, **rule)
+  return Oracle(shape, N, limit=(1, 24) if name == 'rows' else 16, topk=5,
+                values='int8' if name == 'identity' else 'float32',
+                basis=TOPK[name][1], **rule)
+
+
+@pytest.mark.parametrize('name', ALL)
+def test_oracle(name, x64):
+  """Several workers and steps, one of them left out for a while."""
+  shapes = POWERS if name == 'hadamard' else SHAPES
+  rule = {'decay': 0.9, 'alpha': 0.7, 'average': 'workers'}
+  oracles = {k: oracle(name, s, **rule) for k, s in shapes.items()}
+  workers = demo_optax.Workers.simulated(N)
+  tx = demo_optax.scale_by_demo(ALL[name], workers=workers, **rule)
+  params = {k: jnp.zeros(s) for k, s in shapes.items()}
+  state, update = tx.init(params), jax.jit(tx.update)
+  rng = np.random.default_rng(0)
+  for step in range(7):
+    gradients = {k: rng.normal(size=(N, *s)) for k, s in shapes.items()}
+    if step in (2, 3):
+      for g in gradients.values():
+        g[1] = np.nan
+    updates, state = update(gradients, state, params)
+    for key, gradient in gradients.items():
+      np.testing.assert_allclose(
+          updates[key], oracles[key].exchange(gradient), atol=1e-11,
+          err_msg=f'{key}, step {step}')
+    assert int(state.info['left_out']) == (step in (2, 3))
+  kept = demo_optax.momentum(state, params, ALL[name], workers)
+  for key, known in oracles.items():
+    np.testing.assert_allclose(
+        kept[key], known.m.reshape(kept[key].shape), atol=1e-11)
+
+
+@pytest.mark.parametrize('name', ALL)
+def test_protocol(name):
+  """On a mesh: conservation, equality, bytes; and one worker is no other."""
+  shapes = POWERS if name == 'hadamard' else SHAPES
+  compressor = ALL[name]
+  params = jax.tree.map(jnp.asarray, random_tree(0, shapes))
+  results = []
+  for workers in (demo_optax.Workers.simulated(N), on_mesh(N)):
+    tx = demo_optax.scale_by_demo(
+        compressor, 0.5, workers=workers, average='workers')
+    placed = replicated(params, workers)
+    state, update = tx.init(placed), jax.jit(tx.update)
+    before = jax.tree.map(
+        np.asarray, demo_optax.momentum(state, params, compressor, workers))
+    for step in range(2):
+      gradients = stacked(random_tree(step, shapes, lead=(N,)), workers)
+      updates, state = update(gradients, state, placed)
+      assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
+      assert all(u.dtype == jnp.float32 for u in jax.tree.leaves(updates))
+      kept = jax.tree.map(
+          np.asarray, demo_optax.momentum(state, params, compressor, workers))
+      for key in shapes:  # what is kept and what was sent is what was there
+        np.testing.assert_allclose(
+            kept[key].mean(0) + updates[key],
+            (0.5 * before[key] + gradients[key]).mean(0), atol=2e-6)
+      before = kept
+    results.append((updates, state.momentum, state.info))
+  assert_replicas_equal(updates)
+  if name in SUBSETS:  # sums are taken in another order
+    for a, b in zip(*map(jax.tree.leaves, (results[0][0], results[1][0]))):
+      np.testing.assert_allclose(a, b, atol=1e-6)
+  else:
+    assert_same_bits(results[0][0], results[1][0])
+  assert_same_bits(results[0][1], results[1][1])
+  for key, known in results[0][2].items():
+    np.testing.assert_allclose(known, results[1][2][key], rtol=1e-5)
+
+  plan = demo_optax.plan(params, compressor, workers)
+  found = demo_optax.collectives(
+      update.lower(gradients, state, placed).compile())
+  kind = 'all-reduce' if name in SUBSETS else 'all-gather'
+  assert [c.kind for c in found] == [kind]
+  assert found[0].received_bytes == plan.received_bytes
+
+  one = demo_optax.Workers.simulated(1)
+  tx = demo_optax.scale_by_demo(compressor, 0.5, workers=one)
+  update, state = tx.update(
+      random_tree(0, shapes, lead=(1,)), tx.init(params), params)
+  if name != 'full':
+    assert any(np.any(m) for m in jax.tree.leaves(state.momentum))
+  assert float(state.info['kept_norm']) > 0 or name == 'full'
+
+
+@pytest.mark.parametrize('name', ['striding', 'slicing', 'random_subset'])
+@pytest.mark.parametrize('n, k', [(64, 8), (70, 8), (7, 3), (4096, 5)])
+def test_places(name, n, k):
+  """Ascending, distinct, and all come in turn (or nearly all, at random)."""
+  code = ALL[name]
+  plan = code.plan((16, 16), np.dtype('float32'))
+  format_ = type(plan.format)(n, k, 'float32', shared=True)
+  plan = type(plan)(plan.grid, format_)
+  places = jax.jit(lambda step: code.places(plan, step))
+  seen = set()
+  for step in range(min(n, 40)):
+    found = np.asarray(places(jnp.int32(step)))
+    assert found.shape == (k,) and found.dtype == np.int32
+    assert np.all(np.diff(found) > 0) and found[0] >= 0 and found[-1] < n
+    seen |= set(found.tolist())
+  if n < 100 and name != 'random_subset':
+    assert len(seen) == n
+  assert len(seen) > min(n, 40 * k) / 2
+  assert places(jnp.int32(2**31 - 1)).shape == (k,)
+
+
+@pytest.mark.parametrize('length', [1, 2, 5, 32])
+def test_random_basis_is_orthonormal(length):
+  basis = chunks.random_basis(length, 0)
+  np.testing.assert_allclose(basis @ basis.T, np.eye(length), atol=1e-14)
+  if length > 1:
+    assert np.any(basis != chunks.random_basis(length, 1))
+
+
+def test_hadamard_wants_powers_of_two():
+  with pytest.raises(ValueError, match='chunk_size=48 must be a power of two'):
+    demo_optax.hadamard_topk(48)
+  compressor = demo_optax.hadamard_topk(32, 4)
+  with pytest.raises(ValueError, match=r'shape \(96, 60\).*side of 30.*dct'):
+    demo_optax.plan(jnp.zeros((96, 60)), compressor, 2)
+
+
+@pytest.mark.parametrize('make, match', [
+    (lambda: demo_optax.random_subset(0.0), r'rate=0.0 is not in \(0, 1\]'),
+    (lambda: demo_optax.striding(1.5), r'rate=1.5 is not in'),
+    (lambda: demo_optax.slicing(float('nan')), 'rate=nan'),
+    (lambda: demo_optax.random_subset(0.1, seed=-1), 'seed=-1'),
+    (lambda: demo_optax.random_orthogonal_topk(seed=-2), 'seed=-2'),
+    (lambda: demo_optax.identity_topk(0), 'chunk_size=0'),
+    (lambda: demo_optax.dct_topk((1, 2, 3)), 'one number, or two'),
+])
+def test_bad_values(make, match):
+  with pytest.raises(ValueError, match=match):
+    make()
+
+
+@pytest.mark.parametrize('make, match', [
+    (lambda: demo_optax.striding('all'), "rate='all'"),
+    (lambda: demo_optax.random_subset(0.1, seed=0.5), 'seed=0.5'),
+    (lambda: demo_optax.dct_topk((1, 2.5)), 'chunk_size=2.5'),
+])
+def test_bad_types(make, match):
+  with pytest.raises(TypeError, match=match):
+    make()
+
+
+def test_info_says_what_was_sent_and_kept():
+  workers = demo_optax.Workers.simulated(3)
+  compressor = demo_optax.identity_topk(4, 1)
+  tx = demo_optax.scale_by_demo(compressor, 0.9, workers=workers)
+  params = jnp.zeros((4, 8))
+  g = np.zeros((3, 4, 8), np.float32)
+  g[0, 0, 0], g[0, 1, 1], g[0, 2, 6] = 3, 1, 5
+  g[1, 0, 0], g[1, 3, 5] = 4, 2
+  g[2] = np.nan
+  _, state = tx.update(jnp.asarray(g), tx.init(params), params)
+  info = state.info
+  assert int(info['left_out']) == 1
+  # Sent: 3, 5 and 4, 2. Kept: 1.
+  assert float(info['sent_energy']) == pytest.approx((9 + 25 + 16 + 4) / 55)
+  assert float(info['kept_norm']) == pytest.approx(np.sqrt(1 / 2))
+  assert float(info['senders']) == pytest.approx(4 / 3)
+  assert demo_optax.exchange_info({'deep': [state]}) == info
+
+
+# The guide --------------------------------------------------------------------
+
+GUIDE = pathlib.Path(__file__).parents[1] / 'docs' / 'compressors.md'
+
+
+@pytest.fixture(scope='module')
+def guide():
+  """The names that the guide's code makes, run from the top."""
+  names = {}
+  with jax.numpy_dtype_promotion('standard'):
+    for block in re.findall(r'```python\n(.*?)```', GUIDE.read_text(), re.S):
+      exec(block, names)
+  return names
+
+
+@pytest.mark.parametrize('make', [
+    lambda names: names['low_frequencies'](8),
+    lambda names: names['loudest_run'](8, 3)])
+def test_compressors_of_the_guide(guide, make):
+  compressor = make(guide)
+  workers = demo_optax.Workers.simulated(2)
+  tx = demo_optax.scale_by_demo(
+      compressor, 0.0, workers=workers, average='workers')
+  params = {'w': jnp.zeros((16, 24)), 'b': jnp.zeros(20)}
+  gradients = random_tree(0, {'w': (2, 16, 24), 'b': (2, 20)})
+  updates, state = jax.jit(tx.update)(gradients, tx.init(params), params)
+  kept = demo_optax.momentum(state, params, compressor, workers)
+  for key, moment in kept.items():
+    assert np.any(moment) and np.any(updates[key])
+    np.testing.assert_allclose(
+        np.mean(moment, axis=0) + updates[key], gradients[key].mean(0),
+        atol=1e-6)
+  shared = compressor.select is None
+  assert bool(demo_optax.plan(params, compressor, 2).summed_bytes) == shared
+
+
+@pytest.mark.parametrize('name', ['SGD', 'Signum', 'AdamW', 'Lion', 'Muon'])
+def test_bases_of_the_guide_learn(guide, name):
+  """A quadratic on two workers, whose gradients differ."""
+  tx = guide['optimizers'][name]
+  rng = np.random.default_rng(0)
+  goal = jnp.asarray(0.02 * rng.normal(size=(16, 16)), jnp.float32)
+  params = {'w': jnp.zeros((16, 16))}
+  noise = jnp.asarray(rng.normal(size=(16, 16)), jnp.float32)
+  apart = 0.01 * jnp.stack([noise, -noise])
+
+  @jax.jit
+  def step(params, state):
+    gradients = {'w': (params['w'] - goal)[None] + apart}
+    updates, state = tx.update(gradients, state, params)
+    return optax.apply_updates(params, updates), state
+
+  with jax.numpy_dtype_promotion('standard'):
+    state = tx.init(params)
+    losses = []
+    for _ in range(60):
+      params, state = step(params, state)
+      losses.append(float(jnp.sum((params['w'] - goal) ** 2)))
+  assert min(losses) < 0.7 * losses[0]
+
+
+def test_partition_of_the_guide(guide):
+  params, tx = guide['params'], guide['tx']
+  gradients = jax.tree.map(lambda p: jnp.stack([p, 2 * p]), params)
+  with jax.numpy_dtype_promotion('standard'):
+    updates, state = jax.jit(tx.update)(gradients, tx.init(params), params)
+  assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
+  kept = demo_optax.momentum(state, params, guide['by_leaf'], guide['workers'])
+  assert kept['norm'] is None and kept['embed'].shape == (2, 100, 64)
