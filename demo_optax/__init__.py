@@ -17,6 +17,8 @@ The modules in the order of the data's way:
       index_codes  which coefficients, in few bits
       value_codes  what they are, in few bits
       wire         payload <-> bytes
+    kernels      the same in one pass over memory, where a backend has them:
+      kernel_math  kernels_gpu  kernels_tpu
     specs        how parameters are spread over the devices of a worker
     workers      who takes part, and how a worker's function runs for all
     inspection   a look into optimizer states

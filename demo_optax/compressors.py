@@ -72,6 +72,9 @@ class Compressor:
       formats that are not `shared`.
     places: `(plan, step) -> int32[k]`, ascending places in every chunk, where
       `step` is int32 `[]`, the exchanges so far; for formats that are.
+    basis: of the transform, if that is the one of `chunks` with this basis and
+      the selection that of the `topk` compressors: then kernels may do the same
+      at once. Who replaces the transform replaces it, too (`None`).
   """
 
   name: str
@@ -82,6 +85,7 @@ class Compressor:
   clear_padding: Callable[[jax.Array, LeafPlan], jax.Array]
   select: Callable[[jax.Array, LeafPlan], jax.Array] | None = None
   places: Callable[[LeafPlan, jax.Array], jax.Array] | None = None
+  basis: chunks.Basis | None = None
 
   def plan_blocks(
       self, shape: tuple[int, ...], dtype: jnp.dtype, blocks: tuple[int, ...]
@@ -96,6 +100,11 @@ class Compressor:
           f' needs {wanted}: give it to Compressor.'
       )
     return plan.with_blocks(blocks)
+
+  @property
+  def kernel_basis(self) -> chunks.Basis | None:
+    """The basis, if kernels may transform and select at once."""
+    return self.basis if self.select is _largest else None
 
   def __repr__(self) -> str:
     return self.name
@@ -610,9 +619,14 @@ def _topk(
           f' values={values!r}, padding={padding})'
       ),
       plan=plan,
-      select=lambda c, plan: selection.top_k(c, plan.format.k),
+      select=_largest,
+      basis=basis,
       **_transform(basis),
   )
+
+
+def _largest(c: jax.Array, plan: LeafPlan) -> jax.Array:
+  return selection.top_k(c, plan.format.k)
 
 
 def _subset(

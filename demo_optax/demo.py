@@ -63,6 +63,7 @@ def scale_by_demo(
     average: selection.Average = 'senders',
     ema: bool = False,
     gradient_weight: optax.ScalarOrSchedule = 1.0,
+    kernels: bool | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Exchanges the fast part of every worker's own momentum.
 
@@ -109,6 +110,12 @@ def scale_by_demo(
     ema: weight the gradient by :math:`1 - \beta`, too, as `optax.ema` and the
       second version of the paper do.
     gradient_weight: :math:`w`, a number or a schedule of the step.
+    kernels: whether GPUs and TPUs run a step as two kernels of one pass over
+      memory each, where they apply: float32 momentum; chunks of 32, 64 or 128
+      a side, without padding; `topk` up to 64. Selections are the same, and
+      bits but for the rounding of the transform; workers must agree in this.
+      None: on backends of which a measurement says that it is worth while (so
+      far on none). On CPUs kernels are interpreted: slowly, to be looked at.
 
   Returns:
     A gradient transformation. Its `update` takes stacked gradients
@@ -168,6 +175,17 @@ def scale_by_demo(
         pending=(),
     )
 
+  def of_leaf(leaf: trees.Leaf) -> Leaf:
+    """What is fixed for a leaf, checked against its momentum."""
+    plan, placement = plan_leaf(
+        leaf.path, leaf.shape, leaf.momentum.dtype, compressor, workers
+    )
+    _check_momentum(leaf, plan, compressor, workers)
+    exact = isinstance(alpha, (int, float, np.number)) and alpha == 1
+    return Leaf(
+        0, compressor, average, kernels, bool(exact), plan, placement
+    )
+
   def update_fn(
       updates: chex.ArrayTree,
       state: DeMoState,
@@ -188,7 +206,7 @@ def scale_by_demo(
         weight = weight(state.count)
       request = Request(
           workers,
-          [_plan(leaf, compressor, average, workers) for leaf in taking_part],
+          [of_leaf(leaf) for leaf in taking_part],
           [leaf.gradient for leaf in taking_part],
           [leaf.momentum for leaf in taking_part],
           Numbers(
@@ -204,9 +222,9 @@ def scale_by_demo(
         response = demo_exchange(request)
       merged, kept, info = response
 
-    of_leaf = iter(merged)
+    in_order = iter(merged)
     new = [
-        next(of_leaf).astype(leaf.dtype) if leaf.exchanged
+        next(in_order).astype(leaf.dtype) if leaf.exchanged
         else leaf.zero_update()
         for leaf in leaves
     ]
@@ -220,20 +238,6 @@ def scale_by_demo(
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _plan(
-    leaf: trees.Leaf,
-    compressor: Compressor,
-    average: selection.Average,
-    workers: Workers,
-) -> Leaf:
-  """What is fixed for a leaf, checked against its momentum."""
-  plan, placement = plan_leaf(
-      leaf.path, leaf.shape, leaf.momentum.dtype, compressor, workers
-  )
-  _check_momentum(leaf, plan, compressor, workers)
-  return Leaf(0, compressor, average, plan, placement)
-
-
 def demo(
     learning_rate: optax.ScalarOrSchedule,
     *,
@@ -244,6 +248,7 @@ def demo(
     weight_decay_mask: Any = None,
     alpha: chex.Numeric = 1.0,
     average: selection.Average = 'senders',
+    kernels: bool | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""DeMo as published (first version): signed updates, lr in the momentum.
 
@@ -271,6 +276,7 @@ def demo(
       default all that take part.
     alpha: see `scale_by_demo`.
     average: see `scale_by_demo`.
+    kernels: see `scale_by_demo`.
 
   Returns:
     A gradient transformation; see `scale_by_demo` for what it takes.
@@ -308,6 +314,7 @@ def demo(
           alpha=alpha,
           average=average,
           gradient_weight=learning_rate,
+          kernels=kernels,
       ),
       optax.scale_by_sign(),
       _in_parameter_dtype(),

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 
 from demo_optax import chunks, paths, selection, wire
 from demo_optax.compressors import Compressor, LeafPlan
+from demo_optax.kernels import Encoded, Fused
 from demo_optax.specs import Path, Placement
 from demo_optax.workers import Workers
 
@@ -60,7 +61,8 @@ class Info(NamedTuple):
     kept_norm: float32, norm of the momentum that stays behind, the root of the
       mean square over the workers.
     senders: float32, how many workers sent a coefficient, on average over all
-      that were sent; of leaves of which not everything is sent.
+      that were sent; of leaves of which not everything is sent, and that no
+      kernel decodes.
   """
 
   left_out: jax.Array
@@ -83,6 +85,8 @@ class Leaf:
     part: number of the transformation that it belongs to.
     compressor: what is sent of it.
     average: how what was sent is averaged.
+    kernels: whether kernels are wanted, see `scale_by_demo`.
+    exact: whether all that was sent leaves the momentum, `alpha` being 1.
     plan: what the compressor decided.
     placement: where the parameter lies.
   """
@@ -90,8 +94,16 @@ class Leaf:
   part: int
   compressor: Compressor
   average: selection.Average
+  kernels: bool | None
+  exact: bool
   plan: LeafPlan
   placement: Placement
+
+  @property
+  def limit(self) -> float | None:
+    """The largest magnitude sent, if all that is sent leaves the momentum."""
+    exact = self.exact and self.plan.format.values == 'float32'
+    return self.plan.format.largest_sent if exact else None
 
 
 def plan_leaf(
@@ -195,16 +207,37 @@ def _step(
       [leaf.placement.axes for leaf in group_leaves],
   )
 
+  fused = _fused(group_leaves, plans, gradients)
+
   present = workers.agree(_is_moderate(rules, gradients, momentum))
+  encoded: dict[int, Encoded] = {}
+  for part, kernels in fused.items():
+    _, decay, weight, _ = numbers[part]
+    encoded |= kernels.encode(
+        gradients,
+        momentum,
+        decay,
+        weight,
+        present,
+        [leaf.limit for leaf in group_leaves],
+    )
   held, indices, values = zip(*(
-      _accumulate(*leaf, present)
-      for leaf in zip(rules, plans, gradients, momentum)
+      encoded.get(number) or _accumulate(*leaf, present)
+      for number, leaf in enumerate(zip(rules, plans, gradients, momentum))
   ))
   data, sent = payload.encode(list(zip(indices, values)))
   kept, energies = zip(*(
-      _subtract(rule, plan, c, chosen, read, present)
-      for rule, plan, c, chosen, read in zip(
-          rules, plans, held, zip(indices, values), sent
+      _subtract(
+          rule,
+          plan,
+          c,
+          chosen,
+          read,
+          present,
+          done=number in encoded and group_leaves[number].limit is not None,
+      )
+      for number, (rule, plan, c, chosen, read) in enumerate(
+          zip(rules, plans, held, zip(indices, values), sent)
       )
   ))
   to_gather, to_sum = payload.seal(data, energies, present)
@@ -214,14 +247,39 @@ def _step(
   received = payload.decode(
       gathered, summed, list(zip(indices, sent)), workers.count
   )
+  decoded: dict[int, tuple[jax.Array, None]] = {}
+  for part, kernels in fused.items():
+    done = kernels.decode(
+        received.selections,
+        received.present,
+        next(leaf.average for leaf in group_leaves if leaf.part == part),
+    )
+    decoded |= {number: (update, None) for number, update in done.items()}
   updates, distinct = zip(*(
-      _update(rule, plan, *chosen, senders)
-      for rule, plan, chosen, senders in zip(
-          rules, plans, received.selections, received.present
+      decoded.get(number) or _update(rule, plan, *chosen, senders)
+      for number, (rule, plan, chosen, senders) in enumerate(
+          zip(rules, plans, received.selections, received.present)
       )
   ))
   info = _info(workers, group_leaves, plans, received, distinct)
   return _unstack(updates, groups), _unstack(kept, groups), info
+
+
+def _fused(
+    leaves: Sequence[Leaf],
+    plans: Sequence[LeafPlan],
+    gradients: Sequence[jax.Array],
+) -> dict[int, Fused]:
+  """The kernels of each transformation, where they apply."""
+  members: dict[int, list[int]] = {}
+  for number, leaf in enumerate(leaves):
+    members.setdefault(leaf.part, []).append(number)
+  found = {}
+  for part, own in members.items():
+    leaf = leaves[own[0]]
+    basis = leaf.compressor.kernel_basis
+    found[part] = Fused(leaf.kernels, basis, own, plans, gradients)
+  return found
 
 
 class _Rule(NamedTuple):
@@ -322,8 +380,10 @@ def _subtract(
     chosen: tuple[jax.Array, jax.Array],
     sent: jax.Array,
     present: jax.Array,
+    *,
+    done: bool,
 ) -> tuple[jax.Array, jax.Array]:
-  """Takes what was sent out of a leaf's momentum, unless absent.
+  """Takes what was sent out of a leaf's momentum, unless absent or `done`.
 
   Returns:
     momentum `[*coefficients_shape]`; float32 `[ENERGIES]`, the sums of squares
@@ -333,13 +393,18 @@ def _subtract(
   taken = selection.product(rule.numbers.alpha, sent)
   stays = _energy(values - taken)
   held = _energy(values)
-  if plan.format.k < plan.format.n:
+  if done:
+    stays = _energy(momentum)
+    held += stays
+  elif plan.format.k < plan.format.n:
     all_of_it = _energy(momentum)
     held, stays = all_of_it, jnp.maximum(all_of_it - held, 0) + stays
   energies = jnp.stack([held, _energy(sent), stays])
 
-  taken = jnp.where(present, taken, jnp.zeros_like(taken))
-  c = selection.subtract(momentum, indices, taken)
+  c = momentum
+  if not done:
+    taken = jnp.where(present, taken, jnp.zeros_like(taken))
+    c = selection.subtract(c, indices, taken)
   c = c.reshape(plan.grid.coefficients_shape)
   if any(plan.grid.padding):
     c = jnp.where(present, rule.compressor.clear_padding(c, plan), c)
@@ -397,7 +462,7 @@ def _info(
     leaves: Sequence[Leaf],
     plans: Sequence[LeafPlan],
     received: wire.Received,
-    distinct: Sequence[jax.Array],
+    distinct: Sequence[jax.Array | None],
 ) -> Info:
   """What is to be known about the exchange."""
   energies = functools.reduce(
@@ -407,7 +472,8 @@ def _info(
   count = received.taking_part.astype(jnp.float32)
   sent = jnp.zeros((2,), jnp.float32)  # by all, and how much is different
   for leaf, plan, different in zip(leaves, plans, distinct):
-    if not plan.format.shared and plan.format.k < plan.format.n:
+    partly = not plan.format.shared and plan.format.k < plan.format.n
+    if partly and different is not None:
       of_all = count * float(plan.grid.num_chunks * plan.format.k)
       copies = workers.copies(leaf.placement.axes)
       sent += jnp.stack([of_all, different]) / copies

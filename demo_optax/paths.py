@@ -16,6 +16,9 @@ _PIECE = 2**18
 # them together costs less than compiling and starting each one's operations.
 _SMALL = 2**16
 
+# Backends of which a run of `benchmarks/device.py` is committed.
+MEASURED: frozenset[str] = frozenset()
+
 
 def piece_elements() -> int | None:
   """Largest part of a leaf to handle at once; None: all of it.
@@ -66,6 +69,21 @@ def loop_to_keep(elements: int) -> bool:
 def one_payload_at_a_time() -> bool:
   """Whether payloads are read one after the other, each within the caches."""
   return _on_cpu()
+
+
+def kernels(wanted: bool | None) -> str | None:
+  """The backend whose kernels a step is made of where they apply, if any.
+
+  Args:
+    wanted: True or False as the user says; None: on backends of which
+      `benchmarks/device.py` has shown that the kernels are right and fast.
+
+  Returns:
+    'gpu' or 'tpu'; 'cpu' if they are to be interpreted there; None.
+  """
+  backend = jax.default_backend()
+  wanted = backend in MEASURED if wanted is None else wanted
+  return backend if wanted else None
 
 
 def _on_cpu() -> bool:

@@ -85,6 +85,11 @@ class ChunkFormat:
     exponent = jnp.finfo(self.dtype).maxexp - 1
     return 2.0 ** (exponent - (self.n - 1).bit_length())
 
+  @property
+  def largest_sent(self) -> float:
+    """Largest magnitude that is sent; more stays in the momentum."""
+    return self.limit / 2
+
   def value_bytes(self, chunks: int) -> int:
     """Bytes that the values of so many chunks take."""
     return self.value_code.num_bytes(chunks, self.k)
@@ -109,7 +114,7 @@ class ChunkFormat:
     Returns:
       uint8 `[num_bytes]`, and `[chunks, k]`, the values as they will be read.
     """
-    most = self.limit / 2
+    most = self.largest_sent
     data, sent = self.value_code.encode(jnp.clip(values, -most, most))
     return jnp.concatenate([data, self.index_code.encode(indices)]), sent
 

@@ -16,7 +16,8 @@ PACKAGE = pathlib.Path(demo_optax.__file__).parent
 
 # A module may import those before it, and no other.
 ORDER = ['paths', 'chunks', 'selection', 'packing', 'index_codes', 'value_codes', 'wire',
-         'compressors', 'specs', 'workers', 'modules', 'trees', 'gradients',
+         'compressors', 'kernel_math', 'kernels_gpu', 'kernels_tpu', 'kernels',
+         'specs', 'workers', 'modules', 'trees', 'gradients',
          'exchange', 'demo', 'partitioning', 'inspection', 'elastic', 'replicas', 'checkpoint', 'accounting',
          'hlo', '__main__']
 
