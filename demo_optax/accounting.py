@@ -220,9 +220,10 @@ def plan(
   A payload is, over the kinds of chunks, the values and the indices, packed
   across chunks, plus 13 bytes: a status and what `DeMoState.info` is made of;
   `dct_topk` has the bits of each. Values at places that all workers share, and
-  dense gradients, are all-reduced (by a ring, as all-reduces are counted here)
-  with as much beside them. If a worker is several devices, each sends what it
-  alone has, and its share of what several have.
+  dense gradients, are all-reduced (by a ring, as all-reduces are counted here),
+  the first with as much beside them. If a worker is several devices, each sends
+  what it alone has, and its share of what several have; of dense gradients that
+  several have, each sends all. Who takes part in dense averages is not counted.
 
   A sharded leaf is cut into chunks block by block. Its chunks are those of an
   unsharded worker, and the results the same to the bit, if along its last two
@@ -238,7 +239,7 @@ def plan(
     workers: who takes part, or how many.
 
   Returns:
-    A `Plan`; its `sent_bytes` is the exact size of a payload. `python -m
+    A `Plan`; its `payload_bytes` is the exact size of a payload. `python -m
     demo_optax` prints one for named shapes or a file of shapes.
 
   Raises:
@@ -275,7 +276,7 @@ def plan(
       continue
     if code is None:
       leaves.append(_averaged(path, x, specs))
-      averaged += leaves[-1].sent_bytes
+      averaged += leaves[-1].sent_bytes // math.prod(leaves[-1].blocks)
       continue
     leaf, block = _leaf_bytes(path, x, code, specs)
     leaves.append(leaf)
@@ -285,7 +286,7 @@ def plan(
       [axes for _, _, axes in formats],
   )
   own, summed, inside = _device_bytes(payload, specs, num_workers)
-  summed += -(-averaged // specs.devices)
+  summed += averaged
   across = (num_workers - 1) * own + _ring(summed, num_workers)
   return Plan(
       tuple(leaves),

@@ -43,6 +43,7 @@ from demo_optax.workers import Workers
 _FORMAT = 1
 
 # What is said of one leaf: JSON, so that it can be kept beside the arrays.
+Codes = dict[specs.Keys, Compressor | None]
 Record = dict[str, Any]
 
 
@@ -103,16 +104,14 @@ class Checkpointer:
     trees.check_type(
         'workers', workers, Workers, 'demo_optax.Workers.simulated(n)'
     )
-    codes = per_leaf(compressor, params)
     if keep < 1:
       raise ValueError(f'keep={keep} must be at least 1.')
     self._params = {
         specs.path_keys(path): (path, np.shape(x))
         for path, x in jax.tree_util.tree_flatten_with_path(params)[0]
     }
-    self._codes = dict(zip(self._params, codes))
-    names = sorted({str(code) for code in codes if code is not None})
-    self._compressor, self._workers = ', '.join(names) or 'None', workers
+    self._treedef = jax.tree.structure(params)
+    self._codes, self._workers = self._by_path(compressor), workers
     _ = workers.count  # an error for Workers.on_axis
     self._folder, self._keep = pathlib.Path(folder).absolute(), keep
     self._files = self._open()
@@ -170,7 +169,9 @@ class Checkpointer:
         'format': _FORMAT,
         'versions': _versions(),
         'workers': self._workers.count,
-        'compressor': self._compressor,
+        'compressor': ', '.join(sorted(
+            {str(code) for code in self._codes.values() if code}
+        )),
         'leaves': self._describe(leaves),
         'values': leaves.values,
     }
@@ -189,7 +190,7 @@ class Checkpointer:
       step: int | None = None,
       *,
       resize: bool = False,
-      rechunk: Compressor | None = None,
+      rechunk: CompressorTree = None,
   ) -> tuple[int, chex.ArrayTree]:
     """Restores a checkpoint into the layout of `tree`.
 
@@ -203,7 +204,8 @@ class Checkpointer:
       step: of which checkpoint; by default the last.
       resize: regroup a checkpoint of another number of workers, as
         `demo_optax.resize_workers` does.
-      rechunk: the compressor that the checkpoint was made with. What it cut
+      rechunk: the compressor that the checkpoint was made with, or the tree of
+        them. What it cut
         into other chunks than this one's compressor and workers do is taken to
         parameter space and cut anew, which keeps it to rounding.
 
@@ -215,10 +217,7 @@ class Checkpointer:
       ValueError: the checkpoint and `tree` differ. Names every leaf that does,
         both values, and what to do.
     """
-    if rechunk is not None:
-      trees.check_type(
-          'rechunk', rechunk, Compressor, 'the compressor of the checkpoint'
-      )
+    former = self._by_path(rechunk, 'rechunk') if rechunk else None
     steps = self.steps
     if not steps or (step is not None and step not in steps):
       which = 'checkpoint' if step is None else f'checkpoint of step {step}'
@@ -230,11 +229,16 @@ class Checkpointer:
     about = self._about(step)
     leaves = _Leaves(tree)
     saved, wanted = about['leaves'], self._describe(leaves)
-    problems = _mismatches(about, wanted, self._compressor, rechunk)
+    codes = {
+        name: (_code_of(former, keys), _code_of(self._codes, keys))
+        for name, keys in leaves.keys.items()
+    }
+    olds = None if former is None else {n: old for n, (old, _) in codes.items()}
+    problems = _mismatches(about, wanted, olds)
     if resize:
       problems.pop('workers', None)
     if problems:
-      raise ValueError(_message(step, problems, about['compressor']))
+      raise ValueError(_message(step, problems, _codes_in(about)))
 
     like = {
         name: _loaded_as(saved[name], x)
@@ -247,15 +251,14 @@ class Checkpointer:
       if not _size(x):
         new[name] = _empty(x)
         continue
-      codes = rechunk, self._code_of(leaves.keys[name])
-      plans = self._plans(about, wanted[name], saved[name], codes)
+      plans = _plans(wanted[name], saved[name], codes[name])
       count = wanted[name].get('workers', 0)
       array = arrays.pop(name)  # no more than one leaf is held twice
       if plans or count != saved[name].get('workers', 0):
         if isinstance(x, np.ndarray) and not plans:
           array = elastic.regroup(np.asarray(array), count)
         else:
-          array = _converted(array, count, plans, codes, x)
+          array = _converted(array, count, plans, codes[name], x)
       new[name] = _as(array, x)
     return step, leaves.unflatten(new)
 
@@ -337,28 +340,36 @@ class Checkpointer:
         'dtype': str(x.dtype),
         'workers': x.shape[0],
         'chunks': _chunks(grid),
+        'compressor': str(code),
     }
 
-  def _plans(
-      self,
-      about: dict[str, Any],
-      wanted: Record,
-      saved: Record,
-      codes: tuple[Compressor | None, Compressor | None],
-  ) -> tuple[LeafPlan, LeafPlan] | None:
-    """The two cuts of a leaf that goes through parameter space."""
-    old, new = codes
-    if old is None or new is None or 'chunks' not in saved:
-      return None
-    same_code = about['compressor'] == self._compressor
-    if same_code and _same_chunks(saved, wanted):
-      return None
-    return _plan(saved, old), _plan(wanted, new)
+  def _by_path(
+      self, compressor: CompressorTree, argument: str = 'compressor'
+  ) -> Codes:
+    """The compressor of each parameter."""
+    like = self._treedef.unflatten([0] * self._treedef.num_leaves)
+    return dict(zip(self._params, per_leaf(compressor, like, argument)))
 
-  def _code_of(self, keys: specs.Keys) -> Compressor | None:
-    """The compressor of the parameter whose path a leaf's ends in."""
-    ends = (self._codes.get(keys[start:]) for start in range(len(keys) + 1))
-    return next((code for code in ends if code is not None), None)
+
+def _code_of(codes: Codes | None, keys: specs.Keys) -> Compressor | None:
+  """The compressor of the parameter whose path a leaf's path ends in."""
+  ends = ((codes or {}).get(keys[start:]) for start in range(len(keys) + 1))
+  return next((code for code in ends if code is not None), None)
+
+
+def _plans(
+    wanted: Record,
+    saved: Record,
+    codes: tuple[Compressor | None, Compressor | None],
+) -> tuple[LeafPlan, LeafPlan] | None:
+  """The two cuts of a leaf that goes through parameter space."""
+  old, new = codes
+  if old is None or new is None or 'chunks' not in saved:
+    return None
+  same_code = saved['compressor'] == wanted['compressor']
+  if same_code and _same_chunks(saved, wanted):
+    return None
+  return _plan(saved, old), _plan(wanted, new)
 
 
 def _converted(
@@ -521,48 +532,66 @@ def _is_key(x: Any) -> bool:
 # Comparing --------------------------------------------------------------------
 
 
+def _codes_in(about: dict[str, Any]) -> list[str]:
+  """The compressors of a checkpoint."""
+  records = about['leaves'].values()
+  return sorted({r['compressor'] for r in records if 'chunks' in r})
+
+
 def _mismatches(
     about: dict[str, Any],
     wanted: dict[str, Record],
-    compressor: str,
-    rechunk: Any,
+    former: dict[str, Compressor | None] | None,
 ) -> dict[str, list[str]]:
   """Every leaf that differs, by what could be done about it."""
-  saved, was = about['leaves'], about['compressor']
+  saved = about['leaves']
   problems: dict[str, list[str]] = {'tree': [], 'chunks': [], 'workers': []}
-  known = rechunk is not None and str(rechunk) == was
-  moved = any('chunks' in r for r in saved.values()) and was != compressor
-  if moved and rechunk is None:
-    problems['chunks'].append(_line('compressor', was, compressor))
-  elif moved and not known:
-    problems['chunks'].append(_line('rechunk', was, str(rechunk)))
+  codes: dict[tuple[str, str, str], list[str]] = {}
   for name in {**saved, **wanted}:
     old, new = saved.get(name), wanted.get(name)
     if old is None or new is None or _what(old) != _what(new):
       problems['tree'].append(_line(name, _what(old), _what(new)))
       continue
-    if 'chunks' in old and not known and not _same_chunks(old, new):
-      problems['chunks'].append(_line(name, _cut(old), _cut(new)))
-    if known and 'chunks' in old and _plan(old, rechunk).grid != _grid(old):
-      made = {**old, 'chunks': _chunks(_plan(old, rechunk).grid)}
-      problems['chunks'].append(_line(name, _cut(old), _cut(made)))
+    if 'chunks' in old:
+      was = old['compressor']
+      code = former[name] if former else None
+      if former is None and was != new['compressor']:
+        key = 'compressor', was, new['compressor']
+        codes.setdefault(key, []).append(name)
+      elif former is not None and str(code) != was:
+        codes.setdefault(('rechunk', was, str(code)), []).append(name)
+      if code is None or str(code) != was:
+        if not _same_chunks(old, new):
+          problems['chunks'].append(_line(name, _cut(old), _cut(new)))
+      elif _plan(old, code).grid != _grid(old):
+        made = {**old, 'chunks': _chunks(_plan(old, code).grid)}
+        problems['chunks'].append(_line(name, _cut(old), _cut(made)))
     if old.get('workers') != new.get('workers'):
       counts = [f'{record["workers"]} workers' for record in (old, new)]
       problems['workers'].append(_line(name, *counts))
+  first = [
+      _line(what if len(codes) == 1 else f'{what} of {names[0]}', was, now)
+      for (what, was, now), names in codes.items()
+  ]
+  problems['chunks'] = first + problems['chunks']
   return {kind: lines for kind, lines in problems.items() if lines}
 
 
 def _message(
-    step: int, problems: dict[str, list[str]], compressor: str
+    step: int, problems: dict[str, list[str]], codes: list[str]
 ) -> str:
+  known = (
+      f'rechunk={codes[0]}, the compressor of the checkpoint,'
+      if len(codes) == 1
+      else 'rechunk=, the tree of the compressors of the checkpoint,'
+  )
   remedies = {
       'tree': (
           'Restore into a tree of the same leaves, shapes and dtypes, and'
           ' change it afterwards: nothing is cut, padded, cast or made anew.'
       ),
       'chunks': (
-          f'Pass rechunk={compressor}, the compressor of the checkpoint, to'
-          ' take the momentum through parameter space.'
+          f'Pass {known} to take the momentum through parameter space.'
       ),
       'workers': (
           'Pass resize=True to regroup what each worker has of its own.'

@@ -59,7 +59,8 @@ class Compressor:
   """What is selected from a worker's momentum, and how it is written.
 
   Attributes:
-    name: how it was made; compressors of the same name are equal.
+    name: how it was made, all arguments included; compressors of the same name
+      and functions are equal.
     plan: `(shape, dtype) -> LeafPlan`, for a leaf of at least one element and
       the dtype of its momentum.
     to_coefficients: `([*shape], plan) -> [*plan.grid.coefficients_shape]`,
@@ -110,23 +111,32 @@ class Compressor:
     return self.name
 
   def __eq__(self, other: object) -> bool:
-    return isinstance(other, Compressor) and self.name == other.name
+    return isinstance(other, Compressor) and self._key == other._key
 
   def __hash__(self) -> int:
     return hash(self.name)
+
+  @property
+  def _key(self) -> tuple[Any, ...]:
+    """The name and the code of all functions, what they close over left out."""
+    functions = (getattr(f, 'func', f) for f in vars(self).values())
+    return self.name, *(getattr(f, '__code__', None) for f in functions)
 
 
 # A compressor, or a tree of them whose leaves may be None: nothing exchanged.
 CompressorTree = Any
 
 
-def per_leaf(compressor: CompressorTree, tree: Any) -> list[Compressor | None]:
+def per_leaf(
+    compressor: CompressorTree, tree: Any, argument: str = 'compressor'
+) -> list[Compressor | None]:
   """The compressor of each leaf of `tree`.
 
   Args:
     compressor: one for all, or a tree of them (and of `None`) like `tree`, in
       which one in place of a subtree holds for all of it.
     tree: parameters.
+    argument: what the caller calls `compressor`, for errors.
 
   Returns:
     One for each leaf, in their order.
@@ -143,14 +153,14 @@ def per_leaf(compressor: CompressorTree, tree: Any) -> list[Compressor | None]:
   for x in prefix:
     if not is_leaf(x):
       raise TypeError(
-          f'compressor={x!r} must be a Compressor, such as'
+          f'{argument}={x!r} must be a Compressor, such as'
           ' demo_optax.dct_topk(...), or a tree of them and of None.'
       )
   try:
     subtrees = treedef.flatten_up_to(tree)
   except ValueError as error:
     raise ValueError(
-        f'The tree of compressors is not like the parameters: {error}'
+        f'The tree in {argument} is not like the parameters: {error}'
     ) from error
   return [
       x
@@ -336,7 +346,7 @@ def random_orthogonal_topk(
   Args:
     chunk_size: as in `dct_topk`.
     topk: as in `dct_topk`.
-    seed: of the matrices, a non-negative integer; the same on all workers.
+    seed: of the matrices, in `[0, 2**32)`; the same on all workers.
     values: as in `dct_topk`.
     padding: as in `dct_topk`.
 
@@ -344,7 +354,8 @@ def random_orthogonal_topk(
     A `Compressor`.
 
   Raises:
-    ValueError: as `dct_topk`; a negative `seed`.
+    ValueError: as `dct_topk`; `seed` out of range; `chunk_size` above 256,
+      whose matrices take long to draw.
     TypeError: as `dct_topk`; `seed` is not an integer.
 
   Example:
@@ -357,6 +368,8 @@ def random_orthogonal_topk(
     <https://arxiv.org/abs/2411.19870v2>, version 2.
   """
   _check_seed(seed)
+  if max(_check_sides(chunk_size)) > 256:
+    raise ValueError(f'chunk_size={chunk_size} must not be above 256.')
   return _topk(
       'random_orthogonal_topk',
       functools.partial(chunks.random_basis, seed=seed),
@@ -437,13 +450,13 @@ def random_subset(
   Args:
     rate: :math:`\rho`, the share of the elements, in `(0, 1]`.
     chunk_size: longest side of a chunk.
-    seed: of the places, a non-negative integer; the same on all workers.
+    seed: of the places, in `[0, 2**32)`; the same on all workers.
 
   Returns:
     A `Compressor`.
 
   Raises:
-    ValueError: `rate` or `chunk_size` out of range, or a negative `seed`.
+    ValueError: `rate`, `chunk_size` or `seed` out of range.
     TypeError: `chunk_size` or `seed` is not an integer.
 
   Example:
@@ -475,10 +488,10 @@ def striding(
   r"""Elements at equal distances, all one further at every step.
 
   .. math::
-    q_i = m_i[\{t \bmod s,\ t \bmod s + s,\ \dots\}], \quad
+    q_i = m_i[\{(t + j s) \bmod n : 0 \le j < k\}], \quad
     s = \lfloor n / k \rfloor,\ k = \lceil \rho n \rceil
 
-  in every chunk of :math:`n`, modulo :math:`n`. Exchanged as `random_subset`.
+  in every chunk of :math:`n`. Exchanged as `random_subset`.
 
   Args:
     rate: :math:`\rho`, the share of the elements, in `(0, 1]`.
@@ -712,8 +725,8 @@ def _check_sides(chunk_size: int | tuple[int, int]) -> tuple[int, ...]:
 def _check_seed(seed: int) -> None:
   if isinstance(seed, bool) or not isinstance(seed, int):
     raise TypeError(f'seed={seed!r} must be a Python integer.')
-  if seed < 0:
-    raise ValueError(f'seed={seed} must not be negative.')
+  if not 0 <= seed < 2**32:
+    raise ValueError(f'seed={seed} is not in [0, 2**32).')
 
 
 def _check_positive(name: str, value: int) -> None:

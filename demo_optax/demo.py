@@ -43,8 +43,9 @@ class DeMoState(NamedTuple):
       `'sent_energy'`, the share of the momentum's energy (its sum of squares)
       that was sent; `'kept_norm'`, the norm of what stayed, the root of its
       mean square over the workers; `'senders'`, how many workers sent a
-      coefficient, on average over all that were sent (of leaves that are not
-      sent whole).
+      coefficient, on average over all that were sent (of leaves of which every
+      worker selects a part for itself; 0 if there are none). Energies that
+      float32 cannot hold count as zero.
     pending: `()`; kept for exchanges that are applied late.
   """
 
@@ -84,7 +85,8 @@ def scale_by_demo(
   :math:`T` is linear and orthonormal.
 
   Communication: one `all_gather` of one uint8 payload per step for the whole
-  tree; `demo_optax.plan` gives its size.
+  tree, or with compressors of places that all workers share one all-reduce;
+  `demo_optax.plan` gives the bytes.
 
   A worker whose gradient is not finite, or beyond :math:`10^{-12}` of the
   largest number so that momentum could overflow, says so in its payload. All

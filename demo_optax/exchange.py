@@ -61,8 +61,8 @@ class Info(NamedTuple):
     kept_norm: float32, norm of the momentum that stays behind, the root of the
       mean square over the workers.
     senders: float32, how many workers sent a coefficient, on average over all
-      that were sent; of leaves of which not everything is sent, and that no
-      kernel decodes.
+      that were sent; of leaves of which every worker selects a part for itself
+      (and that no kernel decodes), 0 if there are none.
   """
 
   left_out: jax.Array
@@ -333,9 +333,9 @@ def _accumulate(
   count, grid = plan.grid.pieces(paths.piece_elements())
   piece = dataclasses.replace(plan, grid=grid)
   gradients = chunks.split_pieces(gradient, plan.grid, count)
-  select = rule.compressor.select
-  if rule.compressor.places is not None:
-    shared = rule.compressor.places(plan, rule.numbers.step)
+  compressor, select = rule.compressor, rule.compressor.select
+  if plan.format.shared and compressor.places is not None:
+    shared = compressor.places(plan, rule.numbers.step)
 
   def accumulate(
       momentum: jax.Array, number: jax.Array
@@ -346,7 +346,7 @@ def _accumulate(
     def add(_: jax.Array, kept: jax.Array) -> jax.Array:
       _, decay, weight, _ = rule.numbers
       weighted = selection.product(weight, gradient.astype(kept.dtype))
-      c = rule.compressor.to_coefficients(weighted, piece)
+      c = compressor.to_coefficients(weighted, piece)
       return selection.product(decay, kept) + c
 
     if paths.loop_to_keep(gradient.size):
@@ -355,10 +355,12 @@ def _accumulate(
       c = jnp.where(present, add(present, kept), kept)
     momentum = jax.lax.dynamic_update_index_in_dim(momentum, c, number, 0)
     c = c.reshape(grid.num_chunks, grid.chunk_size)
-    if select is not None:
-      indices = select(c, piece)
-    else:
+    if plan.format.shared or select is None:
       indices = jnp.broadcast_to(shared, (len(c), plan.format.k))
+    else:
+      indices = select(c, piece)
+      if compressor.kernel_basis is None:  # not ours: in order or not
+        indices = jnp.sort(indices, axis=1)
     return momentum, (indices, selection.take(c, indices))
 
   momentum, selected = jax.lax.scan(

@@ -230,8 +230,9 @@ def mean_over_workers(*, workers: Workers) -> optax.GradientTransformation:
   exchange, a worker whose gradients are not all finite is left out of the mean;
   the mean over nobody is zero. Integer leaves get zeros.
 
-  The first link for leaves that should not be compressed, in a branch of
-  `optax.partition`, and of a baseline to compare with.
+  The first link of a baseline to compare with, and for leaves that should not
+  be compressed in a branch of `optax.partition` (`demo_optax.partition` does it
+  by itself).
 
   Args:
     workers: who takes part.

@@ -274,13 +274,15 @@ def exchange_info(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
     Algorithm 1.
   """
   flat = jax.tree_util.tree_flatten_with_path(opt_state)[0]
-  found: dict[str, jax.Array] = {}
-  for keys, x in ((path_keys(path), x) for path, x in flat):
-    if keys[-2:-1] == ('info',):
-      found.setdefault(keys[-1], x)
-  if 'left_out' not in found:
+  state = [(path_keys(path), x) for path, x in flat]
+  roots = momentum_roots([keys for keys, _ in state])
+  if not roots:
     raise ValueError('There is no state of demo_optax.scale_by_demo in it.')
-  return found
+  # Of transformations that had nothing to exchange, nothing is known.
+  busy = {root_of(keys, roots) for keys, _ in state}
+  root = next((root for root in roots if root in busy), roots[0])
+  info = (*root[:-1], 'info')
+  return {keys[-1]: x for keys, x in state if keys[:-1] == info}
 
 
 def _moments(flat: list[tuple[Keys, Any]]) -> dict[Keys, Any]:

@@ -37,8 +37,13 @@ def partition(
   `mean_over_workers`: do not put that before them.
 
   The transformations that exchange are called twice in each step: to learn what
-  is to be exchanged, and again with what has come; under `jax.jit` what is done
-  twice is computed once.
+  is to be exchanged, and again with what has come. In the first call what
+  follows an exchange sees zeros, and its results are dropped; under `jax.jit`
+  they are not computed, but effects such as `jax.debug.print` show twice.
+
+  A worker whose gradients of the exchanging leaves are not all finite is left
+  out of the exchange, as `exchange_info` counts; one whose gradients of the
+  averaged leaves are not, of those averages.
 
   Args:
     transforms: a transformation for each label; each has at most one
@@ -56,8 +61,10 @@ def partition(
   Raises:
     ValueError: a label without a transformation, at init; when traced, an
       update that has not its parameter's shape, a transformation with several
-      exchanges, or an exchange of other workers; no `params`.
-    TypeError: `workers` or one of `transforms` is something else, at once.
+      exchanges or another `partition` in it, or an exchange of other workers;
+      no `params`.
+    TypeError: `workers`, `transforms` or one of them is something else, at
+      once.
 
   Example:
     >>> import demo_optax, jax, jax.numpy as jnp, optax
@@ -81,6 +88,7 @@ def partition(
   trees.check_type(
       'workers', workers, Workers, 'demo_optax.Workers.simulated(n)'
   )
+  trees.check_type('transforms', transforms, Mapping, "{'label': tx, ...}")
   for label, tx in transforms.items():
     trees.check_type(
         f'transforms[{label!r}]',
@@ -112,9 +120,14 @@ def partition(
       raise ValueError(
           'partition needs params: tx.update(grads, state, params).'
       )
+    if 'demo_exchange' in extra_args:
+      raise ValueError(
+          'A demo_optax.partition is inside of another one, and there can be'
+          ' one exchange only: give all transformations to the outer one.'
+      )
     inner, tree = by_label(params)
     exchanging = {
-        label: _exchanges(inner_state)
+        label: _exchanges(label, inner_state)
         for label, inner_state in state.inner_states.items()
     }
     dense = jax.tree.map(lambda label: not exchanging[label], tree)
@@ -128,12 +141,6 @@ def partition(
       return _nothing_yet(request)
 
     inner.update(updates, state, params, demo_exchange=ask, **extra_args)
-    if len(requests) > sum(exchanging.values()):
-      raise ValueError(
-          f'{len(requests)} exchanges were found in'
-          f' {sum(exchanging.values())} transformations: have one scale_by_demo'
-          ' in each.'
-      )
     responses = iter(exchange(requests) if requests else [])
     updates, state = inner.update(
         updates,
@@ -148,10 +155,20 @@ def partition(
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _exchanges(state: Any) -> bool:
-  """Whether a state is of a transformation that exchanges."""
-  found = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, DeMoState))
-  return any(isinstance(x, DeMoState) for x in found)
+def _exchanges(label: Any, state: Any) -> bool:
+  """Whether a state is of a transformation that exchanges; once, then."""
+
+  def is_leaf(x: Any) -> bool:
+    return isinstance(x, DeMoState)
+
+  found = [x for x in jax.tree.leaves(state, is_leaf=is_leaf) if is_leaf(x)]
+  busy = [x for x in found if jax.tree.leaves(x.momentum)]
+  if len(busy) > 1:
+    raise ValueError(
+        f'transforms[{label!r}] has {len(busy)} exchanges: have one'
+        ' scale_by_demo in each, and a label for each.'
+    )
+  return bool(found)
 
 
 def _checked(request: Request, workers: Workers) -> Request:

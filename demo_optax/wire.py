@@ -65,6 +65,13 @@ class ChunkFormat:
   values: str = 'float32'
   shared: bool = False
 
+  def __post_init__(self) -> None:
+    if self.shared and self.values != 'float32':
+      raise ValueError(
+          f'values={self.values!r} with shared=True: an all-reduce sums values'
+          ' as they are. Leave values out.'
+      )
+
   @property
   def index_code(self) -> index_codes.IndexCode:
     """How the indices are written."""
@@ -309,6 +316,7 @@ class SumLayout:
     Returns:
       `[num_elements]`.
     """
+    stats = jnp.where(jnp.isfinite(stats), stats, jnp.zeros_like(stats))
     end = [jnp.ones((1,), dtype), stats.astype(dtype)]
     vector = jnp.concatenate([*(x.reshape(-1) for x in values), *end])
     return jnp.where(present, vector, jnp.zeros_like(vector))

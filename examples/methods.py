@@ -66,7 +66,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
       help='share of what was sent that leaves the momentum')
   add('--average', choices=['senders', 'workers'], default='senders')
   add('--base', choices=BASES, default='sign',
-      help='what follows the exchange; sign: DeMo as first published')
+      help='what follows the exchange; sign: DeMo as first published; adam:'
+      ' without a momentum of its own (b1=0), adamw: with one; all can have'
+      ' --weight-decay')
   add('--compressor', choices=[*TOPK, *SUBSETS, 'full'], default='dct')
   add('--chunk', type=int, default=64, help='longest side of a chunk')
   add('--topk', type=int, default=32, help='coefficients sent of each chunk')

@@ -608,3 +608,37 @@ def test_steps_are_counted(step, error, tmp_path):
     assert checkpoints.steps == (5,)
     with pytest.raises(TypeError, match='rechunk'):
       checkpoints.restore(PARAMS, rechunk=str(COMPRESSOR))
+
+
+def test_a_tree_of_compressors(tmp_path):
+  """Each leaf's own: swapped they are refused, and rechunk takes the tree."""
+  workers = demo_optax.Workers.simulated(2)
+  dct, raw = demo_optax.dct_topk(8, 4), demo_optax.identity_topk(8, 4)
+  codes, swapped = {'a': dct, 'b': raw}, {'a': raw, 'b': dct}
+  params = {'a': jnp.ones((16, 16)), 'b': jnp.ones((16, 16))}
+
+  def make(codes):
+    tx = demo_optax.partition(
+        {k: demo_optax.scale_by_demo(codes[k], workers=workers) for k in 'ab'},
+        {'a': 'a', 'b': 'b'}, workers=workers)
+    return tx, tx.init(params)
+
+  tx, state = make(codes)
+  gradients = {k: jnp.asarray(np.random.default_rng(0).normal(
+      size=(2, 16, 16)), jnp.float32) for k in 'ab'}
+  _, state = tx.update(gradients, state, params)
+  with checkpoint.Checkpointer(tmp_path, params, codes, workers) as files:
+    files.save(1, state)
+    _, same = files.restore(make(codes)[1])
+  for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(same)):
+    np.testing.assert_array_equal(x, y)
+  other = make(swapped)[1]
+  with checkpoint.Checkpointer(tmp_path, params, swapped, workers) as files:
+    with pytest.raises(ValueError, match=r'compressor of .*dct.*identity') as e:
+      files.restore(other)
+    assert 'the tree of the compressors' in str(e.value)
+    _, moved = files.restore(other, rechunk=codes)
+  before = demo_optax.momentum(state, params, codes, workers)
+  after = demo_optax.momentum(moved, params, swapped, workers)
+  for key, moment in before.items():
+    np.testing.assert_allclose(moment, after[key], atol=1e-6)

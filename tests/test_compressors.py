@@ -1,5 +1,6 @@
 """Every compressor keeps the protocol, and does what its formula says."""
 
+import dataclasses
 import pathlib
 import re
 
@@ -26,7 +27,7 @@ from subsets import (
 )
 
 import demo_optax
-from demo_optax import chunks
+from demo_optax import chunks, wire
 
 pytestmark = pytest.mark.core
 
@@ -194,6 +195,9 @@ def test_hadamard_wants_powers_of_two():
     (lambda: demo_optax.striding(1.5), r'rate=1.5 is not in'),
     (lambda: demo_optax.slicing(float('nan')), 'rate=nan'),
     (lambda: demo_optax.random_subset(0.1, seed=-1), 'seed=-1'),
+    (lambda: demo_optax.random_subset(0.1, seed=2**32), 'seed=4294967296'),
+    (lambda: demo_optax.random_orthogonal_topk((1, 768)), 'not be above 256'),
+    (lambda: wire.ChunkFormat(8, 2, 'float32', 'sign', shared=True), 'sign'),
     (lambda: demo_optax.random_orthogonal_topk(seed=-2), 'seed=-2'),
     (lambda: demo_optax.identity_topk(0), 'chunk_size=0'),
     (lambda: demo_optax.dct_topk((1, 2, 3)), 'one number, or two'),
@@ -230,6 +234,40 @@ def test_info_says_what_was_sent_and_kept():
   assert float(info['kept_norm']) == pytest.approx(np.sqrt(1 / 2))
   assert float(info['senders']) == pytest.approx(4 / 3)
   assert demo_optax.exchange_info({'deep': [state]}) == info
+
+
+def test_a_selection_in_any_order_and_of_another_code():
+  """What a user's select returns is sorted; and its code is not cached away."""
+  workers = demo_optax.Workers.simulated(2)
+  params = jnp.zeros((16, 16))
+  gradients = random_tree(0, {'w': (2, 16, 16)})['w']
+
+  def run(select):
+    compressor = dataclasses.replace(
+        demo_optax.identity_topk(16, 8), name='mine', select=select)
+    tx = demo_optax.scale_by_demo(compressor, workers=workers)
+    updates, state = tx.update(gradients, tx.init(params), params)
+    assert int(state.info['left_out']) == 0
+    return np.asarray(updates)
+
+  largest = run(lambda c, plan: jax.lax.top_k(jnp.abs(c), 8)[1])
+  first = run(lambda c, plan: jnp.broadcast_to(
+      jnp.arange(8, dtype=jnp.int32)[::-1], (len(c), 8)))
+  known = demo_optax.scale_by_demo(
+      demo_optax.identity_topk(16, 8), workers=workers)
+  expected, _ = known.update(gradients, known.init(params), params)
+  np.testing.assert_array_equal(largest, expected)
+  assert np.count_nonzero(first) == 8
+
+
+@pytest.mark.parametrize('name', ['random_subset', 'dct'])
+def test_info_of_large_numbers_is_finite(name):
+  workers = demo_optax.Workers.simulated(2)
+  tx = demo_optax.scale_by_demo(ALL[name], workers=workers)
+  params = jnp.zeros((16, 16))
+  _, state = tx.update(
+      jnp.full((2, 16, 16), 1e20), tx.init(params), params)
+  assert all(np.isfinite(x) for x in state.info.values())
 
 
 # The guide --------------------------------------------------------------------

@@ -14,6 +14,8 @@ from helpers import (
   replicated,
   stacked,
 )
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import demo_optax
 
@@ -192,7 +194,7 @@ def test_mistakes():
     update({'hidden': exchange, 'dense': exchange})
   with pytest.raises(ValueError, match='same workers'):
     update({**plain, 'hidden': demo_optax.scale_by_demo(workers=on_mesh(2))})
-  with pytest.raises(ValueError, match='2 exchanges.*in 1 trans'):
+  with pytest.raises(ValueError, match=r"\['hidden'\] has 2 exchanges"):
     twice = optax.chain(
         exchange,
         optax.stateless(lambda u, p: jax.tree.map(
@@ -212,3 +214,54 @@ def test_mistakes():
     demo_optax.partition({**plain, 'dense': 0.1}, LABELS, workers=workers)
   with pytest.raises(TypeError, match='workers=2'):
     demo_optax.partition(plain, LABELS, workers=2)
+  with pytest.raises(TypeError, match='transforms='):
+    demo_optax.partition([exchange], LABELS, workers=workers)
+  with pytest.raises(ValueError, match='leave out mean_over_workers'):
+    mean = demo_optax.mean_over_workers(workers=workers)
+    update({**plain, 'dense': optax.chain(mean, optax.sgd(0.1))})
+  with pytest.raises(ValueError, match='inside of another one'):
+    inner = demo_optax.partition(
+        {'x': exchange}, lambda p: jax.tree.map(lambda _: 'x', p),
+        workers=workers)
+    update({**plain, 'hidden': inner})
+
+
+def test_empty_parts_know_nothing():
+  """What is known is of a part that exchanges, whichever comes first."""
+  workers = demo_optax.Workers.simulated(2)
+  exchange = demo_optax.scale_by_demo(workers=workers)
+  tx = demo_optax.partition(
+      {'a_unused': exchange, 'b': exchange},
+      {'n': 'a_unused', 'w': 'b'}, workers=workers)
+  params = {'n': jnp.arange(3), 'w': jnp.zeros((8, 8))}
+  gradients = {'n': np.zeros((2, 3), jax.dtypes.float0),
+               'w': jnp.ones((2, 8, 8)).at[0].set(jnp.nan)}
+  _, state = tx.update(gradients, tx.init(params), params)
+  assert int(demo_optax.exchange_info(state)['left_out']) == 1
+
+
+def test_dense_leaves_of_several_devices():
+  """The plan counts what each device all-reduces, replicated or sharded."""
+  mesh = jax.make_mesh(
+      (2, 2), ('replica', 'fsdp'),
+      axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  specs = {'w': P('fsdp', None), 'e': P('fsdp', None), 'n': P()}
+  workers = demo_optax.Workers.on_mesh(mesh, 'replica', specs)
+  params = workers.device_put(random_tree(
+      0, {'w': (32, 16), 'e': (40, 8), 'n': (33,)}))
+  code = demo_optax.dct_topk(16, 4)
+  tx = demo_optax.partition(
+      {'x': demo_optax.scale_by_demo(code, workers=workers),
+       'dense': optax.sgd(0.1)},
+      {'w': 'x', 'e': 'dense', 'n': 'dense'}, workers=workers)
+  state = workers.device_put(tx.init(params))
+  gradients = {
+      k: jax.device_put(g, NamedSharding(mesh, P('replica', *specs[k])))
+      for k, g in random_tree(
+          1, {'w': (32, 16), 'e': (40, 8), 'n': (33,)}, lead=(2,)).items()}
+  found = demo_optax.collectives(
+      jax.jit(tx.update).lower(gradients, state, params).compile(), mesh)
+  plan = demo_optax.plan(params, {'w': code, 'e': None, 'n': None}, workers)
+  moved = sum(c.received_bytes for c in found
+              if c.axes == ('replica',) and 's32' not in str(c.shapes))
+  assert moved == plan.device_bytes['replica',]
