@@ -31,6 +31,10 @@ METHODS = {
     'demo, embeddings by adamw': [
         '--optimizer', 'demo', '--embeddings', 'adamw'
     ],
+    'demo in signs, embeddings by rows and adam': [
+        '--optimizer', 'demo', '--values', 'sign', '--embeddings', 'own',
+        '--own-chunk', '1', '192', '--own-topk', '24', '--own-base', 'adam',
+    ],
 }
 RATES = [1e-3, 2e-3, 4e-3, 8e-3]
 

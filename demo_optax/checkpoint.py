@@ -294,6 +294,9 @@ class Checkpointer:
           f' {_FORMAT}. None: it was not written by demo_optax.checkpoint; use'
           ' the code that wrote it.'
       )
+    for record in about['leaves'].values():
+      if 'chunks' in record:  # the first checkpoints had one for all
+        record.setdefault('compressor', about['compressor'])
     return about
 
   def _describe(self, leaves: '_Leaves') -> dict[str, Record]:

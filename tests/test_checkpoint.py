@@ -344,7 +344,8 @@ def test_what_is_written_is_an_orbax_checkpoint(tmp_path):
   moment = next(r for n, r in about['leaves'].items() if n.endswith('tum.up'))
   assert moment == {
       'shape': [12, 64], 'dtype': 'float32', 'workers': 2,
-      'chunks': {'blocks': [1, 1], 'lengths': [6, 8], 'whole': False}}
+      'chunks': {'blocks': [1, 1], 'lengths': [6, 8], 'whole': False},
+      'compressor': str(COMPRESSOR)}
   assert 'decay' not in str(about)
 
 

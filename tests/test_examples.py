@@ -12,6 +12,7 @@ import pytest
 EXAMPLES = pathlib.Path(__file__).parents[1] / 'examples'
 sys.path.insert(0, str(EXAMPLES))
 
+import methods
 import text
 import train_lm
 
@@ -35,6 +36,31 @@ def run(tmp_path, *args):
 
 def read(path):
   return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize('flags', [
+    *(['--compressor', name]
+      for name in [*methods.TOPK, *methods.SUBSETS, 'full']),
+    *(['--base', name] for name in methods.BASES),
+    ['--embeddings', 'adamw'], ['--embeddings', 'own', '--base', 'muon'],
+    ['--embeddings', 'own', '--own-chunk', '1', '32', '--values', 'sign'],
+    ['--optimizer', 'adamw']])
+def test_every_method_makes_updates(flags):
+  """Traced, not run: shapes, and what the bytes are counted from."""
+  args = train_lm.parse_args([*SMALL, *flags])
+  workers = demo_optax.Workers.simulated(2)
+  tx = methods.make_optimizer(args, workers)
+  shapes = {'token_embedding': (64, 32), 'kernel': (128, 64), 'norm': (32,)}
+  params = {k: jax.ShapeDtypeStruct(s, 'float32') for k, s in shapes.items()}
+  gradients = {
+      k: jax.ShapeDtypeStruct((2, *s), 'float32') for k, s in shapes.items()}
+  state = jax.eval_shape(tx.init, params)
+  updates, new = jax.eval_shape(tx.update, gradients, state, params)
+  assert {k: u.shape for k, u in updates.items()} == shapes
+  assert jax.tree.map(lambda x: (x.shape, x.dtype), new) == jax.tree.map(
+      lambda x: (x.shape, x.dtype), state)
+  cost = methods.count_bytes(args, params, workers)
+  assert 0 < cost['sent'] <= cost['adamw'] + 13 + 4
 
 
 def test_documents_are_not_shared():
