@@ -71,7 +71,7 @@ def partition(
     >>> workers = demo_optax.Workers.simulated(4)
     >>> tx = demo_optax.partition(
     ...     {'sparse': demo_optax.demo(1e-3, workers=workers),
-    ...      'dense': optax.adamw(1e-3)},
+    ...      'dense': optax.sgd(1e-3)},
     ...     {'embedding': 'dense', 'kernel': 'sparse'},
     ...     workers=workers)
     >>> params = {'embedding': jnp.ones((8, 4)), 'kernel': jnp.ones((4, 4))}
