@@ -221,8 +221,10 @@ def _step(
         present,
         [leaf.limit for leaf in group_leaves],
     )
-  held, indices, values = zip(*(
-      encoded.get(number) or _accumulate(*leaf, present)
+  held, indices, values, of_all = zip(*(
+      (*encoded[number], _energy(encoded[number][0]))
+      if number in encoded
+      else _accumulate(*leaf, present)
       for number, leaf in enumerate(zip(rules, plans, gradients, momentum))
   ))
   data, sent = payload.encode(list(zip(indices, values)))
@@ -231,13 +233,14 @@ def _step(
           rule,
           plan,
           c,
+          energy,
           chosen,
           read,
           present,
           done=number in encoded and group_leaves[number].limit is not None,
       )
-      for number, (rule, plan, c, chosen, read) in enumerate(
-          zip(rules, plans, held, zip(indices, values), sent)
+      for number, (rule, plan, c, energy, chosen, read) in enumerate(
+          zip(rules, plans, held, of_all, zip(indices, values), sent)
       )
   ))
   to_gather, to_sum = payload.seal(data, energies, present)
@@ -324,11 +327,13 @@ def _accumulate(
     gradient: jax.Array,
     momentum: jax.Array,
     present: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
   """Adds a leaf's gradient to its momentum, unless absent, and selects.
 
   Returns:
-    momentum `[chunks, n]`, indices and values `[chunks, k]` of those selected.
+    momentum `[chunks, n]`, indices and values `[chunks, k]` of those selected,
+    and the energy of the momentum: known here, where momentum is in the caches,
+    so that nothing reads it beside where it is written later.
   """
   count, grid = plan.grid.pieces(paths.piece_elements())
   piece = dataclasses.replace(plan, grid=grid)
@@ -339,7 +344,7 @@ def _accumulate(
 
   def accumulate(
       momentum: jax.Array, number: jax.Array
-  ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+  ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
     gradient = jax.lax.dynamic_index_in_dim(gradients, number, 0, False)
     kept = jax.lax.dynamic_index_in_dim(momentum, number, 0, False)
 
@@ -361,24 +366,26 @@ def _accumulate(
       indices = select(c, piece)
       if compressor.kernel_basis is None:  # not ours: in order or not
         indices = jnp.sort(indices, axis=1)
-    return momentum, (indices, selection.take(c, indices))
+    return momentum, (indices, selection.take(c, indices), _energy(c))
 
-  momentum, selected = jax.lax.scan(
+  momentum, (indices, values, energies) = jax.lax.scan(
       accumulate,
       momentum.reshape(count, *grid.coefficients_shape),
       jnp.arange(count, dtype=jnp.int32),
       unroll=count == 1,
   )
   indices, values = (
-      x.reshape(plan.grid.num_chunks, plan.format.k) for x in selected
+      x.reshape(plan.grid.num_chunks, plan.format.k) for x in (indices, values)
   )
-  return momentum.reshape(plan.grid.num_chunks, -1), indices, values
+  momentum = momentum.reshape(plan.grid.num_chunks, -1)
+  return momentum, indices, values, jnp.sum(energies)
 
 
 def _subtract(
     rule: _Rule,
     plan: LeafPlan,
     momentum: jax.Array,
+    energy: jax.Array,
     chosen: tuple[jax.Array, jax.Array],
     sent: jax.Array,
     present: jax.Array,
@@ -396,11 +403,9 @@ def _subtract(
   stays = _energy(values - taken)
   held = _energy(values)
   if done:
-    stays = _energy(momentum)
-    held += stays
+    held, stays = held + energy, energy
   elif plan.format.k < plan.format.n:
-    all_of_it = _energy(momentum)
-    held, stays = all_of_it, jnp.maximum(all_of_it - held, 0) + stays
+    held, stays = energy, jnp.maximum(energy - held, 0) + stays
   energies = jnp.stack([held, _energy(sent), stays])
 
   c = momentum
