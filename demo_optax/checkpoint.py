@@ -17,9 +17,11 @@ temporary name and renamed when it is whole.
 import contextlib
 import functools
 import importlib.metadata
+import json
 import math
 import operator
 import pathlib
+import zlib
 from typing import Any
 
 import chex
@@ -68,9 +70,12 @@ class Checkpointer:
     workers: who takes part; not `Workers.on_axis`: give
       `Workers.simulated(n)` for it.
     keep: how many of the last checkpoints are kept, at least 1.
+    timeout: seconds after which a save that is not whole has failed. With
+      several processes it is when all learn, by an error, that one could not
+      write: choose it longer than the longest save.
 
   Raises:
-    ValueError: `keep` is below 1.
+    ValueError: `keep` or `timeout` is below 1.
     TypeError: `compressor` or `workers` is something else.
 
   Example:
@@ -100,12 +105,15 @@ class Checkpointer:
       workers: Workers,
       *,
       keep: int = 2,
+      timeout: int = 1200,
   ):
     trees.check_type(
         'workers', workers, Workers, 'demo_optax.Workers.simulated(n)'
     )
     if keep < 1:
       raise ValueError(f'keep={keep} must be at least 1.')
+    if timeout < 1:
+      raise ValueError(f'timeout={timeout} must be at least 1 second.')
     self._params = {
         specs.path_keys(path): (path, np.shape(x))
         for path, x in jax.tree_util.tree_flatten_with_path(params)[0]
@@ -114,6 +122,8 @@ class Checkpointer:
     self._codes, self._workers = self._by_path(compressor), workers
     _ = workers.count  # an error for Workers.on_axis
     self._folder, self._keep = pathlib.Path(folder).absolute(), keep
+    self._context = ocp.Context()
+    self._context.asynchronous.timeout_secs = timeout
     self._files = self._open()
     self._pending: Any = None
 
@@ -125,7 +135,18 @@ class Checkpointer:
 
   def _open(self) -> ocp.training.Checkpointer:
     kept = ocp.training.preservation_policies.LatestN(self._keep)
-    return ocp.training.Checkpointer(self._folder, preservation_policy=kept)
+    try:
+      return ocp.training.Checkpointer(
+          self._folder, preservation_policy=kept, context=self._context
+      )
+    except OSError:
+      raise
+    except Exception as error:  # it reads what is written beside each of them
+      raise ValueError(
+          f'{self._folder} cannot be opened: {_first_cause(error)}. The'
+          f' description of step {_some(_unreadable(self._folder))} in it is'
+          ' damaged: remove it.'
+      ) from error
 
   @property
   def steps(self) -> tuple[int, ...]:
@@ -180,6 +201,8 @@ class Checkpointer:
     }
     if not arrays:
       raise ValueError('There is no array in the tree: nothing to save.')
+    about['digests'] = replicas.content_digests(arrays)
+    about['checksum'] = _checksum(about)
     self._pending = self._files.save_async(
         step, arrays, force=True, custom_metadata=about
     )
@@ -214,8 +237,9 @@ class Checkpointer:
 
     Raises:
       FileNotFoundError: there is no checkpoint, or none of that step.
-      ValueError: the checkpoint and `tree` differ. Names every leaf that does,
-        both values, and what to do.
+      ValueError: the checkpoint and `tree` differ: names every leaf that does,
+        both values, and what to do. Or the checkpoint is damaged: what was read
+        is not what was saved, or cannot be read at all.
     """
     former = self._by_path(rechunk, 'rechunk') if rechunk else None
     steps = self.steps
@@ -245,7 +269,7 @@ class Checkpointer:
         for name, x in leaves.arrays.items()
         if _size(x)
     }
-    arrays = self._files.load(step, like)
+    arrays = self._load(step, like, about.get('digests', {}))
     new = dict(about['values'])
     for name, x in leaves.arrays.items():
       if not _size(x):
@@ -286,18 +310,64 @@ class Checkpointer:
 
   def _about(self, step: int) -> dict[str, Any]:
     """What was written beside the arrays of a checkpoint."""
-    about = self._files.metadata(step).custom_metadata or {}
+    try:
+      about = self._files.metadata(step).custom_metadata
+    except Exception as error:
+      raise self._unreadable(step, error) from error
+    if not about:
+      raise ValueError(
+          f'The checkpoint of step {step} in {self._folder} has no description'
+          ' by demo_optax: it was not written by demo_optax.checkpoint (use the'
+          ' code that wrote it), or the file that holds it is missing or'
+          f' damaged: {self._others(step)}'
+      )
     if about.get('format') != _FORMAT:
       raise ValueError(
           f'The checkpoint of step {step} in {self._folder} has format'
           f' {about.get("format")}, but this version of demo_optax reads'
-          f' {_FORMAT}. None: it was not written by demo_optax.checkpoint; use'
-          ' the code that wrote it.'
+          f' {_FORMAT}: use the code that wrote it.'
       )
+    if about.pop('checksum', None) not in (None, _checksum(about)):
+      raise self._damaged(step, 'its description is not what was written')
     for record in about['leaves'].values():
       if 'chunks' in record:  # the first checkpoints had one for all
         record.setdefault('compressor', about['compressor'])
     return about
+
+  def _load(
+      self, step: int, like: dict[str, Any], digests: dict[str, str]
+  ) -> dict[str, Any]:
+    """The arrays of a checkpoint, if they are what was saved."""
+    try:
+      arrays = self._files.load(step, like)
+    except Exception as error:
+      raise self._unreadable(step, error) from error
+    found = replicas.content_digests(arrays)
+    other = [n for n in like if found[n] != digests.get(n, found[n])]
+    if other:
+      more = f' (and {len(other) - 1} more leaves)' if other[1:] else ''
+      raise self._damaged(step, f'{other[0]}{more} is not what was saved')
+    return arrays
+
+  def _unreadable(self, step: int, error: BaseException) -> ValueError:
+    return ValueError(
+        f'The checkpoint of step {step} in {self._folder} cannot be read:'
+        f' {_first_cause(error)}. If its files are damaged:'
+        f' {self._others(step)}'
+    )
+
+  def _damaged(self, step: int, why: str) -> ValueError:
+    return ValueError(
+        f'The checkpoint of step {step} in {self._folder} is damaged: {why};'
+        f' {self._others(step)}'
+    )
+
+  def _others(self, step: int) -> str:
+    """What to do without the checkpoint of `step`."""
+    others = tuple(s for s in self.steps if s != step)
+    if not others:
+      return 'there is no other one in the folder.'
+    return f'restore another one by step= ({_some(others)}), or remove it.'
 
   def _describe(self, leaves: '_Leaves') -> dict[str, Record]:
     """What a checkpoint says of every leaf."""
@@ -662,6 +732,30 @@ def _same_chunks(a: Record, b: Record) -> bool:
 def _plan(record: Record, compressor: Compressor) -> LeafPlan:
   grid, dtype = _grid(record), jnp.dtype(record['dtype'])
   return compressor.plan_blocks(grid.shape, dtype, grid.blocks)
+
+
+def _checksum(about: dict[str, Any]) -> int:
+  """Of a description, as it is after being written and read."""
+  return zlib.crc32(json.dumps(about, sort_keys=True).encode())
+
+
+def _first_cause(error: BaseException) -> str:
+  """What was found first; Orbax goes on to guess what else it could be."""
+  while (cause := error.__cause__ or error.__context__) is not None:
+    error = cause
+  why = str(error).split(' [tensorstore_spec')[0]
+  return f'{type(error).__name__}: {why}'[:400]
+
+
+def _unreadable(folder: pathlib.Path) -> tuple[int, ...]:
+  """Steps whose checkpoint Orbax cannot describe."""
+  found = []
+  for step in sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit()):
+    try:
+      ocp.metadata(folder / str(step))
+    except Exception:
+      found.append(step)
+  return tuple(found)
 
 
 def _versions() -> dict[str, str]:

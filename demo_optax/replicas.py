@@ -8,7 +8,7 @@ only digests (8 bytes per leaf and device) are gathered and compared.
 import collections
 import functools
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import chex
@@ -54,11 +54,12 @@ def check_replicas(
     \sum_i (2 i + 1)\, x_i \bmod 2^{32}, \qquad
     \sum_i h(x_i + 2^{32} i / \phi) \bmod 2^{32},
 
-  with a hash `h`; a single word that differs always changes the first. Copies
-  are compared that cover the same part of an array: of parameters sharded
-  inside a worker, the counterparts in the other workers; of stacked momentum
-  nothing, unless the devices of a worker hold it alike. Arrays of one process
-  alone, NumPy arrays and numbers are compared between processes.
+  with a hash `h` and `i` the word's place in the whole array; a single word
+  that differs always changes the first. Copies are compared that cover the same
+  part of an array: of parameters sharded inside a worker, the counterparts in
+  the other workers; of stacked momentum nothing, unless the devices of a worker
+  hold it alike. Arrays of one process alone, NumPy arrays and numbers are
+  compared between processes.
 
   Every process must call it, with the same tree. All of them always take part
   in the same gathers, whatever they find, and get the same answer.
@@ -124,29 +125,35 @@ def _on_devices(
     flat: list[tuple[str, Any]], workers: Workers | None
 ) -> list[Difference]:
   """Differences between the devices of the leaves' meshes."""
+  found = []
+  several = [(n, x) for n, x in flat if x.sharding.mesh.size > 1]
+  for name, x, by_device in _digests_by_device(several):
+    blocks = collections.defaultdict(list)
+    for device, index in x.sharding.devices_indices_map(x.shape).items():
+      blocks[str(index)].append((device, bytes(by_device[device])))
+    other = [d for copies in blocks.values() for d in _minority(copies)]
+    if other:
+      found.append(_difference(name, other, workers))
+  return found
+
+
+def _digests_by_device(
+    flat: list[tuple[str, Any]],
+) -> Iterator[tuple[str, jax.Array, dict[Any, np.ndarray]]]:
+  """Yields name, leaf, and what each device's block adds to its digest."""
   by_mesh = collections.defaultdict(list)
   for name, x in flat:
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
       x = jax.random.key_data(x)
     by_mesh[x.sharding.mesh].append((name, x))
-  found = []
   for mesh, leaves in by_mesh.items():
-    if mesh.size == 1:
-      continue
     arrays = [x for _, x in leaves]
-    sharding_specs = tuple(x.sharding.spec for x in arrays)
+    layout = tuple((x.sharding.spec, x.shape) for x in arrays)
     # One row of digests per device, in the mesh's order.
-    digests = _digest_on_mesh(mesh, sharding_specs)(arrays)
+    digests = _digest_on_mesh(mesh, layout)(arrays)
     rows = np.asarray(digests.addressable_data(0))  # [devices, leaves, 2]
-    by_device = dict(zip(mesh.devices.flat, rows))
     for place, (name, x) in enumerate(leaves):
-      blocks = collections.defaultdict(list)
-      for device, index in x.sharding.devices_indices_map(x.shape).items():
-        blocks[str(index)].append((device, bytes(by_device[device][place])))
-      other = [d for copies in blocks.values() for d in _minority(copies)]
-      if other:
-        found.append(_difference(name, other, workers))
-  return found
+      yield name, x, dict(zip(mesh.devices.flat, rows[:, place]))
 
 
 def _minority(copies: list[tuple[Any, bytes]]) -> list[Any]:
@@ -176,20 +183,29 @@ def _difference(
 
 
 @functools.cache
-def _digest_on_mesh(mesh: Mesh, in_specs: tuple[P, ...]) -> Any:
+def _digest_on_mesh(
+    mesh: Mesh, layout: tuple[tuple[P, tuple[int, ...]], ...]
+) -> Any:
   """`arrays -> uint32 [devices, leaves, 2]`, on every device."""
-  every = P(mesh.axis_names)
 
   def local(xs: list[jax.Array]) -> jax.Array:
-    return jnp.stack([digest(_words(x)) for x in xs])[None]
+    digests = []
+    for x, (spec, shape) in zip(xs, layout):
+      first = [jnp.uint32(0)] * x.ndim
+      for d, axes in enumerate(spec):
+        if axes is not None:
+          block = jax.lax.axis_index(axes).astype(jnp.uint32)
+          first[d] = block * jnp.uint32(x.shape[d])
+      digests.append(_digest_block(x, first, shape))
+    return jnp.stack(digests)[None]
 
   # Not checked: what is replicated by its type may yet differ, which is why we
   # are here.
   mapped = jax.shard_map(
       local,
       mesh=mesh,
-      in_specs=(list(in_specs),),
-      out_specs=every,
+      in_specs=([spec for spec, _ in layout],),
+      out_specs=P(mesh.axis_names),
       check_vma=False,
   )
   return jax.jit(mapped, out_shardings=NamedSharding(mesh, P()))
@@ -206,7 +222,7 @@ def between_processes(flat: list[tuple[str, Any]]) -> list[Difference]:
   local = [(name, x) for name, x in flat if is_local(x)]
   if not local:
     return []
-  mine = np.stack([digest(_host_words(x)) for _, x in local])
+  mine = np.stack([_digest_on_host(x) for _, x in local])
   every = multihost_utils.process_allgather(mine)  # [processes, leaves, 2]
   found = []
   for place, (name, _) in enumerate(local):
@@ -241,10 +257,49 @@ def _check_same_tree(flat: list[tuple[str, Any]]) -> None:
 # Digests ----------------------------------------------------------------------
 
 
-def digest(words: Any) -> Any:
-  """`words` uint32 `[n]` to uint32 `[2]`; of NumPy's or of JAX's arrays."""
+def content_digests(arrays: dict[str, Any]) -> dict[str, str]:
+  """What each array holds, as 16 digits, however it lies on devices.
+
+  A digest is a sum over an array's words: blocks are digested where they are,
+  and one copy of each is summed. With several processes all must call it with
+  the same names.
+  """
+  found = {}
+  flat = list(arrays.items())
+  on_meshes = [(name, x) for name, x in flat if _is_on_mesh(x)]
+  for name, x, by_device in _digests_by_device(on_meshes):
+    indices = x.sharding.devices_indices_map(x.shape)
+    blocks = {str(index): by_device[d] for d, index in indices.items()}
+    found[name] = sum(blocks.values(), np.zeros(2, np.uint32))
+  for name, x in flat:
+    if name not in found:
+      on_device = isinstance(x, jax.Array)
+      found[name] = _digest_whole(x) if on_device else _digest_on_host(x)
+  return {name: np.asarray(x).astype('>u4').tobytes().hex()
+          for name, x in found.items()}
+
+
+@jax.jit
+def _digest_whole(x: jax.Array) -> jax.Array:
+  return _digest_block(x, [jnp.uint32(0)] * x.ndim, x.shape)
+
+
+def _digest_block(
+    x: jax.Array, first: Sequence[Any], shape: tuple[int, ...]
+) -> jax.Array:
+  """What the block of `x` that begins at `first` adds, uint32 `[2]`."""
+  words = _words(x)  # u32[*block, words of an element]
+  place = jnp.zeros(words.shape, jnp.uint32)
+  for d, length in enumerate((*shape, words.shape[-1])):
+    along = jax.lax.broadcasted_iota(jnp.uint32, words.shape, d)
+    start = first[d] if d < len(first) else jnp.uint32(0)
+    place = place * jnp.uint32(length) + (along + start)
+  return digest(words, place)
+
+
+def digest(words: Any, place: Any) -> Any:
+  """`words` and their places, uint32, to uint32 `[2]`; NumPy's or JAX's."""
   xp = np if isinstance(words, np.ndarray) else jnp
-  place = xp.arange(words.size, dtype=xp.uint32)
   weighted = words * (place * xp.uint32(2) + xp.uint32(1))
   mixed = words + place * xp.uint32(0x9E3779B9)
   mixed = (mixed ^ (mixed >> xp.uint32(16))) * xp.uint32(0x85EBCA6B)
@@ -256,21 +311,36 @@ def digest(words: Any) -> Any:
 
 
 def _words(x: jax.Array) -> jax.Array:
-  """The bits of an array as uint32 `[n]`; narrow numbers take a word each."""
+  """The bits of an array as uint32 `[*shape, n]`, `n` words of an element."""
   if jnp.issubdtype(x.dtype, jnp.complexfloating):
-    x = jnp.stack([x.real, x.imag])
+    x = jnp.stack([x.real, x.imag], -1)
+  else:
+    x = x[..., None]
   if x.dtype == jnp.bool_:
     x = x.astype(jnp.uint8)
-  if x.dtype.name.startswith(('int4', 'uint4', 'int2', 'uint2', 'float4')):
+  if _is_below_a_byte(x.dtype):
     x = x.astype(jnp.float32)  # exact; bits below a byte are not addressable
   bits = x.dtype.itemsize * 8
   narrow = {8: jnp.uint8, 16: jnp.uint16}.get(bits, jnp.uint32)
   words = jax.lax.bitcast_convert_type(x, narrow)  # 64 bits: two words each
-  return words.astype(jnp.uint32).ravel()
+  if words.ndim > x.ndim:
+    words = words.reshape(*x.shape[:-1], -1)
+  return words.astype(jnp.uint32)
 
 
-def _host_words(x: Any) -> np.ndarray:
-  """The bytes of an array that this process holds, as uint32 `[n]`."""
+def _digest_on_host(x: Any) -> np.ndarray:
+  """The digest of an array that this process holds."""
   if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
     x = jax.random.key_data(x)
-  return np.frombuffer(np.asarray(x).tobytes(), np.uint8).astype(np.uint32)
+  x = np.asarray(x)
+  if _is_below_a_byte(x.dtype):
+    x = x.astype(np.float32)
+  size = x.dtype.itemsize // (2 if x.dtype.kind == 'c' else 1)
+  narrow = {1: np.uint8, 2: np.uint16}.get(size, np.uint32)
+  words = np.frombuffer(x.tobytes(), narrow).astype(np.uint32)
+  return digest(words, np.arange(words.size, dtype=np.uint32))
+
+
+def _is_below_a_byte(dtype: Any) -> bool:
+  kinds = 'int4', 'uint4', 'int2', 'uint2', 'float4'
+  return dtype.name.startswith(kinds)

@@ -10,12 +10,25 @@ finds out by itself where it can:
   `--distributed` whatever else JAX detects, such as TPU pods without GKE.
 
 Nothing here may compute anything: `jax.distributed` has to come first.
+
+What becomes of one process concerns all: an error in one ends all of them
+(`failing_at_once`), and when one is told to end, all stop after the same step
+(`StopSignal`).
 """
 
 import argparse
+import contextlib
 import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from types import FrameType
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -53,6 +66,9 @@ def join(args: argparse.Namespace) -> None:
     )
   elif args.distributed or detects_cluster():
     jax.distributed.initialize(initialization_timeout=args.timeout)
+  # Connect now, when all are here: on CPU gloo waits for 30 s only, and later
+  # one may be further behind than that.
+  multihost_utils.sync_global_devices('all are here')
 
 
 def detects_cluster() -> bool:
@@ -70,6 +86,65 @@ def detects_cluster() -> bool:
   tpu_pod = any(',' in env.get(name, '') for name in hosts)
   tpu_pod |= 'TPU_PROCESS_ADDRESSES_PATH' in env
   return slurm or open_mpi or tpu_slices or tpu_pod
+
+
+@contextlib.contextmanager
+def failing_at_once() -> Iterator[None]:
+  """Ends the process, if it is one of several, where an error would leave.
+
+  On its way out JAX would wait for the others, minutes, and they for what this
+  process was to send. If it ends at once its connections close, the others fail
+  in what they are doing, and end as well.
+  """
+  try:
+    yield
+  except BaseException as error:
+    if not jax.distributed.is_initialized():
+      raise
+    status = error.code if isinstance(error, SystemExit) else 1
+    if not isinstance(error, SystemExit):
+      traceback.print_exc()
+    elif status is not None and not isinstance(status, int):
+      print(status, file=sys.stderr)
+      status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status or 0)
+
+
+class StopSignal:
+  """SIGTERM, heard by any process, answered by all after the same step.
+
+  They agree by gathering two numbers, about once a second: not in every step,
+  since a gather costs a round trip, and not by the clock, which is another in
+  each. How many steps a second are is agreed in the same gather. (JAX has a
+  preemption service that agrees without; Orbax, finishing a save in the
+  background, tells it a former step, and a signal at that moment is lost.)
+  """
+
+  def __init__(self) -> None:
+    self._heard = False
+    self._asked = 0, time.monotonic()  # after which step, and when
+    self._next = 0
+    signal.signal(signal.SIGTERM, self._hear)  # in the place of JAX's
+
+  def _hear(self, number: int, frame: FrameType | None) -> None:
+    del number, frame
+    self._heard = True
+
+  def after(self, step: int) -> bool:
+    """Whether to stop after `step`; every process asks after every step."""
+    if jax.process_count() == 1:
+      return self._heard
+    if step < self._next:
+      return False
+    (before, then), now = self._asked, time.monotonic()
+    seconds = (now - then) / max(1, step - before)
+    mine = np.array([self._heard, seconds], np.float32)
+    heard, seconds = multihost_utils.process_allgather(mine).max(0)
+    self._asked = step, now
+    self._next = step + max(1, int(1 / max(seconds, 1e-3)))
+    return bool(heard)
 
 
 def is_main() -> bool:

@@ -1,4 +1,4 @@
-"""Starts N processes of a training script on this machine, as N hosts would.
+r"""Starts N processes of a training script on this machine, as N hosts would.
 
     python examples/launch_local.py -n 4 -- python examples/train_lm.py
 
@@ -8,6 +8,14 @@ of its own; they talk over the loopback interface (gloo). Lines of output begin
 with the number of the process. When one fails the others are ended, and its
 exit status is that of the launcher; none outlives the launcher, unless it has
 made itself a session of its own.
+
+With --elastic a process that fails is not the end: once the others have ended,
+the command is started again with one process less, until it succeeds or none is
+left. It has to go on from its checkpoints by itself, with other numbers of
+workers, too:
+
+    python examples/launch_local.py -n 4 --elastic -- \
+        python examples/train_lm.py --batch 12 --resume auto --resize
 """
 
 import argparse
@@ -33,8 +41,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
   add = parser.add_argument
   add('-n', '--processes', type=int, default=2)
   add('--devices', type=int, default=1, help='CPU devices of each process')
-  add('--grace', type=float, default=5.0, metavar='SECONDS',
-      help='time to end in, before a process is killed')
+  add('--grace', type=float, default=30.0, metavar='SECONDS',
+      help='time to save a last checkpoint in, before a process is killed')
+  add('--elastic', action='store_true',
+      help='after a failure, start again with one process less')
   add('command', nargs=argparse.REMAINDER, help='-- and what to run')
   args = parser.parse_args(argv)
   if args.command[:1] == ['--']:
@@ -53,11 +63,21 @@ def main(argv: Sequence[str] | None = None) -> int:
   # Of SIGINT, too: in the background shells let it be ignored.
   for name in _ENDING:
     signal.signal(name, lambda number, _: sys.exit(128 + number))
+  code = run(args, args.processes)
+  while code and args.elastic and args.processes > 1:
+    args.processes -= 1
+    print(f'starting again with {args.processes} process(es)', file=sys.stderr)
+    code = run(args, args.processes)
+  return code
+
+
+def run(args: argparse.Namespace, count: int) -> int:
+  """Runs `count` processes; when it returns none of them is left."""
   processes: list[subprocess.Popen] = []
   readers: list[threading.Thread] = []
   try:
     address = f'127.0.0.1:{free_port()}'
-    for number in range(args.processes):
+    for number in range(count):
       processes.append(start(args, address, number))
     readers = [relay(p, number) for number, p in enumerate(processes)]
     return wait(processes)
@@ -65,11 +85,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f'{args.command[0]}: {error.strerror}', file=sys.stderr)
     return 127
   finally:
-    for name in _ENDING:
-      signal.signal(name, signal.SIG_IGN)  # the end is not to be interrupted
-    end(processes, args.grace)
+    ending = {name: signal.signal(name, signal.SIG_IGN) for name in _ENDING}
+    end(processes, args.grace)  # which is not to be interrupted
     for reader in readers:
-      reader.join(timeout=args.grace)
+      reader.join(timeout=min(args.grace, 5))
+    for name, handler in ending.items():
+      signal.signal(name, handler)
 
 
 def free_port() -> int:

@@ -8,6 +8,7 @@
 
 With several devices there is one worker per device, in one process or in many
 (cluster.py says how they find each other); with one, workers are simulated.
+SIGTERM, to one process or to all, ends the run after a step, which is saved.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import json
 import os
 import pathlib
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -59,6 +61,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
   add('--seed', type=int, default=0)
   add('--eval-every', type=int, default=200)
   add('--save-every', type=int, default=400)
+  add('--save-timeout', type=int, default=300, metavar='SECONDS',
+      help='in which a checkpoint is whole, or has failed')
   add('--check-every', type=int, default=200,
       help='steps between comparisons of all copies of the parameters')
   add('--resume', nargs='?', const='must', choices=['must', 'auto'],
@@ -259,6 +263,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
   checkpoints = checkpoint.Checkpointer(
       folder / 'checkpoints', params,
       methods.compressor_of_leaves(args, params), workers,
+      timeout=args.save_timeout,
   )
   start = 0
   if args.resume == 'must' or (args.resume == 'auto' and checkpoints.steps):
@@ -283,6 +288,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
       log(metrics, record)
     bar = progress(range(start, args.steps), name)
     seconds = []
+    stop, stopped = cluster.StopSignal(), False
     for step in bar:
       tokens = feed(step)
       began = time.perf_counter()
@@ -290,6 +296,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
       seconds.append(time.perf_counter() - began)
       done = step + 1
       last = done == args.steps
+      stopped = stop.after(done) and not last
       record = {'step': done, 'loss': loss, 'sent': cost['sent'] * done,
                 'received': cost['received'] * done}
       record |= about_exchange(name, optimizer)
@@ -300,14 +307,21 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
       show(bar, record, cost)
       if done % args.check_every == 0 or last:
         check(model, workers, done)
-      if done % args.save_every == 0 or last:
+      if done % args.save_every == 0 or last or stopped:
         checkpoints.save(done, everything(args, model, optimizer))
+      if stopped:
+        break
   checkpoints.close()
+  if stopped:
+    say(f'Stopped by SIGTERM after step {done}, which is saved: go on with'
+        ' --resume.')
+    return {'name': name, 'stopped': True}
 
   sample = generate(model, corpus.valid[: config.context], 200, args.seed)
   say(f'\nA sample of {name}:\n{sample.decode(errors="replace")}\n')
   return {
       'name': name,
+      'stopped': False,
       'records': records,
       'valid_loss': records[-1]['valid_loss'] if records else None,
       'steps_per_second': 1 / np.median(seconds[1:]) if seconds[1:] else None,
@@ -450,9 +464,14 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
   cluster.join(args)
   names = ['demo', 'adamw'] if args.compare else [args.optimizer]
   runs = []
-  for name in names:
-    run_args = argparse.Namespace(**{**vars(args), 'optimizer': name})
-    runs.append(train(run_args))
+  with cluster.failing_at_once():
+    for name in names:
+      run_args = argparse.Namespace(**{**vars(args), 'optimizer': name})
+      runs.append(train(run_args))
+      if runs[-1]['stopped']:
+        break
+  if runs[-1]['stopped']:
+    sys.exit(128 + signal.SIGTERM)
   if cluster.is_main():
     draw(runs, pathlib.Path(args.out) / 'loss.png')
     report(runs)

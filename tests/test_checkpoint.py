@@ -490,7 +490,8 @@ def test_of_another_origin(tmp_path):
 
 
 @pytest.mark.parametrize('options, error', [
-    ({'keep': 0}, ValueError), ({'workers': 4}, TypeError),
+    ({'keep': 0}, ValueError), ({'timeout': 0}, ValueError),
+    ({'workers': 4}, TypeError),
     ({'compressor': 'dct'}, TypeError),
     ({'workers': demo_optax.Workers.on_axis('data')}, ValueError)])
 def test_arguments(options, error, tmp_path):
@@ -525,6 +526,81 @@ def test_the_losses_are_as_measured():
     more = 100 * (found / expected - 1)
     assert more < 1
     assert f'| {old} to {new} | {expected:.3f} | {found:.3f} | {more:+.2f} % |' in docs
+
+
+# Damaged files ----------------------------------------------------------------
+
+
+def two_steps(folder):
+  """Checkpoints of steps 1 and 2; a function that restores one."""
+  x = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
+  tree = {'w': jnp.asarray(x), 'b': on_mesh(4).device_put(jnp.ones(5)),
+          'position': 3}
+
+  def open():
+    return checkpoint.Checkpointer(folder, {}, None, simulated(1))
+
+  with open() as checkpoints:
+    for step in (1, 2):
+      checkpoints.save(step, tree)
+
+  def restore(step=None):
+    with open() as checkpoints:
+      _, found = checkpoints.restore(tree, step)
+    assert_same_bits(found, tree)
+
+  return restore
+
+
+def data_file(folder):
+  """The file that holds the arrays' values."""
+  files = [p for p in folder.rglob('*') if p.is_file()]
+  return max(files, key=lambda p: p.stat().st_size)
+
+
+def test_a_flipped_bit_is_not_restored(tmp_path):
+  restore = two_steps(tmp_path)
+  restore()
+  file = data_file(tmp_path / '2')
+  data = bytearray(file.read_bytes())
+  data[len(data) // 2] ^= 16
+  file.write_bytes(data)
+  with pytest.raises(ValueError, match=(
+      r'step 2 in .* is damaged: w is not what was saved; restore another one'
+      r' by step= \(1\), or remove it')):
+    restore()
+  restore(1)
+
+
+@pytest.mark.parametrize('how, says', [
+    (lambda text: text.replace('float32', 'float33'), 'is damaged: its descr'),
+    (lambda text: text[:len(text) // 2], 'is missing or damaged: restore'),
+    (lambda text: text.replace('"format": 1', '"format": 9'), 'has format 9'),
+], ids=['changed', 'cut', 'another format'])
+def test_a_damaged_description(how, says, tmp_path):
+  restore = two_steps(tmp_path)
+  file = tmp_path / '2/_CHECKPOINT_METADATA'
+  file.write_text(how(file.read_text()))
+  with pytest.raises(ValueError, match=says):
+    restore()
+  restore(1)
+
+
+def test_a_file_that_is_missing(tmp_path):
+  restore = two_steps(tmp_path)
+  data_file(tmp_path / '2').unlink()
+  with pytest.raises(ValueError, match='step 2 in .* cannot be read: .*shard'):
+    restore()
+  restore(1)
+
+
+def test_checkpoints_from_before_there_were_digests(tmp_path):
+  restore = two_steps(tmp_path)
+  file = tmp_path / '2/_CHECKPOINT_METADATA'
+  record = json.loads(file.read_text())
+  del record['custom_metadata']['digests'], record['custom_metadata']['checksum']
+  file.write_text(json.dumps(record))
+  restore()
 
 
 # A save that fails ------------------------------------------------------------

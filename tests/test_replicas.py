@@ -151,16 +151,45 @@ def test_digests(seed):
   """Any word that differs changes the first; order matters; as in NumPy."""
   rng = np.random.default_rng(seed)
   words = rng.integers(0, 2**32, 257, dtype=np.uint32)
-  base = replicas.digest(words)
-  np.testing.assert_array_equal(replicas.digest(jnp.asarray(words)), base)
+  places = np.arange(257, dtype=np.uint32)
+  base = replicas.digest(words, places)
+  np.testing.assert_array_equal(
+      replicas.digest(jnp.asarray(words), jnp.asarray(places)), base)
   for place in (0, 1, 128, 256):
     for bit in (0, 13, 31):
       other = words.copy()
       other[place] ^= np.uint32(1 << bit)
-      assert replicas.digest(other)[0] != base[0]
+      assert replicas.digest(other, places)[0] != base[0]
   swapped = words.copy()
   swapped[[3, 200]] = swapped[[200, 3]]
-  assert (replicas.digest(swapped) != base).all()
+  assert (replicas.digest(swapped, places) != base).all()
+
+
+@pytest.mark.parametrize('dtype', [*DTYPES, 'int4', 'float32 in 0 dimensions'])
+def test_digests_of_contents_are_those_of_any_layout(dtype):
+  """NumPy's, on one device, and in blocks, some of which are held twice."""
+  shape = () if '0' in dtype else (24, 8)
+  x = np.asarray(random(dtype.split()[0], shape))
+  mesh = make_mesh()
+  layouts = [None] if not shape else [
+      P(), P('replica'), P(None, 'fsdp'), P('fsdp', 'replica'),
+      P(('replica', 'fsdp')), P(('fsdp', 'replica'))]
+  arrays = {'host': x, 'device': jnp.asarray(x)} | {
+      str(spec): jax.device_put(x, NamedSharding(mesh, spec or P()))
+      for spec in layouts}
+  found = replicas.content_digests(arrays)
+  assert len(set(found.values())) == 1 and len(found['host']) == 16
+  other = np.array(x).reshape(-1)
+  other.view(np.uint8)[-1] ^= 1
+  assert replicas.content_digests({'x': other})['x'] != found['host']
+
+
+def test_digests_of_contents_in_double_precision(x64):
+  x = np.random.default_rng(0).normal(size=(8, 3))
+  for y in (x, x + 1j * x[::-1], x.view(np.int64)):
+    arrays = {'host': y, 'device': jnp.asarray(y), 'mesh': jax.device_put(
+        y, NamedSharding(make_mesh(), P('fsdp')))}
+    assert len(set(replicas.content_digests(arrays).values())) == 1
 
 
 # Processes, as far as one can play several --------------------------------------
