@@ -50,7 +50,7 @@ def runs_of(method: str, rate: float, seeds: list[int], extra: list[str]):
   for seed in seeds:
     model = GPT(config, nnx.Rngs(seed))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    train_lm.place(model, optimizer, workers)
+    methods.place(model, optimizer, workers)
     cost = methods.count_bytes(args, nnx.state(model, nnx.Param), workers)
     for step in range(args.steps):
       tokens = text.batch(

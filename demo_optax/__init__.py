@@ -22,6 +22,7 @@ The modules in the order of the data's way:
     specs        how parameters are spread over the devices of a worker
     workers      who takes part, and how a worker's function runs for all
     inspection   a look into optimizer states
+    local_updates  training alone between exchanges
     elastic      another number of workers
     replicas     whether all hold the same bits
     checkpoint   saving and restoring (import it by name: it needs Orbax)
@@ -56,6 +57,16 @@ from demo_optax.inspection import (
   state_specs,
   with_momentum,
 )
+from demo_optax.local_updates import (
+  LocalUpdatesState,
+  demo_diloco,
+  diloco,
+  local_updates,
+  settle_params,
+  shared_params,
+  sparse_loco,
+  stack_params,
+)
 from demo_optax.modules import param_specs
 from demo_optax.partitioning import partition
 from demo_optax.replicas import Difference, check_replicas
@@ -68,6 +79,7 @@ __all__ = [
   'Compressor',
   'DeMoState',
   'Difference',
+  'LocalUpdatesState',
   'PerWorkerState',
   'Plan',
   'Workers',
@@ -75,10 +87,13 @@ __all__ = [
   'collectives',
   'dct_topk',
   'demo',
+  'demo_diloco',
+  'diloco',
   'exchange_info',
   'full',
   'hadamard_topk',
   'identity_topk',
+  'local_updates',
   'mean_over_workers',
   'momentum',
   'param_specs',
@@ -89,7 +104,11 @@ __all__ = [
   'random_subset',
   'resize_workers',
   'scale_by_demo',
+  'settle_params',
+  'shared_params',
   'slicing',
+  'sparse_loco',
+  'stack_params',
   'state_specs',
   'striding',
   'value_and_grad',

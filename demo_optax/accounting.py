@@ -4,7 +4,7 @@ import dataclasses
 import math
 import operator
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -67,6 +67,13 @@ class LeafBytes:
     return _max_workers(self.size * itemsize, self.sent_bytes, 0)
 
 
+class BytesPerStep(NamedTuple):
+  """What a worker sends and receives per step, on average."""
+
+  sent: float
+  received: float
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
   """Bytes of one exchange; `print` it for a table.
@@ -111,6 +118,25 @@ class Plan:
   def size(self) -> int:
     """Number of elements that take part."""
     return sum(leaf.size for leaf in self.leaves)
+
+  def per_step(self, sync_period: float) -> BytesPerStep:
+    """Bytes per worker and step, if every `sync_period` steps exchange.
+
+    Args:
+      sync_period: steps from one exchange to the next, at least 1; their mean
+        if it follows a schedule.
+
+    Returns:
+      What is sent and what is received, on average over the steps.
+
+    Raises:
+      ValueError: `sync_period` is below 1.
+    """
+    if not sync_period >= 1:
+      raise ValueError(f'sync_period={sync_period} must be at least 1.')
+    return BytesPerStep(
+        self.sent_bytes / sync_period, self.received_bytes / sync_period
+    )
 
   def dense_bytes(self, itemsize: int = 4) -> float:
     """Bytes each way, per worker, of a ring all-reduce of the gradient.

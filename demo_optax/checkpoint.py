@@ -386,6 +386,10 @@ class Checkpointer:
         lead = {'workers': x.shape[0]} if stacked[name] else {}
         shape = list(x.shape[len(lead) :])
         records[name] = {'shape': shape, 'dtype': str(x.dtype), **lead}
+        if specs.pending_axes(k, roots) is not None:
+          codes = dict.fromkeys(str(x) for x in self._codes.values())
+          by = f'{", ".join(codes)}{self._workers.param_specs}'
+          records[name]['written_by'] = by
     return records
 
   def _describe_momentum(self, name: str, keys: specs.Keys, x: Any) -> Record:
@@ -690,6 +694,8 @@ def _what(record: Record | None) -> str:
   if 'value' in record:
     return f'a Python {record["value"]}'
   text = f'{record["dtype"]}[{",".join(map(str, record["shape"]))}]'
+  if 'written_by' in record:
+    text += f' written by {record["written_by"]}'
   if 'chunks' in record:
     return f'momentum of {text}'
   return f"each worker's {text}" if 'workers' in record else text

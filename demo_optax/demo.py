@@ -21,10 +21,12 @@ from demo_optax.exchange import (
   Request,
   Response,
   exchange,
+  exchange_late,
   nothing_known,
+  pending_parts,
   plan_leaf,
 )
-from demo_optax.specs import Path
+from demo_optax.specs import Path, Placement
 from demo_optax.workers import Workers
 
 
@@ -46,7 +48,9 @@ class DeMoState(NamedTuple):
       coefficient, on average over all that were sent (of leaves of which every
       worker selects a part for itself; 0 if there are none). Energies that
       float32 cannot hold count as zero.
-    pending: `()`; kept for exchanges that are applied late.
+    pending: with `delay=1` what is on its way, by dtype: every worker's
+      payload, uint8 `[workers, bytes]`, and what is summed beside it; else
+      `()`.
   """
 
   count: chex.Array
@@ -65,6 +69,7 @@ def scale_by_demo(
     ema: bool = False,
     gradient_weight: optax.ScalarOrSchedule = 1.0,
     kernels: bool | None = None,
+    delay: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Exchanges the fast part of every worker's own momentum.
 
@@ -118,6 +123,12 @@ def scale_by_demo(
       bits but for the rounding of the transform; workers must agree in this.
       None: on backends of which a measurement says that it is worth while (so
       far on none). On CPUs kernels are interpreted: slowly, to be looked at.
+    delay: 0, or 1: a step returns the update of what the step before has sent
+      (the first step none, with all workers left out), and what it sends itself
+      stays in the state until the next. What is communicated then does not
+      depend on the step's gradients, and may travel while they are computed.
+      Updates are a step old then, which may cost in loss: compare first
+      (benchmarks/diloco.py).
 
   Returns:
     A gradient transformation. Its `update` takes stacked gradients
@@ -158,13 +169,23 @@ def scale_by_demo(
   _check_range('alpha', alpha, 0.0, 1.0)
   if average not in ('senders', 'workers'):
     raise ValueError(f"average={average!r} must be 'senders' or 'workers'.")
+  if isinstance(delay, bool) or delay not in (0, 1):
+    raise ValueError(f'delay={delay!r} must be 0 or 1.')
+
+  exact = isinstance(alpha, (int, float, np.number)) and bool(alpha == 1)
+
+  def fixed(plan: LeafPlan, placement: Placement) -> Leaf:
+    return Leaf(0, compressor, average, kernels, exact, plan, placement)
 
   def init_fn(params: chex.ArrayTree) -> DeMoState:
+    leaves = []
+
     def zeros(path: Path, param: jax.Array) -> jax.Array:
       dtype = trees.momentum_dtype(path, param)
       plan, placement = plan_leaf(
           path, np.shape(param), dtype, compressor, workers
       )
+      leaves.append(fixed(plan, placement))
       return workers.zeros(plan.grid.coefficients_shape, dtype, placement)
 
     momentum = modules.stack_annotations(
@@ -174,7 +195,7 @@ def scale_by_demo(
         count=workers.device_put(jnp.zeros((), jnp.int32)),
         momentum=momentum,
         info=workers.device_put(nothing_known()._asdict()),
-        pending=(),
+        pending=_nothing_sent(workers, leaves) if delay and leaves else (),
     )
 
   def of_leaf(leaf: trees.Leaf) -> Leaf:
@@ -183,10 +204,7 @@ def scale_by_demo(
         leaf.path, leaf.shape, leaf.momentum.dtype, compressor, workers
     )
     _check_momentum(leaf, plan, compressor, workers)
-    exact = isinstance(alpha, (int, float, np.number)) and alpha == 1
-    return Leaf(
-        0, compressor, average, kernels, bool(exact), plan, placement
-    )
+    return fixed(plan, placement)
 
   def update_fn(
       updates: chex.ArrayTree,
@@ -201,8 +219,9 @@ def scale_by_demo(
     taking_part = [leaf for leaf in leaves if leaf.exchanged]
     merged: list[jax.Array] = []
     kept: list[jax.Array] = []
-    info = nothing_known()
+    info, pending = nothing_known(), state.pending
     if taking_part:
+      _check_pending(state.pending, delay)
       weight = gradient_weight
       if callable(weight):
         weight = weight(state.count)
@@ -217,11 +236,14 @@ def scale_by_demo(
               gradient_weight=(1 - decay) * weight if ema else weight,
               alpha=alpha,
           ),
+          state.pending,
       )
-      if demo_exchange is None:
-        (response,) = exchange([request])
-      else:
+      if demo_exchange is not None:
         response = demo_exchange(request)
+      elif delay:
+        response, pending = exchange_late(request)
+      else:
+        (response,) = exchange([request])
       merged, kept, info = response
 
     in_order = iter(merged)
@@ -234,10 +256,30 @@ def scale_by_demo(
         count=optax.safe_increment(state.count),
         momentum=jax.tree.structure(state.momentum).unflatten(kept),
         info=info._asdict(),
-        pending=(),
+        pending=pending,
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _nothing_sent(
+    workers: Workers, leaves: list[Leaf]
+) -> dict[str, jax.Array]:
+  """What is on its way before the first exchange: that nobody takes part."""
+  return {
+      name: workers.zeros((length,), jnp.dtype(dtype), placement)
+      for name, (length, dtype, placement) in pending_parts(
+          workers, leaves
+      ).items()
+  }
+
+
+def _check_pending(pending: Any, delay: int) -> None:
+  if bool(pending) != bool(delay):
+    raise ValueError(
+        f'The state was made with delay={int(bool(pending))}, and update has'
+        f' delay={delay}: make it with tx.init of the same transformation.'
+    )
 
 
 def demo(
@@ -251,6 +293,7 @@ def demo(
     alpha: chex.Numeric = 1.0,
     average: selection.Average = 'senders',
     kernels: bool | None = None,
+    delay: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
   r"""DeMo as published (first version): signed updates, lr in the momentum.
 
@@ -279,6 +322,7 @@ def demo(
     alpha: see `scale_by_demo`.
     average: see `scale_by_demo`.
     kernels: see `scale_by_demo`.
+    delay: see `scale_by_demo`.
 
   Returns:
     A gradient transformation; see `scale_by_demo` for what it takes.
@@ -317,6 +361,7 @@ def demo(
           average=average,
           gradient_weight=learning_rate,
           kernels=kernels,
+          delay=delay,
       ),
       optax.scale_by_sign(),
       _in_parameter_dtype(),

@@ -1,6 +1,6 @@
 """One worker's step: from its gradients to what all workers apply.
 
-The way of the data, each arrow a named call in `_step`:
+The way of the data, each arrow a named call in `_send` or `_receive`:
 
     gradient --to_coefficients--> + decay * momentum --select--> selection
       --encode--> payload --gather--> payloads --decode--> selections
@@ -13,21 +13,26 @@ Where all workers select the same places, values take the short way instead:
 
 Leaves come from any number of transformations, each with numbers and
 compressors of its own; they share one gather and one sum.
+
+If what is exchanged may be late, both halves are the same and only their order
+is another: a step first receives what the step before has sent.
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from demo_optax import chunks, paths, selection, wire
 from demo_optax.compressors import Compressor, LeafPlan
 from demo_optax.kernels import Encoded, Fused
-from demo_optax.specs import Path, Placement
+from demo_optax.specs import Path, Placement, pending_name
 from demo_optax.workers import Workers
 
 # A worker is left out if an element of its gradient is more than this share of
@@ -127,6 +132,8 @@ class Request(NamedTuple):
     gradients: per leaf, laid out as `workers` has gradients.
     momentum: per leaf `[stacked_size, *coefficients_shape]`.
     numbers: of its update rule.
+    pending: what was sealed by the exchange before, if what is received is to
+      be late, by the names of `pending_parts`; else `()`.
   """
 
   workers: Workers
@@ -134,6 +141,7 @@ class Request(NamedTuple):
   gradients: list[jax.Array]
   momentum: list[jax.Array]
   numbers: Numbers
+  pending: Any = ()
 
 
 # Per leaf the update and the new momentum, and what is to be known.
@@ -162,21 +170,67 @@ def exchange(requests: Sequence[Request]) -> list[Response]:
   return responses
 
 
+def exchange_late(request: Request) -> tuple[Response, dict[str, jax.Array]]:
+  """Sends now, and receives what the exchange before sent.
+
+  Returns:
+    The response, and the new pending parts.
+  """
+  leaves, momentum = tuple(request.leaves), request.momentum
+  parts = pending_parts(request.workers, leaves)
+  updates, state, info = _run(
+      request.workers,
+      leaves,
+      request.gradients,
+      [*momentum, *(request.pending[name] for name in parts)],
+      [request.numbers],
+      tuple(placement for _, _, placement in parts.values()),
+  )
+  kept, sealed = state[: len(momentum)], state[len(momentum) :]
+  return (updates, kept, info), dict(zip(parts, sealed))
+
+
+def pending_parts(
+    workers: Workers, leaves: Sequence[Leaf]
+) -> dict[str, tuple[int, str, Placement]]:
+  """A worker's parts on their way: length, dtype, and where they lie.
+
+  By a name which tells the mesh axes that a part is sharded over.
+  """
+  nothing = Numbers(0, 0.0, 0.0, 0.0)
+  blocks = [workers.local_blocks(leaf.placement) for leaf in leaves]
+  arrays = [
+      jax.ShapeDtypeStruct(leaf.plan.with_blocks(b).grid.shape, jnp.float32)
+      for leaf, b in zip(leaves, blocks)
+  ]
+  work = _Work.of(workers, leaves, arrays, [nothing])
+  sizes = dict(workers.param_specs.axis_sizes)
+  found = {}
+  for length, dtype, axes in work.payload.part_sizes():
+    devices = math.prod(sizes[axis] for axis in axes)
+    placement = Placement(P(axes) if axes else P(), (devices,), axes)
+    total = length * devices // math.prod(workers.local_blocks(placement))
+    found[pending_name(dtype, axes)] = total, dtype, placement
+  return found
+
+
 # Jitted, so that it is one computation outside of the user's jit, too.
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1, 5))
 def _run(
     workers: Workers,
     leaves: tuple[Leaf, ...],
     gradients: list[jax.Array],
-    momentum: list[jax.Array],
+    state: list[jax.Array],
     numbers: list[Numbers],
+    pending: tuple[Placement, ...] | None = None,
 ) -> tuple[list[jax.Array], list[jax.Array], Info]:
-  """The step of all workers."""
+  """The step of all workers; late if there is something `pending`."""
+  step = _step if pending is None else _late_step
   return workers.run(
-      functools.partial(_step, workers, leaves),
+      functools.partial(step, workers, leaves),
       gradients,
-      momentum,
-      [leaf.placement for leaf in leaves],
+      state,
+      [*(leaf.placement for leaf in leaves), *(pending or ())],
       numbers,
   )
 
@@ -189,29 +243,116 @@ def _step(
     numbers: Sequence[Numbers],
 ) -> tuple[list[jax.Array], list[jax.Array], Info]:
   """The step of one worker; if it is several devices, of one of them."""
-  groups = _alike(leaves, gradients)
-  group_leaves = [leaves[group[0]] for group in groups]
-  plans = [
-      leaf.plan.with_blocks(workers.local_blocks(leaf.placement)).stacked(
-          len(group)
-      )
-      for leaf, group in zip(group_leaves, groups)
-  ]
-  rules = [
-      _Rule(leaf.compressor, leaf.average, numbers[leaf.part])
-      for leaf in group_leaves
-  ]
-  gradients, momentum = _stack(gradients, groups), _stack(momentum, groups)
-  payload = wire.Payload(
-      [(plan.format, plan.grid.num_chunks) for plan in plans],
-      [leaf.placement.axes for leaf in group_leaves],
+  work = _Work.of(workers, leaves, gradients, numbers)
+  kept, chosen, parts = _send(
+      workers, work, gradients, momentum, numbers
   )
+  updates, info = _receive(workers, work, chosen, parts)
+  return updates, kept, info
 
-  fused = _fused(group_leaves, plans, gradients)
 
+def _late_step(
+    workers: Workers,
+    leaves: Sequence[Leaf],
+    gradients: Sequence[jax.Array],
+    state: Sequence[jax.Array],
+    numbers: Sequence[Numbers],
+) -> tuple[list[jax.Array], list[jax.Array], Info]:
+  """The same, but what is received was sent by the step before.
+
+  Behind the momentum, `state` has the parts that were sealed then. Nothing that
+  is communicated depends on `gradients`, so it may travel while they are made.
+  """
+  momentum, pending = state[: len(leaves)], state[len(leaves) :]
+  work = _Work.of(workers, leaves, gradients, numbers)
+  arrived = work.payload.parts(pending)
+  updates, info = _receive(workers, work, work.places_before(), arrived)
+  kept, _, (to_gather, to_sum) = _send(
+      workers, work, gradients, momentum, numbers
+  )
+  return updates, [*kept, *(x for x, _ in (*to_gather, *to_sum))], info
+
+
+class _Work(NamedTuple):
+  """What is fixed for a step, leaves that are alike in groups.
+
+  Attributes:
+    groups: numbers of the leaves of each group.
+    leaves: of each group the first leaf, and
+    plans: its plan, of all of them stacked, and
+    rules: how it is treated.
+    fused: of each transformation the kernels, where they apply.
+    payload: what is exchanged of them.
+  """
+
+  groups: list[list[int]]
+  leaves: list[Leaf]
+  plans: list[LeafPlan]
+  rules: 'list[_Rule]'
+  fused: dict[int, Fused]
+  payload: wire.Payload
+
+  @staticmethod
+  def of(
+      workers: Workers,
+      leaves: Sequence[Leaf],
+      gradients: Sequence[Any],
+      numbers: Sequence[Numbers],
+  ) -> '_Work':
+    """The work on `leaves`, of which a device has these `gradients`."""
+    groups = _alike(leaves, gradients)
+    group_leaves = [leaves[group[0]] for group in groups]
+    plans = [
+        leaf.plan.with_blocks(workers.local_blocks(leaf.placement)).stacked(
+            len(group)
+        )
+        for leaf, group in zip(group_leaves, groups)
+    ]
+    rules = [
+        _Rule(leaf.compressor, leaf.average, numbers[leaf.part])
+        for leaf in group_leaves
+    ]
+    payload = wire.Payload(
+        [(plan.format, plan.grid.num_chunks) for plan in plans],
+        [leaf.placement.axes for leaf in group_leaves],
+    )
+    first = [gradients[group[0]] for group in groups]
+    fused = _fused(group_leaves, plans, first)
+    return _Work(groups, group_leaves, plans, rules, fused, payload)
+
+  def places_before(self) -> list[wire.Selection]:
+    """Where what was sent one exchange ago belongs, if that is not told."""
+    before = []
+    for rule, plan in zip(self.rules, self.plans):
+      places = jnp.zeros((plan.format.k,), jnp.int32)
+      if rule.compressor.places is not None:
+        places = rule.compressor.places(plan, rule.numbers.step - 1)
+      chosen = jnp.broadcast_to(places, (plan.grid.num_chunks, plan.format.k))
+      before.append((chosen, chosen))
+    return before
+
+
+Parts = tuple[Sequence[wire.Part], Sequence[wire.Part]]  # to gather, to sum
+
+
+def _send(
+    workers: Workers,
+    work: _Work,
+    gradients: Sequence[jax.Array],
+    momentum: Sequence[jax.Array],
+    numbers: Sequence[Numbers],
+) -> tuple[list[jax.Array], list[wire.Selection], Parts]:
+  """From gradients and momentum to what goes on the wire.
+
+  Returns:
+    the momentum that stays, what was selected, and what is sent of it.
+  """
+  rules, plans, payload = work.rules, work.plans, work.payload
+  gradients = _stack(gradients, work.groups)
+  momentum = _stack(momentum, work.groups)
   present = workers.agree(_is_moderate(rules, gradients, momentum))
   encoded: dict[int, Encoded] = {}
-  for part, kernels in fused.items():
+  for part, kernels in work.fused.items():
     _, decay, weight, _ = numbers[part]
     encoded |= kernels.encode(
         gradients,
@@ -219,7 +360,7 @@ def _step(
         decay,
         weight,
         present,
-        [leaf.limit for leaf in group_leaves],
+        [leaf.limit for leaf in work.leaves],
     )
   held, indices, values, of_all = zip(*(
       (*encoded[number], _energy(encoded[number][0]))
@@ -237,35 +378,50 @@ def _step(
           chosen,
           read,
           present,
-          done=number in encoded and group_leaves[number].limit is not None,
+          done=number in encoded and work.leaves[number].limit is not None,
       )
       for number, (rule, plan, c, energy, chosen, read) in enumerate(
           zip(rules, plans, held, of_all, zip(indices, values), sent)
       )
   ))
-  to_gather, to_sum = payload.seal(data, energies, present)
+  parts = payload.seal(data, energies, present)
+  return _unstack(kept, work.groups), list(zip(indices, sent)), parts
 
+
+def _receive(
+    workers: Workers,
+    work: _Work,
+    chosen: list[wire.Selection],
+    parts: Parts,
+) -> tuple[list[jax.Array], Info]:
+  """Through the wire, to updates.
+
+  Args:
+    workers: who takes part.
+    work: what is fixed.
+    chosen: of what is summed, the own selection.
+    parts: the own parts.
+  """
+  to_gather, to_sum = parts
   gathered, summed = workers.gather(to_gather), workers.sum(to_sum)
 
-  received = payload.decode(
-      gathered, summed, list(zip(indices, sent)), workers.count
-  )
+  received = work.payload.decode(gathered, summed, chosen, workers.count)
   decoded: dict[int, tuple[jax.Array, None]] = {}
-  for part, kernels in fused.items():
+  for part, kernels in work.fused.items():
     done = kernels.decode(
         received.selections,
         received.present,
-        next(leaf.average for leaf in group_leaves if leaf.part == part),
+        next(leaf.average for leaf in work.leaves if leaf.part == part),
     )
     decoded |= {number: (update, None) for number, update in done.items()}
   updates, distinct = zip(*(
-      decoded.get(number) or _update(rule, plan, *chosen, senders)
-      for number, (rule, plan, chosen, senders) in enumerate(
-          zip(rules, plans, received.selections, received.present)
+      decoded.get(number) or _update(rule, plan, *found, senders)
+      for number, (rule, plan, found, senders) in enumerate(
+          zip(work.rules, work.plans, received.selections, received.present)
       )
   ))
-  info = _info(workers, group_leaves, plans, received, distinct)
-  return _unstack(updates, groups), _unstack(kept, groups), info
+  info = _info(workers, work.leaves, work.plans, received, distinct)
+  return _unstack(updates, work.groups), info
 
 
 def _fused(
@@ -499,9 +655,7 @@ def _ratio(a: jax.Array, b: jax.Array) -> jax.Array:
   return jnp.where(b > 0, a / jnp.where(b > 0, b, 1), 0)
 
 
-def _alike(
-    leaves: Sequence[Leaf], gradients: Sequence[jax.Array]
-) -> list[list[int]]:
+def _alike(leaves: Sequence[Leaf], gradients: Sequence[Any]) -> list[list[int]]:
   """Numbers of leaves: of small ones that are alike together, others alone."""
   groups: dict[Any, list[int]] = {}
   for number, (leaf, gradient) in enumerate(zip(leaves, gradients)):

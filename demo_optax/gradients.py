@@ -23,6 +23,7 @@ def value_and_grad(
     has_aux: bool = False,
     in_axes: int | Sequence[int | None] | None = 0,
     microbatches: int = 1,
+    stacked_params: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
   r"""Like `jax.value_and_grad`, with one gradient per worker.
 
@@ -56,6 +57,10 @@ def value_and_grad(
     microbatches: parts that each worker's batch is cut into and computed one
       after the other; gradients and loss are their means, accumulated in
       float32 or wider.
+    stacked_params: the differentiated arguments are stacked, `[workers, ...]`,
+      each worker's own (`stack_params`), as `local_updates` has them; of NNX
+      modules, the parameters. Nothing is communicated then: losses are stacked
+      as well. (Batch statistics are shared, and averaged in every step.)
 
   Returns:
     A function with the arguments of `fun` that returns `(loss, gradients)`, or
@@ -67,7 +72,8 @@ def value_and_grad(
     ValueError: a batch that does not divide into workers times micro-batches,
       `microbatches` below 1, `in_axes` of another length than the arguments, a
       module that changed variables it may not change, a legacy PRNG key (all
-      workers would draw the same numbers): when called.
+      workers would draw the same numbers), parameters that are not stacked with
+      `stacked_params`: when called.
     TypeError: `workers` or `microbatches` of another type, at once; entries of
       `in_axes` that are neither an integer nor `None`, when called.
 
@@ -92,13 +98,21 @@ def value_and_grad(
 
   def value_and_grad_fn(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
     call = _Call(fun, argnums, has_aux, args, kwargs)
+    own_params: tuple[Any, Any] | None = None
+    if stacked_params:
+      _check_stacked(call.arguments, workers)
+      own_params = call.variables.floats, call.variables.fixed
     axes = _axes(in_axes, call.places, args)
     cut_args, shared_args, join = _cut(call.others, axes, workers, microbatches)
 
     def one_worker(
         index: jax.Array, own: Any, state: Any, shared: Any
     ) -> tuple[Any, Any, Any]:
+      own, params = own
       variables, shared = shared
+      if params is not None:
+        floats, fixed = params
+        variables = variables._replace(floats=floats, fixed=fixed)
       variables = call.for_worker(variables, index)
       before = variables.changing
 
@@ -116,13 +130,20 @@ def value_and_grad(
       statistics = call.modules.statistics(after, before)
       return (result, statistics), state, call.modules.counts(after)
 
+    shared_variables = call.variables
+    if stacked_params:
+      shared_variables = shared_variables._replace(floats=[], fixed=[])
     own, _, counts = workers.map(
-        one_worker, cut_args, (), (call.variables, shared_args)
+        one_worker,
+        (cut_args, own_params),
+        (),
+        (shared_variables, shared_args),
     )
     ((losses, aux), gradients), statistics = own
     call.modules.write_back(counts, statistics, workers)
-    loss = workers.mean(losses)
-    gradients = call.unflatten(gradients, workers)
+    loss = losses if stacked_params else workers.mean(losses)
+    lead = workers.stacked_gradients and not stacked_params
+    gradients = call.unflatten(gradients, (workers.count,) if lead else ())
     return ((loss, aux) if has_aux else loss), gradients
 
   return value_and_grad_fn
@@ -368,15 +389,27 @@ class _Call:
     rest = self.modules.fold_streams(variables.changing, index)
     return variables._replace(changing=rest)
 
-  def unflatten(self, gradients: list[jax.Array], workers: Workers) -> Any:
-    """Gradients as the caller passed the arguments."""
-    lead = (workers.count,) if workers.stacked_gradients else ()
+  def unflatten(
+      self, gradients: list[jax.Array], lead: tuple[int, ...]
+  ) -> Any:
+    """Gradients as the caller passed the arguments, `lead` before shapes."""
     fixed = [
         np.zeros((*lead, *np.shape(x)), jax.dtypes.float0)
         for x in self.variables.fixed
     ]
     tree = self.treedef.unflatten(_interleave(self.floats, gradients, fixed))
     return tree[0] if self.single else tuple(tree)
+
+
+def _check_stacked(arguments: Any, workers: Workers) -> None:
+  for path, x in jax.tree_util.tree_flatten_with_path(arguments)[0]:
+    shape = np.shape(x)
+    if workers.stacked_gradients and shape[:1] != (workers.count,):
+      raise ValueError(
+          f'The parameter {trees.leaf_name(path[1:])} has shape {shape}, but'
+          f' with stacked_params=True {workers} needs ({workers.count}, ...):'
+          ' one copy per worker. Give demo_optax.stack_params(params, workers).'
+      )
 
 
 # Arguments that are not differentiated: by position, and by keyword.

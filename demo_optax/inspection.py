@@ -2,8 +2,8 @@
 
 States are searched by path, not by type, since Flax NNX stores them without
 their types: the momentum of an exchange lies under `momentum`, beside `count`
-and `info/left_out` (`DeMoState`); the states of `per_worker` lie under
-`worker_stacked`.
+and `info/left_out` (`DeMoState`), what is on its way under `pending`; the
+states of `per_worker` lie under `worker_stacked`.
 """
 
 from typing import Any
@@ -28,6 +28,7 @@ from demo_optax.specs import (
   Placement,
   momentum_roots,
   path_keys,
+  pending_axes,
   root_of,
 )
 from demo_optax.workers import Workers
@@ -79,6 +80,9 @@ def state_specs(
       if keys[: len(root)] == root:
         _, within = inside[keys[len(root) :]]
         return P(workers.axis_name, *within)
+    axes = pending_axes(keys, roots)
+    if axes is not None:
+      return P(workers.axis_name, *([axes] if axes else []))
     lead = 1 if 'worker_stacked' in keys else 0
     owners = (inside.get(keys[start:]) for start in range(len(keys) + 1))
     shape = leaf.shape[lead:]

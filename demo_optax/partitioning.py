@@ -177,6 +177,11 @@ def _checked(request: Request, workers: Workers) -> Request:
         f'A transformation exchanges among {request.workers}, but partition'
         f' among {workers}: give both the same workers.'
     )
+  if request.pending:
+    raise ValueError(
+        'partition exchanges everything at once, in time: give its'
+        ' transformations delay=0.'
+    )
   return request
 
 

@@ -173,11 +173,28 @@ def root_of(keys: Keys, roots: list[Keys]) -> Keys | None:
   return next((root for root in roots if keys[: len(root)] == root), None)
 
 
+def pending_name(dtype: str, axes: tuple[str, ...]) -> str:
+  """The name, in a state, of a part that is on its way between workers."""
+  return ' over '.join([dtype, ','.join(axes)]) if axes else dtype
+
+
+def pending_axes(keys: Keys, roots: list[Keys]) -> tuple[str, ...] | None:
+  """The axes inside a worker of a part on its way; None for other leaves."""
+  for root in roots:
+    if keys[:-1] == (*root[:-1], 'pending'):
+      _, _, axes = keys[-1].partition(' over ')
+      return tuple(axes.split(',')) if axes else ()
+  return None
+
+
 def stacked(keys: list[Keys]) -> list[bool]:
   """Which leaves of a state have a worker axis, by the paths of all."""
   roots = momentum_roots(keys)
   return [
-      'worker_stacked' in k or root_of(k, roots) is not None for k in keys
+      'worker_stacked' in k
+      or root_of(k, roots) is not None
+      or pending_axes(k, roots) is not None
+      for k in keys
   ]
 
 

@@ -455,6 +455,23 @@ class Payload:
       to_sum.append((vector, names))
     return to_gather, to_sum
 
+  def part_sizes(self) -> list[tuple[int, str, Axes]]:
+    """Length, dtype and axes of what `seal` returns, to gather and to sum."""
+    return [
+        *((x.num_bytes, 'uint8', axes) for axes, x in self.layouts.items()),
+        *(
+            (x.num_elements, dtype, axes)
+            for (dtype, axes), x in self.sum_layouts.items()
+        ),
+    ]
+
+  def parts(
+      self, vectors: Sequence[jax.Array]
+  ) -> tuple[list[Part], list[Part]]:
+    """What `seal` returned, from its vectors alone."""
+    parts = [(x, axes) for x, (_, _, axes) in zip(vectors, self.part_sizes())]
+    return parts[: len(self.layouts)], parts[len(self.layouts) :]
+
   def decode(
       self,
       gathered: Sequence[jax.Array],

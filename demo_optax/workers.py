@@ -236,6 +236,10 @@ class Workers(abc.ABC):
   def stack(self, x: jax.Array) -> jax.Array:
     """A copy of `x` for every worker, `[stacked_size, *x.shape]`."""
 
+  def first(self, x: jax.Array) -> jax.Array:
+    """Worker 0's part of a stacked array, for all."""
+    return x[0]
+
   @abc.abstractmethod
   def run(
       self,
@@ -550,6 +554,11 @@ class _OnMesh(_Stacked):
         lambda x: self.place(jnp.broadcast_to(x, (self.count, *x.shape)))
     )(x)
 
+  def first(self, x: jax.Array) -> jax.Array:
+    if self._explicit:
+      x = self._reshard(x, P(None, *jax.typeof(x).sharding.spec[1:]))
+    return x[0]
+
   def run(
       self,
       step: Callable[..., tuple[list[Any], list[Any], Any]],
@@ -689,7 +698,10 @@ class _OnMesh(_Stacked):
     def move(keys: specs.Keys, x: Any) -> Any:
       shape, place = jnp.shape(x), self.param_specs.place_state
       root = specs.root_of(keys, roots)
-      if root or 'worker_stacked' in keys:
+      axes = specs.pending_axes(keys, roots)
+      if axes is not None:
+        spec = P(self.axis_name, *([axes] if axes else []))
+      elif root or 'worker_stacked' in keys:
         within = place(keys[len(root or ()) :], shape[1:])
         spec = P(self.axis_name, *within)
       else:

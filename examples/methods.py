@@ -1,14 +1,19 @@
 """Optimizers of the examples: what their flags mean, and how they are made.
 
 Every method is a chain of the same few links: each worker's own gradient is
-clipped, exchanged by a compressor, and given to a base optimizer.
+clipped, exchanged by a compressor, and given to a base optimizer. Methods that
+exchange every --sync-period steps keep the parameters stacked in between, one
+copy per worker; `begin`, `make_train_step` and `shared` see to it.
 """
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 import optax
+from flax import nnx
 from optax import contrib
 
 import demo_optax
@@ -53,9 +58,13 @@ SUBSETS = {
 }
 
 
+# Methods that train alone between exchanges.
+LOCAL = ('diloco', 'demo-diloco', 'demo-diloco-drift', 'sparse-loco')
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
   add = parser.add_argument
-  add('--optimizer', choices=['demo', 'adamw'], default='demo')
+  add('--optimizer', choices=['demo', 'adamw', *LOCAL], default='demo')
   add('--lr', type=float, default=2e-3, help='peak learning rate')
   add('--schedule', choices=['cosine', 'constant'], default='cosine')
   add('--warmup', type=int, default=40)
@@ -84,6 +93,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
       help='longest sides of a chunk, rows and columns')
   add('--own-base', choices=BASES, default='adam')
   add('--own-lr', type=float, help='peak learning rate; default: --lr')
+  add('--delay', type=int, choices=[0, 1], default=0,
+      help='1: what is exchanged is applied one exchange late')
+  add('--sync-period', type=int, default=20,
+      help=f'steps between exchanges of {", ".join(LOCAL)}')
+  add('--outer-lr', type=float, default=0.7)
+  add('--outer-momentum', type=float, default=0.9, help='of diloco')
+  add('--outer-decay', type=float, default=0.95,
+      help='of the momentum of differences')
 
 
 def make_optimizer(
@@ -92,6 +109,8 @@ def make_optimizer(
   if args.optimizer == 'adamw':
     mean = demo_optax.mean_over_workers(workers=workers)
     return optax.chain(mean, adamw(args, args.lr))
+  if args.optimizer in LOCAL:
+    return local_updates(args, workers)
   compressor, own = make_compressor(args), own_compressor(args)
   exchanged = decoupled(args, workers, compressor, args.base, args.lr)
   if args.embeddings == 'demo':
@@ -108,10 +127,31 @@ def make_optimizer(
   )
 
 
+def local_updates(
+    args: argparse.Namespace, workers: demo_optax.Workers
+) -> optax.GradientTransformation:
+  """Every worker trains alone with AdamW; every few steps they exchange."""
+  inner = adamw(args, args.lr)
+  every = {
+      'workers': workers,
+      'sync_period': args.sync_period,
+      'learning_rate': args.outer_lr,
+  }
+  if args.optimizer == 'diloco':
+    return demo_optax.diloco(inner, momentum=args.outer_momentum, **every)
+  sent = {'compressor': make_compressor(args), 'decay': args.outer_decay}
+  if args.optimizer == 'sparse-loco':
+    return demo_optax.sparse_loco(inner, **sent, **every)
+  return demo_optax.demo_diloco(
+      inner, **sent, **every, delay=args.delay,
+      drift=args.optimizer == 'demo-diloco-drift',
+  )
+
+
 def adamw(
     args: argparse.Namespace, lr: float
 ) -> optax.GradientTransformation:
-  """Plain data parallelism, for gradients that are averaged every step."""
+  """For gradients that are averaged every step, or a worker alone."""
   return optax.chain(
       optax.clip_by_global_norm(args.clip),
       optax.adamw(
@@ -132,7 +172,8 @@ def decoupled(
       optax.clip_by_global_norm(args.clip), workers=workers
   )
   schedule = make_schedule(args, lr)
-  rule = {'decay': args.decay, 'alpha': args.alpha, 'average': args.average}
+  rule = {'decay': args.decay, 'alpha': args.alpha, 'average': args.average,
+          'delay': args.delay}
   if base == 'sign':
     demo = demo_optax.demo(
         schedule, workers=workers, compressor=compressor,
@@ -151,6 +192,10 @@ def decoupled(
 
 
 def make_compressor(args: argparse.Namespace) -> demo_optax.Compressor:
+  if args.optimizer == 'diloco':
+    return demo_optax.full()
+  if args.optimizer == 'sparse-loco':
+    return demo_optax.identity_topk(args.chunk, args.topk, values=args.values)
   if args.compressor in TOPK:
     return TOPK[args.compressor](args.chunk, args.topk, values=args.values)
   if args.compressor in SUBSETS:
@@ -169,7 +214,7 @@ def compressor_of_leaves(args: argparse.Namespace, params: Any) -> Any:
   if args.optimizer == 'adamw':
     return jax.tree.map(lambda _: None, params)
   compressor = make_compressor(args)
-  if args.embeddings == 'demo':
+  if args.embeddings == 'demo' or args.optimizer in LOCAL:
     return compressor
   other = own_compressor(args) if args.embeddings == 'own' else None
   by_label = {'matrix': compressor, 'other': other}
@@ -201,8 +246,84 @@ def count_bytes(
 ) -> dict[str, float]:
   """Bytes per worker and step of the chosen optimizer and of AdamW-DDP."""
   plan = demo_optax.plan(params, compressor_of_leaves(args, params), workers)
-  return {
-      'sent': plan.sent_bytes,
-      'received': plan.received_bytes,
-      'adamw': plan.dense_bytes(),
-  }
+  period = args.sync_period if args.optimizer in LOCAL else 1
+  sent, received = plan.per_step(period)
+  return {'sent': sent, 'received': received, 'adamw': plan.dense_bytes()}
+
+
+# Training with any of them ----------------------------------------------------
+
+
+def begin(
+    args: argparse.Namespace, model: nnx.Module, workers: demo_optax.Workers
+) -> nnx.Optimizer:
+  """The optimizer of `model`, whose parameters it stacks if need be."""
+  if args.optimizer in LOCAL:
+    params = nnx.state(model, nnx.Param)
+    nnx.update(model, demo_optax.stack_params(params, workers))
+  tx = make_optimizer(args, workers)
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  place(model, optimizer, workers)
+  return optimizer
+
+
+def place(
+    model: nnx.Module, optimizer: nnx.Optimizer, workers: demo_optax.Workers
+) -> None:
+  """Puts what all workers share on all devices, before the first step.
+
+  Momentum is born where it belongs. Parameters are born on one device; moved
+  only by the first step, they would make the second one compile again.
+  """
+  for module in (model, optimizer):
+    nnx.update(module, workers.device_put(nnx.state(module)))
+
+
+def make_train_step(
+    loss_fn: Callable[..., jax.Array],
+    workers: demo_optax.Workers,
+    microbatches: int = 1,
+    local: bool = False,
+) -> Callable[..., jax.Array]:
+  """`(model, optimizer, *batch) -> loss`, which is each worker's if `local`."""
+  value_and_grad = demo_optax.value_and_grad(
+      loss_fn, workers=workers, microbatches=microbatches, stacked_params=local
+  )
+
+  @nnx.jit(donate_argnums=(0, 1))
+  def train_step(
+      model: nnx.Module, optimizer: nnx.Optimizer, *batch: jax.Array
+  ) -> jax.Array:
+    loss, grads = value_and_grad(model, *batch)  # one gradient per worker
+    optimizer.update(model, grads)
+    if local:
+      params = nnx.state(model, nnx.Param)
+      nnx.update(
+          model,
+          demo_optax.settle_params(params, optimizer.opt_state, workers),
+      )
+    return loss
+
+  return train_step
+
+
+def shared(
+    args: argparse.Namespace,
+    model: nnx.Module,
+    optimizer: nnx.Optimizer,
+    workers: demo_optax.Workers,
+) -> nnx.Module:
+  """A model with the parameters that the workers share, for evaluation."""
+  if args.optimizer not in LOCAL:
+    return model
+  graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+  params = demo_optax.shared_params(params, optimizer.opt_state, workers)
+  return nnx.merge(graphdef, params, rest)
+
+
+def own_loss(loss: jax.Array) -> float:
+  """The loss, of this process's workers: nothing is communicated for it."""
+  if loss.ndim == 0:
+    return float(loss)
+  own = [np.asarray(shard.data) for shard in loss.addressable_shards]
+  return float(np.mean(np.concatenate(own)))

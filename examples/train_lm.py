@@ -2,6 +2,7 @@
 
     python examples/train_lm.py                 # DeMo, 4 workers
     python examples/train_lm.py --compare       # beside AdamW on averaged grads
+    python examples/train_lm.py --optimizer diloco    # exchange every 20 steps
     python examples/train_lm.py --resume        # go on from a checkpoint
     python examples/train_lm.py --overwrite     # or start anew
     python examples/launch_local.py -n 4 -- python examples/train_lm.py
@@ -51,7 +52,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
       description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   add = parser.add_argument
-  add('--compare', action='store_true', help='train both, draw both')
+  add('--compare', action='store_true', help='also train by adamw, draw both')
   add('--workers', type=int, help='default: one per device, or 4 on one device')
   add('--data', help='text file or folder; default: Python help topics')
   add('--out', default='runs/lm', help='folder for all that is written')
@@ -141,21 +142,9 @@ def loss_fn(model: GPT, tokens: jax.Array) -> jax.Array:
 
 
 def make_train_step(
-    workers: demo_optax.Workers, microbatches: int
+    workers: demo_optax.Workers, microbatches: int, local: bool = False
 ) -> Callable[..., jax.Array]:
-  value_and_grad = demo_optax.value_and_grad(
-      loss_fn, workers=workers, microbatches=microbatches
-  )
-
-  @nnx.jit(donate_argnums=(0, 1))
-  def train_step(
-      model: GPT, optimizer: nnx.Optimizer, tokens: jax.Array
-  ) -> jax.Array:
-    loss, grads = value_and_grad(model, tokens)  # one gradient per worker
-    optimizer.update(model, grads)
-    return loss
-
-  return train_step
+  return methods.make_train_step(loss_fn, workers, microbatches, local)
 
 
 @nnx.jit
@@ -193,9 +182,10 @@ def everything(
   """What a run goes on from; the data is a function of flags and step."""
   data = {'seed': args.seed, 'batch': args.batch, 'context': args.context,
           'data': str(args.data)}
+  # Under that name they are known to be one copy per worker.
+  name = 'worker_stacked' if args.optimizer in methods.LOCAL else 'model'
   return {
-      'model': nnx.state(model), 'optimizer': nnx.state(optimizer),
-      'data': data,
+      name: nnx.state(model), 'optimizer': nnx.state(optimizer), 'data': data,
   }
 
 
@@ -219,14 +209,17 @@ def restore(
     checkpoints.close()
     hint = ' Here: --resize.' if 'resize=True' in str(error) else ''
     raise SystemExit(f'--resume: {error}{hint}') from error
-  nnx.update(model, state['model'])
+  nnx.update(model, state.get('model', state.get('worker_stacked')))
   nnx.update(optimizer, state['optimizer'])
   return step
 
 
-def check(model: GPT, workers: demo_optax.Workers, step: int) -> None:
-  """Stops a run whose workers have parted."""
-  found = demo_optax.check_replicas(nnx.state(model, nnx.Param), workers)
+def check(
+    model: GPT, optimizer: nnx.Optimizer, workers: demo_optax.Workers, step: int
+) -> None:
+  """Stops a run whose workers have parted in what they share."""
+  state = nnx.state(model, nnx.Param), nnx.state(optimizer)
+  found = demo_optax.check_replicas(state, workers)
   if found:
     lines = [f'  {d.leaf}: devices {d.devices} differ' for d in found]
     raise SystemExit(
@@ -246,14 +239,12 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
   )
   workers = make_workers(args.workers)
   model = GPT(config, nnx.Rngs(args.seed))
-  optimizer = nnx.Optimizer(
-      model, methods.make_optimizer(args, workers), wrt=nnx.Param
-  )
-  place(model, optimizer, workers)
-  params = nnx.state(model, nnx.Param)
+  params = jax.eval_shape(lambda: nnx.state(model, nnx.Param))
+  optimizer = methods.begin(args, model, workers)
   cost = methods.count_bytes(args, params, workers)
   valid = text.windows(corpus.valid, 64, config.context)
-  train_step = make_train_step(workers, args.microbatches)
+  local = args.optimizer in methods.LOCAL
+  train_step = make_train_step(workers, args.microbatches, local)
   feed = make_feed(args, corpus.train, workers)
 
   name = args.optimizer
@@ -292,7 +283,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     for step in bar:
       tokens = feed(step)
       began = time.perf_counter()
-      loss = float(train_step(model, optimizer, tokens))
+      loss = methods.own_loss(train_step(model, optimizer, tokens))
       seconds.append(time.perf_counter() - began)
       done = step + 1
       last = done == args.steps
@@ -301,12 +292,14 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
                 'received': cost['received'] * done}
       record |= about_exchange(name, optimizer)
       if done % args.eval_every == 0 or last:
-        record['valid_loss'] = evaluate(model, valid)
+        record['valid_loss'] = evaluate(
+            methods.shared(args, model, optimizer, workers), valid
+        )
       records.append(record)
       log(metrics, record)
       show(bar, record, cost)
       if done % args.check_every == 0 or last:
-        check(model, workers, done)
+        check(model, optimizer, workers, done)
       if done % args.save_every == 0 or last or stopped:
         checkpoints.save(done, everything(args, model, optimizer))
       if stopped:
@@ -317,6 +310,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         ' --resume.')
     return {'name': name, 'stopped': True}
 
+  model = methods.shared(args, model, optimizer, workers)
   sample = generate(model, corpus.valid[: config.context], 200, args.seed)
   say(f'\nA sample of {name}:\n{sample.decode(errors="replace")}\n')
   return {
@@ -327,18 +321,6 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
       'steps_per_second': 1 / np.median(seconds[1:]) if seconds[1:] else None,
       **cost,
   }
-
-
-def place(
-    model: GPT, optimizer: nnx.Optimizer, workers: demo_optax.Workers
-) -> None:
-  """Puts what all workers share on all devices, before the first step.
-
-  Momentum is born where it belongs. Parameters are born on one device; moved
-  only by the first step, they would make the second one compile again.
-  """
-  for module in (model, optimizer):
-    nnx.update(module, workers.device_put(nnx.state(module)))
 
 
 def remove_former(folder: pathlib.Path, overwrite: bool) -> None:
@@ -446,23 +428,25 @@ def smooth(losses: list[float]) -> np.ndarray:
 
 
 def report(runs: list[dict[str, Any]]) -> None:
-  print(f'{"":<8}{"validation":>11}{"sent":>12}{"received":>12}'
+  print(f'{"":<18}{"validation":>11}{"sent":>12}{"received":>12}'
         f'{"less sent than":>16}{"steps":>8}')
-  print(f'{"":<8}{"loss":>11}{"kB/step":>12}{"kB/step":>12}'
+  print(f'{"":<18}{"loss":>11}{"kB/step":>12}{"kB/step":>12}'
         f'{"AdamW-DDP":>16}{"per s":>8}')
   for run in runs:
     loss = '-' if run['valid_loss'] is None else f'{run["valid_loss"]:.4f}'
     speed = run['steps_per_second']
     speed = '-' if speed is None else f'{speed:.1f}'
     times = f'{run["adamw"] / run["sent"]:.1f}x' if run['sent'] else '-'
-    print(f'{run["name"]:<8}{loss:>11}{run["sent"] / 1e3:>12,.1f}'
+    print(f'{run["name"]:<18}{loss:>11}{run["sent"] / 1e3:>12,.1f}'
           f'{run["received"] / 1e3:>12,.1f}{times:>16}{speed:>8}')
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
   args = parse_args(argv)
   cluster.join(args)
-  names = ['demo', 'adamw'] if args.compare else [args.optimizer]
+  names = [args.optimizer]
+  if args.compare and args.optimizer != 'adamw':
+    names.append('adamw')
   runs = []
   with cluster.failing_at_once():
     for name in names:

@@ -82,7 +82,7 @@ def make_run(args: argparse.Namespace, count: int, devices: int) -> Run:
     optimizer = nnx.Optimizer(
         model, methods.make_optimizer(args, workers), wrt=nnx.Param
     )
-  train_lm.place(model, optimizer, workers)
+  methods.place(model, optimizer, workers)
   batch = NamedSharding(mesh, P(('replica', 'fsdp')))
   name = f'{count} workers of {devices} device' + 's' * (devices > 1)
   return Run(name, model, optimizer, workers, mesh, batch)

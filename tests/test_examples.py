@@ -211,3 +211,47 @@ def test_train_sharded(tmp_path, capsys):
   # A quarter each; what is sharded has an end of 13 bytes of its own.
   assert between['replica',][1] <= between_alone['replica',][1] / 4 + 13 + 2
   assert '0 leaves cut otherwise' in capsys.readouterr().out
+
+
+# Exchanging every few steps ---------------------------------------------------
+
+
+@pytest.mark.parametrize('method', [
+    'demo-diloco',
+    *(pytest.param(m, marks=pytest.mark.slow)
+      for m in ('diloco', 'demo-diloco-drift', 'sparse-loco'))])
+def test_local_updates_resumed_in_a_period(tmp_path, method, capsys):
+  args = ['--workers', '2', '--optimizer', method, '--sync-period', '4']
+  (whole,) = run(tmp_path / 'whole', *args)
+  shutil.copytree(tmp_path / 'whole', tmp_path / 'parts')
+  shutil.rmtree(tmp_path / 'parts' / method / 'checkpoints' / '12')
+  (second,) = run(tmp_path / 'parts', *args, '--resume')
+  assert second['records'] == whole['records'][6:]
+  assert whole['records'][-1]['loss'] < whole['records'][0]['loss'] - 0.3
+  assert method in capsys.readouterr().out
+  for name in ('whole', 'parts'):
+    found = checkpoint(tmp_path / name / method, 12)
+    assert any('worker_stacked' in key for key in found)
+
+
+def test_train_cnn(tmp_path, capsys):
+  import train_cnn
+  names = ['adamw', 'demo-diloco']
+  runs = train_cnn.main(
+      ['--compare', *names, '--steps', '40', '--sync-period', '5', '--warmup',
+       '5', '--eval-every', '20', '--workers', '2', '--out', str(tmp_path)])
+  assert [r['name'] for r in runs] == names
+  for r in runs:
+    assert r['records'][-1]['accuracy'] > 0.7
+  assert runs[1]['sent'] < runs[0]['sent'] / 100
+  assert (tmp_path / 'accuracy.png').stat().st_size > 10_000
+  assert 'accuracy' in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_train_cnn_by_every_method(tmp_path):
+  import train_cnn
+  runs = train_cnn.main(['--compare', '--out', str(tmp_path)])
+  assert len(runs) == 6
+  for r in runs:
+    assert r['records'][-1]['accuracy'] > 0.95, r['name']

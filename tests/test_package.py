@@ -18,7 +18,7 @@ PACKAGE = pathlib.Path(demo_optax.__file__).parent
 ORDER = ['paths', 'chunks', 'selection', 'packing', 'index_codes', 'value_codes', 'wire',
          'compressors', 'kernel_math', 'kernels_gpu', 'kernels_tpu', 'kernels',
          'specs', 'workers', 'modules', 'trees', 'gradients',
-         'exchange', 'demo', 'partitioning', 'inspection', 'elastic', 'replicas', 'checkpoint', 'accounting',
+         'exchange', 'demo', 'partitioning', 'inspection', 'local_updates', 'elastic', 'replicas', 'checkpoint', 'accounting',
          'hlo', '__main__']
 
 

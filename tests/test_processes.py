@@ -195,8 +195,8 @@ def train(processes, folder, *args, **kwargs):
                 **kwargs)
 
 
-def records(folder):
-  lines = (folder / 'demo/metrics.jsonl').read_text().splitlines()
+def records(folder, name='demo'):
+  lines = (folder / name / 'metrics.jsonl').read_text().splitlines()
   return [json.loads(line) for line in lines[1:]]
 
 
@@ -215,19 +215,22 @@ def test_training_on_processes(tmp_path):
     assert a['sent'] == b['sent']
 
 
-@pytest.mark.parametrize('processes', [
-    2, pytest.param(4, marks=pytest.mark.slow)])
-def test_resumed_on_processes_equals_uninterrupted(processes, tmp_path):
+@pytest.mark.parametrize('processes, method', [
+    (2, 'demo'), pytest.param(4, 'demo', marks=pytest.mark.slow),
+    pytest.param(2, 'demo-diloco', marks=pytest.mark.slow),
+    pytest.param(2, 'demo-diloco-drift', marks=pytest.mark.slow)])
+def test_resumed_on_processes_equals_uninterrupted(processes, method, tmp_path):
   """Bit for bit, parameters and the momentum of all workers."""
-  train(processes, tmp_path / 'whole', '--steps', 8)
+  flags = ['--steps', 8, '--optimizer', method, '--sync-period', 3]
+  train(processes, tmp_path / 'whole', *flags)
   folder = tmp_path / 'parts'
   shutil.copytree(tmp_path / 'whole', folder)
-  shutil.rmtree(folder / 'demo/checkpoints/8')
-  run = train(processes, folder, '--steps', 8, '--resume')
+  shutil.rmtree(folder / method / 'checkpoints/8')
+  run = train(processes, folder, *flags, '--resume')
   assert f'on the devices of {processes} process(es)' in run.stdout
-  assert records(folder) == records(tmp_path / 'whole')
+  assert records(folder, method) == records(tmp_path / 'whole', method)
   whole, parts = (
-      checkpoint(tmp_path / name / 'demo/checkpoints/8/state')
+      checkpoint(tmp_path / name / method / 'checkpoints/8/state')
       for name in ('whole', 'parts'))
   assert whole.keys() == parts.keys() and len(whole) > 20
   assert any(x.shape[0] == processes for n, x in whole.items()

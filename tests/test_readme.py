@@ -18,7 +18,7 @@ BLOCKS = re.findall(r'```python\n(.*?)```', README, re.S)
 
 def test_blocks_run(capsys, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  assert len(BLOCKS) == 6
+  assert len(BLOCKS) == 7
   names = {}
   with jax.numpy_dtype_promotion('standard'), jax.numpy_rank_promotion('allow'):
     exec(BLOCKS[0], names)
@@ -52,6 +52,11 @@ def test_blocks_run(capsys, tmp_path, monkeypatch):
     assert shards[1] * jax.device_count() == moment['down'].shape[1]
     exec(BLOCKS[5], names)
     assert names['step'] == 100 and names['state']['position'] == 1600
+    exec(BLOCKS[6], names)
+    args = names['model'], names['optimizer'], batch
+    losses = [names['local_step'](*args) for _ in range(20)]
+    assert losses[0].shape == (4,) and losses[-1].mean() < losses[0].mean()
+    assert names['to_evaluate']()(batch['x']).shape == (16, 1)
 
 
 def test_the_table_of_bytes_is_what_plan_says():

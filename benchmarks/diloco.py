@@ -1,0 +1,390 @@
+"""Exchanging every H steps, and exchanging late: bytes and losses.
+
+    python benchmarks/diloco.py periods --out benchmarks/results/diloco.jsonl
+    python benchmarks/diloco.py late --out benchmarks/results/late.jsonl
+    python benchmarks/diloco.py late --out ... --table   # from the file alone
+
+`periods`: DiLoCo, DeMo inside it (without drift and as published), SparseLoCo,
+on the training example's text, at equal H, for 2 and 4 workers, over outer
+learning rates; what each sends and receives, against DiLoCo.
+`late`: every step exchanges, and is applied at once or one step late: DeMo,
+with and without looking ahead, beside averaged gradients; best of equal grids
+of learning rates, then 3 seeds.
+
+A narrower model than the example's (`--width`), so that it takes minutes; the
+inner rate, the batch and the schedule are the same for all. A run that is in
+the file is not done again.
+"""
+
+import argparse
+import functools
+import json
+import pathlib
+import statistics
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / 'examples'))
+
+import text
+from gpt import GPT, GPTConfig
+
+import demo_optax
+
+TOPK = demo_optax.dct_topk(64, 32)
+MORE = demo_optax.dct_topk(64, 128)
+SIGN = demo_optax.dct_topk(64, 128, values='sign')
+RAW = demo_optax.identity_topk(64, 64, values='int4')
+
+# Method: its compressor, and how it is made.
+PERIODS = {
+    'DiLoCo': (demo_optax.full(), demo_optax.diloco),
+    'DeMo, as published': (
+        TOPK,
+        functools.partial(
+            demo_optax.demo_diloco, compressor=TOPK, drift=True)),
+    'DeMo, without drift': (
+        TOPK, functools.partial(demo_optax.demo_diloco, compressor=TOPK)),
+    'DeMo, without drift, topk=128': (
+        MORE, functools.partial(demo_optax.demo_diloco, compressor=MORE)),
+    'DeMo, without drift, topk=128, signs': (
+        SIGN, functools.partial(demo_optax.demo_diloco, compressor=SIGN)),
+    'SparseLoCo': (
+        RAW, functools.partial(demo_optax.sparse_loco, compressor=RAW)),
+}
+OUTER_RATES = [0.25, 0.5, 1.0, 2.0]
+# Method: its rule, and by what a worker looks ahead.
+LATE = {
+    'AdamW, averaged': ('adamw', None),
+    'Signum, averaged': ('signum', None),
+    'DeMo': ('demo', None),
+    'DeMo, ahead by its own payload': ('demo', 'payload'),
+    'DeMo, ahead by its own momentum': ('demo', 'momentum'),
+}
+RATES = [1e-3, 2e-3, 4e-3]
+
+
+class Task:
+  """The example's model and text as functions of bare trees."""
+
+  def __init__(self, args: argparse.Namespace, workers: demo_optax.Workers):
+    self.args, self.workers = args, workers
+    self.config = GPTConfig(width=args.width, heads=args.width // 32)
+    self.corpus = text.load()
+    model = GPT(self.config, nnx.Rngs(0))
+    self.graphdef = nnx.split(model)[0]
+    valid = text.windows(self.corpus.valid, 64, self.config.context)
+    self.valid = valid[: args.valid_batches]
+    self.grad = demo_optax.value_and_grad(
+        self.loss, workers=workers, stacked_params=True)
+    self.eval = jax.jit(self.loss)
+
+  def params(self, seed: int) -> Any:
+    model = GPT(self.config, nnx.Rngs(seed))
+    return nnx.to_pure_dict(nnx.split(model)[1])
+
+  def loss(self, params: Any, tokens: jax.Array) -> jax.Array:
+    state = nnx.split(GPT(self.config, nnx.Rngs(0)))[1]
+    nnx.replace_by_pure_dict(state, params)
+    logits = nnx.merge(self.graphdef, state)(tokens[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(
+        logits, tokens[:, 1:]).mean()
+
+  def tokens(self, seed: int, step: int) -> np.ndarray:
+    return text.batch(
+        self.corpus.train, seed, step, self.args.batch, self.config.context)
+
+  def validate(self, params: Any) -> float:
+    return float(np.mean([self.eval(params, b) for b in self.valid]))
+
+  def schedule(self, peak: Any) -> optax.Schedule:
+    shape = optax.warmup_cosine_decay_schedule(
+        0.0, 1.0, self.args.steps // 10, self.args.steps, end_value=0.1)
+    return lambda step: peak * shape(step)
+
+
+def per_worker_clip() -> optax.GradientTransformation:
+  return optax.clip_by_global_norm(1.0)
+
+
+# Periods ----------------------------------------------------------------------
+
+
+def periods_of(task: Task, method: str) -> Any:
+  """`(outer rate, seed) -> record`; the compiled step is shared."""
+  args, workers = task.args, task.workers
+  compressor, make = PERIODS[method]
+  inner = optax.chain(
+      per_worker_clip(), optax.adamw(task.schedule(args.lr), b2=0.95))
+
+  def tx_of(rate: Any) -> optax.GradientTransformation:
+    return make(
+        inner, workers=workers, sync_period=args.period, learning_rate=rate)
+
+  @jax.jit
+  def step_fn(rate: Any, params: Any, state: Any, tokens: Any) -> Any:
+    losses, gradients = task.grad(params, tokens)
+    updates, state = tx_of(rate).update(gradients, state, params)
+    params = optax.apply_updates(params, updates)
+    return demo_optax.settle_params(params, state, workers), state, losses
+
+  plan = demo_optax.plan(task.params(0), compressor, workers)
+  dense = demo_optax.plan(task.params(0), demo_optax.full(), workers)
+  sent, received = plan.per_step(args.period)
+
+  def run(rate: float, seed: int) -> dict[str, Any]:
+    params = demo_optax.stack_params(task.params(seed), workers)
+    state = tx_of(jnp.float32(rate)).init(params)
+    for step in range(args.steps):
+      params, state, losses = step_fn(
+          jnp.float32(rate), params, state, task.tokens(seed, step))
+    apart = max(
+        float(jnp.abs(x - x.mean(0)).max() / jnp.abs(x).max())
+        for x in jax.tree.leaves(params))
+    return {
+        'valid_loss': task.validate(
+            demo_optax.shared_params(params, state, workers)),
+        'train_loss': float(losses.mean()), 'apart': apart,
+        'sent': sent, 'received': received,
+        'less_sent': dense.sent_bytes / plan.sent_bytes,
+        'less_received': dense.received_bytes / plan.received_bytes,
+        'size': plan.size,
+    }
+
+  return run
+
+
+def averaged_every_step(task: Task) -> Any:
+  """The reference: AdamW on gradients that are averaged in every step."""
+  args, workers = task.args, task.workers
+  tx = optax.chain(
+      demo_optax.mean_over_workers(workers=workers), per_worker_clip(),
+      optax.adamw(task.schedule(args.lr), b2=0.95))
+
+  @jax.jit
+  def step_fn(params: Any, state: Any, tokens: Any) -> Any:
+    losses, gradients = task.grad(
+        demo_optax.stack_params(params, workers), tokens)
+    updates, state = tx.update(gradients, state, params)
+    return optax.apply_updates(params, updates), state, losses
+
+  dense = demo_optax.plan(task.params(0), demo_optax.full(), workers)
+
+  def run(_: float, seed: int) -> dict[str, Any]:
+    params = task.params(seed)
+    state = tx.init(params)
+    for step in range(args.steps):
+      params, state, losses = step_fn(params, state, task.tokens(seed, step))
+    return {
+        'valid_loss': task.validate(params), 'train_loss': float(losses.mean()),
+        'apart': 0.0, 'sent': dense.sent_bytes,
+        'received': dense.received_bytes, 'less_sent': 1 / args.period,
+        'less_received': 1 / args.period, 'size': dense.size,
+    }
+
+  return run
+
+
+def periods(args: argparse.Namespace, seen: 'Seen') -> None:
+  for count in (2, 4):
+    task = Task(args, demo_optax.Workers.simulated(count))
+    if 'AdamW every step' in args.methods:
+      seen.run(averaged_every_step(task), ('AdamW every step', count),
+               [(0.0, s) for s in args.seeds])
+    for method in PERIODS:
+      if method in args.methods:
+        seen.run(periods_of(task, method), (method, count),
+                 [(r, s) for r in args.outer_rates for s in args.seeds])
+
+
+def periods_table(records: list[dict[str, Any]]) -> None:
+  print('| N | method | best outer lr of'
+        f' {", ".join(map(str, sorted({r["rate"] for r in records} - {0.0})))}'
+        ' | validation loss | against DiLoCo | sent, received per step | less'
+        ' sent, received than DiLoCo | copies apart |')
+  print('|---|---|---|---|---|---|---|---|')
+  for count in sorted({r['workers'] for r in records}):
+    best = {}
+    for r in records:
+      if r['workers'] == count:
+        rates = best.setdefault(r['method'], {})
+        rates.setdefault(r['rate'], []).append(r)
+    rows = {}
+    for method, rates in best.items():
+      means = {x: statistics.mean(r['valid_loss'] for r in rs)
+               for x, rs in rates.items()}
+      rate = min(means, key=means.get)
+      rows[method] = (rate, means[rate], rates[rate][0], means)
+    base = rows.get('DiLoCo', (0, float('nan')))[1]
+    for method, (rate, loss, r, means) in rows.items():
+      all_rates = ', '.join(f'{x}: {m:.3f}' for x, m in sorted(means.items()))
+      which = f'{rate} ({all_rates})' if rate else '-'
+      print(f'| {count} | {method} | {which} | {loss:.3f} |'
+            f' {loss - base:+.3f} | {r["sent"] / 1e3:.2f},'
+            f' {r["received"] / 1e3:.2f} kB |'
+            f' {r["less_sent"]:.3g}x, {r["less_received"]:.3g}x |'
+            f' {100 * r["apart"]:.1f} % |')
+
+
+# Late -------------------------------------------------------------------------
+
+
+def late_of(task: Task, method: str, delay: int) -> Any:
+  """`(rate, seed) -> record`; the compiled step is shared."""
+  args, workers = task.args, task.workers
+  kind, ahead = LATE[method]
+  decay = 0.99
+
+  def tx_of(rate: Any) -> optax.GradientTransformation:
+    schedule = task.schedule(rate)
+    if kind == 'demo':
+      return optax.chain(
+          demo_optax.per_worker(per_worker_clip(), workers=workers),
+          demo_optax.demo(
+              schedule, workers=workers, compressor=TOPK, decay=decay,
+              delay=delay))
+    mean = demo_optax.scale_by_demo(
+        demo_optax.full(), 0.0, workers=workers, delay=delay)
+    base = {
+        'adamw': optax.scale_by_adam(b2=0.95),
+        'signum': optax.chain(optax.ema(0.9, debias=False),
+                              optax.scale_by_sign()),
+    }[kind]
+    return optax.chain(mean, per_worker_clip(), base,
+                       optax.scale_by_learning_rate(schedule))
+
+  def look(state: Any, old: Any, gradients: Any, params: Any, rate: Any) -> Any:
+    """What a worker expects of the update that is on its way, by itself."""
+    if ahead is None:
+      return jax.tree.map(jnp.zeros_like, gradients)
+    kept = demo_optax.momentum(state, params, TOPK, workers)
+    lr = task.schedule(rate)(old[1].inner_state[1].count)
+    if ahead == 'momentum':
+      own = kept
+    else:  # momentum as it was, with its gradient, less what stays: was sent
+      clip = demo_optax.per_worker(per_worker_clip(), workers=workers)
+      clipped, _ = clip.update(gradients, clip.init(params), params)
+      before = demo_optax.momentum(old, params, TOPK, workers)
+      own = jax.tree.map(
+          lambda m, g, k: decay * m + lr * g - k, before, clipped, kept)
+    return jax.tree.map(lambda m: -lr * jnp.sign(m), own)
+
+  @jax.jit
+  def step_fn(rate: Any, params: Any, state: Any, ahead: Any, tokens: Any):
+    there = jax.tree.map(lambda x, a: x[None] + a, params, ahead)
+    losses, gradients = task.grad(there, tokens)
+    updates, new = tx_of(rate).update(gradients, state, params)
+    ahead = look(new, state, gradients, params, rate)
+    return optax.apply_updates(params, updates), new, ahead, losses
+
+  def run(rate: float, seed: int) -> dict[str, Any]:
+    params = task.params(seed)
+    state = tx_of(jnp.float32(rate)).init(params)
+    ahead = jax.tree.map(
+        jnp.zeros_like, demo_optax.stack_params(params, workers))
+    for step in range(args.steps):
+      params, state, ahead, losses = step_fn(
+          jnp.float32(rate), params, state, ahead, task.tokens(seed, step))
+    return {'valid_loss': task.validate(params),
+            'train_loss': float(losses.mean()), 'delay': delay}
+
+  return run
+
+
+def late(args: argparse.Namespace, seen: 'Seen') -> None:
+  task = Task(args, demo_optax.Workers.simulated(4))
+  for method, (_, ahead) in LATE.items():
+    for delay in (0, 1):
+      if method not in args.methods or (ahead and not delay):
+        continue
+      run, name = late_of(task, method, delay), (f'{method} / {delay}', 4)
+      seen.run(run, name, [(rate, 0) for rate in args.rates])
+      losses = {r['rate']: r['valid_loss'] for r in seen.records
+                if r['method'] == name[0] and r['seed'] == 0}
+      best = min(losses, key=losses.get)
+      seen.run(run, name, [(best, s) for s in args.seeds])
+
+
+def late_table(records: list[dict[str, Any]]) -> None:
+  rates = sorted({r['rate'] for r in records})
+  print('| method | applied | ' + ' | '.join(f'{r:g}' for r in rates)
+        + ' | best, 3 seeds |')
+  print('|---|---|' + '---|' * (len(rates) + 1))
+  for name in dict.fromkeys(r['method'] for r in records):
+    method, delay = name.split(' / ')
+    mine = [r for r in records if r['method'] == name]
+    first = {r['rate']: r['valid_loss'] for r in mine if r['seed'] == 0}
+    best = min(first, key=first.get)
+    losses = [r['valid_loss'] for r in mine if r['rate'] == best]
+    cells = [f'{first[r]:.3f}' if r in first else '' for r in rates]
+    print(f'| {method} | {"a step late" if delay == "1" else "at once"} | '
+          + ' | '.join(cells) + f' | {statistics.mean(losses):.3f}'
+          f' ({min(losses):.3f} - {max(losses):.3f}, {len(losses)}) |')
+
+
+# Runs -------------------------------------------------------------------------
+
+
+class Seen:
+  """Records in a file: what is there is not done again."""
+
+  def __init__(self, path: pathlib.Path, settings: dict[str, Any]):
+    self.path, self.settings = path, settings
+    lines = path.read_text().splitlines() if path.exists() else []
+    found = [json.loads(line) for line in lines]
+    self.records = [r for r in found if r['settings'] == settings]
+
+  def run(self, run: Any, name: tuple[str, int], todo: list[Any]) -> None:
+    method, workers = name
+    done = {(r['method'], r['workers'], r['rate'], r['seed'])
+            for r in self.records}
+    for rate, seed in todo:
+      if (method, workers, rate, seed) in done:
+        continue
+      record = {'method': method, 'workers': workers, 'rate': rate,
+                'seed': seed, **run(rate, seed), 'settings': self.settings,
+                'jax': jax.__version__}
+      self.records.append(record)
+      with self.path.open('a') as file:
+        file.write(json.dumps(record) + '\n')
+      print(method, workers, rate, seed, f'{record["valid_loss"]:.4f}',
+            flush=True)
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(
+      description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  add = parser.add_argument
+  add('what', choices=['periods', 'late'])
+  add('--out', type=pathlib.Path, required=True)
+  add('--methods', nargs='+',
+      default=['AdamW every step', *PERIODS, *LATE])
+  add('--outer-rates', nargs='+', type=float, default=OUTER_RATES)
+  add('--rates', nargs='+', type=float, default=RATES)
+  add('--seeds', nargs='+', type=int, help='default: 0; late: 0 1 2')
+  add('--lr', type=float, default=4e-3, help='peak rate of the inner AdamW')
+  add('--period', type=int, default=10)
+  add('--steps', type=int, default=400)
+  add('--batch', type=int, default=16)
+  add('--width', type=int, default=64)
+  add('--valid-batches', type=int, default=8)
+  add('--table', action='store_true')
+  args = parser.parse_args()
+  args.seeds = args.seeds or ([0] if args.what == 'periods' else [0, 1, 2])
+  names = ['steps', 'batch', 'width', 'valid_batches']
+  names += ['lr', 'period'] if args.what == 'periods' else []
+  args.out.parent.mkdir(parents=True, exist_ok=True)
+  seen = Seen(args.out, {name: getattr(args, name) for name in names})
+  if not args.table:
+    {'periods': periods, 'late': late}[args.what](args, seen)
+  {'periods': periods_table, 'late': late_table}[args.what](seen.records)
+
+
+if __name__ == '__main__':
+  main()
