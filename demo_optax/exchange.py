@@ -77,9 +77,9 @@ class Info(NamedTuple):
 
 
 def nothing_known() -> Info:
-  """What is known before the first exchange."""
-  zero = jnp.zeros((), jnp.float32)
-  return Info(jnp.zeros((), jnp.int32), zero, zero, zero)
+  """What is known before the first exchange: arrays that can be donated."""
+  numbers = (jnp.zeros((), jnp.float32) for _ in range(3))
+  return Info(jnp.zeros((), jnp.int32), *numbers)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -157,14 +157,18 @@ def local_updates(
     own = _exchanged(_checked(params, workers))
     start = workers.device_put(jax.tree.map(workers.first, own))
     inner_state = jax.tree.map(workers.stack, inner.init(start))
-    zero = jnp.zeros((), jnp.int32)
+    count, since = (  # two arrays, which can be donated
+        workers.device_put(jnp.zeros((), jnp.int32)) for _ in range(2)
+    )
     return LocalUpdatesState(
-        count=workers.device_put(zero),
-        since=workers.device_put(zero),
+        count=count,
+        since=since,
         start=() if drift else start,
         outer=outer.init(start),
         worker_stacked=OwnState(
-            inner_state, workers.stack(zero), own if drift else ()
+            inner_state,
+            workers.stack(jnp.zeros((), jnp.int32)),
+            jax.tree.map(jnp.copy, own) if drift else (),
         ),
     )
 

@@ -368,9 +368,9 @@ def test_resumed_in_the_middle_of_a_period(method, where, tmp_path):
     checkpoints.save(7, middle)
     _, restored = checkpoints.restore(fresh())
   two = demo_optax.Workers.simulated(2)
-  with Checkpointer(tmp_path, start(), COMPRESSOR, two) as checkpoints:
-    with pytest.raises(ValueError, match=r'(?s)workers.*resize=True'):
-      checkpoints.restore(demo_optax.resize_workers(fresh(), 2))
+  with (Checkpointer(tmp_path, start(), COMPRESSOR, two) as checkpoints,
+        pytest.raises(ValueError, match=r'(?s)workers.*resize=True')):
+    checkpoints.restore(demo_optax.resize_workers(fresh(), 2))
   assert_same_bits(go_on(restored, range(7, 12)), go_on(middle, range(7, 12)))
 
 

@@ -401,3 +401,28 @@ def test_protocol_of_public_names():
              demo_optax.per_worker(optax.identity(), workers=WORKERS)):
     assert isinstance(tx, optax.GradientTransformation)
   assert not callable(WORKERS) and not callable(COMPRESSOR)
+
+
+@pytest.mark.parametrize('workers', [
+    demo_optax.Workers.simulated(2), on_mesh(2)], ids=['simulated', 'mesh'])
+def test_states_can_be_donated(workers):
+  """No two arrays of parameters and state are one: a jit may take them all."""
+  params = workers.device_put({'w': jnp.ones((8, 8)), 'b': jnp.ones(8)})
+  stacked = demo_optax.stack_params(params, workers)
+  both = {'workers': workers}
+  late = demo_optax.dct_topk(4, 2)
+  of_workers = optax.chain(
+      demo_optax.per_worker(optax.trace(0.9), **both),
+      demo_optax.demo(1e-3, compressor=late, delay=1, **both))
+  parted = demo_optax.partition(
+      {'w': demo_optax.demo(1e-3, **both), 'b': optax.sgd(0.1, 0.9)},
+      {'w': 'w', 'b': 'b'}, **both)
+  made = [(tx, params) for tx in (of_workers, parted)]
+  made += [(demo_optax.demo_diloco(optax.trace(0.9), drift=drift, **both),
+            stacked) for drift in (False, True)]
+  for tx, own in made:
+    places = [
+        shard.data.unsafe_buffer_pointer()
+        for x in jax.tree.leaves((own, tx.init(own)))
+        for shard in x.addressable_shards]
+    assert len(set(places)) == len(places)
