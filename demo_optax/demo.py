@@ -69,7 +69,7 @@ def scale_by_demo(
     ema: bool = False,
     gradient_weight: optax.ScalarOrSchedule = 1.0,
     kernels: bool | None = None,
-    delay: int = 0,
+    delay: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Exchanges the fast part of every worker's own momentum.
 
@@ -123,12 +123,12 @@ def scale_by_demo(
       bits but for the rounding of the transform; workers must agree in this.
       None: on backends of which a measurement says that it is worth while (so
       far on none). On CPUs kernels are interpreted: slowly, to be looked at.
-    delay: 0, or 1: a step returns the update of what the step before has sent
-      (the first step none, with all workers left out), and what it sends itself
-      stays in the state until the next. What is communicated then does not
-      depend on the step's gradients, and may travel while they are computed.
-      Updates are a step old then, which may cost in loss: compare first
-      (benchmarks/diloco.py).
+    delay: None or 0: none. 1: a step returns the update of what the step before
+      has sent (the first step none, with all workers left out), and what it
+      sends itself stays in the state until the next. What is communicated then
+      does not depend on the step's gradients, and may travel while they are
+      computed. Updates are a step old then, which may cost in loss: compare
+      first (benchmarks/diloco.py).
 
   Returns:
     A gradient transformation. Its `update` takes stacked gradients
@@ -169,8 +169,7 @@ def scale_by_demo(
   _check_range('alpha', alpha, 0.0, 1.0)
   if average not in ('senders', 'workers'):
     raise ValueError(f"average={average!r} must be 'senders' or 'workers'.")
-  if isinstance(delay, bool) or delay not in (0, 1):
-    raise ValueError(f'delay={delay!r} must be 0 or 1.')
+  _check_delay(delay)
 
   exact = isinstance(alpha, (int, float, np.number)) and bool(alpha == 1)
 
@@ -274,11 +273,22 @@ def _nothing_sent(
   }
 
 
-def _check_pending(pending: Any, delay: int) -> None:
+def _check_delay(delay: Any) -> None:
+  if isinstance(delay, jax.Array):
+    raise TypeError(
+        f'delay={delay!r} must be known before anything is traced: give'
+        " optax.inject_hyperparams static_args=('delay',)."
+    )
+  if isinstance(delay, bool) or delay not in (None, 0, 1):
+    raise ValueError(f'delay={delay!r} must be 0 or 1.')
+
+
+def _check_pending(pending: Any, delay: int | None) -> None:
   if bool(pending) != bool(delay):
     raise ValueError(
         f'The state was made with delay={int(bool(pending))}, and update has'
-        f' delay={delay}: make it with tx.init of the same transformation.'
+        f' delay={int(bool(delay))}: make it with tx.init of the same'
+        ' transformation.'
     )
 
 
@@ -293,7 +303,7 @@ def demo(
     alpha: chex.Numeric = 1.0,
     average: selection.Average = 'senders',
     kernels: bool | None = None,
-    delay: int = 0,
+    delay: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""DeMo as published (first version): signed updates, lr in the momentum.
 

@@ -290,7 +290,7 @@ def demo_diloco(
     decay: chex.Numeric = 0.95,
     average: Average = 'senders',
     drift: bool = False,
-    delay: int = 0,
+    delay: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""DeMo inside DiLoCo: of the momentum of differences the fast part is sent.
 

@@ -266,6 +266,9 @@ def test_mistakes():
   workers = demo_optax.Workers.simulated(2)
   with pytest.raises(ValueError, match='delay=2 must be 0 or 1'):
     demo_optax.scale_by_demo(workers=workers, delay=2)
+  with pytest.raises(TypeError, match='static_args'):
+    optax.inject_hyperparams(demo_optax.scale_by_demo)(
+        workers=workers, delay=1).init({'w': jnp.ones(4)})
   late = demo_optax.scale_by_demo(workers=workers, delay=1)
   in_time = demo_optax.scale_by_demo(workers=workers)
   params, gradients = np.ones(3, np.float32), np.ones((2, 3), np.float32)
