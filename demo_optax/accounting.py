@@ -241,7 +241,14 @@ def plan(
     compressor: compressors.CompressorTree,
     workers: Workers | int,
 ) -> Plan:
-  """What an exchange will send, before anything is run.
+  r"""What an exchange will send, before anything is run.
+
+  With a payload of :math:`P` bytes and :math:`S` bytes that are all-reduced,
+  each of :math:`N` workers
+
+  .. math::
+    \text{sends } P + 2\tfrac{N-1}{N} S, \qquad
+    \text{receives } (N - 1) P + 2\tfrac{N-1}{N} S.
 
   A payload is, over the kinds of chunks, the values and the indices, packed
   across chunks, plus 13 bytes: a status and what `DeMoState.info` is made of;

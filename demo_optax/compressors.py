@@ -351,7 +351,7 @@ def random_orthogonal_topk(
     padding: as in `dct_topk`.
 
   Returns:
-    A `Compressor`.
+    A `Compressor` of coefficients `[chunks, n]`.
 
   Raises:
     ValueError: as `dct_topk`; `seed` out of range; `chunk_size` above 256,

@@ -163,7 +163,9 @@ class PerWorkerState(NamedTuple):
 def per_worker(
     tx: optax.GradientTransformation, *, workers: Workers
 ) -> optax.GradientTransformationExtraArgs:
-  """Applies a transformation to each worker's own gradient.
+  r"""Applies a transformation to each worker's own gradient.
+
+  .. math:: g_i \leftarrow \mathrm{tx}(g_i)
 
   For links before the exchange that look across elements, such as a clip by
   norm: applied to stacked gradients as it is, `optax.clip_by_global_norm` would

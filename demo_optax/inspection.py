@@ -40,10 +40,11 @@ def state_specs(
   """Partition specs of a whole optimizer state.
 
   Stacked leaves (momentum, states of `per_worker`) get `P(axis_name)`, all
-  others `P()`; behind that, what belongs to a parameter (which is known by its
-  path and shape) is sharded as `workers` shards the parameter. For `in_specs`
-  and `out_specs` of your own `jax.shard_map`, for `out_shardings` of a jitted
-  `tx.init`, and for shardings of restored checkpoints.
+  others `P()` (arrays `[workers, ...]` and `[...]`); behind that, what belongs
+  to a parameter (which is known by its path and shape) is sharded as `workers`
+  shards the parameter. For `in_specs` and `out_specs` of your own
+  `jax.shard_map`, for `out_shardings` of a jitted `tx.init`, and for shardings
+  of restored checkpoints.
 
   Args:
     tx: any optax transformation with an exchange somewhere in it.
@@ -181,7 +182,7 @@ def with_momentum(
 
   Undoes `momentum`: there and back it is the same to rounding. With a state
   that was made for another compressor, it takes momentum from one chunk size to
-  another.
+  another. Coefficients :math:`T m_i` are what a state holds of :math:`m_i`.
 
   Args:
     opt_state: any optimizer state that holds the state of `scale_by_demo`.
@@ -253,12 +254,19 @@ def with_momentum(
 def exchange_info(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
   r"""What is known about the last exchange, for logs.
 
+  With momentum :math:`m_i` before it, what was sent :math:`q_i` and what stayed
+  :math:`m_i'` of the :math:`N` workers that took part:
+
+  .. math::
+    \text{sent\_energy} = \frac{\sum_i \|q_i\|^2}{\sum_i \|m_i\|^2}, \qquad
+    \text{kept\_norm} = \sqrt{\tfrac1N \textstyle\sum_i \|m_i'\|^2}
+
   Args:
     opt_state: any optimizer state that holds the state of `scale_by_demo`:
       chained, partitioned, masked, or `nnx.Optimizer.opt_state`.
 
   Returns:
-    The `info` of `DeMoState`, by name, all scalars: `'left_out'` (int32),
+    The `info` of `DeMoState`, by name, all of shape `[]`: `'left_out'` (int32),
     `'sent_energy'`, `'kept_norm'` and `'senders'` (float32).
 
   Raises:

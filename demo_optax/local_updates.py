@@ -247,7 +247,8 @@ def diloco(
     momentum: :math:`\mu`.
 
   Returns:
-    A gradient transformation; see `local_updates` for what it takes.
+    A gradient transformation from stacked gradients `[workers, ...]` to stacked
+    updates; see `local_updates`.
 
   Raises:
     ValueError: as `local_updates`.
@@ -506,7 +507,7 @@ def shared_params(
   For evaluation, and to be kept when training is over.
 
   Args:
-    params: the stacked parameters; of an `nnx.Optimizer`,
+    params: the stacked parameters `[workers, ...]`; of an `nnx.Optimizer`,
       `nnx.state(model, nnx.Param)`.
     opt_state: any optimizer state that holds the state of `local_updates`.
     workers: who takes part.

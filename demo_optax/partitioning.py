@@ -53,8 +53,8 @@ def partition(
     workers: who takes part.
 
   Returns:
-    A gradient transformation from stacked gradients to updates in the
-    parameters' shapes. Its state is `optax.PartitionState`; `momentum`,
+    A gradient transformation from stacked gradients `[workers, ...]` to updates
+    in the parameters' shapes. Its state is `optax.PartitionState`; `momentum`,
     `with_momentum`, `plan` and `Checkpointer` take a tree of compressors like
     the parameters for it, with `None` where nothing is exchanged.
 

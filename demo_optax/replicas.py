@@ -65,7 +65,8 @@ def check_replicas(
   in the same gathers, whatever they find, and get the same answer.
 
   Args:
-    tree: parameters, optimizer state, or both; `nnx.state(model)` of a module.
+    tree: parameters, optimizer state, or both; `nnx.state(model)` of a module;
+      arrays `[...]` of any shape and dtype.
     workers: if given, differences tell which workers on a mesh it is.
 
   Returns:

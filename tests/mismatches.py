@@ -115,11 +115,11 @@ def table(folder):
   return '\n'.join(rows)
 
 
-def written(text, new):
-  """`text` with the table replaced."""
-  before, rest = text.split(MARKS[0])
-  _, after = rest.split(MARKS[1])
-  return f'{before}{MARKS[0]}\n{new}\n{MARKS[1]}{after}'
+def written(text, new, marks=MARKS):
+  """`text` with the table between the marks replaced."""
+  before, rest = text.split(marks[0])
+  _, after = rest.split(marks[1], 1)
+  return f'{before}{marks[0]}\n{new}\n{marks[1]}{after}'
 
 
 if __name__ == '__main__':

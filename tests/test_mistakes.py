@@ -172,7 +172,7 @@ def test_momentum_of_a_state_without_one():
     demo_optax.momentum(state, PARAMS, demo_optax.dct_topk(4, 2), WORKERS)
 
 
-# What does not compose: the rows of the README's table ------------------------
+# What does not compose: the rows of the table in docs/errors.md ------------------------
 
 
 def test_row_multi_steps():

@@ -3,6 +3,7 @@
 import ast
 import inspect
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -55,13 +56,28 @@ def test_import_is_light():
   subprocess.run([sys.executable, '-c', code], check=True, timeout=120)
 
 
+# Functions that compute nothing that a formula would say better than words.
+WITHOUT_FORMULA = {
+    'collectives', 'param_specs', 'partition', 'settle_params', 'shared_params',
+    'stack_params', 'state_specs',
+}
+
+
 @pytest.mark.parametrize('name', demo_optax.__all__)
 def test_public_names_are_documented(name):
+  """What they are, shapes, formula, errors, source, and how they are used."""
   thing = getattr(demo_optax, name)
   doc = inspect.getdoc(thing)
   assert doc and len(doc.splitlines()) > 1
+  if inspect.isfunction(thing) or name.endswith('State'):
+    assert re.search(r'\[[^\]\n]*\]|shape|bytes|specs', doc), 'no shapes'
   if inspect.isfunction(thing):
     for section in ('Args:', 'Returns:', 'Raises:', 'Example:', 'References:'):
       assert section in doc, section
     assert '>>>' in doc
+    if name not in WITHOUT_FORMULA:
+      assert ':math:' in doc or '.. math::' in doc, 'no formula'
+    documented = re.split(r'\n\w+:\n', doc.split('Args:')[1])[0]
+    for argument in inspect.signature(thing).parameters:
+      assert re.search(rf'^  \*{{0,2}}{argument}\b', documented, re.M), argument
   assert (PACKAGE / 'py.typed').exists()

@@ -1,0 +1,107 @@
+"""Mistakes that are easily made, and what the library answers.
+
+    python tests/common_errors.py    # writes the table of docs/errors.md
+
+Each case makes the mistake; the tests compare the messages with the table.
+"""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import mismatches
+import optax
+
+import demo_optax
+
+DOCS = pathlib.Path(__file__).parents[1] / 'docs/errors.md'
+MARKS = ('<!-- errors: python tests/common_errors.py -->', '<!-- end -->')
+
+FOUR = demo_optax.Workers.simulated(4)
+PARAMS = {'w': jnp.ones((8, 8))}
+STACKED = {'w': jnp.ones((4, 8, 8))}
+
+
+def update(tx, gradients=STACKED, params=PARAMS, state=None):
+  state = tx.init(PARAMS) if state is None else state
+  return tx.update(gradients, state, params)
+
+
+def on_axis():
+  return demo_optax.demo(1e-3, workers=demo_optax.Workers.on_axis('data'))
+
+
+def demo(**options):
+  return demo_optax.demo(1e-3, **{'workers': FOUR, **options})
+
+
+# What was done, in code; how; what to do about it, where the message is short.
+CASES = [
+    ('`jax.value_and_grad` instead of `demo_optax.value_and_grad`',
+     lambda: update(demo(), PARAMS)),
+    ('`Workers.on_axis`, and `jax.grad` of replicated parameters in a'
+     ' `shard_map`',
+     lambda: jax.make_jaxpr(jax.shard_map(
+         lambda p, x: update(on_axis(), jax.grad(
+             lambda p: jnp.sum(x @ p['w']))(p), p)[0],
+         mesh=jax.make_mesh(
+             (1,), ('data',), axis_types=(jax.sharding.AxisType.Auto,)),
+         in_specs=(jax.P(), jax.P('data')), out_specs=jax.P(),
+     ))(PARAMS, jnp.ones((1, 8)))),
+    ('`Workers.on_axis` outside of any map', lambda: update(on_axis(), PARAMS)),
+    ('`tx.update(grads, state)` of `demo`', lambda: update(demo(), params=None)),
+    ('`workers=4`', lambda: demo(workers=4)),
+    ('an axis that the mesh does not have',
+     lambda: demo_optax.Workers.on_mesh(jax.make_mesh(
+         (1,), ('data',), axis_types=(jax.sharding.AxisType.Auto,)), 'model')),
+    ('`decay=1.0`', lambda: demo(decay=1.0)),
+    ("`values='int3'`", lambda: demo_optax.dct_topk(values='int3')),
+    ('sides that are no powers of two, for Hadamard',
+     lambda: demo(compressor=demo_optax.hadamard_topk(48)).init(
+         {'w': jnp.ones((96, 96))})),
+    ('a state of another number of workers',
+     lambda: update(demo(), state=demo(
+         workers=demo_optax.Workers.simulated(2)).init(PARAMS))),
+    ('a state of another compressor',
+     lambda: update(demo(), state=demo(
+         compressor=demo_optax.dct_topk(4, 2)).init(PARAMS))),
+    ('`optax.MultiSteps` around it',
+     lambda: update(optax.MultiSteps(demo(), 2))),
+    ('`optax.inject_hyperparams` with bfloat16 parameters',
+     lambda: optax.inject_hyperparams(demo_optax.demo)(
+         1e-3, decay=0.999, workers=FOUR).init(
+             {'w': jnp.ones((8, 8), jnp.bfloat16)})),
+    ('complex parameters',
+     lambda: demo().init({'z': jnp.ones(3, jnp.complex64)})),
+    ('`demo_optax.momentum` of another optimizer',
+     lambda: demo_optax.momentum(
+         optax.adam(1e-3).init(PARAMS), PARAMS, demo_optax.dct_topk(), FOUR)),
+    ('local updates of parameters that are not stacked',
+     lambda: demo_optax.diloco(workers=FOUR).init(PARAMS)),
+    ('an outer optimizer without an exchange',
+     lambda: update(
+         demo_optax.local_updates(
+             optax.sgd(1.0), optax.sgd(1.0), 1, workers=FOUR),
+         params=STACKED, state=demo_optax.local_updates(
+             optax.sgd(1.0), optax.sgd(1.0), 1, workers=FOUR).init(STACKED))),
+]
+
+
+def message(mistake):
+  try:
+    mistake()
+  except (ValueError, TypeError) as error:
+    return f'`{type(error).__name__}`: {error}'
+  raise AssertionError('nothing was refused')
+
+
+def table():
+  rows = ['| what was done | answer |', '|---|---|']
+  for name, mistake in CASES:
+    text = message(mistake).replace('\n', '<br>').replace('|', '\\|')
+    rows.append(f'| {name} | {text} |')
+  return '\n'.join(rows)
+
+
+if __name__ == '__main__':
+  DOCS.write_text(mismatches.written(DOCS.read_text(), table(), MARKS))

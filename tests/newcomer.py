@@ -1,0 +1,50 @@
+"""What somebody meets who has installed the wheel and nothing else.
+
+    python tests/newcomer.py README.md dist/demo_optax-0.1.0-py3-none-any.whl
+
+Run by CI in an environment of its own, outside of the checkout.
+"""
+
+import importlib
+import pathlib
+import re
+import subprocess
+import sys
+import zipfile
+
+
+def main(readme: str, wheel: str) -> None:
+  """Raises if anything is not as it should be."""
+  names = zipfile.ZipFile(wheel).namelist()
+  assert 'demo_optax/py.typed' in names
+  assert all(name.startswith(('demo_optax/', 'demo_optax-')) for name in names)
+  assert not [name for name in names if 'test' in name]
+
+  import demo_optax
+
+  assert 'site-packages' in demo_optax.__file__, demo_optax.__file__
+  for name in demo_optax.__all__:
+    assert getattr(demo_optax, name) is not None
+  for name in names:
+    if re.fullmatch(r'demo_optax/[a-z]\w+\.py', name):
+      importlib.import_module(name[:-3].replace('/', '.'))
+
+  import numpy as np
+
+  block = re.search(r'```python\n(.*?)```', pathlib.Path(readme).read_text(), re.S)
+  there: dict = {}
+  exec(block.group(1), there)
+  batch = {'x': np.ones((16, 8), np.float32), 'y': np.ones((16, 1), np.float32)}
+  args = there['model'], there['optimizer'], batch
+  losses = [float(there['train_step'](*args)) for _ in range(20)]
+  assert losses[-1] < losses[0], losses
+
+  subprocess.run([sys.executable, '-m', 'pip', 'check'], check=True)
+  table = subprocess.run(
+      [sys.executable, '-m', 'demo_optax', '300M', '--topk', '8'], check=True,
+      capture_output=True, text=True).stdout
+  assert '3.35 MB' in table, table
+
+
+if __name__ == '__main__':
+  main(*sys.argv[1:])

@@ -1,0 +1,120 @@
+"""The guides in docs/: every Python block runs, tables are true, the site builds."""
+
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+import common_errors
+import jax
+import mismatches
+import numpy as np
+import pytest
+
+import demo_optax
+
+ROOT = pathlib.Path(__file__).parents[1]
+GUIDES = {p.stem: p for p in sorted((ROOT / 'docs').glob('*.md'))}
+BATCH = {'x': np.ones((16, 8), np.float32), 'y': np.ones((16, 1))}
+
+
+def blocks(name):
+  return re.findall(r'```python\n(.*?)```', GUIDES[name].read_text(), re.S)
+
+
+def own_loop(names):
+  x = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+  params, state = names['params'], names['state']
+  losses = []
+  for _ in range(20):
+    params, state, loss = names['step'](params, state, x, x[:, :1])
+    losses.append(float(loss))
+  assert losses[-1] < losses[0]
+
+
+def sharded(names):
+  params = {'up': jax.numpy.ones((16, 64)), 'down': jax.numpy.ones((64, 16)),
+            'bias': jax.numpy.ones(16)}
+  workers = names['sharded']
+  tx = demo_optax.demo(1e-3, workers=workers)
+  moment = tx.init(workers.device_put(params)).inner_state[1].momentum
+  shards = moment['down'].sharding.shard_shape(moment['down'].shape)
+  assert shards[1] * jax.device_count() == moment['down'].shape[1]
+
+
+def every_few_steps(names):
+  args = names['model'], names['optimizer'], BATCH
+  losses = [names['local_step'](*args) for _ in range(20)]
+  assert losses[0].shape == (4,) and losses[-1].mean() < losses[0].mean()
+  assert names['to_evaluate']()(BATCH['x']).shape == (16, 1)
+
+
+# What else is to be true of the names that the blocks have made.
+THEN = {
+    'multihost': own_loop, 'sharding': sharded, 'local_updates': every_few_steps
+}
+
+
+@pytest.mark.parametrize(
+    'name', [name for name in GUIDES if blocks(name) and name != 'compressors'])
+def test_blocks_run(name, tmp_path, monkeypatch):
+  """As one script; those of compressors.md in test_compressors."""
+  monkeypatch.chdir(tmp_path)
+  names = {}
+  with jax.numpy_dtype_promotion('standard'), jax.numpy_rank_promotion('allow'):
+    for block in blocks(name):
+      exec(block, names)
+    THEN.get(name, lambda names: None)(names)
+
+
+def test_the_table_of_errors_is_what_is_said():
+  text = GUIDES['errors'].read_text()
+  assert mismatches.written(
+      text, common_errors.table(), common_errors.MARKS) == text, (
+          'run python tests/common_errors.py')
+
+
+@pytest.mark.parametrize('row', [
+    'MultiSteps', 'apply_if_finite', 'clip_by_global_norm', 'partition',
+    'inject_hyperparams'])
+def test_every_row_of_what_does_not_compose_has_its_test(row):
+  tests = (ROOT / 'tests/test_mistakes.py').read_text()
+  assert f'optax.{row}' in GUIDES['errors'].read_text()
+  assert f'optax.{row}' in tests
+
+
+def test_the_table_of_sharded_workers_is_as_measured():
+  text = GUIDES['sharding'].read_text()
+  for run in json.loads((ROOT / 'benchmarks/results/sharded.json').read_text()):
+    for what in ('parameters', 'optimizer'):
+      assert f'{run["memory"][what] / 1e6:.2f} MB each' in text
+    assert f'{run["memory"]["temporaries"] / 1e6:.1f} MB' in text
+    assert f'| {run["valid_loss"]:.3f} |' in text
+    between = sum(row[3] for row in run['traffic'] if row[1] == ['replica'])
+    assert f'{between / 1e3:.1f} kB' in text
+
+
+def test_numbers_of_workers_at_which_it_stops_paying():
+  leaf = jax.ShapeDtypeStruct((6400, 6400), np.float32)
+  for values in ('float32', 'sign'):
+    plan = demo_optax.plan(leaf, demo_optax.dct_topk(64, 32, values=values), 2)
+    assert str(plan.max_workers()) in GUIDES['when_not'].read_text()
+
+
+def test_every_public_name_is_in_the_reference():
+  text = GUIDES['api'].read_text()
+  listed = set(re.findall(r'auto(?:function|class):: (\w+)', text))
+  assert listed >= set(demo_optax.__all__)
+
+
+def test_the_site_builds(tmp_path):
+  """Offline, and without a warning: every link and reference is there."""
+  pytest.importorskip('myst_nb')
+  pytest.importorskip('furo')
+  subprocess.run(
+      [sys.executable, '-m', 'sphinx', '-q', '-W', '-c', 'docs', '.',
+       str(tmp_path)], cwd=ROOT, check=True, timeout=240)
+  api = (tmp_path / 'docs/api.html').read_text()
+  for name in demo_optax.__all__:
+    assert f'demo_optax.{name}"' in api
