@@ -33,14 +33,21 @@ def is_small(elements: int) -> bool:
   return elements <= _SMALL
 
 
+def top_k_by_counting(elements: int) -> bool:
+  """Whether `top_k` of so many elements bisects instead of `lax.top_k`.
+
+  XLA:CPU's `top_k` takes one thread and several times as long. For few elements
+  it is compiled in less time.
+  """
+  return _on_cpu() and not is_small(elements)
+
+
 def group_size(n: int, k: int) -> int:
   """Length of the groups whose maxima `top_k` of `n` looks at first, or 1.
 
-  On CPUs `lax.top_k` of `n / 8` maxima and then of `8 k` candidates takes less
-  than one of all for `n = 4096, k = 8`, about as much for `k = 32`, and no less
-  from `k = 64` on.
+  Then `n / 8` maxima are counted, and `8 k` candidates.
   """
-  return 8 if _on_cpu() and n % 8 == 0 and n >= 128 * k else 1
+  return 8 if n % 8 == 0 and n >= 32 * k else 1
 
 
 def transform_selected(workers: int, k: int, rows: int, cols: int) -> bool:
