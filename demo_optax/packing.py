@@ -93,22 +93,26 @@ def places_of_ones(ones: jax.Array, k: int) -> jax.Array:
   Array([1, 3, 4], dtype=int32)
   """
   *batch, size = ones.shape
-  ones = jnp.pad(ones, [(0, 0)] * len(batch) + [(0, -size % _WORD)])
-  ones = ones.reshape(*batch, -1, _WORD)
-  bits = ones.astype(jnp.uint32) << jnp.arange(_WORD, dtype=jnp.uint32)
-  words = jnp.sum(bits, axis=-1, dtype=jnp.uint32)  # [..., words]
-  number = words.shape[-1]
+  found = _places_of_ones(ones.reshape(math.prod(batch), size), k)
+  return found.reshape(*batch, k)
+
+
+def _places_of_ones(ones: jax.Array, k: int) -> jax.Array:
+  """The same for `[rows, size]`."""
+  rows, size = ones.shape
+  ones = jnp.pad(ones, ((0, 0), (0, -size % _WORD))).reshape(rows, -1, _WORD)
+  bit = jnp.arange(_WORD, dtype=jnp.uint32)[None, None]
+  words = jnp.sum(ones.astype(jnp.uint32) << bit, axis=2, dtype=jnp.uint32)
+  number = words.shape[1]
   counts = jax.lax.population_count(words).astype(jnp.int32)
-  until = jnp.tril(jnp.ones((number, number), jnp.int32))
-  until = jnp.sum(until * counts[..., None, :], axis=-1)  # and with this word
-  rank = jnp.arange(k, dtype=jnp.int32)
-  passed = until[..., None, :] <= rank[:, None]  # [..., k, words]
-  word = jnp.sum(passed, axis=-1, dtype=jnp.int32)
-  before = jnp.max(jnp.where(passed, until[..., None, :], 0), axis=-1)
-  found = _WORD * word + _place_in_word(
-      jnp.take_along_axis(words, jnp.minimum(word, number - 1), axis=-1),
-      rank - before,
-  )
+  until = jnp.tril(jnp.ones((number, number), jnp.int32))[None]
+  until = jnp.sum(until * counts[:, None], axis=2)  # and with this word
+  rank = jnp.arange(k, dtype=jnp.int32)[None]
+  passed = until[:, None] <= rank[:, :, None]  # [rows, k, words]
+  word = jnp.sum(passed, axis=2, dtype=jnp.int32)
+  before = jnp.max(jnp.where(passed, until[:, None], 0), axis=2)
+  within = jnp.take_along_axis(words, jnp.minimum(word, number - 1), axis=1)
+  found = _WORD * word + _place_in_word(within, rank - before)
   return jnp.where(word < number, found, size)
 
 
