@@ -105,8 +105,9 @@ def _places_of_ones(ones: jax.Array, k: int) -> jax.Array:
   words = jnp.sum(ones.astype(jnp.uint32) << bit, axis=2, dtype=jnp.uint32)
   number = words.shape[1]
   counts = jax.lax.population_count(words).astype(jnp.int32)
+  # Ones until the end of each word.
   until = jnp.tril(jnp.ones((number, number), jnp.int32))[None]
-  until = jnp.sum(until * counts[:, None], axis=2)  # and with this word
+  until = jnp.sum(until * counts[:, None], axis=2, dtype=jnp.int32)
   rank = jnp.arange(k, dtype=jnp.int32)[None]
   passed = until[:, None] <= rank[:, :, None]  # [rows, k, words]
   word = jnp.sum(passed, axis=2, dtype=jnp.int32)

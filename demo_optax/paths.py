@@ -33,21 +33,22 @@ def is_small(elements: int) -> bool:
   return elements <= _SMALL
 
 
-def top_k_by_counting(elements: int) -> bool:
-  """Whether `top_k` of so many elements bisects instead of `lax.top_k`.
+def group_size(elements: int, n: int, k: int) -> int:
+  """Length of the groups whose maxima `top_k` of `n` counts first.
 
-  XLA:CPU's `top_k` takes one thread and several times as long. For few elements
-  it is compiled in less time.
+  XLA:CPU's `top_k` takes one thread, and three to five times as long as
+  counting `n / 8` maxima and then `8 k` candidates, in the caches.
+
+  Args:
+    elements: of all chunks. For few, `lax.top_k` is compiled in less time.
+    n: length of a chunk.
+    k: how many are selected of each.
+
+  Returns:
+    8; or 1, for `lax.top_k` of all.
   """
-  return _on_cpu() and not is_small(elements)
-
-
-def group_size(n: int, k: int) -> int:
-  """Length of the groups whose maxima `top_k` of `n` looks at first, or 1.
-
-  Then `n / 8` maxima are counted, and `8 k` candidates.
-  """
-  return 8 if n % 8 == 0 and n >= 32 * k else 1
+  many = not is_small(elements) and n % 8 == 0 and n >= 32 * k
+  return 8 if many and _on_cpu() else 1
 
 
 def transform_selected(workers: int, k: int, rows: int, cols: int) -> bool:

@@ -36,9 +36,10 @@ def top_k(coefficients: jax.Array, k: int) -> jax.Array:
   if k == n:
     return jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (chunks, n))
   magnitudes = jnp.abs(coefficients)
-  if not paths.top_k_by_counting(coefficients.size):
-    return jnp.sort(jax.lax.top_k(magnitudes, k)[1].astype(jnp.int32))
-  return top_k_by_counting(magnitudes, k, paths.group_size(n, k))
+  size = paths.group_size(coefficients.size, n, k)
+  if size > 1:
+    return top_k_by_counting(magnitudes, k, size)
+  return jnp.sort(jax.lax.top_k(magnitudes, k)[1].astype(jnp.int32))
 
 
 def top_k_by_counting(magnitudes: jax.Array, k: int, size: int) -> jax.Array:
@@ -51,7 +52,7 @@ def top_k_by_counting(magnitudes: jax.Array, k: int, size: int) -> jax.Array:
   Args:
     magnitudes: `[chunks, n]`, not negative and no NaN.
     k: how many, at most `n / size`.
-    size: length of a group, a power of 2 that divides `n`; 1 for no groups.
+    size: length of a group, a power of 2 that divides `n`.
 
   Returns:
     int32 `[chunks, k]`, ascending within a chunk.
@@ -60,8 +61,6 @@ def top_k_by_counting(magnitudes: jax.Array, k: int, size: int) -> jax.Array:
   # Numbers that are not negative are in the order of their bits.
   bits = jnp.int64 if magnitudes.dtype.itemsize == 8 else jnp.int32
   keys = jax.lax.bitcast_convert_type(magnitudes, bits)
-  if size == 1:
-    return _largest(keys, k)
   maxima = keys
   while maxima.shape[1] > n // size:  # faster in pairs than as one reduction
     maxima = jnp.maximum(maxima[:, ::2], maxima[:, 1::2])
@@ -103,9 +102,9 @@ def _kth_largest(keys: jax.Array, k: int, bits: int) -> jax.Array:
 def _count(mask: jax.Array) -> jax.Array:
   """How many are true in each row of bool `[chunks, n]`, `[chunks, 1]`.
 
-  As two sums, which XLA would make one of if both were of integers: LLVM
-  vectorises the first over what is contiguous, and one sum over rows. Ten times
-  as fast on CPUs.
+  In two sums, of which XLA would make one if both were of integers, ten times
+  as slow on CPUs: LLVM vectorises the first over neighbours in memory, and the
+  one over rows.
   """
   chunks, n = mask.shape
   mask = jnp.pad(mask, ((0, 0), (0, -n % 16))).reshape(chunks, 16, -1)
