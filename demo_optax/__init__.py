@@ -12,8 +12,8 @@ The modules in the order of the data's way:
     compressors  what a worker sends of its momentum, made of
       paths        which of several equal ways is the fastest
       chunks       cutting arrays into chunks; the transform
-      selection    top-k within chunks; merging
       packing      numbers of a few bits
+      selection    top-k within chunks; merging
       index_codes  which coefficients, in few bits
       value_codes  what they are, in few bits
       wire         payload <-> bytes

@@ -119,7 +119,8 @@ class Bitmap:
   def decode(self, data: jax.Array, chunks: int) -> jax.Array:
     """The places of the ones."""
     bits = packing.unpack_bits(data, chunks * self.n, 1)
-    return _places_of_ones(bits.reshape(-1, chunks, self.n), self.k)
+    bits = bits.reshape(-1, chunks, self.n)
+    return packing.places_of_ones(bits == 1, self.k)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +174,7 @@ class EliasFano:
     unary = packing.unpack_bits(tail, skip + unary_bits, 1)[:, skip:]
     unary = unary.reshape(-1, chunks, self.unary_bits)
     order = jnp.arange(self.k, dtype=jnp.int32)
-    rest = _places_of_ones(unary, self.k) - order[None, None]
+    rest = packing.places_of_ones(unary == 1, self.k) - order[None, None]
     return (rest << self.low) | lows.astype(jnp.int32).reshape(rest.shape)
 
 
@@ -189,14 +190,3 @@ def _ones_at(places: jax.Array, size: int) -> jax.Array:
   return zeros.at[rows, places].set(
       1, unique_indices=True, mode='promise_in_bounds'
   )
-
-
-def _places_of_ones(bits: jax.Array, k: int) -> jax.Array:
-  """Places `[..., k]` of the first `k` ones of `bits [..., size]`, ascending.
-
-  Where there are fewer ones than `k`, places from `size` on fill up.
-  """
-  size = bits.shape[-1]
-  places = jnp.arange(size, dtype=jnp.int32)
-  # A sort costs less than ranking by a cumulative sum, on CPUs and for all k.
-  return jnp.sort(jnp.where(bits == 1, places, places + size))[..., :k]

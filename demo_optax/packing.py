@@ -1,9 +1,11 @@
-"""Numbers of a few bits each, packed into bytes."""
+"""Numbers of a few bits each, packed into bytes; places of ones among bits."""
 
 import math
 
 import jax
 import jax.numpy as jnp
+
+_WORD = 32
 
 
 def packed_size(count: int, width: int) -> int:
@@ -70,6 +72,61 @@ def unpack_bits(data: jax.Array, count: int, width: int) -> jax.Array:
       bits |= _shift_left(columns[..., byte], 8 * byte - place * width)
     numbers.append(bits & mask)
   return jnp.stack(numbers, -1).reshape(*batch, -1)[..., :count]
+
+
+def places_of_ones(ones: jax.Array, k: int) -> jax.Array:
+  """Places of the first `k` ones, in ascending order.
+
+  Counts the ones of words of 32 bits, which finds the word of the j-th one;
+  five halvings find it there. Neither sorts nor scatters: every operation is
+  one of vectors.
+
+  Args:
+    ones: bool `[..., size]`.
+    k: how many.
+
+  Returns:
+    int32 `[..., k]`; where there are fewer ones, `size` fills up.
+
+  >>> import jax.numpy as jnp
+  >>> places_of_ones(jnp.array([False, True, False, True]), 3)
+  Array([1, 3, 4], dtype=int32)
+  """
+  *batch, size = ones.shape
+  found = _places_of_ones(ones.reshape(math.prod(batch), size), k)
+  return found.reshape(*batch, k)
+
+
+def _places_of_ones(ones: jax.Array, k: int) -> jax.Array:
+  """The same for `[rows, size]`."""
+  rows, size = ones.shape
+  ones = jnp.pad(ones, ((0, 0), (0, -size % _WORD))).reshape(rows, -1, _WORD)
+  bit = jnp.arange(_WORD, dtype=jnp.uint32)[None, None]
+  words = jnp.sum(ones.astype(jnp.uint32) << bit, axis=2, dtype=jnp.uint32)
+  number = words.shape[1]
+  counts = jax.lax.population_count(words).astype(jnp.int32)
+  # Ones until the end of each word.
+  until = jnp.tril(jnp.ones((number, number), jnp.int32))[None]
+  until = jnp.sum(until * counts[:, None], axis=2, dtype=jnp.int32)
+  rank = jnp.arange(k, dtype=jnp.int32)[None]
+  passed = until[:, None] <= rank[:, :, None]  # [rows, k, words]
+  word = jnp.sum(passed, axis=2, dtype=jnp.int32)
+  before = jnp.max(jnp.where(passed, until[:, None], 0), axis=2)
+  within = jnp.take_along_axis(words, jnp.minimum(word, number - 1), axis=1)
+  found = _WORD * word + _place_in_word(within, rank - before)
+  return jnp.where(word < number, found, size)
+
+
+def _place_in_word(words: jax.Array, rank: jax.Array) -> jax.Array:
+  """Place of the one of number `rank` in uint32 `words`, which have it."""
+  place = jnp.zeros_like(rank)
+  for width in (16, 8, 4, 2, 1):
+    low = (words >> place.astype(jnp.uint32)) & jnp.uint32(2**width - 1)
+    count = jax.lax.population_count(low).astype(jnp.int32)
+    above = rank >= count
+    rank = jnp.where(above, rank - count, rank)
+    place = jnp.where(above, place + width, place)
+  return place
 
 
 def _group(width: int) -> int:

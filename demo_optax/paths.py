@@ -33,14 +33,22 @@ def is_small(elements: int) -> bool:
   return elements <= _SMALL
 
 
-def group_size(n: int, k: int) -> int:
-  """Length of the groups whose maxima `top_k` of `n` looks at first, or 1.
+def group_size(elements: int, n: int, k: int) -> int:
+  """Length of the groups whose maxima `top_k` of `n` counts first.
 
-  On CPUs `lax.top_k` of `n / 8` maxima and then of `8 k` candidates takes less
-  than one of all for `n = 4096, k = 8`, about as much for `k = 32`, and no less
-  from `k = 64` on.
+  XLA:CPU's `top_k` takes one thread, and three to five times as long as
+  counting `n / 8` maxima and then `8 k` candidates, in the caches.
+
+  Args:
+    elements: of all chunks. For few, `lax.top_k` is compiled in less time.
+    n: length of a chunk.
+    k: how many are selected of each.
+
+  Returns:
+    8; or 1, for `lax.top_k` of all.
   """
-  return 8 if _on_cpu() and n % 8 == 0 and n >= 128 * k else 1
+  many = not is_small(elements) and n % 8 == 0 and n >= 32 * k
+  return 8 if many and _on_cpu() else 1
 
 
 def transform_selected(workers: int, k: int, rows: int, cols: int) -> bool:

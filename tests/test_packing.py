@@ -26,3 +26,17 @@ def test_packed_numbers_come_back(width, count, seed):
   bits = (numbers[:, None] >> np.arange(width, dtype=np.uint32)) & 1
   np.testing.assert_array_equal(
       packed, np.packbits(bits.reshape(-1), bitorder='little'))
+
+
+@pytest.mark.parametrize('size, k', [(1, 1), (31, 4), (32, 32), (95, 8),
+                                     (512, 32)])
+def test_places_of_ones(size, k):
+  rng = np.random.default_rng(size)
+  ones = rng.random((2, 30, size)) < rng.random((2, 30, 1))
+  found = packing.places_of_ones(jnp.asarray(ones), k)
+  assert found.shape == (2, 30, k) and found.dtype == jnp.int32
+  for row, places in zip(ones.reshape(-1, size), found.reshape(-1, k)):
+    expected = np.full(k, size)
+    first = np.flatnonzero(row)[:k]
+    expected[: len(first)] = first
+    np.testing.assert_array_equal(places, expected)

@@ -24,7 +24,7 @@ def take(way, monkeypatch):
   monkeypatch.setattr(paths, 'piece_elements', lambda: 1024 if fast else None)
   monkeypatch.setattr(paths, 'is_small', lambda size: fast and size < 100)
   monkeypatch.setattr(
-      paths, 'group_size', lambda n, k: 8 if fast and n % 8 == 0 else 1)
+      paths, 'group_size', lambda _, n, k: 8 if fast and n % 8 == 0 else 1)
   monkeypatch.setattr(paths, 'loop_to_keep', lambda size: fast)
   monkeypatch.setattr(paths, 'transform_selected', lambda *_: False)
   monkeypatch.setattr(paths, 'one_payload_at_a_time', lambda: fast)
@@ -76,17 +76,31 @@ def test_outer_products_round_otherwise_and_no_more(monkeypatch):
     np.testing.assert_allclose(update, seen[1][0][name], atol=1e-5)
 
 
-@pytest.mark.parametrize('kind', ['ties', 'zeros', 'normal', 'infinite'])
-@pytest.mark.parametrize('n, k, size', [(64, 8, 8), (96, 3, 4), (4096, 32, 8)])
-def test_top_k_by_groups(n, k, size, kind):
+@pytest.mark.parametrize('kind', ['ties', 'zeros', 'normal', 'infinite', 'tiny'])
+@pytest.mark.parametrize('n, k, size', [
+    (64, 8, 8), (96, 3, 4), (4096, 32, 8), (77, 7, 1), (1, 1, 1)])
+def test_top_k_by_counting(n, k, size, kind):
   rng = np.random.default_rng(n)
   x = {'ties': rng.integers(0, 4, (20, n)), 'zeros': np.zeros((20, n)),
        'normal': rng.normal(size=(20, n)),
-       'infinite': np.where(rng.random((20, n)) < 0.01, np.inf, 1)}[kind]
+       'infinite': np.where(rng.random((20, n)) < 0.01, np.inf, 1),
+       'tiny': rng.integers(0, 9, (20, n)) * 2.0 ** -126}[kind]
   x = jnp.abs(jnp.asarray(x, jnp.float32))
-  found = jnp.sort(selection.top_k_by_groups(x, k, size))
+  found = selection.top_k_by_counting(x, k, size)
+  assert found.dtype == jnp.int32
   expected = jnp.sort(jax.lax.top_k(x, k)[1])
   np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize('kind', ['ties', 'normal'])
+def test_top_k_by_counting_in_float64(kind):
+  rng = np.random.default_rng(0)
+  with jax.enable_x64(True):
+    x = np.abs(rng.normal(size=(5, 128)))
+    x = 1 + (np.round(x) if kind == 'ties' else 1e-12 * x)
+    found = selection.top_k_by_counting(jnp.asarray(x), 4, 8)
+    expected = jnp.sort(jax.lax.top_k(jnp.asarray(x), 4)[1])
+    np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize('values', ['float32', 'int8'])
