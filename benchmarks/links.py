@@ -127,7 +127,7 @@ class Method:
       tx = methods.make_optimizer(args, workers)
     self.model = GPT(config, nnx.Rngs(0))
     self.optimizer = nnx.Optimizer(self.model, tx, wrt=nnx.Param)
-    train_lm.place(self.model, self.optimizer, workers)
+    methods.place(self.model, self.optimizer, workers)
     params = nnx.state(self.model, nnx.Param)
     plan = demo_optax.plan(params, methods.make_compressor(args), workers)
     self.bytes = plan.dense_bytes(size) if size else plan.received_bytes

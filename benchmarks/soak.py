@@ -25,10 +25,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 
 import cluster
 import jax
+import methods
 import numpy as np
 import optax
 import text
-import train_lm
 from flax import nnx
 from gpt import GPT, GPTConfig
 from jax.sharding import NamedSharding
@@ -79,7 +79,7 @@ def soak(steps: int) -> dict:
   )
   model = GPT(CONFIG, nnx.Rngs(SEED))
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-  train_lm.place(model, optimizer, workers)
+  methods.place(model, optimizer, workers)
   value_and_grad = demo_optax.value_and_grad(loss_fn, workers=workers)
 
   @nnx.jit(donate_argnums=(0, 1))
