@@ -166,6 +166,63 @@ def test_records_are_not_repeated(tmp_path):
   assert [r['step'] for r in records] == list(range(1, 15))
 
 
+INFO = {'left_out', 'sent_energy', 'kept_norm', 'senders'}
+
+
+def test_what_an_exchange_tells_is_logged(tmp_path):
+  import train_cnn
+  run(tmp_path, '--workers', '2')
+  train_cnn.main(['--workers', '2', '--out', str(tmp_path), '--optimizer',
+                  'diloco', '--steps', '20', '--eval-every', '10'])
+  for name in ('demo', 'diloco'):
+    _, *records = read(tmp_path / name / 'metrics.jsonl')
+    assert all(r.keys() >= INFO for r in records)
+    assert 0 < records[-1]['sent_energy'] <= 1
+
+
+def test_metrics_without_tensorboard(tmp_path, monkeypatch):
+  import metrics
+  monkeypatch.setattr(metrics, 'SummaryWriter', None)
+  with metrics.Metrics(tmp_path, {'config': {}}) as log:
+    log.write({'step': 1, 'loss': 0.5})
+  assert [p.name for p in tmp_path.iterdir()] == ['metrics.jsonl']
+
+
+def test_tensorboard_gets_what_the_lines_say(tmp_path):
+  pytest.importorskip('tensorboardX')
+  run(tmp_path, '--workers', '2')
+  run(tmp_path, '--workers', '2', '--resume', '--steps', '14')
+  first, second = sorted((tmp_path / 'demo').glob('events.out.tfevents.*'))
+  assert [max(e.step for e in events(file)) for file in (first, second)] == [
+      12, 14]
+  drawn = {}
+  for event in [*events(first), *events(second)]:
+    for value in event.summary.value:
+      if value.HasField('simple_value'):
+        drawn.setdefault(event.step, {})[value.tag] = value.simple_value
+  _, *records = read(tmp_path / 'demo' / 'metrics.jsonl')
+  assert drawn.keys() == set(range(1, 15))
+  for record in records:
+    step = record.pop('step')
+    assert drawn[step] == pytest.approx(record, rel=1e-6)
+    assert record.keys() >= INFO
+  # Anew: nothing of the runs before is left.
+  run(tmp_path, '--workers', '2', '--overwrite', '--steps', '2')
+  (only,) = (tmp_path / 'demo').glob('events.out.tfevents.*')
+  assert max(event.step for event in events(only)) == 2
+
+
+def events(path):
+  """Of a TFRecord file: length, its checksum, the event, and its checksum."""
+  from tensorboardX.proto import event_pb2
+  data, at, found = path.read_bytes(), 0, []
+  while at < len(data):
+    size = int.from_bytes(data[at : at + 8], 'little')
+    found.append(event_pb2.Event.FromString(data[at + 12 : at + 12 + size]))
+    at += 16 + size
+  return found
+
+
 def test_one_worker_and_little_data(tmp_path):
   file = tmp_path / 'small.txt'
   file.write_text(' '.join(f'word{i}' for i in range(6000)))  # one line
