@@ -164,34 +164,9 @@ def test_records_are_not_repeated(tmp_path):
   config, *records = read(tmp_path / 'demo' / 'metrics.jsonl')
   assert 'config' in config
   assert [r['step'] for r in records] == list(range(1, 15))
-
-
-INFO = {'left_out', 'sent_energy', 'kept_norm', 'senders'}
-
-
-def test_what_an_exchange_tells_is_logged(tmp_path):
-  import train_cnn
-  run(tmp_path, '--workers', '2')
-  train_cnn.main(['--workers', '2', '--out', str(tmp_path), '--optimizer',
-                  'diloco', '--steps', '20', '--eval-every', '10'])
-  for name in ('demo', 'diloco'):
-    _, *records = read(tmp_path / name / 'metrics.jsonl')
-    assert all(r.keys() >= INFO for r in records)
-    assert 0 < records[-1]['sent_energy'] <= 1
-
-
-def test_metrics_without_tensorboard(tmp_path, monkeypatch):
-  import metrics
-  monkeypatch.setattr(metrics, 'SummaryWriter', None)
-  with metrics.Metrics(tmp_path, {'config': {}}) as log:
-    log.write({'step': 1, 'loss': 0.5})
-  assert [p.name for p in tmp_path.iterdir()] == ['metrics.jsonl']
-
-
-def test_tensorboard_gets_what_the_lines_say(tmp_path):
+  assert all(r.keys() >= INFO for r in records)
+  # The same for TensorBoard.
   pytest.importorskip('tensorboardX')
-  run(tmp_path, '--workers', '2')
-  run(tmp_path, '--workers', '2', '--resume', '--steps', '14')
   first, second = sorted((tmp_path / 'demo').glob('events.out.tfevents.*'))
   assert [max(e.step for e in events(file)) for file in (first, second)] == [
       12, 14]
@@ -200,16 +175,19 @@ def test_tensorboard_gets_what_the_lines_say(tmp_path):
     for value in event.summary.value:
       if value.HasField('simple_value'):
         drawn.setdefault(event.step, {})[value.tag] = value.simple_value
-  _, *records = read(tmp_path / 'demo' / 'metrics.jsonl')
-  assert drawn.keys() == set(range(1, 15))
-  for record in records:
-    step = record.pop('step')
-    assert drawn[step] == pytest.approx(record, rel=1e-6)
-    assert record.keys() >= INFO
-  # Anew: nothing of the runs before is left.
-  run(tmp_path, '--workers', '2', '--overwrite', '--steps', '2')
-  (only,) = (tmp_path / 'demo').glob('events.out.tfevents.*')
-  assert max(event.step for event in events(only)) == 2
+  assert drawn == {
+      r.pop('step'): pytest.approx(r, rel=1e-6) for r in records}
+
+
+INFO = {'left_out', 'sent_energy', 'kept_norm', 'senders'}
+
+
+def test_metrics_without_tensorboard(tmp_path, monkeypatch):
+  import metrics
+  monkeypatch.setattr(metrics, 'SummaryWriter', None)
+  with metrics.Metrics(tmp_path, {'config': {}}) as log:
+    log.write({'step': 1, 'loss': 0.5})
+  assert [p.name for p in tmp_path.iterdir()] == ['metrics.jsonl']
 
 
 def events(path):
@@ -235,6 +213,7 @@ def test_start_anew(tmp_path):
   (first,) = run(tmp_path, '--resume', 'auto', '--steps', '2', '--workers', '1')
   (again,) = run(tmp_path, '--overwrite', '--steps', '2', '--workers', '1')
   assert first['records'] == again['records']
+  assert len(list((tmp_path / 'demo').glob('events.out.tfevents.*'))) <= 1
 
 
 def test_resume_without_a_checkpoint(tmp_path):
@@ -254,6 +233,9 @@ def test_train_sharded(tmp_path, capsys):
        '--out', str(tmp_path)])
   assert (tmp_path / 'loss.png').exists()
   assert json.loads((tmp_path / 'sharded.json').read_text())
+  _, *records = read(tmp_path / '2-workers-of-4-devices/metrics.jsonl')
+  assert [r['loss'] for r in records] == sharded['losses']
+  assert records[-1].keys() >= INFO
   np.testing.assert_allclose(sharded['losses'], alone['losses'], atol=0.02)
   for what in ('parameters', 'optimizer'):
     assert sharded['memory'][what] < 0.27 * alone['memory'][what]
@@ -301,6 +283,8 @@ def test_train_cnn(tmp_path, capsys):
   for r in runs:
     assert r['records'][-1]['accuracy'] > 0.7
   assert runs[1]['sent'] < runs[0]['sent'] / 100
+  _, *records = read(tmp_path / 'demo-diloco/metrics.jsonl')
+  assert records == runs[1]['records'] and records[-1].keys() >= INFO
   assert (tmp_path / 'accuracy.png').stat().st_size > 10_000
   assert 'accuracy' in capsys.readouterr().out
 
