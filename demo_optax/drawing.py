@@ -10,6 +10,8 @@ Those that draw one picture draw into `axes`, or into a new figure, and return
 the axes; those that draw several return the figure.
 """
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -231,7 +233,7 @@ def draw_agreement(selected: Any, shape: tuple[int, int]) -> Figure:
   figure, (left, right) = plt.subplots(
       1, 2, figsize=(9, 3.6), layout='constrained'
   )
-  colors = plt.get_cmap('viridis_r', count + 1)
+  colors = plt.get_cmap('magma_r', count + 1)
   image = left.imshow(
       votes.reshape(shape), cmap=colors, vmin=-0.5, vmax=count + 0.5
   )
@@ -248,7 +250,7 @@ def draw_agreement(selected: Any, shape: tuple[int, int]) -> Figure:
              label='as many at random')
   right.set(
       xlabel='workers that chose it', ylabel='coefficients', xticks=bars,
-      title='how many coefficients',
+      title='how many coefficients', yscale='log', ylim=(0.5, None),
   )
   _finish(right)
   return figure
@@ -320,17 +322,23 @@ def draw_choices(
     Figures of Peng et al. <https://arxiv.org/abs/2411.19870>.
   """
   axes = axes or _pyplot().subplots(figsize=(7, 4.2), layout='constrained')[1]
-  for name, points in series.items():
+  # Beside its point, for each line somewhere else: lines may meet.
+  places = ((5, 5), (-5, 5), (-5, -11), (8, -3), (5, -11))
+  for (name, points), place in zip(series.items(), itertools.cycle(places)):
     ordered = sorted(points)
     sent = [p[0] / 1e3 for p in ordered]
     losses = [p[1] for p in ordered]
     (line,) = axes.plot(sent, losses, 'o-', label=name)
     for x, y, (_, _, text) in zip(sent, losses, ordered):
       axes.annotate(
-          text, (x, y), xytext=(5, 4), textcoords='offset points',
-          color=line.get_color(), fontsize='small',
+          text, (x, y), xytext=place, textcoords='offset points',
+          ha='left' if place[0] > 0 else 'right', color=line.get_color(),
+          fontsize='small',
       )
   axes.set(xlabel='kB sent per worker and step', ylabel='loss', xscale='log')
+  axes.xaxis.get_major_locator().set_params(subs=(1.0, 2.0, 5.0))
+  axes.xaxis.set_major_formatter('{x:g}')
+  axes.xaxis.set_minor_formatter('')
   return _finish(axes)
 
 
@@ -349,7 +357,8 @@ def draw_received(
 
   Returns:
     The axes. Dashed are ring all-reduces of the dense gradient, in float32 and
-    bfloat16; a point marks from where on a plan receives more than the first.
+    bfloat16; a point marks up to where a plan receives less than the first,
+    which the legend has as a number.
 
   Raises:
     ImportError: matplotlib is not installed.
@@ -375,20 +384,18 @@ def draw_received(
         f'plans are of {sorted(sizes)} elements: give plans of the same'
         ' parameters, at least one.'
     )
-  axes = axes or _pyplot().subplots(figsize=(7, 4.2), layout='constrained')[1]
+  axes = axes or _pyplot().subplots(figsize=(9, 4.2), layout='constrained')[1]
   workers = np.geomspace(2, most_workers, 200)
   ring = 2 * (workers - 1) / workers
   for name, plan in plans.items():
     received = (workers - 1) * plan.payload_bytes + ring * plan.summed_bytes
-    (line,) = axes.plot(workers, received / 1e6, label=name)
     most = plan.max_workers()
+    pays = f'{most} workers' if most < math.inf else 'any number'
+    label = f'{name}: pays to {pays}'
+    (line,) = axes.plot(workers, received / 1e6, label=label)
     if 2 <= most <= most_workers:
       dense = 2 * (most - 1) / most * plan.size * 4 / 1e6
       axes.plot(most, dense, 'o', color=line.get_color())
-      axes.annotate(
-          f'{most}', (most, dense), xytext=(-4, 5), ha='right',
-          textcoords='offset points', color=line.get_color(),
-      )
   (size,) = sizes
   for itemsize, style, name in ((4, '--', 'float32'), (2, ':', 'bfloat16')):
     axes.plot(workers, ring * size * itemsize / 1e6, f'k{style}',
@@ -399,7 +406,10 @@ def draw_received(
   )
   axes.set_xscale('log', base=2)
   axes.xaxis.set_major_formatter('{x:.0f}')
-  return _finish(axes)
+  _finish(axes).legend(
+      frameon=False, fontsize='small', loc='upper left', bbox_to_anchor=(1, 1)
+  )
+  return axes
 
 
 def _votes_at_random(selected: np.ndarray) -> np.ndarray:

@@ -114,9 +114,12 @@ def test_received():
   plans = {f'k = {k}': demo_optax.plan(params, demo_optax.dct_topk(topk=k), 2)
            for k in (8, 32)}
   axes = drawing.draw_received(plans)
-  assert names(axes) == [*plans, 'all-reduce, float32', 'all-reduce, bfloat16']
-  assert [t.get_text() for t in axes.texts] == [
-      f'{plan.max_workers()}' for plan in plans.values()]
+  assert names(axes) == [
+      *(f'{k}: pays to {p.max_workers()} workers' for k, p in plans.items()),
+      'all-reduce, float32', 'all-reduce, bfloat16']
+  most, dense = data(axes.lines[1])
+  assert most == plans['k = 8'].max_workers()
+  assert dense == pytest.approx(4.2, rel=0.01) or dense > 8
   for line, code in ((axes.lines[0], demo_optax.dct_topk(topk=8)),
                      (axes.lines[4], None)):
     x, y = data(line)
