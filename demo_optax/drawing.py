@@ -336,7 +336,7 @@ def draw_choices(
           fontsize='small',
       )
   axes.set(xlabel='kB sent per worker and step', ylabel='loss', xscale='log')
-  axes.xaxis.get_major_locator().set_params(subs=(1.0, 2.0, 5.0))
+  axes.xaxis.get_major_locator().set_params(subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0))
   axes.xaxis.set_major_formatter('{x:g}')
   axes.xaxis.set_minor_formatter('')
   return _finish(axes)
