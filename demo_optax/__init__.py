@@ -28,6 +28,7 @@ The modules in the order of the data's way:
     checkpoint   saving and restoring (import it by name: it needs Orbax)
     accounting   bytes on the wire, predicted
     hlo          bytes on the wire, read from compiled code
+    drawing      pictures of all that (import it by name: it needs matplotlib)
 """
 
 from demo_optax.accounting import Plan, plan
@@ -55,6 +56,7 @@ from demo_optax.inspection import (
   exchange_info,
   momentum,
   state_specs,
+  state_summary,
   with_momentum,
 )
 from demo_optax.local_updates import (
@@ -110,6 +112,7 @@ __all__ = [
   'sparse_loco',
   'stack_params',
   'state_specs',
+  'state_summary',
   'striding',
   'value_and_grad',
   'with_momentum',

@@ -1,6 +1,7 @@
 """Bytes on the wire, predicted from shapes."""
 
 import dataclasses
+import html
 import math
 import operator
 from collections.abc import Iterator
@@ -10,9 +11,9 @@ import chex
 import jax
 import numpy as np
 
-from demo_optax import compressors, trees, wire
+from demo_optax import compressors, tables, trees, wire
 from demo_optax.compressors import Compressor, LeafPlan
-from demo_optax.specs import ParamSpecs, Path
+from demo_optax.specs import ParamSpecs, Path, dotted, path_keys
 from demo_optax.workers import Workers
 
 
@@ -74,9 +75,9 @@ class BytesPerStep(NamedTuple):
   received: float
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
-  """Bytes of one exchange; `print` it for a table.
+  """Bytes of one exchange; shown as a table, in notebooks as one of HTML.
 
   Attributes:
     leaves: per leaf that takes part, what it costs.
@@ -171,8 +172,28 @@ class Plan:
   def __str__(self) -> str:
     return f'{self.table()}\n\n{self.totals()}'
 
+  __repr__ = __str__
+
+  def _repr_html_(self) -> str:
+    notes = [self._mark, '', self.totals()] if self._mark else [self.totals()]
+    text = html.escape('\n'.join(notes))
+    return f'{tables.as_html(self._rows())}\n<pre>{text}</pre>'
+
   def table(self) -> str:
     """What each leaf costs; leaves that differ in name only share a row."""
+    lines = tables.aligned(self._rows())
+    return '\n'.join([*lines, self._mark] if self._mark else lines)
+
+  @property
+  def _mark(self) -> str:
+    if all(leaf.as_unsharded for leaf in self.leaves):
+      return ''
+    return (
+        '* cut into other chunks than on one device: results depend on how it'
+        ' is sharded.'
+    )
+
+  def _rows(self) -> list[tuple[str, ...]]:
     sharded = any(leaf.axes for leaf in self.leaves)
     header = (
         'leaf', 'shape', 'chunks', 'of', 'topk', 'indices', 'bits', 'values',
@@ -186,26 +207,20 @@ class Plan:
       more = f' and {len(members) - 1} more' if len(members) > 1 else ''
       row = (
           members[0].name + more,
-          _times(leaf.shape) or 'scalar',
+          tables.times(leaf.shape) or 'scalar',
           f'{leaf.num_chunks}',
-          'whole' if leaf.whole else _times(leaf.chunk),
+          'whole' if leaf.whole else tables.times(leaf.chunk),
           'all' if leaf.everything else f'{leaf.topk}',
           '-' if leaf.index_code == 'none' else leaf.index_code,
           f'{leaf.index_bits:.2f}' if leaf.index_bits else '-',
           leaf.values,
-          _bytes(leaf.sent_bytes) + (' each' if more else ''),
+          tables.num_bytes(leaf.sent_bytes) + (' each' if more else ''),
           _any_of(leaf.max_workers(4), leaf.max_workers(2)),
       )
       mark = '' if leaf.as_unsharded else '*'
-      blocks = _times(leaf.blocks) + mark if leaf.axes else '-'
+      blocks = tables.times(leaf.blocks) + mark if leaf.axes else '-'
       rows.append((*row, blocks) if sharded else row)
-    lines = _table(rows)
-    if not all(leaf.as_unsharded for leaf in self.leaves):
-      lines.append(
-          '* cut into other chunks than on one device: results depend on how it'
-          ' is sharded.'
-      )
-    return '\n'.join(lines)
+    return rows
 
   def totals(self) -> str:
     """What a worker sends and receives, beside dense all-reduces."""
@@ -216,19 +231,20 @@ class Plan:
         f'{self.size:,} elements, {self.num_workers} workers. Per worker and'
         ' step:'
     )
-    for name, sent, received in (
+    for name, out, back in (
         ('this exchange', self.sent_bytes, self.received_bytes),
         ('all-reduce float32', self.dense_bytes(4), self.dense_bytes(4)),
         ('all-reduce bfloat16', self.dense_bytes(2), self.dense_bytes(2)),
     ):
       yield (
-          f'  {name:<20} sends {_bytes(sent):>10}, receives'
-          f' {_bytes(received):>10}'
+          f'  {name:<20} sends {tables.num_bytes(out):>10}, receives'
+          f' {tables.num_bytes(back):>10}'
       )
     if self.num_devices > 1:
       yield f'A worker is {self.num_devices} devices. Per device and step:'
       for axes, moved in self.device_bytes.items():
-        yield f'  over {", ".join(axes):<15} receives {_bytes(moved):>10}'
+        received = tables.num_bytes(moved)
+        yield f'  over {", ".join(axes):<15} receives {received:>10}'
     most = _any_of(self.max_workers(4), self.max_workers(2))
     yield (
         f'Pays to {most} workers: up to there less is received than by an'
@@ -350,7 +366,7 @@ def _leaf_bytes(
   )
   code = leaf.format.index_code
   leaf_bytes = LeafBytes(
-      name=trees.leaf_name(path),
+      name=dotted(path_keys(path)),
       shape=shape,
       size=math.prod(shape),
       num_chunks=leaf.grid.num_chunks,
@@ -374,7 +390,7 @@ def _averaged(path: Path, x: Any, specs: ParamSpecs) -> LeafBytes:
   wide = trees.momentum_dtype(path, x)
   size = math.prod(shape)
   return LeafBytes(
-      name=trees.leaf_name(path),
+      name=dotted(path_keys(path)),
       shape=shape,
       size=size,
       num_chunks=1,
@@ -440,25 +456,3 @@ def _max_workers(dense: int, gathered: int, summed: int) -> float:
 
 def _any_of(*workers: float) -> str:
   return '/'.join('any' if n == math.inf else f'{n}' for n in workers)
-
-
-def _times(lengths: tuple[int, ...]) -> str:
-  return 'x'.join(map(str, lengths))
-
-
-def _bytes(count: float) -> str:
-  """A number of bytes as people write it: 1.2 MB is 1,200,000 bytes."""
-  for unit, name in ((1e9, 'GB'), (1e6, 'MB'), (1e3, 'kB')):
-    if count >= unit:
-      return f'{count / unit:.2f} {name}'
-  return f'{count:.0f} B'
-
-
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-  widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-  lines = []
-  for row in rows:
-    cells = [row[0].ljust(widths[0])]
-    cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:])]
-    lines.append('  '.join(cells).rstrip())
-  return lines

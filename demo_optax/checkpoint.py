@@ -503,7 +503,7 @@ class _Leaves:
     self.keys: dict[str, specs.Keys] = {}
     for path, x in flat:
       keys = specs.path_keys(path)
-      name = '.'.join(map(str, keys)) or 'the only leaf'
+      name = specs.dotted(keys)
       if name in self.all:
         raise ValueError(f'Two leaves of the tree are called {name}.')
       self.all[name], self.keys[name] = x, keys

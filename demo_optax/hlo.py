@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
+from demo_optax import tables
+
 Groups = tuple[tuple[int, ...], ...]
 
 
@@ -41,6 +43,13 @@ class Collective:
   shapes: tuple[str, ...]
   groups: Groups
   groups_text: str
+
+  def __str__(self) -> str:
+    axes = '' if self.axes is None else f' over {", ".join(self.axes) or "-"}'
+    return (
+        f'{self.kind}{axes} of {self.group_size}: {" ".join(self.shapes)},'
+        f' receives {tables.num_bytes(self.received_bytes)} per device'
+    )
 
 
 def collectives(

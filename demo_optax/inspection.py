@@ -6,6 +6,7 @@ and `info/left_out` (`DeMoState`), what is on its way under `pending`; the
 states of `per_worker` lie under `worker_stacked`.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import chex
@@ -13,9 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from demo_optax import trees
+from demo_optax import tables, trees
 from demo_optax.compressors import (
   Compressor,
   CompressorTree,
@@ -26,6 +28,7 @@ from demo_optax.specs import (
   Keys,
   Path,
   Placement,
+  dotted,
   momentum_roots,
   path_keys,
   pending_axes,
@@ -295,6 +298,97 @@ def exchange_info(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
   root = next((root for root in roots if root in busy), roots[0])
   info = (*root[:-1], 'info')
   return {keys[-1]: x for keys, x in state if keys[:-1] == info}
+
+
+def state_summary(opt_state: chex.ArrayTree) -> str:
+  r"""An optimizer state's exchange in words, and its momentum as a table.
+
+  On a mesh of several processes all of them call it, since it takes norms.
+
+  Args:
+    opt_state: any optimizer state that holds the state of `scale_by_demo`:
+      chained, partitioned, masked, or `nnx.Optimizer.opt_state`.
+
+  Returns:
+    Lines to print: what `exchange_info` tells, and per leaf the shape of the
+    momentum of all workers, `[workers, *chunks, n]`; its dtype and bytes; its
+    norm :math:`\sqrt{\frac 1 N \sum_i \lVert m_i \rVert^2}` over `N` workers;
+    and, on a mesh, how it is sharded.
+
+  Raises:
+    ValueError: there is no exchange in `opt_state`.
+
+  Example:
+    >>> import demo_optax, jax.numpy as jnp
+    >>> workers = demo_optax.Workers.simulated(2)
+    >>> compressor = demo_optax.dct_topk(topk=1)
+    >>> tx = demo_optax.scale_by_demo(compressor, workers=workers)
+    >>> state = tx.init(jnp.zeros((2, 2)))
+    >>> gradients = jnp.array([[[1., 1.], [1., 2.]], [[1., 0.], [0., 1.]]])
+    >>> print(demo_optax.state_summary(tx.update(gradients, state)[1]))
+    1 exchange of 2 workers. The last one:
+      sent 80.6% of the momentum's energy; what stays behind has norm 0.935
+      a coefficient that was sent was sent by 2.00 workers on average
+      workers left out: 0
+    momentum         shape    dtype  bytes   norm
+    the only leaf  2x1x1x4  float32   32 B  0.935
+
+  References:
+    Of the momentum of Peng et al. <https://arxiv.org/abs/2411.19870>,
+    Algorithm 1.
+  """
+  flat = [
+      (path_keys(path), x)
+      for path, x in jax.tree_util.tree_flatten_with_path(opt_state)[0]
+  ]
+  moments = _moments(flat)
+  root, *_ = momentum_roots([keys for keys, _ in flat])
+  count = int(dict(flat)[(*root[:-1], 'count')])
+  workers = next((m.shape[0] for m in moments.values()), 0)
+  placed = [isinstance(m.sharding, NamedSharding) for m in moments.values()]
+  header = ('momentum', 'shape', 'dtype', 'bytes', 'norm')
+  rows = [(*header, 'sharding') if any(placed) else header]
+  for (keys, moment), named in zip(moments.items(), placed):
+    row = (
+        dotted(keys),
+        tables.times(moment.shape),
+        str(moment.dtype),
+        tables.num_bytes(moment.nbytes),
+        f'{float(_mean_norm(moment)):.3g}',
+    )
+    spec = moment.sharding.spec if named else None
+    rows.append((*row, str(spec or '')) if any(placed) else row)
+  return '\n'.join(
+      [*_in_words(count, workers, opt_state), *tables.aligned(rows)]
+  )
+
+
+def _in_words(
+    count: int, workers: int, opt_state: chex.ArrayTree
+) -> Iterator[str]:
+  """What is known about the last exchange."""
+  plural = '' if count == 1 else 's'
+  if not count:
+    yield f'No exchange yet, {workers} workers.'
+    return
+  info = {k: x.item() for k, x in exchange_info(opt_state).items()}
+  yield f'{count} exchange{plural} of {workers} workers. The last one:'
+  yield (
+      f'  sent {info["sent_energy"]:.1%} of the momentum\'s energy; what stays'
+      f' behind has norm {info["kept_norm"]:.3g}'
+  )
+  if info['senders']:
+    yield (
+        '  a coefficient that was sent was sent by'
+        f' {info["senders"]:.2f} workers on average'
+    )
+  yield f'  workers left out: {info["left_out"]}'
+
+
+@jax.jit
+def _mean_norm(moment: jax.Array) -> jax.Array:
+  """Root of the mean square norm over the workers."""
+  return jnp.sqrt(jnp.sum(moment * moment) / moment.shape[0])
 
 
 def _moments(flat: list[tuple[Keys, Any]]) -> dict[Keys, Any]:

@@ -161,6 +161,11 @@ def path_keys(path: Path) -> Keys:
   return tuple(keys)
 
 
+def dotted(keys: Keys) -> str:
+  """A leaf's name in tables and checkpoints."""
+  return '.'.join(map(str, keys)) or 'the only leaf'
+
+
 def momentum_roots(keys: list[Keys]) -> list[Keys]:
   """Where the momentum of each exchange begins."""
   marker = ('info', 'left_out')

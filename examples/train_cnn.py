@@ -11,13 +11,13 @@ With several devices there is one worker per device, else workers are simulated.
 """
 
 import argparse
-import json
 import pathlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import methods
+import metrics
 import numpy as np
 import optax
 import picture
@@ -101,6 +101,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
   train_step = methods.make_train_step(
       loss_fn, workers, local=args.optimizer in methods.LOCAL
   )
+  folder = pathlib.Path(args.out) / args.optimizer
+  log = metrics.Metrics(folder, {'config': vars(args), 'bytes': cost})
   records = []
   for step in range(args.steps):
     rng = np.random.default_rng((args.seed, step))
@@ -114,6 +116,10 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
           'accuracy': float(count_correct(whole, *test)),
           'sent': cost['sent'] * done,
       })
+      if args.optimizer != 'adamw':
+        records[-1] |= metrics.about_exchange(optimizer)
+      log.write(records[-1])
+  log.close()
   print(f'{args.optimizer:<18} accuracy {records[-1]["accuracy"]:.2%} on'
         f' {len(test[1])} held-out digits; sends {cost["sent"] / 1e3:9.3f} kB,'
         f' receives {cost["received"] / 1e3:9.3f} kB per worker and step'
@@ -148,8 +154,6 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
       for name in names
   ]
   folder = pathlib.Path(args.out)
-  folder.mkdir(parents=True, exist_ok=True)
-  (folder / 'metrics.json').write_text(json.dumps(runs))
   draw(runs, folder / 'accuracy.png')
   return runs
 

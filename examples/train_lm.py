@@ -13,10 +13,7 @@ SIGTERM, to one process or to all, ends the run after a step, which is saved.
 """
 
 import argparse
-import contextlib
 import dataclasses
-import json
-import os
 import pathlib
 import shutil
 import signal
@@ -28,6 +25,7 @@ from typing import Any
 import cluster
 import jax
 import methods
+import metrics
 import numpy as np
 import optax
 import picture
@@ -272,11 +270,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
       f' {cost["sent"] / 1e3:,.1f} kB a step'
   )
   records: list[dict[str, Any]] = []
-  kept = records_until(folder / 'metrics.jsonl', start)
-  with open_to_write(folder / 'metrics.jsonl') as metrics:
-    config_record = {'config': vars(args), 'parameters': size, 'bytes': cost}
-    for record in [config_record, *kept]:
-      log(metrics, record)
+  about = {'config': vars(args), 'parameters': size, 'bytes': cost}
+  with metrics.Metrics(folder, about, start) as log:
     bar = progress(range(start, args.steps), name)
     seconds = []
     stop, stopped = cluster.StopSignal(), False
@@ -290,13 +285,14 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
       stopped = stop.after(done) and not last
       record = {'step': done, 'loss': loss, 'sent': cost['sent'] * done,
                 'received': cost['received'] * done}
-      record |= about_exchange(name, optimizer)
+      if name != 'adamw':
+        record |= metrics.about_exchange(optimizer)
       if done % args.eval_every == 0 or last:
         record['valid_loss'] = evaluate(
             methods.shared(args, model, optimizer, workers), valid
         )
       records.append(record)
-      log(metrics, record)
+      log.write(record)
       show(bar, record, cost)
       if done % args.check_every == 0 or last:
         check(model, optimizer, workers, done)
@@ -336,30 +332,11 @@ def remove_former(folder: pathlib.Path, overwrite: bool) -> None:
   multihost_utils.sync_global_devices('former checkpoints are removed')
 
 
-def records_until(path: pathlib.Path, step: int) -> list[dict[str, Any]]:
-  """Records of an earlier run up to `step`: what came later is done again."""
-  if step == 0 or not cluster.is_main():
-    return []
-  records = []
-  for line in path.read_text().splitlines() if path.exists() else ():
-    with contextlib.suppress(ValueError):  # a line that was being written
-      records.append(json.loads(line))
-  return [r for r in records if r.get('step', step + 1) <= step]
-
-
 def progress(steps: range, name: str) -> Any:
   """A bar where somebody looks at it; lines in logs."""
   if tqdm and cluster.is_main() and sys.stderr.isatty():
     return tqdm(steps, desc=name, unit='step')
   return steps
-
-
-def about_exchange(name: str, optimizer: nnx.Optimizer) -> dict[str, float]:
-  """What the optimizer knows about its last exchange, if it exchanges."""
-  if name == 'adamw':
-    return {}
-  info = jax.device_get(demo_optax.exchange_info(optimizer.opt_state))
-  return {key: value.item() for key, value in info.items()}
 
 
 def show(bar: Any, record: dict[str, Any], cost: dict[str, float]) -> None:
@@ -381,16 +358,6 @@ def show(bar: Any, record: dict[str, Any], cost: dict[str, float]) -> None:
 def say(text: str) -> None:
   if cluster.is_main():
     print(text, flush=True)
-
-
-def open_to_write(path: pathlib.Path) -> Any:
-  """The file, in process 0; nowhere in the others."""
-  return (path if cluster.is_main() else pathlib.Path(os.devnull)).open('w')
-
-
-def log(file: Any, record: dict[str, Any]) -> None:
-  file.write(json.dumps(record) + '\n')
-  file.flush()
 
 
 def draw(runs: list[dict[str, Any]], path: pathlib.Path) -> None:

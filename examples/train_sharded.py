@@ -35,6 +35,7 @@ if __name__ == '__main__':  # before jax starts; it touches the CPU only
 
 import jax
 import methods
+import metrics
 import numpy as np
 import picture
 import text
@@ -123,8 +124,15 @@ def train(run: Run, args: argparse.Namespace) -> dict[str, Any]:
     )
 
   losses = []
-  for step in train_lm.progress(range(args.steps), run.name):
-    losses.append(float(train_step(run.model, run.optimizer, batch_of(step))))
+  folder = pathlib.Path(args.out) / run.name.replace(' ', '-')
+  about = {'config': vars(args), 'memory': memory}
+  with metrics.Metrics(folder, about) as log:
+    for step in train_lm.progress(range(args.steps), run.name):
+      losses.append(float(train_step(run.model, run.optimizer, batch_of(step))))
+      record = {'step': step + 1, 'loss': losses[-1]}
+      if args.optimizer != 'adamw':
+        record |= metrics.about_exchange(run.optimizer)
+      log.write(record)
   valid = text.windows(corpus.valid, 64, args.context)
   result = train_lm.evaluate(run.model, valid)
   print(f'  validation loss {result:.4f}')

@@ -164,6 +164,41 @@ def test_records_are_not_repeated(tmp_path):
   config, *records = read(tmp_path / 'demo' / 'metrics.jsonl')
   assert 'config' in config
   assert [r['step'] for r in records] == list(range(1, 15))
+  assert all(r.keys() >= INFO for r in records)
+  # The same for TensorBoard.
+  pytest.importorskip('tensorboardX')
+  first, second = sorted((tmp_path / 'demo').glob('events.out.tfevents.*'))
+  assert [max(e.step for e in events(file)) for file in (first, second)] == [
+      12, 14]
+  drawn = {}
+  for event in [*events(first), *events(second)]:
+    for value in event.summary.value:
+      if value.HasField('simple_value'):
+        drawn.setdefault(event.step, {})[value.tag] = value.simple_value
+  assert drawn == {
+      r.pop('step'): pytest.approx(r, rel=1e-6) for r in records}
+
+
+INFO = {'left_out', 'sent_energy', 'kept_norm', 'senders'}
+
+
+def test_metrics_without_tensorboard(tmp_path, monkeypatch):
+  import metrics
+  monkeypatch.setattr(metrics, 'SummaryWriter', None)
+  with metrics.Metrics(tmp_path, {'config': {}}) as log:
+    log.write({'step': 1, 'loss': 0.5})
+  assert [p.name for p in tmp_path.iterdir()] == ['metrics.jsonl']
+
+
+def events(path):
+  """Of a TFRecord file: length, its checksum, the event, and its checksum."""
+  from tensorboardX.proto import event_pb2
+  data, at, found = path.read_bytes(), 0, []
+  while at < len(data):
+    size = int.from_bytes(data[at : at + 8], 'little')
+    found.append(event_pb2.Event.FromString(data[at + 12 : at + 12 + size]))
+    at += 16 + size
+  return found
 
 
 def test_one_worker_and_little_data(tmp_path):
@@ -178,6 +213,7 @@ def test_start_anew(tmp_path):
   (first,) = run(tmp_path, '--resume', 'auto', '--steps', '2', '--workers', '1')
   (again,) = run(tmp_path, '--overwrite', '--steps', '2', '--workers', '1')
   assert first['records'] == again['records']
+  assert len(list((tmp_path / 'demo').glob('events.out.tfevents.*'))) <= 1
 
 
 def test_resume_without_a_checkpoint(tmp_path):
@@ -197,6 +233,9 @@ def test_train_sharded(tmp_path, capsys):
        '--out', str(tmp_path)])
   assert (tmp_path / 'loss.png').exists()
   assert json.loads((tmp_path / 'sharded.json').read_text())
+  _, *records = read(tmp_path / '2-workers-of-4-devices/metrics.jsonl')
+  assert [r['loss'] for r in records] == sharded['losses']
+  assert records[-1].keys() >= INFO
   np.testing.assert_allclose(sharded['losses'], alone['losses'], atol=0.02)
   for what in ('parameters', 'optimizer'):
     assert sharded['memory'][what] < 0.27 * alone['memory'][what]
@@ -244,6 +283,8 @@ def test_train_cnn(tmp_path, capsys):
   for r in runs:
     assert r['records'][-1]['accuracy'] > 0.7
   assert runs[1]['sent'] < runs[0]['sent'] / 100
+  _, *records = read(tmp_path / 'demo-diloco/metrics.jsonl')
+  assert records == runs[1]['records'] and records[-1].keys() >= INFO
   assert (tmp_path / 'accuracy.png').stat().st_size > 10_000
   assert 'accuracy' in capsys.readouterr().out
 

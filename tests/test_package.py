@@ -16,11 +16,11 @@ pytestmark = pytest.mark.core
 PACKAGE = pathlib.Path(demo_optax.__file__).parent
 
 # A module may import those before it, and no other.
-ORDER = ['paths', 'chunks', 'packing', 'selection', 'index_codes', 'value_codes', 'wire',
+ORDER = ['tables', 'paths', 'chunks', 'packing', 'selection', 'index_codes', 'value_codes', 'wire',
          'compressors', 'kernel_math', 'kernels_gpu', 'kernels_tpu', 'kernels',
          'specs', 'workers', 'modules', 'trees', 'gradients',
          'exchange', 'demo', 'partitioning', 'inspection', 'local_updates', 'elastic', 'replicas', 'checkpoint', 'accounting',
-         'hlo', '__main__']
+         'hlo', 'drawing', '__main__']
 
 
 def test_imports_go_one_way():

@@ -1,0 +1,205 @@
+"""Notebooks run from top to bottom, say nothing unexpected, and look whole.
+
+The first is run by every `pytest`; all of them by `pytest -m slow`: training,
+and compiling it, is what they are, and less of it would show something else.
+"""
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import pathlib
+import re
+
+import nbformat
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+NOTEBOOKS = sorted((ROOT / 'notebooks').glob('*.ipynb'))
+NAMES = ['01_quickstart', '02_what_is_sent', '03_choose_k_and_chunk',
+         '04_mesh_and_sharding']
+# Where the repository is to be found; the notebooks have no other place for it.
+REPOSITORY = 'demo-optax/demo_optax'
+COLAB = f'https://colab.research.google.com/github/{REPOSITORY}/blob/main'
+GITHUB = f'https://github.com/{REPOSITORY}'
+SECONDS = 240  # per cell
+
+
+def read(path):
+  return nbformat.read(path, as_version=4)
+
+
+def sources(notebook, kind):
+  return [cell.source for cell in notebook.cells if cell.cell_type == kind]
+
+
+def execute(path, folder):
+  """Runs a notebook in a folder, as Jupyter would on a machine of one device."""
+  from nbclient import NotebookClient
+  notebook = read(path)
+  for cell in notebook.cells:
+    if cell.cell_type == 'code':
+      cell.outputs, cell.execution_count = [], None
+  ours = ('XLA_FLAGS', 'JAX_', 'PYTEST_', 'PYTHONWARNINGS', 'MPLBACKEND')
+  env = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
+  env['PYTHONPATH'] = str(ROOT)
+  env['JAX_PLATFORMS'] = os.environ.get('JAX_PLATFORMS', '')
+  client = NotebookClient(
+      notebook, timeout=SECONDS, kernel_name='python3',
+      resources={'metadata': {'path': str(folder)}}, coalesce_streams=True)
+  client.execute(env=env)  # an error in a cell is one here
+  return notebook
+
+
+def outputs(notebook):
+  return [(cell.id, output) for cell in notebook.cells
+          if cell.cell_type == 'code' for output in cell.outputs]
+
+
+def kinds(notebook):
+  """Per code cell, what it shows."""
+  found = []
+  for cell in notebook.cells:
+    if cell.cell_type == 'code':
+      shown = [output.get('name') or sorted(output.data)
+               for output in cell.outputs]
+      found.append((cell.id, shown))
+  return found
+
+
+# Many warnings of Jupyter's own libraries are about themselves.
+@pytest.mark.filterwarnings('default')
+@pytest.mark.parametrize('name', [
+    NAMES[0], *(pytest.param(n, marks=pytest.mark.slow) for n in NAMES[1:])])
+def test_runs_without_a_warning(name, tmp_path):
+  path = ROOT / 'notebooks' / f'{name}.ipynb'
+  notebook = execute(path, tmp_path)
+  for cell, output in outputs(notebook):
+    assert output.get('name') != 'stderr', (cell, output.text)
+    assert 'Warning' not in output.get('text', ''), (cell, output.text)
+  assert kinds(notebook) == kinds(read(path))
+
+
+def test_all_are_there():
+  assert [path.stem for path in NOTEBOOKS] == NAMES
+
+
+@pytest.mark.parametrize('path', NOTEBOOKS, ids=NAMES)
+def test_is_whole(path):
+  """Committed as it ran, once, from top to bottom, without warnings."""
+  notebook = read(path)
+  nbformat.validate(notebook)
+  code = [cell for cell in notebook.cells if cell.cell_type == 'code']
+  assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+  assert len({cell.id for cell in notebook.cells}) == len(notebook.cells)
+  for cell in code:
+    shows = re.search(r'^(print|  print|drawing\.|axes = drawing|figure, )|^plan$',
+                      cell.source, re.M)
+    assert bool(cell.outputs) == bool(shows), cell.id
+  for cell, output in outputs(notebook):
+    assert output.output_type != 'error' and output.get('name') != 'stderr', cell
+  pictures = [o for _, o in outputs(notebook) if 'image/png' in o.get('data', {})]
+  assert pictures
+  assert notebook.metadata.kernelspec.name == 'python3'
+  assert path.stat().st_size < 1_000_000
+  text = path.read_text()
+  assert '"execution": {' not in text  # times of the run
+  for place in ('/tmp', '/work', '/home', '/root'):
+    assert place not in re.sub(r'"image/png": "[^"]*"', '', text)
+
+
+@pytest.mark.parametrize('path', NOTEBOOKS, ids=NAMES)
+def test_begins_with_a_badge(path):
+  first = sources(read(path), 'markdown')[0]
+  assert first.startswith(
+      '[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]'
+      f'({COLAB}/notebooks/{path.name})\n')
+
+
+@pytest.mark.parametrize('path', NOTEBOOKS, ids=NAMES)
+def test_links_lead_to_files_of_the_repository(path):
+  text = '\n'.join(cell.source for cell in read(path).cells)
+  links = re.findall(r'https?://[^\s()"]+', text)
+  ours = [link for link in links if 'github' in link and 'assets' not in link]
+  assert ours
+  for link in ours:
+    if link == GITHUB:
+      continue
+    base = next(b for b in (COLAB, f'{GITHUB}/blob/main') if link.startswith(b))
+    assert (ROOT / link[len(base) + 1 :].split('#')[0]).exists(), link
+
+
+def test_notebooks_share_their_first_cells():
+  """Whoever changes one changes all."""
+  every = [sources(read(path), 'code') for path in NOTEBOOKS]
+  assert len({cells[0] for cells in every}) == 1
+  for start in ('class Block', '# Python\'s own help'):
+    assert len({c for cells in every for c in cells if c.startswith(start)}) == 1
+    assert all(any(c.startswith(start) for c in cells) for cells in every)
+
+
+@pytest.fixture
+def install(monkeypatch, tmp_path):
+  """Runs the install cell where demo_optax is missing; what pip would be told."""
+  from IPython.core.inputtransformer2 import TransformerManager
+  cell = sources(read(NOTEBOOKS[0]), 'code')[0]
+  source = TransformerManager().transform_cell(cell)
+  commands = []
+
+  class Shell:
+    def run_line_magic(self, magic, line):
+      assert magic == 'pip'
+      commands.append(line)
+
+  find_spec = importlib.util.find_spec
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr(
+      importlib.util, 'find_spec',
+      lambda name: None if name == 'demo_optax' else find_spec(name))
+
+  def run():
+    exec(source, {'get_ipython': Shell})
+    return commands
+
+  return run
+
+
+def test_install_keeps_jax(install, tmp_path):
+  (command,) = install()
+  assert f'git+{GITHUB}' in command and '-c constraints.txt' in command
+  assert '--upgrade' not in command and '-U' not in command
+  lines = (tmp_path / 'constraints.txt').read_text().splitlines()
+  for name in ('jax', 'jaxlib', 'numpy'):
+    assert f'{name}=={importlib.metadata.version(name)}' in lines
+
+
+def test_install_says_that_jax_is_too_old(install, monkeypatch):
+  class Old:
+    name, version = 'jax', '0.7.2'
+
+  monkeypatch.setattr(importlib.metadata, 'distributions', lambda: [Old])
+  with pytest.raises(RuntimeError, match=r'0\.10 or newer.*0\.7\.2'):
+    install()
+
+
+def test_install_does_nothing_where_it_is_there(install, monkeypatch):
+  monkeypatch.undo()
+  assert install() == []
+
+
+def test_measured_numbers_are_those_of_the_benchmark():
+  """Numbers that stand in a notebook are in a committed file."""
+  cell = next(c for c in sources(read(NOTEBOOKS[2]), 'code')
+              if c.startswith('measured = '))
+  names = {}
+  exec(cell.split('axes = ')[0], names)
+  lines = (ROOT / 'benchmarks/results/values.jsonl').read_text().splitlines()
+  runs = {}
+  for run in map(json.loads, lines):
+    key = run['values'], run['topk']
+    runs.setdefault(key, []).append((run['sent'], run['valid_loss']))
+  assert names['measured'] == {
+      values: {k: (runs[values, k][0][0],
+                   pytest.approx(sum(x[1] for x in runs[values, k]) / 2, abs=6e-4))
+               for v, k in sorted(runs) if v == values}
+      for values, _ in runs}
