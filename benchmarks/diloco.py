@@ -125,7 +125,8 @@ def periods_of(task: Task, method: str) -> Any:
 
   def tx_of(rate: Any) -> optax.GradientTransformation:
     return make(
-        inner, workers=workers, sync_period=args.period, learning_rate=rate)
+        inner, workers=workers, sync_period=args.period,
+        outer_learning_rate=rate)
 
   @jax.jit
   def step_fn(rate: Any, params: Any, state: Any, tokens: Any) -> Any:

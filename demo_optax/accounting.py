@@ -132,7 +132,10 @@ class Plan:
 
     Raises:
       ValueError: `sync_period` is below 1.
+      TypeError: `sync_period` is a schedule.
     """
+    if callable(sync_period):
+      raise TypeError('sync_period is a schedule: give the mean of it.')
     if not sync_period >= 1:
       raise ValueError(f'sync_period={sync_period} must be at least 1.')
     return BytesPerStep(

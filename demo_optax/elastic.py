@@ -94,8 +94,9 @@ def resize_workers(opt_state: chex.ArrayTree, n: int) -> chex.ArrayTree:
 def _check_stacked(stacked: list[tuple[specs.Path, Any]]) -> None:
   if not stacked:
     raise ValueError(
-        'Nothing in it is stacked: there is no state of'
-        ' demo_optax.scale_by_demo or demo_optax.per_worker in it.'
+        'Nothing in it is known to be stacked: there is no state of'
+        ' demo_optax.scale_by_demo or demo_optax.per_worker in it, and no'
+        " 'worker_stacked', as stacked parameters are to be named."
     )
   (first, x), *others = stacked
   for path, y in others:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from demo_optax import compressors, inspection, specs, trees
@@ -43,8 +44,8 @@ class OwnState(NamedTuple):
     inner: state of the inner optimizer.
     skipped: int32 `[workers]`, steps that a worker left out because its
       gradient was not finite.
-    start: its parameters after the last exchange, where workers drift; else
-      `()`.
+    start: its parameters after the last exchange, in the dtype of momentum,
+      where workers drift; else `()`.
   """
 
   inner: chex.ArrayTree
@@ -58,8 +59,9 @@ class LocalUpdatesState(NamedTuple):
   Attributes:
     count: int32 `[]`, steps so far.
     since: int32 `[]`, how many of them since the last exchange.
-    start: the shared parameters, of the last exchange, in their own shapes;
-      `()` where workers drift and nothing is shared.
+    start: the shared parameters, of the last exchange, in their own shapes and
+      the dtype of momentum (float32 for bfloat16); `()` where workers drift and
+      nothing is shared.
     outer: state of the outer optimizer, which has the exchange in it.
     worker_stacked: what every worker has of its own.
   """
@@ -103,14 +105,17 @@ def local_updates(
   :math:`s` to rounding; `settle_params` makes it :math:`s` to the bit. Nothing
   builds up without it: pseudo-gradients are differences to :math:`s` itself.
 
-  A step whose gradient is not finite is left out by its worker alone, with its
-  inner state as it was; `state.worker_stacked.skipped` counts. A worker whose
-  parameters have become infinite is left out of the exchange like any gradient
-  that is, and starts again from :math:`s`.
+  A step is left out by its worker alone, with its inner state as it was, if its
+  gradient is not finite, or if it would make parameters or inner state that are
+  not; `state.worker_stacked.skipped` counts.
 
   Args:
-    inner: each worker's own optimizer.
-    outer: from pseudo-gradients to the update of the shared parameters.
+    inner: each worker's own optimizer. All begin with the same state, random
+      keys included; extra arguments of `update` are the same for all workers,
+      and for `outer`.
+    outer: from pseudo-gradients to the update of the shared parameters. One
+      that is late (`delay=1`) applies what the period before has found, and
+      drops what the workers did in this one: with momentum it diverges easily.
     sync_period: :math:`H`, at least 1: a number, or a schedule of the steps
       done. The exchange is after step :math:`t` if at least :math:`H(t)` steps
       were made since the last one.
@@ -157,6 +162,7 @@ def local_updates(
     own = _exchanged(_checked(params, workers))
     start = workers.device_put(jax.tree.map(workers.first, own))
     inner_state = jax.tree.map(workers.stack, inner.init(start))
+    start = jax.tree.map(jnp.copy, _in_momentum_dtype(start))
     count, since = (  # two arrays, which can be donated
         workers.device_put(jnp.zeros((), jnp.int32)) for _ in range(2)
     )
@@ -168,7 +174,7 @@ def local_updates(
         worker_stacked=OwnState(
             inner_state,
             workers.stack(jnp.zeros((), jnp.int32)),
-            jax.tree.map(jnp.copy, own) if drift else (),
+            jax.tree.map(jnp.copy, _in_momentum_dtype(own)) if drift else (),
         ),
     )
 
@@ -183,38 +189,45 @@ def local_updates(
           'local_updates needs params: tx.update(grads, state, params).'
       )
     own = _exchanged(_checked(params, workers))
+    _check_gradients(updates, params, workers)
     steps, inner_state, skipped = _inner_step(
         inner, _exchanged(updates), state.worker_stacked, own, extra_args,
         workers,
     )
     since = state.since + 1
     period = sync_period(state.count) if callable(sync_period) else sync_period
-    due = since >= period
+    due = jnp.logical_not(since < period)  # NaN is due, too
 
     def exchange(_: None) -> Any:
       moved = optax.apply_updates(own, steps)
       start = state.worker_stacked.start if drift else state.start
-      pseudo = _difference(start, moved, workers)
+      pseudo = _difference(there(start), moved)
       change, outer_state = outer.update(
           pseudo, state.outer, None if drift else start, **extra_args
       )
       _check_change(change, start, drift)
       start = jax.tree.map(_add, start, change)
-      there = start if drift else jax.tree.map(workers.stack, start)
-      return _subtract(there, own), start, outer_state
+      outer_state = _like(outer_state, state.outer)
+      return _subtract(there(start), own), start, outer_state
+
+    def there(start: chex.ArrayTree) -> chex.ArrayTree:
+      """What all workers' parameters are at `start`, stacked."""
+      cast = jax.tree.map(lambda s, x: s.astype(x.dtype), start, own)
+      return cast if drift else jax.tree.map(workers.stack, cast)
 
     def wait(_: None) -> Any:
       start = state.worker_stacked.start if drift else state.start
       return steps, start, state.outer
 
     moves, start, outer_state = jax.lax.cond(due, exchange, wait, None)
-    new = LocalUpdatesState(
+    new = workers.constrain(LocalUpdatesState(
         count=optax.safe_increment(state.count),
         since=jnp.where(due, 0, since).astype(jnp.int32),
         start=() if drift else start,
         outer=outer_state,
         worker_stacked=OwnState(inner_state, skipped, start if drift else ()),
-    )
+    ))
+    moves = workers.constrain({'worker_stacked': moves})['worker_stacked']
     return _with_zeros(moves, params), new
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -225,8 +238,8 @@ def diloco(
     *,
     workers: Workers,
     sync_period: Period = 128,
-    learning_rate: optax.ScalarOrSchedule = 0.7,
-    momentum: float = 0.9,
+    outer_learning_rate: optax.ScalarOrSchedule = 0.7,
+    outer_momentum: float = 0.9,
 ) -> optax.GradientTransformationExtraArgs:
   r"""DiLoCo: pseudo-gradients are averaged, the outer optimizer is Nesterov's.
 
@@ -243,8 +256,9 @@ def diloco(
       4e-4, decays 0.9 and 0.95 and weight decay 0.1.
     workers: who takes part.
     sync_period: steps between exchanges, or a schedule of them.
-    learning_rate: :math:`\eta`, a number or a schedule of the exchanges.
-    momentum: :math:`\mu`.
+    outer_learning_rate: :math:`\eta`, a number or a schedule of exchanges; 0.7
+      is published, with few exchanges less was better.
+    outer_momentum: :math:`\mu`.
 
   Returns:
     A gradient transformation from stacked gradients `[workers, ...]` to stacked
@@ -276,7 +290,7 @@ def diloco(
   """
   outer = optax.chain(
       scale_by_demo(compressors.full(), 0.0, workers=workers),
-      optax.sgd(learning_rate, momentum, nesterov=True),
+      optax.sgd(outer_learning_rate, outer_momentum, nesterov=True),
   )
   return local_updates(_inner(inner), outer, sync_period, workers=workers)
 
@@ -287,13 +301,17 @@ def demo_diloco(
     workers: Workers,
     compressor: Compressor | None = None,
     sync_period: Period = 128,
-    learning_rate: optax.ScalarOrSchedule = 0.7,
+    outer_learning_rate: optax.ScalarOrSchedule = 0.7,
     decay: chex.Numeric = 0.95,
     average: Average = 'senders',
     drift: bool = False,
     delay: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""DeMo inside DiLoCo: of the momentum of differences the fast part is sent.
+
+  `drift=True` is the published method. The default keeps the parameters of all
+  workers equal, and ended at a lower loss wherever both were tried
+  (benchmarks/README.md, "Every H steps").
 
   With :math:`G_i = s - x_i`,
 
@@ -325,12 +343,13 @@ def demo_diloco(
     workers: who takes part.
     compressor: what is sent; `dct_topk()` by default.
     sync_period: steps between exchanges, or a schedule of them.
-    learning_rate: :math:`\eta`, a number or a schedule of the exchanges.
+    outer_learning_rate: :math:`\eta`, a number or a schedule of exchanges.
     decay: :math:`\beta`.
     average: as in `scale_by_demo`.
     drift: as published.
     delay: as in `scale_by_demo`, counted in exchanges: with 1 what one exchange
-      sends is applied by the next, a period later.
+      sends is applied by the next, a period later, and what the workers did in
+      between is dropped.
 
   Returns:
     A gradient transformation; see `local_updates` for what it takes.
@@ -361,7 +380,9 @@ def demo_diloco(
   )
   if drift:
     exchange = _own_nesterov(exchange, compressor, decay, workers)
-  outer = optax.chain(exchange, optax.scale_by_learning_rate(learning_rate))
+  outer = optax.chain(
+      exchange, optax.scale_by_learning_rate(outer_learning_rate)
+  )
   return local_updates(
       _inner(inner), outer, sync_period, workers=workers, drift=drift
   )
@@ -373,7 +394,7 @@ def sparse_loco(
     workers: Workers,
     compressor: Compressor | None = None,
     sync_period: Period = 30,
-    learning_rate: optax.ScalarOrSchedule = 1.0,
+    outer_learning_rate: optax.ScalarOrSchedule = 1.0,
     decay: chex.Numeric = 0.95,
 ) -> optax.GradientTransformationExtraArgs:
   r"""SparseLoCo: the largest raw differences, in few bits, error feedback.
@@ -393,7 +414,7 @@ def sparse_loco(
     compressor: what is sent; by default `identity_topk(64, 64, values='int4')`:
       64 of 4096 elements, 1.6 %, of four bits (published: two bits).
     sync_period: steps between exchanges, or a schedule of them.
-    learning_rate: :math:`\eta`, a number or a schedule of the exchanges.
+    outer_learning_rate: :math:`\eta`, a number or a schedule of exchanges.
     decay: :math:`\beta`.
 
   Returns:
@@ -423,7 +444,7 @@ def sparse_loco(
     compressor = compressors.identity_topk(64, 64, values='int4')
   outer = optax.chain(
       scale_by_demo(compressor, decay, workers=workers, average='workers'),
-      optax.scale_by_learning_rate(learning_rate),
+      optax.scale_by_learning_rate(outer_learning_rate),
   )
   return local_updates(_inner(inner), outer, sync_period, workers=workers)
 
@@ -536,9 +557,9 @@ def shared_params(
 
   def shared(x: jax.Array, start: Any, own: Any) -> jax.Array:
     if start is not None:
-      return start
+      return jnp.copy(start.astype(x.dtype))  # not the state's own array
     if own is not None:
-      return jnp.mean(own, axis=0)
+      return jnp.mean(own, axis=0).astype(x.dtype)
     return workers.first(x)
 
   return _with_starts(shared, params, opt_state)
@@ -582,8 +603,10 @@ def settle_params(
 
   def settled(x: jax.Array, start: Any, own: Any) -> jax.Array:
     if start is not None:
-      own = workers.stack(start)
-    return x if own is None else jnp.where(since == 0, own, x)
+      own = workers.stack(start.astype(x.dtype))
+    if own is None:
+      return x
+    return jnp.where(since == 0, own.astype(x.dtype), x)
 
   return _with_starts(settled, params, opt_state)
 
@@ -617,7 +640,11 @@ def _found(opt_state: chex.ArrayTree) -> tuple[dict[specs.Keys, Any], Any]:
   """
   flat = jax.tree_util.tree_flatten_with_path(opt_state)[0]
   by_path = {specs.path_keys(path): x for path, x in flat}
-  roots = [k[:-1] for k in by_path if k[-1:] == ('since',)]
+  skipped = ('worker_stacked', 'skipped')  # a parameter may be named since
+  roots = [
+      k[:-1] for k in by_path
+      if k[-1:] == ('since',) and (*k[:-1], *skipped) in by_path
+  ]
   if len(roots) != 1:
     raise ValueError(
         f'There are {len(roots)} states of demo_optax.local_updates in'
@@ -649,10 +676,15 @@ def _inner_step(
     del index
     gradients, params = arrays
     inner_state, skipped = state
-    finite = jnp.ones((), bool)
-    for x in jax.tree.leaves(gradients):
-      finite &= jnp.isfinite(x).all()
     updates, new = inner.update(gradients, inner_state, params, **extra_args)
+    updates, new = _like(updates, params), _like(new, inner_state)
+    moved = optax.apply_updates(params, updates)
+    finite = jnp.ones((), bool)
+    for x in jax.tree.leaves((gradients, moved)):
+      finite &= jnp.isfinite(x).all()
+    for x, old in zip(jax.tree.leaves(new), jax.tree.leaves(inner_state)):
+      if jnp.issubdtype(x.dtype, jnp.inexact):  # some begin with infinity
+        finite &= (jnp.isfinite(x) | ~jnp.isfinite(old)).all()
     updates = jax.tree.map(
         lambda u: jnp.where(finite, u, jnp.zeros_like(u)), updates
     )
@@ -667,20 +699,28 @@ def _inner_step(
   return updates, inner_state, skipped
 
 
-def _difference(
-    start: chex.ArrayTree, moved: chex.ArrayTree, workers: Workers
-) -> chex.ArrayTree:
-  """Pseudo-gradients, stacked, in the dtype of momentum."""
+def _in_momentum_dtype(tree: chex.ArrayTree) -> chex.ArrayTree:
+  """In which differences and sums lose nothing that a parameter would show."""
 
-  def per_leaf(path: specs.Path, x: jax.Array) -> jax.Array:
+  def cast(path: specs.Path, x: jax.Array) -> jax.Array:
     return x.astype(trees.momentum_dtype(path, x))
 
-  start, moved = (
-      jax.tree_util.tree_map_with_path(per_leaf, tree)
-      for tree in (start, moved)
-  )
+  return jax.tree_util.tree_map_with_path(cast, tree)
+
+
+def _difference(
+    start: chex.ArrayTree, moved: chex.ArrayTree
+) -> chex.ArrayTree:
+  """Pseudo-gradients, stacked, in the dtype of momentum."""
+  return _subtract(_in_momentum_dtype(start), _in_momentum_dtype(moved))
+
+
+def _like(tree: chex.ArrayTree, before: chex.ArrayTree) -> chex.ArrayTree:
+  """`tree` in the dtypes of `before`: branches must agree in them."""
   return jax.tree.map(
-      lambda s, x: (s if s.ndim == x.ndim else s[None]) - x, start, moved
+      lambda x, old: x.astype(old.dtype) if hasattr(old, 'dtype') else x,
+      tree,
+      before,
   )
 
 
@@ -725,7 +765,12 @@ def _check_workers(workers: Workers) -> None:
 def _check_period(period: Any) -> None:
   if callable(period):
     return
-  if isinstance(period, bool) or not isinstance(period, int):
+  if isinstance(period, jax.Array):
+    raise TypeError(
+        f'sync_period={period!r} must be known before anything is traced: give'
+        " optax.inject_hyperparams static_args=('sync_period',)."
+    )
+  if isinstance(period, bool) or not isinstance(period, int | np.integer):
     raise TypeError(
         f'sync_period={period!r} must be an integer, or a schedule of the'
         ' steps done.'
@@ -745,6 +790,20 @@ def _checked(params: chex.ArrayTree, workers: Workers) -> chex.ArrayTree:
           ' demo_optax.stack_params(params, workers) to init and to update.'
       )
   return params
+
+
+def _check_gradients(
+    gradients: chex.ArrayTree, params: chex.ArrayTree, workers: Workers
+) -> None:
+  flat, (like,) = trees.flatten_alike(gradients, params)
+  for (path, gradient), x in zip(flat, like):
+    if jnp.shape(gradient) != jnp.shape(x):
+      raise ValueError(
+          f'The gradient of {trees.leaf_name(path)} has shape'
+          f' {jnp.shape(gradient)}, but the stacked parameter {jnp.shape(x)}:'
+          ' take gradients with demo_optax.value_and_grad(loss_fn, workers='
+          'workers, stacked_params=True).'
+      )
 
 
 def _check_change(

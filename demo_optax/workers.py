@@ -409,6 +409,10 @@ class Workers(abc.ABC):
     """
     return tree
 
+  def constrain(self, tree: Any) -> Any:
+    """`device_put` of what is traced: a step's results stay where they were."""
+    return tree
+
   def check_gradient(self, name: str, gradient: jax.Array) -> None:  # noqa: B027
     """Raises if a gradient can be seen not to be one worker's own."""
 
@@ -691,27 +695,43 @@ class _OnMesh(_Stacked):
     return jax.lax.reshape(x, shape, out_sharding=sharding)
 
   def device_put(self, tree: Any) -> Any:
-    flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    paths = [specs.path_keys(path) for path, _ in flat]
-    roots = specs.momentum_roots(paths)
-
-    def move(keys: specs.Keys, x: Any) -> Any:
-      shape, place = jnp.shape(x), self.param_specs.place_state
-      root = specs.root_of(keys, roots)
-      axes = specs.pending_axes(keys, roots)
-      if axes is not None:
-        spec = P(self.axis_name, *([axes] if axes else []))
-      elif root or 'worker_stacked' in keys:
-        within = place(keys[len(root or ()) :], shape[1:])
-        spec = P(self.axis_name, *within)
-      else:
-        spec = place(keys, shape)
+    def move(x: Any, spec: P) -> Any:
       there = getattr(getattr(x, 'sharding', None), 'mesh', None) == self.mesh
       if there and (spec == P() or not x.is_fully_replicated):
         return x
       return jax.device_put(x, NamedSharding(self.mesh, spec))
 
-    return treedef.unflatten(map(move, paths, [x for _, x in flat]))
+    return jax.tree.map(move, tree, self._specs_of(tree))
+
+  def constrain(self, tree: Any) -> Any:
+    if self._explicit:  # types say it
+      return tree
+
+    def hold(x: jax.Array, spec: P) -> jax.Array:
+      sharding = NamedSharding(self.mesh, spec)
+      return jax.lax.with_sharding_constraint(x, sharding)
+
+    return jax.tree.map(hold, tree, self._specs_of(tree))
+
+  def _specs_of(self, tree: Any) -> Any:
+    """Where parameters, or a state, belong: specs by path and shape."""
+    flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    paths = [specs.path_keys(path) for path, _ in flat]
+    roots = specs.momentum_roots(paths)
+
+    def spec_of(keys: specs.Keys, shape: tuple[int, ...]) -> P:
+      place, root = self.param_specs.place_state, specs.root_of(keys, roots)
+      axes = specs.pending_axes(keys, roots)
+      if axes is not None:
+        return P(self.axis_name, *([axes] if axes else []))
+      if root or 'worker_stacked' in keys:
+        within = place(keys[len(root or ()) :], shape[1:])
+        return P(self.axis_name, *within)
+      return place(keys, shape)
+
+    return treedef.unflatten(
+        [spec_of(keys, jnp.shape(x)) for keys, (_, x) in zip(paths, flat)]
+    )
 
   def place(self, x: jax.Array) -> jax.Array:
     """`x [count, ...]`, each worker's part at the worker."""

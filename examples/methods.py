@@ -135,10 +135,12 @@ def local_updates(
   every = {
       'workers': workers,
       'sync_period': args.sync_period,
-      'learning_rate': args.outer_lr,
+      'outer_learning_rate': args.outer_lr,
   }
   if args.optimizer == 'diloco':
-    return demo_optax.diloco(inner, momentum=args.outer_momentum, **every)
+    return demo_optax.diloco(
+        inner, outer_momentum=args.outer_momentum, **every
+    )
   sent = {'compressor': make_compressor(args), 'decay': args.outer_decay}
   if args.optimizer == 'sparse-loco':
     return demo_optax.sparse_loco(inner, **sent, **every)

@@ -78,6 +78,10 @@ CASES = [
          optax.adam(1e-3).init(PARAMS), PARAMS, demo_optax.dct_topk(), FOUR)),
     ('local updates of parameters that are not stacked',
      lambda: demo_optax.diloco(workers=FOUR).init(PARAMS)),
+    ('stacked parameters, and gradients without `stacked_params=True`',
+     lambda: update(
+         demo_optax.diloco(workers=FOUR), {'w': jnp.ones((4, 4, 8, 8))},
+         STACKED, demo_optax.diloco(workers=FOUR).init(STACKED))),
     ('an outer optimizer without an exchange',
      lambda: update(
          demo_optax.local_updates(

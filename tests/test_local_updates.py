@@ -16,6 +16,7 @@ from helpers import (
   on_mesh,
   stacked,
 )
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracle import Oracle
 
@@ -34,12 +35,13 @@ def make(method, workers, period=3):
   inner = optax.adamw(**RATES)
   kwargs = {'workers': workers, 'sync_period': period}
   if method == 'diloco':
-    return demo_optax.diloco(inner, learning_rate=0.7, momentum=0.9, **kwargs)
+    return demo_optax.diloco(
+        inner, outer_learning_rate=0.7, outer_momentum=0.9, **kwargs)
   if method == 'sparse_loco':
     return demo_optax.sparse_loco(
-        inner, compressor=RAW, learning_rate=0.8, decay=DECAY, **kwargs)
+        inner, compressor=RAW, outer_learning_rate=0.8, decay=DECAY, **kwargs)
   return demo_optax.demo_diloco(
-      inner, compressor=COMPRESSOR, learning_rate=0.7, decay=DECAY,
+      inner, compressor=COMPRESSOR, outer_learning_rate=0.7, decay=DECAY,
       drift=method == 'drift', **kwargs)
 
 
@@ -493,6 +495,77 @@ def test_nnx_optimizer():
   nnx.update(model, shared)
   model.eval()
   assert model(x).shape == (8, 3)
+
+
+@pytest.mark.parametrize('dtype, of_gradients', [
+    ('bfloat16', 'float32'), ('float16', 'float16'), ('float32', 'bfloat16')])
+@pytest.mark.parametrize('method', [
+    'diloco', 'demo_diloco', slow('drift'), slow('sparse_loco')])
+def test_dtypes(method, dtype, of_gradients):
+  """Updates in the parameters' dtype; what is shared, in that of momentum."""
+  workers = demo_optax.Workers.simulated(2)
+  tx = make(method, workers, 2)
+  params = {'w': jnp.linspace(-1, 1, 64, dtype=dtype).reshape(8, 8)}
+  params = demo_optax.stack_params(params, workers)
+  state = tx.init(params)
+  like = jax.tree.map(lambda x: x.dtype, state)
+  with jax.numpy_dtype_promotion('standard'):
+    for step in range(4):
+      gradients = {'w': jnp.ones((2, 8, 8), of_gradients) * (step + 1)}
+      updates, state = jax.jit(tx.update)(gradients, state, params)
+      assert updates['w'].dtype == dtype
+      params = optax.apply_updates(params, updates)
+      params = demo_optax.settle_params(params, state, workers)
+  assert jax.tree.map(lambda x: x.dtype, state) == like
+  shared = demo_optax.shared_params(params, state, workers)
+  assert shared['w'].dtype == dtype
+  if method != 'drift':
+    assert state.start['w'].dtype == 'float32'
+    np.testing.assert_array_equal(params['w'][1], shared['w'])
+
+
+def test_sharded_workers_do_not_compile_again():
+  """What a step returns lies where its arguments lay."""
+  mesh = jax.make_mesh((2, 2), ('data', 'fsdp'), axis_types=(AxisType.Auto,) * 2,
+                       devices=jax.devices()[:4])
+  workers = demo_optax.Workers.on_mesh(mesh, 'data', {'w': P(None, 'fsdp'), 'b': None})
+  tx = demo_optax.diloco(optax.sgd(1e-2), workers=workers, sync_period=2)
+  params = workers.device_put({'w': jnp.ones((8, 8)), 'b': jnp.zeros(8)})
+  params = demo_optax.stack_params(params, workers)
+  grad = demo_optax.value_and_grad(
+      lambda p, x: jnp.mean((x @ p['w'] + p['b'][None]) ** 2), workers=workers,
+      stacked_params=True)
+
+  @jax.jit
+  def step_fn(params, state, x):
+    _, gradients = grad(params, x)
+    updates, state = tx.update(gradients, state, params)
+    return optax.apply_updates(params, updates), state
+
+  x = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P(('data', 'fsdp'))))
+  state = tx.init(params)
+  for _ in range(3):
+    params, state = step_fn(params, state, x)
+  assert step_fn._cache_size() == 1
+  assert params['w'].sharding.spec == P('data', None, 'fsdp')
+
+
+def test_a_step_that_would_not_be_finite_is_left_out():
+  """Adam squares a gradient that is finite itself."""
+  workers = demo_optax.Workers.simulated(2)
+  tx = demo_optax.diloco(optax.adam(1e-2), workers=workers, sync_period=4)
+  params = demo_optax.stack_params({'w': jnp.ones(4)}, workers)
+  state = tx.init(params)
+  with jax.numpy_dtype_promotion('standard'):
+    for step in range(4):
+      gradients = {'w': jnp.ones((2, 4)).at[0].mul(1e25 if step == 1 else 1.0)}
+      updates, state = tx.update(gradients, state, params)
+      params = optax.apply_updates(params, updates)
+  assert state.worker_stacked.skipped.tolist() == [1, 0]
+  assert all(jnp.isfinite(x).all() for x in jax.tree.leaves((params, state)))
+  kept = demo_optax.shared_params(params, state, workers)
+  jax.jit(tx.update, donate_argnums=(1,))(gradients, state, params)
+  assert jnp.isfinite(kept['w']).all()  # still there
 
 
 # Mistakes ---------------------------------------------------------------------
