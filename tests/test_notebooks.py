@@ -1,7 +1,7 @@
 """Notebooks run from top to bottom, say nothing unexpected, and look whole.
 
-The first is run by every `pytest`; all of them by `pytest -m slow`: training,
-and compiling it, is what they are, and less of it would show something else.
+All are run as they are by `pytest -m slow`; by every `pytest` only the first, and
+for a few steps: training, and compiling it, is what the others are made of.
 """
 
 import importlib.metadata
@@ -33,13 +33,15 @@ def sources(notebook, kind):
   return [cell.source for cell in notebook.cells if cell.cell_type == kind]
 
 
-def execute(path, folder):
+def execute(path, folder, steps=None):
   """Runs a notebook in a folder, as Jupyter would on a machine of one device."""
   from nbclient import NotebookClient
   notebook = read(path)
   for cell in notebook.cells:
     if cell.cell_type == 'code':
       cell.outputs, cell.execution_count = [], None
+      if steps:
+        cell.source = re.sub(r'^STEPS = \d+', f'STEPS = {steps}', cell.source, flags=re.M)
   ours = ('XLA_FLAGS', 'JAX_', 'PYTEST_', 'PYTHONWARNINGS', 'MPLBACKEND')
   env = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
   env['PYTHONPATH'] = str(ROOT)
@@ -69,14 +71,16 @@ def kinds(notebook):
 
 # Many warnings of Jupyter's own libraries are about themselves.
 @pytest.mark.filterwarnings('default')
-@pytest.mark.parametrize('name', [
-    NAMES[0], *(pytest.param(n, marks=pytest.mark.slow) for n in NAMES[1:])])
-def test_runs_without_a_warning(name, tmp_path):
+@pytest.mark.parametrize('name, steps', [
+    (NAMES[0], 20),
+    *(pytest.param(n, None, marks=pytest.mark.slow) for n in NAMES)])
+def test_runs_without_a_warning(name, steps, tmp_path):
   path = ROOT / 'notebooks' / f'{name}.ipynb'
-  notebook = execute(path, tmp_path)
+  notebook = execute(path, tmp_path, steps)
   for cell, output in outputs(notebook):
     assert output.get('name') != 'stderr', (cell, output.text)
     assert 'Warning' not in output.get('text', ''), (cell, output.text)
+    print(cell, output.get('text', ''))
   assert kinds(notebook) == kinds(read(path))
 
 
@@ -93,8 +97,8 @@ def test_is_whole(path):
   assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
   assert len({cell.id for cell in notebook.cells}) == len(notebook.cells)
   for cell in code:
-    shows = re.search(r'^(print|  print|drawing\.|axes = drawing|figure, )|^plan$',
-                      cell.source, re.M)
+    shows = re.search(r'^(print|  print|drawing\.|axes = drawing|figure, )'
+                      r'|^(demo_optax\.)?plan(\(|$)', cell.source, re.M)
     assert bool(cell.outputs) == bool(shows), cell.id
   for cell, output in outputs(notebook):
     assert output.output_type != 'error' and output.get('name') != 'stderr', cell
