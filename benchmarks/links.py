@@ -464,11 +464,21 @@ def draw(records: list[dict], path: pathlib.Path) -> None:
   styles = dict(zip(METHODS, ('C0o-', 'C2s-', 'C3^-', 'C1v-')))
   for axis, (model, count) in zip(axes, cases):
     for method, style in styles.items():
-      own = [r for link in LINKS for r in records if (
-          r['model'], r['workers'], r['method'], r['link']) == (
-              model, count, method, link)]
-      axis.semilogy([r['link'] for r in own], [r['step'] for r in own], style,
-                    label=method, markersize=5)
+      places, steps = zip(*(
+          (place, r['step']) for place, link in enumerate(LINKS)
+          for r in records if (r['workers'], r['model'], r['method'],
+                               r['link']) == (count, model, method, link)))
+      rates = sum(not delay for _, delay in LINKS.values())
+      shown = sum(place < rates for place in places)
+      (line,) = axis.plot(places[:shown], steps[:shown], style, label=method,
+                          markersize=5)
+      axis.plot(places[shown:], steps[shown:], line.get_marker(),
+                color=line.get_color(), markersize=5)  # another kind of link
+    axis.set_yscale('log')
+    axis.yaxis.set_major_locator(plt.matplotlib.ticker.LogLocator(
+        subs=(1, 2, 5)))
+    axis.yaxis.set_major_formatter('{x:g}')
+    axis.yaxis.set_minor_formatter(plt.matplotlib.ticker.NullFormatter())
     axis.set_title(f'{model} parameters, {count} workers', fontsize=10)
     axis.set_xticks(range(len(LINKS)), [
         link.replace(', ', ',\n').replace(' ', '\n', 1) for link in LINKS],
