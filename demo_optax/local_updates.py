@@ -272,7 +272,7 @@ def diloco(
     >>> import demo_optax, jax.numpy as jnp, optax
     >>> workers = demo_optax.Workers.simulated(4)
     >>> tx = demo_optax.diloco(
-    ...     optax.adamw(1e-2), workers=workers, sync_period=10)
+    ...     optax.sgd(0.5), workers=workers, sync_period=10)
     >>> params = demo_optax.stack_params({'w': jnp.ones((8, 8))}, workers)
     >>> loss = lambda params, x: jnp.mean((x @ params['w']) ** 2)
     >>> grad = demo_optax.value_and_grad(
@@ -368,7 +368,7 @@ def demo_diloco(
     >>> plan = demo_optax.plan(params, compressor, workers)
     >>> sent, received = plan.per_step(100)
     >>> print(f'{sent:.1f} B per step; DiLoCo: {plan.dense_bytes() / 100:.1f}')
-    109.8 B per step; DiLoCo: 62914.6
+    109.9 B per step; DiLoCo: 62914.6
 
   References:
     Nedelkoski et al., `Distributed Low-Communication Training with Decoupled
@@ -586,7 +586,7 @@ def settle_params(
   Example:
     >>> import demo_optax, jax.numpy as jnp, optax
     >>> workers = demo_optax.Workers.simulated(4)
-    >>> tx = demo_optax.diloco(workers=workers, sync_period=1)
+    >>> tx = demo_optax.diloco(optax.sgd(0.1), workers=workers, sync_period=1)
     >>> params = demo_optax.stack_params(jnp.ones(3), workers)
     >>> state = tx.init(params)
     >>> updates, state = tx.update(params, state, params)

@@ -178,7 +178,7 @@ def test_keys_are_shared_when_growing():
 
 
 @pytest.mark.parametrize('state, n, error, words', [
-    ({'w': jnp.ones(3)}, 2, ValueError, 'Nothing in it is stacked'),
+    ({'w': jnp.ones(3)}, 2, ValueError, 'Nothing in it is known to be stacked'),
     ({'worker_stacked': jnp.ones(3)}, 0, ValueError, 'n=0 must be at least 1'),
     ({'worker_stacked': jnp.ones(3)}, 2.0, TypeError, 'n=2.0 must be an int'),
     ({'worker_stacked': [jnp.ones(3), jnp.ones(2)]}, 2, ValueError,
