@@ -63,6 +63,10 @@ class OneOfMany(Simulated):
     super().__init__(1, demo_optax.Workers.simulated(1).param_specs)
     self.others: jax.Array | None = None  # uint8 [others, bytes]
 
+  # By identity: what others sent is traced, and has no hash.
+  __eq__ = object.__eq__
+  __hash__ = object.__hash__
+
   def gather(self, parts: Any) -> list[jax.Array]:
     """All payloads, the own one first."""
     (own,) = super().gather(parts)
