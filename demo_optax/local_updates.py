@@ -43,7 +43,7 @@ class OwnState(NamedTuple):
   Attributes:
     inner: state of the inner optimizer.
     skipped: int32 `[workers]`, steps that a worker left out because its
-      gradient was not finite.
+      gradient was not finite, or the step's result would not have been.
     start: its parameters after the last exchange, in the dtype of momentum,
       where workers drift; else `()`.
   """
@@ -189,7 +189,7 @@ def local_updates(
           'local_updates needs params: tx.update(grads, state, params).'
       )
     own = _exchanged(_checked(params, workers))
-    _check_gradients(updates, params, workers)
+    _check_gradients(updates, params)
     steps, inner_state, skipped = _inner_step(
         inner, _exchanged(updates), state.worker_stacked, own, extra_args,
         workers,
@@ -793,7 +793,7 @@ def _checked(params: chex.ArrayTree, workers: Workers) -> chex.ArrayTree:
 
 
 def _check_gradients(
-    gradients: chex.ArrayTree, params: chex.ArrayTree, workers: Workers
+    gradients: chex.ArrayTree, params: chex.ArrayTree
 ) -> None:
   flat, (like,) = trees.flatten_alike(gradients, params)
   for (path, gradient), x in zip(flat, like):
