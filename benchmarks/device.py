@@ -38,10 +38,11 @@ import numpy as np
 import optax
 
 import demo_optax
-from demo_optax import chunks, selection
 from demo_optax.__main__ import MODELS
-from demo_optax.kernel_math import Cut
-from demo_optax.kernels import Kernels
+from demo_optax.compressors import chunking as chunks
+from demo_optax.engine import topk as selection
+from demo_optax.engine.pallas import Kernels
+from demo_optax.engine.pallas_common import Cut
 
 DECAY = 0.999
 
@@ -408,7 +409,7 @@ def measure(
 def variant(
     shape: tuple[int, int], size: int, k: int, precision: Any, warps: int
 ) -> dict[str, Any]:
-  from demo_optax import kernels_gpu
+  from demo_optax.engine import pallas_gpu as kernels_gpu
 
   plan = demo_optax.dct_topk(size, k).plan(shape, jnp.float32)
   cut = Cut.of(plan.grid)

@@ -28,7 +28,7 @@ LOCATION = r' (#loc\d*|"[^"]*"\(.*\)|/\S+:\d+:\d+( to (\d+)?:\d+)?)$'
 def precision() -> None:
   import ml_dtypes
 
-  from demo_optax import chunks
+  from demo_optax.compressors import chunking as chunks
 
   def bfloat16(x: np.ndarray) -> np.ndarray:
     return x.astype(ml_dtypes.bfloat16).astype(np.float32)
@@ -100,8 +100,9 @@ def write(folder: str) -> None:
   import jax.numpy as jnp
   from jax.experimental import pallas as pl
 
-  from demo_optax import chunks, kernels_gpu
-  from demo_optax.kernel_math import Cut
+  from demo_optax.compressors import chunking as chunks
+  from demo_optax.engine import pallas_gpu as kernels_gpu
+  from demo_optax.engine.pallas_common import Cut
 
   presets = jax.lax.DotAlgorithmPreset
   ways = {'bf16x6': presets.BF16_BF16_F32_X6,
@@ -175,8 +176,8 @@ def tpu(topology: str) -> None:
   from jax.sharding import PartitionSpec as P
 
   import demo_optax
-  from demo_optax import chunks
-  from demo_optax.kernels import Kernels
+  from demo_optax.compressors import chunking as chunks
+  from demo_optax.engine.pallas import Kernels
 
   devices = topologies.get_topology_desc(topology, 'tpu').devices[:1]
   mesh = jax.sharding.Mesh(np.array(devices), ('x',))

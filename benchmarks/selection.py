@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from demo_optax import chunks, selection
+from demo_optax.compressors import chunking as chunks
+from demo_optax.engine import topk as selection
 
 
 def bisection(magnitudes: jax.Array, k: int) -> jax.Array:

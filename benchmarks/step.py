@@ -32,7 +32,7 @@ import numpy as np
 import optax
 
 import demo_optax
-from demo_optax import wire
+from demo_optax.wire import message as wire
 
 Simulated = type(demo_optax.Workers.simulated(1))
 

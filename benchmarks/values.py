@@ -23,7 +23,7 @@ import learning
 from gpt import GPT, GPTConfig
 
 import demo_optax
-from demo_optax import compressors
+from demo_optax.wire.values import VALUES
 
 BUDGETS = [32, 8]  # topk of float32 values
 
@@ -38,11 +38,11 @@ def settings() -> dict[tuple[str, int], list[str]]:
     return demo_optax.plan(params, compressor, workers=4).sent_bytes
 
   found: dict[tuple[str, int], list[str]] = {}
-  for values in compressors.VALUES:
+  for values in VALUES:
     found[values, 32] = ['topk 32']
   for budget in BUDGETS:
     limit = sent('float32', budget)
-    for values in compressors.VALUES:
+    for values in VALUES:
       k = 1
       while sent(values, k + 1) <= limit:
         k += 1

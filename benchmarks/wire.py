@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from demo_optax import selection, wire
+from demo_optax.engine import topk as selection
+from demo_optax.wire import message as wire
 
 CHUNKS, N = 4096, 4096
 TOPK = [8, 32]

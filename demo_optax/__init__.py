@@ -3,35 +3,19 @@
 Train data-parallel models while each worker sends about one percent, or a tenth
 of a percent, of its gradient's bytes, by swapping one line of an optax chain.
 
-The modules in the order of the data's way:
-
-    gradients    each worker's own gradient        (modules: Flax NNX modules)
-    demo         DeMo as optax transformations, around
-    exchange     one worker's step, from gradient to update: the main path
-    partitioning several optimizers, and one exchange
-    compressors  what a worker sends of its momentum, made of
-      paths        which of several equal ways is the fastest
-      chunks       cutting arrays into chunks; the transform
-      packing      numbers of a few bits
-      selection    top-k within chunks; merging
-      index_codes  which coefficients, in few bits
-      value_codes  what they are, in few bits
-      wire         payload <-> bytes
-    kernels      the same in one pass over memory, where a backend has them:
-      kernel_math  kernels_gpu  kernels_tpu
-    specs        how parameters are spread over the devices of a worker
-    workers      who takes part, and how a worker's function runs for all
-    inspection   a look into optimizer states
-    local_updates  training alone between exchanges
-    elastic      another number of workers
-    replicas     whether all hold the same bits
-    checkpoint   saving and restoring (import it by name: it needs Orbax)
-    accounting   bytes on the wire, predicted
-    hlo          bytes on the wire, read from compiled code
-    drawing      pictures of all that (import it by name: it needs matplotlib)
+    demo, exchange   DeMo as optax transformations; one worker's step
+    gradients, flax  each worker's own gradient, also of Flax NNX modules
+    state            reading optimizer states
+    compressors/     what a worker sends of its momentum
+    wire/            messages as bytes
+    engine/          how the arithmetic is done: the same bits, other speeds
+    workers/         who takes part, and how a worker's function runs for all
+    local/           training alone between exchanges
+    checkpoint/      saving, restoring, another number of workers
+    tools/           bytes predicted and read, replicas compared, pictures
 """
 
-from demo_optax.accounting import Plan, plan
+from demo_optax.checkpoint.resize import resize_workers
 from demo_optax.compressors import (
   Compressor,
   dct_topk,
@@ -44,22 +28,14 @@ from demo_optax.compressors import (
   striding,
 )
 from demo_optax.demo import DeMoState, demo, scale_by_demo
-from demo_optax.elastic import resize_workers
+from demo_optax.flax import param_specs
 from demo_optax.gradients import (
   PerWorkerState,
   mean_over_workers,
   per_worker,
   value_and_grad,
 )
-from demo_optax.hlo import Collective, collectives
-from demo_optax.inspection import (
-  exchange_info,
-  momentum,
-  state_specs,
-  state_summary,
-  with_momentum,
-)
-from demo_optax.local_updates import (
+from demo_optax.local.local_updates import (
   LocalUpdatesState,
   demo_diloco,
   diloco,
@@ -69,9 +45,17 @@ from demo_optax.local_updates import (
   sparse_loco,
   stack_params,
 )
-from demo_optax.modules import param_specs
 from demo_optax.partitioning import partition
-from demo_optax.replicas import Difference, check_replicas
+from demo_optax.state import (
+  exchange_info,
+  momentum,
+  state_specs,
+  state_summary,
+  with_momentum,
+)
+from demo_optax.tools.hlo import Collective, collectives
+from demo_optax.tools.replicas import Difference, check_replicas
+from demo_optax.tools.traffic import Plan, plan
 from demo_optax.workers import Workers
 
 __version__ = '0.1.0'

@@ -19,7 +19,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from demo_optax import accounting, compressors
+from demo_optax import compressors
+from demo_optax.tools import traffic as accounting
+from demo_optax.wire.values import VALUES
 
 
 def _transformer(layers: int, d: int, vocabulary: int) -> dict[str, Any]:
@@ -53,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
   add('model', help=f'{", ".join(MODELS)}, a JSON file of shapes, or -')
   add('--topk', type=int, default=32, help='coefficients per chunk')
   add('--chunk', type=int, default=64, help='longest side of a chunk')
-  add('--values', choices=compressors.VALUES, default='float32',
+  add('--values', choices=VALUES, default='float32',
       help='how values are sent')
   add('--workers', type=int, nargs='+', default=[8], help='how many')
   args = parser.parse_args(argv)

@@ -13,8 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from demo_optax import compressors, modules, selection, trees
+from demo_optax import _tree as trees
+from demo_optax import compressors
+from demo_optax import flax as modules
 from demo_optax.compressors import Compressor, LeafPlan
+from demo_optax.engine import topk as selection
 from demo_optax.exchange import (
   Leaf,
   Numbers,
@@ -26,8 +29,8 @@ from demo_optax.exchange import (
   pending_parts,
   plan_leaf,
 )
-from demo_optax.specs import Path, Placement
 from demo_optax.workers import Workers
+from demo_optax.workers.sharding import Path, Placement
 
 
 class DeMoState(NamedTuple):

@@ -29,11 +29,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from demo_optax import chunks, paths, selection, wire
 from demo_optax.compressors import Compressor, LeafPlan
-from demo_optax.kernels import Encoded, Fused
-from demo_optax.specs import Path, Placement, pending_name
+from demo_optax.compressors import chunking as chunks
+from demo_optax.engine import heuristics as paths
+from demo_optax.engine import topk as selection
+from demo_optax.engine.pallas import Encoded, Fused
+from demo_optax.wire import message as wire
 from demo_optax.workers import Workers
+from demo_optax.workers.sharding import Path, Placement, pending_name
 
 # A worker is left out if an element of its gradient is more than this share of
 # the largest number. Sums of a chunk over all steps then stay finite.

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from demo_optax import modules, trees
+from demo_optax import _tree as trees
+from demo_optax import flax as modules
 from demo_optax.workers import Workers
 
 _WORKERS = 'demo_optax.Workers.simulated(4)'

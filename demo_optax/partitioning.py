@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from demo_optax import trees
+from demo_optax import _tree as trees
 from demo_optax.demo import DeMoState
 from demo_optax.exchange import (
   Request,

@@ -7,7 +7,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import demo_optax
-from demo_optax import chunks
+from demo_optax.compressors import chunking as chunks
 
 SIDE, TOPK, DECAY = 16, 10, 0.9
 GRID = chunks.chunk_grid((SIDE, SIDE), SIDE)

@@ -17,7 +17,7 @@ from flax import nnx
 from optax import contrib
 
 import demo_optax
-from demo_optax import compressors
+from demo_optax.wire.values import VALUES
 
 # What follows the exchange. The first version of the paper takes signs; the
 # second takes any optimizer that wants a momentum, with the learning rate
@@ -81,7 +81,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
   add('--compressor', choices=[*TOPK, *SUBSETS, 'full'], default='dct')
   add('--chunk', type=int, default=64, help='longest side of a chunk')
   add('--topk', type=int, default=32, help='coefficients sent of each chunk')
-  add('--values', choices=compressors.VALUES, default='float32',
+  add('--values', choices=VALUES, default='float32',
       help='how the values of coefficients are sent')
   add('--rate', type=float, default=1 / 32,
       help='share of the elements that random-subset, striding, slicing send')

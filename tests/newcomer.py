@@ -26,7 +26,7 @@ def main(readme: str, wheel: str) -> None:
   for name in demo_optax.__all__:
     assert getattr(demo_optax, name) is not None
   for name in names:
-    if re.fullmatch(r'demo_optax/[a-z]\w+\.py', name):
+    if re.fullmatch(r'demo_optax/(?:\w+/)?[a-z]\w+\.py', name):
       importlib.import_module(name[:-3].replace('/', '.'))
 
   import numpy as np

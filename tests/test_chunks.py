@@ -8,7 +8,7 @@ import scipy.fft
 from hypothesis import given
 from hypothesis import strategies as st
 
-from demo_optax import chunks
+from demo_optax.compressors import chunking as chunks
 
 pytestmark = pytest.mark.core
 

@@ -27,7 +27,8 @@ from subsets import (
 )
 
 import demo_optax
-from demo_optax import chunks, wire
+from demo_optax.compressors import chunking as chunks
+from demo_optax.wire import message as wire
 
 pytestmark = pytest.mark.core
 

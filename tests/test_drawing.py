@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
-from demo_optax import drawing
+from demo_optax.tools import drawing
 
 matplotlib.use('Agg')
 from matplotlib import pyplot as plt
@@ -134,7 +134,7 @@ def test_nothing_is_imported_before_it_is_drawn():
   code = (
       'import sys\n'
       'sys.modules["matplotlib"] = None\n'
-      'from demo_optax import drawing\n'
+      'from demo_optax.tools import drawing\n'
       'drawing.energy_kept([1.0])\n'
       'try:\n'
       '  drawing.draw_against_steps({"a": [1]}, "norm")\n'

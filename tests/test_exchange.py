@@ -19,7 +19,7 @@ from helpers import (
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
-from demo_optax.compressors import VALUES
+from demo_optax.wire.values import VALUES
 
 pytestmark = pytest.mark.core
 

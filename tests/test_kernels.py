@@ -18,9 +18,11 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
-from demo_optax import chunks, kernel_math, paths
-from demo_optax.kernel_math import Cut
-from demo_optax.kernels import Kernels
+from demo_optax.compressors import chunking as chunks
+from demo_optax.engine import heuristics as paths
+from demo_optax.engine import pallas_common as kernel_math
+from demo_optax.engine.pallas import Kernels
+from demo_optax.engine.pallas_common import Cut
 
 pytestmark = [
     pytest.mark.core,

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from oracle import Oracle
 
 import demo_optax
-from demo_optax.checkpoint import Checkpointer
+from demo_optax.checkpoint.checkpointer import Checkpointer
 
 SHAPES = {'padded': (31, 37), 'short': (7,)}  # every leaf compiles
 LIMIT, TOPK = 16, 5

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from demo_optax import packing
+from demo_optax.wire import bits as packing
 
 pytestmark = pytest.mark.core
 

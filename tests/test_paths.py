@@ -7,7 +7,11 @@ import pytest
 from helpers import assert_same_bits, random_tree
 
 import demo_optax
-from demo_optax import chunks, exchange, paths, selection, wire
+from demo_optax import exchange
+from demo_optax.compressors import chunking as chunks
+from demo_optax.engine import heuristics as paths
+from demo_optax.engine import topk as selection
+from demo_optax.wire import message as wire
 
 pytestmark = pytest.mark.core
 

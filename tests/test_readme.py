@@ -8,7 +8,7 @@ import numpy as np
 
 import demo_optax
 from demo_optax import __main__ as command
-from demo_optax import compressors
+from demo_optax.wire.values import VALUES
 
 README = (pathlib.Path(__file__).parents[1] / 'README.md').read_text()
 BLOCKS = re.findall(r'```python\n(.*?)```', README, re.S)
@@ -39,7 +39,7 @@ def test_the_table_of_bytes_is_what_plan_says():
     mb = count / 1e6
     return f'{mb:,.2f}' if mb < 30 else f'{mb:,.1f}' if mb < 100 else f'{mb:,.0f}'
 
-  for values in compressors.VALUES:
+  for values in VALUES:
     cells = []
     for shapes in command.MODELS.values():
       params = jax.tree.map(

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
-from demo_optax import replicas
+from demo_optax.tools import replicas
 
 pytestmark = pytest.mark.core
 

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
-from demo_optax import elastic
+from demo_optax.checkpoint import resize as elastic
 
 pytestmark = pytest.mark.core
 

@@ -10,7 +10,9 @@ from helpers import merge
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from demo_optax import chunks, value_codes, wire
+from demo_optax.compressors import chunking as chunks
+from demo_optax.wire import message as wire
+from demo_optax.wire import values as value_codes
 
 pytestmark = pytest.mark.core
 

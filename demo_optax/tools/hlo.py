@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from demo_optax import tables
+from demo_optax.tools import tables
 
 Groups = tuple[tuple[int, ...], ...]
 

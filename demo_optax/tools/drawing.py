@@ -4,7 +4,7 @@ Functions of plain arrays and of plans, with matplotlib (`pip install
 matplotlib`), which is imported when one of them is called. Import this module
 by name:
 
-    from demo_optax import drawing
+    from demo_optax.tools import drawing
 
 Those that draw one picture draw into `axes`, or into a new figure, and return
 the axes; those that draw several return the figure.
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from demo_optax.accounting import Plan
+from demo_optax.tools.traffic import Plan
 
 # `matplotlib.axes.Axes` and `matplotlib.figure.Figure`, which may be missing.
 Axes = Any
@@ -41,7 +41,7 @@ def energy_kept(coefficients: Any) -> np.ndarray:
     ValueError: there is no chunk in it.
 
   Example:
-    >>> from demo_optax import drawing
+    >>> from demo_optax.tools import drawing
     >>> drawing.energy_kept([[3., 0., -4.], [0., 5., 0.]])
     array([0.  , 0.82, 1.  , 1.  ])
 
@@ -81,7 +81,7 @@ def draw_energy_kept(
 
   Example:
     >>> import numpy as np
-    >>> from demo_optax import drawing
+    >>> from demo_optax.tools import drawing
     >>> chunks = np.random.default_rng(0).normal(size=(4, 64))
     >>> axes = drawing.draw_energy_kept({'raw': chunks}, topk=[8])
     >>> axes.get_xlabel()
@@ -127,7 +127,7 @@ def draw_chunk(
 
   Example:
     >>> import numpy as np
-    >>> from demo_optax import drawing
+    >>> from demo_optax.tools import drawing
     >>> chunk = np.random.default_rng(0).normal(size=(8, 8))
     >>> figure = drawing.draw_chunk(chunk, chunk, np.zeros((8, 8)), topk=4)
     >>> [axes.get_title() for axes in figure.axes[:3]]
@@ -184,7 +184,7 @@ def draw_against_steps(
     ImportError: matplotlib is not installed.
 
   Example:
-    >>> from demo_optax import drawing
+    >>> from demo_optax.tools import drawing
     >>> axes = drawing.draw_against_steps({'a': [1., 2.]}, 'norm that is kept')
     >>> axes.get_ylabel()
     'norm that is kept'
@@ -217,7 +217,7 @@ def draw_agreement(selected: Any, shape: tuple[int, int]) -> Figure:
 
   Example:
     >>> import numpy as np
-    >>> from demo_optax import drawing
+    >>> from demo_optax.tools import drawing
     >>> selected = np.array([[True, True, False, False], [True] + 3 * [False]])
     >>> figure = drawing.draw_agreement(selected, (2, 2))
     >>> [int(bar.get_height()) for bar in figure.axes[1].patches]
@@ -270,7 +270,7 @@ def draw_losses(runs: Mapping[str, tuple[Any, float]], sent: str) -> Figure:
     ImportError: matplotlib is not installed.
 
   Example:
-    >>> from demo_optax import drawing
+    >>> from demo_optax.tools import drawing
     >>> runs = {'adamw': ([2., 1.], 4e6), 'demo': ([2., 1.5], 5e4)}
     >>> figure = drawing.draw_losses(runs, 'sent per worker')
     >>> figure.axes[1].get_xlabel()
@@ -312,7 +312,7 @@ def draw_choices(
     ImportError: matplotlib is not installed.
 
   Example:
-    >>> from demo_optax import drawing
+    >>> from demo_optax.tools import drawing
     >>> points = [(13.0e3, 1.69, 'k = 8'), (49.2e3, 1.53, 'k = 32')]
     >>> axes = drawing.draw_choices({'float32': points})
     >>> [text.get_text() for text in axes.texts]
@@ -366,7 +366,7 @@ def draw_received(
 
   Example:
     >>> import demo_optax, jax, jax.numpy as jnp
-    >>> from demo_optax import drawing
+    >>> from demo_optax.tools import drawing
     >>> params = {'w': jax.ShapeDtypeStruct((1024, 4096), jnp.float32)}
     >>> plan = demo_optax.plan(params, demo_optax.dct_topk(topk=8), workers=2)
     >>> axes = drawing.draw_received({'k = 8': plan})
@@ -433,6 +433,7 @@ def _pyplot() -> Any:
     import matplotlib.pyplot as plt
   except ImportError as error:
     raise ImportError(
-        'demo_optax.drawing draws with matplotlib: pip install matplotlib.'
+        'demo_optax.tools.drawing draws with matplotlib: pip install'
+        ' matplotlib.'
     ) from error
   return plt

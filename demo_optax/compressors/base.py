@@ -20,8 +20,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from demo_optax import chunks, paths, selection, wire
-from demo_optax.value_codes import VALUES
+from demo_optax.compressors import chunking as chunks
+from demo_optax.engine import heuristics as paths
+from demo_optax.engine import topk as selection
+from demo_optax.wire import message as wire
+from demo_optax.wire.values import VALUES
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from demo_optax.chunks import Basis, ChunkGrid
+from demo_optax.compressors.chunking import Basis, ChunkGrid
 
 HIGHEST = jax.lax.Precision.HIGHEST
 

@@ -8,7 +8,7 @@ each in one pass over memory. What they compute is what the functions of
 same bits but for the rounding of the transform and of weighted sums.
 
 This module says to which leaves they apply and puts several into a launch;
-`kernels_gpu` and `kernels_tpu` have the kernels.
+`pallas_gpu` and `pallas_tpu` have the kernels.
 """
 
 import dataclasses
@@ -20,10 +20,12 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from demo_optax import kernel_math, paths, selection
-from demo_optax.chunks import Basis
 from demo_optax.compressors import LeafPlan
-from demo_optax.kernel_math import Cut
+from demo_optax.compressors.chunking import Basis
+from demo_optax.engine import heuristics as paths
+from demo_optax.engine import pallas_common as kernel_math
+from demo_optax.engine import topk as selection
+from demo_optax.engine.pallas_common import Cut
 
 _LENGTHS = (32, 64, 128)
 _LARGEST_K = 64
@@ -54,7 +56,7 @@ class Kernels:
   @property
   def module(self) -> Any:
     """Imported when needed: a backend may be absent from a release of JAX."""
-    return importlib.import_module(f'demo_optax.kernels_{self.backend}')
+    return importlib.import_module(f'demo_optax.engine.pallas_{self.backend}')
 
   def apply(self, plan: LeafPlan, gradient: jax.Array) -> bool:
     """Whether there are kernels for a leaf, told by shapes and dtypes."""

@@ -4,7 +4,7 @@ This is the only module that knows `vmap`, `shard_map` and collectives. It
 knows nothing of compression.
 
 A worker may be several devices, which share its one momentum: the axes of the
-mesh other than the worker axis shard its parameters (`demo_optax.specs`).
+mesh other than the worker axis shard its parameters (`workers.sharding`).
 """
 
 import abc
@@ -19,8 +19,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from demo_optax import specs
-from demo_optax.specs import Placement
+from demo_optax.workers import sharding as specs
+from demo_optax.workers.sharding import Placement
 
 # A vector of bytes, and where the parameter that it tells of lies.
 Part = tuple[jax.Array, tuple[str, ...]]

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from demo_optax import modules
-from demo_optax.specs import Path
+from demo_optax import flax as modules
 from demo_optax.workers import Workers
+from demo_optax.workers.sharding import Path
 
 
 def check_type(name: str, value: Any, expected: type, example: str) -> None:

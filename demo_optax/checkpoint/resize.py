@@ -27,7 +27,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from demo_optax import specs, trees
+from demo_optax import _tree as trees
+from demo_optax.workers import sharding as specs
 
 
 def resize_workers(opt_state: chex.ArrayTree, n: int) -> chex.ArrayTree:

@@ -14,7 +14,7 @@ from typing import ClassVar, Protocol
 import jax
 import jax.numpy as jnp
 
-from demo_optax import packing
+from demo_optax.wire import bits as packing
 
 
 class IndexCode(Protocol):

@@ -36,7 +36,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from demo_optax import index_codes, packing, paths, selection, value_codes
+from demo_optax.engine import heuristics as paths
+from demo_optax.engine import topk as selection
+from demo_optax.wire import bits as packing
+from demo_optax.wire import indices as index_codes
+from demo_optax.wire import values as value_codes
 
 STATUS_BYTES = 1
 ENERGIES = 3  # of what was held, sent and kept

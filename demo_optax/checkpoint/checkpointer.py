@@ -33,14 +33,18 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 import demo_optax
-from demo_optax import chunks, elastic, replicas, specs, trees
+from demo_optax import _tree as trees
+from demo_optax.checkpoint import resize as elastic
 from demo_optax.compressors import (
   Compressor,
   CompressorTree,
   LeafPlan,
   per_leaf,
 )
+from demo_optax.compressors import chunking as chunks
+from demo_optax.tools import replicas
 from demo_optax.workers import Workers
+from demo_optax.workers import sharding as specs
 
 _FORMAT = 1
 

@@ -17,14 +17,16 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from demo_optax import tables, trees
+from demo_optax import _tree as trees
 from demo_optax.compressors import (
   Compressor,
   CompressorTree,
   LeafPlan,
   per_leaf,
 )
-from demo_optax.specs import (
+from demo_optax.tools import tables
+from demo_optax.workers import Workers
+from demo_optax.workers.sharding import (
   Keys,
   Path,
   Placement,
@@ -34,7 +36,6 @@ from demo_optax.specs import (
   pending_axes,
   root_of,
 )
-from demo_optax.workers import Workers
 
 
 def state_specs(

@@ -11,10 +11,13 @@ import chex
 import jax
 import numpy as np
 
-from demo_optax import compressors, tables, trees, wire
+from demo_optax import _tree as trees
+from demo_optax import compressors
 from demo_optax.compressors import Compressor, LeafPlan
-from demo_optax.specs import ParamSpecs, Path, dotted, path_keys
+from demo_optax.tools import tables
+from demo_optax.wire import message as wire
 from demo_optax.workers import Workers
+from demo_optax.workers.sharding import ParamSpecs, Path, dotted, path_keys
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from demo_optax import packing, paths
+from demo_optax.engine import heuristics as paths
+from demo_optax.wire import bits as packing
 
 Average = Literal['senders', 'workers']
 

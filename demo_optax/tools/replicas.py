@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from demo_optax import trees
+from demo_optax import _tree as trees
 from demo_optax.workers import Workers
 
 

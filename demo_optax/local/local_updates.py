@@ -25,11 +25,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from demo_optax import compressors, inspection, specs, trees
+from demo_optax import _tree as trees
+from demo_optax import compressors
+from demo_optax import state as inspection
 from demo_optax.compressors import Compressor
 from demo_optax.demo import scale_by_demo
-from demo_optax.selection import Average
+from demo_optax.engine.topk import Average
 from demo_optax.workers import Workers
+from demo_optax.workers import sharding as specs
 
 _SIMULATED = 'demo_optax.Workers.simulated(4)'
 

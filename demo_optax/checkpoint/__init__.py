@@ -1,0 +1,21 @@
+"""Saving and restoring, also for another number of workers.
+
+`Checkpointer` needs Orbax, which is imported when it is first used.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from demo_optax.checkpoint.resize import resize_workers
+
+if TYPE_CHECKING:
+  from demo_optax.checkpoint.checkpointer import Checkpointer
+
+__all__ = ['Checkpointer', 'resize_workers']
+
+
+def __getattr__(name: str) -> Any:
+  if name != 'Checkpointer':
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+  from demo_optax.checkpoint.checkpointer import Checkpointer
+
+  return Checkpointer

@@ -1,0 +1,1 @@
+"""How the arithmetic of a step is done: the same bits at other speeds."""

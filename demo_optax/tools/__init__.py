@@ -1,0 +1,1 @@
+"""Predicts, reads, checks and draws what an exchange does."""

@@ -1,0 +1,1 @@
+"""Messages as bytes: what the workers selected, packed and unpacked."""
