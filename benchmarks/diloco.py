@@ -165,7 +165,7 @@ def averaged_every_step(task: Task) -> Any:
   """The reference: AdamW on gradients that are averaged in every step."""
   args, workers = task.args, task.workers
   tx = optax.chain(
-      demo_optax.mean_over_workers(workers=workers), per_worker_clip(),
+      demo_optax.average(workers=workers), per_worker_clip(),
       optax.adamw(task.schedule(args.lr), b2=0.95))
 
   @jax.jit

@@ -41,7 +41,7 @@ WORKERS = demo_optax.Workers.simulated(1)
 
 def optimizers(topk: int) -> dict[str, optax.GradientTransformation]:
   def averaged(tx: optax.GradientTransformation) -> Any:
-    mean = demo_optax.mean_over_workers(workers=WORKERS)
+    mean = demo_optax.average(workers=WORKERS)
     return optax.chain(mean, tx)
 
   compressor = demo_optax.dct_topk(topk=topk)

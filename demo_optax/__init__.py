@@ -27,11 +27,12 @@ from demo_optax.compressors import (
   slicing,
   striding,
 )
+from demo_optax.data_parallel import data_parallel
 from demo_optax.demo import DeMoState, demo, scale_by_demo
 from demo_optax.flax import param_specs
 from demo_optax.gradients import (
   PerWorkerState,
-  mean_over_workers,
+  average,
   per_worker,
   value_and_grad,
 )
@@ -45,6 +46,7 @@ from demo_optax.local.local_updates import (
   sparse_loco,
   stack_params,
 )
+from demo_optax.one_worker import over_workers
 from demo_optax.partitioning import partition
 from demo_optax.state import (
   exchange_info,
@@ -71,6 +73,7 @@ __all__ = [
   'Workers',
   'check_replicas',
   'collectives',
+  'data_parallel',
   'dct_topk',
   'demo',
   'demo_diloco',
@@ -80,8 +83,9 @@ __all__ = [
   'hadamard_topk',
   'identity_topk',
   'local_updates',
-  'mean_over_workers',
+  'average',
   'momentum',
+  'over_workers',
   'param_specs',
   'partition',
   'per_worker',

@@ -166,7 +166,7 @@ def check_gradient(
         ' already there is nothing left to compress; take gradients with'
         ' demo_optax.value_and_grad(loss_fn, workers=workers). In'
         ' demo_optax.partition, which averages by itself, leave out'
-        ' mean_over_workers.'
+        ' average.'
     )
   if not ok:
     raise ValueError(

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 from demo_optax import _tree as trees
-from demo_optax import compressors
+from demo_optax import compressors, one_worker
 from demo_optax import flax as modules
 from demo_optax.compressors import Compressor, LeafPlan
 from demo_optax.engine import topk as selection
@@ -216,7 +216,29 @@ def scale_by_demo(
       demo_exchange: Callable[[Request], Response] | None = None,
       **extra_args: Any,
   ) -> tuple[chex.ArrayTree, DeMoState]:
-    del extra_args
+    if one_worker.is_mapped():
+      return one_worker.exchange(
+          lambda updates, state, params, hyper: stacked_update_fn(
+              updates, state, params, hyper
+          ),
+          workers,
+          updates,
+          state,
+          params,
+          (decay, alpha),
+      )
+    return stacked_update_fn(
+        updates, state, params, (decay, alpha), demo_exchange
+    )
+
+  def stacked_update_fn(
+      updates: chex.ArrayTree,
+      state: DeMoState,
+      params: chex.ArrayTree | None,
+      hyper: tuple[chex.Numeric, chex.Numeric],
+      demo_exchange: Callable[[Request], Response] | None = None,
+  ) -> tuple[chex.ArrayTree, DeMoState]:
+    decay, alpha = hyper
     leaves = trees.align(updates, state.momentum, params, workers)
     taking_part = [leaf for leaf in leaves if leaf.exchanged]
     merged: list[jax.Array] = []

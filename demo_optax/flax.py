@@ -13,15 +13,20 @@ Flax is imported by the user or not at all.
 """
 
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from demo_optax.workers import Workers
+from demo_optax.one_worker import MetricPart, Result
+from demo_optax.workers import Workers, sharding
+from demo_optax.workers.sharding import Keys, path_keys
 
 
 class OpenedModules:
@@ -362,3 +367,176 @@ def _changed_message(name: str) -> str:
       ' would have a value of its own: only random streams and nnx.BatchStat'
       ' may change. Return the value as aux (has_aux=True) instead.'
   )
+
+
+# NNX objects as arguments of a step -------------------------------------------
+
+
+def is_object(x: Any) -> bool:
+  """Returns whether `x` is an NNX module, optimizer, metric or stream."""
+  nnx = _nnx()
+  return nnx is not None and isinstance(x, nnx.Pytree)
+
+
+def holds_state(tree: Any) -> bool:
+  """Returns whether `tree` is, or holds, Flax objects or dataclasses."""
+  nnx = _nnx()
+
+  def is_state(x: Any) -> bool:
+    if dataclasses.is_dataclass(x):
+      return True
+    return nnx is not None and isinstance(
+        x, nnx.Pytree | nnx.State | nnx.Variable
+    )
+
+  return any(map(is_state, jax.tree.leaves(tree, is_leaf=is_state)))
+
+
+def is_key(x: Any) -> bool:
+  """Returns whether `x` is one PRNG key, new or legacy."""
+  dtype = getattr(x, 'dtype', None)
+  if dtype is None:
+    return False
+  if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+    return bool(x.ndim == 0)
+  return bool(dtype == np.uint32 and x.shape == (2,))
+
+
+def fold_key(key: jax.Array, index: jax.Array) -> jax.Array:
+  """Folds a worker's number into a key, or into each of an array of keys."""
+  if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+    return _fold(key, index)
+  return jax.random.fold_in(key, index)
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenedObjects:
+  """NNX objects, taken apart together: what they share stays shared.
+
+  Attributes:
+    leaves: the arrays of all their variables.
+    structure: everything else, hashable.
+    names: of the arrays, for error messages.
+    keys: their paths.
+    kinds: for each, what becomes of it: see `results`.
+    owners: for each, the number of the object that holds it.
+  """
+
+  leaves: list[Any]
+  structure: Any
+  names: list[str]
+  keys: list[Keys]
+  kinds: list[Any]
+  owners: list[int]
+
+  @property
+  def roles(self) -> list[str]:
+    """Returns for each array whether workers share it."""
+    roles = {'stacked': 'stacked', 'stream': 'key'}
+    return [roles.get(kind, 'shared') for kind in self.kinds]
+
+  def merge(self, leaves: Sequence[Any]) -> list[Any]:
+    """Returns the objects with these arrays."""
+    if not self.structure:
+      return []
+    graphdef, treedef = self.structure
+    return list(_nnx().merge(graphdef, treedef.unflatten(leaves)))
+
+  def results(
+      self, objects: list[Any], before: Sequence[Any], own: Sequence[Any]
+  ) -> list[Result]:
+    """Returns the variables after a step, each with its role.
+
+    Args:
+      objects: the objects after the step.
+      before: their arrays before it, as all workers have them.
+      own: their arrays before it, as the step had them.
+
+    Raises:
+      ValueError: the step added or removed variables.
+    """
+    if not self.structure:
+      return []
+    _, state = _nnx().split(objects)
+    after, treedef = jax.tree.flatten(state)
+    if treedef != self.structure[1]:
+      new = {jax.tree_util.keystr(path) for path, _ in _variables(state)}
+      found = sorted(new.symmetric_difference(self.names)) or ['(in structure)']
+      raise ValueError(
+          'The step added or removed variables of its Flax objects:'
+          f' {", ".join(found[:6])}. Return such values instead of storing'
+          ' them, or create them before the step.'
+      )
+    results = []
+    for name, keys, kind, x, whole, mine in zip(
+        self.names, self.keys, self.kinds, after, before, own
+    ):
+      role, old = kind, whole
+      if kind == 'stream':
+        # The stream goes on from the key that all workers share.
+        role, x = ('state', whole) if x is mine else ('key', x)
+      if role in ('state', 'stacked', 'key'):
+        old = None
+      results.append(Result(f'the variable {name}', keys, role, x, old))
+    return results
+
+
+def open_objects(objects: Sequence[Any]) -> OpenedObjects:
+  """Takes NNX objects apart, together."""
+  if not objects:
+    return OpenedObjects([], None, [], [], [], [])
+  graphdef, state = _nnx().split(list(objects))
+  leaves, treedef = jax.tree.flatten(state)
+  metrics = _metric_kinds(objects)
+  paths = []
+  for path, variable in _variables(state):
+    paths += [(path, variable)] * len(jax.tree.leaves(variable))
+  keys = [path_keys(path) for path, _ in paths]
+  stacked = sharding.stacked(keys)
+  kinds = [
+      'stacked' if has_axis else metrics.get(k) or _kind_of(variable)
+      for k, has_axis, (_, variable) in zip(keys, stacked, paths)
+  ]
+  return OpenedObjects(
+      leaves,
+      (graphdef, treedef),
+      [jax.tree_util.keystr(path) for path, _ in paths],
+      keys,
+      kinds,
+      [k[0] for k in keys],
+  )
+
+
+def update_objects(objects: Sequence[Any], leaves: Sequence[Any]) -> None:
+  """Puts arrays, in the order of `open_objects`, into NNX objects."""
+  if not objects:
+    return
+  nnx = _nnx()
+  state = nnx.state(list(objects))
+  old, treedef = jax.tree.flatten(state)
+  if any(new is not x for new, x in zip(leaves, old)):
+    nnx.update(list(objects), treedef.unflatten(leaves))
+
+
+def _kind_of(variable: Any) -> str:
+  nnx = _nnx()
+  if isinstance(variable, nnx.RngKey):
+    return 'stream'
+  return 'statistics' if isinstance(variable, nnx.BatchStat) else 'state'
+
+
+def _metric_kinds(objects: Sequence[Any]) -> dict[Keys, Any]:
+  """Returns how the variables of `nnx.metrics` add up, by their paths."""
+  nnx = _nnx()
+  kinds: dict[Keys, Any] = {}
+  parts: tuple[str, ...]
+  for number, (path, node) in enumerate(nnx.iter_graph(list(objects))):
+    if isinstance(node, nnx.metrics.Average):
+      parts = ('total', 'count')
+    elif isinstance(node, nnx.metrics.Welford):
+      parts = ('count', 'mean', 'm2')
+    else:
+      continue
+    for part in parts:
+      kinds[(*path, part)] = MetricPart(number, part)
+  return kinds

@@ -11,6 +11,7 @@ import optax
 
 from demo_optax import _tree as trees
 from demo_optax import flax as modules
+from demo_optax import one_worker
 from demo_optax.workers import Workers
 
 _WORKERS = 'demo_optax.Workers.simulated(4)'
@@ -219,32 +220,36 @@ def per_worker(
       params: chex.ArrayTree | None = None,
       **extra_args: Any,
   ) -> tuple[chex.ArrayTree, PerWorkerState]:
-    _check_own(updates, params, workers)
     extra_args.pop('demo_exchange', None)  # nothing is exchanged in here
+    if one_worker.is_mapped():
+      new, own = tx.update(
+          _exchanged_part(updates),
+          state.worker_stacked,
+          _exchanged_part(params),
+          **extra_args,
+      )
+      return _with_others(new, updates), PerWorkerState(own)
+    _check_own(updates, params, workers)
 
-    def one_worker(
+    def update_one(
         index: jax.Array, gradients: Any, state: Any, shared: Any
     ) -> tuple[Any, Any, tuple[()]]:
       del index
       params, extra_args = shared
       return *tx.update(gradients, state, params, **extra_args), ()
 
-    leaves, treedef = jax.tree.flatten(updates)
     new, state, _ = workers.map(
-        one_worker,
+        update_one,
         _exchanged_part(updates),
         state.worker_stacked,
         (_exchanged_part(params), extra_args),
     )
-    for place, update in enumerate(treedef.flatten_up_to(new)):
-      if not isinstance(update, optax.MaskedNode):
-        leaves[place] = update
-    return treedef.unflatten(leaves), PerWorkerState(state)
+    return _with_others(new, updates), PerWorkerState(state)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def mean_over_workers(*, workers: Workers) -> optax.GradientTransformation:
+def average(*, workers: Workers) -> optax.GradientTransformation:
   r"""Averages the workers' gradients: plain data parallelism.
 
   .. math::
@@ -273,7 +278,7 @@ def mean_over_workers(*, workers: Workers) -> optax.GradientTransformation:
     >>> import demo_optax, jax.numpy as jnp, optax
     >>> workers = demo_optax.Workers.simulated(2)
     >>> tx = optax.chain(
-    ...     demo_optax.mean_over_workers(workers=workers), optax.sgd(1.0))
+    ...     demo_optax.average(workers=workers), optax.sgd(1.0))
     >>> params = jnp.zeros(2)
     >>> gradients = jnp.array([[3.0, 4.0], [1.0, 0.0]])
     >>> updates, _ = tx.update(gradients, tx.init(params), params)
@@ -287,6 +292,22 @@ def mean_over_workers(*, workers: Workers) -> optax.GradientTransformation:
   trees.check_type('workers', workers, Workers, _WORKERS)
 
   def update_fn(
+      updates: chex.ArrayTree, params: chex.ArrayTree | None
+  ) -> chex.ArrayTree:
+    if not one_worker.is_mapped():
+      return stacked_mean(updates, params)
+    mean, _ = one_worker.exchange(
+        lambda updates, state, params, _: (
+            stacked_mean(updates, params), state
+        ),
+        workers,
+        updates,
+        (),
+        params,
+    )
+    return mean
+
+  def stacked_mean(
       updates: chex.ArrayTree, params: chex.ArrayTree | None
   ) -> chex.ArrayTree:
     _check_own(updates, params, workers)
@@ -312,6 +333,17 @@ def mean_over_workers(*, workers: Workers) -> optax.GradientTransformation:
 def _exchanged_part(tree: chex.ArrayTree | None) -> chex.ArrayTree | None:
   """`tree` with `optax.MaskedNode()` for leaves that take no part."""
   return trees.map_exchanged(lambda path, x: x, tree)
+
+
+def _with_others(
+    new: chex.ArrayTree, updates: chex.ArrayTree
+) -> chex.ArrayTree:
+  """Returns `new`, with the leaves of `updates` that it masks."""
+  leaves, treedef = jax.tree.flatten(updates)
+  return treedef.unflatten([
+      x if isinstance(update, optax.MaskedNode) else update
+      for update, x in zip(treedef.flatten_up_to(new), leaves)
+  ])
 
 
 def _check_own(

@@ -17,7 +17,7 @@ from demo_optax.exchange import (
   exchange,
   nothing_known,
 )
-from demo_optax.gradients import mean_over_workers
+from demo_optax.gradients import average
 from demo_optax.workers import Workers
 
 
@@ -34,7 +34,7 @@ def partition(
   their chain, and all that they exchange travels in one payload; they may
   differ in compressor, decay and base optimizer. The others (`optax.adamw` for
   embeddings and norms) get gradients averaged over the workers, as by
-  `mean_over_workers`: do not put that before them.
+  `average`: do not put that before them.
 
   The transformations that exchange are called twice in each step: to learn what
   is to be exchanged, and again with what has come. In the first call what
@@ -96,7 +96,7 @@ def partition(
         optax.GradientTransformation,
         'optax.adamw(1e-3)',
     )
-  average = mean_over_workers(workers=workers)
+  mean = average(workers=workers)
 
   def by_label(params: chex.ArrayTree) -> tuple[Any, Any]:
     """`optax.partition` of these parameters, and the label of each leaf."""
@@ -131,7 +131,7 @@ def partition(
         for label, inner_state in state.inner_states.items()
     }
     dense = jax.tree.map(lambda label: not exchanging[label], tree)
-    averaged = optax.masked(average, dense)
+    averaged = optax.masked(mean, dense)
     updates, _ = averaged.update(updates, averaged.init(params), params)
 
     requests: list[Request] = []

@@ -107,7 +107,7 @@ def make_optimizer(
     args: argparse.Namespace, workers: demo_optax.Workers
 ) -> optax.GradientTransformation:
   if args.optimizer == 'adamw':
-    mean = demo_optax.mean_over_workers(workers=workers)
+    mean = demo_optax.average(workers=workers)
     return optax.chain(mean, adamw(args, args.lr))
   if args.optimizer in LOCAL:
     return local_updates(args, workers)

@@ -1,5 +1,7 @@
 """Meshes, gradients and comparisons that many tests share."""
 
+import contextlib
+
 import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
@@ -29,6 +31,19 @@ def make_mesh(count=4, kind='auto', name='data'):
 
 def on_mesh(count=4, kind='auto'):
   return demo_optax.Workers.on_mesh(make_mesh(count, kind), 'data')
+
+
+@contextlib.contextmanager
+def make_workers(kind, count=4):
+  """Simulated workers, or those of a mesh; an Explicit mesh is the context's."""
+  if kind == 'simulated':
+    yield demo_optax.Workers.simulated(count)
+    return
+  workers = on_mesh(count, kind)
+  with jax.set_mesh(workers.mesh) if kind == 'explicit' else (
+      contextlib.nullcontext()
+  ):
+    yield workers
 
 
 def replicated(tree, workers):

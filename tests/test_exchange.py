@@ -427,7 +427,7 @@ def test_one_gather_and_nothing_dense(kind):
   assert [c.kind for c in rest] == ['all-reduce']  # the mean of the loss
   assert rest[0].output_bytes == 4
   # Averaging, for contrast, does send everything.
-  tx = optax.chain(demo_optax.mean_over_workers(workers=workers), optax.sgd(1.))
+  tx = optax.chain(demo_optax.average(workers=workers), optax.sgd(1.))
   state = tx.init(params)
   dense = demo_optax.collectives(train_step_of(tx, loss_fn, workers).lower(
       params, state, x).compile())

@@ -589,7 +589,7 @@ def test_mistakes():
   with pytest.raises(ValueError, match='is there an exchange in it'):
     tx.update(params, tx.init(params), params)
   tx = demo_optax.local_updates(
-      sgd, demo_optax.mean_over_workers(workers=workers), 1, workers=workers,
+      sgd, demo_optax.average(workers=workers), 1, workers=workers,
       drift=True)
   with pytest.raises(ValueError, match='one update for every worker'):
     tx.update(params, tx.init(params), params)

@@ -45,7 +45,7 @@ PARAMS = {'w': jnp.ones((8, 8)), 'b': jnp.ones(8)}
     (lambda: demo_optax.Workers.on_mesh(make_mesh(2), 'model'), ValueError,
      r"no axis 'model'.*data"),
     (lambda: demo_optax.Workers.on_axis(3), TypeError, 'axis_name=3'),
-    (lambda: demo_optax.mean_over_workers(workers=None), TypeError, 'None'),
+    (lambda: demo_optax.average(workers=None), TypeError, 'None'),
     (lambda: demo_optax.per_worker(optax.identity(), workers='x'), TypeError,
      "'x'"),
 ])
@@ -62,7 +62,7 @@ def test_a_range_is_not_checked_for_what_is_traced():
 LINKS = {
     'demo': lambda w: demo_optax.demo(1e-3, workers=w),
     'scale_by_demo': lambda w: demo_optax.scale_by_demo(workers=w),
-    'mean_over_workers': lambda w: demo_optax.mean_over_workers(workers=w),
+    'average': lambda w: demo_optax.average(workers=w),
     'per_worker': lambda w: demo_optax.per_worker(
         optax.clip_by_global_norm(1.0), workers=w),
 }
@@ -216,7 +216,7 @@ def test_row_labels_by_number_of_dimensions():
   def labels(tree):
     return jax.tree.map(lambda x: 'x' if jnp.ndim(x) > 1 else 'd', tree)
 
-  mean = demo_optax.mean_over_workers(workers=WORKERS)
+  mean = demo_optax.average(workers=WORKERS)
   tx = optax.partition(
       {'x': demo_optax.scale_by_demo(workers=WORKERS),
        'd': optax.chain(mean, optax.sgd(0.1))}, labels)
@@ -245,7 +245,7 @@ def test_row_partition():
       {'exchanged': exchanged, 'averaged': optax.sgd(0.1)}, labels)
   updates, _ = wrong.update(gradients, wrong.init(PARAMS), PARAMS)
   assert updates['b'].shape == (N, 8)  # optax does not look at shapes
-  mean = demo_optax.mean_over_workers(workers=WORKERS)
+  mean = demo_optax.average(workers=WORKERS)
   right = optax.partition(
       {'exchanged': exchanged, 'averaged': optax.chain(mean, optax.sgd(0.1))},
       labels)

@@ -119,7 +119,7 @@ def test_inject_hyperparams_over_decay_and_learning_rate():
 def test_stock_partition_with_a_dense_branch():
   """Matrices by DeMo, the rest by AdamW on averaged gradients."""
   dense = optax.chain(
-      demo_optax.mean_over_workers(workers=WORKERS), optax.sgd(0.1))
+      demo_optax.average(workers=WORKERS), optax.sgd(0.1))
   tx = optax.partition(
       {'exchanged': CHAINS['demo'](), 'averaged': dense},
       {'w': 'exchanged', 'b': 'averaged'})
@@ -339,8 +339,8 @@ def test_per_worker_keeps_a_state_for_each():
 
 
 @pytest.mark.parametrize('workers', [WORKERS, on_mesh(N)], ids=['sim', 'mesh'])
-def test_mean_over_workers(workers):
-  tx = demo_optax.mean_over_workers(workers=workers)
+def test_average(workers):
+  tx = demo_optax.average(workers=workers)
   gradients = random_tree(0, SHAPES, (N,))
   mean, _ = tx.update(gradients, tx.init(problem()[0]), problem()[0])
   for key in mean:
@@ -349,7 +349,7 @@ def test_mean_over_workers(workers):
 
 @pytest.mark.parametrize('workers', [WORKERS, on_mesh(N)], ids=['sim', 'mesh'])
 def test_mean_leaves_out_who_is_not_finite(workers):
-  tx = demo_optax.mean_over_workers(workers=workers)
+  tx = demo_optax.average(workers=workers)
   gradients = random_tree(0, SHAPES, (N,))
   gradients['b'][1] = np.inf
   mean, _ = tx.update(gradients, tx.init(problem()[0]), problem()[0])
@@ -372,7 +372,7 @@ def test_links_before_the_exchange_take_integer_leaves():
   new = optax.apply_updates(params, updates)
   assert_same_bits(new['n'], params['n'])
   np.testing.assert_allclose(new['w'], 0.9, rtol=1e-6)
-  mean = demo_optax.mean_over_workers(workers=WORKERS)
+  mean = demo_optax.average(workers=WORKERS)
   updates, _ = mean.update(gradients, mean.init(params), params)
   assert updates['n'].dtype == jnp.int32 and not np.any(updates['n'])
 
@@ -397,7 +397,7 @@ def test_protocol_of_public_names():
     assert getattr(demo_optax, name).__doc__, name
   for tx in (demo_optax.demo(0.1, workers=WORKERS),
              demo_optax.scale_by_demo(workers=WORKERS),
-             demo_optax.mean_over_workers(workers=WORKERS),
+             demo_optax.average(workers=WORKERS),
              demo_optax.per_worker(optax.identity(), workers=WORKERS)):
     assert isinstance(tx, optax.GradientTransformation)
   assert not callable(WORKERS) and not callable(COMPRESSOR)

@@ -57,7 +57,7 @@ def alone(label, workers, steps):
   """The updates of one part by itself."""
   tx = parts(workers)[label]
   if label == 'dense':
-    tx = optax.chain(demo_optax.mean_over_workers(workers=workers), tx)
+    tx = optax.chain(demo_optax.average(workers=workers), tx)
   names = [name for name in SHAPES if LABELS[name] == label]
   params = {name: jnp.asarray(random_tree(9, SHAPES)[name]) for name in names}
   state, update = tx.init(params), jax.jit(tx.update)
@@ -205,7 +205,7 @@ def test_mistakes():
     grown = optax.stateless(lambda u, p: jax.tree.map(lambda x: x[None], u))
     update({**plain, 'hidden': optax.chain(exchange, grown)})
   with pytest.raises(ValueError, match='one gradient per worker'):
-    mean = demo_optax.mean_over_workers(workers=workers)
+    mean = demo_optax.average(workers=workers)
     update({**plain, 'dense': optax.chain(mean, optax.sgd(0.1))})
   with pytest.raises(ValueError, match='needs params'):
     tx = demo_optax.partition(plain, LABELS, workers=workers)
@@ -216,8 +216,8 @@ def test_mistakes():
     demo_optax.partition(plain, LABELS, workers=2)
   with pytest.raises(TypeError, match='transforms='):
     demo_optax.partition([exchange], LABELS, workers=workers)
-  with pytest.raises(ValueError, match='leave out mean_over_workers'):
-    mean = demo_optax.mean_over_workers(workers=workers)
+  with pytest.raises(ValueError, match='leave out average'):
+    mean = demo_optax.average(workers=workers)
     update({**plain, 'dense': optax.chain(mean, optax.sgd(0.1))})
   with pytest.raises(ValueError, match='inside of another one'):
     inner = demo_optax.partition(

@@ -45,7 +45,7 @@ def test_weights_keep_the_mean(old, new):
 
 @settings(max_examples=20)
 @given(COUNTS, COUNTS, st.integers(0, 2**16))
-def test_the_mean_over_workers_is_kept(old, new, seed):
+def test_the_average_is_kept(old, new, seed):
   x = np.random.default_rng(seed).normal(size=(old, 5)).astype(np.float32)
   y = resize(x, new)
   assert y.shape == (new, 5) and y.dtype == np.float32
@@ -96,7 +96,7 @@ def whole_state(workers):
       demo_optax.per_worker(own, workers=workers),
       demo_optax.demo(1e-2, workers=workers, compressor=COMPRESSOR))
   averaged = optax.chain(
-      demo_optax.mean_over_workers(workers=workers), optax.trace(0.9))
+      demo_optax.average(workers=workers), optax.trace(0.9))
   tx = optax.inject_hyperparams(lambda rate: optax.chain(
       optax.partition({'exchanged': exchanged, 'averaged': averaged},
                       {'w': 'exchanged', 'b': 'averaged'}),

@@ -163,7 +163,7 @@ def test_a_whole_chain_trains_as_if_simulated(kind):
         demo_optax.demo(1e-2, workers=workers, compressor=COMPRESSOR,
                         decay=0.9, weight_decay=0.1))
     averaged = optax.chain(
-        demo_optax.mean_over_workers(workers=workers), optax.trace(0.9))
+        demo_optax.average(workers=workers), optax.trace(0.9))
     return optax.partition(
         {'exchanged': exchanged, 'averaged': averaged},
         {k: 'averaged' if k in ('cols', 'gain') else 'exchanged'

@@ -139,7 +139,7 @@ def local_updates(
     >>> import demo_optax, jax.numpy as jnp, optax
     >>> workers = demo_optax.Workers.simulated(2)
     >>> outer = optax.chain(
-    ...     demo_optax.mean_over_workers(workers=workers), optax.sgd(1.0))
+    ...     demo_optax.average(workers=workers), optax.sgd(1.0))
     >>> tx = demo_optax.local_updates(
     ...     optax.sgd(1.0), outer, sync_period=2, workers=workers)
     >>> params = demo_optax.stack_params(jnp.zeros(1), workers)

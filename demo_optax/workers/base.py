@@ -8,6 +8,7 @@ mesh other than the worker axis shard its parameters (`workers.sharding`).
 """
 
 import abc
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -416,9 +417,52 @@ class Workers(abc.ABC):
   def check_gradient(self, name: str, gradient: jax.Array) -> None:  # noqa: B027
     """Raises if a gradient can be seen not to be one worker's own."""
 
+  def context(self) -> contextlib.AbstractContextManager[Any]:
+    """Returns the context that a model of one worker is traced in."""
+    return contextlib.nullcontext()
+
+  def put(
+      self,
+      keys: Sequence[specs.Keys],
+      roles: Sequence[str],
+      leaves: Sequence[Any],
+  ) -> list[Any]:
+    """Returns the arrays of a step's arguments where they belong.
+
+    Args:
+      keys: their paths.
+      roles: 'batch', 'stacked', or anything else for what workers share.
+      leaves: the arrays; those that are traced are returned as they are.
+    """
+    del keys, roles
+    return list(leaves)
+
+  def hold(
+      self,
+      keys: Sequence[specs.Keys],
+      roles: Sequence[str],
+      leaves: Sequence[Any],
+  ) -> list[Any]:
+    """Returns the arrays of a step's results, constrained to where they belong.
+
+    Args:
+      keys: their paths.
+      roles: 'output', 'stacked', or anything else for what workers share.
+      leaves: the arrays.
+    """
+    del keys, roles
+    return list(leaves)
+
+  def join(self, x: jax.Array) -> jax.Array:
+    """Returns rows `[count, b, ...]` as a batch: undoes `split`."""
+    raise NotImplementedError
+
 
 class _Stacked(Workers):
   """Gradients carry the worker axis in front."""
+
+  def join(self, x: jax.Array) -> jax.Array:
+    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
   def map(
       self,
@@ -679,8 +723,74 @@ class _OnMesh(_Stacked):
       shared: Any,
   ) -> tuple[Any, Any, Any]:
     # Layers may look for the mesh in the context, which users need not set.
-    with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+    with self.context():
       return super().map(fun, own, state, shared)
+
+  def context(self) -> contextlib.AbstractContextManager[Any]:
+    return jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh)
+
+  def join(self, x: jax.Array) -> jax.Array:
+    shape = (x.shape[0] * x.shape[1], *x.shape[2:])
+    if not self._explicit:
+      return x.reshape(shape)
+    _, inner, *rest = jax.typeof(x).sharding.spec
+    inner = inner if isinstance(inner, tuple) else (inner,) if inner else ()
+    sharding = NamedSharding(self.mesh, P((self.axis_name, *inner), *rest))
+    return jax.lax.reshape(x, shape, out_sharding=sharding)
+
+  def put(
+      self,
+      keys: Sequence[specs.Keys],
+      roles: Sequence[str],
+      leaves: Sequence[Any],
+  ) -> list[Any]:
+    def move(x: Any, role: str, spec: P) -> Any:
+      if isinstance(x, jax.core.Tracer):
+        return x
+      there = getattr(getattr(x, 'sharding', None), 'mesh', None) == self.mesh
+      target = NamedSharding(self.mesh, spec)
+      if there and (
+          role != 'stacked' or x.sharding.is_equivalent_to(target, x.ndim)
+      ):
+        return x
+      return jax.device_put(x, target)
+
+    specs = self._leaf_specs(keys, roles, leaves)
+    return [move(x, r, s) for x, r, s in zip(leaves, roles, specs)]
+
+  def hold(
+      self,
+      keys: Sequence[specs.Keys],
+      roles: Sequence[str],
+      leaves: Sequence[Any],
+  ) -> list[Any]:
+    if self._explicit:  # types say it
+      return list(leaves)
+
+    def hold(x: jax.Array, role: str, spec: P) -> jax.Array:
+      if role == 'output' and x.ndim:
+        return x
+      sharding = NamedSharding(self.mesh, spec)
+      return jax.lax.with_sharding_constraint(x, sharding)
+
+    specs = self._leaf_specs(keys, roles, leaves)
+    return [hold(x, r, s) for x, r, s in zip(leaves, roles, specs)]
+
+  def _leaf_specs(
+      self,
+      keys: Sequence[specs.Keys],
+      roles: Sequence[str],
+      leaves: Sequence[Any],
+  ) -> list[P]:
+    def spec(k: specs.Keys, role: str, x: Any) -> P:
+      if role == 'batch':
+        return P(self.axis_name)
+      if role == 'stacked':
+        within = self.param_specs.place_state(k, np.shape(x)[1:])
+        return P(self.axis_name, *within)
+      return self.param_specs.place_state(k, np.shape(x))
+
+    return [spec(k, r, x) for k, r, x in zip(keys, roles, leaves)]
 
   def split(self, x: jax.Array) -> jax.Array:
     shape = (self.count, x.shape[0] // self.count, *x.shape[1:])

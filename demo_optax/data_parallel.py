@@ -1,0 +1,764 @@
+"""Runs one worker's training step for all workers."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from demo_optax import _tree as trees
+from demo_optax import flax as modules
+from demo_optax import one_worker
+from demo_optax.one_worker import WORKER_AXIS, Result
+from demo_optax.workers import Workers
+from demo_optax.workers.sharding import Keys, path_keys
+
+
+def data_parallel(
+    workers: Workers,
+    *,
+    batch_argnums: int | Sequence[int] | None = None,
+    batch_argnames: str | Sequence[str] | None = None,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    donate_argnums: int | Sequence[int] = (),
+    donate_argnames: str | Sequence[str] = (),
+) -> Callable[[Callable[..., Any]], 'DataParallelStep']:
+  r"""Compiles a training step that is written for one worker, for all of them.
+
+  A drop-in for `jax.jit` and `nnx.jit` on a training step. The batch is cut
+  over the workers along its first axis; everything else is shared. The step
+  computes one worker's loss and gradient from one worker's rows, and its
+  optimizer, which contains `scale_by_demo`, exchanges:
+
+  .. math:: g_i = \nabla_x f(x; B_i), \qquad x \leftarrow x + u(g_1, \dots, g_N)
+
+  What the step sees and what comes of it:
+
+  ============================  ================================================
+  argument                      in the step
+  ============================  ================================================
+  Flax NNX objects              one worker's; updated in place afterwards
+  parameters, optimizer state,  one worker's, of which the momentum is its own
+  `TrainState`, dataclasses,
+  Equinox modules
+  PRNG keys                     folded with the worker's number; so are the
+                                random streams of NNX objects
+  numbers, 0-d arrays           as they are
+  other arrays: the batch       this worker's rows
+  ============================  ================================================
+
+  ============================  ================================================
+  returned or changed           is, of all workers,
+  ============================  ================================================
+  parameters, optimizer state   equal on all of them: anything else is an error
+  real numbers                  the mean
+  arrays with a row for each    the rows of all, in the order of the batch
+  row of the worker's batch
+  batch statistics              the mean over workers whose values are finite
+  (`nnx.BatchStat`, Linen
+  `batch_stats`)
+  `nnx.metrics`                 as of one worker with the whole batch
+  PRNG keys                     worker 0's
+  ============================  ================================================
+
+  Anything else that differs between workers is an error that names it;
+  `over_workers(x, jnp.sum)` in the step makes one value of all workers' values.
+
+  Which arguments are batches is told from what they are: an argument is shared
+  if it holds a Flax object, a dataclass or an optimizer state, or has the
+  structure of the parameters of such a state. `batch_argnums` says otherwise.
+
+  On a mesh, arguments are put where they belong at the first call: batches are
+  spread over the worker axis, momentum lies with its worker, parameters where
+  `param_specs` says. Several processes give the same NumPy batch each, or a
+  global `jax.Array` (`jax.make_array_from_process_local_data`).
+
+  Args:
+    workers: `Workers.simulated` or `Workers.on_mesh`.
+    batch_argnums: positions of the arguments to cut; no others are cut then.
+    batch_argnames: the same, by name.
+    static_argnums: positions of arguments to compile for, as in `jax.jit`.
+      Functions, strings and other objects that are not arrays are static
+      wherever they occur.
+    static_argnames: the same, by name.
+    donate_argnums: positions of arguments whose arrays may be overwritten, as
+      in `jax.jit`: model and optimizer of a training loop.
+    donate_argnames: the same, by name.
+
+  Returns:
+    A decorator. The decorated step is called as before; `lower` of it returns
+    the lowered program for its arguments.
+
+  Raises:
+    TypeError: `workers` is something else, or `Workers.on_axis`.
+    ValueError: when called: no batch among the arguments, one that does not
+      divide, or batches of different lengths; a result that differs between
+      workers and must not.
+
+  Example:
+    >>> import demo_optax, jax, jax.numpy as jnp, optax
+    >>> workers = demo_optax.Workers.simulated(4)
+    >>> tx = demo_optax.demo(0.1, workers=workers)
+    >>> params = {'w': jnp.ones(3)}
+    >>> opt_state = tx.init(params)
+    >>> @demo_optax.data_parallel(workers)
+    ... def train_step(params, opt_state, x):
+    ...   loss, grads = jax.value_and_grad(
+    ...       lambda params: jnp.mean((x @ params['w']) ** 2))(params)
+    ...   updates, opt_state = tx.update(grads, opt_state, params)
+    ...   return optax.apply_updates(params, updates), opt_state, loss
+    >>> for step in range(5):
+    ...   params, opt_state, loss = train_step(params, opt_state, jnp.eye(8, 3))
+    >>> print(loss.round(3), params['w'].round(3))
+    0.135 [0.5 0.5 0.5]
+
+  References:
+    Peng et al., `DeMo: Decoupled Momentum Optimization
+    <https://arxiv.org/abs/2411.19870>`_: gradients are not synchronised.
+  """
+  trees.check_type(
+      'workers', workers, Workers, 'demo_optax.Workers.simulated(4)'
+  )
+  if not workers.stacked_gradients:
+    raise TypeError(
+        f'{workers} are the workers of an axis that you map yourself: call the'
+        ' step in your own shard_map, pmap or vmap. data_parallel needs'
+        ' Workers.on_mesh or Workers.simulated.'
+    )
+  options = _Options(
+      None if batch_argnums is None else _as_tuple(batch_argnums),
+      None if batch_argnames is None else _as_tuple(batch_argnames),
+      _as_tuple(static_argnums),
+      _as_tuple(static_argnames),
+      _as_tuple(donate_argnums),
+      _as_tuple(donate_argnames),
+  )
+  return lambda step: DataParallelStep(step, workers, options)
+
+
+def _as_tuple(x: Any) -> tuple[Any, ...]:
+  return (x,) if isinstance(x, int | str) else tuple(x)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+  """What the caller of `data_parallel` says of the step's arguments."""
+
+  batch_argnums: tuple[int, ...] | None
+  batch_argnames: tuple[str, ...] | None
+  static_argnums: tuple[int, ...]
+  static_argnames: tuple[str, ...]
+  donate_argnums: tuple[int, ...]
+  donate_argnames: tuple[str, ...]
+
+
+class DataParallelStep:
+  """A step that `data_parallel` has decorated; called like the step itself.
+
+  Attributes:
+    workers: the workers that it runs for.
+  """
+
+  def __init__(
+      self, step: Callable[..., Any], workers: Workers, options: _Options
+  ):
+    functools.update_wrapper(self, step)
+    self.workers = workers
+    self._step, self._options = step, options
+    self._names = _positional_names(step)
+    self._calls: dict[Any, _Call] = {}
+    self._jitted = jax.jit(self._run, static_argnums=0, donate_argnums=1)
+
+  def __repr__(self) -> str:
+    name = getattr(self._step, '__name__', repr(self._step))
+    return f'data_parallel({self.workers})({name})'
+
+  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    """Runs the step; see `data_parallel`."""
+    call, objects, leaves = self._open(args, kwargs)
+    returned, changed = self._jitted(call, *call.split_donated(leaves))
+    modules.update_objects(objects, changed)
+    return returned.rebuild(objects)
+
+  def lower(self, *args: Any, **kwargs: Any) -> Any:
+    """Lowers the step for these arguments, as `jax.jit(step).lower` does.
+
+    Args:
+      *args: arguments of the step.
+      **kwargs: keyword arguments of the step.
+
+    Returns:
+      A `jax.stages.Lowered`; `compile()` it for `demo_optax.collectives`.
+    """
+    call, _, leaves = self._open(args, kwargs)
+    return self._jitted.lower(call, *call.split_donated(leaves))
+
+  def _open(
+      self, args: tuple[Any, ...], kwargs: dict[str, Any]
+  ) -> tuple['_Call', list[Any], list[Any]]:
+    """Returns the call's static part, its NNX objects, and all arrays."""
+    objects: list[Any] = []
+    arguments, leaves = [], []
+    for position, value in enumerate(args):
+      argument, arrays = self._argument(position, len(args), value, objects)
+      arguments.append(argument)
+      leaves += arrays
+    for name, value in kwargs.items():
+      argument, arrays = self._argument(name, len(args), value, objects)
+      arguments.append(argument)
+      leaves += arrays
+    opened = modules.open_objects(objects)
+    leaves += opened.leaves
+    shapes = tuple((np.shape(x), jax.dtypes.result_type(x)) for x in leaves)
+    key = (tuple(arguments), opened.structure, shapes)
+    try:
+      call = self._calls.get(key)
+    except TypeError as error:
+      raise TypeError(
+          f'{self!r} compiles for what is not an array among its arguments,'
+          f' and so needs it hashable: {error}'
+      ) from error
+    if call is None:
+      call = _Call.of(self, arguments, opened, leaves)
+      self._calls[key] = call
+    put = self.workers.put(call.keys, call.roles, leaves)
+    modules.update_objects(objects, put[len(put) - len(opened.leaves) :])
+    return call, objects, put
+
+  def _argument(
+      self, key: int | str, num_args: int, value: Any, objects: list[Any]
+  ) -> tuple['_Argument', list[Any]]:
+    """Returns an argument's static part and its arrays; appends NNX objects."""
+    if isinstance(key, int):
+      known = key < len(self._names)
+      name, number = self._names[key] if known else f'argument {key}', key
+    else:
+      name = key
+      number = self._names.index(key) if key in self._names else -1
+
+    def listed(numbers: Any, names: Any) -> bool:
+      positions = [n + num_args if n < 0 else n for n in numbers or ()]
+      return number in positions or name in (names or ())
+
+    o = self._options
+    if listed(o.static_argnums, o.static_argnames):
+      flat, treedef = [((), value)], jax.tree.structure(0)
+      fixed: list[Any] = [_Constant(value)]
+    else:
+      flat, treedef = jax.tree_util.tree_flatten_with_path(
+          value, is_leaf=modules.is_object
+      )
+      fixed = []
+      for _, leaf in flat:
+        if modules.is_object(leaf):
+          fixed.append(_Object(_number_of(leaf, objects)))
+        else:
+          fixed.append(None if _is_array(leaf) else _Constant(leaf))
+    automatic = o.batch_argnums is None and o.batch_argnames is None
+    argument = _Argument(
+        key=key,
+        name=name,
+        treedef=treedef,
+        fixed=tuple(fixed),
+        paths=tuple(p for (p, _), f in zip(flat, fixed) if f is None),
+        is_state=modules.holds_state(value),
+        is_batch=(
+            None if automatic else listed(o.batch_argnums, o.batch_argnames)
+        ),
+        is_donated=listed(o.donate_argnums, o.donate_argnames),
+    )
+    return argument, [x for (_, x), f in zip(flat, fixed) if f is None]
+
+  def _run(
+      self, call: '_Call', donated: list[Any], kept: list[Any]
+  ) -> tuple['_Returned', list[Any]]:
+    """Runs the step for all workers. Traced by `jax.jit`."""
+    workers = self.workers
+    leaves = [
+        workers.split(x) if role == 'batch' else x
+        for x, role in zip(call.join_donated(donated, kept), call.roles)
+    ]
+    traced: list[_Results] = []
+
+    def one_workers_step(leaves: list[Any]) -> tuple[list[Any], list[Any]]:
+      index = jax.lax.axis_index(WORKER_AXIS)
+      own = [
+          modules.fold_key(x, index) if role == 'key' else x
+          for x, role in zip(leaves, call.roles)
+      ]
+      # Between exchanges of `local_updates` each worker trains parameters of
+      # its own, which its optimizer state holds.
+      for shared, worker_own, _ in call.own_params:
+        own[shared] = own[worker_own]
+      args, kwargs, objects = call.rebuild(own)
+      results = call.results(
+          self._step(*args, **kwargs), objects, leaves, own
+      )
+      values, apart = one_worker.settle(results.leaves, workers, call.rows)
+      traced.append(dataclasses.replace(results, apart=apart))
+      return (
+          [x for x, a in zip(values, apart) if a],
+          [x for x, a in zip(values, apart) if not a],
+      )
+
+    in_axes = [
+        0 if role in ('batch', 'stacked') else None for role in call.roles
+    ]
+    with workers.context():
+      apart, equal = jax.vmap(
+          one_workers_step,
+          in_axes=(in_axes,),
+          out_axes=(0, None),
+          axis_name=WORKER_AXIS,
+          axis_size=workers.count,
+          spmd_axis_name=workers.spmd_axis_name,
+      )(leaves)
+    (results,) = traced
+    values = [
+        workers.join(x) if a and result.role == 'output' else x
+        for x, a, result in zip(
+            _interleave(results.apart, apart, equal),
+            results.apart,
+            results.leaves,
+        )
+    ]
+    values = workers.hold(
+        [r.keys for r in results.leaves],
+        [r.role for r in results.leaves],
+        values,
+    )
+    returned = values[: results.num_returned]
+    return (
+        _Returned(returned, results.treedef, results.fixed),
+        values[results.num_returned :],
+    )
+
+
+# A call -----------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Constant:
+  """A leaf that is no array, and compiled for."""
+
+  value: Any
+
+  def __eq__(self, other: object) -> bool:
+    return (
+        isinstance(other, _Constant)
+        and type(self.value) is type(other.value)
+        and bool(self.value == other.value)
+    )
+
+  def __hash__(self) -> int:
+    return hash(self.value)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Object:
+  """A leaf that is an NNX object: its number among those of the call."""
+
+  number: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Argument:
+  """The static part of an argument.
+
+  Attributes:
+    key: its position, or its name if it was given by name.
+    name: for error messages.
+    treedef: its structure, with NNX objects as leaves.
+    fixed: for each leaf its constant or object, or None for an array.
+    paths: of the arrays.
+    is_state: whether it is shared by its kind: it holds Flax objects or
+      variables, or dataclasses.
+    is_batch: whether the user says that it is a batch; None: not said.
+    is_donated: whether its arrays may be overwritten.
+  """
+
+  key: int | str
+  name: str
+  treedef: Any
+  fixed: tuple[Any, ...]
+  paths: tuple[Any, ...]
+  is_state: bool
+  is_batch: bool | None
+  is_donated: bool
+
+  @property
+  def keys(self) -> list[Keys]:
+    """Returns the arrays' paths below the argument, as plain keys."""
+    return [path_keys(path) for path in self.paths]
+
+  def rebuild(self, arrays: Iterator[Any], objects: Sequence[Any]) -> Any:
+    """Returns the argument with these arrays and NNX objects."""
+    return self.treedef.unflatten(_rebuilt(self.fixed, arrays, objects))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Results:
+  """What a step returns, and the NNX variables after it.
+
+  Attributes:
+    leaves: all of them, those returned first.
+    num_returned: how many are returned.
+    treedef: structure of what is returned, with NNX objects as leaves.
+    fixed: for each returned leaf its constant or object, or None for an array.
+    apart: which leaves keep a worker axis.
+  """
+
+  leaves: list[Result]
+  num_returned: int
+  treedef: Any
+  fixed: tuple[Any, ...]
+  apart: list[bool] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Call:
+  """The static part of a call. Equal calls share one, and its program.
+
+  Attributes:
+    arguments: the arguments in their order.
+    objects: the NNX objects.
+    names: of all arrays, those of the arguments and then those of NNX objects.
+    keys: their paths.
+    roles: 'batch', 'stacked', 'key' or 'shared'.
+    donated: which may be overwritten.
+    rows: length of one worker's batch.
+    states: structures of the shared arguments; what is returned with the same
+      structure is the argument's next value.
+    own_params: numbers of parameters of which each worker has its own, of the
+      worker's own, and of those that all share.
+  """
+
+  arguments: list[_Argument]
+  objects: Any
+  names: list[str]
+  keys: list[Keys]
+  roles: list[str]
+  donated: list[bool]
+  rows: int
+  states: list[Any]
+  own_params: list[tuple[int, int, int]]
+
+  @staticmethod
+  def of(
+      step: DataParallelStep,
+      arguments: list[_Argument],
+      opened: Any,
+      leaves: Sequence[Any],
+  ) -> '_Call':
+    """Decides about every array of a call."""
+    names, keys, roles, donated, states = [], [], [], [], []
+    rest = iter(leaves)
+    arrays = [[next(rest) for _ in a.paths] for a in arguments]
+    for argument, is_shared, own in zip(
+        arguments, _shared(step, arguments, arrays), arrays
+    ):
+      stacked = one_worker.have_worker_axis(argument.keys)
+      for path, k, has_axis, x in zip(
+          argument.paths, argument.keys, stacked, own
+      ):
+        names.append(argument.name + jax.tree_util.keystr(path))
+        keys.append((argument.name, *k))
+        roles.append(_role(x, has_axis, is_shared))
+        donated.append(argument.is_donated)
+      if is_shared:
+        states.append(_structure(argument.treedef, argument.fixed, [
+            np.shape(x)[1 if has_axis else 0 :]
+            for x, has_axis in zip(own, stacked)
+        ]))
+    owner = {
+        f.number: a.is_donated
+        for a in arguments
+        for f in a.fixed
+        if isinstance(f, _Object)
+    }
+    names += opened.names
+    keys += opened.keys
+    roles += opened.roles
+    donated += [owner[number] for number in opened.owners]
+    rows = _rows(step, arguments, names, roles, leaves)
+    return _Call(
+        arguments,
+        opened,
+        names,
+        keys,
+        roles,
+        donated,
+        rows,
+        states,
+        one_worker.own_params(keys),
+    )
+
+  def split_donated(self, leaves: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Returns the arrays that may be overwritten, and the others."""
+    return (
+        [x for x, d in zip(leaves, self.donated) if d],
+        [x for x, d in zip(leaves, self.donated) if not d],
+    )
+
+  def join_donated(self, donated: list[Any], kept: list[Any]) -> list[Any]:
+    """Undoes `split_donated`."""
+    return _interleave(self.donated, donated, kept)
+
+  def rebuild(
+      self, leaves: list[Any]
+  ) -> tuple[list[Any], dict[str, Any], list[Any]]:
+    """Returns the step's arguments and NNX objects, made of these arrays."""
+    number = len(leaves) - len(self.objects.names)
+    objects = self.objects.merge(leaves[number:])
+    arrays = iter(leaves[:number])
+    args, kwargs = [], {}
+    for argument in self.arguments:
+      value = argument.rebuild(arrays, objects)
+      if isinstance(argument.key, int):
+        args.append(value)
+      else:
+        kwargs[argument.key] = value
+    return args, kwargs, objects
+
+  def results(
+      self,
+      returned: Any,
+      objects: list[Any],
+      before: list[Any],
+      own: list[Any],
+  ) -> _Results:
+    """Returns what a step returned and changed, each with its role.
+
+    Args:
+      returned: what the step returned.
+      objects: the NNX objects after it.
+      before: all arrays, as all workers have them.
+      own: all arrays, as the step had them.
+    """
+    flat, treedef = jax.tree_util.tree_flatten_with_path(
+        returned, is_leaf=modules.is_object
+    )
+    fixed: list[Any] = []
+    for path, leaf in flat:
+      if modules.is_object(leaf):
+        found = [i for i, o in enumerate(objects) if o is leaf]
+        if not found:
+          raise ValueError(
+              f'The step returns a {type(leaf).__name__} that is none of its'
+              f' arguments, at {_keystr(path)}. Make Flax objects outside of'
+              ' the step and pass them to it, or return nnx.state(...) of it.'
+          )
+        fixed.append(_Object(found[0]))
+      else:
+        fixed.append(None if _is_array(leaf) else _Constant(leaf))
+    arrays = [x for (_, x), f in zip(flat, fixed) if f is None]
+    keys = [
+        ('returned', *path_keys(path))
+        for (path, _), f in zip(flat, fixed)
+        if f is None
+    ]
+    stacked = one_worker.have_worker_axis(keys)
+    is_state = self._states_in(returned)
+    leaves = []
+    for x, k, has_axis in zip(arrays, keys, stacked):
+      name = '.'.join(['the result', *map(str, k[1:])])
+      role, old = 'output', None
+      if has_axis:
+        role = 'stacked'
+      elif modules.is_key(x):
+        role = 'key'
+      elif is_state(k):
+        role = 'state'
+        if 'batch_stats' in k:  # of Linen
+          role, old = 'statistics', jnp.zeros_like(x)
+      leaves.append(Result(name, k, role, x, old))
+    number = len(own) - len(self.objects.names)
+    changed = self.objects.results(objects, before[number:], own[number:])
+    number = len(leaves)
+    leaves += changed
+    for place, _, shared in one_worker.own_params([r.keys for r in leaves]):
+      value = leaves[shared].value.astype(leaves[place].value.dtype)
+      leaves[place] = dataclasses.replace(
+          leaves[place], role='state', value=value
+      )
+    return _Results(leaves, number, treedef, tuple(fixed))
+
+  def _states_in(self, returned: Any) -> Callable[[Keys], bool]:
+    """Returns which results are the next values of shared arguments."""
+    several = isinstance(returned, tuple | list)
+    parts = list(returned) if several else [returned]
+    found = []
+    for part in parts:
+      flat, treedef = jax.tree.flatten(part, is_leaf=modules.is_object)
+      fixed = [None if _is_array(x) else 0 for x in flat]
+      shapes = [np.shape(x) for x in flat if _is_array(x)]
+      structure = _structure(treedef, fixed, shapes)
+      found.append(structure is not None and structure in self.states)
+    if several:
+      return lambda keys: found[keys[1]]
+    return lambda keys: found[0]
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True)
+class _Returned:
+  """What a step returns, on its way out of `jax.jit`."""
+
+  values: list[Any]
+  treedef: Any
+  fixed: tuple[Any, ...]
+
+  def tree_flatten(self) -> tuple[list[Any], Any]:
+    """Returns the arrays, and what is static."""
+    return self.values, (self.treedef, self.fixed)
+
+  @classmethod
+  def tree_unflatten(cls, static: Any, values: Any) -> '_Returned':
+    """Undoes `tree_flatten`."""
+    return cls(list(values), *static)
+
+  def rebuild(self, objects: Sequence[Any]) -> Any:
+    """Returns what the step returned, with the caller's NNX objects."""
+    leaves = _rebuilt(self.fixed, iter(self.values), objects)
+    return self.treedef.unflatten(leaves)
+
+
+def _positional_names(step: Callable[..., Any]) -> list[str]:
+  try:
+    parameters = inspect.signature(step).parameters.values()
+  except (TypeError, ValueError):  # some builtins have none
+    return []
+  return [
+      p.name
+      for p in parameters
+      if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+  ]
+
+
+def _number_of(x: Any, objects: list[Any]) -> int:
+  """Returns the number of `x` in `objects`, appending it if it is new."""
+  for number, other in enumerate(objects):
+    if other is x:
+      return number
+  objects.append(x)
+  return len(objects) - 1
+
+
+def _rebuilt(
+    fixed: Sequence[Any], arrays: Iterator[Any], objects: Sequence[Any]
+) -> list[Any]:
+  leaves = []
+  for f in fixed:
+    if f is None:
+      leaves.append(next(arrays))
+    else:
+      leaves.append(
+          objects[f.number] if isinstance(f, _Object) else f.value
+      )
+  return leaves
+
+
+def _structure(
+    treedef: Any, fixed: Sequence[Any], shapes: list[tuple[int, ...]]
+) -> Any:
+  """Returns what a shared argument and its next value have in common."""
+  if not shapes or (len(fixed) == 1 and shapes == [()]):
+    return None  # nothing to keep equal; any loss looks like a lone scalar
+  return treedef, tuple(f is None for f in fixed), shapes
+
+
+def _shared(
+    step: DataParallelStep,
+    arguments: list[_Argument],
+    arrays: list[list[Any]],
+) -> list[bool]:
+  """Returns for each argument whether all workers share it."""
+  if any(a.is_batch is not None for a in arguments):
+    return [not a.is_batch for a in arguments]
+  shared = [
+      a.is_state or any(one_worker.have_worker_axis(a.keys)) for a in arguments
+  ]
+  if arguments and not any(shared):
+    raise ValueError(
+        f'{step!r} cannot tell which of its arguments'
+        f' ({", ".join(a.name for a in arguments)}) are batches: none holds a'
+        ' Flax object, a dataclass or a state of scale_by_demo. Say it:'
+        ' demo_optax.data_parallel(workers, batch_argnums=...).'
+    )
+  exchanged = [
+      names
+      for a in arguments
+      for names in one_worker.exchanged_params(a.keys)
+  ]
+  return [
+      is_shared or any(names <= set(a.keys) for names in exchanged)
+      for a, is_shared in zip(arguments, shared)
+  ]
+
+
+def _role(x: Any, has_worker_axis: bool, is_shared: bool) -> str:
+  if has_worker_axis:
+    return 'stacked'
+  if modules.is_key(x):
+    return 'key'
+  return 'shared' if is_shared or np.ndim(x) == 0 else 'batch'
+
+
+def _rows(
+    step: DataParallelStep,
+    arguments: list[_Argument],
+    names: list[str],
+    roles: list[str],
+    leaves: Sequence[Any],
+) -> int:
+  """Returns the length of one worker's batch, from those of all arrays cut."""
+  lengths: dict[int, str] = {}
+  for name, role, x in zip(names, roles, leaves):
+    if role == 'batch':
+      lengths.setdefault(np.shape(x)[0], name)
+  remedy = (
+      'Say which arguments are batches: demo_optax.data_parallel(workers,'
+      ' batch_argnums=...).'
+  )
+  if not lengths:
+    raise ValueError(
+        f'{step!r} has nothing to cut over the workers: none of its arguments'
+        f' ({", ".join(a.name for a in arguments)}) is a batch, so that every'
+        f' worker would compute the same. {remedy}'
+    )
+  if len(lengths) > 1:
+    some = ', '.join(f'{n}: {length}' for length, n in lengths.items())
+    raise ValueError(
+        f'{step!r} would cut arrays of different lengths along their first'
+        f' axis ({some}), which are not one batch. {remedy}'
+    )
+  ((length, name),) = lengths.items()
+  if length % step.workers.count:
+    raise ValueError(
+        f'{name} has {length} rows, which do not divide among'
+        f' {step.workers}. Change the batch size. {remedy}'
+    )
+  return length // step.workers.count
+
+
+def _is_array(x: Any) -> bool:
+  return isinstance(
+      x, jax.Array | np.ndarray | np.generic | bool | int | float | complex
+  )
+
+
+def _interleave(
+    mask: list[bool], true: list[Any], false: list[Any]
+) -> list[Any]:
+  """Returns the next of `true` where `mask` holds, else the next of `false`."""
+  trues, falses = iter(true), iter(false)
+  return [next(trues) if m else next(falses) for m in mask]
+
+
+def _keystr(path: Any) -> str:
+  return jax.tree_util.keystr(path) or 'the top'

@@ -1,0 +1,600 @@
+"""One worker's step, run for all workers: data_parallel."""
+
+import functools
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from helpers import COMPILATIONS, assert_same_bits, make_workers, stacked
+
+import demo_optax
+
+KINDS = ['simulated', 'auto', 'explicit']
+
+
+@pytest.fixture(params=KINDS)
+def workers(request):
+  with make_workers(request.param, 4) as workers:
+    yield workers
+
+
+def quadratic(params, x):
+  return jnp.mean((x @ params['w'] + params['b'][None]) ** 2)
+
+
+def linear_params():
+  key = jax.random.key(0)
+  return {'w': jax.random.normal(key, (16, 8)), 'b': jnp.ones((8,))}
+
+
+def batch(rows=8, columns=16, seed=1):
+  return np.random.default_rng(seed).normal(size=(rows, columns)).astype(
+      np.float32
+  )
+
+
+def make_step(tx, workers, loss_fn=quadratic, **options):
+  @demo_optax.data_parallel(workers, **options)
+  def train_step(params, opt_state, x):
+    loss, grads = jax.value_and_grad(loss_fn)(params, x)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+  return train_step
+
+
+# Bits ----------------------------------------------------------------------------
+
+
+@pytest.mark.core
+@pytest.mark.parametrize('kind', KINDS)
+def test_the_exchange_is_that_of_stacked_gradients(kind):
+  """Gradients that are the batch itself, so that nothing else can differ."""
+  with make_workers(kind, 4) as workers:
+    tx = demo_optax.scale_by_demo(
+        demo_optax.dct_topk(topk=3), 0.9, workers=workers
+    )
+    params = {'w': jnp.zeros((16, 8)), 'b': jnp.zeros((5,))}
+
+    @demo_optax.data_parallel(workers, batch_argnums=1)
+    def one_workers(opt_state, grads):
+      grads = jax.tree.map(lambda g: g[0], grads)
+      return tx.update(grads, opt_state, params)
+
+    mapped = state = workers.device_put(tx.init(params))
+    for step in range(4):
+      rng = np.random.default_rng(step)
+      grads = {
+          k: rng.normal(size=(4, *p.shape)).astype(np.float32)
+          for k, p in params.items()
+      }
+      updates, mapped = one_workers(mapped, grads)
+      expected, state = jax.jit(tx.update)(
+          stacked(grads, workers), state, params
+      )
+      assert_same_bits(updates, expected)
+      assert_same_bits(mapped, state)
+
+
+@pytest.mark.core
+def test_one_all_gather_and_one_scalar_cross(workers):
+  tx = demo_optax.demo(1e-2, workers=workers)
+  step = make_step(tx, workers)
+  params = linear_params()
+  compiled = step.lower(params, tx.init(params), batch()).compile()
+  if workers.mesh is None:
+    assert 'all-gather' not in compiled.as_text()
+    return
+  found = demo_optax.collectives(compiled, workers.mesh)
+  gathers = [c for c in found if c.kind == 'all-gather']
+  assert len(gathers) == 1
+  plan = demo_optax.plan(params, demo_optax.dct_topk(), workers)
+  assert gathers[0].output_bytes == 4 * plan.payload_bytes
+  rest = [c for c in found if c.kind != 'all-gather']
+  assert sum(c.output_bytes for c in rest) <= 16  # the loss
+
+
+def test_every_device_computes_its_own_rows():
+  flops = {}
+  for kind in ('simulated', 'auto', 'explicit'):
+    with make_workers(kind, 4) as workers:
+      params = {'w': jnp.ones((256, 256))}
+      loss = lambda params, x: jnp.mean((x @ params['w'] @ params['w']) ** 2)
+      tx = demo_optax.demo(
+          1e-2, workers=workers, compressor=demo_optax.random_subset(0.01)
+      )
+      step = make_step(tx, workers, loss)
+      x = batch(1024, 256)
+      cost = step.lower(params, tx.init(params), x).compile().cost_analysis()
+      flops[kind] = cost['flops']
+  assert flops['auto'] < 0.3 * flops['simulated']
+  assert flops['explicit'] < 0.3 * flops['simulated']
+
+
+def test_nothing_compiles_twice(workers):
+  model = Model(nnx.Rngs(0))
+  optimizer = nnx.Optimizer(
+      model, demo_optax.demo(1e-3, workers=workers), wrt=nnx.Param
+  )
+  metrics = nnx.MultiMetric(loss=nnx.metrics.Average('loss'))
+  rngs = nnx.Rngs(1)
+
+  @demo_optax.data_parallel(workers)
+  def step(model, optimizer, metrics, rngs, x):
+    noise = rngs.noise.normal(x.shape)
+    loss, grads = nnx.value_and_grad(lambda m: jnp.mean(m(x + noise) ** 2))(
+        model
+    )
+    optimizer.update(model, grads)
+    metrics.update(loss=loss)
+    return loss
+
+  step(model, optimizer, metrics, rngs, batch())
+  COMPILATIONS.count = 0
+  for _ in range(3):
+    step(model, optimizer, metrics, rngs, batch())
+  assert COMPILATIONS.count == 0
+
+
+# Flax NNX ------------------------------------------------------------------------
+
+
+class Model(nnx.Module):
+
+  def __init__(self, rngs, rate=0.5):
+    self.up = nnx.Linear(16, 32, rngs=rngs)
+    self.norm = nnx.BatchNorm(32, rngs=rngs)
+    self.dropout = nnx.Dropout(rate, rngs=rngs)
+    self.down = nnx.Linear(32, 8, rngs=rngs)
+
+  def __call__(self, x):
+    return self.down(self.dropout(jax.nn.relu(self.norm(self.up(x)))))
+
+
+@pytest.mark.core
+def test_an_nnx_model_learns(workers):
+  model = Model(nnx.Rngs(0), rate=0.0)
+  tx = demo_optax.demo(1e-2, workers=workers, decay=0.9)
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  statistics = np.asarray(model.norm.mean[...])
+
+  @demo_optax.data_parallel(workers)
+  def train_step(model, optimizer, x):
+    loss_fn = lambda model: jnp.mean((model(x) - 1) ** 2)  # closes over x
+    loss, grads = nnx.value_and_grad(loss_fn)(model)
+    optimizer.update(model, grads)
+    return loss
+
+  losses = [train_step(model, optimizer, batch()) for _ in range(30)]
+  assert losses[-1] < 0.5 * losses[0]
+  assert int(optimizer.step[...]) == 30
+  assert not np.array_equal(statistics, model.norm.mean[...])
+  model(jnp.ones((2, 16)))  # the model outside is the one that was trained
+
+
+def test_dropout_differs_between_workers_and_steps(workers):
+  dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+
+  @demo_optax.data_parallel(workers)
+  def step(dropout, x):
+    return dropout(x)
+
+  first = np.asarray(step(dropout, np.ones((4, 64), np.float32)))
+  second = np.asarray(step(dropout, np.ones((4, 64), np.float32)))
+  assert len({row.tobytes() for row in (*first, *second)}) == 8
+
+
+def test_streams_go_on_from_the_same_key(workers):
+  rngs = nnx.Rngs(0)
+  key = jax.random.key_data(rngs.default.key[...])
+
+  @demo_optax.data_parallel(workers)
+  def step(rngs, x):
+    return x + rngs.normal(x.shape)
+
+  step(rngs, np.ones((4, 1), np.float32))
+  np.testing.assert_array_equal(
+      jax.random.key_data(rngs.default.key[...]), key
+  )
+  assert int(rngs.default.count[...]) == 1
+
+
+def test_keys_are_folded_and_go_on(workers):
+  for key in (jax.random.key(0), jax.random.PRNGKey(0)):
+
+    @demo_optax.data_parallel(workers, batch_argnums=1)
+    def step(key, x):
+      key, mine = jax.random.split(key)
+      return key, x + jax.random.normal(mine, x.shape)
+
+    after, first = step(key, np.zeros((4, 3), np.float32))
+    assert after.shape == key.shape and after.dtype == key.dtype
+    _, second = step(after, np.zeros((4, 3), np.float32))
+    rows = {row.tobytes() for row in (*np.asarray(first), *np.asarray(second))}
+    assert len(rows) == 8
+
+
+def test_batch_statistics_are_the_mean(workers):
+  norm = nnx.BatchNorm(3, momentum=0.0, use_fast_variance=False, rngs=nnx.Rngs(0))
+
+  @demo_optax.data_parallel(workers)
+  def step(norm, x):
+    return norm(x)
+
+  x = batch(8, 3)
+  step(norm, x)
+  np.testing.assert_allclose(norm.mean[...], x.mean(0), rtol=1e-5, atol=1e-6)
+  x[0, 0] = np.nan  # of worker 0, whose statistics are left out
+  step(norm, x)
+  np.testing.assert_allclose(norm.mean[0], x[2:, 0].mean(), rtol=1e-5)
+
+
+def test_metrics_are_those_of_the_whole_batch(workers):
+  make = lambda: nnx.MultiMetric(
+      values=nnx.metrics.Average('values'),
+      moments=nnx.metrics.Welford('values'),
+      accuracy=nnx.metrics.Accuracy(),
+  )
+  update = lambda metrics, x, y: metrics.update(
+      values=x, logits=x, labels=y
+  )
+  metrics, whole = make(), make()
+  step = demo_optax.data_parallel(workers)(update)
+  with jax.numpy_dtype_promotion('standard'):  # Flax adds integers to floats
+    for seed in range(3):
+      x = batch(8, 5, seed)
+      y = np.arange(8, dtype=np.int32) % 5
+      step(metrics, x, y)
+      update(whole, x, y)
+    got, expected = metrics.compute(), whole.compute()
+  jax.tree.map(
+      functools.partial(np.testing.assert_allclose, rtol=1e-5), got, expected
+  )
+  assert int(metrics.values.count[...]) == int(whole.values.count[...])
+
+
+def test_metrics_reset_in_the_step(workers):
+  metrics = nnx.metrics.Average('values')
+  with jax.numpy_dtype_promotion('standard'):
+    metrics.update(values=jnp.ones(3))
+  step = demo_optax.data_parallel(workers, batch_argnums=1)(
+      lambda metrics, x: metrics.reset()
+  )
+  step(metrics, batch())
+  assert int(metrics.count[...]) == 0
+
+
+def test_a_variable_that_differs_is_named(workers):
+  class Counter(nnx.Module):
+
+    def __init__(self):
+      self.largest = nnx.Variable(jnp.zeros(()))
+
+  counter = Counter()
+
+  @demo_optax.data_parallel(workers)
+  def step(counter, x):
+    counter.largest[...] = x.max()
+
+  with pytest.raises(ValueError, match=r'largest.*differs between workers'):
+    step(counter, batch())
+
+  @demo_optax.data_parallel(workers)
+  def agreed(counter, x):
+    counter.largest[...] = demo_optax.over_workers(x.max(), jnp.max)
+
+  agreed(counter, batch())
+  assert float(counter.largest[...]) == batch().max()
+
+
+def test_a_variable_that_is_added_is_named(workers):
+  model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
+
+  @demo_optax.data_parallel(workers)
+  def step(model, x):
+    model.extra = nnx.Variable(jnp.zeros(()))
+
+  with pytest.raises(ValueError, match=r'added or removed.*extra'):
+    step(model, batch())
+
+
+def test_shared_variables_and_objects_that_are_returned(workers):
+  model = nnx.Linear(16, 16, use_bias=False, rngs=nnx.Rngs(0))
+  tied = nnx.List([model, model])
+
+  @demo_optax.data_parallel(workers)
+  def step(tied, again, x):
+    tied[0].kernel[...] += 1
+    return again, x @ tied[1].kernel[...]
+
+  before = np.asarray(model.kernel[...])
+  returned, _ = step(tied, model, batch())
+  assert returned is model
+  np.testing.assert_array_equal(model.kernel[...], before + 1)
+  with pytest.raises(ValueError, match='none of its arguments'):
+    demo_optax.data_parallel(workers)(
+        lambda model, x: nnx.Rngs(0)
+    )(model, batch())
+
+
+# Other kinds of state -------------------------------------------------------------
+
+
+def test_a_linen_train_state_with_batch_statistics(workers):
+  class State(TrainState):
+    batch_stats: dict
+
+  class Net(nn.Module):
+
+    @nn.compact
+    def __call__(self, x, train):
+      x = nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x))
+      return nn.Dense(1)(nn.Dropout(0.1, deterministic=not train)(x))
+
+  net = Net()
+  variables = net.init(jax.random.key(0), batch(), train=False)
+  state = State.create(
+      apply_fn=net.apply,
+      params=variables['params'],
+      batch_stats=variables['batch_stats'],
+      tx=demo_optax.demo(1e-2, workers=workers, decay=0.9),
+  )
+
+  @demo_optax.data_parallel(workers)
+  def train_step(state, x, key):
+    def loss_fn(params):
+      out, new = state.apply_fn(
+          {'params': params, 'batch_stats': state.batch_stats},
+          x, train=True, mutable=['batch_stats'], rngs={'dropout': key},
+      )
+      return jnp.mean((out - 1) ** 2), new
+
+    (loss, new), grads = jax.value_and_grad(loss_fn, has_aux=True)(
+        state.params
+    )
+    state = state.apply_gradients(
+        grads=grads, batch_stats=new['batch_stats']
+    )
+    return state, loss
+
+  losses = []
+  for step in range(20):
+    state, loss = train_step(state, batch(), jax.random.key(step))
+    losses.append(float(loss))
+  assert losses[-1] < 0.5 * losses[0]
+  shapes = jax.tree.map(jnp.shape, variables)
+  assert jax.tree.map(jnp.shape, state.params) == shapes['params']
+  assert jax.tree.map(jnp.shape, state.batch_stats) == shapes['batch_stats']
+  assert int(state.step) == 20
+
+
+def test_accumulation_is_a_scan_of_ones_own(workers):
+  tx = demo_optax.demo(1e-2, workers=workers)
+  params = linear_params()
+
+  @demo_optax.data_parallel(workers)
+  def accumulated(params, opt_state, x):
+    def body(total, x):
+      grads = jax.grad(quadratic)(params, x)
+      return jax.tree.map(jnp.add, total, grads), None
+
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    total, _ = jax.lax.scan(body, zeros, x.reshape(2, -1, 16))
+    grads = jax.tree.map(lambda g: g / 2, total)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+  whole = make_step(tx, workers)
+  x = batch(16)
+  got, _ = accumulated(params, tx.init(params), x)
+  expected, _, _ = whole(params, tx.init(params), x)
+  jax.tree.map(
+      functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6),
+      got, expected,
+  )
+
+
+def test_several_steps_in_a_scan(workers):
+  tx = demo_optax.demo(1e-2, workers=workers)
+  params = linear_params()
+
+  @demo_optax.data_parallel(workers)
+  def three(params, opt_state, x):
+    def body(carry, _):
+      params, opt_state = carry
+      loss, grads = jax.value_and_grad(quadratic)(params, x)
+      updates, opt_state = tx.update(grads, opt_state, params)
+      return (optax.apply_updates(params, updates), opt_state), loss
+
+    (params, opt_state), losses = jax.lax.scan(
+        body, (params, opt_state), None, 3
+    )
+    return params, opt_state, losses.mean()
+
+  state = params, tx.init(params)
+  step = make_step(tx, workers)
+  for _ in range(3):
+    *state, _ = step(*state, batch())
+  got, _, _ = three(params, tx.init(params), batch())
+  jax.tree.map(
+      functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5),
+      got, state[0],
+  )
+
+
+def test_static_and_keyword_arguments_and_constants(workers):
+  tx = demo_optax.demo(1e-2, workers=workers)
+
+  @demo_optax.data_parallel(workers, static_argnames=('power', 'name'))
+  def step(params, opt_state, *, x, power, name=None, loss_of=None):
+    assert isinstance(power, int) and name == 'run'
+    loss, grads = jax.value_and_grad(
+        lambda params: jnp.mean(loss_of(x @ params['w']) ** power)
+    )(params)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, {'loss': loss}
+
+  params = linear_params()
+  params, _, aux = step(
+      params, tx.init(params), x=batch(), power=2, name='run', loss_of=jnp.abs
+  )
+  assert aux['loss'].shape == ()
+
+
+def test_donated_arguments_are_overwritten(workers):
+  tx = demo_optax.demo(1e-2, workers=workers)
+  params = linear_params()
+  step = make_step(tx, workers, donate_argnums=(0, 1))
+  params, opt_state, _ = step(params, tx.init(params), batch())
+  old = jax.tree.leaves(params)
+  params, opt_state, _ = step(params, opt_state, batch())
+  assert all(x.is_deleted() for x in old)
+
+
+def test_results_are_means_and_rows(workers):
+  @demo_optax.data_parallel(workers, batch_argnums=0)
+  def step(x):
+    return {'mean': x.mean(), 'rows': 2 * x, 'equal': jnp.arange(3)}
+
+  x = batch()
+  out = step(x)
+  np.testing.assert_allclose(out['mean'], x.mean(), rtol=1e-5)
+  np.testing.assert_array_equal(out['rows'], 2 * x)
+  np.testing.assert_array_equal(out['equal'], np.arange(3))
+
+
+# Transformations around the exchange ----------------------------------------------
+
+
+@pytest.fixture
+def standard_promotion():
+  with jax.numpy_dtype_promotion('standard'):  # of optax's bias correction
+    yield
+
+
+def test_per_worker_and_stock_links(workers, standard_promotion):
+  tx = optax.chain(
+      optax.clip_by_global_norm(1.0),
+      demo_optax.per_worker(optax.ema(0.5), workers=workers),
+      demo_optax.scale_by_demo(workers=workers),
+      optax.scale_by_adam(b1=0.0),
+      optax.scale_by_learning_rate(1e-2),
+  )
+  params, state = linear_params(), None
+  state = tx.init(params)
+  step = make_step(tx, workers)
+  losses = []
+  for _ in range(10):
+    params, state, loss = step(params, state, batch())
+    losses.append(float(loss))
+  assert losses[-1] < losses[0]
+  ema = state[1].worker_stacked.ema['w']
+  assert ema.shape == (4, 16, 8)
+  assert len({row.tobytes() for row in np.asarray(ema)}) == 4
+
+
+def test_averages_are_those_of_the_whole_batch(workers, standard_promotion):
+  tx = optax.chain(
+      demo_optax.average(workers=workers), optax.adamw(1e-2)
+  )
+  params, plain = linear_params(), linear_params()
+  state, plain_state = tx.init(params), optax.adamw(1e-2).init(plain)
+  step = make_step(tx, workers, batch_argnums=2)
+  for _ in range(3):
+    params, state, _ = step(params, state, batch())
+    grads = jax.grad(quadratic)(plain, batch())
+    updates, plain_state = optax.adamw(1e-2).update(grads, plain_state, plain)
+    plain = optax.apply_updates(plain, updates)
+  jax.tree.map(
+      functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5),
+      params, plain,
+  )
+
+
+# Mistakes ------------------------------------------------------------------------
+
+
+def raises(match, step, *args, error=ValueError):
+  with pytest.raises(error, match=re.escape(match)) as info:
+    step(*args)
+  return str(info.value)
+
+
+def test_mistakes(workers):
+  tx = demo_optax.demo(1e-2, workers=workers)
+  params = linear_params()
+  state = tx.init(params)
+  step = make_step(tx, workers)
+  raises('do not divide', step, params, state, batch(6))
+  raises('cannot tell which', step, params, (), batch())
+  raises(
+      'nothing to cut',
+      make_step(tx, workers, batch_argnums=()), params, state, batch(),
+  )
+  raises(
+      'different lengths',
+      make_step(tx, workers, batch_argnums=(0, 2)), params, state, batch(),
+  )
+  ignores = make_step(tx, workers, lambda params, x: jnp.mean(params['w'] ** 2))
+  raises('are the same on all workers', ignores, params, state, batch())
+  @demo_optax.data_parallel(workers)
+  def averages(params, opt_state, x):
+    grads = demo_optax.over_workers(jax.grad(quadratic)(params, x))
+    return tx.update(grads, opt_state, params)
+
+  raises('remove what averages gradients', averages, params, state, batch())
+
+  @demo_optax.data_parallel(workers)
+  def raw(params, opt_state, x):
+    grads = jax.grad(quadratic)(params, x)
+    return jax.tree.map(lambda p, g: p - g, params, grads), opt_state
+
+  message = raises('differs between workers', raw, params, state, batch())
+  assert 'result.0.' in message and 'average' in message
+
+  @demo_optax.data_parallel(workers)
+  def skips(params, opt_state, x):
+    loss, grads = jax.value_and_grad(quadratic)(params, x)
+    updates, new = tx.update(grads, opt_state, params)
+    keep = lambda new, old: jnp.where(loss < 1.0, new, old)
+    return jax.tree.map(keep, optax.apply_updates(params, updates), params)
+
+  raises('Decide from the update', skips, params, state, batch())
+
+  @demo_optax.data_parallel(workers)
+  def counts(params, opt_state, x):
+    return (x > 0).sum()
+
+  raises('over_workers(x, jnp.sum)', counts, params, state, batch())
+  raises(
+      'same workers',
+      make_step(
+          demo_optax.demo(1e-2, workers=demo_optax.Workers.simulated(2)),
+          workers,
+      ),
+      params, state, batch(),
+  )
+
+  def closes_over(params, x):
+    grads = jax.grad(quadratic)(params, x)
+    updates, _ = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates)
+
+  raises(
+      'must be an argument',
+      demo_optax.data_parallel(workers, batch_argnums=1)(closes_over),
+      params, batch(),
+  )
+
+
+def test_workers_of_an_own_map_are_refused():
+  with pytest.raises(TypeError, match='your own shard_map'):
+    demo_optax.data_parallel(demo_optax.Workers.on_axis('data'))
+  with pytest.raises(TypeError, match='workers=4'):
+    demo_optax.data_parallel(4)
