@@ -297,13 +297,14 @@ def make_rows(
 
   def encode(gradients: Any, momentum: Any) -> Any:
     demo, *rest = momentum
-    held = [demo.momentum[n][0] for n in names]
+    held = [demo.worker_stacked.momentum[n][0] for n in names]
     done = kernels.encode(
         chunks.dct_basis, plans, [gradients[n] for n in names], held, DECAY,
         1.0, yes, limits)
     new = {n: m.reshape(1, *p.grid.coefficients_shape)
            for n, p, (m, _, _) in zip(names, plans, done)}
-    return (demo._replace(momentum=new), *rest), [x[1:] for x in done]
+    own = demo.worker_stacked._replace(momentum=new)
+    return (demo._replace(worker_stacked=own), *rest), [x[1:] for x in done]
 
   def decode(selections: Any) -> Any:
     present = jnp.ones(len(selections[0][0]), bool)

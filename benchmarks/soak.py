@@ -91,7 +91,7 @@ def soak(steps: int) -> dict:
   def left_out() -> int:
     leaves = jax.tree_util.tree_leaves_with_path(nnx.state(optimizer))
     (found,) = [int(x) for path, x in leaves
-                if 'left_out' in jax.tree_util.keystr(path)]
+                if 'num_excluded' in jax.tree_util.keystr(path)]
     return found
 
   corpus = text.load(None)
@@ -109,7 +109,7 @@ def soak(steps: int) -> dict:
   jax.monitoring.register_event_duration_secs_listener(
       lambda name, *_, **__: compiled.append(name) if name == COMPILED else None
   )
-  record = {'steps': steps, 'workers': count, 'left_out': 0, 'drawn': 0,
+  record = {'steps': steps, 'workers': count, 'num_excluded': 0, 'drawn': 0,
             'comparisons': 0, 'differences': [], 'loss': [],
             'memory': [], 'arrays': []}
   losses = []
@@ -123,7 +123,7 @@ def soak(steps: int) -> dict:
       losses.append(loss)
     seen, drawn = left_out(), int(out.sum())
     assert seen == drawn, f'step {step}: {seen} left out, {drawn} drawn'
-    record['left_out'] += seen
+    record['num_excluded'] += seen
     record['drawn'] += drawn
     if (step + 1) % EVERY == 0:
       held = nnx.state(model), nnx.state(optimizer)
@@ -149,7 +149,7 @@ def problems(record: dict) -> list[str]:
   begun, ended = np.array_split(memory, 4)[1], np.array_split(memory, 4)[3]
   checks = {
       'parameters parted': record['differences'],
-      'no worker was left out': not record['left_out'],
+      'no worker was left out': not record['num_excluded'],
       'programs were compiled': record['compiled_after_first_comparison'],
       'arrays were left behind': len(set(record['arrays'])) > 1,
       'memory grew': np.median(ended) > 1.02 * np.median(begun),
@@ -164,7 +164,7 @@ def summary(name: str, records: list[dict]) -> str:
   growth = max(np.median(q[3]) / np.median(q[1]) - 1 for q in quarters)
   return (
       f'| {name} | {r["steps"]:,} in {r["seconds"]:.0f} s |'
-      f' {r["left_out"]:,} of {r["drawn"]:,} drawn |'
+      f' {r["num_excluded"]:,} of {r["drawn"]:,} drawn |'
       f' {r["comparisons"]} | {sum(len(r["differences"]) for r in records)} |'
       f' {sum(r["compiled_after_first_comparison"] for r in records)} |'
       f' {np.median(quarters[0][1]) / 1e6:.0f} MB, {100 * growth:+.1f} % |'

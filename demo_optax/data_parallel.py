@@ -15,7 +15,7 @@ from demo_optax import flax as modules
 from demo_optax import one_worker
 from demo_optax.one_worker import WORKER_AXIS, Result
 from demo_optax.workers import Workers
-from demo_optax.workers.sharding import Keys, path_keys
+from demo_optax.workers.sharding import Keys, is_stacked, path_keys
 
 
 def data_parallel(
@@ -462,7 +462,7 @@ class _Call:
     for argument, is_shared, own in zip(
         arguments, _shared(step, arguments, arrays), arrays
     ):
-      stacked = one_worker.have_worker_axis(argument.keys)
+      stacked = [is_stacked(k) for k in argument.keys]
       for path, k, has_axis, x in zip(
           argument.paths, argument.keys, stacked, own
       ):
@@ -562,7 +562,7 @@ class _Call:
         for (path, _), f in zip(flat, fixed)
         if f is None
     ]
-    stacked = one_worker.have_worker_axis(keys)
+    stacked = [is_stacked(k) for k in keys]
     is_state = self._states_in(returned)
     leaves = []
     for x, k, has_axis in zip(arrays, keys, stacked):
@@ -681,7 +681,7 @@ def _shared(
   if any(a.is_batch is not None for a in arguments):
     return [not a.is_batch for a in arguments]
   shared = [
-      a.is_state or any(one_worker.have_worker_axis(a.keys)) for a in arguments
+      a.is_state or any(map(is_stacked, a.keys)) for a in arguments
   ]
   if arguments and not any(shared):
     raise ValueError(

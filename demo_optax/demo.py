@@ -36,30 +36,42 @@ from demo_optax.workers.sharding import Path, Placement
 class DeMoState(NamedTuple):
   """State of `scale_by_demo`.
 
+  Everything with a leading worker axis lies under `worker_stacked`, as in every
+  state of this package, and nothing else does.
+
   Attributes:
     count: int32 `[]`, exchanges so far.
+    metrics: scalars about the last exchange, the same on all workers.
+      `'num_excluded'`: int32, workers that were excluded, their gradient not
+      finite or their message damaged. The others are float32:
+      `'sent_energy'`, the share of the momentum's energy (its sum of squares)
+      that was sent; `'residual_norm'`, the norm of what stayed, the root of its
+      mean square over the workers; `'mean_senders'`, how many workers sent a
+      coefficient, on average over all that were sent (of leaves of which every
+      worker selects a part for itself; 0 if there are none). Energies that
+      float32 cannot hold count as zero.
+    worker_stacked: what every worker has of its own, `[workers, ...]`.
+  """
+
+  count: chex.Array
+  metrics: dict[str, chex.Array]
+  worker_stacked: 'WorkerState'
+
+
+class WorkerState(NamedTuple):
+  """What a worker keeps from one exchange to the next, stacked over workers.
+
+  Attributes:
     momentum: a tree like the parameters: every leaf's momentum as coefficients,
       float32 (float64 for float64 parameters), stacked
       `[workers, *chunk counts, n]`; `optax.MaskedNode()` for leaves that are
       empty or not floating point.
-    info: scalars about the last exchange, the same on all workers.
-      `'left_out'`: int32, how many workers were left out, their gradient not
-      finite or their payload damaged. The others are float32:
-      `'sent_energy'`, the share of the momentum's energy (its sum of squares)
-      that was sent; `'kept_norm'`, the norm of what stayed, the root of its
-      mean square over the workers; `'senders'`, how many workers sent a
-      coefficient, on average over all that were sent (of leaves of which every
-      worker selects a part for itself; 0 if there are none). Energies that
-      float32 cannot hold count as zero.
-    pending: with `delay=1` what is on its way, by dtype: every worker's
-      payload, uint8 `[workers, bytes]`, and what is summed beside it; else
-      `()`.
+    in_flight: with `delay=1` the message that arrives in the next exchange, by
+      dtype: uint8 `[workers, bytes]`, and what is summed beside it; else `()`.
   """
 
-  count: chex.Array
   momentum: chex.ArrayTree
-  info: dict[str, chex.Array]
-  pending: chex.ArrayTree
+  in_flight: chex.ArrayTree
 
 
 def scale_by_demo(
@@ -99,12 +111,13 @@ def scale_by_demo(
   A worker whose gradient is not finite, or beyond :math:`10^{-12}` of the
   largest number so that momentum could overflow, says so in its payload. All
   workers leave it out of the average and it keeps its momentum as it was;
-  `state.info['left_out']` counts. If all are left out the update is zero (and
-  what follows, such as weight decay, goes on as with any update). A payload
-  that is damaged beyond sense (indices out of order or of the chunk, values
-  that are not finite or too large to transform) is left out, too, and what it
-  was to carry is lost. If a worker is several devices, the bytes of each are
-  judged by themselves, and `'left_out'` counts by those that all of them hold.
+  `state.metrics['num_excluded']` counts. If all are left out the update is
+  zero (and what follows, such as weight decay, goes on as with any update). A
+  payload that is damaged beyond sense (indices out of order or of the chunk,
+  values that are not finite or too large to transform) is left out, too, and
+  what it was to carry is lost. If a worker is several devices, the bytes of each are
+  judged by themselves, and `'num_excluded'` counts by those that all of them
+  hold.
 
   Integer leaves get zero updates; complex leaves are refused.
 
@@ -195,9 +208,10 @@ def scale_by_demo(
     )
     return DeMoState(
         count=workers.device_put(jnp.zeros((), jnp.int32)),
-        momentum=momentum,
-        info=workers.device_put(nothing_known()._asdict()),
-        pending=_nothing_sent(workers, leaves) if delay and leaves else (),
+        metrics=workers.device_put(nothing_known()._asdict()),
+        worker_stacked=WorkerState(
+            momentum, _nothing_sent(workers, leaves) if delay and leaves else ()
+        ),
     )
 
   def of_leaf(leaf: trees.Leaf) -> Leaf:
@@ -216,6 +230,7 @@ def scale_by_demo(
       demo_exchange: Callable[[Request], Response] | None = None,
       **extra_args: Any,
   ) -> tuple[chex.ArrayTree, DeMoState]:
+    del extra_args
     if one_worker.is_mapped():
       return one_worker.exchange(
           lambda updates, state, params, hyper: stacked_update_fn(
@@ -239,13 +254,14 @@ def scale_by_demo(
       demo_exchange: Callable[[Request], Response] | None = None,
   ) -> tuple[chex.ArrayTree, DeMoState]:
     decay, alpha = hyper
-    leaves = trees.align(updates, state.momentum, params, workers)
+    own = state.worker_stacked
+    leaves = trees.align(updates, own.momentum, params, workers)
     taking_part = [leaf for leaf in leaves if leaf.exchanged]
     merged: list[jax.Array] = []
     kept: list[jax.Array] = []
-    info, pending = nothing_known(), state.pending
+    metrics, in_flight = nothing_known(), own.in_flight
     if taking_part:
-      _check_pending(state.pending, delay)
+      _check_pending(own.in_flight, delay)
       weight = gradient_weight
       if callable(weight):
         weight = weight(state.count)
@@ -260,15 +276,15 @@ def scale_by_demo(
               gradient_weight=(1 - decay) * weight if ema else weight,
               alpha=alpha,
           ),
-          state.pending,
+          own.in_flight,
       )
       if demo_exchange is not None:
         response = demo_exchange(request)
       elif delay:
-        response, pending = exchange_late(request)
+        response, in_flight = exchange_late(request)
       else:
         (response,) = exchange([request])
-      merged, kept, info = response
+      merged, kept, metrics = response
 
     in_order = iter(merged)
     new = [
@@ -278,9 +294,10 @@ def scale_by_demo(
     ]
     return jax.tree.structure(updates).unflatten(new), DeMoState(
         count=optax.safe_increment(state.count),
-        momentum=jax.tree.structure(state.momentum).unflatten(kept),
-        info=info._asdict(),
-        pending=pending,
+        metrics=metrics._asdict(),
+        worker_stacked=WorkerState(
+            jax.tree.structure(own.momentum).unflatten(kept), in_flight
+        ),
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -453,7 +470,7 @@ def _zero_where_nothing_was_exchanged(
     updates, state = masked.update(updates, state, params, **extra_args)
     links = state.inner_state
     (exchange,) = (link for link in links if isinstance(link, DeMoState))
-    someone = exchange.info['left_out'] < workers.count
+    someone = exchange.metrics['num_excluded'] < workers.count
 
     def settle(update: jax.Array, param: Any) -> jax.Array:
       if not trees.is_exchanged(param):

@@ -59,30 +59,30 @@ class Numbers(NamedTuple):
   alpha: chex.Numeric
 
 
-class Info(NamedTuple):
+class Metrics(NamedTuple):
   """Scalars about an exchange.
 
   Attributes:
-    left_out: int32, how many workers were left out.
+    num_excluded: int32, how many workers were left out.
     sent_energy: float32, the energy (sum of squares) of what was sent, over
       that of the momentum it was taken from, of all workers.
-    kept_norm: float32, norm of the momentum that stays behind, the root of the
-      mean square over the workers.
-    senders: float32, how many workers sent a coefficient, on average over all
-      that were sent; of leaves of which every worker selects a part for itself
-      (and that no kernel decodes), 0 if there are none.
+    residual_norm: float32, norm of the momentum that stays behind, the root of
+      the mean square over the workers.
+    mean_senders: float32, how many workers sent a coefficient, on average over
+      all that were sent; of leaves of which every worker selects a part for
+      itself (and that no kernel decodes), 0 if there are none.
   """
 
-  left_out: jax.Array
+  num_excluded: jax.Array
   sent_energy: jax.Array
-  kept_norm: jax.Array
-  senders: jax.Array
+  residual_norm: jax.Array
+  mean_senders: jax.Array
 
 
-def nothing_known() -> Info:
+def nothing_known() -> Metrics:
   """What is known before the first exchange: arrays that can be donated."""
   numbers = (jnp.zeros((), jnp.float32) for _ in range(3))
-  return Info(jnp.zeros((), jnp.int32), *numbers)
+  return Metrics(jnp.zeros((), jnp.int32), *numbers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +148,7 @@ class Request(NamedTuple):
 
 
 # Per leaf the update and the new momentum, and what is to be known.
-Response = tuple[list[jax.Array], list[jax.Array], Info]
+Response = tuple[list[jax.Array], list[jax.Array], Metrics]
 
 
 def exchange(requests: Sequence[Request]) -> list[Response]:
@@ -226,7 +226,7 @@ def _run(
     state: list[jax.Array],
     numbers: list[Numbers],
     pending: tuple[Placement, ...] | None = None,
-) -> tuple[list[jax.Array], list[jax.Array], Info]:
+) -> tuple[list[jax.Array], list[jax.Array], Metrics]:
   """The step of all workers; late if there is something `pending`."""
   step = _step if pending is None else _late_step
   return workers.run(
@@ -244,7 +244,7 @@ def _step(
     gradients: Sequence[jax.Array],
     momentum: Sequence[jax.Array],
     numbers: Sequence[Numbers],
-) -> tuple[list[jax.Array], list[jax.Array], Info]:
+) -> tuple[list[jax.Array], list[jax.Array], Metrics]:
   """The step of one worker; if it is several devices, of one of them."""
   work = _Work.of(workers, leaves, gradients, numbers)
   kept, chosen, parts = _send(
@@ -260,7 +260,7 @@ def _late_step(
     gradients: Sequence[jax.Array],
     state: Sequence[jax.Array],
     numbers: Sequence[Numbers],
-) -> tuple[list[jax.Array], list[jax.Array], Info]:
+) -> tuple[list[jax.Array], list[jax.Array], Metrics]:
   """The same, but what is received was sent by the step before.
 
   Behind the momentum, `state` has the parts that were sealed then. Nothing that
@@ -396,7 +396,7 @@ def _receive(
     work: _Work,
     chosen: list[wire.Selection],
     parts: Parts,
-) -> tuple[list[jax.Array], Info]:
+) -> tuple[list[jax.Array], Metrics]:
   """Through the wire, to updates.
 
   Args:
@@ -634,7 +634,7 @@ def _info(
     plans: Sequence[LeafPlan],
     received: wire.Received,
     distinct: Sequence[jax.Array | None],
-) -> Info:
+) -> Metrics:
   """What is to be known about the exchange."""
   energies = functools.reduce(
       jnp.add,
@@ -651,11 +651,11 @@ def _info(
   held, taken, kept, all_sent, different = workers.sum_inside(
       jnp.concatenate([energies, sent])
   )
-  return Info(
-      left_out=workers.count - received.taking_part,
+  return Metrics(
+      num_excluded=workers.count - received.taking_part,
       sent_energy=_ratio(taken, held),
-      kept_norm=jnp.sqrt(_ratio(kept, count)),
-      senders=_ratio(all_sent, different),
+      residual_norm=jnp.sqrt(_ratio(kept, count)),
+      mean_senders=_ratio(all_sent, different),
   )
 
 

@@ -492,7 +492,7 @@ def open_objects(objects: Sequence[Any]) -> OpenedObjects:
   for path, variable in _variables(state):
     paths += [(path, variable)] * len(jax.tree.leaves(variable))
   keys = [path_keys(path) for path, _ in paths]
-  stacked = sharding.stacked(keys)
+  stacked = [sharding.is_stacked(k) for k in keys]
   kinds = [
       'stacked' if has_axis else metrics.get(k) or _kind_of(variable)
       for k, has_axis, (_, variable) in zip(keys, stacked, paths)

@@ -33,11 +33,6 @@ def is_mapped() -> bool:
   return True
 
 
-def have_worker_axis(keys: list[Keys]) -> list[bool]:
-  """Returns which leaves of a state have a worker axis, by the paths of all."""
-  return sharding.stacked(keys)
-
-
 def exchanged_params(keys: list[Keys]) -> list[set[Keys]]:
   """Returns the paths of the parameters of every exchange in a state."""
   return [
@@ -141,7 +136,7 @@ def exchange(
   old, state_def = jax.tree.flatten(state)
   rest, join_rest = _split_constants((params, hyperparams))
   state_paths = jax.tree_util.tree_flatten_with_path(state)[0]
-  stacked = have_worker_axis([path_keys(path) for path, _ in state_paths])
+  stacked = [sharding.is_stacked(path_keys(path)) for path, _ in state_paths]
 
   @custom_vmap
   def one_worker(index: Any, grads: Any, old: Any, rest: Any) -> Any:

@@ -162,7 +162,7 @@ def _exchanges(label: Any, state: Any) -> bool:
     return isinstance(x, DeMoState)
 
   found = [x for x in jax.tree.leaves(state, is_leaf=is_leaf) if is_leaf(x)]
-  busy = [x for x in found if jax.tree.leaves(x.momentum)]
+  busy = [x for x in found if jax.tree.leaves(x.worker_stacked)]
   if len(busy) > 1:
     raise ValueError(
         f'transforms[{label!r}] has {len(busy)} exchanges: have one'

@@ -1,9 +1,8 @@
 """Looking into an optimizer state: shardings, and momentum in the clear.
 
 States are searched by path, not by type, since Flax NNX stores them without
-their types: the momentum of an exchange lies under `momentum`, beside `count`
-and `info/left_out` (`DeMoState`), what is on its way under `pending`; the
-states of `per_worker` lie under `worker_stacked`.
+their types: what has a leading worker axis lies under `worker_stacked`, and
+there the momentum of an exchange under `momentum`.
 """
 
 from collections.abc import Iterator
@@ -31,6 +30,7 @@ from demo_optax.workers.sharding import (
   Path,
   Placement,
   dotted,
+  is_stacked,
   momentum_roots,
   path_keys,
   pending_axes,
@@ -67,7 +67,7 @@ def state_specs(
     >>> workers = demo_optax.Workers.on_axis('data')
     >>> tx = demo_optax.scale_by_demo(workers=workers)
     >>> specs = demo_optax.state_specs(tx, {'w': jnp.zeros((4, 4))}, workers)
-    >>> print(tuple(specs.momentum['w']), tuple(specs.count))
+    >>> print(tuple(specs.worker_stacked.momentum['w']), tuple(specs.count))
     ('data',) ()
 
   References:
@@ -85,10 +85,10 @@ def state_specs(
       if keys[: len(root)] == root:
         _, within = inside[keys[len(root) :]]
         return P(workers.axis_name, *within)
-    axes = pending_axes(keys, roots)
+    axes = pending_axes(keys)
     if axes is not None:
       return P(workers.axis_name, *([axes] if axes else []))
-    lead = 1 if 'worker_stacked' in keys else 0
+    lead = 1 if is_stacked(keys) else 0
     owners = (inside.get(keys[start:]) for start in range(len(keys) + 1))
     shape = leaf.shape[lead:]
     within = next((s for o in owners if o for h, s in [o] if h == shape), P())
@@ -214,7 +214,7 @@ def with_momentum(
     >>> moments = demo_optax.momentum(state, params, old, workers)
     >>> state = demo_optax.scale_by_demo(new, workers=workers).init(params)
     >>> state = demo_optax.with_momentum(state, moments, new, workers)
-    >>> state.momentum.shape
+    >>> state.worker_stacked.momentum.shape
     (2, 2, 2, 4)
 
   References:
@@ -263,15 +263,15 @@ def exchange_info(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
 
   .. math::
     \text{sent\_energy} = \frac{\sum_i \|q_i\|^2}{\sum_i \|m_i\|^2}, \qquad
-    \text{kept\_norm} = \sqrt{\tfrac1N \textstyle\sum_i \|m_i'\|^2}
+    \text{residual\_norm} = \sqrt{\tfrac1N \textstyle\sum_i \|m_i'\|^2}
 
   Args:
     opt_state: any optimizer state that holds the state of `scale_by_demo`:
       chained, partitioned, masked, or `nnx.Optimizer.opt_state`.
 
   Returns:
-    The `info` of `DeMoState`, by name, all of shape `[]`: `'left_out'` (int32),
-    `'sent_energy'`, `'kept_norm'` and `'senders'` (float32).
+    The `metrics` of `DeMoState`, by name, all of shape `[]`: `'num_excluded'`
+    (int32), `'sent_energy'`, `'residual_norm'` and `'mean_senders'` (float32).
 
   Raises:
     ValueError: there is no exchange in `opt_state`.
@@ -282,7 +282,7 @@ def exchange_info(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
     >>> tx = demo_optax.demo(1e-3, workers=workers)
     >>> params = jnp.ones((8, 8))
     >>> _, state = tx.update(jnp.ones((2, 8, 8)), tx.init(params), params)
-    >>> float(demo_optax.exchange_info(state)['senders'])
+    >>> float(demo_optax.exchange_info(state)['mean_senders'])
     2.0
 
   References:
@@ -297,8 +297,8 @@ def exchange_info(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
   # Of transformations that had nothing to exchange, nothing is known.
   busy = {root_of(keys, roots) for keys, _ in state}
   root = next((root for root in roots if root in busy), roots[0])
-  info = (*root[:-1], 'info')
-  return {keys[-1]: x for keys, x in state if keys[:-1] == info}
+  metrics = (*root[:-2], 'metrics')
+  return {keys[-1]: x for keys, x in state if keys[:-1] == metrics}
 
 
 def state_summary(opt_state: chex.ArrayTree) -> str:
@@ -344,7 +344,7 @@ def state_summary(opt_state: chex.ArrayTree) -> str:
   ]
   moments = _moments(flat)
   root, *_ = momentum_roots([keys for keys, _ in flat])
-  count = int(dict(flat)[(*root[:-1], 'count')])
+  count = int(dict(flat)[(*root[:-2], 'count')])
   workers = next((m.shape[0] for m in moments.values()), 0)
   placed = [isinstance(m.sharding, NamedSharding) for m in moments.values()]
   header = ('momentum', 'shape', 'dtype', 'bytes', 'norm')
@@ -376,14 +376,14 @@ def _in_words(
   yield f'{count} exchange{plural} of {workers} workers. The last one:'
   yield (
       f'  sent {info["sent_energy"]:.1%} of the momentum\'s energy; what stays'
-      f' behind has norm {info["kept_norm"]:.3g}'
+      f' behind has norm {info["residual_norm"]:.3g}'
   )
-  if info['senders']:
+  if info['mean_senders']:
     yield (
         '  a coefficient that was sent was sent by'
-        f' {info["senders"]:.2f} workers on average'
+        f' {info["mean_senders"]:.2f} workers on average'
     )
-  yield f'  workers left out: {info["left_out"]}'
+  yield f'  workers left out: {info["num_excluded"]}'
 
 
 @jax.jit

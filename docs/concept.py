@@ -29,9 +29,9 @@ def draw() -> plt.Figure:
   for _ in range(4):
     update, state = tx.update(gradients(), state, params)
   g = gradients()
-  before = state.momentum.reshape(2, SIDE, SIDE)
+  before = state.worker_stacked.momentum.reshape(2, SIDE, SIDE)
   update, state = tx.update(g, state, params)
-  after = np.asarray(state.momentum.reshape(2, SIDE, SIDE))
+  after = np.asarray(state.worker_stacked.momentum.reshape(2, SIDE, SIDE))
   coefficients = [chunks.to_coefficients(x, GRID, chunks.dct_basis) for x in g]
   held = np.asarray(
       DECAY * before + np.reshape(coefficients, (2, SIDE, SIDE))

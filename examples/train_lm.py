@@ -350,8 +350,8 @@ def show(bar: Any, record: dict[str, Any], cost: dict[str, float]) -> None:
     ]
     if 'sent_energy' in record:
       words.append(f'{record["sent_energy"]:.0%} of the energy')
-    if record.get('left_out'):
-      words.append(f'{record["left_out"]} left out')
+    if record.get('num_excluded'):
+      words.append(f'{record["num_excluded"]} left out')
     bar.set_postfix_str(', '.join(words))
 
 

@@ -405,7 +405,7 @@ def damaged_last(folder):
 def training(left_out):
   """Losses and parameters of 60 steps on a mesh of 4 workers.
 
-  `left_out` says which workers see only NaN in a step.
+  `num_excluded` says which workers see only NaN in a step.
   """
   mesh = jax.make_mesh((4,), ('data',), devices=jax.devices()[:4],
                        axis_types=(jax.sharding.AxisType.Auto,))
@@ -436,7 +436,7 @@ def training(left_out):
     x.reshape(4, 8, 16)[bad] = np.nan
     params, state = step_fn(params, state, x, y)
     (seen,) = [int(v) for p, v in jax.tree_util.tree_leaves_with_path(state)
-               if 'left_out' in jax.tree_util.keystr(p)]
+               if 'num_excluded' in jax.tree_util.keystr(p)]
     assert seen == len(bad), (step, seen)
     assert not demo_optax.check_replicas((params, state), workers)
     assert all(np.isfinite(p).all() for p in jax.tree.leaves(params))

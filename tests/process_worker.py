@@ -72,7 +72,7 @@ def main():
 
   found = {}
   for name, tree in (('params', params), ('updates', updates),
-                     ('momentum', state[0].momentum)):
+                     ('momentum', state[0].worker_stacked.momentum)):
     for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
       for shard in x.addressable_shards:
         key = f'{name}{jax.tree_util.keystr(path)}@{shard.device.id}'

@@ -405,7 +405,7 @@ def test_another_number_of_workers(case, tmp_path):
   found = jax.tree.map(np.asarray, other.tree['opt_state'])
   for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
     np.testing.assert_allclose(x, y, atol=1e-6)
-  momenta = [s[1].inner_state[1].momentum for s in (here, found)]
+  momenta = [s[1].inner_state[1].worker_stacked.momentum for s in (here, found)]
   for x, y in zip(*map(jax.tree.leaves, momenta)):
     np.testing.assert_allclose(x.mean(0), y.mean(0), atol=1e-6)
   if case in ('up', 'uneven', 'another mesh'):
@@ -509,7 +509,7 @@ def test_the_docs_run(tmp_path, monkeypatch):
   for block in blocks:
     exec(block, names)
   assert names['step'] == 100 and names['differences'] == []
-  moment = names['state']['opt_state'].inner_state[1].momentum['w']
+  moment = names['state']['opt_state'].inner_state[1].worker_stacked.momentum['w']
   assert moment.shape == (3, 1, 1, 1024)
 
 

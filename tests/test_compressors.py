@@ -94,7 +94,7 @@ def test_oracle(name, x64):
       np.testing.assert_allclose(
           updates[key], oracles[key].exchange(gradient), atol=1e-11,
           err_msg=f'{key}, step {step}')
-    assert int(state.info['left_out']) == (step in (2, 3))
+    assert int(state.metrics['num_excluded']) == (step in (2, 3))
   kept = demo_optax.momentum(state, params, ALL[name], workers)
   for key, known in oracles.items():
     np.testing.assert_allclose(
@@ -127,7 +127,7 @@ def test_protocol(name):
             kept[key].mean(0) + updates[key],
             (0.5 * before[key] + gradients[key]).mean(0), atol=2e-6)
       before = kept
-    results.append((updates, state.momentum, state.info))
+    results.append((updates, state.worker_stacked.momentum, state.metrics))
   assert_replicas_equal(updates)
   if name in SUBSETS:  # sums are taken in another order
     for a, b in zip(*map(jax.tree.leaves, (results[0][0], results[1][0]))):
@@ -150,8 +150,8 @@ def test_protocol(name):
   update, state = tx.update(
       random_tree(0, shapes, lead=(1,)), tx.init(params), params)
   if name != 'full':
-    assert any(np.any(m) for m in jax.tree.leaves(state.momentum))
-  assert float(state.info['kept_norm']) > 0 or name == 'full'
+    assert any(np.any(m) for m in jax.tree.leaves(state.worker_stacked.momentum))
+  assert float(state.metrics['residual_norm']) > 0 or name == 'full'
 
 
 @pytest.mark.parametrize('name', ['striding', 'slicing', 'random_subset'])
@@ -228,12 +228,12 @@ def test_info_says_what_was_sent_and_kept():
   g[1, 0, 0], g[1, 3, 5] = 4, 2
   g[2] = np.nan
   _, state = tx.update(jnp.asarray(g), tx.init(params), params)
-  info = state.info
-  assert int(info['left_out']) == 1
+  info = state.metrics
+  assert int(info['num_excluded']) == 1
   # Sent: 3, 5 and 4, 2. Kept: 1.
   assert float(info['sent_energy']) == pytest.approx((9 + 25 + 16 + 4) / 55)
-  assert float(info['kept_norm']) == pytest.approx(np.sqrt(1 / 2))
-  assert float(info['senders']) == pytest.approx(4 / 3)
+  assert float(info['residual_norm']) == pytest.approx(np.sqrt(1 / 2))
+  assert float(info['mean_senders']) == pytest.approx(4 / 3)
   assert demo_optax.exchange_info({'deep': [state]}) == info
 
 
@@ -248,7 +248,7 @@ def test_a_selection_in_any_order_and_of_another_code():
         demo_optax.identity_topk(16, 8), name='mine', select=select)
     tx = demo_optax.scale_by_demo(compressor, workers=workers)
     updates, state = tx.update(gradients, tx.init(params), params)
-    assert int(state.info['left_out']) == 0
+    assert int(state.metrics['num_excluded']) == 0
     return np.asarray(updates)
 
   largest = run(lambda c, plan: jax.lax.top_k(jnp.abs(c), 8)[1])
@@ -268,7 +268,7 @@ def test_info_of_large_numbers_is_finite(name):
   params = jnp.zeros((16, 16))
   _, state = tx.update(
       jnp.full((2, 16, 16), 1e20), tx.init(params), params)
-  assert all(np.isfinite(x) for x in state.info.values())
+  assert all(np.isfinite(x) for x in state.metrics.values())
 
 
 # The guide --------------------------------------------------------------------

@@ -183,14 +183,14 @@ def test_state_in_words():
   info = demo_optax.exchange_info(optimizer.opt_state)
   assert '2 exchanges of 2 workers' in text
   assert f'sent {info["sent_energy"].item():.1%}' in text
-  assert f'by {info["senders"].item():.2f} workers' in text
+  assert f'by {info["mean_senders"].item():.2f} workers' in text
   rows = [line.split() for line in text.splitlines()[-2:]]
   assert [row[:5] for row in rows] == [
       ['bias', '2x1x8', 'float32', '64', 'B'],
       ['kernel', '2x2x1x64', 'float32', '1.02', 'kB']]
   # Norms of the leaves are those of the whole.
   squares = sum(float(row[-1]) ** 2 for row in rows)
-  assert squares ** 0.5 == pytest.approx(float(info['kept_norm']), rel=0.01)
+  assert squares ** 0.5 == pytest.approx(float(info['residual_norm']), rel=0.01)
   with pytest.raises(ValueError, match='scale_by_demo'):
     demo_optax.state_summary({'a': jnp.zeros(3)})
 

@@ -179,7 +179,7 @@ def test_records_are_not_repeated(tmp_path):
       r.pop('step'): pytest.approx(r, rel=1e-6) for r in records}
 
 
-INFO = {'left_out', 'sent_energy', 'kept_norm', 'senders'}
+INFO = {'num_excluded', 'sent_energy', 'residual_norm', 'mean_senders'}
 
 
 def test_metrics_without_tensorboard(tmp_path, monkeypatch):

@@ -146,7 +146,7 @@ def test_own_vmap_and_pmap_equal_simulation(simulated, how):
   updates, state = mapped_run(50, how, rule)
   assert_same_bits(updates, expected)
   assert_same_bits(
-      jax.tree.map(lambda m: m[:, 0], state.momentum), expected_state.momentum)
+      jax.tree.map(lambda m: m[:, 0], state.worker_stacked.momentum), expected_state.worker_stacked.momentum)
 
 
 @pytest.mark.parametrize('rule, how, values', [
@@ -159,7 +159,7 @@ def test_every_value_code_gives_the_same_bits(rule, how, values):
   updates, state = mapped_run(5, how, *rule)
   assert_same_bits(updates, expected[0])
   assert_same_bits(
-      jax.tree.map(lambda m: m[:, 0], state.momentum), expected[1].momentum)
+      jax.tree.map(lambda m: m[:, 0], state.worker_stacked.momentum), expected[1].worker_stacked.momentum)
 
 
 def test_a_run_repeats_bit_for_bit(simulated):
@@ -290,7 +290,7 @@ def test_conservation_at_the_ends_of_the_range(values, alpha):
         for x in (sent, kept, gradient, before))
     had = 0.5 * before + gradient
     scale = np.abs(had).max((1, 2), keepdims=True)
-    assert int(state.info['left_out']) == 0
+    assert int(state.metrics['num_excluded']) == 0
     assert np.all(np.abs(kept + alpha * sent - had) <= 2e-6 * scale + 3e-37)
     assert not np.any(sent[0]) and not np.any(kept[0])
     before = kept
@@ -322,7 +322,7 @@ def test_one_worker_is_no_special_case():
   params = jnp.zeros((16, 16))
   gradient = jnp.asarray(random_tree(0, {'w': (1, 16, 16)})['w'])
   update, state = tx.update(gradient, tx.init(params), params)
-  assert np.count_nonzero(state.momentum) == 255
+  assert np.count_nonzero(state.worker_stacked.momentum) == 255
   assert np.linalg.matrix_rank(np.asarray(update)) == 1
 
 
@@ -336,9 +336,9 @@ def test_a_gradient_that_could_overflow_the_momentum_is_left_out():
     gradient = np.ones((2, 16, 16), np.float32)
     gradient[1, 2, 3] = largest
     _, state = tx.update(jnp.asarray(gradient), tx.init(params), params)
-    assert int(state.info['left_out']) == left_out
-    assert np.all(np.isfinite(state.momentum))
-    assert bool(np.any(state.momentum[1])) == (not left_out)
+    assert int(state.metrics['num_excluded']) == left_out
+    assert np.all(np.isfinite(state.worker_stacked.momentum))
+    assert bool(np.any(state.worker_stacked.momentum[1])) == (not left_out)
 
 
 # Workers that are left out ----------------------------------------------------
@@ -358,19 +358,19 @@ def test_a_non_finite_worker_is_left_out(kind, bad):
   _, state = tx.update(stacked(good, workers), state, params)
   _, reference_state = reference.update(
       jax.tree.map(lambda g: g[[0, 2, 3]], good), reference_state, params)
-  before = jax.tree.map(lambda m: np.array(m[1]), state.momentum)
+  before = jax.tree.map(lambda m: np.array(m[1]), state.worker_stacked.momentum)
 
   broken = random_tree(3, lead=(N,))
   broken['matrix'][1] = bad  # 3e38: finite, but its transform is not
   updates, state = tx.update(stacked(broken, workers), state, params)
   expected, reference_state = reference.update(
       jax.tree.map(lambda g: g[[0, 2, 3]], broken), reference_state, params)
-  assert int(state.info['left_out']) == 1
+  assert int(state.metrics['num_excluded']) == 1
   assert_same_bits(updates, expected)
-  assert_same_bits(jax.tree.map(lambda m: m[1], state.momentum), before)
+  assert_same_bits(jax.tree.map(lambda m: m[1], state.worker_stacked.momentum), before)
   assert_same_bits(
-      jax.tree.map(lambda m: np.asarray(m)[[0, 2, 3]], state.momentum),
-      reference_state.momentum)
+      jax.tree.map(lambda m: np.asarray(m)[[0, 2, 3]], state.worker_stacked.momentum),
+      reference_state.worker_stacked.momentum)
 
 
 def test_all_left_out_changes_nothing():
@@ -381,12 +381,12 @@ def test_all_left_out_changes_nothing():
   state = tx.init(params)
   broken = jax.tree.map(lambda g: g * np.nan, random_tree(2, lead=(N,)))
   updates, state = jax.jit(tx.update)(broken, state, params)
-  assert int(state.inner_state[1].info['left_out']) == N
+  assert int(state.inner_state[1].metrics['num_excluded']) == N
   assert_same_bits(optax.apply_updates(params, updates), params)
-  assert all(not np.any(m) for m in jax.tree.leaves(state.inner_state[1].momentum))
+  assert all(not np.any(m) for m in jax.tree.leaves(state.inner_state[1].worker_stacked.momentum))
   # And the next good step goes on as if nothing had been.
   updates, state = tx.update(random_tree(3, lead=(N,)), state, params)
-  assert int(state.inner_state[1].info['left_out']) == 0
+  assert int(state.inner_state[1].metrics['num_excluded']) == 0
   assert all(np.isfinite(u).all() and np.any(u)
              for u in jax.tree.leaves(updates))
 

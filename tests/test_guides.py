@@ -38,7 +38,7 @@ def sharded(names):
             'bias': jax.numpy.ones(16)}
   workers = names['sharded']
   tx = demo_optax.demo(1e-3, workers=workers)
-  moment = tx.init(workers.device_put(params)).inner_state[1].momentum
+  moment = tx.init(workers.device_put(params)).inner_state[1].worker_stacked.momentum
   shards = moment['down'].sharding.shard_shape(moment['down'].shape)
   assert shards[1] * jax.device_count() == moment['down'].shape[1]
 

@@ -275,12 +275,12 @@ def simulate(kernels, *options):
 def test_steps(options):
   found, expected = simulate(True, *options), simulate(False, *options)
   for (updates, state), (plain, plain_state) in zip(found, expected):
-    for a, b in zip(jax.tree.leaves((updates, state.momentum)),
-                    jax.tree.leaves((plain, plain_state.momentum))):
+    for a, b in zip(jax.tree.leaves((updates, state.worker_stacked.momentum)),
+                    jax.tree.leaves((plain, plain_state.worker_stacked.momentum))):
       np.testing.assert_allclose(a, b, atol=TOLERANCE)
-  assert [int(state.info['left_out']) for _, state in found] == [0, 1]
+  assert [int(state.metrics['num_excluded']) for _, state in found] == [0, 1]
   # the worker that was left out, and leaves that no kernel is for
-  first, second = (state.momentum for _, state in found)
+  first, second = (state.worker_stacked.momentum for _, state in found)
   for name in SHAPES:
     np.testing.assert_array_equal(first[name][1], second[name][1])
   assert_same_bits(first['gain'], expected[0][1].momentum['gain'])

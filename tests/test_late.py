@@ -47,7 +47,7 @@ def run(workers, kind='gathered', delay=1, steps=5):
   for step in range(steps):
     updates, state = update(
         stacked(gradients_of(step, workers.count), workers), state, params)
-    seen.append(jax.tree.map(np.asarray, (updates, state.info)))
+    seen.append(jax.tree.map(np.asarray, (updates, state.metrics)))
   return seen, state
 
 
@@ -62,11 +62,11 @@ def test_the_same_a_step_later(kind):
   in_time, state = run(workers, kind, delay=0)
   late, late_state = run(workers, kind)
   assert_same_bits(late[1:], in_time[:-1])
-  assert_same_bits(late_state.momentum, state.momentum)
+  assert_same_bits(late_state.worker_stacked.momentum, state.worker_stacked.momentum)
   first, info = late[0]
   assert not any(x.any() for x in first.values())
-  assert info['left_out'] == 3
-  assert state.pending == () and set(late_state.pending) == {
+  assert info['num_excluded'] == 3
+  assert state.worker_stacked.in_flight == () and set(late_state.worker_stacked.in_flight) == {
       'gathered': {'uint8'}, 'summed': {'float32'}}[kind]
 
 
@@ -77,8 +77,8 @@ def test_mesh_and_axis_equal_simulation(kind):
   on_a_mesh, mesh_state = run(workers, kind)
   if kind == 'gathered':  # sums may be in another order
     assert_same_bits(updates_of(on_a_mesh), updates_of(simulated))
-    assert_same_bits(mesh_state.momentum, state.momentum)
-  for x in jax.tree.leaves(mesh_state.pending):
+    assert_same_bits(mesh_state.worker_stacked.momentum, state.worker_stacked.momentum)
+  for x in jax.tree.leaves(mesh_state.worker_stacked.in_flight):
     assert x.sharding.spec[0] == 'data'
 
   axis = demo_optax.Workers.on_axis('data')
@@ -86,7 +86,7 @@ def test_mesh_and_axis_equal_simulation(kind):
       COMPRESSORS[kind], 0.9, workers=axis, delay=1)
   params = random_tree(99, SHAPES)
   specs = demo_optax.state_specs(tx, params, axis)
-  assert set(specs.pending.values()) == {P('data')}
+  assert set(specs.worker_stacked.in_flight.values()) == {P('data')}
   mesh = workers.mesh
   state = jax.jit(jax.shard_map(
       tx.init, mesh=mesh, in_specs=P(), out_specs=specs))(params)
@@ -108,12 +108,12 @@ def test_workers_of_several_devices():
   alike = demo_optax.Workers.simulated(2, specs, {'fsdp': 4})
   seen, state = run(workers, steps=3)
   assert_same_bits(updates_of(seen), updates_of(run(alike, steps=3)[0]))
-  assert {k: x.sharding.spec for k, x in state.pending.items()} == {
+  assert {k: x.sharding.spec for k, x in state.worker_stacked.in_flight.items()} == {
       'uint8': P('data'), 'uint8 over fsdp': P('data', 'fsdp')}
   tx = demo_optax.scale_by_demo(
       COMPRESSORS['gathered'], workers=workers, delay=1)
   found = demo_optax.state_specs(tx, random_tree(99, SHAPES), workers)
-  assert found.pending == {
+  assert found.worker_stacked.in_flight == {
       'uint8': P('data'), 'uint8 over fsdp': P('data', ('fsdp',))}
 
 
@@ -219,7 +219,7 @@ def test_what_travels_does_not_wait_for_gradients(kind):
 
   in_time, late = depends_on(0), depends_on(1)
   assert 'x' in in_time and any('params' in name for name in in_time)
-  assert late and all('.pending' in name for name in late), late
+  assert late and all('.in_flight' in name for name in late), late
 
 
 # States -----------------------------------------------------------------------
@@ -254,7 +254,7 @@ def test_a_payload_in_flight_survives_a_checkpoint(where, tmp_path):
   other = demo_optax.dct_topk(16, 5, values='sign')
   with (
       Checkpointer(tmp_path, params, other, workers) as checkpoints,
-      pytest.raises(ValueError, match=r'pending.uint8.*written by dct_topk'),
+      pytest.raises(ValueError, match=r'in_flight.uint8.*written by dct_topk'),
   ):
     checkpoints.restore(fresh, rechunk=compressor)
   two = demo_optax.resize_workers(middle['opt_state'], 2)

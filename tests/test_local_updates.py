@@ -423,7 +423,7 @@ def test_gradients_that_are_not_finite():
   params['padded'] = params['padded'].at[2, 0, 0].set(np.inf)
   for step in (1, 2):
     params, state = step_fn(params, state, noise(step, 3))
-  assert int(state.outer[0].info['left_out']) == 1
+  assert int(state.outer[0].metrics['num_excluded']) == 1
   assert all(np.isfinite(x).all() for x in params.values())
   assert apart(params) == 0
 

@@ -172,7 +172,7 @@ def test_learning_rate_is_inside_the_momentum():
     _, state = tx.update(jnp.asarray(g), state, params)
     _, plain_state = plain.update(jnp.asarray(rate * g), plain_state, params)
   np.testing.assert_allclose(
-      state.inner_state[1].momentum, plain_state.momentum, atol=1e-7)
+      state.inner_state[1].worker_stacked.momentum, plain_state.worker_stacked.momentum, atol=1e-7)
 
 
 # Kinds of parameters ----------------------------------------------------------
@@ -199,7 +199,7 @@ def test_dtypes_are_stable(dtype, workers):
 def test_float64_parameters_have_float64_momentum(x64):
   tx = demo_optax.demo(1e-3, workers=WORKERS)
   params = {'w': jnp.ones((4, 4)), 'h': jnp.ones((4, 4), jnp.float32)}
-  momentum = tx.init(params).inner_state[1].momentum
+  momentum = tx.init(params).inner_state[1].worker_stacked.momentum
   assert momentum['w'].dtype == jnp.float64
   assert momentum['h'].dtype == jnp.float32
   gradients = jax.tree.map(lambda p: jnp.stack([p] * N), params)
@@ -215,9 +215,9 @@ def test_bfloat16_momentum_decays():
   params = jnp.zeros((8, 8), jnp.bfloat16)
   gradient = jnp.asarray(random_tree(0, {'x': (N, 8, 8)})['x'], jnp.bfloat16)
   _, state = tx.update(gradient, tx.init(params), params)
-  before = np.asarray(state.momentum)
+  before = np.asarray(state.worker_stacked.momentum)
   _, state = tx.update(jnp.zeros_like(gradient), state, params)
-  after = np.asarray(state.momentum)
+  after = np.asarray(state.worker_stacked.momentum)
   kept = after != 0
   np.testing.assert_allclose(after[kept], 0.999 * before[kept], rtol=1e-6)
 
@@ -304,7 +304,7 @@ def test_momentum_round_trips_through_parameter_space():
   for key, m in in_clear.items():
     plan = COMPRESSOR.plan(params[key].shape, m.dtype)
     back = jax.vmap(lambda x, p=plan: COMPRESSOR.to_coefficients(x, p))(m)
-    np.testing.assert_allclose(back, state.momentum[key], atol=1e-5)
+    np.testing.assert_allclose(back, state.worker_stacked.momentum[key], atol=1e-5)
 
 
 def test_state_specs():
@@ -313,7 +313,7 @@ def test_state_specs():
   tx = optax.chain(ema, demo_optax.demo(1e-3, workers=workers), optax.trace(.9))
   specs = demo_optax.state_specs(tx, problem()[0], workers)
   assert tuple(specs[0].worker_stacked.ema['w']) == ('data',)
-  assert tuple(specs[1].inner_state[1].momentum['b']) == ('data',)
+  assert tuple(specs[1].inner_state[1].worker_stacked.momentum['b']) == ('data',)
   assert tuple(specs[1].inner_state[1].count) == tuple(specs[2].trace['w']) == ()
 
 

@@ -126,7 +126,7 @@ def test_gathered_summed_and_dense_together():
   gradients['b'][2] = np.nan
   updates, state = jax.jit(tx.update)(gradients, tx.init(params), params)
   # Whoever is not finite in one part is left out of all.
-  assert int(demo_optax.exchange_info(state)['left_out']) == 1
+  assert int(demo_optax.exchange_info(state)['num_excluded']) == 1
   assert all(np.isfinite(u).all() for u in jax.tree.leaves(updates))
   codes = {'a': CODES['hidden'], 'gain': CODES['hidden'],
            'b': demo_optax.striding(0.25, chunk_size=8),
@@ -237,7 +237,7 @@ def test_empty_parts_know_nothing():
   gradients = {'n': np.zeros((2, 3), jax.dtypes.float0),
                'w': jnp.ones((2, 8, 8)).at[0].set(jnp.nan)}
   _, state = tx.update(gradients, tx.init(params), params)
-  assert int(demo_optax.exchange_info(state)['left_out']) == 1
+  assert int(demo_optax.exchange_info(state)['num_excluded']) == 1
 
 
 def test_dense_leaves_of_several_devices():

@@ -57,7 +57,7 @@ def run(way, monkeypatch, average, values):
 def test_steps_are_equal(monkeypatch, average, values):
   expected = run('plain', monkeypatch, average, values)
   assert_same_bits(run('fast', monkeypatch, average, values), expected)
-  assert [int(state.info['left_out']) for _, state in expected] == [0, 1, 1]
+  assert [int(state.metrics['num_excluded']) for _, state in expected] == [0, 1, 1]
 
 
 def test_outer_products_round_otherwise_and_no_more(monkeypatch):

@@ -105,7 +105,7 @@ def test_states_and_keys():
   _, state = tx.update(gradients, tx.init(params), params)
   key = jax.device_put(jax.random.key(1), NamedSharding(mesh, P()))
   assert demo_optax.check_replicas((params, state, key), workers) == []
-  moment = state.inner_state[1].momentum
+  moment = state.inner_state[1].worker_stacked.momentum
   moment['w'] = flip(np.asarray(moment['w']), moment['w'].sharding,
                      mesh.devices[1, 3].id)
   (found,) = demo_optax.check_replicas((params, state, key), workers)

@@ -21,14 +21,13 @@ COMPRESSOR = demo_optax.dct_topk(chunk_size=8, topk=3)
 
 
 def state_of(stacked):
-  """A state of an exchange with this momentum."""
-  return {'count': jnp.zeros((), jnp.int32), 'momentum': {'w': stacked},
-          'info': {'left_out': jnp.zeros((), jnp.int32)}}
+  """A state with this in it for every worker."""
+  return {'count': jnp.zeros((), jnp.int32), 'worker_stacked': {'w': stacked}}
 
 
 def resize(stacked, n):
   return np.asarray(
-      demo_optax.resize_workers(state_of(stacked), n)['momentum']['w'])
+      demo_optax.resize_workers(state_of(stacked), n)['worker_stacked']['w'])
 
 
 # The rule ---------------------------------------------------------------------
@@ -149,10 +148,10 @@ def test_on_a_mesh(old, new, kind):
   x = rng.normal(size=(old, 6, 5)).astype(np.float32)
   there = jax.device_put(x, NamedSharding(workers.mesh, P('data')))
   resized = demo_optax.resize_workers(state_of(there), new)
-  y = resized['momentum']['w']
+  y = resized['worker_stacked']['w']
   assert y.sharding.mesh == workers.mesh
   np.testing.assert_allclose(y, resize(x, new), atol=1e-6)
-  moved = on_mesh(new, kind).device_put(resized)['momentum']['w']
+  moved = on_mesh(new, kind).device_put(resized)['worker_stacked']['w']
   assert moved.sharding.shard_shape(moved.shape) == (1, 6, 5)
   np.testing.assert_array_equal(moved, y)
 
@@ -234,7 +233,7 @@ def test_momentum_of_sharded_workers_goes_both_ways():
   found = demo_optax.momentum(state, params, COMPRESSOR, workers)
   for key in SHAPES:
     np.testing.assert_allclose(found[key], moments[key], atol=2e-6)
-    x, y = state.momentum[key], empty.momentum[key]
+    x, y = state.worker_stacked.momentum[key], empty.worker_stacked.momentum[key]
     assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
 
 
@@ -272,7 +271,7 @@ def test_resizing_and_converting_commute():
 def test_from_one_is_the_same_everywhere():
   state = state_of(jnp.arange(6.0).reshape(1, 6))
   assert_same_bits(
-      demo_optax.resize_workers(state, 3)['momentum']['w'],
+      demo_optax.resize_workers(state, 3)['worker_stacked']['w'],
       jnp.tile(jnp.arange(6.0), (3, 1)))
 
 

@@ -136,7 +136,7 @@ def test_sharded_equals_simulated_with_the_same_blocks(layout, kind):
     where = NamedSharding(workers.mesh, spec)
     assert updates[key].sharding.is_equivalent_to(where, updates[key].ndim)
     kept = NamedSharding(workers.mesh, P('replica', *spec))
-    moment = state.momentum[key]
+    moment = state.worker_stacked.momentum[key]
     assert moment.sharding.is_equivalent_to(kept, moment.ndim)
 
 
@@ -416,7 +416,7 @@ def test_specs_of_an_nnx_model(rules):
   assert losses[-1] < losses[0]
   kernel = model.layers[0].kernel[...]
   assert kernel.sharding.shard_shape(kernel.shape) == (16, 8)
-  momentum = optimizer.opt_state.inner_state[1].momentum
+  momentum = optimizer.opt_state.inner_state[1].worker_stacked.momentum
   moment = momentum['layers'][0]['kernel'][...]
   assert moment.shape == (2, 2, 4, 64)
   assert {s.data.shape for s in moment.addressable_shards} == {(1, 2, 1, 64)}
@@ -449,7 +449,7 @@ def test_specs_of_a_linen_model():
     demo_optax.param_specs(boxed)
   workers = demo_optax.Workers.on_mesh(make_mesh(SHAPE_2D), 'replica', specs)
   state = exchange(workers).init(nn.unbox(boxed))
-  moment = state.momentum['Dense_0']['kernel']
+  moment = state.worker_stacked.momentum['Dense_0']['kernel']
   assert {s.data.shape for s in moment.addressable_shards} == {(1, 2, 1, 64)}
 
 

@@ -377,7 +377,6 @@ class Checkpointer:
     """What a checkpoint says of every leaf."""
     keys = list(leaves.keys.values())
     roots = specs.momentum_roots(keys)
-    stacked = dict(zip(leaves.keys, specs.stacked(keys)))
     records: dict[str, Record] = {}
     for name, x in leaves.all.items():
       k = leaves.keys[name]
@@ -387,10 +386,10 @@ class Checkpointer:
       elif root is not None:
         records[name] = self._describe_momentum(name, k[len(root) :], x)
       else:
-        lead = {'workers': x.shape[0]} if stacked[name] else {}
+        lead = {'workers': x.shape[0]} if specs.is_stacked(k) else {}
         shape = list(x.shape[len(lead) :])
         records[name] = {'shape': shape, 'dtype': str(x.dtype), **lead}
-        if specs.pending_axes(k, roots) is not None:
+        if specs.pending_axes(k) is not None:
           codes = dict.fromkeys(str(x) for x in self._codes.values())
           by = f'{", ".join(codes)}{self._workers.param_specs}'
           records[name]['written_by'] = by

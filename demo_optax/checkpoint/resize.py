@@ -35,9 +35,8 @@ def resize_workers(opt_state: chex.ArrayTree, n: int) -> chex.ArrayTree:
   r"""The optimizer state of `n` workers from that of another number.
 
   Stacked leaves are found by their paths, in any optimizer state, Flax NNX's
-  included: those under the `momentum` of an exchange (a node with `count` and
-  `info/left_out` beside it), and those under the `worker_stacked` of
-  `per_worker`. All others belong to no worker and stay as they are. With worker
+  included: those under a field `worker_stacked`. All others belong to no worker
+  and stay as they are. With worker
   :math:`i` of :math:`N` on :math:`[i/N, (i+1)/N]`, the new worker :math:`j` has
 
   .. math::
@@ -66,12 +65,10 @@ def resize_workers(opt_state: chex.ArrayTree, n: int) -> chex.ArrayTree:
 
   Example:
     >>> import demo_optax, jax.numpy as jnp
-    >>> workers = demo_optax.Workers.simulated(4)
-    >>> tx = demo_optax.scale_by_demo(workers=workers)
-    >>> state = tx.init(jnp.zeros(1))
-    >>> state = state._replace(momentum=jnp.arange(4.0).reshape(4, 1, 1))
+    >>> state = {'worker_stacked': jnp.arange(4.0)}
     >>> for n in (2, 3, 8):
-    ...   print(demo_optax.resize_workers(state, n).momentum.ravel().round(2))
+    ...   state_of_n = demo_optax.resize_workers(state, n)
+    ...   print(state_of_n['worker_stacked'].round(2))
     [0.5 2.5]
     [0.25 1.5  2.75]
     [0. 0. 1. 1. 2. 2. 3. 3.]
@@ -85,7 +82,7 @@ def resize_workers(opt_state: chex.ArrayTree, n: int) -> chex.ArrayTree:
   if n < 1:
     raise ValueError(f'n={n} must be at least 1.')
   flat, treedef = jax.tree_util.tree_flatten_with_path(opt_state)
-  stacked = specs.stacked([specs.path_keys(path) for path, _ in flat])
+  stacked = [specs.is_stacked(specs.path_keys(path)) for path, _ in flat]
   _check_stacked([leaf for leaf, own in zip(flat, stacked) if own])
   return treedef.unflatten([
       _resize(x, n) if own else x for (_, x), own in zip(flat, stacked)

@@ -273,12 +273,13 @@ def plan(
     \text{receives } (N - 1) P + 2\tfrac{N-1}{N} S.
 
   A payload is, over the kinds of chunks, the values and the indices, packed
-  across chunks, plus 13 bytes: a status and what `DeMoState.info` is made of;
-  `dct_topk` has the bits of each. Values at places that all workers share, and
-  dense gradients, are all-reduced (by a ring, as all-reduces are counted here),
-  the first with as much beside them. If a worker is several devices, each sends
-  what it alone has, and its share of what several have; of dense gradients that
-  several have, each sends all. Who takes part in dense averages is not counted.
+  across chunks, plus 13 bytes: a status and what `DeMoState.metrics` is made
+  of; `dct_topk` has the bits of each. Values at places that all workers share,
+  and dense gradients, are all-reduced (by a ring, as all-reduces are counted
+  here), the first with as much beside them. If a worker is several devices,
+  each sends what it alone has, and its share of what several have; of dense
+  gradients that several have, each sends all. Who takes part in dense averages
+  is not counted.
 
   A sharded leaf is cut into chunks block by block. Its chunks are those of an
   unsharded worker, and the results the same to the bit, if along its last two

@@ -827,16 +827,14 @@ class _OnMesh(_Stacked):
     """Where parameters, or a state, belong: specs by path and shape."""
     flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
     paths = [specs.path_keys(path) for path, _ in flat]
-    roots = specs.momentum_roots(paths)
 
     def spec_of(keys: specs.Keys, shape: tuple[int, ...]) -> P:
-      place, root = self.param_specs.place_state, specs.root_of(keys, roots)
-      axes = specs.pending_axes(keys, roots)
+      place = self.param_specs.place_state
+      axes = specs.pending_axes(keys)
       if axes is not None:
         return P(self.axis_name, *([axes] if axes else []))
-      if root or 'worker_stacked' in keys:
-        within = place(keys[len(root or ()) :], shape[1:])
-        return P(self.axis_name, *within)
+      if specs.is_stacked(keys):
+        return P(self.axis_name, *place(keys, shape[1:]))
       return place(keys, shape)
 
     return treedef.unflatten(

@@ -166,11 +166,18 @@ def dotted(keys: Keys) -> str:
   return '.'.join(map(str, keys)) or 'the only leaf'
 
 
+STACKED = 'worker_stacked'
+
+
+def is_stacked(keys: Keys) -> bool:
+  """Whether a leaf of a state has a leading worker axis, told by its path."""
+  return STACKED in keys
+
+
 def momentum_roots(keys: list[Keys]) -> list[Keys]:
   """Where the momentum of each exchange begins."""
-  marker = ('info', 'left_out')
-  nodes = [k[:-2] for k in keys if k[-2:] == marker]
-  return [(*n, 'momentum') for n in nodes if (*n, 'count') in set(keys)]
+  marker = ('metrics', 'num_excluded')
+  return [(*k[:-2], STACKED, 'momentum') for k in keys if k[-2:] == marker]
 
 
 def root_of(keys: Keys, roots: list[Keys]) -> Keys | None:
@@ -183,24 +190,12 @@ def pending_name(dtype: str, axes: tuple[str, ...]) -> str:
   return ' over '.join([dtype, ','.join(axes)]) if axes else dtype
 
 
-def pending_axes(keys: Keys, roots: list[Keys]) -> tuple[str, ...] | None:
+def pending_axes(keys: Keys) -> tuple[str, ...] | None:
   """The axes inside a worker of a part on its way; None for other leaves."""
-  for root in roots:
-    if keys[:-1] == (*root[:-1], 'pending'):
-      _, _, axes = keys[-1].partition(' over ')
-      return tuple(axes.split(',')) if axes else ()
-  return None
-
-
-def stacked(keys: list[Keys]) -> list[bool]:
-  """Which leaves of a state have a worker axis, by the paths of all."""
-  roots = momentum_roots(keys)
-  return [
-      'worker_stacked' in k
-      or root_of(k, roots) is not None
-      or pending_axes(k, roots) is not None
-      for k in keys
-  ]
+  if keys[-3:-1] != (STACKED, 'in_flight'):
+    return None
+  _, _, axes = keys[-1].partition(' over ')
+  return tuple(axes.split(',')) if axes else ()
 
 
 def _check_spec(
