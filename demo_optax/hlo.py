@@ -249,8 +249,10 @@ def _shape_bytes(dtype: str, dims: str, layout: str) -> int:
   elif width := _DTYPE.fullmatch(dtype):
     bits = max(_int(width[1]), 8)
   else:
-    name = f'{_start_of(dtype)}[{_start_of(dims)}]'
-    raise ValueError(f'{name}: the size of dtype {_start_of(dtype)} is unknown.')
+    dtype = _start_of(dtype)
+    raise ValueError(
+        f'{dtype}[{_start_of(dims)}]: the size of dtype {dtype} is unknown.'
+    )
   return -(-bits * _product(dims, _MAX_SIZE, 'elements') // 8)
 
 
@@ -273,9 +275,8 @@ def _groups_text(attributes: str) -> str:
     return ''
   match = _GROUPS.match(attributes, begin.end())
   if match is None:
-    raise ValueError(
-        f'The groups are not understood: {_start_of(attributes[begin.start():])}'
-    )
+    start = _start_of(attributes[begin.start() :])
+    raise ValueError(f'The groups are not understood: {start}')
   return match[1]
 
 
@@ -355,7 +356,7 @@ def _iota(text: str) -> np.ndarray:
   return ids.transpose(_ints(permutation) or range(ids.ndim)).ravel()
 
 
-# Numbers and lists, which may be of any length ---------------------------------
+# Numbers and lists, which may be of any length --------------------------------
 
 
 def _arange(dims: list[int]) -> np.ndarray:
