@@ -38,6 +38,9 @@ def _transformer(layers: int, d: int, vocabulary: int) -> dict[str, Any]:
   }
 
 
+_MAX_SIZE = 2**53  # elements of a leaf
+_MAX_DEPTH = 100  # of objects within objects
+
 MODELS = {
     '300M': _transformer(16, 1024, 50304),
     '1B': _transformer(16, 2048, 50304),
@@ -53,14 +56,14 @@ def main(argv: Sequence[str] | None = None) -> None:
   )
   add = parser.add_argument
   add('model', help=f'{", ".join(MODELS)}, a JSON file of shapes, or -')
-  add('--topk', type=int, default=32, help='coefficients per chunk')
-  add('--chunk', type=int, default=64, help='longest side of a chunk')
+  add('--topk', type=_count, default=32, help='coefficients per chunk')
+  add('--chunk', type=_count, default=64, help='longest side of a chunk')
   add('--values', choices=VALUES, default='float32',
       help='how values are sent')
-  add('--workers', type=int, nargs='+', default=[8], help='how many')
+  add('--workers', type=_count, nargs='+', default=[8], help='how many')
   args = parser.parse_args(argv)
   try:
-    params = _arrays(_shapes(args.model), '')
+    params = _arrays(_shapes(args.model), ())
     compressor = compressors.dct_topk(args.chunk, args.topk, values=args.values)
     plans = [accounting.plan(params, compressor, n) for n in args.workers]
   except (OSError, ValueError) as error:
@@ -81,22 +84,65 @@ def _shapes(model: str) -> Any:
         f'{model!r} is neither a file nor one of {", ".join(MODELS)}.'
     )
   try:
-    return json.loads(sys.stdin.read() if model == '-' else path.read_text())
-  except ValueError as error:
+    text = sys.stdin.read() if model == '-' else path.read_text()
+    return json.loads(text, object_pairs_hook=_object)
+  except json.JSONDecodeError as error:
     raise ValueError(f'{model} is not JSON: {error}') from error
+  except ValueError as error:  # not text, numbers of thousands of digits, ...
+    raise ValueError(f'{model} cannot be read: {error}') from error
+  except RecursionError as error:
+    raise ValueError(f'{model} is nested too deeply.') from error
 
 
-def _arrays(shapes: Any, name: str) -> Any:
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  found: dict[str, Any] = {}
+  for name, value in pairs:
+    if name in found:
+      raise ValueError(f'one object has two entries named {name!r}')
+    name.encode()  # half a surrogate pair cannot be printed
+    found[name] = value
+  return found
+
+
+def _count(text: str) -> int:
+  """A flag's number of things."""
+  try:
+    number = int(text)
+  except ValueError:
+    number = 0
+  if not 1 <= number < 2**31:
+    raise argparse.ArgumentTypeError(
+        f'{_start_of(text)!r} must be an integer, at least 1 and below 2^31'
+    )
+  return number
+
+
+def _arrays(shapes: Any, path: tuple[str, ...]) -> Any:
   """Shapes `[rows, ...]` in nested dicts, as float32 arrays of those shapes."""
+  name = _start_of(''.join(f'/{key}' for key in path)) or 'the model'
+  if len(path) > _MAX_DEPTH:
+    raise ValueError(f'{name} lies deeper than {_MAX_DEPTH} objects.')
   if isinstance(shapes, dict):
-    return {key: _arrays(x, f'{name}/{key}') for key, x in shapes.items()}
-  lengths = shapes if isinstance(shapes, list) else [None]
-  if all(type(length) is int and length >= 0 for length in lengths):
-    return jax.ShapeDtypeStruct(tuple(lengths), jnp.float32)
-  raise ValueError(
-      f'{name or "the model"}: {json.dumps(shapes)} is not a shape; write a'
-      ' list of lengths such as [1024, 4096], or an object of them by name.'
-  )
+    return {key: _arrays(x, (*path, key)) for key, x in shapes.items()}
+  lengths: list[Any] = shapes if isinstance(shapes, list) else [None]
+  if not all(type(length) is int and length >= 0 for length in lengths):
+    raise ValueError(
+        f'{name}: {_start_of(repr(shapes))} is not a shape; write a list of'
+        ' lengths such as [1024, 4096], or an object of them by name.'
+    )
+  # One after the other: a product of all could be millions of digits long.
+  size = 1
+  for length in lengths:
+    size *= max(length, 1)
+    if size > _MAX_SIZE:
+      raise ValueError(
+          f'{name}: {_start_of(repr(shapes))} has more than 2^53 elements.'
+      )
+  return jax.ShapeDtypeStruct(tuple(lengths), jnp.float32)
+
+
+def _start_of(text: str) -> str:
+  return text if len(text) <= 100 else f'{text[:100]}...'
 
 
 if __name__ == '__main__':

@@ -115,9 +115,9 @@ def scale_by_demo(
   zero (and what follows, such as weight decay, goes on as with any update). A
   payload that is damaged beyond sense (indices out of order or of the chunk,
   values that are not finite or too large to transform) is left out, too, and
-  what it was to carry is lost. If a worker is several devices, the bytes of each are
-  judged by themselves, and `'num_excluded'` counts by those that all of them
-  hold.
+  what it was to carry is lost. If a worker is several devices, the bytes of
+  each are judged by themselves, and `'num_excluded'` counts by those that all
+  of them hold.
 
   Integer leaves get zero updates; complex leaves are refused.
 

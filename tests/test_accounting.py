@@ -202,7 +202,18 @@ def test_command_reads_shapes(capsys, tmp_path, monkeypatch):
     ('{"a": [3, "x"]}', "/a: [3, "), ('{"a": 3}', 'not a shape'),
     ('[[2], [3]]', 'not a shape'), ('{"a": [-1]}', 'not a shape'),
     ('{"a": [true]}', 'not a shape'), ('a', 'not JSON'),
-    ('{}', 'no parameters'), (None, 'neither')])
+    ('{}', 'no parameters'), (None, 'neither'),
+    ('{"a": [%s]}' % ('9' * 400), '/a: [9999'),
+    ('{"a": [' + '4096, ' * 100 + '1]}', 'more than 2^53 elements'),
+    ('{"a": [%s]}' % ('9' * 5000), 'cannot be read: Exceeds the limit'),
+    ('{"a": [%s0, 0]}' % ('9' * 400), '/a: [9999'),
+    ('{"a":' * 5000 + '[3]' + '}' * 5000, 'deep'),
+    ('{"a":' * 300 + '[3]' + '}' * 300, 'deeper than 100 objects'),
+    ('[' * 900 + ']' * 900, 'not a shape'),
+    ('[' * 100_000 + ']' * 100_000, 'deep'),
+    ('{"a": [3], "b": {"c": [4], "c": [5]}}', "two entries named 'c'"),
+    (r'{"\ud800": [3]}', 'surrogates not allowed'),
+    ('\xff', 'not JSON')])
 def test_command_explains_bad_shapes(text, says, capsys, tmp_path):
   path = tmp_path / 'shapes.json'
   if text is not None:
@@ -213,7 +224,9 @@ def test_command_explains_bad_shapes(text, says, capsys, tmp_path):
 
 
 @pytest.mark.parametrize('option', [
-    ['--topk', '0'], ['--chunk', '-1'], ['--workers', '0']])
+    ['--topk', '0'], ['--chunk', '-1'], ['--workers', '0'],
+    ['--workers', '9' * 400], ['--topk', '9' * 5000], ['--chunk', '2.5'],
+    ['--workers', '8', '9' * 12]])
 def test_command_explains_bad_numbers(option, capsys):
   with pytest.raises(SystemExit):
     command.main(['300M', *option])

@@ -4,10 +4,12 @@ import functools
 import gc
 import json
 import os
+import pathlib
 import re
 import signal
 import subprocess
 import sys
+import time
 import warnings
 
 import jax
@@ -652,6 +654,7 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 
 KILLED = """
 import sys
+import time
 import jax.numpy as jnp
 import demo_optax
 from demo_optax import checkpoint
@@ -728,3 +731,282 @@ def test_a_tree_of_compressors(tmp_path):
   after = demo_optax.momentum(moved, params, swapped, workers)
   for key, moment in before.items():
     np.testing.assert_allclose(moment, after[key], atol=1e-6)
+
+
+# The folder -------------------------------------------------------------------
+
+
+def files_of(folder, **options):
+  return checkpoint.Checkpointer(folder, {}, None, simulated(1), **options)
+
+
+# What makes its folder useless, between two saves of a process by itself.
+UNWRITABLE = '''
+import pathlib, shutil, subprocess, sys
+import jax.numpy as jnp
+import demo_optax
+from demo_optax import checkpoint
+
+folder, how = pathlib.Path(sys.argv[1]), sys.argv[2]
+checkpoints = checkpoint.Checkpointer(
+    folder, {}, None, demo_optax.Workers.simulated(1), timeout=20)
+checkpoints.save(0, {'x': jnp.ones(3)})
+checkpoints.wait()
+if how == 'file':
+  shutil.rmtree(folder)
+  folder.write_text('')
+else:
+  subprocess.run(['mount', '-o', 'remount,ro', folder], check=True)
+try:
+  checkpoints.save(1, {'x': jnp.ones(3)})
+  checkpoints.wait()
+except OSError as error:
+  print('failed:', error, flush=True)
+'''
+
+
+@pytest.mark.parametrize('how, says', [
+    ('file', 'File exists'), ('read-only', 'Read-only file system')])
+def test_a_save_that_cannot_begin_does_not_hang(how, says, tmp_path):
+  """The error comes at once, and the process ends soon after it."""
+  folder = tmp_path / 'folder'
+  folder.mkdir()
+  mounted = how == 'read-only' and subprocess.run(
+      ['mount', '-t', 'tmpfs', '-o', 'size=4m', 'none', folder],
+      capture_output=True).returncode == 0
+  if how == 'read-only' and not mounted:
+    pytest.skip('nothing can be mounted here')
+  try:
+    run = subprocess.run(
+        [sys.executable, '-c', UNWRITABLE, str(folder), how],
+        env={**os.environ, 'PYTHONPATH': os.pathsep.join(sys.path)},
+        capture_output=True, text=True, timeout=100)
+  finally:
+    if mounted:
+      subprocess.run(['umount', '-l', folder], check=True)
+  assert run.returncode == 0, run.stderr
+  assert 'failed:' in run.stdout and says in run.stdout
+
+
+def test_saves_go_on_where_they_can_again(tmp_path):
+  tree = {'x': jnp.ones(3)}
+  with files_of(tmp_path / 'a') as checkpoints:
+    checkpoints.save(0, tree)
+    checkpoints.wait()
+    (tmp_path / 'a').rename(tmp_path / 'b')
+    (tmp_path / 'a').write_text('')
+    with pytest.raises(OSError, match='File exists'):
+      checkpoints.save(1, tree)
+    (tmp_path / 'a').unlink()
+    (tmp_path / 'b').rename(tmp_path / 'a')
+    checkpoints.save(1, tree)
+    assert checkpoints.steps == (0, 1)
+  assert sorted(os.listdir(tmp_path / 'a')) == ['0', '1']
+
+
+@pytest.mark.parametrize('folder, error, says', [
+    ('s3://bucket/x', ImportError, 's3://bucket/x cannot be .* install s3fs'),
+    ('gs://bucket/x', ImportError, 'gs://bucket/x cannot be .* install gcsfs'),
+    (pathlib.Path('s3://bucket/x'), ValueError, 'one slash is missing'),
+    ('http://host/x', ValueError, "'http://host/x': only gs:// or s3://"),
+    ('file:///tmp/x', ValueError, 'as a plain path'),
+    ('', ValueError, "folder='' names no folder"),
+    ('~nobody-of-that-name/x', ValueError, "write './~nobody-of-that-name/x'"),
+    (b'x', TypeError, 'must be text or a path'), (None, TypeError, 'NoneType')])
+def test_folders_that_cannot_be_meant(
+    folder, error, says, tmp_path, monkeypatch):
+  for name in ('s3fs', 'gcsfs', 'tensorflow'):
+    monkeypatch.setitem(sys.modules, name, None)  # as if not installed
+  monkeypatch.chdir(tmp_path)
+  with pytest.raises(error, match=says):
+    files_of(folder)
+  assert os.listdir() == []
+
+
+def test_a_home_folder(tmp_path, monkeypatch):
+  monkeypatch.setenv('HOME', str(tmp_path / 'home'))
+  (tmp_path / 'home').mkdir()
+  monkeypatch.chdir(tmp_path)
+  with files_of('~/runs') as checkpoints:
+    checkpoints.save(3, {'x': jnp.ones(3)})
+  with files_of('./runs'):  # relative ones are of the working directory
+    pass
+  assert sorted(os.listdir()) == ['home', 'runs']
+  assert os.listdir('home/runs') == ['3'] and os.listdir('runs') == []
+
+
+def test_addresses_in_a_cloud_reach_orbax_as_they_are(monkeypatch):
+  """Where the back end is installed: here one that keeps files in memory."""
+  fsspec = pytest.importorskip('fsspec')
+  from etils.epath import backend
+  memory = fsspec.filesystem('memory')
+  monkeypatch.setattr(backend._FileSystemSpecBackend, 'fs', lambda *_: memory)
+  with files_of('s3://bucket/runs') as checkpoints:
+    assert str(checkpoints._files.directory) == 's3://bucket/runs'
+    assert checkpoints.steps == ()
+  assert memory.exists('s3://bucket/runs')
+  assert not os.path.exists('s3:')
+
+
+@pytest.mark.parametrize('options, error, says', [
+    ({'keep': 1.5}, TypeError, 'keep=1.5 must be an integer'),
+    ({'keep': '2'}, TypeError, "keep='2' must be an integer"),
+    ({'keep': True}, TypeError, 'keep=True must be an integer'),
+    ({'keep': 0}, ValueError, 'keep=0 must be at least 1'),
+    ({'timeout': '9'}, TypeError, "timeout='9' must be an integer"),
+    ({'timeout': 0.5}, TypeError, 'timeout=0.5 must be an integer')])
+def test_counts_are_integers(options, error, says, tmp_path):
+  with pytest.raises(error, match=says):
+    files_of(tmp_path, **options)
+  with files_of(tmp_path, keep=np.int64(2), timeout=np.int32(60)):
+    pass
+
+
+@pytest.mark.parametrize('step, error', [
+    (True, TypeError), ('1', TypeError), (1.0, TypeError), (-1, ValueError)])
+def test_the_step_to_restore_is_an_integer(step, error, tmp_path):
+  tree = {'x': jnp.ones(3)}
+  with files_of(tmp_path) as checkpoints:
+    checkpoints.save(1, tree)
+    with pytest.raises(error, match=f'step={step!r}'):
+      checkpoints.restore(tree, step)
+    assert checkpoints.restore(tree, np.int64(1))[0] == 1
+
+
+@pytest.mark.parametrize('tree, leaf', [
+    ({'a': {'text': '\ud800'}, 'x': 1}, 'a.text'),
+    ({'a': {'\udfff': 1}, 'x': 1}, r'a.\udfff')])
+def test_text_that_is_not_unicode(tree, leaf, tmp_path):
+  with files_of(tmp_path) as checkpoints:
+    with pytest.raises(ValueError, match=f"^'{re.escape(leaf)}'.*surrogate"):
+      checkpoints.save(1, {**tree, 'x': jnp.ones(3)})
+    assert checkpoints.steps == ()
+
+
+# What is left in it -----------------------------------------------------------
+
+
+def unfinished(folder):
+  return sorted(p.name for p in folder.iterdir() if not p.name.isdigit())
+
+
+def test_a_failed_save_leaves_no_files(tmp_path, monkeypatch):
+  from orbax.checkpoint._src.path import atomicity
+  tree = {'x': jnp.ones(3)}
+
+  async def fail(*args, **kwargs):
+    raise OSError('no space left on device')
+
+  with files_of(tmp_path) as checkpoints:
+    checkpoints.save(0, tree)
+    checkpoints.wait()
+    monkeypatch.setattr(atomicity.AtomicRenameTemporaryPath, 'finalize', fail)
+    checkpoints.save(1, tree)
+    with pytest.raises(OSError, match='no space'):
+      checkpoints.wait()
+    assert unfinished(tmp_path) == []
+    # A thread of the failed save may write after that.
+    (tmp_path / '1.orbax-checkpoint-tmp/state').mkdir(parents=True)
+    monkeypatch.undo()
+    checkpoints.save(2, tree)
+    assert checkpoints.steps == (0, 2)
+  assert unfinished(tmp_path) == []
+
+
+def leave(folder, step, age):
+  """What a process that was killed in a save has left."""
+  left = folder / f'{step}.orbax-checkpoint-tmp' / 'state'
+  left.mkdir(parents=True)
+  (left / 'd').write_bytes(bytes(1000))
+  for path in (left / 'd', left, left.parent):
+    os.utime(path, (time.time() - age,) * 2)
+
+
+def test_a_killed_save_is_removed_by_who_writes_next(tmp_path):
+  leave(tmp_path, 5, age=100)
+  leave(tmp_path, 6, age=10_000)
+  (tmp_path / 'mine.orbax-checkpoint-tmp').mkdir()  # of something else
+  with files_of(tmp_path):  # a reader: what no writer can be writing any more
+    assert unfinished(tmp_path) == [
+        '5.orbax-checkpoint-tmp', 'mine.orbax-checkpoint-tmp']
+  with files_of(tmp_path) as checkpoints:
+    checkpoints.save(7, {'x': jnp.ones(3)})
+  assert unfinished(tmp_path) == ['mine.orbax-checkpoint-tmp']
+
+
+WRITER = '''
+import sys
+import time
+import jax.numpy as jnp
+import demo_optax
+from demo_optax import checkpoint
+
+checkpoints = checkpoint.Checkpointer(
+    sys.argv[1], {}, None, demo_optax.Workers.simulated(1))
+checkpoints.save(0, {'x': jnp.ones(3)})
+checkpoints.wait()
+print('saved', flush=True)
+sys.stdin.read()
+'''
+
+
+def test_what_another_process_writes_is_left_alone(tmp_path):
+  with subprocess.Popen(
+      [sys.executable, '-c', WRITER, str(tmp_path)],
+      env={**os.environ, 'PYTHONPATH': os.pathsep.join(sys.path)},
+      stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
+    assert writer.stdout.readline() == b'saved\n'
+    leave(tmp_path, 5, age=10_000)  # it may take that long
+    with files_of(tmp_path) as checkpoints:
+      checkpoints.save(7, {'x': jnp.ones(3)})
+    assert unfinished(tmp_path) == ['5.orbax-checkpoint-tmp']
+    writer.kill()
+  with files_of(tmp_path):
+    assert unfinished(tmp_path) == []
+
+
+def test_an_empty_folder_is_no_checkpoint(tmp_path):
+  tree = {'x': jnp.ones(3)}
+  with files_of(tmp_path) as checkpoints:
+    checkpoints.save(1, tree)
+    checkpoints.save(2, tree)
+  for name in ('5', '9'):
+    (tmp_path / name).mkdir()
+  with files_of(tmp_path) as checkpoints:
+    assert checkpoints.steps == (1, 2)
+    assert checkpoints.restore(tree)[0] == 2
+    with pytest.raises(FileNotFoundError, match=r'step 9 in .*\(steps: 1, 2\)'):
+      checkpoints.restore(tree, 9)
+    checkpoints.save(5, tree)  # two are kept, of those that are whole
+    assert checkpoints.steps == (2, 5)
+  assert sorted(os.listdir(tmp_path)) == ['2', '5']
+
+
+def test_a_reader_beside_a_writer(tmp_path, monkeypatch):
+  """What it saw is renamed or removed before it looks at it."""
+  from orbax.checkpoint import v1
+  tree = {'x': jnp.ones(3)}
+  with files_of(tmp_path, keep=1) as writer:
+    writer.save(1, tree)
+    writer.wait()
+    vanish = iter([FileNotFoundError, NotADirectoryError])
+    opened = v1.training.Checkpointer.__init__
+
+    def open_(self, *args, **kwargs):
+      opened(self, *args, **kwargs)
+      if error := next(vanish, None):
+        raise error(str(tmp_path / '1.orbax-checkpoint-tmp'))
+
+    with monkeypatch.context() as patch:
+      patch.setattr(v1.training.Checkpointer, '__init__', open_)
+      reader = files_of(tmp_path)
+    with reader:
+      assert reader.steps == (1,)
+      writer.save(2, {'x': jnp.zeros(3)})  # and the first is removed
+      writer.wait()
+      step, found = reader.restore(tree)
+      assert step == 2 and float(found['x'][0]) == 0.0
+      writer.save(3, tree)
+      writer.wait()
+      with pytest.raises(ValueError, match='step 2 in .* cannot be read'):
+        reader.restore(tree, 2)

@@ -1,7 +1,10 @@
 """Collectives of compiled code: recorded texts, and functions compiled here."""
 
 import math
+import os
 import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -275,3 +278,79 @@ def test_mistakes(compiled, mesh, error, match):
 def test_what_is_only_lowered_is_refused():
   with pytest.raises(ValueError, match='not compiled'):
     demo_optax.collectives(jax.jit(jnp.sin).lower(1.0))
+
+
+# Hostile texts: each is built by a process of its own, which must come to an
+# end. A quadratic search takes hours at this length, a linear one a second.
+LONG = {
+    'types': "'%a = ' + 'f32[' * 10**6 + ' all-gather(x)'",
+    'layouts': "'%a = ' + 'f32[1]{' * 10**6 + ' all-gather(x)'",
+    'a tuple': "'%a = (' + 'f32[1],' * 10**6 + 'f32[]) all-gather-start(x)'",
+    'open meshes': "'%a = f32[] all-gather(x), '"
+                   " + 'replica_groups=mesh[' * 10**6",
+    'ids': "'%a = f32[] all-gather(x), '"
+           " + 'replica_groups=mesh[a=2], device_ids=(' * 10**6",
+    'axes': "'%a = f32[] all-gather(x), ' + 'replica_groups=mesh[a=2] {' * 10**6",
+    'a name': "'%a = f32[] all-gather(x), replica_groups=mesh[' + 'a' * 10**6"
+              " + '] {a}'",
+    'many axes': "'%a = f32[] all-gather(x), replica_groups=mesh['"
+                 " + 'a=2,' * 10**6 + '] {a}'",
+    'braces': "'%a = f32[] all-gather(x), replica_groups=' + '{' * 10**6 + '}'",
+    'spaces': "' ' * 10**6",
+    'brackets': "'%a = ' + '(' * 10**6 + ') all-gather'",
+    'a number': "'%a = f32[' + '9' * 10**6 + '] all-gather(x)'",
+    'numbers': "'%a = f32[' + '999999999,' * 10**6 + '] all-gather(x)'",
+}
+READ = '''
+import sys, demo_optax
+try:
+  demo_optax.collectives('HloModule f, num_partitions=8\\n' + eval(sys.argv[1]))
+except ValueError as error:
+  assert len(str(error)) < 1000
+'''
+
+
+@pytest.mark.parametrize('name', LONG)
+def test_long_texts_are_read_in_linear_time(name):
+  environment = {**os.environ, 'PYTHONPATH': os.pathsep.join(sys.path)}
+  run = subprocess.run(
+      [sys.executable, '-c', READ, LONG[name]], env=environment, timeout=100,
+      capture_output=True, text=True)
+  assert run.returncode == 0, run.stderr[-2000:]
+
+
+@pytest.mark.parametrize('line, says', [
+    *((f'%r = f32[4] all-gather(%p), replica_groups={groups}', says)
+      for groups, says in [
+          ('[2,4]<=[99999999999]', 'More than 131,072 devices: .99999999999'),
+          ('[1,9]<=[' + '9,' * 40 + '9]', 'More than 131,072 devices'),
+          ('[2,4]<=[9]', 'cannot reshape'),
+          ('[8]<=[8]', '1 dimensions'),
+          ('[0,8]<=[0]', 'no group in it'),
+          ('[2,4]<=[2,4]T(0,0)', 'repeated axis'),
+          ('[1,1]<=[' + '9' * 30 + ']', 'too large a number'),
+          ("mesh['a'=99999999999] {'a'}", 'More than 131,072 devices'),
+          ("mesh['a'=8] {'b'}", "'b'.*mesh"),
+          ("mesh['a'=8] {'a':(0)2}", 'not understood.*mesh'),
+          ("mesh['a'=8] {'a':(3)2}", 'not understood.*mesh'),
+          ('mesh[a] {a}', "'a' is no axis"),
+          ('{{}}', 'no group in it'),
+          ('{{9' + '9' * 30 + '}}', 'too large a number'),
+      ]),
+    ('%r = f32[4] all-gather-start(%p), replica_groups={}', 'not a tuple'),
+    ('%r = f32[4] collective-permute(%p), source_target_pairs={{0,1,2}}',
+     'Pairs are wanted'),
+    ('%r = f32[9999999999,9999999999] all-gather(%p)', 'More than .* elements'),
+])
+def test_texts_that_ask_for_too_much(line, says):
+  with pytest.raises(ValueError, match=says):
+    demo_optax.collectives(f'{HEADER}  {line}')
+
+
+def test_more_devices_than_there_are():
+  text = '\n  %r = f32[] all-reduce(%p), replica_groups='
+  with pytest.raises(ValueError, match='More than 131,072 devices'):
+    demo_optax.collectives(f'HloModule f, num_partitions=99999999999{text}{{}}')
+  with pytest.raises(ValueError, match=r'Device 8 is in a group.*has 8 devices'):
+    demo_optax.collectives(
+        f'HloModule f, num_partitions=8{text}{{{{0,8}}}}', GRID)

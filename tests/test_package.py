@@ -23,7 +23,7 @@ ORDER = [
     'engine.pallas_gpu', 'engine.pallas_tpu', 'engine.pallas',
     'workers.sharding', 'workers.base', 'workers', 'one_worker', 'flax', '_tree',
     'data_parallel', 'gradients', 'exchange', 'demo', 'partitioning', 'state', 'local.local_updates', 'local',
-    'checkpoint.resize', 'tools.replicas', 'checkpoint.checkpointer',
+    'checkpoint.resize', 'checkpoint.folder', 'tools.replicas', 'checkpoint.checkpointer',
     'checkpoint', 'tools.traffic', 'tools.hlo', 'tools.drawing', '__main__',
 ]
 

@@ -30,7 +30,7 @@ TIMEOUT = 240
 
 def environment(**more):
   env = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'}
-  paths = [str(HERE.parent), env.get('PYTHONPATH', '')]
+  paths = [str(HERE.parent), str(EXAMPLES), env.get('PYTHONPATH', '')]
   return {**env, 'PYTHONPATH': os.pathsep.join(p for p in paths if p), **more}
 
 
@@ -181,6 +181,66 @@ def test_processes_equal_simulation(processes, devices, values, tmp_path):
       np.testing.assert_array_equal(found[name], expected, err_msg=name)
       seen += 1
   assert seen == 3 * len(params) * count
+
+
+# Checkpoints ------------------------------------------------------------------
+
+# Two processes; after the first save one of them cannot write, or no folder can
+# be made at all.
+UNWRITABLE = '''
+import argparse, pathlib, resource, shutil, sys
+import cluster, jax, numpy as np
+from jax.experimental import multihost_utils
+import demo_optax
+from demo_optax import checkpoint
+
+parser = argparse.ArgumentParser()
+cluster.add_flags(parser)
+cluster.join(parser.parse_args([]))
+folder, how = pathlib.Path(sys.argv[1]), sys.argv[2]
+mesh = jax.make_mesh(
+    (2,), ('data',), axis_types=(jax.sharding.AxisType.Auto,))
+workers = demo_optax.Workers.on_mesh(mesh, 'data')
+tree = workers.device_put({'x': np.ones(3, np.float32)})
+first = jax.process_index() == 0
+
+
+def open_and_save():
+  with checkpoint.Checkpointer(folder, {}, None, workers) as checkpoints:
+    checkpoints.save(0, tree)
+    checkpoints.wait()
+    multihost_utils.sync_global_devices('saved')
+    if how == 'removed' and first:
+      shutil.rmtree(folder)
+      folder.write_text('')
+    if how == 'one' and not first:
+      resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    multihost_utils.sync_global_devices('spoiled')
+    checkpoints.save(1, tree)
+    checkpoints.wait()
+
+
+if how == 'never' and first:
+  folder.write_text('')
+multihost_utils.sync_global_devices('ready')
+try:
+  open_and_save()
+except OSError as error:
+  print(f'failed: {error}', flush=True)
+'''
+
+
+@pytest.mark.parametrize('how, says', [
+    ('one', ['process 1 cannot write to .*: nothing was saved', 'too large']),
+    ('removed', ['File exists', 'File exists']),
+    ('never', ['File exists', 'File exists'])])
+def test_all_learn_that_one_cannot_write(how, says, tmp_path):
+  """At once, and all end by themselves."""
+  run = launch('-n', 2, '--', PYTHON, '-c', UNWRITABLE, tmp_path / 'files', how)
+  for number, text in enumerate(says):
+    (line,) = [line for line in run.stdout.splitlines()
+               if line.startswith(f'[{number}] failed:')]
+    assert re.search(text, line), run.stdout
 
 
 # The training example ---------------------------------------------------------

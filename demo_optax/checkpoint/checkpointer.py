@@ -20,7 +20,8 @@ import importlib.metadata
 import json
 import math
 import operator
-import pathlib
+import os
+import time
 import zlib
 from typing import Any
 
@@ -28,12 +29,14 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 
 # Orbax's current API, in the form in which it is documented.
 from orbax.checkpoint import v1 as ocp
 
 import demo_optax
 from demo_optax import _tree as trees
+from demo_optax.checkpoint import folder as folders
 from demo_optax.checkpoint import resize as elastic
 from demo_optax.compressors import (
   Compressor,
@@ -48,9 +51,31 @@ from demo_optax.workers import sharding as specs
 
 _FORMAT = 1
 
+# How often a reader looks again where a writer renames and removes meanwhile.
+_ATTEMPTS = 10
+
 # What is said of one leaf: JSON, so that it can be kept beside the arrays.
 Codes = dict[specs.Keys, Compressor | None]
 Record = dict[str, Any]
+
+
+class _LastWhole:
+  """Keeps the last checkpoints; a folder with nothing in it is none.
+
+  Attributes:
+    keep: how many.
+    empty: steps of which there is such a folder.
+  """
+
+  def __init__(self, keep: int):
+    self.keep = keep
+    self.empty: set[int] = set()
+
+  def should_preserve(self, checkpoints: Any, *, context: Any) -> list[bool]:
+    del context
+    steps = [c.step for c in checkpoints]
+    kept = [step for step in steps if step not in self.empty][-self.keep :]
+    return [step in kept for step in steps]
 
 
 class Checkpointer:
@@ -66,7 +91,9 @@ class Checkpointer:
   not spread over processes must be the same in all of them.
 
   Args:
-    folder: where the checkpoints are; made if it is not there.
+    folder: where the checkpoints are; made if it is not there. A path, `~`
+      expanded, or an address `gs://...` or `s3://...` as text or as
+      `etils.epath.Path`, if `gcsfs` or `s3fs` is installed.
     params: the parameters, or their shapes (`jax.ShapeDtypeStruct`); of an
       `nnx.Optimizer`, `nnx.state(model, wrt)`. Only shapes are looked at.
     compressor: that of the exchange, or a tree of them as for `plan`; with
@@ -79,8 +106,11 @@ class Checkpointer:
       write: choose it longer than the longest save.
 
   Raises:
-    ValueError: `keep` or `timeout` is below 1.
-    TypeError: `compressor` or `workers` is something else.
+    ValueError: `keep` or `timeout` is below 1; `folder` is '', or an address
+      of something else.
+    TypeError: `compressor`, `workers`, `keep` or `timeout` is something else.
+    ImportError: what `folder` needs is not installed.
+    OSError: the folder cannot be made, in this or another process.
 
   Example:
     >>> import demo_optax, jax, jax.numpy as jnp, tempfile
@@ -114,10 +144,8 @@ class Checkpointer:
     trees.check_type(
         'workers', workers, Workers, 'demo_optax.Workers.simulated(n)'
     )
-    if keep < 1:
-      raise ValueError(f'keep={keep} must be at least 1.')
-    if timeout < 1:
-      raise ValueError(f'timeout={timeout} must be at least 1 second.')
+    self._kept = _LastWhole(_integer('keep', keep, 1))
+    timeout = _integer('timeout', timeout, 1)
     self._params = {
         specs.path_keys(path): (path, np.shape(x))
         for path, x in jax.tree_util.tree_flatten_with_path(params)[0]
@@ -125,11 +153,20 @@ class Checkpointer:
     self._treedef = jax.tree.structure(params)
     self._codes, self._workers = self._by_path(compressor), workers
     _ = workers.count  # an error for Workers.on_axis
-    self._folder, self._keep = pathlib.Path(folder).absolute(), keep
+    self._folder = folders.resolve(folder)
+    folders.make(self._folder)
+    if jax.process_index() == 0:  # readers, too: what is surely broken off
+      folders.remove_unfinished(self._folder, unchanged_for=timeout)
     self._context = ocp.Context()
     self._context.asynchronous.timeout_secs = timeout
+    # Else threads wait 300 s for directories that could not be made.
+    self._context.asynchronous.create_directories_asynchronously = False
     self._files = self._open()
     self._pending: Any = None
+    self._saving: int | None = None  # the step of a save that is not yet whole
+    self._lock: int | None = None
+    self._failed: list[int] = []
+    self._is_writer = False
 
   def __enter__(self) -> 'Checkpointer':
     return self
@@ -138,25 +175,54 @@ class Checkpointer:
     self.close()
 
   def _open(self) -> ocp.training.Checkpointer:
-    kept = ocp.training.preservation_policies.LatestN(self._keep)
-    try:
-      return ocp.training.Checkpointer(
-          self._folder, preservation_policy=kept, context=self._context
-      )
-    except OSError:
-      raise
-    except Exception as error:  # it reads what is written beside each of them
-      raise ValueError(
-          f'{self._folder} cannot be opened: {_first_cause(error)}. The'
-          f' description of step {_some(_unreadable(self._folder))} in it is'
-          ' damaged: remove it.'
-      ) from error
+    alone = jax.process_count() == 1
+    for attempt in range(_ATTEMPTS):
+      try:
+        files = ocp.training.Checkpointer(
+            self._folder, preservation_policy=self._kept, context=self._context
+        )
+        self._kept.empty = {
+            c.step
+            for c in files.checkpoints
+            if folders.is_empty(self._folder / str(c.step))
+        }
+        return files
+      except (FileNotFoundError, NotADirectoryError):
+        # A writer has renamed or removed what was seen.
+        if attempt == _ATTEMPTS - 1 or not alone:
+          raise
+      except OSError:
+        raise
+      except Exception as error:  # it reads what is written beside each of them
+        raise ValueError(
+            f'{self._folder} cannot be opened: {_first_cause(error)}. The'
+            f' description of step {_some(_unreadable(self._folder))} in it is'
+            ' damaged: remove it.'
+        ) from error
+    raise AssertionError('the last attempt returns or raises')
+
+  def _reopen(self) -> None:
+    with contextlib.suppress(Exception):
+      self._files.close()
+    self._files = self._open()
+
+  def _become_writer(self) -> None:
+    """Before a save: removes what is left of saves that failed."""
+    if jax.process_index() == 0:
+      if not self._is_writer:
+        folders.remove_unfinished(self._folder, unchanged_for=0)
+        self._lock = folders.lock(self._folder, exclusive=False)
+      for step in self._failed:  # a thread may have gone on writing
+        folders.remove_unfinished_step(self._folder, step)
+    self._is_writer = True
+    self._failed.clear()
 
   @property
   def steps(self) -> tuple[int, ...]:
     """The steps of which there is a whole checkpoint, ascending."""
     self.wait()
-    return tuple(c.step for c in self._files.checkpoints)
+    found = (c.step for c in self._files.checkpoints)
+    return tuple(step for step in found if step not in self._kept.empty)
 
   def save(self, step: int, tree: chex.ArrayTree) -> None:
     """Saves `tree`, while training goes on.
@@ -173,15 +239,15 @@ class Checkpointer:
     Raises:
       ValueError: there is a checkpoint of this step already; momentum in `tree`
         is not of these parameters, compressor and workers; a leaf of one
-        process alone is not the same in all; no leaf is an array.
+        process alone is not the same in all; no leaf is an array; text that is
+        not Unicode.
       TypeError: `step` is not an integer; a leaf that is neither an array nor a
         plain Python value.
+      OSError: a process cannot write to the folder; all raise it.
     """
-    if isinstance(step, bool) or not hasattr(step, '__index__'):
-      raise TypeError(f'step={step!r} must be an integer.')
-    step = operator.index(step)
-    if step < 0:
-      raise ValueError(f'step={step} must not be negative.')
+    step = _integer('step', step, 0)
+    self.wait()
+    self._become_writer()
     if step in self.steps:
       raise ValueError(
           f'There is a checkpoint of step {step} in {self._folder}'
@@ -207,9 +273,20 @@ class Checkpointer:
       raise ValueError('There is no array in the tree: nothing to save.')
     about['digests'] = replicas.content_digests(arrays)
     about['checksum'] = _checksum(about)
-    self._pending = self._files.save_async(
-        step, arrays, force=True, custom_metadata=about
-    )
+    folders.check_writable(self._folder)
+    self._saving, was_empty = step, step in self._kept.empty
+    self._kept.empty.discard(step)
+    try:
+      self._pending = self._files.save_async(
+          step,
+          arrays,
+          force=True,
+          overwrite=was_empty,
+          custom_metadata=about,
+      )
+    except BaseException:
+      self._give_up()
+      raise
 
   def restore(
       self,
@@ -228,7 +305,8 @@ class Checkpointer:
     Args:
       tree: what it was saved from, or the same made anew: arrays or
         `jax.ShapeDtypeStruct` with shardings.
-      step: of which checkpoint; by default the last.
+      step: of which checkpoint; by default the last, also if another process
+        writes new ones meanwhile.
       resize: regroup a checkpoint of another number of workers, as
         `demo_optax.resize_workers` does.
       rechunk: the compressor that the checkpoint was made with, or the tree of
@@ -244,16 +322,46 @@ class Checkpointer:
       ValueError: the checkpoint and `tree` differ: names every leaf that does,
         both values, and what to do. Or the checkpoint is damaged: what was read
         is not what was saved, or cannot be read at all.
+      TypeError: `step` is not an integer.
     """
     former = self._by_path(rechunk, 'rechunk') if rechunk else None
-    steps = self.steps
-    if not steps or (step is not None and step not in steps):
-      which = 'checkpoint' if step is None else f'checkpoint of step {step}'
-      raise FileNotFoundError(
-          f'There is no {which} in {self._folder} (steps:'
-          f' {_some(steps)}).'
-      )
-    step = steps[-1] if step is None else step
+    step = None if step is None else _integer('step', step, 0)
+    for attempt in range(_ATTEMPTS):
+      steps = self.steps
+      if not steps and jax.process_count() == 1:  # not yet, or just renamed
+        self._reopen()
+        steps = self.steps
+      if not steps or (step is not None and step not in steps):
+        which = 'checkpoint' if step is None else f'checkpoint of step {step}'
+        raise FileNotFoundError(
+            f'There is no {which} in {self._folder} (steps:'
+            f' {_some(steps)}).'
+        )
+      chosen = steps[-1] if step is None else step
+      try:
+        return chosen, self._restore(chosen, tree, resize, former)
+      except ValueError:
+        last = step is not None or attempt == _ATTEMPTS - 1
+        if last or not self._is_removed(chosen):
+          raise
+        self._reopen()
+    raise AssertionError('the last attempt returns or raises')
+
+  def _is_removed(self, step: int) -> bool:
+    """Whether another process, which writes, has removed a checkpoint."""
+    if jax.process_count() > 1:
+      return False
+    time.sleep(0.2)  # it may be about to
+    return not (self._folder / str(step)).exists()
+
+  def _restore(
+      self,
+      step: int,
+      tree: chex.ArrayTree,
+      resize: bool,
+      former: Codes | None,
+  ) -> chex.ArrayTree:
+    """What `restore` returns of one checkpoint."""
     about = self._about(step)
     leaves = _Leaves(tree)
     saved, wanted = about['leaves'], self._describe(leaves)
@@ -288,7 +396,7 @@ class Checkpointer:
         else:
           array = _converted(array, count, plans, codes[name], x)
       new[name] = _as(array, x)
-    return step, leaves.unflatten(new)
+    return leaves.unflatten(new)
 
   def wait(self) -> None:
     """Waits until the last save is whole; raises its error if it failed."""
@@ -298,12 +406,24 @@ class Checkpointer:
     try:
       pending.result()
     except BaseException:
-      # Orbax would raise that error for ever, and has forgotten the checkpoints
-      # that it was to remove after this one.
-      with contextlib.suppress(Exception):
-        self._files.close()
-      self._files = self._open()
+      self._give_up()
       raise
+    self._saving = None
+
+  def _give_up(self) -> None:
+    """After a save that failed: removes its files, and opens the folder anew.
+
+    Orbax would raise the error for ever, and has forgotten the checkpoints that
+    it was to remove after this one.
+    """
+    with contextlib.suppress(Exception):
+      self._files.close()
+    if self._saving is not None:
+      self._failed.append(self._saving)
+      if jax.process_index() == 0:
+        folders.remove_unfinished_step(self._folder, self._saving)
+    self._saving = None
+    self._files = self._open()
 
   def close(self) -> None:
     """Waits, and lets go of the folder."""
@@ -311,6 +431,9 @@ class Checkpointer:
       self.wait()
     finally:
       self._files.close()
+      lock, self._lock = self._lock, None
+      if lock is not None:
+        os.close(lock)
 
   def _about(self, step: int) -> dict[str, Any]:
     """What was written beside the arrays of a checkpoint."""
@@ -487,6 +610,23 @@ def _convert(
   return jax.lax.with_sharding_constraint(x, sharding)
 
 
+def _integer(argument: str, value: Any, least: int) -> int:
+  if isinstance(value, bool) or not hasattr(value, '__index__'):
+    raise TypeError(f'{argument}={value!r} must be an integer.')
+  number = operator.index(value)
+  if number < least:
+    raise ValueError(f'{argument}={number} must be at least {least}.')
+  return number
+
+
+def _is_unicode(text: str) -> bool:
+  try:
+    text.encode()
+  except UnicodeEncodeError:
+    return False
+  return True
+
+
 # Trees as named leaves --------------------------------------------------------
 
 
@@ -518,6 +658,13 @@ class _Leaves:
             f'{name} is {x!r}: checkpoints hold arrays, PRNG keys, and Python'
             ' numbers, booleans and strings.'
         )
+    for name, x in self.all.items():
+      for text in (name, x):
+        if isinstance(text, str) and not _is_unicode(text):
+          raise ValueError(
+              f'{name!r}: {text!r} has half a surrogate pair, which cannot be'
+              ' written as UTF-8.'
+          )
 
   def unflatten(self, leaves: dict[str, Any]) -> chex.ArrayTree:
     """The tree with other leaves."""
@@ -756,10 +903,11 @@ def _first_cause(error: BaseException) -> str:
   return f'{type(error).__name__}: {why}'[:400]
 
 
-def _unreadable(folder: pathlib.Path) -> tuple[int, ...]:
+def _unreadable(folder: epath.Path) -> tuple[int, ...]:
   """Steps whose checkpoint Orbax cannot describe."""
   found = []
-  for step in sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit()):
+  names = (p.name for p in folder.iterdir())
+  for step in sorted(int(name) for name in names if name.isdecimal()):
     try:
       ocp.metadata(folder / str(step))
     except Exception:

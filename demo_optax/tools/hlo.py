@@ -1,9 +1,11 @@
 """Bytes on the wire, read from compiled code."""
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,11 @@ from jax.sharding import AbstractMesh, Mesh
 from demo_optax.tools import tables
 
 Groups = tuple[tuple[int, ...], ...]
+
+# Texts come from files, too. More devices than this no program has; what is
+# said of them is not to be written out before it is looked at.
+_MAX_DEVICES = 2**17
+_MAX_SIZE = 2**63  # of a shape, in bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +91,8 @@ def collectives(
   Raises:
     TypeError: something without `as_text`; a `mesh` that is none.
     ValueError: what is not compiled, or for another number of devices than the
-      mesh has; a dtype, or a spelling of groups, that is not known.
+      mesh has; a dtype, or a spelling of groups, that is not known; more than
+      131,072 devices. A text is read in a time in proportion to its length.
 
   Example:
     >>> import demo_optax, jax, jax.numpy as jnp
@@ -107,8 +115,10 @@ def collectives(
   text = _text(compiled)
   num_devices = _num_devices(text)
   _check_mesh(mesh, num_devices)
+  # Most have the groups of one before.
+  groups_of = functools.cache(functools.partial(_groups, num_devices))
   found = map(_INSTRUCTION.match, text.splitlines())
-  return [_collective(match, num_devices, mesh) for match in found if match]
+  return [_collective(match, groups_of, mesh) for match in found if match]
 
 
 def _text(compiled: Any) -> str:
@@ -131,7 +141,7 @@ def _num_devices(text: str) -> int:
   """The header has both counts, or leaves one out where it is 1."""
   header = text.split('\n', 1)[0]
   counts = re.findall(r'\b(?:num_partitions|replica_count)=(\d+)', header)
-  return math.prod(map(int, counts))
+  return _product(' '.join(counts), _MAX_DEVICES, 'devices')
 
 
 def _check_mesh(mesh: Any, num_devices: int) -> None:
@@ -161,16 +171,17 @@ _INSTRUCTION = re.compile(
     \((?P<rest>.*)""",
     re.VERBOSE,
 )
-# dtype[dimensions]{layout}, such as s4[8,128]{1,0:T(8,128)E(4)}
-_SHAPE = re.compile(r'\b([a-z]\w*)\[([^\]]*)\](\{[^}]*\})?')
+# dtype[dimensions]{layout}, such as s4[8,128]{1,0:T(8,128)E(4)}. No bracket is
+# passed over in search of its end: the search would begin anew at each of them.
+_SHAPE = re.compile(r'\b([a-z]\w*)\[([^\[\]]*)\](\{[^{}]*\})?')
 # f32, bf16, u8, s4, c64, f8e4m3fn: the first number is the number of bits.
 _DTYPE = re.compile(r'(?:[sufc]|bf)(\d+)(?:e\d+m\d+\w*)?')
 # {{0,1},{2,3}}: the groups themselves; {}: all devices in one.
 # [4,2]<=[2,4]T(1,0): 0..7 in the shape [2,4], transposed, cut into 4 of 2.
 # mesh['a'=2,'b'=4], device_ids=([2,4]T(1,0)) {'b'}: see `_mesh_groups`.
+_GROUPS_ARE = re.compile('replica_groups=|source_target_pairs=')
 _GROUPS = re.compile(
-    r"""(?:replica_groups|source_target_pairs)=(
-    (?P<listed>\{[{}\d,\ ]*\})
+    r"""((?P<listed>\{[{}\d,\ ]*\})
     |\[(?P<shape>[\d,]+)\]<=(?P<iota>\[[\d,]+\](?:T\([\d,]+\))?)
     |mesh\[(?P<sizes>[^\]]*)\](?:,\ device_ids=\((?P<ids>[^{]*)\))?
      \ \{(?P<axes>[^}]*)\})""",
@@ -178,20 +189,30 @@ _GROUPS = re.compile(
 )
 _AXIS_SIZE = re.compile(r"'?([^',=]+)'?=(\d+)")  # 'a'=2
 _AXIS_PART = re.compile(r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?")  # 'a', 'a':(2)4
+_MAX_AXES = 32  # of a mesh; NumPy has arrays of 64
 
 
 def _collective(
-    match: re.Match, num_devices: int, mesh: Mesh | AbstractMesh | None
+    match: re.Match,
+    groups_of: Callable[[str, bool], Groups],
+    mesh: Mesh | AbstractMesh | None,
 ) -> Collective:
   kind = match['kind']
   outputs = match['type']
   # The type of a start is (operands, outputs, state...). Only all-reduce-start
   # has the type of its outputs.
   if match['start'] and kind != 'all-reduce':
-    outputs = _elements(outputs)[1]
+    elements = _elements(outputs)
+    if len(elements) < 2:
+      raise ValueError(
+          f'{_start_of(outputs)} is the type of a {kind}-start, but not a tuple'
+          ' of operands and outputs.'
+      )
+    outputs = elements[1]
   shapes = _SHAPE.findall(outputs)
   output_bytes = sum(_shape_bytes(*shape) for shape in shapes)
-  groups, groups_text = _groups(match['rest'], num_devices)
+  groups_text = _groups_text(match['rest'])
+  groups = groups_of(groups_text, kind == 'collective-permute')
   moved = _ring_bytes(kind, output_bytes, groups)
   return Collective(
       kind=kind,
@@ -208,29 +229,31 @@ def _collective(
 
 def _elements(type_: str) -> list[str]:
   """The elements of a tuple; commas inside brackets do not part them."""
-  elements, depth = [''], 0
-  for character in type_[1:-1]:
+  ends, depth = [], 0
+  for place, character in enumerate(type_[:-1]):
     depth += (character in '([{') - (character in ')]}')
-    if character == ',' and not depth:
-      elements.append('')
-    else:
-      elements[-1] += character
-  return elements
+    if character == ',' and depth == 1:
+      ends.append(place)
+  ends = [0, *ends, len(type_) - 1]
+  return [type_[a + 1 : b] for a, b in itertools.pairwise(ends)]
 
 
 def _shape_bytes(dtype: str, dims: str, layout: str) -> int:
   packed = re.search(r'E\((\d+)\)', layout)  # bits of an element in memory
   if packed:
-    bits = int(packed[1])
+    bits = _int(packed[1])
   elif dtype == 'pred':
     bits = 8
   elif dtype == 'token':
     bits = 0
   elif width := _DTYPE.fullmatch(dtype):
-    bits = max(int(width[1]), 8)
+    bits = max(_int(width[1]), 8)
   else:
-    raise ValueError(f'{dtype}[{dims}]: the size of dtype {dtype} is unknown.')
-  return -(-bits * math.prod(_ints(dims)) // 8)
+    dtype = _start_of(dtype)
+    raise ValueError(
+        f'{dtype}[{_start_of(dims)}]: the size of dtype {dtype} is unknown.'
+    )
+  return -(-bits * _product(dims, _MAX_SIZE, 'elements') // 8)
 
 
 def _ring_bytes(kind: str, output_bytes: int, groups: Groups) -> int:
@@ -245,23 +268,49 @@ def _ring_bytes(kind: str, output_bytes: int, groups: Groups) -> int:
   return round(rounds * output_bytes * (size - 1) / size)
 
 
-def _groups(attributes: str, num_devices: int) -> tuple[Groups, str]:
-  """The groups of an instruction, and how they are written."""
-  match = _GROUPS.search(attributes)
+def _groups_text(attributes: str) -> str:
+  """The groups of an instruction as they are written; '' if they are not."""
+  begin = _GROUPS_ARE.search(attributes)
+  if begin is None:
+    return ''
+  match = _GROUPS.match(attributes, begin.end())
   if match is None:
-    if re.search('replica_groups=|source_target_pairs=', attributes):
-      raise ValueError(f'The groups are not understood: {attributes}')
-    return (tuple(range(num_devices)),), ''
+    start = _start_of(attributes[begin.start() :])
+    raise ValueError(f'The groups are not understood: {start}')
+  return match[1]
+
+
+def _groups(num_devices: int, text: str, permute: bool) -> Groups:
+  """The groups that `text` says; of a collective-permute its pairs."""
+  match = _GROUPS.fullmatch(text)
+  if match is None or (text == '{}' and not permute):
+    groups: Groups = (tuple(range(num_devices)),)
+  elif match['listed']:
+    listed = re.findall(r'\{([\d, ]+)\}', match['listed'])
+    groups = tuple(tuple(_ints(group)) for group in listed)
+  else:
+    try:
+      groups = _computed_groups(match)
+    except (KeyError, ValueError, ZeroDivisionError) as error:
+      raise ValueError(
+          f'The groups are not understood ({_start_of(str(error))}):'
+          f' {_start_of(text)}'
+      ) from error
+  if permute and any(len(pair) != 2 for pair in groups):
+    raise ValueError(f'Pairs are wanted, not groups: {_start_of(text)}')
+  if not permute and not groups:
+    raise ValueError(f'There is no group in it: {_start_of(text)}')
+  return groups
+
+
+def _computed_groups(match: re.Match) -> Groups:
   if match['iota']:
     ids = _iota(match['iota']).reshape(_ints(match['shape']))
-  elif match['sizes']:
-    ids = _mesh_groups(match['sizes'], match['ids'], match['axes'])
-  elif match[0] == 'replica_groups={}':
-    ids = np.arange(num_devices).reshape(1, -1)
   else:
-    listed = re.findall(r'\{([\d, ]+)\}', match['listed'])
-    return tuple(tuple(_ints(group)) for group in listed), match[1]
-  return tuple(map(tuple, ids.tolist())), match[1]
+    ids = _mesh_groups(match['sizes'], match['ids'], match['axes'])
+  if ids.ndim != 2:
+    raise ValueError(f'{ids.ndim} dimensions')
+  return tuple(map(tuple, ids.tolist())) if ids.size else ()
 
 
 def _mesh_groups(sizes: str, ids: str | None, axes: str) -> np.ndarray:
@@ -278,11 +327,11 @@ def _mesh_groups(sizes: str, ids: str | None, axes: str) -> np.ndarray:
   Returns:
     The groups, an array of shape (groups, devices in a group).
   """
-  mesh = {name: int(size) for name, size in _AXIS_SIZE.findall(sizes)}
+  mesh = {name: _int(size) for name, size in _listed(_AXIS_SIZE, sizes)}
   # As (axis, size of what is outside of it, size).
   inner = [
-      (name, int(outside or 1), int(size or mesh[name]))
-      for name, outside, size in _AXIS_PART.findall(axes)
+      (name, _int(outside or '1'), _int(size) if size else mesh[name])
+      for name, outside, size in _listed(_AXIS_PART, axes)
   ]
   parts = []  # the mesh, with every axis cut where one of `inner` cuts it
   for name, size in mesh.items():
@@ -292,7 +341,7 @@ def _mesh_groups(sizes: str, ids: str | None, axes: str) -> np.ndarray:
   last = [parts.index(part) for part in inner if part[2] > 1]
   first = [i for i in range(len(parts)) if i not in last]
   if ids is None:
-    devices = np.arange(math.prod(mesh.values()))
+    devices = _arange(list(mesh.values()))
   else:
     devices = _iota(ids) if '[' in ids else np.array(_ints(ids))
   devices = devices.reshape([size for _, _, size in parts])
@@ -303,12 +352,52 @@ def _mesh_groups(sizes: str, ids: str | None, axes: str) -> np.ndarray:
 def _iota(text: str) -> np.ndarray:
   """`[2,4]T(1,0)`: 0..7 in the shape [2, 4], transposed; flat."""
   dims, _, permutation = text.partition('T')
-  ids = np.arange(math.prod(_ints(dims))).reshape(_ints(dims))
+  ids = _arange(_ints(dims)).reshape(_ints(dims))
   return ids.transpose(_ints(permutation) or range(ids.ndim)).ravel()
 
 
+# Numbers and lists, which may be of any length --------------------------------
+
+
+def _arange(dims: list[int]) -> np.ndarray:
+  return np.arange(_product(dims, _MAX_DEVICES, 'devices'))
+
+
+def _listed(pattern: re.Pattern, text: str) -> list[tuple[str, ...]]:
+  """The groups of `pattern` in each of `a,b,c`."""
+  parts = text.split(',') if text else []
+  if len(parts) > _MAX_AXES:
+    raise ValueError(f'{len(parts)} axes')
+  found = [pattern.fullmatch(part.strip()) for part in parts]
+  if None in found:
+    raise ValueError(f'{_start_of(parts[found.index(None)])!r} is no axis')
+  return [match.groups('') for match in found if match]
+
+
+def _product(numbers: Any, limit: int, what: str) -> int:
+  numbers = _ints(numbers) if isinstance(numbers, str) else numbers
+  if 0 in numbers:
+    return 0
+  product = 1
+  for number in numbers:
+    product *= number
+    if product > limit:
+      raise ValueError(f'More than {limit:,} {what}: {numbers[:8]}')
+  return product
+
+
 def _ints(text: str) -> list[int]:
-  return [int(number) for number in re.findall(r'\d+', text)]
+  return [_int(number) for number in re.findall(r'\d+', text)]
+
+
+def _int(digits: str) -> int:
+  if len(digits) > 18:
+    raise ValueError(f'{_start_of(digits)} is too large a number.')
+  return int(digits)
+
+
+def _start_of(text: str) -> str:
+  return text if len(text) <= 200 else f'{text[:200]}...'
 
 
 def _axes(
@@ -321,6 +410,11 @@ def _axes(
   if len(set(map(len, groups))) > 1:
     return None
   members = np.array(groups or ((0,),))  # a permute may have no pairs
+  if members.max() >= mesh.size:
+    raise ValueError(
+        f'Device {members.max()} is in a group, but the mesh'
+        f' {dict(mesh.shape)} has {mesh.size} devices.'
+    )
   places = np.unravel_index(members, mesh.axis_sizes)  # per axis, as members
   axes = tuple(
       name
