@@ -45,12 +45,13 @@ def runs_of(method: str, rate: float, seeds: list[int], extra: list[str]):
   corpus, config = text.load(args.data), GPTConfig()
   workers = train_lm.make_workers(args.workers)
   tx = methods.make_optimizer(args, workers)
-  step_fn = train_lm.make_train_step(workers, args.microbatches)
+  step_fn = methods.make_train_step(
+      train_lm.loss_fn, workers, args.microbatches
+  )
   valid = text.windows(corpus.valid, 64, config.context)
   for seed in seeds:
     model = GPT(config, nnx.Rngs(seed))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    methods.place(model, optimizer, workers)
     cost = methods.count_bytes(args, nnx.state(model, nnx.Param), workers)
     for step in range(args.steps):
       tokens = text.batch(

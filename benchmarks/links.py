@@ -127,16 +127,29 @@ class Method:
       tx = methods.make_optimizer(args, workers)
     self.model = GPT(config, nnx.Rngs(0))
     self.optimizer = nnx.Optimizer(self.model, tx, wrt=nnx.Param)
-    methods.place(self.model, self.optimizer, workers)
+    for module in (self.model, self.optimizer):
+      nnx.update(module, workers.device_put(nnx.state(module)))
     params = nnx.state(self.model, nnx.Param)
     plan = demo_optax.plan(params, methods.make_compressor(args), workers)
     self.bytes = plan.dense_bytes(size) if size else plan.received_bytes
     self.parameters = sum(x.size for x in jax.tree.leaves(params))
     self.max_workers = None if size else [
         plan.max_workers(itemsize) for itemsize in (4, 2)]
-    value_and_grad = demo_optax.value_and_grad(
-        train_lm.loss_fn, workers=workers)
-    self.gradient = nnx.jit(lambda model, tokens: value_and_grad(model, tokens))
+    # Stacked gradients, so that gradient and exchange are timed apart.
+    graphdef = nnx.graphdef(self.model)
+    value_and_grad = jax.vmap(
+        jax.value_and_grad(
+            lambda params, tokens: train_lm.loss_fn(
+                nnx.merge(graphdef, params), tokens)),
+        in_axes=(None, 0), spmd_axis_name=workers.spmd_axis_name)
+
+    def gradient(model, tokens):
+      losses, grads = value_and_grad(
+          nnx.state(model, nnx.Param),
+          tokens.reshape(count, -1, *tokens.shape[1:]))
+      return losses.mean(), grads
+
+    self.gradient = nnx.jit(gradient)
     self.update = nnx.jit(
         lambda model, optimizer, grads: optimizer.update(model, grads),
         donate_argnums=(0, 1))

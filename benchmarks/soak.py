@@ -25,7 +25,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 
 import cluster
 import jax
-import methods
 import numpy as np
 import optax
 import text
@@ -79,12 +78,10 @@ def soak(steps: int) -> dict:
   )
   model = GPT(CONFIG, nnx.Rngs(SEED))
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-  methods.place(model, optimizer, workers)
-  value_and_grad = demo_optax.value_and_grad(loss_fn, workers=workers)
 
-  @nnx.jit(donate_argnums=(0, 1))
+  @demo_optax.data_parallel(workers, donate_argnums=(0, 1))
   def train_step(model, optimizer, tokens, weight):
-    loss, grads = value_and_grad(model, tokens, weight)
+    loss, grads = nnx.value_and_grad(loss_fn)(model, tokens, weight)
     optimizer.update(model, grads)
     return loss
 

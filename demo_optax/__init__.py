@@ -34,7 +34,6 @@ from demo_optax.gradients import (
   PerWorkerState,
   average,
   per_worker,
-  value_and_grad,
 )
 from demo_optax.local.local_updates import (
   LocalUpdatesState,
@@ -102,6 +101,5 @@ __all__ = [
   'state_specs',
   'state_summary',
   'striding',
-  'value_and_grad',
   'with_momentum',
 ]

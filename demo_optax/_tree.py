@@ -162,11 +162,10 @@ def check_gradient(
   if not ok and lead:
     raise ValueError(
         f'The gradient of {name} has shape {found}, but {workers} needs'
-        f' {expected}: one gradient per worker, stacked. If it was averaged'
-        ' already there is nothing left to compress; take gradients with'
-        ' demo_optax.value_and_grad(loss_fn, workers=workers). In'
-        ' demo_optax.partition, which averages by itself, leave out'
-        ' average.'
+        f' {expected}: one gradient per worker, stacked. Decorate the training'
+        ' step with demo_optax.data_parallel(workers), and it takes one'
+        " worker's gradient; outside of such a step give those of all workers."
+        ' An averaged gradient has nothing left to compress.'
     )
   if not ok:
     raise ValueError(

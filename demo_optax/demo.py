@@ -388,14 +388,16 @@ def demo(
     >>> workers = demo_optax.Workers.simulated(4)
     >>> tx = demo_optax.demo(0.1, workers=workers)
     >>> params = {'w': jnp.ones((8, 8))}
-    >>> loss = lambda params, x: jnp.mean((x @ params['w']) ** 2)
-    >>> grad = demo_optax.value_and_grad(loss, workers=workers)
-    >>> state = tx.init(params)
+    >>> @demo_optax.data_parallel(workers)
+    ... def train_step(params, opt_state, x):  # written for one worker
+    ...   loss_fn = lambda params: jnp.mean((x @ params['w']) ** 2)
+    ...   loss, gradients = jax.value_and_grad(loss_fn)(params)
+    ...   updates, opt_state = tx.update(gradients, opt_state, params)
+    ...   return optax.apply_updates(params, updates), opt_state, loss
+    >>> opt_state = tx.init(params)
     >>> for step in range(10):
-    ...   value, gradients = grad(params, jnp.eye(8))  # [4, 8, 8]: one each
-    ...   updates, state = tx.update(gradients, state, params)
-    ...   params = optax.apply_updates(params, updates)
-    >>> print(f'{value:.3f}')
+    ...   params, opt_state, loss = train_step(params, opt_state, jnp.eye(8))
+    >>> print(f'{loss:.3f}')
     0.010
 
   References:
@@ -528,5 +530,5 @@ def _check_momentum(
       f' {leaf.gradient.shape} under {compressor} and {workers} needs'
       f' {expected}. Either the state was made for another compressor, or the'
       ' gradient is not one per worker: an averaged gradient must not reach the'
-      ' exchange. Take gradients with demo_optax.value_and_grad.'
+      ' exchange.'
   )

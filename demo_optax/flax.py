@@ -1,13 +1,13 @@
-"""Flax: modules in functions that run once per worker, and their shardings.
+"""Flax: NNX objects in and out of a step, and how models are sharded.
 
-An NNX module is opened into parameters (differentiated) and other variables.
-What may happen to the others when `N` workers run the same module:
+Objects that are arguments of a `data_parallel` step are taken apart into their
+variables, of which
 
-  random streams     every worker's key is folded with its number; counts
-                     advance as they do everywhere
-  nnx.BatchStat      updated by every worker, then averaged over those whose
-                     statistics are finite
-  anything else      must not change: each worker would have a value of its own
+  random streams     are folded with the worker's number; their counts advance
+  nnx.BatchStat      are averaged over the workers whose values are finite
+  nnx.metrics        add up what all workers added
+  worker_stacked     are each worker's own
+  anything else      must be equal on all workers after the step
 
 Flax is imported by the user or not at all.
 """
@@ -15,7 +15,7 @@ Flax is imported by the user or not at all.
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,197 +25,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from demo_optax.one_worker import MetricPart, Result
-from demo_optax.workers import Workers, sharding
+from demo_optax.workers import sharding
 from demo_optax.workers.sharding import Keys, path_keys
-
-
-class OpenedModules:
-  """The NNX modules among the differentiated arguments of a call.
-
-  Attributes:
-    params: per argument, the state that is differentiated.
-    rest: per argument, the leaves of its other variables.
-  """
-
-  def __init__(self) -> None:
-    self.params: dict[int, Any] = {}
-    self.rest: dict[int, list[Any]] = {}
-    self._modules: dict[int, Any] = {}
-    self._filters: dict[int, Any] = {}
-    self._graphdefs: dict[int, Any] = {}
-    self._treedefs: dict[int, Any] = {}
-    self._kinds: dict[int, list[tuple[str, str]]] = {}
-
-  def open(self, place: int, module: Any, param_filter: Any) -> None:
-    """Takes a module apart."""
-    nnx = _nnx()
-    self._modules[place] = module
-    self._filters[place] = param_filter or nnx.Param
-    graphdef, params, rest = nnx.split(module, self._filters[place], ...)
-    self._graphdefs[place], self.params[place] = graphdef, params
-    self.rest[place], self._treedefs[place] = jax.tree.flatten(rest)
-    self._kinds[place] = [
-        (jax.tree_util.keystr(path), _kind(variable))
-        for path, variable in _variables(rest)
-        for _ in jax.tree.leaves(variable)
-    ]
-
-  def rebuild(
-      self, params: dict[int, Any], rest: dict[int, list[Any]]
-  ) -> dict[int, Any]:
-    """Modules with these parameters and other variables."""
-    nnx = _nnx()
-    return {
-        place: nnx.merge(
-            graphdef,
-            params[place],
-            self._treedefs[place].unflatten(rest[place]),
-        )
-        for place, graphdef in self._graphdefs.items()
-    }
-
-  def fold_streams(
-      self, rest: dict[int, list[Any]], index: jax.Array
-  ) -> dict[int, list[Any]]:
-    """The other variables of worker `index`: random streams of its own."""
-    return {
-        place: [
-            _fold(x, index) if kind == 'key' else x
-            for (_, kind), x in zip(self._kinds[place], leaves)
-        ]
-        for place, leaves in rest.items()
-    }
-
-  def changes(
-      self,
-      modules: dict[int, Any],
-      params: dict[int, list[Any]],
-      rest: dict[int, list[Any]],
-  ) -> dict[int, list[Any]]:
-    """The other variables of modules after a call; raises if one may not be.
-
-    Args:
-      modules: the modules, after the call.
-      params: leaves of their parameters, before.
-      rest: leaves of their other variables, before.
-
-    Returns:
-      leaves of their other variables, after.
-    """
-    return {
-        place: self._changes(place, module, params[place], rest[place])
-        for place, module in modules.items()
-    }
-
-  def _changes(
-      self, place: int, module: Any, params: list[Any], rest: list[Any]
-  ) -> list[Any]:
-    nnx = _nnx()
-    _, params_after, rest_after = nnx.split(module, self._filters[place], ...)
-    after, treedef = jax.tree.flatten(rest_after)
-    if treedef != self._treedefs[place]:
-      names = {jax.tree_util.keystr(p) for p, _ in _variables(rest_after)}
-      names ^= {name for name, _ in self._kinds[place]}
-      raise ValueError(
-          f'The function added or removed variables of its module: '
-          f'{", ".join(sorted(names))}. Each worker would have its own; return'
-          ' such values as aux (has_aux=True) instead of storing them.'
-      )
-    paths = jax.tree_util.tree_flatten_with_path(params_after)[0]
-    for (path, new), old in zip(paths, params):
-      if old is not new:
-        raise ValueError(_changed_message(jax.tree_util.keystr(path)))
-    for (name, kind), old, new in zip(self._kinds[place], rest, after):
-      if kind in ('other', 'key') and old is not new:
-        raise ValueError(_changed_message(name))
-    return after
-
-  def counts(self, rest: dict[int, list[Any]]) -> dict[int, list[Any]]:
-    """The counts of random streams, which are equal on all workers."""
-    return self._only(rest, lambda kind, x, old: kind == 'count')
-
-  def statistics(
-      self, rest: dict[int, list[Any]], before: dict[int, list[Any]]
-  ) -> dict[int, list[Any]]:
-    """The statistics that a worker has changed."""
-    return self._only(
-        rest, lambda kind, x, old: kind == 'stat' and x is not old, before
-    )
-
-  def _only(
-      self,
-      rest: dict[int, list[Any]],
-      keep: Callable[[str, Any, Any], bool],
-      before: dict[int, list[Any]] | None = None,
-  ) -> dict[int, list[Any]]:
-    before = rest if before is None else before
-    return {
-        place: [
-            x if keep(kind, x, old) else None
-            for (_, kind), x, old in zip(
-                self._kinds[place], leaves, before[place]
-            )
-        ]
-        for place, leaves in rest.items()
-    }
-
-  def write_back(
-      self,
-      counts: dict[int, list[Any]],
-      statistics: dict[int, list[Any]],
-      workers: Workers,
-  ) -> None:
-    """Updates the caller's modules.
-
-    Args:
-      counts: from `counts`, without a worker axis.
-      statistics: from `statistics`, laid out as gradients are.
-      workers: who takes part.
-    """
-    for place, module in self._modules.items():
-      values = []
-      for before, count, statistic in zip(
-          self.rest[place], counts[place], statistics[place]
-      ):
-        if statistic is not None:
-          present = workers.all_finite([statistic])
-          values.append(workers.mean_present(statistic, present, before))
-        else:
-          values.append(before if count is None else count)
-      _nnx().update(module, self._treedefs[place].unflatten(values))
-
-
-def open_arguments(
-    args: tuple[Any, ...], places: Sequence[int], filters: Sequence[Any]
-) -> OpenedModules:
-  """Opens the modules among `args` at `places`."""
-  opened = OpenedModules()
-  for place, param_filter in zip(places, filters):
-    if has_modules(args[place]):
-      opened.open(place, args[place], param_filter)
-    elif param_filter is not None:
-      raise TypeError(
-          f'argument {place} is a {type(args[place]).__name__} and not an NNX'
-          ' module: nnx.DiffState in argnums goes with modules only.'
-      )
-  return opened
-
-
-def check_no_modules(args: Any) -> None:
-  """Raises if an argument that is not differentiated holds NNX objects."""
-  for leaf in jax.tree.leaves(args, is_leaf=_is_module):
-    if _is_module(leaf):
-      raise ValueError(
-          f'An argument that is not differentiated holds a'
-          f' {type(leaf).__name__}: what the workers do to it would be lost.'
-          ' Put random streams into the model, or pass a jax.random.key; give'
-          ' frozen modules as nnx.split(module)[1], and merge inside.'
-      )
-
-
-def has_modules(tree: Any) -> bool:
-  """Whether `tree` is an NNX object or holds some."""
-  return any(map(_is_module, jax.tree.leaves(tree, is_leaf=_is_module)))
 
 
 def param_specs(
@@ -332,11 +143,6 @@ def without_variables(tree: Any) -> Any:
   )
 
 
-def _is_module(x: Any) -> bool:
-  nnx = _nnx()
-  return nnx is not None and isinstance(x, nnx.Pytree)
-
-
 def _nnx() -> Any:
   return sys.modules.get('flax.nnx')
 
@@ -348,25 +154,11 @@ def _variables(state: Any) -> list[tuple[Any, Any]]:
   )[0]
 
 
-def _kind(variable: Any) -> str:
-  nnx = _nnx()
-  kinds = {nnx.RngKey: 'key', nnx.RngCount: 'count', nnx.BatchStat: 'stat'}
-  return next((k for t, k in kinds.items() if isinstance(variable, t)), 'other')
-
-
 def _fold(key: jax.Array, index: jax.Array) -> jax.Array:
   if key.ndim == 0:
     return jax.random.fold_in(key, index)
   folded = jax.vmap(lambda k: jax.random.fold_in(k, index))(key.reshape(-1))
   return folded.reshape(key.shape)
-
-
-def _changed_message(name: str) -> str:
-  return (
-      f'The function changed the variable {name} of its module. Each worker'
-      ' would have a value of its own: only random streams and nnx.BatchStat'
-      ' may change. Return the value as aux (has_aux=True) instead.'
-  )
 
 
 # NNX objects as arguments of a step -------------------------------------------

@@ -1,9 +1,7 @@
 """Optimizers of the examples: what their flags mean, and how they are made.
 
 Every method is a chain of the same few links: each worker's own gradient is
-clipped, exchanged by a compressor, and given to a base optimizer. Methods that
-exchange every --sync-period steps keep the parameters stacked in between, one
-copy per worker; `begin`, `make_train_step` and `shared` see to it.
+clipped, exchanged by a compressor, and given to a base optimizer.
 """
 
 import argparse
@@ -169,10 +167,8 @@ def decoupled(
     base: str,
     lr: float,
 ) -> optax.GradientTransformation:
-  """Decoupled momentum; a clip before the exchange is each worker's own."""
-  clip = demo_optax.per_worker(
-      optax.clip_by_global_norm(args.clip), workers=workers
-  )
+  """Decoupled momentum of gradients that each worker clips for itself."""
+  clip = optax.clip_by_global_norm(args.clip)
   schedule = make_schedule(args, lr)
   rule = {'decay': args.decay, 'alpha': args.alpha, 'average': args.average,
           'delay': args.delay}
@@ -256,76 +252,51 @@ def count_bytes(
 # Training with any of them ----------------------------------------------------
 
 
-def begin(
-    args: argparse.Namespace, model: nnx.Module, workers: demo_optax.Workers
-) -> nnx.Optimizer:
-  """The optimizer of `model`, whose parameters it stacks if need be."""
-  if args.optimizer in LOCAL:
-    params = nnx.state(model, nnx.Param)
-    nnx.update(model, demo_optax.stack_params(params, workers))
-  tx = make_optimizer(args, workers)
-  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-  place(model, optimizer, workers)
-  return optimizer
-
-
-def place(
-    model: nnx.Module, optimizer: nnx.Optimizer, workers: demo_optax.Workers
-) -> None:
-  """Puts what all workers share on all devices, before the first step.
-
-  Momentum is born where it belongs. Parameters are born on one device; moved
-  only by the first step, they would make the second one compile again.
-  """
-  for module in (model, optimizer):
-    nnx.update(module, workers.device_put(nnx.state(module)))
-
-
 def make_train_step(
     loss_fn: Callable[..., jax.Array],
     workers: demo_optax.Workers,
     microbatches: int = 1,
-    local: bool = False,
 ) -> Callable[..., jax.Array]:
-  """`(model, optimizer, *batch) -> loss`, which is each worker's if `local`."""
-  value_and_grad = demo_optax.value_and_grad(
-      loss_fn, workers=workers, microbatches=microbatches, stacked_params=local
-  )
+  """Returns `(model, optimizer, *batch) -> loss`, the mean over all workers.
 
-  @nnx.jit(donate_argnums=(0, 1))
+  Written for one worker: its rows of the batch, its loss, its gradient. The
+  exchange is in `optimizer.update`.
+  """
+
+  @demo_optax.data_parallel(workers, donate_argnums=(0, 1))
   def train_step(
       model: nnx.Module, optimizer: nnx.Optimizer, *batch: jax.Array
   ) -> jax.Array:
-    loss, grads = value_and_grad(model, *batch)  # one gradient per worker
+    loss, grads = accumulate(loss_fn, model, batch, microbatches)
     optimizer.update(model, grads)
-    if local:
-      params = nnx.state(model, nnx.Param)
-      nnx.update(
-          model,
-          demo_optax.settle_params(params, optimizer.opt_state, workers),
-      )
     return loss
 
   return train_step
 
 
-def shared(
-    args: argparse.Namespace,
+def accumulate(
+    loss_fn: Callable[..., jax.Array],
     model: nnx.Module,
-    optimizer: nnx.Optimizer,
-    workers: demo_optax.Workers,
-) -> nnx.Module:
-  """A model with the parameters that the workers share, for evaluation."""
-  if args.optimizer not in LOCAL:
-    return model
+    batch: tuple[jax.Array, ...],
+    microbatches: int,
+) -> tuple[jax.Array, Any]:
+  """Returns the means of loss and gradients over equal parts of a batch."""
+  if microbatches == 1:
+    return nnx.value_and_grad(loss_fn)(model, *batch)
   graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-  params = demo_optax.shared_params(params, optimizer.opt_state, workers)
-  return nnx.merge(graphdef, params, rest)
 
+  def loss_of(params: nnx.State, *part: jax.Array) -> jax.Array:
+    return loss_fn(nnx.merge(graphdef, params, rest), *part)
 
-def own_loss(loss: jax.Array) -> float:
-  """The loss, of this process's workers: nothing is communicated for it."""
-  if loss.ndim == 0:
-    return float(loss)
-  own = [np.asarray(shard.data) for shard in loss.addressable_shards]
-  return float(np.mean(np.concatenate(own)))
+  def add(total: Any, part: Any) -> tuple[Any, None]:
+    new = jax.value_and_grad(loss_of)(params, *part)
+    return jax.tree.map(lambda t, x: t + x / microbatches, total, new), None
+
+  parts = [x.reshape(microbatches, -1, *x.shape[1:]) for x in batch]
+  zeros = jax.tree.map(
+      lambda x: np.zeros(x.shape, x.dtype),
+      jax.eval_shape(lambda *part: jax.value_and_grad(loss_of)(params, *part),
+                     *(x[0] for x in parts)),
+  )
+  total, _ = jax.lax.scan(add, zeros, parts)
+  return total

@@ -139,12 +139,6 @@ def loss_fn(model: GPT, tokens: jax.Array) -> jax.Array:
   return losses.mean()
 
 
-def make_train_step(
-    workers: demo_optax.Workers, microbatches: int, local: bool = False
-) -> Callable[..., jax.Array]:
-  return methods.make_train_step(loss_fn, workers, microbatches, local)
-
-
 @nnx.jit
 def eval_step(model: GPT, tokens: jax.Array) -> jax.Array:
   return loss_fn(model, tokens)
@@ -180,10 +174,10 @@ def everything(
   """What a run goes on from; the data is a function of flags and step."""
   data = {'seed': args.seed, 'batch': args.batch, 'context': args.context,
           'data': str(args.data)}
-  # Under that name they are known to be one copy per worker.
-  name = 'worker_stacked' if args.optimizer in methods.LOCAL else 'model'
   return {
-      name: nnx.state(model), 'optimizer': nnx.state(optimizer), 'data': data,
+      'model': nnx.state(model),
+      'optimizer': nnx.state(optimizer),
+      'data': data,
   }
 
 
@@ -207,7 +201,7 @@ def restore(
     checkpoints.close()
     hint = ' Here: --resize.' if 'resize=True' in str(error) else ''
     raise SystemExit(f'--resume: {error}{hint}') from error
-  nnx.update(model, state.get('model', state.get('worker_stacked')))
+  nnx.update(model, state['model'])
   nnx.update(optimizer, state['optimizer'])
   return step
 
@@ -238,11 +232,12 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
   workers = make_workers(args.workers)
   model = GPT(config, nnx.Rngs(args.seed))
   params = jax.eval_shape(lambda: nnx.state(model, nnx.Param))
-  optimizer = methods.begin(args, model, workers)
+  optimizer = nnx.Optimizer(
+      model, methods.make_optimizer(args, workers), wrt=nnx.Param
+  )
   cost = methods.count_bytes(args, params, workers)
   valid = text.windows(corpus.valid, 64, config.context)
-  local = args.optimizer in methods.LOCAL
-  train_step = make_train_step(workers, args.microbatches, local)
+  train_step = methods.make_train_step(loss_fn, workers, args.microbatches)
   feed = make_feed(args, corpus.train, workers)
 
   name = args.optimizer
@@ -278,7 +273,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     for step in bar:
       tokens = feed(step)
       began = time.perf_counter()
-      loss = methods.own_loss(train_step(model, optimizer, tokens))
+      loss = float(train_step(model, optimizer, tokens))
       seconds.append(time.perf_counter() - began)
       done = step + 1
       last = done == args.steps
@@ -288,9 +283,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
       if name != 'adamw':
         record |= metrics.about_exchange(optimizer)
       if done % args.eval_every == 0 or last:
-        record['valid_loss'] = evaluate(
-            methods.shared(args, model, optimizer, workers), valid
-        )
+        record['valid_loss'] = evaluate(model, valid)
       records.append(record)
       log.write(record)
       show(bar, record, cost)
@@ -306,7 +299,6 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         ' --resume.')
     return {'name': name, 'stopped': True}
 
-  model = methods.shared(args, model, optimizer, workers)
   sample = generate(model, corpus.valid[: config.context], 200, args.seed)
   say(f'\nA sample of {name}:\n{sample.decode(errors="replace")}\n')
   return {

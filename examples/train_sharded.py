@@ -83,7 +83,6 @@ def make_run(args: argparse.Namespace, count: int, devices: int) -> Run:
     optimizer = nnx.Optimizer(
         model, methods.make_optimizer(args, workers), wrt=nnx.Param
     )
-  methods.place(model, optimizer, workers)
   batch = NamedSharding(mesh, P(('replica', 'fsdp')))
   name = f'{count} workers of {devices} device' + 's' * (devices > 1)
   return Run(name, model, optimizer, workers, mesh, batch)
@@ -92,7 +91,9 @@ def make_run(args: argparse.Namespace, count: int, devices: int) -> Run:
 def train(run: Run, args: argparse.Namespace) -> dict[str, Any]:
   """Trains, prints what it takes, and returns its losses."""
   corpus = text.load(args.data)
-  train_step = train_lm.make_train_step(run.workers, args.microbatches)
+  train_step = methods.make_train_step(
+      train_lm.loss_fn, run.workers, args.microbatches
+  )
 
   def batch_of(step: int) -> jax.Array:
     tokens = text.batch(

@@ -416,13 +416,11 @@ def training(left_out):
   rng = np.random.default_rng(0)
   true = rng.normal(size=(16, 16)).astype(np.float32) / 4
   params = workers.device_put({'w': jnp.zeros((16, 16)), 'b': jnp.zeros(16)})
-  grad = demo_optax.value_and_grad(
-      lambda p, x, y: jnp.mean((x @ p['w'] + p['b'][None] - y) ** 2),
-      workers=workers)
+  loss_fn = lambda p, x, y: jnp.mean((x @ p['w'] + p['b'][None] - y) ** 2)
 
-  @jax.jit
+  @demo_optax.data_parallel(workers)
   def step_fn(params, state, x, y):
-    _, gradients = grad(params, x, y)
+    gradients = jax.grad(loss_fn)(params, x, y)
     updates, state = tx.update(gradients, state, params)
     return optax.apply_updates(params, updates), state
 

@@ -3,6 +3,7 @@
 import contextlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -56,6 +57,22 @@ def stacked(tree, workers):
   if workers.mesh is None:
     return tree
   return jax.device_put(tree, NamedSharding(workers.mesh, P('data')))
+
+
+def worker_grads(loss_fn, workers):
+  """`(params, *batch) -> (mean loss, gradients [workers, ...])`, by vmap."""
+
+  def value_and_grads(params, *batch):
+    batch = [workers.split(jnp.asarray(x)) for x in batch]
+    with workers.context():
+      losses, grads = jax.vmap(
+          jax.value_and_grad(loss_fn),
+          in_axes=(None, *(0 for _ in batch)),
+          spmd_axis_name=workers.spmd_axis_name,
+      )(params, *batch)
+    return losses.mean(), grads
+
+  return value_and_grads
 
 
 def merge(indices, values, present, n, average):

@@ -18,7 +18,7 @@ import mismatches
 import numpy as np
 import optax
 import pytest
-from helpers import MESHES, assert_same_bits
+from helpers import MESHES, assert_same_bits, worker_grads
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -76,7 +76,7 @@ def make_step(workers):
                    out_sharding=out)
     return jnp.mean((y + params['bias'][None] - 1.0) ** 2)
 
-  grad = demo_optax.value_and_grad(loss_fn, workers=workers)
+  grad = worker_grads(loss_fn, workers)
 
   def step(params, state, key, x):
     _, gradients = grad(params, x + jax.random.uniform(key))
@@ -204,13 +204,11 @@ def test_a_flax_model(tmp_path):
 
   workers = on_mesh(2)
   tx = demo_optax.demo(1e-2, workers=workers, compressor=COMPRESSOR)
-  grad = demo_optax.value_and_grad(
-      lambda model, x: jnp.mean((model(x) - 1.0) ** 2), workers=workers)
+  loss_fn = lambda model, x: jnp.mean((model(x) - 1.0) ** 2)
 
-  @nnx.jit
+  @demo_optax.data_parallel(workers)
   def step(model, optimizer, x):
-    _, gradients = grad(model, x)
-    optimizer.update(model, gradients)
+    optimizer.update(model, nnx.grad(loss_fn)(model, x))
 
   def make(seed):
     model = Model(nnx.Rngs(seed))

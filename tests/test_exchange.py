@@ -15,6 +15,7 @@ from helpers import (
   random_tree,
   replicated,
   stacked,
+    worker_grads,
 )
 from jax.sharding import PartitionSpec as P
 
@@ -410,8 +411,7 @@ def test_one_gather_and_nothing_dense(kind):
 
   @jax.jit
   def train_step(params, state, x):
-    loss, gradients = demo_optax.value_and_grad(
-        loss_fn, workers=workers)(params, x)
+    loss, gradients = worker_grads(loss_fn, workers)(params, x)
     updates, state = tx.update(gradients, state, params)
     return loss, optax.apply_updates(params, updates), state
 
@@ -437,8 +437,7 @@ def test_one_gather_and_nothing_dense(kind):
 def train_step_of(tx, loss_fn, workers):
   @jax.jit
   def train_step(params, state, x):
-    loss, gradients = demo_optax.value_and_grad(
-        loss_fn, workers=workers)(params, x)
+    loss, gradients = worker_grads(loss_fn, workers)(params, x)
     updates, state = tx.update(gradients, state, params)
     return loss, optax.apply_updates(params, updates), state
   return train_step

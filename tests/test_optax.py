@@ -5,7 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import COMPILATIONS, assert_same_bits, on_mesh, random_tree
+from helpers import (
+    COMPILATIONS,
+    assert_same_bits,
+    on_mesh,
+    random_tree,
+    worker_grads,
+)
 
 import demo_optax
 
@@ -33,7 +39,7 @@ def problem(seed=0):
 def train(tx, steps=60, problem=problem, workers=WORKERS):
   params, loss_fn, batch = problem()
   state = tx.init(params)
-  grad = demo_optax.value_and_grad(loss_fn, workers=workers)
+  grad = worker_grads(loss_fn, workers)
 
   @jax.jit
   def step(params, state):

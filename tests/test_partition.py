@@ -13,6 +13,7 @@ from helpers import (
   random_tree,
   replicated,
   stacked,
+    worker_grads,
 )
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -160,12 +161,13 @@ def test_with_nnx_and_schedules():
           lambda x: 'kernel' if x.ndim > 1 else 'bias', params),
       workers=workers)
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-  gradient = demo_optax.value_and_grad(
-      lambda model, x: jnp.mean(model(x) ** 2), workers=workers)
 
   @nnx.jit
   def train_step(model, optimizer, x):
-    loss, gradients = gradient(model, x)
+    graphdef, params = nnx.split(model)
+    loss, gradients = worker_grads(
+        lambda p, x: jnp.mean(nnx.merge(graphdef, p)(x) ** 2), workers)(
+            params, x)
     optimizer.update(model, gradients)
     return loss
 

@@ -11,6 +11,7 @@ from helpers import (
   assert_replicas_equal,
   assert_same_bits,
   random_tree,
+    worker_grads,
 )
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -331,8 +332,8 @@ def test_gradients_stay_sharded(kind):
 
   # In Explicit mode a contraction over a sharded dimension wants a word.
   out = P() if kind == 'explicit' else None
-  value_and_grad = demo_optax.value_and_grad(
-      lambda params, x: loss_fn(params, x, out), workers=workers)
+  value_and_grad = worker_grads(
+      lambda params, x: loss_fn(params, x, out), workers)
   tx = demo_optax.demo(1e-2, workers=workers, compressor=COMPRESSOR)
 
   @jax.jit
@@ -355,8 +356,7 @@ def test_gradients_stay_sharded(kind):
               gradients[key].shape))
 
   simulated = demo_optax.Workers.simulated(2)
-  _, expected = demo_optax.value_and_grad(
-      loss_fn, workers=simulated)(params, x)
+  _, expected = worker_grads(loss_fn, simulated)(params, x)
   for key in specs:
     np.testing.assert_allclose(gradients[key], expected[key], atol=1e-5)
 
@@ -397,14 +397,11 @@ def test_specs_of_an_nnx_model(rules):
   tx = demo_optax.demo(1e-2, workers=workers, compressor=COMPRESSOR)
   with jax.set_mesh(mesh), nnx.logical_axis_rules(rules or ()):
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-  for module in (model, optimizer):
-    nnx.update(module, workers.device_put(nnx.state(module)))
 
-  @nnx.jit
+  @demo_optax.data_parallel(workers)
   def step(model, optimizer, x):
     loss_fn = lambda model, x: jnp.mean((model(x) - 1.0) ** 2)
-    loss, gradients = demo_optax.value_and_grad(
-        loss_fn, workers=workers)(model, x)
+    loss, gradients = nnx.value_and_grad(loss_fn)(model, x)
     optimizer.update(model, gradients)
     return loss
 

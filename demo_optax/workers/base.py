@@ -171,8 +171,10 @@ class Workers(abc.ABC):
     layout of the other two through `shard_map`.
 
     Gradients that were averaged before are refused where that can be seen:
-    inside a checked `shard_map`. Under `vmap`, `pmap` and `check_vma=False` it
-    cannot: take gradients with `demo_optax.value_and_grad`.
+    inside a checked `shard_map`, where `jax.grad` with respect to replicated
+    parameters sums over the workers: make them varying first, with
+    `jax.lax.pcast(params, axis_name, to='varying')`. Under `vmap`, `pmap` and
+    `check_vma=False` averages cannot be seen.
 
     Args:
       axis_name: name of the mapped axis.
@@ -959,8 +961,7 @@ class _OnAxis(Workers):
           f'The gradient of {name} is the same on all workers of axis'
           f' {self.axis_name!r}: it was summed or averaged over them before it'
           ' reached the exchange. Inside shard_map, jax.grad with respect to'
-          ' replicated parameters does that. Take gradients with'
-          ' demo_optax.value_and_grad, or make the parameters varying first:'
+          ' replicated parameters does that. Make the parameters varying first:'
           f" jax.lax.pcast(params, {self.axis_name!r}, to='varying')."
       )
 
