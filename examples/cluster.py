@@ -20,12 +20,15 @@ import argparse
 import contextlib
 import os
 import signal
+import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
 from types import FrameType
 
+import flags
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
@@ -36,16 +39,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
   env = os.environ.get
   add('--coordinator', default=env('JAX_COORDINATOR_ADDRESS'),
       metavar='HOST:PORT', help='of process 0')
-  add('--processes', type=int, default=env('JAX_NUM_PROCESSES'), metavar='N')
-  add('--process', type=int, default=env('JAX_PROCESS_ID'), metavar='I',
-      help='number of this one, from 0')
+  add('--processes', type=flags.whole(1), default=env('JAX_NUM_PROCESSES'),
+      metavar='N')
+  add('--process', type=flags.whole(0), default=env('JAX_PROCESS_ID'),
+      metavar='I', help='number of this one, from 0')
   add('--distributed', action='store_true', help='let JAX find the others')
-  add('--timeout', type=int, default=300, metavar='SECONDS',
+  add('--timeout', type=flags.whole(1), default=300, metavar='SECONDS',
       help='how long to wait for the others to start')
 
 
-def join(args: argparse.Namespace) -> None:
-  """Waits for the other processes of this run, if there are any."""
+def check(args: argparse.Namespace) -> bool:
+  """Whether the flags say which process of how many this is."""
   own = {
       '--coordinator': args.coordinator,
       '--processes': args.processes,
@@ -54,11 +58,26 @@ def join(args: argparse.Namespace) -> None:
   missing = [flag for flag, value in own.items() if value is None]
   if 0 < len(missing) < 3:
     given = [flag for flag in own if flag not in missing]
-    raise SystemExit(
+    flags.fail(
         f'{", ".join(given)} without {", ".join(missing)}: give all three, or'
         ' none where JAX detects the cluster.'
     )
-  if not missing:
+  if missing:
+    return False
+  host, _, port = args.coordinator.rpartition(':')
+  if not host or not port.isdecimal():
+    flags.fail(f'--coordinator {args.coordinator}: it must be HOST:PORT.')
+  if args.process >= args.processes:
+    flags.fail(
+        f'--process {args.process}: the processes are numbered from 0 to'
+        f' {args.processes - 1}.'
+    )
+  return True
+
+
+def join(args: argparse.Namespace) -> None:
+  """Waits for the other processes of this run, if there are any."""
+  if check(args):
     jax.distributed.initialize(
         args.coordinator, args.processes, args.process,
         initialization_timeout=args.timeout,
@@ -113,38 +132,73 @@ def failing_at_once() -> Iterator[None]:
 
 
 class StopSignal:
-  """SIGTERM, heard by any process, answered by all after the same step.
+  """SIGTERM or Ctrl-C, heard by any process, answered by all after one step.
 
   They agree by gathering two numbers, about once a second: not in every step,
   since a gather costs a round trip, and not by the clock, which is another in
   each. How many steps a second are is agreed in the same gather. (JAX has a
   preemption service that agrees without; Orbax, finishing a save in the
   background, tells it a former step, and a signal at that moment is lost.)
+
+  A signal sets a flag and nothing else: an exception out of a compilation ends
+  some versions of JAX with a segmentation fault. A second Ctrl-C ends the
+  process at once, also in a compilation, where no Python of the main thread
+  runs: another thread hears of it.
   """
 
   def __init__(self) -> None:
-    self._heard = False
-    self._asked = 0, time.monotonic()  # after which step, and when
+    self._heard = 0
+    self._asked: tuple[int, float] | None = None  # after which step, and when
     self._next = 0
-    signal.signal(signal.SIGTERM, self._hear)  # in the place of JAX's
+    # In the place of JAX's own handler of SIGTERM.
+    self._former = {
+        number: signal.signal(number, self._hear)
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    self._pipe = socket.socketpair()
+    self._pipe[1].setblocking(False)
+    self._former_pipe = signal.set_wakeup_fd(
+        self._pipe[1].fileno(), warn_on_full_buffer=False
+    )
+    threading.Thread(target=self._watch, daemon=True).start()
+
+  def __enter__(self) -> 'StopSignal':
+    return self
+
+  def __exit__(self, *exception: object) -> None:
+    for number, handler in self._former.items():
+      signal.signal(number, handler)
+    signal.set_wakeup_fd(self._former_pipe)
+    self._pipe[1].close()  # and the thread ends
 
   def _hear(self, number: int, frame: FrameType | None) -> None:
-    del number, frame
-    self._heard = True
+    del frame
+    self._heard = self._heard or number
 
-  def after(self, step: int) -> bool:
-    """Whether to stop after `step`; every process asks after every step."""
+  def _watch(self) -> None:
+    interrupts = 0
+    with self._pipe[0] as pipe:
+      while numbers := pipe.recv(64):
+        interrupts += numbers.count(signal.SIGINT)
+        if interrupts > 1:
+          os._exit(128 + signal.SIGINT)
+        if interrupts:
+          os.write(2, b'Stopping after this step; Ctrl-C again: at once.\n')
+
+  def after(self, step: int) -> int:
+    """The signal to stop at after `step`, or 0; all ask after every step."""
     if jax.process_count() == 1:
       return self._heard
     if step < self._next:
-      return False
-    (before, then), now = self._asked, time.monotonic()
+      return 0
+    now = time.monotonic()
+    before, then = self._asked or (step - 1, now - 1)
     seconds = (now - then) / max(1, step - before)
     mine = np.array([self._heard, seconds], np.float32)
     heard, seconds = multihost_utils.process_allgather(mine).max(0)
     self._asked = step, now
     self._next = step + max(1, int(1 / max(seconds, 1e-3)))
-    return bool(heard)
+    return int(heard)
 
 
 def is_main() -> bool:

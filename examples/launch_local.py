@@ -7,7 +7,9 @@ JAX_NUM_PROCESSES and JAX_PROCESS_ID, which `cluster.py` reads, and CPU devices
 of its own; they talk over the loopback interface (gloo). Lines of output begin
 with the number of the process. When one fails the others are ended, and its
 exit status is that of the launcher; none outlives the launcher, unless it has
-made itself a session of its own.
+made itself a session of its own. Nor do they go on when nobody reads their
+output any more (`| head`). Ctrl-C lets them save a last checkpoint, a second
+one kills them.
 
 With --elastic a process that fails is not the end: once the others have ended,
 the command is started again with one process less, until it succeeds or none is
@@ -22,6 +24,7 @@ import argparse
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -30,18 +33,22 @@ import threading
 import time
 from collections.abc import Sequence
 
+import flags
+
 _PR_SET_PDEATHSIG = 1
 _ENDING = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+_BROKEN_PIPE = 128 + signal.SIGPIPE
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-  parser = argparse.ArgumentParser(
+  parser = flags.Parser(
       description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   add = parser.add_argument
-  add('-n', '--processes', type=int, default=2)
-  add('--devices', type=int, default=1, help='CPU devices of each process')
-  add('--grace', type=float, default=30.0, metavar='SECONDS',
+  add('-n', '--processes', type=flags.whole(1), default=2)
+  add('--devices', type=flags.whole(1), default=1,
+      help='CPU devices of each process')
+  add('--grace', type=flags.not_negative, default=30.0, metavar='SECONDS',
       help='time to save a last checkpoint in, before a process is killed')
   add('--elastic', action='store_true',
       help='after a failure, start again with one process less')
@@ -51,8 +58,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args.command.pop(0)
   if not args.command:
     parser.error('say what to run, after --: -- python examples/train_lm.py')
-  if args.processes < 1 or args.devices < 1:
-    parser.error('at least one process and one device are needed.')
   return args
 
 
@@ -64,10 +69,12 @@ def main(argv: Sequence[str] | None = None) -> int:
   for name in _ENDING:
     signal.signal(name, lambda number, _: sys.exit(128 + number))
   code = run(args, args.processes)
-  while code and args.elastic and args.processes > 1:
+  while code and args.elastic and args.processes > 1 and not _is_unheard():
     args.processes -= 1
-    print(f'starting again with {args.processes} process(es)', file=sys.stderr)
+    tell(f'starting again with {args.processes} process(es)')
     code = run(args, args.processes)
+  if _is_unheard():  # nor is Python to try and write what it still has
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
   return code
 
 
@@ -82,11 +89,14 @@ def run(args: argparse.Namespace, count: int) -> int:
     readers = [relay(p, number) for number, p in enumerate(processes)]
     return wait(processes)
   except OSError as error:
-    print(f'{args.command[0]}: {error.strerror}', file=sys.stderr)
+    tell(f'{args.command[0]}: {error.strerror}')
     return 127
   finally:
+    # Not to be interrupted; Ctrl-C once more leaves them no time.
+    hurry = threading.Event()
     ending = {name: signal.signal(name, signal.SIG_IGN) for name in _ENDING}
-    end(processes, args.grace)  # which is not to be interrupted
+    signal.signal(signal.SIGINT, lambda *_: hurry.set())
+    end(processes, args.grace, hurry)
     for reader in readers:
       reader.join(timeout=min(args.grace, 5))
     for name, handler in ending.items():
@@ -136,7 +146,7 @@ def _die_with_me() -> None:
 def relay(process: subprocess.Popen, number: int) -> threading.Thread:
   """Copies a process's lines to our output, with its number in front.
 
-  Should nobody read them any more they are still taken: a process whose lines
+  Where they cannot be written they are still taken: a process whose lines
   nobody takes stands still.
   """
 
@@ -155,22 +165,41 @@ def relay(process: subprocess.Popen, number: int) -> threading.Thread:
   return thread
 
 
+def tell(text: str) -> None:
+  with contextlib.suppress(OSError):
+    print(text, file=sys.stderr)
+
+
+def _is_unheard() -> bool:
+  """Whether our output is a pipe that nobody reads any more."""
+  try:
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+  except (AttributeError, OSError, ValueError):  # no poll, or no such output
+    return False
+
+
 def wait(processes: Sequence[subprocess.Popen]) -> int:
-  """Until one fails or all are done."""
+  """Until one fails, all are done, or nobody listens."""
   while True:
     codes = [p.poll() for p in processes]
     for number, code in enumerate(codes):
       if code:
         # A negative code is the signal that ended it, as shells tell it.
         code = code if code > 0 else 128 - code
-        print(f'process {number} ended with status {code}', file=sys.stderr)
+        tell(f'process {number} ended with status {code}')
         return code
     if all(code == 0 for code in codes):
       return 0
+    if _is_unheard():
+      return _BROKEN_PIPE
     time.sleep(0.05)
 
 
-def end(processes: Sequence[subprocess.Popen], grace: float) -> None:
+def end(
+    processes: Sequence[subprocess.Popen], grace: float, hurry: threading.Event
+) -> None:
   """Asks all to end, then kills what is left, with all that it started.
 
   A process that waits in a collective does not hear a SIGTERM.
@@ -178,9 +207,10 @@ def end(processes: Sequence[subprocess.Popen], grace: float) -> None:
   for process in processes:
     _signal(process, signal.SIGTERM)
   deadline = time.monotonic() + grace
+  while any(process.poll() is None for process in processes):
+    if hurry.wait(0.02) or time.monotonic() > deadline:
+      break
   for process in processes:
-    with contextlib.suppress(subprocess.TimeoutExpired):
-      process.wait(timeout=max(0.0, deadline - time.monotonic()))
     _signal(process, signal.SIGKILL)
     process.wait()
 

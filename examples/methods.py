@@ -8,6 +8,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+import flags
 import jax
 import numpy as np
 import optax
@@ -63,13 +64,14 @@ LOCAL = ('diloco', 'demo-diloco', 'demo-diloco-drift', 'sparse-loco')
 def add_flags(parser: argparse.ArgumentParser) -> None:
   add = parser.add_argument
   add('--optimizer', choices=['demo', 'adamw', *LOCAL], default='demo')
-  add('--lr', type=float, default=2e-3, help='peak learning rate')
+  add('--lr', type=flags.not_negative, default=2e-3, help='peak learning rate')
   add('--schedule', choices=['cosine', 'constant'], default='cosine')
-  add('--warmup', type=int, default=40)
-  add('--weight-decay', type=float, default=0.0)
-  add('--clip', type=float, default=1.0, help='norm that gradients are cut to')
-  add('--decay', type=float, default=0.99, help='of the momentum')
-  add('--alpha', type=float, default=1.0,
+  add('--warmup', type=flags.whole(0), default=40)
+  add('--weight-decay', type=flags.not_negative, default=0.0)
+  add('--clip', type=flags.positive, default=1.0,
+      help='norm that gradients are cut to')
+  add('--decay', type=flags.below_one, default=0.99, help='of the momentum')
+  add('--alpha', type=flags.up_to_one, default=1.0,
       help='share of what was sent that leaves the momentum')
   add('--average', choices=['senders', 'workers'], default='senders')
   add('--base', choices=BASES, default='sign',
@@ -77,28 +79,42 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
       ' without a momentum of its own (b1=0), adamw: with one; all can have'
       ' --weight-decay')
   add('--compressor', choices=[*TOPK, *SUBSETS, 'full'], default='dct')
+<<<<<<< HEAD
   add('--chunk', type=int, default=64, help='longest side of a chunk')
   add('--topk', type=int, default=32, help='coefficients sent of each chunk')
   add('--values', choices=VALUES, default='float32',
+=======
+  add('--chunk', type=flags.whole(1), default=64,
+      help='longest side of a chunk')
+  add('--topk', type=flags.whole(1), default=32,
+      help='coefficients sent of each chunk')
+  add('--values', choices=compressors.VALUES, default='float32',
+>>>>>>> defects
       help='how the values of coefficients are sent')
-  add('--rate', type=float, default=1 / 32,
+  add('--rate', type=flags.share, default=1 / 32,
       help='share of the elements that random-subset, striding, slicing send')
   add('--embeddings', choices=['demo', 'adamw', 'own'], default='demo',
       help='embeddings, head and 1-D leaves: as the rest, by AdamW on averaged'
       ' gradients, or exchanged by the --own flags')
-  add('--own-topk', type=int, default=8)
-  add('--own-chunk', type=int, nargs=2, default=(1, 192), metavar='LENGTH',
-      help='longest sides of a chunk, rows and columns')
+  add('--own-topk', type=flags.whole(1), default=8)
+  add('--own-chunk', type=flags.whole(1), nargs=2, default=(1, 192),
+      metavar='LENGTH', help='longest sides of a chunk, rows and columns')
   add('--own-base', choices=BASES, default='adam')
-  add('--own-lr', type=float, help='peak learning rate; default: --lr')
+  add('--own-lr', type=flags.not_negative,
+      help='peak learning rate; default: --lr')
   add('--delay', type=int, choices=[0, 1], default=0,
       help='1: what is exchanged is applied one exchange late')
-  add('--sync-period', type=int, default=20,
+  add('--sync-period', type=flags.whole(1), default=20,
       help=f'steps between exchanges of {", ".join(LOCAL)}')
-  add('--outer-lr', type=float, default=0.7)
-  add('--outer-momentum', type=float, default=0.9, help='of diloco')
-  add('--outer-decay', type=float, default=0.95,
+  add('--outer-lr', type=flags.not_negative, default=0.7)
+  add('--outer-momentum', type=flags.below_one, default=0.9, help='of diloco')
+  add('--outer-decay', type=flags.below_one, default=0.95,
       help='of the momentum of differences')
+
+
+def check(args: argparse.Namespace) -> None:
+  """Makes what the flags say once: not all of it is known by its value."""
+  flags.try_to(lambda: make_optimizer(args, demo_optax.Workers.simulated(1)))
 
 
 def make_optimizer(

@@ -12,8 +12,11 @@ With several devices there is one worker per device, else workers are simulated.
 
 import argparse
 import pathlib
+import signal
 from typing import Any
 
+import cluster
+import flags
 import jax
 import jax.numpy as jnp
 import methods
@@ -28,22 +31,24 @@ METHODS = ['adamw', 'demo', *methods.LOCAL]
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-  parser = argparse.ArgumentParser(
+  parser = flags.Parser(
       description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   add = parser.add_argument
   methods.add_flags(parser)
   add('--compare', nargs='*', metavar='METHOD', choices=METHODS,
       help=f'train by several, draw all; without names: {", ".join(METHODS)}')
-  add('--workers', type=int, help='default: one per device, or 4 on one device')
-  add('--out', default='runs/cnn', help='folder for all that is written')
-  add('--steps', type=int, default=400)
-  add('--batch', type=int, default=64, help='images per step, all workers')
-  add('--eval-every', type=int, default=20)
-  add('--seed', type=int, default=0)
+  add('--workers', type=flags.whole(1),
+      help='default: one per device, or 4 on one device')
+  add('--out', type=flags.folder, default='runs/cnn',
+      help='folder for all that is written')
+  add('--steps', type=flags.whole(1), default=400)
+  add('--batch', type=flags.whole(1), default=64,
+      help='images per step, all workers')
+  add('--eval-every', type=flags.whole(1), default=20)
+  add('--seed', type=flags.whole(0), default=0)
   args = parser.parse_args(argv)
-  if args.steps < 1:
-    parser.error(f'--steps {args.steps}: at least one step is needed.')
+  methods.check(args)
   return args
 
 
@@ -85,18 +90,16 @@ def count_correct(model: CNN, images: jax.Array, labels: jax.Array) -> Any:
   return jnp.mean(jnp.argmax(model(images), -1) == labels)
 
 
-def train(args: argparse.Namespace) -> dict[str, Any]:
+def train(
+    args: argparse.Namespace, stop: cluster.StopSignal
+) -> dict[str, Any]:
   """One training run; returns its records and its summary."""
   (images, labels), test = load()
   workers = train_lm.make_workers(args.workers)
-  if args.batch % workers.count:
-    raise SystemExit(
-        f'--batch {args.batch} cannot be cut into {workers.count} equal parts,'
-        ' one for each worker.'
-    )
+  flags.check_batch(args.batch, workers.count)
+  params = nnx.state(nnx.eval_shape(lambda: CNN(nnx.Rngs(0))), nnx.Param)
+  cost = flags.try_to(lambda: methods.count_bytes(args, params, workers))
   model = CNN(nnx.Rngs(args.seed))
-  params = jax.eval_shape(lambda: nnx.state(model, nnx.Param))
-  cost = methods.count_bytes(args, params, workers)
   optimizer = methods.begin(args, model, workers)
   train_step = methods.make_train_step(
       loss_fn, workers, local=args.optimizer in methods.LOCAL
@@ -105,6 +108,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
   log = metrics.Metrics(folder, {'config': vars(args), 'bytes': cost})
   records = []
   for step in range(args.steps):
+    if number := stop.after(step):
+      print(f'Stopped by {signal.Signals(number).name} after step {step}.')
+      raise SystemExit(128 + number)
     rng = np.random.default_rng((args.seed, step))
     batch = rng.integers(0, len(labels), args.batch)
     loss = train_step(model, optimizer, images[batch], labels[batch])
@@ -149,10 +155,11 @@ def draw(runs: list[dict[str, Any]], path: pathlib.Path) -> None:
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
   args = parse_args(argv)
   names = [args.optimizer] if args.compare is None else args.compare or METHODS
-  runs = [
-      train(argparse.Namespace(**{**vars(args), 'optimizer': name}))
-      for name in names
-  ]
+  with cluster.StopSignal() as stop:
+    runs = [
+        train(argparse.Namespace(**{**vars(args), 'optimizer': name}), stop)
+        for name in names
+    ]
   folder = pathlib.Path(args.out)
   draw(runs, folder / 'accuracy.png')
   return runs

@@ -9,7 +9,8 @@
 
 With several devices there is one worker per device, in one process or in many
 (cluster.py says how they find each other); with one, workers are simulated.
-SIGTERM, to one process or to all, ends the run after a step, which is saved.
+SIGTERM or Ctrl-C, to one process or to all, ends the run after a step, which is
+saved; a second Ctrl-C ends a process at once.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 import cluster
+import flags
 import jax
 import methods
 import metrics
@@ -46,23 +48,27 @@ except ImportError:  # a progress bar is a convenience
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-  parser = argparse.ArgumentParser(
+  parser = flags.Parser(
       description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   add = parser.add_argument
   add('--compare', action='store_true', help='also train by adamw, draw both')
-  add('--workers', type=int, help='default: one per device, or 4 on one device')
-  add('--data', help='text file or folder; default: Python help topics')
-  add('--out', default='runs/lm', help='folder for all that is written')
-  add('--steps', type=int, default=800)
-  add('--batch', type=int, default=16, help='sequences per step, all workers')
-  add('--microbatches', type=int, default=1)
-  add('--seed', type=int, default=0)
-  add('--eval-every', type=int, default=200)
-  add('--save-every', type=int, default=400)
-  add('--save-timeout', type=int, default=300, metavar='SECONDS',
+  add('--workers', type=flags.whole(1),
+      help='default: one per device, or 4 on one device')
+  add('--data', type=flags.not_empty, metavar='FILE',
+      help='text file or folder; default: Python help topics')
+  add('--out', type=flags.folder, default='runs/lm',
+      help='folder for all that is written')
+  add('--steps', type=flags.whole(1), default=800)
+  add('--batch', type=flags.whole(1), default=16,
+      help='sequences per step, all workers')
+  add('--microbatches', type=flags.whole(1), default=1)
+  add('--seed', type=flags.whole(0), default=0)
+  add('--eval-every', type=flags.whole(1), default=200)
+  add('--save-every', type=flags.whole(1), default=400)
+  add('--save-timeout', type=flags.whole(1), default=300, metavar='SECONDS',
       help='in which a checkpoint is whole, or has failed')
-  add('--check-every', type=int, default=200,
+  add('--check-every', type=flags.whole(1), default=200,
       help='steps between comparisons of all copies of the parameters')
   add('--resume', nargs='?', const='must', choices=['must', 'auto'],
       help='from the last checkpoint; auto: if there is one')
@@ -73,12 +79,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
   methods.add_flags(parser)
   cluster.add_flags(parser)
   for field in dataclasses.fields(GPTConfig):
-    add(f'--{field.name}', type=int, default=field.default)
+    least = 256 if field.name == 'vocab' else 1  # tokens are bytes
+    add(f'--{field.name}', type=flags.whole(least), default=field.default)
   args = parser.parse_args(argv)
-  if args.steps < 1:
-    parser.error(f'--steps {args.steps}: at least one step is needed.')
   if args.compare and args.resume:
     parser.error('--compare trains both from the start: leave out --resume.')
+  if args.width % args.heads:
+    parser.error(
+        f'--heads {args.heads} does not divide --width {args.width}: every head'
+        ' has an equal part.'
+    )
+  methods.check(args)
+  cluster.check(args)
   return args
 
 
@@ -89,9 +101,9 @@ def make_workers(count: int | None) -> demo_optax.Workers:
   """One worker per device where there are several, else simulated ones."""
   devices = jax.devices()
   if jax.process_count() > 1 and count not in (None, len(devices)):
-    raise SystemExit(
+    flags.fail(
         f'--workers {count}: {jax.process_count()} processes have'
-        f' {len(devices)} devices, and so many workers.'
+        f' {len(devices)} devices, and so many workers: leave it out.'
     )
   count = count or (len(devices) if len(devices) > 1 else 4)
   if count > len(devices) or len(devices) == 1:
@@ -103,16 +115,26 @@ def make_workers(count: int | None) -> demo_optax.Workers:
   return demo_optax.Workers.on_mesh(mesh, 'data')
 
 
+def load(args: argparse.Namespace) -> tuple[text.Corpus, np.ndarray]:
+  """The corpus, and windows of what is held out."""
+
+  def read() -> tuple[text.Corpus, np.ndarray]:
+    corpus = text.load(args.data)
+    if len(corpus.train) <= args.context:
+      raise ValueError(
+          f'the training text of {len(corpus.train)} bytes holds no window of'
+          f' {args.context + 1}: give more data, or a shorter --context.'
+      )
+    return corpus, text.windows(corpus.valid, 64, args.context)
+
+  return flags.try_to(read, f'--data {args.data}: ' if args.data else '')
+
+
 def make_feed(
     args: argparse.Namespace, train: np.ndarray, workers: demo_optax.Workers
 ) -> Callable[[int], Any]:
   """`step -> int32 [batch, context + 1]`; a process makes its own rows only."""
   size, context = args.batch, args.context
-  if size % workers.count:
-    raise SystemExit(
-        f'--batch {size} cannot be cut into {workers.count} equal parts, one'
-        ' for each worker.'
-    )
   if workers.mesh is None:
     return lambda step: text.batch(train, args.seed, step, size, context)
   shape = size, context + 1
@@ -223,14 +245,22 @@ def check(
 # The run ----------------------------------------------------------------------
 
 
-def train(args: argparse.Namespace) -> dict[str, Any]:
+def train(
+    args: argparse.Namespace, stop: cluster.StopSignal
+) -> dict[str, Any]:
   """One training run; returns its records and its summary."""
-  corpus = text.load(args.data)
+  corpus, valid = load(args)
   config = GPTConfig(
       **{f.name: getattr(args, f.name) for f in dataclasses.fields(GPTConfig)}
   )
   workers = make_workers(args.workers)
+  flags.check_batch(args.batch, workers.count, args.microbatches)
+  params = nnx.state(
+      nnx.eval_shape(lambda: GPT(config, nnx.Rngs(0))), nnx.Param
+  )
+  cost = flags.try_to(lambda: methods.count_bytes(args, params, workers))
   model = GPT(config, nnx.Rngs(args.seed))
+<<<<<<< HEAD
   params = jax.eval_shape(lambda: nnx.state(model, nnx.Param))
   optimizer = nnx.Optimizer(
       model, methods.make_optimizer(args, workers), wrt=nnx.Param
@@ -238,6 +268,11 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
   cost = methods.count_bytes(args, params, workers)
   valid = text.windows(corpus.valid, 64, config.context)
   train_step = methods.make_train_step(loss_fn, workers, args.microbatches)
+=======
+  optimizer = methods.begin(args, model, workers)
+  local = args.optimizer in methods.LOCAL
+  train_step = make_train_step(workers, args.microbatches, local)
+>>>>>>> defects
   feed = make_feed(args, corpus.train, workers)
 
   name = args.optimizer
@@ -268,16 +303,18 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
   about = {'config': vars(args), 'parameters': size, 'bytes': cost}
   with metrics.Metrics(folder, about, start) as log:
     bar = progress(range(start, args.steps), name)
-    seconds = []
-    stop, stopped = cluster.StopSignal(), False
+    seconds, stopped = [], 0
     for step in bar:
+      if stopped := stop.after(step):
+        if step > start and step not in checkpoints.steps:
+          checkpoints.save(step, everything(args, model, optimizer))
+        break
       tokens = feed(step)
       began = time.perf_counter()
       loss = float(train_step(model, optimizer, tokens))
       seconds.append(time.perf_counter() - began)
       done = step + 1
       last = done == args.steps
-      stopped = stop.after(done) and not last
       record = {'step': done, 'loss': loss, 'sent': cost['sent'] * done,
                 'received': cost['received'] * done}
       if name != 'adamw':
@@ -289,21 +326,20 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
       show(bar, record, cost)
       if done % args.check_every == 0 or last:
         check(model, optimizer, workers, done)
-      if done % args.save_every == 0 or last or stopped:
+      if done % args.save_every == 0 or last:
         checkpoints.save(done, everything(args, model, optimizer))
-      if stopped:
-        break
   checkpoints.close()
   if stopped:
-    say(f'Stopped by SIGTERM after step {done}, which is saved: go on with'
-        ' --resume.')
-    return {'name': name, 'stopped': True}
+    by = signal.Signals(stopped).name
+    say(f'Stopped by {by} after step {step}, which is saved: go on with'
+        ' --resume.' if step > start else f'Stopped by {by} before a step.')
+    return {'name': name, 'stopped': stopped}
 
   sample = generate(model, corpus.valid[: config.context], 200, args.seed)
   say(f'\nA sample of {name}:\n{sample.decode(errors="replace")}\n')
   return {
       'name': name,
-      'stopped': False,
+      'stopped': 0,
       'records': records,
       'valid_loss': records[-1]['valid_loss'] if records else None,
       'steps_per_second': 1 / np.median(seconds[1:]) if seconds[1:] else None,
@@ -407,14 +443,14 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
   if args.compare and args.optimizer != 'adamw':
     names.append('adamw')
   runs = []
-  with cluster.failing_at_once():
+  with cluster.failing_at_once(), cluster.StopSignal() as stop:
     for name in names:
       run_args = argparse.Namespace(**{**vars(args), 'optimizer': name})
-      runs.append(train(run_args))
+      runs.append(train(run_args, stop))
       if runs[-1]['stopped']:
         break
   if runs[-1]['stopped']:
-    sys.exit(128 + signal.SIGTERM)
+    sys.exit(128 + runs[-1]['stopped'])
   if cluster.is_main():
     draw(runs, pathlib.Path(args.out) / 'loss.png')
     report(runs)

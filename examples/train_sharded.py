@@ -13,17 +13,21 @@ import dataclasses
 import json
 import os
 import pathlib
+import signal
 from typing import Any
+
+import flags
 
 
 def parse_args(
     argv: list[str] | None = None,
 ) -> tuple[argparse.Namespace, list[str]]:
-  parser = argparse.ArgumentParser(
+  parser = flags.Parser(
       description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
-  parser.add_argument('--workers', type=int, default=2)
-  parser.add_argument('--devices', type=int, default=4, help='of each worker')
+  count = flags.whole(1, 1024)
+  parser.add_argument('--workers', type=count, default=2)
+  parser.add_argument('--devices', type=count, default=4, help='of each worker')
   return parser.parse_known_args(argv)
 
 
@@ -33,6 +37,7 @@ if __name__ == '__main__':  # before jax starts; it touches the CPU only
   flag = f'--xla_force_host_platform_device_count={count}'
   os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {flag}'
 
+import cluster
 import jax
 import methods
 import metrics
@@ -88,12 +93,42 @@ def make_run(args: argparse.Namespace, count: int, devices: int) -> Run:
   return Run(name, model, optimizer, workers, mesh, batch)
 
 
-def train(run: Run, args: argparse.Namespace) -> dict[str, Any]:
+def check(args: argparse.Namespace, count: int, devices: int) -> None:
+  """Fails where the parameters or the batch cannot be cut into equal parts."""
+  if args.optimizer in methods.LOCAL:
+    flags.fail(f'--optimizer {args.optimizer}: give demo or adamw.')
+  have = len(jax.devices())
+  if count * devices > have:
+    flags.fail(
+        f'--workers {count} of --devices {devices} are more than the {have}'
+        ' devices here: give fewer.'
+    )
+  for name in ('width', 'vocab'):
+    if getattr(args, name) % devices:
+      flags.fail(
+          f'--{name} {getattr(args, name)} cannot be cut into equal parts for'
+          f' --devices {devices}: give a multiple.'
+      )
+  for of_each in (devices, 1):
+    flags.check_batch(args.batch, count, args.microbatches, of_each)
+
+
+def train(
+    run: Run,
+    args: argparse.Namespace,
+    data: tuple[text.Corpus, np.ndarray],
+    stop: cluster.StopSignal,
+) -> dict[str, Any]:
   """Trains, prints what it takes, and returns its losses."""
+<<<<<<< HEAD
   corpus = text.load(args.data)
   train_step = methods.make_train_step(
       train_lm.loss_fn, run.workers, args.microbatches
   )
+=======
+  corpus, valid = data
+  train_step = train_lm.make_train_step(run.workers, args.microbatches)
+>>>>>>> defects
 
   def batch_of(step: int) -> jax.Array:
     tokens = text.batch(
@@ -129,12 +164,14 @@ def train(run: Run, args: argparse.Namespace) -> dict[str, Any]:
   about = {'config': vars(args), 'memory': memory}
   with metrics.Metrics(folder, about) as log:
     for step in train_lm.progress(range(args.steps), run.name):
+      if number := stop.after(step):
+        print(f'Stopped by {signal.Signals(number).name} after step {step}.')
+        raise SystemExit(128 + number)
       losses.append(float(train_step(run.model, run.optimizer, batch_of(step))))
       record = {'step': step + 1, 'loss': losses[-1]}
       if args.optimizer != 'adamw':
         record |= metrics.about_exchange(run.optimizer)
       log.write(record)
-  valid = text.windows(corpus.valid, 64, args.context)
   result = train_lm.evaluate(run.model, valid)
   print(f'  validation loss {result:.4f}')
   return {
@@ -189,10 +226,13 @@ def draw(results: list[dict[str, Any]], path: pathlib.Path) -> None:
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
   own, rest = parse_args(argv)
   args = train_lm.parse_args(['--out', 'runs/sharded', *DEFAULTS, *rest])
-  results = [
-      train(make_run(args, own.workers, devices), args)
-      for devices in (own.devices, 1)
-  ]
+  check(args, own.workers, own.devices)
+  data = train_lm.load(args)
+  with cluster.StopSignal() as stop:
+    results = [
+        train(make_run(args, own.workers, devices), args, data, stop)
+        for devices in (own.devices, 1)
+    ]
   out = pathlib.Path(args.out)
   out.mkdir(parents=True, exist_ok=True)
   (out / 'sharded.json').write_text(json.dumps(results) + '\n')

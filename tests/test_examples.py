@@ -1,9 +1,13 @@
 """The main job, small: it learns, resumes to the bit, and draws."""
 
 import json
+import os
 import pathlib
 import shutil
+import signal
+import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
@@ -13,6 +17,7 @@ EXAMPLES = pathlib.Path(__file__).parents[1] / 'examples'
 sys.path.insert(0, str(EXAMPLES))
 
 import methods
+import metrics
 import text
 import train_lm
 
@@ -219,6 +224,217 @@ def test_start_anew(tmp_path):
 def test_resume_without_a_checkpoint(tmp_path):
   with pytest.raises(SystemExit, match='no checkpoint'):
     run(tmp_path, '--resume')
+
+
+# Mistakes in flags ------------------------------------------------------------
+
+COMMON = [  # of train_lm.py and train_cnn.py
+    (['--batch', '0'], "argument --batch: '0' must be an integer, at least 1"),
+    (['--batch', '2.5'], "--batch: '2.5' must be an integer"),
+    (['--workers', '0'], "--workers: '0' must be an integer, at least 1"),
+    (['--workers', '-2'], "--workers: '-2' must be an integer, at least 1"),
+    (['--workers', '3', '--batch', '8'], 'give a multiple of 3'),
+    (['--steps', '0'], "--steps: '0' must be an integer, at least 1"),
+    (['--eval-every', '0'], "--eval-every: '0' must be an integer, at least 1"),
+    (['--topk', '0'], "--topk: '0' must be an integer, at least 1"),
+    (['--chunk', '0'], "--chunk: '0' must be an integer, at least 1"),
+    (['--own-chunk', '1', '0'], "--own-chunk: '0' must be an integer"),
+    (['--seed', '-1'], "--seed: '-1' must be an integer, at least 0"),
+    (['--seed', '9' * 30], "must be an integer, at least 0"),
+    (['--rate', '0'], "--rate: '0' must be a number above 0, at most 1"),
+    (['--lr', 'nan'], "--lr: 'nan' must be a number, 0 or above"),
+    (['--lr', '-1'], "--lr: '-1' must be a number, 0 or above"),
+    (['--clip', '0'], "--clip: '0' must be a number above 0"),
+    (['--decay', '1'], "--decay: '1' must be a number from 0 to below 1"),
+    (['--alpha', '1.5'], "--alpha: '1.5' must be a number from 0 to 1"),
+    (['--warmup', '-1'], "--warmup: '-1' must be an integer, at least 0"),
+    (['--sync-period', '0'], "--sync-period: '0' must be an integer"),
+    (['--compressor', 'hadamard', '--chunk', '48'], 'must be a power of two'),
+    (['--compressor', 'random-orthogonal', '--chunk', '300'],
+     'must not be above 256'),
+    (['--out', 'FILE'], '/file is a file'),
+    (['--out', 'FILE/in/it'], '/file is a file'),
+    (['--out', ''], "--out: '' must be a folder of this machine"),
+    (['--out', 's3://bucket/x'], 'must be a folder of this machine'),
+    (['--no-such-flag'], 'unrecognized arguments: --no-such-flag'),
+]
+LM = [
+    (['--heads', '5'], '--heads 5 does not divide --width'),
+    *(([flag, '0'], f"{flag}: '0' must be an integer, at least 1")
+      for flag in ('--width', '--context', '--layers', '--heads', '--timeout',
+                   '--save-every', '--check-every', '--save-timeout',
+                   '--microbatches')),
+    (['--vocab', '100'], "--vocab: '100' must be an integer, at least 256"),
+    (['--microbatches', '3', '--workers', '2'],
+     '--microbatches 3 does not divide the 4 of --batch 8'),
+    (['--data', 'no/such/file'], '--data no/such/file: '),
+    (['--data', ''], "--data: '' must be a file or a folder"),
+    (['--data', 'EMPTY'], 'at least 2 are needed'),
+    (['--data', 'FOLDER'], 'holds 0 document(s)'),
+    (['--data', 'SHORT', '--context', '3000'], 'or a shorter --context'),
+    (['--context', '1000000'], 'or a shorter --context'),
+    (['--process', '0'], '--process without --coordinator, --processes'),
+    (['--process', '2', '--processes', '2', '--coordinator', 'here:1'],
+     'numbered from 0 to 1'),
+    (['--process', '0', '--processes', '2', '--coordinator', 'here'],
+     'must be HOST:PORT'),
+    (['--compare', '--resume'], 'leave out --resume'),
+]
+
+
+def in_folder(folder, args):
+  """`args`, with what their data and folders are to be."""
+  contents = {'FILE': '', 'EMPTY': '', 'SHORT': 'a b ' * 1010}
+  for name, content in contents.items():
+    (folder / name.lower()).write_text(content)
+  (folder / 'folder').mkdir()
+  names = [*contents, 'FOLDER']
+  for name in names:
+    args = [a.replace(name, str(folder / name.lower())) for a in args]
+  return args
+
+
+def refused(main, args, says, capsys):
+  """Status 2, and one line on stderr."""
+  with pytest.raises(SystemExit) as end:
+    main(args)
+  error = capsys.readouterr().err
+  assert end.value.code == 2 and says in error, error
+  assert error.count('\n') == 1 and error.endswith('\n')
+
+
+@pytest.fixture
+def nothing_built(monkeypatch):
+  def begin(*args):
+    raise AssertionError('parameters and state are made')
+  monkeypatch.setattr(methods, 'begin', begin)
+
+
+@pytest.mark.parametrize('args, says', [*COMMON, *LM])
+def test_train_lm_refuses(args, says, tmp_path, capsys, nothing_built):
+  args = ['--out', str(tmp_path / 'out'), *in_folder(tmp_path, args)]
+  refused(train_lm.main, [*SMALL, *args], says, capsys)
+  assert not (tmp_path / 'out').exists()
+
+
+@pytest.mark.parametrize('args, says', COMMON)
+def test_train_cnn_refuses(args, says, tmp_path, capsys, nothing_built):
+  import train_cnn
+  args = ['--out', str(tmp_path / 'out'), *in_folder(tmp_path, args)]
+  refused(train_cnn.main, args, says, capsys)
+  assert not (tmp_path / 'out').exists()
+
+
+@pytest.mark.parametrize('args, says', [
+    (['--workers', '0'], "--workers: '0' must be an integer, at least 1"),
+    (['--devices', '0'], "--devices: '0' must be an integer, at least 1"),
+    (['--workers', '4', '--devices', '4'], 'more than the 8 devices here'),
+    (['--batch', '12'], 'give a multiple of 8'),
+    (['--width', '250', '--heads', '2'], '--width 250 cannot be cut'),
+    (['--vocab', '257'], '--vocab 257 cannot be cut'),
+    (['--optimizer', 'diloco'], 'give demo or adamw'),
+    (['--data', 'EMPTY'], 'at least 2 are needed'),
+    (['--batch', '0'], "--batch: '0' must be an integer, at least 1")])
+def test_train_sharded_refuses(args, says, tmp_path, capsys, monkeypatch):
+  import train_sharded
+  monkeypatch.delattr(train_sharded, 'make_run')
+  args = ['--out', str(tmp_path / 'out'), *in_folder(tmp_path, args)]
+  refused(train_sharded.main, args, says, capsys)
+
+
+def test_flags_are_refused_before_jax_starts():
+  """As programs of their own; what they say names them."""
+  run = subprocess.run(
+      [sys.executable, str(EXAMPLES / 'train_sharded.py'), '--devices', '-1'],
+      text=True, capture_output=True, timeout=100)
+  assert run.returncode == 2 and run.stdout == ''
+  assert run.stderr == (
+      "train_sharded.py: argument --devices: '-1' must be an integer, at least"
+      ' 1, at most 1024\n')
+
+
+# Ctrl-C -----------------------------------------------------------------------
+
+
+def test_ctrl_c_saves_a_last_checkpoint(tmp_path, monkeypatch, capsys):
+  args = ['--workers', '2', '--optimizer', 'adamw']
+  (whole,) = run(tmp_path / 'whole', *args)
+  show = train_lm.show
+
+  def interrupt(bar, record, cost):
+    show(bar, record, cost)
+    if record['step'] == 4:
+      os.kill(os.getpid(), signal.SIGINT)
+
+  before = signal.getsignal(signal.SIGINT)
+  with monkeypatch.context() as patch:
+    patch.setattr(train_lm, 'show', interrupt)
+    with pytest.raises(SystemExit) as end:
+      run(tmp_path / 'parts', *args)
+  assert end.value.code == 130
+  assert signal.getsignal(signal.SIGINT) == before
+  assert 'Stopped by SIGINT after step 4, which is saved' in (
+      capsys.readouterr().out)
+  assert os.listdir(tmp_path / 'parts/adamw/checkpoints') == ['4']
+  (rest,) = run(tmp_path / 'parts', *args, '--resume')
+  assert rest['records'] == whole['records'][4:]
+
+
+@pytest.mark.parametrize('name', ['train_cnn', 'train_sharded'])
+def test_ctrl_c_between_steps(name, tmp_path, monkeypatch, capsys):
+  module = __import__(name)
+  write = metrics.Metrics.write
+
+  def interrupt(self, record):
+    write(self, record)
+    os.kill(os.getpid(), signal.SIGINT)
+
+  monkeypatch.setattr(metrics.Metrics, 'write', interrupt)
+  small = {
+      'train_cnn': ['--eval-every', '1', '--workers', '2'],
+      'train_sharded': ['--width', '32', '--heads', '2', '--layers', '1']}
+  with pytest.raises(SystemExit) as end:
+    module.main(['--out', str(tmp_path), '--steps', '3', '--batch', '8',
+                 *small[name]])
+  assert end.value.code == 130
+  assert 'Stopped by SIGINT after step 1.' in capsys.readouterr().out
+
+
+# A compilation that takes seconds, in which no Python of the main thread runs.
+COMPILING = '''
+import sys, jax, jax.numpy as jnp
+sys.path.insert(0, sys.argv[1])
+import cluster
+
+def f(x):
+  for i in range(400):
+    x = jnp.sort(jnp.sin(x @ x) * i, axis=i % 2)
+  return x
+
+lowered = jax.jit(f).lower(jnp.ones((64, 64)))
+with cluster.StopSignal() as stop:
+  print('begin', flush=True)
+  lowered.compile()
+  print('compiled', flush=True)
+  raise SystemExit(128 + stop.after(1))
+'''
+
+
+@pytest.mark.parametrize('times', [1, 2])
+def test_ctrl_c_while_compiling(times):
+  """It ends cleanly when that is done; a second one ends it at once."""
+  env = {k: v for k, v in os.environ.items() if 'CACHE' not in k}
+  with subprocess.Popen(
+      [sys.executable, '-c', COMPILING, str(EXAMPLES)], text=True, env=env,
+      stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    assert process.stdout.readline() == 'begin\n'
+    for _ in range(times):
+      time.sleep(0.5)
+      process.send_signal(signal.SIGINT)
+    out, error = process.communicate(timeout=200)
+  assert process.returncode == 130, error
+  assert out == ('compiled\n' if times == 1 else '')
+  assert error == 'Stopping after this step; Ctrl-C again: at once.\n'
 
 
 # Workers of several devices ---------------------------------------------------

@@ -35,19 +35,17 @@ def test_sigterm_is_heard(monkeypatch):
   import cluster
 
   before = signal.getsignal(signal.SIGTERM)
-  try:
-    stop = cluster.StopSignal()
+  with cluster.StopSignal() as stop:
     assert not stop.after(1)
     os.kill(os.getpid(), signal.SIGTERM)
-    assert stop.after(2) and stop.after(3)
-  finally:
-    signal.signal(signal.SIGTERM, before)
+    assert stop.after(2) == stop.after(3) == signal.SIGTERM
+  assert signal.getsignal(signal.SIGTERM) == before
 
 
 FAILING = '''
 import os, pathlib, sys
 count, number = os.environ['JAX_NUM_PROCESSES'], os.environ['JAX_PROCESS_ID']
-print('of', count, flush=True)
+os.write(1, f'of {count}\n'.encode())  # whole, even if it is killed now
 if count in sys.argv[1:] and number == '1':
   sys.exit(7)
 '''

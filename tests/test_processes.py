@@ -127,24 +127,77 @@ def test_none_outlives_the_launcher(tmp_path, number):
 
 
 @pytest.mark.parametrize('args, says', [
-    (['-n', '2'], 'say what to run'), (['-n', '0', '--', 'true'], 'at least')])
+    (['-n', '2'], 'say what to run, after --'),
+    (['-n', '0', '--', 'true'], "--processes: '0' must be an integer, at least 1"),
+    (['--devices', 'x', '--', 'true'], "--devices: 'x' must be an integer"),
+    (['--grace', 'nan', '--', 'true'], "--grace: 'nan' must be a number, 0 or"),
+    (['--grace', '-1', '--', 'true'], "--grace: '-1' must be a number, 0 or")])
 def test_launcher_explains_mistakes(args, says):
   run = launch(*args, check=False)
   assert run.returncode == 2 and says in run.stdout
+  assert run.stdout.startswith('launch_local.py: ') and run.stdout.count('\n') == 1
 
 
-def test_launcher_without_a_listener_or_a_command():
-  """Output that ends in no newline, is not text, or that nobody reads."""
+def test_launcher_of_any_output_or_no_command():
+  """Output that ends in no newline, or is not text."""
   run = launch('-n', 1, '--', 'sh', '-c', "printf 'a\\377b\\nend'", check=False)
   assert run.returncode == 0 and run.stdout.endswith('[0] end\n')
   run = launch('-n', 2, '--', 'no-such-command', check=False)
   assert run.returncode == 127 and 'no-such-command: No such file' in run.stdout
-  lots = 'head -c 300000 /dev/zero | tr "\\0" x | fold -w 80; exit 3'
-  many = subprocess.Popen(
-      [*LAUNCH, '-n', '1', '--', 'sh', '-c', lots], stdout=subprocess.PIPE)
-  assert many.stdout.readline().startswith(b'[0] xx')
-  many.stdout.close()
-  assert many.wait(timeout=60) == 3
+
+
+# Says some lines, and no more.
+TALKING = """
+import os, pathlib, subprocess, sys, time
+child = subprocess.Popen(['sleep', '600'])
+file = pathlib.Path(sys.argv[1]) / os.environ['JAX_PROCESS_ID']
+file.write_text(f'{os.getpid()} {child.pid}')
+for line in range(int(sys.argv[2])):
+  print(line, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize('lines', [3, 100_000])
+def test_launcher_ends_with_who_reads_it(lines, tmp_path):
+  """As in `launch_local.py ... | head -2`: with the processes it started."""
+  launcher = subprocess.Popen(
+      [*LAUNCH, '-n', '2', '--grace', '5', '--', PYTHON, '-c', TALKING,
+       str(tmp_path), str(lines)], stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE)
+  try:
+    wait_until(lambda: len(pids_in(tmp_path)) == 4, 60)
+    for _ in range(2):
+      assert launcher.stdout.readline().startswith(b'[')
+    launcher.stdout.close()
+    assert launcher.wait(timeout=60) == 128 + signal.SIGPIPE
+    assert launcher.stderr.read() == b''
+    wait_until(lambda: not any(map(is_alive, pids_in(tmp_path))), 10)
+  finally:
+    launcher.kill()
+    launcher.wait()
+    launcher.stderr.close()
+    for pid in filter(is_alive, pids_in(tmp_path)):
+      os.kill(pid, signal.SIGKILL)
+
+
+def test_a_second_ctrl_c_leaves_no_grace(tmp_path):
+  launcher = subprocess.Popen(
+      [*LAUNCH, '-n', '3', '--grace', '500', '--', PYTHON, '-c', STUBBORN,
+       str(tmp_path), 'for ever'])
+  try:
+    wait_until(lambda: len(pids_in(tmp_path)) == 6, 60)
+    launcher.send_signal(signal.SIGINT)
+    time.sleep(1)
+    assert launcher.poll() is None
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(timeout=60) == 130
+    wait_until(lambda: not any(map(is_alive, pids_in(tmp_path))), 10)
+  finally:
+    launcher.kill()
+    launcher.wait()
+    for pid in filter(is_alive, pids_in(tmp_path)):
+      os.kill(pid, signal.SIGKILL)
 
 
 # The exchange -----------------------------------------------------------------
@@ -310,19 +363,11 @@ def checkpoint(folder):
 
 
 @pytest.mark.parametrize('flags, says', [
-    (['--workers', '3'], 'have 2 devices'), (['--batch', '3'], 'cut into 2')])
+    (['--workers', '3'], 'have 2 devices'), (['--batch', '3'], 'cut into 2'),
+    (['--data', 'no/such/file'], '--data no/such/file: ')])
 def test_training_on_processes_explains_mistakes(flags, says, tmp_path):
   run = train(2, tmp_path, '--steps', 1, *flags, check=False)
-  assert run.returncode == 1 and says in run.stdout
-
-
-def test_flags_of_processes_come_together(monkeypatch):
-  monkeypatch.syspath_prepend(str(EXAMPLES))
-  run = subprocess.run(
-      [PYTHON, str(EXAMPLES / 'train_lm.py'), '--process', '0'],
-      env=environment(), text=True, capture_output=True, timeout=TIMEOUT)
-  assert run.returncode == 1
-  assert '--process without --coordinator, --processes' in run.stderr
+  assert run.returncode == 2 and says in run.stdout
 
 
 # Recipes for clusters ---------------------------------------------------------
