@@ -42,15 +42,42 @@ def exchanged_params(keys: list[Keys]) -> list[set[Keys]]:
   return [*momentum, *_local_params(keys).values()]
 
 
-def own_params(keys: Sequence[Keys]) -> list[tuple[int, int, int]]:
+@dataclasses.dataclass(frozen=True)
+class OwnParam:
+  """A parameter of which `local_updates` keeps one copy per worker.
+
+  Attributes:
+    number: of the parameter, among all arrays of a call.
+    own: of the worker's own copy, in the optimizer state.
+    shared: of the one that all workers share, in the optimizer state.
+    start: of what a worker that drifts goes on from; else None.
+  """
+
+  number: int
+  own: int
+  shared: int
+  start: int | None
+
+  def enter(self, arrays: list[Any]) -> None:
+    """Puts the worker's own copy in the parameter's place.
+
+    What was changed between steps, such as weights that were loaded after the
+    state was made, holds for all copies.
+    """
+    param, shared = arrays[self.number], arrays[self.shared]
+    changed = param != shared.astype(param.dtype)
+    for number in (self.own, self.shared, self.start):
+      if number is not None:
+        old = arrays[number]
+        arrays[number] = jnp.where(changed, param.astype(old.dtype), old)
+    arrays[self.number] = arrays[self.own]
+
+
+def own_params(keys: Sequence[Keys]) -> list[OwnParam]:
   """Finds the parameters of which `local_updates` keeps one copy per worker.
 
   Args:
     keys: paths of all arrays, of models and of optimizer states.
-
-  Returns:
-    for each such parameter the numbers of: the parameter itself, the worker's
-    own copy, and the one that all workers share, the last two in the state.
 
   Raises:
     ValueError: the arrays hold no, or several, trees of these parameters.
@@ -75,18 +102,20 @@ def own_params(keys: Sequence[Keys]) -> list[tuple[int, int, int]]:
           f' arguments and results must hold these once, but hold: {names}.'
       )
     found += [
-        (
+        OwnParam(
             numbers[(*prefixes[0], *k)],
             numbers[(*root, *_OWN, *k)],
             numbers[(*root, *_SHARED, *k)],
+            numbers.get((*root, *_START, *k)),
         )
         for k in sorted(params, key=str)
     ]
   return found
 
 
-# Where a state of `local_updates` has a worker's own and the shared parameters.
+# Where a state of `local_updates` has parameters.
 _OWN, _SHARED = ('worker_stacked', 'params'), ('global_params',)
+_START = ('worker_stacked', 'start')
 
 
 def _local_params(keys: Sequence[Keys]) -> dict[Keys, set[Keys]]:

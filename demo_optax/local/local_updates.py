@@ -96,9 +96,9 @@ def local_updates(
 
   The training step is written for one worker and decorated with
   `data_parallel`. In the step, the model has :math:`x_i`, which the optimizer
-  state keeps; outside of it, :math:`s`, to be evaluated and saved. So what else
-  than `update` changes the parameters, in a step or between steps, is lost:
-  load weights before the state is made.
+  state keeps; outside of it, :math:`s`, to be evaluated and saved. Parameters
+  that are changed between steps, such as weights that are loaded, are so for
+  all workers; what else than `update` changes them in a step is lost.
 
   :math:`s` is the same on all workers to the last bit, and so is :math:`x_i`
   after an exchange. In a step without an exchange nothing is communicated, but
