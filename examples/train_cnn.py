@@ -24,6 +24,8 @@ import picture
 import train_lm
 from flax import nnx
 
+import demo_optax
+
 METHODS = ['adamw', 'demo', *methods.LOCAL]
 
 
@@ -80,6 +82,20 @@ def loss_fn(model: CNN, images: jax.Array, labels: jax.Array) -> jax.Array:
   return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
+def make_train_step(workers: demo_optax.Workers) -> Any:
+  """The same for all methods, which differ in the optimizer alone."""
+
+  @demo_optax.data_parallel(workers, donate_argnums=(0, 1))
+  def train_step(
+      model: CNN, optimizer: nnx.Optimizer, images: jax.Array, labels: jax.Array
+  ) -> jax.Array:
+    loss, grads = nnx.value_and_grad(loss_fn)(model, images, labels)
+    optimizer.update(model, grads)
+    return loss
+
+  return train_step
+
+
 @nnx.jit
 def count_correct(model: CNN, images: jax.Array, labels: jax.Array) -> Any:
   return jnp.mean(jnp.argmax(model(images), -1) == labels)
@@ -97,10 +113,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
   model = CNN(nnx.Rngs(args.seed))
   params = jax.eval_shape(lambda: nnx.state(model, nnx.Param))
   cost = methods.count_bytes(args, params, workers)
-  optimizer = methods.begin(args, model, workers)
-  train_step = methods.make_train_step(
-      loss_fn, workers, local=args.optimizer in methods.LOCAL
-  )
+  tx = methods.make_optimizer(args, workers)
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  train_step = make_train_step(workers)
   folder = pathlib.Path(args.out) / args.optimizer
   log = metrics.Metrics(folder, {'config': vars(args), 'bytes': cost})
   records = []
@@ -110,10 +125,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     loss = train_step(model, optimizer, images[batch], labels[batch])
     done = step + 1
     if done % args.eval_every == 0 or done == args.steps:
-      whole = methods.shared(args, model, optimizer, workers)
       records.append({
-          'step': done, 'loss': methods.own_loss(loss),
-          'accuracy': float(count_correct(whole, *test)),
+          'step': done, 'loss': float(loss),
+          'accuracy': float(count_correct(model, *test)),
           'sent': cost['sent'] * done,
       })
       if args.optimizer != 'adamw':

@@ -538,7 +538,7 @@ def test_nnx_optimizer(kind):
       before = np.asarray(model.linear.kernel[...])
       loss, kernels = train_step(model, optimizer, x)
       assert loss.shape == () and np.isfinite(loss)
-      assert len(set(kernels.tolist())) == (1 if step % 2 == 0 else 4)
+      assert (len(set(kernels.tolist())) == 1) == (step % 2 == 0)
       state = optimizer.opt_state
       own = np.asarray(state.worker_stacked.params['linear']['kernel'][...])
       assert (np.abs(own - own[:1]).max() == 0) == (step % 2 == 1)
@@ -557,7 +557,8 @@ def test_linen_train_state():
   state = TrainState.create(
       apply_fn=net.apply, params=net.init(jax.random.key(0), x)['params'],
       tx=optax.chain(
-          optax.clip_by_global_norm(1.0), make('demo_diloco', workers)))
+          optax.clip_by_global_norm(1.0),
+          demo_optax.diloco(optax.adam(0.1), workers=workers, sync_period=3)))
 
   @demo_optax.data_parallel(workers)
   def train_step(state, x):
