@@ -44,19 +44,19 @@ RAW = demo_optax.identity_topk(64, 64, values='int4')
 
 # Method: its compressor, and how it is made.
 PERIODS = {
-    'DiLoCo': (demo_optax.full(), demo_optax.diloco),
+    'DiLoCo': (demo_optax.full(), demo_optax.local.diloco),
     'DeMo, as published': (
         TOPK,
         functools.partial(
-            demo_optax.demo_diloco, compressor=TOPK, drift=True)),
+            demo_optax.local.demo_diloco, compressor=TOPK, drift=True)),
     'DeMo, without drift': (
-        TOPK, functools.partial(demo_optax.demo_diloco, compressor=TOPK)),
+        TOPK, functools.partial(demo_optax.local.demo_diloco, compressor=TOPK)),
     'DeMo, without drift, topk=128': (
-        MORE, functools.partial(demo_optax.demo_diloco, compressor=MORE)),
+        MORE, functools.partial(demo_optax.local.demo_diloco, compressor=MORE)),
     'DeMo, without drift, topk=128, signs': (
-        SIGN, functools.partial(demo_optax.demo_diloco, compressor=SIGN)),
+        SIGN, functools.partial(demo_optax.local.demo_diloco, compressor=SIGN)),
     'SparseLoCo': (
-        RAW, functools.partial(demo_optax.sparse_loco, compressor=RAW)),
+        RAW, functools.partial(demo_optax.local.sparse_loco, compressor=RAW)),
 }
 OUTER_RATES = [0.25, 0.5, 1.0, 2.0]
 # Method: its rule, and by what a worker looks ahead.
@@ -81,8 +81,6 @@ class Task:
     self.graphdef = nnx.split(model)[0]
     valid = text.windows(self.corpus.valid, 64, self.config.context)
     self.valid = valid[: args.valid_batches]
-    self.grad = demo_optax.value_and_grad(
-        self.loss, workers=workers, stacked_params=True)
     self.eval = jax.jit(self.loss)
 
   def params(self, seed: int) -> Any:
@@ -128,30 +126,28 @@ def periods_of(task: Task, method: str) -> Any:
         inner, workers=workers, sync_period=args.period,
         outer_learning_rate=rate)
 
-  @jax.jit
-  def step_fn(rate: Any, params: Any, state: Any, tokens: Any) -> Any:
-    losses, gradients = task.grad(params, tokens)
-    updates, state = tx_of(rate).update(gradients, state, params)
-    params = optax.apply_updates(params, updates)
-    return demo_optax.settle_params(params, state, workers), state, losses
+  @demo_optax.data_parallel(workers)
+  def train_step(rate: Any, params: Any, state: Any, tokens: Any) -> Any:
+    loss, grads = jax.value_and_grad(task.loss)(params, tokens)
+    updates, state = tx_of(rate).update(grads, state, params)
+    return optax.apply_updates(params, updates), state, loss
 
   plan = demo_optax.plan(task.params(0), compressor, workers)
   dense = demo_optax.plan(task.params(0), demo_optax.full(), workers)
   sent, received = plan.per_step(args.period)
 
   def run(rate: float, seed: int) -> dict[str, Any]:
-    params = demo_optax.stack_params(task.params(seed), workers)
+    params = task.params(seed)
     state = tx_of(jnp.float32(rate)).init(params)
     for step in range(args.steps):
-      params, state, losses = step_fn(
+      params, state, loss = train_step(
           jnp.float32(rate), params, state, task.tokens(seed, step))
     apart = max(
         float(jnp.abs(x - x.mean(0)).max() / jnp.abs(x).max())
-        for x in jax.tree.leaves(params))
+        for x in jax.tree.leaves(state.worker_stacked.params))
     return {
-        'valid_loss': task.validate(
-            demo_optax.shared_params(params, state, workers)),
-        'train_loss': float(losses.mean()), 'apart': apart,
+        'valid_loss': task.validate(params),
+        'train_loss': float(loss), 'apart': apart,
         'sent': sent, 'received': received,
         'less_sent': dense.sent_bytes / plan.sent_bytes,
         'less_received': dense.received_bytes / plan.received_bytes,
@@ -168,12 +164,11 @@ def averaged_every_step(task: Task) -> Any:
       demo_optax.average(workers=workers), per_worker_clip(),
       optax.adamw(task.schedule(args.lr), b2=0.95))
 
-  @jax.jit
-  def step_fn(params: Any, state: Any, tokens: Any) -> Any:
-    losses, gradients = task.grad(
-        demo_optax.stack_params(params, workers), tokens)
-    updates, state = tx.update(gradients, state, params)
-    return optax.apply_updates(params, updates), state, losses
+  @demo_optax.data_parallel(workers, batch_argnums=2)
+  def train_step(params: Any, state: Any, tokens: Any) -> Any:
+    loss, grads = jax.value_and_grad(task.loss)(params, tokens)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, loss
 
   dense = demo_optax.plan(task.params(0), demo_optax.full(), workers)
 
@@ -181,9 +176,9 @@ def averaged_every_step(task: Task) -> Any:
     params = task.params(seed)
     state = tx.init(params)
     for step in range(args.steps):
-      params, state, losses = step_fn(params, state, task.tokens(seed, step))
+      params, state, loss = train_step(params, state, task.tokens(seed, step))
     return {
-        'valid_loss': task.validate(params), 'train_loss': float(losses.mean()),
+        'valid_loss': task.validate(params), 'train_loss': float(loss),
         'apart': 0.0, 'sent': dense.sent_bytes,
         'received': dense.received_bytes, 'less_sent': 1 / args.period,
         'less_received': 1 / args.period, 'size': dense.size,
@@ -279,7 +274,8 @@ def late_of(task: Task, method: str, delay: int) -> Any:
   @jax.jit
   def step_fn(rate: Any, params: Any, state: Any, ahead: Any, tokens: Any):
     there = jax.tree.map(lambda x, a: x[None] + a, params, ahead)
-    losses, gradients = task.grad(there, tokens)
+    tokens = tokens.reshape(workers.count, -1, tokens.shape[-1])
+    losses, gradients = jax.vmap(jax.value_and_grad(task.loss))(there, tokens)
     updates, new = tx_of(rate).update(gradients, state, params)
     ahead = look(new, state, gradients, params, rate)
     return optax.apply_updates(params, updates), new, ahead, losses
@@ -288,7 +284,7 @@ def late_of(task: Task, method: str, delay: int) -> Any:
     params = task.params(seed)
     state = tx_of(jnp.float32(rate)).init(params)
     ahead = jax.tree.map(
-        jnp.zeros_like, demo_optax.stack_params(params, workers))
+        lambda x: jnp.zeros((workers.count, *x.shape), x.dtype), params)
     for step in range(args.steps):
       params, state, ahead, losses = step_fn(
           jnp.float32(rate), params, state, ahead, task.tokens(seed, step))

@@ -35,15 +35,12 @@ from demo_optax.gradients import (
   average,
   per_worker,
 )
-from demo_optax.local.local_updates import (
+from demo_optax.local import (
   LocalUpdatesState,
   demo_diloco,
   diloco,
   local_updates,
-  settle_params,
-  shared_params,
   sparse_loco,
-  stack_params,
 )
 from demo_optax.one_worker import over_workers
 from demo_optax.partitioning import partition
@@ -93,11 +90,8 @@ __all__ = [
   'random_subset',
   'resize_workers',
   'scale_by_demo',
-  'settle_params',
-  'shared_params',
   'slicing',
   'sparse_loco',
-  'stack_params',
   'state_specs',
   'state_summary',
   'striding',

@@ -13,7 +13,7 @@ import numpy as np
 from demo_optax import _tree as trees
 from demo_optax import flax as modules
 from demo_optax import one_worker
-from demo_optax.one_worker import WORKER_AXIS, Result
+from demo_optax.one_worker import WORKER_AXIS, OwnParam, Result
 from demo_optax.workers import Workers
 from demo_optax.workers.sharding import Keys, is_stacked, path_keys
 
@@ -291,10 +291,8 @@ class DataParallelStep:
           modules.fold_key(x, index) if role == 'key' else x
           for x, role in zip(leaves, call.roles)
       ]
-      # Between exchanges of `local_updates` each worker trains parameters of
-      # its own, which its optimizer state holds.
-      for shared, worker_own, _ in call.own_params:
-        own[shared] = own[worker_own]
+      for param in call.own_params:
+        param.enter(own)
       args, kwargs, objects = call.rebuild(own)
       results = call.results(
           self._step(*args, **kwargs), objects, leaves, own
@@ -434,8 +432,7 @@ class _Call:
     rows: length of one worker's batch.
     states: structures of the shared arguments; what is returned with the same
       structure is the argument's next value.
-    own_params: numbers of parameters of which each worker has its own, of the
-      worker's own, and of those that all share.
+    own_params: the parameters of which each worker has its own.
   """
 
   arguments: list[_Argument]
@@ -446,7 +443,7 @@ class _Call:
   donated: list[bool]
   rows: int
   states: list[Any]
-  own_params: list[tuple[int, int, int]]
+  own_params: list[OwnParam]
 
   @staticmethod
   def of(
@@ -581,10 +578,11 @@ class _Call:
     changed = self.objects.results(objects, before[number:], own[number:])
     number = len(leaves)
     leaves += changed
-    for place, _, shared in one_worker.own_params([r.keys for r in leaves]):
-      value = leaves[shared].value.astype(leaves[place].value.dtype)
-      leaves[place] = dataclasses.replace(
-          leaves[place], role='state', value=value
+    for param in one_worker.own_params([r.keys for r in leaves]):
+      old = leaves[param.number]
+      value = leaves[param.shared].value.astype(old.value.dtype)
+      leaves[param.number] = dataclasses.replace(
+          old, role='state', value=value
       )
     return _Results(leaves, number, treedef, tuple(fixed))
 

@@ -35,36 +35,56 @@ def is_mapped() -> bool:
 
 def exchanged_params(keys: list[Keys]) -> list[set[Keys]]:
   """Returns the paths of the parameters of every exchange in a state."""
-  return [
+  momentum = [
       {k[len(root) :] for k in keys if k[: len(root)] == root}
       for root in sharding.momentum_roots(keys)
   ]
+  return [*momentum, *_local_params(keys).values()]
 
 
-def own_params(keys: Sequence[Keys]) -> list[tuple[int, int, int]]:
+@dataclasses.dataclass(frozen=True)
+class OwnParam:
+  """A parameter of which `local_updates` keeps one copy per worker.
+
+  Attributes:
+    number: of the parameter, among all arrays of a call.
+    own: of the worker's own copy, in the optimizer state.
+    shared: of the one that all workers share, in the optimizer state.
+    start: of what a worker that drifts goes on from; else None.
+  """
+
+  number: int
+  own: int
+  shared: int
+  start: int | None
+
+  def enter(self, arrays: list[Any]) -> None:
+    """Puts the worker's own copy in the parameter's place.
+
+    What was changed between steps, such as weights that were loaded after the
+    state was made, holds for all copies.
+    """
+    param, shared = arrays[self.number], arrays[self.shared]
+    changed = param != shared.astype(param.dtype)
+    for number in (self.own, self.shared, self.start):
+      if number is not None:
+        old = arrays[number]
+        arrays[number] = jnp.where(changed, param.astype(old.dtype), old)
+    arrays[self.number] = arrays[self.own]
+
+
+def own_params(keys: Sequence[Keys]) -> list[OwnParam]:
   """Finds the parameters of which `local_updates` keeps one copy per worker.
 
   Args:
     keys: paths of all arrays, of models and of optimizer states.
 
-  Returns:
-    for each such parameter the numbers of: the parameter itself, the worker's
-    own copy, and the one that all workers share, the last two in the state.
-
   Raises:
     ValueError: the arrays hold no, or several, trees of these parameters.
   """
-  own, shared = ('worker_stacked', 'params'), ('global_params',)
   numbers = {k: number for number, k in enumerate(keys)}
-  roots: dict[Keys, set[Keys]] = {}
-  for k in keys:
-    for start in range(len(k) - 1):
-      if k[start : start + 2] == own:
-        roots.setdefault(k[:start], set()).add(k[start + 2 :])
   found = []
-  for root, params in roots.items():
-    if any((*root, *shared, *k) not in numbers for k in params):
-      continue  # not a state of local_updates
+  for root, params in _local_params(keys).items():
     some = min(params, key=len)
     prefixes = [
         k[: len(k) - len(some)]
@@ -82,14 +102,35 @@ def own_params(keys: Sequence[Keys]) -> list[tuple[int, int, int]]:
           f' arguments and results must hold these once, but hold: {names}.'
       )
     found += [
-        (
+        OwnParam(
             numbers[(*prefixes[0], *k)],
-            numbers[(*root, *own, *k)],
-            numbers[(*root, *shared, *k)],
+            numbers[(*root, *_OWN, *k)],
+            numbers[(*root, *_SHARED, *k)],
+            numbers.get((*root, *_START, *k)),
         )
         for k in sorted(params, key=str)
     ]
   return found
+
+
+# Where a state of `local_updates` has parameters.
+_OWN, _SHARED = ('worker_stacked', 'params'), ('global_params',)
+_START = ('worker_stacked', 'start')
+
+
+def _local_params(keys: Sequence[Keys]) -> dict[Keys, set[Keys]]:
+  """Returns the paths of the parameters in states of `local_updates`."""
+  roots: dict[Keys, set[Keys]] = {}
+  for k in keys:
+    for start in range(len(k) - 1):
+      if k[start : start + 2] == _OWN:
+        roots.setdefault(k[:start], set()).add(k[start + 2 :])
+  known = set(keys)
+  return {
+      root: params
+      for root, params in roots.items()
+      if all((*root, *_SHARED, *k) in known for k in params)
+  }
 
 
 # The exchange -----------------------------------------------------------------
@@ -103,25 +144,25 @@ def exchange(
     params: Any,
     hyperparams: Any = (),
     *,
-    own_params: bool = False,
+    own_updates: bool = False,
 ) -> tuple[Any, Any]:
   """Calls a transformation of stacked gradients from one worker's step.
 
   Args:
     stacked_update: `(updates, state, params, hyperparams) -> (updates, state)`,
-      from gradients `[workers, ...]` to updates in the parameters' shapes.
+      from gradients `[workers, ...]` to updates in the parameters' shapes, or
+      stacked with `own_updates`.
     workers: the workers, as many as the step is mapped over.
     updates: this worker's gradients, in the parameters' shapes.
     state: the state as one worker sees it: leaves with a worker axis without
       that axis.
     params: the parameters, equal on all workers, or None.
     hyperparams: a tree of numbers, equal on all workers.
-    own_params: whether every worker has parameters of its own: parameters and
-      updates then are stacked `[workers, ...]`, too.
+    own_updates: whether every worker gets an update of its own.
 
   Returns:
-    the updates, equal on all workers unless they have `own_params`; the new
-    state, as one worker sees it.
+    the updates, equal on all workers without `own_updates`; the new state, as
+    one worker sees it.
 
   Raises:
     ValueError: no gradient differs between workers, or something does that must
@@ -155,8 +196,7 @@ def exchange(
     if grads and not any(grads_cut):
       raise ValueError(_NOT_CUT)
     params_cut, hyper_cut = join_rest(rest_cut, False)
-    if not own_params:
-      _check_equal('The parameter', params_cut)
+    _check_equal('The parameter', params_cut)
     _check_equal('The hyperparameter', hyper_cut)
     for (path, _), is_cut, has_axis in zip(state_paths, old_cut, stacked):
       if is_cut and not has_axis:
@@ -174,17 +214,11 @@ def exchange(
         for x, v in zip(outs, void)
     ]
     params, hyper = join_rest(rest)
-    if own_params:
-      params = jax.tree.map(
-          lambda x, is_cut: x if is_cut else workers.stack(x),
-          params,
-          params_cut,
-      )
     new, after = stacked_update(
         grads_def.unflatten(everyones), state_def.unflatten(old), params, hyper
     )
     out = jax.tree.leaves(new), jax.tree.leaves(after)
-    return out, ([own_params] * len(out[0]), stacked)
+    return out, ([own_updates] * len(out[0]), stacked)
 
   new, after = one_worker(
       jax.lax.axis_index(WORKER_AXIS),
@@ -329,6 +363,29 @@ def over_workers(
   ]
   index = jax.lax.axis_index(WORKER_AXIS)
   return treedef.unflatten(reduced(index, leaves))
+
+
+def alike(tree: Any, message: str) -> Any:
+  """Returns `tree`; raises `message` of a leaf that differs between workers."""
+  flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
+
+  @custom_vmap
+  def same(index: Any, leaves: list[Any]) -> list[Any]:
+    del index
+    return leaves
+
+  @same.def_vmap
+  def all_workers(
+      size: int, batched: Any, index: Any, leaves: list[Any]
+  ) -> Any:
+    del size, index
+    for (path, _), is_cut in zip(flat, batched[1]):
+      if is_cut:
+        raise ValueError(message.format(jax.tree_util.keystr(path)))
+    return leaves, [False] * len(leaves)
+
+  index = jax.lax.axis_index(WORKER_AXIS)
+  return treedef.unflatten(same(index, [x for _, x in flat]))
 
 
 # What a step returns ----------------------------------------------------------

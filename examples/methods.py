@@ -79,17 +79,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
       ' without a momentum of its own (b1=0), adamw: with one; all can have'
       ' --weight-decay')
   add('--compressor', choices=[*TOPK, *SUBSETS, 'full'], default='dct')
-<<<<<<< HEAD
-  add('--chunk', type=int, default=64, help='longest side of a chunk')
-  add('--topk', type=int, default=32, help='coefficients sent of each chunk')
-  add('--values', choices=VALUES, default='float32',
-=======
   add('--chunk', type=flags.whole(1), default=64,
       help='longest side of a chunk')
   add('--topk', type=flags.whole(1), default=32,
       help='coefficients sent of each chunk')
-  add('--values', choices=compressors.VALUES, default='float32',
->>>>>>> defects
+  add('--values', choices=VALUES, default='float32',
       help='how the values of coefficients are sent')
   add('--rate', type=flags.share, default=1 / 32,
       help='share of the elements that random-subset, striding, slicing send')

@@ -27,6 +27,8 @@ import picture
 import train_lm
 from flax import nnx
 
+import demo_optax
+
 METHODS = ['adamw', 'demo', *methods.LOCAL]
 
 
@@ -100,10 +102,10 @@ def train(
   params = nnx.state(nnx.eval_shape(lambda: CNN(nnx.Rngs(0))), nnx.Param)
   cost = flags.try_to(lambda: methods.count_bytes(args, params, workers))
   model = CNN(nnx.Rngs(args.seed))
-  optimizer = methods.begin(args, model, workers)
-  train_step = methods.make_train_step(
-      loss_fn, workers, local=args.optimizer in methods.LOCAL
+  optimizer = nnx.Optimizer(
+      model, methods.make_optimizer(args, workers), wrt=nnx.Param
   )
+  train_step = methods.make_train_step(loss_fn, workers)
   folder = pathlib.Path(args.out) / args.optimizer
   log = metrics.Metrics(folder, {'config': vars(args), 'bytes': cost})
   records = []
@@ -116,10 +118,9 @@ def train(
     loss = train_step(model, optimizer, images[batch], labels[batch])
     done = step + 1
     if done % args.eval_every == 0 or done == args.steps:
-      whole = methods.shared(args, model, optimizer, workers)
       records.append({
-          'step': done, 'loss': methods.own_loss(loss),
-          'accuracy': float(count_correct(whole, *test)),
+          'step': done, 'loss': float(loss),
+          'accuracy': float(count_correct(model, *test)),
           'sent': cost['sent'] * done,
       })
       if args.optimizer != 'adamw':

@@ -260,19 +260,10 @@ def train(
   )
   cost = flags.try_to(lambda: methods.count_bytes(args, params, workers))
   model = GPT(config, nnx.Rngs(args.seed))
-<<<<<<< HEAD
-  params = jax.eval_shape(lambda: nnx.state(model, nnx.Param))
   optimizer = nnx.Optimizer(
       model, methods.make_optimizer(args, workers), wrt=nnx.Param
   )
-  cost = methods.count_bytes(args, params, workers)
-  valid = text.windows(corpus.valid, 64, config.context)
   train_step = methods.make_train_step(loss_fn, workers, args.microbatches)
-=======
-  optimizer = methods.begin(args, model, workers)
-  local = args.optimizer in methods.LOCAL
-  train_step = make_train_step(workers, args.microbatches, local)
->>>>>>> defects
   feed = make_feed(args, corpus.train, workers)
 
   name = args.optimizer

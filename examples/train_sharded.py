@@ -120,15 +120,10 @@ def train(
     stop: cluster.StopSignal,
 ) -> dict[str, Any]:
   """Trains, prints what it takes, and returns its losses."""
-<<<<<<< HEAD
-  corpus = text.load(args.data)
+  corpus, valid = data
   train_step = methods.make_train_step(
       train_lm.loss_fn, run.workers, args.microbatches
   )
-=======
-  corpus, valid = data
-  train_step = train_lm.make_train_step(run.workers, args.microbatches)
->>>>>>> defects
 
   def batch_of(step: int) -> jax.Array:
     tokens = text.batch(

@@ -35,6 +35,16 @@ def demo(**options):
   return demo_optax.demo(1e-3, **{'workers': FOUR, **options})
 
 
+def outer_alone():
+  tx = demo_optax.local_updates(optax.sgd(1.0), optax.sgd(1.0), 1, workers=FOUR)
+
+  @demo_optax.data_parallel(FOUR)
+  def train_step(params, state, x):
+    return tx.update({'w': x}, state, params)
+
+  train_step(PARAMS, tx.init(PARAMS), jnp.ones((32, 8)))
+
+
 # What was done, in code; how; what to do about it, where the message is short.
 CASES = [
     ('`jax.value_and_grad` instead of `demo_optax.value_and_grad`',
@@ -76,18 +86,9 @@ CASES = [
     ('`demo_optax.momentum` of another optimizer',
      lambda: demo_optax.momentum(
          optax.adam(1e-3).init(PARAMS), PARAMS, demo_optax.dct_topk(), FOUR)),
-    ('local updates of parameters that are not stacked',
-     lambda: demo_optax.diloco(workers=FOUR).init(PARAMS)),
-    ('stacked parameters, and gradients without `stacked_params=True`',
-     lambda: update(
-         demo_optax.diloco(workers=FOUR), {'w': jnp.ones((4, 4, 8, 8))},
-         STACKED, demo_optax.diloco(workers=FOUR).init(STACKED))),
-    ('an outer optimizer without an exchange',
-     lambda: update(
-         demo_optax.local_updates(
-             optax.sgd(1.0), optax.sgd(1.0), 1, workers=FOUR),
-         params=STACKED, state=demo_optax.local_updates(
-             optax.sgd(1.0), optax.sgd(1.0), 1, workers=FOUR).init(STACKED))),
+    ('local updates outside of a `data_parallel` step',
+     lambda: update(demo_optax.diloco(workers=FOUR), PARAMS)),
+    ('an outer optimizer without an exchange', outer_alone),
 ]
 
 

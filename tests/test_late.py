@@ -196,23 +196,22 @@ def test_what_travels_does_not_wait_for_gradients(kind):
   """In the compiled step it depends on what is pending, and on nothing else."""
   collective = {'gathered': 'all-gather', 'summed': 'all-reduce'}[kind]
   workers = on_mesh(4)
-  loss = lambda params, x: jnp.mean((x @ params['w']) ** 2)
-  grad = demo_optax.value_and_grad(
-      loss, workers=workers, stacked_params=True)  # no mean of the losses
+  loss_fn = lambda params, x: jnp.mean((x @ params['w']) ** 2)
 
   def depends_on(delay):
     tx = demo_optax.demo(
         0.1, workers=workers, compressor=COMPRESSORS[kind], delay=delay)
 
     def step_fn(params, state, x):
-      own = demo_optax.stack_params(params, workers)
-      losses, gradients = grad(own, x)
+      gradients = jax.vmap(
+          jax.grad(loss_fn), in_axes=(None, 0), spmd_axis_name='data'
+      )(params, x)
       updates, state = tx.update(gradients, state, params)
-      return optax.apply_updates(params, updates), state, losses
+      return optax.apply_updates(params, updates), state
 
     params = workers.device_put({'w': np.ones((32, 32), np.float32)})
-    compiled = jax.jit(step_fn).lower(
-        params, tx.init(params), np.ones((8, 32), np.float32)).compile()
+    x = stacked(np.ones((4, 2, 32), np.float32), workers)
+    compiled = jax.jit(step_fn).lower(params, tx.init(params), x).compile()
     (found,) = demo_optax.collectives(compiled, workers.mesh)
     assert found.kind == collective
     return inputs_of(compiled.as_text(), collective)

@@ -3,20 +3,22 @@
 import functools
 import re
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.training.train_state import TrainState
 from helpers import (
   COMPILATIONS,
   assert_replicas_equal,
   assert_same_bits,
+  make_workers,
   on_mesh,
-  stacked,
 )
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from oracle import Oracle
 
@@ -60,9 +62,9 @@ def slow(*values):
 
 
 def noise(step, workers, dtype=np.float32):
+  """A batch: one row for each worker and parameter, which is its gradient."""
   rng = np.random.default_rng(step)
-  return {k: rng.normal(size=(workers, *s)).astype(dtype)
-          for k, s in SHAPES.items()}
+  return [rng.normal(size=(workers, *s)).astype(dtype) for s in SHAPES.values()]
 
 
 def start(dtype=np.float32):
@@ -125,64 +127,60 @@ class Leaf:
       w.x = self.s.copy()
 
 
+def make_step(tx, workers, pull=0.0, **options):
+  """A step of one worker, whose gradient is its row of the batch."""
+
+  def loss_fn(params, rows):
+    return sum(
+        jnp.sum(x * row[0] + pull / 2 * x * x)
+        for x, row in zip(params.values(), rows))
+
+  @demo_optax.data_parallel(workers, batch_argnums=2, **options)
+  def train_step(params, state, rows):
+    grads = jax.grad(loss_fn)(params, rows)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  return train_step
+
+
 @pytest.mark.parametrize('method', METHODS)
 def test_oracle(method, x64):
   n, period, steps = 3, 3, 13
   workers = demo_optax.Workers.simulated(n)
   tx = make(method, workers, period)
-  leaves = {k: Leaf(x, n, method) for k, x in start(np.float64).items()}
-  params = demo_optax.stack_params(start(np.float64), workers)
-  state = tx.init(params)
-
-  @jax.jit
-  def step_fn(params, state, noise):
-    gradients = jax.tree.map(lambda x, e: 0.3 * x + e, params, noise)
-    updates, state = tx.update(gradients, state, params)
-    return optax.apply_updates(params, updates), state
-
+  params = start(np.float64)
+  leaves = {k: Leaf(x, n, method) for k, x in params.items()}
+  state, train_step = tx.init(params), make_step(tx, workers, pull=0.3)
   for step in range(steps):
     e = noise(step, n, np.float64)
-    params, state = step_fn(params, state, e)
-    for k, leaf in leaves.items():
+    params, state = train_step(params, state, e)
+    for (k, leaf), e_leaf in zip(leaves.items(), e):
       for i, w in enumerate(leaf.workers):
-        w.step(0.3 * w.x + e[k][i])
+        w.step(0.3 * w.x + e_leaf[i])
       if step % period == period - 1:
         leaf.sync()
-      np.testing.assert_allclose(
-          params[k], leaf.x, atol=1e-10, rtol=0, err_msg=f'{k} {step}')
-  shared = demo_optax.shared_params(params, state, workers)
-  for k, leaf in leaves.items():
-    own = np.mean(leaf.own_s, axis=0)
-    np.testing.assert_allclose(
-        shared[k], own if method == 'drift' else leaf.s, atol=1e-10, rtol=0)
+      shared = np.mean(leaf.own_s, axis=0) if method == 'drift' else leaf.s
+      for got, expected in (
+          (state.worker_stacked.params[k], leaf.x), (params[k], shared)):
+        np.testing.assert_allclose(
+            got, expected, atol=1e-10, rtol=0, err_msg=f'{k} {step}')
 
 
 # Runs -------------------------------------------------------------------------
 
 
-def make_step(tx, workers):
-  @jax.jit
-  def step_fn(params, state, gradients):
-    updates, state = tx.update(gradients, state, params)
-    params = optax.apply_updates(params, updates)
-    return demo_optax.settle_params(params, state, workers), state
-
-  return step_fn
-
-
 @functools.cache
 def run(method, workers, steps, period=3):
-  """Parameters after every step, and the last ones with their state."""
+  """The workers' parameters after every step; the last step's results."""
   tx = make(method, workers, period)
-  params = demo_optax.stack_params(workers.device_put(start()), workers)
+  params, train_step, seen = start(), make_step(tx, workers), []
   state = tx.init(params)
-  step_fn, seen = make_step(tx, workers), []
   for step in range(steps):
     before = COMPILATIONS.count
-    params, state = step_fn(
-        params, state, stacked(noise(step, workers.count), workers))
+    params, state = train_step(params, state, noise(step, workers.count))
     assert step == 0 or COMPILATIONS.count == before, 'compiled again'
-    seen.append(jax.tree.map(np.asarray, params))
+    seen.append(jax.tree.map(np.asarray, state.worker_stacked.params))
   return seen, params, state
 
 
@@ -199,18 +197,22 @@ def test_equal_or_apart(method):
   between = [apart(p) for i, p in enumerate(seen) if i % 3 != 2]
   after = [apart(p) for i, p in enumerate(seen) if i % 3 == 2]
   assert min(between) > 1e-3
+  assert_same_bits(params, state.global_params)
   if method == 'drift':
     assert after == sorted(after)  # further and further
     assert 0.01 < after[-1] < 0.2
   else:
     assert after == [0.0] * 4
     assert int(state.outer[0].count) == 4
-  assert int(state.count) == 12 and int(state.since) == 0
+    for k, x in params.items():
+      np.testing.assert_array_equal(seen[-1][k][0], x)
+  assert int(state.count) == 12 and int(state.steps_since_sync) == 0
 
 
 @pytest.mark.parametrize('method, kind', [
     ('drift', 'auto'), ('demo_diloco', 'explicit'), slow('diloco', 'auto'),
-    slow('demo_diloco', 'auto'), slow('sparse_loco', 'auto')])
+    slow('demo_diloco', 'auto'), slow('sparse_loco', 'auto'),
+    slow('drift', 'explicit'), slow('diloco', 'explicit')])
 def test_mesh_is_as_simulation(method, kind):
   workers = on_mesh(4, kind)
   simulated, *_ = run(method, demo_optax.Workers.simulated(4), 12)
@@ -218,33 +220,33 @@ def test_mesh_is_as_simulation(method, kind):
   for p, q in zip(simulated, seen):
     for k in p:  # compilers contract AdamW's products as they like
       np.testing.assert_allclose(p[k], q[k], atol=1e-5, rtol=0)
-  for x in jax.tree.leaves(params):
+  for x in jax.tree.leaves(state.worker_stacked):
     assert {s.data.shape[0] for s in x.addressable_shards} == {1}
+  assert_replicas_equal((params, state.global_params))
+  assert demo_optax.check_replicas((params, state), workers) == []
   if method != 'drift':
-    assert_replicas_equal(state.start)
-    assert demo_optax.check_replicas(state, workers) == []
     assert [apart(p) for p in seen[2::3]] == [0.0] * 4
 
 
-@pytest.mark.slow
-def test_partition_as_outer_optimizer():
-  """Some leaves are exchanged sparsely, some averaged, at the same time."""
+def test_any_chain_with_an_exchange_is_an_outer_optimizer():
+  """Some leaves exchanged sparsely, some averaged; pseudo-gradients clipped."""
   workers = demo_optax.Workers.simulated(3)
   outer = optax.chain(
-      demo_optax.partition(
+      optax.clip_by_global_norm(1e6),
+      optax.partition(
           {'sparse': demo_optax.scale_by_demo(COMPRESSOR, workers=workers),
-           'dense': optax.identity()},
-          {'padded': 'sparse', 'short': 'dense'}, workers=workers),
+           'dense': demo_optax.average(workers=workers)},
+          {'padded': 'sparse', 'short': 'dense'}),
       optax.sgd(1.0))
   tx = demo_optax.local_updates(optax.sgd(0.1), outer, 2, workers=workers)
-  params = demo_optax.stack_params(start(), workers)
-  state, step_fn = tx.init(params), make_step(tx, workers)
-  moved = start()['short']
+  params = start()
+  state, train_step = tx.init(params), make_step(tx, workers)
+  moved = params['short']
   for step in range(4):
-    params, state = step_fn(params, state, noise(step, 3))
-    moved = moved - 0.1 * noise(step, 3)['short'].mean(axis=0)
-  assert apart(params) == 0
-  np.testing.assert_allclose(params['short'][0], moved, atol=1e-5)
+    params, state = train_step(params, state, noise(step, 3))
+    moved = moved - 0.1 * noise(step, 3)[1].mean(axis=0)
+  assert apart(state.worker_stacked.params) == 0
+  np.testing.assert_allclose(params['short'], moved, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -252,33 +254,59 @@ def test_partition_as_outer_optimizer():
 def test_workers_of_several_devices(drift):
   mesh = jax.make_mesh(
       (2, 4), ('data', 'fsdp'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-  specs = {'matrix': P(None, 'fsdp'), 'bias': P()}
-  first = {'matrix': np.ones((16, 64), np.float32),
-           'bias': np.ones((6,), np.float32)}
+  specs = {'padded': P(None, 'fsdp'), 'short': P()}
+  first = {'padded': np.ones((16, 64), np.float32),
+           'short': np.ones((6,), np.float32)}
   seen = []
   for workers in (demo_optax.Workers.on_mesh(mesh, 'data', specs),
                   demo_optax.Workers.simulated(2, specs, {'fsdp': 4})):
     tx = demo_optax.demo_diloco(
         optax.sgd(0.1), workers=workers, compressor=COMPRESSOR, sync_period=2,
         drift=drift)
-    params = demo_optax.stack_params(workers.device_put(first), workers)
-    state, step_fn = tx.init(params), make_step(tx, workers)
+    params = first
+    state, train_step = tx.init(params), make_step(tx, workers)
     for step in range(4):
       rng = np.random.default_rng(step)
-      gradients = {k: rng.normal(size=(2, *x.shape)).astype(np.float32)
-                   for k, x in first.items()}
-      params, state = step_fn(params, state, gradients)
-    seen.append(jax.tree.map(np.asarray, params))
+      rows = [rng.normal(size=(2, *x.shape)).astype(np.float32)
+              for x in first.values()]
+      params, state = train_step(params, state, rows)
+    seen.append(jax.tree.map(np.asarray, state.worker_stacked.params))
   for k in first:
     np.testing.assert_allclose(seen[0][k], seen[1][k], atol=1e-6)
+
+
+def test_several_steps_in_one_call():
+  """A scan over steps of one's own is the same as one call for each."""
+  workers = demo_optax.Workers.simulated(2)
+  tx = make('demo_diloco', workers)
+  params = start()
+
+  @demo_optax.data_parallel(workers, batch_argnums=2)
+  def five_steps(params, state, rows):
+    def body(carry, rows):
+      params, state = carry
+      updates, state = tx.update(
+          dict(zip(params, rows)), state, params)
+      return (optax.apply_updates(params, updates), state), None
+
+    return jax.lax.scan(body, (params, state), [r[0] for r in rows])[0]
+
+  state, train_step = tx.init(params), make_step(tx, workers)
+  rows = [noise(step, 2) for step in range(5)]
+  at_once = five_steps(
+      params, state, [np.stack(r, axis=1) for r in zip(*rows)])
+  for r in rows:
+    params, state = train_step(params, state, r)
+  jax.tree.map(
+      functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-5),
+      at_once, (params, state))
 
 
 # Who communicates -------------------------------------------------------------
 
 
-def loss_fn(params, x):
-  y = x @ params['w'] + params['b'].sum()
-  return jnp.mean(y**2)
+def losses_of(params, x):
+  return jnp.mean((x @ params['w'] + params['b'].sum()) ** 2, axis=1)
 
 
 def branches(text):
@@ -302,45 +330,72 @@ def computations(text):
   return found
 
 
-@pytest.mark.parametrize('method', ['diloco', 'demo_diloco', slow('drift')])
-def test_only_exchange_steps_communicate(method):
+@pytest.mark.parametrize('method, kind', [
+    ('diloco', 'auto'), ('demo_diloco', 'auto'), ('demo_diloco', 'explicit'),
+    slow('drift', 'auto')])
+def test_only_exchange_steps_communicate(method, kind):
   """From the compiled step, gradients and all: one collective, in a branch."""
-  workers = on_mesh(4)
+  workers = on_mesh(4, kind)
   tx = make(method, workers)
-  params = workers.device_put({'w': np.ones((32, 32), np.float32),
-                               'b': np.ones((5,), np.float32)})
+  params = {'w': np.ones((32, 32), np.float32),
+            'b': np.ones((5,), np.float32)}
   plan = demo_optax.plan(params, COMPRESSOR, workers)
-  params = demo_optax.stack_params(params, workers)
-  grad = demo_optax.value_and_grad(
-      loss_fn, workers=workers, stacked_params=True)
 
-  @jax.jit
-  def step_fn(params, state, x):
-    losses, gradients = grad(params, x)
-    updates, state = tx.update(gradients, state, params)
-    params = optax.apply_updates(params, updates)
-    return demo_optax.settle_params(params, state, workers), state, losses
+  @demo_optax.data_parallel(workers)
+  def train_step(params, state, x):
+    def loss_fn(params):
+      losses = losses_of(params, x)
+      return losses.mean(), losses
 
-  compiled = step_fn.lower(
+    grads, losses = jax.grad(loss_fn, has_aux=True)(params)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, losses
+
+  compiled = train_step.lower(
       params, tx.init(params), np.ones((8, 32), np.float32)).compile()
   text = compiled.as_text()
-  (found,) = demo_optax.collectives(compiled, workers.mesh)
-  assert found.axes == ('data',)
+  found = demo_optax.collectives(compiled, workers.mesh)
+  assert {c.axes for c in found} == {('data',)}
+  if method == 'drift':  # the mean for evaluation: beside what is published
+    means = [c for c in found if c.kind == 'all-reduce']
+    assert sum(c.output_bytes for c in means) == 4 * plan.size
+    found = [c for c in found if c.kind != 'all-reduce']
+  (exchange,) = found
   if method == 'diloco':
-    assert found.kind == 'all-reduce'
+    assert exchange.kind == 'all-reduce'
   else:
-    assert found.kind == 'all-gather'
-    assert found.output_bytes == 4 * plan.sent_bytes
+    assert exchange.kind == 'all-gather'
+    assert exchange.output_bytes == 4 * plan.sent_bytes
     sent, received = plan.per_step(3)
-    assert sent == found.output_bytes / 4 / 3
-    assert received == found.sent_bytes / 3
+    assert sent == exchange.output_bytes / 4 / 3
+    assert received == exchange.sent_bytes / 3
   lines = computations(text)
-  taken = [name for name in lines
-           if any(f' {found.kind}(' in line for line in lines[name])]
-  assert len(taken) == 1 and taken[0] in branches(text)
+  taken = {name for name in lines
+           if any(re.search(' all-(gather|reduce)(-start)?[(]', line)
+                  for line in lines[name])}
+  assert len(taken) == 1 and taken <= set(branches(text))
 
 
 # States -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('method', ['demo_diloco', slow('drift')])
+def test_weights_that_are_loaded_after_the_state_was_made(method):
+  """In the middle of a period, too: all workers go on from them."""
+  workers = demo_optax.Workers.simulated(2)
+  tx = make(method, workers)
+  other = jax.tree.map(lambda x: 2 * x, start())
+  train_step = make_step(tx, workers)
+  expected = tx.init(other)
+  loaded = tx.init(start())
+  results = [train_step(other, s, noise(0, 2)) for s in (expected, loaded)]
+  assert_same_bits(*results)
+  params, state = results[0]
+  params['short'] = params['short'].at[0].set(5.0)
+  params, state = train_step(params, state, noise(1, 2))
+  assert float(params['short'][0]) == 5.0
+  assert np.abs(state.worker_stacked.params['short'][:, 0] - 5).max() < 0.1
+  assert apart({'short': state.worker_stacked.params['short'][:, 1:]}) > 1e-3
 
 
 @pytest.mark.parametrize('method, where', [
@@ -350,22 +405,21 @@ def test_resumed_in_the_middle_of_a_period(method, where, tmp_path):
   workers = (demo_optax.Workers.simulated(4) if where == 'simulated'
              else on_mesh(4))
   tx = make(method, workers)
-  step_fn = make_step(tx, workers)
+  train_step = make_step(tx, workers)
 
   def fresh():
-    params = demo_optax.stack_params(workers.device_put(start()), workers)
-    return {'worker_stacked': params, 'opt_state': tx.init(params)}
+    params = workers.device_put(start())
+    return {'params': params, 'opt_state': tx.init(params)}
 
   def go_on(tree, steps):
     for step in steps:
-      gradients = stacked(noise(step, 4), workers)
-      params, state = step_fn(
-          tree['worker_stacked'], tree['opt_state'], gradients)
-      tree = {'worker_stacked': params, 'opt_state': state}
+      params, state = train_step(
+          tree['params'], tree['opt_state'], noise(step, 4))
+      tree = {'params': params, 'opt_state': state}
     return tree
 
   middle = go_on(fresh(), range(7))
-  assert int(middle['opt_state'].since) == 1
+  assert int(middle['opt_state'].steps_since_sync) == 1
   with Checkpointer(tmp_path, start(), COMPRESSOR, workers) as checkpoints:
     checkpoints.save(7, middle)
     _, restored = checkpoints.restore(fresh())
@@ -380,12 +434,14 @@ def test_another_number_of_workers():
   """The shared parameters stay; what is each worker's own is regrouped."""
   four, two = (demo_optax.Workers.simulated(n) for n in (4, 2))
   _, params, state = run('demo_diloco', four, 12)
-  tree = demo_optax.resize_workers(
-      {'worker_stacked': params, 'opt_state': state}, 2)
-  assert_same_bits(tree['opt_state'].start, state.start)
-  updates, _ = make('demo_diloco', two).update(
-      noise(0, 2), tree['opt_state'], tree['worker_stacked'])
-  assert updates['padded'].shape == (2, 31, 37)
+  resized = demo_optax.resize_workers(state, 2)
+  assert_same_bits(resized.global_params, state.global_params)
+  for k, x in params.items():
+    np.testing.assert_array_equal(
+        resized.worker_stacked.params[k], np.stack([x, x]))
+  tx = make('demo_diloco', two)
+  after, _ = make_step(tx, two)(params, resized, noise(0, 2))
+  assert_same_bits(after, params)  # a step into the next period
 
 
 def test_period_by_a_schedule():
@@ -393,16 +449,13 @@ def test_period_by_a_schedule():
   workers = demo_optax.Workers.simulated(2)
   period = optax.piecewise_constant_schedule(1, {4: 3})
   tx = make('demo_diloco', workers, period)
-  params = demo_optax.stack_params(start(), workers)
-  state, update, ends = tx.init(params), jax.jit(tx.update), []
+  params, ends = start(), []
+  state, train_step = tx.init(params), make_step(tx, workers)
   for step in range(12):
-    updates, state = update(noise(step, 2), state, params)
-    params = optax.apply_updates(params, updates)
-    if int(state.since) == 0:
+    params, state = train_step(params, state, noise(step, 2))
+    if int(state.steps_since_sync) == 0:
       ends.append(step)
-      for k, s in state.start.items():  # without settle_params: to rounding
-        np.testing.assert_allclose(
-            params[k], np.stack([s, s]), rtol=0, atol=3e-7)
+      assert apart(state.worker_stacked.params) == 0
   assert ends == [0, 1, 2, 3, 6, 9]
   assert int(state.outer[0].count) == len(ends)
 
@@ -411,38 +464,43 @@ def test_gradients_that_are_not_finite():
   """The worker leaves out that step; a worker gone infinite comes back."""
   workers = demo_optax.Workers.simulated(3)
   tx = make('demo_diloco', workers)
-  params = demo_optax.stack_params(start(), workers)
-  state, step_fn = tx.init(params), make_step(tx, workers)
-  gradients = noise(0, 3)
-  gradients['short'][1, 2] = np.nan
-  params, state = step_fn(params, state, gradients)
-  assert state.worker_stacked.skipped.tolist() == [0, 1, 0]
-  np.testing.assert_array_equal(params['padded'][1], start()['padded'])
-  assert np.abs(params['padded'][0] - start()['padded']).max() > 1e-3
-  assert int(state.worker_stacked.inner[0].count[1]) == 0
-  params['padded'] = params['padded'].at[2, 0, 0].set(np.inf)
+  params = start()
+  state, train_step = tx.init(params), make_step(tx, workers)
+  rows = noise(0, 3)
+  rows[1][1, 2] = np.nan
+  params, state = train_step(params, state, rows)
+  own = state.worker_stacked
+  assert own.skipped.tolist() == [0, 1, 0]
+  np.testing.assert_array_equal(own.params['padded'][1], start()['padded'])
+  assert np.abs(own.params['padded'][0] - start()['padded']).max() > 1e-3
+  assert int(own.inner[0].count[1]) == 0
+  own.params['padded'] = own.params['padded'].at[2, 0, 0].set(np.inf)
   for step in (1, 2):
-    params, state = step_fn(params, state, noise(step, 3))
+    params, state = train_step(params, state, noise(step, 3))
   assert int(state.outer[0].metrics['num_excluded']) == 1
-  assert all(np.isfinite(x).all() for x in params.values())
-  assert apart(params) == 0
+  own = state.worker_stacked.params
+  assert all(np.isfinite(x).all() for x in own.values())
+  assert apart(own) == 0
 
 
 def test_integers_are_left_alone():
   workers = demo_optax.Workers.simulated(2)
   tx = make('diloco', workers, 1)
-  params = demo_optax.stack_params(
-      {'w': np.ones(3, np.float32), 'n': np.int32(7)}, workers)
-  grad = demo_optax.value_and_grad(
-      lambda p, x: jnp.sum(p['w'] * x) * p['n'].astype(jnp.float32),
-      workers=workers, stacked_params=True)
-  losses, gradients = grad(params, np.ones(6, np.float32))
-  assert losses.tolist() == [21.0, 21.0]
-  assert gradients['n'].shape == (2,)
-  updates, state = tx.update(gradients, tx.init(params), params)
-  params = optax.apply_updates(params, updates)
-  shared = demo_optax.shared_params(params, state, workers)
-  assert int(shared['n']) == 7 and shared['w'][0] < 1
+  params = {'w': np.ones(3, np.float32), 'n': np.int32(7)}
+
+  @demo_optax.data_parallel(workers)
+  def train_step(params, state, x):
+    loss_fn = lambda p: jnp.sum(p['w'] * x) * p['n'].astype(jnp.float32)
+    loss, grads = jax.value_and_grad(loss_fn, allow_int=True)(params)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, loss
+
+  x = np.ones(6, np.float32)
+  params, state, loss = train_step(params, tx.init(params), x)
+  assert float(loss) == 21.0
+  assert isinstance(state.global_params['n'], optax.MaskedNode)
+  assert params['n'].dtype == 'int32' and int(params['n']) == 7
+  assert params['w'][0] < 1
 
 
 # With Flax --------------------------------------------------------------------
@@ -458,43 +516,63 @@ class Net(nnx.Module):
     return self.dropout(nnx.relu(self.linear(x)))
 
 
-def test_nnx_optimizer():
-  """A stock nnx.Optimizer on a module with stacked parameters."""
-  workers = demo_optax.Workers.simulated(4)
-  tx = make('demo_diloco', workers, 2)
-  model = Net(nnx.Rngs(0))
-  alone = nnx.state(model, nnx.Param)
-  shapes = jax.tree.map(jnp.shape, alone)
-  nnx.update(model, demo_optax.stack_params(alone, workers))
-  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-  grad = demo_optax.value_and_grad(
-      lambda model, x: jnp.mean((model(x) - 1) ** 2), workers=workers,
-      stacked_params=True, microbatches=2)
+@pytest.mark.parametrize('kind', ['simulated', 'auto', 'explicit'])
+def test_nnx_optimizer(kind):
+  """Inside, each worker's own model; outside, the one that all share."""
+  with make_workers(kind, 4) as workers:
+    tx = make('demo_diloco', workers, 2)
+    model = Net(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
-  @nnx.jit
-  def step_fn(model, optimizer, x):
-    losses, gradients = grad(model, x)
-    optimizer.update(model, gradients)
-    params = nnx.state(model, nnx.Param)
-    nnx.update(model, demo_optax.settle_params(
-        params, optimizer.opt_state, workers))
-    return losses
+    @demo_optax.data_parallel(workers, donate_argnums=(0, 1))
+    def train_step(model, optimizer, x):
+      loss_fn = lambda model: jnp.mean((model(x) - 1) ** 2)
+      loss, grads = nnx.value_and_grad(loss_fn)(model)
+      kernel = jnp.sum(model.linear.kernel[...])
+      optimizer.update(model, grads)
+      return loss, jnp.broadcast_to(kernel, x.shape[:1])
 
-  x = np.tile(np.random.default_rng(0).normal(size=(2, 6)), (4, 1))
-  x = x.astype(np.float32)  # the same for all: dropout masks differ
-  for step in range(4):
-    losses = step_fn(model, optimizer, x)
-    assert losses.shape == (4,)
-    params = nnx.state(model, nnx.Param)
-    kernel = np.asarray(model.linear.kernel[...])
-    assert (np.abs(kernel - kernel[:1]).max() == 0) == (step % 2 == 1)
-  shared = demo_optax.shared_params(params, optimizer.opt_state, workers)
-  assert jax.tree.map(jnp.shape, shared) == shapes
-  np.testing.assert_array_equal(
-      shared['linear']['kernel'][...], kernel[0])
-  nnx.update(model, shared)
-  model.eval()
-  assert model(x).shape == (8, 3)
+    x = np.tile(np.random.default_rng(0).normal(size=(2, 6)), (4, 1))
+    x = x.astype(np.float32)  # the same for all: dropout masks differ
+    for step in range(4):
+      before = np.asarray(model.linear.kernel[...])
+      loss, kernels = train_step(model, optimizer, x)
+      assert loss.shape == () and np.isfinite(loss)
+      assert (len(set(kernels.tolist())) == 1) == (step % 2 == 0)
+      state = optimizer.opt_state
+      own = np.asarray(state.worker_stacked.params['linear']['kernel'][...])
+      assert (np.abs(own - own[:1]).max() == 0) == (step % 2 == 1)
+      kernel = np.asarray(model.linear.kernel[...])
+      np.testing.assert_array_equal(
+          kernel, state.global_params['linear']['kernel'][...])
+      np.testing.assert_array_equal(kernel, own[0] if step % 2 else before)
+    model.eval()
+    assert model(jnp.ones((8, 6))).shape == (8, 3)
+
+
+def test_linen_train_state():
+  workers = demo_optax.Workers.simulated(2)
+  net = nn.Dense(1)
+  x = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+  state = TrainState.create(
+      apply_fn=net.apply, params=net.init(jax.random.key(0), x)['params'],
+      tx=optax.chain(
+          optax.clip_by_global_norm(1.0),
+          demo_optax.diloco(optax.adam(0.1), workers=workers, sync_period=3)))
+
+  @demo_optax.data_parallel(workers)
+  def train_step(state, x):
+    loss_fn = lambda params: jnp.mean(
+        (state.apply_fn({'params': params}, x) - 1) ** 2)
+    loss, grads = jax.value_and_grad(loss_fn)(state.params)
+    return state.apply_gradients(grads=grads), loss
+
+  losses = []
+  for _ in range(30):
+    state, loss = train_step(state, x)
+    losses.append(float(loss))
+  assert losses[-1] < 0.5 * losses[0] and int(state.step) == 30
+  assert_same_bits(state.params, state.opt_state[1].global_params)
 
 
 @pytest.mark.parametrize('dtype, of_gradients', [
@@ -506,22 +584,27 @@ def test_dtypes(method, dtype, of_gradients):
   workers = demo_optax.Workers.simulated(2)
   tx = make(method, workers, 2)
   params = {'w': jnp.linspace(-1, 1, 64, dtype=dtype).reshape(8, 8)}
-  params = demo_optax.stack_params(params, workers)
   state = tx.init(params)
   like = jax.tree.map(lambda x: x.dtype, state)
-  with jax.numpy_dtype_promotion('standard'):
-    for step in range(4):
-      gradients = {'w': jnp.ones((2, 8, 8), of_gradients) * (step + 1)}
-      updates, state = jax.jit(tx.update)(gradients, state, params)
-      assert updates['w'].dtype == dtype
-      params = optax.apply_updates(params, updates)
-      params = demo_optax.settle_params(params, state, workers)
+
+  @demo_optax.data_parallel(workers)
+  def train_step(params, state, x):
+    updates, state = tx.update({'w': x[0]}, state, params)
+    assert updates['w'].dtype == dtype
+    return optax.apply_updates(params, updates), state
+
+  for step in range(4):
+    gradients = jnp.ones((2, 8, 8), of_gradients) * (step + 1)
+    params, state = train_step(params, state, gradients)
   assert jax.tree.map(lambda x: x.dtype, state) == like
-  shared = demo_optax.shared_params(params, state, workers)
-  assert shared['w'].dtype == dtype
+  assert params['w'].dtype == dtype
+  assert state.global_params['w'].dtype == 'float32'
+  np.testing.assert_array_equal(
+      params['w'], state.global_params['w'].astype(dtype))
+  own = state.worker_stacked.params['w']
+  assert own.dtype == dtype
   if method != 'drift':
-    assert state.start['w'].dtype == 'float32'
-    np.testing.assert_array_equal(params['w'][1], shared['w'])
+    np.testing.assert_array_equal(own, np.stack([params['w']] * 2))
 
 
 def test_sharded_workers_do_not_compile_again():
@@ -530,42 +613,42 @@ def test_sharded_workers_do_not_compile_again():
                        devices=jax.devices()[:4])
   workers = demo_optax.Workers.on_mesh(mesh, 'data', {'w': P(None, 'fsdp'), 'b': None})
   tx = demo_optax.diloco(optax.sgd(1e-2), workers=workers, sync_period=2)
-  params = workers.device_put({'w': jnp.ones((8, 8)), 'b': jnp.zeros(8)})
-  params = demo_optax.stack_params(params, workers)
-  grad = demo_optax.value_and_grad(
-      lambda p, x: jnp.mean((x @ p['w'] + p['b'][None]) ** 2), workers=workers,
-      stacked_params=True)
+  params = {'w': jnp.ones((8, 8)), 'b': jnp.zeros(8)}
 
-  @jax.jit
-  def step_fn(params, state, x):
-    _, gradients = grad(params, x)
-    updates, state = tx.update(gradients, state, params)
+  @demo_optax.data_parallel(workers)
+  def train_step(params, state, x):
+    loss_fn = lambda p: jnp.mean((x @ p['w'] + p['b'][None]) ** 2)
+    updates, state = tx.update(jax.grad(loss_fn)(params), state, params)
     return optax.apply_updates(params, updates), state
 
-  x = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P(('data', 'fsdp'))))
   state = tx.init(params)
+  params, state = train_step(params, state, jnp.ones((8, 8)))
+  before = COMPILATIONS.count
   for _ in range(3):
-    params, state = step_fn(params, state, x)
-  assert step_fn._cache_size() == 1
-  assert params['w'].sharding.spec == P('data', None, 'fsdp')
+    params, state = train_step(params, state, jnp.ones((8, 8)))
+  assert COMPILATIONS.count == before
+  assert params['w'].sharding.spec == P(None, 'fsdp')
+  own = state.worker_stacked.params['w']
+  assert own.sharding.spec == P('data', None, 'fsdp')
+  # Four columns of the eight, of one worker, on each device.
+  assert own.sharding.shard_shape(own.shape) == (1, 8, 4)
 
 
 def test_a_step_that_would_not_be_finite_is_left_out():
   """Adam squares a gradient that is finite itself."""
   workers = demo_optax.Workers.simulated(2)
   tx = demo_optax.diloco(optax.adam(1e-2), workers=workers, sync_period=4)
-  params = demo_optax.stack_params({'w': jnp.ones(4)}, workers)
-  state = tx.init(params)
-  with jax.numpy_dtype_promotion('standard'):
-    for step in range(4):
-      gradients = {'w': jnp.ones((2, 4)).at[0].mul(1e25 if step == 1 else 1.0)}
-      updates, state = tx.update(gradients, state, params)
-      params = optax.apply_updates(params, updates)
+  params = {'padded': jnp.ones(4)}
+  state, train_step = tx.init(params), make_step(tx, workers)
+  for step in range(4):
+    rows = jnp.ones((2, 4)).at[0].mul(1e25 if step == 1 else 1.0)
+    params, state = train_step(params, state, [rows])
   assert state.worker_stacked.skipped.tolist() == [1, 0]
   assert all(jnp.isfinite(x).all() for x in jax.tree.leaves((params, state)))
-  kept = demo_optax.shared_params(params, state, workers)
-  jax.jit(tx.update, donate_argnums=(1,))(gradients, state, params)
-  assert jnp.isfinite(kept['w']).all()  # still there
+  last = params
+  donating = make_step(tx, workers, donate_argnums=1)
+  donating(params, state, [rows])
+  assert jnp.isfinite(last['padded']).all()  # still there
 
 
 # Mistakes ---------------------------------------------------------------------
@@ -578,27 +661,33 @@ def test_mistakes():
     demo_optax.local_updates(sgd, sgd, 0, workers=workers)
   with pytest.raises(TypeError, match=r'sync_period=2\.5 must be an integer'):
     demo_optax.local_updates(sgd, sgd, 2.5, workers=workers)
-  with pytest.raises(TypeError, match='on_axis.*has no stacked parameters'):
+  with pytest.raises(TypeError, match='static_args'):
+    demo_optax.local_updates(sgd, sgd, jnp.int32(2), workers=workers)
+  with pytest.raises(TypeError, match=r'on_axis.*Workers\.simulated'):
     demo_optax.diloco(workers=demo_optax.Workers.on_axis('data'))
+  params = {'w': np.ones(3, np.float32)}
+  rows = np.ones((2, 3), np.float32)
   tx = demo_optax.local_updates(sgd, sgd, 1, workers=workers)
-  with pytest.raises(ValueError, match=r'(?s)has shape \(3,\).*stack_params'):
-    tx.init(np.ones(3, np.float32))
-  params = demo_optax.stack_params(np.ones(3, np.float32), workers)
+  state = tx.init(params)
+  with pytest.raises(ValueError, match='(?s)outside of a.*decorate it with'):
+    tx.update(params, state, params)
+
+  def step_of(tx, grads_of=lambda x: {'w': x[0]}, **options):
+    @demo_optax.data_parallel(workers, batch_argnums=2)
+    def train_step(params, state, x):
+      given = params if options.get('params', True) else None
+      return tx.update(grads_of(x), state, given)
+
+    return train_step
+
+  with pytest.raises(ValueError, match=r"of \['w'\] for every.*an exchange in"):
+    step_of(tx)(params, state, rows)
   with pytest.raises(ValueError, match='needs params'):
-    tx.update(params, tx.init(params))
-  with pytest.raises(ValueError, match='is there an exchange in it'):
-    tx.update(params, tx.init(params), params)
-  tx = demo_optax.local_updates(
-      sgd, demo_optax.average(workers=workers), 1, workers=workers,
-      drift=True)
-  with pytest.raises(ValueError, match='one update for every worker'):
-    tx.update(params, tx.init(params), params)
-  grad = demo_optax.value_and_grad(
-      lambda p: p.sum(), workers=workers, stacked_params=True)
-  with pytest.raises(ValueError, match=r'has shape \(3,\).*stack_params'):
-    grad(np.ones(3, np.float32))
-  with pytest.raises(ValueError, match='0 states of demo_optax.local_updates'):
-    demo_optax.shared_params(params, sgd.init(params), workers)
+    step_of(tx, params=False)(params, state, rows)
+  with pytest.raises(ValueError, match=r"\['w'\] has shape \(1, 3\)"):
+    step_of(tx, lambda x: {'w': x})(params, state, rows)
+  with pytest.raises(ValueError, match='differ in structure'):
+    step_of(tx, lambda x: {'v': x[0]})(params, state, rows)
   plan = demo_optax.plan(params, COMPRESSOR, workers)
   with pytest.raises(ValueError, match='sync_period=0 must be at least 1'):
     plan.per_step(0)

@@ -414,7 +414,6 @@ def test_protocol_of_public_names():
 def test_states_can_be_donated(workers):
   """No two arrays of parameters and state are one: a jit may take them all."""
   params = workers.device_put({'w': jnp.ones((8, 8)), 'b': jnp.ones(8)})
-  stacked = demo_optax.stack_params(params, workers)
   both = {'workers': workers}
   late = demo_optax.dct_topk(4, 2)
   of_workers = optax.chain(
@@ -423,12 +422,11 @@ def test_states_can_be_donated(workers):
   parted = demo_optax.partition(
       {'w': demo_optax.demo(1e-3, **both), 'b': optax.sgd(0.1, 0.9)},
       {'w': 'w', 'b': 'b'}, **both)
-  made = [(tx, params) for tx in (of_workers, parted)]
-  made += [(demo_optax.demo_diloco(optax.trace(0.9), drift=drift, **both),
-            stacked) for drift in (False, True)]
-  for tx, own in made:
+  local = [demo_optax.demo_diloco(optax.trace(0.9), drift=drift, **both)
+           for drift in (False, True)]
+  for tx in (of_workers, parted, *local):
     places = [
         shard.data.unsafe_buffer_pointer()
-        for x in jax.tree.leaves((own, tx.init(own)))
+        for x in jax.tree.leaves((params, tx.init(params)))
         for shard in x.addressable_shards]
     assert len(set(places)) == len(places)

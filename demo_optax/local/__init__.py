@@ -2,22 +2,16 @@
 
 from demo_optax.local.local_updates import (
   LocalUpdatesState,
-  demo_diloco,
-  diloco,
+  OwnState,
   local_updates,
-  settle_params,
-  shared_params,
-  sparse_loco,
-  stack_params,
 )
+from demo_optax.local.methods import demo_diloco, diloco, sparse_loco
 
 __all__ = [
   'LocalUpdatesState',
+  'OwnState',
   'demo_diloco',
   'diloco',
   'local_updates',
-  'settle_params',
-  'shared_params',
   'sparse_loco',
-  'stack_params',
 ]

@@ -412,10 +412,6 @@ class Workers(abc.ABC):
     """
     return tree
 
-  def constrain(self, tree: Any) -> Any:
-    """`device_put` of what is traced: a step's results stay where they were."""
-    return tree
-
   def check_gradient(self, name: str, gradient: jax.Array) -> None:  # noqa: B027
     """Raises if a gradient can be seen not to be one worker's own."""
 
@@ -814,16 +810,6 @@ class _OnMesh(_Stacked):
       return jax.device_put(x, NamedSharding(self.mesh, spec))
 
     return jax.tree.map(move, tree, self._specs_of(tree))
-
-  def constrain(self, tree: Any) -> Any:
-    if self._explicit:  # types say it
-      return tree
-
-    def hold(x: jax.Array, spec: P) -> jax.Array:
-      sharding = NamedSharding(self.mesh, spec)
-      return jax.lax.with_sharding_constraint(x, sharding)
-
-    return jax.tree.map(hold, tree, self._specs_of(tree))
 
   def _specs_of(self, tree: Any) -> Any:
     """Where parameters, or a state, belong: specs by path and shape."""

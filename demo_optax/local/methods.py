@@ -1,0 +1,299 @@
+"""Published methods as choices of the outer optimizer of `local_updates`."""
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+
+from demo_optax import compressors, one_worker
+from demo_optax import state as inspection
+from demo_optax.compressors import Compressor
+from demo_optax.demo import scale_by_demo
+from demo_optax.engine.topk import Average
+from demo_optax.local.local_updates import Period, local_updates
+from demo_optax.workers import Workers
+
+
+def diloco(
+    inner: optax.GradientTransformation | None = None,
+    *,
+    workers: Workers,
+    sync_period: Period = 128,
+    outer_learning_rate: optax.ScalarOrSchedule = 0.7,
+    outer_momentum: float = 0.9,
+) -> optax.GradientTransformationExtraArgs:
+  r"""DiLoCo: pseudo-gradients are averaged, the outer optimizer is Nesterov's.
+
+  .. math::
+    G &= \mathrm{mean}_i (s - x_i) \\
+    m &\leftarrow \mu m + G \\
+    s &\leftarrow s - \eta\, (G + \mu m)
+
+  It is `local_updates` with `scale_by_demo(full(), 0.0)` and `optax.sgd` as
+  outer optimizer: a dense all-reduce every `sync_period` steps.
+
+  Args:
+    inner: each worker's optimizer; by default AdamW with a learning rate of
+      4e-4, decays 0.9 and 0.95 and weight decay 0.1.
+    workers: who takes part.
+    sync_period: steps between exchanges, or a schedule of them.
+    outer_learning_rate: :math:`\eta`, a number or a schedule of exchanges; 0.7
+      is published, with few exchanges less was better.
+    outer_momentum: :math:`\mu`.
+
+  Returns:
+    A gradient transformation whose `update` runs in a `data_parallel` step; see
+    `local_updates`.
+
+  Raises:
+    ValueError: as `local_updates`.
+    TypeError: as `local_updates`.
+
+  Example:
+    >>> import demo_optax, jax, jax.numpy as jnp, optax
+    >>> workers = demo_optax.Workers.simulated(4)
+    >>> tx = demo_optax.diloco(
+    ...     optax.sgd(0.5), workers=workers, sync_period=10)
+    >>> params = {'w': jnp.ones((8, 8))}
+    >>> state = tx.init(params)
+    >>> loss_fn = lambda params, x: jnp.mean((x @ params['w']) ** 2)
+    >>> @demo_optax.data_parallel(workers)
+    ... def train_step(params, state, x):
+    ...   loss, grads = jax.value_and_grad(loss_fn)(params, x)
+    ...   updates, state = tx.update(grads, state, params)
+    ...   return optax.apply_updates(params, updates), state, loss
+    >>> for step in range(20):
+    ...   params, state, loss = train_step(params, state, jnp.eye(8))
+    >>> print(loss < 0.9, bool(loss_fn(params, jnp.eye(8)) < 0.9))
+    True True
+
+  References:
+    Douillard et al., `DiLoCo <https://arxiv.org/abs/2311.08105>`_, Algorithm 1.
+  """
+  outer = optax.chain(
+      scale_by_demo(compressors.full(), 0.0, workers=workers),
+      optax.sgd(outer_learning_rate, outer_momentum, nesterov=True),
+  )
+  return local_updates(_inner(inner), outer, sync_period, workers=workers)
+
+
+def demo_diloco(
+    inner: optax.GradientTransformation | None = None,
+    *,
+    workers: Workers,
+    compressor: Compressor | None = None,
+    sync_period: Period = 128,
+    outer_learning_rate: optax.ScalarOrSchedule = 0.7,
+    decay: chex.Numeric = 0.95,
+    average: Average = 'senders',
+    drift: bool = False,
+    delay: int | None = None,
+) -> optax.GradientTransformationExtraArgs:
+  r"""DeMo inside DiLoCo: of the momentum of differences the fast part is sent.
+
+  `drift=True` is the published method. The default keeps the parameters of all
+  workers equal, and ended at a lower loss wherever both were tried
+  (benchmarks/README.md, "Every H steps").
+
+  With :math:`G_i = s - x_i`,
+
+  .. math::
+    m_i &\leftarrow \beta m_i + G_i \\
+    q_i &= \mathrm{top}_k(T m_i) \\
+    m_i &\leftarrow m_i - T^{-1} q_i \\
+    Q   &= T^{-1}\, \mathrm{average}_i(q_i)
+
+  By default what is shared is all that moves the parameters,
+
+  .. math::
+    s \leftarrow s - \eta\, Q, \qquad x_i \leftarrow s,
+
+  and :math:`m_i` is an error feedback: all workers have the same parameters
+  after each exchange. `drift=True` is the published method. What is shared goes
+  back into each worker's momentum, and a Nesterov step is made with the
+  worker's own difference and momentum,
+
+  .. math::
+    m_i &\leftarrow m_i + Q \\
+    x_i &\leftarrow s_i - \eta\, (G_i + \beta m_i), \qquad s_i \leftarrow x_i,
+
+  so that workers part slowly, and stay together no more than their momentum
+  holds them. The model outside of the step is the mean of the :math:`s_i`: with
+  each exchange a dense all-reduce of the parameters, beside what is sent.
+
+  Args:
+    inner: as for `diloco`.
+    workers: who takes part.
+    compressor: what is sent; `dct_topk()` by default.
+    sync_period: steps between exchanges, or a schedule of them.
+    outer_learning_rate: :math:`\eta`, a number or a schedule of exchanges.
+    decay: :math:`\beta`.
+    average: as in `scale_by_demo`.
+    drift: as published.
+    delay: as in `scale_by_demo`, counted in exchanges: with 1 what one exchange
+      sends is applied by the next, a period later, and what the workers did in
+      between is dropped.
+
+  Returns:
+    A gradient transformation; see `diloco`.
+
+  Raises:
+    ValueError: as `local_updates` and `scale_by_demo`.
+    TypeError: as `local_updates` and `scale_by_demo`.
+
+  Example:
+    >>> import demo_optax, jax, jax.numpy as jnp, optax
+    >>> workers = demo_optax.Workers.simulated(4)
+    >>> compressor = demo_optax.dct_topk(topk=8)
+    >>> tx = demo_optax.demo_diloco(
+    ...     workers=workers, compressor=compressor, sync_period=100)
+    >>> params = {'w': jax.ShapeDtypeStruct((1024, 1024), jnp.float32)}
+    >>> plan = demo_optax.plan(params, compressor, workers)
+    >>> sent, received = plan.per_step(100)
+    >>> print(f'{sent:.1f} B per step; DiLoCo: {plan.dense_bytes() / 100:.1f}')
+    109.9 B per step; DiLoCo: 62914.6
+
+  References:
+    Nedelkoski et al., `Distributed Low-Communication Training with Decoupled
+    Momentum Optimization <https://arxiv.org/abs/2510.03371>`_, 2025.
+  """
+  compressor = compressors.dct_topk() if compressor is None else compressor
+  exchange = scale_by_demo(
+      compressor, decay, workers=workers, average=average, delay=delay
+  )
+  if drift:
+    exchange = _own_nesterov(exchange, compressor, decay, workers)
+  outer = optax.chain(
+      exchange, optax.scale_by_learning_rate(outer_learning_rate)
+  )
+  return local_updates(
+      _inner(inner), outer, sync_period, workers=workers, drift=drift
+  )
+
+
+def sparse_loco(
+    inner: optax.GradientTransformation | None = None,
+    *,
+    workers: Workers,
+    compressor: Compressor | None = None,
+    sync_period: Period = 30,
+    outer_learning_rate: optax.ScalarOrSchedule = 1.0,
+    decay: chex.Numeric = 0.95,
+) -> optax.GradientTransformationExtraArgs:
+  r"""SparseLoCo: the largest raw differences, in few bits, error feedback.
+
+  .. math::
+    e_i &\leftarrow \beta e_i + (s - x_i) \\
+    q_i &= \mathrm{quantised}(\mathrm{top}_k(e_i)) \\
+    e_i &\leftarrow e_i - q_i \\
+    s   &\leftarrow s - \eta\, \tfrac1N \textstyle\sum_i q_i
+
+  It is `local_updates` with `scale_by_demo(identity_topk(...),
+  average='workers')` and `optax.sgd`.
+
+  Args:
+    inner: as for `diloco`.
+    workers: who takes part.
+    compressor: what is sent; by default `identity_topk(64, 64, values='int4')`:
+      64 of 4096 elements, 1.6 %, of four bits (published: two bits).
+    sync_period: steps between exchanges, or a schedule of them.
+    outer_learning_rate: :math:`\eta`, a number or a schedule of exchanges.
+    decay: :math:`\beta`.
+
+  Returns:
+    A gradient transformation; see `diloco`.
+
+  Raises:
+    ValueError: as `local_updates` and `scale_by_demo`.
+    TypeError: as `local_updates` and `scale_by_demo`.
+
+  Example:
+    >>> import demo_optax, jax.numpy as jnp, optax
+    >>> workers = demo_optax.Workers.simulated(2)
+    >>> tx = demo_optax.sparse_loco(
+    ...     optax.sgd(1.0), workers=workers, sync_period=1,
+    ...     compressor=demo_optax.identity_topk(topk=1))
+    >>> params = {'w': jnp.zeros(4)}
+    >>> @demo_optax.data_parallel(workers)
+    ... def train_step(params, state, x):
+    ...   grads = {'w': x[0]}  # of this worker's only row
+    ...   updates, state = tx.update(grads, state, params)
+    ...   return optax.apply_updates(params, updates), state
+    >>> x = jnp.array([[1.0, 8.0, 2.0, 0.0], [4.0, 0.0, 2.0, 0.0]])
+    >>> params, state = train_step(params, tx.init(params), x)
+    >>> print(params['w'])
+    [-2. -4.  0.  0.]
+
+  References:
+    Sarfi et al., `Communication Efficient LLM Pre-training with SparseLoCo
+    <https://arxiv.org/abs/2508.15706>`_, 2025, Algorithm 1.
+  """
+  if compressor is None:
+    compressor = compressors.identity_topk(64, 64, values='int4')
+  outer = optax.chain(
+      scale_by_demo(compressor, decay, workers=workers, average='workers'),
+      optax.scale_by_learning_rate(outer_learning_rate),
+  )
+  return local_updates(_inner(inner), outer, sync_period, workers=workers)
+
+
+def _inner(
+    inner: optax.GradientTransformation | None,
+) -> optax.GradientTransformation:
+  if inner is not None:
+    return inner
+  return optax.adamw(4e-4, b1=0.9, b2=0.95, weight_decay=0.1)
+
+
+def _own_nesterov(
+    exchange: optax.GradientTransformationExtraArgs,
+    compressor: Compressor,
+    decay: chex.Numeric,
+    workers: Workers,
+) -> optax.GradientTransformationExtraArgs:
+  """Makes each worker's own Nesterov step of what all have exchanged."""
+
+  def update_fn(
+      updates: chex.ArrayTree,
+      state: chex.ArrayTree,
+      params: chex.ArrayTree | None = None,
+      **extra_args: Any,
+  ) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+    shared, state = exchange.update(updates, state, params, **extra_args)
+    momentum, state = _put_back(shared, updates, state, compressor, workers)
+    finite = jnp.ones((), bool)
+    for g in jax.tree.leaves(updates):
+      finite &= jnp.isfinite(g).all()
+    return jax.tree.map(
+        lambda g, m: jnp.where(finite, g, jnp.zeros_like(g)) + decay * m,
+        updates,
+        momentum,
+    ), state
+
+  return optax.GradientTransformationExtraArgs(exchange.init, update_fn)
+
+
+def _put_back(
+    shared: chex.ArrayTree,
+    updates: chex.ArrayTree,
+    state: chex.ArrayTree,
+    compressor: Compressor,
+    workers: Workers,
+) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+  """Adds what is shared to each worker's momentum; returns it, and the state."""
+
+  def stacked_update(
+      updates: Any, state: Any, params: Any, shared: Any
+  ) -> tuple[Any, Any]:
+    del updates, params
+    kept = inspection.momentum(state, shared, compressor, workers)
+    momentum = jax.tree.map(lambda m, q: m + q[None], kept, shared)
+    return momentum, inspection.with_momentum(
+        state, momentum, compressor, workers
+    )
+
+  return one_worker.exchange(
+      stacked_update, workers, updates, state, None, shared, own_updates=True
+  )
