@@ -27,8 +27,6 @@ import picture
 import train_lm
 from flax import nnx
 
-import demo_optax
-
 METHODS = ['adamw', 'demo', *methods.LOCAL]
 
 
