@@ -45,7 +45,6 @@ from demo_optax.local.local_updates import (
   sparse_loco,
   stack_params,
 )
-from demo_optax.partitioning import partition
 from demo_optax.state import (
   exchange_info,
   momentum,
@@ -83,7 +82,6 @@ __all__ = [
   'mean_over_workers',
   'momentum',
   'param_specs',
-  'partition',
   'per_worker',
   'plan',
   'random_orthogonal_topk',
