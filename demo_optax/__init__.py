@@ -43,7 +43,6 @@ from demo_optax.local import (
   sparse_loco,
 )
 from demo_optax.one_worker import over_workers
-from demo_optax.partitioning import partition
 from demo_optax.state import (
   exchange_info,
   momentum,
@@ -83,7 +82,6 @@ __all__ = [
   'momentum',
   'over_workers',
   'param_specs',
-  'partition',
   'per_worker',
   'plan',
   'random_orthogonal_topk',

@@ -13,6 +13,8 @@ import numpy as np
 from demo_optax import _tree as trees
 from demo_optax import flax as modules
 from demo_optax import one_worker
+from demo_optax.compressors import Frozen
+from demo_optax.demo import LayoutOf
 from demo_optax.one_worker import WORKER_AXIS, OwnParam, Result
 from demo_optax.workers import Workers
 from demo_optax.workers.sharding import Keys, is_stacked, path_keys
@@ -267,6 +269,7 @@ class DataParallelStep:
         fixed=tuple(fixed),
         paths=tuple(p for (p, _), f in zip(flat, fixed) if f is None),
         is_state=modules.holds_state(value),
+        params=_params_of_states(value),
         is_batch=(
             None if automatic else listed(o.batch_argnums, o.batch_argnames)
         ),
@@ -376,6 +379,7 @@ class _Argument:
     paths: of the arrays.
     is_state: whether it is shared by its kind: it holds Flax objects or
       variables, or dataclasses.
+    params: paths and shapes of the parameters of the exchanges in it.
     is_batch: whether the user says that it is a batch; None: not said.
     is_donated: whether its arrays may be overwritten.
   """
@@ -386,6 +390,7 @@ class _Argument:
   fixed: tuple[Any, ...]
   paths: tuple[Any, ...]
   is_state: bool
+  params: tuple[Any, ...]
   is_batch: bool | None
   is_donated: bool
 
@@ -688,15 +693,41 @@ def _shared(
         ' Flax object, a dataclass or a state of scale_by_demo. Say it:'
         ' demo_optax.data_parallel(workers, batch_argnums=...).'
     )
-  exchanged = [
-      names
-      for a in arguments
-      for names in one_worker.exchanged_params(a.keys)
-  ]
+  params = [p for a in arguments for p in a.params]
+  for a, own in zip(arguments, arrays):
+    shapes = dict(zip(a.keys, map(np.shape, own)))
+    for root, keys in one_worker.local_params(a.keys).items():
+      params.append({(k, shapes[*root, 'global_params', *k]) for k in keys})
   return [
-      is_shared or any(names <= set(a.keys) for names in exchanged)
-      for a, is_shared in zip(arguments, shared)
+      is_shared or any(p <= _paths_and_shapes(a, own) for p in params)
+      for a, own, is_shared in zip(arguments, arrays, shared)
   ]
+
+
+def _paths_and_shapes(
+    argument: _Argument, arrays: list[Any]
+) -> set[tuple[Keys, tuple[int, ...]]]:
+  return {(k, np.shape(x)) for k, x in zip(argument.keys, arrays)}
+
+
+def _params_of_states(
+    value: Any,
+) -> tuple[frozenset[tuple[Keys, tuple[int, ...]]], ...]:
+  """Returns paths and shapes of the parameters of all exchanges in a state."""
+
+  def is_layout(x: Any) -> bool:
+    return isinstance(x, LayoutOf)
+
+  leaves = jax.tree.leaves(value, is_leaf=is_layout)
+  return tuple(
+      frozenset(
+          (leaf.keys, leaf.shape)
+          for leaf in x.layout.leaves
+          if not isinstance(leaf.compressor, Frozen)
+      )
+      for x in leaves
+      if is_layout(x)
+  )
 
 
 def _role(x: Any, has_worker_axis: bool, is_shared: bool) -> str:

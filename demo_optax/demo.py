@@ -1,10 +1,9 @@
 r"""DeMo: decoupled momentum as optax transformations.
 
-`scale_by_demo` matches gradients, momentum and parameters, and has `exchange`
-do the step; `demo` is the published method as a chain around it.
+`scale_by_demo` matches gradients, parameters and state, and has `exchange` do
+the step; `demo` is the published method as a chain around it.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import chex
@@ -12,25 +11,50 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec as P
 
-from demo_optax import _tree as trees
-from demo_optax import compressors, one_worker
-from demo_optax import flax as modules
-from demo_optax.compressors import Compressor, LeafPlan
-from demo_optax.engine import topk as selection
-from demo_optax.exchange import (
-  Leaf,
-  Numbers,
-  Request,
-  Response,
-  exchange,
-  exchange_late,
-  nothing_known,
-  pending_parts,
-  plan_leaf,
-)
+from demo_optax import _tree, compressors, one_worker
+from demo_optax import exchange as exchange_lib
+from demo_optax.compressors import CompressorTree, per_leaf
+from demo_optax.compressors.buckets import Layout, make_layout
+from demo_optax.engine import topk
+from demo_optax.exchange import Hyper, Step, WorkerState
 from demo_optax.workers import Workers
-from demo_optax.workers.sharding import Path, Placement
+from demo_optax.workers.sharding import (
+  Keys,
+  ParamSharding,
+  ParamSpecs,
+  Path,
+  path_keys,
+)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class LayoutOf:
+  """Which leaf's chunks lie where in the buckets of a state.
+
+  Attributes:
+    digest: uint32 `[4]`, of the layout: what is restored into a state has the
+      digest it was saved with.
+    layout: static.
+  """
+
+  def __init__(self, digest: chex.Array, layout: Layout):
+    self.digest, self.layout = digest, layout
+
+  def tree_flatten_with_keys(self) -> tuple[tuple[Any, ...], Layout]:
+    """Returns the digest, and the layout as auxiliary data."""
+    return ((jax.tree_util.GetAttrKey('digest'), self.digest),), self.layout
+
+  @classmethod
+  def tree_unflatten(cls, layout: Layout, children: Any) -> 'LayoutOf':
+    """Undoes `tree_flatten_with_keys`."""
+    (digest,) = children
+    return cls(digest, layout)
+
+  def __repr__(self) -> str:
+    buckets = ', '.join(bucket.name for bucket in self.layout.buckets)
+    return f'LayoutOf({buckets})'
 
 
 class DeMoState(NamedTuple):
@@ -50,39 +74,26 @@ class DeMoState(NamedTuple):
       coefficient, on average over all that were sent (of leaves of which every
       worker selects a part for itself; 0 if there are none). Energies that
       float32 cannot hold count as zero.
-    worker_stacked: what every worker has of its own, `[workers, ...]`.
+    layout: which leaf's chunks lie where in the momentum.
+    worker_stacked: what every worker has of its own: the momentum, by buckets,
+      and the message in flight.
   """
 
   count: chex.Array
   metrics: dict[str, chex.Array]
-  worker_stacked: 'WorkerState'
-
-
-class WorkerState(NamedTuple):
-  """What a worker keeps from one exchange to the next, stacked over workers.
-
-  Attributes:
-    momentum: a tree like the parameters: every leaf's momentum as coefficients,
-      float32 (float64 for float64 parameters), stacked
-      `[workers, *chunk counts, n]`; `optax.MaskedNode()` for leaves that are
-      empty or not floating point.
-    in_flight: with `delay=1` the message that arrives in the next exchange, by
-      dtype: uint8 `[workers, bytes]`, and what is summed beside it; else `()`.
-  """
-
-  momentum: chex.ArrayTree
-  in_flight: chex.ArrayTree
+  layout: LayoutOf
+  worker_stacked: WorkerState
 
 
 def scale_by_demo(
-    compressor: Compressor | None = None,
-    decay: chex.Numeric = 0.999,
+    compressor: CompressorTree = compressors.dct_topk(),  # noqa: B008
+    decay: Any = 0.999,
     *,
     workers: Workers,
     alpha: chex.Numeric = 1.0,
-    average: selection.Average = 'senders',
+    average: topk.Average = 'senders',
     ema: bool = False,
-    gradient_weight: optax.ScalarOrSchedule = 1.0,
+    gradient_weight: Any = 1.0,
     kernels: bool | None = None,
     delay: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -109,21 +120,24 @@ def scale_by_demo(
   `demo_optax.plan` gives the bytes.
 
   A worker whose gradient is not finite, or beyond :math:`10^{-12}` of the
-  largest number so that momentum could overflow, says so in its payload. All
-  workers leave it out of the average and it keeps its momentum as it was;
-  `state.metrics['num_excluded']` counts. If all are left out the update is
-  zero (and what follows, such as weight decay, goes on as with any update). A
-  payload that is damaged beyond sense (indices out of order or of the chunk,
-  values that are not finite or too large to transform) is left out, too, and
-  what it was to carry is lost. If a worker is several devices, the bytes of
-  each are judged by themselves, and `'num_excluded'` counts by those that all
-  of them hold.
+  largest number so that momentum could overflow, says so in its message. All
+  workers leave it out of all averages and it keeps its momentum as it was;
+  `state.metrics['num_excluded']` counts. If all are excluded the update is zero
+  (and what follows, such as weight decay, goes on as with any update); so it is
+  in a step with a hyperparameter that is not finite. A message that is damaged
+  beyond sense (indices out of order or of the chunk, values that are not finite
+  or too large to transform) excludes its worker, too, and what it was to carry
+  is lost.
 
   Integer leaves get zero updates; complex leaves are refused.
 
   Args:
-    compressor: what is sent; `dct_topk()` by default.
-    decay: :math:`\beta`, in `[0, 1)`.
+    compressor: what is sent: one compressor, or a tree of them like the
+      parameters (one in place of a subtree holds for all of it). A leaf with
+      `None` is averaged uncompressed, one with `compressors.FROZEN` is left
+      alone.
+    decay: :math:`\beta`, in `[0, 1)`; or a tree of numbers, as for
+      `compressor`.
     workers: who takes part.
     alpha: share of what was sent that leaves the momentum, in `[0, 1]`: 1 in
       the first version of the paper, 0.2 was best in the second.
@@ -132,7 +146,8 @@ def scale_by_demo(
       were not left out.
     ema: weight the gradient by :math:`1 - \beta`, too, as `optax.ema` and the
       second version of the paper do.
-    gradient_weight: :math:`w`, a number or a schedule of the step.
+    gradient_weight: :math:`w`, a number or a schedule of the step; or a tree
+      of them, as for `compressor`.
     kernels: whether GPUs and TPUs run a step as two kernels of one pass over
       memory each, where they apply: float32 momentum; chunks of 32, 64 or 128
       a side, without padding; `topk` up to 64. Selections are the same, and
@@ -153,8 +168,9 @@ def scale_by_demo(
 
   Raises:
     ValueError: `decay` or `alpha` out of range or unknown `average`, at once;
-      gradients that can be seen not to be one per worker, or momentum of
-      another number of workers or another compressor, when traced.
+      gradients that can be seen not to be one per worker, or a state of
+      another number of workers, other leaves or another compressor, when
+      traced.
     TypeError: `compressor` or `workers` is something else, at once; complex
       leaves, when traced.
 
@@ -174,145 +190,246 @@ def scale_by_demo(
     Peng et al., `DeMo: Decoupled Momentum Optimization
     <https://arxiv.org/abs/2411.19870>`_, Algorithm 1 (both versions).
   """
-  compressor = compressors.dct_topk() if compressor is None else compressor
-  trees.check_type(
-      'compressor', compressor, Compressor, 'demo_optax.dct_topk(...)'
-  )
-  trees.check_type(
+  _check_compressor(compressor)
+  _tree.check_type(
       'workers', workers, Workers, 'demo_optax.Workers.simulated(n)'
   )
-  _check_range('decay', decay, 0.0, 1.0, open_end=True)
+  for value in jax.tree.leaves(decay):
+    _check_range('decay', value, 0.0, 1.0, open_end=True)
   _check_range('alpha', alpha, 0.0, 1.0)
   if average not in ('senders', 'workers'):
     raise ValueError(f"average={average!r} must be 'senders' or 'workers'.")
   _check_delay(delay)
 
-  exact = isinstance(alpha, (int, float, np.number)) and bool(alpha == 1)
-
-  def fixed(plan: LeafPlan, placement: Placement) -> Leaf:
-    return Leaf(0, compressor, average, kernels, exact, plan, placement)
+  def step_of(
+      tree: chex.ArrayTree, leaves: list[Any], decay: Any, gradient_weight: Any
+  ) -> tuple[Step, list[Any], list[Any]]:
+    """Returns what is static, and the different decays and weights."""
+    layout = make_layout(
+        leaves, per_leaf(compressor, tree), workers.param_specs.axis_sizes
+    )
+    if delay and layout.averaged:
+      name = layout.leaves[layout.averaged[0]].name
+      raise ValueError(
+          f'{name} is averaged uncompressed, which cannot be late: with delay=1'
+          ' give it demo_optax.full() instead of None.'
+      )
+    decays, which_decay = _different(decay, tree, 'decay')
+    weights, which = _different(gradient_weight, tree, 'gradient_weight')
+    if ema:  # a weight for each pair of decay and weight
+      pairs = list(zip(which_decay, which))
+      different = sorted(set(pairs))
+      which = tuple(different.index(pair) for pair in pairs)
+      weights = [(decays[d], weights[w]) for d, w in different]
+    else:
+      weights = [(None, w) for w in weights]
+    step = Step(layout, which_decay, which, average, kernels, bool(delay))
+    return step, decays, weights
 
   def init_fn(params: chex.ArrayTree) -> DeMoState:
-    leaves = []
-
-    def zeros(path: Path, param: jax.Array) -> jax.Array:
-      dtype = trees.momentum_dtype(path, param)
-      plan, placement = plan_leaf(
-          path, np.shape(param), dtype, compressor, workers
-      )
-      leaves.append(fixed(plan, placement))
-      return workers.zeros(plan.grid.coefficients_shape, dtype, placement)
-
-    momentum = modules.stack_annotations(
-        trees.map_exchanged(zeros, params), workers.spmd_axis_name
-    )
+    flat = jax.tree_util.tree_flatten_with_path(params)[0]
+    leaves = [
+        describe_leaf(path, np.shape(x), x, workers.param_specs)
+        for path, x in flat
+    ]
+    step, *_ = step_of(params, leaves, decay, gradient_weight)
+    buckets, sizes = step.layout.buckets, step.packer.sizes if delay else {}
     return DeMoState(
         count=workers.device_put(jnp.zeros((), jnp.int32)),
-        metrics=workers.device_put(nothing_known()._asdict()),
+        metrics=workers.device_put(exchange_lib.no_metrics()._asdict()),
+        layout=LayoutOf(
+            workers.device_put(jnp.asarray(step.layout.digest)), step.layout
+        ),
         worker_stacked=WorkerState(
-            momentum, _nothing_sent(workers, leaves) if delay and leaves else ()
+            {b.name: workers.bucket_zeros(b.shape, b.format.dtype)
+             for b in buckets},
+            # Of zeros the status is that the worker is excluded.
+            {name: workers.bucket_zeros((length,), dtype)
+             for name, (length, dtype) in sizes.items()},
         ),
     )
-
-  def of_leaf(leaf: trees.Leaf) -> Leaf:
-    """What is fixed for a leaf, checked against its momentum."""
-    plan, placement = plan_leaf(
-        leaf.path, leaf.shape, leaf.momentum.dtype, compressor, workers
-    )
-    _check_momentum(leaf, plan, compressor, workers)
-    return fixed(plan, placement)
 
   def update_fn(
       updates: chex.ArrayTree,
       state: DeMoState,
       params: chex.ArrayTree | None = None,
-      *,
-      demo_exchange: Callable[[Request], Response] | None = None,
       **extra_args: Any,
   ) -> tuple[chex.ArrayTree, DeMoState]:
     del extra_args
+    hyper = decay, alpha, gradient_weight
     if one_worker.is_mapped():
       return one_worker.exchange(
-          lambda updates, state, params, hyper: stacked_update_fn(
-              updates, state, params, hyper
-          ),
-          workers,
-          updates,
-          state,
-          params,
-          (decay, alpha),
+          stacked_update_fn, workers, updates, state, params, hyper
       )
-    return stacked_update_fn(
-        updates, state, params, (decay, alpha), demo_exchange
-    )
+    return stacked_update_fn(updates, state, params, hyper)
 
   def stacked_update_fn(
       updates: chex.ArrayTree,
       state: DeMoState,
       params: chex.ArrayTree | None,
-      hyper: tuple[chex.Numeric, chex.Numeric],
-      demo_exchange: Callable[[Request], Response] | None = None,
+      hyper: Any,
   ) -> tuple[chex.ArrayTree, DeMoState]:
-    decay, alpha = hyper
-    own = state.worker_stacked
-    leaves = trees.align(updates, own.momentum, params, workers)
-    taking_part = [leaf for leaf in leaves if leaf.exchanged]
-    merged: list[jax.Array] = []
-    kept: list[jax.Array] = []
-    metrics, in_flight = nothing_known(), own.in_flight
-    if taking_part:
-      _check_pending(own.in_flight, delay)
-      weight = gradient_weight
-      if callable(weight):
-        weight = weight(state.count)
-      request = Request(
-          workers,
-          [of_leaf(leaf) for leaf in taking_part],
-          [leaf.gradient for leaf in taking_part],
-          [leaf.momentum for leaf in taking_part],
-          Numbers(
-              step=state.count,
-              decay=decay,
-              gradient_weight=(1 - decay) * weight if ema else weight,
-              alpha=alpha,
-          ),
-          own.in_flight,
+    """Updates with the gradients of all workers."""
+    decay, alpha, gradient_weight = hyper
+    flat, (like,) = _tree.flatten_alike(updates, params)
+    lead = 1 if workers.stacked_gradients else 0
+    leaves = [
+        describe_leaf(
+            path, np.shape(g)[lead:], g if p is None else p, workers.param_specs
+        )
+        for (path, g), p in zip(flat, like)
+    ]
+    step, decays, weights = step_of(updates, leaves, decay, gradient_weight)
+    frozen = {
+        i for i, leaf in enumerate(step.layout.leaves)
+        if isinstance(leaf.compressor, compressors.Frozen)
+    }
+    for i, ((path, g), p) in enumerate(zip(flat, like)):
+      if i not in frozen or leaves[i][2] is None:
+        _tree.check_gradient(_tree.leaf_name(path), g, p, workers)
+    _check_state(state, step, workers)
+    weights = [
+        (1 if d is None else 1 - d) * (w(state.count) if callable(w) else w)
+        for d, w in weights
+    ]
+    found: list[jax.Array] = []
+    metrics, own = exchange_lib.no_metrics(), state.worker_stacked
+    if len(frozen) < len(flat):
+      found, own, metrics = exchange_lib.run(
+          workers, step, [g for _, g in flat], own,
+          Hyper(state.count, alpha, decays, weights),
       )
-      if demo_exchange is not None:
-        response = demo_exchange(request)
-      elif delay:
-        response, in_flight = exchange_late(request)
-      else:
-        (response,) = exchange([request])
-      merged, kept, metrics = response
-
-    in_order = iter(merged)
+    in_order = iter(found)
     new = [
-        next(in_order).astype(leaf.dtype) if leaf.exchanged
-        else leaf.zero_update()
-        for leaf in leaves
+        _zeros_like(g, p, lead) if i in frozen
+        else next(in_order).astype(g.dtype)
+        for i, ((_, g), p) in enumerate(zip(flat, like))
     ]
     return jax.tree.structure(updates).unflatten(new), DeMoState(
         count=optax.safe_increment(state.count),
         metrics=metrics._asdict(),
-        worker_stacked=WorkerState(
-            jax.tree.structure(own.momentum).unflatten(kept), in_flight
-        ),
+        layout=LayoutOf(state.layout.digest, step.layout),
+        worker_stacked=own,
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _nothing_sent(
-    workers: Workers, leaves: list[Leaf]
-) -> dict[str, jax.Array]:
-  """What is on its way before the first exchange: that nobody takes part."""
-  return {
-      name: workers.zeros((length,), jnp.dtype(dtype), placement)
-      for name, (length, dtype, placement) in pending_parts(
-          workers, leaves
-      ).items()
-  }
+def describe_leaf(
+    path: Path, shape: tuple[int, ...], x: Any, param_specs: ParamSpecs
+) -> tuple[Keys, tuple[int, ...], Any, ParamSharding]:
+  """Returns path, shape, dtype of the momentum and sharding of a leaf."""
+  dtype, sharding = None, ParamSharding(P(), (1,) * len(shape), ())
+  if _tree.is_exchanged(x):
+    dtype = _tree.momentum_dtype(path, x)
+    sharding = param_specs.place(path, shape)
+  return path_keys(path), shape, dtype, sharding
+
+
+def _different(
+    prefix: Any, tree: chex.ArrayTree, argument: str
+) -> tuple[list[Any], tuple[int, ...]]:
+  """Returns the different leaves of a prefix tree, and which one each has."""
+  found: dict[Any, int] = {}
+  values: list[Any] = []
+  which = []
+  for x in compressors.broadcast(prefix, tree, argument):
+    key = x if isinstance(x, int | float) else id(x)
+    if key not in found:
+      found[key] = len(values)
+      values.append(x)
+    which.append(found[key])
+  return values, tuple(which)
+
+
+def _zeros_like(gradient: Any, param: Any, lead: int) -> Any:
+  """Returns the update of a leaf that is not exchanged."""
+  dtype = jnp.result_type(gradient) if param is None else param.dtype
+  if gradient.dtype != jax.dtypes.float0 or param is None:
+    dtype = gradient.dtype
+  return _tree.zeros(np.shape(gradient)[lead:], dtype)
+
+
+def _check_compressor(compressor: Any) -> None:
+  per_leaf(compressor, jax.tree.map(
+      lambda x: 0, compressor, is_leaf=lambda x: x is None
+  ))
+
+
+def _check_state(state: DeMoState, step: Step, workers: Workers) -> None:
+  """Raises unless a state was made for these leaves and workers."""
+  expected, found = step.layout, state.layout.layout
+  if found != expected:
+    raise ValueError(_difference(found, expected, workers))
+  digest = state.layout.digest
+  if not isinstance(digest, jax.core.Tracer) and isinstance(
+      digest, jax.Array | np.ndarray
+  ):
+    check_digest(digest, expected)
+  own = state.worker_stacked
+  if bool(own.in_flight) != step.delay:
+    raise ValueError(
+        f'The state was made with delay={int(bool(own.in_flight))}, and update'
+        f' has delay={int(step.delay)}: make it with tx.init of the same'
+        ' transformation.'
+    )
+  for bucket in expected.buckets:
+    shape = workers.bucket_shape(bucket.shape)
+    size = own.momentum[bucket.name].shape
+    if size == shape:
+      continue
+    if size[1:] == shape[1:]:
+      raise ValueError(
+          f'The momentum of the state is of {size[0]} workers, but {workers}'
+          f' has {shape[0]}. Make the state with tx.init under the same workers'
+          ' that update uses, or use demo_optax.resize_workers.'
+      )
+    raise ValueError(
+        f'The momentum {bucket.name} of the state has shape {size}, but'
+        f' {workers} keeps it as {shape}: make the state with tx.init under the'
+        ' same workers that update uses.'
+    )
+
+
+def check_digest(digest: Any, layout: Layout) -> None:
+  """Raises if what was restored into a state is of another layout."""
+  if not np.array_equal(np.asarray(digest).reshape(-1)[:4], layout.digest):
+    raise ValueError(
+        'The momentum in this state was saved for other leaves, shapes or'
+        ' compressors than the state it was restored into: chunks lie'
+        ' elsewhere in its buckets. Restore it into a state of the same'
+        ' parameters and compressor; demo_optax.checkpoint saves leaf by leaf.'
+    )
+
+
+def _difference(found: Layout, expected: Layout, workers: Workers) -> str:
+  """Returns what to tell about a state of another layout."""
+  for old, new in zip(found.leaves, expected.leaves):
+    if old.name != new.name:
+      return (
+          f'The state was made for {old.name} where the gradients have'
+          f' {new.name}: momentum would go to another parameter. Make the state'
+          ' with tx.init of the parameters that are being updated.'
+      )
+    if (old.shape, old.dtype, old.plan) != (new.shape, new.dtype, new.plan):
+      return (
+          f'The momentum of {old.name} was made for a parameter'
+          f' {old.dtype}{list(old.shape)} under {old.compressor}, but the'
+          f' gradient is {new.dtype}{list(new.shape)} under {new.compressor}'
+          f' and {workers}. Either the state was made for another compressor,'
+          ' or the gradient is not one per worker: an averaged gradient must'
+          ' not reach the exchange.'
+      )
+  if len(found.leaves) != len(expected.leaves):
+    return (
+        f'The state was made for {len(found.leaves)} leaves, and there are'
+        f' {len(expected.leaves)} gradients. Make the state with tx.init of the'
+        ' parameters that are being updated.'
+    )
+  return (
+      f'The state was made for other workers or another compressor than update'
+      f' uses ({workers}): make it with tx.init of the same transformation.'
+  )
 
 
 def _check_delay(delay: Any) -> None:
@@ -325,27 +442,14 @@ def _check_delay(delay: Any) -> None:
     raise ValueError(f'delay={delay!r} must be 0 or 1.')
 
 
-def _check_pending(pending: Any, delay: int | None) -> None:
-  if bool(pending) != bool(delay):
-    raise ValueError(
-        f'The state was made with delay={int(bool(pending))}, and update has'
-        f' delay={int(bool(delay))}: make it with tx.init of the same'
-        ' transformation.'
-    )
-
-
 def demo(
     learning_rate: optax.ScalarOrSchedule,
     *,
     workers: Workers,
-    compressor: Compressor | None = None,
+    compressor: CompressorTree = compressors.dct_topk(),  # noqa: B008
     decay: chex.Numeric = 0.999,
     weight_decay: chex.Numeric = 0.0,
     weight_decay_mask: Any = None,
-    alpha: chex.Numeric = 1.0,
-    average: selection.Average = 'senders',
-    kernels: bool | None = None,
-    delay: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""DeMo as published (first version): signed updates, lr in the momentum.
 
@@ -358,23 +462,19 @@ def demo(
 
   It is this chain: `scale_by_demo` with :math:`\eta_t` as the gradients'
   weight, `optax.scale_by_sign`, `optax.add_decayed_weights`,
-  `optax.scale_by_learning_rate`; masked to the leaves that take part. If every
-  worker is left out of a step, the parameters stay as they are, weight decay
-  included.
+  `optax.scale_by_learning_rate`; masked to the leaves that are exchanged. If
+  every worker is excluded from a step, the parameters stay as they are, weight
+  decay included. For other options write that chain.
 
   Args:
     learning_rate: :math:`\eta_t`, a number or a schedule of the step.
     workers: who takes part.
-    compressor: what is sent; `dct_topk()` by default.
+    compressor: what is sent, see `scale_by_demo`.
     decay: :math:`\beta`, in `[0, 1)`. 0.999 is the paper's; short runs and
       small `topk` want less (0.99).
     weight_decay: :math:`\lambda`, decoupled.
     weight_decay_mask: which leaves decay, as in `optax.add_decayed_weights`; by
       default all that take part.
-    alpha: see `scale_by_demo`.
-    average: see `scale_by_demo`.
-    kernels: see `scale_by_demo`.
-    delay: see `scale_by_demo`.
 
   Returns:
     A gradient transformation; see `scale_by_demo` for what it takes.
@@ -411,11 +511,7 @@ def demo(
           compressor,
           decay,
           workers=workers,
-          alpha=alpha,
-          average=average,
-          gradient_weight=learning_rate,
-          kernels=kernels,
-          delay=delay,
+          gradient_weight=_lost_unless_finite(learning_rate, weight_decay),
       ),
       optax.scale_by_sign(),
       _in_parameter_dtype(),
@@ -425,6 +521,24 @@ def demo(
   return _zero_where_nothing_was_exchanged(chain, workers)
 
 
+def _lost_unless_finite(
+    learning_rate: optax.ScalarOrSchedule, weight_decay: chex.Numeric
+) -> optax.ScalarOrSchedule:
+  """Returns the learning rate, not finite if the weight decay is not.
+
+  By `optax.inject_hyperparams` it may come to be NaN: then the step is lost,
+  and neither momentum nor parameters take it in.
+  """
+  if isinstance(weight_decay, int | float):
+    return learning_rate
+
+  def weight(count: chex.Numeric) -> chex.Numeric:
+    rate = learning_rate(count) if callable(learning_rate) else learning_rate
+    return jnp.where(jnp.isfinite(weight_decay), rate, jnp.nan)
+
+  return weight
+
+
 def _in_momentum_dtype() -> optax.GradientTransformation:
   """Gradients, and so merged momentum, in its dtype: float16 underflows."""
 
@@ -432,8 +546,8 @@ def _in_momentum_dtype() -> optax.GradientTransformation:
       updates: chex.ArrayTree, params: chex.ArrayTree | None
   ) -> chex.ArrayTree:
     del params
-    return trees.map_exchanged(
-        lambda path, x: x.astype(trees.momentum_dtype(path, x)), updates
+    return _tree.map_exchanged(
+        lambda path, x: x.astype(_tree.momentum_dtype(path, x)), updates
     )
 
   return optax.stateless(update_fn)
@@ -459,7 +573,7 @@ def _zero_where_nothing_was_exchanged(
 
   And for all leaves, in a step from which every worker was left out.
   """
-  masked = optax.masked(chain, trees.exchanged_mask)
+  masked = optax.masked(chain, _tree.exchanged_mask)
 
   def update_fn(
       updates: chex.ArrayTree,
@@ -472,10 +586,11 @@ def _zero_where_nothing_was_exchanged(
     updates, state = masked.update(updates, state, params, **extra_args)
     links = state.inner_state
     (exchange,) = (link for link in links if isinstance(link, DeMoState))
+    # Zero from where, not by a product: a decay that is not finite would stay.
     someone = exchange.metrics['num_excluded'] < workers.count
 
     def settle(update: jax.Array, param: Any) -> jax.Array:
-      if not trees.is_exchanged(param):
+      if not _tree.is_exchanged(param):
         return jnp.zeros_like(param)
       return jnp.where(someone, update, jnp.zeros_like(update))
 
@@ -510,25 +625,3 @@ def _check_range(
     raise ValueError(
         f'{name}={number} is not in [{low:g}, {high:g}{bracket}.'
     )
-
-
-def _check_momentum(
-    leaf: trees.Leaf, plan: LeafPlan, compressor: Compressor, workers: Workers
-) -> None:
-  expected = (workers.stacked_size, *plan.grid.coefficients_shape)
-  found = leaf.momentum.shape
-  if found == expected:
-    return
-  if found[1:] == expected[1:]:
-    raise ValueError(
-        f'The momentum of {leaf.name} is of {found[0]} workers, but {workers}'
-        f' has {expected[0]}. Make the state with tx.init under the same'
-        ' workers that update uses.'
-    )
-  raise ValueError(
-      f'The momentum of {leaf.name} has shape {found}, but a gradient of shape'
-      f' {leaf.gradient.shape} under {compressor} and {workers} needs'
-      f' {expected}. Either the state was made for another compressor, or the'
-      ' gradient is not one per worker: an averaged gradient must not reach the'
-      ' exchange.'
-  )

@@ -33,15 +33,6 @@ def is_mapped() -> bool:
   return True
 
 
-def exchanged_params(keys: list[Keys]) -> list[set[Keys]]:
-  """Returns the paths of the parameters of every exchange in a state."""
-  momentum = [
-      {k[len(root) :] for k in keys if k[: len(root)] == root}
-      for root in sharding.momentum_roots(keys)
-  ]
-  return [*momentum, *_local_params(keys).values()]
-
-
 @dataclasses.dataclass(frozen=True)
 class OwnParam:
   """A parameter of which `local_updates` keeps one copy per worker.
@@ -84,7 +75,7 @@ def own_params(keys: Sequence[Keys]) -> list[OwnParam]:
   """
   numbers = {k: number for number, k in enumerate(keys)}
   found = []
-  for root, params in _local_params(keys).items():
+  for root, params in local_params(keys).items():
     some = min(params, key=len)
     prefixes = [
         k[: len(k) - len(some)]
@@ -118,7 +109,7 @@ _OWN, _SHARED = ('worker_stacked', 'params'), ('global_params',)
 _START = ('worker_stacked', 'start')
 
 
-def _local_params(keys: Sequence[Keys]) -> dict[Keys, set[Keys]]:
+def local_params(keys: Sequence[Keys]) -> dict[Keys, set[Keys]]:
   """Returns the paths of the parameters in states of `local_updates`."""
   roots: dict[Keys, set[Keys]] = {}
   for k in keys:
@@ -232,11 +223,11 @@ def exchange(
 def _split_constants(tree: Any) -> tuple[list[Any], Callable[..., Any]]:
   """Returns the arrays of a tree, and what makes the tree of such a list.
 
-  Python numbers stay what they are: a decay that is known when a step is traced
-  makes a smaller program than one that is an array.
+  Python numbers and schedules stay what they are: a decay that is known when a
+  step is traced makes a smaller program than one that is an array.
   """
   leaves, treedef = jax.tree.flatten(tree)
-  known = [isinstance(x, bool | int | float) for x in leaves]
+  known = [not isinstance(x, jax.Array | np.ndarray) for x in leaves]
 
   def join(arrays: list[Any], constant: Any = None) -> Any:
     rest = iter(arrays)

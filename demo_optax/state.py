@@ -1,11 +1,11 @@
-"""Looking into an optimizer state: shardings, and momentum in the clear.
+"""Reads optimizer states: partition specs, metrics, momentum leaf by leaf.
 
 States are searched by path, not by type, since Flax NNX stores them without
 their types: what has a leading worker axis lies under `worker_stacked`, and
-there the momentum of an exchange under `momentum`.
+there the momentum of an exchange under `momentum`, by buckets.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import chex
@@ -16,25 +16,19 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from demo_optax import _tree as trees
-from demo_optax.compressors import (
-  Compressor,
-  CompressorTree,
-  LeafPlan,
-  per_leaf,
-)
+from demo_optax import _tree
+from demo_optax.compressors import CompressorTree, chunking, per_leaf
+from demo_optax.compressors.buckets import Layout, make_layout
+from demo_optax.demo import check_digest, describe_leaf
 from demo_optax.tools import tables
-from demo_optax.workers import Workers
+from demo_optax.workers import Spec, Workers
 from demo_optax.workers.sharding import (
+  STACKED,
   Keys,
   Path,
-  Placement,
-  dotted,
+  is_bucket,
   is_stacked,
-  momentum_roots,
   path_keys,
-  pending_axes,
-  root_of,
 )
 
 
@@ -67,34 +61,27 @@ def state_specs(
     >>> workers = demo_optax.Workers.on_axis('data')
     >>> tx = demo_optax.scale_by_demo(workers=workers)
     >>> specs = demo_optax.state_specs(tx, {'w': jnp.zeros((4, 4))}, workers)
-    >>> print(tuple(specs.worker_stacked.momentum['w']), tuple(specs.count))
-    ('data',) ()
+    >>> print(specs.worker_stacked.momentum, specs.count)
+    {'bucket_000_dense': PartitionSpec('data',)} PartitionSpec()
 
   References:
     Layout of the decoupled momentum of Peng et al.
     <https://arxiv.org/abs/2411.19870>, which is one per worker.
   """
   shapes = jax.eval_shape(tx.init, params)
-  flat, treedef = jax.tree_util.tree_flatten_with_path(shapes)
-  roots = momentum_roots([path_keys(path) for path, _ in flat])
   inside = _param_specs(params, workers)
 
   def spec(path: Path, leaf: Any) -> P:
     keys = path_keys(path)
-    for root in roots:
-      if keys[: len(root)] == root:
-        _, within = inside[keys[len(root) :]]
-        return P(workers.axis_name, *within)
-    axes = pending_axes(keys)
-    if axes is not None:
-      return P(workers.axis_name, *([axes] if axes else []))
+    if is_bucket(keys):
+      return P(workers.axis_name, *workers.param_specs.bucket_spec)
     lead = 1 if is_stacked(keys) else 0
     owners = (inside.get(keys[start:]) for start in range(len(keys) + 1))
     shape = leaf.shape[lead:]
     within = next((s for o in owners if o for h, s in [o] if h == shape), P())
     return P(workers.axis_name, *within) if lead else within
 
-  return treedef.unflatten([spec(path, leaf) for path, leaf in flat])
+  return jax.tree_util.tree_map_with_path(spec, shapes)
 
 
 def _param_specs(
@@ -106,7 +93,7 @@ def _param_specs(
   return {
       path_keys(path): (np.shape(x), place(path, np.shape(x)).spec)
       for path, x in flat
-      if trees.is_exchanged(x)
+      if _tree.is_exchanged(x)
   }
 
 
@@ -153,27 +140,18 @@ def momentum(
     Peng et al., `DeMo: Decoupled Momentum Optimization
     <https://arxiv.org/abs/2411.19870>`_, Algorithm 1.
   """
-  flat_state = jax.tree_util.tree_flatten_with_path(opt_state)[0]
-  moments = _moments([(path_keys(path), x) for path, x in flat_state])
+  buckets, digest = _momentum_of(opt_state)
+  layout = layout_of(params, compressor, workers)
+  check_momentum(buckets, digest, layout, workers)
 
-  def decode(
-      path: Path, param: Any, code: Compressor | None
-  ) -> jax.Array | None:
-    moment = moments.get(path_keys(path))
-    if moment is None:
-      return None
-    shape = np.shape(param)
-    plan, placement, code = _plan(path, shape, moment, code, workers)
-    decoded = workers.each(
-        lambda c: [code.from_coefficients(c[0], plan)], [moment], [placement]
-    )
-    return decoded[0]
+  def decode(i: int, c: jax.Array) -> jax.Array:
+    leaf = layout.leaves[i]
+    basis = layout.buckets[leaf.bucket].basis
+    return chunking.from_coefficients(c, leaf.grid, basis)
 
-  flat, treedef = jax.tree_util.tree_flatten_with_path(params)
-  codes = per_leaf(compressor, params)
-  return treedef.unflatten(
-      [decode(path, param, code) for (path, param), code in zip(flat, codes)]
-  )
+  found = momentum_to_leaves(layout, workers, buckets, decode)
+  in_order = [found.get(i) for i in range(len(layout.leaves))]
+  return jax.tree.structure(params).unflatten(in_order)
 
 
 def with_momentum(
@@ -214,45 +192,49 @@ def with_momentum(
     >>> moments = demo_optax.momentum(state, params, old, workers)
     >>> state = demo_optax.scale_by_demo(new, workers=workers).init(params)
     >>> state = demo_optax.with_momentum(state, moments, new, workers)
-    >>> state.worker_stacked.momentum.shape
-    (2, 2, 2, 4)
+    >>> {k: x.shape for k, x in state.worker_stacked.momentum.items()}
+    {'bucket_000_2x2': (2, 4, 4)}
 
   References:
     Peng et al., `DeMo: Decoupled Momentum Optimization
     <https://arxiv.org/abs/2411.19870>`_, Algorithm 1.
   """
-  flat, treedef = jax.tree_util.tree_flatten_with_path(opt_state)
-  keys = [path_keys(path) for path, _ in flat]
-  within = {id(x): k for k, x in _moments(list(zip(keys, flat))).items()}
-  flat_moments = jax.tree_util.tree_flatten_with_path(moments)[0]
-  given = {
-      path_keys(path): (path, x, code)
-      for (path, x), code in zip(flat_moments, per_leaf(compressor, moments))
-  }
-
-  def encode(leaf: tuple[Path, Any]) -> jax.Array:
-    _, kept = leaf
-    if id(leaf) not in within:
-      return kept
-    if within[id(leaf)] not in given:
-      name = trees.leaf_name(leaf[0])
-      raise ValueError(f'There is nothing in moments for {name}.')
-    path, moment, code = given[within[id(leaf)]]
-    shape = np.shape(moment)
-    if shape[:1] != (workers.stacked_size,):
+  buckets, digest = _momentum_of(opt_state)
+  flat, treedef = jax.tree_util.tree_flatten_with_path(
+      moments, is_leaf=lambda x: x is None
+  )
+  like = [
+      # Nothing is exchanged of integers.
+      np.zeros((), np.int32) if x is None
+      else jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+      for _, x in flat
+  ]
+  codes = per_leaf(compressor, treedef.unflatten(range(len(flat))))
+  for (path, x) in flat:
+    if x is not None and x.shape[:1] != (workers.stacked_size,):
       raise ValueError(
-          f'The momentum of {trees.leaf_name(path)} has shape {shape}, but'
+          f'The momentum of {_tree.leaf_name(path)} has shape {x.shape}, but'
           f' {workers} needs ({workers.stacked_size}, ...): one per worker.'
       )
-    plan, placement, code = _plan(path, shape[1:], kept, code, workers)
-    encoded = workers.each(
-        lambda m: [code.to_coefficients(m[0], plan)],
-        [jnp.asarray(moment, kept.dtype)],
-        [placement],
-    )
-    return encoded[0]
+  layout = make_layout(
+      [
+          describe_leaf(path, np.shape(x), x, workers.param_specs)
+          for (path, _), x in zip(flat, like)
+      ],
+      codes,
+      workers.param_specs.axis_sizes,
+  )
+  check_momentum(buckets, digest, layout, workers)
 
-  return treedef.unflatten(map(encode, flat))
+  def encode(i: int, m: jax.Array) -> jax.Array:
+    leaf = layout.leaves[i]
+    bucket = layout.buckets[leaf.bucket]
+    m = m.astype(bucket.format.dtype)
+    return chunking.to_coefficients(m, leaf.grid, bucket.basis)
+
+  leaves = {i: x for i, (_, x) in enumerate(flat)}
+  new = momentum_from_leaves(layout, workers, leaves, encode)
+  return replace_momentum(opt_state, new)
 
 
 def exchange_info(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
@@ -290,19 +272,20 @@ def exchange_info(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
     Algorithm 1.
   """
   flat = jax.tree_util.tree_flatten_with_path(opt_state)[0]
-  state = [(path_keys(path), x) for path, x in flat]
-  roots = momentum_roots([keys for keys, _ in state])
+  state = {path_keys(path): x for path, x in flat}
+  roots = [k[:-2] for k in state if k[-2:] == _MARKER]
   if not roots:
-    raise ValueError('There is no state of demo_optax.scale_by_demo in it.')
+    raise ValueError(_NO_STATE)
   # Of transformations that had nothing to exchange, nothing is known.
-  busy = {root_of(keys, roots) for keys, _ in state}
+  busy = {k[: k.index(STACKED)] for k in state if STACKED in k}
   root = next((root for root in roots if root in busy), roots[0])
-  metrics = (*root[:-2], 'metrics')
-  return {keys[-1]: x for keys, x in state if keys[:-1] == metrics}
+  return {
+      k[-1]: x for k, x in state.items() if k[:-1] == (*root, 'metrics')
+  }
 
 
 def state_summary(opt_state: chex.ArrayTree) -> str:
-  r"""An optimizer state's exchange in words, and its momentum as a table.
+  r"""Returns an optimizer state's last exchange in words, and its momentum.
 
   On a mesh of several processes all of them call it, since it takes norms.
 
@@ -311,8 +294,8 @@ def state_summary(opt_state: chex.ArrayTree) -> str:
       chained, partitioned, masked, or `nnx.Optimizer.opt_state`.
 
   Returns:
-    Lines to print: what `exchange_info` tells, and per leaf the shape of the
-    momentum of all workers, `[workers, *chunks, n]`; its dtype and bytes; its
+    Lines to print: what `exchange_info` tells, and for each bucket the shape of
+    the momentum of all workers, `[workers, rows, n]`; its dtype and bytes; its
     norm :math:`\sqrt{\frac 1 N \sum_i \lVert m_i \rVert^2}` over `N` workers;
     and, on a mesh, how it is sharded.
 
@@ -331,33 +314,33 @@ def state_summary(opt_state: chex.ArrayTree) -> str:
       sent 80.6% of the momentum's energy; what stays behind has norm 0.935
       a coefficient that was sent was sent by 2.00 workers on average
       workers left out: 0
-    momentum         shape    dtype  bytes   norm
-    the only leaf  2x1x1x4  float32   32 B  0.935
+    momentum        shape    dtype  bytes   norm
+    bucket_000_2x2  2x1x4  float32   32 B  0.935
 
   References:
     Of the momentum of Peng et al. <https://arxiv.org/abs/2411.19870>,
     Algorithm 1.
   """
-  flat = [
-      (path_keys(path), x)
+  buckets, _ = _momentum_of(opt_state)
+  state = {
+      path_keys(path): x
       for path, x in jax.tree_util.tree_flatten_with_path(opt_state)[0]
-  ]
-  moments = _moments(flat)
-  root, *_ = momentum_roots([keys for keys, _ in flat])
-  count = int(dict(flat)[(*root[:-2], 'count')])
-  workers = next((m.shape[0] for m in moments.values()), 0)
-  placed = [isinstance(m.sharding, NamedSharding) for m in moments.values()]
+  }
+  root = next(k[:-2] for k in state if k[-2:] == _MARKER)
+  count = int(state[(*root, 'count')])
+  workers = next((m.shape[0] for m in buckets.values()), 0)
+  placed = [isinstance(m.sharding, NamedSharding) for m in buckets.values()]
   header = ('momentum', 'shape', 'dtype', 'bytes', 'norm')
   rows = [(*header, 'sharding') if any(placed) else header]
-  for (keys, moment), named in zip(moments.items(), placed):
+  for (name, m), named in zip(buckets.items(), placed):
     row = (
-        dotted(keys),
-        tables.times(moment.shape),
-        str(moment.dtype),
-        tables.num_bytes(moment.nbytes),
-        f'{float(_mean_norm(moment)):.3g}',
+        name,
+        tables.times(m.shape),
+        str(m.dtype),
+        tables.num_bytes(m.nbytes),
+        f'{float(_mean_norm(m)):.3g}',
     )
-    spec = moment.sharding.spec if named else None
+    spec = m.sharding.spec if named else None
     rows.append((*row, str(spec or '')) if any(placed) else row)
   return '\n'.join(
       [*_in_words(count, workers, opt_state), *tables.aligned(rows)]
@@ -392,38 +375,157 @@ def _mean_norm(moment: jax.Array) -> jax.Array:
   return jnp.sqrt(jnp.sum(moment * moment) / moment.shape[0])
 
 
-def _moments(flat: list[tuple[Keys, Any]]) -> dict[Keys, Any]:
-  """What lies under the momentum of exchanges, by the path of the parameter."""
-  roots = momentum_roots([keys for keys, _ in flat])
+# Buckets and leaves -----------------------------------------------------------
+
+_MARKER = ('metrics', 'num_excluded')
+_NO_STATE = 'There is no state of demo_optax.scale_by_demo in it.'
+
+
+def layout_of(
+    params: chex.ArrayTree, compressor: CompressorTree, workers: Workers
+) -> Layout:
+  """Returns the layout of the momentum of `params`."""
+  flat = jax.tree_util.tree_flatten_with_path(params)[0]
+  return make_layout(
+      [
+          describe_leaf(path, np.shape(x), x, workers.param_specs)
+          for path, x in flat
+      ],
+      per_leaf(compressor, params),
+      workers.param_specs.axis_sizes,
+  )
+
+
+def _momentum_of(opt_state: chex.ArrayTree) -> tuple[dict[str, Any], Any]:
+  """Returns the momentum in a state, by buckets, and its digest."""
+  buckets: dict[str, Any] = {}
+  digest, roots = None, 0
+  for path, x in jax.tree_util.tree_flatten_with_path(opt_state)[0]:
+    keys = path_keys(path)
+    roots += keys[-2:] == _MARKER
+    if is_momentum(keys):
+      if keys[-1] in buckets:
+        raise ValueError(
+            'There are several states of demo_optax.scale_by_demo in it: give'
+            ' one of them.'
+        )
+      buckets[keys[-1]] = x
+    elif keys[-2:] == ('layout', 'digest'):
+      digest = x
   if not roots:
-    raise ValueError('There is no state of demo_optax.scale_by_demo in it.')
-  return {
-      keys[len(root) :]: x
-      for keys, x in flat
-      if (root := root_of(keys, roots)) is not None
+    raise ValueError(_NO_STATE)
+  return buckets, digest
+
+
+def is_momentum(keys: Keys) -> bool:
+  """Returns whether a path is that of a bucket of momentum."""
+  return is_bucket(keys) and keys[-2] == 'momentum'
+
+
+def replace_momentum(
+    opt_state: chex.ArrayTree, buckets: dict[str, Any]
+) -> chex.ArrayTree:
+  """Returns a state with other momentum, by buckets."""
+
+  def replace(path: Path, x: Any) -> Any:
+    keys = path_keys(path)
+    return buckets[keys[-1]] if is_momentum(keys) else x
+
+  return jax.tree_util.tree_map_with_path(replace, opt_state)
+
+
+def check_momentum(
+    buckets: dict[str, Any], digest: Any, layout: Layout, workers: Workers
+) -> None:
+  """Raises unless momentum is of this layout and of these workers."""
+  expected = {
+      b.name: workers.bucket_shape(b.shape) for b in layout.buckets
   }
+  found = {name: tuple(x.shape) for name, x in buckets.items()}
+  if found != expected:
+    raise ValueError(
+        f'The state holds momentum as {found}, but these parameters, compressor'
+        f' and {workers} keep it as {expected}. Give those that the state was'
+        ' made for.'
+    )
+  if digest is not None and not isinstance(digest, jax.core.Tracer):
+    check_digest(digest, layout)
 
 
-def _plan(
-    path: Path,
-    shape: tuple[int, ...],
-    moment: jax.Array,
-    compressor: Compressor | None,
+def momentum_to_leaves(
+    layout: Layout,
     workers: Workers,
-) -> tuple[LeafPlan, Placement, Compressor]:
-  """A leaf's plan, as `workers.each` shows it, checked; and where it lies."""
-  if compressor is None:
-    raise ValueError(
-        f'{trees.leaf_name(path)} has momentum, but the tree of compressors has'
-        ' None for it.'
-    )
-  placement = workers.param_specs.place(path, shape)
-  plan = compressor.plan_blocks(shape, moment.dtype, placement.blocks)
-  expected = (workers.stacked_size, *plan.grid.coefficients_shape)
-  if moment.shape != expected:
-    raise ValueError(
-        f'The momentum of {trees.leaf_name(path)} has shape {moment.shape}, but'
-        f' {compressor} and {workers} keep it as {expected}.'
-    )
-  plan = plan.with_blocks(workers.local_blocks(placement))
-  return plan, placement, compressor
+    buckets: dict[str, Any],
+    fun: Callable[[int, jax.Array], jax.Array] = lambda _, c: c,
+) -> dict[int, jax.Array]:
+  """Cuts momentum into leaves.
+
+  Args:
+    layout: where they lie.
+    workers: who takes part.
+    buckets: momentum, stacked.
+    fun: of the number of a leaf and of the coefficients of one shard of it,
+      `[*grid.coefficients_shape]`.
+
+  Returns:
+    by the number of the leaf, what `fun` returned for all workers, stacked and
+    sharded as the parameter is.
+  """
+  group = workers.group
+
+  def one_worker(own: dict[str, jax.Array]) -> dict[int, jax.Array]:
+    found = {}
+    for number, bucket in enumerate(layout.buckets):
+      rows = own[bucket.name].reshape(bucket.shape)
+      if bucket.num_devices > 1:
+        rows = group.join_devices(
+            rows[: bucket.num_chunks], bucket.split_axes
+        )
+      for i, x in layout.slices(number, rows).items():
+        found[i] = fun(i, x.reshape(layout.leaves[i].grid.coefficients_shape))
+    return found
+
+  specs = {i: Spec(True, layout.leaves[i].sharding.spec)
+           for i in layout.compressed}
+  stacked = dict.fromkeys(buckets, workers.bucket_spec)
+  return _call(
+      lambda own: workers.run(one_worker, (own,), (stacked,), specs), buckets
+  )
+
+
+def momentum_from_leaves(
+    layout: Layout,
+    workers: Workers,
+    leaves: dict[int, Any],
+    fun: Callable[[int, jax.Array], jax.Array] = lambda _, c: c,
+) -> dict[str, jax.Array]:
+  """Undoes `momentum_to_leaves`; `fun` returns the coefficients of a shard."""
+  group = workers.group
+  given = {i: leaves[i] for i in layout.compressed}
+  shapes = {b.name: workers.bucket_shape(b.shape) for b in layout.buckets}
+
+  def one_worker(own: dict[int, jax.Array]) -> dict[str, jax.Array]:
+    found = {}
+    for number, bucket in enumerate(layout.buckets):
+      rows = {}
+      for i in layout.members(number):
+        grid = layout.leaves[i].grid
+        rows[i] = fun(i, own[i]).reshape(grid.num_chunks, grid.chunk_size)
+      device = group.device_index(bucket.split_axes)
+      x = layout.assemble(number, rows, device)
+      shape = shapes[bucket.name]
+      found[bucket.name] = x[None] if len(shape) == 4 else x
+    return found
+
+  specs = {i: Spec(True, layout.leaves[i].sharding.spec) for i in given}
+  stacked = {b.name: workers.bucket_spec for b in layout.buckets}
+  return _call(
+      lambda own: workers.run(one_worker, (own,), (specs,), stacked), given
+  )
+
+
+def _call(fun: Any, args: Any) -> Any:
+  """Calls `fun`, jitted: shard_map outside of jit runs each operation."""
+  if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
+    return fun(args)
+  return jax.jit(fun)(args)

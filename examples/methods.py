@@ -119,19 +119,69 @@ def make_optimizer(
     return optax.chain(mean, adamw(args, args.lr))
   if args.optimizer in LOCAL:
     return local_updates(args, workers)
-  compressor, own = make_compressor(args), own_compressor(args)
-  exchanged = decoupled(args, workers, compressor, args.base, args.lr)
-  if args.embeddings == 'demo':
-    return exchanged
-  lr = args.own_lr or args.lr
-  others = {
-      'adamw': adamw(args, lr),
-      'own': decoupled(args, workers, own, args.own_base, lr),
+  lr, own_lr = args.lr, args.own_lr or args.lr
+  bases = {'matrix': base_of(args, args.base, lr)}
+  codes = {'matrix': make_compressor(args)}
+  if args.embeddings == 'adamw':
+    codes['other'], bases['other'] = None, adamw(args, own_lr)
+  elif args.embeddings == 'own':
+    codes['other'] = own_compressor(args)
+    bases['other'] = base_of(args, args.own_base, own_lr)
+  else:
+    codes['other'], bases['other'] = codes['matrix'], bases['matrix']
+  # The learning rate is inside the momentum where signs are taken of it.
+  weights = {
+      'matrix': weight_of(args, args.base, lr),
+      'other': weight_of(args, args.own_base, own_lr),
   }
-  return demo_optax.partition(
-      {'matrix': exchanged, 'other': others[args.embeddings]},
-      matrix_or_other,
-      workers=workers,
+  if args.embeddings == 'demo':
+    weights['other'] = weights['matrix']
+  clip = demo_optax.per_worker(
+      optax.clip_by_global_norm(args.clip), workers=workers
+  )
+
+  def exchange(params: Any) -> optax.GradientTransformation:
+    labels = matrix_or_other(params)
+    return demo_optax.scale_by_demo(
+        jax.tree.map(codes.get, labels),
+        args.decay,
+        workers=workers,
+        alpha=args.alpha,
+        average=args.average,
+        delay=args.delay,
+        gradient_weight=jax.tree.map(weights.get, labels),
+    )
+
+  return optax.chain(
+      clip, for_params(exchange), optax.partition(bases, matrix_or_other)
+  )
+
+
+def for_params(
+    make: Callable[[Any], optax.GradientTransformation],
+) -> optax.GradientTransformationExtraArgs:
+  """The transformation that `make` makes for the parameters it is given."""
+  return optax.GradientTransformationExtraArgs(
+      lambda params: make(params).init(params),
+      lambda updates, state, params=None, **extra: make(params).update(
+          updates, state, params, **extra
+      ),
+  )
+
+
+def weight_of(args: argparse.Namespace, base: str, lr: float) -> Any:
+  """What gradients are multiplied by before they go into the momentum."""
+  return make_schedule(args, lr) if base == 'sign' else 1 - args.decay
+
+
+def base_of(
+    args: argparse.Namespace, base: str, lr: float
+) -> optax.GradientTransformation:
+  """The base optimizer behind the exchange."""
+  return optax.chain(
+      BASES[base](),
+      optax.add_decayed_weights(args.weight_decay),
+      optax.scale_by_learning_rate(make_schedule(args, lr)),
   )
 
 
@@ -167,35 +217,6 @@ def adamw(
       optax.adamw(
           make_schedule(args, lr), b2=0.95, weight_decay=args.weight_decay
       ),
-  )
-
-
-def decoupled(
-    args: argparse.Namespace,
-    workers: demo_optax.Workers,
-    compressor: demo_optax.Compressor,
-    base: str,
-    lr: float,
-) -> optax.GradientTransformation:
-  """Decoupled momentum of gradients that each worker clips for itself."""
-  clip = optax.clip_by_global_norm(args.clip)
-  schedule = make_schedule(args, lr)
-  rule = {'decay': args.decay, 'alpha': args.alpha, 'average': args.average,
-          'delay': args.delay}
-  if base == 'sign':
-    demo = demo_optax.demo(
-        schedule, workers=workers, compressor=compressor,
-        weight_decay=args.weight_decay, **rule,
-    )
-    return optax.chain(clip, demo)
-  return optax.chain(
-      clip,
-      demo_optax.scale_by_demo(
-          compressor, ema=True, workers=workers, **rule
-      ),
-      BASES[base](),
-      optax.add_decayed_weights(args.weight_decay),
-      optax.scale_by_learning_rate(schedule),
   )
 
 

@@ -27,7 +27,14 @@ from subsets import (
 )
 
 import demo_optax
-from demo_optax.compressors import chunking as chunks
+from demo_optax.compressors import (
+  Compressor,
+  Identity,
+  RandomOrthogonal,
+  Slicing,
+  Striding,
+  TopK,
+)
 from demo_optax.wire import message as wire
 
 pytestmark = pytest.mark.core
@@ -42,7 +49,7 @@ def hadamard_matrix(length):
 
 
 def random_matrix(length):
-  return chunks.random_basis(length, 3)  # orthonormal: see below
+  return RandomOrthogonal(3).matrix(length)  # orthonormal: see below
 
 
 TOPK = {
@@ -158,11 +165,10 @@ def test_protocol(name):
 @pytest.mark.parametrize('n, k', [(64, 8), (70, 8), (7, 3), (4096, 5)])
 def test_places(name, n, k):
   """Ascending, distinct, and all come in turn (or nearly all, at random)."""
-  code = ALL[name]
-  plan = code.plan((16, 16), np.dtype('float32'))
-  format_ = type(plan.format)(n, k, 'float32', shared=True)
-  plan = type(plan)(plan.grid, format_)
-  places = jax.jit(lambda step: code.places(plan, step))
+  select = dataclasses.replace(ALL[name].select, rate=k / n)
+  assert select.count(n) == k
+  zeros = jnp.zeros((1, n))
+  places = jax.jit(lambda step: jnp.sort(select(zeros, step)[0]))
   seen = set()
   for step in range(min(n, 40)):
     found = np.asarray(places(jnp.int32(step)))
@@ -177,17 +183,43 @@ def test_places(name, n, k):
 
 @pytest.mark.parametrize('length', [1, 2, 5, 32])
 def test_random_basis_is_orthonormal(length):
-  basis = chunks.random_basis(length, 0)
+  basis = RandomOrthogonal(0).matrix(length)
   np.testing.assert_allclose(basis @ basis.T, np.eye(length), atol=1e-14)
   if length > 1:
-    assert np.any(basis != chunks.random_basis(length, 1))
+    assert np.any(basis != RandomOrthogonal(1).matrix(length))
+
+
+def test_slicing_does_not_overflow():
+  """Of long chunks, products of step and length are beyond 32 bits."""
+  n, rate = 50_000, 0.90001
+  select = Slicing(rate)
+  assert select.count(n) == 45_001
+  zeros = jnp.zeros((1, n))
+  places = jax.jit(lambda step: select(zeros, step)[0])
+  for step in (0, 1, 46_341, 47_720, 49_999, 2**31 - 1):
+    expected = (step * 45_001 + np.arange(45_001)) % n
+    np.testing.assert_array_equal(places(jnp.int32(step)), expected)
+
+
+@pytest.mark.parametrize('rate, n, k', [
+    (0.07, 100, 7), (0.29, 100, 29), (1 / 3, 3, 1), (1 / 49, 49, 1),
+    (0.11, 256, 29), (1e-7, 64, 1), (1, 5, 5), (0.9999, 5, 5)])
+def test_a_share_is_the_ceiling_of_what_is_written(rate, n, k):
+  assert Striding(rate).count(n) == k
+
+
+def test_compressors_are_equal_by_value():
+  assert demo_optax.dct_topk(16, 4) == demo_optax.dct_topk(16, 4)
+  assert hash(demo_optax.full()) == hash(demo_optax.full())
+  assert demo_optax.dct_topk(16, 4) != demo_optax.identity_topk(16, 4)
+  assert Compressor(TopK(4), Identity(), 16) == demo_optax.identity_topk(16, 4)
 
 
 def test_hadamard_wants_powers_of_two():
   with pytest.raises(ValueError, match='chunk_size=48 must be a power of two'):
     demo_optax.hadamard_topk(48)
   compressor = demo_optax.hadamard_topk(32, 4)
-  with pytest.raises(ValueError, match=r'shape \(96, 60\).*side of 30.*dct'):
+  with pytest.raises(ValueError, match=r'shape \(96, 60\).*30 is not a power of two.*dct'):
     demo_optax.plan(jnp.zeros((96, 60)), compressor, 2)
 
 
@@ -243,22 +275,32 @@ def test_a_selection_in_any_order_and_of_another_code():
   params = jnp.zeros((16, 16))
   gradients = random_tree(0, {'w': (2, 16, 16)})['w']
 
+  @dataclasses.dataclass(frozen=True)
+  class Mine:
+    largest: bool
+    shared = False
+
+    def count(self, n):
+      return min(8, n)
+
+    def __call__(self, c, step):
+      if self.largest:
+        return jax.lax.top_k(jnp.abs(c), 8)[1]
+      some = jnp.arange(8, dtype=jnp.int32)[::-1]
+      return jnp.broadcast_to(some, (len(c), 8))
+
   def run(select):
-    compressor = dataclasses.replace(
-        demo_optax.identity_topk(16, 8), name='mine', select=select)
+    compressor = Compressor(select, Identity(), 16)
     tx = demo_optax.scale_by_demo(compressor, workers=workers)
     updates, state = tx.update(gradients, tx.init(params), params)
     assert int(state.metrics['num_excluded']) == 0
     return np.asarray(updates)
 
-  largest = run(lambda c, plan: jax.lax.top_k(jnp.abs(c), 8)[1])
-  first = run(lambda c, plan: jnp.broadcast_to(
-      jnp.arange(8, dtype=jnp.int32)[::-1], (len(c), 8)))
   known = demo_optax.scale_by_demo(
       demo_optax.identity_topk(16, 8), workers=workers)
   expected, _ = known.update(gradients, known.init(params), params)
-  np.testing.assert_array_equal(largest, expected)
-  assert np.count_nonzero(first) == 8
+  np.testing.assert_array_equal(run(Mine(True)), expected)
+  assert np.count_nonzero(run(Mine(False))) == 8
 
 
 @pytest.mark.parametrize('name', ['random_subset', 'dct'])
@@ -303,7 +345,7 @@ def test_compressors_of_the_guide(guide, make):
     np.testing.assert_allclose(
         np.mean(moment, axis=0) + updates[key], gradients[key].mean(0),
         atol=1e-6)
-  shared = compressor.select is None
+  shared = compressor.select.shared
   assert bool(demo_optax.plan(params, compressor, 2).summed_bytes) == shared
 
 
@@ -332,7 +374,7 @@ def test_bases_of_the_guide_learn(guide, name):
   assert min(losses) < 0.7 * losses[0]
 
 
-def test_partition_of_the_guide(guide):
+def test_tree_of_the_guide(guide):
   params, tx = guide['params'], guide['tx']
   gradients = jax.tree.map(lambda p: jnp.stack([p, 2 * p]), params)
   with jax.numpy_dtype_promotion('standard'):

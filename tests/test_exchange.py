@@ -217,7 +217,7 @@ def test_momentum_is_born_sharded():
     tx = demo_optax.scale_by_demo(COMPRESSOR, workers=workers)
     params = replicated(random_tree(0), workers)
     for init in (tx.init, jax.jit(tx.init)):
-      for leaf in jax.tree.leaves(init(params).momentum):
+      for leaf in jax.tree.leaves(init(params).worker_stacked):
         assert len(leaf.addressable_shards) == N
         assert all(s.data.shape[0] == 1 for s in leaf.addressable_shards)
     compiled = jax.jit(tx.init).lower(params).compile()
@@ -234,7 +234,7 @@ def test_init_is_abstract():
         lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), random_tree(0))
     shapes = jax.eval_shape(tx.init, params)
     lead = 1 if 'on_axis' in repr(workers) else N
-    for leaf in jax.tree.leaves(shapes.momentum):
+    for leaf in jax.tree.leaves(shapes.worker_stacked):
       assert leaf.shape[0] == lead and leaf.dtype == jnp.float32
 
 
@@ -323,7 +323,7 @@ def test_one_worker_is_no_special_case():
   params = jnp.zeros((16, 16))
   gradient = jnp.asarray(random_tree(0, {'w': (1, 16, 16)})['w'])
   update, state = tx.update(gradient, tx.init(params), params)
-  assert np.count_nonzero(state.worker_stacked.momentum) == 255
+  assert np.count_nonzero(*state.worker_stacked.momentum.values()) == 255
   assert np.linalg.matrix_rank(np.asarray(update)) == 1
 
 
@@ -338,8 +338,9 @@ def test_a_gradient_that_could_overflow_the_momentum_is_left_out():
     gradient[1, 2, 3] = largest
     _, state = tx.update(jnp.asarray(gradient), tx.init(params), params)
     assert int(state.metrics['num_excluded']) == left_out
-    assert np.all(np.isfinite(state.worker_stacked.momentum))
-    assert bool(np.any(state.worker_stacked.momentum[1])) == (not left_out)
+    (momentum,) = state.worker_stacked.momentum.values()
+    assert np.all(np.isfinite(momentum))
+    assert bool(np.any(momentum[1])) == (not left_out)
 
 
 # Workers that are left out ----------------------------------------------------

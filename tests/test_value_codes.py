@@ -43,7 +43,7 @@ def check(values, v):
     per_value = 64
   assert data.size == code.num_bytes(chunks, k)
   assert data.size == -(-chunks * k * per_value // 8) + chunks * per_chunk // 8
-  read = decode(code, data[None], chunks, k)[0]
+  read = decode(code, data, chunks, k)
   assert read.dtype == sent.dtype == v.dtype
   np.testing.assert_array_equal(read, sent)
   assert np.all(np.isfinite(read))

@@ -10,7 +10,9 @@ from helpers import merge
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from demo_optax.compressors import Dct
 from demo_optax.compressors import chunking as chunks
+from demo_optax.compressors.buckets import Bucket
 from demo_optax.wire import message as wire
 from demo_optax.wire import values as value_codes
 
@@ -33,26 +35,52 @@ def random_selection(rng, f, chunks):
           jnp.asarray(values, jnp.float32))
 
 
-def write(layout, selections, present):
-  """A payload, and the values as they will be read."""
-  data, sent = layout.encode(selections)
-  return layout.seal(data, present), sent
+def packer_of(leaves):
+  """Of buckets of these formats, with so many chunks each."""
+  return wire.Packer([
+      Bucket(f'bucket_{i}', None, None, f, (1, f.n), 'whole', (), 1, chunks)
+      for i, (f, chunks) in enumerate(leaves)])
+
+
+def write(packer, selections, present):
+  """A message, and the values as they will be read."""
+  selected = [
+      wire.Selected(None if b.format.k == b.format.n else i, v, jnp.zeros(()))
+      for b, (i, v) in zip(packer.buckets, selections)]
+  message, sent = packer.pack(selected, jnp.ones(()), present)
+  return message[wire.GATHERED], sent
+
+
+def read(packer, data):
+  """(indices, values) of each bucket, and whose values count."""
+  inbox = packer.unpack(
+      {wire.GATHERED: data}, lambda _: None, lambda ok: ok, len(data))
+  found = [
+      (x.indices if x.indices is not None else jnp.broadcast_to(
+          jnp.arange(x.values.shape[-1]), x.values.shape), x.values)
+      for x in inbox.received]
+  return found, inbox.received[0].valid
+
+
+def formats(packer):
+  return [(b.format, b.num_chunks) for b in packer.buckets]
 
 
 @settings(max_examples=20)  # each compiles
 @given(layouts(), st.integers(1, 3), st.integers(0, 2**31))
 def test_payloads_come_back(leaves, workers, seed):
   rng = np.random.default_rng(seed)
-  layout = wire.Layout(leaves)
+  layout = packer_of(leaves)
   encode = jax.jit(functools.partial(write, layout))
   selected, sent, payloads = [], [], []
   for worker in range(workers):
     selected.append([random_selection(rng, f, c) for f, c in leaves])
     payload, values = encode(selected[-1], jnp.asarray(worker != 1))
-    assert payload.shape == (layout.num_bytes,) and payload.dtype == jnp.uint8
+    assert payload.shape == (layout.sizes[wire.GATHERED][0],) and payload.dtype == jnp.uint8
     payloads.append(payload)
     sent.append(values)
-  received, present, _ = jax.jit(layout.decode)(jnp.stack(payloads))
+  received, present = jax.jit(functools.partial(read, layout))(
+      jnp.stack(payloads))
   assert present.tolist() == [w != 1 for w in range(workers)]
   for leaf, (indices, values) in enumerate(received):
     for worker in range(workers):
@@ -64,7 +92,7 @@ def test_payloads_come_back(leaves, workers, seed):
       if f.values == 'float32':
         np.testing.assert_array_equal(
             values[worker],
-            np.clip(selected[worker][leaf][1], -f.limit / 2, f.limit / 2))
+            np.clip(selected[worker][leaf][1], -f.max_magnitude / 2, f.max_magnitude / 2))
 
 
 def test_float64_travels_as_float64(x64):
@@ -90,40 +118,41 @@ def mixed_layout(values):
   leaves = [(wire.ChunkFormat(n, k, 'float32', values), 3)
             for n, k in PLACES.values()]
   assert [f.index_code.name for f, _ in leaves] == list(PLACES)
-  return wire.Layout(leaves)
+  return packer_of(leaves)
 
 
 @functools.cache
 def reader(values):
-  return jax.jit(mixed_layout(values).decode)
+  return jax.jit(functools.partial(read, mixed_layout(values)))
 
 
 def damaged(rng, values, count):
   """Payloads: random bytes, and true ones with a few bytes changed."""
   layout = mixed_layout(values)
   payload, _ = jax.jit(functools.partial(write, layout))(
-      [random_selection(rng, f, c) for f, c in layout.leaves],
+      [random_selection(rng, f, c) for f, c in formats(layout)],
       jnp.asarray(True))
+  size = payload.size
   changed = np.tile(np.asarray(payload), (count, 1))
   for _ in range(3):
-    changed[np.arange(count), rng.integers(0, layout.num_bytes, count)] = (
+    changed[np.arange(count), rng.integers(0, size, count)] = (
         rng.integers(0, 256, count))
-  noise = rng.integers(0, 256, (count, layout.num_bytes), dtype=np.uint8)
-  noise[::2, -1] = 1
+  noise = rng.integers(0, 256, (count, size), dtype=np.uint8)
+  noise[::2, -wire.END_BYTES] = 1
   return np.concatenate([changed, noise, np.full_like(noise[:1], 0),
                          np.full_like(noise[:1], 255)])
 
 
 def assert_safe(values, data):
   """Indices ascend in every chunk; whoever is present has moderate values."""
-  received, present, _ = reader(values)(jnp.asarray(data))
+  received, present = reader(values)(jnp.asarray(data))
   present = np.asarray(present)
-  assert not np.any(present[data[:, -1] != 1])
-  for (f, _), (indices, v) in zip(mixed_layout(values).leaves, received):
+  assert not np.any(present[data[:, -wire.END_BYTES] != 1])
+  for (f, _), (indices, v) in zip(formats(mixed_layout(values)), received):
     indices = np.asarray(indices)
     assert np.all(indices[..., 0] >= 0) and np.all(indices[..., -1] < f.n)
     assert np.all(np.diff(indices, axis=-1) > 0)
-    assert np.all(np.abs(np.asarray(v)[present]) <= f.limit)
+    assert np.all(np.abs(np.asarray(v)[present]) <= f.max_magnitude)
   return received, present
 
 
@@ -132,7 +161,7 @@ def test_any_bytes_are_safe_to_read(values):
   data = damaged(np.random.default_rng(0), values, 300)
   received, present = assert_safe(values, data)
   assert 0 < present.sum() < len(present)
-  for (f, _), (indices, v) in zip(mixed_layout(values).leaves, received):
+  for (f, _), (indices, v) in zip(formats(mixed_layout(values)), received):
     merged = merge(
         indices, v, jnp.asarray(present), f.n, 'senders')
     assert np.all(np.isfinite(merged))
@@ -151,15 +180,16 @@ def test_who_wrote_what_nobody_reads_is_left_out(values):
   """Too few bits in a bitmap, an index too far, a value not finite."""
   layout = mixed_layout(values)
   rng = np.random.default_rng(2)
-  selected = [random_selection(rng, f, c) for f, c in layout.leaves]
+  selected = [random_selection(rng, f, c) for f, c in formats(layout)]
   good, _ = jax.jit(functools.partial(write, layout))(selected, jnp.asarray(True))
-  starts = np.cumsum([0] + [f.num_bytes(c) for f, c in layout.leaves])
-  fixed, c = layout.leaves[0]
+  starts = np.cumsum([0] + [f.num_bytes(c) for f, c in formats(layout)])
+  fixed, c = formats(layout)[0]
   too_far = good.at[fixed.value_bytes(c)].set(127)  # of 100 places, in 7 bits
-  bitmap, c = layout.leaves[1]
+  bitmap, c = formats(layout)[1]
   first = int(starts[1]) + bitmap.value_bytes(c)
   too_few = good.at[first : int(starts[2])].set(0)
-  cases = [good, too_far, too_few, good.at[-1].set(0), good.at[-1].set(3)]
+  cases = [good, too_far, too_few, good.at[-wire.END_BYTES].set(0),
+           good.at[-wire.END_BYTES].set(3)]
   expected = [True, False, False, False, False]
   if values != 'float32':  # a scale, or the first value, that is infinite
     place = fixed.value_bytes(c) - (0 if values == 'bfloat16' else 2 * c)
@@ -167,20 +197,20 @@ def test_who_wrote_what_nobody_reads_is_left_out(values):
     infinite = jnp.asarray([0x80, 0x7F], jnp.uint8)
     cases.append(good.at[place : place + 2].set(infinite))
     expected.append(False)
-  _, present, _ = reader(values)(jnp.stack(cases))
+  _, present = reader(values)(jnp.stack(cases))
   assert present.tolist() == expected
 
 
 @pytest.mark.parametrize('bad', [np.nan, np.inf, -np.inf, 3.4e38])
 def test_a_value_that_is_not_finite_or_too_large_is_left_out(bad):
   f = wire.ChunkFormat(16, 2, 'float32')
-  layout = wire.Layout([(f, 1)])
+  layout = packer_of([(f, 1)])
   indices = jnp.asarray([[3, 9]], jnp.int32)
   payload, _ = write(
       layout, [(indices, jnp.asarray([[1.0, 2.0]]))], jnp.asarray(True))
-  assert layout.decode(payload[None])[1].tolist() == [True]
+  assert read(layout, payload[None])[1].tolist() == [True]
   damage = np.frombuffer(np.float32(bad).tobytes(), np.uint8)
-  received, present, _ = layout.decode(payload.at[:4].set(damage)[None])
+  received, present = read(layout, payload.at[:4].set(damage)[None])
   assert present.tolist() == [False]
   np.testing.assert_array_equal(received[0][0][0], indices)
 
@@ -196,48 +226,57 @@ def test_the_largest_that_is_read_can_be_transformed(values, average):
   signs = np.sign([np.outer(np.ones(32), np.ones(16)).ravel(),
                    chunks.to_coefficients(jnp.asarray(
                        rng.normal(size=(16, 32)), jnp.float32), grid,
-                       chunks.dct_basis).ravel()])
+                       Dct()).ravel()])
   for sign in signs:
-    data, _ = f.encode(jnp.arange(n, dtype=jnp.int32)[None],
-                       jnp.asarray(3.4e38 * sign[None], jnp.float32))
+    data, _ = f.encode(
+        None, jnp.asarray(3.4e38 * sign[None], jnp.float32))
     indices, read, sound = f.decode(jnp.stack([data] * many), 1)
     assert bool(jnp.all(sound))
     doubled = jnp.where(sound[:, None, None], 2 * read, 0)
-    for v in (read, jnp.clip(doubled, -f.limit, f.limit)):
+    for v in (read, jnp.clip(doubled, -f.max_magnitude, f.max_magnitude)):
       merged = merge(indices, v, sound, n, average)
       update = chunks.from_coefficients(
-          merged.reshape(grid.coefficients_shape), grid, chunks.dct_basis)
+          merged.reshape(grid.coefficients_shape), grid, Dct())
       assert np.all(np.isfinite(update))
 
 
-def test_stats_travel_with_who_takes_part():
-  layout = wire.Layout([(wire.ChunkFormat(16, 2, 'float32'), 1)], 3)
-  chosen = [(jnp.asarray([[3, 9]], jnp.int32), jnp.asarray([[1.0, 2.0]]))]
-  data, _ = layout.encode(chosen)
-  stats = jnp.asarray([1.5, -2e30, 7e-40])
-  payload = layout.seal(data, jnp.asarray(True), stats)
-  assert payload.shape == (layout.num_bytes,)
-  received, present, found = layout.decode(payload[None])
-  np.testing.assert_array_equal(received[0][1][0], chosen[0][1])
-  assert present.tolist() == [True]
-  np.testing.assert_array_equal(
-      np.asarray(found[0]).view(np.uint32), np.asarray(stats).view(np.uint32))
+def test_energies_travel():
+  layout = packer_of([(wire.ChunkFormat(16, 2, 'float32'), 1)])
+  indices, values = jnp.asarray([[3, 9]], jnp.int32), jnp.asarray([[1.0, 2.0]])
+  selected = [wire.Selected(indices, values, jnp.asarray(7.0))]
+  message, _ = layout.pack(selected, jnp.asarray(0.5), jnp.asarray(True))
+  inbox = layout.unpack(
+      {k: x[None] for k, x in message.items()}, None, lambda ok: ok, 1)
+  # Of 7, 5 were sent, of which a fourth stays with the 2 that were not.
+  np.testing.assert_allclose(inbox.energies, [7.0, 5.0, 3.25])
+  message, _ = layout.pack(selected, jnp.asarray(0.5), jnp.asarray(False))
+  inbox = layout.unpack(
+      {k: x[None] for k, x in message.items()}, None, lambda ok: ok, 1)
+  assert int(inbox.num_valid) == 0 and not np.any(inbox.energies)
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'float64'])
 def test_sums_are_means_over_who_takes_part(x64, dtype):
   f = wire.ChunkFormat(16, 2, dtype, shared=True)
-  layout = wire.SumLayout([(f, 3), (wire.ChunkFormat(5, 5, dtype, shared=True), 1)], 2)
+  whole = wire.ChunkFormat(5, 5, dtype, shared=True)
+  layout = packer_of([(f, 3), (whole, 1)])
   rng = np.random.default_rng(0)
-  values = [[jnp.asarray(rng.normal(size=shape), dtype) for shape in ((3, 2), (1, 5))]
-            for _ in range(3)]
+  values = [[jnp.asarray(rng.normal(size=shape), dtype)
+             for shape in ((3, 2), (1, 5))] for _ in range(3)]
   values[1][0] = values[1][0] * np.nan
-  vectors = [
-      layout.encode(v, jnp.asarray(w != 1), jnp.asarray([1.0, 2.0], 'float32'), dtype)
-      for w, v in enumerate(values)]
-  assert vectors[0].shape == (layout.num_elements,)
-  means, count, stats = layout.decode(sum(vectors), 3)
-  assert int(count) == 2 and stats.tolist() == [2.0, 4.0]
-  for mean, a, b in zip(means, values[0], values[2]):
-    assert mean.dtype == dtype
-    np.testing.assert_allclose(mean, (a + b) / 2, rtol=1e-6)
+  name = wire.SUMMED + dtype
+  vectors = []
+  for w, v in enumerate(values):
+    selected = [wire.Selected(jnp.zeros((3, 2), jnp.int32), v[0], jnp.ones(())),
+                wire.Selected(None, v[1], jnp.ones(()))]
+    message, _ = layout.pack(selected, jnp.ones(()), jnp.asarray(w != 1))
+    assert message[name].shape == (layout.sizes[name][0],)
+    vectors.append(message[name])
+  inbox = layout.unpack(
+      {name: sum(vectors)}, lambda _: jnp.asarray([3, 9], jnp.int32),
+      lambda ok: ok, 3)
+  assert int(inbox.num_valid) == 2
+  assert inbox.received[0].indices.tolist() == [[[3, 9]] * 3]
+  for found, a, b in zip(inbox.received, values[0], values[2]):
+    assert found.valid.tolist() == [True]
+    np.testing.assert_allclose(found.values[0], (a + b) / 2, rtol=1e-6)

@@ -30,6 +30,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 # Orbax's current API, in the form in which it is documented.
 from orbax.checkpoint import v1 as ocp
@@ -41,10 +43,17 @@ from demo_optax.checkpoint import resize as elastic
 from demo_optax.compressors import (
   Compressor,
   CompressorTree,
-  LeafPlan,
+  chunking,
   per_leaf,
 )
-from demo_optax.compressors import chunking as chunks
+from demo_optax.compressors.buckets import Layout
+from demo_optax.state import (
+  check_momentum,
+  is_momentum,
+  layout_of,
+  momentum_from_leaves,
+  momentum_to_leaves,
+)
 from demo_optax.tools import replicas
 from demo_optax.workers import Workers
 from demo_optax.workers import sharding as specs
@@ -55,7 +64,7 @@ _FORMAT = 1
 _ATTEMPTS = 10
 
 # What is said of one leaf: JSON, so that it can be kept beside the arrays.
-Codes = dict[specs.Keys, Compressor | None]
+Codes = dict[specs.Keys, Any]
 Record = dict[str, Any]
 
 
@@ -152,6 +161,7 @@ class Checkpointer:
     }
     self._treedef = jax.tree.structure(params)
     self._codes, self._workers = self._by_path(compressor), workers
+    self._layout = layout_of(params, compressor, workers)
     _ = workers.count  # an error for Workers.on_axis
     self._folder = folders.resolve(folder)
     folders.make(self._folder)
@@ -254,7 +264,7 @@ class Checkpointer:
           f' already (steps: {_some(self.steps)}). Nothing is overwritten: give'
           ' another folder, or remove it first.'
       )
-    leaves = _Leaves(tree)
+    leaves = _Leaves(tree, self._layout, self._workers)
     leaves.check_equal_between_processes()
     about = {
         'format': _FORMAT,
@@ -363,7 +373,7 @@ class Checkpointer:
   ) -> chex.ArrayTree:
     """What `restore` returns of one checkpoint."""
     about = self._about(step)
-    leaves = _Leaves(tree)
+    leaves = _Leaves(tree, self._layout, self._workers, abstract=True)
     saved, wanted = about['leaves'], self._describe(leaves)
     codes = {
         name: (_code_of(former, keys), _code_of(self._codes, keys))
@@ -381,7 +391,7 @@ class Checkpointer:
         for name, x in leaves.arrays.items()
         if _size(x)
     }
-    arrays = self._load(step, like, about.get('digests', {}))
+    arrays = self._load(step, like, about['digests'])
     new = dict(about['values'])
     for name, x in leaves.arrays.items():
       if not _size(x):
@@ -454,11 +464,8 @@ class Checkpointer:
           f' {about.get("format")}, but this version of demo_optax reads'
           f' {_FORMAT}: use the code that wrote it.'
       )
-    if about.pop('checksum', None) not in (None, _checksum(about)):
+    if about.pop('checksum', None) != _checksum(about):
       raise self._damaged(step, 'its description is not what was written')
-    for record in about['leaves'].values():
-      if 'chunks' in record:  # the first checkpoints had one for all
-        record.setdefault('compressor', about['compressor'])
     return about
 
   def _load(
@@ -470,7 +477,7 @@ class Checkpointer:
     except Exception as error:
       raise self._unreadable(step, error) from error
     found = replicas.content_digests(arrays)
-    other = [n for n in like if found[n] != digests.get(n, found[n])]
+    other = [n for n in like if found[n] != digests[n]]
     if other:
       more = f' (and {len(other) - 1} more leaves)' if other[1:] else ''
       raise self._damaged(step, f'{other[0]}{more} is not what was saved')
@@ -498,53 +505,33 @@ class Checkpointer:
 
   def _describe(self, leaves: '_Leaves') -> dict[str, Record]:
     """What a checkpoint says of every leaf."""
-    keys = list(leaves.keys.values())
-    roots = specs.momentum_roots(keys)
     records: dict[str, Record] = {}
     for name, x in leaves.all.items():
-      k = leaves.keys[name]
-      root = specs.root_of(k, roots)
+      keys = leaves.keys[name]
       if name in leaves.values:
         records[name] = {'value': type(x).__name__}
-      elif root is not None:
-        records[name] = self._describe_momentum(name, k[len(root) :], x)
+      elif name in leaves.moments:
+        leaf = self._layout.leaves[leaves.moments[name]]
+        records[name] = {
+            'shape': list(leaf.shape),
+            'dtype': str(x.dtype),
+            'workers': x.shape[0],
+            'chunks': {
+                'blocks': list(leaf.sharding.blocks),
+                'lengths': list(leaf.grid.lengths),
+                'whole': leaf.grid.whole,
+            },
+            'compressor': str(leaf.compressor),
+        }
       else:
-        lead = {'workers': x.shape[0]} if specs.is_stacked(k) else {}
+        lead = {'workers': x.shape[0]} if specs.is_stacked(keys) else {}
         shape = list(x.shape[len(lead) :])
         records[name] = {'shape': shape, 'dtype': str(x.dtype), **lead}
-        if specs.pending_axes(k) is not None:
+        if specs.is_bucket(keys):  # a message in flight
           codes = dict.fromkeys(str(x) for x in self._codes.values())
           by = f'{", ".join(codes)}{self._workers.param_specs}'
           records[name]['written_by'] = by
     return records
-
-  def _describe_momentum(self, name: str, keys: specs.Keys, x: Any) -> Record:
-    code = self._codes.get(keys)
-    if code is None:
-      what = 'compressor' if keys in self._params else 'params'
-      raise ValueError(
-          f'{name} is the momentum of an exchange, and {what} has nothing for'
-          ' it: give Checkpointer the parameters and the compressor that the'
-          ' optimizer state was made with.'
-      )
-    path, shape = self._params[keys]
-    blocks = self._workers.param_specs.place(path, shape).blocks
-    grid = code.plan_blocks(shape, x.dtype, blocks).grid
-    expected = (self._workers.count, *grid.coefficients_shape)
-    if x.shape != expected:
-      raise ValueError(
-          f'{name} has shape {x.shape}, but {code} and'
-          f' {self._workers} keep the momentum of a parameter of shape {shape}'
-          f' as {expected}. Give Checkpointer the parameters, compressor and'
-          ' workers that the optimizer state was made with.'
-      )
-    return {
-        'shape': list(shape),
-        'dtype': str(x.dtype),
-        'workers': x.shape[0],
-        'chunks': _chunks(grid),
-        'compressor': str(code),
-    }
 
   def _by_path(
       self, compressor: CompressorTree, argument: str = 'compressor'
@@ -564,7 +551,7 @@ def _plans(
     wanted: Record,
     saved: Record,
     codes: tuple[Compressor | None, Compressor | None],
-) -> tuple[LeafPlan, LeafPlan] | None:
+) -> tuple[Any, Any] | None:
   """The two cuts of a leaf that goes through parameter space."""
   old, new = codes
   if old is None or new is None or 'chunks' not in saved:
@@ -578,7 +565,7 @@ def _plans(
 def _converted(
     x: Any,
     count: int,
-    plans: tuple[LeafPlan, LeafPlan] | None,
+    plans: tuple[Any, Any] | None,
     codes: tuple[Compressor | None, Compressor | None],
     like: Any,
 ) -> jax.Array:
@@ -594,17 +581,23 @@ def _converted(
 def _convert(
     x: jax.Array,
     count: int,
-    plans: tuple[LeafPlan, LeafPlan] | None,
+    plans: tuple[Any, Any] | None,
     compressors: tuple[Any, Any],
     sharding: Any,
 ) -> jax.Array:
   """Stacked `x` for `count` workers, and cut into other chunks."""
   if plans is not None:
-    (old, new), (old_plan, new_plan) = compressors, plans
-    x = jax.vmap(lambda c: old.from_coefficients(c, old_plan))(x)
+    (old, new), ((old_grid, old_blocks), (new_grid, new_blocks)) = (
+        compressors, plans
+    )
+    x = jax.vmap(_by_shard(
+        lambda c: chunking.from_coefficients(c, old_grid, old.basis), old_blocks
+    ))(x)
   x = elastic.regroup(x, count)
   if plans is not None:
-    x = jax.vmap(lambda m: new.to_coefficients(m, new_plan))(x)
+    x = jax.vmap(_by_shard(
+        lambda m: chunking.to_coefficients(m, new_grid, new.basis), new_blocks
+    ))(x)
   if sharding is None:
     return x
   return jax.lax.with_sharding_constraint(x, sharding)
@@ -627,29 +620,92 @@ def _is_unicode(text: str) -> bool:
   return True
 
 
+def _by_shard(fun: Any, blocks: tuple[int, ...]) -> Any:
+  """Returns `fun` of one shard as a function of a whole array.
+
+  Args:
+    fun: from an array to an array, of the same number of dimensions or with one
+      more, or one less, at the end.
+    blocks: number of shards along each dimension.
+  """
+  rank, shards = len(blocks), math.prod(blocks)
+  if shards == 1:
+    return fun
+
+  def whole(x: jax.Array) -> jax.Array:
+    shape: list[int] = []
+    for d, size in enumerate(x.shape):
+      shape += [blocks[d], size // blocks[d]] if d < rank else [size]
+    order = [*range(0, 2 * rank, 2), *range(1, 2 * rank, 2)]
+    x = x.reshape(shape).transpose([*order, *range(2 * rank, len(shape))])
+    y = jax.vmap(fun)(x.reshape(shards, *x.shape[rank:]))
+    y = y.reshape(*blocks, *y.shape[1:])
+    order = [axis for d in range(rank) for axis in (d, rank + d)]
+    y = y.transpose([*order, *range(2 * rank, y.ndim)])
+    joined = [y.shape[2 * d] * y.shape[2 * d + 1] for d in range(rank)]
+    return y.reshape(*joined, *y.shape[2 * rank :])
+
+  return whole
+
+
 # Trees as named leaves --------------------------------------------------------
 
 
 class _Leaves:
-  """The leaves of a tree, by name.
+  """The leaves of a tree, by name; momentum leaf by leaf, not in buckets.
+
+  Args:
+    tree: what is saved, or restored into.
+    layout: of the momentum in it.
+    workers: who takes part.
+    abstract: whether momentum is only described.
 
   Attributes:
     all: every leaf.
     arrays: those that are arrays, or stand for some; PRNG keys, too.
     values: those that are plain Python values.
     keys: the path of each.
+    moments: for each leaf of momentum, the number of its parameter.
   """
 
-  def __init__(self, tree: chex.ArrayTree):
+  def __init__(
+      self,
+      tree: chex.ArrayTree,
+      layout: Layout,
+      workers: Workers,
+      *,
+      abstract: bool = False,
+  ):
+    self._layout, self._workers = layout, workers
     flat, self._treedef = jax.tree_util.tree_flatten_with_path(tree)
+    self._places: list[Any] = []  # the name of each leaf, or its bucket
     self.all: dict[str, Any] = {}
     self.keys: dict[str, specs.Keys] = {}
+    self.moments: dict[str, int] = {}
+    buckets: dict[specs.Keys, dict[str, Any]] = {}
+    digests: dict[specs.Keys, Any] = {}
     for path, x in flat:
       keys = specs.path_keys(path)
-      name = specs.dotted(keys)
-      if name in self.all:
-        raise ValueError(f'Two leaves of the tree are called {name}.')
-      self.all[name], self.keys[name] = x, keys
+      if is_momentum(keys):
+        buckets.setdefault(keys[:-1], {})[keys[-1]] = x
+        self._places.append((keys[:-1], keys[-1]))
+      elif keys[-2:] == ('layout', 'digest'):
+        digests[keys[:-2]] = x
+        self._places.append(x)  # says how buckets are made: not saved
+      else:
+        self._places.append(self._add(keys, x))
+    for root, found in buckets.items():
+      own = digests.get(root[:-2])
+      if isinstance(own, jax.ShapeDtypeStruct):
+        own = None
+      check_momentum(found, own, layout, workers)
+      moments = (
+          self._abstract(found) if abstract
+          else momentum_to_leaves(layout, workers, found)
+      )
+      for i, x in moments.items():
+        keys = (*root, *layout.leaves[i].keys)
+        self.moments[self._add(keys, x)] = i
     self.arrays = {n: x for n, x in self.all.items() if hasattr(x, 'dtype')}
     self.values = {n: x for n, x in self.all.items() if n not in self.arrays}
     for name, x in self.values.items():
@@ -666,9 +722,53 @@ class _Leaves:
               ' written as UTF-8.'
           )
 
+  def _add(self, keys: specs.Keys, x: Any) -> str:
+    name = specs.dotted(keys)
+    if name in self.all:
+      raise ValueError(f'Two leaves of the tree are called {name}.')
+    self.all[name], self.keys[name] = x, keys
+    return name
+
+  def _abstract(self, buckets: dict[str, Any]) -> dict[int, Any]:
+    """Describes what `momentum_to_leaves` would return."""
+    found = {}
+    for i in self._layout.compressed:
+      leaf = self._layout.leaves[i]
+      like = buckets[self._layout.buckets[leaf.bucket].name]
+      counts = [
+          b * c for b, c in zip(leaf.sharding.blocks, leaf.grid.counts)
+      ]
+      sharding = like.sharding
+      if isinstance(sharding, NamedSharding):
+        spec = P(self._workers.axis_name, *leaf.sharding.spec)
+        sharding = NamedSharding(sharding.mesh, spec)
+      found[i] = jax.ShapeDtypeStruct(
+          (like.shape[0], *counts, leaf.grid.chunk_size), like.dtype,
+          sharding=sharding,
+      )
+    return found
+
   def unflatten(self, leaves: dict[str, Any]) -> chex.ArrayTree:
     """The tree with other leaves."""
-    return self._treedef.unflatten([leaves[name] for name in self.all])
+    moments: dict[specs.Keys, dict[int, Any]] = {}
+    for name, i in self.moments.items():
+      keys = self._layout.leaves[i].keys
+      root = self.keys[name][: len(self.keys[name]) - len(keys)]
+      moments.setdefault(root, {})[i] = leaves[name]
+    made = {
+        root: momentum_from_leaves(self._layout, self._workers, found)
+        for root, found in moments.items()
+    }
+    flat = []
+    for place in self._places:
+      if isinstance(place, str):
+        flat.append(leaves[place])
+      elif isinstance(place, tuple):
+        root, bucket = place
+        flat.append(made[root][bucket])
+      else:
+        flat.append(jnp.asarray(self._layout.digest))
+    return self._treedef.unflatten(flat)
 
   def check_equal_between_processes(self) -> None:
     """Raises if a leaf that each process has for itself is not the same."""
@@ -697,7 +797,9 @@ def _loaded_as(saved: Record, like: Any) -> Any:
   shape: tuple[int, ...] = tuple(saved['shape'])
   dtype = getattr(like, 'dtype', None)
   if 'chunks' in saved:
-    shape = _grid(saved).coefficients_shape
+    grid, blocks = _grid(saved)
+    counts = [b * c for b, c in zip(blocks, grid.counts)]
+    shape = (*counts, grid.chunk_size)
   if 'workers' in saved:
     shape = (saved['workers'], *shape)
   if _is_key(like):
@@ -790,8 +892,10 @@ def _mismatches(
       if code is None or str(code) != was:
         if not _same_chunks(old, new):
           problems['chunks'].append(_line(name, _cut(old), _cut(new)))
-      elif _plan(old, code).grid != _grid(old):
-        made = {**old, 'chunks': _chunks(_plan(old, code).grid)}
+      elif _plan(old, code) != _grid(old):
+        grid, _ = _plan(old, code)
+        chunks = {**old['chunks'], 'lengths': grid.lengths, 'whole': grid.whole}
+        made = {**old, 'chunks': chunks}
         problems['chunks'].append(_line(name, _cut(old), _cut(made)))
     if old.get('workers') != new.get('workers'):
       counts = [f'{record["workers"]} workers' for record in (old, new)]
@@ -852,42 +956,39 @@ def _what(record: Record | None) -> str:
 
 
 def _cut(record: Record) -> str:
-  grid = _grid(record)
-  if grid.whole and grid.num_chunks == 1:
+  grid, blocks = _grid(record)
+  if grid.whole and math.prod(blocks) == 1:
     return 'sent whole'
   text = f'chunks of {"x".join(map(str, grid.lengths))}'
-  if max(grid.blocks, default=1) > 1:
-    text += f' in {"x".join(map(str, grid.blocks))} blocks'
+  if max(blocks, default=1) > 1:
+    text += f' in {"x".join(map(str, blocks))} blocks'
   return f'{text}, sent whole' if grid.whole else text
 
 
-def _chunks(grid: chunks.ChunkGrid) -> dict[str, Any]:
-  return {
-      'blocks': list(grid.blocks),
-      'lengths': list(grid.lengths),
-      'whole': grid.whole,
-  }
-
-
-def _grid(record: Record) -> chunks.ChunkGrid:
+def _grid(record: Record) -> tuple[chunking.ChunkGrid, tuple[int, ...]]:
+  """How a shard is cut, and how many shards there are."""
   cut = record['chunks']
   blocks = tuple(cut['blocks'])
-  block = tuple(d // b for d, b in zip(record['shape'], blocks))
-  return chunks.ChunkGrid(block, tuple(cut['lengths']), cut['whole'], blocks)
+  shard = tuple(d // b for d, b in zip(record['shape'], blocks))
+  grid = chunking.ChunkGrid(shard, tuple(cut['lengths']), cut['whole'])
+  return grid, blocks
 
 
 def _same_chunks(a: Record, b: Record) -> bool:
   """Whether chunks are the same, however they are spread over devices."""
-  old, new = _grid(a), _grid(b)
+  (old, old_blocks), (new, new_blocks) = _grid(a), _grid(b)
   if (old.lengths, old.whole) != (new.lengths, new.whole):
     return False
-  ends = zip(old.blocks, new.blocks, old.padding, new.padding)
+  ends = zip(old_blocks, new_blocks, old.padding, new.padding)
   return all(b == c or not (p or q) for b, c, p, q in ends)
 
 
-def _plan(record: Record, compressor: Compressor) -> LeafPlan:
-  grid, dtype = _grid(record), jnp.dtype(record['dtype'])
-  return compressor.plan_blocks(grid.shape, dtype, grid.blocks)
+def _plan(
+    record: Record, compressor: Compressor
+) -> tuple[chunking.ChunkGrid, tuple[int, ...]]:
+  """How a compressor would cut it."""
+  grid, blocks = _grid(record)
+  return compressor.plan(grid.shape, jnp.dtype(record['dtype'])).grid, blocks
 
 
 def _checksum(about: dict[str, Any]) -> int:

@@ -1,9 +1,12 @@
 """Compressors: what a worker sends of its momentum."""
 
 from demo_optax.compressors.base import (
+  FROZEN,
   Compressor,
   CompressorTree,
+  Frozen,
   LeafPlan,
+  broadcast,
   dct_topk,
   full,
   hadamard_topk,
@@ -14,11 +17,40 @@ from demo_optax.compressors.base import (
   slicing,
   striding,
 )
+from demo_optax.compressors.bases import (
+  Basis,
+  Dct,
+  Hadamard,
+  Identity,
+  RandomOrthogonal,
+)
+from demo_optax.compressors.selectors import (
+  Everything,
+  RandomSubset,
+  Selector,
+  Slicing,
+  Striding,
+  TopK,
+)
 
 __all__ = [
+  'FROZEN',
+  'Basis',
   'Compressor',
   'CompressorTree',
+  'Dct',
+  'Everything',
+  'Frozen',
+  'Hadamard',
+  'Identity',
   'LeafPlan',
+  'RandomOrthogonal',
+  'RandomSubset',
+  'Selector',
+  'Slicing',
+  'Striding',
+  'TopK',
+  'broadcast',
   'dct_topk',
   'full',
   'hadamard_topk',

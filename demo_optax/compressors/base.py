@@ -1,30 +1,29 @@
 """Compressors: what a worker sends of its momentum.
 
-A compressor is a record of pure functions of one leaf. Momentum, decay,
-subtraction, byte counting and communication are not its business: they are the
-same for all compressors and stand in `exchange`.
+A compressor is a `Selector` of coefficients in a `Basis`, with the size of the
+chunks and the code of the values. Momentum, error feedback, byte counting and
+communication are the same for all compressors; see `exchange`.
 
-Of two kinds: those that select what is largest (`dct_topk` and the same in
-other bases), where all workers' selections are gathered, and those that take
-the same places on all workers (`random_subset`, `striding`, `slicing`, `full`),
-where an all-reduce averages the values and traffic does not grow with the
-number of workers.
+Selectors are of two kinds: those of what is largest, where all workers'
+selections are gathered, and those of the same indices on all workers
+(`random_subset`, `striding`, `slicing`, `full`), where an all-reduce averages
+the values and traffic does not grow with the number of workers.
 """
 
 import dataclasses
-import functools
-import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from demo_optax.compressors import chunking as chunks
-from demo_optax.engine import heuristics as paths
-from demo_optax.engine import topk as selection
-from demo_optax.wire import message as wire
+from demo_optax.compressors import bases, chunking, selectors
+from demo_optax.compressors.bases import Basis
+from demo_optax.compressors.selectors import Selector
+from demo_optax.wire.message import ChunkFormat
 from demo_optax.wire.values import VALUES
+
+# Value codes without a scale for each chunk: dense values need no chunks.
+_UNSCALED = ('float32', 'bfloat16')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,117 +31,135 @@ class LeafPlan:
   """What is decided for a leaf from its shape and dtype alone.
 
   Attributes:
-    grid: how the leaf is cut into chunks.
+    grid: how the leaf is cut into chunks; of a sharded leaf, one shard of it.
     format: how the selection from a chunk is written to the wire.
   """
 
-  grid: chunks.ChunkGrid
-  format: wire.ChunkFormat
+  grid: chunking.ChunkGrid
+  format: ChunkFormat
 
   @property
   def num_bytes(self) -> int:
-    """Bytes that the leaf takes in a payload."""
+    """Bytes that the leaf takes in a message."""
     return self.format.num_bytes(self.grid.num_chunks)
 
-  def with_blocks(self, blocks: tuple[int, ...]) -> 'LeafPlan':
-    """The plan of a leaf that is so many times this one's blocks."""
-    return dataclasses.replace(
-        self, grid=dataclasses.replace(self.grid, blocks=blocks)
-    )
-
-  def stacked(self, count: int) -> 'LeafPlan':
-    """The plan of so many such leaves, stacked if there are several."""
-    if count == 1:
-      return self
-    return dataclasses.replace(self, grid=self.grid.stacked(count))
+  @property
+  def is_dense(self) -> bool:
+    """Whether the leaf is sent element by element, without chunks."""
+    return self.grid.whole and self.format.values in _UNSCALED
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class Compressor:
   """What is selected from a worker's momentum, and how it is written.
 
+  `dct_topk` and its siblings make the published ones; a new selector or basis
+  is a frozen dataclass with the methods of `Selector` or `Basis`.
+
   Attributes:
-    name: how it was made, all arguments included; compressors of the same name
-      and functions are equal.
-    plan: `(shape, dtype) -> LeafPlan`, for a leaf of at least one element and
-      the dtype of its momentum.
-    to_coefficients: `([*shape], plan) -> [*plan.grid.coefficients_shape]`,
-      linear and orthonormal (up to padding).
-    from_coefficients: undoes it.
-    from_selected: `(int32[workers, chunks, k], [workers, chunks, k], plan)`,
-      the array whose coefficients are the sum of those selected.
-    clear_padding: removes from coefficients what they put into the padding.
-    select: `([chunks, n], plan) -> int32[chunks, k]`, ascending places; for
-      formats that are not `shared`.
-    places: `(plan, step) -> int32[k]`, ascending places in every chunk, where
-      `step` is int32 `[]`, the exchanges so far; for formats that are.
-    basis: of the transform, if that is the one of `chunks` with this basis and
-      the selection that of the `topk` compressors: then kernels may do the same
-      at once. Who replaces the transform replaces it, too (`None`).
+    select: which coefficients of a chunk are sent.
+    basis: the orthonormal transform of a chunk.
+    chunk_size: longest side of a chunk, or its longest sides along the last two
+      dimensions.
+    values: how values travel, see `dct_topk`.
+    padding: whether chunks may reach past the end of a dimension, see
+      `dct_topk`.
+
+  Example:
+    >>> import demo_optax
+    >>> from demo_optax import compressors
+    >>> raw = compressors.Compressor(
+    ...     compressors.TopK(8), compressors.Identity(), chunk_size=32)
+    >>> raw == demo_optax.identity_topk(32, 8)
+    True
   """
 
-  name: str
-  plan: Callable[[tuple[int, ...], jnp.dtype], LeafPlan]
-  to_coefficients: Callable[[jax.Array, LeafPlan], jax.Array]
-  from_coefficients: Callable[[jax.Array, LeafPlan], jax.Array]
-  from_selected: Callable[[jax.Array, jax.Array, LeafPlan], jax.Array]
-  clear_padding: Callable[[jax.Array, LeafPlan], jax.Array]
-  select: Callable[[jax.Array, LeafPlan], jax.Array] | None = None
-  places: Callable[[LeafPlan, jax.Array], jax.Array] | None = None
-  basis: chunks.Basis | None = None
+  select: Selector
+  basis: Basis
+  chunk_size: int | tuple[int, int] = 64
+  values: str = 'float32'
+  padding: bool = True
 
-  def plan_blocks(
-      self, shape: tuple[int, ...], dtype: jnp.dtype, blocks: tuple[int, ...]
-  ) -> LeafPlan:
-    """The plan of a leaf that is cut block by block."""
-    block = tuple(d // b for d, b in zip(shape, blocks))
-    plan = self.plan(block, dtype)
-    wanted = 'places' if plan.format.shared else 'select'
-    if getattr(self, wanted) is None:
+  def __post_init__(self) -> None:
+    _check_sides(self.chunk_size)
+    if self.values not in VALUES:
       raise ValueError(
-          f'{self} plans a format with shared={plan.format.shared}, and so'
-          f' needs {wanted}: give it to Compressor.'
+          f'values={self.values!r} is not known; choose one of'
+          f' {", ".join(VALUES)}.'
       )
-    return plan.with_blocks(blocks)
 
-  @property
-  def kernel_basis(self) -> chunks.Basis | None:
-    """The basis, if kernels may transform and select at once."""
-    return self.basis if self.select is _largest else None
+  def plan(self, shape: tuple[int, ...], dtype: Any) -> LeafPlan:
+    """Returns how a leaf, or the shard of it on one device, is sent.
 
-  def __repr__(self) -> str:
-    return self.name
+    Where a selection would take as many bytes as everything does, everything is
+    sent and no indices are: values without a scale as the array itself.
 
-  def __eq__(self, other: object) -> bool:
-    return isinstance(other, Compressor) and self._key == other._key
+    Args:
+      shape: of the array, which has at least one element.
+      dtype: of its momentum.
+    """
+    name = jnp.dtype(dtype).name
+    grid = chunking.chunk_grid(shape, self.chunk_size, padding=self.padding)
+    n, shared = grid.chunk_size, self.select.shared
+    k = self.select.count(n)
+    sparse = LeafPlan(grid, ChunkFormat(n, k, name, self.values, shared))
+    whole = chunking.whole_grid(shape)
+    if shared:
+      everything = k == n and isinstance(self.basis, bases.Identity)
+      dense = LeafPlan(whole, ChunkFormat(
+          whole.chunk_size, whole.chunk_size, name, self.values, shared
+      ))
+      return dense if everything else self._checked(sparse)
+    # A scale belongs to a chunk; values without one need no chunks.
+    if grid.num_chunks == 1 or self.values in _UNSCALED:
+      grid = whole
+      n = grid.chunk_size
+    dense = LeafPlan(grid, ChunkFormat(n, n, name, self.values))
+    cheaper = sparse.num_bytes < dense.num_bytes
+    return self._checked(sparse if cheaper else dense)
 
-  def __hash__(self) -> int:
-    return hash(self.name)
+  def _checked(self, plan: LeafPlan) -> LeafPlan:
+    """Raises if the basis has no matrix for the chunks of a leaf."""
+    if not plan.grid.whole:
+      try:
+        for length in plan.grid.sides:
+          self.basis.matrix(length)
+      except ValueError as error:
+        rows, cols = plan.grid.sides
+        raise ValueError(
+            f'A leaf of shape {plan.grid.shape} is cut into chunks of'
+            f' {rows}x{cols}: {error}'
+        ) from error
+    return plan
 
-  @property
-  def _key(self) -> tuple[Any, ...]:
-    """The name and the code of all functions, what they close over left out."""
-    functions = (getattr(f, 'func', f) for f in vars(self).values())
-    return self.name, *(getattr(f, '__code__', None) for f in functions)
 
-
-# A compressor, or a tree of them whose leaves may be None: nothing exchanged.
+# A compressor, or a prefix tree of them. None: the gradient is averaged
+# uncompressed. FROZEN: the leaf is left alone.
 CompressorTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+  """Marks leaves, in a tree of compressors, that are not trained.
+
+  Nothing of them is exchanged, their updates are zero, and what their gradients
+  hold is not looked at.
+  """
+
+
+FROZEN = Frozen()
 
 
 def per_leaf(
     compressor: CompressorTree, tree: Any, argument: str = 'compressor'
-) -> list[Compressor | None]:
-  """The compressor of each leaf of `tree`.
+) -> list[Compressor | Frozen | None]:
+  """Returns the compressor of each leaf of `tree`.
 
   Args:
-    compressor: one for all, or a tree of them (and of `None`) like `tree`, in
-      which one in place of a subtree holds for all of it.
+    compressor: one for all, or a tree of them (of `None` and `FROZEN`) like
+      `tree`, in which one in place of a subtree holds for all of it.
     tree: parameters.
     argument: what the caller calls `compressor`, for errors.
-
-  Returns:
-    One for each leaf, in their order.
 
   Raises:
     ValueError: the trees differ in structure.
@@ -150,15 +167,22 @@ def per_leaf(
   """
 
   def is_leaf(x: Any) -> bool:
-    return x is None or isinstance(x, Compressor)
+    return x is None or isinstance(x, Compressor | Frozen)
 
-  prefix, treedef = jax.tree.flatten(compressor, is_leaf=is_leaf)
-  for x in prefix:
+  for x in jax.tree.leaves(compressor, is_leaf=is_leaf):
     if not is_leaf(x):
       raise TypeError(
           f'{argument}={x!r} must be a Compressor, such as'
           ' demo_optax.dct_topk(...), or a tree of them and of None.'
       )
+  return broadcast(compressor, tree, argument, is_leaf)
+
+
+def broadcast(
+    prefix: Any, tree: Any, argument: str, is_leaf: Any = None
+) -> list[Any]:
+  """Returns the leaf of a prefix tree that holds for each leaf of `tree`."""
+  leaves, treedef = jax.tree.flatten(prefix, is_leaf=is_leaf)
   try:
     subtrees = treedef.flatten_up_to(tree)
   except ValueError as error:
@@ -167,7 +191,7 @@ def per_leaf(
     ) from error
   return [
       x
-      for x, subtree in zip(prefix, subtrees)
+      for x, subtree in zip(leaves, subtrees)
       for _ in jax.tree.leaves(subtree)
   ]
 
@@ -246,7 +270,7 @@ def dct_topk(
   Example:
     >>> import demo_optax, jax, jax.numpy as jnp
     >>> demo_optax.dct_topk(topk=8)
-    dct_topk(chunk_size=64, topk=8, values='float32', padding=True)
+    Compressor(select=TopK(k=8), basis=Dct(), chunk_size=64, ...
     >>> params = {'w': jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
     >>> for values in ('float32', 'sign'):  # per 4096 coefficients, in bytes
     ...   compressor = demo_optax.dct_topk(topk=8, values=values)
@@ -259,9 +283,8 @@ def dct_topk(
     Peng et al., `DeMo: Decoupled Momentum Optimization
     <https://arxiv.org/abs/2411.19870>`_, 2024, Algorithm 1.
   """
-  return _topk(
-      'dct_topk', chunks.dct_basis, chunk_size, topk, values, padding
-  )
+  select = _topk(topk)
+  return Compressor(select, bases.Dct(), chunk_size, values, padding)
 
 
 def hadamard_topk(
@@ -306,28 +329,8 @@ def hadamard_topk(
   """
   if any(side & (side - 1) for side in _check_sides(chunk_size)):
     raise ValueError(f'chunk_size={chunk_size} must be a power of two.')
-  plain = _topk(
-      'hadamard_topk',
-      chunks.hadamard_basis,
-      chunk_size,
-      topk,
-      values,
-      padding,
-  )
-
-  def plan(shape: tuple[int, ...], dtype: jnp.dtype) -> LeafPlan:
-    leaf = plain.plan(shape, dtype)
-    bad = [l for l in leaf.grid.lengths if l & (l - 1)]
-    if bad and not leaf.grid.whole:
-      raise ValueError(
-          f'A leaf of shape {shape} is cut into chunks with a side of'
-          f' {bad[0]}, which is not a power of two, and {plain} needs one. Use'
-          ' dct_topk or random_orthogonal_topk for this leaf, with'
-          ' demo_optax.partition.'
-      )
-    return leaf
-
-  return dataclasses.replace(plain, plan=plan)
+  select = _topk(topk)
+  return Compressor(select, bases.Hadamard(), chunk_size, values, padding)
 
 
 def random_orthogonal_topk(
@@ -363,8 +366,8 @@ def random_orthogonal_topk(
 
   Example:
     >>> import demo_optax
-    >>> demo_optax.random_orthogonal_topk(32, 8).name
-    "random_orthogonal_topk(seed=0, chunk_size=32, topk=8, ...
+    >>> demo_optax.random_orthogonal_topk(32, 8).basis
+    RandomOrthogonal(seed=0)
 
   References:
     The ablation of the transform in Peng et al.
@@ -373,15 +376,8 @@ def random_orthogonal_topk(
   _check_seed(seed)
   if max(_check_sides(chunk_size)) > 256:
     raise ValueError(f'chunk_size={chunk_size} must not be above 256.')
-  return _topk(
-      'random_orthogonal_topk',
-      functools.partial(chunks.random_basis, seed=seed),
-      chunk_size,
-      topk,
-      values,
-      padding,
-      first=f'seed={seed}, ',
-  )
+  basis = bases.RandomOrthogonal(seed)
+  return Compressor(_topk(topk), basis, chunk_size, values, padding)
 
 
 def identity_topk(
@@ -427,14 +423,8 @@ def identity_topk(
     Sarfi et al., `Communication Efficient LLM Pre-training with SparseLoCo
     <https://arxiv.org/abs/2508.15706>`_, 2025.
   """
-  return _topk(
-      'identity_topk',
-      chunks.identity_basis,
-      chunk_size,
-      topk,
-      values,
-      padding,
-  )
+  select = _topk(topk)
+  return Compressor(select, bases.Identity(), chunk_size, values, padding)
 
 
 def random_subset(
@@ -476,13 +466,10 @@ def random_subset(
     Interlinked Online Nodes <https://arxiv.org/abs/2502.06728>`_, 2025
     ("Random").
   """
+  _check_rate(rate)
   _check_seed(seed)
-
-  def places(n: int, k: int, step: jax.Array) -> jax.Array:
-    key = jax.random.fold_in(jax.random.key(seed), step)
-    return jnp.sort(jax.random.permutation(key, n)[:k])
-
-  return _subset('random_subset', rate, chunk_size, places, f', seed={seed}')
+  select = selectors.RandomSubset(rate, seed)
+  return Compressor(select, bases.Identity(), chunk_size)
 
 
 def striding(
@@ -509,20 +496,15 @@ def striding(
 
   Example:
     >>> import demo_optax
-    >>> demo_optax.striding(1 / 16)
-    striding(rate=0.0625, chunk_size=64)
+    >>> demo_optax.striding(1 / 16).select
+    Striding(rate=0.0625)
 
   References:
     From et al., `DeToNATION <https://arxiv.org/abs/2502.06728>`_, 2025
     ("Striding").
   """
-
-  def places(n: int, k: int, step: jax.Array) -> jax.Array:
-    stride = n // k
-    spread = stride * jnp.arange(k, dtype=jnp.int32)
-    return jnp.sort((step % n + spread) % n)
-
-  return _subset('striding', rate, chunk_size, places)
+  _check_rate(rate)
+  return Compressor(selectors.Striding(rate), bases.Identity(), chunk_size)
 
 
 def slicing(
@@ -548,20 +530,15 @@ def slicing(
 
   Example:
     >>> import demo_optax
-    >>> demo_optax.slicing(1 / 16)
-    slicing(rate=0.0625, chunk_size=64)
+    >>> demo_optax.slicing(1 / 16).select
+    Slicing(rate=0.0625)
 
   References:
     From et al., `DeToNATION <https://arxiv.org/abs/2502.06728>`_, 2025
     ("Slicing").
   """
-
-  def places(n: int, k: int, step: jax.Array) -> jax.Array:
-    # Modulo the number of steps after which all come again: no overflow.
-    turn = step % (n // math.gcd(n, k))
-    return jnp.sort((turn * k + jnp.arange(k, dtype=jnp.int32)) % n)
-
-  return _subset('slicing', rate, chunk_size, places)
+  _check_rate(rate)
+  return Compressor(selectors.Slicing(rate), bases.Identity(), chunk_size)
 
 
 def full() -> Compressor:
@@ -571,8 +548,7 @@ def full() -> Compressor:
     q_i = m_i
 
   A dense all-reduce; with `alpha=1` nothing stays behind and the exchange is
-  plain averaging. Of use beside others in `demo_optax.partition`, and to
-  compare with.
+  plain averaging. Of use in a tree of compressors, and to compare with.
 
   Args:
     None.
@@ -596,120 +572,7 @@ def full() -> Compressor:
     From et al., `DeToNATION <https://arxiv.org/abs/2502.06728>`_, 2025
     ("Full").
   """
-  everything = _subset('full', 1.0, 1, lambda n, k, step: jnp.arange(n))
-  return dataclasses.replace(everything, name='full()')
-
-
-def _topk(
-    name: str,
-    basis: chunks.Basis,
-    chunk_size: int | tuple[int, int],
-    topk: int,
-    values: str,
-    padding: bool,
-    first: str = '',
-) -> Compressor:
-  """The largest coefficients in some basis."""
-  _check_sides(chunk_size)
-  _check_positive('topk', topk)
-  if values not in VALUES:
-    raise ValueError(
-        f'values={values!r} is not known; choose one of {", ".join(VALUES)}.'
-    )
-
-  def plan(shape: tuple[int, ...], dtype: jnp.dtype) -> LeafPlan:
-    grid = chunks.chunk_grid(shape, chunk_size, padding=padding)
-    name = jnp.dtype(dtype).name
-    n = grid.chunk_size
-    sparse = LeafPlan(grid, wire.ChunkFormat(n, min(topk, n), name, values))
-    # A scale belongs to a chunk; values without one need no chunks.
-    if grid.num_chunks == 1 or values in ('float32', 'bfloat16'):
-      grid = chunks.whole_grid(shape)
-      n = grid.chunk_size
-    dense = LeafPlan(grid, wire.ChunkFormat(n, n, name, values))
-    return sparse if sparse.num_bytes < dense.num_bytes else dense
-
-  return Compressor(
-      name=(
-          f'{name}({first}chunk_size={chunk_size}, topk={topk},'
-          f' values={values!r}, padding={padding})'
-      ),
-      plan=plan,
-      select=_largest,
-      basis=basis,
-      **_transform(basis),
-  )
-
-
-def _largest(c: jax.Array, plan: LeafPlan) -> jax.Array:
-  return selection.top_k(c, plan.format.k)
-
-
-def _subset(
-    name: str,
-    rate: float,
-    chunk_size: int | tuple[int, int],
-    places: Callable[[int, int, jax.Array], jax.Array],
-    more: str = '',
-) -> Compressor:
-  """The same elements on all workers; `places` maps `(n, k, step)`."""
-  if isinstance(rate, bool) or not isinstance(rate, (int, float)):
-    raise TypeError(f'rate={rate!r} must be a Python number.')
-  if not 0 < rate <= 1:
-    raise ValueError(f'rate={rate} is not in (0, 1].')
-  _check_sides(chunk_size)
-
-  def plan(shape: tuple[int, ...], dtype: jnp.dtype) -> LeafPlan:
-    grid = chunks.chunk_grid(shape, chunk_size)
-    if rate == 1:
-      grid = chunks.whole_grid(shape)
-    n = grid.chunk_size
-    k = min(n, math.ceil(rate * n))
-    name = jnp.dtype(dtype).name
-    return LeafPlan(grid, wire.ChunkFormat(n, k, name, shared=True))
-
-  return Compressor(
-      name=f'{name}(rate={rate}, chunk_size={chunk_size}{more})',
-      plan=plan,
-      places=lambda plan, step: places(plan.format.n, plan.format.k, step),
-      **_transform(chunks.identity_basis),
-  )
-
-
-def _transform(basis: chunks.Basis) -> dict[str, Any]:
-  """The functions of a compressor that follow from its basis."""
-
-  def to_coefficients(x: jax.Array, plan: LeafPlan) -> jax.Array:
-    return chunks.to_coefficients(x, plan.grid, basis)
-
-  def from_coefficients(c: jax.Array, plan: LeafPlan) -> jax.Array:
-    return chunks.from_coefficients(c, plan.grid, basis)
-
-  def clear_padding(c: jax.Array, plan: LeafPlan) -> jax.Array:
-    return chunks.clear_padding(c, plan.grid, basis)
-
-  return {
-      'to_coefficients': to_coefficients,
-      'from_coefficients': from_coefficients,
-      'from_selected': functools.partial(_from_selected, basis),
-      'clear_padding': clear_padding,
-  }
-
-
-def _from_selected(
-    basis: chunks.Basis, indices: jax.Array, values: jax.Array, plan: LeafPlan
-) -> jax.Array:
-  workers, _, k = indices.shape
-  sides = (1, *plan.grid.lengths)[-2:]
-  transformed = not plan.grid.whole and basis is not chunks.identity_basis
-  if transformed and paths.transform_selected(workers, k, *sides):
-    return functools.reduce(jnp.add, [
-        chunks.from_selected(i, v, plan.grid, basis)
-        for i, v in zip(indices, values)
-    ])
-  c = selection.add_up(indices, values, plan.format.n)
-  c = c.reshape(plan.grid.coefficients_shape)
-  return chunks.from_coefficients(c, plan.grid, basis)
+  return Compressor(selectors.Everything(), bases.Identity())
 
 
 def _check_sides(chunk_size: int | tuple[int, int]) -> tuple[int, ...]:
@@ -723,6 +586,18 @@ def _check_sides(chunk_size: int | tuple[int, int]) -> tuple[int, ...]:
   for side in chunk_size:
     _check_positive('chunk_size', side)
   return chunk_size
+
+
+def _topk(k: int) -> selectors.TopK:
+  _check_positive('topk', k)
+  return selectors.TopK(k)
+
+
+def _check_rate(rate: float) -> None:
+  if isinstance(rate, bool) or not isinstance(rate, (int, float)):
+    raise TypeError(f'rate={rate!r} must be a Python number.')
+  if not 0 < rate <= 1:
+    raise ValueError(f'rate={rate} is not in (0, 1].')
 
 
 def _check_seed(seed: int) -> None:

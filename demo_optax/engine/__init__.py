@@ -1,1 +1,25 @@
-"""How the arithmetic of a step is done: the same bits at other speeds."""
+"""How the arithmetic of a bucket is done: the same bits at other speeds.
+
+An engine is a module with two functions, `accumulate` and `merge`.
+"""
+
+from typing import Any
+
+from demo_optax.engine import heuristics
+
+
+def choose(bucket: Any, kernels: bool | None) -> Any:
+  """Returns the engine of a bucket.
+
+  Args:
+    bucket: its static description.
+    kernels: whether kernels are wanted, see `scale_by_demo`.
+  """
+  from demo_optax.engine import plain
+
+  if heuristics.kernels(kernels) is not None:
+    from demo_optax.engine import pallas
+
+    if pallas.applies(bucket):
+      return pallas
+  return plain

@@ -12,16 +12,16 @@ import jax
 # is new to a process costs ten times its copy.
 _PIECE = 2**18
 
-# Leaves that are alike and smaller than this are handled as one array. Copying
-# them together costs less than compiling and starting each one's operations.
-_SMALL = 2**16
+# Up to so many coefficients, plain operations are taken: what cleverer ones
+# save is less than what it costs to compile them.
+_SMALL = 2**17
 
 # Backends of which a run of `benchmarks/device.py` is committed.
 MEASURED: frozenset[str] = frozenset()
 
 
 def piece_elements() -> int | None:
-  """Largest part of a leaf to handle at once; None: all of it.
+  """Largest part of a bucket to handle at once; None: all of it.
 
   GPUs want few large operations and have no such caches.
   """
@@ -29,7 +29,7 @@ def piece_elements() -> int | None:
 
 
 def is_small(elements: int) -> bool:
-  """Whether a leaf of so many elements is handled together with its like."""
+  """Whether so many coefficients are few."""
   return elements <= _SMALL
 
 

@@ -20,12 +20,16 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from demo_optax.compressors import LeafPlan
-from demo_optax.compressors.chunking import Basis
+from demo_optax.compressors.base import LeafPlan
+from demo_optax.compressors.buckets import Bucket
+from demo_optax.compressors.chunking import ChunkGrid
+from demo_optax.compressors.selectors import TopK
 from demo_optax.engine import heuristics as paths
 from demo_optax.engine import pallas_common as kernel_math
+from demo_optax.engine import plain
 from demo_optax.engine import topk as selection
-from demo_optax.engine.pallas_common import Cut
+from demo_optax.engine.pallas_common import Basis, Cut
+from demo_optax.wire.message import Received, Selected, energy
 
 _LENGTHS = (32, 64, 128)
 _LARGEST_K = 64
@@ -58,7 +62,7 @@ class Kernels:
     """Imported when needed: a backend may be absent from a release of JAX."""
     return importlib.import_module(f'demo_optax.engine.pallas_{self.backend}')
 
-  def apply(self, plan: LeafPlan, gradient: jax.Array) -> bool:
+  def apply(self, plan: LeafPlan, gradient: Any) -> bool:
     """Whether there are kernels for a leaf, told by shapes and dtypes."""
     grid, k = plan.grid, plan.format.k
     if self.backend is None or grid.whole or any(grid.padding):
@@ -146,7 +150,7 @@ class Kernels:
       self,
       basis: Basis,
       plans: Sequence[LeafPlan],
-      selections: Sequence[tuple[jax.Array, jax.Array]],
+      selections: Sequence[tuple[Any, jax.Array]],
       senders: Sequence[jax.Array],
       average: selection.Average,
       *,
@@ -207,78 +211,66 @@ class Kernels:
     return dataclasses.replace(vectors[0], row_chunks=chunks)
 
 
-class Fused:
-  """The leaves of a step that kernels are for, if any.
+# A bucket, whose chunks are those of a matrix
+# `[rows * row_length, col_length]`.
 
-  Args:
-    wanted: see `paths.kernels`.
-    basis: the compressor's, if it has one.
-    members: numbers of the leaves that share all this.
-    plans: of all leaves.
-    gradients: of all leaves.
-  """
 
-  def __init__(
-      self,
-      wanted: bool | None,
-      basis: Basis | None,
-      members: Sequence[int],
-      plans: Sequence[LeafPlan],
-      gradients: Sequence[jax.Array],
-  ):
-    self._kernels, self._basis = Kernels.chosen(wanted), basis
-    self._plans = {
-        leaf: plans[leaf]
-        for leaf in members
-        if basis is not None
-        and self._kernels.apply(plans[leaf], gradients[leaf])
-    }
+def applies(bucket: Bucket) -> bool:
+  """Returns whether there are kernels for a bucket."""
+  if bucket.kind != 'chunks' or not isinstance(bucket.select, TopK):
+    return False
+  gradient = jax.ShapeDtypeStruct(_plan(bucket).grid.shape, bucket.format.dtype)
+  return Kernels.chosen(True).apply(_plan(bucket), gradient)
 
-  def encode(
-      self,
-      gradients: Sequence[jax.Array],
-      momentum: Sequence[jax.Array],
-      decay: chex.Numeric,
-      weight: chex.Numeric,
-      present: jax.Array,
-      limits: Sequence[float | None],
-  ) -> dict[int, Encoded]:
-    """`Kernels.encode`, by the numbers of the leaves that it is for."""
-    if self._basis is None or not self._plans:
-      return {}
-    plans = list(self._plans.values())
-    done = self._kernels.encode(
-        self._basis,
-        plans,
-        self._own(gradients),
-        self._own(momentum),
-        decay,
-        weight,
-        present,
-        self._own(limits),
+
+def accumulate(
+    bucket: Bucket,
+    gradients: jax.Array,
+    momentum: jax.Array,
+    decay: Any,
+    weight: Any,
+    valid: jax.Array,
+    step: jax.Array,
+) -> tuple[jax.Array, Selected]:
+  """As `plain.accumulate`, in one pass over memory."""
+  if jnp.ndim(decay) or jnp.ndim(weight):  # one for each row
+    return plain.accumulate(
+        bucket, gradients, momentum, decay, weight, valid, step
     )
-    return dict(zip(self._plans, done))
+  plan = _plan(bucket)
+  ((momentum, indices, values),) = Kernels.chosen(True).encode(
+      bucket.basis.matrix,
+      [plan],
+      [gradients.reshape(plan.grid.shape)],
+      [momentum],
+      decay,
+      weight,
+      valid,
+      [None],
+  )
+  return momentum, Selected(indices, values, energy(momentum))
 
-  def decode(
-      self,
-      selections: Sequence[tuple[jax.Array, jax.Array]],
-      senders: Sequence[jax.Array],
-      average: selection.Average,
-  ) -> dict[int, jax.Array]:
-    """`Kernels.decode`, by the numbers of the leaves that it is for."""
-    if self._basis is None or not self._plans:
-      return {}
-    done = self._kernels.decode(
-        self._basis,
-        list(self._plans.values()),
-        self._own(selections),
-        self._own(senders),
-        average,
-    )
-    return dict(zip(self._plans, done))
 
-  def _own(self, everything: Sequence[_T]) -> list[_T]:
-    return [everything[leaf] for leaf in self._plans]
+def merge(
+    bucket: Bucket, received: Received, average: selection.Average
+) -> tuple[jax.Array, jax.Array]:
+  """As `plain.merge`; different coefficients are not counted."""
+  (updates,) = Kernels.chosen(True).decode(
+      bucket.basis.matrix,
+      [_plan(bucket)],
+      [(received.indices, received.values)],
+      [received.valid],
+      average,
+  )
+  return updates.reshape(bucket.shape), jnp.zeros((), jnp.float32)
+
+
+def _plan(bucket: Bucket) -> LeafPlan:
+  """Returns the plan of a matrix that is cut into the chunks of a bucket."""
+  rows, cols = bucket.sides
+  shape = (bucket.rows * rows, cols)
+  lengths = bucket.sides
+  return LeafPlan(ChunkGrid(shape, lengths), bucket.format)
 
 
 def _in_launches(

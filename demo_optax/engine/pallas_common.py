@@ -13,7 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from demo_optax.compressors.chunking import Basis, ChunkGrid
+from demo_optax.compressors.chunking import ChunkGrid
+
+# Length of a side of a chunk -> the matrix of the transform.
+Basis = Callable[[int], np.ndarray]
 
 HIGHEST = jax.lax.Precision.HIGHEST
 

@@ -15,9 +15,8 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from demo_optax.compressors.chunking import Basis
 from demo_optax.engine import pallas_common as kernel_math
-from demo_optax.engine.pallas_common import Cut, Tile
+from demo_optax.engine.pallas_common import Basis, Cut, Tile
 
 # Three bfloat16 numbers hold a float32, and six products of theirs are as
 # precise as float32's own. Tensor cores do them; products of float32 numbers

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from demo_optax.compressors.chunking import Basis
 from demo_optax.engine import pallas_common as kernel_math
-from demo_optax.engine.pallas_common import HIGHEST, Cut, Tile
+from demo_optax.engine.pallas_common import HIGHEST, Basis, Cut, Tile
 
 LEAVES = 1  # of a launch; a launch costs little here
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from demo_optax.engine import heuristics as paths
+from demo_optax.engine import heuristics
 from demo_optax.wire import bits as packing
 
 Average = Literal['senders', 'workers']
@@ -37,7 +37,7 @@ def top_k(coefficients: jax.Array, k: int) -> jax.Array:
   if k == n:
     return jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (chunks, n))
   magnitudes = jnp.abs(coefficients)
-  size = paths.group_size(coefficients.size, n, k)
+  size = heuristics.group_size(coefficients.size, n, k)
   if size > 1:
     return top_k_by_counting(magnitudes, k, size)
   return jnp.sort(jax.lax.top_k(magnitudes, k)[1].astype(jnp.int32))
@@ -113,7 +113,7 @@ def _count(mask: jax.Array) -> jax.Array:
   return jnp.sum(counts, axis=1, keepdims=True)
 
 
-def product(weight: chex.Numeric, x: jax.Array) -> jax.Array:
+def mul_no_fma(weight: chex.Numeric, x: jax.Array) -> jax.Array:
   """`weight * x` in the dtype of `x`, rounded before it is added to anything.
 
   Compilers contract a product and a sum into one operation with one rounding,
@@ -131,25 +131,25 @@ def product(weight: chex.Numeric, x: jax.Array) -> jax.Array:
   return jax.lax.bitcast_convert_type(result, x.dtype)
 
 
-def take(coefficients: jax.Array, indices: jax.Array) -> jax.Array:
+def take(coefficients: jax.Array, indices: jax.Array | None) -> jax.Array:
   """Values `[chunks, k]` of `coefficients [chunks, n]` at `indices`."""
-  if indices.shape == coefficients.shape:
+  if indices is None:
     return coefficients
   return jnp.take_along_axis(coefficients, indices, axis=1)
 
 
 def subtract(
-    coefficients: jax.Array, indices: jax.Array, values: jax.Array
+    coefficients: jax.Array, indices: jax.Array | None, values: jax.Array
 ) -> jax.Array:
   """`coefficients [chunks, n]` less `values [chunks, k]` at `indices`."""
-  if indices.shape == coefficients.shape:
+  if indices is None:
     return coefficients - values
   return coefficients.at[_rows(indices), indices].add(
       -values, unique_indices=True, mode='promise_in_bounds'
   )
 
 
-def reciprocal(
+def exact_reciprocal(
     count: jax.Array, most: int, dtype: Any
 ) -> jax.Array:
   """`1 / count` for int32 counts up to `most`; 1 for none.
@@ -162,7 +162,7 @@ def reciprocal(
 
 
 def weigh(
-    indices: jax.Array,
+    indices: jax.Array | None,
     values: jax.Array,
     present: jax.Array,
     n: int,
@@ -171,7 +171,7 @@ def weigh(
   """The share of each worker's values in the average of all.
 
   Args:
-    indices: int32 `[workers, chunks, k]`.
+    indices: int32 `[workers, chunks, k]`; `None` if all are sent.
     values: `[workers, chunks, k]`; rows of absent workers may hold anything.
     present: bool `[workers]`, the workers that take part.
     n: number of coefficients in a chunk.
@@ -182,10 +182,10 @@ def weigh(
     `[workers, chunks, k]`, zero for absent workers; and float32 `[]`, how many
     different coefficients were sent.
   """
-  workers, chunks, k = indices.shape
+  workers, chunks, _ = values.shape
   counted = present[:, None, None]
   everyone = jnp.sum(present, dtype=jnp.int32)
-  if k == n or workers == 1:
+  if indices is None or workers == 1:
     senders = everyone
   else:
     rows = jnp.broadcast_to(_rows(indices[0]), indices.shape)
@@ -193,15 +193,15 @@ def weigh(
     counts = jnp.zeros((chunks, n), jnp.int32)
     counts = counts.at[rows, indices].add(ones, mode='promise_in_bounds')
     senders = counts[rows, indices]
-  shares = reciprocal(senders, workers, values.dtype)
-  one_each = jnp.broadcast_to(jnp.where(counted, shares, 0), indices.shape)
+  shares = exact_reciprocal(senders, workers, values.dtype)
+  one_each = jnp.broadcast_to(jnp.where(counted, shares, 0), values.shape)
   distinct = jnp.sum(one_each.astype(jnp.float32))
   if average == 'workers':
-    shares = reciprocal(everyone, workers, values.dtype)
-  return jnp.where(counted, product(shares, values), 0), distinct
+    shares = exact_reciprocal(everyone, workers, values.dtype)
+  return jnp.where(counted, mul_no_fma(shares, values), 0), distinct
 
 
-def add_up(indices: jax.Array, values: jax.Array, n: int) -> jax.Array:
+def add_up(indices: jax.Array | None, values: jax.Array, n: int) -> jax.Array:
   """Adds up what workers selected, as dense coefficients.
 
   Deterministic on every backend: values are added one worker after the other,
@@ -209,17 +209,17 @@ def add_up(indices: jax.Array, values: jax.Array, n: int) -> jax.Array:
   by one scatter.
 
   Args:
-    indices: int32 `[workers, chunks, k]`.
+    indices: int32 `[workers, chunks, k]`; `None` if all are sent.
     values: `[workers, chunks, k]`.
     n: number of coefficients in a chunk.
 
   Returns:
     `[chunks, n]`, zero where nothing was sent.
   """
-  workers, chunks, k = indices.shape
+  workers, chunks, _ = values.shape
 
   def add_worker(worker: jax.Array, total: jax.Array) -> jax.Array:
-    if k == n:
+    if indices is None:
       return total + values[worker]
     return subtract(total, indices[worker], -values[worker])
 

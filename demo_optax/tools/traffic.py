@@ -5,19 +5,19 @@ import html
 import math
 import operator
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import chex
 import jax
 import numpy as np
 
-from demo_optax import _tree as trees
 from demo_optax import compressors
-from demo_optax.compressors import Compressor, LeafPlan
+from demo_optax.compressors.buckets import Layout, Leaf, make_layout
+from demo_optax.demo import describe_leaf
 from demo_optax.tools import tables
-from demo_optax.wire import message as wire
+from demo_optax.wire.message import ENERGIES, Packer
 from demo_optax.workers import Workers
-from demo_optax.workers.sharding import ParamSpecs, Path, dotted, path_keys
+from demo_optax.workers.sharding import ParamSpecs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,9 +277,9 @@ def plan(
   of; `dct_topk` has the bits of each. Values at places that all workers share,
   and dense gradients, are all-reduced (by a ring, as all-reduces are counted
   here), the first with as much beside them. If a worker is several devices,
-  each sends what it alone has, and its share of what several have; of dense
-  gradients that several have, each sends all. Who takes part in dense averages
-  is not counted.
+  each has a message of its own, with its share of what several have; of dense
+  gradients that several have, each sends all. How many workers are valid in
+  dense averages is not counted.
 
   A sharded leaf is cut into chunks block by block. Its chunks are those of an
   unsharded worker, and the results the same to the bit, if along its last two
@@ -289,9 +289,7 @@ def plan(
 
   Args:
     params: parameters, or their shapes (`jax.ShapeDtypeStruct`).
-    compressor: what is sent; or, for `demo_optax.partition`, a tree of them
-      like the parameters (one in place of a subtree holds for all of it), with
-      `None` where gradients are averaged as they are.
+    compressor: what is sent, or a tree of that, as for `scale_by_demo`.
     workers: who takes part, or how many.
 
   Returns:
@@ -324,24 +322,23 @@ def plan(
     num_workers = operator.index(workers)
   if num_workers < 1:
     raise ValueError(f'workers={num_workers} must be at least 1.')
-  leaves, formats = [], []
-  averaged = 0
   flat = jax.tree_util.tree_flatten_with_path(params)[0]
-  for (path, x), code in zip(flat, compressors.per_leaf(compressor, params)):
-    if not trees.is_exchanged(x):
-      continue
-    if code is None:
-      leaves.append(_averaged(path, x, specs))
-      averaged += leaves[-1].sent_bytes // math.prod(leaves[-1].blocks)
-      continue
-    leaf, block = _leaf_bytes(path, x, code, specs)
-    leaves.append(leaf)
-    formats.append((block.format, block.grid.num_chunks, leaf.axes))
-  payload = wire.Payload(
-      [(f, num_chunks) for f, num_chunks, _ in formats],
-      [axes for _, _, axes in formats],
+  layout = make_layout(
+      [describe_leaf(path, np.shape(x), x, specs) for path, x in flat],
+      compressors.per_leaf(compressor, params),
+      specs.axis_sizes,
   )
-  own, summed, inside = _device_bytes(payload, specs, num_workers)
+  leaves = [
+      _averaged(leaf) if leaf.compressor is None else _leaf_bytes(leaf)
+      for leaf in layout.leaves
+      if not isinstance(leaf.compressor, compressors.Frozen)
+  ]
+  averaged = sum(
+      leaves_bytes.sent_bytes // math.prod(leaves_bytes.blocks)
+      for leaves_bytes in leaves
+      if leaves_bytes.values == 'averaged'
+  )
+  own, summed, inside = _device_bytes(layout, specs, num_workers)
   summed += averaged
   across = (num_workers - 1) * own + _ring(summed, num_workers)
   return Plan(
@@ -354,95 +351,87 @@ def plan(
   )
 
 
-def _leaf_bytes(
-    path: Path, x: Any, compressor: Compressor, specs: ParamSpecs
-) -> tuple[LeafBytes, LeafPlan]:
-  """What a leaf costs, and the plan of one of its blocks."""
-  shape, dtype = np.shape(x), trees.momentum_dtype(path, x)
-  placement = specs.place(path, shape)
-  leaf = compressor.plan_blocks(shape, dtype, placement.blocks)
-  block = leaf.with_blocks((1,) * len(shape))
-  alone = compressor.plan(shape, dtype)
-  same = not placement.axes or (
-      leaf.format == alone.format
-      and leaf.grid.lengths == alone.grid.lengths
-      and leaf.grid.counts == alone.grid.counts
-      and not any((*leaf.grid.padding, *alone.grid.padding))
-      and not leaf.grid.whole
+def _leaf_bytes(leaf: Leaf) -> LeafBytes:
+  """Returns what a leaf costs, all its shards together."""
+  compressor, plan, blocks = leaf.compressor, leaf.plan, leaf.sharding.blocks
+  assert isinstance(compressor, compressors.Compressor) and plan is not None
+  shards = math.prod(blocks)
+  grid, chunk_format = plan.grid, plan.format
+  alone = compressor.plan(leaf.shape, leaf.dtype)
+  same = not leaf.sharding.axes or (
+      chunk_format == alone.format
+      and grid.lengths == alone.grid.lengths
+      and shards * grid.num_chunks == alone.grid.num_chunks
+      and not any((*grid.padding, *alone.grid.padding))
+      and not grid.whole
       and not alone.grid.whole
   )
-  code = leaf.format.index_code
-  leaf_bytes = LeafBytes(
-      name=dotted(path_keys(path)),
-      shape=shape,
-      size=math.prod(shape),
-      num_chunks=leaf.grid.num_chunks,
-      chunk=leaf.grid.lengths if leaf.grid.whole else leaf.grid.lengths[-2:],
-      topk=leaf.format.k,
-      values=leaf.format.values,
-      index_code='shared' if leaf.format.shared else code.name,
-      index_bits=code.bits / leaf.format.k,
-      whole=leaf.grid.whole,
-      sent_bytes=block.num_bytes * math.prod(placement.blocks),
-      blocks=placement.blocks,
-      axes=placement.axes,
+  code = chunk_format.index_code
+  return LeafBytes(
+      name=leaf.name,
+      shape=leaf.shape,
+      size=math.prod(leaf.shape),
+      num_chunks=shards * grid.num_chunks,
+      chunk=grid.lengths if grid.whole else grid.lengths[-2:],
+      topk=chunk_format.k,
+      values=chunk_format.values,
+      index_code='shared' if chunk_format.shared else code.name,
+      index_bits=code.bits / chunk_format.k,
+      whole=grid.whole,
+      sent_bytes=plan.num_bytes * shards,
+      blocks=blocks,
+      axes=leaf.sharding.axes,
       as_unsharded=same,
   )
-  return leaf_bytes, block
 
 
-def _averaged(path: Path, x: Any, specs: ParamSpecs) -> LeafBytes:
-  """What a leaf costs whose gradients are averaged as they are."""
-  shape, placement = np.shape(x), specs.place(path, np.shape(x))
-  wide = trees.momentum_dtype(path, x)
-  size = math.prod(shape)
+def _averaged(leaf: Leaf) -> LeafBytes:
+  """Returns what a leaf costs whose gradient is averaged uncompressed."""
+  size = math.prod(leaf.shape)
   return LeafBytes(
-      name=dotted(path_keys(path)),
-      shape=shape,
+      name=leaf.name,
+      shape=leaf.shape,
       size=size,
       num_chunks=1,
-      chunk=shape,
+      chunk=leaf.shape,
       topk=size,
       values='averaged',
       index_code='shared',
       index_bits=0.0,
       whole=True,
-      sent_bytes=wide.itemsize * size,
-      blocks=placement.blocks,
-      axes=placement.axes,
+      sent_bytes=np.dtype(leaf.dtype).itemsize * size,
+      blocks=leaf.sharding.blocks,
+      axes=leaf.sharding.axes,
       as_unsharded=True,
   )
 
 
 def _device_bytes(
-    payload: wire.Payload, specs: ParamSpecs, num_workers: int
+    layout: Layout, specs: ParamSpecs, num_workers: int
 ) -> tuple[int, int, dict[tuple[str, ...], int]]:
-  """What a device has gathered, and summed, and what it receives inside."""
-  sizes = dict(specs.axis_sizes)
+  """Returns what a device has gathered, and summed, and receives inside."""
   inside: dict[tuple[str, ...], int] = {}
-
-  def share(axes: tuple[str, ...], length: int, size: int, copies: int) -> int:
-    """Bytes of a vector that a device sends; `copies` are rejoined."""
-    alike = tuple(axis for axis in specs.axes if axis not in axes)
-    devices = math.prod(sizes[axis] for axis in alike)
-    own = -(-length // devices) * size
-    if devices > 1:
-      inside[alike] = inside.get(alike, 0) + copies * own * (devices - 1)
-    return own
-
-  own = sum(
-      share(axes, layout.num_bytes, 1, num_workers)
-      for axes, layout in payload.layouts.items()
-  )
-  summed = sum(
-      share(axes, layout.num_elements, np.dtype(dtype).itemsize, 1)
-      for (dtype, axes), layout in payload.sum_layouts.items()
-  )
+  packer = Packer(layout.buckets)
+  own = summed = 0
+  for length, dtype in packer.sizes.values():
+    if dtype == 'uint8':
+      own += length
+    else:
+      summed += length * np.dtype(dtype).itemsize
+  for bucket in layout.buckets:
+    # Updates are joined along one axis after the other, the innermost first.
+    size = bucket.num_chunks * bucket.format.n
+    size *= np.dtype(bucket.format.dtype).itemsize
+    for axis, devices in reversed(specs.axis_sizes):
+      if axis in bucket.split_axes:
+        inside[axis,] = inside.get((axis,), 0) + (devices - 1) * size
+        size *= devices
   if specs.devices > 1 and own + summed:
-    # An all-reduce of an int32 for who takes part, and one of five float32.
-    agreed = _ring(4, specs.devices) + _ring(
-        4 * (wire.ENERGIES + 2), specs.devices
-    )
+    # All-reduces over the devices of a worker: whether its gradient is valid
+    # (int32), which messages are (int32 each), and metrics (five float32).
+    agreed = _ring(4, specs.devices) + _ring(4 * (ENERGIES + 2), specs.devices)
+    if own:
+      agreed += _ring(4 * num_workers, specs.devices)
     inside[specs.axes] = inside.get(specs.axes, 0) + agreed
   return own, summed, inside
 

@@ -30,7 +30,7 @@ class IndexCode(Protocol):
     """Ascending int32 `[chunks, k]` as uint8 `[ceil(chunks * bits / 8)]`."""
 
   def decode(self, data: jax.Array, chunks: int) -> jax.Array:
-    """Undoes `encode` for uint8 `[workers, bytes]`; `[workers, chunks, k]`."""
+    """Undoes `encode` for uint8 `[bytes]`; returns int32 `[chunks, k]`."""
 
 
 @functools.cache
@@ -71,8 +71,8 @@ class Everything:
 
   def decode(self, data: jax.Array, chunks: int) -> jax.Array:
     """All places, in order."""
-    shape = (data.shape[0], chunks, self.n)
-    return jnp.broadcast_to(jnp.arange(self.n, dtype=jnp.int32), shape)
+    every = jnp.arange(self.n, dtype=jnp.int32)[None]
+    return jnp.broadcast_to(every, (chunks, self.n))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,7 @@ class FixedWidth:
   def decode(self, data: jax.Array, chunks: int) -> jax.Array:
     """The indices, unpacked."""
     numbers = packing.unpack_bits(data, chunks * self.k, index_width(self.n))
-    return numbers.astype(jnp.int32).reshape(-1, chunks, self.k)
+    return numbers.astype(jnp.int32).reshape(chunks, self.k)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Bitmap:
   def decode(self, data: jax.Array, chunks: int) -> jax.Array:
     """The places of the ones."""
     bits = packing.unpack_bits(data, chunks * self.n, 1)
-    bits = bits.reshape(-1, chunks, self.n)
+    bits = bits.reshape(chunks, self.n)
     return packing.places_of_ones(bits == 1, self.k)
 
 
@@ -168,13 +168,13 @@ class EliasFano:
   def decode(self, data: jax.Array, chunks: int) -> jax.Array:
     """The places of the ones, less their order, above the low bits."""
     low_bits, unary_bits = chunks * self.k * self.low, chunks * self.unary_bits
-    head = data[:, : packing.packed_size(chunks * self.k, self.low)]
+    head = data[: packing.packed_size(chunks * self.k, self.low)]
     lows = packing.unpack_bits(head, chunks * self.k, self.low)
-    skip, tail = low_bits % 8, data[:, low_bits // 8 :]
-    unary = packing.unpack_bits(tail, skip + unary_bits, 1)[:, skip:]
-    unary = unary.reshape(-1, chunks, self.unary_bits)
+    skip, tail = low_bits % 8, data[low_bits // 8 :]
+    unary = packing.unpack_bits(tail, skip + unary_bits, 1)[skip:]
+    unary = unary.reshape(chunks, self.unary_bits)
     order = jnp.arange(self.k, dtype=jnp.int32)
-    rest = packing.places_of_ones(unary == 1, self.k) - order[None, None]
+    rest = packing.places_of_ones(unary == 1, self.k) - order[None]
     return (rest << self.low) | lows.astype(jnp.int32).reshape(rest.shape)
 
 

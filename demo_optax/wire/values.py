@@ -37,7 +37,7 @@ class ValueCode(Protocol):
     """`[chunks, k]` as uint8 `[num_bytes]`, and as it will be read."""
 
   def decode(self, data: jax.Array, chunks: int, k: int) -> jax.Array:
-    """What `encode` wrote, uint8 `[workers, bytes]`; `[workers, chunks, k]`."""
+    """Undoes `encode` for uint8 `[bytes]`; returns `[chunks, k]`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Exact:
   def decode(self, data: jax.Array, chunks: int, k: int) -> jax.Array:
     """The values of the bytes."""
     dtype = jnp.dtype(self.dtype)
-    data = data.reshape(-1, chunks, k, dtype.itemsize)
+    data = data.reshape(chunks, k, dtype.itemsize)
     return jax.lax.bitcast_convert_type(data, dtype)
 
 
@@ -80,7 +80,7 @@ class BFloat16:
   def decode(self, data: jax.Array, chunks: int, k: int) -> jax.Array:
     """The rounded values."""
     values = _without_subnormals(_from_bfloat16_bytes(data))
-    return values.astype(self.dtype).reshape(-1, chunks, k)
+    return values.astype(self.dtype).reshape(chunks, k)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,11 +119,11 @@ class Scaled:
   def decode(self, data: jax.Array, chunks: int, k: int) -> jax.Array:
     """Levels times scales."""
     split = packing.packed_size(chunks * k, self.width)
-    numbers = packing.unpack_bits(data[:, :split], chunks * k, self.width)
+    numbers = packing.unpack_bits(data[:split], chunks * k, self.width)
     levels = numbers.astype(jnp.int32) * self.spacing - self.limit
-    levels = levels.reshape(-1, chunks, k).astype(self.dtype)
-    scales = _without_subnormals(_from_bfloat16_bytes(data[:, split:]))
-    return levels * scales.astype(self.dtype)[:, :, None]
+    levels = levels.reshape(chunks, k).astype(self.dtype)
+    scales = _without_subnormals(_from_bfloat16_bytes(data[split:]))
+    return levels * scales.astype(self.dtype)[:, None]
 
 
 def value_code(values: str, dtype: str) -> ValueCode:
@@ -198,8 +198,8 @@ def _bfloat16_bytes(x: jax.Array) -> jax.Array:
 
 
 def _from_bfloat16_bytes(data: jax.Array) -> jax.Array:
-  """float32 `[workers, count]` of uint8 `[workers, 2 * count]`."""
-  halves = data.reshape(data.shape[0], -1, 2)
+  """float32 `[count]` of uint8 `[2 * count]`."""
+  halves = data.reshape(-1, 2)
   halves = jax.lax.bitcast_convert_type(halves, jnp.uint16)
   return jax.lax.bitcast_convert_type(
       halves.astype(jnp.uint32) << 16, jnp.float32

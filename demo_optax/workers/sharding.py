@@ -19,7 +19,7 @@ Keys = tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Placement:
+class ParamSharding:
   """Where one parameter lies inside a worker.
 
   Attributes:
@@ -72,7 +72,7 @@ class ParamSpecs:
   def __repr__(self) -> str:
     if set(self._specs.values()) <= {P()}:
       return ''
-    axes = {a for spec in self._specs.values() for a in _names(spec)}
+    axes = {a for spec in self._specs.values() for a in names_of(spec)}
     inner = [name for name, _ in self.axis_sizes if name in axes]
     return f', sharded over {", ".join(inner)}'
 
@@ -86,12 +86,17 @@ class ParamSpecs:
     """Number of devices of a worker."""
     return math.prod(size for _, size in self.axis_sizes)
 
-  def place(self, path: Path, shape: tuple[int, ...]) -> Placement:
+  @property
+  def bucket_spec(self) -> P:
+    """How a bucket is spread over the devices of a worker."""
+    return P(self.axes) if self.axes else P()
+
+  def place(self, path: Path, shape: tuple[int, ...]) -> ParamSharding:
     """Where the parameter at `path` lies; raises if it cannot lie there."""
     keys, name = path_keys(path), jax.tree_util.keystr(path) or 'the only leaf'
     for length in range(len(keys), -1, -1):
       if keys[:length] in self._specs:
-        return self._placement(name, self._specs[keys[:length]], shape)
+        return self._sharding(name, self._specs[keys[:length]], shape)
     raise ValueError(
         f'param_specs has nothing for the parameter {name}. Give a'
         ' PartitionSpec for every parameter (P() for replicated), in a tree of'
@@ -100,7 +105,12 @@ class ParamSpecs:
     )
 
   def place_state(self, keys: Keys, shape: tuple[int, ...]) -> P:
-    """A spec for a leaf of a state: of the parameter whose path it ends in."""
+    """Returns a spec for a leaf of a state, without the worker axis.
+
+    That of a bucket, or of the parameter whose path is within `keys`.
+    """
+    if is_bucket(keys):
+      return self.bucket_spec
     inside = [
         keys[start:stop]
         for start in range(len(keys))
@@ -112,9 +122,9 @@ class ParamSpecs:
         return spec
     return P()
 
-  def _placement(
+  def _sharding(
       self, name: str, spec: P, shape: tuple[int, ...]
-  ) -> Placement:
+  ) -> ParamSharding:
     if len(spec) > len(shape):
       raise ValueError(
           f'The spec of {name}, {spec}, has {len(spec)} entries, but its shape'
@@ -128,14 +138,14 @@ class ParamSpecs:
             f' {dim} of length {size} into {parts} parts, which does not'
             ' divide. Shard another dimension of it, or replicate it: P().'
         )
-    used = set(_names(spec))
+    used = set(names_of(spec))
     axes = tuple(axis for axis in self.axes if axis in used)
-    return Placement(spec, blocks, axes)
+    return ParamSharding(spec, blocks, axes)
 
   def _blocks(self, spec: P, rank: int) -> tuple[int, ...]:
     sizes = dict(self.axis_sizes)
     return tuple(
-        math.prod(sizes[axis] for axis in _entry(spec, dim))
+        math.prod(sizes[axis] for axis in entry(spec, dim))
         for dim in range(rank)
     )
 
@@ -174,28 +184,9 @@ def is_stacked(keys: Keys) -> bool:
   return STACKED in keys
 
 
-def momentum_roots(keys: list[Keys]) -> list[Keys]:
-  """Where the momentum of each exchange begins."""
-  marker = ('metrics', 'num_excluded')
-  return [(*k[:-2], STACKED, 'momentum') for k in keys if k[-2:] == marker]
-
-
-def root_of(keys: Keys, roots: list[Keys]) -> Keys | None:
-  """The root that a path begins with, if it does with one."""
-  return next((root for root in roots if keys[: len(root)] == root), None)
-
-
-def pending_name(dtype: str, axes: tuple[str, ...]) -> str:
-  """The name, in a state, of a part that is on its way between workers."""
-  return ' over '.join([dtype, ','.join(axes)]) if axes else dtype
-
-
-def pending_axes(keys: Keys) -> tuple[str, ...] | None:
-  """The axes inside a worker of a part on its way; None for other leaves."""
-  if keys[-3:-1] != (STACKED, 'in_flight'):
-    return None
-  _, _, axes = keys[-1].partition(' over ')
-  return tuple(axes.split(',')) if axes else ()
+def is_bucket(keys: Keys) -> bool:
+  """Whether a leaf of a state holds something of every device of a worker."""
+  return is_stacked(keys) and str(keys[-1]).startswith('bucket_')
 
 
 def _check_spec(
@@ -207,7 +198,7 @@ def _check_spec(
         ' jax.sharding.PartitionSpec, or None for replicated.'
     )
   seen = set()
-  for axis in _names(spec):
+  for axis in names_of(spec):
     if axis == worker_axis:
       raise ValueError(
           f'The spec of {name}, {spec}, names the worker axis'
@@ -224,8 +215,8 @@ def _check_spec(
     seen.add(axis)
 
 
-def _entry(spec: P, dim: int) -> tuple[Any, ...]:
-  """The axes of one dimension."""
+def entry(spec: P, dim: int) -> tuple[Any, ...]:
+  """Returns the axes of one dimension."""
   entry = spec[dim] if dim < len(spec) else None
   if entry is None:
     return ()
@@ -240,9 +231,10 @@ def _shortest(spec: P) -> P:
   return P(*entries)
 
 
-def _names(spec: P) -> Iterator[Any]:
+def names_of(spec: P) -> Iterator[Any]:
+  """Yields all axes of a spec."""
   for dim in range(len(spec)):
-    yield from _entry(spec, dim)
+    yield from entry(spec, dim)
 
 
 def _some(keys: Any) -> str:

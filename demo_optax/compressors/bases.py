@@ -1,0 +1,96 @@
+"""Orthonormal transforms of a chunk, one matrix for each length of a side."""
+
+import dataclasses
+import functools
+import math
+from typing import Protocol
+
+import numpy as np
+
+
+class Basis(Protocol):
+  """An orthonormal transform, applied along both sides of a chunk.
+
+  Implement it as a frozen dataclass: bases are compared and hashed.
+  """
+
+  def matrix(self, length: int) -> np.ndarray:
+    """Returns float64 `[length, length]` whose ROWS are the basis.
+
+    Raises:
+      ValueError: there is no such matrix for this length.
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class Dct:
+  """The orthonormal DCT-II, `[frequency, position]`."""
+
+  def matrix(self, length: int) -> np.ndarray:
+    """Returns the matrix for sides of `length`."""
+    return _dct(length)
+
+
+@dataclasses.dataclass(frozen=True)
+class Hadamard:
+  """Sylvester's Hadamard matrix, scaled to be orthonormal."""
+
+  def matrix(self, length: int) -> np.ndarray:
+    """Returns the matrix for sides of `length`, a power of two."""
+    if length & (length - 1):
+      raise ValueError(
+          f'{length} is not a power of two, and the Hadamard transform needs'
+          ' one. Use dct_topk or random_orthogonal_topk for this leaf, in a'
+          ' tree of compressors.'
+      )
+    return _hadamard(length)
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomOrthogonal:
+  """A random rotation or reflection, drawn once for every length."""
+
+  seed: int = 0
+
+  def matrix(self, length: int) -> np.ndarray:
+    """Returns the matrix for sides of `length`."""
+    return _random_orthogonal(length, self.seed)
+
+
+@dataclasses.dataclass(frozen=True)
+class Identity:
+  """No transform: coefficients are elements."""
+
+  def matrix(self, length: int) -> np.ndarray:
+    """Returns the identity."""
+    return np.eye(length)
+
+
+@functools.cache
+def _dct(length: int) -> np.ndarray:
+  position = np.arange(length)
+  angle = np.pi * position[:, None] * (2 * position + 1) / (2 * length)
+  matrix = np.sqrt(2 / length) * np.cos(angle)
+  matrix[0] = np.sqrt(1 / length)
+  return matrix
+
+
+@functools.cache
+def _hadamard(length: int) -> np.ndarray:
+  matrix = np.ones((1, 1))
+  while len(matrix) < length:
+    matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+  return matrix / np.sqrt(length)
+
+
+@functools.cache
+def _random_orthogonal(length: int, seed: int) -> np.ndarray:
+  # All workers must have the same bits, on whatever machine: Gram-Schmidt with
+  # exactly rounded sums, not a library's factorisation.
+  matrix = np.random.default_rng([seed, length]).normal(size=(length, length))
+  for row in range(length):
+    for _ in range(2):  # the second pass removes what rounding left
+      for other in matrix[:row]:
+        matrix[row] -= math.fsum(matrix[row] * other) * other
+    matrix[row] /= math.sqrt(math.fsum(matrix[row] ** 2))
+  return matrix

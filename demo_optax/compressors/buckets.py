@@ -1,0 +1,415 @@
+"""Buckets: the chunks of one kind, of all leaves, as one array `[rows, n]`.
+
+The program of a step then grows with the kinds of chunks and not with the
+number of leaves: per leaf only its gradient is cut into the bucket, and its
+update out of it.
+
+A `Layout` says where every leaf lies. It is decided from paths, shapes, dtypes
+and compressors alone, once for a structure, when a step is traced. Its digest
+is kept in the state, so that leaves that were renamed or reordered never take
+each other's momentum.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from demo_optax.compressors import chunking
+from demo_optax.compressors.base import Compressor, Frozen, LeafPlan
+from demo_optax.compressors.bases import Basis
+from demo_optax.compressors.chunking import ChunkGrid
+from demo_optax.compressors.selectors import Selector
+from demo_optax.engine import heuristics
+from demo_optax.wire.message import ChunkFormat
+from demo_optax.workers.sharding import Keys, ParamSharding, dotted
+
+# Elements in a row of a bucket of leaves that are sent densely, without chunks.
+_DENSE_ROW = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+  """All chunks of one kind, `[rows, n]` on each device.
+
+  Attributes:
+    name: its name in the state.
+    select: which coefficients of a chunk are sent.
+    basis: the transform of a chunk.
+    format: how the selection of one chunk is written.
+    sides: rows and columns of a chunk.
+    kind: `'chunks'`, transformed; `'whole'`, a leaf in each row, which is not;
+      or `'dense'`, elements of all leaves in rows, which are no chunks.
+    split_axes: mesh axes inside a worker over which its leaves are replicated.
+      Each device along them has a share of the chunks.
+    num_devices: number of devices along `split_axes`.
+    size: chunks of all its leaves; elements, of a dense bucket.
+  """
+
+  name: str
+  select: Selector
+  basis: Basis
+  format: ChunkFormat
+  sides: tuple[int, int]
+  kind: str
+  split_axes: tuple[str, ...]
+  num_devices: int
+  size: int
+
+  @property
+  def num_chunks(self) -> int:
+    """Chunks that one device sends."""
+    rows = -(-self.size // _DENSE_ROW) if self.kind == 'dense' else self.size
+    return -(-rows // self.num_devices)
+
+  @property
+  def pieces(self) -> int:
+    """Number of equal pieces that the bucket is handled in, one by one."""
+    piece = heuristics.piece_elements()
+    if piece is None or self.kind != 'chunks':
+      return 1
+    return -(-self.num_chunks * self.format.n // piece)
+
+  @property
+  def rows(self) -> int:
+    """Rows of the array: chunks, and padding up to whole pieces."""
+    # A last piece that overlapped the one before would decay chunks twice.
+    return -(-self.num_chunks // self.pieces) * self.pieces
+
+  @property
+  def shape(self) -> tuple[int, int]:
+    """Shape of the array on one device."""
+    return self.rows, self.format.n
+
+  @property
+  def sent(self) -> tuple[ChunkFormat, int]:
+    """What one device sends: chunks of which format, and how many."""
+    if self.kind == 'dense' and self.num_devices == 1:
+      whole = dataclasses.replace(self.format, n=self.size, k=self.size)
+      return whole, 1
+    return self.format, self.num_chunks
+
+  def strip(self, x: jax.Array) -> jax.Array:
+    """Cuts `[rows, k]` to the chunks that are sent."""
+    chunk_format, chunks = self.sent
+    return x.reshape(-1)[: chunks * chunk_format.k].reshape(
+        chunks, chunk_format.k
+    )
+
+  def unstrip(self, x: jax.Array, fill: jax.Array | None = None) -> jax.Array:
+    """Undoes `strip` for `[senders, chunks, k]`; pads with zeros or `fill`."""
+    senders, k = x.shape[0], self.format.k
+    missing = self.rows * k - math.prod(x.shape[1:])
+    x = x.reshape(senders, -1)
+    if not missing:
+      return x.reshape(senders, self.rows, k)
+    if fill is None:
+      padding = jnp.zeros_like(x, shape=(senders, missing))
+    else:
+      padding = jnp.broadcast_to(
+          jnp.tile(fill, missing // k)[None], (senders, missing)
+      )
+    return jnp.concatenate([x, padding], axis=1).reshape(senders, self.rows, k)
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+  """Where one leaf of the parameters lies.
+
+  Attributes:
+    keys: its path.
+    shape: of the parameter.
+    dtype: name of the dtype of its momentum.
+    sharding: where its shards lie inside a worker.
+    compressor: what is sent; None: its gradient is averaged uncompressed;
+      `Frozen`: it is left alone.
+    plan: how one shard of it is cut and written, if it is compressed.
+    bucket: number of its bucket, -1 if it is not compressed.
+    offset: its first chunk in the bucket; its first element, of a dense one.
+  """
+
+  keys: Keys
+  shape: tuple[int, ...]
+  dtype: str
+  sharding: ParamSharding
+  compressor: Compressor | Frozen | None
+  plan: LeafPlan | None = None
+  bucket: int = -1
+  offset: int = 0
+
+  @property
+  def name(self) -> str:
+    """The path as written in messages and tables."""
+    return dotted(self.keys)
+
+  @property
+  def grid(self) -> ChunkGrid:
+    """How one shard of the leaf is cut into chunks."""
+    assert self.plan is not None
+    return self.plan.grid
+
+  @property
+  def size(self) -> int:
+    """Chunks of one shard; elements, of a dense leaf."""
+    assert self.plan is not None
+    if self.plan.is_dense:
+      return math.prod(self.grid.shape)
+    return self.grid.num_chunks
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+  """The buckets of a tree of parameters, and where each leaf lies in them."""
+
+  leaves: tuple[Leaf, ...]
+  buckets: tuple[Bucket, ...]
+
+  @functools.cached_property
+  def compressed(self) -> tuple[int, ...]:
+    """Numbers of the leaves that lie in buckets."""
+    return tuple(i for i, leaf in enumerate(self.leaves) if leaf.bucket >= 0)
+
+  @functools.cached_property
+  def averaged(self) -> tuple[int, ...]:
+    """Numbers of the leaves that are averaged uncompressed."""
+    return tuple(
+        i for i, leaf in enumerate(self.leaves) if leaf.compressor is None
+    )
+
+  @functools.cached_property
+  def digest(self) -> np.ndarray:
+    """Returns uint32 `[4]`, equal if every leaf lies where it did."""
+    described = [
+        (leaf.name, leaf.shape, leaf.dtype, leaf.sharding, leaf.plan,
+         leaf.bucket, leaf.offset)
+        for leaf in self.leaves
+        if leaf.bucket >= 0
+    ]
+    kinds = [(b.basis, b.kind, b.split_axes) for b in self.buckets]
+    text = repr((described, kinds)).encode()
+    return np.frombuffer(hashlib.sha256(text).digest()[:16], np.uint32)
+
+  def __eq__(self, other: object) -> bool:
+    if self is other:
+      return True
+    return isinstance(other, Layout) and self._key == other._key
+
+  def __hash__(self) -> int:
+    return hash(self._key)
+
+  @functools.cached_property
+  def _key(self) -> tuple[Any, ...]:
+    return self.digest.tobytes(), self.leaves, self.buckets
+
+  def members(self, number: int) -> list[int]:
+    """Returns the numbers of the leaves of a bucket."""
+    return [i for i in self.compressed if self.leaves[i].bucket == number]
+
+  def fill(
+      self, number: int, arrays: Mapping[int, jax.Array], device: Any
+  ) -> jax.Array:
+    """Cuts leaves into their bucket.
+
+    Args:
+      number: of the bucket.
+      arrays: by the number of the leaf, one shard of it.
+      device: number of this device along the bucket's `split_axes`.
+
+    Returns:
+      chunks `[rows, n]`, zero in the padding.
+    """
+    dtype = self.buckets[number].format.dtype
+    return self.assemble(
+        number,
+        {
+            i: chunking.to_chunks(arrays[i].astype(dtype), self.leaves[i].grid)
+            for i in self.members(number)
+        },
+        device,
+    )
+
+  def assemble(
+      self, number: int, rows: dict[int, jax.Array], device: Any
+  ) -> jax.Array:
+    """Puts the rows `[num_chunks, n]` of leaves into their bucket."""
+    bucket = self.buckets[number]
+    dense, n = bucket.kind == 'dense', bucket.format.n
+    total = bucket.num_chunks * bucket.num_devices
+    total = bucket.rows if bucket.num_devices == 1 else total
+    shape = (total * n,) if dense else (total, n)
+    first = next(iter(rows.values()))
+    filled = jnp.zeros_like(first, shape=shape)
+    for i, x in rows.items():
+      x = x.reshape(-1) if dense else x
+      # Written in place: a concatenation would hold everything twice.
+      filled = jax.lax.dynamic_update_slice_in_dim(
+          filled, x, self.leaves[i].offset, 0
+      )
+    return self._share(bucket, filled.reshape(total, n), device)
+
+  def spread(self, number: int, values: Sequence[Any], device: Any) -> Any:
+    """Returns a number of each leaf as one for each row of a bucket.
+
+    Args:
+      number: of the bucket.
+      values: a number for each leaf of the tree.
+      device: number of this device along the bucket's `split_axes`.
+
+    Returns:
+      the number itself if all leaves of the bucket have the same one; else
+      `[rows, n]` for a dense bucket and `[rows, 1]` for others.
+    """
+    bucket, members = self.buckets[number], self.members(number)
+    if all(values[i] is values[members[0]] for i in members):
+      return values[members[0]]
+    dense = bucket.kind == 'dense'
+    total = bucket.num_chunks * bucket.num_devices
+    total = max(total, bucket.rows if bucket.num_devices == 1 else 0)
+    width = bucket.format.n if dense else 1
+    spread = jnp.zeros((total * width,), bucket.format.dtype)
+    for i in members:
+      leaf = self.leaves[i]
+      value = jnp.asarray(values[i], spread.dtype)
+      spread = spread.at[leaf.offset : leaf.offset + leaf.size].set(value)
+    return self._share(bucket, spread.reshape(total, width), device)
+
+  def _share(self, bucket: Bucket, x: jax.Array, device: Any) -> jax.Array:
+    """Returns this device's share of a whole bucket, padded to its rows."""
+    if bucket.num_devices == 1:
+      return x
+    x = jax.lax.dynamic_slice_in_dim(
+        x, device * bucket.num_chunks, bucket.num_chunks
+    )
+    return jnp.pad(x, ((0, bucket.rows - bucket.num_chunks), (0, 0)))
+
+  def cut(self, number: int, chunks: jax.Array) -> dict[int, jax.Array]:
+    """Cuts the shards of leaves out of their bucket.
+
+    Args:
+      number: of the bucket.
+      chunks: `[rows, n]` with the chunks of all devices along `split_axes`.
+
+    Returns:
+      by the number of the leaf, its shard.
+    """
+    return {
+        i: chunking.from_chunks(x, self.leaves[i].grid)
+        for i, x in self.slices(number, chunks).items()
+    }
+
+  def slices(self, number: int, rows: jax.Array) -> dict[int, jax.Array]:
+    """Returns the rows `[num_chunks, n]` of each leaf of a bucket."""
+    if self.buckets[number].kind == 'dense':
+      rows = rows.reshape(-1)
+    found = {}
+    for i in self.members(number):
+      leaf = self.leaves[i]
+      x = jax.lax.slice_in_dim(rows, leaf.offset, leaf.offset + leaf.size)
+      found[i] = x.reshape(leaf.grid.num_chunks, leaf.grid.chunk_size)
+    return found
+
+  def clear_padding(
+      self, number: int, c: jax.Array, device: Any
+  ) -> jax.Array:
+    """Projects coefficients onto leaves that are zero in their padding.
+
+    Args:
+      number: of the bucket.
+      c: `[rows, n]`.
+      device: number of this device along the bucket's `split_axes`.
+
+    Returns:
+      `[rows, n]`.
+    """
+    bucket = self.buckets[number]
+    alike: dict[ChunkGrid, list[int]] = {}
+    for i in self.members(number):
+      grid = self.leaves[i].grid
+      if any(grid.padding):
+        alike.setdefault(grid, []).append(i)
+    for grid, members in alike.items():  # which lie one after the other
+      start = self.leaves[members[0]].offset
+      stop = start + len(members) * grid.num_chunks
+      shape = len(members), grid.num_chunks, grid.chunk_size
+      if bucket.num_devices == 1:
+        x = jax.lax.slice_in_dim(c, start, stop).reshape(shape)
+        x = chunking.clear_padding(x, grid, bucket.basis)
+        x = x.reshape(-1, grid.chunk_size)
+        c = jax.lax.dynamic_update_slice_in_dim(c, x, start, 0)
+        continue
+      # Which of the chunks lie on this device is not known when traced: all are
+      # projected, and those at an edge are taken.
+      for edge, keep in chunking.edges(grid):
+        flags = np.zeros(bucket.num_devices * bucket.num_chunks, bool)
+        flags[start:stop] = np.tile(edge, len(members))
+        mine = jax.lax.dynamic_slice_in_dim(
+            jnp.asarray(flags), device * bucket.num_chunks, bucket.num_chunks
+        )
+        mine = jnp.pad(mine, (0, bucket.rows - bucket.num_chunks))
+        c = jnp.where(mine[:, None], keep(c, bucket.basis), c)
+    return c
+
+
+def make_layout(
+    leaves: Sequence[tuple[Keys, tuple[int, ...], Any, ParamSharding]],
+    compressors: Sequence[Compressor | Frozen | None],
+    axis_sizes: Sequence[tuple[str, int]] = (),
+) -> Layout:
+  """Decides where the leaves of a tree lie.
+
+  Args:
+    leaves: path, shape, dtype of the momentum and sharding of each; `None` as
+      dtype for leaves that are not exchanged (of integers, or empty).
+    compressors: what is sent of each.
+    axis_sizes: the mesh axes inside a worker, and their sizes.
+
+  Returns:
+    The layout.
+  """
+  made: list[Leaf] = []
+  members: dict[Any, dict[ChunkGrid, list[int]]] = {}
+  for i, (keys, shape, dtype, sharding) in enumerate(leaves):
+    compressor = compressors[i] if dtype is not None else Frozen()
+    leaf = Leaf(keys, shape, str(dtype), sharding, compressor)
+    if isinstance(compressor, Compressor):
+      shard = tuple(d // b for d, b in zip(shape, sharding.blocks))
+      plan = compressor.plan(shard, dtype)
+      leaf = dataclasses.replace(leaf, plan=plan)
+      split = tuple(
+          (axis, size) for axis, size in axis_sizes
+          if axis not in sharding.axes
+      )
+      key = (_kind(compressor, plan), split)
+      members.setdefault(key, {}).setdefault(plan.grid, []).append(i)
+    made.append(leaf)
+  buckets = []
+  for number, (key, by_grid) in enumerate(members.items()):
+    (kind, select, basis, chunk_format, sides), split = key
+    offset = 0
+    for i in (i for alike in by_grid.values() for i in alike):
+      made[i] = dataclasses.replace(made[i], bucket=number, offset=offset)
+      offset += made[i].size
+    rows, cols = sides
+    label = 'dense' if kind == 'dense' else f'{rows}x{cols}'
+    buckets.append(Bucket(
+        f'bucket_{number:03}_{label}', select, basis, chunk_format, sides, kind,
+        tuple(axis for axis, _ in split), math.prod(size for _, size in split),
+        offset,
+    ))
+  return Layout(tuple(made), tuple(buckets))
+
+
+def _kind(compressor: Compressor, plan: LeafPlan) -> tuple[Any, ...]:
+  """Returns what chunks must have in common to share a bucket."""
+  select, basis = compressor.select, compressor.basis
+  if plan.is_dense:
+    row = dataclasses.replace(plan.format, n=_DENSE_ROW, k=_DENSE_ROW)
+    return 'dense', select, basis, row, (1, _DENSE_ROW)
+  kind = 'whole' if plan.grid.whole else 'chunks'
+  return kind, select, basis, plan.format, plan.grid.sides

@@ -1,0 +1,154 @@
+"""Which coefficients of every chunk are sent."""
+
+import dataclasses
+import fractions
+import math
+from typing import ClassVar, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from demo_optax.engine import topk
+
+
+class Selector(Protocol):
+  """Selects `count(n)` of the `n` coefficients of every chunk.
+
+  Implement it as a frozen dataclass: selectors are compared and hashed.
+
+  Attributes:
+    shared: whether all workers select the same indices. Then no indices are
+      sent and values are summed; the indices may depend on the step and on the
+      length of a chunk only, and the selector is called with a single chunk of
+      zeros.
+  """
+
+  shared: ClassVar[bool]
+
+  def count(self, n: int) -> int:
+    """Returns how many of `n` coefficients are selected, 1 to `n`."""
+
+  def __call__(self, coefficients: jax.Array, step: jax.Array) -> jax.Array:
+    """Returns the selected indices.
+
+    Args:
+      coefficients: `[chunks, n]`, momentum with the new gradient in it.
+      step: int32 `[]`, exchanges so far.
+
+    Returns:
+      int32 `[chunks, count(n)]`, distinct within a chunk, in any order.
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class TopK:
+  """The `k` coefficients of largest magnitude; ties go to the lowest index."""
+
+  shared: ClassVar[bool] = False
+  k: int
+
+  def count(self, n: int) -> int:
+    """Returns `min(k, n)`."""
+    return min(self.k, n)
+
+  def __call__(self, coefficients: jax.Array, step: jax.Array) -> jax.Array:
+    """Returns the indices in ascending order."""
+    del step
+    return topk.top_k(coefficients, self.count(coefficients.shape[1]))
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomSubset:
+  """A share of the coefficients, drawn anew for every step."""
+
+  shared: ClassVar[bool] = True
+  rate: float
+  seed: int = 0
+
+  def count(self, n: int) -> int:
+    """Returns `ceil(rate * n)`."""
+    return _share(self.rate, n)
+
+  def __call__(self, coefficients: jax.Array, step: jax.Array) -> jax.Array:
+    """Returns the first places of a permutation."""
+    n = coefficients.shape[1]
+    key = jax.random.fold_in(jax.random.key(self.seed), step)
+    return jax.random.permutation(key, n)[None, : self.count(n)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Striding:
+  """Coefficients at equal distances, all one further at every step."""
+
+  shared: ClassVar[bool] = True
+  rate: float
+
+  def count(self, n: int) -> int:
+    """Returns `ceil(rate * n)`."""
+    return _share(self.rate, n)
+
+  def __call__(self, coefficients: jax.Array, step: jax.Array) -> jax.Array:
+    """Returns `(step + j * (n // k)) % n`."""
+    n = coefficients.shape[1]
+    k = self.count(n)
+    spread = (n // k) * jnp.arange(k, dtype=jnp.int32)
+    return ((step % n + spread) % n)[None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Slicing:
+  """Coefficients in a row, the next ones at every step."""
+
+  shared: ClassVar[bool] = True
+  rate: float
+
+  def count(self, n: int) -> int:
+    """Returns `ceil(rate * n)`."""
+    return _share(self.rate, n)
+
+  def __call__(self, coefficients: jax.Array, step: jax.Array) -> jax.Array:
+    """Returns `(step * k + j) % n`."""
+    n = coefficients.shape[1]
+    k = self.count(n)
+    start = _multiply_mod(step % (n // math.gcd(n, k)), k, n)
+    return ((start + jnp.arange(k, dtype=jnp.int32)) % n)[None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Everything:
+  """All coefficients."""
+
+  shared: ClassVar[bool] = True
+
+  def count(self, n: int) -> int:
+    """Returns `n`."""
+    return n
+
+  def __call__(self, coefficients: jax.Array, step: jax.Array) -> jax.Array:
+    """Returns all indices."""
+    del step
+    return jnp.arange(coefficients.shape[1], dtype=jnp.int32)[None]
+
+
+def _share(rate: float, n: int) -> int:
+  """Returns `ceil(rate * n)` for the rate as it is written.
+
+  In floating point, 0.07 * 100 is above 7, and its ceiling is 8.
+
+  >>> _share(0.07, 100), _share(1 / 3, 3), _share(1 / 49, 49), _share(1e-7, 64)
+  (7, 1, 1, 1)
+  """
+  exact = fractions.Fraction(rate).limit_denominator(10**9)
+  return min(n, max(1, math.ceil(exact * n)))
+
+
+def _multiply_mod(x: jax.Array, factor: int, modulus: int) -> jax.Array:
+  """Returns `x * factor % modulus` for int32 `0 <= x < modulus < 2**30`.
+
+  Bit by bit, since the product itself overflows int32 from 46,341 squared on.
+  """
+  total = jnp.zeros_like(x)
+  for bit in range((modulus - 1).bit_length()):
+    power = (factor << bit) % modulus
+    total = (total + jnp.where((x >> bit) & 1 == 1, power, 0)) % modulus
+  return total

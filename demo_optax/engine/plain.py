@@ -1,0 +1,176 @@
+"""A bucket's arithmetic in plain JAX, piece by piece.
+
+A bucket is handled in pieces of about a megabyte: what a piece goes through
+stays in the caches, and memory is written for results alone. Memory that is new
+to a process costs ten times its copy.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from demo_optax.compressors import chunking
+from demo_optax.compressors.bases import Identity
+from demo_optax.compressors.buckets import Bucket
+from demo_optax.engine import heuristics, topk
+from demo_optax.wire.message import Received, Selected, energy
+
+
+def accumulate(
+    bucket: Bucket,
+    gradients: jax.Array,
+    momentum: jax.Array,
+    decay: Any,
+    weight: Any,
+    valid: jax.Array,
+    step: jax.Array,
+) -> tuple[jax.Array, Selected]:
+  """Adds gradients to the momentum and selects what is sent.
+
+  Args:
+    bucket: its static description.
+    gradients: chunks `[rows, n]`.
+    momentum: coefficients `[rows, n]`.
+    decay: factor of the momentum, a number or one for each row.
+    weight: factor of the gradients, a number or one for each row.
+    valid: bool `[]`; if not, the momentum stays as it is.
+    step: int32 `[]`, exchanges so far.
+
+  Returns:
+    momentum `[rows, n]`, and what is selected of it.
+  """
+  n, k = bucket.format.n, bucket.format.k
+  pieces, rows = bucket.pieces, bucket.rows // bucket.pieces
+  shared = shared_indices(bucket, step) if bucket.format.shared else None
+
+  def add_piece(
+      momentum: jax.Array, number: jax.Array
+  ) -> tuple[jax.Array, tuple[jax.Array | None, jax.Array, jax.Array]]:
+    start = number * rows
+    g = jax.lax.dynamic_slice_in_dim(gradients, start, rows)  # [rows, n]
+    old = jax.lax.dynamic_slice_in_dim(momentum, start, rows)
+
+    own_decay, own_weight = (
+        jax.lax.dynamic_slice_in_dim(x, start, rows) if jnp.ndim(x) else x
+        for x in (decay, weight)
+    )
+
+    def add(_: Any, m: jax.Array) -> jax.Array:
+      c = topk.mul_no_fma(own_weight, g)
+      if bucket.kind == 'chunks':
+        c = chunking.transform(c, bucket.sides, bucket.basis)
+      return topk.mul_no_fma(own_decay, m) + c
+
+    if heuristics.loop_to_keep(gradients.size):
+      m = jax.lax.fori_loop(0, valid.astype(jnp.int32), add, old)
+    else:
+      m = jnp.where(valid, add(None, old), old)
+    momentum = jax.lax.dynamic_update_slice_in_dim(momentum, m, start, 0)
+    indices = None
+    if shared is not None and k < n:
+      indices = jnp.broadcast_to(shared[None], (rows, k))
+    elif k < n:
+      # The wire wants them in order, which selectors need not know.
+      indices = jnp.sort(bucket.select(m, step), axis=1)
+    return momentum, (indices, topk.take(m, indices), energy(m))
+
+  momentum, (indices, values, energies) = jax.lax.scan(
+      add_piece,
+      momentum,
+      jnp.arange(pieces, dtype=jnp.int32),
+      unroll=pieces == 1,
+  )
+  if indices is not None:
+    indices = indices.reshape(bucket.rows, k)
+  values = values.reshape(bucket.rows, k)
+  return momentum, Selected(indices, values, jnp.sum(energies))
+
+
+def merge(
+    bucket: Bucket, received: Received, average: topk.Average
+) -> tuple[jax.Array, jax.Array]:
+  """Averages what all workers sent, and transforms it back.
+
+  Args:
+    bucket: its static description.
+    received: what arrived for it.
+    average: see `scale_by_demo`.
+
+  Returns:
+    update chunks `[rows, n]`; float32 `[]`, how many different coefficients
+    were sent.
+  """
+  n = bucket.format.n
+  pieces, rows = bucket.pieces, bucket.rows // bucket.pieces
+
+  def merge_piece(
+      carry: tuple[jax.Array, jax.Array], number: jax.Array
+  ) -> tuple[tuple[jax.Array, jax.Array], None]:
+    updates, distinct = carry
+    start = number * rows
+
+    def piece_of(x: jax.Array) -> jax.Array:  # [senders, rows, k]
+      return jax.lax.dynamic_slice_in_dim(x, start, rows, axis=1)
+
+    indices = None
+    if received.indices is not None:
+      indices = piece_of(received.indices)
+    values, found = topk.weigh(
+        indices, piece_of(received.values), received.valid, n, average
+    )
+    u = _inverse(bucket, indices, values)
+    updates = jax.lax.dynamic_update_slice_in_dim(updates, u, start, 0)
+    return (updates, distinct + found), None
+
+  # Zeros that XLA takes for a result of the exchange: it would write them down
+  # before, and hold them together with the gradients' chunks.
+  zero = jnp.where(jnp.sum(received.valid, dtype=jnp.int32) < 0, 1.0, 0.0)
+  carry = (
+      jnp.broadcast_to(zero.astype(received.values.dtype), (bucket.rows, n)),
+      jnp.zeros_like(received.values, jnp.float32, shape=()),
+  )
+  (updates, distinct), _ = jax.lax.scan(
+      merge_piece,
+      carry,
+      jnp.arange(pieces, dtype=jnp.int32),
+      unroll=pieces == 1,
+  )
+  # In the padding everybody sent zeros.
+  padding = (bucket.rows - bucket.num_chunks) * bucket.format.k
+  someone = jnp.any(received.valid)
+  return updates, distinct - jnp.where(someone, float(padding), 0.0)
+
+
+def _inverse(
+    bucket: Bucket, indices: jax.Array | None, values: jax.Array
+) -> jax.Array:
+  """Returns the chunks `[rows, n]` whose coefficients are the sum of `values`.
+
+  Args:
+    bucket: its static description.
+    indices: int32 `[senders, rows, k]`, or `None` for all.
+    values: `[senders, rows, k]`.
+  """
+  senders, _, k = values.shape
+  transformed = bucket.kind == 'chunks' and bucket.basis != Identity()
+  if (
+      transformed
+      and indices is not None
+      and heuristics.transform_selected(senders, k, *bucket.sides)
+  ):
+    return functools.reduce(jnp.add, [
+        chunking.inverse_of_selected(i, v, bucket.sides, bucket.basis)
+        for i, v in zip(indices, values)
+    ])
+  c = topk.add_up(indices, values, bucket.format.n)
+  if bucket.kind != 'chunks':
+    return c
+  return chunking.inverse(c, bucket.sides, bucket.basis)
+
+
+def shared_indices(bucket: Bucket, step: jax.Array) -> jax.Array:
+  """Returns the indices `[k]`, ascending, that all workers select at `step`."""
+  one = jnp.zeros((1, bucket.format.n), bucket.format.dtype)
+  return jnp.sort(bucket.select(one, step)[0])

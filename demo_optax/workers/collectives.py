@@ -1,0 +1,120 @@
+"""What one worker's function can do together with the others, by axis name.
+
+The same code serves simulation (`jax.vmap`), meshes (`jax.shard_map`) and maps
+of the caller's own: inside each of them, the axes have names.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+  """The workers, and the devices of a worker, as seen from inside.
+
+  Attributes:
+    axis: name of the worker axis.
+    size: number of workers.
+    inner: names and sizes of the axes inside a worker, the first one outermost.
+  """
+
+  axis: str
+  size: int
+  inner: tuple[tuple[str, int], ...] = ()
+
+  def exchange(self, message: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Gathers bytes from all workers and sums floats over them.
+
+    One collective for the bytes and one for each dtype of floats.
+
+    Args:
+      message: by name, uint8 `[bytes]` or floats `[elements]`.
+
+    Returns:
+      by name, uint8 `[workers, bytes]`, or sums `[elements]`: the same bits on
+      all workers.
+    """
+    return {
+        name: gather(x, self.axis) if x.dtype == jnp.uint8 else self.sum(x)
+        for name, x in message.items()
+    }
+
+  def sum(self, x: Any) -> Any:
+    """Returns the sums over the workers of a tree of arrays."""
+    return jax.lax.psum(vary(x, self.axis), self.axis)
+
+  def all_devices(self, ok: jax.Array) -> jax.Array:
+    """Returns whether `ok` holds on all devices of this worker."""
+    if not self.inner:
+      return ok
+    names = tuple(name for name, _ in self.inner)
+    return jax.lax.pmin(vary(ok.astype(jnp.int32), *names), names) == 1
+
+  def sum_devices(self, x: jax.Array) -> jax.Array:
+    """Returns the sum over the devices of this worker."""
+    if not self.inner:
+      return x
+    names = tuple(name for name, _ in self.inner)
+    return jax.lax.psum(vary(x, *names), names)
+
+  def device_index(self, axes: tuple[str, ...]) -> jax.Array | int:
+    """Returns the number of this device along some axes inside its worker."""
+    index: jax.Array | int = 0
+    for name, size in self.inner:
+      if name in axes:
+        index = index * size + jax.lax.axis_index(name)
+    return index
+
+  def join_devices(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Concatenates the shares of the devices along some axes of a worker.
+
+    Args:
+      x: `[rows, ...]`.
+      axes: of the mesh.
+
+    Returns:
+      `[devices * rows, ...]`, in the order of `device_index`.
+    """
+    for name, _ in reversed(self.inner):
+      if name in axes:
+        x = gather(x, name)
+        x = x.reshape(math.prod(x.shape[:2]), *x.shape[2:])
+    return x
+
+
+def gather(x: jax.Array, axis: str) -> jax.Array:
+  """Returns `x` of all along an axis, `[size, *x.shape]`, the same for all."""
+  if varies(x, axis):  # typed as replicated, where that is tracked
+    return jax.lax.all_gather(x, axis, to='invarying')
+  return jax.lax.all_gather(x, axis)
+
+
+def varies(x: jax.Array, axis: str) -> bool:
+  """Returns whether `x` is known to vary over a mapped mesh axis."""
+  mat = getattr(jax.typeof(x), 'mat', None)  # "manual axis type"
+  return axis in getattr(mat, 'varying', ())
+
+
+def is_tracked(axis: str) -> bool:
+  """Returns whether we are in a shard_map that tracks what varies."""
+  try:
+    index = jax.lax.axis_index(axis)
+  except NameError:  # not mapped
+    return False
+  return varies(index, axis)
+
+
+def vary(tree: Any, *axes: str) -> Any:
+  """Marks arrays as varying over axes, where that is tracked."""
+  tracked = [axis for axis in axes if is_tracked(axis)]
+
+  def mark(x: jax.Array) -> jax.Array:
+    new = tuple(axis for axis in tracked if not varies(x, axis))
+    return jax.lax.pcast(x, new, to='varying') if new else x
+
+  return jax.tree.map(mark, tree)

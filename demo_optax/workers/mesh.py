@@ -1,0 +1,253 @@
+"""Workers along an axis of a mesh."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from demo_optax.workers import sharding
+from demo_optax.workers.base import Spec
+from demo_optax.workers.sharding import ParamSpecs
+from demo_optax.workers.stacked import Stacked
+
+
+class OnMesh(Stacked):
+  """Workers along a mesh axis."""
+
+  mesh: Mesh
+
+  def __init__(
+      self, mesh: Mesh, axis_name: str, param_specs: ParamSpecs
+  ):
+    self.mesh, self.axis_name, self._param_specs = mesh, axis_name, param_specs
+    self._explicit = AxisType.Explicit in mesh.axis_types
+
+  def __repr__(self) -> str:
+    sharded = repr(self.param_specs)
+    return f'Workers.on_mesh({self.mesh}, {self.axis_name!r}{sharded})'
+
+  @property
+  def param_specs(self) -> ParamSpecs:
+    return self._param_specs
+
+  @property
+  def count(self) -> int:
+    return self.mesh.shape[self.axis_name]
+
+  @property
+  def spmd_axis_name(self) -> str | None:
+    return self.axis_name
+
+  def bucket_zeros(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    # jnp.zeros(device=sharding) would do under no jit only: inside one it lands
+    # on a single device, all workers' momentum together.
+    spec = P(self.axis_name, *self._param_specs.bucket_spec)
+    return _zeros_on_mesh(self.mesh, spec, self.bucket_shape(shape), dtype)()
+
+  def stack(self, x: jax.Array) -> jax.Array:
+    if not isinstance(x, jax.core.Tracer):
+      x = self.device_put(x)
+    return jax.jit(
+        lambda x: self.place(jnp.broadcast_to(x, (self.count, *x.shape)))
+    )(x)
+
+  def first(self, x: jax.Array) -> jax.Array:
+    if self._explicit:
+      x = self._reshard(x, P(None, *jax.typeof(x).sharding.spec[1:]))
+    return x[0]
+
+  def run(
+      self,
+      fun: Callable[..., Any],
+      args: tuple[Any, ...],
+      in_specs: tuple[Any, ...],
+      out_specs: Any,
+  ) -> Any:
+    flat, treedef = jax.tree.flatten(args)
+    ins = jax.tree.leaves(in_specs, is_leaf=_is_spec)
+    outs, out_treedef = jax.tree.flatten(out_specs, is_leaf=_is_spec)
+
+    def local(*flat: Any) -> list[Any]:
+      own = [x[0] if s.stacked else x for x, s in zip(flat, ins)]
+      found = out_treedef.flatten_up_to(fun(*treedef.unflatten(own)))
+      return [x[None] if s.stacked else x for x, s in zip(found, outs)]
+
+    mapped = jax.shard_map(
+        local,
+        mesh=self.mesh,
+        in_specs=tuple(map(self._partition_spec, ins)),
+        out_specs=list(map(self._partition_spec, outs)),
+    )
+    placed = [
+        self._reshard(x, self._partition_spec(s)) if s.stacked else x
+        for x, s in zip(flat, ins)
+    ]
+    return out_treedef.unflatten(mapped(*placed))
+
+  def _partition_spec(self, spec: Spec) -> P:
+    return P(self.axis_name, *spec.inner) if spec.stacked else spec.inner
+
+  def map(
+      self,
+      fun: Callable[..., tuple[Any, Any, Any]],
+      own: Any,
+      state: Any,
+      shared: Any,
+  ) -> tuple[Any, Any, Any]:
+    # Layers may look for the mesh in the context, which users need not set.
+    with self.context():
+      return super().map(fun, own, state, shared)
+
+  def context(self) -> contextlib.AbstractContextManager[Any]:
+    return jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh)
+
+  def join(self, x: jax.Array) -> jax.Array:
+    shape = (x.shape[0] * x.shape[1], *x.shape[2:])
+    if not self._explicit:
+      return x.reshape(shape)
+    _, inner, *rest = jax.typeof(x).sharding.spec
+    inner = inner if isinstance(inner, tuple) else (inner,) if inner else ()
+    spec = P((self.axis_name, *inner), *rest)
+    return jax.lax.reshape(
+        x, shape, out_sharding=NamedSharding(self.mesh, spec)
+    )
+
+  def put(
+      self,
+      keys: Sequence[sharding.Keys],
+      roles: Sequence[str],
+      leaves: Sequence[Any],
+  ) -> list[Any]:
+    def move(x: Any, role: str, spec: P) -> Any:
+      if isinstance(x, jax.core.Tracer):
+        return x
+      there = getattr(getattr(x, 'sharding', None), 'mesh', None) == self.mesh
+      target = NamedSharding(self.mesh, spec)
+      if there and (
+          role != 'stacked' or x.sharding.is_equivalent_to(target, x.ndim)
+      ):
+        return x
+      return jax.device_put(x, target)
+
+    specs = self._leaf_specs(keys, roles, leaves)
+    return [move(x, r, s) for x, r, s in zip(leaves, roles, specs)]
+
+  def hold(
+      self,
+      keys: Sequence[sharding.Keys],
+      roles: Sequence[str],
+      leaves: Sequence[Any],
+  ) -> list[Any]:
+    if self._explicit:  # types say it
+      return list(leaves)
+
+    def hold(x: jax.Array, role: str, spec: P) -> jax.Array:
+      if role == 'output' and x.ndim:
+        return x
+      return jax.lax.with_sharding_constraint(
+          x, NamedSharding(self.mesh, spec)
+      )
+
+    specs = self._leaf_specs(keys, roles, leaves)
+    return [hold(x, r, s) for x, r, s in zip(leaves, roles, specs)]
+
+  def _leaf_specs(
+      self,
+      keys: Sequence[sharding.Keys],
+      roles: Sequence[str],
+      leaves: Sequence[Any],
+  ) -> list[P]:
+    def spec(k: sharding.Keys, role: str, x: Any) -> P:
+      if role == 'batch':
+        return P(self.axis_name)
+      if role == 'stacked':
+        within = self._param_specs.place_state(k, np.shape(x)[1:])
+        return P(self.axis_name, *within)
+      return self._param_specs.place_state(k, np.shape(x))
+
+    return [spec(k, r, x) for k, r, x in zip(keys, roles, leaves)]
+
+  def split(self, x: jax.Array) -> jax.Array:
+    shape = (self.count, x.shape[0] // self.count, *x.shape[1:])
+    if not self._explicit:
+      return self.place(x.reshape(shape))
+    # A batch may be spread over the devices of a worker, too, and stays so.
+    first, *rest = jax.typeof(x).sharding.spec
+    first = first if isinstance(first, tuple) else (first,)
+    inner = first[1:] if first[0] == self.axis_name else ()
+    x = self._reshard(x, P((self.axis_name, *inner), *rest))
+    sharding = NamedSharding(self.mesh, P(self.axis_name, inner or None, *rest))
+    return jax.lax.reshape(x, shape, out_sharding=sharding)
+
+  def device_put(self, tree: Any) -> Any:
+    def move(x: Any, spec: P) -> Any:
+      there = getattr(getattr(x, 'sharding', None), 'mesh', None) == self.mesh
+      if there and (spec == P() or not x.is_fully_replicated):
+        return x
+      return jax.device_put(x, NamedSharding(self.mesh, spec))
+
+    return jax.tree.map(move, tree, self._specs_of(tree))
+
+  def constrain(self, tree: Any) -> Any:
+    if self._explicit:  # types say it
+      return tree
+
+    def hold(x: jax.Array, spec: P) -> jax.Array:
+      sharding = NamedSharding(self.mesh, spec)
+      return jax.lax.with_sharding_constraint(x, sharding)
+
+    return jax.tree.map(hold, tree, self._specs_of(tree))
+
+  def _specs_of(self, tree: Any) -> Any:
+    """Returns where parameters, or a state, belong: specs by path and shape."""
+
+    def spec_of(path: sharding.Path, x: Any) -> P:
+      keys, shape = sharding.path_keys(path), jnp.shape(x)
+      if sharding.is_stacked(keys):
+        inner = self._param_specs.place_state(keys, shape[1:])
+        return P(self.axis_name, *inner)
+      return self._param_specs.place_state(keys, shape)
+
+    return jax.tree_util.tree_map_with_path(spec_of, tree)
+
+  def place(self, x: jax.Array) -> jax.Array:
+    """`x [count, ...]`, each worker's part at the worker."""
+    if self._explicit:
+      old = jax.typeof(x).sharding.spec
+      return self._reshard(x, P(self.axis_name, *old[1:]))
+    free = [P.UNCONSTRAINED] * (x.ndim - 1)
+    sharding = NamedSharding(self.mesh, P(self.axis_name, *free))
+    return jax.lax.with_sharding_constraint(x, sharding)
+
+  def _reshard(self, x: jax.Array, spec: P) -> jax.Array:
+    """On Explicit axes types must match; on Auto ones shard_map sees to it."""
+    if not self._explicit:
+      return x
+    return jax.sharding.reshard(x, NamedSharding(self.mesh, spec))
+
+
+def _is_spec(x: Any) -> bool:
+  return isinstance(x, Spec)
+
+
+@functools.cache
+def _zeros_on_mesh(
+    mesh: Mesh, spec: P, shape: tuple[int, ...], dtype: jnp.dtype
+) -> Callable[[], jax.Array]:
+  """Compiled once for all leaves of a shape."""
+  sharding = NamedSharding(mesh, spec)
+  local = sharding.shard_shape(shape)
+  return jax.jit(
+      jax.shard_map(
+          lambda: jnp.zeros(local, dtype),
+          mesh=mesh,
+          in_specs=(),
+          out_specs=spec,
+      )
+  )
