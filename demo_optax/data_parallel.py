@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from demo_optax import _tree as trees
+from demo_optax import accumulation, one_worker
 from demo_optax import flax as modules
-from demo_optax import one_worker
 from demo_optax.compressors import Frozen
 from demo_optax.demo import LayoutOf
 from demo_optax.one_worker import WORKER_AXIS, OwnParam, Result
@@ -79,6 +79,11 @@ def data_parallel(
   spread over the worker axis, momentum lies with its worker, parameters where
   `param_specs` says. Several processes give the same NumPy batch each, or a
   global `jax.Array` (`jax.make_array_from_process_local_data`).
+
+  A stock `optax.MultiSteps` adds up each worker's own gradients: outside of the
+  step its `acc_grads` become `{'worker_stacked': ...}`, `[workers, ...]`. It
+  exchanges in every small step and drops what comes of all but the last; a
+  `jax.lax.scan` over micro-batches in the step communicates once.
 
   Args:
     workers: `Workers.simulated` or `Workers.on_mesh`.
@@ -226,6 +231,9 @@ class DataParallelStep:
           f' and so needs it hashable: {error}'
       ) from error
     if call is None:
+      fresh, changed = accumulation.stack((args, kwargs), objects, self.workers)
+      if changed:
+        return self._open(*fresh)
       call = _Call.of(self, arguments, opened, leaves)
       self._calls[key] = call
     put = self.workers.put(call.keys, call.roles, leaves)
@@ -297,9 +305,9 @@ class DataParallelStep:
       for param in call.own_params:
         param.enter(own)
       args, kwargs, objects = call.rebuild(own)
-      results = call.results(
-          self._step(*args, **kwargs), objects, leaves, own
-      )
+      args, kwargs = accumulation.unwrap((args, kwargs), objects)
+      returned = accumulation.wrap(self._step(*args, **kwargs), objects)
+      results = call.results(returned, objects, leaves, own)
       values, apart = one_worker.settle(results.leaves, workers, call.rows)
       traced.append(dataclasses.replace(results, apart=apart))
       return (

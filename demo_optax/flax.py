@@ -15,7 +15,7 @@ Flax is imported by the user or not at all.
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -105,24 +105,24 @@ def _linen_spec(linen: Any, x: Any, rules: Any) -> P:
 
 
 def stack_annotations(tree: Any, axis_name: str | None) -> Any:
-  """Puts a leading axis before the shardings that Flax variables ask for.
+  """Puts a leading axis before the shardings that Flax parameters ask for.
 
   Flax gives variables made of an optimizer's state the annotations of the
-  parameters they were made for, and would move stacked arrays accordingly.
+  parameters they were made for, and would move stacked arrays accordingly; in
+  Linen the parameters' boxes are part of that state.
   """
-  nnx = _nnx()
-  if nnx is None:
-    return tree
 
   def lead(x: Any) -> Any:
-    if not isinstance(x, nnx.Variable):
+    if _is_box(x):
+      return x.replace(names=(axis_name, *x.names))
+    if not _is_variable(x):
       return x
     sharding = x.get_metadata('out_sharding', None)
     if not sharding:
       return x
     return x.replace(out_sharding=_with_lead(sharding, axis_name))
 
-  return jax.tree.map(lead, tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
+  return jax.tree.map(lead, tree, is_leaf=_is_annotated)
 
 
 def _with_lead(sharding: Any, axis_name: str | None) -> Any:
@@ -132,15 +132,28 @@ def _with_lead(sharding: Any, axis_name: str | None) -> Any:
 
 
 def without_variables(tree: Any) -> Any:
-  """`tree` with the values of Flax variables in place of the variables."""
+  """`tree` with the values of Flax variables and boxes in their place."""
+
+  def value(x: Any) -> Any:
+    if _is_box(x):
+      return x.value
+    return x.get_value() if _is_variable(x) else x
+
+  return jax.tree.map(value, tree, is_leaf=_is_annotated)
+
+
+def _is_annotated(x: Any) -> bool:
+  return _is_variable(x) or _is_box(x)
+
+
+def _is_variable(x: Any) -> bool:
   nnx = _nnx()
-  if nnx is None:
-    return tree
-  return jax.tree.map(
-      lambda x: x.get_value() if isinstance(x, nnx.Variable) else x,
-      tree,
-      is_leaf=lambda x: isinstance(x, nnx.Variable),
-  )
+  return nnx is not None and isinstance(x, nnx.Variable)
+
+
+def _is_box(x: Any) -> bool:
+  linen = sys.modules.get('flax.linen')
+  return linen is not None and isinstance(x, linen.Partitioned)
 
 
 def _nnx() -> Any:
@@ -308,6 +321,26 @@ def update_objects(objects: Sequence[Any], leaves: Sequence[Any]) -> None:
   old, treedef = jax.tree.flatten(state)
   if any(new is not x for new, x in zip(leaves, old)):
     nnx.update(list(objects), treedef.unflatten(leaves))
+
+
+def replace_attributes(
+    fun: Callable[[Any], Any], objects: Sequence[Any]
+) -> None:
+  """Replaces the attributes that are pytrees in NNX objects, in place.
+
+  Args:
+    fun: returns its argument itself where there is nothing to replace.
+    objects: NNX objects, and all that they hold.
+  """
+  if not objects:
+    return
+  nnx = _nnx()
+  for _, node in nnx.iter_graph(list(objects)):
+    if not isinstance(node, nnx.Pytree):
+      continue
+    for name, value in vars(node).items():
+      if (new := fun(value)) is not value:
+        vars(node)[name] = new  # as data or static as before
 
 
 def _kind_of(variable: Any) -> str:
