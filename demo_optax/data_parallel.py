@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from demo_optax import _tree as trees
 from demo_optax import accumulation, one_worker
@@ -290,52 +291,18 @@ class DataParallelStep:
   ) -> tuple['_Returned', list[Any]]:
     """Runs the step for all workers. Traced by `jax.jit`."""
     workers = self.workers
-    leaves = [
-        workers.split(x) if role == 'batch' else x
-        for x, role in zip(call.join_donated(donated, kept), call.roles)
-    ]
-    traced: list[_Results] = []
-
-    def one_workers_step(leaves: list[Any]) -> tuple[list[Any], list[Any]]:
-      index = jax.lax.axis_index(WORKER_AXIS)
-      own = [
-          modules.fold_key(x, index) if role == 'key' else x
+    leaves = call.join_donated(donated, kept)
+    if workers.mesh is not None and not workers.param_specs.axes:
+      values, results = self._run_on_devices(call, leaves)
+    else:
+      values, results = self._run_mapped(call, [
+          workers.split(x) if role == 'batch' else x
           for x, role in zip(leaves, call.roles)
+      ], workers.spmd_axis_name)
+      values = [
+          workers.join(x) if a and result.role == 'output' else x
+          for x, a, result in zip(values, results.apart, results.leaves)
       ]
-      for param in call.own_params:
-        param.enter(own)
-      args, kwargs, objects = call.rebuild(own)
-      args, kwargs = accumulation.unwrap((args, kwargs), objects)
-      returned = accumulation.wrap(self._step(*args, **kwargs), objects)
-      results = call.results(returned, objects, leaves, own)
-      values, apart = one_worker.settle(results.leaves, workers, call.rows)
-      traced.append(dataclasses.replace(results, apart=apart))
-      return (
-          [x for x, a in zip(values, apart) if a],
-          [x for x, a in zip(values, apart) if not a],
-      )
-
-    in_axes = [
-        0 if role in ('batch', 'stacked') else None for role in call.roles
-    ]
-    with workers.context():
-      apart, equal = jax.vmap(
-          one_workers_step,
-          in_axes=(in_axes,),
-          out_axes=(0, None),
-          axis_name=WORKER_AXIS,
-          axis_size=workers.count,
-          spmd_axis_name=workers.spmd_axis_name,
-      )(leaves)
-    (results,) = traced
-    values = [
-        workers.join(x) if a and result.role == 'output' else x
-        for x, a, result in zip(
-            _interleave(results.apart, apart, equal),
-            results.apart,
-            results.leaves,
-        )
-    ]
     values = workers.hold(
         [r.keys for r in results.leaves],
         [r.role for r in results.leaves],
@@ -346,6 +313,113 @@ class DataParallelStep:
         _Returned(returned, results.treedef, results.fixed),
         values[results.num_returned :],
     )
+
+
+  def _run_mapped(
+      self, call: '_Call', leaves: list[Any], spmd_axis_name: str | None
+  ) -> tuple[list[Any], '_Results']:
+    """Runs the step under `jax.vmap`, with a batch as `[workers, rows, ...]`."""
+    traced: list[_Results] = []
+
+    def one_workers_step(leaves: list[Any]) -> tuple[list[Any], list[Any]]:
+      index = jax.lax.axis_index(WORKER_AXIS)
+      results = self._results(call, index, leaves)
+      values, apart, differs = one_worker.settle(
+          results.leaves, self.workers, call.rows
+      )
+      traced.append(
+          dataclasses.replace(results, apart=apart, differs=differs)
+      )
+      return (
+          [x for x, a in zip(values, apart) if a],
+          [x for x, a in zip(values, apart) if not a],
+      )
+
+    in_axes = [
+        0 if role in ('batch', 'stacked') else None for role in call.roles
+    ]
+    with self.workers.context():
+      apart, equal = jax.vmap(
+          one_workers_step,
+          in_axes=(in_axes,),
+          out_axes=(0, None),
+          axis_name=WORKER_AXIS,
+          axis_size=self.workers.count,
+          spmd_axis_name=spmd_axis_name,
+      )(leaves)
+    (results,) = traced
+    return _interleave(results.apart, apart, equal), results
+
+  def _run_on_devices(
+      self, call: '_Call', leaves: list[Any]
+  ) -> tuple[list[Any], '_Results']:
+    """Runs the step under `jax.shard_map`, one worker on each device."""
+    workers = self.workers
+    shapes = [
+        jax.ShapeDtypeStruct(
+            (workers.count, call.rows, *x.shape[1:]), x.dtype
+        )
+        if role == 'batch'
+        else jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.result_type(x))
+        for x, role in zip(leaves, call.roles)
+    ]
+    checked: list[_Results] = []
+
+    def check(leaves: list[Any]) -> None:
+      checked.append(self._run_mapped(call, leaves, None)[1])
+
+    with one_worker.checking():
+      jax.eval_shape(check, shapes)
+    (expected,) = checked
+    traced: list[_Results] = []
+    group = Workers.on_axis(workers.axis_name)
+
+    def one_workers_step(*leaves: Any) -> list[Any]:
+      index = jax.lax.axis_index(workers.axis_name)
+      own = [
+          x[0] if role == 'stacked' else x
+          for x, role in zip(leaves, call.roles)
+      ]
+      with one_worker.on_own_device(group):
+        results = self._results(call, index, own)
+        values = one_worker.settle_on_own_device(
+            results.leaves, expected.differs, group
+        )
+      traced.append(dataclasses.replace(
+          results, apart=expected.apart, differs=expected.differs
+      ))
+      return [
+          x[None] if r.role == 'stacked' else x
+          for x, r in zip(values, results.leaves)
+      ]
+
+    own, equal = P(workers.axis_name), P()
+    in_specs = [own if r in ('batch', 'stacked') else equal for r in call.roles]
+    values = jax.shard_map(
+        one_workers_step,
+        mesh=workers.mesh,
+        in_specs=tuple(in_specs),
+        out_specs=[own if a else equal for a in expected.apart],
+        # What is equal on all workers was told by the check; types cannot say
+        # it of parameters that are differentiated by each worker alone.
+        check_vma=False,
+    )(*workers.reshard(leaves, in_specs))
+    return values, traced[-1]
+
+  def _results(
+      self, call: '_Call', index: jax.Array, leaves: list[Any]
+  ) -> '_Results':
+    """Runs the step of worker `index` with the arrays as it has them."""
+    own = [
+        modules.fold_key(x, index) if role == 'key' else x
+        for x, role in zip(leaves, call.roles)
+    ]
+    for param in call.own_params:
+      param.enter(own)
+    args, kwargs, objects = call.rebuild(own)
+    args, kwargs = accumulation.unwrap((args, kwargs), objects)
+    returned = accumulation.wrap(self._step(*args, **kwargs), objects)
+    return call.results(returned, objects, leaves, own)
 
 
 # A call -----------------------------------------------------------------------
@@ -422,6 +496,7 @@ class _Results:
     treedef: structure of what is returned, with NNX objects as leaves.
     fixed: for each returned leaf its constant or object, or None for an array.
     apart: which leaves keep a worker axis.
+    differs: which leaves differ between workers.
   """
 
   leaves: list[Result]
@@ -429,6 +504,7 @@ class _Results:
   treedef: Any
   fixed: tuple[Any, ...]
   apart: list[bool] = dataclasses.field(default_factory=list)
+  differs: list[bool] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -261,15 +261,16 @@ def scale_by_demo(
       return one_worker.exchange(
           stacked_update_fn, workers, updates, state, params, hyper
       )
-    return stacked_update_fn(updates, state, params, hyper)
+    return stacked_update_fn(updates, state, params, hyper, workers)
 
   def stacked_update_fn(
       updates: chex.ArrayTree,
       state: DeMoState,
       params: chex.ArrayTree | None,
       hyper: Any,
+      workers: Workers,
   ) -> tuple[chex.ArrayTree, DeMoState]:
-    """Updates with the gradients of all workers."""
+    """Updates with gradients laid out as `workers` have them."""
     decay, alpha, gradient_weight = hyper
     flat, (like,) = _tree.flatten_alike(updates, params)
     lead = 1 if workers.stacked_gradients else 0

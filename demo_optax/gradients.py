@@ -159,10 +159,10 @@ def average(*, workers: Workers) -> optax.GradientTransformation:
       updates: chex.ArrayTree, params: chex.ArrayTree | None
   ) -> chex.ArrayTree:
     if not one_worker.is_mapped():
-      return stacked_mean(updates, params)
+      return stacked_mean(updates, params, workers)
     mean, _ = one_worker.exchange(
-        lambda updates, state, params, _: (
-            stacked_mean(updates, params), state
+        lambda updates, state, params, _, workers: (
+            stacked_mean(updates, params, workers), state
         ),
         workers,
         updates,
@@ -172,7 +172,7 @@ def average(*, workers: Workers) -> optax.GradientTransformation:
     return mean
 
   def stacked_mean(
-      updates: chex.ArrayTree, params: chex.ArrayTree | None
+      updates: chex.ArrayTree, params: chex.ArrayTree | None, workers: Workers
   ) -> chex.ArrayTree:
     _check_own(updates, params, workers)
 

@@ -1,14 +1,23 @@
 """One worker's view: operations of all workers inside one worker's step.
 
-`data_parallel` runs a step under `jax.vmap` over the workers. What is written
+`data_parallel` traces a step under `jax.vmap` over the workers. What is written
 in the step sees one worker's arrays; the functions here are the places where
 all workers meet. Each is a `jax.custom_batching.custom_vmap`: its rule receives
 the arrays of all workers at once, stacked, and returns what is equal on all of
-them without a worker axis.
+them without a worker axis. So it is known of every array whether it differs
+between workers.
+
+Where each worker is one device of a mesh, that trace is only a check
+(`checking`). The step is then run by `jax.shard_map` on each device
+(`on_own_device`), since compilers cannot divide all operations of a stacked
+step among devices: they would gather the batch for the gradients of
+convolutions.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -24,8 +33,46 @@ from demo_optax.workers.sharding import Keys, path_keys
 WORKER_AXIS = 'demo_optax_workers'
 
 
+class _Trace(threading.local):
+  """How the step that is being traced is run.
+
+  Attributes:
+    group: the workers as a device sees them that runs one worker's step; None
+      if all workers are mapped.
+    checks: whether the trace is only a check.
+  """
+
+  group: Workers | None = None
+  checks: bool = False
+
+
+_TRACE = _Trace()
+
+
+@contextlib.contextmanager
+def on_own_device(group: Workers) -> Iterator[None]:
+  """Traces a step as the one worker of each device, in a `jax.shard_map`."""
+  _TRACE.group = group
+  try:
+    yield
+  finally:
+    _TRACE.group = None
+
+
+@contextlib.contextmanager
+def checking() -> Iterator[None]:
+  """Traces a step to see what differs between workers; nothing is exchanged."""
+  _TRACE.checks = True
+  try:
+    yield
+  finally:
+    _TRACE.checks = False
+
+
 def is_mapped() -> bool:
   """Returns whether the caller is traced inside of a `data_parallel` step."""
+  if _TRACE.group is not None:
+    return True
   try:
     jax.lax.axis_index(WORKER_AXIS)
   except NameError:
@@ -140,9 +187,10 @@ def exchange(
   """Calls a transformation of stacked gradients from one worker's step.
 
   Args:
-    stacked_update: `(updates, state, params, hyperparams) -> (updates, state)`,
-      from gradients `[workers, ...]` to updates in the parameters' shapes, or
-      stacked with `own_updates`.
+    stacked_update: `(updates, state, params, hyperparams, workers) -> (updates,
+      state)`, from gradients as `workers` have them (`[workers, ...]`, or one
+      worker's own) to updates in the parameters' shapes, or stacked with
+      `own_updates`.
     workers: the workers, as many as the step is mapped over.
     updates: this worker's gradients, in the parameters' shapes.
     state: the state as one worker sees it: leaves with a worker axis without
@@ -170,6 +218,16 @@ def exchange(
   state_paths = jax.tree_util.tree_flatten_with_path(state)[0]
   stacked = [sharding.is_stacked(path_keys(path)) for path, _ in state_paths]
 
+  if _TRACE.group is not None:
+    own = [x[None] if axis else x for x, axis in zip(old, stacked)]
+    new, after = stacked_update(
+        updates, state_def.unflatten(own), params, hyperparams, _TRACE.group
+    )
+    if own_updates:
+      new = jax.tree.map(lambda x: x[0], new)
+    leaves = zip(jax.tree.leaves(after), stacked)
+    return new, state_def.unflatten([x[0] if axis else x for x, axis in leaves])
+
   @custom_vmap
   def one_worker(index: Any, grads: Any, old: Any, rest: Any) -> Any:
     # Only traced, for shapes and dtypes: `index` is mapped wherever this is
@@ -195,6 +253,10 @@ def exchange(
         raise ValueError(_differs(f'The optimizer state {name}'))
       if has_axis and not is_cut:
         raise ValueError(_NOT_AN_ARGUMENT)
+    if _TRACE.checks:
+      lead = (size,) if own_updates else ()
+      new = [jnp.zeros((*lead, *x.shape), x.dtype) for x in outs]
+      return (new, old), ([own_updates] * len(new), stacked)
     # A gradient that is the same on all workers is that of an unused parameter.
     given = iter([
         g if is_cut else jnp.broadcast_to(g, (size, *g.shape))
@@ -206,7 +268,11 @@ def exchange(
     ]
     params, hyper = join_rest(rest)
     new, after = stacked_update(
-        grads_def.unflatten(everyones), state_def.unflatten(old), params, hyper
+        grads_def.unflatten(everyones),
+        state_def.unflatten(old),
+        params,
+        hyper,
+        workers,
     )
     out = jax.tree.leaves(new), jax.tree.leaves(after)
     return out, ([own_updates] * len(out[0]), stacked)
@@ -331,6 +397,18 @@ def over_workers(
         ' where there is one value for all workers and nothing to reduce.'
     )
 
+  if _TRACE.group is not None:
+    axis_name = _TRACE.group.axis_name
+    collective = {
+        jnp.mean: jax.lax.pmean, jnp.sum: jax.lax.psum,
+        jnp.min: jax.lax.pmin, jnp.max: jax.lax.pmax,
+    }.get(reduce)  # others see the values of all workers
+    return jax.tree.map(
+        lambda x: collective(x, axis_name) if collective and x.dtype != bool
+        else reduce(jax.lax.all_gather(x, axis_name), axis=0),
+        jax.tree.map(jnp.asarray, tree),
+    )
+
   @custom_vmap
   def reduced(index: Any, leaves: list[Any]) -> list[Any]:
     del index
@@ -358,6 +436,8 @@ def over_workers(
 
 def alike(tree: Any, message: str) -> Any:
   """Returns `tree`; raises `message` of a leaf that differs between workers."""
+  if _TRACE.group is not None:
+    return tree  # checked before
   flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
 
   @custom_vmap
@@ -420,7 +500,7 @@ class MetricPart:
 
 def settle(
     results: Sequence[Result], workers: Workers, rows: int
-) -> tuple[list[jax.Array], list[bool]]:
+) -> tuple[list[jax.Array], list[bool], list[bool]]:
   """Makes one value for all workers of what each of them returns.
 
   Args:
@@ -429,14 +509,15 @@ def settle(
     rows: length of one worker's batch.
 
   Returns:
-    for each result its value; and whether it keeps a worker axis: values that
-    stay apart, and rows that are to be joined.
+    for each result its value; whether it keeps a worker axis (values that stay
+    apart, and rows that are to be joined); and whether it differed.
 
   Raises:
     ValueError: a value that differs between workers and must not, or cannot be
       combined; the message names it.
   """
   apart: list[bool] = []
+  differs: list[bool] = []
 
   @custom_vmap
   def one_worker(index: Any, values: Any, olds: Any) -> Any:
@@ -462,6 +543,7 @@ def settle(
       else:
         out.append(_combine(result, x, old, workers, rows))
     apart[:] = [stays for _, stays in out]
+    differs[:] = cut
     return [x for x, _ in out], list(apart)
 
   values = one_worker(
@@ -469,7 +551,55 @@ def settle(
       [jnp.asarray(r.value) for r in results],
       [0 if r.old is None else r.old for r in results],
   )
-  return values, apart
+  return values, apart, differs
+
+
+def settle_on_own_device(
+    results: Sequence[Result], differs: Sequence[bool], group: Workers
+) -> list[jax.Array]:
+  """Does what `settle` does, on a device that runs one worker's step.
+
+  Args:
+    results: what this worker's step returned or changed.
+    differs: for each result whether it differs between workers.
+    group: the workers as this device sees them.
+
+  Returns:
+    for each result its value; of those that keep a worker axis this worker's.
+  """
+  values = [jnp.asarray(r.value) for r in results]
+  olds = [r.old for r in results]
+  gathered = [
+      jax.lax.all_gather(x, group.axis_name)
+      if cut and isinstance(r.role, MetricPart) else x
+      for x, cut, r in zip(values, differs, results)
+  ]
+  metrics = _metrics(results, gathered, olds, differs, group.count)
+  return [
+      metrics[j] if j in metrics
+      else _combine_own(result, x, olds[j], group) if differs[j]
+      else x
+      for j, (result, x) in enumerate(zip(results, values))
+  ]
+
+
+def _combine_own(
+    result: Result, x: jax.Array, old: Any, group: Workers
+) -> jax.Array:
+  """Returns one value of all workers' `x`, or this worker's part of it."""
+  if result.role == 'statistics':
+    return group.mean_present(x, group.all_finite([x]), old)
+  if result.role == 'key':
+    data = x
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+      data = jax.random.key_data(x)
+    data = jax.lax.all_gather(data, group.axis_name)[0]
+    if data.dtype == x.dtype:
+      return data
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+  if result.role == 'output' and not x.shape:
+    return group.mean(x)
+  return x
 
 
 def _combine(

@@ -285,7 +285,7 @@ def _put_back(
   """Returns momentum with what is shared added to it, and the new state."""
 
   def stacked_update(
-      updates: Any, state: Any, params: Any, shared: Any
+      updates: Any, state: Any, params: Any, shared: Any, workers: Workers
   ) -> tuple[Any, Any]:
     del updates, params
     kept = inspection.momentum(state, shared, compressor, workers)

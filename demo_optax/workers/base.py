@@ -406,6 +406,18 @@ class Workers(abc.ABC):
     del keys, roles
     return list(leaves)
 
+  def reshard(
+      self, leaves: Sequence[Any], specs: Sequence[Any]
+  ) -> list[Any]:
+    """Returns arrays laid out as `jax.shard_map` with these specs wants them.
+
+    Args:
+      leaves: the arrays, traced.
+      specs: a `PartitionSpec` for each.
+    """
+    del specs
+    return list(leaves)
+
   def join(self, x: jax.Array) -> jax.Array:
     """Returns rows `[count, b, ...]` as a batch: undoes `split`."""
     raise NotImplementedError

@@ -138,6 +138,11 @@ class OnMesh(Stacked):
     specs = self._leaf_specs(keys, roles, leaves)
     return [move(x, r, s) for x, r, s in zip(leaves, roles, specs)]
 
+  def reshard(
+      self, leaves: Sequence[Any], specs: Sequence[Any]
+  ) -> list[Any]:
+    return [self._reshard(x, s) for x, s in zip(leaves, specs)]
+
   def hold(
       self,
       keys: Sequence[sharding.Keys],

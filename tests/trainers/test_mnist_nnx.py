@@ -5,7 +5,6 @@ its batch.
 """
 
 import optax
-import pytest
 from flax import nnx
 from helpers import make_workers
 from trainer import (
@@ -109,11 +108,6 @@ def test_changed():
   check_learns(changed(digits(16, 16), demo_optax.Workers.simulated(4)), compiles_in=1)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason='XLA gathers the operands of convolutions that are mapped over the'
-    ' devices of a mesh, to take the gradients of their kernels.',
-)
 def test_changed_on_a_mesh():
   with make_workers('auto') as workers:
     done = check_learns(changed(digits(16, 16), workers), compiles_in=1)
