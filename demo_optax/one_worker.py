@@ -261,7 +261,8 @@ def _differs(what: str) -> str:
   return (
       f'{what[0].upper()}{what[1:]} differs between workers: it comes of one'
       " worker's own gradient, loss or batch. A gradient that is not exchanged:"
-      ' average it (demo_optax.average), or set it to zero. A skipped step:'
+      ' average it (demo_optax.average), or set it to zero. Statistics of'
+      ' batches: return demo_optax.over_workers(statistics). A skipped step:'
       ' decide from the update, or from all workers:'
       ' demo_optax.over_workers(flag, jnp.all); optax.apply_if_finite is not'
       ' needed, since the exchange leaves out workers with gradients that are'

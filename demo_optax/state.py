@@ -23,7 +23,7 @@ from demo_optax.compressors import (
   LeafPlan,
   per_leaf,
 )
-from demo_optax.tools import tables
+from demo_optax.tools import placement, tables
 from demo_optax.workers import Workers
 from demo_optax.workers.sharding import (
   Keys,
@@ -276,6 +276,8 @@ def exchange_info(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
   Raises:
     ValueError: there is no exchange in `opt_state`.
 
+  Warns of momentum that is replicated over the devices of its mesh.
+
   Example:
     >>> import demo_optax, jax.numpy as jnp
     >>> workers = demo_optax.Workers.simulated(2)
@@ -289,6 +291,7 @@ def exchange_info(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
     Of the momentum of Peng et al. <https://arxiv.org/abs/2411.19870>,
     Algorithm 1.
   """
+  placement.warn_if_replicated(opt_state)
   flat = jax.tree_util.tree_flatten_with_path(opt_state)[0]
   state = [(path_keys(path), x) for path, x in flat]
   roots = momentum_roots([keys for keys, _ in state])

@@ -22,7 +22,8 @@ ORDER = [
     'compressors.base', 'compressors', 'engine.pallas_common',
     'engine.pallas_gpu', 'engine.pallas_tpu', 'engine.pallas',
     'workers.sharding', 'workers.base', 'workers', 'one_worker', 'flax', '_tree',
-    'accumulation', 'data_parallel', 'gradients', 'exchange', 'demo', 'partitioning', 'state', 'local.local_updates', 'local',
+    'accumulation', 'data_parallel', 'gradients', 'exchange', 'demo', 'partitioning',
+    'tools.placement', 'state', 'local.local_updates', 'local',
     'checkpoint.resize', 'checkpoint.folder', 'tools.replicas', 'checkpoint.checkpointer',
     'checkpoint', 'tools.traffic', 'tools.hlo', 'tools.drawing', '__main__',
 ]
