@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec as P
 
 from demo_optax import flax as modules
 from demo_optax.workers import Workers
@@ -109,6 +110,8 @@ def align(
   for (path, gradient), moment, param in zip(flat, moments, like):
     name = leaf_name(path)
     check_gradient(name, gradient, param, workers)
+    if param is not None:
+      check_sharding(path, param, workers)
     shape = np.shape(gradient)[1 if workers.stacked_gradients else 0 :]
     dtype = _dtype(gradient)
     if dtype == jax.dtypes.float0 and param is not None:
@@ -174,6 +177,40 @@ def check_gradient(
     )
   if is_exchanged(gradient):
     workers.check_gradient(name, gradient)
+
+
+def check_sharding(path: Path, param: Any, workers: Workers) -> None:
+  """Raises if a parameter's type says that it is sharded as workers do not.
+
+  Only on meshes with axes of type Explicit do types tell. The exchange would
+  gather the whole gradient there, in every step, or fail at a reshape.
+  """
+  shape = np.shape(param)
+  found = _entries(jax.typeof(param).sharding.spec, shape)
+  if not any(found) or not workers.stacked_gradients:
+    return
+  what = f'The parameter {leaf_name(path)} is sharded by {P(*found)}'
+  if workers.mesh is None:
+    raise ValueError(
+        f'{what} on a mesh with axes of type Explicit, but {workers} are all on'
+        ' one device. Use demo_optax.Workers.on_mesh(mesh, axis_name,'
+        ' param_specs), a mesh with axes of type Auto, or parameters that are'
+        ' not sharded.'
+    )
+  expected = workers.param_specs.place(path, shape).spec
+  if found != _entries(expected, shape):
+    raise ValueError(
+        f'{what}, but {workers} expect {expected}. Say how parameters are'
+        ' sharded: demo_optax.Workers.on_mesh(mesh,'
+        f' {workers.axis_name!r}, param_specs), with a tree of PartitionSpecs'
+        ' or demo_optax.param_specs(model); or put them elsewhere, with'
+        ' workers.device_put.'
+    )
+
+
+def _entries(spec: P, shape: tuple[int, ...]) -> tuple[Any, ...]:
+  """The entries of a spec, one for each dimension."""
+  return (*spec, *(None,) * (len(shape) - len(spec)))
 
 
 def _dtype(x: Any) -> Any:

@@ -658,10 +658,10 @@ class _Call:
         role = 'stacked'
       elif modules.is_key(x):
         role = 'key'
+      elif 'batch_stats' in k:  # of Linen
+        role, old = 'statistics', jnp.zeros_like(x)
       elif is_state(k):
         role = 'state'
-        if 'batch_stats' in k:  # of Linen
-          role, old = 'statistics', jnp.zeros_like(x)
       leaves.append(Result(name, k, role, x, old))
     number = len(own) - len(self.objects.names)
     changed = self.objects.results(objects, before[number:], own[number:])

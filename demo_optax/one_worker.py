@@ -350,14 +350,17 @@ def _check_equal(what: str, is_cut: Any) -> None:
 
 def _differs(what: str) -> str:
   return (
-      f'{what} differs between workers. What is decided or updated from one'
-      " worker's values (a gradient that was not exchanged or averaged, a skip"
-      ' by its own loss, a moving average of its own gradients) makes them'
-      ' part. Decide from the update, or from all workers:'
-      ' demo_optax.over_workers(flag, jnp.all); average gradients that are not'
-      ' exchanged (demo_optax.average), or set them to zero; put'
-      ' transformations that keep a state before the exchange into'
-      ' demo_optax.per_worker.'
+      f'{what[0].upper()}{what[1:]} differs between workers: it comes of one'
+      " worker's own gradient, loss or batch. A gradient that is not exchanged:"
+      ' average it (demo_optax.average), or set it to zero. Statistics of'
+      ' batches: return demo_optax.over_workers(statistics). A skipped step:'
+      ' decide from the update, or from all workers:'
+      ' demo_optax.over_workers(flag, jnp.all); optax.apply_if_finite is not'
+      ' needed, since the exchange leaves out workers with gradients that are'
+      ' not finite. A transformation with a state before the exchange: put it'
+      ' into demo_optax.per_worker. A wrapper that passes gradients on, or'
+      ' compares them with updates (optax.contrib.mechanize): put it behind,'
+      ' optax.chain(demo_optax.scale_by_demo(...), wrapper(...)).'
   )
 
 

@@ -20,7 +20,7 @@ from demo_optax import _tree
 from demo_optax.compressors import CompressorTree, chunking, per_leaf
 from demo_optax.compressors.buckets import Layout, make_layout
 from demo_optax.demo import check_digest, describe_leaf
-from demo_optax.tools import tables
+from demo_optax.tools import placement, tables
 from demo_optax.workers import Spec, Workers
 from demo_optax.workers.sharding import (
   STACKED,
@@ -258,6 +258,8 @@ def exchange_info(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
   Raises:
     ValueError: there is no exchange in `opt_state`.
 
+  Warns of momentum that is replicated over the devices of its mesh.
+
   Example:
     >>> import demo_optax, jax.numpy as jnp
     >>> workers = demo_optax.Workers.simulated(2)
@@ -271,6 +273,7 @@ def exchange_info(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
     Of the momentum of Peng et al. <https://arxiv.org/abs/2411.19870>,
     Algorithm 1.
   """
+  placement.warn_if_replicated(opt_state)
   flat = jax.tree_util.tree_flatten_with_path(opt_state)[0]
   state = {path_keys(path): x for path, x in flat}
   roots = [k[:-2] for k in state if k[-2:] == _MARKER]

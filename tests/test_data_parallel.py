@@ -556,7 +556,7 @@ def test_mistakes(workers):
     return jax.tree.map(lambda p, g: p - g, params, grads), opt_state
 
   message = raises('differs between workers', raw, params, state, batch())
-  assert 'result.0.' in message and 'average' in message
+  assert 'The result.0.' in message and 'average' in message
 
   @demo_optax.data_parallel(workers)
   def skips(params, opt_state, x):
@@ -565,7 +565,7 @@ def test_mistakes(workers):
     keep = lambda new, old: jnp.where(loss < 1.0, new, old)
     return jax.tree.map(keep, optax.apply_updates(params, updates), params)
 
-  raises('Decide from the update', skips, params, state, batch())
+  raises('decide from the update', skips, params, state, batch())
 
   @demo_optax.data_parallel(workers)
   def counts(params, opt_state, x):

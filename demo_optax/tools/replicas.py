@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from demo_optax import _tree as trees
+from demo_optax.tools import placement
 from demo_optax.workers import Workers
 
 
@@ -61,6 +62,8 @@ def check_replicas(
   hold it alike. Arrays of one process alone, NumPy arrays and numbers are
   compared between processes.
 
+  With `workers` on a mesh it warns of momentum that is replicated over them.
+
   Every process must call it, with the same tree. All of them always take part
   in the same gathers, whatever they find, and get the same answer.
 
@@ -91,6 +94,8 @@ def check_replicas(
     <https://arxiv.org/abs/2411.19870>`_, whose workers must apply the same
     update.
   """
+  if workers is not None and workers.mesh is not None:
+    placement.warn_if_replicated(tree, workers.axis_name)
   flat = [
       (trees.leaf_name(path), comparable(x))
       for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]

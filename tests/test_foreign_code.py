@@ -1,0 +1,386 @@
+"""Code that is shaped otherwise than ours: what would fail without a word.
+
+Each ends in the right result, or in an error with the remedy in its text.
+"""
+
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from helpers import COMPILATIONS, make_workers, on_mesh
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import demo_optax
+
+COMPRESSOR = demo_optax.slicing(0.5)
+BATCH = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+
+
+def demo(workers, learning_rate=0.03):
+  return demo_optax.demo(
+      learning_rate, workers=workers, compressor=COMPRESSOR, decay=0.9
+  )
+
+
+def mesh_2d(kind, names=('data', 'fsdp'), shape=(2, 2)):
+  types = {'auto': AxisType.Auto, 'explicit': AxisType.Explicit}
+  return jax.make_mesh(
+      shape, names, axis_types=(types[kind],) * 2,
+      devices=jax.devices()[: shape[0] * shape[1]],
+  )
+
+
+def received(compiled, workers):
+  found = demo_optax.collectives(compiled, workers.mesh)
+  return sum(c.received_bytes for c in found)
+
+
+def stacked_leaves(tree):
+  """What lies under `worker_stacked`, but for numbers."""
+  flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+  found = [
+      x for path, x in flat
+      if 'worker_stacked' in jax.tree_util.keystr(path) and x.ndim > 1
+  ]
+  assert found
+  return found
+
+
+# A loss that closes over its batch ------------------------------------------------
+
+
+@pytest.mark.parametrize('kind', ['simulated', 'auto'])
+def test_a_closure_over_the_batch_sees_the_workers_own(kind):
+  with make_workers(kind) as workers:
+    params = {'w': jnp.ones((8, 4))}
+
+    @demo_optax.data_parallel(workers, batch_argnums=1)
+    def train_step(params, batch, key):
+      def loss_fn(params):
+        x = batch + jax.random.normal(key, batch.shape)
+        return jnp.mean((x @ params['w']) ** 2), x
+
+      grads, x = jax.grad(loss_fn, has_aux=True)(params)
+      return jax.tree.map(lambda g: g[None].repeat(4, 0), grads), x
+
+    grads, noisy = train_step(params, BATCH, jax.random.key(1))
+    own = np.asarray(grads['w'])[::4]  # four rows of each worker
+    assert own.shape == (4, 8, 4)
+    noise = (np.asarray(noisy) - BATCH).reshape(4, 4, 8)
+    assert len({x.tobytes() for x in noise.round(4)}) == 4
+    expected = jax.vmap(jax.grad(lambda w, x: jnp.mean((x @ w) ** 2)), (None, 0))(
+        params['w'], np.asarray(noisy).reshape(4, 4, 8)
+    )
+    np.testing.assert_allclose(own, expected, rtol=1e-4)
+
+
+def test_a_clip_before_is_each_workers_own():
+  """One worker with a large gradient does not make the others' small."""
+  workers = demo_optax.Workers.simulated(4)
+  tx = optax.chain(
+      optax.clip_by_global_norm(1.0), demo_optax.average(workers=workers)
+  )
+  params = {'w': jnp.zeros((8, 4))}
+
+  @demo_optax.data_parallel(workers, batch_argnums=1)
+  def clipped(state, grads):
+    return tx.update({'w': grads[0]}, state, params)[0]
+
+  scale = np.array([1, 1, 1, 100], np.float32)[:, None, None]
+  mean = clipped(tx.init(params), np.ones((4, 8, 4), np.float32) * scale)
+  np.testing.assert_allclose(np.linalg.norm(mean['w']), 1.0, rtol=1e-5)
+
+
+# Momentum that shardings of others replicate --------------------------------------
+
+
+def replicated_momentum(workers):
+  """A step, and a state made with the shardings that Flax finds."""
+  params = {'w': jnp.ones((64, 64))}
+  tx = demo(workers)
+
+  @demo_optax.data_parallel(workers)
+  def step(params, state, x):
+    loss_fn = lambda params: jnp.mean((x @ params['w']) ** 2)
+    updates, state = tx.update(jax.grad(loss_fn)(params), state, params)
+    return optax.apply_updates(params, updates), state
+
+  abstract = jax.eval_shape(tx.init, params)
+  params_sharding, sharding = nn.get_sharding((params, abstract), workers.mesh)
+  state = jax.jit(tx.init, out_shardings=sharding)(params)
+  return step, jax.device_put(params, params_sharding), state, tx
+
+
+def test_replicated_momentum_is_put_right_at_the_call():
+  workers = on_mesh()
+  step, params, state, _ = replicated_momentum(workers)
+  for x in stacked_leaves(state):
+    assert x.is_fully_replicated
+  x = np.ones((16, 64), np.float32)
+  compiled = step.lower(params, state, x).compile()
+  plan = demo_optax.plan(params, COMPRESSOR, workers)
+  assert received(compiled, workers) <= plan.device_bytes['data',] + 100
+  _, state = step(params, state, x)
+  for x in stacked_leaves(state):
+    assert x.sharding.spec[0] == 'data'
+
+
+def test_replicated_momentum_is_reported():
+  workers = on_mesh()
+  _, params, state, tx = replicated_momentum(workers)
+  remedy = r'every device.*state_specs'
+  with pytest.warns(UserWarning, match=remedy):
+    demo_optax.exchange_info(state)
+  with pytest.warns(UserWarning, match=remedy):
+    demo_optax.check_replicas(state, workers)
+  specs = demo_optax.state_specs(tx, params, workers)
+  place = lambda spec: NamedSharding(workers.mesh, spec)
+  state = jax.device_put(state, jax.tree.map(place, specs))
+  demo_optax.exchange_info(state)
+  demo_optax.check_replicas(state, workers)
+
+
+@pytest.mark.parametrize('constrain', [False, True])
+def test_nnx_get_partition_spec(constrain):
+  """Of a model without annotations it says that momentum is replicated."""
+  workers = on_mesh()
+
+  @nnx.jit
+  def create():
+    model = nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, demo(workers), wrt=nnx.Param)
+    if constrain:
+      state = nnx.state((model, optimizer))
+      specs = nnx.get_partition_spec(state)
+      state = jax.lax.with_sharding_constraint(state, specs)
+      nnx.update((model, optimizer), state)
+    return model, optimizer
+
+  with jax.set_mesh(workers.mesh):
+    model, optimizer = create()
+
+  @demo_optax.data_parallel(workers)
+  def step(model, optimizer, x):
+    grads = nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model)
+    optimizer.update(model, grads)
+
+  x = np.ones((16, 64), np.float32)
+  compiled = step.lower(model, optimizer, x).compile()
+  plan = demo_optax.plan(nnx.state(model), COMPRESSOR, workers)
+  assert received(compiled, workers) <= plan.device_bytes['data',] + 100
+  step(model, optimizer, x)
+  for x in stacked_leaves(nnx.state(optimizer)):
+    assert x.sharding.spec[0] == 'data'
+
+
+@pytest.mark.parametrize('logical', [False, True])
+def test_boxed_parameters_that_stay_boxed(logical):
+  mesh = mesh_2d('auto')
+  box = nn.with_logical_partitioning if logical else nn.with_partitioning
+  axes = (None, 'mlp') if logical else (None, 'fsdp')
+  rules = (('mlp', 'fsdp'),)
+  net = nn.Dense(64, kernel_init=box(nn.initializers.lecun_normal(), axes))
+  x = np.ones((8, 32), np.float32)
+  boxed = jax.eval_shape(net.init, jax.random.key(0), x)['params']
+  specs = demo_optax.param_specs(boxed, rules)
+  workers = demo_optax.Workers.on_mesh(mesh, 'data', specs)
+
+  def init(key):
+    params = net.init(key, x)['params']
+    return TrainState.create(
+        apply_fn=net.apply, params=params, tx=demo(workers)
+    )
+
+  abstract = jax.eval_shape(init, jax.random.key(0))
+  specs = nn.get_partition_spec(abstract)
+  sharding = nn.logical_to_mesh_sharding(
+      specs, mesh, rules
+  ) if logical else nn.get_sharding(abstract, mesh)
+  state = jax.jit(init, out_shardings=sharding)(jax.random.key(0))
+
+  @demo_optax.data_parallel(workers)
+  def step(state, x):
+    loss_fn = lambda params: jnp.mean(state.apply_fn({'params': params}, x) ** 2)
+    loss, grads = jax.value_and_grad(loss_fn)(state.params)
+    return state.apply_gradients(grads=grads), loss
+
+  state, first = step(state, x)
+  COMPILATIONS.count = 0
+  for _ in range(3):
+    state, loss = step(state, x)
+  assert COMPILATIONS.count == 0
+  assert loss < first
+  kernel = state.params['kernel']
+  assert isinstance(kernel, nn.Partitioned)
+  assert kernel.value.sharding.spec == P(None, 'fsdp')
+  largest = max(stacked_leaves(state.opt_state), key=lambda x: x.size)
+  assert largest.sharding.spec[0] == 'data'
+  assert 'fsdp' in jax.tree.leaves(tuple(largest.sharding.spec))
+
+
+# Explicit meshes ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('mapped', [True, False])
+def test_simulated_workers_with_parameters_on_an_explicit_mesh(mapped):
+  mesh = mesh_2d('explicit')
+  workers = demo_optax.Workers.simulated(2)
+  tx = demo(workers)
+  with jax.set_mesh(mesh):
+    params = {'w': jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P('fsdp')))}
+    state = tx.init(params)
+    with pytest.raises(ValueError, match=r"\['w'\].*all on one device.*on_mesh"):
+      if mapped:
+        step = demo_optax.data_parallel(workers)(
+            lambda params, state, x: tx.update(
+                jax.tree.map(lambda p: p * x.mean(), params), state, params)
+        )
+        step(params, state, BATCH)
+      else:
+        grads = jax.tree.map(lambda p: jnp.stack([p, p]), params)
+        tx.update(grads, state, params)
+
+
+@pytest.mark.parametrize('mapped', [True, False])
+def test_param_specs_that_were_forgotten_on_an_explicit_mesh(mapped):
+  mesh = mesh_2d('explicit')
+  workers = demo_optax.Workers.on_mesh(mesh, 'data')
+  tx = demo(workers)
+  with jax.set_mesh(mesh):
+    sharding = NamedSharding(mesh, P(None, 'fsdp'))
+    params = {'w': jax.device_put(jnp.ones((8, 4)), sharding)}
+    state = tx.init(params)
+    remedy = r"\['w'\] is sharded.*'fsdp'.*demo_optax.param_specs\(model\)"
+    with pytest.raises(ValueError, match=remedy):
+      if mapped:
+
+        @demo_optax.data_parallel(workers)
+        def step(params, state, x):
+          loss_fn = lambda params: jnp.mean((x @ params['w']) ** 2)
+          return tx.update(jax.grad(loss_fn)(params), state, params)
+
+        step(params, state, BATCH)
+      else:
+        grads = {'w': jax.device_put(
+            jnp.ones((2, 8, 4)), NamedSharding(mesh, P('data', None, 'fsdp')))}
+        jax.jit(tx.update)(grads, state, params)
+
+
+# State that is not the optimizer's ------------------------------------------------
+
+
+@pytest.mark.parametrize('whole', [True, False])
+def test_linen_batch_statistics_keep_their_shape(whole):
+  """Also as what the model returned; as a bare tree nothing tells what it is."""
+  workers = demo_optax.Workers.simulated(4)
+  net = nn.Sequential([nn.Dense(6), nn.BatchNorm(use_running_average=False)])
+  variables = net.init(jax.random.key(0), BATCH)
+  params, stats = variables['params'], variables['batch_stats']
+  tx = demo(workers)
+  state = tx.init(params)
+
+  @demo_optax.data_parallel(workers, batch_argnums=3)
+  def step(params, stats, state, x):
+    def loss_fn(params):
+      y, new = net.apply(
+          {'params': params, 'batch_stats': stats}, x, mutable=['batch_stats']
+      )
+      return jnp.mean((y - 1) ** 2), new
+
+    grads, new = jax.grad(loss_fn, has_aux=True)(params)
+    updates, state = tx.update(grads, state, params)
+    new = new if whole else new['batch_stats']
+    return optax.apply_updates(params, updates), new, state
+
+  if not whole:
+    remedy = r'result\.1\.layers_1.*differs.*over_workers\(statistics\)'
+    with pytest.raises(ValueError, match=remedy):
+      step(params, stats, state, BATCH)
+    return
+  shapes = jax.tree.map(jnp.shape, stats)
+  for _ in range(3):
+    params, new, state = step(params, stats, state, BATCH)
+    stats = new['batch_stats']
+    assert jax.tree.map(jnp.shape, stats) == shapes
+
+
+def test_streams_and_metrics_need_not_be_placed():
+  """The second step compiles nothing, though nobody put anything on the mesh."""
+  workers = on_mesh()
+  model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, demo(workers), wrt=nnx.Param)
+  metrics = nnx.MultiMetric(loss=nnx.metrics.Average('loss'))
+  rngs = nnx.Rngs(1)
+
+  @demo_optax.data_parallel(workers)
+  def step(model, optimizer, rngs, metrics, x):
+    noise = jax.random.normal(rngs(), x.shape)
+    loss, grads = nnx.value_and_grad(lambda m: jnp.mean(m(x + noise) ** 2))(model)
+    optimizer.update(model, grads)
+    metrics.update(loss=loss)
+
+  step(model, optimizer, rngs, metrics, BATCH)
+  COMPILATIONS.count = 0
+  step(model, optimizer, rngs, metrics, BATCH)
+  assert COMPILATIONS.count == 0
+  assert int(metrics.loss.count[...]) == 8  # one loss of each worker and step
+
+
+def test_an_equinox_module_as_it_is():
+  workers = demo_optax.Workers.simulated(4)
+  model = eqx.nn.MLP(8, 4, 16, 2, key=jax.random.key(0))
+  tx = demo(workers)
+  state = tx.init(eqx.filter(model, eqx.is_inexact_array))
+
+  @demo_optax.data_parallel(workers)
+  def step(model, state, x):
+    loss_fn = lambda model: jnp.mean(jax.vmap(model)(x) ** 2)
+    grads = eqx.filter_grad(loss_fn)(model)
+    updates, state = tx.update(grads, state, eqx.filter(model, eqx.is_inexact_array))
+    return eqx.apply_updates(model, updates), state, loss_fn(model)
+
+  losses = []
+  for _ in range(6):
+    model, state, loss = step(model, state, BATCH)
+    losses.append(float(loss))
+  assert losses[-1] < losses[0]
+
+
+# pmap -----------------------------------------------------------------------------
+
+
+def test_pmap_that_returns_the_state_of_one_worker():
+  """The run is right, but who saves it saves one worker's momentum; it shows."""
+  workers = demo_optax.Workers.on_axis('batch')
+  tx = demo(workers)
+  params = {'w': jnp.zeros((8, 8))}
+  xs = np.random.default_rng(0).normal(size=(4, 8, 8)).astype(np.float32)
+
+  def step(params, state, x):
+    grads = jax.grad(lambda params: jnp.mean((params['w'] - x) ** 2))(params)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  devices = jax.devices()[:4]
+  own = jax.pmap(step, axis_name='batch', devices=devices)
+  one = jax.pmap(
+      step, axis_name='batch', in_axes=(None, None, 0), out_axes=(None, None),
+      devices=devices,
+  )
+  copies = lambda tree: jax.tree.map(lambda x: jnp.stack([x] * 4), tree)
+  p, s = copies(params), copies(tx.init(params))
+  q, t = params, tx.init(params)
+  for _ in range(3):
+    p, s = own(p, s, xs)
+    q, t = one(q, t, xs)
+  np.testing.assert_array_equal(p['w'][0], q['w'])
+  differences = demo_optax.check_replicas(t)
+  assert differences and demo_optax.check_replicas(q) == []
+  assert all('worker_stacked' in d.leaf for d in differences)

@@ -1,0 +1,221 @@
+"""Transformations and wrappers of optax in a step of one worker.
+
+Each works, or ends in an error that names the leaf and the remedy.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax import contrib
+
+import demo_optax
+
+WORKERS = demo_optax.Workers.simulated(2)
+COMPRESSOR = demo_optax.slicing(0.5)
+FROZEN = {'w': False, 'scale': True}
+TRAINED = {'w': True, 'scale': False}
+EVEN = lambda step, *_, **__: step % 2 == 0
+
+
+def demo(learning_rate=0.03):
+  return demo_optax.demo(
+      learning_rate, workers=WORKERS, compressor=COMPRESSOR, decay=0.9
+  )
+
+
+def scale_by_demo():
+  return demo_optax.scale_by_demo(COMPRESSOR, 0.9, workers=WORKERS)
+
+
+def inject(learning_rate):
+  return optax.inject_hyperparams(demo)(learning_rate=learning_rate)
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+  with jax.numpy_dtype_promotion('standard'):
+    yield
+
+
+def loss_fn(params, x):
+  return jnp.mean((x @ params['w'] * params['scale'][None]) ** 2)
+
+
+def make_params():
+  return {'w': jnp.ones((8, 4)), 'scale': jnp.ones((4,))}
+
+
+BATCH = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+
+
+def train(tx, params=None, steps=6, fast=lambda params: params, **extra_args):
+  """Trains, and returns the losses and the last parameters and state."""
+  tx = optax.with_extra_args_support(tx)
+  params = make_params() if params is None else params
+  state = tx.init(params)
+
+  @demo_optax.data_parallel(WORKERS, batch_argnums=2)
+  def step(params, state, x):
+    loss, grads = jax.value_and_grad(loss_fn)(fast(params), x)
+    given = {k: f(loss, x) for k, f in extra_args.items()}
+    updates, state = tx.update(grads, state, params, **given)
+    return optax.apply_updates(params, updates), state, loss
+
+  losses = []
+  shapes = jax.tree.map(jnp.shape, params)
+  for _ in range(steps):
+    params, state, loss = step(params, state, BATCH)
+    losses.append(float(loss))
+  assert jax.tree.map(jnp.shape, params) == shapes
+  return losses, params, state
+
+
+MEAN_LOSS = {'value': lambda loss, x: demo_optax.over_workers(loss)}
+OWN_GRADIENT = {
+    'grad_fn': lambda loss, x: lambda params, _: jax.grad(loss_fn)(params, x)
+}
+
+WORKS = {
+    'adaptive_grad_clip': lambda: (
+        optax.chain(optax.adaptive_grad_clip(0.1), demo())),
+    'add_noise': lambda: (
+        optax.chain(optax.add_noise(0.01, 0.5, jax.random.key(0)), demo())),
+    'apply_every': lambda: optax.chain(demo(), optax.apply_every(2)),
+    'apply_every before': lambda: (
+        optax.chain(demo_optax.per_worker(
+            optax.apply_every(2), workers=WORKERS), demo())),
+    'centralize': lambda: optax.chain(optax.centralize(), demo()),
+    'clip_by_block_rms': lambda: (
+        optax.chain(optax.clip_by_block_rms(1.0), demo())),
+    'conditionally_mask': lambda: optax.conditionally_mask(demo(), EVEN),
+    'flatten': lambda: optax.flatten(demo()),
+    'inject_hyperparams': lambda: inject(0.03),
+    'inject_hyperparams, schedule': lambda: (
+        inject(optax.linear_schedule(0.03, 0.01, 5))),
+    'keep_params_nonnegative': lambda: (
+        optax.chain(demo(), optax.keep_params_nonnegative())),
+    'mechanize behind': lambda: (
+        optax.chain(scale_by_demo(), contrib.mechanize(optax.sgd(1.0)))),
+    'named_chain': lambda: (
+        optax.named_chain(('clip', optax.clip_by_global_norm(1.0)),
+                          ('demo', demo()))),
+    'schedule_free': lambda: contrib.schedule_free(demo(), 0.03),
+    'snapshot': lambda: (
+        optax.chain(demo(), optax.snapshot('norm', optax.tree.norm))),
+    'snapshot before': lambda: (
+        optax.chain(demo_optax.per_worker(
+            optax.snapshot('norm', optax.tree.norm), workers=WORKERS), demo())),
+    'trace': lambda: optax.chain(demo(), optax.trace(0.5)),
+}
+
+
+@pytest.mark.parametrize('name', WORKS)
+def test_works(name):
+  losses, _, _ = train(WORKS[name]())
+  assert losses[-1] < losses[0]
+
+
+def test_reduce_on_plateau():
+  tx = optax.chain(demo(), contrib.reduce_on_plateau(patience=2))
+  losses, _, _ = train(tx, **MEAN_LOSS)
+  assert losses[-1] < losses[0]
+
+
+def test_sam():
+  """In opaque mode: its steps uphill are each worker's own."""
+  tx = contrib.sam(
+      demo(), optax.chain(contrib.normalize(), optax.sgd(0.05)),
+      sync_period=2, opaque_mode=True,
+  )
+  losses, _, _ = train(tx, **OWN_GRADIENT)
+  assert losses[-1] < losses[0]
+
+
+def test_lookahead():
+  params = optax.LookaheadParams.init_synced(make_params())
+  tx = optax.lookahead(demo(), 2, 0.5)
+  losses, _, _ = train(tx, params, fast=lambda params: params.fast)
+  assert losses[-1] < losses[0]
+
+
+# What is left out of the exchange -------------------------------------------------
+
+
+FREEZES = {
+    'masked and set_to_zero': lambda: (
+        optax.chain(optax.masked(demo(), TRAINED),
+                    optax.masked(optax.set_to_zero(), FROZEN))),
+    'multi_transform': lambda: (
+        optax.multi_transform({True: demo(), False: optax.set_to_zero()}, TRAINED)),
+    'partition': lambda: (
+        optax.partition({True: demo(), False: optax.set_to_zero()}, TRAINED)),
+    'selective_transform': lambda: (
+        optax.selective_transform(demo(), freeze_mask=FROZEN)),
+    'freeze before': lambda: optax.chain(optax.freeze(FROZEN), demo()),
+    'freeze behind': lambda: optax.chain(demo(), optax.freeze(FROZEN)),
+}
+
+
+@pytest.mark.parametrize('name', FREEZES)
+def test_freezes(name):
+  losses, params, _ = train(FREEZES[name]())
+  np.testing.assert_array_equal(params['scale'], make_params()['scale'])
+  assert losses[-1] < losses[0]
+
+
+def test_another_optimizer_for_some_leaves():
+  mean = demo_optax.average(workers=WORKERS)
+  adamw = optax.chain(mean, optax.adamw(1e-2))
+  losses, params, _ = train(
+      optax.partition({True: demo(), False: adamw}, TRAINED)
+  )
+  assert losses[-1] < losses[0]
+  assert np.all(params['scale'] < 1)
+
+
+# Errors that name the leaf and the remedy -----------------------------------------
+
+
+PARAMETER = r"[Pp]arameter \['(scale|w)'\] differs between workers"
+RESULT = r'result\.0\.(scale|w) differs between workers'
+STATE = r'result\.1\.0\.{}\S* differs between workers'
+
+FAILS = {
+    'apply_if_finite': (
+        lambda: optax.apply_if_finite(demo(), 3), PARAMETER,
+        'apply_if_finite is not needed'),
+    'apply_every before': (
+        lambda: optax.chain(optax.apply_every(2), demo()),
+        STATE.format('grad_acc'), 'per_worker'),
+    'conditionally_transform': (
+        lambda: optax.conditionally_transform(demo(), EVEN), RESULT, 'put it behind'),
+    'ema before': (
+        lambda: optax.chain(optax.ema(0.9), demo()), STATE.format('ema'),
+        'per_worker'),
+    'masked': (
+        lambda: optax.masked(demo(), TRAINED), r'result\.0\.scale differs',
+        'demo_optax.average'),
+    'mechanize': (
+        lambda: contrib.mechanize(demo()), RESULT, 'mechanize.*put it behind'),
+    'partition with adamw': (
+        lambda: optax.partition(
+            {True: demo(), False: optax.adamw(1e-2)}, TRAINED),
+        r'result\.0\.scale differs', 'demo_optax.average'),
+    'sam': (
+        lambda: contrib.sam(demo(), optax.sgd(0.01)), RESULT, 'put it behind'),
+    'snapshot before': (
+        lambda: optax.chain(optax.snapshot('norm', optax.tree.norm), demo()),
+        STATE.format('measurement'), 'per_worker'),
+    'zero_nans before': (
+        lambda: optax.chain(optax.zero_nans(), demo()),
+        STATE.format('found_nan'), 'per_worker'),
+}
+
+
+@pytest.mark.parametrize('name', FAILS)
+def test_fails(name):
+  make, leaf, remedy = FAILS[name]
+  with pytest.raises(ValueError, match=f'(?s){leaf}.*{remedy}'):
+    train(make(), steps=2)
