@@ -164,9 +164,7 @@ def check_gradient(
         f'The gradient of {name} has shape {found}, but {workers} needs'
         f' {expected}: one gradient per worker, stacked. If it was averaged'
         ' already there is nothing left to compress; take gradients with'
-        ' demo_optax.value_and_grad(loss_fn, workers=workers). In'
-        ' demo_optax.partition, which averages by itself, leave out'
-        ' mean_over_workers.'
+        ' demo_optax.value_and_grad(loss_fn, workers=workers).'
     )
   if not ok:
     raise ValueError(

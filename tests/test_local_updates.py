@@ -227,14 +227,12 @@ def test_mesh_is_as_simulation(method, kind):
 
 
 @pytest.mark.slow
-def test_partition_as_outer_optimizer():
+def test_a_tree_as_outer_optimizer():
   """Some leaves are exchanged sparsely, some averaged, at the same time."""
   workers = demo_optax.Workers.simulated(3)
   outer = optax.chain(
-      demo_optax.partition(
-          {'sparse': demo_optax.scale_by_demo(COMPRESSOR, workers=workers),
-           'dense': optax.identity()},
-          {'padded': 'sparse', 'short': 'dense'}, workers=workers),
+      demo_optax.scale_by_demo(
+          {'padded': COMPRESSOR, 'short': None}, workers=workers),
       optax.sgd(1.0))
   tx = demo_optax.local_updates(optax.sgd(0.1), outer, 2, workers=workers)
   params = demo_optax.stack_params(start(), workers)

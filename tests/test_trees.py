@@ -148,7 +148,7 @@ def test_prefix_trees():
       gradient_weight={'x': {'a': 1.0, 'b': lambda step: 2.0 + step}, 'y': 1.0})
   ones = jax.tree.map(lambda p: jnp.ones((2, *p.shape)), params)
   state = tx.init(params)
-  for step in range(2):
+  for _ in range(2):
     updates, state = jax.jit(tx.update)(ones, state, params)
   np.testing.assert_array_equal(updates['x']['a'], 1.5)
   np.testing.assert_array_equal(updates['x']['b'], 3.0)
@@ -210,7 +210,7 @@ def test_with_nnx_and_schedules():
       lambda x: demo_optax.dct_topk(4, 2) if x.ndim > 1 else None, params)
   tx = optax.chain(
       demo_optax.scale_by_demo(
-          tree(nnx.pure(nnx.state(model, nnx.Param))), workers=workers),
+          tree(nnx.to_pure_dict(nnx.state(model, nnx.Param))), workers=workers),
       optax.partition(
           {'kernel': optax.sign_sgd(optax.linear_schedule(0.1, 0.0, 10)),
            'bias': optax.sgd(optax.linear_schedule(1.0, 0.0, 10))},

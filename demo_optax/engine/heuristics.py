@@ -12,8 +12,8 @@ import jax
 # is new to a process costs ten times its copy.
 _PIECE = 2**18
 
-# Up to so many coefficients, plain operations are taken: what cleverer ones save
-# is less than what it costs to compile them.
+# Up to so many coefficients, plain operations are taken: what cleverer ones
+# save is less than what it costs to compile them.
 _SMALL = 2**17
 
 # Backends of which a run of `benchmarks/device.py` is committed.

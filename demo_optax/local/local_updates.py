@@ -101,7 +101,7 @@ def local_updates(
   with `value_and_grad(..., stacked_params=True)`, which communicates nothing.
   `shared_params` gives :math:`s`, for evaluation. Anything that maps stacked
   gradients to updates in the parameters' shapes is an `outer`:
-  `optax.chain(scale_by_demo(...), optax.sgd(0.7))`, `demo_optax.partition`.
+  `optax.chain(scale_by_demo(...), optax.sgd(0.7))`.
 
   :math:`s` is the same on all workers to the last bit. `optax.apply_updates`
   (and so `nnx.Optimizer`) adds :math:`s - x_i` to :math:`x_i`, which is
