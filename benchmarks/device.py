@@ -39,6 +39,7 @@ import optax
 
 import demo_optax
 from demo_optax.__main__ import MODELS
+from demo_optax.compressors import Dct
 from demo_optax.compressors import chunking as chunks
 from demo_optax.engine import topk as selection
 from demo_optax.engine.pallas import Kernels
@@ -96,14 +97,14 @@ def transform(x: Any, cut: Cut) -> np.ndarray:
   x = np.asarray(x, np.float64).reshape(
       cut.row_chunks, cut.row_length, cut.col_chunks, cut.col_length
   )
-  rows, cols = map(chunks.dct_basis, cut.kind)
+  rows, cols = map(Dct().matrix, cut.kind)
   x = np.einsum('iajb,ua,vb->ijvu', x, rows, cols, optimize=True)
   return x.reshape(-1, cut.n)
 
 
 def transform_back(c: np.ndarray, cut: Cut) -> np.ndarray:
   c = c.reshape(cut.row_chunks, cut.col_chunks, cut.col_length, cut.row_length)
-  rows, cols = map(chunks.dct_basis, cut.kind)
+  rows, cols = map(Dct().matrix, cut.kind)
   c = np.einsum('ijvu,ua,vb->iajb', c, rows, cols, optimize=True)
   return c.reshape(cut.shape)
 
@@ -112,7 +113,7 @@ def encoder(kernels: Kernels, plans: Any, decay: float) -> Callable[..., Any]:
   limits = [plan.format.largest_sent for plan in plans]
   return jax.jit(
       lambda g, m, present: kernels.encode(
-          chunks.dct_basis, plans, g, m, decay, 1.0, present, limits
+          Dct().matrix, plans, g, m, decay, 1.0, present, limits
       ),
       donate_argnums=1,
   )
@@ -121,7 +122,7 @@ def encoder(kernels: Kernels, plans: Any, decay: float) -> Callable[..., Any]:
 def decoder(kernels: Kernels, plans: Any, average: Any) -> Callable[..., Any]:
   return jax.jit(
       lambda selections, present: kernels.decode(
-          chunks.dct_basis, plans, selections, [present] * len(plans), average
+          Dct().matrix, plans, selections, [present] * len(plans), average
       )
   )
 
@@ -145,7 +146,7 @@ def check_encode(
   whole = put(rest, indices, values)
   c = 0.5 * m.reshape(-1, cut.n) + transform(g, cut)
   plain = chunks.to_coefficients(
-      jnp.asarray(g, jnp.float32), plan.grid, chunks.dct_basis
+      jnp.asarray(g, jnp.float32), plan.grid, Dct().matrix
   )
   plain = (0.5 * m + plain).reshape(-1, cut.n)
   same = np.asarray(selection.top_k(plain, k)) == indices
@@ -299,7 +300,7 @@ def make_rows(
     demo, *rest = momentum
     held = [demo.worker_stacked.momentum[n][0] for n in names]
     done = kernels.encode(
-        chunks.dct_basis, plans, [gradients[n] for n in names], held, DECAY,
+        Dct().matrix, plans, [gradients[n] for n in names], held, DECAY,
         1.0, yes, limits)
     new = {n: m.reshape(1, *p.grid.coefficients_shape)
            for n, p, (m, _, _) in zip(names, plans, done)}
@@ -309,7 +310,7 @@ def make_rows(
   def decode(selections: Any) -> Any:
     present = jnp.ones(len(selections[0][0]), bool)
     return (kernels.decode(
-        chunks.dct_basis, plans, selections, [present] * len(plans),
+        Dct().matrix, plans, selections, [present] * len(plans),
         'senders'),)
 
   def step(kind: str) -> Callable[..., Any]:
@@ -423,7 +424,7 @@ def variant(
   @jax.jit
   def encode(g: jax.Array, m: jax.Array) -> Any:
     return kernels_gpu.encode(
-        [g], [m], scalars, [cut], k, chunks.dct_basis, 1e30,
+        [g], [m], scalars, [cut], k, Dct().matrix, 1e30,
         precision=precision, num_warps=warps)
 
   ((_, indices, _),) = encode(g, m)

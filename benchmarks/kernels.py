@@ -28,7 +28,7 @@ LOCATION = r' (#loc\d*|"[^"]*"\(.*\)|/\S+:\d+:\d+( to (\d+)?:\d+)?)$'
 def precision() -> None:
   import ml_dtypes
 
-  from demo_optax.compressors import chunking as chunks
+  from demo_optax.compressors import Dct
 
   def bfloat16(x: np.ndarray) -> np.ndarray:
     return x.astype(ml_dtypes.bfloat16).astype(np.float32)
@@ -54,7 +54,7 @@ def precision() -> None:
       'TF32': (tf32, 1, [(0, 0)]),
       'bfloat16': (bfloat16, 1, [(0, 0)]),
   }
-  basis = np.ascontiguousarray(chunks.dct_basis(64).T)
+  basis = np.ascontiguousarray(Dct().matrix(64).T)
 
   def product(x: np.ndarray, way: str | None) -> np.ndarray:
     if way is None:
@@ -100,7 +100,7 @@ def write(folder: str) -> None:
   import jax.numpy as jnp
   from jax.experimental import pallas as pl
 
-  from demo_optax.compressors import chunking as chunks
+  from demo_optax.compressors import Dct
   from demo_optax.engine import pallas_gpu as kernels_gpu
   from demo_optax.engine.pallas_common import Cut
 
@@ -136,11 +136,11 @@ def write(folder: str) -> None:
       texts = {
           'encode': lower(
               lambda g, m, s, cut=cut, k=k, o=options: kernels_gpu.encode(
-                  [g], [m], s, [cut], k, chunks.dct_basis, 1e30, **o),
+                  [g], [m], s, [cut], k, Dct().matrix, 1e30, **o),
               struct(cut.shape, jnp.float32), m, struct((3,), jnp.float32)),
           'decode': lower(
               lambda p, v, cut=cut, o=options: kernels_gpu.decode(
-                  p, v, [cut], chunks.dct_basis, weighted=False, **o), *sent),
+                  p, v, [cut], Dct().matrix, weighted=False, **o), *sent),
       }
       for kind, text in texts.items():
         file = pathlib.Path(folder, f'{kind}_{size}_{name}.{warps}.ttir')
@@ -176,7 +176,7 @@ def tpu(topology: str) -> None:
   from jax.sharding import PartitionSpec as P
 
   import demo_optax
-  from demo_optax.compressors import chunking as chunks
+  from demo_optax.compressors import Dct
   from demo_optax.engine.pallas import Kernels
 
   devices = topologies.get_topology_desc(topology, 'tpu').devices[:1]
@@ -199,11 +199,11 @@ def tpu(topology: str) -> None:
 
     def encode(g: Any, m: Any, present: Any, plan: Any = plan) -> Any:
       return kernels.encode(
-          chunks.dct_basis, [plan], [g], [m], 0.9, 1.0, present, [1e30])
+          Dct().matrix, [plan], [g], [m], 0.9, 1.0, present, [1e30])
 
     def decode(sent: Any, present: Any, plan: Any = plan) -> Any:
       return kernels.decode(
-          chunks.dct_basis, [plan], [sent], [present], 'senders')
+          Dct().matrix, [plan], [sent], [present], 'senders')
 
     m = struct(plan.grid.coefficients_shape, jnp.float32)
     sent = (workers, plan.grid.num_chunks, k)

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from demo_optax.compressors import chunking as chunks
+from demo_optax.compressors import Dct
 from demo_optax.engine import topk as selection
 
 
@@ -37,7 +37,7 @@ def bisection(magnitudes: jax.Array, k: int) -> jax.Array:
 
 
 def candidates(x: jax.Array) -> dict:
-  basis = jnp.asarray(chunks.dct_basis(64), x.dtype)
+  basis = jnp.asarray(Dct().matrix(64), x.dtype)
   timed = {}
   for k in (8, 32, 64):
     timed |= {

@@ -318,7 +318,7 @@ class DataParallelStep:
   def _run_mapped(
       self, call: '_Call', leaves: list[Any], spmd_axis_name: str | None
   ) -> tuple[list[Any], '_Results']:
-    """Runs the step under `jax.vmap`, with a batch as `[workers, rows, ...]`."""
+    """Runs the step under `jax.vmap`, with batches `[workers, rows, ...]`."""
     traced: list[_Results] = []
 
     def one_workers_step(leaves: list[Any]) -> tuple[list[Any], list[Any]]:

@@ -124,8 +124,7 @@ def average(*, workers: Workers) -> optax.GradientTransformation:
   the mean over nobody is zero. Integer leaves get zeros.
 
   The first link of a baseline to compare with, and for leaves that should not
-  be compressed in a branch of `optax.partition` (`demo_optax.partition` does it
-  by itself).
+  be compressed, where `None` in a tree of compressors does not serve.
 
   Args:
     workers: who takes part.

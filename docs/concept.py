@@ -7,9 +7,11 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import demo_optax
+from demo_optax.compressors import Dct
 from demo_optax.compressors import chunking as chunks
 
 SIDE, TOPK, DECAY = 16, 10, 0.9
+BUCKET = f'bucket_000_{SIDE}x{SIDE}'
 GRID = chunks.chunk_grid((SIDE, SIDE), SIDE)
 
 
@@ -29,10 +31,11 @@ def draw() -> plt.Figure:
   for _ in range(4):
     update, state = tx.update(gradients(), state, params)
   g = gradients()
-  before = state.worker_stacked.momentum.reshape(2, SIDE, SIDE)
+  before = state.worker_stacked.momentum[BUCKET].reshape(2, SIDE, SIDE)
   update, state = tx.update(g, state, params)
-  after = np.asarray(state.worker_stacked.momentum.reshape(2, SIDE, SIDE))
-  coefficients = [chunks.to_coefficients(x, GRID, chunks.dct_basis) for x in g]
+  after = np.asarray(state.worker_stacked.momentum[BUCKET])
+  after = after.reshape(2, SIDE, SIDE)
+  coefficients = [chunks.to_coefficients(x, GRID, Dct()) for x in g]
   held = np.asarray(
       DECAY * before + np.reshape(coefficients, (2, SIDE, SIDE))
   )
@@ -84,7 +87,7 @@ def draw() -> plt.Figure:
           color='C0')
   figure.text(0.718, 0.79, 'all_gather', fontsize=8.5, color='C0', ha='center')
   merged = np.asarray(
-      chunks.to_coefficients(update, GRID, chunks.dct_basis)
+      chunks.to_coefficients(update, GRID, Dct())
   ).reshape(SIDE, SIDE)
   merged = np.where(np.abs(merged) > 1e-5, merged, 0)
   show(0.755, 0.60, merged.T, 'mean of what was sent', zeros=True)

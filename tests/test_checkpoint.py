@@ -509,8 +509,8 @@ def test_the_docs_run(tmp_path, monkeypatch):
   for block in blocks:
     exec(block, names)
   assert names['step'] == 100 and names['differences'] == []
-  moment = names['state']['opt_state'].inner_state[1].worker_stacked.momentum['w']
-  assert moment.shape == (3, 1, 1, 1024)
+  moment = names['state']['opt_state'].inner_state[1].worker_stacked.momentum
+  assert {x.shape[0] for x in moment.values()} == {3}
 
 
 def test_the_losses_are_as_measured():
@@ -705,9 +705,7 @@ def test_a_tree_of_compressors(tmp_path):
   params = {'a': jnp.ones((16, 16)), 'b': jnp.ones((16, 16))}
 
   def make(codes):
-    tx = demo_optax.partition(
-        {k: demo_optax.scale_by_demo(codes[k], workers=workers) for k in 'ab'},
-        {'a': 'a', 'b': 'b'}, workers=workers)
+    tx = demo_optax.scale_by_demo(codes, workers=workers)
     return tx, tx.init(params)
 
   tx, state = make(codes)

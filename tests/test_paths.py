@@ -8,7 +8,6 @@ from helpers import assert_same_bits, random_tree
 
 import demo_optax
 from demo_optax import exchange
-from demo_optax.compressors import chunking as chunks
 from demo_optax.engine import heuristics as paths
 from demo_optax.engine import topk as selection
 from demo_optax.wire import message as wire
@@ -37,9 +36,9 @@ def take(way, monkeypatch):
 def run(way, monkeypatch, average, values):
   take(way, monkeypatch)
   compressor = demo_optax.dct_topk(16, 4, values=values)
+  tx_workers = demo_optax.Workers.simulated(3)
   tx = demo_optax.scale_by_demo(
-      compressor, 0.9, workers=demo_optax.Workers.simulated(3), alpha=0.7,
-      average=average)
+      compressor, 0.9, workers=tx_workers, alpha=0.7, average=average)
   params = random_tree(0, SHAPES)
   state, update = tx.init(params), jax.jit(tx.update)
   seen = []
@@ -48,7 +47,8 @@ def run(way, monkeypatch, average, values):
     gradients['a'][0, 1] = np.inf if step == 1 else 0
     gradients['tall'][1, 3, 3] = 1e30 if step == 2 else 0  # so large that momentum could overflow
     updates, state = update(gradients, state, params)
-    seen.append((updates, state))
+    kept = demo_optax.momentum(state, params, compressor, tx_workers)
+    seen.append((updates, state._replace(worker_stacked=kept)))
   return seen
 
 
@@ -118,21 +118,3 @@ def test_payloads_are_read_alike(monkeypatch, values):
     f = wire.ChunkFormat(64, 5, 'float32', values)
     read.append(f.decode(data, 7))
   assert_same_bits(*read)
-
-
-@pytest.mark.parametrize('shape', [(256, 40), (101, 67), (6, 3, 16, 40), (9,)])
-@pytest.mark.parametrize('limit', [1, 1024, None])
-def test_pieces_and_back(shape, limit):
-  grid = chunks.chunk_grid(shape, 16)
-  count, piece = grid.pieces(limit)
-  assert count * piece.num_chunks == grid.num_chunks
-  assert not any(piece.padding)
-  x = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
-  pieces = chunks.split_pieces(x, grid, count)
-  assert pieces.shape == (count, *piece.shape)
-  c = jnp.concatenate([
-      chunks.to_coefficients(p, piece, chunks.dct_basis).reshape(
-          piece.num_chunks, -1) for p in pieces])
-  whole = chunks.to_coefficients(x, grid, chunks.dct_basis)
-  assert_same_bits(c, whole.reshape(c.shape))
-  assert_same_bits(chunks.join_pieces(pieces, grid), x)

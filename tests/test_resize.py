@@ -233,7 +233,8 @@ def test_momentum_of_sharded_workers_goes_both_ways():
   found = demo_optax.momentum(state, params, COMPRESSOR, workers)
   for key in SHAPES:
     np.testing.assert_allclose(found[key], moments[key], atol=2e-6)
-    x, y = state.worker_stacked.momentum[key], empty.worker_stacked.momentum[key]
+  pairs = map(jax.tree.leaves, (state.worker_stacked, empty.worker_stacked))
+  for x, y in zip(*pairs):
     assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
 
 

@@ -210,7 +210,7 @@ def test_with_nnx_and_schedules():
       lambda x: demo_optax.dct_topk(4, 2) if x.ndim > 1 else None, params)
   tx = optax.chain(
       demo_optax.scale_by_demo(
-          tree(nnx.pure(nnx.state(model, nnx.Param))), workers=workers),
+          tree(nnx.to_pure_dict(nnx.state(model, nnx.Param))), workers=workers),
       optax.partition(
           {'kernel': optax.sign_sgd(optax.linear_schedule(0.1, 0.0, 10)),
            'bias': optax.sgd(optax.linear_schedule(1.0, 0.0, 10))},

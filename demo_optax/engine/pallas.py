@@ -211,16 +211,16 @@ class Kernels:
     return dataclasses.replace(vectors[0], row_chunks=chunks)
 
 
-# A bucket, whose chunks are those of a matrix
-# `[rows * row_length, col_length]`.
+# A bucket: its chunks are those of a matrix `[rows * row_length, col_length]`.
 
 
 def applies(bucket: Bucket) -> bool:
   """Returns whether there are kernels for a bucket."""
   if bucket.kind != 'chunks' or not isinstance(bucket.select, TopK):
     return False
-  gradient = jax.ShapeDtypeStruct(_plan(bucket).grid.shape, bucket.format.dtype)
-  return Kernels.chosen(True).apply(_plan(bucket), gradient)
+  plan = _plan(bucket)
+  gradient = jax.ShapeDtypeStruct(plan.grid.shape, bucket.format.dtype)
+  return Kernels.chosen(True).apply(plan, gradient)
 
 
 def accumulate(

@@ -126,9 +126,11 @@ def merge(
 
   # Zeros that XLA takes for a result of the exchange: it would write them down
   # before, and hold them together with the gradients' chunks.
-  zero = jnp.where(jnp.sum(received.valid, dtype=jnp.int32) < 0, 1.0, 0.0)
+  zero = jnp.zeros_like(received.values, shape=())
+  count = jnp.sum(received.valid, dtype=jnp.int32)
+  zero = jnp.where(count < 0, jnp.ones_like(zero), zero)
   carry = (
-      jnp.broadcast_to(zero.astype(received.values.dtype), (bucket.rows, n)),
+      jnp.broadcast_to(zero, (bucket.rows, n)),
       jnp.zeros_like(received.values, jnp.float32, shape=()),
   )
   (updates, distinct), _ = jax.lax.scan(
