@@ -35,6 +35,64 @@ def demo(**options):
   return demo_optax.demo(1e-3, **{'workers': FOUR, **options})
 
 
+def loss_fn(params, x):
+  return jnp.mean((x @ params['w']) ** 2)
+
+
+def run(train_step, state=None, rows=8):
+  """Calls a step that is written for one worker."""
+  state = demo().init(PARAMS) if state is None else state
+  step = demo_optax.data_parallel(FOUR)(train_step)
+  step(PARAMS, state, jnp.ones((rows, 8)))
+
+
+def train_step(params, state, x, tx=None, grad=jax.grad(loss_fn)):
+  updates, state = (tx or demo()).update(grad(params, x), state, params)
+  return optax.apply_updates(params, updates), state
+
+
+def ignore_batch(params, state, x):
+  return train_step(params, state, jnp.ones((2, 8)))
+
+
+def skip_by_own_loss(params, state, x):
+  new, state = train_step(params, state, x)
+  keep = loss_fn(params, x) < 1
+  return jax.tree.map(lambda n, o: jnp.where(keep, n, o), new, params), state
+
+
+def count_positive(params, state, x):
+  return *train_step(params, state, x), jnp.sum(x @ params['w'] > 0)
+
+
+def close_over_state():
+  state = demo().init(PARAMS)
+
+  @demo_optax.data_parallel(FOUR, batch_argnums=1)
+  def step(params, x):
+    return train_step(params, state, x)[0]
+
+  step(PARAMS, jnp.ones((8, 8)))
+
+
+def mask_alone():
+  tx = optax.masked(demo(), {'w': True, 'frozen': False})
+  params = {**PARAMS, 'frozen': jnp.ones(8)}
+  grad = jax.grad(lambda params, x: loss_fn(params, x) + jnp.sum(
+      params['frozen'] * x.mean(0)))
+
+  @demo_optax.data_parallel(FOUR)
+  def step(params, state, x):
+    return train_step(params, state, x, tx, grad)
+
+  step(params, tx.init(params), jax.random.normal(jax.random.key(0), (8, 8)))
+
+
+def stock_state(params, state, x):
+  return train_step(params, state, x, optax.chain(
+      demo_optax.average(workers=FOUR), optax.adamw(1e-3)))
+
+
 def outer_alone():
   tx = demo_optax.local_updates(optax.sgd(1.0), optax.sgd(1.0), 1, workers=FOUR)
 
@@ -47,8 +105,19 @@ def outer_alone():
 
 # What was done, in code; how; what to do about it, where the message is short.
 CASES = [
-    ('`jax.value_and_grad` instead of `demo_optax.value_and_grad`',
+    ('`jax.jit` instead of `data_parallel`: one gradient, of no worker',
      lambda: update(demo(), PARAMS)),
+    ('a batch that does not divide', lambda: run(train_step, rows=6)),
+    ('a batch that cannot be told from the other arguments',
+     lambda: run(stock_state, optax.chain(
+         demo_optax.average(workers=FOUR), optax.adamw(1e-3)).init(PARAMS))),
+    ("a loss that does not use the step's batch, or averaged gradients",
+     lambda: run(ignore_batch)),
+    ('a gradient that is neither exchanged nor averaged: `optax.masked` alone,'
+     ' or another optimizer for some parameters', mask_alone),
+    ("a skip by one worker's own loss", lambda: run(skip_by_own_loss)),
+    ('a count that is returned', lambda: run(count_positive)),
+    ('an optimizer state that is no argument', close_over_state),
     ('`Workers.on_axis`, and `jax.grad` of replicated parameters in a'
      ' `shard_map`',
      lambda: jax.make_jaxpr(jax.shard_map(
@@ -75,7 +144,7 @@ CASES = [
     ('a state of another compressor',
      lambda: update(demo(), state=demo(
          compressor=demo_optax.dct_topk(4, 2)).init(PARAMS))),
-    ('`optax.MultiSteps` around it',
+    ('`optax.MultiSteps` of stacked gradients',
      lambda: update(optax.MultiSteps(demo(), 2))),
     ('`optax.inject_hyperparams` with bfloat16 parameters',
      lambda: optax.inject_hyperparams(demo_optax.demo)(

@@ -50,14 +50,27 @@ def every_few_steps(names):
   assert names['model'](BATCH['x']).shape == (16, 1)
 
 
+def every_trainer(names):
+  assert names['loss'].shape == ()
+  flat = jax.tree_util.tree_leaves_with_path(names['saved'].opt_state)
+  own = [x for path, x in flat if 'worker_stacked' in jax.tree_util.keystr(path)]
+  assert all(len(x) == 8 for x in own)
+  assert any(len({row.tobytes() for row in np.asarray(x)}) == 8 for x in own)
+  assert not np.array_equal(
+      names['after']['head']['w'], names['layers']['head']['w'])
+  assert names['seen']['outputs'].shape == (16, 1)
+
+
 # What else is to be true of the names that the blocks have made.
 THEN = {
-    'multihost': own_loop, 'sharding': sharded, 'local_updates': every_few_steps
+    'multihost': own_loop, 'sharding': sharded,
+    'local_updates': every_few_steps,
 }
 
 
 @pytest.mark.parametrize(
-    'name', [name for name in GUIDES if blocks(name) and name != 'compressors'])
+    'name', [name for name in GUIDES
+             if blocks(name) and name not in ('compressors', 'your_trainer')])
 def test_blocks_run(name, tmp_path, monkeypatch):
   """As one script; those of compressors.md in test_compressors."""
   monkeypatch.chdir(tmp_path)
@@ -66,6 +79,61 @@ def test_blocks_run(name, tmp_path, monkeypatch):
     for block in blocks(name):
       exec(block, names)
     THEN.get(name, lambda names: None)(names)
+
+
+def listings(name):
+  """Python blocks, and of each diff the lines before and after."""
+  text = GUIDES[name].read_text()
+  for kind, block in re.findall(r'```(python|diff)\n(.*?)```', text, re.S):
+    if kind == 'python':
+      yield [block]
+      continue
+    lines = block.splitlines()
+    yield [
+        '\n'.join(line[1:] for line in lines if line[:1] != out)
+        for out in '+-'
+    ]
+
+
+def train(block, names):
+  """Runs a block; returns the losses in its loop over steps."""
+  losses = []
+
+  def steps():
+    for step in range(20):
+      yield step
+      losses.append(float(names['loss']))
+
+  names['steps'] = steps
+  exec(block.replace('range(20)', 'steps()'), names)
+  return losses
+
+
+@pytest.mark.filterwarnings('ignore:.*pmap:DeprecationWarning')
+def test_every_trainer_learns_before_and_after(tmp_path, monkeypatch):
+  """Both versions of each listing; what comes later sees the second one."""
+  monkeypatch.chdir(tmp_path)
+  cache = jax.config.jax_compilation_cache_dir
+  names = {}
+  with jax.numpy_dtype_promotion('standard'), jax.numpy_rank_promotion('allow'):
+    for versions in listings('your_trainer'):
+      for block in versions:
+        losses = train(block, names)
+        assert not losses or losses[-1] < 0.8 * losses[0], (block, losses)
+        assert bool(losses) == ('range(20)' in block)
+    every_trainer(names)
+  jax.config.update('jax_compilation_cache_dir', cache)
+
+
+def test_two_lines_change():
+  """Of each listing, but for those that say why it is more."""
+  counts = [
+      sum(line[:1] == '+' for line in block.splitlines())
+      for block in re.findall(
+          r'```diff\n(.*?)```', GUIDES['your_trainer'].read_text(), re.S)
+  ]
+  assert len(counts) == 9
+  assert sorted(counts) == [1, 2, 2, 2, 2, 2, 2, 3, 3]
 
 
 def test_the_table_of_errors_is_what_is_said():

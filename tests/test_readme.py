@@ -28,9 +28,13 @@ def test_blocks_run(capsys, tmp_path, monkeypatch):
     assert '50257x768' in capsys.readouterr().out
     exec(BLOCKS[2], names)
     params = {'w': jax.numpy.ones((8, 8))}
-    state = names['tx'].init(params)
-    grads = {'w': jax.numpy.ones((4, 8, 8))}
-    updates, _ = names['tx'].update(grads, state, params)
+
+    @demo_optax.data_parallel(names['workers'], batch_argnums=1)
+    def update(opt_state, grads):
+      return names['tx'].update({'w': grads[0]}, opt_state, params)
+
+    grads = np.random.default_rng(0).normal(size=(4, 8, 8)).astype('float32')
+    updates, _ = update(names['tx'].init(params), grads)
     assert updates['w'].shape == (8, 8)
 
 
