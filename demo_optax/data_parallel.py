@@ -677,7 +677,7 @@ class _Call:
 
   def _states_in(self, returned: Any) -> Callable[[Keys], bool]:
     """Returns which results are the next values of shared arguments."""
-    several = isinstance(returned, tuple | list)
+    several = type(returned) in (tuple, list)  # not one NamedTuple
     parts = list(returned) if several else [returned]
     found = []
     for part in parts:
@@ -860,8 +860,10 @@ def _rows(
 
 
 def _is_array(x: Any) -> bool:
-  return isinstance(
-      x, jax.Array | np.ndarray | np.generic | bool | int | float | complex
+  # Flags are constants: modules of Equinox have them among their leaves, and
+  # decide by them what to trace.
+  return not isinstance(x, bool) and isinstance(
+      x, jax.Array | np.ndarray | np.generic | int | float | complex
   )
 
 

@@ -623,9 +623,10 @@ def _combine(
   if shape and shape[0] == rows:
     return x, True
   raise ValueError(
-      f'The step returns {name}, {x.dtype}{list(shape)}, which differs between'
-      f' workers and is neither a real number, whose mean is returned, nor an'
-      f' array with the {rows} rows of a worker along its first axis. Return'
+      f'Of what the step returns, {name}, {x.dtype}{list(shape)}, differs'
+      ' between workers. It is neither a real number, whose mean is returned,'
+      f' nor an array with the {rows} rows of a worker along its first'
+      ' axis. Return'
       ' demo_optax.over_workers(x, jnp.sum) for counts and the like, or'
       ' demo_optax.over_workers(x) for the mean of statistics.'
   )

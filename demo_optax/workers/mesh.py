@@ -132,7 +132,11 @@ class OnMesh(Stacked):
       if there and (
           role != 'stacked' or x.sharding.is_equivalent_to(target, x.ndim)
       ):
-        return x
+        # Where types have specs, P() and P(None) are two, and results of a step
+        # have the longer one: it would be compiled for both.
+        target = NamedSharding(self.mesh, _full(x.sharding.spec, x.ndim))
+        if not self._explicit or x.sharding == target:
+          return x
       return jax.device_put(x, target)
 
     specs = self._leaf_specs(keys, roles, leaves)
@@ -235,6 +239,11 @@ class OnMesh(Stacked):
     if not self._explicit:
       return x
     return jax.sharding.reshard(x, NamedSharding(self.mesh, spec))
+
+
+def _full(spec: P, rank: int) -> P:
+  """Returns the spec with an entry for every dimension."""
+  return P(*spec, *(None,) * (rank - len(spec)))
 
 
 def _is_spec(x: Any) -> bool:
