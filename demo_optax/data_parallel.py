@@ -579,10 +579,10 @@ class _Call:
     number = len(leaves)
     leaves += changed
     for param in one_worker.own_params([r.keys for r in leaves]):
-      old = leaves[param.number]
-      value = leaves[param.shared].value.astype(old.value.dtype)
+      result = leaves[param.number]
+      value = leaves[param.shared].value.astype(result.value.dtype)
       leaves[param.number] = dataclasses.replace(
-          old, role='state', value=value
+          result, role='state', value=value
       )
     return _Results(leaves, number, treedef, tuple(fixed))
 

@@ -282,7 +282,7 @@ def _put_back(
     compressor: Compressor,
     workers: Workers,
 ) -> tuple[chex.ArrayTree, chex.ArrayTree]:
-  """Adds what is shared to each worker's momentum; returns it, and the state."""
+  """Adds what is shared to each worker's momentum; returns it and the state."""
 
   def stacked_update(
       updates: Any, state: Any, params: Any, shared: Any
