@@ -749,7 +749,7 @@ class _OnMesh(_Stacked):
           role != 'stacked' or x.sharding.is_equivalent_to(target, x.ndim)
       ):
         return x
-      return jax.device_put(x, target)
+      return _put(x, target)
 
     specs = self._leaf_specs(keys, roles, leaves)
     return [move(x, r, s) for x, r, s in zip(leaves, roles, specs)]
@@ -805,7 +805,7 @@ class _OnMesh(_Stacked):
       there = getattr(getattr(x, 'sharding', None), 'mesh', None) == self.mesh
       if there and (spec == P() or not x.is_fully_replicated):
         return x
-      return jax.device_put(x, NamedSharding(self.mesh, spec))
+      return _put(x, NamedSharding(self.mesh, spec))
 
     return jax.tree.map(move, tree, self._specs_of(tree))
 
@@ -997,6 +997,21 @@ def _sum_once(
     total = psum(jnp.concatenate([parts[number][0] for number in members]))
     sums.update(zip(members, jnp.split(total, ends[:-1])))
   return [sums[number] for number in range(len(parts))]
+
+
+def _put(x: Any, sharding: NamedSharding) -> jax.Array:
+  """Puts an array where it belongs, also one that each process has alone.
+
+  From one of its own devices, where a checkpoint was restored to, a process
+  cannot put an array on those of others; from the host it can.
+  """
+  alone = isinstance(x, jax.Array) and x.is_fully_addressable
+  if not alone or sharding.is_fully_addressable:
+    return jax.device_put(x, sharding)
+  if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    data = _put(jax.random.key_data(x), sharding)
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+  return jax.device_put(np.asarray(x), sharding)
 
 
 @functools.cache
