@@ -46,8 +46,9 @@ def run(train_step, state=None, rows=8):
   step(PARAMS, state, jnp.ones((rows, 8)))
 
 
-def train_step(params, state, x, tx=None, grad=jax.grad(loss_fn)):
-  updates, state = (tx or demo()).update(grad(params, x), state, params)
+def train_step(params, state, x, tx=None, loss_fn=loss_fn):
+  gradients = jax.grad(loss_fn)(params, x)
+  updates, state = (tx or demo()).update(gradients, state, params)
   return optax.apply_updates(params, updates), state
 
 
@@ -78,12 +79,12 @@ def close_over_state():
 def mask_alone():
   tx = optax.masked(demo(), {'w': True, 'frozen': False})
   params = {**PARAMS, 'frozen': jnp.ones(8)}
-  grad = jax.grad(lambda params, x: loss_fn(params, x) + jnp.sum(
-      params['frozen'] * x.mean(0)))
+  loss = lambda params, x: loss_fn(params, x) + jnp.sum(
+      params['frozen'] * x.mean(0))
 
   @demo_optax.data_parallel(FOUR)
   def step(params, state, x):
-    return train_step(params, state, x, tx, grad)
+    return train_step(params, state, x, tx, loss)
 
   step(params, tx.init(params), jax.random.normal(jax.random.key(0), (8, 8)))
 

@@ -137,7 +137,7 @@ class OnMesh(Stacked):
         target = NamedSharding(self.mesh, _full(x.sharding.spec, x.ndim))
         if not self._explicit or x.sharding == target:
           return x
-      return jax.device_put(x, target)
+      return _put(x, target)
 
     specs = self._leaf_specs(keys, roles, leaves)
     return [move(x, r, s) for x, r, s in zip(leaves, roles, specs)]
@@ -199,7 +199,7 @@ class OnMesh(Stacked):
       there = getattr(getattr(x, 'sharding', None), 'mesh', None) == self.mesh
       if there and (spec == P() or not x.is_fully_replicated):
         return x
-      return jax.device_put(x, NamedSharding(self.mesh, spec))
+      return _put(x, NamedSharding(self.mesh, spec))
 
     return jax.tree.map(move, tree, self._specs_of(tree))
 
@@ -239,6 +239,21 @@ class OnMesh(Stacked):
     if not self._explicit:
       return x
     return jax.sharding.reshard(x, NamedSharding(self.mesh, spec))
+
+
+def _put(x: Any, sharding: NamedSharding) -> jax.Array:
+  """Puts an array where it belongs, also one that each process has alone.
+
+  From one of its own devices, where a checkpoint was restored to, a process
+  cannot put an array on those of others; from the host it can.
+  """
+  alone = isinstance(x, jax.Array) and x.is_fully_addressable
+  if not alone or sharding.is_fully_addressable:
+    return jax.device_put(x, sharding)
+  if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    data = _put(jax.random.key_data(x), sharding)
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+  return jax.device_put(np.asarray(x), sharding)
 
 
 def _full(spec: P, rank: int) -> P:
