@@ -282,11 +282,7 @@ def _put_back(
     compressor: Compressor,
     workers: Workers,
 ) -> tuple[chex.ArrayTree, chex.ArrayTree]:
-<<<<<<< HEAD
   """Returns momentum with what is shared added to it, and the new state."""
-=======
-  """Adds what is shared to each worker's momentum; returns it and the state."""
->>>>>>> local
 
   def stacked_update(
       updates: Any, state: Any, params: Any, shared: Any, workers: Workers
