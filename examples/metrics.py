@@ -10,6 +10,7 @@ PyTorch. Process 0 writes; the others do nothing.
 import contextlib
 import json
 import pathlib
+import time
 from typing import Any
 
 import cluster
@@ -19,9 +20,12 @@ from flax import nnx
 import demo_optax
 
 try:
-  from tensorboardX import SummaryWriter
+  from tensorboardX import summary
+  from tensorboardX.event_file_writer import EventsWriter
+  from tensorboardX.proto.event_pb2 import Event, SessionLog
+  from tensorboardX.proto.summary_pb2 import Summary
 except ImportError:  # pictures in a browser are a convenience
-  SummaryWriter = None
+  EventsWriter = None
 
 Record = dict[str, Any]
 
@@ -47,20 +51,34 @@ class Metrics(contextlib.ExitStack):
     if not start:
       for former in folder.glob('events.out.tfevents.*'):
         former.unlink()
-    if SummaryWriter:
+    if EventsWriter:
+      # Not by tensorboardX's SummaryWriter: its thread ends when a write fails,
+      # on a full disk, and then the run waits for it for ever.
       self._events = self.enter_context(
-          SummaryWriter(str(folder), purge_step=start + 1)
+          contextlib.closing(EventsWriter(str(folder / 'events')))
       )
-      self._events.add_text('config', f'```\n{json.dumps(config, indent=2)}')
+      begin = SessionLog(status=SessionLog.START)  # what came later is dropped
+      self._write_event(start + 1, session_log=begin)
+      text = f'```\n{json.dumps(config, indent=2)}'
+      self._write_event(0, summary=summary.text('config', text))
 
   def write(self, record: Record) -> None:
     """A record of `record['step']`; what is in it is drawn by name."""
     if self._lines:
       self._write_line(record)
     if self._events:
-      for name, value in record.items():
-        if name != 'step':
-          self._events.add_scalar(name, value, record['step'])
+      values = [
+          Summary.Value(tag=name, simple_value=value)
+          for name, value in record.items()
+          if name != 'step'
+      ]
+      self._write_event(record['step'], summary=Summary(value=values))
+
+  def _write_event(self, step: int, **content: Any) -> None:
+    self._events.write_event(
+        Event(wall_time=time.time(), step=step, **content)
+    )
+    self._events.flush()
 
   def _write_line(self, record: Record) -> None:
     self._lines.write(json.dumps(record) + '\n')

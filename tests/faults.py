@@ -468,7 +468,34 @@ def all_send_nan(folder):
       f' {losses[-1]:.4f}'))
 
 
-def told_to_end(folder, processes, to):
+@contextlib.contextmanager
+def read_only(folder):
+  made = subprocess.run(
+      ['mount', '-o', 'remount,ro', folder], capture_output=True, text=True)
+  if made.returncode:
+    raise NotPossibleError(f'nothing can be mounted anew: {made.stderr}')
+  try:
+    yield
+  finally:
+    subprocess.run(['mount', '-o', 'remount,rw', folder], check=True)
+
+
+def becomes_read_only(folder):
+  """Only the folder of the checkpoints: the other files stay open."""
+  checkpoints = folder / 'demo/checkpoints'
+  with small_disk(checkpoints, 16):
+    with launched(folder, 2, '--resume', 'auto') as run:
+      run.trains()
+      with read_only(checkpoints):
+        status, seconds = run.ended(60)
+      assert status == 1, run.output
+      text = run.says('Read-only file system')
+    step = resumes(folder, 2)
+  return Outcome(seconds, f'an error in both ("{text}"), and all end; writable'
+                          f' again, resumed after step {step}')
+
+
+def told_to_end(folder, processes, to, number=signal.SIGTERM):
   if processes == 1:
     command = [*TRAIN, '--workers', '2', '--steps', '1000000']
     run = Run(folder, command)
@@ -479,15 +506,17 @@ def told_to_end(folder, processes, to):
     before = run.steps[-1]
     for pid in ([run.process.pid] if to == 'launcher' or processes == 1 else
                 [run.pid(i) for i in to]):
-      os.kill(pid, signal.SIGTERM)
+      os.kill(pid, number)
     status, seconds = run.ended(25)
-    assert status == 143, run.output
-    text = run.says(r'Stopped by SIGTERM after step \d+')
+    assert status == 128 + number, run.output
+    # The launcher passes on a SIGTERM.
+    name = 'SIGTERM' if to == 'launcher' else signal.Signals(number).name
+    text = run.says(rf'Stopped by {name} after step \d+')
     step = int(text.split()[-1])
   assert step == run.steps[-1] and step > before
   assert resumes(folder, max(2, processes)) == step
   return Outcome(seconds, 'all stop after the same step, which is saved;'
-                          ' status 143; resumed from there')
+                          f' status {128 + number}; resumed from there')
 
 
 def stands_still(folder):
@@ -556,6 +585,8 @@ CASES = {
     'full-two': ('the disk is full during a save, 2 processes', 60,
                  lambda folder: full_disk(folder, 2)),
     'one-full': ('process 1 of 2 alone cannot write', 90, one_cannot_write),
+    'read-only': ('the disk becomes read-only, 2 processes', 60,
+                  becomes_read_only),
     'files': ('a file of a checkpoint is cut, changed or missing', 5,
               damaged_files),
     'last': ('a bit of the last checkpoint flipped, 2 processes', START,
@@ -570,6 +601,10 @@ CASES = {
                  lambda folder: told_to_end(folder, 2, [1])),
     'term-alone': ('SIGTERM to a process by itself', 25,
                    lambda folder: told_to_end(folder, 1, [0])),
+    'int': ('Ctrl-C (SIGINT) to the launcher of 3', 25,
+            lambda folder: told_to_end(folder, 3, 'launcher', signal.SIGINT)),
+    'int-alone': ('Ctrl-C (SIGINT) to a process by itself', 25,
+                  lambda folder: told_to_end(folder, 1, [0], signal.SIGINT)),
     'elastic': ('SIGKILL of two of 3 processes, `--elastic`', START, elastic),
 }
 

@@ -130,6 +130,16 @@ def test_plan_prints_a_table():
   assert 'whole' in text and 'scalar' in text and 'bfloat16' in text
 
 
+def test_a_worker_by_itself_sends_nothing():
+  params = {'w': jnp.zeros((256, 128))}
+  for compressor in (demo_optax.dct_topk(64, 8), demo_optax.full(), None):
+    alone, two = (demo_optax.plan(params, compressor, n) for n in (1, 2))
+    assert alone.sent_bytes == alone.received_bytes == 0 < two.sent_bytes
+    assert alone.per_step(3) == (0, 0)
+    assert alone.payload_bytes == two.payload_bytes
+    assert 'this exchange        sends        0 B, receives' in str(alone)
+
+
 def test_plan_errors():
   with pytest.raises(TypeError, match='complex'):
     demo_optax.plan(jnp.zeros(3, jnp.complex64), demo_optax.dct_topk(), 2)

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import jax
@@ -188,11 +189,33 @@ INFO = {'num_excluded', 'sent_energy', 'residual_norm', 'mean_senders'}
 
 
 def test_metrics_without_tensorboard(tmp_path, monkeypatch):
-  import metrics
-  monkeypatch.setattr(metrics, 'SummaryWriter', None)
+  monkeypatch.setattr(metrics, 'EventsWriter', None)
   with metrics.Metrics(tmp_path, {'config': {}}) as log:
     log.write({'step': 1, 'loss': 0.5})
   assert [p.name for p in tmp_path.iterdir()] == ['metrics.jsonl']
+
+
+def test_metrics_that_cannot_be_written(tmp_path, monkeypatch):
+  """On a full disk, say: an error, and no waiting for a thread that is gone."""
+  record_writer = pytest.importorskip('tensorboardX.record_writer')
+  ends = []
+
+  def write(self, data):
+    raise OSError(28, 'No space left on device')
+
+  def record():
+    try:
+      with metrics.Metrics(tmp_path, {'config': {}}) as log:
+        monkeypatch.setattr(record_writer.RecordWriter, 'write', write)
+        for step in range(1, 1000):
+          log.write({'step': step, 'loss': 0.5, 'sent': 1.0})
+    except OSError as error:
+      ends.append(error.errno)
+
+  thread = threading.Thread(target=record, daemon=True)
+  thread.start()
+  thread.join(60)
+  assert ends == [28]
 
 
 def events(path):

@@ -45,7 +45,7 @@ def test_sigterm_is_heard(monkeypatch):
 FAILING = '''
 import os, pathlib, sys
 count, number = os.environ['JAX_NUM_PROCESSES'], os.environ['JAX_PROCESS_ID']
-os.write(1, f'of {count}\n'.encode())  # whole, even if it is killed now
+os.write(1, f'of {count}\\n'.encode())  # whole, even if it is killed now
 if count in sys.argv[1:] and number == '1':
   sys.exit(7)
 '''

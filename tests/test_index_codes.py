@@ -109,3 +109,11 @@ def test_near_the_bound(n):
                                       (4096, 12), (65536, 16), (65537, 17)])
 def test_index_width(n, width):
   assert index_codes.index_width(n) == width
+
+
+def test_the_figures_of_the_readme():
+  """Above the bound, in percent, for 64x64 chunks."""
+  more = {k: 100 * (index_codes.cheapest(4096, k).bits / bound(4096, k) - 1)
+          for k in range(1, 1001)}
+  assert max(more[k] for k in range(1, 216)) < 10
+  assert [round(more[k], 1) for k in (256, 1000)] == [11.5, 22.7]

@@ -98,3 +98,17 @@ def test_sign_has_the_best_scale():
   lost = np.sum((v - read) ** 2, 1)
   for factor in (0.98, 1.02):
     assert np.all(lost < np.sum((v - factor * read) ** 2, 1))
+
+
+@pytest.mark.parametrize('values', value_codes.VALUES)
+def test_what_is_read_and_what_is_left_make_up_the_whole(values):
+  """To the bit, but for signs: those are one scale, however small the value."""
+  rng = np.random.default_rng(0)
+  v = (rng.standard_cauchy((200, 32)) ** 3).astype(np.float32)
+  read = check(values, v)
+  left = np.asarray(jax.jit(lambda v, read: v - read)(v, read))
+  error = np.abs(left.astype(np.float64) + read - v)
+  if values == 'sign':
+    assert 0 < np.max(error / np.abs(read)) <= 2.0**-24
+  else:
+    assert not error.any()

@@ -104,7 +104,12 @@ class Plan:
 
   @property
   def sent_bytes(self) -> int:
-    """Bytes that a worker sends: its payload, and its part of the sums."""
+    """Bytes that a worker sends: its payload, and its part of the sums.
+
+    A worker by itself sends nothing.
+    """
+    if self.num_workers == 1:
+      return 0
     return self.payload_bytes + _ring(self.summed_bytes, self.num_workers)
 
   @property
@@ -266,7 +271,7 @@ def plan(
   r"""What an exchange will send, before anything is run.
 
   With a payload of :math:`P` bytes and :math:`S` bytes that are all-reduced,
-  each of :math:`N` workers
+  each of :math:`N > 1` workers
 
   .. math::
     \text{sends } P + 2\tfrac{N-1}{N} S, \qquad
