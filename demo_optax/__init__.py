@@ -1,11 +1,15 @@
 """Decoupled momentum (DeMo) for JAX.
 
 Train data-parallel models while each worker sends about one percent, or a tenth
-of a percent, of its gradient's bytes, by swapping one line of an optax chain.
+of a percent, of its gradient's bytes, by changing two lines of a script.
 
-    demo, exchange   DeMo as optax transformations; one worker's step
-    gradients, flax  each worker's own gradient, also of Flax NNX modules
-    state            reading optimizer states
+    data_parallel    runs a step that is written for one worker, for all
+    one_worker       where all workers meet in such a step
+    demo             DeMo as optax transformations
+    exchange         Algorithm 1, as one worker runs it: the main path
+    gradients        transformations before the exchange; plain averages
+    flax             NNX objects in a step; how models are sharded
+    state            reading and editing optimizer states
     compressors/     what a worker sends of its momentum
     wire/            messages as bytes
     engine/          how the arithmetic is done: the same bits, other speeds
