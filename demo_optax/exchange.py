@@ -198,7 +198,7 @@ def exchange(
   distinct = []
   for i, bucket in enumerate(buckets):
     u, found = engines[i].merge(bucket, inbox.received[i], step.average)
-    if bucket.num_devices > 1:
+    if bucket.split_axes:  # of one device, too: it types what is replicated
       u = group.join_devices(u[: bucket.num_chunks], bucket.split_axes)
     updates |= layout.cut(i, u)
     distinct.append(found)

@@ -480,7 +480,7 @@ def momentum_to_leaves(
     found = {}
     for number, bucket in enumerate(layout.buckets):
       rows = own[bucket.name].reshape(bucket.shape)
-      if bucket.num_devices > 1:
+      if bucket.split_axes:
         rows = group.join_devices(
             rows[: bucket.num_chunks], bucket.split_axes
         )
