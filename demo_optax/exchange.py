@@ -189,7 +189,7 @@ def exchange(
   inbox = packer.unpack(
       group.exchange(message),
       lambda bucket: plain.shared_indices(bucket, step_sent),
-      group.all_devices,
+      group.min_devices,
       group.size,
   )
 

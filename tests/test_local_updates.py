@@ -596,7 +596,7 @@ def test_dtypes(method, dtype, of_gradients):
   for step in range(4):
     gradients = jnp.ones((2, 8, 8), of_gradients) * (step + 1)
     params, state = train_step(params, state, gradients)
-  assert jax.tree.map(lambda x: x.dtype, state) == like
+  assert [x.dtype for x in jax.tree.leaves(state)] == jax.tree.leaves(like)
   assert params['w'].dtype == dtype
   assert state.global_params['w'].dtype == 'float32'
   np.testing.assert_array_equal(

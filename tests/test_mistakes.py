@@ -144,7 +144,7 @@ def test_another_compressor():
 def test_another_tree():
   tx = demo_optax.scale_by_demo(workers=WORKERS)
   state = tx.init(PARAMS)
-  with pytest.raises(ValueError, match='differ in structure'):
+  with pytest.raises(ValueError, match='made for b where.*have w'):
     tx.update({'w': jnp.ones((N, 8, 8))}, state)
 
 
@@ -168,7 +168,7 @@ def test_momentum_of_a_state_without_one():
   with pytest.raises(ValueError, match='no state of'):
     demo_optax.momentum(state, PARAMS, demo_optax.dct_topk(), WORKERS)
   state = demo_optax.scale_by_demo(workers=WORKERS).init(PARAMS)
-  with pytest.raises(ValueError, match=r"\['b'\] has shape"):
+  with pytest.raises(ValueError, match='holds momentum as.*keep it as'):
     demo_optax.momentum(state, PARAMS, demo_optax.dct_topk(4, 2), WORKERS)
 
 

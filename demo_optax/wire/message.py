@@ -315,7 +315,7 @@ class Packer:
       self,
       arrived: Message,
       shared: Callable[['Bucket'], jax.Array],
-      all_devices: Callable[[jax.Array], jax.Array],
+      min_devices: Callable[[jax.Array], jax.Array],
       num_workers: int,
   ) -> Inbox:
     """Reads the messages of all workers.
@@ -323,7 +323,7 @@ class Packer:
     Args:
       arrived: uint8 `[workers, bytes]`, and sums over the workers.
       shared: the indices `[k]` that all workers selected in a bucket.
-      all_devices: whether something holds on all devices of this worker.
+      min_devices: the minimum over the devices of this worker.
       num_workers: number of workers.
 
     Returns:
@@ -357,7 +357,7 @@ class Packer:
           own = None if own is None else bucket.unstrip(own, first)
           found[i] = own, bucket.unstrip(x)
       # One device of a worker may have got a damaged message, others not.
-      valid = all_devices(valid)
+      valid = min_devices(valid.astype(jnp.int32)) == 1
       num_valid = jnp.sum(valid, dtype=jnp.int32)
       stats = jnp.where(valid[:, None] & jnp.isfinite(stats), stats, 0.0)
       energies += jnp.sum(stats, axis=0)
@@ -365,7 +365,7 @@ class Packer:
     for dtype, members in self.summed.items():
       total = arrived[SUMMED + dtype]
       end = len(total) - 1 - ENERGIES
-      count = jnp.round(total[end]).astype(jnp.int32)
+      count = min_devices(jnp.round(total[end]).astype(jnp.int32))
       num_valid = count if num_valid is None else num_valid
       energies += total[end + 1 :].astype(jnp.float32)
       weight = topk.exact_reciprocal(count, num_workers, total.dtype)

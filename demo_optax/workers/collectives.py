@@ -50,10 +50,14 @@ class Group:
 
   def all_devices(self, ok: jax.Array) -> jax.Array:
     """Returns whether `ok` holds on all devices of this worker."""
+    return self.min_devices(ok.astype(jnp.int32)) == 1
+
+  def min_devices(self, x: jax.Array) -> jax.Array:
+    """Returns the minimum over the devices of this worker."""
     if not self.inner:
-      return ok
+      return x
     names = tuple(name for name, _ in self.inner)
-    return jax.lax.pmin(vary(ok.astype(jnp.int32), *names), names) == 1
+    return jax.lax.pmin(vary(x, *names), names)
 
   def sum_devices(self, x: jax.Array) -> jax.Array:
     """Returns the sum over the devices of this worker."""
