@@ -17,9 +17,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from demo_optax import _tree
-from demo_optax.compressors import CompressorTree, chunking, per_leaf
+from demo_optax.compressors import (
+  FROZEN,
+  CompressorTree,
+  chunking,
+  per_leaf,
+)
 from demo_optax.compressors.buckets import Layout, make_layout
-from demo_optax.demo import check_digest, describe_leaf
+from demo_optax.demo import LayoutOf, check_digest, describe_leaf
 from demo_optax.tools import placement, tables
 from demo_optax.workers import Spec, Workers
 from demo_optax.workers.sharding import (
@@ -140,9 +145,9 @@ def momentum(
     Peng et al., `DeMo: Decoupled Momentum Optimization
     <https://arxiv.org/abs/2411.19870>`_, Algorithm 1.
   """
-  buckets, digest = _momentum_of(opt_state)
-  layout = layout_of(params, compressor, workers)
-  check_momentum(buckets, digest, layout, workers)
+  buckets, digest, made_for = _momentum_of(opt_state)
+  layout = layout_of(params, compressor, workers, opt_state)
+  check_momentum(buckets, digest, made_for, layout, workers)
 
   def decode(i: int, c: jax.Array) -> jax.Array:
     leaf = layout.leaves[i]
@@ -199,15 +204,22 @@ def with_momentum(
     Peng et al., `DeMo: Decoupled Momentum Optimization
     <https://arxiv.org/abs/2411.19870>`_, Algorithm 1.
   """
-  buckets, digest = _momentum_of(opt_state)
+  buckets, digest, made_for = _momentum_of(opt_state)
   flat, treedef = jax.tree_util.tree_flatten_with_path(
       moments, is_leaf=lambda x: x is None
   )
+  dtypes = {
+      leaf.keys: leaf.dtype
+      for leaf in (made_for.leaves if made_for else ())
+      if leaf.bucket >= 0
+  }
   like = [
       # Nothing is exchanged of integers.
       np.zeros((), np.int32) if x is None
-      else jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
-      for _, x in flat
+      else jax.ShapeDtypeStruct(
+          x.shape[1:], dtypes.get(path_keys(path), x.dtype)
+      )
+      for path, x in flat
   ]
   codes = per_leaf(compressor, treedef.unflatten(range(len(flat))))
   for (path, x) in flat:
@@ -224,7 +236,7 @@ def with_momentum(
       codes,
       workers.param_specs.axis_sizes,
   )
-  check_momentum(buckets, digest, layout, workers)
+  check_momentum(buckets, digest, made_for, layout, workers)
 
   def encode(i: int, m: jax.Array) -> jax.Array:
     leaf = layout.leaves[i]
@@ -324,7 +336,7 @@ def state_summary(opt_state: chex.ArrayTree) -> str:
     Of the momentum of Peng et al. <https://arxiv.org/abs/2411.19870>,
     Algorithm 1.
   """
-  buckets, _ = _momentum_of(opt_state)
+  buckets, *_ = _momentum_of(opt_state)
   state = {
       path_keys(path): x
       for path, x in jax.tree_util.tree_flatten_with_path(opt_state)[0]
@@ -385,24 +397,69 @@ _NO_STATE = 'There is no state of demo_optax.scale_by_demo in it.'
 
 
 def layout_of(
-    params: chex.ArrayTree, compressor: CompressorTree, workers: Workers
+    params: chex.ArrayTree,
+    compressor: CompressorTree,
+    workers: Workers,
+    opt_state: chex.ArrayTree = (),
 ) -> Layout:
-  """Returns the layout of the momentum of `params`."""
+  """Returns the layout of the momentum of `params`.
+
+  Args:
+    params: the parameters.
+    compressor: what is sent of them.
+    workers: who takes part.
+    opt_state: a state that may hold the momentum of some of them only, as that
+      of `optax.masked` does; by default all have one.
+  """
   flat = jax.tree_util.tree_flatten_with_path(params)[0]
+  codes = per_leaf(compressor, params)
+  known = _exchanged_in(opt_state)
   return make_layout(
       [
           describe_leaf(path, np.shape(x), x, workers.param_specs)
           for path, x in flat
       ],
-      per_leaf(compressor, params),
+      [
+          code if not known or path_keys(path) in known else FROZEN
+          for code, (path, _) in zip(codes, flat)
+      ],
       workers.param_specs.axis_sizes,
   )
 
 
-def _momentum_of(opt_state: chex.ArrayTree) -> tuple[dict[str, Any], Any]:
-  """Returns the momentum in a state, by buckets, and its digest."""
+def _exchanged_in(opt_state: chex.ArrayTree) -> set[Keys]:
+  """Returns the paths of the parameters whose exchange a state is of."""
+
+  def is_layout(x: Any) -> bool:
+    return isinstance(x, LayoutOf)
+
+  found = jax.tree.leaves(opt_state, is_leaf=is_layout)
+  layouts = [x.layout for x in found if is_layout(x)]
+  return {leaf.keys for layout in layouts for leaf in layout.leaves}
+
+
+def layouts_in(tree: chex.ArrayTree) -> dict[Keys, Layout]:
+  """Returns the layouts that states were made for, by paths of the states.
+
+  Those that Flax holds without their types are not among them.
+  """
+  flat = jax.tree_util.tree_flatten_with_path(
+      tree, is_leaf=lambda x: isinstance(x, LayoutOf)
+  )[0]
+  return {
+      path_keys(path)[:-1]: x.layout
+      for path, x in flat
+      if isinstance(x, LayoutOf)
+  }
+
+
+def _momentum_of(
+    opt_state: chex.ArrayTree,
+) -> tuple[dict[str, Any], Any, Layout | None]:
+  """Returns a state's momentum, by buckets, its digest, and its layout."""
   buckets: dict[str, Any] = {}
   digest, roots = None, 0
+  made_for, layouts = None, layouts_in(opt_state)
   for path, x in jax.tree_util.tree_flatten_with_path(opt_state)[0]:
     keys = path_keys(path)
     roots += keys[-2:] == _MARKER
@@ -413,11 +470,12 @@ def _momentum_of(opt_state: chex.ArrayTree) -> tuple[dict[str, Any], Any]:
             ' one of them.'
         )
       buckets[keys[-1]] = x
+      made_for = layouts.get(keys[:-3])
     elif keys[-2:] == ('layout', 'digest'):
       digest = x
   if not roots:
     raise ValueError(_NO_STATE)
-  return buckets, digest
+  return buckets, digest, made_for
 
 
 def is_momentum(keys: Keys) -> bool:
@@ -438,9 +496,31 @@ def replace_momentum(
 
 
 def check_momentum(
-    buckets: dict[str, Any], digest: Any, layout: Layout, workers: Workers
+    buckets: dict[str, Any],
+    digest: Any,
+    made_for: Layout | None,
+    layout: Layout,
+    workers: Workers,
 ) -> None:
-  """Raises unless momentum is of this layout and of these workers."""
+  """Raises unless momentum is of this layout and of these workers.
+
+  Args:
+    buckets: the momentum.
+    digest: of the layout that it has; None if it is not known.
+    made_for: the layout that the state was made for, if it is known.
+    layout: that it is to have.
+    workers: who takes part.
+  """
+  if made_for is not None:
+    of_state, given = _described(made_for), _described(layout)
+    for name in {**of_state, **given}:
+      a, b = of_state.get(name), given.get(name)
+      if a != b:
+        raise ValueError(
+            f'{name}: {a or "no momentum"} in the state, {b or "no momentum"}'
+            ' here. Give the parameters and the compressor that the state was'
+            ' made for.'
+        )
   expected = {
       b.name: workers.bucket_shape(b.shape) for b in layout.buckets
   }
@@ -453,6 +533,18 @@ def check_momentum(
     )
   if digest is not None and not isinstance(digest, jax.core.Tracer):
     check_digest(digest, layout)
+
+
+def _described(layout: Layout) -> dict[str, str]:
+  """Returns what the momentum of each leaf is of."""
+  return {
+      leaf.name: (
+          f'momentum of {leaf.dtype}[{",".join(map(str, leaf.shape))}] under'
+          f' {leaf.compressor}'
+      )
+      for leaf in layout.leaves
+      if leaf.bucket >= 0
+  }
 
 
 def momentum_to_leaves(

@@ -1,5 +1,6 @@
 """Regrouping of workers, and momentum to and from parameter space."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -110,9 +111,7 @@ def test_only_what_is_stacked_changes():
   state = tx.init(params)
   resized = demo_optax.resize_workers(state, 2)
   expected = whole_state(two)[0].init(params)
-  assert jax.tree.map(jnp.shape, resized) == jax.tree.map(jnp.shape, expected)
-  assert jax.tree.map(jnp.result_type, resized) == jax.tree.map(
-      jnp.result_type, expected)
+  chex.assert_trees_all_equal_shapes_and_dtypes(resized, expected)
   gradients = {'w': jnp.ones((2, 16, 16)), 'b': jnp.ones((2, 3))}
   with jax.numpy_dtype_promotion('standard'):  # of the bfloat16 trace
     whole_state(two)[0].update(gradients, resized, params)
@@ -133,7 +132,7 @@ def test_states_of_flax():
               zip(*(jax.tree_util.tree_flatten_with_path(s)[0]
                     for s in (state, resized)))}
     changed = {name for name, (a, b) in shapes.items() if a != b}
-    assert len(changed) == 4  # kernel and bias, of the trace and of the momentum
+    assert len(changed) == 4  # kernel and bias, of the trace; two buckets
     for name in changed:
       a, b = shapes[name]
       assert a[0] == 4 and b == (3, *a[1:])
@@ -244,11 +243,11 @@ def test_momentum_that_does_not_fit():
   state = tx.init({'w': jnp.ones((16, 16))})
   put = lambda moments: demo_optax.with_momentum(
       state, moments, COMPRESSOR, workers)
-  with pytest.raises(ValueError, match='nothing in moments for .*w'):
+  with pytest.raises(ValueError, match=r'^w: momentum of float32\[16,16\].* no'):
     put({})
   with pytest.raises(ValueError, match=r"\['w'\] has shape \(3, 16, 16\)"):
     put({'w': jnp.ones((3, 16, 16))})
-  with pytest.raises(ValueError, match=r"\['w'\] has shape \(2, 2, 2, 64\)"):
+  with pytest.raises(ValueError, match=r'^w: .*\[16,16\].*\[16,8\].* here'):
     put({'w': jnp.ones((2, 16, 8))})
   with pytest.raises(ValueError, match='no state of'):
     demo_optax.with_momentum({}, {}, COMPRESSOR, workers)

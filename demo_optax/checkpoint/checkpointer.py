@@ -51,6 +51,7 @@ from demo_optax.state import (
   check_momentum,
   is_momentum,
   layout_of,
+  layouts_in,
   momentum_from_leaves,
   momentum_to_leaves,
 )
@@ -684,6 +685,7 @@ class _Leaves:
     self.moments: dict[str, int] = {}
     buckets: dict[specs.Keys, dict[str, Any]] = {}
     digests: dict[specs.Keys, Any] = {}
+    made_for = layouts_in(tree)
     for path, x in flat:
       keys = specs.path_keys(path)
       if is_momentum(keys):
@@ -698,7 +700,7 @@ class _Leaves:
       own = digests.get(root[:-2])
       if isinstance(own, jax.ShapeDtypeStruct):
         own = None
-      check_momentum(found, own, layout, workers)
+      check_momentum(found, own, made_for.get(root[:-2]), layout, workers)
       moments = (
           self._abstract(found) if abstract
           else momentum_to_leaves(layout, workers, found)
@@ -738,7 +740,7 @@ class _Leaves:
       counts = [
           b * c for b, c in zip(leaf.sharding.blocks, leaf.grid.counts)
       ]
-      sharding = like.sharding
+      sharding = getattr(like, 'sharding', None)
       if isinstance(sharding, NamedSharding):
         spec = P(self._workers.axis_name, *leaf.sharding.spec)
         sharding = NamedSharding(sharding.mesh, spec)
@@ -767,7 +769,7 @@ class _Leaves:
         root, bucket = place
         flat.append(made[root][bucket])
       else:
-        flat.append(jnp.asarray(self._layout.digest))
+        flat.append(_placed(self._layout.digest, place))
     return self._treedef.unflatten(flat)
 
   def check_equal_between_processes(self) -> None:
@@ -832,11 +834,15 @@ def _size(x: Any) -> int:
 
 def _empty(like: Any) -> Any:
   """An array without elements, which Orbax does not save."""
-  zeros = np.zeros(like.shape, like.dtype)
+  return _placed(np.zeros(like.shape, like.dtype), like)
+
+
+def _placed(x: np.ndarray, like: Any) -> Any:
+  """`x`, which all processes know, laid out as `like`."""
   if isinstance(like, np.ndarray) or like.sharding is None:
-    return zeros
+    return x
   return jax.make_array_from_callback(
-      like.shape, like.sharding, lambda index: zeros[index]
+      x.shape, like.sharding, lambda index: x[index]
   )
 
 
