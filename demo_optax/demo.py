@@ -52,6 +52,11 @@ class LayoutOf:
     (digest,) = children
     return cls(digest, layout)
 
+  def __eq__(self, other: object) -> bool:
+    if not isinstance(other, LayoutOf) or self.layout != other.layout:
+      return False
+    return bool(np.all(self.digest == other.digest))
+
   def __repr__(self) -> str:
     buckets = ', '.join(bucket.name for bucket in self.layout.buckets)
     return f'LayoutOf({buckets})'
