@@ -743,6 +743,33 @@ def test_a_tree_of_compressors(tmp_path):
     np.testing.assert_allclose(moment, after[key], atol=1e-6)
 
 
+def test_exchanges_of_a_part_of_the_parameters_each(tmp_path):
+  """Two of them, with compressors of their own, and a leaf without any."""
+  workers = demo_optax.Workers.simulated(2)
+  params = {k: jnp.ones((16, 16)) for k in ('a', 'b', 'c', 'd')}
+  codes = {'a': demo_optax.dct_topk(8, 4), 'b': demo_optax.dct_topk(16, 3),
+           'c': demo_optax.dct_topk(8, 4), 'd': None}
+
+  def make():
+    one, other = (demo_optax.scale_by_demo(codes[k], workers=workers)
+                  for k in ('a', 'b'))
+    mean = demo_optax.average(workers=workers)
+    tx = optax.partition(
+        {'one': one, 'other': other, 'mean': mean},
+        {'a': 'one', 'b': 'other', 'c': 'one', 'd': 'mean'})
+    return tx, tx.init(params)
+
+  tx, state = make()
+  gradients = {k: jnp.asarray(np.random.default_rng(i).normal(
+      size=(2, 16, 16)), jnp.float32) for i, k in enumerate(params)}
+  _, state = tx.update(gradients, state, params)
+  with checkpoint.Checkpointer(tmp_path, params, codes, workers) as files:
+    files.save(1, state)
+    _, same = files.restore(make()[1])
+  assert_same_bits(same, state)
+  assert_same_bits(*(tx.update(gradients, s, params) for s in (same, state)))
+
+
 # The folder -------------------------------------------------------------------
 
 

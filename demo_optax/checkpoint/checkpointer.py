@@ -23,6 +23,7 @@ import operator
 import os
 import time
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import chex
@@ -46,7 +47,8 @@ from demo_optax.compressors import (
   chunking,
   per_leaf,
 )
-from demo_optax.compressors.buckets import Layout
+from demo_optax.compressors.buckets import Layout, Leaf
+from demo_optax.demo import LayoutOf
 from demo_optax.state import (
   check_momentum,
   is_momentum,
@@ -63,6 +65,9 @@ _FORMAT = 1
 
 # How often a reader looks again where a writer renames and removes meanwhile.
 _ATTEMPTS = 10
+
+# Where a state of an exchange has its momentum.
+_MOMENTUM = (specs.STACKED, 'momentum')
 
 # What is said of one leaf: JSON, so that it can be kept beside the arrays.
 Codes = dict[specs.Keys, Any]
@@ -162,7 +167,14 @@ class Checkpointer:
     }
     self._treedef = jax.tree.structure(params)
     self._codes, self._workers = self._by_path(compressor), workers
-    self._layout = layout_of(params, compressor, workers)
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            np.shape(x), getattr(x, 'dtype', None) or jnp.result_type(x)
+        ),
+        params,
+    )
+    self._layout_of = functools.partial(layout_of, shapes, compressor, workers)
+    self._layout_of()  # what does not fit is an error now
     _ = workers.count  # an error for Workers.on_axis
     self._folder = folders.resolve(folder)
     folders.make(self._folder)
@@ -265,7 +277,7 @@ class Checkpointer:
           f' already (steps: {_some(self.steps)}). Nothing is overwritten: give'
           ' another folder, or remove it first.'
       )
-    leaves = _Leaves(tree, self._layout, self._workers)
+    leaves = _Leaves(tree, self._layout_of, self._workers)
     leaves.check_equal_between_processes()
     about = {
         'format': _FORMAT,
@@ -374,7 +386,9 @@ class Checkpointer:
   ) -> chex.ArrayTree:
     """What `restore` returns of one checkpoint."""
     about = self._about(step)
-    leaves = _Leaves(tree, self._layout, self._workers, abstract=True)
+    leaves = _Leaves(
+        tree, self._layout_of, self._workers, abstract=True
+    )
     saved, wanted = about['leaves'], self._describe(leaves)
     codes = {
         name: (_code_of(former, keys), _code_of(self._codes, keys))
@@ -512,7 +526,7 @@ class Checkpointer:
       if name in leaves.values:
         records[name] = {'value': type(x).__name__}
       elif name in leaves.moments:
-        leaf = self._layout.leaves[leaves.moments[name]]
+        leaf = leaves.moments[name]
         records[name] = {
             'shape': list(leaf.shape),
             'dtype': str(x.dtype),
@@ -657,7 +671,7 @@ class _Leaves:
 
   Args:
     tree: what is saved, or restored into.
-    layout: of the momentum in it.
+    layout_of: returns the layout of the momentum in a state.
     workers: who takes part.
     abstract: whether momentum is only described.
 
@@ -666,25 +680,26 @@ class _Leaves:
     arrays: those that are arrays, or stand for some; PRNG keys, too.
     values: those that are plain Python values.
     keys: the path of each.
-    moments: for each leaf of momentum, the number of its parameter.
+    moments: for each leaf of momentum, where it lies.
   """
 
   def __init__(
       self,
       tree: chex.ArrayTree,
-      layout: Layout,
+      layout_of: Callable[..., Layout],
       workers: Workers,
       *,
       abstract: bool = False,
   ):
-    self._layout, self._workers = layout, workers
+    self._workers = workers
+    self._layouts: dict[specs.Keys, Layout] = {}
+    self._digests: dict[specs.Keys, Any] = {}
     flat, self._treedef = jax.tree_util.tree_flatten_with_path(tree)
     self._places: list[Any] = []  # the name of each leaf, or its bucket
     self.all: dict[str, Any] = {}
     self.keys: dict[str, specs.Keys] = {}
-    self.moments: dict[str, int] = {}
+    self.moments: dict[str, Leaf] = {}
     buckets: dict[specs.Keys, dict[str, Any]] = {}
-    digests: dict[specs.Keys, Any] = {}
     made_for = layouts_in(tree)
     for path, x in flat:
       keys = specs.path_keys(path)
@@ -692,22 +707,25 @@ class _Leaves:
         buckets.setdefault(keys[:-1], {})[keys[-1]] = x
         self._places.append((keys[:-1], keys[-1]))
       elif keys[-2:] == ('layout', 'digest'):
-        digests[keys[:-2]] = x
-        self._places.append(x)  # says how buckets are made: not saved
+        self._digests[keys[:-2]] = x  # of how buckets are made: not saved
+        self._places.append((keys[:-2], 'digest'))
       else:
         self._places.append(self._add(keys, x))
     for root, found in buckets.items():
-      own = digests.get(root[:-2])
+      own = self._digests.get(root[:-2])
       if isinstance(own, jax.ShapeDtypeStruct):
         own = None
-      check_momentum(found, own, made_for.get(root[:-2]), layout, workers)
+      old = made_for.get(root[:-2])
+      layout = layout_of(() if old is None else LayoutOf(None, old))
+      check_momentum(found, own, old, layout, workers)
+      self._layouts[root] = layout
       moments = (
-          self._abstract(found) if abstract
+          self._abstract(layout, found) if abstract
           else momentum_to_leaves(layout, workers, found)
       )
       for i, x in moments.items():
-        keys = (*root, *layout.leaves[i].keys)
-        self.moments[self._add(keys, x)] = i
+        leaf = layout.leaves[i]
+        self.moments[self._add((*root, *leaf.keys), x)] = leaf
     self.arrays = {n: x for n, x in self.all.items() if hasattr(x, 'dtype')}
     self.values = {n: x for n, x in self.all.items() if n not in self.arrays}
     for name, x in self.values.items():
@@ -731,12 +749,14 @@ class _Leaves:
     self.all[name], self.keys[name] = x, keys
     return name
 
-  def _abstract(self, buckets: dict[str, Any]) -> dict[int, Any]:
+  def _abstract(
+      self, layout: Layout, buckets: dict[str, Any]
+  ) -> dict[int, Any]:
     """Describes what `momentum_to_leaves` would return."""
     found = {}
-    for i in self._layout.compressed:
-      leaf = self._layout.leaves[i]
-      like = buckets[self._layout.buckets[leaf.bucket].name]
+    for i in layout.compressed:
+      leaf = layout.leaves[i]
+      like = buckets[layout.buckets[leaf.bucket].name]
       counts = [
           b * c for b, c in zip(leaf.sharding.blocks, leaf.grid.counts)
       ]
@@ -752,24 +772,24 @@ class _Leaves:
 
   def unflatten(self, leaves: dict[str, Any]) -> chex.ArrayTree:
     """The tree with other leaves."""
-    moments: dict[specs.Keys, dict[int, Any]] = {}
-    for name, i in self.moments.items():
-      keys = self._layout.leaves[i].keys
-      root = self.keys[name][: len(self.keys[name]) - len(keys)]
-      moments.setdefault(root, {})[i] = leaves[name]
-    made = {
-        root: momentum_from_leaves(self._layout, self._workers, found)
-        for root, found in moments.items()
-    }
+    made = {}
+    for root, layout in self._layouts.items():
+      names = {
+          i: specs.dotted((*root, *layout.leaves[i].keys))
+          for i in layout.compressed
+      }
+      moments = {i: leaves[name] for i, name in names.items()}
+      made[root] = momentum_from_leaves(layout, self._workers, moments)
+    for root, like in self._digests.items():
+      layout = self._layouts.get((*root, *_MOMENTUM), Layout((), ()))
+      made[root] = {'digest': _placed(layout.digest, like)}
     flat = []
     for place in self._places:
       if isinstance(place, str):
         flat.append(leaves[place])
-      elif isinstance(place, tuple):
+      else:
         root, bucket = place
         flat.append(made[root][bucket])
-      else:
-        flat.append(_placed(self._layout.digest, place))
     return self._treedef.unflatten(flat)
 
   def check_equal_between_processes(self) -> None:
