@@ -317,6 +317,16 @@ def test_arrays_of_numpy_and_of_jax_are_the_same_to_it(tmp_path):
   assert_same_bits(tree, {'a': np.ones(3), 'b': np.ones(3)})
 
 
+def test_a_state_on_the_host(tmp_path):
+  run = Run(simulated(2)).fill().save(tmp_path)
+  here = jax.tree.map(np.asarray, run.tree['opt_state'])
+  with run.open(tmp_path) as checkpoints:
+    _, found = checkpoints.restore({**run.tree, 'opt_state': here})
+  for x in jax.tree.leaves(found['opt_state']):
+    assert isinstance(x, np.ndarray)
+  assert_same_bits(found['opt_state'], here)
+
+
 def test_the_last_are_kept(tmp_path):
   workers = demo_optax.Workers.simulated(1)
   tree = {'x': jnp.zeros(3)}

@@ -544,8 +544,9 @@ class Checkpointer:
         records[name] = {'shape': shape, 'dtype': str(x.dtype), **lead}
         if specs.is_bucket(keys):  # a message in flight
           codes = dict.fromkeys(str(x) for x in self._codes.values())
+          digest = leaves.layout_at(keys).digest.tobytes().hex()
           by = f'{", ".join(codes)}{self._workers.param_specs}'
-          records[name]['written_by'] = by
+          records[name]['written_by'] = f'{by}, layout {digest[:8]}'
     return records
 
   def _by_path(
@@ -694,6 +695,7 @@ class _Leaves:
     self._workers = workers
     self._layouts: dict[specs.Keys, Layout] = {}
     self._digests: dict[specs.Keys, Any] = {}
+    self._on_host: set[Any] = set()  # buckets that are arrays of NumPy
     flat, self._treedef = jax.tree_util.tree_flatten_with_path(tree)
     self._places: list[Any] = []  # the name of each leaf, or its bucket
     self.all: dict[str, Any] = {}
@@ -705,6 +707,8 @@ class _Leaves:
       keys = specs.path_keys(path)
       if is_momentum(keys):
         buckets.setdefault(keys[:-1], {})[keys[-1]] = x
+        if isinstance(x, np.ndarray):
+          self._on_host.add((keys[:-1], keys[-1]))
         self._places.append((keys[:-1], keys[-1]))
       elif keys[-2:] == ('layout', 'digest'):
         self._digests[keys[:-2]] = x  # of how buckets are made: not saved
@@ -749,6 +753,11 @@ class _Leaves:
     self.all[name], self.keys[name] = x, keys
     return name
 
+  def layout_at(self, keys: specs.Keys) -> Layout:
+    """The layout of the state that has a stacked leaf."""
+    root = keys[: keys.index(specs.STACKED)]
+    return self._layouts.get((*root, *_MOMENTUM), Layout((), ()))
+
   def _abstract(
       self, layout: Layout, buckets: dict[str, Any]
   ) -> dict[int, Any]:
@@ -781,15 +790,16 @@ class _Leaves:
       moments = {i: leaves[name] for i, name in names.items()}
       made[root] = momentum_from_leaves(layout, self._workers, moments)
     for root, like in self._digests.items():
-      layout = self._layouts.get((*root, *_MOMENTUM), Layout((), ()))
-      made[root] = {'digest': _placed(layout.digest, like)}
+      digest = self.layout_at((*root, *_MOMENTUM)).digest
+      made[root] = {'digest': _placed(digest, like)}
     flat = []
     for place in self._places:
       if isinstance(place, str):
         flat.append(leaves[place])
       else:
         root, bucket = place
-        flat.append(made[root][bucket])
+        x = made[root][bucket]
+        flat.append(np.asarray(x) if place in self._on_host else x)
     return self._treedef.unflatten(flat)
 
   def check_equal_between_processes(self) -> None:
