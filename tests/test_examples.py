@@ -330,7 +330,7 @@ def refused(main, args, says, capsys):
 def nothing_built(monkeypatch):
   def begin(*args):
     raise AssertionError('parameters and state are made')
-  monkeypatch.setattr(methods, 'begin', begin)
+  monkeypatch.setattr(methods, 'make_train_step', begin)
 
 
 @pytest.mark.parametrize('args, says', [*COMMON, *LM])

@@ -219,7 +219,7 @@ def test_processes_equal_simulation(processes, devices, values, tmp_path):
     gradients = process_worker.gradients_of(step, count)
     updates, state = update(gradients, state, params)
     params = optax.apply_updates(params, updates)
-  momentum = state[0].momentum
+  momentum = state[0].worker_stacked.momentum
   seen = 0
   for process in range(processes):
     found = np.load(tmp_path / f'{process}.npz')
