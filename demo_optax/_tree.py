@@ -101,34 +101,6 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> Any:
   return numpy.zeros(shape, dtype)
 
 
-def align(
-    gradients: Any, momentum: Any, params: Any | None, workers: Workers
-) -> list[Leaf]:
-  """Matches the leaves of an update, and checks that each is a worker's own."""
-  flat, (moments, like) = flatten_alike(gradients, momentum, params)
-  leaves = []
-  for (path, gradient), moment, param in zip(flat, moments, like):
-    name = leaf_name(path)
-    check_gradient(name, gradient, param, workers)
-    if param is not None:
-      check_sharding(path, param, workers)
-    shape = np.shape(gradient)[1 if workers.stacked_gradients else 0 :]
-    dtype = _dtype(gradient)
-    if dtype == jax.dtypes.float0 and param is not None:
-      dtype = _dtype(param)
-    leaves.append(Leaf(path, gradient, moment, shape, dtype))
-    if leaves[-1].exchanged != is_exchanged(gradient):
-      missing = 'momentum' if leaves[-1].exchanged else 'no momentum'
-      raise ValueError(
-          f'The gradient of {name} is {_dtype(gradient)}{list(shape)}, and its'
-          f' state has {missing}. Initialise the state with the parameters that'
-          ' are being updated. If you use optax.partition or optax.masked:'
-          ' their label and mask functions are called with stacked gradients'
-          ' too, so let them look at paths, not at numbers of dimensions.'
-      )
-  return leaves
-
-
 def flatten_alike(
     gradients: Any, *others: Any
 ) -> tuple[list[tuple[Path, Any]], list[list[Any]]]:

@@ -291,6 +291,8 @@ def scale_by_demo(
         if isinstance(leaf.compressor, compressors.Frozen)
     }
     for i, ((path, g), p) in enumerate(zip(flat, like)):
+      if p is not None and i not in frozen:
+        _tree.check_sharding(path, p, workers)
       if i not in frozen or leaves[i][2] is None:
         _tree.check_gradient(_tree.leaf_name(path), g, p, workers)
     _check_state(state, step, workers)

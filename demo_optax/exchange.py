@@ -176,7 +176,7 @@ def exchange(
   for i, bucket in enumerate(buckets):
     q = jnp.where(valid, topk.mul_no_fma(hyper.alpha, sent[i]), 0)
     m = topk.subtract(momentum[i], selected[i].indices, q)
-    residual[bucket.name] = layout.clear_padding(i, m, devices[i])
+    residual[bucket.name] = layout.clear_padding(i, m, devices[i], valid)
 
   # With a delay, this message travels during the next step, and the one of the
   # step before arrives now.

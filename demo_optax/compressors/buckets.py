@@ -315,14 +315,18 @@ class Layout:
     return found
 
   def clear_padding(
-      self, number: int, c: jax.Array, device: Any
+      self, number: int, c: jax.Array, device: Any, valid: jax.Array
   ) -> jax.Array:
     """Projects coefficients onto leaves that are zero in their padding.
+
+    A projection is itself again only to rounding: the momentum of a worker that
+    is excluded stays as it is.
 
     Args:
       number: of the bucket.
       c: `[rows, n]`.
       device: number of this device along the bucket's `split_axes`.
+      valid: bool `[]`, whether to project.
 
     Returns:
       `[rows, n]`.
@@ -338,9 +342,9 @@ class Layout:
       stop = start + len(members) * grid.num_chunks
       shape = len(members), grid.num_chunks, grid.chunk_size
       if bucket.num_devices == 1:
-        x = jax.lax.slice_in_dim(c, start, stop).reshape(shape)
-        x = chunking.clear_padding(x, grid, bucket.basis)
-        x = x.reshape(-1, grid.chunk_size)
+        old = jax.lax.slice_in_dim(c, start, stop)
+        x = chunking.clear_padding(old.reshape(shape), grid, bucket.basis)
+        x = jnp.where(valid, x.reshape(old.shape), old)
         c = jax.lax.dynamic_update_slice_in_dim(c, x, start, 0)
         continue
       # Which of the chunks lie on this device is not known when traced: all are
@@ -352,7 +356,7 @@ class Layout:
             jnp.asarray(flags), device * bucket.num_chunks, bucket.num_chunks
         )
         mine = jnp.pad(mine, (0, bucket.rows - bucket.num_chunks))
-        c = jnp.where(mine[:, None], keep(c, bucket.basis), c)
+        c = jnp.where(mine[:, None] & valid, keep(c, bucket.basis), c)
     return c
 
 
