@@ -102,7 +102,7 @@ def train(block, names):
   def steps():
     for step in range(20):
       yield step
-      losses.append(float(names['loss']))
+      losses.append(float(np.mean(names['loss'])))  # of pmap one each
 
   names['steps'] = steps
   exec(block.replace('range(20)', 'steps()'), names)
