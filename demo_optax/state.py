@@ -66,8 +66,8 @@ def state_specs(
     >>> workers = demo_optax.Workers.on_axis('data')
     >>> tx = demo_optax.scale_by_demo(workers=workers)
     >>> specs = demo_optax.state_specs(tx, {'w': jnp.zeros((4, 4))}, workers)
-    >>> print(specs.worker_stacked.momentum, specs.count)
-    {'bucket_000_dense': PartitionSpec('data',)} PartitionSpec()
+    >>> {k: tuple(s) for k, s in specs.worker_stacked.momentum.items()}
+    {'bucket_000_dense': ('data',)}
 
   References:
     Layout of the decoupled momentum of Peng et al.

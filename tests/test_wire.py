@@ -267,8 +267,9 @@ def test_sums_are_means_over_who_takes_part(x64, dtype):
   name = wire.SUMMED + dtype
   vectors = []
   for w, v in enumerate(values):
-    selected = [wire.Selected(jnp.zeros((3, 2), jnp.int32), v[0], jnp.ones(())),
-                wire.Selected(None, v[1], jnp.ones(()))]
+    selected = [wire.Selected(jnp.zeros((3, 2), jnp.int32), v[0],
+                              jnp.ones((), jnp.float32)),
+                wire.Selected(None, v[1], jnp.ones((), jnp.float32))]
     message, _ = layout.pack(selected, jnp.ones(()), jnp.asarray(w != 1))
     assert message[name].shape == (layout.sizes[name][0],)
     vectors.append(message[name])
