@@ -772,6 +772,8 @@ class _Leaves:
       sharding = getattr(like, 'sharding', None)
       if isinstance(sharding, NamedSharding):
         spec = P(self._workers.axis_name, *leaf.sharding.spec)
+        if self._workers.mesh != sharding.mesh:  # a state from other workers
+          spec = P()
         sharding = NamedSharding(sharding.mesh, spec)
       found[i] = jax.ShapeDtypeStruct(
           (like.shape[0], *counts, leaf.grid.chunk_size), like.dtype,
