@@ -138,9 +138,9 @@ def scale_by_demo(
 
   Args:
     compressor: what is sent: one compressor, or a tree of them like the
-      parameters (one in place of a subtree holds for all of it). A leaf with
-      `None` is averaged uncompressed, one with `compressors.FROZEN` is left
-      alone.
+      parameters (one in place of a subtree holds for all of it), or a function
+      from the parameters to such a tree. A leaf with `None` is averaged
+      uncompressed, one with `compressors.FROZEN` is left alone.
     decay: :math:`\beta`, in `[0, 1)`; or a tree of numbers, as for
       `compressor`.
     workers: who takes part.
@@ -285,7 +285,8 @@ def scale_by_demo(
         )
         for (path, g), p in zip(flat, like)
     ]
-    step, decays, weights = step_of(updates, leaves, decay, gradient_weight)
+    tree = updates if params is None else params
+    step, decays, weights = step_of(tree, leaves, decay, gradient_weight)
     frozen = {
         i for i, leaf in enumerate(step.layout.leaves)
         if isinstance(leaf.compressor, compressors.Frozen)
@@ -359,6 +360,8 @@ def _zeros_like(gradient: Any, param: Any, lead: int) -> Any:
 
 
 def _check_compressor(compressor: Any) -> None:
+  if callable(compressor):
+    return  # asked when there are parameters
   per_leaf(compressor, jax.tree.map(
       lambda x: 0, compressor, is_leaf=lambda x: x is None
   ))

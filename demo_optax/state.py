@@ -221,7 +221,7 @@ def with_momentum(
       )
       for path, x in flat
   ]
-  codes = per_leaf(compressor, treedef.unflatten(range(len(flat))))
+  codes = per_leaf(compressor, treedef.unflatten(like))
   for (path, x) in flat:
     if x is not None and x.shape[:1] != (workers.stacked_size,):
       raise ValueError(

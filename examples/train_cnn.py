@@ -105,26 +105,25 @@ def train(
   )
   train_step = methods.make_train_step(loss_fn, workers)
   folder = pathlib.Path(args.out) / args.optimizer
-  log = metrics.Metrics(folder, {'config': vars(args), 'bytes': cost})
   records = []
-  for step in range(args.steps):
-    if number := stop.after(step):
-      print(f'Stopped by {signal.Signals(number).name} after step {step}.')
-      raise SystemExit(128 + number)
-    rng = np.random.default_rng((args.seed, step))
-    batch = rng.integers(0, len(labels), args.batch)
-    loss = train_step(model, optimizer, images[batch], labels[batch])
-    done = step + 1
-    if done % args.eval_every == 0 or done == args.steps:
-      records.append({
-          'step': done, 'loss': float(loss),
-          'accuracy': float(count_correct(model, *test)),
-          'sent': cost['sent'] * done,
-      })
-      if args.optimizer != 'adamw':
-        records[-1] |= metrics.about_exchange(optimizer)
-      log.write(records[-1])
-  log.close()
+  with metrics.Metrics(folder, {'config': vars(args), 'bytes': cost}) as log:
+    for step in range(args.steps):
+      if number := stop.after(step):
+        print(f'Stopped by {signal.Signals(number).name} after step {step}.')
+        raise SystemExit(128 + number)
+      rng = np.random.default_rng((args.seed, step))
+      batch = rng.integers(0, len(labels), args.batch)
+      loss = train_step(model, optimizer, images[batch], labels[batch])
+      done = step + 1
+      if done % args.eval_every == 0 or done == args.steps:
+        records.append({
+            'step': done, 'loss': float(loss),
+            'accuracy': float(count_correct(model, *test)),
+            'sent': cost['sent'] * done,
+        })
+        if args.optimizer != 'adamw':
+          records[-1] |= metrics.about_exchange(optimizer)
+        log.write(records[-1])
   print(f'{args.optimizer:<18} accuracy {records[-1]["accuracy"]:.2%} on'
         f' {len(test[1])} held-out digits; sends {cost["sent"] / 1e3:9.3f} kB,'
         f' receives {cost["received"] / 1e3:9.3f} kB per worker and step'

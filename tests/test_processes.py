@@ -233,7 +233,7 @@ def test_processes_equal_simulation(processes, devices, values, tmp_path):
         expected = {'params': params, 'updates': updates}[kind][leaf]
       np.testing.assert_array_equal(found[name], expected, err_msg=name)
       seen += 1
-  assert seen == 3 * len(params) * count
+  assert seen == (2 * len(params) + len(momentum)) * count
 
 
 # Checkpoints ------------------------------------------------------------------

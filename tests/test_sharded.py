@@ -1,5 +1,7 @@
 """Workers of several devices, which shard their parameters."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
+from demo_optax.wire import message as wire
 
 pytestmark = pytest.mark.core
 
@@ -196,9 +199,9 @@ def test_state_is_born_sharded():
     for x, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(shardings)):
       assert x.sharding.is_equivalent_to(sharding, x.ndim)
   # In jit without a word about shardings the momentum is, all the same.
-  momentum = jax.jit(tx.init)(params)[0].momentum
-  assert {s.data.shape for s in momentum['both'].addressable_shards} == {
-      (1, 2, 4, 64)}
+  momentum = jax.jit(tx.init)(params)[0].worker_stacked.momentum
+  assert {s.data.shape[:2] for x in momentum.values()
+          for s in x.addressable_shards} == {(1, 1)}  # of [workers, devices, ...]
 
 
 @pytest.mark.parametrize('kind', ['auto', 'explicit'])
@@ -242,27 +245,40 @@ def test_one_gather_between_workers_and_only_scalars_inside(layout, kind):
   rejoins = [c for c in inside if c.kind == 'all-gather']
   scalars = [c for c in inside if c.kind != 'all-gather']
   assert {c.kind for c in scalars} == {'all-reduce'}
-  # f32[1]: each worker's norm; s32[]: the agreement; f32[5]: what is known.
-  for c in scalars:
-    assert set(c.shapes) <= {'f32[1]', 's32[]', 'f32[5]'}
-  agreed = [c for c in scalars if c.shapes == ('s32[]',)]
-  known = [c for c in scalars if c.shapes == ('f32[5]',)]
-  assert len(agreed) == len(known) == 1
-  moved = {workers.param_specs.axes:
-           agreed[0].received_bytes + known[0].received_bytes}
+  # f32[1]: each worker's norm; s32[]: whether this worker is valid; s32[2]:
+  # whose messages are; f32[5]: metrics.
+  shapes = [c.shapes for c in scalars]
+  counted = [('s32[]',), ('s32[2]',), ('f32[5]',)]
+  assert [shapes.count(shape) for shape in counted] == [1, 1, 1]
+  assert {x for c in scalars if c.shapes not in counted for x in c.shapes} == {
+      'f32[1]'}
+  moved = {workers.param_specs.axes: sum(
+      c.received_bytes for c in scalars if c.shapes in counted)}
   for c in rejoins:
     moved[c.axes] = moved.get(c.axes, 0) + c.received_bytes
   assert {('replica',): between[0].received_bytes, **moved} == plan.device_bytes
 
 
 def test_what_is_replicated_inside_crosses_once():
-  """As many bytes per worker as if it were a single device, but for padding."""
+  """As many bytes per worker as if it were a single device, but for padding:
+
+  each device has as many chunks of every kind, and an end of its own.
+  """
   mesh = make_mesh({'replica': 2, 'local': 4})
   many = demo_optax.Workers.on_mesh(mesh, 'replica')
   params = random_tree(9, SHAPES)
   plan = demo_optax.plan(params, COMPRESSOR, many)
   one = demo_optax.plan(params, COMPRESSOR, 2)
-  assert one.sent_bytes <= plan.sent_bytes < one.sent_bytes + 4
+  buckets = exchange(many).init(params).layout.layout.buckets
+  padding = sum(f.num_bytes(4 * n) - f.num_bytes(bucket.size)
+                for bucket in buckets if bucket.kind != 'dense'
+                for f, n in [bucket.sent])
+  (dense,) = (b for b in buckets if b.kind == 'dense')
+  padding += 4 * (4 * math.prod(dense.shape) - dense.size)
+  assert padding <= 4 * 3 * len(buckets) * 8
+  rounding = 4 * len(buckets)  # of indices to whole bytes, on each device
+  extra = plan.sent_bytes - one.sent_bytes - padding - 3 * wire.END_BYTES
+  assert 0 <= extra <= rounding
   expected, _, _ = run(demo_optax.Workers.simulated(2), 3, exchange, '2d')
   tx, state = exchange(many), None
   params = many.device_put(params)

@@ -48,7 +48,7 @@ def alone(name, workers, steps):
   """The updates of one leaf by itself."""
   exchange = demo_optax.scale_by_demo(TREE[name], DECAY[name], workers=workers)
   if TREE[name] is None:
-    exchange = demo_optax.mean_over_workers(workers=workers)
+    exchange = demo_optax.average(workers=workers)
   base = {'hidden': optax.sign_sgd(0.01), 'dense': optax.adamw(0.03),
           'embedding': optax.chain(optax.scale_by_adam(b1=0.0),
                                    optax.scale_by_learning_rate(0.02))}
@@ -206,23 +206,23 @@ def test_with_nnx_and_schedules():
   """The count of steps, hyperparameters and numbers of each part advance."""
   workers = demo_optax.Workers.simulated(2)
   model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-  tree = lambda params: jax.tree.map(
-      lambda x: demo_optax.dct_topk(4, 2) if x.ndim > 1 else None, params)
   tx = optax.chain(
       demo_optax.scale_by_demo(
-          tree(nnx.to_pure_dict(nnx.state(model, nnx.Param))), workers=workers),
+          lambda params: jax.tree.map(
+              lambda x: demo_optax.dct_topk(4, 2) if x.ndim > 1 else None,
+              params),
+          workers=workers),
       optax.partition(
           {'kernel': optax.sign_sgd(optax.linear_schedule(0.1, 0.0, 10)),
            'bias': optax.sgd(optax.linear_schedule(1.0, 0.0, 10))},
           lambda params: jax.tree.map(
               lambda x: 'kernel' if x.ndim > 1 else 'bias', params)))
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-  gradient = demo_optax.value_and_grad(
-      lambda model, x: jnp.mean(model(x) ** 2), workers=workers)
 
-  @nnx.jit
+  @demo_optax.data_parallel(workers)
   def train_step(model, optimizer, x):
-    loss, gradients = gradient(model, x)
+    loss, gradients = nnx.value_and_grad(
+        lambda model: jnp.mean(model(x) ** 2))(model)
     optimizer.update(model, gradients)
     return loss
 

@@ -62,6 +62,11 @@ def read(packer, data):
   return found, inbox.received[0].valid
 
 
+def flush_subnormals(x):
+  """As XLA may do on the way: some of its threads do, others do not."""
+  return np.where(np.abs(x) < np.finfo(np.float32).tiny, 0, x)
+
+
 def formats(packer):
   return [(b.format, b.num_chunks) for b in packer.buckets]
 
@@ -91,8 +96,9 @@ def test_payloads_come_back(leaves, workers, seed):
       f = leaves[leaf][0]
       if f.values == 'float32':
         np.testing.assert_array_equal(
-            values[worker],
-            np.clip(selected[worker][leaf][1], -f.max_magnitude / 2, f.max_magnitude / 2))
+            flush_subnormals(values[worker]),
+            flush_subnormals(np.clip(
+                selected[worker][leaf][1], -f.largest_sent, f.largest_sent)))
 
 
 def test_float64_travels_as_float64(x64):

@@ -165,15 +165,16 @@ class Checkpointer:
         specs.path_keys(path): (path, np.shape(x))
         for path, x in jax.tree_util.tree_flatten_with_path(params)[0]
     }
-    self._treedef = jax.tree.structure(params)
-    self._codes, self._workers = self._by_path(compressor), workers
-    shapes = jax.tree.map(
+    self._shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
             np.shape(x), getattr(x, 'dtype', None) or jnp.result_type(x)
         ),
         params,
     )
-    self._layout_of = functools.partial(layout_of, shapes, compressor, workers)
+    self._codes, self._workers = self._by_path(compressor), workers
+    self._layout_of = functools.partial(
+        layout_of, self._shapes, compressor, workers
+    )
     self._layout_of()  # what does not fit is an error now
     _ = workers.count  # an error for Workers.on_axis
     self._folder = folders.resolve(folder)
@@ -553,8 +554,7 @@ class Checkpointer:
       self, compressor: CompressorTree, argument: str = 'compressor'
   ) -> Codes:
     """The compressor of each parameter."""
-    like = self._treedef.unflatten([0] * self._treedef.num_leaves)
-    return dict(zip(self._params, per_leaf(compressor, like, argument)))
+    return dict(zip(self._params, per_leaf(compressor, self._shapes, argument)))
 
 
 def _code_of(codes: Codes | None, keys: specs.Keys) -> Compressor | None:

@@ -133,8 +133,9 @@ class Compressor:
     return plan
 
 
-# A compressor, or a prefix tree of them. None: the gradient is averaged
-# uncompressed. FROZEN: the leaf is left alone.
+# A compressor, or a prefix tree of them, or a function from the parameters to
+# such a tree. None: the gradient is averaged uncompressed. FROZEN: the leaf is
+# left alone.
 CompressorTree = Any
 
 
@@ -157,7 +158,8 @@ def per_leaf(
 
   Args:
     compressor: one for all, or a tree of them (of `None` and `FROZEN`) like
-      `tree`, in which one in place of a subtree holds for all of it.
+      `tree`, in which one in place of a subtree holds for all of it; or a
+      function from `tree` to such a tree.
     tree: parameters.
     argument: what the caller calls `compressor`, for errors.
 
@@ -169,6 +171,8 @@ def per_leaf(
   def is_leaf(x: Any) -> bool:
     return x is None or isinstance(x, Compressor | Frozen)
 
+  if callable(compressor):
+    compressor = compressor(tree)
   for x in jax.tree.leaves(compressor, is_leaf=is_leaf):
     if not is_leaf(x):
       raise TypeError(

@@ -30,7 +30,7 @@ from demo_optax.engine import heuristics
 from demo_optax.wire.message import ChunkFormat
 from demo_optax.workers.sharding import Keys, ParamSharding, dotted
 
-# Elements in a row of a bucket of leaves that are sent densely, without chunks.
+# Most elements in a row of a bucket of leaves that are sent densely.
 _DENSE_ROW = 128
 
 
@@ -65,7 +65,9 @@ class Bucket:
   @property
   def num_chunks(self) -> int:
     """Chunks that one device sends."""
-    rows = -(-self.size // _DENSE_ROW) if self.kind == 'dense' else self.size
+    rows = self.size
+    if self.kind == 'dense':
+      rows = -(-rows // self.format.n)
     return -(-rows // self.num_devices)
 
   @property
@@ -399,12 +401,17 @@ def make_layout(
     for i in (i for alike in by_grid.values() for i in alike):
       made[i] = dataclasses.replace(made[i], bucket=number, offset=offset)
       offset += made[i].size
-    rows, cols = sides
-    label = 'dense' if kind == 'dense' else f'{rows}x{cols}'
+    num_devices = math.prod(size for _, size in split)
+    label = 'dense' if kind == 'dense' else f'{sides[0]}x{sides[1]}'
+    if kind == 'dense':
+      # Rows that come out even: each device sends little that is padding.
+      share = -(-offset // num_devices)
+      n = -(-share // -(-share // _DENSE_ROW))
+      chunk_format = dataclasses.replace(chunk_format, n=n, k=n)
+      sides = 1, n
     buckets.append(Bucket(
         f'bucket_{number:03}_{label}', select, basis, chunk_format, sides, kind,
-        tuple(axis for axis, _ in split), math.prod(size for _, size in split),
-        offset,
+        tuple(axis for axis, _ in split), num_devices, offset,
     ))
   return Layout(tuple(made), tuple(buckets))
 
