@@ -5,6 +5,7 @@ of a percent, of its gradient's bytes, by changing two lines of a script.
 
     data_parallel    runs a step that is written for one worker, for all
     one_worker       where all workers meet in such a step
+    agreement        whether all processes run the same exchange
     demo             DeMo as optax transformations
     exchange         Algorithm 1, as one worker runs it: the main path
     gradients        transformations before the exchange; plain averages

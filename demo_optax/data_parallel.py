@@ -12,13 +12,13 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from demo_optax import _tree as trees
-from demo_optax import accumulation, one_worker
+from demo_optax import accumulation, agreement, one_worker
 from demo_optax import flax as modules
 from demo_optax.compressors import Frozen
 from demo_optax.demo import LayoutOf
 from demo_optax.one_worker import WORKER_AXIS, OwnParam, Result
 from demo_optax.workers import Workers
-from demo_optax.workers.sharding import Keys, is_stacked, path_keys
+from demo_optax.workers.sharding import Keys, dotted, is_stacked, path_keys
 
 
 def data_parallel(
@@ -180,6 +180,7 @@ class DataParallelStep:
     self._step, self._options = step, options
     self._names = _positional_names(step)
     self._calls: dict[Any, _Call] = {}
+    self._unchecked: list[_Call] = []
     self._jitted = jax.jit(self._run, static_argnums=0, donate_argnums=1)
 
   def __repr__(self) -> str:
@@ -189,6 +190,8 @@ class DataParallelStep:
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
     """Runs the step; see `data_parallel`."""
     call, objects, leaves = self._open(args, kwargs)
+    if self._unchecked:
+      self._check_agreement(call, leaves)
     returned, changed = self._jitted(call, *call.split_donated(leaves))
     modules.update_objects(objects, changed)
     return returned.rebuild(objects)
@@ -237,9 +240,25 @@ class DataParallelStep:
         return self._open(*fresh)
       call = _Call.of(self, arguments, opened, leaves)
       self._calls[key] = call
+      if jax.process_count() > 1:
+        agreement.check(self.workers, {
+            'arguments of the step': ', '.join(
+                f'{dotted(keys)} {jax.dtypes.result_type(x)}{list(np.shape(x))}'
+                for keys, x in zip(call.keys, leaves)
+            )
+        })
+        self._unchecked.append(call)
     put = self.workers.put(call.keys, call.roles, leaves)
     modules.update_objects(objects, put[len(put) - len(opened.leaves) :])
     return call, objects, put
+
+  def _check_agreement(self, call: '_Call', leaves: list[Any]) -> None:
+    """Raises unless the other processes are about to run the same exchange."""
+    if call in self._unchecked:
+      with agreement.traced_steps() as steps:
+        self._jitted.trace(call, *call.split_donated(leaves))
+      agreement.check_exchanges(self.workers, steps)
+      self._unchecked.remove(call)
 
   def _argument(
       self, key: int | str, num_args: int, value: Any, objects: list[Any]

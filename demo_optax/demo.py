@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
-from demo_optax import _tree, compressors, one_worker
+from demo_optax import _tree, agreement, compressors, one_worker
 from demo_optax import exchange as exchange_lib
 from demo_optax.compressors import CompressorTree, per_leaf
 from demo_optax.compressors.buckets import Layout, make_layout
@@ -238,6 +238,8 @@ def scale_by_demo(
         for path, x in flat
     ]
     step, *_ = step_of(params, leaves, decay, gradient_weight)
+    if not isinstance(jnp.zeros(()), jax.core.Tracer):  # else at the first step
+      agreement.check_exchanges(workers, [step])
     buckets, sizes = step.layout.buckets, step.packer.sizes if delay else {}
     return DeMoState(
         count=workers.device_put(jnp.zeros((), jnp.int32)),

@@ -17,7 +17,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from demo_optax import engine
+from demo_optax import agreement, engine
 from demo_optax.compressors.buckets import Bucket, Layout
 from demo_optax.engine import plain, topk
 from demo_optax.wire.message import Inbox, Packer
@@ -231,6 +231,7 @@ def run(
     the updates of the leaves that are exchanged, in the parameters' shapes; the
     new state; and metrics.
   """
+  agreement.note(step)
   return _run(workers, step, tuple(gradients), state, hyper)
 
 

@@ -30,6 +30,7 @@ if __name__ == '__main__':
   sys.path[:0] = [str(ROOT), str(HERE)]
   import conftest  # eight devices, and a cache of programs
 
+import bad_network
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -531,6 +532,83 @@ def stands_still(folder):
                           f' resumed after step {step}')
 
 
+def records(folder):
+  """What a run has logged of every step."""
+  lines = (folder / 'demo/metrics.jsonl').read_text().splitlines()
+  return [{k: x[k] for k in ('step', 'loss', 'residual_norm', 'num_excluded')}
+          for x in map(json.loads, lines) if 'loss' in x]
+
+
+@contextlib.contextmanager
+def over_a_wire(folder, *flags):
+  """Two processes in namespaces of their own, and what joins them."""
+  if reason := bad_network.why_not():
+    raise NotPossibleError(f'no network of our own: {reason}')
+  wire = bad_network.Wire()
+  try:
+    with contextlib.ExitStack() as stack:
+      runs = []
+      for i in range(2):
+        command = bad_network.inside(i, [*TRAIN, *flags])
+        runs.append(stack.enter_context(Run(
+            folder, command, JAX_PROCESS_ID=str(i), JAX_NUM_PROCESSES='2',
+            JAX_COORDINATOR_ADDRESS=f'{bad_network.PREFIX}1:1234')))
+        bad_network.give(i, runs[-1].process.pid)
+      yield wire, runs
+  finally:
+    wire.close()
+
+
+def bad_wire(folder, trouble):
+  """TCP mends it: the run is that over a good wire, to the bit."""
+  flags = ['--steps', '120']
+  with over_a_wire(folder / 'good', *flags) as (_, runs):
+    for run in runs:
+      assert run.ended(START)[0] == 0, run.output
+  with over_a_wire(folder / 'bad', *flags) as (wire, runs):
+    runs[0].trains(1)
+    began = time.monotonic()
+    text = trouble(wire)
+    for run in runs:
+      assert run.ended(START)[0] == 0, run.output
+    seconds = time.monotonic() - began
+  if not text:
+    text = ', '.join(f'{n} frames {what}' for what, n in wire.counts.items())
+  found, expected = records(folder / 'bad'), records(folder / 'good')
+  assert len(found) >= 120 and found == expected
+  return Outcome(seconds, f'{text}; the run ends as over a good wire, to the'
+                          ' bit')
+
+
+def lossy(wire):
+  wire.lost, wire.damaged, wire.doubled = 0.01, 0.01, 0.01
+  wire.delays = 0.0, 0.005
+
+
+def cut_for_a_while(wire):
+  wire.cut = True
+  time.sleep(10)
+  wire.cut = False
+  return 'both wait, and go on'
+
+
+def cut_for_good(folder):
+  with over_a_wire(folder, '--steps', '1000000') as (wire, runs):
+    runs[0].trains()
+    wire.cut = True
+    began = time.monotonic()
+    for run in runs:
+      status, _ = run.ended(200)
+      assert status not in (0, None), run.output
+    seconds = time.monotonic() - began
+    text = ' '.join(run.output for run in runs)
+    text = re.search('heartbeat timeout|stopped sending heartbeats|'
+                     'DEADLINE_EXCEEDED|detected fatal errors', text).group()
+  step = resumes(folder, 2)
+  return Outcome(seconds, f'both miss each other after 100 s ("{text}"), and'
+                          f' end; resumed after step {step}')
+
+
 def elastic(folder):
   flags = ['--resume', 'auto', '--resize']
   command = [*LAUNCH, '-n', '3', '--elastic', '--', *TRAIN, '--steps', '300',
@@ -575,6 +653,12 @@ CASES = {
     'kill-saving': ('SIGKILL of process 0 of 2 in the middle of a save', 40,
                     killed_while_saving),
     'still': ('process 1 of 2 stands still (SIGSTOP)', 200, stands_still),
+    'lossy': ('of the frames between 2 hosts 1 % each are lost, damaged and'
+              ' doubled, and they overtake each other', START,
+              lambda folder: bad_wire(folder, lossy)),
+    'cut': ('the wire between 2 hosts is cut for 10 s', START,
+            lambda folder: bad_wire(folder, cut_for_a_while)),
+    'cut-for-good': ('the wire between 2 hosts is cut', 240, cut_for_good),
     'late': ('process 1 of 2 starts 15 s late', START, late),
     'never': ('process 1 of 2 never starts', 60,
               lambda folder: never(folder, 0)),

@@ -24,7 +24,7 @@ ORDER = [
     'compressors.bases', 'compressors.chunking', 'compressors.selectors',
     'compressors.base', 'compressors.buckets', 'compressors', 'engine.plain',
     'engine.pallas_common', 'engine.pallas_gpu', 'engine.pallas_tpu',
-    'engine.pallas', 'engine', 'exchange', 'one_worker', 'flax', '_tree',
+    'engine.pallas', 'engine', 'agreement', 'exchange', 'one_worker', 'flax', '_tree',
     'gradients', 'demo', 'accumulation', 'data_parallel',
     'tools.placement', 'state', 'local.local_updates', 'local.methods', 'local', 'checkpoint.resize', 'checkpoint.folder',
     'tools.replicas', 'checkpoint.checkpointer', 'checkpoint', 'tools.traffic',

@@ -236,6 +236,29 @@ def test_processes_equal_simulation(processes, devices, values, tmp_path):
   assert seen == (2 * len(params) + len(momentum)) * count
 
 
+def test_a_peer_of_another_exchange_is_an_error():
+  """Before the first message, in every process, by what differs."""
+  found = launch('-n', 2, '--', PYTHON, HERE / 'other_exchange.py').stdout
+  names = {
+      'k': 'compressor', 'chunk': 'compressor', 'values': 'compressor',
+      'as many bytes': 'compressor', 'averaged': 'compressors of the leaves',
+      'average': 'average', 'delay': 'delay', 'version': 'version',
+      'shape': 'parameters'}
+  for name, different in names.items():
+    for form in ('init', 'data_parallel'):
+      if (name, form) == ('shape', 'data_parallel'):
+        different = 'arguments of the step'
+      for process in (0, 1):
+        (line,) = re.findall(
+            rf'^\[{process}\] {name}, {form}: (.*)$', found, re.M)
+        assert line.startswith(
+            'Processes [1] were started with something else than process 0')
+        assert f'different are {different}' in line or (
+            f', {different}. All need' in line), line
+        assert f'Process {process} has' in line
+  assert found.count('the same: done') == 2
+
+
 # Checkpoints ------------------------------------------------------------------
 
 # Two processes; after the first save one of them cannot write, or no folder can

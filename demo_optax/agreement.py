@@ -1,0 +1,113 @@
+"""Whether all processes run the same exchange.
+
+Messages have no header: all workers know their layout from the parameters and
+the compressor. A process that was started with others would read garbage, or
+wait for bytes that never come; so processes compare what they are about to run
+before the first message.
+"""
+
+import contextlib
+import contextvars
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+import demo_optax
+from demo_optax.workers import Workers
+
+_NAMES = (
+    'version', 'parameters', 'compressor', 'compressors of the leaves',
+    'sharding', 'average', 'kernels', 'delay',
+)
+_DIGEST_BYTES = 16
+
+_traced: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar(
+    'demo_optax_traced', default=None
+)
+
+
+@contextlib.contextmanager
+def traced_steps() -> Iterator[list[Any]]:
+  """Yields a list to which every `exchange.Step` traced meanwhile is added."""
+  found: list[Any] = []
+  token = _traced.set(found)
+  try:
+    yield found
+  finally:
+    _traced.reset(token)
+
+
+def note(step: Any) -> None:
+  """Adds a step that is being traced to the list of `traced_steps`."""
+  if (found := _traced.get()) is not None:
+    found.append(step)
+
+
+def check_exchanges(workers: Workers, steps: Sequence[Any]) -> None:
+  """Raises unless all processes have the same exchanges; see `check`.
+
+  Args:
+    workers: who takes part.
+    steps: an `exchange.Step` for each exchange.
+  """
+  described = [_describe(step) for step in dict.fromkeys(steps)]
+  texts = [' | '.join(part) for part in zip(*described)]
+  check(workers, dict(zip(_NAMES, texts or [''] * len(_NAMES))))
+
+
+def check(workers: Workers, described: Mapping[str, str]) -> None:
+  """Raises unless all processes say the same.
+
+  Every process calls it, with the same keys. It does nothing where one process
+  holds the whole mesh, or some hold none of it.
+
+  Args:
+    workers: who takes part.
+    described: what must be equal, by name.
+
+  Raises:
+    ValueError: they differ. All processes raise it, each with what it has.
+  """
+  if workers.mesh is None:
+    return
+  processes = {device.process_index for device in workers.mesh.devices.flat}
+  if len(processes) == 1 or len(processes) < jax.process_count():
+    return
+  digests = np.stack([
+      np.frombuffer(
+          hashlib.sha256(text.encode()).digest()[:_DIGEST_BYTES], np.uint32
+      )
+      for text in described.values()
+  ])
+  everyones = np.asarray(multihost_utils.process_allgather(digests))
+  different = np.any(everyones != everyones[0], axis=-1)  # [processes, names]
+  if not different.any():
+    return
+  others = np.flatnonzero(different.any(axis=1)).tolist()
+  names = [n for n, d in zip(described, different.any(axis=0)) if d]
+  raise ValueError(
+      f'Processes {others} were started with something else than process 0:'
+      f' different are {", ".join(names)}. All need the same, or they cannot'
+      f' read each other. Process {jax.process_index()} has'
+      f' {"; ".join(f"{name}: {described[name]}" for name in names)}.'
+  )
+
+
+def _describe(step: Any) -> tuple[str, ...]:
+  """Returns what must be equal of a step, in the order of `_NAMES`."""
+  leaves = step.layout.leaves
+  compressors = list(dict.fromkeys(leaf.compressor for leaf in leaves))
+  return (
+      demo_optax.__version__,
+      ', '.join(f'{x.name} {x.dtype}{list(x.shape)}' for x in leaves),
+      ', '.join(map(str, compressors)),
+      str([compressors.index(leaf.compressor) for leaf in leaves]),
+      str([leaf.sharding.spec for leaf in leaves]),
+      step.average,
+      str(step.kernels),
+      str(int(step.delay)),
+  )

@@ -1,0 +1,96 @@
+"""One of two processes, which were started with different exchanges.
+
+Run by test_processes.py under examples/launch_local.py. For each setting it
+prints the error that ends it before the first message.
+"""
+
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / 'examples'))
+
+import argparse
+
+import cluster
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import demo_optax
+
+TOPK = demo_optax.dct_topk(16, 4)
+SETTINGS = {  # of either process; what the error names
+    'k': (TOPK, demo_optax.dct_topk(16, 5)),
+    'chunk': (TOPK, demo_optax.dct_topk(8, 4)),
+    'values': (TOPK, demo_optax.dct_topk(16, 4, values='bfloat16')),
+    'as many bytes': (TOPK, demo_optax.hadamard_topk(16, 4)),
+    'averaged': (TOPK, {'w': TOPK, 'b': None}),
+    'average': ({'average': 'senders'}, {'average': 'workers'}),
+    'delay': ({'delay': 0}, {'delay': 1}),
+    'version': ('0.1.0', '0.2.0'),
+    'shape': (16, 32),
+}
+
+
+def main():
+  parser = argparse.ArgumentParser()
+  cluster.add_flags(parser)
+  args = parser.parse_args()
+  cluster.join(args)
+  here = jax.process_index()
+  mesh = jax.make_mesh(
+      (jax.device_count(),), ('data',),
+      axis_types=(jax.sharding.AxisType.Auto,))
+  workers = demo_optax.Workers.on_mesh(mesh, 'data')
+  for name, settings in SETTINGS.items():
+    for form in ('init', 'data_parallel'):
+      own, width, version = settings[here], 16, demo_optax.__version__
+      if name == 'shape':
+        own, width = {}, own
+      if name == 'version':
+        demo_optax.__version__, own = own, {}
+      options = own if name in ('average', 'delay') else {}
+      tx = demo_optax.scale_by_demo(
+          TOPK if own == options else own, workers=workers, **options)
+      params = make_params(width)
+      try:
+        if form == 'init':
+          tx.init(params)
+        else:  # of a state that another program has made
+          train(tx, params, workers)
+        print(f'{name}, {form}: no error', flush=True)
+      except ValueError as error:
+        print(f'{name}, {form}: {error}', flush=True)
+      demo_optax.__version__ = version
+  tx = demo_optax.scale_by_demo(TOPK, workers=workers)
+  train(tx, make_params(16), workers)
+  print('the same: done', flush=True)
+
+
+def make_params(width):
+  return {'w': np.ones((16, width), np.float32), 'b': np.ones(8, np.float32)}
+
+
+def train(tx, params, workers):
+  """Two steps, from a state that is made under jit."""
+  @demo_optax.data_parallel(workers)
+  def train_step(params, opt_state, x):
+    grads = jax.grad(
+        lambda params: jnp.mean(params['w'] * x.mean()) + params['b'].sum()
+    )(params)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+  params = jax.tree.map(jnp.asarray, params)
+  opt_state = jax.jit(tx.init)(params)
+  x = jax.make_array_from_process_local_data(
+      NamedSharding(workers.mesh, P('data')), np.ones((1, 4), np.float32))
+  for _ in range(2):
+    params, opt_state = train_step(params, opt_state, x)
+
+
+if __name__ == '__main__':
+  main()
