@@ -17,6 +17,8 @@ if OWN_CACHE:
   os.environ['JAX_COMPILATION_CACHE_DIR'] = tempfile.mkdtemp(prefix='jax-')
   os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.2'
 
+import pathlib
+
 import hypothesis
 import jax
 import pytest
@@ -28,6 +30,16 @@ jax.config.update('jax_numpy_rank_promotion', 'raise')
 def pytest_unconfigure():
   if OWN_CACHE:
     shutil.rmtree(os.environ['JAX_COMPILATION_CACHE_DIR'], ignore_errors=True)
+
+
+def pytest_collection_modifyitems(items):
+  """What starts processes, or runs documents, has a marker of its own."""
+  here = pathlib.Path(__file__).parent
+  for item in items:
+    if item.path.is_relative_to(here):
+      folder = item.path.relative_to(here).parts[0]
+      if folder in ('docs', 'processes'):
+        item.add_marker(folder)
 
 
 @pytest.fixture

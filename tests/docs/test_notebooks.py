@@ -14,7 +14,7 @@ import re
 import nbformat
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / 'notebooks').glob('*.ipynb'))
 NAMES = ['01_quickstart', '02_what_is_sent', '03_choose_k_and_chunk',
          '04_mesh_and_sharding']

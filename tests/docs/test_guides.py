@@ -14,7 +14,7 @@ import pytest
 
 import demo_optax
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 GUIDES = {p.stem: p for p in sorted((ROOT / 'docs').glob('*.md'))}
 BATCH = {'x': np.ones((16, 8), np.float32), 'y': np.ones((16, 1))}
 
@@ -147,7 +147,7 @@ def test_the_table_of_errors_is_what_is_said():
     'MultiSteps', 'apply_if_finite', 'clip_by_global_norm', 'partition',
     'inject_hyperparams'])
 def test_every_row_of_what_does_not_compose_has_its_test(row):
-  tests = (ROOT / 'tests/test_mistakes.py').read_text()
+  tests = (ROOT / 'tests/unit/test_mistakes.py').read_text()
   assert f'optax.{row}' in GUIDES['errors'].read_text()
   assert f'optax.{row}' in tests
 

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-EXAMPLES = pathlib.Path(__file__).parents[1] / 'examples'
+EXAMPLES = pathlib.Path(__file__).parents[2] / 'examples'
 sys.path.insert(0, str(EXAMPLES))
 
 import methods

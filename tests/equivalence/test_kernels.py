@@ -481,7 +481,7 @@ def test_lowering_a_step_in_shard_map(monkeypatch, backend, kind):
 @pytest.mark.slow
 def test_device_benchmark(tmp_path):
   """What is measured on a device, with small sizes, interpreted."""
-  script = pathlib.Path(__file__).parents[1] / 'benchmarks' / 'device.py'
+  script = pathlib.Path(__file__).parents[2] / 'benchmarks' / 'device.py'
   out = tmp_path / 'device.json'
   subprocess.run(
       [sys.executable, script, '--tiny', '--out', out], check=True, timeout=600)

@@ -315,7 +315,7 @@ def test_info_of_large_numbers_is_finite(name):
 
 # The guide --------------------------------------------------------------------
 
-GUIDE = pathlib.Path(__file__).parents[1] / 'docs' / 'compressors.md'
+GUIDE = pathlib.Path(__file__).parents[2] / 'docs' / 'compressors.md'
 
 
 @pytest.fixture(scope='module')

@@ -13,7 +13,7 @@ import demo_optax
 
 pytestmark = pytest.mark.core
 
-GOLDEN = pathlib.Path(__file__).parent / 'golden'
+GOLDEN = pathlib.Path(__file__).parents[1] / 'golden'
 FLOAT64 = [
     'single_worker', 'two_workers', 'four_workers', 'odd_dims',
     'all_coefficients', 'weight_decay_schedule',

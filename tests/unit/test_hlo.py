@@ -19,7 +19,7 @@ import demo_optax
 
 pytestmark = pytest.mark.core
 
-HLO = pathlib.Path(__file__).parent / 'hlo'
+HLO = pathlib.Path(__file__).parents[1] / 'hlo'
 GRID = AbstractMesh((2, 4), ('replica', 'fsdp'))
 CUBE = AbstractMesh((2, 2, 2), ('a', 'b', 'c'))
 

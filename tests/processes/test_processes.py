@@ -21,7 +21,7 @@ from helpers import random_tree
 
 import demo_optax
 
-HERE = pathlib.Path(__file__).parent
+HERE = pathlib.Path(__file__).parents[1]
 EXAMPLES = HERE.parent / 'examples'
 LAUNCH = [sys.executable, str(EXAMPLES / 'launch_local.py')]
 PYTHON = sys.executable

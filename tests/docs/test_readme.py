@@ -10,7 +10,7 @@ import demo_optax
 from demo_optax import __main__ as command
 from demo_optax.wire.values import VALUES
 
-README = (pathlib.Path(__file__).parents[1] / 'README.md').read_text()
+README = (pathlib.Path(__file__).parents[2] / 'README.md').read_text()
 BLOCKS = re.findall(r'```python\n(.*?)```', README, re.S)
 
 
@@ -69,7 +69,7 @@ def test_workers_at_which_receiving_stops_paying():
 
 def test_the_picture_is_there():
   pictures = re.findall(r'!\[[^\]]+\]\(([^)]+)\)', README)
-  root = pathlib.Path(__file__).parents[1]
+  root = pathlib.Path(__file__).parents[2]
   assert pictures
   for picture in pictures:
     assert (root / picture).stat().st_size > 10_000
