@@ -146,7 +146,7 @@ def check_encode(
   whole = put(rest, indices, values)
   c = 0.5 * m.reshape(-1, cut.n) + transform(g, cut)
   plain = chunks.to_coefficients(
-      jnp.asarray(g, jnp.float32), plan.grid, Dct().matrix
+      jnp.asarray(g, jnp.float32), plan.grid, Dct()
   )
   plain = (0.5 * m + plain).reshape(-1, cut.n)
   same = np.asarray(selection.top_k(plain, k)) == indices
@@ -296,16 +296,14 @@ def make_rows(
     arrays[f'sent by {workers}'] = [
         draw_selections(p, workers, i) for i, p in enumerate(plans)]
 
+  arrays['momentum'] = [jnp.zeros(p.grid.coefficients_shape) for p in plans]
+
   def encode(gradients: Any, momentum: Any) -> Any:
-    demo, *rest = momentum
-    held = [demo.worker_stacked.momentum[n][0] for n in names]
     done = kernels.encode(
-        Dct().matrix, plans, [gradients[n] for n in names], held, DECAY,
+        Dct().matrix, plans, [gradients[n] for n in names], momentum, DECAY,
         1.0, yes, limits)
-    new = {n: m.reshape(1, *p.grid.coefficients_shape)
-           for n, p, (m, _, _) in zip(names, plans, done)}
-    own = demo.worker_stacked._replace(momentum=new)
-    return (demo._replace(worker_stacked=own), *rest), [x[1:] for x in done]
+    new = [x[0].reshape(m.shape) for x, m in zip(done, momentum)]
+    return new, [x[1:] for x in done]
 
   def decode(selections: Any) -> Any:
     present = jnp.ones(len(selections[0][0]), bool)
@@ -330,7 +328,7 @@ def make_rows(
   rows = {
       'copy': (lambda p: (jax.tree.map(jnp.negative, p),), ['params'],
                ['params'], 8.0),
-      'encode': (encode, ['gradients', 'demo'], ['demo', 'selected'],
+      'encode': (encode, ['gradients', 'momentum'], ['momentum', 'selected'],
                  4 + 8 + sent),
       'decode': (decode, ['sent by 1'], ['updates'], 4 + sent),
       'decode of 8': (decode, ['sent by 8'], ['updates'], 4 + 8 * sent),
