@@ -5,7 +5,7 @@
 
 Every row is one worker's own step from its gradients to its new parameters
 (`optax.apply_updates` included), state and parameters donated. At N workers the
-other N - 1 payloads are there already, of random values at random places: it is
+other N - 1 messages are there already, of random values at random places: it is
 their reading and merging that is timed, not their making. `--reference` is a
 copy of the published `demo.py` (needs torch and einops), with one process.
 
@@ -15,6 +15,7 @@ each row once more in a process of its own, for the peak of its memory.
 """
 
 import argparse
+import dataclasses
 import importlib.util
 import itertools
 import json
@@ -33,6 +34,7 @@ import optax
 
 import demo_optax
 from demo_optax.wire import message as wire
+from demo_optax.workers import Group
 
 Simulated = type(demo_optax.Workers.simulated(1))
 
@@ -53,44 +55,65 @@ def gpt(width: int, layers: int, vocab: int) -> dict[str, tuple[int, ...]]:
   }
 
 
-TREES = {'42M': gpt(512, 8, 32000), '10M': gpt(256, 8, 14000)}
+TREES = {'tiny': gpt(64, 1, 500), '42M': gpt(512, 8, 32000), '10M': gpt(256, 8, 14000)}
 
 
 class OneOfMany(Simulated):
-  """One worker, who finds the payloads of others beside its own."""
+  """One worker, who finds the messages of others beside its own.
+
+  Attributes:
+    others: uint8 `[others, bytes]`, traced.
+  """
 
   def __init__(self) -> None:
     super().__init__(1, demo_optax.Workers.simulated(1).param_specs)
-    self.others: jax.Array | None = None  # uint8 [others, bytes]
+    self.others: jax.Array | None = None
 
   # By identity: what others sent is traced, and has no hash.
   __eq__ = object.__eq__
   __hash__ = object.__hash__
 
-  def gather(self, parts: Any) -> list[jax.Array]:
-    """All payloads, the own one first."""
-    (own,) = super().gather(parts)
-    return [jnp.concatenate([own, self.others])]
+  @property
+  def group(self) -> Group:
+    """As the worker's function sees it: all of them."""
+    return WithOthers(self.axis_name, 1 + len(self.others), (), self.others)
 
 
-def payloads(params: Any, compressor: Any, count: int) -> jax.Array:
+@dataclasses.dataclass(frozen=True, eq=False)
+class WithOthers(Group):
+  """A worker, and what others have sent."""
+
+  others: jax.Array | None = None
+
+  def exchange(self, message: Any) -> dict[str, jax.Array]:
+    """All messages, the own one first."""
+    (gathered,) = super().exchange(message).values()
+    return {wire.GATHERED: jnp.concatenate([gathered, self.others])}
+
+
+def messages(params: Any, compressor: Any, count: int) -> jax.Array:
   """uint8 `[count, bytes]`, of random values at random places."""
-  plans = [compressor.plan(p.shape, p.dtype) for p in jax.tree.leaves(params)]
-  leaves = [(plan.format, plan.grid.num_chunks) for plan in plans]
+  tx = demo_optax.scale_by_demo(
+      compressor, workers=demo_optax.Workers.simulated(1)
+  )
+  buckets = jax.eval_shape(tx.init, params).layout.layout.buckets
 
-  def payload(key: jax.Array) -> jax.Array:
-    selections = []
-    for f, chunks in leaves:
+  def message(key: jax.Array) -> jax.Array:
+    selected = []
+    for bucket in buckets:
+      f, rows = bucket.format, bucket.rows
       key, *keys = jax.random.split(key, 3)
       step, first = f.n // f.k, jnp.arange(f.k, dtype=jnp.int32)[None]
-      within = jax.random.randint(keys[0], (chunks, f.k), 0, step)
-      values = jax.random.normal(keys[1], (chunks, f.k), f.dtype)
-      selections.append((first * step + within, values))
-    layout = wire.Layout(leaves, wire.ENERGIES)
-    data, _ = layout.encode(selections)
-    return layout.seal(data, jnp.array(True), jnp.zeros(wire.ENERGIES))
+      within = jax.random.randint(keys[0], (rows, f.k), 0, step)
+      indices = first * step + within if f.k < f.n else None
+      values = jax.random.normal(keys[1], (rows, f.k), f.dtype)
+      selected.append(wire.Selected(indices, values, jnp.ones(())))
+    packed, _ = wire.Packer(buckets).pack(
+        selected, jnp.ones(()), jnp.array(True)
+    )
+    return packed[wire.GATHERED]
 
-  return jax.jit(lambda keys: jax.lax.map(payload, keys))(
+  return jax.jit(lambda keys: jax.lax.map(message, keys))(
       jax.random.split(jax.random.key(1), count)
   )
 
@@ -116,7 +139,7 @@ class Row:
       workers = demo_optax.Workers.simulated(1)
       if int(peers) > 1:
         workers = OneOfMany()
-        others = payloads(self.params, compressor, int(peers) - 1)
+        others = messages(self.params, compressor, int(peers) - 1)
       tx = demo_optax.demo(1e-3, workers=workers, compressor=compressor)
       gradients = jax.tree.map(lambda g: g[None], gradients)
     else:
@@ -240,7 +263,7 @@ def parse() -> argparse.Namespace:
   parser = argparse.ArgumentParser(
       description=__doc__, formatter_class=argparse.RawTextHelpFormatter
   )
-  parser.add_argument('--trees', nargs='+', default=list(TREES))
+  parser.add_argument('--trees', nargs='+', default=['42M', '10M'])
   parser.add_argument('--topk', nargs='+', type=int, default=[1, 8, 32, 64])
   values = ['float32', 'int8', 'sign']
   parser.add_argument('--values', nargs='+', default=values)
