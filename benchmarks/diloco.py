@@ -40,11 +40,11 @@ import demo_optax
 TOPK = demo_optax.dct_topk(64, 32)
 MORE = demo_optax.dct_topk(64, 128)
 SIGN = demo_optax.dct_topk(64, 128, values='sign')
-RAW = demo_optax.identity_topk(64, 64, values='int4')
+RAW = demo_optax.compressors.identity_topk(64, 64, values='int4')
 
 # Method: its compressor, and how it is made.
 PERIODS = {
-    'DiLoCo': (demo_optax.full(), demo_optax.local.diloco),
+    'DiLoCo': (demo_optax.compressors.full(), demo_optax.local.diloco),
     'DeMo, as published': (
         TOPK,
         functools.partial(
@@ -133,7 +133,8 @@ def periods_of(task: Task, method: str) -> Any:
     return optax.apply_updates(params, updates), state, loss
 
   plan = demo_optax.plan(task.params(0), compressor, workers)
-  dense = demo_optax.plan(task.params(0), demo_optax.full(), workers)
+  everything = demo_optax.compressors.full()
+  dense = demo_optax.plan(task.params(0), everything, workers)
   sent, received = plan.per_step(args.period)
 
   def run(rate: float, seed: int) -> dict[str, Any]:
@@ -170,7 +171,8 @@ def averaged_every_step(task: Task) -> Any:
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state, loss
 
-  dense = demo_optax.plan(task.params(0), demo_optax.full(), workers)
+  everything = demo_optax.compressors.full()
+  dense = demo_optax.plan(task.params(0), everything, workers)
 
   def run(_: float, seed: int) -> dict[str, Any]:
     params = task.params(seed)
@@ -246,7 +248,7 @@ def late_of(task: Task, method: str, delay: int) -> Any:
               schedule, workers=workers, compressor=TOPK, decay=decay,
               delay=delay))
     mean = demo_optax.scale_by_demo(
-        demo_optax.full(), 0.0, workers=workers, delay=delay)
+        demo_optax.compressors.full(), 0.0, workers=workers, delay=delay)
     base = {
         'adamw': optax.scale_by_adam(b2=0.95),
         'signum': optax.chain(optax.ema(0.9, debias=False),
@@ -259,14 +261,14 @@ def late_of(task: Task, method: str, delay: int) -> Any:
     """What a worker expects of the update that is on its way, by itself."""
     if ahead is None:
       return jax.tree.map(jnp.zeros_like, gradients)
-    kept = demo_optax.momentum(state, params, TOPK, workers)
+    kept = demo_optax.state.momentum(state, params, TOPK, workers)
     lr = task.schedule(rate)(old[1].inner_state[1].count)
     if ahead == 'momentum':
       own = kept
     else:  # momentum as it was, with its gradient, less what stays: was sent
       clip = demo_optax.per_worker(per_worker_clip(), workers=workers)
       clipped, _ = clip.update(gradients, clip.init(params), params)
-      before = demo_optax.momentum(old, params, TOPK, workers)
+      before = demo_optax.state.momentum(old, params, TOPK, workers)
       own = jax.tree.map(
           lambda m, g, k: decay * m + lr * g - k, before, clipped, kept)
     return jax.tree.map(lambda m: -lr * jnp.sign(m), own)

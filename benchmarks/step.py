@@ -55,7 +55,11 @@ def gpt(width: int, layers: int, vocab: int) -> dict[str, tuple[int, ...]]:
   }
 
 
-TREES = {'tiny': gpt(64, 1, 500), '42M': gpt(512, 8, 32000), '10M': gpt(256, 8, 14000)}
+TREES = {
+    'tiny': gpt(64, 1, 500),
+    '42M': gpt(512, 8, 32000),
+    '10M': gpt(256, 8, 14000),
+}
 
 
 class OneOfMany(Simulated):

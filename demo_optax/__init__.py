@@ -20,83 +20,37 @@ of a percent, of its gradient's bytes, by changing two lines of a script.
     tools/           bytes predicted and read, replicas compared, pictures
 """
 
-from demo_optax.checkpoint.resize import resize_workers
-from demo_optax.compressors import (
-  Compressor,
-  dct_topk,
-  full,
-  hadamard_topk,
-  identity_topk,
-  random_orthogonal_topk,
-  random_subset,
-  slicing,
-  striding,
-)
+from demo_optax import checkpoint, compressors, local, tools
+from demo_optax.compressors import Compressor, dct_topk
 from demo_optax.data_parallel import data_parallel
 from demo_optax.demo import DeMoState, demo, scale_by_demo
 from demo_optax.flax import param_specs
-from demo_optax.gradients import (
-  PerWorkerState,
-  average,
-  per_worker,
-)
-from demo_optax.local import (
-  LocalUpdatesState,
-  demo_diloco,
-  diloco,
-  local_updates,
-  sparse_loco,
-)
+from demo_optax.gradients import average, per_worker
 from demo_optax.one_worker import over_workers
-from demo_optax.state import (
-  exchange_info,
-  momentum,
-  state_specs,
-  state_summary,
-  with_momentum,
-)
-from demo_optax.tools.hlo import Collective, collectives
-from demo_optax.tools.replicas import Difference, check_replicas
-from demo_optax.tools.traffic import Plan, plan
+from demo_optax.state import exchange_info, state_specs
+from demo_optax.tools import check_replicas, plan
 from demo_optax.workers import Workers
 
 __version__ = '0.1.0'
 
 __all__ = [
-  'Collective',
   'Compressor',
   'DeMoState',
-  'Difference',
-  'LocalUpdatesState',
-  'PerWorkerState',
-  'Plan',
   'Workers',
+  'average',
   'check_replicas',
-  'collectives',
+  'checkpoint',
+  'compressors',
   'data_parallel',
   'dct_topk',
   'demo',
-  'demo_diloco',
-  'diloco',
   'exchange_info',
-  'full',
-  'hadamard_topk',
-  'identity_topk',
-  'local_updates',
-  'average',
-  'momentum',
+  'local',
   'over_workers',
   'param_specs',
   'per_worker',
   'plan',
-  'random_orthogonal_topk',
-  'random_subset',
-  'resize_workers',
   'scale_by_demo',
-  'slicing',
-  'sparse_loco',
   'state_specs',
-  'state_summary',
-  'striding',
-  'with_momentum',
+  'tools',
 ]

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from demo_optax import _tree as trees
 from demo_optax import accumulation, agreement, one_worker
 from demo_optax import flax as modules
-from demo_optax.compressors import Frozen
+from demo_optax.compressors.base import Frozen
 from demo_optax.demo import LayoutOf
 from demo_optax.one_worker import WORKER_AXIS, OwnParam, Result
 from demo_optax.workers import Workers
@@ -204,7 +204,7 @@ class DataParallelStep:
       **kwargs: keyword arguments of the step.
 
     Returns:
-      A `jax.stages.Lowered`; `compile()` it for `demo_optax.collectives`.
+      A `jax.stages.Lowered`; `compile()` it for `demo_optax.tools.collectives`.
     """
     call, _, leaves = self._open(args, kwargs)
     return self._jitted.lower(call, *call.split_donated(leaves))

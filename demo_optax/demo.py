@@ -15,7 +15,12 @@ from jax.sharding import PartitionSpec as P
 
 from demo_optax import _tree, agreement, compressors, one_worker
 from demo_optax import exchange as exchange_lib
-from demo_optax.compressors import CompressorTree, per_leaf
+from demo_optax.compressors.base import (
+  CompressorTree,
+  Frozen,
+  broadcast,
+  per_leaf,
+)
 from demo_optax.compressors.buckets import Layout, make_layout
 from demo_optax.engine import topk
 from demo_optax.exchange import Hyper, Step, WorkerState
@@ -217,7 +222,7 @@ def scale_by_demo(
       name = layout.leaves[layout.averaged[0]].name
       raise ValueError(
           f'{name} is averaged uncompressed, which cannot be late: with delay=1'
-          ' give it demo_optax.full() instead of None.'
+          ' give it demo_optax.compressors.full() instead of None.'
       )
     decays, which_decay = _different(decay, tree, 'decay')
     weights, which = _different(gradient_weight, tree, 'gradient_weight')
@@ -291,7 +296,7 @@ def scale_by_demo(
     step, decays, weights = step_of(tree, leaves, decay, gradient_weight)
     frozen = {
         i for i, leaf in enumerate(step.layout.leaves)
-        if isinstance(leaf.compressor, compressors.Frozen)
+        if isinstance(leaf.compressor, Frozen)
     }
     for i, ((path, g), p) in enumerate(zip(flat, like)):
       if p is not None and i not in frozen:
@@ -344,7 +349,7 @@ def _different(
   found: dict[Any, int] = {}
   values: list[Any] = []
   which = []
-  for x in compressors.broadcast(prefix, tree, argument):
+  for x in broadcast(prefix, tree, argument):
     key = x if isinstance(x, int | float) else id(x)
     if key not in found:
       found[key] = len(values)
@@ -395,7 +400,7 @@ def _check_state(state: DeMoState, step: Step, workers: Workers) -> None:
       raise ValueError(
           f'The momentum of the state is of {size[0]} workers, but {workers}'
           f' has {shape[0]}. Make the state with tx.init under the same workers'
-          ' that update uses, or use demo_optax.resize_workers.'
+          ' that update uses, or use demo_optax.checkpoint.resize_workers.'
       )
     raise ValueError(
         f'The momentum {bucket.name} of the state has shape {size}, but'

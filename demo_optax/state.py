@@ -17,12 +17,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from demo_optax import _tree
-from demo_optax.compressors import (
-  FROZEN,
-  CompressorTree,
-  chunking,
-  per_leaf,
-)
+from demo_optax.compressors import FROZEN, chunking
+from demo_optax.compressors.base import CompressorTree, per_leaf
 from demo_optax.compressors.buckets import Layout, make_layout
 from demo_optax.demo import LayoutOf, check_digest, describe_leaf
 from demo_optax.tools import placement, tables
@@ -35,6 +31,14 @@ from demo_optax.workers.sharding import (
   is_stacked,
   path_keys,
 )
+
+__all__ = [
+  'exchange_info',
+  'momentum',
+  'state_specs',
+  'state_summary',
+  'with_momentum',
+]
 
 
 def state_specs(
@@ -135,7 +139,8 @@ def momentum(
     >>> params = jnp.zeros((2, 2))
     >>> gradients = jnp.array([[[1., 1.], [1., 2.]], [[1., 0.], [0., 1.]]])
     >>> _, state = tx.update(gradients, tx.init(params))
-    >>> print(demo_optax.momentum(state, params, compressor, workers).round(2))
+    >>> m = demo_optax.state.momentum(state, params, compressor, workers)
+    >>> print(m.round(2))
     [[[-0.25 -0.25]
       [-0.25  0.75]]
      [[ 0.5  -0.5 ]
@@ -194,9 +199,9 @@ def with_momentum(
     >>> new = demo_optax.dct_topk(chunk_size=2, topk=1)
     >>> params = jnp.zeros((4, 4))
     >>> state = demo_optax.scale_by_demo(old, workers=workers).init(params)
-    >>> moments = demo_optax.momentum(state, params, old, workers)
+    >>> moments = demo_optax.state.momentum(state, params, old, workers)
     >>> state = demo_optax.scale_by_demo(new, workers=workers).init(params)
-    >>> state = demo_optax.with_momentum(state, moments, new, workers)
+    >>> state = demo_optax.state.with_momentum(state, moments, new, workers)
     >>> {k: x.shape for k, x in state.worker_stacked.momentum.items()}
     {'bucket_000_2x2': (2, 4, 4)}
 
@@ -324,7 +329,7 @@ def state_summary(opt_state: chex.ArrayTree) -> str:
     >>> tx = demo_optax.scale_by_demo(compressor, workers=workers)
     >>> state = tx.init(jnp.zeros((2, 2)))
     >>> gradients = jnp.array([[[1., 1.], [1., 2.]], [[1., 0.], [0., 1.]]])
-    >>> print(demo_optax.state_summary(tx.update(gradients, state)[1]))
+    >>> print(demo_optax.state.state_summary(tx.update(gradients, state)[1]))
     1 exchange of 2 workers. The last one:
       sent 80.6% of the momentum's energy; what stays behind has norm 0.935
       a coefficient that was sent was sent by 2.00 workers on average

@@ -46,14 +46,14 @@ BASES = {
 }
 TOPK = {
     'dct': demo_optax.dct_topk,
-    'hadamard': demo_optax.hadamard_topk,
-    'random-orthogonal': demo_optax.random_orthogonal_topk,
-    'identity': demo_optax.identity_topk,
+    'hadamard': demo_optax.compressors.hadamard_topk,
+    'random-orthogonal': demo_optax.compressors.random_orthogonal_topk,
+    'identity': demo_optax.compressors.identity_topk,
 }
 SUBSETS = {
-    'random-subset': demo_optax.random_subset,
-    'striding': demo_optax.striding,
-    'slicing': demo_optax.slicing,
+    'random-subset': demo_optax.compressors.random_subset,
+    'striding': demo_optax.compressors.striding,
+    'slicing': demo_optax.compressors.slicing,
 }
 
 
@@ -196,13 +196,13 @@ def local_updates(
       'outer_learning_rate': args.outer_lr,
   }
   if args.optimizer == 'diloco':
-    return demo_optax.diloco(
+    return demo_optax.local.diloco(
         inner, outer_momentum=args.outer_momentum, **every
     )
   sent = {'compressor': make_compressor(args), 'decay': args.outer_decay}
   if args.optimizer == 'sparse-loco':
-    return demo_optax.sparse_loco(inner, **sent, **every)
-  return demo_optax.demo_diloco(
+    return demo_optax.local.sparse_loco(inner, **sent, **every)
+  return demo_optax.local.demo_diloco(
       inner, **sent, **every, delay=args.delay,
       drift=args.optimizer == 'demo-diloco-drift',
   )
@@ -222,14 +222,16 @@ def adamw(
 
 def make_compressor(args: argparse.Namespace) -> demo_optax.Compressor:
   if args.optimizer == 'diloco':
-    return demo_optax.full()
+    return demo_optax.compressors.full()
   if args.optimizer == 'sparse-loco':
-    return demo_optax.identity_topk(args.chunk, args.topk, values=args.values)
+    return demo_optax.compressors.identity_topk(
+        args.chunk, args.topk, values=args.values
+    )
   if args.compressor in TOPK:
     return TOPK[args.compressor](args.chunk, args.topk, values=args.values)
   if args.compressor in SUBSETS:
     return SUBSETS[args.compressor](args.rate, chunk_size=args.chunk)
-  return demo_optax.full()
+  return demo_optax.compressors.full()
 
 
 def own_compressor(args: argparse.Namespace) -> demo_optax.Compressor:

@@ -147,7 +147,7 @@ def train(
       f'  {plan.sent_bytes / 1e3:.1f} kB sent per worker and step;'
       f' {len(other)} leaves cut otherwise than on one device'
   )
-  traffic = by_axes(demo_optax.collectives(compiled, run.mesh))
+  traffic = by_axes(demo_optax.tools.collectives(compiled, run.mesh))
   for (kind, axes), (number, received) in traffic.items():
     print(
         f'  {number:3} x {kind:<18} over {" ".join(axes):<14}'
@@ -190,7 +190,7 @@ def device_bytes(tree: Any) -> int:
 
 
 def by_axes(
-    collectives: list[demo_optax.Collective],
+    collectives: list[demo_optax.tools.Collective],
 ) -> dict[tuple[str, tuple[str, ...]], tuple[int, int]]:
   """Number and received bytes of the collectives by kind and mesh axes."""
   total: dict[tuple[str, tuple[str, ...]], tuple[int, int]] = {}

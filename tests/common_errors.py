@@ -95,7 +95,7 @@ def stock_state(params, state, x):
 
 
 def outer_alone():
-  tx = demo_optax.local_updates(optax.sgd(1.0), optax.sgd(1.0), 1, workers=FOUR)
+  tx = demo_optax.local.local_updates(optax.sgd(1.0), optax.sgd(1.0), 1, workers=FOUR)
 
   @demo_optax.data_parallel(FOUR)
   def train_step(params, state, x):
@@ -137,7 +137,7 @@ CASES = [
     ('`decay=1.0`', lambda: demo(decay=1.0)),
     ("`values='int3'`", lambda: demo_optax.dct_topk(values='int3')),
     ('sides that are no powers of two, for Hadamard',
-     lambda: demo(compressor=demo_optax.hadamard_topk(48)).init(
+     lambda: demo(compressor=demo_optax.compressors.hadamard_topk(48)).init(
          {'w': jnp.ones((96, 96))})),
     ('a state of another number of workers',
      lambda: update(demo(), state=demo(
@@ -153,11 +153,11 @@ CASES = [
              {'w': jnp.ones((8, 8), jnp.bfloat16)})),
     ('complex parameters',
      lambda: demo().init({'z': jnp.ones(3, jnp.complex64)})),
-    ('`demo_optax.momentum` of another optimizer',
-     lambda: demo_optax.momentum(
+    ('`demo_optax.state.momentum` of another optimizer',
+     lambda: demo_optax.state.momentum(
          optax.adam(1e-3).init(PARAMS), PARAMS, demo_optax.dct_topk(), FOUR)),
     ('local updates outside of a `data_parallel` step',
-     lambda: update(demo_optax.diloco(workers=FOUR), PARAMS)),
+     lambda: update(demo_optax.local.diloco(workers=FOUR), PARAMS)),
     ('an outer optimizer without an exchange', outer_alone),
 ]
 

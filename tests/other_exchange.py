@@ -26,7 +26,7 @@ SETTINGS = {  # of either process; what the error names
     'k': (TOPK, demo_optax.dct_topk(16, 5)),
     'chunk': (TOPK, demo_optax.dct_topk(8, 4)),
     'values': (TOPK, demo_optax.dct_topk(16, 4, values='bfloat16')),
-    'as many bytes': (TOPK, demo_optax.hadamard_topk(16, 4)),
+    'as many bytes': (TOPK, demo_optax.compressors.hadamard_topk(16, 4)),
     'averaged': (TOPK, {'w': TOPK, 'b': None}),
     'average': ({'average': 'senders'}, {'average': 'workers'}),
     'delay': ({'delay': 0}, {'delay': 1}),

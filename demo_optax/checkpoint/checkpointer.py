@@ -41,10 +41,10 @@ import demo_optax
 from demo_optax import _tree as trees
 from demo_optax.checkpoint import folder as folders
 from demo_optax.checkpoint import resize as elastic
-from demo_optax.compressors import (
+from demo_optax.compressors import chunking
+from demo_optax.compressors.base import (
   Compressor,
   CompressorTree,
-  chunking,
   per_leaf,
 )
 from demo_optax.compressors.buckets import Layout, Leaf
@@ -332,7 +332,7 @@ class Checkpointer:
       step: of which checkpoint; by default the last, also if another process
         writes new ones meanwhile.
       resize: regroup a checkpoint of another number of workers, as
-        `demo_optax.resize_workers` does.
+        `demo_optax.checkpoint.resize_workers` does.
       rechunk: the compressor that the checkpoint was made with, or the tree of
         them. What it cut
         into other chunks than this one's compressor and workers do is taken to

@@ -67,7 +67,7 @@ def resize_workers(opt_state: chex.ArrayTree, n: int) -> chex.ArrayTree:
     >>> import demo_optax, jax.numpy as jnp
     >>> state = {'worker_stacked': jnp.arange(4.0)}
     >>> for n in (2, 3, 8):
-    ...   state_of_n = demo_optax.resize_workers(state, n)
+    ...   state_of_n = demo_optax.checkpoint.resize_workers(state, n)
     ...   print(state_of_n['worker_stacked'].round(2))
     [0.5 2.5]
     [0.25 1.5  2.75]

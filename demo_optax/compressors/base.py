@@ -70,7 +70,7 @@ class Compressor:
     >>> from demo_optax import compressors
     >>> raw = compressors.Compressor(
     ...     compressors.TopK(8), compressors.Identity(), chunk_size=32)
-    >>> raw == demo_optax.identity_topk(32, 8)
+    >>> raw == demo_optax.compressors.identity_topk(32, 8)
     True
   """
 
@@ -322,7 +322,7 @@ def hadamard_topk(
 
   Example:
     >>> import demo_optax, jax, jax.numpy as jnp
-    >>> compressor = demo_optax.hadamard_topk(topk=8)
+    >>> compressor = demo_optax.compressors.hadamard_topk(topk=8)
     >>> params = {'w': jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
     >>> demo_optax.plan(params, compressor, workers=16).sent_bytes / 4096
     42.878...
@@ -370,7 +370,7 @@ def random_orthogonal_topk(
 
   Example:
     >>> import demo_optax
-    >>> demo_optax.random_orthogonal_topk(32, 8).basis
+    >>> demo_optax.compressors.random_orthogonal_topk(32, 8).basis
     RandomOrthogonal(seed=0)
 
   References:
@@ -416,7 +416,7 @@ def identity_topk(
     >>> import demo_optax, jax.numpy as jnp
     >>> workers = demo_optax.Workers.simulated(1)
     >>> tx = demo_optax.scale_by_demo(
-    ...     demo_optax.identity_topk(topk=1), workers=workers)
+    ...     demo_optax.compressors.identity_topk(topk=1), workers=workers)
     >>> params = jnp.zeros(4)
     >>> update, _ = tx.update(
     ...     jnp.array([[1.0, -3.0, 2.0, 0.0]]), tx.init(params), params)
@@ -459,7 +459,7 @@ def random_subset(
   Example:
     >>> import demo_optax, jax, jax.numpy as jnp
     >>> params = {'w': jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
-    >>> compressor = demo_optax.random_subset(1 / 32)
+    >>> compressor = demo_optax.compressors.random_subset(1 / 32)
     >>> for workers in (2, 64):
     ...   print(demo_optax.plan(params, compressor, workers).received_bytes)
     2097168
@@ -500,7 +500,7 @@ def striding(
 
   Example:
     >>> import demo_optax
-    >>> demo_optax.striding(1 / 16).select
+    >>> demo_optax.compressors.striding(1 / 16).select
     Striding(rate=0.0625)
 
   References:
@@ -534,7 +534,7 @@ def slicing(
 
   Example:
     >>> import demo_optax
-    >>> demo_optax.slicing(1 / 16).select
+    >>> demo_optax.compressors.slicing(1 / 16).select
     Slicing(rate=0.0625)
 
   References:
@@ -566,7 +566,8 @@ def full() -> Compressor:
   Example:
     >>> import demo_optax, jax.numpy as jnp
     >>> workers = demo_optax.Workers.simulated(2)
-    >>> tx = demo_optax.scale_by_demo(demo_optax.full(), workers=workers)
+    >>> everything = demo_optax.compressors.full()
+    >>> tx = demo_optax.scale_by_demo(everything, workers=workers)
     >>> params = jnp.zeros(2)
     >>> gradients = jnp.array([[3.0, 4.0], [1.0, 0.0]])
     >>> print(tx.update(gradients, tx.init(params), params)[0])

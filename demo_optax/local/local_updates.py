@@ -138,7 +138,7 @@ def local_updates(
     >>> workers = demo_optax.Workers.simulated(2)
     >>> outer = optax.chain(
     ...     demo_optax.average(workers=workers), optax.sgd(1.0))
-    >>> tx = demo_optax.local_updates(
+    >>> tx = demo_optax.local.local_updates(
     ...     optax.sgd(1.0), outer, sync_period=2, workers=workers)
     >>> params = {'w': jnp.zeros(())}
     >>> state = tx.init(params)

@@ -54,7 +54,7 @@ def diloco(
   Example:
     >>> import demo_optax, jax, jax.numpy as jnp, optax
     >>> workers = demo_optax.Workers.simulated(4)
-    >>> tx = demo_optax.diloco(
+    >>> tx = demo_optax.local.diloco(
     ...     optax.sgd(0.5), workers=workers, sync_period=10)
     >>> params = {'w': jnp.ones((8, 8))}
     >>> state = tx.init(params)
@@ -147,7 +147,7 @@ def demo_diloco(
     >>> import demo_optax, jax, jax.numpy as jnp, optax
     >>> workers = demo_optax.Workers.simulated(4)
     >>> compressor = demo_optax.dct_topk(topk=8)
-    >>> tx = demo_optax.demo_diloco(
+    >>> tx = demo_optax.local.demo_diloco(
     ...     workers=workers, compressor=compressor, sync_period=100)
     >>> params = {'w': jax.ShapeDtypeStruct((1024, 1024), jnp.float32)}
     >>> plan = demo_optax.plan(params, compressor, workers)
@@ -212,9 +212,9 @@ def sparse_loco(
   Example:
     >>> import demo_optax, jax.numpy as jnp, optax
     >>> workers = demo_optax.Workers.simulated(2)
-    >>> tx = demo_optax.sparse_loco(
+    >>> tx = demo_optax.local.sparse_loco(
     ...     optax.sgd(1.0), workers=workers, sync_period=1,
-    ...     compressor=demo_optax.identity_topk(topk=1))
+    ...     compressor=demo_optax.compressors.identity_topk(topk=1))
     >>> params = {'w': jnp.zeros(4)}
     >>> @demo_optax.data_parallel(workers)
     ... def train_step(params, state, x):

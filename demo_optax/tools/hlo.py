@@ -97,13 +97,13 @@ def collectives(
   Example:
     >>> import demo_optax, jax, jax.numpy as jnp
     >>> compiled = jax.jit(jnp.sum).lower(jnp.ones(3)).compile()
-    >>> demo_optax.collectives(compiled)
+    >>> demo_optax.tools.collectives(compiled)
     []
     >>> text = '''HloModule step, num_partitions=8
     ... %g = u8[4,100] all-gather(%p), replica_groups=[2,4]<=[8], dimensions={0}
     ... '''
     >>> mesh = jax.sharding.AbstractMesh((2, 4), ('replica', 'fsdp'))
-    >>> for c in demo_optax.collectives(text, mesh):
+    >>> for c in demo_optax.tools.collectives(text, mesh):
     ...   print(c.kind, c.axes, c.group_size, c.sent_bytes)
     all-gather ('fsdp',) 4 300
 

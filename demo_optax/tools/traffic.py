@@ -11,7 +11,12 @@ import chex
 import jax
 import numpy as np
 
-from demo_optax import compressors
+from demo_optax.compressors.base import (
+  Compressor,
+  CompressorTree,
+  Frozen,
+  per_leaf,
+)
 from demo_optax.compressors.buckets import Layout, Leaf, make_layout
 from demo_optax.demo import describe_leaf
 from demo_optax.tools import tables
@@ -265,7 +270,7 @@ class Plan:
 
 def plan(
     params: chex.ArrayTree,
-    compressor: compressors.CompressorTree,
+    compressor: CompressorTree,
     workers: Workers | int,
 ) -> Plan:
   r"""What an exchange will send, before anything is run.
@@ -330,13 +335,13 @@ def plan(
   flat = jax.tree_util.tree_flatten_with_path(params)[0]
   layout = make_layout(
       [describe_leaf(path, np.shape(x), x, specs) for path, x in flat],
-      compressors.per_leaf(compressor, params),
+      per_leaf(compressor, params),
       specs.axis_sizes,
   )
   leaves = [
       _averaged(leaf) if leaf.compressor is None else _leaf_bytes(leaf)
       for leaf in layout.leaves
-      if not isinstance(leaf.compressor, compressors.Frozen)
+      if not isinstance(leaf.compressor, Frozen)
   ]
   averaged = sum(
       leaves_bytes.sent_bytes // math.prod(leaves_bytes.blocks)
@@ -359,7 +364,7 @@ def plan(
 def _leaf_bytes(leaf: Leaf) -> LeafBytes:
   """Returns what a leaf costs, all its shards together."""
   compressor, plan, blocks = leaf.compressor, leaf.plan, leaf.sharding.blocks
-  assert isinstance(compressor, compressors.Compressor) and plan is not None
+  assert isinstance(compressor, Compressor) and plan is not None
   shards = math.prod(blocks)
   grid, chunk_format = plan.grid, plan.format
   alone = compressor.plan(leaf.shape, leaf.dtype)

@@ -55,17 +55,17 @@ def random_matrix(length):
 TOPK = {
     'dct': (demo_optax.dct_topk(16, 5), dct_matrix),
     'rows': (demo_optax.dct_topk((1, 24), 5), dct_matrix),
-    'hadamard': (demo_optax.hadamard_topk(16, 5), hadamard_matrix),
-    'random': (demo_optax.random_orthogonal_topk(16, 5, seed=3), random_matrix),
-    'identity': (demo_optax.identity_topk(16, 5, values='int8'), np.eye),
+    'hadamard': (demo_optax.compressors.hadamard_topk(16, 5), hadamard_matrix),
+    'random': (demo_optax.compressors.random_orthogonal_topk(16, 5, seed=3), random_matrix),
+    'identity': (demo_optax.compressors.identity_topk(16, 5, values='int8'), np.eye),
 }
 SUBSETS = {
-    'random_subset': (demo_optax.random_subset(0.11, chunk_size=16, seed=2),
+    'random_subset': (demo_optax.compressors.random_subset(0.11, chunk_size=16, seed=2),
                       0.11, random_places(2)),
-    'striding': (demo_optax.striding(0.11, chunk_size=16), 0.11,
+    'striding': (demo_optax.compressors.striding(0.11, chunk_size=16), 0.11,
                  striding_places),
-    'slicing': (demo_optax.slicing(0.11, chunk_size=16), 0.11, slicing_places),
-    'full': (demo_optax.full(), 1, None),
+    'slicing': (demo_optax.compressors.slicing(0.11, chunk_size=16), 0.11, slicing_places),
+    'full': (demo_optax.compressors.full(), 1, None),
 }
 ALL = {name: code for name, (code, *_) in {**TOPK, **SUBSETS}.items()}
 
@@ -102,7 +102,7 @@ def test_oracle(name, x64):
           updates[key], oracles[key].exchange(gradient), atol=1e-11,
           err_msg=f'{key}, step {step}')
     assert int(state.metrics['num_excluded']) == (step in (2, 3))
-  kept = demo_optax.momentum(state, params, ALL[name], workers)
+  kept = demo_optax.state.momentum(state, params, ALL[name], workers)
   for key, known in oracles.items():
     np.testing.assert_allclose(
         kept[key], known.m.reshape(kept[key].shape), atol=1e-11)
@@ -121,14 +121,14 @@ def test_protocol(name):
     placed = replicated(params, workers)
     state, update = tx.init(placed), jax.jit(tx.update)
     before = jax.tree.map(
-        np.asarray, demo_optax.momentum(state, params, compressor, workers))
+        np.asarray, demo_optax.state.momentum(state, params, compressor, workers))
     for step in range(2):
       gradients = stacked(random_tree(step, shapes, lead=(N,)), workers)
       updates, state = update(gradients, state, placed)
       assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
       assert all(u.dtype == jnp.float32 for u in jax.tree.leaves(updates))
       kept = jax.tree.map(
-          np.asarray, demo_optax.momentum(state, params, compressor, workers))
+          np.asarray, demo_optax.state.momentum(state, params, compressor, workers))
       for key in shapes:  # what is kept and what was sent is what was there
         np.testing.assert_allclose(
             kept[key].mean(0) + updates[key],
@@ -146,7 +146,7 @@ def test_protocol(name):
     np.testing.assert_allclose(known, results[1][2][key], rtol=1e-5)
 
   plan = demo_optax.plan(params, compressor, workers)
-  found = demo_optax.collectives(
+  found = demo_optax.tools.collectives(
       update.lower(gradients, state, placed).compile())
   kind = 'all-reduce' if name in SUBSETS else 'all-gather'
   assert [c.kind for c in found] == [kind]
@@ -210,29 +210,29 @@ def test_a_share_is_the_ceiling_of_what_is_written(rate, n, k):
 
 def test_compressors_are_equal_by_value():
   assert demo_optax.dct_topk(16, 4) == demo_optax.dct_topk(16, 4)
-  assert hash(demo_optax.full()) == hash(demo_optax.full())
-  assert demo_optax.dct_topk(16, 4) != demo_optax.identity_topk(16, 4)
-  assert Compressor(TopK(4), Identity(), 16) == demo_optax.identity_topk(16, 4)
+  assert hash(demo_optax.compressors.full()) == hash(demo_optax.compressors.full())
+  assert demo_optax.dct_topk(16, 4) != demo_optax.compressors.identity_topk(16, 4)
+  assert Compressor(TopK(4), Identity(), 16) == demo_optax.compressors.identity_topk(16, 4)
 
 
 def test_hadamard_wants_powers_of_two():
   with pytest.raises(ValueError, match='chunk_size=48 must be a power of two'):
-    demo_optax.hadamard_topk(48)
-  compressor = demo_optax.hadamard_topk(32, 4)
+    demo_optax.compressors.hadamard_topk(48)
+  compressor = demo_optax.compressors.hadamard_topk(32, 4)
   with pytest.raises(ValueError, match=r'shape \(96, 60\).*30 is not a power of two.*dct'):
     demo_optax.plan(jnp.zeros((96, 60)), compressor, 2)
 
 
 @pytest.mark.parametrize('make, match', [
-    (lambda: demo_optax.random_subset(0.0), r'rate=0.0 is not in \(0, 1\]'),
-    (lambda: demo_optax.striding(1.5), r'rate=1.5 is not in'),
-    (lambda: demo_optax.slicing(float('nan')), 'rate=nan'),
-    (lambda: demo_optax.random_subset(0.1, seed=-1), 'seed=-1'),
-    (lambda: demo_optax.random_subset(0.1, seed=2**32), 'seed=4294967296'),
-    (lambda: demo_optax.random_orthogonal_topk((1, 768)), 'not be above 256'),
+    (lambda: demo_optax.compressors.random_subset(0.0), r'rate=0.0 is not in \(0, 1\]'),
+    (lambda: demo_optax.compressors.striding(1.5), r'rate=1.5 is not in'),
+    (lambda: demo_optax.compressors.slicing(float('nan')), 'rate=nan'),
+    (lambda: demo_optax.compressors.random_subset(0.1, seed=-1), 'seed=-1'),
+    (lambda: demo_optax.compressors.random_subset(0.1, seed=2**32), 'seed=4294967296'),
+    (lambda: demo_optax.compressors.random_orthogonal_topk((1, 768)), 'not be above 256'),
     (lambda: wire.ChunkFormat(8, 2, 'float32', 'sign', shared=True), 'sign'),
-    (lambda: demo_optax.random_orthogonal_topk(seed=-2), 'seed=-2'),
-    (lambda: demo_optax.identity_topk(0), 'chunk_size=0'),
+    (lambda: demo_optax.compressors.random_orthogonal_topk(seed=-2), 'seed=-2'),
+    (lambda: demo_optax.compressors.identity_topk(0), 'chunk_size=0'),
     (lambda: demo_optax.dct_topk((1, 2, 3)), 'one number, or two'),
 ])
 def test_bad_values(make, match):
@@ -241,8 +241,8 @@ def test_bad_values(make, match):
 
 
 @pytest.mark.parametrize('make, match', [
-    (lambda: demo_optax.striding('all'), "rate='all'"),
-    (lambda: demo_optax.random_subset(0.1, seed=0.5), 'seed=0.5'),
+    (lambda: demo_optax.compressors.striding('all'), "rate='all'"),
+    (lambda: demo_optax.compressors.random_subset(0.1, seed=0.5), 'seed=0.5'),
     (lambda: demo_optax.dct_topk((1, 2.5)), 'chunk_size=2.5'),
 ])
 def test_bad_types(make, match):
@@ -252,7 +252,7 @@ def test_bad_types(make, match):
 
 def test_info_says_what_was_sent_and_kept():
   workers = demo_optax.Workers.simulated(3)
-  compressor = demo_optax.identity_topk(4, 1)
+  compressor = demo_optax.compressors.identity_topk(4, 1)
   tx = demo_optax.scale_by_demo(compressor, 0.9, workers=workers)
   params = jnp.zeros((4, 8))
   g = np.zeros((3, 4, 8), np.float32)
@@ -297,7 +297,7 @@ def test_a_selection_in_any_order_and_of_another_code():
     return np.asarray(updates)
 
   known = demo_optax.scale_by_demo(
-      demo_optax.identity_topk(16, 8), workers=workers)
+      demo_optax.compressors.identity_topk(16, 8), workers=workers)
   expected, _ = known.update(gradients, known.init(params), params)
   np.testing.assert_array_equal(run(Mine(True)), expected)
   assert np.count_nonzero(run(Mine(False))) == 8
@@ -339,7 +339,7 @@ def test_compressors_of_the_guide(guide, make):
   params = {'w': jnp.zeros((16, 24)), 'b': jnp.zeros(20)}
   gradients = random_tree(0, {'w': (2, 16, 24), 'b': (2, 20)})
   updates, state = jax.jit(tx.update)(gradients, tx.init(params), params)
-  kept = demo_optax.momentum(state, params, compressor, workers)
+  kept = demo_optax.state.momentum(state, params, compressor, workers)
   for key, moment in kept.items():
     assert np.any(moment) and np.any(updates[key])
     np.testing.assert_allclose(
@@ -380,5 +380,5 @@ def test_tree_of_the_guide(guide):
   with jax.numpy_dtype_promotion('standard'):
     updates, state = jax.jit(tx.update)(gradients, tx.init(params), params)
   assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
-  kept = demo_optax.momentum(state, params, guide['by_leaf'], guide['workers'])
+  kept = demo_optax.state.momentum(state, params, guide['by_leaf'], guide['workers'])
   assert kept['norm'] is None and kept['embed'].shape == (2, 100, 64)

@@ -23,7 +23,7 @@ from demo_optax.checkpoint.checkpointer import Checkpointer
 SHAPES = {'padded': (31, 37), 'matrix': (32, 64)}  # every leaf compiles
 COMPRESSORS = {
     'gathered': demo_optax.dct_topk(16, 5),
-    'summed': demo_optax.random_subset(0.3, chunk_size=16),
+    'summed': demo_optax.compressors.random_subset(0.3, chunk_size=16),
 }
 
 
@@ -220,7 +220,7 @@ def test_what_travels_does_not_wait_for_gradients(kind):
     params = workers.device_put({'w': np.ones((32, 32), np.float32)})
     x = stacked(np.ones((4, 2, 32), np.float32), workers)
     compiled = jax.jit(step_fn).lower(params, tx.init(params), x).compile()
-    (found,) = demo_optax.collectives(compiled, workers.mesh)
+    (found,) = demo_optax.tools.collectives(compiled, workers.mesh)
     assert found.kind == collective
     return inputs_of(compiled.as_text(), collective)
 
@@ -265,7 +265,7 @@ def test_a_payload_in_flight_survives_a_checkpoint(where, tmp_path):
       pytest.raises(ValueError, match='in the state, .* here'),
   ):
     checkpoints.restore(fresh, rechunk=compressor)
-  two = demo_optax.resize_workers(middle['opt_state'], 2)
+  two = demo_optax.checkpoint.resize_workers(middle['opt_state'], 2)
   sizes = {x.shape[0] for x in jax.tree.leaves(two[0].worker_stacked)}
   assert sizes == {2}
 

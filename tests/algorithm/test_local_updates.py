@@ -28,7 +28,7 @@ from demo_optax.checkpoint.checkpointer import Checkpointer
 SHAPES = {'padded': (31, 37), 'short': (7,)}  # every leaf compiles
 LIMIT, TOPK = 16, 5
 COMPRESSOR = demo_optax.dct_topk(LIMIT, TOPK)
-RAW = demo_optax.identity_topk(LIMIT, TOPK, values='int4')
+RAW = demo_optax.compressors.identity_topk(LIMIT, TOPK, values='int4')
 RATES = {'learning_rate': 1e-2, 'b1': 0.9, 'b2': 0.95, 'weight_decay': 0.1}
 DECAY = 0.9
 
@@ -37,12 +37,12 @@ def make(method, workers, period=3):
   inner = optax.adamw(**RATES)
   kwargs = {'workers': workers, 'sync_period': period}
   if method == 'diloco':
-    return demo_optax.diloco(
+    return demo_optax.local.diloco(
         inner, outer_learning_rate=0.7, outer_momentum=0.9, **kwargs)
   if method == 'sparse_loco':
-    return demo_optax.sparse_loco(
+    return demo_optax.local.sparse_loco(
         inner, compressor=RAW, outer_learning_rate=0.8, decay=DECAY, **kwargs)
-  return demo_optax.demo_diloco(
+  return demo_optax.local.demo_diloco(
       inner, compressor=COMPRESSOR, outer_learning_rate=0.7, decay=DECAY,
       drift=method == 'drift', **kwargs)
 
@@ -238,7 +238,7 @@ def test_any_chain_with_an_exchange_is_an_outer_optimizer():
            'dense': demo_optax.average(workers=workers)},
           {'padded': 'sparse', 'short': 'dense'}),
       optax.sgd(1.0))
-  tx = demo_optax.local_updates(optax.sgd(0.1), outer, 2, workers=workers)
+  tx = demo_optax.local.local_updates(optax.sgd(0.1), outer, 2, workers=workers)
   params = start()
   state, train_step = tx.init(params), make_step(tx, workers)
   moved = params['short']
@@ -260,7 +260,7 @@ def test_workers_of_several_devices(drift):
   seen = []
   for workers in (demo_optax.Workers.on_mesh(mesh, 'data', specs),
                   demo_optax.Workers.simulated(2, specs, {'fsdp': 4})):
-    tx = demo_optax.demo_diloco(
+    tx = demo_optax.local.demo_diloco(
         optax.sgd(0.1), workers=workers, compressor=COMPRESSOR, sync_period=2,
         drift=drift)
     params = first
@@ -354,7 +354,7 @@ def test_only_exchange_steps_communicate(method, kind):
   compiled = train_step.lower(
       params, tx.init(params), np.ones((8, 32), np.float32)).compile()
   text = compiled.as_text()
-  found = demo_optax.collectives(compiled, workers.mesh)
+  found = demo_optax.tools.collectives(compiled, workers.mesh)
   assert {c.axes for c in found} == {('data',)}
   if method == 'drift':  # the mean for evaluation: beside what is published
     means = [c for c in found if c.kind == 'all-reduce']
@@ -426,7 +426,7 @@ def test_resumed_in_the_middle_of_a_period(method, where, tmp_path):
   two = demo_optax.Workers.simulated(2)
   with (Checkpointer(tmp_path, start(), COMPRESSOR, two) as checkpoints,
         pytest.raises(ValueError, match=r'(?s)workers.*resize=True')):
-    checkpoints.restore(demo_optax.resize_workers(fresh(), 2))
+    checkpoints.restore(demo_optax.checkpoint.resize_workers(fresh(), 2))
   assert_same_bits(go_on(restored, range(7, 12)), go_on(middle, range(7, 12)))
 
 
@@ -434,7 +434,7 @@ def test_another_number_of_workers():
   """The shared parameters stay; what is each worker's own is regrouped."""
   four, two = (demo_optax.Workers.simulated(n) for n in (4, 2))
   _, params, state = run('demo_diloco', four, 12)
-  resized = demo_optax.resize_workers(state, 2)
+  resized = demo_optax.checkpoint.resize_workers(state, 2)
   assert_same_bits(resized.global_params, state.global_params)
   for k, x in params.items():
     np.testing.assert_array_equal(
@@ -558,7 +558,7 @@ def test_linen_train_state():
       apply_fn=net.apply, params=net.init(jax.random.key(0), x)['params'],
       tx=optax.chain(
           optax.clip_by_global_norm(1.0),
-          demo_optax.diloco(optax.adam(0.1), workers=workers, sync_period=3)))
+          demo_optax.local.diloco(optax.adam(0.1), workers=workers, sync_period=3)))
 
   @demo_optax.data_parallel(workers)
   def train_step(state, x):
@@ -612,7 +612,7 @@ def test_sharded_workers_do_not_compile_again():
   mesh = jax.make_mesh((2, 2), ('data', 'fsdp'), axis_types=(AxisType.Auto,) * 2,
                        devices=jax.devices()[:4])
   workers = demo_optax.Workers.on_mesh(mesh, 'data', {'w': P(None, 'fsdp'), 'b': None})
-  tx = demo_optax.diloco(optax.sgd(1e-2), workers=workers, sync_period=2)
+  tx = demo_optax.local.diloco(optax.sgd(1e-2), workers=workers, sync_period=2)
   params = {'w': jnp.ones((8, 8)), 'b': jnp.zeros(8)}
 
   @demo_optax.data_parallel(workers)
@@ -637,7 +637,7 @@ def test_sharded_workers_do_not_compile_again():
 def test_a_step_that_would_not_be_finite_is_left_out():
   """Adam squares a gradient that is finite itself."""
   workers = demo_optax.Workers.simulated(2)
-  tx = demo_optax.diloco(optax.adam(1e-2), workers=workers, sync_period=4)
+  tx = demo_optax.local.diloco(optax.adam(1e-2), workers=workers, sync_period=4)
   params = {'padded': jnp.ones(4)}
   state, train_step = tx.init(params), make_step(tx, workers)
   for step in range(4):
@@ -658,16 +658,16 @@ def test_mistakes():
   workers = demo_optax.Workers.simulated(2)
   sgd = optax.sgd(1.0)
   with pytest.raises(ValueError, match='sync_period=0 must be at least 1'):
-    demo_optax.local_updates(sgd, sgd, 0, workers=workers)
+    demo_optax.local.local_updates(sgd, sgd, 0, workers=workers)
   with pytest.raises(TypeError, match=r'sync_period=2\.5 must be an integer'):
-    demo_optax.local_updates(sgd, sgd, 2.5, workers=workers)
+    demo_optax.local.local_updates(sgd, sgd, 2.5, workers=workers)
   with pytest.raises(TypeError, match='static_args'):
-    demo_optax.local_updates(sgd, sgd, jnp.int32(2), workers=workers)
+    demo_optax.local.local_updates(sgd, sgd, jnp.int32(2), workers=workers)
   with pytest.raises(TypeError, match=r'on_axis.*Workers\.simulated'):
-    demo_optax.diloco(workers=demo_optax.Workers.on_axis('data'))
+    demo_optax.local.diloco(workers=demo_optax.Workers.on_axis('data'))
   params = {'w': np.ones(3, np.float32)}
   rows = np.ones((2, 3), np.float32)
-  tx = demo_optax.local_updates(sgd, sgd, 1, workers=workers)
+  tx = demo_optax.local.local_updates(sgd, sgd, 1, workers=workers)
   state = tx.init(params)
   with pytest.raises(ValueError, match='(?s)outside of a.*decorate it with'):
     tx.update(params, state, params)

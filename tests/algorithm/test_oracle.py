@@ -58,7 +58,7 @@ def run(workers, steps, *, limit=16, topk=5, decay=0.9, seed=0, left_out=None,
     updates, state = update(gradients, state, params)
     yield updates, {k: o.exchange(gradients[k]) for k, o in oracles.items()}
   momentum = jax.jit(
-      lambda state: demo_optax.momentum(state, params, compressor, who))(state)
+      lambda state: demo_optax.state.momentum(state, params, compressor, who))(state)
   yield momentum, {k: o.m.reshape(workers, *o.shape) for k, o in oracles.items()}
 
 

@@ -91,7 +91,7 @@ def test_one_gather_for_all(kind):
   update = jax.jit(tx.update)
   updates, _ = update(gradients, state, params)
   assert_replicas_equal(updates)
-  found = demo_optax.collectives(
+  found = demo_optax.tools.collectives(
       update.lower(gradients, state, params).compile())
   plan = demo_optax.plan(params, TREE, workers)
   (gather,) = [c for c in found if c.kind == 'all-gather']
@@ -112,7 +112,7 @@ def test_one_gather_for_all(kind):
 
 def test_gathered_and_summed_together():
   workers = demo_optax.Workers.simulated(N)
-  shared = demo_optax.striding(0.25, chunk_size=8)
+  shared = demo_optax.compressors.striding(0.25, chunk_size=8)
   codes = {'a': CODES['hidden'], 'b': shared, 'rows': shared,
            'gain': CODES['hidden']}
   tx = demo_optax.scale_by_demo(codes, workers=workers)
@@ -123,7 +123,7 @@ def test_gathered_and_summed_together():
   # Whoever is not finite in one leaf is left out of all.
   assert int(demo_optax.exchange_info(state)['num_excluded']) == 1
   assert all(np.isfinite(u).all() for u in jax.tree.leaves(updates))
-  kept = demo_optax.momentum(state, params, codes, workers)
+  kept = demo_optax.state.momentum(state, params, codes, workers)
   for name, moment in kept.items():
     assert not np.any(moment[2])
     expected = gradients[name][[0, 1, 3]].mean(0)
@@ -131,7 +131,7 @@ def test_gathered_and_summed_together():
       np.testing.assert_allclose(
           np.asarray(moment)[[0, 1, 3]].mean(0) + updates[name], expected,
           atol=1e-6)
-  again = demo_optax.with_momentum(state, kept, codes, workers)
+  again = demo_optax.state.with_momentum(state, kept, codes, workers)
   for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(again)):
     np.testing.assert_allclose(a, b, atol=1e-6)
 
@@ -141,7 +141,7 @@ def test_prefix_trees():
   workers = demo_optax.Workers.simulated(2)
   params = {'x': {'a': jnp.zeros((8, 8)), 'b': jnp.zeros((8, 8))},
             'y': jnp.zeros((8, 8))}
-  code = demo_optax.full()
+  code = demo_optax.compressors.full()
   tx = demo_optax.scale_by_demo(
       {'x': code, 'y': None}, {'x': {'a': 0.5, 'b': 0.0}, 'y': 0.0},
       workers=workers, alpha=0.0,
@@ -163,8 +163,8 @@ def test_averages_tell_who_was_excluded_and_frozen_leaves_do_not_count():
   for codes, excluded, mean in (
       ({'w': None, 'frozen': None}, 1, 4.0),
       ({'w': None, 'frozen': compressors.FROZEN}, 0, 3.0),
-      ({'w': demo_optax.full(), 'frozen': compressors.FROZEN}, 0, 3.0),
-      ({'w': demo_optax.full(), 'frozen': None}, 1, 4.0)):
+      ({'w': demo_optax.compressors.full(), 'frozen': compressors.FROZEN}, 0, 3.0),
+      ({'w': demo_optax.compressors.full(), 'frozen': None}, 1, 4.0)):
     tx = demo_optax.scale_by_demo(codes, workers=workers)
     updates, state = jax.jit(tx.update)(gradients, tx.init(params), params)
     assert int(demo_optax.exchange_info(state)['num_excluded']) == excluded
@@ -249,7 +249,7 @@ def test_momentum_is_never_that_of_another_leaf():
     restored = state._replace(layout=jax.tree.map(
         lambda x, y: x, tx.init(params).layout, state.layout))
     restored.layout.digest = tx.init(other).layout.digest
-    demo_optax.momentum(restored, params, demo_optax.dct_topk(8, 2), workers)
+    demo_optax.state.momentum(restored, params, demo_optax.dct_topk(8, 2), workers)
 
 
 def test_mistakes():
@@ -284,7 +284,7 @@ def test_averaged_leaves_of_several_devices():
   gradients = {
       k: jax.device_put(g, NamedSharding(mesh, P('replica', *specs[k])))
       for k, g in random_tree(1, shapes, lead=(2,)).items()}
-  found = demo_optax.collectives(
+  found = demo_optax.tools.collectives(
       jax.jit(tx.update).lower(gradients, state, params).compile(), mesh)
   plan = demo_optax.plan(params, codes, workers)
   moved = sum(c.received_bytes for c in found

@@ -150,7 +150,7 @@ class Run:
 
   @property
   def momentum(self):
-    return demo_optax.momentum(
+    return demo_optax.state.momentum(
         self.tree['opt_state'], self.tree['params'], self.compressor,
         self.workers)
 
@@ -433,7 +433,7 @@ def test_another_number_of_workers(case, tmp_path):
   assert_same_bits(other.tree['params'], run.tree['params'])
   count = other.workers.count
   here, found = bits(run.by_leaf), bits(other.by_leaf)
-  expected = demo_optax.resize_workers(here, count)
+  expected = demo_optax.checkpoint.resize_workers(here, count)
   assert jax.tree.structure(found) == jax.tree.structure(expected)
   for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
     np.testing.assert_allclose(x, y, atol=1e-6)
@@ -460,7 +460,7 @@ def test_other_chunks(old, new, resize, tmp_path):
     other.restore(tmp_path, resize=resize)
   other.restore(tmp_path, resize=resize, rechunk=run.compressor)
   for key in PARAMS:
-    expected = demo_optax.resize_workers(
+    expected = demo_optax.checkpoint.resize_workers(
         {'worker_stacked': run.momentum[key]}, other.workers.count)
     np.testing.assert_allclose(
         np.asarray(other.momentum[key]),
@@ -724,7 +724,7 @@ def test_steps_are_counted(step, error, tmp_path):
 def test_a_tree_of_compressors(tmp_path):
   """Each leaf's own: swapped they are refused, and rechunk takes the tree."""
   workers = demo_optax.Workers.simulated(2)
-  dct, raw = demo_optax.dct_topk(8, 4), demo_optax.identity_topk(8, 4)
+  dct, raw = demo_optax.dct_topk(8, 4), demo_optax.compressors.identity_topk(8, 4)
   codes, swapped = {'a': dct, 'b': raw}, {'a': raw, 'b': dct}
   params = {'a': jnp.ones((16, 16)), 'b': jnp.ones((16, 16))}
 
@@ -747,8 +747,8 @@ def test_a_tree_of_compressors(tmp_path):
       files.restore(other)
     assert 'the tree of the compressors' in str(e.value)
     _, moved = files.restore(other, rechunk=codes)
-  before = demo_optax.momentum(state, params, codes, workers)
-  after = demo_optax.momentum(moved, params, swapped, workers)
+  before = demo_optax.state.momentum(state, params, codes, workers)
+  after = demo_optax.state.momentum(moved, params, swapped, workers)
   for key, moment in before.items():
     np.testing.assert_allclose(moment, after[key], atol=1e-6)
 

@@ -28,7 +28,7 @@ def state_of(stacked):
 
 def resize(stacked, n):
   return np.asarray(
-      demo_optax.resize_workers(state_of(stacked), n)['worker_stacked']['w'])
+      demo_optax.checkpoint.resize_workers(state_of(stacked), n)['worker_stacked']['w'])
 
 
 # The rule ---------------------------------------------------------------------
@@ -109,7 +109,7 @@ def test_only_what_is_stacked_changes():
   four, two = map(demo_optax.Workers.simulated, (4, 2))
   tx, params = whole_state(four)
   state = tx.init(params)
-  resized = demo_optax.resize_workers(state, 2)
+  resized = demo_optax.checkpoint.resize_workers(state, 2)
   expected = whole_state(two)[0].init(params)
   chex.assert_trees_all_equal_shapes_and_dtypes(resized, expected)
   gradients = {'w': jnp.ones((2, 16, 16)), 'b': jnp.ones((2, 3))}
@@ -127,7 +127,7 @@ def test_states_of_flax():
       demo_optax.demo(1e-2, workers=workers, compressor=COMPRESSOR))
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
   for state in (nnx.state(optimizer), optimizer.opt_state):
-    resized = demo_optax.resize_workers(state, 3)
+    resized = demo_optax.checkpoint.resize_workers(state, 3)
     shapes = {jax.tree_util.keystr(p): (x.shape, y.shape) for (p, x), (_, y) in
               zip(*(jax.tree_util.tree_flatten_with_path(s)[0]
                     for s in (state, resized)))}
@@ -136,7 +136,7 @@ def test_states_of_flax():
     for name in changed:
       a, b = shapes[name]
       assert a[0] == 4 and b == (3, *a[1:])
-  nnx.update(optimizer, demo_optax.resize_workers(nnx.state(optimizer), 3))
+  nnx.update(optimizer, demo_optax.checkpoint.resize_workers(nnx.state(optimizer), 3))
 
 
 @pytest.mark.parametrize('kind', ['auto', 'explicit'])
@@ -146,7 +146,7 @@ def test_on_a_mesh(old, new, kind):
   rng = np.random.default_rng(0)
   x = rng.normal(size=(old, 6, 5)).astype(np.float32)
   there = jax.device_put(x, NamedSharding(workers.mesh, P('data')))
-  resized = demo_optax.resize_workers(state_of(there), new)
+  resized = demo_optax.checkpoint.resize_workers(state_of(there), new)
   y = resized['worker_stacked']['w']
   assert y.sharding.mesh == workers.mesh
   np.testing.assert_allclose(y, resize(x, new), atol=1e-6)
@@ -169,7 +169,7 @@ def test_no_device_holds_more_than_it_must():
 def test_keys_are_shared_when_growing():
   keys = jax.random.split(jax.random.key(0), 2)
   state = {'worker_stacked': {'key': keys}}
-  grown = demo_optax.resize_workers(state, 4)['worker_stacked']['key']
+  grown = demo_optax.checkpoint.resize_workers(state, 4)['worker_stacked']['key']
   data = jax.random.key_data(grown)
   np.testing.assert_array_equal(
       data, np.repeat(jax.random.key_data(keys), 2, axis=0))
@@ -184,7 +184,7 @@ def test_keys_are_shared_when_growing():
 ])
 def test_mistakes(state, n, error, words):
   with pytest.raises(error, match=words):
-    demo_optax.resize_workers(state, n)
+    demo_optax.checkpoint.resize_workers(state, n)
 
 
 # Momentum in parameter space, and back ----------------------------------------
@@ -203,16 +203,16 @@ def test_momentum_goes_both_ways(make):
       jax.tree.map(jnp.asarray, random_tree(0, SHAPES)) | {'n': jnp.arange(3)})
   empty = workers.device_put(tx.init(params))
   moments = random_tree(1, SHAPES, lead=(4,)) | {'n': None}
-  state = demo_optax.with_momentum(empty, moments, COMPRESSOR, workers)
+  state = demo_optax.state.with_momentum(empty, moments, COMPRESSOR, workers)
   assert jax.tree.structure(state) == jax.tree.structure(empty)
   for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(empty)):
     assert x.shape == y.shape and x.dtype == y.dtype
     assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
-  found = demo_optax.momentum(state, params, COMPRESSOR, workers)
+  found = demo_optax.state.momentum(state, params, COMPRESSOR, workers)
   assert found['n'] is None
   for key in SHAPES:
     np.testing.assert_allclose(found[key], moments[key], atol=2e-6)
-  again = demo_optax.with_momentum(empty, found, COMPRESSOR, workers)
+  again = demo_optax.state.with_momentum(empty, found, COMPRESSOR, workers)
   for x, y in zip(jax.tree.leaves(again), jax.tree.leaves(state)):
     np.testing.assert_allclose(x, y, atol=2e-6)
 
@@ -228,8 +228,8 @@ def test_momentum_of_sharded_workers_goes_both_ways():
       jax.tree.map(jnp.asarray, random_tree(0, SHAPES)))
   moments = random_tree(1, SHAPES, lead=(2,))
   empty = tx.init(params)
-  state = demo_optax.with_momentum(empty, moments, COMPRESSOR, workers)
-  found = demo_optax.momentum(state, params, COMPRESSOR, workers)
+  state = demo_optax.state.with_momentum(empty, moments, COMPRESSOR, workers)
+  found = demo_optax.state.momentum(state, params, COMPRESSOR, workers)
   for key in SHAPES:
     np.testing.assert_allclose(found[key], moments[key], atol=2e-6)
   pairs = map(jax.tree.leaves, (state.worker_stacked, empty.worker_stacked))
@@ -241,7 +241,7 @@ def test_momentum_that_does_not_fit():
   workers = demo_optax.Workers.simulated(2)
   tx = demo_optax.scale_by_demo(COMPRESSOR, workers=workers)
   state = tx.init({'w': jnp.ones((16, 16))})
-  put = lambda moments: demo_optax.with_momentum(
+  put = lambda moments: demo_optax.state.with_momentum(
       state, moments, COMPRESSOR, workers)
   with pytest.raises(ValueError, match=r'^w: momentum of float32\[16,16\].* no'):
     put({})
@@ -250,7 +250,7 @@ def test_momentum_that_does_not_fit():
   with pytest.raises(ValueError, match=r'^w: .*\[16,16\].*\[16,8\].* here'):
     put({'w': jnp.ones((2, 16, 8))})
   with pytest.raises(ValueError, match='no state of'):
-    demo_optax.with_momentum({}, {}, COMPRESSOR, workers)
+    demo_optax.state.with_momentum({}, {}, COMPRESSOR, workers)
 
 
 def test_resizing_and_converting_commute():
@@ -259,10 +259,10 @@ def test_resizing_and_converting_commute():
   tx = demo_optax.scale_by_demo(COMPRESSOR, workers=four)
   params = random_tree(0, SHAPES)
   moments = random_tree(1, SHAPES, lead=(4,))
-  state = demo_optax.with_momentum(
+  state = demo_optax.state.with_momentum(
       tx.init(params), moments, COMPRESSOR, four)
-  found = demo_optax.momentum(
-      demo_optax.resize_workers(state, 2), params, COMPRESSOR, two)
+  found = demo_optax.state.momentum(
+      demo_optax.checkpoint.resize_workers(state, 2), params, COMPRESSOR, two)
   for key in SHAPES:
     pairs = moments[key].reshape(2, 2, *SHAPES[key]).mean(1)
     np.testing.assert_allclose(found[key], pairs, atol=2e-6)
@@ -271,7 +271,7 @@ def test_resizing_and_converting_commute():
 def test_from_one_is_the_same_everywhere():
   state = state_of(jnp.arange(6.0).reshape(1, 6))
   assert_same_bits(
-      demo_optax.resize_workers(state, 3)['worker_stacked']['w'],
+      demo_optax.checkpoint.resize_workers(state, 3)['worker_stacked']['w'],
       jnp.tile(jnp.arange(6.0), (3, 1)))
 
 
@@ -280,7 +280,7 @@ def test_numpy_keeps_its_64_bits(n):
   state = {'worker_stacked': {
       'n': np.array([2**40 + i for i in range(4)]),
       'f': np.array([1 / 3, 2 / 3, 1, 1e-12])}}
-  found = demo_optax.resize_workers(state, n)['worker_stacked']
+  found = demo_optax.checkpoint.resize_workers(state, n)['worker_stacked']
   assert found['n'].dtype == np.int64 and found['n'].min() >= 2**40
   assert found['f'].dtype == np.float64
   np.testing.assert_allclose(
@@ -291,5 +291,5 @@ def test_numpy_keeps_its_64_bits(n):
 def test_nan_stays_with_those_that_cover_it(n, reached):
   x = jnp.ones((8, 2)).at[0].set(jnp.nan)
   state = {'worker_stacked': x}
-  found = demo_optax.resize_workers(state, n)['worker_stacked']
+  found = demo_optax.checkpoint.resize_workers(state, n)['worker_stacked']
   assert np.flatnonzero(np.isnan(found[:, 0])).tolist() == reached

@@ -91,7 +91,7 @@ def test_one_all_gather_and_one_scalar_cross(workers):
   if workers.mesh is None:
     assert 'all-gather' not in compiled.as_text()
     return
-  found = demo_optax.collectives(compiled, workers.mesh)
+  found = demo_optax.tools.collectives(compiled, workers.mesh)
   gathers = [c for c in found if c.kind == 'all-gather']
   assert len(gathers) == 1
   plan = demo_optax.plan(params, demo_optax.dct_topk(), workers)
@@ -107,7 +107,7 @@ def test_every_device_computes_its_own_rows():
       params = {'w': jnp.ones((256, 256))}
       loss = lambda params, x: jnp.mean((x @ params['w'] @ params['w']) ** 2)
       tx = demo_optax.demo(
-          1e-2, workers=workers, compressor=demo_optax.random_subset(0.01)
+          1e-2, workers=workers, compressor=demo_optax.compressors.random_subset(0.01)
       )
       step = make_step(tx, workers, loss)
       x = batch(1024, 256)

@@ -250,7 +250,7 @@ def test_conservation(alpha, x64):
     gradients = {k: jnp.asarray(v, jnp.float64)
                  for k, v in random_tree(s, lead=(1,)).items()}
     sent, state = tx.update(gradients, state, params)  # one worker's own
-    kept = demo_optax.momentum(state, params, COMPRESSOR, workers)
+    kept = demo_optax.state.momentum(state, params, COMPRESSOR, workers)
     for key in params:
       had = 0.9 * before[key] + gradients[key][0]
       np.testing.assert_allclose(
@@ -281,11 +281,11 @@ def test_conservation_at_the_ends_of_the_range(values, alpha):
     extreme = np.abs(gradient) > 1e25
     before = jnp.asarray(
         before + np.where(extreme, 2 * gradient, 0), jnp.float32)
-    state = demo_optax.with_momentum(
+    state = demo_optax.state.with_momentum(
         state, before.reshape(1, -1, 16), compressor, workers)
     gradient = jnp.asarray(np.where(extreme, 0, gradient), jnp.float32)
     sent, state = update(gradient.reshape(1, -1, 16), state, params)
-    kept = demo_optax.momentum(state, params, compressor, workers)
+    kept = demo_optax.state.momentum(state, params, compressor, workers)
     sent, kept, gradient, before = (
         np.asarray(x, np.float64).reshape(6, 16, 16)
         for x in (sent, kept, gradient, before))
@@ -417,7 +417,7 @@ def test_one_gather_and_nothing_dense(kind):
     return loss, optax.apply_updates(params, updates), state
 
   compiled = train_step.lower(params, state, x).compile()
-  found = demo_optax.collectives(compiled)
+  found = demo_optax.tools.collectives(compiled)
   plan = demo_optax.plan(params, COMPRESSOR, workers)
   gathers = [c for c in found if c.kind == 'all-gather']
   assert len(gathers) == 1
@@ -430,7 +430,7 @@ def test_one_gather_and_nothing_dense(kind):
   # Averaging, for contrast, does send everything.
   tx = optax.chain(demo_optax.average(workers=workers), optax.sgd(1.))
   state = tx.init(params)
-  dense = demo_optax.collectives(train_step_of(tx, loss_fn, workers).lower(
+  dense = demo_optax.tools.collectives(train_step_of(tx, loss_fn, workers).lower(
       params, state, x).compile())
   assert sum(c.sent_bytes for c in dense) >= plan.dense_bytes()
 

@@ -210,8 +210,8 @@ def test_momentum_in_parameter_space(kind):
   _, state, _ = run(workers, 2, exchange, '3d')
   _, expected, _ = run(simulated, 2, exchange, '3d')
   params = workers.device_put(random_tree(9, SHAPES))
-  found = demo_optax.momentum(state, params, COMPRESSOR, workers)
-  expected = demo_optax.momentum(expected, params, COMPRESSOR, simulated)
+  found = demo_optax.state.momentum(state, params, COMPRESSOR, workers)
+  expected = demo_optax.state.momentum(expected, params, COMPRESSOR, simulated)
   for key, shape in SHAPES.items():
     assert found[key].shape == (2, *shape)
     np.testing.assert_allclose(found[key], expected[key], atol=1e-6)
@@ -233,7 +233,7 @@ def test_one_gather_between_workers_and_only_scalars_inside(layout, kind):
   gradients = place_gradients(
       random_tree(0, SHAPES, lead=(2,)), workers, LAYOUTS[layout][1])
   compiled = jax.jit(tx.update).lower(gradients, state, params).compile()
-  found = demo_optax.collectives(compiled, workers.mesh)
+  found = demo_optax.tools.collectives(compiled, workers.mesh)
   plan = demo_optax.plan(params, COMPRESSOR, workers)
 
   between = [c for c in found if 'replica' in c.axes]
@@ -294,7 +294,7 @@ def test_what_is_replicated_inside_crosses_once():
     assert_replicas_equal(updates)
   compiled = update.lower(gradients, state, params).compile()
   moved = {c.axes: c.received_bytes
-           for c in demo_optax.collectives(compiled, mesh)
+           for c in demo_optax.tools.collectives(compiled, mesh)
            if c.kind == 'all-gather'}
   assert moved['replica',] == plan.device_bytes['replica',]
   assert 4 * moved['replica',] == plan.received_bytes

@@ -44,7 +44,7 @@ def batches(number):
 
 def make_tx(workers):
   return demo_optax.demo(
-      0.03, workers=workers, compressor=demo_optax.slicing(0.5), decay=0.9
+      0.03, workers=workers, compressor=demo_optax.compressors.slicing(0.5), decay=0.9
   )
 
 
@@ -165,11 +165,11 @@ def test_another_number_of_workers_goes_on_with_the_mean(workers):
     return optax.apply_updates(params, updates), state
 
   params, state = step(params, state, batches(1)[0])
-  fewer = demo_optax.resize_workers(state, 2)
+  fewer = demo_optax.checkpoint.resize_workers(state, 2)
   own, own_fewer = (s.acc_grads['worker_stacked']['w'] for s in (state, fewer))
   assert own_fewer.shape == (2, 16, 8)
   np.testing.assert_allclose(own.mean(0), own_fewer.mean(0), rtol=1e-5)
-  fewer = demo_optax.resize_workers(fewer, 4)
+  fewer = demo_optax.checkpoint.resize_workers(fewer, 4)
   step(params, workers.device_put(fewer), batches(1)[0])
 
 

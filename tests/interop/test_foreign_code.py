@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import demo_optax
 
-COMPRESSOR = demo_optax.slicing(0.5)
+COMPRESSOR = demo_optax.compressors.slicing(0.5)
 BATCH = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
 
 
@@ -38,7 +38,7 @@ def mesh_2d(kind, names=('data', 'fsdp'), shape=(2, 2)):
 
 
 def received(compiled, workers):
-  found = demo_optax.collectives(compiled, workers.mesh)
+  found = demo_optax.tools.collectives(compiled, workers.mesh)
   return sum(c.received_bytes for c in found)
 
 

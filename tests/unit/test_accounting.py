@@ -132,7 +132,7 @@ def test_plan_prints_a_table():
 
 def test_a_worker_by_itself_sends_nothing():
   params = {'w': jnp.zeros((256, 128))}
-  for compressor in (demo_optax.dct_topk(64, 8), demo_optax.full(), None):
+  for compressor in (demo_optax.dct_topk(64, 8), demo_optax.compressors.full(), None):
     alone, two = (demo_optax.plan(params, compressor, n) for n in (1, 2))
     assert alone.sent_bytes == alone.received_bytes == 0 < two.sent_bytes
     assert alone.per_step(3) == (0, 0)
@@ -171,7 +171,7 @@ def test_plan_is_what_is_compiled(values, dtype, shape, x64):
           sharding=NamedSharding(mesh, P('replica'))), params)
   state = jax.eval_shape(tx.init, params)
   compiled = jax.jit(tx.update).lower(gradients, state, params).compile()
-  found = demo_optax.collectives(compiled, mesh)
+  found = demo_optax.tools.collectives(compiled, mesh)
   plan = demo_optax.plan(params, compressor, workers)
   (gather,) = [c for c in found if c.axes == ('replica',)]
   assert gather.kind == 'all-gather'

@@ -173,7 +173,7 @@ def test_state_in_words():
   tx = demo_optax.demo(1e-3, workers=workers,
                        compressor=demo_optax.dct_topk(8, 2))
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-  text = demo_optax.state_summary(optimizer.opt_state)
+  text = demo_optax.state.state_summary(optimizer.opt_state)
   assert text.startswith('No exchange yet, 2 workers.')
   grads = jax.tree.map(
       lambda x: jax.random.normal(jax.random.key(x.ndim), (2, *x.shape)),
@@ -181,7 +181,7 @@ def test_state_in_words():
   for _ in range(2):
     with jax.numpy_rank_promotion('allow'):
       optimizer.update(model, grads)
-  text = demo_optax.state_summary(optimizer.opt_state)
+  text = demo_optax.state.state_summary(optimizer.opt_state)
   info = demo_optax.exchange_info(optimizer.opt_state)
   assert '2 exchanges of 2 workers' in text
   assert f'sent {info["sent_energy"].item():.1%}' in text
@@ -194,7 +194,7 @@ def test_state_in_words():
   squares = sum(float(row[-1]) ** 2 for row in rows)
   assert squares ** 0.5 == pytest.approx(float(info['residual_norm']), rel=0.01)
   with pytest.raises(ValueError, match='scale_by_demo'):
-    demo_optax.state_summary({'a': jnp.zeros(3)})
+    demo_optax.state.state_summary({'a': jnp.zeros(3)})
 
 
 def test_state_on_a_mesh():
@@ -202,7 +202,7 @@ def test_state_on_a_mesh():
                        axis_types=(jax.sharding.AxisType.Auto,) * 2)
   workers = demo_optax.Workers.on_mesh(mesh, 'replica', {'w': P(None, 'fsdp')})
   tx = demo_optax.scale_by_demo(demo_optax.dct_topk(8), workers=workers)
-  text = demo_optax.state_summary(tx.init({'w': jnp.zeros((8, 32))}))
+  text = demo_optax.state.state_summary(tx.init({'w': jnp.zeros((8, 32))}))
   assert "sharding" in text and "'replica', 'fsdp'" in text
 
 
@@ -210,8 +210,8 @@ def test_a_collective_is_a_line():
   text = ('HloModule step, num_partitions=8\n'
           ' %g = u8[4,100] all-gather(%p), replica_groups=[2,4]<=[8], dimensions={0}')
   mesh = jax.sharding.AbstractMesh((2, 4), ('replica', 'fsdp'))
-  (one,) = demo_optax.collectives(text, mesh)
+  (one,) = demo_optax.tools.collectives(text, mesh)
   assert str(one) == (
       'all-gather over fsdp of 4: u8[4,100], receives 300 B per device')
-  (one,) = demo_optax.collectives(text)
+  (one,) = demo_optax.tools.collectives(text)
   assert str(one).startswith('all-gather of 4: ')

@@ -105,13 +105,13 @@ HANDWRITTEN = {
 @pytest.mark.parametrize('name', RECORDED)
 def test_recorded(file, name):
   mesh, expected = RECORDED[name]
-  assert facts(demo_optax.collectives(recorded(file)[name], mesh)) == expected
+  assert facts(demo_optax.tools.collectives(recorded(file)[name], mesh)) == expected
 
 
 @pytest.mark.parametrize('name', HANDWRITTEN)
 def test_handwritten(name):
   text = recorded('handwritten.txt')[name]
-  assert facts(demo_optax.collectives(text, GRID)) == HANDWRITTEN[name]
+  assert facts(demo_optax.tools.collectives(text, GRID)) == HANDWRITTEN[name]
 
 
 def test_every_recorded_text_is_in_the_tables():
@@ -123,7 +123,7 @@ def test_every_recorded_text_is_in_the_tables():
 @pytest.mark.parametrize('name', RECORDED)
 def test_all_spellings_of_groups_are_the_same_groups(name):
   """The two lines of JAX write the same functions in different ways."""
-  old, new = (demo_optax.collectives(recorded(file)[name])
+  old, new = (demo_optax.tools.collectives(recorded(file)[name])
               for file in ('jax_0.10.txt', 'jax_0.12.txt'))
   assert [as_sets(c.groups) for c in old] == [as_sets(c.groups) for c in new]
 
@@ -145,7 +145,7 @@ def test_all_spellings_of_groups_are_the_same_groups(name):
 def test_spellings_of_groups(spelling, groups):
   text = ('HloModule f, num_partitions=4\n  %r = f32[] all-reduce(%p),'
           f' channel_id=1, replica_groups={spelling}, to_apply=%add')
-  [found] = demo_optax.collectives(text)
+  [found] = demo_optax.tools.collectives(text)
   assert list(found.groups) == groups
   assert found.groups_text == spelling
   assert found.axes is None
@@ -153,7 +153,7 @@ def test_spellings_of_groups(spelling, groups):
 
 def test_shapes_are_listed():
   text = recorded('handwritten.txt')['gather of two in TPU tiles, with state']
-  [found] = demo_optax.collectives(text)
+  [found] = demo_optax.tools.collectives(text)
   assert found.shapes == ('f32[32]', 's8[16,2]')
 
 
@@ -214,7 +214,7 @@ def test_axes_and_bytes_of_a_map(name, axes, order, kind):
     return {kind: body(x, axes, size).reshape(-1)
             for kind, (body, _) in BODIES.items()}
 
-  found = demo_optax.collectives(compiled(mesh, all_kinds), mesh)
+  found = demo_optax.tools.collectives(compiled(mesh, all_kinds), mesh)
   assert {c.kind: c.sent_bytes for c in found} == {
       kind: sent(size) for kind, (_, sent) in BODIES.items()}
   assert len(found) == len(BODIES)
@@ -228,7 +228,7 @@ def test_groups_are_places_in_the_mesh(order):
   """Not ids of devices: what each device receives says who its partners are."""
   mesh = make_mesh('cube', order=order)
   step = compiled(mesh, lambda x: lax.all_gather(x[0], ('a', 'c')))
-  [found] = demo_optax.collectives(step, mesh)
+  [found] = demo_optax.tools.collectives(step, mesh)
   x = jnp.repeat(jnp.arange(8.), 64)  # shard i is at place i, and holds i
   received = step(jax.device_put(x, NamedSharding(mesh, P(mesh.axis_names))))
   places = received.reshape(8, 4).astype(int).tolist()
@@ -237,9 +237,9 @@ def test_groups_are_places_in_the_mesh(order):
 
 def test_an_abstract_mesh_is_enough():
   step = compiled(make_mesh('grid'), lambda x: lax.psum(x, 'fsdp'))
-  [found] = demo_optax.collectives(step, GRID)
+  [found] = demo_optax.tools.collectives(step, GRID)
   assert found.axes == ('fsdp',)
-  assert demo_optax.collectives(step.as_text(), GRID) == [found]
+  assert demo_optax.tools.collectives(step.as_text(), GRID) == [found]
 
 
 @pytest.mark.parametrize('kind', MESHES)
@@ -249,7 +249,7 @@ def test_the_partitioners_own_collectives(kind):
                                sharding=NamedSharding(mesh, spec))
           for spec in (P('replica', None), P('fsdp', None)))
   f = jax.jit(lambda a, b: (a.sum(), b.sum()))
-  found = demo_optax.collectives(f.lower(a, b).compile(), mesh)
+  found = demo_optax.tools.collectives(f.lower(a, b).compile(), mesh)
   assert {c.axes for c in found} == {('replica',), ('fsdp',)}
   assert sum(c.output_bytes for c in found) == 8
 
@@ -272,12 +272,12 @@ HEADER = 'HloModule f, num_partitions=8\n'
 ])
 def test_mistakes(compiled, mesh, error, match):
   with pytest.raises(error, match=match):
-    demo_optax.collectives(compiled, mesh)
+    demo_optax.tools.collectives(compiled, mesh)
 
 
 def test_what_is_only_lowered_is_refused():
   with pytest.raises(ValueError, match='not compiled'):
-    demo_optax.collectives(jax.jit(jnp.sin).lower(1.0))
+    demo_optax.tools.collectives(jax.jit(jnp.sin).lower(1.0))
 
 
 # Hostile texts: each is built by a process of its own, which must come to an
@@ -304,7 +304,7 @@ LONG = {
 READ = '''
 import sys, demo_optax
 try:
-  demo_optax.collectives('HloModule f, num_partitions=8\\n' + eval(sys.argv[1]))
+  demo_optax.tools.collectives('HloModule f, num_partitions=8\\n' + eval(sys.argv[1]))
 except ValueError as error:
   assert len(str(error)) < 1000
 '''
@@ -344,13 +344,13 @@ def test_long_texts_are_read_in_linear_time(name):
 ])
 def test_texts_that_ask_for_too_much(line, says):
   with pytest.raises(ValueError, match=says):
-    demo_optax.collectives(f'{HEADER}  {line}')
+    demo_optax.tools.collectives(f'{HEADER}  {line}')
 
 
 def test_more_devices_than_there_are():
   text = '\n  %r = f32[] all-reduce(%p), replica_groups='
   with pytest.raises(ValueError, match='More than 131,072 devices'):
-    demo_optax.collectives(f'HloModule f, num_partitions=99999999999{text}{{}}')
+    demo_optax.tools.collectives(f'HloModule f, num_partitions=99999999999{text}{{}}')
   with pytest.raises(ValueError, match=r'Device 8 is in a group.*has 8 devices'):
-    demo_optax.collectives(
+    demo_optax.tools.collectives(
         f'HloModule f, num_partitions=8{text}{{{{0,8}}}}', GRID)

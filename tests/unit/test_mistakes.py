@@ -166,10 +166,10 @@ def test_complex_leaves():
 def test_momentum_of_a_state_without_one():
   state = optax.adam(1e-3).init(PARAMS)
   with pytest.raises(ValueError, match='no state of'):
-    demo_optax.momentum(state, PARAMS, demo_optax.dct_topk(), WORKERS)
+    demo_optax.state.momentum(state, PARAMS, demo_optax.dct_topk(), WORKERS)
   state = demo_optax.scale_by_demo(workers=WORKERS).init(PARAMS)
   with pytest.raises(ValueError, match=r'in the state, .*=4, .* here'):
-    demo_optax.momentum(state, PARAMS, demo_optax.dct_topk(4, 2), WORKERS)
+    demo_optax.state.momentum(state, PARAMS, demo_optax.dct_topk(4, 2), WORKERS)
 
 
 # What does not compose: the rows of the table in docs/errors.md ------------------------

@@ -116,7 +116,7 @@ def test_plain():
 def test_changed():
   done = check_learns(changed(tokens(16, 24)), compiles_in=2)
   compiled = done.step.lower(*done.args).compile()
-  found = demo_optax.collectives(compiled)
+  found = demo_optax.tools.collectives(compiled)
   received = sum(c.received_bytes for c in found)
   one = jax.tree.map(lambda x: x[0], done.params)
   message = demo_optax.plan(one, COMPRESSOR, 4).received_bytes

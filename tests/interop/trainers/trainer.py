@@ -16,7 +16,7 @@ from helpers import COMPILATIONS, assert_replicas_equal
 import demo_optax
 
 # Of those that compile fast; what is sent does not matter here.
-COMPRESSOR = demo_optax.slicing(0.1)
+COMPRESSOR = demo_optax.compressors.slicing(0.1)
 
 
 class Done(NamedTuple):
@@ -70,7 +70,7 @@ def check_workers(done, workers, slack):
   compiled = done.step.lower(*done.args).compile()
   found = [
       c
-      for c in demo_optax.collectives(compiled, workers.mesh)
+      for c in demo_optax.tools.collectives(compiled, workers.mesh)
       if workers.axis_name in c.axes
   ]
   received = sum(c.received_bytes for c in found)
