@@ -1,6 +1,5 @@
 """Leaves of gradients, parameters and state, matched and checked."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -59,40 +58,6 @@ def map_exchanged(fun: Callable[[Path, Any], Any], tree: Any) -> Any:
     return fun(path, x) if is_exchanged(x) else optax.MaskedNode()
 
   return jax.tree_util.tree_map_with_path(per_leaf, tree)
-
-
-@dataclasses.dataclass(frozen=True)
-class Leaf:
-  """One leaf of an update: gradient, momentum and parameter.
-
-  Attributes:
-    path: where it is.
-    gradient: as given, stacked or local.
-    momentum: stacked coefficients, or `optax.MaskedNode()`.
-    shape: shape of the parameter.
-    dtype: dtype of the update: the gradient's, or of an integer leaf, whose
-      gradient has none, the parameter's.
-  """
-
-  path: Path
-  gradient: Any
-  momentum: Any
-  shape: tuple[int, ...]
-  dtype: Any
-
-  @property
-  def name(self) -> str:
-    """The path as written in error messages."""
-    return leaf_name(self.path)
-
-  @property
-  def exchanged(self) -> bool:
-    """Whether the leaf has momentum."""
-    return not isinstance(self.momentum, optax.MaskedNode)
-
-  def zero_update(self) -> Any:
-    """What a leaf that takes no part gets."""
-    return zeros(self.shape, self.dtype)
 
 
 def zeros(shape: tuple[int, ...], dtype: Any) -> Any:
