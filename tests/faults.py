@@ -564,13 +564,13 @@ def bad_wire(folder, trouble):
   flags = ['--steps', '120']
   command = [*LAUNCH, '-n', '2', '--', *TRAIN, *flags]
   with Run(folder / 'good', command) as run:
-    assert run.ended(START)[0] == 0, run.output
+    assert run.ended(3 * START)[0] == 0, run.output
   with over_a_wire(folder / 'bad', *flags) as (wire, runs):
     runs[0].trains(1)
     began = time.monotonic()
     text = trouble(wire)
     for run in runs:
-      assert run.ended(START)[0] == 0, run.output
+      assert run.ended(3 * START)[0] == 0, run.output
     seconds = time.monotonic() - began
   if not text:
     text = ', '.join(f'{n} frames {what}' for what, n in wire.counts.items())
@@ -654,9 +654,9 @@ CASES = {
                     killed_while_saving),
     'still': ('process 1 of 2 stands still (SIGSTOP)', 200, stands_still),
     'lossy': ('of the frames between 2 hosts 1 % each are lost, damaged and'
-              ' doubled, and they overtake each other', START,
+              ' doubled, and they overtake each other', 3 * START,
               lambda folder: bad_wire(folder, lossy)),
-    'cut': ('the wire between 2 hosts is cut for 10 s', START,
+    'cut': ('the wire between 2 hosts is cut for 10 s', 3 * START,
             lambda folder: bad_wire(folder, cut_for_a_while)),
     'cut-for-good': ('the wire between 2 hosts is cut', 240, cut_for_good),
     'late': ('process 1 of 2 starts 15 s late', START, late),

@@ -69,9 +69,9 @@ def compare(pairs):
           ours[key], expected[key], atol=1e-11, rtol=0, err_msg=key)
 
 
-@pytest.mark.parametrize('workers', [1, 2, 5, 8])
-def test_many_steps(workers, x64):
-  compare(run(workers, 30))
+@pytest.mark.parametrize('workers, shapes', [(1, FEW), (5, SHAPES), (8, FEW)])
+def test_many_steps(workers, shapes, x64):
+  compare(run(workers, 30, shapes=shapes))
 
 
 @pytest.mark.parametrize('average', ['senders', 'workers'])
@@ -81,7 +81,7 @@ def test_rules(average, alpha, x64):
 
 
 def test_second_version_weighting(x64):
-  compare(run(3, 12, ema=True, decay=0.995, alpha=0.2, average='workers'))
+  compare(run(3, 12, shapes=FEW, ema=True, decay=0.995, alpha=0.2, average='workers'))
 
 
 @pytest.mark.parametrize('average', ['senders', 'workers'])
@@ -105,4 +105,4 @@ def test_published_chunk_rule(x64):
 
 @pytest.mark.parametrize('topk', [1, 16, 100, 10_000])
 def test_topk_up_to_everything(topk, x64):
-  compare(run(2, 6, topk=topk))
+  compare(run(2, 6, shapes=FEW, topk=topk))

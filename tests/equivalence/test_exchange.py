@@ -25,6 +25,7 @@ from demo_optax.wire.values import VALUES
 pytestmark = pytest.mark.core
 
 N = 4
+STEPS = 20
 COMPRESSOR = demo_optax.dct_topk(chunk_size=32, topk=8)
 
 
@@ -120,16 +121,16 @@ def mapped_run(steps, how, *rule):
 @pytest.fixture(scope='module', params=RULES)
 def simulated(request):
   workers = demo_optax.Workers.simulated(N)
-  return request.param, stacked_run(workers, 50, request.param)
+  return request.param, stacked_run(workers, STEPS, request.param)
 
 
 @pytest.mark.parametrize('kind', ['auto', 'explicit'])
 def test_mesh_equals_simulation(simulated, kind):
   rule, expected = simulated
-  assert_same_bits(stacked_run(on_mesh(N, kind), 50, rule), expected)
+  assert_same_bits(stacked_run(on_mesh(N, kind), STEPS, rule), expected)
 
 
-@pytest.mark.parametrize('count', [1, 3, 8])
+@pytest.mark.parametrize('count', [1, 8])
 def test_mesh_equals_simulation_for_other_counts(count):
   expected = stacked_run(demo_optax.Workers.simulated(count), 10)
   assert_same_bits(stacked_run(on_mesh(count), 10), expected)
@@ -138,25 +139,27 @@ def test_mesh_equals_simulation_for_other_counts(count):
 @pytest.mark.parametrize('check_vma', [True, False])
 def test_own_shard_map_equals_simulation(simulated, check_vma):
   rule, expected = simulated
-  assert_same_bits(shard_map_run(50, check_vma, rule), expected)
+  assert_same_bits(shard_map_run(STEPS, check_vma, rule), expected)
 
 
 @pytest.mark.parametrize('how', ['vmap', 'pmap'])
 def test_own_vmap_and_pmap_equal_simulation(simulated, how):
   rule, (expected, expected_state) = simulated
-  updates, state = mapped_run(50, how, rule)
+  updates, state = mapped_run(STEPS, how, rule)
   assert_same_bits(updates, expected)
   assert_same_bits(
       jax.tree.map(lambda m: m[:, 0], state.worker_stacked.momentum), expected_state.worker_stacked.momentum)
 
 
 @pytest.mark.parametrize('rule, how, values', [
-    ('published', 'vmap', 'int8'), ('published', 'pmap', 'sign'),
-    ('second', 'vmap', 'bfloat16'), ('second', 'pmap', 'int4')])
+    ('published', 'mesh', 'int8'), ('published', 'pmap', 'sign'),
+    ('second', 'vmap', 'bfloat16'), ('second', 'mesh', 'int4')])
 def test_every_value_code_gives_the_same_bits(rule, how, values):
   rule = rule, demo_optax.dct_topk(chunk_size=32, topk=8, values=values)
   expected = stacked_run(demo_optax.Workers.simulated(N), 5, *rule)
-  assert_same_bits(stacked_run(on_mesh(N), 5, *rule), expected)
+  if how == 'mesh':
+    assert_same_bits(stacked_run(on_mesh(N), 5, *rule), expected)
+    return
   updates, state = mapped_run(5, how, *rule)
   assert_same_bits(updates, expected[0])
   assert_same_bits(
@@ -166,7 +169,7 @@ def test_every_value_code_gives_the_same_bits(rule, how, values):
 def test_a_run_repeats_bit_for_bit(simulated):
   rule, expected = simulated
   workers = demo_optax.Workers.simulated(N)
-  assert_same_bits(stacked_run(workers, 50, rule), expected)
+  assert_same_bits(stacked_run(workers, STEPS, rule), expected)
 
 
 @pytest.mark.parametrize('kind', ['auto', 'explicit'])
@@ -182,7 +185,7 @@ def test_parameters_stay_identical_on_all_devices(kind):
     updates, state = tx.update(gradients, state, params)
     return optax.apply_updates(params, updates), state
 
-  for s in range(50):
+  for s in range(STEPS):
     before = COMPILATIONS.count
     params, state = step(params, state, stacked(gradients_of(s), workers))
     assert s == 0 or COMPILATIONS.count == before, 'compiled again'
