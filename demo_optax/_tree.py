@@ -126,14 +126,9 @@ def check_sharding(path: Path, param: Any, workers: Workers) -> None:
   found = _entries(jax.typeof(param).sharding.spec, shape)
   if not any(found) or not workers.stacked_gradients:
     return
-  what = f'The parameter {leaf_name(path)} is sharded by {P(*found)}'
-  if workers.mesh is None:
-    raise ValueError(
-        f'{what} on a mesh with axes of type Explicit, but {workers} are all on'
-        ' one device. Use demo_optax.Workers.on_mesh(mesh, axis_name,'
-        ' param_specs), a mesh with axes of type Auto, or parameters that are'
-        ' not sharded.'
-    )
+  what = f'The parameter {leaf_name(path)}'
+  check_on_one_device(what, param, workers)
+  what = f'{what} is sharded by {P(*found)}'
   expected = workers.param_specs.place(path, shape).spec
   if found != _entries(expected, shape):
     raise ValueError(
@@ -142,6 +137,18 @@ def check_sharding(path: Path, param: Any, workers: Workers) -> None:
         f' {workers.axis_name!r}, param_specs), with a tree of PartitionSpecs'
         ' or demo_optax.param_specs(model); or put them elsewhere, with'
         ' workers.device_put.'
+    )
+
+
+def check_on_one_device(what: str, x: Any, workers: Workers) -> None:
+  """Raises if the type of an array of simulated workers says it is sharded."""
+  found = _entries(jax.typeof(x).sharding.spec, np.shape(x))
+  if any(found) and workers.mesh is None:
+    raise ValueError(
+        f'{what} is sharded by {P(*found)} on a mesh with axes of type'
+        f' Explicit, but {workers} are all on one device. Use'
+        ' demo_optax.Workers.on_mesh(mesh, axis_name, param_specs), a mesh with'
+        ' axes of type Auto, or arrays that are not sharded.'
     )
 
 

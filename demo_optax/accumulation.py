@@ -37,8 +37,15 @@ def stack(
     if _is_wrapped(gradients):
       return gradients
     changed = True
+    leaves, treedef = jax.tree.flatten(gradients)
+    if not any(isinstance(x, jax.core.Tracer) for x in leaves):
+      gradients = workers.device_put(gradients)
+    # One program for all leaves, not one for each.
+    leaves = jax.jit(lambda xs: [workers.stack(x) for x in xs])(
+        jax.tree.leaves(gradients)
+    )
     gradients = modules.stack_annotations(
-        jax.tree.map(workers.stack, gradients), workers.spmd_axis_name
+        treedef.unflatten(leaves), workers.spmd_axis_name
     )
     return {STACKED: gradients}
 

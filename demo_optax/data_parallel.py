@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -194,7 +195,7 @@ class DataParallelStep:
       self._check_agreement(call, leaves)
     returned, changed = self._jitted(call, *call.split_donated(leaves))
     modules.update_objects(objects, changed)
-    return returned.rebuild(objects)
+    return returned.rebuild(objects, changed)
 
   def lower(self, *args: Any, **kwargs: Any) -> Any:
     """Lowers the step for these arguments, as `jax.jit(step).lower` does.
@@ -284,11 +285,11 @@ class DataParallelStep:
           value, is_leaf=modules.is_object
       )
       fixed = []
-      for _, leaf in flat:
+      for (_, leaf), is_array in zip(flat, modules.array_leaves(value)):
         if modules.is_object(leaf):
           fixed.append(_Object(_number_of(leaf, objects)))
         else:
-          fixed.append(None if _is_array(leaf) else _Constant(leaf))
+          fixed.append(None if is_array else _Constant(leaf))
     automatic = o.batch_argnums is None and o.batch_argnames is None
     argument = _Argument(
         key=key,
@@ -303,7 +304,10 @@ class DataParallelStep:
         ),
         is_donated=listed(o.donate_argnums, o.donate_argnames),
     )
-    return argument, [x for (_, x), f in zip(flat, fixed) if f is None]
+    arrays = [x for (_, x), f in zip(flat, fixed) if f is None]
+    if argument.is_state:
+      arrays = list(map(_counter, arrays))
+    return argument, arrays
 
   def _run(
       self, call: '_Call', donated: list[Any], kept: list[Any]
@@ -311,6 +315,9 @@ class DataParallelStep:
     """Runs the step for all workers. Traced by `jax.jit`."""
     workers = self.workers
     leaves = call.join_donated(donated, kept)
+    for name, x, role in zip(call.names, leaves, call.roles):
+      if role == 'batch':
+        trees.check_on_one_device(f'The batch {name}', x, workers)
     if workers.mesh is not None and not workers.param_specs.axes:
       values, results = self._run_on_devices(call, leaves)
     else:
@@ -469,6 +476,16 @@ class _Object:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Variable:
+  """A leaf that is an array of an NNX object: its number among those.
+
+  A step that returns `nnx.state(model)` returns what it has changed in place.
+  """
+
+  number: int
+
+
+@dataclasses.dataclass(frozen=True)
 class _Argument:
   """The static part of an argument.
 
@@ -538,8 +555,9 @@ class _Call:
     roles: 'batch', 'stacked', 'key' or 'shared'.
     donated: which may be overwritten.
     rows: length of one worker's batch.
-    states: structures of the shared arguments; what is returned with the same
-      structure is the argument's next value.
+    states: structures of the shared arguments, each with the number of its
+      first array; what is returned with the same structure is the argument's
+      next value.
     own_params: the parameters of which each worker has its own.
   """
 
@@ -550,7 +568,7 @@ class _Call:
   roles: list[str]
   donated: list[bool]
   rows: int
-  states: list[Any]
+  states: list[tuple[Any, int]]
   own_params: list[OwnParam]
 
   @staticmethod
@@ -576,10 +594,11 @@ class _Call:
         roles.append(_role(x, has_axis, is_shared))
         donated.append(argument.is_donated)
       if is_shared:
-        states.append(_structure(argument.treedef, argument.fixed, [
+        structure = _structure(argument.treedef, argument.fixed, [
             np.shape(x)[1 if has_axis else 0 :]
             for x, has_axis in zip(own, stacked)
-        ]))
+        ])
+        states.append((structure, len(names) - len(own)))
     owner = {
         f.number: a.is_donated
         for a in arguments
@@ -648,9 +667,14 @@ class _Call:
     flat, treedef = jax.tree_util.tree_flatten_with_path(
         returned, is_leaf=modules.is_object
     )
+    number = len(own) - len(self.objects.names)
+    changed = self.objects.results(objects, before[number:], own[number:])
+    variables = self.objects.numbers(objects)
     fixed: list[Any] = []
-    for path, leaf in flat:
-      if modules.is_object(leaf):
+    for (path, leaf), is_array in zip(flat, modules.array_leaves(returned)):
+      if id(leaf) in variables:
+        fixed.append(_Variable(variables[id(leaf)]))
+      elif modules.is_object(leaf):
         found = [i for i, o in enumerate(objects) if o is leaf]
         if not found:
           raise ValueError(
@@ -660,7 +684,7 @@ class _Call:
           )
         fixed.append(_Object(found[0]))
       else:
-        fixed.append(None if _is_array(leaf) else _Constant(leaf))
+        fixed.append(None if is_array else _Constant(leaf))
     arrays = [x for (_, x), f in zip(flat, fixed) if f is None]
     keys = [
         ('returned', *path_keys(path))
@@ -668,22 +692,29 @@ class _Call:
         if f is None
     ]
     stacked = [is_stacked(k) for k in keys]
-    is_state = self._states_in(returned)
+    previous, kinds = (
+        [y for y, f in zip(found, fixed) if f is None]
+        for found in (self._previous(returned), modules.leaf_kinds(returned))
+    )
     leaves = []
-    for x, k, has_axis in zip(arrays, keys, stacked):
+    for x, k, has_axis, at, kind in zip(
+        arrays, keys, stacked, previous, kinds
+    ):
       name = '.'.join(['the result', *map(str, k[1:])])
       role, old = 'output', None
       if has_axis:
         role = 'stacked'
       elif modules.is_key(x):
         role = 'key'
+        if at is not None and x is own[at]:  # goes on from the one of all
+          role, x = 'state', before[at]
+      elif at is not None and kind is not None:
+        role, old = kind, before[at]
       elif 'batch_stats' in k:  # of Linen
         role, old = 'statistics', jnp.zeros_like(x)
-      elif is_state(k):
+      elif at is not None:
         role = 'state'
       leaves.append(Result(name, k, role, x, old))
-    number = len(own) - len(self.objects.names)
-    changed = self.objects.results(objects, before[number:], own[number:])
     number = len(leaves)
     leaves += changed
     for param in one_worker.own_params([r.keys for r in leaves]):
@@ -694,20 +725,27 @@ class _Call:
       )
     return _Results(leaves, number, treedef, tuple(fixed))
 
-  def _states_in(self, returned: Any) -> Callable[[Keys], bool]:
-    """Returns which results are the next values of shared arguments."""
+  def _previous(self, returned: Any) -> list[int | None]:
+    """Returns for each result the number of the array it is the next value of.
+
+    None for what is not part of the next value of a shared argument.
+    """
     several = type(returned) in (tuple, list)  # not one NamedTuple
-    parts = list(returned) if several else [returned]
-    found = []
-    for part in parts:
+    previous: list[int | None] = []
+    for part in returned if several else [returned]:
       flat, treedef = jax.tree.flatten(part, is_leaf=modules.is_object)
-      fixed = [None if _is_array(x) else 0 for x in flat]
-      shapes = [np.shape(x) for x in flat if _is_array(x)]
+      is_array = modules.array_leaves(part)
+      shapes = [np.shape(x) for x, a in zip(flat, is_array) if a]
+      fixed = [None if a else 0 for a in is_array]
       structure = _structure(treedef, fixed, shapes)
-      found.append(structure is not None and structure in self.states)
-    if several:
-      return lambda keys: found[keys[1]]
-    return lambda keys: found[0]
+      numbers: list[int | None] = [None] * len(flat)
+      for known, first in self.states:
+        if structure is not None and structure == known:
+          after = itertools.count(first)
+          numbers = [next(after) if a else None for a in is_array]
+          break
+      previous += numbers
+    return previous
 
 
 @jax.tree_util.register_pytree_node_class
@@ -728,9 +766,13 @@ class _Returned:
     """Undoes `tree_flatten`."""
     return cls(list(values), *static)
 
-  def rebuild(self, objects: Sequence[Any]) -> Any:
+  def rebuild(self, objects: Sequence[Any], changed: Sequence[Any]) -> Any:
     """Returns what the step returned, with the caller's NNX objects."""
-    leaves = _rebuilt(self.fixed, iter(self.values), objects)
+    fixed = [
+        _Constant(changed[f.number]) if isinstance(f, _Variable) else f
+        for f in self.fixed
+    ]
+    leaves = _rebuilt(fixed, iter(self.values), objects)
     return self.treedef.unflatten(leaves)
 
 
@@ -878,12 +920,13 @@ def _rows(
   return length // step.workers.count
 
 
-def _is_array(x: Any) -> bool:
-  # Flags are constants: modules of Equinox have them among their leaves, and
-  # decide by them what to trace.
-  return not isinstance(x, bool) and isinstance(
-      x, jax.Array | np.ndarray | np.generic | int | float | complex
-  )
+def _counter(x: Any) -> Any:
+  """Returns a Python integer of a state, such as a step of 0, as an array.
+
+  Of the type that a count in the optimizer state has: a step that is taken from
+  there would otherwise be compiled for both.
+  """
+  return np.asarray(x, jax.dtypes.result_type(x)) if type(x) is int else x
 
 
 def _interleave(

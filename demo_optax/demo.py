@@ -237,6 +237,11 @@ def scale_by_demo(
     return step, decays, weights
 
   def init_fn(params: chex.ArrayTree) -> DeMoState:
+    if type(params).__name__ == '_ParamsPlaceholder':
+      # optax.tree.map_params asks where parameters are: nowhere in this state,
+      # of which each field is a leaf here, whatever the layout is.
+      nothing: Any = 0
+      return DeMoState(nothing, nothing, nothing, nothing)
     flat = jax.tree_util.tree_flatten_with_path(params)[0]
     leaves = [
         describe_leaf(path, np.shape(x), x, workers.param_specs)

@@ -197,6 +197,64 @@ def holds_state(tree: Any) -> bool:
   return any(map(is_state, jax.tree.leaves(tree, is_leaf=is_state)))
 
 
+def array_leaves(tree: Any) -> list[bool]:
+  """Returns which leaves are arrays; a step is compiled for all others.
+
+  Numbers are arrays, but flags and what Equinox modules hold are not: layers
+  decide by them what to trace (`eqx.nn.MaxPool2d.init`), as in
+  `eqx.filter_jit`. NNX objects are leaves, and no arrays.
+  """
+  equinox = sys.modules.get('equinox')
+
+  def is_module(x: Any) -> bool:
+    return equinox is not None and isinstance(x, equinox.Module)
+
+  def is_node(x: Any) -> bool:
+    return is_object(x) or is_module(x)
+
+  arrays = jax.Array | np.ndarray | np.generic
+  found = []
+  for x in jax.tree.leaves(tree, is_leaf=is_node):
+    if is_module(x):
+      inner = jax.tree.leaves(x, is_leaf=is_object)
+      found += [isinstance(y, arrays) for y in inner]
+    else:
+      number = isinstance(x, int | float | complex) and not isinstance(x, bool)
+      found.append(number or isinstance(x, arrays))
+  return found
+
+
+def leaf_kinds(tree: Any) -> list[Any]:
+  """Returns for each leaf of a tree what becomes of it, by its variable.
+
+  'statistics' for `nnx.BatchStat`, a `MetricPart` for what `nnx.metrics` keep,
+  None for anything else. NNX objects are leaves.
+  """
+  nnx = _nnx()
+  if nnx is None:
+    return [None] * len(jax.tree.leaves(tree))
+
+  def is_node(x: Any) -> bool:
+    return is_object(x) or isinstance(x, nnx.Variable)
+
+  flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_node)[0]
+  parts: dict[Keys, set[Any]] = {}
+  for path, x in flat:
+    if isinstance(x, nnx.metrics.MetricState):
+      *parent, part = path_keys(path)
+      parts.setdefault(tuple(parent), set()).add(part)
+  kinds: list[Any] = []
+  for path, x in flat:
+    kind: Any = 'statistics' if isinstance(x, nnx.BatchStat) else None
+    if isinstance(x, nnx.metrics.MetricState):
+      *parent, part = path_keys(path)
+      if parts[tuple(parent)] in ({'total', 'count'}, {'count', 'mean', 'm2'}):
+        kind = MetricPart(tuple(parent), part)
+    number = len(jax.tree.leaves(x)) if isinstance(x, nnx.Variable) else 1
+    kinds += [kind] * number
+  return kinds
+
+
 def is_key(x: Any) -> bool:
   """Returns whether `x` is one PRNG key, new or legacy."""
   dtype = getattr(x, 'dtype', None)
@@ -246,6 +304,15 @@ class OpenedObjects:
       return []
     graphdef, treedef = self.structure
     return list(_nnx().merge(graphdef, treedef.unflatten(leaves)))
+
+  def numbers(self, objects: list[Any]) -> dict[int, int]:
+    """Returns for the identity of each array in the objects its number."""
+    if not self.structure:
+      return {}
+    leaves = jax.tree.leaves(_nnx().split(objects)[1])
+    return {
+        id(x): i for i, x in enumerate(leaves) if isinstance(x, jax.Array)
+    }
 
   def results(
       self, objects: list[Any], before: Sequence[Any], own: Sequence[Any]

@@ -605,7 +605,7 @@ def cut_for_good(folder):
     text = re.search('heartbeat timeout|stopped sending heartbeats|'
                      'DEADLINE_EXCEEDED|detected fatal errors', text).group()
   step = resumes(folder, 2)
-  return Outcome(seconds, f'both miss each other after 100 s ("{text}"), and'
+  return Outcome(seconds, f'they miss each other ("{text}"), and'
                           f' end; resumed after step {step}')
 
 

@@ -384,3 +384,145 @@ def test_pmap_that_returns_the_state_of_one_worker():
   differences = demo_optax.check_replicas(t)
   assert differences and demo_optax.check_replicas(q) == []
   assert all('worker_stacked' in d.leaf for d in differences)
+
+
+# States that a step returns, numbers in modules -------------------------------
+
+
+def test_numbers_of_an_equinox_layer_are_no_arrays():
+  """`MaxPool2d` pads with minus infinity, a number among its leaves."""
+  workers = demo_optax.Workers.simulated(2)
+  tx = demo(workers)
+  model = eqx.nn.Sequential([
+      eqx.nn.Conv2d(1, 1, 3, key=jax.random.key(0)), eqx.nn.MaxPool2d(2)])
+  opt_state = tx.init(eqx.filter(model, eqx.is_array))
+
+  @demo_optax.data_parallel(workers)
+  def train_step(model, opt_state, x):
+    loss, grads = eqx.filter_value_and_grad(
+        lambda model: jnp.mean(jax.vmap(model)(x) ** 2))(model)
+    updates, opt_state = tx.update(
+        grads, opt_state, eqx.filter(model, eqx.is_array))
+    return eqx.apply_updates(model, updates), opt_state, loss
+
+  x = jnp.asarray(BATCH).reshape(2, 1, 8, 8)
+  losses = []
+  for _ in range(3):
+    before = COMPILATIONS.count
+    model, opt_state, loss = train_step(model, opt_state, x)
+    losses.append(float(loss))
+  assert COMPILATIONS.count == before
+  assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize('kind', ['simulated', 'auto'])
+def test_a_returned_nnx_state_is_what_the_objects_have(kind):
+  """Statistics averaged, metrics of the whole batch, in either form."""
+  with make_workers(kind, 2) as workers:
+    def make():
+      return (nnx.BatchNorm(8, rngs=nnx.Rngs(0)),
+              nnx.metrics.Average('loss'))
+
+    def update(model, metrics, x):
+      metrics.update(loss=model(x)[:, 0] ** 2, mask=x[:, 0] > 0)
+
+    @demo_optax.data_parallel(workers)
+    def changes(model, metrics, x):
+      update(model, metrics, x)
+
+    @demo_optax.data_parallel(workers)
+    def returns(model, metrics, x):
+      update(model, metrics, x)
+      return nnx.state((model, metrics))
+
+    @demo_optax.data_parallel(workers)
+    def merges(graphdef, state, x):  # nnx.split before the step
+      objects = nnx.merge(graphdef, state)
+      update(*objects, x)
+      return nnx.state(objects)
+
+    found = []
+    for step in (changes, returns, merges):
+      objects = make()
+      for _ in range(2):
+        if step is merges:
+          nnx.update(objects, step(*nnx.split(objects), BATCH))
+        elif step is returns:
+          nnx.update(objects, step(*objects, BATCH))
+        else:
+          step(*objects, BATCH)
+      found.append(jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(objects))))
+    for other in found[1:]:
+      jax.tree.map(np.testing.assert_array_equal, found[0], other)
+    assert int(found[0][1]['count']) == 2 * int(np.sum(BATCH[:, 0] > 0))
+
+
+def test_an_nnx_split_step_trains():
+  workers = demo_optax.Workers.simulated(2)
+  model = nnx.Sequential(
+      nnx.Linear(8, 2, rngs=nnx.Rngs(0)), nnx.BatchNorm(2, rngs=nnx.Rngs(0)))
+  optimizer = nnx.Optimizer(model, demo(workers), wrt=nnx.Param)
+  graphdef, state = nnx.split((model, optimizer))
+
+  @demo_optax.data_parallel(workers)
+  def train_step(graphdef, state, x):
+    model, optimizer = nnx.merge(graphdef, state)
+    loss, grads = nnx.value_and_grad(
+        lambda model: jnp.mean((model(x) - 1) ** 2))(model)
+    optimizer.update(model, grads)
+    return loss, nnx.state((model, optimizer))
+
+  losses = []
+  for _ in range(4):
+    loss, state = train_step(graphdef, state, BATCH)
+    losses.append(float(loss))
+  assert losses[-1] < losses[0]
+
+
+def test_a_batch_that_is_sharded_on_an_explicit_mesh():
+  """Simulated workers are on one device: said, not found out by JAX."""
+  workers = demo_optax.Workers.simulated(2)
+  mesh = jax.make_mesh(
+      (2,), ('fsdp',), axis_types=(AxisType.Explicit,),
+      devices=jax.devices()[:2])
+  x = jax.device_put(BATCH, NamedSharding(mesh, P('fsdp')))
+  step = demo_optax.data_parallel(workers, batch_argnums=0)(lambda x: x.mean())
+  with pytest.raises(ValueError, match='The batch x is sharded .*one device'):
+    step(x)
+
+
+def test_map_params_finds_the_parameters_of_other_states():
+  """And none in ours, whose momentum lies in buckets."""
+  tx = optax.chain(optax.trace(0.9), demo(demo_optax.Workers.simulated(2)))
+  params = {'w': jnp.ones((8, 8))}
+  state = tx.init(params)
+  found = optax.tree.map_params(
+      tx, lambda x: 'param', state, transform_non_params=lambda x: 'other')
+  assert found[0].trace == {'w': 'param'}
+  assert set(jax.tree.leaves(found[1:])) == {'other'}
+  assert jax.tree.structure(
+      optax.tree.map_params(tx, lambda x: x, state)) == (
+          jax.tree.structure(state))
+
+
+@pytest.mark.parametrize('kind', ['simulated', 'auto'])
+def test_accumulators_are_stacked_by_one_program(kind):
+  """And a step counter that is a Python number costs no second program."""
+  with make_workers(kind, 2) as workers, jax.numpy_dtype_promotion('standard'):
+    params = {name: jnp.ones((8, i + 2)) for i, name in enumerate('abcdef')}
+    tx = optax.MultiSteps(demo(workers), 2)
+    state = TrainState.create(apply_fn=None, params=params, tx=tx)
+
+    @demo_optax.data_parallel(workers)
+    def train_step(state, x):
+      grads = jax.grad(lambda params: sum(
+          jnp.mean((x @ p) ** 2) for p in params.values()))(state.params)
+      state = state.apply_gradients(grads=grads)
+      return state.replace(step=state.opt_state.gradient_step)
+
+    counts = []
+    for _ in range(4):
+      before = COMPILATIONS.count
+      state = train_step(state, BATCH)
+      counts.append(COMPILATIONS.count - before)
+    assert counts[0] <= 4 and not any(counts[1:]), counts
