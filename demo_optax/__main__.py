@@ -11,6 +11,7 @@ DeMo paper (16 layers of d = 1024 or 2048, a vocabulary of 50304).
 
 import argparse
 import json
+import os
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -39,6 +40,7 @@ def _transformer(layers: int, d: int, vocabulary: int) -> dict[str, Any]:
 
 
 _MAX_SIZE = 2**53  # elements of a leaf
+_MAX_SIDE = 2**20  # of a chunk: lengths are tried one by one
 _MAX_DEPTH = 100  # of objects within objects
 
 MODELS = {
@@ -57,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
   add = parser.add_argument
   add('model', help=f'{", ".join(MODELS)}, a JSON file of shapes, or -')
   add('--topk', type=_count, default=32, help='coefficients per chunk')
-  add('--chunk', type=_count, default=64, help='longest side of a chunk')
+  add('--chunk', type=_side, default=64, help='longest side of a chunk')
   add('--values', choices=VALUES, default='float32',
       help='how values are sent')
   add('--workers', type=_count, nargs='+', default=[8], help='how many')
@@ -104,6 +106,14 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
   return found
 
 
+def _side(text: str) -> int:
+  """A flag's length of a side of a chunk."""
+  number = _count(text)
+  if number > _MAX_SIDE:
+    raise argparse.ArgumentTypeError(f'{number} is above {_MAX_SIDE:,}')
+  return number
+
+
 def _count(text: str) -> int:
   """A flag's number of things."""
   try:
@@ -146,4 +156,9 @@ def _start_of(text: str) -> str:
 
 
 if __name__ == '__main__':
-  main()
+  try:
+    main()
+    sys.stdout.flush()
+  except BrokenPipeError:  # of `| head`; no second one when Python ends
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(1)

@@ -9,6 +9,8 @@ before the first message.
 import contextlib
 import contextvars
 import hashlib
+import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +26,7 @@ _NAMES = (
     'sharding', 'average', 'kernels', 'delay',
 )
 _DIGEST_BYTES = 16
+_count = itertools.count(1)
 
 _traced: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar(
     'demo_optax_traced', default=None
@@ -77,6 +80,9 @@ def check(workers: Workers, described: Mapping[str, str]) -> None:
   processes = {device.process_index for device in workers.mesh.devices.flat}
   if len(processes) == 1 or len(processes) < jax.process_count():
     return
+  # A process that calls once more than others would be compared with whatever
+  # they compare next.
+  described = {'number of this comparison': str(next(_count)), **described}
   digests = np.stack([
       np.frombuffer(
           hashlib.sha256(text.encode()).digest()[:_DIGEST_BYTES], np.uint32
@@ -87,6 +93,14 @@ def check(workers: Workers, described: Mapping[str, str]) -> None:
   different = np.any(everyones != everyones[0], axis=-1)  # [processes, names]
   if not different.any():
     return
+  if different[:, 0].any():
+    raise ValueError(
+        'Processes compare different things with each other: every process must'
+        ' call tx.init, outside of jit, and the first step of a data_parallel'
+        ' function, as often as the others and in the same order. Process'
+        f' {jax.process_index()} is at its comparison number'
+        f' {next(iter(described.values()))}.'
+    )
   others = np.flatnonzero(different.any(axis=1)).tolist()
   names = [n for n, d in zip(described, different.any(axis=0)) if d]
   raise ValueError(
@@ -104,10 +118,11 @@ def _describe(step: Any) -> tuple[str, ...]:
   return (
       demo_optax.__version__,
       ', '.join(f'{x.name} {x.dtype}{list(x.shape)}' for x in leaves),
-      ', '.join(map(str, compressors)),
+      # Functions in them are told by their names.
+      re.sub(' at 0x[0-9a-f]+', '', ', '.join(map(str, compressors))),
       str([compressors.index(leaf.compressor) for leaf in leaves]),
       str([leaf.sharding.spec for leaf in leaves]),
       step.average,
-      str(step.kernels),
+      str(bool(step.kernels)),
       str(int(step.delay)),
   )

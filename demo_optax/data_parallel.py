@@ -181,7 +181,7 @@ class DataParallelStep:
     self._step, self._options = step, options
     self._names = _positional_names(step)
     self._calls: dict[Any, _Call] = {}
-    self._unchecked: list[_Call] = []
+    self._has_run = False
     self._jitted = jax.jit(self._run, static_argnums=0, donate_argnums=1)
 
   def __repr__(self) -> str:
@@ -190,9 +190,14 @@ class DataParallelStep:
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
     """Runs the step; see `data_parallel`."""
-    call, objects, leaves = self._open(args, kwargs)
-    if self._unchecked:
-      self._check_agreement(call, leaves)
+    # Once: later on, processes may differ in flags that are compiled for.
+    is_first = not self._has_run and jax.process_count() > 1
+    call, objects, leaves = self._open(args, kwargs, compare=is_first)
+    if is_first:
+      with agreement.traced_steps() as steps:
+        self._jitted.trace(call, *call.split_donated(leaves))
+      agreement.check_exchanges(self.workers, steps)
+    self._has_run = True
     returned, changed = self._jitted(call, *call.split_donated(leaves))
     modules.update_objects(objects, changed)
     return returned.rebuild(objects, changed)
@@ -211,9 +216,18 @@ class DataParallelStep:
     return self._jitted.lower(call, *call.split_donated(leaves))
 
   def _open(
-      self, args: tuple[Any, ...], kwargs: dict[str, Any]
+      self,
+      args: tuple[Any, ...],
+      kwargs: dict[str, Any],
+      compare: bool = False,
   ) -> tuple['_Call', list[Any], list[Any]]:
-    """Returns the call's static part, its NNX objects, and all arrays."""
+    """Returns the call's static part, its NNX objects, and all arrays.
+
+    Args:
+      args: of the step.
+      kwargs: of the step.
+      compare: whether to compare the arrays' shapes with other processes'.
+    """
     objects: list[Any] = []
     arguments, leaves = [], []
     for position, value in enumerate(args):
@@ -238,28 +252,19 @@ class DataParallelStep:
     if call is None:
       fresh, changed = accumulation.stack((args, kwargs), objects, self.workers)
       if changed:
-        return self._open(*fresh)
+        return self._open(fresh[0], fresh[1], compare)
       call = _Call.of(self, arguments, opened, leaves)
       self._calls[key] = call
-      if jax.process_count() > 1:
-        agreement.check(self.workers, {
-            'arguments of the step': ', '.join(
-                f'{dotted(keys)} {jax.dtypes.result_type(x)}{list(np.shape(x))}'
-                for keys, x in zip(call.keys, leaves)
-            )
-        })
-        self._unchecked.append(call)
+    if compare:
+      agreement.check(self.workers, {
+          'arguments of the step': ', '.join(
+              f'{dotted(keys)} {jax.dtypes.result_type(x)}{list(np.shape(x))}'
+              for keys, x in zip(call.keys, leaves)
+          )
+      })
     put = self.workers.put(call.keys, call.roles, leaves)
     modules.update_objects(objects, put[len(put) - len(opened.leaves) :])
     return call, objects, put
-
-  def _check_agreement(self, call: '_Call', leaves: list[Any]) -> None:
-    """Raises unless the other processes are about to run the same exchange."""
-    if call in self._unchecked:
-      with agreement.traced_steps() as steps:
-        self._jitted.trace(call, *call.split_donated(leaves))
-      agreement.check_exchanges(self.workers, steps)
-      self._unchecked.remove(call)
 
   def _argument(
       self, key: int | str, num_args: int, value: Any, objects: list[Any]

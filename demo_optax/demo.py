@@ -134,7 +134,8 @@ def scale_by_demo(
   workers leave it out of all averages and it keeps its momentum as it was;
   `state.metrics['num_excluded']` counts. If all are excluded the update is zero
   (and what follows, such as weight decay, goes on as with any update); so it is
-  in a step with a hyperparameter that is not finite. A message that is damaged
+  in a step with a hyperparameter that is not finite, or a decay or an `alpha`
+  beyond 0 to 1. A message that is damaged
   beyond sense (indices out of order or of the chunk, values that are not finite
   or too large to transform) excludes its worker, too, and what it was to carry
   is lost.

@@ -285,11 +285,12 @@ def _is_valid(
 ) -> jax.Array:
   """Returns whether no momentum can overflow or take in a NaN, bool `[]`.
 
-  All hyperparameters are looked at, too: one that is not finite loses the step,
-  and no more than that.
+  All hyperparameters are looked at, too: one that is not finite, or a decay or
+  an alpha beyond 0 to 1, loses the step and no more than that.
   """
-  numbers = [hyper.alpha, *hyper.decay, *hyper.weight]
-  good = [jnp.isfinite(jnp.asarray(x)).all() for x in numbers]
+  good = [jnp.isfinite(jnp.asarray(x)).all() for x in hyper.weight]
+  for x in (hyper.alpha, *hyper.decay):
+    good.append(((jnp.asarray(x) >= 0) & (jnp.asarray(x) <= 1)).all())
   for weight, g in zip(weights, chunks):
     weight = jnp.asarray(weight, g.dtype)
     largest = LARGEST_GRADIENT * float(jnp.finfo(g.dtype).max)

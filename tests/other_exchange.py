@@ -66,6 +66,13 @@ def main():
         print(f'{name}, {form}: {error}', flush=True)
       demo_optax.__version__ = version
   tx = demo_optax.scale_by_demo(TOPK, workers=workers)
+  again = Step(tx, workers)
+  for name, shapes in (('first', (16, 32)[here]), ('second', 16)):
+    try:
+      again.train(make_params(shapes))
+      print(f'tried again, {name}: done', flush=True)
+    except ValueError as error:
+      print(f'tried again, {name}: {error}', flush=True)
   train(tx, make_params(16), workers)
   print('the same: done', flush=True)
 
@@ -75,21 +82,31 @@ def make_params(width):
 
 
 def train(tx, params, workers):
-  """Two steps, from a state that is made under jit."""
-  @demo_optax.data_parallel(workers)
-  def train_step(params, opt_state, x):
-    grads = jax.grad(
-        lambda params: jnp.mean(params['w'] * x.mean()) + params['b'].sum()
-    )(params)
-    updates, opt_state = tx.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state
+  Step(tx, workers).train(params)
 
-  params = jax.tree.map(jnp.asarray, params)
-  opt_state = jax.jit(tx.init)(params)
-  x = jax.make_array_from_process_local_data(
-      NamedSharding(workers.mesh, P('data')), np.ones((1, 4), np.float32))
-  for _ in range(2):
-    params, opt_state = train_step(params, opt_state, x)
+
+class Step:
+  """A step of data_parallel."""
+
+  def __init__(self, tx, workers):
+    @demo_optax.data_parallel(workers)
+    def train_step(params, opt_state, x):
+      grads = jax.grad(
+          lambda params: jnp.mean(params['w'] * x.mean()) + params['b'].sum()
+      )(params)
+      updates, opt_state = tx.update(grads, opt_state, params)
+      return optax.apply_updates(params, updates), opt_state
+
+    self.train_step, self.tx, self.workers = train_step, tx, workers
+
+  def train(self, params):
+    """Two steps, from a state that is made under jit."""
+    params = jax.tree.map(jnp.asarray, params)
+    opt_state = jax.jit(self.tx.init)(params)
+    x = jax.make_array_from_process_local_data(
+        NamedSharding(self.workers.mesh, P('data')), np.ones((1, 4), np.float32))
+    for _ in range(2):
+      params, opt_state = self.train_step(params, opt_state, x)
 
 
 if __name__ == '__main__':

@@ -137,8 +137,12 @@ def _share(rate: float, n: int) -> int:
 
   >>> _share(0.07, 100), _share(1 / 3, 3), _share(1 / 49, 49), _share(1e-7, 64)
   (7, 1, 1, 1)
+  >>> _share(0.70000000001, 10), _share(0.30000000004, 100), _share(5 / 6, 6)
+  (8, 31, 5)
   """
   exact = fractions.Fraction(rate).limit_denominator(10**9)
+  if float(exact) != rate:  # of more digits, not a quotient such as 1 / 3
+    exact = fractions.Fraction(repr(float(rate)))
   return min(n, max(1, math.ceil(exact * n)))
 
 

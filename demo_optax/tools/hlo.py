@@ -92,7 +92,8 @@ def collectives(
     TypeError: something without `as_text`; a `mesh` that is none.
     ValueError: what is not compiled, or for another number of devices than the
       mesh has; a dtype, or a spelling of groups, that is not known; more than
-      131,072 devices. A text is read in a time in proportion to its length.
+      131,072 devices, or than it is compiled for. A text is read in a time in
+      proportion to its length, and to the devices of its groups.
 
   Example:
     >>> import demo_optax, jax, jax.numpy as jnp
@@ -288,9 +289,15 @@ def _groups(num_devices: int, text: str, permute: bool) -> Groups:
   elif match['listed']:
     listed = re.findall(r'\{([\d, ]+)\}', match['listed'])
     groups = tuple(tuple(_ints(group)) for group in listed)
+    largest = max((max(group) for group in groups if group), default=0)
+    if largest >= num_devices:
+      raise ValueError(
+          f'Device {largest} is in a group, but the function is compiled for'
+          f' {num_devices}.'
+      )
   else:
     try:
-      groups = _computed_groups(match)
+      groups = _computed_groups(match, num_devices)
     except (KeyError, ValueError, ZeroDivisionError) as error:
       raise ValueError(
           f'The groups are not understood ({_start_of(str(error))}):'
@@ -303,17 +310,21 @@ def _groups(num_devices: int, text: str, permute: bool) -> Groups:
   return groups
 
 
-def _computed_groups(match: re.Match) -> Groups:
+def _computed_groups(match: re.Match, num_devices: int) -> Groups:
   if match['iota']:
-    ids = _iota(match['iota']).reshape(_ints(match['shape']))
+    ids = _iota(match['iota'], num_devices).reshape(_ints(match['shape']))
   else:
-    ids = _mesh_groups(match['sizes'], match['ids'], match['axes'])
+    ids = _mesh_groups(
+        match['sizes'], match['ids'], match['axes'], num_devices
+    )
   if ids.ndim != 2:
     raise ValueError(f'{ids.ndim} dimensions')
   return tuple(map(tuple, ids.tolist())) if ids.size else ()
 
 
-def _mesh_groups(sizes: str, ids: str | None, axes: str) -> np.ndarray:
+def _mesh_groups(
+    sizes: str, ids: str | None, axes: str, num_devices: int
+) -> np.ndarray:
   """The groups over axes of a mesh that the compiler wrote down.
 
   Its mesh need not be the user's: XLA makes up some. An axis may be cut: of
@@ -323,6 +334,7 @@ def _mesh_groups(sizes: str, ids: str | None, axes: str) -> np.ndarray:
     sizes: axes of the mesh, such as `'a'=2,'b'=4`.
     ids: its devices if not in order: `0,2,1,3`, or as an iota `[2,2]T(1,0)`.
     axes: those the groups run over, such as `'a','b':(2)2`.
+    num_devices: that the function is compiled for.
 
   Returns:
     The groups, an array of shape (groups, devices in a group).
@@ -341,26 +353,28 @@ def _mesh_groups(sizes: str, ids: str | None, axes: str) -> np.ndarray:
   last = [parts.index(part) for part in inner if part[2] > 1]
   first = [i for i in range(len(parts)) if i not in last]
   if ids is None:
-    devices = _arange(list(mesh.values()))
+    devices = _arange(list(mesh.values()), num_devices)
   else:
-    devices = _iota(ids) if '[' in ids else np.array(_ints(ids))
+    devices = (
+        _iota(ids, num_devices) if '[' in ids else np.array(_ints(ids))
+    )
   devices = devices.reshape([size for _, _, size in parts])
   group_size = math.prod(parts[i][2] for i in last)
   return devices.transpose(first + last).reshape(-1, group_size)
 
 
-def _iota(text: str) -> np.ndarray:
+def _iota(text: str, num_devices: int) -> np.ndarray:
   """`[2,4]T(1,0)`: 0..7 in the shape [2, 4], transposed; flat."""
   dims, _, permutation = text.partition('T')
-  ids = _arange(_ints(dims)).reshape(_ints(dims))
+  ids = _arange(_ints(dims), num_devices).reshape(_ints(dims))
   return ids.transpose(_ints(permutation) or range(ids.ndim)).ravel()
 
 
 # Numbers and lists, which may be of any length --------------------------------
 
 
-def _arange(dims: list[int]) -> np.ndarray:
-  return np.arange(_product(dims, _MAX_DEVICES, 'devices'))
+def _arange(dims: list[int], num_devices: int) -> np.ndarray:
+  return np.arange(_product(dims, num_devices, 'devices'))
 
 
 def _listed(pattern: re.Pattern, text: str) -> list[tuple[str, ...]]:

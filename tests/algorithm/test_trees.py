@@ -173,9 +173,11 @@ def test_averages_tell_who_was_excluded_and_frozen_leaves_do_not_count():
       assert not np.any(updates['frozen'])
 
 
-@pytest.mark.parametrize('name', [
-    'decay', 'alpha', 'gradient_weight', 'learning_rate', 'weight_decay'])
-def test_a_hyperparameter_that_is_not_finite_only_loses_its_step(name):
+@pytest.mark.parametrize('name, value', [
+    *((name, np.nan) for name in (
+        'decay', 'alpha', 'gradient_weight', 'learning_rate', 'weight_decay')),
+    ('alpha', 1e38), ('alpha', -1.0), ('decay', 2.0)])
+def test_a_hyperparameter_that_makes_no_sense_only_loses_its_step(name, value):
   workers = demo_optax.Workers.simulated(2)
   of_demo = name in ('learning_rate', 'weight_decay')
   make = optax.inject_hyperparams(
@@ -189,7 +191,7 @@ def test_a_hyperparameter_that_is_not_finite_only_loses_its_step(name):
   update = jax.jit(tx.update)
   _, before = update(gradients, tx.init(params), params)
   lost = before._replace(
-      hyperparams={**before.hyperparams, name: jnp.float32(np.nan)})
+      hyperparams={**before.hyperparams, name: jnp.float32(value)})
   updates, after = update(gradients, lost, params)
   assert not np.any(updates['w'])
   stacked_of = lambda state: [

@@ -407,7 +407,7 @@ def test_one_gather_and_nothing_dense(kind):
       whole_demo(workers))
   params = replicated(random_tree(1), workers)
   state = workers.device_put(tx.init(params))
-  x = stacked(np.ones((8, 130), np.float32), workers)
+  x = stacked(np.ones((8, 64), np.float32), workers)
 
   def loss_fn(params, x):
     every = sum(jnp.sum(jnp.sin(p * x[0, 0])) for p in jax.tree.leaves(params))

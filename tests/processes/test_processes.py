@@ -256,7 +256,36 @@ def test_a_peer_of_another_exchange_is_an_error():
         assert any(f'different are {x}' in line or f', {x}. All need' in line
                    for x in fits), line
         assert f'Process {process} has' in line
-  assert found.count('the same: done') == 2
+  for process in (0, 1):  # an error is no answer: it is compared again
+    assert re.search(
+        rf'^\[{process}\] tried again, first: Processes \[1\]', found, re.M)
+    assert f'[{process}] tried again, second: done' in found
+    assert f'[{process}] the same: done' in found
+
+
+ONE_ALONE = '''
+import sys
+sys.path.insert(0, sys.argv[1])
+import argparse, cluster, jax, numpy as np, demo_optax
+parser = argparse.ArgumentParser()
+cluster.add_flags(parser)
+cluster.join(parser.parse_args([]))
+mesh = jax.make_mesh((jax.device_count(),), ('data',),
+                     axis_types=(jax.sharding.AxisType.Auto,))
+workers = demo_optax.Workers.on_mesh(mesh, 'data')
+tx = demo_optax.scale_by_demo(workers=workers)
+params = {'w': np.ones((8, 8), np.float32)}
+tx.init(params)
+if jax.process_index() == 0:
+  demo_optax.agreement._count.__next__()
+tx.init(params)
+'''
+
+
+def test_processes_that_compare_different_things_are_told():
+  run = launch('-n', 2, '--', PYTHON, '-c', ONE_ALONE, EXAMPLES, check=False)
+  assert run.returncode != 0
+  assert 'Processes compare different things with each other' in run.stdout
 
 
 # Checkpoints ------------------------------------------------------------------

@@ -143,7 +143,8 @@ def test_all_spellings_of_groups_are_the_same_groups(name):
     ("mesh['a'=4], device_ids=([2,2]T(1,0)) {'a':(2)2}", [(0, 2), (1, 3)]),
 ])
 def test_spellings_of_groups(spelling, groups):
-  text = ('HloModule f, num_partitions=4\n  %r = f32[] all-reduce(%p),'
+  count = 1 + max(max(group) for group in groups)
+  text = (f'HloModule f, num_partitions={count}\n  %r = f32[] all-reduce(%p),'
           f' channel_id=1, replica_groups={spelling}, to_apply=%add')
   [found] = demo_optax.tools.collectives(text)
   assert list(found.groups) == groups
@@ -322,14 +323,16 @@ def test_long_texts_are_read_in_linear_time(name):
 @pytest.mark.parametrize('line, says', [
     *((f'%r = f32[4] all-gather(%p), replica_groups={groups}', says)
       for groups, says in [
-          ('[2,4]<=[99999999999]', 'More than 131,072 devices: .99999999999'),
-          ('[1,9]<=[' + '9,' * 40 + '9]', 'More than 131,072 devices'),
-          ('[2,4]<=[9]', 'cannot reshape'),
+          ('[2,4]<=[99999999999]', 'More than 8 devices: .99999999999'),
+          ('[1,9]<=[' + '9,' * 40 + '9]', 'More than 8 devices'),
+          ('[2,4]<=[9]', 'More than 8 devices'),
+          ('[2,4]<=[6]', 'cannot reshape'),
+          ('{{0,99}}', 'Device 99 is in a group.* for 8'),
           ('[8]<=[8]', '1 dimensions'),
           ('[0,8]<=[0]', 'no group in it'),
           ('[2,4]<=[2,4]T(0,0)', 'repeated axis'),
           ('[1,1]<=[' + '9' * 30 + ']', 'too large a number'),
-          ("mesh['a'=99999999999] {'a'}", 'More than 131,072 devices'),
+          ("mesh['a'=99999999999] {'a'}", 'More than 8 devices'),
           ("mesh['a'=8] {'b'}", "'b'.*mesh"),
           ("mesh['a'=8] {'a':(0)2}", 'not understood.*mesh'),
           ("mesh['a'=8] {'a':(3)2}", 'not understood.*mesh'),
@@ -351,6 +354,15 @@ def test_more_devices_than_there_are():
   text = '\n  %r = f32[] all-reduce(%p), replica_groups='
   with pytest.raises(ValueError, match='More than 131,072 devices'):
     demo_optax.tools.collectives(f'HloModule f, num_partitions=99999999999{text}{{}}')
-  with pytest.raises(ValueError, match=r'Device 8 is in a group.*has 8 devices'):
+  with pytest.raises(ValueError, match=r'Device 8 is in a group.*compiled for 8'):
     demo_optax.tools.collectives(
         f'HloModule f, num_partitions=8{text}{{{{0,8}}}}', GRID)
+
+
+def test_many_groups_of_many_devices_are_refused():
+  """Also where each is below the bound: time is that of the devices there are."""
+  lines = ''.join(
+      f'  %r = f32[8] all-gather(%p), replica_groups=[{n},1]<=[{n}]\n'
+      for n in range(100_000, 100_400))
+  with pytest.raises(ValueError, match='More than 8 devices'):
+    demo_optax.tools.collectives(f'{HEADER}{lines}')
