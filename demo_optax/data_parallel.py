@@ -180,9 +180,14 @@ class DataParallelStep:
     self.workers = workers
     self._step, self._options = step, options
     self._names = _positional_names(step)
+    _check_options(step, options)
     self._calls: dict[Any, _Call] = {}
     self._has_run = False
     self._jitted = jax.jit(self._run, static_argnums=0, donate_argnums=1)
+
+  def __get__(self, instance: Any, owner: Any = None) -> Any:
+    """Binds the step to an object whose method it is, as functions do."""
+    return self if instance is None else functools.partial(self, instance)
 
   def __repr__(self) -> str:
     name = getattr(self._step, '__name__', repr(self._step))
@@ -709,7 +714,9 @@ class _Call:
       role, old = 'output', None
       if has_axis:
         role = 'stacked'
-      elif modules.is_key(x):
+      elif modules.is_key(x) or (
+          at is not None and modules.is_key_array(x)
+      ):
         role = 'key'
         if at is not None and x is own[at]:  # goes on from the one of all
           role, x = 'state', before[at]
@@ -791,6 +798,30 @@ def _positional_names(step: Callable[..., Any]) -> list[str]:
       for p in parameters
       if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
   ]
+
+
+def _check_options(step: Callable[..., Any], options: _Options) -> None:
+  """Raises if the options name arguments that the step does not have."""
+  try:
+    parameters = inspect.signature(step).parameters.values()
+  except (TypeError, ValueError):
+    return
+  kinds = {p.kind for p in parameters}
+  names = [p.name for p in parameters]
+  positional = len(_positional_names(step))
+  for option, given in vars(options).items():
+    for x in given or ():
+      if isinstance(x, str):
+        found = x in names or inspect.Parameter.VAR_KEYWORD in kinds
+      else:
+        found = -positional <= x < positional or (
+            inspect.Parameter.VAR_POSITIONAL in kinds
+        )
+      if not found:
+        raise ValueError(
+            f'{option} has {x!r}, but the arguments of'
+            f' {getattr(step, "__name__", step)} are {", ".join(names)}.'
+        )
 
 
 def _number_of(x: Any, objects: list[Any]) -> int:
@@ -883,7 +914,7 @@ def _params_of_states(
 def _role(x: Any, has_worker_axis: bool, is_shared: bool) -> str:
   if has_worker_axis:
     return 'stacked'
-  if modules.is_key(x):
+  if modules.is_key(x) or (is_shared and modules.is_key_array(x)):
     return 'key'
   return 'shared' if is_shared or np.ndim(x) == 0 else 'batch'
 

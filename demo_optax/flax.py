@@ -265,6 +265,12 @@ def is_key(x: Any) -> bool:
   return bool(dtype == np.uint32 and x.shape == (2,))
 
 
+def is_key_array(x: Any) -> bool:
+  """Returns whether `x` is an array of new PRNG keys, of any rank."""
+  dtype = getattr(x, 'dtype', None)
+  return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
 def fold_key(key: jax.Array, index: jax.Array) -> jax.Array:
   """Folds a worker's number into a key, or into each of an array of keys."""
   if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):

@@ -3,6 +3,7 @@
 import functools
 import re
 
+import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -598,3 +599,48 @@ def test_workers_of_an_own_map_are_refused():
     demo_optax.data_parallel(demo_optax.Workers.on_axis('data'))
   with pytest.raises(TypeError, match='workers=4'):
     demo_optax.data_parallel(4)
+
+
+def test_a_step_may_be_a_method():
+  class Trainer:
+    scale = 2.0
+
+    @demo_optax.data_parallel(demo_optax.Workers.simulated(2), batch_argnums=1)
+    def step(self, x):
+      return self.scale * x.mean()
+
+  x = np.arange(8, dtype=np.float32)
+  assert float(Trainer().step(x)) == 7.0
+  assert isinstance(Trainer.step, type(demo_optax.data_parallel(
+      demo_optax.Workers.simulated(2))(lambda x: x)))
+
+
+@pytest.mark.parametrize('options', [
+    {'donate_argnames': 'opt'}, {'static_argnames': ('trian',)},
+    {'batch_argnums': 2}, {'donate_argnums': (0, -3)}])
+def test_options_that_name_no_argument(options):
+  decorate = demo_optax.data_parallel(
+      demo_optax.Workers.simulated(2), **options)
+  with pytest.raises(ValueError, match='the arguments of step are params, x'):
+    @decorate
+    def step(params, x):
+      del params, x
+
+
+def test_an_array_of_keys_in_a_state_differs_between_workers():
+  """And is the next step's own, whether the step splits it or not."""
+  @flax.struct.dataclass
+  class State:
+    keys: jax.Array
+
+  @demo_optax.data_parallel(demo_optax.Workers.simulated(4))
+  def step(state, x):
+    noise = jax.random.normal(state.keys[0], x.shape[:1])
+    return state, noise
+
+  state = State(jax.random.split(jax.random.key(0), 3))
+  x = np.ones((16, 2), np.float32)
+  new, noise = step(state, x)
+  assert len(set(np.asarray(noise).tolist())) == 16
+  np.testing.assert_array_equal(
+      jax.random.key_data(new.keys), jax.random.key_data(state.keys))
