@@ -742,22 +742,22 @@ class _Call:
 
     None for what is not part of the next value of a shared argument.
     """
-    several = type(returned) in (tuple, list)  # not one NamedTuple
-    previous: list[int | None] = []
-    for part in returned if several else [returned]:
-      flat, treedef = jax.tree.flatten(part, is_leaf=modules.is_object)
-      is_array = modules.array_leaves(part)
-      shapes = [np.shape(x) for x, a in zip(flat, is_array) if a]
-      fixed = [None if a else 0 for a in is_array]
-      structure = _structure(treedef, fixed, shapes)
-      numbers: list[int | None] = [None] * len(flat)
-      for known, first in self.states:
-        if structure is not None and structure == known:
-          after = itertools.count(first)
-          numbers = [next(after) if a else None for a in is_array]
-          break
-      previous += numbers
-    return previous
+    flat, treedef = jax.tree.flatten(returned, is_leaf=modules.is_object)
+    is_array = modules.array_leaves(returned)
+    shapes = [np.shape(x) for x, a in zip(flat, is_array) if a]
+    fixed = [None if a else 0 for a in is_array]
+    structure = _structure(treedef, fixed, shapes)
+    for known, first in self.states:
+      if structure is not None and structure == known:
+        after = itertools.count(first)
+        return [next(after) if a else None for a in is_array]
+    if type(returned) in (tuple, list):  # not one NamedTuple
+      parts = list(returned)
+    elif type(returned) is dict:
+      parts = [returned[key] for key in sorted(returned)]  # as JAX flattens it
+    else:
+      return [None] * len(flat)
+    return [number for part in parts for number in self._previous(part)]
 
 
 @jax.tree_util.register_pytree_node_class

@@ -644,3 +644,45 @@ def test_an_array_of_keys_in_a_state_differs_between_workers():
   assert len(set(np.asarray(noise).tolist())) == 16
   np.testing.assert_array_equal(
       jax.random.key_data(new.keys), jax.random.key_data(state.keys))
+
+
+def _forgotten(workers):
+  """One parameter is exchanged, the other one is not."""
+  tx = optax.multi_transform(
+      {'exchanged': demo_optax.demo(0.1, workers=workers),
+       'forgotten': optax.sgd(0.1)},
+      {'w': 'exchanged', 's': 'forgotten'})
+
+  def update(params, opt_state, x):
+    grads = jax.grad(
+        lambda params: jnp.mean((x @ params['w'] * params['s']) ** 2))(params)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+  params = {'w': jnp.ones((8, 1)), 's': jnp.ones((4, 1))[:1]}
+  return update, params, tx.init(params)
+
+
+@pytest.mark.parametrize('form', ['tuple', 'dict', 'nested', 'carry'])
+def test_states_must_be_equal_in_whatever_they_are_returned(form):
+  workers = demo_optax.Workers.simulated(4)
+  update, params, opt_state = _forgotten(workers)
+  x = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+
+  @demo_optax.data_parallel(workers)
+  def step(params, opt_state, x):
+    params, opt_state = update(params, opt_state, x)
+    return {'tuple': (params, opt_state),
+            'dict': {'params': params, 'opt_state': opt_state},
+            'nested': (x.mean(), {'train': [params, opt_state]}),
+            'carry': None}[form]
+
+  @demo_optax.data_parallel(workers)
+  def carry_step(carry, x):
+    return update(*carry, x)
+
+  with pytest.raises(ValueError, match=r'\.s differs between workers'):
+    if form == 'carry':
+      carry_step((params, opt_state), x)
+    else:
+      step(params, opt_state, x)
