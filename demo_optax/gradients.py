@@ -33,19 +33,22 @@ def per_worker(
 
   .. math:: g_i \leftarrow \mathrm{tx}(g_i)
 
-  For links before the exchange that look across elements, such as a clip by
-  norm: applied to stacked gradients as it is, `optax.clip_by_global_norm` would
-  take one norm over all workers. Leaves that take no part in exchanges (of
-  integers, or empty) pass through. A stateful `tx` sees its worker's non-finite
-  gradients too, and may carry them on.
+  For links before the exchange. In a step of `data_parallel` those with a state
+  need it, such as `optax.trace` or an EMA of gradients: each worker then keeps
+  a state of its own; what keeps none, such as a clip by norm, works without.
+  Where gradients are stacked, whatever looks across elements needs it too:
+  `optax.clip_by_global_norm` would take one norm over all workers. Leaves that
+  take no part in exchanges (of integers, or empty) pass through. A stateful
+  `tx` sees its worker's non-finite gradients too, and may carry them on.
 
   Args:
     tx: a transformation that maps gradients to gradients of the same shapes.
     workers: who takes part.
 
   Returns:
-    A gradient transformation from stacked gradients to stacked gradients (with
-    `Workers.on_axis`: from the worker's own to the worker's own).
+    A gradient transformation: in a step of `data_parallel`, and with
+    `Workers.on_axis`, from the worker's own gradients to its own; elsewhere
+    from stacked gradients `[workers, ...]` to stacked gradients.
 
   Raises:
     TypeError: `workers` is something else.
@@ -123,15 +126,17 @@ def average(*, workers: Workers) -> optax.GradientTransformation:
   exchange, a worker whose gradients are not all finite is left out of the mean;
   the mean over nobody is zero. Integer leaves get zeros.
 
-  The first link of a baseline to compare with, and for leaves that should not
-  be compressed, where `None` in a tree of compressors does not serve.
+  The first link of a baseline to compare with. For some leaves of a model take
+  `None` in a tree of compressors: then `exchange_info` also counts the workers
+  that were left out, which here nothing does, since there is no state.
 
   Args:
     workers: who takes part.
 
   Returns:
-    A gradient transformation from stacked gradients (with `Workers.on_axis`:
-    the worker's own) to their mean, in the parameters' shapes.
+    A gradient transformation to the mean, in the parameters' shapes: in a step
+    of `data_parallel`, and with `Workers.on_axis`, of the worker's own
+    gradients; elsewhere of stacked gradients `[workers, ...]`.
 
   Raises:
     TypeError: `workers` is something else.
