@@ -15,8 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
+
+# Its client is what Orbax and JAX's own utilities use; there is no public one.
+from jax._src import distributed
 
 import demo_optax
 from demo_optax.workers import Workers
@@ -25,8 +26,12 @@ _NAMES = (
     'version', 'parameters', 'compressor', 'compressors of the leaves',
     'sharding', 'average', 'kernels', 'delay',
 )
-_DIGEST_BYTES = 16
-_count = itertools.count(1)
+_number = itertools.count(1)
+_TIMEOUT_MS = 300_000
+_AS_OFTEN = (
+    'Every process must call tx.init, outside of jit, and the first step of a'
+    ' data_parallel function, as often as the others and in the same order.'
+)
 
 _traced: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar(
     'demo_optax_traced', default=None
@@ -80,29 +85,39 @@ def check(workers: Workers, described: Mapping[str, str]) -> None:
   processes = {device.process_index for device in workers.mesh.devices.flat}
   if len(processes) == 1 or len(processes) < jax.process_count():
     return
-  # A process that calls once more than others would be compared with whatever
-  # they compare next.
-  described = {'number of this comparison': str(next(_count)), **described}
-  digests = np.stack([
-      np.frombuffer(
-          hashlib.sha256(text.encode()).digest()[:_DIGEST_BYTES], np.uint32
-      )
-      for text in described.values()
-  ])
-  everyones = np.asarray(multihost_utils.process_allgather(digests))
-  different = np.any(everyones != everyones[0], axis=-1)  # [processes, names]
-  if not different.any():
+  # Not by a collective: nothing is yet known to be the same, and what differs
+  # would be garbage or a deadlock there.
+  client = distributed.global_state.client
+  if client is None:
     return
-  if different[:, 0].any():
+  number, count = next(_number), jax.process_count()
+  own = [hashlib.sha256(x.encode()).hexdigest() for x in described.values()]
+  texts = [' '.join(described), *own]
+  key = f'demo_optax/comparison/{number}'
+  client.key_value_set(f'{key}/{jax.process_index()}', '\n'.join(texts))
+  everyones = []
+  for process in range(count):
+    try:
+      found = client.blocking_key_value_get(f'{key}/{process}', _TIMEOUT_MS)
+    except jax.errors.JaxRuntimeError as error:
+      raise ValueError(
+          f'Process {process} has not come to comparison number {number} in'
+          f' {_TIMEOUT_MS // 1000} s. {_AS_OFTEN}'
+      ) from error
+    everyones.append(found.split('\n'))
+  if any(found[0] != texts[0] for found in everyones):
     raise ValueError(
-        'Processes compare different things with each other: every process must'
-        ' call tx.init, outside of jit, and the first step of a data_parallel'
-        ' function, as often as the others and in the same order. Process'
-        f' {jax.process_index()} is at its comparison number'
-        f' {next(iter(described.values()))}.'
+        f'Processes compare different things with each other. {_AS_OFTEN}'
+        f' Process {jax.process_index()} is at its comparison number {number}.'
     )
-  others = np.flatnonzero(different.any(axis=1)).tolist()
-  names = [n for n, d in zip(described, different.any(axis=0)) if d]
+  others = [p for p in range(count) if everyones[p] != everyones[0]]
+  if not others:
+    return
+  names = [
+      name
+      for i, name in enumerate(described, 1)
+      if any(found[i] != everyones[0][i] for found in everyones)
+  ]
   raise ValueError(
       f'Processes {others} were started with something else than process 0:'
       f' different are {", ".join(names)}. All need the same, or they cannot'

@@ -174,7 +174,8 @@ def test_numbers_of_workers_at_which_it_stops_paying():
 def test_every_public_name_is_in_the_reference():
   text = GUIDES['api'].read_text()
   listed = set(re.findall(r'auto(?:function|class):: (\w+)', text))
-  assert listed >= set(demo_optax.__all__)
+  assert listed >= {name for name in demo_optax.__all__
+                    if not inspect.ismodule(getattr(demo_optax, name))}
 
 
 def test_the_site_builds(tmp_path):

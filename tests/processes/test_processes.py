@@ -277,8 +277,10 @@ tx = demo_optax.scale_by_demo(workers=workers)
 params = {'w': np.ones((8, 8), np.float32)}
 tx.init(params)
 if jax.process_index() == 0:
-  demo_optax.agreement._count.__next__()
-tx.init(params)
+  tx.init(params)  # which process 1 takes for its first step
+else:
+  demo_optax.data_parallel(workers, batch_argnums=0)(lambda x: x.mean())(
+      np.ones(4, np.float32))
 '''
 
 
