@@ -24,6 +24,8 @@ import argparse
 import contextlib
 import ctypes
 import fcntl
+import heapq
+import itertools
 import json
 import os
 import pathlib
@@ -37,7 +39,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -342,20 +343,26 @@ class Network:
 class Relay(threading.Thread):
   """Carries frames between TAP interfaces, each `delay` seconds later."""
 
-  def __init__(self, count: int, delay: float):
+  def __init__(self, count: int, delay: float, name: str = 'link'):
     super().__init__(daemon=True)
     self.files, self.delay, self.open = [], delay, True
     for i in range(count):
       file = os.open('/dev/net/tun', os.O_RDWR | os.O_NONBLOCK)
       # TUNSETIFF, IFF_TAP | IFF_NO_PI
-      fcntl.ioctl(file, 0x400454CA, struct.pack('16sH', b'link%d' % i, 0x1002))
+      request = struct.pack('16sH', f'{name}{i}'.encode(), 0x1002)
+      fcntl.ioctl(file, 0x400454CA, request)
       self.files.append(file)
     self.start()
+
+  def carry(self, frame: bytes) -> list[tuple[float, bytes]]:
+    """After how many seconds which frames come out for one that went in."""
+    return [(self.delay, frame)]
 
   def run(self) -> None:
     """Until it is closed."""
     ports: dict[bytes, int] = {}  # by Ethernet address
-    waiting: deque = deque()
+    waiting: list[tuple[float, int, int, bytes]] = []
+    number = itertools.count()  # in their order, where times are equal
     while self.open:
       now = time.monotonic()
       pause = waiting[0][0] - now if waiting else 0.1
@@ -366,9 +373,11 @@ class Relay(threading.Thread):
           for _ in range(64):
             frame = os.read(file, 2048)
             ports[frame[6:12]] = file
-            waiting.append((now + self.delay, file, frame))
+            for delay, carried in self.carry(frame):
+              item = now + delay, next(number), file, carried
+              heapq.heappush(waiting, item)
       while waiting and waiting[0][0] <= now:
-        _, source, frame = waiting.popleft()
+        _, _, source, frame = heapq.heappop(waiting)
         known = ports.get(frame[:6])
         for file in [known] if known else self.files:
           if file != source:

@@ -37,17 +37,12 @@ def stack(
     if _is_wrapped(gradients):
       return gradients
     changed = True
-    leaves, treedef = jax.tree.flatten(gradients)
+    leaves = jax.tree.leaves(gradients)
     if not any(isinstance(x, jax.core.Tracer) for x in leaves):
       gradients = workers.device_put(gradients)
-    # One program for all leaves, not one for each.
-    leaves = jax.jit(lambda xs: [workers.stack(x) for x in xs])(
-        jax.tree.leaves(gradients)
-    )
-    gradients = modules.stack_annotations(
-        treedef.unflatten(leaves), workers.spmd_axis_name
-    )
-    return {STACKED: gradients}
+    # Jitted: one program for all leaves, not one for each.
+    stacked = jax.jit(lambda tree: jax.tree.map(workers.stack, tree))(gradients)
+    return {STACKED: modules.stack_annotations(stacked, workers.spmd_axis_name)}
 
   return _map(each, tree, objects), changed
 

@@ -10,6 +10,7 @@ import contextlib
 import contextvars
 import hashlib
 import itertools
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -90,33 +91,38 @@ def check(workers: Workers, described: Mapping[str, str]) -> None:
   client = distributed.global_state.client
   if client is None:
     return
-  number, count = next(_number), jax.process_count()
-  own = [hashlib.sha256(x.encode()).hexdigest() for x in described.values()]
-  texts = [' '.join(described), *own]
-  key = f'demo_optax/comparison/{number}'
-  client.key_value_set(f'{key}/{jax.process_index()}', '\n'.join(texts))
+  number, prefix = next(_number), 'demo_optax/comparison'
+  own = {
+      name: hashlib.sha256(text.encode()).hexdigest()
+      for name, text in described.items()
+  }
+  client.key_value_set(
+      f'{prefix}/{number}/{jax.process_index()}', json.dumps(own)
+  )
   everyones = []
-  for process in range(count):
+  for process in range(jax.process_count()):
     try:
-      found = client.blocking_key_value_get(f'{key}/{process}', _TIMEOUT_MS)
+      found = client.blocking_key_value_get(
+          f'{prefix}/{number}/{process}', _TIMEOUT_MS
+      )
     except jax.errors.JaxRuntimeError as error:
       raise ValueError(
           f'Process {process} has not come to comparison number {number} in'
           f' {_TIMEOUT_MS // 1000} s. {_AS_OFTEN}'
       ) from error
-    everyones.append(found.split('\n'))
-  if any(found[0] != texts[0] for found in everyones):
+    everyones.append(json.loads(found))
+  if any(found.keys() != own.keys() for found in everyones):
     raise ValueError(
         f'Processes compare different things with each other. {_AS_OFTEN}'
         f' Process {jax.process_index()} is at its comparison number {number}.'
     )
-  others = [p for p in range(count) if everyones[p] != everyones[0]]
+  first = everyones[0]
+  others = [p for p, found in enumerate(everyones) if found != first]
   if not others:
     return
   names = [
-      name
-      for i, name in enumerate(described, 1)
-      if any(found[i] != everyones[0][i] for found in everyones)
+      name for name in described
+      if any(found[name] != first[name] for found in everyones)
   ]
   raise ValueError(
       f'Processes {others} were started with something else than process 0:'

@@ -16,7 +16,7 @@ from demo_optax import _tree as trees
 from demo_optax import accumulation, agreement, one_worker
 from demo_optax import flax as modules
 from demo_optax.compressors.base import Frozen
-from demo_optax.demo import LayoutOf
+from demo_optax.demo import layouts_in
 from demo_optax.one_worker import WORKER_AXIS, OwnParam, Result
 from demo_optax.workers import Workers
 from demo_optax.workers.sharding import Keys, dotted, is_stacked, path_keys
@@ -179,8 +179,14 @@ class DataParallelStep:
     functools.update_wrapper(self, step)
     self.workers = workers
     self._step, self._options = step, options
-    self._names = _positional_names(step)
-    _check_options(step, options)
+    try:
+      parameters = list(inspect.signature(step).parameters.values())
+    except (TypeError, ValueError):  # some builtins have none
+      self._names: list[str] = []
+    else:
+      self._names = _positional(parameters)
+      name = getattr(step, '__name__', str(step))
+      _check_options(name, parameters, options)
     self._calls: dict[Any, _Call] = {}
     self._has_run = False
     self._jitted = jax.jit(self._run, static_argnums=0, donate_argnums=1)
@@ -349,7 +355,6 @@ class DataParallelStep:
         _Returned(returned, results.treedef, results.fixed),
         values[results.num_returned :],
     )
-
 
   def _run_mapped(
       self, call: '_Call', leaves: list[Any], spmd_axis_name: str | None
@@ -788,11 +793,7 @@ class _Returned:
     return self.treedef.unflatten(leaves)
 
 
-def _positional_names(step: Callable[..., Any]) -> list[str]:
-  try:
-    parameters = inspect.signature(step).parameters.values()
-  except (TypeError, ValueError):  # some builtins have none
-    return []
+def _positional(parameters: Sequence[inspect.Parameter]) -> list[str]:
   return [
       p.name
       for p in parameters
@@ -800,15 +801,13 @@ def _positional_names(step: Callable[..., Any]) -> list[str]:
   ]
 
 
-def _check_options(step: Callable[..., Any], options: _Options) -> None:
-  """Raises if the options name arguments that the step does not have."""
-  try:
-    parameters = inspect.signature(step).parameters.values()
-  except (TypeError, ValueError):
-    return
+def _check_options(
+    name: str, parameters: Sequence[inspect.Parameter], options: _Options
+) -> None:
+  """Raises if the options name arguments that a step does not have."""
+  positional = len(_positional(parameters))
   kinds = {p.kind for p in parameters}
   names = [p.name for p in parameters]
-  positional = len(_positional_names(step))
   for option, given in vars(options).items():
     for x in given or ():
       if isinstance(x, str):
@@ -819,8 +818,8 @@ def _check_options(step: Callable[..., Any], options: _Options) -> None:
         )
       if not found:
         raise ValueError(
-            f'{option} has {x!r}, but the arguments of'
-            f' {getattr(step, "__name__", step)} are {", ".join(names)}.'
+            f'{option} has {x!r}, but the arguments of {name} are'
+            f' {", ".join(names)}.'
         )
 
 
@@ -895,19 +894,13 @@ def _params_of_states(
     value: Any,
 ) -> tuple[frozenset[tuple[Keys, tuple[int, ...]]], ...]:
   """Returns paths and shapes of the parameters of all exchanges in a state."""
-
-  def is_layout(x: Any) -> bool:
-    return isinstance(x, LayoutOf)
-
-  leaves = jax.tree.leaves(value, is_leaf=is_layout)
   return tuple(
       frozenset(
           (leaf.keys, leaf.shape)
-          for leaf in x.layout.leaves
+          for leaf in layout.leaves
           if not isinstance(leaf.compressor, Frozen)
       )
-      for x in leaves
-      if is_layout(x)
+      for layout in layouts_in(value).values()
   )
 
 

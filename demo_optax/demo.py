@@ -67,6 +67,21 @@ class LayoutOf:
     return f'LayoutOf({buckets})'
 
 
+def layouts_in(tree: chex.ArrayTree) -> dict[Keys, Layout]:
+  """Returns the layouts that states were made for, by paths of the states.
+
+  Those that Flax holds without their types are not among them.
+  """
+  flat = jax.tree_util.tree_flatten_with_path(
+      tree, is_leaf=lambda x: isinstance(x, LayoutOf)
+  )[0]
+  return {
+      path_keys(path)[:-1]: x.layout
+      for path, x in flat
+      if isinstance(x, LayoutOf)
+  }
+
+
 class DeMoState(NamedTuple):
   """State of `scale_by_demo`.
 
@@ -249,7 +264,8 @@ def scale_by_demo(
         for path, x in flat
     ]
     step, *_ = step_of(params, leaves, decay, gradient_weight)
-    if not isinstance(jnp.zeros(()), jax.core.Tracer):  # else at the first step
+    # Under jit this is left to the first step of data_parallel.
+    if not isinstance(jnp.zeros(()), jax.core.Tracer):
       agreement.check_exchanges(workers, [step])
     buckets, sizes = step.layout.buckets, step.packer.sizes if delay else {}
     return DeMoState(
@@ -374,7 +390,7 @@ def _zeros_like(gradient: Any, param: Any, lead: int) -> Any:
 
 def _check_compressor(compressor: Any) -> None:
   if callable(compressor):
-    return  # asked when there are parameters
+    return  # the parameters are not known yet
   per_leaf(compressor, jax.tree.map(
       lambda x: 0, compressor, is_leaf=lambda x: x is None
   ))

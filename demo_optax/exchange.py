@@ -289,8 +289,8 @@ def _is_valid(
   an alpha beyond 0 to 1, loses the step and no more than that.
   """
   good = [jnp.isfinite(jnp.asarray(x)).all() for x in hyper.weight]
-  for x in (hyper.alpha, *hyper.decay):
-    good.append(((jnp.asarray(x) >= 0) & (jnp.asarray(x) <= 1)).all())
+  for x in map(jnp.asarray, (hyper.alpha, *hyper.decay)):
+    good.append(((x >= 0) & (x <= 1)).all())
   for weight, g in zip(weights, chunks):
     weight = jnp.asarray(weight, g.dtype)
     largest = LARGEST_GRADIENT * float(jnp.finfo(g.dtype).max)

@@ -224,6 +224,13 @@ def array_leaves(tree: Any) -> list[bool]:
   return found
 
 
+# The variables of the metrics of `nnx.metrics` that add up, by their classes.
+_METRIC_PARTS = {
+    'Average': ('total', 'count'),
+    'Welford': ('count', 'mean', 'm2'),
+}
+
+
 def leaf_kinds(tree: Any) -> list[Any]:
   """Returns for each leaf of a tree what becomes of it, by its variable.
 
@@ -233,6 +240,7 @@ def leaf_kinds(tree: Any) -> list[Any]:
   nnx = _nnx()
   if nnx is None:
     return [None] * len(jax.tree.leaves(tree))
+  whole = [set(parts) for parts in _METRIC_PARTS.values()]
 
   def is_node(x: Any) -> bool:
     return is_object(x) or isinstance(x, nnx.Variable)
@@ -248,7 +256,7 @@ def leaf_kinds(tree: Any) -> list[Any]:
     kind: Any = 'statistics' if isinstance(x, nnx.BatchStat) else None
     if isinstance(x, nnx.metrics.MetricState):
       *parent, part = path_keys(path)
-      if parts[tuple(parent)] in ({'total', 'count'}, {'count', 'mean', 'm2'}):
+      if parts[tuple(parent)] in whole:
         kind = MetricPart(tuple(parent), part)
     number = len(jax.tree.leaves(x)) if isinstance(x, nnx.Variable) else 1
     kinds += [kind] * number
@@ -257,12 +265,9 @@ def leaf_kinds(tree: Any) -> list[Any]:
 
 def is_key(x: Any) -> bool:
   """Returns whether `x` is one PRNG key, new or legacy."""
-  dtype = getattr(x, 'dtype', None)
-  if dtype is None:
-    return False
-  if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+  if is_key_array(x):
     return bool(x.ndim == 0)
-  return bool(dtype == np.uint32 and x.shape == (2,))
+  return getattr(x, 'dtype', None) == np.uint32 and x.shape == (2,)
 
 
 def is_key_array(x: Any) -> bool:
@@ -273,7 +278,7 @@ def is_key_array(x: Any) -> bool:
 
 def fold_key(key: jax.Array, index: jax.Array) -> jax.Array:
   """Folds a worker's number into a key, or into each of an array of keys."""
-  if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+  if is_key_array(key):
     return _fold(key, index)
   return jax.random.fold_in(key, index)
 
@@ -426,15 +431,10 @@ def _kind_of(variable: Any) -> str:
 def _metric_kinds(objects: Sequence[Any]) -> dict[Keys, Any]:
   """Returns how the variables of `nnx.metrics` add up, by their paths."""
   nnx = _nnx()
-  kinds: dict[Keys, Any] = {}
-  parts: tuple[str, ...]
-  for number, (path, node) in enumerate(nnx.iter_graph(list(objects))):
-    if isinstance(node, nnx.metrics.Average):
-      parts = ('total', 'count')
-    elif isinstance(node, nnx.metrics.Welford):
-      parts = ('count', 'mean', 'm2')
-    else:
-      continue
-    for part in parts:
-      kinds[(*path, part)] = MetricPart(number, part)
-  return kinds
+  return {
+      (*path, part): MetricPart(tuple(path), part)
+      for path, node in nnx.iter_graph(list(objects))
+      for name, parts in _METRIC_PARTS.items()
+      if isinstance(node, getattr(nnx.metrics, name))
+      for part in parts
+  }

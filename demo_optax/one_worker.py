@@ -492,12 +492,12 @@ class MetricPart:
   """One of the arrays of a metric that accumulates.
 
   Attributes:
-    metric: number of the metric, or its path.
+    metric: the metric's path.
     part: 'total' or 'count' of an average; 'count', 'mean' or 'm2' (the sum of
       squared deviations) of a running mean and variance.
   """
 
-  metric: Any
+  metric: Keys
   part: str
 
 
@@ -641,7 +641,7 @@ def _metrics(
   in which nothing differs between workers, such as one that was reset, is none
   of them.
   """
-  metrics: dict[Any, dict[str, int]] = {}
+  metrics: dict[Keys, dict[str, int]] = {}
   for j, result in enumerate(results):
     if isinstance(result.role, MetricPart):
       metrics.setdefault(result.role.metric, {})[result.role.part] = j

@@ -20,7 +20,7 @@ from demo_optax import _tree
 from demo_optax.compressors import FROZEN, chunking
 from demo_optax.compressors.base import CompressorTree, per_leaf
 from demo_optax.compressors.buckets import Layout, make_layout
-from demo_optax.demo import LayoutOf, check_digest, describe_leaf
+from demo_optax.demo import check_digest, describe_leaf, layouts_in
 from demo_optax.tools import placement, tables
 from demo_optax.workers import Spec, Workers
 from demo_optax.workers.sharding import (
@@ -151,7 +151,7 @@ def momentum(
     <https://arxiv.org/abs/2411.19870>`_, Algorithm 1.
   """
   buckets, digest, made_for = _momentum_of(opt_state)
-  layout = layout_of(params, compressor, workers, opt_state)
+  layout = layout_of(params, compressor, workers, made_for)
   check_momentum(buckets, digest, made_for, layout, workers)
 
   def decode(i: int, c: jax.Array) -> jax.Array:
@@ -405,7 +405,7 @@ def layout_of(
     params: chex.ArrayTree,
     compressor: CompressorTree,
     workers: Workers,
-    opt_state: chex.ArrayTree = (),
+    made_for: Layout | None = None,
 ) -> Layout:
   """Returns the layout of the momentum of `params`.
 
@@ -413,49 +413,25 @@ def layout_of(
     params: the parameters.
     compressor: what is sent of them.
     workers: who takes part.
-    opt_state: a state that may hold the momentum of some of them only, as that
-      of `optax.masked` does; by default all have one.
+    made_for: the layout of a state that may hold the momentum of some of them
+      only, as that of `optax.masked` does; None if all have one.
   """
   flat = jax.tree_util.tree_flatten_with_path(params)[0]
   codes = per_leaf(compressor, params)
-  known = _exchanged_in(opt_state)
+  known = None
+  if made_for is not None:
+    known = {leaf.keys for leaf in made_for.leaves}
   return make_layout(
       [
           describe_leaf(path, np.shape(x), x, workers.param_specs)
           for path, x in flat
       ],
       [
-          code if not known or path_keys(path) in known else FROZEN
+          code if known is None or path_keys(path) in known else FROZEN
           for code, (path, _) in zip(codes, flat)
       ],
       workers.param_specs.axis_sizes,
   )
-
-
-def _exchanged_in(opt_state: chex.ArrayTree) -> set[Keys]:
-  """Returns the paths of the parameters whose exchange a state is of."""
-
-  def is_layout(x: Any) -> bool:
-    return isinstance(x, LayoutOf)
-
-  found = jax.tree.leaves(opt_state, is_leaf=is_layout)
-  layouts = [x.layout for x in found if is_layout(x)]
-  return {leaf.keys for layout in layouts for leaf in layout.leaves}
-
-
-def layouts_in(tree: chex.ArrayTree) -> dict[Keys, Layout]:
-  """Returns the layouts that states were made for, by paths of the states.
-
-  Those that Flax holds without their types are not among them.
-  """
-  flat = jax.tree_util.tree_flatten_with_path(
-      tree, is_leaf=lambda x: isinstance(x, LayoutOf)
-  )[0]
-  return {
-      path_keys(path)[:-1]: x.layout
-      for path, x in flat
-      if isinstance(x, LayoutOf)
-  }
 
 
 def _momentum_of(

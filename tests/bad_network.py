@@ -4,16 +4,16 @@ Every namespace has one interface, a TAP whose other end is held here: frames
 are read from one and written to the other, or are not. Needs root.
 """
 
-import contextlib
-import fcntl
 import os
+import pathlib
 import random
-import select
-import struct
 import subprocess
-import threading
+import sys
 import time
-from collections import deque
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / 'benchmarks'))
+
+import links
 
 PREFIX = '10.78.0.'
 
@@ -54,7 +54,7 @@ def give(number: int, pid: int) -> None:
                  check=True)
 
 
-class Wire(threading.Thread):
+class Wire(links.Relay):
   """Carries frames between two interfaces, `wire0` and `wire1`.
 
   Attributes:
@@ -65,44 +65,19 @@ class Wire(threading.Thread):
   """
 
   def __init__(self):
-    super().__init__(daemon=True)
     self.lost = self.damaged = self.doubled = 0.0
     self.delays = 0.0, 0.0
-    self.cut, self._open = False, True
+    self.cut = False
     self.counts = dict.fromkeys(['carried', 'lost', 'damaged', 'doubled'], 0)
     self._random = random.Random(0)
-    self._files = []
-    for i in range(2):
-      file = os.open('/dev/net/tun', os.O_RDWR | os.O_NONBLOCK)
-      # TUNSETIFF, IFF_TAP | IFF_NO_PI
-      fcntl.ioctl(file, 0x400454CA, struct.pack('16sH', b'wire%d' % i, 0x1002))
-      self._files.append(file)
-    self.start()
+    super().__init__(2, 0, 'wire')
 
-  def run(self) -> None:
-    """Until it is closed."""
-    waiting = deque()
-    while self._open:
-      for source in select.select(self._files, [], [], 0.001)[0]:
-        with contextlib.suppress(BlockingIOError, OSError):
-          for _ in range(64):
-            self._take(os.read(source, 2048), source, waiting)
-      now = time.monotonic()
-      late = deque()
-      for due, target, frame in waiting:
-        if due > now:
-          late.append((due, target, frame))
-          continue
-        with contextlib.suppress(OSError):
-          os.write(target, frame)
-      waiting = late
-
-  def _take(self, frame, source, waiting) -> None:
-    target = self._files[1 - self._files.index(source)]
+  def carry(self, frame):
+    """What comes out for one frame, and when."""
     happens = lambda share: self._random.random() < share
     if self.cut or happens(self.lost):
       self.counts['lost'] += 1
-      return
+      return []
     if happens(self.damaged) and len(frame) > 60:
       place = self._random.randrange(54, len(frame))  # behind the headers
       byte = frame[place] ^ self._random.randrange(1, 256)
@@ -110,14 +85,6 @@ class Wire(threading.Thread):
       self.counts['damaged'] += 1
     twice = happens(self.doubled)
     self.counts['doubled'] += twice
-    for _ in range(1 + twice):
-      due = time.monotonic() + self._random.uniform(*self.delays)
-      waiting.append((due, target, frame))
-      self.counts['carried'] += 1
-
-  def close(self) -> None:
-    """Takes the interfaces away."""
-    self._open = False
-    self.join()
-    for file in self._files:
-      os.close(file)
+    self.counts['carried'] += 1 + twice
+    return [(self._random.uniform(*self.delays), frame)
+            for _ in range(1 + twice)]

@@ -48,12 +48,11 @@ from demo_optax.compressors.base import (
   per_leaf,
 )
 from demo_optax.compressors.buckets import Layout, Leaf
-from demo_optax.demo import LayoutOf
+from demo_optax.demo import layouts_in
 from demo_optax.state import (
   check_momentum,
   is_momentum,
   layout_of,
-  layouts_in,
   momentum_from_leaves,
   momentum_to_leaves,
 )
@@ -387,9 +386,7 @@ class Checkpointer:
   ) -> chex.ArrayTree:
     """What `restore` returns of one checkpoint."""
     about = self._about(step)
-    leaves = _Leaves(
-        tree, self._layout_of, self._workers, abstract=True
-    )
+    leaves = _Leaves(tree, self._layout_of, self._workers, abstract=True)
     saved, wanted = about['leaves'], self._describe(leaves)
     codes = {
         name: (_code_of(former, keys), _code_of(self._codes, keys))
@@ -672,7 +669,8 @@ class _Leaves:
 
   Args:
     tree: what is saved, or restored into.
-    layout_of: returns the layout of the momentum in a state.
+    layout_of: returns the layout of the momentum in a state, from the layout
+      that the state was made for, or None.
     workers: who takes part.
     abstract: whether momentum is only described.
 
@@ -720,7 +718,7 @@ class _Leaves:
       if isinstance(own, jax.ShapeDtypeStruct):
         own = None
       old = made_for.get(root[:-2])
-      layout = layout_of(() if old is None else LayoutOf(None, old))
+      layout = layout_of(old)
       check_momentum(found, own, old, layout, workers)
       self._layouts[root] = layout
       moments = (

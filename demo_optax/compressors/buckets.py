@@ -420,7 +420,7 @@ def _kind(compressor: Compressor, plan: LeafPlan) -> tuple[Any, ...]:
   """Returns what chunks must have in common to share a bucket."""
   select, basis = compressor.select, compressor.basis
   if plan.is_dense:
-    row = dataclasses.replace(plan.format, n=_DENSE_ROW, k=_DENSE_ROW)
-    return 'dense', select, basis, row, (1, _DENSE_ROW)
+    element = dataclasses.replace(plan.format, n=1, k=1)  # rows come later
+    return 'dense', select, basis, element, (1, 1)
   kind = 'whole' if plan.grid.whole else 'chunks'
   return kind, select, basis, plan.format, plan.grid.sides

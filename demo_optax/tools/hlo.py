@@ -289,12 +289,6 @@ def _groups(num_devices: int, text: str, permute: bool) -> Groups:
   elif match['listed']:
     listed = re.findall(r'\{([\d, ]+)\}', match['listed'])
     groups = tuple(tuple(_ints(group)) for group in listed)
-    largest = max((max(group) for group in groups if group), default=0)
-    if largest >= num_devices:
-      raise ValueError(
-          f'Device {largest} is in a group, but the function is compiled for'
-          f' {num_devices}.'
-      )
   else:
     try:
       groups = _computed_groups(match, num_devices)
@@ -303,6 +297,12 @@ def _groups(num_devices: int, text: str, permute: bool) -> Groups:
           f'The groups are not understood ({_start_of(str(error))}):'
           f' {_start_of(text)}'
       ) from error
+  largest = max((max(group) for group in groups if group), default=-1)
+  if largest >= num_devices:
+    raise ValueError(
+        f'Device {largest} is in a group, but the function is compiled for'
+        f' {num_devices}.'
+    )
   if permute and any(len(pair) != 2 for pair in groups):
     raise ValueError(f'Pairs are wanted, not groups: {_start_of(text)}')
   if not permute and not groups:
@@ -424,11 +424,6 @@ def _axes(
   if len(set(map(len, groups))) > 1:
     return None
   members = np.array(groups or ((0,),))  # a permute may have no pairs
-  if members.max() >= mesh.size:
-    raise ValueError(
-        f'Device {members.max()} is in a group, but the mesh'
-        f' {dict(mesh.shape)} has {mesh.size} devices.'
-    )
   places = np.unravel_index(members, mesh.axis_sizes)  # per axis, as members
   axes = tuple(
       name

@@ -247,8 +247,8 @@ def _put(x: Any, sharding: NamedSharding) -> jax.Array:
   From one of its own devices, where a checkpoint was restored to, a process
   cannot put an array on those of others; from the host it can.
   """
-  here = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
-  if sharding.is_fully_addressable or not (here and x.is_fully_addressable):
+  concrete = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+  if sharding.is_fully_addressable or not (concrete and x.is_fully_addressable):
     return jax.device_put(x, sharding)
   if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
     data = _put(jax.random.key_data(x), sharding)

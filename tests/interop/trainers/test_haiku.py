@@ -7,13 +7,12 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import make_workers
 from trainer import (
   COMPRESSOR,
   Done,
   changed_lines,
+  check_changed,
   check_learns,
-  check_workers,
   digits,
 )
 
@@ -94,7 +93,4 @@ def test_plain():
 
 @pytest.mark.parametrize('kind', ['simulated', 'auto', 'explicit'])
 def test_changed(kind):
-  with make_workers(kind) as workers:
-    done = check_learns(changed(digits(16, 18), workers), compiles_in=1)
-    if workers.mesh is not None:
-      check_workers(done, workers, slack=100)
+  check_changed(changed, kind, steps=18)

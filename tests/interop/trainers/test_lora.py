@@ -5,13 +5,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import make_workers
 from trainer import (
   COMPRESSOR,
   Done,
   changed_lines,
+  check_changed,
   check_learns,
-  check_workers,
   digits,
 )
 
@@ -83,8 +82,5 @@ def test_plain():
 @pytest.mark.parametrize('kind', ['simulated', 'auto', 'explicit'])
 def test_changed(kind):
   before = np.asarray(Classifier(nnx.Rngs(0)).up.kernel[...])
-  with make_workers(kind) as workers:
-    done = check_learns(changed(digits(16, 24), workers), compiles_in=1)
-    if workers.mesh is not None:
-      check_workers(done, workers, slack=100)
+  done = check_changed(changed, kind, steps=24)
   np.testing.assert_array_equal(done.args[0].up.kernel[...], before)

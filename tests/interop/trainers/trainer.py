@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from helpers import COMPILATIONS, assert_replicas_equal
+from helpers import COMPILATIONS, assert_replicas_equal, make_workers
 
 import demo_optax
 
@@ -56,6 +56,15 @@ def check_learns(trainer, fall=0.8, compiles_in=None):
       COMPILATIONS.count = 0
   assert compiles_in is None or COMPILATIONS.count == 0
   assert np.mean(losses[-2:]) < fall * losses[0], losses
+  return done
+
+
+def check_changed(trainer, kind, steps):
+  """Checks a trainer of digits on workers of a kind: it learns, and how."""
+  with make_workers(kind) as workers:
+    done = check_learns(trainer(digits(16, steps), workers), compiles_in=1)
+    if workers.mesh is not None:
+      check_workers(done, workers, slack=100)
   return done
 
 
