@@ -6,7 +6,8 @@ of a percent, of its gradient's bytes, by changing two lines of a script.
     data_parallel    runs a step that is written for one worker, for all
     one_worker       where all workers meet in such a step
     agreement        whether all processes run the same exchange
-    demo             DeMo as optax transformations
+    demo             the exchange as an optax transformation
+    recipes          optimizers in one line: chains around the exchange
     exchange         Algorithm 1, as one worker runs it: the main path
     gradients        transformations before the exchange; plain averages
     flax             NNX objects in a step; how models are sharded
@@ -20,13 +21,14 @@ of a percent, of its gradient's bytes, by changing two lines of a script.
     tools/           bytes predicted and read, replicas compared, pictures
 """
 
-from demo_optax import checkpoint, compressors, local, tools
+from demo_optax import checkpoint, compressors, local, recipes, tools
 from demo_optax.compressors import Compressor, dct_topk
 from demo_optax.data_parallel import data_parallel
-from demo_optax.demo import DeMoState, demo, scale_by_demo
+from demo_optax.demo import DeMoState, scale_by_demo
 from demo_optax.flax import param_specs
 from demo_optax.gradients import average, per_worker
 from demo_optax.one_worker import over_workers
+from demo_optax.recipes import demo, demo_muon
 from demo_optax.state import exchange_info, state_specs
 from demo_optax.tools import check_replicas, plan
 from demo_optax.workers import Workers
@@ -44,12 +46,14 @@ __all__ = [
   'data_parallel',
   'dct_topk',
   'demo',
+  'demo_muon',
   'exchange_info',
   'local',
   'over_workers',
   'param_specs',
   'per_worker',
   'plan',
+  'recipes',
   'scale_by_demo',
   'state_specs',
   'tools',

@@ -1,7 +1,7 @@
-r"""DeMo: decoupled momentum as optax transformations.
+r"""The exchange of decoupled momentum as an optax transformation.
 
 `scale_by_demo` matches gradients, parameters and state, and has `exchange` do
-the step; `demo` is the published method as a chain around it.
+the step.
 """
 
 from typing import Any, NamedTuple
@@ -221,8 +221,8 @@ def scale_by_demo(
       'workers', workers, Workers, 'demo_optax.Workers.simulated(n)'
   )
   for value in jax.tree.leaves(decay):
-    _check_range('decay', value, 0.0, 1.0, open_end=True)
-  _check_range('alpha', alpha, 0.0, 1.0)
+    check_range('decay', value, 0.0, 1.0, open_end=True)
+  check_range('alpha', alpha, 0.0, 1.0)
   if average not in ('senders', 'workers'):
     raise ValueError(f"average={average!r} must be 'senders' or 'workers'.")
   _check_delay(delay)
@@ -482,164 +482,7 @@ def _check_delay(delay: Any) -> None:
     raise ValueError(f'delay={delay!r} must be 0 or 1.')
 
 
-def demo(
-    learning_rate: optax.ScalarOrSchedule,
-    *,
-    workers: Workers,
-    compressor: CompressorTree = compressors.dct_topk(),  # noqa: B008
-    decay: chex.Numeric = 0.999,
-    weight_decay: chex.Numeric = 0.0,
-    weight_decay_mask: Any = None,
-) -> optax.GradientTransformationExtraArgs:
-  r"""DeMo as published (first version): signed updates, lr in the momentum.
-
-  .. math::
-    m_i &\leftarrow \beta m_i + \eta_t g_i \\
-    q_i &= \mathrm{top}_k(T m_i) \\
-    m_i &\leftarrow m_i - T^{-1} q_i \\
-    x   &\leftarrow x - \eta_t \lambda x
-           - \eta_t\, \mathrm{sign}(T^{-1}\, \mathrm{average}_i(q_i))
-
-  It is this chain: `scale_by_demo` with :math:`\eta_t` as the gradients'
-  weight, `optax.scale_by_sign`, `optax.add_decayed_weights`,
-  `optax.scale_by_learning_rate`; masked to the leaves that are exchanged. If
-  every worker is excluded from a step, the parameters stay as they are, weight
-  decay included. For other options write that chain.
-
-  Args:
-    learning_rate: :math:`\eta_t`, a number or a schedule of the step.
-    workers: who takes part.
-    compressor: what is sent, see `scale_by_demo`.
-    decay: :math:`\beta`, in `[0, 1)`. 0.999 is the paper's; short runs and
-      small `topk` want less (0.99).
-    weight_decay: :math:`\lambda`, decoupled.
-    weight_decay_mask: which leaves decay, as in `optax.add_decayed_weights`; by
-      default all that take part.
-
-  Returns:
-    A gradient transformation; see `scale_by_demo` for what it takes.
-
-  Raises:
-    ValueError: as `scale_by_demo`; also a negative `weight_decay`.
-    TypeError: as `scale_by_demo`.
-
-  Example:
-    >>> import demo_optax, jax, jax.numpy as jnp, optax
-    >>> workers = demo_optax.Workers.simulated(4)
-    >>> tx = demo_optax.demo(0.1, workers=workers)
-    >>> params = {'w': jnp.ones((8, 8))}
-    >>> @demo_optax.data_parallel(workers)
-    ... def train_step(params, opt_state, x):  # written for one worker
-    ...   loss_fn = lambda params: jnp.mean((x @ params['w']) ** 2)
-    ...   loss, gradients = jax.value_and_grad(loss_fn)(params)
-    ...   updates, opt_state = tx.update(gradients, opt_state, params)
-    ...   return optax.apply_updates(params, updates), opt_state, loss
-    >>> opt_state = tx.init(params)
-    >>> for step in range(10):
-    ...   params, opt_state, loss = train_step(params, opt_state, jnp.eye(8))
-    >>> print(f'{loss:.3f}')
-    0.010
-
-  References:
-    Peng et al., `DeMo: Decoupled Momentum Optimization
-    <https://arxiv.org/abs/2411.19870v1>`_, version 1, Algorithm 1.
-  """
-  _check_range('weight_decay', weight_decay, 0.0, float('inf'))
-  chain = optax.chain(
-      _in_momentum_dtype(),
-      scale_by_demo(
-          compressor,
-          decay,
-          workers=workers,
-          gradient_weight=_lost_unless_finite(learning_rate, weight_decay),
-      ),
-      optax.scale_by_sign(),
-      _in_parameter_dtype(),
-      optax.add_decayed_weights(weight_decay, weight_decay_mask),
-      optax.scale_by_learning_rate(learning_rate),
-  )
-  return _zero_where_nothing_was_exchanged(chain, workers)
-
-
-def _lost_unless_finite(
-    learning_rate: optax.ScalarOrSchedule, weight_decay: chex.Numeric
-) -> optax.ScalarOrSchedule:
-  """Returns the learning rate, not finite if the weight decay is not.
-
-  By `optax.inject_hyperparams` it may come to be NaN: then the step is lost,
-  and neither momentum nor parameters take it in.
-  """
-  if isinstance(weight_decay, int | float):
-    return learning_rate
-
-  def weight(count: chex.Numeric) -> chex.Numeric:
-    rate = learning_rate(count) if callable(learning_rate) else learning_rate
-    return jnp.where(jnp.isfinite(weight_decay), rate, jnp.nan)
-
-  return weight
-
-
-def _in_momentum_dtype() -> optax.GradientTransformation:
-  """Gradients, and so merged momentum, in its dtype: float16 underflows."""
-
-  def update_fn(
-      updates: chex.ArrayTree, params: chex.ArrayTree | None
-  ) -> chex.ArrayTree:
-    del params
-    return _tree.map_exchanged(
-        lambda path, x: x.astype(_tree.momentum_dtype(path, x)), updates
-    )
-
-  return optax.stateless(update_fn)
-
-
-def _in_parameter_dtype() -> optax.GradientTransformation:
-  """Updates in the dtypes of the parameters, once their signs are taken."""
-
-  def update_fn(
-      updates: chex.ArrayTree, params: chex.ArrayTree | None
-  ) -> chex.ArrayTree:
-    return jax.tree.map(
-        lambda u, p: u.astype(jnp.result_type(p)), updates, params
-    )
-
-  return optax.stateless(update_fn)
-
-
-def _zero_where_nothing_was_exchanged(
-    chain: optax.GradientTransformation, workers: Workers
-) -> optax.GradientTransformationExtraArgs:
-  """`chain` over the leaves that take part; zero updates for all others.
-
-  And for all leaves, in a step from which every worker was left out.
-  """
-  masked = optax.masked(chain, _tree.exchanged_mask)
-
-  def update_fn(
-      updates: chex.ArrayTree,
-      state: optax.MaskedState,
-      params: chex.ArrayTree | None = None,
-      **extra_args: Any,
-  ) -> tuple[chex.ArrayTree, optax.MaskedState]:
-    if params is None:
-      raise ValueError('demo needs params: tx.update(grads, state, params).')
-    updates, state = masked.update(updates, state, params, **extra_args)
-    links = state.inner_state
-    (exchange,) = (link for link in links if isinstance(link, DeMoState))
-    # Zero from where, not by a product: a decay that is not finite would stay.
-    someone = exchange.metrics['num_excluded'] < workers.count
-
-    def settle(update: jax.Array, param: Any) -> jax.Array:
-      if not _tree.is_exchanged(param):
-        return jnp.zeros_like(param)
-      return jnp.where(someone, update, jnp.zeros_like(update))
-
-    return jax.tree.map(settle, updates, params), state
-
-  return optax.GradientTransformationExtraArgs(masked.init, update_fn)
-
-
-def _check_range(
+def check_range(
     name: str,
     value: chex.Numeric,
     low: float,

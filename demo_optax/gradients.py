@@ -38,8 +38,11 @@ def per_worker(
   a state of its own; what keeps none, such as a clip by norm, works without.
   Where gradients are stacked, whatever looks across elements needs it too:
   `optax.clip_by_global_norm` would take one norm over all workers. Leaves that
-  take no part in exchanges (of integers, or empty) pass through. A stateful
-  `tx` sees its worker's non-finite gradients too, and may carry them on.
+  take no part in exchanges (of integers, or empty) pass through.
+
+  Where the result or the new state would not be finite, as after a gradient of
+  NaN, the worker keeps the state it had, and its gradients become NaN: an
+  exchange behind it leaves the worker out of this step and of no other.
 
   Args:
     tx: a transformation that maps gradients to gradients of the same shapes.
@@ -81,6 +84,22 @@ def per_worker(
         modules.stack_annotations(state, workers.spmd_axis_name)
     )
 
+  def update_if_finite(
+      gradients: Any, state: Any, params: Any, extra_args: dict[str, Any]
+  ) -> tuple[Any, Any]:
+    """Updates one worker's gradients; keeps a state that would be NaN."""
+    updates, new = tx.update(gradients, state, params, **extra_args)
+    finite = [jnp.isfinite(x).all() for x in _inexact(updates)]
+    finite += [  # what was infinite before, such as a best loss, may stay so
+        (jnp.isfinite(x) | ~jnp.isfinite(old)).all()
+        for x, old in zip(_inexact(new), _inexact(state))
+    ]
+    good = jnp.stack(finite).all() if finite else jnp.bool(True)
+    return (
+        jax.tree.map(lambda u: jnp.where(good, u, jnp.nan), updates),
+        jax.tree.map(lambda x, old: jnp.where(good, x, old), new, state),
+    )
+
   def update_fn(
       updates: chex.ArrayTree,
       state: PerWorkerState,
@@ -89,11 +108,11 @@ def per_worker(
   ) -> tuple[chex.ArrayTree, PerWorkerState]:
     extra_args.pop('demo_exchange', None)  # nothing is exchanged in here
     if one_worker.is_mapped():
-      new, own = tx.update(
+      new, own = update_if_finite(
           _exchanged_part(updates),
           state.worker_stacked,
           _exchanged_part(params),
-          **extra_args,
+          extra_args,
       )
       return _with_others(new, updates), PerWorkerState(own)
     _check_own(updates, params, workers)
@@ -102,8 +121,7 @@ def per_worker(
         index: jax.Array, gradients: Any, state: Any, shared: Any
     ) -> tuple[Any, Any, tuple[()]]:
       del index
-      params, extra_args = shared
-      return *tx.update(gradients, state, params, **extra_args), ()
+      return *update_if_finite(gradients, state, *shared), ()
 
     new, state, _ = workers.map(
         update_one,
@@ -196,6 +214,12 @@ def average(*, workers: Workers) -> optax.GradientTransformation:
     return treedef.unflatten([mean(x, p) for x, p in zip(leaves, like)])
 
   return optax.stateless(update_fn)
+
+
+def _inexact(tree: chex.ArrayTree) -> list[jax.Array]:
+  return [
+      x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)
+  ]
 
 
 def _exchanged_part(tree: chex.ArrayTree | None) -> chex.ArrayTree | None:

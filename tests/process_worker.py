@@ -68,7 +68,10 @@ def main():
         lambda g: jax.make_array_from_process_local_data(
             stacked, g[rows], g.shape),
         gradients_of(step, count))
-    params, state, updates = step_fn(params, state, gradients)
+    # With several CPU devices in a process, steps that are under way at once
+    # take each other's threads, and wait for each other's messages for ever.
+    params, state, updates = jax.block_until_ready(
+        step_fn(params, state, gradients))
 
   found = {}
   for name, tree in (('params', params), ('updates', updates),

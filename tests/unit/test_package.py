@@ -25,7 +25,7 @@ ORDER = [
     'compressors.base', 'compressors.buckets', 'compressors', 'engine.plain',
     'engine.pallas_common', 'engine.pallas_gpu', 'engine.pallas_tpu',
     'engine.pallas', 'engine', 'agreement', 'exchange', 'one_worker', 'flax', '_tree',
-    'gradients', 'demo', 'accumulation', 'data_parallel',
+    'gradients', 'demo', 'recipes', 'accumulation', 'data_parallel',
     'tools.placement', 'state', 'local.local_updates', 'local.methods', 'local', 'checkpoint.resize', 'checkpoint.folder',
     'tools.replicas', 'checkpoint.checkpointer', 'checkpoint', 'tools.traffic',
     'tools.hlo', 'tools.drawing', '__main__',
@@ -92,7 +92,8 @@ def test_import_is_light():
 PUBLIC = [
     (module, name)
     for module in (demo_optax, demo_optax.checkpoint, demo_optax.compressors,
-                   demo_optax.local, demo_optax.state, demo_optax.tools)
+                   demo_optax.local, demo_optax.recipes, demo_optax.state,
+                   demo_optax.tools)
     for name in module.__all__ if not inspect.ismodule(getattr(module, name))]
 
 

@@ -1,0 +1,347 @@
+"""Trains the example's model by many methods, and tabulates loss beside bytes.
+
+    python benchmarks/muon.py run                # all runs; resumes; some hours
+    python benchmarks/muon.py run --groups place decay --threads 1
+    python benchmarks/muon.py table              # the tables, from the file
+    python benchmarks/muon.py plot               # docs/muon.png, from the file
+
+A run is a set of settings; what a setting leaves out is as in `DEFAULTS`. Runs
+that are in the file are not done again, and several processes may work on one
+file: each takes the next run that nobody has. Every method gets the example's
+model, text, batches, warm-up and cosine.
+"""
+
+import argparse
+import fcntl
+import hashlib
+import itertools
+import json
+import pathlib
+import sys
+import tempfile
+import time
+from typing import Any
+
+RESULTS = pathlib.Path(__file__).parent / 'results' / 'muon.jsonl'
+
+# What a run is unless it says otherwise.
+DEFAULTS: dict[str, Any] = {
+    'method': 'recipe',
+    'workers': 4,
+    'seed': 0,
+    'steps': 800,
+    'batch': 16,
+    'data': 'topics',
+    'lr': 2e-3,  # peak; of matrices
+    'other_lr': 2e-3,  # of embeddings, head, norms, biases
+    # recipe: before the exchange, on every worker by itself
+    'worker': 'orthonormalise',  # or 'momentum', None
+    'beta': 0.95,
+    'nesterov': True,
+    'ns_steps': 3,
+    'preconditioning': 'aol',
+    # recipe: the exchange
+    'topk': 32,  # of 64x64 chunks; None: everything
+    'values': 'sign',
+    'decay': 0.9,
+    'weight': 'ema',  # of gradients in the momentum; 'lr': the learning rate
+    'alpha': 1.0,
+    'rows': 24,  # of rows of 192 of the others; 'same', 'adamw'
+    # recipe: behind it
+    'after': 'rms',  # or 'sign', 'row_rms', 'orthonormalise', None
+    'other_after': 'adam',
+}
+
+
+def recipe(**settings: Any) -> dict[str, Any]:
+  return settings
+
+
+def grid(**axes: Any) -> list[dict[str, Any]]:
+  """Returns the settings of all combinations of lists of values."""
+  axes = {k: v if isinstance(v, list) else [v] for k, v in axes.items()}
+  return [dict(zip(axes, x)) for x in itertools.product(*axes.values())]
+
+
+GROUPS: dict[str, list[dict[str, Any]]] = {
+    'newton-schulz': [
+        recipe(),
+        recipe(ns_steps=2),
+        recipe(ns_steps=3, preconditioning='frobenius'),
+        recipe(ns_steps=5, preconditioning='frobenius'),
+    ],
+    'muon': grid(
+        method='muon', lr=[1e-2, 2e-2, 4e-2], other_lr=[1.5e-3, 3e-3, 6e-3],
+        ns_steps=5, preconditioning='frobenius',
+    ),
+    'adamw': grid(method='adamw', lr=[1e-3, 2e-3, 4e-3]),
+    'weight': [recipe(weight='lr')],
+    'rates': [
+        recipe(lr=1e-3), recipe(lr=4e-3),
+        recipe(other_lr=1e-3), recipe(other_lr=4e-3),
+    ],
+    'decay': grid(decay=[0.5, 0.8, 0.95, 0.99]),
+    'place': [
+        recipe(worker='momentum', after='orthonormalise'),
+        recipe(worker='orthonormalise', after='orthonormalise'),
+        recipe(worker='momentum'),
+        recipe(worker=None, decay=0.99),
+        recipe(worker=None, decay=0.99, after='orthonormalise'),
+    ],
+    'after': [recipe(after='sign'), recipe(after='row_rms')],
+    'budget': [
+        recipe(topk=8), recipe(topk=128), recipe(topk=64),
+        recipe(topk=8, rows=8), recipe(topk=8, values='float32'),
+        recipe(topk=22, values='int4'),
+    ],
+    'beta': [
+        recipe(beta=0.9), recipe(beta=0.98), recipe(beta=0.0, decay=0.99),
+    ],
+    'others': [
+        recipe(rows=8), recipe(rows=48), recipe(rows='same'),
+        recipe(rows='adamw'), recipe(other_after='sign'),
+        recipe(other_after='rms'),
+    ],
+    'nesterov': [recipe(nesterov=False)],
+    'alpha': grid(alpha=[0.5, 0.2]),
+    'control': [recipe(topk=None), recipe(method='muon-sign', lr=2e-3)],
+}
+
+
+# Optimizers -------------------------------------------------------------------
+
+
+def make_optimizer(s: dict[str, Any], workers: Any) -> tuple[Any, Any]:
+  """Returns the transformation, and the compressors of the leaves."""
+  import jax
+  import jax.numpy as jnp
+  import methods
+  import optax
+  from optax import contrib
+
+  import demo_optax
+  from demo_optax import compressors
+
+  labels = methods.matrix_or_other
+
+  def schedule(peak: float) -> optax.Schedule:
+    return optax.warmup_cosine_decay_schedule(
+        0.0, peak, 40, s['steps'], end_value=0.1 * peak
+    )
+
+  def dimensions(params: Any) -> Any:
+    return jax.tree.map(
+        lambda l: contrib.MuonDimensionNumbers() if l == 'matrix' else None,
+        labels(params),
+    )
+
+  def all_matrices(tree: Any) -> Any:
+    return jax.tree.map(lambda _: contrib.MuonDimensionNumbers(), tree)
+
+  def by_label(**of: Any) -> Any:
+    return lambda params: jax.tree.map(of.get, labels(params))
+
+  rates = {'matrix': schedule(s['lr']), 'other': schedule(s['other_lr'])}
+  clip = optax.clip_by_global_norm(1.0)
+  if s['method'] in ('adamw', 'muon', 'muon-sign', 'signum'):
+    if s['method'] == 'adamw':
+      base = optax.adamw(rates['matrix'], b2=0.95, weight_decay=0.0)
+    elif s['method'] == 'signum':
+      base = optax.chain(
+          optax.ema(s['beta'], debias=False), optax.scale_by_sign(),
+          optax.scale_by_learning_rate(rates['matrix']),
+      )
+    elif s['method'] == 'muon-sign':  # what a dense exchange of signs could do
+      signed = optax.chain(
+          contrib.scale_by_muon(
+              beta=s['beta'], ns_steps=s['ns_steps'], nesterov=s['nesterov'],
+              preconditioning=s['preconditioning'],
+              weight_dimension_numbers=all_matrices,
+          ),
+          optax.scale_by_sign(),
+          optax.scale_by_learning_rate(rates['matrix']),
+      )
+      adam = optax.adam(rates['other'], b2=0.95)
+      base = optax.partition({'matrix': signed, 'other': adam}, labels)
+    else:
+      base = contrib.muon(
+          rates['matrix'], beta=s['beta'], ns_steps=s['ns_steps'],
+          nesterov=s['nesterov'], adam_b2=0.95,
+          preconditioning=s['preconditioning'],
+          adam_learning_rate=rates['other'],
+          muon_weight_dimension_numbers=dimensions,
+      )
+    return (
+        optax.chain(demo_optax.average(workers=workers), clip, base),
+        lambda params: jax.tree.map(lambda _: None, params),
+    )
+  if s['method'] == 'demo':  # as published; matrices and others alike
+    compressor = demo_optax.dct_topk(64, s['topk'], values=s['values'])
+    tx = demo_optax.demo(
+        rates['matrix'], workers=workers, compressor=compressor,
+        decay=s['decay'],
+    )
+    return optax.chain(clip, tx), by_label(matrix=compressor, other=compressor)
+
+  def orthonormalised(**options: Any) -> optax.GradientTransformation:
+    return contrib.scale_by_muon(
+        ns_steps=s['ns_steps'], preconditioning=s['preconditioning'],
+        weight_dimension_numbers=all_matrices, **options,
+    )
+
+  def normalised(axis: int | None) -> optax.GradientTransformation:
+    def rms_to_one(u: jax.Array) -> jax.Array:
+      mean = jnp.mean(u * u, axis, keepdims=True)
+      return jnp.where(mean > 0, u * jax.lax.rsqrt(mean), 0.0)
+
+    return optax.stateless(lambda updates, _: jax.tree.map(rms_to_one, updates))
+
+  before = {
+      'orthonormalise': lambda: orthonormalised(
+          beta=s['beta'], nesterov=s['nesterov']
+      ),
+      'momentum': lambda: optax.ema(s['beta']),
+      None: optax.identity,
+  }[s['worker']]()
+  after = {
+      'rms': lambda: normalised(None),
+      'row_rms': lambda: normalised(0),
+      'sign': optax.scale_by_sign,
+      'orthonormalise': lambda: optax.chain(
+          orthonormalised(beta=0.0, nesterov=False), normalised(None)
+      ),
+      'adam': lambda: optax.scale_by_adam(b1=0.0, b2=0.95),
+      None: optax.identity,
+  }
+  matrix = (
+      compressors.full() if s['topk'] is None
+      else demo_optax.dct_topk(64, s['topk'], values=s['values'])
+  )
+  other_base = after[s['other_after']]()
+  if s['rows'] == 'adamw':
+    other, other_base = None, optax.scale_by_adam(b1=0.9, b2=0.95)
+  elif s['rows'] == 'same':
+    other = matrix
+  else:
+    other = demo_optax.dct_topk((1, 192), s['rows'], values=s['values'])
+  compressor = by_label(matrix=matrix, other=other)
+  weight = {'ema': 1 - s['decay'], 'lr': rates['matrix']}[s['weight']]
+  exchange = demo_optax.scale_by_demo(
+      compressor, s['decay'], workers=workers, alpha=s['alpha'],
+      gradient_weight=weight,
+  )
+  own = optax.partition(
+      {'matrix': before, 'other': optax.identity()}, labels
+  )
+  behind = {
+      'matrix': optax.chain(
+          after[s['after']](), optax.scale_by_learning_rate(rates['matrix'])
+      ),
+      'other': optax.chain(
+          other_base, optax.scale_by_learning_rate(rates['other'])
+      ),
+  }
+  tx = optax.chain(
+      demo_optax.per_worker(optax.chain(clip, own), workers=workers),
+      exchange,
+      optax.partition(behind, labels),
+  )
+  return tx, compressor
+
+
+# Runs -------------------------------------------------------------------------
+
+
+def train(s: dict[str, Any]) -> dict[str, Any]:
+  """One run; returns its record."""
+  import jax
+  import methods
+  import numpy as np
+  import text
+  import train_lm
+  from flax import nnx
+  from gpt import GPT, GPTConfig
+
+  import demo_optax
+
+  corpus = text.load(None if s['data'] == 'topics' else s['data'])
+  config = GPTConfig()
+  workers = demo_optax.Workers.simulated(s['workers'])
+  model = GPT(config, nnx.Rngs(s['seed']))
+  params = nnx.state(model, nnx.Param)
+  tx, compressor = make_optimizer(s, workers)
+  plan = demo_optax.plan(params, compressor(params), workers)
+  sent, received = plan.per_step(1)
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  step_fn = methods.make_train_step(train_lm.loss_fn, workers)
+  valid = text.windows(corpus.valid, 64, config.context)
+  seconds, curve = [], {}
+  for step in range(s['steps']):
+    tokens = text.batch(
+        corpus.train, s['seed'], step, s['batch'], config.context
+    )
+    began = time.process_time()
+    loss = float(step_fn(model, optimizer, tokens))
+    seconds.append(time.process_time() - began)
+    done = step + 1
+    if done == s['steps'] or done % (s['steps'] // 8) == 0:
+      curve[done] = round(train_lm.evaluate(model, valid), 5)
+  return {
+      **{k: v for k, v in s.items() if v != DEFAULTS[k]},
+      'loss': curve[s['steps']], 'train_loss': round(loss, 5),
+      'curve': curve, 'sent': sent, 'received': received,
+      'dense': plan.dense_bytes(),
+      'cpu_seconds_per_step': round(float(np.median(seconds[5:])), 4),
+      'jax': jax.__version__,
+  }
+
+
+def key(settings: dict[str, Any]) -> str:
+  """Returns the settings of a run, or of its record, in one form."""
+  return json.dumps(
+      {k: settings.get(k, default) for k, default in DEFAULTS.items()}
+  )
+
+
+def read(path: pathlib.Path) -> list[dict[str, Any]]:
+  if not path.exists():
+    return []
+  return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def run(path: pathlib.Path, groups: list[str]) -> None:
+  """Does what is not in the file, and nobody else is doing."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  for group in groups:
+    for settings in GROUPS[group]:
+      settings = {**DEFAULTS, **settings}
+      name = hashlib.sha256(key(settings).encode()).hexdigest()[:16]
+      claim = pathlib.Path(tempfile.gettempdir(), f'run-{name}.lock')
+      with claim.open('w') as lock:
+        try:
+          fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+          continue
+        if key(settings) in {key(r) for r in read(path)}:
+          continue
+        record = train(settings)
+        with path.open('a') as file:
+          file.write(json.dumps(record) + '\n')
+        print(group, json.dumps(record), flush=True)
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(
+      description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument('what', choices=['run'])
+  parser.add_argument('--groups', nargs='+', choices=GROUPS)
+  parser.add_argument('--file', type=pathlib.Path, default=RESULTS)
+  args = parser.parse_args()
+  root = pathlib.Path(__file__).parents[1]
+  sys.path[:0] = [str(root), str(root / 'examples')]
+  run(args.file, args.groups or list(GROUPS))
+
+
+if __name__ == '__main__':
+  main()

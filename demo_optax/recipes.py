@@ -1,0 +1,584 @@
+r"""Optimizers in one line: chains of optax around the exchange.
+
+`demo` is the method as published; `demo_muon` has every worker orthonormalise
+its momentum before it is compressed, which learns as Muon does.
+"""
+
+import functools
+import re
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+from optax import contrib
+
+from demo_optax import _tree, compressors
+from demo_optax.compressors.base import CompressorTree, broadcast
+from demo_optax.demo import DeMoState, check_range, scale_by_demo
+from demo_optax.gradients import per_worker
+from demo_optax.workers import Workers
+from demo_optax.workers.sharding import path_keys
+
+__all__ = [
+  'demo',
+  'demo_muon',
+  'muon_compressors',
+  'muon_dimension_numbers',
+  'scale_to_unit_rms',
+]
+
+# A tree of `optax.contrib.MuonDimensionNumbers` like the parameters (one in
+# place of a subtree holds for all of it; None: not a matrix), or a function
+# from the parameters to such a tree.
+DimensionNumbersTree = Any
+
+
+def demo(
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    workers: Workers,
+    compressor: CompressorTree = compressors.dct_topk(),  # noqa: B008
+    decay: chex.Numeric = 0.999,
+    weight_decay: chex.Numeric = 0.0,
+    weight_decay_mask: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+  r"""DeMo as published (first version): signed updates, lr in the momentum.
+
+  .. math::
+    m_i &\leftarrow \beta m_i + \eta_t g_i \\
+    q_i &= \mathrm{top}_k(T m_i) \\
+    m_i &\leftarrow m_i - T^{-1} q_i \\
+    x   &\leftarrow x - \eta_t \lambda x
+           - \eta_t\, \mathrm{sign}(T^{-1}\, \mathrm{average}_i(q_i))
+
+  It is this chain: `scale_by_demo` with :math:`\eta_t` as the gradients'
+  weight, `optax.scale_by_sign`, `optax.add_decayed_weights`,
+  `optax.scale_by_learning_rate`; masked to the leaves that are exchanged. If
+  every worker is excluded from a step, the parameters stay as they are, weight
+  decay included. For other options write that chain.
+
+  Args:
+    learning_rate: :math:`\eta_t`, a number or a schedule of the step.
+    workers: who takes part.
+    compressor: what is sent, see `scale_by_demo`.
+    decay: :math:`\beta`, in `[0, 1)`. 0.999 is the paper's; short runs and
+      small `topk` want less (0.99).
+    weight_decay: :math:`\lambda`, decoupled.
+    weight_decay_mask: which leaves decay, as in `optax.add_decayed_weights`; by
+      default all that take part.
+
+  Returns:
+    A gradient transformation; see `scale_by_demo` for what it takes.
+
+  Raises:
+    ValueError: as `scale_by_demo`; also a negative `weight_decay`.
+    TypeError: as `scale_by_demo`.
+
+  Example:
+    >>> import demo_optax, jax, jax.numpy as jnp, optax
+    >>> workers = demo_optax.Workers.simulated(4)
+    >>> tx = demo_optax.demo(0.1, workers=workers)
+    >>> params = {'w': jnp.ones((8, 8))}
+    >>> @demo_optax.data_parallel(workers)
+    ... def train_step(params, opt_state, x):  # written for one worker
+    ...   loss_fn = lambda params: jnp.mean((x @ params['w']) ** 2)
+    ...   loss, gradients = jax.value_and_grad(loss_fn)(params)
+    ...   updates, opt_state = tx.update(gradients, opt_state, params)
+    ...   return optax.apply_updates(params, updates), opt_state, loss
+    >>> opt_state = tx.init(params)
+    >>> for step in range(10):
+    ...   params, opt_state, loss = train_step(params, opt_state, jnp.eye(8))
+    >>> print(f'{loss:.3f}')
+    0.010
+
+  References:
+    Peng et al., `DeMo: Decoupled Momentum Optimization
+    <https://arxiv.org/abs/2411.19870v1>`_, version 1, Algorithm 1.
+  """
+  check_range('weight_decay', weight_decay, 0.0, float('inf'))
+  chain = optax.chain(
+      _in_momentum_dtype(),
+      scale_by_demo(
+          compressor,
+          decay,
+          workers=workers,
+          gradient_weight=_lost_unless_finite(learning_rate, weight_decay),
+      ),
+      optax.scale_by_sign(),
+      _in_parameter_dtype(),
+      optax.add_decayed_weights(weight_decay, weight_decay_mask),
+      optax.scale_by_learning_rate(learning_rate),
+  )
+  return _zero_where_nothing_was_exchanged(chain, workers)
+
+
+# Those of `optax.contrib.scale_by_muon`, which looks at them when traced.
+_PRECONDITIONINGS = ('frobenius', 'spectral', 'aol', 'schatten')
+
+# Parts of paths of leaves that are no matrices, whatever their shapes.
+_NO_MATRIX = re.compile(
+    r'emb(ed|$|_|s$)|logit|vocab|norm|bias|scale'
+    r'|(^|_)(head|wte|wpe|unembed|pos|positions?)(_?\d+)?$',
+)
+_ATTENTION_IN = re.compile(r'(^|_)(query|key|value|q|k|v)(_proj)?$')
+_ATTENTION_OUT = re.compile(r'(^|_)(out|o)(_proj)?$')
+_CONVOLUTION = re.compile(r'conv')
+
+
+def muon_dimension_numbers(params: chex.ArrayTree) -> chex.ArrayTree:
+  """Returns which leaves are matrices, told from their paths and shapes.
+
+  Whatever is called an embedding, a head, logits, a norm, a bias or a scale is
+  none, and no leaf of fewer than two dimensions is. Of the others the last two
+  dimensions are a matrix, and those before them are a stack of matrices (of
+  scanned layers, or experts), but for the kernels of Flax's convolutions,
+  `[*window, in, out]`, in which all but the last reduce, and of its attention,
+  `[in, heads, size]` of query, key and value and `[heads, size, out]` of what
+  follows.
+
+  Print it for a model, and give `demo_muon` a function of your own where it is
+  wrong.
+
+  Args:
+    params: the parameters, or their shapes.
+
+  Returns:
+    A tree like `params`, of `optax.contrib.MuonDimensionNumbers` and `None`.
+
+  Example:
+    >>> import demo_optax, jax.numpy as jnp
+    >>> params = {
+    ...     'embed': jnp.zeros((256, 64)), 'norm': jnp.zeros(64),
+    ...     'query': {'kernel': jnp.zeros((64, 4, 16))},
+    ...     'layers': {'up': jnp.zeros((12, 64, 256))}}
+    >>> found = demo_optax.recipes.muon_dimension_numbers(params)
+    >>> found['embed'], found['norm'], found['layers']['up']
+    (None, None, MuonDimensionNumbers(reduction_axis=(-2,), output_axis=(-1,)))
+    >>> found['query']['kernel']
+    MuonDimensionNumbers(reduction_axis=(-3,), output_axis=(-2, -1))
+  """
+
+  def of_leaf(path: Any, x: Any) -> contrib.MuonDimensionNumbers | None:
+    parts = [str(key).lower() for key in path_keys(path)]
+    ndim = len(jnp.shape(x))
+    if ndim < 2 or any(_NO_MATRIX.search(part) for part in parts):
+      return None
+    if ndim > 2 and any(_CONVOLUTION.search(part) for part in parts):
+      return contrib.MuonDimensionNumbers(tuple(range(-ndim, -1)), (-1,))
+    if ndim > 2 and parts[-1] == 'kernel' and len(parts) > 1:
+      if _ATTENTION_IN.search(parts[-2]):
+        return contrib.MuonDimensionNumbers((-3,), (-2, -1))
+      if _ATTENTION_OUT.search(parts[-2]):
+        return contrib.MuonDimensionNumbers((-3, -2), (-1,))
+    return contrib.MuonDimensionNumbers((-2,), (-1,))
+
+  return jax.tree_util.tree_map_with_path(of_leaf, params)
+
+
+def scale_to_unit_rms(
+    weight_dimension_numbers: Any = None,
+) -> optax.GradientTransformation:
+  r"""Scales the update of every matrix to a root mean square of one.
+
+  .. math:: u \leftarrow u / \sqrt{\mathrm{mean}(u^2)}
+
+  A mean of orthonormal matrices is shorter than they are, the more so the less
+  workers agree, and what is sent of each is shorter again: behind an exchange
+  the learning rate alone should say how long a step is. Zeros stay zeros.
+
+  Args:
+    weight_dimension_numbers: a tree of `optax.contrib.MuonDimensionNumbers`
+      like the updates, or a function from them to one: a leaf with more axes
+      than they name is a stack of matrices, each of which is scaled by itself.
+      None: every leaf is one matrix.
+
+  Returns:
+    A gradient transformation without a state, in the updates' dtypes.
+
+  Example:
+    >>> import demo_optax, jax.numpy as jnp
+    >>> tx = demo_optax.recipes.scale_to_unit_rms()
+    >>> updates, _ = tx.update(jnp.array([3.0, -3.0, 0.0, 0.0]), tx.init(None))
+    >>> print(updates)
+    [ 1.4142135 -1.4142135  0.         0.       ]
+
+  References:
+    Liu et al., `Muon is Scalable for LLM Training
+    <https://arxiv.org/abs/2502.16982>`_, 2025, section 2.2, which holds the
+    root mean square of updates constant over shapes.
+  """
+
+  def scale(u: jax.Array, axes: tuple[int, ...] | None) -> jax.Array:
+    # No epsilon: an update of any size has a direction. By the largest first,
+    # since squares overflow and underflow before numbers do.
+    largest = jnp.max(jnp.abs(u), axes, keepdims=True)
+    u = u / jnp.where(largest > 0, largest, jnp.ones_like(largest))
+    mean = jnp.mean(jnp.square(u), axes, keepdims=True)
+    return jnp.where(mean > 0, u * jax.lax.rsqrt(mean), u)
+
+  def update_fn(
+      updates: chex.ArrayTree, params: chex.ArrayTree | None
+  ) -> chex.ArrayTree:
+    del params
+    leaves, treedef = jax.tree.flatten(updates)
+    dimensions: list[Any] = [None] * len(leaves)
+    if weight_dimension_numbers is not None:
+      dimensions = _Matrices(weight_dimension_numbers).leaves(updates)
+    return treedef.unflatten([
+        scale(u, None if d is None else _axes(d))
+        for u, d in zip(leaves, dimensions)
+    ])
+
+  return optax.stateless(update_fn)
+
+
+def muon_compressors(
+    params: chex.ArrayTree,
+    muon_weight_dimension_numbers: DimensionNumbersTree = None,
+) -> chex.ArrayTree:
+  """Returns what `demo_muon` sends of each leaf by default.
+
+  Of matrices the 32 largest coefficients of chunks of 64x64, of embeddings, the
+  head, norms and biases the 24 largest of every row of up to 192; all as signs
+  with a scale.
+
+  Args:
+    params: the parameters, or their shapes.
+    muon_weight_dimension_numbers: as in `demo_muon`.
+
+  Returns:
+    A tree of compressors like `params`.
+
+  Example:
+    >>> import demo_optax, jax, jax.numpy as jnp
+    >>> params = {
+    ...     'embed': jax.ShapeDtypeStruct((50257, 768), jnp.float32),
+    ...     'up': jax.ShapeDtypeStruct((768, 3072), jnp.float32)}
+    >>> compressor = demo_optax.recipes.muon_compressors(params)
+    >>> plan = demo_optax.plan(params, compressor, workers=4)
+    >>> print(f'{plan.dense_bytes() / plan.sent_bytes:.0f} times fewer')
+    61 times fewer
+  """
+  matrix = compressors.dct_topk(64, 32, values='sign')
+  other = compressors.dct_topk((1, 192), 24, values='sign')
+  dimensions = _Matrices(muon_weight_dimension_numbers).leaves(params)
+  return jax.tree.structure(params).unflatten(
+      [other if d is None else matrix for d in dimensions]
+  )
+
+
+def demo_muon(
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    workers: Workers,
+    compressor: CompressorTree = muon_compressors,
+    decay: chex.Numeric = 0.9,
+    beta: float = 0.95,
+    nesterov: bool = True,
+    ns_steps: int = 3,
+    preconditioning: str = 'aol',
+    adam_learning_rate: optax.ScalarOrSchedule | None = None,
+    adam_b2: float = 0.95,
+    weight_decay: chex.Numeric = 0.0,
+    weight_decay_mask: Any = None,
+    muon_weight_dimension_numbers: DimensionNumbersTree = None,
+) -> optax.GradientTransformationExtraArgs:
+  r"""Muon whose momentum is orthonormalised at every worker, then compressed.
+
+  For a matrix, with worker :math:`i`'s gradient :math:`g_i`, its momentum
+  :math:`b_i`, and what it has not sent yet, :math:`m_i`:
+
+  .. math::
+    b_i &\leftarrow \mu b_i + (1 - \mu) g_i \\
+    m_i &\leftarrow \beta m_i
+           + \eta_t\, \mathrm{NewtonSchulz}(\mu b_i + (1 - \mu) g_i) \\
+    q_i &= \mathrm{top}_k(T m_i) \\
+    m_i &\leftarrow m_i - T^{-1} q_i \\
+    u   &= T^{-1}\, \mathrm{average}_i(q_i) \\
+    x   &\leftarrow x - \eta_t \lambda x - \eta_t\, u / \mathrm{rms}(u)
+
+  Embeddings, the head, norms and biases are no matrices to Muon: their
+  gradients go into :math:`m_i` as they are, and Adam without a momentum follows
+  the exchange. All leaves are in one exchange.
+
+  It is this chain, of which each link can be had by itself: `per_worker` of
+  `optax.contrib.scale_by_muon`, `scale_by_demo`, `scale_to_unit_rms` and
+  `optax.scale_by_adam`, `optax.add_decayed_weights`,
+  `optax.scale_by_learning_rate`. A worker keeps two arrays of the size of a
+  matrix, and one of every other leaf. The update of a matrix has a root mean
+  square of :math:`\eta_t`: a learning rate of AdamW or of a signed update is of
+  the right size, one of `optax.contrib.muon` is not.
+
+  A worker whose gradient is not finite is excluded and keeps both momenta. If
+  every worker is, the parameters stay as they are.
+
+  Args:
+    learning_rate: :math:`\eta_t`, a number or a schedule of the step.
+    workers: who takes part.
+    compressor: what is sent, see `scale_by_demo`.
+    decay: :math:`\beta`, of what was not sent, in `[0, 1)`.
+    beta: :math:`\mu`, of each worker's own momentum, in `[0, 1)`.
+    nesterov: whether the momentum is Nesterov's, as written above.
+    ns_steps: Newton-Schulz iterations, see `optax.contrib.scale_by_muon`. Five
+      without preconditioning, as is usual, took longer and were no better
+      (benchmarks/muon.py).
+    preconditioning: of the iterations, see `optax.contrib.scale_by_muon`.
+    adam_learning_rate: of the leaves that are no matrices; by default
+      `learning_rate`.
+    adam_b2: decay of their second moment.
+    weight_decay: :math:`\lambda`, decoupled.
+    weight_decay_mask: which leaves decay, as in `optax.add_decayed_weights`; by
+      default all that take part.
+    muon_weight_dimension_numbers: which leaves are matrices, and along which
+      axes: a tree like the parameters, as in `optax.contrib.muon`, or a
+      function from them to one; by default `muon_dimension_numbers`.
+
+  Returns:
+    A gradient transformation; see `scale_by_demo` for what it takes.
+
+  Raises:
+    ValueError: as `scale_by_demo`; also `beta`, `ns_steps` or `weight_decay`
+      out of range; a leaf of fewer than two dimensions that is to be a matrix,
+      when traced.
+    TypeError: as `scale_by_demo`.
+
+  Example:
+    >>> import demo_optax, jax, jax.numpy as jnp, optax
+    >>> workers = demo_optax.Workers.simulated(4)
+    >>> tx = demo_optax.demo_muon(0.1, workers=workers)
+    >>> params = {'w': jnp.ones((32, 32))}
+    >>> @demo_optax.data_parallel(workers)
+    ... def train_step(params, opt_state, x):  # written for one worker
+    ...   loss_fn = lambda params: jnp.mean((x @ params['w']) ** 2)
+    ...   loss, gradients = jax.value_and_grad(loss_fn)(params)
+    ...   updates, opt_state = tx.update(gradients, opt_state, params)
+    ...   return optax.apply_updates(params, updates), opt_state, loss
+    >>> opt_state = tx.init(params)
+    >>> for step in range(10):
+    ...   params, opt_state, loss = train_step(params, opt_state, jnp.eye(32))
+    >>> print(f'{loss:.1f}')
+    0.5
+
+  References:
+    Jordan et al., `Muon: An optimizer for hidden layers in neural networks
+    <https://kellerjordan.github.io/posts/muon>`_, 2024; Peng et al., `DeMo:
+    Decoupled Momentum Optimization <https://arxiv.org/abs/2411.19870>`_.
+  """
+  check_range('beta', beta, 0.0, 1.0, open_end=True)
+  check_range('adam_b2', adam_b2, 0.0, 1.0, open_end=True)
+  check_range('weight_decay', weight_decay, 0.0, float('inf'))
+  if not isinstance(ns_steps, int) or ns_steps < 1:
+    raise ValueError(f'ns_steps={ns_steps!r} must be an integer of at least 1.')
+  if preconditioning not in _PRECONDITIONINGS:
+    raise ValueError(
+        f'preconditioning={preconditioning!r} is not one of'
+        f' {", ".join(_PRECONDITIONINGS)}.'
+    )
+  if adam_learning_rate is None:
+    adam_learning_rate = learning_rate
+  matrices = _Matrices(muon_weight_dimension_numbers)
+  if compressor is muon_compressors:
+    compressor = functools.partial(
+        muon_compressors,
+        muon_weight_dimension_numbers=muon_weight_dimension_numbers,
+    )
+  muon = _in_wide_arithmetic(contrib.scale_by_muon(
+      beta=beta,
+      nesterov=nesterov,
+      ns_steps=ns_steps,
+      preconditioning=preconditioning,  # type: ignore[arg-type]
+      weight_dimension_numbers=matrices.of_muon,
+  ))
+  own = optax.partition(
+      {'muon': muon, 'adam': optax.identity()}, matrices.labels
+  )
+  base = {
+      'muon': scale_to_unit_rms(matrices.of_muon),
+      'adam': _in_wide_arithmetic(
+          optax.scale_by_adam(b1=0.0, b2=adam_b2)
+      ),
+  }
+  rates = {
+      'muon': optax.scale_by_learning_rate(learning_rate),
+      'adam': optax.scale_by_learning_rate(adam_learning_rate),
+  }
+  chain = optax.chain(
+      _in_momentum_dtype(),
+      per_worker(own, workers=workers),
+      scale_by_demo(
+          compressor,
+          decay,
+          workers=workers,
+          gradient_weight=_lost_unless_finite(learning_rate, weight_decay),
+      ),
+      optax.partition(base, matrices.labels),
+      _in_parameter_dtype(),
+      optax.add_decayed_weights(weight_decay, weight_decay_mask),
+      optax.partition(rates, matrices.labels),
+  )
+  return _zero_where_nothing_was_exchanged(chain, workers)
+
+
+class _Matrices:
+  """Which leaves of a tree are matrices, by what the user said of it."""
+
+  def __init__(self, given: DimensionNumbersTree):
+    self._given = muon_dimension_numbers if given is None else given
+
+  def leaves(
+      self, tree: chex.ArrayTree
+  ) -> list[contrib.MuonDimensionNumbers | None]:
+    """Returns the dimension numbers of each leaf, None if it is no matrix."""
+    given = self._given(tree) if callable(self._given) else self._given
+    found = broadcast(
+        given, tree, 'muon_weight_dimension_numbers', _is_dimension_numbers
+    )
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    for (path, x), dimensions in zip(flat, found):
+      if not _is_dimension_numbers(dimensions):
+        raise TypeError(
+            f'muon_weight_dimension_numbers has {dimensions!r} for'
+            f' {_tree.leaf_name(path)}: it must be an'
+            ' optax.contrib.MuonDimensionNumbers, or None for what is no'
+            ' matrix.'
+        )
+      ndim = len(jnp.shape(x))
+      axes = [] if dimensions is None else _axes(dimensions)
+      if axes and (
+          ndim < 2
+          or not all(-ndim <= axis < ndim for axis in axes)
+          or len({axis % ndim for axis in axes}) < len(axes)
+      ):
+        raise ValueError(
+            f'{_tree.leaf_name(path)} has shape {jnp.shape(x)}, which'
+            f' {dimensions} do not fit: give axes of its own, each once, or'
+            ' None if it is no matrix.'
+        )
+    return found
+
+  def labels(self, tree: chex.ArrayTree) -> chex.ArrayTree:
+    """Returns 'muon' for matrices and 'adam' for all others."""
+    return jax.tree.structure(tree).unflatten([
+        'adam' if dimensions is None else 'muon'
+        for dimensions in self.leaves(tree)
+    ])
+
+  def of_muon(self, tree: chex.ArrayTree) -> chex.ArrayTree:
+    """Returns the dimension numbers of a tree that has only matrices."""
+    return jax.tree.structure(tree).unflatten(self.leaves(tree))
+
+
+def _is_dimension_numbers(x: Any) -> bool:
+  return x is None or isinstance(x, contrib.MuonDimensionNumbers)
+
+
+def _axes(dimensions: contrib.MuonDimensionNumbers) -> tuple[int, ...]:
+  """Returns the axes of one matrix, reduction first."""
+  axes: list[int] = []
+  for axis in dimensions:
+    axes += [axis] if isinstance(axis, int) else axis
+  return tuple(axes)
+
+
+def _lost_unless_finite(
+    learning_rate: optax.ScalarOrSchedule, weight_decay: chex.Numeric
+) -> optax.ScalarOrSchedule:
+  """Returns the learning rate, not finite if the weight decay is not.
+
+  By `optax.inject_hyperparams` it may come to be NaN: then the step is lost,
+  and neither momentum nor parameters take it in.
+  """
+  if isinstance(weight_decay, int | float):
+    return learning_rate
+
+  def weight(count: chex.Numeric) -> chex.Numeric:
+    rate = learning_rate(count) if callable(learning_rate) else learning_rate
+    return jnp.where(jnp.isfinite(weight_decay), rate, jnp.nan)
+
+  return weight
+
+
+def _in_momentum_dtype() -> optax.GradientTransformation:
+  """Gradients, and so merged momentum, in its dtype: float16 underflows."""
+
+  def update_fn(
+      updates: chex.ArrayTree, params: chex.ArrayTree | None
+  ) -> chex.ArrayTree:
+    del params
+    return _tree.map_exchanged(
+        lambda path, x: x.astype(_tree.momentum_dtype(path, x)), updates
+    )
+
+  return optax.stateless(update_fn)
+
+
+def _in_parameter_dtype() -> optax.GradientTransformation:
+  """Updates in the dtypes of the parameters, once their signs are taken."""
+
+  def update_fn(
+      updates: chex.ArrayTree, params: chex.ArrayTree | None
+  ) -> chex.ArrayTree:
+    return jax.tree.map(
+        lambda u, p: u.astype(jnp.result_type(p)), updates, params
+    )
+
+  return optax.stateless(update_fn)
+
+
+def _in_wide_arithmetic(
+    tx: optax.GradientTransformation,
+) -> optax.GradientTransformation:
+  """`tx` of optax with a state in momentum's dtype, as its updates are.
+
+  Under strict promotion, too: it takes a float to the power of its count.
+  """
+
+  def init_fn(params: chex.ArrayTree) -> Any:
+    return tx.init(jax.tree_util.tree_map_with_path(
+        lambda path, x: x.astype(_tree.momentum_dtype(path, x)), params
+    ))
+
+  def update_fn(
+      updates: chex.ArrayTree,
+      state: Any,
+      params: chex.ArrayTree | None = None,
+  ) -> tuple[chex.ArrayTree, Any]:
+    with jax.numpy_dtype_promotion('standard'):
+      return tx.update(updates, state, params)
+
+  return optax.GradientTransformation(init_fn, update_fn)
+
+
+def _zero_where_nothing_was_exchanged(
+    chain: optax.GradientTransformation, workers: Workers
+) -> optax.GradientTransformationExtraArgs:
+  """`chain` over the leaves that take part; zero updates for all others.
+
+  And for all leaves, in a step from which every worker was left out.
+  """
+  masked = optax.masked(chain, _tree.exchanged_mask)
+
+  def update_fn(
+      updates: chex.ArrayTree,
+      state: optax.MaskedState,
+      params: chex.ArrayTree | None = None,
+      **extra_args: Any,
+  ) -> tuple[chex.ArrayTree, optax.MaskedState]:
+    if params is None:
+      raise ValueError('demo needs params: tx.update(grads, state, params).')
+    updates, state = masked.update(updates, state, params, **extra_args)
+    links = state.inner_state
+    (exchange,) = (link for link in links if isinstance(link, DeMoState))
+    # Zero from where, not by a product: a decay that is not finite would stay.
+    someone = exchange.metrics['num_excluded'] < workers.count
+
+    def settle(update: jax.Array, param: Any) -> jax.Array:
+      if not _tree.is_exchanged(param):
+        return jnp.zeros_like(param)
+      return jnp.where(someone, update, jnp.zeros_like(update))
+
+    return jax.tree.map(settle, updates, params), state
+
+  return optax.GradientTransformationExtraArgs(masked.init, update_fn)

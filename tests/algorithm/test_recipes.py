@@ -1,0 +1,515 @@
+"""`demo_muon`: against NumPy, in its parts, and with every kind of leaf."""
+
+import collections
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from optax import contrib
+from oracle import Oracle
+
+import demo_optax
+from demo_optax import recipes
+
+pytestmark = pytest.mark.core
+
+WORKERS = 4
+EVERYTHING = demo_optax.compressors.full()
+
+
+@pytest.fixture(autouse=True)
+def rank_promotion():
+  """Models add biases to batches."""
+  with jax.numpy_rank_promotion('allow'):
+    yield
+
+
+def numpy_newton_schulz(x, steps=5):
+  a, b, c = 3.4445, -4.7750, 2.0315
+  flip = x.shape[0] > x.shape[1]
+  x = x.T if flip else x
+  x = x / (np.linalg.norm(x) + 1e-8)
+  for _ in range(steps):
+    gram = x @ x.T
+    x = a * x + (b * gram + c * gram @ gram) @ x
+  return x.T if flip else x
+
+
+def numpy_demo_muon(params, gradients, rate, *, limit, topk, values, rest):
+  """Yields parameters; gradients are lists, over steps, of `[N, ...]`."""
+  beta, decay, b2 = 0.95, 0.9, 0.95
+  count = len(gradients[0]['w'])
+  oracles = {
+      'w': Oracle(params['w'].shape, count, limit=limit, topk=topk,
+                  values=values, decay=decay, gradient_weight=rate),
+      'norm': Oracle(params['norm'].shape, count, limit=limit, topk=rest,
+                     values=values, decay=decay, gradient_weight=rate),
+  }
+  params = dict(params)
+  own = np.zeros((count, *params['w'].shape))
+  moment = np.zeros(params['norm'].shape)
+  steps = np.zeros(count, int)
+  for t, g in enumerate(gradients, 1):
+    sent = np.full_like(own, np.nan)
+    good = [np.isfinite(g['w'][i]).all() and np.isfinite(g['norm'][i]).all()
+            for i in range(count)]
+    for i in np.flatnonzero(good):
+      steps[i] += 1
+      own[i] = beta * own[i] + (1 - beta) * g['w'][i]
+      hat = (beta * own[i] / (1 - beta ** (steps[i] + 1))
+             + (1 - beta) * g['w'][i] / (1 - beta ** steps[i]))
+      sent[i] = numpy_newton_schulz(hat)
+    # A worker is excluded as a whole.
+    norms = np.where(np.array(good)[:, None], g['norm'], np.nan)
+    u = oracles['w'].exchange(sent)
+    params['w'] = params['w'] - rate * u / np.sqrt(np.mean(u * u))
+    u = oracles['norm'].exchange(norms)
+    moment = b2 * moment + (1 - b2) * u * u
+    step = u / (np.sqrt(moment / (1 - b2**t)) + 1e-8)
+    params['norm'] = params['norm'] - rate * step
+    yield params
+
+
+@pytest.mark.parametrize('values', ['float32', 'sign'])
+def test_oracle(values, x64):
+  """Momentum, Newton-Schulz, exchange, norm and Adam, one worker with NaN."""
+  rng = np.random.default_rng(0)
+  shapes = {'w': (24, 40), 'norm': (31,)}
+  params = {k: rng.normal(size=s) for k, s in shapes.items()}
+  gradients = [
+      {k: rng.normal(size=(3, *s)) for k, s in shapes.items()}
+      for _ in range(8)
+  ]
+  gradients[2]['norm'][1, 5] = np.nan  # a leaf of it is enough
+  gradients[5]['w'][0] = np.inf
+  workers = demo_optax.Workers.simulated(3)
+  compressor = {
+      'w': demo_optax.dct_topk(16, 9, values=values),
+      'norm': demo_optax.dct_topk(16, 5, values=values),
+  }
+  tx = demo_optax.demo_muon(
+      0.01, workers=workers, compressor=compressor, ns_steps=5,
+      preconditioning='frobenius')
+  state, found = tx.init(params), params
+  update = jax.jit(tx.update)
+  expected = numpy_demo_muon(
+      params, gradients, 0.01, limit=16, topk=9, values=values, rest=5)
+  for g, want in zip(gradients, expected):
+    updates, state = update(g, state, found)
+    found = optax.apply_updates(found, updates)
+    for name in shapes:
+      np.testing.assert_allclose(found[name], want[name], atol=1e-9)
+
+
+@jax.numpy_dtype_promotion('standard')  # optax's Muon, Adam, and schedules
+def test_equal_to_the_chain_that_is_documented():
+  rng = np.random.default_rng(1)
+  params = {'up': rng.normal(size=(64, 64)), 'norm': rng.normal(size=64)}
+  params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
+  workers = demo_optax.Workers.simulated(WORKERS)
+  schedule = optax.linear_schedule(1e-2, 1e-3, 5)
+  labels = {'up': 'muon', 'norm': 'adam'}
+  muon = contrib.scale_by_muon(
+      ns_steps=3, preconditioning='aol',
+      weight_dimension_numbers=recipes.muon_dimension_numbers)
+  chain = optax.chain(
+      demo_optax.per_worker(
+          optax.partition({'muon': muon, 'adam': optax.identity()}, labels),
+          workers=workers),
+      demo_optax.scale_by_demo(
+          {'up': demo_optax.dct_topk(64, 32, values='sign'),
+           'norm': demo_optax.dct_topk((1, 192), 24, values='sign')},
+          0.9, workers=workers, gradient_weight=schedule),
+      optax.partition(
+          {'muon': recipes.scale_to_unit_rms(),
+           'adam': optax.scale_by_adam(b1=0.0, b2=0.95)}, labels),
+      optax.add_decayed_weights(0.1),
+      optax.scale_by_learning_rate(schedule),
+  )
+  recipe = demo_optax.demo_muon(schedule, workers=workers, weight_decay=0.1)
+  states = [tx.init(params) for tx in (chain, recipe)]
+  for _ in range(4):
+    gradients = jax.tree.map(
+        lambda x: rng.normal(size=(WORKERS, *x.shape)).astype(np.float32),
+        params)
+    updates = []
+    for i, tx in enumerate((chain, recipe)):
+      u, states[i] = jax.jit(tx.update)(gradients, states[i], params)
+      updates.append(u)
+    jax.tree.map(np.testing.assert_array_equal, *updates)
+
+
+# What a leaf is ---------------------------------------------------------------
+
+
+def orthonormalised(params, gradients, **options):
+  """The update of one step in which everything is sent, as float32."""
+  workers = demo_optax.Workers.simulated(2)
+  tx = demo_optax.demo_muon(
+      1.0, workers=workers, compressor=EVERYTHING, **options)
+  update, _ = jax.jit(tx.update)(gradients, tx.init(params), params)
+  return update
+
+
+def test_a_stack_of_layers_is_as_many_matrices():
+  rng = np.random.default_rng(2)
+  each = rng.normal(size=(2, 3, 24, 40)).astype(np.float32)
+  workers = demo_optax.Workers.simulated(2)
+  tx = demo_optax.demo_muon(1.0, workers=workers)
+  alone = {f'layer{i}': jnp.zeros((24, 40)) for i in range(3)}
+  stacked = {'layers': jnp.zeros((3, 24, 40))}
+  found, _ = tx.update({'layers': each}, tx.init(stacked), stacked)
+  gradients = {f'layer{i}': each[:, i] for i in range(3)}
+  expected, _ = tx.update(gradients, tx.init(alone), alone)
+  for i in range(3):
+    np.testing.assert_allclose(
+        found['layers'][i], expected[f'layer{i}'], atol=1e-6)
+    assert np.sqrt(np.mean(found['layers'][i] ** 2)) == pytest.approx(1)
+
+
+@pytest.mark.parametrize('name, shape, matrix', [
+    ('Conv_0', (3, 3, 8, 16), (72, 16)),
+    ('query', (24, 4, 8), (24, 32)),
+    ('out', (4, 8, 24), (32, 24)),
+])
+def test_kernels_are_the_matrices_that_they_multiply_by(name, shape, matrix):
+  gradient = np.random.default_rng(3).normal(size=(2, *shape))
+  gradient = gradient.astype(np.float32)
+  found = orthonormalised(
+      {name: {'kernel': jnp.zeros(shape)}}, {name: {'kernel': gradient}})
+  flat = orthonormalised(
+      {'w': jnp.zeros(matrix)}, {'w': gradient.reshape(2, *matrix)})
+  np.testing.assert_allclose(
+      found[name]['kernel'].reshape(matrix), flat['w'], atol=1e-5)
+  singular = np.linalg.svd(flat['w'], compute_uv=False)
+  # Of two workers' orthonormal matrices, of equal norm over all elements.
+  assert singular.max() / singular.min() < 10
+
+
+def kinds_of(params):
+  """Counts of axes of matrices by path; None where a leaf is no matrix."""
+  flat = jax.tree_util.tree_flatten_with_path(
+      recipes.muon_dimension_numbers(params), is_leaf=lambda x: x is None
+      or isinstance(x, contrib.MuonDimensionNumbers))[0]
+  return {
+      '/'.join(str(getattr(k, 'key', getattr(k, 'name', k))) for k in path):
+      x and (len(x.reduction_axis), len(x.output_axis)) for path, x in flat}
+
+
+def test_leaves_of_linen_modules():
+  class Stack(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      x = nn.LayerNorm()(x)
+      return nn.Dense(8)(x), None
+
+  class Scanned(nn.Module):
+    @nn.compact
+    def __call__(self, tokens, image):
+      x = nn.Embed(11, 8)(tokens)
+      x = x + self.param('pos_embedding', nn.initializers.ones, (5, 8))
+      x = nn.LayerNorm()(nn.MultiHeadDotProductAttention(2)(x))
+      stack = nn.scan(Stack, variable_axes={'params': 0},
+                      split_rngs={'params': True}, length=3)
+      x, _ = stack(name='layers')(x)
+      y = nn.Conv(4, (3, 3))(image).mean()
+      return nn.Dense(11, name='lm_head')(x) + y
+
+  shapes = jax.eval_shape(
+      lambda key: Scanned().init(
+          key, jnp.zeros((1, 5), jnp.int32), jnp.zeros((1, 6, 6, 3))),
+      jax.random.key(0))['params']
+  found = kinds_of(shapes)
+  attention = 'MultiHeadDotProductAttention_0'
+  assert found == collections.ChainMap(
+      {f'{attention}/{name}/kernel': (1, 2) for name in
+       ('query', 'key', 'value')},
+      {f'{attention}/{name}/bias': None for name in
+       ('query', 'key', 'value', 'out')},
+      {f'{attention}/out/kernel': (2, 1), 'Conv_0/kernel': (3, 1),
+       'Conv_0/bias': None, 'Embed_0/embedding': None,
+       'pos_embedding': None, 'LayerNorm_0/scale': None,
+       'LayerNorm_0/bias': None, 'layers/Dense_0/kernel': (1, 1),
+       'layers/Dense_0/bias': None, 'layers/LayerNorm_0/scale': None,
+       'layers/LayerNorm_0/bias': None, 'lm_head/kernel': None,
+       'lm_head/bias': None})
+
+
+def test_leaves_of_nnx_modules():
+  class Model(nnx.Module):
+    def __init__(self, rngs):
+      self.token_embedding = nnx.Embed(11, 8, rngs=rngs)
+      self.attention = nnx.MultiHeadAttention(2, 8, rngs=rngs, decode=False)
+      self.norm = nnx.RMSNorm(8, rngs=rngs)
+      self.mlp = nnx.List([nnx.Linear(8, 8, rngs=rngs)])
+      self.head = nnx.Linear(8, 11, rngs=rngs)
+
+  state = nnx.state(nnx.eval_shape(lambda: Model(nnx.Rngs(0))), nnx.Param)
+  matrices = {k for k, v in kinds_of(nnx.to_pure_dict(state)).items() if v}
+  assert matrices == {
+      'attention/query/kernel', 'attention/key/kernel',
+      'attention/value/kernel', 'attention/out/kernel', 'mlp/0/kernel'}
+
+
+def test_a_users_own_rule():
+  """A tree or a function says what is a matrix; the default asks no shapes."""
+  params = {'a': jnp.zeros((8, 8)), 'embed': jnp.zeros((16, 8))}
+  gradients = {
+      k: np.random.default_rng(5).normal(size=(2, *x.shape)).astype(np.float32)
+      for k, x in params.items()}
+  rule = {'a': None, 'embed': contrib.MuonDimensionNumbers(1, 0)}
+  found = orthonormalised(
+      params, gradients, muon_weight_dimension_numbers=rule)
+  again = orthonormalised(
+      params, gradients, muon_weight_dimension_numbers=lambda tree: {
+          k: rule[k] for k in tree})
+  jax.tree.map(np.testing.assert_array_equal, found, again)
+  np.testing.assert_allclose(np.abs(found['a']), 1, atol=1e-4)  # Adam's first
+  flat = orthonormalised({'w': params['embed'].T},
+                         {'w': gradients['embed'].transpose(0, 2, 1)})
+  np.testing.assert_allclose(found['embed'].T, flat['w'], atol=1e-5)
+
+
+# Contracts --------------------------------------------------------------------
+
+
+def model(dtype=jnp.float32):
+  rng = np.random.default_rng(7)
+  make = lambda *shape: jnp.asarray(rng.normal(size=shape) / 8, dtype)
+  return {'embed': make(16, 64), 'up': make(64, 128), 'down': make(128, 64),
+          'norm': jnp.ones(64, dtype), 'table': jnp.arange(3)}
+
+
+def loss_fn(params, tokens):
+  x = params['embed'][tokens] * params['norm']
+  x = x + jax.nn.relu(x @ params['up']) @ params['down']
+  logits = (x @ params['embed'].T).astype(jnp.float32)
+  return optax.softmax_cross_entropy_with_integer_labels(
+      logits, (tokens + 1) % 16).mean()
+
+
+def make_step(tx, workers):
+
+  @demo_optax.data_parallel(workers)
+  def step(params, state, tokens):
+    loss, gradients = jax.value_and_grad(loss_fn, allow_int=True)(
+        params, tokens)
+    updates, state = tx.update(gradients, state, params)
+    return optax.apply_updates(params, updates), state, loss
+
+  return step
+
+
+TOKENS = np.random.default_rng(8).integers(0, 16, (20, 16, 8))
+
+
+def train(workers, steps=20, dtype=jnp.float32, state=None, params=None,
+          **options):
+  tx = demo_optax.demo_muon(0.02, workers=workers, **options)
+  params = workers.device_put(model(dtype) if params is None else params)
+  state = tx.init(params) if state is None else state
+  step, losses = make_step(tx, workers), []
+  for tokens in TOKENS[:steps]:
+    params, state, loss = step(params, state, tokens)
+    losses.append(float(loss))
+  return params, state, losses
+
+
+@pytest.mark.parametrize('count', [1, 4])
+@pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
+def test_it_learns(count, dtype):
+  params, state, losses = train(
+      demo_optax.Workers.simulated(count), dtype=dtype)
+  assert losses[-1] < 0.5 * losses[0]
+  assert {x.dtype for x in jax.tree.leaves(params)} == {
+      jnp.dtype(dtype), jnp.dtype(jnp.int32)}
+  np.testing.assert_array_equal(params['table'], [0, 1, 2])
+  floats = [x for x in jax.tree.leaves(state)
+            if jnp.issubdtype(x.dtype, jnp.inexact)]
+  assert {x.dtype for x in floats} == {jnp.dtype(jnp.float32)}
+
+
+@pytest.mark.parametrize('kind', ['auto', 'explicit'])
+def test_on_a_mesh(kind):
+  """As in simulation, all copies alike, and one message is all that travels."""
+  simulated = train(demo_optax.Workers.simulated(4))[2]
+  with helpers.make_workers(kind) as workers:
+    params, state, losses = train(workers)
+    np.testing.assert_allclose(losses, simulated, rtol=1e-3)
+    assert not demo_optax.check_replicas((params, state), workers)
+    tx = demo_optax.demo_muon(0.02, workers=workers)
+    lowered = make_step(tx, workers).lower(params, state, TOKENS[0])
+    found = demo_optax.tools.collectives(
+        lowered.compile().as_text(), workers.mesh)
+  plan = demo_optax.plan(
+      params, recipes.muon_compressors(params), workers)
+  large = [c for c in found if c.output_bytes > 64]
+  assert [c.kind for c in large] == ['all-gather']
+  assert large[0].received_bytes == plan.received_bytes
+
+
+def test_workers_of_several_devices():
+  """Newton-Schulz stays inside of a worker; momenta lie as parameters do."""
+  mesh = jax.make_mesh(
+      (2, 4), ('data', 'fsdp'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  specs = {'embed': P('fsdp'), 'up': P(None, 'fsdp'), 'down': P('fsdp'),
+           'norm': P(), 'table': P()}
+  workers = demo_optax.Workers.on_mesh(mesh, 'data', specs)
+  tx = demo_optax.demo_muon(0.02, workers=workers)
+  params, state, losses = train(workers)
+  assert losses[-1] < 0.5 * losses[0]
+  assert not demo_optax.check_replicas((params, state), workers)
+  momentum = next(x for k, x in own(state).items()
+                  if 'mu' in k and "['up']" in k)
+  assert momentum.sharding.shard_shape(momentum.shape) == (1, 64, 32)
+  compiled = make_step(tx, workers).lower(params, state, TOKENS[0]).compile()
+  found = demo_optax.tools.collectives(compiled.as_text(), mesh)
+  between = [c for c in found if 'data' in (c.axes or ('data',))
+             and c.output_bytes > 64]
+  assert [c.kind for c in between] == ['all-gather']
+  plan = demo_optax.plan(params, recipes.muon_compressors(params), workers)
+  assert 4 * between[0].received_bytes == plan.received_bytes  # per device
+
+
+def test_a_worker_with_nan_misses_one_step():
+  """Both its momenta are as they were, and it is back in the next step."""
+  workers = demo_optax.Workers.simulated(4)
+  tx = demo_optax.demo_muon(0.02, workers=workers)
+  params, state, _ = train(workers, steps=3)
+  gradients = jax.tree.map(
+      lambda x: jnp.ones((4, *x.shape)) if x.dtype == jnp.float32
+      else np.zeros((4, *x.shape), jax.dtypes.float0), params)
+  gradients['norm'] = gradients['norm'].at[2, 0].set(jnp.nan)
+  updates, after = tx.update(gradients, state, params)
+  assert demo_optax.exchange_info(after)['num_excluded'] == 1
+  assert all(np.isfinite(x).all() for x in jax.tree.leaves(updates))
+  changed = jax.tree.map(lambda a, b: [
+      not np.array_equal(x, y) for x, y in zip(a, b)],
+      own(state), own(after))
+  for each in jax.tree.leaves(changed, is_leaf=lambda x: isinstance(x, list)):
+    assert not each[2]
+  gradients['norm'] = gradients['norm'].at[2, 0].set(1.0)
+  _, after = tx.update(gradients, after, params)
+  assert demo_optax.exchange_info(after)['num_excluded'] == 0
+
+
+def own(state):
+  """Everything in a state that lies under `worker_stacked`."""
+  flat = jax.tree_util.tree_flatten_with_path(state)[0]
+  return {jax.tree_util.keystr(path): x for path, x in flat
+          if 'worker_stacked' in jax.tree_util.keystr(path)}
+
+
+def test_all_workers_with_nan_change_nothing():
+  workers = demo_optax.Workers.simulated(2)
+  tx = demo_optax.demo_muon(0.1, workers=workers, weight_decay=0.5)
+  params = {'w': jnp.ones((8, 8))}
+  updates, _ = tx.update(
+      {'w': jnp.full((2, 8, 8), jnp.nan)}, tx.init(params), params)
+  np.testing.assert_array_equal(updates['w'], 0)
+
+
+def test_saved_resumed_and_resized(tmp_path):
+  """A resumed run goes on bit for bit; of other workers it goes on."""
+  workers = demo_optax.Workers.simulated(4)
+  whole, _, losses = train(workers)
+  params, state, _ = train(workers, steps=8)
+  compressor = recipes.muon_compressors(params)
+  with demo_optax.checkpoint.Checkpointer(
+      tmp_path, params, compressor, workers) as checkpoints:
+    checkpoints.save(8, {'params': params, 'state': state})
+  tx = demo_optax.demo_muon(0.02, workers=workers)
+  wanted = {'params': model(), 'state': tx.init(model())}
+  with demo_optax.checkpoint.Checkpointer(
+      tmp_path, params, compressor, workers) as checkpoints:
+    _, found = checkpoints.restore(wanted)
+  step, params, state = make_step(tx, workers), found['params'], found['state']
+  for tokens in TOKENS[8:]:
+    params, state, loss = step(params, state, tokens)
+  assert float(loss) == losses[-1]
+  jax.tree.map(np.testing.assert_array_equal, params, whole)
+
+  two = demo_optax.Workers.simulated(2)
+  tx = demo_optax.demo_muon(0.02, workers=two)
+  with demo_optax.checkpoint.Checkpointer(
+      tmp_path, params, compressor, two) as checkpoints:
+    _, found = checkpoints.restore(
+        {'params': model(), 'state': tx.init(model())}, resize=True)
+  *_, resized = train(
+      two, state=found['state'], params=found['params'], steps=12)
+  assert resized[-1] < losses[7]
+
+
+@jax.numpy_dtype_promotion('standard')
+def test_a_schedule_of_zero_and_injected_rates_do_not_recompile():
+  workers = demo_optax.Workers.simulated(2)
+  tx = optax.inject_hyperparams(
+      demo_optax.demo_muon, static_args=('ns_steps', 'nesterov'),
+      hyperparam_dtype=jnp.float32,
+  )(learning_rate=0.0, workers=workers, ns_steps=3)
+  params = model()
+  state, step = tx.init(params), make_step(tx, workers)
+  new, state, _ = step(params, state, TOKENS[0])
+  jax.tree.map(np.testing.assert_array_equal, new, params)
+  with helpers_no_compilation():
+    state.hyperparams['learning_rate'] = jnp.float32(0.02)
+    new, state, _ = step(new, state, TOKENS[1])
+  assert not np.array_equal(new['up'], params['up'])
+  state.hyperparams['learning_rate'] = jnp.float32(np.nan)
+  again, state, _ = step(new, state, TOKENS[2])
+  jax.tree.map(np.testing.assert_array_equal, again, new)
+
+
+def helpers_no_compilation():
+  import jax._src.test_util as jtu
+
+  return jtu.assert_num_jit_and_pmap_compilations(0)
+
+
+def test_updates_of_any_size_have_a_direction():
+  tx = recipes.scale_to_unit_rms()
+  for size in (1e-37, 1e-30, 1.0, 1e30, 1e37):
+    u, _ = tx.update(jnp.array([[size, -size]]), ())
+    np.testing.assert_allclose(u, [[1, -1]], rtol=1e-5)
+  u, _ = tx.update(jnp.zeros((2, 2)), ())
+  np.testing.assert_array_equal(u, 0)
+
+
+@pytest.mark.parametrize('options, error, match', [
+    ({'beta': 1.0}, ValueError, 'beta=1.0 is not in'),
+    ({'ns_steps': 0}, ValueError, 'ns_steps=0 must be an integer of at least 1'),
+    ({'ns_steps': 2.5}, ValueError, 'ns_steps=2.5'),
+    ({'weight_decay': -1.0}, ValueError, 'weight_decay=-1.0'),
+    ({'decay': 1.5}, ValueError, 'decay=1.5'),
+    ({'adam_b2': 1.0}, ValueError, 'adam_b2=1.0'),
+    ({'preconditioning': 'none'}, ValueError, "preconditioning='none'"),
+    ({'workers': 4}, TypeError, 'workers=4'),
+])
+def test_arguments_that_cannot_be(options, error, match):
+  options = {'workers': demo_optax.Workers.simulated(2), **options}
+  with pytest.raises(error, match=match):
+    demo_optax.demo_muon(0.1, **options)
+
+
+@pytest.mark.parametrize('rule, error, match', [
+    ({'w': contrib.MuonDimensionNumbers(), 'b': contrib.MuonDimensionNumbers()},
+     ValueError, r"\['b'\] has shape \(8,\)"),
+    ({'w': contrib.MuonDimensionNumbers(0, 2), 'b': None},
+     ValueError, r"\['w'\] has shape \(8, 8\)"),
+    ({'w': contrib.MuonDimensionNumbers(0, -2), 'b': None},
+     ValueError, 'each once'),
+    ({'w': 'muon', 'b': None}, TypeError, "has 'muon' for"),
+    ({'w': None}, ValueError, 'muon_weight_dimension_numbers'),
+])
+def test_dimension_numbers_that_do_not_fit(rule, error, match):
+  tx = demo_optax.demo_muon(
+      0.1, workers=demo_optax.Workers.simulated(2),
+      muon_weight_dimension_numbers=rule)
+  with pytest.raises(error, match=match):
+    tx.init({'w': jnp.zeros((8, 8)), 'b': jnp.zeros(8)})
