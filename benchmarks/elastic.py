@@ -42,7 +42,7 @@ class Run:
   def __init__(self, workers: int, seed: int, steps: int):
     self.args = train_lm.parse_args([
         '--workers', str(workers), '--seed', str(seed), '--steps', str(steps),
-        '--batch', str(BATCH),
+        '--batch', str(BATCH), '--optimizer', 'demo',
     ])
     self.corpus, self.config = text.load(None), GPTConfig()
     self.valid = text.windows(self.corpus.valid, 64, self.config.context)
@@ -53,7 +53,7 @@ class Run:
         self.model, methods.make_optimizer(self.args, self.workers),
         wrt=nnx.Param,
     )
-    self.step_fn = train_lm.make_train_step(self.workers, 1)
+    self.step_fn = methods.make_train_step(train_lm.loss_fn, self.workers)
 
   def train(self, start: int, stop: int, first_valid: int = 0) -> dict:
     """Losses of every step, and validation losses of some."""

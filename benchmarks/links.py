@@ -118,7 +118,8 @@ class Method:
     count = jax.device_count()
     batch = SEQUENCES[model] or count
     args = train_lm.parse_args(
-        [*MODELS[model], *METHODS[method], '--batch', str(batch)])
+        ['--optimizer', 'demo', *MODELS[model], *METHODS[method],
+         '--batch', str(batch)])
     config = GPTConfig(width=args.width, layers=args.layers, heads=args.heads)
     workers = train_lm.make_workers(count)
     size = {'AdamW float32': 4, 'AdamW bfloat16': 2}.get(method)

@@ -63,6 +63,9 @@ def grid(**axes: Any) -> list[dict[str, Any]]:
   return [dict(zip(axes, x)) for x in itertools.product(*axes.values())]
 
 
+BEST = {'muon': {'lr': 2e-2, 'other_lr': 3e-3}}
+STOCK = {'ns_steps': 5, 'preconditioning': 'frobenius'}
+
 GROUPS: dict[str, list[dict[str, Any]]] = {
     'newton-schulz': [
         recipe(),
@@ -70,38 +73,42 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
         recipe(ns_steps=3, preconditioning='frobenius'),
         recipe(ns_steps=5, preconditioning='frobenius'),
     ],
-    'muon': grid(
-        method='muon', lr=[1e-2, 2e-2, 4e-2], other_lr=[1.5e-3, 3e-3, 6e-3],
-        ns_steps=5, preconditioning='frobenius',
-    ),
-    'adamw': grid(method='adamw', lr=[1e-3, 2e-3, 4e-3]),
     'weight': [recipe(weight='lr')],
-    'rates': [
-        recipe(lr=1e-3), recipe(lr=4e-3),
-        recipe(other_lr=1e-3), recipe(other_lr=4e-3),
+    'rates': [recipe(lr=4e-3), recipe(lr=1e-3)],
+    'muon': [
+        *grid(method='muon', lr=[2e-2, 1e-2, 4e-2], other_lr=3e-3, **STOCK),
+        *grid(method='muon', lr=2e-2, other_lr=[1.5e-3, 6e-3], **STOCK),
     ],
-    'decay': grid(decay=[0.5, 0.8, 0.95, 0.99]),
+    'budget': [
+        recipe(topk=128), recipe(topk=8, rows=8), recipe(topk=64),
+        recipe(topk=8), recipe(topk=8, values='float32'),
+        recipe(topk=22, values='int4'),
+    ],
+    'decay': grid(decay=[0.8, 0.95, 0.5, 0.99]),
     'place': [
+        recipe(worker='momentum'),
         recipe(worker='momentum', after='orthonormalise'),
         recipe(worker='orthonormalise', after='orthonormalise'),
-        recipe(worker='momentum'),
         recipe(worker=None, decay=0.99),
         recipe(worker=None, decay=0.99, after='orthonormalise'),
     ],
-    'after': [recipe(after='sign'), recipe(after='row_rms')],
-    'budget': [
-        recipe(topk=8), recipe(topk=128), recipe(topk=64),
-        recipe(topk=8, rows=8), recipe(topk=8, values='float32'),
-        recipe(topk=22, values='int4'),
+    'seeds': [
+        *grid(seed=[1, 2]),
+        *grid(seed=[1, 2], method='muon', **BEST['muon'], **STOCK),
+        *grid(seed=[1, 2], topk=128),
+        *grid(seed=[1, 2], topk=8, rows=8),
+        *grid(seed=[0, 1, 2], method='adamw'),
     ],
+    'others': [
+        recipe(rows=8), recipe(rows='same'), recipe(rows='adamw'),
+        recipe(rows=48), recipe(other_after='sign'),
+        recipe(other_after='rms'), recipe(other_lr=1e-3), recipe(other_lr=4e-3),
+    ],
+    'after': [recipe(after='sign'), recipe(after='row_rms')],
     'beta': [
         recipe(beta=0.9), recipe(beta=0.98), recipe(beta=0.0, decay=0.99),
     ],
-    'others': [
-        recipe(rows=8), recipe(rows=48), recipe(rows='same'),
-        recipe(rows='adamw'), recipe(other_after='sign'),
-        recipe(other_after='rms'),
-    ],
+    'adamw': grid(method='adamw', lr=[1e-3, 4e-3]),
     'nesterov': [recipe(nesterov=False)],
     'alpha': grid(alpha=[0.5, 0.2]),
     'control': [recipe(topk=None), recipe(method='muon-sign', lr=2e-3)],

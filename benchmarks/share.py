@@ -29,6 +29,7 @@ import demo_optax
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / 'examples'))
 
+import methods
 import train_lm
 from gpt import GPT, GPTConfig
 
@@ -61,7 +62,7 @@ class Step:
     rng = np.random.default_rng(0)
     shape = (batch, config.context + 1)
     self.tokens = jax.numpy.asarray(rng.integers(0, config.vocab, shape))
-    self.step = train_lm.make_train_step(WORKERS, microbatches=1)
+    self.step = methods.make_train_step(train_lm.loss_fn, WORKERS)
 
   def run(self) -> float:
     """Seconds of a step."""

@@ -57,20 +57,43 @@ SUBSETS = {
 }
 
 
-# Methods that train alone between exchanges.
+# Methods that train alone between exchanges, and that average all gradients.
 LOCAL = ('diloco', 'demo-diloco', 'demo-diloco-drift', 'sparse-loco')
+AVERAGED = ('adamw', 'muon')
+
+# What flags are if they are not given: on the language model, the best of equal
+# grids (benchmarks/README.md).
+TUNED = {
+    'lr': {'muon': 2e-2},
+    'own_lr': {'muon': 3e-3},
+    'decay': {'demo-muon': 0.9},
+    'values': {'demo-muon': 'sign'},
+    'own_topk': {'demo-muon': 24},
+}
+OTHERWISE = {
+    'lr': 2e-3, 'own_lr': None, 'decay': 0.99, 'values': 'float32',
+    'own_topk': 8,
+}
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(
+    parser: argparse.ArgumentParser, optimizer: str = 'demo'
+) -> None:
   add = parser.add_argument
-  add('--optimizer', choices=['demo', 'adamw', *LOCAL], default='demo')
-  add('--lr', type=flags.not_negative, default=2e-3, help='peak learning rate')
+  add('--optimizer', choices=['demo-muon', 'demo', *AVERAGED, *LOCAL],
+      default=optimizer,
+      help='demo-muon: each worker orthonormalises its momentum before it is'
+      ' compressed; demo: as published; adamw, muon: on averaged gradients;'
+      ' the others exchange every --sync-period steps')
+  add('--lr', type=flags.not_negative,
+      help='peak learning rate; default: 2e-3, of muon 2e-2')
   add('--schedule', choices=['cosine', 'constant'], default='cosine')
   add('--warmup', type=flags.whole(0), default=40)
   add('--weight-decay', type=flags.not_negative, default=0.0)
   add('--clip', type=flags.positive, default=1.0,
       help='norm that gradients are cut to')
-  add('--decay', type=flags.below_one, default=0.99, help='of the momentum')
+  add('--decay', type=flags.below_one,
+      help='of what was not sent yet; default: 0.99, of demo-muon 0.9')
   add('--alpha', type=flags.up_to_one, default=1.0,
       help='share of what was sent that leaves the momentum')
   add('--average', choices=['senders', 'workers'], default='senders')
@@ -83,19 +106,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
       help='longest side of a chunk')
   add('--topk', type=flags.whole(1), default=32,
       help='coefficients sent of each chunk')
-  add('--values', choices=VALUES, default='float32',
-      help='how the values of coefficients are sent')
+  add('--values', choices=VALUES,
+      help='how the values of coefficients are sent; default: float32, of'
+      ' demo-muon sign')
   add('--rate', type=flags.share, default=1 / 32,
       help='share of the elements that random-subset, striding, slicing send')
   add('--embeddings', choices=['demo', 'adamw', 'own'], default='demo',
       help='embeddings, head and 1-D leaves: as the rest, by AdamW on averaged'
       ' gradients, or exchanged by the --own flags')
-  add('--own-topk', type=flags.whole(1), default=8)
+  add('--own-topk', type=flags.whole(1),
+      help='of each of their chunks; default: 8, of demo-muon 24')
   add('--own-chunk', type=flags.whole(1), nargs=2, default=(1, 192),
       metavar='LENGTH', help='longest sides of a chunk, rows and columns')
   add('--own-base', choices=BASES, default='adam')
   add('--own-lr', type=flags.not_negative,
-      help='peak learning rate; default: --lr')
+      help='peak learning rate; default: --lr, of muon 3e-3')
   add('--delay', type=int, choices=[0, 1], default=0,
       help='1: what is exchanged is applied one exchange late')
   add('--sync-period', type=flags.whole(1), default=20,
@@ -106,6 +131,24 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
       help='of the momentum of differences')
 
 
+def settle(args: argparse.Namespace) -> argparse.Namespace:
+  """Fills in what was not given, by the optimizer."""
+  given = {k: v for k, v in vars(args).items() if v is not None}
+  tuned = {
+      flag: TUNED[flag].get(args.optimizer, default)
+      for flag, default in OTHERWISE.items()
+  }
+  return argparse.Namespace(**{**vars(args), **tuned, **given})
+
+
+def other(args: argparse.Namespace, optimizer: str) -> argparse.Namespace:
+  """The same run by another optimizer, with what is tuned for it."""
+  unset = dict.fromkeys(OTHERWISE)
+  return settle(
+      argparse.Namespace(**{**vars(args), **unset, 'optimizer': optimizer})
+  )
+
+
 def check(args: argparse.Namespace) -> None:
   """Makes what the flags say once: not all of it is known by its value."""
   flags.try_to(lambda: make_optimizer(args, demo_optax.Workers.simulated(1)))
@@ -114,12 +157,37 @@ def check(args: argparse.Namespace) -> None:
 def make_optimizer(
     args: argparse.Namespace, workers: demo_optax.Workers
 ) -> optax.GradientTransformation:
+  lr, own_lr = args.lr, args.own_lr or args.lr
   if args.optimizer == 'adamw':
-    mean = demo_optax.average(workers=workers)
-    return optax.chain(mean, adamw(args, args.lr))
+    return optax.chain(demo_optax.average(workers=workers), adamw(args, lr))
+  if args.optimizer == 'muon':
+    return optax.chain(
+        demo_optax.average(workers=workers),
+        optax.clip_by_global_norm(args.clip),
+        contrib.muon(
+            make_schedule(args, lr),
+            weight_decay=args.weight_decay,
+            adam_b2=0.95,
+            adam_learning_rate=make_schedule(args, own_lr),
+            muon_weight_dimension_numbers=(
+                demo_optax.recipes.muon_dimension_numbers
+            ),
+        ),
+    )
   if args.optimizer in LOCAL:
     return local_updates(args, workers)
-  lr, own_lr = args.lr, args.own_lr or args.lr
+  clip = demo_optax.per_worker(
+      optax.clip_by_global_norm(args.clip), workers=workers
+  )
+  if args.optimizer == 'demo-muon':
+    return optax.chain(clip, demo_optax.demo_muon(
+        make_schedule(args, lr),
+        workers=workers,
+        compressor=lambda params: compressor_of_leaves(args, params),
+        decay=args.decay,
+        adam_learning_rate=make_schedule(args, own_lr),
+        weight_decay=args.weight_decay,
+    ))
   bases = {'matrix': base_of(args, args.base, lr)}
   codes = {'matrix': make_compressor(args)}
   if args.embeddings == 'adamw':
@@ -136,9 +204,6 @@ def make_optimizer(
   }
   if args.embeddings == 'demo':
     weights['other'] = weights['matrix']
-  clip = demo_optax.per_worker(
-      optax.clip_by_global_norm(args.clip), workers=workers
-  )
 
   def exchange(params: Any) -> optax.GradientTransformation:
     labels = matrix_or_other(params)
@@ -242,12 +307,13 @@ def own_compressor(args: argparse.Namespace) -> demo_optax.Compressor:
 
 def compressor_of_leaves(args: argparse.Namespace, params: Any) -> Any:
   """What `plan`, `momentum` and `Checkpointer` want to know."""
-  if args.optimizer == 'adamw':
+  if args.optimizer in AVERAGED:
     return jax.tree.map(lambda _: None, params)
   compressor = make_compressor(args)
-  if args.embeddings == 'demo' or args.optimizer in LOCAL:
+  own = args.embeddings == 'own' or args.optimizer == 'demo-muon'
+  if args.optimizer in LOCAL or (not own and args.embeddings == 'demo'):
     return compressor
-  other = own_compressor(args) if args.embeddings == 'own' else None
+  other = own_compressor(args) if own else None
   by_label = {'matrix': compressor, 'other': other}
   return jax.tree.map(by_label.get, matrix_or_other(params))
 

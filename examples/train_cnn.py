@@ -27,7 +27,7 @@ import picture
 import train_lm
 from flax import nnx
 
-METHODS = ['adamw', 'demo', *methods.LOCAL]
+METHODS = ['adamw', 'demo', 'demo-muon', *methods.LOCAL]
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -47,7 +47,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
       help='images per step, all workers')
   add('--eval-every', type=flags.whole(1), default=20)
   add('--seed', type=flags.whole(0), default=0)
-  args = parser.parse_args(argv)
+  args = methods.settle(parser.parse_args(argv))
   methods.check(args)
   return args
 
@@ -121,7 +121,7 @@ def train(
             'accuracy': float(count_correct(model, *test)),
             'sent': cost['sent'] * done,
         })
-        if args.optimizer != 'adamw':
+        if args.optimizer not in methods.AVERAGED:
           records[-1] |= metrics.about_exchange(optimizer)
         log.write(records[-1])
   print(f'{args.optimizer:<18} accuracy {records[-1]["accuracy"]:.2%} on'
@@ -155,7 +155,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
   names = [args.optimizer] if args.compare is None else args.compare or METHODS
   with cluster.StopSignal() as stop:
     runs = [
-        train(argparse.Namespace(**{**vars(args), 'optimizer': name}), stop)
+        train(args if name == args.optimizer else methods.other(args, name),
+              stop)
         for name in names
     ]
   folder = pathlib.Path(args.out)

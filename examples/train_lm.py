@@ -1,7 +1,8 @@
-"""Trains a byte-level GPT on real text, each worker sending 1 % of a gradient.
+"""Trains a byte-level GPT on real text; workers send 0.4 % of a gradient.
 
-    python examples/train_lm.py                 # DeMo, 4 workers
-    python examples/train_lm.py --compare       # beside AdamW on averaged grads
+    python examples/train_lm.py                 # demo_muon, 4 workers
+    python examples/train_lm.py --compare       # beside AdamW, Muon averaged
+    python examples/train_lm.py --optimizer demo      # DeMo as published
     python examples/train_lm.py --optimizer diloco    # exchange every 20 steps
     python examples/train_lm.py --resume        # go on from a checkpoint
     python examples/train_lm.py --overwrite     # or start anew
@@ -52,7 +53,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
       description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   add = parser.add_argument
-  add('--compare', action='store_true', help='also train by adamw, draw both')
+  add('--compare', action='store_true',
+      help='also train by adamw and muon, at their tuned rates; draw all')
   add('--workers', type=flags.whole(1),
       help='default: one per device, or 4 on one device')
   add('--data', type=flags.not_empty, metavar='FILE',
@@ -76,12 +78,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
       help='start anew, and remove the checkpoints of the run before')
   add('--resize', action='store_true',
       help='the checkpoint may be of another number of workers')
-  methods.add_flags(parser)
+  methods.add_flags(parser, 'demo-muon')
   cluster.add_flags(parser)
   for field in dataclasses.fields(GPTConfig):
     least = 256 if field.name == 'vocab' else 1  # tokens are bytes
     add(f'--{field.name}', type=flags.whole(least), default=field.default)
-  args = parser.parse_args(argv)
+  args = methods.settle(parser.parse_args(argv))
   if args.compare and args.resume:
     parser.error('--compare trains both from the start: leave out --resume.')
   if args.width % args.heads:
@@ -308,7 +310,7 @@ def train(
       last = done == args.steps
       record = {'step': done, 'loss': loss, 'sent': cost['sent'] * done,
                 'received': cost['received'] * done}
-      if name != 'adamw':
+      if name not in methods.AVERAGED:
         record |= metrics.about_exchange(optimizer)
       if done % args.eval_every == 0 or last:
         record['valid_loss'] = evaluate(model, valid)
@@ -430,13 +432,13 @@ def report(runs: list[dict[str, Any]]) -> None:
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
   args = parse_args(argv)
   cluster.join(args)
-  names = [args.optimizer]
-  if args.compare and args.optimizer != 'adamw':
-    names.append('adamw')
+  todo = [args]
+  if args.compare:
+    todo += [methods.other(args, name) for name in methods.AVERAGED
+             if name != args.optimizer]
   runs = []
   with cluster.failing_at_once(), cluster.StopSignal() as stop:
-    for name in names:
-      run_args = argparse.Namespace(**{**vars(args), 'optimizer': name})
+    for run_args in todo:
       runs.append(train(run_args, stop))
       if runs[-1]['stopped']:
         break

@@ -54,7 +54,9 @@ import demo_optax
 
 # Lengths of which every device's block is a multiple of the chunk size: the
 # exchange is then the same, to the bit, as on workers of one device.
-DEFAULTS = ['--width', '256', '--heads', '8', '--steps', '200']
+DEFAULTS = [
+    '--optimizer', 'demo', '--width', '256', '--heads', '8', '--steps', '200'
+]
 
 
 @dataclasses.dataclass
@@ -96,7 +98,9 @@ def make_run(args: argparse.Namespace, count: int, devices: int) -> Run:
 def check(args: argparse.Namespace, count: int, devices: int) -> None:
   """Fails where the parameters or the batch cannot be cut into equal parts."""
   if args.optimizer in methods.LOCAL:
-    flags.fail(f'--optimizer {args.optimizer}: give demo or adamw.')
+    flags.fail(
+        f'--optimizer {args.optimizer}: give demo-muon, demo, adamw or muon.'
+    )
   have = len(jax.devices())
   if count * devices > have:
     flags.fail(
@@ -141,7 +145,9 @@ def train(
   }
   for name, size in memory.items():
     print(f'  {name:<12} {size / 1e6:8.2f} MB per device')
-  plan = demo_optax.plan(params, methods.make_compressor(args), run.workers)
+  plan = demo_optax.plan(
+      params, methods.compressor_of_leaves(args, params), run.workers
+  )
   other = [leaf.name for leaf in plan.leaves if not leaf.as_unsharded]
   print(
       f'  {plan.sent_bytes / 1e3:.1f} kB sent per worker and step;'

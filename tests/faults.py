@@ -161,7 +161,7 @@ class Run:
 
 def steps_in(folder: pathlib.Path) -> list[int]:
   """Of which there is a whole checkpoint."""
-  names = [p.name for p in (folder / 'demo/checkpoints').glob('*')]
+  names = [p.name for p in (folder / 'demo-muon/checkpoints').glob('*')]
   return sorted(int(n) for n in names if n.isdigit())
 
 
@@ -218,7 +218,7 @@ def killed_without_launcher(folder, number):
 def killed_while_saving(folder):
   with launched(folder, 2, '--save-every', '5') as run:
     run.trains()
-    checkpoints = folder / 'demo/checkpoints'
+    checkpoints = folder / 'demo-muon/checkpoints'
     run.wait_until(lambda: list(checkpoints.glob('*tmp*')), START)
     run.kill(0)
     before = run.steps
@@ -385,7 +385,7 @@ def damaged_last(folder):
     run.trains(3)
     os.kill(run.process.pid, signal.SIGKILL)
     run.wait_until(lambda: not run.pids(), 10)
-  checkpoints = folder / 'demo/checkpoints'
+  checkpoints = folder / 'demo-muon/checkpoints'
   last = steps_in(folder)[-1]
   file = max((p for p in (checkpoints / str(last)).rglob('*') if p.is_file()),
              key=lambda p: p.stat().st_size)
@@ -483,7 +483,7 @@ def read_only(folder):
 
 def becomes_read_only(folder):
   """Only the folder of the checkpoints: the other files stay open."""
-  checkpoints = folder / 'demo/checkpoints'
+  checkpoints = folder / 'demo-muon/checkpoints'
   with small_disk(checkpoints, 16):
     with launched(folder, 2, '--resume', 'auto') as run:
       run.trains()

@@ -362,7 +362,7 @@ def train(processes, folder, *args, **kwargs):
                 **kwargs)
 
 
-def records(folder, name='demo'):
+def records(folder, name='demo-muon'):
   lines = (folder / name / 'metrics.jsonl').read_text().splitlines()
   return [json.loads(line) for line in lines[1:]]
 
@@ -383,7 +383,7 @@ def test_training_on_processes(tmp_path):
 
 
 @pytest.mark.parametrize('processes, method', [
-    (2, 'demo'), pytest.param(4, 'demo', marks=pytest.mark.slow),
+    (2, 'demo-muon'), pytest.param(4, 'demo', marks=pytest.mark.slow),
     pytest.param(2, 'demo-diloco', marks=pytest.mark.slow),
     pytest.param(2, 'demo-diloco-drift', marks=pytest.mark.slow)])
 def test_resumed_on_processes_equals_uninterrupted(processes, method, tmp_path):
