@@ -17,6 +17,7 @@ import hashlib
 import itertools
 import json
 import pathlib
+import statistics
 import sys
 import tempfile
 import time
@@ -48,7 +49,7 @@ DEFAULTS: dict[str, Any] = {
     'alpha': 1.0,
     'rows': 24,  # of rows of 192 of the others; 'same', 'adamw'
     # recipe: behind it
-    'after': 'rms',  # or 'sign', 'row_rms', 'orthonormalise', None
+    'after': 'rms',  # or 'sign', 'row_rms', 'width', 'orthonormalise', None
     'other_after': 'adam',
 }
 
@@ -63,6 +64,18 @@ def grid(**axes: Any) -> list[dict[str, Any]]:
   return [dict(zip(axes, x)) for x in itertools.product(*axes.values())]
 
 
+# What the picture shows, by names of runs.
+PLOTTED = {
+    'AdamW, averaged': 'adamw',
+    'Muon, averaged': (
+        'muon, lr=0.02, other_lr=0.003, ns_steps=5, preconditioning=frobenius'
+    ),
+    'demo_muon, topk=128': 'recipe, topk=128',
+    'demo_muon': 'recipe',
+    'demo_muon, topk=8': 'recipe, topk=8, rows=8',
+    'DeMo as published': 'demo, topk=32, values=float32, decay=0.99',
+}
+
 BEST = {'muon': {'lr': 2e-2, 'other_lr': 3e-3}}
 STOCK = {'ns_steps': 5, 'preconditioning': 'frobenius'}
 
@@ -76,6 +89,7 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
     'weight': [recipe(weight='lr')],
     'rates': [recipe(lr=4e-3), recipe(lr=1e-3)],
     'muon': [
+        *grid(method='muon', lr=5e-3, other_lr=3e-3, **STOCK),
         *grid(method='muon', lr=[2e-2, 1e-2, 4e-2], other_lr=3e-3, **STOCK),
         *grid(method='muon', lr=2e-2, other_lr=[1.5e-3, 6e-3], **STOCK),
     ],
@@ -83,6 +97,10 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
         recipe(topk=128), recipe(topk=8, rows=8), recipe(topk=64),
         recipe(topk=8), recipe(topk=8, values='float32'),
         recipe(topk=22, values='int4'),
+    ],
+    'tune': [
+        recipe(other_lr=4e-3), recipe(lr=3e-3), recipe(after='width'),
+        recipe(topk=128), recipe(decay=0.8), recipe(decay=0.95),
     ],
     'decay': grid(decay=[0.8, 0.95, 0.5, 0.99]),
     'place': [
@@ -196,10 +214,14 @@ def make_optimizer(s: dict[str, Any], workers: Any) -> tuple[Any, Any]:
         weight_dimension_numbers=all_matrices, **options,
     )
 
-  def normalised(axis: int | None) -> optax.GradientTransformation:
+  def normalised(
+      axis: int | None, width: bool = False
+  ) -> optax.GradientTransformation:
     def rms_to_one(u: jax.Array) -> jax.Array:
       mean = jnp.mean(u * u, axis, keepdims=True)
-      return jnp.where(mean > 0, u * jax.lax.rsqrt(mean), 0.0)
+      # Of Muon: 1 / sqrt(in) where out > in, else 1 / sqrt(in) sqrt(out / in).
+      size = min(1.0, (u.shape[1] / u.shape[0]) ** 0.5) if width else 1.0
+      return jnp.where(mean > 0, size * u * jax.lax.rsqrt(mean), 0.0)
 
     return optax.stateless(lambda updates, _: jax.tree.map(rms_to_one, updates))
 
@@ -212,6 +234,7 @@ def make_optimizer(s: dict[str, Any], workers: Any) -> tuple[Any, Any]:
   }[s['worker']]()
   after = {
       'rms': lambda: normalised(None),
+      'width': lambda: normalised(None, width=True),
       'row_rms': lambda: normalised(0),
       'sign': optax.scale_by_sign,
       'orthonormalise': lambda: optax.chain(
@@ -316,9 +339,10 @@ def read(path: pathlib.Path) -> list[dict[str, Any]]:
   return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def run(path: pathlib.Path, groups: list[str]) -> None:
+def run(path: pathlib.Path, groups: list[str], limit: int | None) -> None:
   """Does what is not in the file, and nobody else is doing."""
   path.parent.mkdir(parents=True, exist_ok=True)
+  done = 0
   for group in groups:
     for settings in GROUPS[group]:
       settings = {**DEFAULTS, **settings}
@@ -335,19 +359,116 @@ def run(path: pathlib.Path, groups: list[str]) -> None:
         with path.open('a') as file:
           file.write(json.dumps(record) + '\n')
         print(group, json.dumps(record), flush=True)
+        done += 1
+        if done == limit:
+          return
+
+
+# Tables and the picture -------------------------------------------------------
+
+
+def name_of(record: dict[str, Any]) -> str:
+  """Returns what a run has that is not a default; seeds are not in it."""
+  different = [
+      f'{k}={record[k]}' for k, default in DEFAULTS.items()
+      if k not in ('method', 'seed') and record.get(k, default) != default
+  ]
+  return ', '.join([record.get('method', 'recipe'), *different])
+
+
+def by_name(records: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+  found: dict[str, list[dict[str, Any]]] = {}
+  for record in records:
+    found.setdefault(name_of(record), []).append(record)
+  return found
+
+
+def steps_to(record: dict[str, Any], loss: float) -> float | None:
+  """Returns the step at which a validation loss was reached, interpolated."""
+  before = None
+  for step, value in ((int(k), v) for k, v in record['curve'].items()):
+    if value <= loss:
+      if before is None:
+        return step
+      share = (before[1] - loss) / (before[1] - value)
+      return before[0] + share * (step - before[0])
+    before = step, value
+  return None
+
+
+def table(records: list[dict[str, Any]]) -> None:
+  """Prints all runs, seeds of one setting together, in Markdown."""
+  runs = by_name(records)
+  adamw = [statistics.mean(r['loss'] for r in found)
+           for name, found in runs.items() if name.startswith('adamw')]
+  goal = min(adamw, default=0.0)
+  print('| what | seeds | loss | sent / received, kB | fewer sent |'
+        f' steps to {goal:.3f} | CPU s / step |')
+  print('|---|---|---|---|---|---|---|')
+  for name, found in runs.items():
+    losses = [r['loss'] for r in found]
+    spread = (
+        f' ({min(losses):.3f} - {max(losses):.3f})' if len(losses) > 1 else ''
+    )
+    reached = [steps_to(r, goal) for r in found]
+    steps = '' if None in reached else f'{statistics.mean(reached):.0f}'
+    r = found[0]
+    print(
+        f'| {name} | {len(found)} | {statistics.mean(losses):.3f}{spread} |'
+        f' {r["sent"] / 1e3:,.1f} / {r["received"] / 1e3:,.1f} |'
+        f' {r["dense"] / r["sent"]:.0f}x | {steps} |'
+        f' {statistics.median(r["cpu_seconds_per_step"] for r in found):.2f} |'
+    )
+
+
+def plot(records: list[dict[str, Any]], path: pathlib.Path) -> None:
+  """Draws losses against steps, and at the end against bytes sent."""
+  import matplotlib
+
+  matplotlib.use('Agg')
+  from matplotlib import pyplot as plt
+
+  runs = by_name(records)
+  figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True)
+  for number, (label, name) in enumerate(PLOTTED.items()):
+    found = runs[name]
+    steps = [int(step) for step in found[0]['curve']]
+    curve = [
+        statistics.mean(r['curve'][str(step)] for r in found) for step in steps
+    ]
+    style = {'color': f'C{number}', 'label': f'{label} ({len(found)} seeds)'}
+    left.plot(steps[1:], curve[1:], **style)
+    losses = [r['loss'] for r in found]
+    mean = statistics.mean(losses)
+    right.errorbar(
+        found[0]['sent'] / 1e3, mean,
+        [[mean - min(losses)], [max(losses) - mean]], fmt='o', **style,
+    )
+  left.set(xlabel='step', ylabel='validation loss (nats per byte)')
+  right.set(xlabel='kB sent per worker and step', xscale='log')
+  left.legend(frameon=False, fontsize=8)
+  figure.tight_layout()
+  figure.savefig(path, dpi=150)
+  print(f'Picture: {path}')
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(
       description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
-  parser.add_argument('what', choices=['run'])
+  parser.add_argument('what', choices=['run', 'table', 'plot'])
   parser.add_argument('--groups', nargs='+', choices=GROUPS)
+  parser.add_argument('--limit', type=int, help='stop after so many runs')
   parser.add_argument('--file', type=pathlib.Path, default=RESULTS)
   args = parser.parse_args()
   root = pathlib.Path(__file__).parents[1]
   sys.path[:0] = [str(root), str(root / 'examples')]
-  run(args.file, args.groups or list(GROUPS))
+  if args.what == 'run':
+    run(args.file, args.groups or list(GROUPS), args.limit)
+  elif args.what == 'table':
+    table(read(args.file))
+  else:
+    plot(read(args.file), root / 'docs' / 'muon.png')
 
 
 if __name__ == '__main__':

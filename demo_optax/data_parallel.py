@@ -459,7 +459,19 @@ class DataParallelStep:
       param.enter(own)
     args, kwargs, objects = call.rebuild(own)
     args, kwargs = accumulation.unwrap((args, kwargs), objects)
-    returned = accumulation.wrap(self._step(*args, **kwargs), objects)
+    try:
+      returned = self._step(*args, **kwargs)
+    except NameError as error:
+      if 'unbound axis name' in str(error):
+        raise ValueError(
+            f'{str(error).split(". ")[0]}: in a step of data_parallel, of one'
+            ' worker, no axis has a name. Remove'
+            ' what averages gradients, which the exchange replaces, and for'
+            ' other values write demo_optax.over_workers(x, jnp.mean) or'
+            ' jnp.sum in the place of pmean or psum.'
+        ) from error
+      raise
+    returned = accumulation.wrap(returned, objects)
     return call.results(returned, objects, leaves, own)
 
 
@@ -728,7 +740,7 @@ class _Call:
       elif at is not None and kind is not None:
         role, old = kind, before[at]
       elif 'batch_stats' in k:  # of Linen
-        role, old = 'statistics', jnp.zeros_like(x)
+        role, old = 'statistics', self._statistics_before(k, x, at, before)
       elif at is not None:
         role = 'state'
       leaves.append(Result(name, k, role, x, old))
@@ -741,6 +753,22 @@ class _Call:
           result, role='state', value=value
       )
     return _Results(leaves, number, treedef, tuple(fixed))
+
+  def _statistics_before(
+      self, keys: Keys, x: Any, number: int | None, before: list[Any]
+  ) -> Any:
+    """Returns what statistics stay if no worker's are finite.
+
+    Those of the same name among the arguments, if the step does not return
+    them as the next value of an argument; zeros if there are none.
+    """
+    suffix = keys[keys.index('batch_stats') :]
+    found = [
+        n for n, known in enumerate(self.keys) if known[-len(suffix) :] == suffix
+    ]
+    if number is None and not found:
+      return jnp.zeros_like(x)
+    return before[found[0] if number is None else number]
 
   def _previous(self, returned: Any) -> list[int | None]:
     """Returns for each result the number of the array it is the next value of.

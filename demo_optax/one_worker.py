@@ -16,6 +16,7 @@ convolutions.
 
 import contextlib
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -245,12 +246,14 @@ def exchange(
     if grads and not any(grads_cut):
       raise ValueError(_NOT_CUT)
     params_cut, hyper_cut = join_rest(rest_cut, False)
-    _check_equal('The parameter', params_cut)
-    _check_equal('The hyperparameter', hyper_cut)
+    _check_equal('The parameter', params_cut, ('skip', 'wrapper'))
+    _check_equal('The hyperparameter', hyper_cut, ('number',))
     for (path, _), is_cut, has_axis in zip(state_paths, old_cut, stacked):
       if is_cut and not has_axis:
         name = jax.tree_util.keystr(path)
-        raise ValueError(_differs(f'The optimizer state {name}'))
+        raise ValueError(_differs(
+            f'The optimizer state {name}', ('state', 'skip', 'wrapper')
+        ))
       if has_axis and not is_cut:
         raise ValueError(_NOT_AN_ARGUMENT)
     if _TRACE.checks:
@@ -342,26 +345,40 @@ def _check_count(size: int, workers: Workers) -> None:
     )
 
 
-def _check_equal(what: str, is_cut: Any) -> None:
+def _check_equal(what: str, is_cut: Any, causes: Sequence[str]) -> None:
   for path, cut in jax.tree_util.tree_flatten_with_path(is_cut)[0]:
     if cut:
-      raise ValueError(_differs(f'{what} {jax.tree_util.keystr(path)}'))
+      name = f'{what} {jax.tree_util.keystr(path)}'
+      raise ValueError(_differs(name, causes))
 
 
-def _differs(what: str) -> str:
-  return (
+# What makes values differ that must not, and what to do.
+_CAUSES = {
+    'gradient': 'a gradient that is not exchanged: average it'
+    ' (demo_optax.average), or set it to zero',
+    'statistics': 'statistics of batches: return'
+    ' demo_optax.over_workers(statistics)',
+    'skip': 'a step that is skipped: decide from the update, or from all'
+    ' workers, demo_optax.over_workers(flag, jnp.all); optax.apply_if_finite is'
+    ' not needed, since the exchange leaves out workers with gradients that are'
+    ' not finite',
+    'number': "a number from one worker's loss or gradient:"
+    ' demo_optax.over_workers(number)',
+    'state': 'a transformation with a state before the exchange: put it into'
+    ' demo_optax.per_worker',
+    'wrapper': 'a wrapper that passes gradients on, or compares them with'
+    ' updates (optax.contrib.mechanize): put it behind,'
+    ' optax.chain(demo_optax.scale_by_demo(...), wrapper(...))',
+}
+_OF_RESULTS = 'gradient', 'statistics', 'skip', 'state', 'wrapper'
+
+
+def _differs(what: str, causes: Sequence[str] = _OF_RESULTS) -> str:
+  return '\n  - '.join([
       f'{what[0].upper()}{what[1:]} differs between workers: it comes of one'
-      " worker's own gradient, loss or batch. A gradient that is not exchanged:"
-      ' average it (demo_optax.average), or set it to zero. Statistics of'
-      ' batches: return demo_optax.over_workers(statistics). A skipped step:'
-      ' decide from the update, or from all workers:'
-      ' demo_optax.over_workers(flag, jnp.all); optax.apply_if_finite is not'
-      ' needed, since the exchange leaves out workers with gradients that are'
-      ' not finite. A transformation with a state before the exchange: put it'
-      ' into demo_optax.per_worker. A wrapper that passes gradients on, or'
-      ' compares them with updates (optax.contrib.mechanize): put it behind,'
-      ' optax.chain(demo_optax.scale_by_demo(...), wrapper(...)).'
-  )
+      " worker's own gradient, loss or batch. Usual causes:",
+      *(_CAUSES[cause] for cause in causes),
+  ])
 
 
 def over_workers(
@@ -383,7 +400,8 @@ def over_workers(
     A tree like `tree`, equal on all workers.
 
   Raises:
-    ValueError: called outside of a `data_parallel` step.
+    ValueError: called outside of a `data_parallel` step, or on what is being
+      differentiated: a gradient is one worker's.
 
   Example:
     >>> import demo_optax, jax.numpy as jnp
@@ -400,6 +418,7 @@ def over_workers(
         ' where there is one value for all workers and nothing to reduce.'
     )
 
+  tree = jax.tree.map(_undifferentiated, tree)
   if _TRACE.group is not None:
     axis_name = _TRACE.group.axis_name
     collective = {
@@ -435,6 +454,25 @@ def over_workers(
   ]
   index = jax.lax.axis_index(WORKER_AXIS)
   return treedef.unflatten(reduced(index, leaves))
+
+
+@jax.custom_jvp
+def _undifferentiated(x: Any) -> Any:
+  """Returns `x`; raises where its derivative is asked for."""
+  return x
+
+
+@functools.partial(_undifferentiated.defjvp, symbolic_zeros=True)
+def _derivative(primals: Any, tangents: Any) -> Any:
+  (x,), (tangent,) = primals, tangents
+  if not isinstance(tangent, jax.custom_derivatives.SymbolicZero):
+    raise ValueError(
+        'over_workers was called on what is being differentiated, inside of a'
+        " loss: but a gradient is one worker's, and the exchange is where they"
+        ' meet. Return the value beside the loss (has_aux=True) and call'
+        ' over_workers on it outside, or give it jax.lax.stop_gradient(x).'
+    )
+  return x, tangent
 
 
 def alike(tree: Any, message: str) -> Any:

@@ -236,20 +236,30 @@ def scale_to_unit_rms(
 
 def muon_compressors(
     params: chex.ArrayTree,
+    topk: int = 32,
+    row_topk: int = 24,
+    *,
     muon_weight_dimension_numbers: DimensionNumbersTree = None,
 ) -> chex.ArrayTree:
-  """Returns what `demo_muon` sends of each leaf by default.
+  """Returns what `demo_muon` sends of each leaf.
 
-  Of matrices the 32 largest coefficients of chunks of 64x64, of embeddings, the
-  head, norms and biases the 24 largest of every row of up to 192; all as signs
-  with a scale.
+  Of matrices the largest coefficients of chunks of 64x64; of embeddings, the
+  head, norms and biases those of every row of up to 192; all as signs with a
+  scale.
 
   Args:
     params: the parameters, or their shapes.
-    muon_weight_dimension_numbers: as in `demo_muon`.
+    topk: coefficients of each chunk of a matrix.
+    row_topk: coefficients of each row of the others.
+    muon_weight_dimension_numbers: which leaves are matrices, as in `demo_muon`.
 
   Returns:
-    A tree of compressors like `params`.
+    A tree of compressors like `params`. `demo_optax.recommend` makes one for a
+    number of bytes.
+
+  Raises:
+    ValueError: as `dct_topk`; also dimension numbers that do not fit a leaf.
+    TypeError: as `dct_topk`.
 
   Example:
     >>> import demo_optax, jax, jax.numpy as jnp
@@ -261,8 +271,8 @@ def muon_compressors(
     >>> print(f'{plan.dense_bytes() / plan.sent_bytes:.0f} times fewer')
     61 times fewer
   """
-  matrix = compressors.dct_topk(64, 32, values='sign')
-  other = compressors.dct_topk((1, 192), 24, values='sign')
+  matrix = compressors.dct_topk(64, topk, values='sign')
+  other = compressors.dct_topk((1, 192), row_topk, values='sign')
   dimensions = _Matrices(muon_weight_dimension_numbers).leaves(params)
   return jax.tree.structure(params).unflatten(
       [other if d is None else matrix for d in dimensions]

@@ -373,6 +373,10 @@ def test_a_linen_train_state_with_batch_statistics(workers):
   assert jax.tree.map(jnp.shape, state.params) == shapes['params']
   assert jax.tree.map(jnp.shape, state.batch_stats) == shapes['batch_stats']
   assert int(state.step) == 20
+  # A batch that is NaN for all of them leaves the statistics as they were.
+  before = jax.tree.map(np.asarray, state.batch_stats)
+  state, _ = train_step(state, batch() * np.nan, jax.random.key(0))
+  jax.tree.map(np.testing.assert_array_equal, state.batch_stats, before)
 
 
 def test_accumulation_is_a_scan_of_ones_own(workers):
@@ -500,6 +504,23 @@ def test_per_worker_and_stock_links(workers, standard_promotion):
   assert len({row.tobytes() for row in np.asarray(ema)}) == 4
 
 
+def test_a_value_in_the_loss_that_is_not_differentiated(workers):
+  """A number from all workers' batches may scale one worker's loss."""
+  tx = demo_optax.demo(1e-2, workers=workers)
+  params = linear_params()
+
+  def scaled(params, x):
+    size = demo_optax.over_workers(jnp.abs(x).sum(), jnp.sum)
+    loss = quadratic(params, x)
+    mean = demo_optax.over_workers(jax.lax.stop_gradient(loss))
+    return loss / size + 0 * mean
+
+  step = make_step(tx, workers, scaled)
+  _, _, loss = step(params, tx.init(params), batch())
+  expected = quadratic(params, batch()) / np.abs(batch()).sum()
+  np.testing.assert_allclose(loss, expected, rtol=1e-5)
+
+
 def test_averages_are_those_of_the_whole_batch(workers, standard_promotion):
   tx = optax.chain(
       demo_optax.average(workers=workers), optax.adamw(1e-2)
@@ -550,6 +571,23 @@ def test_mistakes(workers):
     return tx.update(grads, opt_state, params)
 
   raises('remove what averages gradients', averages, params, state, batch())
+
+  def reduces(params, x):
+    return demo_optax.over_workers(quadratic(params, x))
+
+  raises(
+      'over_workers was called on what is being differentiated',
+      make_step(tx, workers, reduces), params, state, batch(),
+  )
+  for axis in ('data', 'batch'):  # also one that the mesh has
+
+    @demo_optax.data_parallel(workers)
+    def pmean(params, opt_state, x, axis=axis):
+      grads = jax.lax.pmean(jax.grad(quadratic)(params, x), axis)
+      return tx.update(grads, opt_state, params)
+
+    message = raises('no axis has a name', pmean, params, state, batch())
+    assert f'unbound axis name: {axis}: in a step' in message
 
   @demo_optax.data_parallel(workers)
   def raw(params, opt_state, x):
