@@ -27,7 +27,8 @@ RESULTS = pathlib.Path(__file__).parent / 'results' / 'muon.jsonl'
 
 # What a run is unless it says otherwise.
 DEFAULTS: dict[str, Any] = {
-    'method': 'recipe',
+    'task': 'lm',  # or 'cnn'
+    'method': 'recipe',  # see optimizers.py
     'workers': 4,
     'seed': 0,
     'steps': 800,
@@ -51,6 +52,13 @@ DEFAULTS: dict[str, Any] = {
     # recipe: behind it
     'after': 'rms',  # or 'sign', 'row_rms', 'width', 'orthonormalise', None
     'other_after': 'adam',
+    'mu_dtype': None,  # in which the worker's momentum is kept
+    # others
+    'rank': 1,  # of powersgd, dion
+    'inner': 'adamw',  # of diloco, demo-diloco, sparse-loco; or 'muon'
+    'period': 10,
+    'outer_lr': 0.7,
+    'outer_momentum': 0.9,
 }
 
 
@@ -130,153 +138,47 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
     'nesterov': [recipe(nesterov=False)],
     'alpha': grid(alpha=[0.5, 0.2]),
     'control': [recipe(topk=None), recipe(method='muon-sign', lr=2e-3)],
+    'memory': [recipe(mu_dtype='bfloat16')],
+    'signum': grid(method='signum', beta=0.9, lr=[2.5e-4, 5e-4, 1e-3]),
+    'demo': [
+        *grid(method='demo', values='float32', decay=0.99,
+              lr=[1e-3, 2e-3, 4e-3]),
+        *grid(method='demo', values='sign', decay=0.99, lr=2e-3),
+        *grid(method='demo', values='float32', decay=0.99, alpha=0.2,
+              lr=[1e-3, 2e-3]),
+    ],
+    'low-rank': [
+        *grid(method='powersgd', lr=[1e-3, 2e-3, 4e-3]),
+        *grid(method='dion', lr=[5e-3, 1e-2, 2e-2]),
+    ],
+    'local': [
+        *grid(method='diloco', outer_lr=[0.25, 0.7], outer_momentum=0.9),
+        *grid(method='diloco', inner='muon', lr=1e-2, other_lr=3e-3,
+              outer_lr=[0.25, 0.7], **STOCK),
+        *grid(method='demo-diloco', inner='muon', lr=1e-2, other_lr=3e-3,
+              topk=128, decay=0.95, outer_lr=[0.5, 1.0], **STOCK),
+        *grid(method='sparse-loco', topk=128, decay=0.95, outer_lr=[1.0, 2.0]),
+    ],
+    'sixteen': [
+        *grid(workers=16),
+        *grid(workers=16, topk=128),
+        *grid(workers=16, method='muon', lr=1e-2, other_lr=3e-3, **STOCK),
+        *grid(workers=16, method='adamw'),
+    ],
+    'sources': [
+        *grid(data='stdlib'),
+        *grid(data='stdlib', topk=128),
+        *grid(data='stdlib', method='muon', lr=1e-2, other_lr=3e-3, **STOCK),
+        *grid(data='stdlib', method='adamw'),
+    ],
+    'cnn': [
+        *grid(task='cnn', steps=400, batch=64, lr=[1e-3, 2e-3, 4e-3]),
+        *grid(task='cnn', steps=400, batch=64, method='adamw',
+              lr=[1e-3, 2e-3, 4e-3]),
+        *grid(task='cnn', steps=400, batch=64, method='muon', other_lr=3e-3,
+              lr=[1e-2, 2e-2, 4e-2], **STOCK),
+    ],
 }
-
-
-# Optimizers -------------------------------------------------------------------
-
-
-def make_optimizer(s: dict[str, Any], workers: Any) -> tuple[Any, Any]:
-  """Returns the transformation, and the compressors of the leaves."""
-  import jax
-  import jax.numpy as jnp
-  import methods
-  import optax
-  from optax import contrib
-
-  import demo_optax
-  from demo_optax import compressors
-
-  labels = methods.matrix_or_other
-
-  def schedule(peak: float) -> optax.Schedule:
-    return optax.warmup_cosine_decay_schedule(
-        0.0, peak, 40, s['steps'], end_value=0.1 * peak
-    )
-
-  def dimensions(params: Any) -> Any:
-    return jax.tree.map(
-        lambda l: contrib.MuonDimensionNumbers() if l == 'matrix' else None,
-        labels(params),
-    )
-
-  def all_matrices(tree: Any) -> Any:
-    return jax.tree.map(lambda _: contrib.MuonDimensionNumbers(), tree)
-
-  def by_label(**of: Any) -> Any:
-    return lambda params: jax.tree.map(of.get, labels(params))
-
-  rates = {'matrix': schedule(s['lr']), 'other': schedule(s['other_lr'])}
-  clip = optax.clip_by_global_norm(1.0)
-  if s['method'] in ('adamw', 'muon', 'muon-sign', 'signum'):
-    if s['method'] == 'adamw':
-      base = optax.adamw(rates['matrix'], b2=0.95, weight_decay=0.0)
-    elif s['method'] == 'signum':
-      base = optax.chain(
-          optax.ema(s['beta'], debias=False), optax.scale_by_sign(),
-          optax.scale_by_learning_rate(rates['matrix']),
-      )
-    elif s['method'] == 'muon-sign':  # what a dense exchange of signs could do
-      signed = optax.chain(
-          contrib.scale_by_muon(
-              beta=s['beta'], ns_steps=s['ns_steps'], nesterov=s['nesterov'],
-              preconditioning=s['preconditioning'],
-              weight_dimension_numbers=all_matrices,
-          ),
-          optax.scale_by_sign(),
-          optax.scale_by_learning_rate(rates['matrix']),
-      )
-      adam = optax.adam(rates['other'], b2=0.95)
-      base = optax.partition({'matrix': signed, 'other': adam}, labels)
-    else:
-      base = contrib.muon(
-          rates['matrix'], beta=s['beta'], ns_steps=s['ns_steps'],
-          nesterov=s['nesterov'], adam_b2=0.95,
-          preconditioning=s['preconditioning'],
-          adam_learning_rate=rates['other'],
-          muon_weight_dimension_numbers=dimensions,
-      )
-    return (
-        optax.chain(demo_optax.average(workers=workers), clip, base),
-        lambda params: jax.tree.map(lambda _: None, params),
-    )
-  if s['method'] == 'demo':  # as published; matrices and others alike
-    compressor = demo_optax.dct_topk(64, s['topk'], values=s['values'])
-    tx = demo_optax.demo(
-        rates['matrix'], workers=workers, compressor=compressor,
-        decay=s['decay'],
-    )
-    return optax.chain(clip, tx), by_label(matrix=compressor, other=compressor)
-
-  def orthonormalised(**options: Any) -> optax.GradientTransformation:
-    return contrib.scale_by_muon(
-        ns_steps=s['ns_steps'], preconditioning=s['preconditioning'],
-        weight_dimension_numbers=all_matrices, **options,
-    )
-
-  def normalised(
-      axis: int | None, width: bool = False
-  ) -> optax.GradientTransformation:
-    def rms_to_one(u: jax.Array) -> jax.Array:
-      mean = jnp.mean(u * u, axis, keepdims=True)
-      # Of Muon: 1 / sqrt(in) where out > in, else 1 / sqrt(in) sqrt(out / in).
-      size = min(1.0, (u.shape[1] / u.shape[0]) ** 0.5) if width else 1.0
-      return jnp.where(mean > 0, size * u * jax.lax.rsqrt(mean), 0.0)
-
-    return optax.stateless(lambda updates, _: jax.tree.map(rms_to_one, updates))
-
-  before = {
-      'orthonormalise': lambda: orthonormalised(
-          beta=s['beta'], nesterov=s['nesterov']
-      ),
-      'momentum': lambda: optax.ema(s['beta']),
-      None: optax.identity,
-  }[s['worker']]()
-  after = {
-      'rms': lambda: normalised(None),
-      'width': lambda: normalised(None, width=True),
-      'row_rms': lambda: normalised(0),
-      'sign': optax.scale_by_sign,
-      'orthonormalise': lambda: optax.chain(
-          orthonormalised(beta=0.0, nesterov=False), normalised(None)
-      ),
-      'adam': lambda: optax.scale_by_adam(b1=0.0, b2=0.95),
-      None: optax.identity,
-  }
-  matrix = (
-      compressors.full() if s['topk'] is None
-      else demo_optax.dct_topk(64, s['topk'], values=s['values'])
-  )
-  other_base = after[s['other_after']]()
-  if s['rows'] == 'adamw':
-    other, other_base = None, optax.scale_by_adam(b1=0.9, b2=0.95)
-  elif s['rows'] == 'same':
-    other = matrix
-  else:
-    other = demo_optax.dct_topk((1, 192), s['rows'], values=s['values'])
-  compressor = by_label(matrix=matrix, other=other)
-  weight = {'ema': 1 - s['decay'], 'lr': rates['matrix']}[s['weight']]
-  exchange = demo_optax.scale_by_demo(
-      compressor, s['decay'], workers=workers, alpha=s['alpha'],
-      gradient_weight=weight,
-  )
-  own = optax.partition(
-      {'matrix': before, 'other': optax.identity()}, labels
-  )
-  behind = {
-      'matrix': optax.chain(
-          after[s['after']](), optax.scale_by_learning_rate(rates['matrix'])
-      ),
-      'other': optax.chain(
-          other_base, optax.scale_by_learning_rate(rates['other'])
-      ),
-  }
-  tx = optax.chain(
-      demo_optax.per_worker(optax.chain(clip, own), workers=workers),
-      exchange,
-      optax.partition(behind, labels),
-  )
-  return tx, compressor
 
 
 # Runs -------------------------------------------------------------------------
@@ -287,43 +189,86 @@ def train(s: dict[str, Any]) -> dict[str, Any]:
   import jax
   import methods
   import numpy as np
+  import optimizers
+  from flax import nnx
+
+  import demo_optax
+
+  model, loss_fn, batch_of, evaluate = TASKS[s['task']](s)
+  workers = demo_optax.Workers.simulated(s['workers'])
+  method = optimizers.make(s, workers)
+  sent, received, dense = method.bytes_of(nnx.state(model, nnx.Param))
+  optimizer = nnx.Optimizer(model, method.tx, wrt=nnx.Param)
+  step_fn = methods.make_train_step(loss_fn, workers)
+  seconds, curve = [], {}
+  for step in range(s['steps']):
+    batch = batch_of(step)
+    began = time.process_time()
+    loss = float(step_fn(model, optimizer, *batch))
+    seconds.append(time.process_time() - began)
+    done = step + 1
+    if done == s['steps'] or done % (s['steps'] // 8) == 0:
+      curve[done] = round(evaluate(model), 5)
+  return {
+      **{k: v for k, v in s.items() if v != DEFAULTS[k]},
+      'loss': curve[s['steps']], 'train_loss': round(loss, 5),
+      'curve': curve, 'sent': sent, 'received': received, 'dense': dense,
+      'cpu_seconds_per_step': round(float(np.median(seconds[5:])), 4),
+      'jax': jax.__version__,
+  }
+
+
+def language_model(s: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
+  """The model, its loss, its batches by steps, and its validation loss."""
   import text
   import train_lm
   from flax import nnx
   from gpt import GPT, GPTConfig
 
-  import demo_optax
-
-  corpus = text.load(None if s['data'] == 'topics' else s['data'])
   config = GPTConfig()
-  workers = demo_optax.Workers.simulated(s['workers'])
-  model = GPT(config, nnx.Rngs(s['seed']))
-  params = nnx.state(model, nnx.Param)
-  tx, compressor = make_optimizer(s, workers)
-  plan = demo_optax.plan(params, compressor(params), workers)
-  sent, received = plan.per_step(1)
-  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-  step_fn = methods.make_train_step(train_lm.loss_fn, workers)
+  if s['data'] == 'topics':
+    corpus = text.load()
+  else:  # the standard library's sources, split by file
+    folder = pathlib.Path(statistics.__file__).parent
+    with tempfile.TemporaryDirectory() as copies:
+      for path in folder.glob('*.py'):
+        pathlib.Path(copies, path.name).write_text(path.read_text())
+      corpus = text.load(copies)
   valid = text.windows(corpus.valid, 64, config.context)
-  seconds, curve = [], {}
-  for step in range(s['steps']):
-    tokens = text.batch(
+
+  def batch_of(step: int) -> tuple[Any, ...]:
+    return text.batch(
         corpus.train, s['seed'], step, s['batch'], config.context
+    ),
+
+  return (
+      GPT(config, nnx.Rngs(s['seed'])), train_lm.loss_fn, batch_of,
+      lambda model: train_lm.evaluate(model, valid),
+  )
+
+
+def digits(s: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
+  """The same of the convolutional network; the loss is that of the test set."""
+  import numpy as np
+  import train_cnn
+  from flax import nnx
+
+  (images, labels), test = train_cnn.load()
+
+  def batch_of(step: int) -> tuple[Any, ...]:
+    rows = np.random.default_rng((s['seed'], step)).integers(
+        0, len(labels), s['batch']
     )
-    began = time.process_time()
-    loss = float(step_fn(model, optimizer, tokens))
-    seconds.append(time.process_time() - began)
-    done = step + 1
-    if done == s['steps'] or done % (s['steps'] // 8) == 0:
-      curve[done] = round(train_lm.evaluate(model, valid), 5)
-  return {
-      **{k: v for k, v in s.items() if v != DEFAULTS[k]},
-      'loss': curve[s['steps']], 'train_loss': round(loss, 5),
-      'curve': curve, 'sent': sent, 'received': received,
-      'dense': plan.dense_bytes(),
-      'cpu_seconds_per_step': round(float(np.median(seconds[5:])), 4),
-      'jax': jax.__version__,
-  }
+    return images[rows], labels[rows]
+
+  loss_of = nnx.jit(train_cnn.loss_fn)
+  return (
+      train_cnn.CNN(nnx.Rngs(s['seed'])), train_cnn.loss_fn, batch_of,
+      lambda model: float(loss_of(model, *test)),
+  )
+
+
+TASKS = {'lm': language_model, 'cnn': digits}
 
 
 def key(settings: dict[str, Any]) -> str:

@@ -763,9 +763,8 @@ class _Call:
     them as the next value of an argument; zeros if there are none.
     """
     suffix = keys[keys.index('batch_stats') :]
-    found = [
-        n for n, known in enumerate(self.keys) if known[-len(suffix) :] == suffix
-    ]
+    size = len(suffix)
+    found = [n for n, k in enumerate(self.keys) if k[-size:] == suffix]
     if number is None and not found:
       return jnp.zeros_like(x)
     return before[found[0] if number is None else number]

@@ -1,0 +1,330 @@
+"""The optimizers that `muon.py` compares, from settings."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import baselines
+import jax
+import jax.numpy as jnp
+import optax
+from optax import contrib
+
+import demo_optax
+from demo_optax import compressors
+
+Settings = dict[str, Any]
+
+
+class Method(NamedTuple):
+  """An optimizer, and what it costs.
+
+  Attributes:
+    tx: the transformation.
+    bytes_of: returns the bytes that a worker sends and receives per step, and
+      those of averaging, from the parameters.
+  """
+
+  tx: optax.GradientTransformation
+  bytes_of: Callable[[Any], tuple[float, float, float]]
+
+
+def make(s: Settings, workers: demo_optax.Workers) -> Method:
+  """Returns the method of the settings."""
+  families = {
+      'recipe': recipe, 'demo': demo, 'powersgd': low_rank, 'dion': low_rank,
+      'diloco': local, 'demo-diloco': local, 'sparse-loco': local,
+  }
+  return families.get(s['method'], averaged)(s, workers)
+
+
+# Parts ------------------------------------------------------------------------
+
+
+def schedule(s: Settings, peak: float) -> optax.Schedule:
+  return optax.warmup_cosine_decay_schedule(
+      0.0, peak, 40, s['steps'], end_value=0.1 * peak
+  )
+
+
+def labels(params: Any) -> Any:
+  """Returns 'matrix' or 'other' for each leaf, as `demo_muon` has it."""
+  flat = jax.tree.leaves(
+      demo_optax.recipes.muon_dimension_numbers(params),
+      is_leaf=lambda x: x is None
+      or isinstance(x, contrib.MuonDimensionNumbers),
+  )
+  return jax.tree.structure(params).unflatten(
+      ['other' if x is None else 'matrix' for x in flat]
+  )
+
+
+def by_label(**of: Any) -> Callable[[Any], Any]:
+  return lambda params: jax.tree.map(of.get, labels(params))
+
+
+def clip() -> optax.GradientTransformation:
+  return optax.clip_by_global_norm(1.0)
+
+
+def orthonormalised(
+    s: Settings, **options: Any
+) -> optax.GradientTransformation:
+  return contrib.scale_by_muon(
+      ns_steps=s['ns_steps'],
+      preconditioning=s['preconditioning'],
+      weight_dimension_numbers=demo_optax.recipes.muon_dimension_numbers,
+      **options,
+  )
+
+
+def muon(s: Settings) -> optax.GradientTransformation:
+  return optax.chain(clip(), contrib.muon(
+      schedule(s, s['lr']),
+      beta=s['beta'],
+      ns_steps=s['ns_steps'],
+      nesterov=s['nesterov'],
+      preconditioning=s['preconditioning'],
+      adam_b2=0.95,
+      adam_learning_rate=schedule(s, s['other_lr']),
+      muon_weight_dimension_numbers=demo_optax.recipes.muon_dimension_numbers,
+  ))
+
+
+def adamw(s: Settings) -> optax.GradientTransformation:
+  rate = schedule(s, s['lr'])
+  return optax.chain(clip(), optax.adamw(rate, b2=0.95, weight_decay=0.0))
+
+
+def planned(
+    compressor: Any, workers: demo_optax.Workers, period: int = 1
+) -> Callable[[Any], tuple[float, float, float]]:
+  """Returns what counts the bytes of an exchange."""
+
+  def bytes_of(params: Any) -> tuple[float, float, float]:
+    plan = demo_optax.plan(params, compressor, workers)
+    return *plan.per_step(period), plan.dense_bytes()
+
+  return bytes_of
+
+
+# Methods ----------------------------------------------------------------------
+
+
+def averaged(s: Settings, workers: demo_optax.Workers) -> Method:
+  """Optimizers of averaged gradients."""
+  if s['method'] == 'adamw':
+    base = adamw(s)
+  elif s['method'] == 'muon':
+    base = muon(s)
+  elif s['method'] == 'signum':
+    base = optax.chain(
+        clip(), optax.ema(s['beta'], debias=False), optax.scale_by_sign(),
+        optax.scale_by_learning_rate(schedule(s, s['lr'])),
+    )
+  elif s['method'] == 'muon-sign':  # what a dense exchange of signs could do
+    signed = optax.chain(
+        orthonormalised(s, beta=s['beta'], nesterov=s['nesterov']),
+        optax.scale_by_sign(),
+        optax.scale_by_learning_rate(schedule(s, s['lr'])),
+    )
+    adam = optax.adam(schedule(s, s['other_lr']), b2=0.95)
+    base = optax.chain(
+        clip(), optax.partition({'matrix': signed, 'other': adam}, labels)
+    )
+  else:
+    raise ValueError(f'There is no method {s["method"]!r}.')
+  return Method(
+      optax.chain(demo_optax.average(workers=workers), base),
+      planned(lambda params: jax.tree.map(lambda _: None, params), workers),
+  )
+
+
+def demo(s: Settings, workers: demo_optax.Workers) -> Method:
+  """DeMo as published: version 1, or with alpha below 1 version 2."""
+  compressor = demo_optax.dct_topk(64, s['topk'], values=s['values'])
+  rate = schedule(s, s['lr'])
+  if s['alpha'] == 1:
+    tx = demo_optax.demo(
+        rate, workers=workers, compressor=compressor, decay=s['decay']
+    )
+  else:
+    tx = optax.chain(
+        demo_optax.scale_by_demo(
+            compressor, s['decay'], workers=workers, alpha=s['alpha'],
+            average='workers', ema=True,
+        ),
+        optax.scale_by_sign(),
+        optax.scale_by_learning_rate(rate),
+    )
+  return Method(optax.chain(clip(), tx), planned(compressor, workers))
+
+
+def recipe(s: Settings, workers: demo_optax.Workers) -> Method:
+  """`demo_muon` in its parts, each of which may be another one."""
+  before = {
+      'orthonormalise': lambda: orthonormalised(
+          s, beta=s['beta'], nesterov=s['nesterov']
+      ),
+      'momentum': lambda: optax.ema(s['beta']),
+      None: optax.identity,
+  }[s['worker']]()
+  if s['mu_dtype']:
+    before = stored_as(before, s['mu_dtype'])
+  after = {
+      'rms': demo_optax.recipes.scale_to_unit_rms,
+      'width': lambda: optax.chain(
+          demo_optax.recipes.scale_to_unit_rms(), by_width()
+      ),
+      'row_rms': row_rms,
+      'sign': optax.scale_by_sign,
+      'orthonormalise': lambda: optax.chain(
+          orthonormalised(s, beta=0.0, nesterov=False),
+          demo_optax.recipes.scale_to_unit_rms(),
+      ),
+      'adam': lambda: optax.scale_by_adam(b1=0.0, b2=0.95),
+  }
+  matrix = (
+      compressors.full() if s['topk'] is None
+      else demo_optax.dct_topk(64, s['topk'], values=s['values'])
+  )
+  compressor, other_base = other_leaves(s, matrix, after[s['other_after']]())
+  rates = {k: schedule(s, s[n]) for k, n in
+           (('matrix', 'lr'), ('other', 'other_lr'))}
+  weight = {'ema': 1 - s['decay'], 'lr': rates['matrix']}[s['weight']]
+  bases = {'matrix': after[s['after']](), 'other': other_base}
+  behind = {
+      k: optax.chain(bases[k], optax.scale_by_learning_rate(rates[k]))
+      for k in bases
+  }
+  own = optax.partition({'matrix': before, 'other': optax.identity()}, labels)
+  tx = optax.chain(
+      demo_optax.per_worker(optax.chain(clip(), own), workers=workers),
+      demo_optax.scale_by_demo(
+          compressor, s['decay'], workers=workers, alpha=s['alpha'],
+          gradient_weight=weight,
+      ),
+      optax.partition(behind, labels),
+  )
+  return Method(tx, planned(compressor, workers))
+
+
+def other_leaves(
+    s: Settings, matrix: Any, base: optax.GradientTransformation
+) -> tuple[Any, optax.GradientTransformation]:
+  """Returns all compressors, and what follows for what is no matrix."""
+  if s['rows'] == 'adamw':
+    other, base = None, optax.scale_by_adam(b1=0.9, b2=0.95)
+  elif s['rows'] == 'same':
+    other = matrix
+  else:
+    other = demo_optax.dct_topk((1, 192), s['rows'], values=s['values'])
+  return by_label(matrix=matrix, other=other), base
+
+
+def low_rank(s: Settings, workers: demo_optax.Workers) -> Method:
+  """PowerSGD with AdamW, or Dion; what is no matrix as in `recipe`."""
+  if s['method'] == 'powersgd':
+    own = baselines.power_sgd(s['rank'], workers)
+    base = optax.scale_by_adam(0.9, 0.95)
+  else:
+    own, base = baselines.dion(s['rank'], workers), optax.identity()
+  # The exchange leaves the matrices alone: their factors were averaged.
+  compressor, other_base = other_leaves(
+      s, compressors.FROZEN, optax.scale_by_adam(b1=0.0, b2=0.95)
+  )
+  exchange = demo_optax.scale_by_demo(
+      compressor, s['decay'], workers=workers, ema=True
+  )
+  tx = optax.partition(
+      {
+          'matrix': optax.chain(
+              own, base,
+              optax.scale_by_learning_rate(schedule(s, s['lr'])),
+          ),
+          'other': optax.chain(
+              exchange, other_base,
+              optax.scale_by_learning_rate(schedule(s, s['other_lr'])),
+          ),
+      },
+      labels,
+  )
+
+  def bytes_of(params: Any) -> tuple[float, float, float]:
+    plan = demo_optax.plan(params, compressor, workers)
+    size = sum(x.size for x in jax.tree.leaves(params))
+    matrices = [
+        x for x, label in zip(
+            jax.tree.leaves(params), jax.tree.leaves(labels(params))
+        ) if label == 'matrix'
+    ]
+    factors = baselines.sent_bytes(matrices, s['rank'], workers.count)
+    dense = 2 * (workers.count - 1) / workers.count * 4 * size
+    return plan.sent_bytes + factors, plan.received_bytes + factors, dense
+
+  return Method(optax.chain(clip(), tx), bytes_of)
+
+
+def local(s: Settings, workers: demo_optax.Workers) -> Method:
+  """Every worker trains alone for `period` steps."""
+  inner = {'adamw': adamw, 'muon': muon}[s['inner']](s)
+  every = {
+      'workers': workers, 'sync_period': s['period'],
+      'outer_learning_rate': s['outer_lr'],
+  }
+  if s['method'] == 'diloco':
+    compressor: Any = compressors.full()
+    tx = demo_optax.local.diloco(
+        inner, outer_momentum=s['outer_momentum'], **every
+    )
+  elif s['method'] == 'demo-diloco':
+    compressor = demo_optax.dct_topk(64, s['topk'], values=s['values'])
+    tx = demo_optax.local.demo_diloco(
+        inner, compressor=compressor, decay=s['decay'], **every
+    )
+  else:
+    compressor = compressors.identity_topk(64, s['topk'], values=s['values'])
+    tx = demo_optax.local.sparse_loco(
+        inner, compressor=compressor, decay=s['decay'], **every
+    )
+  return Method(tx, planned(compressor, workers, s['period']))
+
+
+# Links that are tried in `recipe` ---------------------------------------------
+
+
+def by_width() -> optax.GradientTransformation:
+  """Shorter steps for matrices of more rows than columns, as Muon takes."""
+
+  def scale(u: jax.Array) -> jax.Array:
+    return u * min(1.0, (u.shape[1] / u.shape[0]) ** 0.5)
+
+  return optax.stateless(lambda updates, _: jax.tree.map(scale, updates))
+
+
+def row_rms() -> optax.GradientTransformation:
+  """Scales what belongs to one output of a matrix to an RMS of one."""
+
+  def scale(u: jax.Array) -> jax.Array:
+    mean = jnp.mean(u * u, 0, keepdims=True)
+    return jnp.where(mean > 0, u * jax.lax.rsqrt(mean), 0.0)
+
+  return optax.stateless(lambda updates, _: jax.tree.map(scale, updates))
+
+
+def stored_as(
+    tx: optax.GradientTransformation, dtype: str
+) -> optax.GradientTransformation:
+  """`tx` with the floats of its state kept in another dtype between steps."""
+
+  def cast(tree: Any, dtype: Any) -> Any:
+    return jax.tree.map(
+        lambda x: x.astype(dtype) if x.ndim == 2 and x.size > 64 else x, tree
+    )
+
+  def update_fn(updates: Any, state: Any, params: Any = None) -> Any:
+    updates, state = tx.update(updates, cast(state, jnp.float32), params)
+    return updates, cast(state, dtype)
+
+  return optax.GradientTransformation(
+      lambda params: cast(tx.init(params), dtype), update_fn
+  )
