@@ -84,10 +84,14 @@ PLOTTED = {
     'DeMo as published': 'demo, topk=32, values=float32, decay=0.99',
 }
 
-BEST = {'muon': {'lr': 2e-2, 'other_lr': 3e-3}}
+BEST = {'muon': {'lr': 1e-2, 'other_lr': 3e-3}}
 STOCK = {'ns_steps': 5, 'preconditioning': 'frobenius'}
 
 GROUPS: dict[str, list[dict[str, Any]]] = {
+    'others-rates': [
+        *grid(method='muon', lr=1e-2, other_lr=6e-3, **STOCK),
+        recipe(other_lr=6e-3), recipe(topk=128, other_lr=4e-3),
+    ],
     'newton-schulz': [
         recipe(),
         recipe(ns_steps=2),
@@ -109,6 +113,7 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
     'tune': [
         recipe(other_lr=4e-3), recipe(lr=3e-3), recipe(after='width'),
         recipe(topk=128), recipe(decay=0.8), recipe(decay=0.95),
+        recipe(rows=8),
     ],
     'decay': grid(decay=[0.8, 0.95, 0.5, 0.99]),
     'place': [

@@ -30,7 +30,7 @@ from demo_optax.gradients import average, per_worker
 from demo_optax.one_worker import over_workers
 from demo_optax.recipes import demo, demo_muon
 from demo_optax.state import exchange_info, state_specs
-from demo_optax.tools import check_replicas, plan
+from demo_optax.tools import check_replicas, plan, recommend
 from demo_optax.workers import Workers
 
 __version__ = '0.1.0'
@@ -54,6 +54,7 @@ __all__ = [
   'per_worker',
   'plan',
   'recipes',
+  'recommend',
   'scale_by_demo',
   'state_specs',
   'tools',

@@ -1,7 +1,7 @@
 """Bytes per step of a model, from the shapes of its parameters.
 
     python -m demo_optax 300M --topk 8 --values sign --workers 8 64
-    python -m demo_optax shapes.json
+    python -m demo_optax shapes.json --recommend --workers 16
 
 A model is a name, or a JSON file of shapes by name, nested as you like:
 `{"embedding": [50304, 1024], "layer": {"up": [1024, 8192]}}`; `-` reads it from
@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from demo_optax import compressors
+from demo_optax.tools import budget
 from demo_optax.tools import traffic as accounting
 from demo_optax.wire.values import VALUES
 
@@ -63,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> None:
   add('--values', choices=VALUES, default='float32',
       help='how values are sent')
   add('--workers', type=_count, nargs='+', default=[8], help='how many')
+  add('--recommend', action='store_true',
+      help='what demo_muon may send, with the loss of the training example')
   args = parser.parse_args(argv)
   try:
     params = _arrays(_shapes(args.model), ())
@@ -72,6 +75,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.error(str(error))
   if not plans[0].leaves:
     parser.error(f'{args.model} has no parameters.')
+  if args.recommend:
+    for n in args.workers:
+      print(f'demo_muon, {n} workers, per worker and step')
+      print(f'{budget.table(params, n)}\n')
+    return
   print(plans[0].table())
   for plan in plans:
     print(f'\n{plan.totals()}')

@@ -88,7 +88,11 @@ def per_worker(
       gradients: Any, state: Any, params: Any, extra_args: dict[str, Any]
   ) -> tuple[Any, Any]:
     """Updates one worker's gradients; keeps a state that would be NaN."""
-    updates, new = tx.update(gradients, state, params, **extra_args)
+    # Boxes of Flax differ between parameters and what is stacked.
+    plain = map(modules.without_variables, (gradients, state, params))
+    updates, new = tx.update(*plain, **extra_args)
+    updates = jax.tree.structure(gradients).unflatten(jax.tree.leaves(updates))
+    new = jax.tree.structure(state).unflatten(jax.tree.leaves(new))
     finite = [jnp.isfinite(x).all() for x in _inexact(updates)]
     finite += [  # what was infinite before, such as a best loss, may stay so
         (jnp.isfinite(x) | ~jnp.isfinite(old)).all()
@@ -217,9 +221,8 @@ def average(*, workers: Workers) -> optax.GradientTransformation:
 
 
 def _inexact(tree: chex.ArrayTree) -> list[jax.Array]:
-  return [
-      x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)
-  ]
+  leaves = map(jnp.asarray, jax.tree.leaves(tree))
+  return [x for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
 
 
 def _exchanged_part(tree: chex.ArrayTree | None) -> chex.ArrayTree | None:

@@ -4,18 +4,26 @@ r"""Optimizers in one line: chains of optax around the exchange.
 its momentum before it is compressed, which learns as Muon does.
 """
 
-import functools
+import math
 import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from optax import contrib
 
 from demo_optax import _tree, compressors
-from demo_optax.compressors.base import CompressorTree, broadcast
+from demo_optax import flax as modules
+from demo_optax.compressors.base import (
+  CompressorTree,
+  Frozen,
+  broadcast,
+  per_leaf,
+)
 from demo_optax.demo import DeMoState, check_range, scale_by_demo
 from demo_optax.gradients import per_worker
 from demo_optax.workers import Workers
@@ -111,35 +119,42 @@ def demo(
       optax.add_decayed_weights(weight_decay, weight_decay_mask),
       optax.scale_by_learning_rate(learning_rate),
   )
-  return _zero_where_nothing_was_exchanged(chain, workers)
+  return _settled(chain, workers, compressor)
 
 
 # Those of `optax.contrib.scale_by_muon`, which looks at them when traced.
 _PRECONDITIONINGS = ('frobenius', 'spectral', 'aol', 'schatten')
 
-# Parts of paths of leaves that are no matrices, whatever their shapes.
-_NO_MATRIX = re.compile(
-    r'emb(ed|$|_|s$)|logit|vocab|norm|bias|scale'
-    r'|(^|_)(head|wte|wpe|unembed|pos|positions?)(_?\d+)?$',
-)
-_ATTENTION_IN = re.compile(r'(^|_)(query|key|value|q|k|v)(_proj)?$')
-_ATTENTION_OUT = re.compile(r'(^|_)(out|o)(_proj)?$')
-_CONVOLUTION = re.compile(r'conv')
+# Words in the names of leaves that are no matrices, whatever their shapes.
+_EMBEDDING = frozenset({
+    'emb', 'embd', 'embed', 'embedder', 'embedding', 'embeddings', 'pe', 'pos',
+    'position', 'positional', 'positions', 'token', 'tokens', 'unembed',
+    'unembedding', 'vocab', 'wpe', 'wte',
+})
+_HEAD = frozenset({'classifier', 'head', 'heads', 'lmhead', 'logits', 'vocab'})
+_NORM = frozenset({
+    'batchnorm', 'bn', 'groupnorm', 'layernorm', 'ln', 'norm', 'rms', 'rmsnorm',
+})
+_VECTOR = frozenset({
+    'b', 'beta', 'bias', 'cls', 'gain', 'gamma', 'mask', 'offset', 'scale',
+    'shift',
+})
+_WEIGHT = frozenset({'kernel', 'w', 'weight'})
 
 
 def muon_dimension_numbers(params: chex.ArrayTree) -> chex.ArrayTree:
   """Returns which leaves are matrices, told from their paths and shapes.
 
-  Whatever is called an embedding, a head, logits, a norm, a bias or a scale is
-  none, and no leaf of fewer than two dimensions is. Of the others the last two
-  dimensions are a matrix, and those before them are a stack of matrices (of
-  scanned layers, or experts), but for the kernels of Flax's convolutions,
-  `[*window, in, out]`, in which all but the last reduce, and of its attention,
-  `[in, heads, size]` of query, key and value and `[heads, size, out]` of what
-  follows.
+  Whatever is called an embedding, a table of positions, a head, logits, a norm,
+  a bias or a scale is none, and no leaf with fewer than two dimensions, or with
+  a side of one, is. Of the others the last two dimensions are a matrix, and
+  those before them are a stack of matrices (of scanned layers, or experts),
+  except for convolutions, of which all dimensions but that of the output
+  reduce, and for Flax's attention: `[in, heads, size]` of query, key and value,
+  `[heads, size, out]` of what follows.
 
-  Print it for a model, and give `demo_muon` a function of your own where it is
-  wrong.
+  Names mean what Flax, Haiku and Equinox mean by them. Print it for a model,
+  and give `demo_muon` a tree or a function of your own where it is wrong.
 
   Args:
     params: the parameters, or their shapes.
@@ -159,22 +174,93 @@ def muon_dimension_numbers(params: chex.ArrayTree) -> chex.ArrayTree:
     >>> found['query']['kernel']
     MuonDimensionNumbers(reduction_axis=(-3,), output_axis=(-2, -1))
   """
+  flat, treedef = jax.tree_util.tree_flatten_with_path(params)
+  shapes = {_parts(path): tuple(jnp.shape(x)) for path, x in flat}
+  return treedef.unflatten([
+      _dimension_numbers(parts, shape, shapes)
+      for parts, shape in zip(
+          (_parts(path) for path, _ in flat),
+          (tuple(jnp.shape(x)) for _, x in flat),
+      )
+  ])
 
-  def of_leaf(path: Any, x: Any) -> contrib.MuonDimensionNumbers | None:
-    parts = [str(key).lower() for key in path_keys(path)]
-    ndim = len(jnp.shape(x))
-    if ndim < 2 or any(_NO_MATRIX.search(part) for part in parts):
-      return None
-    if ndim > 2 and any(_CONVOLUTION.search(part) for part in parts):
-      return contrib.MuonDimensionNumbers(tuple(range(-ndim, -1)), (-1,))
-    if ndim > 2 and parts[-1] == 'kernel' and len(parts) > 1:
-      if _ATTENTION_IN.search(parts[-2]):
-        return contrib.MuonDimensionNumbers((-3,), (-2, -1))
-      if _ATTENTION_OUT.search(parts[-2]):
-        return contrib.MuonDimensionNumbers((-3, -2), (-1,))
-    return contrib.MuonDimensionNumbers((-2,), (-1,))
 
-  return jax.tree_util.tree_map_with_path(of_leaf, params)
+def _dimension_numbers(
+    parts: tuple[str, ...],
+    shape: tuple[int, ...],
+    shapes: Mapping[tuple[str, ...], tuple[int, ...]],
+) -> contrib.MuonDimensionNumbers | None:
+  """Returns which axes of a leaf are a matrix; None if it is none.
+
+  Args:
+    parts: its path.
+    shape: its shape.
+    shapes: those of all leaves, by their paths.
+  """
+  ndim, parts = len(shape), ('', '', *parts)
+  name, parent = _words(parts[-1]), _words(parts[-2])
+  is_weight = parts[-1] in _WEIGHT
+  if (
+      ndim < 2
+      or not name.isdisjoint(_EMBEDDING | _NORM | _VECTOR)
+      or not parent.isdisjoint(_EMBEDDING - {'pos', 'token', 'tokens'})
+      or any(_last_word(part) in _HEAD for part in parts[-3:])
+      or (parts[-1] != 'kernel' and not parent.isdisjoint(_NORM))
+  ):
+    return None
+  reduction: tuple[int, ...] = (-2,)
+  output: tuple[int, ...] = (-1,)
+  if is_weight and ndim > 2 and any(
+      re.fullmatch('conv([1-3]d)?', word) for word in parent
+  ):
+    reduction, output = tuple(range(-ndim, -1)), (-1,)
+    if parts[-1] == 'weight':  # of Equinox and PyTorch: [out, in, *window]
+      reduction, output = tuple(range(1 - ndim, 0)), (-ndim,)
+  elif parts[-1] == 'kernel' and ndim > 2:
+    query = shapes.get((*parts[2:-2], 'query', 'kernel'), ())
+    if parts[-2] in ('query', 'key', 'value') and shape[-3] > shape[-2]:
+      reduction, output = (-3,), (-2, -1)
+    elif parts[-2] == 'out' and shape[-3:-1] == query[-2:]:
+      reduction, output = (-3, -2), (-1,)
+  sides = [math.prod(shape[a] for a in axes) for axes in (reduction, output)]
+  if min(sides) == 1:
+    return None
+  return contrib.MuonDimensionNumbers(reduction, output)
+
+
+def _parts(path: Any) -> tuple[str, ...]:
+  """Returns a path by its names; Haiku has several in one."""
+  return tuple(
+      part for key in path_keys(path) for part in str(key).split('/')
+  )
+
+
+def _words(name: str) -> set[str]:
+  """Returns the words of a name, and all of it, without numbers at the ends.
+
+  >>> sorted(_words('LayerNorm_0')), sorted(_words('wte2')), _words('conv2d')
+  (['layer', 'layernorm', 'norm'], ['wte'], {'conv2d'})
+  """
+  words = {_unnumbered(word) for word in _split(name)}
+  return (words | {_unnumbered(name.lower())}) - {''}
+
+
+def _last_word(name: str) -> str:
+  """Returns what a name ends in: a `lm_head`, but not a `MultiHeadAttention`.
+
+  >>> _last_word('lm_head_0'), _last_word('LMHead'), _last_word('MultiHeadNet')
+  ('head', 'lmhead', 'net')
+  """
+  words = [word for word in map(_unnumbered, _split(name)) if word]
+  return words[-1] if words else ''
+
+
+def _split(name: str) -> list[str]:
+  return re.sub(r'(?<=[a-z0-9])(?=[A-Z])', '_', name).lower().split('_')
+
+
+def _unnumbered(word: str) -> str:
+  return re.sub(r'[\d_]+$', '', word)
 
 
 def scale_to_unit_rms(
@@ -225,7 +311,7 @@ def scale_to_unit_rms(
     leaves, treedef = jax.tree.flatten(updates)
     dimensions: list[Any] = [None] * len(leaves)
     if weight_dimension_numbers is not None:
-      dimensions = _Matrices(weight_dimension_numbers).leaves(updates)
+      dimensions = _Matrices(updates, weight_dimension_numbers).leaves
     return treedef.unflatten([
         scale(u, None if d is None else _axes(d))
         for u, d in zip(leaves, dimensions)
@@ -273,7 +359,7 @@ def muon_compressors(
   """
   matrix = compressors.dct_topk(64, topk, values='sign')
   other = compressors.dct_topk((1, 192), row_topk, values='sign')
-  dimensions = _Matrices(muon_weight_dimension_numbers).leaves(params)
+  dimensions = _Matrices(params, muon_weight_dimension_numbers).leaves
   return jax.tree.structure(params).unflatten(
       [other if d is None else matrix for d in dimensions]
   )
@@ -283,7 +369,7 @@ def demo_muon(
     learning_rate: optax.ScalarOrSchedule,
     *,
     workers: Workers,
-    compressor: CompressorTree = muon_compressors,
+    compressor: CompressorTree = None,
     decay: chex.Numeric = 0.9,
     beta: float = 0.95,
     nesterov: bool = True,
@@ -302,8 +388,8 @@ def demo_muon(
 
   .. math::
     b_i &\leftarrow \mu b_i + (1 - \mu) g_i \\
-    m_i &\leftarrow \beta m_i
-           + \eta_t\, \mathrm{NewtonSchulz}(\mu b_i + (1 - \mu) g_i) \\
+    m_i &\leftarrow \beta m_i + (1 - \beta)\,
+           \mathrm{NewtonSchulz}(\mu b_i + (1 - \mu) g_i) \\
     q_i &= \mathrm{top}_k(T m_i) \\
     m_i &\leftarrow m_i - T^{-1} q_i \\
     u   &= T^{-1}\, \mathrm{average}_i(q_i) \\
@@ -322,12 +408,18 @@ def demo_muon(
   the right size, one of `optax.contrib.muon` is not.
 
   A worker whose gradient is not finite is excluded and keeps both momenta. If
-  every worker is, the parameters stay as they are.
+  every worker is, or a hyperparameter is not finite, the parameters stay as
+  they are. Leaves with `compressors.FROZEN` are left alone.
+
+  With `optax.inject_hyperparams`, name in its `static_args` what is no number
+  that may change: `ns_steps`, `nesterov`, and every argument that is a
+  function, which it takes for a schedule.
 
   Args:
     learning_rate: :math:`\eta_t`, a number or a schedule of the step.
     workers: who takes part.
-    compressor: what is sent, see `scale_by_demo`.
+    compressor: what is sent, see `scale_by_demo`; by default
+      `muon_compressors(params)`.
     decay: :math:`\beta`, of what was not sent, in `[0, 1)`.
     beta: :math:`\mu`, of each worker's own momentum, in `[0, 1)`.
     nesterov: whether the momentum is Nesterov's, as written above.
@@ -343,7 +435,8 @@ def demo_muon(
       default all that take part.
     muon_weight_dimension_numbers: which leaves are matrices, and along which
       axes: a tree like the parameters, as in `optax.contrib.muon`, or a
-      function from them to one; by default `muon_dimension_numbers`.
+      function from them to one; by default `muon_dimension_numbers`. Give it
+      to `muon_compressors`, too, if you call that.
 
   Returns:
     A gradient transformation; see `scale_by_demo` for what it takes.
@@ -376,11 +469,23 @@ def demo_muon(
     <https://kellerjordan.github.io/posts/muon>`_, 2024; Peng et al., `DeMo:
     Decoupled Momentum Optimization <https://arxiv.org/abs/2411.19870>`_.
   """
+  _tree.check_type(
+      'workers', workers, Workers, 'demo_optax.Workers.simulated(n)'
+  )
   check_range('beta', beta, 0.0, 1.0, open_end=True)
+  check_range('decay', decay, 0.0, 1.0, open_end=True)
   check_range('adam_b2', adam_b2, 0.0, 1.0, open_end=True)
   check_range('weight_decay', weight_decay, 0.0, float('inf'))
-  if not isinstance(ns_steps, int) or ns_steps < 1:
-    raise ValueError(f'ns_steps={ns_steps!r} must be an integer of at least 1.')
+  if (
+      isinstance(ns_steps, bool)
+      or not isinstance(ns_steps, int | np.integer)
+      or ns_steps < 1
+  ):
+    raise ValueError(
+        f'ns_steps={ns_steps!r} must be an integer of at least 1, and known'
+        ' when a step is traced: give optax.inject_hyperparams'
+        " static_args=('ns_steps',)."
+    )
   if preconditioning not in _PRECONDITIONINGS:
     raise ValueError(
         f'preconditioning={preconditioning!r} is not one of'
@@ -388,96 +493,162 @@ def demo_muon(
     )
   if adam_learning_rate is None:
     adam_learning_rate = learning_rate
-  matrices = _Matrices(muon_weight_dimension_numbers)
-  if compressor is muon_compressors:
-    compressor = functools.partial(
-        muon_compressors,
-        muon_weight_dimension_numbers=muon_weight_dimension_numbers,
+
+  def chain_for(
+      params: chex.ArrayTree,
+  ) -> optax.GradientTransformationExtraArgs:
+    """Returns the chain; which leaf is what is told from the parameters."""
+    matrices = _Matrices(params, muon_weight_dimension_numbers)
+    if compressor is None:
+      sent = muon_compressors(
+          params, muon_weight_dimension_numbers=muon_weight_dimension_numbers
+      )
+    else:
+      leaves = per_leaf(compressor, params)
+      sent = jax.tree.structure(params).unflatten(leaves)
+    labels = matrices.labels(sent)
+    muon = optax.chain(
+        # Preconditioning clips squares at 1e-8, below which real gradients are.
+        optax.scale(2.0**20),
+        contrib.scale_by_muon(
+            beta=beta,
+            nesterov=nesterov,
+            ns_steps=int(ns_steps),
+            preconditioning=preconditioning,  # type: ignore[arg-type]
+            weight_dimension_numbers=matrices.dimension_numbers,
+        ),
     )
-  muon = _in_wide_arithmetic(contrib.scale_by_muon(
-      beta=beta,
-      nesterov=nesterov,
-      ns_steps=ns_steps,
-      preconditioning=preconditioning,  # type: ignore[arg-type]
-      weight_dimension_numbers=matrices.of_muon,
-  ))
-  own = optax.partition(
-      {'muon': muon, 'adam': optax.identity()}, matrices.labels
-  )
-  base = {
-      'muon': scale_to_unit_rms(matrices.of_muon),
-      'adam': _in_wide_arithmetic(
-          optax.scale_by_adam(b1=0.0, b2=adam_b2)
-      ),
-  }
-  rates = {
-      'muon': optax.scale_by_learning_rate(learning_rate),
-      'adam': optax.scale_by_learning_rate(adam_learning_rate),
-  }
-  chain = optax.chain(
-      _in_momentum_dtype(),
-      per_worker(own, workers=workers),
-      scale_by_demo(
-          compressor,
-          decay,
-          workers=workers,
-          gradient_weight=_lost_unless_finite(learning_rate, weight_decay),
-      ),
-      optax.partition(base, matrices.labels),
-      _in_parameter_dtype(),
-      optax.add_decayed_weights(weight_decay, weight_decay_mask),
-      optax.partition(rates, matrices.labels),
-  )
-  return _zero_where_nothing_was_exchanged(chain, workers)
+    adam = optax.scale_by_adam(b1=0.0, b2=adam_b2)
+    own = {'muon': _in_wide_arithmetic(muon), 'adam': optax.identity()}
+    base = {
+        'muon': scale_to_unit_rms(matrices.dimension_numbers),
+        'adam': _in_wide_arithmetic(adam),
+    }
+    rates = {
+        'muon': optax.scale_by_learning_rate(learning_rate),
+        'adam': optax.scale_by_learning_rate(adam_learning_rate),
+    }
+
+    def by_label(
+        of: dict[str, optax.GradientTransformation],
+    ) -> optax.GradientTransformation:
+      return optax.partition({**of, 'frozen': optax.set_to_zero()}, labels)
+
+    chain = optax.chain(
+        _in_momentum_dtype(),
+        per_worker(by_label(own), workers=workers),
+        scale_by_demo(
+            sent,
+            decay,
+            workers=workers,
+            ema=True,
+            gradient_weight=_one_if_finite(
+                learning_rate, adam_learning_rate, adam_b2, weight_decay
+            ),
+        ),
+        by_label(base),
+        _in_parameter_dtype(),
+        optax.add_decayed_weights(weight_decay, weight_decay_mask),
+        by_label(rates),
+    )
+
+    return _settled(chain, workers, sent)
+
+  def init_fn(params: chex.ArrayTree) -> Any:
+    return chain_for(modules.without_variables(params)).init(params)
+
+  def update_fn(
+      updates: chex.ArrayTree,
+      state: Any,
+      params: chex.ArrayTree | None = None,
+      **extra_args: Any,
+  ) -> tuple[chex.ArrayTree, Any]:
+    if params is None:
+      raise ValueError(
+          'demo_muon needs params: tx.update(grads, state, params).'
+      )
+    # Boxes of Flax differ between parameters and what is stacked.
+    plain = modules.without_variables(params)
+    new, after = chain_for(plain).update(
+        modules.without_variables(updates),
+        modules.without_variables(state),
+        plain,
+        **extra_args,
+    )
+    return (
+        jax.tree.structure(updates).unflatten(jax.tree.leaves(new)),
+        jax.tree.structure(state).unflatten(jax.tree.leaves(after)),
+    )
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 class _Matrices:
-  """Which leaves of a tree are matrices, by what the user said of it."""
+  """Which leaves of parameters are matrices, by what the user said of it.
 
-  def __init__(self, given: DimensionNumbersTree):
-    self._given = muon_dimension_numbers if given is None else given
+  Asked once, of the parameters: transformations of optax see parts of them.
+  """
 
-  def leaves(
-      self, tree: chex.ArrayTree
-  ) -> list[contrib.MuonDimensionNumbers | None]:
-    """Returns the dimension numbers of each leaf, None if it is no matrix."""
-    given = self._given(tree) if callable(self._given) else self._given
-    found = broadcast(
-        given, tree, 'muon_weight_dimension_numbers', _is_dimension_numbers
+  def __init__(self, params: chex.ArrayTree, given: DimensionNumbersTree):
+    given = muon_dimension_numbers if given is None else given
+    self.leaves: list[contrib.MuonDimensionNumbers | None] = broadcast(
+        given(params) if callable(given) else given,
+        params,
+        'muon_weight_dimension_numbers',
+        _is_dimension_numbers,
     )
-    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
-    for (path, x), dimensions in zip(flat, found):
-      if not _is_dimension_numbers(dimensions):
-        raise TypeError(
-            f'muon_weight_dimension_numbers has {dimensions!r} for'
-            f' {_tree.leaf_name(path)}: it must be an'
-            ' optax.contrib.MuonDimensionNumbers, or None for what is no'
-            ' matrix.'
-        )
-      ndim = len(jnp.shape(x))
-      axes = [] if dimensions is None else _axes(dimensions)
-      if axes and (
-          ndim < 2
-          or not all(-ndim <= axis < ndim for axis in axes)
-          or len({axis % ndim for axis in axes}) < len(axes)
-      ):
-        raise ValueError(
-            f'{_tree.leaf_name(path)} has shape {jnp.shape(x)}, which'
-            f' {dimensions} do not fit: give axes of its own, each once, or'
-            ' None if it is no matrix.'
-        )
-    return found
+    flat = jax.tree_util.tree_flatten_with_path(params)[0]
+    for (path, x), dimensions in zip(flat, self.leaves):
+      _check_dimension_numbers(_tree.leaf_name(path), jnp.shape(x), dimensions)
+    self._by_path = {
+        path_keys(path): dimensions
+        for (path, _), dimensions in zip(flat, self.leaves)
+    }
 
-  def labels(self, tree: chex.ArrayTree) -> chex.ArrayTree:
-    """Returns 'muon' for matrices and 'adam' for all others."""
-    return jax.tree.structure(tree).unflatten([
-        'adam' if dimensions is None else 'muon'
-        for dimensions in self.leaves(tree)
-    ])
+  def dimension_numbers(self, tree: chex.ArrayTree) -> chex.ArrayTree:
+    """Returns the dimension numbers of a tree of some of the leaves."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: self._by_path[path_keys(path)], tree
+    )
 
-  def of_muon(self, tree: chex.ArrayTree) -> chex.ArrayTree:
-    """Returns the dimension numbers of a tree that has only matrices."""
-    return jax.tree.structure(tree).unflatten(self.leaves(tree))
+  def labels(self, sent: chex.ArrayTree) -> Callable[..., chex.ArrayTree]:
+    """Returns what labels a tree of some of the leaves.
+
+    'frozen' where that is the compressor, 'muon' for the other matrices, and
+    'adam' for all else.
+    """
+    codes = jax.tree.leaves(sent, is_leaf=lambda x: x is None)
+    label = {
+        path: 'frozen' if isinstance(code, Frozen)
+        else 'adam' if dimensions is None else 'muon'
+        for (path, dimensions), code in zip(self._by_path.items(), codes)
+    }
+    return lambda tree: jax.tree_util.tree_map_with_path(
+        lambda path, _: label[path_keys(path)], tree
+    )
+
+
+def _check_dimension_numbers(
+    name: str, shape: tuple[int, ...], dimensions: Any
+) -> None:
+  """Raises unless a leaf can be a matrix along these axes."""
+  if not _is_dimension_numbers(dimensions):
+    raise TypeError(
+        f'muon_weight_dimension_numbers has {dimensions!r} for {name}: it must'
+        ' be an optax.contrib.MuonDimensionNumbers, or None for what is no'
+        ' matrix.'
+    )
+  ndim = len(shape)
+  axes = () if dimensions is None else _axes(dimensions)
+  if axes and (
+      ndim < 2
+      or not all(-ndim <= axis < ndim for axis in axes)
+      or len({axis % ndim for axis in axes}) < len(axes)
+  ):
+    raise ValueError(
+        f'{name} has shape {shape}, which {dimensions} do not fit: give axes of'
+        ' its own, each once, or None if it is no matrix.'
+    )
 
 
 def _is_dimension_numbers(x: Any) -> bool:
@@ -506,6 +677,25 @@ def _lost_unless_finite(
   def weight(count: chex.Numeric) -> chex.Numeric:
     rate = learning_rate(count) if callable(learning_rate) else learning_rate
     return jnp.where(jnp.isfinite(weight_decay), rate, jnp.nan)
+
+  return weight
+
+
+def _one_if_finite(
+    *hyperparams: optax.ScalarOrSchedule,
+) -> optax.ScalarOrSchedule:
+  """Returns a weight of one for gradients, and NaN if a hyperparameter is.
+
+  As in `_lost_unless_finite`: then the step is lost.
+  """
+  traced = [x for x in hyperparams if not isinstance(x, int | float)]
+  if not traced:
+    return 1.0
+
+  def weight(count: chex.Numeric) -> chex.Numeric:
+    values = [x(count) if callable(x) else x for x in traced]
+    finite = jnp.stack([jnp.isfinite(x).all() for x in values]).all()
+    return jnp.where(finite, 1.0, jnp.nan)
 
   return weight
 
@@ -561,12 +751,15 @@ def _in_wide_arithmetic(
   return optax.GradientTransformation(init_fn, update_fn)
 
 
-def _zero_where_nothing_was_exchanged(
-    chain: optax.GradientTransformation, workers: Workers
+def _settled(
+    chain: optax.GradientTransformation,
+    workers: Workers,
+    compressor: CompressorTree,
 ) -> optax.GradientTransformationExtraArgs:
   """`chain` over the leaves that take part; zero updates for all others.
 
-  And for all leaves, in a step from which every worker was left out.
+  And for all leaves, in a step from which every worker was left out: second
+  moments behind the exchange stay as they were, too.
   """
   masked = optax.masked(chain, _tree.exchanged_mask)
 
@@ -578,17 +771,30 @@ def _zero_where_nothing_was_exchanged(
   ) -> tuple[chex.ArrayTree, optax.MaskedState]:
     if params is None:
       raise ValueError('demo needs params: tx.update(grads, state, params).')
-    updates, state = masked.update(updates, state, params, **extra_args)
-    links = state.inner_state
+    updates, new = masked.update(updates, state, params, **extra_args)
+    links = new.inner_state
     (exchange,) = (link for link in links if isinstance(link, DeMoState))
     # Zero from where, not by a product: a decay that is not finite would stay.
     someone = exchange.metrics['num_excluded'] < workers.count
+    codes = iter(per_leaf(compressor, params))
 
     def settle(update: jax.Array, param: Any) -> jax.Array:
-      if not _tree.is_exchanged(param):
+      if isinstance(next(codes), Frozen) or not _tree.is_exchanged(param):
         return jnp.zeros_like(param)
       return jnp.where(someone, update, jnp.zeros_like(update))
 
-    return jax.tree.map(settle, updates, params), state
+    def hold(old: Any, new: Any) -> Any:
+      if not isinstance(new, optax.ScaleByAdamState):
+        return new
+      return jax.tree.map(lambda o, n: jnp.where(someone, n, o), old, new)
+
+    new = jax.tree.map(
+        hold, state, new, is_leaf=lambda x: isinstance(x, _STATES)
+    )
+    return jax.tree.map(settle, updates, params), new
 
   return optax.GradientTransformationExtraArgs(masked.init, update_fn)
+
+
+# States of links that are looked at as a whole.
+_STATES = (DeMoState, optax.ScaleByAdamState)

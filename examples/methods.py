@@ -70,6 +70,14 @@ TUNED = {
     'values': {'demo-muon': 'sign'},
     'own_topk': {'demo-muon': 24},
 }
+# Flags that only some optimizers read, and what they are if not given.
+ONLY_OF = {
+    'embeddings': ('demo', ('demo',)),
+    'base': ('sign', ('demo',)),
+    'alpha': (1.0, ('demo',)),
+    'average': ('senders', ('demo',)),
+    'delay': (0, ('demo', 'demo-diloco', 'demo-diloco-drift')),
+}
 OTHERWISE = {
     'lr': 2e-3, 'own_lr': None, 'decay': 0.99, 'values': 'float32',
     'own_topk': 8,
@@ -143,7 +151,8 @@ def settle(args: argparse.Namespace) -> argparse.Namespace:
 
 def other(args: argparse.Namespace, optimizer: str) -> argparse.Namespace:
   """The same run by another optimizer, with what is tuned for it."""
-  unset = dict.fromkeys(OTHERWISE)
+  unset: dict[str, Any] = dict.fromkeys(OTHERWISE)
+  unset |= {flag: default for flag, (default, _) in ONLY_OF.items()}
   return settle(
       argparse.Namespace(**{**vars(args), **unset, 'optimizer': optimizer})
   )
@@ -151,13 +160,20 @@ def other(args: argparse.Namespace, optimizer: str) -> argparse.Namespace:
 
 def check(args: argparse.Namespace) -> None:
   """Makes what the flags say once: not all of it is known by its value."""
+  for flag, (default, optimizers) in ONLY_OF.items():
+    if getattr(args, flag) != default and args.optimizer not in optimizers:
+      flags.fail(
+          f'--{flag} {getattr(args, flag)} is not of --optimizer'
+          f' {args.optimizer}: it is of {", ".join(optimizers)}.'
+      )
   flags.try_to(lambda: make_optimizer(args, demo_optax.Workers.simulated(1)))
 
 
 def make_optimizer(
     args: argparse.Namespace, workers: demo_optax.Workers
 ) -> optax.GradientTransformation:
-  lr, own_lr = args.lr, args.own_lr or args.lr
+  lr = args.lr
+  own_lr = lr if args.own_lr is None else args.own_lr
   if args.optimizer == 'adamw':
     return optax.chain(demo_optax.average(workers=workers), adamw(args, lr))
   if args.optimizer == 'muon':
@@ -320,13 +336,14 @@ def compressor_of_leaves(args: argparse.Namespace, params: Any) -> Any:
 
 def matrix_or_other(params: Any) -> Any:
   """Labels: embeddings, head, norms and biases are something else."""
-
-  def label(path: Any, _: Any) -> str:
-    name = jax.tree_util.keystr(path)
-    words = ('embedding', 'head', 'norm', 'bias')
-    return 'other' if any(w in name for w in words) else 'matrix'
-
-  return jax.tree_util.tree_map_with_path(label, params)
+  dimensions = jax.tree.leaves(
+      demo_optax.recipes.muon_dimension_numbers(params),
+      is_leaf=lambda x: x is None
+      or isinstance(x, contrib.MuonDimensionNumbers),
+  )
+  return jax.tree.structure(params).unflatten(
+      ['other' if x is None else 'matrix' for x in dimensions]
+  )
 
 
 def make_schedule(args: argparse.Namespace, peak: float) -> optax.Schedule:

@@ -47,9 +47,10 @@ def numpy_demo_muon(params, gradients, rate, *, limit, topk, values, rest):
   count = len(gradients[0]['w'])
   oracles = {
       'w': Oracle(params['w'].shape, count, limit=limit, topk=topk,
-                  values=values, decay=decay, gradient_weight=rate),
+                  values=values, decay=decay,
+                  gradient_weight=1 - decay),
       'norm': Oracle(params['norm'].shape, count, limit=limit, topk=rest,
-                     values=values, decay=decay, gradient_weight=rate),
+                     values=values, decay=decay, gradient_weight=1 - decay),
   }
   params = dict(params)
   own = np.zeros((count, *params['w'].shape))
@@ -120,12 +121,14 @@ def test_equal_to_the_chain_that_is_documented():
       weight_dimension_numbers=recipes.muon_dimension_numbers)
   chain = optax.chain(
       demo_optax.per_worker(
-          optax.partition({'muon': muon, 'adam': optax.identity()}, labels),
+          optax.partition(
+              {'muon': optax.chain(optax.scale(2.0**20), muon),
+               'adam': optax.identity()}, labels),
           workers=workers),
       demo_optax.scale_by_demo(
           {'up': demo_optax.dct_topk(64, 32, values='sign'),
            'norm': demo_optax.dct_topk((1, 192), 24, values='sign')},
-          0.9, workers=workers, gradient_weight=schedule),
+          0.9, workers=workers, ema=True),
       optax.partition(
           {'muon': recipes.scale_to_unit_rms(),
            'adam': optax.scale_by_adam(b1=0.0, b2=0.95)}, labels),
@@ -176,7 +179,6 @@ def test_a_stack_of_layers_is_as_many_matrices():
 @pytest.mark.parametrize('name, shape, matrix', [
     ('Conv_0', (3, 3, 8, 16), (72, 16)),
     ('query', (24, 4, 8), (24, 32)),
-    ('out', (4, 8, 24), (32, 24)),
 ])
 def test_kernels_are_the_matrices_that_they_multiply_by(name, shape, matrix):
   gradient = np.random.default_rng(3).normal(size=(2, *shape))
@@ -255,6 +257,58 @@ def test_leaves_of_nnx_modules():
   assert matrices == {
       'attention/query/kernel', 'attention/key/kernel',
       'attention/value/kernel', 'attention/out/kernel', 'mlp/0/kernel'}
+
+
+@pytest.mark.parametrize('path, shape, expected', [
+    # Haiku has several names in one; some libraries say weight, some w.
+    ('net/~/lm/head|w', (64, 256), None),
+    ('net/~/linear_1|w', (64, 256), (1, 1)),
+    ('LMHead_0|kernel', (64, 256), None),
+    ('lm_head|linear|w', (64, 256), None),
+    ('classifier|kernel', (64, 10), None),
+    ('to_logits|kernel', (64, 256), None),
+    ('MultiHeadAttention_0|proj|kernel', (64, 64), (1, 1)),
+    ('wte', (256, 64), None),
+    ('tok_embd|weight', (256, 64), None),
+    ('token_emb1|embedding', (256, 64), None),
+    ('time_embedding|linear|kernel', (64, 64), (1, 1)),
+    ('pos_table', (128, 64), None),
+    ('positional_encoding', (128, 64), None),
+    ('pos_ff|kernel', (128, 64), (1, 1)),
+    ('cls_token', (1, 1, 64), None),
+    ('any', (1, 64), None),
+    # Vectors of scanned layers.
+    ('layers|ln_1|weight', (12, 64), None),
+    ('layers|linear|b', (12, 64), None),
+    ('layers|RMSNorm_0|scale', (12, 64), None),
+    ('layers|norm_mlp|kernel', (64, 64), (1, 1)),
+    ('PreNorm_0|Dense_0|kernel', (64, 64), (1, 1)),
+    ('upscaler|kernel', (64, 64), (1, 1)),
+    # Scanned layers of attention are stacks, not one matrix over layers.
+    ('layers|q_proj|kernel', (12, 64, 64), (1, 1)),
+    ('layers|query|kernel', (12, 64, 64), (1, 1)),
+    ('layers|out|kernel', (12, 64, 64), (1, 1)),
+    ('experts|fc_out|kernel', (8, 64, 32), (1, 1)),
+    ('conv|kernel', (3, 3, 8, 16), (3, 1)),
+    ('Conv_0|kernel', (3, 8, 16), (2, 1)),
+    ('conv2d_1|w', (3, 3, 8, 16), (3, 1)),
+    ('conv1|weight', (16, 8, 3, 3), (3, 1)),
+    ('conv_module|query|kernel', (24, 4, 8), (1, 2)),
+    ('convert|experts|kernel', (8, 64, 32), (1, 1)),
+    ('w', (8, 64, 32), (1, 1)),
+])
+def test_names(path, shape, expected):
+  tree = jax.ShapeDtypeStruct(shape, 'float32')
+  for part in reversed(path.split('|')):
+    tree = {part: tree}
+  (found,) = kinds_of(tree).values()
+  assert found == expected
+
+
+@pytest.mark.parametrize('make', [lambda x: x, lambda x: [x], lambda x: (x,)])
+def test_trees_without_names(make):
+  found = kinds_of(make(jax.ShapeDtypeStruct((2, 8, 8), 'float32')))
+  assert list(found.values()) == [(1, 1)]
 
 
 def test_a_users_own_rule():
@@ -464,6 +518,123 @@ def test_a_schedule_of_zero_and_injected_rates_do_not_recompile():
   state.hyperparams['learning_rate'] = jnp.float32(np.nan)
   again, state, _ = step(new, state, TOKENS[2])
   jax.tree.map(np.testing.assert_array_equal, again, new)
+
+
+def test_injected_hyperparameters_change_nothing_else():
+  workers = demo_optax.Workers.simulated(2)
+  params = {'up': jnp.zeros((128, 64)), 'embed': jnp.zeros((64, 128))}
+  gradients = {
+      k: np.random.default_rng(6).normal(size=(2, *x.shape)).astype(np.float32)
+      for k, x in params.items()}
+  plain = demo_optax.demo_muon(0.1, workers=workers)
+  injected = optax.inject_hyperparams(
+      demo_optax.demo_muon, static_args=('ns_steps', 'nesterov'),
+  )(learning_rate=0.1, workers=workers)
+  with jax.numpy_dtype_promotion('standard'):
+    updates = [tx.update(gradients, tx.init(params), params)[0]
+               for tx in (plain, injected)]
+  jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), *updates)
+
+
+@pytest.mark.parametrize('name', [
+    'learning_rate', 'adam_learning_rate', 'adam_b2', 'weight_decay', 'decay',
+    'beta'])
+def test_a_hyperparameter_of_nan_loses_its_step_only(name):
+  workers = demo_optax.Workers.simulated(2)
+  with jax.numpy_dtype_promotion('standard'):
+    tx = optax.inject_hyperparams(
+        demo_optax.demo_muon, static_args=('ns_steps', 'nesterov'),
+    )(learning_rate=0.1, adam_learning_rate=0.1, adam_b2=0.9,
+      weight_decay=0.1, workers=workers)
+    params = {'up': jnp.ones((16, 16)), 'norm': jnp.ones(16)}
+    gradients = {'up': jnp.ones((2, 16, 16)), 'norm': jnp.ones((2, 16))}
+    state, update = tx.init(params), jax.jit(tx.update)
+    good = state.hyperparams[name]
+    state.hyperparams[name] = jnp.float32(np.nan)
+    updates, state = update(gradients, state, params)
+    jax.tree.map(lambda u: np.testing.assert_array_equal(u, 0), updates)
+    state.hyperparams[name] = good
+    updates, state = update(gradients, state, params)
+    for x in jax.tree.leaves((updates, state)):
+      assert np.isfinite(np.asarray(x, np.float64)).all()
+    assert all(np.any(u != 0) for u in jax.tree.leaves(updates))
+
+
+def test_rates_of_both_kinds_of_leaves():
+  """Each has its own; Adam's step is as long as its rate, however small."""
+  workers = demo_optax.Workers.simulated(2)
+  params = {'up': jnp.zeros((16, 16)), 'norm': jnp.zeros(16)}
+  gradients = {'up': jnp.ones((2, 16, 16)), 'norm': jnp.full((2, 16), 1e-4)}
+  for rate, adam in ((0.0, 1e-2), (1e-2, 0.0), (1e-5, 1e-5)):
+    tx = demo_optax.demo_muon(
+        rate, adam_learning_rate=adam, workers=workers, compressor=EVERYTHING)
+    updates, _ = tx.update(gradients, tx.init(params), params)
+    for name, expected in (('up', rate), ('norm', adam)):
+      rms = np.sqrt(np.mean(np.square(updates[name])))
+      np.testing.assert_allclose(rms, expected, rtol=0.01)
+
+
+def test_steps_that_all_workers_lost_do_not_wear_second_moments():
+  workers = demo_optax.Workers.simulated(2)
+  tx = demo_optax.demo_muon(0.1, workers=workers, compressor=EVERYTHING)
+  params = {'norm': jnp.zeros(16)}
+  state, update = tx.init(params), jax.jit(tx.update)
+  good, bad = ({'norm': jnp.full((2, 16), x)} for x in (1.0, np.nan))
+  for gradients in [good] * 20 + [bad] * 50 + [good]:
+    updates, state = update(gradients, state, params)
+  assert np.abs(updates['norm']).max() < 0.15
+
+
+def test_frozen_leaves_are_left_alone():
+  workers = demo_optax.Workers.simulated(2)
+  frozen = demo_optax.compressors.FROZEN
+  params = {'up': jnp.ones((16, 16)), 'down': jnp.ones((16, 16))}
+  gradients = {'up': jnp.full((2, 16, 16), np.nan),
+               'down': jnp.ones((2, 16, 16))}
+  compressor = {'up': frozen, 'down': demo_optax.dct_topk(topk=8)}
+  for tx in (
+      demo_optax.demo_muon(
+          0.1, workers=workers, compressor=compressor, weight_decay=0.1),
+      demo_optax.demo(
+          0.1, workers=workers, compressor=compressor, weight_decay=0.1)):
+    state = tx.init(params)
+    updates, state = tx.update(gradients, state, params)
+    np.testing.assert_array_equal(updates['up'], 0)
+    assert np.all(updates['down'] != 0)
+    assert demo_optax.exchange_info(state)['num_excluded'] == 0
+    for path, x in jax.tree_util.tree_flatten_with_path(state)[0]:
+      name = jax.tree_util.keystr(path)
+      assert 'up' not in name, (name, x.shape)
+
+
+@pytest.mark.parametrize('size', [1e-9, 1e-7, 1.0, 1e6])
+def test_gradients_of_any_size_are_orthonormalised(size):
+  gradient = np.random.default_rng(9).normal(size=(1, 256, 256)) * size
+  tx = demo_optax.demo_muon(
+      1.0, workers=demo_optax.Workers.simulated(1), compressor=EVERYTHING)
+  params = {'w': jnp.zeros((256, 256))}
+  updates, _ = tx.update(
+      {'w': gradient.astype(np.float32)}, tx.init(params), params)
+  singular = np.linalg.svd(updates['w'], compute_uv=False)
+  assert np.median(singular) > 0.8 * singular.max() * 0.7
+  assert np.mean(singular < 0.3 * singular.max()) < 0.15
+
+
+def test_boxes_of_linen():
+  """As parameters of `nn.with_partitioning` come from `init`."""
+  workers = demo_optax.Workers.simulated(2)
+  params = {'w': jnp.ones((16, 16)), 'b': jnp.ones(16)}
+  boxed = {'w': nn.Partitioned(params['w'], (None, 'm')), 'b': params['b']}
+  gradients = {'w': jnp.ones((2, 16, 16)), 'b': jnp.ones((2, 16))}
+  tx = demo_optax.demo_muon(0.1, workers=workers)
+  plain, _ = tx.update(gradients, tx.init(params), params)
+  state = tx.init(boxed)
+  updates, new = tx.update(
+      {'w': nn.Partitioned(gradients['w'], (None, None, 'm')),
+       'b': gradients['b']}, state, boxed)
+  np.testing.assert_array_equal(updates['w'].value, plain['w'])
+  assert jax.tree.structure(new) == jax.tree.structure(state)
 
 
 def helpers_no_compilation():

@@ -303,6 +303,7 @@ LM = [
     (['--process', '0', '--processes', '2', '--coordinator', 'here'],
      'must be HOST:PORT'),
     (['--compare', '--resume'], 'leave out --resume'),
+    (['--embeddings', 'own'], 'is not of --optimizer demo-muon: it is of demo'),
 ]
 
 

@@ -219,3 +219,15 @@ def test_fails(name):
   make, leaf, remedy = FAILS[name]
   with pytest.raises(ValueError, match=f'(?s){leaf}.*{remedy}'):
     train(make(), steps=2)
+
+
+def test_numbers_in_the_state_of_a_worker():
+  """As optax lets a state hold them."""
+  counting = optax.GradientTransformation(
+      lambda params: {'steps': 0.0},
+      lambda u, s, params=None: (u, {'steps': 1.0}))
+  workers = demo_optax.Workers.simulated(2)
+  tx = demo_optax.per_worker(counting, workers=workers)
+  params = {'w': jnp.ones(3)}
+  _, state = tx.update({'w': jnp.ones((2, 3))}, tx.init(params), params)
+  np.testing.assert_array_equal(state.worker_stacked['steps'], [1, 1])

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import demo_optax
 from demo_optax import __main__ as command
 from demo_optax.compressors import chunking as chunks
+from demo_optax.tools import budget
 from demo_optax.wire.values import VALUES
 
 pytestmark = pytest.mark.core
@@ -183,6 +184,44 @@ def test_plan_is_what_is_compiled(values, dtype, shape, x64):
   assert {('replica',): gather.received_bytes, **inside} == plan.device_bytes
 
 
+# Budgets ------------------------------------------------------------------------
+
+MATRICES = {
+    'embed': jax.ShapeDtypeStruct((1000, 256), jnp.float32),
+    'up': jax.ShapeDtypeStruct((1024, 4096), jnp.float32),
+}
+
+
+@pytest.mark.parametrize('workers', [2, 8])
+def test_recommend_takes_the_least_loss_that_fits(workers):
+  rows = budget.settings(MATRICES, workers)
+  assert [r.loss for r, *_ in rows] == sorted(
+      (r.loss for r, *_ in rows), reverse=True)  # more bytes, less loss
+  for number, (_, compressor, plan) in enumerate(rows):
+    for bound in ('sent_bytes', 'received_bytes'):
+      limit = getattr(plan, bound)
+      found = demo_optax.recommend(MATRICES, workers, **{bound: limit})
+      assert found == compressor
+      if number:
+        less = demo_optax.recommend(MATRICES, workers, **{bound: limit - 1})
+        assert less == rows[number - 1][1]
+    seconds = plan.received_bytes * 8 / 1e6 + 1e-9
+    assert compressor == demo_optax.recommend(
+        MATRICES, workers, bits_per_second=1e6, seconds=seconds)
+
+
+@pytest.mark.parametrize('given, says', [
+    ({}, 'Give a budget'),
+    ({'sent_bytes': 0}, 'sent_bytes=0 must be above 0'),
+    ({'seconds': float('nan'), 'bits_per_second': 1.0}, 'seconds=nan'),
+    ({'seconds': 1.0}, 'give both'),
+    ({'sent_bytes': 10}, 'the smallest sends'),
+])
+def test_budgets_that_cannot_be(given, says):
+  with pytest.raises(ValueError, match=says):
+    demo_optax.recommend(MATRICES, 4, **given)
+
+
 # The command ------------------------------------------------------------------
 
 
@@ -193,6 +232,14 @@ def test_command_prints_the_papers_model(capsys):
   assert text.startswith(str(plan))
   assert papers_plan('300M', 'sign', 64).totals() in text
   assert '319,946,752' in text and '1.08 MB' in text
+
+
+def test_command_recommends(capsys):
+  command.main(['300M', '--recommend', '--workers', '4', '64'])
+  out = capsys.readouterr().out
+  assert 'demo_muon, 64 workers' in out
+  for setting in budget.SETTINGS:
+    assert out.count(f'{setting.loss:.3f}') >= 2
 
 
 def test_command_reads_shapes(capsys, tmp_path, monkeypatch):

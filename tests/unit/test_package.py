@@ -28,6 +28,7 @@ ORDER = [
     'gradients', 'demo', 'recipes', 'accumulation', 'data_parallel',
     'tools.placement', 'state', 'local.local_updates', 'local.methods', 'local', 'checkpoint.resize', 'checkpoint.folder',
     'tools.replicas', 'checkpoint.checkpointer', 'checkpoint', 'tools.traffic',
+    'tools.budget',
     'tools.hlo', 'tools.drawing', '__main__',
 ]
 

@@ -1,0 +1,167 @@
+"""From a number of bytes to what `demo_muon` should send."""
+
+import dataclasses
+from typing import Any
+
+import chex
+
+from demo_optax import recipes
+from demo_optax.tools import tables
+from demo_optax.tools.traffic import Plan, plan
+from demo_optax.workers import Workers
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+  """A row of the table in benchmarks/README.md, "Bytes and loss".
+
+  Attributes:
+    topk: coefficients of each 64x64 chunk of a matrix.
+    row_topk: coefficients of each row of up to 192 of everything else.
+    loss: validation loss of the training example with it.
+  """
+
+  topk: int
+  row_topk: int
+  loss: float
+
+
+# What is best for its bytes: from the fewest on, each learns better.
+SETTINGS = (
+    Setting(8, 8, 1.46),
+    Setting(32, 24, 1.376),
+    Setting(128, 24, 1.353),
+)
+
+
+def recommend(
+    params: chex.ArrayTree,
+    workers: Workers | int,
+    *,
+    sent_bytes: float | None = None,
+    received_bytes: float | None = None,
+    bits_per_second: float | None = None,
+    seconds: float | None = None,
+    muon_weight_dimension_numbers: Any = None,
+) -> chex.ArrayTree:
+  """Returns the compressors with which `demo_muon` learns best for its bytes.
+
+  Those of a measured table of settings that fits the budget and had the least
+  loss on the training example. What one may spend is given as bytes that a
+  worker sends or receives in a step, or as the speed of its link and the time
+  that an exchange may take; of several the tightest holds.
+
+  Args:
+    params: the parameters, or their shapes.
+    workers: who takes part, or their number.
+    sent_bytes: the most that a worker may send in a step.
+    received_bytes: the most that it may receive.
+    bits_per_second: speed of a worker's link, each way; goes with `seconds`.
+    seconds: the most that an exchange may take.
+    muon_weight_dimension_numbers: as in `demo_muon`.
+
+  Returns:
+    A tree of compressors like `params`, for `demo_muon(compressor=...)`.
+
+  Raises:
+    ValueError: no budget, one of zero or less, a speed without a time or a time
+      without a speed, or a budget below the smallest setting, with what that
+      would take.
+
+  Example:
+    >>> import demo_optax, jax, jax.numpy as jnp
+    >>> params = {'up': jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
+    >>> workers = demo_optax.Workers.simulated(8)
+    >>> compressor = demo_optax.recommend(
+    ...     params, workers, bits_per_second=100e6, seconds=0.1)
+    >>> compressor['up'].select, compressor['up'].values
+    (TopK(k=32), 'sign')
+    >>> demo_optax.plan(params, compressor, workers).received_bytes * 8 / 100e6
+    0.096...
+  """
+  limits = _limits(sent_bytes, received_bytes, bits_per_second, seconds)
+  found = settings(params, workers, muon_weight_dimension_numbers)
+  fitting = [
+      (setting.loss, number)
+      for number, (setting, _, bytes_of) in enumerate(found)
+      if all(
+          getattr(bytes_of, name) <= limit for name, limit in limits.items()
+      )
+  ]
+  if not fitting:
+    least = found[0][2]
+    raise ValueError(
+        'No setting is as small as'
+        f' {" and ".join(f"{k}={v:,.0f}" for k, v in limits.items())}: the'
+        f' smallest sends {least.sent_bytes:,} bytes of these parameters and'
+        f' receives {least.received_bytes:,}. Exchange every few steps'
+        ' (demo_optax.local), or with fewer workers.'
+    )
+  _, number = min(fitting)
+  return found[number][1]
+
+
+def settings(
+    params: chex.ArrayTree,
+    workers: Workers | int,
+    muon_weight_dimension_numbers: Any = None,
+) -> list[tuple[Setting, chex.ArrayTree, Plan]]:
+  """Returns every setting with its compressors and bytes, fewest first."""
+  found = []
+  for setting in SETTINGS:
+    compressor = recipes.muon_compressors(
+        params,
+        setting.topk,
+        setting.row_topk,
+        muon_weight_dimension_numbers=muon_weight_dimension_numbers,
+    )
+    found.append((setting, compressor, plan(params, compressor, workers)))
+  return sorted(found, key=lambda x: x[2].payload_bytes)
+
+
+def table(params: chex.ArrayTree, workers: Workers | int) -> str:
+  """Returns the settings as lines of a terminal."""
+  rows = [
+      ('topk', 'of rows', 'sends', 'receives', 'less than averaging', 'loss')
+  ]
+  for setting, _, bytes_of in settings(params, workers):
+    less = bytes_of.dense_bytes() / max(bytes_of.sent_bytes, 1)
+    rows.append((
+        str(setting.topk),
+        str(setting.row_topk),
+        tables.num_bytes(bytes_of.sent_bytes),
+        tables.num_bytes(bytes_of.received_bytes),
+        f'{less:.0f}x',
+        f'{setting.loss:.3f}',
+    ))
+  return '\n'.join(tables.aligned(rows))
+
+
+def _limits(
+    sent_bytes: float | None,
+    received_bytes: float | None,
+    bits_per_second: float | None,
+    seconds: float | None,
+) -> dict[str, float]:
+  """Returns the most bytes, by names of attributes of `Plan`."""
+  both = {'sent_bytes': sent_bytes, 'received_bytes': received_bytes}
+  speed = {'bits_per_second': bits_per_second, 'seconds': seconds}
+  for name, value in {**both, **speed}.items():
+    if value is not None and not value > 0:
+      raise ValueError(f'{name}={value!r} must be above 0.')
+  if (bits_per_second is None) != (seconds is None):
+    raise ValueError(
+        f'bits_per_second={bits_per_second!r} and seconds={seconds!r} make a'
+        ' budget together: give both.'
+    )
+  limits = {name: value for name, value in both.items() if value is not None}
+  if bits_per_second is not None and seconds is not None:
+    whole = bits_per_second * seconds / 8
+    for name in both:
+      limits[name] = min(limits.get(name, whole), whole)
+  if not limits:
+    raise ValueError(
+        'Give a budget: sent_bytes, received_bytes, or bits_per_second and'
+        ' seconds.'
+    )
+  return limits
