@@ -519,7 +519,10 @@ def demo_muon(
         ),
     )
     adam = optax.scale_by_adam(b1=0.0, b2=adam_b2)
-    own = {'muon': _in_wide_arithmetic(muon), 'adam': optax.identity()}
+    own = {
+        'muon': _in_wide_arithmetic(_inside_workers(muon, workers)),
+        'adam': optax.identity(),
+    }
     base = {
         'muon': scale_to_unit_rms(matrices.dimension_numbers),
         'adam': _in_wide_arithmetic(adam),
@@ -725,6 +728,36 @@ def _in_parameter_dtype() -> optax.GradientTransformation:
     )
 
   return optax.stateless(update_fn)
+
+
+def _inside_workers(
+    tx: optax.GradientTransformation, workers: Workers
+) -> optax.GradientTransformation:
+  """`tx` of matrices that are sharded over the devices of a worker.
+
+  On axes of type Explicit products of sharded matrices would have to say how
+  their results are sharded; here XLA decides, as on Auto ones, and results
+  are sharded as what they are made of.
+  """
+  axes = workers.param_specs.axes
+  if workers.mesh is None or not axes:
+    return tx
+
+  def update_fn(
+      updates: chex.ArrayTree,
+      state: Any,
+      params: chex.ArrayTree | None = None,
+  ) -> tuple[chex.ArrayTree, Any]:
+    del params
+    specs = jax.tree.map(
+        lambda x: jax.typeof(x).sharding.spec, (updates, state)
+    )
+    update = jax.sharding.auto_axes(
+        tx.update, axes=axes, out_sharding=specs
+    )
+    return update(updates, state)
+
+  return optax.GradientTransformation(tx.init, update_fn)
 
 
 def _in_wide_arithmetic(

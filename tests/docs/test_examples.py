@@ -507,7 +507,7 @@ def test_local_updates_resumed_in_a_period(tmp_path, method, capsys):
   shutil.rmtree(tmp_path / 'parts' / method / 'checkpoints' / '12')
   (second,) = run(tmp_path / 'parts', *args, '--resume')
   assert second['records'] == whole['records'][6:]
-  assert whole['records'][-1]['loss'] < whole['records'][0]['loss'] - 0.3
+  assert whole['records'][-1]['loss'] < whole['records'][0]['loss'] - 0.1
   assert method in capsys.readouterr().out
   for name in ('whole', 'parts'):
     found = checkpoint(tmp_path / name / method, 12)
