@@ -76,11 +76,11 @@ def grid(**axes: Any) -> list[dict[str, Any]]:
 PLOTTED = {
     'AdamW, averaged': 'adamw',
     'Muon, averaged': (
-        'muon, lr=0.02, other_lr=0.003, ns_steps=5, preconditioning=frobenius'
+        'muon, lr=0.01, other_lr=0.003, ns_steps=5, preconditioning=frobenius'
     ),
-    'demo_muon, topk=128': 'recipe, topk=128',
-    'demo_muon': 'recipe',
-    'demo_muon, topk=8': 'recipe, topk=8, rows=8',
+    'demo_muon, 144x fewer bytes': 'recipe, topk=128',
+    'demo_muon, 264x': 'recipe',
+    'demo_muon, 623x': 'recipe, topk=8, rows=8',
     'DeMo as published': 'demo, topk=32, values=float32, decay=0.99',
 }
 
@@ -88,6 +88,19 @@ BEST = {'muon': {'lr': 1e-2, 'other_lr': 3e-3}}
 STOCK = {'ns_steps': 5, 'preconditioning': 'frobenius'}
 
 GROUPS: dict[str, list[dict[str, Any]]] = {
+    'frontier': [
+        recipe(topk=64, rows=8), recipe(topk=8, rows=8),
+        recipe(topk=128, alpha=0.5), recipe(topk=128, rows=8),
+        *grid(seed=1, method='muon', **BEST['muon'], **STOCK),
+        *grid(method='adamw'), recipe(worker='momentum'),
+        *grid(seed=[1, 2], topk=64, rows=8),
+    ],
+    'next': [
+        recipe(topk=64, rows=8, other_lr=4e-3),
+        recipe(topk=64, rows=8, beta=0.9),
+        recipe(topk=64, rows=8, beta=0.98),
+        recipe(topk=64, rows=8, decay=0.8),
+    ],
     'others-rates': [
         *grid(method='muon', lr=1e-2, other_lr=6e-3, **STOCK),
         recipe(other_lr=6e-3), recipe(topk=128, other_lr=4e-3),
@@ -381,7 +394,9 @@ def plot(records: list[dict[str, Any]], path: pathlib.Path) -> None:
   runs = by_name(records)
   figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True)
   for number, (label, name) in enumerate(PLOTTED.items()):
-    found = runs[name]
+    found = runs.get(name)
+    if not found:
+      continue
     steps = [int(step) for step in found[0]['curve']]
     curve = [
         statistics.mean(r['curve'][str(step)] for r in found) for step in steps

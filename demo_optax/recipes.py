@@ -322,8 +322,8 @@ def scale_to_unit_rms(
 
 def muon_compressors(
     params: chex.ArrayTree,
-    topk: int = 32,
-    row_topk: int = 24,
+    topk: int = 64,
+    row_topk: int = 8,
     *,
     muon_weight_dimension_numbers: DimensionNumbersTree = None,
 ) -> chex.ArrayTree:
@@ -355,7 +355,7 @@ def muon_compressors(
     >>> compressor = demo_optax.recipes.muon_compressors(params)
     >>> plan = demo_optax.plan(params, compressor, workers=4)
     >>> print(f'{plan.dense_bytes() / plan.sent_bytes:.0f} times fewer')
-    61 times fewer
+    128 times fewer
   """
   matrix = compressors.dct_topk(64, topk, values='sign')
   other = compressors.dct_topk((1, 192), row_topk, values='sign')
@@ -462,7 +462,7 @@ def demo_muon(
     >>> for step in range(10):
     ...   params, opt_state, loss = train_step(params, opt_state, jnp.eye(32))
     >>> print(f'{loss:.1f}')
-    0.5
+    0.7
 
   References:
     Jordan et al., `Muon: An optimizer for hidden layers in neural networks

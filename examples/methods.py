@@ -68,7 +68,7 @@ TUNED = {
     'own_lr': {'muon': 3e-3},
     'decay': {'demo-muon': 0.9},
     'values': {'demo-muon': 'sign'},
-    'own_topk': {'demo-muon': 24},
+    'topk': {'demo-muon': 64},
 }
 # Flags that only some optimizers read, and what they are if not given.
 ONLY_OF = {
@@ -80,7 +80,7 @@ ONLY_OF = {
 }
 OTHERWISE = {
     'lr': 2e-3, 'own_lr': None, 'decay': 0.99, 'values': 'float32',
-    'own_topk': 8,
+    'topk': 32,
 }
 
 
@@ -112,8 +112,8 @@ def add_flags(
   add('--compressor', choices=[*TOPK, *SUBSETS, 'full'], default='dct')
   add('--chunk', type=flags.whole(1), default=64,
       help='longest side of a chunk')
-  add('--topk', type=flags.whole(1), default=32,
-      help='coefficients sent of each chunk')
+  add('--topk', type=flags.whole(1),
+      help='coefficients sent of each chunk; default: 32, of demo-muon 64')
   add('--values', choices=VALUES,
       help='how the values of coefficients are sent; default: float32, of'
       ' demo-muon sign')
@@ -122,8 +122,8 @@ def add_flags(
   add('--embeddings', choices=['demo', 'adamw', 'own'], default='demo',
       help='embeddings, head and 1-D leaves: as the rest, by AdamW on averaged'
       ' gradients, or exchanged by the --own flags')
-  add('--own-topk', type=flags.whole(1),
-      help='of each of their chunks; default: 8, of demo-muon 24')
+  add('--own-topk', type=flags.whole(1), default=8,
+      help='coefficients sent of each of their chunks')
   add('--own-chunk', type=flags.whole(1), nargs=2, default=(1, 192),
       metavar='LENGTH', help='longest sides of a chunk, rows and columns')
   add('--own-base', choices=BASES, default='adam')

@@ -126,8 +126,8 @@ def test_equal_to_the_chain_that_is_documented():
                'adam': optax.identity()}, labels),
           workers=workers),
       demo_optax.scale_by_demo(
-          {'up': demo_optax.dct_topk(64, 32, values='sign'),
-           'norm': demo_optax.dct_topk((1, 192), 24, values='sign')},
+          {'up': demo_optax.dct_topk(64, 64, values='sign'),
+           'norm': demo_optax.dct_topk((1, 192), 8, values='sign')},
           0.9, workers=workers, ema=True),
       optax.partition(
           {'muon': recipes.scale_to_unit_rms(),
