@@ -96,6 +96,8 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
         *grid(seed=[1, 2], topk=64, rows=8),
     ],
     'next': [
+        recipe(rows='adamw', other_lr=3e-3),
+        recipe(topk=64, rows=8, after='orthonormalise'),
         recipe(topk=64, rows=8, other_lr=4e-3),
         recipe(topk=64, rows=8, beta=0.9),
         recipe(topk=64, rows=8, beta=0.98),

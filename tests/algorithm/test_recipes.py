@@ -419,31 +419,30 @@ def test_sharded_matrices(kind):
   params = {k: rng.normal(size=s).astype(np.float32)
             for k, s in shapes.items()}
   x = rng.normal(size=(8,)).astype(np.float32)
-  with jax.set_mesh(mesh):
-    losses = {}
-    for workers in (demo_optax.Workers.on_mesh(mesh, 'data', specs),
-                    demo_optax.Workers.simulated(2, specs, {'fsdp': 4})):
-      tx = demo_optax.demo_muon(0.02, workers=workers)
+  losses = {}
+  for workers in (demo_optax.Workers.on_mesh(mesh, 'data', specs),
+                  demo_optax.Workers.simulated(2, specs, {'fsdp': 4})):
+    tx = demo_optax.demo_muon(0.02, workers=workers)
 
-      @demo_optax.data_parallel(workers)
-      def step(params, state, x, tx=tx):
-        def loss_fn(params):
-          return sum(jnp.sum(jnp.square(p - jnp.mean(x)))
-                     for p in params.values())
+    @demo_optax.data_parallel(workers)
+    def step(params, state, x, tx=tx):
+      def loss_fn(params):
+        return sum(jnp.sum(jnp.square(p - jnp.mean(x)))
+                   for p in params.values())
 
-        loss, gradients = jax.value_and_grad(loss_fn)(params)
-        updates, state = tx.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, loss
+      loss, gradients = jax.value_and_grad(loss_fn)(params)
+      updates, state = tx.update(gradients, state, params)
+      return optax.apply_updates(params, updates), state, loss
 
-      now = workers.device_put(params)
-      state, found = tx.init(now), []
-      for _ in range(4):
-        now, state, loss = step(now, state, x)
-        found.append(float(loss))
-      losses[workers] = found
-    first, second = losses.values()
-    np.testing.assert_allclose(first, second, rtol=1e-4)
-    assert first[-1] < first[0]
+    now = workers.device_put(params)
+    state, found = tx.init(now), []
+    for _ in range(4):
+      now, state, loss = step(now, state, x)
+      found.append(float(loss))
+    losses[workers] = found
+  first, second = losses.values()
+  np.testing.assert_allclose(first, second, rtol=1e-4)
+  assert first[-1] < first[0]
 
 
 def test_workers_of_several_devices():
