@@ -79,7 +79,7 @@ PLOTTED = {
         'muon, lr=0.01, other_lr=0.003, ns_steps=5, preconditioning=frobenius'
     ),
     'demo_muon, 144x fewer bytes': 'recipe, topk=128',
-    'demo_muon, 264x': 'recipe',
+    'demo_muon, 265x': 'recipe, topk=64, rows=8',
     'demo_muon, 623x': 'recipe, topk=8, rows=8',
     'DeMo as published': 'demo, topk=32, values=float32, decay=0.99',
 }
