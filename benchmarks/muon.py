@@ -394,7 +394,7 @@ def plot(records: list[dict[str, Any]], path: pathlib.Path) -> None:
   from matplotlib import pyplot as plt
 
   runs = by_name(records)
-  figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True)
+  figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6))
   for number, (label, name) in enumerate(PLOTTED.items()):
     found = runs.get(name)
     if not found:
@@ -403,7 +403,8 @@ def plot(records: list[dict[str, Any]], path: pathlib.Path) -> None:
     curve = [
         statistics.mean(r['curve'][str(step)] for r in found) for step in steps
     ]
-    style = {'color': f'C{number}', 'label': f'{label} ({len(found)} seeds)'}
+    seeds = f'{len(found)} seed' + 's' * (len(found) > 1)
+    style = {'color': f'C{number}', 'label': f'{label} ({seeds})'}
     left.plot(steps[1:], curve[1:], **style)
     losses = [r['loss'] for r in found]
     mean = statistics.mean(losses)
