@@ -176,28 +176,23 @@ def muon_dimension_numbers(params: chex.ArrayTree) -> chex.ArrayTree:
   """
   flat, treedef = jax.tree_util.tree_flatten_with_path(params)
   shapes = {_parts(path): tuple(jnp.shape(x)) for path, x in flat}
-  return treedef.unflatten([
-      _dimension_numbers(parts, shape, shapes)
-      for parts, shape in zip(
-          (_parts(path) for path, _ in flat),
-          (tuple(jnp.shape(x)) for _, x in flat),
-      )
-  ])
+  return treedef.unflatten(
+      [_dimension_numbers(_parts(path), shapes) for path, _ in flat]
+  )
 
 
 def _dimension_numbers(
-    parts: tuple[str, ...],
-    shape: tuple[int, ...],
+    path: tuple[str, ...],
     shapes: Mapping[tuple[str, ...], tuple[int, ...]],
 ) -> contrib.MuonDimensionNumbers | None:
   """Returns which axes of a leaf are a matrix; None if it is none.
 
   Args:
-    parts: its path.
-    shape: its shape.
-    shapes: those of all leaves, by their paths.
+    path: its names.
+    shapes: the shapes of all leaves, by their paths.
   """
-  ndim, parts = len(shape), ('', '', *parts)
+  shape, parts = shapes[path], ('', '', *path)
+  ndim = len(shape)
   name, parent = _words(parts[-1]), _words(parts[-2])
   is_weight = parts[-1] in _WEIGHT
   if (
@@ -217,7 +212,7 @@ def _dimension_numbers(
     if parts[-1] == 'weight':  # of Equinox and PyTorch: [out, in, *window]
       reduction, output = tuple(range(1 - ndim, 0)), (-ndim,)
   elif parts[-1] == 'kernel' and ndim > 2:
-    query = shapes.get((*parts[2:-2], 'query', 'kernel'), ())
+    query = shapes.get((*path[:-2], 'query', 'kernel'), ())
     if parts[-2] in ('query', 'key', 'value') and shape[-3] > shape[-2]:
       reduction, output = (-3,), (-2, -1)
     elif parts[-2] == 'out' and shape[-3:-1] == query[-2:]:
