@@ -93,12 +93,14 @@ def per_worker(
     updates, new = tx.update(*plain, **extra_args)
     updates = jax.tree.structure(gradients).unflatten(jax.tree.leaves(updates))
     new = jax.tree.structure(state).unflatten(jax.tree.leaves(new))
+    if not jax.tree.leaves(state):  # NaN needs no help to be passed on
+      return updates, new
     finite = [jnp.isfinite(x).all() for x in _inexact(updates)]
     finite += [  # what was infinite before, such as a best loss, may stay so
         (jnp.isfinite(x) | ~jnp.isfinite(old)).all()
         for x, old in zip(_inexact(new), _inexact(state))
     ]
-    good = jnp.stack(finite).all() if finite else jnp.bool(True)
+    good = jnp.stack([*finite, jnp.bool(True)]).all()
     return (
         jax.tree.map(lambda u: jnp.where(good, u, jnp.nan), updates),
         jax.tree.map(lambda x, old: jnp.where(good, x, old), new, state),

@@ -42,13 +42,6 @@ def pytest_collection_modifyitems(items):
         item.add_marker(folder)
 
 
-@pytest.fixture(autouse=True, scope='module')
-def programs():
-  """Programs of one file: a process that keeps all of them grows, and slows."""
-  yield
-  jax.clear_caches()
-
-
 @pytest.fixture
 def x64():
   """Float64 for one test."""

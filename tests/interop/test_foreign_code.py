@@ -300,7 +300,7 @@ def test_linen_batch_statistics_keep_their_shape(whole):
     return optax.apply_updates(params, updates), new, state
 
   if not whole:
-    remedy = r'result\.1\.layers_1.*differs.*over_workers\(statistics\)'
+    remedy = r'(?s)result\.1\.layers_1.*differs.*over_workers\(statistics\)'
     with pytest.raises(ValueError, match=remedy):
       step(params, stats, state, BATCH)
     return
