@@ -1,5 +1,6 @@
 """Transformations of each worker's own gradient, and the mean of all."""
 
+import functools
 from typing import Any, NamedTuple
 
 import chex
@@ -100,7 +101,8 @@ def per_worker(
         (jnp.isfinite(x) | ~jnp.isfinite(old)).all()
         for x, old in zip(_inexact(new), _inexact(state))
     ]
-    good = jnp.stack([*finite, jnp.bool(True)]).all()
+    # One by one: what is stacked must lie alike on axes of type Explicit.
+    good = functools.reduce(jnp.logical_and, finite, jnp.bool(True))
     return (
         jax.tree.map(lambda u: jnp.where(good, u, jnp.nan), updates),
         jax.tree.map(lambda x, old: jnp.where(good, x, old), new, state),
