@@ -60,6 +60,18 @@ def _transformation(
   return optax.GradientTransformation(_init(rank, workers), update_fn)
 
 
+def _factors(
+    matrix: jax.Array, right: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Returns one step of subspace iteration on the mean of the matrices.
+
+  Returns:
+    Orthonormal columns, and the matrix's product with them.
+  """
+  left, _ = jnp.linalg.qr(demo_optax.over_workers(matrix @ right))
+  return left, demo_optax.over_workers(matrix.T @ left)
+
+
 def power_sgd(
     rank: int, workers: demo_optax.Workers
 ) -> optax.GradientTransformation:
@@ -74,9 +86,7 @@ def power_sgd(
       gradient: jax.Array, error: jax.Array, right: jax.Array
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     matrix = gradient + error
-    left = demo_optax.over_workers(matrix @ right)
-    left, _ = jnp.linalg.qr(left)
-    right = demo_optax.over_workers(matrix.T @ left)
+    left, right = _factors(matrix, right)
     update = left @ right.T
     return update, matrix - update, right
 
@@ -98,9 +108,7 @@ def dion(
       gradient: jax.Array, momentum: jax.Array, right: jax.Array
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     matrix = momentum + gradient
-    left = demo_optax.over_workers(matrix @ right)
-    left, _ = jnp.linalg.qr(left)
-    factor = demo_optax.over_workers(matrix.T @ left)
+    left, factor = _factors(matrix, right)
     momentum = matrix - (1 - mu) * left @ factor.T
     norms = jnp.linalg.norm(factor, axis=0, keepdims=True)
     right = factor / jnp.maximum(norms, 1e-20)

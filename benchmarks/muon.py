@@ -1,7 +1,7 @@
 """Trains the example's model by many methods, and tabulates loss beside bytes.
 
     python benchmarks/muon.py run                # all runs; resumes; some hours
-    python benchmarks/muon.py run --groups place decay --threads 1
+    python benchmarks/muon.py run --groups place decay
     python benchmarks/muon.py table              # the tables, from the file
     python benchmarks/muon.py plot               # docs/muon.png, from the file
 
@@ -48,6 +48,7 @@ DEFAULTS: dict[str, Any] = {
     'decay': 0.9,
     'weight': 'ema',  # of gradients in the momentum; 'lr': the learning rate
     'alpha': 1.0,
+    'average': 'senders',  # or 'workers'
     'rows': 24,  # of rows of 192 of the others; 'same', 'adamw'
     # recipe: behind it
     'after': 'rms',  # or 'sign', 'row_rms', 'width', 'orthonormalise', None
@@ -60,10 +61,6 @@ DEFAULTS: dict[str, Any] = {
     'outer_lr': 0.7,
     'outer_momentum': 0.9,
 }
-
-
-def recipe(**settings: Any) -> dict[str, Any]:
-  return settings
 
 
 def grid(**axes: Any) -> list[dict[str, Any]]:
@@ -84,82 +81,76 @@ PLOTTED = {
     'DeMo as published': 'demo, topk=32, values=float32, decay=0.99',
 }
 
-BEST = {'muon': {'lr': 1e-2, 'other_lr': 3e-3}}
-STOCK = {'ns_steps': 5, 'preconditioning': 'frobenius'}
+# optax.contrib.muon as it is, at the best of its rates.
+MUON = {
+    'method': 'muon', 'lr': 1e-2, 'other_lr': 6e-3,
+    'ns_steps': 5, 'preconditioning': 'frobenius',
+}
+# The recipe's settings at three budgets.
+LARGE = {'topk': 128}  # 144 times fewer bytes than averaging
+MEDIUM = {'topk': 64, 'rows': 8}  # 265 times
+SMALL = {'topk': 8, 'rows': 8}  # 623 times
+CNN = {'task': 'cnn', 'steps': 400, 'batch': 64}
 
+# In the order in which they are worth running.
 GROUPS: dict[str, list[dict[str, Any]]] = {
-    'frontier': [
-        recipe(topk=64, rows=8), recipe(topk=8, rows=8),
-        recipe(topk=128, alpha=0.5), recipe(topk=128, rows=8),
-        *grid(seed=1, method='muon', **BEST['muon'], **STOCK),
-        *grid(method='adamw'), recipe(worker='momentum'),
-        *grid(seed=[1, 2], topk=64, rows=8),
+    # Averaged gradients, over learning rates.
+    'muon': [
+        *grid(**{**MUON, 'lr': [5e-3, 1e-2, 2e-2, 4e-2], 'other_lr': 3e-3}),
+        *grid(**{**MUON, 'lr': 2e-2, 'other_lr': [1.5e-3, 6e-3]}),
+        *grid(**{**MUON, 'other_lr': [6e-3, 1.2e-2]}),
+        *grid(**{**MUON, 'seed': [1, 2]}),
     ],
-    'next': [
-        recipe(rows='adamw', other_lr=3e-3),
-        recipe(topk=64, rows=8, after='orthonormalise'),
-        recipe(topk=64, rows=8, other_lr=4e-3),
-        recipe(topk=64, rows=8, beta=0.9),
-        recipe(topk=64, rows=8, beta=0.98),
-        recipe(topk=64, rows=8, decay=0.8),
+    'adamw': [
+        *grid(method='adamw', seed=[0, 1, 2]),
+        *grid(method='adamw', lr=[1e-3, 4e-3]),
     ],
-    'others-rates': [
-        *grid(method='muon', lr=1e-2, other_lr=6e-3, **STOCK),
-        recipe(other_lr=6e-3), recipe(topk=128, other_lr=4e-3),
+    'signum': grid(method='signum', beta=0.9, lr=[2.5e-4, 5e-4, 1e-3]),
+    # The recipe: what is sent, and what of it matters.
+    'budgets': [
+        *grid(**LARGE, seed=[0, 1, 2]),
+        *grid(**MEDIUM, seed=[0, 1, 2]),
+        *grid(**SMALL, seed=[0, 1, 2]),
+        *grid(seed=[0, 1, 2]),
+    ],
+    'average': [
+        *grid(**LARGE, average='workers'), *grid(**MEDIUM, average='workers'),
+        *grid(**SMALL, average='workers'),
+    ],
+    'rates': [
+        *grid(lr=[1e-3, 3e-3, 4e-3]), *grid(other_lr=[4e-3, 6e-3]),
+        *grid(**LARGE, other_lr=4e-3), *grid(**MEDIUM, other_lr=4e-3),
+        *grid(**LARGE, lr=3e-3),
+    ],
+    'beta': [
+        *grid(**MEDIUM, beta=[0.9, 0.98]), *grid(beta=0.0, decay=0.99),
+    ],
+    'decay': [*grid(decay=[0.5, 0.8, 0.95, 0.99]), *grid(**MEDIUM, decay=0.8)],
+    'place': [
+        *grid(worker='momentum'),
+        *grid(worker='momentum', after='orthonormalise'),
+        *grid(worker='orthonormalise', after='orthonormalise'),
+        *grid(worker=None, decay=0.99),
+        *grid(worker=None, decay=0.99, after='orthonormalise'),
+    ],
+    'after': grid(after=['sign', 'row_rms', 'width']),
+    'others': [
+        *grid(rows=[8, 48, 'same', 'adamw']), *grid(**LARGE, rows=8),
+        *grid(other_after=['sign', 'rms']), *grid(other_lr=1e-3),
+    ],
+    'values': [
+        *grid(topk=8, values='float32'), *grid(topk=22, values='int4'),
+        *grid(topk=64), *grid(topk=8),
     ],
     'newton-schulz': [
-        recipe(),
-        recipe(ns_steps=2),
-        recipe(ns_steps=3, preconditioning='frobenius'),
-        recipe(ns_steps=5, preconditioning='frobenius'),
+        *grid(ns_steps=2), *grid(ns_steps=[3, 5], preconditioning='frobenius'),
     ],
-    'weight': [recipe(weight='lr')],
-    'rates': [recipe(lr=4e-3), recipe(lr=1e-3)],
-    'muon': [
-        *grid(method='muon', lr=5e-3, other_lr=3e-3, **STOCK),
-        *grid(method='muon', lr=[2e-2, 1e-2, 4e-2], other_lr=3e-3, **STOCK),
-        *grid(method='muon', lr=2e-2, other_lr=[1.5e-3, 6e-3], **STOCK),
-    ],
-    'budget': [
-        recipe(topk=128), recipe(topk=8, rows=8), recipe(topk=64),
-        recipe(topk=8), recipe(topk=8, values='float32'),
-        recipe(topk=22, values='int4'),
-    ],
-    'tune': [
-        recipe(other_lr=4e-3), recipe(lr=3e-3), recipe(after='width'),
-        recipe(topk=128), recipe(decay=0.8), recipe(decay=0.95),
-        recipe(rows=8),
-    ],
-    'decay': grid(decay=[0.8, 0.95, 0.5, 0.99]),
-    'place': [
-        recipe(worker='momentum'),
-        recipe(worker='momentum', after='orthonormalise'),
-        recipe(worker='orthonormalise', after='orthonormalise'),
-        recipe(worker=None, decay=0.99),
-        recipe(worker=None, decay=0.99, after='orthonormalise'),
-    ],
-    'seeds': [
-        *grid(seed=[1, 2]),
-        *grid(seed=[1, 2], method='muon', **BEST['muon'], **STOCK),
-        *grid(seed=[1, 2], topk=128),
-        *grid(seed=[1, 2], topk=8, rows=8),
-        *grid(seed=[0, 1, 2], method='adamw'),
-    ],
-    'others': [
-        recipe(rows=8), recipe(rows='same'), recipe(rows='adamw'),
-        recipe(rows=48), recipe(other_after='sign'),
-        recipe(other_after='rms'), recipe(other_lr=1e-3), recipe(other_lr=4e-3),
-    ],
-    'after': [recipe(after='sign'), recipe(after='row_rms')],
-    'beta': [
-        recipe(beta=0.9), recipe(beta=0.98), recipe(beta=0.0, decay=0.99),
-    ],
-    'adamw': grid(method='adamw', lr=[1e-3, 4e-3]),
-    'nesterov': [recipe(nesterov=False)],
-    'alpha': grid(alpha=[0.5, 0.2]),
-    'control': [recipe(topk=None), recipe(method='muon-sign', lr=2e-3)],
-    'memory': [recipe(mu_dtype='bfloat16')],
-    'signum': grid(method='signum', beta=0.9, lr=[2.5e-4, 5e-4, 1e-3]),
+    'nesterov': grid(nesterov=False),
+    'alpha': [*grid(alpha=[0.5, 0.2]), *grid(**LARGE, alpha=0.5)],
+    'weight': grid(weight='lr'),
+    'memory': grid(mu_dtype='bfloat16'),
+    'controls': [*grid(topk=None), *grid(method='muon-sign')],
+    # Other methods.
     'demo': [
         *grid(method='demo', values='float32', decay=0.99,
               lr=[1e-3, 2e-3, 4e-3]),
@@ -172,31 +163,26 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
         *grid(method='dion', lr=[5e-3, 1e-2, 2e-2]),
     ],
     'local': [
-        *grid(method='diloco', outer_lr=[0.25, 0.7], outer_momentum=0.9),
-        *grid(method='diloco', inner='muon', lr=1e-2, other_lr=3e-3,
-              outer_lr=[0.25, 0.7], **STOCK),
-        *grid(method='demo-diloco', inner='muon', lr=1e-2, other_lr=3e-3,
-              topk=128, decay=0.95, outer_lr=[0.5, 1.0], **STOCK),
+        *grid(method='diloco', outer_lr=[0.25, 0.7]),
+        *grid(**{**MUON, 'method': 'diloco', 'inner': 'muon',
+                 'outer_lr': [0.25, 0.7]}),
+        *grid(**{**MUON, 'method': 'demo-diloco', 'inner': 'muon',
+                 'outer_lr': [0.5, 1.0]}, topk=128, decay=0.95),
         *grid(method='sparse-loco', topk=128, decay=0.95, outer_lr=[1.0, 2.0]),
     ],
+    # The leaders elsewhere.
     'sixteen': [
-        *grid(workers=16),
-        *grid(workers=16, topk=128),
-        *grid(workers=16, method='muon', lr=1e-2, other_lr=3e-3, **STOCK),
-        *grid(workers=16, method='adamw'),
+        *grid(workers=16, **LARGE), *grid(workers=16, **MEDIUM),
+        *grid(**MUON, workers=16), *grid(method='adamw', workers=16),
     ],
     'sources': [
-        *grid(data='stdlib'),
-        *grid(data='stdlib', topk=128),
-        *grid(data='stdlib', method='muon', lr=1e-2, other_lr=3e-3, **STOCK),
-        *grid(data='stdlib', method='adamw'),
+        *grid(data='stdlib', **LARGE), *grid(data='stdlib', **MEDIUM),
+        *grid(**MUON, data='stdlib'), *grid(method='adamw', data='stdlib'),
     ],
     'cnn': [
-        *grid(task='cnn', steps=400, batch=64, lr=[1e-3, 2e-3, 4e-3]),
-        *grid(task='cnn', steps=400, batch=64, method='adamw',
-              lr=[1e-3, 2e-3, 4e-3]),
-        *grid(task='cnn', steps=400, batch=64, method='muon', other_lr=3e-3,
-              lr=[1e-2, 2e-2, 4e-2], **STOCK),
+        *grid(**CNN, lr=[1e-3, 2e-3, 4e-3]),
+        *grid(**CNN, method='adamw', lr=[1e-3, 2e-3, 4e-3]),
+        *grid(**{**MUON, **CNN, 'lr': [5e-3, 1e-2, 2e-2, 4e-2]}),
     ],
 }
 

@@ -7,6 +7,7 @@ import baselines
 import jax
 import jax.numpy as jnp
 import optax
+from methods import matrix_or_other
 from optax import contrib
 
 import demo_optax
@@ -46,20 +47,8 @@ def schedule(s: Settings, peak: float) -> optax.Schedule:
   )
 
 
-def labels(params: Any) -> Any:
-  """Returns 'matrix' or 'other' for each leaf, as `demo_muon` has it."""
-  flat = jax.tree.leaves(
-      demo_optax.recipes.muon_dimension_numbers(params),
-      is_leaf=lambda x: x is None
-      or isinstance(x, contrib.MuonDimensionNumbers),
-  )
-  return jax.tree.structure(params).unflatten(
-      ['other' if x is None else 'matrix' for x in flat]
-  )
-
-
 def by_label(**of: Any) -> Callable[[Any], Any]:
-  return lambda params: jax.tree.map(of.get, labels(params))
+  return lambda params: jax.tree.map(of.get, matrix_or_other(params))
 
 
 def clip() -> optax.GradientTransformation:
@@ -129,7 +118,8 @@ def averaged(s: Settings, workers: demo_optax.Workers) -> Method:
     )
     adam = optax.adam(schedule(s, s['other_lr']), b2=0.95)
     base = optax.chain(
-        clip(), optax.partition({'matrix': signed, 'other': adam}, labels)
+        clip(),
+        optax.partition({'matrix': signed, 'other': adam}, matrix_or_other),
     )
   else:
     raise ValueError(f'There is no method {s["method"]!r}.')
@@ -196,14 +186,16 @@ def recipe(s: Settings, workers: demo_optax.Workers) -> Method:
       k: optax.chain(bases[k], optax.scale_by_learning_rate(rates[k]))
       for k in bases
   }
-  own = optax.partition({'matrix': before, 'other': optax.identity()}, labels)
+  own = optax.partition(
+      {'matrix': before, 'other': optax.identity()}, matrix_or_other
+  )
   tx = optax.chain(
       demo_optax.per_worker(optax.chain(clip(), own), workers=workers),
       demo_optax.scale_by_demo(
           compressor, s['decay'], workers=workers, alpha=s['alpha'],
-          gradient_weight=weight,
+          average=s['average'], gradient_weight=weight,
       ),
-      optax.partition(behind, labels),
+      optax.partition(behind, matrix_or_other),
   )
   return Method(tx, planned(compressor, workers))
 
@@ -246,7 +238,7 @@ def low_rank(s: Settings, workers: demo_optax.Workers) -> Method:
               optax.scale_by_learning_rate(schedule(s, s['other_lr'])),
           ),
       },
-      labels,
+      matrix_or_other,
   )
 
   def bytes_of(params: Any) -> tuple[float, float, float]:
@@ -254,7 +246,7 @@ def low_rank(s: Settings, workers: demo_optax.Workers) -> Method:
     size = sum(x.size for x in jax.tree.leaves(params))
     matrices = [
         x for x, label in zip(
-            jax.tree.leaves(params), jax.tree.leaves(labels(params))
+            jax.tree.leaves(params), jax.tree.leaves(matrix_or_other(params))
         ) if label == 'matrix'
     ]
     factors = baselines.sent_bytes(matrices, s['rank'], workers.count)

@@ -142,6 +142,11 @@ def without_variables(tree: Any) -> Any:
   return jax.tree.map(value, tree, is_leaf=_is_annotated)
 
 
+def with_variables_of(tree: Any, values: Any) -> Any:
+  """Returns `tree` with other values: the way back from `without_variables`."""
+  return jax.tree.structure(tree).unflatten(jax.tree.leaves(values))
+
+
 def _is_annotated(x: Any) -> bool:
   return _is_variable(x) or _is_box(x)
 

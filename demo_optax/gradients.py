@@ -92,8 +92,8 @@ def per_worker(
     # Boxes of Flax differ between parameters and what is stacked.
     plain = map(modules.without_variables, (gradients, state, params))
     updates, new = tx.update(*plain, **extra_args)
-    updates = jax.tree.structure(gradients).unflatten(jax.tree.leaves(updates))
-    new = jax.tree.structure(state).unflatten(jax.tree.leaves(new))
+    updates = modules.with_variables_of(gradients, updates)
+    new = modules.with_variables_of(state, new)
     if not jax.tree.leaves(state):  # NaN needs no help to be passed on
       return updates, new
     finite = [jnp.isfinite(x).all() for x in _inexact(updates)]
@@ -114,7 +114,6 @@ def per_worker(
       params: chex.ArrayTree | None = None,
       **extra_args: Any,
   ) -> tuple[chex.ArrayTree, PerWorkerState]:
-    extra_args.pop('demo_exchange', None)  # nothing is exchanged in here
     if one_worker.is_mapped():
       new, own = update_if_finite(
           _exchanged_part(updates),

@@ -1,7 +1,7 @@
 r"""Optimizers in one line: chains of optax around the exchange.
 
 `demo` is the method as published; `demo_muon` has every worker orthonormalise
-its momentum before it is compressed, which learns as Muon does.
+its momentum before it is compressed.
 """
 
 import math
@@ -496,7 +496,7 @@ def demo_muon(
     matrices = _Matrices(params, muon_weight_dimension_numbers)
     if compressor is None:
       sent = muon_compressors(
-          params, muon_weight_dimension_numbers=muon_weight_dimension_numbers
+          params, muon_weight_dimension_numbers=matrices.tree
       )
     else:
       leaves = per_leaf(compressor, params)
@@ -540,8 +540,8 @@ def demo_muon(
             decay,
             workers=workers,
             ema=True,
-            gradient_weight=_one_if_finite(
-                learning_rate, adam_learning_rate, adam_b2, weight_decay
+            gradient_weight=_lost_unless_finite(
+                1.0, learning_rate, adam_learning_rate, adam_b2, weight_decay
             ),
         ),
         by_label(base),
@@ -574,8 +574,8 @@ def demo_muon(
         **extra_args,
     )
     return (
-        jax.tree.structure(updates).unflatten(jax.tree.leaves(new)),
-        jax.tree.structure(state).unflatten(jax.tree.leaves(after)),
+        modules.with_variables_of(updates, new),
+        modules.with_variables_of(state, after),
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -595,6 +595,7 @@ class _Matrices:
         'muon_weight_dimension_numbers',
         _is_dimension_numbers,
     )
+    self.tree = jax.tree.structure(params).unflatten(self.leaves)
     flat = jax.tree_util.tree_flatten_with_path(params)[0]
     for (path, x), dimensions in zip(flat, self.leaves):
       _check_dimension_numbers(_tree.leaf_name(path), jnp.shape(x), dimensions)
@@ -662,40 +663,25 @@ def _axes(dimensions: contrib.MuonDimensionNumbers) -> tuple[int, ...]:
 
 
 def _lost_unless_finite(
-    learning_rate: optax.ScalarOrSchedule, weight_decay: chex.Numeric
+    weight: optax.ScalarOrSchedule, *hyperparams: optax.ScalarOrSchedule
 ) -> optax.ScalarOrSchedule:
-  """Returns the learning rate, not finite if the weight decay is not.
+  """Returns the weight of gradients, NaN if a hyperparameter is not finite.
 
-  By `optax.inject_hyperparams` it may come to be NaN: then the step is lost,
+  By `optax.inject_hyperparams` one may come to be NaN: then the step is lost,
   and neither momentum nor parameters take it in.
-  """
-  if isinstance(weight_decay, int | float):
-    return learning_rate
-
-  def weight(count: chex.Numeric) -> chex.Numeric:
-    rate = learning_rate(count) if callable(learning_rate) else learning_rate
-    return jnp.where(jnp.isfinite(weight_decay), rate, jnp.nan)
-
-  return weight
-
-
-def _one_if_finite(
-    *hyperparams: optax.ScalarOrSchedule,
-) -> optax.ScalarOrSchedule:
-  """Returns a weight of one for gradients, and NaN if a hyperparameter is.
-
-  As in `_lost_unless_finite`: then the step is lost.
   """
   traced = [x for x in hyperparams if not isinstance(x, int | float)]
   if not traced:
-    return 1.0
+    return weight
 
-  def weight(count: chex.Numeric) -> chex.Numeric:
-    values = [x(count) if callable(x) else x for x in traced]
+  def weight_at(count: chex.Numeric) -> chex.Numeric:
+    value, *values = (
+        x(count) if callable(x) else x for x in (weight, *traced)
+    )
     finite = jnp.stack([jnp.isfinite(x).all() for x in values]).all()
-    return jnp.where(finite, 1.0, jnp.nan)
+    return jnp.where(finite, value, jnp.nan)
 
-  return weight
+  return weight_at
 
 
 def _in_momentum_dtype() -> optax.GradientTransformation:

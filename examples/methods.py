@@ -61,8 +61,13 @@ SUBSETS = {
 LOCAL = ('diloco', 'demo-diloco', 'demo-diloco-drift', 'sparse-loco')
 AVERAGED = ('adamw', 'muon')
 
-# What flags are if they are not given: on the language model, the best of equal
-# grids (benchmarks/README.md).
+# What flags are if they are not given.
+OTHERWISE = {
+    'lr': 2e-3, 'own_lr': None, 'decay': 0.99, 'values': 'float32',
+    'topk': 32,
+}
+# The same of single optimizers: on the language model, the best of equal grids
+# (benchmarks/README.md).
 TUNED = {
     'lr': {'muon': 2e-2},
     'own_lr': {'muon': 3e-3},
@@ -70,17 +75,13 @@ TUNED = {
     'values': {'demo-muon': 'sign'},
     'topk': {'demo-muon': 64},
 }
-# Flags that only some optimizers read, and what they are if not given.
+# What is refused for other optimizers than these, which do not read it.
 ONLY_OF = {
     'embeddings': ('demo', ('demo',)),
     'base': ('sign', ('demo',)),
     'alpha': (1.0, ('demo',)),
     'average': ('senders', ('demo',)),
     'delay': (0, ('demo', 'demo-diloco', 'demo-diloco-drift')),
-}
-OTHERWISE = {
-    'lr': 2e-3, 'own_lr': None, 'decay': 0.99, 'values': 'float32',
-    'topk': 32,
 }
 
 

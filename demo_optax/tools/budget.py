@@ -13,7 +13,7 @@ from demo_optax.workers import Workers
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-  """A row of the table in benchmarks/README.md, "Bytes and loss".
+  """A setting of `demo_muon` and its loss in benchmarks/muon.py.
 
   Attributes:
     topk: coefficients of each 64x64 chunk of a matrix.
@@ -82,8 +82,8 @@ def recommend(
   limits = _limits(sent_bytes, received_bytes, bits_per_second, seconds)
   found = settings(params, workers, muon_weight_dimension_numbers)
   fitting = [
-      (setting.loss, number)
-      for number, (setting, _, bytes_of) in enumerate(found)
+      (setting.loss, compressor)
+      for setting, compressor, bytes_of in found
       if all(
           getattr(bytes_of, name) <= limit for name, limit in limits.items()
       )
@@ -97,8 +97,7 @@ def recommend(
         f' receives {least.received_bytes:,}. Exchange every few steps'
         ' (demo_optax.local), or with fewer workers.'
     )
-  _, number = min(fitting)
-  return found[number][1]
+  return min(fitting, key=lambda x: x[0])[1]
 
 
 def settings(
