@@ -83,7 +83,7 @@ PLOTTED = {
 
 # optax.contrib.muon as it is, at the best of its rates.
 MUON = {
-    'method': 'muon', 'lr': 1e-2, 'other_lr': 6e-3,
+    'method': 'muon', 'lr': 1e-2, 'other_lr': 1.2e-2,
     'ns_steps': 5, 'preconditioning': 'frobenius',
 }
 # The recipe's settings at three budgets.
@@ -98,8 +98,8 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
     'muon': [
         *grid(**{**MUON, 'lr': [5e-3, 1e-2, 2e-2, 4e-2], 'other_lr': 3e-3}),
         *grid(**{**MUON, 'lr': 2e-2, 'other_lr': [1.5e-3, 6e-3]}),
-        *grid(**{**MUON, 'other_lr': [6e-3, 1.2e-2]}),
-        *grid(**{**MUON, 'seed': [1, 2]}),
+        *grid(**{**MUON, 'other_lr': [6e-3, 1.2e-2, 2.4e-2]}),
+        *grid(**{**MUON, 'other_lr': [6e-3, 1.2e-2], 'seed': [1, 2]}),
     ],
     'adamw': [
         *grid(method='adamw', seed=[0, 1, 2]),
@@ -110,16 +110,22 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
     'budgets': [
         *grid(**LARGE, seed=[0, 1, 2]),
         *grid(**MEDIUM, seed=[0, 1, 2]),
-        *grid(**SMALL, seed=[0, 1, 2]),
+        *grid(**LARGE, other_lr=6e-3, seed=[0, 1, 2]),
+        *grid(**MEDIUM, other_lr=6e-3, seed=[0, 1, 2]),
+        *grid(**SMALL, other_lr=6e-3, seed=[0, 1, 2]),
         *grid(seed=[0, 1, 2]),
     ],
     'average': [
         *grid(**LARGE, average='workers'), *grid(**MEDIUM, average='workers'),
         *grid(**SMALL, average='workers'),
+        *grid(**LARGE, average='workers', other_lr=[6e-3, 1.2e-2]),
+        *grid(**MEDIUM, average='workers', other_lr=6e-3),
     ],
     'rates': [
         *grid(lr=[1e-3, 3e-3, 4e-3]), *grid(other_lr=[4e-3, 6e-3]),
-        *grid(**LARGE, other_lr=4e-3), *grid(**MEDIUM, other_lr=4e-3),
+        *grid(**LARGE, other_lr=[4e-3, 6e-3]),
+        *grid(**MEDIUM, other_lr=[4e-3, 6e-3]),
+        *grid(**SMALL, other_lr=6e-3),
         *grid(**LARGE, lr=3e-3),
     ],
     'beta': [

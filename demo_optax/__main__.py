@@ -15,15 +15,16 @@ import os
 import pathlib
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 
 from demo_optax import compressors
+from demo_optax.exchange import Exchange
 from demo_optax.tools import budget
 from demo_optax.tools import traffic as accounting
-from demo_optax.wire.values import VALUES
+from demo_optax.wire.values import UPDATE_VALUES, VALUES
 
 
 def _transformer(layers: int, d: int, vocabulary: int) -> dict[str, Any]:
@@ -64,13 +65,23 @@ def main(argv: Sequence[str] | None = None) -> None:
   add('--values', choices=VALUES, default='float32',
       help='how values are sent')
   add('--workers', type=_count, nargs='+', default=[8], help='how many')
+  add('--exchange', choices=get_args(Exchange), default='all_gather',
+      help='all_to_all: every worker merges its share of the chunks')
+  add('--update-values', choices=UPDATE_VALUES, default='ternary',
+      help='how the updates of all_to_all are sent; ternary: their signs')
   add('--recommend', action='store_true',
       help='what demo_muon may send, with the loss of the training example')
   args = parser.parse_args(argv)
   try:
     params = _arrays(_shapes(args.model), ())
     compressor = compressors.dct_topk(args.chunk, args.topk, values=args.values)
-    plans = [accounting.plan(params, compressor, n) for n in args.workers]
+    plans = [
+        accounting.plan(
+            params, compressor, n, exchange=args.exchange,
+            update_values=args.update_values,
+        )
+        for n in args.workers
+    ]
   except (OSError, ValueError) as error:
     parser.error(str(error))
   if not plans[0].leaves:
@@ -83,6 +94,13 @@ def main(argv: Sequence[str] | None = None) -> None:
   print(plans[0].table())
   for plan in plans:
     print(f'\n{plan.totals()}')
+  fewest = accounting.owners_pay_from(params, compressor, args.update_values)
+  if fewest is not None:
+    print(
+        f"\nWith exchange='all_to_all', update_values={args.update_values!r} a"
+        ' worker receives less than with an all-gather from'
+        f' {fewest} workers on, and no more with more of them.'
+    )
 
 
 def _shapes(model: str) -> Any:

@@ -25,7 +25,7 @@ from demo_optax.workers import Workers
 
 _NAMES = (
     'version', 'parameters', 'compressor', 'compressors of the leaves',
-    'sharding', 'average', 'kernels', 'delay',
+    'sharding', 'average', 'kernels', 'delay', 'exchange',
 )
 _number = itertools.count(1)
 _TIMEOUT_MS = 300_000
@@ -146,4 +146,6 @@ def _describe(step: Any) -> tuple[str, ...]:
       step.average,
       str(bool(step.kernels)),
       str(int(step.delay)),
+      'all_gather' if step.num_owners is None
+      else f'all_to_all, update_values={step.update_values!r}',
   )

@@ -4,7 +4,7 @@ r"""The exchange of decoupled momentum as an optax transformation.
 the step.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import chex
 import jax
@@ -24,6 +24,7 @@ from demo_optax.compressors.base import (
 from demo_optax.compressors.buckets import Layout, make_layout
 from demo_optax.engine import topk
 from demo_optax.exchange import Hyper, Step, WorkerState
+from demo_optax.wire.values import UPDATE_VALUES
 from demo_optax.workers import Workers
 from demo_optax.workers.sharding import (
   Keys,
@@ -101,7 +102,7 @@ class DeMoState(NamedTuple):
       float32 cannot hold count as zero.
     layout: which leaf's chunks lie where in the momentum.
     worker_stacked: what every worker has of its own: the momentum, by buckets,
-      and the message in flight.
+      the message in flight, and what is owed of updates.
   """
 
   count: chex.Array
@@ -121,6 +122,8 @@ def scale_by_demo(
     gradient_weight: Any = 1.0,
     kernels: bool | None = None,
     delay: int | None = None,
+    exchange: exchange_lib.Exchange = 'all_gather',
+    update_values: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Exchanges the fast part of every worker's own momentum.
 
@@ -142,7 +145,11 @@ def scale_by_demo(
 
   Communication: one `all_gather` of one uint8 payload per step for the whole
   tree, or with compressors of places that all workers share one all-reduce;
-  `demo_optax.plan` gives the bytes.
+  `demo_optax.plan` gives the bytes. What a worker receives so grows with the
+  number of workers. With `exchange='all_to_all'` it does not: every worker owns
+  an equal share of the chunks, receives what the others have to say of them by
+  one `all_to_all`, merges it, and tells all the finished update by one
+  `all_gather`, written as `update_values` says.
 
   A worker whose gradient is not finite, or beyond :math:`10^{-12}` of the
   largest number so that momentum could overflow, says so in its message. All
@@ -186,6 +193,15 @@ def scale_by_demo(
       does not depend on the step's gradients, and may travel while they are
       computed. Updates are a step old then, which may cost in loss: compare
       first (benchmarks/diloco.py).
+    exchange: `'all_gather'`; `'all_to_all'`, see above; or `'auto'`, whichever
+      receives fewer bytes with these parameters and workers. All workers must
+      agree in it.
+    update_values: how updates are written if chunks have owners: `'ternary'`,
+      signs of the update and its zeros, in 1.6 bits an element, which is exact
+      if `optax.scale_by_sign` or the like follows; `'float32'`, exact, and as
+      many bytes as the parameters; `'bfloat16'`, `'int8'`, `'int4'` or
+      `'sign'`, as in `dct_topk`: what they lose stays with the owner of the
+      chunk and goes into its next update.
 
   Returns:
     A gradient transformation. Its `update` takes stacked gradients
@@ -226,6 +242,7 @@ def scale_by_demo(
   if average not in ('senders', 'workers'):
     raise ValueError(f"average={average!r} must be 'senders' or 'workers'.")
   _check_delay(delay)
+  written = check_exchange(exchange, update_values)
 
   def step_of(
       tree: chex.ArrayTree, leaves: list[Any], decay: Any, gradient_weight: Any
@@ -249,7 +266,12 @@ def scale_by_demo(
       weights = [(decays[d], weights[w]) for d, w in different]
     else:
       weights = [(None, w) for w in weights]
-    step = Step(layout, which_decay, which, average, kernels, bool(delay))
+    step = Step(
+        layout, which_decay, which, average, kernels, bool(delay),
+        update_values=written,
+    )
+    if exchange != 'all_gather':
+      step = exchange_lib.with_exchange(step, exchange, workers.count)
     return step, decays, weights
 
   def init_fn(params: chex.ArrayTree) -> DeMoState:
@@ -267,7 +289,16 @@ def scale_by_demo(
     # Under jit this is left to the first step of data_parallel.
     if not isinstance(jnp.zeros(()), jax.core.Tracer):
       agreement.check_exchanges(workers, [step])
-    buckets, sizes = step.layout.buckets, step.packer.sizes if delay else {}
+    in_flight = step.packer.shapes if delay else {}
+    owners = step.update_packer
+    owed = {} if owners is None else owners.residual_shapes
+
+    def zeros(shapes: Any) -> dict[str, jax.Array]:
+      return {
+          name: workers.bucket_zeros(shape, dtype)
+          for name, (shape, dtype) in shapes.items()
+      }
+
     return DeMoState(
         count=workers.device_put(jnp.zeros((), jnp.int32)),
         metrics=workers.device_put(exchange_lib.no_metrics()._asdict()),
@@ -275,11 +306,11 @@ def scale_by_demo(
             workers.device_put(jnp.asarray(step.layout.digest)), step.layout
         ),
         worker_stacked=WorkerState(
-            {b.name: workers.bucket_zeros(b.shape, b.format.dtype)
-             for b in buckets},
+            zeros({b.name: (b.shape, b.format.dtype)
+                   for b in step.layout.buckets}),
             # Of zeros the status is that the worker is excluded.
-            {name: workers.bucket_zeros((length,), dtype)
-             for name, (length, dtype) in sizes.items()},
+            zeros(in_flight),
+            zeros(owed),
         ),
     )
 
@@ -413,6 +444,17 @@ def _check_state(state: DeMoState, step: Step, workers: Workers) -> None:
         f' has delay={int(step.delay)}: make it with tx.init of the same'
         ' transformation.'
     )
+  owners = step.update_packer
+  owed = {} if owners is None else owners.residual_shapes
+  shapes = {k: workers.bucket_shape(shape) for k, (shape, _) in owed.items()}
+  found_shapes = {k: x.shape for k, x in own.update_residual.items()}
+  if found_shapes != shapes:
+    raise ValueError(
+        'What the state keeps of updates has the shapes'
+        f' {found_shapes or "of nothing"}, but with exchange and update_values'
+        f' as they are here it is {shapes or "nothing"}: make the state with'
+        ' tx.init of the same transformation.'
+    )
   for bucket in expected.buckets:
     shape = workers.bucket_shape(bucket.shape)
     size = own.momentum[bucket.name].shape
@@ -480,6 +522,29 @@ def _check_delay(delay: Any) -> None:
     )
   if isinstance(delay, bool) or delay not in (None, 0, 1):
     raise ValueError(f'delay={delay!r} must be 0 or 1.')
+
+
+def check_exchange(exchange: Any, update_values: Any) -> str:
+  """Returns the code of updates; raises unless both arguments make sense."""
+  known = get_args(exchange_lib.Exchange)
+  if exchange not in known:
+    raise ValueError(
+        f'exchange={exchange!r} is not known; choose one of {", ".join(known)}.'
+    )
+  if update_values is None and exchange != 'all_gather':
+    raise ValueError(
+        f'exchange={exchange!r} needs update_values, how updates are written:'
+        " 'ternary' if their signs are taken (optax.scale_by_sign), else"
+        " 'int8', 'int4' or 'sign', which lose a little, or 'float32'."
+    )
+  if update_values is None:
+    return 'float32'
+  if update_values not in UPDATE_VALUES:
+    raise ValueError(
+        f'update_values={update_values!r} is not known; choose one of'
+        f' {", ".join(UPDATE_VALUES)}.'
+    )
+  return update_values
 
 
 def check_range(

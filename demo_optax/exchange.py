@@ -11,7 +11,7 @@ others are in `workers`.
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import chex
 import jax
@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from demo_optax import agreement, engine
 from demo_optax.compressors.buckets import Bucket, Layout
 from demo_optax.engine import plain, topk
-from demo_optax.wire.message import Inbox, Packer
+from demo_optax.wire.message import Packer
+from demo_optax.wire.updates import Told, UpdatePacker
 from demo_optax.workers import Group, Spec, Workers
 
 # A worker is excluded if an element of its gradient is more than this share of
@@ -36,12 +37,16 @@ class WorkerState(NamedTuple):
       float32 (float64 for float64 parameters); `[workers, devices, rows, n]` if
       there are mesh axes inside a worker.
     in_flight: with `delay=1` the message that arrives in the next exchange,
-      uint8 `[workers, bytes]` and, by dtype, what is summed beside it; else
-      empty.
+      uint8 `[workers, bytes]` (with owners `[workers, owners, bytes]`) and, by
+      dtype, what is summed beside it; else empty.
+    update_residual: by the names of the buckets, what the code of updates has
+      lost of the chunks that a worker owns, `[workers, chunks, n]`; empty
+      without owners, and if the code is exact.
   """
 
   momentum: dict[str, chex.Array]
   in_flight: dict[str, chex.Array]
+  update_residual: dict[str, chex.Array]
 
 
 class Hyper(NamedTuple):
@@ -96,6 +101,9 @@ class Step:
     average: how what was sent is averaged, see `scale_by_demo`.
     kernels: whether kernels are wanted, see `scale_by_demo`.
     delay: whether messages arrive one exchange later.
+    num_owners: among how many workers the chunks are divided, each of which
+      merges its own and tells the others the update; None: all merge all.
+    update_values: how owners write updates, one of `UPDATE_VALUES`.
   """
 
   layout: Layout
@@ -104,11 +112,51 @@ class Step:
   average: topk.Average
   kernels: bool | None = None
   delay: bool = False
+  num_owners: int | None = None
+  update_values: str = 'float32'
 
   @functools.cached_property
   def packer(self) -> Packer:
     """How messages are written and read."""
-    return Packer(self.layout.buckets)
+    return Packer(self.layout.buckets, self.num_owners)
+
+  @functools.cached_property
+  def update_packer(self) -> UpdatePacker | None:
+    """How owners write updates, and all read them; None without owners."""
+    gathered = {
+        i: bucket for i, bucket in enumerate(self.layout.buckets)
+        if not bucket.format.shared
+    }
+    if self.num_owners is None or not gathered:
+      return None
+    return UpdatePacker(gathered, self.num_owners, self.update_values)
+
+
+Exchange = Literal['all_gather', 'all_to_all', 'auto']
+
+
+def with_exchange(step: Step, exchange: Exchange, count: int) -> Step:
+  """Returns a step with owners or without, as `exchange` says.
+
+  Args:
+    step: without.
+    exchange: `'auto'` is what receives fewer bytes.
+    count: number of workers.
+  """
+  owned = dataclasses.replace(step, num_owners=count)
+  if exchange == 'auto':
+    saves = received_bytes(owned, count) < received_bytes(step, count)
+    exchange = 'all_to_all' if saves else 'all_gather'
+  return owned if exchange == 'all_to_all' else step
+
+
+def received_bytes(step: Step, count: int) -> int:
+  """Returns the bytes from other workers that one device gathers."""
+  shape, _ = step.packer.shapes.get(step.packer.name, ((0,), ''))
+  size = shape[-1]
+  if step.update_packer is not None:
+    size += step.update_packer.num_bytes
+  return (count - 1) * size
 
 
 def exchange(
@@ -194,19 +242,36 @@ def exchange(
   )
 
   # u = T^-1 average_i(q_i), in a fixed order: the same bits on all workers.
+  merged, distinct = _unzip(
+      engine.choose(bucket, step.kernels).merge(
+          bucket, inbox.received[i], step.average
+      )
+      for i, bucket in enumerate(packer.read)
+  )
+  told = Told(inbox.num_valid, inbox.energies, distinct)
+
+  # If chunks have owners, each has merged its own, and now tells all others.
+  owed: dict[str, jax.Array] = {}
+  if step.update_packer is not None:
+    owners = step.update_packer
+    data, owed = owners.pack(
+        dict(enumerate(merged)), state.update_residual, told
+    )
+    of_owners, told = owners.unpack(
+        group.gather(data), distinct, group.min_devices
+    )
+    merged = [of_owners.get(i, u) for i, u in enumerate(merged)]
+
   updates: dict[int, jax.Array] = {}
-  distinct = []
-  for i, bucket in enumerate(buckets):
-    u, found = engines[i].merge(bucket, inbox.received[i], step.average)
+  for i, (bucket, u) in enumerate(zip(buckets, merged)):
     if bucket.split_axes:  # of one device, too: it types what is replicated
       u = group.join_devices(u[: bucket.num_chunks], bucket.split_axes)
     updates |= layout.cut(i, u)
-    distinct.append(found)
 
   averages, num_valid = _averages(layout, group, gradients, valid)
   updates |= averages
-  metrics = _metrics(buckets, group, inbox, distinct, num_valid)
-  state = WorkerState(residual, in_flight)
+  metrics = _metrics(buckets, group, told, num_valid)
+  state = WorkerState(residual, in_flight, owed)
   return [updates[i] for i in sorted(updates)], state, metrics
 
 
@@ -254,9 +319,16 @@ def _run(
     shards = dict(zip(exchanged, own))
     rows = {b.name: b.shape for b in step.layout.buckets}
     momentum = {k: x.reshape(rows[k]) for k, x in state.momentum.items()}
-    in_flight = {k: x.reshape(-1) for k, x in state.in_flight.items()}
+    in_flight = {
+        k: x.reshape(step.packer.shapes[k][0])
+        for k, x in state.in_flight.items()
+    }
+    owed = {
+        k: x.reshape(x.shape[-2:]) for k, x in state.update_residual.items()
+    }
     updates, new, metrics = exchange(
-        step, workers.group, shards, WorkerState(momentum, in_flight), hyper
+        step, workers.group, shards, WorkerState(momentum, in_flight, owed),
+        hyper,
     )
     new = jax.tree.map(lambda x, old: x.reshape(old.shape), new, state)
     return updates, new, metrics
@@ -335,22 +407,21 @@ def _averages(
 def _metrics(
     buckets: Sequence[Bucket],
     group: Group,
-    inbox: Inbox,
-    distinct: Sequence[jax.Array],
+    told: Told,
     num_valid: jax.Array | None,
 ) -> Metrics:
   """Returns metrics of this exchange, equal on all workers."""
-  count = num_valid if inbox.num_valid is None else inbox.num_valid
+  count = num_valid if told.num_valid is None else told.num_valid
   if count is None:
     return no_metrics()
   valid = count.astype(jnp.float32)
   senders = jnp.zeros((2,), jnp.float32)  # of all that was sent; distinct
-  for bucket, different in zip(buckets, distinct):
+  for bucket, different in zip(buckets, told.distinct):
     if not bucket.format.shared and bucket.format.k < bucket.format.n:
       of_all = valid * float(bucket.num_chunks * bucket.format.k)
       senders += jnp.stack([of_all, different])
   held, sent, stays, all_sent, different = group.sum_devices(
-      jnp.concatenate([inbox.energies, senders])
+      jnp.concatenate([told.energies, senders])
   )
   return Metrics(
       num_excluded=group.size - count,

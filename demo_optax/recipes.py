@@ -24,7 +24,13 @@ from demo_optax.compressors.base import (
   broadcast,
   per_leaf,
 )
-from demo_optax.demo import DeMoState, check_range, scale_by_demo
+from demo_optax.demo import (
+  DeMoState,
+  check_exchange,
+  check_range,
+  scale_by_demo,
+)
+from demo_optax.exchange import Exchange
 from demo_optax.gradients import per_worker
 from demo_optax.workers import Workers
 from demo_optax.workers.sharding import path_keys
@@ -51,6 +57,7 @@ def demo(
     decay: chex.Numeric = 0.999,
     weight_decay: chex.Numeric = 0.0,
     weight_decay_mask: Any = None,
+    exchange: Exchange = 'all_gather',
 ) -> optax.GradientTransformationExtraArgs:
   r"""DeMo as published (first version): signed updates, lr in the momentum.
 
@@ -76,6 +83,8 @@ def demo(
     weight_decay: :math:`\lambda`, decoupled.
     weight_decay_mask: which leaves decay, as in `optax.add_decayed_weights`; by
       default all that take part.
+    exchange: as in `scale_by_demo`. Signs are all that is wanted of updates, so
+      that `'all_to_all'` and `'auto'` change no bit of the parameters.
 
   Returns:
     A gradient transformation; see `scale_by_demo` for what it takes.
@@ -113,6 +122,8 @@ def demo(
           decay,
           workers=workers,
           gradient_weight=_lost_unless_finite(learning_rate, weight_decay),
+          exchange=exchange,
+          update_values='ternary',
       ),
       optax.scale_by_sign(),
       _in_parameter_dtype(),
@@ -375,6 +386,8 @@ def demo_muon(
     weight_decay: chex.Numeric = 0.0,
     weight_decay_mask: Any = None,
     muon_weight_dimension_numbers: DimensionNumbersTree = None,
+    exchange: Exchange = 'all_gather',
+    update_values: str = 'int4',
 ) -> optax.GradientTransformationExtraArgs:
   r"""Muon whose momentum is orthonormalised at every worker, then compressed.
 
@@ -432,6 +445,8 @@ def demo_muon(
       axes: a tree like the parameters, as in `optax.contrib.muon`, or a
       function from them to one; by default `muon_dimension_numbers`. Give it
       to `muon_compressors`, too, if you call that.
+    exchange: as in `scale_by_demo`.
+    update_values: as in `scale_by_demo`.
 
   Returns:
     A gradient transformation; see `scale_by_demo` for what it takes.
@@ -486,6 +501,7 @@ def demo_muon(
         f'preconditioning={preconditioning!r} is not one of'
         f' {", ".join(_PRECONDITIONINGS)}.'
     )
+  check_exchange(exchange, update_values)
   if adam_learning_rate is None:
     adam_learning_rate = learning_rate
 
@@ -540,6 +556,8 @@ def demo_muon(
             decay,
             workers=workers,
             ema=True,
+            exchange=exchange,
+            update_values=update_values,
             gradient_weight=_lost_unless_finite(
                 1.0, learning_rate, adam_learning_rate, adam_b2, weight_decay
             ),

@@ -414,7 +414,9 @@ class Checkpointer:
       count = wanted[name].get('workers', 0)
       array = arrays.pop(name)  # no more than one leaf is held twice
       if plans or count != saved[name].get('workers', 0):
-        if isinstance(x, np.ndarray) and not plans:
+        if 'rows' in saved[name]:
+          array = _of_other_owners(array, x)
+        elif isinstance(x, np.ndarray) and not plans:
           array = elastic.regroup(np.asarray(array), count)
         else:
           array = _converted(array, count, plans, codes[name], x)
@@ -540,7 +542,9 @@ class Checkpointer:
         lead = {'workers': x.shape[0]} if specs.is_stacked(keys) else {}
         shape = list(x.shape[len(lead) :])
         records[name] = {'shape': shape, 'dtype': str(x.dtype), **lead}
-        if specs.is_bucket(keys):  # a message in flight
+        if elastic.is_owned(keys):  # by as many owners as there are workers
+          records[name]['rows'] = shape.pop(-2)
+        if specs.is_bucket(keys):  # of messages in flight, or of owners
           codes = dict.fromkeys(str(x) for x in self._codes.values())
           digest = leaves.layout_at(keys).digest.tobytes().hex()
           by = f'{", ".join(codes)}{self._workers.param_specs}'
@@ -573,6 +577,19 @@ def _plans(
   if same_code and _same_chunks(saved, wanted):
     return None
   return _plan(saved, old), _plan(wanted, new)
+
+
+def _of_other_owners(x: Any, like: Any) -> Any:
+  """What owners of chunks keep, with as many owners as in `like`."""
+  if isinstance(like, np.ndarray):
+    return elastic.regroup_owned(np.asarray(x), like.shape)
+  sharding = like.sharding
+  regroup = jax.jit(
+      elastic.regroup_owned,
+      static_argnums=1,
+      out_shardings=elastic.auto(sharding),
+  )
+  return elastic.on_mesh(regroup(jnp.asarray(x), like.shape), sharding)
 
 
 def _converted(
@@ -832,6 +849,8 @@ def _loaded_as(saved: Record, like: Any) -> Any:
     grid, blocks = _grid(saved)
     counts = [b * c for b, c in zip(blocks, grid.counts)]
     shape = (*counts, grid.chunk_size)
+  if 'rows' in saved:
+    shape = (*shape[:-1], saved['rows'], shape[-1])
   if 'workers' in saved:
     shape = (saved['workers'], *shape)
   if _is_key(like):

@@ -28,6 +28,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from demo_optax import _tree as trees
+from demo_optax.demo import layouts_in
+from demo_optax.wire.message import TO_OWNERS
 from demo_optax.workers import sharding as specs
 
 
@@ -50,6 +52,9 @@ def resize_workers(opt_state: chex.ArrayTree, n: int) -> chex.ArrayTree:
   PRNG keys have no mean: they are those of the old worker that covers most of
   the new one, the first of equals; with more workers, several share a key.
 
+  What owners of chunks keep of updates (`update_residual`) goes with the chunk
+  to its new owner, exactly.
+
   Args:
     opt_state: a state of concrete arrays.
     n: the new number of workers.
@@ -60,7 +65,9 @@ def resize_workers(opt_state: chex.ArrayTree, n: int) -> chex.ArrayTree:
 
   Raises:
     ValueError: `n` below 1, nothing in `opt_state` is stacked, or stacked
-      leaves are of different numbers of workers.
+      leaves are of different numbers of workers; there are messages in flight
+      to owners of chunks; or what owners keep is in a state that Flax holds
+      without its types, which does not tell how many chunks there are.
     TypeError: `n` is not an integer.
 
   Example:
@@ -84,9 +91,56 @@ def resize_workers(opt_state: chex.ArrayTree, n: int) -> chex.ArrayTree:
   flat, treedef = jax.tree_util.tree_flatten_with_path(opt_state)
   stacked = [specs.is_stacked(specs.path_keys(path)) for path, _ in flat]
   _check_stacked([leaf for leaf, own in zip(flat, stacked) if own])
+  layouts = layouts_in(opt_state)
+
+  def resize(path: specs.Path, x: Any) -> Any:
+    keys = specs.path_keys(path)
+    if keys[-1] == TO_OWNERS:
+      raise ValueError(
+          f'{trees.leaf_name(path)} are messages in flight to {len(x)} owners'
+          ' of chunks, which others cannot read: with delay=1 and'
+          " exchange='all_to_all' the number of workers must stay."
+      )
+    if not is_owned(keys):
+      return _resize(x, n)
+    layout = layouts.get(keys[:-3])
+    if layout is None:
+      raise ValueError(
+          f'{trees.leaf_name(path)} does not tell how many chunks there are:'
+          ' save the state, and restore it with'
+          ' Checkpointer.restore(..., resize=True).'
+      )
+    bucket = next(b for b in layout.buckets if b.name == keys[-1])
+    rows = bucket.share(n).num_chunks
+    return _resize(x, n, (n, *x.shape[1:-2], rows, x.shape[-1]))
+
   return treedef.unflatten([
-      _resize(x, n) if own else x for (_, x), own in zip(flat, stacked)
+      resize(path, x) if own else x for (path, x), own in zip(flat, stacked)
   ])
+
+
+def is_owned(keys: specs.Keys) -> bool:
+  """Returns whether a path is that of what owners of chunks keep."""
+  return specs.is_bucket(keys) and keys[-2] == 'update_residual'
+
+
+def regroup_owned(x: Any, shape: tuple[int, ...]) -> Any:
+  """Returns what owners keep of their chunks, with other owners.
+
+  Args:
+    x: `[owners, *devices, chunks, n]`, each owner's chunks following those of
+      the one before, and zeros behind the last chunk.
+    shape: the same for other owners.
+  """
+  xp: Any = np if isinstance(x, np.ndarray) else jnp
+  x = xp.moveaxis(x, 0, -3)
+  *devices, owners, rows, size = x.shape
+  x = x.reshape(*devices, owners * rows, size)
+  total = shape[0] * shape[-2]
+  missing = max(0, total - owners * rows)
+  x = xp.pad(x, [(0, 0)] * len(devices) + [(0, missing), (0, 0)])
+  x = x[..., :total, :].reshape(*devices, shape[0], shape[-2], size)
+  return xp.moveaxis(x, -3, 0)
 
 
 def _check_stacked(stacked: list[tuple[specs.Path, Any]]) -> None:
@@ -105,17 +159,26 @@ def _check_stacked(stacked: list[tuple[specs.Path, Any]]) -> None:
       )
 
 
-def _resize(x: jax.Array, n: int) -> jax.Array:
+def _resize(
+    x: jax.Array, n: int, owned: tuple[int, ...] | None = None
+) -> jax.Array:
+  """Regroups an array where it lies; `owned`: to this shape, by chunks."""
   if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array):
-    return regroup(x, n)
-  sharding = fit_sharding((n, *x.shape[1:]), x.sharding)
-  y = _regroup_jit(on_mesh(x, auto(x.sharding)), n, auto(sharding))
+    return _regrouped(x, n, owned)
+  sharding = fit_sharding(owned or (n, *x.shape[1:]), x.sharding)
+  y = _regroup_jit(on_mesh(x, auto(x.sharding)), n, owned, auto(sharding))
   return on_mesh(y, sharding)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _regroup_jit(x: jax.Array, n: int, sharding: Any) -> jax.Array:
-  return jax.lax.with_sharding_constraint(regroup(x, n), sharding)
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _regroup_jit(
+    x: jax.Array, n: int, owned: tuple[int, ...] | None, sharding: Any
+) -> jax.Array:
+  return jax.lax.with_sharding_constraint(_regrouped(x, n, owned), sharding)
+
+
+def _regrouped(x: Any, n: int, owned: tuple[int, ...] | None) -> Any:
+  return regroup(x, n) if owned is None else regroup_owned(x, owned)
 
 
 def regroup(x: Any, n: int) -> Any:

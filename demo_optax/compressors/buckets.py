@@ -97,6 +97,12 @@ class Bucket:
       return whole, 1
     return self.format, self.num_chunks
 
+  def share(self, num_owners: int) -> 'Bucket':
+    """Returns the bucket of the chunks that one of several owners has."""
+    return dataclasses.replace(
+        self, num_devices=self.num_devices * num_owners
+    )
+
   def strip(self, x: jax.Array) -> jax.Array:
     """Cuts `[rows, k]` to the chunks that are sent."""
     chunk_format, chunks = self.sent

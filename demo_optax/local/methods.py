@@ -12,6 +12,7 @@ from demo_optax import state as inspection
 from demo_optax.compressors import Compressor
 from demo_optax.demo import scale_by_demo
 from demo_optax.engine.topk import Average
+from demo_optax.exchange import Exchange
 from demo_optax.local.local_updates import Period, local_updates
 from demo_optax.workers import Workers
 
@@ -90,6 +91,8 @@ def demo_diloco(
     average: Average = 'senders',
     drift: bool = False,
     delay: int | None = None,
+    exchange: Exchange = 'all_gather',
+    update_values: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""DeMo inside DiLoCo: of the momentum of differences the fast part is sent.
 
@@ -135,6 +138,8 @@ def demo_diloco(
     delay: as in `scale_by_demo`, counted in exchanges: with 1 what one exchange
       sends is applied by the next, a period later, and what the workers did in
       between is dropped.
+    exchange: as in `scale_by_demo`.
+    update_values: as in `scale_by_demo`.
 
   Returns:
     A gradient transformation; see `diloco`.
@@ -160,13 +165,14 @@ def demo_diloco(
     Momentum Optimization <https://arxiv.org/abs/2510.03371>`_, 2025.
   """
   compressor = compressors.dct_topk() if compressor is None else compressor
-  exchange = scale_by_demo(
-      compressor, decay, workers=workers, average=average, delay=delay
+  shared = scale_by_demo(
+      compressor, decay, workers=workers, average=average, delay=delay,
+      exchange=exchange, update_values=update_values,
   )
   if drift:
-    exchange = _own_nesterov(exchange, compressor, decay, workers)
+    shared = _own_nesterov(shared, compressor, decay, workers)
   outer = optax.chain(
-      exchange, optax.scale_by_learning_rate(outer_learning_rate)
+      shared, optax.scale_by_learning_rate(outer_learning_rate)
   )
   return local_updates(
       _inner(inner), outer, sync_period, workers=workers, drift=drift
@@ -181,6 +187,8 @@ def sparse_loco(
     sync_period: Period = 30,
     outer_learning_rate: optax.ScalarOrSchedule = 1.0,
     decay: chex.Numeric = 0.95,
+    exchange: Exchange = 'all_gather',
+    update_values: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""SparseLoCo: the largest raw differences, in few bits, error feedback.
 
@@ -201,6 +209,8 @@ def sparse_loco(
     sync_period: steps between exchanges, or a schedule of them.
     outer_learning_rate: :math:`\eta`, a number or a schedule of exchanges.
     decay: :math:`\beta`.
+    exchange: as in `scale_by_demo`.
+    update_values: as in `scale_by_demo`.
 
   Returns:
     A gradient transformation; see `diloco`.
@@ -233,7 +243,10 @@ def sparse_loco(
   if compressor is None:
     compressor = compressors.identity_topk(64, 64, values='int4')
   outer = optax.chain(
-      scale_by_demo(compressor, decay, workers=workers, average='workers'),
+      scale_by_demo(
+          compressor, decay, workers=workers, average='workers',
+          exchange=exchange, update_values=update_values,
+      ),
       optax.scale_by_learning_rate(outer_learning_rate),
   )
   return local_updates(_inner(inner), outer, sync_period, workers=workers)

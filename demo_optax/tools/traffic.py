@@ -1,5 +1,6 @@
 """Bytes on the wire, predicted from shapes."""
 
+import bisect
 import dataclasses
 import html
 import math
@@ -11,16 +12,18 @@ import chex
 import jax
 import numpy as np
 
+from demo_optax import exchange as exchange_lib
 from demo_optax.compressors.base import (
   Compressor,
   CompressorTree,
   Frozen,
   per_leaf,
 )
-from demo_optax.compressors.buckets import Layout, Leaf, make_layout
-from demo_optax.demo import describe_leaf
+from demo_optax.compressors.buckets import Leaf, make_layout
+from demo_optax.demo import check_exchange, describe_leaf
+from demo_optax.exchange import Exchange, Step
 from demo_optax.tools import tables
-from demo_optax.wire.message import ENERGIES, Packer
+from demo_optax.wire.message import ENERGIES
 from demo_optax.workers import Workers
 from demo_optax.workers.sharding import ParamSpecs
 
@@ -92,12 +95,14 @@ class Plan:
     num_workers: number of workers.
     num_devices: number of devices of a worker.
     payload_bytes: size of a worker's payload, from all its devices, which all
-      others receive.
+      others receive; if chunks have owners, of its messages to all of them.
     summed_bytes: size of what is all-reduced beside it, from all its devices.
     device_bytes: bytes that one device receives in a step, and sends by the
       ring algorithm, by the mesh axes that they cross: first the worker axis,
       then, if a worker is several devices, those inside it, over which parts
       are rejoined and the devices agree on taking part.
+    update_bytes: size of what all owners of chunks tell, from all their
+      devices; 0 where there are none.
   """
 
   leaves: tuple[LeafBytes, ...]
@@ -106,22 +111,37 @@ class Plan:
   payload_bytes: int
   summed_bytes: int
   device_bytes: dict[tuple[str, ...], int]
+  update_bytes: int = 0
 
   @property
   def sent_bytes(self) -> int:
     """Bytes that a worker sends: its payload, and its part of the sums.
 
-    A worker by itself sends nothing.
+    If chunks have owners, its messages to the others, and its part in a ring
+    that brings all updates to everybody. A worker by itself sends nothing.
     """
     if self.num_workers == 1:
       return 0
-    return self.payload_bytes + _ring(self.summed_bytes, self.num_workers)
+    summed = _ring(self.summed_bytes, self.num_workers)
+    if self.update_bytes:
+      return self._of_owners() + summed
+    return self.payload_bytes + summed
 
   @property
   def received_bytes(self) -> int:
-    """Bytes that a worker receives: all other payloads, and the sums."""
-    payloads = (self.num_workers - 1) * self.payload_bytes
-    return payloads + _ring(self.summed_bytes, self.num_workers)
+    """Bytes that a worker receives: all other payloads, and the sums.
+
+    If chunks have owners, what the others tell it of its own, and updates.
+    """
+    summed = _ring(self.summed_bytes, self.num_workers)
+    if self.update_bytes:
+      return self._of_owners() + summed
+    return (self.num_workers - 1) * self.payload_bytes + summed
+
+  def _of_owners(self) -> int:
+    """Bytes each way, if chunks have owners."""
+    both = self.payload_bytes + self.update_bytes
+    return both // self.num_workers * (self.num_workers - 1)
 
   @property
   def device_sent_bytes(self) -> int:
@@ -171,7 +191,8 @@ class Plan:
     """The most workers with which less is received than by an all-reduce.
 
     An all-gather receives `N - 1` payloads; a ring all-reduce receives
-    `2 (N - 1) / N` times the dense gradient, however many the workers.
+    `2 (N - 1) / N` times the dense gradient, however many the workers, and if
+    chunks have owners, so does this exchange of what it sends.
 
     Args:
       itemsize: bytes per element of the all-reduced gradient.
@@ -183,6 +204,9 @@ class Plan:
     if not self.leaves:
       return 0
     dense = self.size * itemsize
+    if self.update_bytes:
+      both = self.payload_bytes + self.update_bytes
+      return math.inf if both + 2 * self.summed_bytes < 2 * dense else 1
     return _max_workers(dense, self.payload_bytes, self.summed_bytes)
 
   def __str__(self) -> str:
@@ -272,6 +296,9 @@ def plan(
     params: chex.ArrayTree,
     compressor: CompressorTree,
     workers: Workers | int,
+    *,
+    exchange: Exchange = 'all_gather',
+    update_values: str | None = None,
 ) -> Plan:
   r"""What an exchange will send, before anything is run.
 
@@ -281,6 +308,15 @@ def plan(
   .. math::
     \text{sends } P + 2\tfrac{N-1}{N} S, \qquad
     \text{receives } (N - 1) P + 2\tfrac{N-1}{N} S.
+
+  With `exchange='all_to_all'` and updates of :math:`U` bytes it
+
+  .. math::
+    \text{sends and receives } \tfrac{N-1}N (P + U) + 2\tfrac{N-1}{N} S,
+
+  where :math:`P` and :math:`U` contain what rounds every owner's share up to
+  whole chunks. That an all-gather sends :math:`P` and not what a ring forwards
+  is how the literature counts; of :math:`U` all that is forwarded is counted.
 
   A payload is, over the kinds of chunks, the values and the indices, packed
   across chunks, plus 13 bytes: a status and what `DeMoState.metrics` is made
@@ -301,6 +337,8 @@ def plan(
     params: parameters, or their shapes (`jax.ShapeDtypeStruct`).
     compressor: what is sent, or a tree of that, as for `scale_by_demo`.
     workers: who takes part, or how many.
+    exchange: as in `scale_by_demo`.
+    update_values: as in `scale_by_demo`.
 
   Returns:
     A `Plan`; its `payload_bytes` is the exact size of a payload. `python -m
@@ -308,7 +346,7 @@ def plan(
 
   Raises:
     TypeError: complex leaves.
-    ValueError: fewer than one worker.
+    ValueError: fewer than one worker; as `scale_by_demo` of `exchange`.
 
   Example:
     >>> import demo_optax, jax, jax.numpy as jnp
@@ -348,17 +386,52 @@ def plan(
       for leaves_bytes in leaves
       if leaves_bytes.values == 'averaged'
   )
-  own, summed, inside = _device_bytes(layout, specs, num_workers)
+  written = check_exchange(exchange, update_values)
+  step = exchange_lib.with_exchange(
+      Step(layout, (), (), 'senders', update_values=written), exchange,
+      num_workers,
+  )
+  own, summed, inside = _device_bytes(step, specs, num_workers)
   summed += averaged
-  across = (num_workers - 1) * own + _ring(summed, num_workers)
+  across = exchange_lib.received_bytes(step, num_workers)
+  owners = step.num_owners or 1
+  told = 0 if step.update_packer is None else step.update_packer.num_bytes
   return Plan(
       tuple(leaves),
       num_workers,
       specs.devices,
-      own * specs.devices,
+      own * owners * specs.devices,
       summed * specs.devices,
-      {(axis,): across, **inside},
+      {(axis,): across + _ring(summed, num_workers), **inside},
+      told * owners * specs.devices,
   )
+
+
+def owners_pay_from(
+    params: chex.ArrayTree, compressor: CompressorTree, update_values: str
+) -> int | None:
+  """Returns from how many workers on `'all_to_all'` receives fewer bytes.
+
+  Args:
+    params: parameters, or their shapes.
+    compressor: what is sent, as for `plan`.
+    update_values: how updates are written.
+
+  Returns:
+    the least number of workers, or None if it is beyond 65,536.
+  """
+
+  def saves(num_workers: int) -> bool:
+    gathered = plan(params, compressor, num_workers).received_bytes
+    owned = plan(
+        params, compressor, num_workers, exchange='all_to_all',
+        update_values=update_values,
+    )
+    return owned.received_bytes < gathered
+
+  few = range(2, 2**16 + 1)
+  place = bisect.bisect_left(few, True, key=saves)
+  return few[place] if place < len(few) else None
 
 
 def _leaf_bytes(leaf: Leaf) -> LeafBytes:
@@ -417,18 +490,17 @@ def _averaged(leaf: Leaf) -> LeafBytes:
 
 
 def _device_bytes(
-    layout: Layout, specs: ParamSpecs, num_workers: int
+    step: exchange_lib.Step, specs: ParamSpecs, num_workers: int
 ) -> tuple[int, int, dict[tuple[str, ...], int]]:
   """Returns what a device has gathered, and summed, and receives inside."""
   inside: dict[tuple[str, ...], int] = {}
-  packer = Packer(layout.buckets)
   own = summed = 0
-  for length, dtype in packer.sizes.values():
+  for (*_, length), dtype in step.packer.shapes.values():
     if dtype == 'uint8':
       own += length
     else:
       summed += length * np.dtype(dtype).itemsize
-  for bucket in layout.buckets:
+  for bucket in step.layout.buckets:
     # Updates are joined along one axis after the other, the innermost first.
     size = bucket.num_chunks * bucket.format.n
     size *= np.dtype(bucket.format.dtype).itemsize
@@ -438,10 +510,13 @@ def _device_bytes(
         size *= devices
   if specs.devices > 1 and own + summed:
     # All-reduces over the devices of a worker: whether its gradient is valid
-    # (int32), which messages are (int32 each), and metrics (five float32).
+    # (int32), which messages are (int32 each), how many owners count (int32),
+    # and metrics (five float32).
     agreed = _ring(4, specs.devices) + _ring(4 * (ENERGIES + 2), specs.devices)
     if own:
       agreed += _ring(4 * num_workers, specs.devices)
+    if step.update_packer is not None:
+      agreed += _ring(4, specs.devices)
     inside[specs.axes] = inside.get(specs.axes, 0) + agreed
   return own, summed, inside
 

@@ -14,6 +14,9 @@ A message is one uint8 vector whose size is fixed by shapes alone:
 
 If a worker is several devices, each has its own chunks and its own message.
 
+Where every worker owns a share of the chunks, a worker writes such a message
+for each owner, about its chunks alone; all are of one size.
+
 Whatever the bytes, reading them is safe: a worker whose indices do not ascend
 within the chunk or whose values are beyond `ChunkFormat.max_magnitude` is
 excluded. All workers see the same bytes and so agree on who that is.
@@ -41,9 +44,11 @@ if TYPE_CHECKING:
 ENERGIES = 3  # of the momentum, of what is sent, of what stays
 END_BYTES = 1 + 4 * ENERGIES  # the status and the energies
 
-# By name: `GATHERED`, uint8 `[bytes]`; `SUMMED` and a dtype, `[elements]`.
+# By name: `GATHERED`, uint8 `[bytes]`, or `TO_OWNERS`, uint8 `[owners, bytes]`;
+# `SUMMED` and a dtype, `[elements]`.
 Message = Mapping[str, jax.Array]
 GATHERED = 'bucket_message'
+TO_OWNERS = 'bucket_messages_to_owners'
 SUMMED = 'bucket_sum_'
 
 
@@ -209,14 +214,29 @@ class Packer:
 
   Args:
     buckets: what is sent.
+    num_owners: among how many workers the chunks are divided; None: everybody
+      reads everything.
+
+  Attributes:
+    buckets: what is sent.
+    name: of the bytes in a message.
+    read: what one worker reads of each: its share, or all of it.
   """
 
-  def __init__(self, buckets: Sequence['Bucket']):
+  def __init__(
+      self, buckets: Sequence['Bucket'], num_owners: int | None = None
+  ):
     self.buckets = tuple(buckets)
+    self.num_owners = num_owners
+    self.name = GATHERED if num_owners is None else TO_OWNERS
+    self.read = tuple(
+        b if num_owners is None or b.format.shared else b.share(num_owners)
+        for b in self.buckets
+    )
     # Chunks of one format are packed together, from whatever buckets.
     self.gathered: dict[ChunkFormat, list[int]] = {}
     self.summed: dict[str, list[int]] = {}
-    for number, bucket in enumerate(self.buckets):
+    for number, bucket in enumerate(self.read):
       chunk_format, _ = bucket.sent
       if chunk_format.shared:
         self.summed.setdefault(chunk_format.dtype, []).append(number)
@@ -224,25 +244,26 @@ class Packer:
         self.gathered.setdefault(chunk_format, []).append(number)
 
   def _chunks(self, numbers: Sequence[int]) -> list[int]:
-    return [self.buckets[number].sent[1] for number in numbers]
+    return [self.read[number].sent[1] for number in numbers]
 
   @property
-  def sizes(self) -> dict[str, tuple[int, str]]:
-    """Length and dtype of everything in the message of one device."""
-    sizes = {}
+  def shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of everything in the message of one device."""
+    shapes: dict[str, tuple[tuple[int, ...], str]] = {}
     if self.gathered:
       length = END_BYTES + sum(
           chunk_format.num_bytes(sum(self._chunks(members)))
           for chunk_format, members in self.gathered.items()
       )
-      sizes[GATHERED] = length, 'uint8'
+      lead = () if self.num_owners is None else (self.num_owners,)
+      shapes[self.name] = (*lead, length), 'uint8'
     for dtype, members in self.summed.items():
       length = sum(
           chunks * chunk_format.k
           for chunk_format, chunks in (self.buckets[i].sent for i in members)
       )
-      sizes[SUMMED + dtype] = length + 1 + ENERGIES, dtype
-    return sizes
+      shapes[SUMMED + dtype] = (length + 1 + ENERGIES,), dtype
+    return shapes
 
   def pack(
       self,
@@ -264,25 +285,33 @@ class Packer:
     sent = [x.values for x in selected]  # of sums, as they are
     packed: list[jax.Array] = []
     for chunk_format, members in self.gathered.items():
-      values = [self.buckets[i].strip(selected[i].values) for i in members]
+      values = [self._cut(i, selected[i].values) for i in members]
       indices = [
-          self.buckets[i].strip(x)
+          self._cut(i, x)
           for i in members
           if (x := selected[i].indices) is not None
       ]
-      data, read = chunk_format.encode(
-          jnp.concatenate(indices) if indices else None, jnp.concatenate(values)
+      encode: Callable[..., tuple[jax.Array, jax.Array]] = chunk_format.encode
+      if self.num_owners is not None:
+        encode = jax.vmap(encode)
+      data, read = encode(
+          jnp.concatenate(indices, axis=-2) if indices else None,
+          jnp.concatenate(values, axis=-2),
       )
       packed.append(data)
-      for i, x in zip(members, _split(read, self._chunks(members))):
-        sent[i] = self.buckets[i].unstrip(x[None])[0]
+      parts = _split(read, self._chunks(members), axis=read.ndim - 2)
+      for i, x in zip(members, parts):
+        sent[i] = self._join(i, x)
     message: dict[str, jax.Array] = {}
     if self.gathered:
       members = [i for alike in self.gathered.values() for i in alike]
       energies = self._energies(members, selected, sent, alpha)
       energies = jax.lax.bitcast_convert_type(energies, jnp.uint8).reshape(-1)
       status = valid.astype(jnp.uint8)[None]
-      message[GATHERED] = jnp.concatenate([*packed, status, energies])
+      end = jnp.concatenate([status, energies])
+      if self.num_owners is not None:
+        end = jnp.broadcast_to(end, (self.num_owners, *end.shape))
+      message[self.name] = jnp.concatenate([*packed, end], axis=-1)
     for dtype, members in self.summed.items():
       energies = self._energies(members, selected, sent, alpha)
       energies = jnp.where(jnp.isfinite(energies), energies, 0).astype(dtype)
@@ -290,6 +319,34 @@ class Packer:
       vector = jnp.concatenate([*values, jnp.ones((1,), dtype), energies])
       message[SUMMED + dtype] = jnp.where(valid, vector, jnp.zeros_like(vector))
     return message, sent
+
+  def _cut(self, number: int, x: jax.Array) -> jax.Array:
+    """Cuts `[rows, k]` into what is sent: `[chunks, k]`, for owners of each.
+
+    Where owners have fewer chunks than others, those that they lack are the
+    first places of chunks of zeros.
+    """
+    if self.num_owners is None:
+      return self.buckets[number].strip(x)
+    chunk_format, chunks = self.read[number].sent
+    k = self.buckets[number].format.k
+    x = x.reshape(-1)
+    missing = self.num_owners * chunks * chunk_format.k - len(x)
+    if missing > 0:
+      fill = jnp.arange(k, dtype=x.dtype)
+      if not jnp.issubdtype(x.dtype, jnp.integer):
+        fill = jnp.zeros_like(fill)
+      x = jnp.concatenate([x, jnp.tile(fill, -(-missing // k))[:missing]])
+    x = x[: self.num_owners * chunks * chunk_format.k]
+    return x.reshape(self.num_owners, chunks, chunk_format.k)
+
+  def _join(self, number: int, x: jax.Array) -> jax.Array:
+    """Undoes `_cut` for values; returns `[rows, k]`."""
+    bucket = self.buckets[number]
+    if self.num_owners is None:
+      return bucket.unstrip(x[None])[0]
+    most = bucket.rows * bucket.format.k
+    return bucket.unstrip(x.reshape(1, -1)[:, :most])[0]
 
   def _energies(
       self,
@@ -318,7 +375,7 @@ class Packer:
       min_devices: Callable[[jax.Array], jax.Array],
       num_workers: int,
   ) -> Inbox:
-    """Reads the messages of all workers.
+    """Reads the messages of all workers, about what this one reads.
 
     Args:
       arrived: uint8 `[workers, bytes]`, and sums over the workers.
@@ -333,7 +390,7 @@ class Packer:
     energies = jnp.zeros((ENERGIES,), jnp.float32)
     num_valid = None
     if self.gathered:
-      data = arrived[GATHERED]
+      data = arrived[self.name]
       found: dict[int, tuple[Any, jax.Array]] = {}
       end = data.shape[1] - END_BYTES
       valid = data[:, end] == 1
@@ -352,7 +409,7 @@ class Packer:
         if indices is not None:
           several = _split(indices, counts, axis=1)
         for i, own, x in zip(members, several, _split(values, counts, axis=1)):
-          bucket = self.buckets[i]
+          bucket = self.read[i]
           first = jnp.arange(bucket.format.k, dtype=jnp.int32)
           own = None if own is None else bucket.unstrip(own, first)
           found[i] = own, bucket.unstrip(x)

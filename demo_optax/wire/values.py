@@ -25,6 +25,8 @@ from demo_optax.wire import bits as packing
 _MAX = np.finfo(np.float32).max
 _TINY = np.finfo(np.float32).tiny
 _SCALE_BYTES = 2
+_IN_A_BYTE = 5  # numbers of three values: 3**5 is 243
+_POWERS = tuple(3**place for place in range(_IN_A_BYTE))
 
 
 class ValueCode(Protocol):
@@ -126,8 +128,46 @@ class Scaled:
     return levels * scales.astype(self.dtype)[:, None]
 
 
+@dataclasses.dataclass(frozen=True)
+class Ternary:
+  """Signs: -1, 0 or 1, five of them in a byte.
+
+  For updates of which nothing but the sign is wanted.
+  """
+
+  dtype: str
+
+  def num_bytes(self, chunks: int, k: int) -> int:
+    """1.6 bits each."""
+    return -(-chunks * k // _IN_A_BYTE)
+
+  def encode(self, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The digits of a byte are as far apart as the array has bytes.
+
+    Five neighbours in a byte would be five strided reads.
+    """
+    chunks, k = values.shape
+    size = self.num_bytes(chunks, k)
+    signs = (values > 0).astype(jnp.int8) - (values < 0).astype(jnp.int8)
+    digits = (signs + jnp.int8(1)).astype(jnp.uint8).reshape(-1)
+    digits = jnp.pad(digits, (0, size * _IN_A_BYTE - chunks * k))
+    data = jnp.zeros((size,), jnp.uint8)
+    for place, power in enumerate(_POWERS):
+      own = jax.lax.slice_in_dim(digits, place * size, (place + 1) * size)
+      data += own * jnp.uint8(power)
+    return data, signs.astype(values.dtype)
+
+  def decode(self, data: jax.Array, chunks: int, k: int) -> jax.Array:
+    """The signs; bytes that no signs make are zeros."""
+    powers = jnp.asarray(_POWERS, jnp.uint8)[:, None]
+    digits = data[None] // powers % jnp.uint8(3)
+    digits = jnp.where(data[None] < 3**_IN_A_BYTE, digits, jnp.uint8(1))
+    signs = digits.astype(jnp.int8) - jnp.int8(1)
+    return signs.astype(self.dtype).reshape(-1)[: chunks * k].reshape(chunks, k)
+
+
 def value_code(values: str, dtype: str) -> ValueCode:
-  """The code of a name in `VALUES`, for a momentum of this dtype."""
+  """The code of a name in `UPDATE_VALUES`, for a momentum of this dtype."""
   return _CODES[values](dtype)
 
 
@@ -212,6 +252,11 @@ _CODES: dict[str, Callable[[str], ValueCode]] = {
     'int8': lambda dtype: Scaled(dtype, 8, 127, 1, _nearest_levels),
     'int4': lambda dtype: Scaled(dtype, 4, 7, 1, _nearest_levels),
     'sign': lambda dtype: Scaled(dtype, 1, 1, 2, _signs),
+    'ternary': Ternary,
 }
 
-VALUES = tuple(_CODES)
+# What an update may be written as, and what coefficients may.
+UPDATE_VALUES = tuple(_CODES)
+VALUES = tuple(name for name in UPDATE_VALUES if name != 'ternary')
+# Codes that lose nothing of an update, or nothing that is wanted.
+EXACT_UPDATES = ('float32', 'ternary')

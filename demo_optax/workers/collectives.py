@@ -28,21 +28,32 @@ class Group:
   inner: tuple[tuple[str, int], ...] = ()
 
   def exchange(self, message: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Gathers bytes from all workers and sums floats over them.
+    """Sends bytes to all workers, or to each of them its own, and sums floats.
 
     One collective for the bytes and one for each dtype of floats.
 
     Args:
-      message: by name, uint8 `[bytes]` or floats `[elements]`.
+      message: by name, uint8 `[bytes]` for all workers or `[workers, bytes]`,
+        a row for each; or floats `[elements]`.
 
     Returns:
-      by name, uint8 `[workers, bytes]`, or sums `[elements]`: the same bits on
-      all workers.
+      by name, uint8 `[workers, bytes]`, what came from each; or sums
+      `[elements]`. Sums, and bytes for all, are the same on all workers.
     """
-    return {
-        name: gather(x, self.axis) if x.dtype == jnp.uint8 else self.sum(x)
-        for name, x in message.items()
-    }
+
+    def send(x: jax.Array) -> jax.Array:
+      if x.dtype != jnp.uint8:
+        return self.sum(x)
+      if x.ndim == 1:
+        return self.gather(x)
+      x = vary(x, self.axis)
+      return jax.lax.all_to_all(x, self.axis, 0, 0, tiled=True)
+
+    return {name: send(x) for name, x in message.items()}
+
+  def gather(self, x: jax.Array) -> jax.Array:
+    """Returns `x` of all workers, `[workers, *x.shape]`, the same on all."""
+    return gather(x, self.axis)
 
   def sum(self, x: Any) -> Any:
     """Returns the sums over the workers of a tree of arrays."""

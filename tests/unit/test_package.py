@@ -18,7 +18,7 @@ PACKAGE = pathlib.Path(demo_optax.__file__).parent
 # A module may import those before it, and no other.
 ORDER = [
     'tools.tables', 'engine.heuristics', 'wire.bits', 'engine.topk',
-    'wire.indices', 'wire.values', 'wire.message', 'workers.sharding',
+    'wire.indices', 'wire.values', 'wire.message', 'wire.updates', 'workers.sharding',
     'workers.collectives', 'workers.base', 'workers.stacked',
     'workers.simulated', 'workers.mesh', 'workers.axis', 'workers',
     'compressors.bases', 'compressors.chunking', 'compressors.selectors',
@@ -36,6 +36,7 @@ ORDER = [
 LATER = {
     'workers.base': {'workers.simulated', 'workers.mesh', 'workers.axis'},
     'wire.message': {'compressors.buckets'},  # for types
+    'wire.updates': {'compressors.buckets'},
 }
 
 

@@ -112,3 +112,23 @@ def test_what_is_read_and_what_is_left_make_up_the_whole(values):
     assert 0 < np.max(error / np.abs(read)) <= 2.0**-24
   else:
     assert not error.any()
+
+
+@given(st.integers(1, 7), st.integers(1, 40), st.integers(0, 2**16))
+def test_signs_and_zeros_five_in_a_byte(chunks, k, seed):
+  rng = np.random.default_rng(seed)
+  v = rng.integers(-1, 2, (chunks, k)) * rng.uniform(1e-30, 1e30, (chunks, k))
+  v = v.astype(np.float32)
+  code = make('ternary')
+  data, sent = encode(code, jnp.asarray(v))
+  assert data.size == code.num_bytes(chunks, k) == -(-chunks * k // 5)
+  np.testing.assert_array_equal(sent, np.sign(v))
+  np.testing.assert_array_equal(decode(code, data, chunks, k), np.sign(v))
+
+
+def test_bytes_that_no_signs_make_are_zeros():
+  code = make('ternary')
+  data = jnp.arange(256, dtype=jnp.uint8)
+  found = np.asarray(decode(code, data, 256, 5)).reshape(5, 256)
+  assert set(found[:, :243].reshape(-1)) == {-1.0, 0.0, 1.0}
+  assert not found[:, 243:].any()

@@ -1,0 +1,164 @@
+"""Finished updates, as bytes: what an owner of chunks tells all others.
+
+Where every worker owns a share of the chunks, it merges what all have sent of
+them and inverts the transform. What follows is one uint8 vector, of equal size
+on all workers:
+
+    for every bucket:
+      values    of the owner's chunks, [chunks, n], by a value code (`values`)
+    told        float32: valid workers, the energies of all messages, and for
+                every bucket how many different coefficients were sent
+
+What a code loses stays with the owner, and is added to its next update.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from demo_optax.wire.message import ENERGIES, ChunkFormat
+from demo_optax.wire.values import EXACT_UPDATES
+
+if TYPE_CHECKING:
+  from demo_optax.compressors.buckets import Bucket
+
+
+class Told(NamedTuple):
+  """What an exchange tells about itself.
+
+  Attributes:
+    num_valid: int32 `[]`, how many workers are valid; None if nothing told.
+    energies: float32 `[ENERGIES]`, sums over the valid workers.
+    distinct: for each bucket float32 `[]`, how many different coefficients were
+      sent.
+  """
+
+  num_valid: jax.Array | None
+  energies: jax.Array
+  distinct: Sequence[jax.Array]
+
+
+class UpdatePacker:
+  """Packs the updates of one owner's chunks, and unpacks those of all.
+
+  Args:
+    buckets: the buckets of a device, by their numbers; those of which places
+      are shared are not among them.
+    num_owners: number of workers.
+    values: the value code of the updates, one of `UPDATE_VALUES`.
+  """
+
+  def __init__(
+      self, buckets: Mapping[int, 'Bucket'], num_owners: int, values: str
+  ):
+    self._buckets = dict(buckets)
+    self._num_owners = num_owners
+    self.shares = {i: b.share(num_owners) for i, b in self._buckets.items()}
+    self._formats = {
+        i: ChunkFormat(b.format.n, b.format.n, b.format.dtype, values)
+        for i, b in self._buckets.items()
+    }
+    self._told = 1 + ENERGIES + len(self._buckets)
+
+  @property
+  def num_bytes(self) -> int:
+    """Bytes that one owner tells."""
+    sizes = (
+        self._formats[i].value_bytes(share.num_chunks)
+        for i, share in self.shares.items()
+    )
+    return sum(sizes) + 4 * self._told
+
+  @property
+  def residual_shapes(self) -> dict[str, tuple[tuple[int, int], str]]:
+    """Shapes and dtypes of what an owner keeps, by the names of buckets."""
+    return {
+        share.name: (
+            (share.num_chunks, share.format.n), share.format.dtype
+        )
+        for i, share in self.shares.items()
+        if self._formats[i].values not in EXACT_UPDATES
+    }
+
+  def pack(
+      self,
+      updates: Mapping[int, jax.Array],
+      residuals: Mapping[str, jax.Array],
+      told: Told,
+  ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Writes one owner's bytes.
+
+    Args:
+      updates: of each bucket, `[rows, n]` of the owner's share.
+      residuals: what earlier bytes have lost, `[chunks, n]` by the names of
+        buckets; empty if the code is exact.
+      told: of the messages that it has read.
+
+    Returns:
+      uint8 `[num_bytes]`, and the new residuals.
+    """
+    assert told.num_valid is not None
+    # Where every worker is excluded nothing moves, not even what is owed.
+    someone = told.num_valid > 0
+    data, kept = [], {}
+    for i, share in self.shares.items():
+      u = updates[i][: share.num_chunks]
+      old = residuals.get(share.name)
+      if old is not None:
+        u = jnp.where(someone, u + old, jnp.zeros_like(u))
+      written, read = self._formats[i].encode(None, u)
+      data.append(written)
+      if old is not None:
+        kept[share.name] = jnp.where(someone, u - read, old)
+    numbers = jnp.concatenate([
+        told.num_valid.astype(jnp.float32)[None],
+        told.energies,
+        jnp.stack([told.distinct[i] for i in self.shares]),
+    ])
+    numbers = jax.lax.bitcast_convert_type(numbers, jnp.uint8).reshape(-1)
+    return jnp.concatenate([*data, numbers]), kept
+
+  def unpack(
+      self,
+      data: jax.Array,
+      distinct: Sequence[jax.Array],
+      min_devices: Callable[[jax.Array], jax.Array],
+  ) -> tuple[dict[int, jax.Array], Told]:
+    """Reads the bytes of all owners.
+
+    Args:
+      data: uint8 `[owners, num_bytes]`.
+      distinct: for each bucket what this worker has found, which holds where
+        there are no owners.
+      min_devices: the minimum over the devices of this worker.
+
+    Returns:
+      the updates of each bucket, `[num_chunks, n]`; and what all were told.
+    """
+    found, start = {}, 0
+    for i, share in self.shares.items():
+      stop = start + self._formats[i].value_bytes(share.num_chunks)
+      _, values, sound = self._formats[i].decode(
+          data[:, start:stop], share.num_chunks
+      )
+      values = jnp.where(sound[:, None, None], values, 0)
+      found[i] = values.reshape(-1, share.format.n)[
+          : self._buckets[i].num_chunks
+      ]
+      start = stop
+    numbers = data[:, start:].reshape(self._num_owners, self._told, 4)
+    numbers = jax.lax.bitcast_convert_type(numbers, jnp.float32)
+    # An owner to whom a damaged message came counts fewer workers than others.
+    num_valid = min_devices(jnp.min(numbers[:, 0]).astype(jnp.int32))
+    totals = jnp.sum(numbers[:, 1 + ENERGIES :], axis=0)
+    all_distinct = list(distinct)
+    for i, total in zip(self.shares, totals):
+      bucket, share = self._buckets[i], self.shares[i]
+      lacking = self._num_owners * share.num_chunks - bucket.num_chunks
+      # Where owners lack chunks everybody sent zeros.
+      lacking *= bucket.format.k
+      all_distinct[i] = total - jnp.where(num_valid > 0, float(lacking), 0.0)
+    energies = jnp.max(numbers[:, 1 : 1 + ENERGIES], axis=0)
+    return found, Told(num_valid, energies, all_distinct)
