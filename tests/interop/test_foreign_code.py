@@ -273,6 +273,35 @@ def test_param_specs_that_were_forgotten_on_an_explicit_mesh(mapped):
         jax.jit(tx.update)(grads, state, params)
 
 
+@pytest.mark.parametrize('mapped', [True, False])
+def test_an_axis_of_one_device_shards_nothing(mapped):
+  """A script for many devices, run on few: its annotations stay."""
+  mesh = mesh_2d('explicit', shape=(4, 1))
+  workers = demo_optax.Workers.on_mesh(mesh, 'data')
+  tx = demo(workers)
+  with jax.set_mesh(mesh):
+    sharding = NamedSharding(mesh, P(None, 'fsdp'))
+    params = {'w': jax.device_put(jnp.ones((8, 4)), sharding)}
+    state = tx.init(params)
+    if not mapped:
+      grads = {'w': jax.device_put(
+          jnp.ones((4, 8, 4)), NamedSharding(mesh, P('data', None, 'fsdp')))}
+      jax.jit(tx.update)(grads, state, params)
+      return
+
+    @demo_optax.data_parallel(workers)
+    def step(params, state, x):
+      loss_fn = lambda params: jnp.mean((x @ params['w']) ** 2)
+      updates, state = tx.update(jax.grad(loss_fn)(params), state, params)
+      return optax.apply_updates(params, updates), state
+
+    params, state = step(params, state, BATCH)
+    COMPILATIONS.count = 0
+    params, state = step(params, state, BATCH)
+    assert COMPILATIONS.count == 0
+    assert params['w'].sharding.spec == P(None, 'fsdp')
+
+
 # State that is not the optimizer's ------------------------------------------------
 
 
