@@ -128,8 +128,10 @@ def check_sharding(path: Path, param: Any, workers: Workers) -> None:
   what = f'The parameter {leaf_name(path)}'
   check_on_one_device(what, param, workers)
   expected = workers.param_specs.place(path, shape).spec
-  cuts = [_cuts(spec, len(shape), found.mesh) for spec in (found.spec, expected)]
-  if any(cuts[0]) and cuts[0] != cuts[1]:
+  own, asked = (
+      _cuts(spec, len(shape), found.mesh) for spec in (found.spec, expected)
+  )
+  if any(own) and own != asked:
     raise ValueError(
         f'{what} is sharded by {found.spec}, but {workers} expect {expected}.'
         ' Say how parameters are sharded: demo_optax.Workers.on_mesh(mesh,'

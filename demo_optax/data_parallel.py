@@ -17,7 +17,7 @@ from demo_optax import accumulation, agreement, one_worker
 from demo_optax import flax as modules
 from demo_optax.compressors.base import Frozen
 from demo_optax.demo import layouts_in
-from demo_optax.one_worker import WORKER_AXIS, OwnParam, Result
+from demo_optax.one_worker import WORKER_AXIS, MetricPart, OwnParam, Result
 from demo_optax.workers import Workers
 from demo_optax.workers.sharding import Keys, dotted, is_stacked, path_keys
 
@@ -211,6 +211,7 @@ class DataParallelStep:
     self._has_run = True
     returned, changed = self._jitted(call, *call.split_donated(leaves))
     modules.update_objects(objects, changed)
+    modules.change_attributes(objects, returned.attributes)
     return returned.rebuild(objects, changed)
 
   def lower(self, *args: Any, **kwargs: Any) -> Any:
@@ -352,7 +353,9 @@ class DataParallelStep:
     )
     returned = values[: results.num_returned]
     return (
-        _Returned(returned, results.treedef, results.fixed),
+        _Returned(
+            returned, results.treedef, results.fixed, results.attributes
+        ),
         values[results.num_returned :],
     )
 
@@ -457,8 +460,10 @@ class DataParallelStep:
     ]
     for param in call.own_params:
       param.enter(own)
+    call.share_metrics(own, index, self.workers.count)
     args, kwargs, objects = call.rebuild(own)
     args, kwargs = accumulation.unwrap((args, kwargs), objects)
+    attributes = modules.static_attributes(objects)
     try:
       returned = self._step(*args, **kwargs)
     except NameError as error:
@@ -472,7 +477,10 @@ class DataParallelStep:
         ) from error
       raise
     returned = accumulation.wrap(returned, objects)
-    return call.results(returned, objects, leaves, own)
+    results = call.results(returned, objects, leaves, own)
+    return dataclasses.replace(
+        results, attributes=modules.changed_attributes(attributes, objects)
+    )
 
 
 # A call -----------------------------------------------------------------------
@@ -558,6 +566,7 @@ class _Results:
     num_returned: how many are returned.
     treedef: structure of what is returned, with NNX objects as leaves.
     fixed: for each returned leaf its constant or object, or None for an array.
+    attributes: static attributes of NNX objects that the step has changed.
     apart: which leaves keep a worker axis.
     differs: which leaves differ between workers.
   """
@@ -566,6 +575,7 @@ class _Results:
   num_returned: int
   treedef: Any
   fixed: tuple[Any, ...]
+  attributes: list[Any] = dataclasses.field(default_factory=list)
   apart: list[bool] = dataclasses.field(default_factory=list)
   differs: list[bool] = dataclasses.field(default_factory=list)
 
@@ -676,6 +686,28 @@ class _Call:
         kwargs[argument.key] = value
     return args, kwargs, objects
 
+  def share_metrics(
+      self, arrays: list[Any], index: jax.Array, count: int
+  ) -> None:
+    """Puts this worker's shares of `nnx.metrics` in their place."""
+    args, kwargs, _ = self.rebuild(arrays)
+    kinds: list[tuple[Any, Any]] = []
+    for argument, value in zip(self.arguments, [*args, *kwargs.values()]):
+      if argument.paths:
+        found = zip(modules.leaf_kinds(value), argument.fixed)
+        kinds += [(argument.key, kind) for kind, f in found if f is None]
+    kinds += [(None, kind) for kind in self.objects.kinds]
+    metrics: dict[Any, dict[str, int]] = {}
+    for number, (key, kind) in enumerate(kinds):
+      if isinstance(kind, MetricPart):
+        metrics.setdefault((key, kind.metric), {})[kind.part] = number
+    for at in metrics.values():
+      shares = one_worker.metric_shares(
+          {part: arrays[number] for part, number in at.items()}, index, count
+      )
+      for part, number in at.items():
+        arrays[number] = shares[part]
+
   def results(
       self,
       returned: Any,
@@ -724,6 +756,9 @@ class _Call:
         for found in (self._previous(returned), modules.leaf_kinds(returned))
     )
     leaves = []
+    untouched = one_worker.untouched_metrics(
+        kinds, arrays, [None if at is None else own[at] for at in previous]
+    )
     for x, k, has_axis, at, kind in zip(
         arrays, keys, stacked, previous, kinds
     ):
@@ -739,6 +774,8 @@ class _Call:
           role, x = 'state', before[at]
       elif at is not None and kind is not None:
         role, old = kind, before[at]
+        if isinstance(kind, MetricPart) and kind.metric in untouched:
+          role, x = 'state', old
       elif 'batch_stats' in k:  # of Linen
         role, old = 'statistics', self._statistics_before(k, x, at, before)
       elif at is not None:
@@ -800,10 +837,11 @@ class _Returned:
   values: list[Any]
   treedef: Any
   fixed: tuple[Any, ...]
+  attributes: list[Any]
 
   def tree_flatten(self) -> tuple[list[Any], Any]:
     """Returns the arrays, and what is static."""
-    return self.values, (self.treedef, self.fixed)
+    return self.values, (self.treedef, self.fixed, self.attributes)
 
   @classmethod
   def tree_unflatten(cls, static: Any, values: Any) -> '_Returned':
