@@ -322,7 +322,9 @@ class DataParallelStep:
         is_donated=listed(o.donate_argnums, o.donate_argnames),
     )
     arrays = [x for (_, x), f in zip(flat, fixed) if f is None]
-    if argument.is_state:
+    if any(type(x) is int for x in arrays) and (
+        argument.is_state or any(map(is_stacked, argument.keys))
+    ):
       arrays = list(map(_counter, arrays))
     return argument, arrays
 
@@ -466,21 +468,36 @@ class DataParallelStep:
     attributes = modules.static_attributes(objects)
     try:
       returned = self._step(*args, **kwargs)
-    except NameError as error:
-      if 'unbound axis name' in str(error):
-        raise ValueError(
-            f'{str(error).split(". ")[0]}: in a step of data_parallel, of one'
-            ' worker, no axis has a name. Remove'
-            ' what averages gradients, which the exchange replaces, and for'
-            ' other values write demo_optax.over_workers(x, jnp.mean) or'
-            ' jnp.sum in the place of pmean or psum.'
-        ) from error
-      raise
+    except Exception as error:
+      if (remedy := _remedy(error)) is None:
+        raise
+      raise ValueError(remedy) from error
     returned = accumulation.wrap(returned, objects)
     results = call.results(returned, objects, leaves, own)
     return dataclasses.replace(
         results, attributes=modules.changed_attributes(attributes, objects)
     )
+
+
+def _remedy(error: Exception) -> str | None:
+  """Returns what to do about an error of JAX or Flax in a step, if known."""
+  text = str(error)
+  if isinstance(error, NameError) and 'unbound axis name' in text:
+    return (
+        f'{text.split(". ")[0]}: in a step of data_parallel, of one worker, no'
+        ' axis has a name. Remove what averages gradients, which the exchange'
+        ' replaces, and for other values write'
+        ' demo_optax.over_workers(x, jnp.mean) or jnp.sum in the place of pmean'
+        ' or psum.'
+    )
+  if 'different trace level' in text:
+    return (
+        f'{text.split(", got")[0].split(" (http")[0]}: the step of'
+        ' data_parallel, or a transformation in it, changes or differentiates'
+        ' a Flax object that it closes over. Make it an argument, as with'
+        ' nnx.jit: model, optimizer, metrics and random streams alike.'
+    )
+  return None
 
 
 # A call -----------------------------------------------------------------------

@@ -402,6 +402,25 @@ def test_a_module_that_is_replaced_is_named(workers):
     step(model, batch())
 
 
+@pytest.mark.parametrize('what', ['model', 'dropout', 'metrics'])
+def test_objects_that_a_step_closes_over(workers, what):
+  model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
+  dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+  metrics = nnx.metrics.Average('loss')
+
+  @demo_optax.data_parallel(workers, batch_argnums=0)
+  def step(x):
+    if what == 'model':
+      nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model)
+    elif what == 'dropout':
+      dropout(x)
+    else:
+      metrics.update(loss=x)
+
+  with pytest.raises(ValueError, match='trace level: .*Make it an argument'):
+    step(batch())
+
+
 def test_shared_variables_and_objects_that_are_returned(workers):
   model = nnx.Linear(16, 16, use_bias=False, rngs=nnx.Rngs(0))
   tied = nnx.List([model, model])

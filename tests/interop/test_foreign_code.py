@@ -555,3 +555,28 @@ def test_accumulators_are_stacked_by_one_program(kind):
       state = train_step(state, BATCH)
       counts.append(COMPILATIONS.count - before)
     assert counts[0] <= 4 and not any(counts[1:]), counts
+
+
+@pytest.mark.parametrize('kind', ['simulated', 'auto', 'explicit'])
+def test_a_counter_in_a_dict_costs_no_second_program(kind):
+  """Of a state that is no dataclass, and goes on as the optimizer's count."""
+  with make_workers(kind, 2) as workers:
+    tx = demo(workers)
+    params = {'w': jnp.ones((8, 2))}
+    state = {'params': params, 'opt_state': tx.init(params), 'step': 0}
+
+    @demo_optax.data_parallel(workers)
+    def train_step(state, x):
+      grads = jax.grad(lambda params: jnp.mean((x @ params['w']) ** 2))(
+          state['params'])
+      updates, opt_state = tx.update(grads, state['opt_state'], state['params'])
+      (_, count), *_ = optax.tree.get_all_with_path(opt_state, 'count')
+      return {'params': optax.apply_updates(state['params'], updates),
+              'opt_state': opt_state, 'step': count}
+
+    state = train_step(state, BATCH)
+    before = COMPILATIONS.count
+    for _ in range(2):
+      state = train_step(state, BATCH)
+    assert COMPILATIONS.count == before
+    assert int(state['step']) == 3
