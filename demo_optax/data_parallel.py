@@ -74,8 +74,8 @@ def data_parallel(
   `over_workers(x, jnp.sum)` in the step makes one value of all workers' values.
 
   Which arguments are batches is told from what they are: an argument is shared
-  if it holds a Flax object, a dataclass or an optimizer state, or has the
-  structure of the parameters of such a state. `batch_argnums` says otherwise.
+  if it holds a Flax object, a dataclass or an optimizer state, or a tree with
+  the structure of such a state's parameters. `batch_argnums` says otherwise.
 
   On a mesh, arguments are put where they belong at the first call: batches are
   spread over the worker axis, momentum lies with its worker, parameters where
@@ -959,17 +959,33 @@ def _shared(
   for a, own in zip(arguments, arrays):
     shapes = dict(zip(a.keys, map(np.shape, own)))
     for root, keys in one_worker.local_params(a.keys).items():
-      params.append({(k, shapes[*root, 'global_params', *k]) for k in keys})
+      params.append(frozenset(
+          (k, shapes[*root, 'global_params', *k]) for k in keys
+      ))
   return [
-      is_shared or any(p <= _paths_and_shapes(a, own) for p in params)
+      is_shared or any(_holds(a, own, p) for p in params)
       for a, own, is_shared in zip(arguments, arrays, shared)
   ]
 
 
-def _paths_and_shapes(
-    argument: _Argument, arrays: list[Any]
-) -> set[tuple[Keys, tuple[int, ...]]]:
-  return {(k, np.shape(x)) for k, x in zip(argument.keys, arrays)}
+def _holds(
+    argument: _Argument,
+    arrays: list[Any],
+    params: frozenset[tuple[Keys, tuple[int, ...]]],
+) -> bool:
+  """Returns whether an argument is such parameters, or has them in a part."""
+  found = {(k, np.shape(x)) for k, x in zip(argument.keys, arrays)}
+  if not params or params <= found:
+    return bool(params)
+  some, _ = min(params, key=str)
+  if not some:  # a lone array: could be any
+    return False
+  parts = {
+      k[: -len(some)] for k, _ in found if k[len(k) - len(some) :] == some
+  }
+  return any(
+      {((*part, *k), shape) for k, shape in params} <= found for part in parts
+  )
 
 
 def _params_of_states(

@@ -451,8 +451,8 @@ def changed_attributes(
     another value, and the names of those that are gone.
 
   Raises:
-    ValueError: the step added or removed nodes, or put one of another class in
-      a place.
+    ValueError: the step added or removed nodes, put one of another class in a
+      place, or an array into an attribute that had none.
   """
   if not objects:
     return []
@@ -478,6 +478,13 @@ def changed_attributes(
         if name not in old or type(x) is not type(old[name]) or x != old[name]
     }
     gone = tuple(name for name in old if name not in vars(node))
+    arrays = [name for name in old if name not in (*new, *gone)]
+    if arrays:
+      raise ValueError(
+          'The step puts an array into a plain attribute of a Flax object,'
+          f' {sharding.dotted((*path, arrays[0]))}: Return it, or keep it in an'
+          ' nnx.Variable that is made before the step.'
+      )
     if changed or gone:
       changes.append((path, changed, gone))
   return changes

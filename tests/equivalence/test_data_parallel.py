@@ -390,6 +390,19 @@ def test_static_attributes_go_out_as_from_nnx_jit(workers):
   assert nnx.graphdef(models[0]) == nnx.graphdef(models[1])
 
 
+def test_an_array_in_a_plain_attribute_is_named(workers):
+  """`nnx.jit` leaves a tracer there."""
+  model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
+  model.loss = None
+
+  @demo_optax.data_parallel(workers)
+  def step(model, x):
+    model.loss = model(x).mean()
+
+  with pytest.raises(ValueError, match=r'0\.loss: Return .* nnx.Variable'):
+    step(model, batch())
+
+
 def test_a_module_that_is_replaced_is_named(workers):
   model = nnx.Sequential(nnx.Linear(16, 8, rngs=nnx.Rngs(0)), nnx.Dropout(0.0))
 
@@ -588,6 +601,28 @@ def test_results_are_means_and_rows(workers):
   np.testing.assert_allclose(out['mean'], x.mean(), rtol=1e-5)
   np.testing.assert_array_equal(out['rows'], 2 * x)
   np.testing.assert_array_equal(out['equal'], np.arange(3))
+
+
+def test_parameters_in_a_part_of_an_argument(workers, standard_promotion):
+  """As Linen's variables are, or the fast and slow ones of lookahead."""
+  tx = optax.lookahead(demo_optax.demo(1e-2, workers=workers), 2, 0.5)
+  params = optax.LookaheadParams.init_synced(linear_params())
+  opt_state = tx.init(params)
+
+  @demo_optax.data_parallel(workers)
+  def step(variables, opt_state, x):
+    params = variables['params']
+    loss, grads = jax.value_and_grad(quadratic)(params.fast, x)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    params = optax.apply_updates(params, updates)
+    stats = {'mean': 0.9 * variables['batch_stats']['mean'] + 0.1 * x.mean(0)}
+    return {'params': params, 'batch_stats': stats}, opt_state, loss
+
+  variables = {'params': params, 'batch_stats': {'mean': jnp.zeros(16)}}
+  for _ in range(3):
+    variables, opt_state, loss = step(variables, opt_state, batch())
+  assert loss.shape == () and variables['batch_stats']['mean'].shape == (16,)
+  assert variables['params'].slow['w'].shape == (16, 8)
 
 
 # Transformations around the exchange ----------------------------------------------
