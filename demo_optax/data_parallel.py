@@ -201,6 +201,10 @@ class DataParallelStep:
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
     """Runs the step; see `data_parallel`."""
+    with modules.in_transform():
+      return self._call(args, kwargs)
+
+  def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # Once: later on, processes may differ in flags that are compiled for.
     is_first = not self._has_run and jax.process_count() > 1
     call, objects, leaves = self._open(args, kwargs, compare=is_first)

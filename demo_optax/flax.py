@@ -177,6 +177,17 @@ def _fold(key: jax.Array, index: jax.Array) -> jax.Array:
 # NNX objects as arguments of a step -------------------------------------------
 
 
+def in_transform() -> contextlib.AbstractContextManager[Any]:
+  """Returns what a transformation of NNX runs in.
+
+  `nnx.cached_partial` wants to be asked for its cache, which is of no use here.
+  """
+  nnx = _nnx()
+  if not hasattr(nnx, 'update_context'):
+    return contextlib.nullcontext()
+  return nnx.update_context('demo_optax')
+
+
 def is_object(x: Any) -> bool:
   """Returns whether `x` is an NNX module, optimizer, metric or stream."""
   nnx = _nnx()

@@ -434,6 +434,26 @@ def test_objects_that_a_step_closes_over(workers, what):
     step(batch())
 
 
+def test_a_cached_partial_is_a_partial(workers):
+  model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
+  optimizer = nnx.Optimizer(
+      model, demo_optax.demo(1e-2, workers=workers), wrt=nnx.Param
+  )
+
+  @demo_optax.data_parallel(workers)
+  def step(model, optimizer, x):
+    loss, grads = nnx.value_and_grad(lambda m: jnp.mean(m(x) ** 2))(model)
+    optimizer.update(model, grads)
+    return loss
+
+  train_step = nnx.cached_partial(step, model, optimizer)
+  losses = [float(train_step(batch())) for _ in range(4)]
+  assert losses[-1] < losses[0] and int(optimizer.step[...]) == 4
+  np.testing.assert_allclose(
+      jnp.mean(model(batch()) ** 2), step(model, optimizer, batch()), rtol=1e-5
+  )
+
+
 def test_shared_variables_and_objects_that_are_returned(workers):
   model = nnx.Linear(16, 16, use_bias=False, rngs=nnx.Rngs(0))
   tied = nnx.List([model, model])
