@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -473,7 +474,7 @@ class DataParallelStep:
     try:
       returned = self._step(*args, **kwargs)
     except Exception as error:
-      if (remedy := _remedy(error)) is None:
+      if (remedy := _remedy(error, self.workers)) is None:
         raise
       raise ValueError(remedy) from error
     returned = accumulation.wrap(returned, objects)
@@ -483,7 +484,7 @@ class DataParallelStep:
     )
 
 
-def _remedy(error: Exception) -> str | None:
+def _remedy(error: Exception, workers: Workers) -> str | None:
   """Returns what to do about an error of JAX or Flax in a step, if known."""
   text = str(error)
   if isinstance(error, NameError) and 'unbound axis name' in text:
@@ -493,6 +494,15 @@ def _remedy(error: Exception) -> str | None:
         ' replaces, and for other values write'
         ' demo_optax.over_workers(x, jnp.mean) or jnp.sum in the place of pmean'
         ' or psum.'
+    )
+  if f"'{workers.axis_name}'" in text and re.search(
+      'with_sharding_constraint|reshard|NamedSharding', text
+  ):
+    return (
+        f'{text}\nIn a step of data_parallel arrays are of one worker, and the'
+        f' worker axis {workers.axis_name!r} does not cut them. Leave it out'
+        ' of what the step and its layers say of shardings: P(None, ...) in the'
+        f' place of P({workers.axis_name!r}, ...).'
     )
   if 'different trace level' in text:
     return (

@@ -273,6 +273,37 @@ def test_param_specs_that_were_forgotten_on_an_explicit_mesh(mapped):
         jax.jit(tx.update)(grads, state, params)
 
 
+@pytest.mark.parametrize('kind', ['auto', 'explicit'])
+@pytest.mark.parametrize('shape', [(4, 1), (2, 2)])
+@pytest.mark.parametrize('names', [('data',), ('data', 'fsdp')])
+def test_a_layer_that_names_the_worker_axis(kind, shape, names):
+  """As models do that are written for `jit` on a mesh."""
+  if len(names) == 1:
+    workers = on_mesh(4, kind)
+  else:
+    workers = demo_optax.Workers.on_mesh(mesh_2d(kind, names, shape), 'data')
+  tx = demo(workers)
+  params = {'w': jnp.ones((8, 4))}
+  constraint = (
+      jax.lax.with_sharding_constraint
+      if kind == 'auto' else jax.sharding.reshard
+  )
+
+  def make_step(spec):
+    @demo_optax.data_parallel(workers)
+    def step(params, state, x):
+      loss_fn = lambda params: jnp.mean(constraint(x @ params['w'], spec) ** 2)
+      return tx.update(jax.grad(loss_fn)(params), state, params)
+    return step
+
+  with jax.set_mesh(workers.mesh):
+    state = tx.init(params)
+    with pytest.raises(ValueError, match=r"Leave it out.*place of P\('data'"):
+      make_step(P('data', None))(params, state, BATCH)
+    if len(names) > 1 and kind == 'auto':  # what remains when it is left out
+      make_step(P(None, 'fsdp'))(params, state, BATCH)
+
+
 @pytest.mark.parametrize('mapped', [True, False])
 def test_an_axis_of_one_device_shards_nothing(mapped):
   """A script for many devices, run on few: its annotations stay."""
