@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from demo_optax import flax as modules
 from demo_optax.workers import Workers
-from demo_optax.workers.sharding import Path
+from demo_optax.workers.sharding import Path, entry, names_of
 
 
 def check_type(name: str, value: Any, expected: type, example: str) -> None:
@@ -122,18 +122,19 @@ def check_sharding(path: Path, param: Any, workers: Workers) -> None:
   Only on meshes with axes of type Explicit do types tell. The exchange would
   gather the whole gradient there, in every step, or fail at a reshape.
   """
-  shape = np.shape(param)
-  found = _entries(jax.typeof(param).sharding.spec, shape)
-  if not any(found) or not workers.stacked_gradients:
+  shape, found = np.shape(param), jax.typeof(param).sharding
+  if not any(names_of(found.spec)) or not workers.stacked_gradients:
     return
   what = f'The parameter {leaf_name(path)}'
   check_on_one_device(what, param, workers)
-  what = f'{what} is sharded by {P(*found)}'
   expected = workers.param_specs.place(path, shape).spec
-  if found != _entries(expected, shape):
+  own, asked = (
+      _cuts(spec, len(shape), found.mesh) for spec in (found.spec, expected)
+  )
+  if any(own) and own != asked:
     raise ValueError(
-        f'{what}, but {workers} expect {expected}. Say how parameters are'
-        ' sharded: demo_optax.Workers.on_mesh(mesh,'
+        f'{what} is sharded by {found.spec}, but {workers} expect {expected}.'
+        ' Say how parameters are sharded: demo_optax.Workers.on_mesh(mesh,'
         f' {workers.axis_name!r}, param_specs), with a tree of PartitionSpecs'
         ' or demo_optax.param_specs(model); or put them elsewhere, with'
         ' workers.device_put.'
@@ -142,19 +143,22 @@ def check_sharding(path: Path, param: Any, workers: Workers) -> None:
 
 def check_on_one_device(what: str, x: Any, workers: Workers) -> None:
   """Raises if the type of an array of simulated workers says it is sharded."""
-  found = _entries(jax.typeof(x).sharding.spec, np.shape(x))
-  if any(found) and workers.mesh is None:
+  spec = jax.typeof(x).sharding.spec
+  if any(names_of(spec)) and workers.mesh is None:
     raise ValueError(
-        f'{what} is sharded by {P(*found)} on a mesh with axes of type'
+        f'{what} is sharded by {spec} on a mesh with axes of type'
         f' Explicit, but {workers} are all on one device. Use'
         ' demo_optax.Workers.on_mesh(mesh, axis_name, param_specs), a mesh with'
         ' axes of type Auto, or arrays that are not sharded.'
     )
 
 
-def _entries(spec: P, shape: tuple[int, ...]) -> tuple[Any, ...]:
-  """The entries of a spec, one for each dimension."""
-  return (*spec, *(None,) * (len(shape) - len(spec)))
+def _cuts(spec: P, rank: int, mesh: Any) -> list[list[Any]]:
+  """The axes that cut each dimension: those of one device do not."""
+  return [
+      [axis for axis in entry(spec, dim) if mesh.shape[axis] > 1]
+      for dim in range(rank)
+  ]
 
 
 def _dtype(x: Any) -> Any:

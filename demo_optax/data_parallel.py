@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from demo_optax import accumulation, agreement, one_worker
 from demo_optax import flax as modules
 from demo_optax.compressors.base import Frozen
 from demo_optax.demo import layouts_in
-from demo_optax.one_worker import WORKER_AXIS, OwnParam, Result
+from demo_optax.one_worker import WORKER_AXIS, MetricPart, OwnParam, Result
 from demo_optax.workers import Workers
 from demo_optax.workers.sharding import Keys, dotted, is_stacked, path_keys
 
@@ -74,8 +75,8 @@ def data_parallel(
   `over_workers(x, jnp.sum)` in the step makes one value of all workers' values.
 
   Which arguments are batches is told from what they are: an argument is shared
-  if it holds a Flax object, a dataclass or an optimizer state, or has the
-  structure of the parameters of such a state. `batch_argnums` says otherwise.
+  if it holds a Flax object, a dataclass or an optimizer state, or a tree with
+  the structure of such a state's parameters. `batch_argnums` says otherwise.
 
   On a mesh, arguments are put where they belong at the first call: batches are
   spread over the worker axis, momentum lies with its worker, parameters where
@@ -201,6 +202,10 @@ class DataParallelStep:
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
     """Runs the step; see `data_parallel`."""
+    with modules.in_transform():
+      return self._call(args, kwargs)
+
+  def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # Once: later on, processes may differ in flags that are compiled for.
     is_first = not self._has_run and jax.process_count() > 1
     call, objects, leaves = self._open(args, kwargs, compare=is_first)
@@ -211,6 +216,7 @@ class DataParallelStep:
     self._has_run = True
     returned, changed = self._jitted(call, *call.split_donated(leaves))
     modules.update_objects(objects, changed)
+    modules.change_attributes(objects, returned.attributes)
     return returned.rebuild(objects, changed)
 
   def lower(self, *args: Any, **kwargs: Any) -> Any:
@@ -321,7 +327,9 @@ class DataParallelStep:
         is_donated=listed(o.donate_argnums, o.donate_argnames),
     )
     arrays = [x for (_, x), f in zip(flat, fixed) if f is None]
-    if argument.is_state:
+    if any(type(x) is int for x in arrays) and (
+        argument.is_state or any(map(is_stacked, argument.keys))
+    ):
       arrays = list(map(_counter, arrays))
     return argument, arrays
 
@@ -352,7 +360,9 @@ class DataParallelStep:
     )
     returned = values[: results.num_returned]
     return (
-        _Returned(returned, results.treedef, results.fixed),
+        _Returned(
+            returned, results.treedef, results.fixed, results.attributes
+        ),
         values[results.num_returned :],
     )
 
@@ -457,22 +467,51 @@ class DataParallelStep:
     ]
     for param in call.own_params:
       param.enter(own)
+    call.share_metrics(own, index, self.workers.count)
     args, kwargs, objects = call.rebuild(own)
     args, kwargs = accumulation.unwrap((args, kwargs), objects)
+    attributes = modules.static_attributes(objects)
     try:
       returned = self._step(*args, **kwargs)
-    except NameError as error:
-      if 'unbound axis name' in str(error):
-        raise ValueError(
-            f'{str(error).split(". ")[0]}: in a step of data_parallel, of one'
-            ' worker, no axis has a name. Remove'
-            ' what averages gradients, which the exchange replaces, and for'
-            ' other values write demo_optax.over_workers(x, jnp.mean) or'
-            ' jnp.sum in the place of pmean or psum.'
-        ) from error
-      raise
+    except Exception as error:
+      if (remedy := _remedy(error, self.workers)) is None:
+        raise
+      raise ValueError(remedy) from error
     returned = accumulation.wrap(returned, objects)
-    return call.results(returned, objects, leaves, own)
+    results = call.results(returned, objects, leaves, own)
+    return dataclasses.replace(
+        results, attributes=modules.changed_attributes(attributes, objects)
+    )
+
+
+def _remedy(error: Exception, workers: Workers) -> str | None:
+  """Returns what to do about an error of JAX or Flax in a step, if known."""
+  text = str(error)
+  if isinstance(error, NameError) and 'unbound axis name' in text:
+    return (
+        f'{text.split(". ")[0]}: in a step of data_parallel, of one worker, no'
+        ' axis has a name. Remove what averages gradients, which the exchange'
+        ' replaces, and for other values write'
+        ' demo_optax.over_workers(x, jnp.mean) or jnp.sum in the place of pmean'
+        ' or psum.'
+    )
+  if f"'{workers.axis_name}'" in text and re.search(
+      'with_sharding_constraint|reshard|NamedSharding', text
+  ):
+    return (
+        f'{text}\nIn a step of data_parallel arrays are of one worker, and the'
+        f' worker axis {workers.axis_name!r} does not cut them. Leave it out'
+        ' of what the step and its layers say of shardings: P(None, ...) in the'
+        f' place of P({workers.axis_name!r}, ...).'
+    )
+  if 'different trace level' in text:
+    return (
+        f'{text.split(", got")[0].split(" (http")[0]}: the step of'
+        ' data_parallel, or a transformation in it, changes or differentiates'
+        ' a Flax object that it closes over. Make it an argument, as with'
+        ' nnx.jit: model, optimizer, metrics and random streams alike.'
+    )
+  return None
 
 
 # A call -----------------------------------------------------------------------
@@ -558,6 +597,7 @@ class _Results:
     num_returned: how many are returned.
     treedef: structure of what is returned, with NNX objects as leaves.
     fixed: for each returned leaf its constant or object, or None for an array.
+    attributes: static attributes of NNX objects that the step has changed.
     apart: which leaves keep a worker axis.
     differs: which leaves differ between workers.
   """
@@ -566,6 +606,7 @@ class _Results:
   num_returned: int
   treedef: Any
   fixed: tuple[Any, ...]
+  attributes: list[Any] = dataclasses.field(default_factory=list)
   apart: list[bool] = dataclasses.field(default_factory=list)
   differs: list[bool] = dataclasses.field(default_factory=list)
 
@@ -676,6 +717,28 @@ class _Call:
         kwargs[argument.key] = value
     return args, kwargs, objects
 
+  def share_metrics(
+      self, arrays: list[Any], index: jax.Array, count: int
+  ) -> None:
+    """Puts this worker's shares of `nnx.metrics` in their place."""
+    args, kwargs, _ = self.rebuild(arrays)
+    kinds: list[tuple[Any, Any]] = []
+    for argument, value in zip(self.arguments, [*args, *kwargs.values()]):
+      if argument.paths:
+        found = zip(modules.leaf_kinds(value), argument.fixed)
+        kinds += [(argument.key, kind) for kind, f in found if f is None]
+    kinds += [(None, kind) for kind in self.objects.kinds]
+    metrics: dict[Any, dict[str, int]] = {}
+    for number, (key, kind) in enumerate(kinds):
+      if isinstance(kind, MetricPart):
+        metrics.setdefault((key, kind.metric), {})[kind.part] = number
+    for at in metrics.values():
+      shares = one_worker.metric_shares(
+          {part: arrays[number] for part, number in at.items()}, index, count
+      )
+      for part, number in at.items():
+        arrays[number] = shares[part]
+
   def results(
       self,
       returned: Any,
@@ -724,6 +787,9 @@ class _Call:
         for found in (self._previous(returned), modules.leaf_kinds(returned))
     )
     leaves = []
+    untouched = one_worker.untouched_metrics(
+        kinds, arrays, [None if at is None else own[at] for at in previous]
+    )
     for x, k, has_axis, at, kind in zip(
         arrays, keys, stacked, previous, kinds
     ):
@@ -739,6 +805,8 @@ class _Call:
           role, x = 'state', before[at]
       elif at is not None and kind is not None:
         role, old = kind, before[at]
+        if isinstance(kind, MetricPart) and kind.metric in untouched:
+          role, x = 'state', old
       elif 'batch_stats' in k:  # of Linen
         role, old = 'statistics', self._statistics_before(k, x, at, before)
       elif at is not None:
@@ -800,10 +868,11 @@ class _Returned:
   values: list[Any]
   treedef: Any
   fixed: tuple[Any, ...]
+  attributes: list[Any]
 
   def tree_flatten(self) -> tuple[list[Any], Any]:
     """Returns the arrays, and what is static."""
-    return self.values, (self.treedef, self.fixed)
+    return self.values, (self.treedef, self.fixed, self.attributes)
 
   @classmethod
   def tree_unflatten(cls, static: Any, values: Any) -> '_Returned':
@@ -904,17 +973,33 @@ def _shared(
   for a, own in zip(arguments, arrays):
     shapes = dict(zip(a.keys, map(np.shape, own)))
     for root, keys in one_worker.local_params(a.keys).items():
-      params.append({(k, shapes[*root, 'global_params', *k]) for k in keys})
+      params.append(frozenset(
+          (k, shapes[*root, 'global_params', *k]) for k in keys
+      ))
   return [
-      is_shared or any(p <= _paths_and_shapes(a, own) for p in params)
+      is_shared or any(_holds(a, own, p) for p in params)
       for a, own, is_shared in zip(arguments, arrays, shared)
   ]
 
 
-def _paths_and_shapes(
-    argument: _Argument, arrays: list[Any]
-) -> set[tuple[Keys, tuple[int, ...]]]:
-  return {(k, np.shape(x)) for k, x in zip(argument.keys, arrays)}
+def _holds(
+    argument: _Argument,
+    arrays: list[Any],
+    params: frozenset[tuple[Keys, tuple[int, ...]]],
+) -> bool:
+  """Returns whether an argument is such parameters, or has them in a part."""
+  found = {(k, np.shape(x)) for k, x in zip(argument.keys, arrays)}
+  if not params or params <= found:
+    return bool(params)
+  some, _ = min(params, key=str)
+  if not some:  # a lone array: could be any
+    return False
+  parts = {
+      k[: -len(some)] for k, _ in found if k[len(k) - len(some) :] == some
+  }
+  return any(
+      {((*part, *k), shape) for k, shape in params} <= found for part in parts
+  )
 
 
 def _params_of_states(

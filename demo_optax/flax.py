@@ -5,7 +5,7 @@ variables, of which
 
   random streams     are folded with the worker's number; their counts advance
   nnx.BatchStat      are averaged over the workers whose values are finite
-  nnx.metrics        add up what all workers added
+  nnx.metrics        are a share on each worker; all shares are added up
   worker_stacked     are each worker's own
   anything else      must be equal on all workers after the step
 
@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from demo_optax.one_worker import MetricPart, Result
+from demo_optax.one_worker import MetricPart, Result, untouched_metrics
 from demo_optax.workers import sharding
 from demo_optax.workers.sharding import Keys, path_keys
 
@@ -180,6 +180,17 @@ def _fold(key: jax.Array, index: jax.Array) -> jax.Array:
 
 
 # NNX objects as arguments of a step -------------------------------------------
+
+
+def in_transform() -> contextlib.AbstractContextManager[Any]:
+  """Returns what a transformation of NNX runs in.
+
+  `nnx.cached_partial` wants to be asked for its cache, which is of no use here.
+  """
+  nnx = _nnx()
+  if not hasattr(nnx, 'update_context'):
+    return contextlib.nullcontext()
+  return nnx.update_context('demo_optax')
 
 
 def is_object(x: Any) -> bool:
@@ -356,10 +367,13 @@ class OpenedObjects:
           ' them, or create them before the step.'
       )
     results = []
+    untouched = untouched_metrics(self.kinds, after, own)
     for name, keys, kind, x, whole, mine in zip(
         self.names, self.keys, self.kinds, after, before, own
     ):
       role, old = kind, whole
+      if isinstance(kind, MetricPart) and kind.metric in untouched:
+        role, x = 'state', whole
       if kind == 'stream':
         # The stream goes on from the key that all workers share.
         role, x = ('state', whole) if x is mine else ('key', x)
@@ -417,13 +431,117 @@ def replace_attributes(
   """
   if not objects:
     return
-  nnx = _nnx()
-  for _, node in nnx.iter_graph(list(objects)):
-    if not isinstance(node, nnx.Pytree):
-      continue
+  for _, node in _nodes(objects):
     for name, value in vars(node).items():
       if (new := fun(value)) is not value:
         vars(node)[name] = new  # as data or static as before
+
+
+# The attributes of one object that are neither variables nor arrays.
+Attributes = dict[str, Any]
+
+
+def static_attributes(
+    objects: Sequence[Any],
+) -> list[tuple[Any, Any, Attributes]]:
+  """Returns path, node and static attributes of all nodes of NNX objects."""
+  if not objects:
+    return []
+  return [
+      (path, node, _static_attributes(node))
+      for path, node in _nodes(objects)
+  ]
+
+
+def changed_attributes(
+    before: Sequence[tuple[Any, Any, Attributes]], objects: Sequence[Any]
+) -> list[tuple[Any, Attributes, tuple[str, ...]]]:
+  """Returns what a step changed of static attributes.
+
+  Args:
+    before: the `static_attributes` before the step.
+    objects: NNX objects after it.
+
+  Returns:
+    for each node that changed its path, the attributes that are new or have
+    another value, and the names of those that are gone.
+
+  Raises:
+    ValueError: the step added or removed nodes, put one of another class in a
+      place, or an array into an attribute that had none.
+  """
+  if not objects:
+    return []
+  kinds = {path: type(node).__name__ for path, node, _ in before}
+  after = {path: type(node).__name__ for path, node in _nodes(objects)}
+  if kinds != after:
+    different = [
+        f'{sharding.dotted(path)}: {kinds.get(path)} before,'
+        f' {after.get(path)} after'
+        for path in sorted({*kinds, *after}, key=str)
+        if kinds.get(path) != after.get(path)
+    ]
+    raise ValueError(
+        'The step added, removed or replaced Flax objects in its arguments'
+        f' ({"; ".join(different[:6])}). Do that outside of the step.'
+    )
+  changes = []
+  for path, node, old in before:
+    new = _static_attributes(node)
+    changed = {
+        name: x
+        for name, x in new.items()
+        if name not in old or type(x) is not type(old[name]) or x != old[name]
+    }
+    gone = tuple(name for name in old if name not in vars(node))
+    arrays = [name for name in old if name not in (*new, *gone)]
+    if arrays:
+      raise ValueError(
+          'The step puts an array into a plain attribute of a Flax object,'
+          f' {sharding.dotted((*path, arrays[0]))}: Return it, or keep it in an'
+          ' nnx.Variable that is made before the step.'
+      )
+    if changed or gone:
+      changes.append((path, changed, gone))
+  return changes
+
+
+def change_attributes(
+    objects: Sequence[Any],
+    changes: Sequence[tuple[Any, Attributes, tuple[str, ...]]],
+) -> None:
+  """Does to NNX objects what `changed_attributes` found in a step."""
+  if not changes:
+    return
+  nodes = dict(_nodes(objects))
+  for path, changed, gone in changes:
+    for name, x in changed.items():
+      setattr(nodes[path], name, x)
+    for name in gone:
+      delattr(nodes[path], name)
+
+
+def _nodes(objects: Sequence[Any]) -> list[tuple[Any, Any]]:
+  nnx = _nnx()
+  return [
+      (path, node)
+      for path, node in nnx.iter_graph(list(objects))
+      if isinstance(node, nnx.Pytree)
+  ]
+
+
+def _static_attributes(node: Any) -> Attributes:
+  nnx = _nnx()
+
+  def is_dynamic(x: Any) -> bool:
+    return isinstance(x, nnx.Pytree | nnx.Variable | jax.Array | np.ndarray)
+
+  return {
+      name: x
+      for name, x in vars(node).items()
+      if not name.startswith('_pytree__')
+      and not any(map(is_dynamic, jax.tree.leaves(x, is_leaf=is_dynamic)))
+  }
 
 
 def _kind_of(variable: Any) -> str:

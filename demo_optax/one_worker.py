@@ -670,14 +670,55 @@ def _combine(
   )
 
 
+def metric_shares(
+    metric: dict[str, jax.Array], index: jax.Array, count: int
+) -> dict[str, jax.Array]:
+  """Returns one worker's share of a metric: all shares together are the metric.
+
+  Every worker goes on from its share, and what the workers have in the end is
+  added up, so that a metric may be reset in the step. A share has the metric's
+  mean, so that it may be computed there, too.
+
+  Args:
+    metric: its arrays, by their parts; see `MetricPart`.
+    index: the worker's number.
+    count: number of workers.
+  """
+  whole = metric['count']
+  rest = (index < whole % count).astype(whole.dtype)
+  own = whole // count + rest
+  part = jnp.where(whole == 0, 1 / count, own / jnp.maximum(whole, 1))
+  shares = {'count': own}
+  for name, x in metric.items():
+    if name != 'count':
+      shares[name] = x if name == 'mean' else x * part.astype(x.dtype)
+  return shares
+
+
+def untouched_metrics(
+    kinds: Sequence[Any], values: Sequence[Any], own: Sequence[Any]
+) -> set[Keys]:
+  """Returns the metrics of which a step has not changed any array.
+
+  Args:
+    kinds: of each array, a `MetricPart` if it is part of a metric.
+    values: the arrays after the step.
+    own: the arrays that they were before it.
+  """
+  parts = [
+      (kind.metric, x is mine)
+      for kind, x, mine in zip(kinds, values, own)
+      if isinstance(kind, MetricPart)
+  ]
+  return {metric for metric, _ in parts} - {m for m, same in parts if not same}
+
+
 def _metrics(
     results: Sequence[Result], values: Any, olds: Any, cut: Any, count: int
 ) -> dict[int, jax.Array]:
   """Returns metrics over all workers' data, by the numbers of their results.
 
-  Every worker went on from the same old values with data of its own. A metric
-  in which nothing differs between workers, such as one that was reset, is none
-  of them.
+  Every worker went on from its share of the old values.
   """
   metrics: dict[Keys, dict[str, int]] = {}
   for j, result in enumerate(results):
@@ -685,52 +726,26 @@ def _metrics(
       metrics.setdefault(result.role.metric, {})[result.role.part] = j
   merged: dict[int, jax.Array] = {}
   for at in metrics.values():
-    if not any(cut[j] for j in at.values()):
-      continue
-    old = {part: olds[j] for part, j in at.items()}
-    new = {  # [workers]; a count may be known when traced, and so be unmapped
-        part: values[j] if cut[j] else jnp.broadcast_to(values[j], (count,))
+    own = {  # [workers]
+        part: values[j] if cut[j] else jnp.stack([values[j]] * count)
         for part, j in at.items()
     }
-    if 'total' in at:
-      after = {
-          k: x + jnp.sum(new[k] - x, axis=0, dtype=x.dtype)
-          for k, x in old.items()
-      }
-    else:
-      after = _joined_moments(old, new)
-    merged |= {at[part]: after[part] for part in at}
+    after = (
+        {part: jnp.sum(x, axis=0) for part, x in own.items()}
+        if 'total' in at
+        else _joined_moments(own)
+    )
+    merged |= {j: after[part].astype(olds[j].dtype) for part, j in at.items()}
   return merged
 
 
-def _joined_moments(
-    old: dict[str, jax.Array], new: dict[str, jax.Array]
-) -> dict[str, jax.Array]:
+def _joined_moments(own: dict[str, jax.Array]) -> dict[str, jax.Array]:
   """Returns count, mean and squared deviations of all workers' data.
 
-  Takes each worker's own data out of its running moments, and joins them by
-  the formula of Chan, Golub and LeVeque (1979).
+  By the formula of Chan, Golub and LeVeque (1979).
   """
-  dtype = old['mean'].dtype
-  before = old['count'].astype(dtype)
-  after = new['count'].astype(dtype)  # [workers]
-  added = after - before
-  own_mean = old['mean'] + (new['mean'] - old['mean']) * after / jnp.maximum(
-      added, 1
-  )
-  own_m2 = (
-      new['m2']
-      - old['m2']
-      - (own_mean - old['mean']) ** 2 * before * added / jnp.maximum(after, 1)
-  )
-  total = before + jnp.sum(added)
-  mean = (before * old['mean'] + jnp.sum(added * own_mean)) / jnp.maximum(
-      total, 1
-  )
-  m2 = (
-      old['m2']
-      + jnp.sum(own_m2)
-      + before * (old['mean'] - mean) ** 2
-      + jnp.sum(added * (own_mean - mean) ** 2)
-  )
-  return {'count': total.astype(old['count'].dtype), 'mean': mean, 'm2': m2}
+  count = own['count'].astype(own['mean'].dtype)  # [workers]
+  total = jnp.sum(count, axis=0)
+  mean = jnp.sum(count * own['mean'], axis=0) / jnp.maximum(total, 1)
+  m2 = jnp.sum(own['m2'] + count * (own['mean'] - mean) ** 2, axis=0)
+  return {'count': total, 'mean': mean, 'm2': m2}

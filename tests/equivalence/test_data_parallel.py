@@ -260,15 +260,72 @@ def test_metrics_are_those_of_the_whole_batch(workers):
   assert int(metrics.values.count[...]) == int(whole.values.count[...])
 
 
-def test_metrics_reset_in_the_step(workers):
+@pytest.mark.parametrize('split', [False, True])
+@pytest.mark.parametrize('make', [nnx.metrics.Average, nnx.metrics.Welford])
+@pytest.mark.parametrize('when', ['before', 'after', 'sometimes', 'never'])
+def test_metrics_reset_and_computed_in_the_step(workers, make, when, split):
+  """As one worker with the whole batch would; also what is returned."""
+
+  def update(metrics, x):
+    if when == 'before':
+      metrics.reset()
+    if when == 'sometimes':
+      full = x.max() > 2.6  # in one worker's batch, so decided by all
+      full = demo_optax.over_workers(full, jnp.any) if x.shape[0] == 2 else full
+      for part in jax.tree.leaves(nnx.state(metrics), is_leaf=_is_variable):
+        part[...] = jnp.where(full, 0, part[...])
+    metrics.update(values=x)
+    mean = metrics.compute()
+    mean = mean if make is nnx.metrics.Average else mean.mean
+    if when == 'after':
+      metrics.reset()
+    return mean
+
+  @demo_optax.data_parallel(workers)
+  def step(metrics, x):
+    return update(metrics, x)
+
+  @demo_optax.data_parallel(workers)
+  def split_step(graphdef, state, x):
+    metrics = nnx.merge(graphdef, state)
+    mean = update(metrics, x)
+    return nnx.state(metrics), mean
+
+  metrics, whole = make(), make()
+  with jax.numpy_dtype_promotion('standard'):  # Flax adds integers to floats
+    for seed in range(4):
+      x = batch(8, 5, seed) + seed
+      if split:
+        state, mean = split_step(*nnx.split(metrics), x)
+        nnx.update(metrics, state)
+      else:
+        mean = step(metrics, x)
+      np.testing.assert_allclose(mean, update(whole, x), rtol=1e-5)
+      jax.tree.map(
+          functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6),
+          nnx.to_pure_dict(nnx.state(metrics)),
+          nnx.to_pure_dict(nnx.state(whole)),
+      )
+
+
+def _is_variable(x):
+  return isinstance(x, nnx.Variable)
+
+
+def test_metrics_that_a_step_leaves_alone(workers):
+  """Not even rounded; and read, they are what they are."""
   metrics = nnx.metrics.Average('values')
   with jax.numpy_dtype_promotion('standard'):
-    metrics.update(values=jnp.ones(3))
-  step = demo_optax.data_parallel(workers, batch_argnums=1)(
-      lambda metrics, x: metrics.reset()
-  )
-  step(metrics, batch())
-  assert int(metrics.count[...]) == 0
+    metrics.update(values=jnp.asarray(batch(7, 1)))
+    total = np.asarray(metrics.total[...])
+
+    @demo_optax.data_parallel(workers)
+    def step(metrics, x):
+      return metrics.compute() + 0 * x.mean()
+
+    mean = step(metrics, batch())
+  np.testing.assert_array_equal(metrics.total[...], total)
+  np.testing.assert_allclose(mean, total / 7, rtol=1e-6)
 
 
 def test_a_variable_that_differs_is_named(workers):
@@ -303,6 +360,98 @@ def test_a_variable_that_is_added_is_named(workers):
 
   with pytest.raises(ValueError, match=r'added or removed.*extra'):
     step(model, batch())
+
+
+def test_static_attributes_go_out_as_from_nnx_jit(workers):
+  class Net(nnx.Module):
+
+    def __init__(self):
+      self.linear = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
+      self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+      self.mode, self.old, self.calls = 'warm', 1, 0
+
+  def update(model, x):
+    model.eval()
+    model.mode, model.new = 'hot', (1, 2)
+    model.calls += 1
+    if hasattr(model, 'old'):
+      del model.old
+    model.linear.kernel[...] += 1
+    return model.dropout(model.linear(x)).mean()
+
+  steps = demo_optax.data_parallel(workers)(update), nnx.jit(update)
+  models = Net(), Net()
+  for calls in (1, 2):
+    for step, model in zip(steps, models):
+      step(model, batch())
+      assert model.dropout.deterministic and model.mode == 'hot'
+      assert model.new == (1, 2) and not hasattr(model, 'old')
+      assert model.calls == calls
+  assert nnx.graphdef(models[0]) == nnx.graphdef(models[1])
+
+
+def test_an_array_in_a_plain_attribute_is_named(workers):
+  """`nnx.jit` leaves a tracer there."""
+  model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
+  model.loss = None
+
+  @demo_optax.data_parallel(workers)
+  def step(model, x):
+    model.loss = model(x).mean()
+
+  with pytest.raises(ValueError, match=r'0\.loss: Return .* nnx.Variable'):
+    step(model, batch())
+
+
+def test_a_module_that_is_replaced_is_named(workers):
+  model = nnx.Sequential(nnx.Linear(16, 8, rngs=nnx.Rngs(0)), nnx.Dropout(0.0))
+
+  @demo_optax.data_parallel(workers)
+  def step(model, x):
+    model.layers[1] = nnx.Sequential()
+    return model(x).mean()
+
+  with pytest.raises(ValueError, match=r'0\.layers\.1: Dropout before, Seq'):
+    step(model, batch())
+
+
+@pytest.mark.parametrize('what', ['model', 'dropout', 'metrics'])
+def test_objects_that_a_step_closes_over(workers, what):
+  model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
+  dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+  metrics = nnx.metrics.Average('loss')
+
+  @demo_optax.data_parallel(workers, batch_argnums=0)
+  def step(x):
+    if what == 'model':
+      nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model)
+    elif what == 'dropout':
+      dropout(x)
+    else:
+      metrics.update(loss=x)
+
+  with pytest.raises(ValueError, match='trace level: .*Make it an argument'):
+    step(batch())
+
+
+def test_a_cached_partial_is_a_partial(workers):
+  model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
+  optimizer = nnx.Optimizer(
+      model, demo_optax.demo(1e-2, workers=workers), wrt=nnx.Param
+  )
+
+  @demo_optax.data_parallel(workers)
+  def step(model, optimizer, x):
+    loss, grads = nnx.value_and_grad(lambda m: jnp.mean(m(x) ** 2))(model)
+    optimizer.update(model, grads)
+    return loss
+
+  train_step = nnx.cached_partial(step, model, optimizer)
+  losses = [float(train_step(batch())) for _ in range(4)]
+  assert losses[-1] < losses[0] and int(optimizer.step[...]) == 4
+  np.testing.assert_allclose(
+      jnp.mean(model(batch()) ** 2), step(model, optimizer, batch()), rtol=1e-5
+  )
 
 
 def test_shared_variables_and_objects_that_are_returned(workers):
@@ -472,6 +621,28 @@ def test_results_are_means_and_rows(workers):
   np.testing.assert_allclose(out['mean'], x.mean(), rtol=1e-5)
   np.testing.assert_array_equal(out['rows'], 2 * x)
   np.testing.assert_array_equal(out['equal'], np.arange(3))
+
+
+def test_parameters_in_a_part_of_an_argument(workers, standard_promotion):
+  """As Linen's variables are, or the fast and slow ones of lookahead."""
+  tx = optax.lookahead(demo_optax.demo(1e-2, workers=workers), 2, 0.5)
+  params = optax.LookaheadParams.init_synced(linear_params())
+  opt_state = tx.init(params)
+
+  @demo_optax.data_parallel(workers)
+  def step(variables, opt_state, x):
+    params = variables['params']
+    loss, grads = jax.value_and_grad(quadratic)(params.fast, x)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    params = optax.apply_updates(params, updates)
+    stats = {'mean': 0.9 * variables['batch_stats']['mean'] + 0.1 * x.mean(0)}
+    return {'params': params, 'batch_stats': stats}, opt_state, loss
+
+  variables = {'params': params, 'batch_stats': {'mean': jnp.zeros(16)}}
+  for _ in range(3):
+    variables, opt_state, loss = step(variables, opt_state, batch())
+  assert loss.shape == () and variables['batch_stats']['mean'].shape == (16,)
+  assert variables['params'].slow['w'].shape == (16, 8)
 
 
 # Transformations around the exchange ----------------------------------------------

@@ -273,6 +273,66 @@ def test_param_specs_that_were_forgotten_on_an_explicit_mesh(mapped):
         jax.jit(tx.update)(grads, state, params)
 
 
+@pytest.mark.parametrize('kind', ['auto', 'explicit'])
+@pytest.mark.parametrize('shape', [(4, 1), (2, 2)])
+@pytest.mark.parametrize('names', [('data',), ('data', 'fsdp')])
+def test_a_layer_that_names_the_worker_axis(kind, shape, names):
+  """As models do that are written for `jit` on a mesh."""
+  if len(names) == 1:
+    workers = on_mesh(4, kind)
+  else:
+    workers = demo_optax.Workers.on_mesh(mesh_2d(kind, names, shape), 'data')
+  tx = demo(workers)
+  params = {'w': jnp.ones((8, 4))}
+  constraint = (
+      jax.lax.with_sharding_constraint
+      if kind == 'auto' else jax.sharding.reshard
+  )
+
+  def make_step(spec):
+    @demo_optax.data_parallel(workers)
+    def step(params, state, x):
+      loss_fn = lambda params: jnp.mean(constraint(x @ params['w'], spec) ** 2)
+      return tx.update(jax.grad(loss_fn)(params), state, params)
+    return step
+
+  with jax.set_mesh(workers.mesh):
+    state = tx.init(params)
+    with pytest.raises(ValueError, match=r"Leave it out.*place of P\('data'"):
+      make_step(P('data', None))(params, state, BATCH)
+    if len(names) > 1 and kind == 'auto':  # what remains when it is left out
+      make_step(P(None, 'fsdp'))(params, state, BATCH)
+
+
+@pytest.mark.parametrize('mapped', [True, False])
+def test_an_axis_of_one_device_shards_nothing(mapped):
+  """A script for many devices, run on few: its annotations stay."""
+  mesh = mesh_2d('explicit', shape=(4, 1))
+  workers = demo_optax.Workers.on_mesh(mesh, 'data')
+  tx = demo(workers)
+  with jax.set_mesh(mesh):
+    sharding = NamedSharding(mesh, P(None, 'fsdp'))
+    params = {'w': jax.device_put(jnp.ones((8, 4)), sharding)}
+    state = tx.init(params)
+    if not mapped:
+      grads = {'w': jax.device_put(
+          jnp.ones((4, 8, 4)), NamedSharding(mesh, P('data', None, 'fsdp')))}
+      jax.jit(tx.update)(grads, state, params)
+      return
+
+    @demo_optax.data_parallel(workers)
+    def step(params, state, x):
+      loss_fn = lambda params: jnp.mean((x @ params['w']) ** 2)
+      updates, state = tx.update(jax.grad(loss_fn)(params), state, params)
+      return optax.apply_updates(params, updates), state
+
+    params, state = step(params, state, BATCH)
+    COMPILATIONS.count = 0
+    params, state = step(params, state, BATCH)
+    assert COMPILATIONS.count == 0
+    assert params['w'].sharding.spec == P(None, 'fsdp')
+
+
 # State that is not the optimizer's ------------------------------------------------
 
 
@@ -526,3 +586,28 @@ def test_accumulators_are_stacked_by_one_program(kind):
       state = train_step(state, BATCH)
       counts.append(COMPILATIONS.count - before)
     assert counts[0] <= 4 and not any(counts[1:]), counts
+
+
+@pytest.mark.parametrize('kind', ['simulated', 'auto', 'explicit'])
+def test_a_counter_in_a_dict_costs_no_second_program(kind):
+  """Of a state that is no dataclass, and goes on as the optimizer's count."""
+  with make_workers(kind, 2) as workers:
+    tx = demo(workers)
+    params = {'w': jnp.ones((8, 2))}
+    state = {'params': params, 'opt_state': tx.init(params), 'step': 0}
+
+    @demo_optax.data_parallel(workers)
+    def train_step(state, x):
+      grads = jax.grad(lambda params: jnp.mean((x @ params['w']) ** 2))(
+          state['params'])
+      updates, opt_state = tx.update(grads, state['opt_state'], state['params'])
+      (_, count), *_ = optax.tree.get_all_with_path(opt_state, 'count')
+      return {'params': optax.apply_updates(state['params'], updates),
+              'opt_state': opt_state, 'step': count}
+
+    state = train_step(state, BATCH)
+    before = COMPILATIONS.count
+    for _ in range(2):
+      state = train_step(state, BATCH)
+    assert COMPILATIONS.count == before
+    assert int(state['step']) == 3
