@@ -49,6 +49,7 @@ DEFAULTS: dict[str, Any] = {
     'weight': 'ema',  # of gradients in the momentum; 'lr': the learning rate
     'alpha': 1.0,
     'average': 'senders',  # or 'workers'
+    'update_values': None,  # of the chunks' owners; None: an all-gather
     'rows': 24,  # of rows of 192 of the others; 'same', 'adamw'
     # recipe: behind it
     'after': 'rms',  # or 'sign', 'row_rms', 'width', 'orthonormalise', None
@@ -123,11 +124,16 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
     ],
     'rates': [
         *grid(lr=[1e-3, 3e-3, 4e-3]), *grid(other_lr=[4e-3, 6e-3]),
-        *grid(**LARGE, other_lr=[4e-3, 6e-3]),
-        *grid(**MEDIUM, other_lr=[4e-3, 6e-3]),
+        *grid(**LARGE, other_lr=[6e-3, 4e-3]),
+        *grid(**MEDIUM, other_lr=[6e-3, 4e-3]),
         *grid(**SMALL, other_lr=6e-3),
         *grid(**LARGE, lr=3e-3),
     ],
+    # Chunks with owners: what the code of updates costs.
+    'owners': grid(
+        **MEDIUM, other_lr=6e-3, workers=8,
+        update_values=[None, 'sign', 'int4', 'int8'],
+    ),
     'beta': [
         *grid(**MEDIUM, beta=[0.9, 0.98]), *grid(beta=0.0, decay=0.99),
     ],

@@ -85,12 +85,19 @@ def adamw(s: Settings) -> optax.GradientTransformation:
 
 
 def planned(
-    compressor: Any, workers: demo_optax.Workers, period: int = 1
+    compressor: Any,
+    workers: demo_optax.Workers,
+    period: int = 1,
+    update_values: str | None = None,
 ) -> Callable[[Any], tuple[float, float, float]]:
   """Returns what counts the bytes of an exchange."""
 
   def bytes_of(params: Any) -> tuple[float, float, float]:
-    plan = demo_optax.plan(params, compressor, workers)
+    plan = demo_optax.plan(
+        params, compressor, workers,
+        exchange='all_to_all' if update_values else 'all_gather',
+        update_values=update_values,
+    )
     return *plan.per_step(period), plan.dense_bytes()
 
   return bytes_of
@@ -194,10 +201,12 @@ def recipe(s: Settings, workers: demo_optax.Workers) -> Method:
       demo_optax.scale_by_demo(
           compressor, s['decay'], workers=workers, alpha=s['alpha'],
           average=s['average'], gradient_weight=weight,
+          exchange='all_to_all' if s['update_values'] else 'all_gather',
+          update_values=s['update_values'],
       ),
       optax.partition(behind, matrix_or_other),
   )
-  return Method(tx, planned(compressor, workers))
+  return Method(tx, planned(compressor, workers, 1, s['update_values']))
 
 
 def other_leaves(
