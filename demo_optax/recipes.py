@@ -136,6 +136,9 @@ def demo(
 # Those of `optax.contrib.scale_by_muon`, which looks at them when traced.
 _PRECONDITIONINGS = ('frobenius', 'spectral', 'aol', 'schatten')
 
+# The learning rate of what is no matrix, in those of matrices.
+_ADAM_RATE = 3.0
+
 # Words in the names of leaves that are no matrices, whatever their shapes.
 _EMBEDDING = frozenset({
     'emb', 'embd', 'embed', 'embedder', 'embedding', 'embeddings', 'pe', 'pos',
@@ -403,9 +406,10 @@ def demo_muon(
     u   &= T^{-1}\, \mathrm{average}_i(q_i) \\
     x   &\leftarrow x - \eta_t \lambda x - \eta_t\, u / \mathrm{rms}(u)
 
-  Embeddings, the head, norms and biases are no matrices to Muon: their
-  gradients go into :math:`m_i` as they are, and Adam without a momentum follows
-  the exchange. All leaves are in one exchange.
+  The average is over all workers that take part, whether they have sent a
+  coefficient or not. Embeddings, the head, norms and biases are no matrices to
+  Muon: their gradients go into :math:`m_i` as they are, and Adam without a
+  momentum follows the exchange. All leaves are in one exchange.
 
   It is this chain, of which each link can be had by itself: `per_worker` of
   `optax.contrib.scale_by_muon`, `scale_by_demo`, `scale_to_unit_rms` and
@@ -435,8 +439,8 @@ def demo_muon(
       without preconditioning, as is usual, took longer and were no better
       (benchmarks/muon.py).
     preconditioning: of the iterations, see `optax.contrib.scale_by_muon`.
-    adam_learning_rate: of the leaves that are no matrices; by default
-      `learning_rate`.
+    adam_learning_rate: of the leaves that are no matrices; by default three
+      times `learning_rate`, which was best where it was tried.
     adam_b2: decay of their second moment.
     weight_decay: :math:`\lambda`, decoupled.
     weight_decay_mask: which leaves decay, as in `optax.add_decayed_weights`; by
@@ -503,7 +507,7 @@ def demo_muon(
     )
   check_exchange(exchange, update_values)
   if adam_learning_rate is None:
-    adam_learning_rate = learning_rate
+    adam_learning_rate = _times(_ADAM_RATE, learning_rate)
 
   def chain_for(
       params: chex.ArrayTree,
@@ -555,6 +559,7 @@ def demo_muon(
             sent,
             decay,
             workers=workers,
+            average='workers',
             ema=True,
             exchange=exchange,
             update_values=update_values,
@@ -700,6 +705,14 @@ def _lost_unless_finite(
     return jnp.where(finite, value, jnp.nan)
 
   return weight_at
+
+
+def _times(
+    factor: float, schedule: optax.ScalarOrSchedule
+) -> optax.ScalarOrSchedule:
+  if callable(schedule):
+    return lambda count: factor * schedule(count)
+  return factor * schedule
 
 
 def _in_momentum_dtype() -> optax.GradientTransformation:

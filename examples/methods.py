@@ -69,8 +69,8 @@ OTHERWISE = {
 # The same of single optimizers: on the language model, the best of equal grids
 # (benchmarks/README.md).
 TUNED = {
-    'lr': {'muon': 2e-2},
-    'own_lr': {'muon': 3e-3},
+    'lr': {'muon': 1e-2},
+    'own_lr': {'muon': 1.2e-2, 'demo-muon': 6e-3},
     'decay': {'demo-muon': 0.9},
     'values': {'demo-muon': 'sign'},
     'topk': {'demo-muon': 64},
@@ -95,7 +95,7 @@ def add_flags(
       ' compressed; demo: as published; adamw, muon: on averaged gradients;'
       ' the others exchange every --sync-period steps')
   add('--lr', type=flags.not_negative,
-      help='peak learning rate; default: 2e-3, of muon 2e-2')
+      help='peak learning rate; default: 2e-3, of muon 1e-2')
   add('--schedule', choices=['cosine', 'constant'], default='cosine')
   add('--warmup', type=flags.whole(0), default=40)
   add('--weight-decay', type=flags.not_negative, default=0.0)
@@ -129,7 +129,8 @@ def add_flags(
       metavar='LENGTH', help='longest sides of a chunk, rows and columns')
   add('--own-base', choices=BASES, default='adam')
   add('--own-lr', type=flags.not_negative,
-      help='peak learning rate; default: --lr, of muon 3e-3')
+      help='peak learning rate; default: --lr, of muon 1.2e-2, of demo-muon'
+      ' 6e-3')
   add('--delay', type=int, choices=[0, 1], default=0,
       help='1: what is exchanged is applied one exchange late')
   add('--sync-period', type=flags.whole(1), default=20,

@@ -47,10 +47,11 @@ def numpy_demo_muon(params, gradients, rate, *, limit, topk, values, rest):
   count = len(gradients[0]['w'])
   oracles = {
       'w': Oracle(params['w'].shape, count, limit=limit, topk=topk,
-                  values=values, decay=decay,
+                  values=values, decay=decay, average='workers',
                   gradient_weight=1 - decay),
       'norm': Oracle(params['norm'].shape, count, limit=limit, topk=rest,
-                     values=values, decay=decay, gradient_weight=1 - decay),
+                     values=values, decay=decay, average='workers',
+                     gradient_weight=1 - decay),
   }
   params = dict(params)
   own = np.zeros((count, *params['w'].shape))
@@ -73,7 +74,7 @@ def numpy_demo_muon(params, gradients, rate, *, limit, topk, values, rest):
     u = oracles['norm'].exchange(norms)
     moment = b2 * moment + (1 - b2) * u * u
     step = u / (np.sqrt(moment / (1 - b2**t)) + 1e-8)
-    params['norm'] = params['norm'] - rate * step
+    params['norm'] = params['norm'] - 3 * rate * step
     yield params
 
 
@@ -128,12 +129,15 @@ def test_equal_to_the_chain_that_is_documented():
       demo_optax.scale_by_demo(
           {'up': demo_optax.dct_topk(64, 64, values='sign'),
            'norm': demo_optax.dct_topk((1, 192), 8, values='sign')},
-          0.9, workers=workers, ema=True),
+          0.9, workers=workers, average='workers', ema=True),
       optax.partition(
           {'muon': recipes.scale_to_unit_rms(),
            'adam': optax.scale_by_adam(b1=0.0, b2=0.95)}, labels),
       optax.add_decayed_weights(0.1),
-      optax.scale_by_learning_rate(schedule),
+      optax.partition(
+          {'muon': optax.scale_by_learning_rate(schedule),
+           'adam': optax.scale_by_learning_rate(lambda t: 3 * schedule(t))},
+          labels),
   )
   recipe = demo_optax.demo_muon(schedule, workers=workers, weight_decay=0.1)
   states = [tx.init(params) for tx in (chain, recipe)]
@@ -155,7 +159,8 @@ def orthonormalised(params, gradients, **options):
   """The update of one step in which everything is sent, as float32."""
   workers = demo_optax.Workers.simulated(2)
   tx = demo_optax.demo_muon(
-      1.0, workers=workers, compressor=EVERYTHING, **options)
+      1.0, adam_learning_rate=1.0, workers=workers, compressor=EVERYTHING,
+      **options)
   update, _ = jax.jit(tx.update)(gradients, tx.init(params), params)
   return update
 
@@ -614,7 +619,8 @@ def test_rates_of_both_kinds_of_leaves():
 
 def test_steps_that_all_workers_lost_do_not_wear_second_moments():
   workers = demo_optax.Workers.simulated(2)
-  tx = demo_optax.demo_muon(0.1, workers=workers, compressor=EVERYTHING)
+  tx = demo_optax.demo_muon(
+      0.1, adam_learning_rate=0.1, workers=workers, compressor=EVERYTHING)
   params = {'norm': jnp.zeros(16)}
   state, update = tx.init(params), jax.jit(tx.update)
   good, bad = ({'norm': jnp.full((2, 16), x)} for x in (1.0, np.nan))
