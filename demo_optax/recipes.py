@@ -475,8 +475,8 @@ def demo_muon(
     >>> opt_state = tx.init(params)
     >>> for step in range(10):
     ...   params, opt_state, loss = train_step(params, opt_state, jnp.eye(32))
-    >>> print(f'{loss:.1f}')
-    0.7
+    >>> bool(loss < 0.7)  # of 1.0
+    True
 
   References:
     Jordan et al., `Muon: An optimizer for hidden layers in neural networks
