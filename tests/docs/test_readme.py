@@ -8,6 +8,7 @@ import numpy as np
 
 import demo_optax
 from demo_optax import __main__ as command
+from demo_optax.tools import traffic
 from demo_optax.wire.values import VALUES
 
 README = (pathlib.Path(__file__).parents[2] / 'README.md').read_text()
@@ -55,6 +56,32 @@ def test_the_table_of_bytes_is_what_plan_says():
       cells += [cell(few.sent_bytes), cell(few.received_bytes),
                 cell(many.received_bytes)]
     assert f"| `values='{values}'` | {' | '.join(cells)} |" in README
+
+
+def test_the_table_of_both_exchanges_is_what_plan_says():
+  def received(params, topk, count, exchange):
+    compressor = demo_optax.dct_topk(topk=topk, values='sign')
+    return demo_optax.plan(
+        params, compressor, count, exchange=exchange, update_values='ternary')
+
+  for name, label in (('300M', '300 M'), ('1B', '1 B')):
+    params = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(tuple(s), np.float32),
+        command.MODELS[name], is_leaf=lambda s: isinstance(s, list))
+    for topk in (8, 32):
+      cells = []
+      for count in (8, 64, 1024):
+        both = [received(params, topk, count, exchange)
+                for exchange in ('all_gather', 'all_to_all')]
+        cells.append(' / '.join(
+            f'{plan.received_bytes / 1e6:,.0f}' for plan in both))
+      fewest = traffic.owners_pay_from(
+          params, demo_optax.dct_topk(topk=topk, values='sign'), 'ternary')
+      line = next(
+          line for line in README.splitlines()
+          if line.startswith(f'| {label} parameters, `topk={topk}`'))
+      assert f'({both[0].sent_bytes / 1e6:.1f})' in line.replace('sends ', '')
+      assert line.endswith(f'| {" | ".join(cells)} | {fewest} workers |')
 
 
 def test_workers_at_which_receiving_stops_paying():
