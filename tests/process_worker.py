@@ -24,10 +24,12 @@ import demo_optax
 STEPS = 50
 
 
-def make_tx(workers, values):
+def make_tx(workers, values, exchange='all_gather'):
   compressor = demo_optax.dct_topk(32, 8, values=values)
   return optax.chain(
-      demo_optax.scale_by_demo(compressor, 0.9, workers=workers),
+      demo_optax.scale_by_demo(
+          compressor, 0.9, workers=workers, exchange=exchange,
+          update_values='ternary'),
       optax.scale_by_sign(), optax.scale(-1e-3))
 
 
@@ -44,6 +46,7 @@ def main():
   parser = argparse.ArgumentParser()
   cluster.add_flags(parser)
   parser.add_argument('--values', default='float32')
+  parser.add_argument('--exchange', default='all_gather')
   parser.add_argument('--out', type=pathlib.Path)
   args = parser.parse_args()
   cluster.join(args)
@@ -51,7 +54,7 @@ def main():
   mesh = jax.make_mesh(
       (count,), ('data',), axis_types=(jax.sharding.AxisType.Auto,))
   workers = demo_optax.Workers.on_mesh(mesh, 'data')
-  tx = make_tx(workers, args.values)
+  tx = make_tx(workers, args.values, args.exchange)
   params = workers.device_put(random_tree(99))
   state = tx.init(params)
   stacked = NamedSharding(mesh, P('data'))

@@ -204,12 +204,19 @@ def test_a_second_ctrl_c_leaves_no_grace(tmp_path):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize('processes, devices, values', [
-    (2, 2, 'sign'), (4, 1, 'float32')])
-def test_processes_equal_simulation(processes, devices, values, tmp_path):
-  """50 steps: parameters the same on all devices, and all as simulated."""
+@pytest.mark.parametrize('processes, devices, values, exchange', [
+    (2, 2, 'sign', 'all_gather'), (4, 1, 'float32', 'all_gather'),
+    (2, 1, 'sign', 'all_to_all')])
+def test_processes_equal_simulation(
+    processes, devices, values, exchange, tmp_path
+):
+  """50 steps: parameters the same on all devices, and all as simulated.
+
+  With owners of chunks, too: the simulation has none, and the same signs.
+  """
   launch('-n', processes, '--devices', devices, '--', PYTHON,
-         HERE / 'process_worker.py', '--values', values, '--out', tmp_path)
+         HERE / 'process_worker.py', '--values', values, '--exchange', exchange,
+         '--out', tmp_path)
   count = processes * devices
   workers = demo_optax.Workers.simulated(count)
   tx = process_worker.make_tx(workers, values)
