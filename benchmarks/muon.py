@@ -74,11 +74,17 @@ def grid(**axes: Any) -> list[dict[str, Any]]:
 PLOTTED = {
     'AdamW, averaged': 'adamw',
     'Muon, averaged': (
-        'muon, lr=0.01, other_lr=0.003, ns_steps=5, preconditioning=frobenius'
+        'muon, lr=0.01, other_lr=0.012, ns_steps=5, preconditioning=frobenius'
     ),
-    'demo_muon, 144x fewer bytes': 'recipe, topk=128',
-    'demo_muon, 265x': 'recipe, topk=64, rows=8',
-    'demo_muon, 623x': 'recipe, topk=8, rows=8',
+    'demo_muon, 144x fewer bytes': (
+        'recipe, other_lr=0.006, topk=128, average=workers'
+    ),
+    'demo_muon, 265x': (
+        'recipe, other_lr=0.006, topk=64, average=workers, rows=8'
+    ),
+    'demo_muon, 623x': (
+        'recipe, other_lr=0.006, topk=8, average=workers, rows=8'
+    ),
     'DeMo as published': 'demo, topk=32, values=float32, decay=0.99',
 }
 

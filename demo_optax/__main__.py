@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from demo_optax import compressors
-from demo_optax.exchange import Exchange
+from demo_optax.exchange import ExchangeKind
 from demo_optax.tools import budget
 from demo_optax.tools import traffic as accounting
 from demo_optax.wire.values import UPDATE_VALUES, VALUES
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
   add('--values', choices=VALUES, default='float32',
       help='how values are sent')
   add('--workers', type=_count, nargs='+', default=[8], help='how many')
-  add('--exchange', choices=get_args(Exchange), default='all_gather',
+  add('--exchange', choices=get_args(ExchangeKind), default='all_gather',
       help='all_to_all: every worker merges its share of the chunks')
   add('--update-values', choices=UPDATE_VALUES, default='ternary',
       help='how the updates of all_to_all are sent; ternary: their signs')
@@ -86,6 +86,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.error(str(error))
   if not plans[0].leaves:
     parser.error(f'{args.model} has no parameters.')
+  if args.recommend and args.exchange != 'all_gather':
+    parser.error('--recommend is of all_gather: leave --exchange out.')
   if args.recommend:
     for n in args.workers:
       print(f'demo_muon, {n} workers, per worker and step')
@@ -99,7 +101,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(
         f"\nWith exchange='all_to_all', update_values={args.update_values!r} a"
         ' worker receives less than with an all-gather from'
-        f' {fewest} workers on, and no more with more of them.'
+        f' {fewest} workers on, and hardly more with more of them, as long as'
+        ' there are more chunks than workers.'
     )
 
 

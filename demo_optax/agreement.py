@@ -146,6 +146,6 @@ def _describe(step: Any) -> tuple[str, ...]:
       step.average,
       str(bool(step.kernels)),
       str(int(step.delay)),
-      'all_gather' if step.num_owners is None
-      else f'all_to_all, update_values={step.update_values!r}',
+      step.exchange if step.num_workers is None
+      else f'{step.exchange}, update_values={step.update_values!r}',
   )

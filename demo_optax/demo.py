@@ -24,7 +24,7 @@ from demo_optax.compressors.base import (
 from demo_optax.compressors.buckets import Layout, make_layout
 from demo_optax.engine import topk
 from demo_optax.exchange import Hyper, Step, WorkerState
-from demo_optax.wire.values import UPDATE_VALUES
+from demo_optax.wire.values import UPDATE_VALUES, WITHOUT_RESIDUAL
 from demo_optax.workers import Workers
 from demo_optax.workers.sharding import (
   Keys,
@@ -93,7 +93,8 @@ class DeMoState(NamedTuple):
     count: int32 `[]`, exchanges so far.
     metrics: scalars about the last exchange, the same on all workers.
       `'num_excluded'`: int32, workers that were excluded, their gradient not
-      finite or their message damaged. The others are float32:
+      finite or their message damaged (if chunks have owners, the most that one
+      owner has excluded). The others are float32:
       `'sent_energy'`, the share of the momentum's energy (its sum of squares)
       that was sent; `'residual_norm'`, the norm of what stayed, the root of its
       mean square over the workers; `'mean_senders'`, how many workers sent a
@@ -102,7 +103,7 @@ class DeMoState(NamedTuple):
       float32 cannot hold count as zero.
     layout: which leaf's chunks lie where in the momentum.
     worker_stacked: what every worker has of its own: the momentum, by buckets,
-      the message in flight, and what is owed of updates.
+      the message in flight, and the residuals of the updates that it owns.
   """
 
   count: chex.Array
@@ -122,7 +123,7 @@ def scale_by_demo(
     gradient_weight: Any = 1.0,
     kernels: bool | None = None,
     delay: int | None = None,
-    exchange: exchange_lib.Exchange = 'all_gather',
+    exchange: exchange_lib.ExchangeKind = 'all_gather',
     update_values: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Exchanges the fast part of every worker's own momentum.
@@ -194,14 +195,21 @@ def scale_by_demo(
       computed. Updates are a step old then, which may cost in loss: compare
       first (benchmarks/diloco.py).
     exchange: `'all_gather'`; `'all_to_all'`, see above; or `'auto'`, whichever
-      receives fewer bytes with these parameters and workers. All workers must
-      agree in it.
-    update_values: how updates are written if chunks have owners: `'ternary'`,
-      signs of the update and its zeros, in 1.6 bits an element, which is exact
-      if `optax.scale_by_sign` or the like follows; `'float32'`, exact, and as
-      many bytes as the parameters; `'bfloat16'`, `'int8'`, `'int4'` or
-      `'sign'`, as in `dct_topk`: what they lose stays with the owner of the
-      chunk and goes into its next update.
+      receives fewer bytes with these parameters and workers.
+    update_values: how owners write updates; read where chunks may have owners.
+
+      ============= ============== ==========================================
+      value         bits an element
+      ============= ============== ==========================================
+      `'ternary'`   1.6            signs and zeros: exact where a sign follows
+                                   (`optax.scale_by_sign`), else magnitudes
+                                   are lost for good
+      `'float32'`   32             exact; dense
+      others        16, 8, 4, 1    `'bfloat16'`, `'int8'`, `'int4'`, `'sign'`,
+                                   as in `dct_topk`; what is lost stays with
+                                   the owner, 1/N of the parameters in
+                                   float32, and goes into its next update
+      ============= ============== ==========================================
 
   Returns:
     A gradient transformation. Its `update` takes stacked gradients
@@ -270,9 +278,23 @@ def scale_by_demo(
         layout, which_decay, which, average, kernels, bool(delay),
         update_values=written,
     )
-    if exchange != 'all_gather':
-      step = exchange_lib.with_exchange(step, exchange, workers.count)
+    if exchange != 'all_gather' and (count := count_workers()) is not None:
+      step = exchange_lib.with_exchange(step, exchange, count)
     return step, decays, weights
+
+  def count_workers() -> int | None:
+    """Returns the number of workers; None where it is not known nor needed."""
+    try:
+      return workers.count
+    except ValueError as error:  # `on_axis`, outside of the map
+      if not delay and written in WITHOUT_RESIDUAL:
+        return None  # the state is the same whatever it is
+      raise ValueError(
+          f'With exchange={exchange!r}, update_values={update_values!r} and'
+          f' delay={delay} the shapes of a state depend on the number of'
+          f' workers, which {workers} knows inside of the mapped function only:'
+          ' call tx.init there.'
+      ) from error
 
   def init_fn(params: chex.ArrayTree) -> DeMoState:
     if type(params).__name__ == '_ParamsPlaceholder':
@@ -290,8 +312,6 @@ def scale_by_demo(
     if not isinstance(jnp.zeros(()), jax.core.Tracer):
       agreement.check_exchanges(workers, [step])
     in_flight = step.packer.shapes if delay else {}
-    owners = step.update_packer
-    owed = {} if owners is None else owners.residual_shapes
 
     def zeros(shapes: Any) -> dict[str, jax.Array]:
       return {
@@ -310,7 +330,7 @@ def scale_by_demo(
                    for b in step.layout.buckets}),
             # Of zeros the status is that the worker is excluded.
             zeros(in_flight),
-            zeros(owed),
+            zeros(step.residual_shapes),
         ),
     )
 
@@ -444,17 +464,6 @@ def _check_state(state: DeMoState, step: Step, workers: Workers) -> None:
         f' has delay={int(step.delay)}: make it with tx.init of the same'
         ' transformation.'
     )
-  owners = step.update_packer
-  owed = {} if owners is None else owners.residual_shapes
-  shapes = {k: workers.bucket_shape(shape) for k, (shape, _) in owed.items()}
-  found_shapes = {k: x.shape for k, x in own.update_residual.items()}
-  if found_shapes != shapes:
-    raise ValueError(
-        'What the state keeps of updates has the shapes'
-        f' {found_shapes or "of nothing"}, but with exchange and update_values'
-        f' as they are here it is {shapes or "nothing"}: make the state with'
-        ' tx.init of the same transformation.'
-    )
   for bucket in expected.buckets:
     shape = workers.bucket_shape(bucket.shape)
     size = own.momentum[bucket.name].shape
@@ -470,6 +479,20 @@ def _check_state(state: DeMoState, step: Step, workers: Workers) -> None:
         f'The momentum {bucket.name} of the state has shape {size}, but'
         f' {workers} keeps it as {shape}: make the state with tx.init under the'
         ' same workers that update uses.'
+    )
+  in_flight = step.packer.shapes if step.delay else {}
+  shapes = {
+      name: workers.bucket_shape(shape)
+      for name, (shape, _) in {**in_flight, **step.residual_shapes}.items()
+  }
+  arrays = {**own.in_flight, **own.update_residual}
+  if {name: x.shape for name, x in arrays.items()} != shapes:
+    raise ValueError(
+        'The messages in flight, or the residuals of updates, in the state are'
+        f' not those of this exchange, {step.exchange!r} with update_values='
+        f'{step.update_values!r}: make the state with tx.init of the same'
+        ' transformation. Momentum can be taken over by'
+        ' demo_optax.state.momentum and with_momentum.'
     )
 
 
@@ -526,7 +549,7 @@ def _check_delay(delay: Any) -> None:
 
 def check_exchange(exchange: Any, update_values: Any) -> str:
   """Returns the code of updates; raises unless both arguments make sense."""
-  known = get_args(exchange_lib.Exchange)
+  known = get_args(exchange_lib.ExchangeKind)
   if exchange not in known:
     raise ValueError(
         f'exchange={exchange!r} is not known; choose one of {", ".join(known)}.'
@@ -534,8 +557,9 @@ def check_exchange(exchange: Any, update_values: Any) -> str:
   if update_values is None and exchange != 'all_gather':
     raise ValueError(
         f'exchange={exchange!r} needs update_values, how updates are written:'
-        " 'ternary' if their signs are taken (optax.scale_by_sign), else"
-        " 'int8', 'int4' or 'sign', which lose a little, or 'float32'."
+        " 'ternary' if their signs are taken (optax.scale_by_sign, and"
+        " demo_optax.demo), else 'bfloat16', 'int8', 'int4' or 'sign', whose"
+        " losses are sent later, or 'float32'."
     )
   if update_values is None:
     return 'float32'

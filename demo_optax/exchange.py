@@ -21,7 +21,7 @@ from demo_optax import agreement, engine
 from demo_optax.compressors.buckets import Bucket, Layout
 from demo_optax.engine import plain, topk
 from demo_optax.wire.message import Packer
-from demo_optax.wire.updates import Told, UpdatePacker
+from demo_optax.wire.updates import Report, UpdatePacker
 from demo_optax.workers import Group, Spec, Workers
 
 # A worker is excluded if an element of its gradient is more than this share of
@@ -101,8 +101,10 @@ class Step:
     average: how what was sent is averaged, see `scale_by_demo`.
     kernels: whether kernels are wanted, see `scale_by_demo`.
     delay: whether messages arrive one exchange later.
-    num_owners: among how many workers the chunks are divided, each of which
-      merges its own and tells the others the update; None: all merge all.
+    exchange: `'all_gather'`, all merge all; or `'all_to_all'`, chunks are
+      divided among the workers, each of which merges its own and tells the
+      others the update.
+    num_workers: how many there are; None if chunks never have owners.
     update_values: how owners write updates, one of `UPDATE_VALUES`.
   """
 
@@ -112,42 +114,62 @@ class Step:
   average: topk.Average
   kernels: bool | None = None
   delay: bool = False
-  num_owners: int | None = None
+  exchange: str = 'all_gather'
+  num_workers: int | None = None
   update_values: str = 'float32'
 
   @functools.cached_property
   def packer(self) -> Packer:
     """How messages are written and read."""
-    return Packer(self.layout.buckets, self.num_owners)
+    owned = self.exchange == 'all_to_all'
+    return Packer(self.layout.buckets, self.num_workers if owned else None)
 
   @functools.cached_property
   def update_packer(self) -> UpdatePacker | None:
     """How owners write updates, and all read them; None without owners."""
+    return self._owners if self.exchange == 'all_to_all' else None
+
+  @functools.cached_property
+  def residual_shapes(self) -> dict[str, tuple[tuple[int, int], str]]:
+    """Shapes and dtypes of `WorkerState.update_residual`.
+
+    The same whichever exchange `'auto'` takes: a state may be resized.
+    """
+    return {} if self._owners is None else self._owners.residual_shapes
+
+  @functools.cached_property
+  def _owners(self) -> UpdatePacker | None:
     gathered = {
         i: bucket for i, bucket in enumerate(self.layout.buckets)
         if not bucket.format.shared
     }
-    if self.num_owners is None or not gathered:
+    if self.num_workers is None or not gathered:
       return None
-    return UpdatePacker(gathered, self.num_owners, self.update_values)
+    return UpdatePacker(gathered, self.num_workers, self.update_values)
 
 
-Exchange = Literal['all_gather', 'all_to_all', 'auto']
+ExchangeKind = Literal['all_gather', 'all_to_all', 'auto']
 
 
-def with_exchange(step: Step, exchange: Exchange, count: int) -> Step:
-  """Returns a step with owners or without, as `exchange` says.
+def with_exchange(step: Step, exchange: ExchangeKind, count: int) -> Step:
+  """Returns a step in which chunks have owners or not, as `exchange` says.
 
   Args:
-    step: without.
+    step: in which they have none.
     exchange: `'auto'` is what receives fewer bytes.
     count: number of workers.
   """
-  owned = dataclasses.replace(step, num_owners=count)
-  if exchange == 'auto':
-    saves = received_bytes(owned, count) < received_bytes(step, count)
-    exchange = 'all_to_all' if saves else 'all_gather'
-  return owned if exchange == 'all_to_all' else step
+  if exchange == 'all_gather':
+    return step
+  owned, gathered = (
+      dataclasses.replace(step, exchange=kind, num_workers=count)
+      for kind in ('all_to_all', 'all_gather')
+  )
+  if exchange == 'all_to_all' or (
+      received_bytes(owned, count) < received_bytes(gathered, count)
+  ):
+    return owned
+  return gathered
 
 
 def received_bytes(step: Step, count: int) -> int:
@@ -248,16 +270,16 @@ def exchange(
       )
       for i, bucket in enumerate(packer.read)
   )
-  told = Told(inbox.num_valid, inbox.energies, distinct)
+  report = Report(inbox.num_valid, inbox.energies, distinct)
 
   # If chunks have owners, each has merged its own, and now tells all others.
-  owed: dict[str, jax.Array] = {}
+  update_residual = state.update_residual
   if step.update_packer is not None:
     owners = step.update_packer
-    data, owed = owners.pack(
-        dict(enumerate(merged)), state.update_residual, told
+    data, update_residual = owners.pack(
+        dict(enumerate(merged)), update_residual, report
     )
-    of_owners, told = owners.unpack(
+    of_owners, report = owners.unpack(
         group.gather(data), distinct, group.min_devices
     )
     merged = [of_owners.get(i, u) for i, u in enumerate(merged)]
@@ -270,8 +292,8 @@ def exchange(
 
   averages, num_valid = _averages(layout, group, gradients, valid)
   updates |= averages
-  metrics = _metrics(buckets, group, told, num_valid)
-  state = WorkerState(residual, in_flight, owed)
+  metrics = _metrics(buckets, group, report, num_valid)
+  state = WorkerState(residual, in_flight, update_residual)
   return [updates[i] for i in sorted(updates)], state, metrics
 
 
@@ -323,12 +345,12 @@ def _run(
         k: x.reshape(step.packer.shapes[k][0])
         for k, x in state.in_flight.items()
     }
-    owed = {
+    update_residual = {
         k: x.reshape(x.shape[-2:]) for k, x in state.update_residual.items()
     }
+    own_state = WorkerState(momentum, in_flight, update_residual)
     updates, new, metrics = exchange(
-        step, workers.group, shards, WorkerState(momentum, in_flight, owed),
-        hyper,
+        step, workers.group, shards, own_state, hyper
     )
     new = jax.tree.map(lambda x, old: x.reshape(old.shape), new, state)
     return updates, new, metrics
@@ -407,21 +429,21 @@ def _averages(
 def _metrics(
     buckets: Sequence[Bucket],
     group: Group,
-    told: Told,
+    report: Report,
     num_valid: jax.Array | None,
 ) -> Metrics:
   """Returns metrics of this exchange, equal on all workers."""
-  count = num_valid if told.num_valid is None else told.num_valid
+  count = num_valid if report.num_valid is None else report.num_valid
   if count is None:
     return no_metrics()
   valid = count.astype(jnp.float32)
   senders = jnp.zeros((2,), jnp.float32)  # of all that was sent; distinct
-  for bucket, different in zip(buckets, told.distinct):
+  for bucket, different in zip(buckets, report.distinct):
     if not bucket.format.shared and bucket.format.k < bucket.format.n:
       of_all = valid * float(bucket.num_chunks * bucket.format.k)
       senders += jnp.stack([of_all, different])
   held, sent, stays, all_sent, different = group.sum_devices(
-      jnp.concatenate([told.energies, senders])
+      jnp.concatenate([report.energies, senders])
   )
   return Metrics(
       num_excluded=group.size - count,

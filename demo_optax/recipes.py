@@ -30,7 +30,7 @@ from demo_optax.demo import (
   check_range,
   scale_by_demo,
 )
-from demo_optax.exchange import Exchange
+from demo_optax.exchange import ExchangeKind
 from demo_optax.gradients import per_worker
 from demo_optax.workers import Workers
 from demo_optax.workers.sharding import path_keys
@@ -57,7 +57,7 @@ def demo(
     decay: chex.Numeric = 0.999,
     weight_decay: chex.Numeric = 0.0,
     weight_decay_mask: Any = None,
-    exchange: Exchange = 'all_gather',
+    exchange: ExchangeKind = 'all_gather',
 ) -> optax.GradientTransformationExtraArgs:
   r"""DeMo as published (first version): signed updates, lr in the momentum.
 
@@ -389,7 +389,7 @@ def demo_muon(
     weight_decay: chex.Numeric = 0.0,
     weight_decay_mask: Any = None,
     muon_weight_dimension_numbers: DimensionNumbersTree = None,
-    exchange: Exchange = 'all_gather',
+    exchange: ExchangeKind = 'all_gather',
     update_values: str = 'int4',
 ) -> optax.GradientTransformationExtraArgs:
   r"""Muon whose momentum is orthonormalised at every worker, then compressed.

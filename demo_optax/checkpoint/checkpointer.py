@@ -335,7 +335,8 @@ class Checkpointer:
       rechunk: the compressor that the checkpoint was made with, or the tree of
         them. What it cut
         into other chunks than this one's compressor and workers do is taken to
-        parameter space and cut anew, which keeps it to rounding.
+        parameter space and cut anew, which keeps it to rounding; what owners
+        of other chunks keep of updates is dropped.
 
     Returns:
       The step, and a tree like `tree`.
@@ -396,17 +397,26 @@ class Checkpointer:
     problems = _mismatches(about, wanted, olds)
     if resize:
       problems.pop('workers', None)
+    if resize or former is not None:
+      problems.pop('owed', None)
     if problems:
       raise ValueError(_message(step, problems, _codes_in(about)))
 
+    new = {  # chunks that had no owners, or are others: nothing is kept
+        name: _empty(x) for name, x in leaves.arrays.items()
+        if 'rows' in wanted[name]
+        and _what(saved.get(name)) != _what(wanted[name])
+    }
     like = {
         name: _loaded_as(saved[name], x)
         for name, x in leaves.arrays.items()
-        if _size(x)
+        if _size(x) and name not in new
     }
     arrays = self._load(step, like, about['digests'])
-    new = dict(about['values'])
+    new |= about['values']
     for name, x in leaves.arrays.items():
+      if name in new:
+        continue
       if not _size(x):
         new[name] = _empty(x)
         continue
@@ -544,7 +554,9 @@ class Checkpointer:
         records[name] = {'shape': shape, 'dtype': str(x.dtype), **lead}
         if elastic.is_owned(keys):  # by as many owners as there are workers
           records[name]['rows'] = shape.pop(-2)
-        if specs.is_bucket(keys):  # of messages in flight, or of owners
+          chunks = leaves.layout_at(keys).chunks_digest.hex()
+          records[name]['written_by'] = f'chunks {chunks[:8]}'
+        elif specs.is_bucket(keys):  # a message in flight
           codes = dict.fromkeys(str(x) for x in self._codes.values())
           digest = leaves.layout_at(keys).digest.tobytes().hex()
           by = f'{", ".join(codes)}{self._workers.param_specs}'
@@ -929,10 +941,16 @@ def _mismatches(
 ) -> dict[str, list[str]]:
   """Every leaf that differs, by what could be done about it."""
   saved = about['leaves']
-  problems: dict[str, list[str]] = {'tree': [], 'chunks': [], 'workers': []}
+  problems: dict[str, list[str]] = {
+      'tree': [], 'chunks': [], 'workers': [], 'owed': []
+  }
   codes: dict[tuple[str, str, str], list[str]] = {}
   for name in {**saved, **wanted}:
     old, new = saved.get(name), wanted.get(name)
+    if 'rows' in (old or new or {}) and _what(old) != _what(new):
+      if old is not None:  # where nothing was kept, zeros are
+        problems['owed'].append(_line(name, _what(old), _what(new)))
+      continue
     if old is None or new is None or _what(old) != _what(new):
       problems['tree'].append(_line(name, _what(old), _what(new)))
       continue
@@ -981,6 +999,11 @@ def _message(
       ),
       'workers': (
           'Pass resize=True to regroup what each worker has of its own.'
+      ),
+      'owed': (
+          'It is what owners of chunks kept of updates: chunks have no owners'
+          ' here, or lie elsewhere, or nothing of an update is lost. Pass'
+          ' resize=True to drop it.'
       ),
   }
   text = [f'The checkpoint of step {step} does not fit.']

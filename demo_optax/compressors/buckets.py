@@ -203,6 +203,17 @@ class Layout:
     text = repr((described, kinds)).encode()
     return np.frombuffer(hashlib.sha256(text).digest()[:16], np.uint32)
 
+  @functools.cached_property
+  def chunks_digest(self) -> bytes:
+    """Returns a digest of which chunk of which leaf lies where, and no more."""
+    described = [
+        (leaf.name, leaf.shape, leaf.dtype, leaf.sharding, leaf.grid,
+         leaf.bucket, leaf.offset)
+        for leaf in self.leaves
+        if leaf.bucket >= 0
+    ]
+    return hashlib.sha256(repr(described).encode()).digest()
+
   def __eq__(self, other: object) -> bool:
     if self is other:
       return True

@@ -12,7 +12,7 @@ from demo_optax import state as inspection
 from demo_optax.compressors import Compressor
 from demo_optax.demo import scale_by_demo
 from demo_optax.engine.topk import Average
-from demo_optax.exchange import Exchange
+from demo_optax.exchange import ExchangeKind
 from demo_optax.local.local_updates import Period, local_updates
 from demo_optax.workers import Workers
 
@@ -91,7 +91,7 @@ def demo_diloco(
     average: Average = 'senders',
     drift: bool = False,
     delay: int | None = None,
-    exchange: Exchange = 'all_gather',
+    exchange: ExchangeKind = 'all_gather',
     update_values: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""DeMo inside DiLoCo: of the momentum of differences the fast part is sent.
@@ -187,7 +187,7 @@ def sparse_loco(
     sync_period: Period = 30,
     outer_learning_rate: optax.ScalarOrSchedule = 1.0,
     decay: chex.Numeric = 0.95,
-    exchange: Exchange = 'all_gather',
+    exchange: ExchangeKind = 'all_gather',
     update_values: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""SparseLoCo: the largest raw differences, in few bits, error feedback.

@@ -21,7 +21,7 @@ from demo_optax.compressors.base import (
 )
 from demo_optax.compressors.buckets import Leaf, make_layout
 from demo_optax.demo import check_exchange, describe_leaf
-from demo_optax.exchange import Exchange, Step
+from demo_optax.exchange import ExchangeKind, Step
 from demo_optax.tools import tables
 from demo_optax.wire.message import ENERGIES
 from demo_optax.workers import Workers
@@ -114,6 +114,11 @@ class Plan:
   update_bytes: int = 0
 
   @property
+  def exchange(self) -> str:
+    """`'all_to_all'` if chunks have owners, else `'all_gather'`."""
+    return 'all_to_all' if self.update_bytes else 'all_gather'
+
+  @property
   def sent_bytes(self) -> int:
     """Bytes that a worker sends: its payload, and its part of the sums.
 
@@ -124,7 +129,7 @@ class Plan:
       return 0
     summed = _ring(self.summed_bytes, self.num_workers)
     if self.update_bytes:
-      return self._of_owners() + summed
+      return self._owned_bytes_each_way() + summed
     return self.payload_bytes + summed
 
   @property
@@ -135,11 +140,11 @@ class Plan:
     """
     summed = _ring(self.summed_bytes, self.num_workers)
     if self.update_bytes:
-      return self._of_owners() + summed
+      return self._owned_bytes_each_way() + summed
     return (self.num_workers - 1) * self.payload_bytes + summed
 
-  def _of_owners(self) -> int:
-    """Bytes each way, if chunks have owners."""
+  def _owned_bytes_each_way(self) -> int:
+    """Returns what chunks that have owners cost, without sums."""
     both = self.payload_bytes + self.update_bytes
     return both // self.num_workers * (self.num_workers - 1)
 
@@ -191,8 +196,9 @@ class Plan:
     """The most workers with which less is received than by an all-reduce.
 
     An all-gather receives `N - 1` payloads; a ring all-reduce receives
-    `2 (N - 1) / N` times the dense gradient, however many the workers, and if
-    chunks have owners, so does this exchange of what it sends.
+    `2 (N - 1) / N` times the dense gradient, however many the workers. If
+    chunks have owners it is all or none, as long as there are more chunks than
+    workers.
 
     Args:
       itemsize: bytes per element of the all-reduced gradient.
@@ -255,7 +261,8 @@ class Plan:
           f'{leaf.index_bits:.2f}' if leaf.index_bits else '-',
           leaf.values,
           tables.num_bytes(leaf.sent_bytes) + (' each' if more else ''),
-          _any_of(leaf.max_workers(4), leaf.max_workers(2)),
+          '-' if self.update_bytes
+          else _any_of(leaf.max_workers(4), leaf.max_workers(2)),
       )
       mark = '' if leaf.as_unsharded else '*'
       blocks = tables.times(leaf.blocks) + mark if leaf.axes else '-'
@@ -272,7 +279,8 @@ class Plan:
         ' step:'
     )
     for name, out, back in (
-        ('this exchange', self.sent_bytes, self.received_bytes),
+        ('this exchange' if not self.update_bytes else self.exchange,
+         self.sent_bytes, self.received_bytes),
         ('all-reduce float32', self.dense_bytes(4), self.dense_bytes(4)),
         ('all-reduce bfloat16', self.dense_bytes(2), self.dense_bytes(2)),
     ):
@@ -285,6 +293,8 @@ class Plan:
       for axes, moved in self.device_bytes.items():
         received = tables.num_bytes(moved)
         yield f'  over {", ".join(axes):<15} receives {received:>10}'
+    if self.update_bytes:
+      return
     most = _any_of(self.max_workers(4), self.max_workers(2))
     yield (
         f'Pays to {most} workers: up to there less is received than by an'
@@ -297,7 +307,7 @@ def plan(
     compressor: CompressorTree,
     workers: Workers | int,
     *,
-    exchange: Exchange = 'all_gather',
+    exchange: ExchangeKind = 'all_gather',
     update_values: str | None = None,
 ) -> Plan:
   r"""What an exchange will send, before anything is run.
@@ -394,7 +404,7 @@ def plan(
   own, summed, inside = _device_bytes(step, specs, num_workers)
   summed += averaged
   across = exchange_lib.received_bytes(step, num_workers)
-  owners = step.num_owners or 1
+  owners = 1 if step.update_packer is None else num_workers
   told = 0 if step.update_packer is None else step.update_packer.num_bytes
   return Plan(
       tuple(leaves),

@@ -6,7 +6,7 @@ on all workers:
 
     for every bucket:
       values    of the owner's chunks, [chunks, n], by a value code (`values`)
-    told        float32: valid workers, the energies of all messages, and for
+    report      float32: valid workers, the energies of all messages, and for
                 every bucket how many different coefficients were sent
 
 What a code loses stays with the owner, and is added to its next update.
@@ -19,17 +19,17 @@ import jax
 import jax.numpy as jnp
 
 from demo_optax.wire.message import ENERGIES, ChunkFormat
-from demo_optax.wire.values import EXACT_UPDATES
+from demo_optax.wire.values import WITHOUT_RESIDUAL
 
 if TYPE_CHECKING:
   from demo_optax.compressors.buckets import Bucket
 
 
-class Told(NamedTuple):
+class Report(NamedTuple):
   """What an exchange tells about itself.
 
   Attributes:
-    num_valid: int32 `[]`, how many workers are valid; None if nothing told.
+    num_valid: int32 `[]`, how many workers are valid; None if nothing report.
     energies: float32 `[ENERGIES]`, sums over the valid workers.
     distinct: for each bucket float32 `[]`, how many different coefficients were
       sent.
@@ -60,7 +60,7 @@ class UpdatePacker:
         i: ChunkFormat(b.format.n, b.format.n, b.format.dtype, values)
         for i, b in self._buckets.items()
     }
-    self._told = 1 + ENERGIES + len(self._buckets)
+    self._report_size = 1 + ENERGIES + len(self._buckets)
 
   @property
   def num_bytes(self) -> int:
@@ -69,7 +69,7 @@ class UpdatePacker:
         self._formats[i].value_bytes(share.num_chunks)
         for i, share in self.shares.items()
     )
-    return sum(sizes) + 4 * self._told
+    return sum(sizes) + 4 * self._report_size
 
   @property
   def residual_shapes(self) -> dict[str, tuple[tuple[int, int], str]]:
@@ -79,14 +79,14 @@ class UpdatePacker:
             (share.num_chunks, share.format.n), share.format.dtype
         )
         for i, share in self.shares.items()
-        if self._formats[i].values not in EXACT_UPDATES
+        if self._formats[i].values not in WITHOUT_RESIDUAL
     }
 
   def pack(
       self,
       updates: Mapping[int, jax.Array],
       residuals: Mapping[str, jax.Array],
-      told: Told,
+      report: Report,
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Writes one owner's bytes.
 
@@ -94,14 +94,14 @@ class UpdatePacker:
       updates: of each bucket, `[rows, n]` of the owner's share.
       residuals: what earlier bytes have lost, `[chunks, n]` by the names of
         buckets; empty if the code is exact.
-      told: of the messages that it has read.
+      report: of the messages that it has read.
 
     Returns:
       uint8 `[num_bytes]`, and the new residuals.
     """
-    assert told.num_valid is not None
+    assert report.num_valid is not None
     # Where every worker is excluded nothing moves, not even what is owed.
-    someone = told.num_valid > 0
+    someone = report.num_valid > 0
     data, kept = [], {}
     for i, share in self.shares.items():
       u = updates[i][: share.num_chunks]
@@ -113,9 +113,9 @@ class UpdatePacker:
       if old is not None:
         kept[share.name] = jnp.where(someone, u - read, old)
     numbers = jnp.concatenate([
-        told.num_valid.astype(jnp.float32)[None],
-        told.energies,
-        jnp.stack([told.distinct[i] for i in self.shares]),
+        report.num_valid.astype(jnp.float32)[None],
+        report.energies,
+        jnp.stack([report.distinct[i] for i in self.shares]),
     ])
     numbers = jax.lax.bitcast_convert_type(numbers, jnp.uint8).reshape(-1)
     return jnp.concatenate([*data, numbers]), kept
@@ -125,33 +125,35 @@ class UpdatePacker:
       data: jax.Array,
       distinct: Sequence[jax.Array],
       min_devices: Callable[[jax.Array], jax.Array],
-  ) -> tuple[dict[int, jax.Array], Told]:
+  ) -> tuple[dict[int, jax.Array], Report]:
     """Reads the bytes of all owners.
 
     Args:
       data: uint8 `[owners, num_bytes]`.
-      distinct: for each bucket what this worker has found, which holds where
-        there are no owners.
+      distinct: for each bucket, of shared places, passed through.
       min_devices: the minimum over the devices of this worker.
 
     Returns:
-      the updates of each bucket, `[num_chunks, n]`; and what all were told.
+      the updates of each bucket, `[num_chunks, n]`; and what all were report.
     """
+    numbers = data[:, -4 * self._report_size :].reshape(
+        self._num_owners, self._report_size, 4
+    )
+    numbers = jax.lax.bitcast_convert_type(numbers, jnp.float32)
+    # An owner to whom a damaged message came counts fewer workers than others.
+    num_valid = min_devices(jnp.min(numbers[:, 0]).astype(jnp.int32))
+    someone = num_valid > 0
     found, start = {}, 0
     for i, share in self.shares.items():
       stop = start + self._formats[i].value_bytes(share.num_chunks)
       _, values, sound = self._formats[i].decode(
           data[:, start:stop], share.num_chunks
       )
-      values = jnp.where(sound[:, None, None], values, 0)
+      values = jnp.where(sound[:, None, None] & someone, values, 0)
       found[i] = values.reshape(-1, share.format.n)[
           : self._buckets[i].num_chunks
       ]
       start = stop
-    numbers = data[:, start:].reshape(self._num_owners, self._told, 4)
-    numbers = jax.lax.bitcast_convert_type(numbers, jnp.float32)
-    # An owner to whom a damaged message came counts fewer workers than others.
-    num_valid = min_devices(jnp.min(numbers[:, 0]).astype(jnp.int32))
     totals = jnp.sum(numbers[:, 1 + ENERGIES :], axis=0)
     all_distinct = list(distinct)
     for i, total in zip(self.shares, totals):
@@ -159,6 +161,6 @@ class UpdatePacker:
       lacking = self._num_owners * share.num_chunks - bucket.num_chunks
       # Where owners lack chunks everybody sent zeros.
       lacking *= bucket.format.k
-      all_distinct[i] = total - jnp.where(num_valid > 0, float(lacking), 0.0)
+      all_distinct[i] = total - jnp.where(someone, float(lacking), 0.0)
     energies = jnp.max(numbers[:, 1 : 1 + ENERGIES], axis=0)
-    return found, Told(num_valid, energies, all_distinct)
+    return found, Report(num_valid, energies, all_distinct)

@@ -258,5 +258,5 @@ _CODES: dict[str, Callable[[str], ValueCode]] = {
 # What an update may be written as, and what coefficients may.
 UPDATE_VALUES = tuple(_CODES)
 VALUES = tuple(name for name in UPDATE_VALUES if name != 'ternary')
-# Codes that lose nothing of an update, or nothing that is wanted.
-EXACT_UPDATES = ('float32', 'ternary')
+# Codes of updates that lose nothing, or nothing that is wanted later.
+WITHOUT_RESIDUAL = ('float32', 'ternary')

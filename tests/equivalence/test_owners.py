@@ -461,8 +461,22 @@ def test_a_state_of_another_exchange():
       for values in ('sign', 'ternary')
   }
   state = made['sign'].init(params)
+  gradients = {'w': jnp.ones((2, 8, 8))}
   with pytest.raises(ValueError, match='make the state with tx.init of the'):
-    made['ternary'].update({'w': jnp.ones((2, 8, 8))}, state, params)
+    made['ternary'].update(gradients, state, params)
+  late = {
+      exchange: demo_optax.scale_by_demo(
+          workers=workers, exchange=exchange, update_values='ternary', delay=1)
+      for exchange in ('all_gather', 'all_to_all')
+  }
+  with pytest.raises(ValueError, match="exchange, 'all_gather' with"):
+    late['all_gather'].update(
+        gradients, late['all_to_all'].init(params), params)
+  three = demo_optax.scale_by_demo(
+      workers=demo_optax.Workers.simulated(3), exchange='all_to_all',
+      update_values='sign')
+  with pytest.raises(ValueError, match='is of 2 workers'):
+    three.update({'w': jnp.ones((3, 8, 8))}, state, params)
 
 
 # States of another number of workers ------------------------------------------
@@ -505,6 +519,8 @@ def test_messages_to_owners_cannot_change_owners():
   _, state = trained(4, delay=1)
   with pytest.raises(ValueError, match='in flight to 4 owners of chunks'):
     demo_optax.checkpoint.resize_workers(state, 2)
+  same = demo_optax.checkpoint.resize_workers(state, 4)
+  assert_same_bits(same, state)
 
 
 @pytest.mark.parametrize('count', [4, 3])
@@ -532,6 +548,73 @@ def test_checkpoints_keep_what_is_owed(count, tmp_path):
       tx.update(gradients_of(2, count), restored, params),
       tx.update(gradients_of(2, count), expected, params),
   )
+
+
+@pytest.mark.parametrize('old, new', [('ternary', 'sign'), ('sign', 'ternary')])
+def test_checkpoints_of_another_code(old, new, tmp_path):
+  """Residuals that were not there are zeros; dropping some is asked for."""
+  params, codes = random_tree(99, SHAPES), COMPRESSORS['dct']
+  workers = demo_optax.Workers.simulated(4)
+  _, state = trained(4, old)
+  tx, like = trained(4, new)
+  with demo_optax.checkpoint.Checkpointer(
+      tmp_path, params, codes, workers
+  ) as files:
+    files.save(2, state)
+    files.wait()
+    if new == 'ternary':
+      with pytest.raises(ValueError, match='resize=True to drop it'):
+        files.restore(like)
+    _, restored = files.restore(like, resize=new == 'ternary')
+  assert_same_bits(
+      restored.worker_stacked.momentum, state.worker_stacked.momentum
+  )
+  assert not any(
+      np.any(x) for x in restored.worker_stacked.update_residual.values()
+  )
+  tx.update(gradients_of(2, 4), restored, params)
+
+
+def test_states_go_both_ways_where_auto_changes_its_mind():
+  compressor = demo_optax.dct_topk(32, 1, values='sign')
+  params = {'w': jnp.zeros((128, 128))}
+
+  def make(count):
+    workers = demo_optax.Workers.simulated(count)
+    return demo_optax.scale_by_demo(
+        compressor, workers=workers, exchange='auto', update_values='int4')
+
+  kinds = {
+      count: demo_optax.plan(
+          params, compressor, count, exchange='auto', update_values='int4'
+      ).exchange
+      for count in (2, 256)
+  }
+  assert kinds == {2: 'all_gather', 256: 'all_to_all'}
+  state = jax.eval_shape(make(256).init, params)
+  for count in (2, 256, 2):
+    gradients = {'w': random_tree(0, {'w': (128, 128)}, lead=(count,))['w']}
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state)
+    resized = demo_optax.checkpoint.resize_workers(zeros, count)
+    state = jax.eval_shape(make(count).update, gradients, resized, params)[1]
+
+
+def test_workers_of_an_unknown_number():
+  """Outside of the map a state can be described if it does not depend on it."""
+  workers = demo_optax.Workers.on_axis('data')
+  params = random_tree(99, SHAPES)
+
+  def specs_of(**options):
+    tx = demo_optax.scale_by_demo(
+        COMPRESSORS['dct'], workers=workers, exchange='all_to_all', **options)
+    return demo_optax.state_specs(tx, params, workers)
+
+  specs = specs_of(update_values='ternary')
+  assert set(jax.tree.leaves(specs.worker_stacked)) == {P('data')}
+  for options in ({'update_values': 'sign'},
+                  {'update_values': 'ternary', 'delay': 1}):
+    with pytest.raises(ValueError, match='call tx.init there'):
+      specs_of(**options)
 
 
 # What is built on it ----------------------------------------------------------
