@@ -15,14 +15,16 @@ one process, the order reversed every other round.
 `model` computes seconds per exchange, from the bytes of `demo_optax.plan`: a
 worker sends and receives at full rate at the same time, and every message that
 waits for another one costs a latency more. All-gathers and all-reduces are
-rings: N - 1 and 2 (N - 1) messages, one after the other. The messages of an
-all-to-all are on their way together: one latency, and for each the time it
-takes to hand it to the network. What `merge` has measured is added, per
-parameter. `links` compares that with runs of `benchmarks/links.py --exchange`.
+rings: N - 1 and 2 (N - 1) messages, one after the other; with `--pattern
+doubling` log2 N and 2 log2 N, of the same bytes. The messages of an all-to-all
+are on their way together: one latency, and for each the time it takes to hand
+it to the network. What `merge` has measured is added, per parameter. `links`
+compares that with runs of `benchmarks/links.py --exchange`.
 """
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -347,37 +349,44 @@ class Cost(NamedTuple):
   message: float
 
 
+PATTERNS = {
+    'ring': lambda count: count - 1,
+    'doubling': lambda count: math.ceil(math.log2(count)),
+}
+
+
 def on_link(
-    plan: Any, exchange: str | None, rate: float, latency: float
+    received: float, count: int, exchange: str | None, rate: float,
+    latency: float, pattern: str = 'ring',
 ) -> float:
   """Returns seconds on the link; `exchange=None` is an all-reduce."""
-  others = plan.num_workers - 1
+  turns = PATTERNS[pattern](count)  # that gather messages, or updates
   if exchange is None:
-    return 8 * plan.dense_bytes(2) / rate + 2 * others * latency
-  waits = others * latency  # of the ring that gathers messages, or updates
+    turns *= 2
   if exchange == 'all_to_all':
-    waits += latency + others * HANDING_OVER
-  return 8 * plan.received_bytes / rate + waits
+    turns += 1
+    received += rate / 8 * (count - 1) * HANDING_OVER
+  return 8 * received / rate + turns * latency
 
 
-def cost(
-    params: Any, method: str, count: int, link: str, merge: Callable[..., float]
-) -> Cost:
-  """Computes what an exchange of `count` workers takes."""
-  options = METHODS[method]
-  plan = demo_optax.plan(params, compressor(), count, **(options or {}))
-  if options is None:
-    seconds = on_link(plan, None, *LINKS[link])
-    part = 2 * plan.size / count
-    return Cost(plan.dense_bytes(2), seconds, 0, part)
-  exchange = options['exchange']
-  part = plan.payload_bytes
-  if exchange == 'all_to_all':
-    part = min(part, plan.update_bytes) / count
-  return Cost(
-      plan.received_bytes, on_link(plan, exchange, *LINKS[link]),
-      plan.size * merge(exchange, count), part,
-  )
+def costs_of(
+    params: Any, args: argparse.Namespace
+) -> dict[tuple[str, int, str], Cost]:
+  """Computes what exchanges take, by method, workers and link."""
+  merge, costs = merging_of(args.merging), {}
+  for (method, options), n in itertools.product(METHODS.items(), WORKERS):
+    plan = demo_optax.plan(params, compressor(), n, **(options or {}))
+    exchange = options and options['exchange']
+    received, part = plan.dense_bytes(2), 2 * plan.size / n
+    if exchange:
+      received, part = plan.received_bytes, plan.payload_bytes
+    if exchange == 'all_to_all':
+      part = min(part, plan.update_bytes) / n
+    computing = plan.size * merge(exchange, n) if exchange else 0.0
+    for link, (rate, latency) in LINKS.items():
+      seconds = on_link(received, n, exchange, rate, latency, args.pattern)
+      costs[method, n, link] = Cost(received, seconds, computing, part)
+  return costs
 
 
 def merging_of(path: pathlib.Path) -> Callable[[str, int], float]:
@@ -402,16 +411,11 @@ def merging_of(path: pathlib.Path) -> Callable[[str, int], float]:
 
 def model(args: argparse.Namespace) -> None:
   """Prints seconds per exchange, link and merging."""
-  merge = merging_of(args.merging)
   for name, tree in MODELS.items():
-    params = shapes._arrays(tree, ())
+    costs = costs_of(shapes._arrays(tree, ()), args)
     print(f'\n{name}: MB received, and bytes of the smallest message\n')
     print('| N | ' + ' | '.join(METHODS) + ' |')
     print('|---|' + '---|' * len(METHODS))
-    costs = {
-        (m, n, link): cost(params, m, n, link, merge)
-        for m in METHODS for n in WORKERS for link in LINKS
-    }
     link = next(iter(LINKS))
     for n in WORKERS:
       cells = [
@@ -444,28 +448,33 @@ def plot(args: argparse.Namespace) -> None:
   plt = picture.pyplot()
   if plt is None:
     return
-  merge = merging_of(args.merging)
   figure, grid = plt.subplots(
       len(MODELS), len(LINKS), figsize=(10, 8.5), sharex=True, sharey=True
   )
-  styles = ('C3^-', 'C0o-', 'C2s-', 'C1v--')
-  for axes_row, (name, tree) in zip(grid, MODELS.items()):
-    params = shapes._arrays(tree, ())
-    axes_row[0].set_ylabel(f'{name}: seconds per exchange')
-    for axes, link in zip(axes_row, LINKS):
+  styles = ('C3^-', 'C0o-', 'C2s-', 'C1v-')
+  for row, (name, tree) in enumerate(MODELS.items()):
+    costs = costs_of(shapes._arrays(tree, ()), args)
+    grid[row, 0].set_ylabel(f'{name}: seconds per exchange')
+    for axes, link in zip(grid[row], LINKS):
       for method, style in zip(METHODS, styles):
-        found = [cost(params, method, n, link, merge) for n in WORKERS]
-        axes.loglog(
-            WORKERS, [c.link + c.merging for c in found], style, label=method,
-            markersize=4,
+        found = [costs[method, n, link] for n in WORKERS]
+        (line,) = axes.loglog(
+            WORKERS, [c.link for c in found], style, label=method, markersize=4
         )
+        if found[0].merging:
+          axes.loglog(
+              WORKERS, [c.link + c.merging for c in found], ':', linewidth=1.2,
+              color=line.get_color(),
+          )
       axes.set_xticks(WORKERS, [str(n) for n in WORKERS])
       axes.minorticks_off()
-      if axes_row is grid[0]:
-        axes.set_title(link, fontsize=10)
-      if axes_row is grid[-1]:
-        axes.set_xlabel('workers')
-  grid[0, -1].legend(frameon=False, fontsize=8)
+  for axes, link in zip(grid[0], LINKS):
+    axes.set_title(link, fontsize=10)
+  for axes in grid[-1]:
+    axes.set_xlabel('workers')
+  axes = grid[0, -1]
+  axes.plot([], [], 'k:', label='and merging, on two CPU cores')
+  axes.legend(frameon=False, fontsize=8)
   picture.save(figure, args.picture)
 
 
@@ -501,14 +510,13 @@ def measured(args: argparse.Namespace) -> None:
 
 def seconds_of(record: dict[str, Any]) -> float:
   """Computes seconds on the link of what `links.py` has measured."""
-  others, latency = record['workers'] - 1, record['delay'] / 1e3
-  waits = {
-      'all_gather': others * latency,
-      'all_to_all': (1 + others) * latency + others * HANDING_OVER,
-      # links.py: an all-to-all and a ring, as that exchange.
-      'AdamW bfloat16': (1 + others) * latency + others * HANDING_OVER,
-  }[record['method']]
-  return 8 * record['planned'] / (1e6 * record['rate']) + waits
+  # It averages in bfloat16 by an all-to-all and a ring, as owners do.
+  method = record['method']
+  exchange = method if method == 'all_gather' else 'all_to_all'
+  return on_link(
+      record['planned'], record['workers'], exchange, 1e6 * record['rate'],
+      record['delay'] / 1e3,
+  )
 
 
 def parse() -> argparse.Namespace:
@@ -525,6 +533,7 @@ def parse() -> argparse.Namespace:
   results = ROOT / 'benchmarks/results'
   add('--merging', type=pathlib.Path, default=results / 'owners.json')
   add('--links', type=pathlib.Path, default=results / 'links_owners.json')
+  add('--pattern', choices=PATTERNS, default='ring')
   add('--picture', type=pathlib.Path, default=ROOT / 'docs/owners.png')
   return parser.parse_args()
 
