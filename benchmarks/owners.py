@@ -289,7 +289,11 @@ class WholeStep:
 
 def whole_steps(args: argparse.Namespace) -> dict[str, Any]:
   """Times steps for every number of workers, both ways."""
-  return timed(args, {
+  alone = f'demo k={TOPK} values={VALUES} N=1'
+  rows: dict[Any, Any] = {
+      ('all_gather', 1): step_lib.Row(step_lib.TREES[args.tree], alone)
+  }
+  return timed(args, rows | {
       (exchange, count): WholeStep(args.tree, exchange, count)
       for exchange in ('all_gather', 'all_to_all') for count in args.workers
       if exchange == 'all_to_all' or count <= args.most
