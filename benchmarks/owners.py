@@ -399,7 +399,7 @@ def merging_of(path: pathlib.Path) -> Callable[[str, int], float]:
   lines = {}
   for exchange in ('all_gather', 'all_to_all'):
     points = [
-        (r['workers'], r['least'] / record['parameters'])
+        (r['workers'], r['median'] / record['parameters'])
         for r in record['rows']
         # Where many owners share a small tree, they merge padding.
         if r['exchange'] == exchange and r['workers'] <= 64
@@ -407,7 +407,7 @@ def merging_of(path: pathlib.Path) -> Callable[[str, int], float]:
     lines[exchange] = np.polyfit(*zip(*points), 1)
   # That owners' time does not grow is what was found: noise is no slope.
   lines['all_to_all'] = [0, max(
-      r['least'] / record['parameters'] for r in record['rows']
+      r['median'] / record['parameters'] for r in record['rows']
       if r['exchange'] == 'all_to_all' and r['workers'] <= 64
   )]
   return lambda exchange, count: float(np.polyval(lines[exchange], count))
@@ -476,9 +476,9 @@ def plot(args: argparse.Namespace) -> None:
     axes.set_title(link, fontsize=10)
   for axes in grid[-1]:
     axes.set_xlabel('workers')
-  axes = grid[0, -1]
+  axes = grid[-1, 0]  # where there is room
   axes.plot([], [], 'k:', label='and merging, on two CPU cores')
-  axes.legend(frameon=False, fontsize=8)
+  axes.legend(frameon=False, fontsize=8, loc='lower right')
   picture.save(figure, args.picture)
 
 
