@@ -2,6 +2,8 @@
 
     python benchmarks/links.py --out benchmarks/results/links.json   # as root
     python benchmarks/links.py --out benchmarks/results/links.json --table
+    python benchmarks/links.py --out benchmarks/results/links_owners.json \
+        --exchange all_gather all_to_all --models '7 M' --workers 2 4 8
 
 Every worker is a process in a network namespace of its own, whose one interface
 is joined to the others by a bridge; both directions are limited to a rate
@@ -16,6 +18,9 @@ step is a gradient (of each worker's own batch), and an update: exchange or
 averaging, and the optimizer. Before each update all wait for each other, so
 that its time is its own. Bytes are those that the interface received meanwhile,
 a mean over steps and workers. What is in the file is not measured again.
+
+`--exchange` compares exchanges instead: DeMo with k = 32 in signs, by each of
+those named, beside AdamW on gradients averaged in bfloat16; it draws nothing.
 
 Where namespaces are not allowed it says so, and measures nothing.
 """
@@ -53,14 +58,21 @@ LINKS = {  # Mbit/s, and how many ms later a frame arrives
 WORKERS = [2, 4]
 MODELS = {
     '1.0 M': [],
+    '7 M': ['--width', '512', '--layers', '2', '--heads', '8'],
     '40 M': ['--width', '1280', '--layers', '2', '--heads', '10'],
 }
-SEQUENCES = {'1.0 M': 16, '40 M': 0}  # a step, of all workers; 0: one of each
+DRAWN = ['1.0 M', '40 M']
+# In a step, of all workers; 0: one of each.
+SEQUENCES = {'1.0 M': 16, '7 M': 0, '40 M': 0}
 METHODS = {
     'DeMo k=32 float32': ['--topk', '32', '--values', 'float32'],
     'DeMo k=8 sign': ['--topk', '8', '--values', 'sign'],
     'AdamW float32': [],
     'AdamW bfloat16': [],
+}
+EXCHANGES = {
+    exchange: ['--topk', '32', '--values', 'sign', '--exchange', exchange]
+    for exchange in ('all_gather', 'all_to_all')
 }
 HEADER = 66  # bytes of a TCP packet in Ethernet before its data
 
@@ -118,8 +130,8 @@ class Method:
     count = jax.device_count()
     batch = SEQUENCES[model] or count
     args = train_lm.parse_args(
-        ['--optimizer', 'demo', *MODELS[model], *METHODS[method],
-         '--batch', str(batch)])
+        ['--optimizer', 'demo', *MODELS[model],
+         *(METHODS | EXCHANGES)[method], '--batch', str(batch)])
     config = GPTConfig(width=args.width, layers=args.layers, heads=args.heads)
     workers = train_lm.make_workers(count)
     size = {'AdamW float32': 4, 'AdamW bfloat16': 2}.get(method)
@@ -132,7 +144,9 @@ class Method:
     for module in (self.model, self.optimizer):
       nnx.update(module, workers.device_put(nnx.state(module)))
     params = nnx.state(self.model, nnx.Param)
-    plan = demo_optax.plan(params, methods.make_compressor(args), workers)
+    plan = demo_optax.plan(
+        params, methods.make_compressor(args), workers, exchange=args.exchange,
+        update_values=methods.update_values(args))
     self.bytes = plan.dense_bytes(size) if size else plan.received_bytes
     self.parameters = sum(x.size for x in jax.tree.leaves(params))
     self.max_workers = None if size else [
@@ -273,10 +287,12 @@ class Network:
   def __init__(self, count: int, delay: int):
     libc = ctypes.CDLL(None)
     self.count, self.delay = count, delay
-    self.ends = [f'end{i}' for i in range(count)]
+    # Of their own: those of a network before are gone a while after it.
+    link, end = (f'{word}{count}d{delay}n' for word in ('link', 'end'))
+    self.ends = [f'{end}{i}' for i in range(count)]
     self.relay = None
     if delay:
-      self.relay = Relay(count, delay / 1000)
+      self.relay = Relay(count, delay / 1000, link)
     else:
       command('ip', 'link', 'add', 'name', 'bridge', 'type', 'bridge')
       command('ip', 'link', 'set', 'bridge', 'up')
@@ -295,7 +311,7 @@ class Network:
     for i, process in enumerate(self.processes):
       while os.readlink(f'/proc/{process.pid}/ns/net') == own:
         time.sleep(0.05)
-      name = f'link{i}'
+      name = f'{link}{i}'
       if not delay:
         command('ip', 'link', 'add', name, 'type', 'veth', 'peer', 'name',
                 self.ends[i])
@@ -402,41 +418,50 @@ def rounds(link: str, model: str, method: str, trial: bool) -> int:
   return 1 if trial or minutes else 3
 
 
-def measure(trial: bool, done: set) -> Iterator[dict]:
+def measure(args: argparse.Namespace, done: set) -> Iterator[dict]:
   """Yields a record for each number of workers, link, model and method."""
-  for count in WORKERS:
+  for count in args.workers:
     for delays in (False, True):
-      links = {name: x for name, x in LINKS.items()
-               if bool(x[1]) == delays and (count, name) not in done}
+      links = {name: LINKS[name] for name in args.links
+               if bool(LINKS[name][1]) == delays and (count, name) not in done}
       if links:
         network = Network(count, next(iter(links.values()))[1])
         try:
-          yield from measure_links(network, links, trial)
+          yield from measure_links(network, links, args)
         finally:
           network.close()
 
 
-def measure_links(network: Network, links: dict, trial: bool) -> Iterator[dict]:
-  for model in MODELS:
-    for method in METHODS:  # compile, before there is a limit
+def measure_links(
+    network: Network, links: dict, args: argparse.Namespace
+) -> Iterator[dict]:
+  methods = methods_of(args)
+  for model in args.models:
+    for method in methods:  # compile, before there is a limit
       began = time.monotonic()
       network.ask(model=model, method=method, steps=1)
       print(f'{network.count} {model} {method}: compiled in'
             f' {time.monotonic() - began:.0f} s', flush=True)
   for link, (rate, delay) in links.items():
     network.set_rate(rate)
-    for model in MODELS:
-      found: dict[str, list] = {method: [] for method in METHODS}
-      for number in range(max(rounds(link, model, m, trial) for m in METHODS)):
-        order = list(METHODS)[:: -1 if number % 2 else 1]
+    for model in args.models:
+      found: dict[str, list] = {method: [] for method in methods}
+      most = {m: rounds(link, model, m, args.trial) for m in methods}
+      for number in range(max(most.values())):
+        order = methods[:: -1 if number % 2 else 1]
         for method in order:
-          if number < rounds(link, model, method, trial):
+          if number < most[method]:
             found[method].append(
                 network.ask(model=model, method=method, steps=1))
       for method, answers in found.items():
         yield {'workers': network.count, 'link': link, 'rate': rate,
                'delay': delay, 'model': model, 'method': method,
                **summary(answers)}
+
+
+def methods_of(args: argparse.Namespace) -> list[str]:
+  """Lists what is compared."""
+  return [*args.exchange, 'AdamW bfloat16'] if args.exchange else [*METHODS]
 
 
 def summary(rounds: list[list[dict]]) -> dict:
@@ -462,12 +487,14 @@ def summary(rounds: list[list[dict]]) -> dict:
 
 
 def table(records: list[dict]) -> None:
+  averaged = next(m for m in ('AdamW float32', 'AdamW bfloat16')
+                  if any(r['method'] == m for r in records))
   print('| model | workers | link | method | step, s | of that the update |'
-        ' AdamW float32 / this | received, planned | at the interface |'
+        f' {averaged} / this | received, planned | at the interface |'
         ' without headers |')
   print('|---|---|---|---|---|---|---|---|---|---|')
   for r in records:
-    base = next(b for b in records if b['method'] == 'AdamW float32' and all(
+    base = next(b for b in records if b['method'] == averaged and all(
         b[k] == r[k] for k in ('model', 'workers', 'link')))
     print(f'| {r["model"]} | {r["workers"]} | {r["link"]} | {r["method"]} |'
           f' {r["step"]:.3g} | {100 * r["share"]:.0f} % |'
@@ -483,7 +510,7 @@ def draw(records: list[dict], path: pathlib.Path) -> None:
   if plt is None:
     return
   figure, axes = plt.subplots(1, 4, figsize=(13, 3.6))
-  cases = [(model, count) for model in MODELS for count in WORKERS]
+  cases = [(model, count) for model in DRAWN for count in WORKERS]
   styles = dict(zip(METHODS, ('C0o-', 'C2s-', 'C3^-', 'C1v-')))
   for axis, (model, count) in zip(axes, cases):
     for method, style in styles.items():
@@ -520,6 +547,11 @@ def main() -> None:
   add('--picture', type=pathlib.Path, default=ROOT / 'docs/links.png')
   add('--table', action='store_true', help='of what is in the file')
   add('--trial', action='store_true', help='one round each; draws nothing')
+  add('--workers', type=int, nargs='+', default=WORKERS, help='how many')
+  add('--models', choices=MODELS, nargs='+', default=DRAWN)
+  add('--links', choices=LINKS, nargs='+', default=list(LINKS))
+  add('--exchange', choices=EXCHANGES, nargs='+',
+      help='compares these; draws nothing')
   add('--inside', action='store_true', help=argparse.SUPPRESS)
   args = parser.parse_args()
   if not args.table and not args.inside:
@@ -535,14 +567,14 @@ def main() -> None:
 
     command('ip', 'link', 'set', 'lo', 'up')
     records = json.loads(args.out.read_text()) if args.out.exists() else []
-    whole = len(MODELS) * len(METHODS)
+    whole = len(args.models) * len(methods_of(args))
     places = [(r['workers'], r['link']) for r in records]
     done = {place for place in places if places.count(place) == whole}
     records = [r for r in records if (r['workers'], r['link']) in done]
     with tempfile.TemporaryDirectory(prefix='jax-') as cache:
       os.environ |= {'JAX_COMPILATION_CACHE_DIR': cache,
                      'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.2'}
-      for record in measure(args.trial, done):
+      for record in measure(args, done):
         load = round(os.getloadavg()[0], 1)
         records.append({**record, 'jax': jax.__version__, 'load': load})
         print(f'{record["workers"]} {record["link"]} {record["model"]}'
@@ -550,7 +582,7 @@ def main() -> None:
         args.out.write_text(json.dumps(records, indent=1) + '\n')
   records = json.loads(args.out.read_text())
   table(records)
-  if not args.trial:
+  if not args.trial and not args.exchange:
     draw(records, args.picture)
 
 

@@ -6,7 +6,7 @@ clipped, exchanged by a compressor, and given to a base optimizer.
 
 import argparse
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import flags
 import jax
@@ -16,6 +16,7 @@ from flax import nnx
 from optax import contrib
 
 import demo_optax
+from demo_optax.exchange import Exchange
 from demo_optax.wire.values import VALUES
 
 # What follows the exchange. The first version of the paper takes signs; the
@@ -82,6 +83,7 @@ ONLY_OF = {
     'alpha': (1.0, ('demo',)),
     'average': ('senders', ('demo',)),
     'delay': (0, ('demo', 'demo-diloco', 'demo-diloco-drift')),
+    'exchange': ('all_gather', ('demo', 'demo-muon')),
 }
 
 
@@ -133,6 +135,9 @@ def add_flags(
       ' 6e-3')
   add('--delay', type=int, choices=[0, 1], default=0,
       help='1: what is exchanged is applied one exchange late')
+  add('--exchange', choices=get_args(Exchange), default='all_gather',
+      help='all_to_all: every worker merges its share of the chunks, and what'
+      ' it receives does not grow with their number; auto: the fewer bytes')
   add('--sync-period', type=flags.whole(1), default=20,
       help=f'steps between exchanges of {", ".join(LOCAL)}')
   add('--outer-lr', type=flags.not_negative, default=0.7)
@@ -205,6 +210,8 @@ def make_optimizer(
         decay=args.decay,
         adam_learning_rate=make_schedule(args, own_lr),
         weight_decay=args.weight_decay,
+        exchange=args.exchange,
+        update_values=update_values(args),
     ))
   bases = {'matrix': base_of(args, args.base, lr)}
   codes = {'matrix': make_compressor(args)}
@@ -233,6 +240,8 @@ def make_optimizer(
         average=args.average,
         delay=args.delay,
         gradient_weight=jax.tree.map(weights.get, labels),
+        exchange=args.exchange,
+        update_values=update_values(args),
     )
 
   return optax.chain(
@@ -250,6 +259,14 @@ def for_params(
           updates, state, params, **extra
       ),
   )
+
+
+def update_values(args: argparse.Namespace) -> str:
+  """How updates of `all_to_all` are sent: as signs where those are taken."""
+  bases = [args.base] if args.optimizer == 'demo' else ['muon']
+  if args.embeddings == 'own':
+    bases.append(args.own_base)
+  return 'ternary' if {'sign', 'signum'}.issuperset(bases) else 'int4'
 
 
 def weight_of(args: argparse.Namespace, base: str, lr: float) -> Any:
@@ -361,7 +378,13 @@ def count_bytes(
     args: argparse.Namespace, params: Any, workers: demo_optax.Workers
 ) -> dict[str, float]:
   """Bytes per worker and step of the chosen optimizer and of AdamW-DDP."""
-  plan = demo_optax.plan(params, compressor_of_leaves(args, params), workers)
+  plan = demo_optax.plan(
+      params,
+      compressor_of_leaves(args, params),
+      workers,
+      exchange=args.exchange,
+      update_values=update_values(args),
+  )
   period = args.sync_period if args.optimizer in LOCAL else 1
   sent, received = plan.per_step(period)
   return {'sent': sent, 'received': received, 'adamw': plan.dense_bytes()}

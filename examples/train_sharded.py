@@ -146,7 +146,8 @@ def train(
   for name, size in memory.items():
     print(f'  {name:<12} {size / 1e6:8.2f} MB per device')
   plan = demo_optax.plan(
-      params, methods.compressor_of_leaves(args, params), run.workers
+      params, methods.compressor_of_leaves(args, params), run.workers,
+      exchange=args.exchange, update_values=methods.update_values(args),
   )
   other = [leaf.name for leaf in plan.leaves if not leaf.as_unsharded]
   print(

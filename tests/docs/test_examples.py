@@ -304,6 +304,8 @@ LM = [
      'must be HOST:PORT'),
     (['--compare', '--resume'], 'leave out --resume'),
     (['--embeddings', 'own'], 'is not of --optimizer demo-muon: it is of demo'),
+    (['--optimizer', 'diloco', '--exchange', 'auto'],
+     'is not of --optimizer diloco: it is of demo, demo-muon'),
 ]
 
 

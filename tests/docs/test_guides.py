@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 import demo_optax
+from demo_optax.__main__ import MODELS
+from demo_optax.tools.traffic import owners_pay_from
 
 ROOT = pathlib.Path(__file__).parents[2]
 GUIDES = {p.stem: p for p in sorted((ROOT / 'docs').glob('*.md'))}
@@ -169,6 +171,26 @@ def test_numbers_of_workers_at_which_it_stops_paying():
   for values in ('float32', 'sign'):
     plan = demo_optax.plan(leaf, demo_optax.dct_topk(64, 32, values=values), 2)
     assert str(plan.max_workers()) in GUIDES['when_not'].read_text()
+
+
+@pytest.mark.parametrize('exchange', ['all_gather', 'all_to_all'])
+@pytest.mark.parametrize('topk', [8, 32])
+@pytest.mark.parametrize('model', ['300M', '1B'])
+def test_what_many_workers_receive(model, topk, exchange):
+  params = jax.tree.map(
+      lambda shape: jax.ShapeDtypeStruct(tuple(shape), np.float32),
+      MODELS[model], is_leaf=lambda x: isinstance(x, list))
+  compressor = demo_optax.dct_topk(topk=topk, values='sign')
+  plans = [
+      demo_optax.plan(params, compressor, count, exchange=exchange,
+                      update_values='ternary')
+      for count in (8, 64, 1024)
+  ]
+  cells = [f'{plan.received_bytes / 1e6:,.1f}' for plan in plans]
+  row = ' | '.join([model, str(topk), exchange, *cells])
+  if exchange == 'all_to_all':
+    row += f' | {owners_pay_from(params, compressor, "ternary")} workers'
+  assert f'| {row} |' in GUIDES['choosing'].read_text()
 
 
 def test_every_public_name_is_in_the_reference():

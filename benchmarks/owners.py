@@ -1,0 +1,558 @@
+"""Chunks with owners beside an all-gather: merging, a step, and slow links.
+
+    python benchmarks/owners.py merge --out benchmarks/results/owners.json
+    python benchmarks/owners.py step --out benchmarks/results/owners.json
+    python benchmarks/owners.py model --merging benchmarks/results/owners.json
+    python benchmarks/owners.py plot --merging benchmarks/results/owners.json
+    python benchmarks/owners.py links --links FILE     # of links.py --exchange
+
+`merge` times what one worker does with what has arrived, by N: reading and
+merging all messages, or those about its own chunks, encoding its share of the
+updates and reading all shares. `step` times a whole step of one worker. What
+others send is there already, packed from random values. All rows take turns in
+one process, the order reversed every other round.
+
+`model` computes seconds per exchange, from the bytes of `demo_optax.plan`: a
+worker sends and receives at full rate at the same time, and every message that
+waits for another one costs a latency more. All-gathers and all-reduces are
+rings: N - 1 and 2 (N - 1) messages, one after the other; with `--pattern
+doubling` log2 N and 2 log2 N, of the same bytes. The messages of an all-to-all
+are on their way together: one latency, and for each the time it takes to hand
+it to the network. What `merge` has measured is added, per parameter. `links`
+compares that with runs of `benchmarks/links.py --exchange`.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+import os
+import pathlib
+import statistics
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import step as step_lib
+
+import demo_optax
+from demo_optax import __main__ as shapes
+from demo_optax import engine
+from demo_optax import exchange as exchange_lib
+from demo_optax.wire import message as wire
+from demo_optax.wire.updates import Told
+from demo_optax.workers import Group
+
+ROOT = pathlib.Path(__file__).parents[1]
+TOPK, VALUES = 32, 'sign'
+
+
+def compressor() -> demo_optax.Compressor:
+  return demo_optax.dct_topk(topk=TOPK, values=VALUES)
+
+
+# What has arrived -------------------------------------------------------------
+
+
+def static_step(
+    params: Any, exchange: str, count: int, written: str = 'ternary'
+) -> exchange_lib.Step:
+  """Makes what is static in a step of one of `count` workers."""
+  tx = demo_optax.scale_by_demo(
+      compressor(), workers=demo_optax.Workers.simulated(1)
+  )
+  layout = jax.eval_shape(tx.init, params).layout.layout
+  zeros = (0,) * len(layout.leaves)
+  one = exchange_lib.Step(
+      layout, zeros, zeros, 'senders', update_values=written
+  )
+  return exchange_lib.with_exchange(one, exchange, count)
+
+
+def random_messages(step: exchange_lib.Step, count: int) -> jax.Array:
+  """Packs what `count` workers send to one: uint8 `[count, bytes]`."""
+
+  def message(key: jax.Array) -> jax.Array:
+    selected = []
+    for bucket in step.layout.buckets:
+      f, rows = bucket.format, bucket.rows
+      key, *keys = jax.random.split(key, 3)
+      first = jnp.arange(f.k, dtype=jnp.int32)[None]
+      within = jax.random.randint(keys[0], (rows, f.k), 0, f.n // f.k)
+      indices = first * (f.n // f.k) + within if f.k < f.n else None
+      values = jax.random.normal(keys[1], (rows, f.k), f.dtype)
+      selected.append(wire.Selected(indices, values, jnp.ones(())))
+    packed, _ = step.packer.pack(selected, jnp.ones(()), jnp.array(True))
+    data = packed[step.packer.name]
+    return data if step.num_owners is None else data[0]
+
+  return repeated(message, count)
+
+
+def random_updates(step: exchange_lib.Step, count: int) -> jax.Array:
+  """Packs what `count` owners tell: uint8 `[count, bytes]`."""
+  owners = step.update_packer
+  buckets = dict(enumerate(step.packer.read))
+
+  def update(key: jax.Array) -> jax.Array:
+    told = Told(
+        jnp.array(step.num_owners), jnp.ones((wire.ENERGIES,)),
+        jnp.ones((len(buckets),)),
+    )
+    random = {
+        i: jax.random.normal(jax.random.fold_in(key, i), b.shape)
+        for i, b in buckets.items()
+    }
+    return owners.pack(random, {}, told)[0]
+
+  return repeated(update, count)
+
+
+def repeated(make: Callable[[jax.Array], jax.Array], count: int) -> jax.Array:
+  """Makes up to 64 different rows, and as many copies as it takes."""
+  keys = jax.random.split(jax.random.key(1), min(count, 64))
+  rows = jax.jit(lambda keys: jax.lax.map(make, keys))(keys)
+  return jnp.tile(rows, (-(-count // 64), 1))[:count]
+
+
+# Merging ----------------------------------------------------------------------
+
+
+class Merging:
+  """What one worker does with what has arrived, compiled."""
+
+  def __init__(self, params: Any, exchange: str, count: int) -> None:
+    step = static_step(params, exchange, count)
+    group = Group('workers', count)
+    self.inputs = [random_messages(step, count)]
+    if step.update_packer is not None:
+      self.inputs.append(random_updates(step, count - 1))
+
+    def merge(arrived: jax.Array, others: Any = None) -> Any:
+      packer, owners = step.packer, step.update_packer
+      inbox = packer.unpack(
+          {packer.name: arrived}, None, group.min_devices, count
+      )
+      merged, distinct = zip(*[
+          engine.choose(b, None).merge(b, inbox.received[i], 'senders')
+          for i, b in enumerate(packer.read)
+      ])
+      told = Told(inbox.num_valid, inbox.energies, distinct)
+      if owners is not None:
+        own, _ = owners.pack(dict(enumerate(merged)), {}, told)
+        found, told = owners.unpack(
+            jnp.concatenate([own[None], others]), distinct, group.min_devices
+        )
+        merged = [found[i] for i in range(len(merged))]
+      updates = {}
+      for i, x in enumerate(merged):
+        updates |= step.layout.cut(i, x)
+      return updates, told
+
+    self.compiled = jax.jit(merge).lower(*self.inputs).compile()
+    _, told = self.compiled(*self.inputs)
+    assert told.num_valid == count, 'not all messages were read'
+
+  def run(self) -> None:
+    """Merges once."""
+    jax.block_until_ready(self.compiled(*self.inputs))
+
+
+def merging(args: argparse.Namespace) -> dict[str, Any]:
+  """Times merging for every number of workers, both ways."""
+  params = step_lib.random_tree(step_lib.TREES[args.tree], 0)
+  rows = {
+      (exchange, count): Merging(params, exchange, count)
+      for exchange in ('all_gather', 'all_to_all') for count in args.workers
+      if exchange == 'all_to_all' or count <= args.most
+  }
+  return timed(args, rows)
+
+
+def timed(args: argparse.Namespace, rows: dict[Any, Any]) -> dict[str, Any]:
+  """Times rows in turn; prints and returns medians, least times and ratios."""
+  load = os.getloadavg()[0]
+  seconds = step_lib.measure(rows, args.rounds)
+  base = seconds['all_to_all', args.workers[0]]
+  size = sum(math.prod(s) for s in step_lib.TREES[args.tree].values())
+  print(
+      f'\n{args.tree}: {size:,} parameters, k = {TOPK} {VALUES}; {args.rounds}'
+      f' rounds, load {load:.1f} to {os.getloadavg()[0]:.1f}\n\n'
+      '| exchange | N | ms, median | ms, least | of all_to_all at N ='
+      f' {args.workers[0]}: median (least of both) | of all_gather |\n'
+      '|---|---|---|---|---|---|'
+  )
+  found = []
+  for (exchange, count), own in seconds.items():
+    gathered = seconds.get(('all_gather', count))
+    print(
+        f'| {exchange} | {count} | {1e3 * statistics.median(own):.0f} |'
+        f' {1e3 * min(own):.0f} | {ratio(own, base):.2f}'
+        f' ({min(own) / min(base):.2f}) |'
+        f' {f"{ratio(own, gathered):.3f}" if gathered else ""} |'
+    )
+    found.append({
+        'exchange': exchange, 'workers': count,
+        'median': statistics.median(own), 'least': min(own),
+    })
+  return {
+      'tree': args.tree, 'parameters': size, 'rounds': args.rounds,
+      'load': round(load, 1), 'jax': jax.__version__, 'rows': found,
+  }
+
+
+def ratio(seconds: list[float], base: list[float]) -> float:
+  """Returns the median of the ratios within a round."""
+  return statistics.median(a / b for a, b in zip(seconds, base))
+
+
+# A step -----------------------------------------------------------------------
+
+
+class OwnerOfMany(step_lib.OneOfMany):
+  """One worker, who also finds the updates of other owners."""
+
+  told: jax.Array | None = None
+
+  @property
+  def group(self) -> Group:
+    """As the worker's function sees it: all of them."""
+    return WithOwners(
+        self.axis_name, 1 + len(self.others), (), self.others, self.told
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class WithOwners(step_lib.WithOthers):
+  """A worker, what others have sent, and what other owners tell."""
+
+  told: jax.Array | None = None
+
+  def exchange(self, message: Any) -> dict[str, jax.Array]:
+    """All messages to this worker, its own one first."""
+    own = Group.gather(self, message[wire.TO_OWNERS][0])
+    return {wire.TO_OWNERS: jnp.concatenate([own, self.others])}
+
+  def gather(self, x: jax.Array) -> jax.Array:
+    """What all owners tell, this one first."""
+    return jnp.concatenate([Group.gather(self, x), self.told])
+
+
+class WholeStep:
+  """A compiled step of one of many workers, from gradients to parameters."""
+
+  def __init__(self, tree: str, exchange: str, count: int) -> None:
+    self.params = step_lib.random_tree(step_lib.TREES[tree], 0)
+    gradients = step_lib.random_tree(step_lib.TREES[tree], 1)
+    gradients = jax.tree.map(lambda g: g[None], gradients)
+    owned = exchange == 'all_to_all'
+    workers = OwnerOfMany() if owned else step_lib.OneOfMany()
+    made = static_step(self.params, exchange, count)
+    told = random_updates(made, count - 1) if owned else None
+    self.inputs = gradients, random_messages(made, count - 1), told
+    tx = demo_optax.demo(
+        1e-3, workers=workers, compressor=compressor(), exchange=exchange
+    )
+
+    def step(
+        params: Any, state: Any, gradients: Any, others: Any, told: Any
+    ) -> tuple[Any, Any]:
+      workers.others, workers.told = others, told
+      updates, state = tx.update(gradients, state, params)
+      return optax.apply_updates(params, updates), state
+
+    # The one worker that there is has a share as if there were all.
+    real = exchange_lib.with_exchange
+    with mock.patch.object(
+        exchange_lib, 'with_exchange', lambda s, e, _: real(s, e, count)
+    ):
+      self.state = tx.init(self.params)
+      self.compiled = jax.jit(step, donate_argnums=(0, 1)).lower(
+          self.params, self.state, *self.inputs
+      ).compile()
+    self.run()
+    info = demo_optax.exchange_info(self.state)
+    assert info['num_excluded'] == 0, info
+
+  def run(self) -> None:
+    """A step."""
+    self.params, self.state = jax.block_until_ready(
+        self.compiled(self.params, self.state, *self.inputs)
+    )
+
+
+def whole_steps(args: argparse.Namespace) -> dict[str, Any]:
+  """Times steps for every number of workers, both ways."""
+  alone = f'demo k={TOPK} values={VALUES} N=1'
+  rows: dict[Any, Any] = {
+      ('all_gather', 1): step_lib.Row(step_lib.TREES[args.tree], alone)
+  }
+  return timed(args, rows | {
+      (exchange, count): WholeStep(args.tree, exchange, count)
+      for exchange in ('all_gather', 'all_to_all') for count in args.workers
+      if exchange == 'all_to_all' or count <= args.most
+  })
+
+
+# Links ------------------------------------------------------------------------
+
+# Bits per second, and seconds until the first byte of a message is there.
+LINKS = {
+    '100 Mbit/s, 20 ms': (100e6, 20e-3),
+    '1 Gbit/s, 2 ms': (1e9, 2e-3),
+    '10 Gbit/s, 0.1 ms': (10e9, 1e-4),
+}
+HANDING_OVER = 20e-6  # seconds, of one message of many to the network
+WORKERS = (8, 64, 256, 1024, 4096)
+METHODS = {
+    'all_gather': {'exchange': 'all_gather'},
+    'all_to_all, ternary': {
+        'exchange': 'all_to_all', 'update_values': 'ternary'
+    },
+    'all_to_all, int4': {'exchange': 'all_to_all', 'update_values': 'int4'},
+    'ring all-reduce, bfloat16': None,
+}
+
+
+def seven_billion() -> dict[str, Any]:
+  """Shapes of a 7B: 32 layers of d = 4096, as a Llama has them."""
+  d, hidden = 4096, 11008
+  layer = {
+      'q': [d, d], 'k': [d, d], 'v': [d, d], 'o': [d, d], 'gate': [d, hidden],
+      'up': [d, hidden], 'down': [hidden, d], 'norm1': [d], 'norm2': [d],
+  }
+  layers = {str(number): layer for number in range(32)}
+  return {
+      'embedding': [32000, d], 'head': [32000, d], 'norm': [d],
+      'layers': layers,
+  }
+
+
+MODELS = {**shapes.MODELS, '7B': seven_billion()}
+
+
+class Cost(NamedTuple):
+  """What an exchange takes.
+
+  Attributes:
+    received: bytes.
+    link: seconds on the link.
+    merging: seconds of one worker's computing.
+    message: bytes of the smallest message.
+  """
+
+  received: float
+  link: float
+  merging: float
+  message: float
+
+
+PATTERNS = {
+    'ring': lambda count: count - 1,
+    'doubling': lambda count: math.ceil(math.log2(count)),
+}
+
+
+def on_link(
+    received: float, count: int, exchange: str | None, rate: float,
+    latency: float, pattern: str = 'ring',
+) -> float:
+  """Returns seconds on the link; `exchange=None` is an all-reduce."""
+  turns = PATTERNS[pattern](count)  # that gather messages, or updates
+  if exchange is None:
+    turns *= 2
+  if exchange == 'all_to_all':
+    turns += 1
+    received += rate / 8 * (count - 1) * HANDING_OVER
+  return 8 * received / rate + turns * latency
+
+
+def costs_of(
+    params: Any, args: argparse.Namespace
+) -> dict[tuple[str, int, str], Cost]:
+  """Computes what exchanges take, by method, workers and link."""
+  merge, costs = merging_of(args.merging), {}
+  for (method, options), n in itertools.product(METHODS.items(), WORKERS):
+    plan = demo_optax.plan(params, compressor(), n, **(options or {}))
+    exchange = options and options['exchange']
+    received, part = plan.dense_bytes(2), 2 * plan.size / n
+    if exchange:
+      received, part = plan.received_bytes, plan.payload_bytes
+    if exchange == 'all_to_all':
+      part = min(part, plan.update_bytes) / n
+    computing = plan.size * merge(exchange, n) if exchange else 0.0
+    for link, (rate, latency) in LINKS.items():
+      seconds = on_link(received, n, exchange, rate, latency, args.pattern)
+      costs[method, n, link] = Cost(received, seconds, computing, part)
+  return costs
+
+
+def merging_of(path: pathlib.Path) -> Callable[[str, int], float]:
+  """Returns seconds per parameter of merging: lines through what was timed."""
+  record = json.loads(path.read_text())['merge']
+  lines = {}
+  for exchange in ('all_gather', 'all_to_all'):
+    points = [
+        (r['workers'], r['median'] / record['parameters'])
+        for r in record['rows']
+        # Where many owners share a small tree, they merge padding.
+        if r['exchange'] == exchange and r['workers'] <= 64
+    ]
+    lines[exchange] = np.polyfit(*zip(*points), 1)
+  # That owners' time does not grow is what was found: noise is no slope.
+  lines['all_to_all'] = [0, max(
+      r['median'] / record['parameters'] for r in record['rows']
+      if r['exchange'] == 'all_to_all' and r['workers'] <= 64
+  )]
+  return lambda exchange, count: float(np.polyval(lines[exchange], count))
+
+
+def model(args: argparse.Namespace) -> None:
+  """Prints seconds per exchange, link and merging."""
+  for name, tree in MODELS.items():
+    costs = costs_of(shapes._arrays(tree, ()), args)
+    print(f'\n{name}: MB received, and bytes of the smallest message\n')
+    print('| N | ' + ' | '.join(METHODS) + ' |')
+    print('|---|' + '---|' * len(METHODS))
+    link = next(iter(LINKS))
+    for n in WORKERS:
+      cells = [
+          f'{costs[m, n, link].received / 1e6:,.0f},'
+          f' {costs[m, n, link].message:,.0f}' for m in METHODS
+      ]
+      print(f'| {n} | ' + ' | '.join(cells) + ' |')
+    print(f'\n{name}: seconds on the link + merging\n')
+    print('| link | N | ' + ' | '.join(METHODS) + ' |')
+    print('|---|---|' + '---|' * len(METHODS))
+    for link in LINKS:
+      for n in WORKERS:
+        cells = [
+            f'{short(costs[m, n, link].link)} +'
+            f' {short(costs[m, n, link].merging)}' for m in METHODS
+        ]
+        print(f'| {link} | {n} | ' + ' | '.join(cells) + ' |')
+
+
+def short(seconds: float) -> str:
+  """Writes seconds in two digits."""
+  return f'{float(f"{seconds:.2g}"):,g}'
+
+
+def plot(args: argparse.Namespace) -> None:
+  """Draws seconds against N, a panel for each model and link."""
+  sys.path.insert(0, str(ROOT / 'examples'))
+  import picture
+
+  plt = picture.pyplot()
+  if plt is None:
+    return
+  figure, grid = plt.subplots(
+      len(MODELS), len(LINKS), figsize=(10, 8.5), sharex=True, sharey=True
+  )
+  styles = ('C3^-', 'C0o-', 'C2s-', 'C1v-')
+  for row, (name, tree) in enumerate(MODELS.items()):
+    costs = costs_of(shapes._arrays(tree, ()), args)
+    grid[row, 0].set_ylabel(f'{name}: seconds per exchange')
+    for axes, link in zip(grid[row], LINKS):
+      for method, style in zip(METHODS, styles):
+        found = [costs[method, n, link] for n in WORKERS]
+        (line,) = axes.loglog(
+            WORKERS, [c.link for c in found], style, label=method, markersize=4
+        )
+        if found[0].merging:
+          axes.loglog(
+              WORKERS, [c.link + c.merging for c in found], ':', linewidth=1.2,
+              color=line.get_color(),
+          )
+      axes.set_xticks(WORKERS, [str(n) for n in WORKERS])
+      axes.minorticks_off()
+  for axes, link in zip(grid[0], LINKS):
+    axes.set_title(link, fontsize=10)
+  for axes in grid[-1]:
+    axes.set_xlabel('workers')
+  axes = grid[-1, 0]  # where there is room
+  axes.plot([], [], 'k:', label='and merging, on two CPU cores')
+  axes.legend(frameon=False, fontsize=8, loc='lower right')
+  picture.save(figure, args.picture)
+
+
+# Beside what was measured -----------------------------------------------------
+
+
+def measured(args: argparse.Namespace) -> None:
+  """Prints updates over shaped links beside the model.
+
+  Both are what a link adds to the same update at 1 Gbit/s: computing, of which
+  several workers on one machine are in each other's way, cancels out.
+  """
+  records = json.loads(args.links.read_text())
+  print(
+      '| N | link | exchange | MB planned | at the interface | without headers'
+      ' | update, s | more than at 1 Gbit/s, s | the model, s |\n'
+      '|---|---|---|---|---|---|---|---|---|'
+  )
+  for r in records:
+    fast = next(
+        x for x in records if x['rate'] == 1000 and not x['delay']
+        and (x['workers'], x['method']) == (r['workers'], r['method'])
+    )
+    more = seconds_of(r) - seconds_of(fast)
+    print(
+        f'| {r["workers"]} | {r["link"]} | {r["method"]} |'
+        f' {r["planned"] / 1e6:.3f} | {r["rx"] / 1e6:.3f} |'
+        f' {100 * (r["rx_data"] / r["planned"] - 1):+.2f} % |'
+        f' {r["update"]:.2f} | {r["update"] - fast["update"]:.2f} |'
+        f' {more:.2f} |'
+    )
+
+
+def seconds_of(record: dict[str, Any]) -> float:
+  """Computes seconds on the link of what `links.py` has measured."""
+  # It averages in bfloat16 by an all-to-all and a ring, as owners do.
+  method = record['method']
+  exchange = method if method == 'all_gather' else 'all_to_all'
+  return on_link(
+      record['planned'], record['workers'], exchange, 1e6 * record['rate'],
+      record['delay'] / 1e3,
+  )
+
+
+def parse() -> argparse.Namespace:
+  parser = argparse.ArgumentParser(
+      description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+  )
+  add = parser.add_argument
+  add('what', choices=['merge', 'step', 'model', 'plot', 'links'])
+  add('--tree', choices=step_lib.TREES, default='10M')
+  add('--workers', type=int, nargs='+', default=[4, 16, 64])
+  add('--most', type=int, default=64, help='workers with an all-gather')
+  add('--rounds', type=int, default=9)
+  add('--out', type=pathlib.Path, help='where times are added to')
+  results = ROOT / 'benchmarks/results'
+  add('--merging', type=pathlib.Path, default=results / 'owners.json')
+  add('--links', type=pathlib.Path, default=results / 'links_owners.json')
+  add('--pattern', choices=PATTERNS, default='ring')
+  add('--picture', type=pathlib.Path, default=ROOT / 'docs/owners.png')
+  return parser.parse_args()
+
+
+def main() -> None:
+  args = parse()
+  if args.what in ('merge', 'step'):
+    found = {'merge': merging, 'step': whole_steps}[args.what](args)
+    if args.out:
+      old = json.loads(args.out.read_text()) if args.out.exists() else {}
+      new = json.dumps({**old, args.what: found}, indent=1)
+      args.out.write_text(new + '\n')
+    return
+  {'model': model, 'plot': plot, 'links': measured}[args.what](args)
+
+
+if __name__ == '__main__':
+  main()
