@@ -46,7 +46,7 @@ from demo_optax import __main__ as shapes
 from demo_optax import engine
 from demo_optax import exchange as exchange_lib
 from demo_optax.wire import message as wire
-from demo_optax.wire.updates import Told
+from demo_optax.wire.updates import Report
 from demo_optax.workers import Group
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -90,7 +90,7 @@ def random_messages(step: exchange_lib.Step, count: int) -> jax.Array:
       selected.append(wire.Selected(indices, values, jnp.ones(())))
     packed, _ = step.packer.pack(selected, jnp.ones(()), jnp.array(True))
     data = packed[step.packer.name]
-    return data if step.num_owners is None else data[0]
+    return data if step.update_packer is None else data[0]
 
   return repeated(message, count)
 
@@ -101,15 +101,15 @@ def random_updates(step: exchange_lib.Step, count: int) -> jax.Array:
   buckets = dict(enumerate(step.packer.read))
 
   def update(key: jax.Array) -> jax.Array:
-    told = Told(
-        jnp.array(step.num_owners), jnp.ones((wire.ENERGIES,)),
+    report = Report(
+        jnp.array(step.num_workers), jnp.ones((wire.ENERGIES,)),
         jnp.ones((len(buckets),)),
     )
     random = {
         i: jax.random.normal(jax.random.fold_in(key, i), b.shape)
         for i, b in buckets.items()
     }
-    return owners.pack(random, {}, told)[0]
+    return owners.pack(random, {}, report)[0]
 
   return repeated(update, count)
 
@@ -143,21 +143,21 @@ class Merging:
           engine.choose(b, None).merge(b, inbox.received[i], 'senders')
           for i, b in enumerate(packer.read)
       ])
-      told = Told(inbox.num_valid, inbox.energies, distinct)
+      report = Report(inbox.num_valid, inbox.energies, distinct)
       if owners is not None:
-        own, _ = owners.pack(dict(enumerate(merged)), {}, told)
-        found, told = owners.unpack(
+        own, _ = owners.pack(dict(enumerate(merged)), {}, report)
+        found, report = owners.unpack(
             jnp.concatenate([own[None], others]), distinct, group.min_devices
         )
         merged = [found[i] for i in range(len(merged))]
       updates = {}
       for i, x in enumerate(merged):
         updates |= step.layout.cut(i, x)
-      return updates, told
+      return updates, report
 
     self.compiled = jax.jit(merge).lower(*self.inputs).compile()
-    _, told = self.compiled(*self.inputs)
-    assert told.num_valid == count, 'not all messages were read'
+    _, report = self.compiled(*self.inputs)
+    assert report.num_valid == count, 'not all messages were read'
 
   def run(self) -> None:
     """Merges once."""
@@ -218,13 +218,13 @@ def ratio(seconds: list[float], base: list[float]) -> float:
 class OwnerOfMany(step_lib.OneOfMany):
   """One worker, who also finds the updates of other owners."""
 
-  told: jax.Array | None = None
+  report: jax.Array | None = None
 
   @property
   def group(self) -> Group:
     """As the worker's function sees it: all of them."""
     return WithOwners(
-        self.axis_name, 1 + len(self.others), (), self.others, self.told
+        self.axis_name, 1 + len(self.others), (), self.others, self.report
     )
 
 
@@ -232,7 +232,7 @@ class OwnerOfMany(step_lib.OneOfMany):
 class WithOwners(step_lib.WithOthers):
   """A worker, what others have sent, and what other owners tell."""
 
-  told: jax.Array | None = None
+  report: jax.Array | None = None
 
   def exchange(self, message: Any) -> dict[str, jax.Array]:
     """All messages to this worker, its own one first."""
@@ -241,7 +241,7 @@ class WithOwners(step_lib.WithOthers):
 
   def gather(self, x: jax.Array) -> jax.Array:
     """What all owners tell, this one first."""
-    return jnp.concatenate([Group.gather(self, x), self.told])
+    return jnp.concatenate([Group.gather(self, x), self.report])
 
 
 class WholeStep:
@@ -254,16 +254,16 @@ class WholeStep:
     owned = exchange == 'all_to_all'
     workers = OwnerOfMany() if owned else step_lib.OneOfMany()
     made = static_step(self.params, exchange, count)
-    told = random_updates(made, count - 1) if owned else None
-    self.inputs = gradients, random_messages(made, count - 1), told
+    report = random_updates(made, count - 1) if owned else None
+    self.inputs = gradients, random_messages(made, count - 1), report
     tx = demo_optax.demo(
         1e-3, workers=workers, compressor=compressor(), exchange=exchange
     )
 
     def step(
-        params: Any, state: Any, gradients: Any, others: Any, told: Any
+        params: Any, state: Any, gradients: Any, others: Any, report: Any
     ) -> tuple[Any, Any]:
-      workers.others, workers.told = others, told
+      workers.others, workers.report = others, report
       updates, state = tx.update(gradients, state, params)
       return optax.apply_updates(params, updates), state
 

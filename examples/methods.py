@@ -16,7 +16,7 @@ from flax import nnx
 from optax import contrib
 
 import demo_optax
-from demo_optax.exchange import Exchange
+from demo_optax.exchange import ExchangeKind
 from demo_optax.wire.values import VALUES
 
 # What follows the exchange. The first version of the paper takes signs; the
@@ -135,7 +135,7 @@ def add_flags(
       ' 6e-3')
   add('--delay', type=int, choices=[0, 1], default=0,
       help='1: what is exchanged is applied one exchange late')
-  add('--exchange', choices=get_args(Exchange), default='all_gather',
+  add('--exchange', choices=get_args(ExchangeKind), default='all_gather',
       help='all_to_all: every worker merges its share of the chunks, and what'
       ' it receives does not grow with their number; auto: the fewer bytes')
   add('--sync-period', type=flags.whole(1), default=20,
