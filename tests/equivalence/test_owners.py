@@ -576,8 +576,8 @@ def test_checkpoints_of_another_code(old, new, tmp_path):
 
 
 def test_states_go_both_ways_where_auto_changes_its_mind():
-  compressor = demo_optax.dct_topk(32, 1, values='sign')
-  params = {'w': jnp.zeros((128, 128))}
+  compressor = demo_optax.dct_topk(32, 8, values='sign')
+  params = {'w': jnp.zeros((256, 256))}
 
   def make(count):
     workers = demo_optax.Workers.simulated(count)
@@ -588,12 +588,12 @@ def test_states_go_both_ways_where_auto_changes_its_mind():
       count: demo_optax.plan(
           params, compressor, count, exchange='auto', update_values='int4'
       ).exchange
-      for count in (2, 256)
+      for count in (2, 64)
   }
-  assert kinds == {2: 'all_gather', 256: 'all_to_all'}
-  state = jax.eval_shape(make(256).init, params)
-  for count in (2, 256, 2):
-    gradients = {'w': random_tree(0, {'w': (128, 128)}, lead=(count,))['w']}
+  assert kinds == {2: 'all_gather', 64: 'all_to_all'}
+  state = jax.eval_shape(make(64).init, params)
+  for count in (2, 64, 2):
+    gradients = {'w': random_tree(0, {'w': (256, 256)}, lead=(count,))['w']}
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state)
     resized = demo_optax.checkpoint.resize_workers(zeros, count)
     state = jax.eval_shape(make(count).update, gradients, resized, params)[1]
