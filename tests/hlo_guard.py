@@ -91,6 +91,8 @@ def texts():
       'sharded': lowered(signs, on_mesh((2, 4), ('data', 'fsdp'), specs)),
       'on_axis': on_axis(topk),
       'delay': lowered(topk, simulated(4), delay=1),
+      'owners': lowered(signs, simulated(4), exchange='all_to_all',
+                        update_values='int4'),
       'sums': lowered(demo_optax.compressors.random_subset(1 / 8), simulated(4)),
   }
 
