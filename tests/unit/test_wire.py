@@ -81,7 +81,7 @@ def test_payloads_come_back(leaves, workers, seed):
   for worker in range(workers):
     selected.append([random_selection(rng, f, c) for f, c in leaves])
     payload, values = encode(selected[-1], jnp.asarray(worker != 1))
-    assert payload.shape == (layout.sizes[wire.GATHERED][0],) and payload.dtype == jnp.uint8
+    assert (payload.shape, payload.dtype) == layout.shapes[wire.GATHERED]
     payloads.append(payload)
     sent.append(values)
   received, present = jax.jit(functools.partial(read, layout))(
@@ -277,7 +277,7 @@ def test_sums_are_means_over_who_takes_part(x64, dtype):
                               jnp.ones((), jnp.float32)),
                 wire.Selected(None, v[1], jnp.ones((), jnp.float32))]
     message, _ = layout.pack(selected, jnp.ones(()), jnp.asarray(w != 1))
-    assert message[name].shape == (layout.sizes[name][0],)
+    assert (message[name].shape, message[name].dtype) == layout.shapes[name]
     vectors.append(message[name])
   inbox = layout.unpack(
       {name: sum(vectors)}, lambda _: jnp.asarray([3, 9], jnp.int32),
