@@ -84,20 +84,28 @@ def adamw(s: Settings) -> optax.GradientTransformation:
   return optax.chain(clip(), optax.adamw(rate, b2=0.95, weight_decay=0.0))
 
 
+def owners(s: Settings) -> dict[str, Any]:
+  """Returns who merges, and how updates are written: `'topk128-sign'`."""
+  values = s['update_values']
+  if values is None:
+    return {}
+  if values.startswith('topk'):
+    k, code = values.removeprefix('topk').split('-')
+    values = compressors.UpdateTopK(int(k), code)
+  return {'exchange': 'all_to_all', 'update_values': values}
+
+
 def planned(
     compressor: Any,
     workers: demo_optax.Workers,
     period: int = 1,
-    update_values: str | None = None,
+    s: Settings | None = None,
 ) -> Callable[[Any], tuple[float, float, float]]:
   """Returns what counts the bytes of an exchange."""
 
   def bytes_of(params: Any) -> tuple[float, float, float]:
-    plan = demo_optax.plan(
-        params, compressor, workers,
-        exchange='all_to_all' if update_values else 'all_gather',
-        update_values=update_values,
-    )
+    exchange = {} if s is None else owners(s)
+    plan = demo_optax.plan(params, compressor, workers, **exchange)
     return *plan.per_step(period), plan.dense_bytes()
 
   return bytes_of
@@ -140,20 +148,23 @@ def demo(s: Settings, workers: demo_optax.Workers) -> Method:
   """DeMo as published: version 1, or with alpha below 1 version 2."""
   compressor = demo_optax.dct_topk(64, s['topk'], values=s['values'])
   rate = schedule(s, s['lr'])
-  if s['alpha'] == 1:
+  if s['alpha'] == 1 and not s['update_values']:
     tx = demo_optax.demo(
         rate, workers=workers, compressor=compressor, decay=s['decay']
     )
   else:
+    rule = (
+        {'gradient_weight': rate} if s['alpha'] == 1
+        else {'alpha': s['alpha'], 'average': 'workers', 'ema': True}
+    )
     tx = optax.chain(
         demo_optax.scale_by_demo(
-            compressor, s['decay'], workers=workers, alpha=s['alpha'],
-            average='workers', ema=True,
+            compressor, s['decay'], workers=workers, **rule, **owners(s)
         ),
         optax.scale_by_sign(),
         optax.scale_by_learning_rate(rate),
     )
-  return Method(optax.chain(clip(), tx), planned(compressor, workers))
+  return Method(optax.chain(clip(), tx), planned(compressor, workers, 1, s))
 
 
 def recipe(s: Settings, workers: demo_optax.Workers) -> Method:
@@ -200,13 +211,11 @@ def recipe(s: Settings, workers: demo_optax.Workers) -> Method:
       demo_optax.per_worker(optax.chain(clip(), own), workers=workers),
       demo_optax.scale_by_demo(
           compressor, s['decay'], workers=workers, alpha=s['alpha'],
-          average=s['average'], gradient_weight=weight,
-          exchange='all_to_all' if s['update_values'] else 'all_gather',
-          update_values=s['update_values'],
+          average=s['average'], gradient_weight=weight, **owners(s),
       ),
       optax.partition(behind, matrix_or_other),
   )
-  return Method(tx, planned(compressor, workers, 1, s['update_values']))
+  return Method(tx, planned(compressor, workers, 1, s))
 
 
 def other_leaves(

@@ -24,6 +24,7 @@ from demo_optax.compressors.base import (
 from demo_optax.compressors.buckets import Layout, make_layout
 from demo_optax.engine import topk
 from demo_optax.exchange import Hyper, Step, WorkerState
+from demo_optax.wire.updates import UpdateTopK, UpdateValues
 from demo_optax.wire.values import UPDATE_VALUES, WITHOUT_RESIDUAL
 from demo_optax.workers import Workers
 from demo_optax.workers.sharding import (
@@ -124,7 +125,7 @@ def scale_by_demo(
     kernels: bool | None = None,
     delay: int | None = None,
     exchange: exchange_lib.ExchangeKind = 'all_gather',
-    update_values: str | None = None,
+    update_values: UpdateValues | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Exchanges the fast part of every worker's own momentum.
 
@@ -196,20 +197,24 @@ def scale_by_demo(
       first (benchmarks/diloco.py).
     exchange: `'all_gather'`; `'all_to_all'`, see above; or `'auto'`, whichever
       receives fewer bytes with these parameters and workers.
-    update_values: how owners write updates; read where chunks may have owners.
+    update_values: how owners write updates; needed unless `exchange` is
+      `'all_gather'`.
 
-      ============= ============== ==========================================
-      value         bits an element
-      ============= ============== ==========================================
-      `'ternary'`   1.6            signs and zeros: exact where a sign follows
-                                   (`optax.scale_by_sign`), else magnitudes
-                                   are lost for good
-      `'float32'`   32             exact; dense
-      others        16, 8, 4, 1    `'bfloat16'`, `'int8'`, `'int4'`, `'sign'`,
-                                   as in `dct_topk`; what is lost stays with
-                                   the owner, 1/N of the parameters in
-                                   float32, and goes into its next update
-      ============= ============== ==========================================
+      ============ ========== ===============================================
+      value        bits each
+      ============ ========== ===============================================
+      `'ternary'`  1.6        signs and zeros: exact where a sign follows
+                              (`optax.scale_by_sign`), else magnitudes are
+                              lost for good
+      `'float32'`  32         exact; dense
+      others       16 to 1    `'bfloat16'`, `'int8'`, `'int4'`, `'sign'`, as in
+                              `dct_topk`; what is lost stays with the owner,
+                              1/N of the parameters in float32, and goes into
+                              its next update
+      `UpdateTopK` below 1    the largest coefficients of each merged chunk
+                              (`compressors.UpdateTopK`); what is not sent
+                              stays with the owner, too
+      ============ ========== ===============================================
 
   Returns:
     A gradient transformation. Its `update` takes stacked gradients
@@ -250,7 +255,7 @@ def scale_by_demo(
   if average not in ('senders', 'workers'):
     raise ValueError(f"average={average!r} must be 'senders' or 'workers'.")
   _check_delay(delay)
-  written = check_exchange(exchange, update_values)
+  written = resolve_update_values(exchange, update_values)
 
   def step_of(
       tree: chex.ArrayTree, leaves: list[Any], decay: Any, gradient_weight: Any
@@ -547,28 +552,40 @@ def _check_delay(delay: Any) -> None:
     raise ValueError(f'delay={delay!r} must be 0 or 1.')
 
 
-def check_exchange(exchange: Any, update_values: Any) -> str:
-  """Returns the code of updates; raises unless both arguments make sense."""
+def resolve_update_values(
+    exchange: Any, update_values: Any, default: str | None = None
+) -> UpdateValues:
+  """Returns how owners write updates; raises unless both make sense."""
   known = get_args(exchange_lib.ExchangeKind)
   if exchange not in known:
     raise ValueError(
         f'exchange={exchange!r} is not known; choose one of {", ".join(known)}.'
     )
-  if update_values is None and exchange != 'all_gather':
+  codes = ', '.join(UPDATE_VALUES)
+  if update_values not in (None, *UPDATE_VALUES) and not isinstance(
+      update_values, UpdateTopK
+  ):
+    raise ValueError(
+        f'update_values={update_values!r} is not known; choose one of'
+        f' {codes}, or a demo_optax.compressors.UpdateTopK.'
+    )
+  if exchange == 'all_gather':
+    if update_values is not None:
+      raise ValueError(
+          f'update_values={update_values!r} has no use with'
+          " exchange='all_gather', in which no updates are sent: leave it out,"
+          " or give exchange='all_to_all' or 'auto'."
+      )
+    return 'float32'
+  found = default if update_values is None else update_values
+  if found is None:
     raise ValueError(
         f'exchange={exchange!r} needs update_values, how updates are written:'
         " 'ternary' if their signs are taken (optax.scale_by_sign, and"
         " demo_optax.demo), else 'bfloat16', 'int8', 'int4' or 'sign', whose"
         " losses are sent later, or 'float32'."
     )
-  if update_values is None:
-    return 'float32'
-  if update_values not in UPDATE_VALUES:
-    raise ValueError(
-        f'update_values={update_values!r} is not known; choose one of'
-        f' {", ".join(UPDATE_VALUES)}.'
-    )
-  return update_values
+  return found
 
 
 def check_range(

@@ -21,7 +21,7 @@ from demo_optax import agreement, engine
 from demo_optax.compressors.buckets import Bucket, Layout
 from demo_optax.engine import plain, topk
 from demo_optax.wire.message import Packer
-from demo_optax.wire.updates import Report, UpdatePacker
+from demo_optax.wire.updates import Report, UpdatePacker, UpdateValues
 from demo_optax.workers import Group, Spec, Workers
 
 # A worker is excluded if an element of its gradient is more than this share of
@@ -105,7 +105,7 @@ class Step:
       divided among the workers, each of which merges its own and tells the
       others the update.
     num_workers: how many there are; None if chunks never have owners.
-    update_values: how owners write updates, one of `UPDATE_VALUES`.
+    update_values: how owners write updates.
   """
 
   layout: Layout
@@ -116,7 +116,7 @@ class Step:
   delay: bool = False
   exchange: str = 'all_gather'
   num_workers: int | None = None
-  update_values: str = 'float32'
+  update_values: UpdateValues = 'float32'
 
   @functools.cached_property
   def packer(self) -> Packer:
@@ -145,7 +145,12 @@ class Step:
     }
     if self.num_workers is None or not gathered:
       return None
-    return UpdatePacker(gathered, self.num_workers, self.update_values)
+    return UpdatePacker(
+        gathered, self.num_workers, self.update_values, plain.largest,
+        lambda bucket, received: engine.choose(bucket, self.kernels).merge(
+            bucket, received, 'workers'
+        )[0],
+    )
 
 
 ExchangeKind = Literal['all_gather', 'all_to_all', 'auto']

@@ -186,7 +186,8 @@ def with_momentum(
 
   Returns:
     A tree like `opt_state`. Only the momentum differs; its dtype is that of
-    `opt_state`.
+    `opt_state`. What owners of chunks owe (`update_residual`) is no momentum,
+    and is that of `opt_state`.
 
   Raises:
     ValueError: there is no momentum in `opt_state`; one of its leaves is not in
@@ -387,6 +388,13 @@ def _in_words(
         f' {info["mean_senders"]:.2f} workers on average'
     )
   yield f'  workers left out: {info["num_excluded"]}'
+  owed = [
+      x for path, x in jax.tree_util.tree_flatten_with_path(opt_state)[0]
+      if is_bucket(keys := path_keys(path)) and keys[-2] == 'update_residual'
+  ]
+  if owed:
+    squares = sum(float(_mean_norm(x)) ** 2 * x.shape[0] for x in owed)
+    yield f'  owners of chunks owe updates of norm {squares**0.5:.3g}'
 
 
 @jax.jit

@@ -27,6 +27,7 @@ from demo_optax.compressors.selectors import (
   Striding,
   TopK,
 )
+from demo_optax.wire.updates import UpdateTopK
 
 __all__ = [
   'FROZEN',
@@ -42,6 +43,7 @@ __all__ = [
   'Slicing',
   'Striding',
   'TopK',
+  'UpdateTopK',
   'dct_topk',
   'full',
   'hadamard_topk',

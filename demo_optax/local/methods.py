@@ -14,6 +14,7 @@ from demo_optax.demo import scale_by_demo
 from demo_optax.engine.topk import Average
 from demo_optax.exchange import ExchangeKind
 from demo_optax.local.local_updates import Period, local_updates
+from demo_optax.wire.updates import UpdateValues
 from demo_optax.workers import Workers
 
 
@@ -92,7 +93,7 @@ def demo_diloco(
     drift: bool = False,
     delay: int | None = None,
     exchange: ExchangeKind = 'all_gather',
-    update_values: str | None = None,
+    update_values: UpdateValues | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""DeMo inside DiLoCo: of the momentum of differences the fast part is sent.
 
@@ -188,7 +189,7 @@ def sparse_loco(
     outer_learning_rate: optax.ScalarOrSchedule = 1.0,
     decay: chex.Numeric = 0.95,
     exchange: ExchangeKind = 'all_gather',
-    update_values: str | None = None,
+    update_values: UpdateValues | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""SparseLoCo: the largest raw differences, in few bits, error feedback.
 

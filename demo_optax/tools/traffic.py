@@ -20,10 +20,11 @@ from demo_optax.compressors.base import (
   per_leaf,
 )
 from demo_optax.compressors.buckets import Leaf, make_layout
-from demo_optax.demo import check_exchange, describe_leaf
+from demo_optax.demo import describe_leaf, resolve_update_values
 from demo_optax.exchange import ExchangeKind, Step
 from demo_optax.tools import tables
 from demo_optax.wire.message import ENERGIES
+from demo_optax.wire.updates import UpdateValues
 from demo_optax.workers import Workers
 from demo_optax.workers.sharding import ParamSpecs
 
@@ -308,7 +309,7 @@ def plan(
     workers: Workers | int,
     *,
     exchange: ExchangeKind = 'all_gather',
-    update_values: str | None = None,
+    update_values: UpdateValues | None = None,
 ) -> Plan:
   r"""What an exchange will send, before anything is run.
 
@@ -396,7 +397,7 @@ def plan(
       for leaves_bytes in leaves
       if leaves_bytes.values == 'averaged'
   )
-  written = check_exchange(exchange, update_values)
+  written = resolve_update_values(exchange, update_values)
   step = exchange_lib.with_exchange(
       Step(layout, (), (), 'senders', update_values=written), exchange,
       num_workers,
@@ -418,7 +419,9 @@ def plan(
 
 
 def owners_pay_from(
-    params: chex.ArrayTree, compressor: CompressorTree, update_values: str
+    params: chex.ArrayTree,
+    compressor: CompressorTree,
+    update_values: UpdateValues,
 ) -> int | None:
   """Returns from how many workers on `'all_to_all'` receives fewer bytes.
 

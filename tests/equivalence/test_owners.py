@@ -40,7 +40,10 @@ SHAPES = {  # sides that Hadamard matrices have, and more chunks than workers
     'bias': (64,),
     'scalar': (),
 }
-LOSSY = ['bfloat16', 'int8', 'int4', 'sign']
+LOSSY = [
+    'bfloat16', 'int8', 'int4', 'sign', compressors.UpdateTopK(4),
+    compressors.UpdateTopK(200, 'int8'),
+]
 
 
 def gradients_of(step, count):
@@ -60,7 +63,8 @@ def gradients_of(step, count):
 
 def train(workers, exchange, steps=50, compressor='dct', **options):
   """Returns the parameters of every step, and the last state."""
-  options = {'update_values': 'ternary', **options}
+  if exchange != 'all_gather':
+    options = {'update_values': 'ternary', **options}
   tx = optax.chain(
       demo_optax.scale_by_demo(
           COMPRESSORS[compressor], 0.9, workers=workers, exchange=exchange,
@@ -115,15 +119,16 @@ def test_signs_of_updates_full_of_zeros(compressor, count):
   assert any(np.mean(after[k] == before[k]) > 0.03 for k in SHAPES)
 
 
-@pytest.mark.parametrize('kind, count', [
-    ('auto', 2), ('auto', 5), ('explicit', 8),
+@pytest.mark.parametrize('kind, count, values', [
+    ('auto', 2, 'ternary'), ('auto', 5, 'ternary'), ('explicit', 8, 'ternary'),
+    ('auto', 3, compressors.UpdateTopK(20, 'int8')),
 ])
-def test_mesh_equals_simulation(kind, count):
+def test_mesh_equals_simulation(kind, count, values):
   expected, before = train(
-      demo_optax.Workers.simulated(count), 'all_to_all', 20
+      demo_optax.Workers.simulated(count), 'all_to_all', update_values=values
   )
   with make_workers(kind, count) as workers:
-    found, after = train(workers, 'all_to_all', 20)
+    found, after = train(workers, 'all_to_all', update_values=values)
   assert_same_bits(found, expected)
   assert_same_bits(momentum(after), momentum(before))
 
@@ -185,11 +190,13 @@ def test_workers_of_several_devices(layout, kind):
   assert_same_bits(run('all_to_all'), run('all_gather'))
 
 
-def test_one_of_each_collective_with_the_planned_bytes():
+@pytest.mark.parametrize(
+    'values', ['ternary', 'int4', compressors.UpdateTopK(20)])
+def test_one_of_each_collective_with_the_planned_bytes(values):
   workers = on_mesh(4)
-  tx = demo_optax.demo(
-      1e-2, workers=workers, compressor=COMPRESSORS['dct'],
-      exchange='all_to_all',
+  tx = demo_optax.scale_by_demo(
+      COMPRESSORS['dct'], workers=workers, exchange='all_to_all',
+      update_values=values,
   )
   params = replicated(random_tree(9, SHAPES), workers)
   gradients = stacked(random_tree(0, SHAPES, lead=(4,)), workers)
@@ -199,7 +206,7 @@ def test_one_of_each_collective_with_the_planned_bytes():
   assert sorted(c.kind for c in found) == ['all-gather', 'all-to-all']
   plan = demo_optax.plan(
       params, COMPRESSORS['dct'], workers, exchange='all_to_all',
-      update_values='ternary',
+      update_values=values,
   )
   assert sum(c.received_bytes for c in found) == plan.received_bytes
   by_kind = {c.kind: c for c in found}
@@ -407,7 +414,7 @@ def test_exact_updates_are_those_of_an_all_gather():
   for exchange in ('all_gather', 'all_to_all'):
     tx = demo_optax.scale_by_demo(
         COMPRESSORS['dct'], 0.9, workers=workers, exchange=exchange,
-        update_values='float32',
+        update_values=None if exchange == 'all_gather' else 'float32',
     )
     updates, _ = jax.jit(tx.update)(
         gradients_of(0, 5), tx.init(params), params
@@ -425,7 +432,7 @@ def test_auto_is_what_receives_less():
   received = {
       (count, exchange): demo_optax.plan(
           params, compressor, count, exchange=exchange,
-          update_values='ternary',
+          update_values=None if exchange == 'all_gather' else 'ternary',
       ).received_bytes
       for count, exchange in itertools.product(
           (2, 4, 16, 64, 1024), ('all_gather', 'all_to_all', 'auto'))
@@ -446,6 +453,12 @@ def test_wrong_arguments():
     demo_optax.demo(1e-3, workers=workers, exchange='ring')
   with pytest.raises(ValueError, match="needs update_values, how updates are"):
     demo_optax.scale_by_demo(workers=workers, exchange='all_to_all')
+  with pytest.raises(ValueError, match="'int4' has no use with exchange='all_g"):
+    demo_optax.demo_muon(1e-3, workers=workers, update_values='int4')
+  with pytest.raises(ValueError, match="'ternary' is not known; choose one of"):
+    compressors.UpdateTopK(8, 'ternary')
+  with pytest.raises(ValueError, match='k=0 must be a positive integer'):
+    compressors.UpdateTopK(0)
   with pytest.raises(ValueError, match="update_values='int2' is not known"):
     demo_optax.demo_muon(1e-3, workers=workers, update_values='int2')
   with pytest.raises(ValueError, match="values='ternary' is not known"):
