@@ -78,9 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     plans = [
         accounting.plan(
             params, compressor, n, exchange=args.exchange,
-            update_values=(
-                None if args.exchange == 'all_gather' else args.update_values
-            ),
+            update_values=args.update_values,
         )
         for n in args.workers
     ]

@@ -198,7 +198,7 @@ def scale_by_demo(
     exchange: `'all_gather'`; `'all_to_all'`, see above; or `'auto'`, whichever
       receives fewer bytes with these parameters and workers.
     update_values: how owners write updates; needed unless `exchange` is
-      `'all_gather'`.
+      `'all_gather'`, which has no use for it.
 
       ============ ========== ===============================================
       value        bits each
@@ -552,40 +552,28 @@ def _check_delay(delay: Any) -> None:
     raise ValueError(f'delay={delay!r} must be 0 or 1.')
 
 
-def resolve_update_values(
-    exchange: Any, update_values: Any, default: str | None = None
-) -> UpdateValues:
+def resolve_update_values(exchange: Any, update_values: Any) -> UpdateValues:
   """Returns how owners write updates; raises unless both make sense."""
   known = get_args(exchange_lib.ExchangeKind)
   if exchange not in known:
     raise ValueError(
         f'exchange={exchange!r} is not known; choose one of {", ".join(known)}.'
     )
-  codes = ', '.join(UPDATE_VALUES)
-  if update_values not in (None, *UPDATE_VALUES) and not isinstance(
-      update_values, UpdateTopK
-  ):
-    raise ValueError(
-        f'update_values={update_values!r} is not known; choose one of'
-        f' {codes}, or a demo_optax.compressors.UpdateTopK.'
-    )
-  if exchange == 'all_gather':
-    if update_values is not None:
-      raise ValueError(
-          f'update_values={update_values!r} has no use with'
-          " exchange='all_gather', in which no updates are sent: leave it out,"
-          " or give exchange='all_to_all' or 'auto'."
-      )
-    return 'float32'
-  found = default if update_values is None else update_values
-  if found is None:
+  if update_values is None and exchange != 'all_gather':
     raise ValueError(
         f'exchange={exchange!r} needs update_values, how updates are written:'
         " 'ternary' if their signs are taken (optax.scale_by_sign, and"
         " demo_optax.demo), else 'bfloat16', 'int8', 'int4' or 'sign', whose"
         " losses are sent later, or 'float32'."
     )
-  return found
+  if update_values is None:
+    return 'float32'
+  if isinstance(update_values, UpdateTopK) or update_values in UPDATE_VALUES:
+    return update_values
+  raise ValueError(
+      f'update_values={update_values!r} is not known; choose one of'
+      f' {", ".join(UPDATE_VALUES)}, or a demo_optax.compressors.UpdateTopK.'
+  )
 
 
 def check_range(

@@ -124,7 +124,7 @@ def demo(
           workers=workers,
           gradient_weight=_lost_unless_finite(learning_rate, weight_decay),
           exchange=exchange,
-          update_values=None if exchange == 'all_gather' else 'ternary',
+          update_values='ternary',
       ),
       optax.scale_by_sign(),
       _in_parameter_dtype(),
@@ -391,7 +391,7 @@ def demo_muon(
     weight_decay_mask: Any = None,
     muon_weight_dimension_numbers: DimensionNumbersTree = None,
     exchange: ExchangeKind = 'all_gather',
-    update_values: UpdateValues | None = None,
+    update_values: UpdateValues = 'int4',
 ) -> optax.GradientTransformationExtraArgs:
   r"""Muon whose momentum is orthonormalised at every worker, then compressed.
 
@@ -451,7 +451,7 @@ def demo_muon(
       function from them to one; by default `muon_dimension_numbers`. Give it
       to `muon_compressors`, too, if you call that.
     exchange: as in `scale_by_demo`.
-    update_values: as in `scale_by_demo`; None: `'int4'`.
+    update_values: as in `scale_by_demo`.
 
   Returns:
     A gradient transformation; see `scale_by_demo` for what it takes.
@@ -506,7 +506,7 @@ def demo_muon(
         f'preconditioning={preconditioning!r} is not one of'
         f' {", ".join(_PRECONDITIONINGS)}.'
     )
-  written = resolve_update_values(exchange, update_values, 'int4')
+  resolve_update_values(exchange, update_values)
   if adam_learning_rate is None:
     adam_learning_rate = _times(_ADAM_RATE, learning_rate)
 
@@ -563,7 +563,7 @@ def demo_muon(
             average='workers',
             ema=True,
             exchange=exchange,
-            update_values=None if exchange == 'all_gather' else written,
+            update_values=update_values,
             gradient_weight=_lost_unless_finite(
                 1.0, learning_rate, adam_learning_rate, adam_b2, weight_decay
             ),

@@ -63,8 +63,7 @@ def gradients_of(step, count):
 
 def train(workers, exchange, steps=50, compressor='dct', **options):
   """Returns the parameters of every step, and the last state."""
-  if exchange != 'all_gather':
-    options = {'update_values': 'ternary', **options}
+  options = {'update_values': 'ternary', **options}
   tx = optax.chain(
       demo_optax.scale_by_demo(
           COMPRESSORS[compressor], 0.9, workers=workers, exchange=exchange,
@@ -414,7 +413,7 @@ def test_exact_updates_are_those_of_an_all_gather():
   for exchange in ('all_gather', 'all_to_all'):
     tx = demo_optax.scale_by_demo(
         COMPRESSORS['dct'], 0.9, workers=workers, exchange=exchange,
-        update_values=None if exchange == 'all_gather' else 'float32',
+        update_values='float32',
     )
     updates, _ = jax.jit(tx.update)(
         gradients_of(0, 5), tx.init(params), params
@@ -432,7 +431,7 @@ def test_auto_is_what_receives_less():
   received = {
       (count, exchange): demo_optax.plan(
           params, compressor, count, exchange=exchange,
-          update_values=None if exchange == 'all_gather' else 'ternary',
+          update_values='ternary',
       ).received_bytes
       for count, exchange in itertools.product(
           (2, 4, 16, 64, 1024), ('all_gather', 'all_to_all', 'auto'))
@@ -453,8 +452,6 @@ def test_wrong_arguments():
     demo_optax.demo(1e-3, workers=workers, exchange='ring')
   with pytest.raises(ValueError, match="needs update_values, how updates are"):
     demo_optax.scale_by_demo(workers=workers, exchange='all_to_all')
-  with pytest.raises(ValueError, match="'int4' has no use with exchange='all_g"):
-    demo_optax.demo_muon(1e-3, workers=workers, update_values='int4')
   with pytest.raises(ValueError, match="'ternary' is not known; choose one of"):
     compressors.UpdateTopK(8, 'ternary')
   with pytest.raises(ValueError, match='k=0 must be a positive integer'):
