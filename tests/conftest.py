@@ -1,14 +1,23 @@
-"""Eight simulated CPU devices, strict promotion; set before jax starts."""
+"""Eight CPU devices, quick compilation, strict promotion; before jax starts."""
 
 import os
 import shutil
 import tempfile
+from importlib import metadata
 
 os.environ['XLA_FLAGS'] = (
     os.environ.get('XLA_FLAGS', '')
     + ' --xla_force_host_platform_device_count=8'
 )
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+
+# Tests compile more than they compute: half of the time is saved by programs
+# that are hardly optimized. TESTS_AS_USERS=1 compiles as JAX does by itself;
+# .ci/run does so for the core tests, and for documents and processes.
+if os.environ.get('TESTS_AS_USERS', '0') == '0':
+  os.environ['XLA_FLAGS'] += ' --xla_backend_optimization_level=0'
+  if metadata.version('jaxlib').startswith('0.10.'):  # later there is none
+    os.environ['XLA_FLAGS'] += ' --xla_cpu_use_fusion_emitters=false'
 
 # Many tests compile the same programs, in this process and in others: once is
 # enough. The folder is made, and removed, by whoever starts the tests.
