@@ -199,7 +199,7 @@ def scale_by_demo(
     update_values: how owners write updates; read where chunks may have owners.
 
       ============= ============== ==========================================
-      value         bits an element
+      value         bits/element   what is written
       ============= ============== ==========================================
       `'ternary'`   1.6            signs and zeros: exact where a sign follows
                                    (`optax.scale_by_sign`), else magnitudes

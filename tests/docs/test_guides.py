@@ -267,12 +267,22 @@ def test_every_public_name_is_in_the_reference():
 
 def test_the_site_builds(tmp_path):
   """Offline, and without a warning: every link and reference is there."""
-  pytest.importorskip('myst_nb')
-  pytest.importorskip('furo')
+  for name in ('myst_nb', 'furo', 'sphinx-mathjax-offline'):
+    pytest.importorskip(name)
   subprocess.run(
       [sys.executable, '-m', 'sphinx', '-q', '-W', '-c', 'docs', '.',
        str(tmp_path)], cwd=ROOT, check=True, timeout=240)
+  assert 'README.html' in (tmp_path / 'index.html').read_text()
+  for page in tmp_path.rglob('*.html'):  # nothing is loaded from elsewhere
+    loaded = re.findall(r'<(?:script|img|link|iframe)[^>]*', page.read_text())
+    assert not [tag for tag in loaded if '="http' in tag], page
   api = (tmp_path / 'docs/api.html').read_text()
+  assert 'tex-svg.js' in api and (tmp_path / '_static/tex-svg.js').exists()
+  for page in ('docs.jax.dev/en/latest/_autosummary/jax.jit.html#jax.jit',
+               'optax.readthedocs.io/en/latest/api/optimizer_wrappers.html'):
+    assert f'https://{page}' in api
+  signature = re.search(r'id="demo_optax.demo">(.*?)</dt>', api, re.S).group(1)
+  assert signature.count('<dd>') >= 7 and 'ScalarOrSchedule' in signature
   names = {name for module in (demo_optax.local, demo_optax.state,
                                      demo_optax.tools, demo_optax.checkpoint)
            for name in module.__all__}
