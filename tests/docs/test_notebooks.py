@@ -86,6 +86,21 @@ def test_runs_without_a_warning(name, steps, tmp_path):
   assert kinds(notebook) == kinds(read(path))
 
 
+@pytest.mark.parametrize('path', NOTEBOOKS, ids=NAMES)
+def test_text_says_what_the_cells_above_have_printed(path):
+  """Losses and percentages, where they are not those of benchmarks."""
+  printed = ''
+  for cell in read(path).cells:
+    if cell.cell_type == 'code':
+      printed += ''.join(output.get('text', '') for output in cell.outputs)
+    elif cell.id.endswith(('-after', 'losses-text')):
+      own = cell.source.split('The training example agrees')[0]
+      for number in re.findall(r'\d\.\d{3}(?!\d)', own):
+        assert number in printed, (cell.id, number)
+      for number in re.findall(r'(\d+\.\d) %', own):
+        assert f'{number}%' in printed, (cell.id, number)
+
+
 def test_all_are_there():
   assert [path.stem for path in NOTEBOOKS] == NAMES
 
