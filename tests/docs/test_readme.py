@@ -4,6 +4,7 @@ import json
 import pathlib
 import re
 import statistics
+import tomllib
 
 import jax
 import numpy as np
@@ -122,6 +123,15 @@ def test_the_command_that_counts_bytes(capsys):
   words = re.search(r'`python -m demo_optax ([^`]+)`', README)
   command.main(words.group(1).split())
   assert '1.08 MB, receives    7.59 MB' in capsys.readouterr().out
+
+
+def test_one_version_everywhere():
+  version = demo_optax.__version__
+  project = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
+  assert project['version'] == version
+  assert f'\nversion: {version}\n' in (ROOT / 'CITATION.cff').read_text()
+  assert f'Version {version}, not released' in README
+  assert f'## {version} (unreleased)' in (ROOT / 'CHANGELOG.md').read_text()
 
 
 def test_what_it_links_to_is_there():
