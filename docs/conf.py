@@ -114,7 +114,7 @@ notebooks/04_mesh_and_sharding
 :hidden:
 :caption: Reference
 
-docs/api
+All names <docs/api>
 docs/reading
 benchmarks/README
 benchmarks/TRIED
