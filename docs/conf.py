@@ -1,13 +1,21 @@
 """The site: `sphinx-build -W -c docs . site`, from the root, offline.
 
 The root is the source folder, so that links between the guides, the README, the
-benchmarks and the notebooks are the same on the site and in the repository.
+benchmarks and the notebooks are the same on the site and in the repository. The
+front page is the README. Nothing on the site is loaded from elsewhere.
 """
 
+import importlib.util
 import pathlib
+import re
 import sys
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+ROOT = pathlib.Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+import chex
+import optax
+from sphinx.util.typing import stringify_annotation
 
 import demo_optax
 
@@ -18,23 +26,173 @@ version = release = demo_optax.__version__
 extensions = [
   'myst_nb',
   'sphinx.ext.autodoc',
+  'sphinx.ext.intersphinx',
   'sphinx.ext.mathjax',
   'sphinx.ext.napoleon',
 ]
-root_doc = 'docs/index'
+root_doc = 'README'
 include_patterns = [
   'docs/*.md',
   'README.md',
   'CHANGELOG.md',
   'CONTRIBUTING.md',
-  'benchmarks/README.md',
+  'benchmarks/*.md',
   'notebooks/*.ipynb',
 ]
 myst_enable_extensions = ['dollarmath']
 myst_heading_anchors = 3
 nb_execution_mode = 'off'  # they are committed with their outputs
 autodoc_typehints = 'signature'
+autodoc_typehints_format = 'short'
 autodoc_member_order = 'bysource'
+python_maximum_signature_line_length = 60  # longer: one argument a line
 napoleon_use_rtype = False
 html_theme = 'furo'
 html_title = f'demo_optax {version}'
+
+# Formulas: the package brings MathJax, of which one file is needed.
+_MATHJAX = importlib.util.find_spec('sphinx-mathjax-offline')
+html_static_path = [
+  str(pathlib.Path(_MATHJAX.origin).parent / 'static/mathjax/tex-svg.js')
+]
+mathjax_path = 'tex-svg.js'
+
+# Names in single backticks lead to their documentation, if there is one. The
+# inventories are text: a name, its kind, its page.
+default_role = 'py:obj'
+intersphinx_mapping = {
+  name: (url, str(ROOT / f'docs/inventories/{name}.txt'))
+  for name, url in {
+    'jax': 'https://docs.jax.dev/en/latest/',
+    'optax': 'https://optax.readthedocs.io/en/latest/',
+    'flax': 'https://flax.readthedocs.io/en/latest/',
+  }.items()
+}
+_SHORT = {
+  'nnx.Optimizer': 'flax.nnx.optimizer.Optimizer',
+  'nnx.metrics': 'flax.nnx.metrics.Metric',
+  'nnx.': 'flax.nnx.',
+  'jnp.': 'jax.numpy.',
+  'lax.': 'jax.lax.',
+}
+
+_MENU = '''
+```{toctree}
+:hidden:
+:caption: Begin
+
+notebooks/01_quickstart
+docs/from_adamw
+docs/muon
+docs/is_it_for_me
+```
+
+```{toctree}
+:hidden:
+:caption: Guides
+
+docs/your_trainer
+docs/multihost
+docs/sharding
+docs/checkpoints
+docs/faults
+docs/compressors
+docs/local_updates
+docs/errors
+```
+
+```{toctree}
+:hidden:
+:caption: Notebooks
+
+notebooks/02_what_is_sent
+notebooks/03_choose_k_and_chunk
+notebooks/04_mesh_and_sharding
+```
+
+```{toctree}
+:hidden:
+:caption: Reference
+
+All names <docs/api>
+docs/reading
+benchmarks/README
+benchmarks/TRIED
+CHANGELOG
+CONTRIBUTING
+```
+'''
+
+# Unions that say less than their names, the longest first.
+_ALIASES = {
+  'ArrayTree': chex.ArrayTree,
+  'ScalarOrSchedule': optax.ScalarOrSchedule,
+  'Numeric': chex.Numeric,
+  'Array': chex.Array,
+}
+
+
+def _add_menu(app, docname, source):
+  """Adds the menu to the front page, which elsewhere is the README."""
+  del app
+  if docname == root_doc:
+    source[0] += _MENU
+
+
+def _shorten(app, what, name, obj, options, signature, returns):
+  """Writes unions of types as their names."""
+  del app, what, name, obj, options
+  return tuple(text and _with_aliases(text) for text in (signature, returns))
+
+
+def _with_aliases(text):
+  text = _without_modules(text)
+  for alias, union in _ALIASES.items():
+    text = text.replace(
+      _without_modules(stringify_annotation(union, 'smart')), alias
+    )
+  return text.replace(repr(demo_optax.dct_topk()), 'dct_topk()')
+
+
+def _without_modules(text):
+  return re.sub(r'~?\b[\w.]+\.(?=[A-Z]\w*)', '', text)
+
+
+def _find(app, env, node, contnode):
+  """Finds names that a docstring writes without the module they are in."""
+  target = node.get('reftarget', '')
+  for short, full in _SHORT.items():
+    if target.startswith(short):
+      node['reftarget'] = full + target.removeprefix(short)
+      return None  # the inventories have it, or nobody
+  if node.get('refdomain') != 'py' or target in ('', 'demo_optax'):
+    return None
+  found = {
+    (entry.docname, entry.node_id): entry
+    for full, entry in env.domaindata['py']['objects'].items()
+    if full.endswith(f'.{target}') and entry.objtype != 'attribute'
+  }
+  if len(found) != 1:
+    return None
+  (entry,) = found.values()
+  from sphinx.util.nodes import make_refnode
+
+  return make_refnode(
+    app.builder, node['refdoc'], entry.docname, entry.node_id, [contnode]
+  )
+
+
+def _add_index(app, error):
+  """Leads from index.html to the front page."""
+  if error is None and app.builder.name == 'html':
+    (pathlib.Path(app.outdir) / 'index.html').write_text(
+      '<!doctype html><title>demo_optax</title>'
+      f'<meta http-equiv="refresh" content="0; url={root_doc}.html">'
+    )
+
+
+def setup(app):
+  app.connect('source-read', _add_menu)
+  app.connect('autodoc-process-signature', _shorten)
+  app.connect('missing-reference', _find, priority=400)
+  app.connect('build-finished', _add_index)

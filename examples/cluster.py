@@ -65,8 +65,11 @@ def check(args: argparse.Namespace) -> bool:
   if missing:
     return False
   host, _, port = args.coordinator.rpartition(':')
-  if not host or not port.isdecimal():
-    flags.fail(f'--coordinator {args.coordinator}: it must be HOST:PORT.')
+  if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+    flags.fail(
+        f'--coordinator {args.coordinator}: it must be HOST:PORT, with a port'
+        ' from 1 to 65535.'
+    )
   if args.process >= args.processes:
     flags.fail(
         f'--process {args.process}: the processes are numbered from 0 to'
@@ -84,7 +87,13 @@ def join(args: argparse.Namespace) -> None:
         cluster_detection_method='deactivate',
     )
   elif args.distributed or detects_cluster():
-    jax.distributed.initialize(initialization_timeout=args.timeout)
+    try:
+      jax.distributed.initialize(initialization_timeout=args.timeout)
+    except ValueError as error:  # before anything is sent
+      flags.fail(
+          f'JAX finds no cluster here ({error}): give --coordinator,'
+          ' --processes and --process.'
+      )
   # Connect now, when all are here: on CPU gloo waits for 30 s only, and later
   # one may be further behind than that.
   multihost_utils.sync_global_devices('all are here')

@@ -104,6 +104,13 @@ def try_to(action: Callable[[], Any], what: str = '') -> Any:
     fail(f'{what}{error}')
 
 
+def divisors(number: int) -> str:
+  """The first divisors of a number, to choose from."""
+  found = [i for i in range(1, min(number, 64) + 1) if number % i == 0]
+  *first, last = map(str, found[:8])
+  return f'{", ".join(first)} or {last}' if first else last
+
+
 def check_batch(
     batch: int, workers: int, microbatches: int = 1, devices: int = 1
 ) -> None:
@@ -118,5 +125,6 @@ def check_batch(
   if batch // workers % microbatches:
     fail(
         f'--microbatches {microbatches} does not divide the {batch // workers}'
-        f' of --batch {batch} that each of {workers} worker(s) has.'
+        f' of --batch {batch} that each of {workers} worker(s) has: give'
+        f' {divisors(batch // workers)}.'
     )

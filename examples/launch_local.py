@@ -25,6 +25,7 @@ import contextlib
 import ctypes
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -45,8 +46,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
       description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   add = parser.add_argument
-  add('-n', '--processes', type=flags.whole(1), default=2)
-  add('--devices', type=flags.whole(1), default=1,
+  add('-n', '--processes', type=flags.whole(1, 1024), default=2)
+  add('--devices', type=flags.whole(1, 1024), default=1,
       help='CPU devices of each process')
   add('--grace', type=flags.not_negative, default=30.0, metavar='SECONDS',
       help='time to save a last checkpoint in, before a process is killed')
@@ -58,6 +59,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args.command.pop(0)
   if not args.command:
     parser.error('say what to run, after --: -- python examples/train_lm.py')
+  if shutil.which(args.command[0]) is None:
+    parser.error(
+        f'{args.command[0]!r} is no program: give one and its arguments, such'
+        ' as -- python examples/train_lm.py'
+    )
   return args
 
 

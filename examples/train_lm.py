@@ -82,14 +82,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
   cluster.add_flags(parser)
   for field in dataclasses.fields(GPTConfig):
     least = 256 if field.name == 'vocab' else 1  # tokens are bytes
-    add(f'--{field.name}', type=flags.whole(least), default=field.default)
+    most = 1000 if field.name == 'layers' else 2**20
+    add(f'--{field.name}', type=flags.whole(least, most), default=field.default)
   args = methods.settle(parser.parse_args(argv))
   if args.compare and args.resume:
     parser.error('--compare trains both from the start: leave out --resume.')
   if args.width % args.heads:
     parser.error(
-        f'--heads {args.heads} does not divide --width {args.width}: every head'
-        ' has an equal part.'
+        f'--heads {args.heads} does not divide --width {args.width}: give'
+        f' --heads {flags.divisors(args.width)}, or a multiple of'
+        f' {args.heads} as --width.'
     )
   methods.check(args)
   cluster.check(args)

@@ -283,14 +283,19 @@ COMMON = [  # of train_lm.py and train_cnn.py
     (['--no-such-flag'], 'unrecognized arguments: --no-such-flag'),
 ]
 LM = [
-    (['--heads', '5'], '--heads 5 does not divide --width'),
+    (['--heads', '5'],
+     '--heads 5 does not divide --width 32: give --heads 1, 2, 4, 8, 16 or 32'),
+    (['--layers', '1000000'], "--layers: '1000000' must be an integer, at least"
+     ' 1, at most 1000'),
+    (['--width', '9' * 9], 'at most 1048576'),
     *(([flag, '0'], f"{flag}: '0' must be an integer, at least 1")
       for flag in ('--width', '--context', '--layers', '--heads', '--timeout',
                    '--save-every', '--check-every', '--save-timeout',
                    '--microbatches')),
     (['--vocab', '100'], "--vocab: '100' must be an integer, at least 256"),
     (['--microbatches', '3', '--workers', '2'],
-     '--microbatches 3 does not divide the 4 of --batch 8'),
+     '--microbatches 3 does not divide the 4 of --batch 8 that each of 2'
+     ' worker(s) has: give 1, 2 or 4.'),
     (['--data', 'no/such/file'], '--data no/such/file: '),
     (['--data', ''], "--data: '' must be a file or a folder"),
     (['--data', 'EMPTY'], 'at least 2 are needed'),
@@ -302,6 +307,8 @@ LM = [
      'numbered from 0 to 1'),
     (['--process', '0', '--processes', '2', '--coordinator', 'here'],
      'must be HOST:PORT'),
+    (['--process', '0', '--processes', '2', '--coordinator', 'here:99999'],
+     'with a port from 1 to 65535'),
     (['--compare', '--resume'], 'leave out --resume'),
     (['--embeddings', 'own'], 'is not of --optimizer demo-muon: it is of demo'),
     (['--optimizer', 'diloco', '--exchange', 'auto'],
@@ -378,6 +385,20 @@ def test_flags_are_refused_before_jax_starts():
   assert run.stderr == (
       "train_sharded.py: argument --devices: '-1' must be an integer, at least"
       ' 1, at most 1024\n')
+
+
+def test_no_cluster_is_one_line(tmp_path):
+  env = {k: v for k, v in os.environ.items() if not k.startswith('JAX_')}
+  run = subprocess.run(
+      [sys.executable, str(EXAMPLES / 'train_lm.py'), '--distributed',
+       '--out', str(tmp_path)],
+      text=True, capture_output=True, timeout=100,
+      env={**env, 'JAX_PLATFORMS': 'cpu',
+           'PYTHONPATH': str(EXAMPLES.parent)})
+  assert run.returncode == 2
+  assert run.stderr.startswith('train_lm.py: JAX finds no cluster here')
+  assert run.stderr.count('\n') == 1
+  assert run.stderr.endswith('give --coordinator, --processes and --process.\n')
 
 
 # Ctrl-C -----------------------------------------------------------------------

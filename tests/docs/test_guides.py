@@ -4,6 +4,7 @@ import inspect
 import json
 import pathlib
 import re
+import statistics
 import subprocess
 import sys
 
@@ -16,6 +17,7 @@ import pytest
 import demo_optax
 from demo_optax.__main__ import MODELS
 from demo_optax.tools.traffic import owners_pay_from
+from demo_optax.wire.values import VALUES
 
 ROOT = pathlib.Path(__file__).parents[2]
 GUIDES = {p.stem: p for p in sorted((ROOT / 'docs').glob('*.md'))}
@@ -166,20 +168,83 @@ def test_the_table_of_sharded_workers_is_as_measured():
     assert f'{between / 1e3:.1f} kB' in text
 
 
+def shapes(model):
+  return jax.tree.map(
+      lambda shape: jax.ShapeDtypeStruct(tuple(shape), np.float32),
+      MODELS[model], is_leaf=lambda x: isinstance(x, list))
+
+
+def results(name):
+  text = (ROOT / 'benchmarks/results' / name).read_text()
+  if name.endswith('.json'):
+    return json.loads(text)
+  return [json.loads(line) for line in text.splitlines()]
+
+
 def test_numbers_of_workers_at_which_it_stops_paying():
   leaf = jax.ShapeDtypeStruct((6400, 6400), np.float32)
-  for values in ('float32', 'sign'):
-    plan = demo_optax.plan(leaf, demo_optax.dct_topk(64, 32, values=values), 2)
-    assert str(plan.max_workers()) in GUIDES['when_not'].read_text()
+  for topk, values, itemsize in (
+      (32, 'float32', 4), (32, 'float32', 2), (8, 'float32', 4),
+      (8, 'float32', 2), (32, 'sign', 4)):
+    plan = demo_optax.plan(
+        leaf, demo_optax.dct_topk(64, topk, values=values), 2)
+    assert re.search(
+        rf'\b{plan.max_workers(itemsize)}\b', GUIDES['is_it_for_me'].read_text())
+
+
+@pytest.mark.parametrize('values', VALUES)
+def test_the_table_of_bytes_is_what_plan_says(values):
+  def cell(count):
+    mb = count / 1e6
+    return f'{mb:,.2f}' if mb < 30 else f'{mb:,.1f}' if mb < 100 else f'{mb:,.0f}'
+
+  cells = []
+  for model in MODELS:
+    few, many = (
+        demo_optax.plan(
+            shapes(model), demo_optax.dct_topk(topk=8, values=values), n)
+        for n in (8, 64))
+    cells += [cell(few.sent_bytes), cell(few.received_bytes),
+              cell(many.received_bytes)]
+  row = f"| `values='{values}'` | {' | '.join(cells)} |"
+  assert row in GUIDES['is_it_for_me'].read_text()
+
+
+def test_seconds_over_links_are_as_measured():
+  runs = {(r['workers'], r['link'], r['method']): r['step']
+          for r in results('links_owners.json')}
+  for workers in (2, 4, 8):
+    for name, method in (('DeMo', 'all_gather'),
+                         ('AdamW, averaged in bfloat16', 'AdamW bfloat16')):
+      cells = []
+      for link in ('10 Mbit/s', '100 Mbit/s', '1 Gbit/s', '100 Mbit/s, 20 ms'):
+        step = runs.get((workers, link, method))
+        cells.append('' if step is None else
+                     f'{step:.1f}' if step > 10 else f'{step:.2f}')
+      row = f'| {workers} | {name} | {" | ".join(cells)}'.rstrip() + ' |'
+      assert row in GUIDES['is_it_for_me'].read_text()
+
+
+def test_the_table_of_values_is_as_measured():
+  text = GUIDES['is_it_for_me'].read_text()
+  runs = {}
+  for r in results('values.jsonl'):
+    runs.setdefault((r['values'], r['topk']), []).append(r)
+  for values in VALUES:
+    found = runs[values, 32]
+    loss = statistics.mean(r['valid_loss'] for r in found)
+    assert f'{loss:.3f} ({found[0]["sent"] / 1e3:.1f})' in text
+  for values, topk in re.findall(r"\| (\d\.\d+) \(`topk=(\d+)`\)", text):
+    assert any(
+        f'{statistics.mean(r["valid_loss"] for r in found):.3f}' == values
+        for (_, k), found in runs.items() if k == int(topk)), (values, topk)
 
 
 @pytest.mark.parametrize('exchange', ['all_gather', 'all_to_all'])
 @pytest.mark.parametrize('topk', [8, 32])
 @pytest.mark.parametrize('model', ['300M', '1B'])
 def test_what_many_workers_receive(model, topk, exchange):
-  params = jax.tree.map(
-      lambda shape: jax.ShapeDtypeStruct(tuple(shape), np.float32),
-      MODELS[model], is_leaf=lambda x: isinstance(x, list))
+  params = shapes(model)
   compressor = demo_optax.dct_topk(topk=topk, values='sign')
   plans = [
       demo_optax.plan(params, compressor, count, exchange=exchange,
@@ -190,7 +255,7 @@ def test_what_many_workers_receive(model, topk, exchange):
   row = ' | '.join([model, str(topk), exchange, *cells])
   if exchange == 'all_to_all':
     row += f' | {owners_pay_from(params, compressor, "ternary")} workers'
-  assert f'| {row} |' in GUIDES['choosing'].read_text()
+  assert f'| {row} |' in GUIDES['is_it_for_me'].read_text()
 
 
 def test_every_public_name_is_in_the_reference():
@@ -202,12 +267,22 @@ def test_every_public_name_is_in_the_reference():
 
 def test_the_site_builds(tmp_path):
   """Offline, and without a warning: every link and reference is there."""
-  pytest.importorskip('myst_nb')
-  pytest.importorskip('furo')
+  for name in ('myst_nb', 'furo', 'sphinx-mathjax-offline'):
+    pytest.importorskip(name)
   subprocess.run(
       [sys.executable, '-m', 'sphinx', '-q', '-W', '-c', 'docs', '.',
        str(tmp_path)], cwd=ROOT, check=True, timeout=240)
+  assert 'README.html' in (tmp_path / 'index.html').read_text()
+  for page in tmp_path.rglob('*.html'):  # nothing is loaded from elsewhere
+    loaded = re.findall(r'<(?:script|img|link|iframe)[^>]*', page.read_text())
+    assert not [tag for tag in loaded if '="http' in tag], page
   api = (tmp_path / 'docs/api.html').read_text()
+  assert 'tex-svg.js' in api and (tmp_path / '_static/tex-svg.js').exists()
+  for page in ('docs.jax.dev/en/latest/_autosummary/jax.jit.html#jax.jit',
+               'optax.readthedocs.io/en/latest/api/optimizer_wrappers.html'):
+    assert f'https://{page}' in api
+  signature = re.search(r'id="demo_optax.demo">(.*?)</dt>', api, re.S).group(1)
+  assert signature.count('<dd>') >= 7 and 'ScalarOrSchedule' in signature
   names = {name for module in (demo_optax.local, demo_optax.state,
                                      demo_optax.tools, demo_optax.checkpoint)
            for name in module.__all__}

@@ -1,23 +1,36 @@
-"""Every Python block of the README runs, in order, as a reader would."""
+"""What the README says is so: its code, its table, its figures, its links."""
 
+import json
 import pathlib
 import re
+import statistics
+import tomllib
 
 import jax
 import numpy as np
 
 import demo_optax
 from demo_optax import __main__ as command
-from demo_optax.tools import traffic
-from demo_optax.wire.values import VALUES
 
-README = (pathlib.Path(__file__).parents[2] / 'README.md').read_text()
+ROOT = pathlib.Path(__file__).parents[2]
+README = (ROOT / 'README.md').read_text()
 BLOCKS = re.findall(r'```python\n(.*?)```', README, re.S)
 
 
-def test_blocks_run(capsys, tmp_path, monkeypatch):
+def results(name):
+  text = (ROOT / 'benchmarks/results' / name).read_text()
+  if name.endswith('.json'):
+    return json.loads(text)
+  return [json.loads(line) for line in text.splitlines()]
+
+
+def test_it_is_short():
+  assert len(README.splitlines()) <= 90
+
+
+def test_blocks_run(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  assert len(BLOCKS) == 3
+  assert len(BLOCKS) == 1
   names = {}
   with jax.numpy_dtype_promotion('standard'), jax.numpy_rank_promotion('allow'):
     exec(BLOCKS[0], names)
@@ -25,78 +38,111 @@ def test_blocks_run(capsys, tmp_path, monkeypatch):
     args = names['model'], names['optimizer'], batch
     losses = [float(names['train_step'](*args)) for _ in range(20)]
     assert losses[-1] < losses[0]
-    exec(BLOCKS[1], names)
-    assert '50257x768' in capsys.readouterr().out
-    exec(BLOCKS[2], names)
-    params = {'w': jax.numpy.ones((8, 8))}
-
-    @demo_optax.data_parallel(names['workers'], batch_argnums=1)
-    def update(opt_state, grads):
-      return names['tx'].update({'w': grads[0]}, opt_state, params)
-
-    grads = np.random.default_rng(0).normal(size=(4, 8, 8)).astype('float32')
-    updates, _ = update(names['tx'].init(params), grads)
-    assert updates['w'].shape == (8, 8)
 
 
-def test_the_table_of_bytes_is_what_plan_says():
-  def cell(count):
-    mb = count / 1e6
-    return f'{mb:,.2f}' if mb < 30 else f'{mb:,.1f}' if mb < 100 else f'{mb:,.0f}'
-
-  for values in VALUES:
-    cells = []
-    for shapes in command.MODELS.values():
-      params = jax.tree.map(
-          lambda s: jax.ShapeDtypeStruct(tuple(s), np.float32), shapes,
-          is_leaf=lambda s: isinstance(s, list))
-      few, many = (
-          demo_optax.plan(params, demo_optax.dct_topk(topk=8, values=values), n)
-          for n in (8, 64))
-      cells += [cell(few.sent_bytes), cell(few.received_bytes),
-                cell(many.received_bytes)]
-    assert f"| `values='{values}'` | {' | '.join(cells)} |" in README
+# The rows of the table, by what their runs have in results.
+MUON = {'method': 'muon', 'lr': 0.01, 'other_lr': 0.012, 'ns_steps': 5,
+        'preconditioning': 'frobenius'}
+BEST = {'other_lr': 0.006, 'average': 'workers'}
+ROWS = {
+    'AdamW, gradients averaged in float32': ('learning', {'method': 'adamw'}),
+    'Muon (`optax.contrib.muon`), gradients averaged': ('muon', MUON),
+    '`demo_muon`, `topk=128`, 24 of each row': ('muon', {**BEST, 'topk': 128}),
+    '`demo_muon`': ('muon', {**BEST, 'topk': 64, 'rows': 8}),
+    '`demo_muon`, `topk=8`': ('muon', {**BEST, 'topk': 8, 'rows': 8}),
+    'DeMo as published': ('learning', {'method': 'demo'}),
+}
+# What a run of muon.jsonl has that is no setting.
+SEEN = {'loss', 'train_loss', 'curve', 'sent', 'received', 'dense',
+        'cpu_seconds_per_step', 'jax', 'seed'}
 
 
-def test_the_table_of_both_exchanges_is_what_plan_says():
-  def received(params, topk, count, exchange):
-    compressor = demo_optax.dct_topk(topk=topk, values='sign')
-    return demo_optax.plan(
-        params, compressor, count, exchange=exchange, update_values='ternary')
-
-  for name, label in (('300M', '300 M'), ('1B', '1 B')):
-    params = jax.tree.map(
-        lambda s: jax.ShapeDtypeStruct(tuple(s), np.float32),
-        command.MODELS[name], is_leaf=lambda s: isinstance(s, list))
-    for topk in (8, 32):
-      cells = []
-      for count in (8, 64, 1024):
-        both = [received(params, topk, count, exchange)
-                for exchange in ('all_gather', 'all_to_all')]
-        cells.append(' / '.join(
-            f'{plan.received_bytes / 1e6:,.0f}' for plan in both))
-      fewest = traffic.owners_pay_from(
-          params, demo_optax.dct_topk(topk=topk, values='sign'), 'ternary')
-      line = next(
-          line for line in README.splitlines()
-          if line.startswith(f'| {label} parameters, `topk={topk}`'))
-      assert f'({both[0].sent_bytes / 1e6:.1f})' in line.replace('sends ', '')
-      assert line.endswith(f'| {" | ".join(cells)} | {fewest} workers |')
+def runs(file, settings):
+  if file == 'learning':  # each method at the best of its rates
+    found = [r for r in results('learning.jsonl')
+             if r['method'] == settings['method'] and not r['extra']]
+    by_rate = {}
+    for r in found:
+      by_rate.setdefault(r['rate'], []).append(r)
+    return min(by_rate.values(), key=lambda group: statistics.mean(
+        r['valid_loss'] for r in group))
+  return [r for r in results('muon.jsonl')
+          if {k: v for k, v in r.items() if k not in SEEN} == settings]
 
 
-def test_workers_at_which_receiving_stops_paying():
-  """The numbers in the text are those of plan."""
-  import demo_optax
-  leaf = jax.ShapeDtypeStruct((6400, 6400), np.float32)
-  for topk in (32, 8):
-    plan = demo_optax.plan(leaf, demo_optax.dct_topk(64, topk), 2)
-    for itemsize in (4, 2):
-      assert re.search(rf'\b{plan.max_workers(itemsize)}\b', README)
+def test_the_table_is_what_was_measured():
+  for label, (file, settings) in ROWS.items():
+    found = runs(file, settings)
+    assert len(found) == 3, label
+    losses = [r.get('loss', r.get('valid_loss')) for r in found]
+    sent, received = found[0]['sent'] / 1e3, found[0]['received'] / 1e3
+    dense = found[0].get('dense', found[0].get('adamw')) / 1e3
+    digits = 0 if sent == dense else 1
+    times = '' if sent == dense else f' {dense / sent:.0f}x'
+    assert (
+        f'| {label} | {statistics.mean(losses):.3f} ({min(losses):.3f} -'
+        f' {max(losses):.3f}) | {sent:,.{digits}f} / {received:,.{digits}f} kB'
+        f' |{times} |') in README
 
 
-def test_the_picture_is_there():
-  pictures = re.findall(r'!\[[^\]]+\]\(([^)]+)\)', README)
-  root = pathlib.Path(__file__).parents[2]
-  assert pictures
-  for picture in pictures:
-    assert (root / picture).stat().st_size > 10_000
+def test_seconds_are_what_was_measured():
+  def step(workers, link, method):
+    return next(
+        r['step'] for r in results('links_owners.json')
+        if (r['workers'], r['link'], r['method']) == (workers, link, method))
+
+  for workers, link, digits in ((2, '100 Mbit/s', 2), (2, '10 Mbit/s', 2),
+                                (2, '1 Gbit/s', 2), (8, '1 Gbit/s', 2)):
+    demo = step(workers, link, 'all_gather')
+    adamw = step(workers, link, 'AdamW bfloat16')
+    second = f'{adamw:.1f}' if adamw > 10 else f'{adamw:.2f}'
+    assert re.search(
+        rf'{demo:.{digits}f}( s with DeMo)? and {second} s', README), link
+  for settings, words in (
+      (ROWS['`demo_muon`'][1], '{} s of CPU with `demo_muon`'),
+      (MUON, '{} with Muon'), ({'method': 'adamw'}, '{} with AdamW')):
+    seconds = statistics.median(
+        r['cpu_seconds_per_step'] for r in runs('muon', settings))
+    assert words.format(f'{seconds:.2f}') in README
+
+
+def test_what_1024_workers_receive():
+  params = jax.tree.map(
+      lambda s: jax.ShapeDtypeStruct(tuple(s), np.float32),
+      command.MODELS['300M'], is_leaf=lambda s: isinstance(s, list))
+  by_gather, by_owners = (
+      demo_optax.plan(
+          params, demo_optax.dct_topk(topk=8, values='sign'), 1024,
+          exchange=exchange, update_values='ternary').received_bytes / 1e6
+      for exchange in ('all_gather', 'all_to_all'))
+  assert f'receives {by_gather:,.0f} MB a step' in README
+  assert f'{by_owners:,.0f} MB by that one' in README
+
+
+def test_the_command_that_counts_bytes(capsys):
+  words = re.search(r'`python -m demo_optax ([^`]+)`', README)
+  command.main(words.group(1).split())
+  assert '1.08 MB, receives    7.59 MB' in capsys.readouterr().out
+
+
+def test_one_version_everywhere():
+  version = demo_optax.__version__
+  project = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
+  assert project['version'] == version
+  assert f'\nversion: {version}\n' in (ROOT / 'CITATION.cff').read_text()
+  assert f'Version {version}, not released' in README
+  assert f'## {version} (unreleased)' in (ROOT / 'CHANGELOG.md').read_text()
+
+
+def test_what_it_links_to_is_there():
+  """Files, and the headings in them."""
+  targets = re.findall(r'\]\(([^):]+)\)', README)
+  assert len(targets) > 15
+  for target in targets:
+    path, _, anchor = target.partition('#')
+    assert (ROOT / path).exists(), path
+    if anchor:
+      headings = re.findall(r'^#+ (.*)$', (ROOT / path).read_text(), re.M)
+      assert anchor in [h.lower().replace(' ', '-') for h in headings]
+  for picture in re.findall(r'!\[[^\]]+\]\(([^)]+)\)', README):
+    assert (ROOT / picture).stat().st_size > 10_000
