@@ -40,6 +40,8 @@ class Trainer(peft_trainer.PeftTrainer):
       **options: Any,
   ):
     self.workers = workers
+    # What is restored goes to where it was before.
+    nnx.update(model, workers.device_put(nnx.state(model)))
     super().__init__(model, optimizer, training_config, **options)
 
   def jit_train_and_eval_step(

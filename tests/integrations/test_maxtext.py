@@ -46,8 +46,10 @@ class Trained:
 
   def __init__(self, ours, folder, layout=(2, 4), exchange=True, **changes):
     workers, inside = layout
+    # Its own way to spread a batch over slices is the axis `data`.
+    axis = 'diloco' if exchange else 'data'
     config = MODEL | {
-        'ici_diloco_parallelism': workers, 'ici_fsdp_parallelism': inside,
+        f'ici_{axis}_parallelism': workers, 'ici_fsdp_parallelism': inside,
         'run_name': 'run', 'base_output_directory': folder,
         'metrics_file': folder / 'metrics.txt',
     } | changes
