@@ -5,9 +5,6 @@ Each test file is skipped where its trainer is not installed.
 
 import os
 
-# Threads of the simulated devices wait for each other in collectives. With one
-# for each device, two collectives at once may wait for ever.
-os.environ.setdefault('NPROC', '32')
 # MaxText: no cloud services.
 os.environ.setdefault('DECOUPLE_GCLOUD', 'TRUE')
 
