@@ -223,7 +223,8 @@ class DataParallelStep:
     """Lowers the step for these arguments, as `jax.jit(step).lower` does.
 
     Args:
-      *args: arguments of the step.
+      *args: arguments of the step, or their shapes: any array may be a
+        `jax.ShapeDtypeStruct`.
       **kwargs: keyword arguments of the step.
 
     Returns:
@@ -302,11 +303,12 @@ class DataParallelStep:
     if listed(o.static_argnums, o.static_argnames):
       flat, treedef = [((), value)], jax.tree.structure(0)
       fixed: list[Any] = [_Constant(value)]
+      kinds: list[Any] = [None]
     else:
       flat, treedef = jax.tree_util.tree_flatten_with_path(
           value, is_leaf=modules.is_object
       )
-      fixed = []
+      fixed, kinds = [], modules.leaf_kinds(value)
       for (_, leaf), is_array in zip(flat, modules.array_leaves(value)):
         if modules.is_object(leaf):
           fixed.append(_Object(_number_of(leaf, objects)))
@@ -319,6 +321,7 @@ class DataParallelStep:
         treedef=treedef,
         fixed=tuple(fixed),
         paths=tuple(p for (p, _), f in zip(flat, fixed) if f is None),
+        kinds=tuple(k for k, f in zip(kinds, fixed) if f is None),
         is_state=modules.holds_state(value),
         params=_params_of_states(value),
         is_batch=(
@@ -342,7 +345,7 @@ class DataParallelStep:
     for name, x, role in zip(call.names, leaves, call.roles):
       if role == 'batch':
         trees.check_on_one_device(f'The batch {name}', x, workers)
-    if workers.mesh is not None and not workers.param_specs.axes:
+    if workers.mesh is not None and not workers.param_specs.has_axes:
       values, results = self._run_on_devices(call, leaves)
     else:
       values, results = self._run_mapped(call, [
@@ -561,6 +564,7 @@ class _Argument:
     treedef: its structure, with NNX objects as leaves.
     fixed: for each leaf its constant or object, or None for an array.
     paths: of the arrays.
+    kinds: of the arrays, what becomes of each: see `flax.leaf_kinds`.
     is_state: whether it is shared by its kind: it holds Flax objects or
       variables, or dataclasses.
     params: paths and shapes of the parameters of the exchanges in it.
@@ -573,6 +577,7 @@ class _Argument:
   treedef: Any
   fixed: tuple[Any, ...]
   paths: tuple[Any, ...]
+  kinds: tuple[Any, ...]
   is_state: bool
   params: tuple[Any, ...]
   is_batch: bool | None
@@ -654,12 +659,12 @@ class _Call:
         arguments, _shared(step, arguments, arrays), arrays
     ):
       stacked = [is_stacked(k) for k in argument.keys]
-      for path, k, has_axis, x in zip(
-          argument.paths, argument.keys, stacked, own
+      for path, k, has_axis, kind, x in zip(
+          argument.paths, argument.keys, stacked, argument.kinds, own
       ):
         names.append(argument.name + jax.tree_util.keystr(path))
         keys.append((argument.name, *k))
-        roles.append(_role(x, has_axis, is_shared))
+        roles.append(_role(x, has_axis, kind, is_shared))
         donated.append(argument.is_donated)
       if is_shared:
         structure = _structure(argument.treedef, argument.fixed, [
@@ -797,13 +802,13 @@ class _Call:
       role, old = 'output', None
       if has_axis:
         role = 'stacked'
-      elif modules.is_key(x) or (
-          at is not None and modules.is_key_array(x)
+      elif kind is None and (
+          modules.is_key(x) or (at is not None and modules.is_key_array(x))
       ):
         role = 'key'
         if at is not None and x is own[at]:  # goes on from the one of all
           role, x = 'state', before[at]
-      elif at is not None and kind is not None:
+      elif at is not None and kind not in (None, 'state'):
         role, old = kind, before[at]
         if isinstance(kind, MetricPart) and kind.metric in untouched:
           role, x = 'state', old
@@ -1016,10 +1021,12 @@ def _params_of_states(
   )
 
 
-def _role(x: Any, has_worker_axis: bool, is_shared: bool) -> str:
+def _role(x: Any, has_worker_axis: bool, kind: Any, is_shared: bool) -> str:
   if has_worker_axis:
     return 'stacked'
-  if modules.is_key(x) or (is_shared and modules.is_key_array(x)):
+  if kind is None and (
+      modules.is_key(x) or (is_shared and modules.is_key_array(x))
+  ):
     return 'key'
   return 'shared' if is_shared or np.ndim(x) == 0 else 'batch'
 

@@ -228,7 +228,7 @@ def array_leaves(tree: Any) -> list[bool]:
   def is_node(x: Any) -> bool:
     return is_object(x) or is_module(x)
 
-  arrays = jax.Array | np.ndarray | np.generic
+  arrays = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
   found = []
   for x in jax.tree.leaves(tree, is_leaf=is_node):
     if is_module(x):
@@ -251,7 +251,8 @@ def leaf_kinds(tree: Any) -> list[Any]:
   """Returns for each leaf of a tree what becomes of it, by its variable.
 
   'statistics' for `nnx.BatchStat`, a `MetricPart` for what `nnx.metrics` keep,
-  None for anything else. NNX objects are leaves.
+  'state' for other variables that are no keys, such as the counts of random
+  streams, None for anything else. NNX objects are leaves.
   """
   nnx = _nnx()
   if nnx is None:
@@ -269,7 +270,9 @@ def leaf_kinds(tree: Any) -> list[Any]:
       parts.setdefault(tuple(parent), set()).add(part)
   kinds: list[Any] = []
   for path, x in flat:
-    kind: Any = 'statistics' if isinstance(x, nnx.BatchStat) else None
+    kind: Any = None
+    if isinstance(x, nnx.Variable) and not isinstance(x, nnx.RngKey):
+      kind = 'statistics' if isinstance(x, nnx.BatchStat) else 'state'
     if isinstance(x, nnx.metrics.MetricState):
       *parent, part = path_keys(path)
       if parts[tuple(parent)] in whole:

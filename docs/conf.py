@@ -92,6 +92,8 @@ docs/is_it_for_me
 :caption: Guides
 
 docs/your_trainer
+docs/maxtext
+docs/tunix
 docs/multihost
 docs/sharding
 docs/checkpoints

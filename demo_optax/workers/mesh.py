@@ -241,12 +241,15 @@ class OnMesh(Stacked):
     return jax.sharding.reshard(x, NamedSharding(self.mesh, spec))
 
 
-def _put(x: Any, sharding: NamedSharding) -> jax.Array:
+def _put(x: Any, sharding: NamedSharding) -> Any:
   """Puts an array where it belongs, also one that each process has alone.
 
   From one of its own devices, where a checkpoint was restored to, a process
-  cannot put an array on those of others; from the host it can.
+  cannot put an array on those of others; from the host it can. A shape is told
+  where its array will be.
   """
+  if isinstance(x, jax.ShapeDtypeStruct):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
   concrete = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
   if sharding.is_fully_addressable or not (concrete and x.is_fully_addressable):
     return jax.device_put(x, sharding)

@@ -40,7 +40,8 @@ class ParamSpecs:
   Args:
     specs: a tree of `PartitionSpec` like the parameters; a spec (or `None`, for
       replicated) in place of a subtree holds for all of it.
-    axis_sizes: sizes of the mesh axes inside a worker, in the mesh's order.
+    axis_sizes: sizes of the mesh axes inside a worker, in the mesh's order; the
+      attribute of this name has those of more than one device.
     worker_axis: name of the worker axis.
 
   Raises:
@@ -52,7 +53,9 @@ class ParamSpecs:
   def __init__(
       self, specs: Any, axis_sizes: Mapping[str, int], worker_axis: str
   ):
-    self.axis_sizes = tuple(axis_sizes.items())
+    # Along an axis of one device there is nothing to spread or to rejoin.
+    self.axis_sizes = tuple((a, n) for a, n in axis_sizes.items() if n > 1)
+    self._all_sizes = tuple(axis_sizes.items())
     flat = jax.tree_util.tree_flatten_with_path(
         specs, is_leaf=lambda x: x is None or isinstance(x, P)
     )[0]
@@ -60,7 +63,7 @@ class ParamSpecs:
     for path, spec in flat:
       name = jax.tree_util.keystr(path) or 'all parameters'
       spec = P() if spec is None else spec
-      _check_spec(name, spec, dict(self.axis_sizes), worker_axis)
+      _check_spec(name, spec, dict(axis_sizes), worker_axis)
       self._specs[path_keys(path)] = _shortest(spec)
 
   def __eq__(self, other: object) -> bool:
@@ -78,8 +81,13 @@ class ParamSpecs:
 
   @property
   def axes(self) -> tuple[str, ...]:
-    """The mesh axes inside a worker, in the mesh's order."""
+    """The mesh axes inside a worker of several devices, in the mesh's order."""
     return tuple(name for name, _ in self.axis_sizes)
+
+  @property
+  def has_axes(self) -> bool:
+    """Whether models may name mesh axes inside a worker, of whatever size."""
+    return bool(self._all_sizes)
 
   @property
   def devices(self) -> int:
@@ -140,10 +148,16 @@ class ParamSpecs:
         )
     used = set(names_of(spec))
     axes = tuple(axis for axis in self.axes if axis in used)
-    return ParamSharding(spec, blocks, axes)
+    entries = [
+        tuple(axis for axis in entry(spec, dim) if axis in axes)
+        for dim in range(len(spec))
+    ]
+    # As in `spec`, one axis stands for itself.
+    spec = P(*(e[0] if len(e) == 1 else e or None for e in entries))
+    return ParamSharding(_shortest(spec), blocks, axes)
 
   def _blocks(self, spec: P, rank: int) -> tuple[int, ...]:
-    sizes = dict(self.axis_sizes)
+    sizes = dict(self._all_sizes)
     return tuple(
         math.prod(sizes[axis] for axis in entry(spec, dim))
         for dim in range(rank)

@@ -582,6 +582,36 @@ def test_several_steps_in_a_scan(workers):
   )
 
 
+def test_a_step_is_lowered_from_shapes(workers):
+  """What is compiled ahead is what the call with arrays runs."""
+  tx = demo_optax.demo(0.01, workers=workers)
+  step = make_step(tx, workers)
+  params = linear_params()
+  args = params, tx.init(params), batch()
+  shapes = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), args)
+  ahead = step.lower(*shapes)
+  assert ahead.as_text() == step.lower(*args).as_text()
+
+
+def test_counts_of_streams_are_no_keys():
+  """Two uint32 in a state: of two layers, not a legacy key."""
+  workers = demo_optax.Workers.simulated(2)
+  counts = nnx.State({
+      'layers': {'count': nnx.RngCount(jnp.array([3, 4], jnp.uint32))}
+  })
+
+  @demo_optax.data_parallel(workers, batch_argnames='x')
+  def step(state, x):
+    seen = state['layers']['count'][...]
+    after = jax.tree.map(lambda n: n + jnp.ones((), n.dtype), state)
+    return after, x + seen[None].astype(x.dtype)
+
+  after, seen = step(counts, np.zeros((4, 2), np.float32))
+  np.testing.assert_array_equal(seen, [[3, 4]] * 4)
+  np.testing.assert_array_equal(after['layers']['count'][...], [4, 5])
+
+
 def test_static_and_keyword_arguments_and_constants(workers):
   tx = demo_optax.demo(1e-2, workers=workers)
 

@@ -143,6 +143,23 @@ def test_sharded_equals_simulated_with_the_same_blocks(layout, kind):
     assert moment.sharding.is_equivalent_to(kept, moment.ndim)
 
 
+@pytest.mark.parametrize('removed', [False, True])
+def test_axes_of_one_device_change_nothing(removed):
+  """Meshes of large trainers have a dozen axes, nearly all of size one."""
+  shape = {'replica': 2, 'data': 1, 'fsdp': 4, 'tensor': 1}
+  specs = SPECS_2D | {
+      'rows': P(('data', 'fsdp'), 'tensor'),
+      'cols': P('tensor', ('fsdp', 'data')),
+      'bias': P('tensor'),
+  }
+  expected, expected_state, _ = run(simulated_workers('2d'), 3, exchange, '2d')
+  with jax.remove_size_one_mesh_axis_from_type(removed):
+    workers = demo_optax.Workers.on_mesh(make_mesh(shape), 'replica', specs)
+    seen, state, _ = run(workers, 3, exchange, '2d')
+  assert_same_bits(seen, expected)
+  assert_same_bits(state, expected_state)
+
+
 def test_workers_agree_on_every_device():
   """Every device that holds a block of an update holds the same bits of it."""
   workers = make_workers('3d')

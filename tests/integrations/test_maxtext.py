@@ -1,0 +1,222 @@
+"""MaxText's own trainer with `examples/maxtext/train.py`, on tiny models."""
+
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import demo_optax
+
+maxtext = pytest.importorskip(
+    'maxtext', reason='MaxText is not installed: docs/maxtext.md')
+
+pytestmark = [
+    pytest.mark.filterwarnings('ignore'),
+    pytest.mark.usefixtures('as_installed'),
+]
+
+BASE = pathlib.Path(maxtext.__path__[0]) / 'configs' / 'base.yml'
+MODEL = {
+    'hardware': 'cpu', 'skip_jax_distributed_system': True,
+    'enable_goodput_recording': False, 'monitor_goodput': False,
+    'dataset_type': 'synthetic', 'log_config': False,
+    'attention': 'dot_product', 'use_iota_embed': True,
+    'dtype': 'float32', 'weight_dtype': 'float32',
+    'base_emb_dim': 64, 'base_num_query_heads': 4, 'base_num_kv_heads': 4,
+    'base_mlp_dim': 128, 'base_num_decoder_layers': 2, 'head_dim': 16,
+    'vocab_size': 256, 'max_target_length': 64, 'per_device_batch_size': 1,
+    'learning_rate': 0.003, 'enable_checkpointing': False,
+    'async_checkpointing': False,
+}
+LAYOUTS = {'2 of 4': (2, 4), '4 of 2': (4, 2)}
+
+
+@pytest.fixture(scope='module')
+def ours(as_installed, load_example):
+  return load_example('maxtext/train.py')
+
+
+class Trained:
+  """A run: its state, its losses and other scalars, its step and arguments."""
+
+  def __init__(self, ours, folder, layout=(2, 4), exchange=True, **changes):
+    workers, inside = layout
+    # Its own way to spread a batch over slices is the axis `data`.
+    axis = 'diloco' if exchange else 'data'
+    config = MODEL | {
+        f'ici_{axis}_parallelism': workers, 'ici_fsdp_parallelism': inside,
+        'run_name': 'run', 'base_output_directory': folder,
+        'metrics_file': folder / 'metrics.txt',
+    } | changes
+    (folder / 'metrics.txt').unlink(missing_ok=True)
+    self.argv = ['', str(BASE), *(f'{k}={v}' for k, v in config.items())]
+    self.compiled = None
+    if exchange:
+      settings, argv = ours.split_arguments(self.argv)
+      with ours.installed(settings):
+        self._train(ours, argv)
+    else:
+      self._train(ours, self.argv)
+    lines = (folder / 'metrics.txt').read_text().splitlines()
+    self.scalars = [json.loads(line) for line in lines]
+    self.losses = np.array([x['learning/loss'] for x in self.scalars])
+
+  def _train(self, ours, argv):
+    config, recorder = ours.train.initialize(argv)
+    make_step = ours.train_utils.jit_train_step
+
+    def recorded(*args, **kwargs):
+      self.step = make_step(*args, **kwargs)
+      return self.step
+
+    ours.train_utils.jit_train_step = recorded
+    try:
+      self.state = ours.train.train_loop(config, recorder)
+    finally:
+      ours.train_utils.jit_train_step = make_step
+    data = ours.sharding.get_input_data_sharding(config, self.mesh)
+    self.batch = ours.maxtext_utils.get_shaped_batch(
+        config, batch_sharding=data)
+    self.config = config
+
+  @property
+  def mesh(self):
+    return jax.tree.leaves(nnx.state(self.state, nnx.Param))[0].sharding.mesh
+
+  @property
+  def leaves(self):
+    flat = jax.tree_util.tree_flatten_with_path(self.state)[0]
+    return {jax.tree_util.keystr(path): x for path, x in flat}
+
+  @property
+  def stacked(self):
+    return {k: x for k, x in self.leaves.items() if 'worker_stacked' in k}
+
+  def collectives(self, ours):
+    with jax.set_mesh(self.mesh), ours.logical_axis_rules(
+        self.config.logical_axis_rules):
+      compiled = self.step.lower(self.state, self.batch).compile()
+    return demo_optax.tools.collectives(compiled, self.mesh)
+
+
+@pytest.fixture(scope='module', params=LAYOUTS)
+def trained(request, ours, tmp_path_factory):
+  layout = LAYOUTS[request.param]
+  return Trained(ours, tmp_path_factory.mktemp('ours'), layout, steps=50)
+
+
+def assert_same_arrays(after, before):
+  assert after.keys() == before.keys()
+  for name, x in after.items():
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+      x, before[name] = (jax.random.key_data(k) for k in (x, before[name]))
+    np.testing.assert_array_equal(x, before[name], err_msg=name)
+
+
+def test_it_learns_beside_its_own_optimizer(trained, ours, tmp_path):
+  layout = trained.step.workers.count, 8 // trained.step.workers.count
+  own = Trained(ours, tmp_path, layout, exchange=False, steps=50)
+  assert own.losses[0] == pytest.approx(trained.losses[0], abs=0.05)
+  for losses in own.losses, trained.losses:
+    assert losses[-1] < losses[0] / 4
+  assert demo_optax.check_replicas(
+      nnx.state(trained.state, nnx.Param), trained.step.workers) == []
+
+
+def test_only_the_message_crosses(trained, ours):
+  params = nnx.state(trained.state.model if hasattr(trained.state, 'model')
+                     else trained.state['model'], nnx.Param)
+  exchange, _ = ours.split_arguments([])
+  compressor = demo_optax.dct_topk(
+      exchange.chunk_size, exchange.topk, values=exchange.values)
+  planned = demo_optax.plan(params, compressor, trained.step.workers)
+  crossing = [
+      c for c in trained.collectives(ours)
+      if c.axes is None or 'diloco' in c.axes
+  ]
+  (gather,) = (c for c in crossing if c.kind == 'all-gather')
+  assert gather.axes == ('diloco',) and gather.shapes[0].startswith('u8')
+  assert gather.output_bytes == (
+      planned.device_sent_bytes * trained.step.workers.count)
+  rest = [c for c in crossing if c is not gather]
+  assert all(c.kind == 'all-reduce' and set(c.shapes) == {'f32[]'}
+             for c in rest), crossing
+  assert sum(c.output_bytes for c in rest) < 100
+
+
+def test_momentum_lies_with_its_worker(trained):
+  assert trained.stacked
+  for name, x in trained.stacked.items():
+    spread = NamedSharding(trained.mesh, P('diloco', 'fsdp'))
+    assert x.sharding.is_equivalent_to(spread, x.ndim), name
+    assert x.addressable_shards[0].data.shape[:2] == (1, 1), name
+
+
+@pytest.mark.parametrize('optimizer', ['demo', 'demo_muon'])
+def test_a_run_goes_on_from_its_checkpoint_to_the_bit(
+    ours, tmp_path, optimizer):
+  options = {
+      'enable_checkpointing': True, 'checkpoint_period': 1,
+      'learning_rate_schedule_steps': 6, 'demo_optimizer': optimizer,
+  }
+  folders = [tmp_path / 'whole', tmp_path / 'parts']
+  for folder in folders:
+    folder.mkdir()
+  whole = Trained(ours, folders[0], steps=6, **options)
+  first = Trained(ours, folders[1], steps=3, **options)
+  second = Trained(ours, folders[1], steps=6, **options)
+  assert len(first.scalars) == 3 and len(second.scalars) == 3  # three new ones
+  assert any(np.any(x) for x in first.stacked.values())
+  assert_same_arrays(second.leaves, whole.leaves)
+
+
+def test_each_worker_clips_its_own_gradient(ours, tmp_path):
+  run = Trained(ours, tmp_path, steps=4, gradient_clipping_threshold=0.1)
+  for x in run.scalars:
+    assert x['learning/raw_grad_norm'] > 0.5
+    assert x['learning/grad_norm'] == pytest.approx(0.1, rel=1e-4)
+
+
+def test_gradients_accumulate_as_in_one_batch(ours, tmp_path):
+  """Rounding apart: a sign that flips costs a little."""
+  many = Trained(ours, tmp_path, steps=6, gradient_accumulation_steps=2)
+  once = Trained(ours, tmp_path, steps=6, per_device_batch_size=2)
+  assert many.scalars[0]['learning/total_weights'] == 16 * 64
+  np.testing.assert_allclose(many.losses, once.losses, rtol=5e-3)
+  assert many.losses[-1] < many.losses[0] - 0.3
+
+
+def test_skipped_steps_are_skipped_by_all(ours, tmp_path):
+  """A factor that no step but the first few can pass."""
+  run = Trained(
+      ours, tmp_path, steps=8, skip_step_on_spikes=True, skip_step_interval=4,
+      skip_step_scaling_factor=-1000.0)
+  skipped = [x['optim/step_skipped'] for x in run.scalars]
+  assert set(skipped) == {0.0, 1.0}
+  norms = [x['learning/param_norm'] for x in run.scalars]
+  for step, is_skipped in enumerate(skipped):
+    if is_skipped:
+      assert norms[step] == norms[step - 1]
+  (count,) = (
+      x for name, x in run.leaves.items()
+      if "['count']" in name and "['metrics']" not in name
+      and "[1]['count']" in name
+  )
+  assert count == skipped.count(0.0)
+
+
+@pytest.mark.parametrize('changes, message', [
+    ({'use_iota_embed': False}, 'use_iota_embed=true'),
+    ({'layout': (1, 8)}, 'dcn_diloco_parallelism=2'),
+    ({'enable_diloco': True}, 'Not with an exchange: enable_diloco'),
+    ({'demo_topkk': 3}, 'demo_topk'),
+    ({'demo_optimizer': 'adam'}, 'demo_optimizer=adam'),
+])
+def test_what_does_not_fit_is_refused(ours, tmp_path, changes, message):
+  with pytest.raises(ValueError, match=message):
+    Trained(ours, tmp_path, steps=1, **changes)
