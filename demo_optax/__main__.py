@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import pathlib
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any, get_args
@@ -24,6 +25,7 @@ from demo_optax import compressors
 from demo_optax.exchange import ExchangeKind
 from demo_optax.tools import budget
 from demo_optax.tools import traffic as accounting
+from demo_optax.wire.updates import UpdateTopK, UpdateValues
 from demo_optax.wire.values import UPDATE_VALUES, VALUES
 
 
@@ -67,8 +69,10 @@ def main(argv: Sequence[str] | None = None) -> None:
   add('--workers', type=_count, nargs='+', default=[8], help='how many')
   add('--exchange', choices=get_args(ExchangeKind), default='all_gather',
       help='all_to_all: every worker merges its share of the chunks')
-  add('--update-values', choices=UPDATE_VALUES, default='ternary',
-      help='how the updates of all_to_all are sent; ternary: their signs')
+  add('--update-values', type=_update_values, default='ternary',
+      help='how the updates of all_to_all are sent:'
+      f' {", ".join(UPDATE_VALUES)}; or topk128-sign, the 128 largest'
+      ' coefficients of a chunk as signs. Default: ternary, signs and zeros')
   add('--recommend', action='store_true',
       help='what demo_muon may send, with the loss of the training example')
   args = parser.parse_args(argv)
@@ -154,6 +158,19 @@ def _count(text: str) -> int:
         f'{_start_of(text)!r} must be an integer, at least 1 and below 2^31'
     )
   return number
+
+
+def _update_values(text: str) -> UpdateValues:
+  """A flag's code of updates."""
+  if text in UPDATE_VALUES:
+    return text
+  found = re.fullmatch('topk([0-9]+)-([a-z0-9]+)', text)
+  if found and found[2] in VALUES:
+    return UpdateTopK(_count(found[1]), found[2])
+  raise argparse.ArgumentTypeError(
+      f'{_start_of(text)!r} is none of {", ".join(UPDATE_VALUES)}, nor such as'
+      f' topk128-sign, with one of {", ".join(VALUES)}'
+  )
 
 
 def _arrays(shapes: Any, path: tuple[str, ...]) -> Any:

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -287,3 +288,17 @@ def test_command_explains_bad_numbers(option, capsys):
   with pytest.raises(SystemExit):
     command.main(['300M', *option])
   assert 'at least 1' in capsys.readouterr().err
+
+
+def test_command_counts_the_largest_coefficients_of_updates(capsys):
+  command.main(['300M', '--topk', '32', '--values', 'sign', '--workers', '64',
+                '--exchange', 'all_to_all', '--update-values', 'topk128-sign'])
+  text = capsys.readouterr().out
+  assert 'receives   13.21 MB' in text and 'from 5 workers on' in text
+
+
+@pytest.mark.parametrize('code', ['topk0-sign', 'topk8', 'topk8-ternary', 'int2'])
+def test_command_explains_codes_of_updates(code, capsys):
+  with pytest.raises(SystemExit):
+    command.main(['300M', '--update-values', code])
+  assert re.search('is none of float32|at least 1', capsys.readouterr().err)
