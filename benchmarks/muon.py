@@ -101,8 +101,8 @@ BEST = {'average': 'workers', 'other_lr': 6e-3}
 PUBLISHED = {'method': 'demo', 'values': 'float32', 'decay': 0.99}
 MANY = {n: {'workers': n, 'batch': 32, 'steps': 400} for n in (8, 32)}
 # How owners of chunks may write updates.
-ONE_BIT = ['sign', 'topk128-sign']
-UPDATES = ['int4', 'topk128-sign', 'sign', 'topk512-sign', 'int8']
+ONE_BIT = ['topk128-sign', 'sign']
+UPDATES = ['topk128-sign', 'int4', 'sign', 'topk512-sign', 'int8']
 CNN = {'task': 'cnn', 'steps': 400, 'batch': 64}
 
 # In the order in which they are worth running.
@@ -148,8 +148,8 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
         *grid(**PUBLISHED, **MANY[8], update_values=[None, *ONE_BIT]),
     ],
     'owners-32': [
-        *grid(**MEDIUM, **BEST, **MANY[32], update_values=[None, *UPDATES]),
         *grid(**PUBLISHED, **MANY[32], update_values=[None, *ONE_BIT]),
+        *grid(**MEDIUM, **BEST, **MANY[32], update_values=[None, *UPDATES]),
     ],
     'beta': [
         *grid(**MEDIUM, beta=[0.9, 0.98]), *grid(beta=0.0, decay=0.99),
