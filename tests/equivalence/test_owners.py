@@ -134,7 +134,7 @@ def test_mesh_equals_simulation(kind, count, values):
 
 @pytest.mark.parametrize('how', ['shard_map', 'unchecked', 'vmap'])
 def test_maps_of_the_caller(how):
-  count, steps = 4, 4
+  count, steps = 4, (1, 2)  # in one program; a worker is excluded in step 2
   workers = demo_optax.Workers.on_axis('data')
   params = random_tree(99, SHAPES)
 
@@ -160,7 +160,7 @@ def test_maps_of_the_caller(how):
           local, mesh=make_mesh(count), in_specs=P('data'), out_specs=P(),
           check_vma=how == 'shard_map',
       )
-    found = jax.jit(mapped)(*(gradients_of(s, count) for s in range(steps)))
+    found = jax.jit(mapped)(*(gradients_of(s, count) for s in steps))
     return jax.tree.map(np.asarray, found)
 
   assert_same_bits(run('all_to_all'), run('all_gather'))
