@@ -200,7 +200,22 @@ def scale_by_demo(
     update_values: how owners write updates; needed unless `exchange` is
       `'all_gather'`, which has no use for it.
 
-      ============ ========== ========================================
+      ============ ========== ===============================================
+      value        bits each  what is written
+      ============ ========== ===============================================
+      `'ternary'`  1.6        signs and zeros: exact where a sign follows
+                              (`optax.scale_by_sign`), else magnitudes are
+                              lost for good
+      `'float32'`  32         exact; dense
+      others       16 to 1    `'bfloat16'`, `'int8'`, `'int4'`, `'sign'`, as in
+                              `dct_topk`; what is lost stays with the owner,
+                              1/N of the parameters in float32, and goes into
+                              its next update
+      `UpdateTopK` below 1    the largest coefficients of each merged chunk
+                              (`compressors.UpdateTopK`); what is not sent
+                              stays with the owner, too
+      ============ ========== ===============================================
+
   Returns:
     A gradient transformation. Its `update` takes stacked gradients
     `[workers, ...]` (`Workers.on_axis`: the worker's own) and returns updates

@@ -363,7 +363,7 @@ def _run(
   buckets = jax.tree.map(lambda _: workers.bucket_spec, state)
   scalars = jax.tree.map(lambda _: Spec(False), hyper)
   inner = [leaves[i].sharding.spec for i in exchanged]
-  return workers.run(
+  updates, state, metrics = workers.run(
       one_worker,
       ([gradients[i] for i in exchanged], state, hyper),
       ([Spec(stacked, spec) for spec in inner], buckets, scalars),
@@ -373,6 +373,11 @@ def _run(
           Metrics(*[Spec(False)] * 4),  # type: ignore[arg-type]
       ),
   )
+  updates = [
+      workers.as_given(u, leaves[i].sharding)
+      for i, u in zip(exchanged, updates)
+  ]
+  return updates, state, metrics
 
 
 def _is_valid(

@@ -251,8 +251,8 @@ def leaf_kinds(tree: Any) -> list[Any]:
   """Returns for each leaf of a tree what becomes of it, by its variable.
 
   'statistics' for `nnx.BatchStat`, a `MetricPart` for what `nnx.metrics` keep,
-  'state' for other variables that are no keys, such as the counts of random
-  streams, None for anything else. NNX objects are leaves.
+  'state' for the counts of random streams, two of which look like a key, None
+  for anything else. NNX objects are leaves.
   """
   nnx = _nnx()
   if nnx is None:
@@ -271,8 +271,10 @@ def leaf_kinds(tree: Any) -> list[Any]:
   kinds: list[Any] = []
   for path, x in flat:
     kind: Any = None
-    if isinstance(x, nnx.Variable) and not isinstance(x, nnx.RngKey):
-      kind = 'statistics' if isinstance(x, nnx.BatchStat) else 'state'
+    if isinstance(x, nnx.BatchStat):
+      kind = 'statistics'
+    elif isinstance(x, nnx.RngCount):
+      kind = 'state'
     if isinstance(x, nnx.metrics.MetricState):
       *parent, part = path_keys(path)
       if parts[tuple(parent)] in whole:

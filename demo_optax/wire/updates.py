@@ -48,10 +48,12 @@ class UpdateTopK:
   """Writes the largest coefficients of each chunk of the merged update.
 
   What an owner does not send, and what the value code loses, it adds to its
-  next update. Leaves that are not transformed are written whole.
+  next update: a coefficient waits for about `n / topk` steps, undamped, in the
+  units in which the momentum was sent. Leaves that are not transformed are
+  written whole, and so is a chunk where that takes fewer bytes.
 
   Attributes:
-    k: coefficients of a chunk.
+    topk: coefficients of a chunk.
     values: how they are written: `'float32'`, `'bfloat16'`, `'int8'`, `'int4'`
       or `'sign'`.
 
@@ -64,12 +66,16 @@ class UpdateTopK:
     8472
   """
 
-  k: int
+  topk: int
   values: str = 'sign'
 
   def __post_init__(self) -> None:
-    if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
-      raise ValueError(f'k={self.k!r} must be a positive integer.')
+    if isinstance(self.topk, bool) or not isinstance(self.topk, int):
+      raise TypeError(
+          f'topk={self.topk!r} must be a Python integer: it fixes array shapes.'
+      )
+    if self.topk < 1:
+      raise ValueError(f'topk={self.topk} must be at least 1.')
     if self.values not in VALUES:
       raise ValueError(
           f'values={self.values!r} is not known; choose one of'
@@ -90,8 +96,8 @@ class UpdatePacker:
     num_owners: number of workers.
     values: how updates are written.
     select: returns the largest coefficients of update chunks `[chunks, n]`:
-      indices and values `[chunks, k]`. For `UpdateTopK`, as the next.
-    merge: returns the update chunks `[rows, n]` of coefficients.
+      indices and values `[chunks, k]`. Used by `UpdateTopK` alone.
+    merge: returns the update chunks `[rows, n]` of coefficients; the same.
   """
 
   def __init__(
@@ -241,12 +247,14 @@ class UpdatePacker:
 
 def _update_format(bucket: 'Bucket', values: UpdateValues) -> ChunkFormat:
   """Returns how the update of one chunk is written."""
-  n, k = bucket.format.n, bucket.format.n
-  if isinstance(values, UpdateTopK):
-    if bucket.kind == 'chunks':
-      k = min(values.k, n)
-    values = values.values
-  return ChunkFormat(n, k, bucket.format.dtype, values)
+  n, dtype = bucket.format.n, bucket.format.dtype
+  if not isinstance(values, UpdateTopK):
+    return ChunkFormat(n, n, dtype, values)
+  whole = ChunkFormat(n, n, dtype, values.values)
+  largest = ChunkFormat(n, min(values.topk, n), dtype, values.values)
+  chunks = bucket.num_chunks
+  cheaper = largest.num_bytes(chunks) < whole.num_bytes(chunks)
+  return largest if bucket.kind == 'chunks' and cheaper else whole
 
 
 def is_exact(update_format: ChunkFormat) -> bool:

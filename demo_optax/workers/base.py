@@ -247,6 +247,13 @@ class Workers(abc.ABC):
     inner = (self.param_specs.devices,) if self.param_specs.axes else ()
     return (self.stacked_size, *inner, *shape)
 
+  def as_given(
+      self, x: jax.Array, placed: sharding.ParamSharding
+  ) -> jax.Array:
+    """Returns an update whose type is that of its parameter."""
+    del placed
+    return x
+
   def bucket_zeros(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """Returns zeros `bucket_shape(shape)`, allocated sharded."""
     return jnp.zeros(self.bucket_shape(shape), dtype)

@@ -234,6 +234,12 @@ class OnMesh(Stacked):
     sharding = NamedSharding(self.mesh, P(self.axis_name, *free))
     return jax.lax.with_sharding_constraint(x, sharding)
 
+  def as_given(
+      self, x: jax.Array, placed: sharding.ParamSharding
+  ) -> jax.Array:
+    """Returns an update whose type is that of its parameter."""
+    return x if placed.given == placed.spec else self._reshard(x, placed.given)
+
   def _reshard(self, x: jax.Array, spec: P) -> jax.Array:
     """On Explicit axes types must match; on Auto ones shard_map sees to it."""
     if not self._explicit:

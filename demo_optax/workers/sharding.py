@@ -23,15 +23,17 @@ class ParamSharding:
   """Where one parameter lies inside a worker.
 
   Attributes:
-    spec: its partition spec, without the worker axis.
+    spec: its partition spec, without the worker axis and axes of one device.
     blocks: number of blocks along each dimension, each on a device of its own.
     axes: the mesh axes that the blocks are spread over, in the mesh's order;
       over all others the parameter is replicated.
+    given: the spec as the user wrote it, which Explicit meshes compare.
   """
 
   spec: P
   blocks: tuple[int, ...]
   axes: tuple[str, ...]
+  given: P = dataclasses.field(default=P(), compare=False, repr=False)
 
 
 class ParamSpecs:
@@ -153,8 +155,8 @@ class ParamSpecs:
         for dim in range(len(spec))
     ]
     # As in `spec`, one axis stands for itself.
-    spec = P(*(e[0] if len(e) == 1 else e or None for e in entries))
-    return ParamSharding(_shortest(spec), blocks, axes)
+    short = P(*(e[0] if len(e) == 1 else e or None for e in entries))
+    return ParamSharding(_shortest(short), blocks, axes, spec)
 
   def _blocks(self, spec: P, rank: int) -> tuple[int, ...]:
     sizes = dict(self._all_sizes)

@@ -612,6 +612,22 @@ def test_counts_of_streams_are_no_keys():
   np.testing.assert_array_equal(after['layers']['count'][...], [4, 5])
 
 
+@pytest.mark.parametrize('make', [jax.random.key, jax.random.PRNGKey])
+def test_keys_of_variables_of_ones_own_differ(make):
+  """Each worker draws its own numbers, whatever class the variable has."""
+  workers = demo_optax.Workers.simulated(4)
+
+  class Noise(nnx.Variable):
+    pass
+
+  @demo_optax.data_parallel(workers, batch_argnames='x')
+  def step(state, x):
+    return x + jax.random.normal(state['noise'][...], (1, 1))
+
+  drawn = step(nnx.State({'noise': Noise(make(0))}), np.zeros((4, 1), np.float32))
+  assert len(np.unique(drawn)) == 4
+
+
 def test_static_and_keyword_arguments_and_constants(workers):
   tx = demo_optax.demo(1e-2, workers=workers)
 

@@ -425,6 +425,19 @@ def test_exact_updates_are_those_of_an_all_gather():
 # Choosing ---------------------------------------------------------------------
 
 
+def test_many_coefficients_are_written_whole():
+  params = {'w': jax.ShapeDtypeStruct((512, 512), jnp.float32)}
+
+  def size(values):
+    return demo_optax.plan(
+        params, demo_optax.dct_topk(), 8, exchange='all_to_all',
+        update_values=values,
+    ).update_bytes
+
+  assert size(compressors.UpdateTopK(512)) < size('sign')
+  assert size(compressors.UpdateTopK(2048)) == size('sign')
+
+
 def test_auto_is_what_receives_less():
   params = {'w': jax.ShapeDtypeStruct((1024, 1024), jnp.float32)}
   compressor = demo_optax.dct_topk(topk=32, values='sign')
@@ -454,8 +467,10 @@ def test_wrong_arguments():
     demo_optax.scale_by_demo(workers=workers, exchange='all_to_all')
   with pytest.raises(ValueError, match="'ternary' is not known; choose one of"):
     compressors.UpdateTopK(8, 'ternary')
-  with pytest.raises(ValueError, match='k=0 must be a positive integer'):
+  with pytest.raises(ValueError, match='topk=0 must be at least 1'):
     compressors.UpdateTopK(0)
+  with pytest.raises(TypeError, match='must be a Python integer: it fixes'):
+    compressors.UpdateTopK(np.int64(4))
   with pytest.raises(ValueError, match="update_values='int2' is not known"):
     demo_optax.demo_muon(1e-3, workers=workers, update_values='int2')
   with pytest.raises(ValueError, match="values='ternary' is not known"):

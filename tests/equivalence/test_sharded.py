@@ -160,6 +160,22 @@ def test_axes_of_one_device_change_nothing(removed):
   assert_same_bits(state, expected_state)
 
 
+def test_updates_lie_as_the_user_wrote_it_on_explicit_meshes():
+  """Also where a spec names an axis of one device."""
+  mesh = make_mesh({'replica': 2, 'fsdp': 4, 'tp': 1}, 'explicit')
+  with jax.set_mesh(mesh):
+    workers = demo_optax.Workers.on_mesh(
+        mesh, 'replica', {'w': P(('fsdp', 'tp'))})
+    params = workers.device_put({'w': jnp.ones((16, 8))})
+    tx = demo_optax.demo(0.1, workers=workers, compressor=COMPRESSOR)
+    gradients = jax.device_put(
+        {'w': jnp.ones((2, 16, 8))},
+        NamedSharding(mesh, P('replica', ('fsdp', 'tp'))))
+    updates, _ = jax.jit(tx.update)(gradients, tx.init(params), params)
+    params = optax.apply_updates(params, updates)
+  np.testing.assert_allclose(params['w'], 0.9, rtol=1e-6)
+
+
 def test_workers_agree_on_every_device():
   """Every device that holds a block of an update holds the same bits of it."""
   workers = make_workers('3d')
