@@ -8,7 +8,7 @@ slice: the mesh axis `diloco` joins the workers, all others lie inside of one.
 MaxText's own step, written for all devices, becomes the step of one worker; its
 clipping, accumulation and skipped steps stay where they are.
 
-`installed` puts our functions in the place of five of MaxText's, for as long as
+`installed` puts our functions in the place of six of MaxText's, for as long as
 its block runs.
 """
 
@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from absl import app
 from flax import nnx
@@ -39,6 +40,7 @@ from maxtext.utils import (
 )
 
 import demo_optax
+from demo_optax.demo import layouts_in
 
 AXIS = 'diloco'
 
@@ -52,7 +54,7 @@ class Exchange:
     topk: coefficients of each chunk.
     chunk_size: of `demo`.
     values: how coefficients are written, of `demo`.
-    decay: of what was not sent.
+    decay: of the momentum that was not sent.
     kind: 'all_gather', 'all_to_all' or 'auto'.
   """
 
@@ -76,7 +78,14 @@ def split_arguments(argv: Sequence[str]) -> tuple[Exchange, list[str]]:
     elif (name := found[1]) not in types:
       raise ValueError(f'{argument}: known are demo_{", demo_".join(types)}.')
     else:
-      ours[name] = types[name](found[2])
+      try:
+        ours[name] = types[name](found[2])
+      except ValueError:
+        raise ValueError(
+            f'{argument}: not {types[name].__name__!r}.') from None
+  for name in ('chunk_size', 'values'):
+    if ours.get('optimizer') == 'demo_muon' and name in ours:
+      raise ValueError(f'demo_{name} is not read by demo_optimizer=demo_muon.')
   return Exchange(**ours), rest
 
 
@@ -174,11 +183,17 @@ def check_config(config: Any) -> None:
       'moe_dropless_fallback': config.moe_dropless_fallback == 'step',
       'routed_bias': config.routed_bias,
       'use_qk_clip': config.use_qk_clip,
+      'elastic_enabled': config.elastic_enabled,
       'compiled_trainstep_file': config.compiled_trainstep_file,
       'per_device_batch_size': config.per_device_batch_size < 1,
   }
   if found := [name for name, asked in unfit.items() if asked]:
     raise ValueError(f'Not with an exchange: {", ".join(found)}.')
+  opt_type = getattr(config.opt_type, 'value', config.opt_type)
+  if opt_type != 'adamw':
+    raise ValueError(
+        f'opt_type={opt_type} has no effect with an exchange: leave it'
+        ' out, and say demo_optimizer=demo or demo_optimizer=demo_muon.')
   if not config.use_iota_embed:
     raise ValueError(
         'Say use_iota_embed=true: a look-up in a table that is sharded inside'
@@ -193,10 +208,12 @@ class Run:
   Attributes:
     workers: who takes part.
     specs: of the optimizer state, by the names on a leaf's path.
+    digests: of where the leaves lie in the state of each exchange.
   """
 
   workers: demo_optax.Workers
   specs: dict[tuple[str, ...], P]
+  digests: set[bytes]
 
 
 def names_on(path: Any) -> tuple[str, ...]:
@@ -205,21 +222,59 @@ def names_on(path: Any) -> tuple[str, ...]:
   return tuple(names[:-1] if names[-1] == 'value' else names)
 
 
+def check_restored(state: Any, digests: set[bytes]) -> None:
+  """Raises if momenta are not those of the checkpoint.
+
+  MaxText takes from a checkpoint what has the same name, and leaves the rest as
+  it was made: momenta of zeros, or of other chunks.
+  """
+  found = {
+      names_on(path): x
+      for path, x in jax.tree_util.tree_flatten_with_path(state)[0]
+  }
+  places = [names[:-2] for names in found if names[-2:] == ('layout', 'digest')]
+  same = all(
+      np.asarray(found[*place, 'layout', 'digest']).tobytes() in digests
+      and int(found[*place, 'count']) > 0
+      for place in places
+  )
+  if not same and int(found['optimizer', 'step']) > 0:
+    raise ValueError(
+        'The momenta of the checkpoint are not those of this run: it was'
+        ' written with another demo_optimizer, another demo_chunk_size, or'
+        ' another mesh inside of a worker. Go on with the settings of then, or'
+        ' begin another run from its parameters (load_parameters_path).')
+
+
 @contextlib.contextmanager
 def installed(exchange: Exchange) -> Iterator[None]:
   """Has MaxText train with an exchange inside of this block."""
   runs: list[Run] = []
   original_state = maxtext_utils.get_abstract_state
+  original_setup = maxtext_utils.setup_training_state
   original_sharding = sharding.get_input_data_sharding
 
   def get_optimizer(config, learning_rate, model=None, mesh=None):
     check_config(config)
     workers = make_workers(config, model, mesh)
     tx = make_optimizer(exchange, config, learning_rate, model, workers)
-    specs = demo_optax.state_specs(tx, nnx.state(model, nnx.Param), workers)
+    params = nnx.state(model, nnx.Param)
+    specs = demo_optax.state_specs(tx, params, workers)
     flat = jax.tree_util.tree_flatten_with_path(specs)[0]
-    runs[:] = [Run(workers, {names_on(path): spec for path, spec in flat})]
+    layouts = layouts_in(jax.eval_shape(tx.init, params)).values()
+    runs[:] = [Run(
+        workers,
+        {names_on(path): spec for path, spec in flat},
+        {layout.digest.tobytes() for layout in layouts},
+    )]
     return tx
+
+  def setup_training_state(*args, **kwargs):
+    """Looks at what was restored."""
+    state, *others, was_restored = original_setup(*args, **kwargs)
+    if was_restored:
+      check_restored(state, runs[0].digests)
+    return state, *others, was_restored
 
   def get_abstract_state(config, mesh, init_state, is_training=True):
     """Says where the optimizer state lies: what is a worker's own, with it."""
@@ -262,6 +317,7 @@ def installed(exchange: Exchange) -> Iterator[None]:
   replaced = [
       (optimizers, 'get_optimizer', get_optimizer),
       (maxtext_utils, 'get_abstract_state', get_abstract_state),
+      (maxtext_utils, 'setup_training_state', setup_training_state),
       (sharding, 'get_input_data_sharding', get_input_data_sharding),
       (data_loader, 'get_input_data_sharding', get_input_data_sharding),
       (train_utils, 'jit_train_step', jit_train_step),

@@ -175,6 +175,40 @@ def test_a_run_goes_on_from_its_checkpoint_to_the_bit(
   assert_same_arrays(second.leaves, whole.leaves)
 
 
+@pytest.fixture(scope='module')
+def checkpoint(ours, tmp_path_factory):
+  """A folder with the checkpoint of two steps."""
+  folder = tmp_path_factory.mktemp('saved')
+  Trained(ours, folder, steps=2, enable_checkpointing=True, checkpoint_period=1)
+  return folder
+
+
+@pytest.mark.parametrize('changes', [
+    {'demo_chunk_size': 32},
+    {'demo_optimizer': 'demo_muon'},
+    {'ici_fsdp_parallelism': 1, 'ici_tensor_parallelism': 4},
+], ids=lambda x: next(iter(x)))
+def test_a_checkpoint_of_other_momenta_is_refused(ours, checkpoint, changes):
+  """MaxText itself would go on with zeros for what it does not find."""
+  with pytest.raises(ValueError, match='momenta of the checkpoint are not'):
+    Trained(ours, checkpoint, steps=4, enable_checkpointing=True, **changes)
+
+
+@pytest.mark.parametrize('arguments, says', [
+    (['demo_topk=abc'], "demo_topk=abc: not 'int'"),
+    (['demo_k=3'], 'known are demo_optimizer'),
+    (['demo_optimizer=demo_muon', 'demo_values=sign'], 'is not read by'),
+])
+def test_wrong_arguments_are_explained(ours, arguments, says):
+  with pytest.raises(ValueError, match=says):
+    ours.split_arguments(arguments)
+
+
+def test_another_optimizer_of_maxtext_is_refused(ours, tmp_path):
+  with pytest.raises(ValueError, match='opt_type=muon has no effect'):
+    Trained(ours, tmp_path, steps=1, opt_type='muon')
+
+
 def test_each_worker_clips_its_own_gradient(ours, tmp_path):
   run = Trained(ours, tmp_path, steps=4, gradient_clipping_threshold=0.1)
   for x in run.scalars:
