@@ -15,6 +15,9 @@ from typing import Any, NoReturn
 class Parser(argparse.ArgumentParser):
   """Tells of a mistake in one line; argparse prints its usage as well."""
 
+  def __init__(self, **options: Any):
+    super().__init__(allow_abbrev=False, **options)
+
   def error(self, message: str) -> NoReturn:
     fail(message)
 

@@ -84,6 +84,8 @@ ONLY_OF = {
     'average': ('senders', ('demo',)),
     'delay': (0, ('demo', 'demo-diloco', 'demo-diloco-drift')),
     'exchange': ('all_gather', ('demo', 'demo-muon')),
+    'sync_period': (20, LOCAL),
+    'outer_lr': (0.7, LOCAL),
 }
 
 
@@ -169,9 +171,16 @@ def check(args: argparse.Namespace) -> None:
   """Makes what the flags say once: not all of it is known by its value."""
   for flag, (default, optimizers) in ONLY_OF.items():
     if getattr(args, flag) != default and args.optimizer not in optimizers:
+      name = flag.replace('_', '-')
       flags.fail(
-          f'--{flag} {getattr(args, flag)} is not of --optimizer'
+          f'--{name} {getattr(args, flag)} is not of --optimizer'
           f' {args.optimizer}: it is of {", ".join(optimizers)}.'
+      )
+  for flag in ('topk', 'values', 'decay'):
+    if args.optimizer in AVERAGED and getattr(args, flag) != OTHERWISE[flag]:
+      flags.fail(
+          f'--{flag} {getattr(args, flag)} is of an exchange, and --optimizer'
+          f' {args.optimizer} averages all gradients: leave it out.'
       )
   flags.try_to(lambda: make_optimizer(args, demo_optax.Workers.simulated(1)))
 

@@ -87,6 +87,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
   args = methods.settle(parser.parse_args(argv))
   if args.compare and args.resume:
     parser.error('--compare trains both from the start: leave out --resume.')
+  if args.resume and args.overwrite:
+    parser.error('--overwrite starts anew, --resume goes on: leave one out.')
   if args.width % args.heads:
     parser.error(
         f'--heads {args.heads} does not divide --width {args.width}: give'

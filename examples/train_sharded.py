@@ -228,6 +228,9 @@ def draw(results: list[dict[str, Any]], path: pathlib.Path) -> None:
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
   own, rest = parse_args(argv)
   args = train_lm.parse_args(['--out', 'runs/sharded', *DEFAULTS, *rest])
+  for flag in ('resume', 'compare', 'overwrite', 'resize'):
+    if getattr(args, flag):
+      flags.fail(f'--{flag} is of train_lm.py, and has no use here.')
   check(args, own.workers, own.devices)
   data = train_lm.load(args)
   with cluster.StopSignal() as stop:

@@ -344,6 +344,14 @@ def nothing_built(monkeypatch):
   monkeypatch.setattr(methods, 'make_train_step', begin)
 
 
+LM += [
+    (['--resume', '--overwrite'], '--overwrite starts anew'),
+    (['--optimizer', 'adamw', '--topk', '8'], 'is of an exchange'),
+    (['--optimizer', 'demo', '--sync-period', '5'],
+     '--sync-period 5 is not of --optimizer demo'),
+]
+
+
 @pytest.mark.parametrize('args, says', [*COMMON, *LM])
 def test_train_lm_refuses(args, says, tmp_path, capsys, nothing_built):
   args = ['--out', str(tmp_path / 'out'), *in_folder(tmp_path, args)]
@@ -368,6 +376,8 @@ def test_train_cnn_refuses(args, says, tmp_path, capsys, nothing_built):
     (['--vocab', '257'], '--vocab 257 cannot be cut'),
     (['--optimizer', 'diloco'], 'give demo-muon, demo, adamw or muon'),
     (['--data', 'EMPTY'], 'at least 2 are needed'),
+    (['--resume'], '--resume is of train_lm.py'),
+    (['--work', '2'], 'unrecognized arguments: --work'),
     (['--batch', '0'], "--batch: '0' must be an integer, at least 1")])
 def test_train_sharded_refuses(args, says, tmp_path, capsys, monkeypatch):
   import train_sharded
