@@ -5,7 +5,7 @@ clipped, exchanged by a compressor, and given to a base optimizer.
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import flags
@@ -159,23 +159,36 @@ def settle(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def other(args: argparse.Namespace, optimizer: str) -> argparse.Namespace:
-  """The same run by another optimizer, with what is tuned for it."""
+  """The same run by another optimizer: what it reads, and what is tuned."""
   unset: dict[str, Any] = dict.fromkeys(OTHERWISE)
-  unset |= {flag: default for flag, (default, _) in ONLY_OF.items()}
+  unset |= {
+      flag: default
+      for flag, (default, optimizers) in ONLY_OF.items()
+      if optimizer not in optimizers
+  }
   return settle(
       argparse.Namespace(**{**vars(args), **unset, 'optimizer': optimizer})
   )
 
 
-def check(args: argparse.Namespace) -> None:
+def check(args: argparse.Namespace, compared: Sequence[str] = ()) -> None:
   """Makes what the flags say once: not all of it is known by its value."""
+  trained = compared or [args.optimizer]
   for flag, (default, optimizers) in ONLY_OF.items():
-    if getattr(args, flag) != default and args.optimizer not in optimizers:
+    if getattr(args, flag) != default and not {*trained} & {*optimizers}:
       name = flag.replace('_', '-')
       flags.fail(
-          f'--{name} {getattr(args, flag)} is not of --optimizer'
-          f' {args.optimizer}: it is of {", ".join(optimizers)}.'
+          f'--{name} {getattr(args, flag)} has no effect on'
+          f' {", ".join(trained)}: it is for {", ".join(optimizers)}.'
       )
+  if args.optimizer not in trained:
+    for flag, default in OTHERWISE.items():
+      if getattr(args, flag) != TUNED[flag].get(args.optimizer, default):
+        flags.fail(
+            f'--{flag.replace("_", "-")} {getattr(args, flag)} is for'
+            f' --optimizer {args.optimizer}, which is not compared: every'
+            ' method is trained with what is tuned for it.'
+        )
   for flag in ('topk', 'values', 'decay'):
     if args.optimizer in AVERAGED and getattr(args, flag) != OTHERWISE[flag]:
       flags.fail(

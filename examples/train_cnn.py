@@ -48,8 +48,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
   add('--eval-every', type=flags.whole(1), default=20)
   add('--seed', type=flags.whole(0), default=0)
   args = methods.settle(parser.parse_args(argv))
-  methods.check(args)
+  methods.check(args, names(args))
   return args
+
+
+def names(args: argparse.Namespace) -> list[str]:
+  return [args.optimizer] if args.compare is None else args.compare or METHODS
 
 
 class CNN(nnx.Module):
@@ -152,12 +156,11 @@ def draw(runs: list[dict[str, Any]], path: pathlib.Path) -> None:
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
   args = parse_args(argv)
-  names = [args.optimizer] if args.compare is None else args.compare or METHODS
   with cluster.StopSignal() as stop:
     runs = [
         train(args if name == args.optimizer else methods.other(args, name),
               stop)
-        for name in names
+        for name in names(args)
     ]
   folder = pathlib.Path(args.out)
   draw(runs, folder / 'accuracy.png')

@@ -310,9 +310,9 @@ LM = [
     (['--process', '0', '--processes', '2', '--coordinator', 'here:99999'],
      'with a port from 1 to 65535'),
     (['--compare', '--resume'], 'leave out --resume'),
-    (['--embeddings', 'own'], 'is not of --optimizer demo-muon: it is of demo'),
+    (['--embeddings', 'own'], 'has no effect on demo-muon: it is for demo'),
     (['--optimizer', 'diloco', '--exchange', 'auto'],
-     'is not of --optimizer diloco: it is of demo, demo-muon'),
+     'has no effect on diloco: it is for demo, demo-muon'),
 ]
 
 
@@ -348,7 +348,7 @@ LM += [
     (['--resume', '--overwrite'], '--overwrite starts anew'),
     (['--optimizer', 'adamw', '--topk', '8'], 'is of an exchange'),
     (['--optimizer', 'demo', '--sync-period', '5'],
-     '--sync-period 5 is not of --optimizer demo'),
+     '--sync-period 5 has no effect on demo'),
 ]
 
 
@@ -359,7 +359,15 @@ def test_train_lm_refuses(args, says, tmp_path, capsys, nothing_built):
   assert not (tmp_path / 'out').exists()
 
 
-@pytest.mark.parametrize('args, says', COMMON)
+CNN = [
+    (['--compare', 'adamw', 'demo-muon', '--sync-period', '5'],
+     '--sync-period 5 has no effect on adamw, demo-muon'),
+    (['--compare', 'adamw', 'demo-muon', '--lr', '1e-3'],
+     '--lr 0.001 is for --optimizer demo, which is not compared'),
+]
+
+
+@pytest.mark.parametrize('args, says', [*COMMON, *CNN])
 def test_train_cnn_refuses(args, says, tmp_path, capsys, nothing_built):
   import train_cnn
   args = ['--out', str(tmp_path / 'out'), *in_folder(tmp_path, args)]
