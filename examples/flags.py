@@ -5,9 +5,9 @@ A mistake is one line on stderr, which says what to write, and exit status 2.
 
 import argparse
 import math
-import os
 import pathlib
 import sys
+import tempfile
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -92,10 +92,14 @@ def folder(text: str) -> str:
     raise argparse.ArgumentTypeError(
         f'{text!r} must be a folder, and {there} is a file'
     )
-  if not os.access(there, os.W_OK | os.X_OK):
+  try:  # permissions do not tell: root may write to /proc, and cannot
+    with tempfile.TemporaryDirectory(prefix='.', dir=there) as trial:
+      (pathlib.Path(trial) / path.relative_to(there)).mkdir(parents=True, exist_ok=True)
+  except OSError as error:
     raise argparse.ArgumentTypeError(
-        f'{text!r} must be a folder that can be written to'
-    )
+        f'{text!r} must be a folder that can be written to, and nothing can be'
+        f' made in {there}: {error.strerror}'
+    ) from error
   return str(pathlib.Path(text).expanduser())
 
 

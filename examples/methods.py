@@ -77,7 +77,11 @@ TUNED = {
     'topk': {'demo-muon': 64},
 }
 # What is refused for other optimizers than these, which do not read it.
+COMPRESSED = ('demo', 'demo-muon', 'demo-diloco', 'demo-diloco-drift')
 ONLY_OF = {
+    'compressor': ('dct', COMPRESSED),
+    'chunk': (64, (*COMPRESSED, 'sparse-loco')),
+    'rate': (1 / 32, COMPRESSED),
     'embeddings': ('demo', ('demo',)),
     'base': ('sign', ('demo',)),
     'alpha': (1.0, ('demo',)),
@@ -86,6 +90,17 @@ ONLY_OF = {
     'exchange': ('all_gather', ('demo', 'demo-muon')),
     'sync_period': (20, LOCAL),
     'outer_lr': (0.7, LOCAL),
+    'outer_momentum': (0.9, ('diloco',)),
+    'outer_decay': (0.95, LOCAL[1:]),
+    'own_topk': (8, ('demo', 'demo-muon')),
+    'own_chunk': ([1, 192], ('demo', 'demo-muon')),
+    'own_base': ('adam', ('demo',)),
+}
+# The same of flags whose default is tuned: optimizers that do not read them.
+UNREAD = {
+    'topk': (*AVERAGED, 'diloco'),
+    'values': (*AVERAGED, 'diloco'),
+    'decay': (*AVERAGED, *LOCAL),
 }
 
 
@@ -129,7 +144,7 @@ def add_flags(
       ' gradients, or exchanged by the --own flags')
   add('--own-topk', type=flags.whole(1), default=8,
       help='coefficients sent of each of their chunks')
-  add('--own-chunk', type=flags.whole(1), nargs=2, default=(1, 192),
+  add('--own-chunk', type=flags.whole(1), nargs=2, default=[1, 192],
       metavar='LENGTH', help='longest sides of a chunk, rows and columns')
   add('--own-base', choices=BASES, default='adam')
   add('--own-lr', type=flags.not_negative,
@@ -189,12 +204,21 @@ def check(args: argparse.Namespace, compared: Sequence[str] = ()) -> None:
             f' --optimizer {args.optimizer}, which is not compared: every'
             ' method is trained with what is tuned for it.'
         )
-  for flag in ('topk', 'values', 'decay'):
-    if args.optimizer in AVERAGED and getattr(args, flag) != OTHERWISE[flag]:
+  for flag, unread in UNREAD.items():
+    if args.optimizer in unread and getattr(args, flag) != OTHERWISE[flag]:
       flags.fail(
-          f'--{flag} {getattr(args, flag)} is of an exchange, and --optimizer'
-          f' {args.optimizer} averages all gradients: leave it out.'
+          f'--{flag} {getattr(args, flag)} has no effect on --optimizer'
+          f' {args.optimizer}: leave it out.'
       )
+  if args.rate != ONLY_OF['rate'][0] and args.compressor not in SUBSETS:
+    flags.fail(
+        f'--rate {args.rate} has no effect on --compressor {args.compressor}:'
+        f' it is for {", ".join(SUBSETS)}.'
+    )
+  if args.embeddings != 'own' and 'demo-muon' not in trained:
+    for flag in ('own_topk', 'own_chunk', 'own_base'):
+      if getattr(args, flag) != ONLY_OF[flag][0]:
+        flags.fail(f'--{flag.replace("_", "-")} is for --embeddings own.')
   flags.try_to(lambda: make_optimizer(args, demo_optax.Workers.simulated(1)))
 
 
@@ -400,13 +424,22 @@ def count_bytes(
     args: argparse.Namespace, params: Any, workers: demo_optax.Workers
 ) -> dict[str, float]:
   """Bytes per worker and step of the chosen optimizer and of AdamW-DDP."""
-  plan = demo_optax.plan(
-      params,
-      compressor_of_leaves(args, params),
-      workers,
-      exchange=args.exchange,
-      update_values=update_values(args),
-  )
+  try:
+    plan = demo_optax.plan(
+        params,
+        compressor_of_leaves(args, params),
+        workers,
+        exchange=args.exchange,
+        update_values=update_values(args),
+    )
+  except ValueError as error:
+    if args.compressor != 'hadamard':
+      raise
+    why = str(error).split(' Use ')[0]
+    raise ValueError(
+        f'--compressor hadamard: {why} Give --compressor dct, random-orthogonal'
+        ' or identity.'
+    ) from error
   period = args.sync_period if args.optimizer in LOCAL else 1
   sent, received = plan.per_step(period)
   return {'sent': sent, 'received': received, 'adamw': plan.dense_bytes()}

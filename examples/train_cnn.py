@@ -11,6 +11,7 @@ With several devices there is one worker per device, else workers are simulated.
 """
 
 import argparse
+import json
 import pathlib
 import signal
 from typing import Any
@@ -163,6 +164,10 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         for name in names(args)
     ]
   folder = pathlib.Path(args.out)
+  lines = [json.dumps({**run, 'records': [
+      {k: r[k] for k in ('step', 'loss', 'accuracy')} for r in run['records']
+  ]}) + '\n' for run in runs]
+  (folder / 'runs.jsonl').write_text(''.join(lines))
   draw(runs, folder / 'accuracy.png')
   return runs
 

@@ -125,6 +125,8 @@ def load(args: argparse.Namespace) -> tuple[text.Corpus, np.ndarray]:
   """The corpus, and windows of what is held out."""
 
   def read() -> tuple[text.Corpus, np.ndarray]:
+    if args.data and not pathlib.Path(args.data).exists():
+      raise ValueError('there is none: give a text file, or a folder of them.')
     corpus = text.load(args.data)
     if len(corpus.train) <= args.context:
       raise ValueError(

@@ -11,6 +11,7 @@ crosses which mesh axis, and losses. Further flags are those of train_lm.py.
 import argparse
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import signal
@@ -111,7 +112,9 @@ def check(args: argparse.Namespace, count: int, devices: int) -> None:
     if getattr(args, name) % devices:
       flags.fail(
           f'--{name} {getattr(args, name)} cannot be cut into equal parts for'
-          f' --devices {devices}: give a multiple.'
+          f' --devices {devices}: give --devices'
+          f' {flags.divisors(math.gcd(args.width, args.vocab))}, or a multiple'
+          f' of {devices} as --{name}.'
       )
   for of_each in (devices, 1):
     flags.check_batch(args.batch, count, args.microbatches, of_each)

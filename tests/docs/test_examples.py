@@ -280,6 +280,21 @@ COMMON = [  # of train_lm.py and train_cnn.py
     (['--out', 'FILE/in/it'], '/file is a file'),
     (['--out', ''], "--out: '' must be a folder of this machine"),
     (['--out', 's3://bucket/x'], 'must be a folder of this machine'),
+    (['--out', '/proc/x'], 'must be a folder that can be written to'),
+    (['--out', 'a/' + 'x' * 300], 'File name too long'),
+    (['--optimizer', 'adamw', '--compressor', 'hadamard'],
+     '--compressor hadamard has no effect on adamw: it is for demo, demo-muon'),
+    (['--optimizer', 'adamw', '--base', 'adam'],
+     '--base adam has no effect on adamw: it is for demo.'),
+    (['--optimizer', 'diloco', '--chunk', '32'],
+     '--chunk 32 has no effect on diloco'),
+    (['--optimizer', 'sparse-loco', '--outer-momentum', '0.5'],
+     '--outer-momentum 0.5 has no effect on sparse-loco: it is for diloco.'),
+    (['--optimizer', 'demo', '--rate', '0.5'],
+     '--rate 0.5 has no effect on --compressor dct: it is for random-subset'),
+    (['--optimizer', 'demo', '--own-topk', '4'],
+     '--own-topk is for --embeddings own'),
+    (['--base', 'nonsense'], "invalid choice: 'nonsense' (choose from"),
     (['--no-such-flag'], 'unrecognized arguments: --no-such-flag'),
 ]
 LM = [
@@ -346,7 +361,11 @@ def nothing_built(monkeypatch):
 
 LM += [
     (['--resume', '--overwrite'], '--overwrite starts anew'),
-    (['--optimizer', 'adamw', '--topk', '8'], 'is of an exchange'),
+    (['--optimizer', 'adamw', '--topk', '8'],
+     '--topk 8 has no effect on --optimizer adamw: leave it out'),
+    (['--optimizer', 'diloco', '--values', 'sign'],
+     '--values sign has no effect on --optimizer diloco'),
+    (['--data', '/dev/null/x'], 'give a text file, or a folder of them'),
     (['--optimizer', 'demo', '--sync-period', '5'],
      '--sync-period 5 has no effect on demo'),
 ]
@@ -360,6 +379,9 @@ def test_train_lm_refuses(args, says, tmp_path, capsys, nothing_built):
 
 
 CNN = [
+    (['--data', 'nonexistent'], 'unrecognized arguments: --data nonexistent'),
+    (['--compressor', 'hadamard'], '10 is not a power of two, and the Hadamard'
+     ' transform needs one. Give --compressor dct, random-orthogonal or'),
     (['--compare', 'adamw', 'demo-muon', '--sync-period', '5'],
      '--sync-period 5 has no effect on adamw, demo-muon'),
     (['--compare', 'adamw', 'demo-muon', '--lr', '1e-3'],
@@ -380,7 +402,13 @@ def test_train_cnn_refuses(args, says, tmp_path, capsys, nothing_built):
     (['--devices', '0'], "--devices: '0' must be an integer, at least 1"),
     (['--workers', '4', '--devices', '4'], 'more than the 8 devices here'),
     (['--batch', '12'], 'give a multiple of 8'),
-    (['--width', '250', '--heads', '2'], '--width 250 cannot be cut'),
+    (['--devices', '3'], '--width 256 cannot be cut into equal parts for'
+     ' --devices 3: give --devices 1, 2, 4, 8, 16, 32 or 64, or a multiple of'
+     ' 3 as --width.'),
+    (['--width', '250', '--heads', '2'],
+     '--devices 4: give --devices 1 or 2, or a multiple of 4 as --width.'),
+    (['--out', '/proc/x'], 'must be a folder that can be written to'),
+    (['--data', 'nonexistent'], '--data nonexistent: there is none: give a'),
     (['--vocab', '257'], '--vocab 257 cannot be cut'),
     (['--optimizer', 'diloco'], 'give demo-muon, demo, adamw or muon'),
     (['--data', 'EMPTY'], 'at least 2 are needed'),
