@@ -93,8 +93,9 @@ def folder(text: str) -> str:
         f'{text!r} must be a folder, and {there} is a file'
     )
   try:  # permissions do not tell: root may write to /proc, and cannot
-    with tempfile.TemporaryDirectory(prefix='.', dir=there) as trial:
-      (pathlib.Path(trial) / path.relative_to(there)).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix='.', dir=there) as name:
+      trial = pathlib.Path(name)
+      (trial / path.relative_to(there)).mkdir(parents=True, exist_ok=True)
   except OSError as error:
     raise argparse.ArgumentTypeError(
         f'{text!r} must be a folder that can be written to, and nothing can be'

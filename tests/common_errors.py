@@ -35,6 +35,12 @@ def demo(**options):
   return demo_optax.demo(1e-3, **{'workers': FOUR, **options})
 
 
+def owners(update_values='int4', **options):
+  return demo_optax.scale_by_demo(
+      exchange='all_to_all', update_values=update_values,
+      **{'workers': FOUR, **options})
+
+
 def loss_fn(params, x):
   return jnp.mean((x @ params['w']) ** 2)
 
@@ -145,6 +151,18 @@ CASES = [
     ('a state of another compressor',
      lambda: update(demo(), state=demo(
          compressor=demo_optax.dct_topk(4, 2)).init(PARAMS))),
+    ("`exchange='all_to_all'` without `update_values`, in `scale_by_demo`",
+     lambda: owners(None)),
+    ("`update_values='int3'`", lambda: owners('int3')),
+    ("a state of another `exchange`",
+     lambda: update(owners(), state=demo_optax.scale_by_demo(
+         workers=FOUR).init(PARAMS))),
+    ("`exchange='all_to_all'` with `Workers.on_axis`, and `tx.init` outside of"
+     ' the map',
+     lambda: owners(workers=demo_optax.Workers.on_axis('data')).init(PARAMS)),
+    ("another number of workers with `exchange='all_to_all'` and `delay=1`",
+     lambda: demo_optax.checkpoint.resize_workers(
+         owners(delay=1).init(PARAMS), 2)),
     ('`optax.MultiSteps` of stacked gradients',
      lambda: update(optax.MultiSteps(demo(), 2))),
     ('`optax.inject_hyperparams` with bfloat16 parameters',

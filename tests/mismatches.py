@@ -29,13 +29,22 @@ BLOCKS = demo_optax.Workers.simulated(
 
 
 def make(workers=FOUR, compressor=SMALL, shapes=SHAPES, dtype=jnp.float32,
-         **others):
+         exchange=None, **others):
   """A tree, and what Checkpointer is told about it."""
   params = {k: jnp.ones(s, dtype) for k, s in shapes.items()}
-  tx = demo_optax.demo(1e-3, workers=workers, compressor=compressor)
+  tx = (
+      demo_optax.demo(1e-3, workers=workers, compressor=compressor)
+      if exchange is None else demo_optax.scale_by_demo(
+          compressor, workers=workers, **exchange))
   tree = {'params': params, 'opt_state': tx.init(params), 'position': 0,
           **others}
   return tree, (params, compressor, workers)
+
+
+# Exchanges whose owners of chunks keep something in the state.
+OWNERS = {'exchange': 'all_to_all', 'update_values': 'int4'}
+LATE = {**OWNERS, 'delay': 1}
+FORMER = {'owners': OWNERS, 'late': LATE}  # of checkpoints of their own
 
 
 def _without(tree, key):
@@ -81,23 +90,30 @@ CASES = [
      lambda: (make()[0], ({}, SMALL, FOUR)), {}),
     ('the state of an exchange, and no compressor',
      lambda: (make()[0], (make()[1][0], None, FOUR)), {}),
+    ("`exchange='all_gather'`, and a checkpoint of `'all_to_all'` with"
+     " `update_values='int4'`",
+     lambda: make(exchange={}), {'of': 'owners'}),
+    ("`exchange='all_to_all'` with `delay=1`, and another number of workers,"
+     ' `resize=True`',
+     lambda: make(TWO, exchange=LATE), {'of': 'late', 'resize': True}),
     ('no such step', make, {'step': 7}),
 ]
 
 
 def saved(folder):
   """Step 100, of 4 simulated workers and chunks of 8 x 8."""
-  tree, told = make()
-  if 'key' not in tree:
-    tree['key'] = jax.random.key(0)
-  with checkpoint.Checkpointer(folder, *told) as checkpoints:
-    checkpoints.save(100, tree)
+  for name, exchange in {'demo': None, **FORMER}.items():
+    tree, told = make(exchange=exchange, key=jax.random.key(0))
+    with checkpoint.Checkpointer(folder / name, *told) as checkpoints:
+      checkpoints.save(100, tree)
 
 
 def message(folder, make_tree, options):
   """What a case is refused with."""
   tree, told = make_tree()
   tree.setdefault('key', jax.random.key(0))
+  options = {**options}
+  folder = folder / options.pop('of', 'demo')
   with checkpoint.Checkpointer(folder, *told) as checkpoints:
     try:
       checkpoints.restore(tree, **options)
@@ -124,8 +140,8 @@ def written(text, new, marks=MARKS):
 
 if __name__ == '__main__':
   with tempfile.TemporaryDirectory() as folder:
-    saved(folder)
-    new = table(folder)
+    saved(pathlib.Path(folder))
+    new = table(pathlib.Path(folder))
   sys.stdout.write(new + '\n')
   if DOCS.exists():
     DOCS.write_text(written(DOCS.read_text(), new))

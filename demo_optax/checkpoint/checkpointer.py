@@ -333,10 +333,9 @@ class Checkpointer:
       resize: regroup a checkpoint of another number of workers, as
         `demo_optax.checkpoint.resize_workers` does.
       rechunk: the compressor that the checkpoint was made with, or the tree of
-        them. What it cut
-        into other chunks than this one's compressor and workers do is taken to
-        parameter space and cut anew, which keeps it to rounding; what owners
-        of other chunks keep of updates is dropped.
+        them. What it cut into other chunks than this one's compressor and
+        workers do is taken to parameter space and cut anew, which keeps it to
+        rounding; what owners of other chunks keep of updates is dropped.
 
     Returns:
       The step, and a tree like `tree`.
