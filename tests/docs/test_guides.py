@@ -159,13 +159,56 @@ def test_every_row_of_what_does_not_compose_has_its_test(row):
 
 def test_the_table_of_sharded_workers_is_as_measured():
   text = GUIDES['sharding'].read_text()
-  for run in json.loads((ROOT / 'benchmarks/results/sharded.json').read_text()):
-    for what in ('parameters', 'optimizer'):
-      assert f'{run["memory"][what] / 1e6:.2f} MB each' in text
-    assert f'{run["memory"]["temporaries"] / 1e6:.1f} MB' in text
-    assert f'| {run["valid_loss"]:.3f} |' in text
-    between = sum(row[3] for row in run['traffic'] if row[1] == ['replica'])
-    assert f'{between / 1e3:.1f} kB' in text
+  page = (ROOT / 'benchmarks/README.md').read_text()
+  runs = json.loads((ROOT / 'benchmarks/results/sharded.json').read_text())
+  more = json.loads((ROOT / 'benchmarks/results/sharded_muon.json').read_text())
+
+  def mb(what, digits, runs):
+    return ' | '.join(f'{r["memory"][what] / 1e6:.{digits}f} MB' for r in runs)
+
+  def received(run, axis):
+    return sum(row[3] for row in run['traffic'] if row[1] == [axis])
+
+  for name, what, digits in (('parameters', 'parameters', 2),
+                             ('optimizer state', 'optimizer', 2),
+                             ('temporaries of the step', 'temporaries', 1)):
+    assert re.search(rf'\| {name}, per device.* \| {mb(what, digits, runs)} \|', text)
+    assert f'| {mb(what, 2, runs + more)} |' in page
+  assert f'| validation loss | {runs[0]["valid_loss"]:.3f} | {runs[1]["valid_loss"]:.3f} |' in text
+  for run in runs + more:
+    between = f'{received(run, "replica") / 1e3:.1f} kB'
+    assert between in page and (run in more or between in text)
+  for run, where in ((runs[0], (text, page)),
+                     (more[0], (page, GUIDES['muon'].read_text()))):
+    inside = f'{received(run, "fsdp") / 1e6:.1f} MB'
+    assert all(inside in x for x in where), inside
+
+
+def test_the_table_of_digits_is_as_measured():
+  for run in results('digits.jsonl'):
+    name = f'`{run["name"]}`'
+    right = f'{run["records"][-1]["accuracy"]:.2%}'.replace('%', ' %')
+    digits = 1 if run['sent'] > 1e5 else 2
+    kb = ' / '.join(f'{run[k] / 1e3:.{digits}f}' for k in ('sent', 'received'))
+    for page in (GUIDES['local_updates'], ROOT / 'benchmarks/README.md'):
+      assert re.search(
+          rf'\| {name}[^|]*\| {right} \| {kb} kB', page.read_text()), (page, name)
+
+
+def test_outer_rates_are_those_of_the_benchmark():
+  said = re.search(r'Best outer rates: (.*)', (
+      ROOT / 'benchmarks/README.md').read_text()).group(1)
+  for words, method, rates in (
+      ('DiLoCo 0.25', 'DiLoCo', ['0.25']),
+      ('as published 0.1', 'DeMo, as published', ['0.1']),
+      ('without drift 0.5 to 1', 'DeMo, without drift', ['1.0']),
+      ('SparseLoCo 2', 'SparseLoCo', ['2.0'])):
+    rows = re.findall(rf'\| \d \| {method} \| ([\d.]+) \(', (
+        ROOT / 'benchmarks/README.md').read_text())
+    assert rows and set(rows) == set(rates) and words in said, method
+  guide = GUIDES['local_updates'].read_text()
+  assert ('0.25 was best for DiLoCo, 0.5 to 1 for `demo_diloco`, 0.1 with'
+          ' `drift=True`, 2 for SparseLoCo') in guide
 
 
 def shapes(model):
