@@ -2,7 +2,7 @@
 
     python examples/train_lm.py                 # demo_muon, 4 workers
     python examples/train_lm.py --compare       # beside AdamW, Muon averaged
-    python examples/train_lm.py --optimizer demo      # DeMo as published
+    python examples/train_lm.py --optimizer demo      # DeMo, published rule
     python examples/train_lm.py --optimizer diloco    # exchange every 20 steps
     python examples/train_lm.py --resume        # go on from a checkpoint
     python examples/train_lm.py --overwrite     # or start anew

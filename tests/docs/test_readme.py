@@ -50,7 +50,7 @@ ROWS = {
     '`demo_muon`, `topk=128`, 24 of each row': ('muon', {**BEST, 'topk': 128}),
     '`demo_muon`': ('muon', {**BEST, 'topk': 64, 'rows': 8}),
     '`demo_muon`, `topk=8`': ('muon', {**BEST, 'topk': 8, 'rows': 8}),
-    'DeMo as published': ('learning', {'method': 'demo'}),
+    'DeMo as published, our index codes': ('learning', {'method': 'demo'}),
 }
 # What a run of muon.jsonl has that is no setting.
 SEEN = {'loss', 'train_loss', 'curve', 'sent', 'received', 'dense',
