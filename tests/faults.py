@@ -227,7 +227,7 @@ def killed_while_saving(folder):
     parts = [p.name for p in checkpoints.iterdir() if not p.name.isdigit()]
     assert before
   step = resumes(folder, 2)
-  left = 'a part of a checkpoint is left, and passed over' if parts else (
+  left = 'an incomplete checkpoint is left, and ignored' if parts else (
       'nothing of it is left')
   return Outcome(seconds, f'all end; {left}; resumed after step {step}')
 
@@ -359,7 +359,7 @@ def damaged_files(folder):
   return Outcome(slowest, (
       f'{len(files)} files, {len(ways)} ways: {refused} errors that name the'
       f' step and the others there are, {same} restores of the right bits (the'
-      ' file was not needed); none of wrong ones. The checkpoint before'
+      ' file was not needed), never of wrong ones. The checkpoint before'
       ' restores each time'))
 
 
@@ -450,7 +450,7 @@ def one_sends_nan(folder):
   seconds = time.monotonic() - began
   assert max(losses[-1], clean[-1]) < 0.05 * losses[0]
   return Outcome(seconds, (
-      'left out by all, and counted, on each of these 30 steps of 60;'
+      'excluded by all, and counted, in each of these 30 steps of 60;'
       f' parameters the same on all workers throughout; loss {losses[0]:.2f}'
       f' to {losses[-1]:.4f}, undisturbed {clean[-1]:.4f}'))
 
@@ -464,8 +464,8 @@ def all_send_nan(folder):
     assert_equal(history[step], history[19])
   assert losses[-1] < 0.1 * losses[0]
   return Outcome(seconds, (
-      'parameters stay as they are, to the bit, on these 10 steps of 60, and'
-      f' learning goes on after them; loss {losses[0]:.2f} to'
+      'parameters stay as they are, to the bit, in these 10 steps of 60, and'
+      f' learning continues after them; loss {losses[0]:.2f} to'
       f' {losses[-1]:.4f}'))
 
 
@@ -528,13 +528,13 @@ def stands_still(folder):
     assert status in (1, 134), run.output
     text = run.says('heartbeat timeout|stopped sending heartbeats')
   step = resumes(folder, 2)
-  return Outcome(seconds, f'JAX misses it after 100 s ("{text}"), and all end;'
+  return Outcome(seconds, f'JAX reports it after 100 s ("{text}"), and all end;'
                           f' resumed after step {step}')
 
 
 def records(folder):
   """What a run has logged of every step."""
-  lines = (folder / 'demo/metrics.jsonl').read_text().splitlines()
+  lines = (folder / 'demo-muon/metrics.jsonl').read_text().splitlines()
   return [{k: x[k] for k in ('step', 'loss', 'residual_norm', 'num_excluded')}
           for x in map(json.loads, lines) if 'loss' in x]
 
@@ -576,8 +576,8 @@ def bad_wire(folder, trouble):
     text = ', '.join(f'{n} frames {what}' for what, n in wire.counts.items())
   found, expected = records(folder / 'bad'), records(folder / 'good')
   assert len(found) >= 120 and found == expected
-  return Outcome(seconds, f'{text}; the run is an undisturbed one, to the'
-                          ' bit')
+  return Outcome(seconds, f'{text}; the run has the bits of an undisturbed'
+                          ' one')
 
 
 def lossy(wire):
@@ -589,7 +589,7 @@ def cut_for_a_while(wire):
   wire.cut = True
   time.sleep(10)
   wire.cut = False
-  return 'both wait, and go on'
+  return 'both wait, and continue'
 
 
 def cut_for_good(folder):
@@ -605,8 +605,8 @@ def cut_for_good(folder):
     text = re.search('heartbeat timeout|stopped sending heartbeats|'
                      'DEADLINE_EXCEEDED|detected fatal errors', text).group()
   step = resumes(folder, 2)
-  return Outcome(seconds, f'they miss each other ("{text}"), and'
-                          f' end; resumed after step {step}')
+  return Outcome(seconds, f'each reports the other ("{text}"), and'
+                          f' both end; resumed after step {step}')
 
 
 def elastic(folder):
@@ -628,14 +628,14 @@ def elastic(folder):
     going = re.findall(r'Going on after step (\d+)', run.output)
     assert len(going) == 2 and 0 < int(going[0]) < int(going[1]) < 300
   assert run.steps[-1] == 300
-  lines = (folder / 'demo/metrics.jsonl').read_text().splitlines()
+  lines = (folder / 'demo-muon/metrics.jsonl').read_text().splitlines()
   records = [json.loads(line) for line in lines]
   steps = [r['step'] for r in records if 'step' in r]
   assert steps == list(range(1, 301))
   losses = [r['loss'] for r in records if 'step' in r]
   assert losses[-1] < losses[0] - 1
   return Outcome(first, (
-      'process 1 of 3, then 0 of 2 killed: went on with 2 workers after step'
+      'process 1 of 3, then 0 of 2 killed: continued with 2 workers after step'
       f' {going[0]}, alone after {going[1]}, to step 300; loss'
       f' {losses[0]:.2f} to {losses[-1]:.2f}. The time is from the first kill'
       ' to training again'))
@@ -652,9 +652,9 @@ CASES = {
                          lambda folder: killed_without_launcher(folder, 0)),
     'kill-saving': ('SIGKILL of process 0 of 2 in the middle of a save', 40,
                     killed_while_saving),
-    'still': ('process 1 of 2 stands still (SIGSTOP)', 200, stands_still),
-    'lossy': ('of the frames between 2 hosts 1 % each are lost, damaged and'
-              ' doubled, and they overtake each other', 3 * START,
+    'still': ('process 1 of 2 is stopped (SIGSTOP)', 200, stands_still),
+    'lossy': ('between 2 hosts 1 % of the frames are lost, 1 % damaged, 1 %'
+              ' doubled, and some arrive out of order', 3 * START,
               lambda folder: bad_wire(folder, lossy)),
     'cut': ('the wire between 2 hosts is cut for 10 s', 3 * START,
             lambda folder: bad_wire(folder, cut_for_a_while)),
@@ -720,7 +720,7 @@ def write(what: str, row: str) -> None:
   body, after = rest.split(MARKS[1])
   rows = {line.split(' | ')[0].lstrip('| '): line
           for line in body.strip().splitlines()[2:]} | {what: row}
-  lines = ['| fault | what came of it | seconds | at most |',
+  lines = ['| fault | result | seconds | at most |',
            '|---|---|---|---|',
            *(rows[what] for what, *_ in CASES.values() if what in rows)]
   DOCS.write_text('\n'.join([before + MARKS[0], *lines, MARKS[1] + after]))
