@@ -154,7 +154,8 @@ CASES = [
     ("`exchange='all_to_all'` without `update_values`, in `scale_by_demo`",
      lambda: owners(None)),
     ("`update_values='int3'`", lambda: owners('int3')),
-    ("a state of another `exchange`",
+    ("a state of `exchange='all_gather'` for `'all_to_all'` with"
+     " `update_values='int4'`",
      lambda: update(owners(), state=demo_optax.scale_by_demo(
          workers=FOUR).init(PARAMS))),
     ("`exchange='all_to_all'` with `Workers.on_axis`, and `tx.init` outside of"
