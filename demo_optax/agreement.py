@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,8 +27,8 @@ _NAMES = (
     'version', 'parameters', 'compressor', 'compressors of the leaves',
     'sharding', 'average', 'kernels', 'delay', 'exchange',
 )
-_number = itertools.count(1)
 _TIMEOUT_MS = 300_000
+_SLICE_MS = 1_000  # after which a wait asks whether it is to be given up
 _AS_OFTEN = (
     'Every process must call tx.init, outside of jit, and the first step of a'
     ' data_parallel function, as often as the others and in the same order.'
@@ -37,6 +37,22 @@ _AS_OFTEN = (
 _traced: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar(
     'demo_optax_traced', default=None
 )
+# Comparisons are numbered, from 1 in every runtime: processes that come to an
+# elastic run have not made those of before.
+_numbers: tuple[Any, Iterator[int]] = (None, itertools.count(1))
+_is_over: contextvars.ContextVar[Callable[[], str]] = contextvars.ContextVar(
+    'demo_optax_is_over', default=lambda: ''
+)
+
+
+@contextlib.contextmanager
+def given_up_when(is_over: Callable[[], str]) -> Iterator[None]:
+  """Gives up waiting for another process as soon as `is_over` says why."""
+  token = _is_over.set(is_over)
+  try:
+    yield
+  finally:
+    _is_over.reset(token)
 
 
 @contextlib.contextmanager
@@ -91,7 +107,10 @@ def check(workers: Workers, described: Mapping[str, str]) -> None:
   client = distributed.global_state.client
   if client is None:
     return
-  number, prefix = next(_number), 'demo_optax/comparison'
+  global _numbers
+  if _numbers[0] is not client:
+    _numbers = client, itertools.count(1)
+  number, prefix = next(_numbers[1]), 'demo_optax/comparison'
   own = {
       name: hashlib.sha256(text.encode()).hexdigest()
       for name, text in described.items()
@@ -101,15 +120,12 @@ def check(workers: Workers, described: Mapping[str, str]) -> None:
   )
   everyones = []
   for process in range(jax.process_count()):
-    try:
-      found = client.blocking_key_value_get(
-          f'{prefix}/{number}/{process}', _TIMEOUT_MS
-      )
-    except jax.errors.JaxRuntimeError as error:
+    found = _value_of(client, f'{prefix}/{number}/{process}')
+    if found is None:
       raise ValueError(
           f'Process {process} has not come to comparison number {number} in'
           f' {_TIMEOUT_MS // 1000} s. {_AS_OFTEN}'
-      ) from error
+      )
     everyones.append(json.loads(found))
   if any(found.keys() != own.keys() for found in everyones):
     raise ValueError(
@@ -130,6 +146,21 @@ def check(workers: Workers, described: Mapping[str, str]) -> None:
       f' read each other. Process {jax.process_index()} has'
       f' {"; ".join(f"{name}: {described[name]}" for name in names)}.'
   )
+
+
+def _value_of(client: Any, key: str) -> str | None:
+  """Waits for what another process sets; None if it does not.
+
+  Raises:
+    jax.errors.JaxRuntimeError: the wait is to be given up.
+  """
+  for _ in range(0, _TIMEOUT_MS, _SLICE_MS):
+    try:
+      return client.blocking_key_value_get(key, _SLICE_MS)
+    except jax.errors.JaxRuntimeError:
+      if why := _is_over.get()():
+        raise jax.errors.JaxRuntimeError(f'CANCELLED: {why}') from None
+  return None
 
 
 def _describe(step: Any) -> tuple[str, ...]:

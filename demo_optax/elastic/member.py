@@ -1,0 +1,276 @@
+"""One process of a run: what it tells the coordinator, and JAX's runtime."""
+
+import gc
+import json
+import os
+import re
+import socket
+import threading
+import time
+from typing import Any
+
+import jax
+from jax._src import distributed
+from jax._src.lib import _jax
+from jax.extend import backend
+
+from demo_optax.elastic import coordinator
+
+# Seconds from the end of a generation to the end of the connections of those
+# that still wait in one of its steps.
+_GRACE = 0.5
+# What the runtime raises begins with a status, as in "UNKNOWN: Gloo ...".
+_STATUS = re.compile('(?:[A-Z_]{5,}): ')
+
+
+class Member:
+  """The connection of this process to the coordinator.
+
+  A thread sends a heartbeat several times in every deadline, hears when the
+  generation ends, and then cuts the connections that a step waits for. Where a
+  process has stopped without closing them, a step would wait for ever.
+  """
+
+  def __init__(self, address: str, timeout: float, heartbeat: float):
+    host, _, port = address.rpartition(':')
+    if not host or not port.isdecimal():
+      raise ValueError(f'coordinator={address!r} must be "HOST:PORT".')
+    self._address = host.strip('[]'), int(port)
+    self._timeout, self._heartbeat = timeout, heartbeat
+    self._changed = threading.Condition()
+    self._inside = 0  # the attempt at a step that is under way, or 0
+    self._attempts = 0
+    self._socket: socket.socket | None = None
+    self._services: set[int] = set()  # ports of JAX's services
+    self._clear()
+
+  def _clear(self) -> None:
+    self._ended = ''  # why the generation ended
+    self._offer: dict[str, Any] | None = None  # the next one
+    self._finished = False
+
+  # The coordinator ------------------------------------------------------------
+
+  @property
+  def ended(self) -> str:
+    """Returns why the generation has ended, or nothing if it has not."""
+    return self._ended
+
+  @property
+  def is_connected(self) -> bool:
+    return self._socket is not None
+
+  def connect(self) -> None:
+    """Connects, for as long as the time limit lets it try."""
+    deadline = time.monotonic() + self._timeout
+    while True:
+      try:
+        connection = socket.create_connection(self._address, timeout=5)
+        break
+      except OSError as error:
+        if time.monotonic() > deadline:
+          host, port = self._address
+          raise TimeoutError(
+              f'There is no coordinator at {host}:{port} ({error}): start one'
+              f' with python -m demo_optax.elastic --port {port} --workers N.'
+          ) from error
+        time.sleep(0.2)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.settimeout(self._heartbeat)
+    with self._changed:
+      self._clear()
+      self._socket = connection
+    threading.Thread(
+        target=self._listen, args=(connection,), daemon=True
+    ).start()
+
+  def tell(self, kind: str, **about: Any) -> None:
+    connection = self._socket
+    if connection is None:
+      return
+    try:
+      connection.sendall(json.dumps({'kind': kind, **about}).encode() + b'\n')
+    except OSError:
+      self._hang_up(connection)
+
+  def _hang_up(self, connection: socket.socket) -> None:
+    with self._changed:
+      if self._socket is connection:
+        self._socket = None
+        self._ended = self._ended or 'the coordinator has hung up'
+      self._changed.notify_all()
+    connection.close()
+
+  def _listen(self, connection: socket.socket) -> None:
+    buffer, spoken = b'', 0.0
+    while self._socket is connection:
+      if time.monotonic() - spoken > self._heartbeat / 2:
+        self.tell('alive')
+        spoken = time.monotonic()
+      try:
+        received = connection.recv(2**16)
+      except TimeoutError:
+        continue
+      except OSError:
+        received = b''
+      if not received:
+        break
+      *lines, buffer = (buffer + received).split(b'\n')
+      for line in lines:
+        self._hear(json.loads(line))
+    self._hang_up(connection)
+    self._cut_when_stuck()
+
+  def _hear(self, said: dict[str, Any]) -> None:
+    with self._changed:
+      if said['kind'] == 'generation':
+        self._offer, self._ended = said, ''
+      elif said['kind'] == 'finished':
+        self._finished = True
+      elif said['kind'] == 'ended':
+        self._ended = said['why']
+      self._changed.notify_all()
+    if said['kind'] == 'ended' and said['lost']:
+      threading.Thread(target=self._cut_when_stuck, daemon=True).start()
+
+  def wait_for_generation(
+      self, step: int | None, about: Any
+  ) -> dict[str, Any] | None:
+    """Says which step it can go on from; returns the next generation.
+
+    None if the coordinator has hung up in between: it takes this process for
+    lost, or is lost itself.
+    """
+    with self._changed:
+      self._offer = None
+    self.tell('ready', step=step, about=about, name=name())
+    with self._changed:
+      self._changed.wait_for(
+          lambda: self._offer is not None or self._socket is None
+      )
+      return self._offer if self._socket is not None else None
+
+  def finish(self) -> None:
+    """Waits until all are done, or the generation has ended."""
+    self.tell('done')
+    with self._changed:
+      self._changed.wait_for(
+          lambda: self._finished or self._ended or self._socket is None,
+          timeout=self._timeout,
+      )
+      connection, self._socket = self._socket, None
+    if connection is not None:
+      connection.close()
+
+  # Steps ----------------------------------------------------------------------
+
+  def enter(self) -> None:
+    """Begins an attempt at a step."""
+    with self._changed:
+      self._attempts += 1
+      self._inside = self._attempts
+
+  def leave(self) -> None:
+    """Ends the attempt."""
+    with self._changed:
+      self._inside = 0
+
+  def _cut_when_stuck(self) -> None:
+    attempt = self._inside
+    time.sleep(_GRACE)
+    while attempt and self._inside == attempt:
+      self.cut()
+      time.sleep(_GRACE)
+
+  # JAX's runtime --------------------------------------------------------------
+
+  def join_generation(self, generation: dict[str, Any]) -> None:
+    """Becomes a process of a generation.
+
+    Raises:
+      RuntimeError: not all of its processes have come.
+    """
+    if backend_is_there():
+      raise RuntimeError(
+          'JAX has devices already: elastic.Run must come before anything is'
+          ' computed, and before jax.devices().'
+      )
+    state = distributed.global_state
+    if state.client is not None:
+      raise RuntimeError(
+          'jax.distributed is initialized already: elastic.Run does that.'
+      )
+    host, port = self._address[0], generation['port']
+    self._services.add(port)
+    # Not by jax.distributed.initialize: process 0 would hold the service, and
+    # a process that does not come would end all others.
+    client = _jax.get_distributed_runtime_client(
+        f'{host}:{port}', generation['rank'],
+        init_timeout=coordinator.REGISTER_SECONDS,
+        heartbeat_timeout=coordinator.JAX_HEARTBEAT_SECONDS,
+        shutdown_timeout=5, use_compression=True, shutdown_on_destruction=False,
+        missed_heartbeat_callback=lambda status: None,
+    )
+    client.connect()
+    state.client = client
+    state.process_id = generation['rank']
+    state.num_processes = generation['processes']
+    state.coordinator_address = f'{host}:{port}'
+
+  def leave_generation(self) -> None:
+    """Leaves JAX's devices, its connections, and all that was compiled."""
+    self.cut()  # others may still wait for what this process does not send
+    state = distributed.global_state
+    client, state.client = state.client, None
+    state.process_id, state.num_processes = 0, 1
+    backend.clear_backends()
+    gc.collect()
+    if client is not None:
+      client.shutdown()
+
+  def cut(self) -> None:
+    """Ends the connections of the backend to other processes.
+
+    They are what of this process's connections neither belongs to Python nor
+    leads to a service of JAX's.
+    """
+    if not os.path.isdir('/proc/self/fd'):
+      return
+    own = {
+        x.fileno() for x in gc.get_objects() if isinstance(x, socket.socket)
+    }
+    for entry in os.listdir('/proc/self/fd'):
+      number = int(entry)
+      try:
+        if number in own or not os.readlink(
+            f'/proc/self/fd/{number}'
+        ).startswith('socket:'):
+          continue
+        with socket.socket(fileno=os.dup(number)) as connection:
+          if (
+              connection.type == socket.SOCK_STREAM
+              and connection.family in (socket.AF_INET, socket.AF_INET6)
+              and connection.getpeername()[1] not in self._services
+          ):
+            connection.shutdown(socket.SHUT_RDWR)
+      except OSError:
+        continue
+
+
+def is_lost_peer(error: BaseException) -> bool:
+  """Returns whether an error is the runtime's: it may be a lost process's."""
+  if isinstance(error, jax.errors.JaxRuntimeError):
+    return True
+  # On CPU a collective that fails raises the status as a ValueError.
+  return type(error) is ValueError and bool(_STATUS.match(str(error)))
+
+
+def backend_is_there() -> bool:
+  from jax._src import xla_bridge  # noqa: PLC0415
+
+  return xla_bridge.backends_are_initialized()
+
+
+def name() -> str:
+  """Returns the name of this process in messages."""
+  return f'{socket.gethostname()}:{os.getpid()}'

@@ -1,0 +1,351 @@
+"""A process's part of a state: out of the devices of one mesh, into another's.
+
+A process keeps its own workers' rows of what is stacked, and a copy of all that
+workers share. Both lie in the memory of its host while it is part of no mesh.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from demo_optax import _tree as trees
+from demo_optax.checkpoint.resize import is_owned, regroup_owned
+from demo_optax.flax import is_object
+from demo_optax.state import is_momentum
+from demo_optax.wire.message import TO_OWNERS
+from demo_optax.workers import sharding as specs
+
+# Bytes that cross at once when a newcomer is told the parameters.
+_PIECE = 2**24
+
+
+@dataclasses.dataclass(frozen=True)
+class Local:
+  """What one process holds of the leaves of a state.
+
+  Attributes:
+    values: of each leaf; a stacked one's rows of this process.
+    rows: the numbers of these rows.
+    num_workers: in the generation that they are of.
+  """
+
+  values: list[Any]
+  rows: np.ndarray
+  num_workers: int
+
+
+def arrays_of(state: Any) -> Any:
+  """Returns the arrays of a state; NNX objects give those they hold now."""
+
+  def arrays(x: Any) -> Any:
+    if not is_object(x):
+      return x
+    # Variables of its own: those of the object are updated in place.
+    return jax.tree.map(lambda leaf: leaf, _nnx().state(x))
+
+  return jax.tree.map(arrays, state, is_leaf=is_object)
+
+
+def with_arrays(state: Any, arrays: Any) -> Any:
+  """Returns the state with these arrays, which NNX objects take over."""
+
+  def put(x: Any, values: Any) -> Any:
+    if not is_object(x):
+      return values
+    _nnx().update(x, values)
+    return x
+
+  return jax.tree.map(put, state, arrays, is_leaf=is_object)
+
+
+def leaves_of(arrays: Any) -> list[tuple[specs.Path, Any]]:
+  return jax.tree_util.tree_flatten_with_path(arrays)[0]
+
+
+def take(arrays: Any, num_workers: int) -> Local:
+  """Returns what this process holds, as NumPy arrays.
+
+  Raises:
+    ValueError: it does not hold all of a leaf that workers share, or arrays
+      were donated to a step.
+  """
+  rows: set[int] = set()
+  values = []
+  for path, x in leaves_of(arrays):
+    if not isinstance(x, jax.Array):
+      values.append(x)
+      continue
+    if x.is_deleted():
+      raise ValueError(
+          f'{trees.leaf_name(path)} was donated to the step, which may have to'
+          ' be made again: leave donate_argnums out in an elastic run.'
+      )
+    stacked = specs.is_stacked(specs.path_keys(path))
+    value, own = _to_host(path, x, stacked)
+    values.append(value)
+    if stacked:
+      rows.update(own)
+  return Local(values, np.array(sorted(rows), int), num_workers)
+
+
+def _to_host(
+    path: specs.Path, x: jax.Array, stacked: bool
+) -> tuple[np.ndarray, list[int]]:
+  """Puts the shards of this process together; `rows` are those it has."""
+  if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    x = jax.random.key_data(x)
+  shards = [(shard.index, np.asarray(shard.data)) for shard in x.addressable_shards]
+  rows: list[int] = []
+  if stacked:
+    rows = sorted({
+        row for index, _ in shards
+        for row in range(*index[0].indices(x.shape[0]))
+    })
+  shape = (len(rows), *x.shape[1:]) if stacked else x.shape
+  whole = np.empty(shape, x.dtype)
+  held = np.zeros(shape, bool) if whole.ndim else None
+  for index, data in shards:
+    if stacked:
+      first = rows.index(index[0].indices(x.shape[0])[0])
+      index = (slice(first, first + data.shape[0]), *index[1:])
+    whole[index] = data
+    if held is not None:
+      held[index] = True
+  if held is not None and not held.all():
+    raise ValueError(
+        f'{trees.leaf_name(path)}: this process holds {held.mean():.0%} of it.'
+        ' In an elastic run every worker lies within one process.'
+    )
+  return whole, rows
+
+
+def put(
+    arrays: Any, local: Local | None, generation: dict[str, Any],
+    first_row: int, num_workers: int,
+) -> Any:
+  """Returns new arrays with what survivors had.
+
+  Every process calls it. A newcomer receives what workers share, and the rows
+  of a survivor's first worker, from that survivor; its momentum is zero.
+
+  Args:
+    arrays: those of a state that was built for this generation.
+    local: what this process has had, or None if it is new.
+    generation: as the coordinator told.
+    first_row: the number of this process's first worker.
+    num_workers: of the generation.
+  """
+  flat = leaves_of(arrays)
+  treedef = jax.tree.structure(arrays)
+  if generation['survivors'] == 0:
+    return arrays
+  fresh = take(arrays, num_workers)
+  values = list(fresh.values)
+  if local is not None:
+    values = _own(flat, local, values)
+  if generation['survivors'] < generation['processes']:
+    values = _from_survivor(flat, fresh, values, local is not None, generation)
+  values = _owned(flat, local, values, generation, num_workers)
+  placed = [
+      _place(x, value, specs.is_stacked(specs.path_keys(path)), first_row)
+      for (path, x), value in zip(flat, values)
+  ]
+  return treedef.unflatten(placed)
+
+
+def _own(flat: Any, local: Local, fresh: list[Any]) -> list[Any]:
+  """Returns what this process goes on from."""
+  values = []
+  for (path, x), old, new in zip(flat, local.values, fresh, strict=True):
+    keys = specs.path_keys(path)
+    if not isinstance(x, jax.Array) or is_owned(keys) or keys[-1] == TO_OWNERS:
+      # What is in flight to owners of chunks was cut for the former ones.
+      values.append(new)
+      continue
+    if old.shape != new.shape or old.dtype != new.dtype:
+      raise ValueError(
+          f'{trees.leaf_name(path)} was {old.dtype}{list(old.shape)}, and'
+          f' `build` makes {new.dtype}{list(new.shape)}: it must build the same'
+          ' state for every number of workers.'
+      )
+    values.append(old)
+  return values
+
+
+def _from_survivor(
+    flat: Any, fresh: Local, values: list[Any], is_survivor: bool,
+    generation: dict[str, Any],
+) -> list[Any]:
+  """Returns values in which newcomers have what the first survivor has."""
+  told = []  # of each leaf: what newcomers receive, or None
+  for (path, x), value in zip(flat, values):
+    keys = specs.path_keys(path)
+    if not isinstance(x, jax.Array) or is_momentum(keys) or is_owned(keys) or (
+        keys[-1] == TO_OWNERS
+    ):
+      told.append(None)
+    else:
+      told.append(value[:1] if specs.is_stacked(keys) else value)
+  sizes = [0 if x is None else x.nbytes for x in told]
+  buffer = np.zeros(sum(sizes), np.uint8)
+  if generation['rank'] == 0:
+    parts = [
+        np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+        for x in told if x is not None and x.nbytes
+    ]
+    buffer = np.concatenate(parts) if parts else buffer
+  buffer = _sum_over_processes(buffer)
+  if is_survivor:
+    return values
+  received, start = [], 0
+  for x, value, size in zip(told, values, sizes):
+    if x is None:
+      received.append(value)
+    else:
+      part = buffer[start : start + size].view(x.dtype).reshape(x.shape)
+      received.append(np.broadcast_to(part, value.shape))
+    start += size
+  return received
+
+
+def _owned(
+    flat: Any, local: Local | None, values: list[Any],
+    generation: dict[str, Any], num_workers: int,
+) -> list[Any]:
+  """Returns values in which owners of chunks keep what the former ones kept.
+
+  What a lost process owed is lost, as its momentum is.
+  """
+  owned = [
+      i for i, (path, x) in enumerate(flat)
+      if isinstance(x, jax.Array) and is_owned(specs.path_keys(path))
+  ]
+  if not owned:
+    return values
+  about = generation['about']  # of a survivor
+  for i, shape in zip(owned, about['owned'], strict=True):
+    x = flat[i][1]
+    whole = np.zeros((about['num_workers'], *shape), x.dtype)
+    if local is not None:
+      whole[local.rows] = local.values[i]
+    whole = _sum_over_processes(whole.reshape(-1).view(np.uint8)).view(
+        x.dtype
+    ).reshape(whole.shape)
+    regrouped = regroup_owned(whole, x.shape)
+    start = generation['first_row']
+    values[i] = regrouped[start : start + len(values[i])]
+  return values
+
+
+def about(arrays: Any, local: Local) -> dict[str, Any]:
+  """Returns what newcomers must know before they receive anything."""
+  owned = [
+      list(value.shape[1:])
+      for (path, x), value in zip(leaves_of(arrays), local.values)
+      if isinstance(x, jax.Array) and is_owned(specs.path_keys(path))
+  ]
+  return {'owned': owned, 'num_workers': local.num_workers}
+
+
+def _place(x: Any, value: Any, stacked: bool, first_row: int) -> Any:
+  """Returns `value` where `x` lies."""
+  if not isinstance(x, jax.Array):
+    return value
+  is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+  if is_key:
+    return jax.random.wrap_key_data(
+        _placed(jax.random.key_data(x), value, stacked, first_row),
+        impl=jax.random.key_impl(x),
+    )
+  return _placed(x, value, stacked, first_row)
+
+
+def _placed(
+    x: jax.Array, value: np.ndarray, stacked: bool, first_row: int
+) -> jax.Array:
+  def part(index: Any) -> np.ndarray:
+    if stacked and x.ndim:
+      start, stop, _ = index[0].indices(x.shape[0])
+      index = (slice(start - first_row, stop - first_row), *index[1:])
+    return value[index]
+
+  return jax.make_array_from_callback(x.shape, x.sharding, part)
+
+
+def _sum_over_processes(buffer: np.ndarray) -> np.ndarray:
+  """Returns the sum of all processes' bytes; of each, one alone is not 0."""
+  first = {}
+  for device in jax.devices():
+    first.setdefault(device.process_index, device)
+  devices = [first[process] for process in sorted(first)]
+  mesh = Mesh(np.array(devices), ('processes',))
+  own = NamedSharding(mesh, P('processes'))
+
+  @jax.jit
+  def total(x: jax.Array) -> jax.Array:
+    y = jnp.sum(x, axis=0, dtype=jnp.uint8)
+    return jax.lax.with_sharding_constraint(y, NamedSharding(mesh, P()))
+
+  parts = []
+  pieces = max(1, math.ceil(buffer.size / _PIECE))
+  padded = np.pad(buffer, (0, -buffer.size % pieces)).reshape(pieces, -1)
+  for piece in padded:
+    x = jax.make_array_from_process_local_data(
+        own, piece[None], (len(devices), piece.size)
+    )
+    parts.append(np.asarray(total(x).addressable_data(0)))
+  return np.concatenate(parts)[: buffer.size]
+
+
+def connect() -> None:
+  """Meets the other processes, before one of them is far behind."""
+  _sum_over_processes(np.zeros(1, np.uint8))
+
+
+def own_rows(workers: Any) -> Sequence[int]:
+  """Returns the numbers of the workers whose devices are this process's.
+
+  Raises:
+    ValueError: a worker lies in several processes, or this one has none, or
+      they do not follow each other.
+  """
+  mesh = workers.mesh
+  here = jax.process_index()
+  if mesh is None:
+    raise ValueError(
+        'An elastic run has workers on devices: Workers.on_mesh(mesh, ...).'
+    )
+  sharding = NamedSharding(mesh, P(workers.axis_name))
+  found: dict[int, set[int]] = {}
+  for device, (index, *_) in sharding.devices_indices_map(
+      (workers.count,)
+  ).items():
+    row = index.indices(workers.count)[0]
+    found.setdefault(row, set()).add(device.process_index)
+  for row, processes in sorted(found.items()):
+    if len(processes) > 1:
+      raise ValueError(
+          f'Worker {row} lies in processes {sorted(processes)}: in an elastic'
+          ' run every worker lies within one, which is lost as a whole.'
+      )
+  rows = sorted(row for row, processes in found.items() if here in processes)
+  if not rows or rows != list(range(rows[0], rows[-1] + 1)):
+    raise ValueError(
+        f'Process {here} has workers {rows}, which must be one or several that'
+        ' follow each other: make the mesh of jax.devices() in their order.'
+    )
+  return rows
+
+
+def _nnx() -> Any:
+  from flax import nnx  # noqa: PLC0415
+
+  return nnx
+
