@@ -29,6 +29,7 @@ def _at_least(least: float, kind: Callable[[str], float]) -> Callable:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+  """Runs a coordinator until its run is done; returns the exit status."""
   parser = argparse.ArgumentParser(
       prog='python -m demo_optax.elastic', description=__doc__,
       formatter_class=argparse.RawDescriptionHelpFormatter,

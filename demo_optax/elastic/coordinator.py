@@ -38,7 +38,9 @@ class _Member:
   name: str
   heard: float  # when it spoke last
   buffer: bytes = b''
-  ready: dict[str, Any] | None = None  # what it can go on from
+  is_ready: bool = False  # for the next generation
+  step: int | None = None  # that it can go on from; None: it has nothing
+  about: Any = None  # what newcomers must know of what it has
   asked: float = 0.0  # since when it is to become ready
   rank: int | None = None  # in the generation that runs, or ran last
   is_done: bool = False
@@ -130,7 +132,7 @@ class Coordinator:
       connection, (host, port, *_) = self._listener.accept()
     except OSError:
       return
-    connection.settimeout(5.0)  # for what is sent; it is read when there is some
+    connection.settimeout(5.0)  # of sending; it is read when there is something
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     member = _Member(connection, f'{host}:{port}', time.monotonic())
     self._members.append(member)
@@ -158,7 +160,8 @@ class Coordinator:
     kind = said['kind']
     if kind == 'ready':
       member.name = str(said['name'])
-      member.ready = {'step': said['step'], 'about': said['about']}
+      member.step, member.about = said['step'], said['about']
+      member.is_ready = True
       self._changed = time.monotonic()
       for _, clients in self._services.values():
         clients.discard(member)
@@ -206,9 +209,11 @@ class Coordinator:
     for member in list(self._members):
       if now - member.heard > self._deadline:
         self._drop(member, f'it was silent for {self._deadline:g} s')
-      elif (
-          not self._running and member.rank is not None and not member.ready
-          and not member.is_done and now - member.asked > self._patience
+        continue
+      awaited = not (self._running or member.is_ready or member.is_done)
+      if (
+          awaited and member.rank is not None
+          and now - member.asked > self._patience
       ):
         self._drop(member, f'it did not end its step in {self._patience:g} s')
 
@@ -227,7 +232,7 @@ class Coordinator:
     """Begins a generation, if all that shall be in it are ready."""
     if self._running or self._finished:
       return
-    ready = [m for m in self._members if m.ready and not m.is_done]
+    ready = [m for m in self._members if m.is_ready and not m.is_done]
     former = [m for m in self._members if m.rank is not None and not m.is_done]
     if any(m not in ready for m in former):
       return
@@ -240,18 +245,18 @@ class Coordinator:
     if len(ready) < wanted or settling:
       return
     survivors = sorted(
-        (m for m in ready if m.ready['step'] is not None),
+        (m for m in ready if m.step is not None),
         key=lambda m: m.rank if m.rank is not None else len(ready),
     )
-    order = survivors + [m for m in ready if m.ready['step'] is None]
+    order = survivors + [m for m in ready if m.step is None]
+    # Who is ahead has the state before its last step as well.
+    steps = [m.step for m in survivors if m.step is not None]
     self._number += 1
-    port = self._start_service(order)
     about = {
-        'kind': 'generation', 'number': self._number, 'port': port,
-        'processes': len(order), 'survivors': len(survivors),
-        # Who is ahead has the state before its last step as well.
-        'step': min((m.ready['step'] for m in survivors), default=None),
-        'about': survivors[0].ready['about'] if survivors else None,
+        'kind': 'generation', 'number': self._number,
+        'port': self._start_service(order), 'processes': len(order),
+        'survivors': len(survivors), 'step': min(steps, default=None),
+        'about': survivors[0].about if survivors else None,
     }
     _log.info(
         'generation %d: %d processes, %d of them new, after step %s',
@@ -259,7 +264,7 @@ class Coordinator:
     )
     self._running = True
     for rank, member in enumerate(order):
-      member.rank, member.ready = rank, None
+      member.rank, member.is_ready = rank, False
     for rank, member in enumerate(order):
       self._send(member, {**about, 'rank': rank})
 

@@ -1,6 +1,8 @@
 """One process of a run: what it tells the coordinator, and JAX's runtime."""
 
+import contextlib
 import gc
+import itertools
 import json
 import os
 import re
@@ -42,6 +44,7 @@ class Member:
     self._attempts = 0
     self._socket: socket.socket | None = None
     self._services: set[int] = set()  # ports of JAX's services
+    self._leaving = threading.Lock()
     self._clear()
 
   def _clear(self) -> None:
@@ -58,6 +61,7 @@ class Member:
 
   @property
   def is_connected(self) -> bool:
+    """Returns whether the coordinator has not hung up."""
     return self._socket is not None
 
   def connect(self) -> None:
@@ -85,6 +89,7 @@ class Member:
     ).start()
 
   def tell(self, kind: str, **about: Any) -> None:
+    """Sends the coordinator a message."""
     connection = self._socket
     if connection is None:
       return
@@ -158,6 +163,9 @@ class Member:
           lambda: self._finished or self._ended or self._socket is None,
           timeout=self._timeout,
       )
+    # The coordinator ends when all have hung up, and JAX's service with it.
+    self._leave_service()
+    with self._changed:
       connection, self._socket = self._socket, None
     if connection is not None:
       connection.close()
@@ -178,8 +186,12 @@ class Member:
   def _cut_when_stuck(self) -> None:
     attempt = self._inside
     time.sleep(_GRACE)
+    waits = 0
     while attempt and self._inside == attempt:
       self.cut()
+      if waits == 4:  # it does not wait for a collective: for a barrier
+        self._leave_service()
+      waits += 1
       time.sleep(_GRACE)
 
   # JAX's runtime --------------------------------------------------------------
@@ -216,17 +228,26 @@ class Member:
     state.process_id = generation['rank']
     state.num_processes = generation['processes']
     state.coordinator_address = f'{host}:{port}'
+    _number_saves_alike()
 
   def leave_generation(self) -> None:
     """Leaves JAX's devices, its connections, and all that was compiled."""
     self.cut()  # others may still wait for what this process does not send
     state = distributed.global_state
-    client, state.client = state.client, None
+    self._leave_service()
     state.process_id, state.num_processes = 0, 1
     backend.clear_backends()
     gc.collect()
-    if client is not None:
-      client.shutdown()
+
+  def _leave_service(self) -> None:
+    """Leaves JAX's service; what waits for a barrier there fails."""
+    with self._leaving:
+      client, distributed.global_state.client = (
+          distributed.global_state.client, None
+      )
+      if client is not None:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+          client.shutdown()
 
   def cut(self) -> None:
     """Ends the connections of the backend to other processes.
@@ -257,16 +278,34 @@ class Member:
         continue
 
 
+def _number_saves_alike() -> None:
+  """Lets Orbax count its saves from the same number in all processes.
+
+  It names barriers by it, and processes that come have made no saves.
+  """
+  try:
+    from orbax.checkpoint._src.futures import synchronization
+  except ImportError:
+    return
+  numbers = synchronization.OperationIdGenerator
+  numbers._operation_id_counter = itertools.count()
+  numbers._operation_id = next(numbers._operation_id_counter)
+
+
 def is_lost_peer(error: BaseException) -> bool:
   """Returns whether an error is the runtime's: it may be a lost process's."""
   if isinstance(error, jax.errors.JaxRuntimeError):
+    return True
+  # A status that Python is told of by a callback has no type there.
+  if type(error) is RuntimeError and str(error) == 'std::bad_cast':
     return True
   # On CPU a collective that fails raises the status as a ValueError.
   return type(error) is ValueError and bool(_STATUS.match(str(error)))
 
 
 def backend_is_there() -> bool:
-  from jax._src import xla_bridge  # noqa: PLC0415
+  """Returns whether JAX has devices, which then cannot be others."""
+  from jax._src import xla_bridge
 
   return xla_bridge.backends_are_initialized()
 

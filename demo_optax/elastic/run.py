@@ -37,11 +37,16 @@ class Run:
   in `build`, and reached through `train_step`, `state` and `workers`.
 
   Args:
-    coordinator: its address, "HOST:PORT".
+    coordinator: its address, "HOST:PORT". None: without one, on the devices
+      that JAX has, so that a script may train either way; a step that fails is
+      an error then.
     build: called with the `Workers` of every generation; returns the training
       step and the state that it trains: NNX objects, pytrees of arrays, or any
       pytree of both. It builds the same state in every process, from the same
       seed, and for every number of workers.
+    begin: called with the run where no process has anything to go on from: in
+      the beginning, and where all were lost at once. It may restore a
+      checkpoint, by setting `state` and `step`.
     make_workers: called without arguments when the processes have met; returns
       the `Workers`. One for each device, in the order of `jax.devices()`, if
       not given. Every worker lies within one process.
@@ -50,8 +55,7 @@ class Run:
     timeout: seconds in which the coordinator must be found.
 
   Attributes:
-    step: the number of steps made. Set it, with `state`, where a run goes on
-      from a checkpoint.
+    step: the number of steps made.
     train_step: what `build` returned.
     state: what is trained, as it is now.
     workers: of this generation.
@@ -82,13 +86,16 @@ class Run:
   """
 
   def __init__(
-      self, coordinator: str,
+      self, coordinator: str | None,
       build: Callable[[Workers], tuple[Callable[..., Any], Any]], *,
+      begin: Callable[['Run'], None] = lambda run: None,
       make_workers: Callable[[], Workers] | None = None,
       heartbeat: float = 2.0, timeout: float = 300.0,
   ):
-    self._member = Member(coordinator, timeout, heartbeat)
-    self._build = build
+    self._member = (
+        None if coordinator is None else Member(coordinator, timeout, heartbeat)
+    )
+    self._build, self._first = build, begin
     self._make_workers = make_workers or _every_device
     self._is_inside = False
     self._is_open = False
@@ -101,16 +108,20 @@ class Run:
     self.workers: Workers
 
   def __enter__(self) -> 'Run':
-    self._member.connect()
-    self._begin(None, None)
+    if self._member is None:
+      self.workers, self.generation = self._make_workers(), 1
+      self.train_step, self.state = self._build(self.workers)
+      self._first(self)
+    else:
+      self._begin(self._member)
     self._is_open = True
     return self
 
   def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
     self._is_open = False
-    if error is None:
-      self._member.finish()
     # The devices stay: what was trained is still to be read.
+    if error is None and self._member is not None:
+      self._member.finish()
 
   @contextlib.contextmanager
   def one_step(self) -> Iterator[None]:
@@ -126,14 +137,19 @@ class Run:
       raise RuntimeError('one_step is used inside of `with elastic.Run(...)`.')
     if self._is_inside:
       raise RuntimeError('one_step cannot be used inside of itself.')
-    while self._member.ended:
-      self._regroup(transfer.arrays_of(self.state))
+    member = self._member
+    if member is None:
+      yield
+      self.step += 1
+      return
+    while member.ended:
+      self._regroup(member, transfer.arrays_of(self.state))
     before = transfer.arrays_of(self.state)
     self._is_inside = True
-    self._member.enter()
+    member.enter()
     failure: BaseException | None = None
     try:
-      with agreement.given_up_when(lambda: self._member.ended):
+      with agreement.given_up_when(lambda: member.ended):
         yield
       jax.block_until_ready(transfer.arrays_of(self.state))
     except Exception as error:
@@ -141,95 +157,97 @@ class Run:
         raise
       failure = error
     finally:
-      self._member.leave()
+      member.leave()
       self._is_inside = False
     if failure is None:
       self._previous = before
       self.step += 1
       self._tries = 0
       return
-    self._member.tell('failed')
+    member.tell('failed')
     self._tries += 1
     if self._tries > _TRIES:
       raise failure
     _log.info('step %d is undone: %s', self.step, _first_line(failure))
-    failure = None  # nothing of it may keep the devices
-    self._regroup(before)
+    failure = None  # its frames hold arrays
+    self._regroup(member, before)
 
   # Generations ----------------------------------------------------------------
 
-  def _regroup(self, arrays: Any) -> None:
+  def _regroup(self, member: Member, arrays: Any) -> None:
     """Goes on in the next generation, from `arrays` or those before them."""
     began = time.monotonic()
-    num_workers = self.workers.count
-    kept = {self.step: transfer.take(arrays, num_workers)}
-    about = transfer.about(arrays, kept[self.step])
+    kept = {self.step: transfer.take(arrays)}
+    about = transfer.about(
+        arrays, kept[self.step], self.workers.count
+    )
     if self._previous is not None:
-      kept[self.step - 1] = transfer.take(self._previous, num_workers)
-    self._previous = None
+      kept[self.step - 1] = transfer.take(self._previous)
     del arrays
-    self._void()
-    self._begin(kept, about)
+    self._leave(member)
+    self._begin(member, kept, about)
     _log.info(
         'generation %d: %d workers, step %d, after %.1f s', self.generation,
         self.workers.count, self.step, time.monotonic() - began,
     )
 
-  def _void(self) -> None:
-    del self.train_step, self.state, self.workers
-    self._member.leave_generation()
+  def _leave(self, member: Member) -> None:
+    self._previous = None
+    for name in ('train_step', 'state', 'workers'):
+      self.__dict__.pop(name, None)
+    member.leave_generation()
 
   def _begin(
-      self, kept: dict[int, transfer.Local] | None, about: Any
+      self, member: Member, kept: dict[int, transfer.Local] | None = None,
+      about: Any = None,
   ) -> None:
     """Waits for a generation, and builds what it trains."""
     while True:
-      if not self._member.is_connected:
+      if not member.is_connected:
         # It was taken for lost: others have gone on, and it is new to them.
         kept, about = None, None
-        self._member.connect()
-      generation = self._member.wait_for_generation(
+        member.connect()
+      generation = member.wait_for_generation(
           None if kept is None else max(kept), about
       )
       if generation is None:
         continue
+      member.enter()
       try:
-        self._join(generation, kept)
+        with agreement.given_up_when(lambda: member.ended):
+          self._join(member, generation, kept)
         return
       except Exception as error:
-        if not (self._member.ended or is_lost_peer(error)
-                or 'bad_cast' in str(error)):
+        if not (member.ended or is_lost_peer(error)):
           raise
-        _log.info('a generation that did not come about: %s', _first_line(error))
-      self._member.tell('failed')
-      self._member.leave()
-      for attribute in ('train_step', 'state', 'workers'):
-        self.__dict__.pop(attribute, None)
-      self._member.leave_generation()
+        _log.info('it did not come about: %s', _first_line(error))
+      finally:
+        member.leave()
+      member.tell('failed')
+      self._leave(member)
 
   def _join(
-      self, generation: dict[str, Any], kept: dict[int, transfer.Local] | None
+      self, member: Member, generation: dict[str, Any],
+      kept: dict[int, transfer.Local] | None,
   ) -> None:
     local = None if kept is None else kept[generation['step']]
-    self._member.join_generation(generation)
-    self._member.enter()
-    try:
-      self.workers = self._make_workers()
-      transfer.connect()
-      with agreement.given_up_when(lambda: self._member.ended):
-        self.train_step, self.state = self._build(self.workers)
-      row = transfer.own_rows(self.workers)[0]
-      arrays = transfer.put(
-          transfer.arrays_of(self.state), local,
-          {**generation, 'first_row': row}, row, self.workers.count,
-      )
-      jax.block_until_ready(arrays)
-    finally:
-      self._member.leave()
-    self.state = transfer.with_arrays(self.state, arrays)
-    if generation['survivors']:
-      self.step = generation['step']
+    member.join_generation(generation)
+    self.workers = self._make_workers()
+    rows = transfer.own_rows(self.workers)
+    transfer.connect()
+    self.train_step, self.state = self._build(self.workers)
     self.generation = generation['number']
+    if not generation['survivors']:
+      self.step = 0
+      self._first(self)
+      return
+    self.step = generation['step']
+    arrays = transfer.put(
+        transfer.arrays_of(self.state), local, generation, rows
+    )
+    self.state = transfer.with_arrays(
+        self.state, jax.block_until_ready(arrays)
+    )
 
 
 def _every_device() -> Workers:

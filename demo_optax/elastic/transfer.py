@@ -7,7 +7,7 @@ workers share. Both lie in the memory of its host while it is part of no mesh.
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -33,12 +33,10 @@ class Local:
   Attributes:
     values: of each leaf; a stacked one's rows of this process.
     rows: the numbers of these rows.
-    num_workers: in the generation that they are of.
   """
 
   values: list[Any]
-  rows: np.ndarray
-  num_workers: int
+  rows: list[int]
 
 
 def arrays_of(state: Any) -> Any:
@@ -66,10 +64,11 @@ def with_arrays(state: Any, arrays: Any) -> Any:
 
 
 def leaves_of(arrays: Any) -> list[tuple[specs.Path, Any]]:
+  """Returns all leaves with their paths."""
   return jax.tree_util.tree_flatten_with_path(arrays)[0]
 
 
-def take(arrays: Any, num_workers: int) -> Local:
+def take(arrays: Any) -> Local:
   """Returns what this process holds, as NumPy arrays.
 
   Raises:
@@ -92,7 +91,7 @@ def take(arrays: Any, num_workers: int) -> Local:
     values.append(value)
     if stacked:
       rows.update(own)
-  return Local(values, np.array(sorted(rows), int), num_workers)
+  return Local(values, sorted(rows))
 
 
 def _to_host(
@@ -101,7 +100,7 @@ def _to_host(
   """Puts the shards of this process together; `rows` are those it has."""
   if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
     x = jax.random.key_data(x)
-  shards = [(shard.index, np.asarray(shard.data)) for shard in x.addressable_shards]
+  shards = [(s.index, np.asarray(s.data)) for s in x.addressable_shards]
   rows: list[int] = []
   if stacked:
     rows = sorted({
@@ -128,7 +127,7 @@ def _to_host(
 
 def put(
     arrays: Any, local: Local | None, generation: dict[str, Any],
-    first_row: int, num_workers: int,
+    rows: Sequence[int],
 ) -> Any:
   """Returns new arrays with what survivors had.
 
@@ -139,22 +138,18 @@ def put(
     arrays: those of a state that was built for this generation.
     local: what this process has had, or None if it is new.
     generation: as the coordinator told.
-    first_row: the number of this process's first worker.
-    num_workers: of the generation.
+    rows: the numbers of this process's workers.
   """
   flat = leaves_of(arrays)
   treedef = jax.tree.structure(arrays)
-  if generation['survivors'] == 0:
-    return arrays
-  fresh = take(arrays, num_workers)
-  values = list(fresh.values)
+  values = take(arrays).values
   if local is not None:
     values = _own(flat, local, values)
   if generation['survivors'] < generation['processes']:
-    values = _from_survivor(flat, fresh, values, local is not None, generation)
-  values = _owned(flat, local, values, generation, num_workers)
+    values = _from_survivor(flat, values, local is not None, generation)
+  values = _owned(flat, local, values, generation['about'], rows)
   placed = [
-      _place(x, value, specs.is_stacked(specs.path_keys(path)), first_row)
+      _place(x, value, specs.is_stacked(specs.path_keys(path)), rows[0])
       for (path, x), value in zip(flat, values)
   ]
   return treedef.unflatten(placed)
@@ -180,11 +175,11 @@ def _own(flat: Any, local: Local, fresh: list[Any]) -> list[Any]:
 
 
 def _from_survivor(
-    flat: Any, fresh: Local, values: list[Any], is_survivor: bool,
+    flat: Any, values: list[Any], is_survivor: bool,
     generation: dict[str, Any],
 ) -> list[Any]:
   """Returns values in which newcomers have what the first survivor has."""
-  told = []  # of each leaf: what newcomers receive, or None
+  told: list[Any] = []  # of each leaf: what newcomers receive, or None
   for (path, x), value in zip(flat, values):
     keys = specs.path_keys(path)
     if not isinstance(x, jax.Array) or is_momentum(keys) or is_owned(keys) or (
@@ -216,8 +211,8 @@ def _from_survivor(
 
 
 def _owned(
-    flat: Any, local: Local | None, values: list[Any],
-    generation: dict[str, Any], num_workers: int,
+    flat: Any, local: Local | None, values: list[Any], about: dict[str, Any],
+    rows: Sequence[int],
 ) -> list[Any]:
   """Returns values in which owners of chunks keep what the former ones kept.
 
@@ -229,7 +224,6 @@ def _owned(
   ]
   if not owned:
     return values
-  about = generation['about']  # of a survivor
   for i, shape in zip(owned, about['owned'], strict=True):
     x = flat[i][1]
     whole = np.zeros((about['num_workers'], *shape), x.dtype)
@@ -239,19 +233,18 @@ def _owned(
         x.dtype
     ).reshape(whole.shape)
     regrouped = regroup_owned(whole, x.shape)
-    start = generation['first_row']
-    values[i] = regrouped[start : start + len(values[i])]
+    values[i] = regrouped[rows[0] : rows[0] + len(rows)]
   return values
 
 
-def about(arrays: Any, local: Local) -> dict[str, Any]:
+def about(arrays: Any, local: Local, num_workers: int) -> dict[str, Any]:
   """Returns what newcomers must know before they receive anything."""
   owned = [
       list(value.shape[1:])
       for (path, x), value in zip(leaves_of(arrays), local.values)
       if isinstance(x, jax.Array) and is_owned(specs.path_keys(path))
   ]
-  return {'owned': owned, 'num_workers': local.num_workers}
+  return {'owned': owned, 'num_workers': num_workers}
 
 
 def _place(x: Any, value: Any, stacked: bool, first_row: int) -> Any:
@@ -281,7 +274,7 @@ def _placed(
 
 def _sum_over_processes(buffer: np.ndarray) -> np.ndarray:
   """Returns the sum of all processes' bytes; of each, one alone is not 0."""
-  first = {}
+  first: dict[int, Any] = {}
   for device in jax.devices():
     first.setdefault(device.process_index, device)
   devices = [first[process] for process in sorted(first)]
@@ -328,7 +321,7 @@ def own_rows(workers: Any) -> Sequence[int]:
       (workers.count,)
   ).items():
     row = index.indices(workers.count)[0]
-    found.setdefault(row, set()).add(device.process_index)
+    found.setdefault(row, set()).add(cast(Any, device).process_index)
   for row, processes in sorted(found.items()):
     if len(processes) > 1:
       raise ValueError(
@@ -345,7 +338,7 @@ def own_rows(workers: Any) -> Sequence[int]:
 
 
 def _nnx() -> Any:
-  from flax import nnx  # noqa: PLC0415
+  from flax import nnx
 
   return nnx
 
