@@ -18,6 +18,7 @@ of a percent, of its gradient's bytes, by changing two lines of a script.
     workers/         who takes part, and how a worker's function runs for all
     local/           training alone between exchanges
     checkpoint/      saving, restoring, another number of workers
+    elastic/         processes that are lost, return, or are added
     tools/           bytes predicted and read, replicas compared, pictures
 """
 

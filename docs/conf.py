@@ -97,6 +97,7 @@ docs/tunix
 docs/multihost
 docs/sharding
 docs/checkpoints
+docs/elastic
 docs/faults
 docs/compressors
 docs/local_updates

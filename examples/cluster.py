@@ -44,12 +44,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
   add('--process', type=flags.whole(0), default=env('JAX_PROCESS_ID'),
       metavar='I', help='number of this one, from 0')
   add('--distributed', action='store_true', help='let JAX find the others')
+  add('--elastic', default=env('DEMO_OPTAX_COORDINATOR'), metavar='HOST:PORT',
+      help='go on when processes are lost, and take in new ones: the address of'
+      ' python -m demo_optax.elastic')
   add('--timeout', type=flags.whole(1), default=300, metavar='SECONDS',
       help='how long to wait for the others to start')
 
 
 def check(args: argparse.Namespace) -> bool:
   """Whether the flags say which process of how many this is."""
+  if args.elastic and not is_address(args.elastic):
+    flags.fail(
+        f'--elastic {args.elastic}: it must be HOST:PORT, with a port from 1 to'
+        ' 65535.'
+    )
   own = {
       '--coordinator': args.coordinator,
       '--processes': args.processes,
@@ -64,8 +72,7 @@ def check(args: argparse.Namespace) -> bool:
     )
   if missing:
     return False
-  host, _, port = args.coordinator.rpartition(':')
-  if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+  if not is_address(args.coordinator):
     flags.fail(
         f'--coordinator {args.coordinator}: it must be HOST:PORT, with a port'
         ' from 1 to 65535.'
@@ -76,6 +83,11 @@ def check(args: argparse.Namespace) -> bool:
         f' {args.processes - 1}.'
     )
   return True
+
+
+def is_address(text: str) -> bool:
+  host, _, port = text.rpartition(':')
+  return bool(host) and port.isdecimal() and 0 < int(port) < 2**16
 
 
 def join(args: argparse.Namespace) -> None:
@@ -157,8 +169,7 @@ class StopSignal:
 
   def __init__(self) -> None:
     self._heard = 0
-    self._asked: tuple[int, float] | None = None  # after which step, and when
-    self._next = 0
+    self.begin()
     # In the place of JAX's own handler of SIGTERM.
     self._former = {
         number: signal.signal(number, self._hear)
@@ -179,6 +190,11 @@ class StopSignal:
       signal.signal(number, handler)
     signal.set_wakeup_fd(self._former_pipe)
     self._pipe[1].close()  # and the thread ends
+
+  def begin(self) -> None:
+    """Asks at once, as all do when they have met."""
+    self._asked: tuple[int, float] | None = None  # after which step, and when
+    self._next = 0
 
   def _hear(self, number: int, frame: FrameType | None) -> None:
     del frame

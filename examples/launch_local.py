@@ -11,13 +11,16 @@ made itself a session of its own. Nor do they go on when nobody reads their
 output any more (`| head`). Ctrl-C lets them save a last checkpoint, a second
 one kills them.
 
-With --elastic a process that fails is not the end: once the others have ended,
-the command is started again with one process less, until it succeeds or none is
-left. It has to go on from its checkpoints by itself, with other numbers of
-workers, too:
+With --elastic the others go on when a process is lost, and a new one is started
+in its place, which joins them; the command takes part in an elastic run at the
+address in DEMO_OPTAX_COORDINATOR:
 
     python examples/launch_local.py -n 4 --elastic -- \
-        python examples/train_lm.py --batch 12 --resume auto --resize
+        python examples/train_lm.py --resume auto
+
+As often as there are processes one is replaced; then they become fewer. Should
+all end, or the coordinator, the command is started again as a whole once, and
+goes on from its checkpoints.
 """
 
 import argparse
@@ -32,7 +35,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import flags
 
@@ -52,7 +55,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
   add('--grace', type=flags.not_negative, default=30.0, metavar='SECONDS',
       help='time to save a last checkpoint in, before a process is killed')
   add('--elastic', action='store_true',
-      help='after a failure, start again with one process less')
+      help='the others go on when a process is lost; a new one is started')
   add('command', nargs=argparse.REMAINDER, help='-- and what to run')
   args = parser.parse_args(argv)
   if args.command[:1] == ['--']:
@@ -74,26 +77,36 @@ def main(argv: Sequence[str] | None = None) -> int:
   # Of SIGINT, too: in the background shells let it be ignored.
   for name in _ENDING:
     signal.signal(name, lambda number, _: sys.exit(128 + number))
-  code = run(args, args.processes)
-  while code and args.elastic and args.processes > 1 and not _is_unheard():
-    args.processes -= 1
-    tell(f'starting again with {args.processes} process(es)')
-    code = run(args, args.processes)
+  code = run(args)
+  if args.elastic and code and not _is_unheard():
+    tell(f'all have ended, with status {code}: starting again')
+    code = run(args)
   if _is_unheard():  # nor is Python to try and write what it still has
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
   return code
 
 
-def run(args: argparse.Namespace, count: int) -> int:
-  """Runs `count` processes; when it returns none of them is left."""
+def run(args: argparse.Namespace) -> int:
+  """Runs the processes; when it returns none of them is left."""
   processes: list[subprocess.Popen] = []
   readers: list[threading.Thread] = []
+  address = f'127.0.0.1:{free_port()}'
+
+  def add(name: int | str, process: subprocess.Popen) -> None:
+    processes.append(process)
+    readers.append(relay(process, name))
+
   try:
-    address = f'127.0.0.1:{free_port()}'
-    for number in range(count):
-      processes.append(start(args, address, number))
-    readers = [relay(p, number) for number, p in enumerate(processes)]
-    return wait(processes)
+    if args.elastic:
+      add('coordinator', start_coordinator(args, address))
+    for number in range(args.processes):
+      add(number, start(args, address, number))
+    if not args.elastic:
+      return wait(processes)
+    return wait_elastic(
+        processes, args.processes,
+        lambda number: add(number, start(args, address, number)),
+    )
   except OSError as error:
     tell(f'{args.command[0]}: {error.strerror}')
     return 127
@@ -119,18 +132,36 @@ def free_port() -> int:
 def start(
     args: argparse.Namespace, address: str, number: int
 ) -> subprocess.Popen:
-  environment = {
-      **os.environ,
-      'JAX_COORDINATOR_ADDRESS': address,
-      'JAX_NUM_PROCESSES': str(args.processes),
-      'JAX_PROCESS_ID': str(number),
+  others = (
+      {'DEMO_OPTAX_COORDINATOR': address} if args.elastic else {
+          'JAX_COORDINATOR_ADDRESS': address,
+          'JAX_NUM_PROCESSES': str(args.processes),
+          'JAX_PROCESS_ID': str(number),
+      }
+  )
+  return open_session(args.command, {
+      **others,
       'JAX_PLATFORMS': 'cpu',
       'JAX_NUM_CPU_DEVICES': str(args.devices),
-      'PYTHONUNBUFFERED': '1',
-  }
-  # A session of its own: what a process starts is ended with it.
+  })
+
+
+def start_coordinator(
+    args: argparse.Namespace, address: str
+) -> subprocess.Popen:
+  host, port = address.split(':')
+  return open_session([
+      sys.executable, '-m', 'demo_optax.elastic', '--host', host, '--port',
+      port, '--workers', str(args.processes),
+  ], {'JAX_PLATFORMS': 'cpu'})
+
+
+def open_session(
+    command: Sequence[str], variables: dict[str, str]
+) -> subprocess.Popen:
+  """Starts a process in a session of its own: all it starts ends with it."""
   return subprocess.Popen(
-      args.command, env=environment,
+      command, env={**os.environ, **variables, 'PYTHONUNBUFFERED': '1'},
       stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
       stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_die_with_me,
   )
@@ -149,8 +180,8 @@ def _die_with_me() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def relay(process: subprocess.Popen, number: int) -> threading.Thread:
-  """Copies a process's lines to our output, with its number in front.
+def relay(process: subprocess.Popen, name: int | str) -> threading.Thread:
+  """Copies a process's lines to our output, with its name in front.
 
   Where they cannot be written they are still taken: a process whose lines
   nobody takes stands still.
@@ -161,7 +192,7 @@ def relay(process: subprocess.Popen, number: int) -> threading.Thread:
     for line in process.stdout:
       if heard:
         try:
-          out.write(b'[%d] %b\n' % (number, line.rstrip(b'\r\n')))
+          out.write(b'[%b] %b\n' % (str(name).encode(), line.rstrip(b'\r\n')))
           out.flush()
         except (OSError, ValueError):
           heard = False
@@ -201,6 +232,48 @@ def wait(processes: Sequence[subprocess.Popen]) -> int:
     if _is_unheard():
       return _BROKEN_PIPE
     time.sleep(0.05)
+
+
+def wait_elastic(
+    processes: Sequence[subprocess.Popen], replacements: int,
+    replace: Callable[[int], None],
+) -> int:
+  """Until all workers are done, the coordinator ends, or nobody listens."""
+  coordinator, *workers = processes
+  number = len(workers)
+  failed: set[subprocess.Popen] = set()
+  status = 0
+  while not _is_unheard():
+    workers = [p for p in processes[1:] if p not in failed]
+    for worker in workers:
+      if worker.poll():
+        code = worker.returncode
+        status = code if code > 0 else 128 - code
+        tell(f'process of pid {worker.pid} ended with status {status}')
+        failed.add(worker)
+        if replacements:
+          replacements -= 1
+          replace(number)
+          number += 1
+    workers = [p for p in processes[1:] if p not in failed]
+    if not workers:
+      return status
+    if all(worker.poll() == 0 for worker in workers):
+      return 0
+    if coordinator.poll() is not None and any(
+        worker.poll() is None for worker in workers
+    ):
+      # It ends when the run is done, a moment before its last worker.
+      deadline = time.monotonic() + 10
+      while time.monotonic() < deadline and any(
+          worker.poll() is None for worker in workers
+      ):
+        time.sleep(0.05)
+      if coordinator.returncode:
+        tell(f'the coordinator ended with status {coordinator.returncode}')
+        return 1
+    time.sleep(0.05)
+  return _BROKEN_PIPE
 
 
 def end(

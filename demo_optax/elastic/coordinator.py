@@ -59,8 +59,8 @@ class Coordinator:
       when the generation ends; then it is left behind.
 
   Raises:
-    ValueError: `min_workers` is not between 1 and `num_workers`, or a time is
-      not positive.
+    ValueError: `min_workers` is not between 1 and `num_workers`, a time is not
+      positive, or there is no such port.
     OSError: the port is taken, or may not be listened on.
 
   Example:
@@ -80,6 +80,8 @@ class Coordinator:
           f'min_workers={min_workers} must be from 1 to'
           f' num_workers={num_workers}.'
       )
+    if not 0 <= port < 2**16:
+      raise ValueError(f'port={port} must be from 0 to {2**16 - 1}.')
     if not (deadline > 0 and patience > 0):
       raise ValueError(
           f'deadline={deadline} and patience={patience} must be positive.'

@@ -123,6 +123,11 @@ class Member:
       *lines, buffer = (buffer + received).split(b'\n')
       for line in lines:
         self._hear(json.loads(line))
+    if self._socket is connection and not self._finished:
+      # At once: where it has died, JAX ends this process without another word.
+      host, port = self._address
+      text = f'The coordinator at {host}:{port} has hung up on {name()}.\n'
+      os.write(2, text.encode())
     self._hang_up(connection)
     self._cut_when_stuck()
 

@@ -100,7 +100,8 @@ class Run:
     self._is_inside = False
     self._is_open = False
     self._previous: Any = None  # the arrays before the last step
-    self._tries = 0
+    self._tries = 0  # of a step, among the same processes
+    self._processes = 0
     self.step = 0
     self.generation = 0
     self.train_step: Callable[..., Any]
@@ -137,15 +138,20 @@ class Run:
       raise RuntimeError('one_step is used inside of `with elastic.Run(...)`.')
     if self._is_inside:
       raise RuntimeError('one_step cannot be used inside of itself.')
-    member = self._member
-    if member is None:
-      yield
-      self.step += 1
-      return
+    self._is_inside = True
+    try:
+      if self._member is None:
+        yield
+        self.step += 1
+      else:
+        yield from self._attempt(self._member)
+    finally:
+      self._is_inside = False
+
+  def _attempt(self, member: Member) -> Iterator[None]:
     while member.ended:
       self._regroup(member, transfer.arrays_of(self.state))
     before = transfer.arrays_of(self.state)
-    self._is_inside = True
     member.enter()
     failure: BaseException | None = None
     try:
@@ -158,8 +164,8 @@ class Run:
       failure = error
     finally:
       member.leave()
-      self._is_inside = False
     if failure is None:
+      transfer.check_kept(before)
       self._previous = before
       self.step += 1
       self._tries = 0
@@ -232,6 +238,9 @@ class Run:
   ) -> None:
     local = None if kept is None else kept[generation['step']]
     member.join_generation(generation)
+    before, self._processes = self._processes, generation['processes']
+    if not generation['survivors'] == before == self._processes:
+      self._tries = 0  # the processes are others
     self.workers = self._make_workers()
     rows = transfer.own_rows(self.workers)
     transfer.connect()

@@ -68,6 +68,16 @@ def leaves_of(arrays: Any) -> list[tuple[specs.Path, Any]]:
   return jax.tree_util.tree_flatten_with_path(arrays)[0]
 
 
+def check_kept(arrays: Any) -> None:
+  """Raises a ValueError if arrays were donated to a step."""
+  for path, x in leaves_of(arrays):
+    if isinstance(x, jax.Array) and x.is_deleted():
+      raise ValueError(
+          f'{trees.leaf_name(path)} was donated to the step, which may have to'
+          ' be made again: leave donate_argnums out in an elastic run.'
+      )
+
+
 def take(arrays: Any) -> Local:
   """Returns what this process holds, as NumPy arrays.
 
@@ -75,17 +85,13 @@ def take(arrays: Any) -> Local:
     ValueError: it does not hold all of a leaf that workers share, or arrays
       were donated to a step.
   """
+  check_kept(arrays)
   rows: set[int] = set()
   values = []
   for path, x in leaves_of(arrays):
     if not isinstance(x, jax.Array):
       values.append(x)
       continue
-    if x.is_deleted():
-      raise ValueError(
-          f'{trees.leaf_name(path)} was donated to the step, which may have to'
-          ' be made again: leave donate_argnums out in an elastic run.'
-      )
     stacked = specs.is_stacked(specs.path_keys(path))
     value, own = _to_host(path, x, stacked)
     values.append(value)

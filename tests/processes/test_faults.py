@@ -42,37 +42,39 @@ def test_sigterm_is_heard(monkeypatch):
   assert signal.getsignal(signal.SIGTERM) == before
 
 
+# Fails where its number is among the arguments, as many times as are left.
 FAILING = '''
 import os, pathlib, sys
-count, number = os.environ['JAX_NUM_PROCESSES'], os.environ['JAX_PROCESS_ID']
-os.write(1, f'of {count}\\n'.encode())  # whole, even if it is killed now
-if count in sys.argv[1:] and number == '1':
+assert ':' in os.environ['DEMO_OPTAX_COORDINATOR']
+folder, failures = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+(folder / str(os.getpid())).touch()
+os.write(1, b'I am here\\n')  # whole, even if it is killed now
+if len(list(folder.iterdir())) <= failures:
   sys.exit(7)
 '''
 
 
-@pytest.mark.parametrize('failing, counts, status', [
-    (['4', '3'], ['4', '3', '2'], 0), (['4', '3', '2'], ['4', '3', '2', '1'], 0)])
-def test_elastic_launcher(failing, counts, status):
-  """One process less after each failure, until it succeeds."""
+@pytest.mark.parametrize('failures, here', [(0, 2), (1, 3), (2, 4)])
+def test_elastic_launcher(failures, here, tmp_path):
+  """A new process for each that fails, as often as there are processes."""
   run = subprocess.run(
-      [*faults.LAUNCH, '-n', '4', '--elastic', '--', sys.executable, '-c',
-       FAILING, *failing], text=True, capture_output=True, timeout=120)
-  assert run.returncode == status
-  seen = [line.split()[-1] for line in run.stdout.splitlines()]
-  assert list(dict.fromkeys(seen)) == counts
-  again = [f'starting again with {n} process(es)' for n in counts[1:]]
-  assert [line for line in run.stderr.splitlines() if 'again' in line] == again
+      [*faults.LAUNCH, '-n', '2', '--elastic', '--', sys.executable, '-c',
+       FAILING, str(tmp_path), str(failures)], text=True, capture_output=True,
+      timeout=120)
+  assert run.returncode == 0, run.stderr
+  assert run.stdout.count('I am here') == here
+  assert run.stderr.count('ended with status 7') == failures
 
 
 def test_elastic_launcher_gives_up():
-  """When the last process fails, with its status."""
+  """When all have failed twice, with the status of the last."""
   code = 'import sys; sys.exit(5)'
   run = subprocess.run(
       [*faults.LAUNCH, '-n', '2', '--elastic', '--', sys.executable, '-c',
        code], text=True, capture_output=True, timeout=120)
   assert run.returncode == 5
-  assert run.stderr.count('ended with status 5') == 2
+  assert run.stderr.count('ended with status 5') == 8
+  assert run.stderr.count('starting again') == 1
 
 
 def test_links_are_skipped_with_a_message(tmp_path):

@@ -29,7 +29,8 @@ ORDER = [
     'tools.placement', 'state', 'local.local_updates', 'local.methods', 'local', 'checkpoint.resize', 'checkpoint.folder',
     'tools.replicas', 'checkpoint.checkpointer', 'checkpoint', 'tools.traffic',
     'tools.budget',
-    'tools.hlo', 'tools.drawing', '__main__',
+    'tools.hlo', 'tools.drawing', 'elastic.coordinator', 'elastic.member',
+    'elastic.transfer', 'elastic.run', 'elastic', 'elastic.__main__', '__main__',
 ]
 
 # What constructors, and a choice between engines, import when they are called.
