@@ -33,6 +33,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -91,6 +92,12 @@ def run(args: argparse.Namespace) -> int:
   processes: list[subprocess.Popen] = []
   readers: list[threading.Thread] = []
   address = f'127.0.0.1:{free_port()}'
+  programs = None
+  if args.elastic and 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
+    # Whenever the processes change, all of them need the same program.
+    programs = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+
+  cache = {'JAX_COMPILATION_CACHE_DIR': programs.name} if programs else {}
 
   def add(name: int | str, process: subprocess.Popen) -> None:
     processes.append(process)
@@ -100,12 +107,12 @@ def run(args: argparse.Namespace) -> int:
     if args.elastic:
       add('coordinator', start_coordinator(args, address))
     for number in range(args.processes):
-      add(number, start(args, address, number))
+      add(number, start(args, address, number, cache))
     if not args.elastic:
       return wait(processes)
     return wait_elastic(
         processes, args.processes,
-        lambda number: add(number, start(args, address, number)),
+        lambda number: add(number, start(args, address, number, cache)),
     )
   except OSError as error:
     tell(f'{args.command[0]}: {error.strerror}')
@@ -118,6 +125,8 @@ def run(args: argparse.Namespace) -> int:
     end(processes, args.grace, hurry)
     for reader in readers:
       reader.join(timeout=min(args.grace, 5))
+    if programs:
+      programs.cleanup()
     for name, handler in ending.items():
       signal.signal(name, handler)
 
@@ -130,10 +139,10 @@ def free_port() -> int:
 
 
 def start(
-    args: argparse.Namespace, address: str, number: int
+    args: argparse.Namespace, address: str, number: int, cache: dict[str, str]
 ) -> subprocess.Popen:
   others = (
-      {'DEMO_OPTAX_COORDINATOR': address} if args.elastic else {
+      {'DEMO_OPTAX_COORDINATOR': address, **cache} if args.elastic else {
           'JAX_COORDINATOR_ADDRESS': address,
           'JAX_NUM_PROCESSES': str(args.processes),
           'JAX_PROCESS_ID': str(number),

@@ -1,6 +1,7 @@
 """One process of a run: what it tells the coordinator, and JAX's runtime."""
 
 import contextlib
+import functools
 import gc
 import itertools
 import json
@@ -233,7 +234,7 @@ class Member:
     state.process_id = generation['rank']
     state.num_processes = generation['processes']
     state.coordinator_address = f'{host}:{port}'
-    _number_saves_alike()
+    _renew_orbax()
 
   def leave_generation(self) -> None:
     """Leaves JAX's devices, its connections, and all that was compiled."""
@@ -283,29 +284,39 @@ class Member:
         continue
 
 
-def _number_saves_alike() -> None:
-  """Lets Orbax count its saves from the same number in all processes.
+def _renew_orbax() -> None:
+  """Lets Orbax forget the service of the last generation.
 
-  It names barriers by it, and processes that come have made no saves.
+  It keeps a client of it, and names barriers by the number of its saves, which
+  processes that come have not made.
   """
   try:
     from orbax.checkpoint._src.futures import synchronization
   except ImportError:
     return
+  for cached in gc.get_objects():
+    if isinstance(cached, functools._lru_cache_wrapper) and str(
+        getattr(cached, '__module__', '')
+    ).startswith('orbax.'):
+      cached.cache_clear()
   numbers = synchronization.OperationIdGenerator
   numbers._operation_id_counter = itertools.count()
   numbers._operation_id = next(numbers._operation_id_counter)
 
 
-def is_lost_peer(error: BaseException) -> bool:
+def is_lost_peer(error: BaseException | None) -> bool:
   """Returns whether an error is the runtime's: it may be a lost process's."""
+  if error is None:
+    return False
   if isinstance(error, jax.errors.JaxRuntimeError):
     return True
   # A status that Python is told of by a callback has no type there.
   if type(error) is RuntimeError and str(error) == 'std::bad_cast':
     return True
   # On CPU a collective that fails raises the status as a ValueError.
-  return type(error) is ValueError and bool(_STATUS.match(str(error)))
+  if type(error) is ValueError and _STATUS.match(str(error)):
+    return True
+  return is_lost_peer(error.__cause__) or is_lost_peer(error.__context__)
 
 
 def backend_is_there() -> bool:

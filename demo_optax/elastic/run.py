@@ -159,7 +159,9 @@ class Run:
         yield
       jax.block_until_ready(transfer.arrays_of(self.state))
     except Exception as error:
-      if not is_lost_peer(error):
+      # Once the generation has ended, any error may be its doing; another one
+      # comes again.
+      if not (member.ended or is_lost_peer(error)):
         raise
       failure = error
     finally:

@@ -275,6 +275,13 @@ def test_errors_of_lost_peers_are_told_from_others():
   for error in (ValueError('axis 3 is out of bounds'), RuntimeError('mine'),
                 TypeError('UNKNOWN: x'), ValueError('Gradients: none')):
     assert not member.is_lost_peer(error)
+  try:
+    try:
+      raise jax.errors.JaxRuntimeError('INTERNAL: x')
+    except jax.errors.JaxRuntimeError as error:
+      raise TimeoutError('at a barrier') from error
+  except TimeoutError as wrapped:
+    assert member.is_lost_peer(wrapped)
 
 
 # What moves -------------------------------------------------------------------
