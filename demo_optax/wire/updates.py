@@ -228,7 +228,8 @@ class UpdatePacker:
     totals = jnp.sum(numbers[:, 1 + ENERGIES : end], axis=0)
     num_outliers = None
     if end < self._report_size:
-      num_outliers = jnp.max(numbers[:, end]).astype(jnp.int32)
+      most = jnp.max(numbers[:, end]).astype(jnp.int32)
+      num_outliers = -min_devices(-most)
     all_distinct = list(distinct)
     for i, total in zip(self.shares, totals):
       bucket, share = self._buckets[i], self.shares[i]
