@@ -583,9 +583,13 @@ def _check_max_norm_ratio(ratio: Any) -> None:
       'a number above 1, such as 2, how many times the median norm a worker may'
       ' send; or None to compare no norms'
   )
-  number = isinstance(ratio, int | float | np.number | np.ndarray | jax.Array)
-  dtype = jnp.result_type(ratio) if number else bool
-  if dtype == bool or np.shape(ratio):
+  is_number = isinstance(
+      ratio, int | float | np.number | np.ndarray | jax.Array
+  ) and any(
+      jnp.issubdtype(jnp.result_type(ratio), kind)  # which no bool is
+      for kind in (jnp.integer, jnp.floating)
+  )
+  if not is_number or np.shape(ratio):
     raise TypeError(f'max_norm_ratio={ratio!r} must be {remedy}.')
   if isinstance(ratio, jax.core.Tracer):
     return  # `exchange` looks at it
@@ -602,10 +606,10 @@ def _check_not_summed(layout: Layout) -> None:
       how, summed = None, leaf.compressor is None
     if summed:
       raise ValueError(
-          f'{leaf.name} is summed over the workers ({how}), and nobody sees what'
-          ' each of them has sent: max_norm_ratio would not hold for it. Give'
-          ' it a compressor by which every worker selects for itself, such as'
-          ' demo_optax.dct_topk(), or leave out max_norm_ratio.'
+          f'{leaf.name} is summed over the workers ({how}), and nobody sees'
+          ' what each of them has sent: max_norm_ratio would not hold for it.'
+          ' Give it a compressor by which every worker selects for itself, such'
+          ' as demo_optax.dct_topk(), or leave out max_norm_ratio.'
       )
 
 

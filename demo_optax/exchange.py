@@ -101,8 +101,10 @@ def no_metrics(compared: bool = False) -> Metrics:
     compared: whether the norms of messages are compared.
   """
   numbers = (jnp.zeros((), jnp.float32) for _ in range(3))
-  num_outliers = jnp.zeros((), jnp.int32) if compared else None
-  return Metrics(jnp.zeros((), jnp.int32), *numbers, num_outliers)
+  metrics = Metrics(jnp.zeros((), jnp.int32), *numbers)
+  if not compared:
+    return metrics
+  return metrics._replace(num_outliers=jnp.zeros((), jnp.int32))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -388,10 +388,10 @@ def _in_words(
         '  a coefficient that was sent was sent by'
         f' {info["mean_senders"]:.2f} workers on average'
     )
-  outliers = info.get('num_outliers')
-  yield f'  workers left out: {info["num_excluded"]}' + (
-      f', {outliers} of them for the norms of their messages' if outliers else ''
-  )
+  too_large = ''
+  if info.get('num_outliers'):
+    too_large = f', {info["num_outliers"]} for the norms of their messages'
+  yield f'  workers left out: {info["num_excluded"]}{too_large}'
   owed = [
       x for path, x in jax.tree_util.tree_flatten_with_path(opt_state)[0]
       if is_bucket(keys := path_keys(path)) and keys[-2] == 'update_residual'

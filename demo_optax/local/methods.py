@@ -170,9 +170,9 @@ def demo_diloco(
   """
   if drift and max_norm_ratio is not None:
     raise ValueError(
-        f'max_norm_ratio={max_norm_ratio} with drift=True: the model is the mean'
-        ' of parameters that every worker moves by its own difference, whatever'
-        ' is left out of the exchange. Leave out one of the two.'
+        f'max_norm_ratio={max_norm_ratio} with drift=True: the model is the'
+        ' mean of parameters that every worker moves by its own difference,'
+        ' whatever is left out of the exchange. Leave out one of the two.'
     )
   compressor = compressors.dct_topk() if compressor is None else compressor
   shared = scale_by_demo(

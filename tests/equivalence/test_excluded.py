@@ -6,7 +6,6 @@ import numpy as np
 import optax
 import pytest
 from helpers import (
-  SHAPES,
   assert_replicas_equal,
   assert_same_bits,
   make_mesh,

@@ -42,7 +42,8 @@ PARAMS = {'w': jnp.ones((8, 8)), 'b': jnp.ones(8)}
     *((lambda x=x: demo_optax.demo_muon(
         1e-3, workers=WORKERS, max_norm_ratio=x).init(PARAMS),
        TypeError, 'max_norm_ratio=.* must be a number above 1')
-      for x in ('2', True, jnp.array(True), [2.0], jnp.ones(2), 1j)),
+      for x in ('2', True, jnp.array(True), [2.0], jnp.ones(2), 1j,
+                jnp.array(1j))),
     (lambda: demo_optax.local.demo_diloco(
         workers=WORKERS, drift=True, max_norm_ratio=2.0), ValueError,
      'max_norm_ratio=2.0 with drift=True'),
