@@ -10,6 +10,7 @@ file is not done again; all ratios share a compiled step.
 """
 
 import argparse
+import functools
 import json
 import pathlib
 import statistics
@@ -34,26 +35,25 @@ CONFIG = GPTConfig(context=32, width=64, layers=2, heads=4)
 WORKERS, BATCH, STEPS = 4, 16, 250
 RESULTS = pathlib.Path(__file__).parent / 'results' / 'robust.jsonl'
 
+
+def demo(rate, values='float32', **options):
+  compressor = demo_optax.dct_topk(64, 32, values=values)
+  return demo_optax.demo(rate, decay=0.99, compressor=compressor, **options)
+
+
+def cut(make):
+  """Cuts each worker's own gradient at norm 1."""
+  return lambda *args, **options: optax.chain(
+      optax.clip_by_global_norm(1.0), make(*args, **options))
+
+
+signs = functools.partial(demo, values='sign')
 METHODS = {  # what makes the optimizer, and the peak learning rate
-    'demo, signs': (
-        lambda rate, **options: demo_optax.demo(
-            rate, decay=0.99, **options,
-            compressor=demo_optax.dct_topk(64, 32, values='sign')),
-        4e-3,
-    ),
-    'demo, float32': (
-        lambda rate, **options: demo_optax.demo(
-            rate, decay=0.99, **options,
-            compressor=demo_optax.dct_topk(64, 32)),
-        4e-3,
-    ),
+    'demo, signs': (signs, 4e-3),
+    'demo, float32': (demo, 4e-3),
+    'demo, signs, gradients cut at norm 1': (cut(signs), 4e-3),
     'demo_muon': (demo_optax.demo_muon, 1e-2),
-    'demo_muon, gradients cut at norm 1': (
-        lambda rate, **options: optax.chain(
-            optax.clip_by_global_norm(1.0),  # each worker's own
-            demo_optax.demo_muon(rate, **options)),
-        1e-2,
-    ),
+    'demo_muon, gradients cut at norm 1': (cut(demo_optax.demo_muon), 1e-2),
 }
 # What worker 0 has instead of its gradient g; noise has the norm of g.
 FAULTS = {

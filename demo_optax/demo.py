@@ -167,10 +167,10 @@ def scale_by_demo(
   is lost.
 
   A worker whose gradient is wrong but finite is averaged like any other, unless
-  `max_norm_ratio` is given: then all leave out whoever's message is larger than
-  so many times the median, and its message is lost, too. What has the usual
-  size goes through: flipped signs, small errors, and whatever half of the
-  workers or more agree on.
+  `max_norm_ratio` is given: then all leave out a worker whose message is larger
+  than so many times the median, and what it was to carry is lost. What has the
+  usual size goes through: flipped signs, small errors, and whatever more than
+  half of the workers send.
 
   Integer leaves get zero updates; complex leaves are refused.
 
@@ -258,6 +258,17 @@ def scale_by_demo(
     >>> updates, state = tx.update(gradients, state, params)
     >>> print(updates['w'][0])  # both sent their mean and nothing else
     [2. 2. 2. 2.]
+
+    With `max_norm_ratio`, one of three that sends a hundred times as much:
+
+    >>> tx = demo_optax.scale_by_demo(
+    ...     compressor, 0.9, workers=demo_optax.Workers.simulated(3),
+    ...     max_norm_ratio=2.0)
+    >>> gradients = {'w': jnp.stack([
+    ...     x * jnp.ones((4, 4)) for x in (1.0, 3.0, 100.0)])}
+    >>> updates, state = tx.update(gradients, tx.init(params), params)
+    >>> print(updates['w'][0], state.metrics['num_outliers'])
+    [2. 2. 2. 2.] 1
 
   References:
     Peng et al., `DeMo: Decoupled Momentum Optimization
