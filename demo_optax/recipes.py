@@ -456,7 +456,9 @@ def demo_muon(
       to `muon_compressors`, too, if you call that.
     exchange: as in `scale_by_demo`.
     update_values: as in `scale_by_demo`.
-    max_norm_ratio: as in `scale_by_demo`.
+    max_norm_ratio: as in `scale_by_demo`. Of matrices orthonormal updates are
+      sent, whose norms are alike whatever the gradients: cut each worker's own
+      gradient instead, by `optax.clip_by_global_norm` in front.
 
   Returns:
     A gradient transformation; see `scale_by_demo` for what it takes.
