@@ -25,7 +25,7 @@ from demo_optax.workers import Workers
 
 _NAMES = (
     'version', 'parameters', 'compressor', 'compressors of the leaves',
-    'sharding', 'average', 'kernels', 'delay', 'exchange',
+    'sharding', 'average', 'kernels', 'delay', 'exchange', 'max_norm_ratio',
 )
 _TIMEOUT_MS = 300_000
 _SLICE_MS = 1_000  # after which a wait asks whether it is to be given up
@@ -179,4 +179,5 @@ def _describe(step: Any) -> tuple[str, ...]:
       str(int(step.delay)),
       step.exchange if step.num_workers is None
       else f'{step.exchange}, update_values={step.update_values!r}',
+      'a number' if step.compared else 'None',
   )

@@ -95,7 +95,8 @@ class DeMoState(NamedTuple):
     metrics: scalars about the last exchange, the same on all workers.
       `'num_excluded'`: int32, workers that were excluded, their gradient not
       finite or their message damaged (if chunks have owners, the most that one
-      owner has excluded). The others are float32:
+      owner has excluded); `'num_outliers'`, with `max_norm_ratio` alone: int32,
+      how many of them for the norms of their messages. The others are float32:
       `'sent_energy'`, the share of the momentum's energy (its sum of squares)
       that was sent; `'residual_norm'`, the norm of what stayed, the root of its
       mean square over the workers; `'mean_senders'`, how many workers sent a
@@ -126,6 +127,7 @@ def scale_by_demo(
     delay: int | None = None,
     exchange: exchange_lib.ExchangeKind = 'all_gather',
     update_values: UpdateValues | None = None,
+    max_norm_ratio: chex.Numeric | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Exchanges the fast part of every worker's own momentum.
 
@@ -163,6 +165,12 @@ def scale_by_demo(
   beyond sense (indices out of order or of the chunk, values that are not finite
   or too large to transform) excludes its worker, too, and what it was to carry
   is lost.
+
+  A worker whose gradient is wrong but finite is averaged like any other, unless
+  `max_norm_ratio` is given: then all leave out a worker whose message is larger
+  than so many times the median, and what it was to carry is lost. What has the
+  usual size goes through: flipped signs, small errors, and whatever more than
+  half of the workers send.
 
   Integer leaves get zero updates; complex leaves are refused.
 
@@ -216,18 +224,28 @@ def scale_by_demo(
                               stays with the owner, too
       ============ ========== ===============================================
 
+    max_norm_ratio: a number above 1, such as 2: a worker is excluded from an
+      exchange if the norm of all that it sends is more than so many times the
+      median of the workers' (of those who send something; of an even number
+      the lower one). It may change from step to step. The state has
+      `metrics['num_outliers']` then. Leaves that are summed before anybody
+      sees them (`None`, and compressors of places that all workers share) are
+      refused. With owners, each writes four bytes more, which `plan` does not
+      count. None: norms are not compared.
+
   Returns:
     A gradient transformation. Its `update` takes stacked gradients
     `[workers, ...]` (`Workers.on_axis`: the worker's own) and returns updates
     in the parameters' shapes and the gradients' dtypes.
 
   Raises:
-    ValueError: `decay` or `alpha` out of range or unknown `average`, at once;
+    ValueError: `decay`, `alpha` or `max_norm_ratio` out of range or unknown
+      `average`, at once; leaves that are summed, with `max_norm_ratio`;
       gradients that can be seen not to be one per worker, or a state of
       another number of workers, other leaves or another compressor, when
       traced.
-    TypeError: `compressor` or `workers` is something else, at once; complex
-      leaves, when traced.
+    TypeError: `compressor`, `workers` or `max_norm_ratio` is something else, at
+      once; complex leaves, when traced.
 
   Example:
     >>> import demo_optax, jax.numpy as jnp, optax
@@ -240,6 +258,17 @@ def scale_by_demo(
     >>> updates, state = tx.update(gradients, state, params)
     >>> print(updates['w'][0])  # both sent their mean and nothing else
     [2. 2. 2. 2.]
+
+    With `max_norm_ratio`, one of three that sends a hundred times as much:
+
+    >>> tx = demo_optax.scale_by_demo(
+    ...     compressor, 0.9, workers=demo_optax.Workers.simulated(3),
+    ...     max_norm_ratio=2.0)
+    >>> gradients = {'w': jnp.stack([
+    ...     x * jnp.ones((4, 4)) for x in (1.0, 3.0, 100.0)])}
+    >>> updates, state = tx.update(gradients, tx.init(params), params)
+    >>> print(updates['w'][0], state.metrics['num_outliers'])
+    [2. 2. 2. 2.] 1
 
   References:
     Peng et al., `DeMo: Decoupled Momentum Optimization
@@ -256,6 +285,8 @@ def scale_by_demo(
     raise ValueError(f"average={average!r} must be 'senders' or 'workers'.")
   _check_delay(delay)
   written = resolve_update_values(exchange, update_values)
+  _check_max_norm_ratio(max_norm_ratio)
+  compared = max_norm_ratio is not None
 
   def step_of(
       tree: chex.ArrayTree, leaves: list[Any], decay: Any, gradient_weight: Any
@@ -270,6 +301,8 @@ def scale_by_demo(
           f'{name} is averaged uncompressed, which cannot be late: with delay=1'
           ' give it demo_optax.compressors.full() instead of None.'
       )
+    if compared:
+      _check_not_summed(layout)
     decays, which_decay = _different(decay, tree, 'decay')
     weights, which = _different(gradient_weight, tree, 'gradient_weight')
     if ema:  # a weight for each pair of decay and weight
@@ -281,7 +314,7 @@ def scale_by_demo(
       weights = [(None, w) for w in weights]
     step = Step(
         layout, which_decay, which, average, kernels, bool(delay),
-        update_values=written,
+        update_values=written, compared=compared,
     )
     if exchange != 'all_gather' and (count := count_workers()) is not None:
       step = exchange_lib.with_exchange(step, exchange, count)
@@ -326,7 +359,9 @@ def scale_by_demo(
 
     return DeMoState(
         count=workers.device_put(jnp.zeros((), jnp.int32)),
-        metrics=workers.device_put(exchange_lib.no_metrics()._asdict()),
+        metrics=workers.device_put(
+            exchange_lib.no_metrics(compared).as_dict()
+        ),
         layout=LayoutOf(
             workers.device_put(jnp.asarray(step.layout.digest)), step.layout
         ),
@@ -346,7 +381,7 @@ def scale_by_demo(
       **extra_args: Any,
   ) -> tuple[chex.ArrayTree, DeMoState]:
     del extra_args
-    hyper = decay, alpha, gradient_weight
+    hyper = decay, alpha, gradient_weight, max_norm_ratio
     if one_worker.is_mapped():
       return one_worker.exchange(
           stacked_update_fn, workers, updates, state, params, hyper
@@ -361,7 +396,7 @@ def scale_by_demo(
       workers: Workers,
   ) -> tuple[chex.ArrayTree, DeMoState]:
     """Updates with gradients laid out as `workers` have them."""
-    decay, alpha, gradient_weight = hyper
+    decay, alpha, gradient_weight, max_norm_ratio = hyper
     flat, (like,) = _tree.flatten_alike(updates, params)
     lead = 1 if workers.stacked_gradients else 0
     leaves = [
@@ -387,11 +422,11 @@ def scale_by_demo(
         for d, w in weights
     ]
     found: list[jax.Array] = []
-    metrics, own = exchange_lib.no_metrics(), state.worker_stacked
+    metrics, own = exchange_lib.no_metrics(compared), state.worker_stacked
     if len(frozen) < len(flat):
       found, own, metrics = exchange_lib.run(
           workers, step, [g for _, g in flat], own,
-          Hyper(state.count, alpha, decays, weights),
+          Hyper(state.count, alpha, decays, weights, max_norm_ratio),
       )
     in_order = iter(found)
     new = [
@@ -401,7 +436,7 @@ def scale_by_demo(
     ]
     return jax.tree.structure(updates).unflatten(new), DeMoState(
         count=optax.safe_increment(state.count),
-        metrics=metrics._asdict(),
+        metrics=metrics.as_dict(),
         layout=LayoutOf(state.layout.digest, step.layout),
         worker_stacked=own,
     )
@@ -550,6 +585,43 @@ def _check_delay(delay: Any) -> None:
     )
   if isinstance(delay, bool) or delay not in (None, 0, 1):
     raise ValueError(f'delay={delay!r} must be 0 or 1.')
+
+
+def _check_max_norm_ratio(ratio: Any) -> None:
+  if ratio is None:
+    return
+  remedy = (
+      'a number above 1, such as 2, how many times the median norm a worker may'
+      ' send; or None to compare no norms'
+  )
+  is_number = isinstance(
+      ratio, int | float | np.number | np.ndarray | jax.Array
+  ) and any(
+      jnp.issubdtype(jnp.result_type(ratio), kind)  # which no bool is
+      for kind in (jnp.integer, jnp.floating)
+  )
+  if not is_number or np.shape(ratio):
+    raise TypeError(f'max_norm_ratio={ratio!r} must be {remedy}.')
+  if isinstance(ratio, jax.core.Tracer):
+    return  # `exchange` looks at it
+  if not 1 < float(ratio) < float('inf'):
+    raise ValueError(f'max_norm_ratio={float(ratio)} must be {remedy}.')
+
+
+def _check_not_summed(layout: Layout) -> None:
+  """Raises of a leaf of which nobody sees what each worker has sent."""
+  for leaf in layout.leaves:
+    if leaf.bucket >= 0:
+      how, summed = leaf.compressor, layout.buckets[leaf.bucket].format.shared
+    else:
+      how, summed = None, leaf.compressor is None
+    if summed:
+      raise ValueError(
+          f'{leaf.name} is summed over the workers ({how}), and nobody sees'
+          ' what each of them has sent: max_norm_ratio would not hold for it.'
+          ' Give it a compressor by which every worker selects for itself, such'
+          ' as demo_optax.dct_topk(), or leave out max_norm_ratio.'
+      )
 
 
 def resolve_update_values(exchange: Any, update_values: Any) -> UpdateValues:

@@ -57,12 +57,15 @@ class Hyper(NamedTuple):
     alpha: share of what was sent that leaves the momentum.
     decay: of the momentum, different ones.
     weight: of the gradients, different ones.
+    max_norm_ratio: norm of a message over the median of all, beyond which its
+      worker is excluded; None: norms are not compared.
   """
 
   step: chex.Numeric
   alpha: chex.Numeric
   decay: Sequence[chex.Numeric]
   weight: Sequence[chex.Numeric]
+  max_norm_ratio: chex.Numeric | None = None
 
 
 class Metrics(NamedTuple):
@@ -76,18 +79,32 @@ class Metrics(NamedTuple):
       the mean square over the workers.
     mean_senders: float32, how many workers sent a coefficient, on average over
       all that were sent, where workers select for themselves; 0 if nowhere.
+    num_outliers: int32, how many of the excluded workers were excluded for the
+      norms of their messages; None if norms are not compared.
   """
 
   num_excluded: jax.Array
   sent_energy: jax.Array
   residual_norm: jax.Array
   mean_senders: jax.Array
+  num_outliers: jax.Array | None = None
+
+  def as_dict(self) -> dict[str, jax.Array]:
+    """Returns those that there are, by name."""
+    return {k: x for k, x in self._asdict().items() if x is not None}
 
 
-def no_metrics() -> Metrics:
-  """Metrics before the first exchange; separate arrays, to be donated each."""
+def no_metrics(compared: bool = False) -> Metrics:
+  """Metrics before the first exchange; separate arrays, to be donated each.
+
+  Args:
+    compared: whether the norms of messages are compared.
+  """
   numbers = (jnp.zeros((), jnp.float32) for _ in range(3))
-  return Metrics(jnp.zeros((), jnp.int32), *numbers)
+  metrics = Metrics(jnp.zeros((), jnp.int32), *numbers)
+  if not compared:
+    return metrics
+  return metrics._replace(num_outliers=jnp.zeros((), jnp.int32))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +123,7 @@ class Step:
       others the update.
     num_workers: how many there are; None if chunks never have owners.
     update_values: how owners write updates.
+    compared: whether the norms of messages are compared.
   """
 
   layout: Layout
@@ -117,12 +135,14 @@ class Step:
   exchange: str = 'all_gather'
   num_workers: int | None = None
   update_values: UpdateValues = 'float32'
+  compared: bool = False
 
   @functools.cached_property
   def packer(self) -> Packer:
     """How messages are written and read."""
     owned = self.exchange == 'all_to_all'
-    return Packer(self.layout.buckets, self.num_workers if owned else None)
+    num_owners = self.num_workers if owned else None
+    return Packer(self.layout.buckets, num_owners, self.compared)
 
   @functools.cached_property
   def update_packer(self) -> UpdatePacker | None:
@@ -150,6 +170,7 @@ class Step:
         lambda bucket, received: engine.choose(bucket, self.kernels).merge(
             bucket, received, 'workers'
         )[0],
+        self.compared,
     )
 
 
@@ -266,6 +287,9 @@ def exchange(
       lambda bucket: plain.shared_indices(bucket, step_sent),
       group.min_devices,
       group.size,
+      functools.partial(_outliers, group, hyper.max_norm_ratio)
+      if step.compared
+      else None,
   )
 
   # u = T^-1 average_i(q_i), in a fixed order: the same bits on all workers.
@@ -275,7 +299,9 @@ def exchange(
       )
       for i, bucket in enumerate(packer.read)
   )
-  report = Report(inbox.num_valid, inbox.energies, distinct)
+  report = Report(
+      inbox.num_valid, inbox.energies, distinct, inbox.num_outliers
+  )
 
   # If chunks have owners, each has merged its own, and now tells all others.
   update_residual = state.update_residual
@@ -360,6 +386,7 @@ def _run(
     new = jax.tree.map(lambda x, old: x.reshape(old.shape), new, state)
     return updates, new, metrics
 
+  metrics = jax.eval_shape(functools.partial(no_metrics, step.compared))
   buckets = jax.tree.map(lambda _: workers.bucket_spec, state)
   scalars = jax.tree.map(lambda _: Spec(False), hyper)
   inner = [leaves[i].sharding.spec for i in exchanged]
@@ -370,7 +397,7 @@ def _run(
       (
           [Spec(False, spec) for spec in inner],
           buckets,
-          Metrics(*[Spec(False)] * 4),  # type: ignore[arg-type]
+          jax.tree.map(lambda _: Spec(False), metrics),
       ),
   )
   updates = [
@@ -395,6 +422,9 @@ def _is_valid(
   good = [jnp.isfinite(jnp.asarray(x)).all() for x in hyper.weight]
   for x in map(jnp.asarray, (hyper.alpha, *hyper.decay)):
     good.append(((x >= 0) & (x <= 1)).all())
+  if hyper.max_norm_ratio is not None:
+    ratio = jnp.asarray(hyper.max_norm_ratio)
+    good.append((ratio > 1) & (ratio < jnp.inf))
   for weight, g in zip(weights, chunks):
     weight = jnp.asarray(weight, g.dtype)
     largest = LARGEST_GRADIENT * float(jnp.finfo(g.dtype).max)
@@ -413,6 +443,36 @@ def _none(beyond: jax.Array) -> jax.Array:
   rows = next(r for r in range(32, 0, -1) if beyond.size % r == 0)
   beyond = beyond.reshape(rows, beyond.size // rows)
   return jnp.max(jnp.sum(beyond, axis=0, dtype=jnp.int32), initial=0) == 0
+
+
+def _outliers(
+    group: Group, ratio: Any, energies: jax.Array, valid: jax.Array
+) -> jax.Array:
+  """Returns which workers are excluded for the norms of their messages.
+
+  Those beyond so many times the median of all valid workers that have sent
+  something; of an even number the lower one, so that of two workers the smaller
+  says what is usual. Who sends zeros tells nothing about what is.
+
+  Args:
+    group: the workers, and the devices of a worker.
+    ratio: `Hyper.max_norm_ratio`.
+    energies: float32 `[workers]`, squares of norms, of what this device reads.
+    valid: bool `[workers]`, who takes part.
+
+  Returns:
+    bool `[workers]`, the same on all devices.
+  """
+  axes = tuple(name for name, _ in group.inner)
+  # Not by a psum, whose order may differ from worker to worker.
+  energies = functools.reduce(
+      jnp.add, list(group.join_devices(energies[None], axes))
+  )
+  counted = valid & (energies > 0)
+  in_order = jnp.sort(jnp.where(counted, energies, jnp.inf))
+  median = in_order[jnp.maximum(jnp.sum(counted) - 1, 0) // 2]
+  ratio = jnp.asarray(ratio, jnp.float32)
+  return valid & (energies > ratio * ratio * median)
 
 
 def _averages(
@@ -445,7 +505,7 @@ def _metrics(
   """Returns metrics of this exchange, equal on all workers."""
   count = num_valid if report.num_valid is None else report.num_valid
   if count is None:
-    return no_metrics()
+    return no_metrics(report.num_outliers is not None)
   valid = count.astype(jnp.float32)
   senders = jnp.zeros((2,), jnp.float32)  # of all that was sent; distinct
   for bucket, different in zip(buckets, report.distinct):
@@ -460,6 +520,7 @@ def _metrics(
       sent_energy=_ratio(sent, held),
       residual_norm=jnp.sqrt(_ratio(stays, valid)),
       mean_senders=_ratio(all_sent, different),
+      num_outliers=report.num_outliers,
   )
 
 

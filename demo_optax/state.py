@@ -271,7 +271,8 @@ def exchange_info(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
 
   Returns:
     The `metrics` of `DeMoState`, by name, all of shape `[]`: `'num_excluded'`
-    (int32), `'sent_energy'`, `'residual_norm'` and `'mean_senders'` (float32).
+    (int32), `'sent_energy'`, `'residual_norm'` and `'mean_senders'` (float32);
+    with `max_norm_ratio` `'num_outliers'` (int32).
 
   Raises:
     ValueError: there is no exchange in `opt_state`.
@@ -387,7 +388,10 @@ def _in_words(
         '  a coefficient that was sent was sent by'
         f' {info["mean_senders"]:.2f} workers on average'
     )
-  yield f'  workers left out: {info["num_excluded"]}'
+  too_large = ''
+  if info.get('num_outliers'):
+    too_large = f', {info["num_outliers"]} for the norms of their messages'
+  yield f'  workers left out: {info["num_excluded"]}{too_large}'
   owed = [
       x for path, x in jax.tree_util.tree_flatten_with_path(opt_state)[0]
       if is_bucket(keys := path_keys(path)) and keys[-2] == 'update_residual'

@@ -182,18 +182,26 @@ class Oracle:
 
   def exchange(self, gradients):
     """Takes `[N, *shape]` and returns the merged momentum `[*shape]`."""
+    return self.merge(self.send(gradients))
+
+  def send(self, gradients):
+    """Takes `[N, *shape]`; returns what each worker sends of every matrix."""
     gradients = np.asarray(gradients).reshape(self.m.shape)
     present = [bool(np.isfinite(g).all()) for g in gradients]
+    return {place: self._send(place, gradients, present)
+            for place in np.ndindex(*self.matrix[:-2])}
+
+  def merge(self, sent, excluded=()):
+    """Takes what was sent, and whose messages are not read."""
     merged = np.zeros(self.matrix, self.m.dtype)
-    for place in np.ndindex(*self.matrix[:-2]):
-      merged[place] = self._matrix(place, gradients, present)
+    for place, of_workers in sent.items():
+      merged[place] = self._merge(
+          {i: x for i, x in of_workers.items() if i not in excluded})
     return merged.reshape(self.shape)
 
-  def _matrix(self, place, gradients, present):
-    workers = [i for i, p in enumerate(present) if p]
-    shape = self.matrix[-2:]
-    sent = {}
-    for i in workers:
+  def _send(self, place, gradients, present):
+    sent, shape = {}, self.matrix[-2:]
+    for i in (i for i, p in enumerate(present) if p):
       at = (i, *place)
       self.m[at] = (
           self.decay * self.m[at] + self.gradient_weight * gradients[at])
@@ -207,15 +215,39 @@ class Oracle:
         own = expand([c for c, _ in sent[i]], shape, self.limit, self.padding,
                      self.basis)
       self.m[at] = self.m[at] - self.alpha * own
-    if not workers:
+    return sent
+
+  def _merge(self, sent):
+    shape = self.matrix[-2:]
+    if not sent:
       return np.zeros(shape)
     merged = []
     for parts in zip(*sent.values()):
       total = sum(c for c, _ in parts)
       counts = sum(mask.astype(int) for _, mask in parts)
       if self.average == 'workers':
-        counts = np.full(counts.shape, len(workers))
+        counts = np.full(counts.shape, len(sent))
       merged.append(total / np.maximum(counts, 1))
     if self.whole:
       return merged[0]
     return expand(merged, shape, self.limit, self.padding, self.basis)
+
+
+def outliers(sent, ratio):
+  """Who sends more than `ratio` times the lower median of all norms.
+
+  Args:
+    sent: what `Oracle.send` has returned, of each parameter.
+    ratio: to the median of those who send something.
+  """
+  squares = {}
+  for matrices in sent:
+    for of_workers in matrices.values():
+      for i, chunks in of_workers.items():
+        squares[i] = squares.get(i, 0) + sum((c**2).sum() for c, _ in chunks)
+  norms = {i: np.sqrt(x) for i, x in squares.items()}
+  usual = sorted(x for x in norms.values() if x > 0)
+  if not usual:
+    return set()
+  limit = ratio * usual[(len(usual) - 1) // 2]
+  return {i for i, x in norms.items() if x > limit}
