@@ -34,12 +34,15 @@ class Member:
   process has stopped without closing them, a step would wait for ever.
   """
 
-  def __init__(self, address: str, timeout: float, heartbeat: float):
+  def __init__(
+      self, address: str, timeout: float, heartbeat: float, patience: float
+  ):
     host, _, port = address.rpartition(':')
     if not host or not port.isdecimal():
       raise ValueError(f'coordinator={address!r} must be "HOST:PORT".')
     self._address = host.strip('[]'), int(port)
     self._timeout, self._heartbeat = timeout, heartbeat
+    self._patience = patience
     self._changed = threading.Condition()
     self._inside = 0  # the attempt at a step that is under way, or 0
     self._attempts = 0
@@ -151,14 +154,23 @@ class Member:
 
     None if the coordinator has hung up in between: it takes this process for
     lost, or is lost itself.
+
+    Raises:
+      TimeoutError: there were too few processes for too long.
     """
     with self._changed:
       self._offer = None
     self.tell('ready', step=step, about=about, name=name())
     with self._changed:
-      self._changed.wait_for(
-          lambda: self._offer is not None or self._socket is None
-      )
+      if not self._changed.wait_for(
+          lambda: self._offer is not None or self._socket is None,
+          self._patience,
+      ):
+        raise TimeoutError(
+            f'The coordinator waits for other processes, {self._patience:g} s'
+            ' by now: start more, or a coordinator with a smaller --min-workers'
+            ' (at the beginning, --workers).'
+        )
       return self._offer if self._socket is not None else None
 
   def finish(self) -> None:

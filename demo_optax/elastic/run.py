@@ -53,6 +53,8 @@ class Run:
     heartbeat: seconds between two signs of life to the coordinator, at most
       half of its deadline.
     timeout: seconds in which the coordinator must be found.
+    patience: seconds in which there must be enough processes, and all must have
+      ended their steps.
 
   Attributes:
     step: the number of steps made.
@@ -62,7 +64,7 @@ class Run:
     generation: its number, from 1.
 
   Raises:
-    TimeoutError: there is no coordinator.
+    TimeoutError: there is no coordinator, or there are too few processes.
     RuntimeError: JAX has devices already.
     ValueError: a worker lies in several processes; `build` builds another state
       than before.
@@ -90,10 +92,11 @@ class Run:
       build: Callable[[Workers], tuple[Callable[..., Any], Any]], *,
       begin: Callable[['Run'], None] = lambda run: None,
       make_workers: Callable[[], Workers] | None = None,
-      heartbeat: float = 2.0, timeout: float = 300.0,
+      heartbeat: float = 2.0, timeout: float = 300.0, patience: float = 1800.0,
   ):
     self._member = (
-        None if coordinator is None else Member(coordinator, timeout, heartbeat)
+        None if coordinator is None
+        else Member(coordinator, timeout, heartbeat, patience)
     )
     self._build, self._first = build, begin
     self._make_workers = make_workers or _every_device

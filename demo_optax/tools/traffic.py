@@ -104,6 +104,7 @@ class Plan:
       are rejoined and the devices agree on taking part.
     update_bytes: size of what all owners of chunks tell, from all their
       devices; 0 where there are none.
+    update_values: how they write updates; None where there are none.
   """
 
   leaves: tuple[LeafBytes, ...]
@@ -113,6 +114,7 @@ class Plan:
   summed_bytes: int
   device_bytes: dict[tuple[str, ...], int]
   update_bytes: int = 0
+  update_values: UpdateValues | None = None
 
   @property
   def exchange(self) -> str:
@@ -295,6 +297,10 @@ class Plan:
         received = tables.num_bytes(moved)
         yield f'  over {", ".join(axes):<15} receives {received:>10}'
     if self.update_bytes:
+      yield (
+          f'Owners of chunks write updates as {self.update_values!r}:'
+          f' {tables.num_bytes(self.update_bytes)}, all of them together.'
+      )
       return
     most = _any_of(self.max_workers(4), self.max_workers(2))
     yield (
@@ -415,6 +421,7 @@ def plan(
       summed * specs.devices,
       {(axis,): across + _ring(summed, num_workers), **inside},
       told * owners * specs.devices,
+      written if told else None,
   )
 
 

@@ -295,6 +295,7 @@ def test_command_counts_the_largest_coefficients_of_updates(capsys):
                 '--exchange', 'all_to_all', '--update-values', 'topk128-sign'])
   text = capsys.readouterr().out
   assert 'receives   13.21 MB' in text and 'from 5 workers on' in text
+  assert "write updates as UpdateTopK(topk=128, values='sign')" in text
 
 
 @pytest.mark.parametrize('code', ['topk0-sign', 'topk8', 'topk8-ternary', 'int2'])

@@ -259,6 +259,13 @@ def test_a_run_must_find_its_coordinator():
       elastic.Run(address, build)
 
 
+def test_a_run_must_find_others(start):
+  made, _ = start(2, deadline=60)
+  run = elastic.Run(f'{LOCAL}:{made.port}', build, patience=0.3)
+  with pytest.raises(TimeoutError, match='waits for other processes, 0.3 s'):
+    run.__enter__()
+
+
 def test_a_run_must_come_before_devices(start):
   made, _ = start(1, deadline=60)
   jax.devices()
