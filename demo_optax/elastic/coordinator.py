@@ -108,8 +108,15 @@ class Coordinator:
 
   def serve(self) -> None:
     """Forms generations until all processes of one are done."""
+    last = time.monotonic()
     try:
       while not (self._finished and not self._members):
+        now = time.monotonic()
+        if now - last > self._deadline / 2:
+          # It was this process that stood still, not all others.
+          for member in self._members:
+            member.heard = now
+        last = now
         for key, _ in self._selector.select(0.1):
           if key.fileobj is self._listener:
             self._accept()

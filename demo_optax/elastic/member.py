@@ -48,7 +48,7 @@ class Member:
     self._attempts = 0
     self._socket: socket.socket | None = None
     self._services: set[int] = set()  # ports of JAX's services
-    self._leaving = threading.Lock()
+    self._leaving, self._sending = threading.Lock(), threading.Lock()
     self._clear()
 
   def _clear(self) -> None:
@@ -98,7 +98,8 @@ class Member:
     if connection is None:
       return
     try:
-      connection.sendall(json.dumps({'kind': kind, **about}).encode() + b'\n')
+      with self._sending:
+        connection.sendall(json.dumps({'kind': kind, **about}).encode() + b'\n')
     except OSError:
       self._hang_up(connection)
 

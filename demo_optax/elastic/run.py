@@ -189,9 +189,7 @@ class Run:
     """Goes on in the next generation, from `arrays` or those before them."""
     began = time.monotonic()
     kept = {self.step: transfer.take(arrays)}
-    about = transfer.about(
-        arrays, kept[self.step], self.workers.count
-    )
+    about = transfer.about(arrays, kept[self.step], self.workers.count)
     if self._previous is not None:
       kept[self.step - 1] = transfer.take(self._previous)
     del arrays
@@ -223,6 +221,9 @@ class Run:
       )
       if generation is None:
         continue
+      if kept is not None:
+        # What was computed with others is not to come back later.
+        kept = {generation['step']: kept[generation['step']]}
       member.enter()
       try:
         with agreement.given_up_when(lambda: member.ended):
