@@ -28,6 +28,7 @@ JAX_HEARTBEAT_SECONDS = 10**6
 # In which all processes of a generation must have found its service.
 REGISTER_SECONDS = 30
 _LONGEST_LINE = 2**20
+_KEPT = 3  # services of former generations
 
 
 @dataclasses.dataclass(eq=False)
@@ -43,6 +44,7 @@ class _Member:
   about: Any = None  # what newcomers must know of what it has
   asked: float = 0.0  # since when it is to become ready
   rank: int | None = None  # in the generation that runs, or ran last
+  is_steady: bool = False  # it has made a step in this generation
   is_done: bool = False
 
 
@@ -123,6 +125,7 @@ class Coordinator:
           else:
             self._read(key.data)
         self._leave_behind()
+        self._take_in()
         self._form()
     finally:
       self.close()
@@ -174,8 +177,8 @@ class Coordinator:
       self._changed = time.monotonic()
       for _, clients in self._services.values():
         clients.discard(member)
-      if member.rank is None and self._running:
-        self._end_generation(f'{member.name} comes')
+    elif kind == 'steady':
+      member.is_steady = True
     elif kind == 'failed':
       if self._running and member.rank is not None:
         self._end_generation(f'a step failed in {member.name}')
@@ -228,6 +231,21 @@ class Coordinator:
 
   # Generations ----------------------------------------------------------------
 
+  def _take_in(self) -> None:
+    """Ends the generation if somebody has come, once all of it train.
+
+    Before that some of them still meet or compile, and would do it twice.
+    """
+    if not self._running:
+      return
+    for member in self._members:
+      if member.rank is not None and not member.is_steady:
+        return
+    for member in self._members:
+      if member.rank is None and member.is_ready:
+        self._end_generation(f'{member.name} comes')
+        return
+
   def _end_generation(self, why: str) -> None:
     self._running = False
     _log.info('generation %d ends: %s', self._number, why)
@@ -274,11 +292,17 @@ class Coordinator:
     self._running = True
     for rank, member in enumerate(order):
       member.rank, member.is_ready = rank, False
+      member.is_steady = False
     for rank, member in enumerate(order):
       self._send(member, {**about, 'rank': rank})
 
   def _start_service(self, members: list[_Member]) -> int:
-    for number in [n for n, (_, left) in self._services.items() if not left]:
+    # Not at once: a client that has left may still listen for a moment.
+    over = [
+        number for number, (_, clients) in self._services.items()
+        if not clients and number < self._number - _KEPT
+    ]
+    for number in over:
       self._services.pop(number)[0].shutdown()
     with socket.create_server(('', 0)) as free:
       port = free.getsockname()[1]

@@ -171,6 +171,8 @@ class Run:
       member.leave()
     if failure is None:
       transfer.check_kept(before)
+      if self._previous is None:
+        member.tell('steady')
       self._previous = before
       self.step += 1
       self._tries = 0

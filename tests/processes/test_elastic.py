@@ -20,11 +20,11 @@ START = 240  # seconds in which all train, on a busy machine
 class Process:
   """A process, and the lines that it has written."""
 
-  def __init__(self, *command):
+  def __init__(self, *command, devices=1):
     env = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'}
     paths = [str(HERE.parent), env.get('PYTHONPATH', '')]
     env |= {'PYTHONPATH': os.pathsep.join(p for p in paths if p),
-            'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': '1'}
+            'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': str(devices)}
     self.process = subprocess.Popen(
         [sys.executable, *map(str, command)], env=env, text=True,
         errors='replace', stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -79,14 +79,14 @@ class Cluster(contextlib.ExitStack):
     port = re.search(r'listening on port (\d+)', self.coordinator.text).group(1)
     self.address = f'127.0.0.1:{port}'
 
-  def _start(self, *command):
-    process = Process(*command)
+  def _start(self, *command, **kwargs):
+    process = Process(*command, **kwargs)
     self.callback(process.end)
     return process
 
-  def worker(self, *orders, steps=60, kind='demo'):
+  def worker(self, *orders, steps=60, kind='demo', **kwargs):
     return self._start(
-        HERE / 'elastic_worker.py', self.address, steps, kind, *orders)
+        HERE / 'elastic_worker.py', self.address, steps, kind, *orders, **kwargs)
 
 
 def until(condition, seconds, *processes):
@@ -128,30 +128,35 @@ def check_survivor(process):
   assert len(generations) > 1
 
 
-@pytest.mark.parametrize('kind', [
-    'demo', *(pytest.param(kind, marks=pytest.mark.slow)
-              for kind in ('muon', 'local', 'owners', 'late'))])
-def test_processes_leave_and_come(kind):
-  """One is killed, one comes, one is stopped and wakes: same parameters."""
+@pytest.mark.parametrize('kind, each', [
+    ('demo', 1), *(pytest.param(kind, each, marks=pytest.mark.slow)
+                   for kind, each in (('muon', 1), ('local', 1), ('owners', 1),
+                                      ('late', 1), ('demo', 2), ('owners', 2)))])
+def test_processes_leave_and_come(kind, each):
+  """One is killed, one comes, one is stopped and wakes: same parameters.
+
+  With `each` workers in a process.
+  """
   with Cluster(3, '--deadline', 5) as cluster:
     begin = time.monotonic()
-    a, b, c = (cluster.worker('pause=.1', kind=kind, steps=150)
-               for _ in range(3))
-    until(trains(b, workers=3), START, a, b, c)
+    start = lambda: cluster.worker(
+        'pause=.1', kind=kind, steps=150, devices=each)
+    a, b, c = start(), start(), start()
+    until(trains(b, workers=3 * each), START, a, b, c)
     started = time.monotonic() - begin
     a.signal(signal.SIGKILL)
-    until(trains(b, workers=2), START, b, c)
-    d = cluster.worker('pause=.1', kind=kind, steps=150)
-    until(trains(b, workers=3), START, b, c, d)
+    until(trains(b, workers=2 * each), START, b, c)
+    d = start()
+    until(trains(b, workers=3 * each), START, b, c, d)
     assert d.last['step'] >= b.last['step'] - 2
     b.signal(signal.SIGSTOP)
-    until(trains(c, workers=2), START + started, c, d)
+    until(trains(c, workers=2 * each), START + started, c, d)
     b.signal(signal.SIGCONT)
-    until(trains(c, workers=3), START, c, d)
+    until(trains(c, workers=3 * each), START, c, d)
     check_end([b, c, d], cluster)
     for p in (c, d):
       check_survivor(p)
-    assert [r['workers'] for r in c.records if r.get('step')][-1] == 3
+    assert [r['workers'] for r in c.records if r.get('step')][-1] == 3 * each
     assert {r['generation'] for r in c.records if 'step' in r} == {1, 2, 3, 4, 5}
     assert 'silent' in cluster.coordinator.text
     assert c.records[-1]['loss'] < c.records[0].get('loss', 1.4)

@@ -80,6 +80,8 @@ def test_generations(start):
     assert (g['survivors'], g['step'], g['about']) == (0, None, None)
 
   c = peer()  # comes: nobody's step has to fail
+  a.say('steady')
+  b.say('steady')
   for x in (a, b):
     ended = x.hear()
     assert (ended['kind'], ended['lost']) == ('ended', False)
@@ -102,12 +104,23 @@ def test_generations(start):
   assert [g['rank'] for g in third] == [0, 1]
   assert {g['port'] for g in first + second + third} == {
       g['port'] for g in (first[0], second[0], third[0])}
-  # A service without clients is closed, and not before.
-  assert set(made._services) == {3}
+  assert set(made._services) == {1, 2, 3}
 
   b.say('done')
   c.say('done')
   assert [b.hear(), c.hear()] == [{'kind': 'finished'}] * 2
+
+
+def test_services_without_clients_are_closed(start):
+  made, peer = start(1, deadline=60)
+  a = peer()
+  for number in range(1, 8):
+    assert a.hear()['number'] == number
+    a.say('failed')
+    assert a.hear()['kind'] == 'ended'
+    a.ready(number)
+  assert a.hear()['number'] == 8
+  assert set(made._services) == {5, 6, 7, 8}
 
 
 def test_a_step_that_failed_among_the_same_processes(start):
