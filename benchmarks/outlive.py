@@ -157,11 +157,13 @@ def report(
     logs: list[pathlib.Path],
 ) -> dict[str, Any]:
   everyones = [records(log) for log in logs]
-  params: dict[int, set[int]] = {}
+  # Of one generation: a step that was undone is made again by others.
+  params: dict[tuple[int, int], set[int]] = {}
   for own in everyones:
     for r in own:
       if 'params' in r:
-        params.setdefault(r['step'], set()).add(r['params'])
+        at = r['generation'], r['step']
+        params.setdefault(at, set()).add(r['params'])
   # A survivor of all: when each step was made first.
   killed = {kill['process'] for kill in kills}
   survivor = next(

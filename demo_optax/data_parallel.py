@@ -685,7 +685,8 @@ class _Call:
     rows = _rows(step, arguments, names, roles, leaves)
     return _Call(
         arguments,
-        opened,
+        # It is kept: the arrays of this one call are not.
+        dataclasses.replace(opened, leaves=[]),
         names,
         keys,
         roles,

@@ -118,7 +118,7 @@ def main(address, steps, kind, *orders):
         if str(run.step) == orders.get('die'):
           die()
         loss = float(run.train_step(*run.state, batch))
-      say(at=run.step, **digests(run.state))
+      say(at=run.step, generation=run.generation, **digests(run.state))
       if float(orders.get('pause', 0)):
         time.sleep(float(orders['pause']))
   found = demo_optax.check_replicas(nnx.state(run.state[0]), run.workers)

@@ -1,7 +1,9 @@
 """One worker's step, run for all workers: data_parallel."""
 
 import functools
+import gc
 import re
+import weakref
 
 import flax
 import flax.linen as nn
@@ -941,3 +943,24 @@ def test_states_must_be_equal_in_whatever_they_are_returned(form):
       carry_step((params, opt_state), x)
     else:
       step(params, opt_state, x)
+
+
+def test_arrays_of_the_first_call_are_not_kept():
+  """They would be a second copy of all that is trained."""
+  workers = demo_optax.Workers.simulated(2)
+  model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+  optimizer = nnx.Optimizer(
+      model, demo_optax.demo(1e-2, workers=workers), wrt=nnx.Param)
+
+  @demo_optax.data_parallel(workers)
+  def step(model, optimizer, x):
+    loss, grads = nnx.value_and_grad(lambda m: (m(x) ** 2).mean())(model)
+    optimizer.update(model, grads)
+    return loss
+
+  first = [weakref.ref(x) for x in jax.tree.leaves(nnx.state(model))]
+  assert first
+  for _ in range(2):
+    step(model, optimizer, jnp.ones((4, 4)))
+  gc.collect()
+  assert [ref() for ref in first] == [None] * len(first)
