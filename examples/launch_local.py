@@ -42,6 +42,7 @@ import flags
 
 _PR_SET_PDEATHSIG = 1
 _ENDING = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+_TOLD_TO_END = [128 + number for number in _ENDING]
 _BROKEN_PIPE = 128 + signal.SIGPIPE
 
 
@@ -122,7 +123,9 @@ def run(args: argparse.Namespace) -> int:
     hurry = threading.Event()
     ending = {name: signal.signal(name, signal.SIG_IGN) for name in _ENDING}
     signal.signal(signal.SIGINT, lambda *_: hurry.set())
-    end(processes, args.grace, hurry)
+    # The coordinator ends with its run; before that nobody could be saved.
+    end(processes[args.elastic :], args.grace, hurry)
+    end(processes[: args.elastic], 0, hurry)
     for reader in readers:
       reader.join(timeout=min(args.grace, 5))
     if programs:
@@ -260,6 +263,8 @@ def wait_elastic(
         status = code if code > 0 else 128 - code
         tell(f'process of pid {worker.pid} ended with status {status}')
         failed.add(worker)
+        if coordinator.poll() == 0 or status in _TOLD_TO_END:
+          continue  # the run is over
         if replacements:
           replacements -= 1
           replace(number)

@@ -89,6 +89,7 @@ class Coordinator:
           f'deadline={deadline} and patience={patience} must be positive.'
       )
     self._wanted, self._min = num_workers, min_workers
+    self._host = host or '[::]'
     self._deadline, self._patience = deadline, patience
     self._members: list[_Member] = []
     self._number = 0  # of the generation
@@ -171,23 +172,39 @@ class Coordinator:
   def _hear(self, member: _Member, said: dict[str, Any]) -> None:
     kind = said['kind']
     if kind == 'ready':
-      member.name = str(said['name'])
-      member.step, member.about = said['step'], said['about']
+      step, rank = said['step'], said.get('rank')
+      if not isinstance(step, int | None) or not isinstance(rank, int | None):
+        raise TypeError('steps and ranks are integers')
+      member.name, member.about = str(said['name']), said['about']
+      # Who comes back has what it had, unless others have gone on meanwhile.
+      kept = member.rank is not None or (
+          said.get('generation') == self._number and not self._running
+      )
+      member.step = step if kept else None
+      if kept and member.rank is None:
+        member.rank = rank
       member.is_ready = True
+      if self._finished:
+        self._send(member, {'kind': 'finished'})
       self._changed = time.monotonic()
       for _, clients in self._services.values():
         clients.discard(member)
     elif kind == 'steady':
       member.is_steady = True
     elif kind == 'failed':
-      if self._running and member.rank is not None:
-        self._end_generation(f'a step failed in {member.name}')
-    elif kind == 'done':
+      if member.rank is not None:
+        self._end_generation(f'a step failed in {member.name}', lost=True)
+    elif kind == 'done' and member.rank is not None:
       member.is_done = True
-      current = [m for m in self._members if m.rank is not None]
-      if all(m.is_done for m in current):
-        self._finished = True
-        for m in current:
+      self._finish()
+
+  def _finish(self) -> None:
+    """Ends the run when all of a generation are done."""
+    current = [m for m in self._members if m.rank is not None]
+    if current and all(m.is_done for m in current):
+      self._finished = True
+      for m in list(self._members):
+        if m.is_done or m.is_ready:
           self._send(m, {'kind': 'finished'})
 
   def _send(self, member: _Member, message: dict[str, Any]) -> None:
@@ -213,8 +230,8 @@ class Coordinator:
     if member.rank is None or member.is_done:
       return
     _log.info('%s is lost: %s', member.name, why)
-    if self._running:
-      self._end_generation(f'{member.name} is lost')
+    self._end_generation(f'{member.name} is lost', lost=True)
+    self._finish()
 
   def _leave_behind(self) -> None:
     now = time.monotonic()
@@ -243,17 +260,24 @@ class Coordinator:
         return
     for member in self._members:
       if member.rank is None and member.is_ready:
-        self._end_generation(f'{member.name} comes')
+        self._end_generation(f'{member.name} comes', lost=False)
         return
 
-  def _end_generation(self, why: str) -> None:
-    self._running = False
-    _log.info('generation %d ends: %s', self._number, why)
+  def _end_generation(self, why: str, *, lost: bool) -> None:
+    """Tells all of the generation that it is over.
+
+    Once more if it was over because somebody came, and is now lost: then a step
+    that is under way has no end of its own.
+    """
+    if self._running:
+      _log.info('generation %d ends: %s', self._number, why)
     for member in list(self._members):
-      if member.rank is not None:
+      if member.rank is None or member.is_ready or member.is_done:
+        continue
+      if self._running:
         member.asked = time.monotonic()
-        lost = not why.endswith('comes')
-        self._send(member, {'kind': 'ended', 'why': why, 'lost': lost})
+      self._send(member, {'kind': 'ended', 'why': why, 'lost': lost})
+    self._running = False
 
   def _form(self) -> None:
     """Begins a generation, if all that shall be in it are ready."""
@@ -294,7 +318,9 @@ class Coordinator:
       member.rank, member.is_ready = rank, False
       member.is_steady = False
     for rank, member in enumerate(order):
-      self._send(member, {**about, 'rank': rank})
+      self._send(
+          member, {**about, 'rank': rank, 'is_new': rank >= len(survivors)}
+      )
 
   def _start_service(self, members: list[_Member]) -> int:
     # Not at once: a client that has left may still listen for a moment.
@@ -304,10 +330,11 @@ class Coordinator:
     ]
     for number in over:
       self._services.pop(number)[0].shutdown()
-    with socket.create_server(('', 0)) as free:
+    with socket.create_server((self._host.strip('[]:'), 0)) as free:
       port = free.getsockname()[1]
     service = _jax.get_distributed_runtime_service(
-        f'[::]:{port}', len(members), heartbeat_timeout=JAX_HEARTBEAT_SECONDS,
+        f'{self._host}:{port}', len(members),
+        heartbeat_timeout=JAX_HEARTBEAT_SECONDS,
         cluster_register_timeout=REGISTER_SECONDS, shutdown_timeout=5,
         recoverable=True,
     )

@@ -48,6 +48,7 @@ class Member:
     self._attempts = 0
     self._socket: socket.socket | None = None
     self._services: set[int] = set()  # ports of JAX's services
+    self._others: set[str] = set()  # sockets that were there before
     self._leaving, self._sending = threading.Lock(), threading.Lock()
     self._clear()
 
@@ -149,22 +150,27 @@ class Member:
       threading.Thread(target=self._cut_when_stuck, daemon=True).start()
 
   def wait_for_generation(
-      self, step: int | None, about: Any
+      self, step: int | None, about: Any, rank: int = 0, generation: int = 0
   ) -> dict[str, Any] | None:
     """Says which step it can go on from; returns the next generation.
+
+    What it has is of `rank` in `generation`.
 
     None if the coordinator has hung up in between: it takes this process for
     lost, or is lost itself.
 
     Raises:
       TimeoutError: there were too few processes for too long.
+      RuntimeError: the others are done.
     """
     with self._changed:
       self._offer = None
-    self.tell('ready', step=step, about=about, name=name())
+    self.tell('ready', step=step, about=about, name=name(), rank=rank,
+              generation=generation)
     with self._changed:
       if not self._changed.wait_for(
-          lambda: self._offer is not None or self._socket is None,
+          lambda: self._offer is not None or self._socket is None
+          or self._finished,
           self._patience,
       ):
         raise TimeoutError(
@@ -172,6 +178,8 @@ class Member:
             ' by now: start more, or a coordinator with a smaller --min-workers'
             ' (at the beginning, --workers).'
         )
+      if self._finished:
+        raise RuntimeError('The run is over: its processes are done.')
       return self._offer if self._socket is not None else None
 
   def finish(self) -> None:
@@ -188,6 +196,14 @@ class Member:
       connection, self._socket = self._socket, None
     if connection is not None:
       connection.close()
+
+  def hang_up(self) -> None:
+    """Lets the others go on without this process."""
+    connection = self._socket
+    if connection is not None:
+      self._hang_up(connection)
+    self.cut()
+    self._leave_service()
 
   # Steps ----------------------------------------------------------------------
 
@@ -233,6 +249,7 @@ class Member:
       )
     host, port = self._address[0], generation['port']
     self._services.add(port)
+    self._others = set(_sockets().values())
     # Not by jax.distributed.initialize: process 0 would hold the service, and
     # a process that does not come would end all others.
     client = _jax.get_distributed_runtime_client(
@@ -255,6 +272,7 @@ class Member:
     state = distributed.global_state
     self._leave_service()
     state.process_id, state.num_processes = 0, 1
+    _forget('demo_optax.')  # what is kept by mesh
     backend.clear_backends()
     gc.collect()
 
@@ -271,21 +289,16 @@ class Member:
   def cut(self) -> None:
     """Ends the connections of the backend to other processes.
 
-    They are what of this process's connections neither belongs to Python nor
-    leads to a service of JAX's.
+    They are what of this process's connections was opened since it joined the
+    generation, does not belong to Python, and does not lead to a service of
+    JAX's. A library in C++ that opens connections of its own meanwhile loses
+    those, too, and has to open them again.
     """
-    if not os.path.isdir('/proc/self/fd'):
-      return
-    own = {
-        x.fileno() for x in gc.get_objects() if isinstance(x, socket.socket)
-    }
-    for entry in os.listdir('/proc/self/fd'):
-      number = int(entry)
+    connections = _sockets()
+    for number, inode in connections.items():
+      if inode in self._others:
+        continue
       try:
-        if number in own or not os.readlink(
-            f'/proc/self/fd/{number}'
-        ).startswith('socket:'):
-          continue
         with socket.socket(fileno=os.dup(number)) as connection:
           if (
               connection.type == socket.SOCK_STREAM
@@ -295,6 +308,22 @@ class Member:
             connection.shutdown(socket.SHUT_RDWR)
       except OSError:
         continue
+
+
+def _sockets() -> dict[int, str]:
+  """Returns the sockets of this process that Python does not hold."""
+  own = set()
+  for x in gc.get_objects():
+    if issubclass(type(x), socket.socket):  # a dead proxy has no class to ask
+      own.add(x.fileno())
+  found = {}
+  with contextlib.suppress(OSError):
+    for entry in os.listdir('/proc/self/fd'):
+      with contextlib.suppress(OSError):
+        link = os.readlink(f'/proc/self/fd/{entry}')
+        if link.startswith('socket:') and int(entry) not in own:
+          found[int(entry)] = link
+  return found
 
 
 def _renew_orbax() -> None:
@@ -307,14 +336,19 @@ def _renew_orbax() -> None:
     from orbax.checkpoint._src.futures import synchronization
   except ImportError:
     return
-  for cached in gc.get_objects():
-    if isinstance(cached, functools._lru_cache_wrapper) and str(
-        getattr(cached, '__module__', '')
-    ).startswith('orbax.'):
-      cached.cache_clear()
+  _forget('orbax.')
   numbers = synchronization.OperationIdGenerator
   numbers._operation_id_counter = itertools.count()
   numbers._operation_id = next(numbers._operation_id_counter)
+
+
+def _forget(package: str) -> None:
+  """Clears the caches of a package's functions."""
+  for cached in gc.get_objects():
+    if issubclass(type(cached), functools._lru_cache_wrapper) and str(
+        getattr(cached, '__module__', '')
+    ).startswith(package):
+      cached.cache_clear()
 
 
 def is_lost_peer(error: BaseException | None) -> bool:

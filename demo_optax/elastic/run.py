@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from demo_optax import agreement
+from demo_optax import accumulation, agreement
 from demo_optax.elastic import transfer
 from demo_optax.elastic.member import Member, is_lost_peer
 from demo_optax.workers import Workers
@@ -105,6 +105,8 @@ class Run:
     self._previous: Any = None  # the arrays before the last step
     self._tries = 0  # of a step, among the same processes
     self._processes = 0
+    self._generation_of = 0  # of how many processes the last attempt was
+    self._rank = 0
     self.step = 0
     self.generation = 0
     self.train_step: Callable[..., Any]
@@ -123,9 +125,13 @@ class Run:
 
   def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
     self._is_open = False
+    if self._member is None:
+      return
     # The devices stay: what was trained is still to be read.
-    if error is None and self._member is not None:
+    if error is None:
       self._member.finish()
+    else:
+      self._member.hang_up()
 
   @contextlib.contextmanager
   def one_step(self) -> Iterator[None]:
@@ -152,10 +158,12 @@ class Run:
       self._is_inside = False
 
   def _attempt(self, member: Member) -> Iterator[None]:
-    while member.ended:
-      self._regroup(member, transfer.arrays_of(self.state))
-    before = transfer.arrays_of(self.state)
     member.enter()
+    while member.ended:
+      member.leave()
+      self._regroup(member, transfer.arrays_of(self.state))
+      member.enter()
+    before = transfer.arrays_of(self.state)
     failure: BaseException | None = None
     try:
       with agreement.given_up_when(lambda: member.ended):
@@ -181,7 +189,7 @@ class Run:
     self._tries += 1
     if self._tries > _TRIES:
       raise failure
-    _log.info('step %d is undone: %s', self.step, _first_line(failure))
+    _log.warning('step %d is undone: %s', self.step, _first_line(failure))
     failure = None  # its frames hold arrays
     self._regroup(member, before)
 
@@ -213,28 +221,44 @@ class Run:
       about: Any = None,
   ) -> None:
     """Waits for a generation, and builds what it trains."""
+    failures = 0
     while True:
       if not member.is_connected:
-        # It was taken for lost: others have gone on, and it is new to them.
-        kept, about = None, None
-        member.connect()
+        member.connect()  # it was taken for lost
       generation = member.wait_for_generation(
-          None if kept is None else max(kept), about
+          None if kept is None else max(kept), about, self._rank,
+          self.generation,
       )
       if generation is None:
         continue
-      if kept is not None:
+      self._rank, step = generation['rank'], generation['step']
+      if generation['is_new']:
+        kept, about = None, None
+      elif kept is not None and step not in kept:
+        raise RuntimeError(
+            f'This process is at step {max(kept)}, and others at {step}: they'
+            ' drift apart where nothing of a step is read and nothing crosses'
+            ' in it. Read the loss, or something else that all contribute to,'
+            ' in every step.'
+        )
+      elif kept is not None:
         # What was computed with others is not to come back later.
-        kept = {generation['step']: kept[generation['step']]}
+        kept = {step: kept[step]}
+      failures += 1
+      if self._generation_of != generation['processes']:
+        self._generation_of, failures = generation['processes'], 0
       member.enter()
       try:
         with agreement.given_up_when(lambda: member.ended):
           self._join(member, generation, kept)
         return
       except Exception as error:
-        if not (member.ended or is_lost_peer(error)):
+        if failures >= _TRIES or not (member.ended or is_lost_peer(error)):
           raise
-        _log.info('it did not come about: %s', _first_line(error))
+        _log.warning(
+            'generation %d did not come about: %s', generation['number'],
+            _first_line(error),
+        )
       finally:
         member.leave()
       member.tell('failed')
@@ -252,7 +276,11 @@ class Run:
     self.workers = self._make_workers()
     rows = transfer.own_rows(self.workers)
     transfer.connect()
-    self.train_step, self.state = self._build(self.workers)
+    self.train_step, state = self._build(self.workers)
+    # As `data_parallel` would do before the first step.
+    self.state, _ = accumulation.stack(
+        state, transfer.objects_in(state), self.workers
+    )
     self.generation = generation['number']
     if not generation['survivors']:
       self.step = 0

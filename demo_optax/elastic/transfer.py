@@ -51,6 +51,12 @@ def arrays_of(state: Any) -> Any:
   return jax.tree.map(arrays, state, is_leaf=is_object)
 
 
+def objects_in(state: Any) -> list[Any]:
+  """Returns the NNX objects of a state."""
+  leaves = jax.tree.leaves(state, is_leaf=is_object)
+  return [x for x in leaves if is_object(x)]
+
+
 def with_arrays(state: Any, arrays: Any) -> Any:
   """Returns the state with these arrays, which NNX objects take over."""
 
@@ -90,7 +96,7 @@ def take(arrays: Any) -> Local:
   values = []
   for path, x in leaves_of(arrays):
     if not isinstance(x, jax.Array):
-      values.append(x)
+      values.append(_canonical(x) if _is_value(x) else x)
       continue
     stacked = specs.is_stacked(specs.path_keys(path))
     value, own = _to_host(path, x, stacked)
@@ -98,6 +104,16 @@ def take(arrays: Any) -> Local:
     if stacked:
       rows.update(own)
   return Local(values, sorted(rows))
+
+
+def _is_value(x: Any) -> bool:
+  """Returns whether a leaf is trained: also numbers, and NumPy's arrays."""
+  return isinstance(x, jax.Array | np.ndarray | np.generic | int | float)
+
+
+def _canonical(x: Any) -> np.ndarray:
+  """Returns a number or NumPy array in the dtype that JAX gives it."""
+  return np.array(x, jax.dtypes.canonicalize_dtype(jnp.result_type(x)))
 
 
 def _to_host(
@@ -164,9 +180,15 @@ def put(
 def _own(flat: Any, local: Local, fresh: list[Any]) -> list[Any]:
   """Returns what this process goes on from."""
   values = []
-  for (path, x), old, new in zip(flat, local.values, fresh, strict=True):
+  if len(local.values) != len(fresh):
+    raise ValueError(
+        f'The state had {len(local.values)} leaves, and `build` makes'
+        f' {len(fresh)}: it must build the same state for every number of'
+        ' workers, and a step must not change its structure.'
+    )
+  for (path, x), old, new in zip(flat, local.values, fresh):
     keys = specs.path_keys(path)
-    if not isinstance(x, jax.Array) or is_owned(keys) or keys[-1] == TO_OWNERS:
+    if not _is_value(x) or is_owned(keys) or keys[-1] == TO_OWNERS:
       # What is in flight to owners of chunks was cut for the former ones.
       values.append(new)
       continue
@@ -188,9 +210,8 @@ def _from_survivor(
   told: list[Any] = []  # of each leaf: what newcomers receive, or None
   for (path, x), value in zip(flat, values):
     keys = specs.path_keys(path)
-    if not isinstance(x, jax.Array) or is_momentum(keys) or is_owned(keys) or (
-        keys[-1] == TO_OWNERS
-    ):
+    own = is_momentum(keys) or is_owned(keys) or 'in_flight' in keys
+    if not _is_value(x) or own:
       told.append(None)
     else:
       told.append(value[:1] if specs.is_stacked(keys) else value)

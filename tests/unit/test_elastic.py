@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
-from demo_optax import elastic
+from demo_optax import accumulation, elastic
 from demo_optax.elastic import __main__ as command
 from demo_optax.elastic import member, transfer
 
@@ -150,6 +150,65 @@ def test_who_is_silent_is_left_behind(start):
   assert b.hear() is None  # hung up
 
 
+def test_a_loss_while_one_comes(start):
+  """Others that still wait in a step hear that it has no end."""
+  _, peer = start(2, deadline=60)
+  a, b = peer(), peer()
+  a.hear(), b.hear()
+  a.say('steady'), b.say('steady')
+  c = peer()
+  assert [x.hear()['lost'] for x in (a, b)] == [False, False]
+  b.close()
+  assert a.hear()['lost'] is True
+  a.ready(3)
+  assert [x.hear()['processes'] for x in (a, c)] == [2, 2]
+
+
+def test_all_who_are_left_are_done(start):
+  made, peer = start(2, deadline=60)
+  a, b = peer(), peer()
+  a.hear(), b.hear()
+  a.say('done')
+  b.close()
+  heard = a.hear()
+  if heard['kind'] == 'ended':  # it was the first of the two
+    heard = a.hear()
+  assert heard == {'kind': 'finished'}
+  late = peer()
+  assert late.hear() == {'kind': 'finished'}
+  a.close(), late.close()
+
+
+def test_who_comes_back_has_what_it_had(start):
+  """Unless others have gone on without it."""
+  _, peer = start(2, deadline=60, min_workers=2)
+  a, b = peer(), peer()
+  a.hear(), b.hear()
+  a.close(), b.close()
+  again = [peer(ready=False), peer(ready=False)]
+  for rank, x in enumerate(again):
+    x.say('ready', step=9, about={}, name='x', rank=rank, generation=1)
+  found = [x.hear() for x in again]
+  assert [(g['number'], g['step'], g['is_new']) for g in found] == [
+      (2, 9, False)] * 2
+
+
+def test_others_have_gone_on_without_it(start):
+  _, peer = start(2, deadline=60)
+  a, b = peer(), peer()
+  a.hear(), b.hear()
+  b.close()
+  assert a.hear()['kind'] == 'ended'
+  a.ready(12)
+  assert a.hear()['number'] == 2
+  a.say('steady')
+  b = peer(ready=False)
+  b.say('ready', step=12, about={}, name='x', rank=1, generation=1)
+  assert a.hear()['kind'] == 'ended'
+  a.ready(13)
+  assert (a.hear()['step'], b.hear()['is_new']) == (13, True)
+
+
 def test_too_few_wait_for_others(start):
   _, peer = start(3, deadline=60, min_workers=2)
   a, b, c = peer(), peer(), peer()
@@ -167,7 +226,8 @@ def test_too_few_wait_for_others(start):
 
 
 @pytest.mark.parametrize('line', [
-    b'what\n', b'[]\n', b'{"kind": "ready"}\n', b'{}\n', b'\xff\n'])
+    b'what\n', b'[]\n', b'{"kind": "ready"}\n', b'{}\n', b'\xff\n',
+    b'{"kind": "ready", "step": "7", "about": 0, "name": ""}\n'])
 def test_nonsense_is_not_listened_to(start, line):
   _, peer = start(1, deadline=60)
   stranger = peer(ready=False)
@@ -353,6 +413,37 @@ def test_keys_scalars_and_empty_arrays_come_back():
   assert back['text'] == 'x' and back['count'] == 4 and back['flag']
   np.testing.assert_array_equal(
       jax.random.key_data(back['key']), jax.random.key_data(tree['key']))
+
+
+def test_numbers_and_numpy_arrays_are_trained_too():
+  """As in a TrainState, whose step is a number until the first step."""
+  built = {'w': np.zeros((2, 2)), 'step': 0, 'rate': 0.5, 'name': 'x'}
+  trained = {'w': jnp.full((2, 2), 7.0), 'step': jnp.int32(500), 'rate': 0.25,
+             'name': 'x'}
+  back = transfer.put(
+      built, transfer.take(trained), {**GENERATION, 'about': {}}, [0])
+  assert (back['w'] == 7).all() and back['step'] == 500
+  assert back['rate'] == 0.25 and back['name'] == 'x'
+
+
+def test_accumulated_gradients_move(state):
+  workers, _ = state
+  params = {'w': jnp.ones((8, 8))}
+  tx = optax.MultiSteps(demo_optax.demo(1e-2, workers=workers), 4)
+
+  @demo_optax.data_parallel(workers)
+  def step(params, opt_state, x):
+    grads = jax.grad(lambda p: ((x @ p['w']) ** 2).mean())(params)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+  with jax.numpy_dtype_promotion('standard'):
+    trained = step(params, tx.init(params), jnp.ones((8, 8)))
+  local = transfer.take(trained)
+  fresh, _ = accumulation.stack(
+      (params, tx.init(params)), [], workers)
+  back = transfer.put(fresh, local, {**GENERATION, 'about': {}}, local.rows)
+  jax.tree.map(np.testing.assert_array_equal, back, trained)
 
 
 def test_newcomers_receive_what_survivors_have(state, monkeypatch):
