@@ -153,7 +153,8 @@ def test_processes_leave_and_come(kind, each):
     until(trains(b, workers=2 * each), START, b, c)
     d = start()
     until(trains(b, workers=3 * each), START, b, c, d)
-    assert d.last['step'] >= b.last['step'] - 2
+    until(trains(d, workers=3 * each), START, b, c, d)
+    assert d.records[0]['step'] > 0  # not from the beginning
     b.signal(signal.SIGSTOP)
     until(trains(c, workers=2 * each), START + started, c, d)
     b.signal(signal.SIGCONT)
@@ -199,4 +200,5 @@ def test_without_a_coordinator_all_end():
     cluster.coordinator.signal(signal.SIGKILL)
     for p in (a, b):
       assert p.wait(60) not in (0, None)
-      assert 'The coordinator' in p.text and 'has hung up' in p.text
+      # Whichever of the two connections is missed first.
+      assert re.search('has hung up on|coordination service', p.text), p.text
