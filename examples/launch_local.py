@@ -16,11 +16,11 @@ in its place, which joins them; the command takes part in an elastic run at the
 address in DEMO_OPTAX_COORDINATOR:
 
     python examples/launch_local.py -n 4 --elastic -- \
-        python examples/train_lm.py --resume auto
+        python examples/train_lm.py
 
 As often as there are processes one is replaced; then they become fewer. Should
-all end, or the coordinator, the command is started again as a whole once, and
-goes on from its checkpoints.
+all end, or the coordinator, the command is started again as a whole once, with
+DEMO_OPTAX_RESUME=auto: it is to go on from its checkpoints.
 """
 
 import argparse
@@ -80,8 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
   for name in _ENDING:
     signal.signal(name, lambda number, _: sys.exit(128 + number))
   code = run(args)
-  if args.elastic and code and not _is_unheard():
+  again = args.elastic and code and code not in _TOLD_TO_END
+  if again and not _is_unheard():
     tell(f'all have ended, with status {code}: starting again')
+    os.environ['DEMO_OPTAX_RESUME'] = 'auto'
     code = run(args)
   if _is_unheard():  # nor is Python to try and write what it still has
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -18,6 +18,7 @@ saved; a second Ctrl-C ends a process at once.
 
 import argparse
 import dataclasses
+import os
 import pathlib
 import shutil
 import signal
@@ -75,6 +76,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
   add('--check-every', type=flags.whole(1), default=200,
       help='steps between comparisons of all copies of the parameters')
   add('--resume', nargs='?', const='must', choices=['must', 'auto'],
+      default=os.environ.get('DEMO_OPTAX_RESUME'),
       help='from the last checkpoint; auto: if there is one')
   add('--overwrite', action='store_true',
       help='start anew, and remove the checkpoints of the run before')
