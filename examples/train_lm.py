@@ -17,6 +17,7 @@ saved; a second Ctrl-C ends a process at once.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -343,17 +344,16 @@ def train(
 
   if not args.resume and not args.elastic:
     remove_former(folder / 'checkpoints', args.overwrite)
-  with elastic.Run(
-      args.elastic, build, begin=begin,
-      make_workers=None if args.elastic else (
-          lambda: make_workers(args.workers)
-      ),
+  workers_of = None if args.elastic else lambda: make_workers(args.workers)
+  with contextlib.ExitStack() as files, elastic.Run(
+      args.elastic, build, begin=begin, make_workers=workers_of
   ) as run:
     bar = progress(start, args.steps, name)
     while run.step < args.steps and not stopped:
       with run.one_step():
         if session.log is None:
-          session.log = open_log(run)
+          files.close()  # of the processes before
+          session.log = files.enter_context(open_log(run))
         step, cost, checkpoints = run.step, session.cost, session.checkpoints
         if stopped := stop.after(step):
           if step > start and step not in checkpoints.steps:
@@ -384,8 +384,6 @@ def train(
         records[done] = record
         session.log.write(record)
         show(bar, record, cost)
-  if session.log is not None:
-    session.log.close()
   if stopped:
     by = signal.Signals(stopped).name
     say(f'Stopped by {by} after step {step}, which is saved: go on with'
