@@ -168,11 +168,14 @@ def train(
   folder = pathlib.Path(args.out) / run.name.replace(' ', '-')
   about = {'config': vars(args), 'memory': memory}
   with metrics.Metrics(folder, about) as log:
-    for step in train_lm.progress(range(args.steps), run.name):
+    bar = train_lm.progress(0, args.steps, run.name)
+    for step in range(args.steps):
       if number := stop.after(step):
         print(f'Stopped by {signal.Signals(number).name} after step {step}.')
         raise SystemExit(128 + number)
       losses.append(float(train_step(run.model, run.optimizer, batch_of(step))))
+      if bar is not None:
+        bar.update()
       record = {'step': step + 1, 'loss': losses[-1]}
       if args.optimizer != 'adamw':
         record |= metrics.about_exchange(run.optimizer)
