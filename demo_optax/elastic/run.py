@@ -104,8 +104,7 @@ class Run:
     self._is_open = False
     self._previous: Any = None  # the arrays before the last step
     self._tries = 0  # of a step, among the same processes
-    self._processes = 0
-    self._generation_of = 0  # of how many processes the last attempt was
+    self._processes = 0  # of the last generation that was offered
     self._rank = 0
     self.step = 0
     self.generation = 0
@@ -244,9 +243,10 @@ class Run:
       elif kept is not None:
         # What was computed with others is not to come back later.
         kept = {step: kept[step]}
-      failures += 1
-      if self._generation_of != generation['processes']:
-        self._generation_of, failures = generation['processes'], 0
+      before, self._processes = self._processes, generation['processes']
+      failures = failures + 1 if before == self._processes else 0
+      if not generation['survivors'] == before == self._processes:
+        self._tries = 0  # the processes are others
       member.enter()
       try:
         with agreement.given_up_when(lambda: member.ended):
@@ -270,9 +270,6 @@ class Run:
   ) -> None:
     local = None if kept is None else kept[generation['step']]
     member.join_generation(generation)
-    before, self._processes = self._processes, generation['processes']
-    if not generation['survivors'] == before == self._processes:
-      self._tries = 0  # the processes are others
     self.workers = self._make_workers()
     rows = transfer.own_rows(self.workers)
     transfer.connect()
