@@ -185,21 +185,24 @@ def timed(args: argparse.Namespace, rows: dict[Any, Any]) -> dict[str, Any]:
       f'\n{args.tree}: {size:,} parameters, k = {TOPK} {VALUES}; {args.rounds}'
       f' rounds, load {load:.1f} to {os.getloadavg()[0]:.1f}\n\n'
       '| exchange | N | ms, median | ms, least | of all_to_all at N ='
-      f' {args.workers[0]}: median (least of both) | of all_gather |\n'
-      '|---|---|---|---|---|---|'
+      f' {args.workers[0]}: median (least of both) | of all_gather |'
+      ' of published |\n|---|---|---|---|---|---|---|'
   )
   found = []
   for (exchange, count), own in seconds.items():
     gathered = seconds.get(('all_gather', count))
+    published = seconds.get(('published', 1))
     print(
         f'| {exchange} | {count} | {1e3 * statistics.median(own):.0f} |'
         f' {1e3 * min(own):.0f} | {ratio(own, base):.2f}'
         f' ({min(own) / min(base):.2f}) |'
         f' {f"{ratio(own, gathered):.3f}" if gathered else ""} |'
+        f' {f"{ratio(own, published):.3f}" if published else ""} |'
     )
     found.append({
         'exchange': exchange, 'workers': count,
         'median': statistics.median(own), 'least': min(own),
+        **({'of_published': ratio(own, published)} if published else {}),
     })
   return {
       'tree': args.tree, 'parameters': size, 'rounds': args.rounds,
@@ -293,6 +296,8 @@ def whole_steps(args: argparse.Namespace) -> dict[str, Any]:
   rows: dict[Any, Any] = {
       ('all_gather', 1): step_lib.Row(step_lib.TREES[args.tree], alone)
   }
+  if args.reference:
+    rows['published', 1] = step_lib.make(args.tree, 'published', args.reference)
   return timed(args, rows | {
       (exchange, count): WholeStep(args.tree, exchange, count)
       for exchange in ('all_gather', 'all_to_all') for count in args.workers
@@ -533,6 +538,7 @@ def parse() -> argparse.Namespace:
   add('--workers', type=int, nargs='+', default=[4, 16, 64])
   add('--most', type=int, default=64, help='workers with an all-gather')
   add('--rounds', type=int, default=9)
+  add('--reference', type=pathlib.Path, help='the published demo.py')
   add('--out', type=pathlib.Path, help='where times are added to')
   results = ROOT / 'benchmarks/results'
   add('--merging', type=pathlib.Path, default=results / 'owners.json')

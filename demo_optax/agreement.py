@@ -45,6 +45,18 @@ _is_over: contextvars.ContextVar[Callable[[], str]] = contextvars.ContextVar(
 )
 
 
+class DisagreementError(ValueError):
+  """Processes were started with different things.
+
+  Attributes:
+    processes: those that have something else than process 0.
+  """
+
+  def __init__(self, message: str, processes: Sequence[int]):
+    super().__init__(message)
+    self.processes = tuple(processes)
+
+
 @contextlib.contextmanager
 def given_up_when(is_over: Callable[[], str]) -> Iterator[None]:
   """Gives up waiting for another process as soon as `is_over` says why."""
@@ -95,7 +107,8 @@ def check(workers: Workers, described: Mapping[str, str]) -> None:
     described: what must be equal, by name.
 
   Raises:
-    ValueError: they differ. All processes raise it, each with what it has.
+    DisagreementError: they differ. All raise it, each with what it has.
+    ValueError: a process has not come, or compares other things.
   """
   if workers.mesh is None:
     return
@@ -140,11 +153,12 @@ def check(workers: Workers, described: Mapping[str, str]) -> None:
       name for name in described
       if any(found[name] != first[name] for found in everyones)
   ]
-  raise ValueError(
+  raise DisagreementError(
       f'Processes {others} were started with something else than process 0:'
       f' different are {", ".join(names)}. All need the same, or they cannot'
       f' read each other. Process {jax.process_index()} has'
-      f' {"; ".join(f"{name}: {described[name]}" for name in names)}.'
+      f' {"; ".join(f"{name}: {described[name]}" for name in names)}.',
+      others,
   )
 
 
@@ -152,14 +166,17 @@ def _value_of(client: Any, key: str) -> str | None:
   """Waits for what another process sets; None if it does not.
 
   Raises:
-    jax.errors.JaxRuntimeError: the wait is to be given up.
+    jax.errors.JaxRuntimeError: the wait is to be given up, or the service of
+      `jax.distributed` is gone.
   """
   for _ in range(0, _TIMEOUT_MS, _SLICE_MS):
     try:
       return client.blocking_key_value_get(key, _SLICE_MS)
-    except jax.errors.JaxRuntimeError:
+    except jax.errors.JaxRuntimeError as error:
       if why := _is_over.get()():
         raise jax.errors.JaxRuntimeError(f'CANCELLED: {why}') from None
+      if 'DEADLINE_EXCEEDED' not in str(error):
+        raise
   return None
 
 

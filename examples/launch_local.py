@@ -100,7 +100,13 @@ def run(args: argparse.Namespace) -> int:
     # Whenever the processes change, all of them need the same program.
     programs = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
 
-  cache = {'JAX_COMPILATION_CACHE_DIR': programs.name} if programs else {}
+  # One process compiles for all of them, each number of processes once.
+  cache = {
+      'JAX_COMPILATION_CACHE_DIR': programs.name,
+      'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+      'JAX_SHARE_BINARY_BETWEEN_HOSTS': '1',
+  } if programs else {}
+  cache = {k: v for k, v in cache.items() if k not in os.environ}
 
   def add(name: int | str, process: subprocess.Popen) -> None:
     processes.append(process)

@@ -2,7 +2,9 @@
 
 It prints, as JSON lines, what it has at the begin of every attempt at a step,
 and at the end. `die=STEP` ends it there as SIGKILL would; `die-building=N` in
-the `build` of generation N, `error=STEP` raises an error of its own.
+the `build` of generation N, `error=STEP` raises an error of its own, `topk=K` builds
+another optimizer; `between=STEP` has it die between the two collectives of an
+exchange by owners, or never, if STEP is negative.
 """
 
 import json
@@ -35,8 +37,8 @@ class Model(nnx.Module):
     return self.down(self.dropout(nnx.relu(self.up(x))))
 
 
-def optimizer_of(kind, workers):
-  compressor = demo_optax.dct_topk(topk=4)
+def optimizer_of(kind, workers, topk=4):
+  compressor = demo_optax.dct_topk(topk=topk)
   kwargs = {'workers': workers, 'compressor': compressor}
   if kind == 'muon':
     return demo_optax.demo_muon(3e-3, workers=workers)
@@ -48,6 +50,8 @@ def optimizer_of(kind, workers):
         compressor, workers=workers, exchange='all_to_all',
         update_values='int8')
     return optax.chain(exchange, optax.adam(1e-3))
+  if kind == 'adamw':
+    return optax.adamw(1e-3)
   if kind == 'late':
     exchange = demo_optax.scale_by_demo(compressor, workers=workers, delay=1)
     return optax.chain(exchange, optax.adam(1e-3))
@@ -94,9 +98,27 @@ def die():
   os.kill(os.getpid(), signal.SIGKILL)
 
 
+def watch_all_to_all(arrived):
+  """Calls `arrived` when messages have, before anything is made of them."""
+  all_to_all = jax.lax.all_to_all
+
+  def watched(*args, **kwargs):
+    def look(x):
+      arrived()
+      return x
+
+    x = all_to_all(*args, **kwargs)
+    kind = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return jax.pure_callback(look, kind, x)
+
+  jax.lax.all_to_all = watched
+
+
 def main(address, steps, kind, *orders):
   orders = dict(order.split('=') for order in orders)
   made = 0
+  if between := orders.get('between'):  # in all processes: one program
+    watch_all_to_all(lambda: die() if run.step == int(between) else None)
 
   def build(workers):
     nonlocal made
@@ -104,10 +126,11 @@ def main(address, steps, kind, *orders):
     if str(made) == orders.get('die-building'):
       die()
     model = Model(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optimizer_of(kind, workers), wrt=nnx.Param)
+    tx = optimizer_of(kind, workers, int(orders.get('topk', 4)))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     return demo_optax.data_parallel(workers)(train_step), (model, optimizer)
 
-  with elastic.Run(address, build, heartbeat=0.5) as run:
+  with elastic.Run(address, build) as run:
     while run.step < int(steps):
       with run.one_step():
         say(at=run.step, step=run.step, generation=run.generation,

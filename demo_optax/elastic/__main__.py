@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       help='processes that the run begins with')
   add('--min-workers', type=_at_least(1, int), default=1,
       help='with fewer the run waits for others to come')
-  add('--deadline', type=_at_least(0.5, float), default=10.0, metavar='SECONDS',
+  add('--deadline', type=_at_least(2, float), default=10.0, metavar='SECONDS',
       help='a process that is silent for so long is left behind')
   args = parser.parse_args(argv)
   logging.basicConfig(level=logging.INFO, format='coordinator: %(message)s')

@@ -23,6 +23,8 @@ from jax._src.lib import _jax  # the service without a process of its own
 
 _log = logging.getLogger(__name__)
 
+# Between two signs of life of a process, about.
+HEARTBEAT_SECONDS = 0.5
 # JAX's own heartbeats must not end anything: members are told by ours.
 JAX_HEARTBEAT_SECONDS = 10**6
 # In which all processes of a generation must have found its service.
@@ -56,13 +58,14 @@ class Coordinator:
     host: address to listen on, all of the machine's if empty.
     port: to listen on; 0 takes a free one, see `self.port`.
     min_workers: a run of fewer processes waits for others.
-    deadline: seconds. A process that was silent for so long is left behind.
+    deadline: seconds, at least 2. A process that was silent for so long is left
+      behind; it gives a sign of life about twice a second.
     patience: seconds in which a process must end its step, or its compilation,
       when the generation ends; then it is left behind.
 
   Raises:
-    ValueError: `min_workers` is not between 1 and `num_workers`, a time is not
-      positive, or there is no such port.
+    ValueError: `min_workers` is not between 1 and `num_workers`, a time is too
+      short, or there is no such port.
     OSError: the port is taken, or may not be listened on.
 
   Example:
@@ -84,10 +87,12 @@ class Coordinator:
       )
     if not 0 <= port < 2**16:
       raise ValueError(f'port={port} must be from 0 to {2**16 - 1}.')
-    if not (deadline > 0 and patience > 0):
+    if not deadline >= 4 * HEARTBEAT_SECONDS:
       raise ValueError(
-          f'deadline={deadline} and patience={patience} must be positive.'
+          f'deadline={deadline} must be at least {4 * HEARTBEAT_SECONDS:g} s.'
       )
+    if not patience > 0:
+      raise ValueError(f'patience={patience} must be positive.')
     self._wanted, self._min = num_workers, min_workers
     self._host = host or '[::]'
     self._deadline, self._patience = deadline, patience
@@ -187,8 +192,7 @@ class Coordinator:
       if self._finished:
         self._send(member, {'kind': 'finished'})
       self._changed = time.monotonic()
-      for _, clients in self._services.values():
-        clients.discard(member)
+      self._forget_client(member)
     elif kind == 'steady':
       member.is_steady = True
     elif kind == 'failed':
@@ -213,8 +217,21 @@ class Coordinator:
     except OSError:
       self._drop(member, 'nothing can be sent to it')
 
-  def _drop(self, member: _Member, why: str) -> None:
-    """Forgets a process; the generation that it was part of ends."""
+  def _forget_client(self, member: _Member) -> None:
+    """Notes that a process has no connection to any service any more.
+
+    It may have been another member, which was left behind.
+    """
+    for _, clients in self._services.values():
+      clients -= {client for client in clients if client.name == member.name}
+
+  def _drop(
+      self, member: _Member, why: str, *, is_silent: bool = False
+  ) -> None:
+    """Forgets a process; the generation that it was part of ends.
+
+    Of one that is silent the connection to the service may live on.
+    """
     if member not in self._members:
       return
     self._members.remove(member)
@@ -222,10 +239,8 @@ class Coordinator:
     member.socket.close()
     if not why:
       return
-    # Of a process that is silent the connection to the service may live on.
-    if 'silent' not in why:
-      for _, clients in self._services.values():
-        clients.discard(member)
+    if not is_silent:
+      self._forget_client(member)
     self._changed = time.monotonic()
     if member.rank is None or member.is_done:
       return
@@ -237,14 +252,19 @@ class Coordinator:
     now = time.monotonic()
     for member in list(self._members):
       if now - member.heard > self._deadline:
-        self._drop(member, f'it was silent for {self._deadline:g} s')
+        self._drop(
+            member, f'it was silent for {self._deadline:g} s', is_silent=True
+        )
         continue
       awaited = not (self._running or member.is_ready or member.is_done)
       if (
           awaited and member.rank is not None
           and now - member.asked > self._patience
       ):
-        self._drop(member, f'it did not end its step in {self._patience:g} s')
+        self._drop(
+            member, f'it did not end its step in {self._patience:g} s',
+            is_silent=True,
+        )
 
   # Generations ----------------------------------------------------------------
 

@@ -1,11 +1,14 @@
 """One process of a run: what it tells the coordinator, and JAX's runtime."""
 
 import contextlib
+import ctypes
 import functools
 import gc
+import inspect
 import itertools
 import json
 import os
+import platform
 import re
 import socket
 import threading
@@ -13,7 +16,7 @@ import time
 from typing import Any
 
 import jax
-from jax._src import distributed
+from jax._src import cache_key, compiler, distributed
 from jax._src.lib import _jax
 from jax.extend import backend
 
@@ -29,26 +32,25 @@ _STATUS = re.compile('(?:[A-Z_]{5,}): ')
 class Member:
   """The connection of this process to the coordinator.
 
-  A thread sends a heartbeat several times in every deadline, hears when the
-  generation ends, and then cuts the connections that a step waits for. Where a
-  process has stopped without closing them, a step would wait for ever.
+  A thread sends signs of life, hears when the generation ends, and then cuts
+  the connections that a step waits for. Where a process has stopped without
+  closing them, a step would wait for ever.
   """
 
-  def __init__(
-      self, address: str, timeout: float, heartbeat: float, patience: float
-  ):
+  def __init__(self, address: str, timeout: float, patience: float):
     host, _, port = address.rpartition(':')
     if not host or not port.isdecimal():
       raise ValueError(f'coordinator={address!r} must be "HOST:PORT".')
     self._address = host.strip('[]'), int(port)
-    self._timeout, self._heartbeat = timeout, heartbeat
-    self._patience = patience
+    self._timeout, self._patience = timeout, patience
     self._changed = threading.Condition()
     self._inside = 0  # the attempt at a step that is under way, or 0
     self._attempts = 0
     self._socket: socket.socket | None = None
+    self._client: Any = None  # of JAX's service of the generation
     self._services: set[int] = set()  # ports of JAX's services
-    self._others: set[str] = set()  # sockets that were there before
+    # The sockets that were there before, where it was in a generation.
+    self._others: set[str] | None = None
     self._leaving, self._sending = threading.Lock(), threading.Lock()
     self._clear()
 
@@ -85,7 +87,7 @@ class Member:
           ) from error
         time.sleep(0.2)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.settimeout(self._heartbeat)
+    connection.settimeout(coordinator.HEARTBEAT_SECONDS)
     with self._changed:
       self._clear()
       self._socket = connection
@@ -115,7 +117,7 @@ class Member:
   def _listen(self, connection: socket.socket) -> None:
     buffer, spoken = b'', 0.0
     while self._socket is connection:
-      if time.monotonic() - spoken > self._heartbeat / 2:
+      if time.monotonic() - spoken > coordinator.HEARTBEAT_SECONDS / 2:
         self.tell('alive')
         spoken = time.monotonic()
       try:
@@ -260,11 +262,12 @@ class Member:
         missed_heartbeat_callback=lambda status: None,
     )
     client.connect()
-    state.client = client
+    state.client = self._client = client
     state.process_id = generation['rank']
     state.num_processes = generation['processes']
     state.coordinator_address = f'{host}:{port}'
     _renew_orbax()
+    _share_programs()
 
   def leave_generation(self) -> None:
     """Leaves JAX's devices, its connections, and all that was compiled."""
@@ -272,17 +275,23 @@ class Member:
     state = distributed.global_state
     self._leave_service()
     state.process_id, state.num_processes = 0, 1
-    _forget('demo_optax.')  # what is kept by mesh
+    # What is kept by mesh or device keeps the backend, and its threads.
+    _forget('demo_optax.')
+    _forget('jax.')
+    with contextlib.suppress(AttributeError):
+      # With jax_share_binary_between_hosts: programs of this backend.
+      sharing: Any = compiler._compile_and_share_module
+      sharing.modules_cache.clear()
     backend.clear_backends()
     gc.collect()
+    _return_memory()
 
   def _leave_service(self) -> None:
     """Leaves JAX's service; what waits for a barrier there fails."""
     with self._leaving:
-      client, distributed.global_state.client = (
-          distributed.global_state.client, None
-      )
+      client, self._client = self._client, None
       if client is not None:
+        distributed.global_state.client = None
         with contextlib.suppress(jax.errors.JaxRuntimeError):
           client.shutdown()
 
@@ -294,6 +303,8 @@ class Member:
     JAX's. A library in C++ that opens connections of its own meanwhile loses
     those, too, and has to open them again.
     """
+    if self._others is None:
+      return
     connections = _sockets()
     for number, inode in connections.items():
       if inode in self._others:
@@ -326,6 +337,12 @@ def _sockets() -> dict[int, str]:
   return found
 
 
+def _return_memory() -> None:
+  """Returns free memory to the system, which glibc keeps after compilation."""
+  with contextlib.suppress(AttributeError, OSError):
+    ctypes.CDLL(None).malloc_trim(0)
+
+
 def _renew_orbax() -> None:
   """Lets Orbax forget the service of the last generation.
 
@@ -340,6 +357,38 @@ def _renew_orbax() -> None:
   numbers = synchronization.OperationIdGenerator
   numbers._operation_id_counter = itertools.count()
   numbers._operation_id = next(numbers._operation_id_counter)
+
+
+def _share_programs() -> None:
+  """Lets processes on CPUs find in JAX's cache what others have compiled.
+
+  There the key of a program contains the process that compiled it, so that each
+  would find its own programs only, and JAX stores those of process 0 alone.
+  """
+  keys: Any = cache_key
+  with contextlib.suppress(AttributeError):
+    original = inspect.unwrap(keys._hash_accelerator_config)
+
+    @functools.wraps(original)
+    def hash_devices(key: Any, devices: Any) -> None:
+      if any(device.platform != 'cpu' for device in devices.flat):
+        original(key, devices)
+        return
+      kinds = [device.device_kind for device in devices.flat]
+      key.update(repr((kinds, _cpu_features())).encode())
+
+    keys._hash_accelerator_config = hash_devices
+
+
+@functools.cache
+def _cpu_features() -> str:
+  """Returns what programs for this processor may use."""
+  found = platform.processor()
+  with contextlib.suppress(OSError), open('/proc/cpuinfo') as file:
+    for line in file:
+      if line.lower().startswith(('flags', 'features')):
+        return found + line
+  return found
 
 
 def _forget(package: str) -> None:

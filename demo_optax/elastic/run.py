@@ -4,7 +4,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,6 +18,16 @@ _log = logging.getLogger(__name__)
 
 # A step that fails so often among the same processes fails for another reason.
 _TRIES = 3
+
+
+class _Kept(NamedTuple):
+  """What a process goes on from: its state after a step, and the one before.
+
+  `about` is what newcomers must know of it.
+  """
+
+  states: dict[int, transfer.Local]
+  about: dict[str, Any]
 
 
 class Run:
@@ -50,8 +60,6 @@ class Run:
     make_workers: called without arguments when the processes have met; returns
       the `Workers`. One for each device, in the order of `jax.devices()`, if
       not given. Every worker lies within one process.
-    heartbeat: seconds between two signs of life to the coordinator, at most
-      half of its deadline.
     timeout: seconds in which the coordinator must be found.
     patience: seconds in which there must be enough processes, and all must have
       ended their steps.
@@ -92,19 +100,23 @@ class Run:
       build: Callable[[Workers], tuple[Callable[..., Any], Any]], *,
       begin: Callable[['Run'], None] = lambda run: None,
       make_workers: Callable[[], Workers] | None = None,
-      heartbeat: float = 2.0, timeout: float = 300.0, patience: float = 1800.0,
+      timeout: float = 300.0, patience: float = 1800.0,
   ):
     self._member = (
         None if coordinator is None
-        else Member(coordinator, timeout, heartbeat, patience)
+        else Member(coordinator, timeout, patience)
     )
     self._build, self._first = build, begin
     self._make_workers = make_workers or _every_device
     self._is_inside = False
     self._is_open = False
     self._previous: Any = None  # the arrays before the last step
+    # What this generation began with, until it has made a step: where it fails
+    # before, the next one begins with the same.
+    self._began_with: _Kept | None = None
     self._tries = 0  # of a step, among the same processes
     self._processes = 0  # of the last generation that was offered
+    self._survivors = 0  # in it: their ranks are the first
     self._rank = 0
     self.step = 0
     self.generation = 0
@@ -118,7 +130,11 @@ class Run:
       self.train_step, self.state = self._build(self.workers)
       self._first(self)
     else:
-      self._begin(self._member)
+      try:
+        self._begin(self._member)
+      except BaseException:
+        self._member.hang_up()
+        raise
     self._is_open = True
     return self
 
@@ -169,9 +185,7 @@ class Run:
         yield
       jax.block_until_ready(transfer.arrays_of(self.state))
     except Exception as error:
-      # Once the generation has ended, any error may be its doing; another one
-      # comes again.
-      if not (member.ended or is_lost_peer(error)):
+      if not self._is_of_others(member, error):
         raise
       failure = error
     finally:
@@ -180,6 +194,7 @@ class Run:
       transfer.check_kept(before)
       if self._previous is None:
         member.tell('steady')
+        self._began_with = None
       self._previous = before
       self.step += 1
       self._tries = 0
@@ -192,18 +207,37 @@ class Run:
     failure = None  # its frames hold arrays
     self._regroup(member, before)
 
+  def _is_of_others(self, member: Member, error: Exception) -> bool:
+    """Returns whether an error is not this process's own.
+
+    Once the generation has ended, any error may be its doing; another one comes
+    again.
+    """
+    if isinstance(error, agreement.DisagreementError):
+      # Who has come with something else has to go; it gets the error. Process
+      # 0 has been there for longest.
+      return self._survivors > 0 and self._rank not in error.processes
+    return bool(member.ended) or is_lost_peer(error)
+
   # Generations ----------------------------------------------------------------
 
   def _regroup(self, member: Member, arrays: Any) -> None:
     """Goes on in the next generation, from `arrays` or those before them."""
     began = time.monotonic()
-    kept = {self.step: transfer.take(arrays)}
-    about = transfer.about(arrays, kept[self.step], self.workers.count)
-    if self._previous is not None:
-      kept[self.step - 1] = transfer.take(self._previous)
+    kept = self._began_with
+    if kept is None:
+      local = transfer.take(arrays, self.generation)
+      kept = _Kept(
+          {self.step: local},
+          transfer.about(arrays, local, self.workers.count),
+      )
+      if self._previous is not None:
+        kept.states[self.step - 1] = transfer.take(
+            self._previous, self.generation
+        )
     del arrays
     self._leave(member)
-    self._begin(member, kept, about)
+    self._begin(member, kept)
     _log.info(
         'generation %d: %d workers, step %d, after %.1f s', self.generation,
         self.workers.count, self.step, time.monotonic() - began,
@@ -215,45 +249,45 @@ class Run:
       self.__dict__.pop(name, None)
     member.leave_generation()
 
-  def _begin(
-      self, member: Member, kept: dict[int, transfer.Local] | None = None,
-      about: Any = None,
-  ) -> None:
+  def _begin(self, member: Member, kept: _Kept | None = None) -> None:
     """Waits for a generation, and builds what it trains."""
     failures = 0
     while True:
       if not member.is_connected:
         member.connect()  # it was taken for lost
       generation = member.wait_for_generation(
-          None if kept is None else max(kept), about, self._rank,
-          self.generation,
+          None if kept is None else max(kept.states),
+          None if kept is None else kept.about, self._rank, self.generation,
       )
       if generation is None:
         continue
       self._rank, step = generation['rank'], generation['step']
       if generation['is_new']:
-        kept, about = None, None
-      elif kept is not None and step not in kept:
+        kept = None
+      elif kept is not None and step not in kept.states:
         raise RuntimeError(
-            f'This process is at step {max(kept)}, and others at {step}: they'
-            ' drift apart where nothing of a step is read and nothing crosses'
-            ' in it. Read the loss, or something else that all contribute to,'
-            ' in every step.'
+            f'This process is at step {max(kept.states)}, and others at {step}:'
+            ' they drift apart where nothing of a step is read and nothing'
+            ' crosses in it. Read the loss, or something else that all'
+            ' contribute to, in every step.'
         )
       elif kept is not None:
         # What was computed with others is not to come back later.
-        kept = {step: kept[step]}
+        kept = kept._replace(states={step: kept.states[step]})
+      self._survivors = generation['survivors']
       before, self._processes = self._processes, generation['processes']
-      failures = failures + 1 if before == self._processes else 0
-      if not generation['survivors'] == before == self._processes:
-        self._tries = 0  # the processes are others
+      if generation['survivors'] == before == self._processes:
+        failures += 1
+      else:
+        failures = self._tries = 0  # the processes are others
       member.enter()
       try:
         with agreement.given_up_when(lambda: member.ended):
           self._join(member, generation, kept)
+        self._began_with = kept
         return
       except Exception as error:
-        if failures >= _TRIES or not (member.ended or is_lost_peer(error)):
+        if failures >= _TRIES or not self._is_of_others(member, error):
           raise
         _log.warning(
             'generation %d did not come about: %s', generation['number'],
@@ -265,10 +299,8 @@ class Run:
       self._leave(member)
 
   def _join(
-      self, member: Member, generation: dict[str, Any],
-      kept: dict[int, transfer.Local] | None,
+      self, member: Member, generation: dict[str, Any], kept: _Kept | None
   ) -> None:
-    local = None if kept is None else kept[generation['step']]
     member.join_generation(generation)
     self.workers = self._make_workers()
     rows = transfer.own_rows(self.workers)
@@ -284,6 +316,9 @@ class Run:
       self._first(self)
       return
     self.step = generation['step']
+    local = None if kept is None else kept.states[self.step]
+    if local is None:
+      transfer.check_structure(self.state, generation['about'])
     arrays = transfer.put(
         transfer.arrays_of(self.state), local, generation, rows
     )

@@ -5,6 +5,7 @@ workers share. Both lie in the memory of its host while it is part of no mesh.
 """
 
 import dataclasses
+import hashlib
 import math
 from collections.abc import Sequence
 from typing import Any, cast
@@ -33,10 +34,12 @@ class Local:
   Attributes:
     values: of each leaf; a stacked one's rows of this process.
     rows: the numbers of these rows.
+    generation: that it is of.
   """
 
   values: list[Any]
   rows: list[int]
+  generation: int = 0
 
 
 def arrays_of(state: Any) -> Any:
@@ -84,7 +87,7 @@ def check_kept(arrays: Any) -> None:
       )
 
 
-def take(arrays: Any) -> Local:
+def take(arrays: Any, generation: int = 0) -> Local:
   """Returns what this process holds, as NumPy arrays.
 
   Raises:
@@ -103,7 +106,7 @@ def take(arrays: Any) -> Local:
     values.append(value)
     if stacked:
       rows.update(own)
-  return Local(values, sorted(rows))
+  return Local(values, sorted(rows), generation)
 
 
 def _is_value(x: Any) -> bool:
@@ -243,7 +246,8 @@ def _owned(
 ) -> list[Any]:
   """Returns values in which owners of chunks keep what the former ones kept.
 
-  What a lost process owed is lost, as its momentum is.
+  What a lost process owed is lost, as its momentum is; so is what is not of the
+  survivors' last generation.
   """
   owned = [
       i for i, (path, x) in enumerate(flat)
@@ -254,7 +258,7 @@ def _owned(
   for i, shape in zip(owned, about['owned'], strict=True):
     x = flat[i][1]
     whole = np.zeros((about['num_workers'], *shape), x.dtype)
-    if local is not None:
+    if local is not None and local.generation == about['generation']:
       whole[local.rows] = local.values[i]
     whole = _sum_over_processes(whole.reshape(-1).view(np.uint8)).view(
         x.dtype
@@ -271,7 +275,39 @@ def about(arrays: Any, local: Local, num_workers: int) -> dict[str, Any]:
       for (path, x), value in zip(leaves_of(arrays), local.values)
       if isinstance(x, jax.Array) and is_owned(specs.path_keys(path))
   ]
-  return {'owned': owned, 'num_workers': num_workers}
+  return {
+      'owned': owned, 'num_workers': num_workers,
+      'generation': local.generation, 'structure': _structure(arrays),
+  }
+
+
+def check_structure(state: Any, about: dict[str, Any]) -> None:
+  """Raises a ValueError if a newcomer has built another state.
+
+  Args:
+    state: what it has built.
+    about: as the coordinator told, of what survivors have.
+  """
+  own = _structure(arrays_of(state))
+  if own != about['structure']:
+    raise ValueError(
+        f'This process has built another state ({own}) than those that it came'
+        f' to ({about["structure"]}): start it with the same script, model and'
+        ' optimizer.'
+    )
+
+
+def _structure(arrays: Any) -> str:
+  """Describes the leaves of a state, whatever the number of workers."""
+  lines = []
+  for path, x in leaves_of(arrays):
+    keys = specs.path_keys(path)
+    if _is_value(x) and not (is_owned(keys) or keys[-1] == TO_OWNERS):
+      shape = np.shape(x)[1:] if specs.is_stacked(keys) else np.shape(x)
+      dtype = x.dtype if isinstance(x, jax.Array) else _canonical(x).dtype
+      lines.append(f'{trees.leaf_name(path)} {dtype}{list(shape)}')
+  digest = hashlib.sha256('\n'.join(lines).encode()).hexdigest()[:8]
+  return f'{len(lines)} leaves, {digest}'
 
 
 def _place(x: Any, value: Any, stacked: bool, first_row: int) -> Any:

@@ -24,7 +24,8 @@ class Process:
     env = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'}
     paths = [str(HERE.parent), env.get('PYTHONPATH', '')]
     env |= {'PYTHONPATH': os.pathsep.join(p for p in paths if p),
-            'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': str(devices)}
+            'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': str(devices),
+            'JAX_SHARE_BINARY_BETWEEN_HOSTS': '1'}  # as launch_local.py
     self.process = subprocess.Popen(
         [sys.executable, *map(str, command)], env=env, text=True,
         errors='replace', stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -183,6 +184,19 @@ def test_all_but_one_are_lost():
     assert first[0] == 4 and first[-1] == 1
 
 
+def test_lost_between_the_collectives_of_owners():
+  """Its message has arrived, and the update of its chunks never comes."""
+  with Cluster(3) as cluster:
+    a, b, c = (cluster.worker(f'between={step}', kind='owners', steps=20)
+               for step in (-1, 7, -1))
+    assert b.wait(START) == -signal.SIGKILL, b.text
+    check_end([a, c], cluster)
+    for survivor in a, c:
+      check_survivor(survivor)
+      assert survivor.last['workers'] == 2
+    assert b.last['step'] == 7
+
+
 def test_an_error_of_its_own_ends_one():
   with Cluster(2) as cluster:
     a, b = cluster.worker(steps=20), cluster.worker('error=4', steps=20)
@@ -190,6 +204,25 @@ def test_an_error_of_its_own_ends_one():
     assert "KeyError: 'of its own'" in b.text
     check_end([a], cluster)
     assert a.last['workers'] == 1
+
+
+def test_who_comes_with_something_else_has_to_go():
+  """Another compressor, and another optimizer beside one that fits."""
+  with Cluster(2) as cluster:
+    a, b = (cluster.worker('pause=.1', steps=300) for _ in range(2))
+    until(trains(a, workers=2), START, a, b)
+    c = cluster.worker('topk=8')
+    assert c.wait(START) == 1
+    assert re.search(r'Processes \[2\] were started with something else than'
+                     ' process 0: different are compressor', c.text), c.text
+    until(trains(a, workers=2, generation=3), START, a, b)
+    d = cluster.worker(kind='adamw')
+    e = cluster.worker('pause=.1', steps=300)
+    assert d.wait(START) == 1
+    assert 'ValueError: This process has built another state' in d.text, d.text
+    until(trains(e, workers=3), START, a, b, e)
+    check_end([a, b, e], cluster)
+    check_survivor(a)
 
 
 def test_without_a_coordinator_all_end():

@@ -1,9 +1,11 @@
 """Elastic runs without processes: who is in a generation, and what moves."""
 
+import hashlib
 import json
 import socket
 import threading
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax._src import cache_key
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -134,7 +137,7 @@ def test_a_step_that_failed_among_the_same_processes(start):
 
 
 def test_who_is_silent_is_left_behind(start):
-  _, peer = start(2, deadline=1.0)
+  _, peer = start(2, deadline=2)
   a, b = peer(), peer()
   a.hear(), b.hear()
   until = time.monotonic() + 20
@@ -239,7 +242,7 @@ def test_nonsense_is_not_listened_to(start, line):
 @pytest.mark.parametrize('kwargs, says', [
     ({'min_workers': 3}, 'min_workers=3 must be from 1 to num_workers=2'),
     ({'min_workers': 0}, 'min_workers=0'),
-    ({'deadline': 0}, 'deadline=0'), ({'patience': -1}, 'patience=-1')])
+    ({'deadline': 1}, 'deadline=1'), ({'patience': -1}, 'patience=-1')])
 def test_coordinators_that_cannot_be(kwargs, says):
   with pytest.raises(ValueError, match=says):
     elastic.Coordinator(2, host=LOCAL, **kwargs)
@@ -345,6 +348,32 @@ def test_a_run_must_come_before_devices(start):
   run = elastic.Run(f'{LOCAL}:{made.port}', build)
   with pytest.raises(RuntimeError, match='JAX has devices already'):
     run.__enter__()
+
+
+def test_programs_of_others_are_found_in_the_cache(monkeypatch):
+  """On CPU JAX's key contains the process, through its own devices."""
+  monkeypatch.setattr(
+      cache_key, '_hash_accelerator_config', cache_key._hash_accelerator_config)
+
+  def key(*devices):
+    found = hashlib.sha256()
+    cache_key._hash_accelerator_config(found, np.array(devices))
+    return found.digest()
+
+  cpu = types.SimpleNamespace(platform='cpu', device_kind='cpu')
+  for _ in range(2):  # every generation does it
+    member._share_programs()
+  assert key(cpu, cpu) == key(*jax.devices()[:2]) != key(cpu)
+  before = key(cpu)
+  monkeypatch.setattr(member, '_cpu_features', lambda: 'another processor')
+  assert key(cpu) != before
+
+  asked = []
+  monkeypatch.setattr(
+      cache_key, '_hash_accelerator_config', lambda *args: asked.append(args))
+  member._share_programs()
+  key(types.SimpleNamespace(platform='gpu', device_kind='H100'))
+  assert len(asked) == 1
 
 
 def test_errors_of_lost_peers_are_told_from_others():
