@@ -237,7 +237,7 @@ class WithOwners(step_lib.WithOthers):
 
   report: jax.Array | None = None
 
-  def exchange(self, message: Any) -> dict[str, jax.Array]:
+  def send_and_receive(self, message: Any) -> dict[str, jax.Array]:
     """All messages to this worker, its own one first."""
     own = Group.gather(self, message[wire.TO_OWNERS][0])
     return {wire.TO_OWNERS: jnp.concatenate([own, self.others])}

@@ -89,9 +89,9 @@ class WithOthers(Group):
 
   others: jax.Array | None = None
 
-  def exchange(self, message: Any) -> dict[str, jax.Array]:
+  def send_and_receive(self, message: Any) -> dict[str, jax.Array]:
     """All messages, the own one first."""
-    (gathered,) = super().exchange(message).values()
+    (gathered,) = super().send_and_receive(message).values()
     return {wire.GATHERED: jnp.concatenate([gathered, self.others])}
 
 

@@ -222,6 +222,9 @@ def exchange(
     m &\leftarrow m - \alpha q \\
     u &= T^{-1} \mathrm{average}_i(q_i)
 
+  Momentum is kept transformed. The sign that `demo` takes of the update is a
+  link behind the exchange.
+
   Args:
     step: what is static.
     group: the other workers, and devices.
@@ -255,7 +258,7 @@ def exchange(
 
   # m <- decay m + w T g, and the k of n coefficients of each chunk to send.
   momentum, selected = _unzip(
-      engines[i].accumulate(
+      engines[i].accumulate_and_select(
           bucket, chunks[i], state.momentum[bucket.name], decays[i], weights[i],
           valid, hyper.step,
       )
@@ -270,8 +273,8 @@ def exchange(
   # error feedback.
   residual = {}
   for i, bucket in enumerate(buckets):
-    q = jnp.where(valid, topk.mul_no_fma(hyper.alpha, sent[i]), 0)
-    m = topk.subtract(momentum[i], selected[i].indices, q)
+    leaving = jnp.where(valid, topk.mul_no_fma(hyper.alpha, sent[i]), 0)
+    m = topk.subtract(momentum[i], selected[i].indices, leaving)
     residual[bucket.name] = layout.clear_padding(i, m, devices[i], valid)
 
   # With a delay, this message travels during the next step, and the one of the
@@ -281,9 +284,10 @@ def exchange(
     message, in_flight = in_flight, dict(message)
     step_sent = hyper.step - 1
 
-  # The only communication between workers.
+  # The messages cross. (What owners have merged, and what is averaged
+  # uncompressed, crosses below.)
   inbox = packer.unpack(
-      group.exchange(message),
+      group.send_and_receive(message),
       lambda bucket: plain.shared_indices(bucket, step_sent),
       group.min_devices,
       group.size,
@@ -317,7 +321,7 @@ def exchange(
 
   updates: dict[int, jax.Array] = {}
   for i, (bucket, u) in enumerate(zip(buckets, merged)):
-    if bucket.split_axes:  # of one device, too: it types what is replicated
+    if bucket.split_axes:  # where it has one device, too: for shard_map's types
       u = group.join_devices(u[: bucket.num_chunks], bucket.split_axes)
     updates |= layout.cut(i, u)
 

@@ -348,7 +348,8 @@ def muon_compressors(
 
   Args:
     params: the parameters, or their shapes.
-    topk: coefficients of each chunk of a matrix.
+    topk: coefficients of each chunk of 64x64; of a smaller one in proportion,
+      such as `[heads, size]` of an attention kernel `[inputs, heads, size]`.
     row_topk: coefficients of each row of the others.
     muon_weight_dimension_numbers: which leaves are matrices, as in `demo_muon`.
 
@@ -370,7 +371,11 @@ def muon_compressors(
     >>> print(f'{plan.dense_bytes() / plan.sent_bytes:.0f} times fewer')
     128 times fewer
   """
-  matrix = compressors.dct_topk(64, topk, values='sign')
+  compressors.dct_topk(topk=topk)  # its errors
+  matrix = compressors.Compressor(
+      compressors.TopShare(min(topk / 64**2, 1.0)), compressors.Dct(), 64,
+      values='sign',
+  )
   other = compressors.dct_topk((1, 192), row_topk, values='sign')
   dimensions = _Matrices(params, muon_weight_dimension_numbers).leaves
   return jax.tree.structure(params).unflatten(

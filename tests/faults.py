@@ -629,18 +629,22 @@ def cut_for_good(folder):
 ELASTIC = [*LAUNCH, '-n', '3', '--elastic', '--', *TRAIN, '--steps', '300']
 
 
+def signal_one(run, number):
+  """Signals a process; returns it, and the seconds to the next steps."""
+  before, began = run.made, time.monotonic()
+  victim = sorted(run.pids_of('train_lm.py'))[0]
+  os.kill(victim, number)
+  run.wait_until(lambda: run.made > before + 2, START)
+  return victim, time.monotonic() - began
+
+
 def elastic(folder, moment='training'):
   """One of three is killed; the others go on, and a new one comes."""
   with Run(folder, ELASTIC) as run:
     run.wait_until(lambda: run.made >= 30, START)
     if moment == 'saving':
       run.wait_until(lambda: list(folder.glob('*/checkpoints/*tmp*')), 60)
-    before = run.made
-    victim = sorted(run.pids_of('train_lm.py'))[0]
-    os.kill(victim, signal.SIGKILL)
-    began = time.monotonic()
-    run.wait_until(lambda: run.made > before + 2, START)
-    pause = time.monotonic() - began
+    _, pause = signal_one(run, signal.SIGKILL)
     status, _ = run.ended(START)
     assert status == 0, run.output
     run.says('1 of them new')
@@ -662,12 +666,7 @@ def elastic_stopped(folder):
   """One of three stands still for longer than the deadline, and wakes."""
   with Run(folder, ELASTIC) as run:
     run.wait_until(lambda: run.made >= 30, START)
-    before = run.made
-    victim = sorted(run.pids_of('train_lm.py'))[0]
-    os.kill(victim, signal.SIGSTOP)
-    began = time.monotonic()
-    run.wait_until(lambda: run.made > before + 2, START)
-    pause = time.monotonic() - began
+    victim, pause = signal_one(run, signal.SIGSTOP)
     run.says('it was silent for 10 s')
     os.kill(victim, signal.SIGCONT)
     status, _ = run.ended(START)

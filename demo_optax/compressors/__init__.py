@@ -26,6 +26,7 @@ from demo_optax.compressors.selectors import (
   Slicing,
   Striding,
   TopK,
+  TopShare,
 )
 from demo_optax.wire.updates import UpdateTopK
 
@@ -43,6 +44,7 @@ __all__ = [
   'Slicing',
   'Striding',
   'TopK',
+  'TopShare',
   'UpdateTopK',
   'dct_topk',
   'full',

@@ -21,6 +21,9 @@ class Selector(Protocol):
       sent and values are summed; the indices may depend on the step and on the
       length of a chunk only, and the selector is called with a single chunk of
       zeros.
+
+  A selector whose indices are always in ascending order may say so by
+  `ascending: ClassVar[bool] = True`: then they are not sorted again.
   """
 
   shared: ClassVar[bool]
@@ -45,11 +48,30 @@ class TopK:
   """The `k` coefficients of largest magnitude; ties go to the lowest index."""
 
   shared: ClassVar[bool] = False
+  ascending: ClassVar[bool] = True
   k: int
 
   def count(self, n: int) -> int:
     """Returns `min(k, n)`."""
     return min(self.k, n)
+
+  def __call__(self, coefficients: jax.Array, step: jax.Array) -> jax.Array:
+    """Returns the indices in ascending order."""
+    del step
+    return topk.top_k(coefficients, self.count(coefficients.shape[1]))
+
+
+@dataclasses.dataclass(frozen=True)
+class TopShare:
+  """As `TopK`, of a share of every chunk: for chunks of several sizes."""
+
+  shared: ClassVar[bool] = False
+  ascending: ClassVar[bool] = True
+  rate: float
+
+  def count(self, n: int) -> int:
+    """Returns `ceil(rate * n)`."""
+    return _share(self.rate, n)
 
   def __call__(self, coefficients: jax.Array, step: jax.Array) -> jax.Array:
     """Returns the indices in ascending order."""

@@ -1,6 +1,6 @@
 """How the arithmetic of a bucket is done: the same bits at other speeds.
 
-An engine is a module with two functions, `accumulate` and `merge`.
+An engine is a module with two functions, `accumulate_and_select` and `merge`.
 """
 
 from typing import Any

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from demo_optax.compressors.base import LeafPlan
 from demo_optax.compressors.buckets import Bucket
 from demo_optax.compressors.chunking import ChunkGrid
-from demo_optax.compressors.selectors import TopK
+from demo_optax.compressors.selectors import TopK, TopShare
 from demo_optax.engine import heuristics as paths
 from demo_optax.engine import pallas_common as kernel_math
 from demo_optax.engine import plain
@@ -216,14 +216,16 @@ class Kernels:
 
 def applies(bucket: Bucket) -> bool:
   """Returns whether there are kernels for a bucket."""
-  if bucket.kind != 'chunks' or not isinstance(bucket.select, TopK):
+  if bucket.kind != 'chunks' or not isinstance(
+      bucket.select, TopK | TopShare
+  ):
     return False
   plan = _plan(bucket)
   gradient = jax.ShapeDtypeStruct(plan.grid.shape, bucket.format.dtype)
   return Kernels.chosen(True).apply(plan, gradient)
 
 
-def accumulate(
+def accumulate_and_select(
     bucket: Bucket,
     gradients: jax.Array,
     momentum: jax.Array,
@@ -232,9 +234,9 @@ def accumulate(
     valid: jax.Array,
     step: jax.Array,
 ) -> tuple[jax.Array, Selected]:
-  """As `plain.accumulate`, in one pass over memory."""
+  """As `plain.accumulate_and_select`, in one pass over memory."""
   if jnp.ndim(decay) or jnp.ndim(weight):  # one for each row
-    return plain.accumulate(
+    return plain.accumulate_and_select(
         bucket, gradients, momentum, decay, weight, valid, step
     )
   plan = _plan(bucket)

@@ -18,7 +18,7 @@ from demo_optax.engine import heuristics, topk
 from demo_optax.wire.message import Received, Selected, energy
 
 
-def accumulate(
+def accumulate_and_select(
     bucket: Bucket,
     gradients: jax.Array,
     momentum: jax.Array,
@@ -72,8 +72,9 @@ def accumulate(
     if shared is not None and k < n:
       indices = jnp.broadcast_to(shared[None], (rows, k))
     elif k < n:
-      # The wire wants them in order, which selectors need not know.
-      indices = jnp.sort(bucket.select(m, step), axis=1)
+      indices = bucket.select(m, step)
+      if not getattr(bucket.select, 'ascending', False):
+        indices = jnp.sort(indices, axis=1)  # the wire wants them in order
     return momentum, (indices, topk.take(m, indices), energy(m))
 
   momentum, (indices, values, energies) = jax.lax.scan(
@@ -99,7 +100,7 @@ def largest(bucket: Bucket, updates: jax.Array) -> tuple[jax.Array, jax.Array]:
     int32 indices `[chunks, k]`, ascending, and their values.
   """
   c = chunking.transform(updates, bucket.sides, bucket.basis)
-  indices = jnp.sort(topk.top_k(c, bucket.format.k), axis=1)
+  indices = topk.top_k(c, bucket.format.k)
   return indices, topk.take(c, indices)
 
 

@@ -75,7 +75,7 @@ def recommend(
     >>> compressor = demo_optax.recommend(
     ...     params, workers, bits_per_second=100e6, seconds=0.2)
     >>> compressor['up'].select, compressor['up'].values
-    (TopK(k=64), 'sign')
+    (TopShare(rate=0.015625), 'sign')
     >>> demo_optax.plan(params, compressor, workers).received_bytes * 8 / 100e6
     0.169...
   """

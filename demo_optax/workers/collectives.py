@@ -27,7 +27,9 @@ class Group:
   size: int
   inner: tuple[tuple[str, int], ...] = ()
 
-  def exchange(self, message: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+  def send_and_receive(
+      self, message: Mapping[str, jax.Array]
+  ) -> dict[str, jax.Array]:
     """Sends bytes to all workers, or to each of them its own, and sums floats.
 
     One collective for the bytes and one for each dtype of floats.

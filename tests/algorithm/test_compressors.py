@@ -34,6 +34,7 @@ from demo_optax.compressors import (
   Slicing,
   Striding,
   TopK,
+  TopShare,
 )
 from demo_optax.wire import message as wire
 
@@ -207,6 +208,26 @@ def test_slicing_does_not_overflow():
     (0.11, 256, 29), (1e-7, 64, 1), (1, 5, 5), (0.9999, 5, 5)])
 def test_a_share_is_the_ceiling_of_what_is_written(rate, n, k):
   assert Striding(rate).count(n) == k
+
+
+def test_a_share_of_every_chunk_is_top_k_of_each():
+  """Of 256, 128 and up to 16 coefficients: 13, 7 and 1."""
+  shares = Compressor(TopShare(0.05), demo_optax.compressors.Dct(), 16)
+  workers = demo_optax.Workers.simulated(2)
+  shapes = {'matrix': (32, 48), 'heads': (6, 8, 16), 'vector': (33,)}
+  topk = {name: demo_optax.dct_topk(16, k)
+          for name, k in (('matrix', 13), ('heads', 7), ('vector', 1))}
+  params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+  rng = np.random.default_rng(0)
+  gradients = {name: jnp.float32(rng.normal(size=(2, *shape)))
+               for name, shape in shapes.items()}
+  updates, plans = [], []
+  for compressor in shares, topk:
+    tx = demo_optax.scale_by_demo(compressor, workers=workers)
+    updates.append(tx.update(gradients, tx.init(params), params)[0])
+    plans.append(demo_optax.plan(params, compressor, workers).sent_bytes)
+  assert plans[0] == plans[1]
+  jax.tree.map(np.testing.assert_array_equal, *updates)
 
 
 def test_compressors_are_equal_by_value():

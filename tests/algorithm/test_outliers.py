@@ -151,15 +151,15 @@ def test_the_same_bits_where_nobody_is_excluded(values, options):
 
 def test_a_message_that_states_less_than_it_holds(monkeypatch):
   """What is read counts, if it is more."""
-  real = collectives.Group.exchange
+  real = collectives.Group.send_and_receive
 
-  def exchange(group, message):
+  def send_and_receive(group, message):
     arrived = real(group, message)
     return {k: x.at[:, -8:-4].set(0) for k, x in arrived.items()}
 
   update, state, params = usual(4)
   expected = update(sized(0, [1, 1, 1, 9]), state, params)[0]
-  monkeypatch.setattr(collectives.Group, 'exchange', exchange)
+  monkeypatch.setattr(collectives.Group, 'send_and_receive', send_and_receive)
   jax.clear_caches()
   update, state, params = make(4)
   updates, state = update(sized(0, [1, 1, 1, 9]), state, params)

@@ -476,6 +476,15 @@ def test_workers_of_several_devices():
   assert 4 * between[0].received_bytes == plan.received_bytes  # per device
 
 
+def test_attention_kernels_send_little_more_than_matrices():
+  """Their chunks, [heads, size], are smaller, and each has a scale."""
+  params = {'query': {'kernel': jnp.zeros((512, 8, 64))},
+            'up': {'kernel': jnp.zeros((512, 512))}}
+  sent = {leaf.name: leaf.sent_bytes for leaf in demo_optax.plan(
+      params, recipes.muon_compressors(params), 4).leaves}
+  assert 1.0 < sent['query.kernel'] / sent['up.kernel'] < 1.5
+
+
 def test_a_worker_with_nan_misses_one_step():
   """Both its momenta are as they were, and it is back in the next step."""
   workers = demo_optax.Workers.simulated(4)

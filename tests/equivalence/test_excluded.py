@@ -127,9 +127,9 @@ def test_owners_exclude_whom_all_would(values):
 
 def test_a_damaged_piece_counts_for_all():
   """Metrics are those of the owner that has excluded most."""
-  real = collectives.Group.exchange
+  real = collectives.Group.send_and_receive
 
-  def exchange(group, message):
+  def send_and_receive(group, message):
     arrived = real(group, message)
     here = jax.lax.axis_index(group.axis) == 2
     # Worker 1's statement of its norm, as owner 2 reads it.
@@ -137,7 +137,7 @@ def test_a_damaged_piece_counts_for_all():
             for k, x in arrived.items()}
 
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(collectives.Group, 'exchange', exchange)
+    patch.setattr(collectives.Group, 'send_and_receive', send_and_receive)
     jax.clear_caches()
     tx = make_tx(demo_optax.Workers.simulated(N), **OWNERS)
     params = random_tree(99)

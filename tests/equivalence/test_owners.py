@@ -241,10 +241,10 @@ def test_a_damaged_message_excludes_its_sender_from_that_owners_chunks(
     monkeypatch
 ):
   """Worker 1's message to owner 2 is garbage; others read theirs."""
-  real = collectives.Group.exchange
+  real = collectives.Group.send_and_receive
   damage = [False]
 
-  def exchange(group, message):
+  def send_and_receive(group, message):
     arrived = real(group, message)
     if damage[0]:
       for name, x in arrived.items():
@@ -252,7 +252,7 @@ def test_a_damaged_message_excludes_its_sender_from_that_owners_chunks(
         arrived[name] = x.at[1].set(jnp.where(here, jnp.uint8(255), x[1]))
     return arrived
 
-  monkeypatch.setattr(collectives.Group, 'exchange', exchange)
+  monkeypatch.setattr(collectives.Group, 'send_and_receive', send_and_receive)
   workers = demo_optax.Workers.simulated(4)
   params = {'w': jnp.zeros((32, 128))}  # a chunk for each owner
   gradients = {'w': random_tree(0, params_shapes(params), lead=(4,))['w']}

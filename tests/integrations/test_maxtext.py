@@ -1,6 +1,5 @@
 """MaxText's own trainer with `examples/maxtext/train.py`, on tiny models."""
 
-import json
 import pathlib
 
 import jax
@@ -13,7 +12,9 @@ from jax.sharding import PartitionSpec as P
 import demo_optax
 
 maxtext = pytest.importorskip(
-    'maxtext', reason='MaxText is not installed: docs/maxtext.md')
+    'maxtext.common', reason='MaxText is not installed: docs/maxtext.md')
+
+from maxtext.common import metric_logger  # after the line that may skip
 
 pytestmark = [
     pytest.mark.filterwarnings('ignore'),
@@ -44,26 +45,24 @@ def ours(as_installed, load_example):
 class Trained:
   """A run: its state, its losses and other scalars, its step and arguments."""
 
-  def __init__(self, ours, folder, layout=(2, 4), exchange=True, **changes):
+  def __init__(
+      self, ours, folder, layout=(2, 4), exchange=True, watch=None, **changes):
     workers, inside = layout
+    self.watch = watch  # called with the state after every step
     # Its own way to spread a batch over slices is the axis `data`.
     axis = 'diloco' if exchange else 'data'
     config = MODEL | {
         f'ici_{axis}_parallelism': workers, 'ici_fsdp_parallelism': inside,
         'run_name': 'run', 'base_output_directory': folder,
-        'metrics_file': folder / 'metrics.txt',
     } | changes
-    (folder / 'metrics.txt').unlink(missing_ok=True)
+    self.scalars, self.evaluated = [], {}
     self.argv = ['', str(BASE), *(f'{k}={v}' for k, v in config.items())]
-    self.compiled = None
     if exchange:
       settings, argv = ours.split_arguments(self.argv)
       with ours.installed(settings):
         self._train(ours, argv)
     else:
       self._train(ours, self.argv)
-    lines = (folder / 'metrics.txt').read_text().splitlines()
-    self.scalars = [json.loads(line) for line in lines]
     self.losses = np.array([x['learning/loss'] for x in self.scalars])
 
   def _train(self, ours, argv):
@@ -72,13 +71,20 @@ class Trained:
 
     def recorded(*args, **kwargs):
       self.step = make_step(*args, **kwargs)
-      return self.step
+      return self.step if self.watch is None else Watched(self)
 
-    ours.train_utils.jit_train_step = recorded
-    try:
+    def write_metrics(logger, metrics, step, metric_type='train'):
+      scalars = {name: float(x) for name, x in metrics['scalar'].items()}
+      if metric_type == 'train':
+        self.scalars.append(scalars)
+      elif metric_type == 'eval':
+        self.evaluated[step] = scalars['eval/avg_loss']
+
+    with pytest.MonkeyPatch.context() as patch:
+      patch.setattr(ours.train_utils, 'jit_train_step', recorded)
+      patch.setattr(
+          metric_logger.MetricLogger, 'write_metrics', write_metrics)
       self.state = ours.train.train_loop(config, recorder)
-    finally:
-      ours.train_utils.jit_train_step = make_step
     data = ours.sharding.get_input_data_sharding(config, self.mesh)
     self.batch = ours.maxtext_utils.get_shaped_batch(
         config, batch_sharding=data)
@@ -90,18 +96,39 @@ class Trained:
 
   @property
   def leaves(self):
-    flat = jax.tree_util.tree_flatten_with_path(self.state)[0]
-    return {jax.tree_util.keystr(path): x for path, x in flat}
+    return leaves_of(self.state)
 
   @property
   def stacked(self):
-    return {k: x for k, x in self.leaves.items() if 'worker_stacked' in k}
+    return stacked_in(self.leaves)
 
   def collectives(self, ours):
     with jax.set_mesh(self.mesh), ours.logical_axis_rules(
         self.config.logical_axis_rules):
       compiled = self.step.lower(self.state, self.batch).compile()
     return demo_optax.tools.collectives(compiled, self.mesh)
+
+
+class Watched:
+  """A step that shows the state that it returns."""
+
+  def __init__(self, run):
+    self.run = run
+    self.lower = run.step.lower
+
+  def __call__(self, *args):
+    state, metrics = self.run.step(*args)
+    self.run.watch(state)
+    return state, metrics
+
+
+def leaves_of(state):
+  flat = jax.tree_util.tree_flatten_with_path(state)[0]
+  return {jax.tree_util.keystr(path): x for path, x in flat}
+
+
+def stacked_in(leaves):
+  return {k: x for k, x in leaves.items() if 'worker_stacked' in k}
 
 
 @pytest.fixture(scope='module', params=LAYOUTS)
@@ -128,25 +155,46 @@ def test_it_learns_beside_its_own_optimizer(trained, ours, tmp_path):
       nnx.state(trained.state, nnx.Param), trained.step.workers) == []
 
 
-def test_only_the_message_crosses(trained, ours):
-  params = nnx.state(trained.state.model if hasattr(trained.state, 'model')
-                     else trained.state['model'], nnx.Param)
-  exchange, _ = ours.split_arguments([])
-  compressor = demo_optax.dct_topk(
-      exchange.chunk_size, exchange.topk, values=exchange.values)
-  planned = demo_optax.plan(params, compressor, trained.step.workers)
+def params_of(run):
+  state = run.state
+  model = state.model if hasattr(state, 'model') else state['model']
+  return nnx.state(model, nnx.Param)
+
+
+def assert_only_the_message_crosses(run, ours, compressor):
+  planned = demo_optax.plan(params_of(run), compressor, run.step.workers)
   crossing = [
-      c for c in trained.collectives(ours)
-      if c.axes is None or 'diloco' in c.axes
+      c for c in run.collectives(ours) if c.axes is None or 'diloco' in c.axes
   ]
   (gather,) = (c for c in crossing if c.kind == 'all-gather')
   assert gather.axes == ('diloco',) and gather.shapes[0].startswith('u8')
   assert gather.output_bytes == (
-      planned.device_sent_bytes * trained.step.workers.count)
-  rest = [c for c in crossing if c is not gather]
-  assert all(c.kind == 'all-reduce' and set(c.shapes) == {'f32[]'}
-             for c in rest), crossing
-  assert sum(c.output_bytes for c in rest) < 100
+      planned.device_sent_bytes * run.step.workers.count)
+  # XLA joins what is reduced at the end, and nothing comes before it.
+  (reduce,) = (c for c in crossing if c is not gather)
+  assert reduce.kind == 'all-reduce' and set(reduce.shapes) == {'f32[]'}
+  assert reduce.output_bytes < 100
+
+
+def test_only_the_message_crosses(trained, ours):
+  exchange, _ = ours.split_arguments([])
+  assert_only_the_message_crosses(trained, ours, demo_optax.dct_topk(
+      exchange.chunk_size, exchange.topk, values=exchange.values))
+
+
+@pytest.mark.parametrize('layout', LAYOUTS)
+def test_only_the_message_of_demo_muon_crosses(
+    ours, tmp_path, monkeypatch, layout):
+  find = ours.muon_utils.get_muon_weight_dimension_numbers
+  found = []
+  monkeypatch.setattr(
+      ours.muon_utils, 'get_muon_weight_dimension_numbers',
+      lambda *args: found.append(find(*args)) or found[0])
+  run = Trained(
+      ours, tmp_path, LAYOUTS[layout], steps=1, demo_optimizer='demo_muon')
+  assert_only_the_message_crosses(
+      run, ours, demo_optax.recipes.muon_compressors(
+          params_of(run), topk=32, muon_weight_dimension_numbers=found[0]))
 
 
 def test_momentum_lies_with_its_worker(trained):
@@ -227,21 +275,41 @@ def test_gradients_accumulate_as_in_one_batch(ours, tmp_path):
 
 def test_skipped_steps_are_skipped_by_all(ours, tmp_path):
   """A factor that no step but the first few can pass."""
+  kept = []  # after each step: parameters and momenta
   run = Trained(
       ours, tmp_path, steps=8, skip_step_on_spikes=True, skip_step_interval=4,
-      skip_step_scaling_factor=-1000.0)
+      skip_step_scaling_factor=-1000.0, watch=lambda state: kept.append({
+          name: np.asarray(x) for name, x in leaves_of(state).items()
+          if 'worker_stacked' in name or ("['model']" in name
+          and jax.dtypes.issubdtype(x.dtype, np.floating))}))
   skipped = [x['optim/step_skipped'] for x in run.scalars]
-  assert set(skipped) == {0.0, 1.0}
-  norms = [x['learning/param_norm'] for x in run.scalars]
-  for step, is_skipped in enumerate(skipped):
+  assert set(skipped) == {0.0, 1.0} and len(kept) == len(skipped) == 8
+  assert stacked_in(kept[0]) and len(stacked_in(kept[0])) < len(kept[0])
+  for step, is_skipped in list(enumerate(skipped))[1:]:
     if is_skipped:
-      assert norms[step] == norms[step - 1]
+      assert_same_arrays(kept[step], kept[step - 1])
+    else:
+      assert all(np.any(x != kept[step - 1][name])
+                 for name, x in stacked_in(kept[step]).items())
   (count,) = (
       x for name, x in run.leaves.items()
       if "['count']" in name and "['metrics']" not in name
       and "[1]['count']" in name
   )
   assert count == skipped.count(0.0)
+
+
+def test_evaluation_is_of_the_shared_parameters(ours, tmp_path):
+  """Every two steps, on the batch that is trained: the next step's loss."""
+  with_it, without = (
+      Trained(ours, tmp_path, steps=6, **options)
+      for options in ({'eval_interval': 2, 'eval_steps': 1}, {})
+  )
+  assert_same_arrays(with_it.leaves, without.leaves)
+  assert len(with_it.evaluated) >= 2
+  for step, loss in with_it.evaluated.items():
+    if step + 1 < len(without.losses):
+      assert loss == pytest.approx(without.losses[step + 1], rel=1e-4)
 
 
 @pytest.mark.parametrize('changes, message', [

@@ -1,0 +1,184 @@
+"""MaxText's trainer with its own optimizer and with an exchange.
+
+    python benchmarks/in_maxtext.py --out benchmarks/results/maxtext.json
+
+Needs MaxText (docs/maxtext.md), in an environment of its own. On eight
+simulated CPU devices: the losses of 50 steps on synthetic tokens, and seconds
+to trace, to compile and for a step, of two models. Methods are measured in
+turn, several times; the figures are medians.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+from typing import Any
+
+os.environ.update(
+    JAX_PLATFORMS='cpu',
+    XLA_FLAGS='--xla_force_host_platform_device_count=8',
+    DECOUPLE_GCLOUD='TRUE',  # no cloud services
+)
+
+ROOT = pathlib.Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+import jax
+import maxtext
+from maxtext.common import metric_logger
+from maxtext.trainers.pre_train import train
+from maxtext.utils import train_utils
+
+BASE = pathlib.Path(maxtext.__path__[0]) / 'configs' / 'base.yml'
+SHARED = {
+    'hardware': 'cpu', 'skip_jax_distributed_system': True,
+    'enable_goodput_recording': False, 'monitor_goodput': False,
+    'dataset_type': 'synthetic', 'log_config': False, 'run_name': 'run',
+    'attention': 'dot_product', 'use_iota_embed': True, 'dtype': 'float32',
+    'weight_dtype': 'float32', 'max_target_length': 64,
+    'per_device_batch_size': 1, 'learning_rate': 0.003,
+    'enable_checkpointing': False,
+}
+MODELS = {
+    'width 64, 2 layers': {
+        'base_emb_dim': 64, 'base_num_query_heads': 4, 'base_num_kv_heads': 4,
+        'base_mlp_dim': 128, 'base_num_decoder_layers': 2, 'head_dim': 16,
+        'vocab_size': 256,
+    },
+    'width 256, 4 layers': {
+        'base_emb_dim': 256, 'base_num_query_heads': 8, 'base_num_kv_heads': 8,
+        'base_mlp_dim': 1024, 'base_num_decoder_layers': 4, 'head_dim': 32,
+        'vocab_size': 2048,
+    },
+}
+METHODS = ('adamw', 'demo', 'demo_muon')
+SHOWN = (0, 10, 20, 30, 40, 49)
+
+
+def load_ours() -> Any:
+  path = ROOT / 'examples' / 'maxtext' / 'train.py'
+  spec = importlib.util.spec_from_file_location('example_maxtext_train', path)
+  assert spec is not None and spec.loader is not None
+  module = importlib.util.module_from_spec(spec)
+  sys.modules[spec.name] = module
+  spec.loader.exec_module(module)
+  return module
+
+
+class Timed:
+  """A step that measures itself."""
+
+  def __init__(self, step: Any):
+    self.step = step
+    self.seconds: dict[str, float] = {}
+    self.steps: list[float] = []
+
+  def lower(self, *args: Any) -> 'Timed':
+    begin = time.perf_counter()
+    self.lowered = self.step.lower(*args)
+    self.seconds['trace'] = time.perf_counter() - begin
+    return self
+
+  def compile(self, **kwargs: Any) -> Any:
+    begin = time.perf_counter()
+    compiled = self.lowered.compile(**kwargs)
+    self.seconds['compile'] = time.perf_counter() - begin
+    return compiled
+
+  def __call__(self, *args: Any) -> Any:
+    begin = time.perf_counter()
+    made = jax.block_until_ready(self.step(*args))
+    self.steps.append(time.perf_counter() - begin)
+    return made
+
+
+def run(
+    ours: Any, method: str, model: str, layout: tuple[int, int], steps: int
+) -> tuple[list[float], Timed]:
+  """Trains; returns the losses and the step with its times."""
+  workers, inside = layout
+  axis = 'data' if method == 'adamw' else 'diloco'
+  losses: list[float] = []
+  timed: list[Timed] = []
+  def record(logger: Any, metrics: Any, step: int, metric_type: str = 'train'):
+    losses.append(float(metrics['scalar']['learning/loss']))
+
+  with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+    argv = ['', str(BASE), *(f'{name}={value}' for name, value in {
+        **SHARED, **MODELS[model], 'steps': steps,
+        'base_output_directory': folder, f'ici_{axis}_parallelism': workers,
+        'ici_fsdp_parallelism': inside,
+    }.items())]
+    if method != 'adamw':
+      settings, argv = ours.split_arguments(
+          [*argv, f'demo_optimizer={method}'])
+    config, recorder = train.initialize(argv)
+    if method != 'adamw':
+      stack.enter_context(ours.installed(settings))
+    make_step = train_utils.jit_train_step  # ours, or its own
+
+    def make_timed(*args: Any, **kwargs: Any) -> Timed:
+      timed.append(Timed(make_step(*args, **kwargs)))
+      return timed[0]
+
+    for place, name, new in (
+        (train_utils, 'jit_train_step', make_timed),
+        (metric_logger.MetricLogger, 'write_metrics', record),
+    ):
+      stack.callback(setattr, place, name, getattr(place, name))
+      setattr(place, name, new)
+    jax.clear_caches()
+    train.train_loop(config, recorder)
+  return losses, timed[0]
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(
+      description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument('--repeats', type=int, default=3)
+  parser.add_argument('--out', type=pathlib.Path)
+  args = parser.parse_args()
+  ours = load_ours()
+  found: dict[str, Any] = {'jax': jax.__version__, 'losses': {}, 'seconds': {}}
+
+  print('| loss after steps |', ' | '.join(map(str, SHOWN)), '|')
+  for layout in (2, 4), (4, 2):
+    for method in METHODS:
+      if method == 'adamw' and layout != (2, 4):
+        continue  # averaged gradients are the same
+      losses, _ = run(ours, method, 'width 64, 2 layers', layout, 50)
+      name = f'{method}, {layout[0]} of {layout[1]}'
+      found['losses'][name] = [round(losses[i], 3) for i in SHOWN]
+      print('|', name, '|', *(f'{x:.3f} |' for x in found['losses'][name]),
+            flush=True)
+
+  print('| 2 workers of 4 | trace, s | compile, s | step, ms |')
+  for model in MODELS:
+    runs: dict[str, list[Timed]] = {method: [] for method in METHODS}
+    for _ in range(args.repeats):
+      for method in METHODS:
+        runs[method].append(run(ours, method, model, (2, 4), 15)[1])
+    for method in METHODS:
+      figures = {
+          kind: round(statistics.median(t.seconds[kind] for t in runs[method]),
+                      2)
+          for kind in ('trace', 'compile')
+      }
+      figures['step_ms'] = round(1e3 * statistics.median(
+          x for t in runs[method] for x in t.steps[3:]), 1)
+      found['seconds'][f'{model}: {method}'] = figures
+      print(f'| {model}: {method} |', *(f'{x:g} |' for x in figures.values()),
+            flush=True)
+  if args.out:
+    args.out.write_text(json.dumps(found, indent=1) + '\n')
+
+
+if __name__ == '__main__':
+  main()
