@@ -38,6 +38,9 @@ from maxtext.common import metric_logger
 from maxtext.trainers.pre_train import train
 from maxtext.utils import train_utils
 
+# MaxText keeps compiled programs on disk: each run is to compile its own.
+jax.config.update('jax_enable_compilation_cache', False)
+
 BASE = pathlib.Path(maxtext.__path__[0]) / 'configs' / 'base.yml'
 SHARED = {
     'hardware': 'cpu', 'skip_jax_distributed_system': True,
@@ -136,7 +139,6 @@ def run(
     ):
       stack.callback(setattr, place, name, getattr(place, name))
       setattr(place, name, new)
-    jax.clear_caches()
     train.train_loop(config, recorder)
   return losses, timed[0]
 

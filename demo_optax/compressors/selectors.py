@@ -23,7 +23,8 @@ class Selector(Protocol):
       zeros.
 
   A selector whose indices are always in ascending order may say so by
-  `ascending: ClassVar[bool] = True`: then they are not sorted again.
+  `ascending: ClassVar[bool] = True`: then they are not sorted again. A subclass
+  of `TopK` says so, too.
   """
 
   shared: ClassVar[bool]
@@ -63,11 +64,31 @@ class TopK:
 
 @dataclasses.dataclass(frozen=True)
 class TopShare:
-  """As `TopK`, of a share of every chunk: for chunks of several sizes."""
+  """The coefficients of largest magnitude, a share of every chunk.
+
+  For leaves whose chunks have different sizes, where `TopK` would send as much
+  of a small one as of a large one. Ties go to the lowest index.
+
+  Attributes:
+    rate: of `n` coefficients `ceil(rate * n)` are sent, above 0 and up to 1.
+
+  Raises:
+    ValueError: `rate` is not in (0, 1].
+
+  Example:
+    >>> from demo_optax import compressors
+    >>> share = compressors.TopShare(64 / 4096)
+    >>> share.count(4096), share.count(512)
+    (64, 8)
+  """
 
   shared: ClassVar[bool] = False
   ascending: ClassVar[bool] = True
   rate: float
+
+  def __post_init__(self) -> None:
+    if not 0 < self.rate <= 1:
+      raise ValueError(f'rate={self.rate} is not in (0, 1].')
 
   def count(self, n: int) -> int:
     """Returns `ceil(rate * n)`."""

@@ -248,6 +248,7 @@ def test_hadamard_wants_powers_of_two():
 @pytest.mark.parametrize('make, match', [
     (lambda: demo_optax.compressors.random_subset(0.0), r'rate=0.0 is not in \(0, 1\]'),
     (lambda: demo_optax.compressors.striding(1.5), r'rate=1.5 is not in'),
+    (lambda: TopShare(0.0), r'rate=0.0 is not in \(0, 1\]'),
     (lambda: demo_optax.compressors.slicing(float('nan')), 'rate=nan'),
     (lambda: demo_optax.compressors.random_subset(0.1, seed=-1), 'seed=-1'),
     (lambda: demo_optax.compressors.random_subset(0.1, seed=2**32), 'seed=4294967296'),
