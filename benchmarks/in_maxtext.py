@@ -12,7 +12,6 @@ and what failed runs again.
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import os
 import pathlib
@@ -30,10 +29,11 @@ os.environ.update(
 )
 
 ROOT = pathlib.Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / 'examples' / 'maxtext')]
 
 import jax
 import maxtext
+import train as example  # examples/maxtext/train.py
 from maxtext.common import metric_logger
 from maxtext.trainers.pre_train import train
 from maxtext.utils import train_utils
@@ -67,16 +67,6 @@ METHODS = ('adamw', 'demo', 'demo_muon')
 SHOWN = (0, 10, 20, 30, 40, 49)
 
 
-def load_ours() -> Any:
-  path = ROOT / 'examples' / 'maxtext' / 'train.py'
-  spec = importlib.util.spec_from_file_location('example_maxtext_train', path)
-  assert spec is not None and spec.loader is not None
-  module = importlib.util.module_from_spec(spec)
-  sys.modules[spec.name] = module
-  spec.loader.exec_module(module)
-  return module
-
-
 class Timed:
   """A step that measures itself."""
 
@@ -104,45 +94,6 @@ class Timed:
     return made
 
 
-def run(
-    ours: Any, method: str, model: str, layout: tuple[int, int], steps: int
-) -> tuple[list[float], Timed]:
-  """Trains; returns the losses and the step with its times."""
-  workers, inside = layout
-  axis = 'data' if method == 'adamw' else 'diloco'
-  losses: list[float] = []
-  timed: list[Timed] = []
-  def record(logger: Any, metrics: Any, step: int, metric_type: str = 'train'):
-    losses.append(float(metrics['scalar']['learning/loss']))
-
-  with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-    argv = ['', str(BASE), *(f'{name}={value}' for name, value in {
-        **SHARED, **MODELS[model], 'steps': steps,
-        'base_output_directory': folder, f'ici_{axis}_parallelism': workers,
-        'ici_fsdp_parallelism': inside,
-    }.items())]
-    if method != 'adamw':
-      settings, argv = ours.split_arguments(
-          [*argv, f'demo_optimizer={method}'])
-    config, recorder = train.initialize(argv)
-    if method != 'adamw':
-      stack.enter_context(ours.installed(settings))
-    make_step = train_utils.jit_train_step  # ours, or its own
-
-    def make_timed(*args: Any, **kwargs: Any) -> Timed:
-      timed.append(Timed(make_step(*args, **kwargs)))
-      return timed[0]
-
-    for place, name, new in (
-        (train_utils, 'jit_train_step', make_timed),
-        (metric_logger.MetricLogger, 'write_metrics', record),
-    ):
-      stack.callback(setattr, place, name, getattr(place, name))
-      setattr(place, name, new)
-    train.train_loop(config, recorder)
-  return losses, timed[0]
-
-
 def run_apart(*args: Any) -> dict[str, Any]:
   """Runs a method in a process of its own, up to three times if that dies."""
   command = [sys.executable, __file__, '--one', *map(str, args)]
@@ -157,9 +108,35 @@ def run_apart(*args: Any) -> dict[str, Any]:
 
 
 def one(method: str, model: str, workers: str, steps: str) -> None:
-  """Prints what one run has found, as JSON."""
-  layout = int(workers), 8 // int(workers)
-  losses, step = run(load_ours(), method, model, layout, int(steps))
+  """Trains, and prints losses and times as JSON."""
+  axis = 'data' if method == 'adamw' else 'diloco'
+  losses: list[float] = []
+  timed: list[Timed] = []
+  with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+    argv = ['', str(BASE), *(f'{name}={value}' for name, value in {
+        **SHARED, **MODELS[model], 'steps': steps,
+        'base_output_directory': folder, f'ici_{axis}_parallelism': workers,
+        'ici_fsdp_parallelism': 8 // int(workers),
+    }.items())]
+    if method != 'adamw':
+      exchange, argv = example.split_arguments(
+          [*argv, f'demo_optimizer={method}']
+      )
+      stack.enter_context(example.installed(exchange))
+    make_step = train_utils.jit_train_step  # ours, or its own
+
+    def make_timed(*args: Any, **kwargs: Any) -> Timed:
+      timed.append(Timed(make_step(*args, **kwargs)))
+      return timed[0]
+
+    def record(logger: Any, metrics: Any, *args: Any, **kwargs: Any) -> None:
+      losses.append(float(metrics['scalar']['learning/loss']))
+
+    # In a process that does nothing else.
+    train_utils.jit_train_step = make_timed
+    metric_logger.MetricLogger.write_metrics = record
+    train.train_loop(*train.initialize(argv))
+  (step,) = timed
   print(json.dumps({'losses': losses, 'steps': step.steps, **step.seconds}))
 
 

@@ -222,8 +222,8 @@ def exchange(
     m &\leftarrow m - \alpha q \\
     u &= T^{-1} \mathrm{average}_i(q_i)
 
-  Momentum is kept transformed. The sign that `demo` takes of the update is a
-  link behind the exchange.
+  Momentum is kept transformed. `demo` takes the sign of the update in the next
+  link of its chain.
 
   Args:
     step: what is static.
@@ -321,7 +321,7 @@ def exchange(
 
   updates: dict[int, jax.Array] = {}
   for i, (bucket, u) in enumerate(zip(buckets, merged)):
-    if bucket.split_axes:  # where it has one device, too: for shard_map's types
+    if bucket.split_axes:  # also of one device: its type becomes replicated
       u = group.join_devices(u[: bucket.num_chunks], bucket.split_axes)
     updates |= layout.cut(i, u)
 

@@ -4,6 +4,7 @@ r"""Optimizers in one line: chains of optax around the exchange.
 its momentum before it is compressed.
 """
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -371,10 +372,9 @@ def muon_compressors(
     >>> print(f'{plan.dense_bytes() / plan.sent_bytes:.0f} times fewer')
     128 times fewer
   """
-  compressors.dct_topk(topk=topk)  # its errors
-  matrix = compressors.Compressor(
-      compressors.TopShare(min(topk / 64**2, 1.0)), compressors.Dct(), 64,
-      values='sign',
+  matrix = dataclasses.replace(
+      compressors.dct_topk(64, topk, values='sign'),
+      select=compressors.TopShare(min(topk / 64**2, 1.0)),
   )
   other = compressors.dct_topk((1, 192), row_topk, values='sign')
   dimensions = _Matrices(params, muon_weight_dimension_numbers).leaves

@@ -2,9 +2,9 @@
 
 It prints, as JSON lines, what it has at the begin of every attempt at a step,
 and at the end. `die=STEP` ends it there as SIGKILL would; `die-building=N` in
-the `build` of generation N, `error=STEP` raises an error of its own, `topk=K` builds
-another optimizer; `between=STEP` has it die between the two collectives of an
-exchange by owners, or never, if STEP is negative.
+the `build` of generation N, `error=STEP` raises an error of its own, `topk=K`
+builds another optimizer; `between=STEP` has it die between the two collectives
+of an exchange by owners, or never, if STEP is negative.
 """
 
 import json

@@ -659,7 +659,7 @@ def elastic(folder, moment='training'):
   return Outcome(pause, (
       'the other two continue without a restart, and a new process joins them;'
       f' all 300 steps, loss {losses[0]:.2f} to {losses[-1]:.2f}. The time is'
-      ' to the next step, in which all compile'))
+      ' to the next step, compilation included'))
 
 
 def elastic_stopped(folder):

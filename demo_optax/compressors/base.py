@@ -470,7 +470,7 @@ def random_subset(
     Interlinked Online Nodes <https://arxiv.org/abs/2502.06728>`_, 2025
     ("Random").
   """
-  _check_rate(rate)
+  selectors.check_rate(rate)
   _check_seed(seed)
   select = selectors.RandomSubset(rate, seed)
   return Compressor(select, bases.Identity(), chunk_size)
@@ -507,7 +507,7 @@ def striding(
     From et al., `DeToNATION <https://arxiv.org/abs/2502.06728>`_, 2025
     ("Striding").
   """
-  _check_rate(rate)
+  selectors.check_rate(rate)
   return Compressor(selectors.Striding(rate), bases.Identity(), chunk_size)
 
 
@@ -541,7 +541,7 @@ def slicing(
     From et al., `DeToNATION <https://arxiv.org/abs/2502.06728>`_, 2025
     ("Slicing").
   """
-  _check_rate(rate)
+  selectors.check_rate(rate)
   return Compressor(selectors.Slicing(rate), bases.Identity(), chunk_size)
 
 
@@ -596,13 +596,6 @@ def _check_sides(chunk_size: int | tuple[int, int]) -> tuple[int, ...]:
 def _topk(k: int) -> selectors.TopK:
   _check_positive('topk', k)
   return selectors.TopK(k)
-
-
-def _check_rate(rate: float) -> None:
-  if isinstance(rate, bool) or not isinstance(rate, (int, float)):
-    raise TypeError(f'rate={rate!r} must be a Python number.')
-  if not 0 < rate <= 1:
-    raise ValueError(f'rate={rate} is not in (0, 1].')
 
 
 def _check_seed(seed: int) -> None:

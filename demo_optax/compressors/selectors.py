@@ -44,17 +44,15 @@ class Selector(Protocol):
     """
 
 
-@dataclasses.dataclass(frozen=True)
-class TopK:
-  """The `k` coefficients of largest magnitude; ties go to the lowest index."""
+class Largest:
+  """The coefficients of largest magnitude; ties go to the lowest index."""
 
   shared: ClassVar[bool] = False
   ascending: ClassVar[bool] = True
-  k: int
 
   def count(self, n: int) -> int:
-    """Returns `min(k, n)`."""
-    return min(self.k, n)
+    """Returns how many of `n` coefficients are selected."""
+    raise NotImplementedError
 
   def __call__(self, coefficients: jax.Array, step: jax.Array) -> jax.Array:
     """Returns the indices in ascending order."""
@@ -63,7 +61,18 @@ class TopK:
 
 
 @dataclasses.dataclass(frozen=True)
-class TopShare:
+class TopK(Largest):
+  """The `k` coefficients of largest magnitude; ties go to the lowest index."""
+
+  k: int
+
+  def count(self, n: int) -> int:
+    """Returns `min(k, n)`."""
+    return min(self.k, n)
+
+
+@dataclasses.dataclass(frozen=True)
+class TopShare(Largest):
   """The coefficients of largest magnitude, a share of every chunk.
 
   For leaves whose chunks have different sizes, where `TopK` would send as much
@@ -74,6 +83,7 @@ class TopShare:
 
   Raises:
     ValueError: `rate` is not in (0, 1].
+    TypeError: `rate` is not a Python number.
 
   Example:
     >>> from demo_optax import compressors
@@ -82,22 +92,14 @@ class TopShare:
     (64, 8)
   """
 
-  shared: ClassVar[bool] = False
-  ascending: ClassVar[bool] = True
   rate: float
 
   def __post_init__(self) -> None:
-    if not 0 < self.rate <= 1:
-      raise ValueError(f'rate={self.rate} is not in (0, 1].')
+    check_rate(self.rate)
 
   def count(self, n: int) -> int:
     """Returns `ceil(rate * n)`."""
     return _share(self.rate, n)
-
-  def __call__(self, coefficients: jax.Array, step: jax.Array) -> jax.Array:
-    """Returns the indices in ascending order."""
-    del step
-    return topk.top_k(coefficients, self.count(coefficients.shape[1]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +173,14 @@ class Everything:
     """Returns all indices."""
     del step
     return jnp.arange(coefficients.shape[1], dtype=jnp.int32)[None]
+
+
+def check_rate(rate: float) -> None:
+  """Raises unless a share of coefficients is a number in (0, 1]."""
+  if isinstance(rate, bool) or not isinstance(rate, (int, float)):
+    raise TypeError(f'rate={rate!r} must be a Python number.')
+  if not 0 < rate <= 1:
+    raise ValueError(f'rate={rate} is not in (0, 1].')
 
 
 def _share(rate: float, n: int) -> int:

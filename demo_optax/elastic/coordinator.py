@@ -23,7 +23,7 @@ from jax._src.lib import _jax  # the service without a process of its own
 
 _log = logging.getLogger(__name__)
 
-# Between two signs of life of a process, about.
+# Between two signs of life of a process, roughly.
 HEARTBEAT_SECONDS = 0.5
 # JAX's own heartbeats must not end anything: members are told by ours.
 JAX_HEARTBEAT_SECONDS = 10**6
@@ -220,7 +220,7 @@ class Coordinator:
   def _forget_client(self, member: _Member) -> None:
     """Notes that a process has no connection to any service any more.
 
-    It may have been another member, which was left behind.
+    One that was left behind returns as another member, of the same name.
     """
     for _, clients in self._services.values():
       clients -= {client for client in clients if client.name == member.name}

@@ -49,7 +49,7 @@ class Member:
     self._socket: socket.socket | None = None
     self._client: Any = None  # of JAX's service of the generation
     self._services: set[int] = set()  # ports of JAX's services
-    # The sockets that were there before, where it was in a generation.
+    # Sockets that were open before it joined a generation; None: it has not.
     self._others: set[str] | None = None
     self._leaving, self._sending = threading.Lock(), threading.Lock()
     self._clear()
@@ -276,8 +276,7 @@ class Member:
     self._leave_service()
     state.process_id, state.num_processes = 0, 1
     # What is kept by mesh or device keeps the backend, and its threads.
-    _forget('demo_optax.')
-    _forget('jax.')
+    _forget('demo_optax.', 'jax.')
     with contextlib.suppress(AttributeError):
       # With jax_share_binary_between_hosts: programs of this backend.
       sharing: Any = compiler._compile_and_share_module
@@ -391,12 +390,12 @@ def _cpu_features() -> str:
   return found
 
 
-def _forget(package: str) -> None:
-  """Clears the caches of a package's functions."""
+def _forget(*packages: str) -> None:
+  """Clears the caches of the functions of some packages."""
   for cached in gc.get_objects():
     if issubclass(type(cached), functools._lru_cache_wrapper) and str(
         getattr(cached, '__module__', '')
-    ).startswith(package):
+    ).startswith(packages):
       cached.cache_clear()
 
 

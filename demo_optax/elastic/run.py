@@ -210,12 +210,12 @@ class Run:
   def _is_of_others(self, member: Member, error: Exception) -> bool:
     """Returns whether an error is not this process's own.
 
-    Once the generation has ended, any error may be its doing; another one comes
-    again.
+    Once the generation has ended, any error may follow from that; one that is
+    this process's own will occur again.
     """
     if isinstance(error, agreement.DisagreementError):
-      # Who has come with something else has to go; it gets the error. Process
-      # 0 has been there for longest.
+      # Process 0 has been there for longest: a newcomer that differs from it
+      # raises, and the others continue.
       return self._survivors > 0 and self._rank not in error.processes
     return bool(member.ended) or is_lost_peer(error)
 

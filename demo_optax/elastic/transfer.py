@@ -109,6 +109,15 @@ def take(arrays: Any, generation: int = 0) -> Local:
   return Local(values, sorted(rows), generation)
 
 
+def _is_carried(keys: tuple[Any, ...], x: Any) -> bool:
+  """Returns whether a process takes its part of a leaf along as it is.
+
+  Owners of chunks are others in the next generation, and what is in flight to
+  them was cut for the former ones.
+  """
+  return _is_value(x) and not (is_owned(keys) or keys[-1] == TO_OWNERS)
+
+
 def _is_value(x: Any) -> bool:
   """Returns whether a leaf is trained: also numbers, and NumPy's arrays."""
   return isinstance(x, jax.Array | np.ndarray | np.generic | int | float)
@@ -191,8 +200,7 @@ def _own(flat: Any, local: Local, fresh: list[Any]) -> list[Any]:
     )
   for (path, x), old, new in zip(flat, local.values, fresh):
     keys = specs.path_keys(path)
-    if not _is_value(x) or is_owned(keys) or keys[-1] == TO_OWNERS:
-      # What is in flight to owners of chunks was cut for the former ones.
+    if not _is_carried(keys, x):
       values.append(new)
       continue
     if old.shape != new.shape or old.dtype != new.dtype:
@@ -302,7 +310,7 @@ def _structure(arrays: Any) -> str:
   lines = []
   for path, x in leaves_of(arrays):
     keys = specs.path_keys(path)
-    if _is_value(x) and not (is_owned(keys) or keys[-1] == TO_OWNERS):
+    if _is_carried(keys, x):
       shape = np.shape(x)[1:] if specs.is_stacked(keys) else np.shape(x)
       dtype = x.dtype if isinstance(x, jax.Array) else _canonical(x).dtype
       lines.append(f'{trees.leaf_name(path)} {dtype}{list(shape)}')

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from demo_optax.compressors.base import LeafPlan
 from demo_optax.compressors.buckets import Bucket
 from demo_optax.compressors.chunking import ChunkGrid
-from demo_optax.compressors.selectors import TopK, TopShare
+from demo_optax.compressors.selectors import Largest
 from demo_optax.engine import heuristics as paths
 from demo_optax.engine import pallas_common as kernel_math
 from demo_optax.engine import plain
@@ -216,9 +216,7 @@ class Kernels:
 
 def applies(bucket: Bucket) -> bool:
   """Returns whether there are kernels for a bucket."""
-  if bucket.kind != 'chunks' or not isinstance(
-      bucket.select, TopK | TopShare
-  ):
+  if bucket.kind != 'chunks' or not isinstance(bucket.select, Largest):
     return False
   plan = _plan(bucket)
   gradient = jax.ShapeDtypeStruct(plan.grid.shape, bucket.format.dtype)
