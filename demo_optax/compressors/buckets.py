@@ -262,14 +262,19 @@ class Layout:
     total = bucket.num_chunks * bucket.num_devices
     total = bucket.rows if bucket.num_devices == 1 else total
     shape = (total * n,) if dense else (total, n)
-    first = next(iter(rows.values()))
-    filled = jnp.zeros_like(first, shape=shape)
-    for i, x in rows.items():
-      x = x.reshape(-1) if dense else x
-      # Written in place: a concatenation would hold everything twice.
-      filled = jax.lax.dynamic_update_slice_in_dim(
-          filled, x, self.leaves[i].offset, 0
-      )
+    filled = jnp.zeros_like(next(iter(rows.values())), shape=shape)
+    in_order = sorted(rows, key=lambda i: self.leaves[i].offset)
+    parts = [rows[i].reshape(-1) if dense else rows[i] for i in in_order]
+    if bucket.sides[0] == 1:
+      # Elements in the order in which leaves have them: one operation copies
+      # them all, where each of the updates below would be compiled.
+      filled = jnp.concatenate([*parts, filled[sum(map(len, parts)) :]])
+    else:
+      for i, x in zip(in_order, parts):
+        # Written in place: a concatenation would hold everything twice.
+        filled = jax.lax.dynamic_update_slice_in_dim(
+            filled, x, self.leaves[i].offset, 0
+        )
     return self._share(bucket, filled.reshape(total, n), device)
 
   def spread(self, number: int, values: Sequence[Any], device: Any) -> Any:

@@ -224,10 +224,12 @@ def inverse_of_selected(
   rows, cols = sides
   col_basis = jnp.asarray(basis.matrix(cols), values.dtype)
   row_basis = jnp.asarray(basis.matrix(rows), values.dtype)
+  side = jnp.int32(rows)
+  row, col = jax.lax.rem(indices, side), jax.lax.div(indices, side)
   x = jnp.einsum(
       'cmi,cmj->cij',
-      values[..., None] * row_basis[indices % rows],
-      col_basis[indices // rows],
+      values[..., None] * _rows_of(row_basis, row),
+      _rows_of(col_basis, col),
       precision=jax.lax.Precision.HIGHEST,
   )
   return x.reshape(len(indices), rows * cols)
@@ -337,6 +339,13 @@ def _apply(x: jax.Array, matrix: np.ndarray) -> jax.Array:
       precision=jax.lax.Precision.HIGHEST,
   )
   return flat[:rows].reshape(x.shape)
+
+
+def _rows_of(matrix: jax.Array, rows: jax.Array) -> jax.Array:
+  """Returns rows of a matrix that it has."""
+  return matrix.at[rows].get(
+      mode='promise_in_bounds', wrap_negative_indices=False
+  )
 
 
 def _keep(matrix: np.ndarray, padding: int) -> np.ndarray:

@@ -66,12 +66,10 @@ def top_k_by_counting(magnitudes: jax.Array, k: int, size: int) -> jax.Array:
   while maxima.shape[1] > n // size:  # faster in pairs than as one reduction
     maxima = jnp.maximum(maxima[:, ::2], maxima[:, 1::2])
   groups = _largest(maxima, k)
-  candidates = jnp.take_along_axis(
-      keys.reshape(chunks, n // size, size), groups[:, :, None], axis=1
-  )
+  candidates = packing.take(keys.reshape(chunks, n // size, size), groups)
   found = _largest(candidates.reshape(chunks, k * size), k)
-  group = jnp.take_along_axis(groups, found // size, axis=1)
-  return group * size + found % size
+  group = packing.take(groups, found >> (size.bit_length() - 1))
+  return group * size + (found & (size - 1))
 
 
 def _largest(keys: jax.Array, k: int) -> jax.Array:
@@ -135,7 +133,7 @@ def take(coefficients: jax.Array, indices: jax.Array | None) -> jax.Array:
   """Values `[chunks, k]` of `coefficients [chunks, n]` at `indices`."""
   if indices is None:
     return coefficients
-  return jnp.take_along_axis(coefficients, indices, axis=1)
+  return packing.take(coefficients, indices)
 
 
 def subtract(
@@ -144,8 +142,9 @@ def subtract(
   """`coefficients [chunks, n]` less `values [chunks, k]` at `indices`."""
   if indices is None:
     return coefficients - values
-  return coefficients.at[_rows(indices), indices].add(
-      -values, unique_indices=True, mode='promise_in_bounds'
+  return coefficients.at[packing.row_numbers(indices), indices].add(
+      -values, unique_indices=True, mode='promise_in_bounds',
+      wrap_negative_indices=False,
   )
 
 
@@ -188,11 +187,15 @@ def weigh(
   if indices is None or workers == 1:
     senders = everyone
   else:
-    rows = jnp.broadcast_to(_rows(indices[0]), indices.shape)
+    rows = jnp.broadcast_to(packing.row_numbers(indices[0]), indices.shape)
     ones = jnp.broadcast_to(counted.astype(jnp.int32), indices.shape)
     counts = jnp.zeros((chunks, n), jnp.int32)
-    counts = counts.at[rows, indices].add(ones, mode='promise_in_bounds')
-    senders = counts[rows, indices]
+    counts = counts.at[rows, indices].add(
+        ones, mode='promise_in_bounds', wrap_negative_indices=False
+    )
+    senders = counts.at[rows, indices].get(
+        mode='promise_in_bounds', wrap_negative_indices=False
+    )
   shares = exact_reciprocal(senders, workers, values.dtype)
   one_each = jnp.broadcast_to(jnp.where(counted, shares, 0), values.shape)
   distinct = jnp.sum(one_each.astype(jnp.float32))
@@ -226,8 +229,3 @@ def add_up(indices: jax.Array | None, values: jax.Array, n: int) -> jax.Array:
   # Like the values in what it varies over, in a shard_map that tracks it.
   zeros = jnp.zeros_like(values, shape=(chunks, n))
   return jax.lax.fori_loop(0, workers, add_worker, zeros)
-
-
-def _rows(indices: jax.Array) -> jax.Array:
-  """Chunk numbers `[chunks, 1]` to go with `indices [chunks, k]`."""
-  return jnp.arange(indices.shape[0], dtype=jnp.int32)[:, None]

@@ -33,7 +33,11 @@ def pack_bits(numbers: jax.Array, width: int) -> jax.Array:
   count = numbers.shape[0]
   groups = -(-count // per_group)
   numbers = jnp.pad(numbers, (0, groups * per_group - count))
-  columns = numbers.reshape(groups, per_group).T
+  numbers = numbers.reshape(groups, per_group)
+  if 8 % width == 0:  # in fewer operations
+    places = width * jnp.arange(per_group, dtype=jnp.uint32)[None]
+    return jnp.sum(numbers << places, axis=1, dtype=jnp.uint8)
+  columns = numbers.T
   data = []
   for byte in range(per_group * width // 8):
     bits = jnp.zeros((groups,), jnp.uint32)
@@ -64,6 +68,11 @@ def unpack_bits(data: jax.Array, count: int, width: int) -> jax.Array:
   data = jnp.pad(data, [(0, 0)] * len(batch) + [(0, missing)])
   columns = data.reshape(*batch, groups, group_bytes).astype(jnp.uint32)
   mask = jnp.uint32(2**width - 1)
+  if 8 % width == 0:
+    places = jnp.expand_dims(
+        width * jnp.arange(per_group, dtype=jnp.uint32), range(columns.ndim - 1)
+    )
+    return ((columns >> places) & mask).reshape(*batch, -1)[..., :count]
   numbers = []
   for place in range(per_group):
     first, last = place * width // 8, (place * width + width - 1) // 8
@@ -112,9 +121,32 @@ def _places_of_ones(ones: jax.Array, k: int) -> jax.Array:
   passed = until[:, None] <= rank[:, :, None]  # [rows, k, words]
   word = jnp.sum(passed, axis=2, dtype=jnp.int32)
   before = jnp.max(jnp.where(passed, until[:, None], 0), axis=2)
-  within = jnp.take_along_axis(words, jnp.minimum(word, number - 1), axis=1)
+  within = take(words, jnp.minimum(word, number - 1))
   found = _WORD * word + _place_in_word(within, rank - before)
   return jnp.where(word < number, found, size)
+
+
+def take(x: jax.Array, places: jax.Array) -> jax.Array:
+  """Returns `x[row, places[row, j]]` for places that are within the rows.
+
+  Without the operations for those that are not: there are many such calls, and
+  each operation is one more kernel.
+
+  Args:
+    x: `[rows, n, ...]`.
+    places: int32 `[rows, k]`, in `[0, n)`.
+
+  Returns:
+    `[rows, k, ...]`.
+  """
+  return x.at[row_numbers(places), places].get(
+      mode='promise_in_bounds', wrap_negative_indices=False
+  )
+
+
+def row_numbers(places: jax.Array) -> jax.Array:
+  """Returns int32 `[rows, 1]`, to go with `places [rows, k]`."""
+  return jnp.arange(places.shape[0], dtype=jnp.int32)[:, None]
 
 
 def _place_in_word(words: jax.Array, rank: jax.Array) -> jax.Array:

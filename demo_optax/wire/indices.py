@@ -185,8 +185,8 @@ def index_width(n: int) -> int:
 
 def _ones_at(places: jax.Array, size: int) -> jax.Array:
   """uint32 `[chunks, size]`, 1 at `places [chunks, k]`, which are distinct."""
-  rows = jnp.arange(places.shape[0], dtype=jnp.int32)[:, None]
   zeros = jnp.zeros((places.shape[0], size), jnp.uint32)
-  return zeros.at[rows, places].set(
-      1, unique_indices=True, mode='promise_in_bounds'
+  return zeros.at[packing.row_numbers(places), places].set(
+      1, unique_indices=True, mode='promise_in_bounds',
+      wrap_negative_indices=False,
   )

@@ -153,17 +153,16 @@ class ChunkFormat:
   ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
     split = self.value_bytes(chunks)
     values = self.value_code.decode(data[:split], chunks, self.k)
-    moderate = jnp.all(jnp.abs(values) <= self.max_magnitude)  # no NaN
+    good = jnp.abs(values) <= self.max_magnitude  # no NaN
     if self.k == self.n:
-      return None, values, moderate
+      return None, values, jnp.all(good)
     indices = self.index_code.decode(data[split:], chunks)
-    ascending = jnp.all(indices[:, 1:] > indices[:, :-1])
-    inside = (indices[:, 0] >= 0) & (indices[:, -1] < self.n)
-    sound = ascending & jnp.all(inside)
+    before = jnp.pad(indices[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+    good &= (indices > before) & (indices < self.n)
+    valid = jnp.all(good)  # in one reduction
     # What scatters are promised about indices holds even of garbage.
     first = jnp.arange(self.k, dtype=jnp.int32)[None]
-    indices = jnp.where(sound, indices, first)
-    return indices, values, sound & moderate
+    return jnp.where(valid, indices, first), values, valid
 
 
 class Selected(NamedTuple):
@@ -368,13 +367,13 @@ class Packer:
     total = jnp.zeros((ENERGIES,), jnp.float32)
     for i in members:
       _, values, held = selected[i]
-      chosen = energy(values)
-      stays = energy(values - topk.mul_no_fma(alpha, sent[i]))
+      stays = jnp.square(values - topk.mul_no_fma(alpha, sent[i]))
       if self.buckets[i].format.k < self.buckets[i].format.n:
-        stays += jnp.maximum(held - chosen, 0)
-      else:
-        held = chosen
-      total += jnp.stack([held, self._energy_sent(sent[i]), stays])
+        change = jnp.sum(stays - jnp.square(values), dtype=jnp.float32)
+        remaining = jnp.maximum(held + change, 0)
+      else:  # exactly 0 if everything is sent as it is
+        remaining = jnp.sum(stays, dtype=jnp.float32)
+      total += jnp.stack([held, self._energy_sent(sent[i]), remaining])
     return total
 
   def unpack(

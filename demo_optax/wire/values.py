@@ -113,7 +113,7 @@ class Scaled:
     """The levels of all chunks, packed, then their scales."""
     levels, scales = self.quantise(_without_subnormals(values), self.limit)
     levels = levels.astype(jnp.int32)  # which have no -0
-    numbers = ((levels + self.limit) // self.spacing).astype(jnp.uint32)
+    numbers = (levels + self.limit).astype(jnp.uint32) // self.spacing
     packed = packing.pack_bits(numbers.reshape(-1), self.width)
     data = jnp.concatenate([packed, _bfloat16_bytes(scales)])
     return data, levels.astype(values.dtype) * scales.astype(values.dtype)
