@@ -127,7 +127,7 @@ def test_what_is_not_told_from_the_norm():
 
 
 @pytest.mark.parametrize('values, options', [
-    ('float32', {}), ('bfloat16', {}), ('int4', {'delay': 1}),
+    ('float32', {}), ('int4', {'delay': 1}),
     ('sign', {'exchange': 'all_to_all', 'update_values': 'int8'}),
 ])
 def test_the_same_bits_where_nobody_is_excluded(values, options):
