@@ -44,6 +44,7 @@ DEFAULTS: dict[str, Any] = {
     'preconditioning': 'aol',
     # recipe: the exchange
     'topk': 32,  # of 64x64 chunks; None: everything
+    'chunks': 'matrix',  # or 'heads': attention cut as [in, heads, size] is
     'values': 'sign',
     'decay': 0.9,
     'weight': 'ema',  # of gradients in the momentum; 'lr': the learning rate
@@ -178,6 +179,7 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
     'alpha': [*grid(alpha=[0.5, 0.2]), *grid(**LARGE, alpha=0.5)],
     'weight': grid(weight='lr'),
     'memory': grid(mu_dtype='bfloat16'),
+    'chunks': grid(**MEDIUM, **BEST, chunks='heads'),
     'controls': [*grid(topk=None), *grid(method='muon-sign')],
     # Other methods.
     'demo': [

@@ -1,5 +1,6 @@
 """The optimizers that `muon.py` compares, from settings."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -196,6 +197,8 @@ def recipe(s: Settings, workers: demo_optax.Workers) -> Method:
       else demo_optax.dct_topk(64, s['topk'], values=s['values'])
   )
   compressor, other_base = other_leaves(s, matrix, after[s['other_after']]())
+  if s['chunks'] == 'heads':
+    compressor = within_heads(compressor, s['topk'])
   rates = {k: schedule(s, s[n]) for k, n in
            (('matrix', 'lr'), ('other', 'other_lr'))}
   weight = {'ema': 1 - s['decay'], 'lr': rates['matrix']}[s['weight']]
@@ -309,6 +312,27 @@ def by_width() -> optax.GradientTransformation:
     return u * min(1.0, (u.shape[1] / u.shape[0]) ** 0.5)
 
   return optax.stateless(lambda updates, _: jax.tree.map(scale, updates))
+
+
+def within_heads(compressor: Any, topk: int) -> Callable[[Any], Any]:
+  """Cuts attention as kernels with an axis of heads are: by input, by head."""
+  share = compressors.TopShare(topk / 64**2)
+  sides = {'qkv': (1, 192), 'proj': (32, 64)}  # of GPTConfig: 6 heads of 32
+
+  def choose(path: Any, other: Any) -> Any:
+    where = jax.tree_util.keystr(path)
+    for name, chunk_size in sides.items():
+      if name in where and 'kernel' in where:
+        return dataclasses.replace(
+            demo_optax.dct_topk(chunk_size, 1, values='sign'), select=share
+        )
+    return other
+
+  # A compressor is a leaf of this tree.
+  return lambda params: jax.tree_util.tree_map_with_path(
+      choose, compressor(params),
+      is_leaf=lambda x: isinstance(x, compressors.Compressor),
+  )
 
 
 def row_rms() -> optax.GradientTransformation:
