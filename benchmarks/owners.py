@@ -60,27 +60,29 @@ def compressor() -> demo_optax.Compressor:
 # What has arrived -------------------------------------------------------------
 
 
-def static_step(
+def config_of(
     params: Any, exchange: str, count: int, written: str = 'ternary'
-) -> exchange_lib.Step:
-  """Makes what is static in a step of one of `count` workers."""
+) -> exchange_lib.ExchangeConfig:
+  """Returns what is static in an exchange of `count` workers."""
   tx = demo_optax.scale_by_demo(
       compressor(), workers=demo_optax.Workers.simulated(1)
   )
   layout = jax.eval_shape(tx.init, params).layout.layout
   zeros = (0,) * len(layout.leaves)
-  one = exchange_lib.Step(
+  one = exchange_lib.ExchangeConfig(
       layout, zeros, zeros, 'senders', update_values=written
   )
-  return exchange_lib.with_exchange(one, exchange, count)
+  return exchange_lib.with_kind(one, exchange, count)
 
 
-def random_messages(step: exchange_lib.Step, count: int) -> jax.Array:
+def random_messages(
+    config: exchange_lib.ExchangeConfig, count: int
+) -> jax.Array:
   """Packs what `count` workers send to one: uint8 `[count, bytes]`."""
 
   def message(key: jax.Array) -> jax.Array:
     selected = []
-    for bucket in step.layout.buckets:
+    for bucket in config.layout.buckets:
       f, rows = bucket.format, bucket.rows
       key, *keys = jax.random.split(key, 3)
       first = jnp.arange(f.k, dtype=jnp.int32)[None]
@@ -88,21 +90,23 @@ def random_messages(step: exchange_lib.Step, count: int) -> jax.Array:
       indices = first * (f.n // f.k) + within if f.k < f.n else None
       values = jax.random.normal(keys[1], (rows, f.k), f.dtype)
       selected.append(wire.Selected(indices, values, jnp.ones(())))
-    packed, _ = step.packer.pack(selected, jnp.ones(()), jnp.array(True))
-    data = packed[step.packer.name]
-    return data if step.update_packer is None else data[0]
+    packed, _ = config.packer.pack(selected, jnp.ones(()), jnp.array(True))
+    data = packed[config.packer.name]
+    return data if config.update_packer is None else data[0]
 
   return repeated(message, count)
 
 
-def random_updates(step: exchange_lib.Step, count: int) -> jax.Array:
+def random_updates(
+    config: exchange_lib.ExchangeConfig, count: int
+) -> jax.Array:
   """Packs what `count` owners tell: uint8 `[count, bytes]`."""
-  owners = step.update_packer
-  buckets = dict(enumerate(step.packer.read))
+  owners = config.update_packer
+  buckets = dict(enumerate(config.packer.read))
 
   def update(key: jax.Array) -> jax.Array:
     report = Report(
-        jnp.array(step.num_workers), jnp.ones((wire.ENERGIES,)),
+        jnp.array(config.num_workers), jnp.ones((wire.ENERGIES,)),
         jnp.ones((len(buckets),)),
     )
     random = {
@@ -128,14 +132,14 @@ class Merging:
   """What one worker does with what has arrived, compiled."""
 
   def __init__(self, params: Any, exchange: str, count: int) -> None:
-    step = static_step(params, exchange, count)
+    config = config_of(params, exchange, count)
     group = Group('workers', count)
-    self.inputs = [random_messages(step, count)]
-    if step.update_packer is not None:
-      self.inputs.append(random_updates(step, count - 1))
+    self.inputs = [random_messages(config, count)]
+    if config.update_packer is not None:
+      self.inputs.append(random_updates(config, count - 1))
 
     def merge(arrived: jax.Array, others: Any = None) -> Any:
-      packer, owners = step.packer, step.update_packer
+      packer, owners = config.packer, config.update_packer
       inbox = packer.unpack(
           {packer.name: arrived}, None, group.min_devices, count
       )
@@ -152,7 +156,7 @@ class Merging:
         merged = [found[i] for i in range(len(merged))]
       updates = {}
       for i, x in enumerate(merged):
-        updates |= step.layout.cut(i, x)
+        updates |= config.layout.cut(i, x)
       return updates, report
 
     self.compiled = jax.jit(merge).lower(*self.inputs).compile()
@@ -256,7 +260,7 @@ class WholeStep:
     gradients = jax.tree.map(lambda g: g[None], gradients)
     owned = exchange == 'all_to_all'
     workers = OwnerOfMany() if owned else step_lib.OneOfMany()
-    made = static_step(self.params, exchange, count)
+    made = config_of(self.params, exchange, count)
     report = random_updates(made, count - 1) if owned else None
     self.inputs = gradients, random_messages(made, count - 1), report
     tx = demo_optax.demo(
@@ -271,9 +275,9 @@ class WholeStep:
       return optax.apply_updates(params, updates), state
 
     # The one worker that there is has a share as if there were all.
-    real = exchange_lib.with_exchange
+    real = exchange_lib.with_kind
     with mock.patch.object(
-        exchange_lib, 'with_exchange', lambda s, e, _: real(s, e, count)
+        exchange_lib, 'with_kind', lambda s, e, _: real(s, e, count)
     ):
       self.state = tx.init(self.params)
       self.compiled = jax.jit(step, donate_argnums=(0, 1)).lower(

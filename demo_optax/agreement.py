@@ -68,8 +68,8 @@ def given_up_when(is_over: Callable[[], str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def traced_steps() -> Iterator[list[Any]]:
-  """Yields a list to which every `exchange.Step` traced meanwhile is added."""
+def traced_exchanges() -> Iterator[list[Any]]:
+  """Yields a list to which every `ExchangeConfig` traced meanwhile is added."""
   found: list[Any] = []
   token = _traced.set(found)
   try:
@@ -78,20 +78,20 @@ def traced_steps() -> Iterator[list[Any]]:
     _traced.reset(token)
 
 
-def note(step: Any) -> None:
-  """Adds a step that is being traced to the list of `traced_steps`."""
+def note(config: Any) -> None:
+  """Adds an exchange that is being traced to the list of `traced_exchanges`."""
   if (found := _traced.get()) is not None:
-    found.append(step)
+    found.append(config)
 
 
-def check_exchanges(workers: Workers, steps: Sequence[Any]) -> None:
+def check_exchanges(workers: Workers, configs: Sequence[Any]) -> None:
   """Raises unless all processes have the same exchanges; see `check`.
 
   Args:
     workers: who takes part.
-    steps: an `exchange.Step` for each exchange.
+    configs: an `ExchangeConfig` for each exchange.
   """
-  described = [_describe(step) for step in dict.fromkeys(steps)]
+  described = [_describe(config) for config in dict.fromkeys(configs)]
   texts = [' | '.join(part) for part in zip(*described)]
   check(workers, dict(zip(_NAMES, texts or [''] * len(_NAMES))))
 
@@ -180,9 +180,9 @@ def _value_of(client: Any, key: str) -> str | None:
   return None
 
 
-def _describe(step: Any) -> tuple[str, ...]:
-  """Returns what must be equal of a step, in the order of `_NAMES`."""
-  leaves = step.layout.leaves
+def _describe(config: Any) -> tuple[str, ...]:
+  """Returns what must be equal of an exchange, in the order of `_NAMES`."""
+  leaves = config.layout.leaves
   compressors = list(dict.fromkeys(leaf.compressor for leaf in leaves))
   return (
       demo_optax.__version__,
@@ -191,10 +191,10 @@ def _describe(step: Any) -> tuple[str, ...]:
       re.sub(' at 0x[0-9a-f]+', '', ', '.join(map(str, compressors))),
       str([compressors.index(leaf.compressor) for leaf in leaves]),
       str([leaf.sharding.spec for leaf in leaves]),
-      step.average,
-      str(bool(step.kernels)),
-      str(int(step.delay)),
-      step.exchange if step.num_workers is None
-      else f'{step.exchange}, update_values={step.update_values!r}',
-      'a number' if step.compared else 'None',
+      config.average,
+      str(bool(config.kernels)),
+      str(int(config.delay)),
+      config.kind if config.num_workers is None
+      else f'{config.kind}, update_values={config.update_values!r}',
+      'a number' if config.compared else 'None',
   )

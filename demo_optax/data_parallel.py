@@ -210,9 +210,9 @@ class DataParallelStep:
     is_first = not self._has_run and jax.process_count() > 1
     call, objects, leaves = self._open(args, kwargs, compare=is_first)
     if is_first:
-      with agreement.traced_steps() as steps:
+      with agreement.traced_exchanges() as configs:
         self._jitted.trace(call, *call.split_donated(leaves))
-      agreement.check_exchanges(self.workers, steps)
+      agreement.check_exchanges(self.workers, configs)
     self._has_run = True
     returned, changed = self._jitted(call, *call.split_donated(leaves))
     modules.update_objects(objects, changed)

@@ -23,7 +23,7 @@ from demo_optax.compressors.base import (
 )
 from demo_optax.compressors.buckets import Layout, make_layout
 from demo_optax.engine import topk
-from demo_optax.exchange import Hyper, Step, WorkerState
+from demo_optax.exchange import ExchangeConfig, Hyper, WorkerState
 from demo_optax.wire.updates import UpdateTopK, UpdateValues
 from demo_optax.wire.values import UPDATE_VALUES, WITHOUT_RESIDUAL
 from demo_optax.workers import Workers
@@ -288,9 +288,9 @@ def scale_by_demo(
   _check_max_norm_ratio(max_norm_ratio)
   compared = max_norm_ratio is not None
 
-  def step_of(
+  def config_of(
       tree: chex.ArrayTree, leaves: list[Any], decay: Any, gradient_weight: Any
-  ) -> tuple[Step, list[Any], list[Any]]:
+  ) -> tuple[ExchangeConfig, list[Any], list[Any]]:
     """Returns what is static, and the different decays and weights."""
     layout = make_layout(
         leaves, per_leaf(compressor, tree), workers.param_specs.axis_sizes
@@ -312,13 +312,13 @@ def scale_by_demo(
       weights = [(decays[d], weights[w]) for d, w in different]
     else:
       weights = [(None, w) for w in weights]
-    step = Step(
+    config = ExchangeConfig(
         layout, which_decay, which, average, kernels, bool(delay),
         update_values=written, compared=compared,
     )
     if exchange != 'all_gather' and (count := count_workers()) is not None:
-      step = exchange_lib.with_exchange(step, exchange, count)
-    return step, decays, weights
+      config = exchange_lib.with_kind(config, exchange, count)
+    return config, decays, weights
 
   def count_workers() -> int | None:
     """Returns the number of workers; None where it is not known nor needed."""
@@ -345,11 +345,11 @@ def scale_by_demo(
         describe_leaf(path, np.shape(x), x, workers.param_specs)
         for path, x in flat
     ]
-    step, *_ = step_of(params, leaves, decay, gradient_weight)
+    config, *_ = config_of(params, leaves, decay, gradient_weight)
     # Under jit this is left to the first step of data_parallel.
     if not isinstance(jnp.zeros(()), jax.core.Tracer):
-      agreement.check_exchanges(workers, [step])
-    in_flight = step.packer.shapes if delay else {}
+      agreement.check_exchanges(workers, [config])
+    in_flight = config.packer.shapes if delay else {}
 
     def zeros(shapes: Any) -> dict[str, jax.Array]:
       return {
@@ -363,14 +363,14 @@ def scale_by_demo(
             exchange_lib.no_metrics(compared).as_dict()
         ),
         layout=LayoutOf(
-            workers.device_put(jnp.asarray(step.layout.digest)), step.layout
+            workers.device_put(jnp.asarray(config.layout.digest)), config.layout
         ),
         worker_stacked=WorkerState(
             zeros({b.name: (b.shape, b.format.dtype)
-                   for b in step.layout.buckets}),
+                   for b in config.layout.buckets}),
             # Of zeros the status is that the worker is excluded.
             zeros(in_flight),
-            zeros(step.residual_shapes),
+            zeros(config.residual_shapes),
         ),
     )
 
@@ -406,9 +406,9 @@ def scale_by_demo(
         for (path, g), p in zip(flat, like)
     ]
     tree = updates if params is None else params
-    step, decays, weights = step_of(tree, leaves, decay, gradient_weight)
+    config, decays, weights = config_of(tree, leaves, decay, gradient_weight)
     frozen = {
-        i for i, leaf in enumerate(step.layout.leaves)
+        i for i, leaf in enumerate(config.layout.leaves)
         if isinstance(leaf.compressor, Frozen)
     }
     for i, ((path, g), p) in enumerate(zip(flat, like)):
@@ -416,7 +416,7 @@ def scale_by_demo(
         _tree.check_sharding(path, p, workers)
       if i not in frozen or leaves[i][2] is None:
         _tree.check_gradient(_tree.leaf_name(path), g, p, workers)
-    _check_state(state, step, workers)
+    _check_state(state, config, workers)
     weights = [
         (1 if d is None else 1 - d) * (w(state.count) if callable(w) else w)
         for d, w in weights
@@ -425,7 +425,7 @@ def scale_by_demo(
     metrics, own = exchange_lib.no_metrics(compared), state.worker_stacked
     if len(frozen) < len(flat):
       found, own, metrics = exchange_lib.run(
-          workers, step, [g for _, g in flat], own,
+          workers, config, [g for _, g in flat], own,
           Hyper(state.count, alpha, decays, weights, max_norm_ratio),
       )
     in_order = iter(found)
@@ -437,7 +437,7 @@ def scale_by_demo(
     return jax.tree.structure(updates).unflatten(new), DeMoState(
         count=optax.safe_increment(state.count),
         metrics=metrics.as_dict(),
-        layout=LayoutOf(state.layout.digest, step.layout),
+        layout=LayoutOf(state.layout.digest, config.layout),
         worker_stacked=own,
     )
 
@@ -487,9 +487,11 @@ def _check_compressor(compressor: Any) -> None:
   ))
 
 
-def _check_state(state: DeMoState, step: Step, workers: Workers) -> None:
+def _check_state(
+    state: DeMoState, config: ExchangeConfig, workers: Workers
+) -> None:
   """Raises unless a state was made for these leaves and workers."""
-  expected, found = step.layout, state.layout.layout
+  expected, found = config.layout, state.layout.layout
   if found != expected:
     raise ValueError(_difference(found, expected, workers))
   digest = state.layout.digest
@@ -498,10 +500,10 @@ def _check_state(state: DeMoState, step: Step, workers: Workers) -> None:
   ):
     check_digest(digest, expected)
   own = state.worker_stacked
-  if bool(own.in_flight) != step.delay:
+  if bool(own.in_flight) != config.delay:
     raise ValueError(
         f'The state was made with delay={int(bool(own.in_flight))}, and update'
-        f' has delay={int(step.delay)}: make it with tx.init of the same'
+        f' has delay={int(config.delay)}: make it with tx.init of the same'
         ' transformation.'
     )
   for bucket in expected.buckets:
@@ -520,17 +522,17 @@ def _check_state(state: DeMoState, step: Step, workers: Workers) -> None:
         f' {workers} keeps it as {shape}: make the state with tx.init under the'
         ' same workers that update uses.'
     )
-  in_flight = step.packer.shapes if step.delay else {}
+  in_flight = config.packer.shapes if config.delay else {}
   shapes = {
       name: workers.bucket_shape(shape)
-      for name, (shape, _) in {**in_flight, **step.residual_shapes}.items()
+      for name, (shape, _) in {**in_flight, **config.residual_shapes}.items()
   }
   arrays = {**own.in_flight, **own.update_residual}
   if {name: x.shape for name, x in arrays.items()} != shapes:
     raise ValueError(
         'The messages in flight, or the residuals of updates, in the state are'
-        f' not those of this exchange, {step.exchange!r} with update_values='
-        f'{step.update_values!r}: make the state with tx.init of the same'
+        f' not those of this exchange, {config.kind!r} with update_values='
+        f'{config.update_values!r}: make the state with tx.init of the same'
         ' transformation. Momentum can be taken over by'
         ' demo_optax.state.momentum and with_momentum.'
     )

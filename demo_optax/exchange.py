@@ -108,8 +108,8 @@ def no_metrics(compared: bool = False) -> Metrics:
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
-  """What is static in a step.
+class ExchangeConfig:
+  """What is static in an exchange.
 
   Attributes:
     layout: where the leaves lie in buckets.
@@ -118,7 +118,7 @@ class Step:
     average: how what was sent is averaged, see `scale_by_demo`.
     kernels: whether kernels are wanted, see `scale_by_demo`.
     delay: whether messages arrive one exchange later.
-    exchange: `'all_gather'`, all merge all; or `'all_to_all'`, chunks are
+    kind: `'all_gather'`, all merge all; or `'all_to_all'`, chunks are
       divided among the workers, each of which merges its own and tells the
       others the update.
     num_workers: how many there are; None if chunks never have owners.
@@ -132,7 +132,7 @@ class Step:
   average: topk.Average
   kernels: bool | None = None
   delay: bool = False
-  exchange: str = 'all_gather'
+  kind: str = 'all_gather'
   num_workers: int | None = None
   update_values: UpdateValues = 'float32'
   compared: bool = False
@@ -140,14 +140,14 @@ class Step:
   @functools.cached_property
   def packer(self) -> Packer:
     """How messages are written and read."""
-    owned = self.exchange == 'all_to_all'
+    owned = self.kind == 'all_to_all'
     num_owners = self.num_workers if owned else None
     return Packer(self.layout.buckets, num_owners, self.compared)
 
   @functools.cached_property
   def update_packer(self) -> UpdatePacker | None:
     """How owners write updates, and all read them; None without owners."""
-    return self._owners if self.exchange == 'all_to_all' else None
+    return self._owners if self.kind == 'all_to_all' else None
 
   @functools.cached_property
   def residual_shapes(self) -> dict[str, tuple[tuple[int, int], str]]:
@@ -177,38 +177,40 @@ class Step:
 ExchangeKind = Literal['all_gather', 'all_to_all', 'auto']
 
 
-def with_exchange(step: Step, exchange: ExchangeKind, count: int) -> Step:
-  """Returns a step in which chunks have owners or not, as `exchange` says.
+def with_kind(
+    config: ExchangeConfig, kind: ExchangeKind, count: int
+) -> ExchangeConfig:
+  """Returns an exchange in which chunks have owners or not, as `kind` says.
 
   Args:
-    step: in which they have none.
-    exchange: `'auto'` is what receives fewer bytes.
+    config: of an exchange in which they have none.
+    kind: `'auto'` is what receives fewer bytes.
     count: number of workers.
   """
-  if exchange == 'all_gather':
-    return step
+  if kind == 'all_gather':
+    return config
   owned, gathered = (
-      dataclasses.replace(step, exchange=kind, num_workers=count)
-      for kind in ('all_to_all', 'all_gather')
+      dataclasses.replace(config, kind=either, num_workers=count)
+      for either in ('all_to_all', 'all_gather')
   )
-  if exchange == 'all_to_all' or (
+  if kind == 'all_to_all' or (
       received_bytes(owned, count) < received_bytes(gathered, count)
   ):
     return owned
   return gathered
 
 
-def received_bytes(step: Step, count: int) -> int:
+def received_bytes(config: ExchangeConfig, count: int) -> int:
   """Returns the bytes from other workers that one device gathers."""
-  shape, _ = step.packer.shapes.get(step.packer.name, ((0,), ''))
+  shape, _ = config.packer.shapes.get(config.packer.name, ((0,), ''))
   size = shape[-1]
-  if step.update_packer is not None:
-    size += step.update_packer.num_bytes
+  if config.update_packer is not None:
+    size += config.update_packer.num_bytes
   return (count - 1) * size
 
 
 def exchange(
-    step: Step,
+    config: ExchangeConfig,
     group: Group,
     gradients: Mapping[int, jax.Array],
     state: WorkerState,
@@ -226,7 +228,7 @@ def exchange(
   link of its chain.
 
   Args:
-    step: what is static.
+    config: what is static.
     group: the other workers, and devices.
     gradients: by the number of the leaf, the shard on this device.
     state: momentum `[rows, n]` of each bucket, and the message in flight.
@@ -236,15 +238,15 @@ def exchange(
     the update of each leaf, equal on all workers to the last bit; the new
     state; and metrics.
   """
-  layout, packer, buckets = step.layout, step.packer, step.layout.buckets
-  engines = [engine.choose(bucket, step.kernels) for bucket in buckets]
+  layout, packer, buckets = config.layout, config.packer, config.layout.buckets
+  engines = [engine.choose(bucket, config.kernels) for bucket in buckets]
   devices = [group.device_index(bucket.split_axes) for bucket in buckets]
 
   # The gradients' chunks of each kind, [rows, n], from all leaves.
   chunks = [layout.fill(i, gradients, d) for i, d in enumerate(devices)]
   of_leaves = (
-      [hyper.decay[i] for i in step.decay],
-      [hyper.weight[i] for i in step.weight],
+      [hyper.decay[i] for i in config.decay],
+      [hyper.weight[i] for i in config.weight],
   )
   decays, weights = (
       [layout.spread(i, x, d) for i, d in enumerate(devices)] for x in of_leaves
@@ -280,7 +282,7 @@ def exchange(
   # With a delay, this message travels during the next step, and the one of the
   # step before arrives now.
   in_flight, step_sent = state.in_flight, hyper.step
-  if step.delay:
+  if config.delay:
     message, in_flight = in_flight, dict(message)
     step_sent = hyper.step - 1
 
@@ -292,14 +294,14 @@ def exchange(
       group.min_devices,
       group.size,
       functools.partial(_outliers, group, hyper.max_norm_ratio)
-      if step.compared
+      if config.compared
       else None,
   )
 
   # u = T^-1 average_i(q_i), in a fixed order: the same bits on all workers.
   merged, distinct = _unzip(
-      engine.choose(bucket, step.kernels).merge(
-          bucket, inbox.received[i], step.average
+      engine.choose(bucket, config.kernels).merge(
+          bucket, inbox.received[i], config.average
       )
       for i, bucket in enumerate(packer.read)
   )
@@ -309,8 +311,8 @@ def exchange(
 
   # If chunks have owners, each has merged its own, and now tells all others.
   update_residual = state.update_residual
-  if step.update_packer is not None:
-    owners = step.update_packer
+  if config.update_packer is not None:
+    owners = config.update_packer
     data, update_residual = owners.pack(
         dict(enumerate(merged)), update_residual, report
     )
@@ -334,7 +336,7 @@ def exchange(
 
 def run(
     workers: Workers,
-    step: Step,
+    config: ExchangeConfig,
     gradients: Sequence[jax.Array],
     state: WorkerState,
     hyper: Hyper,
@@ -343,7 +345,7 @@ def run(
 
   Args:
     workers: who takes part.
-    step: what is static.
+    config: what is static.
     gradients: of each leaf, as `workers` has them; anything where nothing is
       exchanged.
     state: stacked.
@@ -353,31 +355,31 @@ def run(
     the updates of the leaves that are exchanged, in the parameters' shapes; the
     new state; and metrics.
   """
-  agreement.note(step)
-  return _run(workers, step, tuple(gradients), state, hyper)
+  agreement.note(config)
+  return _run(workers, config, tuple(gradients), state, hyper)
 
 
 # Jitted, so that it is one computation outside of the user's jit, too.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _run(
     workers: Workers,
-    step: Step,
+    config: ExchangeConfig,
     gradients: tuple[jax.Array, ...],
     state: WorkerState,
     hyper: Hyper,
 ) -> tuple[list[jax.Array], WorkerState, Metrics]:
-  leaves = step.layout.leaves
+  leaves = config.layout.leaves
   stacked = workers.stacked_gradients
-  exchanged = sorted((*step.layout.compressed, *step.layout.averaged))
+  exchanged = sorted((*config.layout.compressed, *config.layout.averaged))
 
   def one_worker(
       own: list[jax.Array], state: WorkerState, hyper: Hyper
   ) -> tuple[list[jax.Array], WorkerState, Metrics]:
     shards = dict(zip(exchanged, own))
-    rows = {b.name: b.shape for b in step.layout.buckets}
+    rows = {b.name: b.shape for b in config.layout.buckets}
     momentum = {k: x.reshape(rows[k]) for k, x in state.momentum.items()}
     in_flight = {
-        k: x.reshape(step.packer.shapes[k][0])
+        k: x.reshape(config.packer.shapes[k][0])
         for k, x in state.in_flight.items()
     }
     update_residual = {
@@ -385,12 +387,12 @@ def _run(
     }
     own_state = WorkerState(momentum, in_flight, update_residual)
     updates, new, metrics = exchange(
-        step, workers.group, shards, own_state, hyper
+        config, workers.group, shards, own_state, hyper
     )
     new = jax.tree.map(lambda x, old: x.reshape(old.shape), new, state)
     return updates, new, metrics
 
-  metrics = jax.eval_shape(functools.partial(no_metrics, step.compared))
+  metrics = jax.eval_shape(functools.partial(no_metrics, config.compared))
   buckets = jax.tree.map(lambda _: workers.bucket_spec, state)
   scalars = jax.tree.map(lambda _: Spec(False), hyper)
   inner = [leaves[i].sharding.spec for i in exchanged]

@@ -21,7 +21,7 @@ from demo_optax.compressors.base import (
 )
 from demo_optax.compressors.buckets import Leaf, make_layout
 from demo_optax.demo import describe_leaf, resolve_update_values
-from demo_optax.exchange import ExchangeKind, Step
+from demo_optax.exchange import ExchangeConfig, ExchangeKind
 from demo_optax.tools import tables
 from demo_optax.wire.message import ENERGIES
 from demo_optax.wire.updates import UpdateValues
@@ -404,15 +404,16 @@ def plan(
       if leaves_bytes.values == 'averaged'
   )
   written = resolve_update_values(exchange, update_values)
-  step = exchange_lib.with_exchange(
-      Step(layout, (), (), 'senders', update_values=written), exchange,
+  config = exchange_lib.with_kind(
+      ExchangeConfig(layout, (), (), 'senders', update_values=written),
+      exchange,
       num_workers,
   )
-  own, summed, inside = _device_bytes(step, specs, num_workers)
+  own, summed, inside = _device_bytes(config, specs, num_workers)
   summed += averaged
-  across = exchange_lib.received_bytes(step, num_workers)
-  owners = 1 if step.update_packer is None else num_workers
-  told = 0 if step.update_packer is None else step.update_packer.num_bytes
+  across = exchange_lib.received_bytes(config, num_workers)
+  owners = 1 if config.update_packer is None else num_workers
+  told = 0 if config.update_packer is None else config.update_packer.num_bytes
   return Plan(
       tuple(leaves),
       num_workers,
@@ -510,17 +511,17 @@ def _averaged(leaf: Leaf) -> LeafBytes:
 
 
 def _device_bytes(
-    step: exchange_lib.Step, specs: ParamSpecs, num_workers: int
+    config: ExchangeConfig, specs: ParamSpecs, num_workers: int
 ) -> tuple[int, int, dict[tuple[str, ...], int]]:
   """Returns what a device has gathered, and summed, and receives inside."""
   inside: dict[tuple[str, ...], int] = {}
   own = summed = 0
-  for (*_, length), dtype in step.packer.shapes.values():
+  for (*_, length), dtype in config.packer.shapes.values():
     if dtype == 'uint8':
       own += length
     else:
       summed += length * np.dtype(dtype).itemsize
-  for bucket in step.layout.buckets:
+  for bucket in config.layout.buckets:
     # Updates are joined along one axis after the other, the innermost first.
     size = bucket.num_chunks * bucket.format.n
     size *= np.dtype(bucket.format.dtype).itemsize
@@ -535,7 +536,7 @@ def _device_bytes(
     agreed = _ring(4, specs.devices) + _ring(4 * (ENERGIES + 2), specs.devices)
     if own:
       agreed += _ring(4 * num_workers, specs.devices)
-    if step.update_packer is not None:
+    if config.update_packer is not None:
       agreed += _ring(4, specs.devices)
     inside[specs.axes] = inside.get(specs.axes, 0) + agreed
   return own, summed, inside
