@@ -454,7 +454,7 @@ def random_subset(
 
   Raises:
     ValueError: `rate`, `chunk_size` or `seed` out of range.
-    TypeError: `chunk_size` or `seed` is not an integer.
+    TypeError: `chunk_size` or `seed` is not an integer, `rate` not a number.
 
   Example:
     >>> import demo_optax, jax, jax.numpy as jnp
@@ -496,7 +496,7 @@ def striding(
 
   Raises:
     ValueError: `rate` or `chunk_size` out of range.
-    TypeError: `chunk_size` is not an integer.
+    TypeError: `chunk_size` is not an integer, or `rate` not a number.
 
   Example:
     >>> import demo_optax
@@ -530,7 +530,7 @@ def slicing(
 
   Raises:
     ValueError: `rate` or `chunk_size` out of range.
-    TypeError: `chunk_size` is not an integer.
+    TypeError: `chunk_size` is not an integer, or `rate` not a number.
 
   Example:
     >>> import demo_optax

@@ -256,7 +256,7 @@ class Layout:
   def assemble(
       self, number: int, rows: dict[int, jax.Array], device: Any
   ) -> jax.Array:
-    """Puts the rows `[num_chunks, n]` of leaves into their bucket."""
+    """Puts the rows `[num_chunks, n]` of all its leaves into a bucket."""
     bucket = self.buckets[number]
     dense, n = bucket.kind == 'dense', bucket.format.n
     total = bucket.num_chunks * bucket.num_devices
@@ -266,12 +266,12 @@ class Layout:
     in_order = sorted(rows, key=lambda i: self.leaves[i].offset)
     parts = [rows[i].reshape(-1) if dense else rows[i] for i in in_order]
     if bucket.sides[0] == 1:
-      # Elements in the order in which leaves have them: one operation copies
-      # them all, where each of the updates below would be compiled.
+      # The chunks of a leaf are its elements in order: nothing is transposed,
+      # and one concatenation copies all. Updates are a kernel each to compile.
       filled = jnp.concatenate([*parts, filled[sum(map(len, parts)) :]])
     else:
       for i, x in zip(in_order, parts):
-        # Written in place: a concatenation would hold everything twice.
+        # In place: transposed leaves that are concatenated are held twice.
         filled = jax.lax.dynamic_update_slice_in_dim(
             filled, x, self.leaves[i].offset, 0
         )

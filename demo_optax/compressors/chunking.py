@@ -342,7 +342,7 @@ def _apply(x: jax.Array, matrix: np.ndarray) -> jax.Array:
 
 
 def _rows_of(matrix: jax.Array, rows: jax.Array) -> jax.Array:
-  """Returns rows of a matrix that it has."""
+  """Returns `matrix[rows]` for rows within the matrix."""
   return matrix.at[rows].get(
       mode='promise_in_bounds', wrap_negative_indices=False
   )

@@ -23,8 +23,8 @@ class Selector(Protocol):
       zeros.
 
   A selector whose indices are always in ascending order may say so by
-  `ascending: ClassVar[bool] = True`: then they are not sorted again. A subclass
-  of `TopK` says so, too.
+  `ascending: ClassVar[bool] = True`: then they are neither sorted again nor
+  checked. Subclasses of `TopK` and `TopShare` inherit it.
   """
 
   shared: ClassVar[bool]
@@ -40,7 +40,9 @@ class Selector(Protocol):
       step: int32 `[]`, exchanges so far.
 
     Returns:
-      int32 `[chunks, count(n)]`, distinct within a chunk, in any order.
+      integers `[chunks, count(n)]`, distinct within a chunk, in any order;
+      negative ones count from its end. What is beyond a chunk is NaN when it is
+      read, which excludes the worker.
     """
 
 

@@ -220,7 +220,7 @@ class Coordinator:
   def _forget_client(self, member: _Member) -> None:
     """Notes that a process has no connection to any service any more.
 
-    One that was left behind returns as another member, of the same name.
+    A process that was left behind returns as another member, of the same name.
     """
     for _, clients in self._services.values():
       clients -= {client for client in clients if client.name == member.name}

@@ -72,10 +72,13 @@ def accumulate_and_select(
     if shared is not None and k < n:
       indices = jnp.broadcast_to(shared[None], (rows, k))
     elif k < n:
-      indices = bucket.select(m, step)
-      if not getattr(bucket.select, 'ascending', False):
-        indices = jnp.sort(indices, axis=1)  # the wire wants them in order
-    return momentum, (indices, topk.take(m, indices), energy(m))
+      indices = _select(bucket, m, step)
+    values = topk.take(m, indices)
+    if indices is not None and not _is_ascending(bucket):
+      # A selector's mistake is seen: its worker is excluded for the NaN.
+      inside = (indices >= 0) & (indices < n)
+      values = jnp.where(inside, values, jnp.full_like(values, jnp.nan))
+    return momentum, (indices, values, energy(m))
 
   momentum, (indices, values, energies) = jax.lax.scan(
       add_piece,
@@ -191,4 +194,24 @@ def _inverse(
 def shared_indices(bucket: Bucket, step: jax.Array) -> jax.Array:
   """Returns the indices `[k]`, ascending, that all workers select at `step`."""
   one = jnp.zeros((1, bucket.format.n), bucket.format.dtype)
-  return jnp.sort(bucket.select(one, step)[0])
+  return _select(bucket, one, step)[0]
+
+
+def _select(
+    bucket: Bucket, coefficients: jax.Array, step: jax.Array
+) -> jax.Array:
+  """Returns int32 indices, ascending within a chunk, as the wire wants them.
+
+  Selectors may return them in any order and integer dtype, and may count from
+  the end of a chunk, as NumPy's indices do.
+  """
+  indices = bucket.select(coefficients, step).astype(jnp.int32)
+  if _is_ascending(bucket):
+    return indices
+  n = bucket.format.n
+  return jnp.sort(jnp.where(indices < 0, indices + n, indices), axis=1)
+
+
+def _is_ascending(bucket: Bucket) -> bool:
+  """Returns whether a selector promises places in order, within a chunk."""
+  return getattr(bucket.select, 'ascending', False)

@@ -34,7 +34,7 @@ def pack_bits(numbers: jax.Array, width: int) -> jax.Array:
   groups = -(-count // per_group)
   numbers = jnp.pad(numbers, (0, groups * per_group - count))
   numbers = numbers.reshape(groups, per_group)
-  if 8 % width == 0:  # in fewer operations
+  if 8 % width == 0:  # in fewer operations: each takes time to compile
     places = width * jnp.arange(per_group, dtype=jnp.uint32)[None]
     return jnp.sum(numbers << places, axis=1, dtype=jnp.uint8)
   columns = numbers.T
@@ -129,8 +129,8 @@ def _places_of_ones(ones: jax.Array, k: int) -> jax.Array:
 def take(x: jax.Array, places: jax.Array) -> jax.Array:
   """Returns `x[row, places[row, j]]` for places that are within the rows.
 
-  Without the operations for those that are not: there are many such calls, and
-  each operation is one more kernel.
+  Places beyond a row are not handled (XLA takes the nearest): that would cost
+  several kernels in each of many calls.
 
   Args:
     x: `[rows, n, ...]`.

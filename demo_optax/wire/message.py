@@ -159,8 +159,9 @@ class ChunkFormat:
     indices = self.index_code.decode(data[split:], chunks)
     before = jnp.pad(indices[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
     good &= (indices > before) & (indices < self.n)
-    valid = jnp.all(good)  # in one reduction
-    # What scatters are promised about indices holds even of garbage.
+    valid = jnp.all(good)  # one reduction: each is a kernel to compile
+    # Gathers and scatters are promised ascending indices in [0, n): excluded
+    # workers' are replaced, too.
     first = jnp.arange(self.k, dtype=jnp.int32)[None]
     return jnp.where(valid, indices, first), values, valid
 
@@ -367,13 +368,10 @@ class Packer:
     total = jnp.zeros((ENERGIES,), jnp.float32)
     for i in members:
       _, values, held = selected[i]
-      stays = jnp.square(values - topk.mul_no_fma(alpha, sent[i]))
+      stays = energy(values - topk.mul_no_fma(alpha, sent[i]))
       if self.buckets[i].format.k < self.buckets[i].format.n:
-        change = jnp.sum(stays - jnp.square(values), dtype=jnp.float32)
-        remaining = jnp.maximum(held + change, 0)
-      else:  # exactly 0 if everything is sent as it is
-        remaining = jnp.sum(stays, dtype=jnp.float32)
-      total += jnp.stack([held, self._energy_sent(sent[i]), remaining])
+        stays += jnp.maximum(held - energy(values), 0)
+      total += jnp.stack([held, self._energy_sent(sent[i]), stays])
     return total
 
   def unpack(

@@ -409,3 +409,53 @@ def test_tree_of_the_guide(guide):
   assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
   kept = demo_optax.state.momentum(state, params, guide['by_leaf'], guide['workers'])
   assert kept['norm'] is None and kept['embed'].shape == (2, 100, 64)
+
+
+@dataclasses.dataclass(frozen=True)
+class At:
+  """Selects fixed places, as they are given."""
+
+  places: tuple[int, ...]
+  shared: bool = False
+  dtype: str = 'int32'
+
+  def count(self, n):
+    return len(self.places)
+
+  def __call__(self, coefficients, step):
+    return jnp.broadcast_to(
+        jnp.asarray(self.places, self.dtype), (len(coefficients), len(self.places)))
+
+
+def update_of(select, basis, limit):
+  """Returns the update, what is kept, and how many workers are excluded."""
+  tx = demo_optax.scale_by_demo(
+      Compressor(select, basis, limit), 0.5, workers=demo_optax.Workers.simulated(2))
+  params = {'w': jnp.zeros((32, 64))}
+  gradients = random_tree(0, {'w': (32, 64)}, lead=(2,))
+  updates, state = jax.jit(tx.update)(gradients, tx.init(params), params)
+  return updates, state.worker_stacked.momentum, int(state.metrics['num_excluded'])
+
+
+@pytest.mark.parametrize('shared', [False, True])
+def test_places_count_from_the_end_in_any_integer_type(shared):
+  expected = update_of(At((1, 250), shared), Identity(), 16)
+  assert_same_bits(update_of(At((-6, 1), shared), Identity(), 16), expected)
+  assert_same_bits(update_of(At((250, 1), shared, 'uint8'), Identity(), 16), expected)
+
+
+@pytest.mark.parametrize('places', [(256,), (3, 300), (-257, 3)])
+def test_a_place_beyond_the_chunk_excludes_the_worker(places):
+  updates, kept, num_excluded = update_of(At(places), Identity(), 16)
+  assert num_excluded == 2
+  assert not any(np.any(u) for u in jax.tree.leaves(updates))
+  assert all(np.isfinite(x).all() for x in jax.tree.leaves(kept))
+
+
+@pytest.mark.parametrize('select', [
+    demo_optax.compressors.RandomSubset(8 / 1024), At((5, 3), True, 'uint32')])
+def test_shared_places_of_a_wide_type_go_through_a_transform(select, x64):
+  """With few of them it is a sum of outer products, which takes indices."""
+  updates, _, num_excluded = update_of(select, demo_optax.compressors.Dct(), 32)
+  assert num_excluded == 0
+  assert all(np.any(u) for u in jax.tree.leaves(updates))

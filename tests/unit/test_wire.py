@@ -218,8 +218,8 @@ def test_a_value_that_is_not_finite_or_too_large_is_left_out(bad):
   damage = np.frombuffer(np.float32(bad).tobytes(), np.uint8)
   received, present = read(layout, payload.at[:4].set(damage)[None])
   assert present.tolist() == [False]
-  read_indices = np.asarray(received[0][0][0][0])  # good for a scatter
-  assert 0 <= read_indices[0] < read_indices[1] < 16
+  # Any that a scatter may take: nothing of the message counts.
+  np.testing.assert_array_equal(received[0][0][0], [[0, 1]])
 
 
 @pytest.mark.parametrize('values', value_codes.VALUES)
