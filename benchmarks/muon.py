@@ -187,7 +187,7 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
               lr=[1e-3, 2e-3, 4e-3]),
         *grid(method='demo', values='sign', decay=0.99, lr=2e-3),
         *grid(method='demo', values='float32', decay=0.99, alpha=0.2,
-              lr=[1e-3, 2e-3]),
+              lr=[2.5e-4, 5e-4, 1e-3, 2e-3]),
     ],
     'low-rank': [
         *grid(method='powersgd', lr=[1e-3, 2e-3, 4e-3]),
@@ -201,7 +201,11 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
                  'outer_lr': [0.5, 1.0]}, topk=128, decay=0.95),
         *grid(method='sparse-loco', topk=128, decay=0.95, outer_lr=[1.0, 2.0]),
     ],
-    # The leaders elsewhere.
+    # The leaders for longer, and elsewhere.
+    'long': [
+        *grid(steps=5000, **MEDIUM, **BEST), *grid(**MUON, steps=5000),
+        *grid(method='adamw', steps=5000),
+    ],
     'sixteen': [
         *grid(workers=16, **LARGE, **BEST), *grid(workers=16, **MEDIUM, **BEST),
         *grid(**MUON, workers=16), *grid(method='adamw', workers=16),
@@ -212,9 +216,16 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
         *grid(**MUON, data='stdlib'), *grid(method='adamw', data='stdlib'),
     ],
     'cnn': [
-        *grid(**CNN, **MEDIUM, **BEST, lr=[1e-3, 2e-3, 4e-3]),
-        *grid(**CNN, method='adamw', lr=[1e-3, 2e-3, 4e-3]),
-        *grid(**{**MUON, **CNN, 'lr': [5e-3, 1e-2, 2e-2, 4e-2]}),
+        *grid(**CNN, **MEDIUM, **BEST, lr=[2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3]),
+        *grid(**CNN, method='adamw',
+              lr=[1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2]),
+        *grid(**{**MUON, **CNN,
+                 'lr': [1.25e-3, 2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2]}),
+        *grid(**CNN, **MEDIUM, average='workers', lr=5e-4,
+              other_lr=[3e-3, 1.2e-2, 2.4e-2]),
+        *grid(**CNN, **MEDIUM, **BEST, lr=5e-4, seed=[1, 2]),
+        *grid(**CNN, method='adamw', lr=1.6e-2, seed=[1, 2]),
+        *grid(**{**MUON, **CNN, 'lr': 2.5e-3}, seed=[1, 2]),
     ],
 }
 
@@ -379,21 +390,43 @@ def steps_to(record: dict[str, Any], loss: float) -> float | None:
   return None
 
 
+# What runs must have in common to be compared.
+SETTING = ('task', 'data', 'workers', 'batch', 'steps')
+
+
 def table(records: list[dict[str, Any]]) -> None:
-  """Prints all runs, seeds of one setting together, in Markdown."""
-  runs = by_name(records)
+  """Prints all runs in Markdown, a table for each setting.
+
+  Seeds of one method are in one line. The steps are those to AdamW's loss.
+  """
+  settings: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+  for record in records:
+    setting = tuple(record.get(k, DEFAULTS[k]) for k in SETTING)
+    settings.setdefault(setting, []).append(record)
+  for setting, found in settings.items():
+    words = [f'{k} {value}' for k, value in zip(SETTING, setting)]
+    print(f'\n{", ".join(words)}\n')
+    part_of_table(found)
+
+
+def part_of_table(records: list[dict[str, Any]]) -> None:
+  runs = by_name([
+      {k: v for k, v in record.items() if k not in SETTING}
+      for record in records
+  ])
   adamw = [statistics.mean(r['loss'] for r in found)
            for name, found in runs.items() if name.startswith('adamw')]
-  goal = min(adamw, default=0.0)
+  goal = min(adamw, default=None)
+  steps = 'steps' if goal is None else f'steps to {goal:.3f}'
   print('| what | seeds | loss | sent / received, kB | fewer sent |'
-        f' steps to {goal:.3f} | CPU s / step |')
+        f' {steps} | CPU s / step |')
   print('|---|---|---|---|---|---|---|')
   for name, found in runs.items():
     losses = [r['loss'] for r in found]
     spread = (
         f' ({min(losses):.3f} - {max(losses):.3f})' if len(losses) > 1 else ''
     )
-    reached = [steps_to(r, goal) for r in found]
+    reached = [None if goal is None else steps_to(r, goal) for r in found]
     steps = '' if None in reached else f'{statistics.mean(reached):.0f}'
     r = found[0]
     print(
