@@ -86,7 +86,7 @@ PLOTTED = {
     'demo_muon, 623x': (
         'recipe, other_lr=0.006, topk=8, average=workers, rows=8'
     ),
-    'DeMo as published': 'demo, topk=32, values=float32, decay=0.99',
+    'DeMo as published, 122x': 'demo, values=float32, decay=0.99',
 }
 
 # optax.contrib.muon as it is, at the best of its rates.
@@ -205,6 +205,11 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
     'long': [
         *grid(steps=5000, **MEDIUM, **BEST), *grid(**MUON, steps=5000),
         *grid(method='adamw', steps=5000),
+    ],
+    'longer-sources': [
+        *grid(**MUON, data='stdlib', steps=2400),
+        *grid(method='adamw', data='stdlib', steps=2400),
+        *grid(data='stdlib', **MEDIUM, **BEST, steps=2400),
     ],
     'sixteen': [
         *grid(workers=16, **LARGE, **BEST), *grid(workers=16, **MEDIUM, **BEST),

@@ -85,6 +85,15 @@ def test_the_table_is_what_was_measured():
         f' |{times} |') in README
 
 
+def test_the_other_text_is_what_was_measured():
+  recipe, muon, adamw = (
+      runs('muon', {**settings, 'data': 'stdlib'})[0]['loss']
+      for settings in (ROWS['`demo_muon`'][1], MUON, {'method': 'adamw'}))
+  assert (
+      f'`demo_muon` ended {100 * (recipe / muon - 1):.1f} % above Muon and'
+      f' {100 * (1 - recipe / adamw):.1f} % below AdamW (one seed)') in README
+
+
 def test_seconds_are_what_was_measured():
   def step(workers, link, method):
     return next(
