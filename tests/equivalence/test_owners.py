@@ -112,7 +112,7 @@ def test_signs_are_those_of_an_all_gather(count):
 
 
 @pytest.mark.parametrize('compressor, count', [
-    ('hadamard', 1), ('hadamard', 2), ('identity', 3),
+    ('hadamard', 2), ('identity', 3),
 ])
 def test_signs_of_updates_full_of_zeros(compressor, count):
   workers = demo_optax.Workers.simulated(count)
