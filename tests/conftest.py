@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(items):
   for item in items:
     if item.path.is_relative_to(here):
       folder = item.path.relative_to(here).parts[0]
-      if folder in ('docs', 'processes', 'integrations'):
+      if folder in ('docs', 'processes', 'integrations', 'trainers'):
         item.add_marker(folder)
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.fft
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from demo_optax.compressors import Dct
@@ -64,6 +64,7 @@ def test_chunks_are_the_blocks_of_the_matrix(x64):
 SHAPES = st.lists(st.integers(1, 40), min_size=0, max_size=4).map(tuple)
 
 
+@settings(max_examples=20)  # each compiles
 @given(SHAPES, st.integers(1, 16), st.booleans())
 def test_round_trip_and_energy(shape, limit, padding):
   grid = grid_of(shape, limit, padding)
@@ -75,6 +76,7 @@ def test_round_trip_and_energy(shape, limit, padding):
   np.testing.assert_allclose(np.sum(np.square(c)), np.sum(x**2), rtol=1e-4)
 
 
+@settings(max_examples=20)  # each compiles
 @given(SHAPES, st.integers(1, 16))
 def test_clear_padding_is_a_round_trip_through_the_array(shape, limit):
   grid = grid_of(shape, limit)
