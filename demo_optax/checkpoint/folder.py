@@ -166,11 +166,21 @@ def remove_unfinished(folder: epath.Path, unchanged_for: float) -> None:
 
 
 def remove_unfinished_step(folder: epath.Path, step: int) -> None:
-  """Removes what a save of this process has left."""
-  if not _is_remote(folder):
-    for path in _unfinished(folder):
-      if path.name.startswith(f'{step}.'):
-        shutil.rmtree(path, ignore_errors=True)
+  """Removes what a save of this process has left.
+
+  Threads of the save may still be writing, so that a folder is not empty when
+  it is to be removed, or is there again: tries until nothing appears any more,
+  for at most two seconds.
+  """
+  if _is_remote(folder):
+    return
+  for _ in range(40):
+    left = [p for p in _unfinished(folder) if p.name.startswith(f'{step}.')]
+    for path in left:
+      shutil.rmtree(path, ignore_errors=True)
+    if not left:
+      return
+    time.sleep(0.05)
 
 
 def is_empty(folder: epath.Path) -> bool:

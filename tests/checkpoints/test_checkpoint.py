@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 import demo_optax
 from demo_optax import checkpoint
 from demo_optax import state as state_lib
+from demo_optax.checkpoint import folder
 
 COMPRESSOR = demo_optax.dct_topk(chunk_size=8, topk=3)
 SPECS = {'up': P(None, 'fsdp'), 'down': P('fsdp'), 'bias': None}
@@ -958,6 +959,22 @@ def test_a_failed_save_leaves_no_files(tmp_path, monkeypatch):
     checkpoints.save(2, tree)
     assert checkpoints.steps == (0, 2)
   assert unfinished(tmp_path) == []
+
+
+def test_threads_of_a_failed_save_may_go_on_writing(tmp_path, monkeypatch):
+  path = tmp_path / '1.orbax-checkpoint-tmp'
+  slept = []
+
+  def write(seconds):
+    slept.append(seconds)
+    if len(slept) <= 3:
+      (path / 'state').mkdir(parents=True)
+
+  path.mkdir()
+  monkeypatch.setattr(folder.time, 'sleep', write)
+  folder.remove_unfinished_step(tmp_path, 1)
+  assert unfinished(tmp_path) == []
+  assert len(slept) == 4 and sum(slept) < 1
 
 
 def leave(folder, step, age):
