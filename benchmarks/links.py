@@ -3,7 +3,11 @@
     python benchmarks/links.py --out benchmarks/results/links.json   # as root
     python benchmarks/links.py --out benchmarks/results/links.json --table
     python benchmarks/links.py --out benchmarks/results/links_owners.json \
-        --exchange all_gather all_to_all --models '7 M' --workers 2 4 8
+        --methods all_gather all_to_all 'AdamW bfloat16' \
+        --models '7 M' --workers 2 4 8
+    python benchmarks/links.py --out benchmarks/results/links_muon.json \
+        --methods demo_muon 'Muon bfloat16' 'AdamW bfloat16' \
+        --models '1.0 M' --workers 4
 
 Every worker is a process in a network namespace of its own, whose one interface
 is joined to the others by a bridge; both directions are limited to a rate
@@ -19,8 +23,9 @@ averaging, and the optimizer. Before each update all wait for each other, so
 that its time is its own. Bytes are those that the interface received meanwhile,
 a mean over steps and workers. What is in the file is not measured again.
 
-`--exchange` compares exchanges instead: DeMo with k = 32 in signs, by each of
-those named, beside AdamW on gradients averaged in bfloat16; it draws nothing.
+`--methods` compares others instead, and draws nothing: exchanges, by each of
+which DeMo sends k = 32 in signs, or what trains best. Of methods whose steps to
+AdamW's loss are known (`muon.py table`), the table has the minutes to it.
 
 Where namespaces are not allowed it says so, and measures nothing.
 """
@@ -67,12 +72,20 @@ SEQUENCES = {'1.0 M': 16, '7 M': 0, '40 M': 0}
 METHODS = {
     'DeMo k=32 float32': ['--topk', '32', '--values', 'float32'],
     'DeMo k=8 sign': ['--topk', '8', '--values', 'sign'],
-    'AdamW float32': [],
-    'AdamW bfloat16': [],
+    'AdamW float32': ['--optimizer', 'adamw'],
+    'AdamW bfloat16': ['--optimizer', 'adamw'],
+    'Muon bfloat16': ['--optimizer', 'muon'],
+    'demo_muon': ['--optimizer', 'demo-muon'],
+    **{
+        exchange: ['--topk', '32', '--values', 'sign', '--exchange', exchange]
+        for exchange in ('all_gather', 'all_to_all')
+    },
 }
-EXCHANGES = {
-    exchange: ['--topk', '32', '--values', 'sign', '--exchange', exchange]
-    for exchange in ('all_gather', 'all_to_all')
+DEFAULT = list(METHODS)[:4]
+# Steps of the training example to the loss that AdamW ends at.
+STEPS = {
+    'AdamW float32': 800, 'AdamW bfloat16': 800, 'Muon bfloat16': 467,
+    'demo_muon': 498,
 }
 HEADER = 66  # bytes of a TCP packet in Ethernet before its data
 
@@ -131,12 +144,13 @@ class Method:
     batch = SEQUENCES[model] or count
     args = train_lm.parse_args(
         ['--optimizer', 'demo', *MODELS[model],
-         *(METHODS | EXCHANGES)[method], '--batch', str(batch)])
+         *METHODS[method], '--batch', str(batch)])
     config = GPTConfig(width=args.width, layers=args.layers, heads=args.heads)
     workers = train_lm.make_workers(count)
-    size = {'AdamW float32': 4, 'AdamW bfloat16': 2}.get(method)
-    if size:
-      tx = averaged_adamw(args, workers, size)
+    size = None
+    if args.optimizer in methods.AVERAGED:
+      size = 4 if 'float32' in method else 2
+      tx = averaged(args, workers, size)
     else:
       tx = methods.make_optimizer(args, workers)
     self.model = GPT(config, nnx.Rngs(0))
@@ -145,8 +159,8 @@ class Method:
       nnx.update(module, workers.device_put(nnx.state(module)))
     params = nnx.state(self.model, nnx.Param)
     plan = demo_optax.plan(
-        params, methods.make_compressor(args), workers, exchange=args.exchange,
-        update_values=methods.update_values(args))
+        params, methods.compressor_of_leaves(args, params), workers,
+        exchange=args.exchange, update_values=methods.update_values(args))
     self.bytes = plan.dense_bytes(size) if size else plan.received_bytes
     self.parameters = sum(x.size for x in jax.tree.leaves(params))
     self.max_workers = None if size else [
@@ -200,8 +214,8 @@ class Method:
     }
 
 
-def averaged_adamw(args, workers, size):
-  """The example's AdamW, on gradients averaged in numbers of `size` bytes.
+def averaged(args, workers, size):
+  """The example's AdamW or Muon; averages gradients in `size` bytes a number.
 
   They travel in one buffer: leaf by leaf every one would pay for round trips.
   An all-reduce in bfloat16 is widened to float32 by XLA on CPU; what a ring
@@ -240,7 +254,7 @@ def averaged_adamw(args, workers, size):
                        out_specs=P(), check_vma=False)
   return optax.chain(
       optax.stateless(lambda updates, params: mean(updates)),
-      methods.adamw(args, args.lr),
+      methods.of_averages(args),
   )
 
 
@@ -435,7 +449,7 @@ def measure(args: argparse.Namespace, done: set) -> Iterator[dict]:
 def measure_links(
     network: Network, links: dict, args: argparse.Namespace
 ) -> Iterator[dict]:
-  methods = methods_of(args)
+  methods = args.methods
   for model in args.models:
     for method in methods:  # compile, before there is a limit
       began = time.monotonic()
@@ -457,11 +471,6 @@ def measure_links(
         yield {'workers': network.count, 'link': link, 'rate': rate,
                'delay': delay, 'model': model, 'method': method,
                **summary(answers)}
-
-
-def methods_of(args: argparse.Namespace) -> list[str]:
-  """Lists what is compared."""
-  return [*args.exchange, 'AdamW bfloat16'] if args.exchange else [*METHODS]
 
 
 def summary(rounds: list[list[dict]]) -> dict:
@@ -491,8 +500,8 @@ def table(records: list[dict]) -> None:
                   if any(r['method'] == m for r in records))
   print('| model | workers | link | method | step, s | of that the update |'
         f' {averaged} / this | received, planned | at the interface |'
-        ' without headers |')
-  print('|---|---|---|---|---|---|---|---|---|---|')
+        ' without headers | to the loss, min |')
+  print('|---|---|---|---|---|---|---|---|---|---|---|')
   for r in records:
     base = next(b for b in records if b['method'] == averaged and all(
         b[k] == r[k] for k in ('model', 'workers', 'link')))
@@ -500,7 +509,16 @@ def table(records: list[dict]) -> None:
           f' {r["step"]:.3g} | {100 * r["share"]:.0f} % |'
           f' {base["step"] / r["step"]:.2f} |'
           f' {r["planned"] / 1e3:,.1f} kB | {r["rx"] / 1e3:,.1f} kB |'
-          f' {100 * (r["rx_data"] / r["planned"] - 1):+.1f} % |')
+          f' {100 * (r["rx_data"] / r["planned"] - 1):+.1f} % |'
+          f' {to_the_loss(r)} |')
+
+
+def to_the_loss(record: dict) -> str:
+  """Returns the minutes to AdamW's loss, for the model that was trained."""
+  steps = STEPS.get(record['method'])
+  if steps is None or record['model'] != '1.0 M':
+    return ''
+  return f'{record["step"] * steps / 60:.1f}'
 
 
 def draw(records: list[dict], path: pathlib.Path) -> None:
@@ -511,7 +529,7 @@ def draw(records: list[dict], path: pathlib.Path) -> None:
     return
   figure, axes = plt.subplots(1, 4, figsize=(13, 3.6))
   cases = [(model, count) for model in DRAWN for count in WORKERS]
-  styles = dict(zip(METHODS, ('C0o-', 'C2s-', 'C3^-', 'C1v-')))
+  styles = dict(zip(DEFAULT, ('C0o-', 'C2s-', 'C3^-', 'C1v-')))
   for axis, (model, count) in zip(axes, cases):
     for method, style in styles.items():
       places, steps = zip(*(
@@ -550,8 +568,8 @@ def main() -> None:
   add('--workers', type=int, nargs='+', default=WORKERS, help='how many')
   add('--models', choices=MODELS, nargs='+', default=DRAWN)
   add('--links', choices=LINKS, nargs='+', default=list(LINKS))
-  add('--exchange', choices=EXCHANGES, nargs='+',
-      help='compares these; draws nothing')
+  add('--methods', choices=METHODS, nargs='+', default=DEFAULT,
+      help='others than the default are not drawn')
   add('--inside', action='store_true', help=argparse.SUPPRESS)
   args = parser.parse_args()
   if not args.table and not args.inside:
@@ -567,7 +585,7 @@ def main() -> None:
 
     command('ip', 'link', 'set', 'lo', 'up')
     records = json.loads(args.out.read_text()) if args.out.exists() else []
-    whole = len(args.models) * len(methods_of(args))
+    whole = len(args.models) * len(args.methods)
     places = [(r['workers'], r['link']) for r in records]
     done = {place for place in places if places.count(place) == whole}
     records = [r for r in records if (r['workers'], r['link']) in done]
@@ -582,7 +600,7 @@ def main() -> None:
         args.out.write_text(json.dumps(records, indent=1) + '\n')
   records = json.loads(args.out.read_text())
   table(records)
-  if not args.trial and not args.exchange:
+  if not args.trial and args.methods == DEFAULT:
     draw(records, args.picture)
 
 

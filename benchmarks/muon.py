@@ -34,6 +34,7 @@ DEFAULTS: dict[str, Any] = {
     'steps': 800,
     'batch': 16,
     'data': 'topics',
+    'width': 192, 'layers': 2, 'heads': 6,  # of the language model
     'lr': 2e-3,  # peak; of matrices
     'other_lr': 2e-3,  # of embeddings, head, norms, biases
     # recipe: before the exchange, on every worker by itself
@@ -104,6 +105,7 @@ MANY = {n: {'workers': n, 'batch': 32, 'steps': 400} for n in (8, 32)}
 # How owners of chunks may write updates.
 ONE_BIT = ['topk128-sign', 'sign']
 UPDATES = ['topk128-sign', 'int4', 'sign', 'topk512-sign', 'int8']
+LARGER = {'width': 512, 'layers': 3, 'heads': 8, 'steps': 400}
 CNN = {'task': 'cnn', 'steps': 400, 'batch': 64}
 
 # In the order in which they are worth running.
@@ -129,6 +131,11 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
         *grid(**MEDIUM, seed=[0, 1, 2]),
         *grid(**SMALL, seed=[0, 1, 2]),
         *grid(seed=[0, 1, 2]),
+    ],
+    'between': [
+        *grid(topk=32, rows=8, **BEST, seed=[0, 1, 2]),
+        *grid(topk=256, rows=48, **BEST, seed=[0, 1, 2]),
+        *grid(topk=16, rows=8, **BEST, seed=[0, 1, 2]),
     ],
     'average': [
         *grid(**LARGE, average='workers'), *grid(**MEDIUM, average='workers'),
@@ -194,9 +201,9 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
         *grid(method='dion', lr=[5e-3, 1e-2, 2e-2]),
     ],
     'local': [
-        *grid(method='diloco', outer_lr=[0.25, 0.7]),
+        *grid(method='diloco', outer_lr=[0.1, 0.25, 0.7]),
         *grid(**{**MUON, 'method': 'diloco', 'inner': 'muon',
-                 'outer_lr': [0.25, 0.7]}),
+                 'outer_lr': [0.1, 0.25, 0.7]}),
         *grid(**{**MUON, 'method': 'demo-diloco', 'inner': 'muon',
                  'outer_lr': [0.5, 1.0]}, topk=128, decay=0.95),
         *grid(method='sparse-loco', topk=128, decay=0.95, outer_lr=[1.0, 2.0]),
@@ -210,6 +217,13 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
         *grid(**MUON, data='stdlib', steps=2400),
         *grid(method='adamw', data='stdlib', steps=2400),
         *grid(data='stdlib', **MEDIUM, **BEST, steps=2400),
+    ],
+    # 9.8 M parameters; rates as one over the width.
+    'larger': [
+        *grid(**LARGER, method='adamw', lr=[7.5e-4, 1.5e-3]),
+        *grid(**LARGER, **MEDIUM, average='workers', lr=7.5e-4,
+              other_lr=2.25e-3),
+        *grid(**{**MUON, **LARGER, 'lr': 1e-2, 'other_lr': 4.5e-3}),
     ],
     'sixteen': [
         *grid(workers=16, **LARGE, **BEST), *grid(workers=16, **MEDIUM, **BEST),
@@ -279,7 +293,9 @@ def language_model(s: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
   from flax import nnx
   from gpt import GPT, GPTConfig
 
-  config = GPTConfig()
+  config = GPTConfig(
+      width=s['width'], layers=s['layers'], heads=s['heads']
+  )
   if s['data'] == 'topics':
     corpus = text.load()
   else:  # the standard library's sources, split by file
@@ -396,7 +412,8 @@ def steps_to(record: dict[str, Any], loss: float) -> float | None:
 
 
 # What runs must have in common to be compared.
-SETTING = ('task', 'data', 'workers', 'batch', 'steps')
+SETTING = ('task', 'data', 'width', 'layers', 'heads', 'workers', 'batch',
+           'steps')
 
 
 def table(records: list[dict[str, Any]]) -> None:

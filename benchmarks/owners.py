@@ -4,7 +4,7 @@
     python benchmarks/owners.py step --out benchmarks/results/owners.json
     python benchmarks/owners.py model --merging benchmarks/results/owners.json
     python benchmarks/owners.py plot --merging benchmarks/results/owners.json
-    python benchmarks/owners.py links --links FILE     # of links.py --exchange
+    python benchmarks/owners.py links --links FILE     # of links.py --methods
 
 `merge` times what one worker does with what has arrived, by N: reading and
 merging all messages, or those about its own chunks, encoding its share of the
@@ -19,7 +19,7 @@ rings: N - 1 and 2 (N - 1) messages, one after the other; with `--pattern
 doubling` log2 N and 2 log2 N, of the same bytes. The messages of an all-to-all
 are on their way together: one latency, and for each the time it takes to hand
 it to the network. What `merge` has measured is added, per parameter. `links`
-compares that with runs of `benchmarks/links.py --exchange`.
+compares that with runs of `benchmarks/links.py --methods`.
 """
 
 import argparse

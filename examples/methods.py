@@ -227,22 +227,8 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
   lr = args.lr
   own_lr = lr if args.own_lr is None else args.own_lr
-  if args.optimizer == 'adamw':
-    return optax.chain(demo_optax.average(workers=workers), adamw(args, lr))
-  if args.optimizer == 'muon':
-    return optax.chain(
-        demo_optax.average(workers=workers),
-        optax.clip_by_global_norm(args.clip),
-        contrib.muon(
-            make_schedule(args, lr),
-            weight_decay=args.weight_decay,
-            adam_b2=0.95,
-            adam_learning_rate=make_schedule(args, own_lr),
-            muon_weight_dimension_numbers=(
-                demo_optax.recipes.muon_dimension_numbers
-            ),
-        ),
-    )
+  if args.optimizer in AVERAGED:
+    return optax.chain(demo_optax.average(workers=workers), of_averages(args))
   if args.optimizer in LOCAL:
     return local_updates(args, workers)
   clip = demo_optax.per_worker(
@@ -362,6 +348,24 @@ def adamw(
       optax.clip_by_global_norm(args.clip),
       optax.adamw(
           make_schedule(args, lr), b2=0.95, weight_decay=args.weight_decay
+      ),
+  )
+
+
+def of_averages(args: argparse.Namespace) -> optax.GradientTransformation:
+  """The base optimizer of a method that averages gradients."""
+  if args.optimizer == 'adamw':
+    return adamw(args, args.lr)
+  return optax.chain(
+      optax.clip_by_global_norm(args.clip),
+      contrib.muon(
+          make_schedule(args, args.lr),
+          weight_decay=args.weight_decay,
+          adam_b2=0.95,
+          adam_learning_rate=make_schedule(args, args.own_lr),
+          muon_weight_dimension_numbers=(
+              demo_optax.recipes.muon_dimension_numbers
+          ),
       ),
   )
 

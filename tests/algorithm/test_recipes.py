@@ -1,6 +1,7 @@
 """`demo_muon`: against NumPy, in its parts, and with every kind of leaf."""
 
 import collections
+import functools
 
 import helpers
 import jax
@@ -368,15 +369,22 @@ def make_step(tx, workers):
   return step
 
 
+@functools.cache
+def recipe(workers, **options):
+  """The optimizer and its step, compiled once for tests that share them."""
+  tx = demo_optax.demo_muon(0.02, workers=workers, **options)
+  return tx, make_step(tx, workers)
+
+
 TOKENS = np.random.default_rng(8).integers(0, 16, (20, 16, 8))
 
 
 def train(workers, steps=20, dtype=jnp.float32, state=None, params=None,
           **options):
-  tx = demo_optax.demo_muon(0.02, workers=workers, **options)
+  tx, step = recipe(workers, **options)
   params = workers.device_put(model(dtype) if params is None else params)
   state = tx.init(params) if state is None else state
-  step, losses = make_step(tx, workers), []
+  losses = []
   for tokens in TOKENS[:steps]:
     params, state, loss = step(params, state, tokens)
     losses.append(float(loss))
@@ -405,8 +413,7 @@ def test_on_a_mesh(kind):
     params, state, losses = train(workers)
     np.testing.assert_allclose(losses, simulated, rtol=1e-3)
     assert not demo_optax.check_replicas((params, state), workers)
-    tx = demo_optax.demo_muon(0.02, workers=workers)
-    lowered = make_step(tx, workers).lower(params, state, TOKENS[0])
+    lowered = recipe(workers)[1].lower(params, state, TOKENS[0])
     found = demo_optax.tools.collectives(
         lowered.compile().as_text(), workers.mesh)
   plan = demo_optax.plan(
@@ -460,14 +467,13 @@ def test_workers_of_several_devices():
   specs = {'embed': P('fsdp'), 'up': P(None, 'fsdp'), 'down': P('fsdp'),
            'norm': P(), 'table': P()}
   workers = demo_optax.Workers.on_mesh(mesh, 'data', specs)
-  tx = demo_optax.demo_muon(0.02, workers=workers)
   params, state, losses = train(workers)
   assert losses[-1] < 0.5 * losses[0]
   assert not demo_optax.check_replicas((params, state), workers)
   momentum = next(x for k, x in own(state).items()
                   if 'mu' in k and "['up']" in k)
   assert momentum.sharding.shard_shape(momentum.shape) == (1, 64, 32)
-  compiled = make_step(tx, workers).lower(params, state, TOKENS[0]).compile()
+  compiled = recipe(workers)[1].lower(params, state, TOKENS[0]).compile()
   found = demo_optax.tools.collectives(compiled.as_text(), mesh)
   between = [c for c in found if 'data' in (c.axes or ('data',))
              and c.output_bytes > 64]
@@ -488,13 +494,13 @@ def test_attention_kernels_send_little_more_than_matrices():
 def test_a_worker_with_nan_misses_one_step():
   """Both its momenta are as they were, and it is back in the next step."""
   workers = demo_optax.Workers.simulated(4)
-  tx = demo_optax.demo_muon(0.02, workers=workers)
+  update = jax.jit(recipe(workers)[0].update)
   params, state, _ = train(workers, steps=3)
   gradients = jax.tree.map(
       lambda x: jnp.ones((4, *x.shape)) if x.dtype == jnp.float32
       else np.zeros((4, *x.shape), jax.dtypes.float0), params)
   gradients['norm'] = gradients['norm'].at[2, 0].set(jnp.nan)
-  updates, after = tx.update(gradients, state, params)
+  updates, after = update(gradients, state, params)
   assert demo_optax.exchange_info(after)['num_excluded'] == 1
   assert all(np.isfinite(x).all() for x in jax.tree.leaves(updates))
   changed = jax.tree.map(lambda a, b: [
@@ -503,7 +509,7 @@ def test_a_worker_with_nan_misses_one_step():
   for each in jax.tree.leaves(changed, is_leaf=lambda x: isinstance(x, list)):
     assert not each[2]
   gradients['norm'] = gradients['norm'].at[2, 0].set(1.0)
-  _, after = tx.update(gradients, after, params)
+  _, after = update(gradients, after, params)
   assert demo_optax.exchange_info(after)['num_excluded'] == 0
 
 
@@ -532,12 +538,12 @@ def test_saved_resumed_and_resized(tmp_path):
   with demo_optax.checkpoint.Checkpointer(
       tmp_path, params, compressor, workers) as checkpoints:
     checkpoints.save(8, {'params': params, 'state': state})
-  tx = demo_optax.demo_muon(0.02, workers=workers)
+  tx, step = recipe(workers)
   wanted = {'params': model(), 'state': tx.init(model())}
   with demo_optax.checkpoint.Checkpointer(
       tmp_path, params, compressor, workers) as checkpoints:
     _, found = checkpoints.restore(wanted)
-  step, params, state = make_step(tx, workers), found['params'], found['state']
+  params, state = found['params'], found['state']
   for tokens in TOKENS[8:]:
     params, state, loss = step(params, state, tokens)
   assert float(loss) == losses[-1]
