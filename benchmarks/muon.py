@@ -137,6 +137,12 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
         *grid(topk=256, rows=48, **BEST, seed=[0, 1, 2]),
         *grid(topk=16, rows=8, **BEST, seed=[0, 1, 2]),
     ],
+    'edges': [
+        *grid(**MEDIUM, **BEST, lr=[1e-3, 3e-3]),
+        *grid(**{**MEDIUM, **BEST, 'other_lr': 1.2e-2}),
+        *grid(**{**SMALL, **BEST, 'other_lr': 1.2e-2}),
+        *grid(**SMALL, **BEST, lr=[1e-3, 3e-3]),
+    ],
     'average': [
         *grid(**LARGE, average='workers'), *grid(**MEDIUM, average='workers'),
         *grid(**SMALL, average='workers'),
@@ -198,7 +204,8 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
     ],
     'low-rank': [
         *grid(method='powersgd', lr=[1e-3, 2e-3, 4e-3]),
-        *grid(method='dion', lr=[5e-3, 1e-2, 2e-2]),
+        *grid(method='dion', lr=[5e-3, 1e-2, 2e-2], **BEST),
+        *grid(method='powersgd', lr=2e-3, **BEST),
     ],
     'local': [
         *grid(method='diloco', outer_lr=[0.1, 0.25, 0.7]),

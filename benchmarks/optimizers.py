@@ -246,7 +246,7 @@ def low_rank(s: Settings, workers: demo_optax.Workers) -> Method:
       s, compressors.FROZEN, optax.scale_by_adam(b1=0.0, b2=0.95)
   )
   exchange = demo_optax.scale_by_demo(
-      compressor, s['decay'], workers=workers, ema=True
+      compressor, s['decay'], workers=workers, average=s['average'], ema=True
   )
   tx = optax.partition(
       {

@@ -2,6 +2,7 @@
 
     python -m demo_optax 300M --topk 8 --values sign --workers 8 64
     python -m demo_optax shapes.json --recommend --workers 16
+    python -m demo_optax 300M --recommend --sent-bytes 4e6
 
 A model is a name, or a JSON file of shapes by name, nested as you like:
 `{"embedding": [50304, 1024], "layer": {"up": [1024, 8192]}}`; `-` reads it from
@@ -62,52 +63,79 @@ def main(argv: Sequence[str] | None = None) -> None:
   )
   add = parser.add_argument
   add('model', help=f'{", ".join(MODELS)}, a JSON file of shapes, or -')
-  add('--topk', type=_count, default=32, help='coefficients per chunk')
-  add('--chunk', type=_side, default=64, help='longest side of a chunk')
-  add('--values', choices=VALUES, default='float32',
-      help='how values are sent')
+  add('--topk', type=_count, help='coefficients per chunk; default: 32')
+  add('--chunk', type=_side, help='longest side of a chunk; default: 64')
+  add('--values', choices=VALUES,
+      help='how values are sent; default: float32')
   add('--workers', type=_count, nargs='+', default=[8], help='how many')
   add('--exchange', choices=get_args(ExchangeKind), default='all_gather',
       help='all_to_all: every worker merges its share of the chunks')
-  add('--update-values', type=_update_values, default='ternary',
+  add('--update-values', type=_update_values,
       help='how the updates of all_to_all are sent:'
       f' {", ".join(UPDATE_VALUES)}; or topk128-sign, the 128 largest'
-      ' coefficients of a chunk as signs. Default: ternary, signs and zeros')
+      ' coefficients of a chunk as signs. Default: ternary, signs and zeros;'
+      ' with --recommend int4')
   add('--recommend', action='store_true',
       help='what demo_muon may send, with the loss of the training example')
+  add('--sent-bytes', type=float, help='the most that may be sent in a step')
+  add('--received-bytes', type=float, help='the most that may be received')
   args = parser.parse_args(argv)
+  given = {k: v for k, v in vars(args).items() if v is not None}
+  unread = (
+      ['topk', 'chunk', 'values'] if args.recommend
+      else ['sent_bytes', 'received_bytes']
+  )
+  for name in unread:
+    if name in given:
+      flag = f'--{name.replace("_", "-")} {given[name]}'
+      parser.error(
+          f'{flag} has no effect {"with" if args.recommend else "without"}'
+          ' --recommend: leave it out.'
+      )
   try:
     params = _arrays(_shapes(args.model), ())
-    compressor = compressors.dct_topk(args.chunk, args.topk, values=args.values)
+    if not jax.tree.leaves(params):
+      parser.error(f'{args.model} has no parameters.')
+    if args.recommend:
+      _print_settings(params, args)
+      return
+    compressor = compressors.dct_topk(
+        args.chunk or 64, args.topk or 32, values=args.values or 'float32'
+    )
+    update_values = args.update_values or 'ternary'
     plans = [
         accounting.plan(
             params, compressor, n, exchange=args.exchange,
-            update_values=args.update_values,
+            update_values=update_values,
         )
         for n in args.workers
     ]
   except (OSError, ValueError) as error:
     parser.error(str(error))
-  if not plans[0].leaves:
-    parser.error(f'{args.model} has no parameters.')
-  if args.recommend and args.exchange != 'all_gather':
-    parser.error('--recommend is of all_gather: leave --exchange out.')
-  if args.recommend:
-    for n in args.workers:
-      print(f'demo_muon, {n} workers, per worker and step')
-      print(f'{budget.table(params, n)}\n')
-    return
   print(plans[0].table())
   for plan in plans:
     print(f'\n{plan.totals()}')
-  fewest = accounting.owners_pay_from(params, compressor, args.update_values)
+  fewest = accounting.owners_pay_from(params, compressor, update_values)
   if fewest is not None:
     print(
-        f"\nWith exchange='all_to_all', update_values={args.update_values!r} a"
+        f"\nWith exchange='all_to_all', update_values={update_values!r} a"
         ' worker receives less than with an all-gather from'
         f' {fewest} workers on, and hardly more with more of them, as long as'
         ' there are more chunks than workers.'
     )
+
+
+def _print_settings(params: Any, args: argparse.Namespace) -> None:
+  """Prints what `demo_muon` may send within the budget."""
+  limits = {
+      name: getattr(args, name) for name in ('sent_bytes', 'received_bytes')
+      if getattr(args, name) is not None
+  }
+  for n in args.workers:
+    found = budget.table(
+        params, n, limits, args.exchange, args.update_values or 'int4'
+    )
+    print(f'demo_muon, {n} workers, per worker and step\n{found}\n')
 
 
 def _shapes(model: str) -> Any:

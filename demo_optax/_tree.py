@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
-from demo_optax import flax as modules
+from demo_optax import annotations
 from demo_optax.workers import Workers
 from demo_optax.workers.sharding import Path, entry, names_of
 
@@ -72,12 +72,12 @@ def flatten_alike(
   """Leaves of gradients with their paths, and what the others have there."""
   flat = jax.tree_util.tree_flatten_with_path(gradients)[0]
   # Variables carry annotations, in which gradients and state may differ.
-  treedef = jax.tree.structure(modules.without_variables(gradients))
+  treedef = jax.tree.structure(annotations.without_variables(gradients))
   try:
     return flat, [
         [None] * len(flat)
         if other is None
-        else treedef.flatten_up_to(modules.without_variables(other))
+        else treedef.flatten_up_to(annotations.without_variables(other))
         for other in others
     ]
   except ValueError as error:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import optax
 
+from demo_optax import annotations
 from demo_optax import flax as modules
 from demo_optax.workers import Workers
 from demo_optax.workers.sharding import STACKED
@@ -42,7 +43,8 @@ def stack(
       gradients = workers.device_put(gradients)
     # Jitted: one program for all leaves, not one for each.
     stacked = jax.jit(lambda tree: jax.tree.map(workers.stack, tree))(gradients)
-    return {STACKED: modules.stack_annotations(stacked, workers.spmd_axis_name)}
+    own = annotations.stack_annotations(stacked, workers.spmd_axis_name)
+    return {STACKED: own}
 
   return _map(each, tree, objects), changed
 

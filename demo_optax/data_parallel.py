@@ -345,6 +345,13 @@ class DataParallelStep:
     for name, x, role in zip(call.names, leaves, call.roles):
       if role == 'batch':
         trees.check_on_one_device(f'The batch {name}', x, workers)
+      elif role == 'stacked' and jnp.shape(x)[:1] != (workers.count,):
+        raise ValueError(
+            f'{name} has shape {jnp.shape(x)}, but {workers} has'
+            f' {workers.count}, each with an entry of its own along the first'
+            ' axis. Make the state with tx.init under the same workers, or use'
+            ' demo_optax.checkpoint.resize_workers.'
+        )
     if workers.mesh is not None and not workers.param_specs.has_axes:
       values, results = self._run_on_devices(call, leaves)
     else:

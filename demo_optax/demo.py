@@ -19,6 +19,7 @@ from demo_optax.compressors.base import (
   CompressorTree,
   Frozen,
   broadcast,
+  is_function,
   per_leaf,
 )
 from demo_optax.compressors.buckets import Layout, make_layout
@@ -480,7 +481,7 @@ def _zeros_like(gradient: Any, param: Any, lead: int) -> Any:
 
 
 def _check_compressor(compressor: Any) -> None:
-  if callable(compressor):
+  if is_function(compressor):
     return  # the parameters are not known yet
   per_leaf(compressor, jax.tree.map(
       lambda x: 0, compressor, is_leaf=lambda x: x is None

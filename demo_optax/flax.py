@@ -21,7 +21,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from demo_optax.one_worker import MetricPart, Result, untouched_metrics
@@ -102,63 +101,6 @@ def _linen_spec(linen: Any, x: Any, rules: Any) -> P:
         " for them. Give rules=(('embed', 'fsdp'), ('mlp', None), ...)."
     )
   return linen.logical_to_mesh_axes(x.names, rules)
-
-
-def stack_annotations(tree: Any, axis_name: str | None) -> Any:
-  """Puts a leading axis before the shardings that Flax parameters ask for.
-
-  Flax gives variables made of an optimizer's state the annotations of the
-  parameters they were made for, and would move stacked arrays accordingly; in
-  Linen the parameters' boxes are part of that state.
-  """
-
-  def lead(x: Any) -> Any:
-    if _is_box(x):
-      return x.replace(names=(axis_name, *x.names))
-    if not _is_variable(x):
-      return x
-    sharding = x.get_metadata('out_sharding', None)
-    if not sharding:
-      return x
-    return x.replace(out_sharding=_with_lead(sharding, axis_name))
-
-  return jax.tree.map(lead, tree, is_leaf=_is_annotated)
-
-
-def _with_lead(sharding: Any, axis_name: str | None) -> Any:
-  if isinstance(sharding, NamedSharding):
-    return NamedSharding(sharding.mesh, P(axis_name, *sharding.spec))
-  return P(axis_name, *sharding)
-
-
-def without_variables(tree: Any) -> Any:
-  """`tree` with the values of Flax variables and boxes in their place."""
-
-  def value(x: Any) -> Any:
-    if _is_box(x):
-      return x.value
-    return x.get_value() if _is_variable(x) else x
-
-  return jax.tree.map(value, tree, is_leaf=_is_annotated)
-
-
-def with_variables_of(tree: Any, values: Any) -> Any:
-  """Returns `tree` with other values: the way back from `without_variables`."""
-  return jax.tree.structure(tree).unflatten(jax.tree.leaves(values))
-
-
-def _is_annotated(x: Any) -> bool:
-  return _is_variable(x) or _is_box(x)
-
-
-def _is_variable(x: Any) -> bool:
-  nnx = _nnx()
-  return nnx is not None and isinstance(x, nnx.Variable)
-
-
-def _is_box(x: Any) -> bool:
-  linen = sys.modules.get('flax.linen')
-  return linen is not None and isinstance(x, linen.Partitioned)
 
 
 def _nnx() -> Any:

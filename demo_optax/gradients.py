@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from demo_optax import _tree as trees
-from demo_optax import flax as modules
-from demo_optax import one_worker
+from demo_optax import annotations, one_worker
 from demo_optax.workers import Workers
 
 _WORKERS = 'demo_optax.Workers.simulated(4)'
@@ -82,7 +81,7 @@ def per_worker(
     state = tx.init(_exchanged_part(params))
     state = jax.tree.map(workers.stack, state)
     return PerWorkerState(
-        modules.stack_annotations(state, workers.spmd_axis_name)
+        annotations.stack_annotations(state, workers.spmd_axis_name)
     )
 
   def update_if_finite(
@@ -90,10 +89,10 @@ def per_worker(
   ) -> tuple[Any, Any]:
     """Updates one worker's gradients; keeps a state that would be NaN."""
     # Boxes of Flax differ between parameters and what is stacked.
-    plain = map(modules.without_variables, (gradients, state, params))
+    plain = map(annotations.without_variables, (gradients, state, params))
     updates, new = tx.update(*plain, **extra_args)
-    updates = modules.with_variables_of(gradients, updates)
-    new = modules.with_variables_of(state, new)
+    updates = annotations.with_variables_of(gradients, updates)
+    new = annotations.with_variables_of(state, new)
     if not jax.tree.leaves(state):  # NaN needs no help to be passed on
       return updates, new
     finite = [jnp.isfinite(x).all() for x in _inexact(updates)]

@@ -17,12 +17,12 @@ import numpy as np
 import optax
 from optax import contrib
 
-from demo_optax import _tree, compressors
-from demo_optax import flax as modules
+from demo_optax import _tree, annotations, compressors
 from demo_optax.compressors.base import (
   CompressorTree,
   Frozen,
   broadcast,
+  is_function,
   per_leaf,
 )
 from demo_optax.demo import (
@@ -155,10 +155,13 @@ _NORM = frozenset({
     'batchnorm', 'bn', 'groupnorm', 'layernorm', 'ln', 'norm', 'rms', 'rmsnorm',
 })
 _VECTOR = frozenset({
-    'b', 'beta', 'bias', 'cls', 'gain', 'gamma', 'mask', 'offset', 'scale',
-    'shift',
+    'beta', 'bias', 'cls', 'gain', 'gamma', 'mask', 'offset', 'scale', 'shift',
 })
 _WEIGHT = frozenset({'kernel', 'w', 'weight'})
+_ATTENTION = frozenset({'key', 'qkv', 'query', 'value'})
+
+# Longest side of a window that is told by its shape alone.
+_WINDOW = 16
 
 
 def muon_dimension_numbers(params: chex.ArrayTree) -> chex.ArrayTree:
@@ -167,13 +170,20 @@ def muon_dimension_numbers(params: chex.ArrayTree) -> chex.ArrayTree:
   Whatever is called an embedding, a table of positions, a head, logits, a norm,
   a bias or a scale is none, and no leaf with fewer than two dimensions, or with
   a side of one, is. Of the others the last two dimensions are a matrix, and
-  those before them are a stack of matrices (of scanned layers, or experts),
-  except for convolutions, of which all dimensions but that of the output
-  reduce, and for Flax's attention: `[in, heads, size]` of query, key and value,
-  `[heads, size, out]` of what follows.
+  those before them are a stack of matrices (of layers scanned along axis 0, or
+  experts), except for
 
-  Names mean what Flax, Haiku and Equinox mean by them. Print it for a model,
-  and give `demo_muon` a tree or a function of your own where it is wrong.
+    convolutions   by a parent called `conv`, or by a window of equal sides of
+                   at most 16: all dimensions but that of the output reduce
+    attention      of Flax: `[in, heads, size]` of `query`, `key`, `value`,
+                   `[in, ..., heads, size]` of `qkv`, `[heads, size, out]` of
+                   `out`
+
+  Names mean what Flax, Haiku and Equinox mean by them, but say only so much: an
+  output layer called `decoder` is taken for a matrix, an embedding called
+  `shared.weight` too, and a stack of more `query` kernels than they have rows
+  for attention. Print it for a model, and give `demo_muon` a tree or a function
+  of your own where it is wrong.
 
   Args:
     params: the parameters, or their shapes.
@@ -214,25 +224,32 @@ def _dimension_numbers(
   ndim = len(shape)
   name, parent = _words(parts[-1]), _words(parts[-2])
   is_weight = parts[-1] in _WEIGHT
+  # Whoever calls a module of attention a head has more of them.
+  heads = parts[-2:] if not parent.isdisjoint(_ATTENTION) else parts[-3:]
   if (
       ndim < 2
       or not name.isdisjoint(_EMBEDDING | _NORM | _VECTOR)
+      or name == {'b'}
       or not parent.isdisjoint(_EMBEDDING - {'pos', 'token', 'tokens'})
-      or any(_last_word(part) in _HEAD for part in parts[-3:])
+      or any(map(_is_head, heads))
       or (parts[-1] != 'kernel' and not parent.isdisjoint(_NORM))
   ):
     return None
   reduction: tuple[int, ...] = (-2,)
   output: tuple[int, ...] = (-1,)
-  if is_weight and ndim > 2 and any(
-      re.fullmatch('conv([1-3]d)?', word) for word in parent
-  ):
+  is_conv = any(re.fullmatch('conv([1-3]d)?', word) for word in parent)
+  window = shape[-2:] if parts[-1] == 'weight' else shape[-4:-2]
+  if ndim == 4 and len({*window}) == 1 and window[0] <= _WINDOW:
+    is_conv = True
+  if parts[-2] == 'qkv' and ndim == 4:
+    reduction, output = (-4,), (-3, -2, -1)
+  elif is_weight and is_conv and ndim > 2:
     reduction, output = tuple(range(-ndim, -1)), (-1,)
     if parts[-1] == 'weight':  # of Equinox and PyTorch: [out, in, *window]
       reduction, output = tuple(range(1 - ndim, 0)), (-ndim,)
   elif parts[-1] == 'kernel' and ndim > 2:
     query = shapes.get((*path[:-2], 'query', 'kernel'), ())
-    if parts[-2] in ('query', 'key', 'value') and shape[-3] > shape[-2]:
+    if parts[-2] in _ATTENTION and shape[-3] > shape[-2]:
       reduction, output = (-3,), (-2, -1)
     elif parts[-2] == 'out' and shape[-3:-1] == query[-2:]:
       reduction, output = (-3, -2), (-1,)
@@ -259,14 +276,15 @@ def _words(name: str) -> set[str]:
   return (words | {_unnumbered(name.lower())}) - {''}
 
 
-def _last_word(name: str) -> str:
-  """Returns what a name ends in: a `lm_head`, but not a `MultiHeadAttention`.
+def _is_head(name: str) -> bool:
+  """Whether a name ends in a head, and not in several.
 
-  >>> _last_word('lm_head_0'), _last_word('LMHead'), _last_word('MultiHeadNet')
-  ('head', 'lmhead', 'net')
+  >>> [_is_head(name) for name in (
+  ...     'lm_head_0', 'LMHead', 'MultiHeadAttention_0', 'MultiHead')]
+  [True, True, False, False]
   """
   words = [word for word in map(_unnumbered, _split(name)) if word]
-  return words[-1] if words else ''
+  return bool(words) and words[-1] in _HEAD and 'multi' not in words
 
 
 def _split(name: str) -> list[str]:
@@ -351,7 +369,8 @@ def muon_compressors(
     params: the parameters, or their shapes.
     topk: coefficients of each chunk of 64x64; of a smaller one in proportion,
       such as `[heads, size]` of an attention kernel `[inputs, heads, size]`.
-    row_topk: coefficients of each row of the others.
+    row_topk: coefficients of each row of up to 192 of the others; a longer row
+      is cut into several.
     muon_weight_dimension_numbers: which leaves are matrices, as in `demo_muon`.
 
   Returns:
@@ -395,6 +414,7 @@ def demo_muon(
     preconditioning: str = 'aol',
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     adam_b2: float = 0.95,
+    adam_weight_decay: chex.Numeric = 0.0,
     weight_decay: chex.Numeric = 0.0,
     weight_decay_mask: Any = None,
     muon_weight_dimension_numbers: DimensionNumbersTree = None,
@@ -408,28 +428,36 @@ def demo_muon(
   :math:`b_i`, and what it has not sent yet, :math:`m_i`:
 
   .. math::
-    b_i &\leftarrow \mu b_i + (1 - \mu) g_i \\
-    m_i &\leftarrow \beta m_i + (1 - \beta)\,
-           \mathrm{NewtonSchulz}(\mu b_i + (1 - \mu) g_i) \\
+    b_i &\leftarrow \beta b_i + (1 - \beta) g_i \\
+    m_i &\leftarrow \delta m_i + (1 - \delta)\,
+           \mathrm{NewtonSchulz}(\beta b_i + (1 - \beta) g_i) \\
     q_i &= \mathrm{top}_k(T m_i) \\
     m_i &\leftarrow m_i - T^{-1} q_i \\
     u   &= T^{-1}\, \mathrm{average}_i(q_i) \\
     x   &\leftarrow x - \eta_t \lambda x - \eta_t\, u / \mathrm{rms}(u)
 
-  The average is over all workers that take part, whether they have sent a
-  coefficient or not. Embeddings, the head, norms and biases are no matrices to
-  Muon: their gradients go into :math:`m_i` as they are, and Adam without a
-  momentum follows the exchange. All leaves are in one exchange.
+  Both terms are corrected for the bias of a momentum that starts at zero, as in
+  `optax.contrib.scale_by_muon`. The average is over all workers that take part,
+  whether they have sent a coefficient or not. Embeddings, the head, norms and
+  biases are no matrices to Muon: their gradients go into :math:`m_i` as they
+  are, and Adam without a momentum follows the exchange. All leaves are in one
+  exchange.
 
   It is this chain, of which each link can be had by itself: `per_worker` of
   `optax.contrib.scale_by_muon`, `scale_by_demo`, `scale_to_unit_rms` and
-  `optax.scale_by_adam`, `optax.add_decayed_weights`,
-  `optax.scale_by_learning_rate`. A worker keeps two arrays of the size of a
-  matrix, and one of every other leaf. The update of a matrix has a root mean
-  square of :math:`\eta_t`: a learning rate of AdamW or of a signed update is of
-  the right size, one of `optax.contrib.muon` is not.
+  `optax.scale_by_rms`, `optax.add_decayed_weights`,
+  `optax.scale_by_learning_rate`. Each worker keeps two arrays of the size of a
+  matrix; of every other leaf one, and all workers share its second moments.
 
-  A worker whose gradient is not finite is excluded and keeps both momenta. If
+  The update of a matrix has a root mean square of :math:`\eta_t`: begin with a
+  rate for signed updates, not with one of `optax.contrib.muon`. It was AdamW's
+  (2e-3) on a language model, and a thirtieth of AdamW's on a small
+  convolutional network. A matrix that gets no gradients any more keeps taking
+  steps of that size.
+
+  A worker whose gradient is not finite is excluded and keeps both momenta; so
+  is one with gradients of a matrix above 1e11, of which Newton-Schulz, with
+  powers of them in float32, cannot see a direction. If
   every worker is, or a hyperparameter is not finite, the parameters stay as
   they are. Leaves with `compressors.FROZEN` are left alone.
 
@@ -440,19 +468,23 @@ def demo_muon(
   Args:
     learning_rate: :math:`\eta_t`, a number or a schedule of the step.
     workers: who takes part.
-    compressor: what is sent, see `scale_by_demo`; by default
-      `muon_compressors(params)`.
-    decay: :math:`\beta`, of what was not sent, in `[0, 1)`.
-    beta: :math:`\mu`, of each worker's own momentum, in `[0, 1)`.
+    compressor: what is sent, see `scale_by_demo`; by default, which `None` is
+      here, `muon_compressors(params)`. In a tree of compressors `None` is a
+      leaf that is averaged uncompressed.
+    decay: :math:`\delta`, of what was not sent, in `[0, 1)`.
+    beta: :math:`\beta`, of each worker's own momentum, in `[0, 1)`.
     nesterov: whether the momentum is Nesterov's, as written above.
     ns_steps: Newton-Schulz iterations, see `optax.contrib.scale_by_muon`. Five
       without preconditioning, as is usual, took longer and were no better
       (benchmarks/muon.py).
     preconditioning: of the iterations, see `optax.contrib.scale_by_muon`.
     adam_learning_rate: of the leaves that are no matrices; by default three
-      times `learning_rate`, which was best where it was tried.
+      times `learning_rate`. Two and three times it were best on a language
+      model, far more of it on a convolutional network: tune it.
     adam_b2: decay of their second moment.
-    weight_decay: :math:`\lambda`, decoupled.
+    adam_weight_decay: :math:`\lambda` of the leaves that are no matrices.
+    weight_decay: :math:`\lambda` of matrices, decoupled. As in
+      `optax.contrib.muon`, other leaves have their own.
     weight_decay_mask: which leaves decay, as in `optax.add_decayed_weights`; by
       default all that take part.
     muon_weight_dimension_numbers: which leaves are matrices, and along which
@@ -503,6 +535,7 @@ def demo_muon(
   check_range('decay', decay, 0.0, 1.0, open_end=True)
   check_range('adam_b2', adam_b2, 0.0, 1.0, open_end=True)
   check_range('weight_decay', weight_decay, 0.0, float('inf'))
+  check_range('adam_weight_decay', adam_weight_decay, 0.0, float('inf'))
   if (
       isinstance(ns_steps, bool)
       or not isinstance(ns_steps, int | np.integer)
@@ -532,9 +565,9 @@ def demo_muon(
           params, muon_weight_dimension_numbers=matrices.tree
       )
     else:
-      leaves = per_leaf(compressor, params)
-      sent = jax.tree.structure(params).unflatten(leaves)
-    labels = matrices.labels(sent)
+      sent = compressor
+    codes = per_leaf(sent, params)
+    labels = matrices.labels(codes)
     muon = optax.chain(
         # Preconditioning clips squares at 1e-8, below which real gradients are.
         optax.scale(2.0**20),
@@ -546,9 +579,12 @@ def demo_muon(
             weight_dimension_numbers=matrices.dimension_numbers,
         ),
     )
-    adam = optax.scale_by_adam(b1=0.0, b2=adam_b2)
+    # Adam without a momentum, and without a place for one.
+    adam = optax.scale_by_rms(
+        adam_b2, eps=1e-8, eps_in_sqrt=False, bias_correction=True
+    )
     own = {
-        'muon': _in_wide_arithmetic(_inside_workers(muon, workers)),
+        'muon': _in_wide_arithmetic(_placed_by_xla(muon)),
         'adam': optax.identity(),
     }
     base = {
@@ -565,6 +601,23 @@ def demo_muon(
     ) -> optax.GradientTransformation:
       return optax.partition({**of, 'frozen': optax.set_to_zero()}, labels)
 
+    def decayed(
+        label: str, weight_decay: chex.Numeric
+    ) -> optax.GradientTransformation:
+      def mask(tree: chex.ArrayTree) -> chex.ArrayTree:
+        asked = weight_decay_mask
+        if asked is None:
+          asked = True
+        elif is_function(asked):
+          asked = asked(tree)
+        wanted = broadcast(asked, tree, 'weight_decay_mask')
+        leaves, treedef = jax.tree.flatten(labels(tree))
+        return treedef.unflatten(
+            [found == label and w for found, w in zip(leaves, wanted)]
+        )
+
+      return optax.add_decayed_weights(weight_decay, mask)
+
     chain = optax.chain(
         _in_momentum_dtype(),
         per_worker(by_label(own), workers=workers),
@@ -578,19 +631,20 @@ def demo_muon(
             update_values=update_values,
             max_norm_ratio=max_norm_ratio,
             gradient_weight=_lost_unless_finite(
-                1.0, learning_rate, adam_learning_rate, adam_b2, weight_decay
+                1.0, learning_rate, adam_learning_rate, adam_b2, weight_decay,
+                adam_weight_decay,
             ),
         ),
         by_label(base),
         _in_parameter_dtype(),
-        optax.add_decayed_weights(weight_decay, weight_decay_mask),
+        decayed('muon', weight_decay),
+        decayed('adam', adam_weight_decay),
         by_label(rates),
     )
-
     return _settled(chain, workers, sent)
 
   def init_fn(params: chex.ArrayTree) -> Any:
-    return chain_for(modules.without_variables(params)).init(params)
+    return chain_for(annotations.without_variables(params)).init(params)
 
   def update_fn(
       updates: chex.ArrayTree,
@@ -603,16 +657,16 @@ def demo_muon(
           'demo_muon needs params: tx.update(grads, state, params).'
       )
     # Boxes of Flax differ between parameters and what is stacked.
-    plain = modules.without_variables(params)
+    plain = annotations.without_variables(params)
     new, after = chain_for(plain).update(
-        modules.without_variables(updates),
-        modules.without_variables(state),
+        annotations.without_variables(updates),
+        annotations.without_variables(state),
         plain,
         **extra_args,
     )
     return (
-        modules.with_variables_of(updates, new),
-        modules.with_variables_of(state, after),
+        annotations.with_variables_of(updates, new),
+        annotations.with_variables_of(state, after),
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -627,7 +681,7 @@ class _Matrices:
   def __init__(self, params: chex.ArrayTree, given: DimensionNumbersTree):
     given = muon_dimension_numbers if given is None else given
     self.leaves: list[contrib.MuonDimensionNumbers | None] = broadcast(
-        given(params) if callable(given) else given,
+        given(params) if is_function(given) else given,
         params,
         'muon_weight_dimension_numbers',
         _is_dimension_numbers,
@@ -647,13 +701,15 @@ class _Matrices:
         lambda path, _: self._by_path[path_keys(path)], tree
     )
 
-  def labels(self, sent: chex.ArrayTree) -> Callable[..., chex.ArrayTree]:
+  def labels(self, codes: list[Any]) -> Callable[..., chex.ArrayTree]:
     """Returns what labels a tree of some of the leaves.
 
     'frozen' where that is the compressor, 'muon' for the other matrices, and
     'adam' for all else.
+
+    Args:
+      codes: the compressor of each leaf.
     """
-    codes = jax.tree.leaves(sent, is_leaf=lambda x: x is None)
     label = {
         path: 'frozen' if isinstance(code, Frozen)
         else 'adam' if dimensions is None else 'muon'
@@ -675,9 +731,12 @@ def _check_dimension_numbers(
         ' matrix.'
     )
   ndim = len(shape)
-  axes = () if dimensions is None else _axes(dimensions)
-  if axes and (
+  if dimensions is None:
+    return
+  axes = _axes(dimensions)
+  if (
       ndim < 2
+      or any(x == () for x in dimensions)
       or not all(-ndim <= axis < ndim for axis in axes)
       or len({axis % ndim for axis in axes}) < len(axes)
   ):
@@ -756,18 +815,15 @@ def _in_parameter_dtype() -> optax.GradientTransformation:
   return optax.stateless(update_fn)
 
 
-def _inside_workers(
-    tx: optax.GradientTransformation, workers: Workers
+def _placed_by_xla(
+    tx: optax.GradientTransformation,
 ) -> optax.GradientTransformation:
-  """`tx` of matrices that are sharded over the devices of a worker.
+  """`tx` of matrices on a mesh with axes of type Explicit.
 
-  On axes of type Explicit products of sharded matrices would have to say how
-  their results are sharded; here XLA decides, as on Auto ones, and results
-  are sharded as what they are made of.
+  There every reshape and product of what is sharded, be it over workers or over
+  the devices of one, would have to say how its result is sharded. Here XLA
+  decides, as on axes of type Auto, and updates and state are sharded as before.
   """
-  axes = workers.param_specs.axes
-  if workers.mesh is None or not axes:
-    return tx
 
   def update_fn(
       updates: chex.ArrayTree,
@@ -775,11 +831,19 @@ def _inside_workers(
       params: chex.ArrayTree | None = None,
   ) -> tuple[chex.ArrayTree, Any]:
     del params
-    specs = jax.tree.map(
-        lambda x: jax.typeof(x).sharding.spec, (updates, state)
+    shardings = jax.tree.map(
+        lambda x: jax.typeof(x).sharding, (updates, state)
     )
+    axes = {
+        axis
+        for sharding in jax.tree.leaves(shardings)
+        for axis in sharding.mesh.explicit_axes
+    }
+    if not axes:
+      return tx.update(updates, state)
+    specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
     update = jax.sharding.auto_axes(
-        tx.update, axes=axes, out_sharding=specs
+        tx.update, axes=tuple(axes), out_sharding=specs
     )
     return update(updates, state)
 
@@ -830,7 +894,11 @@ def _settled(
   ) -> tuple[chex.ArrayTree, optax.MaskedState]:
     if params is None:
       raise ValueError('demo needs params: tx.update(grads, state, params).')
-    updates, new = masked.update(updates, state, params, **extra_args)
+    try:
+      updates, new = masked.update(updates, state, params, **extra_args)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+      _check_state_is_of(masked, state, params, error)
+      raise
     links = new.inner_state
     (exchange,) = (link for link in links if isinstance(link, DeMoState))
     # Zero from where, not by a product: a decay that is not finite would stay.
@@ -843,17 +911,50 @@ def _settled(
       return jnp.where(someone, update, jnp.zeros_like(update))
 
     def hold(old: Any, new: Any) -> Any:
-      if not isinstance(new, optax.ScaleByAdamState):
+      if not _has_second_moments(new):
         return new
       return jax.tree.map(lambda o, n: jnp.where(someone, n, o), old, new)
 
     new = jax.tree.map(
-        hold, state, new, is_leaf=lambda x: isinstance(x, _STATES)
+        hold, state, new,
+        is_leaf=lambda x: isinstance(x, DeMoState) or _has_second_moments(x),
     )
     return jax.tree.map(settle, updates, params), new
 
   return optax.GradientTransformationExtraArgs(masked.init, update_fn)
 
 
-# States of links that are looked at as a whole.
-_STATES = (DeMoState, optax.ScaleByAdamState)
+def _check_state_is_of(
+    tx: optax.GradientTransformation,
+    state: Any,
+    params: chex.ArrayTree,
+    error: Exception,
+) -> None:
+  """Raises if an error came of a state that `tx` has not made."""
+  expected, found = (
+      {
+          _tree.leaf_name(path): np.shape(x)
+          for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]
+      }
+      for tree in (jax.eval_shape(tx.init, params), state)
+  )
+  for name in (*expected, *found):
+    shape, other = expected.get(name), found.get(name)
+    if shape is None:
+      problem = f'it has {name}, which is not part of it'
+    elif other is None:
+      problem = f'{name} is missing'
+    elif other not in (shape, shape[1:]):  # in a step of one worker: its own
+      problem = f'{name} has shape {other} instead of {shape}'
+    else:
+      continue
+    raise ValueError(
+        'The state was not made by this optimizer for these parameters and'
+        f' workers: {problem}. Make one with tx.init(params), or restore one'
+        ' with demo_optax.checkpoint.Checkpointer.'
+    ) from error
+
+
+def _has_second_moments(state: Any) -> bool:
+  # optax does not export the types of all such states.
+  return hasattr(state, 'nu')

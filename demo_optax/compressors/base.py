@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from demo_optax import annotations
 from demo_optax.compressors import bases, chunking, selectors
 from demo_optax.compressors.bases import Basis
 from demo_optax.compressors.selectors import Selector
@@ -171,7 +172,7 @@ def per_leaf(
   def is_leaf(x: Any) -> bool:
     return x is None or isinstance(x, Compressor | Frozen)
 
-  if callable(compressor):
+  if is_function(compressor):
     compressor = compressor(tree)
   for x in jax.tree.leaves(compressor, is_leaf=is_leaf):
     if not is_leaf(x):
@@ -182,10 +183,18 @@ def per_leaf(
   return broadcast(compressor, tree, argument, is_leaf)
 
 
+def is_function(x: Any) -> bool:
+  """Whether `x` is to be called: modules that are trees can be called, too."""
+  return callable(x) and jax.tree_util.treedef_is_leaf(jax.tree.structure(x))
+
+
 def broadcast(
     prefix: Any, tree: Any, argument: str, is_leaf: Any = None
 ) -> list[Any]:
   """Returns the leaf of a prefix tree that holds for each leaf of `tree`."""
+  # Both may be made of `nnx.state(model)`; messages need not print arrays.
+  prefix = annotations.without_variables(prefix)
+  tree = jax.tree.map(lambda _: ..., annotations.without_variables(tree))
   leaves, treedef = jax.tree.flatten(prefix, is_leaf=is_leaf)
   try:
     subtrees = treedef.flatten_up_to(tree)

@@ -27,8 +27,7 @@ import numpy as np
 import optax
 
 from demo_optax import _tree as trees
-from demo_optax import flax as modules
-from demo_optax import one_worker
+from demo_optax import annotations, one_worker
 from demo_optax.workers import Workers
 from demo_optax.workers.sharding import Path
 
@@ -180,7 +179,7 @@ def local_updates(
         steps_since_sync,
         global_params,
         outer.init(global_params),
-        modules.stack_annotations(own, workers.spmd_axis_name),
+        annotations.stack_annotations(own, workers.spmd_axis_name),
     )
 
   def update_fn(

@@ -1,13 +1,17 @@
 """From a number of bytes to what `demo_muon` should send."""
 
 import dataclasses
+import numbers
+from collections.abc import Mapping
 from typing import Any
 
 import chex
 
 from demo_optax import recipes
+from demo_optax.exchange import ExchangeKind
 from demo_optax.tools import tables
 from demo_optax.tools.traffic import Plan, plan
+from demo_optax.wire.updates import UpdateValues
 from demo_optax.workers import Workers
 
 
@@ -42,6 +46,8 @@ def recommend(
     received_bytes: float | None = None,
     bits_per_second: float | None = None,
     seconds: float | None = None,
+    exchange: ExchangeKind = 'all_gather',
+    update_values: UpdateValues = 'int4',
     muon_weight_dimension_numbers: Any = None,
 ) -> chex.ArrayTree:
   """Returns the compressors with which `demo_muon` learns best for its bytes.
@@ -58,12 +64,16 @@ def recommend(
     received_bytes: the most that it may receive.
     bits_per_second: speed of a worker's link, each way; goes with `seconds`.
     seconds: the most that an exchange may take.
+    exchange: as in `demo_muon`. What a worker receives by `'all_to_all'` hardly
+      grows with the number of workers.
+    update_values: as in `demo_muon`.
     muon_weight_dimension_numbers: as in `demo_muon`.
 
   Returns:
     A tree of compressors like `params`, for `demo_muon(compressor=...)`.
 
   Raises:
+    TypeError: a budget or `workers` that is no number.
     ValueError: no budget, one of zero or less, a speed without a time or a time
       without a speed, or a budget below the smallest setting, with what that
       would take.
@@ -80,33 +90,37 @@ def recommend(
     0.169...
   """
   limits = _limits(sent_bytes, received_bytes, bits_per_second, seconds)
-  found = settings(params, workers, muon_weight_dimension_numbers)
-  fitting = [
-      (setting.loss, compressor)
-      for setting, compressor, bytes_of in found
-      if all(
-          getattr(bytes_of, name) <= limit for name, limit in limits.items()
-      )
-  ]
-  if not fitting:
-    least = found[0][2]
-    raise ValueError(
-        'No setting is as small as'
-        f' {" and ".join(f"{k}={v:,.0f}" for k, v in limits.items())}: the'
-        f' smallest sends {least.sent_bytes:,} bytes of these parameters and'
-        f' receives {least.received_bytes:,}. Exchange every few steps'
-        ' (demo_optax.local), or with fewer workers.'
-    )
-  return min(fitting, key=lambda x: x[0])[1]
+  found = settings(
+      params, workers, limits, exchange, update_values,
+      muon_weight_dimension_numbers,
+  )
+  return min(found, key=lambda x: x[0].loss)[1]
 
 
 def settings(
     params: chex.ArrayTree,
     workers: Workers | int,
+    limits: Mapping[str, float],
+    exchange: ExchangeKind = 'all_gather',
+    update_values: UpdateValues = 'int4',
     muon_weight_dimension_numbers: Any = None,
 ) -> list[tuple[Setting, chex.ArrayTree, Plan]]:
-  """Returns every setting with its compressors and bytes, fewest first."""
-  found = []
+  """Returns settings with their compressors and bytes, fewest first.
+
+  Of those that take equally many bytes the one with the least loss.
+
+  Args:
+    params: the parameters, or their shapes.
+    workers: who takes part, or their number.
+    limits: the most bytes, by names of attributes of `Plan`.
+    exchange: as in `demo_muon`.
+    update_values: as in `demo_muon`.
+    muon_weight_dimension_numbers: as in `demo_muon`.
+
+  Raises:
+    ValueError: no setting is within the limits.
+  """
+  found = {}
   for setting in SETTINGS:
     compressor = recipes.muon_compressors(
         params,
@@ -114,23 +128,53 @@ def settings(
         setting.row_topk,
         muon_weight_dimension_numbers=muon_weight_dimension_numbers,
     )
-    found.append((setting, compressor, plan(params, compressor, workers)))
-  return sorted(found, key=lambda x: x[2].payload_bytes)
-
-
-def table(params: chex.ArrayTree, workers: Workers | int) -> str:
-  """Returns the settings as lines of a terminal."""
-  rows = [
-      ('topk', 'of rows', 'sends', 'receives', 'less than averaging', 'loss')
+    bytes_of = plan(
+        params, compressor, workers, exchange=exchange,
+        update_values=None if exchange == 'all_gather' else update_values,
+    )
+    found[bytes_of.payload_bytes] = setting, compressor, bytes_of
+  ascending = [found[size] for size in sorted(found)]
+  fitting = [
+      x for x in ascending
+      if all(getattr(x[2], name) <= limit for name, limit in limits.items())
   ]
-  for setting, _, bytes_of in settings(params, workers):
+  if not fitting:
+    least = ascending[0][2]
+    owners = (
+        " With exchange='all_to_all' it receives no more with more workers."
+        if exchange == 'all_gather' and 'received_bytes' in limits else ''
+    )
+    raise ValueError(
+        'No setting is as small as'
+        f' {" and ".join(f"{k}={v:,.0f}" for k, v in limits.items())}: the'
+        f' smallest sends {least.sent_bytes:,} bytes of these parameters and'
+        f' receives {least.received_bytes:,}.{owners} Exchanges every few steps'
+        ' (demo_optax.local) take less.'
+    )
+  return fitting
+
+
+def table(
+    params: chex.ArrayTree,
+    workers: Workers | int,
+    limits: Mapping[str, float],
+    exchange: ExchangeKind = 'all_gather',
+    update_values: UpdateValues = 'int4',
+) -> str:
+  """Returns the settings within limits as lines of a terminal."""
+  rows = [(
+      'topk', 'of rows', 'sends', 'receives', 'less than averaging',
+      'loss of the example',
+  )]
+  found = settings(params, workers, limits, exchange, update_values)
+  for setting, _, bytes_of in found:
     less = bytes_of.dense_bytes() / max(bytes_of.sent_bytes, 1)
     rows.append((
         str(setting.topk),
         str(setting.row_topk),
         tables.num_bytes(bytes_of.sent_bytes),
         tables.num_bytes(bytes_of.received_bytes),
-        f'{less:.0f}x',
+        f'{less:.0f}x' if less else '',
         f'{setting.loss:.3f}',
     ))
   return '\n'.join(tables.aligned(rows))
@@ -146,6 +190,8 @@ def _limits(
   both = {'sent_bytes': sent_bytes, 'received_bytes': received_bytes}
   speed = {'bits_per_second': bits_per_second, 'seconds': seconds}
   for name, value in {**both, **speed}.items():
+    if isinstance(value, bool) or not isinstance(value, numbers.Real | None):
+      raise TypeError(f'{name}={value!r} must be a number.')
     if value is not None and not value > 0:
       raise ValueError(f'{name}={value!r} must be above 0.')
   if (bits_per_second is None) != (seconds is None):

@@ -384,6 +384,10 @@ def plan(
     )
   else:
     specs, axis = ParamSpecs(None, {}, 'workers'), 'workers'
+    if isinstance(workers, bool) or not hasattr(workers, '__index__'):
+      raise TypeError(
+          f'workers={workers!r} must be demo_optax.Workers, or their number.'
+      )
     num_workers = operator.index(workers)
   if num_workers < 1:
     raise ValueError(f'workers={num_workers} must be at least 1.')

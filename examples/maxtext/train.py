@@ -119,6 +119,7 @@ def make_optimizer(
             topk=exchange.topk,
             muon_weight_dimension_numbers=dimensions),
         muon_weight_dimension_numbers=dimensions,
+        adam_weight_decay=config.adam_weight_decay,
         **shared)
   else:
     raise ValueError(f"demo_optimizer={exchange.optimizer}: not 'demo' or"

@@ -1,6 +1,7 @@
 """`demo_muon`: against NumPy, in its parts, and with every kind of leaf."""
 
 import collections
+import dataclasses
 import functools
 
 import helpers
@@ -133,14 +134,16 @@ def test_equal_to_the_chain_that_is_documented():
           0.9, workers=workers, average='workers', ema=True),
       optax.partition(
           {'muon': recipes.scale_to_unit_rms(),
-           'adam': optax.scale_by_adam(b1=0.0, b2=0.95)}, labels),
+           'adam': optax.scale_by_rms(
+               0.95, eps_in_sqrt=False, bias_correction=True)}, labels),
       optax.add_decayed_weights(0.1),
       optax.partition(
           {'muon': optax.scale_by_learning_rate(schedule),
            'adam': optax.scale_by_learning_rate(lambda t: 3 * schedule(t))},
           labels),
   )
-  recipe = demo_optax.demo_muon(schedule, workers=workers, weight_decay=0.1)
+  recipe = demo_optax.demo_muon(
+      schedule, workers=workers, weight_decay=0.1, adam_weight_decay=0.1)
   states = [tx.init(params) for tx in (chain, recipe)]
   for _ in range(4):
     gradients = jax.tree.map(
@@ -304,6 +307,14 @@ def test_leaves_of_nnx_modules():
     ('conv1|weight', (16, 8, 3, 3), (3, 1)),
     ('conv_module|query|kernel', (24, 4, 8), (1, 2)),
     ('convert|experts|kernel', (8, 64, 32), (1, 1)),
+    # By their windows: attributes of NNX, lists of Equinox.
+    ('down|kernel', (3, 3, 8, 16), (3, 1)),
+    ('layers|0|weight', (16, 8, 4, 4), (3, 1)),
+    ('attention|qkv|kernel', (48, 3, 4, 12), (1, 3)),
+    ('Head_0|key|kernel', (64, 64), (1, 1)),
+    ('MultiHead_0|proj|kernel', (64, 64), (1, 1)),
+    ('linear|lora_b', (8, 64), (1, 1)),
+    ('layers|b', (12, 64), None),
     ('w', (8, 64, 32), (1, 1)),
 ])
 def test_names(path, shape, expected):
@@ -458,6 +469,48 @@ def test_sharded_matrices(kind):
   first, second = losses.values()
   np.testing.assert_allclose(first, second, rtol=1e-4)
   assert first[-1] < first[0]
+
+
+@pytest.mark.parametrize('specs', [None, 0, 1])
+def test_kernels_of_more_axes_where_types_say_how_they_are_sharded(specs):
+  """Newton-Schulz reshapes them, which axes of type Explicit do not allow."""
+  shapes = {'query': (16, 4, 8), 'out': (4, 8, 16), 'conv': (3, 3, 4, 8)}
+  params = {
+      name: {'kernel': np.random.default_rng(9).normal(size=shape)
+             .astype(np.float32)}
+      for name, shape in shapes.items()
+  }
+  sharded = {} if specs is None else {
+      'query': [P('fsdp'), P(None, 'fsdp')][specs],
+      'out': [P(None, None, 'fsdp'), P('fsdp')][specs],
+      'conv': P(None, None, None, 'fsdp')}
+  by_kernel = {name: {'kernel': spec} for name, spec in sharded.items()}
+  mesh = jax.make_mesh(
+      (4, 2), ('data', 'fsdp'),
+      axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+  losses = []
+  for workers in (demo_optax.Workers.on_mesh(mesh, 'data', by_kernel or None),
+                  demo_optax.Workers.simulated(
+                      4, *([by_kernel, {'fsdp': 2}] if sharded else []))):
+    tx = demo_optax.demo_muon(0.02, workers=workers)
+
+    @demo_optax.data_parallel(workers)
+    def step(params, state, x, tx=tx):
+      def loss_fn(params):
+        return sum(jnp.sum(jnp.square(p - jnp.mean(x)))
+                   for p in jax.tree.leaves(params))
+
+      loss, gradients = jax.value_and_grad(loss_fn)(params)
+      updates, state = tx.update(gradients, state, params)
+      return optax.apply_updates(params, updates), state, loss
+
+    now, found = workers.device_put(params), []
+    state = tx.init(now)
+    for number in range(3):
+      now, state, loss = step(now, state, np.full(8, number, np.float32))
+      found.append(float(loss))
+    losses.append(found)
+  np.testing.assert_allclose(*losses, rtol=1e-4)
 
 
 def test_workers_of_several_devices():
@@ -680,6 +733,129 @@ def test_gradients_of_any_size_are_orthonormalised(size):
   singular = np.linalg.svd(updates['w'], compute_uv=False)
   assert np.median(singular) > 0.8 * singular.max() * 0.7
   assert np.mean(singular < 0.3 * singular.max()) < 0.15
+
+
+def test_what_is_frozen_beside_none():
+  """`None` in parameters is no leaf, and none of the compressors is its own."""
+  frozen, sent = demo_optax.compressors.FROZEN, demo_optax.dct_topk()
+  workers = demo_optax.Workers.simulated(2)
+  params = {'bias': None, 'one': jnp.ones((8, 8)), 'two': jnp.ones((8, 8))}
+  tx = demo_optax.demo_muon(0.1, workers=workers, compressor={
+      'bias': sent, 'one': frozen, 'two': sent})
+  gradients = {'bias': None, 'one': jnp.full((2, 8, 8), jnp.nan),
+               'two': jnp.ones((2, 8, 8))}
+  updates, state = tx.update(gradients, tx.init(params), params)
+  np.testing.assert_array_equal(updates['one'], 0)
+  assert jnp.any(updates['two'] != 0)
+  assert demo_optax.exchange_info(state)['num_excluded'] == 0
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Callable:
+  """As modules of Equinox: a tree, and called with the inputs."""
+
+  weight: jax.Array
+
+  def __call__(self, x):
+    return self.weight @ x
+
+
+def test_modules_that_are_trees_are_not_called():
+  workers = demo_optax.Workers.simulated(2)
+  params = Callable(jnp.ones((8, 16)))
+  gradients = Callable(jnp.ones((2, 8, 16)))
+  compressor = demo_optax.recommend(params, workers, sent_bytes=1e6)
+  dimensions = recipes.muon_dimension_numbers(params)
+  tx = demo_optax.demo_muon(
+      0.1, workers=workers, compressor=compressor,
+      muon_weight_dimension_numbers=dimensions, weight_decay=0.1,
+      weight_decay_mask=Callable(True))
+  updates, _ = tx.update(gradients, tx.init(params), params)
+  default = demo_optax.demo_muon(0.1, workers=workers, weight_decay=0.1)
+  expected, _ = default.update(gradients, default.init(params), params)
+  assert updates.weight.shape == (8, 16)
+  assert expected.weight.shape == (8, 16)
+
+
+def test_trees_made_of_the_state_of_a_model():
+  workers = demo_optax.Workers.simulated(2)
+  model = nnx.Linear(8, 16, rngs=nnx.Rngs(0))
+  params = nnx.state(model, nnx.Param)
+  compressor = demo_optax.recommend(params, workers, sent_bytes=1e6)
+  tx = demo_optax.demo_muon(
+      0.1, workers=workers, compressor=compressor,
+      muon_weight_dimension_numbers=recipes.muon_dimension_numbers(params))
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  gradients = jax.tree.map(lambda x: jnp.ones((2, *x.shape)), params)
+  optimizer.update(model, gradients)
+  plan = demo_optax.plan(params, compressor, workers)
+  assert plan.sent_bytes == demo_optax.plan(
+      nnx.to_pure_dict(params), recipes.muon_compressors(
+          nnx.to_pure_dict(params), 128, 24), workers).sent_bytes
+  with pytest.raises(ValueError, match='tree in compressor') as info:
+    demo_optax.plan(params, {'other': demo_optax.dct_topk()}, workers)
+  assert 'Array' not in str(info.value)
+
+
+@pytest.mark.parametrize('make', ['none', 'adamw', 'muon', 'demo', 'shape',
+                                  'names', 'workers', 'dimensions'])
+def test_states_of_something_else(make):
+  workers = demo_optax.Workers.simulated(2)
+  params = {'w': jnp.ones((8, 8)), 'b': jnp.ones(8)}
+  tx = demo_optax.demo_muon(0.1, workers=workers)
+  state = {
+      'none': lambda: None,
+      'adamw': lambda: optax.adamw(0.1).init(params),
+      'muon': lambda: contrib.muon(0.1).init(params),
+      'demo': lambda: demo_optax.demo(0.1, workers=workers).init(params),
+      'shape': lambda: tx.init({**params, 'w': jnp.ones((8, 16))}),
+      'names': lambda: tx.init({**params, 'v': jnp.ones((8, 8))}),
+      'workers': lambda: demo_optax.demo_muon(
+          0.1, workers=demo_optax.Workers.simulated(4)).init(params),
+      'dimensions': lambda: demo_optax.demo_muon(
+          0.1, workers=workers,
+          muon_weight_dimension_numbers=lambda p: {'w': None, 'b': None}
+      ).init(params),
+  }[make]()
+  gradients = jax.tree.map(lambda x: jnp.ones((2, *x.shape)), params)
+  with pytest.raises(ValueError, match=r'tx\.init'):
+    tx.update(gradients, state, params)
+
+  @demo_optax.data_parallel(workers, batch_argnums=2)
+  def step(params, state, x):
+    gradients = jax.tree.map(lambda p: jnp.ones_like(p) * x.sum(), params)
+    updates, state = tx.update(gradients, state, params)
+    return optax.apply_updates(params, updates), state
+
+  with pytest.raises(ValueError, match=r'tx\.init'):
+    step(params, state, jnp.ones(2))
+
+
+def test_weight_decay_of_matrices_and_of_others():
+  """As in `optax.contrib.muon`: each has its own, times its own rate."""
+  workers = demo_optax.Workers.simulated(2)
+  params = {'w': jnp.ones((8, 8)), 'v': jnp.ones((8, 8)), 'b': jnp.ones(8)}
+  zeros = jax.tree.map(lambda x: jnp.zeros((2, *x.shape)), params)
+  for options, expected in [
+      ({'weight_decay': 0.1}, {'w': -0.1, 'v': -0.1, 'b': 0.0}),
+      ({'adam_weight_decay': 0.1}, {'w': 0.0, 'v': 0.0, 'b': -0.3}),
+      ({'weight_decay': 0.1, 'adam_weight_decay': 0.2,
+        'weight_decay_mask': {'w': True, 'v': False, 'b': True}},
+       {'w': -0.1, 'v': 0.0, 'b': -0.6})]:
+    tx = demo_optax.demo_muon(1.0, workers=workers, **options)
+    updates, _ = tx.update(zeros, tx.init(params), params)
+    for name, value in expected.items():
+      np.testing.assert_allclose(updates[name], value, rtol=1e-6)
+
+
+def test_what_is_kept():
+  """Two arrays of a matrix per worker, and one more of every other leaf."""
+  params = {'w': jnp.ones((8, 16)), 'embed': jnp.ones((32, 8))}
+  state = demo_optax.demo_muon(
+      0.1, workers=demo_optax.Workers.simulated(2)).init(params)
+  sizes = sorted(x.size for x in jax.tree.leaves(state) if x.size >= 64)
+  assert sizes == sorted([2 * 128, 2 * 128, 2 * 256, 256])
 
 
 def test_boxes_of_linen():

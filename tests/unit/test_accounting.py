@@ -195,7 +195,7 @@ MATRICES = {
 
 @pytest.mark.parametrize('workers', [2, 8])
 def test_recommend_takes_the_least_loss_that_fits(workers):
-  rows = budget.settings(MATRICES, workers)
+  rows = budget.settings(MATRICES, workers, {})
   assert [r.loss for r, *_ in rows] == sorted(
       (r.loss for r, *_ in rows), reverse=True)  # more bytes, less loss
   for number, (_, compressor, plan) in enumerate(rows):
@@ -209,6 +209,37 @@ def test_recommend_takes_the_least_loss_that_fits(workers):
     seconds = plan.received_bytes * 8 / 1e6 + 1e-9
     assert compressor == demo_optax.recommend(
         MATRICES, workers, bits_per_second=1e6, seconds=seconds)
+
+
+def test_recommend_counts_what_owners_send():
+  """With many workers an all-gather receives too much, and owners do not."""
+  by_owners = {'exchange': 'all_to_all', 'update_values': 'int4'}
+  plan = demo_optax.plan(
+      MATRICES, demo_optax.recipes.muon_compressors(MATRICES, 8, 8), 256,
+      **by_owners)
+  limit = {'received_bytes': plan.received_bytes}
+  with pytest.raises(ValueError, match='all_to_all'):
+    demo_optax.recommend(MATRICES, 256, **limit)
+  found = demo_optax.recommend(MATRICES, 256, **limit, **by_owners)
+  assert found['up'].select.rate == 8 / 64**2
+
+
+def test_settings_of_equal_bytes_are_one():
+  """Of a vector of three all settings send everything."""
+  ((setting, *_),) = budget.settings({'n': jnp.ones(3)}, 4, {})
+  assert setting.loss == min(s.loss for s in budget.SETTINGS)
+
+
+@pytest.mark.parametrize('workers, given, says', [
+    (4, {'sent_bytes': '1e6'}, "sent_bytes='1e6' must be a number"),
+    (4, {'received_bytes': True}, 'received_bytes=True must be a number'),
+    (2.5, {'sent_bytes': 1e9}, r'workers=2\.5 must be'),
+    (True, {'sent_bytes': 1e9}, 'workers=True must be'),
+    (None, {'sent_bytes': 1e9}, 'workers=None must be'),
+])
+def test_budgets_of_another_type(workers, given, says):
+  with pytest.raises(TypeError, match=says):
+    demo_optax.recommend(MATRICES, workers, **given)
 
 
 @pytest.mark.parametrize('given, says', [
@@ -241,6 +272,21 @@ def test_command_recommends(capsys):
   assert 'demo_muon, 64 workers' in out
   for setting in budget.SETTINGS:
     assert out.count(f'{setting.loss:.3f}') >= 2
+  command.main(['300M', '--recommend', '--exchange', 'all_to_all',
+                '--sent-bytes', '1.5e8', '--received-bytes', '1.5e8'])
+  assert capsys.readouterr().out.count('x  ') == 2  # of three settings
+
+
+@pytest.mark.parametrize('flags, says', [
+    (['--recommend', '--topk', '3'], '--topk 3 has no effect with'),
+    (['--recommend', '--values', 'int8'], '--values int8 has no effect with'),
+    (['--sent-bytes', '1e6'], 'has no effect without --recommend'),
+    (['--recommend', '--sent-bytes', '9'], 'No setting is as small'),
+])
+def test_command_refuses_what_it_does_not_read(flags, says, capsys):
+  with pytest.raises(SystemExit):
+    command.main(['300M', *flags])
+  assert says in capsys.readouterr().err
 
 
 def test_command_reads_shapes(capsys, tmp_path, monkeypatch):

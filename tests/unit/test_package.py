@@ -21,7 +21,7 @@ ORDER = [
     'wire.indices', 'wire.values', 'wire.message', 'wire.updates', 'workers.sharding',
     'workers.collectives', 'workers.base', 'workers.stacked',
     'workers.simulated', 'workers.mesh', 'workers.axis', 'workers',
-    'compressors.bases', 'compressors.chunking', 'compressors.selectors',
+    'annotations', 'compressors.bases', 'compressors.chunking', 'compressors.selectors',
     'compressors.base', 'compressors.buckets', 'compressors', 'engine.plain',
     'engine.pallas_common', 'engine.pallas_gpu', 'engine.pallas_tpu',
     'engine.pallas', 'engine', 'agreement', 'exchange', 'one_worker', 'flax', '_tree',
