@@ -471,8 +471,8 @@ def test_sharded_matrices(kind):
   assert first[-1] < first[0]
 
 
-@pytest.mark.parametrize('specs', [None, 0, 1])
-def test_kernels_of_more_axes_where_types_say_how_they_are_sharded(specs):
+@pytest.mark.parametrize('sharded', [False, True])
+def test_kernels_of_more_axes_where_types_say_how_they_are_sharded(sharded):
   """Newton-Schulz reshapes them, which axes of type Explicit do not allow."""
   shapes = {'query': (16, 4, 8), 'out': (4, 8, 16), 'conv': (3, 3, 4, 8)}
   params = {
@@ -480,18 +480,16 @@ def test_kernels_of_more_axes_where_types_say_how_they_are_sharded(specs):
              .astype(np.float32)}
       for name, shape in shapes.items()
   }
-  sharded = {} if specs is None else {
-      'query': [P('fsdp'), P(None, 'fsdp')][specs],
-      'out': [P(None, None, 'fsdp'), P('fsdp')][specs],
-      'conv': P(None, None, None, 'fsdp')}
-  by_kernel = {name: {'kernel': spec} for name, spec in sharded.items()}
+  specs = {
+      'query': {'kernel': P(None, 'fsdp')}, 'out': {'kernel': P('fsdp')},
+      'conv': {'kernel': P(None, None, None, 'fsdp')}}
   mesh = jax.make_mesh(
       (4, 2), ('data', 'fsdp'),
       axis_types=(jax.sharding.AxisType.Explicit,) * 2)
   losses = []
-  for workers in (demo_optax.Workers.on_mesh(mesh, 'data', by_kernel or None),
-                  demo_optax.Workers.simulated(
-                      4, *([by_kernel, {'fsdp': 2}] if sharded else []))):
+  for workers in (
+      demo_optax.Workers.on_mesh(mesh, 'data', *[specs] * sharded),
+      demo_optax.Workers.simulated(4, *[specs, {'fsdp': 2}] * sharded)):
     tx = demo_optax.demo_muon(0.02, workers=workers)
 
     @demo_optax.data_parallel(workers)

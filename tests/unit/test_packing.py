@@ -1,5 +1,6 @@
 """Numbers of a few bits, packed."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,12 +17,14 @@ pytestmark = pytest.mark.core
 def test_packed_numbers_come_back(width, count, seed):
   rng = np.random.default_rng(seed)
   numbers = rng.integers(0, 2**width, count, dtype=np.uint64).astype(np.uint32)
-  packed = packing.pack_bits(jnp.asarray(numbers), width)
+  packed = jax.jit(packing.pack_bits, static_argnums=1)(
+      jnp.asarray(numbers), width)
   assert packed.dtype == jnp.uint8
   assert packed.shape == (packing.packed_size(count, width),)
   assert packed.size == (count * width + 7) // 8
-  np.testing.assert_array_equal(
-      packing.unpack_bits(packed, count, width), numbers)
+  found = jax.jit(packing.unpack_bits, static_argnums=(1, 2))(
+      packed, count, width)
+  np.testing.assert_array_equal(found, numbers)
   # Lowest bits first, as NumPy packs them.
   bits = (numbers[:, None] >> np.arange(width, dtype=np.uint32)) & 1
   np.testing.assert_array_equal(
