@@ -105,7 +105,7 @@ MANY = {n: {'workers': n, 'batch': 32, 'steps': 400} for n in (8, 32)}
 # How owners of chunks may write updates.
 ONE_BIT = ['topk128-sign', 'sign']
 UPDATES = ['topk128-sign', 'int4', 'sign', 'topk512-sign', 'int8']
-LARGER = {'width': 512, 'layers': 3, 'heads': 8, 'steps': 400}
+LARGER = {'width': 512, 'layers': 3, 'heads': 8, 'steps': 200}
 CNN = {'task': 'cnn', 'steps': 400, 'batch': 64}
 
 # In the order in which they are worth running.
