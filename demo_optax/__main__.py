@@ -85,6 +85,8 @@ def main(argv: Sequence[str] | None = None) -> None:
       ['topk', 'chunk', 'values'] if args.recommend
       else ['sent_bytes', 'received_bytes']
   )
+  if args.recommend and args.update_values and args.exchange == 'all_gather':
+    parser.error('--update-values is of all_to_all: give --exchange, too.')
   for name in unread:
     if name in given:
       flag = f'--{name.replace("_", "-")} {given[name]}'
@@ -127,15 +129,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _print_settings(params: Any, args: argparse.Namespace) -> None:
   """Prints what `demo_muon` may send within the budget."""
-  limits = {
-      name: getattr(args, name) for name in ('sent_bytes', 'received_bytes')
-      if getattr(args, name) is not None
-  }
-  for n in args.workers:
-    found = budget.table(
-        params, n, limits, args.exchange, args.update_values or 'int4'
-    )
-    print(f'demo_muon, {n} workers, per worker and step\n{found}\n')
+  asked = args.sent_bytes, args.received_bytes
+  limits = {} if asked == (None, None) else budget.limits_of(*asked)
+  values = args.update_values or 'int4'
+  found = [
+      budget.table(params, n, limits, args.exchange, values)
+      for n in args.workers
+  ]
+  for n, table in zip(args.workers, found):
+    print(f'demo_muon, {n} workers, per worker and step\n{table}\n')
 
 
 def _shapes(model: str) -> Any:

@@ -160,9 +160,6 @@ _VECTOR = frozenset({
 _WEIGHT = frozenset({'kernel', 'w', 'weight'})
 _ATTENTION = frozenset({'key', 'qkv', 'query', 'value'})
 
-# Longest side of a window that is told by its shape alone.
-_WINDOW = 16
-
 
 def muon_dimension_numbers(params: chex.ArrayTree) -> chex.ArrayTree:
   """Returns which leaves are matrices, told from their paths and shapes.
@@ -173,17 +170,18 @@ def muon_dimension_numbers(params: chex.ArrayTree) -> chex.ArrayTree:
   those before them are a stack of matrices (of layers scanned along axis 0, or
   experts), except for
 
-    convolutions   by a parent called `conv`, or by a window of equal sides of
-                   at most 16: all dimensions but that of the output reduce
-    attention      of Flax: `[in, heads, size]` of `query`, `key`, `value`,
-                   `[in, ..., heads, size]` of `qkv`, `[heads, size, out]` of
-                   `out`
+    attention      of Flax: `[in, heads, size]` of `query`, `key`, `value` and
+                   `qkv`, `[in, 3, heads, size]` of `qkv`, `[heads, size, out]`
+                   of `out`
+    convolutions   by a parent called `conv`, or by a window of 3x3, 5x5 or 7x7,
+                   or of other equal sides over at most 4 channels: all
+                   dimensions but that of the output reduce
 
   Names mean what Flax, Haiku and Equinox mean by them, but say only so much: an
   output layer called `decoder` is taken for a matrix, an embedding called
-  `shared.weight` too, and a stack of more `query` kernels than they have rows
-  for attention. Print it for a model, and give `demo_muon` a tree or a function
-  of your own where it is wrong.
+  `shared.weight` too, three layers of three experts for a window, and a stack
+  of more `query` kernels than they have rows for attention. Print it for a
+  model; where it is wrong give `demo_muon` a tree or a function of your own.
 
   Args:
     params: the parameters, or their shapes.
@@ -224,12 +222,13 @@ def _dimension_numbers(
   ndim = len(shape)
   name, parent = _words(parts[-1]), _words(parts[-2])
   is_weight = parts[-1] in _WEIGHT
-  # Whoever calls a module of attention a head has more of them.
-  heads = parts[-2:] if not parent.isdisjoint(_ATTENTION) else parts[-3:]
+  # A head of attention has queries and keys; one of the model has not.
+  inner = [(*path[:-2], word, parts[-1]) in shapes for word in ('query', 'key')]
+  heads = parts[-2:] if all(inner) else parts[-3:]
   if (
       ndim < 2
       or not name.isdisjoint(_EMBEDDING | _NORM | _VECTOR)
-      or name == {'b'}
+      or _is_short_bias(parts[-1])
       or not parent.isdisjoint(_EMBEDDING - {'pos', 'token', 'tokens'})
       or any(map(_is_head, heads))
       or (parts[-1] != 'kernel' and not parent.isdisjoint(_NORM))
@@ -237,26 +236,52 @@ def _dimension_numbers(
     return None
   reduction: tuple[int, ...] = (-2,)
   output: tuple[int, ...] = (-1,)
-  is_conv = any(re.fullmatch('conv([1-3]d)?', word) for word in parent)
-  window = shape[-2:] if parts[-1] == 'weight' else shape[-4:-2]
-  if ndim == 4 and len({*window}) == 1 and window[0] <= _WINDOW:
-    is_conv = True
-  if parts[-2] == 'qkv' and ndim == 4:
+  is_kernel = parts[-1] == 'kernel' and ndim > 2
+  query = shapes.get((*path[:-2], 'query', 'kernel'), ())
+  if is_kernel and ndim > 3 and 'qkv' in parent and shape[-3] == 3:
     reduction, output = (-4,), (-3, -2, -1)
-  elif is_weight and is_conv and ndim > 2:
+  elif is_kernel and parent & _ATTENTION and shape[-3] > shape[-2]:
+    reduction, output = (-3,), (-2, -1)
+  elif is_kernel and parts[-2] == 'out' and shape[-3:-1] == query[-2:]:
+    reduction, output = (-3, -2), (-1,)
+  elif is_weight and ndim > 2 and _is_convolution(parent, parts[-1], shape):
     reduction, output = tuple(range(-ndim, -1)), (-1,)
     if parts[-1] == 'weight':  # of Equinox and PyTorch: [out, in, *window]
       reduction, output = tuple(range(1 - ndim, 0)), (-ndim,)
-  elif parts[-1] == 'kernel' and ndim > 2:
-    query = shapes.get((*path[:-2], 'query', 'kernel'), ())
-    if parts[-2] in _ATTENTION and shape[-3] > shape[-2]:
-      reduction, output = (-3,), (-2, -1)
-    elif parts[-2] == 'out' and shape[-3:-1] == query[-2:]:
-      reduction, output = (-3, -2), (-1,)
   sides = [math.prod(shape[a] for a in axes) for axes in (reduction, output)]
   if min(sides) == 1:
     return None
   return contrib.MuonDimensionNumbers(reduction, output)
+
+
+def _is_convolution(
+    parent: set[str], name: str, shape: tuple[int, ...]
+) -> bool:
+  """Whether a leaf is a convolution's, by the words of its parent or its shape.
+
+  A window is as wide as it is high; so may stacks of stacks be, but hardly of
+  3, 5 or 7, and not of matrices with so few inputs as an image has colours.
+  """
+  if any(re.fullmatch('conv([1-3]d)?', word) for word in parent):
+    return True
+  if len(shape) != 4:
+    return False
+  if name == 'weight':
+    inputs, *window = shape[1:]
+  else:
+    *window, inputs, _ = shape
+  side, other = window
+  return side == other and (side in (3, 5, 7) or inputs <= 4)
+
+
+def _is_short_bias(name: str) -> bool:
+  """Whether a name says `b`, which in `lora_b` is no bias.
+
+  >>> [_is_short_bias(name) for name in ('b', 'b_in', 'mlp_b', 'lora_b', 'wb')]
+  [True, True, True, False, False]
+  """
+  words = [_unnumbered(word) for word in _split(name)]
+  return 'b' in (words[0], words[-1]) and 'lora' not in words
 
 
 def _parts(path: Any) -> tuple[str, ...]:
@@ -279,12 +304,13 @@ def _words(name: str) -> set[str]:
 def _is_head(name: str) -> bool:
   """Whether a name ends in a head, and not in several.
 
-  >>> [_is_head(name) for name in (
-  ...     'lm_head_0', 'LMHead', 'MultiHeadAttention_0', 'MultiHead')]
-  [True, True, False, False]
+  >>> [_is_head(name) for name in ('lm_head_0', 'LMHead', 'multi_label_head')]
+  [True, True, True]
+  >>> [_is_head(name) for name in ('MultiHeadAttention_0', 'MultiHead')]
+  [False, False]
   """
   words = [word for word in map(_unnumbered, _split(name)) if word]
-  return bool(words) and words[-1] in _HEAD and 'multi' not in words
+  return words[-1:] != [] and words[-1] in _HEAD and words[-2:-1] != ['multi']
 
 
 def _split(name: str) -> list[str]:
@@ -456,8 +482,8 @@ def demo_muon(
   steps of that size.
 
   A worker whose gradient is not finite is excluded and keeps both momenta; so
-  is one with gradients of a matrix above 1e11, of which Newton-Schulz, with
-  powers of them in float32, cannot see a direction. If
+  is one whose gradients of a matrix are so large (some 1e11) that Newton-Schulz
+  overflows: undo a scale of the loss before. If
   every worker is, or a hyperparameter is not finite, the parameters stay as
   they are. Leaves with `compressors.FROZEN` are left alone.
 
@@ -565,7 +591,8 @@ def demo_muon(
           params, muon_weight_dimension_numbers=matrices.tree
       )
     else:
-      sent = compressor
+      # Asked once, of all leaves: `scale_by_demo` sees those that take part.
+      sent = compressor(params) if is_function(compressor) else compressor
     codes = per_leaf(sent, params)
     labels = matrices.labels(codes)
     muon = optax.chain(
@@ -945,6 +972,11 @@ def _check_state_is_of(
       }
       for tree in (made, state)
   )
+  if len(expected.keys() & found.keys()) < len(expected) / 2:
+    raise ValueError(
+        'The state is one of another optimizer. Make one with tx.init(params),'
+        ' or restore one with demo_optax.checkpoint.Checkpointer.'
+    ) from error
   for name in (*expected, *found):
     shape, other = expected.get(name), found.get(name)
     if shape is None:
@@ -953,6 +985,11 @@ def _check_state_is_of(
       problem = f'{name} is missing'
     elif other not in (shape, shape[1:]):  # in a step of one worker: its own
       problem = f'{name} has shape {other} instead of {shape}'
+      if other and other[1:] == shape[1:] and 'worker_stacked' in name:
+        problem += (
+            f', as of {other[0]} workers, for which'
+            ' demo_optax.checkpoint.resize_workers is'
+        )
     else:
       continue
     raise ValueError(

@@ -185,6 +185,8 @@ def per_leaf(
 
 def is_function(x: Any) -> bool:
   """Whether `x` is to be called: modules that are trees can be called, too."""
+  if isinstance(x, jax.tree_util.Partial):
+    return True
   return callable(x) and jax.tree_util.treedef_is_leaf(jax.tree.structure(x))
 
 

@@ -309,9 +309,17 @@ def test_leaves_of_nnx_modules():
     ('convert|experts|kernel', (8, 64, 32), (1, 1)),
     # By their windows: attributes of NNX, lists of Equinox.
     ('down|kernel', (3, 3, 8, 16), (3, 1)),
-    ('layers|0|weight', (16, 8, 4, 4), (3, 1)),
+    ('layers|0|weight', (16, 3, 4, 4), (3, 1)),
+    ('layers|0|weight', (16, 8, 3, 3), (3, 1)),
+    ('patches|kernel', (16, 16, 3, 64), (3, 1)),
+    ('experts|kernel', (4, 4, 64, 32), (1, 1)),
     ('attention|qkv|kernel', (48, 3, 4, 12), (1, 3)),
-    ('Head_0|key|kernel', (64, 64), (1, 1)),
+    ('layers|qkv_0|kernel', (12, 48, 3, 4, 12), (1, 3)),
+    ('layers|qkv|kernel', (12, 48, 4, 36), (1, 2)),
+    ('head|value|kernel', (64, 51), None),
+    ('multi_label_head|kernel', (64, 10), None),
+    ('layers|b_in', (12, 64), None),
+    ('layers|mlp_b', (12, 64), None),
     ('MultiHead_0|proj|kernel', (64, 64), (1, 1)),
     ('linear|lora_b', (8, 64), (1, 1)),
     ('layers|b', (12, 64), None),
@@ -323,6 +331,23 @@ def test_names(path, shape, expected):
     tree = {part: tree}
   (found,) = kinds_of(tree).values()
   assert found == expected
+
+
+def test_names_of_siblings():
+  """A stack of as many layers as heads; a head that is attention."""
+  shapes = {
+      'layers': {'query': (4, 64, 4, 16), 'out': (4, 4, 16, 64)},
+      'Head_0': {'query': (64, 16), 'key': (64, 16), 'value': (64, 16)},
+      'Head_1': {'Dense_0': (64, 256)},
+  }
+  found = kinds_of({
+      module: {name: {'kernel': jax.ShapeDtypeStruct(shape, 'float32')}
+               for name, shape in kernels.items()}
+      for module, kernels in shapes.items()})
+  assert found == {
+      'layers/query/kernel': (1, 2), 'layers/out/kernel': (2, 1),
+      'Head_0/query/kernel': (1, 1), 'Head_0/key/kernel': (1, 1),
+      'Head_0/value/kernel': (1, 1), 'Head_1/Dense_0/kernel': None}
 
 
 @pytest.mark.parametrize('make', [lambda x: x, lambda x: [x], lambda x: (x,)])
@@ -757,6 +782,24 @@ class Callable:
 
   def __call__(self, x):
     return self.weight @ x
+
+
+def test_functions_of_parameters_see_all_leaves():
+  """Integers, too, and functions that are trees are functions."""
+  workers = demo_optax.Workers.simulated(2)
+  params = {'w': jnp.ones((8, 8)), 'step': jnp.zeros(3, jnp.int32)}
+  seen = []
+
+  def choose(topk, params):
+    seen.append(params['step'].dtype)
+    return {'w': demo_optax.dct_topk(8, topk), 'step': None}
+
+  tx = demo_optax.demo_muon(
+      0.1, workers=workers, compressor=jax.tree_util.Partial(choose, 4))
+  state = tx.init(params)
+  gradients = {'w': jnp.ones((2, 8, 8)), 'step': jnp.zeros((2, 3), jnp.int32)}
+  tx.update(gradients, state, params)
+  assert set(seen) == {jnp.dtype('int32')}
 
 
 def test_modules_that_are_trees_are_not_called():

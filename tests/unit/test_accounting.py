@@ -218,8 +218,12 @@ def test_recommend_counts_what_owners_send():
       MATRICES, demo_optax.recipes.muon_compressors(MATRICES, 8, 8), 256,
       **by_owners)
   limit = {'received_bytes': plan.received_bytes}
-  with pytest.raises(ValueError, match='all_to_all'):
+  with pytest.raises(
+      ValueError, match=f'all_to_all.*{plan.received_bytes:,}'):
     demo_optax.recommend(MATRICES, 256, **limit)
+  with pytest.raises(ValueError) as info:  # few workers gain nothing by owners
+    demo_optax.recommend(MATRICES, 2, received_bytes=10)
+  assert 'all_to_all' not in str(info.value)
   found = demo_optax.recommend(MATRICES, 256, **limit, **by_owners)
   assert found['up'].select.rate == 8 / 64**2
 
@@ -281,6 +285,8 @@ def test_command_recommends(capsys):
     (['--recommend', '--topk', '3'], '--topk 3 has no effect with'),
     (['--recommend', '--values', 'int8'], '--values int8 has no effect with'),
     (['--sent-bytes', '1e6'], 'has no effect without --recommend'),
+    (['--recommend', '--sent-bytes', 'nan'], 'sent_bytes=nan must be above 0'),
+    (['--recommend', '--update-values', 'int4'], 'give --exchange'),
     (['--recommend', '--sent-bytes', '9'], 'No setting is as small'),
 ])
 def test_command_refuses_what_it_does_not_read(flags, says, capsys):
