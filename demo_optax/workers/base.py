@@ -357,7 +357,7 @@ class Workers(abc.ABC):
       tree: parameters, an optimizer state, or an `nnx.State`.
 
     Returns:
-      The tree. What is born on one device moves in the first step at the
+      The tree. What was made on one device moves in the first step at the
       latest; moved before, the second step needs no compilation of its own.
 
     Example:
@@ -368,10 +368,6 @@ class Workers(abc.ABC):
       >>> params['w'].is_fully_replicated
       True
     """
-    return tree
-
-  def constrain(self, tree: Any) -> Any:
-    """`device_put` of what is traced: a step's results stay where they were."""
     return tree
 
   def check_gradient(self, name: str, gradient: jax.Array) -> None:  # noqa: B027

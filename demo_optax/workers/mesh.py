@@ -203,16 +203,6 @@ class OnMesh(Stacked):
 
     return jax.tree.map(move, tree, self._specs_of(tree))
 
-  def constrain(self, tree: Any) -> Any:
-    if self._explicit:  # types say it
-      return tree
-
-    def hold(x: jax.Array, spec: P) -> jax.Array:
-      sharding = NamedSharding(self.mesh, spec)
-      return jax.lax.with_sharding_constraint(x, sharding)
-
-    return jax.tree.map(hold, tree, self._specs_of(tree))
-
   def _specs_of(self, tree: Any) -> Any:
     """Returns where parameters, or a state, belong: specs by path and shape."""
 
