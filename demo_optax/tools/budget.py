@@ -32,6 +32,7 @@ class Setting:
 # What is best for its bytes: from the fewest on, each learns better.
 SETTINGS = (
     Setting(8, 8, 1.409),
+    Setting(32, 8, 1.357),
     Setting(64, 8, 1.340),
     Setting(128, 24, 1.328),
 )
