@@ -14,12 +14,15 @@ of a percent, of its gradient's bytes, by changing two lines of a script.
     state            reading and editing optimizer states
     compressors/     what a worker sends of its momentum
     wire/            messages as bytes
-    engine/          how the arithmetic is done: the same bits, other speeds
-    workers/         who takes part, and how a worker's function runs for all
+    engine/          the arithmetic of a step, and faster forms of it
+    workers/         simulated, on a mesh, or on an axis of the caller's own
     local/           training alone between exchanges
     checkpoint/      saving, restoring, another number of workers
     elastic/         processes that are lost, return, or are added
     tools/           bytes predicted and read, replicas compared, pictures
+    accumulation     what a stock `optax.MultiSteps` needs in such a step
+    annotations      variables and boxes of Flax around leaves
+    _tree            leaves matched and checked
 """
 
 from demo_optax import checkpoint, compressors, local, recipes, tools

@@ -170,7 +170,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _side(text: str) -> int:
-  """A flag's length of a side of a chunk."""
+  """Reads the length of a side of a chunk."""
   number = _count(text)
   if number > _MAX_SIDE:
     raise argparse.ArgumentTypeError(f'{number} is above {_MAX_SIDE:,}')
@@ -178,7 +178,7 @@ def _side(text: str) -> int:
 
 
 def _count(text: str) -> int:
-  """A flag's number of things."""
+  """Reads a number of things."""
   try:
     number = int(text)
   except ValueError:
@@ -191,7 +191,7 @@ def _count(text: str) -> int:
 
 
 def _update_values(text: str) -> UpdateValues:
-  """A flag's code of updates."""
+  """Reads a code of updates."""
   if text in UPDATE_VALUES:
     return text
   found = re.fullmatch('topk([0-9]+)-([a-z0-9]+)', text)

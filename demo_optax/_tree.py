@@ -23,12 +23,12 @@ def check_type(name: str, value: Any, expected: type, example: str) -> None:
 
 
 def leaf_name(path: Path) -> str:
-  """A leaf's path as written in error messages and tables."""
+  """Returns a leaf's path as error messages and tables have it."""
   return jax.tree_util.keystr(path) or 'the only leaf'
 
 
 def momentum_dtype(path: Path, x: Any) -> Any:
-  """float32, or float64 for float64; complex leaves are refused."""
+  """Returns float32, or float64 for float64; refuses complex leaves."""
   dtype = _dtype(x)
   if jnp.issubdtype(dtype, jnp.complexfloating):
     raise TypeError(
@@ -40,19 +40,19 @@ def momentum_dtype(path: Path, x: Any) -> Any:
 
 
 def is_exchanged(x: Any) -> bool:
-  """Whether a leaf takes part: not empty, and not of integers."""
+  """Returns whether a leaf is exchanged: not empty, and not of integers."""
   shape = np.shape(x)
   inexact = jnp.issubdtype(_dtype(x), jnp.inexact)
   return bool(inexact) and 0 not in shape
 
 
 def exchanged_mask(tree: Any) -> Any:
-  """True at the leaves that take part, as masks of optax want it."""
+  """Returns a tree that is True at the leaves that are exchanged."""
   return jax.tree.map(is_exchanged, tree)
 
 
 def map_exchanged(fun: Callable[[Path, Any], Any], tree: Any) -> Any:
-  """`fun(path, leaf)` over the leaves that take part; others are masked."""
+  """Applies `fun(path, leaf)` to what is exchanged, and masks other leaves."""
 
   def per_leaf(path: Path, x: Any) -> Any:
     return fun(path, x) if is_exchanged(x) else optax.MaskedNode()
@@ -60,8 +60,13 @@ def map_exchanged(fun: Callable[[Path, Any], Any], tree: Any) -> Any:
   return jax.tree_util.tree_map_with_path(per_leaf, tree)
 
 
+def mask_others(tree: Any) -> Any:
+  """Returns `tree` with `optax.MaskedNode()` for what is not exchanged."""
+  return map_exchanged(lambda path, x: x, tree)
+
+
 def zeros(shape: tuple[int, ...], dtype: Any) -> Any:
-  """Zeros of any dtype, `float0` (which only NumPy knows) included."""
+  """Returns zeros of any dtype, `float0` (which only NumPy knows) included."""
   numpy = np if dtype == jax.dtypes.float0 else jnp
   return numpy.zeros(shape, dtype)
 
@@ -69,7 +74,7 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> Any:
 def flatten_alike(
     gradients: Any, *others: Any
 ) -> tuple[list[tuple[Path, Any]], list[list[Any]]]:
-  """Leaves of gradients with their paths, and what the others have there."""
+  """Returns gradients with their paths, and what other trees have there."""
   flat = jax.tree_util.tree_flatten_with_path(gradients)[0]
   # Variables carry annotations, in which gradients and state may differ.
   treedef = jax.tree.structure(annotations.without_variables(gradients))
@@ -154,7 +159,7 @@ def check_on_one_device(what: str, x: Any, workers: Workers) -> None:
 
 
 def _cuts(spec: P, rank: int, mesh: Any) -> list[list[Any]]:
-  """The axes that cut each dimension: those of one device do not."""
+  """Returns the axes that cut each dimension, those of one device left out."""
   return [
       [axis for axis in entry(spec, dim) if mesh.shape[axis] > 1]
       for dim in range(rank)

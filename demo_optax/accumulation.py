@@ -26,7 +26,7 @@ def stack(
   Args:
     tree: arguments of a step.
     objects: its NNX objects, which are changed in place.
-    workers: who takes part.
+    workers: the workers of the exchange.
 
   Returns:
     the arguments, and whether anything was stacked.

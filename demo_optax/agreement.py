@@ -88,7 +88,7 @@ def check_exchanges(workers: Workers, configs: Sequence[Any]) -> None:
   """Raises unless all processes have the same exchanges; see `check`.
 
   Args:
-    workers: who takes part.
+    workers: the workers of the exchange.
     configs: an `ExchangeConfig` for each exchange.
   """
   described = [_describe(config) for config in dict.fromkeys(configs)]
@@ -103,7 +103,7 @@ def check(workers: Workers, described: Mapping[str, str]) -> None:
   holds the whole mesh, or some hold none of it.
 
   Args:
-    workers: who takes part.
+    workers: the workers of the exchange.
     described: what must be equal, by name.
 
   Raises:
@@ -196,5 +196,5 @@ def _describe(config: Any) -> tuple[str, ...]:
       str(int(config.delay)),
       config.kind if config.num_workers is None
       else f'{config.kind}, update_values={config.update_values!r}',
-      'a number' if config.compared else 'None',
+      'a number' if config.compare_norms else 'None',
   )

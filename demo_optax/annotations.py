@@ -42,7 +42,7 @@ def _with_lead(sharding: Any, axis_name: str | None) -> Any:
 
 
 def without_variables(tree: Any) -> Any:
-  """`tree` with the values of Flax variables and boxes in their place."""
+  """Returns `tree` with values in the place of Flax variables and boxes."""
 
   def value(x: Any) -> Any:
     if _is_box(x):

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from demo_optax import _tree as trees
-from demo_optax import accumulation, agreement, one_worker
+from demo_optax import _tree, accumulation, agreement, one_worker
 from demo_optax import flax as modules
 from demo_optax.compressors.base import Frozen
 from demo_optax.demo import layouts_in
@@ -131,7 +130,7 @@ def data_parallel(
     Peng et al., `DeMo: Decoupled Momentum Optimization
     <https://arxiv.org/abs/2411.19870>`_: gradients are not synchronised.
   """
-  trees.check_type(
+  _tree.check_type(
       'workers', workers, Workers, 'demo_optax.Workers.simulated(4)'
   )
   if not workers.stacked_gradients:
@@ -344,7 +343,7 @@ class DataParallelStep:
     leaves = call.join_donated(donated, kept)
     for name, x, role in zip(call.names, leaves, call.roles):
       if role == 'batch':
-        trees.check_on_one_device(f'The batch {name}', x, workers)
+        _tree.check_on_one_device(f'The batch {name}', x, workers)
       elif role == 'stacked' and jnp.shape(x)[:1] != (workers.count,):
         raise ValueError(
             f'{name} has shape {jnp.shape(x)}, but {workers} has'
@@ -529,7 +528,7 @@ def _remedy(error: Exception, workers: Workers) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Constant:
-  """A leaf that is no array, and compiled for."""
+  """A leaf that is not an array, and is part of the compilation key."""
 
   value: Any
 

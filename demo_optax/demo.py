@@ -39,11 +39,11 @@ from demo_optax.workers.sharding import (
 
 @jax.tree_util.register_pytree_with_keys_class
 class LayoutOf:
-  """Which leaf's chunks lie where in the buckets of a state.
+  """Holds the static `Layout` of a state, and its digest as an array.
 
   Attributes:
-    digest: uint32 `[4]`, of the layout: what is restored into a state has the
-      digest it was saved with.
+    digest: uint32 `[4]`, of the layout that the momentum was saved with: it
+      differs from that of `layout` if another layout's state was restored.
     layout: static.
   """
 
@@ -150,11 +150,11 @@ def scale_by_demo(
 
   Communication: one `all_gather` of one uint8 payload per step for the whole
   tree, or with compressors of places that all workers share one all-reduce;
-  `demo_optax.plan` gives the bytes. What a worker receives so grows with the
+  `demo_optax.plan` gives the bytes. What a worker receives thus grows with the
   number of workers. With `exchange='all_to_all'` it does not: every worker owns
-  an equal share of the chunks, receives what the others have to say of them by
-  one `all_to_all`, merges it, and tells all the finished update by one
-  `all_gather`, written as `update_values` says.
+  an equal share of the chunks, receives the other workers' selections from them
+  by one `all_to_all`, merges these, and sends the finished update to all by one
+  `all_gather`, encoded as `update_values` says.
 
   A worker whose gradient is not finite, or beyond :math:`10^{-12}` of the
   largest number so that momentum could overflow, says so in its message. All
@@ -182,7 +182,7 @@ def scale_by_demo(
       uncompressed, one with `compressors.FROZEN` is left alone.
     decay: :math:`\beta`, in `[0, 1)`; or a tree of numbers, as for
       `compressor`.
-    workers: who takes part.
+    workers: the workers of the exchange.
     alpha: share of what was sent that leaves the momentum, in `[0, 1]`: 1 in
       the first version of the paper, 0.2 was best in the second.
     average: `'senders'` divides a coefficient by the number of workers that
@@ -192,18 +192,18 @@ def scale_by_demo(
       second version of the paper do.
     gradient_weight: :math:`w`, a number or a schedule of the step; or a tree
       of them, as for `compressor`.
-    kernels: whether GPUs and TPUs run a step as two kernels of one pass over
-      memory each, where they apply: float32 momentum; chunks of 32, 64 or 128
-      a side, without padding; `topk` up to 64. Selections are the same, and
-      bits but for the rounding of the transform; workers must agree in this.
-      None: on backends of which a measurement says that it is worth while (so
-      far on none). On CPUs kernels are interpreted: slowly, to be looked at.
-    delay: None or 0: none. 1: a step returns the update of what the step before
-      has sent (the first step none, with all workers left out), and what it
-      sends itself stays in the state until the next. What is communicated then
-      does not depend on the step's gradients, and may travel while they are
-      computed. Updates are a step old then, which may cost in loss: compare
-      first (benchmarks/diloco.py).
+    kernels: whether GPUs and TPUs run a step as two fused kernels where these
+      apply: float32 momentum; chunks of 32, 64 or 128 a side, without padding;
+      `topk` up to 64. They select the same coefficients but round transforms
+      differently, so all workers must use the same setting. None: on backends
+      where a benchmark has shown a gain (so far none). On CPUs kernels are
+      interpreted, which is slow and for debugging only.
+    delay: None or 0: no delay. 1: a step applies the messages of the step
+      before (the first step has none: all workers are excluded) and keeps its
+      own message in the state for the next. Communication then does not depend
+      on the step's gradients and may overlap with computing them. Updates are
+      one step old, which may raise the loss: compare first
+      (benchmarks/diloco.py).
     exchange: `'all_gather'`; `'all_to_all'`, see above; or `'auto'`, whichever
       receives fewer bytes with these parameters and workers.
     update_values: how owners write updates; needed unless `exchange` is
@@ -287,7 +287,7 @@ def scale_by_demo(
   _check_delay(delay)
   written = resolve_update_values(exchange, update_values)
   _check_max_norm_ratio(max_norm_ratio)
-  compared = max_norm_ratio is not None
+  compare_norms = max_norm_ratio is not None
 
   def config_of(
       tree: chex.ArrayTree, leaves: list[Any], decay: Any, gradient_weight: Any
@@ -302,7 +302,7 @@ def scale_by_demo(
           f'{name} is averaged uncompressed, which cannot be late: with delay=1'
           ' give it demo_optax.compressors.full() instead of None.'
       )
-    if compared:
+    if compare_norms:
       _check_not_summed(layout)
     decays, which_decay = _different(decay, tree, 'decay')
     weights, which = _different(gradient_weight, tree, 'gradient_weight')
@@ -315,7 +315,7 @@ def scale_by_demo(
       weights = [(None, w) for w in weights]
     config = ExchangeConfig(
         layout, which_decay, which, average, kernels, bool(delay),
-        update_values=written, compared=compared,
+        update_values=written, compare_norms=compare_norms,
     )
     if exchange != 'all_gather' and (count := count_workers()) is not None:
       config = exchange_lib.with_kind(config, exchange, count)
@@ -361,7 +361,7 @@ def scale_by_demo(
     return DeMoState(
         count=workers.device_put(jnp.zeros((), jnp.int32)),
         metrics=workers.device_put(
-            exchange_lib.no_metrics(compared).as_dict()
+            exchange_lib.no_metrics(compare_norms).as_dict()
         ),
         layout=LayoutOf(
             workers.device_put(jnp.asarray(config.layout.digest)), config.layout
@@ -369,7 +369,7 @@ def scale_by_demo(
         worker_stacked=WorkerState(
             zeros({b.name: (b.shape, b.format.dtype)
                    for b in config.layout.buckets}),
-            # Of zeros the status is that the worker is excluded.
+            # A message of zeros has status 0: its worker is excluded.
             zeros(in_flight),
             zeros(config.residual_shapes),
         ),
@@ -423,7 +423,7 @@ def scale_by_demo(
         for d, w in weights
     ]
     found: list[jax.Array] = []
-    metrics, own = exchange_lib.no_metrics(compared), state.worker_stacked
+    metrics, own = exchange_lib.no_metrics(compare_norms), state.worker_stacked
     if len(frozen) < len(flat):
       found, own, metrics = exchange_lib.run(
           workers, config, [g for _, g in flat], own,

@@ -19,14 +19,14 @@ import jax.numpy as jnp
 
 from demo_optax import agreement, engine
 from demo_optax.compressors.buckets import Bucket, Layout
-from demo_optax.engine import plain, topk
+from demo_optax.engine import plain, rounding, topk
 from demo_optax.wire.message import Packer
 from demo_optax.wire.updates import Report, UpdatePacker, UpdateValues
 from demo_optax.workers import Group, Spec, Workers
 
 # A worker is excluded if an element of its gradient is more than this share of
 # the largest number. Sums of a chunk over all steps then stay finite.
-LARGEST_GRADIENT = 1e-12
+MAX_GRADIENT_SHARE = 1e-12
 
 
 class WorkerState(NamedTuple):
@@ -55,8 +55,9 @@ class Hyper(NamedTuple):
   Attributes:
     step: int32, exchanges so far.
     alpha: share of what was sent that leaves the momentum.
-    decay: of the momentum, different ones.
-    weight: of the gradients, different ones.
+    decay: the distinct decays of the momentum; `ExchangeConfig.decay` indexes
+      them.
+    weight: the distinct weights of the gradients, likewise.
     max_norm_ratio: norm of a message over the median of all, beyond which its
       worker is excluded; None: norms are not compared.
   """
@@ -90,19 +91,19 @@ class Metrics(NamedTuple):
   num_outliers: jax.Array | None = None
 
   def as_dict(self) -> dict[str, jax.Array]:
-    """Returns those that there are, by name."""
+    """Returns the metrics that are not None, by name."""
     return {k: x for k, x in self._asdict().items() if x is not None}
 
 
-def no_metrics(compared: bool = False) -> Metrics:
-  """Metrics before the first exchange; separate arrays, to be donated each.
+def no_metrics(compare_norms: bool = False) -> Metrics:
+  """Returns the initial metrics, each an array of its own (for donation).
 
   Args:
-    compared: whether the norms of messages are compared.
+    compare_norms: whether the norms of messages are compared.
   """
   numbers = (jnp.zeros((), jnp.float32) for _ in range(3))
   metrics = Metrics(jnp.zeros((), jnp.int32), *numbers)
-  if not compared:
+  if not compare_norms:
     return metrics
   return metrics._replace(num_outliers=jnp.zeros((), jnp.int32))
 
@@ -123,7 +124,7 @@ class ExchangeConfig:
       others the update.
     num_workers: how many there are; None if chunks never have owners.
     update_values: how owners write updates.
-    compared: whether the norms of messages are compared.
+    compare_norms: whether the norms of messages are compared.
   """
 
   layout: Layout
@@ -135,14 +136,14 @@ class ExchangeConfig:
   kind: str = 'all_gather'
   num_workers: int | None = None
   update_values: UpdateValues = 'float32'
-  compared: bool = False
+  compare_norms: bool = False
 
   @functools.cached_property
   def packer(self) -> Packer:
     """How messages are written and read."""
     owned = self.kind == 'all_to_all'
     num_owners = self.num_workers if owned else None
-    return Packer(self.layout.buckets, num_owners, self.compared)
+    return Packer(self.layout.buckets, num_owners, self.compare_norms)
 
   @functools.cached_property
   def update_packer(self) -> UpdatePacker | None:
@@ -151,7 +152,7 @@ class ExchangeConfig:
 
   @functools.cached_property
   def residual_shapes(self) -> dict[str, tuple[tuple[int, int], str]]:
-    """Shapes and dtypes of `WorkerState.update_residual`.
+    """Returns shapes and dtypes of `WorkerState.update_residual`.
 
     The same whichever exchange `'auto'` takes: a state may be resized.
     """
@@ -170,7 +171,7 @@ class ExchangeConfig:
         lambda bucket, received: engine.choose(bucket, self.kernels).merge(
             bucket, received, 'workers'
         )[0],
-        self.compared,
+        self.compare_norms,
     )
 
 
@@ -180,11 +181,11 @@ ExchangeKind = Literal['all_gather', 'all_to_all', 'auto']
 def with_kind(
     config: ExchangeConfig, kind: ExchangeKind, count: int
 ) -> ExchangeConfig:
-  """Returns an exchange in which chunks have owners or not, as `kind` says.
+  """Returns `config` with the collective that `kind` asks for.
 
   Args:
-    config: of an exchange in which they have none.
-    kind: `'auto'` is what receives fewer bytes.
+    config: of an exchange by `'all_gather'`.
+    kind: `'auto'` takes the collective that receives fewer bytes.
     count: number of workers.
   """
   if kind == 'all_gather':
@@ -216,7 +217,7 @@ def exchange(
     state: WorkerState,
     hyper: Hyper,
 ) -> tuple[list[jax.Array], WorkerState, Metrics]:
-  r"""Runs one step of one worker; if it is several devices, on one of them.
+  r"""Runs Algorithm 1 for one step, on one device of one worker.
 
   .. math::
     m &\leftarrow \beta m + w T g \\
@@ -267,15 +268,15 @@ def exchange(
       for i, bucket in enumerate(buckets)
   )
 
-  # Bytes for the others, and the values that everybody, we included, will read
-  # in them: [rows, k].
+  # The message, and the values that all workers, this one included, will decode
+  # from it: [rows, k].
   message, sent = packer.pack(selected, hyper.alpha, valid)
 
   # m <- m - alpha q. What quantisation lost stays in the momentum: this is the
   # error feedback.
   residual = {}
   for i, bucket in enumerate(buckets):
-    leaving = jnp.where(valid, topk.mul_no_fma(hyper.alpha, sent[i]), 0)
+    leaving = jnp.where(valid, rounding.mul_no_fma(hyper.alpha, sent[i]), 0)
     m = topk.subtract(momentum[i], selected[i].indices, leaving)
     residual[bucket.name] = layout.clear_padding(i, m, devices[i], valid)
 
@@ -286,15 +287,15 @@ def exchange(
     message, in_flight = in_flight, dict(message)
     step_sent = hyper.step - 1
 
-  # The messages cross. (What owners have merged, and what is averaged
-  # uncompressed, crosses below.)
+  # Send and receive. (Updates merged by owners, and leaves that are averaged
+  # uncompressed, are communicated below.)
   inbox = packer.unpack(
       group.send_and_receive(message),
       lambda bucket: plain.shared_indices(bucket, step_sent),
       group.min_devices,
       group.size,
       functools.partial(_outliers, group, hyper.max_norm_ratio)
-      if config.compared
+      if config.compare_norms
       else None,
   )
 
@@ -309,7 +310,7 @@ def exchange(
       inbox.num_valid, inbox.energies, distinct, inbox.num_outliers
   )
 
-  # If chunks have owners, each has merged its own, and now tells all others.
+  # If chunks have owners, each has merged its own, and sends the update to all.
   update_residual = state.update_residual
   if config.update_packer is not None:
     owners = config.update_packer
@@ -323,7 +324,7 @@ def exchange(
 
   updates: dict[int, jax.Array] = {}
   for i, (bucket, u) in enumerate(zip(buckets, merged)):
-    if bucket.split_axes:  # also of one device: its type becomes replicated
+    if bucket.split_axes:
       u = group.join_devices(u[: bucket.num_chunks], bucket.split_axes)
     updates |= layout.cut(i, u)
 
@@ -344,7 +345,7 @@ def run(
   """Runs `exchange` for all workers.
 
   Args:
-    workers: who takes part.
+    workers: the workers of the exchange.
     config: what is static.
     gradients: of each leaf, as `workers` has them; anything where nothing is
       exchanged.
@@ -392,7 +393,7 @@ def _run(
     new = jax.tree.map(lambda x, old: x.reshape(old.shape), new, state)
     return updates, new, metrics
 
-  metrics = jax.eval_shape(functools.partial(no_metrics, config.compared))
+  metrics = jax.eval_shape(functools.partial(no_metrics, config.compare_norms))
   buckets = jax.tree.map(lambda _: workers.bucket_spec, state)
   scalars = jax.tree.map(lambda _: Spec(False), hyper)
   inner = [leaves[i].sharding.spec for i in exchanged]
@@ -422,8 +423,8 @@ def _is_valid(
 ) -> jax.Array:
   """Returns whether no momentum can overflow or take in a NaN, bool `[]`.
 
-  All hyperparameters are looked at, too: one that is not finite, or a decay or
-  an alpha beyond 0 to 1, loses the step and no more than that.
+  Checks the hyperparameters, too: if one is not finite, or a decay or alpha is
+  outside [0, 1], this step's gradients are lost and nothing else is.
   """
   good = [jnp.isfinite(jnp.asarray(x)).all() for x in hyper.weight]
   for x in map(jnp.asarray, (hyper.alpha, *hyper.decay)):
@@ -433,7 +434,7 @@ def _is_valid(
     good.append((ratio > 1) & (ratio < jnp.inf))
   for weight, g in zip(weights, chunks):
     weight = jnp.asarray(weight, g.dtype)
-    largest = LARGEST_GRADIENT * float(jnp.finfo(g.dtype).max)
+    largest = MAX_GRADIENT_SHARE * float(jnp.finfo(g.dtype).max)
     good.append(_none(~(jnp.abs(weight * g) <= largest)))
   for i in layout.averaged:
     good.append(_none(~jnp.isfinite(gradients[i])))
@@ -441,10 +442,10 @@ def _is_valid(
 
 
 def _none(beyond: jax.Array) -> jax.Array:
-  """Returns whether nothing is true.
+  """Returns whether no element is true.
 
-  In two reductions of different kinds: XLA:CPU cuts one long reduction into
-  several, and writes down for each element what goes into them.
+  Reduces in two stages of different kinds: XLA:CPU would split one long
+  reduction into several, and materialise their operands.
   """
   rows = next(r for r in range(32, 0, -1) if beyond.size % r == 0)
   beyond = beyond.reshape(rows, beyond.size // rows)
@@ -456,9 +457,9 @@ def _outliers(
 ) -> jax.Array:
   """Returns which workers are excluded for the norms of their messages.
 
-  Those beyond so many times the median of all valid workers that have sent
-  something; of an even number the lower one, so that of two workers the smaller
-  says what is usual. Who sends zeros tells nothing about what is.
+  A worker is excluded if its norm exceeds `ratio` times the median norm of the
+  valid workers that have sent something. Of an even number it is the lower
+  median, so that of two workers the smaller one sets the scale.
 
   Args:
     group: the workers, and the devices of a worker.
@@ -497,8 +498,8 @@ def _averages(
   totals, count = group.sum((own, valid.astype(jnp.int32)))
   found = {}
   for i, total in totals.items():
-    weight = topk.exact_reciprocal(count, group.size, total.dtype)
-    found[i] = topk.mul_no_fma(weight, total)
+    weight = rounding.exact_reciprocal(count, group.size, total.dtype)
+    found[i] = rounding.mul_no_fma(weight, total)
   return found, count
 
 

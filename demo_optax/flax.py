@@ -31,7 +31,7 @@ from demo_optax.workers.sharding import Keys, path_keys
 def param_specs(
     model: Any, rules: Sequence[tuple[str, Any]] | None = None
 ) -> Any:
-  """The partition specs that a Flax model's own annotations ask for.
+  """Returns the partition specs that a Flax model's own annotations ask for.
 
   For `Workers.on_mesh(mesh, axis_name, param_specs)`.
 
@@ -90,7 +90,7 @@ def param_specs(
 
 
 def _linen_spec(linen: Any, x: Any, rules: Any) -> P:
-  """The spec of one array or box; mesh axes and logical ones may mix."""
+  """Returns the spec of an array or box; mesh axes and logical ones may mix."""
   if not isinstance(x, linen.Partitioned):
     return P()
   if not isinstance(x, linen.LogicallyPartitioned):

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from demo_optax import _tree as trees
-from demo_optax import annotations, one_worker
+from demo_optax import _tree, annotations, one_worker
 from demo_optax.workers import Workers
 
 _WORKERS = 'demo_optax.Workers.simulated(4)'
@@ -46,7 +45,7 @@ def per_worker(
 
   Args:
     tx: a transformation that maps gradients to gradients of the same shapes.
-    workers: who takes part.
+    workers: the workers of the exchange.
 
   Returns:
     A gradient transformation: in a step of `data_parallel`, and with
@@ -74,11 +73,11 @@ def per_worker(
     <https://arxiv.org/abs/2411.19870>`_, whose runs clip each worker's gradient
     at norm 1.
   """
-  trees.check_type('workers', workers, Workers, _WORKERS)
+  _tree.check_type('workers', workers, Workers, _WORKERS)
   tx = optax.with_extra_args_support(tx)
 
   def init_fn(params: chex.ArrayTree) -> PerWorkerState:
-    state = tx.init(_exchanged_part(params))
+    state = tx.init(_tree.mask_others(params))
     state = jax.tree.map(workers.stack, state)
     return PerWorkerState(
         annotations.stack_annotations(state, workers.spmd_axis_name)
@@ -115,9 +114,9 @@ def per_worker(
   ) -> tuple[chex.ArrayTree, PerWorkerState]:
     if one_worker.is_mapped():
       new, own = update_if_finite(
-          _exchanged_part(updates),
+          _tree.mask_others(updates),
           state.worker_stacked,
-          _exchanged_part(params),
+          _tree.mask_others(params),
           extra_args,
       )
       return _with_others(new, updates), PerWorkerState(own)
@@ -131,9 +130,9 @@ def per_worker(
 
     new, state, _ = workers.map(
         update_one,
-        _exchanged_part(updates),
+        _tree.mask_others(updates),
         state.worker_stacked,
-        (_exchanged_part(params), extra_args),
+        (_tree.mask_others(params), extra_args),
     )
     return _with_others(new, updates), PerWorkerState(state)
 
@@ -155,7 +154,7 @@ def average(*, workers: Workers) -> optax.GradientTransformation:
   that were left out, which here nothing does, since there is no state.
 
   Args:
-    workers: who takes part.
+    workers: the workers of the exchange.
 
   Returns:
     A gradient transformation to the mean, in the parameters' shapes: in a step
@@ -181,7 +180,7 @@ def average(*, workers: Workers) -> optax.GradientTransformation:
     The baseline of Peng et al., `DeMo: Decoupled Momentum Optimization
     <https://arxiv.org/abs/2411.19870>`_ ("AdamW-DDP").
   """
-  trees.check_type('workers', workers, Workers, _WORKERS)
+  _tree.check_type('workers', workers, Workers, _WORKERS)
 
   def update_fn(
       updates: chex.ArrayTree, params: chex.ArrayTree | None
@@ -206,14 +205,14 @@ def average(*, workers: Workers) -> optax.GradientTransformation:
 
     leaves, treedef = jax.tree.flatten(updates)
     like = leaves if params is None else treedef.flatten_up_to(params)
-    taking_part = [x for x in leaves if trees.is_exchanged(x)]
+    taking_part = [x for x in leaves if _tree.is_exchanged(x)]
     present = workers.all_finite(taking_part)
     lead = 1 if workers.stacked_gradients else 0
 
     def mean(x: Any, param: Any) -> Any:
-      if not trees.is_exchanged(x):
+      if not _tree.is_exchanged(x):
         dtype = x.dtype if x.dtype != jax.dtypes.float0 else param.dtype
-        return trees.zeros(x.shape[lead:], dtype)
+        return _tree.zeros(x.shape[lead:], dtype)
       wide = jnp.promote_types(x.dtype, jnp.float32)
       return workers.mean_present(x.astype(wide), present).astype(x.dtype)
 
@@ -225,11 +224,6 @@ def average(*, workers: Workers) -> optax.GradientTransformation:
 def _inexact(tree: chex.ArrayTree) -> list[jax.Array]:
   leaves = map(jnp.asarray, jax.tree.leaves(tree))
   return [x for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
-
-
-def _exchanged_part(tree: chex.ArrayTree | None) -> chex.ArrayTree | None:
-  """`tree` with `optax.MaskedNode()` for leaves that take no part."""
-  return trees.map_exchanged(lambda path, x: x, tree)
 
 
 def _with_others(
@@ -246,6 +240,6 @@ def _with_others(
 def _check_own(
     gradients: chex.ArrayTree, params: chex.ArrayTree | None, workers: Workers
 ) -> None:
-  flat, (like,) = trees.flatten_alike(gradients, params)
+  flat, (like,) = _tree.flatten_alike(gradients, params)
   for (path, gradient), param in zip(flat, like):
-    trees.check_gradient(trees.leaf_name(path), gradient, param, workers)
+    _tree.check_gradient(_tree.leaf_name(path), gradient, param, workers)

@@ -79,7 +79,7 @@ def demo(
 
   Args:
     learning_rate: :math:`\eta_t`, a number or a schedule of the step.
-    workers: who takes part.
+    workers: the workers of the exchange.
     compressor: what is sent, see `scale_by_demo`.
     decay: :math:`\beta`, in `[0, 1)`. 0.999 is the paper's; short runs and
       small `topk` want less (0.99).
@@ -141,7 +141,7 @@ def demo(
 # Those of `optax.contrib.scale_by_muon`, which looks at them when traced.
 _PRECONDITIONINGS = ('frobenius', 'spectral', 'aol', 'schatten')
 
-# The learning rate of what is no matrix, in those of matrices.
+# The default `adam_learning_rate`, as a multiple of `learning_rate`.
 _ADAM_RATE = 3.0
 
 # Words in the names of leaves that are no matrices, whatever their shapes.
@@ -257,7 +257,7 @@ def _dimension_numbers(
 def _is_convolution(
     parent: set[str], name: str, shape: tuple[int, ...]
 ) -> bool:
-  """Whether a leaf is a convolution's, by the words of its parent or its shape.
+  """Returns whether a leaf is a convolution's, by its parent or its shape.
 
   A window is as wide as it is high; so may stacks of stacks be, but hardly of
   3, 5 or 7, and not of matrices with so few inputs as an image has colours.
@@ -275,7 +275,7 @@ def _is_convolution(
 
 
 def _is_short_bias(name: str) -> bool:
-  """Whether a name says `b`, which in `lora_b` is no bias.
+  """Returns whether a name says `b`, which in `lora_b` is no bias.
 
   >>> [_is_short_bias(name) for name in ('b', 'b_in', 'mlp_b', 'lora_b', 'wb')]
   [True, True, True, False, False]
@@ -302,7 +302,7 @@ def _words(name: str) -> set[str]:
 
 
 def _is_head(name: str) -> bool:
-  """Whether a name ends in a head, and not in several.
+  """Returns whether a name ends in a head, and not in several.
 
   >>> [_is_head(name) for name in ('lm_head_0', 'LMHead', 'multi_label_head')]
   [True, True, True]
@@ -438,6 +438,7 @@ def demo_muon(
     nesterov: bool = True,
     ns_steps: int = 3,
     preconditioning: str = 'aol',
+    mu_dtype: chex.ArrayDType | None = None,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     adam_b2: float = 0.95,
     adam_weight_decay: chex.Numeric = 0.0,
@@ -493,7 +494,7 @@ def demo_muon(
 
   Args:
     learning_rate: :math:`\eta_t`, a number or a schedule of the step.
-    workers: who takes part.
+    workers: the workers of the exchange.
     compressor: what is sent, see `scale_by_demo`; by default, which `None` is
       here, `muon_compressors(params)`. In a tree of compressors `None` is a
       leaf that is averaged uncompressed.
@@ -504,6 +505,9 @@ def demo_muon(
       without preconditioning, as is usual, took longer and were no better
       (benchmarks/muon.py).
     preconditioning: of the iterations, see `optax.contrib.scale_by_muon`.
+    mu_dtype: in which :math:`b_i` is kept between steps; by default float32.
+      bfloat16 takes half the memory, and cost 0.5 % of the loss
+      (benchmarks/TRIED.md).
     adam_learning_rate: of the leaves that are no matrices; by default three
       times `learning_rate`. Two and three times it were best on a language
       model, far more of it on a convolutional network: tune it.
@@ -572,6 +576,11 @@ def demo_muon(
         ' when a step is traced: give optax.inject_hyperparams'
         " static_args=('ns_steps',)."
     )
+  if mu_dtype is not None and not jnp.issubdtype(mu_dtype, jnp.floating):
+    raise TypeError(
+        f'mu_dtype={mu_dtype!r} must be a dtype of floating-point numbers, such'
+        ' as jnp.bfloat16.'
+    )
   if preconditioning not in _PRECONDITIONINGS:
     raise ValueError(
         f'preconditioning={preconditioning!r} is not one of'
@@ -603,6 +612,7 @@ def demo_muon(
             nesterov=nesterov,
             ns_steps=int(ns_steps),
             preconditioning=preconditioning,  # type: ignore[arg-type]
+            mu_dtype=mu_dtype,
             weight_dimension_numbers=matrices.dimension_numbers,
         ),
     )
@@ -816,7 +826,7 @@ def _times(
 
 
 def _in_momentum_dtype() -> optax.GradientTransformation:
-  """Gradients, and so merged momentum, in its dtype: float16 underflows."""
+  """Casts gradients to the momentum's dtype: float16 would underflow."""
 
   def update_fn(
       updates: chex.ArrayTree, params: chex.ArrayTree | None
@@ -830,7 +840,7 @@ def _in_momentum_dtype() -> optax.GradientTransformation:
 
 
 def _in_parameter_dtype() -> optax.GradientTransformation:
-  """Updates in the dtypes of the parameters, once their signs are taken."""
+  """Casts updates to the dtypes of the parameters."""
 
   def update_fn(
       updates: chex.ArrayTree, params: chex.ArrayTree | None
@@ -845,11 +855,10 @@ def _in_parameter_dtype() -> optax.GradientTransformation:
 def _placed_by_xla(
     tx: optax.GradientTransformation,
 ) -> optax.GradientTransformation:
-  """`tx` of matrices on a mesh with axes of type Explicit.
+  """Wraps `tx` so that XLA shards its intermediates on Explicit meshes.
 
-  There every reshape and product of what is sharded, be it over workers or over
-  the devices of one, would have to say how its result is sharded. Here XLA
-  decides, as on axes of type Auto, and updates and state are sharded as before.
+  On Explicit axes every reshape and product of sharded arrays would need an
+  `out_sharding`, which optax does not pass. Updates and state keep theirs.
   """
 
   def update_fn(
@@ -880,9 +889,9 @@ def _placed_by_xla(
 def _in_wide_arithmetic(
     tx: optax.GradientTransformation,
 ) -> optax.GradientTransformation:
-  """`tx` of optax with a state in momentum's dtype, as its updates are.
+  """Wraps `tx` so that its state has the momentum's dtype, like its updates.
 
-  Under strict promotion, too: it takes a float to the power of its count.
+  Allows standard promotion inside: optax raises a float to an integer count.
   """
 
   def init_fn(params: chex.ArrayTree) -> Any:
@@ -906,10 +915,10 @@ def _settled(
     workers: Workers,
     compressor: CompressorTree,
 ) -> optax.GradientTransformationExtraArgs:
-  """`chain` over the leaves that take part; zero updates for all others.
+  """Masks `chain` to the leaves that are exchanged; zeroes other updates.
 
-  And for all leaves, in a step from which every worker was left out: second
-  moments behind the exchange stay as they were, too.
+  In a step from which every worker is excluded, zeroes all updates and keeps
+  the second moments behind the exchange.
   """
   masked = optax.masked(chain, _tree.exchanged_mask)
 

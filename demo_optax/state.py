@@ -5,7 +5,7 @@ their types: what has a leading worker axis lies under `worker_stacked`, and
 there the momentum of an exchange under `momentum`, by buckets.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import chex
@@ -28,6 +28,7 @@ from demo_optax.workers.sharding import (
   Keys,
   Path,
   is_bucket,
+  is_owned,
   is_stacked,
   path_keys,
 )
@@ -44,7 +45,7 @@ __all__ = [
 def state_specs(
     tx: optax.GradientTransformation, params: chex.ArrayTree, workers: Workers
 ) -> chex.ArrayTree:
-  """Partition specs of a whole optimizer state.
+  """Returns the partition specs of a whole optimizer state.
 
   Stacked leaves (momentum, states of `per_worker`) get `P(axis_name)`, all
   others `P()` (arrays `[workers, ...]` and `[...]`); behind that, what belongs
@@ -56,7 +57,7 @@ def state_specs(
   Args:
     tx: any optax transformation with an exchange somewhere in it.
     params: parameters, or their shapes (`jax.ShapeDtypeStruct`).
-    workers: who takes part.
+    workers: the workers of the exchange.
 
   Returns:
     A tree like `tx.init(params)` with a `PartitionSpec` for every leaf.
@@ -96,7 +97,7 @@ def state_specs(
 def _param_specs(
     params: chex.ArrayTree, workers: Workers
 ) -> dict[Keys, tuple[tuple[int, ...], P]]:
-  """Every parameter's shape and its spec inside a worker."""
+  """Returns every parameter's shape and its spec inside a worker."""
   flat = jax.tree_util.tree_flatten_with_path(params)[0]
   place = workers.param_specs.place
   return {
@@ -112,7 +113,7 @@ def momentum(
     compressor: CompressorTree,
     workers: Workers,
 ) -> chex.ArrayTree:
-  r"""Every worker's momentum in parameter space, :math:`m_i`.
+  r"""Returns every worker's momentum in parameter space, :math:`m_i`.
 
   Args:
     opt_state: any optimizer state that holds the state of `scale_by_demo`:
@@ -120,7 +121,7 @@ def momentum(
     params: the parameters (of an `nnx.Optimizer`: `nnx.state(model, wrt)`).
     compressor: the compressor that the state was made for, or a tree of them,
       as for `plan`.
-    workers: who takes part.
+    workers: the workers of the exchange.
 
   Returns:
     A tree like `params`: per leaf `[workers, *shape]` (`Workers.on_axis`:
@@ -170,7 +171,7 @@ def with_momentum(
     compressor: CompressorTree,
     workers: Workers,
 ) -> chex.ArrayTree:
-  r"""`opt_state` with this momentum in it, given in parameter space.
+  r"""Replaces the momentum in `opt_state` by one given in parameter space.
 
   Undoes `momentum`: there and back it is the same to rounding. With a state
   that was made for another compressor, it takes momentum from one chunk size to
@@ -182,7 +183,7 @@ def with_momentum(
       `None` for leaves without momentum.
     compressor: the compressor that `opt_state` was made for, or a tree of them,
       as for `plan`.
-    workers: who takes part.
+    workers: the workers of the exchange.
 
   Returns:
     A tree like `opt_state`. Only the momentum differs; its dtype is that of
@@ -256,7 +257,7 @@ def with_momentum(
 
 
 def exchange_info(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
-  r"""What is known about the last exchange, for logs.
+  r"""Returns the metrics of the last exchange, for logs.
 
   With momentum :math:`m_i` before it, what was sent :math:`q_i` and what stayed
   :math:`m_i'` of the :math:`N` workers that took part:
@@ -295,15 +296,23 @@ def exchange_info(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
   placement.warn_if_replicated(opt_state)
   flat = jax.tree_util.tree_flatten_with_path(opt_state)[0]
   state = {path_keys(path): x for path, x in flat}
-  roots = [k[:-2] for k in state if k[-2:] == _MARKER]
-  if not roots:
-    raise ValueError(_NO_STATE)
-  # Of transformations that had nothing to exchange, nothing is known.
-  busy = {k[: k.index(STACKED)] for k in state if STACKED in k}
-  root = next((root for root in roots if root in busy), roots[0])
+  root = _root_of(state)
   return {
       k[-1]: x for k, x in state.items() if k[:-1] == (*root, 'metrics')
   }
+
+
+def _root_of(paths: Iterable[Keys]) -> Keys:
+  """Returns the path of the first exchange that has something to exchange.
+
+  Of an idle one nothing is known; it is returned if there is no other.
+  """
+  paths = list(paths)
+  roots = [k[:-2] for k in paths if k[-2:] == _MARKER]
+  if not roots:
+    raise ValueError(_NO_STATE)
+  busy = {k[: k.index(STACKED)] for k in paths if STACKED in k}
+  return next((root for root in roots if root in busy), roots[0])
 
 
 def state_summary(opt_state: chex.ArrayTree) -> str:
@@ -348,7 +357,7 @@ def state_summary(opt_state: chex.ArrayTree) -> str:
       path_keys(path): x
       for path, x in jax.tree_util.tree_flatten_with_path(opt_state)[0]
   }
-  root = next(k[:-2] for k in state if k[-2:] == _MARKER)
+  root = _root_of(state)
   count = int(state[(*root, 'count')])
   workers = next((m.shape[0] for m in buckets.values()), 0)
   placed = [isinstance(m.sharding, NamedSharding) for m in buckets.values()]
@@ -372,7 +381,7 @@ def state_summary(opt_state: chex.ArrayTree) -> str:
 def _in_words(
     count: int, workers: int, opt_state: chex.ArrayTree
 ) -> Iterator[str]:
-  """What is known about the last exchange."""
+  """Returns what is known about the last exchange."""
   plural = '' if count == 1 else 's'
   if not count:
     yield f'No exchange yet, {workers} workers.'
@@ -394,7 +403,7 @@ def _in_words(
   yield f'  workers left out: {info["num_excluded"]}{too_large}'
   owed = [
       x for path, x in jax.tree_util.tree_flatten_with_path(opt_state)[0]
-      if is_bucket(keys := path_keys(path)) and keys[-2] == 'update_residual'
+      if is_owned(path_keys(path))
   ]
   if owed:
     squares = sum(float(_mean_norm(x)) ** 2 * x.shape[0] for x in owed)
@@ -424,7 +433,7 @@ def layout_of(
   Args:
     params: the parameters.
     compressor: what is sent of them.
-    workers: who takes part.
+    workers: the workers of the exchange.
     made_for: the layout of a state that may hold the momentum of some of them
       only, as that of `optax.masked` does; None if all have one.
   """
@@ -502,7 +511,7 @@ def check_momentum(
     digest: of the layout that it has; None if it is not known.
     made_for: the layout that the state was made for, if it is known.
     layout: that it is to have.
-    workers: who takes part.
+    workers: the workers of the exchange.
   """
   if made_for is not None:
     of_state, given = _described(made_for), _described(layout)
@@ -550,7 +559,7 @@ def momentum_to_leaves(
 
   Args:
     layout: where they lie.
-    workers: who takes part.
+    workers: the workers of the exchange.
     buckets: momentum, stacked.
     fun: of the number of a leaf and of the coefficients of one shard of it,
       `[*grid.coefficients_shape]`.

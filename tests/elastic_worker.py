@@ -84,7 +84,7 @@ def digests(state):
   own, shared = [], []
   for (path, x), value in zip(transfer.leaves_of(arrays), local.values):
     keys = transfer.specs.path_keys(path)
-    if isinstance(x, jax.Array) and not transfer.is_owned(keys):
+    if isinstance(x, jax.Array) and not transfer.specs.is_owned(keys):
       (own if transfer.specs.is_stacked(keys) else shared).append(value)
   return {'shared': digest(shared), 'own': digest(own)}
 

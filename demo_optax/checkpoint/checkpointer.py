@@ -38,9 +38,9 @@ from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as ocp
 
 import demo_optax
-from demo_optax import _tree as trees
+from demo_optax import _tree
 from demo_optax.checkpoint import folder as folders
-from demo_optax.checkpoint import resize as elastic
+from demo_optax.checkpoint import resize as resizing
 from demo_optax.compressors import chunking
 from demo_optax.compressors.base import (
   Compressor,
@@ -155,7 +155,7 @@ class Checkpointer:
       keep: int = 2,
       timeout: int = 1200,
   ):
-    trees.check_type(
+    _tree.check_type(
         'workers', workers, Workers, 'demo_optax.Workers.simulated(n)'
     )
     self._kept = _LastWhole(_integer('keep', keep, 1))
@@ -371,7 +371,7 @@ class Checkpointer:
     raise AssertionError('the last attempt returns or raises')
 
   def _is_removed(self, step: int) -> bool:
-    """Whether another process, which writes, has removed a checkpoint."""
+    """Returns whether another process has removed a checkpoint."""
     if jax.process_count() > 1:
       return False
     time.sleep(0.2)  # it may be about to
@@ -384,7 +384,7 @@ class Checkpointer:
       resize: bool,
       former: Codes | None,
   ) -> chex.ArrayTree:
-    """What `restore` returns of one checkpoint."""
+    """Returns what `restore` returns of one checkpoint."""
     about = self._about(step)
     leaves = _Leaves(tree, self._layout_of, self._workers, abstract=True)
     saved, wanted = about['leaves'], self._describe(leaves)
@@ -429,7 +429,7 @@ class Checkpointer:
         if 'rows' in saved[name]:
           array = _of_other_owners(array, x)
         elif isinstance(x, np.ndarray) and not plans:
-          array = elastic.regroup(np.asarray(array), count)
+          array = resizing.regroup(np.asarray(array), count)
         else:
           array = _converted(array, count, plans, codes[name], x)
       new[name] = _as(array, x)
@@ -473,7 +473,7 @@ class Checkpointer:
         os.close(lock)
 
   def _about(self, step: int) -> dict[str, Any]:
-    """What was written beside the arrays of a checkpoint."""
+    """Returns what was written beside the arrays of a checkpoint."""
     try:
       about = self._files.metadata(step).custom_metadata
     except Exception as error:
@@ -498,7 +498,7 @@ class Checkpointer:
   def _load(
       self, step: int, like: dict[str, Any], digests: dict[str, str]
   ) -> dict[str, Any]:
-    """The arrays of a checkpoint, if they are what was saved."""
+    """Returns the arrays of a checkpoint, if they are what was saved."""
     try:
       arrays = self._files.load(step, like)
     except Exception as error:
@@ -524,14 +524,14 @@ class Checkpointer:
     )
 
   def _others(self, step: int) -> str:
-    """What to do without the checkpoint of `step`."""
+    """Returns what to do without the checkpoint of `step`."""
     others = tuple(s for s in self.steps if s != step)
     if not others:
       return 'there is no other one in the folder.'
     return f'restore another one by step= ({_some(others)}), or remove it.'
 
   def _describe(self, leaves: '_Leaves') -> dict[str, Record]:
-    """What a checkpoint says of every leaf."""
+    """Returns what a checkpoint says of every leaf."""
     records: dict[str, Record] = {}
     for name, x in leaves.all.items():
       keys = leaves.keys[name]
@@ -554,7 +554,7 @@ class Checkpointer:
         lead = {'workers': x.shape[0]} if specs.is_stacked(keys) else {}
         shape = list(x.shape[len(lead) :])
         records[name] = {'shape': shape, 'dtype': str(x.dtype), **lead}
-        if elastic.is_owned(keys):  # by as many owners as there are workers
+        if specs.is_owned(keys):  # by as many owners as there are workers
           records[name]['rows'] = shape.pop(-2)
           chunks = leaves.layout_at(keys).chunks_digest.hex()
           records[name]['written_by'] = f'chunks {chunks[:8]}'
@@ -568,12 +568,12 @@ class Checkpointer:
   def _by_path(
       self, compressor: CompressorTree, argument: str = 'compressor'
   ) -> Codes:
-    """The compressor of each parameter."""
+    """Returns the compressor of each parameter."""
     return dict(zip(self._params, per_leaf(compressor, self._shapes, argument)))
 
 
 def _code_of(codes: Codes | None, keys: specs.Keys) -> Compressor | None:
-  """The compressor of the parameter whose path a leaf's path ends in."""
+  """Returns the compressor of the parameter that a leaf's path ends in."""
   ends = ((codes or {}).get(keys[start:]) for start in range(len(keys) + 1))
   return next((code for code in ends if code is not None), None)
 
@@ -583,7 +583,7 @@ def _plans(
     saved: Record,
     codes: tuple[Compressor | None, Compressor | None],
 ) -> tuple[Any, Any] | None:
-  """The two cuts of a leaf that goes through parameter space."""
+  """Returns the two cuts of a leaf that goes through parameter space."""
   old, new = codes
   if old is None or new is None or 'chunks' not in saved:
     return None
@@ -594,16 +594,16 @@ def _plans(
 
 
 def _of_other_owners(x: Any, like: Any) -> Any:
-  """What owners of chunks keep, with as many owners as in `like`."""
+  """Returns what owners of chunks keep, with as many owners as in `like`."""
   if isinstance(like, np.ndarray):
-    return elastic.regroup_owned(np.asarray(x), like.shape)
+    return resizing.regroup_owned(np.asarray(x), like.shape)
   sharding = like.sharding
   regroup = jax.jit(
-      elastic.regroup_owned,
+      resizing.regroup_owned,
       static_argnums=1,
-      out_shardings=elastic.auto(sharding),
+      out_shardings=resizing.auto(sharding),
   )
-  return elastic.on_mesh(regroup(jnp.asarray(x), like.shape), sharding)
+  return resizing.on_mesh(regroup(jnp.asarray(x), like.shape), sharding)
 
 
 def _converted(
@@ -613,10 +613,10 @@ def _converted(
     codes: tuple[Compressor | None, Compressor | None],
     like: Any,
 ) -> jax.Array:
-  """A leaf for `count` workers, and in other chunks; laid out as `like`."""
+  """Returns a leaf for `count` workers in other chunks, laid out as `like`."""
   sharding = getattr(like, 'sharding', None)
-  auto = elastic.auto(sharding)
-  return elastic.on_mesh(
+  auto = resizing.auto(sharding)
+  return resizing.on_mesh(
       _convert(jnp.asarray(x), count, plans, codes, auto), sharding
   )
 
@@ -637,7 +637,7 @@ def _convert(
     x = jax.vmap(_by_shard(
         lambda c: chunking.from_coefficients(c, old_grid, old.basis), old_blocks
     ))(x)
-  x = elastic.regroup(x, count)
+  x = resizing.regroup(x, count)
   if plans is not None:
     x = jax.vmap(_by_shard(
         lambda m: chunking.to_coefficients(m, new_grid, new.basis), new_blocks
@@ -702,7 +702,7 @@ class _Leaves:
     tree: what is saved, or restored into.
     layout_of: returns the layout of the momentum in a state, from the layout
       that the state was made for, or None.
-    workers: who takes part.
+    workers: the workers of the exchange.
     abstract: whether momentum is only described.
 
   Attributes:
@@ -783,7 +783,7 @@ class _Leaves:
     return name
 
   def layout_at(self, keys: specs.Keys) -> Layout:
-    """The layout of the state that has a stacked leaf."""
+    """Returns the layout of the state that has a stacked leaf."""
     root = keys[: keys.index(specs.STACKED)]
     return self._layouts.get((*root, *_MOMENTUM), Layout((), ()))
 
@@ -811,7 +811,7 @@ class _Leaves:
     return found
 
   def unflatten(self, leaves: dict[str, Any]) -> chex.ArrayTree:
-    """The tree with other leaves."""
+    """Returns the tree with other leaves."""
     made = {}
     for root, layout in self._layouts.items():
       names = {
@@ -847,7 +847,7 @@ class _Leaves:
 
 
 def _savable(x: Any) -> Any:
-  """An array as Orbax takes it."""
+  """Returns an array as Orbax takes it."""
   if _is_key(x):
     x = jax.random.key_data(x)
   if jax.process_count() > 1 and replicas.is_local(x):
@@ -856,7 +856,7 @@ def _savable(x: Any) -> Any:
 
 
 def _loaded_as(saved: Record, like: Any) -> Any:
-  """What Orbax is to load: the saved shape, where `like` is or near it."""
+  """Returns what Orbax is to load: the saved shape, placed much like `like`."""
   shape: tuple[int, ...] = tuple(saved['shape'])
   dtype = getattr(like, 'dtype', None)
   if 'chunks' in saved:
@@ -876,12 +876,12 @@ def _loaded_as(saved: Record, like: Any) -> Any:
   if sharding is None:
     sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   elif shape[: len(like.shape)] != like.shape:
-    sharding = elastic.auto(elastic.fit_sharding(shape, sharding))
+    sharding = resizing.auto(resizing.fit_sharding(shape, sharding))
   return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
 def _as(x: Any, like: Any) -> Any:
-  """A loaded array as `like` is: a key, on a device, or NumPy's."""
+  """Returns a loaded array as `like` is: a key, on a device, or NumPy's."""
   if isinstance(like, np.generic):
     return x[()]
   if isinstance(like, np.ndarray):
@@ -896,12 +896,12 @@ def _size(x: Any) -> int:
 
 
 def _empty(like: Any) -> Any:
-  """An array without elements, which Orbax does not save."""
+  """Returns an array without elements, which Orbax does not save."""
   return _placed(np.zeros(like.shape, like.dtype), like)
 
 
 def _placed(x: np.ndarray, like: Any) -> Any:
-  """`x`, which all processes know, laid out as `like`."""
+  """Returns `x`, which all processes know, laid out as `like`."""
   if isinstance(like, np.ndarray) or like.sharding is None:
     return x
   return jax.make_array_from_callback(
@@ -910,14 +910,14 @@ def _placed(x: np.ndarray, like: Any) -> Any:
 
 
 def _on_host(x: Any) -> bool:
-  """Whether a leaf is loaded as NumPy's array, by every process for itself."""
+  """Returns whether every process loads a leaf by itself, as NumPy's array."""
   if isinstance(x, (np.ndarray, np.generic)):
     return True
   return jax.process_count() > 1 and replicas.is_local(x)
 
 
 def _impl(key: Any) -> Any:
-  """How a PRNG key draws; also of a `jax.ShapeDtypeStruct`."""
+  """Returns how a PRNG key draws; also of a `jax.ShapeDtypeStruct`."""
   found = []
   jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), key)
   return found[0]
@@ -931,7 +931,7 @@ def _is_key(x: Any) -> bool:
 
 
 def _codes_in(about: dict[str, Any]) -> list[str]:
-  """The compressors of a checkpoint."""
+  """Returns the compressors of a checkpoint."""
   records = about['leaves'].values()
   return sorted({r['compressor'] for r in records if 'chunks' in r})
 
@@ -941,7 +941,7 @@ def _mismatches(
     wanted: dict[str, Record],
     former: dict[str, Compressor | None] | None,
 ) -> dict[str, list[str]]:
-  """Every leaf that differs, by what could be done about it."""
+  """Returns every leaf that differs, by what could be done about it."""
   saved = about['leaves']
   problems: dict[str, list[str]] = {
       'tree': [], 'chunks': [], 'workers': [], 'owed': []
@@ -1022,7 +1022,7 @@ def _line(name: str, old: str, new: str) -> str:
 
 
 def _what(record: Record | None) -> str:
-  """What must be equal under all circumstances."""
+  """Describes what `restore` never converts: kind, dtype and shape."""
   if record is None:
     return 'nothing'
   if 'value' in record:
@@ -1046,7 +1046,7 @@ def _cut(record: Record) -> str:
 
 
 def _grid(record: Record) -> tuple[chunking.ChunkGrid, tuple[int, ...]]:
-  """How a shard is cut, and how many shards there are."""
+  """Returns how a shard is cut, and how many shards there are."""
   cut = record['chunks']
   blocks = tuple(cut['blocks'])
   shard = tuple(d // b for d, b in zip(record['shape'], blocks))
@@ -1055,7 +1055,7 @@ def _grid(record: Record) -> tuple[chunking.ChunkGrid, tuple[int, ...]]:
 
 
 def _same_chunks(a: Record, b: Record) -> bool:
-  """Whether chunks are the same, however they are spread over devices."""
+  """Returns whether chunks are equal, however they lie on devices."""
   (old, old_blocks), (new, new_blocks) = _grid(a), _grid(b)
   if (old.lengths, old.whole) != (new.lengths, new.whole):
     return False
@@ -1066,7 +1066,7 @@ def _same_chunks(a: Record, b: Record) -> bool:
 def _plan(
     record: Record, compressor: Compressor
 ) -> tuple[chunking.ChunkGrid, tuple[int, ...]]:
-  """How a compressor would cut it."""
+  """Returns how a compressor would cut it."""
   grid, blocks = _grid(record)
   return compressor.plan(grid.shape, jnp.dtype(record['dtype'])).grid, blocks
 
@@ -1077,7 +1077,7 @@ def _checksum(about: dict[str, Any]) -> int:
 
 
 def _first_cause(error: BaseException) -> str:
-  """What was found first; Orbax goes on to guess what else it could be."""
+  """Returns what was found first; Orbax goes on to guess what it could be."""
   while (cause := error.__cause__ or error.__context__) is not None:
     error = cause
   why = str(error).split(' [tensorstore_spec')[0]

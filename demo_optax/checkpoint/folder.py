@@ -184,7 +184,7 @@ def remove_unfinished_step(folder: epath.Path, step: int) -> None:
 
 
 def is_empty(folder: epath.Path) -> bool:
-  """Whether it is a local folder with nothing in it."""
+  """Returns whether it is a local folder with nothing in it."""
   with contextlib.suppress(OSError):
     return not _is_remote(folder) and not os.listdir(folder)
   return False

@@ -27,14 +27,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from demo_optax import _tree as trees
+from demo_optax import _tree
 from demo_optax.demo import layouts_in
 from demo_optax.wire.message import TO_OWNERS
 from demo_optax.workers import sharding as specs
 
 
 def resize_workers(opt_state: chex.ArrayTree, n: int) -> chex.ArrayTree:
-  r"""The optimizer state of `n` workers from that of another number.
+  r"""Returns the optimizer state of `n` workers from that of another number.
 
   Stacked leaves are found by their paths, in any optimizer state, Flax NNX's
   included: those under a field `worker_stacked`. All others belong to no worker
@@ -99,16 +99,16 @@ def resize_workers(opt_state: chex.ArrayTree, n: int) -> chex.ArrayTree:
       return x
     if keys[-1] == TO_OWNERS:
       raise ValueError(
-          f'{trees.leaf_name(path)} are messages in flight to {len(x)} owners'
+          f'{_tree.leaf_name(path)} are messages in flight to {len(x)} owners'
           ' of chunks, which others cannot read: with delay=1 and'
           " exchange='all_to_all' the number of workers must stay."
       )
-    if not is_owned(keys):
+    if not specs.is_owned(keys):
       return _resize(x, n)
     layout = layouts.get(keys[:-3])
     if layout is None:
       raise ValueError(
-          f'{trees.leaf_name(path)} does not tell how many chunks there are:'
+          f'{_tree.leaf_name(path)} does not tell how many chunks there are:'
           ' save the state, and restore it with'
           ' Checkpointer.restore(..., resize=True).'
       )
@@ -119,11 +119,6 @@ def resize_workers(opt_state: chex.ArrayTree, n: int) -> chex.ArrayTree:
   return treedef.unflatten([
       resize(path, x) if own else x for (path, x), own in zip(flat, stacked)
   ])
-
-
-def is_owned(keys: specs.Keys) -> bool:
-  """Returns whether a path is that of what owners of chunks keep."""
-  return specs.is_bucket(keys) and keys[-2] == 'update_residual'
 
 
 def regroup_owned(x: Any, shape: tuple[int, ...]) -> Any:
@@ -156,8 +151,8 @@ def _check_stacked(stacked: list[tuple[specs.Path, Any]]) -> None:
   for path, y in others:
     if len(x) != len(y):
       raise ValueError(
-          f'{trees.leaf_name(first)} is of {len(x)} workers and'
-          f' {trees.leaf_name(path)} of {len(y)}: they are not of one state.'
+          f'{_tree.leaf_name(first)} is of {len(x)} workers and'
+          f' {_tree.leaf_name(path)} of {len(y)}: they are not of one state.'
       )
 
 
@@ -184,7 +179,7 @@ def _regrouped(x: Any, n: int, owned: tuple[int, ...] | None) -> Any:
 
 
 def regroup(x: Any, n: int) -> Any:
-  """`x [workers, ...]` for `n` workers, by the rule of `resize_workers`."""
+  """Resizes `x [workers, ...]` to `n`, by the rule of `resize_workers`."""
   old = x.shape[0]
   # NumPy's stay NumPy's: JAX would make 32 bits of 64.
   xp: Any = np if isinstance(x, np.ndarray) else jnp
@@ -207,7 +202,7 @@ def regroup(x: Any, n: int) -> Any:
 
 
 def weights(old: int, new: int) -> np.ndarray:
-  """The parts of every old worker in every new one, float64 `[new, old]`.
+  """Returns the parts of old workers in new ones, float64 `[new, old]`.
 
   >>> weights(3, 2) * 3
   array([[2., 1., 0.],
@@ -223,7 +218,7 @@ def weights(old: int, new: int) -> np.ndarray:
 
 
 def fit_sharding(shape: tuple[int, ...], sharding: Any) -> Any:
-  """`sharding` as far as it goes for another shape.
+  """Returns `sharding` as far as it goes for another shape.
 
   Axes that do not divide their dimension move to the longest one that they do
   divide, so that no device holds more than it must.
@@ -249,7 +244,7 @@ def fit_sharding(shape: tuple[int, ...], sharding: Any) -> Any:
 
 
 def auto(sharding: Any) -> Any:
-  """The same sharding on axes of type Auto, where XLA moves what it must."""
+  """Returns a sharding on axes of type Auto, where XLA moves what it must."""
   if not isinstance(sharding, NamedSharding):
     return sharding
   mesh = Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
@@ -257,7 +252,7 @@ def auto(sharding: Any) -> Any:
 
 
 def on_mesh(x: jax.Array, sharding: Any) -> jax.Array:
-  """`x` under an equivalent sharding, without moving anything.
+  """Returns `x` under an equivalent sharding, without moving anything.
 
   Unlike `jax.device_put` it works for arrays of which this process holds only
   some shards.

@@ -184,7 +184,7 @@ def per_leaf(
 
 
 def is_function(x: Any) -> bool:
-  """Whether `x` is to be called: modules that are trees can be called, too."""
+  """Returns whether `x` is to be called; modules that are trees are not."""
   if isinstance(x, jax.tree_util.Partial):
     return True
   return callable(x) and jax.tree_util.treedef_is_leaf(jax.tree.structure(x))
@@ -218,7 +218,7 @@ def dct_topk(
     values: str = 'float32',
     padding: bool = True,
 ) -> Compressor:
-  r"""The `topk` largest DCT coefficients of every chunk.
+  r"""Sends the `topk` largest DCT coefficients of every chunk.
 
   The last two dimensions of a leaf are cut into chunks of at most
   `chunk_size x chunk_size` (vectors: `chunk_size`; dimensions before the last
@@ -402,7 +402,7 @@ def identity_topk(
     values: str = 'float32',
     padding: bool = True,
 ) -> Compressor:
-  r"""The `topk` largest elements of every chunk, without a transform.
+  r"""Sends the `topk` largest elements of every chunk, without a transform.
 
   .. math::
     q = \mathrm{top}_k(m)
@@ -445,7 +445,7 @@ def identity_topk(
 def random_subset(
     rate: float, *, chunk_size: int | tuple[int, int] = 64, seed: int = 0
 ) -> Compressor:
-  r"""A random share of the elements, the same on all workers.
+  r"""Sends a random share of the elements, the same on all workers.
 
   .. math::
     q_i = m_i[S_t], \quad S_t \text{ drawn anew for every step } t
@@ -525,7 +525,7 @@ def striding(
 def slicing(
     rate: float, *, chunk_size: int | tuple[int, int] = 64
 ) -> Compressor:
-  r"""So many elements in a row, the next ones at every step.
+  r"""Sends so many elements in a row, the next ones at every step.
 
   .. math::
     q_i = m_i[\{t k, \dots, t k + k - 1\}], \quad k = \lceil \rho n \rceil
@@ -557,7 +557,7 @@ def slicing(
 
 
 def full() -> Compressor:
-  r"""All of the momentum: gradients are averaged as they are.
+  r"""Sends all of the momentum: gradients are averaged as they are.
 
   .. math::
     q_i = m_i

@@ -16,8 +16,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from demo_optax import _tree as trees
-from demo_optax.checkpoint.resize import is_owned, regroup_owned
+from demo_optax import _tree
+from demo_optax.checkpoint.resize import regroup_owned
 from demo_optax.flax import is_object
 from demo_optax.state import is_momentum
 from demo_optax.wire.message import TO_OWNERS
@@ -82,7 +82,7 @@ def check_kept(arrays: Any) -> None:
   for path, x in leaves_of(arrays):
     if isinstance(x, jax.Array) and x.is_deleted():
       raise ValueError(
-          f'{trees.leaf_name(path)} was donated to the step, which may have to'
+          f'{_tree.leaf_name(path)} was donated to the step, which may have to'
           ' be made again: leave donate_argnums out in an elastic run.'
       )
 
@@ -115,7 +115,7 @@ def _is_carried(keys: tuple[Any, ...], x: Any) -> bool:
   Owners of chunks are others in the next generation, and what is in flight to
   them was cut for the former ones.
   """
-  return _is_value(x) and not (is_owned(keys) or keys[-1] == TO_OWNERS)
+  return _is_value(x) and not (specs.is_owned(keys) or keys[-1] == TO_OWNERS)
 
 
 def _is_value(x: Any) -> bool:
@@ -153,7 +153,7 @@ def _to_host(
       held[index] = True
   if held is not None and not held.all():
     raise ValueError(
-        f'{trees.leaf_name(path)}: this process holds {held.mean():.0%} of it.'
+        f'{_tree.leaf_name(path)}: this process holds {held.mean():.0%} of it.'
         ' In an elastic run every worker lies within one process.'
     )
   return whole, rows
@@ -205,7 +205,7 @@ def _own(flat: Any, local: Local, fresh: list[Any]) -> list[Any]:
       continue
     if old.shape != new.shape or old.dtype != new.dtype:
       raise ValueError(
-          f'{trees.leaf_name(path)} was {old.dtype}{list(old.shape)}, and'
+          f'{_tree.leaf_name(path)} was {old.dtype}{list(old.shape)}, and'
           f' `build` makes {new.dtype}{list(new.shape)}: it must build the same'
           ' state for every number of workers.'
       )
@@ -221,7 +221,7 @@ def _from_survivor(
   told: list[Any] = []  # of each leaf: what newcomers receive, or None
   for (path, x), value in zip(flat, values):
     keys = specs.path_keys(path)
-    own = is_momentum(keys) or is_owned(keys) or 'in_flight' in keys
+    own = is_momentum(keys) or specs.is_owned(keys) or 'in_flight' in keys
     if not _is_value(x) or own:
       told.append(None)
     else:
@@ -259,7 +259,7 @@ def _owned(
   """
   owned = [
       i for i, (path, x) in enumerate(flat)
-      if isinstance(x, jax.Array) and is_owned(specs.path_keys(path))
+      if isinstance(x, jax.Array) and specs.is_owned(specs.path_keys(path))
   ]
   if not owned:
     return values
@@ -281,7 +281,7 @@ def about(arrays: Any, local: Local, num_workers: int) -> dict[str, Any]:
   owned = [
       list(value.shape[1:])
       for (path, x), value in zip(leaves_of(arrays), local.values)
-      if isinstance(x, jax.Array) and is_owned(specs.path_keys(path))
+      if isinstance(x, jax.Array) and specs.is_owned(specs.path_keys(path))
   ]
   return {
       'owned': owned, 'num_workers': num_workers,
@@ -313,7 +313,7 @@ def _structure(arrays: Any) -> str:
     if _is_carried(keys, x):
       shape = np.shape(x)[1:] if specs.is_stacked(keys) else np.shape(x)
       dtype = x.dtype if isinstance(x, jax.Array) else _canonical(x).dtype
-      lines.append(f'{trees.leaf_name(path)} {dtype}{list(shape)}')
+      lines.append(f'{_tree.leaf_name(path)} {dtype}{list(shape)}')
   digest = hashlib.sha256('\n'.join(lines).encode()).hexdigest()[:8]
   return f'{len(lines)} leaves, {digest}'
 

@@ -1,6 +1,7 @@
-"""How the arithmetic of a bucket is done: the same bits at other speeds.
+"""Engines: interchangeable implementations of a bucket's arithmetic.
 
-An engine is a module with two functions, `accumulate_and_select` and `merge`.
+An engine is a module with two functions, `accumulate_and_select` and `merge`;
+what they promise is written in `plain`.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which of several ways is taken, where all give the same bits.
+"""Chooses between implementations of one operation, by shape and backend.
 
 Decided here and nowhere else, from static shapes and the backend. The reasons
 are measurements: `benchmarks/README.md`, 'A step'. Other backends than CPUs
@@ -21,7 +21,7 @@ MEASURED: frozenset[str] = frozenset()
 
 
 def piece_elements() -> int | None:
-  """Largest part of a bucket to handle at once; None: all of it.
+  """Returns the largest part of a bucket to handle at once; None: all of it.
 
   GPUs want few large operations and have no such caches.
   """
@@ -29,12 +29,12 @@ def piece_elements() -> int | None:
 
 
 def is_small(elements: int) -> bool:
-  """Whether so many coefficients are few."""
+  """Returns whether so many coefficients are few."""
   return elements <= _SMALL
 
 
 def group_size(elements: int, n: int, k: int) -> int:
-  """Length of the groups whose maxima `top_k` of `n` counts first.
+  """Returns the length of the groups whose maxima `top_k` of `n` counts first.
 
   XLA:CPU's `top_k` takes one thread, and three to five times as long as
   counting `n / 8` maxima and then `8 k` candidates, in the caches.
@@ -52,7 +52,7 @@ def group_size(elements: int, n: int, k: int) -> int:
 
 
 def transform_selected(workers: int, k: int, rows: int, cols: int) -> bool:
-  """Whether what was selected goes back through outer products.
+  """Returns whether what was selected goes back through outer products.
 
   Those take `k * rows * cols` multiplications for each worker and a sum, and
   the transform of the whole chunk `rows * cols * (rows + cols)` and a place
@@ -64,7 +64,7 @@ def transform_selected(workers: int, k: int, rows: int, cols: int) -> bool:
 
 
 def loop_to_keep(elements: int) -> bool:
-  """Whether a loop of no or one turn stands for a select of momentum.
+  """Returns whether a loop of no or one turn stands for a select of momentum.
 
   XLA:CPU fuses a select into each of its uses: it would be computed three
   times, and momentum copied since it is read beside where it is written. For
@@ -75,12 +75,12 @@ def loop_to_keep(elements: int) -> bool:
 
 
 def one_payload_at_a_time() -> bool:
-  """Whether payloads are read one after the other, each within the caches."""
+  """Returns whether payloads are read one by one, each within the caches."""
   return _on_cpu()
 
 
 def kernels(wanted: bool | None) -> str | None:
-  """The backend whose kernels a step is made of where they apply, if any.
+  """Returns the backend whose kernels a step uses where they apply, if any.
 
   Args:
     wanted: True or False as the user says; None: on backends of which

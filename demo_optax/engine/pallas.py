@@ -4,8 +4,9 @@
     indices, values of all workers --decode--> update
 
 each in one pass over memory. What they compute is what the functions of
-`chunks` and `selection` do, one after the other: the same selections, and the
-same bits but for the rounding of the transform and of weighted sums.
+`compressors.chunking` and `engine.topk` do, one after the other: the same
+selections, and the same bits but for the rounding of the transform and of
+weighted sums.
 
 This module says to which leaves they apply and puts several into a launch;
 `pallas_gpu` and `pallas_tpu` have the kernels.
@@ -24,10 +25,8 @@ from demo_optax.compressors.base import LeafPlan
 from demo_optax.compressors.buckets import Bucket
 from demo_optax.compressors.chunking import ChunkGrid
 from demo_optax.compressors.selectors import Largest
-from demo_optax.engine import heuristics as paths
+from demo_optax.engine import heuristics, plain, topk
 from demo_optax.engine import pallas_common as kernel_math
-from demo_optax.engine import plain
-from demo_optax.engine import topk as selection
 from demo_optax.engine.pallas_common import Basis, Cut
 from demo_optax.wire.message import Received, Selected, energy
 
@@ -53,8 +52,8 @@ class Kernels:
 
   @classmethod
   def chosen(cls, wanted: bool | None) -> 'Kernels':
-    """Those that are used: `paths.kernels` decides."""
-    backend = paths.kernels(wanted)
+    """Returns those that are used: `heuristics.kernels` decides."""
+    backend = heuristics.kernels(wanted)
     return cls('gpu', interpret=True) if backend == 'cpu' else cls(backend)
 
   @property
@@ -63,7 +62,7 @@ class Kernels:
     return importlib.import_module(f'demo_optax.engine.pallas_{self.backend}')
 
   def apply(self, plan: LeafPlan, gradient: Any) -> bool:
-    """Whether there are kernels for a leaf, told by shapes and dtypes."""
+    """Returns whether there are kernels for a leaf, by shapes and dtypes."""
     grid, k = plan.grid, plan.format.k
     if self.backend is None or grid.whole or any(grid.padding):
       return False
@@ -152,11 +151,11 @@ class Kernels:
       plans: Sequence[LeafPlan],
       selections: Sequence[tuple[Any, jax.Array]],
       senders: Sequence[jax.Array],
-      average: selection.Average,
+      average: topk.Average,
       *,
       signed: bool = False,
   ) -> list[jax.Array]:
-    """What all workers sent, averaged and transformed back.
+    """Returns what all workers sent, averaged and transformed back.
 
     Args:
       basis: the transform of one side of a chunk.
@@ -164,7 +163,7 @@ class Kernels:
       selections: for each leaf int32 indices and float32 values `[workers,
         chunks, k]`.
       senders: for each leaf bool `[workers]`, who takes part.
-      average: see `selection.weigh`.
+      average: see `topk.weigh`.
       signed: only signs of the result.
 
     Returns:
@@ -179,7 +178,7 @@ class Kernels:
       (indices, values), present = selections[leaf], senders[leaf]
       if weighted:
         n = cuts[leaf].n
-        values, _ = selection.weigh(indices, values, present, n, average)
+        values, _ = topk.weigh(indices, values, present, n, average)
       taken = jnp.broadcast_to(present[:, None], indices.shape[:2])
       return indices, values, taken
 
@@ -252,7 +251,7 @@ def accumulate_and_select(
 
 
 def merge(
-    bucket: Bucket, received: Received, average: selection.Average
+    bucket: Bucket, received: Received, average: topk.Average
 ) -> tuple[jax.Array, jax.Array]:
   """As `plain.merge`; different coefficients are not counted."""
   (updates,) = Kernels.chosen(True).decode(
@@ -301,7 +300,7 @@ def _join(
 
 
 def _cut(x: jax.Array, cuts: Sequence[Cut]) -> list[jax.Array]:
-  """The parts of an array of vectors' chunks that are each vector's."""
+  """Returns the parts of an array of vectors' chunks that are each vector's."""
   parts, start = [], 0
   for cut in cuts:
     parts.append(x[start : start + cut.chunks])

@@ -44,7 +44,7 @@ class Cut:
 
   @classmethod
   def of(cls, grid: ChunkGrid) -> 'Cut':
-    """The matrix that an array without padding can be seen as."""
+    """Returns the matrix that an array without padding can be seen as."""
     rows, cols = (1, *grid.lengths)[-2:]
     across = grid.counts[-1] if rows > 1 else 1
     return cls(grid.num_chunks // across, across, rows, cols)
@@ -105,7 +105,7 @@ class Tile:
     return self.rows * self.cols
 
   def count(self, cut: Cut) -> tuple[int, int]:
-    """How many tiles a matrix has along its rows and its columns."""
+    """Returns how many tiles a matrix has along its rows and its columns."""
     return cut.row_chunks // self.tall, cut.col_chunks // self.wide
 
   def bases(self, basis: Basis) -> tuple[jax.Array, jax.Array]:
@@ -125,7 +125,7 @@ def entries(
     cut: Cut,
     tile: Tile,
 ) -> tuple[jax.Array, jax.Array]:
-  """What all workers sent of each tile, with its places in the tile.
+  """Returns what all workers sent of each tile, with its places in the tile.
 
   Args:
     indices: int32 `[workers, chunks, k]`.
@@ -212,7 +212,7 @@ def add_entries(
 def product(
     a: jax.Array, b: jax.Array, precision: jax.lax.PrecisionLike
 ) -> jax.Array:
-  """float32 `a @ b`."""
+  """Returns float32 `a @ b`."""
   return jax.lax.dot_general(
       a, b, (((1,), (0,)), ((), ())), precision=precision,
       preferred_element_type=jnp.float32,
@@ -222,7 +222,7 @@ def product(
 def product_t(
     a: jax.Array, b: jax.Array, precision: jax.lax.PrecisionLike
 ) -> jax.Array:
-  """float32 `a @ b.T`."""
+  """Returns float32 `a @ b.T`."""
   return jax.lax.dot_general(
       a, b, (((1,), (1,)), ((), ())), precision=precision,
       preferred_element_type=jnp.float32,
@@ -232,7 +232,7 @@ def product_t(
 def top_k_mask(
     c: jax.Array, k: int, largest: Callable[[jax.Array], jax.Array]
 ) -> jax.Array:
-  """The `k` largest magnitudes of each row, ties to the lowest index.
+  """Returns the `k` largest magnitudes of each row, ties to the lowest index.
 
   Bisection: first for the bits of the smallest magnitude that is selected;
   then, where more are equal to it than there is room for, for the last index.
@@ -297,7 +297,7 @@ def top_k_mask(
 
 
 def vary_alike(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-  """All arrays varying over what any does, in a shard_map that tracks it."""
+  """Makes all arrays vary over what any does, where shard_map tracks it."""
   axes = set().union(*map(varying, arrays))
   return [
       jax.lax.pcast(x, tuple(axes - varying(x)), to='varying')
@@ -309,11 +309,11 @@ def vary_alike(arrays: Sequence[jax.Array]) -> list[jax.Array]:
 def like(
     shape: Sequence[int], dtype: jnp.dtype, x: jax.Array
 ) -> jax.ShapeDtypeStruct:
-  """The type of a result that varies over what `x` does."""
+  """Returns the type of a result that varies over what `x` does."""
   axes = jax.sharding.ManualAxisType(varying=frozenset(varying(x)))
   return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=axes)
 
 
 def varying(x: jax.Array) -> set[str]:
-  """The mapped axes that `x` is known to vary over."""
+  """Returns the mapped axes that `x` is known to vary over."""
   return set(getattr(getattr(jax.typeof(x), 'mat', None), 'varying', ()))

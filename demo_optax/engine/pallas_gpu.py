@@ -30,13 +30,13 @@ _ENTRIES = 32  # that are added to a tile at once
 
 
 def tile(kind: tuple[int, int]) -> Tile:
-  """What a program works on."""
+  """Returns what a program works on."""
   row_length, col_length = kind
   return Tile(_VECTORS if row_length == 1 else 1, 1, row_length, col_length)
 
 
 def applies(cut: Cut) -> bool:
-  """Whether a matrix is made of such tiles, and counted in 32 bits.
+  """Returns whether a matrix is made of such tiles, and counted in 32 bits.
 
   And whether its chunks fit: before Hopper those of 128 x 128 need more
   registers and shared memory than there are, before Ampere all are too slow.
@@ -194,7 +194,7 @@ def decode(
     precision: jax.lax.PrecisionLike = _PRECISION,
     num_warps: int | None = None,
 ) -> list[jax.Array]:
-  """What all workers sent, merged and transformed back.
+  """Returns what all workers sent, merged and transformed back.
 
   Args:
     places: int32 `[tiles, entries]` of all leaves, `kernel_math.entries`.
@@ -277,7 +277,7 @@ def _decode(
 
 
 def _starts(cuts: Sequence[Cut], shape: Tile) -> tuple[tuple[int, ...], int]:
-  """The first tile of each leaf, and the number of all tiles."""
+  """Returns the first tile of each leaf, and the number of all tiles."""
   counts = np.cumsum([0, *(c.chunks // shape.tall for c in cuts)])
   return tuple(int(x) for x in counts[:-1]), int(counts[-1])
 
@@ -290,7 +290,7 @@ def _rows(cut: Cut) -> int:
 def _find(
     starts: tuple[int, ...],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """A program's number, its leaf, and its number in the leaf."""
+  """Returns a program's number, its leaf, and its number in the leaf."""
   number = pl.program_id(0)
   leaf, first = jnp.int32(0), jnp.int32(0)
   for start in starts[1:]:
@@ -302,7 +302,7 @@ def _find(
 def _corner(
     place: jax.Array, cut: Cut, shape: Tile
 ) -> tuple[jax.Array, jax.Array]:
-  """Where in its matrix a tile begins."""
+  """Returns where in its matrix a tile begins."""
   row = jax.lax.div(place, cut.col_chunks) * shape.rows
   return row, jax.lax.rem(place, cut.col_chunks) * shape.cols
 

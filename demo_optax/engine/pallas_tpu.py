@@ -31,7 +31,7 @@ def tile(kind: tuple[int, int]) -> Tile:
 
 
 def applies(cut: Cut) -> bool:
-  """Whether a matrix is made of such blocks."""
+  """Returns whether a matrix is made of such blocks."""
   beside = 1 if cut.row_length == 1 else _BESIDE
   return (
       cut.row_chunks % tile(cut.kind).tall == 0 and cut.col_chunks % beside == 0
@@ -219,7 +219,7 @@ def decode(
     signed: bool = False,
     interpret: bool = False,
 ) -> list[jax.Array]:
-  """What all workers sent, merged and transformed back.
+  """Returns what all workers sent, merged and transformed back.
 
   See `kernels_gpu.decode`, whose arguments and results these are; one leaf.
   """

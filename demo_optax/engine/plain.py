@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from demo_optax.compressors import chunking
 from demo_optax.compressors.bases import Identity
 from demo_optax.compressors.buckets import Bucket
-from demo_optax.engine import heuristics, topk
+from demo_optax.engine import heuristics, rounding, topk
 from demo_optax.wire.message import Received, Selected, energy
 
 
@@ -58,10 +58,10 @@ def accumulate_and_select(
     )
 
     def add(_: Any, m: jax.Array) -> jax.Array:
-      c = topk.mul_no_fma(own_weight, g)
+      c = rounding.mul_no_fma(own_weight, g)
       if bucket.kind == 'chunks':
         c = chunking.transform(c, bucket.sides, bucket.basis)
-      return topk.mul_no_fma(own_decay, m) + c
+      return rounding.mul_no_fma(own_decay, m) + c
 
     if heuristics.loop_to_keep(gradients.size):
       m = jax.lax.fori_loop(0, valid.astype(jnp.int32), add, old)
@@ -75,7 +75,7 @@ def accumulate_and_select(
       indices = _select(bucket, m, step)
     values = topk.take(m, indices)
     if indices is not None and not _is_ascending(bucket):
-      # A selector's mistake is seen: its worker is excluded for the NaN.
+      # An index outside of the chunk reads as NaN, which excludes the worker.
       inside = (indices >= 0) & (indices < n)
       values = jnp.where(inside, values, jnp.full_like(values, jnp.nan))
     return momentum, (indices, values, energy(m))
@@ -143,8 +143,8 @@ def merge(
     updates = jax.lax.dynamic_update_slice_in_dim(updates, u, start, 0)
     return (updates, distinct + found), None
 
-  # Zeros that XLA takes for a result of the exchange: it would write them down
-  # before, and hold them together with the gradients' chunks.
+  # Zeros that depend on what was received: XLA would otherwise allocate them
+  # before the exchange, while the gradients' chunks are still alive.
   zero = jnp.zeros_like(received.values, shape=())
   count = jnp.sum(received.valid, dtype=jnp.int32)
   zero = jnp.where(count < 0, jnp.ones_like(zero), zero)

@@ -3,21 +3,19 @@
 Arrays here are `[chunks, n]` (coefficients) and `[chunks, k]` (what is sent).
 """
 
-from typing import Any, Literal
+from typing import Literal
 
-import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from demo_optax.engine import heuristics
+from demo_optax.engine import heuristics, rounding
 from demo_optax.wire import bits as packing
 
 Average = Literal['senders', 'workers']
 
 
 def top_k(coefficients: jax.Array, k: int) -> jax.Array:
-  """Places of the `k` largest magnitudes in each chunk.
+  """Returns the places of the `k` largest magnitudes in each chunk.
 
   Ties go to the lowest index, so that the selection is a function of the
   values alone on every backend. The places are a set, in ascending order.
@@ -44,7 +42,7 @@ def top_k(coefficients: jax.Array, k: int) -> jax.Array:
 
 
 def top_k_by_counting(magnitudes: jax.Array, k: int, size: int) -> jax.Array:
-  """`top_k` among the `k` groups of `size` whose maxima are largest.
+  """Does what `top_k` does in the `k` groups of `size` with largest maxima.
 
   The same places as those of `lax.top_k` of all, ties included: if a place of
   those were in a group not chosen, each of the `k` chosen groups would hold a
@@ -85,7 +83,7 @@ def _largest(keys: jax.Array, k: int) -> jax.Array:
 
 
 def _kth_largest(keys: jax.Array, k: int, bits: int) -> jax.Array:
-  """The k-th largest `[chunks, 1]` of integers `[chunks, n]` below `2**bits`.
+  """Returns the k-th largest `[chunks, 1]` of `[chunks, n]` below `2**bits`.
 
   Bit by bit from the highest: the largest number that `k` keys reach.
   """
@@ -99,7 +97,7 @@ def _kth_largest(keys: jax.Array, k: int, bits: int) -> jax.Array:
 
 
 def _count(mask: jax.Array) -> jax.Array:
-  """How many are true in each row of bool `[chunks, n]`, `[chunks, 1]`.
+  """Returns how many of each row of bool `[chunks, n]` are true, `[chunks, 1]`.
 
   In two sums, of which XLA would make one if both were of integers, ten times
   as slow on CPUs: LLVM vectorises the first over neighbours in memory, and the
@@ -111,26 +109,8 @@ def _count(mask: jax.Array) -> jax.Array:
   return jnp.sum(counts, axis=1, keepdims=True)
 
 
-def mul_no_fma(weight: chex.Numeric, x: jax.Array) -> jax.Array:
-  """`weight * x` in the dtype of `x`, rounded before it is added to anything.
-
-  Compilers contract a product and a sum into one operation with one rounding,
-  or not, depending on what is around them: the same step would differ in its
-  last bits between simulation and mesh, and between what is sent and what is
-  taken away. They look through selects, and barriers are gone before that; not
-  through an exclusive or of the bits with what only we know to be zero.
-  """
-  if isinstance(weight, (int, float)) and weight == 1:
-    return x
-  result = jnp.asarray(weight, x.dtype) * x
-  bits = jnp.int64 if x.dtype.itemsize == 8 else jnp.int32
-  zero = (x != x).astype(bits)  # of NaN it is another NaN
-  result = jax.lax.bitcast_convert_type(result, bits) ^ zero
-  return jax.lax.bitcast_convert_type(result, x.dtype)
-
-
 def take(coefficients: jax.Array, indices: jax.Array | None) -> jax.Array:
-  """Values `[chunks, k]` of `coefficients [chunks, n]` at `indices`."""
+  """Returns the values `[chunks, k]` of `coefficients [chunks, n]`."""
   if indices is None:
     return coefficients
   return packing.take(coefficients, indices)
@@ -139,25 +119,13 @@ def take(coefficients: jax.Array, indices: jax.Array | None) -> jax.Array:
 def subtract(
     coefficients: jax.Array, indices: jax.Array | None, values: jax.Array
 ) -> jax.Array:
-  """`coefficients [chunks, n]` less `values [chunks, k]` at `indices`."""
+  """Subtracts `values [chunks, k]` at `indices` of `[chunks, n]`."""
   if indices is None:
     return coefficients - values
   return coefficients.at[packing.row_numbers(indices), indices].add(
       -values, unique_indices=True, mode='promise_in_bounds',
       wrap_negative_indices=False,
   )
-
-
-def exact_reciprocal(
-    count: jax.Array, most: int, dtype: Any
-) -> jax.Array:
-  """`1 / count` for int32 counts up to `most`; 1 for none.
-
-  Looked up, for the same bits in every program, simulated or on a mesh:
-  compilers divide in one program and multiply by an inverse in the other.
-  """
-  inverse = 1.0 / np.maximum(np.arange(most + 1), 1)
-  return jnp.asarray(inverse, dtype)[count]
 
 
 def weigh(
@@ -167,12 +135,12 @@ def weigh(
     n: int,
     average: Average,
 ) -> tuple[jax.Array, jax.Array]:
-  """The share of each worker's values in the average of all.
+  """Returns the share of each worker's values in the average of all.
 
   Args:
     indices: int32 `[workers, chunks, k]`; `None` if all are sent.
     values: `[workers, chunks, k]`; rows of absent workers may hold anything.
-    present: bool `[workers]`, the workers that take part.
+    present: bool `[workers]`, the workers that are valid.
     n: number of coefficients in a chunk.
     average: `'senders'` divides each coefficient by the number of workers that
       sent it, `'workers'` by the number of workers present.
@@ -196,12 +164,12 @@ def weigh(
     senders = counts.at[rows, indices].get(
         mode='promise_in_bounds', wrap_negative_indices=False
     )
-  shares = exact_reciprocal(senders, workers, values.dtype)
+  shares = rounding.exact_reciprocal(senders, workers, values.dtype)
   one_each = jnp.broadcast_to(jnp.where(counted, shares, 0), values.shape)
   distinct = jnp.sum(one_each.astype(jnp.float32))
   if average == 'workers':
-    shares = exact_reciprocal(everyone, workers, values.dtype)
-  return jnp.where(counted, mul_no_fma(shares, values), 0), distinct
+    shares = rounding.exact_reciprocal(everyone, workers, values.dtype)
+  return jnp.where(counted, rounding.mul_no_fma(shares, values), 0), distinct
 
 
 def add_up(indices: jax.Array | None, values: jax.Array, n: int) -> jax.Array:

@@ -26,8 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from demo_optax import _tree as trees
-from demo_optax import annotations, one_worker
+from demo_optax import _tree, annotations, one_worker
 from demo_optax.workers import Workers
 from demo_optax.workers.sharding import Path
 
@@ -95,9 +94,9 @@ def local_updates(
 
   The training step is written for one worker and decorated with
   `data_parallel`. In the step, the model has :math:`x_i`, which the optimizer
-  state keeps; outside of it, :math:`s`, to be evaluated and saved. Parameters
-  that are changed between steps, such as weights that are loaded, are so for
-  all workers; what else than `update` changes them in a step is lost.
+  state keeps; outside of it, :math:`s`, to be evaluated and saved. A change of
+  parameters between steps, such as loading weights, reaches all workers; a
+  change inside a step, other than by `update`, is lost.
 
   :math:`s` is the same on all workers to the last bit, and so is :math:`x_i`
   after an exchange. In a step without an exchange nothing is communicated, but
@@ -162,7 +161,7 @@ def local_updates(
   outer = optax.with_extra_args_support(outer)
 
   def init_fn(params: chex.ArrayTree) -> LocalUpdatesState:
-    params = workers.device_put(_exchanged(params))
+    params = workers.device_put(_tree.mask_others(params))
     global_params = jax.tree.map(jnp.copy, _in_momentum_dtype(params))
     count, steps_since_sync, skipped = (  # three arrays, which can be donated
         workers.device_put(jnp.zeros((), jnp.int32)) for _ in range(3)
@@ -190,7 +189,7 @@ def local_updates(
   ) -> tuple[chex.ArrayTree, LocalUpdatesState]:
     _check_call(updates, params)
     own = _inner_step(
-        inner, _exchanged(updates), state.worker_stacked, extra_args
+        inner, _tree.mask_others(updates), state.worker_stacked, extra_args
     )
     steps = state.steps_since_sync + 1
     period = sync_period(state.count) if callable(sync_period) else sync_period
@@ -281,7 +280,7 @@ def _in_momentum_dtype(tree: chex.ArrayTree) -> chex.ArrayTree:
   """Casts to the momentum's dtype, so that small changes are not lost."""
 
   def cast(path: Path, x: jax.Array) -> jax.Array:
-    return x.astype(trees.momentum_dtype(path, x))
+    return x.astype(_tree.momentum_dtype(path, x))
 
   return jax.tree_util.tree_map_with_path(cast, tree)
 
@@ -300,11 +299,6 @@ def _add(x: jax.Array, update: jax.Array) -> jax.Array:
   return (x.astype(update.dtype) + update).astype(x.dtype)
 
 
-def _exchanged(tree: chex.ArrayTree) -> chex.ArrayTree:
-  """Returns `tree` with `optax.MaskedNode()` for leaves that take no part."""
-  return trees.map_exchanged(lambda path, x: x, tree)
-
-
 # Checks -----------------------------------------------------------------------
 
 _NO_EXCHANGE = (
@@ -315,7 +309,7 @@ _NO_EXCHANGE = (
 
 
 def _check_workers(workers: Workers) -> None:
-  trees.check_type(
+  _tree.check_type(
       'workers', workers, Workers, 'demo_optax.Workers.simulated(4)'
   )
   if not workers.stacked_gradients:
@@ -357,11 +351,11 @@ def _check_call(
     raise ValueError(
         'local_updates needs params: tx.update(grads, state, params).'
     )
-  flat, (like,) = trees.flatten_alike(gradients, params)
+  flat, (like,) = _tree.flatten_alike(gradients, params)
   for (path, gradient), x in zip(flat, like):
     if jnp.shape(gradient) != jnp.shape(x):
       raise ValueError(
-          f'The gradient of {trees.leaf_name(path)} has shape'
+          f'The gradient of {_tree.leaf_name(path)} has shape'
           f' {jnp.shape(gradient)}, but its parameter {jnp.shape(x)}: inside of'
           " a data_parallel step, take this worker's gradient with"
           ' jax.value_and_grad or nnx.value_and_grad.'

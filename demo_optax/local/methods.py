@@ -39,7 +39,7 @@ def diloco(
   Args:
     inner: each worker's optimizer; by default AdamW with a learning rate of
       4e-4, decays 0.9 and 0.95 and weight decay 0.1.
-    workers: who takes part.
+    workers: the workers of the exchange.
     sync_period: steps between exchanges, or a schedule of them.
     outer_learning_rate: :math:`\eta`, a number or a schedule of exchanges; 0.7
       is published, with few exchanges less was better.
@@ -96,7 +96,7 @@ def demo_diloco(
     update_values: UpdateValues | None = None,
     max_norm_ratio: chex.Numeric | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""DeMo inside DiLoCo: of the momentum of differences the fast part is sent.
+  r"""DeMo inside DiLoCo: sends the fast part of each worker's outer momentum.
 
   `drift=True` is the published method. The default keeps the parameters of all
   workers equal, and ended at a lower loss wherever both were tried
@@ -130,13 +130,13 @@ def demo_diloco(
 
   Args:
     inner: as for `diloco`.
-    workers: who takes part.
+    workers: the workers of the exchange.
     compressor: what is sent; `dct_topk()` by default.
     sync_period: steps between exchanges, or a schedule of them.
     outer_learning_rate: :math:`\eta`, a number or a schedule of exchanges.
     decay: :math:`\beta`.
     average: as in `scale_by_demo`.
-    drift: as published.
+    drift: whether workers keep parameters of their own, as published.
     delay: as in `scale_by_demo`, counted in exchanges: with 1 what one exchange
       sends is applied by the next, a period later, and what the workers did in
       between is dropped.
@@ -215,7 +215,7 @@ def sparse_loco(
 
   Args:
     inner: as for `diloco`.
-    workers: who takes part.
+    workers: the workers of the exchange.
     compressor: what is sent; by default `identity_topk(64, 64, values='int4')`:
       64 of 4096 elements, 1.6 %, of four bits (published: two bits).
     sync_period: steps between exchanges, or a schedule of them.

@@ -59,7 +59,7 @@ def recommend(
 
   Args:
     params: the parameters, or their shapes.
-    workers: who takes part, or their number.
+    workers: the workers of the exchange, or their number.
     sent_bytes: the most that a worker may send in a step.
     received_bytes: the most that it may receive.
     bits_per_second: speed of a worker's link, each way; goes with `seconds`.
@@ -111,7 +111,7 @@ def settings(
 
   Args:
     params: the parameters, or their shapes.
-    workers: who takes part, or their number.
+    workers: the workers of the exchange, or their number.
     limits: the most bytes, by names of attributes of `Plan`.
     exchange: as in `demo_muon`.
     update_values: as in `demo_muon`.

@@ -25,7 +25,7 @@ Figure = Any
 
 
 def energy_kept(coefficients: Any) -> np.ndarray:
-  r"""Share of the energy in the `k` largest coefficients of every chunk.
+  r"""Returns the share of energy in the `k` largest coefficients of chunks.
 
   .. math:: E_k = \frac {\sum_c \sum_{i \in \text{top}_k(c)} c_i^2}
       {\sum_c \sum_i c_i^2}
@@ -65,7 +65,7 @@ def draw_energy_kept(
     topk: Sequence[int] = (),
     axes: Axes | None = None,
 ) -> Axes:
-  """`energy_kept` against `k`, a curve for each basis.
+  """Draws `energy_kept` against `k`, a curve for each basis.
 
   Args:
     coefficients: for each name in the legend, an array as for `energy_kept`.
@@ -109,7 +109,7 @@ def draw_energy_kept(
 def draw_chunk(
     chunk: Any, coefficients: Any, rebuilt: Any, topk: int
 ) -> Figure:
-  """A chunk, its coefficients, and what the largest of them say of it.
+  """Draws a chunk, its coefficients, and what the largest of them say of it.
 
   Args:
     chunk: `[rows, columns]`, in parameter space.
@@ -201,7 +201,7 @@ def draw_against_steps(
 
 
 def draw_agreement(selected: Any, shape: tuple[int, int]) -> Figure:
-  """Which coefficients of a chunk how many workers have chosen.
+  """Draws which coefficients of a chunk how many workers have chosen.
 
   Args:
     selected: bool `[workers, rows * columns]`, whether a worker chose it.
@@ -298,7 +298,7 @@ def draw_choices(
     series: Mapping[str, Sequence[tuple[float, float, str]]],
     axes: Axes | None = None,
 ) -> Axes:
-  """What a choice costs, and the loss it ends with.
+  """Draws what a choice costs, and the loss it ends with.
 
   Args:
     series: for each name in the legend, points of one line: the bytes of a
@@ -347,7 +347,7 @@ def draw_received(
     most_workers: int = 1024,
     axes: Axes | None = None,
 ) -> Axes:
-  """Bytes that a worker receives, against the number of workers.
+  """Draws the bytes that a worker receives, against the number of workers.
 
   Args:
     plans: for each name in the legend, what `demo_optax.plan` says of the same

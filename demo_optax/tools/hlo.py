@@ -62,7 +62,7 @@ class Collective:
 def collectives(
     compiled: Any, mesh: Mesh | AbstractMesh | None = None
 ) -> list[Collective]:
-  """Every collective of a compiled function, with its bytes on the wire.
+  """Returns the collectives of a compiled function, with bytes on the wire.
 
   With `B` the bytes of the outputs on one device and `g` the devices in a
   group, a device sends and receives, by the ring algorithm: all-gather
@@ -139,7 +139,7 @@ def _text(compiled: Any) -> str:
 
 
 def _num_devices(text: str) -> int:
-  """The header has both counts, or leaves one out where it is 1."""
+  """Returns the product of both counts of the header; one of 1 is left out."""
   header = text.split('\n', 1)[0]
   counts = re.findall(r'\b(?:num_partitions|replica_count)=(\d+)', header)
   return _product(' '.join(counts), _MAX_DEVICES, 'devices')
@@ -229,7 +229,7 @@ def _collective(
 
 
 def _elements(type_: str) -> list[str]:
-  """The elements of a tuple; commas inside brackets do not part them."""
+  """Splits a tuple at its commas, but for those inside of brackets."""
   ends, depth = [], 0
   for place, character in enumerate(type_[:-1]):
     depth += (character in '([{') - (character in ')]}')
@@ -270,7 +270,7 @@ def _ring_bytes(kind: str, output_bytes: int, groups: Groups) -> int:
 
 
 def _groups_text(attributes: str) -> str:
-  """The groups of an instruction as they are written; '' if they are not."""
+  """Returns an instruction's groups as they are written; '' for none."""
   begin = _GROUPS_ARE.search(attributes)
   if begin is None:
     return ''
@@ -282,7 +282,7 @@ def _groups_text(attributes: str) -> str:
 
 
 def _groups(num_devices: int, text: str, permute: bool) -> Groups:
-  """The groups that `text` says; of a collective-permute its pairs."""
+  """Returns the groups that `text` says; of a collective-permute its pairs."""
   match = _GROUPS.fullmatch(text)
   if match is None or (text == '{}' and not permute):
     groups: Groups = (tuple(range(num_devices)),)
@@ -325,7 +325,7 @@ def _computed_groups(match: re.Match, num_devices: int) -> Groups:
 def _mesh_groups(
     sizes: str, ids: str | None, axes: str, num_devices: int
 ) -> np.ndarray:
-  """The groups over axes of a mesh that the compiler wrote down.
+  """Returns the groups over axes of a mesh that the compiler wrote down.
 
   Its mesh need not be the user's: XLA makes up some. An axis may be cut: of
   'a'=8, 'a':(2)4 is the inner axis of two, where 'a' is [2, 4].
@@ -378,7 +378,7 @@ def _arange(dims: list[int], num_devices: int) -> np.ndarray:
 
 
 def _listed(pattern: re.Pattern, text: str) -> list[tuple[str, ...]]:
-  """The groups of `pattern` in each of `a,b,c`."""
+  """Returns the groups of `pattern` in each of `a,b,c`."""
   parts = text.split(',') if text else []
   if len(parts) > _MAX_AXES:
     raise ValueError(f'{len(parts)} axes')
@@ -417,7 +417,7 @@ def _start_of(text: str) -> str:
 def _axes(
     kind: str, groups: Groups, mesh: Mesh | AbstractMesh
 ) -> tuple[str, ...] | None:
-  """The axes along which the devices of a group have different places.
+  """Returns the axes along which the devices of a group have different places.
 
   If a group has as many devices as these axes, it has all of them.
   """

@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from demo_optax import _tree as trees
+from demo_optax import _tree
 from demo_optax.tools import placement
 from demo_optax.workers import Workers
 
@@ -78,7 +78,7 @@ def check_replicas(
     the first device.
 
   Raises:
-    ValueError: processes called it with different trees.
+    ValueError: processes called it with different _tree.
     TypeError: a leaf spread over processes without a mesh.
 
   Example:
@@ -97,7 +97,7 @@ def check_replicas(
   if workers is not None and workers.mesh is not None:
     placement.warn_if_replicated(tree, workers.axis_name)
   flat = [
-      (trees.leaf_name(path), comparable(x))
+      (_tree.leaf_name(path), comparable(x))
       for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]
   ]
   found = collections.defaultdict(list)
@@ -120,7 +120,7 @@ def _is_on_mesh(x: Any) -> bool:
 
 
 def is_local(x: Any) -> bool:
-  """Whether this process holds all of it."""
+  """Returns whether this process holds all of it."""
   return not isinstance(x, jax.Array) or x.is_fully_addressable
 
 
@@ -240,7 +240,7 @@ def between_processes(flat: list[tuple[str, Any]]) -> list[Difference]:
 
 
 def comparable(x: Any) -> Any:
-  """`x`, or a number in the place of what is no array."""
+  """Returns `x`, or a number in the place of what is no array."""
   return x if hasattr(x, 'dtype') else np.uint32(zlib.crc32(repr(x).encode()))
 
 
@@ -264,7 +264,7 @@ def _check_same_tree(flat: list[tuple[str, Any]]) -> None:
 
 
 def content_digests(arrays: dict[str, Any]) -> dict[str, str]:
-  """What each array holds, as 16 digits, however it lies on devices.
+  """Returns what each array holds, as 16 digits, however it lies on devices.
 
   A digest is a sum over an array's words: blocks are digested where they are,
   and one copy of each is summed. With several processes all must call it with
@@ -293,7 +293,7 @@ def _digest_whole(x: jax.Array) -> jax.Array:
 def _digest_block(
     x: jax.Array, first: Sequence[Any], shape: tuple[int, ...]
 ) -> jax.Array:
-  """What the block of `x` that begins at `first` adds, uint32 `[2]`."""
+  """Returns what the block of `x` that begins at `first` adds, uint32 `[2]`."""
   words = _words(x)  # u32[*block, words of an element]
   place = jnp.zeros(words.shape, jnp.uint32)
   for d, length in enumerate((*shape, words.shape[-1])):
@@ -304,7 +304,7 @@ def _digest_block(
 
 
 def digest(words: Any, place: Any) -> Any:
-  """`words` and their places, uint32, to uint32 `[2]`; NumPy's or JAX's."""
+  """Hashes `words` and their places, uint32, to uint32 `[2]`."""
   xp = np if isinstance(words, np.ndarray) else jnp
   weighted = words * (place * xp.uint32(2) + xp.uint32(1))
   mixed = words + place * xp.uint32(0x9E3779B9)
@@ -317,7 +317,7 @@ def digest(words: Any, place: Any) -> Any:
 
 
 def _words(x: jax.Array) -> jax.Array:
-  """The bits of an array as uint32 `[*shape, n]`, `n` words of an element."""
+  """Returns the bits of an array as uint32 `[*shape, n]`."""
   if jnp.issubdtype(x.dtype, jnp.complexfloating):
     x = jnp.stack([x.real, x.imag], -1)
   else:
@@ -335,7 +335,7 @@ def _words(x: jax.Array) -> jax.Array:
 
 
 def _digest_on_host(x: Any) -> np.ndarray:
-  """The digest of an array that this process holds."""
+  """Returns the digest of an array that this process holds."""
   if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
     x = jax.random.key_data(x)
   x = np.asarray(x)

@@ -18,7 +18,7 @@ def aligned(rows: Sequence[Row]) -> list[str]:
 
 
 def as_html(rows: Sequence[Row]) -> str:
-  """The same for a notebook; the first row is the header."""
+  """Returns the same for a notebook; the first row is the header."""
 
   def line(row: Row, cell: str) -> str:
     aligns = ['left'] + ['right'] * (len(row) - 1)
@@ -34,7 +34,7 @@ def as_html(rows: Sequence[Row]) -> str:
 
 
 def num_bytes(count: float) -> str:
-  """A number of bytes as people write it: 1.2 MB is 1,200,000 bytes."""
+  """Returns a number of bytes as people write it: 1.2 MB is 1,200,000 bytes."""
   for unit, name in ((1e9, 'GB'), (1e6, 'MB'), (1e3, 'kB')):
     if count >= unit:
       return f'{count / unit:.2f} {name}'
@@ -42,5 +42,5 @@ def num_bytes(count: float) -> str:
 
 
 def times(lengths: Sequence[int]) -> str:
-  """A shape: `'64x64'`; `''` of a scalar."""
+  """Returns a shape: `'64x64'`; `''` of a scalar."""
   return 'x'.join(map(str, lengths))

@@ -74,7 +74,7 @@ class LeafBytes:
     return self.topk == math.prod(self.chunk)
 
   def max_workers(self, itemsize: int = 4) -> float:
-    """The most workers with which less is received than by an all-reduce."""
+    """Returns the most workers with which an all-reduce receives more."""
     if self.index_code == 'shared':
       return _max_workers(self.size * itemsize, 0, self.sent_bytes)
     return _max_workers(self.size * itemsize, self.sent_bytes, 0)
@@ -162,7 +162,7 @@ class Plan:
     return sum(leaf.size for leaf in self.leaves)
 
   def per_step(self, sync_period: float) -> BytesPerStep:
-    """Bytes per worker and step, if every `sync_period` steps exchange.
+    """Returns bytes per worker and step, if each `sync_period`-th exchanges.
 
     Args:
       sync_period: steps from one exchange to the next, at least 1; their mean
@@ -184,7 +184,7 @@ class Plan:
     )
 
   def dense_bytes(self, itemsize: int = 4) -> float:
-    """Bytes each way, per worker, of a ring all-reduce of the gradient.
+    """Returns the bytes, each way, of a ring all-reduce of the gradient.
 
     Args:
       itemsize: bytes per element: 4 for float32, 2 for bfloat16.
@@ -196,7 +196,7 @@ class Plan:
     return share * self.size * itemsize
 
   def max_workers(self, itemsize: int = 4) -> float:
-    """The most workers with which less is received than by an all-reduce.
+    """Returns the most workers with which an all-reduce receives more.
 
     An all-gather receives `N - 1` payloads; a ring all-reduce receives
     `2 (N - 1) / N` times the dense gradient, however many the workers. If
@@ -229,7 +229,7 @@ class Plan:
     return f'{tables.as_html(self._rows())}\n<pre>{text}</pre>'
 
   def table(self) -> str:
-    """What each leaf costs; leaves that differ in name only share a row."""
+    """Returns what leaves cost; those that differ in name only share a row."""
     lines = tables.aligned(self._rows())
     return '\n'.join([*lines, self._mark] if self._mark else lines)
 
@@ -273,7 +273,7 @@ class Plan:
     return rows
 
   def totals(self) -> str:
-    """What a worker sends and receives, beside dense all-reduces."""
+    """Returns what a worker sends and receives, beside dense all-reduces."""
     return '\n'.join(self._totals())
 
   def _totals(self) -> Iterator[str]:
@@ -317,7 +317,7 @@ def plan(
     exchange: ExchangeKind = 'all_gather',
     update_values: UpdateValues | None = None,
 ) -> Plan:
-  r"""What an exchange will send, before anything is run.
+  r"""Returns what an exchange will send, before anything is run.
 
   With a payload of :math:`P` bytes and :math:`S` bytes that are all-reduced,
   each of :math:`N > 1` workers
@@ -547,12 +547,12 @@ def _device_bytes(
 
 
 def _ring(size: int, devices: int) -> int:
-  """Bytes each way, per device, of a ring all-reduce of so many bytes."""
+  """Returns the bytes each way, per device, of a ring all-reduce."""
   return round(2 * size * (devices - 1) / devices)
 
 
 def _max_workers(dense: int, gathered: int, summed: int) -> float:
-  """The largest `N` with `N gathered < 2 (dense - summed)`; 1 for none."""
+  """Returns the largest `N` with `N gathered < 2 (dense - summed)`, or 1."""
   if dense <= summed:
     return 1
   if not gathered:

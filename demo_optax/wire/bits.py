@@ -9,7 +9,7 @@ _WORD = 32
 
 
 def packed_size(count: int, width: int) -> int:
-  """Bytes that `count` numbers of `width` bits take, packed."""
+  """Returns the bytes that `count` numbers of `width` bits take, packed."""
   return -(-count * width // 8)
 
 
@@ -107,7 +107,7 @@ def places_of_ones(ones: jax.Array, k: int) -> jax.Array:
 
 
 def _places_of_ones(ones: jax.Array, k: int) -> jax.Array:
-  """The same for `[rows, size]`."""
+  """Returns the same for `[rows, size]`."""
   rows, size = ones.shape
   ones = jnp.pad(ones, ((0, 0), (0, -size % _WORD))).reshape(rows, -1, _WORD)
   bit = jnp.arange(_WORD, dtype=jnp.uint32)[None, None]

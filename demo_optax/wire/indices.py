@@ -27,7 +27,7 @@ class IndexCode(Protocol):
     """Bits per chunk."""
 
   def encode(self, indices: jax.Array) -> jax.Array:
-    """Ascending int32 `[chunks, k]` as uint8 `[ceil(chunks * bits / 8)]`."""
+    """Packs ascending int32 `[chunks, k]` as uint8, `bits` of each chunk."""
 
   def decode(self, data: jax.Array, chunks: int) -> jax.Array:
     """Undoes `encode` for uint8 `[bytes]`; returns int32 `[chunks, k]`."""
@@ -35,7 +35,7 @@ class IndexCode(Protocol):
 
 @functools.cache
 def cheapest(n: int, k: int) -> IndexCode:
-  """The code that takes the fewest bits for `k` of `n` places.
+  """Returns the code that takes the fewest bits for `k` of `n` places.
 
   >>> cheapest(4096, 32)
   EliasFano(n=4096, k=32, low=7)
@@ -66,11 +66,11 @@ class Everything:
     return 0
 
   def encode(self, indices: jax.Array) -> jax.Array:
-    """No bytes."""
+    """Returns no bytes."""
     return jnp.zeros((0,), jnp.uint8)
 
   def decode(self, data: jax.Array, chunks: int) -> jax.Array:
-    """All places, in order."""
+    """Returns all places, in order."""
     every = jnp.arange(self.n, dtype=jnp.int32)[None]
     return jnp.broadcast_to(every, (chunks, self.n))
 
@@ -89,12 +89,12 @@ class FixedWidth:
     return self.k * index_width(self.n)
 
   def encode(self, indices: jax.Array) -> jax.Array:
-    """The indices, packed."""
+    """Returns the indices, packed."""
     numbers = indices.reshape(-1).astype(jnp.uint32)
     return packing.pack_bits(numbers, index_width(self.n))
 
   def decode(self, data: jax.Array, chunks: int) -> jax.Array:
-    """The indices, unpacked."""
+    """Returns the indices, unpacked."""
     numbers = packing.unpack_bits(data, chunks * self.k, index_width(self.n))
     return numbers.astype(jnp.int32).reshape(chunks, self.k)
 
@@ -117,7 +117,7 @@ class Bitmap:
     return packing.pack_bits(_ones_at(indices, self.n).reshape(-1), 1)
 
   def decode(self, data: jax.Array, chunks: int) -> jax.Array:
-    """The places of the ones."""
+    """Returns the places of the ones."""
     bits = packing.unpack_bits(data, chunks * self.n, 1)
     bits = bits.reshape(chunks, self.n)
     return packing.places_of_ones(bits == 1, self.k)
@@ -153,7 +153,7 @@ class EliasFano:
     return self.k * self.low + self.unary_bits
 
   def encode(self, indices: jax.Array) -> jax.Array:
-    """The low bits of all chunks, then the unary parts of all."""
+    """Returns the low bits of all chunks, then the unary parts of all."""
     low_bits = indices.size * self.low
     lows = indices.reshape(-1).astype(jnp.uint32) & (2**self.low - 1)
     head = packing.pack_bits(lows, self.low)
@@ -166,7 +166,7 @@ class EliasFano:
     return jnp.concatenate([head[:whole], shared, tail[shared.size :]])
 
   def decode(self, data: jax.Array, chunks: int) -> jax.Array:
-    """The places of the ones, less their order, above the low bits."""
+    """Returns the places of the ones, less their order, above the low bits."""
     low_bits, unary_bits = chunks * self.k * self.low, chunks * self.unary_bits
     head = data[: packing.packed_size(chunks * self.k, self.low)]
     lows = packing.unpack_bits(head, chunks * self.k, self.low)

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from demo_optax.engine import heuristics, topk
+from demo_optax.engine import heuristics, rounding
 from demo_optax.wire import bits as packing
 from demo_optax.wire import indices as index_codes
 from demo_optax.wire import values as value_codes
@@ -104,15 +104,15 @@ class ChunkFormat:
     return self.max_magnitude / 2
 
   def value_bytes(self, chunks: int) -> int:
-    """Bytes that the values of so many chunks take."""
+    """Returns the bytes that the values of so many chunks take."""
     return self.value_code.num_bytes(chunks, self.k)
 
   def index_bytes(self, chunks: int) -> int:
-    """Bytes that the indices of so many chunks take."""
+    """Returns the bytes that the indices of so many chunks take."""
     return packing.packed_size(chunks, self.index_code.bits)
 
   def num_bytes(self, chunks: int) -> int:
-    """Bytes that so many chunks take in a payload."""
+    """Returns the bytes that so many chunks take in a payload."""
     return self.value_bytes(chunks) + self.index_bytes(chunks)
 
   def encode(
@@ -200,7 +200,7 @@ class Inbox(NamedTuple):
 
   Attributes:
     received: for each bucket, what arrived.
-    num_valid: int32 `[]`, how many workers are valid; `None` if nothing told.
+    num_valid: int32 `[]`, how many workers are valid; `None` without buckets.
     energies: float32 `[ENERGIES]`, sums over the valid workers.
     num_outliers: int32 `[]`, how many workers are not valid for the norms of
       their messages alone; `None` if those are not compared.
@@ -219,7 +219,7 @@ class Packer:
     buckets: what is sent.
     num_owners: among how many workers the chunks are divided; None: everybody
       reads everything.
-    compared: whether the norms of messages are compared, and so summed in one
+    compare_norms: whether the norms of messages are compared, and summed in one
       fixed order.
 
   Attributes:
@@ -232,11 +232,11 @@ class Packer:
       self,
       buckets: Sequence['Bucket'],
       num_owners: int | None = None,
-      compared: bool = False,
+      compare_norms: bool = False,
   ):
     self.buckets = tuple(buckets)
     self.num_owners = num_owners
-    self._energy_sent = energy_in_order if compared else energy
+    self._energy_sent = energy_in_order if compare_norms else energy
     self.name = GATHERED if num_owners is None else TO_OWNERS
     self.read = tuple(
         b if num_owners is None or b.format.shared else b.share(num_owners)
@@ -368,7 +368,7 @@ class Packer:
     total = jnp.zeros((ENERGIES,), jnp.float32)
     for i in members:
       _, values, held = selected[i]
-      stays = energy(values - topk.mul_no_fma(alpha, sent[i]))
+      stays = energy(values - rounding.mul_no_fma(alpha, sent[i]))
       if self.buckets[i].format.k < self.buckets[i].format.n:
         stays += jnp.maximum(held - energy(values), 0)
       total += jnp.stack([held, self._energy_sent(sent[i]), stays])
@@ -438,8 +438,8 @@ class Packer:
       count = min_devices(jnp.round(total[end]).astype(jnp.int32))
       num_valid = count if num_valid is None else num_valid
       energies += total[end + 1 :].astype(jnp.float32)
-      weight = topk.exact_reciprocal(count, num_workers, total.dtype)
-      mean = topk.mul_no_fma(weight, total[:end])
+      weight = rounding.exact_reciprocal(count, num_workers, total.dtype)
+      mean = rounding.mul_no_fma(weight, total[:end])
       sizes = []
       for i in members:
         chunk_format, chunks = self.buckets[i].sent
@@ -468,7 +468,7 @@ def energy_in_order(x: jax.Array) -> jax.Array:
   program, device or process has computed them.
   """
   x = x.astype(jnp.float32).reshape(*x.shape[:-2], -1)
-  x = topk.mul_no_fma(x, x)
+  x = rounding.mul_no_fma(x, x)
   while x.shape[-1] > 1:
     half = (x.shape[-1] + 1) // 2
     missing = [(0, 0)] * (x.ndim - 1) + [(0, 2 * half - x.shape[-1])]

@@ -33,7 +33,7 @@ class Report(NamedTuple):
   """What an exchange tells about itself.
 
   Attributes:
-    num_valid: int32 `[]`, how many workers are valid; None if nothing report.
+    num_valid: int32 `[]`, number of valid workers; None without buckets.
     energies: float32 `[ENERGIES]`, sums over the valid workers.
     distinct: for each bucket float32 `[]`, how many different coefficients were
       sent.
@@ -102,7 +102,7 @@ class UpdatePacker:
     select: returns the largest coefficients of update chunks `[chunks, n]`:
       indices and values `[chunks, k]`. Used by `UpdateTopK` alone.
     merge: returns the update chunks `[rows, n]` of coefficients; the same.
-    compared: whether the norms of messages are compared.
+    compare_norms: whether the norms of messages are compared.
   """
 
   def __init__(
@@ -112,7 +112,7 @@ class UpdatePacker:
       values: UpdateValues,
       select: Callable[['Bucket', jax.Array], tuple[jax.Array, jax.Array]],
       merge: Callable[['Bucket', Received], jax.Array],
-      compared: bool = False,
+      compare_norms: bool = False,
   ):
     self._num_owners = num_owners
     # Coefficients of a chunk in the workers' messages.
@@ -123,7 +123,7 @@ class UpdatePacker:
     }
     self._select, self._merge = select, merge
     self.shares = {i: b.share(num_owners) for i, b in self._buckets.items()}
-    self._report_size = 1 + ENERGIES + len(self._buckets) + compared
+    self._report_size = 1 + ENERGIES + len(self._buckets) + compare_norms
 
   @property
   def num_bytes(self) -> int:
@@ -201,7 +201,7 @@ class UpdatePacker:
       min_devices: the minimum over the devices of this worker.
 
     Returns:
-      the updates of each bucket, `[num_chunks, n]`; and what all were report.
+      the updates of each bucket, `[num_chunks, n]`; and the reports, combined.
     """
     numbers = data[:, -4 * self._report_size :].reshape(
         self._num_owners, self._report_size, 4

@@ -33,10 +33,10 @@ class ValueCode(Protocol):
   """How the values sent of every chunk are written."""
 
   def num_bytes(self, chunks: int, k: int) -> int:
-    """Bytes that `k` values of each of so many chunks take."""
+    """Returns the bytes that `k` values of each of so many chunks take."""
 
   def encode(self, values: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`[chunks, k]` as uint8 `[num_bytes]`, and as it will be read."""
+    """Packs `[chunks, k]`; returns uint8 `[num_bytes]`, and what is read."""
 
   def decode(self, data: jax.Array, chunks: int, k: int) -> jax.Array:
     """Undoes `encode` for uint8 `[bytes]`; returns `[chunks, k]`."""
@@ -49,15 +49,15 @@ class Exact:
   dtype: str
 
   def num_bytes(self, chunks: int, k: int) -> int:
-    """4 bytes each, or 8 for float64."""
+    """Returns 4 bytes each, or 8 for float64."""
     return chunks * k * jnp.dtype(self.dtype).itemsize
 
   def encode(self, values: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The bytes of the values."""
+    """Returns the bytes of the values."""
     return jax.lax.bitcast_convert_type(values, jnp.uint8).reshape(-1), values
 
   def decode(self, data: jax.Array, chunks: int, k: int) -> jax.Array:
-    """The values of the bytes."""
+    """Returns the values of the bytes."""
     dtype = jnp.dtype(self.dtype)
     data = data.reshape(chunks, k, dtype.itemsize)
     return jax.lax.bitcast_convert_type(data, dtype)
@@ -70,17 +70,17 @@ class BFloat16:
   dtype: str
 
   def num_bytes(self, chunks: int, k: int) -> int:
-    """2 bytes each."""
+    """Returns 2 bytes each."""
     return chunks * k * 2
 
   def encode(self, values: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The rounded values."""
+    """Returns the rounded values."""
     largest = _largest_scale(1)
     rounded = _round(jnp.clip(values, -largest, largest).astype(jnp.float32))
     return _bfloat16_bytes(rounded), rounded.astype(values.dtype)
 
   def decode(self, data: jax.Array, chunks: int, k: int) -> jax.Array:
-    """The rounded values."""
+    """Returns the rounded values."""
     values = _without_subnormals(_from_bfloat16_bytes(data))
     return values.astype(self.dtype).reshape(chunks, k)
 
@@ -105,12 +105,12 @@ class Scaled:
   quantise: Callable[[jax.Array, int], tuple[jax.Array, jax.Array]]
 
   def num_bytes(self, chunks: int, k: int) -> int:
-    """`width` bits each, and a scale per chunk."""
+    """Returns the bytes: `width` bits each, and a scale per chunk."""
     packed = packing.packed_size(chunks * k, self.width)
     return packed + chunks * _SCALE_BYTES
 
   def encode(self, values: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The levels of all chunks, packed, then their scales."""
+    """Returns the levels of all chunks, packed, then their scales."""
     levels, scales = self.quantise(_without_subnormals(values), self.limit)
     levels = levels.astype(jnp.int32)  # which have no -0
     numbers = (levels + self.limit).astype(jnp.uint32) // self.spacing
@@ -138,13 +138,14 @@ class Ternary:
   dtype: str
 
   def num_bytes(self, chunks: int, k: int) -> int:
-    """1.6 bits each."""
+    """Returns the bytes of 1.6 bits each."""
     return -(-chunks * k // _IN_A_BYTE)
 
   def encode(self, values: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The digits of a byte are as far apart as the array has bytes.
+    """Writes five signs to a byte.
 
-    Five neighbours in a byte would be five strided reads.
+    They are `num_bytes` apart, so that each digit of all bytes is one slice;
+    five neighbours in a byte would be five strided reads.
     """
     chunks, k = values.shape
     size = self.num_bytes(chunks, k)
@@ -158,7 +159,7 @@ class Ternary:
     return data, signs.astype(values.dtype)
 
   def decode(self, data: jax.Array, chunks: int, k: int) -> jax.Array:
-    """The signs; bytes that no signs make are zeros."""
+    """Returns the signs; bytes that no signs make are zeros."""
     powers = jnp.asarray(_POWERS, jnp.uint8)[:, None]
     digits = data[None] // powers % jnp.uint8(3)
     digits = jnp.where(data[None] < 3**_IN_A_BYTE, digits, jnp.uint8(1))
@@ -167,14 +168,14 @@ class Ternary:
 
 
 def value_code(values: str, dtype: str) -> ValueCode:
-  """The code of a name in `UPDATE_VALUES`, for a momentum of this dtype."""
+  """Returns the code of a name in `UPDATE_VALUES`, for a momentum's dtype."""
   return _CODES[values](dtype)
 
 
 def _nearest_levels(
     values: jax.Array, limit: int
 ) -> tuple[jax.Array, jax.Array]:
-  """The largest magnitude at `limit`, and every value's nearest level."""
+  """Rounds values to levels, the largest magnitude to `limit`."""
   largest = jnp.max(jnp.abs(values), axis=1, keepdims=True)
   scales = _scales(largest.astype(jnp.float32) * np.float32(1 / limit), limit)
   inverse = jnp.where(scales > 0, 1 / scales, 0).astype(values.dtype)
@@ -183,7 +184,7 @@ def _nearest_levels(
 
 
 def _signs(values: jax.Array, limit: int) -> tuple[jax.Array, jax.Array]:
-  """The sign of every value, and their mean magnitude.
+  """Returns the sign of every value, and their mean magnitude.
 
   No other scale leaves a smaller square of what is lost.
   """
@@ -192,7 +193,7 @@ def _signs(values: jax.Array, limit: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _mean_magnitude(values: jax.Array) -> jax.Array:
-  """float32 means `[chunks, 1]`, their sums in one fixed order."""
+  """Returns float32 means `[chunks, 1]`, their sums in one fixed order."""
   k = values.shape[1]
   width = 1 << (k - 1).bit_length()
   # So that no sum overflows; the mean of values this large may be any.
@@ -210,22 +211,23 @@ def _scales(scales: jax.Array, limit: int) -> jax.Array:
 
 
 def _largest_scale(limit: int) -> float:
-  """The largest bfloat16 that is finite in float32 when times `limit`."""
+  """Returns the largest bfloat16 whose product with `limit` is finite."""
   bits = np.float32(_MAX / limit).view(np.uint32) & np.uint32(0xFFFF0000)
   return float(bits.view(np.float32))
 
 
 def _round(x: jax.Array) -> jax.Array:
-  """float32 rounded to what bfloat16 can hold, ties to even, no subnormals."""
+  """Rounds float32 to what bfloat16 can hold, ties to even, no subnormals."""
   return jax.lax.reduce_precision(
       _without_subnormals(x), exponent_bits=8, mantissa_bits=7
   )
 
 
 def _without_subnormals(x: jax.Array) -> jax.Array:
-  """Zeros for them: some devices and threads do so unasked, others do not.
+  """Replaces subnormal numbers by zero.
 
-  And as scales they would have no finite inverse.
+  Some devices and threads flush them, others do not; and a subnormal scale has
+  no finite inverse.
   """
   return jnp.where(jnp.abs(x) < float(_TINY), 0, x)
 
@@ -238,7 +240,7 @@ def _bfloat16_bytes(x: jax.Array) -> jax.Array:
 
 
 def _from_bfloat16_bytes(data: jax.Array) -> jax.Array:
-  """float32 `[count]` of uint8 `[2 * count]`."""
+  """Returns float32 `[count]` of uint8 `[2 * count]`."""
   halves = data.reshape(-1, 2)
   halves = jax.lax.bitcast_convert_type(halves, jnp.uint16)
   return jax.lax.bitcast_convert_type(

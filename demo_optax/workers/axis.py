@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from demo_optax.workers.base import Spec, Workers
+from demo_optax.workers.base import Workers, is_spec
 from demo_optax.workers.collectives import is_tracked, varies, vary
 
 
@@ -55,8 +55,8 @@ class OnAxis(Workers):
   ) -> Any:
     _ = self.count  # an error where the axis is not mapped
     flat, treedef = jax.tree.flatten(args)
-    ins = jax.tree.leaves(in_specs, is_leaf=_is_spec)
-    outs, out_treedef = jax.tree.flatten(out_specs, is_leaf=_is_spec)
+    ins = jax.tree.leaves(in_specs, is_leaf=is_spec)
+    outs, out_treedef = jax.tree.flatten(out_specs, is_leaf=is_spec)
     own = [x[0] if s.stacked else x for x, s in zip(flat, ins)]
     found = out_treedef.flatten_up_to(fun(*treedef.unflatten(own)))
     return out_treedef.unflatten(
@@ -78,9 +78,6 @@ class OnAxis(Workers):
     state = jax.tree.map(lambda x: x[0], state)
     own, state, equal = fun(index, own, state, shared)
     return own, jax.tree.map(lambda x: x[None], state), equal
-
-  def split(self, x: jax.Array) -> jax.Array:
-    return x
 
   def mean(self, x: jax.Array) -> jax.Array:
     return jax.lax.pmean(self.vary(x), self.axis_name)
@@ -117,10 +114,6 @@ class OnAxis(Workers):
     return self.vary(x) if inexact else x
 
   def vary(self, x: jax.Array) -> jax.Array:
-    """`x`, marked as varying over the workers where that is tracked."""
+    """Returns `x`, marked as varying over the workers where that is tracked."""
     marked: jax.Array = vary(x, self.axis_name)
     return marked
-
-
-def _is_spec(x: Any) -> bool:
-  return isinstance(x, Spec)

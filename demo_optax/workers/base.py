@@ -1,4 +1,4 @@
-"""Workers: who takes part, and how one worker's function is run for all.
+"""Workers: how one worker's function is run for all of them.
 
 A worker may be several devices, which share its one momentum: the axes of the
 mesh other than the worker axis shard its parameters (`workers.sharding`).
@@ -31,8 +31,13 @@ class Spec(NamedTuple):
   inner: P = P()
 
 
+def is_spec(x: Any) -> bool:
+  """Returns whether `x` is a `Spec`, a leaf although it is a tuple."""
+  return isinstance(x, Spec)
+
+
 class Workers(abc.ABC):
-  """Who takes part in the exchange. Make one with one of the constructors.
+  """The workers of an exchange. Make them with one of the constructors.
 
   ==========================  ==========================  ======================
   constructor                 gradients                   for
@@ -260,10 +265,10 @@ class Workers(abc.ABC):
 
   @abc.abstractmethod
   def stack(self, x: jax.Array) -> jax.Array:
-    """A copy of `x` for every worker, `[stacked_size, *x.shape]`."""
+    """Returns a copy of `x` for every worker, `[stacked_size, *x.shape]`."""
 
   def first(self, x: jax.Array) -> jax.Array:
-    """Worker 0's part of a stacked array, for all."""
+    """Returns worker 0's part of a stacked array, for all."""
     return x[0]
 
   @abc.abstractmethod
@@ -312,18 +317,14 @@ class Workers(abc.ABC):
     """
 
   @abc.abstractmethod
-  def split(self, x: jax.Array) -> jax.Array:
-    """A batch `[count * b, ...]` laid out as gradients are."""
-
-  @abc.abstractmethod
   def mean(self, x: jax.Array) -> jax.Array:
-    """Mean over the workers of something laid out as gradients are."""
+    """Returns the mean over the workers of what is laid out as gradients."""
 
   @abc.abstractmethod
   def sum_present(
       self, x: jax.Array, present: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
-    """Sum over the workers that are present, and their number.
+    """Returns the sum over the workers that are present, and their number.
 
     Args:
       x: the workers' arrays, laid out as gradients are.
@@ -336,22 +337,22 @@ class Workers(abc.ABC):
   def mean_present(
       self, x: jax.Array, present: jax.Array, otherwise: jax.Array | float = 0
   ) -> jax.Array:
-    """Mean over the workers that are present; `otherwise` if nobody is."""
+    """Returns the mean over those present; `otherwise` if nobody is."""
     total, count = self.sum_present(x, present)
     mean = total / jnp.maximum(count, 1).astype(total.dtype)
     return jnp.where(count > 0, mean, otherwise)
 
   @abc.abstractmethod
   def all_finite(self, xs: Sequence[jax.Array]) -> jax.Array:
-    """For every worker, whether all its arrays are finite."""
+    """Returns for every worker whether all its arrays are finite."""
 
   def device_put(self, tree: Any) -> Any:
-    """`tree` on the devices of the workers' mesh, before the first step.
+    """Puts `tree` on the devices of the workers' mesh, before the first step.
 
     Parameters, and what ends in a parameter's path in a state, go where
     `param_specs` says; all else goes everywhere. Arrays that are spread over
     the mesh already (the momentum) stay where they are. Without a mesh it is
-    `tree` as it is.
+    `tree` unchanged.
 
     Args:
       tree: parameters, an optimizer state, or an `nnx.State`.
@@ -420,6 +421,10 @@ class Workers(abc.ABC):
     """
     del specs
     return list(leaves)
+
+  def split(self, x: jax.Array) -> jax.Array:
+    """Returns a batch `[count * b, ...]` as rows `[count, b, ...]`."""
+    raise NotImplementedError
 
   def join(self, x: jax.Array) -> jax.Array:
     """Returns rows `[count, b, ...]` as a batch: undoes `split`."""

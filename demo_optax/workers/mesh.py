@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from demo_optax.workers import sharding
-from demo_optax.workers.base import Spec
+from demo_optax.workers.base import Spec, is_spec
 from demo_optax.workers.sharding import ParamSpecs
 from demo_optax.workers.stacked import Stacked
 
@@ -70,8 +70,8 @@ class OnMesh(Stacked):
       out_specs: Any,
   ) -> Any:
     flat, treedef = jax.tree.flatten(args)
-    ins = jax.tree.leaves(in_specs, is_leaf=_is_spec)
-    outs, out_treedef = jax.tree.flatten(out_specs, is_leaf=_is_spec)
+    ins = jax.tree.leaves(in_specs, is_leaf=is_spec)
+    outs, out_treedef = jax.tree.flatten(out_specs, is_leaf=is_spec)
 
     def local(*flat: Any) -> list[Any]:
       own = [x[0] if s.stacked else x for x, s in zip(flat, ins)]
@@ -216,7 +216,7 @@ class OnMesh(Stacked):
     return jax.tree_util.tree_map_with_path(spec_of, tree)
 
   def place(self, x: jax.Array) -> jax.Array:
-    """`x [count, ...]`, each worker's part at the worker."""
+    """Returns `x [count, ...]`, each worker's part at the worker."""
     if self._explicit:
       old = jax.typeof(x).sharding.spec
       return self._reshard(x, P(self.axis_name, *old[1:]))
@@ -231,7 +231,7 @@ class OnMesh(Stacked):
     return x if placed.given == placed.spec else self._reshard(x, placed.given)
 
   def _reshard(self, x: jax.Array, spec: P) -> jax.Array:
-    """On Explicit axes types must match; on Auto ones shard_map sees to it."""
+    """Reshards `x` on Explicit axes; on Auto axes `shard_map` does it."""
     if not self._explicit:
       return x
     return jax.sharding.reshard(x, NamedSharding(self.mesh, spec))
@@ -258,10 +258,6 @@ def _put(x: Any, sharding: NamedSharding) -> Any:
 def _full(spec: P, rank: int) -> P:
   """Returns the spec with an entry for every dimension."""
   return P(*spec, *(None,) * (rank - len(spec)))
-
-
-def _is_spec(x: Any) -> bool:
-  return isinstance(x, Spec)
 
 
 @functools.cache

@@ -102,7 +102,7 @@ class ParamSpecs:
     return P(self.axes) if self.axes else P()
 
   def place(self, path: Path, shape: tuple[int, ...]) -> ParamSharding:
-    """Where the parameter at `path` lies; raises if it cannot lie there."""
+    """Returns how the parameter at `path` is sharded; raises if it cannot."""
     keys, name = path_keys(path), jax.tree_util.keystr(path) or 'the only leaf'
     for length in range(len(keys), -1, -1):
       if keys[:length] in self._specs:
@@ -173,7 +173,7 @@ class ParamSpecs:
 
 
 def path_keys(path: Path) -> Keys:
-  """A path as plain keys, without the `value` that Flax variables add."""
+  """Returns plain keys of a path, without `value` that Flax variables add."""
   keys = []
   for entry in path:
     for attribute in ('name', 'key', 'idx'):
@@ -188,7 +188,7 @@ def path_keys(path: Path) -> Keys:
 
 
 def dotted(keys: Keys) -> str:
-  """A leaf's name in tables and checkpoints."""
+  """Returns a leaf's name in tables and checkpoints."""
   return '.'.join(map(str, keys)) or 'the only leaf'
 
 
@@ -196,13 +196,18 @@ STACKED = 'worker_stacked'
 
 
 def is_stacked(keys: Keys) -> bool:
-  """Whether a leaf of a state has a leading worker axis, told by its path."""
+  """Returns whether a leaf of a state has a worker axis, told by its path."""
   return STACKED in keys
 
 
 def is_bucket(keys: Keys) -> bool:
-  """Whether a leaf of a state holds something of every device of a worker."""
+  """Returns whether a leaf of a state is a bucket, told by its path."""
   return is_stacked(keys) and str(keys[-1]).startswith('bucket_')
+
+
+def is_owned(keys: Keys) -> bool:
+  """Returns whether a path is that of what owners of chunks keep."""
+  return is_bucket(keys) and keys[-2] == 'update_residual'
 
 
 def _check_spec(
@@ -240,7 +245,7 @@ def entry(spec: P, dim: int) -> tuple[Any, ...]:
 
 
 def _shortest(spec: P) -> P:
-  """The spec without entries at its end that say nothing."""
+  """Returns the spec without entries at its end that say nothing."""
   entries = list(spec)
   while entries and entries[-1] is None:
     entries.pop()
@@ -254,7 +259,7 @@ def names_of(spec: P) -> Iterator[Any]:
 
 
 def _some(keys: Any) -> str:
-  """The first few of many names."""
+  """Returns the first few of many names."""
   names = ['.'.join(map(str, k)) if isinstance(k, tuple) else k for k in keys]
   names = [name or 'all parameters' for name in names]
   more = [f'and {len(names) - 6} more'] if len(names) > 6 else []

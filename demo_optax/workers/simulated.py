@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from demo_optax.workers.base import Spec
+from demo_optax.workers.base import Spec, is_spec
 from demo_optax.workers.sharding import ParamSpecs, entry, names_of
 from demo_optax.workers.stacked import Stacked
 
@@ -41,8 +41,8 @@ class Simulated(Stacked):
       out_specs: Any,
   ) -> Any:
     flat, treedef = jax.tree.flatten(args)
-    ins = jax.tree.leaves(in_specs, is_leaf=_is_spec)
-    outs, out_treedef = jax.tree.flatten(out_specs, is_leaf=_is_spec)
+    ins = jax.tree.leaves(in_specs, is_leaf=is_spec)
+    outs, out_treedef = jax.tree.flatten(out_specs, is_leaf=is_spec)
 
     def mapped(_: Any, *flat: Any) -> list[Any]:
       return out_treedef.flatten_up_to(fun(*treedef.unflatten(flat)))
@@ -117,7 +117,3 @@ class Simulated(Stacked):
       order.append(first + d)
       shape.append(size)
     return x.transpose(order).reshape(shape)
-
-
-def _is_spec(x: Any) -> bool:
-  return isinstance(x, Spec)

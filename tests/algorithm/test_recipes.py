@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import functools
 
+import chex
 import helpers
 import jax
 import jax.numpy as jnp
@@ -899,6 +900,31 @@ def test_what_is_kept():
   assert sizes == sorted([2 * 128, 2 * 128, 2 * 256, 256])
 
 
+def test_a_momentum_in_bfloat16():
+  rng = np.random.default_rng(0)
+  params = {'w': jnp.ones((64, 32)), 'embed': jnp.ones((8, 8))}
+  workers = demo_optax.Workers.simulated(2)
+  wide, narrow = (
+      demo_optax.demo_muon(0.1, workers=workers, mu_dtype=dtype)
+      for dtype in (None, 'bfloat16'))
+  states = [tx.init(params) for tx in (wide, narrow)]
+  before = states[1]
+  kept = [sum(x.nbytes for x in jax.tree.leaves(s)) for s in states]
+  assert kept[0] - kept[1] == 2 * 64 * 32 * 2  # of each worker's matrix half
+  steps = [jax.jit(tx.update) for tx in (wide, narrow)]
+  for _ in range(3):
+    gradients = jax.tree.map(
+        lambda x: rng.normal(size=(2, *x.shape)).astype(np.float32), params)
+    for i, step in enumerate(steps):
+      _, states[i] = step(gradients, states[i], params)
+  sent = recipes.muon_compressors(params)
+  wide, narrow = (
+      demo_optax.state.momentum(s, params, sent, workers)['w'] for s in states)
+  assert not np.array_equal(wide, narrow)
+  np.testing.assert_allclose(narrow, wide, atol=0.02 * np.abs(wide).max())
+  chex.assert_trees_all_equal_shapes_and_dtypes(states[1], before)
+
+
 def test_boxes_of_linen():
   """As parameters of `nn.with_partitioning` come from `init`."""
   workers = demo_optax.Workers.simulated(2)
@@ -938,6 +964,8 @@ def test_updates_of_any_size_have_a_direction():
     ({'decay': 1.5}, ValueError, 'decay=1.5'),
     ({'adam_b2': 1.0}, ValueError, 'adam_b2=1.0'),
     ({'preconditioning': 'none'}, ValueError, "preconditioning='none'"),
+    ({'mu_dtype': jnp.int8}, TypeError, 'mu_dtype=.*int8.* floating-point'),
+    ({'mu_dtype': 'b16'}, TypeError, 'b16'),
     ({'workers': 4}, TypeError, 'workers=4'),
 ])
 def test_arguments_that_cannot_be(options, error, match):

@@ -17,7 +17,7 @@ PACKAGE = pathlib.Path(demo_optax.__file__).parent
 
 # A module may import those before it, and no other.
 ORDER = [
-    'tools.tables', 'engine.heuristics', 'wire.bits', 'engine.topk',
+    'tools.tables', 'engine.heuristics', 'engine.rounding', 'wire.bits', 'engine.topk',
     'wire.indices', 'wire.values', 'wire.message', 'wire.updates', 'workers.sharding',
     'workers.collectives', 'workers.base', 'workers.stacked',
     'workers.simulated', 'workers.mesh', 'workers.axis', 'workers',

@@ -1,0 +1,38 @@
+"""Arithmetic whose rounding does not depend on the program around it."""
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def mul_no_fma(weight: chex.Numeric, x: jax.Array) -> jax.Array:
+  """Returns `weight * x`, rounded before anything is added to it.
+
+  Compilers may contract a product and a sum into one operation with a single
+  rounding, depending on the program around it: the same step would differ in
+  its last bits between simulation and mesh, and between what is sent and what
+  is subtracted. Selects do not prevent it, and optimization barriers are
+  removed too early; an XOR with bits that only we know to be zero does.
+  """
+  if isinstance(weight, (int, float)) and weight == 1:
+    return x
+  result = jnp.asarray(weight, x.dtype) * x
+  bits = jnp.int64 if x.dtype.itemsize == 8 else jnp.int32
+  zero = (x != x).astype(bits)  # of NaN it is another NaN
+  result = jax.lax.bitcast_convert_type(result, bits) ^ zero
+  return jax.lax.bitcast_convert_type(result, x.dtype)
+
+
+def exact_reciprocal(
+    count: jax.Array, most: int, dtype: Any
+) -> jax.Array:
+  """Returns `1 / count` for int32 counts up to `most`; 1 for a count of zero.
+
+  Looked up, for the same bits in every program, simulated or on a mesh:
+  compilers divide in one program and multiply by an inverse in the other.
+  """
+  inverse = 1.0 / np.maximum(np.arange(most + 1), 1)
+  return jnp.asarray(inverse, dtype)[count]
