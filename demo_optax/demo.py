@@ -384,7 +384,7 @@ def scale_by_demo(
     del extra_args
     hyper = decay, alpha, gradient_weight, max_norm_ratio
     if one_worker.is_mapped():
-      return one_worker.exchange(
+      return one_worker.call_stacked(
           stacked_update_fn, workers, updates, state, params, hyper
       )
     return stacked_update_fn(updates, state, params, hyper, workers)

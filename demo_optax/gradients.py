@@ -187,7 +187,7 @@ def average(*, workers: Workers) -> optax.GradientTransformation:
   ) -> chex.ArrayTree:
     if not one_worker.is_mapped():
       return stacked_mean(updates, params, workers)
-    mean, _ = one_worker.exchange(
+    mean, _ = one_worker.call_stacked(
         lambda updates, state, params, _, workers: (
             stacked_mean(updates, params, workers), state
         ),

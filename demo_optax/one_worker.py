@@ -175,7 +175,7 @@ def local_params(keys: Sequence[Keys]) -> dict[Keys, set[Keys]]:
 # The exchange -----------------------------------------------------------------
 
 
-def exchange(
+def call_stacked(
     stacked_update: Callable[..., tuple[Any, Any]],
     workers: Workers,
     updates: Any,

@@ -321,6 +321,6 @@ def _put_back(
         state, momentum, compressor, workers
     )
 
-  return one_worker.exchange(
+  return one_worker.call_stacked(
       stacked_update, workers, updates, state, None, shared, own_updates=True
   )
