@@ -102,8 +102,8 @@ class DeMoState(NamedTuple):
       that was sent; `'residual_norm'`, the norm of what stayed, the root of its
       mean square over the workers; `'mean_senders'`, how many workers sent a
       coefficient, on average over all that were sent (of leaves of which every
-      worker selects a part for itself; 0 if there are none). Energies that
-      float32 cannot hold count as zero.
+      worker selects a part for itself and that no kernel merges; 0 if there are
+      none). Energies that float32 cannot hold count as zero.
     layout: which leaf's chunks lie where in the momentum.
     worker_stacked: what every worker has of its own: the momentum, by buckets,
       the message in flight, and the residuals of the updates that it owns.

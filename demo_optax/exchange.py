@@ -300,10 +300,9 @@ def exchange(
   )
 
   # u = T^-1 average_i(q_i), in a fixed order: the same bits on all workers.
+  merging = [engine.choose(bucket, config.kernels) for bucket in packer.read]
   merged, distinct = _unzip(
-      engine.choose(bucket, config.kernels).merge(
-          bucket, inbox.received[i], config.average
-      )
+      merging[i].merge(bucket, inbox.received[i], config.average)
       for i, bucket in enumerate(packer.read)
   )
   report = Report(
@@ -330,7 +329,8 @@ def exchange(
 
   averages, num_valid = _averages(layout, group, gradients, valid)
   updates |= averages
-  metrics = _metrics(buckets, group, report, num_valid)
+  counted = [e.COUNTS_SENDERS for e in merging]
+  metrics = _metrics(buckets, counted, group, report, num_valid)
   state = WorkerState(residual, in_flight, update_residual)
   return [updates[i] for i in sorted(updates)], state, metrics
 
@@ -505,6 +505,7 @@ def _averages(
 
 def _metrics(
     buckets: Sequence[Bucket],
+    counted: Sequence[bool],
     group: Group,
     report: Report,
     num_valid: jax.Array | None,
@@ -515,9 +516,10 @@ def _metrics(
     return no_metrics(report.num_outliers is not None)
   valid = count.astype(jnp.float32)
   senders = jnp.zeros((2,), jnp.float32)  # of all that was sent; distinct
-  for bucket, different in zip(buckets, report.distinct):
-    if not bucket.format.shared and bucket.format.k < bucket.format.n:
-      of_all = valid * float(bucket.num_chunks * bucket.format.k)
+  for bucket, is_counted, different in zip(buckets, counted, report.distinct):
+    form = bucket.format
+    if is_counted and not form.shared and form.k < form.n:
+      of_all = valid * float(bucket.num_chunks * form.k)
       senders += jnp.stack([of_all, different])
   held, sent, stays, all_sent, different = group.sum_devices(
       jnp.concatenate([report.energies, senders])

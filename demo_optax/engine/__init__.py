@@ -1,7 +1,7 @@
 """Engines: interchangeable implementations of a bucket's arithmetic.
 
-An engine is a module with two functions, `accumulate_and_select` and `merge`;
-what they promise is written in `plain`.
+An engine is a module with two functions, `accumulate_and_select` and `merge`,
+and `COUNTS_SENDERS`; what they promise is written in `plain`.
 """
 
 from typing import Any

@@ -30,6 +30,8 @@ from demo_optax.engine import pallas_common as kernel_math
 from demo_optax.engine.pallas_common import Basis, Cut
 from demo_optax.wire.message import Received, Selected, energy
 
+COUNTS_SENDERS = False  # see `plain`
+
 _LENGTHS = (32, 64, 128)
 _LARGEST_K = 64
 
