@@ -115,6 +115,36 @@ def test_seconds_are_what_was_measured():
     assert words.format(f'{seconds:.2f}') in README
 
 
+def steps_to(run, loss):
+  """The step at which a run's validation loss was reached, interpolated."""
+  curve = [(int(step), value) for step, value in run['curve'].items()]
+  for (step, before), (later, after) in zip(curve, curve[1:]):
+    if after <= loss:
+      return step + (later - step) * (before - loss) / (before - after)
+  raise AssertionError(f'{run} does not reach {loss}')
+
+
+def test_minutes_are_what_was_measured():
+  """Seconds of a step over links, times the steps to AdamW's final loss."""
+  adamw = [r['loss'] for r in runs('muon', {'method': 'adamw'})]
+  counts = {
+      method: statistics.mean(
+          steps_to(r, statistics.mean(adamw)) for r in runs('muon', settings))
+      for method, settings in (
+          ('demo_muon', ROWS['`demo_muon`'][1]), ('Muon bfloat16', MUON))
+  }
+  counts['AdamW bfloat16'] = 800
+  for link, words in (
+      ('100 Mbit/s', '{} minutes with `demo_muon`, {} with Muon and {} with'),
+      ('1 Gbit/s', 'at 1 Gbit/s in {}, {} and {}.')):
+    minutes = [
+        next(r['step'] for r in results('links_muon.json')
+             if (r['link'], r['method']) == (link, method)) * steps / 60
+        for method, steps in counts.items()
+    ]
+    assert words.format(*(f'{m:.1f}' for m in minutes)) in README
+
+
 def test_what_1024_workers_receive():
   params = jax.tree.map(
       lambda s: jax.ShapeDtypeStruct(tuple(s), np.float32),
