@@ -1,5 +1,6 @@
 """What the README says is so: its code, its table, its figures, its links."""
 
+import itertools
 import json
 import pathlib
 import re
@@ -118,7 +119,7 @@ def test_seconds_are_what_was_measured():
 def steps_to(run, loss):
   """The step at which a run's validation loss was reached, interpolated."""
   curve = [(int(step), value) for step, value in run['curve'].items()]
-  for (step, before), (later, after) in zip(curve, curve[1:]):
+  for (step, before), (later, after) in itertools.pairwise(curve):
     if after <= loss:
       return step + (later - step) * (before - loss) / (before - after)
   raise AssertionError(f'{run} does not reach {loss}')
