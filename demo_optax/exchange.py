@@ -465,7 +465,7 @@ def _outliers(
     group: the workers, and the devices of a worker.
     ratio: `Hyper.max_norm_ratio`.
     energies: float32 `[workers]`, squares of norms, of what this device reads.
-    valid: bool `[workers]`, who takes part.
+    valid: bool `[workers]`, which workers are valid.
 
   Returns:
     bool `[workers]`, the same on all devices.

@@ -112,7 +112,7 @@ class Checkpointer:
       `nnx.Optimizer`, `nnx.state(model, wrt)`. Only shapes are looked at.
     compressor: that of the exchange, or a tree of them as for `plan`; with
       `None` the trees hold no exchange.
-    workers: who takes part; not `Workers.on_axis`: give
+    workers: the workers of the exchange; not `Workers.on_axis`: give
       `Workers.simulated(n)` for it.
     keep: how many of the last checkpoints are kept, at least 1.
     timeout: seconds after which a save that is not whole has failed. With

@@ -54,7 +54,7 @@ class Kernels:
 
   @classmethod
   def chosen(cls, wanted: bool | None) -> 'Kernels':
-    """Returns those that are used: `heuristics.kernels` decides."""
+    """Returns the kernels to use, if any: `heuristics.kernels` decides."""
     backend = heuristics.kernels(wanted)
     return cls('gpu', interpret=True) if backend == 'cpu' else cls(backend)
 
@@ -164,7 +164,7 @@ class Kernels:
       plans: of the leaves.
       selections: for each leaf int32 indices and float32 values `[workers,
         chunks, k]`.
-      senders: for each leaf bool `[workers]`, who takes part.
+      senders: for each leaf bool `[workers]`, which workers are valid.
       average: see `topk.weigh`.
       signed: only signs of the result.
 

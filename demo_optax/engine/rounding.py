@@ -9,7 +9,7 @@ import numpy as np
 
 
 def mul_no_fma(weight: chex.Numeric, x: jax.Array) -> jax.Array:
-  """Returns `weight * x`, rounded before anything is added to it.
+  """Returns `weight * x` in the dtype of `x`, rounded before it is used.
 
   Compilers may contract a product and a sum into one operation with a single
   rounding, depending on the program around it: the same step would differ in

@@ -83,7 +83,7 @@ def _largest(keys: jax.Array, k: int) -> jax.Array:
 
 
 def _kth_largest(keys: jax.Array, k: int, bits: int) -> jax.Array:
-  """Returns the k-th largest `[chunks, 1]` of `[chunks, n]` below `2**bits`.
+  """Returns the k-th largest integer `[chunks, 1]` of those below `2**bits`.
 
   Bit by bit from the highest: the largest number that `k` keys reach.
   """

@@ -118,7 +118,7 @@ def local_updates(
     sync_period: :math:`H`, at least 1: a number, or a schedule of the steps
       done. The exchange is after step :math:`t` if at least :math:`H(t)` steps
       were made since the last one.
-    workers: who takes part: `Workers.simulated` or `Workers.on_mesh`.
+    workers: those of the exchange: `Workers.simulated` or `Workers.on_mesh`.
     drift: `outer` makes another update for every worker, each of which goes on
       from parameters of its own, :math:`s_i`. Then :math:`s` is their mean, for
       evaluation: with each exchange a dense all-reduce of the parameters.

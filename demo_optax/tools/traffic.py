@@ -353,7 +353,7 @@ def plan(
   Args:
     params: parameters, or their shapes (`jax.ShapeDtypeStruct`).
     compressor: what is sent, or a tree of that, as for `scale_by_demo`.
-    workers: who takes part, or how many.
+    workers: the workers of the exchange, or their number.
     exchange: as in `scale_by_demo`.
     update_values: as in `scale_by_demo`.
 

@@ -173,7 +173,7 @@ class ParamSpecs:
 
 
 def path_keys(path: Path) -> Keys:
-  """Returns plain keys of a path, without `value` that Flax variables add."""
+  """Returns a path's plain keys, less the `value` that Flax variables add."""
   keys = []
   for entry in path:
     for attribute in ('name', 'key', 'idx'):

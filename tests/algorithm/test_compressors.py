@@ -294,6 +294,11 @@ def test_info_says_what_was_sent_and_kept():
   assert float(info['residual_norm']) == pytest.approx(np.sqrt(1 / 2))
   assert float(info['mean_senders']) == pytest.approx(4 / 3)
   assert demo_optax.exchange_info({'deep': [state]}) == info
+  # An exchange in front of it that has nothing to send tells nothing.
+  idle = demo_optax.scale_by_demo(compressor, workers=workers).init(())
+  assert demo_optax.exchange_info((idle, state)) == info
+  told = demo_optax.state.state_summary((idle, state)).splitlines()
+  assert told[0] == '1 exchange of 3 workers. The last one:'
 
 
 def test_a_selection_in_any_order_and_of_another_code():
