@@ -1,8 +1,8 @@
-"""Low-rank methods to compare with, written from their papers.
+"""Methods to compare with: of low rank, from their papers, and a variant.
 
-Both are transformations of one worker's gradients for a `data_parallel` step:
-what they average over all workers are the two thin factors of a matrix,
-`rank * (rows + columns)` numbers.
+All are transformations of one worker's gradients for a `data_parallel` step.
+What those of low rank average over all workers are the two thin factors of a
+matrix, `rank * (rows + columns)` numbers.
 """
 
 from typing import Any, NamedTuple
@@ -11,12 +11,14 @@ import chex
 import jax
 import jax.numpy as jnp
 import optax
+import scipy.fft
 
 import demo_optax
+from demo_optax.engine.topk import top_k
 
 
 class LowRankState(NamedTuple):
-  """State of both.
+  """State of the methods of low rank.
 
   Attributes:
     worker_stacked: of each matrix, what a worker has not sent (PowerSGD), or
@@ -122,3 +124,76 @@ def sent_bytes(params: chex.ArrayTree, rank: int, workers: int) -> float:
   """Returns what a worker sends of matrices by ring all-reduces of factors."""
   elements = sum(rank * sum(x.shape) for x in jax.tree.leaves(params))
   return 2 * (workers - 1) / workers * 4 * elements
+
+
+class OneMomentumState(NamedTuple):
+  """State of `one_momentum`.
+
+  Attributes:
+    worker_stacked: the momentum of each matrix, less some of what was sent,
+      `[workers, rows, columns]`.
+  """
+
+  worker_stacked: chex.ArrayTree
+
+
+def one_momentum(
+    orthonormalise: optax.GradientTransformation,
+    workers: demo_optax.Workers,
+    topk: int,
+    beta: float,
+    alpha: float,
+) -> optax.GradientTransformation:
+  """`demo_muon` with one momentum instead of two, for sides of whole chunks.
+
+  The largest coefficients of the orthonormalised momentum are sent as signs.
+  The feedback is in the momentum that is orthonormalised, whose coefficients at
+  the same places lose the share `alpha` of what they are.
+  """
+  dct = jnp.asarray(scipy.fft.dct(jnp.eye(64), axis=0, norm='ortho'))
+
+  def transform(matrix: jax.Array) -> jax.Array:
+    rows, columns = (x // 64 for x in matrix.shape)
+    blocks = matrix.reshape(rows, 64, columns, 64)
+    return jnp.einsum('ap,rpcq,bq->rcab', dct, blocks, dct)
+
+  def inverse(blocks: jax.Array) -> jax.Array:
+    rows, columns = blocks.shape[:2]
+    matrix = jnp.einsum('ap,rcab,bq->rpcq', dct, blocks, dct)
+    return matrix.reshape(64 * rows, 64 * columns)
+
+  def of_matrix(
+      orthonormal: jax.Array, momentum: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    coefficients = transform(orthonormal)
+    size = jnp.abs(coefficients)
+    chunks = size.reshape(-1, 64 * 64)
+    largest = jnp.take_along_axis(chunks, top_k(chunks, topk), axis=1)
+    least = jnp.min(largest, axis=1).reshape(*size.shape[:2], 1, 1)
+    chosen = size >= least
+    mean = jnp.sum(size * chosen, (2, 3), keepdims=True) / topk
+    sent = jnp.where(chosen, jnp.sign(coefficients) * mean, 0.0)
+    kept = momentum - alpha * inverse(transform(momentum) * chosen)
+    return inverse(demo_optax.over_workers(sent)), kept
+
+  def update_fn(
+      updates: chex.ArrayTree, state: OneMomentumState, params: Any = None
+  ) -> tuple[chex.ArrayTree, OneMomentumState]:
+    del params
+    momenta = jax.tree.map(
+        lambda m, g: beta * m + (1 - beta) * g, state.worker_stacked, updates
+    )
+    orthonormal, _ = orthonormalise.update(
+        momenta, orthonormalise.init(momenta)
+    )
+    leaves, treedef = jax.tree.flatten(orthonormal)
+    found = map(of_matrix, leaves, jax.tree.leaves(momenta))
+    new, momenta = map(treedef.unflatten, zip(*found))
+    return new, OneMomentumState(momenta)
+
+  def init_fn(params: chex.ArrayTree) -> OneMomentumState:
+    return OneMomentumState(jax.tree.map(
+        lambda x: jnp.zeros((workers.count, *x.shape), x.dtype), params
+    ))
+
+  return optax.GradientTransformation(init_fn, update_fn)

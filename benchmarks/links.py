@@ -82,10 +82,10 @@ METHODS = {
     },
 }
 DEFAULT = list(METHODS)[:4]
-# Steps of the training example to the loss that AdamW ends at.
-STEPS = {
-    'AdamW float32': 800, 'AdamW bfloat16': 800, 'Muon bfloat16': 467,
-    'demo_muon': 498,
+# The same methods in the results of `muon.py`, whose averages are in float32.
+TRAINED = {
+    'AdamW float32': 'AdamW, averaged', 'AdamW bfloat16': 'AdamW, averaged',
+    'Muon bfloat16': 'Muon, averaged', 'demo_muon': 'demo_muon, 265x',
 }
 HEADER = 66  # bytes of a TCP packet in Ethernet before its data
 
@@ -515,9 +515,19 @@ def table(records: list[dict]) -> None:
 
 def to_the_loss(record: dict) -> str:
   """Returns the minutes to AdamW's loss, for the model that was trained."""
-  steps = STEPS.get(record['method'])
-  if steps is None or record['model'] != '1.0 M':
+  if record['method'] not in TRAINED or record['model'] != '1.0 M':
     return ''
+  import muon
+
+  runs = muon.by_name(muon.read(muon.RESULTS))
+  adamw, found = (
+      runs[muon.PLOTTED[label]]
+      for label in ('AdamW, averaged', TRAINED[record['method']])
+  )
+  loss = statistics.mean(r['loss'] for r in adamw)
+  steps = muon.DEFAULTS['steps']  # in which AdamW's mean gets there
+  if found is not adamw:
+    steps = statistics.mean(muon.steps_to(r, loss) for r in found)
   return f'{record["step"] * steps / 60:.1f}'
 
 
@@ -600,7 +610,7 @@ def main() -> None:
         args.out.write_text(json.dumps(records, indent=1) + '\n')
   records = json.loads(args.out.read_text())
   table(records)
-  if not args.trial and args.methods == DEFAULT:
+  if not args.trial and {r['method'] for r in records} == set(DEFAULT):
     draw(records, args.picture)
 
 

@@ -88,6 +88,11 @@ PLOTTED = {
         'recipe, other_lr=0.006, topk=8, average=workers, rows=8'
     ),
     'DeMo as published, 122x': 'demo, values=float32, decay=0.99',
+    'demo_diloco with Muon inside, 1,859x': (
+        'demo-diloco, lr=0.01, other_lr=0.012, ns_steps=5,'
+        ' preconditioning=frobenius, topk=128, decay=0.95, inner=muon,'
+        ' outer_lr=0.5'
+    ),
 }
 
 # optax.contrib.muon as it is, at the best of its rates.
@@ -101,11 +106,15 @@ MEDIUM = {'topk': 64, 'rows': 8}  # 265 times
 SMALL = {'topk': 8, 'rows': 8}  # 623 times
 BEST = {'average': 'workers', 'other_lr': 6e-3}
 PUBLISHED = {'method': 'demo', 'values': 'float32', 'decay': 0.99}
+EVERY_TEN = {
+    **MUON, 'method': 'demo-diloco', 'inner': 'muon', 'outer_lr': 0.5,
+    'topk': 128, 'decay': 0.95,
+}
 MANY = {n: {'workers': n, 'batch': 32, 'steps': 400} for n in (8, 32)}
 # How owners of chunks may write updates.
 ONE_BIT = ['topk128-sign', 'sign']
 UPDATES = ['topk128-sign', 'int4', 'sign', 'topk512-sign', 'int8']
-LARGER = {'width': 512, 'layers': 3, 'heads': 8, 'steps': 200}
+LARGER = {'width': 512, 'layers': 3, 'heads': 8, 'steps': 400}
 CNN = {'task': 'cnn', 'steps': 400, 'batch': 64}
 
 # In the order in which they are worth running.
@@ -168,7 +177,9 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
     'beta': [
         *grid(**MEDIUM, beta=[0.9, 0.98]), *grid(beta=0.0, decay=0.99),
     ],
-    'decay': [*grid(decay=[0.5, 0.8, 0.95, 0.99]), *grid(**MEDIUM, decay=0.8)],
+    'decay': [
+        *grid(decay=[0.0, 0.5, 0.8, 0.95, 0.99]), *grid(**MEDIUM, decay=0.8),
+    ],
     'place': [
         *grid(worker='momentum'),
         *grid(worker='momentum', after='orthonormalise'),
@@ -191,7 +202,10 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
     'nesterov': grid(nesterov=False),
     'alpha': [*grid(alpha=[0.5, 0.2]), *grid(**LARGE, alpha=0.5)],
     'weight': grid(weight='lr'),
-    'memory': grid(mu_dtype='bfloat16'),
+    'memory': [
+        *grid(mu_dtype='bfloat16'),
+        *grid(method='one-momentum', alpha=[0.0, 0.1, 1.0]),
+    ],
     'chunks': grid(**MEDIUM, **BEST, chunks='heads'),
     'controls': [*grid(topk=None), *grid(method='muon-sign')],
     # Other methods.
@@ -204,7 +218,7 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
     ],
     'low-rank': [
         *grid(method='powersgd', lr=[1e-3, 2e-3, 4e-3]),
-        *grid(method='dion', lr=[5e-3, 1e-2, 2e-2], **BEST),
+        *grid(method='dion', lr=[5e-3, 1e-2, 2e-2, 4e-2], **BEST),
         *grid(method='powersgd', lr=2e-3, **BEST),
     ],
     'local': [
@@ -212,7 +226,9 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
         *grid(**{**MUON, 'method': 'diloco', 'inner': 'muon',
                  'outer_lr': [0.1, 0.25, 0.7]}),
         *grid(**{**MUON, 'method': 'demo-diloco', 'inner': 'muon',
-                 'outer_lr': [0.5, 1.0]}, topk=128, decay=0.95),
+                 'outer_lr': [0.25, 0.5, 1.0]}, topk=128, decay=0.95),
+        *grid(**{**EVERY_TEN, 'seed': [1, 2]}),
+        *grid(**{**EVERY_TEN, 'lr': [5e-3, 2e-2]}),
         *grid(method='sparse-loco', topk=128, decay=0.95, outer_lr=[1.0, 2.0]),
     ],
     # The leaders for longer, and elsewhere.
@@ -235,6 +251,8 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
     'sixteen': [
         *grid(workers=16, **LARGE, **BEST), *grid(workers=16, **MEDIUM, **BEST),
         *grid(**MUON, workers=16), *grid(method='adamw', workers=16),
+        *grid(workers=16, **MEDIUM, **BEST, beta=0.98),
+        *grid(workers=16, **MEDIUM, **BEST, lr=3e-3),
     ],
     'sources': [
         *grid(data='stdlib', **LARGE, **BEST),
@@ -474,7 +492,9 @@ def plot(records: list[dict[str, Any]], path: pathlib.Path) -> None:
   from matplotlib import pyplot as plt
 
   runs = by_name(records)
-  figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6))
+  figure, (left, right) = plt.subplots(
+      1, 2, figsize=(9, 4.4), layout='constrained'
+  )
   for number, (label, name) in enumerate(PLOTTED.items()):
     found = runs.get(name)
     if not found:
@@ -494,8 +514,10 @@ def plot(records: list[dict[str, Any]], path: pathlib.Path) -> None:
     )
   left.set(xlabel='step', ylabel='validation loss (nats per byte)')
   right.set(xlabel='kB sent per worker and step', xscale='log')
-  left.legend(frameon=False, fontsize=8)
-  figure.tight_layout()
+  figure.legend(
+      handles=left.lines, loc='outside lower center', ncols=3, frameon=False,
+      fontsize=8,
+  )
   figure.savefig(path, dpi=150)
   print(f'Picture: {path}')
 

@@ -33,7 +33,8 @@ class Method(NamedTuple):
 def make(s: Settings, workers: demo_optax.Workers) -> Method:
   """Returns the method of the settings."""
   families = {
-      'recipe': recipe, 'demo': demo, 'powersgd': low_rank, 'dion': low_rank,
+      'recipe': recipe, 'demo': demo, 'one-momentum': one_momentum,
+      'powersgd': low_rank, 'dion': low_rank,
       'diloco': local, 'demo-diloco': local, 'sparse-loco': local,
   }
   return families.get(s['method'], averaged)(s, workers)
@@ -245,22 +246,7 @@ def low_rank(s: Settings, workers: demo_optax.Workers) -> Method:
   compressor, other_base = other_leaves(
       s, compressors.FROZEN, optax.scale_by_adam(b1=0.0, b2=0.95)
   )
-  exchange = demo_optax.scale_by_demo(
-      compressor, s['decay'], workers=workers, average=s['average'], ema=True
-  )
-  tx = optax.partition(
-      {
-          'matrix': optax.chain(
-              own, base,
-              optax.scale_by_learning_rate(schedule(s, s['lr'])),
-          ),
-          'other': optax.chain(
-              exchange, other_base,
-              optax.scale_by_learning_rate(schedule(s, s['other_lr'])),
-          ),
-      },
-      matrix_or_other,
-  )
+  tx = matrices_by(optax.chain(own, base), compressor, other_base, s, workers)
 
   def bytes_of(params: Any) -> tuple[float, float, float]:
     plan = demo_optax.plan(params, compressor, workers)
@@ -274,7 +260,48 @@ def low_rank(s: Settings, workers: demo_optax.Workers) -> Method:
     dense = 2 * (workers.count - 1) / workers.count * 4 * size
     return plan.sent_bytes + factors, plan.received_bytes + factors, dense
 
-  return Method(optax.chain(clip(), tx), bytes_of)
+  return Method(tx, bytes_of)
+
+
+def matrices_by(
+    own: optax.GradientTransformation,
+    compressor: Any,
+    other_base: optax.GradientTransformation,
+    s: Settings,
+    workers: demo_optax.Workers,
+) -> optax.GradientTransformation:
+  """Returns a method with an exchange of its own for matrices, `own`."""
+  exchange = demo_optax.scale_by_demo(
+      compressor, s['decay'], workers=workers, average=s['average'], ema=True
+  )
+  rates = {k: optax.scale_by_learning_rate(schedule(s, s[k]))
+           for k in ('lr', 'other_lr')}
+  return optax.chain(clip(), optax.partition(
+      {
+          'matrix': optax.chain(own, rates['lr']),
+          'other': optax.chain(exchange, other_base, rates['other_lr']),
+      },
+      matrix_or_other,
+  ))
+
+
+def one_momentum(s: Settings, workers: demo_optax.Workers) -> Method:
+  """`demo_muon` with the feedback in the momentum of Muon."""
+  own = optax.chain(
+      baselines.one_momentum(
+          orthonormalised(s, beta=0.0, nesterov=False), workers, s['topk'],
+          s['beta'], s['alpha'],
+      ),
+      demo_optax.recipes.scale_to_unit_rms(),
+  )
+  behind = optax.scale_by_adam(b1=0.0, b2=0.95)
+  frozen, other_base = other_leaves(s, compressors.FROZEN, behind)
+  matrix = demo_optax.dct_topk(64, s['topk'], values='sign')
+  sent, _ = other_leaves(s, matrix, behind)
+  return Method(
+      matrices_by(own, frozen, other_base, s, workers),
+      planned(sent, workers),
+  )
 
 
 def local(s: Settings, workers: demo_optax.Workers) -> Method:
