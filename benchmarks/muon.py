@@ -229,6 +229,7 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
                  'outer_lr': [0.25, 0.5, 1.0]}, topk=128, decay=0.95),
         *grid(**{**EVERY_TEN, 'seed': [1, 2]}),
         *grid(**{**EVERY_TEN, 'lr': [5e-3, 2e-2]}),
+        *grid(**{**EVERY_TEN, 'period': [4, 20]}),
         *grid(method='sparse-loco', topk=128, decay=0.95, outer_lr=[1.0, 2.0]),
     ],
     # The leaders for longer, and elsewhere.
