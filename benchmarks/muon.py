@@ -244,7 +244,7 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
     ],
     # 9.8 M parameters; rates as one over the width.
     'larger': [
-        *grid(**LARGER, method='adamw', lr=[7.5e-4, 1.5e-3]),
+        *grid(**LARGER, method='adamw', lr=[3.75e-4, 7.5e-4, 1.5e-3]),
         *grid(**LARGER, **MEDIUM, average='workers', lr=7.5e-4,
               other_lr=2.25e-3),
         *grid(**{**MUON, **LARGER, 'lr': 1e-2, 'other_lr': 4.5e-3}),

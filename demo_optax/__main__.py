@@ -2,7 +2,7 @@
 
     python -m demo_optax 300M --topk 8 --values sign --workers 8 64
     python -m demo_optax shapes.json --recommend --workers 16
-    python -m demo_optax 300M --recommend --sent-bytes 4e6
+    python -m demo_optax 300M --recommend --sent-bytes 8e6
 
 A model is a name, or a JSON file of shapes by name, nested as you like:
 `{"embedding": [50304, 1024], "layer": {"up": [1024, 8192]}}`; `-` reads it from

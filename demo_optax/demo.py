@@ -663,7 +663,8 @@ def check_range(
   dtype = getattr(value, 'dtype', None)
   if dtype in (jnp.bfloat16, jnp.float16):
     raise ValueError(
-        f'{name} is {dtype}, in which 0.999 is 1. optax.inject_hyperparams'
+        f'{name} is {dtype}, too coarse for numbers near 1.'
+        ' optax.inject_hyperparams'
         " casts numbers to the parameters' dtype: give it"
         ' hyperparam_dtype=jnp.float32.'
     )

@@ -118,6 +118,7 @@ def demo(
     Peng et al., `DeMo: Decoupled Momentum Optimization
     <https://arxiv.org/abs/2411.19870v1>`_, version 1, Algorithm 1.
   """
+  _check_rate('learning_rate', learning_rate)
   check_range('weight_decay', weight_decay, 0.0, float('inf'))
   chain = optax.chain(
       _in_momentum_dtype(),
@@ -150,7 +151,11 @@ _EMBEDDING = frozenset({
     'position', 'positional', 'positions', 'token', 'tokens', 'unembed',
     'unembedding', 'vocab', 'wpe', 'wte',
 })
-_HEAD = frozenset({'classifier', 'head', 'heads', 'lmhead', 'logits', 'vocab'})
+_HEAD = frozenset({
+    'classifier', 'head', 'heads', 'lmhead', 'logit', 'logitdense', 'logits',
+    'vocab',
+})
+_LAYER = frozenset({'dense', 'fc', 'kernel', 'layer', 'linear', 'w', 'weight'})
 _NORM = frozenset({
     'batchnorm', 'bn', 'groupnorm', 'layernorm', 'ln', 'norm', 'rms', 'rmsnorm',
 })
@@ -179,8 +184,9 @@ def muon_dimension_numbers(params: chex.ArrayTree) -> chex.ArrayTree:
 
   Names mean what Flax, Haiku and Equinox mean by them, but say only so much: an
   output layer called `decoder` is taken for a matrix, an embedding called
-  `shared.weight` too, three layers of three experts for a window, and a stack
-  of more `query` kernels than they have rows for attention. Print it for a
+  `shared.weight` too, and `w_b` for a bias; three layers of three experts and
+  layers of convolutions that are scanned are taken for windows, and a stack of
+  more `query` kernels than they have rows for attention. Print it for a
   model; where it is wrong give `demo_muon` a tree or a function of your own.
 
   Args:
@@ -201,11 +207,24 @@ def muon_dimension_numbers(params: chex.ArrayTree) -> chex.ArrayTree:
     >>> found['query']['kernel']
     MuonDimensionNumbers(reduction_axis=(-3,), output_axis=(-2, -1))
   """
+  _check_params(params)
   flat, treedef = jax.tree_util.tree_flatten_with_path(params)
   shapes = {_parts(path): tuple(jnp.shape(x)) for path, x in flat}
   return treedef.unflatten(
       [_dimension_numbers(_parts(path), shapes) for path, _ in flat]
   )
+
+
+def _check_params(params: chex.ArrayTree) -> None:
+  """Raises for a count of steps, which a function may be given instead."""
+  dtype = getattr(params, 'dtype', None)
+  if dtype is not None and jnp.issubdtype(dtype, jnp.integer):
+    raise TypeError(
+        f'The parameters are one array of {dtype}. optax.inject_hyperparams'
+        ' calls functions with the count of steps: name the arguments that are'
+        " functions of the parameters, as in static_args=('compressor',"
+        " 'muon_weight_dimension_numbers')."
+    )
 
 
 def _dimension_numbers(
@@ -306,10 +325,14 @@ def _is_head(name: str) -> bool:
 
   >>> [_is_head(name) for name in ('lm_head_0', 'LMHead', 'multi_label_head')]
   [True, True, True]
-  >>> [_is_head(name) for name in ('MultiHeadAttention_0', 'MultiHead')]
+  >>> [_is_head(name) for name in ('logits_dense', 'lm_head_kernel', 'head_w')]
+  [True, True, True]
+  >>> [_is_head(name) for name in ('MultiHeadAttention_0', 'MultiHeadDense')]
   [False, False]
   """
   words = [word for word in map(_unnumbered, _split(name)) if word]
+  while words[-1:] != [] and words[-1] in _LAYER:
+    words.pop()
   return words[-1:] != [] and words[-1] in _HEAD and words[-2:-1] != ['multi']
 
 
@@ -417,6 +440,7 @@ def muon_compressors(
     >>> print(f'{plan.dense_bytes() / plan.sent_bytes:.0f} times fewer')
     128 times fewer
   """
+  _check_params(params)
   matrix = dataclasses.replace(
       compressors.dct_topk(64, topk, values='sign'),
       select=compressors.TopShare(min(topk / 64**2, 1.0)),
@@ -561,6 +585,9 @@ def demo_muon(
   _tree.check_type(
       'workers', workers, Workers, 'demo_optax.Workers.simulated(n)'
   )
+  _check_rate('learning_rate', learning_rate)
+  if adam_learning_rate is not None:
+    _check_rate('adam_learning_rate', adam_learning_rate)
   check_range('beta', beta, 0.0, 1.0, open_end=True)
   check_range('decay', decay, 0.0, 1.0, open_end=True)
   check_range('adam_b2', adam_b2, 0.0, 1.0, open_end=True)
@@ -795,6 +822,11 @@ def _axes(dimensions: contrib.MuonDimensionNumbers) -> tuple[int, ...]:
   return tuple(axes)
 
 
+def _check_rate(name: str, rate: optax.ScalarOrSchedule) -> None:
+  if not callable(rate) and not isinstance(rate, jax.Array):
+    check_range(name, rate, 0.0, float('inf'))
+
+
 def _lost_unless_finite(
     weight: optax.ScalarOrSchedule, *hyperparams: optax.ScalarOrSchedule
 ) -> optax.ScalarOrSchedule:
@@ -896,7 +928,10 @@ def _in_wide_arithmetic(
 
   def init_fn(params: chex.ArrayTree) -> Any:
     return tx.init(jax.tree_util.tree_map_with_path(
-        lambda path, x: x.astype(_tree.momentum_dtype(path, x)), params
+        lambda path, x: jnp.zeros_like(
+            x, dtype=_tree.momentum_dtype(path, x)
+        ),
+        params,
     ))
 
   def update_fn(

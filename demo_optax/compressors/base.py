@@ -201,8 +201,14 @@ def broadcast(
   try:
     subtrees = treedef.flatten_up_to(tree)
   except ValueError as error:
+    remedy = ''
+    if 'MaskedNode' in str(error):
+      remedy = (
+          ' Within optax.masked or optax.partition give a function from the'
+          ' parameters to the tree: each part of the parameters has its own.'
+      )
     raise ValueError(
-        f'The tree in {argument} is not like the parameters: {error}'
+        f'The tree in {argument} is not like the parameters: {error}{remedy}'
     ) from error
   return [
       x

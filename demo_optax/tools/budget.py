@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import chex
+import jax
 
 from demo_optax import recipes
 from demo_optax.exchange import ExchangeKind
@@ -73,7 +74,8 @@ def recommend(
     A tree of compressors like `params`, for `demo_muon(compressor=...)`.
 
   Raises:
-    TypeError: a budget or `workers` that is no number.
+    TypeError: a budget or `workers` that is no number, parameters that are no
+      arrays.
     ValueError: no budget, one of zero or less, a speed without a time or a time
       without a speed, or a budget below the smallest setting, with what that
       would take.
@@ -118,8 +120,15 @@ def settings(
     muon_weight_dimension_numbers: as in `demo_muon`.
 
   Raises:
+    TypeError: parameters that are no arrays.
     ValueError: no setting is within the limits.
   """
+  for x in jax.tree.leaves(params):
+    if not hasattr(x, 'shape'):
+      raise TypeError(
+          f'The parameters hold {x!r}, which is no array: give arrays, or their'
+          ' shapes as jax.ShapeDtypeStruct.'
+      )
   found = {}
   for setting in SETTINGS:
     compressor = recipes.muon_compressors(
@@ -153,9 +162,10 @@ def settings(
         )
     raise ValueError(
         'No setting is as small as'
-        f' {" and ".join(f"{k}={v:,.0f}" for k, v in limits.items())}: the'
-        f' smallest sends {least.sent_bytes:,} bytes of these parameters and'
-        f' receives {least.received_bytes:,}.{owners} Exchanges every few steps'
+        f' {" and ".join(f"{k}={v:,.0f}" for k, v in limits.items())}: with'
+        f' {_count(workers)} workers the smallest sends {least.sent_bytes:,}'
+        ' bytes of these parameters and receives'
+        f' {least.received_bytes:,}.{owners} Exchanges every few steps'
         ' (demo_optax.local) take less.'
     )
   return fitting
@@ -186,6 +196,10 @@ def table(
         f'{setting.loss:.3f}',
     ))
   return '\n'.join(tables.aligned(rows))
+
+
+def _count(workers: Workers | int) -> int:
+  return workers.count if isinstance(workers, Workers) else workers
 
 
 def limits_of(

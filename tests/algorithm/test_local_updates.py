@@ -550,9 +550,11 @@ def test_nnx_optimizer(kind):
     assert model(jnp.ones((8, 6))).shape == (8, 3)
 
 
-def test_linen_train_state():
+@pytest.mark.parametrize('make', [lambda x: x, lambda init: (
+    nn.with_partitioning(init, (None, 'model')))])
+def test_linen_train_state(make):
   workers = demo_optax.Workers.simulated(2)
-  net = nn.Dense(1)
+  net = nn.Dense(1, kernel_init=make(nn.initializers.lecun_normal()))
   x = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
   state = TrainState.create(
       apply_fn=net.apply, params=net.init(jax.random.key(0), x)['params'],

@@ -280,6 +280,11 @@ def test_leaves_of_nnx_modules():
     ('lm_head|linear|w', (64, 256), None),
     ('classifier|kernel', (64, 10), None),
     ('to_logits|kernel', (64, 256), None),
+    ('logits_dense|kernel', (64, 256), None),
+    ('logitdense|kernel', (64, 256), None),
+    ('lm_head_kernel', (64, 256), None),
+    ('head_w', (64, 256), None),
+    ('MultiHeadDense|proj|kernel', (64, 64), (1, 1)),
     ('MultiHeadAttention_0|proj|kernel', (64, 64), (1, 1)),
     ('wte', (256, 64), None),
     ('tok_embd|weight', (256, 64), None),
@@ -941,6 +946,35 @@ def test_boxes_of_linen():
   assert jax.tree.structure(new) == jax.tree.structure(state)
 
 
+def test_init_of_shapes():
+  workers = demo_optax.Workers.simulated(2)
+  params = {'w': jnp.ones((8, 8)), 'b': jnp.ones(8, jnp.bfloat16)}
+  tx = demo_optax.demo_muon(0.1, workers=workers)
+  found = tx.init(jax.eval_shape(lambda: params))
+  chex.assert_trees_all_equal(found, tx.init(params))
+
+
+def test_functions_of_the_parameters_within_other_transformations():
+  workers = demo_optax.Workers.simulated(2)
+  params = {'a': {'w': jnp.ones((8, 8))}, 'b': {'w': jnp.ones((8, 8))}}
+  compressor = lambda params: demo_optax.recommend(
+      params, workers, sent_bytes=1e6)
+  make = functools.partial(
+      optax.inject_hyperparams, hyperparam_dtype=jnp.float32)
+  rest = ('workers', 'ns_steps', 'nesterov')
+  with pytest.raises(TypeError, match=r"count of steps.*static_args=\('comp"):
+    make(demo_optax.demo_muon, static_args=rest)(
+        0.1, workers=workers, compressor=compressor).init(params)
+  make(demo_optax.demo_muon, static_args=(*rest, 'compressor'))(
+      0.1, workers=workers, compressor=compressor).init(params)
+  within = lambda compressor: optax.masked(
+      demo_optax.demo_muon(0.1, workers=workers, compressor=compressor),
+      {'a': True, 'b': False})
+  with pytest.raises(ValueError, match='in compressor .* give a function'):
+    within(compressor(params)).init(params)
+  within(compressor).init(params)
+
+
 def helpers_no_compilation():
   import jax._src.test_util as jtu
 
@@ -967,11 +1001,16 @@ def test_updates_of_any_size_have_a_direction():
     ({'mu_dtype': jnp.int8}, TypeError, 'mu_dtype=.*int8.* floating-point'),
     ({'mu_dtype': 'b16'}, TypeError, 'b16'),
     ({'workers': 4}, TypeError, 'workers=4'),
+    ({'learning_rate': None}, TypeError, 'learning_rate=None must be a number'),
+    ({'learning_rate': float('nan')}, ValueError, 'learning_rate=nan'),
+    ({'adam_learning_rate': -1.0}, ValueError, 'adam_learning_rate=-1.0'),
 ])
 def test_arguments_that_cannot_be(options, error, match):
-  options = {'workers': demo_optax.Workers.simulated(2), **options}
+  options = {
+      'learning_rate': 0.1, 'workers': demo_optax.Workers.simulated(2),
+      **options}
   with pytest.raises(error, match=match):
-    demo_optax.demo_muon(0.1, **options)
+    demo_optax.demo_muon(**options)
 
 
 @pytest.mark.parametrize('rule, error, match', [

@@ -51,6 +51,10 @@ ROWS = {
     '`demo_muon`, `topk=128`, 24 of each row': ('muon', {**BEST, 'topk': 128}),
     '`demo_muon`': ('muon', {**BEST, 'topk': 64, 'rows': 8}),
     '`demo_muon`, `topk=8`': ('muon', {**BEST, 'topk': 8, 'rows': 8}),
+    'Muon at every worker, an exchange every 10 steps'
+    ' ([how](docs/muon.md#what-to-set))': ('muon', {
+        **MUON, 'method': 'demo-diloco', 'inner': 'muon', 'outer_lr': 0.5,
+        'topk': 128, 'decay': 0.95}),
     'DeMo as published, our index codes': ('learning', {'method': 'demo'}),
 }
 # What a run of muon.jsonl has that is no setting.
@@ -79,7 +83,7 @@ def test_the_table_is_what_was_measured():
     sent, received = found[0]['sent'] / 1e3, found[0]['received'] / 1e3
     dense = found[0].get('dense', found[0].get('adamw')) / 1e3
     digits = 0 if sent == dense else 1
-    times = '' if sent == dense else f' {dense / sent:.0f}x'
+    times = '' if sent == dense else f' {dense / sent:,.0f}x'
     assert (
         f'| {label} | {statistics.mean(losses):.3f} ({min(losses):.3f} -'
         f' {max(losses):.3f}) | {sent:,.{digits}f} / {received:,.{digits}f} kB'

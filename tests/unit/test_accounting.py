@@ -251,14 +251,27 @@ def test_budgets_of_another_type(workers, given, says):
     ({'sent_bytes': 0}, 'sent_bytes=0 must be above 0'),
     ({'seconds': float('nan'), 'bits_per_second': 1.0}, 'seconds=nan'),
     ({'seconds': 1.0}, 'give both'),
-    ({'sent_bytes': 10}, 'the smallest sends'),
+    ({'sent_bytes': 10}, 'with 4 workers the smallest sends'),
 ])
 def test_budgets_that_cannot_be(given, says):
   with pytest.raises(ValueError, match=says):
     demo_optax.recommend(MATRICES, 4, **given)
 
 
+def test_shapes_as_lists_are_no_parameters():
+  with pytest.raises(TypeError, match='hold 256, .*jax.ShapeDtypeStruct'):
+    demo_optax.recommend({'w': [256, 128]}, 4, sent_bytes=1e6)
+
+
 # The command ------------------------------------------------------------------
+
+
+def test_examples_of_the_help_run(capsys):
+  lines = re.findall(r'python -m demo_optax (300M .*)', command.__doc__)
+  assert len(lines) == 2
+  for line in lines:
+    command.main(line.split())
+  assert 'loss of the example' in capsys.readouterr().out
 
 
 def test_command_prints_the_papers_model(capsys):
