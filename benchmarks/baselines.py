@@ -144,7 +144,7 @@ def one_momentum(
     beta: float,
     alpha: float,
 ) -> optax.GradientTransformation:
-  """`demo_muon` with one momentum instead of two, for sides of whole chunks.
+  """Does as `demo_muon` with one momentum, for sides of whole chunks.
 
   The largest coefficients of the orthonormalised momentum are sent as signs.
   The feedback is in the momentum that is orthonormalised, whose coefficients at

@@ -34,6 +34,7 @@ import argparse
 import contextlib
 import ctypes
 import fcntl
+import functools
 import heapq
 import itertools
 import json
@@ -50,6 +51,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+
+import muon
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
@@ -517,18 +520,20 @@ def to_the_loss(record: dict) -> str:
   """Returns the minutes to AdamW's loss, for the model that was trained."""
   if record['method'] not in TRAINED or record['model'] != '1.0 M':
     return ''
-  import muon
+  return f'{record["step"] * steps_to_the_loss(record["method"]) / 60:.1f}'
 
+
+@functools.cache
+def steps_to_the_loss(method: str) -> float:
   runs = muon.by_name(muon.read(muon.RESULTS))
   adamw, found = (
       runs[muon.PLOTTED[label]]
-      for label in ('AdamW, averaged', TRAINED[record['method']])
+      for label in ('AdamW, averaged', TRAINED[method])
   )
   loss = statistics.mean(r['loss'] for r in adamw)
-  steps = muon.DEFAULTS['steps']  # in which AdamW's mean gets there
-  if found is not adamw:
-    steps = statistics.mean(muon.steps_to(r, loss) for r in found)
-  return f'{record["step"] * steps / 60:.1f}'
+  if found is adamw:  # whose mean is there at the end
+    return muon.DEFAULTS['steps']
+  return statistics.mean(muon.steps_to(r, loss) for r in found)
 
 
 def draw(records: list[dict], path: pathlib.Path) -> None:

@@ -7,6 +7,7 @@ Flax is imported by the user or not at all.
 """
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -55,6 +56,29 @@ def without_variables(tree: Any) -> Any:
 def with_variables_of(tree: Any, values: Any) -> Any:
   """Returns `tree` with other values: the way back from `without_variables`."""
   return jax.tree.structure(tree).unflatten(jax.tree.leaves(values))
+
+
+def update_without_variables(
+    update: Callable[..., tuple[Any, Any]],
+    updates: Any,
+    state: Any,
+    params: Any,
+    *args: Any,
+    **extra_args: Any,
+) -> tuple[Any, Any]:
+  """Returns `update(updates, state, params, ...)`, computed without Flax.
+
+  Boxes of parameters differ from those of what is stacked, and would not go
+  together: they are taken off before, and put on again.
+  """
+  new, after = update(
+      without_variables(updates),
+      without_variables(state),
+      without_variables(params),
+      *args,
+      **extra_args,
+  )
+  return with_variables_of(updates, new), with_variables_of(state, after)
 
 
 def _is_annotated(x: Any) -> bool:

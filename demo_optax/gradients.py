@@ -87,11 +87,9 @@ def per_worker(
       gradients: Any, state: Any, params: Any, extra_args: dict[str, Any]
   ) -> tuple[Any, Any]:
     """Updates one worker's gradients; keeps a state that would be NaN."""
-    # Boxes of Flax differ between parameters and what is stacked.
-    plain = map(annotations.without_variables, (gradients, state, params))
-    updates, new = tx.update(*plain, **extra_args)
-    updates = annotations.with_variables_of(gradients, updates)
-    new = annotations.with_variables_of(state, new)
+    updates, new = annotations.update_without_variables(
+        tx.update, gradients, state, params, **extra_args
+    )
     if not jax.tree.leaves(state):  # NaN needs no help to be passed on
       return updates, new
     finite = [jnp.isfinite(x).all() for x in _inexact(updates)]

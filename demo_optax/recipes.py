@@ -94,8 +94,9 @@ def demo(
     A gradient transformation; see `scale_by_demo` for what it takes.
 
   Raises:
-    ValueError: as `scale_by_demo`; also a negative `weight_decay`.
-    TypeError: as `scale_by_demo`.
+    ValueError: as `scale_by_demo`; also a negative `learning_rate` or
+      `weight_decay`.
+    TypeError: as `scale_by_demo`; also a `learning_rate` that is no number.
 
   Example:
     >>> import demo_optax, jax, jax.numpy as jnp, optax
@@ -207,7 +208,7 @@ def muon_dimension_numbers(params: chex.ArrayTree) -> chex.ArrayTree:
     >>> found['query']['kernel']
     MuonDimensionNumbers(reduction_axis=(-3,), output_axis=(-2, -1))
   """
-  _check_params(params)
+  _check_is_no_count(params)
   flat, treedef = jax.tree_util.tree_flatten_with_path(params)
   shapes = {_parts(path): tuple(jnp.shape(x)) for path, x in flat}
   return treedef.unflatten(
@@ -215,8 +216,8 @@ def muon_dimension_numbers(params: chex.ArrayTree) -> chex.ArrayTree:
   )
 
 
-def _check_params(params: chex.ArrayTree) -> None:
-  """Raises for a count of steps, which a function may be given instead."""
+def _check_is_no_count(params: chex.ArrayTree) -> None:
+  """Raises for a count of steps, which functions may be given instead."""
   dtype = getattr(params, 'dtype', None)
   if dtype is not None and jnp.issubdtype(dtype, jnp.integer):
     raise TypeError(
@@ -428,7 +429,8 @@ def muon_compressors(
 
   Raises:
     ValueError: as `dct_topk`; also dimension numbers that do not fit a leaf.
-    TypeError: as `dct_topk`.
+    TypeError: as `dct_topk`; also a count of steps in place of parameters, as
+      `optax.inject_hyperparams` gives to functions.
 
   Example:
     >>> import demo_optax, jax, jax.numpy as jnp
@@ -440,7 +442,7 @@ def muon_compressors(
     >>> print(f'{plan.dense_bytes() / plan.sent_bytes:.0f} times fewer')
     128 times fewer
   """
-  _check_params(params)
+  _check_is_no_count(params)
   matrix = dataclasses.replace(
       compressors.dct_topk(64, topk, values='sign'),
       select=compressors.TopShare(min(topk / 64**2, 1.0)),
@@ -555,10 +557,10 @@ def demo_muon(
     A gradient transformation; see `scale_by_demo` for what it takes.
 
   Raises:
-    ValueError: as `scale_by_demo`; also `beta`, `ns_steps` or `weight_decay`
-      out of range; a leaf of fewer than two dimensions that is to be a matrix,
-      when traced.
-    TypeError: as `scale_by_demo`.
+    ValueError: as `scale_by_demo`; also a rate, `beta`, `ns_steps` or
+      `weight_decay` out of range; a leaf of fewer than two dimensions that is
+      to be a matrix, when traced.
+    TypeError: as `scale_by_demo`; also a rate that is no number.
 
   Example:
     >>> import demo_optax, jax, jax.numpy as jnp, optax
@@ -720,17 +722,11 @@ def demo_muon(
       raise ValueError(
           'demo_muon needs params: tx.update(grads, state, params).'
       )
-    # Boxes of Flax differ between parameters and what is stacked.
-    plain = annotations.without_variables(params)
-    new, after = chain_for(plain).update(
-        annotations.without_variables(updates),
-        annotations.without_variables(state),
-        plain,
-        **extra_args,
-    )
-    return (
-        annotations.with_variables_of(updates, new),
-        annotations.with_variables_of(state, after),
+    return annotations.update_without_variables(
+        lambda updates, state, params, **extra_args: chain_for(params).update(
+            updates, state, params, **extra_args
+        ),
+        updates, state, params, **extra_args,
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -823,6 +819,7 @@ def _axes(dimensions: contrib.MuonDimensionNumbers) -> tuple[int, ...]:
 
 
 def _check_rate(name: str, rate: optax.ScalarOrSchedule) -> None:
+  """Checks a number; a schedule's values, and arrays, may become anything."""
   if not callable(rate) and not isinstance(rate, jax.Array):
     check_range(name, rate, 0.0, float('inf'))
 

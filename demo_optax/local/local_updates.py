@@ -188,23 +188,15 @@ def local_updates(
       **extra_args: Any,
   ) -> tuple[chex.ArrayTree, LocalUpdatesState]:
     _check_call(updates, params)
-    # Boxes of Flax differ between parameters and what is stacked.
-    new, after = update_plain(
-        annotations.without_variables(updates),
-        annotations.without_variables(state),
-        annotations.without_variables(params),
-        extra_args,
-    )
-    return (
-        annotations.with_variables_of(updates, new),
-        annotations.with_variables_of(state, after),
+    return annotations.update_without_variables(
+        update_plain, updates, state, params, **extra_args
     )
 
   def update_plain(
       updates: chex.ArrayTree,
       state: LocalUpdatesState,
       params: chex.ArrayTree,
-      extra_args: dict[str, Any],
+      **extra_args: Any,
   ) -> tuple[chex.ArrayTree, LocalUpdatesState]:
     own = _inner_step(
         inner, _tree.mask_others(updates), state.worker_stacked, extra_args

@@ -163,7 +163,7 @@ def settings(
     raise ValueError(
         'No setting is as small as'
         f' {" and ".join(f"{k}={v:,.0f}" for k, v in limits.items())}: with'
-        f' {_count(workers)} workers the smallest sends {least.sent_bytes:,}'
+        f' {least.num_workers} workers the smallest sends {least.sent_bytes:,}'
         ' bytes of these parameters and receives'
         f' {least.received_bytes:,}.{owners} Exchanges every few steps'
         ' (demo_optax.local) take less.'
@@ -196,10 +196,6 @@ def table(
         f'{setting.loss:.3f}',
     ))
   return '\n'.join(tables.aligned(rows))
-
-
-def _count(workers: Workers | int) -> int:
-  return workers.count if isinstance(workers, Workers) else workers
 
 
 def limits_of(
