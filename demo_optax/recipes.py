@@ -148,20 +148,21 @@ _ADAM_RATE = 3.0
 
 # Words in the names of leaves that are no matrices, whatever their shapes.
 _EMBEDDING = frozenset({
-    'emb', 'embd', 'embed', 'embedder', 'embedding', 'embeddings', 'pe', 'pos',
-    'position', 'positional', 'positions', 'token', 'tokens', 'unembed',
-    'unembedding', 'vocab', 'wpe', 'wte',
+    'codebook', 'emb', 'embd', 'embed', 'embedder', 'embedding', 'embeddings',
+    'pe', 'pos', 'position', 'positional', 'positions', 'token', 'tokens',
+    'unembed', 'unembedding', 'vocab', 'wpe', 'wte',
 })
 _HEAD = frozenset({
     'classifier', 'head', 'heads', 'lmhead', 'logit', 'logitdense', 'logits',
-    'vocab',
+    'readout', 'vocab',
 })
 _LAYER = frozenset({'dense', 'fc', 'kernel', 'layer', 'linear', 'w', 'weight'})
 _NORM = frozenset({
     'batchnorm', 'bn', 'groupnorm', 'layernorm', 'ln', 'norm', 'rms', 'rmsnorm',
 })
 _VECTOR = frozenset({
-    'beta', 'bias', 'cls', 'gain', 'gamma', 'mask', 'offset', 'scale', 'shift',
+    'a_log', 'beta', 'bias', 'cls', 'decay', 'gain', 'gamma', 'mask', 'offset',
+    'scale', 'shift',
 })
 _WEIGHT = frozenset({'kernel', 'w', 'weight'})
 _ATTENTION = frozenset({'key', 'qkv', 'query', 'value'})
@@ -347,10 +348,11 @@ def _unnumbered(word: str) -> str:
 
 def scale_to_unit_rms(
     weight_dimension_numbers: Any = None,
+    min_rms: float = 0.0,
 ) -> optax.GradientTransformation:
   r"""Scales the update of every matrix to a root mean square of one.
 
-  .. math:: u \leftarrow u / \sqrt{\mathrm{mean}(u^2)}
+  .. math:: u \leftarrow u / \max(\sqrt{\mathrm{mean}(u^2)}, \epsilon)
 
   A mean of orthonormal matrices is shorter than they are, the more so the less
   workers agree, and what is sent of each is shorter again: behind an exchange
@@ -361,9 +363,14 @@ def scale_to_unit_rms(
       like the updates, or a function from them to one: a leaf with more axes
       than they name is a stack of matrices, each of which is scaled by itself.
       None: every leaf is one matrix.
+    min_rms: :math:`\epsilon`; an update that is shorter keeps being shorter. 0
+      gives one of any size its direction.
 
   Returns:
     A gradient transformation without a state, in the updates' dtypes.
+
+  Raises:
+    ValueError: a `min_rms` below zero.
 
   Example:
     >>> import demo_optax, jax.numpy as jnp
@@ -377,14 +384,17 @@ def scale_to_unit_rms(
     <https://arxiv.org/abs/2502.16982>`_, 2025, section 2.2, which holds the
     root mean square of updates constant over shapes.
   """
+  check_range('min_rms', min_rms, 0.0, float('inf'))
 
   def scale(u: jax.Array, axes: tuple[int, ...] | None) -> jax.Array:
-    # No epsilon: an update of any size has a direction. By the largest first,
-    # since squares overflow and underflow before numbers do.
+    # By the largest first: squares overflow and underflow before numbers do.
     largest = jnp.max(jnp.abs(u), axes, keepdims=True)
     u = u / jnp.where(largest > 0, largest, jnp.ones_like(largest))
     mean = jnp.mean(jnp.square(u), axes, keepdims=True)
-    return jnp.where(mean > 0, u * jax.lax.rsqrt(mean), u)
+    u = jnp.where(mean > 0, u * jax.lax.rsqrt(mean), u)
+    if min_rms:
+      u *= jnp.minimum(largest * jnp.sqrt(mean) / min_rms, 1)
+    return u
 
   def update_fn(
       updates: chex.ArrayTree, params: chex.ArrayTree | None
@@ -419,8 +429,8 @@ def muon_compressors(
     params: the parameters, or their shapes.
     topk: coefficients of each chunk of 64x64; of a smaller one in proportion,
       such as `[heads, size]` of an attention kernel `[inputs, heads, size]`.
-    row_topk: coefficients of each row of up to 192 of the others; a longer row
-      is cut into several.
+    row_topk: coefficients of each row of up to 192 of the others, however short
+      it is; a longer row is cut into several.
     muon_weight_dimension_numbers: which leaves are matrices, as in `demo_muon`.
 
   Returns:
@@ -505,8 +515,9 @@ def demo_muon(
   The update of a matrix has a root mean square of :math:`\eta_t`: begin with a
   rate for signed updates, not with one of `optax.contrib.muon`. It was AdamW's
   (2e-3) on a language model, and a thirtieth of AdamW's on a small
-  convolutional network. A matrix that gets no gradients any more keeps taking
-  steps of that size.
+  convolutional network. A worker whose gradient of a matrix is all zero, as of
+  an expert that got no tokens, sends only what it has kept of it; where no
+  worker has a gradient any more, steps become shorter after some 80.
 
   A worker whose gradient is not finite is excluded and keeps both momenta; so
   is one whose gradients of a matrix are so large (some 1e11) that Newton-Schulz
@@ -645,6 +656,7 @@ def demo_muon(
             weight_dimension_numbers=matrices.dimension_numbers,
         ),
     )
+    muon = _zero_without_gradients(muon, matrices.dimension_numbers)
     # Adam without a momentum, and without a place for one.
     adam = optax.scale_by_rms(
         adam_b2, eps=1e-8, eps_in_sqrt=False, bias_correction=True
@@ -654,7 +666,7 @@ def demo_muon(
         'adam': optax.identity(),
     }
     base = {
-        'muon': scale_to_unit_rms(matrices.dimension_numbers),
+        'muon': scale_to_unit_rms(matrices.dimension_numbers, min_rms=1e-8),
         'adam': _in_wide_arithmetic(adam),
     }
     rates = {
@@ -911,6 +923,35 @@ def _placed_by_xla(
         tx.update, axes=tuple(axes), out_sharding=specs
     )
     return update(updates, state)
+
+  return optax.GradientTransformation(tx.init, update_fn)
+
+
+def _zero_without_gradients(
+    tx: optax.GradientTransformation,
+    dimension_numbers: Callable[..., chex.ArrayTree],
+) -> optax.GradientTransformation:
+  """Wraps `tx` so that it gives zeros for matrices whose gradient is zero.
+
+  A momentum outlives its gradients and, orthonormalised, is as long as ever.
+  """
+
+  def update_fn(
+      updates: chex.ArrayTree,
+      state: Any,
+      params: chex.ArrayTree | None = None,
+  ) -> tuple[chex.ArrayTree, Any]:
+    def settle(
+        update: jax.Array,
+        gradient: jax.Array,
+        dimensions: contrib.MuonDimensionNumbers,
+    ) -> jax.Array:
+      some = jnp.any(gradient != 0, _axes(dimensions), keepdims=True)
+      return jnp.where(some, update, jnp.zeros_like(update))
+
+    new, state = tx.update(updates, state, params)
+    dimensions = dimension_numbers(updates)
+    return jax.tree.map(settle, new, updates, dimensions), state
 
   return optax.GradientTransformation(tx.init, update_fn)
 

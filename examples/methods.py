@@ -242,6 +242,7 @@ def make_optimizer(
         decay=args.decay,
         adam_learning_rate=make_schedule(args, own_lr),
         weight_decay=args.weight_decay,
+        adam_weight_decay=args.weight_decay,
         exchange=args.exchange,
         update_values=update_values(args),
     ))
@@ -361,6 +362,7 @@ def of_averages(args: argparse.Namespace) -> optax.GradientTransformation:
       contrib.muon(
           make_schedule(args, args.lr),
           weight_decay=args.weight_decay,
+          adam_weight_decay=args.weight_decay,
           adam_b2=0.95,
           adam_learning_rate=make_schedule(args, args.own_lr),
           muon_weight_dimension_numbers=(

@@ -192,12 +192,20 @@ def test_a_stack_of_layers_is_as_many_matrices():
 @pytest.mark.parametrize('name, shape, matrix', [
     ('Conv_0', (3, 3, 8, 16), (72, 16)),
     ('query', (24, 4, 8), (24, 32)),
+    ('qkv', (24, 3, 2, 2), (24, 12)),
+    ('out', (4, 8, 24), (32, 24)),
 ])
 def test_kernels_are_the_matrices_that_they_multiply_by(name, shape, matrix):
   gradient = np.random.default_rng(3).normal(size=(2, *shape))
   gradient = gradient.astype(np.float32)
-  found = orthonormalised(
-      {name: {'kernel': jnp.zeros(shape)}}, {name: {'kernel': gradient}})
+  shapes = {name: shape}
+  if name == 'out':  # told by the query beside it
+    shapes['query'] = (24, 4, 8)
+  params = {k: {'kernel': jnp.zeros(s)} for k, s in shapes.items()}
+  gradients = {
+      k: {'kernel': gradient if k == name else np.ones((2, *s), np.float32)}
+      for k, s in shapes.items()}
+  found = orthonormalised(params, gradients)
   flat = orthonormalised(
       {'w': jnp.zeros(matrix)}, {'w': gradient.reshape(2, *matrix)})
   np.testing.assert_allclose(
@@ -284,6 +292,10 @@ def test_leaves_of_nnx_modules():
     ('logitdense|kernel', (64, 256), None),
     ('lm_head_kernel', (64, 256), None),
     ('head_w', (64, 256), None),
+    ('readout|kernel', (64, 256), None),
+    ('quantizer|codebook', (256, 64), None),
+    ('mixer|A_log', (64, 16), None),
+    ('layers|time_decay', (12, 64), None),
     ('MultiHeadDense|proj|kernel', (64, 64), (1, 1)),
     ('MultiHeadAttention_0|proj|kernel', (64, 64), (1, 1)),
     ('wte', (256, 64), None),
@@ -616,6 +628,7 @@ def test_saved_resumed_and_resized(tmp_path):
   workers = demo_optax.Workers.simulated(4)
   whole, _, losses = train(workers)
   params, state, _ = train(workers, steps=8)
+  saved = state
   compressor = recipes.muon_compressors(params)
   with demo_optax.checkpoint.Checkpointer(
       tmp_path, params, compressor, workers) as checkpoints:
@@ -637,6 +650,18 @@ def test_saved_resumed_and_resized(tmp_path):
       tmp_path, params, compressor, two) as checkpoints:
     _, found = checkpoints.restore(
         {'params': model(), 'state': tx.init(model())}, resize=True)
+  # Two take over what four had: the means of pairs, of both momenta.
+  regrouped = [
+      (old, new) for old, new in zip(
+          jax.tree.leaves(saved), jax.tree.leaves(found['state']), strict=True)
+      if old.shape != new.shape]
+  # Of two matrices both momenta, of the norm one; and what counts.
+  assert sum(jnp.issubdtype(x.dtype, jnp.floating) for x, _ in regrouped) == 5
+  for old, new in regrouped:
+    assert np.any(old)
+    old = np.asarray(old, np.float64)
+    np.testing.assert_allclose(
+        new, np.reshape(old, (2, 2, *old.shape[1:])).mean(1), atol=1e-6)
   *_, resized = train(
       two, state=found['state'], params=found['params'], steps=12)
   assert resized[-1] < losses[7]
@@ -988,6 +1013,55 @@ def test_updates_of_any_size_have_a_direction():
     np.testing.assert_allclose(u, [[1, -1]], rtol=1e-5)
   u, _ = tx.update(jnp.zeros((2, 2)), ())
   np.testing.assert_array_equal(u, 0)
+
+
+def test_short_updates_stay_short():
+  tx = recipes.scale_to_unit_rms(min_rms=1e-8)
+  for size, expected in ((1e-30, 1e-22), (1e-10, 1e-2), (1e-8, 1), (1.0, 1)):
+    u, _ = tx.update(jnp.array([[size, -size]]), ())
+    np.testing.assert_allclose(u, [[expected, -expected]], rtol=1e-5)
+  with pytest.raises(ValueError, match='min_rms=-1'):
+    recipes.scale_to_unit_rms(min_rms=-1)
+
+
+@pytest.mark.parametrize('case', ['stack', 'sharded'])
+def test_matrices_without_gradients_come_to_rest(case):
+  """Experts that get no tokens, and no momentum moves them for long."""
+  rng = np.random.default_rng(12)
+  experts = jnp.asarray(rng.normal(size=(3, 64, 64)), jnp.float32)
+  if case == 'sharded':
+    mesh = jax.make_mesh((2, 4), ('data', 'fsdp'),
+                         axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    specs = {'experts': P(None, 'fsdp')}
+    workers = demo_optax.Workers.on_mesh(mesh, 'data', specs)
+    params = {'experts': jax.device_put(
+        experts, jax.NamedSharding(mesh, specs['experts']))}
+  else:
+    workers = demo_optax.Workers.simulated(2)
+    params = {'experts': experts}
+  tx = demo_optax.demo_muon(1.0, workers=workers)
+
+  @demo_optax.data_parallel(workers)
+  def step(params, state, gradients):
+    gradients = {'experts': gradients['experts'][0]}
+    updates, state = tx.update(gradients, state, params)
+    return updates, state
+
+  state = tx.init(params)
+  # The first expert has gradients of one worker only, the second of none after
+  # a while, the third always.
+  sizes = []
+  for number in range(130):
+    g = rng.normal(size=(2, 3, 64, 64)).astype(np.float32)
+    if number >= 3:
+      g[1, 0] = 0
+      g[:, 1] = 0
+    updates, state = step(params, state, {'experts': g})
+    sizes.append(np.sqrt(np.square(updates['experts']).mean((1, 2))))
+  sizes = np.array(sizes)
+  np.testing.assert_allclose(sizes[:, [0, 2]], 1, rtol=1e-5)
+  np.testing.assert_allclose(sizes[:40, 1], 1, rtol=1e-5)
+  assert np.all(sizes[120:, 1] < 0.02)
 
 
 @pytest.mark.parametrize('options, error, match', [
