@@ -2,7 +2,7 @@
 
     python -m demo_optax 300M --topk 8 --values sign --workers 8 64
     python -m demo_optax shapes.json --recommend --workers 16
-    python -m demo_optax 300M --recommend --sent-bytes 8e6
+    python -m demo_optax 300M --recommend --bits-per-second 1e9 --seconds 0.4
 
 A model is a name, or a JSON file of shapes by name, nested as you like:
 `{"embedding": [50304, 1024], "layer": {"up": [1024, 8192]}}`; `-` reads it from
@@ -44,6 +44,9 @@ def _transformer(layers: int, d: int, vocabulary: int) -> dict[str, Any]:
   }
 
 
+# Flags of --recommend: arguments of `demo_optax.recommend`.
+_BUDGET = ['sent_bytes', 'received_bytes', 'bits_per_second', 'seconds']
+
 _MAX_SIZE = 2**53  # elements of a leaf
 _MAX_SIDE = 2**20  # of a chunk: lengths are tried one by one
 _MAX_DEPTH = 100  # of objects within objects
@@ -79,11 +82,14 @@ def main(argv: Sequence[str] | None = None) -> None:
       help='what demo_muon may send, with the loss of the training example')
   add('--sent-bytes', type=float, help='the most that may be sent in a step')
   add('--received-bytes', type=float, help='the most that may be received')
+  add('--bits-per-second', type=float,
+      help="speed of a worker's link, each way")
+  add('--seconds', type=float, help='the most that an exchange may take')
   args = parser.parse_args(argv)
   given = {k: v for k, v in vars(args).items() if v is not None}
   unread = (
       ['topk', 'chunk', 'values'] if args.recommend
-      else ['sent_bytes', 'received_bytes']
+      else _BUDGET
   )
   if args.recommend and args.update_values and args.exchange == 'all_gather':
     parser.error('--update-values is of all_to_all: give --exchange, too.')
@@ -129,15 +135,19 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _print_settings(params: Any, args: argparse.Namespace) -> None:
   """Prints what `demo_muon` may send within the budget."""
-  asked = args.sent_bytes, args.received_bytes
-  limits = {} if asked == (None, None) else budget.limits_of(*asked)
+  asked = {name: getattr(args, name) for name in _BUDGET}
+  given = any(value is not None for value in asked.values())
+  limits = budget.limits_of(**asked) if given else {}
   values = args.update_values or 'int4'
   found = [
       budget.table(params, n, limits, args.exchange, values)
       for n in args.workers
   ]
   for n, table in zip(args.workers, found):
-    print(f'demo_muon, {n} workers, per worker and step\n{table}\n')
+    print(
+        f'demo_muon, {n} workers; per worker and step, times less than by'
+        f' averaging in float32\n{table}\n'
+    )
 
 
 def _shapes(model: str) -> Any:

@@ -179,23 +179,39 @@ def table(
     update_values: UpdateValues = 'int4',
 ) -> str:
   """Returns the settings within limits as lines of a terminal."""
-  rows = [(
-      'topk', 'of rows', 'sends', 'receives', 'less than averaging',
+  rows: list[tables.Row] = [(
+      'topk', 'of rows', 'sends', 'receives', 'less sent', 'less received',
       'loss of the example' if exchange == 'all_gather'
       else 'its loss by all_gather',
   )]
   found = settings(params, workers, limits, exchange, update_values)
   for setting, _, bytes_of in found:
-    less = bytes_of.dense_bytes() / max(bytes_of.sent_bytes, 1)
+    averaged = bytes_of.dense_bytes()
     rows.append((
         str(setting.topk),
         str(setting.row_topk),
         tables.num_bytes(bytes_of.sent_bytes),
         tables.num_bytes(bytes_of.received_bytes),
-        f'{less:.0f}x' if less else '',
+        *(
+            f'{averaged / own:.{0 if averaged > 10 * own else 1}f}x'
+            if own else ''
+            for own in (bytes_of.sent_bytes, bytes_of.received_bytes)
+        ),
         f'{setting.loss:.3f}',
     ))
-  return '\n'.join(tables.aligned(rows))
+  lines = tables.aligned(rows)
+  _, compressor, least = found[0]
+  if exchange == 'all_gather':
+    owners = plan(
+        params, compressor, workers, exchange='all_to_all',
+        update_values=update_values,
+    )
+    if owners.received_bytes < least.received_bytes:
+      lines.append(
+          f"With exchange='all_to_all', topk={found[0][0].topk} sends and"
+          f' receives {tables.num_bytes(owners.received_bytes)}.'
+      )
+  return '\n'.join(lines)
 
 
 def limits_of(
