@@ -124,13 +124,17 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
         *grid(**{**MUON, 'lr': [5e-3, 1e-2, 2e-2, 4e-2], 'other_lr': 3e-3}),
         *grid(**{**MUON, 'lr': 2e-2, 'other_lr': [1.5e-3, 6e-3]}),
         *grid(**{**MUON, 'other_lr': [6e-3, 1.2e-2, 2.4e-2]}),
+        *grid(**{**MUON, 'lr': [5e-3, 2e-2]}),
         *grid(**{**MUON, 'other_lr': [6e-3, 1.2e-2], 'seed': [1, 2]}),
     ],
     'adamw': [
         *grid(method='adamw', seed=[0, 1, 2]),
         *grid(method='adamw', lr=[1e-3, 4e-3]),
     ],
-    'signum': grid(method='signum', beta=0.9, lr=[2.5e-4, 5e-4, 1e-3]),
+    'signum': [
+        *grid(method='signum', beta=0.9, lr=[2.5e-4, 5e-4, 1e-3]),
+        *grid(method='signum', beta=0.9, lr=5e-4, seed=[1, 2]),
+    ],
     # The recipe: what is sent, and what of it matters.
     'budgets': [
         *grid(**LARGE, **BEST, seed=[0, 1, 2]),
@@ -150,7 +154,7 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
         *grid(**MEDIUM, **BEST, lr=[1e-3, 3e-3]),
         *grid(**{**MEDIUM, **BEST, 'other_lr': 1.2e-2}),
         *grid(**{**SMALL, **BEST, 'other_lr': 1.2e-2}),
-        *grid(**SMALL, **BEST, lr=[1e-3, 3e-3]),
+        *grid(**SMALL, **BEST, lr=3e-3), *grid(**LARGE, **BEST, lr=1e-3),
     ],
     'average': [
         *grid(**LARGE, average='workers'), *grid(**MEDIUM, average='workers'),
@@ -181,11 +185,14 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
         *grid(decay=[0.0, 0.5, 0.8, 0.95, 0.99]), *grid(**MEDIUM, decay=0.8),
     ],
     'place': [
-        *grid(worker='momentum'),
+        *grid(worker='momentum', lr=[1e-3, 2e-3]),
         *grid(worker='momentum', after='orthonormalise'),
-        *grid(worker='orthonormalise', after='orthonormalise'),
         *grid(worker=None, decay=0.99),
         *grid(worker=None, decay=0.99, after='orthonormalise'),
+        # What is orthonormalised last is dense, and wants shorter steps.
+        *grid(worker=None, decay=0.99, after='orthonormalise', lr=1e-3),
+        *grid(worker=['momentum', 'orthonormalise'], after='orthonormalise',
+              lr=1e-3),
     ],
     'after': grid(after=['sign', 'row_rms', 'width']),
     'others': [
@@ -207,7 +214,10 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
         *grid(method='one-momentum', alpha=[0.0, 0.1, 1.0]),
     ],
     'chunks': grid(**MEDIUM, **BEST, chunks='heads'),
-    'controls': [*grid(topk=None), *grid(method='muon-sign')],
+    'controls': [
+        *grid(topk=None, lr=[5e-4, 1e-3, 2e-3]),
+        *grid(method='muon-sign', lr=[5e-4, 1e-3, 2e-3]),
+    ],
     # Other methods.
     'demo': [
         *grid(method='demo', values='float32', decay=0.99,
@@ -215,11 +225,16 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
         *grid(method='demo', values='sign', decay=0.99, lr=2e-3),
         *grid(method='demo', values='float32', decay=0.99, alpha=0.2,
               lr=[2.5e-4, 5e-4, 1e-3, 2e-3]),
+        *grid(**PUBLISHED, seed=[1, 2]),
+        *grid(method='demo', values='sign', decay=0.99, seed=[1, 2]),
+        *grid(**PUBLISHED, alpha=0.2, lr=1e-3, seed=[1, 2]),
     ],
     'low-rank': [
         *grid(method='powersgd', lr=[1e-3, 2e-3, 4e-3]),
-        *grid(method='dion', lr=[5e-3, 1e-2, 2e-2, 4e-2], **BEST),
-        *grid(method='powersgd', lr=2e-3, **BEST),
+        *grid(method='powersgd', lr=[5e-4, 1e-3, 2e-3, 4e-3], **BEST),
+        *grid(method='powersgd', lr=1e-3, **BEST, seed=[1, 2]),
+        *grid(method='dion', lr=[5e-3, 1e-2, 2e-2, 4e-2, 8e-2], **BEST),
+        *grid(method='dion', lr=4e-2, **BEST, seed=[1, 2]),
     ],
     'local': [
         *grid(method='diloco', outer_lr=[0.1, 0.25, 0.7]),
@@ -229,7 +244,11 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
         *grid(**{**EVERY_TEN, 'seed': [1, 2]}),
         *grid(**{**EVERY_TEN, 'lr': [5e-3, 2e-2]}),
         *grid(**{**EVERY_TEN, 'period': [4, 20]}),
-        *grid(method='sparse-loco', topk=128, decay=0.95, outer_lr=[1.0, 2.0]),
+        *grid(method='sparse-loco', topk=128, decay=0.95,
+              outer_lr=[1.0, 2.0, 4.0]),
+        *grid(method='diloco', outer_lr=0.25, seed=[1, 2]),
+        *grid(**{**MUON, 'method': 'diloco', 'inner': 'muon',
+                 'outer_lr': 0.25, 'seed': [1, 2]}),
     ],
     # The leaders for longer, and elsewhere.
     'long': [
@@ -252,12 +271,22 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
         *grid(workers=16, **LARGE, **BEST), *grid(workers=16, **MEDIUM, **BEST),
         *grid(**MUON, workers=16), *grid(method='adamw', workers=16),
         *grid(workers=16, **MEDIUM, **BEST, beta=0.98),
-        *grid(workers=16, **MEDIUM, **BEST, lr=3e-3),
+        *grid(workers=16, **MEDIUM, **BEST, lr=1e-3),
+        *grid(workers=16, **LARGE, **BEST, lr=1e-3),
+    ],
+    # With four sequences for each worker, as where there are four workers.
+    'sixteen-64': [
+        *grid(**MUON, workers=16, batch=64),
+        *grid(workers=16, batch=64, **MEDIUM, **BEST),
+        *grid(method='adamw', workers=16, batch=64),
     ],
     'sources': [
         *grid(data='stdlib', **LARGE, **BEST),
         *grid(data='stdlib', **MEDIUM, **BEST),
         *grid(**MUON, data='stdlib'), *grid(method='adamw', data='stdlib'),
+        *grid(data='stdlib', **MEDIUM, **BEST, seed=[1, 2]),
+        *grid(**MUON, data='stdlib', seed=[1, 2]),
+        *grid(method='adamw', data='stdlib', seed=[1, 2]),
     ],
     'cnn': [
         *grid(**CNN, **MEDIUM, **BEST, lr=[2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3]),
@@ -269,7 +298,13 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
               other_lr=[3e-3, 1.2e-2, 2.4e-2]),
         *grid(**CNN, **MEDIUM, **BEST, lr=5e-4, seed=[1, 2]),
         *grid(**CNN, method='adamw', lr=1.6e-2, seed=[1, 2]),
+        *grid(**{**MUON, **CNN, 'lr': 2.5e-3,
+                 'other_lr': [3e-3, 6e-3, 2.4e-2, 4.8e-2]}),
         *grid(**{**MUON, **CNN, 'lr': 2.5e-3}, seed=[1, 2]),
+        *grid(**{**MUON, **CNN, 'lr': 2.5e-3, 'other_lr': 2.4e-2},
+              seed=[1, 2]),
+        *grid(**CNN, **LARGE, **BEST, lr=5e-4, seed=[0, 1, 2]),
+        *grid(**CNN, **SMALL, **BEST, lr=5e-4, seed=[0, 1, 2]),
     ],
 }
 

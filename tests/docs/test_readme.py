@@ -12,6 +12,7 @@ import numpy as np
 
 import demo_optax
 from demo_optax import __main__ as command
+from demo_optax.tools import budget
 
 ROOT = pathlib.Path(__file__).parents[2]
 README = (ROOT / 'README.md').read_text()
@@ -60,6 +61,8 @@ ROWS = {
 # What a run of muon.jsonl has that is no setting.
 SEEN = {'loss', 'train_loss', 'curve', 'sent', 'received', 'dense',
         'cpu_seconds_per_step', 'jax', 'seed'}
+# What runs must have in common for their losses to be compared.
+COMPARABLE = ('task', 'data', 'width', 'workers', 'batch', 'steps')
 
 
 def runs(file, settings):
@@ -88,6 +91,29 @@ def test_the_table_is_what_was_measured():
         f'| {label} | {statistics.mean(losses):.3f} ({min(losses):.3f} -'
         f' {max(losses):.3f}) | {sent:,.{digits}f} / {received:,.{digits}f} kB'
         f' |{times} |') in README
+
+
+def test_recommend_knows_the_measured_losses():
+  """And of what was run with three seeds, nothing is better for its bytes."""
+  measured = {}
+  for run in results('muon.jsonl'):
+    settings = {k: v for k, v in run.items() if k not in SEEN}
+    if not settings.keys() & {'method', *COMPARABLE}:
+      measured.setdefault(json.dumps(settings), []).append(run)
+  measured = {
+      name: (found[0]['sent'], statistics.mean(r['loss'] for r in found))
+      for name, found in measured.items() if len(found) == 3}
+  assert len(measured) > len(budget.SETTINGS) == 4
+  for setting in budget.SETTINGS:
+    chosen = {**BEST, 'topk': setting.topk, 'rows': setting.row_topk}
+    defaults = {'topk': 32, 'rows': 24}
+    found = runs('muon', {
+        k: v for k, v in chosen.items() if defaults.get(k) != v})
+    loss = statistics.mean(r['loss'] for r in found)
+    assert setting.loss == float(f'{loss:.3f}')
+    assert all(
+        other > loss - 0.01 for size, other in measured.values()
+        if size <= found[0]['sent'])
 
 
 def test_the_other_text_is_what_was_measured():

@@ -1,0 +1,46 @@
+"""What benchmarks measure is what the library has."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import demo_optax
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@jax.numpy_dtype_promotion('standard')
+def test_the_recipe_that_was_measured_is_demo_muon(monkeypatch):
+  for folder in ('examples', 'benchmarks'):
+    monkeypatch.syspath_prepend(ROOT / folder)
+  import muon
+  import optimizers
+
+  settings = {**muon.DEFAULTS, **muon.MEDIUM, **muon.BEST, 'steps': 80}
+  workers = demo_optax.Workers.simulated(4)
+  measured = optimizers.make(settings, workers).tx
+  rates = [optimizers.schedule(settings, settings[name])
+           for name in ('lr', 'other_lr')]
+  recipe = optax.chain(
+      demo_optax.per_worker(optax.clip_by_global_norm(1.0), workers=workers),
+      demo_optax.demo_muon(
+          rates[0], adam_learning_rate=rates[1], workers=workers))
+  rng = np.random.default_rng(0)
+  params = {'embed': rng.normal(size=(50, 128)), 'up': rng.normal(size=(128, 192)),
+            'norm': rng.normal(size=128)}
+  params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
+  states = [tx.init(params) for tx in (measured, recipe)]
+  for _ in range(3):
+    gradients = jax.tree.map(
+        lambda x: rng.normal(size=(workers.count, *x.shape)).astype(np.float32),
+        params)
+    updates = []
+    for i, tx in enumerate((measured, recipe)):
+      update, states[i] = jax.jit(tx.update)(gradients, states[i], params)
+      updates.append(update)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7),
+        *updates)
