@@ -154,7 +154,8 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
         *grid(**MEDIUM, **BEST, lr=[1e-3, 3e-3]),
         *grid(**{**MEDIUM, **BEST, 'other_lr': 1.2e-2}),
         *grid(**{**SMALL, **BEST, 'other_lr': 1.2e-2}),
-        *grid(**SMALL, **BEST, lr=3e-3), *grid(**LARGE, **BEST, lr=1e-3),
+        *grid(**SMALL, **BEST, lr=[3e-3, 4e-3]),
+        *grid(**LARGE, **BEST, lr=1e-3),
     ],
     'average': [
         *grid(**LARGE, average='workers'), *grid(**MEDIUM, average='workers'),
@@ -179,20 +180,21 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
         *grid(**MEDIUM, **BEST, **MANY[32], update_values=[None, *UPDATES]),
     ],
     'beta': [
-        *grid(**MEDIUM, beta=[0.9, 0.98]), *grid(beta=0.0, decay=0.99),
+        *grid(**MEDIUM, beta=[0.9, 0.98]), *grid(beta=0.0, decay=[0.9, 0.99]),
     ],
     'decay': [
         *grid(decay=[0.0, 0.5, 0.8, 0.95, 0.99]), *grid(**MEDIUM, decay=0.8),
     ],
     'place': [
-        *grid(worker='momentum', lr=[1e-3, 2e-3]),
+        *grid(worker='momentum', lr=[5e-4, 1e-3, 2e-3]),
         *grid(worker='momentum', after='orthonormalise'),
         *grid(worker=None, decay=0.99),
         *grid(worker=None, decay=0.99, after='orthonormalise'),
         # What is orthonormalised last is dense, and wants shorter steps.
         *grid(worker=None, decay=0.99, after='orthonormalise', lr=1e-3),
-        *grid(worker=['momentum', 'orthonormalise'], after='orthonormalise',
-              lr=1e-3),
+        *grid(worker='momentum', after='orthonormalise', lr=1e-3),
+        *grid(worker='orthonormalise', after='orthonormalise',
+              lr=[1e-3, 2e-3]),
     ],
     'after': grid(after=['sign', 'row_rms', 'width']),
     'others': [
