@@ -1,0 +1,17 @@
+"""Optimizers in one line: chains of optax around the exchange.
+
+`demo` is the method as published; `demo_muon` has every worker orthonormalise
+its momentum before it is compressed.
+"""
+
+from demo_optax.recipes.links import scale_to_unit_rms
+from demo_optax.recipes.matrices import muon_dimension_numbers
+from demo_optax.recipes.optimizers import demo, demo_muon, muon_compressors
+
+__all__ = [
+  'demo',
+  'demo_muon',
+  'muon_compressors',
+  'muon_dimension_numbers',
+  'scale_to_unit_rms',
+]

@@ -1,0 +1,325 @@
+"""The links of the recipes' chains that optax does not have."""
+
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from optax import contrib
+
+from demo_optax import _tree
+from demo_optax.compressors.base import CompressorTree, Frozen, per_leaf
+from demo_optax.demo import DeMoState, check_range
+from demo_optax.recipes.matrices import Matrices, matrix_axes
+from demo_optax.workers import Workers
+
+
+def scale_to_unit_rms(
+    weight_dimension_numbers: Any = None,
+    min_rms: float = 0.0,
+) -> optax.GradientTransformation:
+  r"""Scales the update of every matrix to a root mean square of one.
+
+  .. math:: u \leftarrow u / \max(\sqrt{\mathrm{mean}(u^2)}, \epsilon)
+
+  A mean of orthonormal matrices is shorter than they are, the more so the less
+  workers agree, and what is sent of each is shorter again: behind an exchange
+  the learning rate alone should say how long a step is. Zeros stay zeros.
+
+  Args:
+    weight_dimension_numbers: a tree of `optax.contrib.MuonDimensionNumbers`
+      like the updates, or a function from them to one: a leaf with more axes
+      than they name is a stack of matrices, each of which is scaled by itself.
+      None: every leaf is one matrix.
+    min_rms: :math:`\epsilon`; an update that is shorter keeps being shorter. 0
+      gives one of any size its direction.
+
+  Returns:
+    A gradient transformation without a state, in the updates' dtypes.
+
+  Raises:
+    ValueError: a `min_rms` below zero.
+
+  Example:
+    >>> import demo_optax, jax.numpy as jnp
+    >>> tx = demo_optax.recipes.scale_to_unit_rms()
+    >>> updates, _ = tx.update(jnp.array([3.0, -3.0, 0.0, 0.0]), tx.init(None))
+    >>> print(updates)
+    [ 1.4142135 -1.4142135  0.         0.       ]
+
+  References:
+    Liu et al., `Muon is Scalable for LLM Training
+    <https://arxiv.org/abs/2502.16982>`_, 2025, section 2.2, which holds the
+    root mean square of updates constant over shapes.
+  """
+  check_range('min_rms', min_rms, 0.0, float('inf'))
+
+  def scale(u: jax.Array, axes: tuple[int, ...] | None) -> jax.Array:
+    # By the largest first: squares overflow and underflow before numbers do.
+    largest = jnp.max(jnp.abs(u), axes, keepdims=True)
+    u = u / jnp.where(largest > 0, largest, jnp.ones_like(largest))
+    mean = jnp.mean(jnp.square(u), axes, keepdims=True)
+    u = jnp.where(mean > 0, u * jax.lax.rsqrt(mean), u)
+    if min_rms:
+      u *= jnp.minimum(largest * jnp.sqrt(mean) / min_rms, 1)
+    return u
+
+  def update_fn(
+      updates: chex.ArrayTree, params: chex.ArrayTree | None
+  ) -> chex.ArrayTree:
+    del params
+    leaves, treedef = jax.tree.flatten(updates)
+    dimensions: list[Any] = [None] * len(leaves)
+    if weight_dimension_numbers is not None:
+      dimensions = Matrices(updates, weight_dimension_numbers).leaves
+    return treedef.unflatten([
+        scale(u, None if d is None else matrix_axes(d))
+        for u, d in zip(leaves, dimensions)
+    ])
+
+  return optax.stateless(update_fn)
+
+
+def lost_unless_finite(
+    weight: optax.ScalarOrSchedule, *hyperparams: optax.ScalarOrSchedule
+) -> optax.ScalarOrSchedule:
+  """Returns the weight of gradients, NaN if a hyperparameter is not finite.
+
+  By `optax.inject_hyperparams` one may come to be NaN: then the step is lost,
+  and neither momentum nor parameters take it in.
+  """
+  traced = [x for x in hyperparams if not isinstance(x, int | float)]
+  if not traced:
+    return weight
+
+  def weight_at(count: chex.Numeric) -> chex.Numeric:
+    value, *values = (
+        x(count) if callable(x) else x for x in (weight, *traced)
+    )
+    finite = jnp.stack([jnp.isfinite(x).all() for x in values]).all()
+    return jnp.where(finite, value, jnp.nan)
+
+  return weight_at
+
+
+def in_momentum_dtype() -> optax.GradientTransformation:
+  """Casts gradients to the momentum's dtype: float16 would underflow."""
+
+  def update_fn(
+      updates: chex.ArrayTree, params: chex.ArrayTree | None
+  ) -> chex.ArrayTree:
+    del params
+    return _tree.map_exchanged(
+        lambda path, x: x.astype(_tree.momentum_dtype(path, x)), updates
+    )
+
+  return optax.stateless(update_fn)
+
+
+def in_parameter_dtype() -> optax.GradientTransformation:
+  """Casts updates to the dtypes of the parameters."""
+
+  def update_fn(
+      updates: chex.ArrayTree, params: chex.ArrayTree | None
+  ) -> chex.ArrayTree:
+    return jax.tree.map(
+        lambda u, p: u.astype(jnp.result_type(p)), updates, params
+    )
+
+  return optax.stateless(update_fn)
+
+
+def placed_by_xla(
+    tx: optax.GradientTransformation,
+) -> optax.GradientTransformation:
+  """Wraps `tx` so that XLA shards its intermediates on Explicit meshes.
+
+  On Explicit axes every reshape and product of sharded arrays would need an
+  `out_sharding`, which optax does not pass. Updates and state keep theirs.
+  """
+
+  def update_fn(
+      updates: chex.ArrayTree,
+      state: Any,
+      params: chex.ArrayTree | None = None,
+  ) -> tuple[chex.ArrayTree, Any]:
+    del params
+    shardings = jax.tree.map(
+        lambda x: jax.typeof(x).sharding, (updates, state)
+    )
+    axes = {
+        axis
+        for sharding in jax.tree.leaves(shardings)
+        for axis in sharding.mesh.explicit_axes
+    }
+    if not axes:
+      return tx.update(updates, state)
+    specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
+    update = jax.sharding.auto_axes(
+        tx.update, axes=tuple(axes), out_sharding=specs
+    )
+    return update(updates, state)
+
+  return optax.GradientTransformation(tx.init, update_fn)
+
+
+def zero_without_gradients(
+    tx: optax.GradientTransformation,
+    dimension_numbers: Callable[..., chex.ArrayTree],
+) -> optax.GradientTransformation:
+  """Wraps `tx` so that it gives zeros for matrices whose gradient is zero.
+
+  A momentum outlives its gradients and, orthonormalised, is as long as ever.
+  """
+
+  def update_fn(
+      updates: chex.ArrayTree,
+      state: Any,
+      params: chex.ArrayTree | None = None,
+  ) -> tuple[chex.ArrayTree, Any]:
+    def settle(
+        update: jax.Array,
+        gradient: jax.Array,
+        dimensions: contrib.MuonDimensionNumbers,
+    ) -> jax.Array:
+      some = jnp.any(gradient != 0, matrix_axes(dimensions), keepdims=True)
+      return jnp.where(some, update, jnp.zeros_like(update))
+
+    new, state = tx.update(updates, state, params)
+    dimensions = dimension_numbers(updates)
+    return jax.tree.map(settle, new, updates, dimensions), state
+
+  return optax.GradientTransformation(tx.init, update_fn)
+
+
+def in_wide_arithmetic(
+    tx: optax.GradientTransformation,
+) -> optax.GradientTransformation:
+  """Wraps `tx` so that its state has the momentum's dtype, like its updates.
+
+  Allows standard promotion inside: optax raises a float to an integer count.
+  """
+
+  def init_fn(params: chex.ArrayTree) -> Any:
+    return tx.init(jax.tree_util.tree_map_with_path(
+        lambda path, x: jnp.zeros_like(
+            x, dtype=_tree.momentum_dtype(path, x)
+        ),
+        params,
+    ))
+
+  def update_fn(
+      updates: chex.ArrayTree,
+      state: Any,
+      params: chex.ArrayTree | None = None,
+  ) -> tuple[chex.ArrayTree, Any]:
+    with jax.numpy_dtype_promotion('standard'):
+      return tx.update(updates, state, params)
+
+  return optax.GradientTransformation(init_fn, update_fn)
+
+
+def settled(
+    chain: optax.GradientTransformation,
+    workers: Workers,
+    compressor: CompressorTree,
+) -> optax.GradientTransformationExtraArgs:
+  """Masks `chain` to the leaves that are exchanged; zeroes other updates.
+
+  In a step from which every worker is excluded, zeroes all updates and keeps
+  the second moments behind the exchange.
+  """
+  masked = optax.masked(chain, _tree.exchanged_mask)
+
+  def update_fn(
+      updates: chex.ArrayTree,
+      state: optax.MaskedState,
+      params: chex.ArrayTree | None = None,
+      **extra_args: Any,
+  ) -> tuple[chex.ArrayTree, optax.MaskedState]:
+    if params is None:
+      raise ValueError('demo needs params: tx.update(grads, state, params).')
+    try:
+      updates, new = masked.update(updates, state, params, **extra_args)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+      _check_state_is_of(masked, state, params, error)
+      raise
+    links = new.inner_state
+    (exchange,) = (link for link in links if isinstance(link, DeMoState))
+    # Zero from where, not by a product: a decay that is not finite would stay.
+    someone = exchange.metrics['num_excluded'] < workers.count
+    codes = iter(per_leaf(compressor, params))
+
+    def settle(update: jax.Array, param: Any) -> jax.Array:
+      if isinstance(next(codes), Frozen) or not _tree.is_exchanged(param):
+        return jnp.zeros_like(param)
+      return jnp.where(someone, update, jnp.zeros_like(update))
+
+    def hold(old: Any, new: Any) -> Any:
+      if not _has_second_moments(new):
+        return new
+      return jax.tree.map(lambda o, n: jnp.where(someone, n, o), old, new)
+
+    new = jax.tree.map(
+        hold, state, new,
+        is_leaf=lambda x: isinstance(x, DeMoState) or _has_second_moments(x),
+    )
+    return jax.tree.map(settle, updates, params), new
+
+  return optax.GradientTransformationExtraArgs(masked.init, update_fn)
+
+
+def _check_state_is_of(
+    tx: optax.GradientTransformation,
+    state: Any,
+    params: chex.ArrayTree,
+    error: Exception,
+) -> None:
+  """Raises if an error came of a state that `tx` has not made."""
+  try:
+    made = jax.eval_shape(tx.init, params)
+  except Exception:  # for the reason that the error tells of
+    return
+  expected, found = (
+      {
+          # `scale_by_demo` says itself what is wrong with its own.
+          _tree.leaf_name(path): () if isinstance(x, DeMoState) else np.shape(x)
+          for path, x in jax.tree_util.tree_flatten_with_path(
+              tree, is_leaf=lambda x: isinstance(x, DeMoState)
+          )[0]
+      }
+      for tree in (made, state)
+  )
+  if len(expected.keys() & found.keys()) < len(expected) / 2:
+    raise ValueError(
+        'The state is one of another optimizer. Make one with tx.init(params),'
+        ' or restore one with demo_optax.checkpoint.Checkpointer.'
+    ) from error
+  for name in (*expected, *found):
+    shape, other = expected.get(name), found.get(name)
+    if shape is None:
+      problem = f'it has {name}, which is not part of it'
+    elif other is None:
+      problem = f'{name} is missing'
+    elif other not in (shape, shape[1:]):  # in a step of one worker: its own
+      problem = f'{name} has shape {other} instead of {shape}'
+      if other and other[1:] == shape[1:] and 'worker_stacked' in name:
+        problem += (
+            f', as of {other[0]} workers, for which'
+            ' demo_optax.checkpoint.resize_workers is'
+        )
+    else:
+      continue
+    raise ValueError(
+        'The state was not made by this optimizer for these parameters and'
+        f' workers: {problem}. Make one with tx.init(params), or restore one'
+        ' with demo_optax.checkpoint.Checkpointer.'
+    ) from error
+
+
+def _has_second_moments(state: Any) -> bool:
+  # optax does not export the types of all such states.
+  return hasattr(state, 'nu')
