@@ -144,6 +144,9 @@ def _print_settings(params: Any, args: argparse.Namespace) -> None:
       for n in args.workers
   ]
   for n, table in zip(args.workers, found):
+    if n == 1:
+      print('demo_muon, 1 worker: nothing is sent.\n')
+      continue
     print(
         f'demo_muon, {n} workers; per worker and step, times less than by'
         f' averaging in float32\n{table}\n'

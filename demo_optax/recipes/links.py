@@ -19,7 +19,7 @@ from demo_optax.workers import Workers
 
 def scale_to_unit_rms(
     weight_dimension_numbers: Any = None,
-    min_rms: float = 0.0,
+    min_rms: chex.Numeric = 0.0,
 ) -> optax.GradientTransformation:
   r"""Scales the update of every matrix to a root mean square of one.
 
@@ -34,8 +34,8 @@ def scale_to_unit_rms(
       like the updates, or a function from them to one: a leaf with more axes
       than they name is a stack of matrices, each of which is scaled by itself.
       None: every leaf is one matrix.
-    min_rms: :math:`\epsilon`; an update that is shorter keeps being shorter. 0
-      gives one of any size its direction.
+    min_rms: :math:`\epsilon`; an update that is shorter stays shorter. With 0
+      updates of any size are scaled to one.
 
   Returns:
     A gradient transformation without a state, in the updates' dtypes.
@@ -58,14 +58,16 @@ def scale_to_unit_rms(
   check_range('min_rms', min_rms, 0.0, float('inf'))
 
   def scale(u: jax.Array, axes: tuple[int, ...] | None) -> jax.Array:
+    dtype = u.dtype
+    u = u.astype(_tree.momentum_dtype((), u))
     # By the largest first: squares overflow and underflow before numbers do.
     largest = jnp.max(jnp.abs(u), axes, keepdims=True)
     u = u / jnp.where(largest > 0, largest, jnp.ones_like(largest))
     mean = jnp.mean(jnp.square(u), axes, keepdims=True)
     u = jnp.where(mean > 0, u * jax.lax.rsqrt(mean), u)
-    if min_rms:
-      u *= jnp.minimum(largest * jnp.sqrt(mean) / min_rms, 1)
-    return u
+    rms, least = largest * jnp.sqrt(mean), jnp.asarray(min_rms, u.dtype)
+    u *= jnp.where(rms < least, rms / least, jnp.ones_like(rms))
+    return u.astype(dtype)
 
   def update_fn(
       updates: chex.ArrayTree, params: chex.ArrayTree | None

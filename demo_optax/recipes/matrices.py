@@ -19,6 +19,13 @@ from demo_optax.workers.sharding import path_keys
 # from the parameters to such a tree.
 DimensionNumbersTree = Any
 
+# Of `demo_muon` within `optax.inject_hyperparams`: what is no number that may
+# change, and functions that are no schedules.
+_STATIC_ARGS = (
+    "static_args=('compressor', 'muon_weight_dimension_numbers',"
+    " 'weight_decay_mask', 'mu_dtype', 'ns_steps', 'nesterov')"
+)
+
 # Words in the names of leaves that are no matrices, whatever their shapes.
 _EMBEDDING = frozenset({
     'codebook', 'emb', 'embd', 'embed', 'embedder', 'embedding', 'embeddings',
@@ -34,8 +41,8 @@ _NORM = frozenset({
     'batchnorm', 'bn', 'groupnorm', 'layernorm', 'ln', 'norm', 'rms', 'rmsnorm',
 })
 _VECTOR = frozenset({
-    'a_log', 'beta', 'bias', 'cls', 'decay', 'gain', 'gamma', 'mask', 'offset',
-    'scale', 'shift',
+    'a_log', 'beta', 'bias', 'cls', 'decay', 'gain', 'gamma', 'latents', 'mask',
+    'offset', 'prompt', 'prompts', 'registers', 'scale', 'shift',
 })
 _WEIGHT = frozenset({'kernel', 'w', 'weight'})
 _ATTENTION = frozenset({'key', 'qkv', 'query', 'value'})
@@ -44,11 +51,12 @@ _ATTENTION = frozenset({'key', 'qkv', 'query', 'value'})
 def muon_dimension_numbers(params: chex.ArrayTree) -> chex.ArrayTree:
   """Returns which leaves are matrices, told from their paths and shapes.
 
-  Whatever is called an embedding, a table of positions, a head, logits, a norm,
-  a bias or a scale is none, and no leaf with fewer than two dimensions, or with
-  a side of one, is. Of the others the last two dimensions are a matrix, and
-  those before them are a stack of matrices (of layers scanned along axis 0, or
-  experts), except for
+  Whatever is called an embedding, a codebook, a table of positions, learned
+  tokens (`latents`, `prompt`, `registers`), a head, logits, a norm, a bias, a
+  scale, a decay or a mask is none, and no leaf with fewer than two dimensions,
+  or with a side of one, is. Of the others the last two dimensions are a matrix,
+  and those before them are a stack of matrices (of layers scanned along axis 0,
+  or experts), except for
 
     attention      of Flax: `[in, heads, size]` of `query`, `key`, `value` and
                    `qkv`, `[in, 3, heads, size]` of `qkv`, `[heads, size, out]`
@@ -96,9 +104,8 @@ def check_is_no_count(params: chex.ArrayTree) -> None:
   if dtype is not None and jnp.issubdtype(dtype, jnp.integer):
     raise TypeError(
         f'The parameters are one array of {dtype}. optax.inject_hyperparams'
-        ' calls functions with the count of steps: name the arguments that are'
-        " functions of the parameters, as in static_args=('compressor',"
-        " 'muon_weight_dimension_numbers')."
+        ' calls functions with the count of steps: name what is no schedule, as'
+        f' in {_STATIC_ARGS}.'
     )
 
 

@@ -6,8 +6,10 @@ from typing import Any
 
 import chex
 import jax
+import numpy as np
 
 from demo_optax import recipes
+from demo_optax.demo import resolve_update_values
 from demo_optax.exchange import ExchangeKind
 from demo_optax.tools import tables
 from demo_optax.tools.traffic import Plan, plan
@@ -92,6 +94,7 @@ def recommend(
     0.169...
   """
   limits = limits_of(sent_bytes, received_bytes, bits_per_second, seconds)
+  resolve_update_values(exchange, update_values)
   found = settings(
       params, workers, limits, exchange, update_values,
       muon_weight_dimension_numbers,
@@ -149,26 +152,49 @@ def settings(
   ]
   if not fitting:
     least = ascending[0][2]
+    asked = ' and '.join(
+        f'{name}={limit:,.0f}' if limit >= 10 else f'{name}={limit:.3g}'
+        for name, limit in limits.items()
+    )
     owners = ''
     if exchange == 'all_gather':
-      by_owners = plan(
-          params, ascending[0][1], workers, exchange='all_to_all',
-          update_values=update_values,
+      owners = _by_owners(
+          params, workers, limits, update_values, muon_weight_dimension_numbers
       )
-      if by_owners.received_bytes < least.received_bytes:
-        owners = (
-            " By exchange='all_to_all' it sends and receives"
-            f' {by_owners.received_bytes:,}.'
-        )
     raise ValueError(
-        'No setting is as small as'
-        f' {" and ".join(f"{k}={v:,.0f}" for k, v in limits.items())}: with'
+        f'No setting is as small as {asked}: with'
         f' {least.num_workers} workers the smallest sends {least.sent_bytes:,}'
         ' bytes of these parameters and receives'
-        f' {least.received_bytes:,}.{owners} Exchanges every few steps'
+        f' {least.received_bytes:,}. {owners}Exchanges every few steps'
         ' (demo_optax.local) take less.'
     )
   return fitting
+
+
+def _by_owners(
+    params: chex.ArrayTree,
+    workers: Workers | int,
+    limits: Mapping[str, float],
+    update_values: UpdateValues,
+    muon_weight_dimension_numbers: Any = None,
+) -> str:
+  """Returns a sentence on the best setting within limits by `'all_to_all'`.
+
+  Empty if there is none, or if it receives less by an all-gather.
+  """
+  try:
+    setting, compressor, owners = settings(
+        params, workers, limits, 'all_to_all', update_values,
+        muon_weight_dimension_numbers,
+    )[-1]
+  except ValueError:
+    return ''
+  if owners.received_bytes >= plan(params, compressor, workers).received_bytes:
+    return ''
+  return (
+      f"With exchange='all_to_all', topk={setting.topk} sends and receives"
+      f' {tables.num_bytes(owners.received_bytes)}. '
+  )
 
 
 def table(
@@ -200,17 +226,9 @@ def table(
         f'{setting.loss:.3f}',
     ))
   lines = tables.aligned(rows)
-  _, compressor, least = found[0]
   if exchange == 'all_gather':
-    owners = plan(
-        params, compressor, workers, exchange='all_to_all',
-        update_values=update_values,
-    )
-    if owners.received_bytes < least.received_bytes:
-      lines.append(
-          f"With exchange='all_to_all', topk={found[0][0].topk} sends and"
-          f' receives {tables.num_bytes(owners.received_bytes)}.'
-      )
+    owners = _by_owners(params, workers, limits, update_values)
+    lines += [owners.strip()] if owners else []
   return '\n'.join(lines)
 
 
@@ -221,24 +239,22 @@ def limits_of(
     seconds: float | None = None,
 ) -> dict[str, float]:
   """Returns the most bytes, by names of attributes of `Plan`."""
-  both = {'sent_bytes': sent_bytes, 'received_bytes': received_bytes}
-  speed = {'bits_per_second': bits_per_second, 'seconds': seconds}
-  for name, value in {**both, **speed}.items():
-    if isinstance(value, bool | str) or not (
-        value is None or hasattr(value, '__float__')
-    ):
-      raise TypeError(f'{name}={value!r} must be a number.')
-    if value is not None and not value > 0:
-      raise ValueError(f'{name}={value!r} must be above 0.')
+  given = {
+      'sent_bytes': sent_bytes, 'received_bytes': received_bytes,
+      'bits_per_second': bits_per_second, 'seconds': seconds,
+  }
+  limits = {
+      name: _positive(name, value)
+      for name, value in given.items() if value is not None
+  }
   if (bits_per_second is None) != (seconds is None):
     raise ValueError(
         f'bits_per_second={bits_per_second!r} and seconds={seconds!r} make a'
         ' budget together: give both.'
     )
-  limits = {name: value for name, value in both.items() if value is not None}
-  if bits_per_second is not None and seconds is not None:
-    whole = bits_per_second * seconds / 8
-    for name in both:
+  if seconds is not None:
+    whole = limits.pop('bits_per_second') * limits.pop('seconds') / 8
+    for name in ('sent_bytes', 'received_bytes'):
       limits[name] = min(limits.get(name, whole), whole)
   if not limits:
     raise ValueError(
@@ -246,3 +262,15 @@ def limits_of(
         ' seconds.'
     )
   return limits
+
+
+def _positive(name: str, value: Any) -> float:
+  try:
+    if isinstance(value, bool | np.bool_ | str):
+      raise TypeError
+    number = float(value)
+  except (TypeError, ValueError, OverflowError) as error:
+    raise TypeError(f'{name}={value!r} must be a number.') from error
+  if not number > 0:
+    raise ValueError(f'{name}={value!r} must be above 0.')
+  return number

@@ -295,6 +295,9 @@ def test_leaves_of_nnx_modules():
     ('readout|kernel', (64, 256), None),
     ('quantizer|codebook', (256, 64), None),
     ('mixer|A_log', (64, 16), None),
+    ('perceiver|latents', (32, 64), None),
+    ('register_tokens', (4, 64), None),
+    ('prompt_encoder|linear|kernel', (64, 64), (1, 1)),
     ('layers|time_decay', (12, 64), None),
     ('MultiHeadDense|proj|kernel', (64, 64), (1, 1)),
     ('MultiHeadAttention_0|proj|kernel', (64, 64), (1, 1)),
@@ -990,8 +993,18 @@ def test_functions_of_the_parameters_within_other_transformations():
   with pytest.raises(TypeError, match=r"count of steps.*static_args=\('comp"):
     make(demo_optax.demo_muon, static_args=rest)(
         0.1, workers=workers, compressor=compressor).init(params)
-  make(demo_optax.demo_muon, static_args=(*rest, 'compressor'))(
-      0.1, workers=workers, compressor=compressor).init(params)
+  # As the message says.
+  rest += ('compressor', 'muon_weight_dimension_numbers', 'weight_decay_mask',
+           'mu_dtype')
+  make(demo_optax.demo_muon, static_args=rest)(
+      0.1, workers=workers, compressor=compressor, mu_dtype=jnp.bfloat16,
+      weight_decay_mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
+  ).init(params)
+  with pytest.raises(TypeError, match='weight_decay_mask=False.*count of steps'):
+    make(demo_optax.demo_muon, static_args=rest[:-2])(
+        0.1, workers=workers, compressor=compressor,
+        weight_decay_mask=lambda params: jax.tree.map(
+            lambda x: x.ndim > 1, params)).init(params)
   within = lambda compressor: optax.masked(
       demo_optax.demo_muon(0.1, workers=workers, compressor=compressor),
       {'a': True, 'b': False})
@@ -1022,6 +1035,24 @@ def test_short_updates_stay_short():
     np.testing.assert_allclose(u, [[expected, -expected]], rtol=1e-5)
   with pytest.raises(ValueError, match='min_rms=-1'):
     recipes.scale_to_unit_rms(min_rms=-1)
+
+
+@pytest.mark.parametrize('dtype', ['float16', 'bfloat16'])
+def test_short_updates_in_half_precision(dtype):
+  tx = recipes.scale_to_unit_rms(min_rms=1e-8)
+  for values, expected in (
+      ([0.0, 0.0], [0, 0]), ([1e-7, -1e-7], [1, -1]), ([3e4, -3e4], [1, -1])):
+    u, _ = tx.update(jnp.array(values, dtype), ())
+    assert u.dtype == dtype
+    np.testing.assert_allclose(u.astype('float32'), expected, rtol=1e-2)
+
+
+def test_the_shortest_update_as_a_hyperparameter():
+  with jax.numpy_dtype_promotion('standard'):
+    tx = optax.inject_hyperparams(recipes.scale_to_unit_rms)(min_rms=1e-2)
+    u = jnp.array([1e-3, -1e-3])
+    updates, _ = jax.jit(tx.update)(u, tx.init(u))
+  np.testing.assert_allclose(updates, [0.1, -0.1], rtol=1e-5)
 
 
 @pytest.mark.parametrize('case', ['stack', 'sharded'])
@@ -1074,6 +1105,8 @@ def test_matrices_without_gradients_come_to_rest(case):
     ({'preconditioning': 'none'}, ValueError, "preconditioning='none'"),
     ({'mu_dtype': jnp.int8}, TypeError, 'mu_dtype=.*int8.* floating-point'),
     ({'mu_dtype': 'b16'}, TypeError, 'b16'),
+    ({'mu_dtype': jnp.float16}, TypeError, 'float16.* such as jnp.bfloat16'),
+    ({'weight_decay_mask': jnp.array(True)}, TypeError, r'weight_decay_mask=Array\(True'),
     ({'workers': 4}, TypeError, 'workers=4'),
     ({'learning_rate': None}, TypeError, 'learning_rate=None must be a number'),
     ({'learning_rate': float('nan')}, ValueError, 'learning_rate=nan'),

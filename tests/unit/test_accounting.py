@@ -218,9 +218,12 @@ def test_recommend_counts_what_owners_send():
       MATRICES, demo_optax.recipes.muon_compressors(MATRICES, 8, 8), 256,
       **by_owners)
   limit = {'received_bytes': plan.received_bytes}
-  with pytest.raises(
-      ValueError, match=f'all_to_all.*{plan.received_bytes:,}'):
+  size = f'{plan.received_bytes / 1e6:.2f} MB'
+  with pytest.raises(ValueError, match=f'all_to_all.*topk=8 .* receives {size}'):
     demo_optax.recommend(MATRICES, 256, **limit)
+  with pytest.raises(ValueError) as info:  # too much by owners, too
+    demo_optax.recommend(MATRICES, 256, received_bytes=plan.received_bytes - 1)
+  assert 'all_to_all' not in str(info.value)
   with pytest.raises(ValueError) as info:  # few workers gain nothing by owners
     demo_optax.recommend(MATRICES, 2, received_bytes=10)
   assert 'all_to_all' not in str(info.value)
@@ -237,6 +240,8 @@ def test_settings_of_equal_bytes_are_one():
 @pytest.mark.parametrize('workers, given, says', [
     (4, {'sent_bytes': '1e6'}, "sent_bytes='1e6' must be a number"),
     (4, {'received_bytes': True}, 'received_bytes=True must be a number'),
+    (4, {'sent_bytes': np.ones(2)}, r'sent_bytes=array.* must be a number'),
+    (4, {'sent_bytes': 10**400}, 'must be a number'),
     (2.5, {'sent_bytes': 1e9}, r'workers=2\.5 must be'),
     (True, {'sent_bytes': 1e9}, 'workers=True must be'),
     (None, {'sent_bytes': 1e9}, 'workers=None must be'),
@@ -252,6 +257,8 @@ def test_budgets_of_another_type(workers, given, says):
     ({'seconds': float('nan'), 'bits_per_second': 1.0}, 'seconds=nan'),
     ({'seconds': 1.0}, 'give both'),
     ({'sent_bytes': 10}, 'with 4 workers the smallest sends'),
+    ({'sent_bytes': 0.5}, r'as small as sent_bytes=0\.5:'),
+    ({'sent_bytes': 1e9, 'update_values': 'int2'}, "update_values='int2'"),
 ])
 def test_budgets_that_cannot_be(given, says):
   with pytest.raises(ValueError, match=says):
@@ -287,7 +294,8 @@ def test_command_recommends(capsys):
   command.main(['300M', '--recommend', '--workers', '4', '64'])
   out = capsys.readouterr().out
   assert 'demo_muon, 64 workers' in out
-  assert 'receives' in out and "With exchange='all_to_all', topk=8" in out
+  # Of the settings that fit the best, and not the smallest.
+  assert "With exchange='all_to_all', topk=128 sends and receives" in out
   # Sent 160 times less, and received 2.5 times less, with 64 workers.
   assert re.search(r'\n128 .* 160x +2\.5x +1\.328\n', out)
   for setting in budget.SETTINGS:
