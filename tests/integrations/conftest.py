@@ -7,6 +7,10 @@ import os
 
 # MaxText: no cloud services.
 os.environ.setdefault('DECOUPLE_GCLOUD', 'TRUE')
+# A collective of a simulated device holds a thread until all devices are there.
+# XLA makes one thread for each device, so that two collectives under way could
+# hold all of them and wait for each other, until XLA ends the process.
+os.environ['NPROC'] = '32'
 
 import contextlib
 import importlib.util
