@@ -70,7 +70,7 @@ OTHERWISE = {
 # The same of single optimizers: on the language model, the best of equal grids
 # (benchmarks/README.md).
 TUNED = {
-    'lr': {'muon': 1e-2},
+    'lr': {'muon': 2e-2},
     'own_lr': {'muon': 1.2e-2, 'demo-muon': 6e-3},
     'decay': {'demo-muon': 0.9},
     'values': {'demo-muon': 'sign'},
@@ -114,7 +114,7 @@ def add_flags(
       ' compressed; demo: as published; adamw, muon: on averaged gradients;'
       ' the others exchange every --sync-period steps')
   add('--lr', type=flags.not_negative,
-      help='peak learning rate; default: 2e-3, of muon 1e-2')
+      help='peak learning rate; default: 2e-3, of muon 2e-2')
   add('--schedule', choices=['cosine', 'constant'], default='cosine')
   add('--warmup', type=flags.whole(0), default=40)
   add('--weight-decay', type=flags.not_negative, default=0.0)
