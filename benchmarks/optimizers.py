@@ -228,8 +228,6 @@ def other_leaves(
   """Returns all compressors, and what follows for what is no matrix."""
   if s['rows'] == 'adamw':
     other, base = None, optax.scale_by_adam(b1=0.9, b2=0.95)
-  elif s['rows'] == 'same':
-    other = matrix
   else:
     other = demo_optax.dct_topk((1, 192), s['rows'], values=s['values'])
   return by_label(matrix=matrix, other=other), base

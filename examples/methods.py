@@ -67,8 +67,8 @@ OTHERWISE = {
     'lr': 2e-3, 'own_lr': None, 'decay': 0.99, 'values': 'float32',
     'topk': 32,
 }
-# The same of single optimizers: on the language model, the best of equal grids
-# (benchmarks/README.md).
+# The same of single optimizers: the best rates on the language model
+# (benchmarks/README.md); of demo-muon also its default budget.
 TUNED = {
     'lr': {'muon': 2e-2},
     'own_lr': {'muon': 1.2e-2, 'demo-muon': 6e-3},

@@ -269,11 +269,11 @@ def demo_muon(
       (benchmarks/muon.py).
     preconditioning: of the iterations, see `optax.contrib.scale_by_muon`.
     mu_dtype: in which :math:`b_i` is kept between steps; by default float32.
-      bfloat16 takes half the memory; with one seed the loss was 0.5 % higher
+      bfloat16 takes half the memory; with one seed the loss was 0.6 % higher
       (benchmarks/TRIED.md).
     adam_learning_rate: of the leaves that are no matrices; by default three
-      times `learning_rate`. Two and three times it were best on a language
-      model, far more of it on a convolutional network: tune it.
+      times `learning_rate`. Three and six times it were best on a language
+      model, 6 to 48 times it alike on a convolutional network: tune it.
     adam_b2: decay of their second moment.
     adam_weight_decay: :math:`\lambda` of the leaves that are no matrices.
     weight_decay: :math:`\lambda` of matrices, decoupled. As in

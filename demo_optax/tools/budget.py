@@ -68,7 +68,8 @@ def recommend(
     bits_per_second: speed of a worker's link, each way; goes with `seconds`.
     seconds: the most that an exchange may take.
     exchange: as in `demo_muon`. The losses were measured with an all-gather; by
-      `'all_to_all'` those with updates in `'int4'` were within 0.3 % of it.
+      `'all_to_all'` with updates in `'int4'` that of `topk=64` was within 0.3 %
+      of it (8 and 32 workers, one seed).
     update_values: as in `demo_muon`.
     muon_weight_dimension_numbers: as in `demo_muon`.
 
