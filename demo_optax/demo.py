@@ -651,6 +651,13 @@ def resolve_update_values(exchange: Any, update_values: Any) -> UpdateValues:
   )
 
 
+def check_is_scalar(name: str, value: Any) -> None:
+  """Raises for an array of several numbers."""
+  shape = getattr(value, 'shape', ())
+  if shape != ():
+    raise ValueError(f'{name} has shape {shape}: it must be one number.')
+
+
 def check_range(
     name: str,
     value: chex.Numeric,
@@ -668,10 +675,14 @@ def check_range(
         " casts numbers to the parameters' dtype: give it"
         ' hyperparam_dtype=jnp.float32.'
     )
+  check_is_scalar(name, value)
   if isinstance(value, jax.core.Tracer):
     return
   if not isinstance(value, (int, float, np.number, np.ndarray, jax.Array)):
-    raise TypeError(f'{name}={value!r} must be a number.')
+    schedule = ' For a schedule use optax.inject_hyperparams.'
+    raise TypeError(
+        f'{name}={value!r} must be a number.{schedule * callable(value)}'
+    )
   number = float(value)
   if not (low <= number < high or (number == high and not open_end)):
     bracket = ')' if open_end or high == float('inf') else ']'

@@ -606,12 +606,12 @@ def _check_sides(chunk_size: int | tuple[int, int]) -> tuple[int, ...]:
         ' dimensions.'
     )
   for side in chunk_size:
-    _check_positive('chunk_size', side)
+    check_positive('chunk_size', side)
   return chunk_size
 
 
 def _topk(k: int) -> selectors.TopK:
-  _check_positive('topk', k)
+  check_positive('topk', k)
   return selectors.TopK(k)
 
 
@@ -622,7 +622,8 @@ def _check_seed(seed: int) -> None:
     raise ValueError(f'seed={seed} is not in [0, 2**32).')
 
 
-def _check_positive(name: str, value: int) -> None:
+def check_positive(name: str, value: int) -> None:
+  """Raises unless an argument is an integer of at least one."""
   if isinstance(value, bool) or not isinstance(value, int):
     raise TypeError(
         f'{name}={value!r} must be a Python integer: it fixes array shapes.'

@@ -38,7 +38,8 @@ def scale_to_unit_rms(
       updates of any size are scaled to one.
 
   Returns:
-    A gradient transformation without a state, in the updates' dtypes.
+    A gradient transformation without a state, in the updates' dtypes. Empty
+    leaves, and those of integers, stay as they are.
 
   Raises:
     ValueError: a `min_rms` below zero.
@@ -76,9 +77,12 @@ def scale_to_unit_rms(
     leaves, treedef = jax.tree.flatten(updates)
     dimensions: list[Any] = [None] * len(leaves)
     if weight_dimension_numbers is not None:
-      dimensions = Matrices(updates, weight_dimension_numbers).leaves
+      dimensions = Matrices(
+          updates, weight_dimension_numbers, 'weight_dimension_numbers'
+      ).leaves
     return treedef.unflatten([
         scale(u, None if d is None else matrix_axes(d))
+        if _tree.is_exchanged(u) else u
         for u, d in zip(leaves, dimensions)
     ])
 
@@ -253,23 +257,27 @@ def settled(
     (exchange,) = (link for link in links if isinstance(link, DeMoState))
     # Zero from where, not by a product: a decay that is not finite would stay.
     someone = exchange.metrics['num_excluded'] < workers.count
-    codes = iter(per_leaf(compressor, params))
+    frozen = jax.tree.structure(params).unflatten(
+        [isinstance(code, Frozen) for code in per_leaf(compressor, params)]
+    )
 
-    def settle(update: jax.Array, param: Any) -> jax.Array:
-      if isinstance(next(codes), Frozen) or not _tree.is_exchanged(param):
+    def settle(update: jax.Array, param: Any, is_frozen: bool) -> jax.Array:
+      if is_frozen or not _tree.is_exchanged(param):
         return jnp.zeros_like(param)
       return jnp.where(someone, update, jnp.zeros_like(update))
 
-    def hold(old: Any, new: Any) -> Any:
-      if not _has_second_moments(new):
-        return new
-      return jax.tree.map(lambda o, n: jnp.where(someone, n, o), old, new)
+    def hold(before: Any, after: Any) -> Any:
+      if not _has_second_moments(after):
+        return after
+      return jax.tree.map(
+          lambda b, a: jnp.where(someone, a, b), before, after
+      )
 
     new = jax.tree.map(
         hold, state, new,
         is_leaf=lambda x: isinstance(x, DeMoState) or _has_second_moments(x),
     )
-    return jax.tree.map(settle, updates, params), new
+    return jax.tree.map(settle, updates, params, frozen), new
 
   return optax.GradientTransformationExtraArgs(masked.init, update_fn)
 

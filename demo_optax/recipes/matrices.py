@@ -94,7 +94,8 @@ def muon_dimension_numbers(params: chex.ArrayTree) -> chex.ArrayTree:
   flat, treedef = jax.tree_util.tree_flatten_with_path(params)
   shapes = {_parts(path): tuple(jnp.shape(x)) for path, x in flat}
   return treedef.unflatten(
-      [_dimension_numbers(_parts(path), shapes) for path, _ in flat]
+      [_dimension_numbers(_parts(path), jnp.shape(x), shapes)
+       for path, x in flat]
   )
 
 
@@ -111,15 +112,17 @@ def check_is_no_count(params: chex.ArrayTree) -> None:
 
 def _dimension_numbers(
     path: tuple[str, ...],
+    shape: tuple[int, ...],
     shapes: Mapping[tuple[str, ...], tuple[int, ...]],
 ) -> contrib.MuonDimensionNumbers | None:
   """Returns which axes of a leaf are a matrix; None if it is none.
 
   Args:
     path: its names.
+    shape: its shape.
     shapes: the shapes of all leaves, by their paths.
   """
-  shape, parts = shapes[path], ('', '', *path)
+  parts = ('', '', *path)
   ndim = len(shape)
   name, parent = _words(parts[-1]), _words(parts[-2])
   is_weight = parts[-1] in _WEIGHT
@@ -232,18 +235,24 @@ class Matrices:
   Asked once, of the parameters: transformations of optax see parts of them.
   """
 
-  def __init__(self, params: chex.ArrayTree, given: DimensionNumbersTree):
+  def __init__(
+      self,
+      params: chex.ArrayTree,
+      given: DimensionNumbersTree,
+      argument: str = 'muon_weight_dimension_numbers',
+  ):
     given = muon_dimension_numbers if given is None else given
     self.leaves: list[contrib.MuonDimensionNumbers | None] = broadcast(
         given(params) if is_function(given) else given,
         params,
-        'muon_weight_dimension_numbers',
+        argument,
         _is_dimension_numbers,
     )
     self.tree = jax.tree.structure(params).unflatten(self.leaves)
     flat = jax.tree_util.tree_flatten_with_path(params)[0]
     for (path, x), dimensions in zip(flat, self.leaves):
-      _check_dimension_numbers(_tree.leaf_name(path), jnp.shape(x), dimensions)
+      _check_dimension_numbers(
+          argument, _tree.leaf_name(path), jnp.shape(x), dimensions)
     self._by_path = {
         path_keys(path): dimensions
         for (path, _), dimensions in zip(flat, self.leaves)
@@ -275,12 +284,12 @@ class Matrices:
 
 
 def _check_dimension_numbers(
-    name: str, shape: tuple[int, ...], dimensions: Any
+    argument: str, name: str, shape: tuple[int, ...], dimensions: Any
 ) -> None:
   """Raises unless a leaf can be a matrix along these axes."""
   if not _is_dimension_numbers(dimensions):
     raise TypeError(
-        f'muon_weight_dimension_numbers has {dimensions!r} for {name}: it must'
+        f'{argument} has {dimensions!r} for {name}: it must'
         ' be an optax.contrib.MuonDimensionNumbers, or None for what is no'
         ' matrix.'
     )

@@ -14,10 +14,16 @@ from demo_optax import _tree, annotations, compressors
 from demo_optax.compressors.base import (
   CompressorTree,
   broadcast,
+  check_positive,
   is_function,
   per_leaf,
 )
-from demo_optax.demo import check_range, resolve_update_values, scale_by_demo
+from demo_optax.demo import (
+  check_is_scalar,
+  check_range,
+  resolve_update_values,
+  scale_by_demo,
+)
 from demo_optax.exchange import ExchangeKind
 from demo_optax.gradients import per_worker
 from demo_optax.recipes import links
@@ -174,6 +180,8 @@ def muon_compressors(
     128 times fewer
   """
   check_is_no_count(params)
+  for name, value in (('topk', topk), ('row_topk', row_topk)):
+    check_positive(name, value)
   matrix = dataclasses.replace(
       compressors.dct_topk(64, topk, values='sign'),
       select=compressors.TopShare(min(topk / 64**2, 1.0)),
@@ -246,14 +254,15 @@ def demo_muon(
 
   A worker whose gradient is not finite is excluded and keeps both momenta; so
   is one whose gradients of a matrix are so large (some 1e11) that Newton-Schulz
-  overflows: undo a scale of the loss before. If
-  every worker is, or a hyperparameter is not finite, the parameters stay as
-  they are. Leaves with `compressors.FROZEN` are left alone.
+  overflows: undo a scale of the loss before. If every worker is, or a
+  hyperparameter is not finite (`adam_b2`: not in `[0, 1)`), the parameters stay
+  as they are. Leaves with `compressors.FROZEN` are left alone.
 
   With `optax.inject_hyperparams`, name in its `static_args` what is no number
   that may change: `ns_steps`, `nesterov`, `mu_dtype`, and `compressor`,
   `muon_weight_dimension_numbers` and `weight_decay_mask`, which it would take
-  for schedules where they are functions.
+  for schedules where they are functions. A function that returns `None` for a
+  count would be lost silently: `None` is the default.
 
   Args:
     learning_rate: :math:`\eta_t`, a number or a schedule of the step.
@@ -342,14 +351,12 @@ def demo_muon(
         ' when a step is traced: give optax.inject_hyperparams'
         " static_args=('ns_steps',)."
     )
-  if mu_dtype is not None and not (
-      jnp.issubdtype(mu_dtype, jnp.floating)
-      and jnp.finfo(mu_dtype).maxexp >= jnp.finfo(jnp.float32).maxexp
-  ):
+  if mu_dtype is not None and not _is_as_wide_as_float32(mu_dtype):
     raise TypeError(
         f'mu_dtype={mu_dtype!r} must be a dtype of floating-point numbers that'
         ' reach as far as those of float32, such as jnp.bfloat16: the momentum'
-        ' is of gradients that were scaled up.'
+        ' is of gradients that were scaled up. optax.inject_hyperparams may'
+        " take it for a schedule: name it in its static_args, as 'ns_steps'."
     )
   if preconditioning not in _PRECONDITIONINGS:
     raise ValueError(
@@ -368,7 +375,8 @@ def demo_muon(
     matrices = Matrices(params, muon_weight_dimension_numbers)
     if compressor is None:
       sent = muon_compressors(
-          params, muon_weight_dimension_numbers=matrices.tree
+          # A function: of a single leaf the tree may be None, the default.
+          params, muon_weight_dimension_numbers=lambda _: matrices.tree
       )
     else:
       # Asked once, of all leaves: `scale_by_demo` sees those that take part.
@@ -422,6 +430,13 @@ def demo_muon(
         elif is_function(asked):
           asked = asked(tree)
         wanted = broadcast(asked, tree, 'weight_decay_mask')
+        paths = jax.tree_util.tree_flatten_with_path(tree)[0]
+        for (path, _), w in zip(paths, wanted, strict=True):
+          if not _is_bool(w):
+            raise TypeError(
+                f'weight_decay_mask has {w!r} for {_tree.leaf_name(path)}: it'
+                ' must be a bool.'
+            )
         leaves, treedef = jax.tree.flatten(labels(tree))
         return treedef.unflatten(
             [found == label and w for found, w in zip(leaves, wanted)]
@@ -442,8 +457,8 @@ def demo_muon(
             update_values=update_values,
             max_norm_ratio=max_norm_ratio,
             gradient_weight=links.lost_unless_finite(
-                1.0, learning_rate, adam_learning_rate, adam_b2, weight_decay,
-                adam_weight_decay,
+                1.0, learning_rate, adam_learning_rate,
+                _nan_unless_decay(adam_b2), weight_decay, adam_weight_decay,
             ),
         ),
         by_label(base),
@@ -479,18 +494,52 @@ def demo_muon(
 
 def _check_rate(name: str, rate: optax.ScalarOrSchedule) -> None:
   """Checks a number; a schedule's values, and arrays, may become anything."""
-  if not callable(rate) and not isinstance(rate, jax.Array):
+  if isinstance(rate, jax.Array):
+    check_is_scalar(name, rate)
+  elif not callable(rate):
     check_range(name, rate, 0.0, float('inf'))
 
 
+def _nan_unless_decay(value: chex.Numeric) -> chex.Numeric:
+  """Returns a traced decay, NaN where it is out of `[0, 1)`."""
+  if isinstance(value, int | float):
+    return value
+  return jnp.where((value >= 0) & (value < 1), value, jnp.nan)
+
+
+def _is_as_wide_as_float32(dtype: Any) -> bool:
+  """Returns whether a dtype's numbers reach as far as those of float32."""
+  if isinstance(dtype, jax.Array | np.ndarray):  # jnp.bfloat16(count)
+    return False
+  try:
+    return bool(
+        jnp.issubdtype(dtype, jnp.floating)
+        and jnp.finfo(dtype).maxexp >= jnp.finfo(jnp.float32).maxexp
+    )
+  except TypeError:
+    return False
+
+
 def _check_mask(mask: Any) -> None:
-  """Raises for what a function gives of a count of steps."""
-  if isinstance(mask, bool | np.bool_ | np.ndarray | jax.Array):
+  """Raises for a mask that is neither a tree nor a function.
+
+  What a function gives of a count of steps is one.
+  """
+  if isinstance(
+      mask, bool | int | float | str | np.generic | np.ndarray | jax.Array
+  ):
     raise TypeError(
         f'weight_decay_mask={mask!r} must be a tree of bools, or a function'
-        ' from the parameters to one. optax.inject_hyperparams calls functions'
+        ' from the parameters to one: leave it out for all leaves, and set'
+        ' weight_decay=0 for none. optax.inject_hyperparams calls functions'
         " with the count of steps: name it in its static_args, as 'compressor'."
     )
+
+
+def _is_bool(x: Any) -> bool:
+  return isinstance(x, bool) or (
+      np.shape(x) == () and getattr(x, 'dtype', None) == np.bool_
+  )
 
 
 def _times(

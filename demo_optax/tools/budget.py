@@ -1,6 +1,7 @@
 """From a number of bytes to what `demo_muon` should send."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,6 +40,15 @@ SETTINGS = (
     Setting(64, 8, 1.340),
     Setting(128, 24, 1.328),
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+  """A setting for given parameters: its compressors, and their bytes."""
+
+  setting: Setting
+  compressor: chex.ArrayTree
+  plan: Plan
 
 
 def recommend(
@@ -96,36 +106,33 @@ def recommend(
   """
   limits = limits_of(sent_bytes, received_bytes, bits_per_second, seconds)
   resolve_update_values(exchange, update_values)
-  found = settings(
-      params, workers, limits, exchange, update_values,
+  found = within(
+      limits, params, workers, exchange, update_values,
       muon_weight_dimension_numbers,
   )
-  return min(found, key=lambda x: x[0].loss)[1]
+  return found[-1].compressor
 
 
 def settings(
     params: chex.ArrayTree,
     workers: Workers | int,
-    limits: Mapping[str, float],
     exchange: ExchangeKind = 'all_gather',
     update_values: UpdateValues = 'int4',
     muon_weight_dimension_numbers: Any = None,
-) -> list[tuple[Setting, chex.ArrayTree, Plan]]:
-  """Returns settings with their compressors and bytes, fewest first.
+) -> list[Choice]:
+  """Returns all settings, of those with equally many bytes the best.
 
-  Of those that take equally many bytes the one with the least loss.
+  They go up in bytes and down in loss.
 
   Args:
     params: the parameters, or their shapes.
     workers: the workers of the exchange, or their number.
-    limits: the most bytes, by names of attributes of `Plan`.
     exchange: as in `demo_muon`.
     update_values: as in `demo_muon`.
     muon_weight_dimension_numbers: as in `demo_muon`.
 
   Raises:
     TypeError: parameters that are no arrays.
-    ValueError: no setting is within the limits.
   """
   for x in jax.tree.leaves(params):
     if not hasattr(x, 'shape'):
@@ -133,7 +140,7 @@ def settings(
           f'The parameters hold {x!r}, which is no array: give arrays, or their'
           ' shapes as jax.ShapeDtypeStruct.'
       )
-  found = {}
+  found = []
   for setting in SETTINGS:
     compressor = recipes.muon_compressors(
         params,
@@ -143,58 +150,79 @@ def settings(
     )
     bytes_of = plan(
         params, compressor, workers, exchange=exchange,
-        update_values=None if exchange == 'all_gather' else update_values,
+        update_values=update_values,
     )
-    found[bytes_of.payload_bytes] = setting, compressor, bytes_of
-  ascending = [found[size] for size in sorted(found)]
-  fitting = [
-      x for x in ascending
-      if all(getattr(x[2], name) <= limit for name, limit in limits.items())
+    found.append(Choice(setting, compressor, bytes_of))
+  found.sort(key=lambda x: (x.plan.payload_bytes, x.setting.loss))
+  return [
+      next(same)
+      for _, same in itertools.groupby(found, lambda x: x.plan.payload_bytes)
   ]
+
+
+def within(
+    limits: Mapping[str, float],
+    params: chex.ArrayTree,
+    workers: Workers | int,
+    exchange: ExchangeKind = 'all_gather',
+    update_values: UpdateValues = 'int4',
+    muon_weight_dimension_numbers: Any = None,
+) -> list[Choice]:
+  """Returns the settings within limits, the best last.
+
+  Args:
+    limits: the most bytes, by names of attributes of `Plan`.
+    params: the parameters, or their shapes.
+    workers: the workers of the exchange, or their number.
+    exchange: as in `demo_muon`.
+    update_values: as in `demo_muon`.
+    muon_weight_dimension_numbers: as in `demo_muon`.
+
+  Raises:
+    TypeError: parameters that are no arrays.
+    ValueError: no setting is within the limits.
+  """
+  how = update_values, muon_weight_dimension_numbers
+  found = settings(params, workers, exchange, *how)
+  fitting = [x for x in found if _fits(x, limits)]
   if not fitting:
-    least = ascending[0][2]
+    least = found[0].plan
     asked = ' and '.join(
         f'{name}={limit:,.0f}' if limit >= 10 else f'{name}={limit:.3g}'
         for name, limit in limits.items()
     )
-    owners = ''
-    if exchange == 'all_gather':
-      owners = _by_owners(
-          params, workers, limits, update_values, muon_weight_dimension_numbers
-      )
+    other: ExchangeKind = (
+        'all_to_all' if exchange == 'all_gather' else 'all_gather'
+    )
+    others = [
+        x for x in settings(params, workers, other, *how) if _fits(x, limits)
+    ]
+    by_other = f'{_sentence(others[-1], other)} ' if others else ''
     raise ValueError(
         f'No setting is as small as {asked}: with'
         f' {least.num_workers} workers the smallest sends {least.sent_bytes:,}'
         ' bytes of these parameters and receives'
-        f' {least.received_bytes:,}. {owners}Exchanges every few steps'
+        f' {least.received_bytes:,}. {by_other}Exchanges every few steps'
         ' (demo_optax.local) take less.'
     )
   return fitting
 
 
-def _by_owners(
-    params: chex.ArrayTree,
-    workers: Workers | int,
-    limits: Mapping[str, float],
-    update_values: UpdateValues,
-    muon_weight_dimension_numbers: Any = None,
-) -> str:
-  """Returns a sentence on the best setting within limits by `'all_to_all'`.
+def _fits(choice: Choice, limits: Mapping[str, float]) -> bool:
+  return all(
+      getattr(choice.plan, name) <= limit for name, limit in limits.items()
+  )
 
-  Empty if there is none, or if it receives less by an all-gather.
-  """
-  try:
-    setting, compressor, owners = settings(
-        params, workers, limits, 'all_to_all', update_values,
-        muon_weight_dimension_numbers,
-    )[-1]
-  except ValueError:
-    return ''
-  if owners.received_bytes >= plan(params, compressor, workers).received_bytes:
-    return ''
+
+def _sentence(choice: Choice, exchange: ExchangeKind) -> str:
+  """Returns what a setting sends and receives by an exchange."""
+  sent, received = (
+      tables.num_bytes(x)
+      for x in (choice.plan.sent_bytes, choice.plan.received_bytes)
+  )
   return (
-      f"With exchange='all_to_all', topk={setting.topk} sends and receives"
-      f' {tables.num_bytes(owners.received_bytes)}. '
+      f'With exchange={exchange!r}, topk={choice.setting.topk} sends {sent} and'
+      f' receives {received}.'
   )
 
 
@@ -211,12 +239,13 @@ def table(
       'loss of the example' if exchange == 'all_gather'
       else 'its loss by all_gather',
   )]
-  found = settings(params, workers, limits, exchange, update_values)
-  for setting, _, bytes_of in found:
+  found = within(limits, params, workers, exchange, update_values)
+  for choice in found:
+    bytes_of = choice.plan
     averaged = bytes_of.dense_bytes()
     rows.append((
-        str(setting.topk),
-        str(setting.row_topk),
+        str(choice.setting.topk),
+        str(choice.setting.row_topk),
         tables.num_bytes(bytes_of.sent_bytes),
         tables.num_bytes(bytes_of.received_bytes),
         *(
@@ -224,12 +253,19 @@ def table(
             if own else ''
             for own in (bytes_of.sent_bytes, bytes_of.received_bytes)
         ),
-        f'{setting.loss:.3f}',
+        f'{choice.setting.loss:.3f}',
     ))
   lines = tables.aligned(rows)
   if exchange == 'all_gather':
-    owners = _by_owners(params, workers, limits, update_values)
-    lines += [owners.strip()] if owners else []
+    owners = [
+        x for x in settings(params, workers, 'all_to_all', update_values)
+        if _fits(x, limits)
+    ]
+    received = {
+        x.setting: x.plan.received_bytes for x in settings(params, workers)
+    }
+    if owners and owners[-1].plan.received_bytes < received[owners[-1].setting]:
+      lines.append(_sentence(owners[-1], 'all_to_all'))
   return '\n'.join(lines)
 
 

@@ -1106,7 +1106,14 @@ def test_matrices_without_gradients_come_to_rest(case):
     ({'mu_dtype': jnp.int8}, TypeError, 'mu_dtype=.*int8.* floating-point'),
     ({'mu_dtype': 'b16'}, TypeError, 'b16'),
     ({'mu_dtype': jnp.float16}, TypeError, 'float16.* such as jnp.bfloat16'),
+    ({'mu_dtype': jnp.array(0, jnp.bfloat16)}, TypeError, 'inject_hyperparams'),
+    ({'mu_dtype': 3}, TypeError, 'mu_dtype=3 must be a dtype'),
     ({'weight_decay_mask': jnp.array(True)}, TypeError, r'weight_decay_mask=Array\(True'),
+    ({'weight_decay_mask': True}, TypeError, 'set weight_decay=0 for none'),
+    ({'weight_decay_mask': 'abc'}, TypeError, "weight_decay_mask='abc'"),
+    ({'weight_decay': lambda count: 0.1}, TypeError, 'schedule use optax.inject'),
+    ({'learning_rate': jnp.ones(3)}, ValueError, r'learning_rate has shape \(3,\)'),
+    ({'learning_rate': np.ones(3)}, ValueError, r'learning_rate has shape \(3,\)'),
     ({'workers': 4}, TypeError, 'workers=4'),
     ({'learning_rate': None}, TypeError, 'learning_rate=None must be a number'),
     ({'learning_rate': float('nan')}, ValueError, 'learning_rate=nan'),
@@ -1118,6 +1125,58 @@ def test_arguments_that_cannot_be(options, error, match):
       **options}
   with pytest.raises(error, match=match):
     demo_optax.demo_muon(**options)
+
+
+def test_a_mask_holds_bools():
+  tx = demo_optax.demo_muon(
+      0.1, workers=demo_optax.Workers.simulated(2), weight_decay=0.1,
+      weight_decay_mask={'w': 'x', 'b': np.True_})
+  params = {'w': jnp.ones((8, 8)), 'b': jnp.ones(8)}
+  with pytest.raises(TypeError, match=r"has 'x' for \['w'\]: it must be a bool"):
+    tx.init(params)
+
+
+def test_a_single_leaf_that_is_no_matrix():
+  """Is compressed as one, and not by the default for its shape."""
+  workers = demo_optax.Workers.simulated(2)
+  tx = demo_optax.demo_muon(
+      0.1, workers=workers, muon_weight_dimension_numbers=lambda params: None)
+  alone, inside = (
+      tx.init(params) for params in (jnp.ones((64, 64)), {'a': jnp.ones((64, 64))}))
+  shapes = [[x.shape for x in jax.tree.leaves(s)] for s in (alone, inside)]
+  assert shapes[0] == shapes[1]
+
+
+def test_a_decay_out_of_range_loses_the_step():
+  workers = demo_optax.Workers.simulated(2)
+  tx = optax.inject_hyperparams(
+      demo_optax.demo_muon, static_args=('ns_steps', 'nesterov'))(
+          0.1, workers=workers)
+  params = {'embed': jnp.ones((8, 8)), 'up': jnp.ones((8, 8))}
+  grads = jax.tree.map(lambda x: jnp.ones((2, *x.shape)), params)
+  state, update = tx.init(params), jax.jit(tx.update)
+  for adam_b2 in (1.5, -1.0, 0.95):
+    state.hyperparams['adam_b2'] = jnp.float32(adam_b2)
+    updates, state = update(grads, state, params)
+    moved = [bool(jnp.any(x != 0)) for x in jax.tree.leaves(updates)]
+    assert moved == [adam_b2 == 0.95] * 2
+    assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(updates))
+
+
+def test_names_are_of_their_own_leaf():
+  """Where Haiku's names and a tree's own give the same path."""
+  found = recipes.muon_dimension_numbers({
+      'a/b': {'w': jnp.ones((8, 8))}, 'a': {'b': {'w': jnp.ones(3)}}})
+  assert found['a']['b']['w'] is None and found['a/b']['w'] is not None
+
+
+def test_unit_rms_leaves_alone_what_has_none():
+  tx = recipes.scale_to_unit_rms()
+  given = {'a': jnp.zeros((0, 4)), 'b': jnp.arange(3), 'c': jnp.full(3, 2.0)}
+  found, _ = tx.update(given, tx.init(given))
+  assert found['a'].shape == (0, 4)
+  np.testing.assert_array_equal(found['b'], given['b'])
+  np.testing.assert_allclose(found['c'], 1, rtol=1e-6)
 
 
 @pytest.mark.parametrize('rule, error, match', [

@@ -195,17 +195,18 @@ MATRICES = {
 
 @pytest.mark.parametrize('workers', [2, 8])
 def test_recommend_takes_the_least_loss_that_fits(workers):
-  rows = budget.settings(MATRICES, workers, {})
-  assert [r.loss for r, *_ in rows] == sorted(
-      (r.loss for r, *_ in rows), reverse=True)  # more bytes, less loss
-  for number, (_, compressor, plan) in enumerate(rows):
+  rows = budget.settings(MATRICES, workers)
+  assert [r.setting.loss for r in rows] == sorted(
+      (r.setting.loss for r in rows), reverse=True)  # more bytes, less loss
+  for number, row in enumerate(rows):
+    compressor, plan = row.compressor, row.plan
     for bound in ('sent_bytes', 'received_bytes'):
       limit = getattr(plan, bound)
       found = demo_optax.recommend(MATRICES, workers, **{bound: limit})
       assert found == compressor
       if number:
         less = demo_optax.recommend(MATRICES, workers, **{bound: limit - 1})
-        assert less == rows[number - 1][1]
+        assert less == rows[number - 1].compressor
     seconds = plan.received_bytes * 8 / 1e6 + 1e-9
     assert compressor == demo_optax.recommend(
         MATRICES, workers, bits_per_second=1e6, seconds=seconds)
@@ -227,14 +228,17 @@ def test_recommend_counts_what_owners_send():
   with pytest.raises(ValueError) as info:  # few workers gain nothing by owners
     demo_optax.recommend(MATRICES, 2, received_bytes=10)
   assert 'all_to_all' not in str(info.value)
+  with pytest.raises(ValueError, match="exchange='all_gather', topk=64 sends"):
+    demo_optax.recommend(  # whose updates alone are more
+        MATRICES, 4, sent_bytes=1e5, exchange='all_to_all')
   found = demo_optax.recommend(MATRICES, 256, **limit, **by_owners)
   assert found['up'].select.rate == 8 / 64**2
 
 
 def test_settings_of_equal_bytes_are_one():
   """Of a vector of three all settings send everything."""
-  ((setting, *_),) = budget.settings({'n': jnp.ones(3)}, 4, {})
-  assert setting.loss == min(s.loss for s in budget.SETTINGS)
+  (found,) = budget.settings({'n': jnp.ones(3)}, 4)
+  assert found.setting.loss == min(s.loss for s in budget.SETTINGS)
 
 
 @pytest.mark.parametrize('workers, given, says', [
@@ -295,7 +299,7 @@ def test_command_recommends(capsys):
   out = capsys.readouterr().out
   assert 'demo_muon, 64 workers' in out
   # Of the settings that fit the best, and not the smallest.
-  assert "With exchange='all_to_all', topk=128 sends and receives" in out
+  assert "With exchange='all_to_all', topk=128 sends" in out
   # Sent 160 times less, and received 2.5 times less, with 64 workers.
   assert re.search(r'\n128 .* 160x +2\.5x +1\.328\n', out)
   for setting in budget.SETTINGS:
