@@ -296,10 +296,14 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
         *grid(method='adamw', data='stdlib', steps=2400),
         *grid(data='stdlib', **MEDIUM, **BEST, steps=2400),
     ],
-    # 9.8 M parameters; rates as one over the width.
+    # 9.8 M parameters; rates as one over the width, but for Muon's matrices.
     'larger': [
         *grid(**LARGER, method='adamw', lr=[3.75e-4, 7.5e-4, 1.5e-3]),
         *grid(**LARGER, **MEDIUM, average='workers', lr=7.5e-4,
+              other_lr=2.25e-3),
+        *grid(**{**MUON, **LARGER, 'other_lr': 4.5e-3}),
+        # As Muon's own steps at one rate: one over the root of the width.
+        *grid(**LARGER, **MEDIUM, average='workers', lr=1.2e-3,
               other_lr=2.25e-3),
     ],
     'sixteen': [
