@@ -510,7 +510,7 @@ def measure_seconds(rounds: int) -> list[dict[str, Any]]:
   runs = {}
   for name, settings in TIMED.items():
     print(f'Compiling {name}', flush=True)
-    runs[name] = Run({**DEFAULTS, **settings, 'seed': 0})
+    runs[name] = Run({**DEFAULTS, **settings})
     for step in range(12):
       runs[name].step(step)
   seconds: dict[str, list[float]] = {name: [] for name in runs}

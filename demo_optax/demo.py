@@ -679,10 +679,10 @@ def check_range(
   if isinstance(value, jax.core.Tracer):
     return
   if not isinstance(value, (int, float, np.number, np.ndarray, jax.Array)):
-    schedule = ' For a schedule use optax.inject_hyperparams.'
-    raise TypeError(
-        f'{name}={value!r} must be a number.{schedule * callable(value)}'
-    )
+    remedy = ''
+    if callable(value):
+      remedy = ' For a schedule use optax.inject_hyperparams.'
+    raise TypeError(f'{name}={value!r} must be a number.{remedy}')
   number = float(value)
   if not (low <= number < high or (number == high and not open_end)):
     bracket = ')' if open_end or high == float('inf') else ']'

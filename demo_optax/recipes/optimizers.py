@@ -180,8 +180,7 @@ def muon_compressors(
     128 times fewer
   """
   check_is_no_count(params)
-  for name, value in (('topk', topk), ('row_topk', row_topk)):
-    check_positive(name, value)
+  check_positive('row_topk', row_topk)  # which `dct_topk` would call `topk`
   matrix = dataclasses.replace(
       compressors.dct_topk(64, topk, values='sign'),
       select=compressors.TopShare(min(topk / 64**2, 1.0)),
@@ -523,11 +522,9 @@ def _is_as_wide_as_float32(dtype: Any) -> bool:
 def _check_mask(mask: Any) -> None:
   """Raises for a mask that is neither a tree nor a function.
 
-  What a function gives of a count of steps is one.
+  Such is what `optax.inject_hyperparams` makes of a function.
   """
-  if isinstance(
-      mask, bool | int | float | str | np.generic | np.ndarray | jax.Array
-  ):
+  if isinstance(mask, int | float | str | np.generic | np.ndarray | jax.Array):
     raise TypeError(
         f'weight_decay_mask={mask!r} must be a tree of bools, or a function'
         ' from the parameters to one: leave it out for all leaves, and set'

@@ -1,8 +1,9 @@
 """From a number of bytes to what `demo_muon` should send."""
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import chex
@@ -106,11 +107,11 @@ def recommend(
   """
   limits = limits_of(sent_bytes, received_bytes, bits_per_second, seconds)
   resolve_update_values(exchange, update_values)
-  found = within(
-      limits, params, workers, exchange, update_values,
-      muon_weight_dimension_numbers,
+  by = functools.partial(
+      settings, params, workers, update_values=update_values,
+      muon_weight_dimension_numbers=muon_weight_dimension_numbers,
   )
-  return found[-1].compressor
+  return within(limits, by, exchange)[-1].compressor
 
 
 def settings(
@@ -162,29 +163,21 @@ def settings(
 
 def within(
     limits: Mapping[str, float],
-    params: chex.ArrayTree,
-    workers: Workers | int,
-    exchange: ExchangeKind = 'all_gather',
-    update_values: UpdateValues = 'int4',
-    muon_weight_dimension_numbers: Any = None,
+    by: Callable[..., list[Choice]],
+    exchange: ExchangeKind,
 ) -> list[Choice]:
   """Returns the settings within limits, the best last.
 
   Args:
     limits: the most bytes, by names of attributes of `Plan`.
-    params: the parameters, or their shapes.
-    workers: the workers of the exchange, or their number.
+    by: `settings` of all but its `exchange`.
     exchange: as in `demo_muon`.
-    update_values: as in `demo_muon`.
-    muon_weight_dimension_numbers: as in `demo_muon`.
 
   Raises:
-    TypeError: parameters that are no arrays.
     ValueError: no setting is within the limits.
   """
-  how = update_values, muon_weight_dimension_numbers
-  found = settings(params, workers, exchange, *how)
-  fitting = [x for x in found if _fits(x, limits)]
+  found = by(exchange=exchange)
+  fitting = _fitting(found, limits)
   if not fitting:
     least = found[0].plan
     asked = ' and '.join(
@@ -194,9 +187,7 @@ def within(
     other: ExchangeKind = (
         'all_to_all' if exchange == 'all_gather' else 'all_gather'
     )
-    others = [
-        x for x in settings(params, workers, other, *how) if _fits(x, limits)
-    ]
+    others = _fitting(by(exchange=other), limits)
     by_other = f'{_sentence(others[-1], other)} ' if others else ''
     raise ValueError(
         f'No setting is as small as {asked}: with'
@@ -208,10 +199,13 @@ def within(
   return fitting
 
 
-def _fits(choice: Choice, limits: Mapping[str, float]) -> bool:
-  return all(
-      getattr(choice.plan, name) <= limit for name, limit in limits.items()
-  )
+def _fitting(
+    choices: list[Choice], limits: Mapping[str, float]
+) -> list[Choice]:
+  return [
+      x for x in choices
+      if all(getattr(x.plan, name) <= limit for name, limit in limits.items())
+  ]
 
 
 def _sentence(choice: Choice, exchange: ExchangeKind) -> str:
@@ -239,8 +233,10 @@ def table(
       'loss of the example' if exchange == 'all_gather'
       else 'its loss by all_gather',
   )]
-  found = within(limits, params, workers, exchange, update_values)
-  for choice in found:
+  by = functools.partial(
+      settings, params, workers, update_values=update_values
+  )
+  for choice in within(limits, by, exchange):
     bytes_of = choice.plan
     averaged = bytes_of.dense_bytes()
     rows.append((
@@ -257,15 +253,11 @@ def table(
     ))
   lines = tables.aligned(rows)
   if exchange == 'all_gather':
-    owners = [
-        x for x in settings(params, workers, 'all_to_all', update_values)
-        if _fits(x, limits)
-    ]
-    received = {
-        x.setting: x.plan.received_bytes for x in settings(params, workers)
-    }
-    if owners and owners[-1].plan.received_bytes < received[owners[-1].setting]:
-      lines.append(_sentence(owners[-1], 'all_to_all'))
+    owners = _fitting(by(exchange='all_to_all'), limits)
+    if owners:
+      gathered = plan(params, owners[-1].compressor, workers)
+      if owners[-1].plan.received_bytes < gathered.received_bytes:
+        lines.append(_sentence(owners[-1], 'all_to_all'))
   return '\n'.join(lines)
 
 
