@@ -102,8 +102,7 @@ class DeMoState(NamedTuple):
       that was sent; `'residual_norm'`, the norm of what stayed, the root of its
       mean square over the workers; `'mean_senders'`, how many workers sent a
       coefficient, on average over all that were sent (of leaves of which every
-      worker selects a part for itself and that no kernel merges; 0 if there are
-      none). Energies that float32 cannot hold count as zero.
+      worker selects a part for itself; 0 if there are none). Energies that float32 cannot hold count as zero.
     layout: which leaf's chunks lie where in the momentum.
     worker_stacked: what every worker has of its own: the momentum, by buckets,
       the message in flight, and the residuals of the updates that it owns.
@@ -124,7 +123,6 @@ def scale_by_demo(
     average: topk.Average = 'senders',
     ema: bool = False,
     gradient_weight: Any = 1.0,
-    kernels: bool | None = None,
     delay: int | None = None,
     exchange: exchange_lib.ExchangeKind = 'all_gather',
     update_values: UpdateValues | None = None,
@@ -192,12 +190,6 @@ def scale_by_demo(
       second version of the paper do.
     gradient_weight: :math:`w`, a number or a schedule of the step; or a tree
       of them, as for `compressor`.
-    kernels: whether GPUs and TPUs run a step as two fused kernels where these
-      apply: float32 momentum; chunks of 32, 64 or 128 a side, without padding;
-      `topk` up to 64. They select the same coefficients but round transforms
-      differently, so all workers must use the same setting. None: on backends
-      where a benchmark has shown a gain (so far none). On CPUs kernels are
-      interpreted, which is slow and for debugging only.
     delay: None or 0: no delay. 1: a step applies the messages of the step
       before (the first step has none: all workers are excluded) and keeps its
       own message in the state for the next. Communication then does not depend
@@ -314,7 +306,7 @@ def scale_by_demo(
     else:
       weights = [(None, w) for w in weights]
     config = ExchangeConfig(
-        layout, which_decay, which, average, kernels, bool(delay),
+        layout, which_decay, which, average, bool(delay),
         update_values=written, compare_norms=compare_norms,
     )
     if exchange != 'all_gather' and (count := count_workers()) is not None:

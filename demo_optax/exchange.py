@@ -2,7 +2,7 @@ r"""One exchange, as one device of one worker sees it: Algorithm 1 of the paper.
 
 `exchange` is the main path, from gradients to updates. All leaves' chunks of
 one kind are one array, a bucket (`compressors.buckets`); how a bucket's
-arithmetic is done is behind `engine`, how messages look in `wire`, and who the
+arithmetic is done is in `engine`, how messages look in `wire`, and who the
 others are in `workers`.
 
   Peng et al., DeMo: Decoupled Momentum Optimization, arXiv:2411.19870
@@ -17,7 +17,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from demo_optax import agreement, engine
+from demo_optax import agreement
 from demo_optax.compressors.buckets import Bucket, Layout
 from demo_optax.engine import plain, rounding, topk
 from demo_optax.wire.message import Packer
@@ -117,7 +117,6 @@ class ExchangeConfig:
     decay: for each leaf, which of the decays in `Hyper` holds for it.
     weight: for each leaf, which of the weights of gradients.
     average: how what was sent is averaged, see `scale_by_demo`.
-    kernels: whether kernels are wanted, see `scale_by_demo`.
     delay: whether messages arrive one exchange later.
     kind: `'all_gather'`, all merge all; or `'all_to_all'`, chunks are
       divided among the workers, each of which merges its own and tells the
@@ -131,7 +130,6 @@ class ExchangeConfig:
   decay: tuple[int, ...]
   weight: tuple[int, ...]
   average: topk.Average
-  kernels: bool | None = None
   delay: bool = False
   kind: str = 'all_gather'
   num_workers: int | None = None
@@ -168,9 +166,7 @@ class ExchangeConfig:
       return None
     return UpdatePacker(
         gathered, self.num_workers, self.update_values, plain.largest,
-        lambda bucket, received: engine.choose(bucket, self.kernels).merge(
-            bucket, received, 'workers'
-        )[0],
+        lambda bucket, received: plain.merge(bucket, received, 'workers')[0],
         self.compare_norms,
     )
 
@@ -240,7 +236,6 @@ def exchange(
     state; and metrics.
   """
   layout, packer, buckets = config.layout, config.packer, config.layout.buckets
-  engines = [engine.choose(bucket, config.kernels) for bucket in buckets]
   devices = [group.device_index(bucket.split_axes) for bucket in buckets]
 
   # The gradients' chunks of each kind, [rows, n], from all leaves.
@@ -261,7 +256,7 @@ def exchange(
 
   # m <- decay m + w T g, and the k of n coefficients of each chunk to send.
   momentum, selected = _unzip(
-      engines[i].accumulate_and_select(
+      plain.accumulate_and_select(
           bucket, chunks[i], state.momentum[bucket.name], decays[i], weights[i],
           valid, hyper.step,
       )
@@ -300,9 +295,8 @@ def exchange(
   )
 
   # u = T^-1 average_i(q_i), in a fixed order: the same bits on all workers.
-  merging = [engine.choose(bucket, config.kernels) for bucket in packer.read]
   merged, distinct = _unzip(
-      merging[i].merge(bucket, inbox.received[i], config.average)
+      plain.merge(bucket, inbox.received[i], config.average)
       for i, bucket in enumerate(packer.read)
   )
   report = Report(
@@ -329,8 +323,7 @@ def exchange(
 
   averages, num_valid = _averages(layout, group, gradients, valid)
   updates |= averages
-  counted = [e.COUNTS_SENDERS for e in merging]
-  metrics = _metrics(buckets, counted, group, report, num_valid)
+  metrics = _metrics(buckets, group, report, num_valid)
   state = WorkerState(residual, in_flight, update_residual)
   return [updates[i] for i in sorted(updates)], state, metrics
 
@@ -505,7 +498,6 @@ def _averages(
 
 def _metrics(
     buckets: Sequence[Bucket],
-    counted: Sequence[bool],
     group: Group,
     report: Report,
     num_valid: jax.Array | None,
@@ -516,9 +508,9 @@ def _metrics(
     return no_metrics(report.num_outliers is not None)
   valid = count.astype(jnp.float32)
   senders = jnp.zeros((2,), jnp.float32)  # of all that was sent; distinct
-  for bucket, is_counted, different in zip(buckets, counted, report.distinct):
+  for bucket, different in zip(buckets, report.distinct):
     form = bucket.format
-    if is_counted and not form.shared and form.k < form.n:
+    if not form.shared and form.k < form.n:
       of_all = valid * float(bucket.num_chunks * form.k)
       senders += jnp.stack([of_all, different])
   held, sent, stays, all_sent, different = group.sum_devices(

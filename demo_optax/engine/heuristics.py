@@ -16,9 +16,6 @@ _PIECE = 2**18
 # save is less than what it costs to compile them.
 _SMALL = 2**17
 
-# Backends of which a run of `benchmarks/device.py` is committed.
-MEASURED: frozenset[str] = frozenset()
-
 
 def piece_elements() -> int | None:
   """Returns the largest part of a bucket to handle at once; None: all of it.
@@ -77,21 +74,6 @@ def loop_to_keep(elements: int) -> bool:
 def one_payload_at_a_time() -> bool:
   """Returns whether payloads are read one by one, each within the caches."""
   return _on_cpu()
-
-
-def kernels(wanted: bool | None) -> str | None:
-  """Returns the backend whose kernels a step uses where they apply, if any.
-
-  Args:
-    wanted: True or False as the user says; None: on backends of which
-      `benchmarks/device.py` has shown that the kernels are right and fast.
-
-  Returns:
-    'gpu' or 'tpu'; 'cpu' if they are to be interpreted there; None.
-  """
-  backend = jax.default_backend()
-  wanted = backend in MEASURED if wanted is None else wanted
-  return backend if wanted else None
 
 
 def _on_cpu() -> bool:

@@ -17,9 +17,6 @@ from demo_optax.compressors.buckets import Bucket
 from demo_optax.engine import heuristics, rounding, topk
 from demo_optax.wire.message import Received, Selected, energy
 
-# Whether `merge` counts how many coefficients were sent.
-COUNTS_SENDERS = True
-
 
 def accumulate_and_select(
     bucket: Bucket,

@@ -174,24 +174,6 @@ def test_workers_of_several_devices(layout, kind, options):
   assert_same_bits(train(sharded_workers(layout, kind)), expected)
 
 
-def test_kernels_exclude_the_same_workers():
-  shapes = {'matrix': (64, 96), 'bias': (70,)}
-
-  def run(kernels):
-    tx = demo_optax.scale_by_demo(
-        demo_optax.dct_topk(32, 4), 0.5, kernels=kernels, max_norm_ratio=RATIO,
-        workers=demo_optax.Workers.simulated(N))
-    params = random_tree(9, shapes)
-    return jax.jit(lambda g: tx.update(g, tx.init(params), params))(
-        gradients_of(1, shapes=shapes))
-
-  (updates, state), (expected, plain) = run(True), run(False)
-  assert_same_bits(counts(state), counts(plain))
-  assert int(state.metrics['num_outliers']) == 2
-  for k in shapes:
-    np.testing.assert_allclose(updates[k], expected[k], atol=1e-5)
-
-
 def test_a_step_of_one_worker_on_a_mesh():
   """data_parallel gives the bits of stacked gradients."""
   params = random_tree(99)
