@@ -14,7 +14,7 @@ import optax
 import scipy.fft
 
 import demo_optax
-from demo_optax.engine.topk import top_k
+from demo_optax.numerics.topk import top_k
 
 
 class LowRankState(NamedTuple):

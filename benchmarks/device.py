@@ -36,14 +36,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from demo_optax.engine.pallas import Kernels
+from demo_optax.engine.pallas_common import Cut
 
 import demo_optax
 from demo_optax.__main__ import MODELS
 from demo_optax.compressors import Dct
 from demo_optax.compressors import chunking as chunks
-from demo_optax.engine import topk as selection
-from demo_optax.engine.pallas import Kernels
-from demo_optax.engine.pallas_common import Cut
+from demo_optax.numerics import topk as selection
 
 DECAY = 0.999
 

@@ -9,7 +9,7 @@ Nothing is measured: sizes are a function of n and k.
 import argparse
 import math
 
-from demo_optax.wire import indices as index_codes
+from demo_optax.codes import indices as index_codes
 
 CHUNKS = [64, 1024, 4096, 16384]
 TOPK = [1, 2, 4, 8, 16, 32, 64]

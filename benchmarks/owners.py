@@ -43,10 +43,10 @@ import step as step_lib
 
 import demo_optax
 from demo_optax import __main__ as shapes
-from demo_optax import engine
-from demo_optax import exchange as exchange_lib
-from demo_optax.wire import message as wire
-from demo_optax.wire.updates import Report
+from demo_optax.exchange import algorithm as exchange_lib
+from demo_optax.exchange import arithmetic
+from demo_optax.exchange import message as wire
+from demo_optax.exchange.owners import Report
 from demo_optax.workers import Group
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -144,7 +144,7 @@ class Merging:
           {packer.name: arrived}, None, group.min_devices, count
       )
       merged, distinct = zip(*[
-          engine.choose(b, None).merge(b, inbox.received[i], 'senders')
+          arithmetic.merge(b, inbox.received[i], 'senders')
           for i, b in enumerate(packer.read)
       ])
       report = Report(inbox.num_valid, inbox.energies, distinct)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from demo_optax.compressors import Dct
-from demo_optax.engine import topk as selection
+from demo_optax.numerics import topk as selection
 
 
 def bisection(magnitudes: jax.Array, k: int) -> jax.Array:

@@ -33,7 +33,7 @@ import numpy as np
 import optax
 
 import demo_optax
-from demo_optax.wire import message as wire
+from demo_optax.exchange import message as wire
 from demo_optax.workers import Group
 
 Simulated = type(demo_optax.Workers.simulated(1))

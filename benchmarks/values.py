@@ -23,7 +23,7 @@ import learning
 from gpt import GPT, GPTConfig
 
 import demo_optax
-from demo_optax.wire.values import VALUES
+from demo_optax.codes.values import VALUES
 
 BUDGETS = [32, 8]  # topk of float32 values
 

@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from demo_optax.engine import topk as selection
-from demo_optax.wire import message as wire
+from demo_optax.exchange import message as wire
+from demo_optax.numerics import topk as selection
 
 CHUNKS, N = 4096, 4096
 TOPK = [8, 32]

@@ -23,11 +23,11 @@ import jax
 import jax.numpy as jnp
 
 from demo_optax import compressors
-from demo_optax.exchange import ExchangeKind
+from demo_optax.codes.values import UPDATE_VALUES, VALUES
+from demo_optax.exchange.algorithm import ExchangeKind
+from demo_optax.exchange.owners import UpdateTopK, UpdateValues
 from demo_optax.tools import budget
 from demo_optax.tools import traffic as accounting
-from demo_optax.wire.updates import UpdateTopK, UpdateValues
-from demo_optax.wire.values import UPDATE_VALUES, VALUES
 
 
 def _transformer(layers: int, d: int, vocabulary: int) -> dict[str, Any]:

@@ -1,5 +1,11 @@
-"""Leaves of gradients, parameters and state, matched and checked."""
+"""Leaves of gradients, parameters and state, and what Flax wraps around them.
 
+NNX keeps parameters in `nnx.Variable`s, Linen in `nn.Partitioned` boxes where a
+model is annotated; both are nodes of trees, and say how a leaf is sharded. Flax
+is imported by the user or not at all.
+"""
+
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -7,19 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from demo_optax import annotations
-from demo_optax.workers import Workers
-from demo_optax.workers.sharding import Path, entry, names_of
-
-
-def check_type(name: str, value: Any, expected: type, example: str) -> None:
-  """Raises a `TypeError` unless `value` is an `expected`."""
-  if not isinstance(value, expected):
-    raise TypeError(
-        f'{name}={value!r} must be a {expected.__name__}, such as {example}.'
-    )
+from demo_optax._paths import Path
 
 
 def leaf_name(path: Path) -> str:
@@ -77,12 +74,12 @@ def flatten_alike(
   """Returns gradients with their paths, and what other trees have there."""
   flat = jax.tree_util.tree_flatten_with_path(gradients)[0]
   # Variables carry annotations, in which gradients and state may differ.
-  treedef = jax.tree.structure(annotations.without_variables(gradients))
+  treedef = jax.tree.structure(without_variables(gradients))
   try:
     return flat, [
         [None] * len(flat)
         if other is None
-        else treedef.flatten_up_to(annotations.without_variables(other))
+        else treedef.flatten_up_to(without_variables(other))
         for other in others
     ]
   except ValueError as error:
@@ -92,79 +89,88 @@ def flatten_alike(
     ) from error
 
 
-def check_gradient(
-    name: str, gradient: Any, param: Any | None, workers: Workers
-) -> None:
-  """Raises unless `gradient` is laid out as `workers` has it."""
-  found = np.shape(gradient)
-  lead = (workers.count,) if workers.stacked_gradients else ()
-  if param is not None:
-    expected: Any = (*lead, *np.shape(param))
-    ok = found == expected
-  else:
-    expected = (*lead, ...)
-    ok = found[: len(lead)] == lead
-  if not ok and lead:
-    raise ValueError(
-        f'The gradient of {name} has shape {found}, but {workers} needs'
-        f' {expected}: one gradient per worker, stacked. Decorate the training'
-        ' step with demo_optax.data_parallel(workers), and it takes one'
-        " worker's gradient; outside of such a step give those of all workers."
-        ' An averaged gradient has nothing left to compress.'
-    )
-  if not ok:
-    raise ValueError(
-        f'The gradient of {name} has shape {found}, but its parameter has'
-        f" {expected}: {workers} needs the worker's own gradient, unstacked."
-    )
-  if is_exchanged(gradient):
-    workers.check_gradient(name, gradient)
-
-
-def check_sharding(path: Path, param: Any, workers: Workers) -> None:
-  """Raises if a parameter's type says that it is sharded as workers do not.
-
-  Only on meshes with axes of type Explicit do types tell. The exchange would
-  gather the whole gradient there, in every step, or fail at a reshape.
-  """
-  shape, found = np.shape(param), jax.typeof(param).sharding
-  if not any(names_of(found.spec)) or not workers.stacked_gradients:
-    return
-  what = f'The parameter {leaf_name(path)}'
-  check_on_one_device(what, param, workers)
-  expected = workers.param_specs.place(path, shape).spec
-  own, asked = (
-      _cuts(spec, len(shape), found.mesh) for spec in (found.spec, expected)
-  )
-  if any(own) and own != asked:
-    raise ValueError(
-        f'{what} is sharded by {found.spec}, but {workers} expect {expected}.'
-        ' Say how parameters are sharded: demo_optax.Workers.on_mesh(mesh,'
-        f' {workers.axis_name!r}, param_specs), with a tree of PartitionSpecs'
-        ' or demo_optax.param_specs(model); or put them elsewhere, with'
-        ' workers.device_put.'
-    )
-
-
-def check_on_one_device(what: str, x: Any, workers: Workers) -> None:
-  """Raises if the type of an array of simulated workers says it is sharded."""
-  spec = jax.typeof(x).sharding.spec
-  if any(names_of(spec)) and workers.mesh is None:
-    raise ValueError(
-        f'{what} is sharded by {spec} on a mesh with axes of type'
-        f' Explicit, but {workers} are all on one device. Use'
-        ' demo_optax.Workers.on_mesh(mesh, axis_name, param_specs), a mesh with'
-        ' axes of type Auto, or arrays that are not sharded.'
-    )
-
-
-def _cuts(spec: P, rank: int, mesh: Any) -> list[list[Any]]:
-  """Returns the axes that cut each dimension, those of one device left out."""
-  return [
-      [axis for axis in entry(spec, dim) if mesh.shape[axis] > 1]
-      for dim in range(rank)
-  ]
-
-
 def _dtype(x: Any) -> Any:
   return x.dtype if hasattr(x, 'dtype') else jnp.asarray(x).dtype
+
+
+# Variables and boxes of Flax --------------------------------------------------
+
+
+def stack_annotations(tree: Any, axis_name: str | None) -> Any:
+  """Puts a leading axis before the shardings that Flax parameters ask for.
+
+  Flax gives variables made of an optimizer's state the annotations of the
+  parameters they were made for, and would move stacked arrays accordingly; in
+  Linen the parameters' boxes are part of that state.
+  """
+
+  def lead(x: Any) -> Any:
+    if _is_box(x):
+      return x.replace(names=(axis_name, *x.names))
+    if not _is_variable(x):
+      return x
+    sharding = x.get_metadata('out_sharding', None)
+    if not sharding:
+      return x
+    return x.replace(out_sharding=_with_lead(sharding, axis_name))
+
+  return jax.tree.map(lead, tree, is_leaf=_is_annotated)
+
+
+def _with_lead(sharding: Any, axis_name: str | None) -> Any:
+  if isinstance(sharding, NamedSharding):
+    return NamedSharding(sharding.mesh, P(axis_name, *sharding.spec))
+  return P(axis_name, *sharding)
+
+
+def without_variables(tree: Any) -> Any:
+  """Returns `tree` with values in the place of Flax variables and boxes."""
+
+  def value(x: Any) -> Any:
+    if _is_box(x):
+      return x.value
+    return x.get_value() if _is_variable(x) else x
+
+  return jax.tree.map(value, tree, is_leaf=_is_annotated)
+
+
+def with_variables_of(tree: Any, values: Any) -> Any:
+  """Returns `tree` with other values: the way back from `without_variables`."""
+  return jax.tree.structure(tree).unflatten(jax.tree.leaves(values))
+
+
+def update_without_variables(
+    update: Callable[..., tuple[Any, Any]],
+    updates: Any,
+    state: Any,
+    params: Any,
+    *args: Any,
+    **extra_args: Any,
+) -> tuple[Any, Any]:
+  """Returns `update(updates, state, params, ...)`, computed without Flax.
+
+  Boxes of parameters differ from those of what is stacked, and would not go
+  together: they are taken off before, and put on again.
+  """
+  new, after = update(
+      without_variables(updates),
+      without_variables(state),
+      without_variables(params),
+      *args,
+      **extra_args,
+  )
+  return with_variables_of(updates, new), with_variables_of(state, after)
+
+
+def _is_annotated(x: Any) -> bool:
+  return _is_variable(x) or _is_box(x)
+
+
+def _is_variable(x: Any) -> bool:
+  nnx = sys.modules.get('flax.nnx')
+  return nnx is not None and isinstance(x, nnx.Variable)
+
+
+def _is_box(x: Any) -> bool:
+  linen = sys.modules.get('flax.linen')
+  return linen is not None and isinstance(x, linen.Partitioned)

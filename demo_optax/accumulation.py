@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import optax
 
-from demo_optax import annotations
-from demo_optax import flax as modules
+from demo_optax import _tree
+from demo_optax._paths import STACKED
+from demo_optax.step import nnx as modules
 from demo_optax.workers import Workers
-from demo_optax.workers.sharding import STACKED
 
 
 def stack(
@@ -43,7 +43,7 @@ def stack(
       gradients = workers.device_put(gradients)
     # Jitted: one program for all leaves, not one for each.
     stacked = jax.jit(lambda tree: jax.tree.map(workers.stack, tree))(gradients)
-    own = annotations.stack_annotations(stacked, workers.spmd_axis_name)
+    own = _tree.stack_annotations(stacked, workers.spmd_axis_name)
     return {STACKED: own}
 
   return _map(each, tree, objects), changed

@@ -13,28 +13,23 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
-from demo_optax import _tree, agreement, compressors, one_worker
-from demo_optax import exchange as exchange_lib
-from demo_optax.compressors.base import (
+from demo_optax import _checks, _tree, compressors
+from demo_optax._paths import Keys, Path, path_keys
+from demo_optax.codes.values import UPDATE_VALUES, WITHOUT_RESIDUAL
+from demo_optax.compressors.compressor import (
   CompressorTree,
   Frozen,
   broadcast,
   is_function,
   per_leaf,
 )
-from demo_optax.compressors.buckets import Layout, make_layout
-from demo_optax.engine import topk
-from demo_optax.exchange import ExchangeConfig, Hyper, WorkerState
-from demo_optax.wire.updates import UpdateTopK, UpdateValues
-from demo_optax.wire.values import UPDATE_VALUES, WITHOUT_RESIDUAL
-from demo_optax.workers import Workers
-from demo_optax.workers.sharding import (
-  Keys,
-  ParamSharding,
-  ParamSpecs,
-  Path,
-  path_keys,
-)
+from demo_optax.compressors.layout import Layout, make_layout
+from demo_optax.exchange import algorithm as exchange_lib
+from demo_optax.exchange.algorithm import ExchangeConfig, Hyper, WorkerState
+from demo_optax.exchange.owners import UpdateTopK, UpdateValues
+from demo_optax.numerics import topk
+from demo_optax.workers import Workers, checks, inside
+from demo_optax.workers.param_specs import ParamSharding, ParamSpecs
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -102,7 +97,8 @@ class DeMoState(NamedTuple):
       that was sent; `'residual_norm'`, the norm of what stayed, the root of its
       mean square over the workers; `'mean_senders'`, how many workers sent a
       coefficient, on average over all that were sent (of leaves of which every
-      worker selects a part for itself; 0 if there are none). Energies that float32 cannot hold count as zero.
+      worker selects a part for itself; 0 if there are none). Energies that
+      float32 cannot hold count as zero.
     layout: which leaf's chunks lie where in the momentum.
     worker_stacked: what every worker has of its own: the momentum, by buckets,
       the message in flight, and the residuals of the updates that it owns.
@@ -268,7 +264,7 @@ def scale_by_demo(
     <https://arxiv.org/abs/2411.19870>`_, Algorithm 1 (both versions).
   """
   _check_compressor(compressor)
-  _tree.check_type(
+  _checks.check_type(
       'workers', workers, Workers, 'demo_optax.Workers.simulated(n)'
   )
   for value in jax.tree.leaves(decay):
@@ -339,9 +335,6 @@ def scale_by_demo(
         for path, x in flat
     ]
     config, *_ = config_of(params, leaves, decay, gradient_weight)
-    # Under jit this is left to the first step of data_parallel.
-    if not isinstance(jnp.zeros(()), jax.core.Tracer):
-      agreement.check_exchanges(workers, [config])
     in_flight = config.packer.shapes if delay else {}
 
     def zeros(shapes: Any) -> dict[str, jax.Array]:
@@ -375,8 +368,8 @@ def scale_by_demo(
   ) -> tuple[chex.ArrayTree, DeMoState]:
     del extra_args
     hyper = decay, alpha, gradient_weight, max_norm_ratio
-    if one_worker.is_mapped():
-      return one_worker.call_stacked(
+    if inside.is_mapped():
+      return inside.call_stacked(
           stacked_update_fn, workers, updates, state, params, hyper
       )
     return stacked_update_fn(updates, state, params, hyper, workers)
@@ -406,9 +399,9 @@ def scale_by_demo(
     }
     for i, ((path, g), p) in enumerate(zip(flat, like)):
       if p is not None and i not in frozen:
-        _tree.check_sharding(path, p, workers)
+        checks.check_sharding(path, p, workers)
       if i not in frozen or leaves[i][2] is None:
-        _tree.check_gradient(_tree.leaf_name(path), g, p, workers)
+        checks.check_gradient(_tree.leaf_name(path), g, p, workers)
     _check_state(state, config, workers)
     weights = [
         (1 if d is None else 1 - d) * (w(state.count) if callable(w) else w)

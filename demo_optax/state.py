@@ -17,13 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from demo_optax import _tree
-from demo_optax.compressors import FROZEN, chunking
-from demo_optax.compressors.base import CompressorTree, per_leaf
-from demo_optax.compressors.buckets import Layout, make_layout
-from demo_optax.demo import check_digest, describe_leaf, layouts_in
-from demo_optax.tools import placement, tables
-from demo_optax.workers import Spec, Workers
-from demo_optax.workers.sharding import (
+from demo_optax._paths import (
   STACKED,
   Keys,
   Path,
@@ -32,6 +26,12 @@ from demo_optax.workers.sharding import (
   is_stacked,
   path_keys,
 )
+from demo_optax.compressors import FROZEN, chunking
+from demo_optax.compressors.compressor import CompressorTree, per_leaf
+from demo_optax.compressors.layout import Layout, make_layout
+from demo_optax.demo import check_digest, describe_leaf, layouts_in
+from demo_optax.tools import placement, tables
+from demo_optax.workers import Spec, Workers
 
 __all__ = [
   'exchange_info',

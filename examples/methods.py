@@ -16,8 +16,8 @@ from flax import nnx
 from optax import contrib
 
 import demo_optax
-from demo_optax.exchange import ExchangeKind
-from demo_optax.wire.values import VALUES
+from demo_optax.codes.values import VALUES
+from demo_optax.exchange.algorithm import ExchangeKind
 
 # What follows the exchange. The first version of the paper takes signs; the
 # second takes any optimizer that wants a momentum, with the learning rate

@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
-from demo_optax.engine import topk as selection
+from demo_optax.numerics import topk as selection
 
 MESHES = {'auto': AxisType.Auto, 'explicit': AxisType.Explicit}
 

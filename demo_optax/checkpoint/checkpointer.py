@@ -38,16 +38,16 @@ from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as ocp
 
 import demo_optax
-from demo_optax import _tree
+from demo_optax import _checks, _paths
 from demo_optax.checkpoint import folder as folders
 from demo_optax.checkpoint import resize as resizing
 from demo_optax.compressors import chunking
-from demo_optax.compressors.base import (
+from demo_optax.compressors.compressor import (
   Compressor,
   CompressorTree,
   per_leaf,
 )
-from demo_optax.compressors.buckets import Layout, Leaf
+from demo_optax.compressors.layout import Layout, Leaf
 from demo_optax.demo import layouts_in
 from demo_optax.state import (
   check_momentum,
@@ -58,7 +58,6 @@ from demo_optax.state import (
 )
 from demo_optax.tools import replicas
 from demo_optax.workers import Workers
-from demo_optax.workers import sharding as specs
 
 _FORMAT = 1
 
@@ -66,10 +65,10 @@ _FORMAT = 1
 _ATTEMPTS = 10
 
 # Where a state of an exchange has its momentum.
-_MOMENTUM = (specs.STACKED, 'momentum')
+_MOMENTUM = (_paths.STACKED, 'momentum')
 
 # What is said of one leaf: JSON, so that it can be kept beside the arrays.
-Codes = dict[specs.Keys, Any]
+Codes = dict[_paths.Keys, Any]
 Record = dict[str, Any]
 
 
@@ -155,13 +154,13 @@ class Checkpointer:
       keep: int = 2,
       timeout: int = 1200,
   ):
-    _tree.check_type(
+    _checks.check_type(
         'workers', workers, Workers, 'demo_optax.Workers.simulated(n)'
     )
     self._kept = _LastWhole(_integer('keep', keep, 1))
     timeout = _integer('timeout', timeout, 1)
     self._params = {
-        specs.path_keys(path): (path, np.shape(x))
+        _paths.path_keys(path): (path, np.shape(x))
         for path, x in jax.tree_util.tree_flatten_with_path(params)[0]
     }
     self._shapes = jax.tree.map(
@@ -551,14 +550,14 @@ class Checkpointer:
             'compressor': str(leaf.compressor),
         }
       else:
-        lead = {'workers': x.shape[0]} if specs.is_stacked(keys) else {}
+        lead = {'workers': x.shape[0]} if _paths.is_stacked(keys) else {}
         shape = list(x.shape[len(lead) :])
         records[name] = {'shape': shape, 'dtype': str(x.dtype), **lead}
-        if specs.is_owned(keys):  # by as many owners as there are workers
+        if _paths.is_owned(keys):  # by as many owners as there are workers
           records[name]['rows'] = shape.pop(-2)
           chunks = leaves.layout_at(keys).chunks_digest.hex()
           records[name]['written_by'] = f'chunks {chunks[:8]}'
-        elif specs.is_bucket(keys):  # a message in flight
+        elif _paths.is_bucket(keys):  # a message in flight
           codes = dict.fromkeys(str(x) for x in self._codes.values())
           digest = leaves.layout_at(keys).digest.tobytes().hex()
           by = f'{", ".join(codes)}{self._workers.param_specs}'
@@ -572,7 +571,7 @@ class Checkpointer:
     return dict(zip(self._params, per_leaf(compressor, self._shapes, argument)))
 
 
-def _code_of(codes: Codes | None, keys: specs.Keys) -> Compressor | None:
+def _code_of(codes: Codes | None, keys: _paths.Keys) -> Compressor | None:
   """Returns the compressor of the parameter that a leaf's path ends in."""
   ends = ((codes or {}).get(keys[start:]) for start in range(len(keys) + 1))
   return next((code for code in ends if code is not None), None)
@@ -722,18 +721,18 @@ class _Leaves:
       abstract: bool = False,
   ):
     self._workers = workers
-    self._layouts: dict[specs.Keys, Layout] = {}
-    self._digests: dict[specs.Keys, Any] = {}
+    self._layouts: dict[_paths.Keys, Layout] = {}
+    self._digests: dict[_paths.Keys, Any] = {}
     self._on_host: set[Any] = set()  # buckets that are arrays of NumPy
     flat, self._treedef = jax.tree_util.tree_flatten_with_path(tree)
     self._places: list[Any] = []  # the name of each leaf, or its bucket
     self.all: dict[str, Any] = {}
-    self.keys: dict[str, specs.Keys] = {}
+    self.keys: dict[str, _paths.Keys] = {}
     self.moments: dict[str, Leaf] = {}
-    buckets: dict[specs.Keys, dict[str, Any]] = {}
+    buckets: dict[_paths.Keys, dict[str, Any]] = {}
     made_for = layouts_in(tree)
     for path, x in flat:
-      keys = specs.path_keys(path)
+      keys = _paths.path_keys(path)
       if is_momentum(keys):
         buckets.setdefault(keys[:-1], {})[keys[-1]] = x
         if isinstance(x, np.ndarray):
@@ -775,16 +774,16 @@ class _Leaves:
               ' written as UTF-8.'
           )
 
-  def _add(self, keys: specs.Keys, x: Any) -> str:
-    name = specs.dotted(keys)
+  def _add(self, keys: _paths.Keys, x: Any) -> str:
+    name = _paths.dotted(keys)
     if name in self.all:
       raise ValueError(f'Two leaves of the tree are called {name}.')
     self.all[name], self.keys[name] = x, keys
     return name
 
-  def layout_at(self, keys: specs.Keys) -> Layout:
+  def layout_at(self, keys: _paths.Keys) -> Layout:
     """Returns the layout of the state that has a stacked leaf."""
-    root = keys[: keys.index(specs.STACKED)]
+    root = keys[: keys.index(_paths.STACKED)]
     return self._layouts.get((*root, *_MOMENTUM), Layout((), ()))
 
   def _abstract(
@@ -815,7 +814,7 @@ class _Leaves:
     made = {}
     for root, layout in self._layouts.items():
       names = {
-          i: specs.dotted((*root, *layout.leaves[i].keys))
+          i: _paths.dotted((*root, *layout.leaves[i].keys))
           for i in layout.compressed
       }
       moments = {i: leaves[name] for i, name in names.items()}

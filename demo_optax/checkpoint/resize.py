@@ -27,10 +27,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from demo_optax import _tree
+from demo_optax import _paths, _tree
 from demo_optax.demo import layouts_in
-from demo_optax.wire.message import TO_OWNERS
-from demo_optax.workers import sharding as specs
+from demo_optax.exchange.message import TO_OWNERS
 
 
 def resize_workers(opt_state: chex.ArrayTree, n: int) -> chex.ArrayTree:
@@ -89,12 +88,12 @@ def resize_workers(opt_state: chex.ArrayTree, n: int) -> chex.ArrayTree:
   if n < 1:
     raise ValueError(f'n={n} must be at least 1.')
   flat, treedef = jax.tree_util.tree_flatten_with_path(opt_state)
-  stacked = [specs.is_stacked(specs.path_keys(path)) for path, _ in flat]
+  stacked = [_paths.is_stacked(_paths.path_keys(path)) for path, _ in flat]
   _check_stacked([leaf for leaf, own in zip(flat, stacked) if own])
   layouts = layouts_in(opt_state)
 
-  def resize(path: specs.Path, x: Any) -> Any:
-    keys = specs.path_keys(path)
+  def resize(path: _paths.Path, x: Any) -> Any:
+    keys = _paths.path_keys(path)
     if len(x) == n:
       return x
     if keys[-1] == TO_OWNERS:
@@ -103,7 +102,7 @@ def resize_workers(opt_state: chex.ArrayTree, n: int) -> chex.ArrayTree:
           ' of chunks, which others cannot read: with delay=1 and'
           " exchange='all_to_all' the number of workers must stay."
       )
-    if not specs.is_owned(keys):
+    if not _paths.is_owned(keys):
       return _resize(x, n)
     layout = layouts.get(keys[:-3])
     if layout is None:
@@ -140,7 +139,7 @@ def regroup_owned(x: Any, shape: tuple[int, ...]) -> Any:
   return xp.moveaxis(x, -3, 0)
 
 
-def _check_stacked(stacked: list[tuple[specs.Path, Any]]) -> None:
+def _check_stacked(stacked: list[tuple[_paths.Path, Any]]) -> None:
   if not stacked:
     raise ValueError(
         'Nothing in it is known to be stacked: there is no state of'

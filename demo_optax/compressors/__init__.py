@@ -1,6 +1,13 @@
 """Compressors: what a worker sends of its momentum."""
 
-from demo_optax.compressors.base import (
+from demo_optax.compressors.bases import (
+  Basis,
+  Dct,
+  Hadamard,
+  Identity,
+  RandomOrthogonal,
+)
+from demo_optax.compressors.compressor import (
   FROZEN,
   Compressor,
   dct_topk,
@@ -12,13 +19,6 @@ from demo_optax.compressors.base import (
   slicing,
   striding,
 )
-from demo_optax.compressors.bases import (
-  Basis,
-  Dct,
-  Hadamard,
-  Identity,
-  RandomOrthogonal,
-)
 from demo_optax.compressors.selectors import (
   Everything,
   RandomSubset,
@@ -28,7 +28,7 @@ from demo_optax.compressors.selectors import (
   TopK,
   TopShare,
 )
-from demo_optax.wire.updates import UpdateTopK
+from demo_optax.exchange.owners import UpdateTopK
 
 __all__ = [
   'FROZEN',

@@ -8,7 +8,7 @@ from typing import ClassVar, Protocol
 import jax
 import jax.numpy as jnp
 
-from demo_optax.engine import topk
+from demo_optax.numerics import topk
 
 
 class Selector(Protocol):

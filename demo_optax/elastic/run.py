@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from demo_optax import accumulation, agreement
+from demo_optax import accumulation
 from demo_optax.elastic import transfer
 from demo_optax.elastic.member import Member, is_lost_peer
+from demo_optax.step import agreement
 from demo_optax.workers import Workers
 
 _log = logging.getLogger(__name__)

@@ -16,12 +16,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from demo_optax import _tree
+from demo_optax import _paths, _tree
 from demo_optax.checkpoint.resize import regroup_owned
-from demo_optax.flax import is_object
+from demo_optax.exchange.message import TO_OWNERS
 from demo_optax.state import is_momentum
-from demo_optax.wire.message import TO_OWNERS
-from demo_optax.workers import sharding as specs
+from demo_optax.step.nnx import is_object
 
 # Bytes that cross at once when a newcomer is told the parameters.
 _PIECE = 2**24
@@ -72,7 +71,7 @@ def with_arrays(state: Any, arrays: Any) -> Any:
   return jax.tree.map(put, state, arrays, is_leaf=is_object)
 
 
-def leaves_of(arrays: Any) -> list[tuple[specs.Path, Any]]:
+def leaves_of(arrays: Any) -> list[tuple[_paths.Path, Any]]:
   """Returns all leaves with their paths."""
   return jax.tree_util.tree_flatten_with_path(arrays)[0]
 
@@ -101,7 +100,7 @@ def take(arrays: Any, generation: int = 0) -> Local:
     if not isinstance(x, jax.Array):
       values.append(_canonical(x) if _is_value(x) else x)
       continue
-    stacked = specs.is_stacked(specs.path_keys(path))
+    stacked = _paths.is_stacked(_paths.path_keys(path))
     value, own = _to_host(path, x, stacked)
     values.append(value)
     if stacked:
@@ -115,7 +114,7 @@ def _is_carried(keys: tuple[Any, ...], x: Any) -> bool:
   Owners of chunks are others in the next generation, and what is in flight to
   them was cut for the former ones.
   """
-  return _is_value(x) and not (specs.is_owned(keys) or keys[-1] == TO_OWNERS)
+  return _is_value(x) and not (_paths.is_owned(keys) or keys[-1] == TO_OWNERS)
 
 
 def _is_value(x: Any) -> bool:
@@ -129,7 +128,7 @@ def _canonical(x: Any) -> np.ndarray:
 
 
 def _to_host(
-    path: specs.Path, x: jax.Array, stacked: bool
+    path: _paths.Path, x: jax.Array, stacked: bool
 ) -> tuple[np.ndarray, list[int]]:
   """Puts the shards of this process together; `rows` are those it has."""
   if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -183,7 +182,7 @@ def put(
     values = _from_survivor(flat, values, local is not None, generation)
   values = _owned(flat, local, values, generation['about'], rows)
   placed = [
-      _place(x, value, specs.is_stacked(specs.path_keys(path)), rows[0])
+      _place(x, value, _paths.is_stacked(_paths.path_keys(path)), rows[0])
       for (path, x), value in zip(flat, values)
   ]
   return treedef.unflatten(placed)
@@ -199,7 +198,7 @@ def _own(flat: Any, local: Local, fresh: list[Any]) -> list[Any]:
         ' workers, and a step must not change its structure.'
     )
   for (path, x), old, new in zip(flat, local.values, fresh):
-    keys = specs.path_keys(path)
+    keys = _paths.path_keys(path)
     if not _is_carried(keys, x):
       values.append(new)
       continue
@@ -220,12 +219,12 @@ def _from_survivor(
   """Returns values in which newcomers have what the first survivor has."""
   told: list[Any] = []  # of each leaf: what newcomers receive, or None
   for (path, x), value in zip(flat, values):
-    keys = specs.path_keys(path)
-    own = is_momentum(keys) or specs.is_owned(keys) or 'in_flight' in keys
+    keys = _paths.path_keys(path)
+    own = is_momentum(keys) or _paths.is_owned(keys) or 'in_flight' in keys
     if not _is_value(x) or own:
       told.append(None)
     else:
-      told.append(value[:1] if specs.is_stacked(keys) else value)
+      told.append(value[:1] if _paths.is_stacked(keys) else value)
   sizes = [0 if x is None else x.nbytes for x in told]
   buffer = np.zeros(sum(sizes), np.uint8)
   if generation['rank'] == 0:
@@ -259,7 +258,7 @@ def _owned(
   """
   owned = [
       i for i, (path, x) in enumerate(flat)
-      if isinstance(x, jax.Array) and specs.is_owned(specs.path_keys(path))
+      if isinstance(x, jax.Array) and _paths.is_owned(_paths.path_keys(path))
   ]
   if not owned:
     return values
@@ -281,7 +280,7 @@ def about(arrays: Any, local: Local, num_workers: int) -> dict[str, Any]:
   owned = [
       list(value.shape[1:])
       for (path, x), value in zip(leaves_of(arrays), local.values)
-      if isinstance(x, jax.Array) and specs.is_owned(specs.path_keys(path))
+      if isinstance(x, jax.Array) and _paths.is_owned(_paths.path_keys(path))
   ]
   return {
       'owned': owned, 'num_workers': num_workers,
@@ -309,9 +308,9 @@ def _structure(arrays: Any) -> str:
   """Describes the leaves of a state, whatever the number of workers."""
   lines = []
   for path, x in leaves_of(arrays):
-    keys = specs.path_keys(path)
+    keys = _paths.path_keys(path)
     if _is_carried(keys, x):
-      shape = np.shape(x)[1:] if specs.is_stacked(keys) else np.shape(x)
+      shape = np.shape(x)[1:] if _paths.is_stacked(keys) else np.shape(x)
       dtype = x.dtype if isinstance(x, jax.Array) else _canonical(x).dtype
       lines.append(f'{_tree.leaf_name(path)} {dtype}{list(shape)}')
   digest = hashlib.sha256('\n'.join(lines).encode()).hexdigest()[:8]

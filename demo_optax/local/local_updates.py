@@ -26,9 +26,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from demo_optax import _tree, annotations, one_worker
-from demo_optax.workers import Workers
-from demo_optax.workers.sharding import Path
+from demo_optax import _checks, _tree
+from demo_optax._paths import Path
+from demo_optax.workers import Workers, inside
 
 # Steps between exchanges: a number, or a schedule of the steps done.
 Period = int | Callable[[chex.Numeric], chex.Numeric]
@@ -178,7 +178,7 @@ def local_updates(
         steps_since_sync,
         global_params,
         outer.init(global_params),
-        annotations.stack_annotations(own, workers.spmd_axis_name),
+        _tree.stack_annotations(own, workers.spmd_axis_name),
     )
 
   def update_fn(
@@ -188,7 +188,7 @@ def local_updates(
       **extra_args: Any,
   ) -> tuple[chex.ArrayTree, LocalUpdatesState]:
     _check_call(updates, params)
-    return annotations.update_without_variables(
+    return _tree.update_without_variables(
         update_plain, updates, state, params, **extra_args
     )
 
@@ -215,9 +215,9 @@ def local_updates(
       )
       start = jax.tree.map(_add, start, change)
       shared = (
-          one_worker.over_workers(start)
+          inside.over_workers(start)
           if drift
-          else one_worker.alike(start, _NO_EXCHANGE)
+          else inside.alike(start, _NO_EXCHANGE)
       )
       new = own._replace(
           params=_like(start, own.params), start=start if drift else ()
@@ -319,7 +319,7 @@ _NO_EXCHANGE = (
 
 
 def _check_workers(workers: Workers) -> None:
-  _tree.check_type(
+  _checks.check_type(
       'workers', workers, Workers, 'demo_optax.Workers.simulated(4)'
   )
   if not workers.stacked_gradients:
@@ -350,7 +350,7 @@ def _check_period(period: Any) -> None:
 def _check_call(
     gradients: chex.ArrayTree, params: chex.ArrayTree | None
 ) -> None:
-  if not one_worker.is_mapped():
+  if not inside.is_mapped():
     raise ValueError(
         'local_updates was updated outside of a demo_optax.data_parallel step,'
         ' in which each worker has parameters of its own. Write the training'

@@ -7,15 +7,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from demo_optax import compressors, one_worker
+from demo_optax import compressors
 from demo_optax import state as inspection
 from demo_optax.compressors import Compressor
 from demo_optax.demo import scale_by_demo
-from demo_optax.engine.topk import Average
-from demo_optax.exchange import ExchangeKind
+from demo_optax.exchange.algorithm import ExchangeKind
+from demo_optax.exchange.owners import UpdateValues
 from demo_optax.local.local_updates import Period, local_updates
-from demo_optax.wire.updates import UpdateValues
-from demo_optax.workers import Workers
+from demo_optax.numerics.topk import Average
+from demo_optax.workers import Workers, inside
 
 
 def diloco(
@@ -321,6 +321,6 @@ def _put_back(
         state, momentum, compressor, workers
     )
 
-  return one_worker.call_stacked(
+  return inside.call_stacked(
       stacked_update, workers, updates, state, None, shared, own_updates=True
   )

@@ -11,7 +11,7 @@ import optax
 from optax import contrib
 
 from demo_optax import _tree
-from demo_optax.compressors.base import CompressorTree, Frozen, per_leaf
+from demo_optax.compressors.compressor import CompressorTree, Frozen, per_leaf
 from demo_optax.demo import DeMoState, check_range
 from demo_optax.recipes.matrices import Matrices, matrix_axes
 from demo_optax.workers import Workers

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from optax import contrib
 
 from demo_optax import _tree
-from demo_optax.compressors.base import Frozen, broadcast, is_function
-from demo_optax.workers.sharding import path_keys
+from demo_optax._paths import path_keys
+from demo_optax.compressors.compressor import Frozen, broadcast, is_function
 
 # A tree of `optax.contrib.MuonDimensionNumbers` like the parameters (one in
 # place of a subtree holds for all of it; None: not a matrix), or a function

@@ -10,8 +10,8 @@ import numpy as np
 import optax
 from optax import contrib
 
-from demo_optax import _tree, annotations, compressors
-from demo_optax.compressors.base import (
+from demo_optax import _checks, _tree, compressors
+from demo_optax.compressors.compressor import (
   CompressorTree,
   broadcast,
   check_positive,
@@ -24,15 +24,15 @@ from demo_optax.demo import (
   resolve_update_values,
   scale_by_demo,
 )
-from demo_optax.exchange import ExchangeKind
-from demo_optax.gradients import per_worker
+from demo_optax.exchange.algorithm import ExchangeKind
+from demo_optax.exchange.owners import UpdateValues
+from demo_optax.per_worker import per_worker
 from demo_optax.recipes import links
 from demo_optax.recipes.matrices import (
   DimensionNumbersTree,
   Matrices,
   check_is_no_count,
 )
-from demo_optax.wire.updates import UpdateValues
 from demo_optax.workers import Workers
 
 # Those of `optax.contrib.scale_by_muon`, which looks at them when traced.
@@ -329,7 +329,7 @@ def demo_muon(
     <https://kellerjordan.github.io/posts/muon>`_, 2024; Peng et al., `DeMo:
     Decoupled Momentum Optimization <https://arxiv.org/abs/2411.19870>`_.
   """
-  _tree.check_type(
+  _checks.check_type(
       'workers', workers, Workers, 'demo_optax.Workers.simulated(n)'
   )
   _check_rate('learning_rate', learning_rate)
@@ -469,7 +469,7 @@ def demo_muon(
     return links.settled(chain, workers, sent)
 
   def init_fn(params: chex.ArrayTree) -> Any:
-    return chain_for(annotations.without_variables(params)).init(params)
+    return chain_for(_tree.without_variables(params)).init(params)
 
   def update_fn(
       updates: chex.ArrayTree,
@@ -481,7 +481,7 @@ def demo_muon(
       raise ValueError(
           'demo_muon needs params: tx.update(grads, state, params).'
       )
-    return annotations.update_without_variables(
+    return _tree.update_without_variables(
         lambda updates, state, params, **extra_args: chain_for(params).update(
             updates, state, params, **extra_args
         ),

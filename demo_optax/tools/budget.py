@@ -12,10 +12,10 @@ import numpy as np
 
 from demo_optax import recipes
 from demo_optax.demo import resolve_update_values
-from demo_optax.exchange import ExchangeKind
+from demo_optax.exchange.algorithm import ExchangeKind
+from demo_optax.exchange.owners import UpdateValues
 from demo_optax.tools import tables
 from demo_optax.tools.traffic import Plan, plan
-from demo_optax.wire.updates import UpdateValues
 from demo_optax.workers import Workers
 
 

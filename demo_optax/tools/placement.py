@@ -7,7 +7,7 @@ import chex
 import jax
 from jax.sharding import NamedSharding
 
-from demo_optax.workers.sharding import dotted, is_stacked, path_keys
+from demo_optax._paths import dotted, is_stacked, path_keys
 
 
 def warn_if_replicated(

@@ -12,21 +12,21 @@ import chex
 import jax
 import numpy as np
 
-from demo_optax import exchange as exchange_lib
-from demo_optax.compressors.base import (
+from demo_optax.compressors.compressor import (
   Compressor,
   CompressorTree,
   Frozen,
   per_leaf,
 )
-from demo_optax.compressors.buckets import Leaf, make_layout
+from demo_optax.compressors.layout import Leaf, make_layout
 from demo_optax.demo import describe_leaf, resolve_update_values
-from demo_optax.exchange import ExchangeConfig, ExchangeKind
+from demo_optax.exchange import algorithm as exchange_lib
+from demo_optax.exchange.algorithm import ExchangeConfig, ExchangeKind
+from demo_optax.exchange.message import ENERGIES
+from demo_optax.exchange.owners import UpdateValues
 from demo_optax.tools import tables
-from demo_optax.wire.message import ENERGIES
-from demo_optax.wire.updates import UpdateValues
 from demo_optax.workers import Workers
-from demo_optax.workers.sharding import ParamSpecs
+from demo_optax.workers.param_specs import ParamSpecs
 
 
 @dataclasses.dataclass(frozen=True)

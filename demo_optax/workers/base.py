@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from demo_optax.workers import sharding
+from demo_optax import _paths
 from demo_optax.workers.collectives import Group
+from demo_optax.workers.param_specs import ParamSharding, ParamSpecs
 
 
 class Spec(NamedTuple):
@@ -107,7 +108,7 @@ class Workers(abc.ABC):
 
     name = Simulated.axis_name
     return Simulated(
-        num_workers, sharding.ParamSpecs(param_specs, axis_sizes or {}, name)
+        num_workers, ParamSpecs(param_specs, axis_sizes or {}, name)
     )
 
   @staticmethod
@@ -170,7 +171,7 @@ class Workers(abc.ABC):
     from demo_optax.workers.mesh import OnMesh
 
     return OnMesh(
-        mesh, axis_name, sharding.ParamSpecs(param_specs, inner, axis_name)
+        mesh, axis_name, ParamSpecs(param_specs, inner, axis_name)
     )
 
   @staticmethod
@@ -225,7 +226,7 @@ class Workers(abc.ABC):
     return True
 
   @property
-  def param_specs(self) -> sharding.ParamSpecs:
+  def param_specs(self) -> ParamSpecs:
     """How parameters are spread over the devices of a worker."""
     return _ON_ONE_DEVICE
 
@@ -253,7 +254,7 @@ class Workers(abc.ABC):
     return (self.stacked_size, *inner, *shape)
 
   def as_given(
-      self, x: jax.Array, placed: sharding.ParamSharding
+      self, x: jax.Array, placed: ParamSharding
   ) -> jax.Array:
     """Returns an update whose type is that of its parameter."""
     del placed
@@ -380,7 +381,7 @@ class Workers(abc.ABC):
 
   def put(
       self,
-      keys: Sequence[sharding.Keys],
+      keys: Sequence[_paths.Keys],
       roles: Sequence[str],
       leaves: Sequence[Any],
   ) -> list[Any]:
@@ -396,7 +397,7 @@ class Workers(abc.ABC):
 
   def hold(
       self,
-      keys: Sequence[sharding.Keys],
+      keys: Sequence[_paths.Keys],
       roles: Sequence[str],
       leaves: Sequence[Any],
   ) -> list[Any]:
@@ -431,4 +432,4 @@ class Workers(abc.ABC):
     raise NotImplementedError
 
 
-_ON_ONE_DEVICE = sharding.ParamSpecs(None, {}, '')
+_ON_ONE_DEVICE = ParamSpecs(None, {}, '')

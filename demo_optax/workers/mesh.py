@@ -11,9 +11,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from demo_optax.workers import sharding
+from demo_optax import _paths
 from demo_optax.workers.base import Spec, is_spec
-from demo_optax.workers.sharding import ParamSpecs
+from demo_optax.workers.param_specs import ParamSharding, ParamSpecs
 from demo_optax.workers.stacked import Stacked
 
 
@@ -120,7 +120,7 @@ class OnMesh(Stacked):
 
   def put(
       self,
-      keys: Sequence[sharding.Keys],
+      keys: Sequence[_paths.Keys],
       roles: Sequence[str],
       leaves: Sequence[Any],
   ) -> list[Any]:
@@ -149,7 +149,7 @@ class OnMesh(Stacked):
 
   def hold(
       self,
-      keys: Sequence[sharding.Keys],
+      keys: Sequence[_paths.Keys],
       roles: Sequence[str],
       leaves: Sequence[Any],
   ) -> list[Any]:
@@ -168,11 +168,11 @@ class OnMesh(Stacked):
 
   def _leaf_specs(
       self,
-      keys: Sequence[sharding.Keys],
+      keys: Sequence[_paths.Keys],
       roles: Sequence[str],
       leaves: Sequence[Any],
   ) -> list[P]:
-    def spec(k: sharding.Keys, role: str, x: Any) -> P:
+    def spec(k: _paths.Keys, role: str, x: Any) -> P:
       if role == 'batch':
         return P(self.axis_name)
       if role == 'stacked':
@@ -206,9 +206,9 @@ class OnMesh(Stacked):
   def _specs_of(self, tree: Any) -> Any:
     """Returns where parameters, or a state, belong: specs by path and shape."""
 
-    def spec_of(path: sharding.Path, x: Any) -> P:
-      keys, shape = sharding.path_keys(path), jnp.shape(x)
-      if sharding.is_stacked(keys):
+    def spec_of(path: _paths.Path, x: Any) -> P:
+      keys, shape = _paths.path_keys(path), jnp.shape(x)
+      if _paths.is_stacked(keys):
         inner = self._param_specs.place_state(keys, shape[1:])
         return P(self.axis_name, *inner)
       return self._param_specs.place_state(keys, shape)
@@ -225,7 +225,7 @@ class OnMesh(Stacked):
     return jax.lax.with_sharding_constraint(x, sharding)
 
   def as_given(
-      self, x: jax.Array, placed: sharding.ParamSharding
+      self, x: jax.Array, placed: ParamSharding
   ) -> jax.Array:
     """Returns an update whose type is that of its parameter."""
     return x if placed.given == placed.spec else self._reshard(x, placed.given)

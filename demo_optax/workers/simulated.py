@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from demo_optax.workers.base import Spec, is_spec
-from demo_optax.workers.sharding import ParamSpecs, entry, names_of
+from demo_optax.workers.param_specs import ParamSpecs, entry, names_of
 from demo_optax.workers.stacked import Stacked
 
 

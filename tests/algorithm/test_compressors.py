@@ -36,7 +36,7 @@ from demo_optax.compressors import (
   TopK,
   TopShare,
 )
-from demo_optax.wire import message as wire
+from demo_optax.exchange import message as wire
 
 pytestmark = pytest.mark.core
 

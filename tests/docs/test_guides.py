@@ -16,8 +16,8 @@ import pytest
 
 import demo_optax
 from demo_optax.__main__ import MODELS
+from demo_optax.codes.values import VALUES
 from demo_optax.tools.traffic import owners_pay_from
-from demo_optax.wire.values import VALUES
 
 ROOT = pathlib.Path(__file__).parents[2]
 GUIDES = {p.stem: p for p in sorted((ROOT / 'docs').glob('*.md'))}

@@ -20,7 +20,7 @@ from helpers import (
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
-from demo_optax.wire.values import VALUES
+from demo_optax.codes.values import VALUES
 
 pytestmark = pytest.mark.core
 

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
-from demo_optax.wire import message as wire
+from demo_optax.exchange import message as wire
 
 pytestmark = pytest.mark.core
 

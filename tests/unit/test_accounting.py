@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 import demo_optax
 from demo_optax import __main__ as command
+from demo_optax.codes.values import VALUES
 from demo_optax.compressors import chunking as chunks
 from demo_optax.tools import budget
-from demo_optax.wire.values import VALUES
 
 pytestmark = pytest.mark.core
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from demo_optax.wire import indices as index_codes
+from demo_optax.codes import indices as index_codes
 
 pytestmark = pytest.mark.core
 

@@ -15,70 +15,55 @@ pytestmark = pytest.mark.core
 
 PACKAGE = pathlib.Path(demo_optax.__file__).parent
 
-# A module may import those before it, and no other.
-ORDER = [
-    'tools.tables', 'engine.heuristics', 'engine.rounding', 'wire.bits', 'engine.topk',
-    'wire.indices', 'wire.values', 'wire.message', 'wire.updates', 'workers.sharding',
-    'workers.collectives', 'workers.base', 'workers.stacked',
-    'workers.simulated', 'workers.mesh', 'workers.axis', 'workers',
-    'annotations', 'compressors.bases', 'compressors.chunking', 'compressors.selectors',
-    'compressors.base', 'compressors.buckets', 'compressors', 'engine.plain',
-    'agreement', 'exchange', 'one_worker', 'flax', '_tree',
-    'gradients', 'demo', 'recipes.matrices', 'recipes.links',
-    'recipes.optimizers', 'recipes', 'accumulation', 'data_parallel',
-    'tools.placement', 'state', 'local.local_updates', 'local.methods', 'local', 'checkpoint.resize', 'checkpoint.folder',
-    'tools.replicas', 'checkpoint.checkpointer', 'checkpoint', 'tools.traffic',
-    'tools.budget',
-    'tools.hlo', 'tools.drawing', 'elastic.coordinator', 'elastic.member',
-    'elastic.transfer', 'elastic.run', 'elastic', 'elastic.__main__', '__main__',
+# From the ground up: a folder, or a module, imports from lower floors alone.
+FLOORS = [
+    '_version', '_checks', '_paths', 'numerics', 'codes', '_tree', 'workers',
+    'compressors', 'per_worker', 'exchange', 'demo', 'accumulation', 'step',
+    'recipes', 'tools.tables', 'tools.placement', 'state', 'local',
+    'tools.replicas', 'checkpoint', 'tools', 'elastic', '__main__',
 ]
 
-# What constructors, and a choice between engines, import when they are called.
-LATER = {
-    'workers.base': {'workers.simulated', 'workers.mesh', 'workers.axis'},
-    'wire.message': {'compressors.buckets'},  # for types
-    'wire.updates': {'compressors.buckets'},
-}
+
+def floor_of(module):
+  """The number of the floor of `demo_optax.<module>`."""
+  parts = module.split('.')
+  names = ['.'.join(parts[:n]) for n in range(len(parts), 0, -1)]
+  return next(FLOORS.index(name) for name in names if name in FLOORS)
 
 
-def modules():
-  """Every module's path, by its name inside the package."""
-  paths = {}
-  for path in PACKAGE.rglob('*.py'):
-    parts = path.relative_to(PACKAGE).with_suffix('').parts
-    if parts[-1] == '__init__':
-      parts = parts[:-1]
-    paths['.'.join(parts)] = path
-  return paths
-
-
-def imported(path, known):
-  """The modules of the package that a file imports."""
-  used = set()
+def imported(path):
+  """What a file imports of the package, relative to it."""
   for node in ast.walk(ast.parse(path.read_text())):
-    if not isinstance(node, ast.ImportFrom) or not node.module:
+    if isinstance(node, ast.ImportFrom):
+      names = [f'{node.module}.{alias.name}' for alias in node.names]
+    elif isinstance(node, ast.Import):
+      names = [alias.name for alias in node.names]
+    else:
       continue
-    top, _, name = node.module.partition('.')
-    if top == 'demo_optax':
-      for alias in node.names:
-        inner = f'{name}.{alias.name}'.strip('.')
-        used.add(inner if inner in known else name)
-  return used
+    for name in names:
+      top, _, inner = name.partition('.')
+      if top == 'demo_optax':
+        assert inner, f'{path} imports the whole package'
+        yield inner
 
 
 def test_imports_go_one_way():
-  files = modules()
-  assert set(files) - {'', 'wire', 'tools'} == set(ORDER)
-  for place, name in enumerate(ORDER):
-    used = imported(files[name], files) - {'', 'wire', 'tools', 'engine'}
-    assert used - LATER.get(name, set()) <= set(ORDER[:place]), name
+  for path in PACKAGE.rglob('*.py'):
+    own = path.relative_to(PACKAGE).with_suffix('').parts
+    if own == ('__init__',):
+      continue
+    floor = floor_of('.'.join(own))
+    for name in imported(path):
+      inside = name.split('.')[0] == own[0] and floor_of(name) == floor
+      assert inside or floor_of(name) < floor, f'{path} imports {name}'
 
 
 def test_arrays_only_at_the_bottom():
   """The mathematics is readable without optax or collectives."""
-  for name in ORDER[: ORDER.index('workers.sharding')]:
-    text = modules()[name].read_text()
-    assert 'import optax' not in text and 'all_gather' not in text
+  for folder in ('numerics', 'codes'):
+    for path in (PACKAGE / folder).glob('*.py'):
+      text = path.read_text()
+      assert 'import optax' not in text and 'all_gather' not in text
 
 
 def test_import_is_light():

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from demo_optax.wire import bits as packing
+from demo_optax.numerics import bits as packing
 
 pytestmark = pytest.mark.core
 

@@ -8,9 +8,9 @@ from helpers import assert_same_bits, random_tree
 
 import demo_optax
 from demo_optax import exchange
-from demo_optax.engine import heuristics as paths
-from demo_optax.engine import topk as selection
-from demo_optax.wire import message as wire
+from demo_optax.exchange import message as wire
+from demo_optax.numerics import platform as paths
+from demo_optax.numerics import topk as selection
 
 pytestmark = pytest.mark.core
 

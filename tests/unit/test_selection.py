@@ -8,7 +8,7 @@ from helpers import merge
 from hypothesis import given
 from hypothesis import strategies as st
 
-from demo_optax.engine import topk as selection
+from demo_optax.numerics import topk as selection
 
 pytestmark = pytest.mark.core
 

@@ -10,11 +10,11 @@ from helpers import merge
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from demo_optax.codes import values as value_codes
 from demo_optax.compressors import Dct
 from demo_optax.compressors import chunking as chunks
-from demo_optax.compressors.buckets import Bucket
-from demo_optax.wire import message as wire
-from demo_optax.wire import values as value_codes
+from demo_optax.compressors.layout import Bucket
+from demo_optax.exchange import message as wire
 
 pytestmark = pytest.mark.core
 

@@ -16,12 +16,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from demo_optax import annotations
+from demo_optax import _tree
+from demo_optax.codes.format import ChunkFormat
+from demo_optax.codes.values import VALUES
 from demo_optax.compressors import bases, chunking, selectors
 from demo_optax.compressors.bases import Basis
 from demo_optax.compressors.selectors import Selector
-from demo_optax.wire.message import ChunkFormat
-from demo_optax.wire.values import VALUES
 
 # Value codes without a scale for each chunk: dense values need no chunks.
 _UNSCALED = ('float32', 'bfloat16')
@@ -195,8 +195,8 @@ def broadcast(
 ) -> list[Any]:
   """Returns the leaf of a prefix tree that holds for each leaf of `tree`."""
   # Both may be made of `nnx.state(model)`; messages need not print arrays.
-  prefix = annotations.without_variables(prefix)
-  tree = jax.tree.map(lambda _: ..., annotations.without_variables(tree))
+  prefix = _tree.without_variables(prefix)
+  tree = jax.tree.map(lambda _: ..., _tree.without_variables(tree))
   leaves, treedef = jax.tree.flatten(prefix, is_leaf=is_leaf)
   try:
     subtrees = treedef.flatten_up_to(tree)

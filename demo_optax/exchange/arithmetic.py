@@ -13,9 +13,9 @@ import jax.numpy as jnp
 
 from demo_optax.compressors import chunking
 from demo_optax.compressors.bases import Identity
-from demo_optax.compressors.buckets import Bucket
-from demo_optax.engine import heuristics, rounding, topk
-from demo_optax.wire.message import Received, Selected, energy
+from demo_optax.compressors.layout import Bucket
+from demo_optax.exchange.message import Received, Selected, energy
+from demo_optax.numerics import platform, rounding, topk
 
 
 def accumulate_and_select(
@@ -63,7 +63,7 @@ def accumulate_and_select(
         c = chunking.transform(c, bucket.sides, bucket.basis)
       return rounding.mul_no_fma(own_decay, m) + c
 
-    if heuristics.loop_to_keep(gradients.size):
+    if platform.loop_to_keep(gradients.size):
       m = jax.lax.fori_loop(0, valid.astype(jnp.int32), add, old)
     else:
       m = jnp.where(valid, add(None, old), old)
@@ -179,7 +179,7 @@ def _inverse(
   if (
       transformed
       and indices is not None
-      and heuristics.transform_selected(senders, k, *bucket.sides)
+      and platform.transform_selected(senders, k, *bucket.sides)
   ):
     return functools.reduce(jnp.add, [
         chunking.inverse_of_selected(i, v, bucket.sides, bucket.basis)

@@ -20,7 +20,7 @@ import jax
 # Its client is what Orbax and JAX's own utilities use; there is no public one.
 from jax._src import distributed
 
-import demo_optax
+from demo_optax._version import __version__
 from demo_optax.workers import Workers
 
 _NAMES = (
@@ -30,13 +30,10 @@ _NAMES = (
 _TIMEOUT_MS = 300_000
 _SLICE_MS = 1_000  # after which a wait asks whether it is to be given up
 _AS_OFTEN = (
-    'Every process must call tx.init, outside of jit, and the first step of a'
-    ' data_parallel function, as often as the others and in the same order.'
+    'Every process must call the first step of each data_parallel function, in'
+    ' the same order.'
 )
 
-_traced: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar(
-    'demo_optax_traced', default=None
-)
 # Comparisons are numbered, from 1 in every runtime: processes that come to an
 # elastic run have not made those of before.
 _numbers: tuple[Any, Iterator[int]] = (None, itertools.count(1))
@@ -65,23 +62,6 @@ def given_up_when(is_over: Callable[[], str]) -> Iterator[None]:
     yield
   finally:
     _is_over.reset(token)
-
-
-@contextlib.contextmanager
-def traced_exchanges() -> Iterator[list[Any]]:
-  """Yields a list to which every `ExchangeConfig` traced meanwhile is added."""
-  found: list[Any] = []
-  token = _traced.set(found)
-  try:
-    yield found
-  finally:
-    _traced.reset(token)
-
-
-def note(config: Any) -> None:
-  """Adds an exchange that is being traced to the list of `traced_exchanges`."""
-  if (found := _traced.get()) is not None:
-    found.append(config)
 
 
 def check_exchanges(workers: Workers, configs: Sequence[Any]) -> None:
@@ -185,7 +165,7 @@ def _describe(config: Any) -> tuple[str, ...]:
   leaves = config.layout.leaves
   compressors = list(dict.fromkeys(leaf.compressor for leaf in leaves))
   return (
-      demo_optax.__version__,
+      __version__,
       ', '.join(f'{x.name} {x.dtype}{list(x.shape)}' for x in leaves),
       # Functions in them are told by their names.
       re.sub(' at 0x[0-9a-f]+', '', ', '.join(map(str, compressors))),

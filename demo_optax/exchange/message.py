@@ -26,20 +26,15 @@ and what is wanted of them is their mean: they go into a vector of floats that
 an all-reduce sums, with the number of valid workers and the energies behind.
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from demo_optax.engine import heuristics, rounding
-from demo_optax.wire import bits as packing
-from demo_optax.wire import indices as index_codes
-from demo_optax.wire import values as value_codes
-
-if TYPE_CHECKING:
-  from demo_optax.compressors.buckets import Bucket
+from demo_optax.codes.format import ChunkFormat
+from demo_optax.compressors.layout import Bucket
+from demo_optax.numerics import rounding
 
 ENERGIES = 3  # of the momentum, of what is sent, of what stays
 END_BYTES = 1 + 4 * ENERGIES  # the status and the energies
@@ -50,120 +45,6 @@ Message = Mapping[str, jax.Array]
 GATHERED = 'bucket_message'
 TO_OWNERS = 'bucket_messages_to_owners'
 SUMMED = 'bucket_sum_'
-
-
-@dataclasses.dataclass(frozen=True)
-class ChunkFormat:
-  """How the selection from one kind of chunk is written.
-
-  Attributes:
-    n: number of coefficients in a chunk.
-    k: number of coefficients sent of each.
-    dtype: name of the dtype of the coefficients.
-    values: name of the value code, one of `value_codes.VALUES`.
-    shared: whether all workers select the same places: no indices are written,
-      and values are summed as they are.
-  """
-
-  n: int
-  k: int
-  dtype: str
-  values: str = 'float32'
-  shared: bool = False
-
-  def __post_init__(self) -> None:
-    if self.shared and self.values != 'float32':
-      raise ValueError(
-          f'values={self.values!r} with shared=True: an all-reduce sums values'
-          ' as they are. Leave values out.'
-      )
-
-  @property
-  def index_code(self) -> index_codes.IndexCode:
-    """How the indices are written."""
-    return index_codes.cheapest(self.n, self.n if self.shared else self.k)
-
-  @property
-  def value_code(self) -> value_codes.ValueCode:
-    """How the values are written."""
-    return value_codes.value_code(self.values, self.dtype)
-
-  @property
-  def max_magnitude(self) -> float:
-    """Largest magnitude that is read: no transform of such chunks overflows.
-
-    `2**127 / n`, n rounded up to a power of two (`2**1023 / n` for float64). At
-    most half of it is sent at once, which leaves room for a code's rounding.
-    """
-    exponent = jnp.finfo(self.dtype).maxexp - 1
-    return 2.0 ** (exponent - (self.n - 1).bit_length())
-
-  @property
-  def largest_sent(self) -> float:
-    """Largest magnitude that is sent; more stays in the momentum."""
-    return self.max_magnitude / 2
-
-  def value_bytes(self, chunks: int) -> int:
-    """Returns the bytes that the values of so many chunks take."""
-    return self.value_code.num_bytes(chunks, self.k)
-
-  def index_bytes(self, chunks: int) -> int:
-    """Returns the bytes that the indices of so many chunks take."""
-    return packing.packed_size(chunks, self.index_code.bits)
-
-  def num_bytes(self, chunks: int) -> int:
-    """Returns the bytes that so many chunks take in a payload."""
-    return self.value_bytes(chunks) + self.index_bytes(chunks)
-
-  def encode(
-      self, indices: jax.Array | None, values: jax.Array
-  ) -> tuple[jax.Array, jax.Array]:
-    """Writes a selection.
-
-    Args:
-      indices: int32 `[chunks, k]`, ascending within a chunk; `None` if `k` is
-        `n`.
-      values: `[chunks, k]`.
-
-    Returns:
-      uint8 `[num_bytes]`, and `[chunks, k]`, the values as they will be read.
-    """
-    most = self.largest_sent
-    data, sent = self.value_code.encode(jnp.clip(values, -most, most))
-    if indices is not None:
-      data = jnp.concatenate([data, self.index_code.encode(indices)])
-    return data, sent
-
-  def decode(
-      self, data: jax.Array, chunks: int
-  ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
-    """Undoes `encode` for uint8 `[workers, num_bytes]`.
-
-    Returns:
-      int32 indices `[workers, chunks, k]`, ascending within `[0, n)` whatever
-      the bytes, or `None`; values `[workers, chunks, k]`; and bool `[workers]`,
-      whose bytes are a selection with values up to `max_magnitude`.
-    """
-    if heuristics.one_payload_at_a_time():
-      return jax.lax.map(lambda row: self._decode_one(row, chunks), data)
-    return jax.vmap(lambda row: self._decode_one(row, chunks))(data)
-
-  def _decode_one(
-      self, data: jax.Array, chunks: int
-  ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
-    split = self.value_bytes(chunks)
-    values = self.value_code.decode(data[:split], chunks, self.k)
-    good = jnp.abs(values) <= self.max_magnitude  # no NaN
-    if self.k == self.n:
-      return None, values, jnp.all(good)
-    indices = self.index_code.decode(data[split:], chunks)
-    before = jnp.pad(indices[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
-    good &= (indices > before) & (indices < self.n)
-    valid = jnp.all(good)  # one reduction: each is a kernel to compile
-    # Gathers and scatters are promised ascending indices in [0, n): excluded
-    # workers' are replaced, too.
-    first = jnp.arange(self.k, dtype=jnp.int32)[None]
-    return jnp.where(valid, indices, first), values, valid
 
 
 class Selected(NamedTuple):
@@ -230,7 +111,7 @@ class Packer:
 
   def __init__(
       self,
-      buckets: Sequence['Bucket'],
+      buckets: Sequence[Bucket],
       num_owners: int | None = None,
       compare_norms: bool = False,
   ):
@@ -377,7 +258,7 @@ class Packer:
   def unpack(
       self,
       arrived: Message,
-      shared: Callable[['Bucket'], jax.Array],
+      shared: Callable[[Bucket], jax.Array],
       min_devices: Callable[[jax.Array], jax.Array],
       num_workers: int,
       outliers: Callable[[jax.Array, jax.Array], jax.Array] | None = None,

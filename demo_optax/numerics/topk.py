@@ -8,8 +8,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from demo_optax.engine import heuristics, rounding
-from demo_optax.wire import bits as packing
+from demo_optax.numerics import bits as packing
+from demo_optax.numerics import platform, rounding
 
 Average = Literal['senders', 'workers']
 
@@ -35,7 +35,7 @@ def top_k(coefficients: jax.Array, k: int) -> jax.Array:
   if k == n:
     return jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (chunks, n))
   magnitudes = jnp.abs(coefficients)
-  size = heuristics.group_size(coefficients.size, n, k)
+  size = platform.group_size(coefficients.size, n, k)
   if size > 1:
     return top_k_by_counting(magnitudes, k, size)
   return jnp.sort(jax.lax.top_k(magnitudes, k)[1].astype(jnp.int32))

@@ -4,7 +4,7 @@ The places of a chunk are a set and are written in ascending order, which leaves
 `log2 C(n, k)` bits to say. A code takes the same number of bits for every
 chunk, and chunks follow each other bit by bit: only the last byte of all of
 them is filled up. Reading makes indices of any bytes; that they ascend within
-the chunk is for the reader to check (`wire.ChunkFormat.decode`).
+the chunk is for the reader to check (`format.ChunkFormat.decode`).
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from typing import ClassVar, Protocol
 import jax
 import jax.numpy as jnp
 
-from demo_optax.wire import bits as packing
+from demo_optax.numerics import bits as packing
 
 
 class IndexCode(Protocol):

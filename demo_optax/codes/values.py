@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from demo_optax.wire import bits as packing
+from demo_optax.numerics import bits as packing
 
 _MAX = np.finfo(np.float32).max
 _TINY = np.finfo(np.float32).tiny

@@ -23,9 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from demo_optax.one_worker import MetricPart, Result, untouched_metrics
-from demo_optax.workers import sharding
-from demo_optax.workers.sharding import Keys, path_keys
+from demo_optax import _paths
+from demo_optax._paths import Keys, path_keys
+from demo_optax.workers.inside import MetricPart, Result, untouched_metrics
 
 
 def param_specs(
@@ -341,7 +341,7 @@ def open_objects(objects: Sequence[Any]) -> OpenedObjects:
   for path, variable in _variables(state):
     paths += [(path, variable)] * len(jax.tree.leaves(variable))
   keys = [path_keys(path) for path, _ in paths]
-  stacked = [sharding.is_stacked(k) for k in keys]
+  stacked = [_paths.is_stacked(k) for k in keys]
   kinds = [
       'stacked' if has_axis else metrics.get(k) or _kind_of(variable)
       for k, has_axis, (_, variable) in zip(keys, stacked, paths)
@@ -423,7 +423,7 @@ def changed_attributes(
   after = {path: type(node).__name__ for path, node in _nodes(objects)}
   if kinds != after:
     different = [
-        f'{sharding.dotted(path)}: {kinds.get(path)} before,'
+        f'{_paths.dotted(path)}: {kinds.get(path)} before,'
         f' {after.get(path)} after'
         for path in sorted({*kinds, *after}, key=str)
         if kinds.get(path) != after.get(path)
@@ -445,7 +445,7 @@ def changed_attributes(
     if arrays:
       raise ValueError(
           'The step puts an array into a plain attribute of a Flax object,'
-          f' {sharding.dotted((*path, arrays[0]))}: Return it, or keep it in an'
+          f' {_paths.dotted((*path, arrays[0]))}: Return it, or keep it in an'
           ' nnx.Variable that is made before the step.'
       )
     if changed or gone:

@@ -21,14 +21,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from demo_optax._paths import Keys, dotted
+from demo_optax.codes.format import ChunkFormat
 from demo_optax.compressors import chunking
-from demo_optax.compressors.base import Compressor, Frozen, LeafPlan
 from demo_optax.compressors.bases import Basis
 from demo_optax.compressors.chunking import ChunkGrid
+from demo_optax.compressors.compressor import Compressor, Frozen, LeafPlan
 from demo_optax.compressors.selectors import Selector
-from demo_optax.engine import heuristics
-from demo_optax.wire.message import ChunkFormat
-from demo_optax.workers.sharding import Keys, ParamSharding, dotted
+from demo_optax.numerics import platform
+from demo_optax.workers.param_specs import ParamSharding
 
 # Most elements in a row of a bucket of leaves that are sent densely.
 _DENSE_ROW = 128
@@ -73,7 +74,7 @@ class Bucket:
   @property
   def pieces(self) -> int:
     """Number of equal pieces that the bucket is handled in, one by one."""
-    piece = heuristics.piece_elements()
+    piece = platform.piece_elements()
     if piece is None or self.kind != 'chunks':
       return 1
     return -(-self.num_chunks * self.format.n // piece)

@@ -17,16 +17,15 @@ What a code loses stays with the owner, and is added to its next update.
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from demo_optax.wire.message import ENERGIES, ChunkFormat, Received
-from demo_optax.wire.values import VALUES, WITHOUT_RESIDUAL
-
-if TYPE_CHECKING:
-  from demo_optax.compressors.buckets import Bucket
+from demo_optax.codes.format import ChunkFormat
+from demo_optax.codes.values import VALUES, WITHOUT_RESIDUAL
+from demo_optax.compressors.layout import Bucket
+from demo_optax.exchange.message import ENERGIES, Received
 
 
 class Report(NamedTuple):
@@ -107,11 +106,11 @@ class UpdatePacker:
 
   def __init__(
       self,
-      buckets: Mapping[int, 'Bucket'],
+      buckets: Mapping[int, Bucket],
       num_owners: int,
       values: UpdateValues,
-      select: Callable[['Bucket', jax.Array], tuple[jax.Array, jax.Array]],
-      merge: Callable[['Bucket', Received], jax.Array],
+      select: Callable[[Bucket, jax.Array], tuple[jax.Array, jax.Array]],
+      merge: Callable[[Bucket, Received], jax.Array],
       compare_norms: bool = False,
   ):
     self._num_owners = num_owners
@@ -242,7 +241,7 @@ class UpdatePacker:
 
   def _chunks(
       self,
-      bucket: 'Bucket',
+      bucket: Bucket,
       indices: jax.Array | None,
       values: jax.Array,
       someone: jax.Array,
@@ -259,7 +258,7 @@ class UpdatePacker:
     return self._merge(bucket, received)[: bucket.num_chunks]
 
 
-def _update_format(bucket: 'Bucket', values: UpdateValues) -> ChunkFormat:
+def _update_format(bucket: Bucket, values: UpdateValues) -> ChunkFormat:
   """Returns how the update of one chunk is written."""
   n, dtype = bucket.format.n, bucket.format.dtype
   if not isinstance(values, UpdateTopK):

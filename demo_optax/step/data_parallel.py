@@ -13,13 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from demo_optax import _tree, accumulation, agreement, one_worker
-from demo_optax import flax as modules
-from demo_optax.compressors.base import Frozen
+from demo_optax import _checks, accumulation
+from demo_optax._paths import Keys, dotted, is_stacked, path_keys
+from demo_optax.compressors.compressor import Frozen
 from demo_optax.demo import layouts_in
-from demo_optax.one_worker import WORKER_AXIS, MetricPart, OwnParam, Result
-from demo_optax.workers import Workers
-from demo_optax.workers.sharding import Keys, dotted, is_stacked, path_keys
+from demo_optax.exchange.algorithm import traced_configs
+from demo_optax.step import agreement
+from demo_optax.step import nnx as modules
+from demo_optax.workers import Workers, checks, inside
+from demo_optax.workers.inside import WORKER_AXIS, MetricPart, OwnParam, Result
 
 
 def data_parallel(
@@ -130,7 +132,7 @@ def data_parallel(
     Peng et al., `DeMo: Decoupled Momentum Optimization
     <https://arxiv.org/abs/2411.19870>`_: gradients are not synchronised.
   """
-  _tree.check_type(
+  _checks.check_type(
       'workers', workers, Workers, 'demo_optax.Workers.simulated(4)'
   )
   if not workers.stacked_gradients:
@@ -209,7 +211,7 @@ class DataParallelStep:
     is_first = not self._has_run and jax.process_count() > 1
     call, objects, leaves = self._open(args, kwargs, compare=is_first)
     if is_first:
-      with agreement.traced_exchanges() as configs:
+      with traced_configs() as configs:
         self._jitted.trace(call, *call.split_donated(leaves))
       agreement.check_exchanges(self.workers, configs)
     self._has_run = True
@@ -343,7 +345,7 @@ class DataParallelStep:
     leaves = call.join_donated(donated, kept)
     for name, x, role in zip(call.names, leaves, call.roles):
       if role == 'batch':
-        _tree.check_on_one_device(f'The batch {name}', x, workers)
+        checks.check_on_one_device(f'The batch {name}', x, workers)
       elif role == 'stacked' and jnp.shape(x)[:1] != (workers.count,):
         raise ValueError(
             f'{name} has shape {jnp.shape(x)}, but {workers} has'
@@ -384,7 +386,7 @@ class DataParallelStep:
     def one_workers_step(leaves: list[Any]) -> tuple[list[Any], list[Any]]:
       index = jax.lax.axis_index(WORKER_AXIS)
       results = self._results(call, index, leaves)
-      values, apart, differs = one_worker.settle(
+      values, apart, differs = inside.settle(
           results.leaves, self.workers, call.rows
       )
       traced.append(
@@ -428,7 +430,7 @@ class DataParallelStep:
     def check(leaves: list[Any]) -> None:
       checked.append(self._run_mapped(call, leaves, None)[1])
 
-    with one_worker.checking():
+    with inside.checking():
       jax.eval_shape(check, shapes)
     (expected,) = checked
     traced: list[_Results] = []
@@ -440,9 +442,9 @@ class DataParallelStep:
           x[0] if role == 'stacked' else x
           for x, role in zip(leaves, call.roles)
       ]
-      with one_worker.on_own_device(group):
+      with inside.on_own_device(group):
         results = self._results(call, index, own)
-        values = one_worker.settle_on_own_device(
+        values = inside.settle_on_own_device(
             results.leaves, expected.differs, group
         )
       traced.append(dataclasses.replace(
@@ -699,7 +701,7 @@ class _Call:
         donated,
         rows,
         states,
-        one_worker.own_params(keys),
+        inside.own_params(keys),
     )
 
   def split_donated(self, leaves: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -745,7 +747,7 @@ class _Call:
       if isinstance(kind, MetricPart):
         metrics.setdefault((key, kind.metric), {})[kind.part] = number
     for at in metrics.values():
-      shares = one_worker.metric_shares(
+      shares = inside.metric_shares(
           {part: arrays[number] for part, number in at.items()}, index, count
       )
       for part, number in at.items():
@@ -799,7 +801,7 @@ class _Call:
         for found in (self._previous(returned), modules.leaf_kinds(returned))
     )
     leaves = []
-    untouched = one_worker.untouched_metrics(
+    untouched = inside.untouched_metrics(
         kinds, arrays, [None if at is None else own[at] for at in previous]
     )
     for x, k, has_axis, at, kind in zip(
@@ -826,7 +828,7 @@ class _Call:
       leaves.append(Result(name, k, role, x, old))
     number = len(leaves)
     leaves += changed
-    for param in one_worker.own_params([r.keys for r in leaves]):
+    for param in inside.own_params([r.keys for r in leaves]):
       result = leaves[param.number]
       value = leaves[param.shared].value.astype(result.value.dtype)
       leaves[param.number] = dataclasses.replace(
@@ -984,7 +986,7 @@ def _shared(
   params = [p for a in arguments for p in a.params]
   for a, own in zip(arguments, arrays):
     shapes = dict(zip(a.keys, map(np.shape, own)))
-    for root, keys in one_worker.local_params(a.keys).items():
+    for root, keys in inside.local_params(a.keys).items():
       params.append(frozenset(
           (k, shapes[*root, 'global_params', *k]) for k in keys
       ))

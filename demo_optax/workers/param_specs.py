@@ -14,8 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
-Path = tuple[Any, ...]
-Keys = tuple[Any, ...]
+from demo_optax._paths import Keys, Path, is_bucket, path_keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,44 +169,6 @@ class ParamSpecs:
     return len(spec) <= len(shape) and not any(
         size % parts for size, parts in zip(shape, blocks)
     )
-
-
-def path_keys(path: Path) -> Keys:
-  """Returns a path's plain keys, less the `value` that Flax variables add."""
-  keys = []
-  for entry in path:
-    for attribute in ('name', 'key', 'idx'):
-      if hasattr(entry, attribute):
-        keys.append(getattr(entry, attribute))
-        break
-    else:
-      keys.append(str(entry))
-  if keys and keys[-1] == 'value' and hasattr(path[-1], 'name'):
-    keys.pop()
-  return tuple(keys)
-
-
-def dotted(keys: Keys) -> str:
-  """Returns a leaf's name in tables and checkpoints."""
-  return '.'.join(map(str, keys)) or 'the only leaf'
-
-
-STACKED = 'worker_stacked'
-
-
-def is_stacked(keys: Keys) -> bool:
-  """Returns whether a leaf of a state has a worker axis, told by its path."""
-  return STACKED in keys
-
-
-def is_bucket(keys: Keys) -> bool:
-  """Returns whether a leaf of a state is a bucket, told by its path."""
-  return is_stacked(keys) and str(keys[-1]).startswith('bucket_')
-
-
-def is_owned(keys: Keys) -> bool:
-  """Returns whether a path is that of what owners of chunks keep."""
-  return is_bucket(keys) and keys[-2] == 'update_residual'
 
 
 def _check_spec(

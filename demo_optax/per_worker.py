@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from demo_optax import _tree, annotations, one_worker
-from demo_optax.workers import Workers
+from demo_optax import _checks, _tree
+from demo_optax.workers import Workers, checks, inside
 
 _WORKERS = 'demo_optax.Workers.simulated(4)'
 
@@ -73,21 +73,21 @@ def per_worker(
     <https://arxiv.org/abs/2411.19870>`_, whose runs clip each worker's gradient
     at norm 1.
   """
-  _tree.check_type('workers', workers, Workers, _WORKERS)
+  _checks.check_type('workers', workers, Workers, _WORKERS)
   tx = optax.with_extra_args_support(tx)
 
   def init_fn(params: chex.ArrayTree) -> PerWorkerState:
     state = tx.init(_tree.mask_others(params))
     state = jax.tree.map(workers.stack, state)
     return PerWorkerState(
-        annotations.stack_annotations(state, workers.spmd_axis_name)
+        _tree.stack_annotations(state, workers.spmd_axis_name)
     )
 
   def update_if_finite(
       gradients: Any, state: Any, params: Any, extra_args: dict[str, Any]
   ) -> tuple[Any, Any]:
     """Updates one worker's gradients; keeps a state that would be NaN."""
-    updates, new = annotations.update_without_variables(
+    updates, new = _tree.update_without_variables(
         tx.update, gradients, state, params, **extra_args
     )
     if not jax.tree.leaves(state):  # NaN needs no help to be passed on
@@ -110,7 +110,7 @@ def per_worker(
       params: chex.ArrayTree | None = None,
       **extra_args: Any,
   ) -> tuple[chex.ArrayTree, PerWorkerState]:
-    if one_worker.is_mapped():
+    if inside.is_mapped():
       new, own = update_if_finite(
           _tree.mask_others(updates),
           state.worker_stacked,
@@ -178,14 +178,14 @@ def average(*, workers: Workers) -> optax.GradientTransformation:
     The baseline of Peng et al., `DeMo: Decoupled Momentum Optimization
     <https://arxiv.org/abs/2411.19870>`_ ("AdamW-DDP").
   """
-  _tree.check_type('workers', workers, Workers, _WORKERS)
+  _checks.check_type('workers', workers, Workers, _WORKERS)
 
   def update_fn(
       updates: chex.ArrayTree, params: chex.ArrayTree | None
   ) -> chex.ArrayTree:
-    if not one_worker.is_mapped():
+    if not inside.is_mapped():
       return stacked_mean(updates, params, workers)
-    mean, _ = one_worker.call_stacked(
+    mean, _ = inside.call_stacked(
         lambda updates, state, params, _, workers: (
             stacked_mean(updates, params, workers), state
         ),
@@ -240,4 +240,4 @@ def _check_own(
 ) -> None:
   flat, (like,) = _tree.flatten_alike(gradients, params)
   for (path, gradient), param in zip(flat, like):
-    _tree.check_gradient(_tree.leaf_name(path), gradient, param, workers)
+    checks.check_gradient(_tree.leaf_name(path), gradient, param, workers)

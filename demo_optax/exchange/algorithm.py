@@ -1,27 +1,29 @@
 r"""One exchange, as one device of one worker sees it: Algorithm 1 of the paper.
 
 `exchange` is the main path, from gradients to updates. All leaves' chunks of
-one kind are one array, a bucket (`compressors.buckets`); how a bucket's
-arithmetic is done is in `engine`, how messages look in `wire`, and who the
-others are in `workers`.
+one kind are one array, a bucket (`compressors.layout`); how a bucket's
+arithmetic is done is in `arithmetic`, how messages look in `message`, and who
+the others are in `workers`.
 
   Peng et al., DeMo: Decoupled Momentum Optimization, arXiv:2411.19870
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 
-from demo_optax import agreement
-from demo_optax.compressors.buckets import Bucket, Layout
-from demo_optax.engine import plain, rounding, topk
-from demo_optax.wire.message import Packer
-from demo_optax.wire.updates import Report, UpdatePacker, UpdateValues
+from demo_optax.compressors.layout import Bucket, Layout
+from demo_optax.exchange import arithmetic
+from demo_optax.exchange.message import Packer
+from demo_optax.exchange.owners import Report, UpdatePacker, UpdateValues
+from demo_optax.numerics import rounding, topk
 from demo_optax.workers import Group, Spec, Workers
 
 # A worker is excluded if an element of its gradient is more than this share of
@@ -165,8 +167,10 @@ class ExchangeConfig:
     if self.num_workers is None or not gathered:
       return None
     return UpdatePacker(
-        gathered, self.num_workers, self.update_values, plain.largest,
-        lambda bucket, received: plain.merge(bucket, received, 'workers')[0],
+        gathered, self.num_workers, self.update_values, arithmetic.largest,
+        lambda bucket, received: arithmetic.merge(
+            bucket, received, 'workers'
+        )[0],
         self.compare_norms,
     )
 
@@ -256,7 +260,7 @@ def exchange(
 
   # m <- decay m + w T g, and the k of n coefficients of each chunk to send.
   momentum, selected = _unzip(
-      plain.accumulate_and_select(
+      arithmetic.accumulate_and_select(
           bucket, chunks[i], state.momentum[bucket.name], decays[i], weights[i],
           valid, hyper.step,
       )
@@ -286,7 +290,7 @@ def exchange(
   # uncompressed, are communicated below.)
   inbox = packer.unpack(
       group.send_and_receive(message),
-      lambda bucket: plain.shared_indices(bucket, step_sent),
+      lambda bucket: arithmetic.shared_indices(bucket, step_sent),
       group.min_devices,
       group.size,
       functools.partial(_outliers, group, hyper.max_norm_ratio)
@@ -296,7 +300,7 @@ def exchange(
 
   # u = T^-1 average_i(q_i), in a fixed order: the same bits on all workers.
   merged, distinct = _unzip(
-      plain.merge(bucket, inbox.received[i], config.average)
+      arithmetic.merge(bucket, inbox.received[i], config.average)
       for i, bucket in enumerate(packer.read)
   )
   report = Report(
@@ -349,8 +353,25 @@ def run(
     the updates of the leaves that are exchanged, in the parameters' shapes; the
     new state; and metrics.
   """
-  agreement.note(config)
+  if (found := _traced.get()) is not None:
+    found.append(config)
   return _run(workers, config, tuple(gradients), state, hyper)
+
+
+_traced: contextvars.ContextVar[list[ExchangeConfig] | None] = (
+    contextvars.ContextVar('demo_optax_traced', default=None)
+)
+
+
+@contextlib.contextmanager
+def traced_configs() -> Iterator[list[ExchangeConfig]]:
+  """Yields a list to which the configs of exchanges traced inside are added."""
+  found: list[ExchangeConfig] = []
+  token = _traced.set(found)
+  try:
+    yield found
+  finally:
+    _traced.reset(token)
 
 
 # Jitted, so that it is one computation outside of the user's jit, too.

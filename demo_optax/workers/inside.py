@@ -26,8 +26,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
 
-from demo_optax.workers import Workers, sharding
-from demo_optax.workers.sharding import Keys, path_keys
+from demo_optax import _paths
+from demo_optax._paths import Keys, path_keys
+from demo_optax.workers import Workers
 
 # The axis that `data_parallel` maps a step over. No axis of a mesh or of a user
 # has this name.
@@ -134,7 +135,7 @@ def own_params(keys: Sequence[Keys]) -> list[OwnParam]:
         p for p in prefixes if all((*p, *k) in numbers for k in params)
     ]
     if len(prefixes) != 1:
-      names = ', '.join(map(sharding.dotted, prefixes)) or 'none'
+      names = ', '.join(map(_paths.dotted, prefixes)) or 'none'
       raise ValueError(
           'The state of local_updates has parameters of its own for each'
           " worker, which take the place of the model's in the step; the"
@@ -217,7 +218,7 @@ def call_stacked(
   old, state_def = jax.tree.flatten(state)
   rest, join_rest = _split_constants((params, hyperparams))
   state_paths = jax.tree_util.tree_flatten_with_path(state)[0]
-  stacked = [sharding.is_stacked(path_keys(path)) for path, _ in state_paths]
+  stacked = [_paths.is_stacked(path_keys(path)) for path, _ in state_paths]
 
   if _TRACE.group is not None:
     own = [x[None] if axis else x for x, axis in zip(old, stacked)]

@@ -1,0 +1,1 @@
+"""Values and indices as bytes, and back."""

@@ -1,0 +1,1 @@
+"""Bits, rounding and selection: arrays in, arrays out."""

@@ -1,1 +1,0 @@
-"""Messages as bytes: what the workers selected, packed and unpacked."""

@@ -1,0 +1,86 @@
+"""Checks of how gradients, parameters and batches are laid out."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from demo_optax._paths import Path
+from demo_optax._tree import is_exchanged, leaf_name
+from demo_optax.workers.base import Workers
+from demo_optax.workers.param_specs import entry, names_of
+
+
+def check_gradient(
+    name: str, gradient: Any, param: Any | None, workers: Workers
+) -> None:
+  """Raises unless `gradient` is laid out as `workers` has it."""
+  found = np.shape(gradient)
+  lead = (workers.count,) if workers.stacked_gradients else ()
+  if param is not None:
+    expected: Any = (*lead, *np.shape(param))
+    ok = found == expected
+  else:
+    expected = (*lead, ...)
+    ok = found[: len(lead)] == lead
+  if not ok and lead:
+    raise ValueError(
+        f'The gradient of {name} has shape {found}, but {workers} needs'
+        f' {expected}: one gradient per worker, stacked. Decorate the training'
+        ' step with demo_optax.data_parallel(workers), and it takes one'
+        " worker's gradient; outside of such a step give those of all workers."
+        ' An averaged gradient has nothing left to compress.'
+    )
+  if not ok:
+    raise ValueError(
+        f'The gradient of {name} has shape {found}, but its parameter has'
+        f" {expected}: {workers} needs the worker's own gradient, unstacked."
+    )
+  if is_exchanged(gradient):
+    workers.check_gradient(name, gradient)
+
+
+def check_sharding(path: Path, param: Any, workers: Workers) -> None:
+  """Raises if a parameter's type says that it is sharded as workers do not.
+
+  Only on meshes with axes of type Explicit do types tell. The exchange would
+  gather the whole gradient there, in every step, or fail at a reshape.
+  """
+  shape, found = np.shape(param), jax.typeof(param).sharding
+  if not any(names_of(found.spec)) or not workers.stacked_gradients:
+    return
+  what = f'The parameter {leaf_name(path)}'
+  check_on_one_device(what, param, workers)
+  expected = workers.param_specs.place(path, shape).spec
+  own, asked = (
+      _cuts(spec, len(shape), found.mesh) for spec in (found.spec, expected)
+  )
+  if any(own) and own != asked:
+    raise ValueError(
+        f'{what} is sharded by {found.spec}, but {workers} expect {expected}.'
+        ' Say how parameters are sharded: demo_optax.Workers.on_mesh(mesh,'
+        f' {workers.axis_name!r}, param_specs), with a tree of PartitionSpecs'
+        ' or demo_optax.param_specs(model); or put them elsewhere, with'
+        ' workers.device_put.'
+    )
+
+
+def check_on_one_device(what: str, x: Any, workers: Workers) -> None:
+  """Raises if the type of an array of simulated workers says it is sharded."""
+  spec = jax.typeof(x).sharding.spec
+  if any(names_of(spec)) and workers.mesh is None:
+    raise ValueError(
+        f'{what} is sharded by {spec} on a mesh with axes of type'
+        f' Explicit, but {workers} are all on one device. Use'
+        ' demo_optax.Workers.on_mesh(mesh, axis_name, param_specs), a mesh with'
+        ' axes of type Auto, or arrays that are not sharded.'
+    )
+
+
+def _cuts(spec: P, rank: int, mesh: Any) -> list[list[Any]]:
+  """Returns the axes that cut each dimension, those of one device left out."""
+  return [
+      [axis for axis in entry(spec, dim) if mesh.shape[axis] > 1]
+      for dim in range(rank)
+  ]
