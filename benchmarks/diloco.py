@@ -1,15 +1,11 @@
-"""Exchanging every H steps, and exchanging late: bytes and losses.
+"""Exchanging every H steps: bytes and losses.
 
-    python benchmarks/diloco.py periods --out benchmarks/results/diloco.jsonl
-    python benchmarks/diloco.py late --out benchmarks/results/late.jsonl
-    python benchmarks/diloco.py late --out ... --table   # from the file alone
+    python benchmarks/diloco.py --out benchmarks/results/diloco.jsonl
+    python benchmarks/diloco.py --out ... --table   # from the file alone
 
-`periods`: DiLoCo, DeMo inside it (without drift and as published), SparseLoCo,
-on the training example's text, at equal H, for 2 and 4 workers, over outer
-learning rates; what each sends and receives, against DiLoCo.
-`late`: every step exchanges, and is applied at once or one step late: DeMo,
-with and without looking ahead, beside averaged gradients; best of equal grids
-of learning rates, then 3 seeds.
+DiLoCo, DeMo inside it (without drift and as published), SparseLoCo, on the
+training example's text, at equal H, for 2 and 4 workers, over outer learning
+rates; what each sends and receives, against DiLoCo.
 
 A narrower model than the example's (`--width`), so that it takes minutes; the
 inner rate, the batch and the schedule are the same for all. A run that is in
@@ -59,15 +55,6 @@ PERIODS = {
         RAW, functools.partial(demo_optax.local.sparse_loco, compressor=RAW)),
 }
 OUTER_RATES = [0.25, 0.5, 1.0, 2.0]
-# Method: its rule, and by what a worker looks ahead.
-LATE = {
-    'AdamW, averaged': ('adamw', None),
-    'Signum, averaged': ('signum', None),
-    'DeMo': ('demo', None),
-    'DeMo, ahead by its own payload': ('demo', 'payload'),
-    'DeMo, ahead by its own momentum': ('demo', 'momentum'),
-}
-RATES = [1e-3, 2e-3, 4e-3]
 
 
 class Task:
@@ -230,103 +217,6 @@ def periods_table(records: list[dict[str, Any]]) -> None:
             f' {100 * r["apart"]:.1f} % |')
 
 
-# Late -------------------------------------------------------------------------
-
-
-def late_of(task: Task, method: str, delay: int) -> Any:
-  """`(rate, seed) -> record`; the compiled step is shared."""
-  args, workers = task.args, task.workers
-  kind, ahead = LATE[method]
-  decay = 0.99
-
-  def tx_of(rate: Any) -> optax.GradientTransformation:
-    schedule = task.schedule(rate)
-    if kind == 'demo':
-      return optax.chain(
-          demo_optax.per_worker(per_worker_clip(), workers=workers),
-          demo_optax.demo(
-              schedule, workers=workers, compressor=TOPK, decay=decay,
-              delay=delay))
-    mean = demo_optax.scale_by_demo(
-        demo_optax.compressors.full(), 0.0, workers=workers, delay=delay)
-    base = {
-        'adamw': optax.scale_by_adam(b2=0.95),
-        'signum': optax.chain(optax.ema(0.9, debias=False),
-                              optax.scale_by_sign()),
-    }[kind]
-    return optax.chain(mean, per_worker_clip(), base,
-                       optax.scale_by_learning_rate(schedule))
-
-  def look(state: Any, old: Any, gradients: Any, params: Any, rate: Any) -> Any:
-    """What a worker expects of the update that is on its way, by itself."""
-    if ahead is None:
-      return jax.tree.map(jnp.zeros_like, gradients)
-    kept = demo_optax.state.momentum(state, params, TOPK, workers)
-    lr = task.schedule(rate)(old[1].inner_state[1].count)
-    if ahead == 'momentum':
-      own = kept
-    else:  # momentum as it was, with its gradient, less what stays: was sent
-      clip = demo_optax.per_worker(per_worker_clip(), workers=workers)
-      clipped, _ = clip.update(gradients, clip.init(params), params)
-      before = demo_optax.state.momentum(old, params, TOPK, workers)
-      own = jax.tree.map(
-          lambda m, g, k: decay * m + lr * g - k, before, clipped, kept)
-    return jax.tree.map(lambda m: -lr * jnp.sign(m), own)
-
-  @jax.jit
-  def step_fn(rate: Any, params: Any, state: Any, ahead: Any, tokens: Any):
-    there = jax.tree.map(lambda x, a: x[None] + a, params, ahead)
-    tokens = tokens.reshape(workers.count, -1, tokens.shape[-1])
-    losses, gradients = jax.vmap(jax.value_and_grad(task.loss))(there, tokens)
-    updates, new = tx_of(rate).update(gradients, state, params)
-    ahead = look(new, state, gradients, params, rate)
-    return optax.apply_updates(params, updates), new, ahead, losses
-
-  def run(rate: float, seed: int) -> dict[str, Any]:
-    params = task.params(seed)
-    state = tx_of(jnp.float32(rate)).init(params)
-    ahead = jax.tree.map(
-        lambda x: jnp.zeros((workers.count, *x.shape), x.dtype), params)
-    for step in range(args.steps):
-      params, state, ahead, losses = step_fn(
-          jnp.float32(rate), params, state, ahead, task.tokens(seed, step))
-    return {'valid_loss': task.validate(params),
-            'train_loss': float(losses.mean()), 'delay': delay}
-
-  return run
-
-
-def late(args: argparse.Namespace, seen: 'Seen') -> None:
-  task = Task(args, demo_optax.Workers.simulated(4))
-  for method, (_, ahead) in LATE.items():
-    for delay in (0, 1):
-      if method not in args.methods or (ahead and not delay):
-        continue
-      run, name = late_of(task, method, delay), (f'{method} / {delay}', 4)
-      seen.run(run, name, [(rate, 0) for rate in args.rates])
-      losses = {r['rate']: r['valid_loss'] for r in seen.records
-                if r['method'] == name[0] and r['seed'] == 0}
-      best = min(losses, key=losses.get)
-      seen.run(run, name, [(best, s) for s in args.seeds])
-
-
-def late_table(records: list[dict[str, Any]]) -> None:
-  rates = sorted({r['rate'] for r in records})
-  print('| method | applied | ' + ' | '.join(f'{r:g}' for r in rates)
-        + ' | best, 3 seeds |')
-  print('|---|---|' + '---|' * (len(rates) + 1))
-  for name in dict.fromkeys(r['method'] for r in records):
-    method, delay = name.split(' / ')
-    mine = [r for r in records if r['method'] == name]
-    first = {r['rate']: r['valid_loss'] for r in mine if r['seed'] == 0}
-    best = min(first, key=first.get)
-    losses = [r['valid_loss'] for r in mine if r['rate'] == best]
-    cells = [f'{first[r]:.3f}' if r in first else '' for r in rates]
-    print(f'| {method} | {"a step late" if delay == "1" else "at once"} | '
-          + ' | '.join(cells) + f' | {statistics.mean(losses):.3f}'
-          f' ({min(losses):.3f} - {max(losses):.3f}, {len(losses)}) |')
-
-
 # Runs -------------------------------------------------------------------------
 
 
@@ -360,13 +250,11 @@ def main() -> None:
   parser = argparse.ArgumentParser(
       description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   add = parser.add_argument
-  add('what', choices=['periods', 'late'])
   add('--out', type=pathlib.Path, required=True)
   add('--methods', nargs='+',
-      default=['AdamW every step', *PERIODS, *LATE])
+      default=['AdamW every step', *PERIODS])
   add('--outer-rates', nargs='+', type=float, default=OUTER_RATES)
-  add('--rates', nargs='+', type=float, default=RATES)
-  add('--seeds', nargs='+', type=int, help='default: 0; late: 0 1 2')
+  add('--seeds', nargs='+', type=int, default=[0])
   add('--lr', type=float, default=4e-3, help='peak rate of the inner AdamW')
   add('--period', type=int, default=10)
   add('--steps', type=int, default=400)
@@ -375,14 +263,12 @@ def main() -> None:
   add('--valid-batches', type=int, default=8)
   add('--table', action='store_true')
   args = parser.parse_args()
-  args.seeds = args.seeds or ([0] if args.what == 'periods' else [0, 1, 2])
-  names = ['steps', 'batch', 'width', 'valid_batches']
-  names += ['lr', 'period'] if args.what == 'periods' else []
+  names = ['steps', 'batch', 'width', 'valid_batches', 'lr', 'period']
   args.out.parent.mkdir(parents=True, exist_ok=True)
   seen = Seen(args.out, {name: getattr(args, name) for name in names})
   if not args.table:
-    {'periods': periods, 'late': late}[args.what](args, seen)
-  {'periods': periods_table, 'late': late_table}[args.what](seen.records)
+    periods(args, seen)
+  periods_table(seen.records)
 
 
 if __name__ == '__main__':

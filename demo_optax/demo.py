@@ -101,7 +101,7 @@ class DeMoState(NamedTuple):
       float32 cannot hold count as zero.
     layout: which leaf's chunks lie where in the momentum.
     worker_stacked: what every worker has of its own: the momentum, by buckets,
-      the message in flight, and the residuals of the updates that it owns.
+      and the residuals of the updates that it owns.
   """
 
   count: chex.Array
@@ -119,7 +119,6 @@ def scale_by_demo(
     average: topk.Average = 'senders',
     ema: bool = False,
     gradient_weight: Any = 1.0,
-    delay: int | None = None,
     exchange: exchange_lib.ExchangeKind = 'all_gather',
     update_values: UpdateValues | None = None,
     max_norm_ratio: chex.Numeric | None = None,
@@ -186,12 +185,6 @@ def scale_by_demo(
       second version of the paper do.
     gradient_weight: :math:`w`, a number or a schedule of the step; or a tree
       of them, as for `compressor`.
-    delay: None or 0: no delay. 1: a step applies the messages of the step
-      before (the first step has none: all workers are excluded) and keeps its
-      own message in the state for the next. Communication then does not depend
-      on the step's gradients and may overlap with computing them. Updates are
-      one step old, which may raise the loss: compare first
-      (benchmarks/diloco.py).
     exchange: `'all_gather'`; `'all_to_all'`, see above; or `'auto'`, whichever
       receives fewer bytes with these parameters and workers.
     update_values: how owners write updates; needed unless `exchange` is
@@ -272,7 +265,6 @@ def scale_by_demo(
   check_range('alpha', alpha, 0.0, 1.0)
   if average not in ('senders', 'workers'):
     raise ValueError(f"average={average!r} must be 'senders' or 'workers'.")
-  _check_delay(delay)
   written = resolve_update_values(exchange, update_values)
   _check_max_norm_ratio(max_norm_ratio)
   compare_norms = max_norm_ratio is not None
@@ -284,12 +276,6 @@ def scale_by_demo(
     layout = make_layout(
         leaves, per_leaf(compressor, tree), workers.param_specs.axis_sizes
     )
-    if delay and layout.averaged:
-      name = layout.leaves[layout.averaged[0]].name
-      raise ValueError(
-          f'{name} is averaged uncompressed, which cannot be late: with delay=1'
-          ' give it demo_optax.compressors.full() instead of None.'
-      )
     if compare_norms:
       _check_not_summed(layout)
     decays, which_decay = _different(decay, tree, 'decay')
@@ -302,8 +288,8 @@ def scale_by_demo(
     else:
       weights = [(None, w) for w in weights]
     config = ExchangeConfig(
-        layout, which_decay, which, average, bool(delay),
-        update_values=written, compare_norms=compare_norms,
+        layout, which_decay, which, average, update_values=written,
+        compare_norms=compare_norms,
     )
     if exchange != 'all_gather' and (count := count_workers()) is not None:
       config = exchange_lib.with_kind(config, exchange, count)
@@ -314,13 +300,13 @@ def scale_by_demo(
     try:
       return workers.count
     except ValueError as error:  # `on_axis`, outside of the map
-      if not delay and written in WITHOUT_RESIDUAL:
+      if written in WITHOUT_RESIDUAL:
         return None  # the state is the same whatever it is
       raise ValueError(
-          f'With exchange={exchange!r}, update_values={update_values!r} and'
-          f' delay={delay} the shapes of a state depend on the number of'
-          f' workers, which {workers} knows inside of the mapped function only:'
-          ' call tx.init there.'
+          f'With exchange={exchange!r} and update_values={update_values!r} the'
+          ' shapes of a state depend on the number of workers, which'
+          f' {workers} knows inside of the mapped function only: call tx.init'
+          ' there.'
       ) from error
 
   def init_fn(params: chex.ArrayTree) -> DeMoState:
@@ -335,7 +321,6 @@ def scale_by_demo(
         for path, x in flat
     ]
     config, *_ = config_of(params, leaves, decay, gradient_weight)
-    in_flight = config.packer.shapes if delay else {}
 
     def zeros(shapes: Any) -> dict[str, jax.Array]:
       return {
@@ -354,8 +339,6 @@ def scale_by_demo(
         worker_stacked=WorkerState(
             zeros({b.name: (b.shape, b.format.dtype)
                    for b in config.layout.buckets}),
-            # A message of zeros has status 0: its worker is excluded.
-            zeros(in_flight),
             zeros(config.residual_shapes),
         ),
     )
@@ -486,12 +469,6 @@ def _check_state(
   ):
     check_digest(digest, expected)
   own = state.worker_stacked
-  if bool(own.in_flight) != config.delay:
-    raise ValueError(
-        f'The state was made with delay={int(bool(own.in_flight))}, and update'
-        f' has delay={int(config.delay)}: make it with tx.init of the same'
-        ' transformation.'
-    )
   for bucket in expected.buckets:
     shape = workers.bucket_shape(bucket.shape)
     size = own.momentum[bucket.name].shape
@@ -508,19 +485,16 @@ def _check_state(
         f' {workers} keeps it as {shape}: make the state with tx.init under the'
         ' same workers that update uses.'
     )
-  in_flight = config.packer.shapes if config.delay else {}
   shapes = {
       name: workers.bucket_shape(shape)
-      for name, (shape, _) in {**in_flight, **config.residual_shapes}.items()
+      for name, (shape, _) in config.residual_shapes.items()
   }
-  arrays = {**own.in_flight, **own.update_residual}
-  if {name: x.shape for name, x in arrays.items()} != shapes:
+  if {name: x.shape for name, x in own.update_residual.items()} != shapes:
     raise ValueError(
-        'The messages in flight, or the residuals of updates, in the state are'
-        f' not those of this exchange, {config.kind!r} with update_values='
-        f'{config.update_values!r}: make the state with tx.init of the same'
-        ' transformation. Momentum can be taken over by'
-        ' demo_optax.state.momentum and with_momentum.'
+        'The residuals of updates in the state are not those of this exchange,'
+        f' {config.kind!r} with update_values={config.update_values!r}: make'
+        ' the state with tx.init of the same transformation. Momentum can be'
+        ' taken over by demo_optax.state.momentum and with_momentum.'
     )
 
 
@@ -563,16 +537,6 @@ def _difference(found: Layout, expected: Layout, workers: Workers) -> str:
       f'The state was made for other workers or another compressor than update'
       f' uses ({workers}): make it with tx.init of the same transformation.'
   )
-
-
-def _check_delay(delay: Any) -> None:
-  if isinstance(delay, jax.Array):
-    raise TypeError(
-        f'delay={delay!r} must be known before anything is traced: give'
-        " optax.inject_hyperparams static_args=('delay',)."
-    )
-  if isinstance(delay, bool) or delay not in (None, 0, 1):
-    raise ValueError(f'delay={delay!r} must be 0 or 1.')
 
 
 def _check_max_norm_ratio(ratio: Any) -> None:

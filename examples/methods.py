@@ -86,7 +86,6 @@ ONLY_OF = {
     'base': ('sign', ('demo',)),
     'alpha': (1.0, ('demo',)),
     'average': ('senders', ('demo',)),
-    'delay': (0, ('demo', 'demo-diloco', 'demo-diloco-drift')),
     'exchange': ('all_gather', ('demo', 'demo-muon')),
     'sync_period': (20, LOCAL),
     'outer_lr': (0.7, LOCAL),
@@ -150,8 +149,6 @@ def add_flags(
   add('--own-lr', type=flags.not_negative,
       help='peak learning rate; default: --lr, of muon 1.2e-2, of demo-muon'
       ' 6e-3')
-  add('--delay', type=int, choices=[0, 1], default=0,
-      help='1: what is exchanged is applied one exchange late')
   add('--exchange', choices=get_args(ExchangeKind), default='all_gather',
       help='all_to_all: every worker merges its share of the chunks, and what'
       ' it receives does not grow with their number; auto: the fewer bytes')
@@ -271,7 +268,6 @@ def make_optimizer(
         workers=workers,
         alpha=args.alpha,
         average=args.average,
-        delay=args.delay,
         gradient_weight=jax.tree.map(weights.get, labels),
         exchange=args.exchange,
         update_values=update_values(args),
@@ -336,8 +332,7 @@ def local_updates(
   if args.optimizer == 'sparse-loco':
     return demo_optax.local.sparse_loco(inner, **sent, **every)
   return demo_optax.local.demo_diloco(
-      inner, **sent, **every, delay=args.delay,
-      drift=args.optimizer == 'demo-diloco-drift',
+      inner, **sent, **every, drift=args.optimizer == 'demo-diloco-drift'
   )
 
 

@@ -164,9 +164,6 @@ CASES = [
     ("`exchange='all_to_all'` with `Workers.on_axis`, and `tx.init` outside of"
      ' the map',
      lambda: owners(workers=demo_optax.Workers.on_axis('data')).init(PARAMS)),
-    ("another number of workers with `exchange='all_to_all'` and `delay=1`",
-     lambda: demo_optax.checkpoint.resize_workers(
-         owners(delay=1).init(PARAMS), 2)),
     ('`optax.MultiSteps` of stacked gradients',
      lambda: update(optax.MultiSteps(demo(), 2))),
     ('`optax.inject_hyperparams` with bfloat16 parameters',

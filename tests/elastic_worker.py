@@ -52,9 +52,6 @@ def optimizer_of(kind, workers, topk=4):
     return optax.chain(exchange, optax.adam(1e-3))
   if kind == 'adamw':
     return optax.adamw(1e-3)
-  if kind == 'late':
-    exchange = demo_optax.scale_by_demo(compressor, workers=workers, delay=1)
-    return optax.chain(exchange, optax.adam(1e-3))
   return demo_optax.demo(3e-3, **kwargs)
 
 

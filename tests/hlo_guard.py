@@ -90,7 +90,6 @@ def texts():
       'mesh': lowered(topk, on_mesh((4,), ('data',))),
       'sharded': lowered(signs, on_mesh((2, 4), ('data', 'fsdp'), specs)),
       'on_axis': on_axis(topk),
-      'delay': lowered(topk, simulated(4), delay=1),
       'owners': lowered(signs, simulated(4), exchange='all_to_all',
                         update_values='int4'),
       'sums': lowered(demo_optax.compressors.random_subset(1 / 8), simulated(4)),

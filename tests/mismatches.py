@@ -43,8 +43,7 @@ def make(workers=FOUR, compressor=SMALL, shapes=SHAPES, dtype=jnp.float32,
 
 # Exchanges whose owners of chunks keep something in the state.
 OWNERS = {'exchange': 'all_to_all', 'update_values': 'int4'}
-LATE = {**OWNERS, 'delay': 1}
-FORMER = {'owners': OWNERS, 'late': LATE}  # of checkpoints of their own
+FORMER = {'owners': OWNERS}  # of checkpoints of their own
 
 
 def _without(tree, key):
@@ -93,9 +92,6 @@ CASES = [
     ("`exchange='all_gather'`, and a checkpoint of `'all_to_all'` with"
      " `update_values='int4'`",
      lambda: make(exchange={}), {'of': 'owners'}),
-    ("`exchange='all_to_all'` with `delay=1`, and another number of workers,"
-     ' `resize=True`',
-     lambda: make(TWO, exchange=LATE), {'of': 'late', 'resize': True}),
     ('no such step', make, {'step': 7}),
 ]
 

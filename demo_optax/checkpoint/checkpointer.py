@@ -557,11 +557,6 @@ class Checkpointer:
           records[name]['rows'] = shape.pop(-2)
           chunks = leaves.layout_at(keys).chunks_digest.hex()
           records[name]['written_by'] = f'chunks {chunks[:8]}'
-        elif _paths.is_bucket(keys):  # a message in flight
-          codes = dict.fromkeys(str(x) for x in self._codes.values())
-          digest = leaves.layout_at(keys).digest.tobytes().hex()
-          by = f'{", ".join(codes)}{self._workers.param_specs}'
-          records[name]['written_by'] = f'{by}, layout {digest[:8]}'
     return records
 
   def _by_path(

@@ -29,7 +29,6 @@ from jax.sharding import PartitionSpec as P
 
 from demo_optax import _paths, _tree
 from demo_optax.demo import layouts_in
-from demo_optax.exchange.message import TO_OWNERS
 
 
 def resize_workers(opt_state: chex.ArrayTree, n: int) -> chex.ArrayTree:
@@ -64,9 +63,9 @@ def resize_workers(opt_state: chex.ArrayTree, n: int) -> chex.ArrayTree:
 
   Raises:
     ValueError: `n` below 1, nothing in `opt_state` is stacked, or stacked
-      leaves are of different numbers of workers; there are messages in flight
-      to owners of chunks; or what owners keep is in a state that Flax holds
-      without its types, which does not tell how many chunks there are.
+      leaves are of different numbers of workers; or what owners keep is in a
+      state that Flax holds without its types, which does not tell how many
+      chunks there are.
     TypeError: `n` is not an integer.
 
   Example:
@@ -96,12 +95,6 @@ def resize_workers(opt_state: chex.ArrayTree, n: int) -> chex.ArrayTree:
     keys = _paths.path_keys(path)
     if len(x) == n:
       return x
-    if keys[-1] == TO_OWNERS:
-      raise ValueError(
-          f'{_tree.leaf_name(path)} are messages in flight to {len(x)} owners'
-          ' of chunks, which others cannot read: with delay=1 and'
-          " exchange='all_to_all' the number of workers must stay."
-      )
     if not _paths.is_owned(keys):
       return _resize(x, n)
     layout = layouts.get(keys[:-3])

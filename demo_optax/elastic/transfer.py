@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 
 from demo_optax import _paths, _tree
 from demo_optax.checkpoint.resize import regroup_owned
-from demo_optax.exchange.message import TO_OWNERS
 from demo_optax.state import is_momentum
 from demo_optax.step.nnx import is_object
 
@@ -111,10 +110,9 @@ def take(arrays: Any, generation: int = 0) -> Local:
 def _is_carried(keys: tuple[Any, ...], x: Any) -> bool:
   """Returns whether a process takes its part of a leaf along as it is.
 
-  Owners of chunks are others in the next generation, and what is in flight to
-  them was cut for the former ones.
+  Owners of chunks are others in the next generation.
   """
-  return _is_value(x) and not (_paths.is_owned(keys) or keys[-1] == TO_OWNERS)
+  return _is_value(x) and not _paths.is_owned(keys)
 
 
 def _is_value(x: Any) -> bool:
@@ -220,7 +218,7 @@ def _from_survivor(
   told: list[Any] = []  # of each leaf: what newcomers receive, or None
   for (path, x), value in zip(flat, values):
     keys = _paths.path_keys(path)
-    own = is_momentum(keys) or _paths.is_owned(keys) or 'in_flight' in keys
+    own = is_momentum(keys) or _paths.is_owned(keys)
     if not _is_value(x) or own:
       told.append(None)
     else:

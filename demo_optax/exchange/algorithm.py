@@ -38,16 +38,12 @@ class WorkerState(NamedTuple):
     momentum: by the names of the buckets, coefficients `[workers, rows, n]`, in
       float32 (float64 for float64 parameters); `[workers, devices, rows, n]` if
       there are mesh axes inside a worker.
-    in_flight: with `delay=1` the message that arrives in the next exchange,
-      uint8 `[workers, bytes]` (with owners `[workers, owners, bytes]`) and, by
-      dtype, what is summed beside it; else empty.
     update_residual: by the names of the buckets, what the code of updates has
       lost of the chunks that a worker owns, `[workers, chunks, n]`; empty
       without owners, and if the code is exact.
   """
 
   momentum: dict[str, chex.Array]
-  in_flight: dict[str, chex.Array]
   update_residual: dict[str, chex.Array]
 
 
@@ -119,7 +115,6 @@ class ExchangeConfig:
     decay: for each leaf, which of the decays in `Hyper` holds for it.
     weight: for each leaf, which of the weights of gradients.
     average: how what was sent is averaged, see `scale_by_demo`.
-    delay: whether messages arrive one exchange later.
     kind: `'all_gather'`, all merge all; or `'all_to_all'`, chunks are
       divided among the workers, each of which merges its own and tells the
       others the update.
@@ -132,7 +127,6 @@ class ExchangeConfig:
   decay: tuple[int, ...]
   weight: tuple[int, ...]
   average: topk.Average
-  delay: bool = False
   kind: str = 'all_gather'
   num_workers: int | None = None
   update_values: UpdateValues = 'float32'
@@ -232,7 +226,7 @@ def exchange(
     config: what is static.
     group: the other workers, and devices.
     gradients: by the number of the leaf, the shard on this device.
-    state: momentum `[rows, n]` of each bucket, and the message in flight.
+    state: of this device, momentum `[rows, n]` of each bucket.
     hyper: hyperparameters.
 
   Returns:
@@ -279,18 +273,11 @@ def exchange(
     m = topk.subtract(momentum[i], selected[i].indices, leaving)
     residual[bucket.name] = layout.clear_padding(i, m, devices[i], valid)
 
-  # With a delay, this message travels during the next step, and the one of the
-  # step before arrives now.
-  in_flight, step_sent = state.in_flight, hyper.step
-  if config.delay:
-    message, in_flight = in_flight, dict(message)
-    step_sent = hyper.step - 1
-
   # Send and receive. (Updates merged by owners, and leaves that are averaged
   # uncompressed, are communicated below.)
   inbox = packer.unpack(
       group.send_and_receive(message),
-      lambda bucket: arithmetic.shared_indices(bucket, step_sent),
+      lambda bucket: arithmetic.shared_indices(bucket, hyper.step),
       group.min_devices,
       group.size,
       functools.partial(_outliers, group, hyper.max_norm_ratio)
@@ -328,7 +315,7 @@ def exchange(
   averages, num_valid = _averages(layout, group, gradients, valid)
   updates |= averages
   metrics = _metrics(buckets, group, report, num_valid)
-  state = WorkerState(residual, in_flight, update_residual)
+  state = WorkerState(residual, update_residual)
   return [updates[i] for i in sorted(updates)], state, metrics
 
 
@@ -393,14 +380,10 @@ def _run(
     shards = dict(zip(exchanged, own))
     rows = {b.name: b.shape for b in config.layout.buckets}
     momentum = {k: x.reshape(rows[k]) for k, x in state.momentum.items()}
-    in_flight = {
-        k: x.reshape(config.packer.shapes[k][0])
-        for k, x in state.in_flight.items()
-    }
     update_residual = {
         k: x.reshape(x.shape[-2:]) for k, x in state.update_residual.items()
     }
-    own_state = WorkerState(momentum, in_flight, update_residual)
+    own_state = WorkerState(momentum, update_residual)
     updates, new, metrics = exchange(
         config, workers.group, shards, own_state, hyper
     )

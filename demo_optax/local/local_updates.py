@@ -112,9 +112,7 @@ def local_updates(
       keys included.
     outer: from pseudo-gradients to the update of the global parameters:
       `optax.chain(scale_by_demo(...), optax.sgd(0.7))`, for example. Extra
-      arguments of `update` go to both. One that is late (`delay=1`) applies
-      what the period before has found, and drops what the workers did in this
-      one: with momentum it diverges easily.
+      arguments of `update` go to both.
     sync_period: :math:`H`, at least 1: a number, or a schedule of the steps
       done. The exchange is after step :math:`t` if at least :math:`H(t)` steps
       were made since the last one.

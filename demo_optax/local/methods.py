@@ -91,7 +91,6 @@ def demo_diloco(
     decay: chex.Numeric = 0.95,
     average: Average = 'senders',
     drift: bool = False,
-    delay: int | None = None,
     exchange: ExchangeKind = 'all_gather',
     update_values: UpdateValues | None = None,
     max_norm_ratio: chex.Numeric | None = None,
@@ -137,9 +136,6 @@ def demo_diloco(
     decay: :math:`\beta`.
     average: as in `scale_by_demo`.
     drift: whether workers keep parameters of their own, as published.
-    delay: as in `scale_by_demo`, counted in exchanges: with 1 what one exchange
-      sends is applied by the next, a period later, and what the workers did in
-      between is dropped.
     exchange: as in `scale_by_demo`.
     update_values: as in `scale_by_demo`.
     max_norm_ratio: as in `scale_by_demo`; not with `drift`.
@@ -176,9 +172,8 @@ def demo_diloco(
     )
   compressor = compressors.dct_topk() if compressor is None else compressor
   shared = scale_by_demo(
-      compressor, decay, workers=workers, average=average, delay=delay,
-      exchange=exchange, update_values=update_values,
-      max_norm_ratio=max_norm_ratio,
+      compressor, decay, workers=workers, average=average, exchange=exchange,
+      update_values=update_values, max_norm_ratio=max_norm_ratio,
   )
   if drift:
     shared = _own_nesterov(shared, compressor, decay, workers)

@@ -25,7 +25,7 @@ from demo_optax.workers import Workers
 
 _NAMES = (
     'version', 'parameters', 'compressor', 'compressors of the leaves',
-    'sharding', 'average', 'delay', 'exchange', 'max_norm_ratio',
+    'sharding', 'average', 'exchange', 'max_norm_ratio',
 )
 _TIMEOUT_MS = 300_000
 _SLICE_MS = 1_000  # after which a wait asks whether it is to be given up
@@ -172,7 +172,6 @@ def _describe(config: Any) -> tuple[str, ...]:
       str([compressors.index(leaf.compressor) for leaf in leaves]),
       str([leaf.sharding.spec for leaf in leaves]),
       config.average,
-      str(int(config.delay)),
       config.kind if config.num_workers is None
       else f'{config.kind}, update_values={config.update_values!r}',
       'a number' if config.compare_norms else 'None',

@@ -127,7 +127,7 @@ def test_what_is_not_told_from_the_norm():
 
 
 @pytest.mark.parametrize('values, options', [
-    ('float32', {}), ('int4', {'delay': 1}),
+    ('float32', {}), ('int4', {}),
     ('sign', {'exchange': 'all_to_all', 'update_values': 'int8'}),
 ])
 def test_the_same_bits_where_nobody_is_excluded(values, options):
@@ -166,15 +166,6 @@ def test_a_message_that_states_less_than_it_holds(monkeypatch):
   jax.clear_caches()
   assert found(state) == (1, 1)
   assert_same_bits(updates, expected)
-
-
-def test_late_messages_are_compared_when_they_arrive():
-  update, state, params = make(3, delay=1)
-  seen = []
-  for step, sizes in enumerate([[1, 1, 1], [1, 1, 50], [1, 1, 1], [1, 1, 1]]):
-    _, state = update(sized(step, sizes), state, params)
-    seen.append(found(state))
-  assert seen[:3] == [(3, 0), (0, 0), (1, 1)]
 
 
 # What may be given ------------------------------------------------------------

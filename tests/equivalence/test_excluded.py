@@ -63,7 +63,7 @@ def counts(state):
 
 
 OPTIONS = {
-    'plain': {}, 'late signs': {'delay': 1, 'values': 'sign'}, 'owners': OWNERS,
+    'plain': {}, 'signs': {'values': 'sign'}, 'owners': OWNERS,
 }
 
 
@@ -77,7 +77,7 @@ def simulate(options):
 
 
 @pytest.mark.parametrize('kind, options', [
-    slow('auto', 'plain'), ('explicit', 'plain'), ('auto', 'late signs'),
+    slow('auto', 'plain'), ('explicit', 'plain'), ('auto', 'signs'),
     ('auto', 'owners'),
 ])
 def test_mesh_equals_simulation(kind, options):

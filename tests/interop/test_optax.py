@@ -416,12 +416,12 @@ def test_states_can_be_donated(workers):
   """No two arrays of parameters and state are one: a jit may take them all."""
   params = workers.device_put({'w': jnp.ones((8, 8)), 'b': jnp.ones(8)})
   both = {'workers': workers}
-  late = demo_optax.dct_topk(4, 2)
+  code = demo_optax.dct_topk(4, 2)
   of_workers = optax.chain(
       demo_optax.per_worker(optax.trace(0.9), **both),
-      demo_optax.scale_by_demo(late, delay=1, **both))
+      demo_optax.scale_by_demo(code, **both))
   parted = optax.chain(
-      demo_optax.scale_by_demo({'w': late, 'b': None}, **both),
+      demo_optax.scale_by_demo({'w': code, 'b': None}, **both),
       optax.partition({'w': optax.sign_sgd(0.1), 'b': optax.sgd(0.1, 0.9)},
                       {'w': 'w', 'b': 'b'}))
   local = [demo_optax.local.demo_diloco(optax.trace(0.9), drift=drift, **both)

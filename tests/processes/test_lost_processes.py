@@ -137,7 +137,7 @@ def check_survivor(process):
 @pytest.mark.parametrize('kind, each', [
     ('demo', 1), *(pytest.param(kind, each, marks=pytest.mark.slow)
                    for kind, each in (('muon', 1), ('local', 1), ('owners', 1),
-                                      ('late', 1), ('demo', 2), ('owners', 2)))])
+                                      ('demo', 2), ('owners', 2)))])
 def test_processes_leave_and_come(kind, each):
   """One is killed, one comes, one is stopped and wakes: same parameters.
 

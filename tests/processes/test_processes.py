@@ -249,7 +249,7 @@ def test_a_peer_of_another_exchange_is_an_error():
   names = {
       'k': 'compressor', 'chunk': 'compressor', 'values': 'compressor',
       'as many bytes': 'compressor', 'averaged': 'compressors of the leaves',
-      'average': 'average', 'delay': 'delay', 'version': 'version',
+      'average': 'average', 'version': 'version',
       'norms': 'max_norm_ratio', 'shape': 'parameters'}
   for name, different in names.items():
     for form in ('init', 'data_parallel'):
