@@ -91,8 +91,7 @@ class DeMoState(NamedTuple):
     metrics: scalars about the last exchange, the same on all workers.
       `'num_excluded'`: int32, workers that were excluded, their gradient not
       finite or their message damaged (if chunks have owners, the most that one
-      owner has excluded); `'num_outliers'`, with `max_norm_ratio` alone: int32,
-      how many of them for the norms of their messages. The others are float32:
+      owner has excluded). The others are float32:
       `'sent_energy'`, the share of the momentum's energy (its sum of squares)
       that was sent; `'residual_norm'`, the norm of what stayed, the root of its
       mean square over the workers; `'mean_senders'`, how many workers sent a
@@ -121,7 +120,6 @@ def scale_by_demo(
     gradient_weight: Any = 1.0,
     exchange: exchange_lib.ExchangeKind = 'all_gather',
     update_values: UpdateValues | None = None,
-    max_norm_ratio: chex.Numeric | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Exchanges the fast part of every worker's own momentum.
 
@@ -160,11 +158,7 @@ def scale_by_demo(
   or too large to transform) excludes its worker, too, and what it was to carry
   is lost.
 
-  A worker whose gradient is wrong but finite is averaged like any other, unless
-  `max_norm_ratio` is given: then all leave out a worker whose message is larger
-  than so many times the median, and what it was to carry is lost. What has the
-  usual size goes through: flipped signs, small errors, and whatever more than
-  half of the workers send.
+  A worker whose gradient is wrong but finite is averaged like any other.
 
   Integer leaves get zero updates; complex leaves are refused.
 
@@ -206,28 +200,18 @@ def scale_by_demo(
                               stays with the owner, too
       ============ ========== ===============================================
 
-    max_norm_ratio: a number above 1, such as 2: a worker is excluded from an
-      exchange if the norm of all that it sends is more than so many times the
-      median of the workers' (of those who send something; of an even number
-      the lower one). It may change from step to step. The state has
-      `metrics['num_outliers']` then. Leaves that are summed before anybody
-      sees them (`None`, and compressors of places that all workers share) are
-      refused. With owners, each writes four bytes more, which `plan` does not
-      count. None: norms are not compared.
-
   Returns:
     A gradient transformation. Its `update` takes stacked gradients
     `[workers, ...]` (`Workers.on_axis`: the worker's own) and returns updates
     in the parameters' shapes and the gradients' dtypes.
 
   Raises:
-    ValueError: `decay`, `alpha` or `max_norm_ratio` out of range or unknown
-      `average`, at once; leaves that are summed, with `max_norm_ratio`;
+    ValueError: `decay` or `alpha` out of range or unknown `average`, at once;
       gradients that can be seen not to be one per worker, or a state of
       another number of workers, other leaves or another compressor, when
       traced.
-    TypeError: `compressor`, `workers` or `max_norm_ratio` is something else, at
-      once; complex leaves, when traced.
+    TypeError: `compressor` or `workers` is something else, at once; complex
+      leaves, when traced.
 
   Example:
     >>> import demo_optax, jax.numpy as jnp, optax
@@ -240,17 +224,6 @@ def scale_by_demo(
     >>> updates, state = tx.update(gradients, state, params)
     >>> print(updates['w'][0])  # both sent their mean and nothing else
     [2. 2. 2. 2.]
-
-    With `max_norm_ratio`, one of three that sends a hundred times as much:
-
-    >>> tx = demo_optax.scale_by_demo(
-    ...     compressor, 0.9, workers=demo_optax.Workers.simulated(3),
-    ...     max_norm_ratio=2.0)
-    >>> gradients = {'w': jnp.stack([
-    ...     x * jnp.ones((4, 4)) for x in (1.0, 3.0, 100.0)])}
-    >>> updates, state = tx.update(gradients, tx.init(params), params)
-    >>> print(updates['w'][0], state.metrics['num_outliers'])
-    [2. 2. 2. 2.] 1
 
   References:
     Peng et al., `DeMo: Decoupled Momentum Optimization
@@ -266,8 +239,6 @@ def scale_by_demo(
   if average not in ('senders', 'workers'):
     raise ValueError(f"average={average!r} must be 'senders' or 'workers'.")
   written = resolve_update_values(exchange, update_values)
-  _check_max_norm_ratio(max_norm_ratio)
-  compare_norms = max_norm_ratio is not None
 
   def config_of(
       tree: chex.ArrayTree, leaves: list[Any], decay: Any, gradient_weight: Any
@@ -276,8 +247,6 @@ def scale_by_demo(
     layout = make_layout(
         leaves, per_leaf(compressor, tree), workers.param_specs.axis_sizes
     )
-    if compare_norms:
-      _check_not_summed(layout)
     decays, which_decay = _different(decay, tree, 'decay')
     weights, which = _different(gradient_weight, tree, 'gradient_weight')
     if ema:  # a weight for each pair of decay and weight
@@ -288,8 +257,7 @@ def scale_by_demo(
     else:
       weights = [(None, w) for w in weights]
     config = ExchangeConfig(
-        layout, which_decay, which, average, update_values=written,
-        compare_norms=compare_norms,
+        layout, which_decay, which, average, update_values=written
     )
     if exchange != 'all_gather' and (count := count_workers()) is not None:
       config = exchange_lib.with_kind(config, exchange, count)
@@ -330,9 +298,7 @@ def scale_by_demo(
 
     return DeMoState(
         count=workers.device_put(jnp.zeros((), jnp.int32)),
-        metrics=workers.device_put(
-            exchange_lib.no_metrics(compare_norms).as_dict()
-        ),
+        metrics=workers.device_put(exchange_lib.no_metrics()._asdict()),
         layout=LayoutOf(
             workers.device_put(jnp.asarray(config.layout.digest)), config.layout
         ),
@@ -350,7 +316,7 @@ def scale_by_demo(
       **extra_args: Any,
   ) -> tuple[chex.ArrayTree, DeMoState]:
     del extra_args
-    hyper = decay, alpha, gradient_weight, max_norm_ratio
+    hyper = decay, alpha, gradient_weight
     if inside.is_mapped():
       return inside.call_stacked(
           stacked_update_fn, workers, updates, state, params, hyper
@@ -365,7 +331,7 @@ def scale_by_demo(
       workers: Workers,
   ) -> tuple[chex.ArrayTree, DeMoState]:
     """Updates with gradients laid out as `workers` have them."""
-    decay, alpha, gradient_weight, max_norm_ratio = hyper
+    decay, alpha, gradient_weight = hyper
     flat, (like,) = _tree.flatten_alike(updates, params)
     lead = 1 if workers.stacked_gradients else 0
     leaves = [
@@ -391,11 +357,11 @@ def scale_by_demo(
         for d, w in weights
     ]
     found: list[jax.Array] = []
-    metrics, own = exchange_lib.no_metrics(compare_norms), state.worker_stacked
+    metrics, own = exchange_lib.no_metrics(), state.worker_stacked
     if len(frozen) < len(flat):
       found, own, metrics = exchange_lib.run(
           workers, config, [g for _, g in flat], own,
-          Hyper(state.count, alpha, decays, weights, max_norm_ratio),
+          Hyper(state.count, alpha, decays, weights),
       )
     in_order = iter(found)
     new = [
@@ -405,7 +371,7 @@ def scale_by_demo(
     ]
     return jax.tree.structure(updates).unflatten(new), DeMoState(
         count=optax.safe_increment(state.count),
-        metrics=metrics.as_dict(),
+        metrics=metrics._asdict(),
         layout=LayoutOf(state.layout.digest, config.layout),
         worker_stacked=own,
     )
@@ -537,43 +503,6 @@ def _difference(found: Layout, expected: Layout, workers: Workers) -> str:
       f'The state was made for other workers or another compressor than update'
       f' uses ({workers}): make it with tx.init of the same transformation.'
   )
-
-
-def _check_max_norm_ratio(ratio: Any) -> None:
-  if ratio is None:
-    return
-  remedy = (
-      'a number above 1, such as 2, how many times the median norm a worker may'
-      ' send; or None to compare no norms'
-  )
-  is_number = isinstance(
-      ratio, int | float | np.number | np.ndarray | jax.Array
-  ) and any(
-      jnp.issubdtype(jnp.result_type(ratio), kind)  # which no bool is
-      for kind in (jnp.integer, jnp.floating)
-  )
-  if not is_number or np.shape(ratio):
-    raise TypeError(f'max_norm_ratio={ratio!r} must be {remedy}.')
-  if isinstance(ratio, jax.core.Tracer):
-    return  # `exchange` looks at it
-  if not 1 < float(ratio) < float('inf'):
-    raise ValueError(f'max_norm_ratio={float(ratio)} must be {remedy}.')
-
-
-def _check_not_summed(layout: Layout) -> None:
-  """Raises of a leaf of which nobody sees what each worker has sent."""
-  for leaf in layout.leaves:
-    if leaf.bucket >= 0:
-      how, summed = leaf.compressor, layout.buckets[leaf.bucket].format.shared
-    else:
-      how, summed = None, leaf.compressor is None
-    if summed:
-      raise ValueError(
-          f'{leaf.name} is summed over the workers ({how}), and nobody sees'
-          ' what each of them has sent: max_norm_ratio would not hold for it.'
-          ' Give it a compressor by which every worker selects for itself, such'
-          ' as demo_optax.dct_topk(), or leave out max_norm_ratio.'
-      )
 
 
 def resolve_update_values(exchange: Any, update_values: Any) -> UpdateValues:

@@ -272,8 +272,7 @@ def exchange_info(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
 
   Returns:
     The `metrics` of `DeMoState`, by name, all of shape `[]`: `'num_excluded'`
-    (int32), `'sent_energy'`, `'residual_norm'` and `'mean_senders'` (float32);
-    with `max_norm_ratio` `'num_outliers'` (int32).
+    (int32), `'sent_energy'`, `'residual_norm'` and `'mean_senders'` (float32).
 
   Raises:
     ValueError: there is no exchange in `opt_state`.
@@ -397,10 +396,7 @@ def _in_words(
         '  a coefficient that was sent was sent by'
         f' {info["mean_senders"]:.2f} workers on average'
     )
-  too_large = ''
-  if info.get('num_outliers'):
-    too_large = f', {info["num_outliers"]} for the norms of their messages'
-  yield f'  workers left out: {info["num_excluded"]}{too_large}'
+  yield f'  workers left out: {info["num_excluded"]}'
   owed = [
       x for path, x in jax.tree_util.tree_flatten_with_path(opt_state)[0]
       if is_owned(path_keys(path))

@@ -142,9 +142,6 @@ CASES = [
          (1,), ('data',), axis_types=(jax.sharding.AxisType.Auto,)), 'model')),
     ('`decay=1.0`', lambda: demo(decay=1.0)),
     ("`values='int3'`", lambda: demo_optax.dct_topk(values='int3')),
-    ('`max_norm_ratio=1`', lambda: demo(max_norm_ratio=1)),
-    ('`max_norm_ratio` for leaves that are summed or averaged',
-     lambda: demo(max_norm_ratio=2.0, compressor=None).init(PARAMS)),
     ('sides that are no powers of two, for Hadamard',
      lambda: demo(compressor=demo_optax.compressors.hadamard_topk(48)).init(
          {'w': jnp.ones((96, 96))})),

@@ -182,21 +182,11 @@ class Oracle:
 
   def exchange(self, gradients):
     """Takes `[N, *shape]` and returns the merged momentum `[*shape]`."""
-    return self.merge(self.send(gradients))
-
-  def send(self, gradients):
-    """Takes `[N, *shape]`; returns what each worker sends of every matrix."""
     gradients = np.asarray(gradients).reshape(self.m.shape)
     present = [bool(np.isfinite(g).all()) for g in gradients]
-    return {place: self._send(place, gradients, present)
-            for place in np.ndindex(*self.matrix[:-2])}
-
-  def merge(self, sent, excluded=()):
-    """Takes what was sent, and whose messages are not read."""
     merged = np.zeros(self.matrix, self.m.dtype)
-    for place, of_workers in sent.items():
-      merged[place] = self._merge(
-          {i: x for i, x in of_workers.items() if i not in excluded})
+    for place in np.ndindex(*self.matrix[:-2]):
+      merged[place] = self._merge(self._send(place, gradients, present))
     return merged.reshape(self.shape)
 
   def _send(self, place, gradients, present):
@@ -231,23 +221,3 @@ class Oracle:
     if self.whole:
       return merged[0]
     return expand(merged, shape, self.limit, self.padding, self.basis)
-
-
-def outliers(sent, ratio):
-  """Who sends more than `ratio` times the lower median of all norms.
-
-  Args:
-    sent: what `Oracle.send` has returned, of each parameter.
-    ratio: to the median of those who send something.
-  """
-  squares = {}
-  for matrices in sent:
-    for of_workers in matrices.values():
-      for i, chunks in of_workers.items():
-        squares[i] = squares.get(i, 0) + sum((c**2).sum() for c, _ in chunks)
-  norms = {i: np.sqrt(x) for i, x in squares.items()}
-  usual = sorted(x for x in norms.values() if x > 0)
-  if not usual:
-    return set()
-  limit = ratio * usual[(len(usual) - 1) // 2]
-  return {i for i, x in norms.items() if x > limit}

@@ -29,7 +29,6 @@ SETTINGS = {  # of either process; what the error names
     'as many bytes': (TOPK, demo_optax.compressors.hadamard_topk(16, 4)),
     'averaged': (TOPK, {'w': TOPK, 'b': None}),
     'average': ({'average': 'senders'}, {'average': 'workers'}),
-    'norms': ({'max_norm_ratio': None}, {'max_norm_ratio': 2.0}),
     'version': ('0.1.0', '0.2.0'),
     'shape': (16, 32),
 }
@@ -52,7 +51,7 @@ def main():
         own, width = {}, own
       if name == 'version':
         demo_optax.__version__, own = own, {}
-      options = own if name in ('average', 'norms') else {}
+      options = own if name == 'average' else {}
       tx = demo_optax.scale_by_demo(
           TOPK if own == options else own, workers=workers, **options)
       params = make_params(width)

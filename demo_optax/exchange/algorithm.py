@@ -56,15 +56,12 @@ class Hyper(NamedTuple):
     decay: the distinct decays of the momentum; `ExchangeConfig.decay` indexes
       them.
     weight: the distinct weights of the gradients, likewise.
-    max_norm_ratio: norm of a message over the median of all, beyond which its
-      worker is excluded; None: norms are not compared.
   """
 
   step: chex.Numeric
   alpha: chex.Numeric
   decay: Sequence[chex.Numeric]
   weight: Sequence[chex.Numeric]
-  max_norm_ratio: chex.Numeric | None = None
 
 
 class Metrics(NamedTuple):
@@ -78,32 +75,18 @@ class Metrics(NamedTuple):
       the mean square over the workers.
     mean_senders: float32, how many workers sent a coefficient, on average over
       all that were sent, where workers select for themselves; 0 if nowhere.
-    num_outliers: int32, how many of the excluded workers were excluded for the
-      norms of their messages; None if norms are not compared.
   """
 
   num_excluded: jax.Array
   sent_energy: jax.Array
   residual_norm: jax.Array
   mean_senders: jax.Array
-  num_outliers: jax.Array | None = None
-
-  def as_dict(self) -> dict[str, jax.Array]:
-    """Returns the metrics that are not None, by name."""
-    return {k: x for k, x in self._asdict().items() if x is not None}
 
 
-def no_metrics(compare_norms: bool = False) -> Metrics:
-  """Returns the initial metrics, each an array of its own (for donation).
-
-  Args:
-    compare_norms: whether the norms of messages are compared.
-  """
+def no_metrics() -> Metrics:
+  """Returns the initial metrics, each a separate array (for donation)."""
   numbers = (jnp.zeros((), jnp.float32) for _ in range(3))
-  metrics = Metrics(jnp.zeros((), jnp.int32), *numbers)
-  if not compare_norms:
-    return metrics
-  return metrics._replace(num_outliers=jnp.zeros((), jnp.int32))
+  return Metrics(jnp.zeros((), jnp.int32), *numbers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +103,6 @@ class ExchangeConfig:
       others the update.
     num_workers: how many there are; None if chunks never have owners.
     update_values: how owners write updates.
-    compare_norms: whether the norms of messages are compared.
   """
 
   layout: Layout
@@ -130,14 +112,13 @@ class ExchangeConfig:
   kind: str = 'all_gather'
   num_workers: int | None = None
   update_values: UpdateValues = 'float32'
-  compare_norms: bool = False
 
   @functools.cached_property
   def packer(self) -> Packer:
     """How messages are written and read."""
     owned = self.kind == 'all_to_all'
     num_owners = self.num_workers if owned else None
-    return Packer(self.layout.buckets, num_owners, self.compare_norms)
+    return Packer(self.layout.buckets, num_owners)
 
   @functools.cached_property
   def update_packer(self) -> UpdatePacker | None:
@@ -162,10 +143,7 @@ class ExchangeConfig:
       return None
     return UpdatePacker(
         gathered, self.num_workers, self.update_values, arithmetic.largest,
-        lambda bucket, received: arithmetic.merge(
-            bucket, received, 'workers'
-        )[0],
-        self.compare_norms,
+        lambda bucket, received: arithmetic.merge(bucket, received, 'workers')[0],
     )
 
 
@@ -280,9 +258,6 @@ def exchange(
       lambda bucket: arithmetic.shared_indices(bucket, hyper.step),
       group.min_devices,
       group.size,
-      functools.partial(_outliers, group, hyper.max_norm_ratio)
-      if config.compare_norms
-      else None,
   )
 
   # u = T^-1 average_i(q_i), in a fixed order: the same bits on all workers.
@@ -290,9 +265,7 @@ def exchange(
       arithmetic.merge(bucket, inbox.received[i], config.average)
       for i, bucket in enumerate(packer.read)
   )
-  report = Report(
-      inbox.num_valid, inbox.energies, distinct, inbox.num_outliers
-  )
+  report = Report(inbox.num_valid, inbox.energies, distinct)
 
   # If chunks have owners, each has merged its own, and sends the update to all.
   update_residual = state.update_residual
@@ -390,7 +363,7 @@ def _run(
     new = jax.tree.map(lambda x, old: x.reshape(old.shape), new, state)
     return updates, new, metrics
 
-  metrics = jax.eval_shape(functools.partial(no_metrics, config.compare_norms))
+  metrics = jax.eval_shape(no_metrics)
   buckets = jax.tree.map(lambda _: workers.bucket_spec, state)
   scalars = jax.tree.map(lambda _: Spec(False), hyper)
   inner = [leaves[i].sharding.spec for i in exchanged]
@@ -426,9 +399,6 @@ def _is_valid(
   good = [jnp.isfinite(jnp.asarray(x)).all() for x in hyper.weight]
   for x in map(jnp.asarray, (hyper.alpha, *hyper.decay)):
     good.append(((x >= 0) & (x <= 1)).all())
-  if hyper.max_norm_ratio is not None:
-    ratio = jnp.asarray(hyper.max_norm_ratio)
-    good.append((ratio > 1) & (ratio < jnp.inf))
   for weight, g in zip(weights, chunks):
     weight = jnp.asarray(weight, g.dtype)
     largest = MAX_GRADIENT_SHARE * float(jnp.finfo(g.dtype).max)
@@ -447,36 +417,6 @@ def _none(beyond: jax.Array) -> jax.Array:
   rows = next(r for r in range(32, 0, -1) if beyond.size % r == 0)
   beyond = beyond.reshape(rows, beyond.size // rows)
   return jnp.max(jnp.sum(beyond, axis=0, dtype=jnp.int32), initial=0) == 0
-
-
-def _outliers(
-    group: Group, ratio: Any, energies: jax.Array, valid: jax.Array
-) -> jax.Array:
-  """Returns which workers are excluded for the norms of their messages.
-
-  A worker is excluded if its norm exceeds `ratio` times the median norm of the
-  valid workers that have sent something. Of an even number it is the lower
-  median, so that of two workers the smaller one sets the scale.
-
-  Args:
-    group: the workers, and the devices of a worker.
-    ratio: `Hyper.max_norm_ratio`.
-    energies: float32 `[workers]`, squares of norms, of what this device reads.
-    valid: bool `[workers]`, which workers are valid.
-
-  Returns:
-    bool `[workers]`, the same on all devices.
-  """
-  axes = tuple(name for name, _ in group.inner)
-  # Not by a psum, whose order may differ from worker to worker.
-  energies = functools.reduce(
-      jnp.add, list(group.join_devices(energies[None], axes))
-  )
-  counted = valid & (energies > 0)
-  in_order = jnp.sort(jnp.where(counted, energies, jnp.inf))
-  median = in_order[jnp.maximum(jnp.sum(counted) - 1, 0) // 2]
-  ratio = jnp.asarray(ratio, jnp.float32)
-  return valid & (energies > ratio * ratio * median)
 
 
 def _averages(
@@ -509,7 +449,7 @@ def _metrics(
   """Returns metrics of this exchange, equal on all workers."""
   count = num_valid if report.num_valid is None else report.num_valid
   if count is None:
-    return no_metrics(report.num_outliers is not None)
+    return no_metrics()
   valid = count.astype(jnp.float32)
   senders = jnp.zeros((2,), jnp.float32)  # of all that was sent; distinct
   for bucket, different in zip(buckets, report.distinct):
@@ -525,7 +465,6 @@ def _metrics(
       sent_energy=_ratio(sent, held),
       residual_norm=jnp.sqrt(_ratio(stays, valid)),
       mean_senders=_ratio(all_sent, different),
-      num_outliers=report.num_outliers,
   )
 
 

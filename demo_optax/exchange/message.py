@@ -83,14 +83,11 @@ class Inbox(NamedTuple):
     received: for each bucket, what arrived.
     num_valid: int32 `[]`, how many workers are valid; `None` without buckets.
     energies: float32 `[ENERGIES]`, sums over the valid workers.
-    num_outliers: int32 `[]`, how many workers are not valid for the norms of
-      their messages alone; `None` if those are not compared.
   """
 
   received: list[Received]
   num_valid: jax.Array | None
   energies: jax.Array
-  num_outliers: jax.Array | None = None
 
 
 class Packer:
@@ -100,8 +97,6 @@ class Packer:
     buckets: what is sent.
     num_owners: among how many workers the chunks are divided; None: everybody
       reads everything.
-    compare_norms: whether the norms of messages are compared, and summed in one
-      fixed order.
 
   Attributes:
     buckets: what is sent.
@@ -110,14 +105,10 @@ class Packer:
   """
 
   def __init__(
-      self,
-      buckets: Sequence[Bucket],
-      num_owners: int | None = None,
-      compare_norms: bool = False,
+      self, buckets: Sequence[Bucket], num_owners: int | None = None
   ):
     self.buckets = tuple(buckets)
     self.num_owners = num_owners
-    self._energy_sent = energy_in_order if compare_norms else energy
     self.name = GATHERED if num_owners is None else TO_OWNERS
     self.read = tuple(
         b if num_owners is None or b.format.shared else b.share(num_owners)
@@ -252,7 +243,7 @@ class Packer:
       stays = energy(values - rounding.mul_no_fma(alpha, sent[i]))
       if self.buckets[i].format.k < self.buckets[i].format.n:
         stays += jnp.maximum(held - energy(values), 0)
-      total += jnp.stack([held, self._energy_sent(sent[i]), stays])
+      total += jnp.stack([held, energy(sent[i]), stays])
     return total
 
   def unpack(
@@ -261,7 +252,6 @@ class Packer:
       shared: Callable[[Bucket], jax.Array],
       min_devices: Callable[[jax.Array], jax.Array],
       num_workers: int,
-      outliers: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
   ) -> Inbox:
     """Reads the messages of all workers, about what this one reads.
 
@@ -270,15 +260,13 @@ class Packer:
       shared: the indices `[k]` that all workers selected in a bucket.
       min_devices: the minimum over the devices of this worker.
       num_workers: number of workers.
-      outliers: `(energies [workers], valid [workers]) -> bool [workers]`,
-        which of the valid workers are excluded for what they have sent.
 
     Returns:
       what is in them.
     """
     received: dict[int, Received] = {}
     energies = jnp.zeros((ENERGIES,), jnp.float32)
-    num_valid = num_outliers = None
+    num_valid = None
     if self.gathered:
       data = arrived[self.name]
       found: dict[int, tuple[Any, jax.Array]] = {}
@@ -305,10 +293,6 @@ class Packer:
           found[i] = own, bucket.unstrip(x)
       # One device of a worker may have got a damaged message, others not.
       valid = min_devices(valid.astype(jnp.int32)) == 1
-      if outliers is not None:
-        excluded = outliers(_energies_sent(stats[:, 1], found), valid)
-        num_outliers = jnp.sum(excluded, dtype=jnp.int32)
-        valid &= ~excluded
       num_valid = jnp.sum(valid, dtype=jnp.int32)
       stats = jnp.where(valid[:, None] & jnp.isfinite(stats), stats, 0.0)
       energies += jnp.sum(stats, axis=0)
@@ -334,41 +318,12 @@ class Packer:
         values = bucket.unstrip(x.reshape(1, -1, bucket.sent[0].k))
         received[i] = Received(own, values, count[None] > 0)
     in_order = [received[i] for i in range(len(self.buckets))]
-    return Inbox(in_order, num_valid, energies, num_outliers)
+    return Inbox(in_order, num_valid, energies)
 
 
 def energy(x: jax.Array) -> jax.Array:
   """Returns the sum of squares, float32 `[]`."""
   return jnp.sum(jnp.square(x), dtype=jnp.float32)
-
-
-def energy_in_order(x: jax.Array) -> jax.Array:
-  """Returns the sums of squares of `[..., rows, k]`, float32 `[...]`.
-
-  In one order, so that all agree on which of two sums is larger, whatever
-  program, device or process has computed them.
-  """
-  x = x.astype(jnp.float32).reshape(*x.shape[:-2], -1)
-  x = rounding.mul_no_fma(x, x)
-  while x.shape[-1] > 1:
-    half = (x.shape[-1] + 1) // 2
-    missing = [(0, 0)] * (x.ndim - 1) + [(0, 2 * half - x.shape[-1])]
-    x = x[..., :half] + jnp.pad(x[..., half:], missing)
-  return x[..., 0]
-
-
-def _energies_sent(
-    stated: jax.Array, found: Mapping[int, tuple[Any, jax.Array]]
-) -> jax.Array:
-  """Returns the energies of whole messages, float32 `[workers]`.
-
-  They are what each worker states, since an owner reads a piece of a message;
-  but no less than what is read: a damaged message may state anything.
-  """
-  read = jnp.zeros_like(stated)
-  for _, values in found.values():
-    read += energy_in_order(values)
-  return jnp.where(stated >= read, stated, read)
 
 
 def _split(

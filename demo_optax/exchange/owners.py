@@ -9,8 +9,7 @@ on all workers:
                 or, with `UpdateTopK`, the largest coefficients of each chunk,
                 [chunks, k], and where they stand
     report      float32: valid workers, the energies of all messages, and for
-                every bucket how many different coefficients were sent; if
-                norms are compared, how many workers are excluded for theirs
+                every bucket how many different coefficients were sent
 
 What a code loses stays with the owner, and is added to its next update.
 """
@@ -36,14 +35,11 @@ class Report(NamedTuple):
     energies: float32 `[ENERGIES]`, sums over the valid workers.
     distinct: for each bucket float32 `[]`, how many different coefficients were
       sent.
-    num_outliers: int32 `[]`, how many workers are excluded for the norms of
-      their messages; None if those are not compared.
   """
 
   num_valid: jax.Array | None
   energies: jax.Array
   distinct: Sequence[jax.Array]
-  num_outliers: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +97,6 @@ class UpdatePacker:
     select: returns the largest coefficients of update chunks `[chunks, n]`:
       indices and values `[chunks, k]`. Used by `UpdateTopK` alone.
     merge: returns the update chunks `[rows, n]` of coefficients; the same.
-    compare_norms: whether the norms of messages are compared.
   """
 
   def __init__(
@@ -111,7 +106,6 @@ class UpdatePacker:
       values: UpdateValues,
       select: Callable[[Bucket, jax.Array], tuple[jax.Array, jax.Array]],
       merge: Callable[[Bucket, Received], jax.Array],
-      compare_norms: bool = False,
   ):
     self._num_owners = num_owners
     # Coefficients of a chunk in the workers' messages.
@@ -122,7 +116,7 @@ class UpdatePacker:
     }
     self._select, self._merge = select, merge
     self.shares = {i: b.share(num_owners) for i, b in self._buckets.items()}
-    self._report_size = 1 + ENERGIES + len(self._buckets) + compare_norms
+    self._report_size = 1 + ENERGIES + len(self._buckets)
 
   @property
   def num_bytes(self) -> int:
@@ -175,14 +169,11 @@ class UpdatePacker:
       if old is not None:
         told = self._chunks(share, indices, read, someone)
         kept[share.name] = jnp.where(someone, u - told, old)
-    parts = [
+    numbers = jnp.concatenate([
         report.num_valid.astype(jnp.float32)[None],
         report.energies,
         jnp.stack([report.distinct[i] for i in self.shares]),
-    ]
-    if report.num_outliers is not None:
-      parts.append(report.num_outliers.astype(jnp.float32)[None])
-    numbers = jnp.concatenate(parts)
+    ])
     numbers = jax.lax.bitcast_convert_type(numbers, jnp.uint8).reshape(-1)
     return jnp.concatenate([*data, numbers]), kept
 
@@ -223,12 +214,7 @@ class UpdatePacker:
         indices = indices.reshape(rows)[: bucket.num_chunks]
       found[i] = self._chunks(bucket, indices, values, someone)
       start = stop
-    end = 1 + ENERGIES + len(self._buckets)
-    totals = jnp.sum(numbers[:, 1 + ENERGIES : end], axis=0)
-    num_outliers = None
-    if end < self._report_size:
-      most = jnp.max(numbers[:, end]).astype(jnp.int32)
-      num_outliers = -min_devices(-most)
+    totals = jnp.sum(numbers[:, 1 + ENERGIES :], axis=0)
     all_distinct = list(distinct)
     for i, total in zip(self.shares, totals):
       bucket, share = self._buckets[i], self.shares[i]
@@ -237,7 +223,7 @@ class UpdatePacker:
       lacking *= self._sent[i]
       all_distinct[i] = total - jnp.where(someone, float(lacking), 0.0)
     energies = jnp.max(numbers[:, 1 : 1 + ENERGIES], axis=0)
-    return found, Report(num_valid, energies, all_distinct, num_outliers)
+    return found, Report(num_valid, energies, all_distinct)
 
   def _chunks(
       self,

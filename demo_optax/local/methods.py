@@ -93,7 +93,6 @@ def demo_diloco(
     drift: bool = False,
     exchange: ExchangeKind = 'all_gather',
     update_values: UpdateValues | None = None,
-    max_norm_ratio: chex.Numeric | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""DeMo inside DiLoCo: sends the fast part of each worker's outer momentum.
 
@@ -138,14 +137,12 @@ def demo_diloco(
     drift: whether workers keep parameters of their own, as published.
     exchange: as in `scale_by_demo`.
     update_values: as in `scale_by_demo`.
-    max_norm_ratio: as in `scale_by_demo`; not with `drift`.
 
   Returns:
     A gradient transformation; see `diloco`.
 
   Raises:
-    ValueError: as `local_updates` and `scale_by_demo`; also `max_norm_ratio`
-      with `drift`.
+    ValueError: as `local_updates` and `scale_by_demo`.
     TypeError: as `local_updates` and `scale_by_demo`.
 
   Example:
@@ -164,16 +161,10 @@ def demo_diloco(
     Nedelkoski et al., `Distributed Low-Communication Training with Decoupled
     Momentum Optimization <https://arxiv.org/abs/2510.03371>`_, 2025.
   """
-  if drift and max_norm_ratio is not None:
-    raise ValueError(
-        f'max_norm_ratio={max_norm_ratio} with drift=True: the model is the'
-        ' mean of parameters that every worker moves by its own difference,'
-        ' whatever is left out of the exchange. Leave out one of the two.'
-    )
   compressor = compressors.dct_topk() if compressor is None else compressor
   shared = scale_by_demo(
       compressor, decay, workers=workers, average=average, exchange=exchange,
-      update_values=update_values, max_norm_ratio=max_norm_ratio,
+      update_values=update_values,
   )
   if drift:
     shared = _own_nesterov(shared, compressor, decay, workers)
@@ -195,7 +186,6 @@ def sparse_loco(
     decay: chex.Numeric = 0.95,
     exchange: ExchangeKind = 'all_gather',
     update_values: UpdateValues | None = None,
-    max_norm_ratio: chex.Numeric | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""SparseLoCo: the largest raw differences, in few bits, error feedback.
 
@@ -218,7 +208,6 @@ def sparse_loco(
     decay: :math:`\beta`.
     exchange: as in `scale_by_demo`.
     update_values: as in `scale_by_demo`.
-    max_norm_ratio: as in `scale_by_demo`.
 
   Returns:
     A gradient transformation; see `diloco`.
@@ -254,7 +243,6 @@ def sparse_loco(
       scale_by_demo(
           compressor, decay, workers=workers, average='workers',
           exchange=exchange, update_values=update_values,
-          max_norm_ratio=max_norm_ratio,
       ),
       optax.scale_by_learning_rate(outer_learning_rate),
   )

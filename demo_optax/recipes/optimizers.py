@@ -58,7 +58,6 @@ def demo(
     weight_decay: chex.Numeric = 0.0,
     weight_decay_mask: Any = None,
     exchange: ExchangeKind = 'all_gather',
-    max_norm_ratio: chex.Numeric | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""DeMo as published (first version): signed updates, lr in the momentum.
 
@@ -86,7 +85,6 @@ def demo(
       default all that take part.
     exchange: as in `scale_by_demo`. Signs are all that is wanted of updates, so
       that `'all_to_all'` and `'auto'` change no bit of the parameters.
-    max_norm_ratio: as in `scale_by_demo`.
 
   Returns:
     A gradient transformation; see `scale_by_demo` for what it takes.
@@ -129,7 +127,6 @@ def demo(
           gradient_weight=links.lost_unless_finite(learning_rate, weight_decay),
           exchange=exchange,
           update_values='ternary',
-          max_norm_ratio=max_norm_ratio,
       ),
       optax.scale_by_sign(),
       links.in_parameter_dtype(),
@@ -211,7 +208,6 @@ def demo_muon(
     muon_weight_dimension_numbers: DimensionNumbersTree = None,
     exchange: ExchangeKind = 'all_gather',
     update_values: UpdateValues = 'int4',
-    max_norm_ratio: chex.Numeric | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Muon whose momentum is orthonormalised at every worker, then compressed.
 
@@ -294,9 +290,6 @@ def demo_muon(
       to `muon_compressors`, too, if you call that.
     exchange: as in `scale_by_demo`.
     update_values: as in `scale_by_demo`.
-    max_norm_ratio: as in `scale_by_demo`. Of matrices orthonormal updates are
-      sent, whose norms are alike whatever the gradients: cut each worker's own
-      gradient instead, by `optax.clip_by_global_norm` in front.
 
   Returns:
     A gradient transformation; see `scale_by_demo` for what it takes.
@@ -454,7 +447,6 @@ def demo_muon(
             ema=True,
             exchange=exchange,
             update_values=update_values,
-            max_norm_ratio=max_norm_ratio,
             gradient_weight=links.lost_unless_finite(
                 1.0, learning_rate, adam_learning_rate,
                 _nan_unless_decay(adam_b2), weight_decay, adam_weight_decay,

@@ -25,7 +25,7 @@ from demo_optax.workers import Workers
 
 _NAMES = (
     'version', 'parameters', 'compressor', 'compressors of the leaves',
-    'sharding', 'average', 'exchange', 'max_norm_ratio',
+    'sharding', 'average', 'exchange',
 )
 _TIMEOUT_MS = 300_000
 _SLICE_MS = 1_000  # after which a wait asks whether it is to be given up
@@ -174,5 +174,4 @@ def _describe(config: Any) -> tuple[str, ...]:
       config.average,
       config.kind if config.num_workers is None
       else f'{config.kind}, update_values={config.update_values!r}',
-      'a number' if config.compare_norms else 'None',
   )

@@ -250,7 +250,7 @@ def test_a_peer_of_another_exchange_is_an_error():
       'k': 'compressor', 'chunk': 'compressor', 'values': 'compressor',
       'as many bytes': 'compressor', 'averaged': 'compressors of the leaves',
       'average': 'average', 'version': 'version',
-      'norms': 'max_norm_ratio', 'shape': 'parameters'}
+      'shape': 'parameters'}
   for name, different in names.items():
     for form in ('init', 'data_parallel'):
       # Of a step even the momentum may have another shape.
