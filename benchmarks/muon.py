@@ -115,8 +115,7 @@ EVERY_TEN = {
 }
 MANY = {n: {'workers': n, 'batch': 32, 'steps': 400} for n in (8, 32)}
 # How owners of chunks may write updates.
-ONE_BIT = ['topk128-sign', 'sign']
-UPDATES = ['topk128-sign', 'int4', 'sign', 'topk512-sign', 'int8']
+UPDATES = ['int4', 'sign', 'int8']
 LARGER = {'width': 512, 'layers': 3, 'heads': 8, 'steps': 400}
 CNN = {'task': 'cnn', 'steps': 400, 'batch': 64}
 
@@ -200,10 +199,10 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
     # Chunks with owners: what the code of updates costs.
     'owners': [
         *grid(**MEDIUM, **BEST, **MANY[8], update_values=[None, *UPDATES]),
-        *grid(**PUBLISHED, **MANY[8], update_values=[None, *ONE_BIT]),
+        *grid(**PUBLISHED, **MANY[8], update_values=[None, 'sign']),
     ],
     'owners-32': [
-        *grid(**PUBLISHED, **MANY[32], update_values=[None, *ONE_BIT]),
+        *grid(**PUBLISHED, **MANY[32], update_values=[None, 'sign']),
         *grid(**MEDIUM, **BEST, **MANY[32], update_values=[None, 'int4']),
     ],
     'beta': [

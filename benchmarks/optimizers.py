@@ -87,14 +87,10 @@ def adamw(s: Settings) -> optax.GradientTransformation:
 
 
 def owners(s: Settings) -> dict[str, Any]:
-  """Returns who merges, and how updates are written: `'topk128-sign'`."""
-  values = s['update_values']
-  if values is None:
+  """Returns who merges, and how updates are written."""
+  if s['update_values'] is None:
     return {}
-  if values.startswith('topk'):
-    k, code = values.removeprefix('topk').split('-')
-    values = compressors.UpdateTopK(int(k), code)
-  return {'exchange': 'all_to_all', 'update_values': values}
+  return {'exchange': 'all_to_all', 'update_values': s['update_values']}
 
 
 def planned(

@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import pathlib
-import re
 import sys
 from collections.abc import Sequence
 from typing import Any, get_args
@@ -25,7 +24,6 @@ import jax.numpy as jnp
 from demo_optax import compressors
 from demo_optax.codes.values import UPDATE_VALUES, VALUES
 from demo_optax.exchange.algorithm import ExchangeKind
-from demo_optax.exchange.owners import UpdateTopK, UpdateValues
 from demo_optax.tools import budget
 from demo_optax.tools import traffic as accounting
 
@@ -73,11 +71,9 @@ def main(argv: Sequence[str] | None = None) -> None:
   add('--workers', type=_count, nargs='+', default=[8], help='how many')
   add('--exchange', choices=get_args(ExchangeKind), default='all_gather',
       help='all_to_all: every worker merges its share of the chunks')
-  add('--update-values', type=_update_values,
-      help='how the updates of all_to_all are sent:'
-      f' {", ".join(UPDATE_VALUES)}; or topk128-sign, the 128 largest'
-      ' coefficients of a chunk as signs. Default: ternary, signs and zeros;'
-      ' with --recommend int4')
+  add('--update-values', choices=UPDATE_VALUES,
+      help='how the updates of all_to_all are sent. Default: ternary, signs and'
+      ' zeros; with --recommend int4')
   add('--recommend', action='store_true',
       help='what demo_muon may send, with the loss of the training example')
   add('--sent-bytes', type=float, help='the most that may be sent in a step')
@@ -201,19 +197,6 @@ def _count(text: str) -> int:
         f'{_start_of(text)!r} must be an integer, at least 1 and below 2^31'
     )
   return number
-
-
-def _update_values(text: str) -> UpdateValues:
-  """Reads a code of updates."""
-  if text in UPDATE_VALUES:
-    return text
-  found = re.fullmatch('topk([0-9]+)-([a-z0-9]+)', text)
-  if found and found[2] in VALUES:
-    return UpdateTopK(_count(found[1]), found[2])
-  raise argparse.ArgumentTypeError(
-      f'{_start_of(text)!r} is none of {", ".join(UPDATE_VALUES)}, nor such as'
-      f' topk128-sign, with one of {", ".join(VALUES)}'
-  )
 
 
 def _arrays(shapes: Any, path: tuple[str, ...]) -> Any:

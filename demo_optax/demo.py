@@ -26,7 +26,6 @@ from demo_optax.compressors.compressor import (
 from demo_optax.compressors.layout import Layout, make_layout
 from demo_optax.exchange import algorithm as exchange_lib
 from demo_optax.exchange.algorithm import ExchangeConfig, Hyper, WorkerState
-from demo_optax.exchange.owners import UpdateTopK, UpdateValues
 from demo_optax.numerics import topk
 from demo_optax.workers import Workers, checks, inside
 from demo_optax.workers.param_specs import ParamSharding, ParamSpecs
@@ -119,7 +118,7 @@ def scale_by_demo(
     ema: bool = False,
     gradient_weight: Any = 1.0,
     exchange: exchange_lib.ExchangeKind = 'all_gather',
-    update_values: UpdateValues | None = None,
+    update_values: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Exchanges the fast part of every worker's own momentum.
 
@@ -195,9 +194,6 @@ def scale_by_demo(
                               `dct_topk`; what is lost stays with the owner,
                               1/N of the parameters in float32, and goes into
                               its next update
-      `UpdateTopK` below 1    the largest coefficients of each merged chunk
-                              (`compressors.UpdateTopK`); what is not sent
-                              stays with the owner, too
       ============ ========== ===============================================
 
   Returns:
@@ -505,7 +501,7 @@ def _difference(found: Layout, expected: Layout, workers: Workers) -> str:
   )
 
 
-def resolve_update_values(exchange: Any, update_values: Any) -> UpdateValues:
+def resolve_update_values(exchange: Any, update_values: Any) -> str:
   """Returns how owners write updates; raises unless both make sense."""
   known = get_args(exchange_lib.ExchangeKind)
   if exchange not in known:
@@ -521,11 +517,11 @@ def resolve_update_values(exchange: Any, update_values: Any) -> UpdateValues:
     )
   if update_values is None:
     return 'float32'
-  if isinstance(update_values, UpdateTopK) or update_values in UPDATE_VALUES:
+  if update_values in UPDATE_VALUES:
     return update_values
   raise ValueError(
       f'update_values={update_values!r} is not known; choose one of'
-      f' {", ".join(UPDATE_VALUES)}, or a demo_optax.compressors.UpdateTopK.'
+      f' {", ".join(UPDATE_VALUES)}.'
   )
 
 

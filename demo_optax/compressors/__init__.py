@@ -28,7 +28,6 @@ from demo_optax.compressors.selectors import (
   TopK,
   TopShare,
 )
-from demo_optax.exchange.owners import UpdateTopK
 
 __all__ = [
   'FROZEN',
@@ -45,7 +44,6 @@ __all__ = [
   'Striding',
   'TopK',
   'TopShare',
-  'UpdateTopK',
   'dct_topk',
   'full',
   'hadamard_topk',

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from demo_optax.compressors.layout import Bucket, Layout
 from demo_optax.exchange import arithmetic
 from demo_optax.exchange.message import Packer
-from demo_optax.exchange.owners import Report, UpdatePacker, UpdateValues
+from demo_optax.exchange.owners import Report, UpdatePacker
 from demo_optax.numerics import rounding, topk
 from demo_optax.workers import Group, Spec, Workers
 
@@ -111,7 +111,7 @@ class ExchangeConfig:
   average: topk.Average
   kind: str = 'all_gather'
   num_workers: int | None = None
-  update_values: UpdateValues = 'float32'
+  update_values: str = 'float32'
 
   @functools.cached_property
   def packer(self) -> Packer:
@@ -141,10 +141,7 @@ class ExchangeConfig:
     }
     if self.num_workers is None or not gathered:
       return None
-    return UpdatePacker(
-        gathered, self.num_workers, self.update_values, arithmetic.largest,
-        lambda bucket, received: arithmetic.merge(bucket, received, 'workers')[0],
-    )
+    return UpdatePacker(gathered, self.num_workers, self.update_values)
 
 
 ExchangeKind = Literal['all_gather', 'all_to_all', 'auto']

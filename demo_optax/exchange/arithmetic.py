@@ -92,21 +92,6 @@ def accumulate_and_select(
   return momentum, Selected(indices, values, jnp.sum(energies))
 
 
-def largest(bucket: Bucket, updates: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Selects the largest coefficients of update chunks.
-
-  Args:
-    bucket: its static description.
-    updates: chunks `[chunks, n]`.
-
-  Returns:
-    int32 indices `[chunks, k]`, ascending, and their values.
-  """
-  c = chunking.transform(updates, bucket.sides, bucket.basis)
-  indices = topk.top_k(c, bucket.format.k)
-  return indices, topk.take(c, indices)
-
-
 def merge(
     bucket: Bucket, received: Received, average: topk.Average
 ) -> tuple[jax.Array, jax.Array]:

@@ -5,9 +5,7 @@ them and inverts the transform. What follows is one uint8 vector, of equal size
 on all workers:
 
     for every bucket:
-      values    of the owner's chunks, [chunks, n], by a value code (`values`);
-                or, with `UpdateTopK`, the largest coefficients of each chunk,
-                [chunks, k], and where they stand
+      values    of the owner's chunks, [chunks, n], by a value code (`values`)
     report      float32: valid workers, the energies of all messages, and for
                 every bucket how many different coefficients were sent
 
@@ -22,9 +20,9 @@ import jax
 import jax.numpy as jnp
 
 from demo_optax.codes.format import ChunkFormat
-from demo_optax.codes.values import VALUES, WITHOUT_RESIDUAL
+from demo_optax.codes.values import WITHOUT_RESIDUAL
 from demo_optax.compressors.layout import Bucket
-from demo_optax.exchange.message import ENERGIES, Received
+from demo_optax.exchange.message import ENERGIES
 
 
 class Report(NamedTuple):
@@ -42,50 +40,6 @@ class Report(NamedTuple):
   distinct: Sequence[jax.Array]
 
 
-@dataclasses.dataclass(frozen=True)
-class UpdateTopK:
-  """Writes the largest coefficients of each chunk of the merged update.
-
-  What an owner does not send, and what the value code loses, it adds to its
-  next update: a coefficient waits for about `n / topk` steps, undamped, in the
-  units in which the momentum was sent. Leaves that are not transformed are
-  written whole, and so is a chunk where that takes fewer bytes.
-
-  Attributes:
-    topk: coefficients of a chunk.
-    values: how they are written: `'float32'`, `'bfloat16'`, `'int8'`, `'int4'`
-      or `'sign'`.
-
-  Example:
-    >>> import demo_optax, jax.numpy as jnp
-    >>> demo_optax.plan({'w': jnp.zeros((512, 512))}, demo_optax.dct_topk(),
-    ...     8, exchange='all_to_all',
-    ...     update_values=demo_optax.compressors.UpdateTopK(128, 'sign'),
-    ... ).update_bytes  # of all owners; 1.6 bits each would be 52,928
-    8472
-  """
-
-  topk: int
-  values: str = 'sign'
-
-  def __post_init__(self) -> None:
-    if isinstance(self.topk, bool) or not isinstance(self.topk, int):
-      raise TypeError(
-          f'topk={self.topk!r} must be a Python integer: it fixes array shapes.'
-      )
-    if self.topk < 1:
-      raise ValueError(f'topk={self.topk} must be at least 1.')
-    if self.values not in VALUES:
-      raise ValueError(
-          f'values={self.values!r} is not known; choose one of'
-          f' {", ".join(VALUES)}.'
-      )
-
-
-# How owners may write updates: one of `UPDATE_VALUES`, or the largest.
-UpdateValues = str | UpdateTopK
-
-
 class UpdatePacker:
   """Packs the updates of one owner's chunks, and unpacks those of all.
 
@@ -93,28 +47,19 @@ class UpdatePacker:
     buckets: the buckets of a device, by their numbers; those of which places
       are shared are not among them.
     num_owners: number of workers.
-    values: how updates are written.
-    select: returns the largest coefficients of update chunks `[chunks, n]`:
-      indices and values `[chunks, k]`. Used by `UpdateTopK` alone.
-    merge: returns the update chunks `[rows, n]` of coefficients; the same.
+    values: how updates are written, one of `UPDATE_VALUES`.
   """
 
   def __init__(
-      self,
-      buckets: Mapping[int, Bucket],
-      num_owners: int,
-      values: UpdateValues,
-      select: Callable[[Bucket, jax.Array], tuple[jax.Array, jax.Array]],
-      merge: Callable[[Bucket, Received], jax.Array],
+      self, buckets: Mapping[int, Bucket], num_owners: int, values: str
   ):
-    self._num_owners = num_owners
+    self._num_owners, self._values = num_owners, values
     # Coefficients of a chunk in the workers' messages.
     self._sent = {i: b.format.k for i, b in buckets.items()}
-    self._buckets = {
-        i: dataclasses.replace(b, format=_update_format(b, values))
-        for i, b in buckets.items()
-    }
-    self._select, self._merge = select, merge
+    self._buckets = {}
+    for i, b in buckets.items():
+      written = ChunkFormat(b.format.n, b.format.n, b.format.dtype, values)
+      self._buckets[i] = dataclasses.replace(b, format=written)
     self.shares = {i: b.share(num_owners) for i, b in self._buckets.items()}
     self._report_size = 1 + ENERGIES + len(self._buckets)
 
@@ -127,12 +72,11 @@ class UpdatePacker:
   @property
   def residual_shapes(self) -> dict[str, tuple[tuple[int, int], str]]:
     """Shapes and dtypes of what an owner keeps, by the names of buckets."""
+    if self._values in WITHOUT_RESIDUAL:
+      return {}
     return {
-        share.name: (
-            (share.num_chunks, share.format.n), share.format.dtype
-        )
+        share.name: ((share.num_chunks, share.format.n), share.format.dtype)
         for share in self.shares.values()
-        if not is_exact(share.format)
     }
 
   def pack(
@@ -161,14 +105,10 @@ class UpdatePacker:
       old = residuals.get(share.name)
       if old is not None:
         u = jnp.where(someone, u + old, jnp.zeros_like(u))
-      indices, values = None, u
-      if share.format.k < share.format.n:
-        indices, values = self._select(share, u)
-      written, read = share.format.encode(indices, values)
+      written, read = share.format.encode(None, u)
       data.append(written)
       if old is not None:
-        told = self._chunks(share, indices, read, someone)
-        kept[share.name] = jnp.where(someone, u - told, old)
+        kept[share.name] = jnp.where(someone, u - read, old)
     numbers = jnp.concatenate([
         report.num_valid.astype(jnp.float32)[None],
         report.energies,
@@ -204,15 +144,11 @@ class UpdatePacker:
     for i, share in self.shares.items():
       bucket = self._buckets[i]
       stop = start + share.format.num_bytes(share.num_chunks)
-      indices, values, sound = share.format.decode(
+      _, values, sound = share.format.decode(
           data[:, start:stop], share.num_chunks
       )
       values = jnp.where(sound[:, None, None] & someone, values, 0)
-      rows = (-1, share.format.k)
-      values = values.reshape(rows)[: bucket.num_chunks]
-      if indices is not None:
-        indices = indices.reshape(rows)[: bucket.num_chunks]
-      found[i] = self._chunks(bucket, indices, values, someone)
+      found[i] = values.reshape(-1, share.format.n)[: bucket.num_chunks]
       start = stop
     totals = jnp.sum(numbers[:, 1 + ENERGIES :], axis=0)
     all_distinct = list(distinct)
@@ -224,39 +160,3 @@ class UpdatePacker:
       all_distinct[i] = total - jnp.where(someone, float(lacking), 0.0)
     energies = jnp.max(numbers[:, 1 : 1 + ENERGIES], axis=0)
     return found, Report(num_valid, energies, all_distinct)
-
-  def _chunks(
-      self,
-      bucket: Bucket,
-      indices: jax.Array | None,
-      values: jax.Array,
-      someone: jax.Array,
-  ) -> jax.Array:
-    """Returns the update chunks `[num_chunks, n]` that were written."""
-    if indices is None:
-      return values
-    first = jnp.arange(bucket.format.k, dtype=jnp.int32)
-    received = Received(
-        bucket.unstrip(indices[None], first),
-        bucket.unstrip(values[None]),
-        someone[None],
-    )
-    return self._merge(bucket, received)[: bucket.num_chunks]
-
-
-def _update_format(bucket: Bucket, values: UpdateValues) -> ChunkFormat:
-  """Returns how the update of one chunk is written."""
-  n, dtype = bucket.format.n, bucket.format.dtype
-  if not isinstance(values, UpdateTopK):
-    return ChunkFormat(n, n, dtype, values)
-  whole = ChunkFormat(n, n, dtype, values.values)
-  largest = ChunkFormat(n, min(values.topk, n), dtype, values.values)
-  chunks = bucket.num_chunks
-  cheaper = largest.num_bytes(chunks) < whole.num_bytes(chunks)
-  return largest if bucket.kind == 'chunks' and cheaper else whole
-
-
-def is_exact(update_format: ChunkFormat) -> bool:
-  """Returns whether owners owe nothing of what they have written."""
-  whole = update_format.k == update_format.n
-  return whole and update_format.values in WITHOUT_RESIDUAL

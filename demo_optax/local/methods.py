@@ -12,7 +12,6 @@ from demo_optax import state as inspection
 from demo_optax.compressors import Compressor
 from demo_optax.demo import scale_by_demo
 from demo_optax.exchange.algorithm import ExchangeKind
-from demo_optax.exchange.owners import UpdateValues
 from demo_optax.local.local_updates import Period, local_updates
 from demo_optax.numerics.topk import Average
 from demo_optax.workers import Workers, inside
@@ -92,7 +91,7 @@ def demo_diloco(
     average: Average = 'senders',
     drift: bool = False,
     exchange: ExchangeKind = 'all_gather',
-    update_values: UpdateValues | None = None,
+    update_values: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""DeMo inside DiLoCo: sends the fast part of each worker's outer momentum.
 
@@ -185,7 +184,7 @@ def sparse_loco(
     outer_learning_rate: optax.ScalarOrSchedule = 1.0,
     decay: chex.Numeric = 0.95,
     exchange: ExchangeKind = 'all_gather',
-    update_values: UpdateValues | None = None,
+    update_values: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""SparseLoCo: the largest raw differences, in few bits, error feedback.
 

@@ -25,7 +25,6 @@ from demo_optax.demo import (
   scale_by_demo,
 )
 from demo_optax.exchange.algorithm import ExchangeKind
-from demo_optax.exchange.owners import UpdateValues
 from demo_optax.per_worker import per_worker
 from demo_optax.recipes import links
 from demo_optax.recipes.matrices import (
@@ -207,7 +206,7 @@ def demo_muon(
     weight_decay_mask: Any = None,
     muon_weight_dimension_numbers: DimensionNumbersTree = None,
     exchange: ExchangeKind = 'all_gather',
-    update_values: UpdateValues = 'int4',
+    update_values: str = 'int4',
 ) -> optax.GradientTransformationExtraArgs:
   r"""Muon whose momentum is orthonormalised at every worker, then compressed.
 

@@ -13,7 +13,6 @@ import numpy as np
 from demo_optax import recipes
 from demo_optax.demo import resolve_update_values
 from demo_optax.exchange.algorithm import ExchangeKind
-from demo_optax.exchange.owners import UpdateValues
 from demo_optax.tools import tables
 from demo_optax.tools.traffic import Plan, plan
 from demo_optax.workers import Workers
@@ -61,7 +60,7 @@ def recommend(
     bits_per_second: float | None = None,
     seconds: float | None = None,
     exchange: ExchangeKind = 'all_gather',
-    update_values: UpdateValues = 'int4',
+    update_values: str = 'int4',
     muon_weight_dimension_numbers: Any = None,
 ) -> chex.ArrayTree:
   """Returns the compressors with which `demo_muon` learns best for its bytes.
@@ -118,7 +117,7 @@ def settings(
     params: chex.ArrayTree,
     workers: Workers | int,
     exchange: ExchangeKind = 'all_gather',
-    update_values: UpdateValues = 'int4',
+    update_values: str = 'int4',
     muon_weight_dimension_numbers: Any = None,
 ) -> list[Choice]:
   """Returns all settings, of those with equally many bytes the best.
@@ -225,7 +224,7 @@ def table(
     workers: Workers | int,
     limits: Mapping[str, float],
     exchange: ExchangeKind = 'all_gather',
-    update_values: UpdateValues = 'int4',
+    update_values: str = 'int4',
 ) -> str:
   """Returns the settings within limits as lines of a terminal."""
   rows: list[tables.Row] = [(

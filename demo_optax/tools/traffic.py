@@ -23,7 +23,6 @@ from demo_optax.demo import describe_leaf, resolve_update_values
 from demo_optax.exchange import algorithm as exchange_lib
 from demo_optax.exchange.algorithm import ExchangeConfig, ExchangeKind
 from demo_optax.exchange.message import ENERGIES
-from demo_optax.exchange.owners import UpdateValues
 from demo_optax.tools import tables
 from demo_optax.workers import Workers
 from demo_optax.workers.param_specs import ParamSpecs
@@ -114,7 +113,7 @@ class Plan:
   summed_bytes: int
   device_bytes: dict[tuple[str, ...], int]
   update_bytes: int = 0
-  update_values: UpdateValues | None = None
+  update_values: str | None = None
 
   @property
   def exchange(self) -> str:
@@ -315,7 +314,7 @@ def plan(
     workers: Workers | int,
     *,
     exchange: ExchangeKind = 'all_gather',
-    update_values: UpdateValues | None = None,
+    update_values: str | None = None,
 ) -> Plan:
   r"""Returns what an exchange will send, before anything is run.
 
@@ -433,7 +432,7 @@ def plan(
 def owners_pay_from(
     params: chex.ArrayTree,
     compressor: CompressorTree,
-    update_values: UpdateValues,
+    update_values: str,
 ) -> int | None:
   """Returns from how many workers on `'all_to_all'` receives fewer bytes.
 
