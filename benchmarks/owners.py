@@ -68,10 +68,7 @@ def config_of(
       compressor(), workers=demo_optax.Workers.simulated(1)
   )
   layout = jax.eval_shape(tx.init, params).layout.layout
-  zeros = (0,) * len(layout.leaves)
-  one = exchange_lib.ExchangeConfig(
-      layout, zeros, zeros, 'senders', update_values=written
-  )
+  one = exchange_lib.ExchangeConfig(layout, 'senders', update_values=written)
   return exchange_lib.with_kind(one, exchange, count)
 
 

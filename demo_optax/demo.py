@@ -19,7 +19,6 @@ from demo_optax.codes.values import UPDATE_VALUES, WITHOUT_RESIDUAL
 from demo_optax.compressors.compressor import (
   CompressorTree,
   Frozen,
-  broadcast,
   is_function,
   per_leaf,
 )
@@ -110,13 +109,13 @@ class DeMoState(NamedTuple):
 
 def scale_by_demo(
     compressor: CompressorTree = compressors.dct_topk(),  # noqa: B008
-    decay: Any = 0.999,
+    decay: chex.Numeric = 0.999,
     *,
     workers: Workers,
     alpha: chex.Numeric = 1.0,
     average: topk.Average = 'senders',
     ema: bool = False,
-    gradient_weight: Any = 1.0,
+    gradient_weight: optax.ScalarOrSchedule = 1.0,
     exchange: exchange_lib.ExchangeKind = 'all_gather',
     update_values: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -166,8 +165,7 @@ def scale_by_demo(
       parameters (one in place of a subtree holds for all of it), or a function
       from the parameters to such a tree. A leaf with `None` is averaged
       uncompressed, one with `compressors.FROZEN` is left alone.
-    decay: :math:`\beta`, in `[0, 1)`; or a tree of numbers, as for
-      `compressor`.
+    decay: :math:`\beta`, in `[0, 1)`.
     workers: the workers of the exchange.
     alpha: share of what was sent that leaves the momentum, in `[0, 1]`: 1 in
       the first version of the paper, 0.2 was best in the second.
@@ -176,8 +174,8 @@ def scale_by_demo(
       were not left out.
     ema: weight the gradient by :math:`1 - \beta`, too, as `optax.ema` and the
       second version of the paper do.
-    gradient_weight: :math:`w`, a number or a schedule of the step; or a tree
-      of them, as for `compressor`.
+    gradient_weight: :math:`w`, a number or a schedule of the step. For other
+      weights of some leaves scale their gradients before the exchange.
     exchange: `'all_gather'`; `'all_to_all'`, see above; or `'auto'`, whichever
       receives fewer bytes with these parameters and workers.
     update_values: how owners write updates; needed unless `exchange` is
@@ -229,35 +227,25 @@ def scale_by_demo(
   _checks.check_type(
       'workers', workers, Workers, 'demo_optax.Workers.simulated(n)'
   )
-  for value in jax.tree.leaves(decay):
-    check_range('decay', value, 0.0, 1.0, open_end=True)
+  check_range('decay', decay, 0.0, 1.0, open_end=True)
+  if not callable(gradient_weight):
+    check_range(
+        'gradient_weight', gradient_weight, -np.inf, np.inf, open_end=True
+    )
   check_range('alpha', alpha, 0.0, 1.0)
   if average not in ('senders', 'workers'):
     raise ValueError(f"average={average!r} must be 'senders' or 'workers'.")
   written = resolve_update_values(exchange, update_values)
 
-  def config_of(
-      tree: chex.ArrayTree, leaves: list[Any], decay: Any, gradient_weight: Any
-  ) -> tuple[ExchangeConfig, list[Any], list[Any]]:
-    """Returns what is static, and the different decays and weights."""
+  def config_of(tree: chex.ArrayTree, leaves: list[Any]) -> ExchangeConfig:
+    """Returns what is static."""
     layout = make_layout(
         leaves, per_leaf(compressor, tree), workers.param_specs.axis_sizes
     )
-    decays, which_decay = _different(decay, tree, 'decay')
-    weights, which = _different(gradient_weight, tree, 'gradient_weight')
-    if ema:  # a weight for each pair of decay and weight
-      pairs = list(zip(which_decay, which))
-      different = sorted(set(pairs))
-      which = tuple(different.index(pair) for pair in pairs)
-      weights = [(decays[d], weights[w]) for d, w in different]
-    else:
-      weights = [(None, w) for w in weights]
-    config = ExchangeConfig(
-        layout, which_decay, which, average, update_values=written
-    )
+    config = ExchangeConfig(layout, average, update_values=written)
     if exchange != 'all_gather' and (count := count_workers()) is not None:
       config = exchange_lib.with_kind(config, exchange, count)
-    return config, decays, weights
+    return config
 
   def count_workers() -> int | None:
     """Returns the number of workers; None where it is not known nor needed."""
@@ -284,7 +272,7 @@ def scale_by_demo(
         describe_leaf(path, np.shape(x), x, workers.param_specs)
         for path, x in flat
     ]
-    config, *_ = config_of(params, leaves, decay, gradient_weight)
+    config = config_of(params, leaves)
 
     def zeros(shapes: Any) -> dict[str, jax.Array]:
       return {
@@ -337,7 +325,7 @@ def scale_by_demo(
         for (path, g), p in zip(flat, like)
     ]
     tree = updates if params is None else params
-    config, decays, weights = config_of(tree, leaves, decay, gradient_weight)
+    config = config_of(tree, leaves)
     frozen = {
         i for i, leaf in enumerate(config.layout.leaves)
         if isinstance(leaf.compressor, Frozen)
@@ -348,16 +336,17 @@ def scale_by_demo(
       if i not in frozen or leaves[i][2] is None:
         checks.check_gradient(_tree.leaf_name(path), g, p, workers)
     _check_state(state, config, workers)
-    weights = [
-        (1 if d is None else 1 - d) * (w(state.count) if callable(w) else w)
-        for d, w in weights
-    ]
+    weight = gradient_weight
+    if callable(weight):
+      weight = weight(state.count)
+    if ema:
+      weight = (1 - decay) * weight
     found: list[jax.Array] = []
     metrics, own = exchange_lib.no_metrics(), state.worker_stacked
     if len(frozen) < len(flat):
       found, own, metrics = exchange_lib.run(
           workers, config, [g for _, g in flat], own,
-          Hyper(state.count, alpha, decays, weights),
+          Hyper(state.count, alpha, decay, weight),
       )
     in_order = iter(found)
     new = [
@@ -384,22 +373,6 @@ def describe_leaf(
     dtype = _tree.momentum_dtype(path, x)
     sharding = param_specs.place(path, shape)
   return path_keys(path), shape, dtype, sharding
-
-
-def _different(
-    prefix: Any, tree: chex.ArrayTree, argument: str
-) -> tuple[list[Any], tuple[int, ...]]:
-  """Returns the different leaves of a prefix tree, and which one each has."""
-  found: dict[Any, int] = {}
-  values: list[Any] = []
-  which = []
-  for x in broadcast(prefix, tree, argument):
-    key = x if isinstance(x, int | float) else id(x)
-    if key not in found:
-      found[key] = len(values)
-      values.append(x)
-    which.append(found[key])
-  return values, tuple(which)
 
 
 def _zeros_like(gradient: Any, param: Any, lead: int) -> Any:

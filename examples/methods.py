@@ -252,25 +252,26 @@ def make_optimizer(
     bases['other'] = base_of(args, args.own_base, own_lr)
   else:
     codes['other'], bases['other'] = codes['matrix'], bases['matrix']
-  # The learning rate is inside the momentum where signs are taken of it.
-  weights = {
-      'matrix': weight_of(args, args.base, lr),
-      'other': weight_of(args, args.own_base, own_lr),
-  }
-  if args.embeddings == 'demo':
-    weights['other'] = weights['matrix']
+  weights = {'matrix': weighted(args, args.base, lr)}
+  weights['other'] = {
+      'demo': weights['matrix'],
+      'own': weighted(args, args.own_base, own_lr),
+      'adamw': optax.identity(),
+  }[args.embeddings]
 
   def exchange(params: Any) -> optax.GradientTransformation:
     labels = matrix_or_other(params)
-    return demo_optax.scale_by_demo(
-        jax.tree.map(codes.get, labels),
-        args.decay,
-        workers=workers,
-        alpha=args.alpha,
-        average=args.average,
-        gradient_weight=jax.tree.map(weights.get, labels),
-        exchange=args.exchange,
-        update_values=update_values(args),
+    return optax.chain(
+        optax.partition(weights, labels),
+        demo_optax.scale_by_demo(
+            jax.tree.map(codes.get, labels),
+            args.decay,
+            workers=workers,
+            alpha=args.alpha,
+            average=args.average,
+            exchange=args.exchange,
+            update_values=update_values(args),
+        ),
     )
 
   return optax.chain(
@@ -298,9 +299,15 @@ def update_values(args: argparse.Namespace) -> str:
   return 'ternary' if {'sign', 'signum'}.issuperset(bases) else 'int4'
 
 
-def weight_of(args: argparse.Namespace, base: str, lr: float) -> Any:
-  """What gradients are multiplied by before they go into the momentum."""
-  return make_schedule(args, lr) if base == 'sign' else 1 - args.decay
+def weighted(
+    args: argparse.Namespace, base: str, lr: float
+) -> optax.GradientTransformation:
+  """Scales gradients before the exchange.
+
+  The learning rate is inside the momentum where signs are taken of it.
+  """
+  weight = make_schedule(args, lr) if base == 'sign' else 1 - args.decay
+  return optax.scale_by_learning_rate(weight, flip_sign=False)
 
 
 def base_of(

@@ -278,32 +278,6 @@ class Layout:
         )
     return self._share(bucket, filled.reshape(total, n), device)
 
-  def spread(self, number: int, values: Sequence[Any], device: Any) -> Any:
-    """Returns a number of each leaf as one for each row of a bucket.
-
-    Args:
-      number: of the bucket.
-      values: a number for each leaf of the tree.
-      device: number of this device along the bucket's `split_axes`.
-
-    Returns:
-      the number itself if all leaves of the bucket have the same one; else
-      `[rows, n]` for a dense bucket and `[rows, 1]` for others.
-    """
-    bucket, members = self.buckets[number], self.members(number)
-    if all(values[i] is values[members[0]] for i in members):
-      return values[members[0]]
-    dense = bucket.kind == 'dense'
-    total = bucket.num_chunks * bucket.num_devices
-    total = max(total, bucket.rows if bucket.num_devices == 1 else 0)
-    width = bucket.format.n if dense else 1
-    spread = jnp.zeros((total * width,), bucket.format.dtype)
-    for i in members:
-      leaf = self.leaves[i]
-      value = jnp.asarray(values[i], spread.dtype)
-      spread = spread.at[leaf.offset : leaf.offset + leaf.size].set(value)
-    return self._share(bucket, spread.reshape(total, width), device)
-
   def _share(self, bucket: Bucket, x: jax.Array, device: Any) -> jax.Array:
     """Returns this device's share of a whole bucket, padded to its rows."""
     if bucket.num_devices == 1:

@@ -53,15 +53,14 @@ class Hyper(NamedTuple):
   Attributes:
     step: int32, exchanges so far.
     alpha: share of what was sent that leaves the momentum.
-    decay: the distinct decays of the momentum; `ExchangeConfig.decay` indexes
-      them.
-    weight: the distinct weights of the gradients, likewise.
+    decay: of the momentum.
+    weight: of the gradients.
   """
 
   step: chex.Numeric
   alpha: chex.Numeric
-  decay: Sequence[chex.Numeric]
-  weight: Sequence[chex.Numeric]
+  decay: chex.Numeric
+  weight: chex.Numeric
 
 
 class Metrics(NamedTuple):
@@ -95,8 +94,6 @@ class ExchangeConfig:
 
   Attributes:
     layout: where the leaves lie in buckets.
-    decay: for each leaf, which of the decays in `Hyper` holds for it.
-    weight: for each leaf, which of the weights of gradients.
     average: how what was sent is averaged, see `scale_by_demo`.
     kind: `'all_gather'`, all merge all; or `'all_to_all'`, chunks are
       divided among the workers, each of which merges its own and tells the
@@ -106,8 +103,6 @@ class ExchangeConfig:
   """
 
   layout: Layout
-  decay: tuple[int, ...]
-  weight: tuple[int, ...]
   average: topk.Average
   kind: str = 'all_gather'
   num_workers: int | None = None
@@ -213,25 +208,18 @@ def exchange(
 
   # The gradients' chunks of each kind, [rows, n], from all leaves.
   chunks = [layout.fill(i, gradients, d) for i, d in enumerate(devices)]
-  of_leaves = (
-      [hyper.decay[i] for i in config.decay],
-      [hyper.weight[i] for i in config.weight],
-  )
-  decays, weights = (
-      [layout.spread(i, x, d) for i, d in enumerate(devices)] for x in of_leaves
-  )
 
   # A worker whose gradient could make its momentum overflow is excluded. This
   # is told from the gradients, before the momentum is touched, so that it can
   # be changed in place.
-  valid = _is_valid(layout, chunks, weights, gradients, hyper)  # bool []
+  valid = _is_valid(layout, chunks, gradients, hyper)  # bool []
   valid = group.all_devices(valid)
 
   # m <- decay m + w T g, and the k of n coefficients of each chunk to send.
   momentum, selected = _unzip(
       arithmetic.accumulate_and_select(
-          bucket, chunks[i], state.momentum[bucket.name], decays[i], weights[i],
-          valid, hyper.step,
+          bucket, chunks[i], state.momentum[bucket.name], hyper.decay,
+          hyper.weight, valid, hyper.step,
       )
       for i, bucket in enumerate(buckets)
   )
@@ -384,7 +372,6 @@ def _run(
 def _is_valid(
     layout: Layout,
     chunks: Sequence[jax.Array],
-    weights: Sequence[Any],
     gradients: Mapping[int, jax.Array],
     hyper: Hyper,
 ) -> jax.Array:
@@ -393,11 +380,11 @@ def _is_valid(
   Checks the hyperparameters, too: if one is not finite, or a decay or alpha is
   outside [0, 1], this step's gradients are lost and nothing else is.
   """
-  good = [jnp.isfinite(jnp.asarray(x)).all() for x in hyper.weight]
-  for x in map(jnp.asarray, (hyper.alpha, *hyper.decay)):
+  good = [jnp.isfinite(jnp.asarray(hyper.weight)).all()]
+  for x in map(jnp.asarray, (hyper.alpha, hyper.decay)):
     good.append(((x >= 0) & (x <= 1)).all())
-  for weight, g in zip(weights, chunks):
-    weight = jnp.asarray(weight, g.dtype)
+  for g in chunks:
+    weight = jnp.asarray(hyper.weight, g.dtype)
     largest = MAX_GRADIENT_SHARE * float(jnp.finfo(g.dtype).max)
     good.append(_none(~(jnp.abs(weight * g) <= largest)))
   for i in layout.averaged:

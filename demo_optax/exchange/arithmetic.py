@@ -33,8 +33,8 @@ def accumulate_and_select(
     bucket: its static description.
     gradients: chunks `[rows, n]`.
     momentum: coefficients `[rows, n]`.
-    decay: factor of the momentum, a number or one for each row.
-    weight: factor of the gradients, a number or one for each row.
+    decay: factor of the momentum.
+    weight: factor of the gradients.
     valid: bool `[]`; if not, the momentum stays as it is.
     step: int32 `[]`, exchanges so far.
 
@@ -52,16 +52,11 @@ def accumulate_and_select(
     g = jax.lax.dynamic_slice_in_dim(gradients, start, rows)  # [rows, n]
     old = jax.lax.dynamic_slice_in_dim(momentum, start, rows)
 
-    own_decay, own_weight = (
-        jax.lax.dynamic_slice_in_dim(x, start, rows) if jnp.ndim(x) else x
-        for x in (decay, weight)
-    )
-
     def add(_: Any, m: jax.Array) -> jax.Array:
-      c = rounding.mul_no_fma(own_weight, g)
+      c = rounding.mul_no_fma(weight, g)
       if bucket.kind == 'chunks':
         c = chunking.transform(c, bucket.sides, bucket.basis)
-      return rounding.mul_no_fma(own_decay, m) + c
+      return rounding.mul_no_fma(decay, m) + c
 
     if platform.loop_to_keep(gradients.size):
       m = jax.lax.fori_loop(0, valid.astype(jnp.int32), add, old)

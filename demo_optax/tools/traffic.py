@@ -408,7 +408,7 @@ def plan(
   )
   written = resolve_update_values(exchange, update_values)
   config = exchange_lib.with_kind(
-      ExchangeConfig(layout, (), (), 'senders', update_values=written),
+      ExchangeConfig(layout, 'senders', update_values=written),
       exchange,
       num_workers,
   )

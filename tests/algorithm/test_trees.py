@@ -1,5 +1,7 @@
 """Trees of compressors: one exchange, whatever is sent of each leaf."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,13 +31,12 @@ CODES = {'hidden': demo_optax.dct_topk(16, 4),
          'embedding': demo_optax.dct_topk((1, 16), 3, values='sign'),
          'dense': None}
 TREE = {name: CODES[label] for name, label in LABELS.items()}
-DECAY = {'a': 0.9, 'b': 0.9, 'rows': 0.8, 'gain': 0.5}
 
 
 def grouped(workers):
   """One exchange, and behind it a base optimizer for each group."""
   return optax.chain(
-      demo_optax.scale_by_demo(TREE, DECAY, workers=workers),
+      demo_optax.scale_by_demo(TREE, 0.9, workers=workers),
       optax.partition(
           {'hidden': optax.sign_sgd(0.01), 'dense': optax.adamw(0.03),
            'embedding': optax.chain(
@@ -46,7 +47,7 @@ def grouped(workers):
 
 def alone(name, workers, steps):
   """The updates of one leaf by itself."""
-  exchange = demo_optax.scale_by_demo(TREE[name], DECAY[name], workers=workers)
+  exchange = demo_optax.scale_by_demo(TREE[name], 0.9, workers=workers)
   if TREE[name] is None:
     exchange = demo_optax.average(workers=workers)
   base = {'hidden': optax.sign_sgd(0.01), 'dense': optax.adamw(0.03),
@@ -137,22 +138,45 @@ def test_gathered_and_summed_together():
 
 
 def test_prefix_trees():
-  """One in place of a subtree holds for all of it; weights are trees, too."""
+  """One in place of a subtree holds for all of it."""
   workers = demo_optax.Workers.simulated(2)
   params = {'x': {'a': jnp.zeros((8, 8)), 'b': jnp.zeros((8, 8))},
             'y': jnp.zeros((8, 8))}
-  code = demo_optax.compressors.full()
   tx = demo_optax.scale_by_demo(
-      {'x': code, 'y': None}, {'x': {'a': 0.5, 'b': 0.0}, 'y': 0.0},
-      workers=workers, alpha=0.0,
-      gradient_weight={'x': {'a': 1.0, 'b': lambda step: 2.0 + step}, 'y': 1.0})
+      {'x': demo_optax.compressors.full(), 'y': None}, 0.5, workers=workers,
+      alpha=0.0, gradient_weight=lambda step: 2.0 + step)
   ones = jax.tree.map(lambda p: jnp.ones((2, *p.shape)), params)
   state = tx.init(params)
   for _ in range(2):
     updates, state = jax.jit(tx.update)(ones, state, params)
-  np.testing.assert_array_equal(updates['x']['a'], 1.5)
-  np.testing.assert_array_equal(updates['x']['b'], 3.0)
+  np.testing.assert_array_equal(updates['x']['a'], 4.0)
+  np.testing.assert_array_equal(updates['x']['b'], 4.0)
   np.testing.assert_array_equal(updates['y'], 1.0)
+
+
+def test_gradients_that_are_scaled_before_have_the_bits_of_a_weight():
+  """So other weights for some leaves need no argument."""
+  workers = demo_optax.Workers.simulated(3)
+  rate = optax.cosine_decay_schedule(0.013, 50)
+  codes = {'matrix': demo_optax.dct_topk(16, 5),
+           'padded': demo_optax.dct_topk(16, 5, values='sign'),
+           'dense': demo_optax.compressors.full()}
+  shapes = {'matrix': (32, 48), 'padded': (37, 20), 'dense': (33, 5)}
+  exchange = functools.partial(
+      demo_optax.scale_by_demo, codes, 0.9, workers=workers, alpha=0.7)
+  within = exchange(gradient_weight=rate)
+  before = optax.chain(
+      optax.scale_by_learning_rate(rate, flip_sign=False), exchange())
+  params = {k: jnp.zeros(s) for k, s in shapes.items()}
+  results = []
+  for tx in (within, before):
+    state, update, seen = tx.init(params), jax.jit(tx.update), []
+    for step in range(6):
+      gradients = random_tree(step, shapes, lead=(3,))
+      updates, state = update(gradients, state, params)
+      seen.append(updates)
+    results.append(seen)
+  assert_same_bits(*results)
 
 
 def test_averages_tell_who_was_excluded_and_frozen_leaves_do_not_count():
@@ -258,9 +282,9 @@ def test_mistakes():
   workers = demo_optax.Workers.simulated(2)
   with pytest.raises(TypeError, match='must be a Compressor'):
     demo_optax.scale_by_demo({'a': 'dct'}, workers=workers)
-  with pytest.raises(ValueError, match='decay=1.5'):
-    demo_optax.scale_by_demo(
-        None, {'a': 0.5, 'b': 1.5}, workers=workers)
+  for name in ('decay', 'gradient_weight'):
+    with pytest.raises(TypeError, match=f'{name}=.* must be a number'):
+      demo_optax.scale_by_demo(workers=workers, **{name: {'a': 0.5, 'b': 0.1}})
   params = {'a': jnp.zeros((4, 4))}
   tx = demo_optax.scale_by_demo({'b': None}, workers=workers)
   with pytest.raises(ValueError, match='compressor is not like'):
