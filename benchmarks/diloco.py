@@ -36,7 +36,9 @@ import demo_optax
 TOPK = demo_optax.dct_topk(64, 32)
 MORE = demo_optax.dct_topk(64, 128)
 SIGN = demo_optax.dct_topk(64, 128, values='sign')
-RAW = demo_optax.compressors.identity_topk(64, 64, values='int4')
+RAW = demo_optax.Compressor(
+    demo_optax.compressors.TopK(64), demo_optax.compressors.Identity(),
+    values='int4')
 
 # Method: its compressor, and how it is made.
 PERIODS = {

@@ -316,7 +316,9 @@ def local(s: Settings, workers: demo_optax.Workers) -> Method:
         inner, compressor=compressor, decay=s['decay'], **every
     )
   else:
-    compressor = compressors.identity_topk(64, s['topk'], values=s['values'])
+    compressor = compressors.Compressor(
+        compressors.TopK(s['topk']), compressors.Identity(),
+        values=s['values'])
     tx = demo_optax.local.sparse_loco(
         inner, compressor=compressor, decay=s['decay'], **every
     )

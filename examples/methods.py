@@ -16,6 +16,7 @@ from flax import nnx
 from optax import contrib
 
 import demo_optax
+from demo_optax import compressors
 from demo_optax.codes.values import VALUES
 from demo_optax.exchange.algorithm import ExchangeKind
 
@@ -46,15 +47,15 @@ BASES = {
     ),
 }
 TOPK = {
-    'dct': demo_optax.dct_topk,
-    'hadamard': demo_optax.compressors.hadamard_topk,
-    'random-orthogonal': demo_optax.compressors.random_orthogonal_topk,
-    'identity': demo_optax.compressors.identity_topk,
+    'dct': compressors.Dct(),
+    'hadamard': compressors.Hadamard(),
+    'random-orthogonal': compressors.RandomOrthogonal(),
+    'identity': compressors.Identity(),
 }
 SUBSETS = {
-    'random-subset': demo_optax.compressors.random_subset,
-    'striding': demo_optax.compressors.striding,
-    'slicing': demo_optax.compressors.slicing,
+    'random-subset': compressors.RandomSubset,
+    'striding': compressors.Striding,
+    'slicing': compressors.Slicing,
 }
 
 
@@ -375,17 +376,18 @@ def of_averages(args: argparse.Namespace) -> optax.GradientTransformation:
 
 
 def make_compressor(args: argparse.Namespace) -> demo_optax.Compressor:
-  if args.optimizer == 'diloco':
-    return demo_optax.compressors.full()
   if args.optimizer == 'sparse-loco':
-    return demo_optax.compressors.identity_topk(
-        args.chunk, args.topk, values=args.values
-    )
-  if args.compressor in TOPK:
-    return TOPK[args.compressor](args.chunk, args.topk, values=args.values)
-  if args.compressor in SUBSETS:
-    return SUBSETS[args.compressor](args.rate, chunk_size=args.chunk)
-  return demo_optax.compressors.full()
+    basis = compressors.Identity()
+  elif args.optimizer == 'diloco' or args.compressor == 'full':
+    return compressors.full()
+  elif args.compressor in SUBSETS:
+    select = SUBSETS[args.compressor](args.rate)
+    return compressors.Compressor(select, compressors.Identity(), args.chunk)
+  else:
+    basis = TOPK[args.compressor]
+  return compressors.Compressor(
+      compressors.TopK(args.topk), basis, args.chunk, args.values
+  )
 
 
 def own_compressor(args: argparse.Namespace) -> demo_optax.Compressor:

@@ -92,7 +92,9 @@ def texts():
       'on_axis': on_axis(topk),
       'owners': lowered(signs, simulated(4), exchange='all_to_all',
                         update_values='int4'),
-      'sums': lowered(demo_optax.compressors.random_subset(1 / 8), simulated(4)),
+      'sums': lowered(demo_optax.Compressor(
+          demo_optax.compressors.RandomSubset(1 / 8),
+          demo_optax.compressors.Identity()), simulated(4)),
   }
 
 

@@ -12,12 +12,6 @@ from demo_optax.compressors.compressor import (
   Compressor,
   dct_topk,
   full,
-  hadamard_topk,
-  identity_topk,
-  random_orthogonal_topk,
-  random_subset,
-  slicing,
-  striding,
 )
 from demo_optax.compressors.selectors import (
   Everything,
@@ -46,10 +40,4 @@ __all__ = [
   'TopShare',
   'dct_topk',
   'full',
-  'hadamard_topk',
-  'identity_topk',
-  'random_orthogonal_topk',
-  'random_subset',
-  'slicing',
-  'striding',
 ]

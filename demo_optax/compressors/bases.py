@@ -7,6 +7,8 @@ from typing import Protocol
 
 import numpy as np
 
+from demo_optax import _checks
+
 
 class Basis(Protocol):
   """An orthonormal transform, applied along both sides of a chunk.
@@ -33,27 +35,46 @@ class Dct:
 
 @dataclasses.dataclass(frozen=True)
 class Hadamard:
-  """Sylvester's Hadamard matrix, scaled to be orthonormal."""
+  """Sylvester's Hadamard matrix, scaled to be orthonormal.
+
+  Signs and one scale, so no multiplications on hardware that can use it. Sides
+  of chunks must be powers of two.
+  """
 
   def matrix(self, length: int) -> np.ndarray:
     """Returns the matrix for sides of `length`, a power of two."""
     if length & (length - 1):
       raise ValueError(
           f'{length} is not a power of two, and the Hadamard transform needs'
-          ' one. Use dct_topk or random_orthogonal_topk for this leaf, in a'
-          ' tree of compressors.'
+          ' one. Use Dct() or RandomOrthogonal() for this leaf, in a tree of'
+          ' compressors.'
       )
     return _hadamard(length)
 
 
 @dataclasses.dataclass(frozen=True)
 class RandomOrthogonal:
-  """A random rotation or reflection, drawn once for every length."""
+  """A random rotation or reflection, drawn once for every length.
+
+  The ablation in version 2 of the DeMo paper (arXiv:2411.19870v2) draws another
+  matrix in every step, with which momentum could not be kept as coefficients.
+
+  Attributes:
+    seed: in `[0, 2**32)`; the same on all workers.
+  """
 
   seed: int = 0
 
+  def __post_init__(self) -> None:
+    _checks.check_seed(self.seed)
+
   def matrix(self, length: int) -> np.ndarray:
-    """Returns the matrix for sides of `length`."""
+    """Returns the matrix for sides of `length`, up to 256."""
+    if length > 256:
+      raise ValueError(
+          f'{length} is above 256, and such a random matrix takes long to draw.'
+          ' Use a smaller chunk_size.'
+      )
     return _random_orthogonal(length, self.seed)
 
 

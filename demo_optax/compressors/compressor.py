@@ -6,8 +6,8 @@ communication are the same for all compressors; see `exchange`.
 
 Selectors are of two kinds: those of what is largest, where all workers'
 selections are gathered, and those of the same indices on all workers
-(`random_subset`, `striding`, `slicing`, `full`), where an all-reduce averages
-the values and traffic does not grow with the number of workers.
+(`RandomSubset`, `Striding`, `Slicing`, `Everything`), where an all-reduce
+averages the values and traffic does not grow with the number of workers.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from demo_optax import _tree
+from demo_optax import _checks, _tree
 from demo_optax.codes.format import ChunkFormat
 from demo_optax.codes.values import VALUES
 from demo_optax.compressors import bases, chunking, selectors
@@ -54,8 +54,8 @@ class LeafPlan:
 class Compressor:
   """What is selected from a worker's momentum, and how it is written.
 
-  `dct_topk` and its siblings make the published ones; a new selector or basis
-  is a frozen dataclass with the methods of `Selector` or `Basis`.
+  A new selector or basis is a frozen dataclass with the methods of `Selector`
+  or `Basis`.
 
   Attributes:
     select: which coefficients of a chunk are sent.
@@ -66,13 +66,21 @@ class Compressor:
     padding: whether chunks may reach past the end of a dimension, see
       `dct_topk`.
 
+  Raises:
+    ValueError: `chunk_size` below 1, or unknown `values`.
+    TypeError: `chunk_size` is not an integer.
+
   Example:
-    >>> import demo_optax
-    >>> from demo_optax import compressors
-    >>> raw = compressors.Compressor(
-    ...     compressors.TopK(8), compressors.Identity(), chunk_size=32)
-    >>> raw == demo_optax.compressors.identity_topk(32, 8)
-    True
+    >>> import demo_optax, jax.numpy as jnp
+    >>> from demo_optax.compressors import Compressor, Identity, TopK
+    >>> largest = Compressor(TopK(1), Identity())  # the largest element
+    >>> tx = demo_optax.scale_by_demo(
+    ...     largest, workers=demo_optax.Workers.simulated(1))
+    >>> params = jnp.zeros(4)
+    >>> update, _ = tx.update(
+    ...     jnp.array([[1.0, -3.0, 2.0, 0.0]]), tx.init(params), params)
+    >>> print(update)
+    [ 0. -3.  0.  0.]
   """
 
   select: Selector
@@ -304,262 +312,8 @@ def dct_topk(
     Peng et al., `DeMo: Decoupled Momentum Optimization
     <https://arxiv.org/abs/2411.19870>`_, 2024, Algorithm 1.
   """
-  select = _topk(topk)
+  select = selectors.TopK(topk)
   return Compressor(select, bases.Dct(), chunk_size, values, padding)
-
-
-def hadamard_topk(
-    chunk_size: int | tuple[int, int] = 64,
-    topk: int = 32,
-    *,
-    values: str = 'float32',
-    padding: bool = True,
-) -> Compressor:
-  r"""`dct_topk` with the Walsh-Hadamard transform in the place of the DCT.
-
-  .. math::
-    H_1 = [1], \quad H_{2L} = \frac{1}{\sqrt 2}
-    \begin{pmatrix} H_L & H_L \\ H_L & -H_L \end{pmatrix}
-
-  Only signs and one scale: no multiplications on hardware that can use it.
-
-  Args:
-    chunk_size: as in `dct_topk`, a power of two.
-    topk: as in `dct_topk`.
-    values: as in `dct_topk`.
-    padding: as in `dct_topk`.
-
-  Returns:
-    A `Compressor`.
-
-  Raises:
-    ValueError: as `dct_topk`; `chunk_size` is not a power of two; and, when a
-      leaf is planned, its chunks have a side that is none.
-    TypeError: as `dct_topk`.
-
-  Example:
-    >>> import demo_optax, jax, jax.numpy as jnp
-    >>> compressor = demo_optax.compressors.hadamard_topk(topk=8)
-    >>> params = {'w': jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
-    >>> demo_optax.plan(params, compressor, workers=16).sent_bytes / 4096
-    42.878...
-
-  References:
-    The ablation of the transform in Peng et al.
-    <https://arxiv.org/abs/2411.19870v2>, version 2.
-  """
-  if any(side & (side - 1) for side in _check_sides(chunk_size)):
-    raise ValueError(f'chunk_size={chunk_size} must be a power of two.')
-  select = _topk(topk)
-  return Compressor(select, bases.Hadamard(), chunk_size, values, padding)
-
-
-def random_orthogonal_topk(
-    chunk_size: int | tuple[int, int] = 64,
-    topk: int = 32,
-    *,
-    seed: int = 0,
-    values: str = 'float32',
-    padding: bool = True,
-) -> Compressor:
-  r"""`dct_topk` with a random orthogonal transform in the place of the DCT.
-
-  .. math::
-    c = Q^{(r)} m\, Q^{(c)\top}, \quad Q Q^\top = I
-
-  One matrix for every length of a side, drawn once; the paper draws another
-  one at every step, with which momentum could not be kept as coefficients.
-
-  Args:
-    chunk_size: as in `dct_topk`.
-    topk: as in `dct_topk`.
-    seed: of the matrices, in `[0, 2**32)`; the same on all workers.
-    values: as in `dct_topk`.
-    padding: as in `dct_topk`.
-
-  Returns:
-    A `Compressor` of coefficients `[chunks, n]`.
-
-  Raises:
-    ValueError: as `dct_topk`; `seed` out of range; `chunk_size` above 256,
-      whose matrices take long to draw.
-    TypeError: as `dct_topk`; `seed` is not an integer.
-
-  Example:
-    >>> import demo_optax
-    >>> demo_optax.compressors.random_orthogonal_topk(32, 8).basis
-    RandomOrthogonal(seed=0)
-
-  References:
-    The ablation of the transform in Peng et al.
-    <https://arxiv.org/abs/2411.19870v2>, version 2.
-  """
-  _check_seed(seed)
-  if max(_check_sides(chunk_size)) > 256:
-    raise ValueError(f'chunk_size={chunk_size} must not be above 256.')
-  basis = bases.RandomOrthogonal(seed)
-  return Compressor(_topk(topk), basis, chunk_size, values, padding)
-
-
-def identity_topk(
-    chunk_size: int | tuple[int, int] = 64,
-    topk: int = 32,
-    *,
-    values: str = 'float32',
-    padding: bool = True,
-) -> Compressor:
-  r"""Sends the `topk` largest elements of every chunk, without a transform.
-
-  .. math::
-    q = \mathrm{top}_k(m)
-
-  As in top-k sparsification and SparseLoCo. For the published density of a
-  percent or so, take `topk` near `0.01 * chunk_size ** 2`.
-
-  Args:
-    chunk_size: as in `dct_topk`.
-    topk: as in `dct_topk`.
-    values: as in `dct_topk`.
-    padding: as in `dct_topk`.
-
-  Returns:
-    A `Compressor`.
-
-  Raises:
-    ValueError: as `dct_topk`.
-    TypeError: as `dct_topk`.
-
-  Example:
-    >>> import demo_optax, jax.numpy as jnp
-    >>> workers = demo_optax.Workers.simulated(1)
-    >>> tx = demo_optax.scale_by_demo(
-    ...     demo_optax.compressors.identity_topk(topk=1), workers=workers)
-    >>> params = jnp.zeros(4)
-    >>> update, _ = tx.update(
-    ...     jnp.array([[1.0, -3.0, 2.0, 0.0]]), tx.init(params), params)
-    >>> print(update)
-    [ 0. -3.  0.  0.]
-
-  References:
-    Sarfi et al., `Communication Efficient LLM Pre-training with SparseLoCo
-    <https://arxiv.org/abs/2508.15706>`_, 2025.
-  """
-  select = _topk(topk)
-  return Compressor(select, bases.Identity(), chunk_size, values, padding)
-
-
-def random_subset(
-    rate: float, *, chunk_size: int | tuple[int, int] = 64, seed: int = 0
-) -> Compressor:
-  r"""Sends a random share of the elements, the same on all workers.
-
-  .. math::
-    q_i = m_i[S_t], \quad S_t \text{ drawn anew for every step } t
-
-  The same :math:`k = \lceil \rho n \rceil` places in every chunk of :math:`n`.
-  All workers draw them from `seed` and the number of exchanges, so that no
-  index is sent and an all-reduce averages the values: what is received does not
-  grow with the number of workers. Nothing is selected by size.
-
-  Args:
-    rate: :math:`\rho`, the share of the elements, in `(0, 1]`.
-    chunk_size: longest side of a chunk.
-    seed: of the places, in `[0, 2**32)`; the same on all workers.
-
-  Returns:
-    A `Compressor`.
-
-  Raises:
-    ValueError: `rate`, `chunk_size` or `seed` out of range.
-    TypeError: `chunk_size` or `seed` is not an integer, `rate` not a number.
-
-  Example:
-    >>> import demo_optax, jax, jax.numpy as jnp
-    >>> params = {'w': jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
-    >>> compressor = demo_optax.compressors.random_subset(1 / 32)
-    >>> for workers in (2, 64):
-    ...   print(demo_optax.plan(params, compressor, workers).received_bytes)
-    2097168
-    4128800
-
-  References:
-    From et al., `DeToNATION: Decoupled Torch Network-Aware Training on
-    Interlinked Online Nodes <https://arxiv.org/abs/2502.06728>`_, 2025
-    ("Random").
-  """
-  selectors.check_rate(rate)
-  _check_seed(seed)
-  select = selectors.RandomSubset(rate, seed)
-  return Compressor(select, bases.Identity(), chunk_size)
-
-
-def striding(
-    rate: float, *, chunk_size: int | tuple[int, int] = 64
-) -> Compressor:
-  r"""Elements at equal distances, all one further at every step.
-
-  .. math::
-    q_i = m_i[\{(t + j s) \bmod n : 0 \le j < k\}], \quad
-    s = \lfloor n / k \rfloor,\ k = \lceil \rho n \rceil
-
-  in every chunk of :math:`n`. Exchanged as `random_subset`.
-
-  Args:
-    rate: :math:`\rho`, the share of the elements, in `(0, 1]`.
-    chunk_size: longest side of a chunk.
-
-  Returns:
-    A `Compressor`.
-
-  Raises:
-    ValueError: `rate` or `chunk_size` out of range.
-    TypeError: `chunk_size` is not an integer, or `rate` not a number.
-
-  Example:
-    >>> import demo_optax
-    >>> demo_optax.compressors.striding(1 / 16).select
-    Striding(rate=0.0625)
-
-  References:
-    From et al., `DeToNATION <https://arxiv.org/abs/2502.06728>`_, 2025
-    ("Striding").
-  """
-  selectors.check_rate(rate)
-  return Compressor(selectors.Striding(rate), bases.Identity(), chunk_size)
-
-
-def slicing(
-    rate: float, *, chunk_size: int | tuple[int, int] = 64
-) -> Compressor:
-  r"""Sends so many elements in a row, the next ones at every step.
-
-  .. math::
-    q_i = m_i[\{t k, \dots, t k + k - 1\}], \quad k = \lceil \rho n \rceil
-
-  in every chunk of :math:`n`, modulo :math:`n`. Exchanged as `random_subset`.
-
-  Args:
-    rate: :math:`\rho`, the share of the elements, in `(0, 1]`.
-    chunk_size: longest side of a chunk.
-
-  Returns:
-    A `Compressor`.
-
-  Raises:
-    ValueError: `rate` or `chunk_size` out of range.
-    TypeError: `chunk_size` is not an integer, or `rate` not a number.
-
-  Example:
-    >>> import demo_optax
-    >>> demo_optax.compressors.slicing(1 / 16).select
-    Slicing(rate=0.0625)
-
-  References:
-    From et al., `DeToNATION <https://arxiv.org/abs/2502.06728>`_, 2025
-    ("Slicing").
-  """
-  selectors.check_rate(rate)
-  return Compressor(selectors.Slicing(rate), bases.Identity(), chunk_size)
 
 
 def full() -> Compressor:
@@ -576,9 +330,6 @@ def full() -> Compressor:
 
   Returns:
     A `Compressor`.
-
-  Raises:
-    Nothing.
 
   Example:
     >>> import demo_optax, jax.numpy as jnp
@@ -606,27 +357,5 @@ def _check_sides(chunk_size: int | tuple[int, int]) -> tuple[int, ...]:
         ' dimensions.'
     )
   for side in chunk_size:
-    check_positive('chunk_size', side)
+    _checks.check_positive('chunk_size', side)
   return chunk_size
-
-
-def _topk(k: int) -> selectors.TopK:
-  check_positive('topk', k)
-  return selectors.TopK(k)
-
-
-def _check_seed(seed: int) -> None:
-  if isinstance(seed, bool) or not isinstance(seed, int):
-    raise TypeError(f'seed={seed!r} must be a Python integer.')
-  if not 0 <= seed < 2**32:
-    raise ValueError(f'seed={seed} is not in [0, 2**32).')
-
-
-def check_positive(name: str, value: int) -> None:
-  """Raises unless an argument is an integer of at least one."""
-  if isinstance(value, bool) or not isinstance(value, int):
-    raise TypeError(
-        f'{name}={value!r} must be a Python integer: it fixes array shapes.'
-    )
-  if value < 1:
-    raise ValueError(f'{name}={value} must be at least 1.')

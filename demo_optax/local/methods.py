@@ -9,7 +9,7 @@ import optax
 
 from demo_optax import compressors
 from demo_optax import state as inspection
-from demo_optax.compressors import Compressor
+from demo_optax.compressors import Compressor, Identity, TopK
 from demo_optax.demo import scale_by_demo
 from demo_optax.exchange.algorithm import ExchangeKind
 from demo_optax.local.local_updates import Period, local_updates
@@ -194,14 +194,14 @@ def sparse_loco(
     e_i &\leftarrow e_i - q_i \\
     s   &\leftarrow s - \eta\, \tfrac1N \textstyle\sum_i q_i
 
-  It is `local_updates` with `scale_by_demo(identity_topk(...),
+  It is `local_updates` with `scale_by_demo(Compressor(TopK(...), Identity()),
   average='workers')` and `optax.sgd`.
 
   Args:
     inner: as for `diloco`.
     workers: the workers of the exchange.
-    compressor: what is sent; by default `identity_topk(64, 64, values='int4')`:
-      64 of 4096 elements, 1.6 %, of four bits (published: two bits).
+    compressor: what is sent; by default 64 of 4096 elements, 1.6 %, of four
+      bits (published: two bits).
     sync_period: steps between exchanges, or a schedule of them.
     outer_learning_rate: :math:`\eta`, a number or a schedule of exchanges.
     decay: :math:`\beta`.
@@ -217,10 +217,11 @@ def sparse_loco(
 
   Example:
     >>> import demo_optax, jax.numpy as jnp, optax
+    >>> from demo_optax.compressors import Compressor, Identity, TopK
     >>> workers = demo_optax.Workers.simulated(2)
     >>> tx = demo_optax.local.sparse_loco(
     ...     optax.sgd(1.0), workers=workers, sync_period=1,
-    ...     compressor=demo_optax.compressors.identity_topk(topk=1))
+    ...     compressor=Compressor(TopK(1), Identity()))
     >>> params = {'w': jnp.zeros(4)}
     >>> @demo_optax.data_parallel(workers)
     ... def train_step(params, state, x):
@@ -237,7 +238,7 @@ def sparse_loco(
     <https://arxiv.org/abs/2508.15706>`_, 2025, Algorithm 1.
   """
   if compressor is None:
-    compressor = compressors.identity_topk(64, 64, values='int4')
+    compressor = Compressor(TopK(64), Identity(), values='int4')
   outer = optax.chain(
       scale_by_demo(
           compressor, decay, workers=workers, average='workers',

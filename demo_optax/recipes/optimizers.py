@@ -14,7 +14,6 @@ from demo_optax import _checks, _tree, compressors
 from demo_optax.compressors.compressor import (
   CompressorTree,
   broadcast,
-  check_positive,
   is_function,
   per_leaf,
 )
@@ -176,7 +175,8 @@ def muon_compressors(
     128 times fewer
   """
   check_is_no_count(params)
-  check_positive('row_topk', row_topk)  # which `dct_topk` would call `topk`
+  # `dct_topk` would call it `topk`.
+  _checks.check_positive('row_topk', row_topk)
   matrix = dataclasses.replace(
       compressors.dct_topk(64, topk, values='sign'),
       select=compressors.TopShare(min(topk / 64**2, 1.0)),

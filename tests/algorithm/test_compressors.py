@@ -29,8 +29,10 @@ from subsets import (
 import demo_optax
 from demo_optax.compressors import (
   Compressor,
+  Hadamard,
   Identity,
   RandomOrthogonal,
+  RandomSubset,
   Slicing,
   Striding,
   TopK,
@@ -56,16 +58,15 @@ def random_matrix(length):
 TOPK = {
     'dct': (demo_optax.dct_topk(16, 5), dct_matrix),
     'rows': (demo_optax.dct_topk((1, 24), 5), dct_matrix),
-    'hadamard': (demo_optax.compressors.hadamard_topk(16, 5), hadamard_matrix),
-    'random': (demo_optax.compressors.random_orthogonal_topk(16, 5, seed=3), random_matrix),
-    'identity': (demo_optax.compressors.identity_topk(16, 5, values='int8'), np.eye),
+    'hadamard': (Compressor(TopK(5), Hadamard(), 16), hadamard_matrix),
+    'random': (Compressor(TopK(5), RandomOrthogonal(3), 16), random_matrix),
+    'identity': (Compressor(TopK(5), Identity(), 16, 'int8'), np.eye),
 }
 SUBSETS = {
-    'random_subset': (demo_optax.compressors.random_subset(0.11, chunk_size=16, seed=2),
-                      0.11, random_places(2)),
-    'striding': (demo_optax.compressors.striding(0.11, chunk_size=16), 0.11,
-                 striding_places),
-    'slicing': (demo_optax.compressors.slicing(0.11, chunk_size=16), 0.11, slicing_places),
+    'random_subset': (Compressor(RandomSubset(0.11, 2), Identity(), 16), 0.11,
+                      random_places(2)),
+    'striding': (Compressor(Striding(0.11), Identity(), 16), 0.11, striding_places),
+    'slicing': (Compressor(Slicing(0.11), Identity(), 16), 0.11, slicing_places),
     'full': (demo_optax.compressors.full(), 1, None),
 }
 ALL = {name: code for name, (code, *_) in {**TOPK, **SUBSETS}.items()}
@@ -237,29 +238,30 @@ def test_a_share_of_every_chunk_is_top_k_of_each():
 def test_compressors_are_equal_by_value():
   assert demo_optax.dct_topk(16, 4) == demo_optax.dct_topk(16, 4)
   assert hash(demo_optax.compressors.full()) == hash(demo_optax.compressors.full())
-  assert demo_optax.dct_topk(16, 4) != demo_optax.compressors.identity_topk(16, 4)
-  assert Compressor(TopK(4), Identity(), 16) == demo_optax.compressors.identity_topk(16, 4)
+  assert Compressor(TopK(4), Identity(), 16) == Compressor(TopK(4), Identity(), 16)
+  assert demo_optax.dct_topk(16, 4) != Compressor(TopK(4), Identity(), 16)
 
 
-def test_hadamard_wants_powers_of_two():
-  with pytest.raises(ValueError, match='chunk_size=48 must be a power of two'):
-    demo_optax.compressors.hadamard_topk(48)
-  compressor = demo_optax.compressors.hadamard_topk(32, 4)
-  with pytest.raises(ValueError, match=r'shape \(96, 60\).*30 is not a power of two.*dct'):
-    demo_optax.plan(jnp.zeros((96, 60)), compressor, 2)
+@pytest.mark.parametrize('basis, shape, chunk_size, match', [
+    (Hadamard(), (96, 60), 32, r'\(96, 60\).* 30 is not a power of two.*Dct'),
+    (RandomOrthogonal(), (4, 768), (1, 768), '768 is above 256'),
+])
+def test_a_basis_without_a_matrix_for_a_leaf(basis, shape, chunk_size, match):
+  with pytest.raises(ValueError, match=match):
+    demo_optax.plan(
+        jnp.zeros(shape), Compressor(TopK(4), basis, chunk_size), 2)
 
 
 @pytest.mark.parametrize('make, match', [
-    (lambda: demo_optax.compressors.random_subset(0.0), r'rate=0.0 is not in \(0, 1\]'),
-    (lambda: demo_optax.compressors.striding(1.5), r'rate=1.5 is not in'),
+    (lambda: RandomSubset(0.0), r'rate=0.0 is not in \(0, 1\]'),
+    (lambda: Striding(1.5), r'rate=1.5 is not in'),
     (lambda: TopShare(0.0), r'rate=0.0 is not in \(0, 1\]'),
-    (lambda: demo_optax.compressors.slicing(float('nan')), 'rate=nan'),
-    (lambda: demo_optax.compressors.random_subset(0.1, seed=-1), 'seed=-1'),
-    (lambda: demo_optax.compressors.random_subset(0.1, seed=2**32), 'seed=4294967296'),
-    (lambda: demo_optax.compressors.random_orthogonal_topk((1, 768)), 'not be above 256'),
+    (lambda: Slicing(float('nan')), 'rate=nan'),
+    (lambda: RandomSubset(0.1, seed=-1), 'seed=-1'),
+    (lambda: RandomOrthogonal(2**32), 'seed=4294967296'),
     (lambda: wire.ChunkFormat(8, 2, 'float32', 'sign', shared=True), 'sign'),
-    (lambda: demo_optax.compressors.random_orthogonal_topk(seed=-2), 'seed=-2'),
-    (lambda: demo_optax.compressors.identity_topk(0), 'chunk_size=0'),
+    (lambda: Compressor(TopK(4), Identity(), 0), 'chunk_size=0'),
+    (lambda: TopK(0), 'topk=0'),
     (lambda: demo_optax.dct_topk((1, 2, 3)), 'one number, or two'),
 ])
 def test_bad_values(make, match):
@@ -268,8 +270,8 @@ def test_bad_values(make, match):
 
 
 @pytest.mark.parametrize('make, match', [
-    (lambda: demo_optax.compressors.striding('all'), "rate='all'"),
-    (lambda: demo_optax.compressors.random_subset(0.1, seed=0.5), 'seed=0.5'),
+    (lambda: Striding('all'), "rate='all'"),
+    (lambda: RandomSubset(0.1, seed=0.5), 'seed=0.5'),
     (lambda: demo_optax.dct_topk((1, 2.5)), 'chunk_size=2.5'),
 ])
 def test_bad_types(make, match):
@@ -279,7 +281,7 @@ def test_bad_types(make, match):
 
 def test_info_says_what_was_sent_and_kept():
   workers = demo_optax.Workers.simulated(3)
-  compressor = demo_optax.compressors.identity_topk(4, 1)
+  compressor = Compressor(TopK(1), Identity(), 4)
   tx = demo_optax.scale_by_demo(compressor, 0.9, workers=workers)
   params = jnp.zeros((4, 8))
   g = np.zeros((3, 4, 8), np.float32)
@@ -329,7 +331,7 @@ def test_a_selection_in_any_order_and_of_another_code():
     return np.asarray(updates)
 
   known = demo_optax.scale_by_demo(
-      demo_optax.compressors.identity_topk(16, 8), workers=workers)
+      Compressor(TopK(8), Identity(), 16), workers=workers)
   expected, _ = known.update(gradients, known.init(params), params)
   np.testing.assert_array_equal(run(Mine(True)), expected)
   assert np.count_nonzero(run(Mine(False))) == 8

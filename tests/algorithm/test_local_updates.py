@@ -28,7 +28,9 @@ from demo_optax.checkpoint.checkpointer import Checkpointer
 SHAPES = {'padded': (31, 37), 'short': (7,)}  # every leaf compiles
 LIMIT, TOPK = 16, 5
 COMPRESSOR = demo_optax.dct_topk(LIMIT, TOPK)
-RAW = demo_optax.compressors.identity_topk(LIMIT, TOPK, values='int4')
+RAW = demo_optax.Compressor(
+    demo_optax.compressors.TopK(TOPK), demo_optax.compressors.Identity(), LIMIT,
+    'int4')
 RATES = {'learning_rate': 1e-2, 'b1': 0.9, 'b2': 0.95, 'weight_decay': 0.1}
 DECAY = 0.9
 

@@ -113,7 +113,8 @@ def test_one_gather_for_all(kind):
 
 def test_gathered_and_summed_together():
   workers = demo_optax.Workers.simulated(N)
-  shared = demo_optax.compressors.striding(0.25, chunk_size=8)
+  shared = compressors.Compressor(
+      compressors.Striding(0.25), compressors.Identity(), 8)
   codes = {'a': CODES['hidden'], 'b': shared, 'rows': shared,
            'gain': CODES['hidden']}
   tx = demo_optax.scale_by_demo(codes, workers=workers)

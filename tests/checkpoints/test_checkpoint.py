@@ -725,7 +725,9 @@ def test_steps_are_counted(step, error, tmp_path):
 def test_a_tree_of_compressors(tmp_path):
   """Each leaf's own: swapped they are refused, and rechunk takes the tree."""
   workers = demo_optax.Workers.simulated(2)
-  dct, raw = demo_optax.dct_topk(8, 4), demo_optax.compressors.identity_topk(8, 4)
+  dct = demo_optax.dct_topk(8, 4)
+  raw = demo_optax.Compressor(
+      dct.select, demo_optax.compressors.Identity(), 8)
   codes, swapped = {'a': dct, 'b': raw}, {'a': raw, 'b': dct}
   params = {'a': jnp.ones((16, 16)), 'b': jnp.ones((16, 16))}
 

@@ -110,7 +110,9 @@ def test_every_device_computes_its_own_rows():
       params = {'w': jnp.ones((256, 256))}
       loss = lambda params, x: jnp.mean((x @ params['w'] @ params['w']) ** 2)
       tx = demo_optax.demo(
-          1e-2, workers=workers, compressor=demo_optax.compressors.random_subset(0.01)
+          1e-2, workers=workers, compressor=demo_optax.Compressor(
+              demo_optax.compressors.RandomSubset(0.01),
+              demo_optax.compressors.Identity())
       )
       step = make_step(tx, workers, loss)
       x = batch(1024, 256)

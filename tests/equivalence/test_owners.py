@@ -31,8 +31,10 @@ pytestmark = pytest.mark.core
 
 COMPRESSORS = {
     'dct': demo_optax.dct_topk(32, 8, values='sign'),
-    'hadamard': compressors.hadamard_topk(32, 2, values='sign'),
-    'identity': compressors.identity_topk((1, 32), 3, values='int8'),
+    'hadamard': compressors.Compressor(
+        compressors.TopK(2), compressors.Hadamard(), 32, 'sign'),
+    'identity': compressors.Compressor(
+        compressors.TopK(3), compressors.Identity(), (1, 32), 'int8'),
 }
 SHAPES = {  # sides that Hadamard matrices have, and more chunks than workers
     'matrix': (64, 96),
@@ -302,7 +304,9 @@ def nan_of_worker(worker):
 
 
 @pytest.mark.parametrize('selector', [
-    compressors.random_subset(1 / 4), compressors.full(),
+    compressors.Compressor(
+        compressors.RandomSubset(1 / 4), compressors.Identity()),
+    compressors.full(),
 ])
 def test_what_all_workers_share_is_summed_as_before(selector):
   """An all-reduce does not grow with the workers, and needs no owners."""

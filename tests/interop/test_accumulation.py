@@ -44,7 +44,9 @@ def batches(number):
 
 def make_tx(workers):
   return demo_optax.demo(
-      0.03, workers=workers, compressor=demo_optax.compressors.slicing(0.5), decay=0.9
+      0.03, workers=workers, decay=0.9, compressor=demo_optax.Compressor(
+          demo_optax.compressors.Slicing(0.5),
+          demo_optax.compressors.Identity())
   )
 
 

@@ -13,7 +13,8 @@ from optax import contrib
 import demo_optax
 
 WORKERS = demo_optax.Workers.simulated(2)
-COMPRESSOR = demo_optax.compressors.slicing(0.5)
+COMPRESSOR = demo_optax.Compressor(
+    demo_optax.compressors.Slicing(0.5), demo_optax.compressors.Identity())
 FROZEN = {'w': False, 'scale': True}
 TRAINED = {'w': True, 'scale': False}
 EVEN = lambda step, *_, **__: step % 2 == 0

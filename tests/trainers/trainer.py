@@ -16,7 +16,8 @@ from helpers import COMPILATIONS, assert_replicas_equal, make_workers
 import demo_optax
 
 # Of those that compile fast; what is sent does not matter here.
-COMPRESSOR = demo_optax.compressors.slicing(0.1)
+COMPRESSOR = demo_optax.Compressor(
+    demo_optax.compressors.Slicing(0.1), demo_optax.compressors.Identity())
 
 
 class Done(NamedTuple):
