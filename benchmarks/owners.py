@@ -68,8 +68,7 @@ def config_of(
       compressor(), workers=demo_optax.Workers.simulated(1)
   )
   layout = jax.eval_shape(tx.init, params).layout.layout
-  one = exchange_lib.ExchangeConfig(layout, 'senders', update_values=written)
-  return exchange_lib.with_kind(one, exchange, count)
+  return exchange_lib.make_config(layout, 'senders', exchange, count, written)
 
 
 def random_messages(
@@ -103,7 +102,7 @@ def random_updates(
 
   def update(key: jax.Array) -> jax.Array:
     report = Report(
-        jnp.array(config.num_workers), jnp.ones((wire.ENERGIES,)),
+        jnp.array(owners.num_owners), jnp.ones((wire.ENERGIES,)),
         jnp.ones((len(buckets),)),
     )
     random = {
@@ -137,9 +136,7 @@ class Merging:
 
     def merge(arrived: jax.Array, others: Any = None) -> Any:
       packer, owners = config.packer, config.update_packer
-      inbox = packer.unpack(
-          {packer.name: arrived}, None, group.min_devices, count
-      )
+      inbox = packer.unpack({packer.name: arrived}, None, group)
       merged, distinct = zip(*[
           arithmetic.merge(b, inbox.received[i], 'senders')
           for i, b in enumerate(packer.read)
@@ -148,7 +145,7 @@ class Merging:
       if owners is not None:
         own, _ = owners.pack(dict(enumerate(merged)), {}, report)
         found, report = owners.unpack(
-            jnp.concatenate([own[None], others]), distinct, group.min_devices
+            jnp.concatenate([own[None], others]), distinct, group
         )
         merged = [found[i] for i in range(len(merged))]
       updates = {}
@@ -272,9 +269,12 @@ class WholeStep:
       return optax.apply_updates(params, updates), state
 
     # The one worker that there is has a share as if there were all.
-    real = exchange_lib.with_kind
+    real = exchange_lib.make_config
     with mock.patch.object(
-        exchange_lib, 'with_kind', lambda s, e, _: real(s, e, count)
+        exchange_lib, 'make_config',
+        lambda layout, average, kind, _, values: real(
+            layout, average, kind, count, values
+        ),
     ):
       self.state = tx.init(self.params)
       self.compiled = jax.jit(step, donate_argnums=(0, 1)).lower(

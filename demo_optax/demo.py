@@ -242,10 +242,8 @@ def scale_by_demo(
     layout = make_layout(
         leaves, per_leaf(compressor, tree), workers.param_specs.axis_sizes
     )
-    config = ExchangeConfig(layout, average, update_values=written)
-    if exchange != 'all_gather' and (count := count_workers()) is not None:
-      config = exchange_lib.with_kind(config, exchange, count)
-    return config
+    count = None if exchange == 'all_gather' else count_workers()
+    return exchange_lib.make_config(layout, average, exchange, count, written)
 
   def count_workers() -> int | None:
     """Returns the number of workers; None where it is not known nor needed."""
@@ -344,6 +342,7 @@ def scale_by_demo(
     found: list[jax.Array] = []
     metrics, own = exchange_lib.no_metrics(), state.worker_stacked
     if len(frozen) < len(flat):
+      exchange_lib.note(config)
       found, own, metrics = exchange_lib.run(
           workers, config, [g for _, g in flat], own,
           Hyper(state.count, alpha, decay, weight),
@@ -427,9 +426,9 @@ def _check_state(
   if {name: x.shape for name, x in own.update_residual.items()} != shapes:
     raise ValueError(
         'The residuals of updates in the state are not those of this exchange,'
-        f' {config.kind!r} with update_values={config.update_values!r}: make'
-        ' the state with tx.init of the same transformation. Momentum can be'
-        ' taken over by demo_optax.state.momentum and with_momentum.'
+        f' {config}: make the state with tx.init of the same transformation.'
+        ' Momentum can be taken over by demo_optax.state.momentum and'
+        ' with_momentum.'
     )
 
 

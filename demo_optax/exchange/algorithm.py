@@ -13,7 +13,7 @@ import contextvars
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import chex
 import jax
@@ -90,88 +90,86 @@ def no_metrics() -> Metrics:
 
 @dataclasses.dataclass(frozen=True)
 class ExchangeConfig:
-  """What is static in an exchange.
+  """What is static in an exchange; `make_config` makes one.
 
   Attributes:
     layout: where the leaves lie in buckets.
     average: how what was sent is averaged, see `scale_by_demo`.
-    kind: `'all_gather'`, all merge all; or `'all_to_all'`, chunks are
-      divided among the workers, each of which merges its own and tells the
-      others the update.
-    num_workers: how many there are; None if chunks never have owners.
-    update_values: how owners write updates.
+    packer: how messages are written and read.
+    owners: how owners of chunks would write updates; None if chunks never have
+      owners. Not used where `'auto'` has chosen an all-gather.
   """
 
   layout: Layout
   average: topk.Average
-  kind: str = 'all_gather'
-  num_workers: int | None = None
-  update_values: str = 'float32'
+  packer: Packer
+  owners: UpdatePacker | None = None
 
-  @functools.cached_property
-  def packer(self) -> Packer:
-    """How messages are written and read."""
-    owned = self.kind == 'all_to_all'
-    num_owners = self.num_workers if owned else None
-    return Packer(self.layout.buckets, num_owners)
+  @property
+  def kind(self) -> str:
+    """The collective: `'all_gather'` or `'all_to_all'`."""
+    return 'all_gather' if self.packer.num_owners is None else 'all_to_all'
 
-  @functools.cached_property
+  @property
   def update_packer(self) -> UpdatePacker | None:
     """How owners write updates, and all read them; None without owners."""
-    return self._owners if self.kind == 'all_to_all' else None
+    return None if self.packer.num_owners is None else self.owners
 
-  @functools.cached_property
+  @property
   def residual_shapes(self) -> dict[str, tuple[tuple[int, int], str]]:
     """Returns shapes and dtypes of `WorkerState.update_residual`.
 
     The same whichever exchange `'auto'` takes: a state may be resized.
     """
-    return {} if self._owners is None else self._owners.residual_shapes
+    return {} if self.owners is None else self.owners.residual_shapes
 
-  @functools.cached_property
-  def _owners(self) -> UpdatePacker | None:
-    gathered = {
-        i: bucket for i, bucket in enumerate(self.layout.buckets)
-        if not bucket.format.shared
-    }
-    if self.num_workers is None or not gathered:
-      return None
-    return UpdatePacker(gathered, self.num_workers, self.update_values)
+  def received_bytes(self, count: int) -> int:
+    """Returns the bytes from other workers that one device gathers."""
+    shape, _ = self.packer.shapes.get(self.packer.name, ((0,), ''))
+    size = shape[-1]
+    if self.update_packer is not None:
+      size += self.update_packer.num_bytes
+    return (count - 1) * size
+
+  def __str__(self) -> str:
+    """Returns the collective, and how owners write updates, in words."""
+    if self.owners is None:
+      return repr(self.kind)
+    return f'{self.kind!r} with update_values={self.owners.values!r}'
 
 
 ExchangeKind = Literal['all_gather', 'all_to_all', 'auto']
 
 
-def with_kind(
-    config: ExchangeConfig, kind: ExchangeKind, count: int
+def make_config(
+    layout: Layout,
+    average: topk.Average,
+    kind: ExchangeKind = 'all_gather',
+    count: int | None = None,
+    update_values: str = 'float32',
 ) -> ExchangeConfig:
-  """Returns `config` with the collective that `kind` asks for.
+  """Returns what is static in an exchange.
 
   Args:
-    config: of an exchange by `'all_gather'`.
-    kind: `'auto'` takes the collective that receives fewer bytes.
-    count: number of workers.
+    layout: where the leaves lie in buckets.
+    average: see `scale_by_demo`.
+    kind: the collective; `'auto'` takes the one that receives fewer bytes.
+    count: number of workers; None if it is not known, and chunks never have
+      owners.
+    update_values: how owners write updates.
   """
-  if kind == 'all_gather':
-    return config
-  owned, gathered = (
-      dataclasses.replace(config, kind=either, num_workers=count)
-      for either in ('all_to_all', 'all_gather')
-  )
+  gathered = ExchangeConfig(layout, average, Packer(layout.buckets))
+  if kind == 'all_gather' or count is None:
+    return gathered
+  if any(not bucket.format.shared for bucket in layout.buckets):
+    owners = UpdatePacker(layout.buckets, count, update_values)
+    gathered = dataclasses.replace(gathered, owners=owners)
+  owned = dataclasses.replace(gathered, packer=Packer(layout.buckets, count))
   if kind == 'all_to_all' or (
-      received_bytes(owned, count) < received_bytes(gathered, count)
+      owned.received_bytes(count) < gathered.received_bytes(count)
   ):
     return owned
   return gathered
-
-
-def received_bytes(config: ExchangeConfig, count: int) -> int:
-  """Returns the bytes from other workers that one device gathers."""
-  shape, _ = config.packer.shapes.get(config.packer.name, ((0,), ''))
-  size = shape[-1]
-  if config.update_packer is not None:
-    size += config.update_packer.num_bytes
-  return (count - 1) * size
 
 
 def exchange(
@@ -216,13 +214,14 @@ def exchange(
   valid = group.all_devices(valid)
 
   # m <- decay m + w T g, and the k of n coefficients of each chunk to send.
-  momentum, selected = _unzip(
-      arithmetic.accumulate_and_select(
-          bucket, chunks[i], state.momentum[bucket.name], hyper.decay,
-          hyper.weight, valid, hyper.step,
-      )
-      for i, bucket in enumerate(buckets)
-  )
+  momentum, selected = [], []
+  for i, bucket in enumerate(buckets):
+    m, of_bucket = arithmetic.accumulate_and_select(
+        bucket, chunks[i], state.momentum[bucket.name], hyper.decay,
+        hyper.weight, valid, hyper.step,
+    )
+    momentum.append(m)
+    selected.append(of_bucket)
 
   # The message, and the values that all workers, this one included, will decode
   # from it: [rows, k].
@@ -241,15 +240,15 @@ def exchange(
   inbox = packer.unpack(
       group.send_and_receive(message),
       lambda bucket: arithmetic.shared_indices(bucket, hyper.step),
-      group.min_devices,
-      group.size,
+      group,
   )
 
   # u = T^-1 average_i(q_i), in a fixed order: the same bits on all workers.
-  merged, distinct = _unzip(
-      arithmetic.merge(bucket, inbox.received[i], config.average)
-      for i, bucket in enumerate(packer.read)
-  )
+  merged, distinct = [], []
+  for bucket, received in zip(packer.read, inbox.received):
+    u, found = arithmetic.merge(bucket, received, config.average)
+    merged.append(u)
+    distinct.append(found)
   report = Report(inbox.num_valid, inbox.energies, distinct)
 
   # If chunks have owners, each has merged its own, and sends the update to all.
@@ -259,9 +258,7 @@ def exchange(
     data, update_residual = owners.pack(
         dict(enumerate(merged)), update_residual, report
     )
-    of_owners, report = owners.unpack(
-        group.gather(data), distinct, group.min_devices
-    )
+    of_owners, report = owners.unpack(group.gather(data), distinct, group)
     merged = [of_owners.get(i, u) for i, u in enumerate(merged)]
 
   updates: dict[int, jax.Array] = {}
@@ -277,6 +274,30 @@ def exchange(
   return [updates[i] for i in sorted(updates)], state, metrics
 
 
+_traced: contextvars.ContextVar[list[ExchangeConfig] | None] = (
+    contextvars.ContextVar('demo_optax_traced', default=None)
+)
+
+
+@contextlib.contextmanager
+def traced_configs() -> Iterator[list[ExchangeConfig]]:
+  """Yields a list to which the configs of exchanges traced inside are added."""
+  found: list[ExchangeConfig] = []
+  token = _traced.set(found)
+  try:
+    yield found
+  finally:
+    _traced.reset(token)
+
+
+def note(config: ExchangeConfig) -> None:
+  """Adds the config of an exchange to the list of `traced_configs`."""
+  if (found := _traced.get()) is not None:
+    found.append(config)
+
+
+# Jitted, so that it is one computation outside of the user's jit, too.
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def run(
     workers: Workers,
     config: ExchangeConfig,
@@ -298,36 +319,6 @@ def run(
     the updates of the leaves that are exchanged, in the parameters' shapes; the
     new state; and metrics.
   """
-  if (found := _traced.get()) is not None:
-    found.append(config)
-  return _run(workers, config, tuple(gradients), state, hyper)
-
-
-_traced: contextvars.ContextVar[list[ExchangeConfig] | None] = (
-    contextvars.ContextVar('demo_optax_traced', default=None)
-)
-
-
-@contextlib.contextmanager
-def traced_configs() -> Iterator[list[ExchangeConfig]]:
-  """Yields a list to which the configs of exchanges traced inside are added."""
-  found: list[ExchangeConfig] = []
-  token = _traced.set(found)
-  try:
-    yield found
-  finally:
-    _traced.reset(token)
-
-
-# Jitted, so that it is one computation outside of the user's jit, too.
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _run(
-    workers: Workers,
-    config: ExchangeConfig,
-    gradients: tuple[jax.Array, ...],
-    state: WorkerState,
-    hyper: Hyper,
-) -> tuple[list[jax.Array], WorkerState, Metrics]:
   leaves = config.layout.leaves
   stacked = workers.stacked_gradients
   exchanged = sorted((*config.layout.compressed, *config.layout.averaged))
@@ -335,27 +326,24 @@ def _run(
   def one_worker(
       own: list[jax.Array], state: WorkerState, hyper: Hyper
   ) -> tuple[list[jax.Array], WorkerState, Metrics]:
-    shards = dict(zip(exchanged, own))
-    rows = {b.name: b.shape for b in config.layout.buckets}
-    momentum = {k: x.reshape(rows[k]) for k, x in state.momentum.items()}
-    update_residual = {
-        k: x.reshape(x.shape[-2:]) for k, x in state.update_residual.items()
-    }
-    own_state = WorkerState(momentum, update_residual)
+    own_state = jax.tree.map(lambda x: x.reshape(x.shape[-2:]), state)
     updates, new, metrics = exchange(
-        config, workers.group, shards, own_state, hyper
+        config, workers.group, dict(zip(exchanged, own)), own_state, hyper
     )
     new = jax.tree.map(lambda x, old: x.reshape(old.shape), new, state)
     return updates, new, metrics
 
   metrics = jax.eval_shape(no_metrics)
   buckets = jax.tree.map(lambda _: workers.bucket_spec, state)
-  scalars = jax.tree.map(lambda _: Spec(False), hyper)
   inner = [leaves[i].sharding.spec for i in exchanged]
   updates, state, metrics = workers.run(
       one_worker,
       ([gradients[i] for i in exchanged], state, hyper),
-      ([Spec(stacked, spec) for spec in inner], buckets, scalars),
+      (
+          [Spec(stacked, spec) for spec in inner],
+          buckets,
+          jax.tree.map(lambda _: Spec(False), hyper),
+      ),
       (
           [Spec(False, spec) for spec in inner],
           buckets,
@@ -454,8 +442,3 @@ def _metrics(
 
 def _ratio(a: jax.Array, b: jax.Array) -> jax.Array:
   return jnp.where(b > 0, a / jnp.where(b > 0, b, 1), 0)
-
-
-def _unzip(pairs: Any) -> tuple[list[Any], list[Any]]:
-  pairs = list(pairs)
-  return [a for a, _ in pairs], [b for _, b in pairs]

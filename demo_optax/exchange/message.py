@@ -26,6 +26,8 @@ and what is wanted of them is their mean: they go into a vector of floats that
 an all-reduce sums, with the number of valid workers and the energies behind.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -35,6 +37,7 @@ import jax.numpy as jnp
 from demo_optax.codes.format import ChunkFormat
 from demo_optax.compressors.layout import Bucket
 from demo_optax.numerics import rounding
+from demo_optax.workers import Group
 
 ENERGIES = 3  # of the momentum, of what is sent, of what stays
 END_BYTES = 1 + 4 * ENERGIES  # the status and the energies
@@ -90,39 +93,51 @@ class Inbox(NamedTuple):
   energies: jax.Array
 
 
+@dataclasses.dataclass(frozen=True)
 class Packer:
   """Packs what was selected of all buckets into messages, and unpacks them.
 
-  Args:
+  Attributes:
     buckets: what is sent.
     num_owners: among how many workers the chunks are divided; None: everybody
       reads everything.
-
-  Attributes:
-    buckets: what is sent.
-    name: of the bytes in a message.
-    read: what one worker reads of each: its share, or all of it.
   """
 
-  def __init__(
-      self, buckets: Sequence[Bucket], num_owners: int | None = None
-  ):
-    self.buckets = tuple(buckets)
-    self.num_owners = num_owners
-    self.name = GATHERED if num_owners is None else TO_OWNERS
-    self.read = tuple(
-        b if num_owners is None or b.format.shared else b.share(num_owners)
+  buckets: tuple[Bucket, ...]
+  num_owners: int | None = None
+
+  @property
+  def name(self) -> str:
+    """Name of the bytes in a message."""
+    return GATHERED if self.num_owners is None else TO_OWNERS
+
+  @functools.cached_property
+  def read(self) -> tuple[Bucket, ...]:
+    """What one worker reads of each bucket: its share, or all of it."""
+    count = self.num_owners
+    return tuple(
+        b if count is None or b.format.shared else b.share(count)
         for b in self.buckets
     )
-    # Chunks of one format are packed together, from whatever buckets.
-    self.gathered: dict[ChunkFormat, list[int]] = {}
-    self.summed: dict[str, list[int]] = {}
+
+  @functools.cached_property
+  def gathered(self) -> dict[ChunkFormat, list[int]]:
+    """Numbers of the buckets of each format, which are packed together."""
+    found: dict[ChunkFormat, list[int]] = {}
     for number, bucket in enumerate(self.read):
       chunk_format, _ = bucket.sent
-      if chunk_format.shared:
-        self.summed.setdefault(chunk_format.dtype, []).append(number)
-      else:
-        self.gathered.setdefault(chunk_format, []).append(number)
+      if not chunk_format.shared:
+        found.setdefault(chunk_format, []).append(number)
+    return found
+
+  @functools.cached_property
+  def summed(self) -> dict[str, list[int]]:
+    """Numbers of the buckets of each dtype that are summed."""
+    found: dict[str, list[int]] = {}
+    for number, bucket in enumerate(self.read):
+      if bucket.format.shared:
+        found.setdefault(bucket.format.dtype, []).append(number)
+    return found
 
   def _chunks(self, numbers: Sequence[int]) -> list[int]:
     return [self.read[number].sent[1] for number in numbers]
@@ -250,16 +265,14 @@ class Packer:
       self,
       arrived: Message,
       shared: Callable[[Bucket], jax.Array],
-      min_devices: Callable[[jax.Array], jax.Array],
-      num_workers: int,
+      group: Group,
   ) -> Inbox:
     """Reads the messages of all workers, about what this one reads.
 
     Args:
       arrived: uint8 `[workers, bytes]`, and sums over the workers.
       shared: the indices `[k]` that all workers selected in a bucket.
-      min_devices: the minimum over the devices of this worker.
-      num_workers: number of workers.
+      group: the other workers, and devices.
 
     Returns:
       what is in them.
@@ -292,7 +305,7 @@ class Packer:
           own = None if own is None else bucket.unstrip(own, first)
           found[i] = own, bucket.unstrip(x)
       # One device of a worker may have got a damaged message, others not.
-      valid = min_devices(valid.astype(jnp.int32)) == 1
+      valid = group.all_devices(valid)
       num_valid = jnp.sum(valid, dtype=jnp.int32)
       stats = jnp.where(valid[:, None] & jnp.isfinite(stats), stats, 0.0)
       energies += jnp.sum(stats, axis=0)
@@ -300,10 +313,10 @@ class Packer:
     for dtype, members in self.summed.items():
       total = arrived[SUMMED + dtype]
       end = len(total) - 1 - ENERGIES
-      count = min_devices(jnp.round(total[end]).astype(jnp.int32))
+      count = group.min_devices(jnp.round(total[end]).astype(jnp.int32))
       num_valid = count if num_valid is None else num_valid
       energies += total[end + 1 :].astype(jnp.float32)
-      weight = rounding.exact_reciprocal(count, num_workers, total.dtype)
+      weight = rounding.exact_reciprocal(count, group.size, total.dtype)
       mean = rounding.mul_no_fma(weight, total[:end])
       sizes = []
       for i in members:

@@ -13,7 +13,8 @@ What a code loses stays with the owner, and is added to its next update.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -23,6 +24,7 @@ from demo_optax.codes.format import ChunkFormat
 from demo_optax.codes.values import WITHOUT_RESIDUAL
 from demo_optax.compressors.layout import Bucket
 from demo_optax.exchange.message import ENERGIES
+from demo_optax.workers import Group
 
 
 class Report(NamedTuple):
@@ -40,28 +42,36 @@ class Report(NamedTuple):
   distinct: Sequence[jax.Array]
 
 
+@dataclasses.dataclass(frozen=True)
 class UpdatePacker:
   """Packs the updates of one owner's chunks, and unpacks those of all.
 
-  Args:
-    buckets: the buckets of a device, by their numbers; those of which places
-      are shared are not among them.
+  Attributes:
+    buckets: the buckets of a device. Those of which places are shared have no
+      owners, and are passed over.
     num_owners: number of workers.
     values: how updates are written, one of `UPDATE_VALUES`.
   """
 
-  def __init__(
-      self, buckets: Mapping[int, Bucket], num_owners: int, values: str
-  ):
-    self._num_owners, self._values = num_owners, values
-    # Coefficients of a chunk in the workers' messages.
-    self._sent = {i: b.format.k for i, b in buckets.items()}
-    self._buckets = {}
-    for i, b in buckets.items():
-      written = ChunkFormat(b.format.n, b.format.n, b.format.dtype, values)
-      self._buckets[i] = dataclasses.replace(b, format=written)
-    self.shares = {i: b.share(num_owners) for i, b in self._buckets.items()}
-    self._report_size = 1 + ENERGIES + len(self._buckets)
+  buckets: tuple[Bucket, ...]
+  num_owners: int
+  values: str
+
+  @functools.cached_property
+  def shares(self) -> dict[int, Bucket]:
+    """By the number of a bucket, what one owner writes of it."""
+    found = {}
+    for i, b in enumerate(self.buckets):
+      if not b.format.shared:
+        n, dtype = b.format.n, b.format.dtype
+        written = ChunkFormat(n, n, dtype, self.values)
+        share = b.share(self.num_owners)
+        found[i] = dataclasses.replace(share, format=written)
+    return found
+
+  @property
+  def _report_size(self) -> int:
+    return 1 + ENERGIES + len(self.shares)
 
   @property
   def num_bytes(self) -> int:
@@ -72,7 +82,7 @@ class UpdatePacker:
   @property
   def residual_shapes(self) -> dict[str, tuple[tuple[int, int], str]]:
     """Shapes and dtypes of what an owner keeps, by the names of buckets."""
-    if self._values in WITHOUT_RESIDUAL:
+    if self.values in WITHOUT_RESIDUAL:
       return {}
     return {
         share.name: ((share.num_chunks, share.format.n), share.format.dtype)
@@ -121,42 +131,42 @@ class UpdatePacker:
       self,
       data: jax.Array,
       distinct: Sequence[jax.Array],
-      min_devices: Callable[[jax.Array], jax.Array],
+      group: Group,
   ) -> tuple[dict[int, jax.Array], Report]:
     """Reads the bytes of all owners.
 
     Args:
       data: uint8 `[owners, num_bytes]`.
       distinct: for each bucket, of shared places, passed through.
-      min_devices: the minimum over the devices of this worker.
+      group: the workers, and the devices of this one.
 
     Returns:
       the updates of each bucket, `[num_chunks, n]`; and the reports, combined.
     """
     numbers = data[:, -4 * self._report_size :].reshape(
-        self._num_owners, self._report_size, 4
+        self.num_owners, self._report_size, 4
     )
     numbers = jax.lax.bitcast_convert_type(numbers, jnp.float32)
     # An owner to whom a damaged message came counts fewer workers than others.
-    num_valid = min_devices(jnp.min(numbers[:, 0]).astype(jnp.int32))
+    num_valid = group.min_devices(jnp.min(numbers[:, 0]).astype(jnp.int32))
     someone = num_valid > 0
     found, start = {}, 0
     for i, share in self.shares.items():
-      bucket = self._buckets[i]
+      chunks = self.buckets[i].num_chunks
       stop = start + share.format.num_bytes(share.num_chunks)
       _, values, sound = share.format.decode(
           data[:, start:stop], share.num_chunks
       )
       values = jnp.where(sound[:, None, None] & someone, values, 0)
-      found[i] = values.reshape(-1, share.format.n)[: bucket.num_chunks]
+      found[i] = values.reshape(-1, share.format.n)[:chunks]
       start = stop
     totals = jnp.sum(numbers[:, 1 + ENERGIES :], axis=0)
     all_distinct = list(distinct)
     for i, total in zip(self.shares, totals):
-      bucket, share = self._buckets[i], self.shares[i]
-      lacking = self._num_owners * share.num_chunks - bucket.num_chunks
+      bucket, share = self.buckets[i], self.shares[i]
       # Where owners lack chunks everybody sent zeros.
-      lacking *= self._sent[i]
+      lacking = self.num_owners * share.num_chunks - bucket.num_chunks
+      lacking *= bucket.format.k
       all_distinct[i] = total - jnp.where(someone, float(lacking), 0.0)
     energies = jnp.max(numbers[:, 1 : 1 + ENERGIES], axis=0)
     return found, Report(num_valid, energies, all_distinct)

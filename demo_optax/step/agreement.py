@@ -172,6 +172,5 @@ def _describe(config: Any) -> tuple[str, ...]:
       str([compressors.index(leaf.compressor) for leaf in leaves]),
       str([leaf.sharding.spec for leaf in leaves]),
       config.average,
-      config.kind if config.num_workers is None
-      else f'{config.kind}, update_values={config.update_values!r}',
+      str(config),
   )

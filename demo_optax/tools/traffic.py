@@ -20,8 +20,11 @@ from demo_optax.compressors.compressor import (
 )
 from demo_optax.compressors.layout import Leaf, make_layout
 from demo_optax.demo import describe_leaf, resolve_update_values
-from demo_optax.exchange import algorithm as exchange_lib
-from demo_optax.exchange.algorithm import ExchangeConfig, ExchangeKind
+from demo_optax.exchange.algorithm import (
+  ExchangeConfig,
+  ExchangeKind,
+  make_config,
+)
 from demo_optax.exchange.message import ENERGIES
 from demo_optax.tools import tables
 from demo_optax.workers import Workers
@@ -407,14 +410,10 @@ def plan(
       if leaves_bytes.values == 'averaged'
   )
   written = resolve_update_values(exchange, update_values)
-  config = exchange_lib.with_kind(
-      ExchangeConfig(layout, 'senders', update_values=written),
-      exchange,
-      num_workers,
-  )
+  config = make_config(layout, 'senders', exchange, num_workers, written)
   own, summed, inside = _device_bytes(config, specs, num_workers)
   summed += averaged
-  across = exchange_lib.received_bytes(config, num_workers)
+  across = config.received_bytes(num_workers)
   owners = 1 if config.update_packer is None else num_workers
   told = 0 if config.update_packer is None else config.update_packer.num_bytes
   return Plan(

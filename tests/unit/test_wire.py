@@ -15,6 +15,7 @@ from demo_optax.compressors import Dct
 from demo_optax.compressors import chunking as chunks
 from demo_optax.compressors.layout import Bucket
 from demo_optax.exchange import message as wire
+from demo_optax.workers import Group
 
 pytestmark = pytest.mark.core
 
@@ -36,9 +37,9 @@ def random_selection(rng, f, chunks):
 
 def packer_of(leaves):
   """Of buckets of these formats, with so many chunks each."""
-  return wire.Packer([
+  return wire.Packer(tuple(
       Bucket(f'bucket_{i}', None, None, f, (1, f.n), 'whole', (), 1, chunks)
-      for i, (f, chunks) in enumerate(leaves)])
+      for i, (f, chunks) in enumerate(leaves)))
 
 
 def write(packer, selections, present):
@@ -53,7 +54,7 @@ def write(packer, selections, present):
 def read(packer, data):
   """(indices, values) of each bucket, and whose values count."""
   inbox = packer.unpack(
-      {wire.GATHERED: data}, lambda _: None, lambda ok: ok, len(data))
+      {wire.GATHERED: data}, lambda _: None, Group('workers', len(data)))
   found = [
       (x.indices if x.indices is not None else jnp.broadcast_to(
           jnp.arange(x.values.shape[-1]), x.values.shape), x.values)
@@ -252,12 +253,12 @@ def test_energies_travel():
   selected = [wire.Selected(indices, values, jnp.asarray(7.0))]
   message, _ = layout.pack(selected, jnp.asarray(0.5), jnp.asarray(True))
   inbox = layout.unpack(
-      {k: x[None] for k, x in message.items()}, None, lambda ok: ok, 1)
+      {k: x[None] for k, x in message.items()}, None, Group('workers', 1))
   # Of 7, 5 were sent, of which a fourth stays with the 2 that were not.
   np.testing.assert_allclose(inbox.energies, [7.0, 5.0, 3.25])
   message, _ = layout.pack(selected, jnp.asarray(0.5), jnp.asarray(False))
   inbox = layout.unpack(
-      {k: x[None] for k, x in message.items()}, None, lambda ok: ok, 1)
+      {k: x[None] for k, x in message.items()}, None, Group('workers', 1))
   assert int(inbox.num_valid) == 0 and not np.any(inbox.energies)
 
 
@@ -281,7 +282,7 @@ def test_sums_are_means_over_who_takes_part(x64, dtype):
     vectors.append(message[name])
   inbox = layout.unpack(
       {name: sum(vectors)}, lambda _: jnp.asarray([3, 9], jnp.int32),
-      lambda ok: ok, 3)
+      Group('workers', 3))
   assert int(inbox.num_valid) == 2
   assert inbox.received[0].indices.tolist() == [[[3, 9]] * 3]
   for found, a, b in zip(inbox.received, values[0], values[2]):
