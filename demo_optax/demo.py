@@ -151,12 +151,10 @@ def scale_by_demo(
   `state.metrics['num_excluded']` counts. If all are excluded the update is zero
   (and what follows, such as weight decay, goes on as with any update); so it is
   in a step with a hyperparameter that is not finite, or a decay or an `alpha`
-  beyond 0 to 1. A message that is damaged
-  beyond sense (indices out of order or of the chunk, values that are not finite
-  or too large to transform) excludes its worker, too, and what it was to carry
-  is lost.
-
-  A worker whose gradient is wrong but finite is averaged like any other.
+  beyond 0 to 1. A corrupt message (indices out of order or of the chunk, values
+  that are not finite or too large to transform) also excludes its sender, and
+  the update it carried is lost. A gradient that is wrong but finite is averaged
+  like any other.
 
   Integer leaves get zero updates; complex leaves are refused.
 

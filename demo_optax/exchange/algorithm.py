@@ -208,8 +208,8 @@ def exchange(
   chunks = [layout.fill(i, gradients, d) for i, d in enumerate(devices)]
 
   # A worker whose gradient could make its momentum overflow is excluded. This
-  # is told from the gradients, before the momentum is touched, so that it can
-  # be changed in place.
+  # is decided before the momentum is touched, so that it can be updated in
+  # place.
   valid = _is_valid(layout, chunks, gradients, hyper)  # bool []
   valid = group.all_devices(valid)
 

@@ -138,7 +138,7 @@ def merge(
       jnp.arange(pieces, dtype=jnp.int32),
       unroll=pieces == 1,
   )
-  # In the padding everybody sent zeros.
+  # Padding rows count as sent; remove them.
   padding = (bucket.rows - bucket.num_chunks) * bucket.format.k
   someone = jnp.any(received.valid)
   return updates, distinct - jnp.where(someone, float(padding), 0.0)

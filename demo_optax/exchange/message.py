@@ -17,13 +17,13 @@ If a worker is several devices, each has its own chunks and its own message.
 Where every worker owns a share of the chunks, a worker writes such a message
 for each owner, about its chunks alone; all are of one size.
 
-Whatever the bytes, reading them is safe: a worker whose indices do not ascend
+Decoding is safe for arbitrary bytes: a worker whose indices do not ascend
 within the chunk or whose values are beyond `ChunkFormat.max_magnitude` is
 excluded. All workers see the same bytes and so agree on who that is.
 
-Where all workers select the same indices there is nothing to tell but values,
-and what is wanted of them is their mean: they go into a vector of floats that
-an all-reduce sums, with the number of valid workers and the energies behind.
+If all workers select the same indices, only values are sent and only their mean
+is needed: they go into a vector of floats that an all-reduce sums, with the
+number of valid workers and the energies behind.
 """
 
 import dataclasses
@@ -219,8 +219,7 @@ class Packer:
   def _cut(self, number: int, x: jax.Array) -> jax.Array:
     """Cuts `[rows, k]` into what is sent: `[chunks, k]`, for owners of each.
 
-    Where owners have fewer chunks than others, those that they lack are the
-    first places of chunks of zeros.
+    Owners with fewer chunks are padded with zero chunks at indices 0..k-1.
     """
     if self.num_owners is None:
       return self.buckets[number].strip(x)

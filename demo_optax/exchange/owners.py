@@ -1,4 +1,4 @@
-"""Finished updates, as bytes: what an owner of chunks tells all others.
+"""Encodes the merged updates that owners of chunks send to all.
 
 Where every worker owns a share of the chunks, it merges what all have sent of
 them and inverts the transform. What follows is one uint8 vector, of equal size
@@ -28,7 +28,7 @@ from demo_optax.workers import Group
 
 
 class Report(NamedTuple):
-  """What an exchange tells about itself.
+  """Counts and energies of an exchange.
 
   Attributes:
     num_valid: int32 `[]`, number of valid workers; None without buckets.
@@ -75,7 +75,7 @@ class UpdatePacker:
 
   @property
   def num_bytes(self) -> int:
-    """Bytes that one owner tells."""
+    """Bytes that one owner sends."""
     sizes = (x.format.num_bytes(x.num_chunks) for x in self.shares.values())
     return sum(sizes) + 4 * self._report_size
 
@@ -107,7 +107,7 @@ class UpdatePacker:
       uint8 `[num_bytes]`, and the new residuals.
     """
     assert report.num_valid is not None
-    # Where every worker is excluded nothing moves, not even what is owed.
+    # If every worker is excluded, apply nothing, not even a pending residual.
     someone = report.num_valid > 0
     data, kept = [], {}
     for i, share in self.shares.items():
@@ -164,7 +164,7 @@ class UpdatePacker:
     all_distinct = list(distinct)
     for i, total in zip(self.shares, totals):
       bucket, share = self.buckets[i], self.shares[i]
-      # Where owners lack chunks everybody sent zeros.
+      # Padding chunks of owners count as sent; remove them.
       lacking = self.num_owners * share.num_chunks - bucket.num_chunks
       lacking *= bucket.format.k
       all_distinct[i] = total - jnp.where(someone, float(lacking), 0.0)
