@@ -25,7 +25,7 @@ from demo_optax.compressors.compressor import (
 from demo_optax.compressors.layout import Layout, make_layout
 from demo_optax.exchange import algorithm as exchange_lib
 from demo_optax.exchange.algorithm import ExchangeConfig, Hyper, WorkerState
-from demo_optax.numerics import topk
+from demo_optax.numerics import platform, topk
 from demo_optax.workers import Workers, checks, inside
 from demo_optax.workers.param_specs import ParamSharding, ParamSpecs
 
@@ -137,7 +137,7 @@ def scale_by_demo(
   transformation. Momentum is kept as coefficients, which changes nothing since
   :math:`T` is linear and orthonormal.
 
-  Communication: one `all_gather` of one uint8 payload per step for the whole
+  Communication: one `all_gather` of one message per step for the whole
   tree, or with compressors of places that all workers share one all-reduce;
   `demo_optax.plan` gives the bytes. What a worker receives thus grows with the
   number of workers. With `exchange='all_to_all'` it does not: every worker owns
@@ -241,7 +241,9 @@ def scale_by_demo(
         leaves, per_leaf(compressor, tree), workers.param_specs.axis_sizes
     )
     count = None if exchange == 'all_gather' else count_workers()
-    return exchange_lib.make_config(layout, average, exchange, count, written)
+    return exchange_lib.make_config(
+        layout, average, exchange, count, written, platform.of(workers.mesh)
+    )
 
   def count_workers() -> int | None:
     """Returns the number of workers; None where it is not known nor needed."""

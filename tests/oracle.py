@@ -221,3 +221,24 @@ class Oracle:
     if self.whole:
       return merged[0]
     return expand(merged, shape, self.limit, self.padding, self.basis)
+
+
+def planes(numbers, width):
+  """Numbers of `width` bits as words of 32, by the definition of the format.
+
+  The powers of two that make up the width, ascending, are parts of each number;
+  number j W + w has bits j part to (j + 1) part of word w of W.
+  """
+  numbers = np.asarray(numbers, np.uint64).reshape(-1)
+  words, start = [], 0
+  for bit in range(6):
+    part = 1 << bit
+    if width & part:
+      size = -(-len(numbers) * part // 32)
+      plane = np.zeros(size, np.uint64)
+      for i, number in enumerate(numbers):
+        own = number >> np.uint64(start) & np.uint64(2**part - 1)
+        plane[i % size] |= own << np.uint64(i // size * part)
+      words.append(plane)
+      start += part
+  return np.concatenate(words or [np.zeros(0)]).astype(np.uint32)

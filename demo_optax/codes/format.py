@@ -1,13 +1,14 @@
 """The selection from one kind of chunk, as bytes."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 
 from demo_optax.codes import indices as index_codes
 from demo_optax.codes import values as value_codes
-from demo_optax.numerics import bits, platform
+from demo_optax.numerics import platform
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,17 +62,14 @@ class ChunkFormat:
     """Largest magnitude that is sent; more stays in the momentum."""
     return self.max_magnitude / 2
 
-  def value_bytes(self, chunks: int) -> int:
-    """Returns the bytes that the values of so many chunks take."""
-    return self.value_code.num_bytes(chunks, self.k)
-
-  def index_bytes(self, chunks: int) -> int:
-    """Returns the bytes that the indices of so many chunks take."""
-    return bits.packed_size(chunks, self.index_code.bits)
-
   def num_bytes(self, chunks: int) -> int:
-    """Returns the bytes that so many chunks take in a payload."""
-    return self.value_bytes(chunks) + self.index_bytes(chunks)
+    """Returns the bytes of so many chunks among others, none filled up."""
+    parts = self.value_code.bits(self.k), self.index_code.bits
+    return sum(math.ceil(chunks * bits / 8) for bits in parts)
+
+  def words(self, chunks: int) -> int:
+    """Returns the words of 32 bits that so many chunks take in a message."""
+    return self.value_code.words(chunks, self.k) + self.index_code.words(chunks)
 
   def encode(
       self, indices: jax.Array | None, values: jax.Array
@@ -79,46 +77,53 @@ class ChunkFormat:
     """Writes a selection.
 
     Args:
-      indices: int32 `[chunks, k]`, ascending within a chunk; `None` if `k` is
-        `n`.
-      values: `[chunks, k]`.
+      indices: int32 `[..., chunks, k]`, ascending within a chunk; `None` if `k`
+        is `n`.
+      values: `[..., chunks, k]`.
 
     Returns:
-      uint8 `[num_bytes]`, and `[chunks, k]`, the values as they will be read.
+      uint32 `[..., words]`, and `[..., chunks, k]`, the values that receivers
+      decode.
     """
     most = self.largest_sent
     data, sent = self.value_code.encode(jnp.clip(values, -most, most))
     if indices is not None:
-      data = jnp.concatenate([data, self.index_code.encode(indices)])
+      places = self.index_code.encode(indices)
+      data = jnp.concatenate([data, places], axis=-1)
     return data, sent
 
   def decode(
       self, data: jax.Array, chunks: int
   ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
-    """Undoes `encode` for uint8 `[workers, num_bytes]`.
+    """Undoes `encode` for uint32 `[workers, words]`, which may be any words.
 
     Returns:
-      int32 indices `[workers, chunks, k]`, ascending within `[0, n)` whatever
-      the bytes, or `None`; values `[workers, chunks, k]`; and bool `[workers]`,
-      whose bytes are a selection with values up to `max_magnitude`.
+      int32 indices `[workers, chunks, k]`, always ascending within `[0, n)`, or
+      `None`; values `[workers, chunks, k]`; and bool `[workers]`, whose words
+      are a selection with values up to `max_magnitude`.
     """
     if platform.one_payload_at_a_time():
-      return jax.lax.map(lambda row: self._decode_one(row, chunks), data)
-    return jax.vmap(lambda row: self._decode_one(row, chunks))(data)
+      return jax.lax.map(lambda row: self._decode(row, chunks), data)
+    return self._decode(data, chunks)
 
-  def _decode_one(
+  def _decode(
       self, data: jax.Array, chunks: int
   ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
-    split = self.value_bytes(chunks)
-    values = self.value_code.decode(data[:split], chunks, self.k)
+    """Decodes uint32 `[..., words]`."""
+    split = self.value_code.words(chunks, self.k)
+    values = self.value_code.decode(data[..., :split], chunks, self.k)
     good = jnp.abs(values) <= self.max_magnitude  # no NaN
     if self.k == self.n:
-      return None, values, jnp.all(good)
-    indices = self.index_code.decode(data[split:], chunks)
-    before = jnp.pad(indices[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+      return None, values, jnp.all(good, axis=(-2, -1))
+    indices = self.index_code.decode(data[..., split:], chunks)
+    edge = [(0, 0)] * (indices.ndim - 1) + [(1, 0)]
+    before = jnp.pad(indices[..., :-1], edge, constant_values=-1)
     good &= (indices > before) & (indices < self.n)
-    valid = jnp.all(good)  # one reduction: each is a kernel to compile
-    # Gathers and scatters are promised ascending indices in [0, n): excluded
-    # workers' are replaced, too.
-    first = jnp.arange(self.k, dtype=jnp.int32)[None]
-    return jnp.where(valid, indices, first), values, valid
+    valid = jnp.all(good, axis=(-2, -1))  # one reduction, one kernel
+    # Gathers and scatters are promised ascending indices in [0, n): replace
+    # those of excluded workers as well.
+    first = jax.lax.broadcasted_iota(
+        jnp.int32, indices.shape, indices.ndim - 1
+    )
+    indices = jnp.where(valid[..., None, None], indices, first)
+    return indices, values, valid

@@ -2,9 +2,9 @@
 
 The places of a chunk are a set and are written in ascending order, which leaves
 `log2 C(n, k)` bits to say. A code takes the same number of bits for every
-chunk, and chunks follow each other bit by bit: only the last byte of all of
-them is filled up. Reading makes indices of any bytes; that they ascend within
-the chunk is for the reader to check (`format.ChunkFormat.decode`).
+chunk, and those of all chunks are packed together: only the last words are
+filled up. Reading makes indices of any words; that they ascend within the chunk
+is for the reader to check (`format.ChunkFormat.decode`).
 """
 
 import dataclasses
@@ -24,13 +24,16 @@ class IndexCode(Protocol):
 
   @property
   def bits(self) -> int:
-    """Bits per chunk."""
+    """Bits per chunk, without the last words being filled up."""
+
+  def words(self, chunks: int) -> int:
+    """Words of 32 bits that the indices of so many chunks take."""
 
   def encode(self, indices: jax.Array) -> jax.Array:
-    """Packs ascending int32 `[chunks, k]` as uint8, `bits` of each chunk."""
+    """Packs ascending int32 `[..., chunks, k]` as uint32 `[..., words]`."""
 
   def decode(self, data: jax.Array, chunks: int) -> jax.Array:
-    """Undoes `encode` for uint8 `[bytes]`; returns int32 `[chunks, k]`."""
+    """Undoes `encode`; returns int32 `[..., chunks, k]`."""
 
 
 @functools.cache
@@ -65,14 +68,18 @@ class Everything:
     """0."""
     return 0
 
+  def words(self, chunks: int) -> int:
+    """0."""
+    return 0
+
   def encode(self, indices: jax.Array) -> jax.Array:
-    """Returns no bytes."""
-    return jnp.zeros((0,), jnp.uint8)
+    """Returns no words."""
+    return jnp.zeros((*indices.shape[:-2], 0), jnp.uint32)
 
   def decode(self, data: jax.Array, chunks: int) -> jax.Array:
     """Returns all places, in order."""
-    every = jnp.arange(self.n, dtype=jnp.int32)[None]
-    return jnp.broadcast_to(every, (chunks, self.n))
+    shape = (*data.shape[:-1], chunks, self.n)
+    return jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,15 +95,18 @@ class FixedWidth:
     """`k ceil(log2 n)`."""
     return self.k * index_width(self.n)
 
+  def words(self, chunks: int) -> int:
+    """Returns the words of `ceil(log2 n)` bits an index."""
+    return packing.packed_words(chunks * self.k, index_width(self.n))
+
   def encode(self, indices: jax.Array) -> jax.Array:
     """Returns the indices, packed."""
-    numbers = indices.reshape(-1).astype(jnp.uint32)
-    return packing.pack_bits(numbers, index_width(self.n))
+    return packing.pack_bits(_row(indices), index_width(self.n))
 
   def decode(self, data: jax.Array, chunks: int) -> jax.Array:
     """Returns the indices, unpacked."""
     numbers = packing.unpack_bits(data, chunks * self.k, index_width(self.n))
-    return numbers.astype(jnp.int32).reshape(chunks, self.k)
+    return numbers.astype(jnp.int32).reshape(*data.shape[:-1], chunks, self.k)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,14 +122,18 @@ class Bitmap:
     """`n`."""
     return self.n
 
+  def words(self, chunks: int) -> int:
+    """Returns the words of n bits a chunk."""
+    return packing.packed_words(chunks * self.n, 1)
+
   def encode(self, indices: jax.Array) -> jax.Array:
     """Ones at the indices."""
-    return packing.pack_bits(_ones_at(indices, self.n).reshape(-1), 1)
+    return packing.pack_bits(_row(_ones_at(indices, self.n)), 1)
 
   def decode(self, data: jax.Array, chunks: int) -> jax.Array:
     """Returns the places of the ones."""
     bits = packing.unpack_bits(data, chunks * self.n, 1)
-    bits = bits.reshape(chunks, self.n)
+    bits = bits.reshape(*data.shape[:-1], chunks, self.n)
     return packing.places_of_ones(bits == 1, self.k)
 
 
@@ -152,29 +166,32 @@ class EliasFano:
     """`k low + k + ceil(n / 2**low) - 1`."""
     return self.k * self.low + self.unary_bits
 
+  def words(self, chunks: int) -> int:
+    """Returns the words of the low bits, and those of the unary parts."""
+    lows = packing.packed_words(chunks * self.k, self.low)
+    return lows + packing.packed_words(chunks * self.unary_bits, 1)
+
   def encode(self, indices: jax.Array) -> jax.Array:
     """Returns the low bits of all chunks, then the unary parts of all."""
-    low_bits = indices.size * self.low
-    lows = indices.reshape(-1).astype(jnp.uint32) & (2**self.low - 1)
-    head = packing.pack_bits(lows, self.low)
-    order = jnp.arange(self.k, dtype=jnp.int32)[None]
-    unary = _ones_at((indices >> self.low) + order, self.unary_bits)
-    # The unary parts begin in the byte where the low bits end.
-    tail = packing.pack_bits(jnp.pad(unary.reshape(-1), (low_bits % 8, 0)), 1)
-    whole = low_bits // 8
-    shared = head[whole:] | tail[: head.size - whole]
-    return jnp.concatenate([head[:whole], shared, tail[shared.size :]])
+    lows = _row(indices) & jnp.uint32(2**self.low - 1)
+    order = jnp.arange(self.k, dtype=jnp.int32)
+    rest = (indices >> self.low) + order.reshape(*(1,) * (indices.ndim - 1), -1)
+    return jnp.concatenate([
+        packing.pack_bits(lows, self.low),
+        packing.pack_bits(_row(_ones_at(rest, self.unary_bits)), 1),
+    ], axis=-1)
 
   def decode(self, data: jax.Array, chunks: int) -> jax.Array:
     """Returns the places of the ones, less their order, above the low bits."""
-    low_bits, unary_bits = chunks * self.k * self.low, chunks * self.unary_bits
-    head = data[: packing.packed_size(chunks * self.k, self.low)]
-    lows = packing.unpack_bits(head, chunks * self.k, self.low)
-    skip, tail = low_bits % 8, data[low_bits // 8 :]
-    unary = packing.unpack_bits(tail, skip + unary_bits, 1)[skip:]
-    unary = unary.reshape(chunks, self.unary_bits)
+    batch = data.shape[:-1]
+    split = packing.packed_words(chunks * self.k, self.low)
+    lows = packing.unpack_bits(data[..., :split], chunks * self.k, self.low)
+    unary = packing.unpack_bits(
+        data[..., split:], chunks * self.unary_bits, 1
+    ).reshape(*batch, chunks, self.unary_bits)
+    places = packing.places_of_ones(unary == 1, self.k)
     order = jnp.arange(self.k, dtype=jnp.int32)
-    rest = packing.places_of_ones(unary == 1, self.k) - order[None]
+    rest = places - order.reshape(*(1,) * (places.ndim - 1), -1)
     return (rest << self.low) | lows.astype(jnp.int32).reshape(rest.shape)
 
 
@@ -183,10 +200,17 @@ def index_width(n: int) -> int:
   return (n - 1).bit_length()
 
 
+def _row(x: jax.Array) -> jax.Array:
+  """Returns `[..., chunks, k]` as uint32 `[..., chunks * k]`."""
+  return x.reshape(*x.shape[:-2], -1).astype(jnp.uint32)
+
+
 def _ones_at(places: jax.Array, size: int) -> jax.Array:
-  """uint32 `[chunks, size]`, 1 at `places [chunks, k]`, which are distinct."""
-  zeros = jnp.zeros((places.shape[0], size), jnp.uint32)
-  return zeros.at[packing.row_numbers(places), places].set(
-      1, unique_indices=True, mode='promise_in_bounds',
-      wrap_negative_indices=False,
+  """uint32 `[..., size]`, 1 at `places [..., k]`, distinct and ascending."""
+  flat = places.reshape(-1, places.shape[-1])
+  zeros = jnp.zeros((flat.shape[0], size), jnp.uint32)
+  ones = zeros.at[packing.row_numbers(flat), flat].set(
+      1, unique_indices=True, indices_are_sorted=True,
+      mode='promise_in_bounds', wrap_negative_indices=False,
   )
+  return ones.reshape(*places.shape[:-1], size)

@@ -1,8 +1,8 @@
 """Codes of the values: what is sent of every coefficient selected.
 
-`encode` returns the bytes and, beside them, the values that everybody will read
-from these bytes. The sender takes those out of its momentum, so that what a
-code loses stays in the momentum, to the last bit.
+`encode` returns words of 32 bits and the values that receivers will decode. The
+sender subtracts exactly those from its momentum: what a code loses stays in the
+momentum, to the last bit. All arrays may have further dimensions in front.
 
 The same values must give the same bits in every program. Compilers contract a
 product and a sum, regroup sums and turn divisions into products, or not,
@@ -20,26 +20,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from demo_optax.numerics import bits as packing
+from demo_optax.numerics import bits
 
 _MAX = np.finfo(np.float32).max
 _TINY = np.finfo(np.float32).tiny
-_SCALE_BYTES = 2
-_IN_A_BYTE = 5  # numbers of three values: 3**5 is 243
-_POWERS = tuple(3**place for place in range(_IN_A_BYTE))
+_POWERS = tuple(3**place for place in range(20))  # digits of a word
 
 
 class ValueCode(Protocol):
   """How the values sent of every chunk are written."""
 
-  def num_bytes(self, chunks: int, k: int) -> int:
-    """Returns the bytes that `k` values of each of so many chunks take."""
+  def bits(self, k: int) -> float:
+    """Returns the bits that `k` values of a chunk take."""
+
+  def words(self, chunks: int, k: int) -> int:
+    """Returns the words that `k` values of each of so many chunks take."""
 
   def encode(self, values: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Packs `[chunks, k]`; returns uint8 `[num_bytes]`, and what is read."""
+    """Packs `[chunks, k]`; returns uint32 `[words]`, and the values decoded."""
 
   def decode(self, data: jax.Array, chunks: int, k: int) -> jax.Array:
-    """Undoes `encode` for uint8 `[bytes]`; returns `[chunks, k]`."""
+    """Undoes `encode` for uint32 `[words]`; returns `[chunks, k]`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,19 +49,29 @@ class Exact:
 
   dtype: str
 
-  def num_bytes(self, chunks: int, k: int) -> int:
-    """Returns 4 bytes each, or 8 for float64."""
-    return chunks * k * jnp.dtype(self.dtype).itemsize
+  def bits(self, k: int) -> float:
+    """Returns 32 each, or 64 for float64."""
+    return 8 * k * jnp.dtype(self.dtype).itemsize
+
+  def words(self, chunks: int, k: int) -> int:
+    """Returns a word each, or two for float64."""
+    return chunks * k * jnp.dtype(self.dtype).itemsize // 4
 
   def encode(self, values: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the bytes of the values."""
-    return jax.lax.bitcast_convert_type(values, jnp.uint8).reshape(-1), values
+    """Returns the bits of the values; of float64 the low halves first."""
+    words = jax.lax.bitcast_convert_type(values, jnp.uint32)
+    if words.ndim > values.ndim:
+      words = jnp.moveaxis(words, -1, -3)
+    return words.reshape(*values.shape[:-2], -1), values
 
   def decode(self, data: jax.Array, chunks: int, k: int) -> jax.Array:
-    """Returns the values of the bytes."""
-    dtype = jnp.dtype(self.dtype)
-    data = data.reshape(chunks, k, dtype.itemsize)
-    return jax.lax.bitcast_convert_type(data, dtype)
+    """Returns the values of the bits."""
+    dtype, shape = jnp.dtype(self.dtype), (chunks, k)
+    if dtype.itemsize == 4:
+      words = data.reshape(*data.shape[:-1], *shape)
+    else:
+      words = jnp.moveaxis(data.reshape(*data.shape[:-1], 2, *shape), -3, -1)
+    return jax.lax.bitcast_convert_type(words, dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,20 +80,24 @@ class BFloat16:
 
   dtype: str
 
-  def num_bytes(self, chunks: int, k: int) -> int:
-    """Returns 2 bytes each."""
-    return chunks * k * 2
+  def bits(self, k: int) -> float:
+    """Returns 16 each."""
+    return 16 * k
+
+  def words(self, chunks: int, k: int) -> int:
+    """Returns half a word each."""
+    return bits.packed_words(chunks * k, 16)
 
   def encode(self, values: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the rounded values."""
     largest = _largest_scale(1)
     rounded = _round(jnp.clip(values, -largest, largest).astype(jnp.float32))
-    return _bfloat16_bytes(rounded), rounded.astype(values.dtype)
+    return _pack_bfloat16(rounded), rounded.astype(values.dtype)
 
   def decode(self, data: jax.Array, chunks: int, k: int) -> jax.Array:
     """Returns the rounded values."""
-    values = _without_subnormals(_from_bfloat16_bytes(data))
-    return values.astype(self.dtype).reshape(chunks, k)
+    values = _without_subnormals(_unpack_bfloat16(data, chunks * k))
+    return values.astype(self.dtype).reshape(*data.shape[:-1], chunks, k)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,67 +119,71 @@ class Scaled:
   spacing: int
   quantise: Callable[[jax.Array, int], tuple[jax.Array, jax.Array]]
 
-  def num_bytes(self, chunks: int, k: int) -> int:
-    """Returns the bytes: `width` bits each, and a scale per chunk."""
-    packed = packing.packed_size(chunks * k, self.width)
-    return packed + chunks * _SCALE_BYTES
+  def bits(self, k: int) -> float:
+    """Returns `width` each, and 16 of the scale."""
+    return self.width * k + 16
+
+  def words(self, chunks: int, k: int) -> int:
+    """Returns the words of the levels, and of the scales."""
+    levels = bits.packed_words(chunks * k, self.width)
+    return levels + bits.packed_words(chunks, 16)
 
   def encode(self, values: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the levels of all chunks, packed, then their scales."""
     levels, scales = self.quantise(_without_subnormals(values), self.limit)
     levels = levels.astype(jnp.int32)  # which have no -0
     numbers = (levels + self.limit).astype(jnp.uint32) // self.spacing
-    packed = packing.pack_bits(numbers.reshape(-1), self.width)
-    data = jnp.concatenate([packed, _bfloat16_bytes(scales)])
+    packed = bits.pack_bits(_row(numbers), self.width)
+    data = jnp.concatenate([packed, _pack_bfloat16(scales)], axis=-1)
     return data, levels.astype(values.dtype) * scales.astype(values.dtype)
 
   def decode(self, data: jax.Array, chunks: int, k: int) -> jax.Array:
     """Levels times scales."""
-    split = packing.packed_size(chunks * k, self.width)
-    numbers = packing.unpack_bits(data[:split], chunks * k, self.width)
+    split = bits.packed_words(chunks * k, self.width)
+    numbers = bits.unpack_bits(data[..., :split], chunks * k, self.width)
     levels = numbers.astype(jnp.int32) * self.spacing - self.limit
-    levels = levels.reshape(chunks, k).astype(self.dtype)
-    scales = _without_subnormals(_from_bfloat16_bytes(data[split:]))
-    return levels * scales.astype(self.dtype)[:, None]
+    levels = levels.reshape(*data.shape[:-1], chunks, k).astype(self.dtype)
+    scales = _without_subnormals(_unpack_bfloat16(data[..., split:], chunks))
+    return levels * scales.astype(self.dtype)[..., None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Ternary:
-  """Signs: -1, 0 or 1, five of them in a byte.
+  """Signs: -1, 0 or 1, twenty of them in a word.
 
   For updates of which nothing but the sign is wanted.
   """
 
   dtype: str
 
-  def num_bytes(self, chunks: int, k: int) -> int:
-    """Returns the bytes of 1.6 bits each."""
-    return -(-chunks * k // _IN_A_BYTE)
+  def bits(self, k: int) -> float:
+    """Returns 1.6 each."""
+    return 32 * k / len(_POWERS)
+
+  def words(self, chunks: int, k: int) -> int:
+    """Returns a word for twenty."""
+    return -(-chunks * k // len(_POWERS))
 
   def encode(self, values: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Writes five signs to a byte.
-
-    They are `num_bytes` apart, so that each digit of all bytes is one slice;
-    five neighbours in a byte would be five strided reads.
-    """
-    chunks, k = values.shape
-    size = self.num_bytes(chunks, k)
+    """Writes twenty signs to a word, in planes as `bits.pack_bits` does."""
+    *batch, chunks, k = values.shape
+    size = self.words(chunks, k)
     signs = (values > 0).astype(jnp.int8) - (values < 0).astype(jnp.int8)
-    digits = (signs + jnp.int8(1)).astype(jnp.uint8).reshape(-1)
-    digits = jnp.pad(digits, (0, size * _IN_A_BYTE - chunks * k))
-    data = jnp.zeros((size,), jnp.uint8)
-    for place, power in enumerate(_POWERS):
-      own = jax.lax.slice_in_dim(digits, place * size, (place + 1) * size)
-      data += own * jnp.uint8(power)
+    digits = _row(signs + jnp.int8(1))
+    missing = size * len(_POWERS) - chunks * k
+    digits = jnp.pad(digits, [(0, 0)] * len(batch) + [(0, missing)])
+    digits = digits.reshape(*batch, len(_POWERS), size)
+    data = jnp.sum(digits * _powers(len(batch)), axis=-2, dtype=jnp.uint32)
     return data, signs.astype(values.dtype)
 
   def decode(self, data: jax.Array, chunks: int, k: int) -> jax.Array:
-    """Returns the signs; bytes that no signs make are zeros."""
-    powers = jnp.asarray(_POWERS, jnp.uint8)[:, None]
-    digits = data[None] // powers % jnp.uint8(3)
-    digits = jnp.where(data[None] < 3**_IN_A_BYTE, digits, jnp.uint8(1))
-    signs = digits.astype(jnp.int8) - jnp.int8(1)
-    return signs.astype(self.dtype).reshape(-1)[: chunks * k].reshape(chunks, k)
+    """Returns the signs; words that no signs make are zeros."""
+    *batch, _ = data.shape
+    digits = data[..., None, :] // _powers(len(batch)) % jnp.uint32(3)
+    known = data[..., None, :] < jnp.uint32(3 * _POWERS[-1])
+    signs = jnp.where(known, digits, jnp.uint32(1)).astype(jnp.int32) - 1
+    signs = signs.reshape(*batch, -1)[..., : chunks * k]
+    return signs.astype(self.dtype).reshape(*batch, chunks, k)
 
 
 def value_code(values: str, dtype: str) -> ValueCode:
@@ -176,7 +195,7 @@ def _nearest_levels(
     values: jax.Array, limit: int
 ) -> tuple[jax.Array, jax.Array]:
   """Rounds values to levels, the largest magnitude to `limit`."""
-  largest = jnp.max(jnp.abs(values), axis=1, keepdims=True)
+  largest = jnp.max(jnp.abs(values), axis=-1, keepdims=True)
   scales = _scales(largest.astype(jnp.float32) * np.float32(1 / limit), limit)
   inverse = jnp.where(scales > 0, 1 / scales, 0).astype(values.dtype)
   # The scale may have been rounded down, or be the largest there is.
@@ -193,15 +212,15 @@ def _signs(values: jax.Array, limit: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _mean_magnitude(values: jax.Array) -> jax.Array:
-  """Returns float32 means `[chunks, 1]`, their sums in one fixed order."""
-  k = values.shape[1]
+  """Returns float32 means `[..., 1]`, their sums in one fixed order."""
+  k = values.shape[-1]
   width = 1 << (k - 1).bit_length()
-  # So that no sum overflows; the mean of values this large may be any.
+  # Clip so that the sum cannot overflow; the scale of such values is no matter.
   x = jnp.minimum(jnp.abs(values), float(_MAX) / width).astype(jnp.float32)
-  x = jnp.pad(x, ((0, 0), (0, width - k)))
+  x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - k)])
   while width > 1:
     width //= 2
-    x = x[:, :width] + x[:, width:]
+    x = x[..., :width] + x[..., width:]
   return x * np.float32(1 / k)
 
 
@@ -212,8 +231,8 @@ def _scales(scales: jax.Array, limit: int) -> jax.Array:
 
 def _largest_scale(limit: int) -> float:
   """Returns the largest bfloat16 whose product with `limit` is finite."""
-  bits = np.float32(_MAX / limit).view(np.uint32) & np.uint32(0xFFFF0000)
-  return float(bits.view(np.float32))
+  largest = np.float32(_MAX / limit).view(np.uint32) & np.uint32(0xFFFF0000)
+  return float(largest.view(np.float32))
 
 
 def _round(x: jax.Array) -> jax.Array:
@@ -232,20 +251,27 @@ def _without_subnormals(x: jax.Array) -> jax.Array:
   return jnp.where(jnp.abs(x) < float(_TINY), 0, x)
 
 
-def _bfloat16_bytes(x: jax.Array) -> jax.Array:
-  """uint8 `[2 * size]` of float32 numbers that bfloat16 can hold."""
-  halves = jax.lax.bitcast_convert_type(x, jnp.uint32) >> 16
-  halves = halves.astype(jnp.uint16)
-  return jax.lax.bitcast_convert_type(halves, jnp.uint8).reshape(-1)
+def _pack_bfloat16(x: jax.Array) -> jax.Array:
+  """Packs float32 `[..., chunks, k]` that bfloat16 can hold, two a word."""
+  halves = jax.lax.bitcast_convert_type(x, jnp.uint32) >> jnp.uint32(16)
+  return bits.pack_bits(_row(halves), 16)
 
 
-def _from_bfloat16_bytes(data: jax.Array) -> jax.Array:
-  """Returns float32 `[count]` of uint8 `[2 * count]`."""
-  halves = data.reshape(-1, 2)
-  halves = jax.lax.bitcast_convert_type(halves, jnp.uint16)
-  return jax.lax.bitcast_convert_type(
-      halves.astype(jnp.uint32) << 16, jnp.float32
-  )
+def _unpack_bfloat16(data: jax.Array, count: int) -> jax.Array:
+  """Returns float32 `[..., count]`."""
+  halves = bits.unpack_bits(data, count, 16)
+  return jax.lax.bitcast_convert_type(halves << jnp.uint32(16), jnp.float32)
+
+
+def _row(x: jax.Array) -> jax.Array:
+  """Returns `[..., chunks, k]` as uint32 `[..., chunks * k]`."""
+  return x.reshape(*x.shape[:-2], -1).astype(jnp.uint32)
+
+
+def _powers(batch: int) -> jax.Array:
+  """Returns uint32 `[..., 20, 1]`."""
+  powers = jnp.asarray(_POWERS, jnp.uint32)
+  return powers.reshape(*(1,) * batch, -1, 1)
 
 
 _CODES: dict[str, Callable[[str], ValueCode]] = {

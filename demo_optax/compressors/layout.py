@@ -73,11 +73,10 @@ class Bucket:
 
   @property
   def pieces(self) -> int:
-    """Number of equal pieces that the bucket is handled in, one by one."""
-    piece = platform.piece_elements()
-    if piece is None or self.kind != 'chunks':
+    """Number of equal pieces that CPUs handle the bucket in, one by one."""
+    if self.kind != 'chunks':
       return 1
-    return -(-self.num_chunks * self.format.n // piece)
+    return -(-self.num_chunks * self.format.n // platform.PIECE)
 
   @property
   def rows(self) -> int:

@@ -12,6 +12,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
@@ -23,7 +24,7 @@ from demo_optax.compressors.layout import Bucket, Layout
 from demo_optax.exchange import arithmetic
 from demo_optax.exchange.message import Packer
 from demo_optax.exchange.owners import Report, UpdatePacker
-from demo_optax.numerics import rounding, topk
+from demo_optax.numerics import platform, rounding, topk
 from demo_optax.workers import Group, Spec, Workers
 
 # A worker is excluded if an element of its gradient is more than this share of
@@ -96,6 +97,7 @@ class ExchangeConfig:
     layout: where the leaves lie in buckets.
     average: how what was sent is averaged, see `scale_by_demo`.
     packer: how messages are written and read.
+    platform: where the step runs; chooses between forms of one operation.
     owners: how owners of chunks would write updates; None if chunks never have
       owners. Not used where `'auto'` has chosen an all-gather.
   """
@@ -103,6 +105,7 @@ class ExchangeConfig:
   layout: Layout
   average: topk.Average
   packer: Packer
+  platform: str
   owners: UpdatePacker | None = None
 
   @property
@@ -126,7 +129,7 @@ class ExchangeConfig:
   def received_bytes(self, count: int) -> int:
     """Returns the bytes from other workers that one device gathers."""
     shape, _ = self.packer.shapes.get(self.packer.name, ((0,), ''))
-    size = shape[-1]
+    size = 4 * math.prod(shape) // (self.packer.num_owners or 1)
     if self.update_packer is not None:
       size += self.update_packer.num_bytes
     return (count - 1) * size
@@ -147,6 +150,7 @@ def make_config(
     kind: ExchangeKind = 'all_gather',
     count: int | None = None,
     update_values: str = 'float32',
+    runs_on: str | None = None,
 ) -> ExchangeConfig:
   """Returns what is static in an exchange.
 
@@ -157,8 +161,10 @@ def make_config(
     count: number of workers; None if it is not known, and chunks never have
       owners.
     update_values: how owners write updates.
+    runs_on: the platform, see `platform.of`.
   """
-  gathered = ExchangeConfig(layout, average, Packer(layout.buckets))
+  packer = Packer(layout.buckets)
+  gathered = ExchangeConfig(layout, average, packer, runs_on or platform.of())
   if kind == 'all_gather' or count is None:
     return gathered
   if any(not bucket.format.shared for bucket in layout.buckets):
@@ -327,9 +333,10 @@ def run(
       own: list[jax.Array], state: WorkerState, hyper: Hyper
   ) -> tuple[list[jax.Array], WorkerState, Metrics]:
     own_state = jax.tree.map(lambda x: x.reshape(x.shape[-2:]), state)
-    updates, new, metrics = exchange(
-        config, workers.group, dict(zip(exchanged, own)), own_state, hyper
-    )
+    with platform.running_on(config.platform):
+      updates, new, metrics = exchange(
+          config, workers.group, dict(zip(exchanged, own)), own_state, hyper
+      )
     new = jax.tree.map(lambda x, old: x.reshape(old.shape), new, state)
     return updates, new, metrics
 
@@ -381,11 +388,9 @@ def _is_valid(
 
 
 def _none(beyond: jax.Array) -> jax.Array:
-  """Returns whether no element is true.
-
-  Reduces in two stages of different kinds: XLA:CPU would split one long
-  reduction into several, and materialise their operands.
-  """
+  """Returns whether no element is true."""
+  if not platform.reduce_in_two_stages():
+    return ~jnp.any(beyond)
   rows = next(r for r in range(32, 0, -1) if beyond.size % r == 0)
   beyond = beyond.reshape(rows, beyond.size // rows)
   return jnp.max(jnp.sum(beyond, axis=0, dtype=jnp.int32), initial=0) == 0

@@ -1,8 +1,8 @@
-"""A bucket's arithmetic in plain JAX, piece by piece.
+"""A bucket's arithmetic: on CPUs piece by piece, elsewhere at once.
 
-A bucket is handled in pieces of about a megabyte: what a piece goes through
-stays in the caches, and memory is written for results alone. Memory that is new
-to a process costs ten times its copy.
+A piece is about a megabyte: intermediate results stay in the caches, and memory
+is written for results alone. Memory that is new to a process costs ten times
+its copy.
 """
 
 import functools
@@ -42,7 +42,8 @@ def accumulate_and_select(
     momentum `[rows, n]`, and what is selected of it.
   """
   n, k = bucket.format.n, bucket.format.k
-  pieces, rows = bucket.pieces, bucket.rows // bucket.pieces
+  pieces = bucket.pieces if platform.in_pieces() else 1
+  rows = bucket.rows // pieces
   shared = shared_indices(bucket, step) if bucket.format.shared else None
 
   def add_piece(
@@ -102,7 +103,8 @@ def merge(
     were sent.
   """
   n = bucket.format.n
-  pieces, rows = bucket.pieces, bucket.rows // bucket.pieces
+  pieces = bucket.pieces if platform.in_pieces() else 1
+  rows = bucket.rows // pieces
 
   def merge_piece(
       carry: tuple[jax.Array, jax.Array], number: jax.Array

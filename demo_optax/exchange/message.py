@@ -1,29 +1,35 @@
-"""Messages: what the workers selected, as bytes, and back.
+"""Messages: what the workers selected, as words of 32 bits, and back.
 
-A message is one uint8 vector whose size is fixed by shapes alone:
+A message has a size that is fixed by shapes alone. It has, in this order:
 
     for every format of chunks (n, k, dtype, value code):
       values    of all its chunks, [chunks, k], by the value code:
-                  float32, bfloat16: 4 (float64: 8) or 2 bytes each
-                  int8, int4, sign: 8, 4 or 1 bits each, packed; then a
-                  bfloat16 scale per chunk, 2 bytes each
-      indices   of all its chunks, [chunks, k] ascending, packed, by whichever
-                  index code takes the fewest bits; none where k == n
-    status      1 if the worker is valid in this exchange, else 0
+                  float32, bfloat16: 32 (float64: 64) or 16 bits each
+                  int8, int4, sign: 8, 4 or 1 bits each; then a bfloat16 scale
+                  per chunk
+      indices   of all its chunks, [chunks, k] ascending, by whichever index
+                  code takes the fewest bits; absent where k == n
+    status      a word, 1 if the worker is valid in this exchange, else 0
     energies    three float32: of the momentum, of what is sent, of what stays
+    zeros       up to a multiple of 512 bytes, where a message is gathered
 
-If a worker is several devices, each has its own chunks and its own message.
+Numbers of fewer bits are packed in planes (`numerics.bits.pack_bits`), and each
+part begins with a word. Whole rows of 128 words are what TPUs gather: from a
+size in between XLA:TPU makes an all-reduce of the messages of all workers, and
+NCCL is slower.
+
+If a worker is several devices, each has separate chunks and a message.
 
 Where every worker owns a share of the chunks, a worker writes such a message
 for each owner, about its chunks alone; all are of one size.
 
-Decoding is safe for arbitrary bytes: a worker whose indices do not ascend
+Decoding is safe for arbitrary words: a worker whose indices do not ascend
 within the chunk or whose values are beyond `ChunkFormat.max_magnitude` is
-excluded. All workers see the same bytes and so agree on who that is.
+excluded. All workers read the same words and so agree on who that is.
 
 If all workers select the same indices, only values are sent and only their mean
-is needed: they go into a vector of floats that an all-reduce sums, with the
-number of valid workers and the energies behind.
+is needed: they go into a vector of floats that an all-reduce sums, followed by
+the number of valid workers and the energies.
 """
 
 import dataclasses
@@ -38,16 +44,16 @@ from demo_optax.codes.format import ChunkFormat
 from demo_optax.compressors.layout import Bucket
 from demo_optax.numerics import rounding
 from demo_optax.workers import Group
+from demo_optax.workers.collectives import GATHERED, TO_OWNERS
 
 ENERGIES = 3  # of the momentum, of what is sent, of what stays
-END_BYTES = 1 + 4 * ENERGIES  # the status and the energies
+END_WORDS = 1 + ENERGIES  # the status and the energies
+ROW = 128  # words in a row of what is gathered
 
-# By name: `GATHERED`, uint8 `[bytes]`, or `TO_OWNERS`, uint8 `[owners, bytes]`;
-# `SUMMED` and a dtype, `[elements]`.
+# By name: `GATHERED`, uint32 `[rows, ROW]`, or `TO_OWNERS`, uint32 `[owners,
+# words]`; `SUMMED` and a dtype, `[elements]`.
 Message = Mapping[str, jax.Array]
-GATHERED = 'bucket_message'
-TO_OWNERS = 'bucket_messages_to_owners'
-SUMMED = 'bucket_sum_'
+SUMMED = 'sum_'
 
 
 class Selected(NamedTuple):
@@ -108,7 +114,7 @@ class Packer:
 
   @property
   def name(self) -> str:
-    """Name of the bytes in a message."""
+    """Name of the words in a message."""
     return GATHERED if self.num_owners is None else TO_OWNERS
 
   @functools.cached_property
@@ -147,12 +153,14 @@ class Packer:
     """Shape and dtype of everything in the message of one device."""
     shapes: dict[str, tuple[tuple[int, ...], str]] = {}
     if self.gathered:
-      length = END_BYTES + sum(
-          chunk_format.num_bytes(sum(self._chunks(members)))
+      words = END_WORDS + sum(
+          chunk_format.words(sum(self._chunks(members)))
           for chunk_format, members in self.gathered.items()
       )
-      lead = () if self.num_owners is None else (self.num_owners,)
-      shapes[self.name] = (*lead, length), 'uint8'
+      shape = (-(-words // ROW), ROW)
+      if self.num_owners is not None:
+        shape = (self.num_owners, words)
+      shapes[self.name] = shape, 'uint32'
     for dtype, members in self.summed.items():
       length = sum(
           chunks * chunk_format.k
@@ -175,8 +183,8 @@ class Packer:
       valid: bool `[]`, whether the worker is valid.
 
     Returns:
-      the message; and for each bucket `[rows, k]`, the values as all workers
-      will read them.
+      the message; and for each bucket `[rows, k]`, the values that receivers
+      decode.
     """
     sent = [x.values for x in selected]  # of sums, as they are
     packed: list[jax.Array] = []
@@ -187,10 +195,7 @@ class Packer:
           for i in members
           if (x := selected[i].indices) is not None
       ]
-      encode: Callable[..., tuple[jax.Array, jax.Array]] = chunk_format.encode
-      if self.num_owners is not None:
-        encode = jax.vmap(encode)
-      data, read = encode(
+      data, read = chunk_format.encode(
           jnp.concatenate(indices, axis=-2) if indices else None,
           jnp.concatenate(values, axis=-2),
       )
@@ -202,12 +207,12 @@ class Packer:
     if self.gathered:
       members = [i for alike in self.gathered.values() for i in alike]
       energies = self._energies(members, selected, sent, alpha)
-      energies = jax.lax.bitcast_convert_type(energies, jnp.uint8).reshape(-1)
-      status = valid.astype(jnp.uint8)[None]
-      end = jnp.concatenate([status, energies])
+      energies = jax.lax.bitcast_convert_type(energies, jnp.uint32)
+      end = jnp.concatenate([valid.astype(jnp.uint32)[None], energies])
       if self.num_owners is not None:
         end = jnp.broadcast_to(end, (self.num_owners, *end.shape))
-      message[self.name] = jnp.concatenate([*packed, end], axis=-1)
+      words = jnp.concatenate([*packed, end], axis=-1)
+      message[self.name] = words if self.num_owners else as_rows(words)
     for dtype, members in self.summed.items():
       energies = self._energies(members, selected, sent, alpha)
       energies = jnp.where(jnp.isfinite(energies), energies, 0).astype(dtype)
@@ -269,7 +274,7 @@ class Packer:
     """Reads the messages of all workers, about what this one reads.
 
     Args:
-      arrived: uint8 `[workers, bytes]`, and sums over the workers.
+      arrived: uint32 `[workers, ...]`, and sums over the workers.
       shared: the indices `[k]` that all workers selected in a bucket.
       group: the other workers, and devices.
 
@@ -280,17 +285,12 @@ class Packer:
     energies = jnp.zeros((ENERGIES,), jnp.float32)
     num_valid = None
     if self.gathered:
-      data = arrived[self.name]
+      data = arrived[self.name].reshape(group.size, -1)
       found: dict[int, tuple[Any, jax.Array]] = {}
-      end = data.shape[1] - END_BYTES
-      valid = data[:, end] == 1
-      stats = jax.lax.bitcast_convert_type(
-          data[:, end + 1 :].reshape(len(data), ENERGIES, 4), jnp.float32
-      )
-      start = 0
+      start, valid = 0, jnp.ones((group.size,), bool)
       for chunk_format, members in self.gathered.items():
         counts = self._chunks(members)
-        stop = start + chunk_format.num_bytes(sum(counts))
+        stop = start + chunk_format.words(sum(counts))
         indices, values, sound = chunk_format.decode(
             data[:, start:stop], sum(counts)
         )
@@ -303,6 +303,10 @@ class Packer:
           first = jnp.arange(bucket.format.k, dtype=jnp.int32)
           own = None if own is None else bucket.unstrip(own, first)
           found[i] = own, bucket.unstrip(x)
+      valid &= data[:, start] == 1
+      stats = jax.lax.bitcast_convert_type(
+          data[:, start + 1 : start + END_WORDS], jnp.float32
+      )
       # One device of a worker may have got a damaged message, others not.
       valid = group.all_devices(valid)
       num_valid = jnp.sum(valid, dtype=jnp.int32)
@@ -331,6 +335,11 @@ class Packer:
         received[i] = Received(own, values, count[None] > 0)
     in_order = [received[i] for i in range(len(self.buckets))]
     return Inbox(in_order, num_valid, energies)
+
+
+def as_rows(words: jax.Array) -> jax.Array:
+  """Returns uint32 `[words]` as whole rows `[rows, ROW]`, filled with zeros."""
+  return jnp.pad(words, (0, -len(words) % ROW)).reshape(-1, ROW)
 
 
 def energy(x: jax.Array) -> jax.Array:

@@ -1,15 +1,16 @@
-"""Encodes the merged updates that owners of chunks send to all.
+"""Encodes the merged updates that owners of chunks broadcast.
 
 Where every worker owns a share of the chunks, it merges what all have sent of
-them and inverts the transform. What follows is one uint8 vector, of equal size
-on all workers:
+them, inverts the transform, and broadcasts one array of words of 32 bits, of
+equal size on all workers:
 
     for every bucket:
       values    of the owner's chunks, [chunks, n], by a value code (`values`)
     report      float32: valid workers, the energies of all messages, and for
                 every bucket how many different coefficients were sent
+    zeros       up to a multiple of 512 bytes
 
-What a code loses stays with the owner, and is added to its next update.
+The owner keeps what a code loses and adds it to its next update.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ import jax.numpy as jnp
 from demo_optax.codes.format import ChunkFormat
 from demo_optax.codes.values import WITHOUT_RESIDUAL
 from demo_optax.compressors.layout import Bucket
-from demo_optax.exchange.message import ENERGIES
+from demo_optax.exchange.message import ENERGIES, ROW, as_rows
 from demo_optax.workers import Group
 
 
@@ -75,9 +76,13 @@ class UpdatePacker:
 
   @property
   def num_bytes(self) -> int:
-    """Bytes that one owner sends."""
-    sizes = (x.format.num_bytes(x.num_chunks) for x in self.shares.values())
-    return sum(sizes) + 4 * self._report_size
+    """Bytes that one owner broadcasts."""
+    return 4 * ROW * -(-(sum(self._sizes) + self._report_size) // ROW)
+
+  @property
+  def _sizes(self) -> list[int]:
+    """Words of the updates of each bucket."""
+    return [x.format.words(x.num_chunks) for x in self.shares.values()]
 
   @property
   def residual_shapes(self) -> dict[str, tuple[tuple[int, int], str]]:
@@ -95,16 +100,16 @@ class UpdatePacker:
       residuals: Mapping[str, jax.Array],
       report: Report,
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Writes one owner's bytes.
+    """Writes one owner's message.
 
     Args:
       updates: of each bucket, `[rows, n]` of the owner's share.
-      residuals: what earlier bytes have lost, `[chunks, n]` by the names of
-        buckets; empty if the code is exact.
+      residuals: what earlier messages have lost, `[chunks, n]` by the names
+        of buckets; empty if the code is exact.
       report: of the messages that it has read.
 
     Returns:
-      uint8 `[num_bytes]`, and the new residuals.
+      uint32 `[rows, ROW]`, and the new residuals.
     """
     assert report.num_valid is not None
     # If every worker is excluded, apply nothing, not even a pending residual.
@@ -124,8 +129,8 @@ class UpdatePacker:
         report.energies,
         jnp.stack([report.distinct[i] for i in self.shares]),
     ])
-    numbers = jax.lax.bitcast_convert_type(numbers, jnp.uint8).reshape(-1)
-    return jnp.concatenate([*data, numbers]), kept
+    numbers = jax.lax.bitcast_convert_type(numbers, jnp.uint32)
+    return as_rows(jnp.concatenate([*data, numbers])), kept
 
   def unpack(
       self,
@@ -133,27 +138,26 @@ class UpdatePacker:
       distinct: Sequence[jax.Array],
       group: Group,
   ) -> tuple[dict[int, jax.Array], Report]:
-    """Reads the bytes of all owners.
+    """Reads the messages of all owners.
 
     Args:
-      data: uint8 `[owners, num_bytes]`.
+      data: uint32 `[owners, rows, ROW]`.
       distinct: for each bucket, of shared places, passed through.
       group: the workers, and the devices of this one.
 
     Returns:
       the updates of each bucket, `[num_chunks, n]`; and the reports, combined.
     """
-    numbers = data[:, -4 * self._report_size :].reshape(
-        self.num_owners, self._report_size, 4
+    data, end = data.reshape(self.num_owners, -1), sum(self._sizes)
+    numbers = jax.lax.bitcast_convert_type(
+        data[:, end : end + self._report_size], jnp.float32
     )
-    numbers = jax.lax.bitcast_convert_type(numbers, jnp.float32)
     # An owner to whom a damaged message came counts fewer workers than others.
     num_valid = group.min_devices(jnp.min(numbers[:, 0]).astype(jnp.int32))
     someone = num_valid > 0
     found, start = {}, 0
-    for i, share in self.shares.items():
-      chunks = self.buckets[i].num_chunks
-      stop = start + share.format.num_bytes(share.num_chunks)
+    for (i, share), size in zip(self.shares.items(), self._sizes):
+      chunks, stop = self.buckets[i].num_chunks, start + size
       _, values, sound = share.format.decode(
           data[:, start:stop], share.num_chunks
       )

@@ -1,4 +1,4 @@
-"""Numbers of a few bits each, packed into bytes; places of ones among bits."""
+"""Numbers of a few bits each, packed into words; places of ones among bits."""
 
 import math
 
@@ -8,79 +8,78 @@ import jax.numpy as jnp
 _WORD = 32
 
 
-def packed_size(count: int, width: int) -> int:
-  """Returns the bytes that `count` numbers of `width` bits take, packed."""
-  return -(-count * width // 8)
+def packed_words(count: int, width: int) -> int:
+  """Returns the words of 32 bits that `count` numbers of `width` bits take."""
+  return sum(-(-count * part // _WORD) for part in _parts(width))
 
 
 def pack_bits(numbers: jax.Array, width: int) -> jax.Array:
-  """Packs uint32 `[count]`, each below `2**width`, lowest bits first.
+  """Packs numbers below `2**width` into words of 32 bits.
+
+  A number is cut into parts of 16, 8, 4, 2 or 1 bits, the lowest bits first: 7
+  bits are parts of 1, 2 and 4. The parts of one size follow each other in
+  planes: with W words, bits `j part` to `(j + 1) part` of word w are those of
+  number `j W + w`. So every operation has long rows of neighbours.
 
   Args:
-    numbers: uint32 `[count]`.
+    numbers: uint32 `[..., count]`.
     width: bits of each, 0 to 32.
 
   Returns:
-    uint8 `[packed_size(count, width)]`.
+    uint32 `[..., packed_words(count, width)]`.
 
   >>> import jax.numpy as jnp
   >>> pack_bits(jnp.array([1, 2, 3], jnp.uint32), 4)
-  Array([33,  3], dtype=uint8)
+  Array([801], dtype=uint32)
   """
-  if width == 0:
-    return jnp.zeros((0,), jnp.uint8)
-  per_group = _group(width)
-  count = numbers.shape[0]
-  groups = -(-count // per_group)
-  numbers = jnp.pad(numbers, (0, groups * per_group - count))
-  numbers = numbers.reshape(groups, per_group)
-  if 8 % width == 0:  # in fewer operations: each takes time to compile
-    places = width * jnp.arange(per_group, dtype=jnp.uint32)[None]
-    return jnp.sum(numbers << places, axis=1, dtype=jnp.uint8)
-  columns = numbers.T
-  data = []
-  for byte in range(per_group * width // 8):
-    bits = jnp.zeros((groups,), jnp.uint32)
-    for place in range(8 * byte // width, (8 * byte + 7) // width + 1):
-      bits |= _shift_left(columns[place], place * width - 8 * byte)
-    data.append((bits & 0xFF).astype(jnp.uint8))
-  return jnp.stack(data, 1).reshape(-1)[: packed_size(count, width)]
+  *batch, count = numbers.shape
+  planes, start = [], 0
+  for part in _parts(width):
+    in_word = _WORD // part
+    words = -(-count // in_word)
+    x = (numbers >> jnp.uint32(start)) & jnp.uint32(2**part - 1)
+    x = jnp.pad(x, [(0, 0)] * len(batch) + [(0, words * in_word - count)])
+    x = x.reshape(*batch, in_word, words) << _places(part, len(batch))
+    planes.append(jnp.sum(x, axis=-2, dtype=jnp.uint32))
+    start += part
+  if not planes:
+    return jnp.zeros((*batch, 0), jnp.uint32)
+  return jnp.concatenate(planes, axis=-1)
 
 
-def unpack_bits(data: jax.Array, count: int, width: int) -> jax.Array:
-  """Undoes `pack_bits` along the last axis.
+def unpack_bits(words: jax.Array, count: int, width: int) -> jax.Array:
+  """Undoes `pack_bits`.
 
   Args:
-    data: uint8 `[..., packed_size(count, width)]`.
+    words: uint32 `[..., packed_words(count, width)]`.
     count: how many numbers.
     width: bits of each, 0 to 32.
 
   Returns:
     uint32 `[..., count]`.
   """
-  batch = data.shape[:-1]
-  if width == 0:
-    return jnp.zeros((*batch, count), jnp.uint32)
-  per_group = _group(width)
-  groups = -(-count // per_group)
-  group_bytes = per_group * width // 8
-  missing = groups * group_bytes - data.shape[-1]
-  data = jnp.pad(data, [(0, 0)] * len(batch) + [(0, missing)])
-  columns = data.reshape(*batch, groups, group_bytes).astype(jnp.uint32)
-  mask = jnp.uint32(2**width - 1)
-  if 8 % width == 0:
-    places = jnp.expand_dims(
-        width * jnp.arange(per_group, dtype=jnp.uint32), range(columns.ndim - 1)
-    )
-    return ((columns >> places) & mask).reshape(*batch, -1)[..., :count]
-  numbers = []
-  for place in range(per_group):
-    first, last = place * width // 8, (place * width + width - 1) // 8
-    bits = jnp.zeros((*batch, groups), jnp.uint32)
-    for byte in range(first, last + 1):
-      bits |= _shift_left(columns[..., byte], 8 * byte - place * width)
-    numbers.append(bits & mask)
-  return jnp.stack(numbers, -1).reshape(*batch, -1)[..., :count]
+  batch = words.shape[:-1]
+  numbers = jnp.zeros((*batch, count), jnp.uint32)
+  first = start = 0
+  for part in _parts(width):
+    size = packed_words(count, part)
+    plane = words[..., None, first : first + size]
+    x = (plane >> _places(part, len(batch))) & jnp.uint32(2**part - 1)
+    x = x.reshape(*batch, -1)[..., :count]
+    numbers |= x << jnp.uint32(start)
+    first, start = first + size, start + part
+  return numbers
+
+
+def _parts(width: int) -> list[int]:
+  """Returns the powers of two whose sum is `width`, ascending."""
+  return [1 << b for b in range(width.bit_length()) if width >> b & 1]
+
+
+def _places(part: int, batch: int) -> jax.Array:
+  """Returns where the parts in a word begin, uint32 `[..., 32 / part, 1]`."""
+  places = jnp.arange(0, _WORD, part, dtype=jnp.uint32)
+  return places.reshape(*(1,) * batch, -1, 1)
 
 
 def places_of_ones(ones: jax.Array, k: int) -> jax.Array:
@@ -159,13 +158,3 @@ def _place_in_word(words: jax.Array, rank: jax.Array) -> jax.Array:
     rank = jnp.where(above, rank - count, rank)
     place = jnp.where(above, place + width, place)
   return place
-
-
-def _group(width: int) -> int:
-  """Smallest number of `width`-bit numbers that fills whole bytes."""
-  return 8 // math.gcd(8, width)
-
-
-def _shift_left(x: jax.Array, amount: int) -> jax.Array:
-  """`x << amount` for uint32; a negative amount shifts right."""
-  return x << amount if amount >= 0 else x >> -amount

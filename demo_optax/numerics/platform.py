@@ -1,28 +1,75 @@
-"""Chooses between implementations of one operation, by shape and backend.
+"""Chooses between forms of one operation, by shape and platform.
 
-Decided here and nowhere else, from static shapes and the backend. The reasons
-are measurements: `benchmarks/README.md`, 'A step'. Other backends than CPUs
-take the plain ways until somebody has measured them there.
+Decided here and nowhere else, from static shapes and from the platform that a
+step runs on. A platform chooses operations, never the layout of a state, the
+bytes of a message, a digest or a checkpoint. The reasons are measurements on
+CPUs (`benchmarks/README.md`, 'A step') and readings of programs that were
+compiled for GPUs and TPUs. Bits are promised for each form: updates of two
+forms differ in their last bits.
 """
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 
-# Coefficients that are handled at once, 1 MB in float32. What a step makes of
-# them stays in the caches, and memory is written for results alone: memory that
-# is new to a process costs ten times its copy.
-_PIECE = 2**18
+# Coefficients that a CPU handles at once, 1 MB in float32. Intermediate results
+# stay in the caches, and memory is written for results alone: memory that is
+# new to a process costs ten times its copy.
+PIECE = 2**18
 
 # Up to so many coefficients, plain operations are taken: what cleverer ones
 # save is less than what it costs to compile them.
 _SMALL = 2**17
 
+_running: contextvars.ContextVar[str | None] = contextvars.ContextVar(
+    'demo_optax_platform', default=None
+)
 
-def piece_elements() -> int | None:
-  """Returns the largest part of a bucket to handle at once; None: all of it.
 
-  GPUs want few large operations and have no such caches.
+def of(mesh: Any = None) -> str:
+  """Returns the platform that a step runs on: 'cpu', 'gpu' or 'tpu'.
+
+  In this order: that of `running_on`, of the devices of the workers' mesh, of
+  the mesh that is being traced for, of `jax.default_device`, of the backend.
+
+  Args:
+    mesh: the workers' mesh, or `None`.
   """
-  return _PIECE if _on_cpu() else None
+  if (name := _running.get()) is not None:
+    return name
+  for found in (mesh, jax.sharding.get_abstract_mesh()):
+    # Also of a topology to compile for, which has no devices here.
+    abstract = getattr(found, 'abstract_mesh', found)
+    if (device := getattr(abstract, 'abstract_device', None)) is not None:
+      return _short(device.platform)
+  if mesh is not None:
+    return _short(mesh.devices.flat[0].platform)
+  device = jax.config.values['jax_default_device']
+  return _short(
+      device if isinstance(device, str)
+      else getattr(device, 'platform', None) or jax.default_backend()
+  )
+
+
+@contextlib.contextmanager
+def running_on(name: str) -> Iterator[None]:
+  """Traces for a platform, on any: 'cpu', 'gpu' or 'tpu'."""
+  token = _running.set(_short(name))
+  try:
+    yield
+  finally:
+    _running.reset(token)
+
+
+def in_pieces() -> bool:
+  """Returns whether a bucket is handled in pieces that fit the caches.
+
+  GPUs and TPUs want few large operations and have no such caches.
+  """
+  return _on_cpu()
 
 
 def is_small(elements: int) -> bool:
@@ -48,6 +95,23 @@ def group_size(elements: int, n: int, k: int) -> int:
   return 8 if many and _on_cpu() else 1
 
 
+def stage_size(n: int, k: int) -> int:
+  """Returns the length of the groups that `lax.top_k` selects first.
+
+  XLA:GPU sorts all n pairs of a chunk for `top_k` of more than 16; the maxima
+  of groups of 16, and then the members of the k largest, take a tenth of the
+  comparisons. One stage where groups are not fewer than the chunk by much.
+
+  Args:
+    n: length of a chunk.
+    k: how many are selected of each.
+
+  Returns:
+    16; or 1, for one stage.
+  """
+  return 16 if not _on_cpu() and n % 16 == 0 and n >= 32 * k else 1
+
+
 def transform_selected(workers: int, k: int, rows: int, cols: int) -> bool:
   """Returns whether what was selected goes back through outer products.
 
@@ -61,7 +125,7 @@ def transform_selected(workers: int, k: int, rows: int, cols: int) -> bool:
 
 
 def loop_to_keep(elements: int) -> bool:
-  """Returns whether a loop of no or one turn stands for a select of momentum.
+  """Returns whether a loop of no or one turn replaces a select of momentum.
 
   XLA:CPU fuses a select into each of its uses: it would be computed three
   times, and momentum copied since it is read beside where it is written. For
@@ -76,5 +140,18 @@ def one_payload_at_a_time() -> bool:
   return _on_cpu()
 
 
+def reduce_in_two_stages() -> bool:
+  """Returns whether a long reduction is written as two.
+
+  XLA:CPU splits one long reduction into several and materialises their
+  operands; TPUs copy the operand for the reshape of two.
+  """
+  return _on_cpu()
+
+
 def _on_cpu() -> bool:
-  return jax.default_backend() == 'cpu'
+  return of() == 'cpu'
+
+
+def _short(name: str) -> str:
+  return 'gpu' if name in ('cuda', 'rocm', 'gpu') else name

@@ -38,7 +38,36 @@ def top_k(coefficients: jax.Array, k: int) -> jax.Array:
   size = platform.group_size(coefficients.size, n, k)
   if size > 1:
     return top_k_by_counting(magnitudes, k, size)
-  return jnp.sort(jax.lax.top_k(magnitudes, k)[1].astype(jnp.int32))
+  size = platform.stage_size(n, k)
+  if size > 1:
+    return top_k_in_two_stages(magnitudes, k, size)
+  return _sorted_top_k(magnitudes, k)
+
+
+def top_k_in_two_stages(magnitudes: jax.Array, k: int, size: int) -> jax.Array:
+  """Does what `top_k` does in the `k` groups of `size` with largest maxima.
+
+  The groups are put in order before the second stage: of equal magnitudes the
+  one at the lowest place must come first there (see `top_k_by_counting`).
+
+  Args:
+    magnitudes: `[chunks, n]`, not negative and no NaN.
+    k: how many, at most `n / size`.
+    size: length of a group, which divides `n`.
+
+  Returns:
+    int32 `[chunks, k]`, ascending within a chunk.
+  """
+  chunks, n = magnitudes.shape
+  in_groups = magnitudes.reshape(chunks, n // size, size)
+  groups = _sorted_top_k(jnp.max(in_groups, axis=2), k)
+  candidates = packing.take(in_groups, groups).reshape(chunks, k * size)
+  found = _sorted_top_k(candidates, k)
+  return packing.take(groups, found // size) * size + found % size
+
+
+def _sorted_top_k(x: jax.Array, k: int) -> jax.Array:
+  return jnp.sort(jax.lax.top_k(x, k)[1].astype(jnp.int32))
 
 
 def top_k_by_counting(magnitudes: jax.Array, k: int, size: int) -> jax.Array:

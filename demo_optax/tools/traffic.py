@@ -28,6 +28,7 @@ from demo_optax.exchange.algorithm import (
 from demo_optax.exchange.message import ENERGIES
 from demo_optax.tools import tables
 from demo_optax.workers import Workers
+from demo_optax.workers.collectives import GATHERED, TO_OWNERS
 from demo_optax.workers.param_specs import ParamSpecs
 
 
@@ -518,11 +519,14 @@ def _device_bytes(
   """Returns what a device has gathered, and summed, and receives inside."""
   inside: dict[tuple[str, ...], int] = {}
   own = summed = 0
-  for (*_, length), dtype in config.packer.shapes.values():
-    if dtype == 'uint8':
-      own += length
+  for name, (shape, dtype) in config.packer.shapes.items():
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    if name == GATHERED:
+      own += size
+    elif name == TO_OWNERS:
+      own += size // num_workers
     else:
-      summed += length * np.dtype(dtype).itemsize
+      summed += size
   for bucket in config.layout.buckets:
     # Updates are joined along one axis after the other, the innermost first.
     size = bucket.num_chunks * bucket.format.n

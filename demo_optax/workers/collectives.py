@@ -12,6 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+# Names in a message.
+GATHERED = 'gathered'
+TO_OWNERS = 'to_owners'
+
 
 @dataclasses.dataclass(frozen=True)
 class Group:
@@ -30,28 +34,25 @@ class Group:
   def send_and_receive(
       self, message: Mapping[str, jax.Array]
   ) -> dict[str, jax.Array]:
-    """Sends bytes to all workers, or to each of them its own, and sums floats.
+    """Sends words to all workers, or to each of them its own, and sums floats.
 
-    One collective for the bytes and one for each dtype of floats.
+    One collective for the words and one for each dtype of floats.
 
     Args:
-      message: by name, uint8 `[bytes]` for all workers or `[workers, bytes]`,
-        a row for each; or floats `[elements]`.
+      message: by name, under `GATHERED` an array for all workers, under
+        `TO_OWNERS` an array `[workers, ...]`, a row for each worker; all others
+        are summed.
 
     Returns:
-      by name, uint8 `[workers, bytes]`, what came from each; or sums
-      `[elements]`. Sums, and bytes for all, are the same on all workers.
+      by name, `[workers, ...]`, a row from each worker; or sums. Sums, and rows
+      that were for all, are the same on all workers.
     """
+    send = {GATHERED: self.gather, TO_OWNERS: self._to_each}
+    return {name: send.get(name, self.sum)(x) for name, x in message.items()}
 
-    def send(x: jax.Array) -> jax.Array:
-      if x.dtype != jnp.uint8:
-        return self.sum(x)
-      if x.ndim == 1:
-        return self.gather(x)
-      x = vary(x, self.axis)
-      return jax.lax.all_to_all(x, self.axis, 0, 0, tiled=True)
-
-    return {name: send(x) for name, x in message.items()}
+  def _to_each(self, x: jax.Array) -> jax.Array:
+    x = vary(x, self.axis)
+    return jax.lax.all_to_all(x, self.axis, 0, 0, tiled=True)
 
   def gather(self, x: jax.Array) -> jax.Array:
     """Returns `x` of all workers, `[workers, *x.shape]`, the same on all."""

@@ -262,7 +262,7 @@ def test_a_damaged_message_excludes_its_sender_from_that_owners_chunks(
     if damage[0]:
       for name, x in arrived.items():
         here = jax.lax.axis_index(group.axis) == 2
-        arrived[name] = x.at[1].set(jnp.where(here, jnp.uint8(255), x[1]))
+        arrived[name] = x.at[1].set(jnp.where(here, jnp.uint32(2**32 - 1), x[1]))
     return arrived
 
   monkeypatch.setattr(collectives.Group, 'send_and_receive', send_and_receive)

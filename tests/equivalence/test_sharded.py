@@ -289,9 +289,9 @@ def test_one_gather_between_workers_and_only_scalars_inside(layout, kind):
 
 
 def test_what_is_replicated_inside_crosses_once():
-  """As many bytes per worker as if it were a single device, but for padding:
+  """As many bytes per worker as if it were a single device, but for padding.
 
-  each device has as many chunks of every kind, and an end of its own.
+  Each device has as many chunks of every kind, and whole rows of words.
   """
   mesh = make_mesh({'replica': 2, 'local': 4})
   many = demo_optax.Workers.on_mesh(mesh, 'replica')
@@ -305,9 +305,9 @@ def test_what_is_replicated_inside_crosses_once():
   (dense,) = (b for b in buckets if b.kind == 'dense')
   padding += 4 * (4 * math.prod(dense.shape) - dense.size)
   assert padding <= 4 * 3 * len(buckets) * 8
-  rounding = 4 * len(buckets)  # of indices to whole bytes, on each device
-  extra = plan.sent_bytes - one.sent_bytes - padding - 3 * wire.END_BYTES
-  assert 0 <= extra <= rounding
+  row = 4 * wire.ROW
+  assert plan.sent_bytes % (4 * row) == one.sent_bytes % row == 0
+  assert 0 <= plan.sent_bytes - one.sent_bytes <= padding + 4 * row
   expected, _, _ = run(demo_optax.Workers.simulated(2), 3, exchange, '2d')
   tx, state = exchange(many), None
   params = many.device_put(params)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import planes
 
 from demo_optax.codes import indices as index_codes
 
@@ -16,11 +17,6 @@ pytestmark = pytest.mark.core
 
 def bound(n, k):
   return math.log2(math.comb(n, k))
-
-
-def fixed_bits(chunk, code):
-  width = math.ceil(math.log2(code.n))
-  return [index >> bit & 1 for index in chunk for bit in range(width)]
 
 
 def bitmap_bits(chunk, code):
@@ -42,17 +38,21 @@ def unary_bits(chunk, code):
 # The streams of a code, each of all chunks before the next.
 STREAMS = {
     index_codes.Everything: [lambda chunk, code: []],
-    index_codes.FixedWidth: [fixed_bits],
     index_codes.Bitmap: [bitmap_bits],
     index_codes.EliasFano: [low_bits, unary_bits],
 }
 
 
-def expected_bytes(code, indices):
-  bits = [bit for stream in STREAMS[type(code)] for chunk in indices.tolist()
-          for bit in stream(chunk, code)]
-  assert len(bits) == len(indices) * code.bits
-  return np.packbits(np.array(bits, np.uint8), bitorder='little')
+def expected_words(code, indices):
+  if isinstance(code, index_codes.FixedWidth):
+    return planes(indices, index_codes.index_width(code.n))
+  words = []
+  for stream in STREAMS[type(code)]:
+    bits = [bit for chunk in indices.tolist() for bit in stream(chunk, code)]
+    words.append(planes(bits, 1))
+  if isinstance(code, index_codes.EliasFano):
+    words[0] = planes(indices & (2**code.low - 1), code.low)
+  return np.concatenate(words)
 
 
 @st.composite
@@ -83,8 +83,9 @@ def test_indices_come_back(code, chunks, seed):
   encode, decode = jax.jit(code.encode), jax.jit(code.decode, static_argnums=1)
   data = [encode(jnp.asarray(indices)) for indices in sent]
   for d, indices in zip(data, sent):
-    assert d.dtype == jnp.uint8 and d.size == -(-chunks * code.bits // 8)
-    np.testing.assert_array_equal(d, expected_bytes(code, indices))
+    assert d.dtype == jnp.uint32 and d.size == code.words(chunks)
+    assert -(-chunks * code.bits // 32) <= d.size <= chunks * code.bits // 32 + 7
+    np.testing.assert_array_equal(d, expected_words(code, indices))
   for d, indices in zip(data, sent):
     found = decode(d, chunks)
     assert found.dtype == jnp.int32

@@ -7,8 +7,8 @@ import pytest
 from helpers import assert_same_bits, random_tree
 
 import demo_optax
-from demo_optax import exchange
-from demo_optax.exchange import message as wire
+from demo_optax.codes.format import ChunkFormat
+from demo_optax.exchange import algorithm
 from demo_optax.numerics import platform as paths
 from demo_optax.numerics import topk as selection
 
@@ -23,8 +23,9 @@ SHAPES = {
 
 def take(way, monkeypatch):
   fast = way == 'fast'
-  exchange._run.clear_cache()  # compiled by another way
-  monkeypatch.setattr(paths, 'piece_elements', lambda: 1024 if fast else None)
+  algorithm.run.clear_cache()  # compiled by another way
+  monkeypatch.setattr(paths, 'PIECE', 1024)
+  monkeypatch.setattr(paths, 'in_pieces', lambda: fast)
   monkeypatch.setattr(paths, 'is_small', lambda size: fast and size < 100)
   monkeypatch.setattr(
       paths, 'group_size', lambda _, n, k: 8 if fast and n % 8 == 0 else 1)
@@ -81,22 +82,24 @@ def test_outer_products_round_otherwise_and_no_more(monkeypatch):
 
 
 COUNT = jax.jit(selection.top_k_by_counting, static_argnums=(1, 2))
+STAGES = jax.jit(selection.top_k_in_two_stages, static_argnums=(1, 2))
 
 
 @pytest.mark.parametrize('kind', ['ties', 'zeros', 'normal', 'infinite', 'tiny'])
 @pytest.mark.parametrize('n, k, size', [
     (64, 8, 8), (96, 3, 4), (4096, 32, 8), (77, 7, 1), (1, 1, 1)])
-def test_top_k_by_counting(n, k, size, kind):
+def test_top_k_of_groups(n, k, size, kind):
   rng = np.random.default_rng(n)
   x = {'ties': rng.integers(0, 4, (20, n)), 'zeros': np.zeros((20, n)),
        'normal': rng.normal(size=(20, n)),
        'infinite': np.where(rng.random((20, n)) < 0.01, np.inf, 1),
        'tiny': rng.integers(0, 9, (20, n)) * 2.0 ** -126}[kind]
   x = jnp.abs(jnp.asarray(x, jnp.float32))
-  found = COUNT(x, k, size)
-  assert found.dtype == jnp.int32
   expected = jnp.sort(jax.lax.top_k(x, k)[1])
-  np.testing.assert_array_equal(found, expected)
+  for select in (COUNT, STAGES):
+    found = select(x, k, size)
+    assert found.dtype == jnp.int32
+    np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize('kind', ['ties', 'normal'])
@@ -113,11 +116,11 @@ def test_top_k_by_counting_in_float64(kind):
 @pytest.mark.parametrize('values', ['float32', 'int8'])
 def test_payloads_are_read_alike(monkeypatch, values):
   data = jnp.asarray(np.random.default_rng(0).integers(
-      0, 256, (3, wire.ChunkFormat(64, 5, 'float32', values).num_bytes(7))),
-      jnp.uint8)
+      0, 2**32, (3, ChunkFormat(64, 5, 'float32', values).words(7))),
+      jnp.uint32)
   read = []
   for way in ('plain', 'fast'):
     take(way, monkeypatch)
-    f = wire.ChunkFormat(64, 5, 'float32', values)
+    f = ChunkFormat(64, 5, 'float32', values)
     read.append(f.decode(data, 7))
   assert_same_bits(*read)

@@ -41,8 +41,9 @@ def check(values, v):
   per_value, per_chunk = BITS[values]
   if v.dtype == np.float64 and values == 'float32':
     per_value = 64
-  assert data.size == code.num_bytes(chunks, k)
-  assert data.size == -(-chunks * k * per_value // 8) + chunks * per_chunk // 8
+  assert code.bits(k) == k * per_value + per_chunk
+  assert data.size == code.words(chunks, k) == (
+      -(-chunks * k * per_value // 32) + -(-chunks * per_chunk // 32))
   read = decode(code, data, chunks, k)
   assert read.dtype == sent.dtype == v.dtype
   np.testing.assert_array_equal(read, sent)
@@ -115,20 +116,23 @@ def test_what_is_read_and_what_is_left_make_up_the_whole(values):
 
 
 @given(st.integers(1, 7), st.integers(1, 40), st.integers(0, 2**16))
-def test_signs_and_zeros_five_in_a_byte(chunks, k, seed):
+def test_signs_and_zeros_twenty_in_a_word(chunks, k, seed):
   rng = np.random.default_rng(seed)
   v = rng.integers(-1, 2, (chunks, k)) * rng.uniform(1e-30, 1e30, (chunks, k))
   v = v.astype(np.float32)
   code = make('ternary')
   data, sent = encode(code, jnp.asarray(v))
-  assert data.size == code.num_bytes(chunks, k) == -(-chunks * k // 5)
+  assert data.size == code.words(chunks, k) == -(-chunks * k // 20)
+  digits = np.zeros(20 * data.size, np.uint64)
+  digits[: v.size] = np.sign(v).reshape(-1) + 1
+  powers = np.uint64(3) ** np.arange(20, dtype=np.uint64)
+  np.testing.assert_array_equal(data, powers @ digits.reshape(20, -1))
   np.testing.assert_array_equal(sent, np.sign(v))
   np.testing.assert_array_equal(decode(code, data, chunks, k), np.sign(v))
 
 
-def test_bytes_that_no_signs_make_are_zeros():
+def test_words_that_no_signs_make_are_zeros():
   code = make('ternary')
-  data = jnp.arange(256, dtype=jnp.uint8)
-  found = np.asarray(decode(code, data, 256, 5)).reshape(5, 256)
-  assert set(found[:, :243].reshape(-1)) == {-1.0, 0.0, 1.0}
-  assert not found[:, 243:].any()
+  data = jnp.asarray([0, 3**20 - 1, 3**20, 2**32 - 1], jnp.uint32)
+  found = np.asarray(decode(code, data, 4, 20)).reshape(20, 4)
+  np.testing.assert_array_equal(found, np.tile([-1.0, 1.0, 0.0, 0.0], (20, 1)))

@@ -106,7 +106,7 @@ def test_float64_travels_as_float64(x64):
   values = jnp.asarray([[np.pi, -1e-300]])
   indices = jnp.asarray([[3, 9]], jnp.int32)
   data, _ = f.encode(indices, values)
-  assert data.size == f.num_bytes(1) == 16 + 1
+  assert data.size == f.words(1) == 4 + 1 and f.num_bytes(1) == 16 + 1
   found = f.decode(data[None], 1)
   np.testing.assert_array_equal(found[0][0], indices)
   np.testing.assert_array_equal(found[1][0], values)
@@ -132,28 +132,35 @@ def reader(values):
   return jax.jit(functools.partial(read, mixed_layout(values)))
 
 
+def status_at(layout):
+  return sum(f.words(c) for f, c in formats(layout))
+
+
 def damaged(rng, values, count):
-  """Payloads: random bytes, and true ones with a few bytes changed."""
+  """Messages: random words, and true ones with a few bytes changed."""
   layout = mixed_layout(values)
   payload, _ = jax.jit(functools.partial(write, layout))(
       [random_selection(rng, f, c) for f, c in formats(layout)],
       jnp.asarray(True))
-  size = payload.size
-  changed = np.tile(np.asarray(payload), (count, 1))
+  used = 4 * (status_at(layout) + wire.END_WORDS)
+  payload = np.asarray(payload).reshape(-1)
+  changed = np.tile(payload, (count, 1)).view(np.uint8)
   for _ in range(3):
-    changed[np.arange(count), rng.integers(0, size, count)] = (
+    changed[np.arange(count), rng.integers(0, used, count)] = (
         rng.integers(0, 256, count))
-  noise = rng.integers(0, 256, (count, size), dtype=np.uint8)
-  noise[::2, -wire.END_BYTES] = 1
+  changed = changed.view(np.uint32)
+  noise = rng.integers(0, 2**32, changed.shape, dtype=np.uint32)
+  noise[::2, status_at(layout)] = 1
   return np.concatenate([changed, noise, np.full_like(noise[:1], 0),
-                         np.full_like(noise[:1], 255)])
+                         np.full_like(noise[:1], 2**32 - 1)])
 
 
 def assert_safe(values, data):
   """Indices ascend in every chunk; whoever is present has moderate values."""
   received, present = reader(values)(jnp.asarray(data))
   present = np.asarray(present)
-  assert not np.any(present[data[:, -wire.END_BYTES] != 1])
+  status = data[:, status_at(mixed_layout(values))]
+  assert not np.any(present[status != 1])
   for (f, _), (indices, v) in zip(formats(mixed_layout(values)), received):
     indices = np.asarray(indices)
     assert np.all(indices[..., 0] >= 0) and np.all(indices[..., -1] < f.n)
@@ -188,20 +195,22 @@ def test_who_wrote_what_nobody_reads_is_left_out(values):
   rng = np.random.default_rng(2)
   selected = [random_selection(rng, f, c) for f, c in formats(layout)]
   good, _ = jax.jit(functools.partial(write, layout))(selected, jnp.asarray(True))
-  starts = np.cumsum([0] + [f.num_bytes(c) for f, c in formats(layout)])
-  fixed, c = formats(layout)[0]
-  too_far = good.at[fixed.value_bytes(c)].set(127)  # of 100 places, in 7 bits
-  bitmap, c = formats(layout)[1]
-  first = int(starts[1]) + bitmap.value_bytes(c)
-  too_few = good.at[first : int(starts[2])].set(0)
-  cases = [good, too_far, too_few, good.at[-wire.END_BYTES].set(0),
-           good.at[-wire.END_BYTES].set(3)]
+  good = good.reshape(-1)
+  starts = np.cumsum([0] + [f.words(c) for f, c in formats(layout)])
+
+  def values_end(number):
+    f, c = formats(layout)[number]
+    return int(starts[number]) + f.value_code.words(c, f.k)
+
+  # The indices of 100 places, in 7 bits: the second is 127.
+  too_far = good.at[values_end(0) : int(starts[1])].set(2**32 - 1)
+  too_few = good.at[values_end(1) : int(starts[2])].set(0)
+  end = status_at(layout)
+  cases = [good, too_far, too_few, good.at[end].set(0), good.at[end].set(3)]
   expected = [True, False, False, False, False]
   if values != 'float32':  # a scale, or the first value, that is infinite
-    place = fixed.value_bytes(c) - (0 if values == 'bfloat16' else 2 * c)
-    place = 0 if values == 'bfloat16' else place
-    infinite = jnp.asarray([0x80, 0x7F], jnp.uint8)
-    cases.append(good.at[place : place + 2].set(infinite))
+    place = 0 if values == 'bfloat16' else values_end(0) - 1
+    cases.append(good.at[place].set(0x7F80))
     expected.append(False)
   _, present = reader(values)(jnp.stack(cases))
   assert present.tolist() == expected
@@ -215,8 +224,8 @@ def test_a_value_that_is_not_finite_or_too_large_is_left_out(bad):
   payload, _ = write(
       layout, [(indices, jnp.asarray([[1.0, 2.0]]))], jnp.asarray(True))
   assert read(layout, payload[None])[1].tolist() == [True]
-  damage = np.frombuffer(np.float32(bad).tobytes(), np.uint8)
-  received, present = read(layout, payload.at[:4].set(damage)[None])
+  damage = np.float32(bad).view(np.uint32)
+  received, present = read(layout, payload.at[0, 0].set(damage)[None])
   assert present.tolist() == [False]
   # Any that a scatter may take: nothing of the message counts.
   np.testing.assert_array_equal(received[0][0][0], [[0, 1]])

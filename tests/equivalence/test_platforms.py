@@ -1,0 +1,111 @@
+"""The form of a step that GPUs and TPUs run, on CPU devices: the same matrix."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import test_exchange
+import test_sharded
+from helpers import assert_same_bits, on_mesh, random_tree
+from jax.sharding import PartitionSpec as P
+
+import demo_optax
+from demo_optax.numerics import platform
+
+pytestmark = pytest.mark.core
+
+STEPS = 5  # one with a worker that is excluded
+N = test_exchange.N
+
+
+@pytest.fixture(autouse=True)
+def on_an_accelerator():
+  with platform.running_on('gpu'):
+    yield
+
+
+@pytest.fixture(scope='module', params=test_exchange.RULES)
+def simulated(request):
+  with platform.running_on('gpu'):
+    workers = demo_optax.Workers.simulated(N)
+    return request.param, test_exchange.stacked_run(workers, STEPS, request.param)
+
+
+@pytest.mark.parametrize('how', [
+    'auto', 'explicit', 'checked', 'unchecked', 'vmap', 'pmap'])
+def test_maps_have_the_bits_of_the_simulation(simulated, how):
+  rule, expected = simulated
+  if how in ('auto', 'explicit'):
+    found = test_exchange.stacked_run(on_mesh(N, how), STEPS, rule)
+  elif how in ('vmap', 'pmap'):
+    found, _ = test_exchange.mapped_run(STEPS, how, rule)
+    expected = expected[0]
+  else:
+    found = test_exchange.shard_map_run(STEPS, how == 'checked', rule)
+  assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize('kind', ['auto', 'explicit'])
+@pytest.mark.parametrize('layout', ['2d', '3d'])
+def test_workers_of_several_devices(layout, kind):
+  make_tx = test_sharded.exchange
+  expected = test_sharded.run(
+      test_sharded.simulated_workers(layout), 3, make_tx, layout)
+  found = test_sharded.run(
+      test_sharded.make_workers(layout, kind), 3, make_tx, layout)
+  assert_same_bits(found[:2], expected[:2])
+
+
+def test_a_model_with_biases_and_workers_of_several_devices():
+  mesh = jax.make_mesh(
+      (2, 4), ('data', 'fsdp'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  specs = {'w1': P('fsdp'), 'b1': P(), 'w2': P(None, 'fsdp'), 'b2': P()}
+  shapes = {'w1': (64, 64), 'b1': (64,), 'w2': (64, 64), 'b2': (64,)}
+  batch = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
+
+  def train(workers):
+    tx = demo_optax.demo(0.01, workers=workers)
+    params = workers.device_put(random_tree(0, shapes))
+
+    @demo_optax.data_parallel(workers)
+    def train_step(params, state, x):
+      def loss_fn(params):
+        hidden = jax.nn.relu(x @ params['w1'] + params['b1'][None])
+        return jnp.mean((hidden @ params['w2'] + params['b2'][None]) ** 2)
+
+      loss, grads = jax.value_and_grad(loss_fn)(params)
+      updates, state = tx.update(grads, state, params)
+      return optax.apply_updates(params, updates), state, loss
+
+    state, losses = tx.init(params), []
+    for _ in range(3):
+      params, state, loss = train_step(params, state, batch)
+      losses.append(float(loss))
+    return losses
+
+  found = train(demo_optax.Workers.on_mesh(mesh, 'data', specs))
+  expected = train(demo_optax.Workers.simulated(2, specs, {'fsdp': 4}))
+  np.testing.assert_allclose(found, expected, rtol=1e-5)
+  assert found[-1] < found[0]
+
+
+def test_forms_agree_but_for_rounding():
+  workers = demo_optax.Workers.simulated(N)
+  found = test_exchange.stacked_run(workers, STEPS)
+  with platform.running_on('cpu'):
+    expected = test_exchange.stacked_run(workers, STEPS)
+  jax.tree.map(
+      lambda x, y: np.testing.assert_allclose(x, y, atol=1e-4), found[0],
+      expected[0])
+  assert jax.tree.map(np.shape, found[1]) == jax.tree.map(
+      np.shape, expected[1])
+
+
+def test_the_platform_is_that_of_the_mesh(monkeypatch):
+  """Not of the backend: a CPU host may compile for another."""
+  monkeypatch.setattr(platform, '_short', lambda name: f'that of {name}')
+  token = platform._running.set(None)
+  assert platform.of(on_mesh(2).mesh) == 'that of cpu'
+  platform._running.reset(token)
+  assert platform.of(on_mesh(2).mesh) == 'gpu'
