@@ -15,7 +15,6 @@ of a percent, of its gradient's bytes, by changing two lines of a script.
     codes/       values and indices as bytes
     workers/     simulated, on a mesh, or on an axis of the caller's own
     numerics/    bits, rounding, selection; what depends on the platform
-    elastic/     processes that are lost, return, or are added
     tools/       bytes predicted and read, replicas compared, pictures
 """
 

@@ -97,7 +97,6 @@ docs/tunix
 docs/multihost
 docs/sharding
 docs/checkpoints
-docs/elastic
 docs/faults
 docs/compressors
 docs/local_updates

@@ -44,20 +44,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
   add('--process', type=flags.whole(0), default=env('JAX_PROCESS_ID'),
       metavar='I', help='number of this one, from 0')
   add('--distributed', action='store_true', help='let JAX find the others')
-  add('--elastic', default=env('DEMO_OPTAX_COORDINATOR'), metavar='HOST:PORT',
-      help='go on when processes are lost, and take in new ones: the address of'
-      ' python -m demo_optax.elastic')
   add('--timeout', type=flags.whole(1), default=300, metavar='SECONDS',
       help='how long to wait for the others to start')
 
 
 def check(args: argparse.Namespace) -> bool:
   """Whether the flags say which process of how many this is."""
-  if args.elastic and not is_address(args.elastic):
-    flags.fail(
-        f'--elastic {args.elastic}: it must be HOST:PORT, with a port from 1 to'
-        ' 65535.'
-    )
   own = {
       '--coordinator': args.coordinator,
       '--processes': args.processes,

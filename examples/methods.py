@@ -462,16 +462,14 @@ def make_train_step(
     loss_fn: Callable[..., jax.Array],
     workers: demo_optax.Workers,
     microbatches: int = 1,
-    donate: bool = True,
 ) -> Callable[..., jax.Array]:
   """Returns `(model, optimizer, *batch) -> loss`, the mean over all workers.
 
   Written for one worker: its rows of the batch, its loss, its gradient. The
-  exchange is in `optimizer.update`. Donated state saves memory; a step that may
-  have to be made again must not take it.
+  exchange is in `optimizer.update`.
   """
 
-  @demo_optax.data_parallel(workers, donate_argnums=(0, 1) if donate else ())
+  @demo_optax.data_parallel(workers, donate_argnums=(0, 1))
   def train_step(
       model: nnx.Module, optimizer: nnx.Optimizer, *batch: jax.Array
   ) -> jax.Array:

@@ -1,4 +1,4 @@
-r"""Trains a byte-level GPT on real text; workers send 0.4 % of a gradient.
+"""Trains a byte-level GPT on real text; workers send 0.4 % of a gradient.
 
     python examples/train_lm.py                 # demo_muon, 4 workers
     python examples/train_lm.py --compare       # beside AdamW, Muon averaged
@@ -7,8 +7,6 @@ r"""Trains a byte-level GPT on real text; workers send 0.4 % of a gradient.
     python examples/train_lm.py --resume        # go on from a checkpoint
     python examples/train_lm.py --overwrite     # or start anew
     python examples/launch_local.py -n 4 -- python examples/train_lm.py
-    python examples/launch_local.py -n 4 --elastic -- \
-        python examples/train_lm.py             # outlives lost processes
 
 With several devices there is one worker per device, in one process or in many
 (cluster.py says how they find each other); with one, workers are simulated.
@@ -17,9 +15,7 @@ saved; a second Ctrl-C ends a process at once.
 """
 
 import argparse
-import contextlib
 import dataclasses
-import os
 import pathlib
 import shutil
 import signal
@@ -44,7 +40,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
-from demo_optax import checkpoint, elastic
+from demo_optax import checkpoint
 
 try:
   from tqdm import tqdm
@@ -77,7 +73,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
   add('--check-every', type=flags.whole(1), default=200,
       help='steps between comparisons of all copies of the parameters')
   add('--resume', nargs='?', const='must', choices=['must', 'auto'],
-      default=os.environ.get('DEMO_OPTAX_RESUME'),
       help='from the last checkpoint; auto: if there is one')
   add('--overwrite', action='store_true',
       help='start anew, and remove the checkpoints of the run before')
@@ -100,8 +95,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         f' --heads {flags.divisors(args.width)}, or a multiple of'
         f' {args.heads} as --width.'
     )
-  if args.elastic and (args.compare or args.overwrite or args.workers):
-    parser.error('--elastic: leave out --compare, --overwrite and --workers.')
   methods.check(args)
   cluster.check(args)
   return args
@@ -260,35 +253,6 @@ def check(
 # The run ----------------------------------------------------------------------
 
 
-class Session:
-  """What a run has beside the state that is trained.
-
-  All of it is made anew where the processes change (`--elastic`).
-  """
-
-  def __init__(
-      self, args: argparse.Namespace, folder: pathlib.Path,
-      corpus: text.Corpus, workers: demo_optax.Workers,
-  ):
-    if args.elastic:  # with any number of workers
-      rows = workers.count * args.microbatches
-      args = argparse.Namespace(**vars(args))
-      args.batch = max(rows, args.batch - args.batch % rows)
-    flags.check_batch(args.batch, workers.count, args.microbatches)
-    params = nnx.state(
-        nnx.eval_shape(lambda: GPT(config_of(args), nnx.Rngs(0))), nnx.Param
-    )
-    self.cost = flags.try_to(lambda: methods.count_bytes(args, params, workers))
-    self.size = sum(x.size for x in jax.tree.leaves(params))
-    self.feed = make_feed(args, corpus.train, workers)
-    self.checkpoints = checkpoint.Checkpointer(
-        folder / 'checkpoints', params,
-        methods.compressor_of_leaves(args, params), workers,
-        timeout=args.save_timeout,
-    )
-    self.log: metrics.Metrics | None = None
-
-
 def config_of(args: argparse.Namespace) -> GPTConfig:
   names = [field.name for field in dataclasses.fields(GPTConfig)]
   return GPTConfig(**{name: getattr(args, name) for name in names})
@@ -299,108 +263,89 @@ def train(
 ) -> dict[str, Any]:
   """One training run; returns its records and its summary."""
   corpus, valid = load(args)
-  name, stopped = args.optimizer, 0
+  name = args.optimizer
   folder = pathlib.Path(args.out).absolute() / name
-  records: dict[int, dict[str, Any]] = {}  # by step: one may be made twice
-  seconds: list[float] = []
-  session: Session
-  start = 0
-
-  def build(workers: demo_optax.Workers) -> tuple[Callable[..., Any], Any]:
-    nonlocal session
-    session = Session(args, folder, corpus, workers)
-    stop.begin()
-    model = GPT(config_of(args), nnx.Rngs(args.seed))
-    optimizer = nnx.Optimizer(
-        model, methods.make_optimizer(args, workers), wrt=nnx.Param
-    )
-    step = methods.make_train_step(
-        loss_fn, workers, args.microbatches, donate=not args.elastic
-    )
-    return step, (model, optimizer)
-
-  def begin(run: elastic.Run) -> None:
-    nonlocal start
-    saved = session.checkpoints.steps
-    if saved and run.generation == 1 and not args.resume:
-      raise SystemExit(formers(folder / 'checkpoints'))
-    if args.resume == 'must' or saved:
-      run.step = start = restore(args, session.checkpoints, *run.state)
-      say(f'Going on after step {start}.')
-
-  def open_log(run: elastic.Run) -> metrics.Metrics:
-    workers, cost = run.workers, session.cost
-    where = (
-        'simulated' if workers.mesh is None
-        else f'on the devices of {jax.process_count()} process(es)'
-    )
-    say(
-        f'{name}: {session.size:,} parameters, {workers.count} workers {where},'
-        f' {len(corpus.train):,} bytes of training text; every worker sends'
-        f' {cost["sent"] / 1e3:,.1f} kB a step'
-    )
-    about = {'config': vars(args), 'parameters': session.size, 'bytes': cost}
-    return metrics.Metrics(folder, about, run.step)
-
-  if not args.resume and not args.elastic:
+  if not args.resume:
     remove_former(folder / 'checkpoints', args.overwrite)
-  workers_of = None if args.elastic else lambda: make_workers(args.workers)
-  with contextlib.ExitStack() as files, elastic.Run(
-      args.elastic, build, begin=begin, make_workers=workers_of
-  ) as run:
+  workers = make_workers(args.workers)
+  flags.check_batch(args.batch, workers.count, args.microbatches)
+  params = nnx.state(
+      nnx.eval_shape(lambda: GPT(config_of(args), nnx.Rngs(0))), nnx.Param
+  )
+  cost = flags.try_to(lambda: methods.count_bytes(args, params, workers))
+  feed = make_feed(args, corpus.train, workers)
+  model = GPT(config_of(args), nnx.Rngs(args.seed))
+  optimizer = nnx.Optimizer(
+      model, methods.make_optimizer(args, workers), wrt=nnx.Param
+  )
+  train_step = methods.make_train_step(loss_fn, workers, args.microbatches)
+  checkpoints = checkpoint.Checkpointer(
+      folder / 'checkpoints', params,
+      methods.compressor_of_leaves(args, params), workers,
+      timeout=args.save_timeout,
+  )
+  start = 0
+  if args.resume == 'must' or checkpoints.steps:
+    start = restore(args, checkpoints, model, optimizer)
+    say(f'Going on after step {start}.')
+
+  size = sum(x.size for x in jax.tree.leaves(params))
+  where = (
+      'simulated' if workers.mesh is None
+      else f'on the devices of {jax.process_count()} process(es)'
+  )
+  say(
+      f'{name}: {size:,} parameters, {workers.count} workers {where},'
+      f' {len(corpus.train):,} bytes of training text; every worker sends'
+      f' {cost["sent"] / 1e3:,.1f} kB a step'
+  )
+  about = {'config': vars(args), 'parameters': size, 'bytes': cost}
+  records: list[dict[str, Any]] = []
+  seconds: list[float] = []
+  stopped = 0
+  stop.begin()
+  with metrics.Metrics(folder, about, start) as log:
     bar = progress(start, args.steps, name)
-    while run.step < args.steps and not stopped:
-      with run.one_step():
-        if session.log is None:
-          files.close()  # of the processes before
-          session.log = files.enter_context(open_log(run))
-        step, cost, checkpoints = run.step, session.cost, session.checkpoints
-        if stopped := stop.after(step):
-          if step > start and step not in checkpoints.steps:
-            checkpoints.save(step, everything(args, *run.state))
-          checkpoints.close()
-          continue
-        model, optimizer = run.state
-        tokens = session.feed(step)
-        began = time.perf_counter()
-        loss = float(run.train_step(model, optimizer, tokens))
-        seconds.append(time.perf_counter() - began)
-        done = step + 1
-        last = done == args.steps
-        record = {'step': done, 'loss': loss, 'sent': cost['sent'] * done,
-                  'received': cost['received'] * done}
-        if name not in methods.AVERAGED:
-          record |= metrics.about_exchange(optimizer)
-        if done % args.eval_every == 0 or last:
-          record['valid_loss'] = evaluate(model, valid)
-        if done % args.check_every == 0 or last:
-          check(model, optimizer, run.workers, done)
-        if (done % args.save_every == 0 or last) and (
-            done not in checkpoints.steps  # made again, after a loss
-        ):
-          checkpoints.save(done, everything(args, model, optimizer))
-        if last:
-          checkpoints.close()
-        records[done] = record
-        session.log.write(record)
-        show(bar, record, cost)
+    for step in range(start, args.steps):
+      if stopped := stop.after(step):
+        if step > start and step not in checkpoints.steps:
+          checkpoints.save(step, everything(args, model, optimizer))
+        break
+      tokens = feed(step)
+      began = time.perf_counter()
+      loss = float(train_step(model, optimizer, tokens))
+      seconds.append(time.perf_counter() - began)
+      done = step + 1
+      last = done == args.steps
+      record = {'step': done, 'loss': loss, 'sent': cost['sent'] * done,
+                'received': cost['received'] * done}
+      if name not in methods.AVERAGED:
+        record |= metrics.about_exchange(optimizer)
+      if done % args.eval_every == 0 or last:
+        record['valid_loss'] = evaluate(model, valid)
+      if done % args.check_every == 0 or last:
+        check(model, optimizer, workers, done)
+      if done % args.save_every == 0 or last:
+        checkpoints.save(done, everything(args, model, optimizer))
+      records.append(record)
+      log.write(record)
+      show(bar, record, cost)
+  checkpoints.close()
   if stopped:
     by = signal.Signals(stopped).name
     say(f'Stopped by {by} after step {step}, which is saved: go on with'
         ' --resume.' if step > start else f'Stopped by {by} before a step.')
     return {'name': name, 'stopped': stopped}
 
-  model, _ = run.state
   sample = generate(model, corpus.valid[: args.context], 200, args.seed)
   say(f'\nA sample of {name}:\n{sample.decode(errors="replace")}\n')
-  made = [records[step] for step in sorted(records)]
   return {
       'name': name,
       'stopped': 0,
-      'records': made,
-      'valid_loss': made[-1]['valid_loss'] if made else None,
+      'records': records,
+      'valid_loss': records[-1]['valid_loss'] if records else None,
       'steps_per_second': 1 / np.median(seconds[1:]) if seconds[1:] else None,
-      **session.cost,
+      **cost,
   }
 
 
@@ -498,8 +443,7 @@ def report(runs: list[dict[str, Any]]) -> None:
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
   args = parse_args(argv)
-  if not args.elastic:
-    cluster.join(args)
+  cluster.join(args)
   todo = [args]
   if args.compare:
     todo += [methods.other(args, name) for name in methods.AVERAGED

@@ -112,15 +112,6 @@ class Run:
         found[int(entry.name)] = number[0] if number else ''
     return found
 
-  def pids_of(self, program: str) -> list[int]:
-    """Of our processes that run a program, without the launcher."""
-    found = []
-    for pid in self.pids():
-      words = pathlib.Path(f'/proc/{pid}/cmdline').read_bytes().decode()
-      if program in words and 'launch_local' not in words:
-        found.append(pid)
-    return found
-
   def pid(self, number: int) -> int:
     """Of the training process of that number."""
     (pid,) = [p for p, n in self.pids().items() if n == str(number)]
@@ -132,14 +123,6 @@ class Run:
   @property
   def steps(self) -> list[int]:
     return steps_in(self.folder)
-
-  @property
-  def made(self) -> int:
-    """The last step that was made."""
-    path = self.folder / 'demo-muon/metrics.jsonl'
-    lines = path.read_text().splitlines() if path.exists() else []
-    steps = re.findall(r'"step": (\d+)', lines[-1]) if lines else []
-    return int(steps[0]) if steps else 0
 
   def wait_until(self, condition: Callable[[], object], seconds: float) -> None:
     deadline = time.monotonic() + seconds
@@ -626,75 +609,6 @@ def cut_for_good(folder):
                           f' both end; resumed after step {step}')
 
 
-ELASTIC = [*LAUNCH, '-n', '3', '--elastic', '--', *TRAIN, '--steps', '300']
-
-
-def signal_one(run, number):
-  """Signals a process; returns it, and the seconds to the next steps."""
-  before, began = run.made, time.monotonic()
-  victim = sorted(run.pids_of('train_lm.py'))[0]
-  os.kill(victim, number)
-  run.wait_until(lambda: run.made > before + 2, START)
-  return victim, time.monotonic() - began
-
-
-def elastic(folder, moment='training'):
-  """One of three is killed; the others go on, and a new one comes."""
-  with Run(folder, ELASTIC) as run:
-    run.wait_until(lambda: run.made >= 30, START)
-    if moment == 'saving':
-      run.wait_until(lambda: list(folder.glob('*/checkpoints/*tmp*')), 60)
-    _, pause = signal_one(run, signal.SIGKILL)
-    status, _ = run.ended(START)
-    assert status == 0, run.output
-    run.says('1 of them new')
-    run.says('generation 2: ')
-    assert 'starting again' not in run.output
-  lines = (folder / 'demo-muon/metrics.jsonl').read_text().splitlines()
-  records = [json.loads(line) for line in lines]
-  steps = [r['step'] for r in records if 'step' in r]
-  assert steps == list(range(1, 301))
-  losses = [r['loss'] for r in records if 'loss' in r]
-  assert losses[-1] < losses[0] - 1
-  return Outcome(pause, (
-      'the other two continue without a restart, and a new process joins them;'
-      f' all 300 steps, loss {losses[0]:.2f} to {losses[-1]:.2f}. The time is'
-      ' to the next step, compilation included'))
-
-
-def elastic_stopped(folder):
-  """One of three stands still for longer than the deadline, and wakes."""
-  with Run(folder, ELASTIC) as run:
-    run.wait_until(lambda: run.made >= 30, START)
-    victim, pause = signal_one(run, signal.SIGSTOP)
-    run.says('it was silent for 10 s')
-    os.kill(victim, signal.SIGCONT)
-    status, _ = run.ended(START)
-    assert status == 0, run.output
-    run.says('1 of them new')
-  return Outcome(pause, (
-      'after 10 s of silence the other two continue without it; when it wakes'
-      ' it joins them as a new one. The time is to the next step'))
-
-
-def elastic_coordinator(folder):
-  """The coordinator is killed: all end, and start from a checkpoint."""
-  with Run(folder, ELASTIC) as run:
-    run.wait_until(lambda: run.made >= 45, START)
-    (victim,) = run.pids_of('demo_optax.elastic')
-    os.kill(victim, signal.SIGKILL)
-    began = time.monotonic()
-    run.wait_until(lambda: 'Going on after step' in run.output, START)
-    seconds = time.monotonic() - began
-    status, _ = run.ended(START)
-    assert status == 0, run.output
-    run.says('starting again')
-    (step,) = re.findall(r'Going on after step (\d+)', run.output)
-  return Outcome(seconds, (
-      'all end, and the launcher starts them again; resumed after step'
-      f' {step}'))
-
-
 # name: what is done, in how many seconds it has to be over.
 CASES = {
     'kill': ('SIGKILL of process 1 of 3', 40, killed),
@@ -743,16 +657,6 @@ CASES = {
             lambda folder: told_to_end(folder, 3, 'launcher', signal.SIGINT)),
     'int-alone': ('Ctrl-C (SIGINT) to a process by itself', 25,
                   lambda folder: told_to_end(folder, 1, [0], signal.SIGINT)),
-    'elastic': ('SIGKILL of a process of 3, `--elastic`', START, elastic),
-    'elastic-saving': (
-        'SIGKILL of a process of 3 during a save, `--elastic`', START,
-        lambda folder: elastic(folder, 'saving')),
-    'elastic-stopped': (
-        'a process of 3 is stopped for long (SIGSTOP), `--elastic`', START,
-        elastic_stopped),
-    'elastic-coordinator': (
-        'SIGKILL of the coordinator of 3, `--elastic`', START,
-        elastic_coordinator),
 }
 
 

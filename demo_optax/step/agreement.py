@@ -6,13 +6,11 @@ wait for bytes that never come; so processes compare what they are about to run
 before the first message.
 """
 
-import contextlib
-import contextvars
 import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,40 +26,12 @@ _NAMES = (
     'sharding', 'average', 'exchange',
 )
 _TIMEOUT_MS = 300_000
-_SLICE_MS = 1_000  # after which a wait asks whether it is to be given up
 _AS_OFTEN = (
     'Every process must call the first step of each data_parallel function, in'
     ' the same order.'
 )
 
-# Comparisons are numbered, from 1 in every runtime: processes that come to an
-# elastic run have not made those of before.
-_numbers: tuple[Any, Iterator[int]] = (None, itertools.count(1))
-_is_over: contextvars.ContextVar[Callable[[], str]] = contextvars.ContextVar(
-    'demo_optax_is_over', default=lambda: ''
-)
-
-
-class DisagreementError(ValueError):
-  """Processes were started with different things.
-
-  Attributes:
-    processes: those that have something else than process 0.
-  """
-
-  def __init__(self, message: str, processes: Sequence[int]):
-    super().__init__(message)
-    self.processes = tuple(processes)
-
-
-@contextlib.contextmanager
-def given_up_when(is_over: Callable[[], str]) -> Iterator[None]:
-  """Gives up waiting for another process as soon as `is_over` says why."""
-  token = _is_over.set(is_over)
-  try:
-    yield
-  finally:
-    _is_over.reset(token)
+_numbers = itertools.count(1)  # of comparisons
 
 
 def check_exchanges(workers: Workers, configs: Sequence[Any]) -> None:
@@ -87,8 +57,8 @@ def check(workers: Workers, described: Mapping[str, str]) -> None:
     described: what must be equal, by name.
 
   Raises:
-    DisagreementError: they differ. All raise it, each with what it has.
-    ValueError: a process has not come, or compares other things.
+    ValueError: they differ; all raise it, each with what it has. Or a process
+      has not come, or compares other things.
   """
   if workers.mesh is None:
     return
@@ -100,10 +70,7 @@ def check(workers: Workers, described: Mapping[str, str]) -> None:
   client = distributed.global_state.client
   if client is None:
     return
-  global _numbers
-  if _numbers[0] is not client:
-    _numbers = client, itertools.count(1)
-  number, prefix = next(_numbers[1]), 'demo_optax/comparison'
+  number, prefix = next(_numbers), 'demo_optax/comparison'
   own = {
       name: hashlib.sha256(text.encode()).hexdigest()
       for name, text in described.items()
@@ -113,12 +80,17 @@ def check(workers: Workers, described: Mapping[str, str]) -> None:
   )
   everyones = []
   for process in range(jax.process_count()):
-    found = _value_of(client, f'{prefix}/{number}/{process}')
-    if found is None:
+    try:
+      found = client.blocking_key_value_get(
+          f'{prefix}/{number}/{process}', _TIMEOUT_MS
+      )
+    except jax.errors.JaxRuntimeError as error:
+      if 'DEADLINE_EXCEEDED' not in str(error):
+        raise
       raise ValueError(
           f'Process {process} has not come to comparison number {number} in'
           f' {_TIMEOUT_MS // 1000} s. {_AS_OFTEN}'
-      )
+      ) from None
     everyones.append(json.loads(found))
   if any(found.keys() != own.keys() for found in everyones):
     raise ValueError(
@@ -133,31 +105,12 @@ def check(workers: Workers, described: Mapping[str, str]) -> None:
       name for name in described
       if any(found[name] != first[name] for found in everyones)
   ]
-  raise DisagreementError(
+  raise ValueError(
       f'Processes {others} were started with something else than process 0:'
       f' different are {", ".join(names)}. All need the same, or they cannot'
       f' read each other. Process {jax.process_index()} has'
-      f' {"; ".join(f"{name}: {described[name]}" for name in names)}.',
-      others,
+      f' {"; ".join(f"{name}: {described[name]}" for name in names)}.'
   )
-
-
-def _value_of(client: Any, key: str) -> str | None:
-  """Waits for what another process sets; None if it does not.
-
-  Raises:
-    jax.errors.JaxRuntimeError: the wait is to be given up, or the service of
-      `jax.distributed` is gone.
-  """
-  for _ in range(0, _TIMEOUT_MS, _SLICE_MS):
-    try:
-      return client.blocking_key_value_get(key, _SLICE_MS)
-    except jax.errors.JaxRuntimeError as error:
-      if why := _is_over.get()():
-        raise jax.errors.JaxRuntimeError(f'CANCELLED: {why}') from None
-      if 'DEADLINE_EXCEEDED' not in str(error):
-        raise
-  return None
 
 
 def _describe(config: Any) -> tuple[str, ...]:

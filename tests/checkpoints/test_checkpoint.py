@@ -1,4 +1,4 @@
-"""Checkpoints: bit for bit, elastic, and never in silence."""
+"""Checkpoints: bit for bit, with other workers, and never in silence."""
 
 import functools
 import gc
@@ -386,7 +386,7 @@ def test_what_is_written_is_an_orbax_checkpoint(tmp_path):
 # Another layout ---------------------------------------------------------------
 
 
-ELASTIC = {
+RESIZED = {
     'down': (lambda: on_mesh(4), lambda: on_mesh(2)),
     'up': (lambda: on_mesh(2, kind='explicit'),
            lambda: on_mesh(8, kind='explicit')),
@@ -422,9 +422,9 @@ def test_as_many_workers_elsewhere(case, tmp_path):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize('case', ELASTIC)
+@pytest.mark.parametrize('case', RESIZED)
 def test_another_number_of_workers(case, tmp_path):
-  old, new = ELASTIC[case]
+  old, new = RESIZED[case]
   run, other = Run(old()).fill().save(tmp_path), Run(new())
   with pytest.raises(ValueError, match='Pass resize=True'):
     other.restore(tmp_path)
@@ -537,13 +537,13 @@ def test_arguments(options, error, tmp_path):
 def test_the_docs_run(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   blocks = re.findall(r'```python\n(.*?)```', mismatches.DOCS.read_text(), re.S)
-  assert len(blocks) == 3
+  assert len(blocks) == 4
   names = {}
   for block in blocks:
     exec(block, names)
   assert names['step'] == 100 and names['differences'] == []
   moment = names['state']['opt_state'].inner_state[1].worker_stacked.momentum
-  assert {x.shape[0] for x in moment.values()} == {3}
+  assert {x.shape[0] for x in moment.values()} == {2}
 
 
 def test_the_losses_are_as_measured():

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
-from demo_optax.checkpoint import resize as elastic
+from demo_optax.checkpoint.resize import fit_sharding, weights
 
 pytestmark = pytest.mark.core
 
@@ -36,7 +36,7 @@ def resize(stacked, n):
 
 @given(COUNTS, COUNTS)
 def test_weights_keep_the_mean(old, new):
-  w = elastic.weights(old, new)
+  w = weights(old, new)
   assert w.shape == (new, old) and (w >= 0).all()
   np.testing.assert_allclose(w.sum(1), 1, rtol=1e-15)
   np.testing.assert_allclose(w.sum(0), new / old, rtol=1e-14)
@@ -51,7 +51,7 @@ def test_the_average_is_kept(old, new, seed):
   assert y.shape == (new, 5) and y.dtype == np.float32
   np.testing.assert_allclose(
       y.astype(np.float64).mean(0), x.astype(np.float64).mean(0), atol=3e-7)
-  np.testing.assert_allclose(y, elastic.weights(old, new) @ x, atol=1e-6)
+  np.testing.assert_allclose(y, weights(old, new) @ x, atol=1e-6)
 
 
 @settings(max_examples=12)
@@ -71,14 +71,14 @@ def test_special_cases(count, times):
 @given(COUNTS, COUNTS)
 def test_what_has_no_mean_comes_from_the_worker_that_covers_most(old, new):
   numbers = resize(np.arange(old, dtype=np.int32), new)
-  w = elastic.weights(old, new)
+  w = weights(old, new)
   assert numbers.dtype == np.int32
   np.testing.assert_array_equal(numbers, w.argmax(1))
   assert (w[np.arange(new), numbers] == w.max(1)).all()
 
 
 def test_eight_to_three():
-  w = elastic.weights(8, 3)
+  w = weights(8, 3)
   np.testing.assert_allclose(w, np.array([
       [3, 3, 2, 0, 0, 0, 0, 0],
       [0, 0, 1, 3, 3, 1, 0, 0],
@@ -160,7 +160,7 @@ def test_no_device_holds_more_than_it_must():
   mesh = jax.make_mesh((4, 2), ('data', 'fsdp'), axis_types=(
       jax.sharding.AxisType.Auto,) * 2)
   sharding = NamedSharding(mesh, P('data', None, 'fsdp'))
-  fit = lambda *shape: tuple(elastic.fit_sharding(shape, sharding).spec)
+  fit = lambda *shape: tuple(fit_sharding(shape, sharding).spec)
   assert fit(3, 8, 6, 5) == (None, 'data', 'fsdp', None)
   assert fit(8, 8, 5) == ('data', 'fsdp', None)
   assert fit(3, 5, 5) == (None, None, None)

@@ -42,41 +42,6 @@ def test_sigterm_is_heard(monkeypatch):
   assert signal.getsignal(signal.SIGTERM) == before
 
 
-# Fails where its number is among the arguments, as many times as are left.
-FAILING = '''
-import os, pathlib, sys
-assert ':' in os.environ['DEMO_OPTAX_COORDINATOR']
-folder, failures = pathlib.Path(sys.argv[1]), int(sys.argv[2])
-(folder / str(os.getpid())).touch()
-os.write(1, b'I am here\\n')  # whole, even if it is killed now
-if len(list(folder.iterdir())) <= failures:
-  sys.exit(7)
-'''
-
-
-@pytest.mark.parametrize('failures, here', [(0, 2), (1, 3), (2, 4)])
-def test_elastic_launcher(failures, here, tmp_path):
-  """A new process for each that fails, as often as there are processes."""
-  run = subprocess.run(
-      [*faults.LAUNCH, '-n', '2', '--elastic', '--', sys.executable, '-c',
-       FAILING, str(tmp_path), str(failures)], text=True, capture_output=True,
-      timeout=120)
-  assert run.returncode == 0, run.stderr
-  assert run.stdout.count('I am here') == here
-  assert run.stderr.count('ended with status 7') == failures
-
-
-def test_elastic_launcher_gives_up():
-  """When all have failed twice, with the status of the last."""
-  code = 'import sys; sys.exit(5)'
-  run = subprocess.run(
-      [*faults.LAUNCH, '-n', '2', '--elastic', '--', sys.executable, '-c',
-       code], text=True, capture_output=True, timeout=120)
-  assert run.returncode == 5
-  assert run.stderr.count('ended with status 5') == 8
-  assert run.stderr.count('starting again') == 1
-
-
 def test_links_are_skipped_with_a_message(tmp_path):
   """Where network namespaces cannot be had: here, no `unshare` is found."""
   links = pathlib.Path(faults.ROOT / 'benchmarks/links.py')

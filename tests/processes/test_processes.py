@@ -452,8 +452,7 @@ sys.exit(max(task.wait() for task in tasks))
 '''
 
 
-@pytest.mark.parametrize('recipe', ['slurm.sbatch', 'slurm_elastic.sbatch'])
-def test_slurm_recipe(recipe, tmp_path):
+def test_slurm_recipe(tmp_path):
   """As the batch system would run it, on one machine."""
   (tmp_path / '.venv/bin').mkdir(parents=True)
   (tmp_path / '.venv/bin/python').write_text(f'#!/bin/sh\nexec {PYTHON} "$@"\n')
@@ -468,14 +467,14 @@ def test_slurm_recipe(recipe, tmp_path):
   for name in ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID'):
     env.pop(name, None)
   run = subprocess.run(
-      ['bash', str(EXAMPLES / 'recipes' / recipe), '--steps', '2',
+      ['bash', str(EXAMPLES / 'recipes/slurm.sbatch'), '--steps', '2',
        *map(str, SMALL)], env=env, text=True, cwd=tmp_path, timeout=TIMEOUT,
       stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
   assert run.returncode == 0, run.stdout
   assert '2 workers on the devices of 2 process(es)' in run.stdout
   folder = tmp_path / f'runs/{os.getpid()}'
   assert [r['step'] for r in records(folder)] == [1, 2]
-  assert '--resume auto' in (EXAMPLES / 'recipes' / recipe).read_text()
+  assert '--resume auto' in (EXAMPLES / 'recipes/slurm.sbatch').read_text()
 
 
 def test_kubernetes_recipe(monkeypatch):
@@ -503,25 +502,3 @@ def test_kubernetes_recipe(monkeypatch):
   assert args.resume == 'auto'
   assert args.coordinator == env['JAX_COORDINATOR_ADDRESS']
   assert container['command'][1] == 'examples/train_lm.py'
-
-
-def test_elastic_kubernetes_recipe(monkeypatch):
-  """Its names, ports and numbers fit each other, and programs take its flags."""
-  monkeypatch.syspath_prepend(str(EXAMPLES))
-  import train_lm
-
-  documents = yaml.safe_load_all((EXAMPLES / 'recipes/elastic.yaml').read_text())
-  service, deployment, job = documents
-  labels = deployment['spec']['template']['metadata']['labels']
-  assert service['spec']['selector'] == labels
-  assert deployment['spec']['selector']['matchLabels'] == labels
-  (coordinator,) = deployment['spec']['template']['spec']['containers']
-  (worker,) = job['spec']['template']['spec']['containers']
-  assert coordinator['command'] == ['python', '-m', 'demo_optax.elastic']
-  flags = dict(zip(coordinator['args'][::2], coordinator['args'][1::2]))
-  assert int(flags['--workers']) == job['spec']['parallelism']
-  args = train_lm.parse_args(worker['args'])
-  assert args.elastic == f'{service["metadata"]["name"]}:{flags["--port"]}'
-  assert (args.batch, args.resume) == (64, 'auto')
-  # A pod that was replaced is another one, and all finish the same run.
-  assert 'completions' not in job['spec']

@@ -20,7 +20,7 @@ FLOORS = [
     '_version', '_checks', '_paths', 'numerics', 'codes', '_tree', 'workers',
     'compressors', 'per_worker', 'exchange', 'demo', 'accumulation', 'step',
     'recipes', 'tools.tables', 'tools.placement', 'state', 'local',
-    'tools.replicas', 'checkpoint', 'tools', 'elastic', '__main__',
+    'tools.replicas', 'checkpoint', 'tools', '__main__',
 ]
 
 
