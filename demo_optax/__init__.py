@@ -27,7 +27,7 @@ from demo_optax.recipes import demo, demo_muon
 from demo_optax.state import exchange_info, state_specs
 from demo_optax.step.data_parallel import data_parallel
 from demo_optax.step.nnx import param_specs
-from demo_optax.tools import check_replicas, plan, recommend
+from demo_optax.tools import check_replicas, plan
 from demo_optax.workers import Workers
 from demo_optax.workers.inside import over_workers
 
@@ -50,7 +50,6 @@ __all__ = [
   'per_worker',
   'plan',
   'recipes',
-  'recommend',
   'scale_by_demo',
   'state_specs',
   'tools',

@@ -13,19 +13,20 @@ from demo_optax import _checks
 class Basis(Protocol):
   """An orthonormal transform, applied along both sides of a chunk.
 
-  Implement it as a frozen dataclass: bases are compared and hashed.
+  Implement it as a frozen dataclass that inherits from this: bases are compared
+  and hashed.
   """
 
   def matrix(self, length: int) -> np.ndarray:
-    """Returns float64 `[length, length]` whose ROWS are the basis.
+    """Returns float64 `[length, length]` whose ROWS are the basis."""
 
-    Raises:
-      ValueError: there is no such matrix for this length.
-    """
+  def check(self, length: int) -> None:
+    """Raises a `ValueError` if there is no matrix for this length."""
+    del length
 
 
 @dataclasses.dataclass(frozen=True)
-class Dct:
+class Dct(Basis):
   """The orthonormal DCT-II, `[frequency, position]`."""
 
   def matrix(self, length: int) -> np.ndarray:
@@ -34,7 +35,7 @@ class Dct:
 
 
 @dataclasses.dataclass(frozen=True)
-class Hadamard:
+class Hadamard(Basis):
   """Sylvester's Hadamard matrix, scaled to be orthonormal.
 
   Signs and one scale, so no multiplications on hardware that can use it. Sides
@@ -43,17 +44,20 @@ class Hadamard:
 
   def matrix(self, length: int) -> np.ndarray:
     """Returns the matrix for sides of `length`, a power of two."""
+    return _hadamard(length)
+
+  def check(self, length: int) -> None:
+    """Raises unless `length` is a power of two."""
     if length & (length - 1):
       raise ValueError(
           f'{length} is not a power of two, and the Hadamard transform needs'
           ' one. Use Dct() or RandomOrthogonal() for this leaf, in a tree of'
           ' compressors.'
       )
-    return _hadamard(length)
 
 
 @dataclasses.dataclass(frozen=True)
-class RandomOrthogonal:
+class RandomOrthogonal(Basis):
   """A random rotation or reflection, drawn once for every length.
 
   The ablation in version 2 of the DeMo paper (arXiv:2411.19870v2) draws another
@@ -79,7 +83,7 @@ class RandomOrthogonal:
 
 
 @dataclasses.dataclass(frozen=True)
-class Identity:
+class Identity(Basis):
   """No transform: coefficients are elements."""
 
   def matrix(self, length: int) -> np.ndarray:

@@ -132,7 +132,7 @@ class Compressor:
     if not plan.grid.whole:
       try:
         for length in plan.grid.sides:
-          self.basis.matrix(length)
+          self.basis.check(length)
       except ValueError as error:
         rows, cols = plan.grid.sides
         raise ValueError(

@@ -156,8 +156,7 @@ def muon_compressors(
     muon_weight_dimension_numbers: which leaves are matrices, as in `demo_muon`.
 
   Returns:
-    A tree of compressors like `params`. `demo_optax.recommend` makes one for a
-    number of bytes.
+    A tree of compressors like `params`.
 
   Raises:
     ValueError: as `dct_topk`; also dimension numbers that do not fit a leaf.

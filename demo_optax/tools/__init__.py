@@ -1,6 +1,5 @@
 """Predicts, reads, checks and draws what an exchange does."""
 
-from demo_optax.tools.budget import recommend
 from demo_optax.tools.hlo import Collective, collectives
 from demo_optax.tools.replicas import Difference, check_replicas
 from demo_optax.tools.traffic import Plan, plan
@@ -12,5 +11,4 @@ __all__ = [
   'check_replicas',
   'collectives',
   'plan',
-  'recommend',
 ]

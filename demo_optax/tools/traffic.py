@@ -1,6 +1,5 @@
 """Bytes on the wire, predicted from shapes."""
 
-import bisect
 import dataclasses
 import html
 import math
@@ -427,35 +426,6 @@ def plan(
       told * owners * specs.devices,
       written if told else None,
   )
-
-
-def owners_pay_from(
-    params: chex.ArrayTree,
-    compressor: CompressorTree,
-    update_values: str,
-) -> int | None:
-  """Returns from how many workers on `'all_to_all'` receives fewer bytes.
-
-  Args:
-    params: parameters, or their shapes.
-    compressor: what is sent, as for `plan`.
-    update_values: how updates are written.
-
-  Returns:
-    the least number of workers, or None if it is beyond 65,536.
-  """
-
-  def saves(num_workers: int) -> bool:
-    gathered = plan(params, compressor, num_workers).received_bytes
-    owned = plan(
-        params, compressor, num_workers, exchange='all_to_all',
-        update_values=update_values,
-    )
-    return owned.received_bytes < gathered
-
-  few = range(2, 2**16 + 1)
-  place = bisect.bisect_left(few, True, key=saves)
-  return few[place] if place < len(few) else None
 
 
 def _leaf_bytes(leaf: Leaf) -> LeafBytes:

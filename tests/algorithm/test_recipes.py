@@ -840,7 +840,7 @@ def test_modules_that_are_trees_are_not_called():
   workers = demo_optax.Workers.simulated(2)
   params = Callable(jnp.ones((8, 16)))
   gradients = Callable(jnp.ones((2, 8, 16)))
-  compressor = demo_optax.recommend(params, workers, sent_bytes=1e6)
+  compressor = recipes.muon_compressors(params, 128, 24)
   dimensions = recipes.muon_dimension_numbers(params)
   tx = demo_optax.demo_muon(
       0.1, workers=workers, compressor=compressor,
@@ -857,7 +857,7 @@ def test_trees_made_of_the_state_of_a_model():
   workers = demo_optax.Workers.simulated(2)
   model = nnx.Linear(8, 16, rngs=nnx.Rngs(0))
   params = nnx.state(model, nnx.Param)
-  compressor = demo_optax.recommend(params, workers, sent_bytes=1e6)
+  compressor = recipes.muon_compressors(params, 128, 24)
   tx = demo_optax.demo_muon(
       0.1, workers=workers, compressor=compressor,
       muon_weight_dimension_numbers=recipes.muon_dimension_numbers(params))
@@ -985,8 +985,7 @@ def test_init_of_shapes():
 def test_functions_of_the_parameters_within_other_transformations():
   workers = demo_optax.Workers.simulated(2)
   params = {'a': {'w': jnp.ones((8, 8))}, 'b': {'w': jnp.ones((8, 8))}}
-  compressor = lambda params: demo_optax.recommend(
-      params, workers, sent_bytes=1e6)
+  compressor = lambda params: recipes.muon_compressors(params, 128, 24)
   make = functools.partial(
       optax.inject_hyperparams, hyperparam_dtype=jnp.float32)
   rest = ('workers', 'ns_steps', 'nesterov')
