@@ -124,7 +124,8 @@ def periods_of(task: Task, method: str) -> Any:
   plan = demo_optax.plan(task.params(0), compressor, workers)
   everything = demo_optax.compressors.full()
   dense = demo_optax.plan(task.params(0), everything, workers)
-  sent, received = plan.per_step(args.period)
+  sent = plan.sent_bytes / args.period
+  received = plan.received_bytes / args.period
 
   def run(rate: float, seed: int) -> dict[str, Any]:
     params = task.params(seed)

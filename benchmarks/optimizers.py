@@ -104,7 +104,8 @@ def planned(
   def bytes_of(params: Any) -> tuple[float, float, float]:
     exchange = {} if s is None else owners(s)
     plan = demo_optax.plan(params, compressor, workers, **exchange)
-    return *plan.per_step(period), plan.dense_bytes()
+    sent, received = plan.sent_bytes / period, plan.received_bytes / period
+    return sent, received, plan.dense_bytes()
 
   return bytes_of
 

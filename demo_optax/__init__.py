@@ -15,19 +15,21 @@ of a percent, of its gradient's bytes, by changing two lines of a script.
     codes/       values and indices as bytes
     workers/     simulated, on a mesh, or on an axis of the caller's own
     numerics/    bits, rounding, selection; what depends on the platform
-    tools/       bytes predicted and read, replicas compared, pictures
+    plan         bytes of an exchange, predicted from shapes
+    replicas     whether all workers hold the same bits
 """
 
-from demo_optax import checkpoint, compressors, local, recipes, tools
+from demo_optax import checkpoint, compressors, local, recipes
 from demo_optax._version import __version__ as __version__
 from demo_optax.compressors import Compressor, dct_topk
 from demo_optax.demo import DeMoState, scale_by_demo
 from demo_optax.per_worker import average, per_worker
+from demo_optax.plan import plan
 from demo_optax.recipes import demo, demo_muon
+from demo_optax.replicas import check_replicas
 from demo_optax.state import exchange_info, state_specs
 from demo_optax.step.data_parallel import data_parallel
 from demo_optax.step.nnx import param_specs
-from demo_optax.tools import check_replicas, plan
 from demo_optax.workers import Workers
 from demo_optax.workers.inside import over_workers
 
@@ -52,5 +54,4 @@ __all__ = [
   'recipes',
   'scale_by_demo',
   'state_specs',
-  'tools',
 ]

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from demo_optax import compressors
 from demo_optax.codes.values import UPDATE_VALUES, VALUES
 from demo_optax.exchange.algorithm import ExchangeKind
-from demo_optax.tools.traffic import plan
+from demo_optax.plan import plan
 
 
 def _transformer(layers: int, d: int, vocabulary: int) -> dict[str, Any]:

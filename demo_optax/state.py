@@ -5,12 +5,12 @@ their types: what has a leading worker axis lies under `worker_stacked`, and
 there the momentum of an exchange under `momentum`, by buckets.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import NamedSharding
@@ -21,8 +21,8 @@ from demo_optax._paths import (
   STACKED,
   Keys,
   Path,
+  dotted,
   is_bucket,
-  is_owned,
   is_stacked,
   path_keys,
 )
@@ -30,14 +30,12 @@ from demo_optax.compressors import FROZEN, chunking
 from demo_optax.compressors.compressor import CompressorTree, per_leaf
 from demo_optax.compressors.layout import Layout, make_layout
 from demo_optax.demo import check_digest, describe_leaf, layouts_in
-from demo_optax.tools import placement, tables
 from demo_optax.workers import Spec, Workers
 
 __all__ = [
   'exchange_info',
   'momentum',
   'state_specs',
-  'state_summary',
   'with_momentum',
 ]
 
@@ -292,7 +290,7 @@ def exchange_info(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
     Of the momentum of Peng et al. <https://arxiv.org/abs/2411.19870>,
     Algorithm 1.
   """
-  placement.warn_if_replicated(opt_state)
+  warn_if_replicated(opt_state)
   flat = jax.tree_util.tree_flatten_with_path(opt_state)[0]
   state = {path_keys(path): x for path, x in flat}
   root = _root_of(state)
@@ -314,102 +312,47 @@ def _root_of(paths: Iterable[Keys]) -> Keys:
   return next((root for root in roots if root in busy), roots[0])
 
 
-def state_summary(opt_state: chex.ArrayTree) -> str:
-  r"""Returns an optimizer state's last exchange in words, and its momentum.
+def warn_if_replicated(
+    opt_state: chex.ArrayTree, axis_name: str | None = None
+) -> None:
+  """Warns of stacked arrays that every device of their mesh has all of.
 
-  On a mesh of several processes all of them call it, since it takes norms.
+  They take the memory of all workers on each device, and are gathered in every
+  step. Nothing else shows it: losses are the same.
 
   Args:
-    opt_state: any optimizer state that holds the state of `scale_by_demo`:
-      chained, partitioned, masked, or `nnx.Optimizer.opt_state`.
-
-  Returns:
-    Lines to print: what `exchange_info` tells, and for each bucket the shape of
-    the momentum of all workers, `[workers, rows, n]`; its dtype and bytes; its
-    norm :math:`\sqrt{\frac 1 N \sum_i \lVert m_i \rVert^2}` over `N` workers;
-    and, on a mesh, how it is sharded.
-
-  Raises:
-    ValueError: there is no exchange in `opt_state`.
-
-  Example:
-    >>> import demo_optax, jax.numpy as jnp
-    >>> workers = demo_optax.Workers.simulated(2)
-    >>> compressor = demo_optax.dct_topk(topk=1)
-    >>> tx = demo_optax.scale_by_demo(compressor, workers=workers)
-    >>> state = tx.init(jnp.zeros((2, 2)))
-    >>> gradients = jnp.array([[[1., 1.], [1., 2.]], [[1., 0.], [0., 1.]]])
-    >>> print(demo_optax.state.state_summary(tx.update(gradients, state)[1]))
-    1 exchange of 2 workers. The last one:
-      sent 80.6% of the momentum's energy; what stays behind has norm 0.935
-      a coefficient that was sent was sent by 2.00 workers on average
-      workers left out: 0
-    momentum        shape    dtype  bytes   norm
-    bucket_000_2x2  2x1x4  float32   32 B  0.935
-
-  References:
-    Of the momentum of Peng et al. <https://arxiv.org/abs/2411.19870>,
-    Algorithm 1.
+    opt_state: any optimizer state; what is traced is not looked at.
+    axis_name: the worker axis; by default any axis of the mesh will do.
   """
-  buckets, *_ = _momentum_of(opt_state)
-  state = {
-      path_keys(path): x
-      for path, x in jax.tree_util.tree_flatten_with_path(opt_state)[0]
-  }
-  root = _root_of(state)
-  count = int(state[(*root, 'count')])
-  workers = next((m.shape[0] for m in buckets.values()), 0)
-  placed = [isinstance(m.sharding, NamedSharding) for m in buckets.values()]
-  header = ('momentum', 'shape', 'dtype', 'bytes', 'norm')
-  rows = [(*header, 'sharding') if any(placed) else header]
-  for (name, m), named in zip(buckets.items(), placed):
-    row = (
-        name,
-        tables.times(m.shape),
-        str(m.dtype),
-        tables.num_bytes(m.nbytes),
-        f'{float(_mean_norm(m)):.3g}',
+  for path, x in jax.tree_util.tree_flatten_with_path(opt_state)[0]:
+    keys = path_keys(path)
+    if not is_stacked(keys) or not _is_replicated(x, axis_name):
+      continue
+    warnings.warn(
+        f'{dotted(keys)} is one per worker, but all of it is on every device,'
+        ' and a step of your own would gather it: its sharding'
+        f' {x.sharding.spec} does not name the worker axis. data_parallel puts'
+        ' it right at the next call; for shardings of your own, as from'
+        ' nn.get_sharding or nnx.get_partition_spec, take those of'
+        ' demo_optax.state_specs(tx, params, workers) for the optimizer state.',
+        stacklevel=3,
     )
-    spec = m.sharding.spec if named else None
-    rows.append((*row, str(spec or '')) if any(placed) else row)
-  return '\n'.join(
-      [*_in_words(count, workers, opt_state), *tables.aligned(rows)]
+    return  # one says it
+
+
+def _is_replicated(x: Any, axis_name: str | None) -> bool:
+  if isinstance(x, jax.core.Tracer):
+    return False
+  sharding = getattr(x, 'sharding', None)
+  if not isinstance(sharding, NamedSharding) or len(x) == 1:
+    return False
+  size = sharding.mesh.shape.get(axis_name, 1) if axis_name else (
+      sharding.mesh.size
   )
-
-
-def _in_words(
-    count: int, workers: int, opt_state: chex.ArrayTree
-) -> Iterator[str]:
-  """Returns what is known about the last exchange."""
-  plural = '' if count == 1 else 's'
-  if not count:
-    yield f'No exchange yet, {workers} workers.'
-    return
-  info = {k: x.item() for k, x in exchange_info(opt_state).items()}
-  yield f'{count} exchange{plural} of {workers} workers. The last one:'
-  yield (
-      f'  sent {info["sent_energy"]:.1%} of the momentum\'s energy; what stays'
-      f' behind has norm {info["residual_norm"]:.3g}'
-  )
-  if info['mean_senders']:
-    yield (
-        '  a coefficient that was sent was sent by'
-        f' {info["mean_senders"]:.2f} workers on average'
-    )
-  yield f'  workers left out: {info["num_excluded"]}'
-  owed = [
-      x for path, x in jax.tree_util.tree_flatten_with_path(opt_state)[0]
-      if is_owned(path_keys(path))
-  ]
-  if owed:
-    squares = sum(float(_mean_norm(x)) ** 2 * x.shape[0] for x in owed)
-    yield f'  owners of chunks owe updates of norm {squares**0.5:.3g}'
-
-
-@jax.jit
-def _mean_norm(moment: jax.Array) -> jax.Array:
-  """Root of the mean square norm over the workers."""
-  return jnp.sqrt(jnp.sum(moment * moment) / moment.shape[0])
+  first = sharding.spec[0] if sharding.spec else None
+  names = first if isinstance(first, tuple) else (first,)
+  there = axis_name in names if axis_name else first is not None
+  return size > 1 and not there
 
 
 # Buckets and leaves -----------------------------------------------------------

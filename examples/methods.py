@@ -451,8 +451,11 @@ def count_bytes(
         ' or identity.'
     ) from error
   period = args.sync_period if args.optimizer in LOCAL else 1
-  sent, received = plan.per_step(period)
-  return {'sent': sent, 'received': received, 'adamw': plan.dense_bytes()}
+  return {
+      'sent': plan.sent_bytes / period,
+      'received': plan.received_bytes / period,
+      'adamw': plan.dense_bytes(),
+  }
 
 
 # Training with any of them ----------------------------------------------------

@@ -15,9 +15,12 @@ import math
 import os
 import pathlib
 import signal
+import sys
 from typing import Any
 
 import flags
+
+sys.path.append(str(pathlib.Path(__file__).parents[1] / 'tests'))  # hlo_text
 
 
 def parse_args(
@@ -39,6 +42,7 @@ if __name__ == '__main__':  # before jax starts; it touches the CPU only
   os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {flag}'
 
 import cluster
+import hlo_text
 import jax
 import methods
 import metrics
@@ -157,7 +161,7 @@ def train(
       f'  {plan.sent_bytes / 1e3:.1f} kB sent per worker and step;'
       f' {len(other)} leaves cut otherwise than on one device'
   )
-  traffic = by_axes(demo_optax.tools.collectives(compiled, run.mesh))
+  traffic = by_axes(hlo_text.collectives(compiled, run.mesh))
   for (kind, axes), (number, received) in traffic.items():
     print(
         f'  {number:3} x {kind:<18} over {" ".join(axes):<14}'
@@ -203,7 +207,7 @@ def device_bytes(tree: Any) -> int:
 
 
 def by_axes(
-    collectives: list[demo_optax.tools.Collective],
+    collectives: list[hlo_text.Collective],
 ) -> dict[tuple[str, tuple[str, ...]], tuple[int, int]]:
   """Number and received bytes of the collectives by kind and mesh axes."""
   total: dict[tuple[str, tuple[str, ...]], tuple[int, int]] = {}

@@ -38,7 +38,7 @@ from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as ocp
 
 import demo_optax
-from demo_optax import _checks, _paths
+from demo_optax import _checks, _paths, replicas
 from demo_optax.checkpoint import folder as folders
 from demo_optax.checkpoint import resize as resizing
 from demo_optax.compressors import chunking
@@ -56,7 +56,6 @@ from demo_optax.state import (
   momentum_from_leaves,
   momentum_to_leaves,
 )
-from demo_optax.tools import replicas
 from demo_optax.workers import Workers
 
 _FORMAT = 1

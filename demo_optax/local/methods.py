@@ -152,7 +152,7 @@ def demo_diloco(
     ...     workers=workers, compressor=compressor, sync_period=100)
     >>> params = {'w': jax.ShapeDtypeStruct((1024, 1024), jnp.float32)}
     >>> plan = demo_optax.plan(params, compressor, workers)
-    >>> sent, received = plan.per_step(100)
+    >>> sent = plan.sent_bytes / 100
     >>> print(f'{sent:.1f} B per step; DiLoCo: {plan.dense_bytes() / 100:.1f}')
     109.9 B per step; DiLoCo: 62914.6
 

@@ -4,6 +4,7 @@ import functools
 import re
 
 import flax.linen as nn
+import hlo_text
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -356,7 +357,7 @@ def test_only_exchange_steps_communicate(method, kind):
   compiled = train_step.lower(
       params, tx.init(params), np.ones((8, 32), np.float32)).compile()
   text = compiled.as_text()
-  found = demo_optax.tools.collectives(compiled, workers.mesh)
+  found = hlo_text.collectives(compiled, workers.mesh)
   assert {c.axes for c in found} == {('data',)}
   if method == 'drift':  # the mean for evaluation: beside what is published
     means = [c for c in found if c.kind == 'all-reduce']
@@ -368,9 +369,7 @@ def test_only_exchange_steps_communicate(method, kind):
   else:
     assert exchange.kind == 'all-gather'
     assert exchange.output_bytes == 4 * plan.sent_bytes
-    sent, received = plan.per_step(3)
-    assert sent == exchange.output_bytes / 4 / 3
-    assert received == exchange.sent_bytes / 3
+    assert plan.received_bytes == exchange.received_bytes
   lines = computations(text)
   taken = {name for name in lines
            if any(re.search(' all-(gather|reduce)(-start)?[(]', line)
@@ -692,6 +691,3 @@ def test_mistakes():
     step_of(tx, lambda x: {'w': x})(params, state, rows)
   with pytest.raises(ValueError, match='differ in structure'):
     step_of(tx, lambda x: {'v': x[0]})(params, state, rows)
-  plan = demo_optax.plan(params, COMPRESSOR, workers)
-  with pytest.raises(ValueError, match='sync_period=0 must be at least 1'):
-    plan.per_step(0)

@@ -6,6 +6,7 @@ import functools
 
 import chex
 import helpers
+import hlo_text
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -471,7 +472,7 @@ def test_on_a_mesh(kind):
     np.testing.assert_allclose(losses, simulated, rtol=1e-3)
     assert not demo_optax.check_replicas((params, state), workers)
     lowered = recipe(workers)[1].lower(params, state, TOKENS[0])
-    found = demo_optax.tools.collectives(
+    found = hlo_text.collectives(
         lowered.compile().as_text(), workers.mesh)
   plan = demo_optax.plan(
       params, recipes.muon_compressors(params), workers)
@@ -571,7 +572,7 @@ def test_workers_of_several_devices():
                   if 'mu' in k and "['up']" in k)
   assert momentum.sharding.shard_shape(momentum.shape) == (1, 64, 32)
   compiled = recipe(workers)[1].lower(params, state, TOKENS[0]).compile()
-  found = demo_optax.tools.collectives(compiled.as_text(), mesh)
+  found = hlo_text.collectives(compiled.as_text(), mesh)
   between = [c for c in found if 'data' in (c.axes or ('data',))
              and c.output_bytes > 64]
   assert [c.kind for c in between] == ['all-gather']

@@ -2,6 +2,7 @@
 
 import functools
 
+import hlo_text
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -92,7 +93,7 @@ def test_one_gather_for_all(kind):
   update = jax.jit(tx.update)
   updates, _ = update(gradients, state, params)
   assert_replicas_equal(updates)
-  found = demo_optax.tools.collectives(
+  found = hlo_text.collectives(
       update.lower(gradients, state, params).compile())
   plan = demo_optax.plan(params, TREE, workers)
   (gather,) = [c for c in found if c.kind == 'all-gather']
@@ -308,7 +309,7 @@ def test_averaged_leaves_of_several_devices():
   gradients = {
       k: jax.device_put(g, NamedSharding(mesh, P('replica', *specs[k])))
       for k, g in random_tree(1, shapes, lead=(2,)).items()}
-  found = demo_optax.tools.collectives(
+  found = hlo_text.collectives(
       jax.jit(tx.update).lower(gradients, state, params).compile(), mesh)
   plan = demo_optax.plan(params, codes, workers)
   moved = sum(c.received_bytes for c in found

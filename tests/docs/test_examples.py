@@ -159,7 +159,7 @@ def test_resume_with_another_number_of_workers(tmp_path):
 
 
 def test_workers_that_part_stop_the_run(tmp_path, monkeypatch):
-  parted = demo_optax.tools.Difference("['w']", (3,), (3,), (0,))
+  parted = demo_optax.replicas.Difference("['w']", (3,), (3,), (0,))
   monkeypatch.setattr(demo_optax, 'check_replicas', lambda *_: [parted])
   with pytest.raises(SystemExit, match='(?s)After step 1 not all.*devices .3,'):
     run(tmp_path, '--workers', '2', '--check-every', '1', '--steps', '2')

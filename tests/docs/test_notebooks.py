@@ -109,7 +109,7 @@ def test_is_whole(path):
   assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
   assert len({cell.id for cell in notebook.cells}) == len(notebook.cells)
   for cell in code:
-    shows = re.search(r'^(print|  print|drawing\.|axes = drawing|figure, )'
+    shows = re.search(r'^(print|  print|    print|figure, )'
                       r'|^(demo_optax\.)?plan(\(|$)', cell.source, re.M)
     assert bool(cell.outputs) == bool(shows), cell.id
   for cell, output in outputs(notebook):
@@ -209,7 +209,7 @@ def test_measured_numbers_are_those_of_the_benchmark():
   cell = next(c for c in sources(read(NOTEBOOKS[2]), 'code')
               if c.startswith('measured = '))
   names = {}
-  exec(cell.split('axes = ')[0], names)
+  exec(cell.split('figure, ')[0], names)
   lines = (ROOT / 'benchmarks/results/values.jsonl').read_text().splitlines()
   runs = {}
   for run in map(json.loads, lines):

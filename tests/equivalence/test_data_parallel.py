@@ -7,6 +7,7 @@ import weakref
 
 import flax
 import flax.linen as nn
+import hlo_text
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -94,7 +95,7 @@ def test_one_all_gather_and_one_scalar_cross(workers):
   if workers.mesh is None:
     assert 'all-gather' not in compiled.as_text()
     return
-  found = demo_optax.tools.collectives(compiled, workers.mesh)
+  found = hlo_text.collectives(compiled, workers.mesh)
   gathers = [c for c in found if c.kind == 'all-gather']
   assert len(gathers) == 1
   plan = demo_optax.plan(params, demo_optax.dct_topk(), workers)

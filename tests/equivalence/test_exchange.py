@@ -1,5 +1,6 @@
 """Three ways to run, one exchange: the same bits everywhere."""
 
+import hlo_text
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -420,7 +421,7 @@ def test_one_gather_and_nothing_dense(kind):
     return loss, optax.apply_updates(params, updates), state
 
   compiled = train_step.lower(params, state, x).compile()
-  found = demo_optax.tools.collectives(compiled)
+  found = hlo_text.collectives(compiled)
   plan = demo_optax.plan(params, COMPRESSOR, workers)
   gathers = [c for c in found if c.kind == 'all-gather']
   assert len(gathers) == 1
@@ -433,7 +434,7 @@ def test_one_gather_and_nothing_dense(kind):
   # Averaging, for contrast, does send everything.
   tx = optax.chain(demo_optax.average(workers=workers), optax.sgd(1.))
   state = tx.init(params)
-  dense = demo_optax.tools.collectives(train_step_of(tx, loss_fn, workers).lower(
+  dense = hlo_text.collectives(train_step_of(tx, loss_fn, workers).lower(
       params, state, x).compile())
   assert sum(c.sent_bytes for c in dense) >= plan.dense_bytes()
 

@@ -3,6 +3,7 @@
 import functools
 import itertools
 
+import hlo_text
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -214,7 +215,7 @@ def test_one_of_each_collective_with_the_planned_bytes(values):
   gradients = stacked(random_tree(0, SHAPES, lead=(4,)), workers)
   compiled = jax.jit(tx.update).lower(
       gradients, tx.init(params), params).compile()
-  found = demo_optax.tools.collectives(compiled, workers.mesh)
+  found = hlo_text.collectives(compiled, workers.mesh)
   assert sorted(c.kind for c in found) == ['all-gather', 'all-to-all']
   plan = demo_optax.plan(
       params, COMPRESSORS['dct'], workers, exchange='all_to_all',
@@ -238,7 +239,7 @@ def test_one_of_each_collective_between_workers_of_several_devices():
   compiled = jax.jit(tx.update).lower(
       gradients, tx.init(params), params).compile()
   found = [
-      c for c in demo_optax.tools.collectives(compiled, workers.mesh)
+      c for c in hlo_text.collectives(compiled, workers.mesh)
       if 'replica' in c.axes
   ]
   assert sorted(c.kind for c in found) == ['all-gather', 'all-to-all']

@@ -2,6 +2,7 @@
 
 import pathlib
 
+import hlo_text
 import jax
 import numpy as np
 import pytest
@@ -108,7 +109,7 @@ class Trained:
     with jax.set_mesh(self.mesh), ours.logical_axis_rules(
         self.config.logical_axis_rules):
       compiled = self.step.lower(self.state, self.batch).compile()
-    return demo_optax.tools.collectives(compiled, self.mesh)
+    return hlo_text.collectives(compiled, self.mesh)
 
 
 class Watched:
@@ -171,7 +172,7 @@ def assert_only_the_message_crosses(run, ours, compressor):
   (gather,) = (c for c in crossing if c.kind == 'all-gather')
   assert gather.axes == ('diloco',) and gather.shapes[0].startswith('u8')
   assert gather.output_bytes == (
-      planned.device_sent_bytes * run.step.workers.count)
+      planned.payload_bytes // planned.num_devices * run.step.workers.count)
   # XLA joins what is reduced at the end, and nothing comes before it.
   (reduce,) = (c for c in crossing if c is not gather)
   assert reduce.kind == 'all-reduce' and set(reduce.shapes) == {'f32[]'}

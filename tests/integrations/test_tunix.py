@@ -2,6 +2,7 @@
 
 import contextlib
 
+import hlo_text
 import jax
 import numpy as np
 import optax
@@ -170,12 +171,12 @@ def test_only_the_message_of_what_is_trained_crosses(trained, kind):
   compiled = step.lower(
       trained.model, trainer.optimizer, trained.batch).compile()
   crossing = [
-      c for c in demo_optax.tools.collectives(compiled, trainer.workers.mesh)
+      c for c in hlo_text.collectives(compiled, trainer.workers.mesh)
       if c.axes is None or 'replica' in c.axes
   ]
   (gather,) = (c for c in crossing if c.kind == 'all-gather')
   assert gather.axes == ('replica',) and gather.shapes[0].startswith('u8')
-  assert gather.output_bytes == 2 * planned.device_sent_bytes
+  assert gather.output_bytes == 2 * planned.payload_bytes // planned.num_devices
   rest = [c for c in crossing if c is not gather]
   assert all(c.kind == 'all-reduce' and set(c.shapes) <= {'f32[]', 's32[]'}
              for c in rest), crossing

@@ -6,6 +6,7 @@ Each ends in the right result, or in an error with the remedy in its text.
 
 import equinox as eqx
 import flax.linen as nn
+import hlo_text
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,7 +40,7 @@ def mesh_2d(kind, names=('data', 'fsdp'), shape=(2, 2)):
 
 
 def received(compiled, workers):
-  found = demo_optax.tools.collectives(compiled, workers.mesh)
+  found = hlo_text.collectives(compiled, workers.mesh)
   return sum(c.received_bytes for c in found)
 
 

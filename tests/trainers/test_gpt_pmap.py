@@ -6,6 +6,7 @@ pmap maps a step over devices by itself: the workers are those of its axis.
 import functools
 
 import flax.linen as nn
+import hlo_text
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -116,7 +117,7 @@ def test_plain():
 def test_changed():
   done = check_learns(changed(tokens(16, 24)), compiles_in=2)
   compiled = done.step.lower(*done.args).compile()
-  found = demo_optax.tools.collectives(compiled)
+  found = hlo_text.collectives(compiled)
   received = sum(c.received_bytes for c in found)
   one = jax.tree.map(lambda x: x[0], done.params)
   message = demo_optax.plan(one, COMPRESSOR, 4).received_bytes

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import flax.linen as nn
 import haiku as hk
+import hlo_text
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -361,7 +362,7 @@ def test_two_lines_train_with_nothing_dense_between_workers(trainer):
     assert COMPILATIONS.count == before
   assert losses[-1] < 0.8 * losses[0]
   found = [
-      c for c in demo_optax.tools.collectives(compiled, workers.mesh)
+      c for c in hlo_text.collectives(compiled, workers.mesh)
       if workers.mesh is None or 'data' in c.axes
   ]
   (message,) = [c for c in found if c.shapes[0].startswith('u8')]

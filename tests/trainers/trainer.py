@@ -9,6 +9,7 @@ import difflib
 import inspect
 from typing import Any, NamedTuple
 
+import hlo_text
 import jax
 import numpy as np
 from helpers import COMPILATIONS, assert_replicas_equal, make_workers
@@ -80,7 +81,7 @@ def check_workers(done, workers, slack):
   compiled = done.step.lower(*done.args).compile()
   found = [
       c
-      for c in demo_optax.tools.collectives(compiled, workers.mesh)
+      for c in hlo_text.collectives(compiled, workers.mesh)
       if workers.axis_name in c.axes
   ]
   received = sum(c.received_bytes for c in found)

@@ -19,8 +19,7 @@ PACKAGE = pathlib.Path(demo_optax.__file__).parent
 FLOORS = [
     '_version', '_checks', '_paths', 'numerics', 'codes', '_tree', 'workers',
     'compressors', 'per_worker', 'exchange', 'demo', 'accumulation', 'step',
-    'recipes', 'tools.tables', 'tools.placement', 'state', 'local',
-    'tools.replicas', 'checkpoint', 'tools', '__main__',
+    'recipes', 'state', 'plan', 'local', 'replicas', 'checkpoint', '__main__',
 ]
 
 
@@ -80,8 +79,7 @@ def test_import_is_light():
 PUBLIC = [
     (module, name)
     for module in (demo_optax, demo_optax.checkpoint, demo_optax.compressors,
-                   demo_optax.local, demo_optax.recipes, demo_optax.state,
-                   demo_optax.tools)
+                   demo_optax.local, demo_optax.recipes, demo_optax.state)
     for name in module.__all__ if not inspect.ismodule(getattr(module, name))]
 
 

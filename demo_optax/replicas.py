@@ -8,7 +8,7 @@ only digests (8 bytes per leaf and device) are gathered and compared.
 import collections
 import functools
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import chex
@@ -16,11 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from demo_optax import _tree
-from demo_optax.tools import placement
+from demo_optax import _tree, state
 from demo_optax.workers import Workers
 
 
@@ -78,8 +75,7 @@ def check_replicas(
     the first device.
 
   Raises:
-    ValueError: processes called it with different _tree.
-    TypeError: a leaf spread over processes without a mesh.
+    ValueError: processes called it with different trees.
 
   Example:
     >>> import demo_optax, jax, numpy as np
@@ -95,71 +91,31 @@ def check_replicas(
     update.
   """
   if workers is not None and workers.mesh is not None:
-    placement.warn_if_replicated(tree, workers.axis_name)
+    state.warn_if_replicated(tree, workers.axis_name)
   flat = [
       (_tree.leaf_name(path), comparable(x))
       for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]
   ]
-  found = collections.defaultdict(list)
-  for difference in [
-      *between_processes(flat),  # first: it checks that the trees agree
-      *_on_devices([leaf for leaf in flat if _is_on_mesh(leaf[1])], workers),
-  ]:
-    found[difference.leaf].append(difference)
-  for name, x in flat:
-    if not _is_on_mesh(x) and not is_local(x):
-      raise TypeError(
-          f'{name} is spread over processes by {x.sharding}: put it on a mesh,'
-          ' with workers.device_put.'
-      )
-  return [d for name, _ in flat for d in found.get(name, ())]
+  found = between_processes(flat)  # first: it checks that the trees agree
+  several = [(name, x) for name, x in flat if _num_devices(x) > 1]
+  for (name, _), held in zip(several, _held([x for _, x in several])):
+    blocks = collections.defaultdict(list)
+    for device, block, digest_of in held:
+      blocks[block].append((device, digest_of.tobytes()))
+    other = [d for copies in blocks.values() for d in _minority(copies)]
+    if other:
+      found.append(_difference(name, other, workers))
+  order = [name for name, _ in flat]
+  return sorted(found, key=lambda difference: order.index(difference.leaf))
 
 
-def _is_on_mesh(x: Any) -> bool:
-  return isinstance(getattr(x, 'sharding', None), NamedSharding)
+def _num_devices(x: Any) -> int:
+  return len(x.sharding.device_set) if isinstance(x, jax.Array) else 0
 
 
 def is_local(x: Any) -> bool:
   """Returns whether this process holds all of it."""
   return not isinstance(x, jax.Array) or x.is_fully_addressable
-
-
-# Inside meshes ----------------------------------------------------------------
-
-
-def _on_devices(
-    flat: list[tuple[str, Any]], workers: Workers | None
-) -> list[Difference]:
-  """Differences between the devices of the leaves' meshes."""
-  found = []
-  several = [(n, x) for n, x in flat if x.sharding.mesh.size > 1]
-  for name, x, by_device in _digests_by_device(several):
-    blocks = collections.defaultdict(list)
-    for device, index in x.sharding.devices_indices_map(x.shape).items():
-      blocks[str(index)].append((device, bytes(by_device[device])))
-    other = [d for copies in blocks.values() for d in _minority(copies)]
-    if other:
-      found.append(_difference(name, other, workers))
-  return found
-
-
-def _digests_by_device(
-    flat: list[tuple[str, Any]],
-) -> Iterator[tuple[str, jax.Array, dict[Any, np.ndarray]]]:
-  """Yields name, leaf, and what each device's block adds to its digest."""
-  by_mesh = collections.defaultdict(list)
-  for name, x in flat:
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-      x = jax.random.key_data(x)
-    by_mesh[x.sharding.mesh].append((name, x))
-  for mesh, leaves in by_mesh.items():
-    arrays = [x for _, x in leaves]
-    layout = tuple((x.sharding.spec, x.shape) for x in arrays)
-    # One row of digests per device, in the mesh's order.
-    digests = _digest_on_mesh(mesh, layout)(arrays)
-    rows = np.asarray(digests.addressable_data(0))  # [devices, leaves, 2]
-    for place, (name, x) in enumerate(leaves):
-      yield name, x, dict(zip(mesh.devices.flat, rows[:, place]))
 
 
 def _minority(copies: list[tuple[Any, bytes]]) -> list[Any]:
@@ -188,33 +144,45 @@ def _difference(
   )
 
 
-@functools.cache
-def _digest_on_mesh(
-    mesh: Mesh, layout: tuple[tuple[P, tuple[int, ...]], ...]
-) -> Any:
-  """`arrays -> uint32 [devices, leaves, 2]`, on every device."""
+def _held(arrays: Sequence[Any]) -> list[list[tuple[Any, str, np.ndarray]]]:
+  """Returns for each array on devices its copies: device, block, digest.
 
-  def local(xs: list[jax.Array]) -> jax.Array:
-    digests = []
-    for x, (spec, shape) in zip(xs, layout):
-      first = [jnp.uint32(0)] * x.ndim
-      for d, axes in enumerate(spec):
-        if axes is not None:
-          block = jax.lax.axis_index(axes).astype(jnp.uint32)
-          first[d] = block * jnp.uint32(x.shape[d])
-      digests.append(_digest_block(x, first, shape))
-    return jnp.stack(digests)[None]
+  Every device digests its block. Of arrays that are spread over processes the
+  digests are gathered, so that all processes return the same.
+  """
+  found: list[list[tuple[Any, str, Any]]] = []
+  spread = []
+  for x in map(_without_key, arrays):
+    blocks = x.sharding.devices_indices_map(x.shape)
+    mine = [
+        (shard.device, _digest_shard(shard.data, _start(shard.index), x.shape))
+        for shard in sorted(x.addressable_shards, key=lambda s: s.device.id)
+    ]
+    if not x.is_fully_addressable:
+      spread.append((len(found), mine, blocks))
+    found.append([(d, str(blocks[d]), digest_of) for d, digest_of in mine])
+  if spread:
+    own = np.zeros((len(spread), jax.local_device_count(), 2), np.uint32)
+    for row, (_, mine, _) in enumerate(spread):
+      own[row, : len(mine)] = [np.asarray(digest_of) for _, digest_of in mine]
+    every = multihost_utils.process_allgather(own)
+    for row, (number, _, blocks) in enumerate(spread):
+      places = collections.Counter[int]()  # the next one of a process
+      found[number] = []
+      for d in sorted(blocks, key=lambda d: d.id):
+        digest_of = every[d.process_index, row, places[d.process_index]]
+        found[number].append((d, str(blocks[d]), digest_of))
+        places[d.process_index] += 1
+  return [[(d, b, np.asarray(x)) for d, b, x in held] for held in found]
 
-  # Not checked: what is replicated by its type may yet differ, which is why we
-  # are here.
-  mapped = jax.shard_map(
-      local,
-      mesh=mesh,
-      in_specs=([spec for spec, _ in layout],),
-      out_specs=P(mesh.axis_names),
-      check_vma=False,
-  )
-  return jax.jit(mapped, out_shardings=NamedSharding(mesh, P()))
+
+def _start(index: tuple[slice, ...]) -> np.ndarray:
+  return np.array([s.start or 0 for s in index], np.uint32)
+
+
+def _without_key(x: Any) -> Any:
+  is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+  return jax.random.key_data(x) if is_key else x
 
 
 # Between processes ------------------------------------------------------------
@@ -228,12 +196,11 @@ def between_processes(flat: list[tuple[str, Any]]) -> list[Difference]:
   local = [(name, x) for name, x in flat if is_local(x)]
   if not local:
     return []
-  mine = np.stack([_digest_on_host(x) for _, x in local])
+  mine = np.stack(_contents([x for _, x in local]))
   every = multihost_utils.process_allgather(mine)  # [processes, leaves, 2]
   found = []
   for place, (name, _) in enumerate(local):
-    copies = [(p, bytes(row[place])) for p, row in enumerate(every)]
-    other = _minority(copies)
+    other = _minority([(p, bytes(row[place])) for p, row in enumerate(every)])
     if other:
       found.append(Difference(name, (), (), tuple(other)))
   return found
@@ -247,8 +214,7 @@ def comparable(x: Any) -> Any:
 def _check_same_tree(flat: list[tuple[str, Any]]) -> None:
   """Raises on all processes, rather than leave some in a gather alone."""
   text = '\n'.join(
-      f'{name} {x.shape} {x.dtype} {_is_on_mesh(x)} {is_local(x)}'
-      for name, x in flat
+      f'{name} {x.shape} {x.dtype} {is_local(x)}' for name, x in flat
   )
   mine = np.uint32(zlib.crc32(text.encode()))
   every = np.asarray(multihost_utils.process_allgather(mine))
@@ -270,36 +236,35 @@ def content_digests(arrays: dict[str, Any]) -> dict[str, str]:
   and one copy of each is summed. With several processes all must call it with
   the same names.
   """
-  found = {}
-  flat = list(arrays.items())
-  on_meshes = [(name, x) for name, x in flat if _is_on_mesh(x)]
-  for name, x, by_device in _digests_by_device(on_meshes):
-    indices = x.sharding.devices_indices_map(x.shape)
-    blocks = {str(index): by_device[d] for d, index in indices.items()}
-    found[name] = sum(blocks.values(), np.zeros(2, np.uint32))
-  for name, x in flat:
-    if name not in found:
-      on_device = isinstance(x, jax.Array)
-      found[name] = _digest_whole(x) if on_device else _digest_on_host(x)
+  digests = _contents(list(arrays.values()))
   return {name: np.asarray(x).astype('>u4').tobytes().hex()
-          for name, x in found.items()}
+          for name, x in zip(arrays, digests)}
 
 
-@jax.jit
-def _digest_whole(x: jax.Array) -> jax.Array:
-  return _digest_block(x, [jnp.uint32(0)] * x.ndim, x.shape)
+def _contents(arrays: Sequence[Any]) -> list[np.ndarray]:
+  on_devices = iter(_held([x for x in arrays if isinstance(x, jax.Array)]))
+  found = []
+  for x in arrays:
+    if isinstance(x, jax.Array):
+      blocks = {block: digest_of for _, block, digest_of in next(on_devices)}
+      found.append(sum(blocks.values(), np.zeros(2, np.uint32)))
+    else:
+      found.append(_digest_on_host(x))
+  return found
 
 
-def _digest_block(
-    x: jax.Array, first: Sequence[Any], shape: tuple[int, ...]
+@functools.partial(jax.jit, static_argnums=2)
+def _digest_shard(
+    x: jax.Array, start: jax.Array, shape: tuple[int, ...]
 ) -> jax.Array:
-  """Returns what the block of `x` that begins at `first` adds, uint32 `[2]`."""
+  """Returns what the block of an array adds to its digest, uint32 `[2]`."""
   words = _words(x)  # u32[*block, words of an element]
   place = jnp.zeros(words.shape, jnp.uint32)
   for d, length in enumerate((*shape, words.shape[-1])):
     along = jax.lax.broadcasted_iota(jnp.uint32, words.shape, d)
-    start = first[d] if d < len(first) else jnp.uint32(0)
-    place = place * jnp.uint32(length) + (along + start)
+    if d < len(shape):
+      along = along + start[d]
+    place = place * jnp.uint32(length) + along
   return digest(words, place)
 
 
@@ -336,8 +301,6 @@ def _words(x: jax.Array) -> jax.Array:
 
 def _digest_on_host(x: Any) -> np.ndarray:
   """Returns the digest of an array that this process holds."""
-  if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-    x = jax.random.key_data(x)
   x = np.asarray(x)
   if _is_below_a_byte(x.dtype):
     x = x.astype(np.float32)

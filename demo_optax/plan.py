@@ -1,11 +1,9 @@
 """Bytes on the wire, predicted from shapes."""
 
 import dataclasses
-import html
 import math
 import operator
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
 import chex
 import jax
@@ -24,8 +22,6 @@ from demo_optax.exchange.algorithm import (
   ExchangeKind,
   make_config,
 )
-from demo_optax.exchange.message import ENERGIES
-from demo_optax.tools import tables
 from demo_optax.workers import Workers
 from demo_optax.workers.collectives import GATHERED, TO_OWNERS
 from demo_optax.workers.param_specs import ParamSpecs
@@ -82,16 +78,9 @@ class LeafBytes:
     return _max_workers(self.size * itemsize, self.sent_bytes, 0)
 
 
-class BytesPerStep(NamedTuple):
-  """What a worker sends and receives per step, on average."""
-
-  sent: float
-  received: float
-
-
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
-  """Bytes of one exchange; shown as a table, in notebooks as one of HTML.
+  """Bytes of one exchange; shown as a table.
 
   Attributes:
     leaves: per leaf that takes part, what it costs.
@@ -103,7 +92,7 @@ class Plan:
     device_bytes: bytes that one device receives in a step, and sends by the
       ring algorithm, by the mesh axes that they cross: first the worker axis,
       then, if a worker is several devices, those inside it, over which parts
-      are rejoined and the devices agree on taking part.
+      are rejoined; a few scalars that these devices agree on are not counted.
     update_bytes: size of what all owners of chunks tell, from all their
       devices; 0 where there are none.
     update_values: how they write updates; None where there are none.
@@ -154,36 +143,9 @@ class Plan:
     return both // self.num_workers * (self.num_workers - 1)
 
   @property
-  def device_sent_bytes(self) -> int:
-    """Size of the part of a payload that comes from one device."""
-    return self.payload_bytes // self.num_devices
-
-  @property
   def size(self) -> int:
     """Number of elements that take part."""
     return sum(leaf.size for leaf in self.leaves)
-
-  def per_step(self, sync_period: float) -> BytesPerStep:
-    """Returns bytes per worker and step, if each `sync_period`-th exchanges.
-
-    Args:
-      sync_period: steps from one exchange to the next, at least 1; their mean
-        if it follows a schedule.
-
-    Returns:
-      What is sent and what is received, on average over the steps.
-
-    Raises:
-      ValueError: `sync_period` is below 1.
-      TypeError: `sync_period` is a schedule.
-    """
-    if callable(sync_period):
-      raise TypeError('sync_period is a schedule: give the mean of it.')
-    if not sync_period >= 1:
-      raise ValueError(f'sync_period={sync_period} must be at least 1.')
-    return BytesPerStep(
-        self.sent_bytes / sync_period, self.received_bytes / sync_period
-    )
 
   def dense_bytes(self, itemsize: int = 4) -> float:
     """Returns the bytes, each way, of a ring all-reduce of the gradient.
@@ -225,14 +187,9 @@ class Plan:
 
   __repr__ = __str__
 
-  def _repr_html_(self) -> str:
-    notes = [self._mark, '', self.totals()] if self._mark else [self.totals()]
-    text = html.escape('\n'.join(notes))
-    return f'{tables.as_html(self._rows())}\n<pre>{text}</pre>'
-
   def table(self) -> str:
     """Returns what leaves cost; those that differ in name only share a row."""
-    lines = tables.aligned(self._rows())
+    lines = _aligned(self._rows())
     return '\n'.join([*lines, self._mark] if self._mark else lines)
 
   @property
@@ -258,19 +215,19 @@ class Plan:
       more = f' and {len(members) - 1} more' if len(members) > 1 else ''
       row = (
           members[0].name + more,
-          tables.times(leaf.shape) or 'scalar',
+          _times(leaf.shape) or 'scalar',
           f'{leaf.num_chunks}',
-          'whole' if leaf.whole else tables.times(leaf.chunk),
+          'whole' if leaf.whole else _times(leaf.chunk),
           'all' if leaf.everything else f'{leaf.topk}',
           '-' if leaf.index_code == 'none' else leaf.index_code,
           f'{leaf.index_bits:.2f}' if leaf.index_bits else '-',
           leaf.values,
-          tables.num_bytes(leaf.sent_bytes) + (' each' if more else ''),
+          _num_bytes(leaf.sent_bytes) + (' each' if more else ''),
           '-' if self.update_bytes
           else _any_of(leaf.max_workers(4), leaf.max_workers(2)),
       )
       mark = '' if leaf.as_unsharded else '*'
-      blocks = tables.times(leaf.blocks) + mark if leaf.axes else '-'
+      blocks = _times(leaf.blocks) + mark if leaf.axes else '-'
       rows.append((*row, blocks) if sharded else row)
     return rows
 
@@ -290,18 +247,18 @@ class Plan:
         ('all-reduce bfloat16', self.dense_bytes(2), self.dense_bytes(2)),
     ):
       yield (
-          f'  {name:<20} sends {tables.num_bytes(out):>10}, receives'
-          f' {tables.num_bytes(back):>10}'
+          f'  {name:<20} sends {_num_bytes(out):>10}, receives'
+          f' {_num_bytes(back):>10}'
       )
     if self.num_devices > 1:
       yield f'A worker is {self.num_devices} devices. Per device and step:'
       for axes, moved in self.device_bytes.items():
-        received = tables.num_bytes(moved)
+        received = _num_bytes(moved)
         yield f'  over {", ".join(axes):<15} receives {received:>10}'
     if self.update_bytes:
       yield (
           f'Owners of chunks write updates as {self.update_values!r}:'
-          f' {tables.num_bytes(self.update_bytes)}, all of them together.'
+          f' {_num_bytes(self.update_bytes)}, all of them together.'
       )
       return
     most = _any_of(self.max_workers(4), self.max_workers(2))
@@ -411,7 +368,7 @@ def plan(
   )
   written = resolve_update_values(exchange, update_values)
   config = make_config(layout, 'senders', exchange, num_workers, written)
-  own, summed, inside = _device_bytes(config, specs, num_workers)
+  own, summed, inside = _device_bytes(config, specs)
   summed += averaged
   across = config.received_bytes(num_workers)
   owners = 1 if config.update_packer is None else num_workers
@@ -484,7 +441,7 @@ def _averaged(leaf: Leaf) -> LeafBytes:
 
 
 def _device_bytes(
-    config: ExchangeConfig, specs: ParamSpecs, num_workers: int
+    config: ExchangeConfig, specs: ParamSpecs
 ) -> tuple[int, int, dict[tuple[str, ...], int]]:
   """Returns what a device has gathered, and summed, and receives inside."""
   inside: dict[tuple[str, ...], int] = {}
@@ -505,16 +462,6 @@ def _device_bytes(
       if axis in bucket.split_axes:
         inside[axis,] = inside.get((axis,), 0) + (devices - 1) * size
         size *= devices
-  if specs.devices > 1 and own + summed:
-    # All-reduces over the devices of a worker: whether its gradient is valid
-    # (int32), which messages are (int32 each), how many owners count (int32),
-    # and metrics (five float32).
-    agreed = _ring(4, specs.devices) + _ring(4 * (ENERGIES + 2), specs.devices)
-    if own:
-      agreed += _ring(4 * num_workers, specs.devices)
-    if config.update_packer is not None:
-      agreed += _ring(4, specs.devices)
-    inside[specs.axes] = inside.get(specs.axes, 0) + agreed
   return own, summed, inside
 
 
@@ -534,3 +481,27 @@ def _max_workers(dense: int, gathered: int, summed: int) -> float:
 
 def _any_of(*workers: float) -> str:
   return '/'.join('any' if n == math.inf else f'{n}' for n in workers)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+  """Lines of a terminal: the first column to the left, all others right."""
+  widths = [max(map(len, column)) for column in zip(*rows)]
+  lines = []
+  for row in rows:
+    cells = [row[0].ljust(widths[0])]
+    cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:])]
+    lines.append('  '.join(cells).rstrip())
+  return lines
+
+
+def _num_bytes(count: float) -> str:
+  """Returns a number of bytes as people write it: 1.2 MB is 1,200,000 bytes."""
+  for unit, name in ((1e9, 'GB'), (1e6, 'MB'), (1e3, 'kB')):
+    if count >= unit:
+      return f'{count / unit:.2f} {name}'
+  return f'{count:.0f} B'
+
+
+def _times(lengths: Sequence[int]) -> str:
+  """Returns a shape: `'64x64'`; `''` of a scalar."""
+  return 'x'.join(map(str, lengths))
