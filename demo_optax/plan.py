@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import chex
 import jax
@@ -32,28 +32,19 @@ class LeafBytes:
   """What one leaf costs in an exchange.
 
   Attributes:
-    name: path of the leaf.
-    shape: its shape.
-    size: number of elements.
-    num_chunks: number of chunks it is cut into.
-    chunk: length of a chunk along the last two dimensions.
-    topk: coefficients sent per chunk.
-    values: how values are written, as in `dct_topk`.
-    index_code: how indices are written: `'fixed'`, `'bitmap'`, `'elias-fano'`,
-      `'none'` if everything is sent, or `'shared'` if all workers send the same
-      places, or the dense gradient, whose mean is taken by an all-reduce.
+    chunk: lengths of a chunk along the last two dimensions.
+    values: how values are written, as in `dct_topk`; or `'averaged'`.
+    index_code: how indices are written; `'none'` if everything is sent,
+      `'shared'` if all workers send the same places, by an all-reduce.
     index_bits: bits per index, a fraction; 0 if everything is sent.
     whole: whether it is sent as it is, without a transform.
-    sent_bytes: bytes in a worker's payload, or in what is all-reduced, all its
-      blocks together.
+    sent_bytes: bytes in a worker's payload, or in what is all-reduced.
     blocks: blocks it is sharded into inside a worker, along each dimension.
-    axes: the mesh axes that it is sharded over.
     as_unsharded: whether its chunks are those of an unsharded worker.
   """
 
   name: str
   shape: tuple[int, ...]
-  size: int
   num_chunks: int
   chunk: tuple[int, ...]
   topk: int
@@ -67,9 +58,9 @@ class LeafBytes:
   as_unsharded: bool
 
   @property
-  def everything(self) -> bool:
-    """Whether nothing of a chunk stays behind."""
-    return self.topk == math.prod(self.chunk)
+  def size(self) -> int:
+    """Number of elements."""
+    return math.prod(self.shape)
 
   def max_workers(self, itemsize: int = 4) -> float:
     """Returns the most workers with which an all-reduce receives more."""
@@ -83,19 +74,16 @@ class Plan:
   """Bytes of one exchange; shown as a table.
 
   Attributes:
-    leaves: per leaf that takes part, what it costs.
-    num_workers: number of workers.
+    leaves: what each leaf costs that takes part.
     num_devices: number of devices of a worker.
-    payload_bytes: size of a worker's payload, from all its devices, which all
-      others receive; if chunks have owners, of its messages to all of them.
+    payload_bytes: size of a worker's payload, from all its devices; if chunks
+      have owners, of its messages to all of them.
     summed_bytes: size of what is all-reduced beside it, from all its devices.
-    device_bytes: bytes that one device receives in a step, and sends by the
-      ring algorithm, by the mesh axes that they cross: first the worker axis,
-      then, if a worker is several devices, those inside it, over which parts
-      are rejoined; a few scalars that these devices agree on are not counted.
-    update_bytes: size of what all owners of chunks tell, from all their
-      devices; 0 where there are none.
-    update_values: how they write updates; None where there are none.
+    device_bytes: bytes that one device receives in a step by the mesh axes that
+      they cross: first the worker axis, then those inside a worker, over which
+      parts are rejoined. Scalars on which its devices agree are not counted.
+    update_bytes: size of the updates of all owners; 0 without owners.
+    update_values: how owners write updates; None without owners.
   """
 
   leaves: tuple[LeafBytes, ...]
@@ -114,33 +102,26 @@ class Plan:
 
   @property
   def sent_bytes(self) -> int:
-    """Bytes that a worker sends: its payload, and its part of the sums.
-
-    If chunks have owners, its messages to the others, and its part in a ring
-    that brings all updates to everybody. A worker by itself sends nothing.
-    """
+    """Bytes that a worker sends: its payload, and its part of the sums."""
     if self.num_workers == 1:
       return 0
-    summed = _ring(self.summed_bytes, self.num_workers)
-    if self.update_bytes:
-      return self._owned_bytes_each_way() + summed
-    return self.payload_bytes + summed
+    return self._each_way() or self.payload_bytes + self._summed()
 
   @property
   def received_bytes(self) -> int:
-    """Bytes that a worker receives: all other payloads, and the sums.
+    """Bytes that a worker receives: all other payloads, and the sums."""
+    gathered = (self.num_workers - 1) * self.payload_bytes
+    return self._each_way() or gathered + self._summed()
 
-    If chunks have owners, what the others tell it of its own, and updates.
-    """
-    summed = _ring(self.summed_bytes, self.num_workers)
-    if self.update_bytes:
-      return self._owned_bytes_each_way() + summed
-    return (self.num_workers - 1) * self.payload_bytes + summed
+  def _summed(self) -> int:
+    return _ring(self.summed_bytes, self.num_workers)
 
-  def _owned_bytes_each_way(self) -> int:
-    """Returns what chunks that have owners cost, without sums."""
+  def _each_way(self) -> int:
+    """Bytes if chunks have owners: messages to them, and updates by a ring."""
+    if not self.update_bytes:
+      return 0
     both = self.payload_bytes + self.update_bytes
-    return both // self.num_workers * (self.num_workers - 1)
+    return both // self.num_workers * (self.num_workers - 1) + self._summed()
 
   @property
   def size(self) -> int:
@@ -148,24 +129,15 @@ class Plan:
     return sum(leaf.size for leaf in self.leaves)
 
   def dense_bytes(self, itemsize: int = 4) -> float:
-    """Returns the bytes, each way, of a ring all-reduce of the gradient.
-
-    Args:
-      itemsize: bytes per element: 4 for float32, 2 for bfloat16.
-
-    Returns:
-      `2 (N - 1) / N * size * itemsize`.
-    """
+    """Returns the bytes, each way, of a ring all-reduce of the gradient."""
     share = 2 * (self.num_workers - 1) / self.num_workers
     return share * self.size * itemsize
 
   def max_workers(self, itemsize: int = 4) -> float:
     """Returns the most workers with which an all-reduce receives more.
 
-    An all-gather receives `N - 1` payloads; a ring all-reduce receives
-    `2 (N - 1) / N` times the dense gradient, however many the workers. If
-    chunks have owners it is all or none, as long as there are more chunks than
-    workers.
+    An all-gather receives `N - 1` payloads, a ring all-reduce at most twice the
+    dense gradient. If chunks have owners it is all or none.
 
     Args:
       itemsize: bytes per element of the all-reduced gradient.
@@ -218,7 +190,7 @@ class Plan:
           _times(leaf.shape) or 'scalar',
           f'{leaf.num_chunks}',
           'whole' if leaf.whole else _times(leaf.chunk),
-          'all' if leaf.everything else f'{leaf.topk}',
+          'all' if leaf.topk == math.prod(leaf.chunk) else f'{leaf.topk}',
           '-' if leaf.index_code == 'none' else leaf.index_code,
           f'{leaf.index_bits:.2f}' if leaf.index_bits else '-',
           leaf.values,
@@ -233,39 +205,38 @@ class Plan:
 
   def totals(self) -> str:
     """Returns what a worker sends and receives, beside dense all-reduces."""
-    return '\n'.join(self._totals())
-
-  def _totals(self) -> Iterator[str]:
-    yield (
+    lines = [
         f'{self.size:,} elements, {self.num_workers} workers. Per worker and'
         ' step:'
-    )
+    ]
     for name, out, back in (
         ('this exchange' if not self.update_bytes else self.exchange,
          self.sent_bytes, self.received_bytes),
         ('all-reduce float32', self.dense_bytes(4), self.dense_bytes(4)),
         ('all-reduce bfloat16', self.dense_bytes(2), self.dense_bytes(2)),
     ):
-      yield (
+      lines.append(
           f'  {name:<20} sends {_num_bytes(out):>10}, receives'
           f' {_num_bytes(back):>10}'
       )
     if self.num_devices > 1:
-      yield f'A worker is {self.num_devices} devices. Per device and step:'
-      for axes, moved in self.device_bytes.items():
-        received = _num_bytes(moved)
-        yield f'  over {", ".join(axes):<15} receives {received:>10}'
-    if self.update_bytes:
-      yield (
-          f'Owners of chunks write updates as {self.update_values!r}:'
-          f' {_num_bytes(self.update_bytes)}, all of them together.'
+      lines.append(
+          f'A worker is {self.num_devices} devices. Per device and step:'
       )
-      return
+    for axes, moved in self.device_bytes.items():
+      if self.num_devices > 1:
+        lines.append(
+            f'  over {", ".join(axes):<15} receives {_num_bytes(moved):>10}'
+        )
     most = _any_of(self.max_workers(4), self.max_workers(2))
-    yield (
+    lines.append(
+        f'Owners of chunks write updates as {self.update_values!r}:'
+        f' {_num_bytes(self.update_bytes)}, all of them together.'
+        if self.update_bytes else
         f'Pays to {most} workers: up to there less is received than by an'
         ' all-reduce of float32/bfloat16.'
     )
+    return '\n'.join(lines)
 
 
 def plan(
@@ -291,23 +262,12 @@ def plan(
     \text{sends and receives } \tfrac{N-1}N (P + U) + 2\tfrac{N-1}{N} S,
 
   where :math:`P` and :math:`U` contain what rounds every owner's share up to
-  whole chunks. That an all-gather sends :math:`P` and not what a ring forwards
-  is how the literature counts; of :math:`U` all that is forwarded is counted.
+  whole chunks.
 
   A payload is, over the kinds of chunks, the values and the indices, packed
-  across chunks, plus 13 bytes: a status and what `DeMoState.metrics` is made
-  of; `dct_topk` has the bits of each. Values at places that all workers share,
-  and dense gradients, are all-reduced (by a ring, as all-reduces are counted
-  here), the first with as much beside them. If a worker is several devices,
-  each has a message of its own, with its share of what several have; of dense
-  gradients that several have, each sends all. How many workers are valid in
-  dense averages is not counted.
-
-  A sharded leaf is cut into chunks block by block. Its chunks are those of an
-  unsharded worker, and the results the same to the bit, if along its last two
-  dimensions the chunk length of a block is that of the whole dimension and
-  divides the block, as it does if a block is a multiple of `chunk_size`, and if
-  neither is sent whole; `as_unsharded` tells.
+  across chunks, plus 13 bytes. If a worker is several devices, each has a
+  message of its own. A sharded leaf is cut into chunks block by block, which
+  are those of an unsharded worker if a block is a multiple of `chunk_size`.
 
   Args:
     params: parameters, or their shapes (`jax.ShapeDtypeStruct`).
@@ -317,8 +277,7 @@ def plan(
     update_values: as in `scale_by_demo`.
 
   Returns:
-    A `Plan`; its `payload_bytes` is the exact size of a payload. `python -m
-    demo_optax` prints one for named shapes or a file of shapes.
+    A `Plan`. `python -m demo_optax` prints one for a file of shapes.
 
   Raises:
     TypeError: complex leaves.
@@ -332,10 +291,6 @@ def plan(
     43917
     >>> plan.max_workers()
     764
-
-  References:
-    Peng et al., `DeMo: Decoupled Momentum Optimization
-    <https://arxiv.org/abs/2411.19870>`_; its figures count what is sent only.
   """
   if isinstance(workers, Workers):
     specs, axis, num_workers = (
@@ -357,14 +312,12 @@ def plan(
       specs.axis_sizes,
   )
   leaves = [
-      _averaged(leaf) if leaf.compressor is None else _leaf_bytes(leaf)
-      for leaf in layout.leaves
+      _leaf_bytes(leaf) for leaf in layout.leaves
       if not isinstance(leaf.compressor, Frozen)
   ]
   averaged = sum(
-      leaves_bytes.sent_bytes // math.prod(leaves_bytes.blocks)
-      for leaves_bytes in leaves
-      if leaves_bytes.values == 'averaged'
+      leaf.sent_bytes // math.prod(leaf.blocks)
+      for leaf in leaves if leaf.values == 'averaged'
   )
   written = resolve_update_values(exchange, update_values)
   config = make_config(layout, 'senders', exchange, num_workers, written)
@@ -387,12 +340,19 @@ def plan(
 
 def _leaf_bytes(leaf: Leaf) -> LeafBytes:
   """Returns what a leaf costs, all its shards together."""
-  compressor, plan, blocks = leaf.compressor, leaf.plan, leaf.sharding.blocks
-  assert isinstance(compressor, Compressor) and plan is not None
+  plan, blocks, axes = leaf.plan, leaf.sharding.blocks, leaf.sharding.axes
+  if leaf.compressor is None:  # its gradient is averaged uncompressed
+    size = math.prod(leaf.shape)
+    sent = np.dtype(leaf.dtype).itemsize * size
+    return LeafBytes(
+        leaf.name, leaf.shape, 1, leaf.shape, size, 'averaged', 'shared', 0.0,
+        True, sent, blocks, axes, True,
+    )
+  assert isinstance(leaf.compressor, Compressor) and plan is not None
   shards = math.prod(blocks)
   grid, chunk_format = plan.grid, plan.format
-  alone = compressor.plan(leaf.shape, leaf.dtype)
-  same = not leaf.sharding.axes or (
+  alone = leaf.compressor.plan(leaf.shape, leaf.dtype)
+  same = not axes or (
       chunk_format == alone.format
       and grid.lengths == alone.grid.lengths
       and shards * grid.num_chunks == alone.grid.num_chunks
@@ -404,7 +364,6 @@ def _leaf_bytes(leaf: Leaf) -> LeafBytes:
   return LeafBytes(
       name=leaf.name,
       shape=leaf.shape,
-      size=math.prod(leaf.shape),
       num_chunks=shards * grid.num_chunks,
       chunk=grid.lengths if grid.whole else grid.lengths[-2:],
       topk=chunk_format.k,
@@ -414,29 +373,8 @@ def _leaf_bytes(leaf: Leaf) -> LeafBytes:
       whole=grid.whole,
       sent_bytes=plan.num_bytes * shards,
       blocks=blocks,
-      axes=leaf.sharding.axes,
+      axes=axes,
       as_unsharded=same,
-  )
-
-
-def _averaged(leaf: Leaf) -> LeafBytes:
-  """Returns what a leaf costs whose gradient is averaged uncompressed."""
-  size = math.prod(leaf.shape)
-  return LeafBytes(
-      name=leaf.name,
-      shape=leaf.shape,
-      size=size,
-      num_chunks=1,
-      chunk=leaf.shape,
-      topk=size,
-      values='averaged',
-      index_code='shared',
-      index_bits=0.0,
-      whole=True,
-      sent_bytes=np.dtype(leaf.dtype).itemsize * size,
-      blocks=leaf.sharding.blocks,
-      axes=leaf.sharding.axes,
-      as_unsharded=True,
   )
 
 
