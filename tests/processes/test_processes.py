@@ -297,6 +297,43 @@ def test_processes_that_compare_different_things_are_told():
   assert 'Processes compare different things with each other' in run.stdout
 
 
+# Every copy on 2 processes of 2 devices; process 1 flips a bit on its second.
+FLIPPED = '''
+import argparse, cluster, jax, numpy as np, demo_optax
+from demo_optax.replicas import content_digests
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+parser = argparse.ArgumentParser()
+cluster.add_flags(parser)
+cluster.join(parser.parse_args([]))
+mesh = jax.make_mesh((4,), ('data',), axis_types=(jax.sharding.AxisType.Auto,))
+workers = demo_optax.Workers.on_mesh(mesh, 'data')
+host = np.arange(8, dtype=np.float32)
+w = workers.device_put(host)
+parts = [shard.data for shard in w.addressable_shards]
+first = jax.process_index() == 0
+bad = jax.device_put(host + (not first) * np.float32(2), parts[1].device)
+broken = jax.make_array_from_single_device_arrays(
+    w.shape, w.sharding, [parts[0], bad])
+cut = jax.make_array_from_callback(
+    w.shape, NamedSharding(mesh, P('data')), lambda index: host[index])
+tree = {'w': w, 'broken': broken, 'cut': cut, 'host': 3 + first, 'same': host}
+for d in demo_optax.check_replicas(tree, workers):
+  print(d.leaf, len(d.devices), d.workers, d.processes, flush=True)
+digests = content_digests({'w': w, 'cut': cut, 'host': host})
+print(len(set(digests.values())), 'digest', flush=True)
+'''
+
+
+def test_copies_that_differ_between_processes():
+  run = launch('-n', 2, '--devices', 2, '--', PYTHON, '-c', FLIPPED)
+  for process in (0, 1):
+    lines = re.findall(rf'^\[{process}\] (.*)', run.stdout, re.M)
+    assert [line for line in lines if line.startswith("['")] == [
+        "['broken'] 1 (3,) (1,)", "['host'] 0 () (1,)"]
+    assert '1 digest' in lines
+
+
 # Checkpoints ------------------------------------------------------------------
 
 # Two processes; after the first save one of them cannot write, or no folder can
