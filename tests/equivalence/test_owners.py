@@ -224,7 +224,7 @@ def test_one_of_each_collective_with_the_planned_bytes(values):
   assert sum(c.received_bytes for c in found) == plan.received_bytes
   by_kind = {c.kind: c for c in found}
   assert by_kind['all-gather'].received_bytes == plan.update_bytes * 3 // 4
-  assert by_kind['all-to-all'].sent_bytes == plan.payload_bytes * 3 // 4
+  assert by_kind['all-to-all'].received_bytes == plan.payload_bytes * 3 // 4
 
 
 def test_one_of_each_collective_between_workers_of_several_devices():

@@ -349,7 +349,7 @@ def test_plan_tells_where_sharding_changes_the_result():
       'experts': False, 'short': False, 'bias': True, 'gain': True,
       'scalar': True}
   assert '2x1x2*' in str(plan) and 'depend on how it is sharded' in str(plan)
-  assert 'over fsdp, tensor' in str(plan)
+  assert 'over fsdp ' in str(plan) and 'over tensor ' in str(plan)
   sharded, _, _ = run(simulated_workers('3d'), 3, exchange, '3d')
   alone, _, _ = run(demo_optax.Workers.simulated(2), 3, exchange, '3d')
   for key, equal in same.items():
