@@ -321,7 +321,7 @@ def plan(
   )
   written = resolve_update_values(exchange, update_values)
   config = make_config(layout, 'senders', exchange, num_workers, written)
-  own, summed, inside = _device_bytes(config, specs)
+  own, summed, inside = _device_bytes(config, specs, num_workers)
   summed += averaged
   across = config.received_bytes(num_workers)
   owners = 1 if config.update_packer is None else num_workers
@@ -379,7 +379,7 @@ def _leaf_bytes(leaf: Leaf) -> LeafBytes:
 
 
 def _device_bytes(
-    config: ExchangeConfig, specs: ParamSpecs
+    config: ExchangeConfig, specs: ParamSpecs, num_workers: int
 ) -> tuple[int, int, dict[tuple[str, ...], int]]:
   """Returns what a device has gathered, and summed, and receives inside."""
   inside: dict[tuple[str, ...], int] = {}
