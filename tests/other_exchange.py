@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
+from demo_optax.step import agreement
 
 TOPK = demo_optax.dct_topk(16, 4)
 SETTINGS = {  # of either process; what the error names
@@ -46,25 +47,20 @@ def main():
       axis_types=(jax.sharding.AxisType.Auto,))
   workers = demo_optax.Workers.on_mesh(mesh, 'data')
   for name, settings in SETTINGS.items():
-    for form in ('init', 'data_parallel'):
-      own, width, version = settings[here], 16, demo_optax.__version__
-      if name == 'shape':
-        own, width = {}, own
-      if name == 'version':
-        demo_optax.__version__, own = own, {}
-      options = own if name == 'average' else {}
-      tx = demo_optax.scale_by_demo(
-          TOPK if own == options else own, workers=workers, **options)
-      params = make_params(width)
-      try:
-        if form == 'init':
-          tx.init(params)
-        else:  # of a state that another program has made
-          train(tx, params, workers)
-        print(f'{name}, {form}: no error', flush=True)
-      except ValueError as error:
-        print(f'{name}, {form}: {error}', flush=True)
-      demo_optax.__version__ = version
+    own, width, version = settings[here], 16, agreement.__version__
+    if name == 'shape':
+      own, width = {}, own
+    if name == 'version':
+      agreement.__version__, own = own, {}
+    options = own if name == 'average' else {}
+    tx = demo_optax.scale_by_demo(
+        TOPK if own == options else own, workers=workers, **options)
+    try:
+      train(tx, make_params(width), workers)
+      print(f'{name}: no error', flush=True)
+    except ValueError as error:
+      print(f'{name}: {error}', flush=True)
+    agreement.__version__ = version
   tx = demo_optax.scale_by_demo(TOPK, workers=workers)
   again = Step(tx, workers)
   for name, shapes in (('first', (16, 32)[here]), ('second', 16)):

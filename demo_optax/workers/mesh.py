@@ -238,21 +238,24 @@ class OnMesh(Stacked):
 
 
 def _put(x: Any, sharding: NamedSharding) -> Any:
-  """Puts an array where it belongs, also one that each process has alone.
+  """Places an array as `jax.device_put` does, without communication.
 
-  From one of its own devices, where a checkpoint was restored to, a process
-  cannot put an array on those of others; from the host it can. A shape is told
-  where its array will be.
+  A process cannot write to the devices of others: an array that each process
+  has alone goes through the host, each process placing its part. Of a shape it
+  returns the shape with the sharding.
   """
   if isinstance(x, jax.ShapeDtypeStruct):
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-  concrete = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
-  if sharding.is_fully_addressable or not (concrete and x.is_fully_addressable):
+  there = isinstance(x, jax.Array) and (
+      isinstance(x, jax.core.Tracer) or not x.is_fully_addressable
+  )
+  if there or sharding.is_fully_addressable:
     return jax.device_put(x, sharding)
   if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
     data = _put(jax.random.key_data(x), sharding)
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-  return jax.device_put(np.asarray(x), sharding)
+  host = np.asarray(x)
+  return jax.make_array_from_callback(host.shape, sharding, lambda i: host[i])
 
 
 def _full(spec: P, rank: int) -> P:
