@@ -444,32 +444,17 @@ def check_digest(digest: Any, layout: Layout) -> None:
 
 
 def _difference(found: Layout, expected: Layout, workers: Workers) -> str:
-  """Returns what to tell about a state of another layout."""
-  for old, new in zip(found.leaves, expected.leaves):
-    if old.name != new.name:
-      return (
-          f'The state was made for {old.name} where the gradients have'
-          f' {new.name}: momentum would go to another parameter. Make the state'
-          ' with tx.init of the parameters that are being updated.'
-      )
-    if (old.shape, old.dtype, old.plan) != (new.shape, new.dtype, new.plan):
-      return (
-          f'The momentum of {old.name} was made for a parameter'
-          f' {old.dtype}{list(old.shape)} under {old.compressor}, but the'
-          f' gradient is {new.dtype}{list(new.shape)} under {new.compressor}'
-          f' and {workers}. Either the state was made for another compressor,'
-          ' or the gradient is not one per worker: an averaged gradient must'
-          ' not reach the exchange.'
-      )
-  if len(found.leaves) != len(expected.leaves):
-    return (
-        f'The state was made for {len(found.leaves)} leaves, and there are'
-        f' {len(expected.leaves)} gradients. Make the state with tx.init of the'
-        ' parameters that are being updated.'
-    )
+  """Returns why a state of another layout does not fit."""
+  lines = [
+      f'{d.name}: {d.old} in the state, {d.new} in the update.'
+      for d in found.difference(expected)
+  ] or ['its leaves have another order, or are sharded otherwise.']
+  more = f' ... and {len(lines) - 3} more leaves.' if lines[3:] else ''
   return (
-      f'The state was made for other workers or another compressor than update'
-      f' uses ({workers}): make it with tx.init of the same transformation.'
+      f'The state must be made for what update is given ({workers}):'
+      f' {" ".join(lines[:3])}{more} Make it with tx.init of the same'
+      ' transformation and parameters, and give one gradient per worker: an'
+      ' averaged gradient must not reach the exchange.'
   )
 
 

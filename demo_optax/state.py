@@ -6,7 +6,7 @@ there the momentum of an exchange under `momentum`, by buckets.
 """
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import chex
@@ -26,11 +26,10 @@ from demo_optax._paths import (
   is_stacked,
   path_keys,
 )
-from demo_optax.compressors import FROZEN, chunking
-from demo_optax.compressors.compressor import CompressorTree, per_leaf
-from demo_optax.compressors.layout import Layout, make_layout
-from demo_optax.demo import check_digest, describe_leaf, layouts_in
-from demo_optax.workers import Spec, Workers
+from demo_optax.compressors import leaves as cutting
+from demo_optax.compressors.layout import Layout
+from demo_optax.demo import check_digest, layouts_in
+from demo_optax.workers import Workers
 
 __all__ = [
   'exchange_info',
@@ -105,153 +104,109 @@ def _param_specs(
   }
 
 
-def momentum(
-    opt_state: chex.ArrayTree,
-    params: chex.ArrayTree,
-    compressor: CompressorTree,
-    workers: Workers,
-) -> chex.ArrayTree:
+def momentum(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
   r"""Returns every worker's momentum in parameter space, :math:`m_i`.
 
   Args:
-    opt_state: any optimizer state that holds the state of `scale_by_demo`:
-      chained, partitioned, masked, or `nnx.Optimizer.opt_state`.
-    params: the parameters (of an `nnx.Optimizer`: `nnx.state(model, wrt)`).
-    compressor: the compressor that the state was made for, or a tree of them,
-      as for `plan`.
-    workers: the workers of the exchange.
+    opt_state: any optimizer state that holds states of `scale_by_demo` with
+      their types: chained, partitioned, masked, `nnx.Optimizer.opt_state` or
+      an `nnx.Optimizer`. Of several devices per worker: of all of them.
 
   Returns:
-    A tree like `params`: per leaf `[workers, *shape]` (`Workers.on_axis`:
-    `[1, *shape]`) in the momentum's dtype, and `None` for leaves without
-    momentum.
+    By the name of the parameter, in their order, `[workers, *shape]`, in the
+    momentum's dtype; with `Workers.on_axis`, inside of the map, `[1, *shape]`.
 
   Raises:
-    ValueError: there is no momentum in `opt_state`, or a leaf's does not fit
-      `params`, `compressor` or `workers`.
+    ValueError: there is no exchange in `opt_state`, its types are missing, or
+      its momentum was restored from a state of another layout.
 
   Example:
     >>> import demo_optax, jax.numpy as jnp
     >>> workers = demo_optax.Workers.simulated(2)
     >>> compressor = demo_optax.dct_topk(topk=1)
     >>> tx = demo_optax.scale_by_demo(compressor, workers=workers)
-    >>> params = jnp.zeros((2, 2))
+    >>> params = {'w': jnp.zeros((2, 2))}
     >>> gradients = jnp.array([[[1., 1.], [1., 2.]], [[1., 0.], [0., 1.]]])
-    >>> _, state = tx.update(gradients, tx.init(params))
-    >>> m = demo_optax.state.momentum(state, params, compressor, workers)
-    >>> print(m.round(2))
+    >>> _, state = tx.update({'w': gradients}, tx.init(params))
+    >>> print(demo_optax.state.momentum(state)['w'].round(2))
     [[[-0.25 -0.25]
       [-0.25  0.75]]
      [[ 0.5  -0.5 ]
       [-0.5   0.5 ]]]
-
-  References:
-    Peng et al., `DeMo: Decoupled Momentum Optimization
-    <https://arxiv.org/abs/2411.19870>`_, Algorithm 1.
   """
-  buckets, digest, made_for = _momentum_of(opt_state)
-  layout = layout_of(params, compressor, workers, made_for)
-  check_momentum(buckets, digest, made_for, layout, workers)
-
-  def decode(i: int, c: jax.Array) -> jax.Array:
-    leaf = layout.leaves[i]
-    basis = layout.buckets[leaf.bucket].basis
-    return chunking.from_coefficients(c, leaf.grid, basis)
-
-  found = momentum_to_leaves(layout, workers, buckets, decode)
-  in_order = [found.get(i) for i in range(len(layout.leaves))]
-  return jax.tree.structure(params).unflatten(in_order)
+  found: dict[str, jax.Array] = {}
+  for layout, buckets in _momenta(opt_state).values():
+    leaves: dict[int, jax.Array] = {}
+    for number, bucket in enumerate(layout.buckets):
+      leaves |= cutting.cut_bucket(
+          layout, number, buckets[bucket.name],
+          lambda leaf, c: cutting.decode(c, *cutting.cut_of(leaf)),
+      )
+    for i in sorted(leaves):
+      name = layout.leaves[i].name
+      if name in found:
+        raise ValueError(
+            f'opt_state must hold one momentum of {name}, got several. Give one'
+            ' of its states.'
+        )
+      found[name] = leaves[i]
+  return found
 
 
 def with_momentum(
-    opt_state: chex.ArrayTree,
-    moments: chex.ArrayTree,
-    compressor: CompressorTree,
-    workers: Workers,
+    opt_state: chex.ArrayTree, moments: Mapping[str, Any]
 ) -> chex.ArrayTree:
   r"""Replaces the momentum in `opt_state` by one given in parameter space.
 
-  Undoes `momentum`: there and back it is the same to rounding. With a state
-  that was made for another compressor, it takes momentum from one chunk size to
-  another. Coefficients :math:`T m_i` are what a state holds of :math:`m_i`.
+  Undoes `momentum`, to rounding. With a state that was made for another
+  compressor, it takes momentum from one chunk size to another.
 
   Args:
-    opt_state: any optimizer state that holds the state of `scale_by_demo`.
-    moments: a tree like the parameters: per leaf `[workers, *shape]`, and
-      `None` for leaves without momentum.
-    compressor: the compressor that `opt_state` was made for, or a tree of them,
-      as for `plan`.
-    workers: the workers of the exchange.
+    opt_state: as for `momentum`.
+    moments: what `momentum` returns.
 
   Returns:
     A tree like `opt_state`. Only the momentum differs; its dtype is that of
     `opt_state`. What owners of chunks owe (`update_residual`) is no momentum,
-    and is that of `opt_state`.
+    and stays.
 
   Raises:
-    ValueError: there is no momentum in `opt_state`; one of its leaves is not in
-      `moments`, or does not fit there.
+    ValueError: as `momentum`, or a leaf is missing in `moments`, or has another
+      shape.
 
   Example:
     >>> import demo_optax, jax.numpy as jnp
     >>> workers = demo_optax.Workers.simulated(2)
-    >>> old = demo_optax.dct_topk(chunk_size=4, topk=1)
-    >>> new = demo_optax.dct_topk(chunk_size=2, topk=1)
-    >>> params = jnp.zeros((4, 4))
-    >>> state = demo_optax.scale_by_demo(old, workers=workers).init(params)
-    >>> moments = demo_optax.state.momentum(state, params, old, workers)
-    >>> state = demo_optax.scale_by_demo(new, workers=workers).init(params)
-    >>> state = demo_optax.state.with_momentum(state, moments, new, workers)
-    >>> {k: x.shape for k, x in state.worker_stacked.momentum.items()}
-    {'bucket_000_2x2': (2, 4, 4)}
-
-  References:
-    Peng et al., `DeMo: Decoupled Momentum Optimization
-    <https://arxiv.org/abs/2411.19870>`_, Algorithm 1.
+    >>> params = {'w': jnp.zeros((4, 4))}
+    >>> old, new = (
+    ...     demo_optax.scale_by_demo(demo_optax.dct_topk(n), workers=workers)
+    ...     .init(params) for n in (4, 2))
+    >>> moments = demo_optax.state.momentum(old)
+    >>> new = demo_optax.state.with_momentum(new, moments)
   """
-  buckets, digest, made_for = _momentum_of(opt_state)
-  flat, treedef = jax.tree_util.tree_flatten_with_path(
-      moments, is_leaf=lambda x: x is None
-  )
-  dtypes = {
-      leaf.keys: leaf.dtype
-      for leaf in (made_for.leaves if made_for else ())
-      if leaf.bucket >= 0
-  }
-  like = [
-      # Nothing is exchanged of integers.
-      np.zeros((), np.int32) if x is None
-      else jax.ShapeDtypeStruct(
-          x.shape[1:], dtypes.get(path_keys(path), x.dtype)
+  made = {}
+  for root, (layout, buckets) in _momenta(opt_state).items():
+    for number, bucket in enumerate(layout.buckets):
+      like = buckets[bucket.name]
+      given = {}
+      for i in layout.members(number):
+        leaf = layout.leaves[i]
+        shape = (len(like), *leaf.shape)
+        x = moments.get(leaf.name)
+        if x is None or np.shape(x) != shape:
+          raise ValueError(
+              f'moments[{leaf.name!r}] must have shape {shape}, got'
+              f' {None if x is None else np.shape(x)}. Give what momentum'
+              ' returns for the same parameters and workers.'
+          )
+        given[i] = x
+      made[(*root, STACKED, 'momentum', bucket.name)] = cutting.fill_bucket(
+          layout, number, given, like,
+          lambda leaf, x: cutting.encode(x, *cutting.cut_of(leaf)),
       )
-      for path, x in flat
-  ]
-  codes = per_leaf(compressor, treedef.unflatten(like))
-  for (path, x) in flat:
-    if x is not None and x.shape[:1] != (workers.stacked_size,):
-      raise ValueError(
-          f'The momentum of {_tree.leaf_name(path)} has shape {x.shape}, but'
-          f' {workers} needs ({workers.stacked_size}, ...): one per worker.'
-      )
-  layout = make_layout(
-      [
-          describe_leaf(path, np.shape(x), x, workers.param_specs)
-          for (path, _), x in zip(flat, like)
-      ],
-      codes,
-      workers.param_specs.axis_sizes,
+  return jax.tree_util.tree_map_with_path(
+      lambda path, x: made.get(path_keys(path), x), opt_state
   )
-  check_momentum(buckets, digest, made_for, layout, workers)
-
-  def encode(i: int, m: jax.Array) -> jax.Array:
-    leaf = layout.leaves[i]
-    bucket = layout.buckets[leaf.bucket]
-    m = m.astype(bucket.format.dtype)
-    return chunking.to_coefficients(m, leaf.grid, bucket.basis)
-
-  leaves = {i: x for i, (_, x) in enumerate(flat)}
-  new = momentum_from_leaves(layout, workers, leaves, encode)
-  return replace_momentum(opt_state, new)
 
 
 def exchange_info(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
@@ -361,207 +316,46 @@ _MARKER = ('metrics', 'num_excluded')
 _NO_STATE = 'There is no state of demo_optax.scale_by_demo in it.'
 
 
-def layout_of(
-    params: chex.ArrayTree,
-    compressor: CompressorTree,
-    workers: Workers,
-    made_for: Layout | None = None,
-) -> Layout:
-  """Returns the layout of the momentum of `params`.
+def exchanges_in(tree: chex.ArrayTree) -> dict[Keys, Layout]:
+  """Returns the layouts of all exchanges in a tree, by paths of their states.
 
-  Args:
-    params: the parameters.
-    compressor: what is sent of them.
-    workers: the workers of the exchange.
-    made_for: the layout of a state that may hold the momentum of some of them
-      only, as that of `optax.masked` does; None if all have one.
+  Raises:
+    ValueError: a state lacks its layout, since Flax holds it without its types;
+      or what was restored into it is of another layout.
   """
-  flat = jax.tree_util.tree_flatten_with_path(params)[0]
-  codes = per_leaf(compressor, params)
-  known = None
-  if made_for is not None:
-    known = {leaf.keys for leaf in made_for.leaves}
-  return make_layout(
-      [
-          describe_leaf(path, np.shape(x), x, workers.param_specs)
-          for path, x in flat
-      ],
-      [
-          code if known is None or path_keys(path) in known else FROZEN
-          for code, (path, _) in zip(codes, flat)
-      ],
-      workers.param_specs.axis_sizes,
-  )
+  layouts = layouts_in(tree)
+  for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
+    keys = path_keys(path)
+    if keys[-2:] != ('layout', 'digest'):
+      continue
+    layout = layouts.get(keys[:-2])
+    if layout is None:
+      raise ValueError(
+          f'{dotted(keys[:-2])} must be a state that has its types, got one of'
+          ' nnx.state. Give the nnx.Optimizer, or its opt_state.'
+      )
+    known = isinstance(x, jax.Array | np.ndarray)
+    if known and not isinstance(x, jax.core.Tracer):
+      check_digest(x, layout)
+  return layouts
 
 
-def _momentum_of(
+def _momenta(
     opt_state: chex.ArrayTree,
-) -> tuple[dict[str, Any], Any, Layout | None]:
-  """Returns a state's momentum, by buckets, its digest, and its layout."""
-  buckets: dict[str, Any] = {}
-  digest, roots = None, 0
-  made_for, layouts = None, layouts_in(opt_state)
+) -> dict[Keys, tuple[Layout, dict[str, Any]]]:
+  """Returns layout and momentum, by buckets, of all exchanges."""
+  found: dict[Keys, tuple[Layout, dict[str, Any]]] = {
+      root: (layout, {}) for root, layout in exchanges_in(opt_state).items()
+  }
+  if not found:
+    raise ValueError(_NO_STATE)
   for path, x in jax.tree_util.tree_flatten_with_path(opt_state)[0]:
     keys = path_keys(path)
-    roots += keys[-2:] == _MARKER
     if is_momentum(keys):
-      if keys[-1] in buckets:
-        raise ValueError(
-            'There are several states of demo_optax.scale_by_demo in it: give'
-            ' one of them.'
-        )
-      buckets[keys[-1]] = x
-      made_for = layouts.get(keys[:-3])
-    elif keys[-2:] == ('layout', 'digest'):
-      digest = x
-  if not roots:
-    raise ValueError(_NO_STATE)
-  return buckets, digest, made_for
+      found[keys[:-3]][1][keys[-1]] = x
+  return found
 
 
 def is_momentum(keys: Keys) -> bool:
   """Returns whether a path is that of a bucket of momentum."""
   return is_bucket(keys) and keys[-2] == 'momentum'
-
-
-def replace_momentum(
-    opt_state: chex.ArrayTree, buckets: dict[str, Any]
-) -> chex.ArrayTree:
-  """Returns a state with other momentum, by buckets."""
-
-  def replace(path: Path, x: Any) -> Any:
-    keys = path_keys(path)
-    return buckets[keys[-1]] if is_momentum(keys) else x
-
-  return jax.tree_util.tree_map_with_path(replace, opt_state)
-
-
-def check_momentum(
-    buckets: dict[str, Any],
-    digest: Any,
-    made_for: Layout | None,
-    layout: Layout,
-    workers: Workers,
-) -> None:
-  """Raises unless momentum is of this layout and of these workers.
-
-  Args:
-    buckets: the momentum.
-    digest: of the layout that it has; None if it is not known.
-    made_for: the layout that the state was made for, if it is known.
-    layout: that it is to have.
-    workers: the workers of the exchange.
-  """
-  if made_for is not None:
-    of_state, given = _described(made_for), _described(layout)
-    for name in {**of_state, **given}:
-      a, b = of_state.get(name), given.get(name)
-      if a != b:
-        raise ValueError(
-            f'{name}: {a or "no momentum"} in the state, {b or "no momentum"}'
-            ' here. Give the parameters and the compressor that the state was'
-            ' made for.'
-        )
-  expected = {
-      b.name: workers.bucket_shape(b.shape) for b in layout.buckets
-  }
-  found = {name: tuple(x.shape) for name, x in buckets.items()}
-  if found != expected:
-    raise ValueError(
-        f'The state holds momentum as {found}, but these parameters, compressor'
-        f' and {workers} keep it as {expected}. Give those that the state was'
-        ' made for.'
-    )
-  if digest is not None and not isinstance(digest, jax.core.Tracer):
-    check_digest(digest, layout)
-
-
-def _described(layout: Layout) -> dict[str, str]:
-  """Returns what the momentum of each leaf is of."""
-  return {
-      leaf.name: (
-          f'momentum of {leaf.dtype}[{",".join(map(str, leaf.shape))}] under'
-          f' {leaf.compressor}'
-      )
-      for leaf in layout.leaves
-      if leaf.bucket >= 0
-  }
-
-
-def momentum_to_leaves(
-    layout: Layout,
-    workers: Workers,
-    buckets: dict[str, Any],
-    fun: Callable[[int, jax.Array], jax.Array] = lambda _, c: c,
-) -> dict[int, jax.Array]:
-  """Cuts momentum into leaves.
-
-  Args:
-    layout: where they lie.
-    workers: the workers of the exchange.
-    buckets: momentum, stacked.
-    fun: of the number of a leaf and of the coefficients of one shard of it,
-      `[*grid.coefficients_shape]`.
-
-  Returns:
-    by the number of the leaf, what `fun` returned for all workers, stacked and
-    sharded as the parameter is.
-  """
-  group = workers.group
-
-  def one_worker(own: dict[str, jax.Array]) -> dict[int, jax.Array]:
-    found = {}
-    for number, bucket in enumerate(layout.buckets):
-      rows = own[bucket.name].reshape(bucket.shape)
-      if bucket.split_axes:
-        rows = group.join_devices(
-            rows[: bucket.num_chunks], bucket.split_axes
-        )
-      for i, x in layout.slices(number, rows).items():
-        found[i] = fun(i, x.reshape(layout.leaves[i].grid.coefficients_shape))
-    return found
-
-  specs = {i: Spec(True, layout.leaves[i].sharding.spec)
-           for i in layout.compressed}
-  stacked = dict.fromkeys(buckets, workers.bucket_spec)
-  return _call(
-      lambda own: workers.run(one_worker, (own,), (stacked,), specs), buckets
-  )
-
-
-def momentum_from_leaves(
-    layout: Layout,
-    workers: Workers,
-    leaves: dict[int, Any],
-    fun: Callable[[int, jax.Array], jax.Array] = lambda _, c: c,
-) -> dict[str, jax.Array]:
-  """Undoes `momentum_to_leaves`; `fun` returns the coefficients of a shard."""
-  group = workers.group
-  given = {i: leaves[i] for i in layout.compressed}
-  shapes = {b.name: workers.bucket_shape(b.shape) for b in layout.buckets}
-
-  def one_worker(own: dict[int, jax.Array]) -> dict[str, jax.Array]:
-    found = {}
-    for number, bucket in enumerate(layout.buckets):
-      rows = {}
-      for i in layout.members(number):
-        grid = layout.leaves[i].grid
-        rows[i] = fun(i, own[i]).reshape(grid.num_chunks, grid.chunk_size)
-      device = group.device_index(bucket.split_axes)
-      x = layout.assemble(number, rows, device)
-      shape = shapes[bucket.name]
-      found[bucket.name] = x[None] if len(shape) == 4 else x
-    return found
-
-  specs = {i: Spec(True, layout.leaves[i].sharding.spec) for i in given}
-  stacked = {b.name: workers.bucket_spec for b in layout.buckets}
-  return _call(
-      lambda own: workers.run(one_worker, (own,), (specs,), stacked), given
-  )
-
-
-def _call(fun: Any, args: Any) -> Any:
-  """Calls `fun`, jitted: shard_map outside of jit runs each operation."""
-  if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
-    return fun(args)
-  return jax.jit(fun)(args)

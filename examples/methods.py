@@ -397,7 +397,7 @@ def own_compressor(args: argparse.Namespace) -> demo_optax.Compressor:
 
 
 def compressor_of_leaves(args: argparse.Namespace, params: Any) -> Any:
-  """What `plan`, `momentum` and `Checkpointer` want to know."""
+  """What `plan` wants to know."""
   if args.optimizer in AVERAGED:
     return jax.tree.map(lambda _: None, params)
   compressor = make_compressor(args)

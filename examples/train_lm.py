@@ -204,11 +204,7 @@ def everything(
   """What a run goes on from; the data is a function of flags and step."""
   data = {'seed': args.seed, 'batch': args.batch, 'context': args.context,
           'data': str(args.data)}
-  return {
-      'model': nnx.state(model),
-      'optimizer': nnx.state(optimizer),
-      'data': data,
-  }
+  return {'model': model, 'optimizer': optimizer, 'data': data}
 
 
 def restore(
@@ -218,11 +214,11 @@ def restore(
     optimizer: nnx.Optimizer,
 ) -> int:
   """Restores the last checkpoint; returns the number of steps done."""
-  wanted = everything(args, model, optimizer)
+  wanted = everything(args, model, optimizer)['data']
   try:
-    step, state = checkpoints.restore(wanted, resize=args.resize)
+    step, state = checkpoints.restore(resize=args.resize)
     for flag, saved in state['data'].items():
-      if saved != wanted['data'][flag]:
+      if saved != wanted[flag]:
         raise ValueError(
             f'The checkpoint is of a run with --{flag} {saved}, and this is'
             f' --{flag} {getattr(args, flag)}: its data would be another.'
@@ -231,8 +227,8 @@ def restore(
     checkpoints.close()
     hint = ' Here: --resize.' if 'resize=True' in str(error) else ''
     raise SystemExit(f'--resume: {error}{hint}') from error
-  nnx.update(model, state['model'])
-  nnx.update(optimizer, state['optimizer'])
+  nnx.update(model, nnx.state(state['model']))
+  nnx.update(optimizer, nnx.state(state['optimizer']))
   return step
 
 
@@ -280,8 +276,7 @@ def train(
   )
   train_step = methods.make_train_step(loss_fn, workers, args.microbatches)
   checkpoints = checkpoint.Checkpointer(
-      folder / 'checkpoints', params,
-      methods.compressor_of_leaves(args, params), workers,
+      folder / 'checkpoints', everything(args, model, optimizer),
       timeout=args.save_timeout,
   )
   start = 0

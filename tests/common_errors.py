@@ -171,8 +171,7 @@ CASES = [
     ('complex parameters',
      lambda: demo().init({'z': jnp.ones(3, jnp.complex64)})),
     ('`demo_optax.state.momentum` of another optimizer',
-     lambda: demo_optax.state.momentum(
-         optax.adam(1e-3).init(PARAMS), PARAMS, demo_optax.dct_topk(), FOUR)),
+     lambda: demo_optax.state.momentum(optax.adam(1e-3).init(PARAMS))),
     ('local updates outside of a `data_parallel` step',
      lambda: update(demo_optax.local.diloco(workers=FOUR), PARAMS)),
     ('an outer optimizer without an exchange', outer_alone),

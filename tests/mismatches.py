@@ -28,29 +28,28 @@ BLOCKS = demo_optax.Workers.simulated(
     4, {'w': jax.P('fsdp'), 'b': None}, {'fsdp': 4})
 
 
+# An exchange whose owners of chunks keep something in the state.
+OWNERS = {'exchange': 'all_to_all', 'update_values': 'int4'}
+
+
 def make(workers=FOUR, compressor=SMALL, shapes=SHAPES, dtype=jnp.float32,
          exchange=None, **others):
-  """A tree, and what Checkpointer is told about it."""
+  """A tree to save, or to restore."""
   params = {k: jnp.ones(s, dtype) for k, s in shapes.items()}
   tx = (
       demo_optax.demo(1e-3, workers=workers, compressor=compressor)
       if exchange is None else demo_optax.scale_by_demo(
           compressor, workers=workers, **exchange))
   tree = {'params': params, 'opt_state': tx.init(params), 'position': 0,
-          **others}
-  return tree, (params, compressor, workers)
-
-
-# Exchanges whose owners of chunks keep something in the state.
-OWNERS = {'exchange': 'all_to_all', 'update_values': 'int4'}
-FORMER = {'owners': OWNERS}  # of checkpoints of their own
+          'key': jax.random.key(0)}
+  return {**tree, **others}
 
 
 def _without(tree, key):
   return {k: x for k, x in tree.items() if k != key}
 
 
-# What was tried: (name, tree and Checkpointer's arguments, how it is restored).
+# What was tried: (name, the tree to restore, how it is restored).
 CASES = [
     ('other number of workers', lambda: make(TWO), {}),
     ('other chunk size', lambda: make(compressor=LARGE), {}),
@@ -60,10 +59,8 @@ CASES = [
      lambda: make(BLOCKS), {}),
     ('other chunks and workers, `resize=True` alone',
      lambda: make(TWO, LARGE), {'resize': True}),
-    ('other chunks and workers, `rechunk` alone',
-     lambda: make(TWO, LARGE), {'rechunk': SMALL}),
-    ('`rechunk` with another compressor than the checkpoint\'s',
-     lambda: make(compressor=LARGE), {'rechunk': LARGE}),
+    ('other chunks and workers, `rechunk=True` alone',
+     lambda: make(TWO, LARGE), {'rechunk': True}),
     ('other shape of a parameter',
      lambda: make(shapes={'w': (16, 8), 'b': (4,)}), {}),
     ('other dtype of the parameters', lambda: make(dtype=jnp.bfloat16), {}),
@@ -71,24 +68,14 @@ CASES = [
      lambda: make(shapes={**SHAPES, 'new': (3,)}), {}),
     ('a parameter that only the checkpoint has',
      lambda: make(shapes={'w': (16, 16)}), {}),
-    ('a part that the checkpoint lacks',
-     lambda: make(average=jnp.zeros(3)), {}),
     ('a part that only the checkpoint has',
-     lambda: (_without(make()[0], 'position'), make()[1]), {}),
+     lambda: _without(make(), 'position'), {}),
     ('an array where a number was',
      lambda: make(position=jnp.zeros((), jnp.int32)), {}),
     ('a key of another kind', lambda: make(key=jax.random.key(0, impl='rbg')),
      {}),
-    ('another optimizer', lambda: (
-        {**make()[0], 'opt_state': {'trace': make()[1][0]}}, make()[1]), {}),
-    ('the state of another number of workers than given',
-     lambda: (make()[0], make(TWO)[1]), {}),
-    ('the state of another compressor than given',
-     lambda: (make()[0], make(compressor=LARGE)[1]), {}),
-    ('the state of parameters that Checkpointer was not given',
-     lambda: (make()[0], ({}, SMALL, FOUR)), {}),
-    ('the state of an exchange, and no compressor',
-     lambda: (make()[0], (make()[1][0], None, FOUR)), {}),
+    ('another optimizer',
+     lambda: make(opt_state={'trace': make()['params']}), {}),
     ("`exchange='all_gather'`, and a checkpoint of `'all_to_all'` with"
      " `update_values='int4'`",
      lambda: make(exchange={}), {'of': 'owners'}),
@@ -98,21 +85,19 @@ CASES = [
 
 def saved(folder):
   """Step 100, of 4 simulated workers and chunks of 8 x 8."""
-  for name, exchange in {'demo': None, **FORMER}.items():
-    tree, told = make(exchange=exchange, key=jax.random.key(0))
-    with checkpoint.Checkpointer(folder / name, *told) as checkpoints:
+  for name, exchange in {'demo': None, 'owners': OWNERS}.items():
+    tree = make(exchange=exchange)
+    with checkpoint.Checkpointer(folder / name, tree) as checkpoints:
       checkpoints.save(100, tree)
 
 
 def message(folder, make_tree, options):
   """What a case is refused with."""
-  tree, told = make_tree()
-  tree.setdefault('key', jax.random.key(0))
   options = {**options}
   folder = folder / options.pop('of', 'demo')
-  with checkpoint.Checkpointer(folder, *told) as checkpoints:
+  with checkpoint.Checkpointer(folder, make_tree()) as checkpoints:
     try:
-      checkpoints.restore(tree, **options)
+      checkpoints.restore(**options)
     except (ValueError, FileNotFoundError) as error:
       kind, text = type(error).__name__, str(error)
       return f'{kind}: {text}'.replace(str(folder), 'runs/checkpoints')

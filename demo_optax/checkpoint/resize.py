@@ -16,39 +16,29 @@ the exchange will send on the long run, since sent coefficients are averaged.
 """
 
 import functools
-import math
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from demo_optax import _paths, _tree
+from demo_optax.compressors import leaves
 from demo_optax.demo import layouts_in
 
 
 def resize_workers(opt_state: chex.ArrayTree, n: int) -> chex.ArrayTree:
   r"""Returns the optimizer state of `n` workers from that of another number.
 
-  Stacked leaves are found by their paths, in any optimizer state, Flax NNX's
-  included: those under a field `worker_stacked`. All others belong to no worker
-  and stay as they are. With worker
-  :math:`i` of :math:`N` on :math:`[i/N, (i+1)/N]`, the new worker :math:`j` has
-
-  .. math::
-    m'_j = \sum_i w_{ji} m_i, \quad w_{ji} = \text{the part of } j
-      \text{ that lies on } i,
-
-  so that :math:`\mathrm{mean}_j m'_j = \mathrm{mean}_i m_i` for all sizes, to
-  rounding: the mean of groups when shrinking (4 to 2), copies when growing (4
-  to 8), weighted means otherwise (8 to 3: 3/8, 3/8, 1/4). Floating-point states
-  of `per_worker` (Adam's moments) follow the same rule. Integers, booleans and
-  PRNG keys have no mean: they are those of the old worker that covers most of
-  the new one, the first of equals; with more workers, several share a key.
+  Stacked leaves are found by their paths, in any optimizer state: those under a
+  field `worker_stacked`. All others belong to no worker and stay as they are.
+  Floating-point leaves (momentum, Adam's moments) follow the rule of this
+  module, which keeps the mean over the workers, to rounding. Integers, booleans
+  and PRNG keys have no mean: they are those of the old worker that covers most
+  of the new one, the first of equals; with more workers, several share a key.
 
   What owners of chunks keep of updates (`update_residual`) goes with the chunk
   to its new owner, exactly.
@@ -95,22 +85,30 @@ def resize_workers(opt_state: chex.ArrayTree, n: int) -> chex.ArrayTree:
     keys = _paths.path_keys(path)
     if len(x) == n:
       return x
+    shape = n, *x.shape[1:]
     if not _paths.is_owned(keys):
-      return _resize(x, n)
+      return resized(lambda x: regroup(x, n), x, shape)
     layout = layouts.get(keys[:-3])
     if layout is None:
       raise ValueError(
-          f'{_tree.leaf_name(path)} does not tell how many chunks there are:'
-          ' save the state, and restore it with'
-          ' Checkpointer.restore(..., resize=True).'
+          f'{_tree.leaf_name(path)} must be in a state that has its types, got'
+          ' one of nnx.state. Give the nnx.Optimizer, or its opt_state.'
       )
     bucket = next(b for b in layout.buckets if b.name == keys[-1])
-    rows = bucket.share(n).num_chunks
-    return _resize(x, n, (n, *x.shape[1:-2], rows, x.shape[-1]))
+    shape = (*shape[:-2], bucket.share(n).num_chunks, x.shape[-1])
+    return resized(lambda x: regroup_owned(x, shape), x, shape)
 
   return treedef.unflatten([
       resize(path, x) if own else x for (path, x), own in zip(flat, stacked)
   ])
+
+
+def resized(fun: Callable[[Any], Any], x: Any, shape: tuple[int, ...]) -> Any:
+  """Calls what returns an array of `shape`, where `x` is."""
+  sharding = None
+  if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+    sharding = leaves.fit_sharding(shape, x.sharding)
+  return leaves.run(fun, x, sharding)
 
 
 def regroup_owned(x: Any, shape: tuple[int, ...]) -> Any:
@@ -148,28 +146,6 @@ def _check_stacked(stacked: list[tuple[_paths.Path, Any]]) -> None:
       )
 
 
-def _resize(
-    x: jax.Array, n: int, owned: tuple[int, ...] | None = None
-) -> jax.Array:
-  """Regroups an array where it lies; `owned`: to this shape, by chunks."""
-  if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array):
-    return _regrouped(x, n, owned)
-  sharding = fit_sharding(owned or (n, *x.shape[1:]), x.sharding)
-  y = _regroup_jit(on_mesh(x, auto(x.sharding)), n, owned, auto(sharding))
-  return on_mesh(y, sharding)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _regroup_jit(
-    x: jax.Array, n: int, owned: tuple[int, ...] | None, sharding: Any
-) -> jax.Array:
-  return jax.lax.with_sharding_constraint(_regrouped(x, n, owned), sharding)
-
-
-def _regrouped(x: Any, n: int, owned: tuple[int, ...] | None) -> Any:
-  return regroup(x, n) if owned is None else regroup_owned(x, owned)
-
-
 def regroup(x: Any, n: int) -> Any:
   """Resizes `x [workers, ...]` to `n`, by the rule of `resize_workers`."""
   old = x.shape[0]
@@ -204,53 +180,3 @@ def weights(old: int, new: int) -> np.ndarray:
   i, j = np.arange(old)[None, :], np.arange(new)[:, None]
   ends = np.minimum((j + 1) * old, (i + 1) * new)
   return np.maximum(ends - np.maximum(j * old, i * new), 0) / old
-
-
-# Arrays on meshes -------------------------------------------------------------
-
-
-def fit_sharding(shape: tuple[int, ...], sharding: Any) -> Any:
-  """Returns `sharding` as far as it goes for another shape.
-
-  Axes that do not divide their dimension move to the longest one that they do
-  divide, so that no device holds more than it must.
-  """
-  if not isinstance(sharding, NamedSharding):
-    return sharding
-  sizes = sharding.mesh.shape
-  entries: list[Any] = [None] * len(shape)
-  homeless = []
-  for dim, entry in enumerate(sharding.spec):
-    names = entry if isinstance(entry, tuple) else (entry,)
-    parts = math.prod(sizes[name] for name in names if name)
-    if dim < len(shape) and shape[dim] % parts == 0:
-      entries[dim] = entry
-    else:
-      homeless.append((entry, parts))
-  for entry, parts in homeless:
-    for dim in sorted(range(len(shape)), key=lambda d: -shape[d]):
-      if entries[dim] is None and shape[dim] % parts == 0:
-        entries[dim] = entry
-        break
-  return NamedSharding(sharding.mesh, P(*entries))
-
-
-def auto(sharding: Any) -> Any:
-  """Returns a sharding on axes of type Auto, where XLA moves what it must."""
-  if not isinstance(sharding, NamedSharding):
-    return sharding
-  mesh = Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
-  return NamedSharding(mesh, sharding.spec)
-
-
-def on_mesh(x: jax.Array, sharding: Any) -> jax.Array:
-  """Returns `x` under an equivalent sharding, without moving anything.
-
-  Unlike `jax.device_put` it works for arrays of which this process holds only
-  some shards.
-  """
-  if x.sharding == sharding or not isinstance(sharding, NamedSharding):
-    return x
-  return jax.make_array_from_single_device_arrays(
-      x.shape, sharding, [shard.data for shard in x.addressable_shards]
-  )

@@ -13,9 +13,10 @@ each other's momentum.
 import dataclasses
 import functools
 import hashlib
+import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,9 @@ from demo_optax.compressors.compressor import Compressor, Frozen, LeafPlan
 from demo_optax.compressors.selectors import Selector
 from demo_optax.numerics import platform
 from demo_optax.workers.param_specs import ParamSharding
+
+# What is written about a leaf: JSON, so that it can be kept beside arrays.
+Record = dict[str, Any]
 
 # Most elements in a row of a bucket of leaves that are sent densely.
 _DENSE_ROW = 128
@@ -170,13 +174,95 @@ class Leaf:
       return math.prod(self.grid.shape)
     return self.grid.num_chunks
 
+  @property
+  def record(self) -> Record:
+    """Describes the leaf and its chunks in JSON.
+
+    Records of two leaves are equal if, and only if, the arrays of their
+    coefficients mean the same.
+    """
+    record: Record = {
+        'shape': self.shape,
+        'dtype': self.dtype,
+        'compressor': str(self.compressor),
+    }
+    if isinstance(self.compressor, Compressor):
+      grid, basis = self.grid, self.compressor.basis
+      # Without padding, chunks of blocks are chunks of the whole.
+      ends = zip(self.sharding.blocks, grid.padding)
+      blocks = [b if p or grid.whole else 1 for b, p in ends]
+      record |= {'lengths': grid.lengths, 'whole': grid.whole, 'blocks': blocks}
+      if not grid.whole:
+        record |= {'basis': [type(basis).__name__, vars(basis)]}
+    return json.loads(json.dumps(record, default=str))
+
+
+class Difference(NamedTuple):
+  """A leaf that two layouts hold otherwise.
+
+  Attributes:
+    name: of the leaf.
+    old: in words, what the one has.
+    new: what the other has.
+    is_cut_otherwise: both are momentum of one shape and dtype, in other chunks
+      or under another compressor.
+  """
+
+  name: str
+  old: str
+  new: str
+  is_cut_otherwise: bool
+
+
+def differences(
+    old: Mapping[str, Record], new: Mapping[str, Record]
+) -> list[Difference]:
+  """Compares the records of two layouts, leaf by leaf."""
+  found = []
+  for name in {**old, **new}:
+    a, b = old.get(name), new.get(name)
+    if a != b:
+      either = 'lengths' in (a or {}) and 'lengths' in (b or {})
+      same = either and _array(a) == _array(b)
+      words = next(
+          (pair for pair in zip(_words(a), _words(b)) if pair[0] != pair[1]),
+          (str(a), str(b)),
+      )
+      found.append(Difference(name, *words, same))
+  return found
+
+
+def _array(record: Record | None) -> str:
+  if record is None:
+    return 'nothing'
+  return f'{record["dtype"]}[{",".join(map(str, record["shape"]))}]'
+
+
+def _words(record: Record | None) -> tuple[str, ...]:
+  """Describes the array, its chunks, its compressor."""
+  if record is None or 'lengths' not in record:
+    return _array(record), 'no momentum', str((record or {}).get('compressor'))
+  chunks = f'chunks of {"x".join(map(str, record["lengths"]))}'
+  if record['whole']:
+    chunks = 'one chunk, not transformed'
+  if max(record['blocks'], default=1) > 1:
+    chunks += f' in {"x".join(map(str, record["blocks"]))} blocks'
+  return _array(record), chunks, record['compressor']
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
-  """The buckets of a tree of parameters, and where each leaf lies in them."""
+  """The buckets of a tree of parameters, and where each leaf lies in them.
+
+  Attributes:
+    leaves: of the tree, in order.
+    buckets: in the order of their numbers.
+    axis_sizes: the mesh axes inside a worker, in the mesh's order.
+  """
 
   leaves: tuple[Leaf, ...]
   buckets: tuple[Bucket, ...]
+  axis_sizes: tuple[tuple[str, int], ...] = ()
 
   @functools.cached_property
   def compressed(self) -> tuple[int, ...]:
@@ -204,15 +290,13 @@ class Layout:
     return np.frombuffer(hashlib.sha256(text).digest()[:16], np.uint32)
 
   @functools.cached_property
-  def chunks_digest(self) -> bytes:
-    """Returns a digest of which chunk of which leaf lies where, and no more."""
-    described = [
-        (leaf.name, leaf.shape, leaf.dtype, leaf.sharding, leaf.grid,
-         leaf.bucket, leaf.offset)
-        for leaf in self.leaves
-        if leaf.bucket >= 0
-    ]
-    return hashlib.sha256(repr(described).encode()).digest()
+  def records(self) -> dict[str, Record]:
+    """Describes the leaves by name."""
+    return {leaf.name: leaf.record for leaf in self.leaves}
+
+  def difference(self, other: 'Layout') -> list[Difference]:
+    """Compares two layouts in words."""
+    return differences(self.records, other.records)
 
   def __eq__(self, other: object) -> bool:
     if self is other:
@@ -409,7 +493,7 @@ def make_layout(
         f'bucket_{number:03}_{label}', select, basis, chunk_format, sides, kind,
         tuple(axis for axis, _ in split), num_devices, offset,
     ))
-  return Layout(tuple(made), tuple(buckets))
+  return Layout(tuple(made), tuple(buckets), tuple(axis_sizes))
 
 
 def _kind(compressor: Compressor, plan: LeafPlan) -> tuple[Any, ...]:

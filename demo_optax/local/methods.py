@@ -8,13 +8,12 @@ import jax.numpy as jnp
 import optax
 
 from demo_optax import compressors
-from demo_optax import state as inspection
-from demo_optax.compressors import Compressor, Identity, TopK
-from demo_optax.demo import scale_by_demo
+from demo_optax.compressors import Compressor, Identity, TopK, chunking
+from demo_optax.demo import DeMoState, scale_by_demo
 from demo_optax.exchange.algorithm import ExchangeKind
 from demo_optax.local.local_updates import Period, local_updates
 from demo_optax.numerics.topk import Average
-from demo_optax.workers import Workers, inside
+from demo_optax.workers import Spec, Workers, inside
 
 
 def diloco(
@@ -166,7 +165,7 @@ def demo_diloco(
       update_values=update_values,
   )
   if drift:
-    shared = _own_nesterov(shared, compressor, decay, workers)
+    shared = _own_nesterov(shared, decay, workers)
   outer = optax.chain(
       shared, optax.scale_by_learning_rate(outer_learning_rate)
   )
@@ -259,7 +258,6 @@ def _inner(
 
 def _own_nesterov(
     exchange: optax.GradientTransformationExtraArgs,
-    compressor: Compressor,
     decay: chex.Numeric,
     workers: Workers,
 ) -> optax.GradientTransformationExtraArgs:
@@ -272,7 +270,7 @@ def _own_nesterov(
       **extra_args: Any,
   ) -> tuple[chex.ArrayTree, chex.ArrayTree]:
     shared, state = exchange.update(updates, state, params, **extra_args)
-    momentum, state = _put_back(shared, updates, state, compressor, workers)
+    momentum, state = _put_back(shared, updates, state, workers)
     finite = jnp.ones((), bool)
     for g in jax.tree.leaves(updates):
       finite &= jnp.isfinite(g).all()
@@ -288,20 +286,53 @@ def _own_nesterov(
 def _put_back(
     shared: chex.ArrayTree,
     updates: chex.ArrayTree,
-    state: chex.ArrayTree,
-    compressor: Compressor,
+    state: DeMoState,
     workers: Workers,
-) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+) -> tuple[chex.ArrayTree, DeMoState]:
   """Returns momentum with what is shared added to it, and the new state."""
 
   def stacked_update(
-      updates: Any, state: Any, params: Any, shared: Any, workers: Workers
-  ) -> tuple[Any, Any]:
+      updates: Any, state: DeMoState, params: Any, shared: Any, workers: Workers
+  ) -> tuple[Any, DeMoState]:
     del updates, params
-    kept = inspection.momentum(state, shared, compressor, workers)
-    momentum = jax.tree.map(lambda m, q: m + q[None], kept, shared)
-    return momentum, inspection.with_momentum(
-        state, momentum, compressor, workers
+    layout, group = state.layout.layout, workers.group
+    numbers = layout.compressed
+    flat = jax.tree.leaves(shared)
+
+    def one_worker(
+        own: dict[str, jax.Array], shared: dict[int, jax.Array]
+    ) -> tuple[dict[int, jax.Array], dict[str, jax.Array]]:
+      found: dict[int, jax.Array] = {}
+      new: dict[str, jax.Array] = {}
+      for number, bucket in enumerate(layout.buckets):
+        device = group.device_index(bucket.split_axes)
+        q = layout.fill(number, shared, device)
+        transformed = bucket.kind == 'chunks'
+        if transformed:
+          q = chunking.transform(q, bucket.sides, bucket.basis)
+        x = own[bucket.name].reshape(bucket.shape) + q
+        new[bucket.name] = x.reshape(own[bucket.name].shape)
+        if bucket.split_axes:
+          x = group.join_devices(x[: bucket.num_chunks], bucket.split_axes)
+        if transformed:
+          x = chunking.inverse(x, bucket.sides, bucket.basis)
+        found |= layout.cut(number, x)
+      return found, new
+
+    momentum = state.worker_stacked.momentum
+    inner = {i: layout.leaves[i].sharding.spec for i in numbers}
+    buckets = dict.fromkeys(momentum, workers.bucket_spec)
+    found, momentum = workers.run(
+        one_worker,
+        (momentum, {i: flat[i] for i in numbers}),
+        (buckets, {i: Spec(False, spec) for i, spec in inner.items()}),
+        ({i: Spec(True, spec) for i, spec in inner.items()}, buckets),
+    )
+    leaves = [found.get(i, x[None]) for i, x in enumerate(flat)]
+    own = state.worker_stacked._replace(momentum=momentum)
+    return (
+        jax.tree.structure(shared).unflatten(leaves),
+        state._replace(worker_stacked=own),
     )
 
   return inside.call_stacked(

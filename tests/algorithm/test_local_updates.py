@@ -421,13 +421,13 @@ def test_resumed_in_the_middle_of_a_period(method, where, tmp_path):
 
   middle = go_on(fresh(), range(7))
   assert int(middle['opt_state'].steps_since_sync) == 1
-  with Checkpointer(tmp_path, start(), COMPRESSOR, workers) as checkpoints:
+  with Checkpointer(tmp_path, fresh()) as checkpoints:
     checkpoints.save(7, middle)
-    _, restored = checkpoints.restore(fresh())
-  two = demo_optax.Workers.simulated(2)
-  with (Checkpointer(tmp_path, start(), COMPRESSOR, two) as checkpoints,
+    _, restored = checkpoints.restore()
+  two = demo_optax.checkpoint.resize_workers(fresh(), 2)
+  with (Checkpointer(tmp_path, two) as checkpoints,
         pytest.raises(ValueError, match=r'(?s)workers.*resize=True')):
-    checkpoints.restore(demo_optax.checkpoint.resize_workers(fresh(), 2))
+    checkpoints.restore()
   assert_same_bits(go_on(restored, range(7, 12)), go_on(middle, range(7, 12)))
 
 

@@ -57,8 +57,7 @@ def run(workers, steps, *, limit=16, topk=5, decay=0.9, seed=0, left_out=None,
         g[left_out] = np.nan if step % 2 else np.inf
     updates, state = update(gradients, state, params)
     yield updates, {k: o.exchange(gradients[k]) for k, o in oracles.items()}
-  momentum = jax.jit(
-      lambda state: demo_optax.state.momentum(state, params, compressor, who))(state)
+  momentum = jax.jit(demo_optax.state.momentum)(state)
   yield momentum, {k: o.m.reshape(workers, *o.shape) for k, o in oracles.items()}
 
 

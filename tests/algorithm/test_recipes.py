@@ -633,15 +633,13 @@ def test_saved_resumed_and_resized(tmp_path):
   whole, _, losses = train(workers)
   params, state, _ = train(workers, steps=8)
   saved = state
-  compressor = recipes.muon_compressors(params)
-  with demo_optax.checkpoint.Checkpointer(
-      tmp_path, params, compressor, workers) as checkpoints:
-    checkpoints.save(8, {'params': params, 'state': state})
+  wanted = {'params': params, 'state': state}
+  with demo_optax.checkpoint.Checkpointer(tmp_path, wanted) as checkpoints:
+    checkpoints.save(8, wanted)
   tx, step = recipe(workers)
   wanted = {'params': model(), 'state': tx.init(model())}
-  with demo_optax.checkpoint.Checkpointer(
-      tmp_path, params, compressor, workers) as checkpoints:
-    _, found = checkpoints.restore(wanted)
+  with demo_optax.checkpoint.Checkpointer(tmp_path, wanted) as checkpoints:
+    _, found = checkpoints.restore()
   params, state = found['params'], found['state']
   for tokens in TOKENS[8:]:
     params, state, loss = step(params, state, tokens)
@@ -650,10 +648,9 @@ def test_saved_resumed_and_resized(tmp_path):
 
   two = demo_optax.Workers.simulated(2)
   tx = demo_optax.demo_muon(0.02, workers=two)
-  with demo_optax.checkpoint.Checkpointer(
-      tmp_path, params, compressor, two) as checkpoints:
-    _, found = checkpoints.restore(
-        {'params': model(), 'state': tx.init(model())}, resize=True)
+  wanted = {'params': model(), 'state': tx.init(model())}
+  with demo_optax.checkpoint.Checkpointer(tmp_path, wanted) as checkpoints:
+    _, found = checkpoints.restore(resize=True)
   # Two take over what four had: the means of pairs, of both momenta.
   regrouped = [
       (old, new) for old, new in zip(
@@ -951,9 +948,7 @@ def test_a_momentum_in_bfloat16():
         lambda x: rng.normal(size=(2, *x.shape)).astype(np.float32), params)
     for i, step in enumerate(steps):
       _, states[i] = step(gradients, states[i], params)
-  sent = recipes.muon_compressors(params)
-  wide, narrow = (
-      demo_optax.state.momentum(s, params, sent, workers)['w'] for s in states)
+  wide, narrow = (demo_optax.state.momentum(s)['w'] for s in states)
   assert not np.array_equal(wide, narrow)
   np.testing.assert_allclose(narrow, wide, atol=0.02 * np.abs(wide).max())
   chex.assert_trees_all_equal_shapes_and_dtypes(states[1], before)

@@ -254,7 +254,7 @@ def test_conservation(alpha, x64):
     gradients = {k: jnp.asarray(v, jnp.float64)
                  for k, v in random_tree(s, lead=(1,)).items()}
     sent, state = tx.update(gradients, state, params)  # one worker's own
-    kept = demo_optax.state.momentum(state, params, COMPRESSOR, workers)
+    kept = demo_optax.state.momentum(state)
     for key in params:
       had = 0.9 * before[key] + gradients[key][0]
       np.testing.assert_allclose(
@@ -286,10 +286,10 @@ def test_conservation_at_the_ends_of_the_range(values, alpha):
     before = jnp.asarray(
         before + np.where(extreme, 2 * gradient, 0), jnp.float32)
     state = demo_optax.state.with_momentum(
-        state, before.reshape(1, -1, 16), compressor, workers)
+        state, {'the only leaf': before.reshape(1, -1, 16)})
     gradient = jnp.asarray(np.where(extreme, 0, gradient), jnp.float32)
     sent, state = update(gradient.reshape(1, -1, 16), state, params)
-    kept = demo_optax.state.momentum(state, params, compressor, workers)
+    kept = demo_optax.state.momentum(state)['the only leaf']
     sent, kept, gradient, before = (
         np.asarray(x, np.float64).reshape(6, 16, 16)
         for x in (sent, kept, gradient, before))

@@ -141,14 +141,14 @@ def test_another_compressor():
   state = demo_optax.scale_by_demo(
       demo_optax.dct_topk(4, 2), workers=WORKERS).init(PARAMS)
   tx = demo_optax.scale_by_demo(workers=WORKERS)
-  with pytest.raises(ValueError, match='another compressor'):
+  with pytest.raises(ValueError, match='chunks of 4x4 in the state, chunks of 8x8 in the'):
     tx.update(random_tree(0, SHAPES, (N,)), state, PARAMS)
 
 
 def test_another_tree():
   tx = demo_optax.scale_by_demo(workers=WORKERS)
   state = tx.init(PARAMS)
-  with pytest.raises(ValueError, match='made for b where.*have w'):
+  with pytest.raises(ValueError, match=r'b: float32\[8\] in the state, nothing in the'):
     tx.update({'w': jnp.ones((N, 8, 8))}, state)
 
 
@@ -170,10 +170,7 @@ def test_complex_leaves():
 def test_momentum_of_a_state_without_one():
   state = optax.adam(1e-3).init(PARAMS)
   with pytest.raises(ValueError, match='no state of'):
-    demo_optax.state.momentum(state, PARAMS, demo_optax.dct_topk(), WORKERS)
-  state = demo_optax.scale_by_demo(workers=WORKERS).init(PARAMS)
-  with pytest.raises(ValueError, match=r'in the state, .*=4, .* here'):
-    demo_optax.state.momentum(state, PARAMS, demo_optax.dct_topk(4, 2), WORKERS)
+    demo_optax.state.momentum(state)
 
 
 # What does not compose: the rows of the table in docs/errors.md ------------------------
@@ -217,7 +214,7 @@ def test_row_labels_by_number_of_dimensions():
   tx = optax.partition(
       {'x': demo_optax.scale_by_demo(workers=WORKERS),
        'd': optax.chain(mean, optax.sgd(0.1))}, labels)
-  with pytest.raises(ValueError, match='made for w where.*have b'):
+  with pytest.raises(ValueError, match='b: nothing in the state, float32'):
     tx.update(random_tree(0, SHAPES, (N,)), tx.init(PARAMS), PARAMS)
 
 

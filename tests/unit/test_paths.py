@@ -48,7 +48,7 @@ def run(way, monkeypatch, average, values):
     gradients['a'][0, 1] = np.inf if step == 1 else 0
     gradients['tall'][1, 3, 3] = 1e30 if step == 2 else 0  # so large that momentum could overflow
     updates, state = update(gradients, state, params)
-    kept = demo_optax.state.momentum(state, params, compressor, tx_workers)
+    kept = demo_optax.state.momentum(state)
     seen.append((updates, state._replace(worker_stacked=kept)))
   return seen
 

@@ -1,0 +1,418 @@
+"""States as plain dictionaries of arrays, momentum leaf by leaf, and back.
+
+A state keeps momentum in buckets, whose shapes depend on the number of workers,
+on their devices, on the other parameters and on the platform. What is saved are
+the coefficients of every parameter, and a description of how they were cut:
+
+    state -> {name: array} -> anybody's files -> {name: array}
+          -> compared with another state, a refusal that names the leaf
+          -> regrouped (resize), cut into other chunks (rechunk) -> state
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from demo_optax._paths import (
+  STACKED,
+  Keys,
+  dotted,
+  is_owned,
+  is_stacked,
+  path_keys,
+)
+from demo_optax.checkpoint import resize as resizing
+from demo_optax.compressors import bases, chunking
+from demo_optax.compressors import leaves as cutting
+from demo_optax.compressors.layout import (
+  Difference,
+  Layout,
+  Leaf,
+  Record,
+  differences,
+)
+from demo_optax.state import exchanges_in, is_momentum
+
+_OWED = f'{STACKED}.update_residual.'
+
+
+class Named(NamedTuple):
+  """The leaves of a state by name.
+
+  Attributes:
+    leaves: arrays, PRNG keys and Python values; of momentum and of what owners
+      keep, coefficients `[workers, *counts, n]`, `workers` 1 for owners.
+    keys: the path of each.
+    moments: those that are coefficients: path of the state, and the leaf.
+    records: by the name of a layout, its records.
+  """
+
+  leaves: dict[str, Any]
+  keys: dict[str, Keys]
+  moments: dict[str, tuple[str, Leaf]]
+  records: dict[str, dict[str, Record]]
+
+
+def to_leaves(state: chex.ArrayTree) -> dict[str, Any]:
+  """Returns a state as a plain dictionary of arrays, for any code that saves.
+
+  Args:
+    state: any tree that holds states of `scale_by_demo` with their types:
+      `tx.init(params)`, a `TrainState`, an `nnx.Optimizer` (not its
+      `nnx.state`), parameters beside them. Arrays, or `jax.ShapeDtypeStruct`.
+
+  Returns:
+    By the dotted path of a leaf: the leaf. Momentum is `[workers, *counts, n]`
+    for each parameter, sharded as the parameter is: `n` coefficients of
+    `counts` chunks. `...layout` is text in JSON as uint8, how they were cut.
+
+  Raises:
+    ValueError: a state without its types; two leaves of one name.
+
+  Example:
+    >>> import demo_optax, jax, jax.numpy as jnp
+    >>> from demo_optax import checkpoint
+    >>> workers = demo_optax.Workers.simulated(4)
+    >>> tx = demo_optax.scale_by_demo(workers=workers)
+    >>> params = {'w': jnp.ones((128, 128))}
+    >>> saved = checkpoint.to_leaves(tx.init(params))
+    >>> saved['worker_stacked.momentum.w'].shape
+    (4, 2, 2, 4096)
+    >>> state = checkpoint.from_leaves(saved, jax.eval_shape(tx.init, params))
+  """
+  named = names(state)
+  return {**named.leaves, **described(named.records)}
+
+
+def from_leaves(
+    saved: Mapping[str, Any],
+    like: chex.ArrayTree,
+    *,
+    resize: bool = False,
+    rechunk: bool = False,
+) -> chex.ArrayTree:
+  """Returns a state from what `to_leaves` made of one.
+
+  Args:
+    saved: arrays by name, of NumPy or of JAX, wherever they are.
+    like: what is wanted: a state as for `to_leaves`, such as
+      `jax.eval_shape(tx.init, params)`. Leaves go to the devices of the leaf
+      in `like`; without a sharding, JAX's stay where they are.
+    resize: regroup what each worker has for another number of workers, as
+      `resize_workers` does; drop what owners keep of updates where `like` has
+      no place for it.
+    rechunk: take momentum that was cut into other chunks, or under another
+      compressor, through parameter space, which keeps it to rounding. Where the
+      chunks and the transform are the same, every bit stays.
+
+  Returns:
+    A tree like `like`.
+
+  Raises:
+    ValueError: `saved` and `like` differ: names the leaves, both values, and
+      what to do.
+
+  Example:
+    >>> import demo_optax, jax
+    >>> from demo_optax import checkpoint
+    >>> two, four = (
+    ...     demo_optax.scale_by_demo(workers=demo_optax.Workers.simulated(n))
+    ...     .init({'w': jax.numpy.ones((8, 8))}) for n in (2, 4))
+    >>> saved = checkpoint.to_leaves(two)
+    >>> state = checkpoint.from_leaves(saved, four, resize=True)
+  """
+  check(saved, like, resize=resize, rechunk=rechunk)
+  layouts = exchanges_in(like)
+  flat, treedef = jax.tree_util.tree_flatten_with_path(like)
+  new = []
+  for path, x in flat:
+    keys = path_keys(path)
+    if _is_cut(keys):
+      root = keys[: keys.index(STACKED)]
+      records = _records(saved[dotted((*root, 'layout'))])
+      made = _bucket(saved, records, layouts[root], keys, x)
+    elif keys[-2:] == ('layout', 'digest'):
+      made = layouts[keys[:-2]].digest
+    else:
+      made = saved[dotted(keys)]
+      if is_stacked(keys):
+        made = _regrouped(made, x)
+    new.append(_placed(made, x))
+  return treedef.unflatten(new)
+
+
+def names(tree: chex.ArrayTree) -> Named:
+  """Returns the leaves of a state by name."""
+  layouts = exchanges_in(tree)
+  named = Named({}, {}, {}, {})
+
+  def add(keys: Keys, x: Any) -> str:
+    name = dotted(keys)
+    if name in named.leaves or name in named.records:
+      raise ValueError(
+          f'The tree must have one leaf called {name}, got two. Rename one.'
+      )
+    named.leaves[name], named.keys[name] = x, keys
+    return name
+
+  for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
+    keys = path_keys(path)
+    if _is_cut(keys):
+      root = keys[: keys.index(STACKED)]
+      layout, number = layouts[root], _number(layouts[root], keys)
+      if is_owned(keys):
+        x = _of_one_owner(layout, number, x)
+      for i, c in cutting.cut_bucket(layout, number, x).items():
+        leaf = layout.leaves[i]
+        name = add((*keys[:-1], *leaf.keys), c)
+        named.moments[name] = dotted((*root, 'layout')), leaf
+    elif keys[-2:] == ('layout', 'digest'):
+      layout = layouts[keys[:-2]]
+      named.records[dotted(keys[:-1])] = {
+          leaf.name: leaf.record for leaf in layout.leaves if leaf.bucket >= 0
+      }
+    else:
+      add(keys, x)
+  return named
+
+
+def described(records: dict[str, dict[str, Record]]) -> dict[str, np.ndarray]:
+  """Returns the records of all layouts as arrays."""
+  return {
+      name: np.frombuffer(json.dumps(x).encode(), np.uint8)
+      for name, x in records.items()
+  }
+
+
+# Buckets ----------------------------------------------------------------------
+
+
+def _is_cut(keys: Keys) -> bool:
+  return is_momentum(keys) or is_owned(keys)
+
+
+def _number(layout: Layout, keys: Keys) -> int:
+  return [bucket.name for bucket in layout.buckets].index(keys[-1])
+
+
+def _of_one_owner(layout: Layout, number: int, x: Any) -> Any:
+  """Returns what owners keep as if one of them had all chunks."""
+  shape = (1, *x.shape[1:-2], *layout.buckets[number].shape)
+  if isinstance(x, jax.ShapeDtypeStruct):
+    sharding = cutting.fit_sharding(shape, x.sharding)
+    return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
+  return resizing.resized(
+      lambda x: resizing.regroup_owned(x, shape), x, shape
+  )
+
+
+def _bucket(
+    saved: Mapping[str, Any],
+    records: dict[str, Record],
+    layout: Layout,
+    keys: Keys,
+    like: Any,
+) -> Any:
+  """Returns a bucket like `like` from the coefficients of its leaves."""
+  number, owned = _number(layout, keys), is_owned(keys)
+  found = {}
+  for i in layout.members(number):
+    x = saved.get(dotted((*keys[:-1], *layout.leaves[i].keys)))
+    if x is None:  # of owners who kept nothing
+      return np.zeros(like.shape, like.dtype)
+    found[i] = _near(x, like)
+  known = [bucket.basis for bucket in layout.buckets]
+
+  def convert(leaf: Leaf, c: Any) -> Any:
+    record = records[leaf.name]
+    same = {**record, 'compressor': ''} == {**leaf.record, 'compressor': ''}
+    if not same:
+      c = cutting.decode(c, *_cut(record, known))
+    if not owned:
+      c = resizing.regroup(c, like.shape[0])
+    if not same:
+      c = cutting.encode(c, *cutting.cut_of(leaf))
+    return c
+
+  if not owned:
+    return cutting.fill_bucket(layout, number, found, like, convert)
+  whole = _of_one_owner(layout, number, abstract(like))
+  x = cutting.fill_bucket(layout, number, found, whole, convert)
+  return _run(lambda x: resizing.regroup_owned(x, like.shape), x, like)
+
+
+def _cut(record: Record, known: list[bases.Basis]) -> cutting.Cut:
+  """Returns how a leaf was cut; raises if nobody knows its transform."""
+  blocks = tuple(record['blocks'])
+  shard = tuple(d // b for d, b in zip(record['shape'], blocks))
+  grid = chunking.ChunkGrid(shard, tuple(record['lengths']), record['whole'])
+  if grid.whole:
+    return grid, blocks, bases.Identity()
+  name, arguments = record['basis']
+  for basis in known:
+    if [type(basis).__name__, vars(basis)] == [name, arguments]:
+      return grid, blocks, basis
+  if not hasattr(bases, name):
+    raise ValueError(
+        f'The transform of the checkpoint must be known for rechunk, got {name}'
+        f'({arguments}). Restore into a state that has it, and take the'
+        ' momentum over with demo_optax.state.momentum and with_momentum.'
+    )
+  return grid, blocks, getattr(bases, name)(**arguments)
+
+
+# Arrays -----------------------------------------------------------------------
+
+
+def abstract(x: Any) -> Any:
+  """Returns shape, dtype and sharding of an array; others as they are."""
+  if not hasattr(x, 'dtype'):
+    return x
+  sharding = getattr(x, 'sharding', None)
+  return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def _regrouped(x: Any, like: Any) -> Any:
+  n = like.shape[0]
+  if len(x) == n:
+    return x
+  return _run(lambda x: resizing.regroup(x, n), _near(x, like), like)
+
+
+def _near(x: Any, like: Any) -> Any:
+  """Returns a saved array on the devices of `like`."""
+  sharding = getattr(like, 'sharding', None)
+  if not isinstance(x, jax.Array) or sharding is None:
+    return x
+  if x.sharding.device_set == sharding.device_set:
+    return x
+  fit = cutting.fit_sharding(x.shape, sharding)
+  return jax.device_put(x, cutting.auto(fit))
+
+
+def _run(fun: Callable[[Any], Any], x: Any, like: Any) -> Any:
+  x = np.asarray(x) if isinstance(like, np.ndarray) else x
+  return cutting.run(fun, x, getattr(like, 'sharding', None))
+
+
+def _placed(x: Any, like: Any) -> Any:
+  """Returns `x` where `like` is: NumPy's, on devices, or Python's."""
+  if not hasattr(like, 'dtype'):
+    return x
+  if isinstance(like, np.ndarray | np.generic):
+    x = np.asarray(x)
+    return x[()] if isinstance(like, np.generic) else x
+  if like.sharding is None or isinstance(x, jax.Array):
+    same = like.sharding is None or getattr(x, 'sharding', 0) == like.sharding
+    return jnp.asarray(x) if same else jax.device_put(x, like.sharding)
+  return jax.make_array_from_callback(
+      np.shape(x), like.sharding, lambda index: np.asarray(x)[index]
+  )
+
+
+# Comparing --------------------------------------------------------------------
+
+
+def check(
+    saved: Mapping[str, Any],
+    like: chex.ArrayTree,
+    *,
+    resize: bool,
+    rechunk: bool,
+) -> None:
+  """Raises unless what was saved fits into `like`.
+
+  Args:
+    saved: of `to_leaves`; of arrays, shape and dtype are enough.
+    like: as for `from_leaves`.
+    resize: as for `from_leaves`.
+    rechunk: as for `from_leaves`.
+  """
+  wanted = names(jax.tree.map(abstract, like))
+  problems: dict[str, list[Difference]] = {
+      kind: [] for kind in ('tree', 'chunks', 'workers', 'owed')
+  }
+  cut: dict[str, dict[str, Difference]] = {}
+  for name, records in wanted.records.items():
+    former = _records(saved[name]) if name in saved else {}
+    cut[name] = {d.name: d for d in differences(former, records)}
+  for name in {**wanted.leaves, **wanted.records, **saved}:
+    old: Any = saved.get(name)
+    new: Any = wanted.leaves.get(name)
+    if name in wanted.records:
+      if old is None:
+        problems['tree'].append(Difference(name, 'nothing', 'a layout', False))
+      continue
+    if _OWED in name and (old is None or new is None):
+      if new is None:
+        problems['owed'].append(Difference(name, _kind(old), 'nothing', False))
+      continue
+    keys = wanted.keys.get(name, ())
+    stacked = is_stacked(keys) and old is not None
+    if name in wanted.moments and old is not None:
+      where, leaf = wanted.moments[name]
+      if d := cut[where].get(leaf.name):
+        kind = 'chunks' if d.is_cut_otherwise else 'tree'
+        problems[kind].append(d._replace(name=name))
+    elif _kind(old, stacked) != _kind(new, stacked):
+      pair = _kind(old, stacked), _kind(new, stacked)
+      problems['tree'].append(Difference(name, *pair, False))
+      continue
+    if stacked and old.shape[:1] != new.shape[:1]:
+      pair = f'{old.shape[0]} workers', f'{new.shape[0]} workers'
+      problems['workers'].append(Difference(name, *pair, False))
+  if resize:
+    problems['workers'], problems['owed'] = [], []
+  if rechunk:
+    problems['chunks'] = []
+  if any(problems.values()):
+    raise ValueError(_message(problems))
+
+
+def _records(text: Any) -> dict[str, Record]:
+  return json.loads(np.asarray(text).tobytes())
+
+
+def _kind(x: Any, stacked: bool = False) -> str:
+  """Describes what is never converted: kind, dtype and shape."""
+  if x is None:
+    return 'nothing'
+  if not hasattr(x, 'dtype'):
+    return f'a Python {type(x).__name__}'
+  if not stacked:
+    return f'{x.dtype}[{",".join(map(str, x.shape))}]'
+  return f"each worker's {x.dtype}[{','.join(map(str, x.shape[1:]))}]"
+
+
+_REMEDIES = {
+    'tree': (
+        'Restore into a tree of the same leaves, shapes and dtypes, and change'
+        ' it afterwards: nothing is cut, padded, cast or made up.'
+    ),
+    'chunks': (
+        'Pass rechunk=True to take the momentum through parameter space.'
+    ),
+    'workers': 'Pass resize=True to regroup what each worker has of its own.',
+    'owed': (
+        "This is the residual of exchange='all_to_all', which has no place"
+        ' here. Pass resize=True to discard it.'
+    ),
+}
+
+
+def _message(problems: dict[str, list[Difference]]) -> str:
+  text = ['The checkpoint does not fit.']
+  for kind, found in problems.items():
+    text += [
+        f'{d.name}: {d.old} in the checkpoint, {d.new} here.' for d in found[:4]
+    ]
+    if found[4:]:
+      text.append(f'... and {len(found) - 4} more leaves.')
+    if found:
+      text.append(_REMEDIES[kind])
+  return '\n'.join(text)

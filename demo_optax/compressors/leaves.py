@@ -1,0 +1,300 @@
+"""Buckets of all workers and devices, cut into leaves and put together again.
+
+Outside of a step: for checkpoints, and for momentum in parameter space. Buckets
+are `[workers, rows, n]`, or `[workers, devices, rows, n]` if a worker has
+several devices; coefficients of a leaf `[workers, *counts, n]`, with the chunks
+of all its shards along each dimension, so that they do not depend on devices.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from demo_optax.compressors import chunking
+from demo_optax.compressors.bases import Basis
+from demo_optax.compressors.compressor import Compressor
+from demo_optax.compressors.layout import Layout, Leaf
+from demo_optax.workers.param_specs import names_of
+
+# How one shard is cut, the number of shards, the transform of a chunk.
+Cut = tuple[chunking.ChunkGrid, tuple[int, ...], Basis]
+
+
+def cut_bucket(
+    layout: Layout,
+    number: int,
+    bucket: Any,
+    fun: Callable[[Leaf, Any], Any] | None = None,
+) -> dict[int, Any]:
+  """Cuts the leaves out of a bucket.
+
+  Args:
+    layout: where they are.
+    number: of the bucket.
+    bucket: an array of JAX or NumPy; or a `jax.ShapeDtypeStruct`, for which
+      coefficients are described.
+    fun: takes the coefficients of a leaf to parameter space.
+
+  Returns:
+    By the number of the leaf its coefficients, or what `fun` returned, sharded
+    as the parameter.
+  """
+  like, members = layout.buckets[number], layout.members(number)
+  if bucket.shape[-2:] != like.shape:
+    raise ValueError(
+        f'{like.name} must have shape [..., {like.rows}, {like.format.n}], got'
+        f' {list(bucket.shape)}. Make the state with tx.init, for the same'
+        ' parameters and on the same platform.'
+    )
+  sharding, inner = getattr(bucket, 'sharding', None), dict(layout.axis_sizes)
+  shapes, out = {}, dict.fromkeys(members, sharding)
+  for i in members:
+    shapes[i] = (
+        bucket.shape[0],
+        *(layout.leaves[i].shape if fun else counts(layout.leaves[i])),
+    )
+    if isinstance(sharding, NamedSharding):
+      worker = [a for a in names_of(sharding.spec) if a not in inner] or [None]
+      spec = P(*worker, *layout.leaves[i].sharding.spec)
+      out[i] = fit_sharding(shapes[i], NamedSharding(sharding.mesh, spec))
+  if isinstance(bucket, jax.ShapeDtypeStruct):
+    return {
+        i: jax.ShapeDtypeStruct(shape, bucket.dtype, sharding=out[i])
+        for i, shape in shapes.items()
+    }
+
+  def cut(x: Any) -> dict[int, Any]:
+    sizes, order, used = _devices(layout, number)
+    x = x.reshape(len(x), *sizes, *like.shape)[..., : like.num_chunks, :]
+    x = x.transpose(0, *order, x.ndim - 2, x.ndim - 1)
+    row = () if like.kind == 'dense' else (like.format.n,)
+    x = x.reshape(*x.shape[: 1 + used], -1, *row)
+    found = {}
+    for i in members:
+      leaf = layout.leaves[i]
+      rows = slice(leaf.offset, leaf.offset + leaf.size)
+      c = x[(slice(None),) * (1 + used) + (rows,)]
+      c = c.transpose(0, *_by_dimension(leaf), *range(1 + used, c.ndim))
+      blocks, shape = leaf.sharding.blocks, leaf.grid.coefficients_shape
+      c = _join(c.reshape(len(x), *blocks, *shape), blocks)
+      found[i] = fun(leaf, c) if fun else c
+    return found
+
+  return run(cut, bucket, out)
+
+
+def fill_bucket(
+    layout: Layout,
+    number: int,
+    leaves: dict[int, Any],
+    like: Any,
+    fun: Callable[[Leaf, Any], Any] = lambda _, c: c,
+) -> Any:
+  """Undoes `cut_bucket`.
+
+  Args:
+    layout: where the leaves are.
+    number: of the bucket.
+    leaves: by the number of the leaf, what `fun` makes coefficients of.
+    like: an array of that dtype and sharding.
+    fun: of a leaf and what `leaves` has of it.
+  """
+  bucket, dense = layout.buckets[number], layout.buckets[number].kind == 'dense'
+  axes = dict(layout.axis_sizes)
+  sizes, order, used = _devices(layout, number)
+
+  def fill(leaves: dict[int, Any]) -> Any:
+    parts = []
+    for i in sorted(leaves, key=lambda i: layout.leaves[i].offset):
+      leaf, c = layout.leaves[i], fun(layout.leaves[i], leaves[i])
+      inner = [axes[name] for name in names_of(leaf.sharding.spec)]
+      row = (leaf.size,) if dense else (leaf.size, bucket.format.n)
+      c = _split(c, leaf.sharding.blocks).reshape(len(c), *inner, *row)
+      back = 1 + np.argsort(_by_dimension(leaf))
+      parts.append(c.transpose(0, *back, *range(1 + used, c.ndim)))
+    xp: Any = np if isinstance(parts[0], np.ndarray) else jnp
+    x = xp.concatenate(parts, 1 + used)
+    rows = bucket.num_devices * bucket.num_chunks
+    x = _pad(x, 1 + used, rows * bucket.format.n if dense else rows)
+    inner = [sizes[i - 1] for i in order]
+    x = x.reshape(len(x), *inner, bucket.num_chunks, bucket.format.n)
+    x = x.transpose(0, *(1 + np.argsort(order)), x.ndim - 2, x.ndim - 1)
+    devices = [math.prod(sizes)] if sizes else []
+    x = x.reshape(len(x), *devices, *x.shape[-2:])
+    return _pad(x, x.ndim - 2, bucket.rows).astype(like.dtype)
+
+  if isinstance(like, np.ndarray):
+    leaves = {i: np.asarray(x) for i, x in leaves.items()}
+  return run(fill, leaves, getattr(like, 'sharding', None))
+
+
+def cut_of(leaf: Leaf) -> Cut:
+  """Returns how a leaf is cut."""
+  assert isinstance(leaf.compressor, Compressor)
+  return leaf.grid, leaf.sharding.blocks, leaf.compressor.basis
+
+
+def decode(
+    c: Any, grid: chunking.ChunkGrid, blocks: tuple[int, ...], basis: Basis
+) -> jax.Array:
+  """Returns `[workers, *shape]` from the coefficients of a leaf.
+
+  Args:
+    c: `[workers, *counts, n]`.
+    grid: how one shard is cut.
+    blocks: the number of shards along each dimension.
+    basis: the transform of a chunk.
+  """
+  return _by_shard(
+      lambda c: chunking.from_coefficients(c, grid, basis), c, blocks
+  )
+
+
+def encode(
+    x: Any, grid: chunking.ChunkGrid, blocks: tuple[int, ...], basis: Basis
+) -> jax.Array:
+  """Undoes `decode`."""
+  return _by_shard(
+      lambda x: chunking.to_coefficients(x, grid, basis), x, blocks
+  )
+
+
+def counts(leaf: Leaf) -> tuple[int, ...]:
+  """Returns the shape of the coefficients of all shards of a leaf."""
+  chunks = zip(leaf.sharding.blocks, leaf.grid.counts)
+  return (*(b * c for b, c in chunks), leaf.grid.chunk_size)
+
+
+def _by_shard(fun: Any, x: Any, blocks: tuple[int, ...]) -> jax.Array:
+  x = _split(jnp.asarray(x), blocks)
+  lead = x.shape[: 1 + len(blocks)]
+  y = jax.vmap(fun)(x.reshape(-1, *x.shape[len(lead) :]))
+  return _join(y.reshape(*lead, *y.shape[1:]), blocks)
+
+
+def _join(x: Any, blocks: tuple[int, ...]) -> Any:
+  """Takes `[workers, *blocks, *dims, ...]` to `[workers, *products, ...]`."""
+  rank = len(blocks)
+  pairs = [axis for d in range(rank) for axis in (1 + d, 1 + rank + d)]
+  rest = range(1 + 2 * rank, x.ndim)
+  shape = [b * d for b, d in zip(blocks, x.shape[1 + rank :])]
+  shape += [x.shape[axis] for axis in rest]
+  return x.transpose(0, *pairs, *rest).reshape(len(x), *shape)
+
+
+def _split(x: Any, blocks: tuple[int, ...]) -> Any:
+  """Undoes `_join`."""
+  rank = len(blocks)
+  shape = [n for b, d in zip(blocks, x.shape[1:]) for n in (b, d // b)]
+  x = x.reshape(len(x), *shape, *x.shape[1 + rank :])
+  order = *range(1, 2 * rank, 2), *range(2, 2 * rank + 1, 2)
+  return x.transpose(0, *order, *range(1 + 2 * rank, x.ndim))
+
+
+def _devices(layout: Layout, number: int) -> tuple[list[int], list[int], int]:
+  """Describes how a bucket is spread over the devices of a worker.
+
+  Returns:
+    the sizes of the axes inside a worker; the order in which those that shard
+    its leaves come first, counted from 1; and how many those are.
+  """
+  split = layout.buckets[number].split_axes
+  names = [name for name, _ in layout.axis_sizes]
+  order = sorted(range(len(names)), key=lambda i: names[i] in split)
+  sizes = [size for _, size in layout.axis_sizes]
+  return sizes, [1 + i for i in order], len(names) - len(split)
+
+
+def _by_dimension(leaf: Leaf) -> list[int]:
+  """Returns the order of a leaf's axes by the dimensions that they shard."""
+  spec = leaf.sharding.spec
+  return [1 + leaf.sharding.axes.index(axis) for axis in names_of(spec)]
+
+
+def _pad(x: Any, axis: int, length: int) -> Any:
+  xp: Any = np if isinstance(x, np.ndarray) else jnp
+  widths = [(0, length - n if d == axis else 0) for d, n in enumerate(x.shape)]
+  return xp.pad(x, widths)
+
+
+# Arrays on meshes -------------------------------------------------------------
+
+
+def run(fun: Callable[[Any], Any], args: Any, shardings: Any) -> Any:
+  """Calls `fun` on arrays that may be spread over devices and processes.
+
+  Args:
+    fun: jitted, unless `args` are traced, or are NumPy's and stay so.
+    args: a tree of arrays.
+    shardings: of the results, like them; `None` where XLA chooses, or for
+      arrays of NumPy.
+  """
+  leaves = jax.tree.leaves(args)
+  on_host = all(isinstance(x, np.ndarray) for x in leaves)
+  if any(isinstance(x, jax.core.Tracer) for x in leaves) or (
+      on_host and not jax.tree.leaves(shardings)
+  ):
+    return fun(args)
+  args = jax.tree.map(
+      lambda x: on_mesh(x, auto(x.sharding)) if isinstance(x, jax.Array) else x,
+      args,
+  )
+  inner = jax.tree.map(auto, shardings, is_leaf=lambda x: x is None)
+  found = jax.jit(fun, out_shardings=inner)(args)
+  return jax.tree.map(
+      lambda sharding, x: on_mesh(x, sharding), shardings, found,
+      is_leaf=lambda x: x is None,
+  )
+
+
+def fit_sharding(shape: tuple[int, ...], sharding: Any) -> Any:
+  """Returns `sharding` as far as it goes for another shape.
+
+  Axes that do not divide their dimension move to the longest one that they do
+  divide, so that no device holds more than it must.
+  """
+  if not isinstance(sharding, NamedSharding):
+    return sharding
+  sizes = sharding.mesh.shape
+  entries: list[Any] = [None] * len(shape)
+  homeless = []
+  for dim, entry in enumerate(sharding.spec):
+    names = entry if isinstance(entry, tuple) else (entry,)
+    parts = math.prod(sizes[name] for name in names if name)
+    if dim < len(shape) and shape[dim] % parts == 0:
+      entries[dim] = entry
+    else:
+      homeless.append((entry, parts))
+  for entry, parts in homeless:
+    for dim in sorted(range(len(shape)), key=lambda d: -shape[d]):
+      if entries[dim] is None and shape[dim] % parts == 0:
+        entries[dim] = entry
+        break
+  return NamedSharding(sharding.mesh, P(*entries))
+
+
+def auto(sharding: Any) -> Any:
+  """Returns a sharding on axes of type Auto, where XLA moves what it must."""
+  if not isinstance(sharding, NamedSharding):
+    return sharding
+  mesh = Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
+  return NamedSharding(mesh, sharding.spec)
+
+
+def on_mesh(x: jax.Array, sharding: Any) -> jax.Array:
+  """Returns `x` under an equivalent sharding, without moving anything.
+
+  Unlike `jax.device_put` it works for arrays of which this process holds only
+  some shards.
+  """
+  if x.sharding == sharding or not isinstance(sharding, NamedSharding):
+    return x
+  return jax.make_array_from_single_device_arrays(
+      x.shape, sharding, [shard.data for shard in x.addressable_shards]
+  )
