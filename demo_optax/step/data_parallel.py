@@ -18,6 +18,7 @@ from demo_optax._paths import Keys, dotted, is_stacked, path_keys
 from demo_optax.compressors.compressor import Frozen
 from demo_optax.demo import layouts_in
 from demo_optax.exchange.algorithm import traced_configs
+from demo_optax.numerics import prng
 from demo_optax.step import agreement
 from demo_optax.step import nnx as modules
 from demo_optax.workers import Workers, checks, inside
@@ -29,6 +30,7 @@ def data_parallel(
     *,
     batch_argnums: int | Sequence[int] | None = None,
     batch_argnames: str | Sequence[str] | None = None,
+    keys: str | Sequence[str] | None = None,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
     donate_argnums: int | Sequence[int] = (),
@@ -52,7 +54,7 @@ def data_parallel(
   parameters, optimizer state,  one worker's, of which the momentum is its own
   `TrainState`, dataclasses,
   Equinox modules
-  PRNG keys                     folded with the worker's number; so are the
+  PRNG keys (see `keys`)        folded with the worker's number; so are the
                                 random streams of NNX objects
   numbers, 0-d arrays           as they are
   other arrays: the batch       this worker's rows
@@ -93,6 +95,10 @@ def data_parallel(
     workers: `Workers.simulated` or `Workers.on_mesh`.
     batch_argnums: positions of the arguments to cut; no others are cut then.
     batch_argnames: the same, by name.
+    keys: paths of the legacy PRNG keys, `uint32[..., 2]`, among the shared
+      arrays, such as `'state.seed_generator.0'`, or of what holds them; `()`
+      where all are data. By default those are keys whose argument's or last
+      name has the word key, rng, prng or seed, and others are an error.
     static_argnums: positions of arguments to compile for, as in `jax.jit`.
       Functions, strings and other objects that are not arrays are static
       wherever they occur.
@@ -144,6 +150,7 @@ def data_parallel(
   options = _Options(
       None if batch_argnums is None else _as_tuple(batch_argnums),
       None if batch_argnames is None else _as_tuple(batch_argnames),
+      None if keys is None else _as_tuple(keys),
       _as_tuple(static_argnums),
       _as_tuple(static_argnames),
       _as_tuple(donate_argnums),
@@ -162,6 +169,7 @@ class _Options:
 
   batch_argnums: tuple[int, ...] | None
   batch_argnames: tuple[str, ...] | None
+  keys: tuple[str, ...] | None
   static_argnums: tuple[int, ...]
   static_argnames: tuple[str, ...]
   donate_argnums: tuple[int, ...]
@@ -473,7 +481,7 @@ class DataParallelStep:
   ) -> '_Results':
     """Runs the step of worker `index` with the arrays as it has them."""
     own = [
-        modules.fold_key(x, index) if role == 'key' else x
+        prng.fold(x, index) if role == 'key' else x
         for x, role in zip(leaves, call.roles)
     ]
     for param in call.own_params:
@@ -672,9 +680,11 @@ class _Call:
       ):
         names.append(argument.name + jax.tree_util.keystr(path))
         keys.append((argument.name, *k))
-        roles.append(_role(x, has_axis, kind, is_shared))
+        roles.append(_role(
+            x, has_axis, kind, is_shared, argument, k, step._options.keys
+        ))
         donated.append(argument.is_donated)
-      if is_shared:
+      if is_shared or {*roles[len(roles) - len(own) :]} == {'key'}:
         structure = _structure(argument.treedef, argument.fixed, [
             np.shape(x)[1 if has_axis else 0 :]
             for x, has_axis in zip(own, stacked)
@@ -690,6 +700,15 @@ class _Call:
     keys += opened.keys
     roles += opened.roles
     donated += [owner[number] for number in opened.owners]
+    for given in step._options.keys or ():
+      if not any(
+          role == 'key' and _is_within(given, k)
+          for role, k in zip(roles, keys)
+      ):
+        raise ValueError(
+            f'keys must be paths of random keys, got {given!r}. The arguments'
+            f' of {step!r} are {", ".join(a.name for a in arguments)}.'
+        )
     rows = _rows(step, arguments, names, roles, leaves)
     return _Call(
         arguments,
@@ -809,10 +828,16 @@ class _Call:
     ):
       name = '.'.join(['the result', *map(str, k[1:])])
       role, old = 'output', None
+      was_key = at is not None and self.roles[at] == 'key'
+      if was_key and x.dtype != own[at].dtype:  # of the same shape by chance
+        at, was_key = None, False
       if has_axis:
         role = 'stacked'
       elif kind is None and (
-          modules.is_key(x) or (at is not None and modules.is_key_array(x))
+          was_key
+          or (prng.is_key_array(x) and (at is not None or not x.ndim))
+          or (at is None and prng.is_pair(x) and x.ndim == 1
+              and prng.is_named(prng.last_name(k[1:])))
       ):
         role = 'key'
         if at is not None and x is own[at]:  # goes on from the one of all
@@ -919,6 +944,8 @@ def _check_options(
   kinds = {p.kind for p in parameters}
   names = [p.name for p in parameters]
   for option, given in vars(options).items():
+    if option == 'keys':  # paths: see `_check_keys`
+      continue
     for x in given or ():
       if isinstance(x, str):
         found = x in names or inspect.Parameter.VAR_KEYWORD in kinds
@@ -1030,14 +1057,44 @@ def _params_of_states(
   )
 
 
-def _role(x: Any, has_worker_axis: bool, kind: Any, is_shared: bool) -> str:
+def _role(
+    x: Any,
+    has_worker_axis: bool,
+    kind: Any,
+    is_shared: bool,
+    argument: _Argument,
+    path: Keys,
+    keys: tuple[str, ...] | None,
+) -> str:
   if has_worker_axis:
     return 'stacked'
-  if kind is None and (
-      modules.is_key(x) or (is_shared and modules.is_key_array(x))
-  ):
+  rank = np.ndim(x)
+  if kind is None and prng.is_key_array(x) and (is_shared or not rank):
     return 'key'
-  return 'shared' if is_shared or np.ndim(x) == 0 else 'batch'
+  if (
+      kind is None and prng.is_pair(x) and not argument.is_batch
+      and (is_shared or rank == 1)
+  ):
+    name = dotted((argument.name, *path))
+    if keys is not None:
+      is_key = any(_is_within(k, (argument.name, *path)) for k in keys)
+    else:
+      is_key = prng.is_named(argument.name, prng.last_name(path))
+      if not is_key:
+        raise ValueError(
+            f'{name} must be known as a random key or as data, got'
+            f' {x.dtype}{list(x.shape)}. If it is a key, into which each worker'
+            f' folds its number, give data_parallel keys={name!r}, or use'
+            ' jax.random.key. If it is data, give keys=(), or name the batches'
+            ' by batch_argnums if it is one.'
+        )
+    if is_key:
+      return 'key'
+  return 'shared' if is_shared or not rank else 'batch'
+
+
+def _is_within(name: str, path: Keys) -> bool:
+  return f'{dotted(path)}.'.startswith(f'{name}.')
 
 
 def _rows(

@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
@@ -112,13 +111,6 @@ def _variables(state: Any) -> list[tuple[Any, Any]]:
   return jax.tree_util.tree_flatten_with_path(
       state, is_leaf=lambda x: isinstance(x, nnx.Variable)
   )[0]
-
-
-def _fold(key: jax.Array, index: jax.Array) -> jax.Array:
-  if key.ndim == 0:
-    return jax.random.fold_in(key, index)
-  folded = jax.vmap(lambda k: jax.random.fold_in(k, index))(key.reshape(-1))
-  return folded.reshape(key.shape)
 
 
 # NNX objects as arguments of a step -------------------------------------------
@@ -224,26 +216,6 @@ def leaf_kinds(tree: Any) -> list[Any]:
     number = len(jax.tree.leaves(x)) if isinstance(x, nnx.Variable) else 1
     kinds += [kind] * number
   return kinds
-
-
-def is_key(x: Any) -> bool:
-  """Returns whether `x` is one PRNG key, new or legacy."""
-  if is_key_array(x):
-    return bool(x.ndim == 0)
-  return getattr(x, 'dtype', None) == np.uint32 and x.shape == (2,)
-
-
-def is_key_array(x: Any) -> bool:
-  """Returns whether `x` is an array of new PRNG keys, of any rank."""
-  dtype = getattr(x, 'dtype', None)
-  return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-
-
-def fold_key(key: jax.Array, index: jax.Array) -> jax.Array:
-  """Folds a worker's number into a key, or into each of an array of keys."""
-  if is_key_array(key):
-    return _fold(key, index)
-  return jax.random.fold_in(key, index)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from demo_optax.workers.base import Workers, is_spec
-from demo_optax.workers.collectives import is_tracked, varies, vary
+from demo_optax.workers.collectives import is_tracked, mean, varies, vary
 
 
 class OnAxis(Workers):
@@ -80,7 +80,7 @@ class OnAxis(Workers):
     return own, jax.tree.map(lambda x: x[None], state), equal
 
   def mean(self, x: jax.Array) -> jax.Array:
-    return jax.lax.pmean(self.vary(x), self.axis_name)
+    return mean(self.vary(x), self.axis_name)
 
   def sum_present(
       self, x: jax.Array, present: jax.Array

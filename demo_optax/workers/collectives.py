@@ -12,6 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from demo_optax.numerics import prng
+
 # Names in a message.
 GATHERED = 'gathered'
 TO_OWNERS = 'to_owners'
@@ -110,6 +112,30 @@ def gather(x: jax.Array, axis: str) -> jax.Array:
   if varies(x, axis):  # typed as replicated, where that is tracked
     return jax.lax.all_gather(x, axis, to='invarying')
   return jax.lax.all_gather(x, axis)
+
+
+def total(x: jax.Array, axis: str) -> jax.Array:
+  """Returns the sum along an axis; that of halves is made in float32."""
+  return jax.lax.psum(x.astype(_wide(x)), axis).astype(x.dtype)
+
+
+def mean(x: jax.Array, axis: str) -> jax.Array:
+  """Returns the mean along an axis of real or complex numbers."""
+  wide = total(x.astype(_wide(x)), axis)
+  return (wide / wide.dtype.type(jax.lax.axis_size(axis))).astype(x.dtype)
+
+
+def _wide(x: jax.Array) -> Any:
+  is_half = jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype.itemsize < 4
+  return jnp.dtype(jnp.float32) if is_half else x.dtype
+
+
+def first_key(key: jax.Array, axis_name: str) -> jax.Array:
+  """Returns the key of worker 0 of a mapped axis."""
+  if not prng.is_key_array(key):
+    return jax.lax.all_gather(key, axis_name)[0]
+  data = jax.lax.all_gather(jax.random.key_data(key), axis_name)[0]
+  return jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
 
 
 def varies(x: jax.Array, axis: str) -> bool:

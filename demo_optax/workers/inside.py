@@ -28,7 +28,8 @@ from jax.custom_batching import custom_vmap
 
 from demo_optax import _paths
 from demo_optax._paths import Keys, path_keys
-from demo_optax.workers import Workers
+from demo_optax.numerics import prng
+from demo_optax.workers import Workers, collectives
 
 # The axis that `data_parallel` maps a step over. No axis of a mesh or of a user
 # has this name.
@@ -398,11 +399,13 @@ def over_workers(
       called with `[workers, ...]` and `axis=0`.
 
   Returns:
-    A tree like `tree`, equal on all workers.
+    A tree like `tree`, equal on all workers. Of random keys it has worker 0's,
+    and with `jnp.mean` integers and flags, which must be equal, as they are.
 
   Raises:
     ValueError: called outside of a `data_parallel` step, or on what is being
-      differentiated: a gradient is one worker's.
+      differentiated: a gradient is one worker's; or for the mean of integers
+      or flags that differ.
 
   Example:
     >>> import demo_optax, jax.numpy as jnp
@@ -419,42 +422,70 @@ def over_workers(
         ' where there is one value for all workers and nothing to reduce.'
     )
 
-  tree = jax.tree.map(_undifferentiated, tree)
-  if _TRACE.group is not None:
-    axis_name = _TRACE.group.axis_name
-    collective = {
-        jnp.mean: jax.lax.pmean, jnp.sum: jax.lax.psum,
-        jnp.min: jax.lax.pmin, jnp.max: jax.lax.pmax,
-    }.get(reduce)  # others see the values of all workers
-    return jax.tree.map(
-        lambda x: collective(x, axis_name) if collective and x.dtype != bool
-        else reduce(jax.lax.all_gather(x, axis_name), axis=0),
-        jax.tree.map(jnp.asarray, tree),
-    )
+  flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
+  leaves = [jnp.asarray(_undifferentiated(x)) for _, x in flat]
+  keys = [
+      prng.is_key_array(x)
+      or (prng.is_pair(x) and prng.is_named(prng.last_name(path_keys(path))))
+      for (path, _), x in zip(flat, leaves)
+  ]
+  # Integers and flags have no mean: they must be equal.
+  fixed = [
+      reduce is jnp.mean and not jnp.issubdtype(x.dtype, jnp.inexact)
+      for x in leaves
+  ]
+  if (group := _TRACE.group) is not None:
+    total = functools.partial(collectives.total, axis=group.axis_name)
+    collectives_of: dict[Any, Any] = {jnp.mean: group.mean, jnp.sum: total}
+    collective = collectives_of.get(reduce)
+    return treedef.unflatten([
+        collectives.first_key(x, group.axis_name) if is_key
+        else x if is_fixed  # checked before
+        else collective(x) if collective and x.dtype != bool
+        else reduce(jax.lax.all_gather(x, group.axis_name), axis=0)
+        for x, is_key, is_fixed in zip(leaves, keys, fixed)
+    ])
+
+  def reduce_one(x: jax.Array, is_key: bool) -> jax.Array:
+    return x[0] if is_key else reduce(x, axis=0)
 
   @custom_vmap
   def reduced(index: Any, leaves: list[Any]) -> list[Any]:
     del index
-    return [jnp.zeros(x.shape, x.dtype) for x in outs]
+    return [
+        x if is_fixed else reduce_one(x[None], is_key)
+        for x, is_key, is_fixed in zip(leaves, keys, fixed)
+    ]
 
   @reduced.def_vmap
   def all_workers(
       size: int, batched: Any, index: Any, leaves: list[Any]
   ) -> Any:
     del index
-    stacked = [
-        x if is_cut else jnp.broadcast_to(x, (size, *x.shape))
-        for x, is_cut in zip(leaves, batched[1])
-    ]
-    return [reduce(x, axis=0) for x in stacked], [False] * len(outs)
+    out = []
+    for (path, _), x, is_key, is_fixed, is_cut in zip(
+        flat, leaves, keys, fixed, batched[1]
+    ):
+      if is_cut and is_fixed and not is_key:
+        raise ValueError(_NO_MEAN.format(
+            jax.tree_util.keystr(path) or 'x', x.dtype, list(x.shape[1:])
+        ))
+      if is_cut:
+        x = reduce_one(x, is_key)
+      elif not (is_key or is_fixed):
+        x = reduce(jnp.broadcast_to(x, (size, *x.shape)), axis=0)
+      out.append(x)
+    return out, [False] * len(out)
 
-  leaves, treedef = jax.tree.flatten(tree)
-  leaves = [jnp.asarray(x) for x in leaves]
-  outs = [
-      jax.eval_shape(lambda x: reduce(x[None], axis=0), x) for x in leaves
-  ]
   index = jax.lax.axis_index(WORKER_AXIS)
   return treedef.unflatten(reduced(index, leaves))
+
+
+_NO_MEAN = (
+    'over_workers was called on {}, {}{}, which differs between workers and has'
+    ' no mean. Give another reduction, such as jnp.sum or jnp.max; a random key'
+    ' is returned as it is.'
+)
 
 
 @jax.custom_jvp
@@ -632,13 +663,7 @@ def _combine_own(
   if result.role == 'statistics':
     return group.mean_present(x, group.all_finite([x]), old)
   if result.role == 'key':
-    data = x
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-      data = jax.random.key_data(x)
-    data = jax.lax.all_gather(data, group.axis_name)[0]
-    if data.dtype == x.dtype:
-      return data
-    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    return collectives.first_key(x, group.axis_name)
   if result.role == 'output' and not x.shape:
     return group.mean(x)
   return x

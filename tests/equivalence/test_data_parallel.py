@@ -627,9 +627,10 @@ def test_keys_of_variables_of_ones_own_differ(make):
 
   @demo_optax.data_parallel(workers, batch_argnames='x')
   def step(state, x):
-    return x + jax.random.normal(state['noise'][...], (1, 1))
+    return x + jax.random.normal(state['noise_key'][...], (1, 1))
 
-  drawn = step(nnx.State({'noise': Noise(make(0))}), np.zeros((4, 1), np.float32))
+  state = nnx.State({'noise_key': Noise(make(0))})
+  drawn = step(state, np.zeros((4, 1), np.float32))
   assert len(np.unique(drawn)) == 4
 
 
