@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from demo_optax import _checks, _tree
+from demo_optax._paths import Path, path_keys
+from demo_optax.numerics import prng
 from demo_optax.workers import Workers, checks, inside
 
 _WORKERS = 'demo_optax.Workers.simulated(4)'
@@ -38,6 +40,9 @@ def per_worker(
   Where gradients are stacked, whatever looks across elements needs it too:
   `optax.clip_by_global_norm` would take one norm over all workers. Leaves that
   take no part in exchanges (of integers, or empty) pass through.
+
+  Random keys in the state differ between workers (`optax.add_noise`): each
+  folds its number into them.
 
   Where the result or the new state would not be finite, as after a gradient of
   NaN, the worker keeps the state it had, and its gradients become NaN: an
@@ -77,10 +82,8 @@ def per_worker(
   tx = optax.with_extra_args_support(tx)
 
   def init_fn(params: chex.ArrayTree) -> PerWorkerState:
-    state = tx.init(_tree.mask_others(params))
-    state = jax.tree.map(workers.stack, state)
     return PerWorkerState(
-        _tree.stack_annotations(state, workers.spmd_axis_name)
+        stack_own(tx.init(_tree.mask_others(params)), workers)
     )
 
   def update_if_finite(
@@ -135,6 +138,23 @@ def per_worker(
     return _with_others(new, updates), PerWorkerState(state)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def stack_own(tree: chex.ArrayTree, workers: Workers) -> chex.ArrayTree:
+  """Returns a copy of a tree for every worker; of random keys one each."""
+
+  def stack(path: Path, x: Any) -> Any:
+    stacked = workers.stack(x)
+    if not prng.is_key(path_keys(path), jnp.asarray(x)):
+      return stacked
+    _, keys, _ = workers.map(
+        lambda index, own, key, shared: (own, prng.fold(key, index), shared),
+        (), stacked, (),
+    )
+    return keys
+
+  tree = jax.tree_util.tree_map_with_path(stack, tree)
+  return _tree.stack_annotations(tree, workers.spmd_axis_name)
 
 
 def average(*, workers: Workers) -> optax.GradientTransformation:

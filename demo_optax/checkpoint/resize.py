@@ -28,6 +28,7 @@ import numpy as np
 from demo_optax import _paths, _tree
 from demo_optax.compressors import leaves
 from demo_optax.demo import layouts_in
+from demo_optax.numerics import prng
 
 
 def resize_workers(opt_state: chex.ArrayTree, n: int) -> chex.ArrayTree:
@@ -38,7 +39,8 @@ def resize_workers(opt_state: chex.ArrayTree, n: int) -> chex.ArrayTree:
   Floating-point leaves (momentum, Adam's moments) follow the rule of this
   module, which keeps the mean over the workers, to rounding. Integers, booleans
   and PRNG keys have no mean: they are those of the old worker that covers most
-  of the new one, the first of equals; with more workers, several share a key.
+  of the new one, the first of equals; with more workers, each folds its number
+  into its key.
 
   What owners of chunks keep of updates (`update_residual`) goes with the chunk
   to its new owner, exactly.
@@ -87,7 +89,8 @@ def resize_workers(opt_state: chex.ArrayTree, n: int) -> chex.ArrayTree:
       return x
     shape = n, *x.shape[1:]
     if not _paths.is_owned(keys):
-      return resized(lambda x: regroup(x, n), x, shape)
+      is_key = prng.is_key(keys, x)
+      return resized(lambda x: regroup(x, n, is_key), x, shape)
     layout = layouts.get(keys[:-3])
     if layout is None:
       raise ValueError(
@@ -146,7 +149,7 @@ def _check_stacked(stacked: list[tuple[_paths.Path, Any]]) -> None:
       )
 
 
-def regroup(x: Any, n: int) -> Any:
+def regroup(x: Any, n: int, is_key: bool = False) -> Any:
   """Resizes `x [workers, ...]` to `n`, by the rule of `resize_workers`."""
   old = x.shape[0]
   # NumPy's stay NumPy's: JAX would make 32 bits of 64.
@@ -154,7 +157,12 @@ def regroup(x: Any, n: int) -> Any:
   if n == old:
     return x
   if not jnp.issubdtype(x.dtype, jnp.inexact):
-    return x[np.argmax(weights(old, n), axis=1)]
+    x = x[np.argmax(weights(old, n), axis=1)]
+    if is_key and n > old:  # several workers have the same one
+      on_host = isinstance(x, np.ndarray)
+      x = jax.vmap(prng.fold)(jnp.asarray(x), jnp.arange(n))
+      x = np.asarray(x) if on_host else x
+    return x
   if n % old == 0:
     return xp.repeat(x, n // old, axis=0)
   if old % n == 0:

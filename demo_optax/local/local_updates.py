@@ -28,6 +28,7 @@ import optax
 
 from demo_optax import _checks, _tree
 from demo_optax._paths import Path
+from demo_optax.per_worker import stack_own
 from demo_optax.workers import Workers, inside
 
 # Steps between exchanges: a number, or a schedule of the steps done.
@@ -108,8 +109,8 @@ def local_updates(
   not; `state.worker_stacked.skipped` counts.
 
   Args:
-    inner: each worker's own optimizer. All begin with the same state, random
-      keys included.
+    inner: each worker's own optimizer. All begin with the same state, but for
+      random keys.
     outer: from pseudo-gradients to the update of the global parameters:
       `optax.chain(scale_by_demo(...), optax.sgd(0.7))`, for example. Extra
       arguments of `update` go to both.
@@ -170,13 +171,12 @@ def local_updates(
         skipped,
         global_params if drift else (),
     )
-    own = jax.tree.map(workers.stack, own)
     return LocalUpdatesState(
         count,
         steps_since_sync,
         global_params,
         outer.init(global_params),
-        _tree.stack_annotations(own, workers.spmd_axis_name),
+        stack_own(own, workers),
     )
 
   def update_fn(

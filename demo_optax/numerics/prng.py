@@ -34,6 +34,11 @@ def last_name(keys: tuple[Any, ...]) -> Any:
   return next((k for k in reversed(keys) if not str(k).isdigit()), '')
 
 
+def is_key(path: tuple[Any, ...], x: Any) -> bool:
+  """Returns whether a leaf at a path is a key, or an array of keys."""
+  return is_key_array(x) or (is_pair(x) and is_named(last_name(path)))
+
+
 def fold(key: jax.Array, index: jax.Array) -> jax.Array:
   """Folds a worker's number into a key, or into each of an array of keys."""
   lead = key.shape if is_key_array(key) else key.shape[:-1]

@@ -425,9 +425,7 @@ def over_workers(
   flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
   leaves = [jnp.asarray(_undifferentiated(x)) for _, x in flat]
   keys = [
-      prng.is_key_array(x)
-      or (prng.is_pair(x) and prng.is_named(prng.last_name(path_keys(path))))
-      for (path, _), x in zip(flat, leaves)
+      prng.is_key(path_keys(path), x) for (path, _), x in zip(flat, leaves)
   ]
   # Integers and flags have no mean: they must be equal.
   fixed = [

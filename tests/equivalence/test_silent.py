@@ -168,3 +168,92 @@ def test_a_legacy_key_among_inferred_arguments():
       params, tx.init(params), jax.random.PRNGKey(0), rows())
   assert rng.shape == (2,) and rng.dtype == jnp.uint32
   assert len(np.unique(noise)) == 16
+
+
+# Noise of each worker's own ------------------------------------------------------
+
+
+def add_noise(key):
+  """As optax's, which takes new keys alone."""
+  if key.dtype != jnp.uint32:
+    return optax.add_noise(1.0, 0.0, key)
+
+  def update(updates, key, params=None):
+    new, own = jax.random.split(key['rng_key'])
+    draw = lambda g: g + jax.random.normal(own, g.shape)
+    return jax.tree.map(draw, updates), {'rng_key': new}
+
+  return optax.GradientTransformation(lambda params: {'rng_key': key}, update)
+
+
+@pytest.mark.parametrize('make', [jax.random.key, jax.random.PRNGKey])
+@pytest.mark.parametrize('local', [False, True])
+def test_each_worker_draws_noise_of_its_own(workers, make, local):
+  """All drew the same: the mean of four had the noise of one."""
+  noise = add_noise(make(0))
+  mean = optax.chain(demo_optax.average(workers=workers), optax.sgd(1.0))
+  if local:
+    inner = optax.chain(noise, optax.sgd(1.0))
+    tx = demo_optax.local.local_updates(inner, mean, 1, workers=workers)
+  else:
+    tx = optax.chain(demo_optax.per_worker(noise, workers=workers), mean)
+
+  @demo_optax.data_parallel(workers, batch_argnums=2)
+  def step(params, state, x):
+    loss_fn = lambda params: jnp.mean(x) * jnp.sum(params['w'])
+    updates, state = tx.update(jax.grad(loss_fn)(params), state, params)
+    return optax.apply_updates(params, updates), state
+
+  params, state = {'w': jnp.zeros((64, 64))}, tx.init({'w': jnp.zeros((64, 64))})
+  seen = []
+  with jax.numpy_dtype_promotion('standard'):
+    for _ in range(2):
+      before = params
+      params, state = step(params, state, jnp.zeros((16, 8)))
+      seen.append(np.asarray(params['w'] - before['w']))
+      np.testing.assert_allclose(seen[-1].std(), 0.5, rtol=0.1)
+  assert abs(np.corrcoef(seen[0].ravel(), seen[1].ravel())[0, 1]) < 0.1
+
+
+def test_keys_outside_of_a_map_of_ones_own():
+  workers = demo_optax.Workers.on_axis('data')
+  tx = demo_optax.per_worker(optax.add_noise(1.0, 0.0, 0), workers=workers)
+  params = jnp.zeros(3)
+  with pytest.raises(ValueError, match='call this inside'):
+    tx.init(params)
+  state = jax.vmap(lambda _: tx.init(params), axis_name='data')(np.arange(4))
+  keys = state.worker_stacked.rng_key
+  assert len(np.unique(jax.random.key_data(keys), axis=0).reshape(-1)) >= 4
+
+
+@pytest.mark.parametrize('make', [jax.random.key, jax.random.PRNGKey])
+@pytest.mark.parametrize('kind', ['simulated', 'auto', 'explicit'])
+def test_more_workers_have_keys_of_their_own(make, kind):
+  with make_workers(kind, 4) as workers:
+    noise = add_noise(make(0))
+    state = demo_optax.per_worker(noise, workers=workers).init(jnp.zeros(3))
+  for n in (2, 8):
+    resized = demo_optax.checkpoint.resize_workers(state, n)
+    (keys,) = (
+        x for x in jax.tree.leaves(resized) if x.dtype != jnp.int32)
+    data = keys if keys.dtype == jnp.uint32 else jax.random.key_data(keys)
+    assert len(np.unique(np.asarray(data).reshape(n, -1), axis=0)) == n
+
+
+def test_a_run_restored_with_more_workers_has_more_keys(tmp_path):
+  four, eight = map(demo_optax.Workers.simulated, (4, 8))
+
+  def make(workers):
+    return optax.chain(
+        demo_optax.per_worker(optax.add_noise(1.0, 0.0, 0), workers=workers),
+        demo_optax.demo(0.1, workers=workers))
+
+  params = {'w': jnp.ones((8, 8))}
+  with demo_optax.checkpoint.Checkpointer(
+      tmp_path / 'run', params, demo_optax.dct_topk(), four) as checkpointer:
+    checkpointer.save(1, make(four).init(params))
+  with demo_optax.checkpoint.Checkpointer(
+      tmp_path / 'run', params, demo_optax.dct_topk(), eight) as checkpointer:
+    _, state = checkpointer.restore(make(eight).init(params), resize=True)
+  keys = jax.random.key_data(state[0].worker_stacked.rng_key)
+  assert len(np.unique(keys, axis=0)) == 8
