@@ -162,8 +162,8 @@ CASES = [
     ("`exchange='all_to_all'` with `Workers.on_axis`, and `tx.init` outside of"
      ' the map',
      lambda: owners(workers=demo_optax.Workers.on_axis('data')).init(PARAMS)),
-    ('`optax.MultiSteps` of stacked gradients',
-     lambda: update(optax.MultiSteps(demo(), 2))),
+    ('`optax.MultiSteps` in a step',
+     lambda: run(train_step, optax.MultiSteps(demo(), 2).init(PARAMS))),
     ('`optax.inject_hyperparams` with bfloat16 parameters',
      lambda: optax.inject_hyperparams(demo_optax.demo)(
          1e-3, decay=0.999, workers=FOUR).init(

@@ -36,6 +36,7 @@ from demo_optax.compressors.layout import (
   Record,
   differences,
 )
+from demo_optax.numerics import prng
 from demo_optax.state import exchanges_in, is_momentum
 
 _OWED = f'{STACKED}.update_residual.'
@@ -141,7 +142,7 @@ def from_leaves(
     else:
       made = saved[dotted(keys)]
       if is_stacked(keys):
-        made = _regrouped(made, x)
+        made = _regrouped(made, x, keys)
     new.append(_placed(made, x))
   return treedef.unflatten(new)
 
@@ -277,11 +278,11 @@ def abstract(x: Any) -> Any:
   return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
-def _regrouped(x: Any, like: Any) -> Any:
-  n = like.shape[0]
+def _regrouped(x: Any, like: Any, keys: Keys) -> Any:
+  n, is_key = like.shape[0], prng.is_key(keys, like)
   if len(x) == n:
     return x
-  return _run(lambda x: resizing.regroup(x, n), _near(x, like), like)
+  return _run(lambda x: resizing.regroup(x, n, is_key), _near(x, like), like)
 
 
 def _near(x: Any, like: Any) -> Any:

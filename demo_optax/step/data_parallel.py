@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import PartitionSpec as P
 
-from demo_optax import _checks, accumulation
+from demo_optax import _checks
 from demo_optax._paths import Keys, dotted, is_stacked, path_keys
 from demo_optax.compressors.compressor import Frozen
 from demo_optax.demo import layouts_in
@@ -85,11 +86,6 @@ def data_parallel(
   spread over the worker axis, momentum lies with its worker, parameters where
   `param_specs` says. Several processes give the same NumPy batch each, or a
   global `jax.Array` (`jax.make_array_from_process_local_data`).
-
-  A stock `optax.MultiSteps` adds up each worker's own gradients: outside of the
-  step its `acc_grads` become `{'worker_stacked': ...}`, `[workers, ...]`. It
-  exchanges in every small step and drops what comes of all but the last; a
-  `jax.lax.scan` over micro-batches in the step communicates once.
 
   Args:
     workers: `Workers.simulated` or `Workers.on_mesh`.
@@ -277,9 +273,7 @@ class DataParallelStep:
           f' and so needs it hashable: {error}'
       ) from error
     if call is None:
-      fresh, changed = accumulation.stack((args, kwargs), objects, self.workers)
-      if changed:
-        return self._open(fresh[0], fresh[1], compare)
+      _check_no_multi_steps((args, kwargs, modules.attributes(objects)))
       call = _Call.of(self, arguments, opened, leaves)
       self._calls[key] = call
     if compare:
@@ -488,7 +482,6 @@ class DataParallelStep:
       param.enter(own)
     call.share_metrics(own, index, self.workers.count)
     args, kwargs, objects = call.rebuild(own)
-    args, kwargs = accumulation.unwrap((args, kwargs), objects)
     attributes = modules.static_attributes(objects)
     try:
       returned = self._step(*args, **kwargs)
@@ -496,7 +489,6 @@ class DataParallelStep:
       if (remedy := _remedy(error, self.workers)) is None:
         raise
       raise ValueError(remedy) from error
-    returned = accumulation.wrap(returned, objects)
     results = call.results(returned, objects, leaves, own)
     return dataclasses.replace(
         results, attributes=modules.changed_attributes(attributes, objects)
@@ -958,6 +950,20 @@ def _check_options(
             f'{option} has {x!r}, but the arguments of {name} are'
             f' {", ".join(names)}.'
         )
+
+
+def _check_no_multi_steps(tree: Any) -> None:
+
+  def is_multi_steps(x: Any) -> bool:
+    return isinstance(x, optax.MultiStepsState)
+
+  if any(map(is_multi_steps, jax.tree.leaves(tree, is_leaf=is_multi_steps))):
+    raise ValueError(
+        'The optimizer of a data_parallel step must not be in optax.MultiSteps,'
+        ' which would exchange in every call and drop all results but the last.'
+        ' Take the mean of the gradients of micro-batches in the step, by'
+        ' jax.lax.scan or optax.microbatching, and update once.'
+    )
 
 
 def _number_of(x: Any, objects: list[Any]) -> int:

@@ -15,7 +15,7 @@ Flax is imported by the user or not at all.
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -339,21 +339,10 @@ def update_objects(objects: Sequence[Any], leaves: Sequence[Any]) -> None:
     nnx.update(list(objects), treedef.unflatten(leaves))
 
 
-def replace_attributes(
-    fun: Callable[[Any], Any], objects: Sequence[Any]
-) -> None:
-  """Replaces the attributes that are pytrees in NNX objects, in place.
-
-  Args:
-    fun: returns its argument itself where there is nothing to replace.
-    objects: NNX objects, and all that they hold.
-  """
-  if not objects:
-    return
-  for _, node in _nodes(objects):
-    for name, value in vars(node).items():
-      if (new := fun(value)) is not value:
-        vars(node)[name] = new  # as data or static as before
+def attributes(objects: Sequence[Any]) -> list[Any]:
+  """Returns the attributes of NNX objects and of all that they hold."""
+  nodes = _nodes(objects) if objects else []
+  return [x for _, node in nodes for x in vars(node).values()]
 
 
 # The attributes of one object that are neither variables nor arrays.

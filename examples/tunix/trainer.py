@@ -67,6 +67,31 @@ class Trainer(peft_trainer.PeftTrainer):
     return self._jitted_train_step_fn, self._jitted_eval_step_fn
 
 
+def micro_batched(loss_fn: Any, number: int) -> Any:
+  """Returns a loss that computes its rows in parts, with one part's memory.
+
+  Args:
+    loss_fn: `(model, **inputs) -> loss`, a mean over rows.
+    number: of parts; it divides one worker's rows.
+  """
+
+  @functools.wraps(loss_fn)
+  def mean_loss(model: nnx.Module, *inputs: Any, **named: Any) -> jax.Array:
+    graphdef, state = nnx.split(model)
+
+    @jax.checkpoint
+    def one(state: Any, micro: Any) -> jax.Array:
+      inputs, named = micro
+      return loss_fn(nnx.merge(graphdef, state), *inputs, **named)
+
+    micro = jax.tree.map(
+        lambda x: x.reshape(number, -1, *x.shape[1:]), (inputs, named)
+    )
+    return jax.lax.map(lambda micro: one(state, micro), micro).mean()
+
+  return mean_loss
+
+
 class _Counted:
   """A step that can be asked for how many shapes of batches it was compiled.
 

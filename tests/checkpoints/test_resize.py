@@ -167,15 +167,6 @@ def test_no_device_holds_more_than_it_must():
   assert fit(3, 5, 5) == (None, None, None)
 
 
-def test_keys_are_shared_when_growing():
-  keys = jax.random.split(jax.random.key(0), 2)
-  state = {'worker_stacked': {'key': keys}}
-  grown = demo_optax.checkpoint.resize_workers(state, 4)['worker_stacked']['key']
-  data = jax.random.key_data(grown)
-  np.testing.assert_array_equal(
-      data, np.repeat(jax.random.key_data(keys), 2, axis=0))
-
-
 @pytest.mark.parametrize('state, n, error, words', [
     ({'w': jnp.ones(3)}, 2, ValueError, 'Nothing in it is known to be stacked'),
     ({'worker_stacked': jnp.ones(3)}, 0, ValueError, 'n=0 must be at least 1'),

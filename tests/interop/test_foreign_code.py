@@ -567,29 +567,6 @@ def test_map_params_finds_the_parameters_of_other_states():
           jax.tree.structure(state))
 
 
-@pytest.mark.parametrize('kind', ['simulated', 'auto'])
-def test_accumulators_are_stacked_by_one_program(kind):
-  """And a step counter that is a Python number costs no second program."""
-  with make_workers(kind, 2) as workers, jax.numpy_dtype_promotion('standard'):
-    params = {name: jnp.ones((8, i + 2)) for i, name in enumerate('abcdef')}
-    tx = optax.MultiSteps(demo(workers), 2)
-    state = TrainState.create(apply_fn=None, params=params, tx=tx)
-
-    @demo_optax.data_parallel(workers)
-    def train_step(state, x):
-      grads = jax.grad(lambda params: sum(
-          jnp.mean((x @ p) ** 2) for p in params.values()))(state.params)
-      state = state.apply_gradients(grads=grads)
-      return state.replace(step=state.opt_state.gradient_step)
-
-    counts = []
-    for _ in range(4):
-      before = COMPILATIONS.count
-      state = train_step(state, BATCH)
-      counts.append(COMPILATIONS.count - before)
-    assert counts[0] <= 4 and not any(counts[1:]), counts
-
-
 @pytest.mark.parametrize('kind', ['simulated', 'auto', 'explicit'])
 def test_a_counter_in_a_dict_costs_no_second_program(kind):
   """Of a state that is no dataclass, and goes on as the optimizer's count."""

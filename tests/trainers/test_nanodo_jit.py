@@ -1,13 +1,11 @@
-"""A trainer in Linen with shardings of its own and optax.MultiSteps.
+"""A trainer in Linen with shardings of its own.
 
-Its jit has in_shardings and out_shardings, and donates what it replaces; its
-metrics read what MultiSteps keeps.
+Its jit has in_shardings and out_shardings, and donates what it replaces.
 """
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding
@@ -24,8 +22,6 @@ from trainer import (
 
 import demo_optax
 
-EVERY = 2
-
 
 class Decoder(nn.Module):
 
@@ -39,7 +35,7 @@ class Decoder(nn.Module):
 def plain(batches):
   mesh = on_mesh((4,), ('data',))
   model = Decoder()
-  tx = optax.MultiSteps(optax.adamw(5e-3), EVERY)
+  tx = optax.adamw(5e-3)
 
   def init(rng):
     params = model.init(rng, jnp.zeros((1, 8), jnp.int32))['params']
@@ -61,18 +57,13 @@ def plain(batches):
     state = state.apply_gradients(grads=grads)
     metrics = {
         'train_loss': loss,
-        'gradient_step': state.opt_state.gradient_step,
-        'mini_step': state.opt_state.mini_step,
-        'accumulated': optax.tree.norm(state.opt_state.acc_grads),
     }
     return state, metrics
 
   state = jax.jit(init, out_shardings=sharding)(jax.random.key(0))
-  for number, batch in enumerate(batches):
+  for batch in batches:
     batch = jax.device_put(batch, data)
     state, metrics = train_step(state, batch)
-    assert int(metrics['mini_step']) == (number + 1) % EVERY
-    assert (metrics['accumulated'] > 0) == (number % EVERY == 0)
     yield Done(train_step, (state, batch), metrics['train_loss'], state.params)
 
 
@@ -80,7 +71,7 @@ def changed(batches):
   mesh = on_mesh((4,), ('data',))
   workers = demo_optax.Workers.on_mesh(mesh, 'data')
   model = Decoder()
-  tx = optax.MultiSteps(demo_optax.demo(3e-2, workers=workers, compressor=COMPRESSOR), EVERY)
+  tx = demo_optax.demo(3e-2, workers=workers, compressor=COMPRESSOR)
 
   def init(rng):
     params = model.init(rng, jnp.zeros((1, 8), jnp.int32))['params']
@@ -102,18 +93,13 @@ def changed(batches):
     state = state.apply_gradients(grads=grads)
     metrics = {
         'train_loss': loss,
-        'gradient_step': state.opt_state.gradient_step,
-        'mini_step': state.opt_state.mini_step,
-        'accumulated': optax.tree.norm(state.opt_state.acc_grads),
     }
     return state, metrics
 
   state = jax.jit(init, out_shardings=sharding)(jax.random.key(0))
-  for number, batch in enumerate(batches):
+  for batch in batches:
     batch = jax.device_put(batch, data)
     state, metrics = train_step(state, batch)
-    assert int(metrics['mini_step']) == (number + 1) % EVERY
-    assert (metrics['accumulated'] > 0) == (number % EVERY == 0)
     yield Done(train_step, (state, batch), metrics['train_loss'], state.params)
 
 
@@ -128,10 +114,7 @@ def test_plain():
 def test_changed():
   done = check_learns(changed(tokens(16, 24)), compiles_in=1)
   workers = demo_optax.Workers.on_mesh(done.args[1].sharding.mesh, 'data')
-  # Loss and norm; skip_state is empty.
-  check_workers(done, workers, slack=200)
-  own = done.args[0].opt_state.acc_grads['worker_stacked']
-  for x in jax.tree.leaves((own, done.args[0].opt_state.inner_opt_state)):
+  check_workers(done, workers, slack=16)
+  for x in jax.tree.leaves(done.args[0].opt_state):
     if x.ndim > 1:
       assert x.sharding.spec[0] == 'data', x.sharding
-  assert not np.any(own['Dense_0']['kernel'])

@@ -226,7 +226,7 @@ def gpt_jax():
 
 
 def nanodo():
-  """Linen in `jit` with donation, `MultiSteps` around a chain, its counters."""
+  """Linen in `jit` with donation, a clip before the optimizer."""
   mesh = make_mesh()
   workers = demo_optax.Workers.on_mesh(mesh, 'data')
   net = nn.Sequential([nn.Embed(64, 64), nn.Dense(256), nn.gelu, nn.Dense(64)])
@@ -234,7 +234,6 @@ def nanodo():
       optax.clip_by_global_norm(1.0),
       demo_optax.demo(3e-2, workers=workers),  # instead of optax.adamw(3e-2)
   )
-  tx = optax.MultiSteps(tx, every_k_schedule=2)
   params = net.init(jax.random.key(0), TEXT['inputs'])['params']
   state = TrainState.create(apply_fn=net.apply, params=params, tx=tx)
 
@@ -246,7 +245,6 @@ def nanodo():
 
     loss, grads = jax.value_and_grad(loss_fn)(state.params)
     state = state.apply_gradients(grads=grads)
-    state = state.replace(step=state.opt_state.gradient_step)
     return state, {'loss': loss, 'grad_norm': optax.tree.norm(grads)}
 
   compiled = train_step.lower(state, TEXT).compile()
