@@ -5,7 +5,7 @@ import functools
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,10 +20,10 @@ from demo_optax.compressors.compressor import Frozen
 from demo_optax.demo import layouts_in
 from demo_optax.exchange.algorithm import traced_configs
 from demo_optax.numerics import prng
-from demo_optax.step import agreement
+from demo_optax.step import agreement, programs
 from demo_optax.step import nnx as modules
 from demo_optax.workers import Workers, checks, inside
-from demo_optax.workers.inside import WORKER_AXIS, MetricPart, OwnParam, Result
+from demo_optax.workers.inside import WORKER_AXIS, OwnParam, Result
 
 
 def data_parallel(
@@ -31,6 +31,7 @@ def data_parallel(
     *,
     batch_argnums: int | Sequence[int] | None = None,
     batch_argnames: str | Sequence[str] | None = None,
+    batch_axis: int | Mapping[str, int] | None = None,
     keys: str | Sequence[str] | None = None,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
@@ -71,7 +72,8 @@ def data_parallel(
   batch statistics              the mean over workers whose values are finite
   (`nnx.BatchStat`, Linen
   `batch_stats`)
-  `nnx.metrics`                 as of one worker with the whole batch
+  `nnx.metrics.Average` and     all that the workers have added to it
+  its kind
   PRNG keys                     worker 0's
   ============================  ================================================
 
@@ -90,7 +92,12 @@ def data_parallel(
   Args:
     workers: `Workers.simulated` or `Workers.on_mesh`.
     batch_argnums: positions of the arguments to cut; no others are cut then.
+      With `()` none is cut: every array is shared, and workers differ by their
+      random keys, as for a step that draws its batch.
     batch_argnames: the same, by name.
+    batch_axis: the axis of the rows, by default the first one: an integer, or
+      one for each argument, by name. Rows of results have the axis of the first
+      batch.
     keys: paths of the legacy PRNG keys, `uint32[..., 2]`, among the shared
       arrays, such as `'state.seed_generator.0'`, or of what holds them; `()`
       where all are data. By default those are keys whose argument's or last
@@ -146,6 +153,7 @@ def data_parallel(
   options = _Options(
       None if batch_argnums is None else _as_tuple(batch_argnums),
       None if batch_argnames is None else _as_tuple(batch_argnames),
+      batch_axis,
       None if keys is None else _as_tuple(keys),
       _as_tuple(static_argnums),
       _as_tuple(static_argnames),
@@ -165,6 +173,7 @@ class _Options:
 
   batch_argnums: tuple[int, ...] | None
   batch_argnames: tuple[str, ...] | None
+  batch_axis: int | Mapping[str, int] | None
   keys: tuple[str, ...] | None
   static_argnums: tuple[int, ...]
   static_argnames: tuple[str, ...]
@@ -283,7 +292,7 @@ class DataParallelStep:
               for keys, x in zip(call.keys, leaves)
           )
       })
-    put = self.workers.put(call.keys, call.roles, leaves)
+    put = self.workers.put(call.keys, call.roles, call.axes, leaves)
     modules.update_objects(objects, put[len(put) - len(opened.leaves) :])
     return call, objects, put
 
@@ -344,7 +353,12 @@ class DataParallelStep:
   ) -> tuple['_Returned', list[Any]]:
     """Runs the step for all workers. Traced by `jax.jit`."""
     workers = self.workers
-    leaves = call.join_donated(donated, kept)
+    leaves = [
+        jnp.moveaxis(x, axis, 0) if role == 'batch' else x
+        for x, role, axis in zip(
+            call.join_donated(donated, kept), call.roles, call.axes
+        )
+    ]
     for name, x, role in zip(call.names, leaves, call.roles):
       if role == 'batch':
         checks.check_on_one_device(f'The batch {name}', x, workers)
@@ -366,6 +380,10 @@ class DataParallelStep:
           workers.join(x) if a and result.role == 'output' else x
           for x, a, result in zip(values, results.apart, results.leaves)
       ]
+    values = [
+        jnp.moveaxis(x, 0, call.axis) if a and result.role == 'output' else x
+        for x, a, result in zip(values, results.apart, results.leaves)
+    ]
     values = workers.hold(
         [r.keys for r in results.leaves],
         [r.role for r in results.leaves],
@@ -387,9 +405,12 @@ class DataParallelStep:
 
     def one_workers_step(leaves: list[Any]) -> tuple[list[Any], list[Any]]:
       index = jax.lax.axis_index(WORKER_AXIS)
-      results = self._results(call, index, leaves)
+      inside.take_is_nested()
+      results = self._inspected(
+          call, leaves, self._results(call, index, leaves)
+      )
       values, apart, differs = inside.settle(
-          results.leaves, self.workers, call.rows
+          results.leaves, self.workers, call.rows, call.axis
       )
       traced.append(
           dataclasses.replace(results, apart=apart, differs=differs)
@@ -447,7 +468,13 @@ class DataParallelStep:
       with inside.on_own_device(group):
         results = self._results(call, index, own)
         values = inside.settle_on_own_device(
-            results.leaves, expected.differs, group
+            [
+                dataclasses.replace(r, role=e.role)
+                for r, e in zip(results.leaves, expected.leaves)
+            ],
+            expected.differs,
+            group,
+            call.axis,
         )
       traced.append(dataclasses.replace(
           results, apart=expected.apart, differs=expected.differs
@@ -470,17 +497,56 @@ class DataParallelStep:
     )(*workers.reshard(leaves, in_specs))
     return values, traced[-1]
 
+  def _inspected(
+      self, call: '_Call', leaves: list[Any], results: '_Results'
+  ) -> '_Results':
+    """Checks what only the program shows, where there is something to check.
+
+    A metric to which the step does not add must be equal on all workers.
+    """
+    added = [j for j, r in enumerate(results.leaves) if r.role == 'added']
+    is_nested = inside.take_is_nested() and self._options.batch_axis is None
+    if not added and not is_nested:
+      return results
+
+    def values(leaves: list[Any]) -> list[Any]:
+      index = jax.lax.axis_index(WORKER_AXIS)
+      found = self._results(call, index, leaves).leaves
+      return [jnp.asarray(r.value) for r in found]
+
+    with inside.inspecting():
+      jaxpr = jax.make_jaxpr(values)(leaves).jaxpr
+    if is_nested:
+      batches = {
+          v: i for i, v in enumerate(jaxpr.invars) if call.roles[i] == 'batch'
+      }
+      if (number := programs.scanned(jaxpr, batches)) is not None:
+        raise ValueError(
+            f'{call.names[number]} must have its rows along the first axis, but'
+            ' the step scans over that axis and exchanges in each turn, as over'
+            ' batches [steps, rows, ...]. Say where the rows are:'
+            ' demo_optax.data_parallel(workers, batch_axis=1), or batch_axis=0'
+            ' if every row is a step.'
+        )
+    for j in added:
+      r = results.leaves[j]
+      (number,) = (i for i, x in enumerate(leaves) if x is r.old)
+      if not programs.adds(jaxpr, jaxpr.invars[number], jaxpr.outvars[j]):
+        results.leaves[j] = dataclasses.replace(r, role='state', old=None)
+    return results
+
   def _results(
       self, call: '_Call', index: jax.Array, leaves: list[Any]
   ) -> '_Results':
     """Runs the step of worker `index` with the arrays as it has them."""
     own = [
-        prng.fold(x, index) if role == 'key' else x
-        for x, role in zip(leaves, call.roles)
+        prng.fold(x, index) if role == 'key'
+        else jnp.moveaxis(x, 0, axis) if role == 'batch'
+        else x
+        for x, role, axis in zip(leaves, call.roles, call.axes)
     ]
     for param in call.own_params:
       param.enter(own)
-    call.share_metrics(own, index, self.workers.count)
     args, kwargs, objects = call.rebuild(own)
     attributes = modules.static_attributes(objects)
     try:
@@ -635,7 +701,9 @@ class _Call:
     keys: their paths.
     roles: 'batch', 'stacked', 'key' or 'shared'.
     donated: which may be overwritten.
-    rows: length of one worker's batch.
+    axes: of the rows of each array that is cut; else 0.
+    axis: of the rows in results.
+    rows: length of one worker's batch; None if nothing is cut.
     states: structures of the shared arguments, each with the number of its
       first array; what is returned with the same structure is the argument's
       next value.
@@ -648,7 +716,9 @@ class _Call:
   keys: list[Keys]
   roles: list[str]
   donated: list[bool]
-  rows: int
+  axes: list[int]
+  axis: int
+  rows: int | None
   states: list[tuple[Any, int]]
   own_params: list[OwnParam]
 
@@ -660,7 +730,7 @@ class _Call:
       leaves: Sequence[Any],
   ) -> '_Call':
     """Decides about every array of a call."""
-    names, keys, roles, donated, states = [], [], [], [], []
+    names, keys, roles, donated, states, axes = [], [], [], [], [], []
     rest = iter(leaves)
     arrays = [[next(rest) for _ in a.paths] for a in arguments]
     for argument, is_shared, own in zip(
@@ -676,6 +746,9 @@ class _Call:
             x, has_axis, kind, is_shared, argument, k, step._options.keys
         ))
         donated.append(argument.is_donated)
+        axes.append(
+            _axis(step, argument.name) if roles[-1] == 'batch' else 0
+        )
       if is_shared or {*roles[len(roles) - len(own) :]} == {'key'}:
         structure = _structure(argument.treedef, argument.fixed, [
             np.shape(x)[1 if has_axis else 0 :]
@@ -692,6 +765,8 @@ class _Call:
     keys += opened.keys
     roles += opened.roles
     donated += [owner[number] for number in opened.owners]
+    axes += [0] * len(opened.names)
+    axis = next((a for a, r in zip(axes, roles) if r == 'batch'), 0)
     for given in step._options.keys or ():
       if not any(
           role == 'key' and _is_within(given, k)
@@ -701,7 +776,7 @@ class _Call:
             f'keys must be paths of random keys, got {given!r}. The arguments'
             f' of {step!r} are {", ".join(a.name for a in arguments)}.'
         )
-    rows = _rows(step, arguments, names, roles, leaves)
+    rows = _rows(step, arguments, names, roles, axes, leaves)
     return _Call(
         arguments,
         # It is kept: the arrays of this one call are not.
@@ -710,6 +785,8 @@ class _Call:
         keys,
         roles,
         donated,
+        axes,
+        axis,
         rows,
         states,
         inside.own_params(keys),
@@ -741,28 +818,6 @@ class _Call:
       else:
         kwargs[argument.key] = value
     return args, kwargs, objects
-
-  def share_metrics(
-      self, arrays: list[Any], index: jax.Array, count: int
-  ) -> None:
-    """Puts this worker's shares of `nnx.metrics` in their place."""
-    args, kwargs, _ = self.rebuild(arrays)
-    kinds: list[tuple[Any, Any]] = []
-    for argument, value in zip(self.arguments, [*args, *kwargs.values()]):
-      if argument.paths:
-        found = zip(modules.leaf_kinds(value), argument.fixed)
-        kinds += [(argument.key, kind) for kind, f in found if f is None]
-    kinds += [(None, kind) for kind in self.objects.kinds]
-    metrics: dict[Any, dict[str, int]] = {}
-    for number, (key, kind) in enumerate(kinds):
-      if isinstance(kind, MetricPart):
-        metrics.setdefault((key, kind.metric), {})[kind.part] = number
-    for at in metrics.values():
-      shares = inside.metric_shares(
-          {part: arrays[number] for part, number in at.items()}, index, count
-      )
-      for part, number in at.items():
-        arrays[number] = shares[part]
 
   def results(
       self,
@@ -812,9 +867,6 @@ class _Call:
         for found in (self._previous(returned), modules.leaf_kinds(returned))
     )
     leaves = []
-    untouched = inside.untouched_metrics(
-        kinds, arrays, [None if at is None else own[at] for at in previous]
-    )
     for x, k, has_axis, at, kind in zip(
         arrays, keys, stacked, previous, kinds
     ):
@@ -825,7 +877,7 @@ class _Call:
         at, was_key = None, False
       if has_axis:
         role = 'stacked'
-      elif kind is None and (
+      elif kind in (None, 'stream') and (
           was_key
           or (prng.is_key_array(x) and (at is not None or not x.ndim))
           or (at is None and prng.is_pair(x) and x.ndim == 1
@@ -836,8 +888,8 @@ class _Call:
           role, x = 'state', before[at]
       elif at is not None and kind not in (None, 'state'):
         role, old = kind, before[at]
-        if isinstance(kind, MetricPart) and kind.metric in untouched:
-          role, x = 'state', old
+        if kind == 'added' and x is own[at]:
+          role = 'state'
       elif 'batch_stats' in k:  # of Linen
         role, old = 'statistics', self._statistics_before(k, x, at, before)
       elif at is not None:
@@ -936,9 +988,11 @@ def _check_options(
   kinds = {p.kind for p in parameters}
   names = [p.name for p in parameters]
   for option, given in vars(options).items():
-    if option == 'keys':  # paths: see `_check_keys`
+    if option == 'keys':  # paths: see `_Call.of`
       continue
-    for x in given or ():
+    for x in () if given is None or (option == 'batch_axis' and isinstance(
+        given, int
+    )) else given:
       if isinstance(x, str):
         found = x in names or inspect.Parameter.VAR_KEYWORD in kinds
       else:
@@ -1075,7 +1129,8 @@ def _role(
   if has_worker_axis:
     return 'stacked'
   rank = np.ndim(x)
-  if kind is None and prng.is_key_array(x) and (is_shared or not rank):
+  is_plain = kind in (None, 'stream')
+  if is_plain and prng.is_key_array(x) and (is_shared or not rank):
     return 'key'
   if (
       kind is None and prng.is_pair(x) and not argument.is_batch
@@ -1099,6 +1154,13 @@ def _role(
   return 'shared' if is_shared or not rank else 'batch'
 
 
+def _axis(step: DataParallelStep, name: str) -> int:
+  given = step._options.batch_axis
+  if isinstance(given, Mapping):
+    return given.get(name, 0)
+  return given or 0
+
+
 def _is_within(name: str, path: Keys) -> bool:
   return f'{dotted(path)}.'.startswith(f'{name}.')
 
@@ -1108,28 +1170,41 @@ def _rows(
     arguments: list[_Argument],
     names: list[str],
     roles: list[str],
+    axes: list[int],
     leaves: Sequence[Any],
-) -> int:
+) -> int | None:
   """Returns the length of one worker's batch, from those of all arrays cut."""
   lengths: dict[int, str] = {}
-  for name, role, x in zip(names, roles, leaves):
-    if role == 'batch':
-      lengths.setdefault(np.shape(x)[0], name)
+  for name, role, axis, x in zip(names, roles, axes, leaves):
+    if role != 'batch':
+      continue
+    if not 0 <= axis < np.ndim(x):
+      raise ValueError(
+          f'batch_axis must be an axis of every batch, got {axis} for {name} of'
+          f' shape {np.shape(x)}. Give one for each argument:'
+          " batch_axis={'images': 1}."
+      )
+    lengths.setdefault(np.shape(x)[axis], name)
   remedy = (
       'Say which arguments are batches: demo_optax.data_parallel(workers,'
       ' batch_argnums=...).'
   )
+  o = step._options
+  if not lengths and not (o.batch_argnums or o.batch_argnames) and any(
+      x is not None for x in (o.batch_argnums, o.batch_argnames)
+  ):
+    return None
   if not lengths:
     raise ValueError(
         f'{step!r} has nothing to cut over the workers: none of its arguments'
-        f' ({", ".join(a.name for a in arguments)}) is a batch, so that every'
-        f' worker would compute the same. {remedy}'
+        f' ({", ".join(a.name for a in arguments)}) is a batch. {remedy} If the'
+        ' step draws its batch by a random key, give batch_argnums=().'
     )
   if len(lengths) > 1:
     some = ', '.join(f'{n}: {length}' for length, n in lengths.items())
     raise ValueError(
-        f'{step!r} would cut arrays of different lengths along their first'
-        f' axis ({some}), which are not one batch. {remedy}'
+        f'{step!r} would cut arrays of different lengths along their axis of'
+        f' rows ({some}), which are not one batch. {remedy}'
     )
   ((length, name),) = lengths.items()
   if length % step.workers.count:

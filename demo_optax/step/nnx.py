@@ -5,7 +5,7 @@ variables, of which
 
   random streams     are folded with the worker's number; their counts advance
   nnx.BatchStat      are averaged over the workers whose values are finite
-  nnx.metrics        are a share on each worker; all shares are added up
+  nnx.metrics.Average  and its kind: what all workers have added is added up
   worker_stacked     are each worker's own
   anything else      must be equal on all workers after the step
 
@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from demo_optax import _paths
 from demo_optax._paths import Keys, path_keys
-from demo_optax.workers.inside import MetricPart, Result, untouched_metrics
+from demo_optax.workers.inside import Result
 
 
 def param_specs(
@@ -174,45 +174,40 @@ def array_leaves(tree: Any) -> list[bool]:
   return found
 
 
-# The variables of the metrics of `nnx.metrics` that add up, by their classes.
-_METRIC_PARTS = {
-    'Average': ('total', 'count'),
-    'Welford': ('count', 'mean', 'm2'),
-}
-
-
 def leaf_kinds(tree: Any) -> list[Any]:
   """Returns for each leaf of a tree what becomes of it, by its variable.
 
-  'statistics' for `nnx.BatchStat`, a `MetricPart` for what `nnx.metrics` keep,
-  'state' for the counts of random streams, two of which look like a key, None
-  for anything else. NNX objects are leaves.
+  'statistics' for `nnx.BatchStat`, 'added' for total and count of an
+  `nnx.metrics.Average`, 'stream' for keys of random streams, 'state' for their
+  counts, two of which look like a key, None for anything else. NNX objects are
+  leaves.
   """
   nnx = _nnx()
   if nnx is None:
     return [None] * len(jax.tree.leaves(tree))
-  whole = [set(parts) for parts in _METRIC_PARTS.values()]
 
   def is_node(x: Any) -> bool:
     return is_object(x) or isinstance(x, nnx.Variable)
 
   flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_node)[0]
+  paths = [path_keys(path) for path, _ in flat]
   parts: dict[Keys, set[Any]] = {}
-  for path, x in flat:
+  for path, (_, x) in zip(paths, flat):
     if isinstance(x, nnx.metrics.MetricState):
-      *parent, part = path_keys(path)
-      parts.setdefault(tuple(parent), set()).add(part)
+      parts.setdefault(path[:-1], set()).add(path[-1])
   kinds: list[Any] = []
-  for path, x in flat:
+  for path, (_, x) in zip(paths, flat):
     kind: Any = None
     if isinstance(x, nnx.BatchStat):
       kind = 'statistics'
     elif isinstance(x, nnx.RngCount):
       kind = 'state'
-    if isinstance(x, nnx.metrics.MetricState):
-      *parent, part = path_keys(path)
-      if parts[tuple(parent)] in whole:
-        kind = MetricPart(tuple(parent), part)
+    elif isinstance(x, nnx.RngKey):
+      kind = 'stream'
+    elif parts.get(path[:-1]) == {'total', 'count'} and isinstance(
+        x, nnx.metrics.MetricState
+    ):
+      kind = 'added'
     number = len(jax.tree.leaves(x)) if isinstance(x, nnx.Variable) else 1
     kinds += [kind] * number
   return kinds
@@ -286,13 +281,12 @@ class OpenedObjects:
           ' them, or create them before the step.'
       )
     results = []
-    untouched = untouched_metrics(self.kinds, after, own)
     for name, keys, kind, x, whole, mine in zip(
         self.names, self.keys, self.kinds, after, before, own
     ):
       role, old = kind, whole
-      if isinstance(kind, MetricPart) and kind.metric in untouched:
-        role, x = 'state', whole
+      if kind == 'added' and x is mine:
+        role = 'state'
       if kind == 'stream':
         # The stream goes on from the key that all workers share.
         role, x = ('state', whole) if x is mine else ('key', x)
@@ -308,20 +302,19 @@ def open_objects(objects: Sequence[Any]) -> OpenedObjects:
     return OpenedObjects([], None, [], [], [], [])
   graphdef, state = _nnx().split(list(objects))
   leaves, treedef = jax.tree.flatten(state)
-  metrics = _metric_kinds(objects)
-  paths = []
+  paths: list[Any] = []
   for path, variable in _variables(state):
-    paths += [(path, variable)] * len(jax.tree.leaves(variable))
-  keys = [path_keys(path) for path, _ in paths]
+    paths += [path] * len(jax.tree.leaves(variable))
+  keys = [path_keys(path) for path in paths]
   stacked = [_paths.is_stacked(k) for k in keys]
   kinds = [
-      'stacked' if has_axis else metrics.get(k) or _kind_of(variable)
-      for k, has_axis, (_, variable) in zip(keys, stacked, paths)
+      'stacked' if has_axis else kind or 'state'
+      for has_axis, kind in zip(stacked, leaf_kinds(state))
   ]
   return OpenedObjects(
       leaves,
       (graphdef, treedef),
-      [jax.tree_util.keystr(path) for path, _ in paths],
+      [jax.tree_util.keystr(path) for path in paths],
       keys,
       kinds,
       [k[0] for k in keys],
@@ -449,23 +442,4 @@ def _static_attributes(node: Any) -> Attributes:
       for name, x in vars(node).items()
       if not name.startswith('_pytree__')
       and not any(map(is_dynamic, jax.tree.leaves(x, is_leaf=is_dynamic)))
-  }
-
-
-def _kind_of(variable: Any) -> str:
-  nnx = _nnx()
-  if isinstance(variable, nnx.RngKey):
-    return 'stream'
-  return 'statistics' if isinstance(variable, nnx.BatchStat) else 'state'
-
-
-def _metric_kinds(objects: Sequence[Any]) -> dict[Keys, Any]:
-  """Returns how the variables of `nnx.metrics` add up, by their paths."""
-  nnx = _nnx()
-  return {
-      (*path, part): MetricPart(tuple(path), part)
-      for path, node in nnx.iter_graph(list(objects))
-      for name, parts in _METRIC_PARTS.items()
-      if isinstance(node, getattr(nnx.metrics, name))
-      for part in parts
   }

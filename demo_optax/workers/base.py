@@ -383,6 +383,7 @@ class Workers(abc.ABC):
       self,
       keys: Sequence[_paths.Keys],
       roles: Sequence[str],
+      axes: Sequence[int],
       leaves: Sequence[Any],
   ) -> list[Any]:
     """Returns the arrays of a step's arguments where they belong.
@@ -390,9 +391,10 @@ class Workers(abc.ABC):
     Args:
       keys: their paths.
       roles: 'batch', 'stacked', or anything else for what workers share.
+      axes: of the rows of each batch.
       leaves: the arrays; those that are traced are returned as they are.
     """
-    del keys, roles
+    del keys, roles, axes
     return list(leaves)
 
   def hold(

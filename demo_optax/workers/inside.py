@@ -35,6 +35,9 @@ from demo_optax.workers import Workers, collectives
 # has this name.
 WORKER_AXIS = 'demo_optax_workers'
 
+# Name of the exchange in the program that `inspecting` traces.
+EXCHANGE = 'demo_optax_exchange'
+
 
 class _Trace(threading.local):
   """How the step that is being traced is run.
@@ -43,10 +46,15 @@ class _Trace(threading.local):
     group: the workers as a device sees them that runs one worker's step; None
       if all workers are mapped.
     checks: whether the trace is only a check.
+    inspects: whether the trace is only looked at: see `inspecting`.
+    is_nested: whether an exchange was found in a program within the step's,
+      such as the body of a `jax.lax.scan`.
   """
 
   group: Workers | None = None
   checks: bool = False
+  inspects: bool = False
+  is_nested: bool = False
 
 
 _TRACE = _Trace()
@@ -70,6 +78,22 @@ def checking() -> Iterator[None]:
     yield
   finally:
     _TRACE.checks = False
+
+
+@contextlib.contextmanager
+def inspecting() -> Iterator[None]:
+  """Traces a step in which an exchange is one equation, named `EXCHANGE`."""
+  _TRACE.inspects = True
+  try:
+    yield
+  finally:
+    _TRACE.inspects = False
+
+
+def take_is_nested() -> bool:
+  """Returns whether an exchange was nested since this was asked last."""
+  is_nested, _TRACE.is_nested = _TRACE.is_nested, False
+  return is_nested
 
 
 def is_mapped() -> bool:
@@ -231,18 +255,23 @@ def call_stacked(
     leaves = zip(jax.tree.leaves(after), stacked)
     return new, state_def.unflatten([x[0] if axis else x for x, axis in leaves])
 
-  @custom_vmap
-  def one_worker(index: Any, grads: Any, old: Any, rest: Any) -> Any:
+  def nothing(index: Any, grads: Any, old: Any, rest: Any) -> Any:
     # Only traced, for shapes and dtypes: `index` is mapped wherever this is
     # reached, so that the rule below takes its place.
     del index, grads, rest
     return [jnp.zeros(x.shape, x.dtype) for x in outs], old
 
+  nothing.__name__ = EXCHANGE
+  one_worker = custom_vmap(nothing)
+  was_reached = False
+
   @one_worker.def_vmap
   def all_workers(
       size: int, batched: Any, index: Any, grads: Any, old: Any, rest: Any
   ) -> Any:
+    nonlocal was_reached
     del index
+    was_reached = True
     _, grads_cut, old_cut, rest_cut = batched
     _check_count(size, workers)
     if grads and not any(grads_cut):
@@ -282,12 +311,15 @@ def call_stacked(
     out = jax.tree.leaves(new), jax.tree.leaves(after)
     return out, ([own_updates] * len(out[0]), stacked)
 
-  new, after = one_worker(
+  call = jax.jit(nothing) if _TRACE.inspects else one_worker
+  new, after = call(
       jax.lax.axis_index(WORKER_AXIS),
       [jnp.asarray(g) for g, v in zip(grads, void) if not v],
       old,
       rest,
   )
+  # Within a scan or a jit the rule is called when the whole of it is mapped.
+  _TRACE.is_nested |= not was_reached
   return grads_def.unflatten(new), state_def.unflatten(after)
 
 
@@ -360,6 +392,8 @@ _CAUSES = {
     ' (demo_optax.average), or set it to zero',
     'statistics': 'statistics of batches: return'
     ' demo_optax.over_workers(statistics)',
+    'metric': 'a metric that is not only added to: reset it between steps, and'
+    ' update nnx.metrics.Welford there, from rows that the step returns',
     'skip': 'a step that is skipped: decide from the update, or from all'
     ' workers, demo_optax.over_workers(flag, jnp.all); optax.apply_if_finite is'
     ' not needed, since the exchange leaves out workers with gradients that are'
@@ -372,7 +406,7 @@ _CAUSES = {
     ' updates (optax.contrib.mechanize): put it behind,'
     ' optax.chain(demo_optax.scale_by_demo(...), wrapper(...))',
 }
-_OF_RESULTS = 'gradient', 'statistics', 'skip', 'state', 'wrapper'
+_OF_RESULTS = 'gradient', 'statistics', 'metric', 'skip', 'state', 'wrapper'
 
 
 def _differs(what: str, causes: Sequence[str] = _OF_RESULTS) -> str:
@@ -542,42 +576,29 @@ class Result:
     keys: its path.
     role: how the workers' values become one: 'stacked' (they stay apart),
       'state' (they must be equal), 'statistics' (averaged over those that are
-      finite), 'key' (worker 0's), a `MetricPart`, or 'output' (the mean of
-      numbers, the rows of a batch).
+      finite), 'added' (all that was added to the old one), 'key' (worker 0's),
+      or 'output' (the mean of numbers, the rows of a batch).
     value: the array.
-    old: the value before the step, for 'statistics' and metrics.
+    old: the value before the step, for 'statistics' and 'added'.
   """
 
   name: str
   keys: Keys
-  role: Any
+  role: str
   value: Any
   old: Any = None
 
 
-@dataclasses.dataclass(frozen=True)
-class MetricPart:
-  """One of the arrays of a metric that accumulates.
-
-  Attributes:
-    metric: the metric's path.
-    part: 'total' or 'count' of an average; 'count', 'mean' or 'm2' (the sum of
-      squared deviations) of a running mean and variance.
-  """
-
-  metric: Keys
-  part: str
-
-
 def settle(
-    results: Sequence[Result], workers: Workers, rows: int
+    results: Sequence[Result], workers: Workers, rows: int | None, axis: int
 ) -> tuple[list[jax.Array], list[bool], list[bool]]:
   """Makes one value for all workers of what each of them returns.
 
   Args:
     results: what this worker's step returned or changed.
     workers: the workers.
-    rows: length of one worker's batch.
+    rows: length of one worker's batch, if there is one.
+    axis: of the rows in results; they are moved to the first one.
 
   Returns:
     for each result its value; whether it keeps a worker axis (values that stay
@@ -599,20 +620,20 @@ def settle(
   def all_workers(
       size: int, batched: Any, index: Any, values: Any, olds: Any
   ) -> Any:
-    del size, index
+    del index
     _, cut, _ = batched
-    metrics = _metrics(results, values, olds, cut, workers.count)
     out = []
     for j, result in enumerate(results):
       x, old, is_cut = values[j], olds[j], cut[j]
       if result.role == 'stacked':
         out.append((x if is_cut else workers.stack(x), True))
-      elif j in metrics:
-        out.append((metrics[j], False))
+      elif result.role == 'added':
+        x = x if is_cut else jnp.broadcast_to(x, (size, *x.shape))
+        out.append((old + jnp.sum(x - old[None], axis=0, dtype=x.dtype), False))
       elif not is_cut:
         out.append((x, False))
       else:
-        out.append(_combine(result, x, old, workers, rows))
+        out.append(_combine(result, x, old, workers, rows, axis))
     apart[:] = [stays for _, stays in out]
     differs[:] = cut
     return [x for x, _ in out], list(apart)
@@ -626,7 +647,10 @@ def settle(
 
 
 def settle_on_own_device(
-    results: Sequence[Result], differs: Sequence[bool], group: Workers
+    results: Sequence[Result],
+    differs: Sequence[bool],
+    group: Workers,
+    axis: int,
 ) -> list[jax.Array]:
   """Does what `settle` does, on a device that runs one worker's step.
 
@@ -634,41 +658,43 @@ def settle_on_own_device(
     results: what this worker's step returned or changed.
     differs: for each result whether it differs between workers.
     group: the workers as this device sees them.
+    axis: see `settle`.
 
   Returns:
     for each result its value; of those that keep a worker axis this worker's.
   """
   values = [jnp.asarray(r.value) for r in results]
-  olds = [r.old for r in results]
-  gathered = [
-      jax.lax.all_gather(x, group.axis_name)
-      if cut and isinstance(r.role, MetricPart) else x
-      for x, cut, r in zip(values, differs, results)
-  ]
-  metrics = _metrics(results, gathered, olds, differs, group.count)
   return [
-      metrics[j] if j in metrics
-      else _combine_own(result, x, olds[j], group) if differs[j]
+      _combine_own(result, x, group, axis)
+      if is_cut or result.role == 'added'
       else x
-      for j, (result, x) in enumerate(zip(results, values))
+      for result, x, is_cut in zip(results, values, differs)
   ]
 
 
 def _combine_own(
-    result: Result, x: jax.Array, old: Any, group: Workers
+    result: Result, x: jax.Array, group: Workers, axis: int
 ) -> jax.Array:
   """Returns one value of all workers' `x`, or this worker's part of it."""
   if result.role == 'statistics':
-    return group.mean_present(x, group.all_finite([x]), old)
+    return group.mean_present(x, group.all_finite([x]), result.old)
+  if result.role == 'added':
+    old: jax.Array = result.old
+    return old + collectives.total(x - old, group.axis_name)
   if result.role == 'key':
     return collectives.first_key(x, group.axis_name)
   if result.role == 'output' and not x.shape:
     return group.mean(x)
-  return x
+  return jnp.moveaxis(x, axis, 0) if result.role == 'output' else x
 
 
 def _combine(
-    result: Result, x: jax.Array, old: jax.Array, workers: Workers, rows: int
+    result: Result,
+    x: jax.Array,
+    old: jax.Array,
+    workers: Workers,
+    rows: int | None,
+    axis: int,
 ) -> tuple[jax.Array, bool]:
   """Returns one value of `x [workers, ...]`, and whether it keeps that axis."""
   shape, name = x.shape[1:], result.name
@@ -682,94 +708,13 @@ def _combine(
     return workers.first(x), False
   if not shape and jnp.issubdtype(x.dtype, jnp.inexact):
     return jnp.mean(x, axis=0), False
-  if shape and shape[0] == rows:
-    return x, True
+  if shape[axis : axis + 1] == (rows,):
+    return jnp.moveaxis(x, axis + 1, 1), True
+  rows_too = f', and no array with the {rows} rows of a worker, axis {axis}'
   raise ValueError(
       f'Of what the step returns, {name}, {x.dtype}{list(shape)}, differs'
-      ' between workers. It is neither a real number, whose mean is returned,'
-      f' nor an array with the {rows} rows of a worker along its first'
-      ' axis. Return'
+      ' between workers. It is no real number, whose mean is returned'
+      f'{"" if rows is None else rows_too}. Return'
       ' demo_optax.over_workers(x, jnp.sum) for counts and the like, or'
       ' demo_optax.over_workers(x) for the mean of statistics.'
   )
-
-
-def metric_shares(
-    metric: dict[str, jax.Array], index: jax.Array, count: int
-) -> dict[str, jax.Array]:
-  """Returns one worker's share of a metric: all shares together are the metric.
-
-  Every worker goes on from its share, and what the workers have in the end is
-  added up, so that a metric may be reset in the step. A share has the metric's
-  mean, so that it may be computed there, too.
-
-  Args:
-    metric: its arrays, by their parts; see `MetricPart`.
-    index: the worker's number.
-    count: number of workers.
-  """
-  whole = metric['count']
-  rest = (index < whole % count).astype(whole.dtype)
-  own = whole // count + rest
-  part = jnp.where(whole == 0, 1 / count, own / jnp.maximum(whole, 1))
-  shares = {'count': own}
-  for name, x in metric.items():
-    if name != 'count':
-      shares[name] = x if name == 'mean' else x * part.astype(x.dtype)
-  return shares
-
-
-def untouched_metrics(
-    kinds: Sequence[Any], values: Sequence[Any], own: Sequence[Any]
-) -> set[Keys]:
-  """Returns the metrics of which a step has not changed any array.
-
-  Args:
-    kinds: of each array, a `MetricPart` if it is part of a metric.
-    values: the arrays after the step.
-    own: the arrays that they were before it.
-  """
-  parts = [
-      (kind.metric, x is mine)
-      for kind, x, mine in zip(kinds, values, own)
-      if isinstance(kind, MetricPart)
-  ]
-  return {metric for metric, _ in parts} - {m for m, same in parts if not same}
-
-
-def _metrics(
-    results: Sequence[Result], values: Any, olds: Any, cut: Any, count: int
-) -> dict[int, jax.Array]:
-  """Returns metrics over all workers' data, by the numbers of their results.
-
-  Every worker went on from its share of the old values.
-  """
-  metrics: dict[Keys, dict[str, int]] = {}
-  for j, result in enumerate(results):
-    if isinstance(result.role, MetricPart):
-      metrics.setdefault(result.role.metric, {})[result.role.part] = j
-  merged: dict[int, jax.Array] = {}
-  for at in metrics.values():
-    own = {  # [workers]
-        part: values[j] if cut[j] else jnp.stack([values[j]] * count)
-        for part, j in at.items()
-    }
-    after = (
-        {part: jnp.sum(x, axis=0) for part, x in own.items()}
-        if 'total' in at
-        else _joined_moments(own)
-    )
-    merged |= {j: after[part].astype(olds[j].dtype) for part, j in at.items()}
-  return merged
-
-
-def _joined_moments(own: dict[str, jax.Array]) -> dict[str, jax.Array]:
-  """Returns count, mean and squared deviations of all workers' data.
-
-  By the formula of Chan, Golub and LeVeque (1979).
-  """
-  count = own['count'].astype(own['mean'].dtype)  # [workers]
-  total = jnp.sum(count, axis=0)
-  mean = jnp.sum(count * own['mean'], axis=0) / jnp.maximum(total, 1)
-  m2 = jnp.sum(own['m2'] + count * (own['mean'] - mean) ** 2, axis=0)
-  return {'count': total, 'mean': mean, 'm2': m2}

@@ -122,6 +122,7 @@ class OnMesh(Stacked):
       self,
       keys: Sequence[_paths.Keys],
       roles: Sequence[str],
+      axes: Sequence[int],
       leaves: Sequence[Any],
   ) -> list[Any]:
     def move(x: Any, role: str, spec: P) -> Any:
@@ -139,7 +140,12 @@ class OnMesh(Stacked):
           return x
       return _put(x, target)
 
-    specs = self._leaf_specs(keys, roles, leaves)
+    specs = [
+        P(*(None,) * axis, self.axis_name) if role == 'batch' else spec
+        for spec, role, axis in zip(
+            self._leaf_specs(keys, roles, leaves), roles, axes
+        )
+    ]
     return [move(x, r, s) for x, r, s in zip(leaves, roles, specs)]
 
   def reshard(
@@ -173,8 +179,6 @@ class OnMesh(Stacked):
       leaves: Sequence[Any],
   ) -> list[P]:
     def spec(k: _paths.Keys, role: str, x: Any) -> P:
-      if role == 'batch':
-        return P(self.axis_name)
       if role == 'stacked':
         within = self._param_specs.place_state(k, np.shape(x)[1:])
         return P(self.axis_name, *within)

@@ -244,7 +244,6 @@ def test_batch_statistics_are_the_mean(workers):
 def test_metrics_are_those_of_the_whole_batch(workers):
   make = lambda: nnx.MultiMetric(
       values=nnx.metrics.Average('values'),
-      moments=nnx.metrics.Welford('values'),
       accuracy=nnx.metrics.Accuracy(),
   )
   update = lambda metrics, x, y: metrics.update(
@@ -265,56 +264,69 @@ def test_metrics_are_those_of_the_whole_batch(workers):
   assert int(metrics.values.count[...]) == int(whole.values.count[...])
 
 
-@pytest.mark.parametrize('split', [False, True])
-@pytest.mark.parametrize('make', [nnx.metrics.Average, nnx.metrics.Welford])
-@pytest.mark.parametrize('when', ['before', 'after', 'sometimes', 'never'])
-def test_metrics_reset_and_computed_in_the_step(workers, make, when, split):
-  """As one worker with the whole batch would; also what is returned."""
+def test_metrics_that_are_split(workers):
+  @demo_optax.data_parallel(workers)
+  def step(graphdef, state, x):
+    metrics = nnx.merge(graphdef, state)
+    metrics.update(values=x)
+    return nnx.state(metrics)
+
+  metrics, whole = nnx.metrics.Average(), nnx.metrics.Average()
+  for seed in range(3):
+    x = batch(8, 5, seed)
+    nnx.update(metrics, step(*nnx.split(metrics), x))
+    whole.update(values=x)
+  np.testing.assert_allclose(metrics.total[...], whole.total[...], rtol=1e-5)
+  assert metrics.count[...] == whole.count[...]
+
+
+def test_metrics_in_a_scan(workers):
+  """Added to in every turn, in all of them together."""
+  metrics, whole = nnx.metrics.Average(), nnx.metrics.Average()
 
   def update(metrics, x):
-    if when == 'before':
-      metrics.reset()
-    if when == 'sometimes':
-      full = x.max() > 2.6  # in one worker's batch, so decided by all
-      full = demo_optax.over_workers(full, jnp.any) if x.shape[0] == 2 else full
-      for part in jax.tree.leaves(nnx.state(metrics), is_leaf=_is_variable):
-        part[...] = jnp.where(full, 0, part[...])
-    metrics.update(values=x)
-    mean = metrics.compute()
-    mean = mean if make is nnx.metrics.Average else mean.mean
-    if when == 'after':
-      metrics.reset()
-    return mean
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    def turn(metrics, x):
+      metrics.update(values=x)
+      return metrics
+
+    turn(metrics, x.reshape(2, -1, x.shape[1]))
+
+  demo_optax.data_parallel(workers)(update)(metrics, batch())
+  update(whole, batch())
+  np.testing.assert_allclose(metrics.total[...], whole.total[...], rtol=1e-5)
+  assert metrics.count[...] == whole.count[...]
+
+
+@pytest.mark.parametrize('how', ['reset', 'scaled', 'replaced', 'Welford'])
+def test_metrics_that_are_not_added_to_are_named(workers, how):
+  make = nnx.metrics.Welford if how == 'Welford' else nnx.metrics.Average
+  metrics = make('values')
 
   @demo_optax.data_parallel(workers)
   def step(metrics, x):
-    return update(metrics, x)
+    if how == 'reset':
+      metrics.reset()
+    elif how == 'scaled':
+      metrics.total[...] *= 0.9
+    elif how == 'replaced':
+      metrics.total[...] += x.mean() - metrics.total[...]
+      return
+    metrics.update(values=x)
 
-  @demo_optax.data_parallel(workers)
-  def split_step(graphdef, state, x):
-    metrics = nnx.merge(graphdef, state)
-    mean = update(metrics, x)
-    return nnx.state(metrics), mean
-
-  metrics, whole = make(), make()
   with jax.numpy_dtype_promotion('standard'):  # Flax adds integers to floats
-    for seed in range(4):
-      x = batch(8, 5, seed) + seed
-      if split:
-        state, mean = split_step(*nnx.split(metrics), x)
-        nnx.update(metrics, state)
-      else:
-        mean = step(metrics, x)
-      np.testing.assert_allclose(mean, update(whole, x), rtol=1e-5)
-      jax.tree.map(
-          functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6),
-          nnx.to_pure_dict(nnx.state(metrics)),
-          nnx.to_pure_dict(nnx.state(whole)),
-      )
+    metrics.update(values=jnp.ones(3))
+    with pytest.raises(ValueError, match='differs between workers.*\n.*\n') as e:
+      step(metrics, batch())
+  assert 'a metric that is not only added to' in str(e.value)
 
 
-def _is_variable(x):
-  return isinstance(x, nnx.Variable)
+def test_metrics_that_are_only_reset(workers):
+  metrics = nnx.metrics.Average('values')
+  metrics.update(values=jnp.ones(3))
+  demo_optax.data_parallel(workers)(lambda metrics, x: metrics.reset())(
+      metrics, batch())
+  assert metrics.count[...] == 0 and metrics.total[...] == 0
 
 
 def test_metrics_that_a_step_leaves_alone(workers):
@@ -779,8 +791,12 @@ def test_mistakes(workers):
   raises('do not divide', step, params, state, batch(6))
   raises('cannot tell which', step, params, (), batch())
   raises(
-      'nothing to cut',
+      'are the same on all workers',
       make_step(tx, workers, batch_argnums=()), params, state, batch(),
+  )
+  raises(
+      'nothing to cut',
+      make_step(tx, workers, batch_argnums=2), params, state, (),
   )
   raises(
       'different lengths',

@@ -257,3 +257,145 @@ def test_a_run_restored_with_more_workers_has_more_keys(tmp_path):
     _, state = checkpointer.restore(make(eight).init(params), resize=True)
   keys = jax.random.key_data(state[0].worker_stacked.rng_key)
   assert len(np.unique(keys, axis=0)) == 8
+
+
+# Where the rows are --------------------------------------------------------------
+
+
+def make_epoch(tx, wrap, mean=demo_optax.over_workers):
+  """A whole epoch in one program, over batches `[steps, rows, ...]`."""
+  def epoch(params, state, batches):
+    def step(carry, x):
+      params, state = carry
+      loss_fn = lambda params: jnp.mean((x @ params['w'] - 1) ** 2)
+      loss, grads = jax.value_and_grad(loss_fn)(params)
+      updates, state = tx.update(grads, state, params)
+      return (optax.apply_updates(params, updates), state), loss
+
+    (params, state), losses = jax.lax.scan(step, (params, state), batches)
+    return params, state, mean(losses)
+
+  return wrap(epoch)
+
+
+def test_a_scan_of_steps(workers):
+  """Steps were cut: 10 updates instead of 40, and their losses were joined."""
+  tx = optax.chain(demo_optax.average(workers=workers), optax.sgd(0.1))
+  params = {'w': jnp.zeros(8)}
+  x = rows(40 * 16).reshape(40, 16, 8)
+  wrap = lambda **options: demo_optax.data_parallel(
+      workers, batch_argnums=2, **options)
+  with pytest.raises(ValueError, match='batches must have its rows .*batch_axis=1'):
+    make_epoch(tx, wrap())(params, tx.init(params), x)
+  alone = make_epoch(optax.sgd(0.1), jax.jit, mean=lambda x: x)
+  expected, _, losses = alone(params, optax.sgd(0.1).init(params), x)
+  axis = {'batches': 1}
+  after, _, seen = make_epoch(tx, wrap(batch_axis=axis))(
+      params, tx.init(params), x)
+  np.testing.assert_allclose(after['w'], expected['w'], atol=1e-5)
+  np.testing.assert_allclose(seen, losses, rtol=1e-5)
+
+
+def test_a_step_of_each_row(workers):
+  """Asked for, the first axis is cut whatever the step does with it."""
+  tx = optax.chain(demo_optax.average(workers=workers), optax.sgd(0.1))
+  params = {'w': jnp.zeros(8)}
+  step = make_epoch(tx, demo_optax.data_parallel(
+      workers, batch_argnums=2, batch_axis=0), mean=lambda x: x)
+  _, _, losses = step(params, tx.init(params), rows())
+  assert losses.shape == (16,)
+
+
+@pytest.mark.parametrize('how', ['micro', 'per row', 'reshaped', 'cast'])
+def test_scans_that_are_no_steps(how):
+  workers = demo_optax.Workers.simulated(4)
+  tx = demo_optax.demo(0.1, workers=workers)
+  loss_fn = lambda params, x: jnp.mean((x @ params['w'] - 1) ** 2)
+
+  @demo_optax.data_parallel(workers)
+  def step(params, state, x):
+    def update(carry, x):
+      params, state = carry
+      grads = jax.grad(loss_fn)(params, x)
+      updates, state = tx.update(grads, state, params)
+      return (optax.apply_updates(params, updates), state), None
+
+    if how == 'reshaped':
+      return jax.lax.scan(update, (params, state), x.reshape(2, 2, 8))[0]
+    if how == 'cast':
+      return jax.lax.scan(update, (params, state), x.astype(jnp.bfloat16).astype(jnp.float32))[0]
+    parts = x if how == 'per row' else x.reshape(2, 2, 8)
+    _, grads = jax.lax.scan(
+        lambda _, x: (None, jax.grad(loss_fn)(params, x)), None, parts)
+    grads = jax.tree.map(lambda g: g.mean(0), grads)
+    update = jax.jit(tx.update)  # nested, so that the program is looked at
+    updates, state = update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  params = {'w': jnp.zeros(8)}
+  if how == 'cast':
+    with pytest.raises(ValueError, match='batch_axis'):
+      step(params, tx.init(params), rows())
+    return
+  after, _ = step(params, tx.init(params), rows())
+  assert np.any(np.asarray(after['w']))
+
+
+def test_batches_that_are_time_major(workers):
+  """[time, rows]: a worker had a quarter of the time of all sequences."""
+  @demo_optax.data_parallel(workers, batch_argnums=(0, 1), batch_axis={'x': 1})
+  def step(x, weights):
+    assert x.shape == (3, 4, 2) and weights.shape == (4,)
+    return x.mean(), 2 * x, (x.sum(2) * weights[None]).mean()
+
+  x = rows(3 * 16, 2).reshape(3, 16, 2)
+  mean, twice, weighed = step(x, np.arange(16, dtype=np.float32))
+  np.testing.assert_allclose(mean, x.mean(), atol=1e-6)
+  np.testing.assert_array_equal(twice, 2 * x)
+  np.testing.assert_allclose(
+      weighed, (x.sum(2) * np.arange(16)).mean(), rtol=1e-4)
+
+
+@pytest.mark.parametrize('axis, match', [
+    (1, r'axis of every batch, got 1 for x.1.'),
+    ({'y': 1}, "batch_axis has 'y'")])
+def test_axes_that_are_not_there(axis, match):
+  workers = demo_optax.Workers.simulated(4)
+  with pytest.raises(ValueError, match=match):
+    @demo_optax.data_parallel(workers, batch_argnums=0, batch_axis=axis)
+    def step(x):
+      return x[0].mean()
+
+    step((rows(4, 16), np.ones(16, np.float32)))
+
+
+# No batch ------------------------------------------------------------------------
+
+
+def test_a_step_that_draws_its_batch(workers):
+  """It was refused, with a reason that was not true and no remedy."""
+  tx = demo_optax.demo(0.1, workers=workers)
+  data = rows(1000)
+
+  @demo_optax.data_parallel(workers, batch_argnums=())
+  def step(key, params, opt_state, table):
+    key, own = jax.random.split(key)
+    assert table.shape == (8, 8)
+    x = jnp.asarray(data)[jax.random.randint(own, (16,), 0, 1000)]
+    loss_fn = lambda params: jnp.mean((x @ params['w'] - 1) ** 2)
+    loss, grads = jax.value_and_grad(loss_fn)(params)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    largest = demo_optax.over_workers(x.max(), jnp.max)
+    least = demo_optax.over_workers(x.max(), jnp.min)
+    return optax.apply_updates(params, updates), opt_state, key, loss, largest - least
+
+  params = {'w': jnp.zeros(8)}
+  params, _, key, loss, spread = step(
+      jax.random.key(0), params, tx.init(params), np.eye(8, dtype=np.float32))
+  assert spread > 0 and loss.shape == () and np.any(np.asarray(params['w']))
+  with pytest.raises(ValueError, match=r'no real number.*over_workers\(x'):
+    demo_optax.data_parallel(workers, batch_argnums=())(
+        lambda key: jax.random.normal(key, (16,)))(key)
+  with pytest.raises(ValueError, match=r'random key, give batch_argnums=\(\)'):
+    demo_optax.data_parallel(workers)(
+        lambda params, state, key: params)(params, tx.init(params), key)

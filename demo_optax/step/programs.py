@@ -1,0 +1,92 @@
+"""What the program of one worker's step shows that its arrays do not."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jax.extend import core
+
+from demo_optax.workers.inside import EXCHANGE
+
+
+def scanned(jaxpr: core.Jaxpr, batches: Mapping[Any, int]) -> int | None:
+  """Returns the number of a batch that is scanned over with an exchange inside.
+
+  Args:
+    jaxpr: of one worker's step.
+    batches: the number of each batch, by its variable.
+  """
+  known = dict(batches)
+  for eqn in jaxpr.eqns:
+    given = [
+        known.get(v) if isinstance(v, core.Var) else None for v in eqn.invars
+    ]
+    if eqn.primitive.name == 'scan':
+      first = eqn.params['num_consts'] + eqn.params['num_carry']
+      over = [n for n in given[first:] if n is not None]
+      if over and _exchanges(eqn.params['jaxpr'].jaxpr):
+        return over[0]
+      given[first:] = [None] * len(given[first:])
+    if eqn.primitive.name == 'convert_element_type' and given[0] is not None:
+      known[eqn.outvars[0]] = given[0]
+    for inner in _inner(eqn):
+      if len(inner.invars) == len(given):
+        passed = {v: n for v, n in zip(inner.invars, given) if n is not None}
+        if (found := scanned(inner, passed)) is not None:
+          return found
+  return None
+
+
+def adds(jaxpr: core.Jaxpr, before: Any, after: Any) -> bool:
+  """Returns whether `after` is `before` plus what does not depend on it."""
+  made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+  dependent = {before}
+  for eqn in jaxpr.eqns:
+    if any(isinstance(v, core.Var) and v in dependent for v in eqn.invars):
+      dependent.update(eqn.outvars)
+
+  def is_sum(v: Any) -> bool:
+    if isinstance(v, core.Literal) or v not in dependent:
+      return False
+    if v is before:
+      return True
+    eqn = made[v]
+    name, place = eqn.primitive.name, eqn.outvars.index(v)
+    if name == 'convert_element_type':
+      return is_sum(eqn.invars[0])
+    if name == 'add':
+      parts = [
+          x for x in eqn.invars if isinstance(x, core.Var) and x in dependent
+      ]
+      return len(parts) == 1 and is_sum(parts[0])
+    if name == 'scan':
+      number = eqn.params['num_consts'] + place
+      body = eqn.params['jaxpr'].jaxpr
+      return (
+          place < eqn.params['num_carry']
+          and is_sum(eqn.invars[number])
+          and adds(body, body.invars[number], body.outvars[place])
+      )
+    return any(
+        is_sum(x) and adds(inner, y, inner.outvars[place])
+        for inner in _inner(eqn)
+        if len(inner.invars) == len(eqn.invars)
+        for x, y in zip(eqn.invars, inner.invars)
+    )
+
+  return is_sum(after)
+
+
+def _inner(eqn: core.JaxprEqn) -> Iterator[core.Jaxpr]:
+  for x in eqn.params.values():
+    for part in x if isinstance(x, tuple | list) else (x,):
+      if isinstance(part, core.ClosedJaxpr):
+        yield part.jaxpr
+      elif isinstance(part, core.Jaxpr):
+        yield part
+
+
+def _exchanges(jaxpr: core.Jaxpr) -> bool:
+  return any(
+      eqn.params.get('name') == EXCHANGE or any(map(_exchanges, _inner(eqn)))
+      for eqn in jaxpr.eqns
+  )
