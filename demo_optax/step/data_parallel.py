@@ -545,8 +545,8 @@ class DataParallelStep:
         else x
         for x, role, axis in zip(leaves, call.roles, call.axes)
     ]
-    for param in call.own_params:
-      param.enter(own)
+    if call.own_params:
+      inside.enter(call.own_params, own)
     args, kwargs, objects = call.rebuild(own)
     attributes = modules.static_attributes(objects)
     try:

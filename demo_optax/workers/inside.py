@@ -123,19 +123,24 @@ class OwnParam:
   shared: int
   start: int | None
 
-  def enter(self, arrays: list[Any]) -> None:
-    """Puts the worker's own copy in the parameter's place.
 
-    What was changed between steps, such as weights that were loaded after the
-    state was made, holds for all copies.
-    """
-    param, shared = arrays[self.number], arrays[self.shared]
-    changed = param != shared.astype(param.dtype)
-    for number in (self.own, self.shared, self.start):
+def enter(params: Sequence[OwnParam], arrays: list[Any]) -> None:
+  """Puts the worker's own copies in the places of the parameters.
+
+  If any was changed between steps, as when weights are loaded, then what the
+  model has holds for all copies.
+  """
+  changed = jnp.zeros((), bool)
+  for p in params:
+    x = arrays[p.number]
+    changed |= jnp.any(x != arrays[p.shared].astype(x.dtype))
+  for p in params:
+    x = arrays[p.number]
+    for number in (p.own, p.shared, p.start):
       if number is not None:
         old = arrays[number]
-        arrays[number] = jnp.where(changed, param.astype(old.dtype), old)
-    arrays[self.number] = arrays[self.own]
+        arrays[number] = jnp.where(changed, x.astype(old.dtype), old)
+    arrays[p.number] = arrays[p.own]
 
 
 def own_params(keys: Sequence[Keys]) -> list[OwnParam]:

@@ -399,3 +399,27 @@ def test_a_step_that_draws_its_batch(workers):
   with pytest.raises(ValueError, match=r'random key, give batch_argnums=\(\)'):
     demo_optax.data_parallel(workers)(
         lambda params, state, key: params)(params, tx.init(params), key)
+
+
+# Weights loaded within a period --------------------------------------------------
+
+
+def test_loaded_weights_arrive_as_a_whole(workers):
+  """Elements equal to the last shared ones kept what a worker had moved."""
+  tx = demo_optax.local.diloco(optax.sgd(1.0), workers=workers, sync_period=100)
+
+  @demo_optax.data_parallel(workers, batch_argnums=2)
+  def step(params, state, x):
+    loss_fn = lambda p: (p['a'].sum() + p['b'].sum()) * x.mean()
+    updates, state = tx.update(jax.grad(loss_fn)(params), state, params)
+    return optax.apply_updates(params, updates), state
+
+  params = {'a': jnp.zeros(3), 'b': jnp.zeros(2)}
+  state, x = tx.init(params), np.array([1, 2, 3, 4], np.float32)
+  for _ in range(3):
+    params, state = step(params, state, x)
+  loaded = workers.device_put({'a': jnp.array([5.0, 0, 5]), 'b': jnp.zeros(2)})
+  _, state = step(loaded, state, x)
+  own = jax.tree.map(np.asarray, state.worker_stacked.params)
+  np.testing.assert_array_equal(own['a'], np.array([[5, 0, 5]]) - x[:, None])
+  np.testing.assert_array_equal(own['b'], np.zeros((4, 2)) - x[:, None])
