@@ -163,7 +163,9 @@ def average(*, workers: Workers) -> optax.GradientTransformation:
   .. math::
     u = \frac1N \sum_i g_i
 
-  A dense all-reduce of the leaves it is given, in float32 or wider. As in the
+  In float32 or wider. Leaves of up to 64 KB are gathered and added in the order
+  of the workers, with the same bits in every map; others by an all-reduce, in
+  an order of its own. As in the
   exchange, a worker whose gradients are not all finite is left out of the mean;
   the mean over nobody is zero. Integer leaves get zeros.
 

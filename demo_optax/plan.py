@@ -23,7 +23,11 @@ from demo_optax.exchange.algorithm import (
   make_config,
 )
 from demo_optax.workers import Workers
-from demo_optax.workers.collectives import GATHERED, TO_OWNERS
+from demo_optax.workers.collectives import (
+  GATHERED,
+  ORDERED_BYTES,
+  TO_OWNERS,
+)
 from demo_optax.workers.param_specs import ParamSpecs
 
 
@@ -76,13 +80,15 @@ class Plan:
   Attributes:
     leaves: what each leaf costs that takes part.
     num_devices: number of devices of a worker.
-    payload_bytes: size of a worker's payload, from all its devices; if chunks
-      have owners, of its messages to all of them.
+    payload_bytes: size of a worker's payload, from all its devices: its message
+      and averaged leaves of up to 64 KB; if chunks have owners, its messages to
+      all of them.
     summed_bytes: size of what is all-reduced beside it, from all its devices.
     device_bytes: bytes that one device receives in a step by the mesh axes that
       they cross: first the worker axis, then those inside a worker, over which
       parts are rejoined. Scalars on which its devices agree are not counted.
-    update_bytes: size of the updates of all owners; 0 without owners.
+    update_bytes: size of the updates of all owners, and of averaged leaves of
+      up to 64 KB; 0 without owners.
     update_values: how owners write updates; None without owners.
   """
 
@@ -315,17 +321,22 @@ def plan(
       _leaf_bytes(leaf) for leaf in layout.leaves
       if not isinstance(leaf.compressor, Frozen)
   ]
-  averaged = sum(
+  averaged = [
       leaf.sent_bytes // math.prod(leaf.blocks)
       for leaf in leaves if leaf.values == 'averaged'
-  )
+  ]
+  gathered = sum(size for size in averaged if size <= ORDERED_BYTES)
   written = resolve_update_values(exchange, update_values)
   config = make_config(layout, 'senders', exchange, num_workers, written)
   own, summed, inside = _device_bytes(config, specs, num_workers)
-  summed += averaged
-  across = config.received_bytes(num_workers)
+  summed += sum(averaged) - gathered
+  across = config.received_bytes(num_workers) + (num_workers - 1) * gathered
   owners = 1 if config.update_packer is None else num_workers
   told = 0 if config.update_packer is None else config.update_packer.num_bytes
+  if told:
+    told += gathered
+  else:
+    own += gathered
   return Plan(
       tuple(leaves),
       num_workers,

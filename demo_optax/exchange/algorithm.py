@@ -26,6 +26,7 @@ from demo_optax.exchange.message import Packer
 from demo_optax.exchange.owners import Report, UpdatePacker
 from demo_optax.numerics import platform, rounding, topk
 from demo_optax.workers import Group, Spec, Workers
+from demo_optax.workers.collectives import sums
 
 # A worker is excluded if an element of its gradient is more than this share of
 # the largest number. Sums of a chunk over all steps then stay finite.
@@ -409,9 +410,9 @@ def _averages(
   for i in layout.averaged:
     x = gradients[i].astype(layout.leaves[i].dtype)
     own[i] = jnp.where(valid, x, jnp.zeros_like(x))
-  totals, count = group.sum((own, valid.astype(jnp.int32)))
+  *totals, count = sums([*own.values(), valid.astype(jnp.int32)], group.axis)
   found = {}
-  for i, total in totals.items():
+  for i, total in zip(own, totals):
     weight = rounding.exact_reciprocal(count, group.size, total.dtype)
     found[i] = rounding.mul_no_fma(weight, total)
   return found, count

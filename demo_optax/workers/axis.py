@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from demo_optax.workers.base import Workers, is_spec
-from demo_optax.workers.collectives import is_tracked, mean, varies, vary
+from demo_optax.workers.collectives import is_tracked, mean, sums, varies, vary
 
 
 class OnAxis(Workers):
@@ -87,8 +87,9 @@ class OnAxis(Workers):
   ) -> tuple[jax.Array, jax.Array]:
     _ = self.count  # an error where the axis is not mapped
     x, present = self.vary(x), self.vary(present)
-    total = jnp.where(present, x, jnp.zeros_like(x))
-    return jax.lax.psum((total, present.astype(jnp.int32)), self.axis_name)
+    own = jnp.where(present, x, jnp.zeros_like(x))
+    total, count = sums([own, present.astype(jnp.int32)], self.axis_name)
+    return total, count
 
   def all_finite(self, xs: Sequence[jax.Array]) -> jax.Array:
     finite = [jnp.isfinite(x).all() for x in xs]

@@ -5,12 +5,14 @@ of the caller's own: inside each of them, the axes have names.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from demo_optax.numerics import prng
 
@@ -50,7 +52,10 @@ class Group:
       that were for all, are the same on all workers.
     """
     send = {GATHERED: self.gather, TO_OWNERS: self._to_each}
-    return {name: send.get(name, self.sum)(x) for name, x in message.items()}
+    return {name: send.get(name, self._sum)(x) for name, x in message.items()}
+
+  def _sum(self, x: jax.Array) -> jax.Array:
+    return jax.lax.psum(vary(x, self.axis), self.axis)
 
   def _to_each(self, x: jax.Array) -> jax.Array:
     x = vary(x, self.axis)
@@ -59,10 +64,6 @@ class Group:
   def gather(self, x: jax.Array) -> jax.Array:
     """Returns `x` of all workers, `[workers, *x.shape]`, the same on all."""
     return gather(x, self.axis)
-
-  def sum(self, x: Any) -> Any:
-    """Returns the sums over the workers of a tree of arrays."""
-    return jax.lax.psum(vary(x, self.axis), self.axis)
 
   def all_devices(self, ok: jax.Array) -> jax.Array:
     """Returns whether `ok` holds on all devices of this worker."""
@@ -114,14 +115,63 @@ def gather(x: jax.Array, axis: str) -> jax.Array:
   return jax.lax.all_gather(x, axis)
 
 
-def total(x: jax.Array, axis: str) -> jax.Array:
-  """Returns the sum along an axis; that of halves is made in float32."""
-  return jax.lax.psum(x.astype(_wide(x)), axis).astype(x.dtype)
+# Larger arrays are summed by an all-reduce, whose order is its own.
+ORDERED_BYTES = 1 << 16
+
+
+def sums(xs: Sequence[jax.Array], axis: str) -> list[jax.Array]:
+  """Returns the sums of arrays along an axis, those of halves in float32.
+
+  Real arrays of up to `ORDERED_BYTES` are gathered, together, and added from
+  left to right: the sums have the same bits in every map.
+  """
+  wide = [vary(x.astype(_wide(x)), axis) for x in xs]
+  found: dict[int, jax.Array] = {}
+  kinds: dict[Any, list[int]] = {}
+  for i, x in enumerate(wide):
+    if is_ordered(x.shape, x.dtype):
+      kinds.setdefault((x.dtype, _varying(x)), []).append(i)
+  for numbers in kinds.values():
+    flat = jnp.concatenate([wide[i].reshape(-1) for i in numbers])
+    ends = np.cumsum([wide[i].size for i in numbers])
+    parts = jnp.split(in_order(gather(flat, axis)), ends[:-1])
+    found |= {i: x.reshape(wide[i].shape) for i, x in zip(numbers, parts)}
+  rest = [i for i in range(len(wide)) if i not in found]
+  if rest:
+    found |= zip(rest, jax.lax.psum([wide[i] for i in rest], axis))
+  return [found[i].astype(x.dtype) for i, x in enumerate(xs)]
+
+
+def is_ordered(shape: tuple[int, ...], dtype: Any) -> bool:
+  """Returns whether `sums` adds arrays from left to right."""
+  size = math.prod(shape) * jnp.dtype(dtype).itemsize
+  return bool(jnp.issubdtype(dtype, jnp.floating)) and size <= ORDERED_BYTES
+
+
+def in_order(x: jax.Array) -> jax.Array:
+  """Returns the sum over the first axis, from left to right."""
+  if len(x) <= 16:
+    return functools.reduce(jnp.add, list(x))
+  return jax.lax.fori_loop(1, len(x), lambda i, total: total + x[i], x[0])
+
+
+def sum_stacked(x: jax.Array) -> jax.Array:
+  """Returns what `sums` does, of arrays `[workers, ...]`."""
+  wide = x.astype(_wide(x))
+  if is_ordered(x.shape[1:], wide.dtype):
+    return in_order(wide).astype(x.dtype)
+  return jnp.sum(x, axis=0, dtype=x.dtype)
+
+
+def mean_stacked(x: jax.Array) -> jax.Array:
+  """Returns what `mean` does, of arrays `[workers, ...]`."""
+  total = sum_stacked(x.astype(_wide(x)))
+  return (total / total.dtype.type(len(x))).astype(x.dtype)
 
 
 def mean(x: jax.Array, axis: str) -> jax.Array:
   """Returns the mean along an axis of real or complex numbers."""
-  wide = total(x.astype(_wide(x)), axis)
+  (wide,) = sums([x.astype(_wide(x))], axis)
   return (wide / wide.dtype.type(jax.lax.axis_size(axis))).astype(x.dtype)
 
 
@@ -140,8 +190,12 @@ def first_key(key: jax.Array, axis_name: str) -> jax.Array:
 
 def varies(x: jax.Array, axis: str) -> bool:
   """Returns whether `x` is known to vary over a mapped mesh axis."""
+  return axis in _varying(x)
+
+
+def _varying(x: jax.Array) -> frozenset[str]:
   mat = getattr(jax.typeof(x), 'mat', None)  # "manual axis type"
-  return axis in getattr(mat, 'varying', ())
+  return frozenset(getattr(mat, 'varying', ()))
 
 
 def is_tracked(axis: str) -> bool:

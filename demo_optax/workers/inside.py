@@ -472,8 +472,11 @@ def over_workers(
       for x in leaves
   ]
   if (group := _TRACE.group) is not None:
-    total = functools.partial(collectives.total, axis=group.axis_name)
-    collectives_of: dict[Any, Any] = {jnp.mean: group.mean, jnp.sum: total}
+    axis_name = group.axis_name
+    collectives_of: dict[Any, Any] = {
+        jnp.mean: group.mean,
+        jnp.sum: lambda x: collectives.sums([x], axis_name)[0],
+    }
     collective = collectives_of.get(reduce)
     return treedef.unflatten([
         collectives.first_key(x, group.axis_name) if is_key
@@ -484,7 +487,13 @@ def over_workers(
     ])
 
   def reduce_one(x: jax.Array, is_key: bool) -> jax.Array:
-    return x[0] if is_key else reduce(x, axis=0)
+    if is_key:
+      return x[0]
+    if reduce in (jnp.mean, jnp.sum) and jnp.issubdtype(x.dtype, jnp.inexact):
+      if reduce is jnp.sum:
+        return collectives.sum_stacked(x)
+      return collectives.mean_stacked(x)
+    return reduce(x, axis=0)
 
   @custom_vmap
   def reduced(index: Any, leaves: list[Any]) -> list[Any]:
@@ -510,7 +519,7 @@ def over_workers(
       if is_cut:
         x = reduce_one(x, is_key)
       elif not (is_key or is_fixed):
-        x = reduce(jnp.broadcast_to(x, (size, *x.shape)), axis=0)
+        x = reduce_one(jnp.broadcast_to(x, (size, *x.shape)), False)
       out.append(x)
     return out, [False] * len(out)
 
@@ -634,7 +643,7 @@ def settle(
         out.append((x if is_cut else workers.stack(x), True))
       elif result.role == 'added':
         x = x if is_cut else jnp.broadcast_to(x, (size, *x.shape))
-        out.append((old + jnp.sum(x - old[None], axis=0, dtype=x.dtype), False))
+        out.append((old + collectives.sum_stacked(x - old[None]), False))
       elif not is_cut:
         out.append((x, False))
       else:
@@ -685,7 +694,7 @@ def _combine_own(
     return group.mean_present(x, group.all_finite([x]), result.old)
   if result.role == 'added':
     old: jax.Array = result.old
-    return old + collectives.total(x - old, group.axis_name)
+    return old + collectives.sums([x - old], group.axis_name)[0]
   if result.role == 'key':
     return collectives.first_key(x, group.axis_name)
   if result.role == 'output' and not x.shape:
@@ -712,7 +721,7 @@ def _combine(
   if result.role == 'key':
     return workers.first(x), False
   if not shape and jnp.issubdtype(x.dtype, jnp.inexact):
-    return jnp.mean(x, axis=0), False
+    return workers.mean(x), False
   if shape[axis : axis + 1] == (rows,):
     return jnp.moveaxis(x, axis + 1, 1), True
   rows_too = f', and no array with the {rows} rows of a worker, axis {axis}'

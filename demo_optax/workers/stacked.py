@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from demo_optax.workers.base import Workers
+from demo_optax.workers.base import Spec, Workers
+from demo_optax.workers.collectives import mean_stacked, sums
 
 
 class Stacked(Workers):
@@ -36,11 +37,21 @@ class Stacked(Workers):
     return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
   def mean(self, x: jax.Array) -> jax.Array:
-    return jnp.mean(x, axis=0)
+    return mean_stacked(x) if self.mesh is None else jnp.mean(x, axis=0)
 
   def sum_present(
       self, x: jax.Array, present: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
+    if not self.param_specs.axes:
+
+      def one_worker(x: jax.Array, present: jax.Array) -> list[jax.Array]:
+        own = jnp.where(present, x, jnp.zeros_like(x))
+        return sums([own, present.astype(jnp.int32)], self.axis_name)
+
+      total, count = self.run(
+          one_worker, (x, present), (Spec(True),) * 2, [Spec(False)] * 2
+      )
+      return total, count
     mask = present.reshape(self.count, *(1,) * (x.ndim - 1))
     total = jnp.sum(jnp.where(mask, x, jnp.zeros_like(x)), axis=0)
     return total, jnp.sum(present, dtype=jnp.int32)

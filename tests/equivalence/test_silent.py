@@ -423,3 +423,54 @@ def test_loaded_weights_arrive_as_a_whole(workers):
   own = jax.tree.map(np.asarray, state.worker_stacked.params)
   np.testing.assert_array_equal(own['a'], np.array([[5, 0, 5]]) - x[:, None])
   np.testing.assert_array_equal(own['b'], np.zeros((4, 2)) - x[:, None])
+
+
+# Sums in the order of the workers ------------------------------------------------
+
+
+@pytest.mark.parametrize('how', ['average', 'exchange', 'step'])
+@pytest.mark.parametrize('count', [8, 32])
+def test_sums_have_the_same_bits_in_every_map(how, count):
+  """XLA adds a mapped axis in an order of its own from eight workers on."""
+  rng = np.random.default_rng(0)
+  shapes = {'a': (5000,), 'b': (7, 3), 'large': (140, 140)}
+  grads = {
+      k: rng.normal(size=(count, *s)).astype(np.float32)
+      for k, s in shapes.items()
+  }
+  params = {k: jnp.zeros(s) for k, s in shapes.items()}
+
+  def make(workers):
+    if how == 'exchange':
+      return demo_optax.scale_by_demo(None, workers=workers)
+    return demo_optax.average(workers=workers)
+
+  def run(workers, step=False):
+    tx = make(workers)
+    state = tx.init(params)
+    if not step:
+      return jax.jit(tx.update)(grads, state, params)[0]
+    update = lambda state, grads: tx.update(
+        jax.tree.map(lambda g: g[0], grads), state, params)[0]
+    return demo_optax.data_parallel(workers, batch_argnums=1)(update)(
+        workers.device_put(state), grads)
+
+  found = [run(demo_optax.Workers.simulated(count), how == 'step')]
+  axis = make(demo_optax.Workers.on_axis('data'))
+  found.append(jax.tree.map(lambda x: x[0], jax.jit(jax.vmap(
+      lambda grads: axis.update(grads, axis.init(params), params)[0],
+      axis_name='data'))(grads)))
+  if count == 8:
+    for kind in ('auto', 'explicit'):
+      with make_workers(kind, count) as workers:
+        found.append(run(workers, how == 'step'))
+  for name in ('a', 'b'):
+    total = grads[name][0]
+    for x in grads[name][1:]:
+      total = total + x
+    expected = total * np.float32(1 / count)
+    for updates in found:
+      np.testing.assert_array_equal(np.asarray(updates[name]), expected)
+  for updates in found:
+    np.testing.assert_allclose(
+        updates['large'], grads['large'].mean(0), atol=1e-6)
