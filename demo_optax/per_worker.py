@@ -1,11 +1,13 @@
 """Transformations of each worker's own gradient, and the mean of all."""
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from demo_optax import _checks, _tree
@@ -25,6 +27,20 @@ class PerWorkerState(NamedTuple):
   """
 
   worker_stacked: chex.ArrayTree
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Averaged:
+  """Paths and shapes of the parameters whose gradients are averaged."""
+
+  params: frozenset[Any]
+
+
+class AverageState(NamedTuple):
+  """State of `average`, by which `data_parallel` knows the parameters."""
+
+  averaged: Averaged
 
 
 def per_worker(
@@ -171,7 +187,7 @@ def average(*, workers: Workers) -> optax.GradientTransformation:
 
   The first link of a baseline to compare with. For some leaves of a model take
   `None` in a tree of compressors: then `exchange_info` also counts the workers
-  that were left out, which here nothing does, since there is no state.
+  that were left out, which here nothing does.
 
   Args:
     workers: the workers of the exchange.
@@ -238,7 +254,20 @@ def average(*, workers: Workers) -> optax.GradientTransformation:
 
     return treedef.unflatten([mean(x, p) for x, p in zip(leaves, like)])
 
-  return optax.stateless(update_fn)
+  def init_fn(params: chex.ArrayTree) -> AverageState:
+    return AverageState(Averaged(frozenset(
+        (path_keys(path), np.shape(x))
+        for path, x in jax.tree_util.tree_flatten_with_path(params)[0]
+    )))
+
+  def update_state(
+      updates: chex.ArrayTree,
+      state: AverageState,
+      params: chex.ArrayTree | None = None,
+  ) -> tuple[chex.ArrayTree, AverageState]:
+    return update_fn(updates, params), state
+
+  return optax.GradientTransformation(init_fn, update_state)
 
 
 def _inexact(tree: chex.ArrayTree) -> list[jax.Array]:

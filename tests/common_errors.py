@@ -96,8 +96,7 @@ def mask_alone():
 
 
 def stock_state(params, state, x):
-  return train_step(params, state, x, optax.chain(
-      demo_optax.average(workers=FOUR), optax.adamw(1e-3)))
+  return train_step(params, state, x, optax.adamw(1e-3))
 
 
 def outer_alone():
@@ -116,8 +115,7 @@ CASES = [
      lambda: update(demo(), PARAMS)),
     ('a batch that does not divide', lambda: run(train_step, rows=6)),
     ('a batch that cannot be told from the other arguments',
-     lambda: run(stock_state, optax.chain(
-         demo_optax.average(workers=FOUR), optax.adamw(1e-3)).init(PARAMS))),
+     lambda: run(stock_state, optax.adamw(1e-3).init(PARAMS))),
     ("a loss that does not use the step's batch, or averaged gradients",
      lambda: run(ignore_batch)),
     ('a gradient that is neither exchanged nor averaged: `optax.masked` alone,'
@@ -135,7 +133,8 @@ CASES = [
          in_specs=(jax.P(), jax.P('data')), out_specs=jax.P(),
      ))(PARAMS, jnp.ones((1, 8)))),
     ('`Workers.on_axis` outside of any map', lambda: update(on_axis(), PARAMS)),
-    ('`tx.update(grads, state)` of `demo`', lambda: update(demo(), params=None)),
+    ('`tx.update(grads, state)` of `demo` with weight decay',
+     lambda: update(demo(weight_decay=0.1), params=None)),
     ('`workers=4`', lambda: demo(workers=4)),
     ('an axis that the mesh does not have',
      lambda: demo_optax.Workers.on_mesh(jax.make_mesh(

@@ -7,6 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+# Folded in before a worker's number.
+_WORKERS = 0x0DE30
+
 _WORDS = re.compile(r'(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])')
 _WORD = re.compile(r'(?<![a-z])(key|rng|prng|seed)s?(?![a-z])')
 
@@ -44,7 +47,8 @@ def fold(key: jax.Array, index: jax.Array) -> jax.Array:
   lead = key.shape if is_key_array(key) else key.shape[:-1]
 
   def one(key: jax.Array) -> jax.Array:
-    return jax.random.fold_in(key, index)
+    # fold_in(key, i) alone is split(key, n)[i], which a user may have as well.
+    return jax.random.fold_in(jax.random.fold_in(key, _WORKERS), index)
 
   for _ in lead:
     one = jax.vmap(one)

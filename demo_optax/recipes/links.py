@@ -11,7 +11,7 @@ import optax
 from optax import contrib
 
 from demo_optax import _tree
-from demo_optax.compressors.compressor import CompressorTree, Frozen, per_leaf
+from demo_optax.compressors.compressor import Frozen
 from demo_optax.demo import DeMoState, check_range
 from demo_optax.recipes.matrices import Matrices, matrix_axes
 from demo_optax.workers import Workers
@@ -126,11 +126,13 @@ def in_momentum_dtype() -> optax.GradientTransformation:
 
 
 def in_parameter_dtype() -> optax.GradientTransformation:
-  """Casts updates to the dtypes of the parameters."""
+  """Casts updates to the dtypes of the parameters, where they are given."""
 
   def update_fn(
       updates: chex.ArrayTree, params: chex.ArrayTree | None
   ) -> chex.ArrayTree:
+    if params is None:
+      return updates
     return jax.tree.map(
         lambda u, p: u.astype(jnp.result_type(p)), updates, params
     )
@@ -229,9 +231,7 @@ def in_wide_arithmetic(
 
 
 def settled(
-    chain: optax.GradientTransformation,
-    workers: Workers,
-    compressor: CompressorTree,
+    chain: optax.GradientTransformation, workers: Workers
 ) -> optax.GradientTransformationExtraArgs:
   """Masks `chain` to the leaves that are exchanged; zeroes other updates.
 
@@ -246,23 +246,30 @@ def settled(
       params: chex.ArrayTree | None = None,
       **extra_args: Any,
   ) -> tuple[chex.ArrayTree, optax.MaskedState]:
-    if params is None:
-      raise ValueError('demo needs params: tx.update(grads, state, params).')
+    if params is None and not all(
+        map(_tree.is_exchanged, jax.tree.leaves(updates))
+    ):
+      raise ValueError(
+          'params must be given where leaves are empty or of integers:'
+          ' tx.update(grads, state, params).'
+      )
+    grads = updates
     try:
       updates, new = masked.update(updates, state, params, **extra_args)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-      _check_state_is_of(masked, state, params, error)
+      if params is not None:
+        _check_state_is_of(masked, state, params, error)
       raise
     links = new.inner_state
     (exchange,) = (link for link in links if isinstance(link, DeMoState))
     # Zero from where, not by a product: a decay that is not finite would stay.
     someone = exchange.metrics['num_excluded'] < workers.count
-    frozen = jax.tree.structure(params).unflatten(
-        [isinstance(code, Frozen) for code in per_leaf(compressor, params)]
-    )
+    layout = iter(exchange.layout.layout.leaves)  # of what is exchanged
 
-    def settle(update: jax.Array, param: Any, is_frozen: bool) -> jax.Array:
-      if is_frozen or not _tree.is_exchanged(param):
+    def settle(update: jax.Array, param: Any) -> jax.Array:
+      if not _tree.is_exchanged(param) or isinstance(
+          next(layout).compressor, Frozen
+      ):
         return jnp.zeros_like(param)
       return jnp.where(someone, update, jnp.zeros_like(update))
 
@@ -277,7 +284,10 @@ def settled(
         hold, state, new,
         is_leaf=lambda x: isinstance(x, DeMoState) or _has_second_moments(x),
     )
-    return jax.tree.map(settle, updates, params, frozen), new
+    if params is None:
+      updates = jax.tree.map(lambda u, g: u.astype(g.dtype), updates, grads)
+    like = updates if params is None else params
+    return jax.tree.map(settle, updates, like), new
 
   return optax.GradientTransformationExtraArgs(masked.init, update_fn)
 

@@ -116,6 +116,10 @@ def demo(
   _check_rate('learning_rate', learning_rate)
   check_range('weight_decay', weight_decay, 0.0, float('inf'))
   _check_mask(weight_decay_mask)
+  is_zero = isinstance(weight_decay, int | float) and not weight_decay
+  decay_link = [] if is_zero else [  # alone needs the parameters
+      optax.add_decayed_weights(weight_decay, weight_decay_mask)
+  ]
   chain = optax.chain(
       links.in_momentum_dtype(),
       scale_by_demo(
@@ -128,10 +132,10 @@ def demo(
       ),
       optax.scale_by_sign(),
       links.in_parameter_dtype(),
-      optax.add_decayed_weights(weight_decay, weight_decay_mask),
+      *decay_link,
       optax.scale_by_learning_rate(learning_rate),
   )
-  return links.settled(chain, workers, compressor)
+  return links.settled(chain, workers)
 
 
 def muon_compressors(
@@ -456,7 +460,7 @@ def demo_muon(
         decayed('adam', adam_weight_decay),
         by_label(rates),
     )
-    return links.settled(chain, workers, sent)
+    return links.settled(chain, workers)
 
   def init_fn(params: chex.ArrayTree) -> Any:
     return chain_for(_tree.without_variables(params)).init(params)

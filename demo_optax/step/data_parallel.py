@@ -5,6 +5,7 @@ import functools
 import inspect
 import itertools
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from demo_optax.compressors.compressor import Frozen
 from demo_optax.demo import layouts_in
 from demo_optax.exchange.algorithm import traced_configs
 from demo_optax.numerics import prng
+from demo_optax.per_worker import AverageState
 from demo_optax.step import agreement, programs
 from demo_optax.step import nnx as modules
 from demo_optax.workers import Workers, checks, inside
@@ -285,6 +287,14 @@ class DataParallelStep:
       _check_no_multi_steps((args, kwargs, modules.attributes(objects)))
       call = _Call.of(self, arguments, opened, leaves)
       self._calls[key] = call
+      if len(self._calls) == _MANY_PROGRAMS:
+        warnings.warn(
+            f'{self!r} has compiled {_MANY_PROGRAMS} programs. It compiles for'
+            ' every new shape, and for every new value of what is not an array'
+            ' among its arguments: a string, a static argument, or another'
+            ' object, such as self of a method, by its identity.',
+            stacklevel=5,
+        )
     if compare:
       agreement.check(self.workers, {
           'arguments of the step': ', '.join(
@@ -590,6 +600,9 @@ def _remedy(error: Exception, workers: Workers) -> str | None:
     )
   return None
 
+
+# From so many on, a step warns that something makes it compile again.
+_MANY_PROGRAMS = 20
 
 # A call -----------------------------------------------------------------------
 
@@ -1114,7 +1127,15 @@ def _params_of_states(
           if not isinstance(leaf.compressor, Frozen)
       )
       for layout in layouts_in(value).values()
+  ) + tuple(
+      x.averaged.params
+      for x in jax.tree.leaves(value, is_leaf=_is_average)
+      if _is_average(x)
   )
+
+
+def _is_average(x: Any) -> bool:
+  return isinstance(x, AverageState)
 
 
 def _role(

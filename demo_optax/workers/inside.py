@@ -288,7 +288,7 @@ def call_stacked(
       if is_cut and not has_axis:
         name = jax.tree_util.keystr(path)
         raise ValueError(_differs(
-            f'The optimizer state {name}', ('state', 'skip', 'wrapper')
+            f'The optimizer state {name}', ('state', 'skip', 'value', 'wrapper')
         ))
       if has_axis and not is_cut:
         raise ValueError(_NOT_AN_ARGUMENT)
@@ -403,6 +403,8 @@ _CAUSES = {
     ' workers, demo_optax.over_workers(flag, jnp.all); optax.apply_if_finite is'
     ' not needed, since the exchange leaves out workers with gradients that are'
     ' not finite',
+    'value': "an extra argument of one worker, such as value=loss of"
+    ' reduce_on_plateau: value=demo_optax.over_workers(loss)',
     'number': "a number from one worker's loss or gradient:"
     ' demo_optax.over_workers(number)',
     'state': 'a transformation with a state before the exchange: put it into'
@@ -411,7 +413,9 @@ _CAUSES = {
     ' updates (optax.contrib.mechanize): put it behind,'
     ' optax.chain(demo_optax.scale_by_demo(...), wrapper(...))',
 }
-_OF_RESULTS = 'gradient', 'statistics', 'metric', 'skip', 'state', 'wrapper'
+_OF_RESULTS = (
+    'gradient', 'statistics', 'metric', 'skip', 'state', 'value', 'wrapper'
+)
 
 
 def _differs(what: str, causes: Sequence[str] = _OF_RESULTS) -> str:

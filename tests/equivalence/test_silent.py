@@ -474,3 +474,94 @@ def test_sums_have_the_same_bits_in_every_map(how, count):
   for updates in found:
     np.testing.assert_allclose(
         updates['large'], grads['large'].mean(0), atol=1e-6)
+
+
+# Lines that need not change ------------------------------------------------------
+
+
+def test_an_averaged_baseline_in_the_same_step():
+  """Its state was not known, and the step refused to guess."""
+  workers = demo_optax.Workers.simulated(4)
+  tx = optax.chain(demo_optax.average(workers=workers), optax.sgd(0.1))
+
+  @demo_optax.data_parallel(workers)
+  def step(params, state, x):
+    loss_fn = lambda params: jnp.mean((x @ params['w'] - 1) ** 2)
+    updates, state = tx.update(jax.grad(loss_fn)(params), state, params)
+    return optax.apply_updates(params, updates), state
+
+  params = {'w': jnp.zeros(8)}
+  after, _ = step(params, tx.init(params), rows())
+  expected = jax.grad(lambda w: jnp.mean((rows() @ w - 1) ** 2))(params['w'])
+  np.testing.assert_allclose(after['w'], -0.1 * expected, rtol=1e-4, atol=1e-6)
+
+
+def test_updates_without_parameters(workers):
+  """As Adam and SGD take them; with weight decay it is optax's error."""
+  from demo_optax.compressors.compressor import Frozen
+  params = {'w': jnp.ones((8, 8)), 'still': jnp.ones(3)}
+  freeze = {'w': demo_optax.dct_topk(8, 4), 'still': Frozen()}
+  for compressor in (demo_optax.dct_topk(8, 4), freeze):
+    tx = demo_optax.demo(0.1, workers=workers, compressor=compressor)
+
+    @demo_optax.data_parallel(workers, batch_argnums=2)
+    def step(params, state, x, given, tx=tx):
+      loss_fn = lambda p: jnp.mean((x @ p['w']) ** 2) + p['still'].sum() * x.mean()
+      grads = jax.grad(loss_fn)(params)
+      return tx.update(grads, state, params if given else None)
+
+    state = tx.init(params)
+    found = [
+        demo_optax.data_parallel(workers, batch_argnums=2)(
+            lambda params, state, x, given=given: step.__wrapped__(
+                params, state, x, given))(params, state, rows())
+        for given in (True, False)]
+    jax.tree.map(np.testing.assert_array_equal, *found)
+  decayed = demo_optax.demo(0.1, workers=workers, weight_decay=0.1)
+  grads = jax.tree.map(lambda p: jnp.ones((4, *p.shape)), params)
+  with pytest.raises(ValueError, match='params'):
+    decayed.update(grads, decayed.init(params))
+
+
+def test_keys_of_workers_are_not_those_of_a_split():
+  workers = demo_optax.Workers.simulated(4)
+  key = jax.random.key(0)
+  own = demo_optax.data_parallel(workers, batch_argnums=1)(
+      lambda key, x: x + jax.random.normal(key, (1,)))(key, np.zeros(4, np.float32))
+  split = [jax.random.normal(k, ()) for k in jax.random.split(key, 4)]
+  assert not set(np.asarray(own).tolist()) & set(map(float, split))
+
+
+def test_a_step_that_compiles_again_and_again_warns():
+  class Trainer:
+
+    @demo_optax.data_parallel(
+        demo_optax.Workers.simulated(2), batch_argnums=1)
+    def step(self, x):
+      return x.mean()
+
+  with pytest.warns(UserWarning, match='20 programs.* self of a method'):
+    for _ in range(20):
+      Trainer().step.func.lower(Trainer(), np.ones(4, np.float32))
+
+
+def test_an_extra_argument_of_one_worker_is_named():
+  workers = demo_optax.Workers.simulated(4)
+  tx = optax.chain(
+      demo_optax.demo(0.1, workers=workers),
+      optax.contrib.reduce_on_plateau(patience=1))
+
+  def make(value):
+    @demo_optax.data_parallel(workers)
+    def step(params, state, x):
+      loss, grads = jax.value_and_grad(
+          lambda params: jnp.mean((x @ params['w'] - 1) ** 2))(params)
+      with jax.numpy_dtype_promotion('standard'):
+        updates, state = tx.update(grads, state, params, value=value(loss))
+      return optax.apply_updates(params, updates), state
+    return step
+
+  params = {'w': jnp.zeros(8)}
+  with pytest.raises(ValueError, match=r'(?s)value=demo_optax.over_workers\(loss'):
+    make(lambda loss: loss)(params, tx.init(params), rows())
+  make(demo_optax.over_workers)(params, tx.init(params), rows())

@@ -152,9 +152,9 @@ def test_another_tree():
     tx.update({'w': jnp.ones((N, 8, 8))}, state)
 
 
-def test_demo_needs_params():
-  tx = demo_optax.demo(1e-3, workers=WORKERS)
-  with pytest.raises(ValueError, match='needs params'):
+def test_weight_decay_needs_params():
+  tx = demo_optax.demo(1e-3, workers=WORKERS, weight_decay=0.1)
+  with pytest.raises(ValueError, match='params'):
     tx.update(random_tree(0, SHAPES, (N,)), tx.init(PARAMS))
 
 
