@@ -41,7 +41,7 @@ RATES = [1e-3, 2e-3, 4e-3, 8e-3]
 
 def runs_of(method: str, rate: float, seeds: list[int], extra: list[str]):
   """Yields one record per seed; the compiled step is shared."""
-  args = train_lm.parse_args([*METHODS[method], '--lr', str(rate), *extra])
+  args = methods.parse_args([*METHODS[method], '--lr', str(rate), *extra])
   corpus, config = text.load(args.data), GPTConfig()
   workers = train_lm.make_workers(args.workers)
   tx = methods.make_optimizer(args, workers)

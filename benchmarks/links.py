@@ -145,7 +145,7 @@ class Method:
 
     count = jax.device_count()
     batch = SEQUENCES[model] or count
-    args = train_lm.parse_args(
+    args = methods.parse_args(
         ['--optimizer', 'demo', *MODELS[model],
          *METHODS[method], '--batch', str(batch)])
     config = GPTConfig(width=args.width, layers=args.layers, heads=args.heads)

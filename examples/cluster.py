@@ -28,7 +28,6 @@ import traceback
 from collections.abc import Iterator
 from types import FrameType
 
-import flags
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
@@ -39,12 +38,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
   env = os.environ.get
   add('--coordinator', default=env('JAX_COORDINATOR_ADDRESS'),
       metavar='HOST:PORT', help='of process 0')
-  add('--processes', type=flags.whole(1), default=env('JAX_NUM_PROCESSES'),
+  add('--processes', type=int, default=env('JAX_NUM_PROCESSES'),
       metavar='N')
-  add('--process', type=flags.whole(0), default=env('JAX_PROCESS_ID'),
+  add('--process', type=int, default=env('JAX_PROCESS_ID'),
       metavar='I', help='number of this one, from 0')
   add('--distributed', action='store_true', help='let JAX find the others')
-  add('--timeout', type=flags.whole(1), default=300, metavar='SECONDS',
+  add('--timeout', type=int, default=300, metavar='SECONDS',
       help='how long to wait for the others to start')
 
 
@@ -58,19 +57,19 @@ def check(args: argparse.Namespace) -> bool:
   missing = [flag for flag, value in own.items() if value is None]
   if 0 < len(missing) < 3:
     given = [flag for flag in own if flag not in missing]
-    flags.fail(
+    raise SystemExit(
         f'{", ".join(given)} without {", ".join(missing)}: give all three, or'
         ' none where JAX detects the cluster.'
     )
   if missing:
     return False
   if not is_address(args.coordinator):
-    flags.fail(
+    raise SystemExit(
         f'--coordinator {args.coordinator}: it must be HOST:PORT, with a port'
         ' from 1 to 65535.'
     )
   if args.process >= args.processes:
-    flags.fail(
+    raise SystemExit(
         f'--process {args.process}: the processes are numbered from 0 to'
         f' {args.processes - 1}.'
     )
@@ -94,10 +93,10 @@ def join(args: argparse.Namespace) -> None:
     try:
       jax.distributed.initialize(initialization_timeout=args.timeout)
     except ValueError as error:  # before anything is sent
-      flags.fail(
+      raise SystemExit(
           f'JAX finds no cluster here ({error}): give --coordinator,'
           ' --processes and --process.'
-      )
+      ) from error
   # Connect now, when all are here: on CPU gloo waits for 30 s only, and later
   # one may be further behind than that.
   multihost_utils.sync_global_devices('all are here')

@@ -26,22 +26,20 @@ import threading
 import time
 from collections.abc import Sequence
 
-import flags
-
 _PR_SET_PDEATHSIG = 1
 _ENDING = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 _BROKEN_PIPE = 128 + signal.SIGPIPE
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-  parser = flags.Parser(
+  parser = argparse.ArgumentParser(
       description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   add = parser.add_argument
-  add('-n', '--processes', type=flags.whole(1, 1024), default=2)
-  add('--devices', type=flags.whole(1, 1024), default=1,
+  add('-n', '--processes', type=int, default=2)
+  add('--devices', type=int, default=1,
       help='CPU devices of each process')
-  add('--grace', type=flags.not_negative, default=30.0, metavar='SECONDS',
+  add('--grace', type=float, default=30.0, metavar='SECONDS',
       help='time to save a last checkpoint in, before a process is killed')
   add('command', nargs=argparse.REMAINDER, help='-- and what to run')
   args = parser.parse_args(argv)

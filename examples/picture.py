@@ -1,7 +1,10 @@
 """Pictures as files, where matplotlib is installed."""
 
 import pathlib
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 
 def pyplot() -> Any:
@@ -15,6 +18,12 @@ def pyplot() -> Any:
   import matplotlib.pyplot as plt
 
   return plt
+
+
+def smooth(losses: Sequence[float]) -> np.ndarray:
+  """Running mean over 10 steps."""
+  padded = np.concatenate([np.full(9, losses[0]), losses])
+  return np.convolve(padded, np.full(10, 0.1), 'valid')
 
 
 def save(figure: Any, path: pathlib.Path) -> None:

@@ -48,17 +48,15 @@ def load(path: str | None = None) -> Corpus:
 
 
 def batch(
-    text: np.ndarray, seed: int, step: int, size: int, length: int,
-    rows: slice = slice(None),
+    text: np.ndarray, seed: int, step: int, size: int, length: int
 ) -> np.ndarray:
   """Random windows of training text: a function of seed and step alone.
 
   Returns:
-    int32 `[size, length + 1]`, or those rows of it; inputs and, shifted by one,
-    targets.
+    int32 `[size, length + 1]`; inputs and, shifted by one, targets.
   """
   rng = np.random.default_rng((seed, step))
-  starts = rng.integers(0, len(text) - length, size)[rows]
+  starts = rng.integers(0, len(text) - length, size)
   return text[starts[:, None] + np.arange(length + 1)].astype(np.int32)
 
 

@@ -1,17 +1,16 @@
 """Trains a byte-level GPT on real text; workers send 0.4 % of a gradient.
 
-    python examples/train_lm.py                 # demo_muon, 4 workers
-    python examples/train_lm.py --compare       # beside AdamW, Muon averaged
-    python examples/train_lm.py --optimizer demo      # DeMo, published rule
-    python examples/train_lm.py --optimizer diloco    # exchange every 20 steps
-    python examples/train_lm.py --resume        # go on from a checkpoint
-    python examples/train_lm.py --overwrite     # or start anew
+    python examples/train_lm.py                    # demo_muon, 4 workers
+    python examples/train_lm.py --compare          # beside AdamW and Muon
+    python examples/train_lm.py --optimizer demo   # DeMo, published rule
+    python examples/train_lm.py --resume           # from the last checkpoint
+    python examples/train_lm.py --overwrite        # or from the start
     python examples/launch_local.py -n 4 -- python examples/train_lm.py
 
 With several devices there is one worker per device, in one process or in many
 (cluster.py says how they find each other); with one, workers are simulated.
 SIGTERM or Ctrl-C, to one process or to all, ends the run after a step, which is
-saved; a second Ctrl-C ends a process at once.
+saved.
 """
 
 import argparse
@@ -25,9 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 import cluster
-import flags
 import jax
-import methods
 import metrics
 import numpy as np
 import optax
@@ -38,79 +35,146 @@ from gpt import GPT, GPTConfig
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from optax import contrib
 
 import demo_optax
-from demo_optax import checkpoint
+from demo_optax import checkpoint, recipes
 
-try:
-  from tqdm import tqdm
-except ImportError:  # a progress bar is a convenience
-  tqdm = None
+# Peak learning rates of matrices and of other leaves, tuned on this example.
+RATES = {'demo-muon': (2e-3, 6e-3), 'demo': (2e-3, 2e-3),
+         'muon': (2e-2, 1.2e-2), 'adamw': (2e-3, 2e-3)}
+AVERAGED = ('adamw', 'muon')  # all-reduce their gradients
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-  parser = flags.Parser(
+  parser = argparse.ArgumentParser(
       description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   add = parser.add_argument
-  add('--compare', action='store_true',
-      help='also train by adamw and muon, at their tuned rates; draw all')
-  add('--workers', type=flags.whole(1),
-      help='default: one per device, or 4 on one device')
-  add('--data', type=flags.not_empty, metavar='FILE',
+  add('--optimizer', choices=RATES, default='demo-muon')
+  add('--compare', action='store_true', help='train by adamw and muon as well')
+  add('--lr', type=float, help='peak learning rate; default: tuned')
+  add('--other-lr', type=float, help='of embeddings, head, norms and biases')
+  add('--topk', type=int, help='coefficients sent of each chunk of 64x64')
+  add('--exchange', choices=['all_gather', 'all_to_all', 'auto'],
+      default='all_gather', help='all_to_all: for many workers')
+  add('--warmup', type=int, default=40, help='steps')
+  add('--workers', type=int, help='default: one per device, or 4 on one')
+  add('--data', metavar='FILE',
       help='text file or folder; default: Python help topics')
-  add('--out', type=flags.folder, default='runs/lm',
-      help='folder for all that is written')
-  add('--steps', type=flags.whole(1), default=800)
-  add('--batch', type=flags.whole(1), default=16,
-      help='sequences per step, all workers')
-  add('--microbatches', type=flags.whole(1), default=1)
-  add('--seed', type=flags.whole(0), default=0)
-  add('--eval-every', type=flags.whole(1), default=200)
-  add('--save-every', type=flags.whole(1), default=400)
-  add('--save-timeout', type=flags.whole(1), default=300, metavar='SECONDS',
-      help='in which a checkpoint is whole, or has failed')
-  add('--check-every', type=flags.whole(1), default=200,
+  add('--out', default='runs/lm', help='folder for all that is written')
+  add('--steps', type=int, default=800)
+  add('--batch', type=int, default=16, help='sequences a step, all workers')
+  add('--microbatches', type=int, default=1)
+  add('--seed', type=int, default=0)
+  add('--eval-every', type=int, default=200)
+  add('--save-every', type=int, default=400)
+  add('--save-timeout', type=int, default=300, help='seconds')
+  add('--check-every', type=int, default=200,
       help='steps between comparisons of all copies of the parameters')
   add('--resume', nargs='?', const='must', choices=['must', 'auto'],
       help='from the last checkpoint; auto: if there is one')
-  add('--overwrite', action='store_true',
-      help='start anew, and remove the checkpoints of the run before')
+  add('--overwrite', action='store_true', help='remove former checkpoints')
   add('--resize', action='store_true',
       help='the checkpoint may be of another number of workers')
-  methods.add_flags(parser, 'demo-muon')
   cluster.add_flags(parser)
   for field in dataclasses.fields(GPTConfig):
-    least = 256 if field.name == 'vocab' else 1  # tokens are bytes
-    most = 1000 if field.name == 'layers' else 2**20
-    add(f'--{field.name}', type=flags.whole(least, most), default=field.default)
-  args = methods.settle(parser.parse_args(argv))
-  if args.compare and args.resume:
-    parser.error('--compare trains both from the start: leave out --resume.')
-  if args.resume and args.overwrite:
-    parser.error('--overwrite starts anew, --resume goes on: leave one out.')
+    add(f'--{field.name}', type=int, default=field.default)
+  args = parser.parse_args(argv)
+  if args.resume and (args.overwrite or args.compare):
+    parser.error('--resume goes with neither --overwrite nor --compare.')
   if args.width % args.heads:
-    parser.error(
-        f'--heads {args.heads} does not divide --width {args.width}: give'
-        f' --heads {flags.divisors(args.width)}, or a multiple of'
-        f' {args.heads} as --width.'
-    )
-  methods.check(args)
-  cluster.check(args)
+    parser.error(f'--heads {args.heads} must divide --width {args.width}.')
   return args
 
 
-# What a training run is made of -----------------------------------------------
+# The optimizer and a step -----------------------------------------------------
+
+
+def make_optimizer(
+    args: argparse.Namespace, workers: demo_optax.Workers
+) -> optax.GradientTransformation:
+  """The optimizer; its `update` takes one worker's gradient."""
+  rate, other_rate = (
+      optax.warmup_cosine_decay_schedule(
+          0.0, given or tuned, min(args.warmup, args.steps // 2), args.steps,
+          end_value=0.1 * (given or tuned))
+      for given, tuned in zip((args.lr, args.other_lr), RATES[args.optimizer])
+  )
+  clip = optax.clip_by_global_norm(1.0)
+  # Averaged gradients: what data parallelism does without this library.
+  if args.optimizer == 'adamw':
+    return optax.chain(
+        demo_optax.average(workers=workers), clip, optax.adamw(rate, b2=0.95))
+  if args.optimizer == 'muon':
+    return optax.chain(
+        demo_optax.average(workers=workers), clip,
+        contrib.muon(
+            rate, adam_learning_rate=other_rate, adam_b2=0.95,
+            muon_weight_dimension_numbers=recipes.muon_dimension_numbers))
+  # Each worker's gradient is clipped, then its compressed update exchanged.
+  options = {'workers': workers, 'exchange': args.exchange,
+             'compressor': compressor_of(args)}
+  if args.optimizer == 'demo':
+    exchange = demo_optax.demo(rate, decay=0.99, **options)
+  else:
+    exchange = demo_optax.demo_muon(
+        rate, adam_learning_rate=other_rate, **options)
+  return optax.chain(demo_optax.per_worker(clip, workers=workers), exchange)
+
+
+def compressor_of(args: argparse.Namespace) -> Any:
+  """What is sent; `plan` and `Checkpointer` need it as well."""
+  if args.optimizer in AVERAGED:
+    return None
+  if args.optimizer == 'demo':
+    return demo_optax.dct_topk(topk=args.topk or 32)
+  return lambda params: recipes.muon_compressors(params, args.topk or 64)
+
+
+def loss_fn(model: GPT, tokens: jax.Array) -> jax.Array:
+  logits = model(tokens[:, :-1])
+  return optax.softmax_cross_entropy_with_integer_labels(
+      logits, tokens[:, 1:]
+  ).mean()
+
+
+def make_train_step(
+    workers: demo_optax.Workers, microbatches: int = 1
+) -> Callable[..., jax.Array]:
+  """`(model, optimizer, tokens) -> loss`, the mean over all workers."""
+
+  @demo_optax.data_parallel(workers, donate_argnums=(0, 1))
+  def train_step(
+      model: GPT, optimizer: nnx.Optimizer, tokens: jax.Array
+  ) -> jax.Array:
+    # Written for one worker: its rows of the batch, its loss, its gradient.
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    grads_of = jax.value_and_grad(lambda params, tokens: loss_fn(
+        nnx.merge(graphdef, params, rest), tokens))
+    if microbatches == 1:
+      loss, grads = grads_of(params, tokens)
+    else:
+      parts = tokens.reshape(microbatches, -1, tokens.shape[-1])
+      loss, grads = jax.tree.map(
+          lambda x: x.mean(0),
+          jax.lax.map(lambda part: grads_of(params, part), parts))
+    optimizer.update(model, grads)  # the exchange
+    return loss
+
+  return train_step
+
+
+# Workers, data, evaluation ----------------------------------------------------
 
 
 def make_workers(count: int | None) -> demo_optax.Workers:
   """One worker per device where there are several, else simulated ones."""
   devices = jax.devices()
   if jax.process_count() > 1 and count not in (None, len(devices)):
-    flags.fail(
-        f'--workers {count}: {jax.process_count()} processes have'
-        f' {len(devices)} devices, and so many workers: leave it out.'
-    )
+    raise SystemExit(
+        f'--workers {count}: with several processes there is one worker for'
+        f' each of the {len(devices)} devices. Leave it out.')
   count = count or (len(devices) if len(devices) > 1 else 4)
   if count > len(devices) or len(devices) == 1:
     return demo_optax.Workers.simulated(count)
@@ -121,52 +185,21 @@ def make_workers(count: int | None) -> demo_optax.Workers:
   return demo_optax.Workers.on_mesh(mesh, 'data')
 
 
-def load(args: argparse.Namespace) -> tuple[text.Corpus, np.ndarray]:
-  """The corpus, and windows of what is held out."""
-
-  def read() -> tuple[text.Corpus, np.ndarray]:
-    if args.data and not pathlib.Path(args.data).exists():
-      raise ValueError('there is none: give a text file, or a folder of them.')
-    corpus = text.load(args.data)
-    if len(corpus.train) <= args.context:
-      raise ValueError(
-          f'the training text of {len(corpus.train)} bytes holds no window of'
-          f' {args.context + 1}: give more data, or a shorter --context.'
-      )
-    return corpus, text.windows(corpus.valid, 64, args.context)
-
-  return flags.try_to(read, f'--data {args.data}: ' if args.data else '')
-
-
 def make_feed(
     args: argparse.Namespace, train: np.ndarray, workers: demo_optax.Workers
 ) -> Callable[[int], Any]:
-  """`step -> int32 [batch, context + 1]`; a process makes its own rows only."""
+  """`step -> int32 [batch, context + 1]`, on a mesh with its rows in place."""
   size, context = args.batch, args.context
   if workers.mesh is None:
     return lambda step: text.batch(train, args.seed, step, size, context)
   shape = size, context + 1
   sharding = NamedSharding(workers.mesh, P(workers.axis_name))
-  own = [rows for rows, _ in
-         sharding.addressable_devices_indices_map(shape).values()]
-  first = min(rows.start or 0 for rows in own)
-  last = max(size if rows.stop is None else rows.stop for rows in own)
 
   def feed(step: int) -> jax.Array:
-    rows = text.batch(
-        train, args.seed, step, size, context, slice(first, last)
-    )
-    return jax.make_array_from_process_local_data(sharding, rows, shape)
+    rows = text.batch(train, args.seed, step, size, context)
+    return jax.make_array_from_callback(shape, sharding, lambda at: rows[at])
 
   return feed
-
-
-def loss_fn(model: GPT, tokens: jax.Array) -> jax.Array:
-  logits = model(tokens[:, :-1])
-  losses = optax.softmax_cross_entropy_with_integer_labels(
-      logits, tokens[:, 1:]
-  )
-  return losses.mean()
 
 
 @nnx.jit
@@ -178,9 +211,7 @@ def evaluate(model: GPT, batches: np.ndarray) -> float:
   return float(np.mean([eval_step(model, b) for b in batches]))
 
 
-def generate(
-    model: GPT, prompt: np.ndarray, length: int, seed: int
-) -> bytes:
+def generate(model: GPT, prompt: np.ndarray, length: int, seed: int) -> bytes:
   """Continues a prompt of at least `context` bytes."""
   context = model.config.context
 
@@ -192,7 +223,7 @@ def generate(
   for key in jax.random.split(jax.random.key(seed), length):
     window = np.array(tokens[-context:], np.int32)[None]
     tokens.append(int(next_byte(model, window, key)))
-  return bytes(tokens[len(prompt) :])
+  return bytes(tokens[len(prompt):])
 
 
 # Checkpoints ------------------------------------------------------------------
@@ -201,16 +232,14 @@ def generate(
 def everything(
     args: argparse.Namespace, model: GPT, optimizer: nnx.Optimizer
 ) -> dict[str, Any]:
-  """What a run goes on from; the data is a function of flags and step."""
+  """The state of a run; its batches are a function of flags and step."""
   data = {'seed': args.seed, 'batch': args.batch, 'context': args.context,
           'data': str(args.data)}
   return {'model': model, 'optimizer': optimizer, 'data': data}
 
 
 def restore(
-    args: argparse.Namespace,
-    checkpoints: checkpoint.Checkpointer,
-    model: GPT,
+    args: argparse.Namespace, checkpoints: checkpoint.Checkpointer, model: GPT,
     optimizer: nnx.Optimizer,
 ) -> int:
   """Restores the last checkpoint; returns the number of steps done."""
@@ -219,10 +248,7 @@ def restore(
     step, state = checkpoints.restore(resize=args.resize)
     for flag, saved in state['data'].items():
       if saved != wanted[flag]:
-        raise ValueError(
-            f'The checkpoint is of a run with --{flag} {saved}, and this is'
-            f' --{flag} {getattr(args, flag)}: its data would be another.'
-        )
+        raise ValueError(f'the checkpoint is of a run with --{flag} {saved}.')
   except (FileNotFoundError, ValueError) as error:
     checkpoints.close()
     hint = ' Here: --resize.' if 'resize=True' in str(error) else ''
@@ -232,49 +258,41 @@ def restore(
   return step
 
 
-def check(
-    model: GPT, optimizer: nnx.Optimizer, workers: demo_optax.Workers, step: int
-) -> None:
-  """Stops a run whose workers have parted in what they share."""
-  state = nnx.state(model, nnx.Param), nnx.state(optimizer)
-  found = demo_optax.check_replicas(state, workers)
-  if found:
-    lines = [f'  {d.leaf}: devices {d.devices} differ' for d in found]
+def remove_former(folder: pathlib.Path, overwrite: bool) -> None:
+  """Removes the checkpoints of the run before, if the flags allow it."""
+  if folder.exists() and any(folder.iterdir()) and not overwrite:
     raise SystemExit(
-        '\n'.join([f'After step {step} not all have the same parameters:',
-                   *lines, 'Go on from a checkpoint before that.'])
-    )
+        f'There are checkpoints in {folder}: give --resume, --overwrite, or'
+        ' another --out.')
+  multihost_utils.sync_global_devices('all have looked for checkpoints')
+  if cluster.is_main():
+    shutil.rmtree(folder, ignore_errors=True)
+  multihost_utils.sync_global_devices('former checkpoints are removed')
 
 
 # The run ----------------------------------------------------------------------
-
-
-def config_of(args: argparse.Namespace) -> GPTConfig:
-  names = [field.name for field in dataclasses.fields(GPTConfig)]
-  return GPTConfig(**{name: getattr(args, name) for name in names})
 
 
 def train(
     args: argparse.Namespace, stop: cluster.StopSignal
 ) -> dict[str, Any]:
   """One training run; returns its records and its summary."""
-  corpus, valid = load(args)
+  corpus = text.load(args.data)
+  valid = text.windows(corpus.valid, 64, args.context)
   name = args.optimizer
   folder = pathlib.Path(args.out).absolute() / name
   if not args.resume:
     remove_former(folder / 'checkpoints', args.overwrite)
   workers = make_workers(args.workers)
-  flags.check_batch(args.batch, workers.count, args.microbatches)
-  params = nnx.state(
-      nnx.eval_shape(lambda: GPT(config_of(args), nnx.Rngs(0))), nnx.Param
-  )
-  cost = flags.try_to(lambda: methods.count_bytes(args, params, workers))
   feed = make_feed(args, corpus.train, workers)
-  model = GPT(config_of(args), nnx.Rngs(args.seed))
-  optimizer = nnx.Optimizer(
-      model, methods.make_optimizer(args, workers), wrt=nnx.Param
-  )
-  train_step = methods.make_train_step(loss_fn, workers, args.microbatches)
+  config = GPTConfig(**{
+      f.name: getattr(args, f.name) for f in dataclasses.fields(GPTConfig)})
+  model = GPT(config, nnx.Rngs(args.seed))
+  optimizer = nnx.Optimizer(model, make_optimizer(args, workers), wrt=nnx.Param)
+  train_step = make_train_step(workers, args.microbatches)
+  params = nnx.state(model, nnx.Param)
+  compressor = compressor_of(args)
+  plan = demo_optax.plan(params, compressor, workers, exchange=args.exchange)
   checkpoints = checkpoint.Checkpointer(
       folder / 'checkpoints', everything(args, model, optimizer),
       timeout=args.save_timeout,
@@ -283,48 +301,43 @@ def train(
   if args.resume == 'must' or checkpoints.steps:
     start = restore(args, checkpoints, model, optimizer)
     say(f'Going on after step {start}.')
-
-  size = sum(x.size for x in jax.tree.leaves(params))
-  where = (
-      'simulated' if workers.mesh is None
-      else f'on the devices of {jax.process_count()} process(es)'
-  )
-  say(
-      f'{name}: {size:,} parameters, {workers.count} workers {where},'
+  say(f'{name}: {plan.size:,} parameters, {workers},'
       f' {len(corpus.train):,} bytes of training text; every worker sends'
-      f' {cost["sent"] / 1e3:,.1f} kB a step'
-  )
-  about = {'config': vars(args), 'parameters': size, 'bytes': cost}
+      f' {plan.sent_bytes / 1e3:,.1f} kB a step')
+
+  about = {'config': vars(args), 'parameters': plan.size}
   records: list[dict[str, Any]] = []
   seconds: list[float] = []
   stopped = 0
   stop.begin()
   with metrics.Metrics(folder, about, start) as log:
-    bar = progress(start, args.steps, name)
     for step in range(start, args.steps):
       if stopped := stop.after(step):
         if step > start and step not in checkpoints.steps:
           checkpoints.save(step, everything(args, model, optimizer))
         break
-      tokens = feed(step)
       began = time.perf_counter()
-      loss = float(train_step(model, optimizer, tokens))
+      loss = float(train_step(model, optimizer, feed(step)))
       seconds.append(time.perf_counter() - began)
       done = step + 1
       last = done == args.steps
-      record = {'step': done, 'loss': loss, 'sent': cost['sent'] * done,
-                'received': cost['received'] * done}
-      if name not in methods.AVERAGED:
+      record = {'step': done, 'loss': loss, 'sent': plan.sent_bytes * done,
+                'received': plan.received_bytes * done}
+      if name not in AVERAGED:
         record |= metrics.about_exchange(optimizer)
       if done % args.eval_every == 0 or last:
         record['valid_loss'] = evaluate(model, valid)
+        say(f'step {done}: loss {loss:.3f}, validation'
+            f' {record["valid_loss"]:.3f}')
       if done % args.check_every == 0 or last:
-        check(model, optimizer, workers, done)
+        parted = demo_optax.check_replicas(
+            (nnx.state(model, nnx.Param), nnx.state(optimizer)), workers)
+        if parted:
+          raise SystemExit(f'After step {done} copies differ: {parted}')
       if done % args.save_every == 0 or last:
         checkpoints.save(done, everything(args, model, optimizer))
       records.append(record)
       log.write(record)
-      show(bar, record, cost)
   checkpoints.close()
   if stopped:
     by = signal.Signals(stopped).name
@@ -335,80 +348,35 @@ def train(
   sample = generate(model, corpus.valid[: args.context], 200, args.seed)
   say(f'\nA sample of {name}:\n{sample.decode(errors="replace")}\n')
   return {
-      'name': name,
-      'stopped': 0,
-      'records': records,
+      'name': name, 'stopped': 0, 'records': records,
       'valid_loss': records[-1]['valid_loss'] if records else None,
       'steps_per_second': 1 / np.median(seconds[1:]) if seconds[1:] else None,
-      **cost,
+      'sent': plan.sent_bytes, 'received': plan.received_bytes,
+      'adamw': plan.dense_bytes(),
   }
 
 
-def formers(folder: pathlib.Path) -> str:
-  return (
-      f'There are checkpoints in {folder}: go on with --resume, start anew'
-      ' with --overwrite, or give another --out.'
-  )
-
-
-def remove_former(folder: pathlib.Path, overwrite: bool) -> None:
-  """Removes the checkpoints of the run before, if that was asked for."""
-  if folder.exists() and any(folder.iterdir()) and not overwrite:
-    raise SystemExit(formers(folder))
-  multihost_utils.sync_global_devices('all have looked for checkpoints')
+def say(words: str) -> None:
   if cluster.is_main():
-    shutil.rmtree(folder, ignore_errors=True)
-  multihost_utils.sync_global_devices('former checkpoints are removed')
-
-
-def progress(start: int, steps: int, name: str) -> Any:
-  """A bar where somebody looks at it; lines in logs."""
-  if tqdm and cluster.is_main() and sys.stderr.isatty():
-    return tqdm(initial=start, total=steps, desc=name, unit='step')
-  return None
-
-
-def show(bar: Any, record: dict[str, Any], cost: dict[str, float]) -> None:
-  if bar is None:
-    if 'valid_loss' in record:
-      say(f'step {record["step"]}: loss {record["loss"]:.3f}, validation'
-          f' {record["valid_loss"]:.3f}')
-    return
-  words = [f'loss {record["loss"]:.3f}', f'{cost["sent"] / 1e3:,.1f} kB/step']
-  if 'sent_energy' in record:
-    words.append(f'{record["sent_energy"]:.0%} of the energy')
-  if record.get('num_excluded'):
-    words.append(f'{record["num_excluded"]} left out')
-  bar.set_postfix_str(', '.join(words), refresh=False)
-  bar.update(record['step'] - bar.n)
-
-
-def say(text: str) -> None:
-  if cluster.is_main():
-    print(text, flush=True)
+    print(words, flush=True)
 
 
 def draw(runs: list[dict[str, Any]], path: pathlib.Path) -> None:
   """Loss against steps, and against bytes sent."""
   plt = picture.pyplot()
-  if plt is None or not any(run['records'] for run in runs):
+  runs = [run for run in runs if run['records']]
+  if plt is None or not runs:
     return
   figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5), sharey=True)
   for number, run in enumerate(runs):
-    if not run['records']:
-      continue
-    losses = smooth([r['loss'] for r in run['records']])
-    steps = [r['step'] for r in run['records']]
-    sent = [r['sent'] / 1e6 for r in run['records']]
+    losses = picture.smooth([r['loss'] for r in run['records']])
     checks = [r for r in run['records'] if 'valid_loss' in r]
-    color = f'C{number}'
-    left.plot(steps, losses, color=color, label=run['name'])
-    left.plot([r['step'] for r in checks], [r['valid_loss'] for r in checks],
-              'o', color=color, label=f'{run["name"]}, held-out text')
-    right.plot(sent, losses, color=color)
-    right.plot([r['sent'] / 1e6 for r in checks],
-               [r['valid_loss'] for r in checks], 'o', color=color)
-  left.set(xlabel='step', ylabel='loss (nats per byte)')
+    for axes, key, unit in ((left, 'step', 1), (right, 'sent', 1e6)):
+      axes.plot([r[key] / unit for r in run['records']], losses,
+                color=f'C{number}', label=run['name'])
+      axes.plot([r[key] / unit for r in checks],
+                [r['valid_loss'] for r in checks], 'o', color=f'C{number}')
+  left.set(xlabel='step', ylabel='loss (nats per byte); held-out: dots')
   right.set(xlabel='MB sent per worker')
   if any(run['sent'] for run in runs):
     right.set_xscale('log')
@@ -416,41 +384,33 @@ def draw(runs: list[dict[str, Any]], path: pathlib.Path) -> None:
   picture.save(figure, path)
 
 
-def smooth(losses: list[float]) -> np.ndarray:
-  """Running mean over 10 steps."""
-  padded = np.concatenate([np.full(9, losses[0]), losses])
-  return np.convolve(padded, np.full(10, 0.1), 'valid')
-
-
 def report(runs: list[dict[str, Any]]) -> None:
-  print(f'{"":<18}{"validation":>11}{"sent":>12}{"received":>12}'
+  print(f'{"":<12}{"validation":>11}{"sent":>12}{"received":>12}'
         f'{"less sent than":>16}{"steps":>8}')
-  print(f'{"":<18}{"loss":>11}{"kB/step":>12}{"kB/step":>12}'
+  print(f'{"":<12}{"loss":>11}{"kB/step":>12}{"kB/step":>12}'
         f'{"AdamW-DDP":>16}{"per s":>8}')
   for run in runs:
-    loss = '-' if run['valid_loss'] is None else f'{run["valid_loss"]:.4f}'
-    speed = run['steps_per_second']
-    speed = '-' if speed is None else f'{speed:.1f}'
+    loss, speed = (
+        '-' if x is None else f'{x:.{digits}f}'
+        for x, digits in ((run['valid_loss'], 4), (run['steps_per_second'], 1)))
     times = f'{run["adamw"] / run["sent"]:.1f}x' if run['sent'] else '-'
-    print(f'{run["name"]:<18}{loss:>11}{run["sent"] / 1e3:>12,.1f}'
+    print(f'{run["name"]:<12}{loss:>11}{run["sent"] / 1e3:>12,.1f}'
           f'{run["received"] / 1e3:>12,.1f}{times:>16}{speed:>8}')
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
   args = parse_args(argv)
   cluster.join(args)
-  todo = [args]
-  if args.compare:
-    todo += [methods.other(args, name) for name in methods.AVERAGED
-             if name != args.optimizer]
+  names = [args.optimizer, *(AVERAGED if args.compare else ())]
   runs = []
   with cluster.failing_at_once(), cluster.StopSignal() as stop:
-    for run_args in todo:
-      runs.append(train(run_args, stop))
+    for name in dict.fromkeys(names):
+      of = {'optimizer': name}
+      if name != args.optimizer:  # at its tuned rates
+        of |= {'lr': None, 'other_lr': None}
+      runs.append(train(argparse.Namespace(**{**vars(args), **of}), stop))
       if runs[-1]['stopped']:
-        break
-  if runs[-1]['stopped']:
-    sys.exit(128 + runs[-1]['stopped'])
+        sys.exit(128 + runs[-1]['stopped'])
   if cluster.is_main():
     draw(runs, pathlib.Path(args.out) / 'loss.png')
     report(runs)

@@ -11,14 +11,11 @@ crosses which mesh axis, and losses. Further flags are those of train_lm.py.
 import argparse
 import dataclasses
 import json
-import math
 import os
 import pathlib
 import signal
 import sys
 from typing import Any
-
-import flags
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / 'tests'))  # hlo_text
 
@@ -26,12 +23,11 @@ sys.path.append(str(pathlib.Path(__file__).parents[1] / 'tests'))  # hlo_text
 def parse_args(
     argv: list[str] | None = None,
 ) -> tuple[argparse.Namespace, list[str]]:
-  parser = flags.Parser(
+  parser = argparse.ArgumentParser(
       description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
-  count = flags.whole(1, 1024)
-  parser.add_argument('--workers', type=count, default=2)
-  parser.add_argument('--devices', type=count, default=4, help='of each worker')
+  parser.add_argument('--workers', type=int, default=2)
+  parser.add_argument('--devices', type=int, default=4, help='of each worker')
   return parser.parse_known_args(argv)
 
 
@@ -44,7 +40,6 @@ if __name__ == '__main__':  # before jax starts; it touches the CPU only
 import cluster
 import hlo_text
 import jax
-import methods
 import metrics
 import numpy as np
 import picture
@@ -93,35 +88,11 @@ def make_run(args: argparse.Namespace, count: int, devices: int) -> Run:
         mesh, 'replica', demo_optax.param_specs(model)
     )
     optimizer = nnx.Optimizer(
-        model, methods.make_optimizer(args, workers), wrt=nnx.Param
+        model, train_lm.make_optimizer(args, workers), wrt=nnx.Param
     )
   batch = NamedSharding(mesh, P(('replica', 'fsdp')))
   name = f'{count} workers of {devices} device' + 's' * (devices > 1)
   return Run(name, model, optimizer, workers, mesh, batch)
-
-
-def check(args: argparse.Namespace, count: int, devices: int) -> None:
-  """Fails where the parameters or the batch cannot be cut into equal parts."""
-  if args.optimizer in methods.LOCAL:
-    flags.fail(
-        f'--optimizer {args.optimizer}: give demo-muon, demo, adamw or muon.'
-    )
-  have = len(jax.devices())
-  if count * devices > have:
-    flags.fail(
-        f'--workers {count} of --devices {devices} are more than the {have}'
-        ' devices here: give fewer.'
-    )
-  for name in ('width', 'vocab'):
-    if getattr(args, name) % devices:
-      flags.fail(
-          f'--{name} {getattr(args, name)} cannot be cut into equal parts for'
-          f' --devices {devices}: give --devices'
-          f' {flags.divisors(math.gcd(args.width, args.vocab))}, or a multiple'
-          f' of {devices} as --{name}.'
-      )
-  for of_each in (devices, 1):
-    flags.check_batch(args.batch, count, args.microbatches, of_each)
 
 
 def train(
@@ -132,9 +103,7 @@ def train(
 ) -> dict[str, Any]:
   """Trains, prints what it takes, and returns its losses."""
   corpus, valid = data
-  train_step = methods.make_train_step(
-      train_lm.loss_fn, run.workers, args.microbatches
-  )
+  train_step = train_lm.make_train_step(run.workers, args.microbatches)
 
   def batch_of(step: int) -> jax.Array:
     tokens = text.batch(
@@ -153,8 +122,7 @@ def train(
   for name, size in memory.items():
     print(f'  {name:<12} {size / 1e6:8.2f} MB per device')
   plan = demo_optax.plan(
-      params, methods.compressor_of_leaves(args, params), run.workers,
-      exchange=args.exchange, update_values=methods.update_values(args),
+      params, train_lm.compressor_of(args), run.workers, exchange=args.exchange
   )
   other = [leaf.name for leaf in plan.leaves if not leaf.as_unsharded]
   print(
@@ -172,16 +140,13 @@ def train(
   folder = pathlib.Path(args.out) / run.name.replace(' ', '-')
   about = {'config': vars(args), 'memory': memory}
   with metrics.Metrics(folder, about) as log:
-    bar = train_lm.progress(0, args.steps, run.name)
     for step in range(args.steps):
       if number := stop.after(step):
         print(f'Stopped by {signal.Signals(number).name} after step {step}.')
         raise SystemExit(128 + number)
       losses.append(float(train_step(run.model, run.optimizer, batch_of(step))))
-      if bar is not None:
-        bar.update()
       record = {'step': step + 1, 'loss': losses[-1]}
-      if args.optimizer != 'adamw':
+      if args.optimizer not in train_lm.AVERAGED:
         record |= metrics.about_exchange(run.optimizer)
       log.write(record)
   result = train_lm.evaluate(run.model, valid)
@@ -225,7 +190,7 @@ def draw(results: list[dict[str, Any]], path: pathlib.Path) -> None:
     return
   figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5))
   for result, style in zip(results, ('-', '--')):
-    left.plot(train_lm.smooth(result['losses']), style, label=result['name'])
+    left.plot(picture.smooth(result['losses']), style, label=result['name'])
   left.set(xlabel='step', ylabel='loss (nats per byte)')
   left.legend(frameon=False)
   a, b = (np.array(result['losses']) for result in results)
@@ -238,11 +203,8 @@ def draw(results: list[dict[str, Any]], path: pathlib.Path) -> None:
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
   own, rest = parse_args(argv)
   args = train_lm.parse_args(['--out', 'runs/sharded', *DEFAULTS, *rest])
-  for flag in ('resume', 'compare', 'overwrite', 'resize'):
-    if getattr(args, flag):
-      flags.fail(f'--{flag} is of train_lm.py, and has no use here.')
-  check(args, own.workers, own.devices)
-  data = train_lm.load(args)
+  corpus = text.load(args.data)
+  data = corpus, text.windows(corpus.valid, 64, args.context)
   with cluster.StopSignal() as stop:
     results = [
         train(make_run(args, own.workers, devices), args, data, stop)

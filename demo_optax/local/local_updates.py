@@ -1,20 +1,8 @@
-r"""Local updates: workers train alone, and exchange what they moved.
+"""Local updates: workers train alone, and exchange how far they moved.
 
-Every worker has parameters of its own, :math:`x_i`, in the optimizer state, and
-all have the same global parameters :math:`s`. A period is
-
-    x_i = s  --inner, sync_period times-->  x_i
-        --s - x_i-->  pseudo-gradients, one for each worker
-        --outer, in which the exchange is-->  update of s
-        -->  x_i = s
-
-`outer` is a chain as it is used for gradients: an exchange, which makes one
-update of the workers' pseudo-gradients, and a base optimizer behind it. What
-distinguishes the published methods is the choice of these parts (`methods`).
-
-The exchange is in a branch that is taken when a period ends, which is told from
-counters that are the same on all workers: in all other steps nothing is
-communicated.
+The exchange is in a branch that is taken when a period ends. Its predicate
+comes from counters that are equal on all workers, so that no other step
+communicates.
 """
 
 from collections.abc import Callable
@@ -27,7 +15,6 @@ import numpy as np
 import optax
 
 from demo_optax import _checks, _tree
-from demo_optax._paths import Path
 from demo_optax.per_worker import stack_own
 from demo_optax.workers import Workers, inside
 
@@ -36,14 +23,14 @@ Period = int | Callable[[chex.Numeric], chex.Numeric]
 
 
 class OwnState(NamedTuple):
-  """What every worker has of its own, stacked `[workers, ...]`.
+  """State of each worker, stacked `[workers, ...]`.
 
   Attributes:
-    params: its parameters; in a step they take the place of the model's.
+    params: its parameters, which replace the model's in a step.
     inner: state of the inner optimizer.
     skipped: int32 `[workers]`, steps that a worker left out because its
-      gradient was not finite, or the step's result would not have been.
-    start: where workers drift, its parameters after the last exchange, in the
+      gradient or the step's result was not finite.
+    start: with `drift=True`, its parameters after the last exchange, in the
       dtype of momentum; else `()`.
   """
 
@@ -58,12 +45,11 @@ class LocalUpdatesState(NamedTuple):
 
   Attributes:
     count: int32 `[]`, steps so far.
-    steps_since_sync: int32 `[]`, how many of them since the last exchange.
-    global_params: the parameters after the last exchange, which all workers
-      share, in the dtype of momentum (float32 for bfloat16); where workers
-      drift, the mean of theirs.
-    outer: state of the outer optimizer, which has the exchange in it.
-    worker_stacked: what every worker has of its own.
+    steps_since_sync: int32 `[]`, steps since the last exchange.
+    global_params: the shared parameters after the last exchange, in the dtype
+      of momentum (float32 for bfloat16); with `drift=True` the workers' mean.
+    outer: state of the outer optimizer, including the exchange's.
+    worker_stacked: state of each worker.
   """
 
   count: chex.Array
@@ -81,7 +67,7 @@ def local_updates(
     workers: Workers,
     drift: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Each worker trains alone; every `sync_period` steps they exchange.
+  r"""Lets workers train alone and exchange every `sync_period` steps.
 
   With the global parameters :math:`s`, for worker :math:`i` with parameters
   :math:`x_i`, which are :math:`s` after each exchange:
@@ -93,42 +79,39 @@ def local_updates(
     s   &\leftarrow s + \mathrm{outer}(G_1, \dots, G_N) \\
     x_i &\leftarrow s
 
+  `outer` is a chain as for gradients: an exchange, which makes one update of
+  the workers' pseudo-gradients :math:`G_i`, and a base optimizer. The published
+  methods (`diloco`, `demo_diloco`, `sparse_loco`) are choices of it.
+
   The training step is written for one worker and decorated with
-  `data_parallel`. In the step, the model has :math:`x_i`, which the optimizer
-  state keeps; outside of it, :math:`s`, to be evaluated and saved. A change of
-  parameters between steps, such as loading weights, reaches all workers; a
-  change inside a step, other than by `update`, is lost.
+  `data_parallel`. In the step the model has :math:`x_i`, which the optimizer
+  state keeps; outside of it :math:`s`, to be evaluated and saved. Weights
+  loaded between steps reach all workers; a change inside a step, other than by
+  `update`, is lost.
 
-  :math:`s` is the same on all workers to the last bit, and so is :math:`x_i`
-  after an exchange. In a step without an exchange nothing is communicated, but
-  what the step returns: the mean of a loss is one number. Losses of the batch's
-  rows, returned as an array, stay where they are.
+  :math:`s` has the same bits on all workers, and so has :math:`x_i` after an
+  exchange. A step without an exchange communicates only its results: the mean
+  of a loss is one number, and losses of the batch's rows stay at their workers.
 
-  A step is left out by its worker alone, with its inner state as it was, if its
-  gradient is not finite, or if it would make parameters or inner state that are
-  not; `state.worker_stacked.skipped` counts.
+  A worker alone leaves out a step, and keeps its inner state, if its gradient
+  is not finite or the step would make its parameters or inner state so.
 
   Args:
     inner: each worker's own optimizer. All begin with the same state, but for
       random keys.
-    outer: from pseudo-gradients to the update of the global parameters:
-      `optax.chain(scale_by_demo(...), optax.sgd(0.7))`, for example. Extra
-      arguments of `update` go to both.
+    outer: from pseudo-gradients to the update of the global parameters, such as
+      `optax.chain(scale_by_demo(...), optax.sgd(0.7))`. Extra arguments of
+      `update` go to both.
     sync_period: :math:`H`, at least 1: a number, or a schedule of the steps
-      done. The exchange is after step :math:`t` if at least :math:`H(t)` steps
-      were made since the last one.
-    workers: those of the exchange: `Workers.simulated` or `Workers.on_mesh`.
-    drift: `outer` makes another update for every worker, each of which goes on
-      from parameters of its own, :math:`s_i`. Then :math:`s` is their mean, for
-      evaluation: with each exchange a dense all-reduce of the parameters.
+      done. Workers exchange after step :math:`t` if at least :math:`H(t)` steps
+      were made since the last exchange.
+    workers: `Workers.simulated` or `Workers.on_mesh`.
+    drift: `outer` makes another update for every worker, which keeps
+      parameters :math:`s_i`. Then :math:`s` is their mean, for evaluation: each
+      exchange includes a dense all-reduce of the parameters.
 
   Returns:
     A gradient transformation; its `update` runs in a `data_parallel` step.
-
-  Raises:
-    ValueError: `sync_period` below 1, at once; when traced: outside of a
-      `data_parallel` step, no `params`, an `outer` without an exchange.
-    TypeError: `workers` or `sync_period` is something else; `Workers.on_axis`.
 
   Example:
     >>> import demo_optax, jax, jax.numpy as jnp, optax
@@ -149,10 +132,6 @@ def local_updates(
     ...   print(state.worker_stacked.params['w'], params['w'])
     [-1. -3.] 0.0
     [-4. -4.] -4.0
-
-  References:
-    Douillard et al., `DiLoCo: Distributed Low-Communication Training of
-    Language Models <https://arxiv.org/abs/2311.08105>`_, Algorithm 1.
   """
   _check_workers(workers)
   _check_period(sync_period)
@@ -161,8 +140,11 @@ def local_updates(
 
   def init_fn(params: chex.ArrayTree) -> LocalUpdatesState:
     params = workers.device_put(_tree.mask_others(params))
-    global_params = jax.tree.map(jnp.copy, _in_momentum_dtype(params))
-    count, steps_since_sync, skipped = (  # three arrays, which can be donated
+    # Copies, so that both can be donated; wide, so that small changes count.
+    global_params = jax.tree_util.tree_map_with_path(
+        lambda path, x: jnp.array(x, _tree.momentum_dtype(path, x)), params
+    )
+    count, steps_since_sync, skipped = (
         workers.device_put(jnp.zeros((), jnp.int32)) for _ in range(3)
     )
     own = OwnState(
@@ -218,9 +200,10 @@ def local_updates(
           else inside.alike(start, _NO_EXCHANGE)
       )
       new = own._replace(
-          params=_like(start, own.params), start=start if drift else ()
+          params=optax.tree.cast_like(start, own.params),
+          start=start if drift else (),
       )
-      return new, shared, _like(outer_state, state.outer)
+      return new, shared, optax.tree.cast_like(outer_state, state.outer)
 
     def wait() -> tuple[OwnState, chex.ArrayTree, chex.ArrayTree]:
       return own, state.global_params, state.outer
@@ -247,18 +230,18 @@ def _inner_step(
   updates, inner_state = inner.update(
       gradients, own.inner, own.params, **extra_args
   )
-  inner_state = _like(inner_state, own.inner)
-  params = optax.apply_updates(own.params, _like(updates, own.params))
+  inner_state = optax.tree.cast_like(inner_state, own.inner)
+  params = optax.apply_updates(
+      own.params, optax.tree.cast_like(updates, own.params)
+  )
   finite = jnp.ones((), bool)
   for x in jax.tree.leaves((gradients, params)):
     finite &= jnp.isfinite(x).all()
   for x, old in zip(jax.tree.leaves(inner_state), jax.tree.leaves(own.inner)):
     if jnp.issubdtype(x.dtype, jnp.inexact):  # some begin with infinity
       finite &= (jnp.isfinite(x) | ~jnp.isfinite(old)).all()
-  params, inner_state = jax.tree.map(
-      lambda new, old: jnp.where(finite, new, old),
-      (params, inner_state),
-      (own.params, own.inner),
+  params, inner_state = optax.tree.where(
+      finite, (params, inner_state), (own.params, own.inner)
   )
   skipped = own.skipped + jnp.where(finite, 0, 1).astype(jnp.int32)
   return OwnState(params, inner_state, skipped, own.start)
@@ -284,24 +267,6 @@ def _updates(new: chex.ArrayTree, params: chex.ArrayTree) -> chex.ArrayTree:
   ])
 
 
-def _in_momentum_dtype(tree: chex.ArrayTree) -> chex.ArrayTree:
-  """Casts to the momentum's dtype, so that small changes are not lost."""
-
-  def cast(path: Path, x: jax.Array) -> jax.Array:
-    return x.astype(_tree.momentum_dtype(path, x))
-
-  return jax.tree_util.tree_map_with_path(cast, tree)
-
-
-def _like(tree: chex.ArrayTree, before: chex.ArrayTree) -> chex.ArrayTree:
-  """Casts to the dtypes of `before`: branches must agree in them."""
-  return jax.tree.map(
-      lambda x, old: x.astype(old.dtype) if hasattr(old, 'dtype') else x,
-      tree,
-      before,
-  )
-
-
 def _add(x: jax.Array, update: jax.Array) -> jax.Array:
   """Returns the sum, made in the update's dtype, in the parameter's."""
   return (x.astype(update.dtype) + update).astype(x.dtype)
@@ -322,27 +287,22 @@ def _check_workers(workers: Workers) -> None:
   )
   if not workers.stacked_gradients:
     raise TypeError(
-        f'{workers} are the workers of an axis that you map yourself: local'
-        ' updates run in demo_optax.data_parallel, which needs'
-        ' Workers.simulated or Workers.on_mesh.'
+        'workers must be Workers.simulated or Workers.on_mesh, which'
+        f' data_parallel needs, got {workers}.'
     )
 
 
 def _check_period(period: Any) -> None:
   if callable(period):
     return
-  if isinstance(period, jax.Array):
-    raise TypeError(
-        f'sync_period={period!r} must be known before anything is traced: give'
-        " optax.inject_hyperparams static_args=('sync_period',)."
-    )
   if isinstance(period, bool) or not isinstance(period, int | np.integer):
     raise TypeError(
-        f'sync_period={period!r} must be an integer, or a schedule of the'
-        ' steps done.'
+        'sync_period must be an integer or a schedule, got'
+        f' {period!r}. In optax.inject_hyperparams add'
+        " static_args=('sync_period',)."
     )
   if period < 1:
-    raise ValueError(f'sync_period={period} must be at least 1.')
+    raise ValueError(f'sync_period must be at least 1, got {period}.')
 
 
 def _check_call(
@@ -350,21 +310,21 @@ def _check_call(
 ) -> None:
   if not inside.is_mapped():
     raise ValueError(
-        'local_updates was updated outside of a demo_optax.data_parallel step,'
-        ' in which each worker has parameters of its own. Write the training'
-        ' step for one worker and decorate it with'
-        ' @demo_optax.data_parallel(workers), instead of jax.jit or nnx.jit.'
+        'local_updates must be updated in a demo_optax.data_parallel step, in'
+        ' which each worker has its parameters. Write the step for one worker'
+        ' and decorate it with @demo_optax.data_parallel(workers), instead of'
+        ' jax.jit or nnx.jit.'
     )
   if params is None:
     raise ValueError(
-        'local_updates needs params: tx.update(grads, state, params).'
+        'params must be given. Call tx.update(grads, state, params).'
     )
   flat, (like,) = _tree.flatten_alike(gradients, params)
   for (path, gradient), x in zip(flat, like):
     if jnp.shape(gradient) != jnp.shape(x):
       raise ValueError(
-          f'The gradient of {_tree.leaf_name(path)} has shape'
-          f' {jnp.shape(gradient)}, but its parameter {jnp.shape(x)}: inside of'
-          " a data_parallel step, take this worker's gradient with"
-          ' jax.value_and_grad or nnx.value_and_grad.'
+          f'The gradient of {_tree.leaf_name(path)} must have the shape of its'
+          f' parameter, {jnp.shape(x)}, got {jnp.shape(gradient)}. In a'
+          ' data_parallel step take one gradient, with jax.value_and_grad or'
+          ' nnx.value_and_grad.'
       )

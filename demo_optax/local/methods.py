@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from demo_optax import compressors
-from demo_optax.compressors import Compressor, Identity, TopK, chunking
+from demo_optax.compressors import Compressor, chunking
 from demo_optax.demo import DeMoState, scale_by_demo
 from demo_optax.exchange.algorithm import ExchangeKind
 from demo_optax.local.local_updates import Period, local_updates
@@ -39,17 +39,12 @@ def diloco(
       4e-4, decays 0.9 and 0.95 and weight decay 0.1.
     workers: the workers of the exchange.
     sync_period: steps between exchanges, or a schedule of them.
-    outer_learning_rate: :math:`\eta`, a number or a schedule of exchanges; 0.7
-      is published, with few exchanges less was better.
+    outer_learning_rate: :math:`\eta`, a number or a schedule of exchanges. 0.7
+      is published; with few exchanges less was better.
     outer_momentum: :math:`\mu`.
 
   Returns:
-    A gradient transformation whose `update` runs in a `data_parallel` step; see
-    `local_updates`.
-
-  Raises:
-    ValueError: as `local_updates`.
-    TypeError: as `local_updates`.
+    A gradient transformation, see `local_updates`.
 
   Example:
     >>> import demo_optax, jax, jax.numpy as jnp, optax
@@ -94,10 +89,6 @@ def demo_diloco(
 ) -> optax.GradientTransformationExtraArgs:
   r"""DeMo inside DiLoCo: sends the fast part of each worker's outer momentum.
 
-  `drift=True` is the published method. The default keeps the parameters of all
-  workers equal, and ended at a lower loss wherever both were tried
-  (benchmarks/README.md, "Every H steps").
-
   With :math:`G_i = s - x_i`,
 
   .. math::
@@ -106,54 +97,37 @@ def demo_diloco(
     m_i &\leftarrow m_i - T^{-1} q_i \\
     Q   &= T^{-1}\, \mathrm{average}_i(q_i)
 
-  By default what is shared is all that moves the parameters,
+  By default only what is sent moves the parameters,
 
   .. math::
     s \leftarrow s - \eta\, Q, \qquad x_i \leftarrow s,
 
-  and :math:`m_i` is an error feedback: all workers have the same parameters
-  after each exchange. `drift=True` is the published method. What is shared goes
-  back into each worker's momentum, and a Nesterov step is made with the
-  worker's own difference and momentum,
+  and :math:`m_i` is an error feedback. `drift=True` is the published method:
+  each worker adds the average to its momentum and makes a Nesterov step with
+  its difference and momentum,
 
   .. math::
     m_i &\leftarrow m_i + Q \\
     x_i &\leftarrow s_i - \eta\, (G_i + \beta m_i), \qquad s_i \leftarrow x_i,
 
-  so that workers part slowly, and stay together no more than their momentum
-  holds them. The model outside of the step is the mean of the :math:`s_i`: with
-  each exchange a dense all-reduce of the parameters, beside what is sent.
+  so that workers part slowly. The model outside of the step is the mean of the
+  :math:`s_i`, a dense all-reduce with each exchange. The default ended at a
+  lower loss wherever both were tried (benchmarks/README.md, "Every H steps").
 
   Args:
-    inner: as for `diloco`.
+    inner: as in `diloco`.
     workers: the workers of the exchange.
     compressor: what is sent; `dct_topk()` by default.
-    sync_period: steps between exchanges, or a schedule of them.
-    outer_learning_rate: :math:`\eta`, a number or a schedule of exchanges.
+    sync_period: as in `diloco`.
+    outer_learning_rate: as in `diloco`.
     decay: :math:`\beta`.
     average: as in `scale_by_demo`.
-    drift: whether workers keep parameters of their own, as published.
+    drift: whether workers keep parameters apart, as published.
     exchange: as in `scale_by_demo`.
     update_values: as in `scale_by_demo`.
 
   Returns:
-    A gradient transformation; see `diloco`.
-
-  Raises:
-    ValueError: as `local_updates` and `scale_by_demo`.
-    TypeError: as `local_updates` and `scale_by_demo`.
-
-  Example:
-    >>> import demo_optax, jax, jax.numpy as jnp, optax
-    >>> workers = demo_optax.Workers.simulated(4)
-    >>> compressor = demo_optax.dct_topk(topk=8)
-    >>> tx = demo_optax.local.demo_diloco(
-    ...     workers=workers, compressor=compressor, sync_period=100)
-    >>> params = {'w': jax.ShapeDtypeStruct((1024, 1024), jnp.float32)}
-    >>> plan = demo_optax.plan(params, compressor, workers)
-    >>> sent = plan.sent_bytes / 100
-    >>> print(f'{sent:.1f} B per step; DiLoCo: {plan.dense_bytes() / 100:.1f}')
-    109.9 B per step; DiLoCo: 62914.6
+    A gradient transformation, see `local_updates`.
 
   References:
     Nedelkoski et al., `Distributed Low-Communication Training with Decoupled
@@ -193,59 +167,22 @@ def sparse_loco(
     e_i &\leftarrow e_i - q_i \\
     s   &\leftarrow s - \eta\, \tfrac1N \textstyle\sum_i q_i
 
-  It is `local_updates` with `scale_by_demo(Compressor(TopK(...), Identity()),
-  average='workers')` and `optax.sgd`.
-
-  Args:
-    inner: as for `diloco`.
-    workers: the workers of the exchange.
-    compressor: what is sent; by default 64 of 4096 elements, 1.6 %, of four
-      bits (published: two bits).
-    sync_period: steps between exchanges, or a schedule of them.
-    outer_learning_rate: :math:`\eta`, a number or a schedule of exchanges.
-    decay: :math:`\beta`.
-    exchange: as in `scale_by_demo`.
-    update_values: as in `scale_by_demo`.
-
-  Returns:
-    A gradient transformation; see `diloco`.
-
-  Raises:
-    ValueError: as `local_updates` and `scale_by_demo`.
-    TypeError: as `local_updates` and `scale_by_demo`.
-
-  Example:
-    >>> import demo_optax, jax.numpy as jnp, optax
-    >>> from demo_optax.compressors import Compressor, Identity, TopK
-    >>> workers = demo_optax.Workers.simulated(2)
-    >>> tx = demo_optax.local.sparse_loco(
-    ...     optax.sgd(1.0), workers=workers, sync_period=1,
-    ...     compressor=Compressor(TopK(1), Identity()))
-    >>> params = {'w': jnp.zeros(4)}
-    >>> @demo_optax.data_parallel(workers)
-    ... def train_step(params, state, x):
-    ...   grads = {'w': x[0]}  # of this worker's only row
-    ...   updates, state = tx.update(grads, state, params)
-    ...   return optax.apply_updates(params, updates), state
-    >>> x = jnp.array([[1.0, 8.0, 2.0, 0.0], [4.0, 0.0, 2.0, 0.0]])
-    >>> params, state = train_step(params, tx.init(params), x)
-    >>> print(params['w'])
-    [-2. -4.  0.  0.]
+  As `demo_diloco`, with `average='workers'` and raw elements: by default 64 of
+  4096, 1.6 %, in four bits (published: two bits).
 
   References:
     Sarfi et al., `Communication Efficient LLM Pre-training with SparseLoCo
     <https://arxiv.org/abs/2508.15706>`_, 2025, Algorithm 1.
   """
   if compressor is None:
-    compressor = Compressor(TopK(64), Identity(), values='int4')
-  outer = optax.chain(
-      scale_by_demo(
-          compressor, decay, workers=workers, average='workers',
-          exchange=exchange, update_values=update_values,
-      ),
-      optax.scale_by_learning_rate(outer_learning_rate),
+    compressor = Compressor(
+        compressors.TopK(64), compressors.Identity(), values='int4'
+    )
+  return demo_diloco(
+      inner, workers=workers, compressor=compressor, sync_period=sync_period,
+      outer_learning_rate=outer_learning_rate, decay=decay, average='workers',
+      exchange=exchange, update_values=update_values,
   )
-  return local_updates(_inner(inner), outer, sync_period, workers=workers)
 
 
 def _inner(

@@ -6,7 +6,6 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from optax import contrib
 
@@ -25,24 +24,21 @@ def scale_to_unit_rms(
 
   .. math:: u \leftarrow u / \max(\sqrt{\mathrm{mean}(u^2)}, \epsilon)
 
-  A mean of orthonormal matrices is shorter than they are, the more so the less
-  workers agree, and what is sent of each is shorter again: behind an exchange
-  the learning rate alone should say how long a step is. Zeros stay zeros.
+  Averaging orthonormal matrices shrinks them (more so when workers disagree),
+  and sparsifying shrinks them again. After this link the learning rate alone
+  sets the length of a step, as in `Muon is Scalable for LLM Training
+  <https://arxiv.org/abs/2502.16982>`_, section 2.2. Zeros stay zeros.
 
   Args:
     weight_dimension_numbers: a tree of `optax.contrib.MuonDimensionNumbers`
-      like the updates, or a function from them to one: a leaf with more axes
-      than they name is a stack of matrices, each of which is scaled by itself.
-      None: every leaf is one matrix.
-    min_rms: :math:`\epsilon`; an update that is shorter stays shorter. With 0
-      updates of any size are scaled to one.
+      like the updates, or a function from them to one. A leaf with more axes
+      than they name is a stack of matrices, each scaled by itself. None: every
+      leaf is one matrix.
+    min_rms: :math:`\epsilon`; an update that is shorter stays shorter.
 
   Returns:
     A gradient transformation without a state, in the updates' dtypes. Empty
     leaves, and those of integers, stay as they are.
-
-  Raises:
-    ValueError: a `min_rms` below zero.
 
   Example:
     >>> import demo_optax, jax.numpy as jnp
@@ -50,11 +46,6 @@ def scale_to_unit_rms(
     >>> updates, _ = tx.update(jnp.array([3.0, -3.0, 0.0, 0.0]), tx.init(None))
     >>> print(updates)
     [ 1.4142135 -1.4142135  0.         0.       ]
-
-  References:
-    Liu et al., `Muon is Scalable for LLM Training
-    <https://arxiv.org/abs/2502.16982>`_, 2025, section 2.2, which holds the
-    root mean square of updates constant over shapes.
   """
   check_range('min_rms', min_rms, 0.0, float('inf'))
 
@@ -94,8 +85,8 @@ def lost_unless_finite(
 ) -> optax.ScalarOrSchedule:
   """Returns the weight of gradients, NaN if a hyperparameter is not finite.
 
-  By `optax.inject_hyperparams` one may come to be NaN: then the step is lost,
-  and neither momentum nor parameters take it in.
+  `optax.inject_hyperparams` may make one NaN. Every worker is excluded then,
+  and neither momentum nor parameters change.
   """
   traced = [x for x in hyperparams if not isinstance(x, int | float)]
   if not traced:
@@ -120,21 +111,6 @@ def in_momentum_dtype() -> optax.GradientTransformation:
     del params
     return _tree.map_exchanged(
         lambda path, x: x.astype(_tree.momentum_dtype(path, x)), updates
-    )
-
-  return optax.stateless(update_fn)
-
-
-def in_parameter_dtype() -> optax.GradientTransformation:
-  """Casts updates to the dtypes of the parameters, where they are given."""
-
-  def update_fn(
-      updates: chex.ArrayTree, params: chex.ArrayTree | None
-  ) -> chex.ArrayTree:
-    if params is None:
-      return updates
-    return jax.tree.map(
-        lambda u, p: u.astype(jnp.result_type(p)), updates, params
     )
 
   return optax.stateless(update_fn)
@@ -235,8 +211,8 @@ def settled(
 ) -> optax.GradientTransformationExtraArgs:
   """Masks `chain` to the leaves that are exchanged; zeroes other updates.
 
-  In a step from which every worker is excluded, zeroes all updates and keeps
-  the second moments behind the exchange.
+  In a step that excludes every worker, zeroes all updates and keeps the second
+  moments after the exchange.
   """
   masked = optax.masked(chain, _tree.exchanged_mask)
 
@@ -254,14 +230,8 @@ def settled(
           ' tx.update(grads, state, params).'
       )
     grads = updates
-    try:
-      updates, new = masked.update(updates, state, params, **extra_args)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-      if params is not None:
-        _check_state_is_of(masked, state, params, error)
-      raise
-    links = new.inner_state
-    (exchange,) = (link for link in links if isinstance(link, DeMoState))
+    updates, new = masked.update(updates, state, params, **extra_args)
+    (exchange,) = (x for x in new.inner_state if isinstance(x, DeMoState))
     # Zero from where, not by a product: a decay that is not finite would stay.
     someone = exchange.metrics['num_excluded'] < workers.count
     layout = iter(exchange.layout.layout.leaves)  # of what is exchanged
@@ -273,15 +243,10 @@ def settled(
         return jnp.zeros_like(param)
       return jnp.where(someone, update, jnp.zeros_like(update))
 
-    def hold(before: Any, after: Any) -> Any:
-      if not _has_second_moments(after):
-        return after
-      return jax.tree.map(
-          lambda b, a: jnp.where(someone, a, b), before, after
-      )
-
     new = jax.tree.map(
-        hold, state, new,
+        lambda before, after: optax.tree.where(someone, after, before)
+        if _has_second_moments(after) else after,
+        state, new,
         is_leaf=lambda x: isinstance(x, DeMoState) or _has_second_moments(x),
     )
     if params is None:
@@ -292,52 +257,12 @@ def settled(
   return optax.GradientTransformationExtraArgs(masked.init, update_fn)
 
 
-def _check_state_is_of(
-    tx: optax.GradientTransformation,
-    state: Any,
-    params: chex.ArrayTree,
-    error: Exception,
-) -> None:
-  """Raises if an error came of a state that `tx` has not made."""
-  try:
-    made = jax.eval_shape(tx.init, params)
-  except Exception:  # for the reason that the error tells of
-    return
-  expected, found = (
-      {
-          # `scale_by_demo` says itself what is wrong with its own.
-          _tree.leaf_name(path): () if isinstance(x, DeMoState) else np.shape(x)
-          for path, x in jax.tree_util.tree_flatten_with_path(
-              tree, is_leaf=lambda x: isinstance(x, DeMoState)
-          )[0]
-      }
-      for tree in (made, state)
-  )
-  if len(expected.keys() & found.keys()) < len(expected) / 2:
+def check_has_params(params: chex.ArrayTree | None) -> None:
+  """Raises where `update` was called without the parameters."""
+  if params is None:
     raise ValueError(
-        'The state is one of another optimizer. Make one with tx.init(params),'
-        ' or restore one with demo_optax.checkpoint.Checkpointer.'
-    ) from error
-  for name in (*expected, *found):
-    shape, other = expected.get(name), found.get(name)
-    if shape is None:
-      problem = f'it has {name}, which is not part of it'
-    elif other is None:
-      problem = f'{name} is missing'
-    elif other not in (shape, shape[1:]):  # in a step of one worker: its own
-      problem = f'{name} has shape {other} instead of {shape}'
-      if other and other[1:] == shape[1:] and 'worker_stacked' in name:
-        problem += (
-            f', as of {other[0]} workers, for which'
-            ' demo_optax.checkpoint.resize_workers is'
-        )
-    else:
-      continue
-    raise ValueError(
-        'The state was not made by this optimizer for these parameters and'
-        f' workers: {problem}. Make one with tx.init(params), or restore one'
-        ' with demo_optax.checkpoint.Checkpointer.'
-    ) from error
+        'params must be given. Call tx.update(grads, state, params).'
+    )
 
 
 def _has_second_moments(state: Any) -> bool:

@@ -101,16 +101,18 @@ def make_optimizer(
       'workers': workers,
       'decay': exchange.decay,
       'weight_decay': config.adam_weight_decay,
-      'weight_decay_mask': optimizers.get_adamw_mask(config),
       'exchange': exchange.kind,
   }
   if exchange.optimizer == 'demo':
     tx = demo_optax.demo(
         learning_rate,
+        weight_decay_mask=optimizers.get_adamw_mask(config),
         compressor=demo_optax.dct_topk(
             exchange.chunk_size, exchange.topk, values=exchange.values),
         **shared)
   elif exchange.optimizer == 'demo_muon':
+    if config.adamw_mask:
+      raise ValueError('adamw_mask is not read by demo_optimizer=demo_muon.')
     dimensions = muon_utils.get_muon_weight_dimension_numbers(model, config)
     tx = demo_optax.demo_muon(
         learning_rate,

@@ -19,7 +19,6 @@ from helpers import (
   make_workers,
   on_mesh,
 )
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from oracle import Oracle
 
@@ -214,8 +213,7 @@ def test_equal_or_apart(method):
 
 @pytest.mark.parametrize('method, kind', [
     ('drift', 'auto'), ('demo_diloco', 'explicit'), slow('diloco', 'auto'),
-    slow('demo_diloco', 'auto'), slow('sparse_loco', 'auto'),
-    slow('drift', 'explicit'), slow('diloco', 'explicit')])
+    slow('sparse_loco', 'auto')])
 def test_mesh_is_as_simulation(method, kind):
   workers = on_mesh(4, kind)
   simulated, *_ = run(method, demo_optax.Workers.simulated(4), 12)
@@ -276,33 +274,6 @@ def test_workers_of_several_devices(drift):
     seen.append(jax.tree.map(np.asarray, state.worker_stacked.params))
   for k in first:
     np.testing.assert_allclose(seen[0][k], seen[1][k], atol=1e-6)
-
-
-def test_several_steps_in_one_call():
-  """A scan over steps of one's own is the same as one call for each."""
-  workers = demo_optax.Workers.simulated(2)
-  tx = make('demo_diloco', workers)
-  params = start()
-
-  @demo_optax.data_parallel(workers, batch_argnums=2)
-  def five_steps(params, state, rows):
-    def body(carry, rows):
-      params, state = carry
-      updates, state = tx.update(
-          dict(zip(params, rows)), state, params)
-      return (optax.apply_updates(params, updates), state), None
-
-    return jax.lax.scan(body, (params, state), [r[0] for r in rows])[0]
-
-  state, train_step = tx.init(params), make_step(tx, workers)
-  rows = [noise(step, 2) for step in range(5)]
-  at_once = five_steps(
-      params, state, [np.stack(r, axis=1) for r in zip(*rows)])
-  for r in rows:
-    params, state = train_step(params, state, r)
-  jax.tree.map(
-      functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-5),
-      at_once, (params, state))
 
 
 # Who communicates -------------------------------------------------------------
@@ -484,26 +455,6 @@ def test_gradients_that_are_not_finite():
   assert apart(own) == 0
 
 
-def test_integers_are_left_alone():
-  workers = demo_optax.Workers.simulated(2)
-  tx = make('diloco', workers, 1)
-  params = {'w': np.ones(3, np.float32), 'n': np.int32(7)}
-
-  @demo_optax.data_parallel(workers)
-  def train_step(params, state, x):
-    loss_fn = lambda p: jnp.sum(p['w'] * x) * p['n'].astype(jnp.float32)
-    loss, grads = jax.value_and_grad(loss_fn, allow_int=True)(params)
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state, loss
-
-  x = np.ones(6, np.float32)
-  params, state, loss = train_step(params, tx.init(params), x)
-  assert float(loss) == 21.0
-  assert isinstance(state.global_params['n'], optax.MaskedNode)
-  assert params['n'].dtype == 'int32' and int(params['n']) == 7
-  assert params['w'][0] < 1
-
-
 # With Flax --------------------------------------------------------------------
 
 
@@ -610,33 +561,6 @@ def test_dtypes(method, dtype, of_gradients):
     np.testing.assert_array_equal(own, np.stack([params['w']] * 2))
 
 
-def test_sharded_workers_do_not_compile_again():
-  """What a step returns lies where its arguments lay."""
-  mesh = jax.make_mesh((2, 2), ('data', 'fsdp'), axis_types=(AxisType.Auto,) * 2,
-                       devices=jax.devices()[:4])
-  workers = demo_optax.Workers.on_mesh(mesh, 'data', {'w': P(None, 'fsdp'), 'b': None})
-  tx = demo_optax.local.diloco(optax.sgd(1e-2), workers=workers, sync_period=2)
-  params = {'w': jnp.ones((8, 8)), 'b': jnp.zeros(8)}
-
-  @demo_optax.data_parallel(workers)
-  def train_step(params, state, x):
-    loss_fn = lambda p: jnp.mean((x @ p['w'] + p['b'][None]) ** 2)
-    updates, state = tx.update(jax.grad(loss_fn)(params), state, params)
-    return optax.apply_updates(params, updates), state
-
-  state = tx.init(params)
-  params, state = train_step(params, state, jnp.ones((8, 8)))
-  before = COMPILATIONS.count
-  for _ in range(3):
-    params, state = train_step(params, state, jnp.ones((8, 8)))
-  assert COMPILATIONS.count == before
-  assert params['w'].sharding.spec == P(None, 'fsdp')
-  own = state.worker_stacked.params['w']
-  assert own.sharding.spec == P('data', None, 'fsdp')
-  # Four columns of the eight, of one worker, on each device.
-  assert own.sharding.shard_shape(own.shape) == (1, 8, 4)
-
-
 def test_a_step_that_would_not_be_finite_is_left_out():
   """Adam squares a gradient that is finite itself."""
   workers = demo_optax.Workers.simulated(2)
@@ -660,19 +584,19 @@ def test_a_step_that_would_not_be_finite_is_left_out():
 def test_mistakes():
   workers = demo_optax.Workers.simulated(2)
   sgd = optax.sgd(1.0)
-  with pytest.raises(ValueError, match='sync_period=0 must be at least 1'):
+  with pytest.raises(ValueError, match='sync_period must be at least 1, got 0'):
     demo_optax.local.local_updates(sgd, sgd, 0, workers=workers)
-  with pytest.raises(TypeError, match=r'sync_period=2\.5 must be an integer'):
+  with pytest.raises(TypeError, match=r'sync_period must be an integer .* got 2\.5'):
     demo_optax.local.local_updates(sgd, sgd, 2.5, workers=workers)
   with pytest.raises(TypeError, match='static_args'):
     demo_optax.local.local_updates(sgd, sgd, jnp.int32(2), workers=workers)
-  with pytest.raises(TypeError, match=r'on_axis.*Workers\.simulated'):
+  with pytest.raises(TypeError, match=r'Workers\.simulated .*on_axis'):
     demo_optax.local.diloco(workers=demo_optax.Workers.on_axis('data'))
   params = {'w': np.ones(3, np.float32)}
   rows = np.ones((2, 3), np.float32)
   tx = demo_optax.local.local_updates(sgd, sgd, 1, workers=workers)
   state = tx.init(params)
-  with pytest.raises(ValueError, match='(?s)outside of a.*decorate it with'):
+  with pytest.raises(ValueError, match='must be updated in a .* decorate it with'):
     tx.update(params, state, params)
 
   def step_of(tx, grads_of=lambda x: {'w': x[0]}, **options):
@@ -685,9 +609,9 @@ def test_mistakes():
 
   with pytest.raises(ValueError, match=r"of \['w'\] for every.*an exchange in"):
     step_of(tx)(params, state, rows)
-  with pytest.raises(ValueError, match='needs params'):
+  with pytest.raises(ValueError, match='params must be given'):
     step_of(tx, params=False)(params, state, rows)
-  with pytest.raises(ValueError, match=r"\['w'\] has shape \(1, 3\)"):
+  with pytest.raises(ValueError, match=r"\['w'\] must have .* got \(1, 3\)"):
     step_of(tx, lambda x: {'w': x})(params, state, rows)
   with pytest.raises(ValueError, match='differ in structure'):
     step_of(tx, lambda x: {'v': x[0]})(params, state, rows)

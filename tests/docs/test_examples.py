@@ -14,8 +14,9 @@ import jax
 import numpy as np
 import pytest
 
-EXAMPLES = pathlib.Path(__file__).parents[2] / 'examples'
-sys.path.insert(0, str(EXAMPLES))
+ROOT = pathlib.Path(__file__).parents[2]
+EXAMPLES = ROOT / 'examples'
+sys.path[:0] = [str(EXAMPLES), str(ROOT / 'benchmarks')]
 
 import methods
 import metrics
@@ -53,7 +54,7 @@ def read(path):
     ['--optimizer', 'demo-muon'], ['--optimizer', 'muon']])
 def test_every_method_makes_updates(flags):
   """Traced, not run: shapes, and what the bytes are counted from."""
-  args = train_lm.parse_args([*SMALL, '--optimizer', 'demo', *flags])
+  args = methods.parse_args(['--optimizer', 'demo', *flags])
   workers = demo_optax.Workers.simulated(2)
   tx = methods.make_optimizer(args, workers)
   shapes = {'token_embedding': (64, 32), 'kernel': (128, 64), 'norm': (32,)}
@@ -108,11 +109,9 @@ def test_compare_draws_and_tells(tmp_path, capsys):
 
 
 @pytest.mark.parametrize('workers', ['2', '9'], ids=['mesh', 'simulated'])
-@pytest.mark.parametrize('embeddings', ['demo', 'adamw'])
-def test_resumed_equals_uninterrupted(tmp_path, workers, embeddings, capsys):
-  args = ['--workers', workers, '--optimizer', 'demo',
-          '--embeddings', embeddings,
-          '--batch', '18' if workers == '9' else '8']
+def test_resumed_equals_uninterrupted(tmp_path, workers, capsys):
+  args = ['--workers', workers, '--optimizer', 'demo', '--microbatches', '2',
+          '--batch', '36' if workers == '9' else '8']
   (whole,) = run(tmp_path / 'whole', *args)
   # Stopped after 6 of the same 12 steps: later checkpoints are gone.
   (first,) = run(tmp_path / 'parts', *args)
@@ -122,7 +121,7 @@ def test_resumed_equals_uninterrupted(tmp_path, workers, embeddings, capsys):
   (second,) = run(tmp_path / 'parts', *args, '--resume')
   assert [r['step'] for r in second['records']] == list(range(7, 13))
   assert second['records'] == whole['records'][6:]
-  expected = 'on the devices of 1' if workers == '2' else 'simulated'
+  expected = 'on_mesh' if workers == '2' else 'simulated'
   assert expected in capsys.readouterr().out
   arrays = [checkpoint(tmp_path / name / 'demo', 12)
             for name in ('whole', 'parts')]
@@ -145,9 +144,9 @@ def test_resume_with_another_number_of_workers(tmp_path):
     run(tmp_path, '--workers', '4', '--resume')
   with pytest.raises(SystemExit, match='(?s)does not fit.*width|float32'):
     run(tmp_path, '--workers', '2', '--resume', '--width', '64')
-  with pytest.raises(SystemExit, match='--seed 0, and this is --seed 1'):
+  with pytest.raises(SystemExit, match='a run with --seed 0'):
     run(tmp_path, '--workers', '2', '--resume', '--seed', '1')
-  with pytest.raises(SystemExit, match='go on with --resume'):
+  with pytest.raises(SystemExit, match='give --resume'):
     run(tmp_path, '--workers', '2')
   # Stopped while it wrote a record.
   with (tmp_path / 'demo-muon/metrics.jsonl').open('a') as file:
@@ -161,7 +160,7 @@ def test_resume_with_another_number_of_workers(tmp_path):
 def test_workers_that_part_stop_the_run(tmp_path, monkeypatch):
   parted = demo_optax.replicas.Difference("['w']", (3,), (3,), (0,))
   monkeypatch.setattr(demo_optax, 'check_replicas', lambda *_: [parted])
-  with pytest.raises(SystemExit, match='(?s)After step 1 not all.*devices .3,'):
+  with pytest.raises(SystemExit, match='After step 1 copies differ'):
     run(tmp_path, '--workers', '2', '--check-every', '1', '--steps', '2')
 
 
@@ -252,68 +251,21 @@ def test_resume_without_a_checkpoint(tmp_path):
 
 # Mistakes in flags ------------------------------------------------------------
 
-COMMON = [  # of train_lm.py and train_cnn.py
-    (['--batch', '0'], "argument --batch: '0' must be an integer, at least 1"),
-    (['--batch', '2.5'], "--batch: '2.5' must be an integer"),
-    (['--workers', '0'], "--workers: '0' must be an integer, at least 1"),
-    (['--workers', '-2'], "--workers: '-2' must be an integer, at least 1"),
-    (['--workers', '3', '--batch', '8'], 'give a multiple of 3'),
-    (['--steps', '0'], "--steps: '0' must be an integer, at least 1"),
-    (['--eval-every', '0'], "--eval-every: '0' must be an integer, at least 1"),
-    (['--topk', '0'], "--topk: '0' must be an integer, at least 1"),
-    (['--chunk', '0'], "--chunk: '0' must be an integer, at least 1"),
-    (['--own-chunk', '1', '0'], "--own-chunk: '0' must be an integer"),
-    (['--seed', '-1'], "--seed: '-1' must be an integer, at least 0"),
-    (['--seed', '9' * 30], "must be an integer, at least 0"),
-    (['--rate', '0'], "--rate: '0' must be a number above 0, at most 1"),
-    (['--lr', 'nan'], "--lr: 'nan' must be a number, 0 or above"),
-    (['--lr', '-1'], "--lr: '-1' must be a number, 0 or above"),
-    (['--clip', '0'], "--clip: '0' must be a number above 0"),
-    (['--decay', '1'], "--decay: '1' must be a number from 0 to below 1"),
-    (['--alpha', '1.5'], "--alpha: '1.5' must be a number from 0 to 1"),
-    (['--warmup', '-1'], "--warmup: '-1' must be an integer, at least 0"),
-    (['--sync-period', '0'], "--sync-period: '0' must be an integer"),
-    (['--out', 'FILE'], '/file is a file'),
-    (['--out', 'FILE/in/it'], '/file is a file'),
-    (['--out', ''], "--out: '' must be a folder of this machine"),
-    (['--out', 's3://bucket/x'], 'must be a folder of this machine'),
-    (['--out', '/proc/x'], 'must be a folder that can be written to'),
-    (['--out', 'a/' + 'x' * 300], 'File name too long'),
-    (['--optimizer', 'adamw', '--compressor', 'hadamard'],
-     '--compressor hadamard has no effect on adamw: it is for demo, demo-muon'),
-    (['--optimizer', 'adamw', '--base', 'adam'],
-     '--base adam has no effect on adamw: it is for demo.'),
-    (['--optimizer', 'diloco', '--chunk', '32'],
-     '--chunk 32 has no effect on diloco'),
-    (['--optimizer', 'sparse-loco', '--outer-momentum', '0.5'],
-     '--outer-momentum 0.5 has no effect on sparse-loco: it is for diloco.'),
-    (['--optimizer', 'demo', '--rate', '0.5'],
-     '--rate 0.5 has no effect on --compressor dct: it is for random-subset'),
-    (['--optimizer', 'demo', '--own-topk', '4'],
-     '--own-topk is for --embeddings own'),
-    (['--base', 'nonsense'], "invalid choice: 'nonsense' (choose from"),
+
+@pytest.mark.parametrize('args, says', [
+    (['--heads', '5'], '--heads 5 must divide --width 32'),
+    (['--resume', '--overwrite'], '--resume goes with neither'),
+    (['--compare', '--resume'], '--resume goes with neither'),
     (['--no-such-flag'], 'unrecognized arguments: --no-such-flag'),
-]
-LM = [
-    (['--heads', '5'],
-     '--heads 5 does not divide --width 32: give --heads 1, 2, 4, 8, 16 or 32'),
-    (['--layers', '1000000'], "--layers: '1000000' must be an integer, at least"
-     ' 1, at most 1000'),
-    (['--width', '9' * 9], 'at most 1048576'),
-    *(([flag, '0'], f"{flag}: '0' must be an integer, at least 1")
-      for flag in ('--width', '--context', '--layers', '--heads', '--timeout',
-                   '--save-every', '--check-every', '--save-timeout',
-                   '--microbatches')),
-    (['--vocab', '100'], "--vocab: '100' must be an integer, at least 256"),
-    (['--microbatches', '3', '--workers', '2'],
-     '--microbatches 3 does not divide the 4 of --batch 8 that each of 2'
-     ' worker(s) has: give 1, 2 or 4.'),
-    (['--data', 'no/such/file'], '--data no/such/file: '),
-    (['--data', ''], "--data: '' must be a file or a folder"),
-    (['--data', 'EMPTY'], 'at least 2 are needed'),
-    (['--data', 'FOLDER'], 'holds 0 document(s)'),
-    (['--data', 'SHORT', '--context', '3000'], 'or a shorter --context'),
-    (['--context', '1000000'], 'or a shorter --context'),
+])
+def test_train_lm_refuses(args, says, tmp_path, capsys):
+  with pytest.raises(SystemExit) as end:
+    run(tmp_path / 'out', *args)
+  assert end.value.code == 2 and says in capsys.readouterr().err
+  assert not (tmp_path / 'out').exists()
+
+
+@pytest.mark.parametrize('args, says', [
     (['--process', '0'], '--process without --coordinator, --processes'),
     (['--process', '2', '--processes', '2', '--coordinator', 'here:1'],
      'numbered from 0 to 1'),
@@ -321,116 +273,13 @@ LM = [
      'must be HOST:PORT'),
     (['--process', '0', '--processes', '2', '--coordinator', 'here:99999'],
      'with a port from 1 to 65535'),
-    (['--compare', '--resume'], 'leave out --resume'),
-    (['--embeddings', 'own'], 'has no effect on demo-muon: it is for demo'),
-    (['--optimizer', 'diloco', '--exchange', 'auto'],
-     'has no effect on diloco: it is for demo, demo-muon'),
-]
+])
+def test_processes_that_cannot_meet(args, says, tmp_path):
+  with pytest.raises(SystemExit, match=says):
+    run(tmp_path / 'out', *args)
 
 
-def in_folder(folder, args):
-  """`args`, with what their data and folders are to be."""
-  contents = {'FILE': '', 'EMPTY': '', 'SHORT': 'a b ' * 1010}
-  for name, content in contents.items():
-    (folder / name.lower()).write_text(content)
-  (folder / 'folder').mkdir()
-  names = [*contents, 'FOLDER']
-  for name in names:
-    args = [a.replace(name, str(folder / name.lower())) for a in args]
-  return args
-
-
-def refused(main, args, says, capsys):
-  """Status 2, and one line on stderr."""
-  with pytest.raises(SystemExit) as end:
-    main(args)
-  error = capsys.readouterr().err
-  assert end.value.code == 2 and says in error, error
-  assert error.count('\n') == 1 and error.endswith('\n')
-
-
-@pytest.fixture
-def nothing_built(monkeypatch):
-  def begin(*args):
-    raise AssertionError('parameters and state are made')
-  monkeypatch.setattr(methods, 'make_train_step', begin)
-
-
-LM += [
-    (['--resume', '--overwrite'], '--overwrite starts anew'),
-    (['--optimizer', 'adamw', '--topk', '8'],
-     '--topk 8 has no effect on --optimizer adamw: leave it out'),
-    (['--optimizer', 'diloco', '--values', 'sign'],
-     '--values sign has no effect on --optimizer diloco'),
-    (['--data', '/dev/null/x'], 'give a text file, or a folder of them'),
-    (['--optimizer', 'demo', '--sync-period', '5'],
-     '--sync-period 5 has no effect on demo'),
-]
-
-
-@pytest.mark.parametrize('args, says', [*COMMON, *LM])
-def test_train_lm_refuses(args, says, tmp_path, capsys, nothing_built):
-  args = ['--out', str(tmp_path / 'out'), *in_folder(tmp_path, args)]
-  refused(train_lm.main, [*SMALL, *args], says, capsys)
-  assert not (tmp_path / 'out').exists()
-
-
-CNN = [
-    (['--data', 'nonexistent'], 'unrecognized arguments: --data nonexistent'),
-    (['--compressor', 'hadamard'], '10 is not a power of two, and the Hadamard'
-     ' transform needs one. Give --compressor dct, random-orthogonal or'),
-    (['--compare', 'adamw', 'demo-muon', '--sync-period', '5'],
-     '--sync-period 5 has no effect on adamw, demo-muon'),
-    (['--compare', 'adamw', 'demo-muon', '--lr', '1e-3'],
-     '--lr 0.001 is for --optimizer demo, which is not compared'),
-]
-
-
-@pytest.mark.parametrize('args, says', [*COMMON, *CNN])
-def test_train_cnn_refuses(args, says, tmp_path, capsys, nothing_built):
-  import train_cnn
-  args = ['--out', str(tmp_path / 'out'), *in_folder(tmp_path, args)]
-  refused(train_cnn.main, args, says, capsys)
-  assert not (tmp_path / 'out').exists()
-
-
-@pytest.mark.parametrize('args, says', [
-    (['--workers', '0'], "--workers: '0' must be an integer, at least 1"),
-    (['--devices', '0'], "--devices: '0' must be an integer, at least 1"),
-    (['--workers', '4', '--devices', '4'], 'more than the 8 devices here'),
-    (['--batch', '12'], 'give a multiple of 8'),
-    (['--devices', '3'], '--width 256 cannot be cut into equal parts for'
-     ' --devices 3: give --devices 1, 2, 4, 8, 16, 32 or 64, or a multiple of'
-     ' 3 as --width.'),
-    (['--width', '250', '--heads', '2'],
-     '--devices 4: give --devices 1 or 2, or a multiple of 4 as --width.'),
-    (['--out', '/proc/x'], 'must be a folder that can be written to'),
-    (['--data', 'nonexistent'], '--data nonexistent: there is none: give a'),
-    (['--vocab', '257'], '--vocab 257 cannot be cut'),
-    (['--optimizer', 'diloco'], 'give demo-muon, demo, adamw or muon'),
-    (['--data', 'EMPTY'], 'at least 2 are needed'),
-    (['--resume'], '--resume is of train_lm.py'),
-    (['--work', '2'], 'unrecognized arguments: --work'),
-    (['--batch', '0'], "--batch: '0' must be an integer, at least 1")])
-def test_train_sharded_refuses(args, says, tmp_path, capsys, monkeypatch):
-  import train_sharded
-  monkeypatch.delattr(train_sharded, 'make_run')
-  args = ['--out', str(tmp_path / 'out'), *in_folder(tmp_path, args)]
-  refused(train_sharded.main, args, says, capsys)
-
-
-def test_flags_are_refused_before_jax_starts():
-  """As programs of their own; what they say names them."""
-  run = subprocess.run(
-      [sys.executable, str(EXAMPLES / 'train_sharded.py'), '--devices', '-1'],
-      text=True, capture_output=True, timeout=100)
-  assert run.returncode == 2 and run.stdout == ''
-  assert run.stderr == (
-      "train_sharded.py: argument --devices: '-1' must be an integer, at least"
-      ' 1, at most 1024\n')
-
-
-def test_no_cluster_is_one_line(tmp_path):
+def test_no_cluster(tmp_path):
   env = {k: v for k, v in os.environ.items() if not k.startswith('JAX_')}
   run = subprocess.run(
       [sys.executable, str(EXAMPLES / 'train_lm.py'), '--distributed',
@@ -438,9 +287,8 @@ def test_no_cluster_is_one_line(tmp_path):
       text=True, capture_output=True, timeout=100,
       env={**env, 'JAX_PLATFORMS': 'cpu',
            'PYTHONPATH': str(EXAMPLES.parent)})
-  assert run.returncode == 2
-  assert run.stderr.startswith('train_lm.py: JAX finds no cluster here')
-  assert run.stderr.count('\n') == 1
+  assert run.returncode == 1
+  assert 'JAX finds no cluster here' in run.stderr.splitlines()[-1]
   assert run.stderr.endswith('give --coordinator, --processes and --process.\n')
 
 
@@ -450,16 +298,16 @@ def test_no_cluster_is_one_line(tmp_path):
 def test_ctrl_c_saves_a_last_checkpoint(tmp_path, monkeypatch, capsys):
   args = ['--workers', '2', '--optimizer', 'adamw']
   (whole,) = run(tmp_path / 'whole', *args)
-  show = train_lm.show
+  write = metrics.Metrics.write
 
-  def interrupt(bar, record, cost):
-    show(bar, record, cost)
+  def interrupt(self, record):
+    write(self, record)
     if record['step'] == 4:
       os.kill(os.getpid(), signal.SIGINT)
 
   before = signal.getsignal(signal.SIGINT)
   with monkeypatch.context() as patch:
-    patch.setattr(train_lm, 'show', interrupt)
+    patch.setattr(metrics.Metrics, 'write', interrupt)
     with pytest.raises(SystemExit) as end:
       run(tmp_path / 'parts', *args)
   assert end.value.code == 130
@@ -469,26 +317,6 @@ def test_ctrl_c_saves_a_last_checkpoint(tmp_path, monkeypatch, capsys):
   assert os.listdir(tmp_path / 'parts/adamw/checkpoints') == ['4']
   (rest,) = run(tmp_path / 'parts', *args, '--resume')
   assert rest['records'] == whole['records'][4:]
-
-
-@pytest.mark.parametrize('name', ['train_cnn', 'train_sharded'])
-def test_ctrl_c_between_steps(name, tmp_path, monkeypatch, capsys):
-  module = __import__(name)
-  write = metrics.Metrics.write
-
-  def interrupt(self, record):
-    write(self, record)
-    os.kill(os.getpid(), signal.SIGINT)
-
-  monkeypatch.setattr(metrics.Metrics, 'write', interrupt)
-  small = {
-      'train_cnn': ['--eval-every', '1', '--workers', '2'],
-      'train_sharded': ['--width', '32', '--heads', '2', '--layers', '1']}
-  with pytest.raises(SystemExit) as end:
-    module.main(['--out', str(tmp_path), '--steps', '3', '--batch', '8',
-                 *small[name]])
-  assert end.value.code == 130
-  assert 'Stopped by SIGINT after step 1.' in capsys.readouterr().out
 
 
 # A compilation that takes seconds, in which no Python of the main thread runs.
@@ -559,39 +387,20 @@ def test_train_sharded(tmp_path, capsys):
   assert '0 leaves cut otherwise' in capsys.readouterr().out
 
 
-# Exchanging every few steps ---------------------------------------------------
-
-
-@pytest.mark.parametrize('method', [
-    'demo-diloco',
-    *(pytest.param(m, marks=pytest.mark.slow)
-      for m in ('diloco', 'demo-diloco-drift', 'sparse-loco'))])
-def test_local_updates_resumed_in_a_period(tmp_path, method, capsys):
-  args = ['--workers', '2', '--optimizer', method, '--sync-period', '4']
-  (whole,) = run(tmp_path / 'whole', *args)
-  shutil.copytree(tmp_path / 'whole', tmp_path / 'parts')
-  shutil.rmtree(tmp_path / 'parts' / method / 'checkpoints' / '12')
-  (second,) = run(tmp_path / 'parts', *args, '--resume')
-  assert second['records'] == whole['records'][6:]
-  assert whole['records'][-1]['loss'] < whole['records'][0]['loss'] - 0.1
-  assert method in capsys.readouterr().out
-  for name in ('whole', 'parts'):
-    found = checkpoint(tmp_path / name / method, 12)
-    assert any('worker_stacked' in key for key in found)
+# Benchmarks' methods ----------------------------------------------------------
 
 
 def test_train_cnn(tmp_path, capsys):
   import train_cnn
   names = ['adamw', 'demo-diloco']
   runs = train_cnn.main(
-      ['--compare', *names, '--steps', '40', '--sync-period', '5', '--warmup',
-       '5', '--eval-every', '20', '--workers', '2', '--out', str(tmp_path)])
+      [*names, '--steps', '40', '--sync-period', '5', '--warmup', '5',
+       '--workers', '2', '--out', str(tmp_path)])
   assert [r['name'] for r in runs] == names
   for r in runs:
     assert r['records'][-1]['accuracy'] > 0.7
   assert runs[1]['sent'] < runs[0]['sent'] / 100
-  _, *records = read(tmp_path / 'demo-diloco/metrics.jsonl')
-  assert records == runs[1]['records'] and records[-1].keys() >= INFO
+  assert read(tmp_path / 'runs.jsonl') == runs
   assert (tmp_path / 'accuracy.png').stat().st_size > 10_000
   assert 'accuracy' in capsys.readouterr().out
 
@@ -600,7 +409,7 @@ def test_train_cnn(tmp_path, capsys):
 def test_train_cnn_by_every_method(tmp_path):
   import train_cnn
   # Of eight drifting workers the mean has learned nothing.
-  runs = train_cnn.main(['--compare', '--workers', '4', '--out', str(tmp_path)])
+  runs = train_cnn.main(['--out', str(tmp_path)])
   assert len(runs) == 7
   for r in runs:  # with drift workers part, and do not learn as much
     least = 0.9 if r['name'] == 'demo-diloco-drift' else 0.95

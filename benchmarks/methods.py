@@ -1,19 +1,25 @@
-"""Optimizers of the examples: what their flags mean, and how they are made.
+"""The methods that benchmarks compare: their settings, and how they are made.
 
 Every method is a chain of the same few links: each worker's own gradient is
 clipped, exchanged by a compressor, and given to a base optimizer.
 """
 
 import argparse
+import dataclasses
+import pathlib
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
-import flags
 import jax
 import numpy as np
 import optax
 from flax import nnx
 from optax import contrib
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / 'examples'))
+
+from gpt import GPTConfig
 
 import demo_optax
 from demo_optax import compressors
@@ -77,31 +83,22 @@ TUNED = {
     'values': {'demo-muon': 'sign'},
     'topk': {'demo-muon': 64},
 }
-# What is refused for other optimizers than these, which do not read it.
-COMPRESSED = ('demo', 'demo-muon', 'demo-diloco', 'demo-diloco-drift')
-ONLY_OF = {
-    'compressor': ('dct', COMPRESSED),
-    'chunk': (64, (*COMPRESSED, 'sparse-loco')),
-    'rate': (1 / 32, COMPRESSED),
-    'embeddings': ('demo', ('demo',)),
-    'base': ('sign', ('demo',)),
-    'alpha': (1.0, ('demo',)),
-    'average': ('senders', ('demo',)),
-    'exchange': ('all_gather', ('demo', 'demo-muon')),
-    'sync_period': (20, LOCAL),
-    'outer_lr': (0.7, LOCAL),
-    'outer_momentum': (0.9, ('diloco',)),
-    'outer_decay': (0.95, LOCAL[1:]),
-    'own_topk': (8, ('demo', 'demo-muon')),
-    'own_chunk': ([1, 192], ('demo', 'demo-muon')),
-    'own_base': ('adam', ('demo',)),
-}
-# The same of flags whose default is tuned: optimizers that do not read them.
-UNREAD = {
-    'topk': (*AVERAGED, 'diloco'),
-    'values': (*AVERAGED, 'diloco'),
-    'decay': (*AVERAGED, *LOCAL),
-}
+def parse_args(
+    argv: Sequence[str] = (), optimizer: str = 'demo-muon'
+) -> argparse.Namespace:
+  """Settings of a run: a method, and the training example's task."""
+  parser = argparse.ArgumentParser()
+  add_flags(parser, optimizer)
+  add = parser.add_argument
+  add('--workers', type=int, default=4)
+  add('--data', metavar='FILE')
+  add('--steps', type=int, default=800)
+  add('--batch', type=int, default=16)
+  add('--microbatches', type=int, default=1)
+  add('--seed', type=int, default=0)
+  for field in dataclasses.fields(GPTConfig):
+    add(f'--{field.name}', type=int, default=field.default)
+  return settle(parser.parse_args(argv))
 
 
 def add_flags(
@@ -113,16 +110,16 @@ def add_flags(
       help='demo-muon: each worker orthonormalises its momentum before it is'
       ' compressed; demo: as published; adamw, muon: on averaged gradients;'
       ' the others exchange every --sync-period steps')
-  add('--lr', type=flags.not_negative,
+  add('--lr', type=float,
       help='peak learning rate; default: 2e-3, of muon 2e-2')
   add('--schedule', choices=['cosine', 'constant'], default='cosine')
-  add('--warmup', type=flags.whole(0), default=40)
-  add('--weight-decay', type=flags.not_negative, default=0.0)
-  add('--clip', type=flags.positive, default=1.0,
+  add('--warmup', type=int, default=40)
+  add('--weight-decay', type=float, default=0.0)
+  add('--clip', type=float, default=1.0,
       help='norm that gradients are cut to')
-  add('--decay', type=flags.below_one,
+  add('--decay', type=float,
       help='of what was not sent yet; default: 0.99, of demo-muon 0.9')
-  add('--alpha', type=flags.up_to_one, default=1.0,
+  add('--alpha', type=float, default=1.0,
       help='share of what was sent that leaves the momentum')
   add('--average', choices=['senders', 'workers'], default='senders')
   add('--base', choices=BASES, default='sign',
@@ -130,34 +127,34 @@ def add_flags(
       ' without a momentum of its own (b1=0), adamw: with one; all can have'
       ' --weight-decay')
   add('--compressor', choices=[*TOPK, *SUBSETS, 'full'], default='dct')
-  add('--chunk', type=flags.whole(1), default=64,
+  add('--chunk', type=int, default=64,
       help='longest side of a chunk')
-  add('--topk', type=flags.whole(1),
+  add('--topk', type=int,
       help='coefficients sent of each chunk; default: 32, of demo-muon 64')
   add('--values', choices=VALUES,
       help='how the values of coefficients are sent; default: float32, of'
       ' demo-muon sign')
-  add('--rate', type=flags.share, default=1 / 32,
+  add('--rate', type=float, default=1 / 32,
       help='share of the elements that random-subset, striding, slicing send')
   add('--embeddings', choices=['demo', 'adamw', 'own'], default='demo',
       help='embeddings, head and 1-D leaves: as the rest, by AdamW on averaged'
       ' gradients, or exchanged by the --own flags')
-  add('--own-topk', type=flags.whole(1), default=8,
+  add('--own-topk', type=int, default=8,
       help='coefficients sent of each of their chunks')
-  add('--own-chunk', type=flags.whole(1), nargs=2, default=[1, 192],
+  add('--own-chunk', type=int, nargs=2, default=[1, 192],
       metavar='LENGTH', help='longest sides of a chunk, rows and columns')
   add('--own-base', choices=BASES, default='adam')
-  add('--own-lr', type=flags.not_negative,
+  add('--own-lr', type=float,
       help='peak learning rate; default: --lr, of muon 1.2e-2, of demo-muon'
       ' 6e-3')
   add('--exchange', choices=get_args(ExchangeKind), default='all_gather',
       help='all_to_all: every worker merges its share of the chunks, and what'
       ' it receives does not grow with their number; auto: the fewer bytes')
-  add('--sync-period', type=flags.whole(1), default=20,
+  add('--sync-period', type=int, default=20,
       help=f'steps between exchanges of {", ".join(LOCAL)}')
-  add('--outer-lr', type=flags.not_negative, default=0.7)
-  add('--outer-momentum', type=flags.below_one, default=0.9, help='of diloco')
-  add('--outer-decay', type=flags.below_one, default=0.95,
+  add('--outer-lr', type=float, default=0.7)
+  add('--outer-momentum', type=float, default=0.9, help='of diloco')
+  add('--outer-decay', type=float, default=0.95,
       help='of the momentum of differences')
 
 
@@ -169,55 +166,6 @@ def settle(args: argparse.Namespace) -> argparse.Namespace:
       for flag, default in OTHERWISE.items()
   }
   return argparse.Namespace(**{**vars(args), **tuned, **given})
-
-
-def other(args: argparse.Namespace, optimizer: str) -> argparse.Namespace:
-  """The same run by another optimizer: what it reads, and what is tuned."""
-  unset: dict[str, Any] = dict.fromkeys(OTHERWISE)
-  unset |= {
-      flag: default
-      for flag, (default, optimizers) in ONLY_OF.items()
-      if optimizer not in optimizers
-  }
-  return settle(
-      argparse.Namespace(**{**vars(args), **unset, 'optimizer': optimizer})
-  )
-
-
-def check(args: argparse.Namespace, compared: Sequence[str] = ()) -> None:
-  """Makes what the flags say once: not all of it is known by its value."""
-  trained = compared or [args.optimizer]
-  for flag, (default, optimizers) in ONLY_OF.items():
-    if getattr(args, flag) != default and not {*trained} & {*optimizers}:
-      name = flag.replace('_', '-')
-      flags.fail(
-          f'--{name} {getattr(args, flag)} has no effect on'
-          f' {", ".join(trained)}: it is for {", ".join(optimizers)}.'
-      )
-  if args.optimizer not in trained:
-    for flag, default in OTHERWISE.items():
-      if getattr(args, flag) != TUNED[flag].get(args.optimizer, default):
-        flags.fail(
-            f'--{flag.replace("_", "-")} {getattr(args, flag)} is for'
-            f' --optimizer {args.optimizer}, which is not compared: every'
-            ' method is trained with what is tuned for it.'
-        )
-  for flag, unread in UNREAD.items():
-    if args.optimizer in unread and getattr(args, flag) != OTHERWISE[flag]:
-      flags.fail(
-          f'--{flag} {getattr(args, flag)} has no effect on --optimizer'
-          f' {args.optimizer}: leave it out.'
-      )
-  if args.rate != ONLY_OF['rate'][0] and args.compressor not in SUBSETS:
-    flags.fail(
-        f'--rate {args.rate} has no effect on --compressor {args.compressor}:'
-        f' it is for {", ".join(SUBSETS)}.'
-    )
-  if args.embeddings != 'own' and 'demo-muon' not in trained:
-    for flag in ('own_topk', 'own_chunk', 'own_base'):
-      if getattr(args, flag) != ONLY_OF[flag][0]:
-        flags.fail(f'--{flag.replace("_", "-")} is for --embeddings own.')
-  flags.try_to(lambda: make_optimizer(args, demo_optax.Workers.simulated(1)))
 
 
 def make_optimizer(
@@ -434,22 +382,13 @@ def count_bytes(
     args: argparse.Namespace, params: Any, workers: demo_optax.Workers
 ) -> dict[str, float]:
   """Bytes per worker and step of the chosen optimizer and of AdamW-DDP."""
-  try:
-    plan = demo_optax.plan(
-        params,
-        compressor_of_leaves(args, params),
-        workers,
-        exchange=args.exchange,
-        update_values=update_values(args),
-    )
-  except ValueError as error:
-    if args.compressor != 'hadamard':
-      raise
-    why = str(error).split(' Use ')[0]
-    raise ValueError(
-        f'--compressor hadamard: {why} Give --compressor dct, random-orthogonal'
-        ' or identity.'
-    ) from error
+  plan = demo_optax.plan(
+      params,
+      compressor_of_leaves(args, params),
+      workers,
+      exchange=args.exchange,
+      update_values=update_values(args),
+  )
   period = args.sync_period if args.optimizer in LOCAL else 1
   return {
       'sent': plan.sent_bytes / period,
