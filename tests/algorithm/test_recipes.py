@@ -526,8 +526,8 @@ def test_saved_resumed_and_resized(tmp_path):
 def test_a_schedule_of_zero_and_injected_rates_do_not_recompile():
   workers = demo_optax.Workers.simulated(2)
   tx = optax.inject_hyperparams(
-      demo_optax.demo_muon, hyperparam_dtype=jnp.float32,
-  )(learning_rate=0.0, workers=workers, ns_steps=3)
+      demo_optax.demo_muon, hyperparam_dtype=jnp.float32
+  )(learning_rate=0.0, workers=workers)
   params = model()
   state, step = tx.init(params), make_step(tx, workers)
   new, state, _ = step(params, state, TOKENS[0])
