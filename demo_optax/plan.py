@@ -293,10 +293,10 @@ def plan(
     >>> import demo_optax, jax, jax.numpy as jnp
     >>> params = {'w': jax.ShapeDtypeStruct((1024, 4096), jnp.float32)}
     >>> plan = demo_optax.plan(params, demo_optax.dct_topk(topk=8), workers=16)
-    >>> plan.sent_bytes  # 1024 chunks * (8 * 4 bytes + 87 bits), and 13 bytes
-    43917
+    >>> plan.sent_bytes  # 1024 chunks * (8 * 4 bytes + 87 bits), in whole rows
+    44032
     >>> plan.max_workers()
-    764
+    762
   """
   if isinstance(workers, Workers):
     specs, axis, num_workers = (

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 
 from demo_optax import _tree, state
 from demo_optax.workers import Workers
@@ -154,10 +155,12 @@ def _held(arrays: Sequence[Any]) -> list[list[tuple[Any, str, np.ndarray]]]:
   spread = []
   for x in map(_without_key, arrays):
     blocks = x.sharding.devices_indices_map(x.shape)
-    mine = [
-        (shard.device, _digest_shard(shard.data, _start(shard.index), x.shape))
-        for shard in sorted(x.addressable_shards, key=lambda s: s.device.id)
-    ]
+    mine = []
+    for shard in sorted(x.addressable_shards, key=lambda s: s.device.id):
+      # On this device, not on the mesh that the caller has set.
+      with jax.set_mesh(Mesh([shard.device], ('device',))):
+        found_here = _digest_shard(shard.data, _start(shard.index), x.shape)
+      mine.append((shard.device, found_here))
     if not x.is_fully_addressable:
       spread.append((len(found), mine, blocks))
     found.append([(d, str(blocks[d]), digest_of) for d, digest_of in mine])

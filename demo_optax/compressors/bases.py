@@ -74,12 +74,15 @@ class RandomOrthogonal(Basis):
 
   def matrix(self, length: int) -> np.ndarray:
     """Returns the matrix for sides of `length`, up to 256."""
+    return _random_orthogonal(length, self.seed)
+
+  def check(self, length: int) -> None:
+    """Raises if `length` is above 256."""
     if length > 256:
       raise ValueError(
           f'{length} is above 256, and such a random matrix takes long to draw.'
           ' Use a smaller chunk_size.'
       )
-    return _random_orthogonal(length, self.seed)
 
 
 @dataclasses.dataclass(frozen=True)

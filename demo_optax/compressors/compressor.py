@@ -305,8 +305,8 @@ def dct_topk(
     ...   compressor = demo_optax.dct_topk(topk=8, values=values)
     ...   plan = demo_optax.plan(params, compressor, workers=16)
     ...   print(values, plan.sent_bytes / 4096)
-    float32 42.878173828125
-    sign 13.878173828125
+    float32 43.0
+    sign 14.0
 
   References:
     Peng et al., `DeMo: Decoupled Momentum Optimization

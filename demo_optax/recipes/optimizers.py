@@ -163,7 +163,7 @@ def muon_compressors(
     >>> compressor = demo_optax.recipes.muon_compressors(params)
     >>> plan = demo_optax.plan(params, compressor, workers=4)
     >>> print(f'{plan.dense_bytes() / plan.sent_bytes:.0f} times fewer')
-    128 times fewer
+    127 times fewer
   """
   check_is_no_count(params)
   # `dct_topk` would call it `topk`.

@@ -249,12 +249,11 @@ def test_a_run_restored_with_more_workers_has_more_keys(tmp_path):
         demo_optax.demo(0.1, workers=workers))
 
   params = {'w': jnp.ones((8, 8))}
-  with demo_optax.checkpoint.Checkpointer(
-      tmp_path / 'run', params, demo_optax.dct_topk(), four) as checkpointer:
-    checkpointer.save(1, make(four).init(params))
-  with demo_optax.checkpoint.Checkpointer(
-      tmp_path / 'run', params, demo_optax.dct_topk(), eight) as checkpointer:
-    _, state = checkpointer.restore(make(eight).init(params), resize=True)
+  states = [make(workers).init(params) for workers in (four, eight)]
+  with demo_optax.checkpoint.Checkpointer(tmp_path, states[0]) as checkpointer:
+    checkpointer.save(1, states[0])
+  with demo_optax.checkpoint.Checkpointer(tmp_path, states[1]) as checkpointer:
+    _, state = checkpointer.restore(resize=True)
   keys = jax.random.key_data(state[0].worker_stacked.rng_key)
   assert len(np.unique(keys, axis=0)) == 8
 
