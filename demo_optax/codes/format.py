@@ -22,6 +22,7 @@ class ChunkFormat:
     values: name of the value code, one of `value_codes.VALUES`.
     shared: whether all workers select the same places: no indices are written,
       and values are summed as they are.
+    grouped: whether one of each of k groups is selected (`GroupMax`).
   """
 
   n: int
@@ -29,6 +30,7 @@ class ChunkFormat:
   dtype: str
   values: str = 'float32'
   shared: bool = False
+  grouped: bool = False
 
   def __post_init__(self) -> None:
     if self.shared and self.values != 'float32':
@@ -40,6 +42,8 @@ class ChunkFormat:
   @property
   def index_code(self) -> index_codes.IndexCode:
     """How the indices are written."""
+    if self.grouped and self.k < self.n:
+      return index_codes.InGroup(self.n, self.k)
     return index_codes.cheapest(self.n, self.n if self.shared else self.k)
 
   @property
@@ -98,9 +102,10 @@ class ChunkFormat:
     """Undoes `encode` for uint32 `[workers, words]`, which may be any words.
 
     Returns:
-      int32 indices `[workers, chunks, k]`, always ascending within `[0, n)`, or
-      `None`; values `[workers, chunks, k]`; and bool `[workers]`, whose words
-      are a selection with values up to `max_magnitude`.
+      int32 indices `[workers, chunks, k]` within `[0, n)`, always distinct and,
+      unless grouped, ascending, or `None`; values `[workers, chunks, k]`; and
+      bool `[workers]`, whose words are a selection with values up to
+      `max_magnitude`.
     """
     if platform.one_payload_at_a_time():
       return jax.lax.map(lambda row: self._decode(row, chunks), data)
@@ -116,9 +121,10 @@ class ChunkFormat:
     if self.k == self.n:
       return None, values, jnp.all(good, axis=(-2, -1))
     indices = self.index_code.decode(data[..., split:], chunks)
-    edge = [(0, 0)] * (indices.ndim - 1) + [(1, 0)]
-    before = jnp.pad(indices[..., :-1], edge, constant_values=-1)
-    good &= (indices > before) & (indices < self.n)
+    good &= indices < self.n
+    if not self.grouped:
+      edge = [(0, 0)] * (indices.ndim - 1) + [(1, 0)]
+      good &= indices > jnp.pad(indices[..., :-1], edge, constant_values=-1)
     valid = jnp.all(good, axis=(-2, -1))  # one reduction, one kernel
     # Gathers and scatters are promised ascending indices in [0, n): replace
     # those of excluded workers as well.

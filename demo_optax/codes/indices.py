@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from demo_optax.numerics import bits as packing
+from demo_optax.numerics import groups
 
 
 class IndexCode(Protocol):
@@ -107,6 +108,42 @@ class FixedWidth:
     """Returns the indices, unpacked."""
     numbers = packing.unpack_bits(data, chunks * self.k, index_width(self.n))
     return numbers.astype(jnp.int32).reshape(*data.shape[:-1], chunks, self.k)
+
+
+@dataclasses.dataclass(frozen=True)
+class InGroup:
+  """One place of each of `k` groups (`numerics.groups`), in fixed width.
+
+  The only code whose indices are in the order of the groups: they do not
+  ascend, and differ from each other by what they are.
+  """
+
+  name: ClassVar[str] = 'group'
+  n: int
+  k: int
+
+  @property
+  def _width(self) -> int:
+    return index_width(groups.num_places(self.n, self.k))
+
+  @property
+  def bits(self) -> int:
+    """`k ceil(log2 ceil(n / k))`."""
+    return self.k * self._width
+
+  def words(self, chunks: int) -> int:
+    """Returns the words of the places."""
+    return packing.packed_words(chunks * self.k, self._width)
+
+  def encode(self, indices: jax.Array) -> jax.Array:
+    """Returns the places, packed."""
+    return packing.pack_bits(_row(indices // self.k), self._width)
+
+  def decode(self, data: jax.Array, chunks: int) -> jax.Array:
+    """Returns the indices of the places."""
+    numbers = packing.unpack_bits(data, chunks * self.k, self._width)
+    places = numbers.astype(jnp.int32)
+    return groups.indices(places.reshape(*data.shape[:-1], chunks, self.k))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ from demo_optax.compressors.compressor import (
 )
 from demo_optax.compressors.selectors import (
   Everything,
+  GroupMax,
   RandomSubset,
   Selector,
   Slicing,
@@ -29,6 +30,7 @@ __all__ = [
   'Compressor',
   'Dct',
   'Everything',
+  'GroupMax',
   'Hadamard',
   'Identity',
   'RandomOrthogonal',

@@ -111,7 +111,10 @@ class Compressor:
     grid = chunking.chunk_grid(shape, self.chunk_size, padding=self.padding)
     n, shared = grid.chunk_size, self.select.shared
     k = self.select.count(n)
-    sparse = LeafPlan(grid, ChunkFormat(n, k, name, self.values, shared))
+    grouped = isinstance(self.select, selectors.GroupMax)
+    sparse = LeafPlan(
+        grid, ChunkFormat(n, k, name, self.values, shared, grouped)
+    )
     whole = chunking.whole_grid(shape)
     if shared:
       everything = k == n and isinstance(self.basis, bases.Identity)

@@ -239,7 +239,9 @@ def exchange(
   residual = {}
   for i, bucket in enumerate(buckets):
     leaving = jnp.where(valid, rounding.mul_no_fma(hyper.alpha, sent[i]), 0)
-    m = topk.subtract(momentum[i], selected[i].indices, leaving)
+    m = topk.subtract(
+        momentum[i], selected[i].indices, leaving, bucket.format.grouped
+    )
     residual[bucket.name] = layout.clear_padding(i, m, devices[i], valid)
 
   # Send and receive. (Updates merged by owners, and leaves that are averaged

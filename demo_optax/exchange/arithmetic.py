@@ -69,8 +69,8 @@ def accumulate_and_select(
       indices = jnp.broadcast_to(shared[None], (rows, k))
     elif k < n:
       indices = _select(bucket, m, step)
-    values = topk.take(m, indices)
-    if indices is not None and not _is_ascending(bucket):
+    values = topk.take(m, indices, bucket.format.grouped)
+    if indices is not None and not _is_sound(bucket):
       # An index outside of the chunk reads as NaN, which excludes the worker.
       inside = (indices >= 0) & (indices < n)
       values = jnp.where(inside, values, jnp.full_like(values, jnp.nan))
@@ -119,7 +119,8 @@ def merge(
     if received.indices is not None:
       indices = piece_of(received.indices)
     values, found = topk.weigh(
-        indices, piece_of(received.values), received.valid, n, average
+        indices, piece_of(received.values), received.valid, n, average,
+        bucket.format.grouped,
     )
     u = _inverse(bucket, indices, values)
     updates = jax.lax.dynamic_update_slice_in_dim(updates, u, start, 0)
@@ -167,7 +168,7 @@ def _inverse(
         chunking.inverse_of_selected(i, v, bucket.sides, bucket.basis)
         for i, v in zip(indices, values)
     ])
-  c = topk.add_up(indices, values, bucket.format.n)
+  c = topk.add_up(indices, values, bucket.format.n, bucket.format.grouped)
   if bucket.kind != 'chunks':
     return c
   return chunking.inverse(c, bucket.sides, bucket.basis)
@@ -188,12 +189,12 @@ def _select(
   the end of a chunk, as NumPy's indices do.
   """
   indices = bucket.select(coefficients, step).astype(jnp.int32)
-  if _is_ascending(bucket):
+  if _is_sound(bucket):
     return indices
   n = bucket.format.n
   return jnp.sort(jnp.where(indices < 0, indices + n, indices), axis=1)
 
 
-def _is_ascending(bucket: Bucket) -> bool:
-  """Returns whether a selector promises places in order, within a chunk."""
-  return getattr(bucket.select, 'ascending', False)
+def _is_sound(bucket: Bucket) -> bool:
+  """Returns whether a selector promises indices that the code can write."""
+  return bucket.format.grouped or getattr(bucket.select, 'ascending', False)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from demo_optax.numerics import bits as packing
-from demo_optax.numerics import platform, rounding
+from demo_optax.numerics import groups, platform, rounding
 
 Average = Literal['senders', 'workers']
 
@@ -138,19 +138,31 @@ def _count(mask: jax.Array) -> jax.Array:
   return jnp.sum(counts, axis=1, keepdims=True)
 
 
-def take(coefficients: jax.Array, indices: jax.Array | None) -> jax.Array:
+def take(
+    coefficients: jax.Array,
+    indices: jax.Array | None,
+    grouped: bool = False,
+) -> jax.Array:
   """Returns the values `[chunks, k]` of `coefficients [chunks, n]`."""
   if indices is None:
     return coefficients
+  if grouped and platform.by_comparison():
+    return groups.take(coefficients, _places(indices))
   return packing.take(coefficients, indices)
 
 
 def subtract(
-    coefficients: jax.Array, indices: jax.Array | None, values: jax.Array
+    coefficients: jax.Array,
+    indices: jax.Array | None,
+    values: jax.Array,
+    grouped: bool = False,
 ) -> jax.Array:
   """Subtracts `values [chunks, k]` at `indices` of `[chunks, n]`."""
   if indices is None:
     return coefficients - values
+  if grouped and platform.by_comparison():
+    n = coefficients.shape[1]
+    return coefficients - groups.spread(_places(indices), values, n)
   return coefficients.at[packing.row_numbers(indices), indices].add(
       -values, unique_indices=True, mode='promise_in_bounds',
       wrap_negative_indices=False,
@@ -163,6 +175,7 @@ def weigh(
     present: jax.Array,
     n: int,
     average: Average,
+    grouped: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
   """Returns the share of each worker's values in the average of all.
 
@@ -173,6 +186,7 @@ def weigh(
     n: number of coefficients in a chunk.
     average: `'senders'` divides each coefficient by the number of workers that
       sent it, `'workers'` by the number of workers present.
+    grouped: whether one of each group was selected.
 
   Returns:
     `[workers, chunks, k]`, zero for absent workers; and float32 `[]`, how many
@@ -183,6 +197,8 @@ def weigh(
   everyone = jnp.sum(present, dtype=jnp.int32)
   if indices is None or workers == 1:
     senders = everyone
+  elif grouped and platform.by_comparison():
+    senders = groups.count_senders(indices, present)
   else:
     rows = jnp.broadcast_to(packing.row_numbers(indices[0]), indices.shape)
     ones = jnp.broadcast_to(counted.astype(jnp.int32), indices.shape)
@@ -201,7 +217,12 @@ def weigh(
   return jnp.where(counted, rounding.mul_no_fma(shares, values), 0), distinct
 
 
-def add_up(indices: jax.Array | None, values: jax.Array, n: int) -> jax.Array:
+def add_up(
+    indices: jax.Array | None,
+    values: jax.Array,
+    n: int,
+    grouped: bool = False,
+) -> jax.Array:
   """Adds up what workers selected, as dense coefficients.
 
   Deterministic on every backend: values are added one worker after the other,
@@ -212,11 +233,14 @@ def add_up(indices: jax.Array | None, values: jax.Array, n: int) -> jax.Array:
     indices: int32 `[workers, chunks, k]`; `None` if all are sent.
     values: `[workers, chunks, k]`.
     n: number of coefficients in a chunk.
+    grouped: whether one of each group was selected.
 
   Returns:
     `[chunks, n]`, zero where nothing was sent.
   """
   workers, chunks, _ = values.shape
+  if grouped and indices is not None and platform.by_comparison():
+    return groups.add_up(_places(indices), values, n)
 
   def add_worker(worker: jax.Array, total: jax.Array) -> jax.Array:
     if indices is None:
@@ -226,3 +250,8 @@ def add_up(indices: jax.Array | None, values: jax.Array, n: int) -> jax.Array:
   # Like the values in what it varies over, in a shard_map that tracks it.
   zeros = jnp.zeros_like(values, shape=(chunks, n))
   return jax.lax.fori_loop(0, workers, add_worker, zeros)
+
+
+def _places(indices: jax.Array) -> jax.Array:
+  """Returns the places in their groups of indices `[..., k]`."""
+  return indices // indices.shape[-1]

@@ -46,6 +46,26 @@ def test_maps_have_the_bits_of_the_simulation(simulated, how):
   assert_same_bits(found, expected)
 
 
+@pytest.mark.parametrize('name', ['cpu', 'gpu'])
+@pytest.mark.parametrize('how', ['auto', 'explicit', 'checked', 'pmap'])
+def test_one_of_each_group_in_every_map(name, how):
+  compressor = demo_optax.Compressor(
+      demo_optax.compressors.GroupMax(8), demo_optax.compressors.Dct(), 32,
+      values='int8')
+  rule = 'published', compressor
+  with platform.running_on(name):
+    expected = test_exchange.stacked_run(
+        demo_optax.Workers.simulated(N), STEPS, *rule)
+    if how in ('auto', 'explicit'):
+      found = test_exchange.stacked_run(on_mesh(N, how), STEPS, *rule)
+    elif how == 'pmap':
+      found, _ = test_exchange.mapped_run(STEPS, how, *rule)
+      expected = expected[0]
+    else:
+      found = test_exchange.shard_map_run(STEPS, True, *rule)
+  assert_same_bits(found, expected)
+
+
 @pytest.mark.parametrize('kind', ['auto', 'explicit'])
 @pytest.mark.parametrize('layout', ['2d', '3d'])
 def test_workers_of_several_devices(layout, kind):

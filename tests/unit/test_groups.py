@@ -1,0 +1,113 @@
+"""One of each group: against NumPy, for all sizes, and in both forms."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from demo_optax.codes.format import ChunkFormat
+from demo_optax.compressors import GroupMax
+from demo_optax.numerics import groups, platform, topk
+
+pytestmark = pytest.mark.core
+
+
+def expected(x, k):
+  """Of coefficients g, g + k, g + 2k, ... the first of the largest."""
+  n = x.shape[1]
+  return np.stack([
+      [g + k * int(np.argmax(np.abs(row[g:n:k]))) for g in range(k)]
+      for row in x])
+
+
+def check(n, k, seed=0):
+  rng = np.random.default_rng(seed)
+  # Few values, which the key tells apart, and zeros.
+  x = rng.integers(-3, 4, (4, n)).astype(np.float32)
+  found = groups.indices(groups.largest(jnp.asarray(x), k))
+  np.testing.assert_array_equal(found, expected(x, k))
+  assert np.asarray(found).max() < n
+
+
+@pytest.mark.parametrize('k', [1, 7, 64])
+def test_every_size_of_a_chunk(k):
+  with jax.disable_jit():
+    for n in range(k, 301):
+      check(n, k, n)
+
+
+@settings(max_examples=20)  # each compiles
+@given(st.integers(1, 5000), st.data())
+def test_any_size(n, data):
+  check(n, data.draw(st.integers(1, n)))
+
+
+def test_every_place_of_every_group_can_be_sent():
+  n, k = 23, 5
+  x = np.eye(n, dtype=np.float32)
+  found = np.asarray(groups.indices(groups.largest(jnp.asarray(x), k)))
+  for i in range(n):
+    assert found[i, i % k] == i
+
+
+def test_float64_is_compared_as_float64(x64):
+  x = jnp.asarray([[1.0, 1.0 + 1e-12]])
+  assert groups.largest(x, 1).tolist() == [[1]]
+  assert groups.largest(x.astype(jnp.float32), 1).tolist() == [[0]]
+
+
+@pytest.mark.parametrize('average', ['senders', 'workers'])
+@pytest.mark.parametrize('n, k', [(4096, 64), (100, 7), (96, 32)])
+def test_comparisons_have_the_bits_of_scatters(n, k, average):
+  rng = np.random.default_rng(n)
+  m = jnp.asarray(rng.normal(size=(3, n)), jnp.float32)
+  sent = jnp.asarray(rng.normal(size=(5, 3, n)), jnp.float32).at[1].set(m)
+  indices = jax.vmap(GroupMax(k), (0, None))(sent, 0)
+  values = jnp.asarray(rng.normal(size=indices.shape), jnp.float32)
+  present = jnp.asarray([True, True, False, True, True])
+
+  def all_of_it():
+    weighed, distinct = topk.weigh(indices, values, present, n, average, True)
+    return (topk.take(m, indices[0], True),
+            topk.subtract(m, indices[0], values[0], True),
+            weighed, distinct, topk.add_up(indices, weighed, n, True))
+
+  found = []
+  for name in ('cpu', 'gpu'):
+    with platform.running_on(name):
+      found.append(jax.jit(lambda: all_of_it())())
+  jax.tree.map(np.testing.assert_array_equal, *found)
+  assert 'scatter' not in str(jax.make_jaxpr(lambda: groups.add_up(
+      indices // k, values, n))())
+
+
+@pytest.mark.parametrize('n, k, bits', [
+    (4096, 64, 6), (4096, 32, 7), (4096, 100, 6), (70, 64, 1), (300, 299, 1)])
+def test_places_in_fixed_width(n, k, bits):
+  rng = np.random.default_rng(0)
+  f = ChunkFormat(n, k, 'float32', 'sign', grouped=True)
+  assert f.index_code.bits == bits * k
+  x = jnp.asarray(rng.normal(size=(6, n)), jnp.float32)
+  indices = GroupMax(k)(x, 0)
+  data, sent = f.encode(indices, topk.take(x, indices))
+  assert data.size == f.words(6)
+  found, values, valid = f.decode(jnp.stack([data, data]), 6)
+  assert valid.tolist() == [True, True]
+  for worker in range(2):
+    np.testing.assert_array_equal(found[worker], indices)
+    np.testing.assert_array_equal(values[worker], sent)
+
+
+def test_a_place_beyond_its_group_is_a_damaged_message():
+  """Of 70 coefficients, groups 6 to 63 have one place: 1 is beyond."""
+  f = ChunkFormat(70, 64, 'float32', grouped=True)
+  indices = GroupMax(64)(jnp.ones((1, 70)), 0)
+  data, _ = f.encode(indices, jnp.ones((1, 64)))
+  # Bit j of the first of two words is of group 2 j.
+  for word, valid in ((0b111, True), (0b1000, False), (2**32 - 1, False)):
+    found, _, sound = f.decode(data.at[64].set(word)[None], 1)
+    assert sound.tolist() == [valid]
+    assert len(set(np.asarray(found).ravel().tolist())) == 64
+    assert np.asarray(found).max() < 70
