@@ -31,13 +31,19 @@ _ENDING = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 _BROKEN_PIPE = 128 + signal.SIGPIPE
 
 
+def at_least_1(text: str) -> int:
+  if int(text) < 1:
+    raise argparse.ArgumentTypeError(f'must be at least 1, got {text}.')
+  return int(text)
+
+
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
   parser = argparse.ArgumentParser(
       description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   add = parser.add_argument
-  add('-n', '--processes', type=int, default=2)
-  add('--devices', type=int, default=1,
+  add('-n', '--processes', type=at_least_1, default=2)
+  add('--devices', type=at_least_1, default=1,
       help='CPU devices of each process')
   add('--grace', type=float, default=30.0, metavar='SECONDS',
       help='time to save a last checkpoint in, before a process is killed')

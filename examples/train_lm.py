@@ -284,6 +284,10 @@ def train(
   if not args.resume:
     remove_former(folder / 'checkpoints', args.overwrite)
   workers = make_workers(args.workers)
+  if args.batch % (workers.count * args.microbatches):
+    raise SystemExit(
+        f'--batch {args.batch} must be a multiple of {workers.count} workers'
+        f' times {args.microbatches} micro-batches.')
   feed = make_feed(args, corpus.train, workers)
   config = GPTConfig(**{
       f.name: getattr(args, f.name) for f in dataclasses.fields(GPTConfig)})
@@ -301,7 +305,8 @@ def train(
   if args.resume == 'must' or checkpoints.steps:
     start = restore(args, checkpoints, model, optimizer)
     say(f'Going on after step {start}.')
-  say(f'{name}: {plan.size:,} parameters, {workers},'
+  say(f'{name}: {plan.size:,} parameters, {workers.count} workers on the'
+      f' devices of {jax.process_count()} process(es),'
       f' {len(corpus.train):,} bytes of training text; every worker sends'
       f' {plan.sent_bytes / 1e3:,.1f} kB a step')
 

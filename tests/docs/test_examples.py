@@ -245,7 +245,7 @@ def test_start_anew(tmp_path):
 
 
 def test_resume_without_a_checkpoint(tmp_path):
-  with pytest.raises(SystemExit, match='no checkpoint'):
+  with pytest.raises(SystemExit, match='step must be one of those in'):
     run(tmp_path, '--resume')
 
 
@@ -382,8 +382,8 @@ def test_train_sharded(tmp_path, capsys):
                    if kind == 'all-gather'}
   assert set(between) == {('replica',), ('fsdp',)}
   assert set(between_alone) == {('replica',)}
-  # A quarter each; what is sharded has an end of 13 bytes of its own.
-  assert between['replica',][1] <= between_alone['replica',][1] / 4 + 13 + 2
+  # A quarter each, in whole rows of words.
+  assert between['replica',][1] <= between_alone['replica',][1] / 4 + 512
   assert '0 leaves cut otherwise' in capsys.readouterr().out
 
 

@@ -170,7 +170,7 @@ def assert_only_the_message_crosses(run, ours, compressor):
       c for c in run.collectives(ours) if c.axes is None or 'diloco' in c.axes
   ]
   (gather,) = (c for c in crossing if c.kind == 'all-gather')
-  assert gather.axes == ('diloco',) and gather.shapes[0].startswith('u8')
+  assert gather.axes == ('diloco',) and gather.shapes[0].startswith('u32')
   assert gather.output_bytes == (
       planned.payload_bytes // planned.num_devices * run.step.workers.count)
   # XLA joins what is reduced at the end, and nothing comes before it.

@@ -173,7 +173,7 @@ def test_only_the_message_of_what_is_trained_crosses(trained, kind):
       if c.axes is None or 'replica' in c.axes
   ]
   (gather,) = (c for c in crossing if c.kind == 'all-gather')
-  assert gather.axes == ('replica',) and gather.shapes[0].startswith('u8')
+  assert gather.axes == ('replica',) and gather.shapes[0].startswith('u32')
   assert gather.output_bytes == 2 * planned.payload_bytes // planned.num_devices
   rest = [c for c in crossing if c is not gather]
   assert all(c.kind == 'all-reduce' and set(c.shapes) <= {'f32[]', 's32[]'}
