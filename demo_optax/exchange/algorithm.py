@@ -1,9 +1,8 @@
-r"""One exchange, as one device of one worker sees it: Algorithm 1 of the paper.
+"""One exchange, as one device of one worker sees it: Algorithm 1 of the paper.
 
-`exchange` is the main path, from gradients to updates. All leaves' chunks of
-one kind are one array, a bucket (`compressors.layout`); how a bucket's
-arithmetic is done is in `arithmetic`, how messages look in `message`, and who
-the others are in `workers`.
+`exchange` is the main path, from gradients to updates, over buckets of chunks
+(`compressors.layout`). The arithmetic of a bucket is in `arithmetic`, the bytes
+of messages in `message`, collectives in `workers`.
 
   Peng et al., DeMo: Decoupled Momentum Optimization, arXiv:2411.19870
 """
@@ -28,21 +27,20 @@ from demo_optax.numerics import platform, rounding, topk
 from demo_optax.workers import Group, Spec, Workers
 from demo_optax.workers.collectives import sums
 
-# A worker is excluded if an element of its gradient is more than this share of
-# the largest number. Sums of a chunk over all steps then stay finite.
+# A worker is excluded if a gradient element exceeds this share of the largest
+# float. Sums of a chunk over all steps then stay finite.
 MAX_GRADIENT_SHARE = 1e-12
 
 
 class WorkerState(NamedTuple):
-  """What a worker keeps from one exchange to the next, stacked over workers.
+  """A worker's state between exchanges, by bucket name; stacked over workers.
 
   Attributes:
-    momentum: by the names of the buckets, coefficients `[workers, rows, n]`, in
-      float32 (float64 for float64 parameters); `[workers, devices, rows, n]` if
-      there are mesh axes inside a worker.
-    update_residual: by the names of the buckets, what the code of updates has
-      lost of the chunks that a worker owns, `[workers, chunks, n]`; empty
-      without owners, and if the code is exact.
+    momentum: coefficients `[workers, rows, n]`, or `[workers, devices, rows,
+      n]` with mesh axes inside a worker; float32 (float64 for float64
+      parameters).
+    update_residual: `[workers, chunks, n]`, the losses of the update code in
+      the chunks a worker owns. Empty without owners and for exact codes.
   """
 
   momentum: dict[str, chex.Array]
@@ -50,33 +48,16 @@ class WorkerState(NamedTuple):
 
 
 class Hyper(NamedTuple):
-  """The hyperparameters of a step, scalars.
+  """Scalar hyperparameters of a step."""
 
-  Attributes:
-    step: int32, exchanges so far.
-    alpha: share of what was sent that leaves the momentum.
-    decay: of the momentum.
-    weight: of the gradients.
-  """
-
-  step: chex.Numeric
+  step: chex.Numeric  # int32, exchanges so far
   alpha: chex.Numeric
   decay: chex.Numeric
   weight: chex.Numeric
 
 
 class Metrics(NamedTuple):
-  """Scalars about an exchange, equal on all workers.
-
-  Attributes:
-    num_excluded: int32, how many workers were excluded.
-    sent_energy: float32, the energy (sum of squares) of what was sent, over
-      that of the momentum it was taken from, of all workers.
-    residual_norm: float32, norm of the momentum that stays behind, the root of
-      the mean square over the workers.
-    mean_senders: float32, how many workers sent a coefficient, on average over
-      all that were sent, where workers select for themselves; 0 if nowhere.
-  """
+  """Scalars about an exchange, as in `DeMoState.metrics`."""
 
   num_excluded: jax.Array
   sent_energy: jax.Array
@@ -92,22 +73,13 @@ def no_metrics() -> Metrics:
 
 @dataclasses.dataclass(frozen=True)
 class ExchangeConfig:
-  """What is static in an exchange; `make_config` makes one.
-
-  Attributes:
-    layout: where the leaves lie in buckets.
-    average: how what was sent is averaged, see `scale_by_demo`.
-    packer: how messages are written and read.
-    platform: where the step runs; chooses between forms of one operation.
-    owners: how owners of chunks would write updates; None if chunks never have
-      owners. Not used where `'auto'` has chosen an all-gather.
-  """
+  """The static part of an exchange; made by `make_config`."""
 
   layout: Layout
   average: topk.Average
   packer: Packer
   platform: str
-  owners: UpdatePacker | None = None
+  owners: UpdatePacker | None = None  # also if 'auto' chose an all-gather
 
   @property
   def kind(self) -> str:
@@ -116,14 +88,14 @@ class ExchangeConfig:
 
   @property
   def update_packer(self) -> UpdatePacker | None:
-    """How owners write updates, and all read them; None without owners."""
+    """Writes and reads updates of owners; None without owners."""
     return None if self.packer.num_owners is None else self.owners
 
   @property
   def residual_shapes(self) -> dict[str, tuple[tuple[int, int], str]]:
-    """Returns shapes and dtypes of `WorkerState.update_residual`.
+    """Shapes and dtypes of `WorkerState.update_residual`.
 
-    The same whichever exchange `'auto'` takes: a state may be resized.
+    The same for both choices of `'auto'`, since a state may be resized.
     """
     return {} if self.owners is None else self.owners.residual_shapes
 
@@ -136,7 +108,7 @@ class ExchangeConfig:
     return (count - 1) * size
 
   def __str__(self) -> str:
-    """Returns the collective, and how owners write updates, in words."""
+    """Returns the collective and `update_values` in words."""
     if self.owners is None:
       return repr(self.kind)
     return f'{self.kind!r} with update_values={self.owners.values!r}'
@@ -153,16 +125,10 @@ def make_config(
     update_values: str = 'float32',
     runs_on: str | None = None,
 ) -> ExchangeConfig:
-  """Returns what is static in an exchange.
+  """Returns the static part of an exchange.
 
-  Args:
-    layout: where the leaves lie in buckets.
-    average: see `scale_by_demo`.
-    kind: the collective; `'auto'` takes the one that receives fewer bytes.
-    count: number of workers; None if it is not known, and chunks never have
-      owners.
-    update_values: how owners write updates.
-    runs_on: the platform, see `platform.of`.
+  `kind='auto'` takes the collective that receives fewer bytes. `count`, the
+  number of workers, is None if it is unknown: chunks then have no owners.
   """
   packer = Packer(layout.buckets)
   gathered = ExchangeConfig(layout, average, packer, runs_on or platform.of())
@@ -186,26 +152,19 @@ def exchange(
     state: WorkerState,
     hyper: Hyper,
 ) -> tuple[list[jax.Array], WorkerState, Metrics]:
-  r"""Runs Algorithm 1 for one step, on one device of one worker.
+  """Runs Algorithm 1 for one step, on one device of one worker.
 
-  .. math::
-    m &\leftarrow \beta m + w T g \\
-    q &= \mathrm{select}(m) \\
-    m &\leftarrow m - \alpha q \\
-    u &= T^{-1} \mathrm{average}_i(q_i)
-
-  Momentum is kept transformed. `demo` takes the sign of the update in the next
-  link of its chain.
+  The formulas are those of `scale_by_demo`; momentum is kept transformed.
 
   Args:
-    config: what is static.
-    group: the other workers, and devices.
-    gradients: by the number of the leaf, the shard on this device.
+    config: the static part.
+    group: the other workers, and the devices of this one.
+    gradients: by leaf number, the shard on this device.
     state: of this device, momentum `[rows, n]` of each bucket.
     hyper: hyperparameters.
 
   Returns:
-    the update of each leaf, equal on all workers to the last bit; the new
+    The update of each leaf, equal on all workers to the last bit; the new
     state; and metrics.
   """
   layout, packer, buckets = config.layout, config.packer, config.layout.buckets
@@ -214,9 +173,8 @@ def exchange(
   # The gradients' chunks of each kind, [rows, n], from all leaves.
   chunks = [layout.fill(i, gradients, d) for i, d in enumerate(devices)]
 
-  # A worker whose gradient could make its momentum overflow is excluded. This
-  # is decided before the momentum is touched, so that it can be updated in
-  # place.
+  # Exclude a worker whose gradient could make its momentum overflow. Decided
+  # before momentum is touched, so that momentum can be updated in place.
   valid = _is_valid(layout, chunks, gradients, hyper)  # bool []
   valid = group.all_devices(valid)
 
@@ -230,12 +188,10 @@ def exchange(
     momentum.append(m)
     selected.append(of_bucket)
 
-  # The message, and the values that all workers, this one included, will decode
-  # from it: [rows, k].
+  # The message, and the values [rows, k] that all workers decode from it.
   message, sent = packer.pack(selected, hyper.alpha, valid)
 
-  # m <- m - alpha q. What quantisation lost stays in the momentum: this is the
-  # error feedback.
+  # m <- m - alpha q. Quantisation losses stay in momentum: error feedback.
   residual = {}
   for i, bucket in enumerate(buckets):
     leaving = jnp.where(valid, rounding.mul_no_fma(hyper.alpha, sent[i]), 0)
@@ -244,8 +200,7 @@ def exchange(
     )
     residual[bucket.name] = layout.clear_padding(i, m, devices[i], valid)
 
-  # Send and receive. (Updates merged by owners, and leaves that are averaged
-  # uncompressed, are communicated below.)
+  # Send and receive. Updates of owners and uncompressed averages follow below.
   inbox = packer.unpack(
       group.send_and_receive(message),
       lambda bucket: arithmetic.shared_indices(bucket, hyper.step),
@@ -260,7 +215,7 @@ def exchange(
     distinct.append(found)
   report = Report(inbox.num_valid, inbox.energies, distinct)
 
-  # If chunks have owners, each has merged its own, and sends the update to all.
+  # Owners broadcast the updates of the chunks they have merged.
   update_residual = state.update_residual
   if config.update_packer is not None:
     owners = config.update_packer
@@ -290,7 +245,7 @@ _traced: contextvars.ContextVar[list[ExchangeConfig] | None] = (
 
 @contextlib.contextmanager
 def traced_configs() -> Iterator[list[ExchangeConfig]]:
-  """Yields a list to which the configs of exchanges traced inside are added."""
+  """Yields a list that collects the configs of exchanges traced inside."""
   found: list[ExchangeConfig] = []
   token = _traced.set(found)
   try:
@@ -305,7 +260,7 @@ def note(config: ExchangeConfig) -> None:
     found.append(config)
 
 
-# Jitted, so that it is one computation outside of the user's jit, too.
+# Jitted, so that it is one computation even outside the user's jit.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def run(
     workers: Workers,
@@ -316,17 +271,8 @@ def run(
 ) -> tuple[list[jax.Array], WorkerState, Metrics]:
   """Runs `exchange` for all workers.
 
-  Args:
-    workers: the workers of the exchange.
-    config: what is static.
-    gradients: of each leaf, as `workers` has them; anything where nothing is
-      exchanged.
-    state: stacked.
-    hyper: hyperparameters.
-
-  Returns:
-    the updates of the leaves that are exchanged, in the parameters' shapes; the
-    new state; and metrics.
+  Takes the gradient of each leaf as `workers` hold it, and stacked state. The
+  updates are those of the exchanged leaves, in the parameters' shapes.
   """
   leaves = config.layout.leaves
   stacked = workers.stacked_gradients
@@ -373,10 +319,10 @@ def _is_valid(
     gradients: Mapping[int, jax.Array],
     hyper: Hyper,
 ) -> jax.Array:
-  """Returns whether no momentum can overflow or take in a NaN, bool `[]`.
+  """Returns whether no momentum can overflow or become NaN, bool `[]`.
 
-  Checks the hyperparameters, too: if one is not finite, or a decay or alpha is
-  outside [0, 1], this step's gradients are lost and nothing else is.
+  False also for a hyperparameter that is not finite, and for a decay or alpha
+  outside [0, 1].
   """
   good = [jnp.isfinite(jnp.asarray(hyper.weight)).all()]
   for x in map(jnp.asarray, (hyper.alpha, hyper.decay)):
@@ -405,7 +351,7 @@ def _averages(
     gradients: Mapping[int, jax.Array],
     valid: jax.Array,
 ) -> tuple[dict[int, jax.Array], jax.Array | None]:
-  """Averages the gradients that are not compressed, over the valid workers."""
+  """Averages uncompressed gradients over the valid workers."""
   if not layout.averaged:
     return {}, None
   own = {}
@@ -426,7 +372,7 @@ def _metrics(
     report: Report,
     num_valid: jax.Array | None,
 ) -> Metrics:
-  """Returns metrics of this exchange, equal on all workers."""
+  """Returns the metrics of this exchange."""
   count = num_valid if report.num_valid is None else report.num_valid
   if count is None:
     return no_metrics()

@@ -1,9 +1,4 @@
-"""A bucket's arithmetic: on CPUs piece by piece, elsewhere at once.
-
-A piece is about a megabyte: intermediate results stay in the caches, and memory
-is written for results alone. Memory that is new to a process costs ten times
-its copy.
-"""
+"""A bucket's arithmetic: on CPUs in pieces that fit the caches."""
 
 import functools
 from typing import Any
@@ -27,19 +22,9 @@ def accumulate_and_select(
     valid: jax.Array,
     step: jax.Array,
 ) -> tuple[jax.Array, Selected]:
-  """Adds gradients to the momentum and selects what is sent.
+  """Adds gradient chunks to momentum `[rows, n]`; selects what to send.
 
-  Args:
-    bucket: its static description.
-    gradients: chunks `[rows, n]`.
-    momentum: coefficients `[rows, n]`.
-    decay: factor of the momentum.
-    weight: factor of the gradients.
-    valid: bool `[]`; if not, the momentum stays as it is.
-    step: int32 `[]`, exchanges so far.
-
-  Returns:
-    momentum `[rows, n]`, and what is selected of it.
+  Momentum does not change unless `valid`, bool `[]`.
   """
   n, k = bucket.format.n, bucket.format.k
   pieces = bucket.pieces if platform.in_pieces() else 1
@@ -91,16 +76,10 @@ def accumulate_and_select(
 def merge(
     bucket: Bucket, received: Received, average: topk.Average
 ) -> tuple[jax.Array, jax.Array]:
-  """Averages what all workers sent, and transforms it back.
+  """Averages all workers' selections and inverts the transform.
 
-  Args:
-    bucket: its static description.
-    received: what arrived for it.
-    average: see `scale_by_demo`.
-
-  Returns:
-    update chunks `[rows, n]`; float32 `[]`, how many different coefficients
-    were sent.
+  Returns update chunks `[rows, n]`, and the number of different coefficients
+  that were sent, float32 `[]`.
   """
   n = bucket.format.n
   pieces = bucket.pieces if platform.in_pieces() else 1
@@ -126,7 +105,7 @@ def merge(
     updates = jax.lax.dynamic_update_slice_in_dim(updates, u, start, 0)
     return (updates, distinct + found), None
 
-  # Zeros that depend on what was received: XLA would otherwise allocate them
+  # Zeros that depend on received values: XLA would otherwise allocate them
   # before the exchange, while the gradients' chunks are still alive.
   zero = jnp.zeros_like(received.values, shape=())
   count = jnp.sum(received.valid, dtype=jnp.int32)
@@ -150,13 +129,7 @@ def merge(
 def _inverse(
     bucket: Bucket, indices: jax.Array | None, values: jax.Array
 ) -> jax.Array:
-  """Returns the chunks `[rows, n]` whose coefficients are the sum of `values`.
-
-  Args:
-    bucket: its static description.
-    indices: int32 `[senders, rows, k]`, or `None` for all.
-    values: `[senders, rows, k]`.
-  """
+  """Sums `values [senders, rows, k]` at `indices` and inverts the transform."""
   senders, _, k = values.shape
   transformed = bucket.kind == 'chunks' and bucket.basis != Identity()
   if (
@@ -175,7 +148,7 @@ def _inverse(
 
 
 def shared_indices(bucket: Bucket, step: jax.Array) -> jax.Array:
-  """Returns the indices `[k]`, ascending, that all workers select at `step`."""
+  """Returns the ascending indices `[k]` that all workers select at `step`."""
   one = jnp.zeros((1, bucket.format.n), bucket.format.dtype)
   return _select(bucket, one, step)[0]
 
@@ -183,10 +156,9 @@ def shared_indices(bucket: Bucket, step: jax.Array) -> jax.Array:
 def _select(
     bucket: Bucket, coefficients: jax.Array, step: jax.Array
 ) -> jax.Array:
-  """Returns int32 indices, ascending within a chunk, as the wire wants them.
+  """Returns int32 indices, ascending within a chunk, as messages need them.
 
-  Selectors may return them in any order and integer dtype, and may count from
-  the end of a chunk, as NumPy's indices do.
+  Selectors may return any order and integer dtype, and negative indices.
   """
   indices = bucket.select(coefficients, step).astype(jnp.int32)
   if _is_sound(bucket):

@@ -1,35 +1,32 @@
-"""Messages: what the workers selected, as words of 32 bits, and back.
+"""Messages: selections as words of 32 bits, and back.
 
-A message has a size that is fixed by shapes alone. It has, in this order:
+The size of a message depends on shapes alone. Its parts, in order:
 
     for every format of chunks (n, k, dtype, value code):
       values    of all its chunks, [chunks, k], by the value code:
                   float32, bfloat16: 32 (float64: 64) or 16 bits each
                   int8, int4, sign: 8, 4 or 1 bits each; then a bfloat16 scale
                   per chunk
-      indices   of all its chunks, [chunks, k] ascending, by whichever index
-                  code takes the fewest bits; absent where k == n
+      indices   of all its chunks, [chunks, k] ascending, by the index code
+                  that takes the fewest bits; absent if k == n
     status      a word, 1 if the worker is valid in this exchange, else 0
-    energies    three float32: of the momentum, of what is sent, of what stays
-    zeros       up to a multiple of 512 bytes, where a message is gathered
+    energies    three float32: of the momentum, of its sent part, of the rest
+    zeros       up to a multiple of 512 bytes, if a message is gathered
 
-Numbers of fewer bits are packed in planes (`numerics.bits.pack_bits`), and each
-part begins with a word. Whole rows of 128 words are what TPUs gather: from a
-size in between XLA:TPU makes an all-reduce of the messages of all workers, and
-NCCL is slower.
+Numbers of fewer bits are packed in planes (`numerics.bits.pack_bits`); each
+part begins with a new word. A gathered message has whole rows of 128 words: at
+other sizes XLA:TPU all-reduces the messages of all workers, and NCCL is slower.
 
-If a worker is several devices, each has separate chunks and a message.
+Each device of a worker has separate chunks and its own message. With owners, a
+worker writes one such message per owner, all of one size.
 
-Where every worker owns a share of the chunks, a worker writes such a message
-for each owner, about its chunks alone; all are of one size.
-
-Decoding is safe for arbitrary words: a worker whose indices do not ascend
-within the chunk or whose values are beyond `ChunkFormat.max_magnitude` is
-excluded. All workers read the same words and so agree on who that is.
+Decoding is safe for arbitrary words. A worker is excluded if its indices do not
+ascend within the chunk, or a value exceeds `ChunkFormat.max_magnitude`. All
+workers read the same words and so agree on who is excluded.
 
 If all workers select the same indices, only values are sent and only their mean
-is needed: they go into a vector of floats that an all-reduce sums, followed by
-the number of valid workers and the energies.
+is needed. An all-reduce sums a vector of these values, the number of valid
+workers, and the energies.
 """
 
 import dataclasses
@@ -46,71 +43,46 @@ from demo_optax.numerics import rounding
 from demo_optax.workers import Group
 from demo_optax.workers.collectives import GATHERED, TO_OWNERS
 
-ENERGIES = 3  # of the momentum, of what is sent, of what stays
+ENERGIES = 3  # of the momentum, of its sent part, of the rest
 END_WORDS = 1 + ENERGIES  # the status and the energies
-ROW = 128  # words in a row of what is gathered
+ROW = 128  # words in a row of a gathered message
 
-# By name: `GATHERED`, uint32 `[rows, ROW]`, or `TO_OWNERS`, uint32 `[owners,
-# words]`; `SUMMED` and a dtype, `[elements]`.
+# `GATHERED`: uint32 `[rows, ROW]`; `TO_OWNERS`: uint32 `[owners, words]`;
+# `SUMMED` + dtype: `[elements]`.
 Message = Mapping[str, jax.Array]
 SUMMED = 'sum_'
 
 
 class Selected(NamedTuple):
-  """What was selected of a bucket, on one device of one worker.
+  """The selection from a bucket, on one device of one worker."""
 
-  Attributes:
-    indices: int32 `[rows, k]`, ascending within a chunk; `None` if `k` is `n`.
-    values: `[rows, k]`.
-    energy: float32 `[]`, sum of squares of the coefficients they are from.
-  """
-
-  indices: jax.Array | None
-  values: jax.Array
-  energy: jax.Array
+  indices: jax.Array | None  # int32 [rows, k], ascending; None if k is n
+  values: jax.Array  # [rows, k]
+  energy: jax.Array  # float32 [], the sum of squares of all coefficients
 
 
 class Received(NamedTuple):
-  """What arrived for a bucket.
+  """The selections of all workers from a bucket."""
 
-  Attributes:
-    indices: int32 `[senders, rows, k]`; `None` if `k` is `n`.
-    values: `[senders, rows, k]`; where a sum has arrived it is as if one worker
-      had sent the mean.
-    valid: bool `[senders]`, whose values count.
-  """
-
-  indices: jax.Array | None
-  values: jax.Array
-  valid: jax.Array
+  indices: jax.Array | None  # int32 [senders, rows, k]; None if k is n
+  values: jax.Array  # [senders, rows, k]; a sum is one sender's mean
+  valid: jax.Array  # bool [senders], whose values count
 
 
 class Inbox(NamedTuple):
-  """The decoded messages of all workers.
-
-  Attributes:
-    received: for each bucket, what arrived.
-    num_valid: int32 `[]`, how many workers are valid; `None` without buckets.
-    energies: float32 `[ENERGIES]`, sums over the valid workers.
-  """
+  """The decoded messages of all workers."""
 
   received: list[Received]
-  num_valid: jax.Array | None
-  energies: jax.Array
+  num_valid: jax.Array | None  # int32 []; None without buckets
+  energies: jax.Array  # float32 [ENERGIES], over valid workers
 
 
 @dataclasses.dataclass(frozen=True)
 class Packer:
-  """Packs what was selected of all buckets into messages, and unpacks them.
-
-  Attributes:
-    buckets: what is sent.
-    num_owners: among how many workers the chunks are divided; None: everybody
-      reads everything.
-  """
+  """Packs selections from all buckets into messages, and unpacks them."""
 
   buckets: tuple[Bucket, ...]
-  num_owners: int | None = None
+  num_owners: int | None = None  # workers that share the chunks, if they do
 
   @property
   def name(self) -> str:
@@ -119,7 +91,7 @@ class Packer:
 
   @functools.cached_property
   def read(self) -> tuple[Bucket, ...]:
-    """What one worker reads of each bucket: its share, or all of it."""
+    """The part of each bucket that one worker reads."""
     count = self.num_owners
     return tuple(
         b if count is None or b.format.shared else b.share(count)
@@ -150,7 +122,7 @@ class Packer:
 
   @property
   def shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype of everything in the message of one device."""
+    """Shape and dtype of every array in the message of one device."""
     shapes: dict[str, tuple[tuple[int, ...], str]] = {}
     if self.gathered:
       words = END_WORDS + sum(
@@ -175,18 +147,12 @@ class Packer:
       alpha: jax.Array,
       valid: jax.Array,
   ) -> tuple[Message, list[jax.Array]]:
-    """Writes one device's message.
+    """Writes one device's message; `alpha` and `valid` are scalars.
 
-    Args:
-      selected: of each bucket.
-      alpha: share of what is sent that leaves the momentum.
-      valid: bool `[]`, whether the worker is valid.
-
-    Returns:
-      the message; and for each bucket `[rows, k]`, the values that receivers
-      decode.
+    Returns the message, and for each bucket the values `[rows, k]` that
+    receivers decode.
     """
-    sent = [x.values for x in selected]  # of sums, as they are
+    sent = [x.values for x in selected]  # summed values are sent unrounded
     packed: list[jax.Array] = []
     for chunk_format, members in self.gathered.items():
       values = [self._cut(i, selected[i].values) for i in members]
@@ -222,7 +188,7 @@ class Packer:
     return message, sent
 
   def _cut(self, number: int, x: jax.Array) -> jax.Array:
-    """Cuts `[rows, k]` into what is sent: `[chunks, k]`, for owners of each.
+    """Cuts `[rows, k]` into the chunks to send, `[chunks, k]` for each owner.
 
     Owners with fewer chunks are padded with zero chunks at indices 0..k-1.
     """
@@ -255,7 +221,7 @@ class Packer:
       sent: Sequence[jax.Array],
       alpha: jax.Array,
   ) -> jax.Array:
-    """Returns float32 `[ENERGIES]`: of the momentum, sent, staying."""
+    """Returns float32 `[ENERGIES]`: of momentum, its sent part, the rest."""
     total = jnp.zeros((ENERGIES,), jnp.float32)
     for i in members:
       _, values, held = selected[i]
@@ -271,15 +237,9 @@ class Packer:
       shared: Callable[[Bucket], jax.Array],
       group: Group,
   ) -> Inbox:
-    """Reads the messages of all workers, about what this one reads.
+    """Reads all workers' messages, uint32 `[workers, ...]`, and their sums.
 
-    Args:
-      arrived: uint32 `[workers, ...]`, and sums over the workers.
-      shared: the indices `[k]` that all workers selected in a bucket.
-      group: the other workers, and devices.
-
-    Returns:
-      what is in them.
+    `shared` returns the indices `[k]` that all workers selected in a bucket.
     """
     received: dict[int, Received] = {}
     energies = jnp.zeros((ENERGIES,), jnp.float32)
@@ -307,7 +267,7 @@ class Packer:
       stats = jax.lax.bitcast_convert_type(
           data[:, start + 1 : start + END_WORDS], jnp.float32
       )
-      # One device of a worker may have got a damaged message, others not.
+      # A damaged message may have reached only one device of a worker.
       valid = group.all_devices(valid)
       num_valid = jnp.sum(valid, dtype=jnp.int32)
       stats = jnp.where(valid[:, None] & jnp.isfinite(stats), stats, 0.0)

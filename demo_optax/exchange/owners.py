@@ -1,16 +1,15 @@
 """Encodes the merged updates that owners of chunks broadcast.
 
-Where every worker owns a share of the chunks, it merges what all have sent of
-them, inverts the transform, and broadcasts one array of words of 32 bits, of
-equal size on all workers:
+Every worker owns a share of the chunks. It merges the selections of all workers
+from them, inverts the transform, and broadcasts one array of words of 32 bits:
 
     for every bucket:
       values    of the owner's chunks, [chunks, n], by a value code (`values`)
     report      float32: valid workers, the energies of all messages, and for
-                every bucket how many different coefficients were sent
+                every bucket the number of different coefficients sent
     zeros       up to a multiple of 512 bytes
 
-The owner keeps what a code loses and adds it to its next update.
+The owner keeps the code's losses and adds them to its next update.
 """
 
 import dataclasses
@@ -29,38 +28,28 @@ from demo_optax.workers import Group
 
 
 class Report(NamedTuple):
-  """Counts and energies of an exchange.
+  """Counts and energies of an exchange."""
 
-  Attributes:
-    num_valid: int32 `[]`, number of valid workers; None without buckets.
-    energies: float32 `[ENERGIES]`, sums over the valid workers.
-    distinct: for each bucket float32 `[]`, how many different coefficients were
-      sent.
-  """
-
-  num_valid: jax.Array | None
-  energies: jax.Array
+  num_valid: jax.Array | None  # int32 []; None without buckets
+  energies: jax.Array  # float32 [ENERGIES], over valid workers
+  # Of each bucket float32 [], different coefficients.
   distinct: Sequence[jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class UpdatePacker:
-  """Packs the updates of one owner's chunks, and unpacks those of all.
+  """Packs the updates of one owner's chunks, and unpacks those of all owners.
 
-  Attributes:
-    buckets: the buckets of a device. Those of which places are shared have no
-      owners, and are passed over.
-    num_owners: number of workers.
-    values: how updates are written, one of `UPDATE_VALUES`.
+  Buckets with shared places have no owners and are skipped.
   """
 
   buckets: tuple[Bucket, ...]
   num_owners: int
-  values: str
+  values: str  # one of UPDATE_VALUES
 
   @functools.cached_property
   def shares(self) -> dict[int, Bucket]:
-    """By the number of a bucket, what one owner writes of it."""
+    """By bucket number, the part that one owner writes."""
     found = {}
     for i, b in enumerate(self.buckets):
       if not b.format.shared:
@@ -86,7 +75,7 @@ class UpdatePacker:
 
   @property
   def residual_shapes(self) -> dict[str, tuple[tuple[int, int], str]]:
-    """Shapes and dtypes of what an owner keeps, by the names of buckets."""
+    """Shapes and dtypes of an owner's residuals, by bucket name."""
     if self.values in WITHOUT_RESIDUAL:
       return {}
     return {
@@ -100,16 +89,10 @@ class UpdatePacker:
       residuals: Mapping[str, jax.Array],
       report: Report,
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Writes one owner's message.
+    """Writes one owner's message, from updates `[rows, n]` of its chunks.
 
-    Args:
-      updates: of each bucket, `[rows, n]` of the owner's share.
-      residuals: what earlier messages have lost, `[chunks, n]` by the names
-        of buckets; empty if the code is exact.
-      report: of the messages that it has read.
-
-    Returns:
-      uint32 `[rows, ROW]`, and the new residuals.
+    Adds `residuals [chunks, n]`, the losses of earlier messages; empty if the
+    code is exact. Returns uint32 `[rows, ROW]`, and the new residuals.
     """
     assert report.num_valid is not None
     # If every worker is excluded, apply nothing, not even a pending residual.
@@ -138,21 +121,16 @@ class UpdatePacker:
       distinct: Sequence[jax.Array],
       group: Group,
   ) -> tuple[dict[int, jax.Array], Report]:
-    """Reads the messages of all owners.
+    """Reads all owners' messages, uint32 `[owners, rows, ROW]`.
 
-    Args:
-      data: uint32 `[owners, rows, ROW]`.
-      distinct: for each bucket, of shared places, passed through.
-      group: the workers, and the devices of this one.
-
-    Returns:
-      the updates of each bucket, `[num_chunks, n]`; and the reports, combined.
+    Returns the updates of each bucket, `[num_chunks, n]`, and the combined
+    report with `distinct` of shared places.
     """
     data, end = data.reshape(self.num_owners, -1), sum(self._sizes)
     numbers = jax.lax.bitcast_convert_type(
         data[:, end : end + self._report_size], jnp.float32
     )
-    # An owner to whom a damaged message came counts fewer workers than others.
+    # An owner that received a damaged message counts fewer workers than others.
     num_valid = group.min_devices(jnp.min(numbers[:, 0]).astype(jnp.int32))
     someone = num_valid > 0
     found, start = {}, 0
