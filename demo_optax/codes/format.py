@@ -1,4 +1,4 @@
-"""The selection from one kind of chunk, as bytes."""
+"""The selection from one kind of chunk, as words."""
 
 import dataclasses
 import math
@@ -20,8 +20,8 @@ class ChunkFormat:
     k: number of coefficients sent of each.
     dtype: name of the dtype of the coefficients.
     values: name of the value code, one of `value_codes.VALUES`.
-    shared: whether all workers select the same places: no indices are written,
-      and values are summed as they are.
+    shared: whether all workers select the same places. Messages then have no
+      indices, and values are summed.
     grouped: whether one of each of k groups is selected (`GroupMax`).
   """
 
@@ -41,53 +41,46 @@ class ChunkFormat:
 
   @property
   def index_code(self) -> index_codes.IndexCode:
-    """How the indices are written."""
+    """The code of the indices."""
     if self.grouped and self.k < self.n:
       return index_codes.InGroup(self.n, self.k)
     return index_codes.cheapest(self.n, self.n if self.shared else self.k)
 
   @property
   def value_code(self) -> value_codes.ValueCode:
-    """How the values are written."""
+    """The code of the values."""
     return value_codes.value_code(self.values, self.dtype)
 
   @property
   def max_magnitude(self) -> float:
-    """Largest magnitude that is read: no transform of such chunks overflows.
+    """Largest magnitude that receivers accept: no transform overflows.
 
-    `2**127 / n`, n rounded up to a power of two (`2**1023 / n` for float64). At
-    most half of it is sent at once, which leaves room for a code's rounding.
+    `2**127 / n`, n rounded up to a power of two (`2**1023 / n` for float64).
     """
     exponent = jnp.finfo(self.dtype).maxexp - 1
     return 2.0 ** (exponent - (self.n - 1).bit_length())
 
   @property
   def largest_sent(self) -> float:
-    """Largest magnitude that is sent; more stays in the momentum."""
+    """Half of that, which leaves room for rounding; more stays in momentum."""
     return self.max_magnitude / 2
 
   def num_bytes(self, chunks: int) -> int:
-    """Returns the bytes of so many chunks among others, none filled up."""
+    """Returns the bytes of this many chunks among others, without padding."""
     parts = self.value_code.bits(self.k), self.index_code.bits
     return sum(math.ceil(chunks * bits / 8) for bits in parts)
 
   def words(self, chunks: int) -> int:
-    """Returns the words of 32 bits that so many chunks take in a message."""
+    """Returns the words of 32 bits that this many chunks take in a message."""
     return self.value_code.words(chunks, self.k) + self.index_code.words(chunks)
 
   def encode(
       self, indices: jax.Array | None, values: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
-    """Writes a selection.
+    """Writes values `[..., chunks, k]` and their ascending int32 indices.
 
-    Args:
-      indices: int32 `[..., chunks, k]`, ascending within a chunk; `None` if `k`
-        is `n`.
-      values: `[..., chunks, k]`.
-
-    Returns:
-      uint32 `[..., words]`, and `[..., chunks, k]`, the values that receivers
-      decode.
+    Returns uint32 `[..., words]`, and the values that receivers decode.
+    `indices` is None if `k` is `n`.
     """
     most = self.largest_sent
     data, sent = self.value_code.encode(jnp.clip(values, -most, most))
@@ -99,13 +92,12 @@ class ChunkFormat:
   def decode(
       self, data: jax.Array, chunks: int
   ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
-    """Undoes `encode` for uint32 `[workers, words]`, which may be any words.
+    """Undoes `encode` for arbitrary words, uint32 `[workers, words]`.
 
-    Returns:
-      int32 indices `[workers, chunks, k]` within `[0, n)`, always distinct and,
-      unless grouped, ascending, or `None`; values `[workers, chunks, k]`; and
-      bool `[workers]`, whose words are a selection with values up to
-      `max_magnitude`.
+    Returns int32 indices `[workers, chunks, k]` within `[0, n)`, distinct and,
+    unless grouped, ascending; or None. Also values `[workers, chunks, k]`, and
+    bool `[workers]`, whether the words are a valid selection, of values up to
+    `max_magnitude`.
     """
     if platform.one_payload_at_a_time():
       return jax.lax.map(lambda row: self._decode(row, chunks), data)

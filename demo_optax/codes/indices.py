@@ -1,10 +1,9 @@
 """Codes of the indices: which `k` of the `n` places of a chunk are sent.
 
-The places of a chunk are a set and are written in ascending order, which leaves
-`log2 C(n, k)` bits to say. A code takes the same number of bits for every
-chunk, and those of all chunks are packed together: only the last words are
-filled up. Reading makes indices of any words; that they ascend within the chunk
-is for the reader to check (`format.ChunkFormat.decode`).
+Places are written in ascending order, which takes `log2 C(n, k)` bits at least.
+A code takes the same number of bits for every chunk, and all chunks are packed
+together: only the last word is padded. Decoding accepts arbitrary words;
+`format.ChunkFormat.decode` checks the order and range of the indices.
 """
 
 import dataclasses
@@ -25,10 +24,10 @@ class IndexCode(Protocol):
 
   @property
   def bits(self) -> int:
-    """Bits per chunk, without the last words being filled up."""
+    """Bits per chunk, without padding of the last words."""
 
   def words(self, chunks: int) -> int:
-    """Words of 32 bits that the indices of so many chunks take."""
+    """Words of 32 bits that the indices of this many chunks take."""
 
   def encode(self, indices: jax.Array) -> jax.Array:
     """Packs ascending int32 `[..., chunks, k]` as uint32 `[..., words]`."""
@@ -58,7 +57,7 @@ def cheapest(n: int, k: int) -> IndexCode:
 
 @dataclasses.dataclass(frozen=True)
 class Everything:
-  """All places: nothing to write."""
+  """All places: writes nothing."""
 
   name: ClassVar[str] = 'none'
   n: int
@@ -66,19 +65,15 @@ class Everything:
 
   @property
   def bits(self) -> int:
-    """0."""
     return 0
 
   def words(self, chunks: int) -> int:
-    """0."""
     return 0
 
   def encode(self, indices: jax.Array) -> jax.Array:
-    """Returns no words."""
     return jnp.zeros((*indices.shape[:-2], 0), jnp.uint32)
 
   def decode(self, data: jax.Array, chunks: int) -> jax.Array:
-    """Returns all places, in order."""
     shape = (*data.shape[:-1], chunks, self.n)
     return jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
 
@@ -93,19 +88,15 @@ class FixedWidth:
 
   @property
   def bits(self) -> int:
-    """`k ceil(log2 n)`."""
     return self.k * index_width(self.n)
 
   def words(self, chunks: int) -> int:
-    """Returns the words of `ceil(log2 n)` bits an index."""
     return packing.packed_words(chunks * self.k, index_width(self.n))
 
   def encode(self, indices: jax.Array) -> jax.Array:
-    """Returns the indices, packed."""
     return packing.pack_bits(_row(indices), index_width(self.n))
 
   def decode(self, data: jax.Array, chunks: int) -> jax.Array:
-    """Returns the indices, unpacked."""
     numbers = packing.unpack_bits(data, chunks * self.k, index_width(self.n))
     return numbers.astype(jnp.int32).reshape(*data.shape[:-1], chunks, self.k)
 
@@ -156,19 +147,15 @@ class Bitmap:
 
   @property
   def bits(self) -> int:
-    """`n`."""
     return self.n
 
   def words(self, chunks: int) -> int:
-    """Returns the words of n bits a chunk."""
     return packing.packed_words(chunks * self.n, 1)
 
   def encode(self, indices: jax.Array) -> jax.Array:
-    """Ones at the indices."""
     return packing.pack_bits(_row(_ones_at(indices, self.n)), 1)
 
   def decode(self, data: jax.Array, chunks: int) -> jax.Array:
-    """Returns the places of the ones."""
     bits = packing.unpack_bits(data, chunks * self.n, 1)
     bits = bits.reshape(*data.shape[:-1], chunks, self.n)
     return packing.places_of_ones(bits == 1, self.k)
@@ -178,10 +165,10 @@ class Bitmap:
 class EliasFano:
   """The `low` low bits of every index as they are, the rest in unary.
 
-  The rest, `index >> low`, does not descend and ends below
-  `b = ceil(n / 2**low)`: the `j`-th becomes a one at place `rest + j` of
-  `k + b - 1` bits. With `2**low` near `n / k` that is about `2 + log2(n / k)`
-  bits per index, the bound for small `k / n` being `1.44 + log2(n / k)`.
+  The rest, `index >> low`, ascends and is below `b = ceil(n / 2**low)`: the
+  `j`-th becomes a one at place `rest + j` of `k + b - 1` bits. With `2**low`
+  near `n / k` that is about `2 + log2(n / k)` bits per index. The bound for
+  small `k / n` is `1.44 + log2(n / k)`.
 
   References:
     Elias, `Efficient storage and retrieval by content and address of static
@@ -200,11 +187,9 @@ class EliasFano:
 
   @property
   def bits(self) -> int:
-    """`k low + k + ceil(n / 2**low) - 1`."""
     return self.k * self.low + self.unary_bits
 
   def words(self, chunks: int) -> int:
-    """Returns the words of the low bits, and those of the unary parts."""
     lows = packing.packed_words(chunks * self.k, self.low)
     return lows + packing.packed_words(chunks * self.unary_bits, 1)
 
@@ -219,7 +204,6 @@ class EliasFano:
     ], axis=-1)
 
   def decode(self, data: jax.Array, chunks: int) -> jax.Array:
-    """Returns the places of the ones, less their order, above the low bits."""
     batch = data.shape[:-1]
     split = packing.packed_words(chunks * self.k, self.low)
     lows = packing.unpack_bits(data[..., :split], chunks * self.k, self.low)

@@ -1,15 +1,15 @@
-"""Codes of the values: what is sent of every coefficient selected.
+"""Codes of the values of selected coefficients.
 
 `encode` returns words of 32 bits and the values that receivers will decode. The
-sender subtracts exactly those from its momentum: what a code loses stays in the
-momentum, to the last bit. All arrays may have further dimensions in front.
+sender subtracts exactly those: the losses of a code stay in its momentum, to
+the last bit. Arrays may have further leading dimensions.
 
-The same values must give the same bits in every program. Compilers contract a
-product and a sum, regroup sums and turn divisions into products, or not,
-depending on the program around them. Hence: a level times a scale is exact (8
-bits times 8 bits), sums are trees of elementwise additions, an inverse is an
-array of its own, and bfloat16 is made by `reduce_precision`, since a conversion
-there and back may be left out.
+Equal values must give equal bits in every program. Compilers may contract a
+product and a sum, regroup sums, and replace divisions by products, depending on
+the program. So products of a level and a scale are exact (8 bits times 8 bits),
+sums are trees of elementwise additions, and an inverse is a separate array.
+bfloat16 is made by `reduce_precision`, since a compiler may drop a conversion
+there and back.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ class ValueCode(Protocol):
     """Returns the bits that `k` values of a chunk take."""
 
   def words(self, chunks: int, k: int) -> int:
-    """Returns the words that `k` values of each of so many chunks take."""
+    """Returns the words of `k` values from each of this many chunks."""
 
   def encode(self, values: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Packs `[chunks, k]`; returns uint32 `[words]`, and the values decoded."""
@@ -50,22 +50,19 @@ class Exact:
   dtype: str
 
   def bits(self, k: int) -> float:
-    """Returns 32 each, or 64 for float64."""
     return 8 * k * jnp.dtype(self.dtype).itemsize
 
   def words(self, chunks: int, k: int) -> int:
-    """Returns a word each, or two for float64."""
     return chunks * k * jnp.dtype(self.dtype).itemsize // 4
 
   def encode(self, values: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the bits of the values; of float64 the low halves first."""
+    """Returns the bits of the values; for float64, the low halves first."""
     words = jax.lax.bitcast_convert_type(values, jnp.uint32)
     if words.ndim > values.ndim:
       words = jnp.moveaxis(words, -1, -3)
     return words.reshape(*values.shape[:-2], -1), values
 
   def decode(self, data: jax.Array, chunks: int, k: int) -> jax.Array:
-    """Returns the values of the bits."""
     dtype, shape = jnp.dtype(self.dtype), (chunks, k)
     if dtype.itemsize == 4:
       words = data.reshape(*data.shape[:-1], *shape)
@@ -76,26 +73,22 @@ class Exact:
 
 @dataclasses.dataclass(frozen=True)
 class BFloat16:
-  """Values rounded to bfloat16; beyond its range, its largest."""
+  """Values rounded to bfloat16, and clipped to its range."""
 
   dtype: str
 
   def bits(self, k: int) -> float:
-    """Returns 16 each."""
     return 16 * k
 
   def words(self, chunks: int, k: int) -> int:
-    """Returns half a word each."""
     return bits.packed_words(chunks * k, 16)
 
   def encode(self, values: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the rounded values."""
     largest = _largest_scale(1)
     rounded = _round(jnp.clip(values, -largest, largest).astype(jnp.float32))
     return _pack_bfloat16(rounded), rounded.astype(values.dtype)
 
   def decode(self, data: jax.Array, chunks: int, k: int) -> jax.Array:
-    """Returns the rounded values."""
     values = _without_subnormals(_unpack_bfloat16(data, chunks * k))
     return values.astype(self.dtype).reshape(*data.shape[:-1], chunks, k)
 
@@ -108,9 +101,9 @@ class Scaled:
     dtype: name of the dtype of the momentum.
     width: bits of a level.
     limit: levels are `-limit, -limit + spacing, ... limit`.
-    spacing: from one level to the next.
+    spacing: difference between neighbouring levels.
     quantise: `(values [chunks, k], limit) -> (levels [chunks, k], scales
-      [chunks, 1])`, scales being float32 that bfloat16 can hold.
+      [chunks, 1])`; scales are float32 values that bfloat16 represents.
   """
 
   dtype: str
@@ -120,25 +113,22 @@ class Scaled:
   quantise: Callable[[jax.Array, int], tuple[jax.Array, jax.Array]]
 
   def bits(self, k: int) -> float:
-    """Returns `width` each, and 16 of the scale."""
     return self.width * k + 16
 
   def words(self, chunks: int, k: int) -> int:
-    """Returns the words of the levels, and of the scales."""
     levels = bits.packed_words(chunks * k, self.width)
     return levels + bits.packed_words(chunks, 16)
 
   def encode(self, values: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the levels of all chunks, packed, then their scales."""
     levels, scales = self.quantise(_without_subnormals(values), self.limit)
-    levels = levels.astype(jnp.int32)  # which have no -0
+    levels = levels.astype(jnp.int32)  # no -0
     numbers = (levels + self.limit).astype(jnp.uint32) // self.spacing
     packed = bits.pack_bits(_row(numbers), self.width)
     data = jnp.concatenate([packed, _pack_bfloat16(scales)], axis=-1)
     return data, levels.astype(values.dtype) * scales.astype(values.dtype)
 
   def decode(self, data: jax.Array, chunks: int, k: int) -> jax.Array:
-    """Levels times scales."""
     split = bits.packed_words(chunks * k, self.width)
     numbers = bits.unpack_bits(data[..., :split], chunks * k, self.width)
     levels = numbers.astype(jnp.int32) * self.spacing - self.limit
@@ -149,19 +139,14 @@ class Scaled:
 
 @dataclasses.dataclass(frozen=True)
 class Ternary:
-  """Signs: -1, 0 or 1, twenty of them in a word.
-
-  For updates of which nothing but the sign is wanted.
-  """
+  """Signs, -1, 0 or 1, twenty to a word: for updates that only need signs."""
 
   dtype: str
 
   def bits(self, k: int) -> float:
-    """Returns 1.6 each."""
     return 32 * k / len(_POWERS)
 
   def words(self, chunks: int, k: int) -> int:
-    """Returns a word for twenty."""
     return -(-chunks * k // len(_POWERS))
 
   def encode(self, values: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -177,7 +162,7 @@ class Ternary:
     return data, signs.astype(values.dtype)
 
   def decode(self, data: jax.Array, chunks: int, k: int) -> jax.Array:
-    """Returns the signs; words that no signs make are zeros."""
+    """Returns the signs; words that no signs encode to become zeros."""
     *batch, _ = data.shape
     digits = data[..., None, :] // _powers(len(batch)) % jnp.uint32(3)
     known = data[..., None, :] < jnp.uint32(3 * _POWERS[-1])
@@ -187,14 +172,14 @@ class Ternary:
 
 
 def value_code(values: str, dtype: str) -> ValueCode:
-  """Returns the code of a name in `UPDATE_VALUES`, for a momentum's dtype."""
+  """Returns a code of `UPDATE_VALUES` for a momentum's dtype."""
   return _CODES[values](dtype)
 
 
 def _nearest_levels(
     values: jax.Array, limit: int
 ) -> tuple[jax.Array, jax.Array]:
-  """Rounds values to levels, the largest magnitude to `limit`."""
+  """Rounds values to levels; the largest magnitude becomes `limit`."""
   largest = jnp.max(jnp.abs(values), axis=-1, keepdims=True)
   scales = _scales(largest.astype(jnp.float32) * np.float32(1 / limit), limit)
   inverse = jnp.where(scales > 0, 1 / scales, 0).astype(values.dtype)
@@ -203,19 +188,16 @@ def _nearest_levels(
 
 
 def _signs(values: jax.Array, limit: int) -> tuple[jax.Array, jax.Array]:
-  """Returns the sign of every value, and their mean magnitude.
-
-  No other scale leaves a smaller square of what is lost.
-  """
+  """Returns the signs, and the mean magnitude: the scale of least squares."""
   levels = jnp.where(values >= 0, limit, -limit)
   return levels, _scales(_mean_magnitude(values), limit)
 
 
 def _mean_magnitude(values: jax.Array) -> jax.Array:
-  """Returns float32 means `[..., 1]`, their sums in one fixed order."""
+  """Returns float32 means `[..., 1]`, summed in one fixed order."""
   k = values.shape[-1]
   width = 1 << (k - 1).bit_length()
-  # Clip so that the sum cannot overflow; the scale of such values is no matter.
+  # Clip so that the sum cannot overflow; such values' scale is irrelevant.
   x = jnp.minimum(jnp.abs(values), float(_MAX) / width).astype(jnp.float32)
   x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - k)])
   while width > 1:
@@ -225,7 +207,7 @@ def _mean_magnitude(values: jax.Array) -> jax.Array:
 
 
 def _scales(scales: jax.Array, limit: int) -> jax.Array:
-  """Rounded to bfloat16, and finite when times `limit`."""
+  """Rounds to bfloat16, such that `limit` times the scale is finite."""
   return _round(jnp.minimum(scales, _largest_scale(limit)))
 
 
@@ -236,7 +218,7 @@ def _largest_scale(limit: int) -> float:
 
 
 def _round(x: jax.Array) -> jax.Array:
-  """Rounds float32 to what bfloat16 can hold, ties to even, no subnormals."""
+  """Rounds float32 to bfloat16's numbers, ties to even, no subnormals."""
   return jax.lax.reduce_precision(
       _without_subnormals(x), exponent_bits=8, mantissa_bits=7
   )
@@ -245,14 +227,14 @@ def _round(x: jax.Array) -> jax.Array:
 def _without_subnormals(x: jax.Array) -> jax.Array:
   """Replaces subnormal numbers by zero.
 
-  Some devices and threads flush them, others do not; and a subnormal scale has
-  no finite inverse.
+  Some devices and threads flush them, others do not. A subnormal scale has no
+  finite inverse.
   """
   return jnp.where(jnp.abs(x) < float(_TINY), 0, x)
 
 
 def _pack_bfloat16(x: jax.Array) -> jax.Array:
-  """Packs float32 `[..., chunks, k]` that bfloat16 can hold, two a word."""
+  """Packs float32 `[..., chunks, k]` that bfloat16 represents, two a word."""
   halves = jax.lax.bitcast_convert_type(x, jnp.uint32) >> jnp.uint32(16)
   return bits.pack_bits(_row(halves), 16)
 
@@ -283,8 +265,8 @@ _CODES: dict[str, Callable[[str], ValueCode]] = {
     'ternary': Ternary,
 }
 
-# What an update may be written as, and what coefficients may.
+# Codes of updates, and codes of coefficients.
 UPDATE_VALUES = tuple(_CODES)
 VALUES = tuple(name for name in UPDATE_VALUES if name != 'ternary')
-# Codes of updates that lose nothing, or nothing that is wanted later.
+# Codes of updates without error feedback.
 WITHOUT_RESIDUAL = ('float32', 'ternary')

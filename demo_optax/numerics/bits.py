@@ -1,4 +1,4 @@
-"""Numbers of a few bits each, packed into words; places of ones among bits."""
+"""Packs numbers of a few bits into words; finds the places of ones."""
 
 import math
 
@@ -16,17 +16,11 @@ def packed_words(count: int, width: int) -> int:
 def pack_bits(numbers: jax.Array, width: int) -> jax.Array:
   """Packs numbers below `2**width` into words of 32 bits.
 
-  A number is cut into parts of 16, 8, 4, 2 or 1 bits, the lowest bits first: 7
-  bits are parts of 1, 2 and 4. The parts of one size follow each other in
-  planes: with W words, bits `j part` to `(j + 1) part` of word w are those of
-  number `j W + w`. So every operation has long rows of neighbours.
-
-  Args:
-    numbers: uint32 `[..., count]`.
-    width: bits of each, 0 to 32.
-
-  Returns:
-    uint32 `[..., packed_words(count, width)]`.
+  Takes uint32 `[..., count]`; returns `[..., packed_words(count, width)]`.
+  `width` is 0 to 32. A number is cut into parts of 16, 8, 4, 2 or 1 bits, the
+  lowest bits first: 7 bits are parts of 1, 2 and 4. The parts of one size are
+  packed in planes: with W words, bits `j part` to `(j + 1) part` of word w are
+  those of number `j W + w`. So every operation reads long rows of neighbours.
 
   >>> import jax.numpy as jnp
   >>> pack_bits(jnp.array([1, 2, 3], jnp.uint32), 4)
@@ -48,16 +42,7 @@ def pack_bits(numbers: jax.Array, width: int) -> jax.Array:
 
 
 def unpack_bits(words: jax.Array, count: int, width: int) -> jax.Array:
-  """Undoes `pack_bits`.
-
-  Args:
-    words: uint32 `[..., packed_words(count, width)]`.
-    count: how many numbers.
-    width: bits of each, 0 to 32.
-
-  Returns:
-    uint32 `[..., count]`.
-  """
+  """Undoes `pack_bits`; returns uint32 `[..., count]`."""
   batch = words.shape[:-1]
   numbers = jnp.zeros((*batch, count), jnp.uint32)
   first = start = 0
@@ -77,24 +62,17 @@ def _parts(width: int) -> list[int]:
 
 
 def _places(part: int, batch: int) -> jax.Array:
-  """Returns where the parts in a word begin, uint32 `[..., 32 / part, 1]`."""
+  """Returns the first bits of parts in a word, uint32 `[..., 32 / part, 1]`."""
   places = jnp.arange(0, _WORD, part, dtype=jnp.uint32)
   return places.reshape(*(1,) * batch, -1, 1)
 
 
 def places_of_ones(ones: jax.Array, k: int) -> jax.Array:
-  """Places of the first `k` ones, in ascending order.
+  """Returns the places of the first `k` ones of bool `[..., size]`, ascending.
 
-  Counts the ones of words of 32 bits, which finds the word of the j-th one;
-  five halvings find it there. Neither sorts nor scatters: every operation is
-  one of vectors.
-
-  Args:
-    ones: bool `[..., size]`.
-    k: how many.
-
-  Returns:
-    int32 `[..., k]`; where there are fewer ones, `size` fills up.
+  Counts ones per word of 32 bits to find the word of the j-th one, then halves
+  that word five times. All operations are vectorised, without sort or scatter.
+  Returns int32 `[..., k]`, padded with `size` if there are fewer ones.
 
   >>> import jax.numpy as jnp
   >>> places_of_ones(jnp.array([False, True, False, True]), 3)
@@ -113,7 +91,7 @@ def _places_of_ones(ones: jax.Array, k: int) -> jax.Array:
   words = jnp.sum(ones.astype(jnp.uint32) << bit, axis=2, dtype=jnp.uint32)
   number = words.shape[1]
   counts = jax.lax.population_count(words).astype(jnp.int32)
-  # Ones until the end of each word.
+  # Cumulative ones by the end of each word.
   until = jnp.tril(jnp.ones((number, number), jnp.int32))[None]
   until = jnp.sum(until * counts[:, None], axis=2, dtype=jnp.int32)
   rank = jnp.arange(k, dtype=jnp.int32)[None]
@@ -126,17 +104,9 @@ def _places_of_ones(ones: jax.Array, k: int) -> jax.Array:
 
 
 def take(x: jax.Array, places: jax.Array) -> jax.Array:
-  """Returns `x[row, places[row, j]]` for places that are within the rows.
+  """Returns `x[row, places[row, j]]`, `[rows, k, ...]`, for int32 `[rows, k]`.
 
-  Places beyond a row are not handled (XLA takes the nearest): that would cost
-  several kernels in each of many calls.
-
-  Args:
-    x: `[rows, n, ...]`.
-    places: int32 `[rows, k]`, in `[0, n)`.
-
-  Returns:
-    `[rows, k, ...]`.
+  Places must be in `[0, n)`: a check would cost several kernels per call.
   """
   return x.at[row_numbers(places), places].get(
       mode='promise_in_bounds', wrap_negative_indices=False
@@ -144,12 +114,12 @@ def take(x: jax.Array, places: jax.Array) -> jax.Array:
 
 
 def row_numbers(places: jax.Array) -> jax.Array:
-  """Returns int32 `[rows, 1]`, to go with `places [rows, k]`."""
+  """Returns int32 `[rows, 1]`, to index with `places [rows, k]`."""
   return jnp.arange(places.shape[0], dtype=jnp.int32)[:, None]
 
 
 def _place_in_word(words: jax.Array, rank: jax.Array) -> jax.Array:
-  """Place of the one of number `rank` in uint32 `words`, which have it."""
+  """Returns the place of the `rank`-th one in uint32 `words`, which have it."""
   place = jnp.zeros_like(rank)
   for width in (16, 8, 4, 2, 1):
     low = (words >> place.astype(jnp.uint32)) & jnp.uint32(2**width - 1)

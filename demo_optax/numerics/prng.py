@@ -1,4 +1,4 @@
-"""Random keys: which arrays are keys, and one of its own for every worker."""
+"""Random keys: recognises them, and folds worker numbers into them."""
 
 import re
 from typing import Any
@@ -27,7 +27,7 @@ def is_pair(x: Any) -> bool:
 
 
 def is_named(*names: Any) -> bool:
-  """Returns whether one of the names has the word key, rng, prng or seed."""
+  """Returns whether a name has the word key, rng, prng or seed."""
   split = (_WORDS.sub('_', str(name)) for name in names)
   return any(_WORD.search(name.lower()) for name in split)
 
@@ -38,16 +38,16 @@ def last_name(keys: tuple[Any, ...]) -> Any:
 
 
 def is_key(path: tuple[Any, ...], x: Any) -> bool:
-  """Returns whether a leaf at a path is a key, or an array of keys."""
+  """Returns whether the leaf at a path is a key, or an array of keys."""
   return is_key_array(x) or (is_pair(x) and is_named(last_name(path)))
 
 
 def fold(key: jax.Array, index: jax.Array) -> jax.Array:
-  """Folds a worker's number into a key, or into each of an array of keys."""
+  """Folds a worker's number into a key, or into each key of an array."""
   lead = key.shape if is_key_array(key) else key.shape[:-1]
 
   def one(key: jax.Array) -> jax.Array:
-    # fold_in(key, i) alone is split(key, n)[i], which a user may have as well.
+    # fold_in(key, i) alone equals split(key, n)[i], which users may hold.
     return jax.random.fold_in(jax.random.fold_in(key, _WORKERS), index)
 
   for _ in lead:

@@ -12,16 +12,16 @@ def mul_no_fma(weight: chex.Numeric, x: jax.Array) -> jax.Array:
   """Returns `weight * x` in the dtype of `x`, rounded before it is used.
 
   Compilers may contract a product and a sum into one operation with a single
-  rounding, depending on the program around it: the same step would differ in
-  its last bits between simulation and mesh, and between what is sent and what
-  is subtracted. Selects do not prevent it, and optimization barriers are
-  removed too early; an XOR with bits that only we know to be zero does.
+  rounding, depending on the surrounding program. The last bits would then
+  differ between simulation and mesh, and between sent and subtracted values.
+  Selects do not prevent this, and optimization barriers are removed too early.
+  An XOR with bits that the compiler cannot know to be zero does.
   """
   if isinstance(weight, (int, float)) and weight == 1:
     return x
   result = jnp.asarray(weight, x.dtype) * x
   bits = jnp.int64 if x.dtype.itemsize == 8 else jnp.int32
-  zero = (x != x).astype(bits)  # of NaN it is another NaN
+  zero = (x != x).astype(bits)  # 1 for NaN, which stays NaN
   result = jax.lax.bitcast_convert_type(result, bits) ^ zero
   return jax.lax.bitcast_convert_type(result, x.dtype)
 
@@ -31,8 +31,7 @@ def exact_reciprocal(
 ) -> jax.Array:
   """Returns `1 / count` for int32 counts up to `most`; 1 for a count of zero.
 
-  Looked up, for the same bits in every program, simulated or on a mesh:
-  compilers divide in one program and multiply by an inverse in the other.
+  Looked up, since compilers divide in one program and multiply in another.
   """
   inverse = 1.0 / np.maximum(np.arange(most + 1), 1)
   return jnp.asarray(inverse, dtype)[count]

@@ -1,6 +1,6 @@
-"""Top-k within chunks, and merging what the workers selected.
+"""Top-k within chunks, and merging of selections.
 
-Arrays here are `[chunks, n]` (coefficients) and `[chunks, k]` (what is sent).
+Arrays here are coefficients `[chunks, n]` and selected values `[chunks, k]`.
 """
 
 from typing import Literal
@@ -15,17 +15,10 @@ Average = Literal['senders', 'workers']
 
 
 def top_k(coefficients: jax.Array, k: int) -> jax.Array:
-  """Returns the places of the `k` largest magnitudes in each chunk.
+  """Returns the indices of the `k` largest magnitudes in each chunk, ascending.
 
-  Ties go to the lowest index, so that the selection is a function of the
-  values alone on every backend. The places are a set, in ascending order.
-
-  Args:
-    coefficients: `[chunks, n]`.
-    k: how many, at most `n`.
-
-  Returns:
-    int32 `[chunks, k]`, ascending within a chunk.
+  Ties go to the lowest index, so that the selection depends on the values
+  alone, on every backend. Returns int32 `[chunks, k]`; `k` is at most `n`.
 
   >>> import jax.numpy as jnp
   >>> top_k(jnp.array([[0.0, 2.0, -2.0, 3.0]]), 2)
@@ -45,18 +38,10 @@ def top_k(coefficients: jax.Array, k: int) -> jax.Array:
 
 
 def top_k_in_two_stages(magnitudes: jax.Array, k: int, size: int) -> jax.Array:
-  """Does what `top_k` does in the `k` groups of `size` with largest maxima.
+  """As `top_k_by_counting`, by two of `lax.top_k`.
 
-  The groups are put in order before the second stage: of equal magnitudes the
-  one at the lowest place must come first there (see `top_k_by_counting`).
-
-  Args:
-    magnitudes: `[chunks, n]`, not negative and no NaN.
-    k: how many, at most `n / size`.
-    size: length of a group, which divides `n`.
-
-  Returns:
-    int32 `[chunks, k]`, ascending within a chunk.
+  The chosen groups are sorted before the second stage: among equal magnitudes,
+  the one at the lowest index must come first.
   """
   chunks, n = magnitudes.shape
   in_groups = magnitudes.reshape(chunks, n // size, size)
@@ -71,22 +56,15 @@ def _sorted_top_k(x: jax.Array, k: int) -> jax.Array:
 
 
 def top_k_by_counting(magnitudes: jax.Array, k: int, size: int) -> jax.Array:
-  """Does what `top_k` does in the `k` groups of `size` with largest maxima.
+  """As `top_k`, within the `k` groups of `size` with the largest maxima.
 
-  The same places as those of `lax.top_k` of all, ties included: if a place of
-  those were in a group not chosen, each of the `k` chosen groups would hold a
-  larger value, or an equal one at a lower place, since groups are in order.
-
-  Args:
-    magnitudes: `[chunks, n]`, not negative and no NaN.
-    k: how many, at most `n / size`.
-    size: length of a group, a power of 2 that divides `n`.
-
-  Returns:
-    int32 `[chunks, k]`, ascending within a chunk.
+  Returns the indices of `lax.top_k`, ties included. If one of those were in a
+  group not chosen, each chosen group would hold a larger value, or an equal one
+  at a lower index. `magnitudes` are `[chunks, n]`, without negative numbers and
+  NaN; `size` is a power of 2 that divides `n`, and `k` at most `n / size`.
   """
   chunks, n = magnitudes.shape
-  # Numbers that are not negative are in the order of their bits.
+  # Numbers that are not negative sort like their bits.
   bits = jnp.int64 if magnitudes.dtype.itemsize == 8 else jnp.int32
   keys = jax.lax.bitcast_convert_type(magnitudes, bits)
   maxima = keys
@@ -100,10 +78,10 @@ def top_k_by_counting(magnitudes: jax.Array, k: int, size: int) -> jax.Array:
 
 
 def _largest(keys: jax.Array, k: int) -> jax.Array:
-  """Places of the `k` largest of integers, of equals the first; ascending."""
+  """Returns the ascending places of the `k` largest; of equals, the first."""
   n = keys.shape[1]
   threshold = _kth_largest(keys, k, jnp.iinfo(keys.dtype).bits - 1)
-  # All above, and of those equal the first, which makes exactly k.
+  # All above the threshold, and the first of those equal to it: exactly k.
   order = n - jnp.arange(n, dtype=jnp.int32)[None]
   order = jnp.where(keys == threshold, order, 0)
   order = jnp.where(keys > threshold, n + 1, order)
@@ -126,11 +104,10 @@ def _kth_largest(keys: jax.Array, k: int, bits: int) -> jax.Array:
 
 
 def _count(mask: jax.Array) -> jax.Array:
-  """Returns how many of each row of bool `[chunks, n]` are true, `[chunks, 1]`.
+  """Returns the number of true elements per row of bool `[chunks, n]`.
 
-  In two sums, of which XLA would make one if both were of integers, ten times
-  as slow on CPUs: LLVM vectorises the first over neighbours in memory, and the
-  one over rows.
+  In two sums, since LLVM vectorises the first over neighbours in memory. XLA
+  would merge two integer sums into one, ten times as slow on CPUs.
   """
   chunks, n = mask.shape
   mask = jnp.pad(mask, ((0, 0), (0, -n % 16))).reshape(chunks, 16, -1)
@@ -177,20 +154,13 @@ def weigh(
     average: Average,
     grouped: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns the share of each worker's values in the average of all.
+  """Divides values `[workers, chunks, k]` by the number of workers averaged.
 
-  Args:
-    indices: int32 `[workers, chunks, k]`; `None` if all are sent.
-    values: `[workers, chunks, k]`; rows of absent workers may hold anything.
-    present: bool `[workers]`, the workers that are valid.
-    n: number of coefficients in a chunk.
-    average: `'senders'` divides each coefficient by the number of workers that
-      sent it, `'workers'` by the number of workers present.
-    grouped: whether one of each group was selected.
-
-  Returns:
-    `[workers, chunks, k]`, zero for absent workers; and float32 `[]`, how many
-    different coefficients were sent.
+  That is, for `average='senders'`, of those that sent a coefficient; for
+  `'workers'`, of all `present`, bool `[workers]`. `grouped` selections have one
+  of each group. Returns the weighted values, zero for absent workers, whose
+  rows may hold anything; and the number of different coefficients sent, float32
+  `[]`.
   """
   workers, chunks, _ = values.shape
   counted = present[:, None, None]
@@ -223,20 +193,10 @@ def add_up(
     n: int,
     grouped: bool = False,
 ) -> jax.Array:
-  """Adds up what workers selected, as dense coefficients.
+  """Adds up workers' values `[workers, chunks, k]` as dense `[chunks, n]`.
 
-  Deterministic on every backend: values are added one worker after the other,
-  each of whose indices are distinct within a chunk; no place is written twice
-  by one scatter.
-
-  Args:
-    indices: int32 `[workers, chunks, k]`; `None` if all are sent.
-    values: `[workers, chunks, k]`.
-    n: number of coefficients in a chunk.
-    grouped: whether one of each group was selected.
-
-  Returns:
-    `[chunks, n]`, zero where nothing was sent.
+  Deterministic on every backend: workers are added one after the other, and
+  each worker's indices are distinct, so that no scatter writes a place twice.
   """
   workers, chunks, _ = values.shape
   if grouped and indices is not None and platform.by_comparison():
@@ -247,7 +207,7 @@ def add_up(
       return total + values[worker]
     return subtract(total, indices[worker], -values[worker])
 
-  # Like the values in what it varies over, in a shard_map that tracks it.
+  # From the values, to vary over the same axes in a shard_map that tracks them.
   zeros = jnp.zeros_like(values, shape=(chunks, n))
   return jax.lax.fori_loop(0, workers, add_worker, zeros)
 
