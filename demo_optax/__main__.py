@@ -3,10 +3,10 @@
     python -m demo_optax 300M --topk 8 --values sign --workers 8 64
     python -m demo_optax 300M --exchange all_to_all --workers 1024
 
-A model is a name, or a JSON file of shapes by name, nested as you like:
+A model is a name, or a JSON file of shapes by name, with any nesting:
 `{"embedding": [50304, 1024], "layer": {"up": [1024, 8192]}}`; `-` reads it from
-standard input. All parameters are float32. Named models: the 300M and 1B of the
-DeMo paper (16 layers of d = 1024 or 2048, a vocabulary of 50304).
+standard input. All parameters are float32. Named models are the 300M and 1B of
+the DeMo paper (16 layers of d = 1024 or 2048, a vocabulary of 50304).
 """
 
 import argparse

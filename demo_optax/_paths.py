@@ -7,7 +7,7 @@ Keys = tuple[Any, ...]
 
 
 def path_keys(path: Path) -> Keys:
-  """Returns a path's plain keys, less the `value` that Flax variables add."""
+  """Returns a path's plain keys, without the `value` of Flax variables."""
   keys = []
   for entry in path:
     for attribute in ('name', 'key', 'idx'):
@@ -30,15 +30,15 @@ STACKED = 'worker_stacked'
 
 
 def is_stacked(keys: Keys) -> bool:
-  """Returns whether a leaf of a state has a worker axis, told by its path."""
+  """Returns whether a state's leaf has a worker axis, by its path."""
   return STACKED in keys
 
 
 def is_bucket(keys: Keys) -> bool:
-  """Returns whether a leaf of a state is a bucket, told by its path."""
+  """Returns whether a state's leaf is a bucket, by its path."""
   return is_stacked(keys) and str(keys[-1]).startswith('bucket_')
 
 
 def is_owned(keys: Keys) -> bool:
-  """Returns whether a path is that of what owners of chunks keep."""
+  """Returns whether a path is that of a residual of owners."""
   return is_bucket(keys) and keys[-2] == 'update_residual'

@@ -1,8 +1,7 @@
-"""Leaves of gradients, parameters and state, and what Flax wraps around them.
+"""Leaves of gradients, parameters and state, and Flax's wrappers of them.
 
-NNX keeps parameters in `nnx.Variable`s, Linen in `nn.Partitioned` boxes where a
-model is annotated; both are nodes of trees, and say how a leaf is sharded. Flax
-is imported by the user or not at all.
+NNX keeps parameters in `nnx.Variable`s, Linen in `nn.Partitioned` boxes. Both
+are tree nodes with sharding annotations. This module does not import Flax.
 """
 
 import sys
@@ -20,7 +19,7 @@ from demo_optax._paths import Path
 
 
 def leaf_name(path: Path) -> str:
-  """Returns a leaf's path as error messages and tables have it."""
+  """Returns a leaf's path, as in error messages and tables."""
   return jax.tree_util.keystr(path) or 'the only leaf'
 
 
@@ -43,13 +42,8 @@ def is_exchanged(x: Any) -> bool:
   return bool(inexact) and 0 not in shape
 
 
-def exchanged_mask(tree: Any) -> Any:
-  """Returns a tree that is True at the leaves that are exchanged."""
-  return jax.tree.map(is_exchanged, tree)
-
-
 def map_exchanged(fun: Callable[[Path, Any], Any], tree: Any) -> Any:
-  """Applies `fun(path, leaf)` to what is exchanged, and masks other leaves."""
+  """Applies `fun(path, leaf)` to exchanged leaves, and masks the others."""
 
   def per_leaf(path: Path, x: Any) -> Any:
     return fun(path, x) if is_exchanged(x) else optax.MaskedNode()
@@ -58,12 +52,12 @@ def map_exchanged(fun: Callable[[Path, Any], Any], tree: Any) -> Any:
 
 
 def mask_others(tree: Any) -> Any:
-  """Returns `tree` with `optax.MaskedNode()` for what is not exchanged."""
+  """Returns `tree` with `optax.MaskedNode()` for leaves not exchanged."""
   return map_exchanged(lambda path, x: x, tree)
 
 
 def zeros(shape: tuple[int, ...], dtype: Any) -> Any:
-  """Returns zeros of any dtype, `float0` (which only NumPy knows) included."""
+  """Returns zeros of any dtype, including NumPy's `float0`."""
   numpy = np if dtype == jax.dtypes.float0 else jnp
   return numpy.zeros(shape, dtype)
 
@@ -71,9 +65,9 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> Any:
 def flatten_alike(
     gradients: Any, *others: Any
 ) -> tuple[list[tuple[Path, Any]], list[list[Any]]]:
-  """Returns gradients with their paths, and what other trees have there."""
+  """Returns gradients with their paths, and the leaves of other trees there."""
   flat = jax.tree_util.tree_flatten_with_path(gradients)[0]
-  # Variables carry annotations, in which gradients and state may differ.
+  # Annotations of variables may differ between gradients and state.
   treedef = jax.tree.structure(without_variables(gradients))
   try:
     return flat, [
@@ -97,11 +91,10 @@ def _dtype(x: Any) -> Any:
 
 
 def stack_annotations(tree: Any, axis_name: str | None) -> Any:
-  """Puts a leading axis before the shardings that Flax parameters ask for.
+  """Prepends an axis to the sharding annotations of Flax parameters.
 
-  Flax gives variables made of an optimizer's state the annotations of the
-  parameters they were made for, and would move stacked arrays accordingly; in
-  Linen the parameters' boxes are part of that state.
+  Flax copies a parameter's annotations to optimizer state made from it, and
+  would shard stacked arrays by them.
   """
 
   def lead(x: Any) -> Any:
@@ -124,7 +117,7 @@ def _with_lead(sharding: Any, axis_name: str | None) -> Any:
 
 
 def without_variables(tree: Any) -> Any:
-  """Returns `tree` with values in the place of Flax variables and boxes."""
+  """Returns `tree` with values instead of Flax variables and boxes."""
 
   def value(x: Any) -> Any:
     if _is_box(x):
@@ -135,7 +128,7 @@ def without_variables(tree: Any) -> Any:
 
 
 def with_variables_of(tree: Any, values: Any) -> Any:
-  """Returns `tree` with other values: the way back from `without_variables`."""
+  """Returns `tree` with other values; undoes `without_variables`."""
   return jax.tree.structure(tree).unflatten(jax.tree.leaves(values))
 
 
@@ -149,8 +142,8 @@ def update_without_variables(
 ) -> tuple[Any, Any]:
   """Returns `update(updates, state, params, ...)`, computed without Flax.
 
-  Boxes of parameters differ from those of what is stacked, and would not go
-  together: they are taken off before, and put on again.
+  Boxes of parameters differ from those of stacked arrays, so trees would not
+  match.
   """
   new, after = update(
       without_variables(updates),

@@ -1,8 +1,4 @@
-r"""The exchange of decoupled momentum as an optax transformation.
-
-`scale_by_demo` matches gradients, parameters and state, and has `exchange` do
-the step.
-"""
+"""The exchange of decoupled momentum as an optax transformation."""
 
 from typing import Any, NamedTuple, get_args
 
@@ -32,19 +28,17 @@ from demo_optax.workers.param_specs import ParamSharding, ParamSpecs
 
 @jax.tree_util.register_pytree_with_keys_class
 class LayoutOf:
-  """Holds the static `Layout` of a state, and its digest as an array.
+  """Holds the static `Layout` of a state, and a digest of it as an array.
 
-  Attributes:
-    digest: uint32 `[4]`, of the layout that the momentum was saved with: it
-      differs from that of `layout` if another layout's state was restored.
-    layout: static.
+  `digest`, uint32 `[4]`, is saved with the momentum. It differs from that of
+  `layout` if another layout's state was restored.
   """
 
   def __init__(self, digest: chex.Array, layout: Layout):
     self.digest, self.layout = digest, layout
 
   def tree_flatten_with_keys(self) -> tuple[tuple[Any, ...], Layout]:
-    """Returns the digest, and the layout as auxiliary data."""
+    """Returns the digest; the layout is auxiliary data."""
     return ((jax.tree_util.GetAttrKey('digest'), self.digest),), self.layout
 
   @classmethod
@@ -64,9 +58,9 @@ class LayoutOf:
 
 
 def layouts_in(tree: chex.ArrayTree) -> dict[Keys, Layout]:
-  """Returns the layouts that states were made for, by paths of the states.
+  """Returns the layouts of all states, by paths of the states.
 
-  Those that Flax holds without their types are not among them.
+  Does not find states that Flax has flattened into plain dicts.
   """
   flat = jax.tree_util.tree_flatten_with_path(
       tree, is_leaf=lambda x: isinstance(x, LayoutOf)
@@ -79,26 +73,22 @@ def layouts_in(tree: chex.ArrayTree) -> dict[Keys, Layout]:
 
 
 class DeMoState(NamedTuple):
-  """State of `scale_by_demo`.
-
-  Everything with a leading worker axis lies under `worker_stacked`, as in every
-  state of this package, and nothing else does.
+  """State of `scale_by_demo`; stacked arrays are under `worker_stacked`.
 
   Attributes:
     count: int32 `[]`, exchanges so far.
-    metrics: scalars about the last exchange, the same on all workers.
-      `'num_excluded'`: int32, workers that were excluded, their gradient not
-      finite or their message damaged (if chunks have owners, the most that one
-      owner has excluded). The others are float32:
-      `'sent_energy'`, the share of the momentum's energy (its sum of squares)
-      that was sent; `'residual_norm'`, the norm of what stayed, the root of its
-      mean square over the workers; `'mean_senders'`, how many workers sent a
-      coefficient, on average over all that were sent (of leaves of which every
-      worker selects a part for itself; 0 if there are none). Energies that
-      float32 cannot hold count as zero.
-    layout: which leaf's chunks lie where in the momentum.
-    worker_stacked: what every worker has of its own: the momentum, by buckets,
-      and the residuals of the updates that it owns.
+    metrics: scalars about the last exchange, equal on all workers.
+      `'num_excluded'`, int32: workers excluded for a gradient that is not
+      finite or a damaged message (with owners, the most that one owner
+      excluded). `'sent_energy'`, float32: sum of squares of the sent values,
+      divided by that of the momentum. `'residual_norm'`, float32: norm of the
+      remaining momentum, root mean square over workers. `'mean_senders'`,
+      float32: average number of workers that sent a coefficient, over leaves
+      where workers select for themselves; 0 without such leaves. Energies
+      beyond float32 count as zero.
+    layout: maps leaves to buckets of momentum.
+    worker_stacked: each worker's momentum, by bucket, and the residuals of the
+      updates it owns.
   """
 
   count: chex.Array
@@ -119,7 +109,7 @@ def scale_by_demo(
     exchange: exchange_lib.ExchangeKind = 'all_gather',
     update_values: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Exchanges the fast part of every worker's own momentum.
+  r"""Exchanges the fast part of every worker's momentum.
 
   For worker :math:`i` with gradient :math:`g_i`, momentum :math:`m_i` and the
   chunked transform :math:`T`:
@@ -130,79 +120,74 @@ def scale_by_demo(
     m_i &\leftarrow m_i - \alpha\, T^{-1} q_i \\
     u   &= T^{-1}\, \mathrm{average}_i(q_i)
 
-  where :math:`q_i` is rounded to what the compressor's value code can say, so
-  that momentum keeps what rounding lost.
-  `u` is the update, the same on all workers to the last bit. It takes the
-  place of a momentum-filtered averaged gradient: follow it with any optax
-  transformation. Momentum is kept as coefficients, which changes nothing since
-  :math:`T` is linear and orthonormal.
+  :math:`q_i` is rounded by the compressor's value code, and momentum keeps the
+  rounding error. Momentum is stored as coefficients: :math:`T` is linear and
+  orthonormal. `u` is the update, equal on all workers to the last bit. Any
+  optax transformation may follow, as after an averaged gradient.
 
-  Communication: one `all_gather` of one message per step for the whole
-  tree, or with compressors of places that all workers share one all-reduce;
-  `demo_optax.plan` gives the bytes. What a worker receives thus grows with the
-  number of workers. With `exchange='all_to_all'` it does not: every worker owns
-  an equal share of the chunks, receives the other workers' selections from them
-  by one `all_to_all`, merges these, and sends the finished update to all by one
-  `all_gather`, encoded as `update_values` says.
+  Communication: one `all_gather` of one message per step for the whole tree.
+  With compressors whose places all workers share, it is one all-reduce. Each
+  worker receives one message from every other; `demo_optax.plan` gives the
+  bytes.
 
-  A worker whose gradient is not finite, or beyond :math:`10^{-12}` of the
-  largest number so that momentum could overflow, says so in its message. All
-  workers leave it out of all averages and it keeps its momentum as it was;
-  `state.metrics['num_excluded']` counts. If all are excluded the update is zero
-  (and what follows, such as weight decay, goes on as with any update); so it is
-  in a step with a hyperparameter that is not finite, or a decay or an `alpha`
-  beyond 0 to 1. A corrupt message (indices out of order or of the chunk, values
-  that are not finite or too large to transform) also excludes its sender, and
-  the update it carried is lost. A gradient that is wrong but finite is averaged
-  like any other.
+  With `exchange='all_to_all'` the received bytes do not grow with the number of
+  workers. Every worker owns an equal share of the chunks. It receives
+  selections from these chunks by one `all_to_all`, merges them, and broadcasts
+  the update by one `all_gather`, encoded by `update_values`.
 
-  Integer leaves get zero updates; complex leaves are refused.
+  A worker is excluded if its gradient is not finite, or so large
+  (:math:`10^{-12}` of the largest float) that momentum could overflow. All
+  workers leave it out of all averages, and its momentum does not change.
+  `state.metrics['num_excluded']` counts these workers. If all are excluded, the
+  update is zero, but later links such as weight decay still run. The same holds
+  for a step with a hyperparameter that is not finite, or a decay or `alpha`
+  outside 0 to 1. A corrupt message (indices out of order or range, values not
+  finite or too large to transform) also excludes its sender, and the update it
+  carried is lost. Errors of normal magnitude are not detected.
 
   Args:
-    compressor: what is sent: one compressor, or a tree of them like the
-      parameters (one in place of a subtree holds for all of it), or a function
-      from the parameters to such a tree. A leaf with `None` is averaged
-      uncompressed, one with `compressors.FROZEN` is left alone.
+    compressor: one compressor, a tree of them like the parameters (one may
+      stand for a subtree), or a function from the parameters to such a tree.
+      `None` averages a leaf uncompressed; `compressors.FROZEN` leaves it
+      unchanged.
     decay: :math:`\beta`, in `[0, 1)`.
     workers: the workers of the exchange.
-    alpha: share of what was sent that leaves the momentum, in `[0, 1]`: 1 in
+    alpha: share of the sent values that leaves the momentum, in `[0, 1]`: 1 in
       the first version of the paper, 0.2 was best in the second.
     average: `'senders'` divides a coefficient by the number of workers that
-      sent it (the published code); `'workers'` by the number of workers that
-      were not left out.
-    ema: weight the gradient by :math:`1 - \beta`, too, as `optax.ema` and the
-      second version of the paper do.
-    gradient_weight: :math:`w`, a number or a schedule of the step. For other
-      weights of some leaves scale their gradients before the exchange.
-    exchange: `'all_gather'`; `'all_to_all'`, see above; or `'auto'`, whichever
-      receives fewer bytes with these parameters and workers.
-    update_values: how owners write updates; needed unless `exchange` is
-      `'all_gather'`, which has no use for it.
+      sent it (the published code); `'workers'` by the number of valid workers.
+    ema: whether to weight the gradient by :math:`1 - \beta` as well, as
+      `optax.ema` and the second version of the paper do.
+    gradient_weight: :math:`w`, a number or a schedule of the step. For weights
+      per leaf, scale the gradients before the exchange.
+    exchange: `'all_gather'`; `'all_to_all'`; or `'auto'`, which takes the one
+      that receives fewer bytes.
+    update_values: the code of owners' updates; needed unless `exchange` is
+      `'all_gather'`, which ignores it.
 
       ============ ========== ===============================================
-      value        bits each  what is written
+      value        bits each  encoding
       ============ ========== ===============================================
-      `'ternary'`  1.6        signs and zeros: exact where a sign follows
+      `'ternary'`  1.6        signs and zeros: exact before a sign
                               (`optax.scale_by_sign`), else magnitudes are
                               lost for good
       `'float32'`  32         exact; dense
       others       16 to 1    `'bfloat16'`, `'int8'`, `'int4'`, `'sign'`, as in
-                              `dct_topk`; what is lost stays with the owner,
-                              1/N of the parameters in float32, and goes into
-                              its next update
+                              `dct_topk`; the owner adds losses (1/N of the
+                              parameters in float32) to its next update
       ============ ========== ===============================================
 
   Returns:
-    A gradient transformation. Its `update` takes stacked gradients
-    `[workers, ...]` (`Workers.on_axis`: the worker's own) and returns updates
-    in the parameters' shapes and the gradients' dtypes.
+    A gradient transformation. Its `update` takes stacked gradients `[workers,
+    ...]` (in a `data_parallel` step and with `Workers.on_axis`, the worker's)
+    and returns updates in the parameters' shapes and the gradients' dtypes;
+    zeros for integer leaves.
 
   Raises:
     ValueError: `decay` or `alpha` out of range or unknown `average`, at once;
-      gradients that can be seen not to be one per worker, or a state of
-      another number of workers, other leaves or another compressor, when
-      traced.
-    TypeError: `compressor` or `workers` is something else, at once; complex
+      when traced, gradients known to be averaged already, or a state of another
+      number of workers, other leaves or another compressor.
+    TypeError: `compressor` or `workers` of another type, at once; complex
       leaves, when traced.
 
   Example:
@@ -236,7 +221,7 @@ def scale_by_demo(
   written = resolve_update_values(exchange, update_values)
 
   def config_of(tree: chex.ArrayTree, leaves: list[Any]) -> ExchangeConfig:
-    """Returns what is static."""
+    """Returns the static part of the exchange."""
     layout = make_layout(
         leaves, per_leaf(compressor, tree), workers.param_specs.axis_sizes
     )
@@ -246,12 +231,12 @@ def scale_by_demo(
     )
 
   def count_workers() -> int | None:
-    """Returns the number of workers; None where it is not known nor needed."""
+    """Returns the number of workers; None if unknown and not needed."""
     try:
       return workers.count
     except ValueError as error:  # `on_axis`, outside of the map
       if written in WITHOUT_RESIDUAL:
-        return None  # the state is the same whatever it is
+        return None  # the state does not depend on it
       raise ValueError(
           f'With exchange={exchange!r} and update_values={update_values!r} the'
           ' shapes of a state depend on the number of workers, which'
@@ -261,8 +246,7 @@ def scale_by_demo(
 
   def init_fn(params: chex.ArrayTree) -> DeMoState:
     if type(params).__name__ == '_ParamsPlaceholder':
-      # optax.tree.map_params asks where parameters are: nowhere in this state,
-      # of which each field is a leaf here, whatever the layout is.
+      # optax.tree.map_params asks where parameters are: nowhere in this state.
       nothing: Any = 0
       return DeMoState(nothing, nothing, nothing, nothing)
     flat = jax.tree_util.tree_flatten_with_path(params)[0]
@@ -433,7 +417,7 @@ def _check_state(
 
 
 def check_digest(digest: Any, layout: Layout) -> None:
-  """Raises if what was restored into a state is of another layout."""
+  """Raises if the momentum was saved with another layout."""
   if not np.array_equal(np.asarray(digest).reshape(-1)[:4], layout.digest):
     raise ValueError(
         'The momentum in this state was saved for other leaves, shapes or'
@@ -444,7 +428,7 @@ def check_digest(digest: Any, layout: Layout) -> None:
 
 
 def _difference(found: Layout, expected: Layout, workers: Workers) -> str:
-  """Returns why a state of another layout does not fit."""
+  """Describes the first differences between two layouts."""
   lines = [
       f'{d.name}: {d.old} in the state, {d.new} in the update.'
       for d in found.difference(expected)
@@ -459,7 +443,7 @@ def _difference(found: Layout, expected: Layout, workers: Workers) -> str:
 
 
 def resolve_update_values(exchange: Any, update_values: Any) -> str:
-  """Returns how owners write updates; raises unless both make sense."""
+  """Returns the code of updates; raises unless both arguments make sense."""
   known = get_args(exchange_lib.ExchangeKind)
   if exchange not in known:
     raise ValueError(
@@ -483,7 +467,7 @@ def resolve_update_values(exchange: Any, update_values: Any) -> str:
 
 
 def check_is_scalar(name: str, value: Any) -> None:
-  """Raises for an array of several numbers."""
+  """Raises for an array with more than one number."""
   shape = getattr(value, 'shape', ())
   if shape != ():
     raise ValueError(f'{name} has shape {shape}: it must be one number.')
@@ -497,7 +481,7 @@ def check_range(
     *,
     open_end: bool = False,
 ) -> None:
-  """Checks a concrete number; schedules' traced values cannot be checked."""
+  """Checks a concrete number; a traced one cannot be checked."""
   dtype = getattr(value, 'dtype', None)
   if dtype in (jnp.bfloat16, jnp.float16):
     raise ValueError(

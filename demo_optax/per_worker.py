@@ -22,7 +22,7 @@ class PerWorkerState(NamedTuple):
   """State of `per_worker`.
 
   Attributes:
-    worker_stacked: the state of every worker's transformation, stacked
+    worker_stacked: each worker's state of the transformation, stacked
       `[workers, ...]`.
   """
 
@@ -38,7 +38,7 @@ class Averaged:
 
 
 class AverageState(NamedTuple):
-  """State of `average`, by which `data_parallel` knows the parameters."""
+  """State of `average`, from which `data_parallel` infers the parameters."""
 
   averaged: Averaged
 
@@ -46,35 +46,32 @@ class AverageState(NamedTuple):
 def per_worker(
     tx: optax.GradientTransformation, *, workers: Workers
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Applies a transformation to each worker's own gradient.
+  """Applies a transformation to each worker's gradient, before the exchange.
 
-  .. math:: g_i \leftarrow \mathrm{tx}(g_i)
-
-  For links before the exchange. In a step of `data_parallel` those with a state
-  need it, such as `optax.trace` or an EMA of gradients: each worker then keeps
-  a state of its own; what keeps none, such as a clip by norm, works without.
-  Where gradients are stacked, whatever looks across elements needs it too:
-  `optax.clip_by_global_norm` would take one norm over all workers. Leaves that
-  take no part in exchanges (of integers, or empty) pass through.
+  In a `data_parallel` step, links with a state need it, such as `optax.trace`
+  or an EMA of gradients: each worker then keeps its state. A stateless link,
+  such as a clip by norm, works without. With stacked gradients, any link that
+  looks across elements needs it: `optax.clip_by_global_norm` would take one
+  norm over all workers. Integer and empty leaves pass through.
 
   Random keys in the state differ between workers (`optax.add_noise`): each
-  folds its number into them.
+  worker folds its number into them.
 
-  Where the result or the new state would not be finite, as after a gradient of
-  NaN, the worker keeps the state it had, and its gradients become NaN: an
-  exchange behind it leaves the worker out of this step and of no other.
+  If the result or the new state would not be finite, the worker keeps its state
+  and its gradients become NaN. The exchange then excludes it from this step
+  alone.
 
   Args:
-    tx: a transformation that maps gradients to gradients of the same shapes.
+    tx: maps gradients to gradients of the same shapes.
     workers: the workers of the exchange.
 
   Returns:
-    A gradient transformation: in a step of `data_parallel`, and with
-    `Workers.on_axis`, from the worker's own gradients to its own; elsewhere
-    from stacked gradients `[workers, ...]` to stacked gradients.
+    A gradient transformation from the worker's gradients to its own in a
+    `data_parallel` step and with `Workers.on_axis`; else from stacked gradients
+    `[workers, ...]` to stacked gradients.
 
   Raises:
-    TypeError: `workers` is something else.
+    TypeError: `workers` of another type.
     ValueError: gradients that are not one per worker, when traced.
 
   Example:
@@ -88,11 +85,6 @@ def per_worker(
     >>> print(clipped)
     [[0.6 0.8]
      [0.3 0.4]]
-
-  References:
-    Peng et al., `DeMo: Decoupled Momentum Optimization
-    <https://arxiv.org/abs/2411.19870>`_, whose runs clip each worker's gradient
-    at norm 1.
   """
   _checks.check_type('workers', workers, Workers, _WORKERS)
   tx = optax.with_extra_args_support(tx)
@@ -112,11 +104,11 @@ def per_worker(
     if not jax.tree.leaves(state):  # NaN needs no help to be passed on
       return updates, new
     finite = [jnp.isfinite(x).all() for x in _inexact(updates)]
-    finite += [  # what was infinite before, such as a best loss, may stay so
+    finite += [  # infinite state, such as an initial best loss, may stay so
         (jnp.isfinite(x) | ~jnp.isfinite(old)).all()
         for x, old in zip(_inexact(new), _inexact(state))
     ]
-    # One by one: what is stacked must lie alike on axes of type Explicit.
+    # One by one: on Explicit axes, a stack needs equal shardings.
     good = functools.reduce(jnp.logical_and, finite, jnp.bool(True))
     return (
         jax.tree.map(lambda u: jnp.where(good, u, jnp.nan), updates),
@@ -157,7 +149,7 @@ def per_worker(
 
 
 def stack_own(tree: chex.ArrayTree, workers: Workers) -> chex.ArrayTree:
-  """Returns a copy of a tree for every worker; of random keys one each."""
+  """Copies a tree for every worker, with different random keys."""
 
   def stack(path: Path, x: Any) -> Any:
     stacked = workers.stack(x)
@@ -174,55 +166,34 @@ def stack_own(tree: chex.ArrayTree, workers: Workers) -> chex.ArrayTree:
 
 
 def average(*, workers: Workers) -> optax.GradientTransformation:
-  r"""Averages the workers' gradients: plain data parallelism.
+  """Averages the workers' gradients: plain data parallelism.
 
-  .. math::
-    u = \frac1N \sum_i g_i
+  The sum is in float32 or wider. Leaves of up to 64 KB are gathered and added
+  in the order of the workers, with equal bits in every map. Larger ones are
+  all-reduced, in the collective's order. A worker whose gradients are not all
+  finite is excluded, as in the exchange. If all are, the mean is zero.
 
-  In float32 or wider. Leaves of up to 64 KB are gathered and added in the order
-  of the workers, with the same bits in every map; others by an all-reduce, in
-  an order of its own. As in the
-  exchange, a worker whose gradients are not all finite is left out of the mean;
-  the mean over nobody is zero. Integer leaves get zeros.
-
-  The first link of a baseline to compare with. For some leaves of a model take
-  `None` in a tree of compressors: then `exchange_info` also counts the workers
-  that were left out, which here nothing does.
+  Use it as the first link of a baseline. To average some leaves of a model,
+  prefer `None` in a tree of compressors: `exchange_info` then counts excluded
+  workers.
 
   Args:
     workers: the workers of the exchange.
 
   Returns:
-    A gradient transformation to the mean, in the parameters' shapes: in a step
-    of `data_parallel`, and with `Workers.on_axis`, of the worker's own
-    gradients; elsewhere of stacked gradients `[workers, ...]`.
-
-  Raises:
-    TypeError: `workers` is something else.
-    ValueError: gradients that are not one per worker, when traced.
-
-  Example:
-    >>> import demo_optax, jax.numpy as jnp, optax
-    >>> workers = demo_optax.Workers.simulated(2)
-    >>> tx = optax.chain(
-    ...     demo_optax.average(workers=workers), optax.sgd(1.0))
-    >>> params = jnp.zeros(2)
-    >>> gradients = jnp.array([[3.0, 4.0], [1.0, 0.0]])
-    >>> updates, _ = tx.update(gradients, tx.init(params), params)
-    >>> print(updates)
-    [-2. -2.]
-
-  References:
-    The baseline of Peng et al., `DeMo: Decoupled Momentum Optimization
-    <https://arxiv.org/abs/2411.19870>`_ ("AdamW-DDP").
+    A gradient transformation to the mean, in the parameters' shapes; zeros for
+    integer leaves. It takes gradients as `per_worker` does, and raises the same
+    errors.
   """
   _checks.check_type('workers', workers, Workers, _WORKERS)
 
   def update_fn(
-      updates: chex.ArrayTree, params: chex.ArrayTree | None
-  ) -> chex.ArrayTree:
+      updates: chex.ArrayTree,
+      state: AverageState,
+      params: chex.ArrayTree | None = None,
+  ) -> tuple[chex.ArrayTree, AverageState]:
     if not inside.is_mapped():
-      return stacked_mean(updates, params, workers)
+      return stacked_mean(updates, params, workers), state
     mean, _ = inside.call_stacked(
         lambda updates, state, params, _, workers: (
             stacked_mean(updates, params, workers), state
@@ -232,7 +203,7 @@ def average(*, workers: Workers) -> optax.GradientTransformation:
         (),
         params,
     )
-    return mean
+    return mean, state
 
   def stacked_mean(
       updates: chex.ArrayTree, params: chex.ArrayTree | None, workers: Workers
@@ -260,14 +231,7 @@ def average(*, workers: Workers) -> optax.GradientTransformation:
         for path, x in jax.tree_util.tree_flatten_with_path(params)[0]
     )))
 
-  def update_state(
-      updates: chex.ArrayTree,
-      state: AverageState,
-      params: chex.ArrayTree | None = None,
-  ) -> tuple[chex.ArrayTree, AverageState]:
-    return update_fn(updates, params), state
-
-  return optax.GradientTransformation(init_fn, update_state)
+  return optax.GradientTransformation(init_fn, update_fn)
 
 
 def _inexact(tree: chex.ArrayTree) -> list[jax.Array]:

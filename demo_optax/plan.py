@@ -1,4 +1,4 @@
-"""Bytes on the wire, predicted from shapes."""
+"""Predicts the bytes of an exchange from shapes."""
 
 import dataclasses
 import math
@@ -33,17 +33,17 @@ from demo_optax.workers.param_specs import ParamSpecs
 
 @dataclasses.dataclass(frozen=True)
 class LeafBytes:
-  """What one leaf costs in an exchange.
+  """The bytes of one leaf in an exchange.
 
   Attributes:
     chunk: lengths of a chunk along the last two dimensions.
-    values: how values are written, as in `dct_topk`; or `'averaged'`.
-    index_code: how indices are written; `'none'` if everything is sent,
-      `'shared'` if all workers send the same places, by an all-reduce.
+    values: the value code, as in `dct_topk`; or `'averaged'`.
+    index_code: the index code; `'none'` if everything is sent, `'shared'` if
+      all workers send the same places, by an all-reduce.
     index_bits: bits per index, a fraction; 0 if everything is sent.
-    whole: whether it is sent as it is, without a transform.
-    sent_bytes: bytes in a worker's payload, or in what is all-reduced.
-    blocks: blocks it is sharded into inside a worker, along each dimension.
+    whole: whether it is sent without a transform.
+    sent_bytes: bytes in a worker's payload, or in the all-reduce.
+    blocks: shards inside a worker, along each dimension.
     as_unsharded: whether its chunks are those of an unsharded worker.
   """
 
@@ -75,21 +75,20 @@ class LeafBytes:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
-  """Bytes of one exchange; shown as a table.
+  """The bytes of one exchange, printed as a table.
 
   Attributes:
-    leaves: what each leaf costs that takes part.
+    leaves: of each leaf that takes part.
     num_devices: number of devices of a worker.
-    payload_bytes: size of a worker's payload, from all its devices: its message
-      and averaged leaves of up to 64 KB; if chunks have owners, its messages to
-      all of them.
-    summed_bytes: size of what is all-reduced beside it, from all its devices.
-    device_bytes: bytes that one device receives in a step by the mesh axes that
-      they cross: first the worker axis, then those inside a worker, over which
-      parts are rejoined. Scalars on which its devices agree are not counted.
-    update_bytes: size of the updates of all owners, and of averaged leaves of
-      up to 64 KB; 0 without owners.
-    update_values: how owners write updates; None without owners.
+    payload_bytes: of all devices of a worker: its message (with owners, its
+      messages to all of them) and averaged leaves of up to 64 KB.
+    summed_bytes: bytes that are all-reduced, of all devices of a worker.
+    device_bytes: bytes that one device receives per step, by the mesh axes they
+      cross: the worker axis, then axes inside a worker, over which updates are
+      joined. Scalars on which its devices agree are not counted.
+    update_bytes: of the updates of all owners and of averaged leaves of up to
+      64 KB; 0 without owners.
+    update_values: the code of owners' updates; None without owners.
   """
 
   leaves: tuple[LeafBytes, ...]
@@ -123,7 +122,7 @@ class Plan:
     return _ring(self.summed_bytes, self.num_workers)
 
   def _each_way(self) -> int:
-    """Bytes if chunks have owners: messages to them, and updates by a ring."""
+    """Bytes with owners: messages to them, and updates by a ring."""
     if not self.update_bytes:
       return 0
     both = self.payload_bytes + self.update_bytes
@@ -143,14 +142,8 @@ class Plan:
     """Returns the most workers with which an all-reduce receives more.
 
     An all-gather receives `N - 1` payloads, a ring all-reduce at most twice the
-    dense gradient. If chunks have owners it is all or none.
-
-    Args:
-      itemsize: bytes per element of the all-reduced gradient.
-
-    Returns:
-      The largest such `N`; 1 if there is none, 0 if nothing takes part,
-      infinity if nothing is gathered and less is all-reduced.
+    dense gradient, of `itemsize` bytes per element. Returns 1 if an all-reduce
+    always receives less, infinity if it never does, and 0 without leaves.
     """
     if not self.leaves:
       return 0
@@ -166,7 +159,7 @@ class Plan:
   __repr__ = __str__
 
   def table(self) -> str:
-    """Returns what leaves cost; those that differ in name only share a row."""
+    """Returns a table of the leaves; equal rows are merged."""
     lines = _aligned(self._rows())
     return '\n'.join([*lines, self._mark] if self._mark else lines)
 
@@ -210,7 +203,7 @@ class Plan:
     return rows
 
   def totals(self) -> str:
-    """Returns what a worker sends and receives, beside dense all-reduces."""
+    """Returns a worker's bytes, next to those of dense all-reduces."""
     lines = [
         f'{self.size:,} elements, {self.num_workers} workers. Per worker and'
         ' step:'
@@ -253,7 +246,7 @@ def plan(
     exchange: ExchangeKind = 'all_gather',
     update_values: str | None = None,
 ) -> Plan:
-  r"""Returns what an exchange will send, before anything is run.
+  r"""Returns the bytes of an exchange, without running it.
 
   With a payload of :math:`P` bytes and :math:`S` bytes that are all-reduced,
   each of :math:`N > 1` workers
@@ -267,17 +260,15 @@ def plan(
   .. math::
     \text{sends and receives } \tfrac{N-1}N (P + U) + 2\tfrac{N-1}{N} S,
 
-  where :math:`P` and :math:`U` contain what rounds every owner's share up to
-  whole chunks.
-
-  A payload is, over the kinds of chunks, the values and the indices, packed
-  across chunks, plus 13 bytes. If a worker is several devices, each has a
-  message of its own. A sharded leaf is cut into chunks block by block, which
-  are those of an unsharded worker if a block is a multiple of `chunk_size`.
+  where :math:`P` and :math:`U` include padding of every owner's share to whole
+  chunks. A payload has the values and indices of every kind of chunk, packed
+  across chunks, a status and energies, and padding. Each device of a worker has
+  its own message. A sharded leaf is cut into chunks shard by shard. They are
+  the chunks of an unsharded worker if a shard is a multiple of `chunk_size`.
 
   Args:
     params: parameters, or their shapes (`jax.ShapeDtypeStruct`).
-    compressor: what is sent, or a tree of that, as for `scale_by_demo`.
+    compressor: as in `scale_by_demo`.
     workers: the workers of the exchange, or their number.
     exchange: as in `scale_by_demo`.
     update_values: as in `scale_by_demo`.
@@ -287,7 +278,7 @@ def plan(
 
   Raises:
     TypeError: complex leaves.
-    ValueError: fewer than one worker; as `scale_by_demo` of `exchange`.
+    ValueError: fewer than one worker; unknown `exchange` or `update_values`.
 
   Example:
     >>> import demo_optax, jax, jax.numpy as jnp
@@ -350,7 +341,7 @@ def plan(
 
 
 def _leaf_bytes(leaf: Leaf) -> LeafBytes:
-  """Returns what a leaf costs, all its shards together."""
+  """Returns the bytes of all shards of a leaf."""
   plan, blocks, axes = leaf.plan, leaf.sharding.blocks, leaf.sharding.axes
   if leaf.compressor is None:  # its gradient is averaged uncompressed
     size = math.prod(leaf.shape)
@@ -392,7 +383,7 @@ def _leaf_bytes(leaf: Leaf) -> LeafBytes:
 def _device_bytes(
     config: ExchangeConfig, specs: ParamSpecs, num_workers: int
 ) -> tuple[int, int, dict[tuple[str, ...], int]]:
-  """Returns what a device has gathered, and summed, and receives inside."""
+  """Bytes per device: gathered, all-reduced, and received within the worker."""
   inside: dict[tuple[str, ...], int] = {}
   own = summed = 0
   for name, (shape, dtype) in config.packer.shapes.items():
@@ -433,7 +424,7 @@ def _any_of(*workers: float) -> str:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-  """Lines of a terminal: the first column to the left, all others right."""
+  """Aligns the first column to the left, all others to the right."""
   widths = [max(map(len, column)) for column in zip(*rows)]
   lines = []
   for row in rows:
@@ -444,7 +435,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _num_bytes(count: float) -> str:
-  """Returns a number of bytes as people write it: 1.2 MB is 1,200,000 bytes."""
+  """Returns bytes in decimal units: 1.2 MB is 1,200,000 bytes."""
   for unit, name in ((1e9, 'GB'), (1e6, 'MB'), (1e3, 'kB')):
     if count >= unit:
       return f'{count / unit:.2f} {name}'
@@ -452,5 +443,5 @@ def _num_bytes(count: float) -> str:
 
 
 def _times(lengths: Sequence[int]) -> str:
-  """Returns a shape: `'64x64'`; `''` of a scalar."""
+  """Returns a shape such as `'64x64'`; `''` for a scalar."""
   return 'x'.join(map(str, lengths))

@@ -1,8 +1,7 @@
-"""Whether all devices, workers and processes hold the same bits.
+"""Checks that all devices, workers and processes hold the same bits.
 
-What is replicated is computed by everybody and compared by nobody: reading such
-an array shows one copy. Here every device digests what it holds itself, and
-only digests (8 bytes per leaf and device) are gathered and compared.
+Reading a replicated array shows one copy. Here every device digests its copy,
+and only digests (8 bytes per leaf and device) are gathered and compared.
 """
 
 import collections
@@ -23,14 +22,13 @@ from demo_optax.workers import Workers
 
 
 class Difference(NamedTuple):
-  """Copies of a leaf that are not as most of its copies are.
+  """Copies of a leaf that differ from most of its copies.
 
   Attributes:
     leaf: the leaf's path.
     devices: ids of the devices that hold them.
-    workers: the workers that these devices belong to, if workers on a mesh were
-      given.
-    processes: the processes that these devices belong to.
+    workers: the workers of these devices, if workers on a mesh were given.
+    processes: the processes of these devices.
   """
 
   leaf: str
@@ -42,54 +40,37 @@ class Difference(NamedTuple):
 def check_replicas(
     tree: chex.ArrayTree, workers: Workers | None = None
 ) -> list[Difference]:
-  r"""Compares all copies of everything in `tree` that is held more than once.
+  r"""Compares all copies of every array in `tree` that is held more than once.
 
-  Parameters are to be the same on all workers to the bit, and nothing in a step
-  would show that they are not: a bit flipped in memory, or an update that one
-  process did differently, makes runs drift apart unseen. Every device digests
-  the 32-bit words :math:`x_i` that it holds,
+  Parameters must be equal on all workers, to the bit. Training does not show a
+  bit flipped in memory, or an update that differs in one process. Every device
+  digests its 32-bit words :math:`x_i`,
 
   .. math::
     \sum_i (2 i + 1)\, x_i \bmod 2^{32}, \qquad
     \sum_i h(x_i + 2^{32} i / \phi) \bmod 2^{32},
 
-  with a hash `h` and `i` the word's place in the whole array; a single word
-  that differs always changes the first. Copies are compared that cover the same
-  part of an array: of parameters sharded inside a worker, the counterparts in
-  the other workers; of stacked momentum nothing, unless the devices of a worker
-  hold it alike. Arrays of one process alone, NumPy arrays and numbers are
+  with a hash `h`, and `i` the word's place in the whole array. A single
+  different word always changes the first. Compared are copies of the same part
+  of an array. For parameters sharded inside a worker, these are the shards of
+  other workers; stacked momentum has copies only if devices of a worker
+  replicate it. Arrays of one process alone, NumPy arrays and numbers are
   compared between processes.
 
   With `workers` on a mesh it warns of momentum that is replicated over them.
-
-  Every process must call it, with the same tree. All of them always take part
-  in the same gathers, whatever they find, and get the same answer.
+  Every process must call it, with the same tree, and gets the same answer.
 
   Args:
     tree: parameters, optimizer state, or both; `nnx.state(model)` of a module;
-      arrays `[...]` of any shape and dtype.
-    workers: if given, differences tell which workers on a mesh it is.
+      arrays of any shape and dtype.
+    workers: if given, differences name the workers on the mesh.
 
   Returns:
-    The differences, leaf by leaf; none if all copies are the same. Those copies
-    differ that are not as most are; of equally many, those that are not as on
-    the first device.
+    The differences, leaf by leaf: copies that differ from the majority, or, of
+    equally many, from the copy on the first device.
 
   Raises:
     ValueError: processes called it with different trees.
-
-  Example:
-    >>> import demo_optax, jax, numpy as np
-    >>> mesh = jax.make_mesh((jax.device_count(),), ('data',))
-    >>> workers = demo_optax.Workers.on_mesh(mesh, 'data')
-    >>> params = workers.device_put({'w': np.ones(3, np.float32)})
-    >>> demo_optax.check_replicas(params, workers)
-    []
-
-  References:
-    Peng et al., `DeMo: Decoupled Momentum Optimization
-    <https://arxiv.org/abs/2411.19870>`_, whose workers must apply the same
-    update.
   """
   if workers is not None and workers.mesh is not None:
     state.warn_if_replicated(tree, workers.axis_name)
@@ -97,7 +78,7 @@ def check_replicas(
       (_tree.leaf_name(path), comparable(x))
       for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]
   ]
-  found = between_processes(flat)  # first: it checks that the trees agree
+  found = between_processes(flat)  # first, since it checks the trees
   several = [(name, x) for name, x in flat if _num_devices(x) > 1]
   for (name, _), held in zip(several, _held([x for _, x in several])):
     blocks = collections.defaultdict(list)
@@ -115,12 +96,12 @@ def _num_devices(x: Any) -> int:
 
 
 def is_local(x: Any) -> bool:
-  """Returns whether this process holds all of it."""
+  """Returns whether this process holds all of an array."""
   return not isinstance(x, jax.Array) or x.is_fully_addressable
 
 
 def _minority(copies: list[tuple[Any, bytes]]) -> list[Any]:
-  """Who holds something else than most do."""
+  """Returns the holders of digests that differ from most."""
   counts = collections.Counter(digest for _, digest in copies)
   ((usual, _),) = counts.most_common(1)
   return [holder for holder, digest in copies if digest != usual]
@@ -146,10 +127,10 @@ def _difference(
 
 
 def _held(arrays: Sequence[Any]) -> list[list[tuple[Any, str, np.ndarray]]]:
-  """Returns for each array on devices its copies: device, block, digest.
+  """Returns the device, block and digest of each array's copies.
 
-  Every device digests its block. Of arrays that are spread over processes the
-  digests are gathered, so that all processes return the same.
+  Every device digests its block. Digests of arrays that span processes are
+  gathered, so that all processes return the same.
   """
   found: list[list[tuple[Any, str, Any]]] = []
   spread = []
@@ -192,7 +173,7 @@ def _without_key(x: Any) -> Any:
 
 
 def between_processes(flat: list[tuple[str, Any]]) -> list[Difference]:
-  """Differences between leaves of which every process has all."""
+  """Returns the differences between leaves that every process holds whole."""
   if jax.process_count() == 1:
     return []
   _check_same_tree(flat)
@@ -210,12 +191,12 @@ def between_processes(flat: list[tuple[str, Any]]) -> list[Difference]:
 
 
 def comparable(x: Any) -> Any:
-  """Returns `x`, or a number in the place of what is no array."""
+  """Returns an array unchanged, and a checksum of any other value."""
   return x if hasattr(x, 'dtype') else np.uint32(zlib.crc32(repr(x).encode()))
 
 
 def _check_same_tree(flat: list[tuple[str, Any]]) -> None:
-  """Raises on all processes, rather than leave some in a gather alone."""
+  """Raises on all processes, rather than leave some waiting in a gather."""
   text = '\n'.join(
       f'{name} {x.shape} {x.dtype} {is_local(x)}' for name, x in flat
   )
@@ -233,11 +214,10 @@ def _check_same_tree(flat: list[tuple[str, Any]]) -> None:
 
 
 def content_digests(arrays: dict[str, Any]) -> dict[str, str]:
-  """Returns what each array holds, as 16 digits, however it lies on devices.
+  """Returns a digest of each array, 16 digits, for any sharding.
 
-  A digest is a sum over an array's words: blocks are digested where they are,
-  and one copy of each is summed. With several processes all must call it with
-  the same names.
+  Sums the digests of the blocks, one copy of each. All processes must call it
+  with the same names.
   """
   digests = _contents(list(arrays.values()))
   return {name: np.asarray(x).astype('>u4').tobytes().hex()
@@ -260,7 +240,7 @@ def _contents(arrays: Sequence[Any]) -> list[np.ndarray]:
 def _digest_shard(
     x: jax.Array, start: jax.Array, shape: tuple[int, ...]
 ) -> jax.Array:
-  """Returns what the block of an array adds to its digest, uint32 `[2]`."""
+  """Returns the part of a digest from one block of an array, uint32 `[2]`."""
   words = _words(x)  # u32[*block, words of an element]
   place = jnp.zeros(words.shape, jnp.uint32)
   for d, length in enumerate((*shape, words.shape[-1])):

@@ -1,8 +1,8 @@
 """Reads optimizer states: partition specs, metrics, momentum leaf by leaf.
 
-States are searched by path, not by type, since Flax NNX stores them without
-their types: what has a leading worker axis lies under `worker_stacked`, and
-there the momentum of an exchange under `momentum`, by buckets.
+States are searched by path, since Flax NNX stores them without their types.
+Stacked arrays are under `worker_stacked`, and an exchange's momentum there
+under `momentum`, by bucket.
 """
 
 import warnings
@@ -44,15 +44,14 @@ def state_specs(
 ) -> chex.ArrayTree:
   """Returns the partition specs of a whole optimizer state.
 
-  Stacked leaves (momentum, states of `per_worker`) get `P(axis_name)`, all
-  others `P()` (arrays `[workers, ...]` and `[...]`); behind that, what belongs
-  to a parameter (which is known by its path and shape) is sharded as `workers`
-  shards the parameter. For `in_specs` and `out_specs` of your own
+  Stacked leaves `[workers, ...]` get `P(axis_name, ...)`, others `P(...)`.
+  Leaves of a parameter (inferred from path and shape) are then sharded as
+  `workers` shards the parameter. For `in_specs` and `out_specs` of
   `jax.shard_map`, for `out_shardings` of a jitted `tx.init`, and for shardings
   of restored checkpoints.
 
   Args:
-    tx: any optax transformation with an exchange somewhere in it.
+    tx: any optax transformation that contains an exchange.
     params: parameters, or their shapes (`jax.ShapeDtypeStruct`).
     workers: the workers of the exchange.
 
@@ -62,18 +61,6 @@ def state_specs(
   Raises:
     TypeError: complex leaves.
     ValueError: a parameter that does not fit the specs of `workers`.
-
-  Example:
-    >>> import demo_optax, jax.numpy as jnp
-    >>> workers = demo_optax.Workers.on_axis('data')
-    >>> tx = demo_optax.scale_by_demo(workers=workers)
-    >>> specs = demo_optax.state_specs(tx, {'w': jnp.zeros((4, 4))}, workers)
-    >>> {k: tuple(s) for k, s in specs.worker_stacked.momentum.items()}
-    {'bucket_000_dense': ('data',)}
-
-  References:
-    Layout of the decoupled momentum of Peng et al.
-    <https://arxiv.org/abs/2411.19870>, which is one per worker.
   """
   shapes = jax.eval_shape(tx.init, params)
   inside = _param_specs(params, workers)
@@ -105,34 +92,20 @@ def _param_specs(
 
 
 def momentum(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
-  r"""Returns every worker's momentum in parameter space, :math:`m_i`.
+  """Returns every worker's momentum in parameter space, :math:`m_i`.
 
   Args:
-    opt_state: any optimizer state that holds states of `scale_by_demo` with
-      their types: chained, partitioned, masked, `nnx.Optimizer.opt_state` or
-      an `nnx.Optimizer`. Of several devices per worker: of all of them.
+    opt_state: any optimizer state with states of `scale_by_demo` and their
+      types: chained, partitioned, masked, an `nnx.Optimizer` or its
+      `opt_state`.
 
   Returns:
-    By the name of the parameter, in their order, `[workers, *shape]`, in the
-    momentum's dtype; with `Workers.on_axis`, inside of the map, `[1, *shape]`.
+    By parameter name, in their order, `[workers, *shape]`, in the momentum's
+    dtype; with `Workers.on_axis`, inside the map, `[1, *shape]`.
 
   Raises:
-    ValueError: there is no exchange in `opt_state`, its types are missing, or
-      its momentum was restored from a state of another layout.
-
-  Example:
-    >>> import demo_optax, jax.numpy as jnp
-    >>> workers = demo_optax.Workers.simulated(2)
-    >>> compressor = demo_optax.dct_topk(topk=1)
-    >>> tx = demo_optax.scale_by_demo(compressor, workers=workers)
-    >>> params = {'w': jnp.zeros((2, 2))}
-    >>> gradients = jnp.array([[[1., 1.], [1., 2.]], [[1., 0.], [0., 1.]]])
-    >>> _, state = tx.update({'w': gradients}, tx.init(params))
-    >>> print(demo_optax.state.momentum(state)['w'].round(2))
-    [[[-0.25 -0.25]
-      [-0.25  0.75]]
-     [[ 0.5  -0.5 ]
-      [-0.5   0.5 ]]]
+    ValueError: `opt_state` has no exchange, its types are missing, or its
+      momentum was restored from a state of another layout.
   """
   found: dict[str, jax.Array] = {}
   for layout, buckets in _momenta(opt_state).values():
@@ -156,33 +129,22 @@ def momentum(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
 def with_momentum(
     opt_state: chex.ArrayTree, moments: Mapping[str, Any]
 ) -> chex.ArrayTree:
-  r"""Replaces the momentum in `opt_state` by one given in parameter space.
+  """Replaces the momentum in `opt_state`: undoes `momentum`, up to rounding.
 
-  Undoes `momentum`, to rounding. With a state that was made for another
-  compressor, it takes momentum from one chunk size to another.
+  With a state for another compressor, it converts momentum from one chunk size
+  to another.
 
   Args:
     opt_state: as for `momentum`.
-    moments: what `momentum` returns.
+    moments: the result of `momentum`.
 
   Returns:
-    A tree like `opt_state`. Only the momentum differs; its dtype is that of
-    `opt_state`. What owners of chunks owe (`update_residual`) is no momentum,
-    and stays.
+    A tree like `opt_state`, with another momentum in the same dtypes. Residuals
+    of owners (`update_residual`) do not change.
 
   Raises:
-    ValueError: as `momentum`, or a leaf is missing in `moments`, or has another
+    ValueError: as `momentum`, or a leaf of `moments` is missing or has another
       shape.
-
-  Example:
-    >>> import demo_optax, jax.numpy as jnp
-    >>> workers = demo_optax.Workers.simulated(2)
-    >>> params = {'w': jnp.zeros((4, 4))}
-    >>> old, new = (
-    ...     demo_optax.scale_by_demo(demo_optax.dct_topk(n), workers=workers)
-    ...     .init(params) for n in (4, 2))
-    >>> moments = demo_optax.state.momentum(old)
-    >>> new = demo_optax.state.with_momentum(new, moments)
   """
   made = {}
   for root, (layout, buckets) in _momenta(opt_state).items():
@@ -212,38 +174,24 @@ def with_momentum(
 def exchange_info(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
   r"""Returns the metrics of the last exchange, for logs.
 
-  With momentum :math:`m_i` before it, what was sent :math:`q_i` and what stayed
-  :math:`m_i'` of the :math:`N` workers that took part:
+  With momentum :math:`m_i` before it, the sent part :math:`q_i` and the rest
+  :math:`m_i'` of the :math:`N` valid workers:
 
   .. math::
     \text{sent\_energy} = \frac{\sum_i \|q_i\|^2}{\sum_i \|m_i\|^2}, \qquad
     \text{residual\_norm} = \sqrt{\tfrac1N \textstyle\sum_i \|m_i'\|^2}
 
+  Warns if momentum is replicated over the devices of its mesh.
+
   Args:
-    opt_state: any optimizer state that holds the state of `scale_by_demo`:
-      chained, partitioned, masked, or `nnx.Optimizer.opt_state`.
+    opt_state: any optimizer state that holds the state of `scale_by_demo`, with
+      or without its types.
 
   Returns:
-    The `metrics` of `DeMoState`, by name, all of shape `[]`: `'num_excluded'`
-    (int32), `'sent_energy'`, `'residual_norm'` and `'mean_senders'` (float32).
+    The `metrics` of `DeMoState`: scalars by name.
 
   Raises:
-    ValueError: there is no exchange in `opt_state`.
-
-  Warns of momentum that is replicated over the devices of its mesh.
-
-  Example:
-    >>> import demo_optax, jax.numpy as jnp
-    >>> workers = demo_optax.Workers.simulated(2)
-    >>> tx = demo_optax.demo(1e-3, workers=workers)
-    >>> params = jnp.ones((8, 8))
-    >>> _, state = tx.update(jnp.ones((2, 8, 8)), tx.init(params), params)
-    >>> float(demo_optax.exchange_info(state)['mean_senders'])
-    2.0
-
-  References:
-    Of the momentum of Peng et al. <https://arxiv.org/abs/2411.19870>,
-    Algorithm 1.
+    ValueError: `opt_state` has no exchange.
   """
   warn_if_replicated(opt_state)
   flat = jax.tree_util.tree_flatten_with_path(opt_state)[0]
@@ -255,10 +203,7 @@ def exchange_info(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
 
 
 def _root_of(paths: Iterable[Keys]) -> Keys:
-  """Returns the path of the first exchange that has something to exchange.
-
-  Of an idle one nothing is known; it is returned if there is no other.
-  """
+  """Returns the path of the first exchange with leaves, or of the first."""
   paths = list(paths)
   roots = [k[:-2] for k in paths if k[-2:] == _MARKER]
   if not roots:
@@ -270,14 +215,11 @@ def _root_of(paths: Iterable[Keys]) -> Keys:
 def warn_if_replicated(
     opt_state: chex.ArrayTree, axis_name: str | None = None
 ) -> None:
-  """Warns of stacked arrays that every device of their mesh has all of.
+  """Warns if stacked arrays are replicated over the devices of their mesh.
 
   They take the memory of all workers on each device, and are gathered in every
-  step. Nothing else shows it: losses are the same.
-
-  Args:
-    opt_state: any optimizer state; what is traced is not looked at.
-    axis_name: the worker axis; by default any axis of the mesh will do.
+  step, without other symptoms. Without `axis_name`, any axis of the mesh may
+  shard them. Traced arrays are skipped.
   """
   for path, x in jax.tree_util.tree_flatten_with_path(opt_state)[0]:
     keys = path_keys(path)
@@ -292,7 +234,7 @@ def warn_if_replicated(
         ' demo_optax.state_specs(tx, params, workers) for the optimizer state.',
         stacklevel=3,
     )
-    return  # one says it
+    return  # one warning is enough
 
 
 def _is_replicated(x: Any, axis_name: str | None) -> bool:
@@ -320,8 +262,8 @@ def exchanges_in(tree: chex.ArrayTree) -> dict[Keys, Layout]:
   """Returns the layouts of all exchanges in a tree, by paths of their states.
 
   Raises:
-    ValueError: a state lacks its layout, since Flax holds it without its types;
-      or what was restored into it is of another layout.
+    ValueError: a state lacks its types, as those of Flax do, or was restored
+      from another layout.
   """
   layouts = layouts_in(tree)
   for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
@@ -343,7 +285,7 @@ def exchanges_in(tree: chex.ArrayTree) -> dict[Keys, Layout]:
 def _momenta(
     opt_state: chex.ArrayTree,
 ) -> dict[Keys, tuple[Layout, dict[str, Any]]]:
-  """Returns layout and momentum, by buckets, of all exchanges."""
+  """Returns layout and momentum, by bucket, of all exchanges."""
   found: dict[Keys, tuple[Layout, dict[str, Any]]] = {
       root: (layout, {}) for root, layout in exchanges_in(opt_state).items()
   }

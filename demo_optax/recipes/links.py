@@ -1,4 +1,4 @@
-"""The links of the recipes' chains that optax does not have."""
+"""Links of the recipes' chains that optax lacks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,21 +31,13 @@ def scale_to_unit_rms(
 
   Args:
     weight_dimension_numbers: a tree of `optax.contrib.MuonDimensionNumbers`
-      like the updates, or a function from them to one. A leaf with more axes
-      than they name is a stack of matrices, each scaled by itself. None: every
-      leaf is one matrix.
-    min_rms: :math:`\epsilon`; an update that is shorter stays shorter.
+      like the updates, or a function from them to one. A leaf with more axes is
+      a stack of matrices, scaled one by one. None: every leaf is one matrix.
+    min_rms: :math:`\epsilon`; shorter updates stay shorter.
 
   Returns:
-    A gradient transformation without a state, in the updates' dtypes. Empty
-    leaves, and those of integers, stay as they are.
-
-  Example:
-    >>> import demo_optax, jax.numpy as jnp
-    >>> tx = demo_optax.recipes.scale_to_unit_rms()
-    >>> updates, _ = tx.update(jnp.array([3.0, -3.0, 0.0, 0.0]), tx.init(None))
-    >>> print(updates)
-    [ 1.4142135 -1.4142135  0.         0.       ]
+    A stateless gradient transformation, in the updates' dtypes. Empty and
+    integer leaves do not change.
   """
   check_range('min_rms', min_rms, 0.0, float('inf'))
 
@@ -85,8 +77,7 @@ def lost_unless_finite(
 ) -> optax.ScalarOrSchedule:
   """Returns the weight of gradients, NaN if a hyperparameter is not finite.
 
-  `optax.inject_hyperparams` may make one NaN. Every worker is excluded then,
-  and neither momentum nor parameters change.
+  Every worker is then excluded: neither momentum nor parameters change.
   """
   traced = [x for x in hyperparams if not isinstance(x, int | float)]
   if not traced:
@@ -154,9 +145,9 @@ def zero_without_gradients(
     tx: optax.GradientTransformation,
     dimension_numbers: Callable[..., chex.ArrayTree],
 ) -> optax.GradientTransformation:
-  """Wraps `tx` so that it gives zeros for matrices whose gradient is zero.
+  """Wraps `tx` so that it zeroes matrices whose gradient is zero.
 
-  A momentum outlives its gradients and, orthonormalised, is as long as ever.
+  Orthonormalisation would restore the length of a momentum without gradients.
   """
 
   def update_fn(
@@ -182,7 +173,7 @@ def zero_without_gradients(
 def in_wide_arithmetic(
     tx: optax.GradientTransformation,
 ) -> optax.GradientTransformation:
-  """Wraps `tx` so that its state has the momentum's dtype, like its updates.
+  """Wraps `tx` so that its state has the momentum's dtype.
 
   Allows standard promotion inside: optax raises a float to an integer count.
   """
@@ -214,7 +205,9 @@ def settled(
   In a step that excludes every worker, zeroes all updates and keeps the second
   moments after the exchange.
   """
-  masked = optax.masked(chain, _tree.exchanged_mask)
+  masked = optax.masked(
+      chain, lambda tree: jax.tree.map(_tree.is_exchanged, tree)
+  )
 
   def update_fn(
       updates: chex.ArrayTree,
@@ -232,7 +225,7 @@ def settled(
     grads = updates
     updates, new = masked.update(updates, state, params, **extra_args)
     (exchange,) = (x for x in new.inner_state if isinstance(x, DeMoState))
-    # Zero from where, not by a product: a decay that is not finite would stay.
+    # By where, not by a product: a decay that is not finite would stay.
     someone = exchange.metrics['num_excluded'] < workers.count
     layout = iter(exchange.layout.layout.leaves)  # of what is exchanged
 
@@ -255,14 +248,6 @@ def settled(
     return jax.tree.map(settle, updates, like), new
 
   return optax.GradientTransformationExtraArgs(masked.init, update_fn)
-
-
-def check_has_params(params: chex.ArrayTree | None) -> None:
-  """Raises where `update` was called without the parameters."""
-  if params is None:
-    raise ValueError(
-        'params must be given. Call tx.update(grads, state, params).'
-    )
 
 
 def _has_second_moments(state: Any) -> bool:

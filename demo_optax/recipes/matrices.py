@@ -1,4 +1,4 @@
-"""Which leaves are matrices to Muon, and along which axes."""
+"""Infers which leaves are matrices for Muon, and along which axes."""
 
 import math
 import re
@@ -15,8 +15,7 @@ from demo_optax._paths import path_keys
 from demo_optax.compressors.compressor import Frozen, broadcast, is_function
 
 # A tree of `optax.contrib.MuonDimensionNumbers` like the parameters (one may
-# hold for a subtree; None: not a matrix), or a function from the parameters to
-# such a tree.
+# stand for a subtree; None: not a matrix), or a function from them to one.
 DimensionNumbersTree = Any
 
 # Words in the last two names of a path that make a leaf no matrix.
@@ -29,12 +28,12 @@ _WORDS = frozenset({
 def muon_dimension_numbers(params: chex.ArrayTree) -> chex.ArrayTree:
   """Returns which leaves are matrices, inferred from their paths and shapes.
 
-  A matrix is the last two dimensions of a leaf; dimensions before them make a
-  stack of matrices, such as scanned layers or experts. Not matrices are leaves
-  with fewer than two dimensions or with a side of one, those called `b`, and
-  those with one of twelve words in their own or their parent's name: bias,
-  classifier, embed, embedding, embeddings, head, ln, logits, norm, scale, wpe,
-  wte. Two kinds of kernels are matrices over more dimensions:
+  A matrix is the last two dimensions of a leaf; leading dimensions stack
+  matrices, such as scanned layers or experts. No matrix is a leaf with fewer
+  than two dimensions or a side of one, called `b`, or with one of these words
+  in its own or its parent's name: bias, classifier, embed, embedding,
+  embeddings, head, ln, logits, norm, scale, wpe, wte. Two kinds of kernels are
+  matrices over more dimensions:
 
     attention      of Flax: `[in, heads, size]` below `query`, `key` and
                    `value`, `[heads, size, out]` below `out`, beside a `query`
@@ -42,8 +41,8 @@ def muon_dimension_numbers(params: chex.ArrayTree) -> chex.ArrayTree:
                    other equal sides over at most 4 channels: all dimensions
                    but the output
 
-  Names and shapes say only so much. Print the result for a model, and pass
-  `demo_muon` a tree or a function where it is wrong.
+  Names and shapes can mislead. Print the result for a model, and pass
+  `demo_muon` a tree or a function if it is wrong.
 
   Args:
     params: the parameters, or their shapes.
@@ -73,7 +72,7 @@ def muon_dimension_numbers(params: chex.ArrayTree) -> chex.ArrayTree:
 
 
 def check_is_no_count(params: chex.ArrayTree) -> None:
-  """Raises for the count of steps that `inject_hyperparams` gives functions."""
+  """Raises for a step count, which `inject_hyperparams` passes to functions."""
   dtype = getattr(params, 'dtype', None)
   if dtype is not None and jnp.issubdtype(dtype, jnp.integer):
     raise TypeError(
@@ -89,13 +88,7 @@ def _dimension_numbers(
     shape: tuple[int, ...],
     shapes: Mapping[tuple[str, ...], tuple[int, ...]],
 ) -> contrib.MuonDimensionNumbers | None:
-  """Returns which axes of a leaf are a matrix, or None.
-
-  Args:
-    names: the names on its path.
-    shape: its shape.
-    shapes: the shapes of all leaves, by their names.
-  """
+  """Returns the axes of a matrix, or None, given the shapes of all leaves."""
   *_, parent, name = ('', '', *names)
   ndim = len(shape)
   words = _words(parent)
@@ -122,8 +115,8 @@ def _dimension_numbers(
 def _has_window(name: str, shape: tuple[int, ...]) -> bool:
   """Returns whether a shape is probably that of a convolution's kernel.
 
-  Stacks of stacks may have two equal sides as well, but hardly of 3, 5 or 7,
-  and not of matrices with as few inputs as an image has colours.
+  Stacks of stacks rarely have two equal sides of 3, 5 or 7, or as few inputs as
+  an image has channels.
   """
   if len(shape) != 4:
     return False
@@ -132,14 +125,14 @@ def _has_window(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def _names(path: Any) -> tuple[str, ...]:
-  """Returns the names on a path; one key of Haiku holds several."""
+  """Returns the names on a path; a key of Haiku holds several."""
   return tuple(
       part for key in path_keys(path) for part in str(key).split('/')
   )
 
 
 def _words(name: str) -> set[str]:
-  """Returns the words of a name, without the heads of attention.
+  """Returns the words of a name, except the heads of attention.
 
   >>> sorted(_words('LMHead_0')), sorted(_words('wte2'))
   (['head', 'lm'], ['wte'])
@@ -152,9 +145,9 @@ def _words(name: str) -> set[str]:
 
 
 class Matrices:
-  """Which leaves of the parameters are matrices, as given or inferred.
+  """The leaves that are matrices, given or inferred.
 
-  Made once, of all parameters: transformations of optax see parts of them.
+  Made once from all parameters, since transformations may see a part of them.
   """
 
   def __init__(
@@ -180,19 +173,16 @@ class Matrices:
     }
 
   def dimension_numbers(self, tree: chex.ArrayTree) -> chex.ArrayTree:
-    """Returns the dimension numbers of a tree of some of the leaves."""
+    """Returns the dimension numbers of a tree with some of the leaves."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: self._by_path[path_keys(path)], tree
     )
 
   def labels(self, codes: list[Any]) -> Callable[..., chex.ArrayTree]:
-    """Returns a function that labels a tree of some of the leaves.
+    """Returns a function that labels a tree with some of the leaves.
 
-    'frozen' where that is the compressor, 'muon' for the other matrices, and
-    'adam' for the rest.
-
-    Args:
-      codes: the compressor of each leaf.
+    Labels are 'frozen' by `codes`, the compressor of each leaf; 'muon' for
+    other matrices; and 'adam' for the rest.
     """
     label = {
         path: 'frozen' if isinstance(code, Frozen)

@@ -31,12 +31,12 @@ from demo_optax.recipes.matrices import (
 )
 from demo_optax.workers import Workers
 
-# Multiplies gradients before Newton-Schulz, whose result it does not change:
+# Multiplies gradients before Newton-Schulz, which ignores scale, but whose
 # preconditioning clips squares at 1e-8, above those of real gradients.
 _GRADIENT_SCALE = 2.0**20
 
-# Updates with a gradient were above 1e-4 in all models tried; the rest of a
-# momentum without one loses a tenth per step.
+# Updates with a gradient were above 1e-4 in all models tried; a residual
+# without one loses a tenth per step.
 _MIN_RMS = 1e-8
 
 # The default `adam_learning_rate`, as a multiple of `learning_rate`.
@@ -58,28 +58,25 @@ def demo(
 ) -> optax.GradientTransformationExtraArgs:
   r"""DeMo as published (first version): signed updates, lr in the momentum.
 
-  .. math::
-    m_i &\leftarrow \beta m_i + \eta_t g_i \\
-    q_i &= \mathrm{top}_k(T m_i) \\
-    m_i &\leftarrow m_i - T^{-1} q_i \\
-    x   &\leftarrow x - \eta_t \lambda x
-           - \eta_t\, \mathrm{sign}(T^{-1}\, \mathrm{average}_i(q_i))
+  The exchange of `scale_by_demo` with :math:`w = \eta_t`, then
 
-  It is this chain: `scale_by_demo` with :math:`\eta_t` as the gradients'
-  weight, `optax.scale_by_sign`, `optax.add_decayed_weights`,
-  `optax.scale_by_learning_rate`, masked to the leaves that are exchanged. A
-  step that excludes every worker leaves the parameters as they are, weight
-  decay included. For other options write that chain.
+  .. math::
+    x \leftarrow x - \eta_t \lambda x - \eta_t\, \mathrm{sign}(u)
+
+  It chains `scale_by_demo`, `optax.scale_by_sign`, `optax.add_decayed_weights`
+  and `optax.scale_by_learning_rate`, masked to the exchanged leaves. A step
+  that excludes every worker does not change the parameters, not even by weight
+  decay. For other options write that chain.
 
   Args:
     learning_rate: :math:`\eta_t`, a number or a schedule of the step.
     workers: the workers of the exchange.
-    compressor: what is sent, see `scale_by_demo`.
+    compressor: as in `scale_by_demo`.
     decay: :math:`\beta`, in `[0, 1)`. 0.999 is the paper's; short runs and
-      small `topk` want less (0.99).
+      small `topk` need less (0.99).
     weight_decay: :math:`\lambda`, decoupled.
     weight_decay_mask: as in `optax.add_decayed_weights`.
-    exchange: as in `scale_by_demo`. Only the signs of updates matter, so that
+    exchange: as in `scale_by_demo`. Only signs of updates matter:
       `'all_to_all'` and `'auto'` change no bit of the parameters.
 
   Returns:
@@ -141,16 +138,15 @@ def muon_compressors(
 ) -> chex.ArrayTree:
   """Returns the default compressors of `demo_muon`.
 
-  Of matrices the largest coefficients of chunks of 64x64, of other leaves those
-  of every row of up to 192; all as signs with a scale.
+  Matrices send the largest coefficients of chunks of 64x64, other leaves those
+  of rows of up to 192; all as signs with a scale.
 
   Args:
     params: the parameters, or their shapes.
-    topk: coefficients of each chunk of 64x64; of a smaller one in proportion,
-      such as `[heads, size]` of an attention kernel `[inputs, heads, size]`.
-    row_topk: coefficients of each row of up to 192 of the others, however short
-      it is; a longer row is cut into several.
-    muon_weight_dimension_numbers: which leaves are matrices, as in `demo_muon`.
+    topk: coefficients of each chunk of 64x64; proportionally fewer of smaller
+      chunks, such as `[heads, size]` of a kernel `[inputs, heads, size]`.
+    row_topk: coefficients of each row, however short, of the other leaves.
+    muon_weight_dimension_numbers: as in `demo_muon`.
 
   Returns:
     A tree of compressors like `params`.
@@ -194,10 +190,10 @@ def demo_muon(
     exchange: ExchangeKind = 'all_gather',
     update_values: str = 'int4',
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Muon whose momentum is orthonormalised at every worker, then compressed.
+  r"""Muon whose momentum each worker orthonormalises, then compresses.
 
-  For a matrix, with worker :math:`i`'s gradient :math:`g_i`, its momentum
-  :math:`b_i`, and its residual :math:`m_i`:
+  For a matrix, with worker :math:`i`'s gradient :math:`g_i`, momentum
+  :math:`b_i` and residual :math:`m_i`:
 
   .. math::
     b_i &\leftarrow \beta b_i + (1 - \beta) g_i \\
@@ -208,78 +204,55 @@ def demo_muon(
     u   &= T^{-1}\, \mathrm{average}_i(q_i) \\
     x   &\leftarrow x - \eta_t \lambda x - \eta_t\, u / \mathrm{rms}(u)
 
-  Both terms are corrected for the bias of a momentum that starts at zero, as in
-  `optax.contrib.scale_by_muon`. The average is over all workers that are not
-  excluded, including those that did not send a coefficient. Leaves that are not
+  Both terms inside NewtonSchulz are corrected for a momentum that starts at
+  zero, as in `optax.contrib.scale_by_muon`. The average is over all valid
+  workers, including those that did not send a coefficient. Leaves that are not
   matrices skip Newton-Schulz, and Adam without a momentum follows the exchange.
   All leaves share one exchange.
 
-  It is a chain of `per_worker(optax.contrib.scale_by_muon)`, `scale_by_demo`,
+  It chains `per_worker(optax.contrib.scale_by_muon)`, `scale_by_demo`,
   `scale_to_unit_rms` or `optax.scale_by_rms`, `optax.add_decayed_weights` and
   `optax.scale_by_learning_rate`. Each worker keeps two arrays of the size of a
   matrix and one of every other leaf, whose second moments all workers share.
 
   The update of a matrix has a root mean square of :math:`\eta_t`. Start from a
-  rate for signed updates or AdamW, not from one of `optax.contrib.muon`.
+  rate for signed updates or AdamW, not from one of `optax.contrib.muon`. If a
+  worker's gradient of a matrix is zero, as for an expert without tokens, it
+  sends only its residual. Without gradients from any worker, the matrix moves
+  for some 80 more steps.
 
-  A worker whose gradient of a matrix is all zero, as of an expert without
-  tokens, sends only the rest of its residual. Without gradients from any worker
-  a matrix moves for some 80 more steps.
-
-  A worker whose gradient is not finite is excluded and keeps both momenta; so
-  is one whose gradients are so large (some 1e11) that Newton-Schulz overflows.
-  Undo a scale of the loss before. If every worker is excluded, or a
-  hyperparameter is not finite, the parameters do not change. Leaves with
-  `compressors.FROZEN` are left alone.
-
-  With `optax.inject_hyperparams`, name `mu_dtype` and functions that are not
+  A worker is excluded, and keeps both momenta, if its gradient is not finite or
+  so large (some 1e11) that Newton-Schulz overflows. Undo loss scaling before.
+  If every worker is excluded, or a hyperparameter is not finite, the parameters
+  do not change, nor do leaves with `compressors.FROZEN`. With
+  `optax.inject_hyperparams`, name `mu_dtype` and functions that are not
   schedules in its `static_args`.
 
   Args:
     learning_rate: :math:`\eta_t`, a number or a schedule of the step.
     workers: the workers of the exchange.
-    compressor: what is sent, see `scale_by_demo`; None for
-      `muon_compressors(params)`. In a tree of compressors `None` is a leaf that
-      is averaged uncompressed.
+    compressor: as in `scale_by_demo`; None for `muon_compressors(params)`. In a
+      tree, `None` averages a leaf uncompressed.
     decay: :math:`\delta` of the residual, in `[0, 1)`.
-    beta: :math:`\beta` of each worker's own momentum, in `[0, 1)`.
+    beta: :math:`\beta` of each worker's momentum, in `[0, 1)`.
     mu_dtype: dtype of :math:`b_i` between steps, float32 by default; with
       bfloat16 and one seed the loss was 0.6 % higher (benchmarks/TRIED.md).
     adam_learning_rate: of leaves that are not matrices, by default three times
       `learning_rate`. Tune it.
     adam_weight_decay: :math:`\lambda` of leaves that are not matrices.
     weight_decay: :math:`\lambda` of matrices, decoupled.
-    muon_weight_dimension_numbers: which leaves are matrices, along which axes:
-      a tree like the parameters, as in `optax.contrib.muon`, or a function from
-      them to one; by default `muon_dimension_numbers`. Pass the same to
-      `muon_compressors`.
+    muon_weight_dimension_numbers: the axes of matrices: a tree like the
+      parameters, as in `optax.contrib.muon`, or a function from them to one; by
+      default `muon_dimension_numbers`. Pass the same to `muon_compressors`.
     exchange: as in `scale_by_demo`.
     update_values: as in `scale_by_demo`.
 
   Returns:
-    A gradient transformation; see `scale_by_demo` for its gradients.
-
-  Example:
-    >>> import demo_optax, jax, jax.numpy as jnp, optax
-    >>> workers = demo_optax.Workers.simulated(4)
-    >>> tx = demo_optax.demo_muon(0.1, workers=workers)
-    >>> params = {'w': jnp.ones((32, 32))}
-    >>> @demo_optax.data_parallel(workers)
-    ... def train_step(params, opt_state, x):  # written for one worker
-    ...   loss_fn = lambda params: jnp.mean((x @ params['w']) ** 2)
-    ...   loss, gradients = jax.value_and_grad(loss_fn)(params)
-    ...   updates, opt_state = tx.update(gradients, opt_state, params)
-    ...   return optax.apply_updates(params, updates), opt_state, loss
-    >>> opt_state = tx.init(params)
-    >>> for step in range(10):
-    ...   params, opt_state, loss = train_step(params, opt_state, jnp.eye(32))
-    >>> bool(loss < 0.7)  # of 1.0
-    True
+    A gradient transformation, used as `demo` is.
 
   References:
     Jordan et al., `Muon: An optimizer for hidden layers in neural networks
-    <https://kellerjordan.github.io/posts/muon>`_, 2024; Peng et al., `DeMo:
-    Decoupled Momentum Optimization <https://arxiv.org/abs/2411.19870>`_.
+    <https://kellerjordan.github.io/posts/muon>`_, 2024.
   """
   _checks.check_type(
       'workers', workers, Workers, 'demo_optax.Workers.simulated(n)'
@@ -302,7 +275,7 @@ def demo_muon(
   def chain_for(
       params: chex.ArrayTree,
   ) -> optax.GradientTransformationExtraArgs:
-    """Returns the chain for the parameters, whose names sort the leaves."""
+    """Returns the chain for these parameters, whose names sort the leaves."""
     matrices = Matrices(params, muon_weight_dimension_numbers)
     if compressor is None:
       sent = muon_compressors(
@@ -385,7 +358,10 @@ def demo_muon(
       params: chex.ArrayTree | None = None,
       **extra_args: Any,
   ) -> tuple[chex.ArrayTree, Any]:
-    links.check_has_params(params)
+    if params is None:
+      raise ValueError(
+          'params must be given. Call tx.update(grads, state, params).'
+      )
     return _tree.update_without_variables(
         lambda updates, state, params, **extra_args: chain_for(params).update(
             updates, state, params, **extra_args
@@ -397,7 +373,7 @@ def demo_muon(
 
 
 def _check_rate(name: str, rate: optax.ScalarOrSchedule) -> None:
-  """Checks a number; arrays and schedules are known in the step only."""
+  """Checks a number; arrays and schedules are unknown before the step."""
   if isinstance(rate, jax.Array):
     check_is_scalar(name, rate)
   elif not callable(rate):
