@@ -1,6 +1,6 @@
-"""Saving and restoring, also for another number of workers.
+"""Saves and restores states, also for another number of workers.
 
-`Checkpointer` needs Orbax, which is imported when it is first used.
+`Checkpointer` needs Orbax, which is imported on first use.
 """
 
 from typing import TYPE_CHECKING, Any

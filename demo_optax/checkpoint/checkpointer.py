@@ -1,7 +1,7 @@
-"""A folder of checkpoints: Orbax's, with leaves by name and their digests.
+"""A folder of Orbax checkpoints, with leaves by name and their digests.
 
-Orbax alone lets two writers replace each other's steps, takes an empty folder
-for the latest checkpoint, and restores what a flipped bit has changed.
+With Orbax alone, two writers replace each other's steps, an empty folder counts
+as the latest checkpoint, and damaged arrays are restored silently.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from demo_optax.compressors import leaves as cutting
 
 try:
   import fcntl
-except ImportError:  # Windows: nothing is known of other writers
+except ImportError:  # Windows: no lock
   fcntl = None  # type: ignore[assignment]
 
 _FORMAT = 2
@@ -38,18 +38,16 @@ _FORMAT = 2
 class Checkpointer:
   """Saves and restores one tree of a run, by steps, in one folder.
 
-  A step's files are one Orbax checkpoint, written in the background under a
-  temporary name and renamed when it is whole. With several processes all of
-  them make the same calls, on a folder that all see.
+  A step is one Orbax checkpoint, written in the background under a temporary
+  name and renamed when complete. All processes make the same calls, on a shared
+  folder.
 
   Args:
-    folder: where the checkpoints are; made by the first save. What Orbax
-      writes to: a local path, or `gs://...`.
+    folder: a local path or `gs://...`; created by the first save.
     like: the tree to save and to restore, as for `from_leaves`. Only shapes,
-      dtypes and shardings are kept of JAX's arrays.
-    keep: how many of the last checkpoints are kept, at least 1.
-    timeout: seconds after which a save that is not whole has failed, in all
-      processes.
+      dtypes and shardings of JAX's arrays are kept.
+    keep: number of checkpoints to keep, at least 1.
+    timeout: seconds after which an incomplete save fails in all processes.
 
   Example:
     >>> import demo_optax, jax, jax.numpy as jnp, tempfile
@@ -81,11 +79,11 @@ class Checkpointer:
     self._like = jax.tree.map(
         lambda x: naming.abstract(x) if isinstance(x, jax.Array) else x, like
     )
-    naming.names(self._like)  # what cannot be saved is an error now
+    naming.names(self._like)  # raises if the tree cannot be saved
     self._keep = _integer('keep', keep, 1)
     self._context = ocp.Context()
     self._context.asynchronous.timeout_secs = _integer('timeout', timeout, 1)
-    # Else threads wait 300 s for directories that could not be made.
+    # Otherwise threads wait 300 s for directories that could not be made.
     self._context.asynchronous.create_directories_asynchronously = False
     self._files: ocp.training.Checkpointer | None = None
     self._pending: Any = None
@@ -99,7 +97,7 @@ class Checkpointer:
 
   @property
   def steps(self) -> tuple[int, ...]:
-    """The steps of which there is a whole checkpoint, ascending."""
+    """The steps with a complete checkpoint, ascending."""
     self.wait()
     found = self._folder.iterdir() if self._folder.exists() else ()
     return tuple(sorted(
@@ -107,22 +105,22 @@ class Checkpointer:
     ))
 
   def save(self, step: int, tree: chex.ArrayTree) -> None:
-    """Saves `tree`, while training continues.
+    """Saves `tree` in the background.
 
-    Returns as soon as the arrays are copied: they may be donated to the next
-    step. Waits for a save before it. When the new one is whole, the oldest
-    beyond `keep` is removed. A save that fails leaves all others as they were;
-    its error is raised by the next call of `save`, `wait` or `close`.
+    Waits for the previous save, and returns once the arrays are copied: they
+    may be donated to the next step. A complete save removes the oldest beyond
+    `keep`. A failed one changes no other; `save`, `wait` or `close` raises its
+    error next.
 
     Args:
       step: number of steps done, 0 or more.
       tree: with the leaves of `like`.
 
     Raises:
-      ValueError: there is a checkpoint of this step already; a leaf of one
-        process alone differs between processes.
+      ValueError: a checkpoint of this step exists; a leaf of one process alone
+        differs between processes.
       OSError: another Checkpointer, of this or another job, writes to the
-        folder; or it cannot be written.
+        folder; or the folder cannot be written.
     """
     step = _integer('step', step, 0)
     self.wait()
@@ -155,7 +153,7 @@ class Checkpointer:
           preservation_policy=ocp.training.preservation_policies.LatestN(
               self._keep
           ),
-          cleanup_tmp_directories=True,  # safe under the lock alone
+          cleanup_tmp_directories=True,  # safe only under the lock
           context=self._context,
       )
     with self._reopened_if_it_fails():
@@ -164,7 +162,7 @@ class Checkpointer:
       )
 
   def _prepare(self, step: int) -> None:
-    """Locks the folder, and looks at what is in it."""
+    """Locks the folder; raises if the step exists."""
     self._folder.mkdir(parents=True, exist_ok=True)
     if self._unlock is None and '://' not in os.fspath(self._folder):
       handle = os.open(self._folder, os.O_RDONLY)
@@ -194,7 +192,7 @@ class Checkpointer:
 
   @contextlib.contextmanager
   def _reopened_if_it_fails(self) -> Any:
-    """Orbax would raise the error of a save for ever."""
+    """Closes Orbax's checkpointer after an error, which it would repeat."""
     try:
       yield
     except BaseException:
@@ -205,7 +203,7 @@ class Checkpointer:
       raise
 
   def wait(self) -> None:
-    """Waits until the last save is whole; raises its error if it failed."""
+    """Waits for the last save; raises its error if it failed."""
     pending, self._pending = self._pending, None
     if pending is not None:
       with self._reopened_if_it_fails():
@@ -233,7 +231,7 @@ class Checkpointer:
     """Restores a checkpoint into the layout of `like`.
 
     Args:
-      step: of which checkpoint; by default the last.
+      step: the step; by default the last.
       resize: as for `from_leaves`.
       rechunk: as for `from_leaves`.
 
@@ -241,9 +239,9 @@ class Checkpointer:
       The step, and a tree like `like`, on its devices.
 
     Raises:
-      FileNotFoundError: there is no checkpoint, or none of that step.
-      ValueError: the checkpoint and `like` differ, as for `from_leaves`; or it
-        is damaged: what was read is not what was saved.
+      FileNotFoundError: no checkpoint, or none of that step.
+      ValueError: the checkpoint differs from `like`, as for `from_leaves`; or
+        it is damaged.
     """
     steps = self.steps
     chosen = -1 if step is None else _integer('step', step, 0)
@@ -286,7 +284,7 @@ class Checkpointer:
     )
 
   def _about(self, step: int) -> dict[str, Any]:
-    """Returns what was written beside the arrays of a checkpoint."""
+    """Returns the description of a checkpoint's arrays."""
     try:
       about = ocp.metadata(self._folder / str(step)).custom_metadata
     except Exception as error:
@@ -309,8 +307,8 @@ class Checkpointer:
 
 
 def _target(shape: tuple[int, ...], dtype: str, like: Any) -> Any:
-  """Returns what Orbax loads: the saved shape, where `like` is."""
-  if like is None:  # what `resize` discards
+  """Returns the target of Orbax's load: the saved shape, sharded as `like`."""
+  if like is None:  # `resize` discards it
     return np.broadcast_to(np.zeros((), dtype), shape)
   dtype, sharding = like.dtype, like.sharding
   if _is_key(like):
@@ -326,7 +324,7 @@ def _target(shape: tuple[int, ...], dtype: str, like: Any) -> Any:
 
 
 def _savable(x: Any) -> Any:
-  """Returns an array as Orbax takes it."""
+  """Returns an array in a form that Orbax accepts."""
   x = jax.random.key_data(x) if _is_key(x) else x
   if jax.process_count() > 1 and replicas.is_local(x):
     return np.array(x)
@@ -346,7 +344,7 @@ def _is_key(x: Any) -> bool:
 
 
 def _checksum(about: dict[str, Any]) -> int:
-  """Of a description, as it is after being written and read."""
+  """Returns the checksum of a description, as read from its file."""
   return zlib.crc32(json.dumps(about, sort_keys=True).encode())
 
 

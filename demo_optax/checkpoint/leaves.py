@@ -1,11 +1,11 @@
 """States as plain dictionaries of arrays, momentum leaf by leaf, and back.
 
-A state keeps momentum in buckets, whose shapes depend on the number of workers,
-on their devices, on the other parameters and on the platform. What is saved are
-the coefficients of every parameter, and a description of how they were cut:
+The shapes of momentum's buckets depend on the number of workers, their devices,
+the other parameters and the platform. A checkpoint has the coefficients of
+every parameter instead, and a record of its chunks:
 
-    state -> {name: array} -> anybody's files -> {name: array}
-          -> compared with another state, a refusal that names the leaf
+    state -> {name: array} -> any files -> {name: array}
+          -> compared with another state: errors name the leaf
           -> regrouped (resize), cut into other chunks (rechunk) -> state
 """
 
@@ -43,20 +43,12 @@ _OWED = f'{STACKED}.update_residual.'
 
 
 class Named(NamedTuple):
-  """The leaves of a state by name.
+  """The leaves of a state by name."""
 
-  Attributes:
-    leaves: arrays, PRNG keys and Python values; of momentum and of what owners
-      keep, coefficients `[workers, *counts, n]`, `workers` 1 for owners.
-    keys: the path of each.
-    moments: those that are coefficients: path of the state, and the leaf.
-    records: by the name of a layout, its records.
-  """
-
-  leaves: dict[str, Any]
-  keys: dict[str, Keys]
-  moments: dict[str, tuple[str, Leaf]]
-  records: dict[str, dict[str, Record]]
+  leaves: dict[str, Any]  # momentum, residuals: [workers, *counts, n]
+  keys: dict[str, Keys]  # the path of each
+  moments: dict[str, tuple[str, Leaf]]  # layout's name and leaf of coefficients
+  records: dict[str, dict[str, Record]]  # by the layout's name
 
 
 def to_leaves(state: chex.ArrayTree) -> dict[str, Any]:
@@ -65,12 +57,12 @@ def to_leaves(state: chex.ArrayTree) -> dict[str, Any]:
   Args:
     state: any tree that holds states of `scale_by_demo` with their types:
       `tx.init(params)`, a `TrainState`, an `nnx.Optimizer` (not its
-      `nnx.state`), parameters beside them. Arrays, or `jax.ShapeDtypeStruct`.
+      `nnx.state`), with parameters. Arrays, or `jax.ShapeDtypeStruct`.
 
   Returns:
-    By the dotted path of a leaf: the leaf. Momentum is `[workers, *counts, n]`
-    for each parameter, sharded as the parameter is: `n` coefficients of
-    `counts` chunks. `...layout` is text in JSON as uint8, how they were cut.
+    The leaves by their dotted paths. Momentum is `[workers, *counts, n]` for
+    each parameter, `n` coefficients of `counts` chunks, sharded as the
+    parameter. `...layout` is the record of the chunks, text in JSON as uint8.
 
   Raises:
     ValueError: a state without its types; two leaves of one name.
@@ -97,35 +89,23 @@ def from_leaves(
     resize: bool = False,
     rechunk: bool = False,
 ) -> chex.ArrayTree:
-  """Returns a state from what `to_leaves` made of one.
+  """Returns a state from the result of `to_leaves`.
 
   Args:
-    saved: arrays by name, of NumPy or of JAX, wherever they are.
-    like: what is wanted: a state as for `to_leaves`, such as
-      `jax.eval_shape(tx.init, params)`. Leaves go to the devices of the leaf
-      in `like`; without a sharding, JAX's stay where they are.
-    resize: regroup what each worker has for another number of workers, as
-      `resize_workers` does; drop what owners keep of updates where `like` has
-      no place for it.
-    rechunk: take momentum that was cut into other chunks, or under another
-      compressor, through parameter space, which keeps it to rounding. Where the
-      chunks and the transform are the same, every bit stays.
+    saved: arrays by name, of NumPy or of JAX, on any devices.
+    like: a state as for `to_leaves`, such as `jax.eval_shape(tx.init, params)`.
+      Leaves are moved to its devices; without a sharding, JAX's are not moved.
+    resize: whether to regroup stacked arrays for another number of workers, as
+      `resize_workers` does, and to drop residuals that `like` lacks.
+    rechunk: whether to convert momentum with other chunks or another compressor
+      through parameter space, up to rounding. With equal chunks and transform,
+      every bit is kept.
 
   Returns:
     A tree like `like`.
 
   Raises:
-    ValueError: `saved` and `like` differ: names the leaves, both values, and
-      what to do.
-
-  Example:
-    >>> import demo_optax, jax
-    >>> from demo_optax import checkpoint
-    >>> two, four = (
-    ...     demo_optax.scale_by_demo(workers=demo_optax.Workers.simulated(n))
-    ...     .init({'w': jax.numpy.ones((8, 8))}) for n in (2, 4))
-    >>> saved = checkpoint.to_leaves(two)
-    >>> state = checkpoint.from_leaves(saved, four, resize=True)
+    ValueError: `saved` and `like` differ. Names leaves, values and a remedy.
   """
   check(saved, like, resize=resize, rechunk=rechunk)
   layouts = exchanges_in(like)
@@ -202,7 +182,7 @@ def _number(layout: Layout, keys: Keys) -> int:
 
 
 def _of_one_owner(layout: Layout, number: int, x: Any) -> Any:
-  """Returns what owners keep as if one of them had all chunks."""
+  """Returns residuals of owners as if one of them had all chunks."""
   shape = (1, *x.shape[1:-2], *layout.buckets[number].shape)
   if isinstance(x, jax.ShapeDtypeStruct):
     sharding = cutting.fit_sharding(shape, x.sharding)
@@ -224,7 +204,7 @@ def _bucket(
   found = {}
   for i in layout.members(number):
     x = saved.get(dotted((*keys[:-1], *layout.leaves[i].keys)))
-    if x is None:  # of owners who kept nothing
+    if x is None:  # owners had no residuals
       return np.zeros(like.shape, like.dtype)
     found[i] = _near(x, like)
   known = [bucket.basis for bucket in layout.buckets]
@@ -248,7 +228,7 @@ def _bucket(
 
 
 def _cut(record: Record, known: list[bases.Basis]) -> cutting.Cut:
-  """Returns how a leaf was cut; raises if nobody knows its transform."""
+  """Returns how a leaf was cut; raises if its transform is unknown."""
   blocks = tuple(record['blocks'])
   shard = tuple(d // b for d, b in zip(record['shape'], blocks))
   grid = chunking.ChunkGrid(shard, tuple(record['lengths']), record['whole'])
@@ -271,7 +251,7 @@ def _cut(record: Record, known: list[bases.Basis]) -> cutting.Cut:
 
 
 def abstract(x: Any) -> Any:
-  """Returns shape, dtype and sharding of an array; others as they are."""
+  """Returns shape, dtype and sharding of an array; other values unchanged."""
   if not hasattr(x, 'dtype'):
     return x
   sharding = getattr(x, 'sharding', None)
@@ -302,7 +282,7 @@ def _run(fun: Callable[[Any], Any], x: Any, like: Any) -> Any:
 
 
 def _placed(x: Any, like: Any) -> Any:
-  """Returns `x` where `like` is: NumPy's, on devices, or Python's."""
+  """Returns `x` as an array of the kind of `like`, on its devices."""
   if not hasattr(like, 'dtype'):
     return x
   if isinstance(like, np.ndarray | np.generic):
@@ -326,14 +306,7 @@ def check(
     resize: bool,
     rechunk: bool,
 ) -> None:
-  """Raises unless what was saved fits into `like`.
-
-  Args:
-    saved: of `to_leaves`; of arrays, shape and dtype are enough.
-    like: as for `from_leaves`.
-    resize: as for `from_leaves`.
-    rechunk: as for `from_leaves`.
-  """
+  """Raises unless saved leaves, or their shapes and dtypes, fit into `like`."""
   wanted = names(jax.tree.map(abstract, like))
   problems: dict[str, list[Difference]] = {
       kind: [] for kind in ('tree', 'chunks', 'workers', 'owed')
@@ -380,7 +353,7 @@ def _records(text: Any) -> dict[str, Record]:
 
 
 def _kind(x: Any, stacked: bool = False) -> str:
-  """Describes what is never converted: kind, dtype and shape."""
+  """Describes the kind, dtype and shape of a leaf, which never change."""
   if x is None:
     return 'nothing'
   if not hasattr(x, 'dtype'):

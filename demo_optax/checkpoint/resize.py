@@ -1,19 +1,4 @@
-r"""Another number of workers: regrouping what every worker has of its own.
-
-Workers are laid side by side on the unit interval, the old ones and the new
-ones, and a new worker is the mean of the old ones that it covers, weighted by
-how much of each:
-
-.. math::
-  m'_j = \sum_i w_{ji} m_i, \qquad
-  w_{ji} = N'\, \Big| \big[\tfrac{j}{N'}, \tfrac{j+1}{N'}\big] \cap
-    \big[\tfrac{i}{N}, \tfrac{i+1}{N}\big] \Big|
-
-From 4 to 2 that is the mean of pairs, from 4 to 8 every worker twice, from 8 to
-3 weights of 3/8 and 1/4. Rows of `w` sum to 1 and columns to :math:`N' / N`, so
-the MEAN over the workers stays what it was, for every `N` and `N'`: it is what
-the exchange will send on the long run, since sent coefficients are averaged.
-"""
+"""Regroups stacked state for another number of workers."""
 
 import functools
 import operator
@@ -34,16 +19,23 @@ from demo_optax.numerics import prng
 def resize_workers(opt_state: chex.ArrayTree, n: int) -> chex.ArrayTree:
   r"""Returns the optimizer state of `n` workers from that of another number.
 
-  Stacked leaves are found by their paths, in any optimizer state: those under a
-  field `worker_stacked`. All others belong to no worker and stay as they are.
-  Floating-point leaves (momentum, Adam's moments) follow the rule of this
-  module, which keeps the mean over the workers, to rounding. Integers, booleans
-  and PRNG keys have no mean: they are those of the old worker that covers most
-  of the new one, the first of equals; with more workers, each folds its number
-  into its key.
+  Stacked leaves are found by their path, under a field `worker_stacked`. Others
+  do not change. Old and new workers divide the unit interval into equal parts.
+  A new worker is the mean of the old ones, weighted by their overlap with it:
 
-  What owners of chunks keep of updates (`update_residual`) goes with the chunk
-  to its new owner, exactly.
+  .. math::
+    m'_j = \sum_i w_{ji} m_i, \qquad
+    w_{ji} = N'\, \Big| \big[\tfrac{j}{N'}, \tfrac{j+1}{N'}\big] \cap
+      \big[\tfrac{i}{N}, \tfrac{i+1}{N}\big] \Big|
+
+  From 4 to 2 that is the mean of pairs, from 4 to 8 every worker twice, from 8
+  to 3 weights of 3/8 and 1/4. The mean over workers does not change, up to
+  rounding, since rows of `w` sum to 1 and columns to :math:`N' / N`. This mean
+  is what the exchange eventually sends, since it averages.
+
+  Integers, booleans and PRNG keys are those of the old worker with the largest
+  overlap, the first of equals. With more workers, each folds its number into
+  its key. Residuals of owners (`update_residual`) follow their chunks, exactly.
 
   Args:
     opt_state: a state of concrete arrays.
@@ -51,13 +43,12 @@ def resize_workers(opt_state: chex.ArrayTree, n: int) -> chex.ArrayTree:
 
   Returns:
     A tree like `opt_state`, stacked leaves `[n, ...]`. On a mesh it stays on
-    the devices where it was: move it with `device_put` of the new workers.
+    its devices: move it with `device_put` of the new workers.
 
   Raises:
-    ValueError: `n` below 1, nothing in `opt_state` is stacked, or stacked
-      leaves are of different numbers of workers; or what owners keep is in a
-      state that Flax holds without its types, which does not tell how many
-      chunks there are.
+    ValueError: `n` below 1; nothing in `opt_state` is stacked; stacked leaves
+      of different numbers of workers; or residuals of owners in a state without
+      its types, whose chunk count is unknown.
     TypeError: `n` is not an integer.
 
   Example:
@@ -69,10 +60,6 @@ def resize_workers(opt_state: chex.ArrayTree, n: int) -> chex.ArrayTree:
     [0.5 2.5]
     [0.25 1.5  2.75]
     [0. 0. 1. 1. 2. 2. 3. 3.]
-
-  References:
-    The momentum of Peng et al., `DeMo: Decoupled Momentum Optimization
-    <https://arxiv.org/abs/2411.19870>`_, which is one per worker.
   """
   if isinstance(n, bool) or not isinstance(n, int):
     raise TypeError(f'n={n!r} must be an integer.')
@@ -107,7 +94,7 @@ def resize_workers(opt_state: chex.ArrayTree, n: int) -> chex.ArrayTree:
 
 
 def resized(fun: Callable[[Any], Any], x: Any, shape: tuple[int, ...]) -> Any:
-  """Calls what returns an array of `shape`, where `x` is."""
+  """Calls `fun`, which returns an array of `shape`, on the devices of `x`."""
   sharding = None
   if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
     sharding = leaves.fit_sharding(shape, x.sharding)
@@ -115,12 +102,9 @@ def resized(fun: Callable[[Any], Any], x: Any, shape: tuple[int, ...]) -> Any:
 
 
 def regroup_owned(x: Any, shape: tuple[int, ...]) -> Any:
-  """Returns what owners keep of their chunks, with other owners.
+  """Returns residuals of owners, `[owners, *devices, chunks, n]`, as `shape`.
 
-  Args:
-    x: `[owners, *devices, chunks, n]`, each owner's chunks following those of
-      the one before, and zeros behind the last chunk.
-    shape: the same for other owners.
+  Each owner's chunks follow those of the owner before; zeros pad the end.
   """
   xp: Any = np if isinstance(x, np.ndarray) else jnp
   x = xp.moveaxis(x, 0, -3)
@@ -158,7 +142,7 @@ def regroup(x: Any, n: int, is_key: bool = False) -> Any:
     return x
   if not jnp.issubdtype(x.dtype, jnp.inexact):
     x = x[np.argmax(weights(old, n), axis=1)]
-    if is_key and n > old:  # several workers have the same one
+    if is_key and n > old:  # several workers would have the same key
       on_host = isinstance(x, np.ndarray)
       x = jax.vmap(prng.fold)(jnp.asarray(x), jnp.arange(n))
       x = np.asarray(x) if on_host else x
@@ -167,7 +151,7 @@ def regroup(x: Any, n: int, is_key: bool = False) -> Any:
     return xp.repeat(x, n // old, axis=0)
   if old % n == 0:
     return xp.mean(x.reshape(n, old // n, *x.shape[1:]), axis=1)
-  # One after the other, and those alone that count: 0 times NaN is NaN.
+  # Only weights that are not zero: 0 times NaN is NaN.
   wide = x.astype(np.float32) if x.dtype.itemsize < 4 else x
   mixed = []
   for row in weights(old, n):
@@ -178,7 +162,7 @@ def regroup(x: Any, n: int, is_key: bool = False) -> Any:
 
 
 def weights(old: int, new: int) -> np.ndarray:
-  """Returns the parts of old workers in new ones, float64 `[new, old]`.
+  """Returns the weights of old workers in new ones, float64 `[new, old]`.
 
   >>> weights(3, 2) * 3
   array([[2., 1., 0.],

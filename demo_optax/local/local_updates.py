@@ -1,8 +1,7 @@
 """Local updates: workers train alone, and exchange how far they moved.
 
-The exchange is in a branch that is taken when a period ends. Its predicate
-comes from counters that are equal on all workers, so that no other step
-communicates.
+The exchange is in a branch at the end of a period. Its predicate comes from
+counters that are equal on all workers: no other step communicates.
 """
 
 from collections.abc import Callable
@@ -28,8 +27,8 @@ class OwnState(NamedTuple):
   Attributes:
     params: its parameters, which replace the model's in a step.
     inner: state of the inner optimizer.
-    skipped: int32 `[workers]`, steps that a worker left out because its
-      gradient or the step's result was not finite.
+    skipped: int32 `[workers]`, steps that a worker skipped because its gradient
+      or the result was not finite.
     start: with `drift=True`, its parameters after the last exchange, in the
       dtype of momentum; else `()`.
   """
@@ -79,26 +78,25 @@ def local_updates(
     s   &\leftarrow s + \mathrm{outer}(G_1, \dots, G_N) \\
     x_i &\leftarrow s
 
-  `outer` is a chain as for gradients: an exchange, which makes one update of
-  the workers' pseudo-gradients :math:`G_i`, and a base optimizer. The published
-  methods (`diloco`, `demo_diloco`, `sparse_loco`) are choices of it.
+  `outer` is a chain as for gradients: an exchange, which averages the workers'
+  pseudo-gradients :math:`G_i`, and a base optimizer. The published methods
+  (`diloco`, `demo_diloco`, `sparse_loco`) are choices of it.
 
   The training step is written for one worker and decorated with
-  `data_parallel`. In the step the model has :math:`x_i`, which the optimizer
-  state keeps; outside of it :math:`s`, to be evaluated and saved. Weights
-  loaded between steps reach all workers; a change inside a step, other than by
+  `data_parallel`. Inside, the model has :math:`x_i`, which the optimizer state
+  keeps; outside :math:`s`, for evaluation and checkpoints. Weights loaded
+  between steps reach all workers. A change inside a step, other than by
   `update`, is lost.
 
   :math:`s` has the same bits on all workers, and so has :math:`x_i` after an
-  exchange. A step without an exchange communicates only its results: the mean
-  of a loss is one number, and losses of the batch's rows stay at their workers.
-
-  A worker alone leaves out a step, and keeps its inner state, if its gradient
-  is not finite or the step would make its parameters or inner state so.
+  exchange. Other steps communicate only their results: the mean of a loss is
+  one number, and losses of the batch's rows stay sharded. A worker skips a
+  step, and keeps its inner state, if its gradient, parameters or inner state
+  would not be finite.
 
   Args:
-    inner: each worker's own optimizer. All begin with the same state, but for
-      random keys.
+    inner: each worker's optimizer. All start with equal state, except random
+      keys.
     outer: from pseudo-gradients to the update of the global parameters, such as
       `optax.chain(scale_by_demo(...), optax.sgd(0.7))`. Extra arguments of
       `update` go to both.
@@ -106,9 +104,10 @@ def local_updates(
       done. Workers exchange after step :math:`t` if at least :math:`H(t)` steps
       were made since the last exchange.
     workers: `Workers.simulated` or `Workers.on_mesh`.
-    drift: `outer` makes another update for every worker, which keeps
-      parameters :math:`s_i`. Then :math:`s` is their mean, for evaluation: each
-      exchange includes a dense all-reduce of the parameters.
+    drift: whether `outer` makes a different update for every worker, which
+      keeps parameters :math:`s_i`. Then :math:`s` is their mean, for
+      evaluation, and each exchange includes a dense all-reduce of the
+      parameters.
 
   Returns:
     A gradient transformation; its `update` runs in a `data_parallel` step.
@@ -183,7 +182,7 @@ def local_updates(
     )
     steps = state.steps_since_sync + 1
     period = sync_period(state.count) if callable(sync_period) else sync_period
-    due = jnp.logical_not(steps < period)  # NaN is due, too
+    due = jnp.logical_not(steps < period)  # also for a period of NaN
 
     def exchange() -> tuple[OwnState, chex.ArrayTree, chex.ArrayTree]:
       start = own.start if drift else state.global_params
@@ -193,7 +192,9 @@ def local_updates(
           state.global_params,
           **extra_args,
       )
-      start = jax.tree.map(_add, start, change)
+      start = jax.tree.map(
+          lambda s, u: (s.astype(u.dtype) + u).astype(s.dtype), start, change
+      )
       shared = (
           inside.over_workers(start)
           if drift
@@ -226,7 +227,7 @@ def _inner_step(
     own: OwnState,
     extra_args: dict[str, Any],
 ) -> OwnState:
-  """Returns the worker's state after a step of its own, if that is finite."""
+  """Returns the worker's state after its step, if that is finite."""
   updates, inner_state = inner.update(
       gradients, own.inner, own.params, **extra_args
   )
@@ -238,7 +239,7 @@ def _inner_step(
   for x in jax.tree.leaves((gradients, params)):
     finite &= jnp.isfinite(x).all()
   for x, old in zip(jax.tree.leaves(inner_state), jax.tree.leaves(own.inner)):
-    if jnp.issubdtype(x.dtype, jnp.inexact):  # some begin with infinity
+    if jnp.issubdtype(x.dtype, jnp.inexact):  # initial infinity may stay
       finite &= (jnp.isfinite(x) | ~jnp.isfinite(old)).all()
   params, inner_state = optax.tree.where(
       finite, (params, inner_state), (own.params, own.inner)
@@ -250,7 +251,7 @@ def _inner_step(
 def _pseudo_gradients(
     start: chex.ArrayTree, params: chex.ArrayTree
 ) -> chex.ArrayTree:
-  """Returns how far the parameters are from where they began, rounded alike."""
+  """Returns the distance from the start, rounded to the parameters' dtype."""
   return jax.tree.map(
       lambda s, x: s.astype(x.dtype).astype(s.dtype) - x.astype(s.dtype),
       start,
@@ -259,17 +260,12 @@ def _pseudo_gradients(
 
 
 def _updates(new: chex.ArrayTree, params: chex.ArrayTree) -> chex.ArrayTree:
-  """Returns the way to the new parameters; zeros where none take part."""
+  """Returns the updates to the new parameters; zeros for masked leaves."""
   leaves, treedef = jax.tree.flatten(params)
   return treedef.unflatten([
       jnp.zeros_like(x) if isinstance(y, optax.MaskedNode) else y - x
       for x, y in zip(leaves, treedef.flatten_up_to(new))
   ])
-
-
-def _add(x: jax.Array, update: jax.Array) -> jax.Array:
-  """Returns the sum, made in the update's dtype, in the parameter's."""
-  return (x.astype(update.dtype) + update).astype(x.dtype)
 
 
 # Checks -----------------------------------------------------------------------

@@ -24,7 +24,7 @@ def diloco(
     outer_learning_rate: optax.ScalarOrSchedule = 0.7,
     outer_momentum: float = 0.9,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""DiLoCo: pseudo-gradients are averaged, the outer optimizer is Nesterov's.
+  r"""DiLoCo: averages pseudo-gradients, with Nesterov as the outer optimizer.
 
   .. math::
     G &= \mathrm{mean}_i (s - x_i) \\
@@ -32,37 +32,19 @@ def diloco(
     s &\leftarrow s - \eta\, (G + \mu m)
 
   It is `local_updates` with `scale_by_demo(full(), 0.0)` and `optax.sgd` as
-  outer optimizer: a dense all-reduce every `sync_period` steps.
+  `outer`: a dense all-reduce every `sync_period` steps.
 
   Args:
     inner: each worker's optimizer; by default AdamW with a learning rate of
       4e-4, decays 0.9 and 0.95 and weight decay 0.1.
     workers: the workers of the exchange.
-    sync_period: steps between exchanges, or a schedule of them.
+    sync_period: as in `local_updates`.
     outer_learning_rate: :math:`\eta`, a number or a schedule of exchanges. 0.7
       is published; with few exchanges less was better.
     outer_momentum: :math:`\mu`.
 
   Returns:
     A gradient transformation, see `local_updates`.
-
-  Example:
-    >>> import demo_optax, jax, jax.numpy as jnp, optax
-    >>> workers = demo_optax.Workers.simulated(4)
-    >>> tx = demo_optax.local.diloco(
-    ...     optax.sgd(0.5), workers=workers, sync_period=10)
-    >>> params = {'w': jnp.ones((8, 8))}
-    >>> state = tx.init(params)
-    >>> loss_fn = lambda params, x: jnp.mean((x @ params['w']) ** 2)
-    >>> @demo_optax.data_parallel(workers)
-    ... def train_step(params, state, x):
-    ...   loss, grads = jax.value_and_grad(loss_fn)(params, x)
-    ...   updates, state = tx.update(grads, state, params)
-    ...   return optax.apply_updates(params, updates), state, loss
-    >>> for step in range(20):
-    ...   params, state, loss = train_step(params, state, jnp.eye(8))
-    >>> print(loss < 0.9, bool(loss_fn(params, jnp.eye(8)) < 0.9))
-    True True
 
   References:
     Douillard et al., `DiLoCo <https://arxiv.org/abs/2311.08105>`_, Algorithm 1.
@@ -89,40 +71,34 @@ def demo_diloco(
 ) -> optax.GradientTransformationExtraArgs:
   r"""DeMo inside DiLoCo: sends the fast part of each worker's outer momentum.
 
-  With :math:`G_i = s - x_i`,
+  As `diloco`, with the exchange of `scale_by_demo` for gradients :math:`G_i = s
+  - x_i` and its update :math:`u`. By default only this update moves the
+  parameters,
 
   .. math::
-    m_i &\leftarrow \beta m_i + G_i \\
-    q_i &= \mathrm{top}_k(T m_i) \\
-    m_i &\leftarrow m_i - T^{-1} q_i \\
-    Q   &= T^{-1}\, \mathrm{average}_i(q_i)
+    s \leftarrow s - \eta\, u, \qquad x_i \leftarrow s,
 
-  By default only what is sent moves the parameters,
-
-  .. math::
-    s \leftarrow s - \eta\, Q, \qquad x_i \leftarrow s,
-
-  and :math:`m_i` is an error feedback. `drift=True` is the published method:
-  each worker adds the average to its momentum and makes a Nesterov step with
-  its difference and momentum,
+  and the momentum :math:`m_i` is an error feedback. `drift=True` is the
+  published method. Each worker adds the update to its momentum and makes a
+  Nesterov step with its difference and momentum,
 
   .. math::
-    m_i &\leftarrow m_i + Q \\
+    m_i &\leftarrow m_i + u \\
     x_i &\leftarrow s_i - \eta\, (G_i + \beta m_i), \qquad s_i \leftarrow x_i,
 
-  so that workers part slowly. The model outside of the step is the mean of the
-  :math:`s_i`, a dense all-reduce with each exchange. The default ended at a
+  so that workers slowly drift apart. The model outside the step is the mean of
+  the :math:`s_i`, a dense all-reduce with each exchange. The default reached a
   lower loss wherever both were tried (benchmarks/README.md, "Every H steps").
 
   Args:
     inner: as in `diloco`.
     workers: the workers of the exchange.
-    compressor: what is sent; `dct_topk()` by default.
-    sync_period: as in `diloco`.
+    compressor: as in `scale_by_demo`; `dct_topk()` by default.
+    sync_period: as in `local_updates`.
     outer_learning_rate: as in `diloco`.
     decay: :math:`\beta`.
     average: as in `scale_by_demo`.
-    drift: whether workers keep parameters apart, as published.
+    drift: whether workers keep different parameters, as published.
     exchange: as in `scale_by_demo`.
     update_values: as in `scale_by_demo`.
 
@@ -159,16 +135,11 @@ def sparse_loco(
     exchange: ExchangeKind = 'all_gather',
     update_values: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""SparseLoCo: the largest raw differences, in few bits, error feedback.
+  """SparseLoCo: sends the largest raw differences in few bits.
 
-  .. math::
-    e_i &\leftarrow \beta e_i + (s - x_i) \\
-    q_i &= \mathrm{quantised}(\mathrm{top}_k(e_i)) \\
-    e_i &\leftarrow e_i - q_i \\
-    s   &\leftarrow s - \eta\, \tfrac1N \textstyle\sum_i q_i
-
-  As `demo_diloco`, with `average='workers'` and raw elements: by default 64 of
-  4096, 1.6 %, in four bits (published: two bits).
+  As `demo_diloco`, with `average='workers'` and without a transform: by default
+  64 of 4096 elements, 1.6 %, in four bits (published: two bits). The momentum
+  is the error feedback :math:`e_i`.
 
   References:
     Sarfi et al., `Communication Efficient LLM Pre-training with SparseLoCo
@@ -198,7 +169,7 @@ def _own_nesterov(
     decay: chex.Numeric,
     workers: Workers,
 ) -> optax.GradientTransformationExtraArgs:
-  """Makes each worker's own Nesterov step of what all have exchanged."""
+  """Makes each worker's Nesterov step from the update that all share."""
 
   def update_fn(
       updates: chex.ArrayTree,
@@ -226,7 +197,7 @@ def _put_back(
     state: DeMoState,
     workers: Workers,
 ) -> tuple[chex.ArrayTree, DeMoState]:
-  """Returns momentum with what is shared added to it, and the new state."""
+  """Adds the shared update to momentum; returns momentum and the new state."""
 
   def stacked_update(
       updates: Any, state: DeMoState, params: Any, shared: Any, workers: Workers
