@@ -1,4 +1,4 @@
-"""Orthonormal transforms of a chunk, one matrix for each length of a side."""
+"""Orthonormal transforms of a chunk: one matrix per length of a side."""
 
 import dataclasses
 import functools
@@ -30,7 +30,6 @@ class Dct(Basis):
   """The orthonormal DCT-II, `[frequency, position]`."""
 
   def matrix(self, length: int) -> np.ndarray:
-    """Returns the matrix for sides of `length`."""
     return _dct(length)
 
 
@@ -38,16 +37,13 @@ class Dct(Basis):
 class Hadamard(Basis):
   """Sylvester's Hadamard matrix, scaled to be orthonormal.
 
-  Signs and one scale, so no multiplications on hardware that can use it. Sides
-  of chunks must be powers of two.
+  Sides of chunks must be powers of two.
   """
 
   def matrix(self, length: int) -> np.ndarray:
-    """Returns the matrix for sides of `length`, a power of two."""
     return _hadamard(length)
 
   def check(self, length: int) -> None:
-    """Raises unless `length` is a power of two."""
     if length & (length - 1):
       raise ValueError(
           f'{length} is not a power of two, and the Hadamard transform needs'
@@ -60,8 +56,8 @@ class Hadamard(Basis):
 class RandomOrthogonal(Basis):
   """A random rotation or reflection, drawn once for every length.
 
-  The ablation in version 2 of the DeMo paper (arXiv:2411.19870v2) draws another
-  matrix in every step, with which momentum could not be kept as coefficients.
+  Version 2 of the DeMo paper (arXiv:2411.19870v2) draws a new matrix in every
+  step; momentum could then not be kept as coefficients.
 
   Attributes:
     seed: in `[0, 2**32)`; the same on all workers.
@@ -77,7 +73,6 @@ class RandomOrthogonal(Basis):
     return _random_orthogonal(length, self.seed)
 
   def check(self, length: int) -> None:
-    """Raises if `length` is above 256."""
     if length > 256:
       raise ValueError(
           f'{length} is above 256, and such a random matrix takes long to draw.'
@@ -90,7 +85,6 @@ class Identity(Basis):
   """No transform: coefficients are elements."""
 
   def matrix(self, length: int) -> np.ndarray:
-    """Returns the identity."""
     return np.eye(length)
 
 
@@ -113,11 +107,11 @@ def _hadamard(length: int) -> np.ndarray:
 
 @functools.cache
 def _random_orthogonal(length: int, seed: int) -> np.ndarray:
-  # All workers must have the same bits, on whatever machine: Gram-Schmidt with
-  # exactly rounded sums, not a library's factorisation.
+  # Gram-Schmidt with exactly rounded sums, not a library's factorisation: all
+  # machines must have the same bits.
   matrix = np.random.default_rng([seed, length]).normal(size=(length, length))
   for row in range(length):
-    for _ in range(2):  # the second pass removes what rounding left
+    for _ in range(2):  # the second pass removes rounding errors
       for other in matrix[:row]:
         matrix[row] -= math.fsum(matrix[row] * other) * other
     matrix[row] /= math.sqrt(math.fsum(matrix[row] ** 2))

@@ -1,12 +1,11 @@
-"""Cutting arrays into chunks, and the orthonormal transform of a chunk.
+"""Cuts arrays into chunks, and transforms chunks into coefficients.
 
-An array `[*batch, rows, cols]` is cut into chunks `[chunks, n]`, each the
-`n = row_length * col_length` elements of a block in row-major order. Chunks are
-transformed into coefficients `[chunks, n]`. Both steps are linear, and
-everything about a cut is static and lives in `ChunkGrid`.
+An array `[*batch, rows, cols]` is cut into chunks `[chunks, n]`, each the `n =
+row_length * col_length` elements of a block in row-major order. Chunks are
+transformed into coefficients `[chunks, n]`. Both steps are linear and static.
 
-A parameter that is sharded over several devices is cut shard by shard: a grid
-describes what one device holds, and no chunk lies on two devices.
+A sharded parameter is cut shard by shard: a `ChunkGrid` describes the array on
+one device, and no chunk spans two devices.
 """
 
 import dataclasses
@@ -20,22 +19,21 @@ import numpy as np
 
 from demo_optax.compressors.bases import Basis
 
-# XLA:CPU multiplies few rows in other ways than many, which round otherwise: a
-# chunk's bits would depend on how many chunks are computed with it, and so on
-# the number of workers. It is uniform from 96 rows on.
+# XLA:CPU rounds products of few rows differently: a chunk's bits would depend
+# on the number of chunks, and so of workers. It is uniform from 96 rows on.
 _MIN_ROWS = 128
 
 
 @dataclasses.dataclass(frozen=True)
 class ChunkGrid:
-  """How one array is cut into chunks.
+  """The chunks of one array.
 
   Attributes:
-    shape: shape of the array.
-    lengths: length of a chunk along each dimension of the array; 1 along the
-      dimensions before the last two, unless the array is one whole chunk.
-    whole: the array is a single chunk in its own element order, and is not
-      transformed.
+    shape: of the array.
+    lengths: length of a chunk along each dimension of the array; 1 along
+      leading dimensions, unless the array is one whole chunk.
+    whole: whether the array is a single chunk in its element order, without a
+      transform.
   """
 
   shape: tuple[int, ...]
@@ -82,18 +80,9 @@ def chunk_length(size: int, chunk_size: int, *, padding: bool = True) -> int:
   """Returns the length of the chunks that a dimension is cut into.
 
   A dimension up to `chunk_size` is one chunk. A longer one takes its largest
-  divisor in `[chunk_size / 2, chunk_size]`; where it has none, the length in
-  that range which needs the least padding (the longest of those). Without
-  padding: the largest divisor not above `chunk_size`, however small, which is
-  the rule of the published implementation.
-
-  Args:
-    size: length of the dimension, at least 1.
-    chunk_size: the longest chunk allowed.
-    padding: whether the last chunk may reach past the end of the dimension.
-
-  Returns:
-    The length of a chunk.
+  divisor in `[chunk_size / 2, chunk_size]`, or else the longest of the lengths
+  in that range with the least padding. Without `padding`, as in the published
+  implementation: the largest divisor up to `chunk_size`, however small.
 
   >>> [chunk_length(d, 64) for d in (10, 64, 768, 97, 50257)]
   [10, 64, 64, 49, 33]
@@ -117,14 +106,7 @@ def chunk_grid(
 ) -> ChunkGrid:
   """Returns the grid that cuts the last two dimensions of `shape`.
 
-  Args:
-    shape: of the array.
-    chunk_size: longest side of a chunk, or its longest sides along the last two
-      dimensions (of a vector: the second).
-    padding: see `chunk_length`.
-
-  Returns:
-    The grid.
+  A vector takes the second of two chunk sizes.
   """
   sides = (chunk_size,) * 2 if isinstance(chunk_size, int) else chunk_size
   lengths = tuple(
@@ -168,19 +150,11 @@ def from_chunks(x: jax.Array, grid: ChunkGrid) -> jax.Array:
 
 
 def transform(x: jax.Array, sides: tuple[int, int], basis: Basis) -> jax.Array:
-  """Transforms every chunk into coefficients.
+  """Transforms chunks `[chunks, n]` into coefficients `[chunks, n]`.
 
   Inside a chunk the column frequency is the slow index and the row frequency
-  the fast one: it is the order in which two plain matrix products from the
-  right produce them.
-
-  Args:
-    x: chunks `[chunks, n]`.
-    sides: rows and columns of a chunk.
-    basis: the transform of one side.
-
-  Returns:
-    coefficients `[chunks, n]`.
+  the fast one: the order in which two matrix products from the right produce
+  them.
   """
   rows, cols = sides
   x = x.reshape(-1, rows, cols)
@@ -206,20 +180,11 @@ def inverse_of_selected(
     sides: tuple[int, int],
     basis: Basis,
 ) -> jax.Array:
-  r"""Returns the `inverse` of coefficients of which only some are not zero.
+  r"""Returns the `inverse` of `values [chunks, m]` at int32 `indices`.
 
   The sum of outer products :math:`v_j\, D_{u_j}^\top D_{v_j}` of rows of the
-  basis, which for few coefficients is less work than the whole transform.
-  Indices may repeat; their values are added.
-
-  Args:
-    indices: int32 `[chunks, m]`.
-    values: `[chunks, m]`.
-    sides: rows and columns of a chunk.
-    basis: the transform of one side.
-
-  Returns:
-    chunks `[chunks, n]` in the dtype of `values`.
+  basis: for few coefficients, less work than the whole transform. Values of
+  repeated indices are added.
   """
   rows, cols = sides
   col_basis = jnp.asarray(basis.matrix(cols), values.dtype)
@@ -238,16 +203,9 @@ def inverse_of_selected(
 def clear_padding(c: jax.Array, grid: ChunkGrid, basis: Basis) -> jax.Array:
   """Projects coefficients onto arrays that are zero in the padding.
 
-  The same as going to the array and back, at the cost of the chunks at the
-  padded edges alone: the projection along one side is one small matrix.
-
-  Args:
-    c: `[..., num_chunks, n]`; leading dimensions are arrays alike.
-    grid: the cut of each array.
-    basis: the transform of one side of a chunk.
-
-  Returns:
-    `[..., num_chunks, n]`.
+  Equals a round trip through the array, but only touches chunks at padded
+  edges: the projection along one side is one small matrix. Coefficients are
+  `[..., num_chunks, n]`; leading dimensions are arrays with this grid.
   """
   if grid.whole or not any(grid.padding):
     return c
@@ -269,10 +227,8 @@ def edges(
 ) -> list[tuple[np.ndarray, Callable[[jax.Array, Basis], jax.Array]]]:
   """Returns, for each padded side, the chunks there and their projection.
 
-  Returns:
-    bool `[num_chunks]`, which chunks have padding at that side; and a function
-    that projects coefficients `[chunks, n]`, as `clear_padding` does, with a
-    basis.
+  These are bool `[num_chunks]`, and a function of coefficients `[chunks, n]`
+  and a basis that projects as `clear_padding` does.
   """
   batch, (rows, row_length), (cols, col_length) = _matrix_view(grid)
   row_padding, col_padding = (0, 0, *grid.padding)[-2:]
@@ -305,7 +261,7 @@ def to_coefficients(x: jax.Array, grid: ChunkGrid, basis: Basis) -> jax.Array:
 
 
 def from_coefficients(c: jax.Array, grid: ChunkGrid, basis: Basis) -> jax.Array:
-  """Undoes `to_coefficients`; what lies in the padding is dropped."""
+  """Undoes `to_coefficients`, dropping the padding."""
   chunks = c.reshape(grid.num_chunks, grid.chunk_size)
   if not grid.whole:
     chunks = inverse(chunks, grid.sides, basis)

@@ -1,13 +1,10 @@
-"""Compressors: what a worker sends of its momentum.
+"""Compressors: a `Selector` of coefficients in a `Basis`, and a value code.
 
-A compressor is a `Selector` of coefficients in a `Basis`, with the size of the
-chunks and the code of the values. Momentum, error feedback, byte counting and
-communication are the same for all compressors; see `exchange`.
-
-Selectors are of two kinds: those of what is largest, where all workers'
-selections are gathered, and those of the same indices on all workers
-(`RandomSubset`, `Striding`, `Slicing`, `Everything`), where an all-reduce
-averages the values and traffic does not grow with the number of workers.
+Momentum, error feedback, byte counts and communication are the same for all
+compressors; see `exchange`. Selectors of the largest coefficients send indices,
+and all workers' selections are gathered. Shared selectors (`RandomSubset`,
+`Striding`, `Slicing`, `Everything`) take the same indices on all workers: an
+all-reduce averages the values, and traffic does not grow with the workers.
 """
 
 import dataclasses
@@ -23,20 +20,15 @@ from demo_optax.compressors import bases, chunking, selectors
 from demo_optax.compressors.bases import Basis
 from demo_optax.compressors.selectors import Selector
 
-# Value codes without a scale for each chunk: dense values need no chunks.
+# Value codes without a scale per chunk: dense values need no chunks.
 _UNSCALED = ('float32', 'bfloat16')
 
 
 @dataclasses.dataclass(frozen=True)
 class LeafPlan:
-  """What is decided for a leaf from its shape and dtype alone.
+  """The chunks and format of a leaf, from its shape and dtype alone."""
 
-  Attributes:
-    grid: how the leaf is cut into chunks; of a sharded leaf, one shard of it.
-    format: how the selection from a chunk is written to the wire.
-  """
-
-  grid: chunking.ChunkGrid
+  grid: chunking.ChunkGrid  # of a sharded leaf, one shard's
   format: ChunkFormat
 
   @property
@@ -52,23 +44,17 @@ class LeafPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Compressor:
-  """What is selected from a worker's momentum, and how it is written.
+  """Selects from a worker's momentum, and encodes the selection.
 
   A new selector or basis is a frozen dataclass with the methods of `Selector`
   or `Basis`.
 
   Attributes:
-    select: which coefficients of a chunk are sent.
+    select: selects the coefficients of a chunk to send.
     basis: the orthonormal transform of a chunk.
-    chunk_size: longest side of a chunk, or its longest sides along the last two
-      dimensions.
-    values: how values travel, see `dct_topk`.
-    padding: whether chunks may reach past the end of a dimension, see
-      `dct_topk`.
-
-  Raises:
-    ValueError: `chunk_size` below 1, or unknown `values`.
-    TypeError: `chunk_size` is not an integer.
+    chunk_size: as in `dct_topk`.
+    values: as in `dct_topk`.
+    padding: as in `dct_topk`.
 
   Example:
     >>> import demo_optax, jax.numpy as jnp
@@ -98,14 +84,10 @@ class Compressor:
       )
 
   def plan(self, shape: tuple[int, ...], dtype: Any) -> LeafPlan:
-    """Returns how a leaf, or the shard of it on one device, is sent.
+    """Returns the plan for a leaf, or for one shard, and its momentum's dtype.
 
-    Where a selection would take as many bytes as everything does, everything is
-    sent and no indices are: values without a scale as the array itself.
-
-    Args:
-      shape: of the array, which has at least one element.
-      dtype: of its momentum.
+    If a selection would take as many bytes as everything, everything is sent
+    without indices. The array must have at least one element.
     """
     name = jnp.dtype(dtype).name
     grid = chunking.chunk_grid(shape, self.chunk_size, padding=self.padding)
@@ -145,18 +127,16 @@ class Compressor:
     return plan
 
 
-# A compressor, or a prefix tree of them, or a function from the parameters to
-# such a tree. None: the gradient is averaged uncompressed. FROZEN: the leaf is
-# left alone.
+# A compressor, a prefix tree of them, or a function from the parameters to such
+# a tree. None averages a gradient uncompressed; FROZEN ignores a leaf.
 CompressorTree = Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Frozen:
-  """Marks leaves, in a tree of compressors, that are not trained.
+  """Marks leaves in a tree of compressors that are not trained.
 
-  Nothing of them is exchanged, their updates are zero, and what their gradients
-  hold is not looked at.
+  Nothing is exchanged, updates are zero, and gradients are ignored.
   """
 
 
@@ -168,16 +148,8 @@ def per_leaf(
 ) -> list[Compressor | Frozen | None]:
   """Returns the compressor of each leaf of `tree`.
 
-  Args:
-    compressor: one for all, or a tree of them (of `None` and `FROZEN`) like
-      `tree`, in which one in place of a subtree holds for all of it; or a
-      function from `tree` to such a tree.
-    tree: parameters.
-    argument: what the caller calls `compressor`, for errors.
-
-  Raises:
-    ValueError: the trees differ in structure.
-    TypeError: there is something else in the tree of compressors.
+  `compressor` is one for all, a prefix tree of them, or a function from `tree`
+  to such a tree. Errors call it `argument`.
   """
 
   def is_leaf(x: Any) -> bool:
@@ -195,7 +167,10 @@ def per_leaf(
 
 
 def is_function(x: Any) -> bool:
-  """Returns whether `x` is to be called; modules that are trees are not."""
+  """Returns whether `x` is a function to call.
+
+  Callable pytrees, such as Equinox modules, are not.
+  """
   if isinstance(x, jax.tree_util.Partial):
     return True
   return callable(x) and jax.tree_util.treedef_is_leaf(jax.tree.structure(x))
@@ -204,7 +179,7 @@ def is_function(x: Any) -> bool:
 def broadcast(
     prefix: Any, tree: Any, argument: str, is_leaf: Any = None
 ) -> list[Any]:
-  """Returns the leaf of a prefix tree that holds for each leaf of `tree`."""
+  """Returns, for each leaf of `tree`, the leaf of a prefix tree above it."""
   # Both may be made of `nnx.state(model)`; messages need not print arrays.
   prefix = _tree.without_variables(prefix)
   tree = jax.tree.map(lambda _: ..., _tree.without_variables(tree))
@@ -237,29 +212,28 @@ def dct_topk(
 ) -> Compressor:
   r"""Sends the `topk` largest DCT coefficients of every chunk.
 
-  The last two dimensions of a leaf are cut into chunks of at most
-  `chunk_size x chunk_size` (vectors: `chunk_size`; dimensions before the last
-  two are batch), each chunk goes through the separable orthonormal DCT-II
+  The last two dimensions of a leaf are cut into chunks of at most `chunk_size x
+  chunk_size` (vectors: `chunk_size`); leading dimensions are batch. Each chunk
+  is transformed by the separable orthonormal DCT-II
 
   .. math::
     c_{uv} = \sum_{xy} D^{(r)}_{ux} D^{(c)}_{vy} m_{xy}, \quad
     D^{(L)}_{ux} = \sqrt{(2 - [u = 0]) / L}\, \cos \frac{\pi (2x + 1) u}{2L}
 
-  and the `topk` coefficients of largest magnitude are sent, ties going to the
-  lowest index.
-
-  The `k` indices of a chunk of `n` coefficients take, in bits, the least of
+  and its `topk` coefficients of largest magnitude are sent. Ties go to the
+  lowest index. The `k` indices of a chunk of `n` coefficients take, in bits,
+  the least of
 
   .. math::
     k \lceil \log_2 n \rceil, \quad n, \quad
     \min_l\; k l + k + \lceil n / 2^l \rceil - 1
 
-  (as they are; a bit per coefficient; Elias-Fano, within 10 % of
-  :math:`\log_2 \binom{n}{k}` for `n >= 4096` and `8 <= k <= n / 19`). The
-  values :math:`v` of a chunk travel as
+  (fixed width; a bit per coefficient; Elias-Fano, within 10 % of :math:`\log_2
+  \binom{n}{k}` for `n >= 4096` and `8 <= k <= n / 19`). The values :math:`v` of
+  a chunk are encoded as
 
   ============ ============== ============== =================================
-  `values`     bits per value bits per chunk read as
+  `values`     bits per value bits per chunk decoded as
   ============ ============== ============== =================================
   `'float32'`  32 (or 64)     0              :math:`v`, in the momentum's dtype
   `'bfloat16'` 16             0              :math:`v` rounded to bfloat16
@@ -270,83 +244,50 @@ def dct_topk(
                                              :math:`s = \mathrm{mean} |v|`
   ============ ============== ============== =================================
 
-  with :math:`s` rounded to bfloat16, and a level outside of its range cut. What
-  of :math:`s`, or of a bfloat16 value, is below the normal numbers
-  (:math:`2^{-126}`) is read as zero, and at most :math:`2^{126} / n` is sent at
-  once. What is lost stays in the momentum and is sent later. Computation and
-  momentum are float32 (float64 for float64 parameters) with every code.
+  with :math:`s` rounded to bfloat16, and levels clipped to their range.
+  Subnormal scales and bfloat16 values (below :math:`2^{-126}`) are decoded as
+  zero, and values are clipped at :math:`2^{126} / n`. Losses stay in the
+  momentum and are sent later. Computation and momentum are float32 (float64 for
+  float64 parameters) with every code.
 
-  Where that would cost as much as sending everything in the same value code,
-  everything is sent and no indices are: float32 and bfloat16 values as the leaf
-  itself, without a transform; the others as all coefficients of all chunks.
+  If a selection would cost as much as everything in the same value code,
+  everything is sent without indices: float32 and bfloat16 values as the leaf,
+  without a transform; others as all coefficients of all chunks.
 
   Args:
     chunk_size: longest side of a chunk, at least 1; or the longest sides along
-      the last two dimensions: `(1, 256)` transforms rows, as one may want it
-      for embeddings.
-    topk: coefficients sent per chunk, at least 1; a chunk with fewer sends all.
-    values: how values travel, see above: `'float32'`, `'bfloat16'`, `'int8'`,
+      the last two dimensions: `(1, 256)` transforms rows, for embeddings.
+    topk: coefficients sent per chunk, at least 1; smaller chunks send all.
+    values: the value code, see above: `'float32'`, `'bfloat16'`, `'int8'`,
       `'int4'` or `'sign'`.
-    padding: cut a dimension without a divisor in `[chunk_size / 2, chunk_size]`
-      into nearly `chunk_size` long chunks, the last one padded. False follows
-      the published implementation, which takes the largest divisor, however
-      small, and sends more than the gradient for a prime dimension.
+    padding: whether a dimension without a divisor in `[chunk_size / 2,
+      chunk_size]` is cut into chunks of nearly `chunk_size`, the last one
+      padded. False follows the published implementation, which takes the
+      largest divisor, however small, and sends more than the gradient for a
+      prime dimension.
 
   Returns:
     A `Compressor`, for `scale_by_demo`, `demo` and `plan`.
 
-  Raises:
-    ValueError: `chunk_size` or `topk` below 1, or unknown `values`.
-    TypeError: `chunk_size` or `topk` is not an integer.
-
   Example:
-    >>> import demo_optax, jax, jax.numpy as jnp
+    >>> import demo_optax
     >>> demo_optax.dct_topk(topk=8)
     Compressor(select=TopK(k=8), basis=Dct(), chunk_size=64, ...
-    >>> params = {'w': jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
-    >>> for values in ('float32', 'sign'):  # per 4096 coefficients, in bytes
-    ...   compressor = demo_optax.dct_topk(topk=8, values=values)
-    ...   plan = demo_optax.plan(params, compressor, workers=16)
-    ...   print(values, plan.sent_bytes / 4096)
-    float32 43.0
-    sign 14.0
 
   References:
     Peng et al., `DeMo: Decoupled Momentum Optimization
-    <https://arxiv.org/abs/2411.19870>`_, 2024, Algorithm 1.
+    <https://arxiv.org/abs/2411.19870>`_, 2024, Algorithm 1. From et al.,
+    `DeToNATION <https://arxiv.org/abs/2502.06728>`_, 2025, of which `full` is
+    "Full".
   """
   select = selectors.TopK(topk)
   return Compressor(select, bases.Dct(), chunk_size, values, padding)
 
 
 def full() -> Compressor:
-  r"""Sends all of the momentum: gradients are averaged as they are.
+  """Sends all of the momentum: a dense all-reduce, without a transform.
 
-  .. math::
-    q_i = m_i
-
-  A dense all-reduce; with `alpha=1` nothing stays behind and the exchange is
-  plain averaging. Of use in a tree of compressors, and to compare with.
-
-  Args:
-    None.
-
-  Returns:
-    A `Compressor`.
-
-  Example:
-    >>> import demo_optax, jax.numpy as jnp
-    >>> workers = demo_optax.Workers.simulated(2)
-    >>> everything = demo_optax.compressors.full()
-    >>> tx = demo_optax.scale_by_demo(everything, workers=workers)
-    >>> params = jnp.zeros(2)
-    >>> gradients = jnp.array([[3.0, 4.0], [1.0, 0.0]])
-    >>> print(tx.update(gradients, tx.init(params), params)[0])
-    [2. 2.]
-
-  References:
-    From et al., `DeToNATION <https://arxiv.org/abs/2502.06728>`_, 2025
-    ("Full").
+  With `alpha=1` it averages gradients. For trees of compressors and baselines.
   """
   return Compressor(selectors.Everything(), bases.Identity())
 

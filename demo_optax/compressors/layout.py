@@ -1,13 +1,12 @@
 """Buckets: the chunks of one kind, of all leaves, as one array `[rows, n]`.
 
-The program of a step then grows with the kinds of chunks and not with the
-number of leaves: per leaf only its gradient is cut into the bucket, and its
-update out of it.
+The program of a step then grows with the kinds of chunks, not with the number
+of leaves. Each leaf only has its gradient cut into the bucket, and its update
+out of it.
 
-A `Layout` says where every leaf lies. It is decided from paths, shapes, dtypes
-and compressors alone, once for a structure, when a step is traced. Its digest
-is kept in the state, so that leaves that were renamed or reordered never take
-each other's momentum.
+A `Layout` maps leaves to buckets. It depends on paths, shapes, dtypes and
+compressors alone, and is made when a step is traced. Its digest is kept in the
+state, so that renamed or reordered leaves never take each other's momentum.
 """
 
 import dataclasses
@@ -32,7 +31,7 @@ from demo_optax.compressors.selectors import Selector
 from demo_optax.numerics import platform
 from demo_optax.workers.param_specs import ParamSharding
 
-# What is written about a leaf: JSON, so that it can be kept beside arrays.
+# Describes a leaf in JSON, so that it can be saved with arrays.
 Record = dict[str, Any]
 
 # Most elements in a row of a bucket of leaves that are sent densely.
@@ -45,12 +44,12 @@ class Bucket:
 
   Attributes:
     name: its name in the state.
-    select: which coefficients of a chunk are sent.
+    select: the selector.
     basis: the transform of a chunk.
-    format: how the selection of one chunk is written.
+    format: encodes the selection from one chunk.
     sides: rows and columns of a chunk.
-    kind: `'chunks'`, transformed; `'whole'`, a leaf in each row, which is not;
-      or `'dense'`, elements of all leaves in rows, which are no chunks.
+    kind: `'chunks'`, transformed; `'whole'`, a leaf in each row, untransformed;
+      or `'dense'`, elements of all leaves in rows, without chunks.
     split_axes: mesh axes inside a worker over which its leaves are replicated.
       Each device along them has a share of the chunks.
     num_devices: number of devices along `split_axes`.
@@ -77,7 +76,7 @@ class Bucket:
 
   @property
   def pieces(self) -> int:
-    """Number of equal pieces that CPUs handle the bucket in, one by one."""
+    """Number of equal pieces that CPUs handle one by one."""
     if self.kind != 'chunks':
       return 1
     return -(-self.num_chunks * self.format.n // platform.PIECE)
@@ -95,7 +94,7 @@ class Bucket:
 
   @property
   def sent(self) -> tuple[ChunkFormat, int]:
-    """What one device sends: chunks of which format, and how many."""
+    """The format and number of the chunks that one device sends."""
     if self.kind == 'dense' and self.num_devices == 1:
       whole = dataclasses.replace(self.format, n=self.size, k=self.size)
       return whole, 1
@@ -132,16 +131,15 @@ class Bucket:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-  """Where one leaf of the parameters lies.
+  """The place of one parameter in the buckets.
 
   Attributes:
     keys: its path.
     shape: of the parameter.
     dtype: name of the dtype of its momentum.
-    sharding: where its shards lie inside a worker.
-    compressor: what is sent; None: its gradient is averaged uncompressed;
-      `Frozen`: it is left alone.
-    plan: how one shard of it is cut and written, if it is compressed.
+    sharding: of the parameter inside a worker.
+    compressor: None averages its gradient uncompressed; `Frozen` ignores it.
+    plan: chunks and format of one shard, if it is compressed.
     bucket: number of its bucket, -1 if it is not compressed.
     offset: its first chunk in the bucket; its first element, of a dense one.
   """
@@ -157,12 +155,12 @@ class Leaf:
 
   @property
   def name(self) -> str:
-    """The path as written in messages and tables."""
+    """The path in messages and tables."""
     return dotted(self.keys)
 
   @property
   def grid(self) -> ChunkGrid:
-    """How one shard of the leaf is cut into chunks."""
+    """The chunks of one shard."""
     assert self.plan is not None
     return self.plan.grid
 
@@ -178,8 +176,8 @@ class Leaf:
   def record(self) -> Record:
     """Describes the leaf and its chunks in JSON.
 
-    Records of two leaves are equal if, and only if, the arrays of their
-    coefficients mean the same.
+    Records of two leaves are equal if and only if the arrays of their
+    coefficients have the same meaning.
     """
     record: Record = {
         'shape': self.shape,
@@ -198,20 +196,12 @@ class Leaf:
 
 
 class Difference(NamedTuple):
-  """A leaf that two layouts hold otherwise.
-
-  Attributes:
-    name: of the leaf.
-    old: in words, what the one has.
-    new: what the other has.
-    is_cut_otherwise: both are momentum of one shape and dtype, in other chunks
-      or under another compressor.
-  """
+  """A difference between the records of one leaf in two layouts, in words."""
 
   name: str
   old: str
   new: str
-  is_cut_otherwise: bool
+  is_cut_otherwise: bool  # other chunks or compressor, same array
 
 
 def differences(
@@ -252,21 +242,15 @@ def _words(record: Record | None) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
-  """The buckets of a tree of parameters, and where each leaf lies in them.
-
-  Attributes:
-    leaves: of the tree, in order.
-    buckets: in the order of their numbers.
-    axis_sizes: the mesh axes inside a worker, in the mesh's order.
-  """
+  """The buckets of a tree of parameters, and the places of its leaves."""
 
   leaves: tuple[Leaf, ...]
   buckets: tuple[Bucket, ...]
-  axis_sizes: tuple[tuple[str, int], ...] = ()
+  axis_sizes: tuple[tuple[str, int], ...] = ()  # inside a worker, in mesh order
 
   @functools.cached_property
   def compressed(self) -> tuple[int, ...]:
-    """Numbers of the leaves that lie in buckets."""
+    """Numbers of the leaves in buckets."""
     return tuple(i for i, leaf in enumerate(self.leaves) if leaf.bucket >= 0)
 
   @functools.cached_property
@@ -278,7 +262,7 @@ class Layout:
 
   @functools.cached_property
   def digest(self) -> np.ndarray:
-    """Returns uint32 `[4]`, equal if every leaf lies where it did."""
+    """Returns uint32 `[4]`, equal for equal places of all leaves."""
     described = [
         (leaf.name, leaf.shape, leaf.dtype, leaf.sharding, leaf.plan,
          leaf.bucket, leaf.offset)
@@ -317,15 +301,10 @@ class Layout:
   def fill(
       self, number: int, arrays: Mapping[int, jax.Array], device: Any
   ) -> jax.Array:
-    """Cuts leaves into their bucket.
+    """Cuts leaves into their bucket, `[rows, n]`, with zeros in the padding.
 
-    Args:
-      number: of the bucket.
-      arrays: by the number of the leaf, one shard of it.
-      device: number of this device along the bucket's `split_axes`.
-
-    Returns:
-      chunks `[rows, n]`, zero in the padding.
+    Takes one shard per leaf, by leaf number, and the number of this device
+    along the bucket's `split_axes`.
     """
     dtype = self.buckets[number].format.dtype
     return self.assemble(
@@ -340,7 +319,7 @@ class Layout:
   def assemble(
       self, number: int, rows: dict[int, jax.Array], device: Any
   ) -> jax.Array:
-    """Puts the rows `[num_chunks, n]` of all its leaves into a bucket."""
+    """Fills a bucket with the rows `[num_chunks, n]` of all its leaves."""
     bucket = self.buckets[number]
     dense, n = bucket.kind == 'dense', bucket.format.n
     total = bucket.num_chunks * bucket.num_devices
@@ -371,14 +350,9 @@ class Layout:
     return jnp.pad(x, ((0, bucket.rows - bucket.num_chunks), (0, 0)))
 
   def cut(self, number: int, chunks: jax.Array) -> dict[int, jax.Array]:
-    """Cuts the shards of leaves out of their bucket.
+    """Cuts the shards of leaves, by number, out of their bucket.
 
-    Args:
-      number: of the bucket.
-      chunks: `[rows, n]` with the chunks of all devices along `split_axes`.
-
-    Returns:
-      by the number of the leaf, its shard.
+    `chunks` are `[rows, n]`, of all devices along `split_axes`.
     """
     return {
         i: chunking.from_chunks(x, self.leaves[i].grid)
@@ -399,19 +373,10 @@ class Layout:
   def clear_padding(
       self, number: int, c: jax.Array, device: Any, valid: jax.Array
   ) -> jax.Array:
-    """Projects coefficients onto leaves that are zero in their padding.
+    """Projects coefficients `[rows, n]` onto leaves with zero padding.
 
-    A projection is itself again only to rounding: the momentum of a worker that
-    is excluded stays as it is.
-
-    Args:
-      number: of the bucket.
-      c: `[rows, n]`.
-      device: number of this device along the bucket's `split_axes`.
-      valid: bool `[]`, whether to project.
-
-    Returns:
-      `[rows, n]`.
+    Skipped unless `valid`: projecting twice changes the last bits, and the
+    momentum of an excluded worker must not change.
     """
     bucket = self.buckets[number]
     alike: dict[ChunkGrid, list[int]] = {}
@@ -419,7 +384,7 @@ class Layout:
       grid = self.leaves[i].grid
       if any(grid.padding):
         alike.setdefault(grid, []).append(i)
-    for grid, members in alike.items():  # which lie one after the other
+    for grid, members in alike.items():  # consecutive in the bucket
       start = self.leaves[members[0]].offset
       stop = start + len(members) * grid.num_chunks
       shape = len(members), grid.num_chunks, grid.chunk_size
@@ -429,8 +394,8 @@ class Layout:
         x = jnp.where(valid, x.reshape(old.shape), old)
         c = jax.lax.dynamic_update_slice_in_dim(c, x, start, 0)
         continue
-      # Which of the chunks lie on this device is not known when traced: all are
-      # projected, and those at an edge are taken.
+      # The chunks of this device are unknown when traced: project all of them
+      # and take those at an edge.
       for edge, keep in chunking.edges(grid):
         flags = np.zeros(bucket.num_devices * bucket.num_chunks, bool)
         flags[start:stop] = np.tile(edge, len(members))
@@ -447,16 +412,13 @@ def make_layout(
     compressors: Sequence[Compressor | Frozen | None],
     axis_sizes: Sequence[tuple[str, int]] = (),
 ) -> Layout:
-  """Decides where the leaves of a tree lie.
+  """Maps the leaves of a tree to buckets.
 
   Args:
     leaves: path, shape, dtype of the momentum and sharding of each; `None` as
       dtype for leaves that are not exchanged (of integers, or empty).
-    compressors: what is sent of each.
+    compressors: of each leaf.
     axis_sizes: the mesh axes inside a worker, and their sizes.
-
-  Returns:
-    The layout.
   """
   made: list[Leaf] = []
   members: dict[Any, dict[ChunkGrid, list[int]]] = {}
@@ -484,7 +446,7 @@ def make_layout(
     num_devices = math.prod(size for _, size in split)
     label = 'dense' if kind == 'dense' else f'{sides[0]}x{sides[1]}'
     if kind == 'dense':
-      # Rows that come out even: each device sends little that is padding.
+      # Even rows, so that each device sends little padding.
       share = -(-offset // num_devices)
       n = -(-share // -(-share // _DENSE_ROW))
       chunk_format = dataclasses.replace(chunk_format, n=n, k=n)
@@ -497,7 +459,7 @@ def make_layout(
 
 
 def _kind(compressor: Compressor, plan: LeafPlan) -> tuple[Any, ...]:
-  """Returns what chunks must have in common to share a bucket."""
+  """Returns the properties that chunks of one bucket share."""
   select, basis = compressor.select, compressor.basis
   if plan.is_dense:
     element = dataclasses.replace(plan.format, n=1, k=1)  # rows come later

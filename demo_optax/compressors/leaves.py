@@ -1,9 +1,9 @@
-"""Buckets of all workers and devices, cut into leaves and put together again.
+"""Cuts buckets of all workers and devices into leaves, and fills them again.
 
 Outside of a step: for checkpoints, and for momentum in parameter space. Buckets
 are `[workers, rows, n]`, or `[workers, devices, rows, n]` if a worker has
-several devices; coefficients of a leaf `[workers, *counts, n]`, with the chunks
-of all its shards along each dimension, so that they do not depend on devices.
+several devices. Coefficients of a leaf are `[workers, *counts, n]`, the chunks
+of all its shards along each dimension, and so do not depend on devices.
 """
 
 import math
@@ -22,7 +22,7 @@ from demo_optax.compressors.compressor import Compressor
 from demo_optax.compressors.layout import Layout, Leaf
 from demo_optax.workers.param_specs import names_of
 
-# How one shard is cut, the number of shards, the transform of a chunk.
+# The grid of one shard, shards along each dimension, the transform of a chunk.
 Cut = tuple[chunking.ChunkGrid, tuple[int, ...], Basis]
 
 
@@ -32,18 +32,11 @@ def cut_bucket(
     bucket: Any,
     fun: Callable[[Leaf, Any], Any] | None = None,
 ) -> dict[int, Any]:
-  """Cuts the leaves out of a bucket.
+  """Cuts the leaves out of a bucket: coefficients by leaf number.
 
-  Args:
-    layout: where they are.
-    number: of the bucket.
-    bucket: an array of JAX or NumPy; or a `jax.ShapeDtypeStruct`, for which
-      coefficients are described.
-    fun: takes the coefficients of a leaf to parameter space.
-
-  Returns:
-    By the number of the leaf its coefficients, or what `fun` returned, sharded
-    as the parameter.
+  They are sharded as the parameters. `fun` takes the coefficients of a leaf to
+  parameter space. The bucket is an array of JAX or NumPy, or a
+  `jax.ShapeDtypeStruct` for shapes of coefficients.
   """
   like, members = layout.buckets[number], layout.members(number)
   if bucket.shape[-2:] != like.shape:
@@ -96,14 +89,9 @@ def fill_bucket(
     like: Any,
     fun: Callable[[Leaf, Any], Any] = lambda _, c: c,
 ) -> Any:
-  """Undoes `cut_bucket`.
+  """Undoes `cut_bucket`; returns an array of the dtype and sharding of `like`.
 
-  Args:
-    layout: where the leaves are.
-    number: of the bucket.
-    leaves: by the number of the leaf, what `fun` makes coefficients of.
-    like: an array of that dtype and sharding.
-    fun: of a leaf and what `leaves` has of it.
+  `fun` returns the coefficients of a leaf from its value in `leaves`.
   """
   bucket, dense = layout.buckets[number], layout.buckets[number].kind == 'dense'
   axes = dict(layout.axis_sizes)
@@ -135,7 +123,7 @@ def fill_bucket(
 
 
 def cut_of(leaf: Leaf) -> Cut:
-  """Returns how a leaf is cut."""
+  """Returns the cut of a leaf."""
   assert isinstance(leaf.compressor, Compressor)
   return leaf.grid, leaf.sharding.blocks, leaf.compressor.basis
 
@@ -143,14 +131,7 @@ def cut_of(leaf: Leaf) -> Cut:
 def decode(
     c: Any, grid: chunking.ChunkGrid, blocks: tuple[int, ...], basis: Basis
 ) -> jax.Array:
-  """Returns `[workers, *shape]` from the coefficients of a leaf.
-
-  Args:
-    c: `[workers, *counts, n]`.
-    grid: how one shard is cut.
-    blocks: the number of shards along each dimension.
-    basis: the transform of a chunk.
-  """
+  """Returns `[workers, *shape]` from coefficients `[workers, *counts, n]`."""
   return _by_shard(
       lambda c: chunking.from_coefficients(c, grid, basis), c, blocks
   )
@@ -198,11 +179,10 @@ def _split(x: Any, blocks: tuple[int, ...]) -> Any:
 
 
 def _devices(layout: Layout, number: int) -> tuple[list[int], list[int], int]:
-  """Describes how a bucket is spread over the devices of a worker.
+  """Describes how a bucket is sharded over the devices of a worker.
 
-  Returns:
-    the sizes of the axes inside a worker; the order in which those that shard
-    its leaves come first, counted from 1; and how many those are.
+  Returns the sizes of the axes inside a worker; an order of them, counted from
+  1, that starts with those that shard its leaves; and the number of those.
   """
   split = layout.buckets[number].split_axes
   names = [name for name, _ in layout.axis_sizes]
@@ -227,13 +207,10 @@ def _pad(x: Any, axis: int, length: int) -> Any:
 
 
 def run(fun: Callable[[Any], Any], args: Any, shardings: Any) -> Any:
-  """Calls `fun` on arrays that may be spread over devices and processes.
+  """Calls `fun` on arrays that may span devices and processes.
 
-  Args:
-    fun: jitted, unless `args` are traced, or are NumPy's and stay so.
-    args: a tree of arrays.
-    shardings: of the results, like them; `None` where XLA chooses, or for
-      arrays of NumPy.
+  Jitted, unless `args` are traced, or NumPy's without `shardings` of results.
+  XLA chooses a sharding that is `None`.
   """
   leaves = jax.tree.leaves(args)
   on_host = all(isinstance(x, np.ndarray) for x in leaves)
@@ -254,10 +231,10 @@ def run(fun: Callable[[Any], Any], args: Any, shardings: Any) -> Any:
 
 
 def fit_sharding(shape: tuple[int, ...], sharding: Any) -> Any:
-  """Returns `sharding` as far as it goes for another shape.
+  """Returns `sharding`, adapted to another shape.
 
-  Axes that do not divide their dimension move to the longest one that they do
-  divide, so that no device holds more than it must.
+  Axes that do not divide their dimension move to the longest one that they
+  divide, so that no device holds more than necessary.
   """
   if not isinstance(sharding, NamedSharding):
     return sharding
@@ -280,7 +257,7 @@ def fit_sharding(shape: tuple[int, ...], sharding: Any) -> Any:
 
 
 def auto(sharding: Any) -> Any:
-  """Returns a sharding on axes of type Auto, where XLA moves what it must."""
+  """Returns a sharding on Auto axes, where XLA inserts communication."""
   if not isinstance(sharding, NamedSharding):
     return sharding
   mesh = Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
@@ -290,8 +267,7 @@ def auto(sharding: Any) -> Any:
 def on_mesh(x: jax.Array, sharding: Any) -> jax.Array:
   """Returns `x` under an equivalent sharding, without moving anything.
 
-  Unlike `jax.device_put` it works for arrays of which this process holds only
-  some shards.
+  Unlike `jax.device_put` it accepts arrays with shards in other processes.
   """
   if x.sharding == sharding or not isinstance(sharding, NamedSharding):
     return x

@@ -1,4 +1,4 @@
-"""Which coefficients of every chunk are sent.
+"""Selectors: choose the coefficients of every chunk to send.
 
 `RandomSubset`, `Striding` and `Slicing` are "Random", "Striding" and "Slicing"
 of From et al., DeToNATION, arXiv:2502.06728.
@@ -18,17 +18,14 @@ from demo_optax.numerics import groups, topk
 class Selector(Protocol):
   """Selects `count(n)` of the `n` coefficients of every chunk.
 
-  Implement it as a frozen dataclass: selectors are compared and hashed.
+  Implement it as a frozen dataclass: selectors are compared and hashed. Declare
+  `ascending: ClassVar[bool] = True` if indices always ascend: they are then
+  neither sorted nor checked. Subclasses of `TopK` and `TopShare` inherit it.
 
   Attributes:
     shared: whether all workers select the same indices. Then no indices are
-      sent and values are summed; the indices may depend on the step and on the
-      length of a chunk only, and the selector is called with a single chunk of
-      zeros.
-
-  A selector whose indices are always in ascending order may say so by
-  `ascending: ClassVar[bool] = True`: then they are neither sorted again nor
-  checked. Subclasses of `TopK` and `TopShare` inherit it.
+      sent and values are summed. The indices may depend on the step and the
+      length of a chunk alone: the selector is called with one chunk of zeros.
   """
 
   shared: ClassVar[bool]
@@ -40,13 +37,13 @@ class Selector(Protocol):
     """Returns the selected indices.
 
     Args:
-      coefficients: `[chunks, n]`, momentum with the new gradient in it.
+      coefficients: `[chunks, n]`, momentum that includes the new gradient.
       step: int32 `[]`, exchanges so far.
 
     Returns:
-      integers `[chunks, count(n)]`, distinct within a chunk, in any order;
-      negative ones count from its end. What is beyond a chunk is NaN when it is
-      read, which excludes the worker.
+      Integers `[chunks, count(n)]`, distinct within a chunk, in any order;
+      negative ones count from its end. An index outside the chunk reads NaN and
+      so excludes the worker.
     """
 
 
@@ -57,11 +54,9 @@ class Largest:
   ascending: ClassVar[bool] = True
 
   def count(self, n: int) -> int:
-    """Returns how many of `n` coefficients are selected."""
     raise NotImplementedError
 
   def __call__(self, coefficients: jax.Array, step: jax.Array) -> jax.Array:
-    """Returns the indices in ascending order."""
     del step
     return topk.top_k(coefficients, self.count(coefficients.shape[1]))
 
@@ -80,23 +75,14 @@ class TopK(Largest):
     _checks.check_positive('topk', self.k)
 
   def count(self, n: int) -> int:
-    """Returns `min(k, n)`."""
     return min(self.k, n)
 
 
 @dataclasses.dataclass(frozen=True)
 class TopShare(Largest):
-  """The coefficients of largest magnitude, a share of every chunk.
+  """As `TopK`, `ceil(rate * n)` of `n` coefficients, with `rate` in (0, 1].
 
-  For leaves whose chunks have different sizes, where `TopK` would send as much
-  of a small one as of a large one. Ties go to the lowest index.
-
-  Attributes:
-    rate: of `n` coefficients `ceil(rate * n)` are sent, above 0 and up to 1.
-
-  Raises:
-    ValueError: `rate` is not in (0, 1].
-    TypeError: `rate` is not a Python number.
+  For leaves whose chunks have different sizes.
 
   Example:
     >>> from demo_optax import compressors
@@ -111,7 +97,6 @@ class TopShare(Largest):
     _checks.check_share('rate', self.rate)
 
   def count(self, n: int) -> int:
-    """Returns `ceil(rate * n)`."""
     return _share(self.rate, n)
 
 
@@ -151,28 +136,13 @@ class GroupMax:
 class RandomSubset:
   """A random share of the coefficients, the same on all workers.
 
-  The same places in every chunk of one size. All workers draw them from `seed`
-  and the number of exchanges, so that no index is sent and an all-reduce
-  averages the values: what is received does not grow with the number of
-  workers. Nothing is selected by size.
+  All workers draw the same places in all chunks of one size, from `seed` and
+  the number of exchanges. No index is sent, and an all-reduce averages the
+  values: received bytes do not grow with the number of workers.
 
   Attributes:
-    rate: of `n` coefficients `ceil(rate * n)` are sent, above 0 and up to 1.
-    seed: of the places, in `[0, 2**32)`; the same on all workers.
-
-  Raises:
-    ValueError: `rate` or `seed` out of range.
-    TypeError: `seed` is not an integer, or `rate` not a number.
-
-  Example:
-    >>> import demo_optax, jax, jax.numpy as jnp
-    >>> from demo_optax.compressors import Compressor, Identity, RandomSubset
-    >>> params = {'w': jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
-    >>> compressor = Compressor(RandomSubset(1 / 32), Identity())
-    >>> for workers in (2, 64):
-    ...   print(demo_optax.plan(params, compressor, workers).received_bytes)
-    2097168
-    4128800
+    rate: sends `ceil(rate * n)` of `n` coefficients; in (0, 1].
+    seed: in `[0, 2**32)`; the same on all workers.
   """
 
   shared: ClassVar[bool] = True
@@ -184,11 +154,9 @@ class RandomSubset:
     _checks.check_seed(self.seed)
 
   def count(self, n: int) -> int:
-    """Returns `ceil(rate * n)`."""
     return _share(self.rate, n)
 
   def __call__(self, coefficients: jax.Array, step: jax.Array) -> jax.Array:
-    """Returns the first places of a permutation."""
     n = coefficients.shape[1]
     key = jax.random.fold_in(jax.random.key(self.seed), step)
     return jax.random.permutation(key, n)[None, : self.count(n)]
@@ -196,7 +164,7 @@ class RandomSubset:
 
 @dataclasses.dataclass(frozen=True)
 class Striding:
-  """As `RandomSubset`, at equal distances, all one further at every step."""
+  """As `RandomSubset`, with equal distances, shifted by one at every step."""
 
   shared: ClassVar[bool] = True
   rate: float
@@ -205,11 +173,9 @@ class Striding:
     _checks.check_share('rate', self.rate)
 
   def count(self, n: int) -> int:
-    """Returns `ceil(rate * n)`."""
     return _share(self.rate, n)
 
   def __call__(self, coefficients: jax.Array, step: jax.Array) -> jax.Array:
-    """Returns `(step + j * (n // k)) % n`."""
     n = coefficients.shape[1]
     k = self.count(n)
     spread = (n // k) * jnp.arange(k, dtype=jnp.int32)
@@ -218,7 +184,7 @@ class Striding:
 
 @dataclasses.dataclass(frozen=True)
 class Slicing:
-  """As `RandomSubset`, in a row, the next ones at every step."""
+  """As `RandomSubset`, with consecutive places, the next ones at every step."""
 
   shared: ClassVar[bool] = True
   rate: float
@@ -227,11 +193,9 @@ class Slicing:
     _checks.check_share('rate', self.rate)
 
   def count(self, n: int) -> int:
-    """Returns `ceil(rate * n)`."""
     return _share(self.rate, n)
 
   def __call__(self, coefficients: jax.Array, step: jax.Array) -> jax.Array:
-    """Returns `(step * k + j) % n`."""
     n = coefficients.shape[1]
     k = self.count(n)
     start = _multiply_mod(step % (n // math.gcd(n, k)), k, n)
@@ -245,19 +209,15 @@ class Everything:
   shared: ClassVar[bool] = True
 
   def count(self, n: int) -> int:
-    """Returns `n`."""
     return n
 
   def __call__(self, coefficients: jax.Array, step: jax.Array) -> jax.Array:
-    """Returns all indices."""
     del step
     return jnp.arange(coefficients.shape[1], dtype=jnp.int32)[None]
 
 
 def _share(rate: float, n: int) -> int:
-  """Returns `ceil(rate * n)`, at least 1.
-
-  In floating point 0.07 * 100 is above 7, and its ceiling would be 8.
+  """Returns `ceil(rate * n)`, at least 1, without rounding errors.
 
   >>> _share(0.07, 100), _share(1 / 49, 49), _share(5 / 6, 6), _share(1e-9, 64)
   (7, 1, 5, 1)
@@ -268,7 +228,7 @@ def _share(rate: float, n: int) -> int:
 def _multiply_mod(x: jax.Array, factor: int, modulus: int) -> jax.Array:
   """Returns `x * factor % modulus` for int32 `0 <= x < modulus < 2**30`.
 
-  Bit by bit, since the product itself overflows int32 from 46,341 squared on.
+  Bit by bit: the product itself overflows int32 from 46,341 squared.
   """
   total = jnp.zeros_like(x)
   for bit in range((modulus - 1).bit_length()):
