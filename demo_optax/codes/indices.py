@@ -105,8 +105,8 @@ class FixedWidth:
 class InGroup:
   """One place of each of `k` groups (`numerics.groups`), in fixed width.
 
-  The only code whose indices are in the order of the groups: they do not
-  ascend, and differ from each other by what they are.
+  The only code whose indices follow the order of the groups and do not ascend.
+  They are distinct by construction.
   """
 
   name: ClassVar[str] = 'group'
@@ -119,19 +119,15 @@ class InGroup:
 
   @property
   def bits(self) -> int:
-    """`k ceil(log2 ceil(n / k))`."""
     return self.k * self._width
 
   def words(self, chunks: int) -> int:
-    """Returns the words of the places."""
     return packing.packed_words(chunks * self.k, self._width)
 
   def encode(self, indices: jax.Array) -> jax.Array:
-    """Returns the places, packed."""
     return packing.pack_bits(_row(indices // self.k), self._width)
 
   def decode(self, data: jax.Array, chunks: int) -> jax.Array:
-    """Returns the indices of the places."""
     numbers = packing.unpack_bits(data, chunks * self.k, self._width)
     places = numbers.astype(jnp.int32)
     return groups.indices(places.reshape(*data.shape[:-1], chunks, self.k))
@@ -165,7 +161,7 @@ class Bitmap:
 class EliasFano:
   """The `low` low bits of every index as they are, the rest in unary.
 
-  The rest, `index >> low`, ascends and is below `b = ceil(n / 2**low)`: the
+  The rest, `index >> low`, never descends and is below `b = ceil(n / 2**low)`: the
   `j`-th becomes a one at place `rest + j` of `k + b - 1` bits. With `2**low`
   near `n / k` that is about `2 + log2(n / k)` bits per index. The bound for
   small `k / n` is `1.44 + log2(n / k)`.

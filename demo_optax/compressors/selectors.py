@@ -79,17 +79,8 @@ class TopK(Largest):
 
 
 @dataclasses.dataclass(frozen=True)
-class TopShare(Largest):
-  """As `TopK`, `ceil(rate * n)` of `n` coefficients, with `rate` in (0, 1].
-
-  For leaves whose chunks have different sizes.
-
-  Example:
-    >>> from demo_optax import compressors
-    >>> share = compressors.TopShare(64 / 4096)
-    >>> share.count(4096), share.count(512)
-    (64, 8)
-  """
+class _Share:
+  """Selects `ceil(rate * n)` of `n` coefficients."""
 
   rate: float
 
@@ -101,14 +92,28 @@ class TopShare(Largest):
 
 
 @dataclasses.dataclass(frozen=True)
+class TopShare(_Share, Largest):
+  """As `TopK`, `ceil(rate * n)` of `n` coefficients, with `rate` in (0, 1].
+
+  For leaves whose chunks have different sizes.
+
+  Example:
+    >>> from demo_optax import compressors
+    >>> share = compressors.TopShare(64 / 4096)
+    >>> share.count(4096), share.count(512)
+    (64, 8)
+  """
+
+
+@dataclasses.dataclass(frozen=True)
 class GroupMax:
   """The coefficient of largest magnitude in each of `k` groups of a chunk.
 
   Group g has the coefficients g, g + k, g + 2k, ... An index takes
-  `ceil(log2(ceil(n / k)))` bits, 6 for 64 of 4096 where `TopK` takes 7.98, and
-  neither selection nor merge sorts, scatters or gathers: for GPUs and TPUs. At
+  `ceil(log2(ceil(n / k)))` bits, 6 for 64 of 4096, where `TopK` takes 7.98. For
+  GPUs and TPUs: neither selection nor merge sorts, scatters or gathers. At
   equal k it leaves 2 to 14 % more energy in the momentum than `TopK`, at equal
-  bytes up to 11 % less; `demo_muon` ended 0.35 % above `TopK` at equal bytes
+  bytes up to 11 % less. `demo_muon` ended 0.35 % above `TopK` at equal bytes
   (`benchmarks/README.md`, 'One of a group').
 
   Attributes:
@@ -122,18 +127,16 @@ class GroupMax:
     _checks.check_positive('k', self.k)
 
   def count(self, n: int) -> int:
-    """Returns `min(k, n)`."""
     return min(self.k, n)
 
   def __call__(self, coefficients: jax.Array, step: jax.Array) -> jax.Array:
-    """Returns the indices, in the order of the groups."""
     del step
     k = self.count(coefficients.shape[1])
     return groups.indices(groups.largest(coefficients, k))
 
 
 @dataclasses.dataclass(frozen=True)
-class RandomSubset:
+class RandomSubset(_Share):
   """A random share of the coefficients, the same on all workers.
 
   All workers draw the same places in all chunks of one size, from `seed` and
@@ -146,15 +149,11 @@ class RandomSubset:
   """
 
   shared: ClassVar[bool] = True
-  rate: float
   seed: int = 0
 
   def __post_init__(self) -> None:
-    _checks.check_share('rate', self.rate)
+    super().__post_init__()
     _checks.check_seed(self.seed)
-
-  def count(self, n: int) -> int:
-    return _share(self.rate, n)
 
   def __call__(self, coefficients: jax.Array, step: jax.Array) -> jax.Array:
     n = coefficients.shape[1]
@@ -163,17 +162,10 @@ class RandomSubset:
 
 
 @dataclasses.dataclass(frozen=True)
-class Striding:
+class Striding(_Share):
   """As `RandomSubset`, with equal distances, shifted by one at every step."""
 
   shared: ClassVar[bool] = True
-  rate: float
-
-  def __post_init__(self) -> None:
-    _checks.check_share('rate', self.rate)
-
-  def count(self, n: int) -> int:
-    return _share(self.rate, n)
 
   def __call__(self, coefficients: jax.Array, step: jax.Array) -> jax.Array:
     n = coefficients.shape[1]
@@ -183,17 +175,10 @@ class Striding:
 
 
 @dataclasses.dataclass(frozen=True)
-class Slicing:
+class Slicing(_Share):
   """As `RandomSubset`, with consecutive places, the next ones at every step."""
 
   shared: ClassVar[bool] = True
-  rate: float
-
-  def __post_init__(self) -> None:
-    _checks.check_share('rate', self.rate)
-
-  def count(self, n: int) -> int:
-    return _share(self.rate, n)
 
   def __call__(self, coefficients: jax.Array, step: jax.Array) -> jax.Array:
     n = coefficients.shape[1]

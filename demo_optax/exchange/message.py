@@ -7,7 +7,7 @@ The size of a message depends on shapes alone. Its parts, in order:
                   float32, bfloat16: 32 (float64: 64) or 16 bits each
                   int8, int4, sign: 8, 4 or 1 bits each; then a bfloat16 scale
                   per chunk
-      indices   of all its chunks, [chunks, k] ascending, by the index code
+      indices   of all its chunks, [chunks, k] in order, by the index code
                   that takes the fewest bits; absent if k == n
     status      a word, 1 if the worker is valid in this exchange, else 0
     energies    three float32: of the momentum, of its sent part, of the rest
@@ -20,9 +20,10 @@ other sizes XLA:TPU all-reduces the messages of all workers, and NCCL is slower.
 Each device of a worker has separate chunks and its own message. With owners, a
 worker writes one such message per owner, all of one size.
 
-Decoding is safe for arbitrary words. A worker is excluded if its indices do not
-ascend within the chunk, or a value exceeds `ChunkFormat.max_magnitude`. All
-workers read the same words and so agree on who is excluded.
+Decoding is safe for arbitrary words. A worker is excluded if its indices are
+not in order or not in the chunk, or a value exceeds
+`ChunkFormat.max_magnitude`. All workers read the same words and so agree on who
+is excluded.
 
 If all workers select the same indices, only values are sent and only their mean
 is needed. An all-reduce sums a vector of these values, the number of valid

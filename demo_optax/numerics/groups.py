@@ -13,23 +13,16 @@ import jax.numpy as jnp
 
 
 def num_places(n: int, k: int) -> int:
-  """Returns the places of a group, in the largest group."""
+  """Returns the number of places in the largest group."""
   return -(-n // k)
 
 
 def largest(coefficients: jax.Array, k: int) -> jax.Array:
-  """Returns the place of the largest magnitude in each group.
+  """Returns the place of the largest magnitude in each of `k` groups.
 
   One maximum of integers: the upper bits of a key are those of the magnitude,
-  its lower bits the place, complemented. Magnitudes that differ in the lower
-  bits alone count as equal; of equals the lowest place wins.
-
-  Args:
-    coefficients: `[rows, n]`.
-    k: number of groups.
-
-  Returns:
-    int32 `[rows, k]`.
+  its lower bits the complement of the place. Magnitudes that differ in the
+  lower bits alone count as equal; of equals the lowest place wins.
   """
   table = _table(jnp.abs(coefficients), k)
   integer = jnp.int64 if table.dtype.itemsize == 8 else jnp.int32
@@ -42,7 +35,7 @@ def largest(coefficients: jax.Array, k: int) -> jax.Array:
 
 
 def indices(places: jax.Array) -> jax.Array:
-  """Returns the coefficients' numbers in their chunk, int32 `[..., k]`."""
+  """Returns the indices of the places in their chunk, int32 `[..., k]`."""
   k = places.shape[-1]
   group = jax.lax.broadcasted_iota(jnp.int32, places.shape, places.ndim - 1)
   return places * k + group
@@ -69,14 +62,9 @@ def add_up(places: jax.Array, values: jax.Array, n: int) -> jax.Array:
 
 
 def count_senders(places: jax.Array, present: jax.Array) -> jax.Array:
-  """Returns how many present workers sent each coefficient that one has sent.
+  """Returns how many `present` workers sent each coefficient that one sent.
 
-  Args:
-    places: int32 `[workers, rows, k]`.
-    present: bool `[workers]`.
-
-  Returns:
-    int32 `[workers, rows, k]`.
+  Takes places `[workers, rows, k]`; returns int32 of that shape.
   """
   ones = present.astype(jnp.int32)
   return functools.reduce(jnp.add, [
@@ -86,12 +74,12 @@ def count_senders(places: jax.Array, present: jax.Array) -> jax.Array:
 
 
 def _table(x: jax.Array, k: int) -> jax.Array:
-  """Returns `[rows, n]` as `[rows, places, k]`, filled up with zeros."""
+  """Returns `[rows, n]` as `[rows, places, k]`, padded with zeros."""
   rows, n = x.shape
   places = num_places(n, k)
   return jnp.pad(x, ((0, 0), (0, places * k - n))).reshape(rows, places, k)
 
 
 def _hits(places: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-  """Returns where a table has the places, bool `[rows, places, k]`."""
+  """Returns the positions of places in a table, bool `[rows, places, k]`."""
   return jax.lax.broadcasted_iota(jnp.int32, shape, 1) == places[:, None]
