@@ -1,22 +1,22 @@
 """Decoupled momentum (DeMo) for JAX.
 
-Train data-parallel models while each worker sends about one percent, or a tenth
-of a percent, of its gradient's bytes, by changing two lines of a script.
+Data-parallel training in which each worker sends about one percent of its
+gradient's bytes, or less. A training script changes in two lines.
 
     demo         the exchange as an optax transformation
     recipes/     optimizers in one line: chains around the exchange
-    local/       training alone between exchanges
+    local/       local updates between exchanges
     step/        `data_parallel`: one worker's training step, run for all
     exchange/    Algorithm 1, as one worker runs it: the main path
     per_worker   transformations before the exchange; plain averages
-    state        reading and editing optimizer states
-    checkpoint/  saving, restoring, another number of workers
-    compressors/ what a worker sends of its momentum
-    codes/       values and indices as bytes
-    workers/     simulated, on a mesh, or on an axis of the caller's own
-    numerics/    bits, rounding, selection; what depends on the platform
+    state        reads and edits optimizer states
+    checkpoint/  saves and restores, also for another number of workers
+    compressors/ selectors and transforms of momentum
+    codes/       values and indices as words
+    workers/     simulated, on a mesh, or on a caller's axis
+    numerics/    bits, rounding, selection; platform-dependent choices
     plan         bytes of an exchange, predicted from shapes
-    replicas     whether all workers hold the same bits
+    replicas     checks that all workers hold the same bits
 """
 
 from demo_optax import checkpoint, compressors, local, recipes

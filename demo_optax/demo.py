@@ -141,9 +141,9 @@ def scale_by_demo(
   `state.metrics['num_excluded']` counts these workers. If all are excluded, the
   update is zero, but later links such as weight decay still run. The same holds
   for a step with a hyperparameter that is not finite, or a decay or `alpha`
-  outside 0 to 1. A corrupt message (indices out of order or range, values not
-  finite or too large to transform) also excludes its sender, and the update it
-  carried is lost. Errors of normal magnitude are not detected.
+  outside 0 to 1. A corrupt message also excludes its sender, and the update it
+  carried is lost. Its indices are out of order or range, or its values not
+  finite or too large to transform. Errors of normal magnitude are not detected.
 
   Args:
     compressor: one compressor, a tree of them like the parameters (one may

@@ -114,7 +114,7 @@ CASES = [
     ('`jax.jit` instead of `data_parallel`: one gradient, of no worker',
      lambda: update(demo(), PARAMS)),
     ('a batch that does not divide', lambda: run(train_step, rows=6)),
-    ('a batch that cannot be told from the other arguments',
+    ('a batch that cannot be distinguished from the other arguments',
      lambda: run(stock_state, optax.adamw(1e-3).init(PARAMS))),
     ("a loss that does not use the step's batch, or averaged gradients",
      lambda: run(ignore_batch)),

@@ -371,7 +371,7 @@ _REMEDIES = {
     'chunks': (
         'Pass rechunk=True to take the momentum through parameter space.'
     ),
-    'workers': 'Pass resize=True to regroup what each worker has of its own.',
+    'workers': "Pass resize=True to regroup the workers' states.",
     'owed': (
         "This is the residual of exchange='all_to_all', which has no place"
         ' here. Pass resize=True to discard it.'

@@ -161,10 +161,10 @@ class Bitmap:
 class EliasFano:
   """The `low` low bits of every index as they are, the rest in unary.
 
-  The rest, `index >> low`, never descends and is below `b = ceil(n / 2**low)`: the
-  `j`-th becomes a one at place `rest + j` of `k + b - 1` bits. With `2**low`
-  near `n / k` that is about `2 + log2(n / k)` bits per index. The bound for
-  small `k / n` is `1.44 + log2(n / k)`.
+  The rest, `index >> low`, never descends and is below `b = ceil(n / 2**low)`.
+  The `j`-th becomes a one at place `rest + j` of `k + b - 1` bits. With
+  `2**low` near `n / k` that is about `2 + log2(n / k)` bits per index. The
+  bound for small `k / n` is `1.44 + log2(n / k)`.
 
   References:
     Elias, `Efficient storage and retrieval by content and address of static

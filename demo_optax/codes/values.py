@@ -7,7 +7,7 @@ the last bit. Arrays may have further leading dimensions.
 Equal values must give equal bits in every program. Compilers may contract a
 product and a sum, regroup sums, and replace divisions by products, depending on
 the program. So products of a level and a scale are exact (8 bits times 8 bits),
-sums are trees of elementwise additions, and an inverse is a separate array.
+and sums are trees of elementwise additions. An inverse is a separate array.
 bfloat16 is made by `reduce_precision`, since a compiler may drop a conversion
 there and back.
 """

@@ -58,10 +58,11 @@ def _sorted_top_k(x: jax.Array, k: int) -> jax.Array:
 def top_k_by_counting(magnitudes: jax.Array, k: int, size: int) -> jax.Array:
   """As `top_k`, within the `k` groups of `size` with the largest maxima.
 
-  Returns the indices of `lax.top_k`, ties included. If one of those were in a
-  group not chosen, each chosen group would hold a larger value, or an equal one
-  at a lower index. `magnitudes` are `[chunks, n]`, without negative numbers and
-  NaN; `size` is a power of 2 that divides `n`, and `k` at most `n / size`.
+  Returns the indices of `lax.top_k`, ties included. Suppose one of those were
+  in a group not chosen. Each chosen group would hold a larger value, or an
+  equal one at a lower index. `magnitudes` are `[chunks, n]`, without negative
+  numbers and NaN; `size` is a power of 2 that divides `n`, and `k` at most `n /
+  size`.
   """
   chunks, n = magnitudes.shape
   # Numbers that are not negative sort like their bits.

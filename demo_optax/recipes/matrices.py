@@ -29,11 +29,11 @@ def muon_dimension_numbers(params: chex.ArrayTree) -> chex.ArrayTree:
   """Returns which leaves are matrices, inferred from their paths and shapes.
 
   A matrix is the last two dimensions of a leaf; leading dimensions stack
-  matrices, such as scanned layers or experts. No matrix is a leaf with fewer
-  than two dimensions or a side of one, called `b`, or with one of these words
-  in its own or its parent's name: bias, classifier, embed, embedding,
-  embeddings, head, ln, logits, norm, scale, wpe, wte. Two kinds of kernels are
-  matrices over more dimensions:
+  matrices, such as scanned layers or experts. A leaf is no matrix if it has
+  fewer than two dimensions, a side of one, or the name `b`. Nor is it one if
+  its own or its parent's name has one of these words: bias, classifier, embed,
+  embedding, embeddings, head, ln, logits, norm, scale, wpe, wte. Two kinds of
+  kernels are matrices over more dimensions:
 
     attention      of Flax: `[in, heads, size]` below `query`, `key` and
                    `value`, `[heads, size, out]` below `out`, beside a `query`
