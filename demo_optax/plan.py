@@ -33,33 +33,21 @@ from demo_optax.workers.param_specs import ParamSpecs
 
 @dataclasses.dataclass(frozen=True)
 class LeafBytes:
-  """The bytes of one leaf in an exchange.
-
-  Attributes:
-    chunk: lengths of a chunk along the last two dimensions.
-    values: the value code, as in `dct_topk`; or `'averaged'`.
-    index_code: the index code; `'none'` if everything is sent, `'shared'` if
-      all workers send the same places, by an all-reduce.
-    index_bits: bits per index, a fraction; 0 if everything is sent.
-    whole: whether it is sent without a transform.
-    sent_bytes: bytes in a worker's payload, or in the all-reduce.
-    blocks: shards inside a worker, along each dimension.
-    as_unsharded: whether its chunks are those of an unsharded worker.
-  """
+  """The bytes of one leaf in an exchange."""
 
   name: str
   shape: tuple[int, ...]
   num_chunks: int
-  chunk: tuple[int, ...]
+  chunk: tuple[int, ...]  # lengths along the last two dimensions
   topk: int
-  values: str
-  index_code: str
-  index_bits: float
-  whole: bool
-  sent_bytes: int
-  blocks: tuple[int, ...]
+  values: str  # as in `dct_topk`; or 'averaged'
+  index_code: str  # also 'none', or 'shared' by an all-reduce
+  index_bits: float  # per index, a fraction; 0 without indices
+  whole: bool  # sent without a transform
+  sent_bytes: int  # in a worker's payload, or in the all-reduce
+  blocks: tuple[int, ...]  # shards inside a worker, along each dimension
   axes: tuple[str, ...]
-  as_unsharded: bool
+  as_unsharded: bool  # in the chunks of an unsharded worker
 
   @property
   def size(self) -> int:

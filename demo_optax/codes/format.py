@@ -15,22 +15,16 @@ from demo_optax.numerics import platform
 class ChunkFormat:
   """How the selection from one kind of chunk is written.
 
-  Attributes:
-    n: number of coefficients in a chunk.
-    k: number of coefficients sent of each.
-    dtype: name of the dtype of the coefficients.
-    values: name of the value code, one of `value_codes.VALUES`.
-    shared: whether all workers select the same places. Messages then have no
-      indices, and values are summed.
-    grouped: whether one of each of k groups is selected (`GroupMax`).
+  If all workers select the same places (`shared`), messages have no indices and
+  values are summed.
   """
 
-  n: int
-  k: int
-  dtype: str
-  values: str = 'float32'
+  n: int  # coefficients in a chunk
+  k: int  # coefficients sent of each
+  dtype: str  # of the coefficients
+  values: str = 'float32'  # the value code, one of `VALUES`
   shared: bool = False
-  grouped: bool = False
+  grouped: bool = False  # one of each of k groups is selected (`GroupMax`)
 
   def __post_init__(self) -> None:
     if self.shared and self.values != 'float32':

@@ -97,17 +97,13 @@ class BFloat16:
 class Scaled:
   """Levels of a few bits each, times a bfloat16 scale per chunk.
 
-  Attributes:
-    dtype: name of the dtype of the momentum.
-    width: bits of a level.
-    limit: levels are `-limit, -limit + spacing, ... limit`.
-    spacing: difference between neighbouring levels.
-    quantise: `(values [chunks, k], limit) -> (levels [chunks, k], scales
-      [chunks, 1])`; scales are float32 values that bfloat16 represents.
+  Levels are `-limit, -limit + spacing, ... limit`. `quantise` takes values
+  `[chunks, k]` and the limit. It returns levels `[chunks, k]` and scales
+  `[chunks, 1]`, float32 values that bfloat16 represents.
   """
 
-  dtype: str
-  width: int
+  dtype: str  # of the momentum
+  width: int  # bits of a level
   limit: int
   spacing: int
   quantise: Callable[[jax.Array, int], tuple[jax.Array, jax.Array]]

@@ -26,19 +26,11 @@ _MIN_ROWS = 128
 
 @dataclasses.dataclass(frozen=True)
 class ChunkGrid:
-  """The chunks of one array.
-
-  Attributes:
-    shape: of the array.
-    lengths: length of a chunk along each dimension of the array; 1 along
-      leading dimensions, unless the array is one whole chunk.
-    whole: whether the array is a single chunk in its element order, without a
-      transform.
-  """
+  """The chunks of one array."""
 
   shape: tuple[int, ...]
-  lengths: tuple[int, ...]
-  whole: bool = False
+  lengths: tuple[int, ...]  # of a chunk, along each dimension of the array
+  whole: bool = False  # a single chunk in element order, not transformed
 
   @property
   def counts(self) -> tuple[int, ...]:

@@ -42,29 +42,21 @@ _DENSE_ROW = 128
 class Bucket:
   """All chunks of one kind, `[rows, n]` on each device.
 
-  Attributes:
-    name: its name in the state.
-    select: the selector.
-    basis: the transform of a chunk.
-    format: encodes the selection from one chunk.
-    sides: rows and columns of a chunk.
-    kind: `'chunks'`, transformed; `'whole'`, a leaf in each row, untransformed;
-      or `'dense'`, elements of all leaves in rows, without chunks.
-    split_axes: mesh axes inside a worker over which its leaves are replicated.
-      Each device along them has a share of the chunks.
-    num_devices: number of devices along `split_axes`.
-    size: chunks of all its leaves; elements, of a dense bucket.
+  `kind` is `'chunks'`, transformed; `'whole'`, a leaf in each row,
+  untransformed; or `'dense'`, elements of all leaves in rows, without chunks.
+  Leaves are replicated over the mesh axes `split_axes` inside a worker: each of
+  the `num_devices` along them has a share of the chunks.
   """
 
-  name: str
+  name: str  # in the state
   select: Selector
   basis: Basis
   format: ChunkFormat
-  sides: tuple[int, int]
+  sides: tuple[int, int]  # rows and columns of a chunk
   kind: str
   split_axes: tuple[str, ...]
   num_devices: int
-  size: int
+  size: int  # chunks of all its leaves; elements, if dense
 
   @property
   def num_chunks(self) -> int:
@@ -131,27 +123,16 @@ class Bucket:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-  """The place of one parameter in the buckets.
+  """The place of one parameter in the buckets."""
 
-  Attributes:
-    keys: its path.
-    shape: of the parameter.
-    dtype: name of the dtype of its momentum.
-    sharding: of the parameter inside a worker.
-    compressor: None averages its gradient uncompressed; `Frozen` ignores it.
-    plan: chunks and format of one shard, if it is compressed.
-    bucket: number of its bucket, -1 if it is not compressed.
-    offset: its first chunk in the bucket; its first element, of a dense one.
-  """
-
-  keys: Keys
+  keys: Keys  # its path
   shape: tuple[int, ...]
-  dtype: str
+  dtype: str  # of its momentum
   sharding: ParamSharding
-  compressor: Compressor | Frozen | None
-  plan: LeafPlan | None = None
-  bucket: int = -1
-  offset: int = 0
+  compressor: Compressor | Frozen | None  # None: averaged uncompressed
+  plan: LeafPlan | None = None  # of one shard, if compressed
+  bucket: int = -1  # number of its bucket, -1 if not compressed
+  offset: int = 0  # its first chunk in the bucket; element, if dense
 
   @property
   def name(self) -> str:

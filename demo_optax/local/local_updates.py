@@ -22,21 +22,12 @@ Period = int | Callable[[chex.Numeric], chex.Numeric]
 
 
 class OwnState(NamedTuple):
-  """State of each worker, stacked `[workers, ...]`.
+  """State of each worker, stacked `[workers, ...]`."""
 
-  Attributes:
-    params: its parameters, which replace the model's in a step.
-    inner: state of the inner optimizer.
-    skipped: int32 `[workers]`, steps that a worker skipped because its gradient
-      or the result was not finite.
-    start: with `drift=True`, its parameters after the last exchange, in the
-      dtype of momentum; else `()`.
-  """
-
-  params: chex.ArrayTree
-  inner: chex.ArrayTree
-  skipped: chex.Array
-  start: chex.ArrayTree
+  params: chex.ArrayTree  # replace the model's in a step
+  inner: chex.ArrayTree  # state of the inner optimizer
+  skipped: chex.Array  # int32 [workers], steps that were not finite
+  start: chex.ArrayTree  # if drift, after the last exchange; else ()
 
 
 class LocalUpdatesState(NamedTuple):
