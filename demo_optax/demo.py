@@ -18,7 +18,7 @@ from demo_optax.compressors.compressor import (
   is_function,
   per_leaf,
 )
-from demo_optax.compressors.layout import Layout, make_layout
+from demo_optax.compressors.layout import Layout, differences, make_layout
 from demo_optax.exchange import algorithm as exchange_lib
 from demo_optax.exchange.algorithm import ExchangeConfig, Hyper, WorkerState
 from demo_optax.numerics import platform, topk
@@ -142,8 +142,9 @@ def scale_by_demo(
   update is zero, but later links such as weight decay still run. The same holds
   for a step with a hyperparameter that is not finite, or a decay or `alpha`
   outside 0 to 1. A corrupt message also excludes its sender, and the update it
-  carried is lost. Its indices are out of order or range, or its values not
-  finite or too large to transform. Errors of normal magnitude are not detected.
+  carried is lost. Corrupt are indices out of order or range, and values that
+  are not finite or too large to transform. Errors of normal magnitude are not
+  detected.
 
   Args:
     compressor: one compressor, a tree of them like the parameters (one may
@@ -178,10 +179,10 @@ def scale_by_demo(
       ============ ========== ===============================================
 
   Returns:
-    A gradient transformation. Its `update` takes stacked gradients `[workers,
-    ...]` (in a `data_parallel` step and with `Workers.on_axis`, the worker's)
-    and returns updates in the parameters' shapes and the gradients' dtypes;
-    zeros for integer leaves.
+    A gradient transformation. Its `update` takes stacked gradients
+    `[workers, ...]` (in a `data_parallel` step and with `Workers.on_axis`, the
+    worker's) and returns updates in the parameters' shapes and the gradients'
+    dtypes; zeros for integer leaves.
 
   Raises:
     ValueError: `decay` or `alpha` out of range or unknown `average`, at once;
@@ -431,7 +432,7 @@ def _difference(found: Layout, expected: Layout, workers: Workers) -> str:
   """Describes the first differences between two layouts."""
   lines = [
       f'{d.name}: {d.old} in the state, {d.new} in the update.'
-      for d in found.difference(expected)
+      for d in differences(found.records, expected.records)
   ] or ['its leaves have another order, or are sharded otherwise.']
   more = f' ... and {len(lines) - 3} more leaves.' if lines[3:] else ''
   return (

@@ -30,8 +30,9 @@ def resize_workers(opt_state: chex.ArrayTree, n: int) -> chex.ArrayTree:
 
   From 4 to 2 workers that is the mean of pairs, from 4 to 8 every worker twice.
   From 8 to 3 the weights are 3/8 and 1/4. The mean over workers does not
-  change, up to rounding, since rows of `w` sum to 1 and columns to :math:`N' /
-  N`. This mean is what the exchange eventually sends, since it averages.
+  change, up to rounding, since rows of `w` sum to 1 and columns to
+  :math:`N' / N`. This mean is what the exchange eventually sends, since it
+  averages.
 
   Integers, booleans and PRNG keys are those of the old worker with the largest
   overlap, the first of equals. With more workers, each folds its number into

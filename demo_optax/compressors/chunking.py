@@ -1,7 +1,7 @@
 """Cuts arrays into chunks, and transforms chunks into coefficients.
 
-An array `[*batch, rows, cols]` is cut into chunks `[chunks, n]`, each the `n =
-row_length * col_length` elements of a block in row-major order. Chunks are
+An array `[*batch, rows, cols]` is cut into chunks `[chunks, n]`, each the
+`n = row_length * col_length` elements of a block in row-major order. Chunks are
 transformed into coefficients `[chunks, n]`. Both steps are linear and static.
 
 A sharded parameter is cut shard by shard: a `ChunkGrid` describes the array on

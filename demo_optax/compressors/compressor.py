@@ -212,9 +212,9 @@ def dct_topk(
 ) -> Compressor:
   r"""Sends the `topk` largest DCT coefficients of every chunk.
 
-  The last two dimensions of a leaf are cut into chunks of at most `chunk_size x
-  chunk_size` (vectors: `chunk_size`); leading dimensions are batch. Each chunk
-  is transformed by the separable orthonormal DCT-II
+  The last two dimensions of a leaf are cut into chunks of at most
+  `chunk_size x chunk_size` (vectors: `chunk_size`); leading dimensions are
+  batch. Each chunk is transformed by the separable orthonormal DCT-II
 
   .. math::
     c_{uv} = \sum_{xy} D^{(r)}_{ux} D^{(c)}_{vy} m_{xy}, \quad
@@ -228,9 +228,9 @@ def dct_topk(
     k \lceil \log_2 n \rceil, \quad n, \quad
     \min_l\; k l + k + \lceil n / 2^l \rceil - 1
 
-  (fixed width; a bit per coefficient; Elias-Fano, within 10 % of :math:`\log_2
-  \binom{n}{k}` for `n >= 4096` and `8 <= k <= n / 19`). The values :math:`v` of
-  a chunk are encoded as
+  (fixed width; a bit per coefficient; Elias-Fano, within 10 % of
+  :math:`\log_2 \binom{n}{k}` for `n >= 4096` and `8 <= k <= n / 19`). The
+  values :math:`v` of a chunk are encoded as
 
   ============ ============== ============== =================================
   `values`     bits per value bits per chunk decoded as
@@ -260,11 +260,11 @@ def dct_topk(
     topk: coefficients sent per chunk, at least 1; smaller chunks send all.
     values: the value code, see above: `'float32'`, `'bfloat16'`, `'int8'`,
       `'int4'` or `'sign'`.
-    padding: whether a dimension without a divisor in `[chunk_size / 2,
-      chunk_size]` is cut into chunks of nearly `chunk_size`, the last one
-      padded. False follows the published implementation, which takes the
-      largest divisor, however small, and sends more than the gradient for a
-      prime dimension.
+    padding: whether a dimension without a divisor in
+      `[chunk_size / 2, chunk_size]` is cut into chunks of nearly `chunk_size`,
+      the last one padded. False follows the published implementation, which
+      takes the largest divisor, however small, and sends more than the gradient
+      for a prime dimension.
 
   Returns:
     A `Compressor`, for `scale_by_demo`, `demo` and `plan`.

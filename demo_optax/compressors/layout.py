@@ -259,10 +259,6 @@ class Layout:
     """Describes the leaves by name."""
     return {leaf.name: leaf.record for leaf in self.leaves}
 
-  def difference(self, other: 'Layout') -> list[Difference]:
-    """Compares two layouts in words."""
-    return differences(self.records, other.records)
-
   def __eq__(self, other: object) -> bool:
     if self is other:
       return True

@@ -10,6 +10,7 @@ from typing import ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from demo_optax import _checks
 from demo_optax.numerics import groups, topk
@@ -96,12 +97,6 @@ class TopShare(_Share, Largest):
   """As `TopK`, `ceil(rate * n)` of `n` coefficients, with `rate` in (0, 1].
 
   For leaves whose chunks have different sizes.
-
-  Example:
-    >>> from demo_optax import compressors
-    >>> share = compressors.TopShare(64 / 4096)
-    >>> share.count(4096), share.count(512)
-    (64, 8)
   """
 
 
@@ -183,7 +178,9 @@ class Slicing(_Share):
   def __call__(self, coefficients: jax.Array, step: jax.Array) -> jax.Array:
     n = coefficients.shape[1]
     k = self.count(n)
-    start = _multiply_mod(step % (n // math.gcd(n, k)), k, n)
+    # A table, since a product could overflow int32.
+    starts = np.arange(n // math.gcd(n, k), dtype=np.int64) * k % n
+    start = jnp.asarray(starts, jnp.int32)[step % len(starts)]
     return ((start + jnp.arange(k, dtype=jnp.int32)) % n)[None]
 
 
@@ -208,15 +205,3 @@ def _share(rate: float, n: int) -> int:
   (7, 1, 5, 1)
   """
   return min(n, max(1, math.ceil(rate * n - 1e-9)))
-
-
-def _multiply_mod(x: jax.Array, factor: int, modulus: int) -> jax.Array:
-  """Returns `x * factor % modulus` for int32 `0 <= x < modulus < 2**30`.
-
-  Bit by bit: the product itself overflows int32 from 46,341 squared.
-  """
-  total = jnp.zeros_like(x)
-  for bit in range((modulus - 1).bit_length()):
-    power = (factor << bit) % modulus
-    total = (total + jnp.where((x >> bit) & 1 == 1, power, 0)) % modulus
-  return total

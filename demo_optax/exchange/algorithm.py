@@ -36,9 +36,9 @@ class WorkerState(NamedTuple):
   """A worker's state between exchanges, by bucket name; stacked over workers.
 
   Attributes:
-    momentum: coefficients `[workers, rows, n]`, or `[workers, devices, rows,
-      n]` with mesh axes inside a worker; float32 (float64 for float64
-      parameters).
+    momentum: coefficients `[workers, rows, n]`, or
+      `[workers, devices, rows, n]` with mesh axes inside a worker; float32
+      (float64 for float64 parameters).
     update_residual: `[workers, chunks, n]`, the losses of the update code in
       the chunks a worker owns. Empty without owners and for exact codes.
   """

@@ -71,9 +71,9 @@ def demo_diloco(
 ) -> optax.GradientTransformationExtraArgs:
   r"""DeMo inside DiLoCo: sends the fast part of each worker's outer momentum.
 
-  As `diloco`, with the exchange of `scale_by_demo` for gradients :math:`G_i = s
-  - x_i` and its update :math:`u`. By default only this update moves the
-  parameters,
+  As `diloco`, with the exchange of `scale_by_demo` for gradients
+  :math:`G_i = s - x_i` and its update :math:`u`. By default only this update
+  moves the parameters,
 
   .. math::
     s \leftarrow s - \eta\, u, \qquad x_i \leftarrow s,

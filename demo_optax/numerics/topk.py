@@ -61,8 +61,8 @@ def top_k_by_counting(magnitudes: jax.Array, k: int, size: int) -> jax.Array:
   Returns the indices of `lax.top_k`, ties included. Suppose one of those were
   in a group not chosen. Each chosen group would hold a larger value, or an
   equal one at a lower index. `magnitudes` are `[chunks, n]`, without negative
-  numbers and NaN; `size` is a power of 2 that divides `n`, and `k` at most `n /
-  size`.
+  numbers and NaN; `size` is a power of 2 that divides `n`, and `k` at most
+  `n / size`.
   """
   chunks, n = magnitudes.shape
   # Numbers that are not negative sort like their bits.

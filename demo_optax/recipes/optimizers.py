@@ -150,16 +150,6 @@ def muon_compressors(
 
   Returns:
     A tree of compressors like `params`.
-
-  Example:
-    >>> import demo_optax, jax, jax.numpy as jnp
-    >>> params = {
-    ...     'embed': jax.ShapeDtypeStruct((50257, 768), jnp.float32),
-    ...     'up': jax.ShapeDtypeStruct((768, 3072), jnp.float32)}
-    >>> compressor = demo_optax.recipes.muon_compressors(params)
-    >>> plan = demo_optax.plan(params, compressor, workers=4)
-    >>> print(f'{plan.dense_bytes() / plan.sent_bytes:.0f} times fewer')
-    127 times fewer
   """
   check_is_no_count(params)
   # `dct_topk` would call it `topk`.
