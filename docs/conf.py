@@ -79,47 +79,61 @@ _SHORT = {
 _MENU = '''
 ```{toctree}
 :hidden:
-:caption: Begin
+:caption: Start
 
 notebooks/01_quickstart
-docs/from_adamw
-docs/muon
-docs/is_it_for_me
+docs/multihost
+docs/faq
 ```
 
 ```{toctree}
 :hidden:
-:caption: Guides
+:caption: Choose
+
+docs/is_it_for_me
+docs/choosing
+docs/muon
+docs/from_adamw
+notebooks/03_choose_k_and_chunk
+```
+
+```{toctree}
+:hidden:
+:caption: Use
 
 docs/your_trainer
 docs/maxtext
 docs/tunix
-docs/multihost
-docs/sharding
-docs/checkpoints
-docs/faults
 docs/compressors
 docs/local_updates
+```
+
+```{toctree}
+:hidden:
+:caption: Operate
+
+docs/checkpoints
+docs/faults
+docs/sharding
+notebooks/04_mesh_and_sharding
 docs/errors
 ```
 
 ```{toctree}
 :hidden:
-:caption: Notebooks
+:caption: Understand
 
 notebooks/02_what_is_sent
-notebooks/03_choose_k_and_chunk
-notebooks/04_mesh_and_sharding
+docs/reading
+benchmarks/README
+benchmarks/TRIED
 ```
 
 ```{toctree}
 :hidden:
 :caption: Reference
 
-All names <docs/api>
-docs/reading
-benchmarks/README
-benchmarks/TRIED
+docs/api
 CHANGELOG
 CONTRIBUTING
 ```
