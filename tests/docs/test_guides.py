@@ -307,11 +307,47 @@ def test_what_many_workers_receive(model, topk, exchange):
       assert (owned < gathered) == fewer
 
 
+def test_losses_of_methods_are_those_of_the_benchmarks():
+  """Each row of docs/choosing.md has a row with its loss and its bytes."""
+  table = GUIDES['choosing'].read_text().split('## Loss and bytes')[1]
+  rows = re.findall(
+      r'^\| ([^|]+) \| ([\d.]+) \| ([\d.,]+) \| ([\d.,]+) \|$', table, re.M)
+  page = (ROOT / 'benchmarks/README.md').read_text()
+  assert len(rows) == 10
+  for name, loss, sent, received in rows:
+    first = name.split(',')[0].split(' with ')[0].split(' as ')[0]
+    first = {'`demo_diloco`': 'DeMo inside DiLoCo'}.get(first, first)
+    (row,) = [
+        line for line in page.splitlines()
+        if f'| {loss} (' in line and f'| {sent} / {received} |' in line]
+    assert row.startswith(f'| {first}'), name
+
+
+def test_rates_of_other_parameters_are_as_measured():
+  seen = {'loss', 'train_loss', 'curve', 'sent', 'received', 'dense',
+          'cpu_seconds_per_step', 'jax'}
+  for topk in (64, 8):
+    cells = []
+    for rate in (2e-3, 6e-3, 1.2e-2):
+      settings = {'topk': topk, 'rows': 8, 'average': 'workers'}
+      if rate != 2e-3:
+        settings['other_lr'] = rate
+      (run,) = [
+          run for run in results('muon.jsonl')
+          if {k: v for k, v in run.items() if k not in seen} == settings]
+      cells.append(f'{run["loss"]:.3f}')
+    assert f'| `topk={topk}` | {" | ".join(cells)} |' in GUIDES['muon'].read_text()
+
+
 def test_every_public_name_is_in_the_reference():
   text = GUIDES['api'].read_text()
-  listed = set(re.findall(r'auto(?:function|class):: (\w+)', text))
-  assert listed >= {name for name in demo_optax.__all__
-                    if not inspect.ismodule(getattr(demo_optax, name))}
+  listed = set(re.findall(r'auto(?:function|class|data):: ([\w.]+)', text))
+  for module in (demo_optax, demo_optax.checkpoint, demo_optax.compressors,
+                 demo_optax.local, demo_optax.recipes, demo_optax.state):
+    prefix = '' if module is demo_optax else f'{module.__name__}.'
+    for name in module.__all__:
+      if not inspect.ismodule(getattr(module, name)):
+        assert {name, prefix + name} & listed, name
 
 
 def test_the_site_builds(tmp_path):
