@@ -364,7 +364,7 @@ def test_the_site_builds(tmp_path):
   api = (tmp_path / 'docs/api.html').read_text()
   assert 'tex-svg.js' in api and (tmp_path / '_static/tex-svg.js').exists()
   for page in ('docs.jax.dev/en/latest/_autosummary/jax.jit.html#jax.jit',
-               'optax.readthedocs.io/en/latest/api/optimizer_wrappers.html'):
+               'optax.readthedocs.io/en/latest/api/transformations.html'):
     assert f'https://{page}' in api
   signature = re.search(r'id="demo_optax.demo">(.*?)</dt>', api, re.S).group(1)
   assert signature.count('<dd>') >= 7 and 'ScalarOrSchedule' in signature
