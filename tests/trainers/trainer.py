@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import hlo_text
 import jax
 import numpy as np
-from helpers import COMPILATIONS, assert_replicas_equal, make_workers
+from helpers import COMPILATIONS, assert_replicas_equal
 
 import demo_optax
 
@@ -61,15 +61,6 @@ def check_learns(trainer, fall=0.8, compiles_in=None):
   return done
 
 
-def check_changed(trainer, kind, steps):
-  """Checks a trainer of digits on workers of a kind: it learns, and how."""
-  with make_workers(kind) as workers:
-    done = check_learns(trainer(digits(16, steps), workers), compiles_in=1)
-    if workers.mesh is not None:
-      check_workers(done, workers, slack=100)
-  return done
-
-
 def check_workers(done, workers, slack):
   """Nothing dense crosses the worker axis, and all copies are the same.
 
@@ -93,16 +84,6 @@ def check_workers(done, workers, slack):
   assert demo_optax.check_replicas(done.params, workers) == []
   if not workers.param_specs.axes:
     assert_replicas_equal(done.params)
-
-
-def digits(rows, steps, seed=0):
-  """Images `[rows, 8, 8, 1]` of four kinds and their labels, for each step."""
-  rng = np.random.default_rng(seed)
-  kinds = rng.normal(size=(4, 8, 8, 1))
-  for _ in range(steps):
-    label = rng.integers(4, size=rows)
-    image = kinds[label] + 0.5 * rng.normal(size=(rows, 8, 8, 1))
-    yield {'image': image.astype(np.float32), 'label': label.astype(np.int32)}
 
 
 def tokens(rows, steps, length=8, vocabulary=16, seed=0):
