@@ -147,15 +147,6 @@ def test_the_table_of_errors_is_what_is_said():
           'run python tests/common_errors.py')
 
 
-@pytest.mark.parametrize('row', [
-    'MultiSteps', 'apply_if_finite', 'clip_by_global_norm', 'partition',
-    'inject_hyperparams'])
-def test_every_row_of_what_does_not_compose_has_its_test(row):
-  tests = (ROOT / 'tests/unit/test_mistakes.py').read_text()
-  assert f'optax.{row}' in GUIDES['errors'].read_text()
-  assert f'optax.{row}' in tests
-
-
 def test_the_table_of_sharded_workers_is_as_measured():
   text = GUIDES['sharding'].read_text()
   page = (ROOT / 'benchmarks/README.md').read_text()

@@ -782,92 +782,51 @@ def raises(match, step, *args, error=ValueError):
   return str(info.value)
 
 
-def test_mistakes(workers):
+def test_mistakes():
+  """Those that the table of `common_errors.py` does not have."""
+  workers = demo_optax.Workers.simulated(4)
   tx = demo_optax.demo(1e-2, workers=workers)
   params = linear_params()
-  state = tx.init(params)
-  step = make_step(tx, workers)
-  raises('do not divide', step, params, state, batch(6))
-  raises('cannot tell which', step, params, (), batch())
-  raises(
-      'are the same on all workers',
-      make_step(tx, workers, batch_argnums=()), params, state, batch(),
-  )
-  raises(
-      'nothing to cut',
-      make_step(tx, workers, batch_argnums=2), params, state, (),
-  )
-  raises(
-      'different lengths',
-      make_step(tx, workers, batch_argnums=(0, 2)), params, state, batch(),
-  )
-  ignores = make_step(tx, workers, lambda params, x: jnp.mean(params['w'] ** 2))
-  raises('are the same on all workers', ignores, params, state, batch())
+  args = params, tx.init(params), batch()
+  step = functools.partial(make_step, tx, workers)
+  raises('are the same on all workers', step(batch_argnums=()), *args)
+  raises('nothing to cut', step(batch_argnums=2), *args[:2], ())
+  raises('different lengths', step(batch_argnums=(0, 2)), *args)
+
   @demo_optax.data_parallel(workers)
   def averages(params, opt_state, x):
     grads = demo_optax.over_workers(jax.grad(quadratic)(params, x))
     return tx.update(grads, opt_state, params)
 
-  raises('remove what averages gradients', averages, params, state, batch())
-
-  def reduces(params, x):
-    return demo_optax.over_workers(quadratic(params, x))
-
+  raises('remove what averages gradients', averages, *args)
   raises(
       'over_workers was called on what is being differentiated',
-      make_step(tx, workers, reduces), params, state, batch(),
+      step(lambda params, x: demo_optax.over_workers(quadratic(params, x))),
+      *args,
   )
-  for axis in ('data', 'batch'):  # also one that the mesh has
-
-    @demo_optax.data_parallel(workers)
-    def pmean(params, opt_state, x, axis=axis):
-      grads = jax.lax.pmean(jax.grad(quadratic)(params, x), axis)
-      return tx.update(grads, opt_state, params)
-
-    message = raises('no axis has a name', pmean, params, state, batch())
-    assert f'unbound axis name: {axis}: in a step' in message
-
-  @demo_optax.data_parallel(workers)
-  def raw(params, opt_state, x):
-    grads = jax.grad(quadratic)(params, x)
-    return jax.tree.map(lambda p, g: p - g, params, grads), opt_state
-
-  message = raises('differs between workers', raw, params, state, batch())
-  assert 'The result.0.' in message and 'average' in message
-
-  @demo_optax.data_parallel(workers)
-  def skips(params, opt_state, x):
-    loss, grads = jax.value_and_grad(quadratic)(params, x)
-    updates, new = tx.update(grads, opt_state, params)
-    keep = lambda new, old: jnp.where(loss < 1.0, new, old)
-    return jax.tree.map(keep, optax.apply_updates(params, updates), params)
-
-  raises('decide from the update', skips, params, state, batch())
-
-  @demo_optax.data_parallel(workers)
-  def counts(params, opt_state, x):
-    return (x > 0).sum()
-
-  raises('over_workers(x, jnp.sum)', counts, params, state, batch())
   raises(
       'same workers',
       make_step(
           demo_optax.demo(1e-2, workers=demo_optax.Workers.simulated(2)),
           workers,
       ),
-      params, state, batch(),
+      *args,
   )
 
-  def closes_over(params, x):
-    grads = jax.grad(quadratic)(params, x)
-    updates, _ = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates)
 
-  raises(
-      'must be an argument',
-      demo_optax.data_parallel(workers, batch_argnums=1)(closes_over),
-      params, batch(),
-  )
+@pytest.mark.parametrize('axis', ['data', 'batch'])  # one that the mesh has
+def test_the_axis_of_a_step_has_no_name(workers, axis):
+  tx = demo_optax.demo(1e-2, workers=workers)
+  params = linear_params()
+
+  @demo_optax.data_parallel(workers)
+  def pmean(params, opt_state, x):
+    grads = jax.lax.pmean(jax.grad(quadratic)(params, x), axis)
+    return tx.update(grads, opt_state, params)
+
+  message = raises(
+      'no axis has a name', pmean, params, tx.init(params), batch())
+  assert f'unbound axis name: {axis}: in a step' in message
 
 
 def test_workers_of_an_own_map_are_refused():

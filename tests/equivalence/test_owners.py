@@ -460,10 +460,6 @@ def test_wrong_arguments():
   workers = demo_optax.Workers.simulated(2)
   with pytest.raises(ValueError, match="'ring' is not known; choose one of all"):
     demo_optax.demo(1e-3, workers=workers, exchange='ring')
-  with pytest.raises(ValueError, match="needs update_values, how updates are"):
-    demo_optax.scale_by_demo(workers=workers, exchange='all_to_all')
-  with pytest.raises(ValueError, match="update_values='int2' is not known"):
-    demo_optax.demo_muon(1e-3, workers=workers, update_values='int2')
   with pytest.raises(ValueError, match="values='ternary' is not known"):
     demo_optax.dct_topk(values='ternary')
 
@@ -480,11 +476,6 @@ def test_a_state_of_another_exchange():
   gradients = {'w': jnp.ones((2, 8, 8))}
   with pytest.raises(ValueError, match='make the state with tx.init of the'):
     made['ternary'].update(gradients, state, params)
-  three = demo_optax.scale_by_demo(
-      workers=demo_optax.Workers.simulated(3), exchange='all_to_all',
-      update_values='sign')
-  with pytest.raises(ValueError, match='is of 2 workers'):
-    three.update({'w': jnp.ones((3, 8, 8))}, state, params)
 
 
 # States of another number of workers ------------------------------------------
