@@ -185,22 +185,6 @@ def test_the_table_of_digits_is_as_measured():
           rf'\| {name}[^|]*\| {right} \| {kb} kB', page.read_text()), (page, name)
 
 
-def test_outer_rates_are_those_of_the_benchmark():
-  said = re.search(r'Best outer rates: (.*)', (
-      ROOT / 'benchmarks/README.md').read_text()).group(1)
-  for words, method, rates in (
-      ('DiLoCo 0.25', 'DiLoCo', ['0.25']),
-      ('as published 0.1', 'DeMo, as published', ['0.1']),
-      ('without drift 0.5 to 1', 'DeMo, without drift', ['1.0']),
-      ('SparseLoCo 2', 'SparseLoCo', ['2.0'])):
-    rows = re.findall(rf'\| \d \| {method} \| ([\d.]+) \(', (
-        ROOT / 'benchmarks/README.md').read_text())
-    assert rows and set(rows) == set(rates) and words in said, method
-  guide = GUIDES['local_updates'].read_text()
-  assert ('0.25 was best for DiLoCo, 0.5 to 1 for `demo_diloco`, 0.1 with'
-          ' `drift=True`, 2 for SparseLoCo') in guide
-
-
 def shapes(model):
   return jax.tree.map(
       lambda shape: jax.ShapeDtypeStruct(tuple(shape), np.float32),

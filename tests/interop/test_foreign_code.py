@@ -373,28 +373,6 @@ def test_linen_batch_statistics_keep_their_shape(whole):
     assert jax.tree.map(jnp.shape, stats) == shapes
 
 
-def test_streams_and_metrics_need_not_be_placed():
-  """The second step compiles nothing, though nobody put anything on the mesh."""
-  workers = on_mesh()
-  model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-  optimizer = nnx.Optimizer(model, demo(workers), wrt=nnx.Param)
-  metrics = nnx.MultiMetric(loss=nnx.metrics.Average('loss'))
-  rngs = nnx.Rngs(1)
-
-  @demo_optax.data_parallel(workers)
-  def step(model, optimizer, rngs, metrics, x):
-    noise = jax.random.normal(rngs(), x.shape)
-    loss, grads = nnx.value_and_grad(lambda m: jnp.mean(m(x + noise) ** 2))(model)
-    optimizer.update(model, grads)
-    metrics.update(loss=loss)
-
-  step(model, optimizer, rngs, metrics, BATCH)
-  COMPILATIONS.count = 0
-  step(model, optimizer, rngs, metrics, BATCH)
-  assert COMPILATIONS.count == 0
-  assert int(metrics.loss.count[...]) == 8  # one loss of each worker and step
-
-
 def test_an_equinox_module_as_it_is():
   workers = demo_optax.Workers.simulated(4)
   model = eqx.nn.MLP(8, 4, 16, 2, key=jax.random.key(0))
@@ -517,28 +495,6 @@ def test_a_returned_nnx_state_is_what_the_objects_have(kind):
     for other in found[1:]:
       jax.tree.map(np.testing.assert_array_equal, found[0], other)
     assert int(found[0][1]['count']) == 2 * int(np.sum(BATCH[:, 0] > 0))
-
-
-def test_an_nnx_split_step_trains():
-  workers = demo_optax.Workers.simulated(2)
-  model = nnx.Sequential(
-      nnx.Linear(8, 2, rngs=nnx.Rngs(0)), nnx.BatchNorm(2, rngs=nnx.Rngs(0)))
-  optimizer = nnx.Optimizer(model, demo(workers), wrt=nnx.Param)
-  graphdef, state = nnx.split((model, optimizer))
-
-  @demo_optax.data_parallel(workers)
-  def train_step(graphdef, state, x):
-    model, optimizer = nnx.merge(graphdef, state)
-    loss, grads = nnx.value_and_grad(
-        lambda model: jnp.mean((model(x) - 1) ** 2))(model)
-    optimizer.update(model, grads)
-    return loss, nnx.state((model, optimizer))
-
-  losses = []
-  for _ in range(4):
-    loss, state = train_step(graphdef, state, BATCH)
-    losses.append(float(loss))
-  assert losses[-1] < losses[0]
 
 
 def test_a_batch_that_is_sharded_on_an_explicit_mesh():
