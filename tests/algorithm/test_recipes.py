@@ -481,25 +481,12 @@ def own(state):
           if 'worker_stacked' in jax.tree_util.keystr(path)}
 
 
-def test_saved_resumed_and_resized(tmp_path):
-  """A resumed run goes on bit for bit; of other workers it goes on."""
-  workers = demo_optax.Workers.simulated(4)
-  whole, _, losses = train(workers)
-  params, state, _ = train(workers, steps=8)
-  saved = state
-  wanted = {'params': params, 'state': state}
+def test_saved_and_resized(tmp_path):
+  """Of other workers it goes on; of as many, bit for bit, in test_maps.py."""
+  params, saved, losses = train(demo_optax.Workers.simulated(4), steps=8)
+  wanted = {'params': params, 'state': saved}
   with demo_optax.checkpoint.Checkpointer(tmp_path, wanted) as checkpoints:
     checkpoints.save(8, wanted)
-  tx, step = recipe(workers)
-  wanted = {'params': model(), 'state': tx.init(model())}
-  with demo_optax.checkpoint.Checkpointer(tmp_path, wanted) as checkpoints:
-    _, found = checkpoints.restore()
-  params, state = found['params'], found['state']
-  for tokens in TOKENS[8:]:
-    params, state, loss = step(params, state, tokens)
-  assert float(loss) == losses[-1]
-  jax.tree.map(np.testing.assert_array_equal, params, whole)
-
   two = demo_optax.Workers.simulated(2)
   tx = demo_optax.demo_muon(0.02, workers=two)
   wanted = {'params': model(), 'state': tx.init(model())}
@@ -519,7 +506,7 @@ def test_saved_resumed_and_resized(tmp_path):
         new, np.reshape(old, (2, 2, *old.shape[1:])).mean(1), atol=1e-6)
   *_, resized = train(
       two, state=found['state'], params=found['params'], steps=12)
-  assert resized[-1] < losses[7]
+  assert resized[-1] < losses[-1]
 
 
 @jax.numpy_dtype_promotion('standard')

@@ -83,9 +83,8 @@ def test_leaves_do_as_they_do_alone():
           updates[name], next(results), atol=1e-7, err_msg=name)
 
 
-@pytest.mark.parametrize('kind', ['auto', 'explicit'])
-def test_one_gather_for_all(kind):
-  workers = on_mesh(N, kind)
+def test_one_gather_for_all():
+  workers = on_mesh(N)
   tx = grouped(workers)
   params = replicated(random_tree(9, SHAPES), workers)
   state = workers.device_put(tx.init(params))
@@ -102,13 +101,11 @@ def test_one_gather_for_all(kind):
   assert sum(gathers) == (N - 1) * plan.payload_bytes
   assert sum(c.output_bytes for c in found if c.kind == 'all-reduce') <= 8
   assert plan.sent_bytes == plan.payload_bytes and not plan.summed_bytes
-  if kind == 'auto':
-    simulated = demo_optax.Workers.simulated(N)
-    tx = grouped(simulated)
-    same, _ = jax.jit(tx.update)(
-        random_tree(0, SHAPES, lead=(N,)),
-        tx.init(random_tree(9, SHAPES)), random_tree(9, SHAPES))
-    assert_same_bits({k: updates[k] for k in 'ab'}, {k: same[k] for k in 'ab'})
+  tx = grouped(demo_optax.Workers.simulated(N))
+  params = random_tree(9, SHAPES)
+  same, _ = jax.jit(tx.update)(
+      random_tree(0, SHAPES, lead=(N,)), tx.init(params), params)
+  assert_same_bits({k: updates[k] for k in 'ab'}, {k: same[k] for k in 'ab'})
 
 
 def test_gathered_and_summed_together():

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import test_exchange
+import test_maps
 import test_sharded
 from helpers import assert_same_bits, on_mesh, random_tree
 from jax.sharding import PartitionSpec as P
@@ -15,9 +15,6 @@ from demo_optax.numerics import platform
 
 pytestmark = pytest.mark.core
 
-STEPS = 5  # one with a worker that is excluded
-N = test_exchange.N
-
 
 @pytest.fixture(autouse=True)
 def on_an_accelerator():
@@ -25,24 +22,13 @@ def on_an_accelerator():
     yield
 
 
-@pytest.fixture(scope='module', params=test_exchange.RULES)
-def simulated(request):
-  with platform.running_on('gpu'):
-    workers = demo_optax.Workers.simulated(N)
-    return request.param, test_exchange.stacked_run(workers, STEPS, request.param)
-
-
-@pytest.mark.parametrize('how', [
-    'auto', 'explicit', 'checked', 'unchecked', 'vmap', 'pmap'])
-def test_maps_have_the_bits_of_the_simulation(simulated, how):
-  rule, expected = simulated
-  if how in ('auto', 'explicit'):
-    found = test_exchange.stacked_run(on_mesh(N, how), STEPS, rule)
-  elif how in ('vmap', 'pmap'):
-    found, _ = test_exchange.mapped_run(STEPS, how, rule)
-    expected = expected[0]
-  else:
-    found = test_exchange.shard_map_run(STEPS, how == 'checked', rule)
+@pytest.mark.parametrize('name, how', [
+    *((name, how) for name in ('published', 'second')
+      for how in test_maps.STACKED + test_maps.OWN_MAPS),
+    ('published', '2x4 auto'), ('published', '2x4 explicit')])
+def test_maps_have_the_bits_of_the_simulation(name, how):
+  make = test_maps.EXCHANGES[name]
+  found, expected = test_maps.run(make, how), test_maps.expected_of(name, how)
   assert_same_bits(found, expected)
 
 
@@ -67,13 +53,12 @@ def test_one_of_each_group_in_every_map(name, how):
 
 
 @pytest.mark.parametrize('kind', ['auto', 'explicit'])
-@pytest.mark.parametrize('layout', ['2d', '3d'])
-def test_workers_of_several_devices(layout, kind):
+def test_workers_of_several_devices(kind):
   make_tx = test_sharded.exchange
   expected = test_sharded.run(
-      test_sharded.simulated_workers(layout), 3, make_tx, layout)
+      test_sharded.simulated_workers('3d'), 3, make_tx, '3d')
   found = test_sharded.run(
-      test_sharded.make_workers(layout, kind), 3, make_tx, layout)
+      test_sharded.make_workers('3d', kind), 3, make_tx, '3d')
   assert_same_bits(found[:2], expected[:2])
 
 
@@ -111,15 +96,14 @@ def test_a_model_with_biases_and_workers_of_several_devices():
 
 
 def test_forms_agree_but_for_rounding():
-  workers = demo_optax.Workers.simulated(N)
-  found = test_exchange.stacked_run(workers, STEPS)
+  make = test_maps.EXCHANGES['published']
+  found = test_maps.run(make, 'simulated')
   with platform.running_on('cpu'):
-    expected = test_exchange.stacked_run(workers, STEPS)
+    expected = test_maps.run(make, 'simulated')
   jax.tree.map(
-      lambda x, y: np.testing.assert_allclose(x, y, atol=1e-4), found[0],
-      expected[0])
-  assert jax.tree.map(np.shape, found[1]) == jax.tree.map(
-      np.shape, expected[1])
+      lambda x, y: np.testing.assert_allclose(x, y, atol=1e-4),
+      found.updates, expected.updates)
+  assert test_maps.types(found.state) == test_maps.types(expected.state)
 
 
 def test_the_platform_is_that_of_the_mesh(monkeypatch):

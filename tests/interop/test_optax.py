@@ -1,6 +1,5 @@
 """optax's own contract, and kinds of parameters."""
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -80,20 +79,6 @@ CHAINS = {
 def test_converges_on_a_regression(name):
   losses, _, _ = train(CHAINS[name](), 200)
   assert losses[-1] < 0.05 * losses[0]
-
-
-def test_converges_on_a_quadratic():
-  target = jnp.asarray(random_tree(0, {'x': (40,)})['x'])
-  tx = demo_optax.demo(
-      optax.linear_schedule(0.1, 0.0, 150), workers=WORKERS,
-      compressor=demo_optax.dct_topk(8, 1), decay=0.9)
-  x = jnp.zeros(40)
-  state = tx.init(x)
-  update = jax.jit(tx.update)
-  for _ in range(150):
-    updates, state = update(jnp.stack([x - target] * N), state, x)
-    x = optax.apply_updates(x, updates)
-  assert jnp.max(jnp.abs(x - target)) < 0.1
 
 
 def test_inject_hyperparams_over_decay_and_learning_rate():
@@ -184,23 +169,6 @@ def test_learning_rate_is_inside_the_momentum():
 
 
 # Kinds of parameters ----------------------------------------------------------
-
-
-@pytest.mark.parametrize('dtype', ['bfloat16', 'float16', 'float32'])
-@pytest.mark.parametrize('workers', [WORKERS, on_mesh(N)], ids=['sim', 'mesh'])
-def test_dtypes_are_stable(dtype, workers):
-  params = {'w': jnp.ones((20, 32), dtype), 'b': jnp.ones(32, dtype)}
-  gradients = jax.tree.map(
-      lambda g: jnp.asarray(g, dtype), random_tree(0, SHAPES, (N,)))
-  for tx in (demo_optax.demo(1e-3, workers=workers, weight_decay=0.1),
-             demo_optax.scale_by_demo(workers=workers)):
-    state = tx.init(params)
-    updates, new_state = jax.jit(tx.update)(gradients, state, params)
-    assert jax.tree.map(lambda x: x.dtype, updates) == jax.tree.map(
-        lambda x: x.dtype, params)
-    chex.assert_trees_all_equal_shapes_and_dtypes(state, new_state)
-    for leaf in jax.tree.leaves(new_state):
-      assert leaf.dtype in (jnp.float32, jnp.int32, jnp.uint32)
 
 
 def test_float64_parameters_have_float64_momentum(x64):
@@ -300,18 +268,6 @@ def test_a_tree_with_nothing_to_exchange():
   assert int(state.count) == 1 and not np.any(updates['n'])
 
 
-def test_momentum_round_trips_through_parameter_space():
-  tx = demo_optax.scale_by_demo(COMPRESSOR, 0.9, workers=WORKERS)
-  params = {k: v for k, v in random_tree(0).items()}
-  state = tx.init(params)
-  for s in range(3):
-    _, state = tx.update(random_tree(s, lead=(N,)), state, params)
-  in_clear = demo_optax.state.momentum(state)
-  back = demo_optax.state.with_momentum(state, in_clear)
-  for a, b in zip(*map(jax.tree.leaves, (state, back))):
-    np.testing.assert_allclose(a, b, atol=1e-5)
-
-
 def test_state_specs():
   workers = demo_optax.Workers.on_axis('data')
   ema = demo_optax.per_worker(optax.ema(0.9), workers=workers)
@@ -344,26 +300,10 @@ def test_per_worker_keeps_a_state_for_each():
   assert state.worker_stacked.ema.shape == (N, 2)
 
 
-@pytest.mark.parametrize('workers', [WORKERS, on_mesh(N)], ids=['sim', 'mesh'])
-def test_average(workers):
-  tx = demo_optax.average(workers=workers)
-  gradients = random_tree(0, SHAPES, (N,))
-  mean, _ = tx.update(gradients, tx.init(problem()[0]), problem()[0])
-  for key in mean:
-    np.testing.assert_allclose(mean[key], gradients[key].mean(0), atol=1e-6)
-
-
-@pytest.mark.parametrize('workers', [WORKERS, on_mesh(N)], ids=['sim', 'mesh'])
-def test_mean_leaves_out_who_is_not_finite(workers):
-  tx = demo_optax.average(workers=workers)
-  gradients = random_tree(0, SHAPES, (N,))
-  gradients['b'][1] = np.inf
-  mean, _ = tx.update(gradients, tx.init(problem()[0]), problem()[0])
-  for key in mean:
-    np.testing.assert_allclose(
-        mean[key], gradients[key][[0, 2]].mean(0), atol=1e-6)
-  nobody, _ = tx.update(
-      jax.tree.map(lambda g: g * np.nan, gradients), tx.init(problem()[0]))
+def test_a_mean_of_nobody_is_zero():
+  tx = demo_optax.average(workers=WORKERS)
+  gradients = {k: g * np.nan for k, g in random_tree(0, SHAPES, (N,)).items()}
+  nobody, _ = tx.update(gradients, tx.init(problem()[0]))
   assert not any(np.any(g) for g in jax.tree.leaves(nobody))
 
 

@@ -1,0 +1,396 @@
+"""Every public transformation under every map: one matrix of guarantees.
+
+A case trains for a few steps, in one of which a worker's gradient is not
+finite, and is saved and restored on the way. It must give the bits of a run in
+simulation that was never saved: updates, parameters and states. Nothing may
+compile after the first step, no type may change, and all devices must hold the
+same bits.
+"""
+
+import contextlib
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import (
+  COMPILATIONS,
+  MESHES,
+  assert_same_bits,
+  make_mesh,
+  on_mesh,
+  random_tree,
+)
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import demo_optax
+from demo_optax import local
+from demo_optax.checkpoint import Checkpointer
+from demo_optax.numerics import platform
+
+pytestmark = pytest.mark.core
+
+N, STEPS, SAVED = 4, 5, 3
+BAD = {1: 2, 4: 0}  # the worker whose gradient is not finite, by steps
+SHAPES = {'w': (16, 24), 'b': (5,)}
+COMPRESSOR = demo_optax.dct_topk(8, 3)
+
+
+def with_codes(values):
+  compressor = demo_optax.dct_topk(8, 3, values=values)
+  return lambda workers: demo_optax.scale_by_demo(
+      compressor, 0.95, workers=workers, alpha=0.3)
+
+
+def owners(update_values):
+  return lambda workers: demo_optax.scale_by_demo(
+      COMPRESSOR, 0.9, workers=workers, exchange='all_to_all',
+      update_values=update_values)
+
+
+def methods(make, **options):
+  """Local updates; a power of two as rate, so that products are exact."""
+  return lambda workers: make(
+      optax.sgd(0.125), workers=workers, sync_period=2, **options)
+
+
+EXCHANGES = {
+    'published': lambda workers: demo_optax.scale_by_demo(
+        COMPRESSOR, 0.95, workers=workers),
+    'second': lambda workers: demo_optax.scale_by_demo(
+        COMPRESSOR, 0.97, workers=workers, alpha=0.3, average='workers',
+        ema=True),
+    'demo': lambda workers: optax.chain(
+        demo_optax.per_worker(optax.clip(2.0), workers=workers),
+        demo_optax.demo(
+            optax.linear_schedule(1e-2, 1e-3, 50), workers=workers,
+            compressor=COMPRESSOR, decay=0.95, weight_decay=0.1)),
+    'demo_muon': lambda workers: demo_optax.demo_muon(
+        1e-2, workers=workers, compressor=COMPRESSOR, weight_decay=0.1),
+    'per_worker': lambda workers: optax.chain(
+        demo_optax.per_worker(optax.trace(0.5), workers=workers),
+        demo_optax.average(workers=workers)),
+    'average': lambda workers: demo_optax.average(workers=workers),
+    'owners': owners('ternary'),
+}
+LOCAL = {
+    'diloco': methods(local.diloco),
+    'demo_diloco': methods(local.demo_diloco, compressor=COMPRESSOR),
+    'drift': methods(local.demo_diloco, compressor=COMPRESSOR, drift=True),
+    'sparse_loco': methods(local.sparse_loco, compressor=COMPRESSOR),
+}
+ALL = {**EXCHANGES, **LOCAL}
+SPECS = {'w': P('fsdp'), 'b': None}
+OWN_MAPS = ['checked', 'unchecked', 'vmap', 'pmap']
+STACKED = ['auto', 'explicit']
+IN_STEP = ['step', 'step auto', 'step explicit']
+DEVICES = ['2x4 auto', '2x4 explicit', 'step 2x4 auto', 'step 2x4 explicit']
+
+
+UNPLACED = [
+    'simulated', 'simulated 2x4', 'step', 'step simulated 2x4', 'pmap']
+
+
+class Run(NamedTuple):
+  """What came out of it."""
+
+  updates: list
+  params: Any
+  state: Any
+
+
+class Map(NamedTuple):
+  """How a transformation is called.
+
+  Attributes:
+    count: the number of workers.
+    put: places parameters, as every worker has them.
+    init: `params -> state`.
+    update: `(stacked gradients, state, params) -> (updates, state)`.
+    place: places stacked gradients.
+    take: results with one copy of what all workers share.
+  """
+
+  count: int
+  put: Any
+  init: Any
+  update: Any
+  place: Any = lambda gradients: gradients
+  take: Any = lambda tree: tree
+
+
+def of_one(gradients):
+  return jax.tree.map(lambda g: g[0], gradients)
+
+
+def by_shard_map(make, checked):
+  workers, mesh = demo_optax.Workers.on_axis('data'), make_mesh(N)
+  tx = make(workers)
+  specs = demo_optax.state_specs(tx, random_tree(99, SHAPES), workers)
+  mapped = functools.partial(jax.shard_map, mesh=mesh, check_vma=checked)
+  return Map(
+      N, lambda tree: jax.device_put(tree, NamedSharding(mesh, P())),
+      jax.jit(mapped(tx.init, in_specs=P(), out_specs=specs)),
+      jax.jit(mapped(
+          lambda g, state, params: tx.update(of_one(g), state, params),
+          in_specs=(P('data'), specs, P()), out_specs=(P(), specs))))
+
+
+def by_copies(make, how):
+  """In vmap or pmap, where every worker decodes for itself."""
+  tx = make(demo_optax.Workers.on_axis('data'))
+  mapped = jax.vmap if how == 'vmap' else functools.partial(
+      jax.pmap, devices=jax.devices()[:N])
+  jit = jax.jit if how == 'vmap' else lambda f: f
+
+  def take(tree):
+    def leaf(path, x):
+      if 'worker_stacked' in jax.tree_util.keystr(path):
+        return x[:, 0]
+      x = np.asarray(x)
+      for other in x[1:]:
+        np.testing.assert_array_equal(x[0], other)
+      return x[0]
+
+    return jax.tree_util.tree_map_with_path(leaf, tree)
+
+  return Map(
+      N, lambda tree: jax.tree.map(lambda x: np.stack([x] * N), tree),
+      jit(mapped(tx.init, axis_name='data')),
+      jit(mapped(tx.update, axis_name='data')), take=take)
+
+
+def by_workers(make, workers, in_step):
+  """With stacked gradients, or as one worker's in a step of its own."""
+  tx = make(workers)
+
+  def update(gradients, state, params):
+    return tx.update(of_one(gradients), state, params)
+
+  def place(gradients):
+    if workers.mesh is None:
+      return gradients
+    inside = SPECS if workers.param_specs.axes else {}
+    return {
+        k: jax.device_put(g, NamedSharding(
+            workers.mesh, P('data', *(inside.get(k) or ()))))
+        for k, g in gradients.items()}
+
+  if in_step:
+    @demo_optax.data_parallel(workers, batch_argnums=0)
+    def step(rows, state, params):
+      return update(dict(zip(SHAPES, rows)), state, params)
+
+    return Map(
+        workers.count, workers.device_put, tx.init, step,
+        lambda gradients: list(gradients.values()))
+  return Map(
+      workers.count, workers.device_put, jax.jit(tx.init), jax.jit(tx.update),
+      place)
+
+
+def map_of(make, how, count=N):
+  """Returns the map, and the mesh that is set while it runs."""
+  *words, kind = how.split()
+  if how in ('checked', 'unchecked'):
+    return by_shard_map(make, how == 'checked'), None
+  if how in ('vmap', 'pmap'):
+    return by_copies(make, how), None
+  if how.endswith('simulated 2x4'):
+    workers = demo_optax.Workers.simulated(2, SPECS, {'fsdp': 4})
+  elif '2x4' in words:
+    mesh = jax.make_mesh(
+        (2, 4), ('data', 'fsdp'), axis_types=(MESHES[kind],) * 2)
+    workers = demo_optax.Workers.on_mesh(mesh, 'data', SPECS)
+  elif how in ('simulated', 'step'):
+    workers = demo_optax.Workers.simulated(count)
+  else:
+    workers = on_mesh(count, kind)
+  found = by_workers(make, workers, how.startswith('step'))
+  return found, workers.mesh if kind == 'explicit' else None
+
+
+def gradients_of(step, count, bad=BAD):
+  gradients = random_tree(step, SHAPES, lead=(count,))
+  if step in bad:
+    gradients['b'][bad[step] % count] = np.nan
+  return gradients
+
+
+def assert_devices_agree(tree):
+  """Every device that holds a part of an array holds the same bits of it."""
+  for leaf in jax.tree.leaves(tree):
+    parts = {}
+    for shard in leaf.addressable_shards if isinstance(leaf, jax.Array) else ():
+      x = np.asarray(shard.data)
+      np.testing.assert_array_equal(parts.setdefault(str(shard.index), x), x)
+
+
+def types(tree):
+  return jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), tree)
+
+
+apply_updates = jax.jit(optax.apply_updates)
+
+
+def run(make, how, folder=None, count=N):
+  """Trains; through a checkpoint after `SAVED` steps if there is a folder."""
+  m, mesh = map_of(make, how, count)
+  inside = lambda: jax.set_mesh(mesh) if mesh else contextlib.nullcontext()
+
+  def start(seed):
+    params = m.put(random_tree(seed, SHAPES))
+    with inside():
+      return {'params': params, 'opt_state': m.init(params)}
+
+  tree, seen = start(99), []
+  expected = types(tree)
+  for step in range(STEPS):
+    if step == SAVED and folder is not None and how not in ('vmap', 'pmap'):
+      with Checkpointer(folder, tree) as files:
+        files.save(step, tree)
+      with Checkpointer(folder, start(98)) as files:
+        _, tree = files.restore()
+    gradients = m.place(gradients_of(step, m.count))
+    before = COMPILATIONS.count
+    with inside():
+      updates, state = m.update(gradients, tree['opt_state'], tree['params'])
+      # What nobody has placed lies elsewhere after a step, or a restore.
+      since = step - SAVED * (folder is not None and step >= SAVED)
+      again = step == 0 or (how in UNPLACED and since < 2)
+      assert again or COMPILATIONS.count == before, f'{step} compiled again'
+      params = apply_updates(tree['params'], updates)
+    tree = {'params': params, 'opt_state': state}
+    assert types(tree) == expected
+    if how not in ('vmap', 'pmap'):
+      assert_devices_agree((updates, params))
+    seen.append(jax.tree.map(np.asarray, m.take(updates)))
+  return Run(seen, m.take(params), m.take(state))
+
+
+@functools.cache
+def simulated(name, blocks, form):
+  """Local updates know one worker's step alone; a platform has its form."""
+  del form
+  how = 'simulated 2x4' if blocks else 'simulated'
+  if name in LOCAL:
+    how = f'step {how}' if blocks else 'step'
+  return run(ALL[name], how)
+
+
+def expected_of(name, how):
+  return simulated(name, '2x4' in how, platform.of(None))
+
+
+def cases():
+  """Two transformations in every map, of the others every third; all, slowly."""
+  for i, name in enumerate(ALL):
+    hows = IN_STEP + DEVICES[2:] if name in LOCAL else (
+        STACKED + IN_STEP + OWN_MAPS + DEVICES)
+    for j, how in enumerate(hows):
+      quick = name in ('published', 'owners') or (i + j) % 3 == 0
+      marks = [] if quick else [pytest.mark.slow]
+      if (name, how) == ('drift', 'step 2x4 explicit'):
+        # The mean over workers takes slices of a dimension that is sharded.
+        marks = [pytest.mark.xfail(
+            reason='ShardingTypeError in collectives.in_order', strict=True)]
+      yield pytest.param(name, how, marks=marks)
+
+
+@pytest.mark.parametrize('name, how', list(cases()))
+def test_maps_have_the_bits_of_the_simulation(name, how, tmp_path):
+  found, expected = run(ALL[name], how, tmp_path), expected_of(name, how)
+  assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize('make, how', [
+    (with_codes('int8'), 'auto'), (with_codes('sign'), 'pmap'),
+    (with_codes('bfloat16'), 'vmap'), (with_codes('int4'), '2x4 auto'),
+    (owners('int8'), 'explicit'), (owners('sign'), 'step 2x4 auto')])
+def test_value_codes(make, how, tmp_path):
+  """Each in one map; those of updates keep something at their owners."""
+  expected = run(make, 'simulated 2x4' if '2x4' in how else 'simulated')
+  assert_same_bits(run(make, how, tmp_path), expected)
+
+
+@pytest.mark.parametrize('count', [1, 8])
+def test_other_numbers_of_workers(count):
+  found, expected = (
+      run(EXCHANGES['second'], how, count=count)
+      for how in ('auto', 'simulated'))
+  assert_same_bits(found, expected)
+
+
+@pytest.mark.xfail(
+    reason='cut_bucket runs under the mesh that is set', strict=True)
+def test_saving_where_an_explicit_mesh_is_set(tmp_path):
+  m, mesh = map_of(EXCHANGES['published'], 'explicit')
+  with jax.set_mesh(mesh):
+    tree = {'opt_state': m.init(m.put(random_tree(99, SHAPES)))}
+    with Checkpointer(tmp_path, tree) as files:
+      files.save(0, tree)
+
+
+# A worker whose gradient is not finite ------------------------------------------
+
+
+def own_of(state, which):
+  return [np.asarray(x)[which]
+          for path, x in jax.tree_util.tree_flatten_with_path(state)[0]
+          if 'worker_stacked' in jax.tree_util.keystr(path)]
+
+
+@pytest.mark.parametrize('name, bad', [
+    *((name, np.nan) for name in EXCHANGES),
+    ('published', np.inf), ('published', 3e38)])
+def test_a_worker_that_is_not_finite_is_left_out(name, bad):
+  """The others have the bits of a run without it; then it takes part again."""
+  left_out, others, seen = 1, [0, 2, 3], []
+  for count in (N, N - 1):
+    m = map_of(EXCHANGES[name], 'simulated', count)[0]
+    params = m.put(random_tree(99, SHAPES))
+    first = state = m.init(params)
+    for step in range(2):
+      gradients = random_tree(step, SHAPES, lead=(N,))
+      gradients['w'][left_out, 3, 5] = bad  # 3e38: its transform is not finite
+      if count < N:
+        gradients = {k: g[others] for k, g in gradients.items()}
+      updates, state = m.update(gradients, state, params)
+      params = optax.apply_updates(params, updates)
+    if count < N:
+      seen.append((params, own_of(state, slice(None))))
+      continue
+    seen.append((params, own_of(state, others)))
+    assert_same_bits(own_of(state, left_out), own_of(first, left_out))
+    gradients = random_tree(7, SHAPES, lead=(N,))
+    updates, after = m.update(gradients, state, params)
+    if name == 'average':  # which has no state
+      np.testing.assert_allclose(
+          updates['w'], gradients['w'].mean(0), atol=1e-6)
+    else:
+      pairs = zip(own_of(after, left_out), own_of(state, left_out))
+      assert any(np.any(x != y) for x, y in pairs)
+  assert_same_bits(*seen)
+
+
+# Types --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float16', 'float32'])
+@pytest.mark.parametrize('name', EXCHANGES)
+@jax.numpy_dtype_promotion('standard')
+def test_types_of_states_and_updates(name, dtype):
+  params = {k: jax.ShapeDtypeStruct(s, dtype) for k, s in SHAPES.items()}
+  gradients = {
+      k: jax.ShapeDtypeStruct((N, *s), dtype) for k, s in SHAPES.items()}
+  tx = EXCHANGES[name](demo_optax.Workers.simulated(N))
+  state = jax.eval_shape(tx.init, params)
+  updates, after = jax.eval_shape(tx.update, gradients, state, params)
+  assert types(updates) == types(params) and types(after) == types(state)
+  own = {x.dtype for x in jax.tree.leaves(state)}
+  if name not in ('per_worker', 'demo_muon'):  # whose parts keep their dtype
+    assert own <= {np.dtype(x) for x in ('float32', 'int32', 'uint32')}
