@@ -92,7 +92,8 @@ DEVICES = ['2x4 auto', '2x4 explicit', 'step 2x4 auto', 'step 2x4 explicit']
 
 
 UNPLACED = [
-    'simulated', 'simulated 2x4', 'step', 'step simulated 2x4', 'pmap']
+    'simulated', 'simulated 2x4', 'step', 'step simulated 2x4', 'pmap',
+    '2x4 auto']
 
 
 class Run(NamedTuple):
@@ -291,6 +292,8 @@ def cases():
   for i, name in enumerate(ALL):
     hows = IN_STEP + DEVICES[2:] if name in LOCAL else (
         STACKED + IN_STEP + OWN_MAPS + DEVICES)
+    if name == 'demo_muon':  # norms over devices: test_recipes.py
+      hows = [how for how in hows if '2x4' not in how]
     for j, how in enumerate(hows):
       quick = name in ('published', 'owners') or (i + j) % 3 == 0
       marks = [] if quick else [pytest.mark.slow]
