@@ -76,6 +76,10 @@ EXCHANGES = {
         demo_optax.average(workers=workers)),
     'average': lambda workers: demo_optax.average(workers=workers),
     'owners': owners('ternary'),
+    'groups': lambda workers: demo_optax.scale_by_demo(
+        demo_optax.Compressor(
+            demo_optax.compressors.GroupMax(4), demo_optax.compressors.Dct(), 8,
+            values='int8'), 0.9, workers=workers),
 }
 LOCAL = {
     'diloco': methods(local.diloco),
