@@ -220,7 +220,7 @@ def average(*, workers: Workers) -> optax.GradientTransformation:
       if not _tree.is_exchanged(x):
         dtype = x.dtype if x.dtype != jax.dtypes.float0 else param.dtype
         return _tree.zeros(x.shape[lead:], dtype)
-      wide = jnp.promote_types(x.dtype, jnp.float32)
+      wide = jnp.float32 if x.dtype.itemsize < 4 else x.dtype
       return workers.mean_present(x.astype(wide), present).astype(x.dtype)
 
     return treedef.unflatten([mean(x, p) for x, p in zip(leaves, like)])

@@ -6,6 +6,7 @@ several devices. Coefficients of a leaf are `[workers, *counts, n]`, the chunks
 of all its shards along each dimension, and so do not depend on devices.
 """
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -223,7 +224,14 @@ def run(fun: Callable[[Any], Any], args: Any, shardings: Any) -> Any:
       args,
   )
   inner = jax.tree.map(auto, shardings, is_leaf=lambda x: x is None)
-  found = jax.jit(fun, out_shardings=inner)(args)
+  placed = [getattr(x, 'sharding', None) for x in jax.tree.leaves(args)]
+  placed += jax.tree.leaves(inner)
+  meshes: list[Any] = [
+      x.mesh for x in placed if isinstance(x, NamedSharding)
+  ]
+  # Not under the mesh that the caller has set, whose types may be Explicit.
+  with jax.set_mesh(meshes[0]) if meshes else contextlib.nullcontext():
+    found = jax.jit(fun, out_shardings=inner)(args)
   return jax.tree.map(
       lambda sharding, x: on_mesh(x, sharding), shardings, found,
       is_leaf=lambda x: x is None,

@@ -108,8 +108,8 @@ class GroupMax:
   `ceil(log2(ceil(n / k)))` bits, 6 for 64 of 4096, where `TopK` takes 7.98. For
   GPUs and TPUs: neither selection nor merge sorts, scatters or gathers. At
   equal k it leaves 2 to 14 % more energy in the momentum than `TopK`, at equal
-  bytes up to 11 % less. `demo_muon` ended 0.35 % above `TopK` at equal bytes
-  (`benchmarks/README.md`, 'One of a group').
+  bytes up to 11 % less. `demo_muon` ended 0.34 % above `TopK` at equal bytes
+  (`benchmarks/TRIED.md`, 'One of a group').
 
   Attributes:
     k: number of groups, at least 1; a chunk with fewer coefficients sends all.

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from demo_optax import _paths
+from demo_optax.numerics import rounding
 from demo_optax.workers.collectives import Group
 from demo_optax.workers.param_specs import ParamSharding, ParamSpecs
 
@@ -340,7 +341,8 @@ class Workers(abc.ABC):
   ) -> jax.Array:
     """Returns the mean over those present; `otherwise` if nobody is."""
     total, count = self.sum_present(x, present)
-    mean = total / jnp.maximum(count, 1).astype(total.dtype)
+    # By a product: some programs make one of the division.
+    mean = total * rounding.exact_reciprocal(count, self.count, total.dtype)
     return jnp.where(count > 0, mean, otherwise)
 
   @abc.abstractmethod
