@@ -114,6 +114,24 @@ def loop_to_keep(elements: int) -> bool:
   return _on_cpu() and not is_small(elements)
 
 
+def merge_flat(elements: int) -> bool:
+  """Returns whether workers are added to one row of all chunks' coefficients.
+
+  XLA:TPU scatters into one row: of chunks it would copy all coefficients there
+  and back for each worker. 32 bits must number them.
+  """
+  return not _on_cpu() and elements < 2**31
+
+
+def count_by_comparison(sent: int) -> bool:
+  """Returns whether senders are counted by comparing places.
+
+  Up to so many comparisons cost accelerators less than writing a count for
+  every coefficient, most of them zero. CPUs write it in the caches.
+  """
+  return not _on_cpu() and sent <= 512
+
+
 def one_payload_at_a_time() -> bool:
   """Returns whether payloads are decoded one by one, within the caches."""
   return _on_cpu()

@@ -3,7 +3,7 @@
 Arrays here are coefficients `[chunks, n]` and selected values `[chunks, k]`.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -141,9 +141,15 @@ def subtract(
   if grouped and platform.by_comparison():
     n = coefficients.shape[1]
     return coefficients - groups.spread(_places(indices), values, n)
-  return coefficients.at[packing.row_numbers(indices), indices].add(
-      -values, unique_indices=True, mode='promise_in_bounds',
-      wrap_negative_indices=False,
+  at = coefficients.at[packing.row_numbers(indices), indices]
+  return _add(at, -values, ascending=not grouped)
+
+
+def _add(at: Any, values: jax.Array, ascending: bool) -> jax.Array:
+  """Adds at distinct places, which XLA:TPU sorts unless they ascend."""
+  return at.add(
+      values, unique_indices=True, indices_are_sorted=ascending,
+      mode='promise_in_bounds', wrap_negative_indices=False,
   )
 
 
@@ -163,13 +169,19 @@ def weigh(
   rows may hold anything; and the number of different coefficients sent, float32
   `[]`.
   """
-  workers, chunks, _ = values.shape
+  workers, chunks, k = values.shape
   counted = present[:, None, None]
   everyone = jnp.sum(present, dtype=jnp.int32)
   if indices is None or workers == 1:
     senders = everyone
   elif grouped and platform.by_comparison():
     senders = groups.count_senders(indices, present)
+  elif platform.count_by_comparison(workers * k):
+    places = jnp.swapaxes(indices, 0, 1).reshape(chunks, workers * k)
+    counts = jnp.broadcast_to(present[:, None], (workers, k)).reshape(1, 1, -1)
+    same = (places[:, :, None] == places[:, None]) & counts
+    senders = jnp.sum(same, axis=2, dtype=jnp.int32)
+    senders = jnp.swapaxes(senders.reshape(chunks, workers, k), 0, 1)
   else:
     rows = jnp.broadcast_to(packing.row_numbers(indices[0]), indices.shape)
     ones = jnp.broadcast_to(counted.astype(jnp.int32), indices.shape)
@@ -202,15 +214,24 @@ def add_up(
   workers, chunks, _ = values.shape
   if grouped and indices is not None and platform.by_comparison():
     return groups.add_up(_places(indices), values, n)
+  one_row = indices is not None and platform.merge_flat(chunks * n)
 
   def add_worker(worker: jax.Array, total: jax.Array) -> jax.Array:
     if indices is None:
       return total + values[worker]
-    return subtract(total, indices[worker], -values[worker])
+    if not one_row:
+      return subtract(total, indices[worker], -values[worker], grouped)
+    places = n * packing.row_numbers(indices[worker]) + indices[worker]
+    at = total.at[places.reshape(-1)]
+    return _add(at, values[worker].reshape(-1), ascending=True)
 
   # From the values, to vary over the same axes in a shard_map that tracks them.
-  zeros = jnp.zeros_like(values, shape=(chunks, n))
-  return jax.lax.fori_loop(0, workers, add_worker, zeros)
+  shape = (chunks * n,) if one_row else (chunks, n)
+  zeros = jnp.zeros_like(values, shape=shape)
+  total = jax.lax.fori_loop(
+      0, workers, add_worker, zeros, unroll=one_row and workers <= 16
+  )
+  return total.reshape(chunks, n)
 
 
 def _places(indices: jax.Array) -> jax.Array:

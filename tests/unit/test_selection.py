@@ -8,6 +8,7 @@ from helpers import merge
 from hypothesis import given
 from hypothesis import strategies as st
 
+from demo_optax.numerics import platform
 from demo_optax.numerics import topk as selection
 
 pytestmark = pytest.mark.core
@@ -39,14 +40,15 @@ def test_take_and_subtract():
   np.testing.assert_array_equal(left[kept], np.asarray(c)[kept])
 
 
+@pytest.mark.parametrize('kind', ['cpu', 'gpu'])
 @pytest.mark.parametrize('average', ['senders', 'workers'])
-@pytest.mark.parametrize('workers, n, k',
-                         [(1, 30, 4), (3, 30, 9), (8, 5, 2), (4, 6, 6)])
-def test_merge(workers, n, k, average):
+@pytest.mark.parametrize('workers, n, k', [  # the last: many, on GPUs in a loop
+    (1, 30, 4), (3, 30, 9), (8, 5, 2), (4, 6, 6), (20, 50, 26)])
+def test_merge(workers, n, k, average, kind):
   rng = np.random.default_rng(0)
   chunks = 11
   indices = np.stack([
-      np.stack([rng.permutation(n)[:k] for _ in range(chunks)])
+      np.stack([np.sort(rng.permutation(n)[:k]) for _ in range(chunks)])
       for _ in range(workers)]).astype(np.int32)
   if k == n:
     indices[:] = np.arange(n)
@@ -60,9 +62,20 @@ def test_merge(workers, n, k, average):
       count[c, indices[w, c]] += 1
   if average == 'workers':
     count[:] = present.sum()
-  merged = jax.jit(merge, static_argnums=(3, 4))(
-      indices, values, present, n, average)
+  with platform.running_on(kind):
+    merged = jax.jit(merge, static_argnums=(3, 4))(
+        indices, values, present, n, average)
   np.testing.assert_allclose(merged, total / np.maximum(count, 1), atol=1e-6)
+
+
+@pytest.mark.parametrize('chunks, shape', [(512, '1073741824'), (1024, '1024,2097152')])
+def test_a_row_has_no_more_places_than_32_bits_number(chunks, shape):
+  sent = jax.ShapeDtypeStruct((2, chunks, 4), jnp.float32)
+  places = jax.ShapeDtypeStruct(sent.shape, jnp.int32)
+  with platform.running_on('gpu'):
+    text = str(jax.make_jaxpr(
+        lambda i, v: selection.add_up(i, v, 2**21))(places, sent))
+  assert f'f32[{shape}] = scatter-add' in text
 
 
 def test_merge_of_nobody_is_zero():
