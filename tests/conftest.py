@@ -50,7 +50,9 @@ def pytest_collection_modifyitems(items):
   for item in items:
     if item.path.is_relative_to(here):
       folder = item.path.relative_to(here).parts[0]
-      if folder in ('docs', 'processes', 'integrations', 'trainers'):
+      if folder in (
+          'docs', 'processes', 'integrations', 'trainers', 'ahead'
+      ):
         item.add_marker(folder)
 
 
