@@ -126,7 +126,7 @@ def merge_flat(elements: int) -> bool:
 def count_by_comparison(sent: int) -> bool:
   """Returns whether senders are counted by comparing places.
 
-  Up to so many comparisons cost accelerators less than writing a count for
+  For accelerators few comparisons cost less than writing a count for
   every coefficient, most of them zero. CPUs write it in the caches.
   """
   return not _on_cpu() and sent <= 512

@@ -21,9 +21,10 @@ def scanned(jaxpr: core.Jaxpr, batches: Mapping[Any, int]) -> int | None:
         known.get(v) if isinstance(v, core.Var) else None for v in eqn.invars
     ]
     if eqn.primitive.name == 'scan':
-      first = eqn.params['num_consts'] + eqn.params['num_carry']
+      body, consts, carry = _scan(eqn)
+      first = consts + carry
       over = [n for n in given[first:] if n is not None]
-      if over and _exchanges(eqn.params['jaxpr'].jaxpr):
+      if over and _exchanges(body):
         return over[0]
       given[first:] = [None] * len(given[first:])
     if eqn.primitive.name == 'convert_element_type' and given[0] is not None:
@@ -59,10 +60,10 @@ def adds(jaxpr: core.Jaxpr, before: Any, after: Any) -> bool:
       ]
       return len(parts) == 1 and is_sum(parts[0])
     if name == 'scan':
-      number = eqn.params['num_consts'] + place
-      body = eqn.params['jaxpr'].jaxpr
+      body, consts, carry = _scan(eqn)
+      number = consts + place
       return (
-          place < eqn.params['num_carry']
+          place < carry
           and is_sum(eqn.invars[number])
           and adds(body, body.invars[number], body.outvars[place])
       )
@@ -90,3 +91,19 @@ def _exchanges(jaxpr: core.Jaxpr) -> bool:
       eqn.params.get('name') == EXCHANGE or any(map(_exchanges, _inner(eqn)))
       for eqn in jaxpr.eqns
   )
+
+
+def _scan(eqn: Any) -> tuple[core.Jaxpr, int, int]:
+  """Returns the body of a scan, and its numbers of constants and carries.
+
+  From shapes, since releases of JAX name these parameters differently: what is
+  scanned over, or stacked, has one more dimension outside of the body.
+  """
+  body = getattr(eqn.params['jaxpr'], 'jaxpr', eqn.params['jaxpr'])
+
+  def alike(outer: Any, inner: Any) -> int:
+    pairs = zip(outer, inner, strict=True)
+    return sum(x.aval.shape == y.aval.shape for x, y in pairs)
+
+  carry = alike(eqn.outvars, body.outvars)
+  return body, alike(eqn.invars, body.invars) - carry, carry
