@@ -305,7 +305,9 @@ def train(
   if args.resume == 'must' or checkpoints.steps:
     start = restore(args, checkpoints, model, optimizer)
     say(f'Going on after step {start}.')
-  say(f'{name}: {plan.size:,} parameters, {workers.count} workers on the'
+  simulated = '' if workers.mesh else ' simulated'
+  say(f'{name}: {plan.size:,} parameters,'
+      f' {workers.count}{simulated} workers on the'
       f' devices of {jax.process_count()} process(es),'
       f' {len(corpus.train):,} bytes of training text; every worker sends'
       f' {plan.sent_bytes / 1e3:,.1f} kB a step')

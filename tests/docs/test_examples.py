@@ -121,7 +121,7 @@ def test_resumed_equals_uninterrupted(tmp_path, workers, capsys):
   (second,) = run(tmp_path / 'parts', *args, '--resume')
   assert [r['step'] for r in second['records']] == list(range(7, 13))
   assert second['records'] == whole['records'][6:]
-  expected = 'on_mesh' if workers == '2' else 'simulated'
+  expected = '2 workers on' if workers == '2' else '9 simulated workers on'
   assert expected in capsys.readouterr().out
   arrays = [checkpoint(tmp_path / name / 'demo', 12)
             for name in ('whole', 'parts')]
