@@ -13,7 +13,7 @@ import optax
 from demo_optax import _checks, _tree
 from demo_optax._paths import Path, path_keys
 from demo_optax.numerics import prng
-from demo_optax.workers import Workers, checks, inside
+from demo_optax.workers import Workers, checks, collectives, inside
 
 _WORKERS = 'demo_optax.Workers.simulated(4)'
 
@@ -220,7 +220,7 @@ def average(*, workers: Workers) -> optax.GradientTransformation:
       if not _tree.is_exchanged(x):
         dtype = x.dtype if x.dtype != jax.dtypes.float0 else param.dtype
         return _tree.zeros(x.shape[lead:], dtype)
-      wide = jnp.float32 if x.dtype.itemsize < 4 else x.dtype
+      wide = collectives.widened(x)
       return workers.mean_present(x.astype(wide), present).astype(x.dtype)
 
     return treedef.unflatten([mean(x, p) for x, p in zip(leaves, like)])

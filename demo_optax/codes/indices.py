@@ -114,23 +114,21 @@ class InGroup:
   k: int
 
   @property
-  def _width(self) -> int:
-    return index_width(groups.num_places(self.n, self.k))
+  def _places(self) -> FixedWidth:
+    return FixedWidth(groups.num_places(self.n, self.k), self.k)
 
   @property
   def bits(self) -> int:
-    return self.k * self._width
+    return self._places.bits
 
   def words(self, chunks: int) -> int:
-    return packing.packed_words(chunks * self.k, self._width)
+    return self._places.words(chunks)
 
   def encode(self, indices: jax.Array) -> jax.Array:
-    return packing.pack_bits(_row(indices // self.k), self._width)
+    return self._places.encode(indices // self.k)
 
   def decode(self, data: jax.Array, chunks: int) -> jax.Array:
-    numbers = packing.unpack_bits(data, chunks * self.k, self._width)
-    places = numbers.astype(jnp.int32)
-    return groups.indices(places.reshape(*data.shape[:-1], chunks, self.k))
+    return groups.indices(self._places.decode(data, chunks))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -126,7 +126,7 @@ def sums(xs: Sequence[jax.Array], axis: str) -> list[jax.Array]:
   Real arrays of up to `ORDERED_BYTES` are gathered, together, and added from
   left to right: the sums have the same bits in every map.
   """
-  wide = [vary(x.astype(_wide(x)), axis) for x in xs]
+  wide = [vary(x.astype(widened(x)), axis) for x in xs]
   found: dict[int, jax.Array] = {}
   kinds: dict[Any, list[int]] = {}
   for i, x in enumerate(wide):
@@ -161,7 +161,7 @@ def in_order(x: jax.Array) -> jax.Array:
 
 def sum_stacked(x: jax.Array) -> jax.Array:
   """Returns what `sums` does, of arrays `[workers, ...]`."""
-  wide = x.astype(_wide(x))
+  wide = x.astype(widened(x))
   if is_ordered(x.shape[1:], wide.dtype):
     return in_order(wide).astype(x.dtype)
   return jnp.sum(x, axis=0, dtype=x.dtype)
@@ -169,17 +169,18 @@ def sum_stacked(x: jax.Array) -> jax.Array:
 
 def mean_stacked(x: jax.Array) -> jax.Array:
   """Returns what `mean` does, of arrays `[workers, ...]`."""
-  total = sum_stacked(x.astype(_wide(x)))
+  total = sum_stacked(x.astype(widened(x)))
   return (total / total.dtype.type(len(x))).astype(x.dtype)
 
 
 def mean(x: jax.Array, axis: str) -> jax.Array:
   """Returns the mean along an axis of real or complex numbers."""
-  (wide,) = sums([x.astype(_wide(x))], axis)
+  (wide,) = sums([x.astype(widened(x))], axis)
   return (wide / wide.dtype.type(jax.lax.axis_size(axis))).astype(x.dtype)
 
 
-def _wide(x: jax.Array) -> Any:
+def widened(x: jax.Array) -> Any:
+  """Returns the dtype that sums are computed in: float32 for halves."""
   is_half = jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype.itemsize < 4
   return jnp.dtype(jnp.float32) if is_half else x.dtype
 
