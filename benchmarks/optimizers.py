@@ -340,7 +340,7 @@ def by_width() -> optax.GradientTransformation:
 
 def within_heads(compressor: Any, topk: int) -> Callable[[Any], Any]:
   """Cuts attention as kernels with an axis of heads are: by input, by head."""
-  share = compressors.TopShare(topk / 64**2)
+  share = compressors.TopK(topk, of=64**2)
   sides = {'qkv': (1, 192), 'proj': (32, 64)}  # of GPTConfig: 6 heads of 32
 
   def choose(path: Any, other: Any) -> Any:

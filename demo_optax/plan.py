@@ -48,11 +48,17 @@ class LeafBytes:
   blocks: tuple[int, ...]  # shards inside a worker, along each dimension
   axes: tuple[str, ...]
   as_unsharded: bool  # in the chunks of an unsharded worker
+  small_blocks: bool = False  # a side shorter than that worker's chunk
 
   @property
   def size(self) -> int:
     """Number of elements."""
     return math.prod(self.shape)
+
+  @property
+  def is_large(self) -> bool:
+    """Whether more than a tenth of its float32 elements is sent."""
+    return self.sent_bytes > 0.4 * self.size
 
   def max_workers(self, itemsize: int = 4) -> float:
     """Returns the most workers with which an all-reduce receives more."""
@@ -147,18 +153,29 @@ class Plan:
   __repr__ = __str__
 
   def table(self) -> str:
-    """Returns a table of the leaves; equal rows are merged."""
-    lines = _aligned(self._rows())
-    return '\n'.join([*lines, self._mark] if self._mark else lines)
+    """Returns what leaves cost; those that differ in name only share a row."""
+    return '\n'.join([*_aligned(self._rows()), *self._marks()])
 
-  @property
-  def _mark(self) -> str:
-    if all(leaf.as_unsharded for leaf in self.leaves):
-      return ''
-    return (
-        '* cut into other chunks than on one device: results depend on how it'
-        ' is sharded.'
-    )
+  def _marks(self) -> list[str]:
+    """Returns what the marks in the table mean, and what to do."""
+    lines = []
+    if any(leaf.is_large for leaf in self.leaves):
+      lines.append(
+          '! sends more than a tenth of the leaf. If that is much of the total,'
+          " give it a smaller topk, or values='sign'."
+      )
+    if not all(leaf.as_unsharded for leaf in self.leaves):
+      lines.append(
+          '* cut into other chunks than on one device: results depend on how it'
+          ' is sharded.'
+      )
+    small = [leaf.name for leaf in self.leaves if leaf.small_blocks]
+    if small:
+      lines.append(
+          'Blocks are smaller than a chunk, which costs bytes. Shard another'
+          f' dimension, or over fewer devices: {", ".join(small)}'
+      )
+    return lines
 
   def _rows(self) -> list[tuple[str, ...]]:
     sharded = any(leaf.axes for leaf in self.leaves)
@@ -181,7 +198,8 @@ class Plan:
           '-' if leaf.index_code == 'none' else leaf.index_code,
           f'{leaf.index_bits:.2f}' if leaf.index_bits else '-',
           leaf.values,
-          _num_bytes(leaf.sent_bytes) + (' each' if more else ''),
+          _num_bytes(leaf.sent_bytes) + (' each' if more else '')
+          + ('!' if leaf.is_large else ''),
           '-' if self.update_bytes
           else _any_of(leaf.max_workers(4), leaf.max_workers(2)),
       )
@@ -344,7 +362,8 @@ def _leaf_bytes(leaf: Leaf) -> LeafBytes:
   alone = leaf.compressor.plan(leaf.shape, leaf.dtype)
   same = not axes or (
       chunk_format == alone.format
-      and grid.lengths == alone.grid.lengths
+      and (grid.lengths, grid.fold) == (alone.grid.lengths, alone.grid.fold)
+      and all(lead or b == 1 for lead, b in zip(grid.leads, blocks))
       and shards * grid.num_chunks == alone.grid.num_chunks
       and not any((*grid.padding, *alone.grid.padding))
       and not grid.whole
@@ -365,6 +384,9 @@ def _leaf_bytes(leaf: Leaf) -> LeafBytes:
       blocks=blocks,
       axes=axes,
       as_unsharded=same,
+      small_blocks=not alone.grid.whole and any(
+          d < l for d, l in zip(grid.folded[-2:], alone.grid.lengths[-2:])
+      ),
   )
 
 

@@ -18,16 +18,36 @@ def side(dim, limit, padding):
   """Length of the chunks along a dimension."""
   if dim <= limit:
     return dim
-  divisors = [d for d in range(1, limit + 1) if dim % d == 0]
   if not padding:
-    return divisors[-1]
-  if divisors[-1] >= limit / 2:
-    return divisors[-1]
-  waste = {}
-  for length in range(int(np.ceil(limit / 2)), limit + 1):
-    waste[length] = int(np.ceil(dim / length)) * length - dim
-  least = min(waste.values())
-  return max(length for length, w in waste.items() if w == least)
+    return [d for d in range(1, limit + 1) if dim % d == 0][-1]
+  fewest = min(int(np.ceil(dim / length)) for length in range(1, limit + 1))
+  waste = {length: fewest * length - dim for length in range(1, limit + 1)}
+  return min((w, length) for length, w in waste.items() if w >= 0)[1]
+
+
+def fold(shape, *rule):
+  """The shape `[*batch, rows, cols]` that a leaf is cut in.
+
+  The cheapest of all folds, unless that of the last two dimensions is as cheap;
+  of equals, to 5 %, the one with the longest batch, then the squarest, then the
+  one with the fewest dimensions in the rows.
+  """
+  if len(shape) <= 2:
+    return (1,) * (2 - len(shape)) + shape
+  found = []
+  for rows in range(1, len(shape)):
+    for cols in range(1, len(shape) - rows + 1):
+      batch = len(shape) - rows - cols
+      r = int(np.prod(shape[batch : batch + rows]))
+      c = int(np.prod(shape[batch + rows :]))
+      folded = (*shape[:batch], r, c)
+      ratio = r / c if r > c else c / r
+      found.append(
+          (bytes_of(folded, *rule), -batch, ratio, batch + rows, folded))
+  least = 1.05 * min(cost for cost, *_ in found)
+  found = [rest for cost, *rest in found if cost <= least]
+  kept = [folded for *_, folded in found if folded == shape]
+  return kept[0] if kept else min(found)[-1]
 
 
 def slices(shape, limit, padding):
@@ -60,8 +80,21 @@ def sent_bytes(chunks, n, k, values, itemsize):
           + int(np.ceil(chunks * index_bits(n, k) / 8)))
 
 
-def how_sent(shape, limit, topk, padding, values, itemsize):
+def bytes_of(*rule):
+  """Bytes of a leaf `[*batch, rows, cols]` in a message."""
+  return cheapest(*rule)[0]
+
+
+def how_sent(*rule):
   """`(whole, topk)`: whether the leaf is one chunk, and how many of each."""
+  return cheapest(*rule)[1:]
+
+
+def cheapest(shape, limit, topk, padding, values, itemsize, of=None):
+  """`(bytes, whole, topk)` of a leaf `[*batch, rows, cols]`.
+
+  `topk` of every chunk, or of one of `of` coefficients and in proportion.
+  """
   *batch, rows, cols = shape
   limits = (limit, limit) if isinstance(limit, int) else limit
   a, b = side(rows, limits[0], padding), side(cols, limits[1], padding)
@@ -69,11 +102,10 @@ def how_sent(shape, limit, topk, padding, values, itemsize):
   chunks = int(np.prod(batch)) * int(np.ceil(rows / a)) * int(np.ceil(cols / b))
   whole = values not in LEVELS or chunks == 1
   dense = (1, size, size) if whole else (chunks, n, n)
-  k = min(topk, n)
-  if (sent_bytes(chunks, n, k, values, itemsize)
-      < sent_bytes(*dense, values, itemsize)):
-    return False, k
-  return whole, n
+  k = min(topk if of is None else int(np.ceil(topk * n / of)), n)
+  some = sent_bytes(chunks, n, k, values, itemsize)
+  everything = sent_bytes(*dense, values, itemsize)
+  return (some, False, k) if some < everything else (everything, whole, n)
 
 
 LEVELS = {'int8': 127, 'int4': 7, 'sign': 1}
@@ -170,15 +202,15 @@ class Oracle:
 
   def __init__(self, shape, workers, *, limit, topk, decay, padding=True,
                alpha=1.0, average='senders', gradient_weight=1.0,
-               values='float32', dtype=np.float64, basis=dct_matrix):
-    matrix = (1,) * (2 - len(shape)) + tuple(shape) if len(shape) < 2 else shape
-    self.shape, self.matrix = tuple(shape), tuple(matrix)
+               values='float32', dtype=np.float64, basis=dct_matrix, of=None):
+    self.shape = tuple(shape)
+    rule = limit, topk, padding, values, np.dtype(dtype).itemsize
+    self.matrix = fold(self.shape, *rule)
     self.limit, self.padding, self.values = limit, padding, values
     self.decay, self.alpha, self.average = decay, alpha, average
     self.gradient_weight, self.basis = gradient_weight, basis
     self.m = np.zeros((workers, *self.matrix), dtype)
-    self.whole, self.topk = how_sent(
-        self.matrix, limit, topk, padding, values, np.dtype(dtype).itemsize)
+    self.whole, self.topk = how_sent(self.matrix, *rule, of)
 
   def exchange(self, gradients):
     """Takes `[N, *shape]` and returns the merged momentum `[*shape]`."""

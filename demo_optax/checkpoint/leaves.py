@@ -231,7 +231,10 @@ def _cut(record: Record, known: list[bases.Basis]) -> cutting.Cut:
   """Returns how a leaf was cut; raises if its transform is unknown."""
   blocks = tuple(record['blocks'])
   shard = tuple(d // b for d, b in zip(record['shape'], blocks))
-  grid = chunking.ChunkGrid(shard, tuple(record['lengths']), record['whole'])
+  fold = record['fold'] and tuple(record['fold'])
+  grid = chunking.ChunkGrid(
+      shard, tuple(record['lengths']), record['whole'], fold
+  )
   if grid.whole:
     return grid, blocks, bases.Identity()
   name, arguments = record['basis']

@@ -21,7 +21,6 @@ from demo_optax.compressors.selectors import (
   Slicing,
   Striding,
   TopK,
-  TopShare,
 )
 
 __all__ = [
@@ -39,7 +38,6 @@ __all__ = [
   'Slicing',
   'Striding',
   'TopK',
-  'TopShare',
   'dct_topk',
   'full',
 ]

@@ -1,8 +1,9 @@
 """Cuts arrays into chunks, and transforms chunks into coefficients.
 
-An array `[*batch, rows, cols]` is cut into chunks `[chunks, n]`, each the
-`n = row_length * col_length` elements of a block in row-major order. Chunks are
-transformed into coefficients `[chunks, n]`. Both steps are linear and static.
+An array is folded to `[*batch, rows, cols]` and cut into chunks `[chunks, n]`,
+each the `n = row_length * col_length` elements of a block in row-major order.
+Chunks are transformed into coefficients `[chunks, n]`. All steps are linear,
+and everything about a cut is static and lives in `ChunkGrid`.
 
 A sharded parameter is cut shard by shard: a `ChunkGrid` describes the array on
 one device, and no chunk spans two devices.
@@ -10,7 +11,7 @@ one device, and no chunk spans two devices.
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,16 +27,43 @@ _MIN_ROWS = 128
 
 @dataclasses.dataclass(frozen=True)
 class ChunkGrid:
-  """The chunks of one array."""
+  """How one array is cut into chunks.
+
+  Attributes:
+    shape: shape of the array.
+    lengths: length of a chunk along each dimension of the folded array; 1 along
+      the dimensions before the last two, unless the array is one whole chunk.
+    whole: the array is a single chunk in its own element order, and is not
+      transformed.
+    fold: `(b, j)`: dimensions `b` to `j` are folded into the rows, those from
+      `j` on into the columns. None: the last two dimensions are cut.
+  """
 
   shape: tuple[int, ...]
-  lengths: tuple[int, ...]  # of a chunk, along each dimension of the array
-  whole: bool = False  # a single chunk in element order, not transformed
+  lengths: tuple[int, ...]
+  whole: bool = False
+  fold: tuple[int, int] | None = None
+
+  @property
+  def folded(self) -> tuple[int, ...]:
+    """Shape `[*batch, rows, cols]` of the folded array."""
+    return folded(self.shape, self.fold)
+
+  @property
+  def leads(self) -> tuple[bool, ...]:
+    """Which dimensions of the array are the slowest of a folded dimension.
+
+    Blocks of an array that is sharded along them alone are blocks of the
+    folded array.
+    """
+    b, j = self.fold or (len(self.shape), 0)
+    return tuple(i <= b or i == j for i in range(len(self.shape)))
 
   @property
   def counts(self) -> tuple[int, ...]:
-    """Number of chunks along each dimension."""
-    return tuple(-(-d // l) for d, l in zip(self.shape, self.lengths))
+    """Number of chunks along each dimension; 1 along those that do not lead."""
+    counts = [-(-d // l) for d, l in zip(self.folded, self.lengths)]
+    return self._along_leads(counts, 1)
 
   @property
   def sides(self) -> tuple[int, int]:
@@ -61,33 +89,61 @@ class ChunkGrid:
     return (*self.counts, self.chunk_size)
 
   @property
+  def ends(self) -> tuple[int, ...]:
+    """Elements added at the end of each dimension of the folded array."""
+    return tuple(-d % l for d, l in zip(self.folded, self.lengths))
+
+  @property
   def padding(self) -> tuple[int, ...]:
-    """Elements added at the end of each dimension."""
-    return tuple(
-        c * l - d for c, l, d in zip(self.counts, self.lengths, self.shape)
-    )
+    """As `ends`, by the dimensions of the array; 0 where they do not lead."""
+    return self._along_leads(self.ends, 0)
+
+  def _along_leads(self, values: Sequence[int], other: int) -> tuple[int, ...]:
+    found = iter(values)
+    return tuple(next(found) if lead else other for lead in self.leads)
+
+
+def folded(
+    shape: tuple[int, ...], fold: tuple[int, int] | None
+) -> tuple[int, ...]:
+  """Returns `shape` with dimensions folded as in `ChunkGrid`."""
+  if fold is None:
+    return shape
+  b, j = fold
+  return *shape[:b], math.prod(shape[b:j]), math.prod(shape[j:])
+
+
+def folds(ndim: int) -> list[tuple[int, int]]:
+  """Returns all folds of an array; the last one leaves it as it is."""
+  if ndim < 3:
+    return [(ndim - 2, ndim - 1)]
+  return [(b, j) for b in range(ndim - 1) for j in range(b + 1, ndim)]
 
 
 def chunk_length(size: int, chunk_size: int, *, padding: bool = True) -> int:
   """Returns the length of the chunks that a dimension is cut into.
 
-  A dimension up to `chunk_size` is one chunk. A longer one takes its largest
-  divisor in `[chunk_size / 2, chunk_size]`, or else the longest of the lengths
-  in that range with the least padding. Without `padding`, as in the published
-  implementation: the largest divisor up to `chunk_size`, however small.
+  A dimension takes the fewest chunks of up to `chunk_size`, of the length that
+  needs the least padding. Without padding: the largest divisor not above
+  `chunk_size`, however small, which is the rule of the published
+  implementation.
+
+  Args:
+    size: length of the dimension, at least 1.
+    chunk_size: the longest chunk allowed.
+    padding: whether the last chunk may reach past the end of the dimension.
+
+  Returns:
+    The length of a chunk.
 
   >>> [chunk_length(d, 64) for d in (10, 64, 768, 97, 50257)]
-  [10, 64, 64, 49, 33]
+  [10, 64, 64, 49, 64]
   >>> chunk_length(97, 64, padding=False)
   1
   """
-  if size <= chunk_size:
-    return size
-  if not padding:
-    return max(l for l in range(1, chunk_size + 1) if size % l == 0)
-  # A divisor needs no padding at all, so one rule serves both cases.
-  lengths = range(-(-chunk_size // 2), chunk_size + 1)
-  return min(lengths, key=lambda l: (-size % l, -l))
+  if padding:
+    return -(-size // -(-size // chunk_size))
+  return max(l for l in range(1, min(size, chunk_size) + 1) if size % l == 0)
 
 
 def chunk_grid(
@@ -95,17 +151,27 @@ def chunk_grid(
     chunk_size: int | tuple[int, int],
     *,
     padding: bool = True,
+    fold: tuple[int, int] | None = None,
 ) -> ChunkGrid:
-  """Returns the grid that cuts the last two dimensions of `shape`.
+  """Returns the grid that cuts the last two dimensions of a folded `shape`.
 
-  A vector takes the second of two chunk sizes.
+  Args:
+    shape: of the array.
+    chunk_size: longest side of a chunk, or its longest sides along the last two
+      dimensions (of a vector: the second).
+    padding: see `chunk_length`.
+    fold: see `ChunkGrid`.
+
+  Returns:
+    The grid.
   """
   sides = (chunk_size,) * 2 if isinstance(chunk_size, int) else chunk_size
+  matrix = folded(shape, fold)
   lengths = tuple(
       chunk_length(d, side, padding=padding)
-      for d, side in zip(shape[::-1], sides[::-1])
+      for d, side in zip(matrix[::-1], sides[::-1])
   )[::-1]
-  return ChunkGrid(shape, (1,) * (len(shape) - 2) + lengths)
+  return ChunkGrid(shape, (1,) * (len(matrix) - 2) + lengths, fold=fold)
 
 
 def whole_grid(shape: tuple[int, ...]) -> ChunkGrid:
@@ -120,8 +186,9 @@ def to_chunks(x: jax.Array, grid: ChunkGrid) -> jax.Array:
   """Cuts an array `[*grid.shape]` into chunks `[num_chunks, n]`."""
   if grid.whole:
     return x.reshape(1, -1)
-  if any(grid.padding):
-    x = jnp.pad(x, [(0, p) for p in grid.padding])
+  x = x.reshape(grid.folded)
+  if any(grid.ends):
+    x = jnp.pad(x, [(0, p) for p in grid.ends])
   batch, (rows, row_length), (cols, col_length) = _matrix_view(grid)
   x = x.reshape(batch, rows, row_length, cols, col_length)
   return x.transpose(0, 1, 3, 2, 4).reshape(grid.num_chunks, -1)
@@ -134,8 +201,10 @@ def from_chunks(x: jax.Array, grid: ChunkGrid) -> jax.Array:
   batch, (rows, row_length), (cols, col_length) = _matrix_view(grid)
   x = x.reshape(batch, rows, cols, row_length, col_length)
   x = x.transpose(0, 1, 3, 2, 4)
-  x = x.reshape([c * l for c, l in zip(grid.counts, grid.lengths)])
-  return x[tuple(slice(d) for d in grid.shape)] if any(grid.padding) else x
+  x = x.reshape([d + p for d, p in zip(grid.folded, grid.ends)])
+  if any(grid.ends):
+    x = x[tuple(slice(d) for d in grid.folded)]
+  return x.reshape(grid.shape)
 
 
 # Transforming -----------------------------------------------------------------
@@ -199,10 +268,10 @@ def clear_padding(c: jax.Array, grid: ChunkGrid, basis: Basis) -> jax.Array:
   edges: the projection along one side is one small matrix. Coefficients are
   `[..., num_chunks, n]`; leading dimensions are arrays with this grid.
   """
-  if grid.whole or not any(grid.padding):
+  if grid.whole or not any(grid.ends):
     return c
   _, (rows, row_length), (cols, col_length) = _matrix_view(grid)
-  row_padding, col_padding = (0, 0, *grid.padding)[-2:]
+  row_padding, col_padding = (0, 0, *grid.ends)[-2:]
   shape, c = c.shape, c.reshape(-1, rows, cols, col_length, row_length)
   if row_padding:
     edge = _apply(c[:, -1], _keep(basis.matrix(row_length), row_padding))
@@ -223,7 +292,7 @@ def edges(
   and a basis that projects as `clear_padding` does.
   """
   batch, (rows, row_length), (cols, col_length) = _matrix_view(grid)
-  row_padding, col_padding = (0, 0, *grid.padding)[-2:]
+  row_padding, col_padding = (0, 0, *grid.ends)[-2:]
 
   def project_rows(c: jax.Array, basis: Basis) -> jax.Array:
     x = c.reshape(-1, col_length, row_length)
@@ -264,11 +333,12 @@ def _matrix_view(
     grid: ChunkGrid,
 ) -> tuple[int, tuple[int, int], tuple[int, int]]:
   """Returns `(batch, (row chunks, row length), (col chunks, col length))`."""
-  counts, lengths = (1, 1, *grid.counts), (1, 1, *grid.lengths)
+  *batch, rows, cols = (1, 1, *grid.folded)
+  row_length, col_length = (1, 1, *grid.lengths)[-2:]
   return (
-      math.prod(counts[:-2]),
-      (counts[-2], lengths[-2]),
-      (counts[-1], lengths[-1]),
+      math.prod(batch),
+      (-(-rows // row_length), row_length),
+      (-(-cols // col_length), col_length),
   )
 
 

@@ -168,9 +168,12 @@ class Leaf:
     if isinstance(self.compressor, Compressor):
       grid, basis = self.grid, self.compressor.basis
       # Without padding, chunks of blocks are chunks of the whole.
-      ends = zip(self.sharding.blocks, grid.padding)
-      blocks = [b if p or grid.whole else 1 for b, p in ends]
-      record |= {'lengths': grid.lengths, 'whole': grid.whole, 'blocks': blocks}
+      ends = zip(self.sharding.blocks, grid.padding, grid.leads)
+      blocks = [b if p or grid.whole or not lead else 1 for b, p, lead in ends]
+      record |= {
+          'lengths': grid.lengths, 'whole': grid.whole, 'fold': grid.fold,
+          'blocks': blocks,
+      }
       if not grid.whole:
         record |= {'basis': [type(basis).__name__, vars(basis)]}
     return json.loads(json.dumps(record, default=str))

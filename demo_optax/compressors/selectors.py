@@ -21,7 +21,7 @@ class Selector(Protocol):
 
   Implement it as a frozen dataclass: selectors are compared and hashed. Declare
   `ascending: ClassVar[bool] = True` if indices always ascend: they are then
-  neither sorted nor checked. Subclasses of `TopK` and `TopShare` inherit it.
+  neither sorted nor checked. Subclasses of `TopK` inherit it.
 
   Attributes:
     shared: whether all workers select the same indices. Then no indices are
@@ -68,15 +68,32 @@ class TopK(Largest):
 
   Attributes:
     k: at least 1; a chunk with fewer sends all.
+    of: coefficients of a full chunk. A smaller chunk sends its share of `k`,
+      rounded up: `ceil(k n / of)` of `n`. None: every chunk sends `k`.
+
+  Raises:
+    ValueError: `k` or `of` below 1.
+    TypeError: `k` or `of` is not an integer.
+
+  Example:
+    >>> from demo_optax.compressors import TopK
+    >>> TopK(64).count(512), TopK(64, of=4096).count(512)
+    (64, 8)
   """
 
   k: int
+  of: int | None = None
 
   def __post_init__(self) -> None:
     _checks.check_positive('topk', self.k)
+    if self.of is not None:
+      _checks.check_positive('of', self.of)
 
   def count(self, n: int) -> int:
-    return min(self.k, n)
+    """Returns how many of `n` coefficients are selected."""
+    if self.of is None or n >= self.of:
+      return min(self.k, n)
+    return min(-(-self.k * n // self.of), n)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,14 +107,6 @@ class _Share:
 
   def count(self, n: int) -> int:
     return _share(self.rate, n)
-
-
-@dataclasses.dataclass(frozen=True)
-class TopShare(_Share, Largest):
-  """As `TopK`, `ceil(rate * n)` of `n` coefficients, with `rate` in (0, 1].
-
-  For leaves whose chunks have different sizes.
-  """
 
 
 @dataclasses.dataclass(frozen=True)

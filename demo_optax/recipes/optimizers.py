@@ -1,6 +1,5 @@
 r"""Optimizers in one line: chains of optax around the exchange."""
 
-import dataclasses
 from typing import Any
 
 import chex
@@ -154,11 +153,10 @@ def muon_compressors(
   check_is_no_count(params)
   # `dct_topk` would call it `topk`.
   _checks.check_positive('row_topk', row_topk)
-  matrix = dataclasses.replace(
-      compressors.dct_topk(64, topk, values='sign'),
-      select=compressors.TopShare(min(topk / 64**2, 1.0)),
+  matrix = compressors.dct_topk(64, topk, values='sign')
+  other = compressors.dct_topk(
+      (1, 192), row_topk, values='sign', proportional=False
   )
-  other = compressors.dct_topk((1, 192), row_topk, values='sign')
   dimensions = Matrices(params, muon_weight_dimension_numbers).leaves
   return jax.tree.structure(params).unflatten(
       [other if d is None else matrix for d in dimensions]

@@ -37,7 +37,6 @@ from demo_optax.compressors import (
   Slicing,
   Striding,
   TopK,
-  TopShare,
 )
 from demo_optax.exchange import message as wire
 
@@ -57,8 +56,8 @@ def random_matrix(length):
 
 
 TOPK = {
-    'dct': (demo_optax.dct_topk(16, 5), dct_matrix),
-    'rows': (demo_optax.dct_topk((1, 24), 5), dct_matrix),
+    'dct': (demo_optax.dct_topk(16, 5, proportional=False), dct_matrix),
+    'rows': (demo_optax.dct_topk((1, 24), 5, proportional=False), dct_matrix),
     'hadamard': (Compressor(TopK(5), Hadamard(), 16), hadamard_matrix),
     'random': (Compressor(TopK(5), RandomOrthogonal(3), 16), random_matrix),
     'identity': (Compressor(TopK(5), Identity(), 16, 'int8'), np.eye),
@@ -216,11 +215,13 @@ def test_a_share_is_the_ceiling_of_what_is_written(rate, n, k):
 
 def test_a_share_of_every_chunk_is_top_k_of_each():
   """Of 256, 128 and up to 16 coefficients: 13, 7 and 1."""
-  shares = Compressor(TopShare(0.05), demo_optax.compressors.Dct(), 16)
+  shares = demo_optax.dct_topk(16, 13, proportional=True)
   workers = demo_optax.Workers.simulated(2)
-  shapes = {'matrix': (32, 48), 'heads': (6, 8, 16), 'vector': (33,)}
-  topk = {name: demo_optax.dct_topk(16, k)
-          for name, k in (('matrix', 13), ('heads', 7), ('vector', 1))}
+  shapes = {'matrix': (32, 48), 'heads': (6, 8, 16), 'flat': (8, 16),
+            'vector': (33,)}
+  topk = {name: demo_optax.dct_topk(16, k, proportional=False)
+          for name, k in (
+              ('matrix', 13), ('heads', 13), ('flat', 7), ('vector', 1))}
   params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
   rng = np.random.default_rng(0)
   gradients = {name: jnp.float32(rng.normal(size=(2, *shape)))
@@ -238,7 +239,7 @@ def test_compressors_are_equal_by_value():
   assert demo_optax.dct_topk(16, 4) == demo_optax.dct_topk(16, 4)
   assert hash(demo_optax.compressors.full()) == hash(demo_optax.compressors.full())
   assert Compressor(TopK(4), Identity(), 16) == Compressor(TopK(4), Identity(), 16)
-  assert demo_optax.dct_topk(16, 4) != Compressor(TopK(4), Identity(), 16)
+  assert demo_optax.dct_topk(16, 4) != Compressor(TopK(4, 256), Identity(), 16)
 
 
 @pytest.mark.parametrize('basis, shape, chunk_size, match', [
@@ -254,7 +255,7 @@ def test_a_basis_without_a_matrix_for_a_leaf(basis, shape, chunk_size, match):
 @pytest.mark.parametrize('make, match', [
     (lambda: RandomSubset(0.0), r'rate=0.0 is not in \(0, 1\]'),
     (lambda: Striding(1.5), r'rate=1.5 is not in'),
-    (lambda: TopShare(0.0), r'rate=0.0 is not in \(0, 1\]'),
+    (lambda: TopK(4, of=0), 'of=0'),
     (lambda: Slicing(float('nan')), 'rate=nan'),
     (lambda: RandomSubset(0.1, seed=-1), 'seed=-1'),
     (lambda: RandomOrthogonal(2**32), 'seed=4294967296'),

@@ -43,7 +43,7 @@ def replay(run, tree, kind):
   """Yields (step, params, merged, state) of our run of the same gradients."""
   workers = workers_for(kind, int(run['workers']))
   compressor = demo_optax.dct_topk(int(run['chunk']), int(run['topk']),
-                                   padding=False)
+                                   padding=False, proportional=False)
   rates = jnp.asarray(run['lr'])
   kwargs = dict(workers=workers, compressor=compressor,
                 decay=float(run['decay']))

@@ -20,11 +20,16 @@ SHAPES = {
     'narrow': (97, 3),
     'kernel': (3, 3, 10, 20),
     'scanned': (2, 17, 33),
+    'heads': (32, 4, 8),
+    'out': (4, 8, 24),
+    'scanned_heads': (3, 16, 2, 8),
+    'window': (7, 7, 3, 5),
 }
 
 
 # Every way of being cut, for what does not depend on shapes.
-FEW = {k: SHAPES[k] for k in ('scalar', 'vector', 'padded_both', 'kernel')}
+FEW = {k: SHAPES[k] for k in (
+    'scalar', 'vector', 'padded_both', 'kernel', 'scanned_heads')}
 
 
 def gradients_for(rng, workers, shapes):
@@ -36,8 +41,9 @@ def run(workers, steps, *, limit=16, topk=5, decay=0.9, seed=0, left_out=None,
   """Yields (ours, oracle's) merged momentum, and at the end the momentum."""
   rng = np.random.default_rng(seed)
   padding, values = kwargs.pop('padding', True), kwargs.pop('values', 'float32')
+  proportional = kwargs.pop('proportional', False)
   compressor = demo_optax.dct_topk(
-      limit, topk, padding=padding, values=values)
+      limit, topk, padding=padding, values=values, proportional=proportional)
   who = demo_optax.Workers.simulated(workers)
   tx = demo_optax.scale_by_demo(compressor, decay, workers=who, **kwargs)
   params = {k: jnp.zeros(s) for k, s in shapes.items()}
@@ -46,6 +52,7 @@ def run(workers, steps, *, limit=16, topk=5, decay=0.9, seed=0, left_out=None,
   oracles = {
       k: Oracle(s, workers, limit=limit, topk=topk, decay=decay,
                 padding=padding, values=values,
+                of=limit**2 if proportional else None,
                 gradient_weight=1 - decay if ema else 1.0, **kwargs)
       for k, s in shapes.items()
   }
@@ -96,6 +103,11 @@ def test_value_codes(values, x64):
 @pytest.mark.parametrize('values', ['bfloat16', 'sign'])
 def test_value_codes_of_everything(values, x64):
   compare(run(2, 4, shapes=FEW, values=values, alpha=0.3, average='workers', topk=90))
+
+
+@pytest.mark.parametrize('values', ['float32', 'sign'])
+def test_topk_in_proportion(values, x64):
+  compare(run(3, 6, topk=40, values=values, proportional=True))
 
 
 def test_published_chunk_rule(x64):

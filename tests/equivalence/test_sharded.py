@@ -32,6 +32,8 @@ SHAPES = {
     'both': (32, 64),
     'padded': (44, 52),  # blocks of 11 x 52: chunks of 6 x 8, padded
     'experts': (4, 16, 24),
+    'heads': (16, 4, 8),  # folded to 16 x 32 within blocks
+    'inner': (16, 4, 8),  # blocks of it are no blocks of what is folded
     'short': (8,),  # blocks that are sent whole
     'bias': (70,),
     'gain': (5,),
@@ -45,6 +47,8 @@ SPECS_2D = {
     'both': P(None, 'fsdp'),
     'padded': P('fsdp', None),
     'experts': P('fsdp', None, None),
+    'heads': P(None, 'fsdp'),
+    'inner': P(None, None, 'fsdp'),
     'short': P('fsdp'),
     'bias': P(),
     'gain': None,
@@ -57,6 +61,8 @@ SPECS_3D = {
     'both': P('tensor', 'fsdp'),
     'padded': P(('fsdp', 'tensor'), None),
     'experts': P('tensor', None, 'fsdp'),
+    'heads': P(None, 'fsdp'),
+    'inner': P(None, None, 'tensor'),
     'short': P('tensor'),
     'bias': P(),
     'gain': P(),
@@ -315,7 +321,7 @@ def test_plan_tells_where_sharding_changes_the_result():
   same = {leaf.name: leaf.as_unsharded for leaf in plan.leaves}
   assert same == {
       'rows': True, 'cols': True, 'both': True, 'padded': False,
-      'experts': False, 'short': False, 'bias': True, 'gain': True,
+      'experts': False, 'heads': True, 'inner': False, 'short': False, 'bias': True, 'gain': True,
       'scalar': True}
   assert '2x1x2*' in str(plan) and 'depend on how it is sharded' in str(plan)
   assert 'over fsdp ' in str(plan) and 'over tensor ' in str(plan)

@@ -138,6 +138,28 @@ def test_plan_prints_a_table():
   assert 'whole' in text and 'scalar' in text and 'bfloat16' in text
 
 
+def test_plan_marks_what_sends_more_than_a_tenth():
+  params = {'w': jnp.zeros((256, 128)), 'bias': jnp.zeros(64)}
+  many = demo_optax.plan(params, demo_optax.dct_topk(proportional=False), 2)
+  assert [leaf.is_large for leaf in many.leaves] == [True, False]
+  assert [row.count(' B!') for row in many.table().splitlines()] == [0, 1, 0, 0]
+  assert '! sends more than a tenth of the leaf.' in many.table()
+  few = demo_optax.plan(params, demo_optax.dct_topk(proportional=True), 2)
+  assert '!' not in few.table()
+
+
+def test_plan_names_leaves_whose_blocks_are_smaller_than_a_chunk():
+  specs = {'narrow': P(None, 'fsdp'), 'wide': P(None, 'fsdp'),
+           'heads': P(None, 'fsdp')}
+  params = {'narrow': jnp.zeros((64, 128)), 'wide': jnp.zeros((64, 256)),
+            'heads': jnp.zeros((64, 4, 16))}
+  workers = demo_optax.Workers.simulated(2, specs, {'fsdp': 4})
+  table = demo_optax.plan(params, demo_optax.dct_topk(), workers).table()
+  assert table.endswith('over fewer devices: heads, narrow')
+  whole = demo_optax.plan(params, demo_optax.dct_topk(), 2).table()
+  assert 'Blocks are smaller' not in whole
+
+
 def test_a_worker_by_itself_sends_nothing():
   params = {'w': jnp.zeros((256, 128))}
   for compressor in (demo_optax.dct_topk(64, 8), demo_optax.compressors.full(), None):

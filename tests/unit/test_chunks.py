@@ -1,14 +1,17 @@
 """Chunk rule, transform, padding."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 import scipy.fft
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from demo_optax.compressors import Dct
+from demo_optax.compressors import Compressor, Dct, Hadamard, TopK, dct_topk
 from demo_optax.compressors import chunking as chunks
 
 pytestmark = pytest.mark.core
@@ -29,9 +32,9 @@ def test_chunk_length_rule(dim, limit):
     assert length == dim
     return
   assert limit / 2 <= length <= limit
-  # No other length in range wastes less, nor as little and is longer.
-  for other in range(-(-limit // 2), limit + 1):
-    assert (-dim % other, -other) >= (waste, -length)
+  # No other length takes fewer chunks, nor as many with less padding.
+  for other in range(1, limit + 1):
+    assert (-(-dim // other), -dim % other) >= (-(-dim // length), waste)
 
 
 @pytest.mark.parametrize('dim', DIMS)
@@ -98,13 +101,86 @@ def test_clear_padding_is_a_round_trip_through_the_array(shape, limit):
   np.testing.assert_allclose(by_chunk, cleared, atol=1e-5)
 
 
-def test_padding_is_less_than_a_chunk():
+def test_padding_is_less_than_one_element_of_each_chunk():
   for dim in range(1, 600):
     grid = grid_of((dim,), 64)
-    assert 0 <= grid.padding[0] < grid.lengths[0]
-    # Never worse than 2 %, once a dimension is long.
-    if dim > 2000:
-      assert grid.padding[0] <= 0.02 * dim
+    assert 0 <= grid.padding[0] < grid.counts[0]
+
+
+# Shapes of kernels, and how `topk=32` folds them; None: as they are.
+FOLDS = {
+    (64, 4, 16): (64, 64),  # attention: inputs, heads, size
+    (256, 4, 64): (256, 256),
+    (768, 12, 64): (768, 768),
+    (4096, 32, 128): (4096, 4096),
+    (4, 16, 64): (64, 64),  # heads, size, outputs
+    (4, 64, 256): None,
+    (12, 64, 768): None,
+    (32, 128, 4096): None,
+    (64, 3, 4, 16): (64, 192),  # inputs, three, heads, size
+    (768, 3, 12, 64): (768, 2304),
+    (12, 64, 4, 16): (12, 64, 64),  # layers before them
+    (12, 4, 16, 64): (12, 64, 64),
+    (24, 1024, 16, 64): (24, 1024, 1024),
+    (8, 64, 256): None,  # experts
+    (64, 1024, 4096): None,
+    (2, 8, 64, 256): None,  # layers, experts
+    (3, 3, 64, 64): None,  # convolutions
+    (3, 3, 64, 128): None,
+    (1, 1, 64, 256): None,
+    (3, 3, 3, 64): (27, 64),
+    (7, 7, 3, 64): (147, 64),
+    (16, 16, 3, 192): (256, 576),
+    (64, 3, 3, 3): (64, 27),  # of PyTorch and Equinox
+    (64, 64, 3, 3): (64, 576),
+    (1, 197, 768): None,  # positions
+}
+
+
+@pytest.mark.parametrize('proportional', [False, True])
+@pytest.mark.parametrize('shape', FOLDS)
+def test_how_kernels_are_folded(shape, proportional):
+  compressor = dct_topk(proportional=proportional)
+  grid = compressor.plan(shape, jnp.float32).grid
+  assert grid.folded == (FOLDS[shape] or shape)
+  assert (grid.fold is None) == (FOLDS[shape] is None)
+
+
+@settings(max_examples=100)
+@given(st.lists(st.integers(1, 12), min_size=3, max_size=5).map(tuple),
+       st.sampled_from([4, 8, (1, 8)]), st.integers(1, 20),
+       st.sampled_from(['float32', 'sign']), st.booleans())
+def test_the_fold_is_that_of_the_oracle(shape, limit, topk, values, padding):
+  compressor = dct_topk(
+      limit, topk, values=values, padding=padding, proportional=False)
+  plan = compressor.plan(shape, jnp.float32)
+  rule = limit, topk, padding, values, 4
+  expected = oracle.fold(shape, *rule)
+  assert plan.num_bytes == oracle.bytes_of(expected, *rule)
+  assert plan.grid.whole or plan.grid.folded == expected
+
+
+@given(st.data())
+def test_folding_and_unfolding_is_the_identity(data):
+  shape = tuple(data.draw(
+      st.lists(st.integers(1, 9), min_size=3, max_size=5)))
+  fold = data.draw(st.sampled_from(chunks.folds(len(shape))))
+  size = data.draw(st.integers(1, 8))
+  grid = chunks.chunk_grid(shape, size, fold=fold)
+  x = jnp.arange(math.prod(shape), dtype=jnp.float32)
+  cut = chunks.to_chunks(x.reshape(shape), grid)
+  np.testing.assert_array_equal(
+      chunks.from_chunks(cut, grid), x.reshape(shape))
+  # The chunks are those of the folded array.
+  matrix = grid_of(grid.folded, size)
+  np.testing.assert_array_equal(
+      cut, chunks.to_chunks(x.reshape(grid.folded), matrix))
+
+
+def test_a_fold_that_the_basis_has_no_matrix_for_is_not_taken():
+  compressor = Compressor(TopK(4), Hadamard())
+  assert compressor.plan((3, 4, 16), jnp.float32).grid.fold is None
+  assert compressor.plan((4, 4, 16), jnp.float32).grid.fold is not None
 
 
 @pytest.mark.parametrize('shape', [(128, 64), (97, 67), (2, 3, 16, 40)])
