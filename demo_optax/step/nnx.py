@@ -1,13 +1,7 @@
 """Flax: NNX objects in and out of a step, and how models are sharded.
 
-Objects that are arguments of a `data_parallel` step are taken apart into their
-variables, of which
-
-  random streams     are folded with the worker's number; their counts advance
-  nnx.BatchStat      are averaged over the workers whose values are finite
-  nnx.metrics.Average  and its kind: what all workers have added is added up
-  worker_stacked     are each worker's own
-  anything else      must be equal on all workers after the step
+NNX objects go through a step as through `nnx.jit`: they are split into arrays
+outside, merged inside, split again after the step, and updated in place.
 
 Flax is imported by the user or not at all.
 """
@@ -15,16 +9,14 @@ Flax is imported by the user or not at all.
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from demo_optax import _paths
-from demo_optax._paths import Keys, path_keys
-from demo_optax.workers.inside import Result
+from demo_optax._paths import Keys, dotted, path_keys
 
 
 def param_specs(
@@ -106,25 +98,87 @@ def _nnx() -> Any:
   return sys.modules.get('flax.nnx')
 
 
-def _variables(state: Any) -> list[tuple[Any, Any]]:
-  nnx = _nnx()
-  return jax.tree_util.tree_flatten_with_path(
-      state, is_leaf=lambda x: isinstance(x, nnx.Variable)
-  )[0]
-
-
 # NNX objects as arguments of a step -------------------------------------------
 
+_CONTEXT = 'demo_optax'
+_ARRAYS = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
 
-def in_transform() -> contextlib.AbstractContextManager[Any]:
-  """Returns what a transformation of NNX runs in.
 
-  `nnx.cached_partial` wants to be asked for its cache, which is of no use here.
-  """
+@contextlib.contextmanager
+def in_transform() -> Iterator[None]:
+  """Opens the context in which `split` and `merge` update objects."""
   nnx = _nnx()
   if not hasattr(nnx, 'update_context'):
-    return contextlib.nullcontext()
-  return nnx.update_context('demo_optax')
+    yield
+    return
+  with nnx.update_context(_CONTEXT) as context:
+    context.static_cache = None  # of nnx.cached_partial: of no use here
+    yield
+
+
+def split(objects: Sequence[Any]) -> tuple[list[Any], Any]:
+  """Returns the arrays of NNX objects, split together, and the structure."""
+  if not objects:
+    return [], None
+  with _nnx().split_context(_CONTEXT) as context:
+    graphdef, values = context.flatten(list(objects), with_paths=False)
+  leaves, treedef = jax.tree.flatten(values)
+  return leaves, (graphdef, treedef)
+
+
+def merge(structure: Any, leaves: Sequence[Any], inner: bool) -> list[Any]:
+  """Undoes `split`: makes objects `inner` of a step, updates them outside."""
+  if structure is None:
+    return []
+  graphdef, treedef = structure
+  with _nnx().merge_context(_CONTEXT, inner) as context:
+    objects = context.unflatten(graphdef, treedef.unflatten(leaves))
+  return list(objects)
+
+
+def variables(objects: Sequence[Any]) -> list[tuple[Keys, Any]]:
+  """Returns the path and kind (`leaf_kinds`) of each array of `split`."""
+  if not objects:
+    return []
+  _, flat = _nnx().graph.flatten(list(objects), graph=True)
+  return _with_kinds(list(zip(flat.paths, flat.leaves)))
+
+
+def attributes(objects: Sequence[Any]) -> dict[Keys, Any]:
+  """Returns the attributes of NNX objects and of all that they hold."""
+  if not objects:
+    return {}
+  nnx = _nnx()
+  return {
+      (*path, name): x
+      for path, node in nnx.iter_graph(list(objects))
+      if isinstance(node, nnx.Pytree)
+      for name, x in vars(node).items()
+  }
+
+
+def check_variables(before: Sequence[Keys], objects: Sequence[Any]) -> None:
+  """Raises if a step has changed which arrays its NNX objects hold."""
+  after = [keys for keys, _ in variables(objects)]
+  for keys, x in attributes(objects).items():
+    if isinstance(x, jax.core.Tracer) and keys not in {*before}:
+      raise ValueError(
+          'The step puts an array into a plain attribute of a Flax object,'
+          f' {dotted(keys)}: Return it, or keep it in an nnx.Variable that is'
+          ' made before the step.'
+      )
+  if after != [*before]:
+    new = map(keystr, {*before} ^ {*after})
+    raise ValueError(
+        'The step added or removed variables of its Flax objects:'
+        f' {", ".join(sorted(new)[:6])}. Return such values instead of storing'
+        ' them, or create them before the step.'
+    )
+
+
+def keystr(keys: Keys) -> str:
+  """Returns the name of a variable in messages, such as `[0]['kernel']`."""
+  return ''.join(f'[{key!r}]' for key in keys)
 
 
 def is_object(x: Any) -> bool:
@@ -147,12 +201,11 @@ def holds_state(tree: Any) -> bool:
   return any(map(is_state, jax.tree.leaves(tree, is_leaf=is_state)))
 
 
-def array_leaves(tree: Any) -> list[bool]:
-  """Returns which leaves are arrays; a step is compiled for all others.
+def traces_numbers(tree: Any) -> list[bool]:
+  """Returns for each leaf whether it is an array if it is a Python number.
 
-  Numbers are arrays, but flags and what Equinox modules hold are not: layers
-  decide by them what to trace (`eqx.nn.MaxPool2d.init`), as in
-  `eqx.filter_jit`. NNX objects are leaves, and no arrays.
+  Not in Equinox modules, whose layers decide by numbers what to trace
+  (`eqx.nn.MaxPool2d.init`), as in `eqx.filter_jit`. NNX objects are leaves.
   """
   equinox = sys.modules.get('equinox')
 
@@ -162,20 +215,23 @@ def array_leaves(tree: Any) -> list[bool]:
   def is_node(x: Any) -> bool:
     return is_object(x) or is_module(x)
 
-  arrays = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
   found = []
   for x in jax.tree.leaves(tree, is_leaf=is_node):
-    if is_module(x):
-      inner = jax.tree.leaves(x, is_leaf=is_object)
-      found += [isinstance(y, arrays) for y in inner]
-    else:
-      number = isinstance(x, int | float | complex) and not isinstance(x, bool)
-      found.append(number or isinstance(x, arrays))
+    inner = jax.tree.leaves(x, is_leaf=is_object) if is_module(x) else [x]
+    found += [not is_module(x)] * len(inner)
   return found
 
 
+def is_array(x: Any, traces_number: bool) -> bool:
+  """Returns whether a leaf is an array; a step is compiled for all others."""
+  if isinstance(x, _ARRAYS):
+    return True
+  is_number = isinstance(x, int | float | complex) and not isinstance(x, bool)
+  return traces_number and is_number
+
+
 def leaf_kinds(tree: Any) -> list[Any]:
-  """Returns for each leaf of a tree what becomes of it, by its variable.
+  """Returns for each leaf of a tree how the workers' values become one.
 
   'statistics' for `nnx.BatchStat`, 'added' for total and count of an
   `nnx.metrics.Average`, 'stream' for keys of random streams, 'state' for their
@@ -183,20 +239,26 @@ def leaf_kinds(tree: Any) -> list[Any]:
   leaves.
   """
   nnx = _nnx()
+  flat = jax.tree_util.tree_flatten_with_path(
+      tree,
+      is_leaf=lambda x: is_object(x)
+      or (nnx is not None and isinstance(x, nnx.Variable)),
+  )[0]
+  return [kind for _, kind in _with_kinds(
+      [(path_keys(path), x) for path, x in flat]
+  )]
+
+
+def _with_kinds(flat: Sequence[tuple[Keys, Any]]) -> list[tuple[Keys, Any]]:
+  nnx = _nnx()
   if nnx is None:
-    return [None] * len(jax.tree.leaves(tree))
-
-  def is_node(x: Any) -> bool:
-    return is_object(x) or isinstance(x, nnx.Variable)
-
-  flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_node)[0]
-  paths = [path_keys(path) for path, _ in flat]
+    return [(keys, None) for keys, _ in flat]
   parts: dict[Keys, set[Any]] = {}
-  for path, (_, x) in zip(paths, flat):
+  for keys, x in flat:
     if isinstance(x, nnx.metrics.MetricState):
-      parts.setdefault(path[:-1], set()).add(path[-1])
-  kinds: list[Any] = []
-  for path, (_, x) in zip(paths, flat):
+      parts.setdefault(keys[:-1], set()).add(keys[-1])
+  found = []
+  for keys, x in flat:
     kind: Any = None
     if isinstance(x, nnx.BatchStat):
       kind = 'statistics'
@@ -204,242 +266,10 @@ def leaf_kinds(tree: Any) -> list[Any]:
       kind = 'state'
     elif isinstance(x, nnx.RngKey):
       kind = 'stream'
-    elif parts.get(path[:-1]) == {'total', 'count'} and isinstance(
+    elif parts.get(keys[:-1]) == {'total', 'count'} and isinstance(
         x, nnx.metrics.MetricState
     ):
       kind = 'added'
     number = len(jax.tree.leaves(x)) if isinstance(x, nnx.Variable) else 1
-    kinds += [kind] * number
-  return kinds
-
-
-@dataclasses.dataclass(frozen=True)
-class OpenedObjects:
-  """NNX objects, taken apart together: what they share stays shared.
-
-  Attributes:
-    leaves: the arrays of all their variables.
-    structure: everything else, hashable.
-    names: of the arrays, for error messages.
-    keys: their paths.
-    kinds: for each, what becomes of it: see `results`.
-    owners: for each, the number of the object that holds it.
-  """
-
-  leaves: list[Any]
-  structure: Any
-  names: list[str]
-  keys: list[Keys]
-  kinds: list[Any]
-  owners: list[int]
-
-  @property
-  def roles(self) -> list[str]:
-    """Returns for each array whether workers share it."""
-    roles = {'stacked': 'stacked', 'stream': 'key'}
-    return [roles.get(kind, 'shared') for kind in self.kinds]
-
-  def merge(self, leaves: Sequence[Any]) -> list[Any]:
-    """Returns the objects with these arrays."""
-    if not self.structure:
-      return []
-    graphdef, treedef = self.structure
-    return list(_nnx().merge(graphdef, treedef.unflatten(leaves)))
-
-  def numbers(self, objects: list[Any]) -> dict[int, int]:
-    """Returns for the identity of each array in the objects its number."""
-    if not self.structure:
-      return {}
-    leaves = jax.tree.leaves(_nnx().split(objects)[1])
-    return {
-        id(x): i for i, x in enumerate(leaves) if isinstance(x, jax.Array)
-    }
-
-  def results(
-      self, objects: list[Any], before: Sequence[Any], own: Sequence[Any]
-  ) -> list[Result]:
-    """Returns the variables after a step, each with its role.
-
-    Args:
-      objects: the objects after the step.
-      before: their arrays before it, as all workers have them.
-      own: their arrays before it, as the step had them.
-
-    Raises:
-      ValueError: the step added or removed variables.
-    """
-    if not self.structure:
-      return []
-    _, state = _nnx().split(objects)
-    after, treedef = jax.tree.flatten(state)
-    if treedef != self.structure[1]:
-      new = {jax.tree_util.keystr(path) for path, _ in _variables(state)}
-      found = sorted(new.symmetric_difference(self.names)) or ['(in structure)']
-      raise ValueError(
-          'The step added or removed variables of its Flax objects:'
-          f' {", ".join(found[:6])}. Return such values instead of storing'
-          ' them, or create them before the step.'
-      )
-    results = []
-    for name, keys, kind, x, whole, mine in zip(
-        self.names, self.keys, self.kinds, after, before, own
-    ):
-      role, old = kind, whole
-      if kind == 'added' and x is mine:
-        role = 'state'
-      if kind == 'stream':
-        # The stream goes on from the key that all workers share.
-        role, x = ('state', whole) if x is mine else ('key', x)
-      if role in ('state', 'stacked', 'key'):
-        old = None
-      results.append(Result(f'the variable {name}', keys, role, x, old))
-    return results
-
-
-def open_objects(objects: Sequence[Any]) -> OpenedObjects:
-  """Takes NNX objects apart, together."""
-  if not objects:
-    return OpenedObjects([], None, [], [], [], [])
-  graphdef, state = _nnx().split(list(objects))
-  leaves, treedef = jax.tree.flatten(state)
-  paths: list[Any] = []
-  for path, variable in _variables(state):
-    paths += [path] * len(jax.tree.leaves(variable))
-  keys = [path_keys(path) for path in paths]
-  stacked = [_paths.is_stacked(k) for k in keys]
-  kinds = [
-      'stacked' if has_axis else kind or 'state'
-      for has_axis, kind in zip(stacked, leaf_kinds(state))
-  ]
-  return OpenedObjects(
-      leaves,
-      (graphdef, treedef),
-      [jax.tree_util.keystr(path) for path in paths],
-      keys,
-      kinds,
-      [k[0] for k in keys],
-  )
-
-
-def update_objects(objects: Sequence[Any], leaves: Sequence[Any]) -> None:
-  """Puts arrays, in the order of `open_objects`, into NNX objects."""
-  if not objects:
-    return
-  nnx = _nnx()
-  state = nnx.state(list(objects))
-  old, treedef = jax.tree.flatten(state)
-  if any(new is not x for new, x in zip(leaves, old)):
-    nnx.update(list(objects), treedef.unflatten(leaves))
-
-
-def attributes(objects: Sequence[Any]) -> list[Any]:
-  """Returns the attributes of NNX objects and of all that they hold."""
-  nodes = _nodes(objects) if objects else []
-  return [x for _, node in nodes for x in vars(node).values()]
-
-
-# The attributes of one object that are neither variables nor arrays.
-Attributes = dict[str, Any]
-
-
-def static_attributes(
-    objects: Sequence[Any],
-) -> list[tuple[Any, Any, Attributes]]:
-  """Returns path, node and static attributes of all nodes of NNX objects."""
-  if not objects:
-    return []
-  return [
-      (path, node, _static_attributes(node))
-      for path, node in _nodes(objects)
-  ]
-
-
-def changed_attributes(
-    before: Sequence[tuple[Any, Any, Attributes]], objects: Sequence[Any]
-) -> list[tuple[Any, Attributes, tuple[str, ...]]]:
-  """Returns what a step changed of static attributes.
-
-  Args:
-    before: the `static_attributes` before the step.
-    objects: NNX objects after it.
-
-  Returns:
-    for each node that changed its path, the attributes that are new or have
-    another value, and the names of those that are gone.
-
-  Raises:
-    ValueError: the step added or removed nodes, put one of another class in a
-      place, or an array into an attribute that had none.
-  """
-  if not objects:
-    return []
-  kinds = {path: type(node).__name__ for path, node, _ in before}
-  after = {path: type(node).__name__ for path, node in _nodes(objects)}
-  if kinds != after:
-    different = [
-        f'{_paths.dotted(path)}: {kinds.get(path)} before,'
-        f' {after.get(path)} after'
-        for path in sorted({*kinds, *after}, key=str)
-        if kinds.get(path) != after.get(path)
-    ]
-    raise ValueError(
-        'The step added, removed or replaced Flax objects in its arguments'
-        f' ({"; ".join(different[:6])}). Do that outside of the step.'
-    )
-  changes = []
-  for path, node, old in before:
-    new = _static_attributes(node)
-    changed = {
-        name: x
-        for name, x in new.items()
-        if name not in old or type(x) is not type(old[name]) or x != old[name]
-    }
-    gone = tuple(name for name in old if name not in vars(node))
-    arrays = [name for name in old if name not in (*new, *gone)]
-    if arrays:
-      raise ValueError(
-          'The step puts an array into a plain attribute of a Flax object,'
-          f' {_paths.dotted((*path, arrays[0]))}: Return it, or keep it in an'
-          ' nnx.Variable that is made before the step.'
-      )
-    if changed or gone:
-      changes.append((path, changed, gone))
-  return changes
-
-
-def change_attributes(
-    objects: Sequence[Any],
-    changes: Sequence[tuple[Any, Attributes, tuple[str, ...]]],
-) -> None:
-  """Does to NNX objects what `changed_attributes` found in a step."""
-  if not changes:
-    return
-  nodes = dict(_nodes(objects))
-  for path, changed, gone in changes:
-    for name, x in changed.items():
-      setattr(nodes[path], name, x)
-    for name in gone:
-      delattr(nodes[path], name)
-
-
-def _nodes(objects: Sequence[Any]) -> list[tuple[Any, Any]]:
-  nnx = _nnx()
-  return [
-      (path, node)
-      for path, node in nnx.iter_graph(list(objects))
-      if isinstance(node, nnx.Pytree)
-  ]
-
-
-def _static_attributes(node: Any) -> Attributes:
-  nnx = _nnx()
-
-  def is_dynamic(x: Any) -> bool:
-    return isinstance(x, nnx.Pytree | nnx.Variable | jax.Array | np.ndarray)
-
-  return {
-      name: x
-      for name, x in vars(node).items()
-      if not name.startswith('_pytree__')
-      and not any(map(is_dynamic, jax.tree.leaves(x, is_leaf=is_dynamic)))
-  }
+    found += [(keys, kind)] * number
+  return found

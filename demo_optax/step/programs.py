@@ -8,13 +8,8 @@ from jax.extend import core
 from demo_optax.workers.inside import EXCHANGE
 
 
-def scanned(jaxpr: core.Jaxpr, batches: Mapping[Any, int]) -> int | None:
-  """Returns the number of a batch that is scanned over with an exchange inside.
-
-  Args:
-    jaxpr: of one worker's step.
-    batches: the number of each batch, by its variable.
-  """
+def scanned(jaxpr: core.Jaxpr, batches: Mapping[Any, Any]) -> Any:
+  """Returns the batch, by its variable, that a scan with an exchange takes."""
   known = dict(batches)
   for eqn in jaxpr.eqns:
     given = [

@@ -598,6 +598,8 @@ class Result:
       or 'output' (the mean of numbers, the rows of a batch).
     value: the array.
     old: the value before the step, for 'statistics' and 'added'.
+    differs: whether it differs between workers.
+    apart: whether it keeps a worker axis: it is 'stacked', or rows of a batch.
   """
 
   name: str
@@ -605,11 +607,18 @@ class Result:
   role: str
   value: Any
   old: Any = None
+  differs: bool = False
+  apart: bool = False
+
+  @property
+  def is_rows(self) -> bool:
+    """Whether the workers' values are the rows of a batch."""
+    return self.apart and self.role == 'output'
 
 
 def settle(
     results: Sequence[Result], workers: Workers, rows: int | None, axis: int
-) -> tuple[list[jax.Array], list[bool], list[bool]]:
+) -> list[Result]:
   """Makes one value for all workers of what each of them returns.
 
   Args:
@@ -619,8 +628,7 @@ def settle(
     axis: of the rows in results; they are moved to the first one.
 
   Returns:
-    for each result its value; whether it keeps a worker axis (values that stay
-    apart, and rows that are to be joined); and whether it differed.
+    the results, with that value.
 
   Raises:
     ValueError: a value that differs between workers and must not, or cannot be
@@ -661,32 +669,24 @@ def settle(
       [jnp.asarray(r.value) for r in results],
       [0 if r.old is None else r.old for r in results],
   )
-  return values, apart, differs
+  return [
+      dataclasses.replace(r, value=x, differs=d, apart=a)
+      for r, x, d, a in zip(results, values, differs, apart)
+  ]
 
 
 def settle_on_own_device(
-    results: Sequence[Result],
-    differs: Sequence[bool],
-    group: Workers,
-    axis: int,
+    results: Sequence[Result], group: Workers, axis: int
 ) -> list[jax.Array]:
-  """Does what `settle` does, on a device that runs one worker's step.
+  """As `settle`, on a device that runs one worker's step.
 
-  Args:
-    results: what this worker's step returned or changed.
-    differs: for each result whether it differs between workers.
-    group: the workers as this device sees them.
-    axis: see `settle`.
-
-  Returns:
-    for each result its value; of those that keep a worker axis this worker's.
+  What keeps a worker axis is this worker's. `group` are the workers as this
+  device sees them.
   """
   values = [jnp.asarray(r.value) for r in results]
   return [
-      _combine_own(result, x, group, axis)
-      if is_cut or result.role == 'added'
-      else x
-      for result, x, is_cut in zip(results, values, differs)
+      _combine_own(r, x, group, axis) if r.differs or r.role == 'added' else x
+      for r, x in zip(results, values)
   ]
 
 

@@ -384,17 +384,18 @@ def test_an_array_in_a_plain_attribute_is_named(workers):
     step(model, batch())
 
 
+
 @SIMULATED
-def test_a_module_that_is_replaced_is_named(workers):
+def test_a_module_that_is_replaced_goes_out(workers):
   model = nnx.Sequential(nnx.Linear(16, 8, rngs=nnx.Rngs(0)), nnx.Dropout(0.0))
 
   @demo_optax.data_parallel(workers)
   def step(model, x):
     model.layers[1] = nnx.Sequential()
-    return model(x).mean()
+    return jnp.mean(x)
 
-  with pytest.raises(ValueError, match=r'0\.layers\.1: Dropout before, Seq'):
-    step(model, batch())
+  step(model, batch())
+  assert isinstance(model.layers[1], nnx.Sequential)
 
 
 @SIMULATED

@@ -1,0 +1,191 @@
+"""What a step returns and changes: how each array is made one of all workers'.
+
+See `workers.inside.Result` for the roles.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from demo_optax._paths import Keys, is_stacked, path_keys
+from demo_optax.numerics import prng
+from demo_optax.step import nnx as modules
+from demo_optax.step.call import Call, Fixed, rebuild, structure_of
+from demo_optax.workers import inside
+from demo_optax.workers.inside import Result
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class Returned:
+  """What a step returns beside arrays; it leaves `jax.jit` in the structure.
+
+  Attributes:
+    treedef: of what is returned, with NNX objects as leaves.
+    fixed: for each leaf what it is, or None for an array.
+    structure: of the NNX objects: see `nnx.split`.
+  """
+
+  treedef: Any
+  fixed: list[Fixed | None]
+  structure: Any
+
+  def update(self, objects: Sequence[Any], arrays: Sequence[Any]) -> Any:
+    """Updates the caller's NNX objects; returns what the step returned."""
+    number = self.fixed.count(None)
+    variables = arrays[number:]
+    modules.merge(self.structure, variables, inner=False)
+    return rebuild(
+        self.treedef, self.fixed, arrays, object=objects, variable=variables
+    )
+
+
+def collect(
+    call: Call,
+    returned: Any,
+    objects: list[Any],
+    before: Sequence[Any],
+    own: Sequence[Any],
+) -> tuple[list[Result], Returned]:
+  """Returns what a step returned, then the variables after it.
+
+  Args:
+    call: the call.
+    returned: what the step returned.
+    objects: the NNX objects after it.
+    before: all arrays, as all workers have them.
+    own: all arrays, as the step had them.
+  """
+  modules.check_variables([a.keys for a in call.variables], objects)
+  after, structure = modules.split(objects)
+  variables = {id(x): i for i, x in enumerate(after)}
+  flat, treedef = jax.tree_util.tree_flatten_with_path(
+      returned, is_leaf=modules.is_object
+  )
+  are_arrays = _are_arrays(returned)
+  fixed: list[Fixed | None] = []
+  for (path, leaf), is_array in zip(flat, are_arrays):
+    if isinstance(leaf, jax.Array) and id(leaf) in variables:
+      # nnx.state(model) is what the step has changed in place.
+      fixed.append(Fixed('variable', variables[id(leaf)]))
+    elif modules.is_object(leaf):
+      found = [i for i, o in enumerate(objects) if o is leaf]
+      if not found:
+        raise ValueError(
+            f'The step returns a {type(leaf).__name__} that is none of its'
+            f' arguments, at {jax.tree_util.keystr(path) or "the top"}. Make'
+            ' Flax objects outside of the step and pass them to it, or return'
+            ' nnx.state(...) of it.'
+        )
+      fixed.append(Fixed('object', found[0]))
+    else:
+      fixed.append(None if is_array else Fixed('constant', leaf))
+
+  results = []
+  for (path, x), f, at, kind in zip(
+      flat, fixed, _previous(call, returned), modules.leaf_kinds(returned)
+  ):
+    if f is None:
+      keys = ('returned', *path_keys(path))
+      name = '.'.join(['the result', *map(str, keys[1:])])
+      results.append(_result(call, name, keys, x, at, kind, before, own))
+  first = len(own) - len(call.variables)
+  for at, (a, x) in enumerate(zip(call.variables, after), first):
+    name = f'the variable {a.name}'
+    results.append(_result(call, name, a.keys, x, at, a.kind, before, own))
+  for param in inside.own_params([r.keys for r in results]):
+    result = results[param.number]
+    value = results[param.shared].value.astype(result.value.dtype)
+    results[param.number] = dataclasses.replace(
+        result, role='state', value=value
+    )
+  return results, Returned(treedef, fixed, structure)
+
+
+def _result(
+    call: Call,
+    name: str,
+    keys: Keys,
+    x: Any,
+    at: int | None,
+    kind: Any,
+    before: Sequence[Any],
+    own: Sequence[Any],
+) -> Result:
+  """Decides about an array, the next value of array `at` if that is known."""
+  role, old = 'output', None
+  was_key = at is not None and call.arrays[at].role == 'key'
+  if at is not None and was_key and x.dtype != own[at].dtype:
+    at, was_key = None, False  # of the same shape by chance
+  is_same = at is not None and x is own[at]
+  if is_stacked(keys):
+    role = 'stacked'
+  elif kind in (None, 'stream') and (
+      was_key
+      or (prng.is_key_array(x) and (at is not None or not x.ndim))
+      or (at is None and prng.is_pair(x) and x.ndim == 1
+          and prng.is_named(prng.last_name(keys[1:])))
+  ):
+    role = 'key'
+    if at is not None and is_same:  # the next step folds the same one again
+      role, x = 'state', before[at]
+  elif at is not None and kind not in (None, 'state'):
+    role, old = kind, before[at]
+    if kind == 'added' and is_same:
+      role = 'state'
+  elif 'batch_stats' in keys:  # of Linen
+    role, old = 'statistics', _statistics_before(call, keys, x, at, before)
+  elif at is not None:
+    role = 'state'
+  return Result(name, keys, role, x, old)
+
+
+def _statistics_before(
+    call: Call, keys: Keys, x: Any, number: int | None, before: Sequence[Any]
+) -> Any:
+  """Returns what statistics stay if no worker's are finite.
+
+  Those of the same name among the arguments, if the step does not return them
+  as the next value of an argument; zeros if there are none.
+  """
+  suffix = keys[keys.index('batch_stats') :]
+  found = [
+      n for n, a in enumerate(call.arrays) if a.keys[-len(suffix) :] == suffix
+  ]
+  if number is None and not found:
+    return jnp.zeros_like(x)
+  return before[found[0] if number is None else number]
+
+
+def _previous(call: Call, returned: Any) -> list[int | None]:
+  """Returns for each leaf the number of the array it is the next value of.
+
+  None for what is not part of the next value of a shared argument.
+  """
+  flat, treedef = jax.tree.flatten(returned, is_leaf=modules.is_object)
+  are_arrays = _are_arrays(returned)
+  structure = structure_of(
+      (treedef, tuple(are_arrays)),
+      [np.shape(x) for x, is_array in zip(flat, are_arrays) if is_array],
+  )
+  for known, first in call.states:
+    if structure is not None and structure == known:
+      after = itertools.count(first)
+      return [next(after) if is_array else None for is_array in are_arrays]
+  if type(returned) in (tuple, list):  # not one NamedTuple
+    parts = list(returned)
+  elif type(returned) is dict:
+    parts = [returned[key] for key in sorted(returned)]  # as JAX flattens it
+  else:
+    return [None] * len(flat)
+  return [number for part in parts for number in _previous(call, part)]
+
+
+def _are_arrays(tree: Any) -> list[bool]:
+  leaves = jax.tree.leaves(tree, is_leaf=modules.is_object)
+  return list(map(modules.is_array, leaves, modules.traces_numbers(tree)))
