@@ -36,8 +36,6 @@ import demo_optax
 from demo_optax.exchange import message as wire
 from demo_optax.workers import Group
 
-Simulated = type(demo_optax.Workers.simulated(1))
-
 
 def gpt(width: int, layers: int, vocab: int) -> dict[str, tuple[int, ...]]:
   """Shapes of a GPT's leaves with tied embeddings, and of four odd ones."""
@@ -62,25 +60,21 @@ TREES = {
 }
 
 
-class OneOfMany(Simulated):
+@dataclasses.dataclass(frozen=True, eq=False)
+class OneOfMany(demo_optax.Workers):
   """One worker, who finds the messages of others beside its own.
 
   Attributes:
-    others: uint8 `[others, bytes]`, traced.
+    others: holds uint8 `[others, bytes]`, traced.
   """
 
-  def __init__(self) -> None:
-    super().__init__(1, demo_optax.Workers.simulated(1).param_specs)
-    self.others: jax.Array | None = None
-
-  # By identity: what others sent is traced, and has no hash.
-  __eq__ = object.__eq__
-  __hash__ = object.__hash__
+  others: list[jax.Array] = dataclasses.field(default_factory=list)
 
   @property
   def group(self) -> Group:
     """As the worker's function sees it: all of them."""
-    return WithOthers(self.axis_name, 1 + len(self.others), (), self.others)
+    (others,) = self.others
+    return WithOthers(self.axis_name, 1 + len(others), (), others)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -142,7 +136,7 @@ class Row:
       compressor = demo_optax.dct_topk(topk=int(topk), values=values)
       workers = demo_optax.Workers.simulated(1)
       if int(peers) > 1:
-        workers = OneOfMany()
+        workers = OneOfMany('simulated', 'workers', 1)
         others = messages(self.params, compressor, int(peers) - 1)
       tx = demo_optax.demo(1e-3, workers=workers, compressor=compressor)
       gradients = jax.tree.map(lambda g: g[None], gradients)
@@ -155,7 +149,7 @@ class Row:
         params: Any, state: Any, gradients: Any, others: Any
     ) -> tuple[Any, Any]:
       if others is not None:
-        workers.others = others
+        workers.others[:] = [others]
       updates, state = tx.update(gradients, state, params)
       return optax.apply_updates(params, updates), state
 

@@ -22,7 +22,7 @@ from demo_optax.compressors.layout import Layout, differences, make_layout
 from demo_optax.exchange import algorithm as exchange_lib
 from demo_optax.exchange.algorithm import ExchangeConfig, Hyper, WorkerState
 from demo_optax.numerics import platform, topk
-from demo_optax.workers import Workers, checks, inside
+from demo_optax.workers import Workers, checks, inside, lift
 from demo_optax.workers.param_specs import ParamSharding, ParamSpecs
 
 
@@ -259,7 +259,7 @@ def scale_by_demo(
 
     def zeros(shapes: Any) -> dict[str, jax.Array]:
       return {
-          name: workers.bucket_zeros(shape, dtype)
+          name: lift.bucket_zeros(workers, shape, dtype)
           for name, (shape, dtype) in shapes.items()
       }
 

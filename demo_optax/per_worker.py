@@ -13,7 +13,7 @@ import optax
 from demo_optax import _checks, _tree
 from demo_optax._paths import Path, path_keys
 from demo_optax.numerics import prng
-from demo_optax.workers import Workers, checks, collectives, inside
+from demo_optax.workers import Workers, checks, collectives, inside, lift
 
 _WORKERS = 'demo_optax.Workers.simulated(4)'
 
@@ -133,11 +133,12 @@ def per_worker(
 
     def update_one(
         index: jax.Array, gradients: Any, state: Any, shared: Any
-    ) -> tuple[Any, Any, tuple[()]]:
+    ) -> tuple[Any, Any]:
       del index
-      return *update_if_finite(gradients, state, *shared), ()
+      return update_if_finite(gradients, state, *shared)
 
-    new, state, _ = workers.map(
+    new, state = lift.run_alone(
+        workers,
         update_one,
         _tree.mask_others(updates),
         state.worker_stacked,
@@ -152,11 +153,12 @@ def stack_own(tree: chex.ArrayTree, workers: Workers) -> chex.ArrayTree:
   """Copies a tree for every worker, with different random keys."""
 
   def stack(path: Path, x: Any) -> Any:
-    stacked = workers.stack(x)
+    stacked = lift.stack(workers, x)
     if not prng.is_key(path_keys(path), jnp.asarray(x)):
       return stacked
-    _, keys, _ = workers.map(
-        lambda index, own, key, shared: (own, prng.fold(key, index), shared),
+    _, keys = lift.run_alone(
+        workers,
+        lambda index, own, key, _: (own, prng.fold(key, index)),
         (), stacked, (),
     )
     return keys
@@ -213,7 +215,7 @@ def average(*, workers: Workers) -> optax.GradientTransformation:
     leaves, treedef = jax.tree.flatten(updates)
     like = leaves if params is None else treedef.flatten_up_to(params)
     taking_part = [x for x in leaves if _tree.is_exchanged(x)]
-    present = workers.all_finite(taking_part)
+    present = lift.all_finite(workers, taking_part)
     lead = 1 if workers.stacked_gradients else 0
 
     def mean(x: Any, param: Any) -> Any:
@@ -221,7 +223,8 @@ def average(*, workers: Workers) -> optax.GradientTransformation:
         dtype = x.dtype if x.dtype != jax.dtypes.float0 else param.dtype
         return _tree.zeros(x.shape[lead:], dtype)
       wide = collectives.widened(x)
-      return workers.mean_present(x.astype(wide), present).astype(x.dtype)
+      mean = lift.mean_present(workers, x.astype(wide), present)
+      return mean.astype(x.dtype)
 
     return treedef.unflatten([mean(x, p) for x, p in zip(leaves, like)])
 

@@ -28,7 +28,7 @@ from demo_optax.workers.collectives import (
   ORDERED_BYTES,
   TO_OWNERS,
 )
-from demo_optax.workers.param_specs import ParamSpecs
+from demo_optax.workers.param_specs import REPLICATED, ParamSpecs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,7 +300,7 @@ def plan(
         workers.param_specs, workers.axis_name, workers.count,
     )
   else:
-    specs, axis = ParamSpecs(None, {}, 'workers'), 'workers'
+    specs, axis = REPLICATED, 'workers'
     if isinstance(workers, bool) or not hasattr(workers, '__index__'):
       raise TypeError(
           f'workers={workers!r} must be demo_optax.Workers, or their number.'

@@ -10,6 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import demo_optax
 from demo_optax.numerics import topk as selection
+from demo_optax.step import placement
+from demo_optax.workers import lift
 
 MESHES = {'auto': AxisType.Auto, 'explicit': AxisType.Explicit}
 
@@ -60,8 +62,8 @@ def worker_grads(loss_fn, workers):
   """`(params, *batch) -> (mean loss, gradients [workers, ...])`, by vmap."""
 
   def value_and_grads(params, *batch):
-    batch = [workers.split(jnp.asarray(x)) for x in batch]
-    with workers.context():
+    batch = [placement.split(workers, jnp.asarray(x)) for x in batch]
+    with lift.context(workers):
       losses, grads = jax.vmap(
           jax.value_and_grad(loss_fn),
           in_axes=(None, *(0 for _ in batch)),

@@ -24,7 +24,7 @@ from demo_optax.exchange import arithmetic
 from demo_optax.exchange.message import Packer
 from demo_optax.exchange.owners import Report, UpdatePacker
 from demo_optax.numerics import platform, rounding, topk
-from demo_optax.workers import Group, Spec, Workers
+from demo_optax.workers import Group, Spec, Workers, lift
 from demo_optax.workers.collectives import sums
 
 # A worker is excluded if a gradient element exceeds this share of the largest
@@ -292,7 +292,8 @@ def run(
   metrics = jax.eval_shape(no_metrics)
   buckets = jax.tree.map(lambda _: workers.bucket_spec, state)
   inner = [leaves[i].sharding.spec for i in exchanged]
-  updates, state, metrics = workers.run(
+  updates, state, metrics = lift.run(
+      workers,
       one_worker,
       ([gradients[i] for i in exchanged], state, hyper),
       (
@@ -307,7 +308,7 @@ def run(
       ),
   )
   updates = [
-      workers.as_given(u, leaves[i].sharding)
+      lift.as_given(workers, u, leaves[i].sharding)
       for i, u in zip(exchanged, updates)
   ]
   return updates, state, metrics

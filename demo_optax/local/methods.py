@@ -13,7 +13,7 @@ from demo_optax.demo import DeMoState, scale_by_demo
 from demo_optax.exchange.algorithm import ExchangeKind
 from demo_optax.local.local_updates import Period, local_updates
 from demo_optax.numerics.topk import Average
-from demo_optax.workers import Spec, Workers, inside
+from demo_optax.workers import Spec, Workers, inside, lift
 
 
 def diloco(
@@ -230,7 +230,8 @@ def _put_back(
     momentum = state.worker_stacked.momentum
     inner = {i: layout.leaves[i].sharding.spec for i in numbers}
     buckets = dict.fromkeys(momentum, workers.bucket_spec)
-    found, momentum = workers.run(
+    found, momentum = lift.run(
+        workers,
         one_worker,
         (momentum, {i: flat[i] for i in numbers}),
         (buckets, {i: Spec(False, spec) for i, spec in inner.items()}),

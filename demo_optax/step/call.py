@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from demo_optax._paths import Keys, dotted, is_stacked, path_keys
 from demo_optax.compressors.compressor import Frozen
@@ -51,6 +53,7 @@ class Array:
     kind: of its variable: see `nnx.leaf_kinds`.
     donated: whether it may be overwritten.
     axis: of its rows, if it is a batch.
+    sharding: where it belongs; None without a mesh.
   """
 
   name: str
@@ -59,6 +62,7 @@ class Array:
   kind: Any
   donated: bool
   axis: int = 0
+  sharding: NamedSharding | None = None
 
 
 class Fixed(NamedTuple):
@@ -287,6 +291,11 @@ def analyse(
           f'keys must be paths of random keys, got {path!r}. The arguments'
           f' of {step} are {", ".join(a.name for a in arguments)}.'
       )
+  if workers.mesh is not None:
+    decided = [
+        dataclasses.replace(a, sharding=_sharding(workers, a, np.shape(x)))
+        for a, x in zip(decided, opened.arrays)
+    ]
   return Call(
       opened.treedef,
       opened.fixed,
@@ -431,6 +440,16 @@ def _role(
     if is_key:
       return 'key'
   return 'shared' if is_shared or not rank else 'batch'
+
+
+def _sharding(
+    workers: Workers, array: Array, shape: tuple[int, ...]
+) -> NamedSharding:
+  if array.role != 'batch':
+    return workers.sharding(array.keys, shape)
+  assert workers.mesh is not None
+  spec = P(*(None,) * array.axis, workers.axis_name)
+  return NamedSharding(workers.mesh, spec)
 
 
 def _is_within(name: str, path: Keys) -> bool:

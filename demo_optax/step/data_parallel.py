@@ -18,12 +18,12 @@ from demo_optax import _checks
 from demo_optax._paths import dotted
 from demo_optax.exchange.algorithm import traced_configs
 from demo_optax.numerics import prng
-from demo_optax.step import agreement, programs, results
+from demo_optax.step import agreement, placement, programs, results
 from demo_optax.step import call as calls
 from demo_optax.step import nnx as modules
 from demo_optax.step.call import Call, Options
 from demo_optax.step.results import Returned
-from demo_optax.workers import Workers, checks, inside
+from demo_optax.workers import Workers, checks, inside, lift
 from demo_optax.workers.inside import WORKER_AXIS, Result
 
 
@@ -241,12 +241,10 @@ class DataParallelStep:
       return program.lower(*self._put(call, opened.arrays))
 
   def _put(self, call: Call, arrays: list[Any]) -> list[Any]:
-    return self.workers.put(
-        [a.keys for a in call.arrays],
-        [a.role for a in call.arrays],
-        [a.axis for a in call.arrays],
-        arrays,
-    )
+    return [
+        placement.put(self.workers, x, a.role, a.sharding)
+        for x, a in zip(arrays, call.arrays)
+    ]
 
   def _open(
       self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -324,11 +322,11 @@ class DataParallelStep:
       found, returned = self._run_on_devices(call, arrays)
     else:
       found, returned = self._run_mapped(call, [
-          workers.split(x) if role == 'batch' else x
+          placement.split(workers, x) if role == 'batch' else x
           for x, role in zip(arrays, roles)
       ], workers.spmd_axis_name)
       found = [
-          dataclasses.replace(r, value=workers.join(r.value))
+          dataclasses.replace(r, value=placement.join(workers, r.value))
           if r.is_rows else r
           for r in found
       ]
@@ -336,9 +334,10 @@ class DataParallelStep:
         jnp.moveaxis(r.value, 0, call.axis) if r.is_rows else r.value
         for r in found
     ]
-    return workers.hold(
-        [r.keys for r in found], [r.role for r in found], values
-    ), returned
+    return [
+        placement.hold(workers, r.keys, r.role, x)
+        for r, x in zip(found, values)
+    ], returned
 
   def _run_mapped(
       self, call: Call, arrays: list[Any], spmd_axis_name: str | None
@@ -365,7 +364,7 @@ class DataParallelStep:
     in_axes = [
         0 if a.role in ('batch', 'stacked') else None for a in call.arrays
     ]
-    with self.workers.context():
+    with lift.context(self.workers):
       apart, equal = map(iter, jax.vmap(
           one_workers_step,
           in_axes=(in_axes,),
@@ -428,7 +427,7 @@ class DataParallelStep:
         # The check knows what is equal on all workers; types do not, of
         # parameters that are differentiated by each worker alone.
         check_vma=False,
-    )(*workers.reshard(arrays, in_specs))
+    )(*(lift.reshard(workers, x, s) for x, s in zip(arrays, in_specs)))
     return [
         dataclasses.replace(r, value=x) for r, x in zip(expected, values)
     ], traced[-1]

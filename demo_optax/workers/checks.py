@@ -8,8 +8,9 @@ from jax.sharding import PartitionSpec as P
 
 from demo_optax._paths import Path
 from demo_optax._tree import is_exchanged, leaf_name
-from demo_optax.workers.base import Workers
+from demo_optax.workers.collectives import is_tracked, varies
 from demo_optax.workers.param_specs import entry, names_of
+from demo_optax.workers.value import Workers
 
 
 def check_gradient(
@@ -37,8 +38,17 @@ def check_gradient(
         f'The gradient of {name} has shape {found}, but its parameter has'
         f" {expected}: {workers} needs the worker's own gradient, unstacked."
     )
-  if is_exchanged(gradient):
-    workers.check_gradient(name, gradient)
+  if lead or not is_exchanged(gradient):
+    return
+  axis = workers.axis_name
+  if is_tracked(axis) and not varies(gradient, axis):
+    raise ValueError(
+        f'The gradient of {name} is the same on all workers of axis'
+        f' {axis!r}: it was summed or averaged over them before it reached the'
+        ' exchange. Inside shard_map, jax.grad with respect to replicated'
+        ' parameters does that. Make the parameters varying first:'
+        f" jax.lax.pcast(params, {axis!r}, to='varying')."
+    )
 
 
 def check_sharding(path: Path, param: Any, workers: Workers) -> None:

@@ -25,11 +25,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
+from jax.sharding import PartitionSpec as P
 
 from demo_optax import _paths
 from demo_optax._paths import Keys, path_keys
 from demo_optax.numerics import prng
-from demo_optax.workers import Workers, collectives
+from demo_optax.workers import Workers, collectives, lift
 
 # The axis that `data_parallel` maps a step over. No axis of a mesh or of a user
 # has this name.
@@ -478,7 +479,7 @@ def over_workers(
   if (group := _TRACE.group) is not None:
     axis_name = group.axis_name
     collectives_of: dict[Any, Any] = {
-        jnp.mean: group.mean,
+        jnp.mean: functools.partial(lift.mean, group),
         jnp.sum: lambda x: collectives.sums([x], axis_name)[0],
     }
     collective = collectives_of.get(reduce)
@@ -652,7 +653,7 @@ def settle(
     for j, result in enumerate(results):
       x, old, is_cut = values[j], olds[j], cut[j]
       if result.role == 'stacked':
-        out.append((x if is_cut else workers.stack(x), True))
+        out.append((x if is_cut else lift.stack(workers, x), True))
       elif result.role == 'added':
         x = x if is_cut else jnp.broadcast_to(x, (size, *x.shape))
         out.append((old + collectives.sum_stacked(x - old[None]), False))
@@ -695,14 +696,15 @@ def _combine_own(
 ) -> jax.Array:
   """Returns one value of all workers' `x`, or this worker's part of it."""
   if result.role == 'statistics':
-    return group.mean_present(x, group.all_finite([x]), result.old)
+    finite = lift.all_finite(group, [x])
+    return lift.mean_present(group, x, finite, result.old)
   if result.role == 'added':
     old: jax.Array = result.old
     return old + collectives.sums([x - old], group.axis_name)[0]
   if result.role == 'key':
     return collectives.first_key(x, group.axis_name)
   if result.role == 'output' and not x.shape:
-    return group.mean(x)
+    return lift.mean(group, x)
   return jnp.moveaxis(x, axis, 0) if result.role == 'output' else x
 
 
@@ -720,12 +722,13 @@ def _combine(
     raise ValueError(_differs(name))
   if result.role == 'statistics':
     # Statistics of a worker that saw a NaN would stay NaN for ever.
-    finite = workers.all_finite([x])
-    return workers.mean_present(x, finite, old), False
+    finite = lift.all_finite(workers, [x])
+    return lift.mean_present(workers, x, finite, old), False
   if result.role == 'key':
-    return workers.first(x), False
+    everywhere = P(None, *jax.typeof(x).sharding.spec[1:])
+    return lift.reshard(workers, x, everywhere)[0], False
   if not shape and jnp.issubdtype(x.dtype, jnp.inexact):
-    return workers.mean(x), False
+    return lift.mean(workers, x), False
   if shape[axis : axis + 1] == (rows,):
     return jnp.moveaxis(x, axis + 1, 1), True
   rows_too = f', and no array with the {rows} rows of a worker, axis {axis}'

@@ -7,6 +7,7 @@ are found by path, since an exchange may see only some of them (`optax.masked`,
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -35,43 +36,43 @@ class ParamSharding:
   given: P = dataclasses.field(default=P(), compare=False, repr=False)
 
 
+@dataclasses.dataclass(frozen=True, repr=False)
 class ParamSpecs:
   """The partition specs of all parameters, checked.
 
-  Args:
-    specs: a tree of `PartitionSpec` like the parameters; a spec (or `None`, for
-      replicated) in place of a subtree holds for all of it.
-    axis_sizes: sizes of the mesh axes inside a worker, in the mesh's order; the
-      attribute of this name has those of more than one device.
-    worker_axis: name of the worker axis.
-
-  Raises:
-    ValueError: a spec names the worker axis or an axis that is not there, or an
-      axis twice.
-    TypeError: a leaf that is not a spec.
+  Attributes:
+    specs: paths and specs; a spec holds for all parameters below its path.
+    all_sizes: names and sizes of the mesh axes inside a worker, in the mesh's
+      order.
   """
 
-  def __init__(
-      self, specs: Any, axis_sizes: Mapping[str, int], worker_axis: str
-  ):
-    # Along an axis of one device there is nothing to spread or to rejoin.
-    self.axis_sizes = tuple((a, n) for a, n in axis_sizes.items() if n > 1)
-    self._all_sizes = tuple(axis_sizes.items())
+  specs: tuple[tuple[Keys, P], ...] = (((), P()),)
+  all_sizes: tuple[tuple[str, int], ...] = ()
+
+  @classmethod
+  def of(
+      cls, specs: Any, axis_sizes: Mapping[str, int], worker_axis: str
+  ) -> 'ParamSpecs':
+    """Checks a tree of `PartitionSpec`; see `Workers.on_mesh`."""
     flat = jax.tree_util.tree_flatten_with_path(
         specs, is_leaf=lambda x: x is None or isinstance(x, P)
     )[0]
-    self._specs = {}
+    found = []
     for path, spec in flat:
       name = jax.tree_util.keystr(path) or 'all parameters'
       spec = P() if spec is None else spec
       _check_spec(name, spec, dict(axis_sizes), worker_axis)
-      self._specs[path_keys(path)] = _shortest(spec)
+      found.append((path_keys(path), _shortest(spec)))
+    return cls(tuple(found), tuple(axis_sizes.items()))
 
-  def __eq__(self, other: object) -> bool:
-    return isinstance(other, ParamSpecs) and vars(self) == vars(other)
+  @functools.cached_property
+  def axis_sizes(self) -> tuple[tuple[str, int], ...]:
+    """The axes of more than one device; along others nothing is spread."""
+    return tuple((a, n) for a, n in self.all_sizes if n > 1)
 
-  def __hash__(self) -> int:
-    return hash((self.axis_sizes, frozenset(self._specs.items())))
+  @functools.cached_property
+  def _specs(self) -> dict[Keys, P]:
+    return dict(self.specs)
 
   def __repr__(self) -> str:
     if set(self._specs.values()) <= {P()}:
@@ -88,7 +89,7 @@ class ParamSpecs:
   @property
   def has_axes(self) -> bool:
     """Whether models may name mesh axes inside a worker, of whatever size."""
-    return bool(self._all_sizes)
+    return bool(self.all_sizes)
 
   @property
   def devices(self) -> int:
@@ -158,7 +159,7 @@ class ParamSpecs:
     return ParamSharding(_shortest(short), blocks, axes, spec)
 
   def _blocks(self, spec: P, rank: int) -> tuple[int, ...]:
-    sizes = dict(self._all_sizes)
+    sizes = dict(self.all_sizes)
     return tuple(
         math.prod(sizes[axis] for axis in entry(spec, dim))
         for dim in range(rank)
@@ -169,6 +170,9 @@ class ParamSpecs:
     return len(spec) <= len(shape) and not any(
         size % parts for size, parts in zip(shape, blocks)
     )
+
+
+REPLICATED = ParamSpecs()
 
 
 def _check_spec(

@@ -1,0 +1,344 @@
+"""How one worker's function runs for all workers.
+
+By `vmap` (simulated), by `shard_map` (on a mesh), or right where it is, in the
+caller's own map: the same function, with the same bits.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from demo_optax.numerics import rounding
+from demo_optax.workers.collectives import mean as mean_over
+from demo_optax.workers.collectives import mean_stacked, sums, vary
+from demo_optax.workers.param_specs import ParamSharding, entry, names_of
+from demo_optax.workers.value import Spec, Workers
+
+
+def run(
+    workers: Workers,
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    in_specs: tuple[Any, ...],
+    out_specs: Any,
+) -> Any:
+  """Runs one worker's function for all workers; it may communicate.
+
+  Args:
+    workers: the workers.
+    fun: called with what one device has of `args`, without a worker axis. What
+      it returns for specs that are not `stacked` must be equal on all workers,
+      as what `Workers.group` returns is.
+    args: trees of arrays.
+    in_specs: a tree of `Spec` for each of them.
+    out_specs: a tree of `Spec` for what `fun` returns.
+
+  Returns:
+    What `fun` returned, laid out so.
+  """
+  _ = workers.count  # an error where the axis is not mapped
+  flat, treedef = jax.tree.flatten(args)
+  ins = jax.tree.leaves(in_specs, is_leaf=_is_spec)
+  outs, out_treedef = jax.tree.flatten(out_specs, is_leaf=_is_spec)
+
+  def one_worker(*own: Any) -> list[Any]:
+    return out_treedef.flatten_up_to(fun(*treedef.unflatten(own)))
+
+  def one_device(*flat: Any) -> list[Any]:
+    found = one_worker(*(x[0] if s.stacked else x for x, s in zip(flat, ins)))
+    return [x[None] if s.stacked else x for x, s in zip(found, outs)]
+
+  if workers.kind == 'simulated':
+    found = _simulate(workers, one_worker, flat, ins, outs)
+  elif workers.kind == 'on_axis':
+    found = one_device(*flat)
+  else:
+    in_axes, out_axes = (
+        [P(workers.axis_name, *s.inner) if s.stacked else s.inner for s in side]
+        for side in (ins, outs)
+    )
+    mapped = jax.shard_map(
+        one_device,
+        mesh=workers.mesh,
+        in_specs=tuple(in_axes),
+        out_specs=out_axes,
+    )
+    found = mapped(*(
+        reshard(workers, x, p) if s.stacked else x
+        for x, s, p in zip(flat, ins, in_axes)
+    ))
+  return out_treedef.unflatten(found)
+
+
+def run_alone(
+    workers: Workers,
+    fun: Callable[..., tuple[Any, Any]],
+    own: Any,
+    state: Any,
+    shared: Any,
+) -> tuple[Any, Any]:
+  """Runs one worker's function for all workers, without communication.
+
+  Args:
+    workers: the workers.
+    fun: `(index, own, state, shared) -> (own, state)`, everything without the
+      worker axis; `index` is the worker's number, int32 `[]`.
+    own: a tree laid out as gradients are: stacked, or local with `on_axis`.
+    state: a tree of stacked arrays.
+    shared: a tree that is the same for all workers.
+
+  Returns:
+    What `fun` returned: laid out like `own`, and like `state`.
+  """
+  if workers.kind == 'on_axis':
+    axis = workers.axis_name
+    _ = workers.count  # an error where the axis is not mapped
+
+    # What is shared must vary before it is differentiated: jax.grad with
+    # respect to replicated parameters would sum the workers' gradients.
+    def vary_floats(x: Any) -> Any:
+      inexact = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+      return vary(x, axis) if inexact else x
+
+    own, state = fun(
+        jax.lax.axis_index(axis),
+        own,
+        jax.tree.map(lambda x: x[0], state),
+        jax.tree.map(vary_floats, shared),
+    )
+    return own, jax.tree.map(lambda x: x[None], state)
+  mapped = jax.vmap(
+      fun,
+      in_axes=(0, 0, 0, None),
+      spmd_axis_name=workers.spmd_axis_name,
+  )
+  index = place(workers, jnp.arange(workers.count, dtype=jnp.int32))
+  with context(workers):
+    return mapped(index, own, state, shared)
+
+
+def context(workers: Workers) -> contextlib.AbstractContextManager[Any]:
+  """Returns the context of one worker's model: layers may look for the mesh."""
+  if workers.mesh is None:
+    return contextlib.nullcontext()
+  return jax.sharding.use_abstract_mesh(workers.mesh.abstract_mesh)
+
+
+# Arrays of all workers --------------------------------------------------------
+
+
+def stack(workers: Workers, x: jax.Array) -> jax.Array:
+  """Returns a copy of `x` for every worker, with a leading worker axis."""
+  if workers.kind == 'on_axis':
+    # Varying from the start, or a scan over steps would see its type change.
+    own: jax.Array = vary(jnp.asarray(x)[None], workers.axis_name)
+    return own
+
+  def copies(x: jax.Array) -> jax.Array:
+    return place(workers, jnp.broadcast_to(x, (workers.count, *jnp.shape(x))))
+
+  if workers.mesh is None:
+    return copies(x)
+  if not isinstance(x, jax.core.Tracer):
+    x = workers.device_put(x)
+  return jax.jit(copies)(x)
+
+
+def bucket_zeros(
+    workers: Workers, shape: tuple[int, ...], dtype: Any
+) -> jax.Array:
+  """Returns zeros of `Workers.bucket_shape(shape)`, allocated sharded."""
+  if workers.kind == 'on_axis':
+    return stack(workers, jnp.zeros(shape, dtype))
+  shape = workers.bucket_shape(shape)
+  if workers.mesh is not None:
+    # jnp.zeros(device=sharding) would do under no jit only: inside one it lands
+    # on a single device, all workers' momentum together.
+    spec = P(workers.axis_name, *workers.param_specs.bucket_spec)
+    return _zeros_on_mesh(NamedSharding(workers.mesh, spec), shape, dtype)()
+  return jnp.zeros(shape, dtype)
+
+
+@functools.cache
+def _zeros_on_mesh(
+    sharding: NamedSharding, shape: tuple[int, ...], dtype: jnp.dtype
+) -> Callable[[], jax.Array]:
+  """Compiled once for all leaves of a shape."""
+  local = sharding.shard_shape(shape)
+  return jax.jit(
+      jax.shard_map(
+          lambda: jnp.zeros(local, dtype),
+          mesh=sharding.mesh,
+          in_specs=(),
+          out_specs=sharding.spec,
+      )
+  )
+
+
+def place(workers: Workers, x: jax.Array) -> jax.Array:
+  """Returns `x [count, ...]`, each worker's part where the worker is."""
+  if workers.mesh is None:
+    return x
+  if workers.is_explicit:
+    old = jax.typeof(x).sharding.spec
+    return reshard(workers, x, P(workers.axis_name, *old[1:]))
+  free = [P.UNCONSTRAINED] * (x.ndim - 1)
+  sharding = NamedSharding(workers.mesh, P(workers.axis_name, *free))
+  return jax.lax.with_sharding_constraint(x, sharding)
+
+
+def reshard(workers: Workers, x: jax.Array, spec: P) -> jax.Array:
+  """Reshards `x` on Explicit axes; on Auto axes `shard_map` does it."""
+  if workers.mesh is None or not workers.is_explicit:
+    return x
+  return jax.sharding.reshard(x, NamedSharding(workers.mesh, spec))
+
+
+def as_given(
+    workers: Workers, x: jax.Array, placed: ParamSharding
+) -> jax.Array:
+  """Returns an update whose type is that of its parameter."""
+  return x if placed.given == placed.spec else reshard(workers, x, placed.given)
+
+
+# Reductions over the workers --------------------------------------------------
+
+
+def mean(workers: Workers, x: jax.Array) -> jax.Array:
+  """Returns the mean over the workers of what is laid out as gradients."""
+  if workers.kind == 'on_axis':
+    return mean_over(vary(x, workers.axis_name), workers.axis_name)
+  return mean_stacked(x) if workers.mesh is None else jnp.mean(x, axis=0)
+
+
+def mean_present(
+    workers: Workers,
+    x: jax.Array,
+    present: jax.Array,
+    otherwise: jax.Array | float = 0,
+) -> jax.Array:
+  """Returns the mean over the workers that are present, if any is.
+
+  `x` and `present`, a flag of each worker, are laid out as gradients are.
+  """
+
+  def one_worker(x: jax.Array, present: jax.Array) -> list[jax.Array]:
+    x, present = vary((x, present), workers.axis_name)
+    own = jnp.where(present, x, jnp.zeros_like(x))
+    return sums([own, present.astype(jnp.int32)], workers.axis_name)
+
+  if workers.param_specs.axes:
+    mask = present.reshape(-1, *(1,) * (x.ndim - 1))
+    total = jnp.sum(jnp.where(mask, x, jnp.zeros_like(x)), axis=0)
+    count = jnp.sum(present, dtype=jnp.int32)
+  else:
+    own = Spec(workers.stacked_gradients)
+    total, count = run(
+        workers, one_worker, (x, present), (own, own), [Spec(False)] * 2
+    )
+  # By a product: some programs make one of the division.
+  inverse = rounding.exact_reciprocal(count, workers.count, total.dtype)
+  mean = total * inverse
+  return jnp.where(count > 0, mean, otherwise)
+
+
+def all_finite(workers: Workers, xs: Sequence[jax.Array]) -> jax.Array:
+  """Returns for every worker whether all its arrays are finite."""
+  lead = 1 if workers.stacked_gradients else 0
+  everyone = jnp.ones((workers.count,) if lead else (), bool)
+  finite = [jnp.isfinite(x).all(axis=tuple(range(lead, x.ndim))) for x in xs]
+  if lead:
+    everyone = place(workers, everyone)
+  return functools.reduce(jnp.logical_and, finite, everyone)
+
+
+# Simulated workers ------------------------------------------------------------
+
+
+def _simulate(
+    workers: Workers,
+    fun: Callable[..., list[Any]],
+    flat: Sequence[Any],
+    ins: Sequence[Spec],
+    outs: Sequence[Spec],
+) -> list[Any]:
+  inner = workers.param_specs.axis_sizes
+
+  def axis_of(is_cut: bool) -> int | None:
+    return 0 if is_cut else None
+
+  mapped: Any = lambda _, *own: fun(*own)  # noqa: E731
+  # One map for each axis inside a worker, the outermost axis last.
+  for name, size in reversed(inner):
+    mapped = jax.vmap(
+        mapped,
+        in_axes=(0, *(axis_of(name in names_of(s.inner)) for s in ins)),
+        out_axes=[axis_of(name in names_of(s.inner)) for s in outs],
+        axis_name=name,
+        axis_size=size,
+    )
+  # out_axes=None holds because what was gathered is the same for all: merging
+  # is done once, not once per worker.
+  mapped = jax.vmap(
+      mapped,
+      in_axes=(0, *(axis_of(s.stacked) for s in ins)),
+      out_axes=[axis_of(s.stacked) for s in outs],
+      axis_name=workers.axis_name,
+      axis_size=workers.count,
+  )
+  # Something has to be mapped over every axis.
+  numbers = jnp.zeros([workers.count, *(n for _, n in inner)], jnp.int32)
+  found = mapped(numbers, *(_split(inner, x, s) for x, s in zip(flat, ins)))
+  return [_join(inner, x, s) for x, s in zip(found, outs)]
+
+
+def _split(
+    inner: Sequence[tuple[str, int]], x: jax.Array, spec: Spec
+) -> jax.Array:
+  """Moves the shards of `x [*worker, ...]` to axes behind the worker.
+
+  Returns `[*worker, *axes, ...]`, an axis for each mesh axis it is cut over.
+  """
+  used = [(a, n) for a, n in inner if a in names_of(spec.inner)]
+  if not used:
+    return x
+  lead = 1 if spec.stacked else 0
+  shape, places, rest = list(x.shape[:lead]), {}, []
+  for d, size in enumerate(x.shape[lead:]):
+    for axis in entry(spec.inner, d):
+      places[axis] = len(shape)
+      shape.append(dict(inner)[axis])
+      size //= dict(inner)[axis]
+    rest.append(len(shape))
+    shape.append(size)
+  order = [*range(lead), *(places[a] for a, _ in used), *rest]
+  return x.reshape(shape).transpose(order)
+
+
+def _join(
+    inner: Sequence[tuple[str, int]], x: jax.Array, spec: Spec
+) -> jax.Array:
+  """Undoes `_split`."""
+  used = [a for a, _ in inner if a in names_of(spec.inner)]
+  if not used:
+    return x
+  lead = 1 if spec.stacked else 0
+  first = lead + len(used)
+  order, shape = list(range(lead)), list(x.shape[:lead])
+  for d, size in enumerate(x.shape[first:]):
+    for axis in entry(spec.inner, d):
+      order.append(lead + used.index(axis))
+      size *= x.shape[lead + used.index(axis)]
+    order.append(first + d)
+    shape.append(size)
+  return x.transpose(order).reshape(shape)
+
+
+def _is_spec(x: Any) -> bool:
+  return isinstance(x, Spec)

@@ -1,0 +1,285 @@
+"""Workers: who takes part in an exchange.
+
+A worker may be several devices, which share its one momentum: the axes of the
+mesh other than the worker axis shard its parameters (`workers.param_specs`).
+How a function of one worker runs for all of them is in `workers.lift`.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from demo_optax import _paths
+from demo_optax.workers.collectives import Group
+from demo_optax.workers.param_specs import REPLICATED, ParamSpecs
+
+
+class Spec(NamedTuple):
+  """How an array is laid out over workers and their devices.
+
+  Attributes:
+    stacked: whether it has a leading worker axis, one part for each worker; if
+      not, all workers have the same.
+    inner: how its other dimensions are sharded inside a worker.
+  """
+
+  stacked: bool
+  inner: P = P()
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Workers:
+  """The workers of an exchange. Make them with one of the constructors.
+
+  ==========================  ==========================  ======================
+  constructor                 gradients                   for
+  ==========================  ==========================  ======================
+  `Workers.simulated(n)`      stacked `[n, ...]`          one device: notebooks,
+                                                          laptops, tests
+  `Workers.on_mesh(mesh, a)`  stacked `[n, ...]`,         several devices or
+                              sharded over mesh axis `a`  hosts
+  `Workers.on_axis(a)`        local `[...]`               a loop of your own in
+                                                          shard_map, vmap, pmap
+  ==========================  ==========================  ======================
+
+  Attributes:
+    kind: the constructor.
+    axis_name: name of the worker axis.
+    num_workers: how many there are; None if the caller's axis decides.
+    mesh: the mesh of `on_mesh`, else None.
+    param_specs: how parameters are spread over the devices of a worker.
+
+  Example:
+    >>> import demo_optax
+    >>> demo_optax.Workers.simulated(4)
+    Workers.simulated(4)
+  """
+
+  kind: Literal['simulated', 'on_mesh', 'on_axis']
+  axis_name: str
+  num_workers: int | None = None
+  mesh: Mesh | None = None
+  param_specs: ParamSpecs = REPLICATED
+
+  @classmethod
+  def simulated(
+      cls,
+      num_workers: int,
+      param_specs: Any = None,
+      axis_sizes: Mapping[str, int] | None = None,
+  ) -> 'Workers':
+    """`num_workers` workers on one device, run by `jax.vmap`.
+
+    With `param_specs`, see `on_mesh`, and the sizes of the axes that they name
+    in the mesh's order, such as `axis_sizes={'fsdp': 4}`, it simulates workers
+    that shard their parameters: results and states are those of the mesh.
+
+    Example:
+      >>> import demo_optax
+      >>> demo_optax.Workers.simulated(2).count
+      2
+    """
+    if isinstance(num_workers, bool) or not isinstance(num_workers, int):
+      raise TypeError(f'num_workers={num_workers!r} must be an integer.')
+    if num_workers < 1:
+      raise ValueError(f'num_workers={num_workers} must be at least 1.')
+    specs = ParamSpecs.of(param_specs, axis_sizes or {}, 'workers')
+    return cls('simulated', 'workers', num_workers, None, specs)
+
+  @classmethod
+  def on_mesh(
+      cls, mesh: Mesh, axis_name: str, param_specs: Any = None
+  ) -> 'Workers':
+    """One worker at each position of a mesh axis, run by `jax.shard_map`.
+
+    A worker is all the devices at its position. By default each of them has all
+    parameters; with `param_specs` they shard them. Chunks are cut from each
+    device's own shard, and a device exchanges with its counterparts in the
+    other workers. Of what is replicated inside a worker, each of its devices
+    keeps the momentum of a share of the chunks and exchanges that; the updates
+    are joined inside the worker.
+
+    Args:
+      mesh: a mesh whose axes are all of type Auto or all Explicit.
+      axis_name: the axis along which the workers stand. Parameters are
+        replicated over it. On a mesh with axes of type Explicit, parameters
+        must be on the mesh (`device_put`).
+      param_specs: how a worker's parameters are sharded over the other axes: a
+        tree of `PartitionSpec` like the parameters, where a spec in place of a
+        subtree holds for all of it and `None` is `P()`, replicated.
+        `demo_optax.param_specs` takes it from a Flax model.
+
+    Returns:
+      The workers. Gradients and momentum are stacked, one per worker, and
+      sharded over `axis_name`, then as the parameters are.
+
+    Example:
+      >>> import demo_optax, jax
+      >>> mesh = jax.make_mesh((jax.device_count(),), ('data',))
+      >>> workers = demo_optax.Workers.on_mesh(mesh, 'data')
+      >>> workers.count == jax.device_count()
+      True
+
+    References:
+      Workers of many devices: From et al., `DeToNATION: Decoupled Torch
+      Network-Aware Training on Interlinked Online Nodes
+      <https://arxiv.org/abs/2502.06728>`_ (FlexDeMo).
+    """
+    if axis_name not in mesh.axis_names:
+      raise ValueError(
+          f'The mesh has no axis {axis_name!r}; its axes are'
+          f' {mesh.axis_names}.'
+      )
+    if len(set(mesh.axis_types)) > 1:
+      raise ValueError(
+          f'The axes {mesh.axis_names} of the mesh are of types'
+          f' {mesh.axis_types}: make all Auto or all Explicit.'
+      )
+    inner = {a: n for a, n in mesh.shape.items() if a != axis_name}
+    specs = ParamSpecs.of(param_specs, inner, axis_name)
+    return cls('on_mesh', axis_name, mesh.shape[axis_name], mesh, specs)
+
+  @classmethod
+  def on_axis(cls, axis_name: str) -> 'Workers':
+    """The workers of an axis that the caller has mapped.
+
+    For training steps written inside `jax.shard_map` (with `check_vma` on or
+    off), `jax.vmap` or `jax.pmap`. Gradients are the worker's own, in the
+    parameters' shapes; momentum has a leading axis of 1, so that
+    `P(axis_name)`, as given by `demo_optax.state_specs`, carries the stacked
+    layout of the other two through `shard_map`.
+
+    Gradients that were averaged before are refused where that can be seen:
+    inside a checked `shard_map`, where `jax.grad` with respect to replicated
+    parameters sums over the workers: make them varying first, with
+    `jax.lax.pcast(params, axis_name, to='varying')`. Under `vmap`, `pmap` and
+    `check_vma=False` averages cannot be seen.
+
+    Example:
+      >>> import demo_optax
+      >>> demo_optax.Workers.on_axis('data')
+      Workers.on_axis('data')
+    """
+    if not isinstance(axis_name, str):
+      raise TypeError(f'axis_name={axis_name!r} must be a string.')
+    return cls('on_axis', axis_name)
+
+  def __repr__(self) -> str:
+    given = {
+        'simulated': f'{self.num_workers}{self.param_specs}',
+        'on_mesh': f'{self.mesh}, {self.axis_name!r}{self.param_specs}',
+        'on_axis': repr(self.axis_name),
+    }
+    return f'Workers.{self.kind}({given[self.kind]})'
+
+  @property
+  def count(self) -> int:
+    """Number of workers (`on_axis`: known inside the mapped function only)."""
+    if self.num_workers is not None:
+      return self.num_workers
+    try:
+      return jax.lax.axis_size(self.axis_name)
+    except NameError as error:
+      raise ValueError(
+          f'The axis {self.axis_name!r} is not mapped here. With'
+          ' Workers.on_axis, call this inside jax.shard_map, jax.vmap or'
+          ' jax.pmap over that axis; for plain jit, use Workers.on_mesh.'
+      ) from error
+
+  @property
+  def stacked_gradients(self) -> bool:
+    """Whether gradients carry a leading worker axis."""
+    return self.kind != 'on_axis'
+
+  @property
+  def is_explicit(self) -> bool:
+    """Whether the types of arrays say how they are sharded."""
+    return self.mesh is not None and AxisType.Explicit in self.mesh.axis_types
+
+  @property
+  def spmd_axis_name(self) -> str | None:
+    """The mesh axis of the leading axis of stacked arrays, if there is one."""
+    return self.axis_name if self.mesh is not None else None
+
+  @property
+  def group(self) -> Group:
+    """The workers as one worker's function sees them."""
+    return Group(self.axis_name, self.count, self.param_specs.axis_sizes)
+
+  @property
+  def bucket_spec(self) -> Spec:
+    """The layout of arrays `[workers, devices, ...]` of all devices.
+
+    Without axes inside a worker they are `[workers, ...]`.
+    """
+    return Spec(True, self.param_specs.bucket_spec)
+
+  def bucket_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape of what has `shape` on every device of a worker."""
+    inner = (self.param_specs.devices,) if self.param_specs.axes else ()
+    return (self.count if self.stacked_gradients else 1, *inner, *shape)
+
+  def device_put(self, tree: Any) -> Any:
+    """Puts `tree` on the devices of the workers' mesh, before the first step.
+
+    Parameters, and what ends in a parameter's path in a state, go where
+    `param_specs` says; all else goes everywhere. Arrays that are spread over
+    the mesh already (the momentum) stay where they are. Without a mesh it is
+    `tree` unchanged. What was made on one device moves in the first step at the
+    latest; moved before, the second step needs no compilation of its own.
+
+    Example:
+      >>> import demo_optax, jax, jax.numpy as jnp
+      >>> mesh = jax.make_mesh((jax.device_count(),), ('data',))
+      >>> workers = demo_optax.Workers.on_mesh(mesh, 'data')
+      >>> params = workers.device_put({'w': jnp.ones(3)})
+      >>> params['w'].is_fully_replicated
+      True
+    """
+    if self.mesh is None:
+      return tree
+
+    def move(path: _paths.Path, x: Any) -> Any:
+      sharding = self.sharding(_paths.path_keys(path), np.shape(x))
+      there = getattr(getattr(x, 'sharding', None), 'mesh', None) == self.mesh
+      if there and (sharding.spec == P() or not x.is_fully_replicated):
+        return x
+      return put(x, sharding)
+
+    return jax.tree_util.tree_map_with_path(move, tree)
+
+  def sharding(
+      self, keys: _paths.Keys, shape: tuple[int, ...]
+  ) -> NamedSharding:
+    """Returns where a parameter, or a leaf of a state, belongs on the mesh."""
+    assert self.mesh is not None
+    if _paths.is_stacked(keys):
+      inner = self.param_specs.place_state(keys, shape[1:])
+      return NamedSharding(self.mesh, P(self.axis_name, *inner))
+    return NamedSharding(self.mesh, self.param_specs.place_state(keys, shape))
+
+
+def put(x: Any, sharding: NamedSharding) -> Any:
+  """Places an array as `jax.device_put` does, without communication.
+
+  A process cannot write to the devices of others: an array that each process
+  has alone goes through the host, each process placing its part. Of a shape it
+  returns the shape with the sharding.
+  """
+  if isinstance(x, jax.ShapeDtypeStruct):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+  there = isinstance(x, jax.Array) and (
+      isinstance(x, jax.core.Tracer) or not x.is_fully_addressable
+  )
+  if there or sharding.is_fully_addressable:
+    return jax.device_put(x, sharding)
+  if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
+    data = put(jax.random.key_data(x), sharding)
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+  host = np.asarray(x)
+  return jax.make_array_from_callback(host.shape, sharding, lambda i: host[i])
