@@ -25,12 +25,7 @@ _NAMES = (
 
 
 def check_exchanges(workers: Workers, configs: Sequence[Any]) -> None:
-  """Raises unless all processes have the same exchanges; see `check`.
-
-  Args:
-    workers: the workers of the exchange.
-    configs: an `ExchangeConfig` for each exchange.
-  """
+  """Raises unless all processes have the same `ExchangeConfig`s."""
   described = [_describe(config) for config in dict.fromkeys(configs)]
   texts = [' | '.join(part) for part in zip(*described)]
   check(workers, dict(zip(_NAMES, texts or [''] * len(_NAMES))))
@@ -39,15 +34,9 @@ def check_exchanges(workers: Workers, configs: Sequence[Any]) -> None:
 def check(workers: Workers, described: Mapping[str, str]) -> None:
   """Raises unless all processes say the same.
 
-  Every process calls it, with the same keys. It does nothing where one process
-  holds the whole mesh, or some hold none of it.
-
-  Args:
-    workers: the workers of the exchange.
-    described: what must be equal, by name.
-
-  Raises:
-    ValueError: they differ. All processes raise it, each with its own values.
+  Every process calls it, with the same keys, and all raise, each with its own
+  values. It does nothing where one process holds the whole mesh, or some hold
+  none of it.
   """
   if workers.mesh is None:
     return

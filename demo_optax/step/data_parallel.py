@@ -48,7 +48,7 @@ def data_parallel(
 
   .. math:: g_i = \nabla_x f(x; B_i), \qquad x \leftarrow x + u(g_1, \dots, g_N)
 
-  What the step sees and what comes of it:
+  What the step sees, and what becomes of its results:
 
   ============================  ================================================
   argument                      in the step
@@ -81,14 +81,13 @@ def data_parallel(
   Anything else that differs between workers is an error that names it;
   `over_workers(x, jnp.sum)` in the step makes one value of all workers' values.
 
-  Which arguments are batches is told from what they are: an argument is shared
-  if it holds a Flax object, a dataclass or an optimizer state, or a tree with
-  the structure of such a state's parameters. `batch_argnums` says otherwise.
+  Batches are inferred: an argument is shared if it holds a Flax object, a
+  dataclass or an optimizer state, or a tree with the structure of such a
+  state's parameters. `batch_argnums` overrides it.
 
-  On a mesh, arguments are put where they belong at the first call: batches are
-  spread over the worker axis, momentum lies with its worker, parameters where
-  `param_specs` says. Several processes give the same NumPy batch each, or a
-  global `jax.Array` (`jax.make_array_from_process_local_data`).
+  On a mesh, arguments are put where they belong at the first call. Several
+  processes give the same NumPy batch each, or a global `jax.Array`
+  (`jax.make_array_from_process_local_data`).
 
   Args:
     workers: `Workers.simulated` or `Workers.on_mesh`.
@@ -115,12 +114,6 @@ def data_parallel(
     A decorator. The decorated step is called as before; `lower` of it returns
     the lowered program for its arguments.
 
-  Raises:
-    TypeError: `workers` is something else, or `Workers.on_axis`.
-    ValueError: when called: no batch among the arguments, one that does not
-      divide, or batches of different lengths; a result that differs between
-      workers and must not.
-
   Example:
     >>> import demo_optax, jax, jax.numpy as jnp, optax
     >>> workers = demo_optax.Workers.simulated(4)
@@ -137,10 +130,6 @@ def data_parallel(
     ...   params, opt_state, loss = train_step(params, opt_state, jnp.eye(8, 3))
     >>> print(loss.round(3), params['w'].round(3))
     0.135 [0.5 0.5 0.5]
-
-  References:
-    Peng et al., `DeMo: Decoupled Momentum Optimization
-    <https://arxiv.org/abs/2411.19870>`_: gradients are not synchronised.
   """
   _checks.check_type(
       'workers', workers, Workers, 'demo_optax.Workers.simulated(4)'
@@ -226,15 +215,9 @@ class DataParallelStep:
       return returned.update(opened.objects, values)
 
   def lower(self, *args: Any, **kwargs: Any) -> Any:
-    """Lowers the step for these arguments, as `jax.jit(step).lower` does.
+    """Lowers the step, as `jax.jit(step).lower` does.
 
-    Args:
-      *args: arguments of the step, or their shapes: any array may be a
-        `jax.ShapeDtypeStruct`.
-      **kwargs: keyword arguments of the step.
-
-    Returns:
-      A `jax.stages.Lowered`; `lowered.compile().as_text()` names what is sent.
+    Any array may be a `jax.ShapeDtypeStruct`.
     """
     with modules.in_transform():
       opened, call, program = self._open(args, kwargs)
@@ -397,7 +380,7 @@ class DataParallelStep:
     def check(arrays: list[Any]) -> None:
       expected[:] = self._run_mapped(call, arrays, None)[0]
 
-    with inside.checking():
+    with inside.tracing(checks=True):
       jax.eval_shape(check, shapes)
     traced: list[Returned] = []
     group = Workers.on_axis(workers.axis_name)
@@ -405,7 +388,7 @@ class DataParallelStep:
     def one_workers_step(*arrays: Any) -> list[Any]:
       index = jax.lax.axis_index(workers.axis_name)
       own = [x[0] if r == 'stacked' else x for x, r in zip(arrays, roles)]
-      with inside.on_own_device(group):
+      with inside.tracing(group=group):
         found, returned = self._results(call, index, own)
         values = inside.settle_on_own_device([
             dataclasses.replace(e, value=r.value, old=r.old)
@@ -450,7 +433,7 @@ class DataParallelStep:
           jnp.asarray(r.value) for r in self._results(call, index, arrays)[0]
       ]
 
-    with inside.inspecting():
+    with inside.tracing(inspects=True):
       jaxpr = jax.make_jaxpr(values)(arrays).jaxpr
     if is_nested:
       batches = {

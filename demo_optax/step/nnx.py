@@ -28,9 +28,7 @@ def param_specs(
 
   Args:
     model: an NNX module (its `nnx.Param` variables are taken), an `nnx.State`,
-      or the parameters of a Linen model with their metadata, as `model.init` or
-      `jax.eval_shape(model.init, ...)` returns them, before `nn.unbox`:
-      `variables['params']`.
+      or `variables['params']` of a Linen model, before `nn.unbox`.
     rules: pairs `(logical axis, mesh axis or None)` for annotations by logical
       names; by default those of the surrounding `nnx.logical_axis_rules` or
       `nn.logical_axis_rules`.
@@ -38,10 +36,6 @@ def param_specs(
   Returns:
     A tree like the parameters with a `PartitionSpec` for each; `P()` for those
     without annotations.
-
-  Raises:
-    TypeError: `model` is neither, or Flax is not imported.
-    ValueError: a Linen model with logical names, and no rules.
 
   Example:
     >>> import demo_optax, jax
@@ -55,10 +49,6 @@ def param_specs(
     >>> tuple(specs['kernel'].get_value()), tuple(specs['bias'].get_value())
     ((None, 'fsdp'), ())
     >>> workers = demo_optax.Workers.on_mesh(mesh, 'replica', specs)
-
-  References:
-    Flax, `Scale up on multiple devices
-    <https://flax.readthedocs.io/en/latest/guides/flax_gspmd.html>`_.
   """
   nnx = _nnx()
   if nnx is not None and isinstance(model, nnx.Module | nnx.State):

@@ -1,17 +1,13 @@
 """One worker's view: operations of all workers inside one worker's step.
 
-`data_parallel` traces a step under `jax.vmap` over the workers. What is written
-in the step sees one worker's arrays; the functions here are the places where
-all workers meet. Each is a `jax.custom_batching.custom_vmap`: its rule receives
-the arrays of all workers at once, stacked, and returns what is equal on all of
-them without a worker axis. So it is known of every array whether it differs
-between workers.
+`data_parallel` traces a step under `jax.vmap` over the workers. The functions
+here are the places where all workers meet, each a `custom_vmap`: its rule
+receives the arrays of all workers, stacked, and returns what is equal on all
+without a worker axis. So it is known of every array whether it differs.
 
 Where each worker is one device of a mesh, that trace is only a check
-(`checking`). The step is then run by `jax.shard_map` on each device
-(`on_own_device`), since compilers cannot divide all operations of a stacked
-step among devices: they would gather the batch for the gradients of
-convolutions.
+(`tracing`), and `jax.shard_map` runs the step on each device: compilers would
+gather the batch for the gradients of stacked convolutions.
 """
 
 import contextlib
@@ -36,18 +32,14 @@ from demo_optax.workers import Workers, collectives, lift
 # has this name.
 WORKER_AXIS = 'demo_optax_workers'
 
-# Name of the exchange in the program that `inspecting` traces.
+# Name of the exchange in the program that `tracing(inspects=True)` sees.
 EXCHANGE = 'demo_optax_exchange'
 
 
 class _Trace(threading.local):
-  """How the step that is being traced is run.
+  """How the step that is being traced is run: see `tracing`.
 
   Attributes:
-    group: the workers as a device sees them that runs one worker's step; None
-      if all workers are mapped.
-    checks: whether the trace is only a check.
-    inspects: whether the trace is only looked at: see `inspecting`.
     is_nested: whether an exchange was found in a program within the step's,
       such as the body of a `jax.lax.scan`.
   """
@@ -62,33 +54,20 @@ _TRACE = _Trace()
 
 
 @contextlib.contextmanager
-def on_own_device(group: Workers) -> Iterator[None]:
-  """Traces a step as the one worker of each device, in a `jax.shard_map`."""
-  _TRACE.group = group
+def tracing(**how: Any) -> Iterator[None]:
+  """Traces a step in another way than for all workers, mapped.
+
+  With `group`, as the one worker of each device in a `jax.shard_map`, and the
+  workers as this device sees them. With `checks`, to see what differs between
+  workers; nothing is exchanged. With `inspects`, each exchange is one equation,
+  named `EXCHANGE`.
+  """
+  before = {name: getattr(_TRACE, name) for name in how}
+  vars(_TRACE).update(how)
   try:
     yield
   finally:
-    _TRACE.group = None
-
-
-@contextlib.contextmanager
-def checking() -> Iterator[None]:
-  """Traces a step to see what differs between workers; nothing is exchanged."""
-  _TRACE.checks = True
-  try:
-    yield
-  finally:
-    _TRACE.checks = False
-
-
-@contextlib.contextmanager
-def inspecting() -> Iterator[None]:
-  """Traces a step in which an exchange is one equation, named `EXCHANGE`."""
-  _TRACE.inspects = True
-  try:
-    yield
-  finally:
-    _TRACE.inspects = False
+    vars(_TRACE).update(before)
 
 
 def take_is_nested() -> bool:
@@ -145,14 +124,7 @@ def enter(params: Sequence[OwnParam], arrays: list[Any]) -> None:
 
 
 def own_params(keys: Sequence[Keys]) -> list[OwnParam]:
-  """Finds the parameters of which `local_updates` keeps one copy per worker.
-
-  Args:
-    keys: paths of all arrays, of models and of optimizer states.
-
-  Raises:
-    ValueError: the arrays hold no, or several, trees of these parameters.
-  """
+  """Finds the parameters of which `local_updates` keeps one copy per worker."""
   numbers = {k: number for number, k in enumerate(keys)}
   found = []
   for root, params in local_params(keys).items():
@@ -225,20 +197,14 @@ def call_stacked(
       worker's own) to updates in the parameters' shapes, or stacked with
       `own_updates`.
     workers: the workers, as many as the step is mapped over.
-    updates: this worker's gradients, in the parameters' shapes.
-    state: the state as one worker sees it: leaves with a worker axis without
-      that axis.
+    updates: this worker's gradients.
+    state: as one worker sees it, without worker axes.
     params: the parameters, equal on all workers, or None.
     hyperparams: a tree of numbers, equal on all workers.
-    own_updates: whether every worker gets an update of its own.
+    own_updates: whether updates differ between workers.
 
   Returns:
-    the updates, equal on all workers without `own_updates`; the new state, as
-    one worker sees it.
-
-  Raises:
-    ValueError: no gradient differs between workers, or something does that must
-      not; the message names the leaf.
+    the updates, and the new state as one worker sees it.
   """
   flat = jax.tree_util.tree_flatten_with_path(updates)[0]
   grads_def = jax.tree.structure(updates)
@@ -330,10 +296,9 @@ def call_stacked(
 
 
 def _split_constants(tree: Any) -> tuple[list[Any], Callable[..., Any]]:
-  """Returns the arrays of a tree, and what makes the tree of such a list.
+  """Returns the arrays of a tree, and how to make a tree of such a list.
 
-  Python numbers and schedules stay what they are: a decay that is known when a
-  step is traced makes a smaller program than one that is an array.
+  Numbers that are known when a step is traced make a smaller program.
   """
   leaves, treedef = jax.tree.flatten(tree)
   known = [not isinstance(x, jax.Array | np.ndarray) for x in leaves]
@@ -622,18 +587,8 @@ def settle(
 ) -> list[Result]:
   """Makes one value for all workers of what each of them returns.
 
-  Args:
-    results: what this worker's step returned or changed.
-    workers: the workers.
-    rows: length of one worker's batch, if there is one.
-    axis: of the rows in results; they are moved to the first one.
-
-  Returns:
-    the results, with that value.
-
-  Raises:
-    ValueError: a value that differs between workers and must not, or cannot be
-      combined; the message names it.
+  A worker's batch has `rows` rows, along `axis` of results; rows are moved to
+  the first axis. Raises for a value that must not differ between workers.
   """
   apart: list[bool] = []
   differs: list[bool] = []
