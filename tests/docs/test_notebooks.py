@@ -195,7 +195,7 @@ def test_install_says_that_jax_is_too_old(install, monkeypatch):
     name, version = 'jax', '0.7.2'
 
   monkeypatch.setattr(importlib.metadata, 'distributions', lambda: [Old])
-  with pytest.raises(RuntimeError, match=r'0\.10 or newer.*0\.7\.2'):
+  with pytest.raises(RuntimeError, match=r'0\.10\.1 or newer.*0\.7\.2'):
     install()
 
 
