@@ -113,11 +113,12 @@ def folded(
   return *shape[:b], math.prod(shape[b:j]), math.prod(shape[j:])
 
 
-def folds(ndim: int) -> list[tuple[int, int]]:
+def folds(ndim: int, batch_dims: int = 0) -> list[tuple[int, int]]:
   """Returns all folds of an array; the last one leaves it as it is."""
-  if ndim < 3:
-    return [(ndim - 2, ndim - 1)]
-  return [(b, j) for b in range(ndim - 1) for j in range(b + 1, ndim)]
+  first = min(batch_dims, ndim - 2)
+  return [
+      (b, j) for b in range(max(first, 0), ndim - 1) for j in range(b + 1, ndim)
+  ] or [(ndim - 2, ndim - 1)]
 
 
 def chunk_length(size: int, chunk_size: int, *, padding: bool = True) -> int:

@@ -56,6 +56,8 @@ class Compressor:
     chunk_size: as in `dct_topk`.
     values: as in `dct_topk`.
     padding: as in `dct_topk`.
+    batch_dims: leading dimensions, such as of layers or experts, of which no
+      chunk has more than one entry.
 
   Example:
     >>> import demo_optax, jax.numpy as jnp
@@ -75,6 +77,7 @@ class Compressor:
   chunk_size: int | tuple[int, int] = 64
   values: str = 'float32'
   padding: bool = True
+  batch_dims: int = 0
 
   def __post_init__(self) -> None:
     _check_sides(self.chunk_size)
@@ -114,7 +117,7 @@ class Compressor:
       )
     found: list[tuple[int, tuple[bool, int, float, int], LeafPlan]] = []
     errors = []
-    for b, j in chunking.folds(len(shape)):
+    for b, j in chunking.folds(len(shape), self.batch_dims):
       fold = None if b == len(shape) - 2 else (b, j)
       try:
         cost = alike._cut(shape, name, fold).num_bytes

@@ -1,5 +1,6 @@
 r"""Optimizers in one line: chains of optax around the exchange."""
 
+import dataclasses
 from typing import Any
 
 import chex
@@ -27,8 +28,9 @@ from demo_optax.recipes.matrices import (
   DimensionNumbersTree,
   Matrices,
   check_is_no_count,
+  matrix_axes,
 )
-from demo_optax.workers import Workers
+from demo_optax.workers import Workers, inside
 
 # Multiplies gradients before Newton-Schulz, which ignores scale, but whose
 # preconditioning clips squares at 1e-8, above those of real gradients.
@@ -93,7 +95,7 @@ def demo(
     ...   updates, opt_state = tx.update(gradients, opt_state, params)
     ...   return optax.apply_updates(params, updates), opt_state, loss
     >>> opt_state = tx.init(params)
-    >>> for step in range(10):
+    >>> for step in range(60):
     ...   params, opt_state, loss = train_step(params, opt_state, jnp.eye(8))
     >>> print(f'{loss:.3f}')
     0.010
@@ -104,10 +106,6 @@ def demo(
   """
   _check_rate('learning_rate', learning_rate)
   check_range('weight_decay', weight_decay, 0.0, float('inf'))
-  is_zero = isinstance(weight_decay, int | float) and not weight_decay
-  decay_link = [] if is_zero else [  # alone needs the parameters
-      optax.add_decayed_weights(weight_decay, weight_decay_mask)
-  ]
   chain = optax.chain(
       links.in_momentum_dtype(),
       scale_by_demo(
@@ -119,10 +117,7 @@ def demo(
           update_values='ternary',
       ),
       optax.scale_by_sign(),
-      optax.stateless(
-          lambda u, p: u if p is None else optax.tree.cast_like(u, p)
-      ),
-      *decay_link,
+      *_decayed(weight_decay, weight_decay_mask),
       optax.scale_by_learning_rate(learning_rate),
   )
   return links.settled(chain, workers)
@@ -138,7 +133,7 @@ def muon_compressors(
   """Returns the default compressors of `demo_muon`.
 
   Matrices send the largest coefficients of chunks of 64x64, other leaves those
-  of rows of up to 192; all as signs with a scale.
+  of rows of up to 192; all as signs with a scale. A chunk is of one matrix.
 
   Args:
     params: the parameters, or their shapes.
@@ -157,10 +152,17 @@ def muon_compressors(
   other = compressors.dct_topk(
       (1, 192), row_topk, values='sign', proportional=False
   )
+
+  def of(x: Any, dimensions: Any) -> compressors.Compressor:
+    if dimensions is None:
+      return other
+    # A matrix without gradients would move with others in its chunk.
+    first = min(axis % jnp.ndim(x) for axis in matrix_axes(dimensions))
+    return dataclasses.replace(matrix, batch_dims=first)
+
+  leaves, treedef = jax.tree.flatten(params)
   dimensions = Matrices(params, muon_weight_dimension_numbers).leaves
-  return jax.tree.structure(params).unflatten(
-      [other if d is None else matrix for d in dimensions]
-  )
+  return treedef.unflatten(map(of, leaves, dimensions))
 
 
 def demo_muon(
@@ -290,8 +292,7 @@ def demo_muon(
     ) -> optax.GradientTransformation:
       return optax.chain(
           direction,
-          optax.stateless(optax.tree.cast_like),
-          optax.add_decayed_weights(weight_decay),
+          *_decayed(weight_decay),
           optax.scale_by_learning_rate(rate),
       )
 
@@ -346,18 +347,37 @@ def demo_muon(
       params: chex.ArrayTree | None = None,
       **extra_args: Any,
   ) -> tuple[chex.ArrayTree, Any]:
-    if params is None:
-      raise ValueError(
-          'params must be given. Call tx.update(grads, state, params).'
-      )
+    lead = workers.stacked_gradients and not inside.is_mapped()
+
+    def update(
+        updates: chex.ArrayTree, state: Any, params: Any, **extra_args: Any
+    ) -> tuple[chex.ArrayTree, Any]:
+      like = params
+      if params is None:
+        like = jax.tree.map(
+            lambda g: jax.ShapeDtypeStruct(jnp.shape(g)[lead:], g.dtype),
+            updates,
+        )
+      return chain_for(like).update(updates, state, params, **extra_args)
+
     return _tree.update_without_variables(
-        lambda updates, state, params, **extra_args: chain_for(params).update(
-            updates, state, params, **extra_args
-        ),
-        updates, state, params, **extra_args,
+        update, updates, state, params, **extra_args
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _decayed(
+    weight_decay: chex.Numeric, mask: Any = None
+) -> list[optax.GradientTransformation]:
+  """Returns links of decoupled decay, which alone needs the parameters."""
+  cast = optax.stateless(
+      lambda u, p: u if p is None else optax.tree.cast_like(u, p)
+  )
+  is_zero = isinstance(weight_decay, int | float) and not weight_decay
+  return [cast] if is_zero else [
+      cast, optax.add_decayed_weights(weight_decay, mask)
+  ]
 
 
 def _check_rate(name: str, rate: optax.ScalarOrSchedule) -> None:

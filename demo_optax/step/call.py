@@ -52,6 +52,7 @@ class Array:
     role: see the module.
     kind: of its variable: see `nnx.leaf_kinds`.
     donated: whether it may be overwritten.
+    in_state: whether its argument holds a state.
     axis: of its rows, if it is a batch.
     sharding: where it belongs; None without a mesh.
   """
@@ -61,6 +62,7 @@ class Array:
   role: str
   kind: Any
   donated: bool
+  in_state: bool = False
   axis: int = 0
   sharding: NamedSharding | None = None
 
@@ -205,6 +207,11 @@ class Argument(NamedTuple):
     """The arrays' paths below the argument."""
     return [path_keys(path) for path in self.paths]
 
+  @property
+  def is_state(self) -> bool:
+    """Whether it holds the state of a model or an optimizer."""
+    return modules.holds_state(self.value) or any(map(is_stacked, self.keys))
+
 
 def analyse(
     step: str,
@@ -267,7 +274,7 @@ def analyse(
     decided += [
         Array(
             a.name + jax.tree_util.keystr(path), (a.name, *k), role, kind,
-            a.is_donated, axis if role == 'batch' else 0,
+            a.is_donated, a.is_state, axis if role == 'batch' else 0,
         )
         for path, k, role, kind in zip(a.paths, a.keys, roles, a.kinds)
     ]
@@ -341,10 +348,7 @@ def _shared(step: str, arguments: list[Argument]) -> list[bool]:
   """Returns for each argument whether all workers share it."""
   if any(a.is_batch is not None for a in arguments):
     return [not a.is_batch for a in arguments]
-  shared = [
-      modules.holds_state(a.value) or any(map(is_stacked, a.keys))
-      for a in arguments
-  ]
+  shared = [a.is_state for a in arguments]
   if arguments and not any(shared):
     raise ValueError(
         f'{step} cannot tell which of its arguments'

@@ -400,7 +400,7 @@ def test_bases_of_the_guide_learn(guide, name):
   with jax.numpy_dtype_promotion('standard'):
     state = tx.init(params)
     losses = []
-    for _ in range(60):
+    for _ in range(400):
       params, state = step(params, state)
       losses.append(float(jnp.sum((params['w'] - goal) ** 2)))
   assert min(losses) < 0.7 * losses[0]

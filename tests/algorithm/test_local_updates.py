@@ -24,7 +24,7 @@ import demo_optax
 
 SHAPES = {'padded': (31, 37), 'short': (7,)}  # every leaf compiles
 LIMIT, TOPK = 16, 5
-COMPRESSOR = demo_optax.dct_topk(LIMIT, TOPK)
+COMPRESSOR = demo_optax.dct_topk(LIMIT, TOPK, proportional=False)
 RAW = demo_optax.Compressor(
     demo_optax.compressors.TopK(TOPK), demo_optax.compressors.Identity(), LIMIT,
     'int4')

@@ -95,8 +95,8 @@ def test_oracle(values, x64):
   gradients[5]['w'][0] = np.inf
   workers = demo_optax.Workers.simulated(3)
   compressor = {
-      'w': demo_optax.dct_topk(16, 9, values=values),
-      'norm': demo_optax.dct_topk(16, 5, values=values),
+      name: demo_optax.dct_topk(16, k, values=values, proportional=False)
+      for name, k in (('w', 9), ('norm', 5))
   }
   tx = demo_optax.demo_muon(0.01, workers=workers, compressor=compressor)
   state, found = tx.init(params), params
@@ -129,7 +129,8 @@ def test_equal_to_the_chain_that_is_documented():
           workers=workers),
       demo_optax.scale_by_demo(
           {'up': demo_optax.dct_topk(64, 64, values='sign'),
-           'norm': demo_optax.dct_topk((1, 192), 8, values='sign')},
+           'norm': demo_optax.dct_topk(
+               (1, 192), 8, values='sign', proportional=False)},
           0.9, workers=workers, average='workers', ema=True),
       optax.partition(
           {'muon': recipes.scale_to_unit_rms(),

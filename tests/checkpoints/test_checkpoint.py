@@ -68,7 +68,7 @@ def make_tx(workers, compressor):
 
 @functools.cache
 def make_step(workers):
-  explicit = getattr(workers, '_explicit', False)
+  explicit = workers.is_explicit
   out = P() if explicit else None
   tx = make_tx(workers, COMPRESSOR)
 

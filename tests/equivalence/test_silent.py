@@ -1,11 +1,15 @@
 """What went wrong without a word in other people's training code."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from helpers import make_workers
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import demo_optax
 
@@ -495,15 +499,20 @@ def test_an_averaged_baseline_in_the_same_step():
   np.testing.assert_allclose(after['w'], -0.1 * expected, rtol=1e-4, atol=1e-6)
 
 
-def test_updates_without_parameters(workers):
+@pytest.mark.parametrize('recipe', [demo_optax.demo, demo_optax.demo_muon])
+def test_updates_without_parameters(workers, recipe):
   """As Adam and SGD take them; with weight decay it is optax's error."""
-  from demo_optax.compressors.compressor import Frozen
   params = {'w': jnp.ones((8, 8)), 'still': jnp.ones(3)}
-  freeze = {'w': demo_optax.dct_topk(8, 4), 'still': Frozen()}
-  for compressor in (demo_optax.dct_topk(8, 4), freeze):
-    tx = demo_optax.demo(0.1, workers=workers, compressor=compressor)
+  sent = {'w': demo_optax.dct_topk(8, 4), 'still': demo_optax.dct_topk(3, 2)}
+  freeze = {**sent, 'still': demo_optax.compressors.FROZEN}
+  grads = jax.tree.map(
+      lambda p: jnp.asarray(np.random.default_rng(0).normal(size=(4, *p.shape)),
+                            jnp.float32), params)
+  if workers.mesh is not None:
+    grads = jax.device_put(grads, NamedSharding(workers.mesh, P('data')))
+  for compressor in (sent, freeze):
+    tx = recipe(0.1, workers=workers, compressor=compressor)
 
-    @demo_optax.data_parallel(workers, batch_argnums=2)
     def step(params, state, x, given, tx=tx):
       loss_fn = lambda p: jnp.mean((x @ p['w']) ** 2) + p['still'].sum() * x.mean()
       grads = jax.grad(loss_fn)(params)
@@ -512,12 +521,13 @@ def test_updates_without_parameters(workers):
     state = tx.init(params)
     found = [
         demo_optax.data_parallel(workers, batch_argnums=2)(
-            lambda params, state, x, given=given: step.__wrapped__(
-                params, state, x, given))(params, state, rows())
+            functools.partial(step, given=given))(params, state, rows())
         for given in (True, False)]
     jax.tree.map(np.testing.assert_array_equal, *found)
-  decayed = demo_optax.demo(0.1, workers=workers, weight_decay=0.1)
-  grads = jax.tree.map(lambda p: jnp.ones((4, *p.shape)), params)
+    update = jax.jit(tx.update)
+    jax.tree.map(np.testing.assert_array_equal,
+                 update(grads, state, params), update(grads, state))
+  decayed = recipe(0.1, workers=workers, weight_decay=0.1)
   with pytest.raises(ValueError, match='params'):
     decayed.update(grads, decayed.init(params))
 
