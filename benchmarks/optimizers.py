@@ -145,7 +145,9 @@ def averaged(s: Settings, workers: demo_optax.Workers) -> Method:
 
 def demo(s: Settings, workers: demo_optax.Workers) -> Method:
   """DeMo as published: version 1, or with alpha below 1 version 2."""
-  compressor = demo_optax.dct_topk(64, s['topk'], values=s['values'])
+  compressor = demo_optax.dct_topk(
+      64, s['topk'], values=s['values'], proportional=False
+  )
   rate = schedule(s, s['lr'])
   if s['alpha'] == 1 and not s['update_values']:
     tx = demo_optax.demo(
@@ -226,7 +228,9 @@ def other_leaves(
   if s['rows'] == 'adamw':
     other, base = None, optax.scale_by_adam(b1=0.9, b2=0.95)
   else:
-    other = demo_optax.dct_topk((1, 192), s['rows'], values=s['values'])
+    other = demo_optax.dct_topk(
+        (1, 192), s['rows'], values=s['values'], proportional=False
+    )
   return by_label(matrix=matrix, other=other), base
 
 
