@@ -53,8 +53,9 @@ def program(request, tmp_path_factory):
 def test_what_crosses_the_worker_axis_is_what_plan_says(program):
   chosen, found = program
   messages = [x for x in found['across'] if x[1] == reading.WORDS]
-  hops = {'all_gather': ['all-gather'], 'all_to_all': ['all-to-all', 'all-gather']}
-  assert [kind for kind, *_ in messages] == hops[chosen.exchange]
+  hops = {'all_gather': ['all-gather'], 'all_to_all': ['all-gather', 'all-to-all']}
+  # Sorted: a compiler may print a computation after those that follow it.
+  assert sorted(kind for kind, *_ in messages) == hops[chosen.exchange]
   assert sum(received for _, _, received, _ in messages) == found['planned']
   # Beside messages no leaf, dense or not: the loss, where the step returns one.
   others = [x for x in found['across'] if x[1] != reading.WORDS]
