@@ -363,10 +363,24 @@ def _shared(step: str, arguments: list[Argument]) -> list[bool]:
       params.append(frozenset(
           (k, shapes[*root, 'global_params', *k]) for k in keys
       ))
-  return [
-      is_shared or any(_holds(a, p) for p in params)
-      for a, is_shared in zip(arguments, shared)
-  ]
+  held = [any(_holds(a, p) for p in params) for a in arguments]
+  found = [is_state or holds for is_state, holds in zip(shared, held)]
+  rows = {
+      np.shape(x)[:1]
+      for a, is_shared in zip(arguments, found)
+      if not is_shared
+      for x in a.arrays
+  }
+  for a, holds in zip(arguments, held):
+    own = {np.shape(x)[:1] for x in a.arrays}
+    is_state = a.is_state and not holds and not a.objects
+    if is_state and own and own == rows != {()}:
+      raise ValueError(
+          f'{a.name} must be known as a batch or as a state, got a dataclass of'
+          ' arrays that are as long as the batch. Name all batches:'
+          ' demo_optax.data_parallel(workers, batch_argnums=...).'
+      )
+  return found
 
 
 def _holds(

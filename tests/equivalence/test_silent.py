@@ -1,6 +1,8 @@
 """What went wrong without a word in other people's training code."""
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -530,6 +532,29 @@ def test_updates_without_parameters(workers, recipe):
   decayed = recipe(0.1, workers=workers, weight_decay=0.1)
   with pytest.raises(ValueError, match='params'):
     decayed.update(grads, decayed.init(params))
+
+
+def test_a_batch_in_a_dataclass_beside_arrays(workers):
+  """It was one batch for all workers, and the arrays were cut."""
+  @jax.tree_util.register_dataclass
+  @dataclasses.dataclass
+  class Batch:
+    x: Any
+    y: Any
+
+  def step(params, state, batch, weights):
+    loss_fn = lambda params: jnp.mean(
+        weights * ((batch.x @ params['w'])[:, 0] - batch.y) ** 2)
+    updates, state = tx.update(jax.grad(loss_fn)(params), state, params)
+    return optax.apply_updates(params, updates), state
+
+  tx = demo_optax.demo(0.1, workers=workers)
+  params = {'w': jnp.ones((8, 1))}
+  x = rows()
+  arguments = params, tx.init(params), Batch(x, x[:, 0]), np.ones_like(x[:, 0])
+  with pytest.raises(ValueError, match='batch must be known as a batch or'):
+    demo_optax.data_parallel(workers)(step)(*arguments)
+  demo_optax.data_parallel(workers, batch_argnums=(2, 3))(step)(*arguments)
 
 
 def test_keys_of_workers_are_not_those_of_a_split():
