@@ -2,15 +2,14 @@
 
 import dataclasses
 import math
-import operator
 from collections.abc import Sequence
 
 import chex
 import jax
 import numpy as np
 
+from demo_optax import _checks
 from demo_optax.compressors.compressor import (
-  Compressor,
   CompressorTree,
   Frozen,
   per_leaf,
@@ -23,17 +22,13 @@ from demo_optax.exchange.algorithm import (
   make_config,
 )
 from demo_optax.workers import Workers
-from demo_optax.workers.collectives import (
-  GATHERED,
-  ORDERED_BYTES,
-  TO_OWNERS,
-)
+from demo_optax.workers.collectives import ORDERED_BYTES
 from demo_optax.workers.param_specs import REPLICATED, ParamSpecs
 
 
 @dataclasses.dataclass(frozen=True)
 class LeafBytes:
-  """The bytes of one leaf in an exchange."""
+  """The bytes of one leaf in an exchange, of all its shards."""
 
   name: str
   shape: tuple[int, ...]
@@ -47,7 +42,7 @@ class LeafBytes:
   sent_bytes: int  # in a worker's payload, or in the all-reduce
   blocks: tuple[int, ...]  # shards inside a worker, along each dimension
   axes: tuple[str, ...]
-  as_unsharded: bool  # in the chunks of an unsharded worker
+  as_unsharded: bool = True  # in the chunks of an unsharded worker
   small_blocks: bool = False  # a side shorter than that worker's chunk
 
   @property
@@ -61,10 +56,10 @@ class LeafBytes:
     return self.sent_bytes > 0.4 * self.size
 
   def max_workers(self, itemsize: int = 4) -> float:
-    """Returns the most workers with which an all-reduce receives more."""
-    if self.index_code == 'shared':
-      return _max_workers(self.size * itemsize, 0, self.sent_bytes)
-    return _max_workers(self.size * itemsize, self.sent_bytes, 0)
+    """As `Plan.max_workers`, for this leaf alone."""
+    shared = self.index_code == 'shared'
+    gathered, summed = (0, self.sent_bytes) if shared else (self.sent_bytes, 0)
+    return _max_workers(self.size * itemsize, gathered, summed)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -95,32 +90,21 @@ class Plan:
   update_values: str | None = None
 
   @property
-  def exchange(self) -> str:
-    """`'all_to_all'` if chunks have owners, else `'all_gather'`."""
-    return 'all_to_all' if self.update_bytes else 'all_gather'
-
-  @property
   def sent_bytes(self) -> int:
     """Bytes that a worker sends: its payload, and its part of the sums."""
-    if self.num_workers == 1:
-      return 0
-    return self._each_way() or self.payload_bytes + self._summed()
+    return self._moved(min(self.num_workers - 1, 1))
 
   @property
   def received_bytes(self) -> int:
     """Bytes that a worker receives: all other payloads, and the sums."""
-    gathered = (self.num_workers - 1) * self.payload_bytes
-    return self._each_way() or gathered + self._summed()
+    return self._moved(self.num_workers - 1)
 
-  def _summed(self) -> int:
-    return _ring(self.summed_bytes, self.num_workers)
-
-  def _each_way(self) -> int:
-    """Bytes with owners: messages to them, and updates by a ring."""
-    if not self.update_bytes:
-      return 0
-    both = self.payload_bytes + self.update_bytes
-    return both // self.num_workers * (self.num_workers - 1) + self._summed()
+  def _moved(self, payloads: int) -> int:
+    gathered = payloads * self.payload_bytes
+    if self.update_bytes:  # to owners, and from them: equally many each way
+      both = self.payload_bytes + self.update_bytes
+      gathered = both // self.num_workers * (self.num_workers - 1)
+    return gathered + _ring(self.summed_bytes, self.num_workers)
 
   @property
   def size(self) -> int:
@@ -139,9 +123,9 @@ class Plan:
     dense gradient, of `itemsize` bytes per element. Returns 1 if an all-reduce
     always receives less, infinity if it never does, and 0 without leaves.
     """
+    dense = self.size * itemsize
     if not self.leaves:
       return 0
-    dense = self.size * itemsize
     if self.update_bytes:
       both = self.payload_bytes + self.update_bytes
       return math.inf if both + 2 * self.summed_bytes < 2 * dense else 1
@@ -153,12 +137,43 @@ class Plan:
   __repr__ = __str__
 
   def table(self) -> str:
-    """Returns what leaves cost; those that differ in name only share a row."""
-    return '\n'.join([*_aligned(self._rows()), *self._marks()])
+    """Returns what leaves cost; those that differ in name only share a row.
 
-  def _marks(self) -> list[str]:
-    """Returns what the marks in the table mean, and what to do."""
+    Notes below say what marks mean, and what to do.
+    """
+    rows: list[tuple[str, ...]] = [(
+        'leaf', 'shape', 'chunks', 'of', 'topk', 'indices', 'bits', 'values',
+        'sent', 'pays to', 'blocks',
+    )]
+    equal: dict[LeafBytes, list[str]] = {}
+    for leaf in self.leaves:
+      unnamed = dataclasses.replace(leaf, name='')
+      equal.setdefault(unnamed, []).append(leaf.name)
+    for leaf, names in equal.items():
+      more = f' and {len(names) - 1} more' if len(names) > 1 else ''
+      sent = _num_bytes(leaf.sent_bytes) + (' each' if more else '')
+      blocks = _times(leaf.blocks) + ('' if leaf.as_unsharded else '*')
+      rows.append((
+          names[0] + more,
+          _times(leaf.shape) or 'scalar',
+          f'{leaf.num_chunks}',
+          'whole' if leaf.whole else _times(leaf.chunk),
+          'all' if leaf.topk == math.prod(leaf.chunk) else f'{leaf.topk}',
+          '-' if leaf.index_code == 'none' else leaf.index_code,
+          f'{leaf.index_bits:.2f}' if leaf.index_bits else '-',
+          leaf.values,
+          sent + ('!' if leaf.is_large else ''),
+          '-' if self.update_bytes else _pays_to(leaf),
+          blocks if leaf.axes else '-',
+      ))
+    if not any(leaf.axes for leaf in self.leaves):
+      rows = [row[:-1] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []
+    for row in rows:
+      cells = [cell.rjust(width) for cell, width in zip(row, widths)]
+      cells[0] = row[0].ljust(widths[0])
+      lines.append('  '.join(cells).rstrip())
     if any(leaf.is_large for leaf in self.leaves):
       lines.append(
           '! sends more than a tenth of the leaf. If that is much of the total,'
@@ -175,38 +190,7 @@ class Plan:
           'Blocks are smaller than a chunk, which costs bytes. Shard another'
           f' dimension, or over fewer devices: {", ".join(small)}'
       )
-    return lines
-
-  def _rows(self) -> list[tuple[str, ...]]:
-    sharded = any(leaf.axes for leaf in self.leaves)
-    header = (
-        'leaf', 'shape', 'chunks', 'of', 'topk', 'indices', 'bits', 'values',
-        'sent', 'pays to',
-    )
-    rows: list[tuple[str, ...]] = [(*header, 'blocks') if sharded else header]
-    alike: dict[LeafBytes, list[LeafBytes]] = {}
-    for leaf in self.leaves:
-      alike.setdefault(dataclasses.replace(leaf, name=''), []).append(leaf)
-    for leaf, members in alike.items():
-      more = f' and {len(members) - 1} more' if len(members) > 1 else ''
-      row = (
-          members[0].name + more,
-          _times(leaf.shape) or 'scalar',
-          f'{leaf.num_chunks}',
-          'whole' if leaf.whole else _times(leaf.chunk),
-          'all' if leaf.topk == math.prod(leaf.chunk) else f'{leaf.topk}',
-          '-' if leaf.index_code == 'none' else leaf.index_code,
-          f'{leaf.index_bits:.2f}' if leaf.index_bits else '-',
-          leaf.values,
-          _num_bytes(leaf.sent_bytes) + (' each' if more else '')
-          + ('!' if leaf.is_large else ''),
-          '-' if self.update_bytes
-          else _any_of(leaf.max_workers(4), leaf.max_workers(2)),
-      )
-      mark = '' if leaf.as_unsharded else '*'
-      blocks = _times(leaf.blocks) + mark if leaf.axes else '-'
-      rows.append((*row, blocks) if sharded else row)
-    return rows
+    return '\n'.join(lines)
 
   def totals(self) -> str:
     """Returns a worker's bytes, next to those of dense all-reduces."""
@@ -215,7 +199,7 @@ class Plan:
         ' step:'
     ]
     for name, out, back in (
-        ('this exchange' if not self.update_bytes else self.exchange,
+        ('all_to_all' if self.update_bytes else 'this exchange',
          self.sent_bytes, self.received_bytes),
         ('all-reduce float32', self.dense_bytes(4), self.dense_bytes(4)),
         ('all-reduce bfloat16', self.dense_bytes(2), self.dense_bytes(2)),
@@ -228,18 +212,16 @@ class Plan:
       lines.append(
           f'A worker is {self.num_devices} devices. Per device and step:'
       )
-    for axes, moved in self.device_bytes.items():
-      if self.num_devices > 1:
-        lines.append(
-            f'  over {", ".join(axes):<15} receives {_num_bytes(moved):>10}'
-        )
-    most = _any_of(self.max_workers(4), self.max_workers(2))
+      lines += [
+          f'  over {", ".join(axes):<15} receives {_num_bytes(moved):>10}'
+          for axes, moved in self.device_bytes.items()
+      ]
     lines.append(
         f'Owners of chunks write updates as {self.update_values!r}:'
         f' {_num_bytes(self.update_bytes)}, all of them together.'
         if self.update_bytes else
-        f'Pays to {most} workers: up to there less is received than by an'
-        ' all-reduce of float32/bfloat16.'
+        f'Pays to {_pays_to(self)} workers: up to there less is received than'
+        ' by an all-reduce of float32/bfloat16.'
     )
     return '\n'.join(lines)
 
@@ -282,10 +264,6 @@ def plan(
   Returns:
     A `Plan`. `python -m demo_optax` prints one for a file of shapes.
 
-  Raises:
-    TypeError: complex leaves.
-    ValueError: fewer than one worker; unknown `exchange` or `update_values`.
-
   Example:
     >>> import demo_optax, jax, jax.numpy as jnp
     >>> params = {'w': jax.ShapeDtypeStruct((1024, 4096), jnp.float32)}
@@ -296,123 +274,106 @@ def plan(
     762
   """
   if isinstance(workers, Workers):
-    specs, axis, num_workers = (
-        workers.param_specs, workers.axis_name, workers.count,
-    )
+    specs, axis, count = workers.param_specs, workers.axis_name, workers.count
   else:
-    specs, axis = REPLICATED, 'workers'
-    if isinstance(workers, bool) or not hasattr(workers, '__index__'):
-      raise TypeError(
-          f'workers={workers!r} must be demo_optax.Workers, or their number.'
-      )
-    num_workers = operator.index(workers)
-  if num_workers < 1:
-    raise ValueError(f'workers={num_workers} must be at least 1.')
+    specs, axis, count = REPLICATED, 'workers', workers
+  _checks.check_positive('workers', count)
   flat = jax.tree_util.tree_flatten_with_path(params)[0]
   layout = make_layout(
       [describe_leaf(path, np.shape(x), x, specs) for path, x in flat],
       per_leaf(compressor, params),
       specs.axis_sizes,
   )
-  leaves = [
+  leaves = tuple(
       _leaf_bytes(leaf) for leaf in layout.leaves
       if not isinstance(leaf.compressor, Frozen)
-  ]
+  )
   averaged = [
       leaf.sent_bytes // math.prod(leaf.blocks)
       for leaf in leaves if leaf.values == 'averaged'
   ]
-  gathered = sum(size for size in averaged if size <= ORDERED_BYTES)
+  ordered = sum(size for size in averaged if size <= ORDERED_BYTES)
   written = resolve_update_values(exchange, update_values)
-  config = make_config(layout, 'senders', exchange, num_workers, written)
-  own, summed, inside = _device_bytes(config, specs, num_workers)
-  summed += sum(averaged) - gathered
-  across = config.received_bytes(num_workers) + (num_workers - 1) * gathered
-  owners = 1 if config.update_packer is None else num_workers
-  told = 0 if config.update_packer is None else config.update_packer.num_bytes
-  if told:
-    told += gathered
+  config = make_config(layout, 'senders', exchange, count, written)
+  sizes = {
+      name: math.prod(shape) * np.dtype(dtype).itemsize
+      for name, (shape, dtype) in config.packer.shapes.items()
+  }
+  payload = sizes.pop(config.packer.name, 0)
+  summed = sum(sizes.values()) + sum(averaged) - ordered
+  received = config.received_bytes(count) + (count - 1) * ordered
+  updates = 0
+  if config.update_packer is None:
+    payload += ordered
   else:
-    own += gathered
+    updates = (config.update_packer.num_bytes + ordered) * count
   return Plan(
-      tuple(leaves),
-      num_workers,
+      leaves,
+      count,
       specs.devices,
-      own * owners * specs.devices,
+      payload * specs.devices,
       summed * specs.devices,
-      {(axis,): across + _ring(summed, num_workers), **inside},
-      told * owners * specs.devices,
-      written if told else None,
+      {(axis,): received + _ring(summed, count), **_joined(config, specs)},
+      updates * specs.devices,
+      written if updates else None,
   )
 
 
 def _leaf_bytes(leaf: Leaf) -> LeafBytes:
-  """Returns the bytes of all shards of a leaf."""
   plan, blocks, axes = leaf.plan, leaf.sharding.blocks, leaf.sharding.axes
   if leaf.compressor is None:  # its gradient is averaged uncompressed
     size = math.prod(leaf.shape)
     sent = np.dtype(leaf.dtype).itemsize * size
     return LeafBytes(
         leaf.name, leaf.shape, 1, leaf.shape, size, 'averaged', 'shared', 0.0,
-        True, sent, blocks, axes, True,
+        True, sent, blocks, axes,
     )
-  assert isinstance(leaf.compressor, Compressor) and plan is not None
-  shards = math.prod(blocks)
-  grid, chunk_format = plan.grid, plan.format
+  assert plan is not None and not isinstance(leaf.compressor, Frozen)
+  grid, code = plan.grid, plan.format.index_code
+  num_chunks = math.prod(blocks) * grid.num_chunks
   alone = leaf.compressor.plan(leaf.shape, leaf.dtype)
-  same = not axes or (
-      chunk_format == alone.format
+  same = (
+      plan.format == alone.format
       and (grid.lengths, grid.fold) == (alone.grid.lengths, alone.grid.fold)
       and all(lead or b == 1 for lead, b in zip(grid.leads, blocks))
-      and shards * grid.num_chunks == alone.grid.num_chunks
+      and num_chunks == alone.grid.num_chunks
       and not any((*grid.padding, *alone.grid.padding))
       and not grid.whole
       and not alone.grid.whole
   )
-  code = chunk_format.index_code
+  sides = zip(grid.folded[-2:], alone.grid.lengths[-2:])
   return LeafBytes(
       name=leaf.name,
       shape=leaf.shape,
-      num_chunks=shards * grid.num_chunks,
+      num_chunks=num_chunks,
       chunk=grid.lengths if grid.whole else grid.lengths[-2:],
-      topk=chunk_format.k,
-      values=chunk_format.values,
-      index_code='shared' if chunk_format.shared else code.name,
-      index_bits=code.bits / chunk_format.k,
+      topk=plan.format.k,
+      values=plan.format.values,
+      index_code='shared' if plan.format.shared else code.name,
+      index_bits=code.bits / plan.format.k,
       whole=grid.whole,
-      sent_bytes=plan.num_bytes * shards,
+      sent_bytes=plan.num_bytes * math.prod(blocks),
       blocks=blocks,
       axes=axes,
-      as_unsharded=same,
-      small_blocks=not alone.grid.whole and any(
-          d < l for d, l in zip(grid.folded[-2:], alone.grid.lengths[-2:])
-      ),
+      as_unsharded=same or not axes,
+      small_blocks=not alone.grid.whole and any(d < l for d, l in sides),
   )
 
 
-def _device_bytes(
-    config: ExchangeConfig, specs: ParamSpecs, num_workers: int
-) -> tuple[int, int, dict[tuple[str, ...], int]]:
-  """Bytes per device: gathered, all-reduced, and received within the worker."""
-  inside: dict[tuple[str, ...], int] = {}
-  own = summed = 0
-  for name, (shape, dtype) in config.packer.shapes.items():
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    if name == GATHERED:
-      own += size
-    elif name == TO_OWNERS:
-      own += size // num_workers
-    else:
-      summed += size
+def _joined(
+    config: ExchangeConfig, specs: ParamSpecs
+) -> dict[tuple[str, ...], int]:
+  """Returns the bytes per device of joining updates inside a worker."""
+  received: dict[tuple[str, ...], int] = {}
   for bucket in config.layout.buckets:
-    # Updates are joined along one axis after the other, the innermost first.
+    # Along one axis after the other, the innermost first.
     size = bucket.num_chunks * bucket.format.n
     size *= np.dtype(bucket.format.dtype).itemsize
     for axis, devices in reversed(specs.axis_sizes):
       if axis in bucket.split_axes:
-        inside[axis,] = inside.get((axis,), 0) + (devices - 1) * size
+        received[axis,] = received.get((axis,), 0) + (devices - 1) * size
         size *= devices
-  return own, summed, inside
+  return received
 
 
 def _ring(size: int, devices: int) -> int:
@@ -429,19 +390,10 @@ def _max_workers(dense: int, gathered: int, summed: int) -> float:
   return max(1, math.ceil(2 * (dense - summed) / gathered) - 1)
 
 
-def _any_of(*workers: float) -> str:
-  return '/'.join('any' if n == math.inf else f'{n}' for n in workers)
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-  """Aligns the first column to the left, all others to the right."""
-  widths = [max(map(len, column)) for column in zip(*rows)]
-  lines = []
-  for row in rows:
-    cells = [row[0].ljust(widths[0])]
-    cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:])]
-    lines.append('  '.join(cells).rstrip())
-  return lines
+def _pays_to(x: LeafBytes | Plan) -> str:
+  """Returns the most workers for float32 and bfloat16, to print."""
+  both = x.max_workers(4), x.max_workers(2)
+  return '/'.join('any' if n == math.inf else f'{n}' for n in both)
 
 
 def _num_bytes(count: float) -> str:
