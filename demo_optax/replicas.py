@@ -7,7 +7,7 @@ and only digests (8 bytes per leaf and device) are gathered and compared.
 import collections
 import functools
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import chex
@@ -79,11 +79,14 @@ def check_replicas(
       for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]
   ]
   found = between_processes(flat)  # first, since it checks the trees
-  several = [(name, x) for name, x in flat if _num_devices(x) > 1]
+  several = [
+      (name, x) for name, x in flat
+      if isinstance(x, jax.Array) and len(x.sharding.device_set) > 1
+  ]
   for (name, _), held in zip(several, _held([x for _, x in several])):
     blocks = collections.defaultdict(list)
-    for device, block, digest_of in held:
-      blocks[block].append((device, digest_of.tobytes()))
+    for device, block, digest in held:
+      blocks[block].append((device, digest))
     other = [d for copies in blocks.values() for d in _minority(copies)]
     if other:
       found.append(_difference(name, other, workers))
@@ -91,100 +94,60 @@ def check_replicas(
   return sorted(found, key=lambda difference: order.index(difference.leaf))
 
 
-def _num_devices(x: Any) -> int:
-  return len(x.sharding.device_set) if isinstance(x, jax.Array) else 0
-
-
-def is_local(x: Any) -> bool:
-  """Returns whether this process holds all of an array."""
-  return not isinstance(x, jax.Array) or x.is_fully_addressable
-
-
-def _minority(copies: list[tuple[Any, bytes]]) -> list[Any]:
+def _minority(copies: list[tuple[Any, np.ndarray]]) -> list[Any]:
   """Returns the holders of digests that differ from most."""
-  counts = collections.Counter(digest for _, digest in copies)
+  counts = collections.Counter(digest.tobytes() for _, digest in copies)
   ((usual, _),) = counts.most_common(1)
-  return [holder for holder, digest in copies if digest != usual]
+  return [holder for holder, digest in copies if digest.tobytes() != usual]
 
 
 def _difference(
-    name: str, devices: Iterable[Any], workers: Workers | None
+    name: str, devices: list[Any], workers: Workers | None
 ) -> Difference:
-  devices = sorted(devices, key=lambda d: d.id)
   positions: set[int] = set()
   if workers is not None and workers.mesh is not None:
-    mesh = workers.mesh
-    axis = mesh.axis_names.index(workers.axis_name)
-    ids = np.vectorize(lambda d: d.id)(mesh.devices)
-    for device in devices:
-      positions |= set(np.argwhere(ids == device.id)[:, axis].tolist())
+    axis = workers.mesh.axis_names.index(workers.axis_name)
+    for index, device in np.ndenumerate(workers.mesh.devices):
+      if device in devices:
+        positions.add(index[axis])
   return Difference(
       name,
-      tuple(d.id for d in devices),
+      tuple(sorted(d.id for d in devices)),
       tuple(sorted(positions)),
       tuple(sorted({d.process_index for d in devices})),
   )
-
-
-def _held(arrays: Sequence[Any]) -> list[list[tuple[Any, str, np.ndarray]]]:
-  """Returns the device, block and digest of each array's copies.
-
-  Every device digests its block. Digests of arrays that span processes are
-  gathered, so that all processes return the same.
-  """
-  found: list[list[tuple[Any, str, Any]]] = []
-  spread = []
-  for x in map(_without_key, arrays):
-    blocks = x.sharding.devices_indices_map(x.shape)
-    mine = []
-    for shard in sorted(x.addressable_shards, key=lambda s: s.device.id):
-      # On this device, not on the mesh that the caller has set.
-      with jax.set_mesh(Mesh([shard.device], ('device',))):
-        found_here = _digest_shard(shard.data, _start(shard.index), x.shape)
-      mine.append((shard.device, found_here))
-    if not x.is_fully_addressable:
-      spread.append((len(found), mine, blocks))
-    found.append([(d, str(blocks[d]), digest_of) for d, digest_of in mine])
-  if spread:
-    own = np.zeros((len(spread), jax.local_device_count(), 2), np.uint32)
-    for row, (_, mine, _) in enumerate(spread):
-      own[row, : len(mine)] = [np.asarray(digest_of) for _, digest_of in mine]
-    every = multihost_utils.process_allgather(own)
-    for row, (number, _, blocks) in enumerate(spread):
-      places = collections.Counter[int]()  # the next one of a process
-      found[number] = []
-      for d in sorted(blocks, key=lambda d: d.id):
-        digest_of = every[d.process_index, row, places[d.process_index]]
-        found[number].append((d, str(blocks[d]), digest_of))
-        places[d.process_index] += 1
-  return [[(d, b, np.asarray(x)) for d, b, x in held] for held in found]
-
-
-def _start(index: tuple[slice, ...]) -> np.ndarray:
-  return np.array([s.start or 0 for s in index], np.uint32)
-
-
-def _without_key(x: Any) -> Any:
-  is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-  return jax.random.key_data(x) if is_key else x
 
 
 # Between processes ------------------------------------------------------------
 
 
 def between_processes(flat: list[tuple[str, Any]]) -> list[Difference]:
-  """Returns the differences between leaves that every process holds whole."""
+  """Returns the differences between leaves that every process holds whole.
+
+  Raises on all processes if their trees differ, rather than leave some waiting
+  in a gather.
+  """
   if jax.process_count() == 1:
     return []
-  _check_same_tree(flat)
+  text = '\n'.join(
+      f'{name} {x.shape} {x.dtype} {is_local(x)}' for name, x in flat
+  )
+  mine = np.uint32(zlib.crc32(text.encode()))
+  trees = np.asarray(multihost_utils.process_allgather(mine))
+  if (trees != trees[0]).any():
+    other = np.flatnonzero(trees != trees[0]).tolist()
+    raise ValueError(
+        f'Processes {other} gave another tree than process 0: all must make the'
+        ' same calls, with the same names, shapes, dtypes and placement.'
+    )
   local = [(name, x) for name, x in flat if is_local(x)]
   if not local:
     return []
-  mine = np.stack(_contents([x for _, x in local]))
-  every = multihost_utils.process_allgather(mine)  # [processes, leaves, 2]
+  contents = np.stack(_contents([x for _, x in local]))
+  every = multihost_utils.process_allgather(contents)  # [processes, leaves, 2]
   found = []
   for place, (name, _) in enumerate(local):
-    other = _minority([(p, bytes(row[place])) for p, row in enumerate(every)])
+    other = _minority([(p, row[place]) for p, row in enumerate(every)])
     if other:
       found.append(Difference(name, (), (), tuple(other)))
   return found
@@ -195,19 +158,9 @@ def comparable(x: Any) -> Any:
   return x if hasattr(x, 'dtype') else np.uint32(zlib.crc32(repr(x).encode()))
 
 
-def _check_same_tree(flat: list[tuple[str, Any]]) -> None:
-  """Raises on all processes, rather than leave some waiting in a gather."""
-  text = '\n'.join(
-      f'{name} {x.shape} {x.dtype} {is_local(x)}' for name, x in flat
-  )
-  mine = np.uint32(zlib.crc32(text.encode()))
-  every = np.asarray(multihost_utils.process_allgather(mine))
-  if (every != every[0]).any():
-    other = np.flatnonzero(every != every[0]).tolist()
-    raise ValueError(
-        f'Processes {other} gave another tree than process 0: all must make the'
-        ' same calls, with the same names, shapes, dtypes and placement.'
-    )
+def is_local(x: Any) -> bool:
+  """Returns whether this process holds all of an array."""
+  return not isinstance(x, jax.Array) or x.is_fully_addressable
 
 
 # Digests ----------------------------------------------------------------------
@@ -216,31 +169,76 @@ def _check_same_tree(flat: list[tuple[str, Any]]) -> None:
 def content_digests(arrays: dict[str, Any]) -> dict[str, str]:
   """Returns a digest of each array, 16 digits, for any sharding.
 
-  Sums the digests of the blocks, one copy of each. All processes must call it
-  with the same names.
+  All processes must call it with the same names.
   """
   digests = _contents(list(arrays.values()))
-  return {name: np.asarray(x).astype('>u4').tobytes().hex()
-          for name, x in zip(arrays, digests)}
+  return {
+      name: x.astype('>u4').tobytes().hex() for name, x in zip(arrays, digests)
+  }
 
 
 def _contents(arrays: Sequence[Any]) -> list[np.ndarray]:
+  """Sums the digests of the blocks of each array, one copy of each."""
   on_devices = iter(_held([x for x in arrays if isinstance(x, jax.Array)]))
   found = []
   for x in arrays:
     if isinstance(x, jax.Array):
-      blocks = {block: digest_of for _, block, digest_of in next(on_devices)}
+      blocks = {block: digest for _, block, digest in next(on_devices)}
       found.append(sum(blocks.values(), np.zeros(2, np.uint32)))
     else:
-      found.append(_digest_on_host(x))
+      x = _narrow(np.asarray(x))
+      start = np.zeros(x.ndim, np.uint32)
+      found.append(np.asarray(digest_block(x, start, x.shape)))
+  return found
+
+
+def _held(arrays: Sequence[jax.Array]) -> list[list[tuple[Any, str, Any]]]:
+  """Returns the device, block and digest of each array's copies.
+
+  Every device digests its block, and processes gather the digests, if there
+  are several: all return the same.
+  """
+  found: list[list[tuple[Any, str, Any]]] = []
+  if not arrays:
+    return found
+  computed = []
+  for x in arrays:
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+      x = jax.random.key_data(x)
+    digests = []
+    for shard in sorted(x.addressable_shards, key=lambda s: s.device.id):
+      start = np.array([s.start or 0 for s in shard.index], np.uint32)
+      # On this device, not on the mesh that the caller has set.
+      with jax.set_mesh(Mesh([shard.device], ('device',))):
+        digests.append(digest_block(shard.data, start, x.shape))
+    computed.append(digests)
+  every = np.zeros((len(arrays), jax.local_device_count(), 2), np.uint32)
+  for row, digests in zip(every, computed):
+    row[: len(digests)] = jax.device_get(digests)
+  every = every[None]
+  if jax.process_count() > 1:
+    every = multihost_utils.process_allgather(every[0])
+  for number, x in enumerate(arrays):
+    blocks: Any = x.sharding.devices_indices_map(x.shape)
+    places = collections.Counter[int]()  # the next one of a process
+    held = []
+    for d in sorted(blocks, key=lambda d: d.id):
+      p = d.process_index
+      held.append((d, str(blocks[d]), every[p, number, places[p]]))
+      places[p] += 1
+    found.append(held)
   return found
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _digest_shard(
+def digest_block(
     x: jax.Array, start: jax.Array, shape: tuple[int, ...]
 ) -> jax.Array:
-  """Returns the part of a digest from one block of an array, uint32 `[2]`."""
+  """Returns the part of a digest from one block of an array, uint32 `[2]`.
+
+  The block has the first element `start` of an array of `shape`. Hashes words
+  and their places there.
+  """
   words = _words(x)  # u32[*block, words of an element]
   place = jnp.zeros(words.shape, jnp.uint32)
   for d, length in enumerate((*shape, words.shape[-1])):
@@ -248,19 +246,13 @@ def _digest_shard(
     if d < len(shape):
       along = along + start[d]
     place = place * jnp.uint32(length) + along
-  return digest(words, place)
-
-
-def digest(words: Any, place: Any) -> Any:
-  """Hashes `words` and their places, uint32, to uint32 `[2]`."""
-  xp = np if isinstance(words, np.ndarray) else jnp
-  weighted = words * (place * xp.uint32(2) + xp.uint32(1))
-  mixed = words + place * xp.uint32(0x9E3779B9)
-  mixed = (mixed ^ (mixed >> xp.uint32(16))) * xp.uint32(0x85EBCA6B)
-  mixed = (mixed ^ (mixed >> xp.uint32(13))) * xp.uint32(0xC2B2AE35)
-  mixed = mixed ^ (mixed >> xp.uint32(16))
-  return xp.stack([
-      xp.sum(weighted, dtype=xp.uint32), xp.sum(mixed, dtype=xp.uint32)
+  weighted = words * (place * jnp.uint32(2) + jnp.uint32(1))
+  mixed = words + place * jnp.uint32(0x9E3779B9)
+  mixed = (mixed ^ (mixed >> jnp.uint32(16))) * jnp.uint32(0x85EBCA6B)
+  mixed = (mixed ^ (mixed >> jnp.uint32(13))) * jnp.uint32(0xC2B2AE35)
+  mixed = mixed ^ (mixed >> jnp.uint32(16))
+  return jnp.stack([
+      jnp.sum(weighted, dtype=jnp.uint32), jnp.sum(mixed, dtype=jnp.uint32)
   ])
 
 
@@ -272,7 +264,7 @@ def _words(x: jax.Array) -> jax.Array:
     x = x[..., None]
   if x.dtype == jnp.bool_:
     x = x.astype(jnp.uint8)
-  if _is_below_a_byte(x.dtype):
+  if x.dtype.name.startswith(('int4', 'uint4', 'int2', 'uint2', 'float4')):
     x = x.astype(jnp.float32)  # exact; bits below a byte are not addressable
   bits = x.dtype.itemsize * 8
   narrow = {8: jnp.uint8, 16: jnp.uint16}.get(bits, jnp.uint32)
@@ -282,17 +274,9 @@ def _words(x: jax.Array) -> jax.Array:
   return words.astype(jnp.uint32)
 
 
-def _digest_on_host(x: Any) -> np.ndarray:
-  """Returns the digest of an array that this process holds."""
-  x = np.asarray(x)
-  if _is_below_a_byte(x.dtype):
-    x = x.astype(np.float32)
-  size = x.dtype.itemsize // (2 if x.dtype.kind == 'c' else 1)
-  narrow = {1: np.uint8, 2: np.uint16}.get(size, np.uint32)
-  words = np.frombuffer(x.tobytes(), narrow).astype(np.uint32)
-  return digest(words, np.arange(words.size, dtype=np.uint32))
-
-
-def _is_below_a_byte(dtype: Any) -> bool:
-  kinds = 'int4', 'uint4', 'int2', 'uint2', 'float4'
-  return dtype.name.startswith(kinds)
+def _narrow(x: np.ndarray) -> np.ndarray:
+  """Returns numbers of more than 32 bits as uint32 `[*shape, n]`."""
+  n = x.dtype.itemsize // 4
+  if n < 2:
+    return x
+  return np.frombuffer(x.tobytes(), np.uint32).reshape(*x.shape, n)
