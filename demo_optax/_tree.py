@@ -56,10 +56,17 @@ def mask_others(tree: Any) -> Any:
   return map_exchanged(lambda path, x: x, tree)
 
 
-def zeros(shape: tuple[int, ...], dtype: Any) -> Any:
-  """Returns zeros of any dtype, including NumPy's `float0`."""
+def zero_update(gradient: Any, param: Any, lead: int) -> Any:
+  """Returns the update of a leaf that is not exchanged.
+
+  `lead` axes of the gradient are the workers'. Gradients of integers may be
+  NumPy's `float0`.
+  """
+  dtype = gradient.dtype
+  if dtype == jax.dtypes.float0 and param is not None:
+    dtype = param.dtype
   numpy = np if dtype == jax.dtypes.float0 else jnp
-  return numpy.zeros(shape, dtype)
+  return numpy.zeros(np.shape(gradient)[lead:], dtype)
 
 
 def flatten_alike(
@@ -100,20 +107,15 @@ def stack_annotations(tree: Any, axis_name: str | None) -> Any:
   def lead(x: Any) -> Any:
     if _is_box(x):
       return x.replace(names=(axis_name, *x.names))
-    if not _is_variable(x):
-      return x
-    sharding = x.get_metadata('out_sharding', None)
-    if not sharding:
-      return x
-    return x.replace(out_sharding=_with_lead(sharding, axis_name))
+    sharding = x.get_metadata('out_sharding', None) if _is_variable(x) else None
+    if isinstance(sharding, NamedSharding):
+      spec = P(axis_name, *sharding.spec)
+      return x.replace(out_sharding=NamedSharding(sharding.mesh, spec))
+    if sharding:
+      return x.replace(out_sharding=P(axis_name, *sharding))
+    return x
 
   return jax.tree.map(lead, tree, is_leaf=_is_annotated)
-
-
-def _with_lead(sharding: Any, axis_name: str | None) -> Any:
-  if isinstance(sharding, NamedSharding):
-    return NamedSharding(sharding.mesh, P(axis_name, *sharding.spec))
-  return P(axis_name, *sharding)
 
 
 def without_variables(tree: Any) -> Any:
@@ -125,11 +127,6 @@ def without_variables(tree: Any) -> Any:
     return x.get_value() if _is_variable(x) else x
 
   return jax.tree.map(value, tree, is_leaf=_is_annotated)
-
-
-def with_variables_of(tree: Any, values: Any) -> Any:
-  """Returns `tree` with other values; undoes `without_variables`."""
-  return jax.tree.structure(tree).unflatten(jax.tree.leaves(values))
 
 
 def update_without_variables(
@@ -152,7 +149,10 @@ def update_without_variables(
       *args,
       **extra_args,
   )
-  return with_variables_of(updates, new), with_variables_of(state, after)
+  return (
+      jax.tree.structure(updates).unflatten(jax.tree.leaves(new)),
+      jax.tree.structure(state).unflatten(jax.tree.leaves(after)),
+  )
 
 
 def _is_annotated(x: Any) -> bool:

@@ -1,5 +1,7 @@
 """The exchange of decoupled momentum as an optax transformation."""
 
+import dataclasses
+import functools
 from typing import Any, NamedTuple, get_args
 
 import chex
@@ -26,7 +28,12 @@ from demo_optax.workers import Workers, checks, inside, lift
 from demo_optax.workers.param_specs import ParamSharding, ParamSpecs
 
 
-@jax.tree_util.register_pytree_with_keys_class
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=['digest'],
+    meta_fields=['layout'],
+)
+@dataclasses.dataclass(eq=False)
 class LayoutOf:
   """Holds the static `Layout` of a state, and a digest of it as an array.
 
@@ -34,27 +41,8 @@ class LayoutOf:
   `layout` if another layout's state was restored.
   """
 
-  def __init__(self, digest: chex.Array, layout: Layout):
-    self.digest, self.layout = digest, layout
-
-  def tree_flatten_with_keys(self) -> tuple[tuple[Any, ...], Layout]:
-    """Returns the digest; the layout is auxiliary data."""
-    return ((jax.tree_util.GetAttrKey('digest'), self.digest),), self.layout
-
-  @classmethod
-  def tree_unflatten(cls, layout: Layout, children: Any) -> 'LayoutOf':
-    """Undoes `tree_flatten_with_keys`."""
-    (digest,) = children
-    return cls(digest, layout)
-
-  def __eq__(self, other: object) -> bool:
-    if not isinstance(other, LayoutOf) or self.layout != other.layout:
-      return False
-    return bool(np.all(self.digest == other.digest))
-
-  def __repr__(self) -> str:
-    buckets = ', '.join(bucket.name for bucket in self.layout.buckets)
-    return f'LayoutOf({buckets})'
+  digest: chex.Array
+  layout: Layout = dataclasses.field(repr=False)
 
 
 def layouts_in(tree: chex.ArrayTree) -> dict[Keys, Layout]:
@@ -185,11 +173,9 @@ def scale_by_demo(
     dtypes; zeros for integer leaves.
 
   Raises:
-    ValueError: `decay` or `alpha` out of range or unknown `average`, at once;
-      when traced, gradients known to be averaged already, or a state of another
-      number of workers, other leaves or another compressor.
-    TypeError: `compressor` or `workers` of another type, at once; complex
-      leaves, when traced.
+    ValueError: when traced, gradients known to be averaged already, or a state
+      of another number of workers, other leaves or another compressor.
+    TypeError: when traced, complex leaves.
 
   Example:
     >>> import demo_optax, jax.numpy as jnp, optax
@@ -207,7 +193,10 @@ def scale_by_demo(
     Peng et al., `DeMo: Decoupled Momentum Optimization
     <https://arxiv.org/abs/2411.19870>`_, Algorithm 1 (both versions).
   """
-  _check_compressor(compressor)
+  if not is_function(compressor):  # whose parameters are not known yet
+    per_leaf(compressor, jax.tree.map(
+        lambda x: 0, compressor, is_leaf=lambda x: x is None
+    ))
   _checks.check_type(
       'workers', workers, Workers, 'demo_optax.Workers.simulated(n)'
   )
@@ -334,7 +323,7 @@ def scale_by_demo(
       )
     in_order = iter(found)
     new = [
-        _zeros_like(g, p, lead) if i in frozen
+        _tree.zero_update(g, p, lead) if i in frozen
         else next(in_order).astype(g.dtype)
         for i, ((_, g), p) in enumerate(zip(flat, like))
     ]
@@ -359,22 +348,6 @@ def describe_leaf(
   return path_keys(path), shape, dtype, sharding
 
 
-def _zeros_like(gradient: Any, param: Any, lead: int) -> Any:
-  """Returns the update of a leaf that is not exchanged."""
-  dtype = jnp.result_type(gradient) if param is None else param.dtype
-  if gradient.dtype != jax.dtypes.float0 or param is None:
-    dtype = gradient.dtype
-  return _tree.zeros(np.shape(gradient)[lead:], dtype)
-
-
-def _check_compressor(compressor: Any) -> None:
-  if is_function(compressor):
-    return  # the parameters are not known yet
-  per_leaf(compressor, jax.tree.map(
-      lambda x: 0, compressor, is_leaf=lambda x: x is None
-  ))
-
-
 def _check_state(
     state: DeMoState, config: ExchangeConfig, workers: Workers
 ) -> None:
@@ -391,19 +364,15 @@ def _check_state(
   for bucket in expected.buckets:
     shape = workers.bucket_shape(bucket.shape)
     size = own.momentum[bucket.name].shape
-    if size == shape:
-      continue
-    if size[1:] == shape[1:]:
+    if size != shape:
+      differs = f'has shape {size}, but {workers} keeps it as {shape}'
+      if size[1:] == shape[1:]:
+        differs = f'is of {size[0]} workers, but {workers} has {shape[0]}'
       raise ValueError(
-          f'The momentum of the state is of {size[0]} workers, but {workers}'
-          f' has {shape[0]}. Make the state with tx.init under the same workers'
-          ' that update uses, or use demo_optax.checkpoint.resize_workers.'
+          f'The momentum of the state {differs}. Make the state with tx.init'
+          ' under the same workers that update uses, or use'
+          ' demo_optax.checkpoint.resize_workers.'
       )
-    raise ValueError(
-        f'The momentum {bucket.name} of the state has shape {size}, but'
-        f' {workers} keeps it as {shape}: make the state with tx.init under the'
-        ' same workers that update uses.'
-    )
   shapes = {
       name: workers.bucket_shape(shape)
       for name, (shape, _) in config.residual_shapes.items()
@@ -445,25 +414,24 @@ def _difference(found: Layout, expected: Layout, workers: Workers) -> str:
 
 def resolve_update_values(exchange: Any, update_values: Any) -> str:
   """Returns the code of updates; raises unless both arguments make sense."""
-  known = get_args(exchange_lib.ExchangeKind)
-  if exchange not in known:
-    raise ValueError(
-        f'exchange={exchange!r} is not known; choose one of {", ".join(known)}.'
-    )
-  if update_values is None and exchange != 'all_gather':
-    raise ValueError(
-        f'exchange={exchange!r} needs update_values, how updates are written:'
-        " 'ternary' if their signs are taken (optax.scale_by_sign, and"
-        " demo_optax.demo), else 'bfloat16', 'int8', 'int4' or 'sign', whose"
-        " losses are sent later, or 'float32'."
-    )
-  if update_values is None:
+  if update_values is None and exchange == 'all_gather':
     return 'float32'
-  if update_values in UPDATE_VALUES:
+  for name, value, known in (
+      ('exchange', exchange, get_args(exchange_lib.ExchangeKind)),
+      ('update_values', update_values, (None, *UPDATE_VALUES)),
+  ):
+    if value not in known:
+      raise ValueError(
+          f'{name}={value!r} is not known; choose one of'
+          f' {", ".join(x for x in known if x)}.'
+      )
+  if update_values is not None:
     return update_values
   raise ValueError(
-      f'update_values={update_values!r} is not known; choose one of'
-      f' {", ".join(UPDATE_VALUES)}.'
+      f'exchange={exchange!r} needs update_values, how updates are written:'
+      " 'ternary' if their signs are taken (optax.scale_by_sign, and"
+      " demo_optax.demo), else 'bfloat16', 'int8', 'int4' or 'sign', whose"
+      " losses are sent later, or 'float32'."
   )
 
 

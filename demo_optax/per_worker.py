@@ -220,8 +220,7 @@ def average(*, workers: Workers) -> optax.GradientTransformation:
 
     def mean(x: Any, param: Any) -> Any:
       if not _tree.is_exchanged(x):
-        dtype = x.dtype if x.dtype != jax.dtypes.float0 else param.dtype
-        return _tree.zeros(x.shape[lead:], dtype)
+        return _tree.zero_update(x, param, lead)
       wide = collectives.widened(x)
       mean = lift.mean_present(workers, x.astype(wide), present)
       return mean.astype(x.dtype)

@@ -6,7 +6,7 @@ under `momentum`, by bucket.
 """
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import chex
@@ -57,38 +57,30 @@ def state_specs(
 
   Returns:
     A tree like `tx.init(params)` with a `PartitionSpec` for every leaf.
-
-  Raises:
-    TypeError: complex leaves.
-    ValueError: a parameter that does not fit the specs of `workers`.
   """
-  shapes = jax.eval_shape(tx.init, params)
-  inside = _param_specs(params, workers)
+  place = workers.param_specs.place
+  inside: dict[Keys, tuple[Any, P]] = {
+      path_keys(path): (np.shape(x), place(path, np.shape(x)).spec)
+      for path, x in jax.tree_util.tree_flatten_with_path(params)[0]
+      if _tree.is_exchanged(x)
+  }
 
   def spec(path: Path, leaf: Any) -> P:
     keys = path_keys(path)
     if is_bucket(keys):
       return P(workers.axis_name, *workers.param_specs.bucket_spec)
     lead = 1 if is_stacked(keys) else 0
-    owners = (inside.get(keys[start:]) for start in range(len(keys) + 1))
-    shape = leaf.shape[lead:]
-    within = next((s for o in owners if o for h, s in [o] if h == shape), P())
+    for start in range(len(keys) + 1):
+      shape, within = inside.get(keys[start:], (None, P()))
+      if shape == leaf.shape[lead:]:
+        break
+    else:
+      within = P()
     return P(workers.axis_name, *within) if lead else within
 
-  return jax.tree_util.tree_map_with_path(spec, shapes)
-
-
-def _param_specs(
-    params: chex.ArrayTree, workers: Workers
-) -> dict[Keys, tuple[tuple[int, ...], P]]:
-  """Returns every parameter's shape and its spec inside a worker."""
-  flat = jax.tree_util.tree_flatten_with_path(params)[0]
-  place = workers.param_specs.place
-  return {
-      path_keys(path): (np.shape(x), place(path, np.shape(x)).spec)
-      for path, x in flat
-      if _tree.is_exchanged(x)
-  }
+  return jax.tree_util.tree_map_with_path(
+      spec, jax.eval_shape(tx.init, params)
+  )
 
 
 def momentum(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
@@ -134,17 +126,9 @@ def with_momentum(
   With a state for another compressor, it converts momentum from one chunk size
   to another.
 
-  Args:
-    opt_state: as for `momentum`.
-    moments: the result of `momentum`.
-
-  Returns:
-    A tree like `opt_state`, with another momentum in the same dtypes. Residuals
-    of owners (`update_residual`) do not change.
-
-  Raises:
-    ValueError: as `momentum`, or a leaf of `moments` is missing or has another
-      shape.
+  Returns a tree like `opt_state`, with the same dtypes. Residuals of owners
+  (`update_residual`) do not change. Raises as `momentum`, and if a leaf of
+  `moments` is missing or has another shape.
   """
   made = {}
   for root, (layout, buckets) in _momenta(opt_state).items():
@@ -183,33 +167,21 @@ def exchange_info(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
 
   Warns if momentum is replicated over the devices of its mesh.
 
-  Args:
-    opt_state: any optimizer state that holds the state of `scale_by_demo`, with
-      or without its types.
-
-  Returns:
-    The `metrics` of `DeMoState`: scalars by name.
-
-  Raises:
-    ValueError: `opt_state` has no exchange.
+  Takes any optimizer state that holds the state of `scale_by_demo`, with or
+  without its types. Returns the `metrics` of `DeMoState`: scalars by name.
   """
   warn_if_replicated(opt_state)
   flat = jax.tree_util.tree_flatten_with_path(opt_state)[0]
   state = {path_keys(path): x for path, x in flat}
-  root = _root_of(state)
+  roots = [k[:-2] for k in state if k[-2:] == ('metrics', 'num_excluded')]
+  if not roots:
+    raise ValueError(_NO_STATE)
+  # The first exchange with leaves, or the first.
+  busy = {k[: k.index(STACKED)] for k in state if is_stacked(k)}
+  root = next((root for root in roots if root in busy), roots[0])
   return {
       k[-1]: x for k, x in state.items() if k[:-1] == (*root, 'metrics')
   }
-
-
-def _root_of(paths: Iterable[Keys]) -> Keys:
-  """Returns the path of the first exchange with leaves, or of the first."""
-  paths = list(paths)
-  roots = [k[:-2] for k in paths if k[-2:] == _MARKER]
-  if not roots:
-    raise ValueError(_NO_STATE)
-  busy = {k[: k.index(STACKED)] for k in paths if STACKED in k}
-  return next((root for root in roots if root in busy), roots[0])
 
 
 def warn_if_replicated(
@@ -254,7 +226,6 @@ def _is_replicated(x: Any, axis_name: str | None) -> bool:
 
 # Buckets and leaves -----------------------------------------------------------
 
-_MARKER = ('metrics', 'num_excluded')
 _NO_STATE = 'There is no state of demo_optax.scale_by_demo in it.'
 
 

@@ -5,6 +5,7 @@ as the latest checkpoint, and damaged arrays are restored silently.
 """
 
 import contextlib
+import fcntl
 import json
 import operator
 import os
@@ -26,16 +27,12 @@ from orbax.checkpoint import v1 as ocp
 from demo_optax import replicas
 from demo_optax.checkpoint import leaves as naming
 from demo_optax.compressors import leaves as cutting
-
-try:
-  import fcntl
-except ImportError:  # Windows: no lock
-  fcntl = None  # type: ignore[assignment]
+from demo_optax.numerics import prng
 
 _FORMAT = 2
 
 
-class Checkpointer:
+class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
   """Saves and restores one tree of a run, by steps, in one folder.
 
   A step is one Orbax checkpoint, written in the background under a temporary
@@ -85,12 +82,8 @@ class Checkpointer:
     self._context.asynchronous.timeout_secs = _integer('timeout', timeout, 1)
     # Otherwise threads wait 300 s for directories that could not be made.
     self._context.asynchronous.create_directories_asynchronously = False
-    self._files: ocp.training.Checkpointer | None = None
-    self._pending: Any = None
+    self._pending: tuple[ocp.training.Checkpointer, Any] | None = None
     self._unlock: Callable[[], Any] | None = None
-
-  def __enter__(self) -> 'Checkpointer':
-    return self
 
   def __exit__(self, *exception: Any) -> None:
     self.close()
@@ -147,19 +140,23 @@ class Checkpointer:
         'records': named.records,
     }
     about['checksum'] = _checksum(about)
-    if self._files is None:
-      self._files = ocp.training.Checkpointer(
-          self._folder,
-          preservation_policy=ocp.training.preservation_policies.LatestN(
-              self._keep
-          ),
-          cleanup_tmp_directories=True,  # safe only under the lock
-          context=self._context,
-      )
-    with self._reopened_if_it_fails():
-      self._pending = self._files.save_async(
+    # One for each save: after an error it would repeat the error.
+    files = ocp.training.Checkpointer(
+        self._folder,
+        preservation_policy=ocp.training.preservation_policies.LatestN(
+            self._keep
+        ),
+        cleanup_tmp_directories=True,  # safe only under the lock
+        context=self._context,
+    )
+    try:
+      self._pending = files, files.save_async(
           step, arrays, force=True, custom_metadata=about
       )
+    except BaseException:
+      with contextlib.suppress(Exception):
+        files.close()
+      raise
 
   def _prepare(self, step: int) -> None:
     """Locks the folder; raises if the step exists."""
@@ -168,8 +165,7 @@ class Checkpointer:
       handle = os.open(self._folder, os.O_RDONLY)
       unlock = weakref.finalize(self, os.close, handle)
       try:
-        if fcntl:
-          fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
       except BlockingIOError as error:
         unlock()
         raise OSError(
@@ -190,34 +186,22 @@ class Checkpointer:
           f' {_some(self.steps)}). Give another folder, or remove it first.'
       )
 
-  @contextlib.contextmanager
-  def _reopened_if_it_fails(self) -> Any:
-    """Closes Orbax's checkpointer after an error, which it would repeat."""
-    try:
-      yield
-    except BaseException:
-      files, self._files = self._files, None
-      with contextlib.suppress(Exception):
-        if files is not None:
-          files.close()
-      raise
-
   def wait(self) -> None:
     """Waits for the last save; raises its error if it failed."""
     pending, self._pending = self._pending, None
     if pending is not None:
-      with self._reopened_if_it_fails():
-        pending.result()
+      files, saved = pending
+      try:
+        saved.result()
+      finally:
+        files.close()
 
   def close(self) -> None:
     """Waits for the last save, and releases the folder."""
     try:
       self.wait()
     finally:
-      files, self._files = self._files, None
       unlock, self._unlock = self._unlock, None
-      if files is not None:
-        files.close()
       if unlock is not None:
         unlock()
 
@@ -244,7 +228,7 @@ class Checkpointer:
         it is damaged.
     """
     steps = self.steps
-    chosen = -1 if step is None else _integer('step', step, 0)
+    chosen = step
     if step is None and steps:
       chosen = steps[-1]
     if chosen not in steps:
@@ -252,6 +236,7 @@ class Checkpointer:
           f'step must be one of those in {self._folder} ({_some(steps)}), got'
           f' {step}.'
       )
+    chosen = int(chosen)
     about = self._about(chosen)
     saved = {
         **{
@@ -263,22 +248,28 @@ class Checkpointer:
     }
     naming.check(saved, self._like, resize=resize, rechunk=rechunk)
     wanted = naming.names(jax.tree.map(naming.abstract, self._like)).leaves
-    like: dict[str, Any] = {}
-    empty: dict[str, Any] = {}
-    for name, (dtype, shape, digest) in about['leaves'].items():
-      target = _target(tuple(shape), dtype, wanted.get(name))
-      (empty if digest is None else like)[name] = target
+    targets = {
+        name: _target(tuple(shape), dtype, wanted.get(name))
+        for name, (dtype, shape, _) in about['leaves'].items()
+    }
+    digests = {
+        name: digest for name, (*_, digest) in about['leaves'].items()
+        if digest is not None  # an empty array, which is not saved
+    }
     try:
-      arrays = ocp.load(self._folder / str(chosen), like) if like else {}
+      arrays = ocp.load(
+          self._folder / str(chosen), {name: targets[name] for name in digests}
+      ) if digests else {}
     except Exception as error:
       raise self._damaged(chosen, repr(error)[:400]) from error
-    digests = replicas.content_digests(arrays)
-    for name, digest in digests.items():
-      if digest != about['leaves'][name][2]:
+    for name, digest in replicas.content_digests(arrays).items():
+      if digest != digests[name]:
         raise self._damaged(chosen, f'{name} is not what was saved')
-    for name, x in arrays.items():
-      saved[name] = _as_key(x, wanted.get(name))
-    saved |= {name: np.zeros(x.shape, x.dtype) for name, x in empty.items()}
+    for name, x in targets.items():
+      found = arrays.get(name)
+      saved[name] = np.zeros(x.shape, x.dtype) if found is None else _as_key(
+          found, wanted.get(name)
+      )
     return chosen, naming.from_leaves(
         saved, self._like, resize=resize, rechunk=rechunk
     )
@@ -311,7 +302,7 @@ def _target(shape: tuple[int, ...], dtype: str, like: Any) -> Any:
   if like is None:  # `resize` discards it
     return np.broadcast_to(np.zeros((), dtype), shape)
   dtype, sharding = like.dtype, like.sharding
-  if _is_key(like):
+  if prng.is_key_array(like):
     data = jax.eval_shape(jax.random.key_data, like)
     shape, dtype = (*shape, *data.shape[len(like.shape) :]), data.dtype
   if sharding is None or (
@@ -325,22 +316,18 @@ def _target(shape: tuple[int, ...], dtype: str, like: Any) -> Any:
 
 def _savable(x: Any) -> Any:
   """Returns an array in a form that Orbax accepts."""
-  x = jax.random.key_data(x) if _is_key(x) else x
+  x = jax.random.key_data(x) if prng.is_key_array(x) else x
   if jax.process_count() > 1 and replicas.is_local(x):
     return np.array(x)
   return np.asarray(x) if isinstance(x, np.generic) else x
 
 
 def _as_key(x: Any, like: Any) -> Any:
-  if like is None or not _is_key(like):
+  if like is None or not prng.is_key_array(like):
     return x
   found: list[Any] = []
   jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), like)
   return jax.random.wrap_key_data(x, impl=found[0])
-
-
-def _is_key(x: Any) -> bool:
-  return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _checksum(about: dict[str, Any]) -> int:

@@ -311,26 +311,23 @@ def check(
 ) -> None:
   """Raises unless saved leaves, or their shapes and dtypes, fit into `like`."""
   wanted = names(jax.tree.map(abstract, like))
-  problems: dict[str, list[Difference]] = {
-      kind: [] for kind in ('tree', 'chunks', 'workers', 'owed')
-  }
+  problems: dict[str, list[Difference]] = {kind: [] for kind in _REMEDIES}
   cut: dict[str, dict[str, Difference]] = {}
-  for name, records in wanted.records.items():
-    former = _records(saved[name]) if name in saved else {}
-    cut[name] = {d.name: d for d in differences(former, records)}
-  for name in {**wanted.leaves, **wanted.records, **saved}:
+  for where, records in wanted.records.items():
+    former = _records(saved[where]) if where in saved else {}
+    cut[where] = {d.name: d for d in differences(former, records)}
+    if where not in saved:
+      problems['tree'].append(Difference(where, 'nothing', 'a layout', False))
+  for name in {**wanted.leaves, **saved}:
+    if name in wanted.records:
+      continue
     old: Any = saved.get(name)
     new: Any = wanted.leaves.get(name)
-    if name in wanted.records:
-      if old is None:
-        problems['tree'].append(Difference(name, 'nothing', 'a layout', False))
-      continue
     if _OWED in name and (old is None or new is None):
       if new is None:
         problems['owed'].append(Difference(name, _kind(old), 'nothing', False))
       continue
-    keys = wanted.keys.get(name, ())
-    stacked = is_stacked(keys) and old is not None
+    stacked = is_stacked(wanted.keys.get(name, ())) and old is not None
     if name in wanted.moments and old is not None:
       where, leaf = wanted.moments[name]
       if d := cut[where].get(leaf.name):
@@ -347,8 +344,18 @@ def check(
     problems['workers'], problems['owed'] = [], []
   if rechunk:
     problems['chunks'] = []
-  if any(problems.values()):
-    raise ValueError(_message(problems))
+  if not any(problems.values()):
+    return
+  text = ['The checkpoint does not fit.']
+  for kind, found in problems.items():
+    text += [
+        f'{d.name}: {d.old} in the checkpoint, {d.new} here.' for d in found[:4]
+    ]
+    if found[4:]:
+      text.append(f'... and {len(found) - 4} more leaves.')
+    if found:
+      text.append(_REMEDIES[kind])
+  raise ValueError('\n'.join(text))
 
 
 def _records(text: Any) -> dict[str, Record]:
@@ -380,16 +387,3 @@ _REMEDIES = {
         ' here. Pass resize=True to discard it.'
     ),
 }
-
-
-def _message(problems: dict[str, list[Difference]]) -> str:
-  text = ['The checkpoint does not fit.']
-  for kind, found in problems.items():
-    text += [
-        f'{d.name}: {d.old} in the checkpoint, {d.new} here.' for d in found[:4]
-    ]
-    if found[4:]:
-      text.append(f'... and {len(found) - 4} more leaves.')
-    if found:
-      text.append(_REMEDIES[kind])
-  return '\n'.join(text)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from demo_optax import _paths, _tree
+from demo_optax import _checks, _paths, _tree
 from demo_optax.compressors import leaves
 from demo_optax.demo import layouts_in
 from demo_optax.numerics import prng
@@ -29,10 +29,8 @@ def resize_workers(opt_state: chex.ArrayTree, n: int) -> chex.ArrayTree:
       \big[\tfrac{i}{N}, \tfrac{i+1}{N}\big] \Big|
 
   From 4 to 2 workers that is the mean of pairs, from 4 to 8 every worker twice.
-  From 8 to 3 the weights are 3/8 and 1/4. The mean over workers does not
-  change, up to rounding, since rows of `w` sum to 1 and columns to
-  :math:`N' / N`. This mean is what the exchange eventually sends, since it
-  averages.
+  The mean over workers, which the exchange eventually sends, does not change,
+  up to rounding: rows of `w` sum to 1 and columns to :math:`N' / N`.
 
   Integers, booleans and PRNG keys are those of the old worker with the largest
   overlap, the first of equals. With more workers, each folds its number into
@@ -47,10 +45,9 @@ def resize_workers(opt_state: chex.ArrayTree, n: int) -> chex.ArrayTree:
     its devices: move it with `device_put` of the new workers.
 
   Raises:
-    ValueError: `n` below 1; nothing in `opt_state` is stacked; stacked leaves
-      of different numbers of workers; or residuals of owners in a state without
-      its types, whose chunk count is unknown.
-    TypeError: `n` is not an integer.
+    ValueError: nothing in `opt_state` is stacked; stacked leaves of different
+      numbers of workers; or residuals of owners in a state without its types,
+      whose chunk count is unknown.
 
   Example:
     >>> import demo_optax, jax.numpy as jnp
@@ -62,18 +59,13 @@ def resize_workers(opt_state: chex.ArrayTree, n: int) -> chex.ArrayTree:
     [0.25 1.5  2.75]
     [0. 0. 1. 1. 2. 2. 3. 3.]
   """
-  if isinstance(n, bool) or not isinstance(n, int):
-    raise TypeError(f'n={n!r} must be an integer.')
-  if n < 1:
-    raise ValueError(f'n={n} must be at least 1.')
-  flat, treedef = jax.tree_util.tree_flatten_with_path(opt_state)
-  stacked = [_paths.is_stacked(_paths.path_keys(path)) for path, _ in flat]
-  _check_stacked([leaf for leaf, own in zip(flat, stacked) if own])
+  _checks.check_positive('n', n)
+  _check_stacked(opt_state)
   layouts = layouts_in(opt_state)
 
   def resize(path: _paths.Path, x: Any) -> Any:
     keys = _paths.path_keys(path)
-    if len(x) == n:
+    if not _paths.is_stacked(keys) or len(x) == n:
       return x
     shape = n, *x.shape[1:]
     if not _paths.is_owned(keys):
@@ -89,9 +81,7 @@ def resize_workers(opt_state: chex.ArrayTree, n: int) -> chex.ArrayTree:
     shape = (*shape[:-2], bucket.share(n).num_chunks, x.shape[-1])
     return resized(lambda x: regroup_owned(x, shape), x, shape)
 
-  return treedef.unflatten([
-      resize(path, x) if own else x for (path, x), own in zip(flat, stacked)
-  ])
+  return jax.tree_util.tree_map_with_path(resize, opt_state)
 
 
 def resized(fun: Callable[[Any], Any], x: Any, shape: tuple[int, ...]) -> Any:
@@ -118,7 +108,12 @@ def regroup_owned(x: Any, shape: tuple[int, ...]) -> Any:
   return xp.moveaxis(x, -3, 0)
 
 
-def _check_stacked(stacked: list[tuple[_paths.Path, Any]]) -> None:
+def _check_stacked(opt_state: chex.ArrayTree) -> None:
+  stacked = [
+      (path, x)
+      for path, x in jax.tree_util.tree_flatten_with_path(opt_state)[0]
+      if _paths.is_stacked(_paths.path_keys(path))
+  ]
   if not stacked:
     raise ValueError(
         'Nothing in it is known to be stacked: there is no state of'
@@ -137,16 +132,15 @@ def _check_stacked(stacked: list[tuple[_paths.Path, Any]]) -> None:
 def regroup(x: Any, n: int, is_key: bool = False) -> Any:
   """Resizes `x [workers, ...]` to `n`, by the rule of `resize_workers`."""
   old = x.shape[0]
-  # NumPy's stay NumPy's: JAX would make 32 bits of 64.
-  xp: Any = np if isinstance(x, np.ndarray) else jnp
   if n == old:
     return x
+  # NumPy's stay NumPy's: JAX would make 32 bits of 64.
+  xp: Any = np if isinstance(x, np.ndarray) else jnp
   if not jnp.issubdtype(x.dtype, jnp.inexact):
     x = x[np.argmax(weights(old, n), axis=1)]
     if is_key and n > old:  # several workers would have the same key
-      on_host = isinstance(x, np.ndarray)
-      x = jax.vmap(prng.fold)(jnp.asarray(x), jnp.arange(n))
-      x = np.asarray(x) if on_host else x
+      keys = jax.vmap(prng.fold)(jnp.asarray(x), jnp.arange(n))
+      return np.asarray(keys) if isinstance(x, np.ndarray) else keys
     return x
   if n % old == 0:
     return xp.repeat(x, n // old, axis=0)

@@ -69,7 +69,6 @@ class RandomOrthogonal(Basis):
     _checks.check_seed(self.seed)
 
   def matrix(self, length: int) -> np.ndarray:
-    """Returns the matrix for sides of `length`, up to 256."""
     return _random_orthogonal(length, self.seed)
 
   def check(self, length: int) -> None:

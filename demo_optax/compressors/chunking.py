@@ -129,14 +129,6 @@ def chunk_length(size: int, chunk_size: int, *, padding: bool = True) -> int:
   `chunk_size`, however small, which is the rule of the published
   implementation.
 
-  Args:
-    size: length of the dimension, at least 1.
-    chunk_size: the longest chunk allowed.
-    padding: whether the last chunk may reach past the end of the dimension.
-
-  Returns:
-    The length of a chunk.
-
   >>> [chunk_length(d, 64) for d in (10, 64, 768, 97, 50257)]
   [10, 64, 64, 49, 64]
   >>> chunk_length(97, 64, padding=False)
@@ -156,15 +148,8 @@ def chunk_grid(
 ) -> ChunkGrid:
   """Returns the grid that cuts the last two dimensions of a folded `shape`.
 
-  Args:
-    shape: of the array.
-    chunk_size: longest side of a chunk, or its longest sides along the last two
-      dimensions (of a vector: the second).
-    padding: see `chunk_length`.
-    fold: see `ChunkGrid`.
-
-  Returns:
-    The grid.
+  `chunk_size` is the longest side of a chunk, or its longest sides along the
+  last two dimensions (of a vector: the second).
   """
   sides = (chunk_size,) * 2 if isinstance(chunk_size, int) else chunk_size
   matrix = folded(shape, fold)

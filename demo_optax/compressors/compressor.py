@@ -48,14 +48,9 @@ class Compressor:
   """Selects from a worker's momentum, and encodes the selection.
 
   A new selector or basis is a frozen dataclass with the methods of `Selector`
-  or `Basis`.
+  or `Basis`. Attributes that are not listed are those of `dct_topk`.
 
   Attributes:
-    select: selects the coefficients of a chunk to send.
-    basis: the orthonormal transform of a chunk.
-    chunk_size: as in `dct_topk`.
-    values: as in `dct_topk`.
-    padding: as in `dct_topk`.
     batch_dims: leading dimensions, such as of layers or experts, of which no
       chunk has more than one entry.
 
@@ -96,16 +91,6 @@ class Compressor:
     dimensions stays if it is within 5 % of the cheapest. Of the others within
     5 % one of the largest `b` is taken, so that layers and experts stay apart;
     then the squarest, then the smallest `j`.
-
-    Where a selection would take as many bytes as everything does, everything is
-    sent and no indices are: values without a scale as the array itself.
-
-    Args:
-      shape: of the array, which has at least one element.
-      dtype: of its momentum.
-
-    Raises:
-      ValueError: the basis has no matrix for the chunks of any fold.
     """
     name = jnp.dtype(dtype).name
     # Shares of small chunks cost little more than those of full ones, which
@@ -148,15 +133,14 @@ class Compressor:
     )
     whole = chunking.whole_grid(shape)
     if shared:
-      everything = k == n and isinstance(self.basis, bases.Identity)
-      dense = LeafPlan(whole, ChunkFormat(
-          whole.chunk_size, whole.chunk_size, name, self.values, shared
-      ))
-      return dense if everything else self._checked(sparse)
+      if k < n or not isinstance(self.basis, bases.Identity):
+        return self._checked(sparse)
+      n = whole.chunk_size
+      return LeafPlan(whole, ChunkFormat(n, n, name, self.values, shared))
     # A scale belongs to a chunk; values without one need no chunks.
     if grid.num_chunks == 1 or self.values in _UNSCALED:
       grid = whole
-      n = grid.chunk_size
+    n = grid.chunk_size
     dense = LeafPlan(grid, ChunkFormat(n, n, name, self.values))
     cheaper = sparse.num_bytes < dense.num_bytes
     return self._checked(sparse if cheaper else dense)
@@ -197,8 +181,7 @@ def per_leaf(
 ) -> list[Compressor | Frozen | None]:
   """Returns the compressor of each leaf of `tree`.
 
-  `compressor` is one for all, a prefix tree of them, or a function from `tree`
-  to such a tree. Errors call it `argument`.
+  Errors call `compressor` by the name `argument`.
   """
 
   def is_leaf(x: Any) -> bool:
@@ -311,22 +294,16 @@ def dct_topk(
       the last two dimensions: `(1, 256)` transforms rows, as one may want it
       for embeddings.
     topk: coefficients sent per chunk, at least 1; a chunk with fewer sends all.
-    proportional: send `topk` of a full chunk, and of a smaller one, such as of
-      a vector, in proportion, rounded up. False: of every chunk, as published.
-    values: how values travel, see above: `'float32'`, `'bfloat16'`, `'int8'`,
-      `'int4'` or `'sign'`.
+    values: how values travel, see above.
     padding: cut a dimension into as few chunks as possible, the last one
       padded. False follows the published implementation, which takes the
       largest divisor, however small, and sends more than the gradient for a
       prime dimension.
-
-  Returns:
-    A `Compressor`, for `scale_by_demo`, `demo` and `plan`.
+    proportional: send `topk` of a full chunk, and of a smaller one, such as of
+      a vector, in proportion, rounded up. False: of every chunk, as published.
 
   Example:
     >>> import demo_optax
-    >>> demo_optax.dct_topk(topk=8)
-    Compressor(select=TopK(k=8, of=4096), basis=Dct(), chunk_size=64, ...
     >>> params = {'w': jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
     >>> for values in ('float32', 'sign'):  # per 4096 coefficients, in bytes
     ...   compressor = demo_optax.dct_topk(topk=8, values=values)
@@ -347,10 +324,7 @@ def dct_topk(
 
 
 def full() -> Compressor:
-  """Sends all of the momentum: a dense all-reduce, without a transform.
-
-  With `alpha=1` it averages gradients. For trees of compressors and baselines.
-  """
+  """Sends all of the momentum: a dense all-reduce, without a transform."""
   return Compressor(selectors.Everything(), bases.Identity())
 
 

@@ -286,21 +286,13 @@ class Layout:
     Takes one shard per leaf, by leaf number, and the number of this device
     along the bucket's `split_axes`.
     """
-    dtype = self.buckets[number].format.dtype
-    return self.assemble(
-        number,
-        {
-            i: chunking.to_chunks(arrays[i].astype(dtype), self.leaves[i].grid)
-            for i in self.members(number)
-        },
-        device,
-    )
-
-  def assemble(
-      self, number: int, rows: dict[int, jax.Array], device: Any
-  ) -> jax.Array:
-    """Fills a bucket with the rows `[num_chunks, n]` of all its leaves."""
     bucket = self.buckets[number]
+    rows = {
+        i: chunking.to_chunks(
+            arrays[i].astype(bucket.format.dtype), self.leaves[i].grid
+        )
+        for i in self.members(number)
+    }
     dense, n = bucket.kind == 'dense', bucket.format.n
     total = bucket.num_chunks * bucket.num_devices
     total = bucket.rows if bucket.num_devices == 1 else total
@@ -318,14 +310,11 @@ class Layout:
         filled = jax.lax.dynamic_update_slice_in_dim(
             filled, x, self.leaves[i].offset, 0
         )
-    return self._share(bucket, filled.reshape(total, n), device)
-
-  def _share(self, bucket: Bucket, x: jax.Array, device: Any) -> jax.Array:
-    """Returns this device's share of a whole bucket, padded to its rows."""
+    filled = filled.reshape(total, n)
     if bucket.num_devices == 1:
-      return x
+      return filled
     x = jax.lax.dynamic_slice_in_dim(
-        x, device * bucket.num_chunks, bucket.num_chunks
+        filled, device * bucket.num_chunks, bucket.num_chunks
     )
     return jnp.pad(x, ((0, bucket.rows - bucket.num_chunks), (0, 0)))
 
@@ -334,20 +323,14 @@ class Layout:
 
     `chunks` are `[rows, n]`, of all devices along `split_axes`.
     """
-    return {
-        i: chunking.from_chunks(x, self.leaves[i].grid)
-        for i, x in self.slices(number, chunks).items()
-    }
-
-  def slices(self, number: int, rows: jax.Array) -> dict[int, jax.Array]:
-    """Returns the rows `[num_chunks, n]` of each leaf of a bucket."""
     if self.buckets[number].kind == 'dense':
-      rows = rows.reshape(-1)
+      chunks = chunks.reshape(-1)
     found = {}
     for i in self.members(number):
       leaf = self.leaves[i]
-      x = jax.lax.slice_in_dim(rows, leaf.offset, leaf.offset + leaf.size)
-      found[i] = x.reshape(leaf.grid.num_chunks, leaf.grid.chunk_size)
+      x = jax.lax.slice_in_dim(chunks, leaf.offset, leaf.offset + leaf.size)
+      x = x.reshape(leaf.grid.num_chunks, leaf.grid.chunk_size)
+      found[i] = chunking.from_chunks(x, leaf.grid)
     return found
 
   def clear_padding(
@@ -394,11 +377,9 @@ def make_layout(
 ) -> Layout:
   """Maps the leaves of a tree to buckets.
 
-  Args:
-    leaves: path, shape, dtype of the momentum and sharding of each; `None` as
-      dtype for leaves that are not exchanged (of integers, or empty).
-    compressors: of each leaf.
-    axis_sizes: the mesh axes inside a worker, and their sizes.
+  Leaves are paths, shapes, dtypes of the momentum and shardings; `None` as
+  dtype for leaves that are not exchanged (of integers, or empty). `axis_sizes`
+  are those of the mesh inside a worker.
   """
   made: list[Leaf] = []
   members: dict[Any, dict[ChunkGrid, list[int]]] = {}

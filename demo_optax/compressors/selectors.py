@@ -48,22 +48,8 @@ class Selector(Protocol):
     """
 
 
-class Largest:
-  """The coefficients of largest magnitude; ties go to the lowest index."""
-
-  shared: ClassVar[bool] = False
-  ascending: ClassVar[bool] = True
-
-  def count(self, n: int) -> int:
-    raise NotImplementedError
-
-  def __call__(self, coefficients: jax.Array, step: jax.Array) -> jax.Array:
-    del step
-    return topk.top_k(coefficients, self.count(coefficients.shape[1]))
-
-
 @dataclasses.dataclass(frozen=True)
-class TopK(Largest):
+class TopK:
   """The `k` coefficients of largest magnitude; ties go to the lowest index.
 
   Attributes:
@@ -71,16 +57,14 @@ class TopK(Largest):
     of: coefficients of a full chunk. A smaller chunk sends its share of `k`,
       rounded up: `ceil(k n / of)` of `n`. None: every chunk sends `k`.
 
-  Raises:
-    ValueError: `k` or `of` below 1.
-    TypeError: `k` or `of` is not an integer.
-
   Example:
     >>> from demo_optax.compressors import TopK
     >>> TopK(64).count(512), TopK(64, of=4096).count(512)
     (64, 8)
   """
 
+  shared: ClassVar[bool] = False
+  ascending: ClassVar[bool] = True
   k: int
   of: int | None = None
 
@@ -95,18 +79,9 @@ class TopK(Largest):
       return min(self.k, n)
     return min(-(-self.k * n // self.of), n)
 
-
-@dataclasses.dataclass(frozen=True)
-class _Share:
-  """Selects `ceil(rate * n)` of `n` coefficients."""
-
-  rate: float
-
-  def __post_init__(self) -> None:
-    _checks.check_share('rate', self.rate)
-
-  def count(self, n: int) -> int:
-    return _share(self.rate, n)
+  def __call__(self, coefficients: jax.Array, step: jax.Array) -> jax.Array:
+    del step
+    return topk.top_k(coefficients, self.count(coefficients.shape[1]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +115,25 @@ class GroupMax:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Share:
+  """Selects a share of the coefficients, the same on all workers."""
+
+  shared: ClassVar[bool] = True
+  rate: float
+
+  def __post_init__(self) -> None:
+    _checks.check_share('rate', self.rate)
+
+  def count(self, n: int) -> int:
+    """Returns `ceil(rate * n)`, at least 1, without rounding errors.
+
+    >>> _Share(0.07).count(100), _Share(5 / 6).count(6), _Share(1e-9).count(64)
+    (7, 5, 1)
+    """
+    return min(n, max(1, math.ceil(self.rate * n - 1e-9)))
+
+
+@dataclasses.dataclass(frozen=True)
 class RandomSubset(_Share):
   """A random share of the coefficients, the same on all workers.
 
@@ -152,7 +146,6 @@ class RandomSubset(_Share):
     seed: in `[0, 2**32)`; the same on all workers.
   """
 
-  shared: ClassVar[bool] = True
   seed: int = 0
 
   def __post_init__(self) -> None:
@@ -169,8 +162,6 @@ class RandomSubset(_Share):
 class Striding(_Share):
   """As `RandomSubset`, with equal distances, shifted by one at every step."""
 
-  shared: ClassVar[bool] = True
-
   def __call__(self, coefficients: jax.Array, step: jax.Array) -> jax.Array:
     n = coefficients.shape[1]
     k = self.count(n)
@@ -181,8 +172,6 @@ class Striding(_Share):
 @dataclasses.dataclass(frozen=True)
 class Slicing(_Share):
   """As `RandomSubset`, with consecutive places, the next ones at every step."""
-
-  shared: ClassVar[bool] = True
 
   def __call__(self, coefficients: jax.Array, step: jax.Array) -> jax.Array:
     n = coefficients.shape[1]
@@ -205,12 +194,3 @@ class Everything:
   def __call__(self, coefficients: jax.Array, step: jax.Array) -> jax.Array:
     del step
     return jnp.arange(coefficients.shape[1], dtype=jnp.int32)[None]
-
-
-def _share(rate: float, n: int) -> int:
-  """Returns `ceil(rate * n)`, at least 1, without rounding errors.
-
-  >>> _share(0.07, 100), _share(1 / 49, 49), _share(5 / 6, 6), _share(1e-9, 64)
-  (7, 1, 5, 1)
-  """
-  return min(n, max(1, math.ceil(rate * n - 1e-9)))

@@ -95,26 +95,32 @@ def lost_unless_finite(
 
 def in_momentum_dtype() -> optax.GradientTransformation:
   """Casts gradients to the momentum's dtype: float16 would underflow."""
-
-  def update_fn(
-      updates: chex.ArrayTree, params: chex.ArrayTree | None
-  ) -> chex.ArrayTree:
-    del params
-    return _tree.map_exchanged(
-        lambda path, x: x.astype(_tree.momentum_dtype(path, x)), updates
-    )
-
-  return optax.stateless(update_fn)
+  return optax.stateless(lambda updates, _: _tree.map_exchanged(
+      lambda path, x: x.astype(_tree.momentum_dtype(path, x)), updates
+  ))
 
 
-def placed_by_xla(
+def own_muon(
     tx: optax.GradientTransformation,
+    dimension_numbers: Callable[..., chex.ArrayTree],
 ) -> optax.GradientTransformation:
-  """Wraps `tx` so that XLA shards its intermediates on Explicit meshes.
+  """Wraps each worker's Muon, `tx`.
 
-  On Explicit axes every reshape and product of sharded arrays would need an
-  `out_sharding`, which optax does not pass. Updates and state keep theirs.
+  A matrix whose gradient is zero gets a zero update: orthonormalisation would
+  restore the length of a momentum without gradients.
+
+  XLA shards intermediates on Explicit meshes. There every reshape and product
+  of sharded arrays would need an `out_sharding`, which optax does not pass.
+  Updates and state keep theirs.
   """
+
+  def settle(
+      update: jax.Array,
+      gradient: jax.Array,
+      dimensions: contrib.MuonDimensionNumbers,
+  ) -> jax.Array:
+    some = jnp.any(gradient != 0, matrix_axes(dimensions), keepdims=True)
+    return jnp.where(some, update, jnp.zeros_like(update))
 
   def update_fn(
       updates: chex.ArrayTree,
@@ -122,6 +128,12 @@ def placed_by_xla(
       params: chex.ArrayTree | None = None,
   ) -> tuple[chex.ArrayTree, Any]:
     del params
+
+    def update(updates: chex.ArrayTree, state: Any) -> tuple[Any, Any]:
+      new, state = tx.update(updates, state)
+      dimensions = dimension_numbers(updates)
+      return jax.tree.map(settle, new, updates, dimensions), state
+
     shardings = jax.tree.map(
         lambda x: jax.typeof(x).sharding, (updates, state)
     )
@@ -130,44 +142,15 @@ def placed_by_xla(
         for sharding in jax.tree.leaves(shardings)
         for axis in sharding.mesh.explicit_axes
     }
-    if not axes:
-      return tx.update(updates, state)
-    specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
-    update = jax.sharding.auto_axes(
-        tx.update, axes=tuple(axes), out_sharding=specs
-    )
+    if axes:
+      update = jax.sharding.auto_axes(
+          update,
+          axes=tuple(axes),
+          out_sharding=jax.tree.map(lambda x: x.spec, shardings),
+      )
     return update(updates, state)
 
-  return optax.GradientTransformation(tx.init, update_fn)
-
-
-def zero_without_gradients(
-    tx: optax.GradientTransformation,
-    dimension_numbers: Callable[..., chex.ArrayTree],
-) -> optax.GradientTransformation:
-  """Wraps `tx` so that it zeroes matrices whose gradient is zero.
-
-  Orthonormalisation would restore the length of a momentum without gradients.
-  """
-
-  def update_fn(
-      updates: chex.ArrayTree,
-      state: Any,
-      params: chex.ArrayTree | None = None,
-  ) -> tuple[chex.ArrayTree, Any]:
-    def settle(
-        update: jax.Array,
-        gradient: jax.Array,
-        dimensions: contrib.MuonDimensionNumbers,
-    ) -> jax.Array:
-      some = jnp.any(gradient != 0, matrix_axes(dimensions), keepdims=True)
-      return jnp.where(some, update, jnp.zeros_like(update))
-
-    new, state = tx.update(updates, state, params)
-    dimensions = dimension_numbers(updates)
-    return jax.tree.map(settle, new, updates, dimensions), state
-
-  return optax.GradientTransformation(tx.init, update_fn)
+  return in_wide_arithmetic(optax.GradientTransformation(tx.init, update_fn))
 
 
 def in_wide_arithmetic(
@@ -236,11 +219,15 @@ def settled(
         return jnp.zeros_like(param)
       return jnp.where(someone, update, jnp.zeros_like(update))
 
+    def has_second_moments(state: Any) -> bool:
+      # optax does not export the types of all such states.
+      return hasattr(state, 'nu')
+
     new = jax.tree.map(
         lambda before, after: optax.tree.where(someone, after, before)
-        if _has_second_moments(after) else after,
+        if has_second_moments(after) else after,
         state, new,
-        is_leaf=lambda x: isinstance(x, DeMoState) or _has_second_moments(x),
+        is_leaf=lambda x: isinstance(x, DeMoState) or has_second_moments(x),
     )
     if params is None:
       updates = jax.tree.map(lambda u, g: u.astype(g.dtype), updates, grads)
@@ -248,8 +235,3 @@ def settled(
     return jax.tree.map(settle, updates, like), new
 
   return optax.GradientTransformationExtraArgs(masked.init, update_fn)
-
-
-def _has_second_moments(state: Any) -> bool:
-  # optax does not export the types of all such states.
-  return hasattr(state, 'nu')

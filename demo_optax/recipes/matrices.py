@@ -42,13 +42,7 @@ def muon_dimension_numbers(params: chex.ArrayTree) -> chex.ArrayTree:
                    but the output
 
   Names and shapes can mislead. Print the result for a model, and pass
-  `demo_muon` a tree or a function if it is wrong.
-
-  Args:
-    params: the parameters, or their shapes.
-
-  Returns:
-    A tree like `params`, of `optax.contrib.MuonDimensionNumbers` and `None`.
+  `demo_muon` a tree or a function if it is wrong. Parameters may be shapes.
 
   Example:
     >>> import demo_optax, jax.numpy as jnp

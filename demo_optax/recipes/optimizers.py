@@ -130,20 +130,11 @@ def muon_compressors(
     *,
     muon_weight_dimension_numbers: DimensionNumbersTree = None,
 ) -> chex.ArrayTree:
-  """Returns the default compressors of `demo_muon`.
+  """Returns the default compressors of `demo_muon`, a tree like `params`.
 
-  Matrices send the largest coefficients of chunks of 64x64, other leaves those
-  of rows of up to 192; all as signs with a scale. A chunk is of one matrix.
-
-  Args:
-    params: the parameters, or their shapes.
-    topk: coefficients of each chunk of 64x64; proportionally fewer of smaller
-      chunks, such as `[heads, size]` of a kernel `[inputs, heads, size]`.
-    row_topk: coefficients of each row, however short, of the other leaves.
-    muon_weight_dimension_numbers: as in `demo_muon`.
-
-  Returns:
-    A tree of compressors like `params`.
+  Matrices send the `topk` largest coefficients of chunks of 64x64, each of one
+  matrix, and in proportion of smaller ones. Other leaves send `row_topk` of
+  every row of up to 192. All send signs with a scale.
   """
   check_is_no_count(params)
   # `dct_topk` would call it `topk`.
@@ -249,7 +240,7 @@ def demo_muon(
   )
   _check_rate('learning_rate', learning_rate)
   if adam_learning_rate is None:
-    adam_learning_rate = _times(_ADAM_RATE, learning_rate)
+    adam_learning_rate = _adam_rate(learning_rate)
   _check_rate('adam_learning_rate', adam_learning_rate)
   check_range('beta', beta, 0.0, 1.0, open_end=True)
   check_range('decay', decay, 0.0, 1.0, open_end=True)
@@ -306,8 +297,7 @@ def demo_muon(
             weight_dimension_numbers=matrices.dimension_numbers,
         ),
     )
-    muon = links.zero_without_gradients(muon, matrices.dimension_numbers)
-    muon = links.in_wide_arithmetic(links.placed_by_xla(muon))
+    muon = links.own_muon(muon, matrices.dimension_numbers)
     # Adam without a momentum, which would be a third copy of its leaves.
     adam = links.in_wide_arithmetic(optax.scale_by_rms(
         _ADAM_B2, eps=1e-8, eps_in_sqrt=False, bias_correction=True
@@ -380,17 +370,15 @@ def _decayed(
   ]
 
 
+def _adam_rate(rate: optax.ScalarOrSchedule) -> optax.ScalarOrSchedule:
+  if callable(rate):
+    return lambda count: _ADAM_RATE * rate(count)
+  return _ADAM_RATE * rate
+
+
 def _check_rate(name: str, rate: optax.ScalarOrSchedule) -> None:
   """Checks a number; arrays and schedules are unknown before the step."""
   if isinstance(rate, jax.Array):
     check_is_scalar(name, rate)
   elif not callable(rate):
     check_range(name, rate, 0.0, float('inf'))
-
-
-def _times(
-    factor: float, schedule: optax.ScalarOrSchedule
-) -> optax.ScalarOrSchedule:
-  if callable(schedule):
-    return lambda count: factor * schedule(count)
-  return factor * schedule
