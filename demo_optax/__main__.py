@@ -25,7 +25,7 @@ from demo_optax.exchange.algorithm import ExchangeKind
 from demo_optax.plan import plan
 
 
-def _transformer(layers: int, d: int, vocabulary: int) -> dict[str, Any]:
+def _transformer(d: int) -> dict[str, Any]:
   """Matrices of the paper's models: no biases, tied embeddings."""
   layer = {
       'attention_in': [d, 3 * d],
@@ -33,16 +33,11 @@ def _transformer(layers: int, d: int, vocabulary: int) -> dict[str, Any]:
       'mlp_in': [d, 8 * d],
       'mlp_out': [4 * d, d],
   }
-  return {
-      'embedding': [vocabulary, d],
-      'layers': {str(number): layer for number in range(layers)},
-  }
+  layers = {str(number): layer for number in range(16)}
+  return {'embedding': [50304, d], 'layers': layers}
 
 
-MODELS = {
-    '300M': _transformer(16, 1024, 50304),
-    '1B': _transformer(16, 2048, 50304),
-}
+MODELS = {'300M': _transformer(1024), '1B': _transformer(2048)}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -68,11 +68,8 @@ def per_worker(
   Returns:
     A gradient transformation from the worker's gradients to its own in a
     `data_parallel` step and with `Workers.on_axis`; else from stacked gradients
-    `[workers, ...]` to stacked gradients.
-
-  Raises:
-    TypeError: `workers` of another type.
-    ValueError: gradients that are not one per worker, when traced.
+    `[workers, ...]` to stacked gradients. Raises a ValueError when traced for
+    gradients that are not one per worker.
 
   Example:
     >>> import demo_optax, jax.numpy as jnp, optax
@@ -103,13 +100,7 @@ def per_worker(
     )
     if not jax.tree.leaves(state):  # NaN needs no help to be passed on
       return updates, new
-    finite = [jnp.isfinite(x).all() for x in _inexact(updates)]
-    finite += [  # infinite state, such as an initial best loss, may stay so
-        (jnp.isfinite(x) | ~jnp.isfinite(old)).all()
-        for x, old in zip(_inexact(new), _inexact(state))
-    ]
-    # One by one: on Explicit axes, a stack needs equal shardings.
-    good = functools.reduce(jnp.logical_and, finite, jnp.bool(True))
+    good = stays_finite(updates, new, state)
     return (
         jax.tree.map(lambda u: jnp.where(good, u, jnp.nan), updates),
         jax.tree.map(lambda x, old: jnp.where(good, x, old), new, state),
@@ -179,13 +170,8 @@ def average(*, workers: Workers) -> optax.GradientTransformation:
   prefer `None` in a tree of compressors: `exchange_info` then counts excluded
   workers.
 
-  Args:
-    workers: the workers of the exchange.
-
-  Returns:
-    A gradient transformation to the mean, in the parameters' shapes; zeros for
-    integer leaves. It takes gradients as `per_worker` does, and raises the same
-    errors.
+  Takes gradients as `per_worker` does, to updates in the parameters' shapes;
+  zeros for integer leaves.
   """
   _checks.check_type('workers', workers, Workers, _WORKERS)
 
@@ -236,9 +222,25 @@ def average(*, workers: Workers) -> optax.GradientTransformation:
   return optax.GradientTransformation(init_fn, update_fn)
 
 
-def _inexact(tree: chex.ArrayTree) -> list[jax.Array]:
-  leaves = map(jnp.asarray, jax.tree.leaves(tree))
-  return [x for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
+def stays_finite(
+    updates: chex.ArrayTree, new: chex.ArrayTree, old: chex.ArrayTree
+) -> jax.Array:
+  """Returns whether updates and a new state are finite, bool `[]`.
+
+  Infinity in the old state, such as an initial best loss, may stay.
+  """
+
+  def inexact(tree: chex.ArrayTree) -> list[jax.Array]:
+    leaves = map(jnp.asarray, jax.tree.leaves(tree))
+    return [x for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+  finite = [jnp.isfinite(x).all() for x in inexact(updates)]
+  finite += [
+      (jnp.isfinite(x) | ~jnp.isfinite(before)).all()
+      for x, before in zip(inexact(new), inexact(old))
+  ]
+  # One by one: on Explicit axes, a stack needs equal shardings.
+  return functools.reduce(jnp.logical_and, finite, jnp.bool(True))
 
 
 def _with_others(

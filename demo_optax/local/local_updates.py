@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 from demo_optax import _checks, _tree
-from demo_optax.per_worker import stack_own
+from demo_optax.per_worker import stack_own, stays_finite
 from demo_optax.workers import Workers, inside
 
 # Steps between exchanges: a number, or a schedule of the steps done.
@@ -86,8 +86,7 @@ def local_updates(
   would not be finite.
 
   Args:
-    inner: each worker's optimizer. All start with equal state, except random
-      keys.
+    inner: each worker's optimizer.
     outer: from pseudo-gradients to the update of the global parameters, such as
       `optax.chain(scale_by_demo(...), optax.sgd(0.7))`. Extra arguments of
       `update` go to both.
@@ -123,7 +122,14 @@ def local_updates(
     [-1. -3.] 0.0
     [-4. -4.] -4.0
   """
-  _check_workers(workers)
+  _checks.check_type(
+      'workers', workers, Workers, 'demo_optax.Workers.simulated(4)'
+  )
+  if not workers.stacked_gradients:
+    raise TypeError(
+        'workers must be Workers.simulated or Workers.on_mesh, which'
+        f' data_parallel needs, got {workers}.'
+    )
   _check_period(sync_period)
   inner = optax.with_extra_args_support(inner)
   outer = optax.with_extra_args_support(outer)
@@ -137,12 +143,8 @@ def local_updates(
     count, steps_since_sync, skipped = (
         workers.device_put(jnp.zeros((), jnp.int32)) for _ in range(3)
     )
-    own = OwnState(
-        params,
-        inner.init(params),
-        skipped,
-        global_params if drift else (),
-    )
+    start = global_params if drift else ()
+    own = OwnState(params, inner.init(params), skipped, start)
     return LocalUpdatesState(
         count,
         steps_since_sync,
@@ -177,24 +179,25 @@ def local_updates(
 
     def exchange() -> tuple[OwnState, chex.ArrayTree, chex.ArrayTree]:
       start = own.start if drift else state.global_params
+      # How far the worker moved from the start, in the parameters' dtype.
+      moved = jax.tree.map(
+          lambda s, x: s.astype(x.dtype).astype(s.dtype) - x.astype(s.dtype),
+          start,
+          own.params,
+      )
       change, outer_state = outer.update(
-          _pseudo_gradients(start, own.params),
-          state.outer,
-          state.global_params,
-          **extra_args,
+          moved, state.outer, state.global_params, **extra_args
       )
       start = jax.tree.map(
           lambda s, u: (s.astype(u.dtype) + u).astype(s.dtype), start, change
       )
-      shared = (
-          inside.over_workers(start)
-          if drift
-          else inside.alike(start, _NO_EXCHANGE)
-      )
-      new = own._replace(
-          params=optax.tree.cast_like(start, own.params),
-          start=start if drift else (),
-      )
+      params = optax.tree.cast_like(start, own.params)
+      if drift:
+        shared = inside.over_workers(start)
+        new = own._replace(params=params, start=start)
+      else:
+        shared = inside.alike(start, _NO_EXCHANGE)
+        new = own._replace(params=params)
       return new, shared, optax.tree.cast_like(outer_state, state.outer)
 
     def wait() -> tuple[OwnState, chex.ArrayTree, chex.ArrayTree]:
@@ -226,28 +229,12 @@ def _inner_step(
   params = optax.apply_updates(
       own.params, optax.tree.cast_like(updates, own.params)
   )
-  finite = jnp.ones((), bool)
-  for x in jax.tree.leaves((gradients, params)):
-    finite &= jnp.isfinite(x).all()
-  for x, old in zip(jax.tree.leaves(inner_state), jax.tree.leaves(own.inner)):
-    if jnp.issubdtype(x.dtype, jnp.inexact):  # initial infinity may stay
-      finite &= (jnp.isfinite(x) | ~jnp.isfinite(old)).all()
+  finite = stays_finite((gradients, params), inner_state, own.inner)
   params, inner_state = optax.tree.where(
       finite, (params, inner_state), (own.params, own.inner)
   )
   skipped = own.skipped + jnp.where(finite, 0, 1).astype(jnp.int32)
   return OwnState(params, inner_state, skipped, own.start)
-
-
-def _pseudo_gradients(
-    start: chex.ArrayTree, params: chex.ArrayTree
-) -> chex.ArrayTree:
-  """Returns the distance from the start, rounded to the parameters' dtype."""
-  return jax.tree.map(
-      lambda s, x: s.astype(x.dtype).astype(s.dtype) - x.astype(s.dtype),
-      start,
-      params,
-  )
 
 
 def _updates(new: chex.ArrayTree, params: chex.ArrayTree) -> chex.ArrayTree:
@@ -266,17 +253,6 @@ _NO_EXCHANGE = (
     ' an exchange in it, such as scale_by_demo or average? One that is meant to'
     ' do so needs local_updates(..., drift=True).'
 )
-
-
-def _check_workers(workers: Workers) -> None:
-  _checks.check_type(
-      'workers', workers, Workers, 'demo_optax.Workers.simulated(4)'
-  )
-  if not workers.stacked_gradients:
-    raise TypeError(
-        'workers must be Workers.simulated or Workers.on_mesh, which'
-        f' data_parallel needs, got {workers}.'
-    )
 
 
 def _check_period(period: Any) -> None:

@@ -13,6 +13,7 @@ from demo_optax.demo import DeMoState, scale_by_demo
 from demo_optax.exchange.algorithm import ExchangeKind
 from demo_optax.local.local_updates import Period, local_updates
 from demo_optax.numerics.topk import Average
+from demo_optax.per_worker import stays_finite
 from demo_optax.workers import Spec, Workers, inside, lift
 
 
@@ -53,7 +54,9 @@ def diloco(
       scale_by_demo(compressors.full(), 0.0, workers=workers),
       optax.sgd(outer_learning_rate, outer_momentum, nesterov=True),
   )
-  return local_updates(_inner(inner), outer, sync_period, workers=workers)
+  return local_updates(
+      inner or _default_inner(), outer, sync_period, workers=workers
+  )
 
 
 def demo_diloco(
@@ -90,20 +93,8 @@ def demo_diloco(
   the :math:`s_i`, a dense all-reduce with each exchange. The default reached a
   lower loss wherever both were tried (benchmarks/README.md, "Every H steps").
 
-  Args:
-    inner: as in `diloco`.
-    workers: the workers of the exchange.
-    compressor: as in `scale_by_demo`; `dct_topk()` by default.
-    sync_period: as in `local_updates`.
-    outer_learning_rate: as in `diloco`.
-    decay: :math:`\beta`.
-    average: as in `scale_by_demo`.
-    drift: whether workers keep different parameters, as published.
-    exchange: as in `scale_by_demo`.
-    update_values: as in `scale_by_demo`.
-
-  Returns:
-    A gradient transformation, see `local_updates`.
+  Other arguments are those of `diloco` and `scale_by_demo`; the compressor is
+  `dct_topk()` by default, and `decay` is :math:`\beta`.
 
   References:
     Nedelkoski et al., `Distributed Low-Communication Training with Decoupled
@@ -120,7 +111,8 @@ def demo_diloco(
       shared, optax.scale_by_learning_rate(outer_learning_rate)
   )
   return local_updates(
-      _inner(inner), outer, sync_period, workers=workers, drift=drift
+      inner or _default_inner(), outer, sync_period, workers=workers,
+      drift=drift,
   )
 
 
@@ -156,11 +148,7 @@ def sparse_loco(
   )
 
 
-def _inner(
-    inner: optax.GradientTransformation | None,
-) -> optax.GradientTransformation:
-  if inner is not None:
-    return inner
+def _default_inner() -> optax.GradientTransformation:
   return optax.adamw(4e-4, b1=0.9, b2=0.95, weight_decay=0.1)
 
 
@@ -179,9 +167,7 @@ def _own_nesterov(
   ) -> tuple[chex.ArrayTree, chex.ArrayTree]:
     shared, state = exchange.update(updates, state, params, **extra_args)
     momentum, state = _put_back(shared, updates, state, workers)
-    finite = jnp.ones((), bool)
-    for g in jax.tree.leaves(updates):
-      finite &= jnp.isfinite(g).all()
+    finite = stays_finite(updates, (), ())
     return jax.tree.map(
         lambda g, m: jnp.where(finite, g, jnp.zeros_like(g)) + decay * m,
         updates,
