@@ -11,22 +11,14 @@ def check_type(name: str, value: Any, expected: type, example: str) -> None:
     )
 
 
-def check_positive(name: str, value: int) -> None:
-  """Raises unless an argument is an integer of at least one."""
+def check_positive(name: str, value: int, least: int = 1) -> None:
+  """Raises unless an argument is an integer of at least `least`."""
   if isinstance(value, bool) or not isinstance(value, int):
     raise TypeError(
         f'{name}={value!r} must be a Python integer: it fixes array shapes.'
     )
-  if value < 1:
-    raise ValueError(f'{name}={value} must be at least 1.')
-
-
-def check_seed(seed: int) -> None:
-  """Raises unless a seed is an integer of 32 bits."""
-  if isinstance(seed, bool) or not isinstance(seed, int):
-    raise TypeError(f'seed={seed!r} must be a Python integer.')
-  if not 0 <= seed < 2**32:
-    raise ValueError(f'seed={seed} is not in [0, 2**32).')
+  if value < least:
+    raise ValueError(f'{name}={value} must be at least {least}.')
 
 
 def check_share(name: str, value: float) -> None:

@@ -113,15 +113,13 @@ def scale_by_demo(
   orthonormal. `u` is the update, equal on all workers to the last bit. Any
   optax transformation may follow, as after an averaged gradient.
 
-  Communication: one `all_gather` of one message per step for the whole tree.
-  With compressors whose places all workers share, it is one all-reduce. Each
-  worker receives one message from every other; `demo_optax.plan` gives the
-  bytes.
-
-  With `exchange='all_to_all'` the received bytes do not grow with the number of
+  Communication: one `all_gather` of one message per step for the whole tree, or
+  one all-reduce with compressors whose places all workers share. With
+  `exchange='all_to_all'` the received bytes do not grow with the number of
   workers. Every worker owns an equal share of the chunks. It receives
   selections from these chunks by one `all_to_all`, merges them, and broadcasts
-  the update by one `all_gather`, encoded by `update_values`.
+  the update by one `all_gather`, encoded by `update_values`. `demo_optax.plan`
+  gives the bytes.
 
   A worker is excluded if its gradient is not finite, or so large
   (:math:`10^{-12}` of the largest float) that momentum could overflow. All

@@ -61,15 +61,8 @@ def per_worker(
   and its gradients become NaN. The exchange then excludes it from this step
   alone.
 
-  Args:
-    tx: maps gradients to gradients of the same shapes.
-    workers: the workers of the exchange.
-
-  Returns:
-    A gradient transformation from the worker's gradients to its own in a
-    `data_parallel` step and with `Workers.on_axis`; else from stacked gradients
-    `[workers, ...]` to stacked gradients. Raises a ValueError when traced for
-    gradients that are not one per worker.
+  It takes the worker's gradients to its own in a `data_parallel` step and with
+  `Workers.on_axis`; else stacked gradients `[workers, ...]` to stacked ones.
 
   Example:
     >>> import demo_optax, jax.numpy as jnp, optax
@@ -180,24 +173,22 @@ def average(*, workers: Workers) -> optax.GradientTransformation:
       state: AverageState,
       params: chex.ArrayTree | None = None,
   ) -> tuple[chex.ArrayTree, AverageState]:
-    if not inside.is_mapped():
-      return stacked_mean(updates, params, workers), state
-    mean, _ = inside.call_stacked(
-        lambda updates, state, params, _, workers: (
-            stacked_mean(updates, params, workers), state
-        ),
-        workers,
-        updates,
-        (),
-        params,
-    )
-    return mean, state
+    if inside.is_mapped():
+      mean, _ = inside.call_stacked(
+          stacked_update, workers, updates, (), params
+      )
+      return mean, state
+    return stacked_update(updates, state, params, (), workers)
 
-  def stacked_mean(
-      updates: chex.ArrayTree, params: chex.ArrayTree | None, workers: Workers
-  ) -> chex.ArrayTree:
+  def stacked_update(
+      updates: chex.ArrayTree,
+      state: Any,
+      params: chex.ArrayTree | None,
+      hyperparams: Any,
+      workers: Workers,
+  ) -> tuple[chex.ArrayTree, Any]:
+    del hyperparams
     _check_own(updates, params, workers)
-
     leaves, treedef = jax.tree.flatten(updates)
     like = leaves if params is None else treedef.flatten_up_to(params)
     taking_part = [x for x in leaves if _tree.is_exchanged(x)]
@@ -211,7 +202,8 @@ def average(*, workers: Workers) -> optax.GradientTransformation:
       mean = lift.mean_present(workers, x.astype(wide), present)
       return mean.astype(x.dtype)
 
-    return treedef.unflatten([mean(x, p) for x, p in zip(leaves, like)])
+    means = [mean(x, param) for x, param in zip(leaves, like)]
+    return treedef.unflatten(means), state
 
   def init_fn(params: chex.ArrayTree) -> AverageState:
     return AverageState(Averaged(frozenset(

@@ -9,11 +9,7 @@ import jax
 import numpy as np
 
 from demo_optax import _checks
-from demo_optax.compressors.compressor import (
-  CompressorTree,
-  Frozen,
-  per_leaf,
-)
+from demo_optax.compressors.compressor import CompressorTree, Frozen, per_leaf
 from demo_optax.compressors.layout import Leaf, make_layout
 from demo_optax.demo import describe_leaf, resolve_update_values
 from demo_optax.exchange.algorithm import (
@@ -249,20 +245,12 @@ def plan(
     \text{sends and receives } \tfrac{N-1}N (P + U) + 2\tfrac{N-1}{N} S,
 
   where :math:`P` and :math:`U` include padding of every owner's share to whole
-  chunks. A payload has the values and indices of every kind of chunk, packed
-  across chunks, a status and energies, and padding. Each device of a worker has
-  its own message. A sharded leaf is cut into chunks shard by shard. They are
-  the chunks of an unsharded worker if a shard is a multiple of `chunk_size`.
+  chunks. A sharded leaf is cut into chunks shard by shard. They are the chunks
+  of an unsharded worker if a shard is a multiple of `chunk_size`.
 
-  Args:
-    params: parameters, or their shapes (`jax.ShapeDtypeStruct`).
-    compressor: as in `scale_by_demo`.
-    workers: the workers of the exchange, or their number.
-    exchange: as in `scale_by_demo`.
-    update_values: as in `scale_by_demo`.
-
-  Returns:
-    A `Plan`. `python -m demo_optax` prints one for a file of shapes.
+  Parameters may be shapes (`jax.ShapeDtypeStruct`), and `workers` may be their
+  number. The other arguments are those of `scale_by_demo`. A plan prints as a
+  table, as from `python -m demo_optax`.
 
   Example:
     >>> import demo_optax, jax, jax.numpy as jnp

@@ -57,20 +57,14 @@ def check_replicas(
   replicate it. Arrays of one process alone, NumPy arrays and numbers are
   compared between processes.
 
-  With `workers` on a mesh it warns of momentum that is replicated over them.
-  Every process must call it, with the same tree, and gets the same answer.
+  With `workers` on a mesh, differences name the workers, and it warns of
+  momentum that is replicated over them. Every process must call it, with the
+  same tree, and gets the same answer.
 
-  Args:
-    tree: parameters, optimizer state, or both; `nnx.state(model)` of a module;
-      arrays of any shape and dtype.
-    workers: if given, differences name the workers on the mesh.
-
-  Returns:
-    The differences, leaf by leaf: copies that differ from the majority, or, of
-    equally many, from the copy on the first device.
-
-  Raises:
-    ValueError: processes called it with different trees.
+  The tree may hold parameters, optimizer state, or both, arrays of any shape
+  and dtype; of a module give `nnx.state(model)`. Differences are found leaf by
+  leaf: copies that differ from the majority, or, of equally many, from the copy
+  on the first device.
   """
   if workers is not None and workers.mesh is not None:
     state.warn_if_replicated(tree, workers.axis_name)

@@ -50,13 +50,8 @@ def state_specs(
   `jax.shard_map`, for `out_shardings` of a jitted `tx.init`, and for shardings
   of restored checkpoints.
 
-  Args:
-    tx: any optax transformation that contains an exchange.
-    params: parameters, or their shapes (`jax.ShapeDtypeStruct`).
-    workers: the workers of the exchange.
-
-  Returns:
-    A tree like `tx.init(params)` with a `PartitionSpec` for every leaf.
+  Takes any optax transformation that contains an exchange, and parameters or
+  their shapes. Returns a tree like `tx.init(params)`.
   """
   place = workers.param_specs.place
   inside: dict[Keys, tuple[Any, P]] = {
@@ -86,14 +81,10 @@ def state_specs(
 def momentum(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
   """Returns every worker's momentum in parameter space, :math:`m_i`.
 
-  Args:
-    opt_state: any optimizer state with states of `scale_by_demo` and their
-      types: chained, partitioned, masked, an `nnx.Optimizer` or its
-      `opt_state`.
-
-  Returns:
-    By parameter name, in their order, `[workers, *shape]`, in the momentum's
-    dtype; with `Workers.on_axis`, inside the map, `[1, *shape]`.
+  Takes any optimizer state with states of `scale_by_demo` and their types:
+  chained, partitioned, masked, an `nnx.Optimizer` or its `opt_state`. Returns
+  arrays by parameter name, in their order, `[workers, *shape]`, in the
+  momentum's dtype; with `Workers.on_axis`, inside the map, `[1, *shape]`.
 
   Raises:
     ValueError: `opt_state` has no exchange, its types are missing, or its
@@ -194,34 +185,32 @@ def warn_if_replicated(
   shard them. Traced arrays are skipped.
   """
   for path, x in jax.tree_util.tree_flatten_with_path(opt_state)[0]:
-    keys = path_keys(path)
-    if not is_stacked(keys) or not _is_replicated(x, axis_name):
+    keys, sharding = path_keys(path), getattr(x, 'sharding', None)
+    if (
+        not is_stacked(keys)
+        or isinstance(x, jax.core.Tracer)
+        or not isinstance(sharding, NamedSharding)
+    ):
+      continue
+    first = sharding.spec[0] if sharding.spec else None
+    if axis_name is None:
+      parts, is_there = sharding.mesh.size, first is not None
+    else:
+      names = first if isinstance(first, tuple) else (first,)
+      parts = sharding.mesh.shape.get(axis_name, 1)
+      is_there = axis_name in names
+    if is_there or 1 in (parts, len(x)):
       continue
     warnings.warn(
         f'{dotted(keys)} is one per worker, but all of it is on every device,'
         ' and a step of your own would gather it: its sharding'
-        f' {x.sharding.spec} does not name the worker axis. data_parallel puts'
-        ' it right at the next call; for shardings of your own, as from'
+        f' {sharding.spec} does not name the worker axis. data_parallel puts it'
+        ' right at the next call; for shardings of your own, as from'
         ' nn.get_sharding or nnx.get_partition_spec, take those of'
         ' demo_optax.state_specs(tx, params, workers) for the optimizer state.',
         stacklevel=3,
     )
     return  # one warning is enough
-
-
-def _is_replicated(x: Any, axis_name: str | None) -> bool:
-  if isinstance(x, jax.core.Tracer):
-    return False
-  sharding = getattr(x, 'sharding', None)
-  if not isinstance(sharding, NamedSharding) or len(x) == 1:
-    return False
-  size = sharding.mesh.shape.get(axis_name, 1) if axis_name else (
-      sharding.mesh.size
-  )
-  first = sharding.spec[0] if sharding.spec else None
-  names = first if isinstance(first, tuple) else (first,)
-  there = axis_name in names if axis_name else first is not None
-  return size > 1 and not there
 
 
 # Buckets and leaves -----------------------------------------------------------
@@ -232,9 +221,8 @@ _NO_STATE = 'There is no state of demo_optax.scale_by_demo in it.'
 def exchanges_in(tree: chex.ArrayTree) -> dict[Keys, Layout]:
   """Returns the layouts of all exchanges in a tree, by paths of their states.
 
-  Raises:
-    ValueError: a state lacks its types, as those of Flax do, or was restored
-      from another layout.
+  Raises if a state lacks its types, as those of Flax do, or was restored from
+  another layout.
   """
   layouts = layouts_in(tree)
   for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:

@@ -9,7 +9,6 @@ import fcntl
 import json
 import operator
 import os
-import types
 import weakref
 import zlib
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from typing import Any
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
@@ -28,8 +28,6 @@ from demo_optax import replicas
 from demo_optax.checkpoint import leaves as naming
 from demo_optax.compressors import leaves as cutting
 from demo_optax.numerics import prng
-
-_FORMAT = 2
 
 
 class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
@@ -76,7 +74,7 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
     self._like = jax.tree.map(
         lambda x: naming.abstract(x) if isinstance(x, jax.Array) else x, like
     )
-    naming.names(self._like)  # raises if the tree cannot be saved
+    naming.to_leaves(self._like)  # raises if the tree cannot be saved
     self._keep = _integer('keep', keep, 1)
     self._context = ocp.Context()
     self._context.asynchronous.timeout_secs = _integer('timeout', timeout, 1)
@@ -105,10 +103,6 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
     `keep`. A failed one changes no other; `save`, `wait` or `close` raises its
     error next.
 
-    Args:
-      step: number of steps done, 0 or more.
-      tree: with the leaves of `like`.
-
     Raises:
       ValueError: a checkpoint of this step exists; a leaf of one process alone
         differs between processes.
@@ -118,27 +112,31 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
     step = _integer('step', step, 0)
     self.wait()
     _in_first(lambda: self._prepare(step))
-    named = naming.names(tree)
+    leaves = naming.to_leaves(tree)
     found = replicas.between_processes(
-        [(name, replicas.comparable(x)) for name, x in named.leaves.items()]
+        [(name, replicas.comparable(x)) for name, x in leaves.items()]
     )
     if found:
       raise ValueError(
           f'{found[0].leaf} must be the same in all processes, got another in'
           f' {found[0].processes}. Spread it over the mesh, or gather it first.'
       )
-    leaves = {n: x for n, x in named.leaves.items() if hasattr(x, 'dtype')}
-    arrays = {n: _savable(x) for n, x in leaves.items() if x.size}
-    digests = replicas.content_digests(arrays)
-    about = {
-        'format': _FORMAT,
-        'leaves': {
-            n: [str(x.dtype), x.shape, digests.get(n)]
-            for n, x in leaves.items()
-        },
-        'values': {n: x for n, x in named.leaves.items() if n not in leaves},
-        'records': named.records,
-    }
+    about: dict[str, Any] = {'arrays': {}, 'values': {}}
+    arrays = {}
+    for name, x in leaves.items():
+      if not hasattr(x, 'dtype'):
+        about['values'][name] = x
+        continue
+      impl = None
+      if prng.is_key_array(x):
+        impl, x = str(jax.random.key_impl(x)), jax.random.key_data(x)
+      about['arrays'][name] = [str(x.dtype), x.shape, impl]
+      if x.size:  # Orbax refuses empty ones
+        spread = isinstance(x, jax.Array) and (
+            jax.process_count() == 1 or not replicas.is_local(x)
+        )
+        arrays[name] = x if spread else np.array(x)
+    about['digests'] = replicas.content_digests(arrays)
     about['checksum'] = _checksum(about)
     # One for each save: after an error it would repeat the error.
     files = ocp.training.Checkpointer(
@@ -212,20 +210,11 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
       resize: bool = False,
       rechunk: bool = False,
   ) -> tuple[int, chex.ArrayTree]:
-    """Restores a checkpoint into the layout of `like`.
+    """Restores a step, by default the last, with the options of `from_leaves`.
 
-    Args:
-      step: the step; by default the last.
-      resize: as for `from_leaves`.
-      rechunk: as for `from_leaves`.
-
-    Returns:
-      The step, and a tree like `like`, on its devices.
-
-    Raises:
-      FileNotFoundError: no checkpoint, or none of that step.
-      ValueError: the checkpoint differs from `like`, as for `from_leaves`; or
-        it is damaged.
+    Returns the step, and a tree like `like`, on its devices. Raises a
+    `FileNotFoundError` if there is no checkpoint, and a `ValueError` if it is
+    damaged, or differs from `like` as for `from_leaves`.
     """
     steps = self.steps
     chosen = step
@@ -238,38 +227,25 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
       )
     chosen = int(chosen)
     about = self._about(chosen)
-    saved = {
-        **{
-            name: types.SimpleNamespace(dtype=dtype, shape=tuple(shape))
-            for name, (dtype, shape, _) in about['leaves'].items()
-        },
-        **about['values'],
-        **naming.described(about['records']),
-    }
-    naming.check(saved, self._like, resize=resize, rechunk=rechunk)
-    wanted = naming.names(jax.tree.map(naming.abstract, self._like)).leaves
-    targets = {
+    wanted = naming.to_leaves(jax.tree.map(naming.abstract, self._like))
+    like = {
         name: _target(tuple(shape), dtype, wanted.get(name))
-        for name, (dtype, shape, _) in about['leaves'].items()
-    }
-    digests = {
-        name: digest for name, (*_, digest) in about['leaves'].items()
-        if digest is not None  # an empty array, which is not saved
+        for name, (dtype, shape, _) in about['arrays'].items()
+        if name in about['digests']
     }
     try:
-      arrays = ocp.load(
-          self._folder / str(chosen), {name: targets[name] for name in digests}
-      ) if digests else {}
+      arrays = ocp.load(self._folder / str(chosen), like) if like else {}
     except Exception as error:
       raise self._damaged(chosen, repr(error)[:400]) from error
     for name, digest in replicas.content_digests(arrays).items():
-      if digest != digests[name]:
+      if digest != about['digests'][name]:
         raise self._damaged(chosen, f'{name} is not what was saved')
-    for name, x in targets.items():
-      found = arrays.get(name)
-      saved[name] = np.zeros(x.shape, x.dtype) if found is None else _as_key(
-          found, wanted.get(name)
-      )
+    saved = dict(about['values'])
+    for name, (dtype, shape, impl) in about['arrays'].items():
+      x = arrays[name] if name in arrays else np.zeros(shape, dtype)
+      if impl is not None:
+        x = jax.random.wrap_key_data(jnp.asarray(x), impl=impl)
+      saved[name] = x
     return chosen, naming.from_leaves(
         saved, self._like, resize=resize, rechunk=rechunk
     )
@@ -284,8 +260,6 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
       raise self._damaged(
           step, 'its description is missing, or not what was written'
       )
-    if about['format'] != _FORMAT:
-      raise self._damaged(step, f'format {about["format"]}, not {_FORMAT}')
     return about
 
   def _damaged(self, step: int, why: str) -> ValueError:
@@ -298,36 +272,20 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
 
 
 def _target(shape: tuple[int, ...], dtype: str, like: Any) -> Any:
-  """Returns the target of Orbax's load: the saved shape, sharded as `like`."""
-  if like is None:  # `resize` discards it
-    return np.broadcast_to(np.zeros((), dtype), shape)
-  dtype, sharding = like.dtype, like.sharding
-  if prng.is_key_array(like):
-    data = jax.eval_shape(jax.random.key_data, like)
-    shape, dtype = (*shape, *data.shape[len(like.shape) :]), data.dtype
-  if sharding is None or (
-      jax.process_count() > 1 and sharding.is_fully_addressable
+  """Returns the target of Orbax's load: the saved shape, sharded as `like`.
+
+  On the host if that has no place for it on devices, and for keys.
+  """
+  sharding = getattr(like, 'sharding', None)
+  if (
+      sharding is None
+      or str(like.dtype) != dtype
+      or (jax.process_count() > 1 and sharding.is_fully_addressable)
   ):
     return np.broadcast_to(np.zeros((), dtype), shape)
-  if shape[: len(like.shape)] != like.shape:
+  if shape != like.shape:
     sharding = cutting.auto(cutting.fit_sharding(shape, sharding))
   return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-
-def _savable(x: Any) -> Any:
-  """Returns an array in a form that Orbax accepts."""
-  x = jax.random.key_data(x) if prng.is_key_array(x) else x
-  if jax.process_count() > 1 and replicas.is_local(x):
-    return np.array(x)
-  return np.asarray(x) if isinstance(x, np.generic) else x
-
-
-def _as_key(x: Any, like: Any) -> Any:
-  if like is None or not prng.is_key_array(like):
-    return x
-  found: list[Any] = []
-  jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), like)
-  return jax.random.wrap_key_data(x, impl=found[0])
 
 
 def _checksum(about: dict[str, Any]) -> int:

@@ -54,18 +54,13 @@ class Named(NamedTuple):
 def to_leaves(state: chex.ArrayTree) -> dict[str, Any]:
   """Returns a state as a plain dictionary of arrays, for any code that saves.
 
-  Args:
-    state: any tree that holds states of `scale_by_demo` with their types:
-      `tx.init(params)`, a `TrainState`, an `nnx.Optimizer` (not its
-      `nnx.state`), with parameters. Arrays, or `jax.ShapeDtypeStruct`.
+  Takes any tree that holds states of `scale_by_demo` with their types:
+  `tx.init(params)`, a `TrainState`, an `nnx.Optimizer` (not its `nnx.state`),
+  with parameters. Leaves are arrays, or `jax.ShapeDtypeStruct`.
 
-  Returns:
-    The leaves by their dotted paths. Momentum is `[workers, *counts, n]` for
-    each parameter, `n` coefficients of `counts` chunks, sharded as the
-    parameter. `...layout` is the record of the chunks, text in JSON as uint8.
-
-  Raises:
-    ValueError: a state without its types; two leaves of one name.
+  Returns them by their dotted paths. Momentum is `[workers, *counts, n]` for
+  each parameter, `n` coefficients of `counts` chunks, sharded as the parameter.
+  `...layout` is the record of the chunks, text in JSON as uint8.
 
   Example:
     >>> import demo_optax, jax, jax.numpy as jnp
@@ -78,8 +73,11 @@ def to_leaves(state: chex.ArrayTree) -> dict[str, Any]:
     (4, 2, 2, 4096)
     >>> state = checkpoint.from_leaves(saved, jax.eval_shape(tx.init, params))
   """
-  named = names(state)
-  return {**named.leaves, **described(named.records)}
+  named = _names(state)
+  return named.leaves | {
+      name: np.frombuffer(json.dumps(records).encode(), np.uint8)
+      for name, records in named.records.items()
+  }
 
 
 def from_leaves(
@@ -89,7 +87,7 @@ def from_leaves(
     resize: bool = False,
     rechunk: bool = False,
 ) -> chex.ArrayTree:
-  """Returns a state from the result of `to_leaves`.
+  """Returns a tree like `like` from the result of `to_leaves`.
 
   Args:
     saved: arrays by name, of NumPy or of JAX, on any devices.
@@ -101,13 +99,10 @@ def from_leaves(
       through parameter space, up to rounding. With equal chunks and transform,
       every bit is kept.
 
-  Returns:
-    A tree like `like`.
-
   Raises:
     ValueError: `saved` and `like` differ. Names leaves, values and a remedy.
   """
-  check(saved, like, resize=resize, rechunk=rechunk)
+  _check(saved, like, resize=resize, rechunk=rechunk)
   layouts = exchanges_in(like)
   flat, treedef = jax.tree_util.tree_flatten_with_path(like)
   new = []
@@ -127,7 +122,7 @@ def from_leaves(
   return treedef.unflatten(new)
 
 
-def names(tree: chex.ArrayTree) -> Named:
+def _names(tree: chex.ArrayTree) -> Named:
   """Returns the leaves of a state by name."""
   layouts = exchanges_in(tree)
   named = Named({}, {}, {}, {})
@@ -160,14 +155,6 @@ def names(tree: chex.ArrayTree) -> Named:
     else:
       add(keys, x)
   return named
-
-
-def described(records: dict[str, dict[str, Record]]) -> dict[str, np.ndarray]:
-  """Returns the records of all layouts as arrays."""
-  return {
-      name: np.frombuffer(json.dumps(x).encode(), np.uint8)
-      for name, x in records.items()
-  }
 
 
 # Buckets ----------------------------------------------------------------------
@@ -302,7 +289,7 @@ def _placed(x: Any, like: Any) -> Any:
 # Comparing --------------------------------------------------------------------
 
 
-def check(
+def _check(
     saved: Mapping[str, Any],
     like: chex.ArrayTree,
     *,
@@ -310,7 +297,7 @@ def check(
     rechunk: bool,
 ) -> None:
   """Raises unless saved leaves, or their shapes and dtypes, fit into `like`."""
-  wanted = names(jax.tree.map(abstract, like))
+  wanted = _names(jax.tree.map(abstract, like))
   problems: dict[str, list[Difference]] = {kind: [] for kind in _REMEDIES}
   cut: dict[str, dict[str, Difference]] = {}
   for where, records in wanted.records.items():

@@ -36,13 +36,8 @@ def resize_workers(opt_state: chex.ArrayTree, n: int) -> chex.ArrayTree:
   overlap, the first of equals. With more workers, each folds its number into
   its key. Residuals of owners (`update_residual`) follow their chunks, exactly.
 
-  Args:
-    opt_state: a state of concrete arrays.
-    n: the new number of workers.
-
-  Returns:
-    A tree like `opt_state`, stacked leaves `[n, ...]`. On a mesh it stays on
-    its devices: move it with `device_put` of the new workers.
+  Takes concrete arrays. On a mesh the result stays on its devices: move it with
+  `device_put` of the new workers.
 
   Raises:
     ValueError: nothing in `opt_state` is stacked; stacked leaves of different

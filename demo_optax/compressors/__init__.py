@@ -7,12 +7,7 @@ from demo_optax.compressors.bases import (
   Identity,
   RandomOrthogonal,
 )
-from demo_optax.compressors.compressor import (
-  FROZEN,
-  Compressor,
-  dct_topk,
-  full,
-)
+from demo_optax.compressors.compressor import FROZEN, Compressor, dct_topk, full
 from demo_optax.compressors.selectors import (
   Everything,
   GroupMax,

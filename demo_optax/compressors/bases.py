@@ -60,13 +60,13 @@ class RandomOrthogonal(Basis):
   step; momentum could then not be kept as coefficients.
 
   Attributes:
-    seed: in `[0, 2**32)`; the same on all workers.
+    seed: 0 or more; the same on all workers.
   """
 
   seed: int = 0
 
   def __post_init__(self) -> None:
-    _checks.check_seed(self.seed)
+    _checks.check_positive('seed', self.seed, 0)
 
   def matrix(self, length: int) -> np.ndarray:
     return _random_orthogonal(length, self.seed)

@@ -329,9 +329,11 @@ class Layout:
     for i in self.members(number):
       leaf = self.leaves[i]
       x = jax.lax.slice_in_dim(chunks, leaf.offset, leaf.offset + leaf.size)
-      x = x.reshape(leaf.grid.num_chunks, leaf.grid.chunk_size)
-      found[i] = chunking.from_chunks(x, leaf.grid)
-    return found
+      found[i] = x.reshape(leaf.grid.num_chunks, leaf.grid.chunk_size)
+    return {
+        i: chunking.from_chunks(x, self.leaves[i].grid)
+        for i, x in found.items()
+    }
 
   def clear_padding(
       self, number: int, c: jax.Array, device: Any, valid: jax.Array

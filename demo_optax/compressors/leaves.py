@@ -36,8 +36,7 @@ def cut_bucket(
   """Cuts the leaves out of a bucket: coefficients by leaf number.
 
   They are sharded as the parameters. `fun` takes the coefficients of a leaf to
-  parameter space. The bucket is an array of JAX or NumPy, or a
-  `jax.ShapeDtypeStruct` for shapes of coefficients.
+  parameter space. The bucket may be a `jax.ShapeDtypeStruct`, for shapes.
   """
   like, members = layout.buckets[number], layout.members(number)
   if bucket.shape[-2:] != like.shape:
@@ -49,13 +48,13 @@ def cut_bucket(
   sharding, inner = getattr(bucket, 'sharding', None), dict(layout.axis_sizes)
   shapes, out = {}, dict.fromkeys(members, sharding)
   for i in members:
-    shapes[i] = (
-        bucket.shape[0],
-        *(layout.leaves[i].shape if fun else counts(layout.leaves[i])),
-    )
+    leaf = layout.leaves[i]
+    counts = (b * c for b, c in zip(leaf.sharding.blocks, leaf.grid.counts))
+    shape = leaf.shape if fun else (*counts, leaf.grid.chunk_size)
+    shapes[i] = bucket.shape[0], *shape
     if isinstance(sharding, NamedSharding):
       worker = [a for a in names_of(sharding.spec) if a not in inner] or [None]
-      spec = P(*worker, *layout.leaves[i].sharding.spec)
+      spec = P(*worker, *leaf.sharding.spec)
       out[i] = fit_sharding(shapes[i], NamedSharding(sharding.mesh, spec))
   if isinstance(bucket, jax.ShapeDtypeStruct):
     return {
@@ -145,12 +144,6 @@ def encode(
   return _by_shard(
       lambda x: chunking.to_coefficients(x, grid, basis), x, blocks
   )
-
-
-def counts(leaf: Leaf) -> tuple[int, ...]:
-  """Returns the shape of the coefficients of all shards of a leaf."""
-  chunks = zip(leaf.sharding.blocks, leaf.grid.counts)
-  return (*(b * c for b, c in chunks), leaf.grid.chunk_size)
 
 
 def _by_shard(fun: Any, x: Any, blocks: tuple[int, ...]) -> jax.Array:

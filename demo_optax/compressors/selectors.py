@@ -143,14 +143,14 @@ class RandomSubset(_Share):
 
   Attributes:
     rate: sends `ceil(rate * n)` of `n` coefficients; in (0, 1].
-    seed: in `[0, 2**32)`; the same on all workers.
+    seed: 0 or more; the same on all workers.
   """
 
   seed: int = 0
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    _checks.check_seed(self.seed)
+    _checks.check_positive('seed', self.seed, 0)
 
   def __call__(self, coefficients: jax.Array, step: jax.Array) -> jax.Array:
     n = coefficients.shape[1]

@@ -1,9 +1,6 @@
 """Local updates: workers train alone between exchanges."""
 
-from demo_optax.local.local_updates import (
-  LocalUpdatesState,
-  local_updates,
-)
+from demo_optax.local.local_updates import LocalUpdatesState, local_updates
 from demo_optax.local.methods import demo_diloco, diloco, sparse_loco
 
 __all__ = [

@@ -34,18 +34,14 @@ class LocalUpdatesState(NamedTuple):
   """State of `local_updates`.
 
   Attributes:
-    count: int32 `[]`, steps so far.
-    steps_since_sync: int32 `[]`, steps since the last exchange.
     global_params: the shared parameters after the last exchange, in the dtype
       of momentum (float32 for bfloat16); with `drift=True` the workers' mean.
-    outer: state of the outer optimizer, including the exchange's.
-    worker_stacked: state of each worker.
   """
 
-  count: chex.Array
-  steps_since_sync: chex.Array
+  count: chex.Array  # int32 [], steps so far
+  steps_since_sync: chex.Array  # int32 []
   global_params: chex.ArrayTree
-  outer: chex.ArrayTree
+  outer: chex.ArrayTree  # state of the outer optimizer and its exchange
   worker_stacked: OwnState
 
 
@@ -98,9 +94,6 @@ def local_updates(
       keeps parameters :math:`s_i`. Then :math:`s` is their mean, for
       evaluation, and each exchange includes a dense all-reduce of the
       parameters.
-
-  Returns:
-    A gradient transformation; its `update` runs in a `data_parallel` step.
 
   Example:
     >>> import demo_optax, jax, jax.numpy as jnp, optax

@@ -44,9 +44,6 @@ def diloco(
       is published; with few exchanges less was better.
     outer_momentum: :math:`\mu`.
 
-  Returns:
-    A gradient transformation, see `local_updates`.
-
   References:
     Douillard et al., `DiLoCo <https://arxiv.org/abs/2311.08105>`_, Algorithm 1.
   """

@@ -98,7 +98,7 @@ def transform_selected(workers: int, k: int, rows: int, cols: int) -> bool:
 
   Those take `k * rows * cols` multiplications per worker, the dense inverse
   `rows * cols * (rows + cols)` and a scatter. On CPUs one worker's take half
-  the time at 32 of 64 x 64 and a fourth at 8, and four workers' 0.8 at 8.
+  the time at 32 of 64 x 64 and a fourth at 8.
   """
   few = 2 * workers * (k + 8) <= rows + cols
   return few and min(rows, cols) >= 16 and _on_cpu()

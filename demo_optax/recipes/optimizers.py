@@ -80,9 +80,6 @@ def demo(
     exchange: as in `scale_by_demo`. Only signs of updates matter:
       `'all_to_all'` and `'auto'` change no bit of the parameters.
 
-  Returns:
-    A gradient transformation; see `scale_by_demo` for its gradients.
-
   Example:
     >>> import demo_optax, jax, jax.numpy as jnp, optax
     >>> workers = demo_optax.Workers.simulated(4)
@@ -189,7 +186,6 @@ def demo_muon(
   zero, as in `optax.contrib.scale_by_muon`. The average is over all valid
   workers, including those that did not send a coefficient. Leaves that are not
   matrices skip Newton-Schulz, and Adam without a momentum follows the exchange.
-  All leaves share one exchange.
 
   It chains `per_worker(optax.contrib.scale_by_muon)`, `scale_by_demo`,
   `scale_to_unit_rms` or `optax.scale_by_rms`, `optax.add_decayed_weights` and
@@ -227,9 +223,6 @@ def demo_muon(
       default `muon_dimension_numbers`. Pass the same to `muon_compressors`.
     exchange: as in `scale_by_demo`.
     update_values: as in `scale_by_demo`.
-
-  Returns:
-    A gradient transformation, used as `demo` is.
 
   References:
     Jordan et al., `Muon: An optimizer for hidden layers in neural networks

@@ -258,7 +258,6 @@ def test_a_basis_without_a_matrix_for_a_leaf(basis, shape, chunk_size, match):
     (lambda: TopK(4, of=0), 'of=0'),
     (lambda: Slicing(float('nan')), 'rate=nan'),
     (lambda: RandomSubset(0.1, seed=-1), 'seed=-1'),
-    (lambda: RandomOrthogonal(2**32), 'seed=4294967296'),
     (lambda: wire.ChunkFormat(8, 2, 'float32', 'sign', shared=True), 'sign'),
     (lambda: Compressor(TopK(4), Identity(), 0), 'chunk_size=0'),
     (lambda: TopK(0), 'topk=0'),
