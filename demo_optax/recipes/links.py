@@ -1,11 +1,14 @@
 """Links of the recipes' chains that optax lacks."""
 
-from collections.abc import Callable
-from typing import Any
+import collections
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from optax import contrib
 
@@ -14,6 +17,14 @@ from demo_optax.compressors.compressor import Frozen
 from demo_optax.demo import DeMoState, check_range
 from demo_optax.recipes.matrices import Matrices, matrix_axes
 from demo_optax.workers import Workers
+
+# Multiplies gradients before Newton-Schulz, which ignores scale, but whose
+# preconditioning clips squares at 1e-8, above those of real gradients.
+_GRADIENT_SCALE = 2.0**20
+
+# Numbers in a stack of matrices: larger stacks would save few kernels, and
+# take more memory.
+_STACK = 2**24
 
 
 def scale_to_unit_rms(
@@ -100,11 +111,22 @@ def in_momentum_dtype() -> optax.GradientTransformation:
   ))
 
 
+class OwnMuonState(NamedTuple):
+  """The state of each worker's Muon."""
+
+  steps: jax.Array
+  mu: chex.ArrayTree
+
+
 def own_muon(
-    tx: optax.GradientTransformation,
+    beta: chex.Numeric,
+    mu_dtype: chex.ArrayDType | None,
     dimension_numbers: Callable[..., chex.ArrayTree],
 ) -> optax.GradientTransformation:
-  """Wraps each worker's Muon, `tx`.
+  """Orthonormalises each worker's momentum.
+
+  As `optax.contrib.scale_by_muon`, except that Newton-Schulz runs on stacks of
+  matrices: it takes as many kernels for a stack as for a matrix.
 
   A matrix whose gradient is zero gets a zero update: orthonormalisation would
   restore the length of a momentum without gradients.
@@ -114,26 +136,41 @@ def own_muon(
   Updates and state keep theirs.
   """
 
-  def settle(
-      update: jax.Array,
-      gradient: jax.Array,
-      dimensions: contrib.MuonDimensionNumbers,
-  ) -> jax.Array:
-    some = jnp.any(gradient != 0, matrix_axes(dimensions), keepdims=True)
-    return jnp.where(some, update, jnp.zeros_like(update))
+  def init_fn(params: chex.ArrayTree) -> OwnMuonState:
+    mu = optax.tree.zeros_like(params, dtype=mu_dtype)
+    return OwnMuonState(jnp.zeros((), jnp.int32), mu)
+
+  def update(
+      updates: chex.ArrayTree, state: OwnMuonState
+  ) -> tuple[chex.ArrayTree, OwnMuonState]:
+    gradients = optax.tree.scale(_GRADIENT_SCALE, updates)
+    mu = optax.tree.update_moment(gradients, state.mu, beta, 1)
+    count = optax.safe_increment(state.steps)
+    ahead = jax.tree.map(
+        lambda m, g: beta * m + (1 - beta) * g,
+        optax.tree.bias_correction(mu, beta, optax.safe_increment(count)),
+        optax.tree.bias_correction(gradients, beta, count),
+    )
+    flat, treedef = jax.tree.flatten(ahead)
+    dimensions = treedef.flatten_up_to(dimension_numbers(updates))
+    new = [
+        jnp.where(
+            jnp.any(g != 0, matrix_axes(d), keepdims=True), x, jnp.zeros_like(x)
+        )
+        for x, g, d in zip(
+            _orthonormal(flat, dimensions), jax.tree.leaves(updates), dimensions
+        )
+    ]
+    return treedef.unflatten(new), OwnMuonState(
+        count, optax.tree.cast(mu, mu_dtype)
+    )
 
   def update_fn(
       updates: chex.ArrayTree,
-      state: Any,
+      state: OwnMuonState,
       params: chex.ArrayTree | None = None,
   ) -> tuple[chex.ArrayTree, Any]:
     del params
-
-    def update(updates: chex.ArrayTree, state: Any) -> tuple[Any, Any]:
-      new, state = tx.update(updates, state)
-      dimensions = dimension_numbers(updates)
-      return jax.tree.map(settle, new, updates, dimensions), state
-
     shardings = jax.tree.map(
         lambda x: jax.typeof(x).sharding, (updates, state)
     )
@@ -142,15 +179,59 @@ def own_muon(
         for sharding in jax.tree.leaves(shardings)
         for axis in sharding.mesh.explicit_axes
     }
-    if axes:
-      update = jax.sharding.auto_axes(
-          update,
-          axes=tuple(axes),
-          out_sharding=jax.tree.map(lambda x: x.spec, shardings),
-      )
-    return update(updates, state)
+    if not axes:
+      return update(updates, state)
+    specs = jax.tree.map(lambda x: x.spec, shardings)
+    return jax.sharding.auto_axes(
+        update, axes=tuple(axes), out_sharding=specs
+    )(updates, state)
 
-  return in_wide_arithmetic(optax.GradientTransformation(tx.init, update_fn))
+  return in_wide_arithmetic(optax.GradientTransformation(init_fn, update_fn))
+
+
+def _orthonormal(
+    leaves: Sequence[jax.Array],
+    dimensions: Sequence[contrib.MuonDimensionNumbers],
+) -> list[jax.Array]:
+  """Returns leaves whose matrices are orthonormalised.
+
+  Matrices of one shape, or of that shape transposed, form stacks.
+  """
+  tx = contrib.scale_by_muon(
+      beta=0.0,
+      nesterov=False,
+      ns_steps=3,
+      preconditioning='aol',
+      weight_dimension_numbers=contrib.MuonDimensionNumbers((-2,), (-1,)),
+  )
+  orders, matrices = [], []
+  stacks: dict[Any, list[int]] = {}
+  sizes: dict[Any, int] = collections.defaultdict(int)
+  for i, (x, d) in enumerate(zip(leaves, dimensions)):
+    sides = [(a,) if isinstance(a, int) else a for a in d]
+    sides = [tuple(a % x.ndim for a in side) for side in sides]
+    short, long = sorted(sides, key=lambda side: _size(x, side))
+    batch = [a for a in range(x.ndim) if a not in short + long]
+    orders.append((*batch, *short, *long))
+    matrices.append(
+        x.transpose(orders[i]).reshape(-1, _size(x, short), _size(x, long))
+    )
+    kind = matrices[i].shape[1:], x.dtype
+    stacks.setdefault((kind, sizes[kind] // _STACK), []).append(i)
+    sizes[kind] += x.size
+  found: list[Any] = [None] * len(leaves)
+  for group in stacks.values():
+    stack = jnp.concatenate([matrices[i] for i in group])
+    stack, _ = tx.update(stack, tx.init(stack))
+    ends = np.cumsum([len(matrices[i]) for i in group])
+    for i, part in zip(group, jnp.split(stack, ends[:-1])):
+      shape = [leaves[i].shape[a] for a in orders[i]]
+      found[i] = part.reshape(shape).transpose(np.argsort(orders[i]))
+  return found
+
+
+def _size(x: jax.Array, axes: Iterable[int]) -> int:
+  return math.prod(x.shape[a] for a in axes)
 
 
 def in_wide_arithmetic(

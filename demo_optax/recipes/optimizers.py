@@ -7,7 +7,6 @@ import chex
 import jax
 import jax.numpy as jnp
 import optax
-from optax import contrib
 
 from demo_optax import _checks, _tree, compressors
 from demo_optax.compressors.compressor import (
@@ -31,10 +30,6 @@ from demo_optax.recipes.matrices import (
   matrix_axes,
 )
 from demo_optax.workers import Workers, inside
-
-# Multiplies gradients before Newton-Schulz, which ignores scale, but whose
-# preconditioning clips squares at 1e-8, above those of real gradients.
-_GRADIENT_SCALE = 2.0**20
 
 # Updates with a gradient were above 1e-4 in all models tried; a residual
 # without one loses a tenth per step.
@@ -187,7 +182,7 @@ def demo_muon(
   workers, including those that did not send a coefficient. Leaves that are not
   matrices skip Newton-Schulz, and Adam without a momentum follows the exchange.
 
-  It chains `per_worker(optax.contrib.scale_by_muon)`, `scale_by_demo`,
+  It chains `per_worker` of Muon, `scale_by_demo`,
   `scale_to_unit_rms` or `optax.scale_by_rms`, `optax.add_decayed_weights` and
   `optax.scale_by_learning_rate`. Each worker keeps two arrays of the size of a
   matrix and one of every other leaf, whose second moments all workers share.
@@ -280,17 +275,7 @@ def demo_muon(
           optax.scale_by_learning_rate(rate),
       )
 
-    muon = optax.chain(
-        optax.scale(_GRADIENT_SCALE),
-        contrib.scale_by_muon(
-            beta=beta,
-            ns_steps=3,
-            preconditioning='aol',
-            mu_dtype=mu_dtype,
-            weight_dimension_numbers=matrices.dimension_numbers,
-        ),
-    )
-    muon = links.own_muon(muon, matrices.dimension_numbers)
+    muon = links.own_muon(beta, mu_dtype, matrices.dimension_numbers)
     # Adam without a momentum, which would be a third copy of its leaves.
     adam = links.in_wide_arithmetic(optax.scale_by_rms(
         _ADAM_B2, eps=1e-8, eps_in_sqrt=False, bias_correction=True

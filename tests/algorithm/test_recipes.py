@@ -498,8 +498,8 @@ def test_saved_and_resized(tmp_path):
       (old, new) for old, new in zip(
           jax.tree.leaves(saved), jax.tree.leaves(found['state']), strict=True)
       if old.shape != new.shape]
-  # Of two matrices both momenta, of the norm one; and what counts.
-  assert sum(jnp.issubdtype(x.dtype, jnp.floating) for x, _ in regrouped) == 5
+  # The momenta of two matrices, the residuals of both and of the norm.
+  assert sum(jnp.issubdtype(x.dtype, jnp.floating) for x, _ in regrouped) == 4
   for old, new in regrouped:
     assert np.any(old)
     old = np.asarray(old, np.float64)
