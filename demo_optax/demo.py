@@ -33,7 +33,7 @@ from demo_optax.workers.param_specs import ParamSharding, ParamSpecs
     data_fields=['digest'],
     meta_fields=['layout'],
 )
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass
 class LayoutOf:
   """Holds the static `Layout` of a state, and a digest of it as an array.
 
