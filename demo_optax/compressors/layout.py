@@ -240,9 +240,8 @@ class Layout:
   @functools.cached_property
   def averaged(self) -> tuple[int, ...]:
     """Numbers of the leaves that are averaged uncompressed."""
-    return tuple(
-        i for i, leaf in enumerate(self.leaves) if leaf.compressor is None
-    )
+    leaves = enumerate(self.leaves)
+    return tuple(i for i, leaf in leaves if leaf.compressor is None)
 
   @functools.cached_property
   def digest(self) -> np.ndarray:

@@ -35,16 +35,12 @@ class Selector(Protocol):
     """Returns how many of `n` coefficients are selected, 1 to `n`."""
 
   def __call__(self, coefficients: jax.Array, step: jax.Array) -> jax.Array:
-    """Returns the selected indices.
+    """Returns the selected indices of `coefficients [chunks, n]`.
 
-    Args:
-      coefficients: `[chunks, n]`, momentum that includes the new gradient.
-      step: int32 `[]`, exchanges so far.
-
-    Returns:
-      Integers `[chunks, count(n)]`, distinct within a chunk, in any order;
-      negative ones count from its end. An index outside the chunk reads NaN and
-      so excludes the worker.
+    These are momentum that includes the new gradient; `step`, int32 `[]`, is
+    the number of exchanges so far. Indices are integers `[chunks, count(n)]`,
+    distinct within a chunk, in any order; negative ones count from its end. An
+    index outside the chunk reads NaN and so excludes the worker.
     """
 
 

@@ -45,10 +45,6 @@ def scale_to_unit_rms(
       like the updates, or a function from them to one. A leaf with more axes is
       a stack of matrices, scaled one by one. None: every leaf is one matrix.
     min_rms: :math:`\epsilon`; shorter updates stay shorter.
-
-  Returns:
-    A stateless gradient transformation, in the updates' dtypes. Empty and
-    integer leaves do not change.
   """
   check_range('min_rms', min_rms, 0.0, float('inf'))
 
