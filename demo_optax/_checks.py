@@ -14,9 +14,7 @@ def check_type(name: str, value: Any, expected: type, example: str) -> None:
 def check_positive(name: str, value: int, least: int = 1) -> None:
   """Raises unless an argument is an integer of at least `least`."""
   if isinstance(value, bool) or not isinstance(value, int):
-    raise TypeError(
-        f'{name}={value!r} must be a Python integer: it fixes array shapes.'
-    )
+    raise TypeError(f'{name}={value!r} must be a Python integer.')
   if value < least:
     raise ValueError(f'{name}={value} must be at least {least}.')
 

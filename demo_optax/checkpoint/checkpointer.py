@@ -24,7 +24,7 @@ from jax.experimental import multihost_utils
 # Orbax's current API, in the form in which it is documented.
 from orbax.checkpoint import v1 as ocp
 
-from demo_optax import replicas
+from demo_optax import _checks, replicas
 from demo_optax.checkpoint import leaves as naming
 from demo_optax.compressors import leaves as cutting
 from demo_optax.numerics import prng
@@ -75,9 +75,11 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
         lambda x: naming.abstract(x) if isinstance(x, jax.Array) else x, like
     )
     naming.to_leaves(self._like)  # raises if the tree cannot be saved
-    self._keep = _integer('keep', keep, 1)
+    _checks.check_positive('keep', keep)
+    _checks.check_positive('timeout', timeout)
+    self._keep = keep
     self._context = ocp.Context()
-    self._context.asynchronous.timeout_secs = _integer('timeout', timeout, 1)
+    self._context.asynchronous.timeout_secs = timeout
     # Otherwise threads wait 300 s for directories that could not be made.
     self._context.asynchronous.create_directories_asynchronously = False
     self._pending: tuple[ocp.training.Checkpointer, Any] | None = None
@@ -109,7 +111,8 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
       OSError: another Checkpointer, of this or another job, writes to the
         folder; or the folder cannot be written.
     """
-    step = _integer('step', step, 0)
+    step = operator.index(step)
+    _checks.check_positive('step', step, 0)
     self.wait()
     _in_first(lambda: self._prepare(step))
     leaves = naming.to_leaves(tree)
@@ -307,14 +310,6 @@ def _in_first(action: Callable[[], None]) -> None:
       raise OSError('process 0 could not save: its own output says why.')
   if error is not None:
     raise error
-
-
-def _integer(argument: str, value: Any, least: int) -> int:
-  if isinstance(value, bool) or not hasattr(value, '__index__'):
-    raise TypeError(f'{argument} must be an integer, got {value!r}.')
-  if value < least:
-    raise ValueError(f'{argument} must be at least {least}, got {value}.')
-  return operator.index(value)
 
 
 def _some(steps: tuple[int, ...]) -> str:

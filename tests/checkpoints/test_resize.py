@@ -170,7 +170,7 @@ def test_no_device_holds_more_than_it_must():
 @pytest.mark.parametrize('state, n, error, words', [
     ({'w': jnp.ones(3)}, 2, ValueError, 'Nothing in it is known to be stacked'),
     ({'worker_stacked': jnp.ones(3)}, 0, ValueError, 'n=0 must be at least 1'),
-    ({'worker_stacked': jnp.ones(3)}, 2.0, TypeError, 'n=2.0 must be an int'),
+    ({'worker_stacked': jnp.ones(3)}, 2.0, TypeError, 'n=2.0 must be a Python int'),
     ({'worker_stacked': [jnp.ones(3), jnp.ones(2)]}, 2, ValueError,
      r"\['worker_stacked'\]\[0\] is of 3 workers and .*\[1\] of 2"),
 ])
