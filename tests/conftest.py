@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(items):
     if item.path.is_relative_to(here):
       folder = item.path.relative_to(here).parts[0]
       if folder in (
-          'docs', 'processes', 'integrations', 'trainers', 'ahead'
+          'docs', 'processes', 'integrations', 'ahead'
       ):
         item.add_marker(folder)
 

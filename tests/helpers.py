@@ -5,6 +5,7 @@ import contextlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -74,6 +75,26 @@ def worker_grads(loss_fn, workers):
   return value_and_grads
 
 
+def make_step(tx, workers, loss_fn, **options):
+  """The usual step, written for one worker: `(params, state, x)`."""
+
+  @demo_optax.data_parallel(workers, **options)
+  def train_step(params, opt_state, x):
+    loss, grads = jax.value_and_grad(loss_fn, allow_int=True)(params, x)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+  return train_step
+
+
+def make_mesh_2d(kind='auto', shape=(2, 4), names=('data', 'fsdp')):
+  """Workers of several devices."""
+  size = shape[0] * shape[1]
+  return jax.make_mesh(
+      shape, names, axis_types=(MESHES[kind],) * 2,
+      devices=jax.devices()[:size])
+
+
 def merge(indices, values, present, n, average):
   """The average of what workers selected, dense."""
   values, _ = selection.weigh(indices, values, present, n, average)
@@ -101,13 +122,20 @@ def assert_same_bits(a, b):
       np.testing.assert_array_equal(x, y, err_msg=name)
 
 
-def assert_replicas_equal(tree):
-  """Every addressable shard of a replicated array holds the same bits."""
+def own(state):
+  """Everything in a state that lies under `worker_stacked`, by its path."""
+  flat = jax.tree_util.tree_flatten_with_path(state)[0]
+  leaves = {jax.tree_util.keystr(path): x for path, x in flat}
+  return {name: x for name, x in leaves.items() if 'worker_stacked' in name}
+
+
+def assert_devices_agree(tree):
+  """Every device that holds a part of an array holds the same bits of it."""
   for leaf in jax.tree.leaves(tree):
-    shards = [np.asarray(s.data) for s in leaf.addressable_shards]
-    assert shards[0].shape == leaf.shape
-    for shard in shards[1:]:
-      np.testing.assert_array_equal(shards[0], shard)
+    parts = {}
+    for shard in leaf.addressable_shards if isinstance(leaf, jax.Array) else ():
+      x = np.asarray(shard.data)
+      np.testing.assert_array_equal(parts.setdefault(str(shard.index), x), x)
 
 
 class Compilations:

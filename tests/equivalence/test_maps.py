@@ -19,10 +19,12 @@ import optax
 import pytest
 from helpers import (
   COMPILATIONS,
-  MESHES,
+  assert_devices_agree,
   assert_same_bits,
   make_mesh,
+  make_mesh_2d,
   on_mesh,
+  own,
   random_tree,
 )
 from jax.sharding import NamedSharding
@@ -211,8 +213,7 @@ def map_of(make, how, count=N):
   if how.endswith('simulated 2x4'):
     workers = demo_optax.Workers.simulated(2, SPECS, {'fsdp': 4})
   elif '2x4' in words:
-    mesh = jax.make_mesh(
-        (2, 4), ('data', 'fsdp'), axis_types=(MESHES[kind],) * 2)
+    mesh = make_mesh_2d(kind)
     workers = demo_optax.Workers.on_mesh(mesh, 'data', SPECS)
   elif how in ('simulated', 'step'):
     workers = demo_optax.Workers.simulated(count)
@@ -227,15 +228,6 @@ def gradients_of(step, count, bad=BAD):
   if step in bad:
     gradients['b'][bad[step] % count] = np.nan
   return gradients
-
-
-def assert_devices_agree(tree):
-  """Every device that holds a part of an array holds the same bits of it."""
-  for leaf in jax.tree.leaves(tree):
-    parts = {}
-    for shard in leaf.addressable_shards if isinstance(leaf, jax.Array) else ():
-      x = np.asarray(shard.data)
-      np.testing.assert_array_equal(parts.setdefault(str(shard.index), x), x)
 
 
 def types(tree):
@@ -353,9 +345,7 @@ def test_saving_where_an_explicit_mesh_is_set(tmp_path):
 
 
 def own_of(state, which):
-  return [np.asarray(x)[which]
-          for path, x in jax.tree_util.tree_flatten_with_path(state)[0]
-          if 'worker_stacked' in jax.tree_util.keystr(path)]
+  return [np.asarray(x)[which] for x in own(state).values()]
 
 
 @pytest.mark.parametrize('name, bad', [

@@ -3,11 +3,16 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import test_maps
 import test_sharded
-from helpers import assert_same_bits, on_mesh, random_tree
+from helpers import (
+  assert_same_bits,
+  make_mesh_2d,
+  make_step,
+  on_mesh,
+  random_tree,
+)
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
@@ -43,26 +48,19 @@ def test_workers_of_several_devices(kind):
 
 
 def test_a_model_with_biases_and_workers_of_several_devices():
-  mesh = jax.make_mesh(
-      (2, 4), ('data', 'fsdp'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  mesh = make_mesh_2d()
   specs = {'w1': P('fsdp'), 'b1': P(), 'w2': P(None, 'fsdp'), 'b2': P()}
   shapes = {'w1': (64, 64), 'b1': (64,), 'w2': (64, 64), 'b2': (64,)}
   batch = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
 
+  def loss_fn(params, x):
+    hidden = jax.nn.relu(x @ params['w1'] + params['b1'][None])
+    return jnp.mean((hidden @ params['w2'] + params['b2'][None]) ** 2)
+
   def train(workers):
     tx = demo_optax.demo(0.01, workers=workers)
     params = workers.device_put(random_tree(0, shapes))
-
-    @demo_optax.data_parallel(workers)
-    def train_step(params, state, x):
-      def loss_fn(params):
-        hidden = jax.nn.relu(x @ params['w1'] + params['b1'][None])
-        return jnp.mean((hidden @ params['w2'] + params['b2'][None]) ** 2)
-
-      loss, grads = jax.value_and_grad(loss_fn)(params)
-      updates, state = tx.update(grads, state, params)
-      return optax.apply_updates(params, updates), state, loss
-
+    train_step = make_step(tx, workers, loss_fn)
     state, losses = tx.init(params), []
     for _ in range(3):
       params, state, loss = train_step(params, state, batch)

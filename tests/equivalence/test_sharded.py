@@ -2,19 +2,20 @@
 
 import math
 
+import flax.linen as nn
 import hlo_text
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from helpers import (
   COMPILATIONS,
   MESHES,
-  assert_replicas_equal,
+  assert_devices_agree,
   assert_same_bits,
   random_tree,
-    worker_grads,
 )
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -191,36 +192,26 @@ def test_a_whole_chain_trains_as_if_simulated():
   assert {s.data.shape for s in trace.addressable_shards} == {(1, 16, 32)}
 
 
-def test_state_is_born_sharded():
-  """Eagerly and under jit: no device ever holds another's momentum."""
-  workers = make_workers('3d')
-  tx = optax.chain(exchange(workers), optax.scale_by_adam())
+@pytest.mark.parametrize('kind', ['auto', 'explicit'])
+def test_state_is_born_sharded(kind):
+  """Eagerly and under jit, no device holds another's momentum; and put back."""
+  workers = make_workers('3d', kind)
+  tx = optax.chain(
+      demo_optax.per_worker(optax.scale_by_adam(), workers=workers),
+      exchange(workers), optax.scale_by_adam())
   params = workers.device_put(random_tree(9, SHAPES))
   specs = demo_optax.state_specs(tx, params, workers)
-  shardings = jax.tree.map(
-      lambda s: NamedSharding(workers.mesh, s), specs,
-      is_leaf=lambda x: isinstance(x, P))
-  born = [jax.jit(tx.init, out_shardings=shardings)(params),
-          workers.device_put(tx.init(params))]
-  for state in born:
+  shardings = jax.tree.map(lambda s: NamedSharding(workers.mesh, s), specs)
+  eager = workers.device_put(tx.init(params))
+  for state in (
+      jax.jit(tx.init, out_shardings=shardings)(params), eager,
+      workers.device_put(jax.tree.map(np.asarray, eager))):  # from a file
     for x, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(shardings)):
       assert x.sharding.is_equivalent_to(sharding, x.ndim)
   # In jit without a word about shardings the momentum is, all the same.
-  momentum = jax.jit(tx.init)(params)[0].worker_stacked.momentum
+  momentum = jax.jit(tx.init)(params)[1].worker_stacked.momentum
   assert {s.data.shape[:2] for x in momentum.values()
           for s in x.addressable_shards} == {(1, 1)}  # of [workers, devices, ...]
-
-
-@pytest.mark.parametrize('kind', ['auto', 'explicit'])
-def test_momentum_in_parameter_space(kind):
-  workers, simulated = make_workers('3d', kind), simulated_workers('3d')
-  _, state, _ = run(workers, 2, exchange, '3d')
-  _, expected, _ = run(simulated, 2, exchange, '3d')
-  found = demo_optax.state.momentum(state)
-  expected = demo_optax.state.momentum(expected)
-  for key, shape in SHAPES.items():
-    assert found[key].shape == (2, *shape)
-    np.testing.assert_allclose(found[key], expected[key], atol=1e-6)
 
 
 # What crosses which wire ------------------------------------------------------
@@ -283,19 +274,15 @@ def test_what_is_replicated_inside_crosses_once():
   row = 4 * wire.ROW
   assert plan.sent_bytes % (4 * row) == one.sent_bytes % row == 0
   assert 0 <= plan.sent_bytes - one.sent_bytes <= padding + 4 * row
-  expected, _, _ = run(demo_optax.Workers.simulated(2), 3, exchange, '2d')
-  tx, state = exchange(many), None
+  tx = exchange(many)
   params = many.device_put(params)
-  state = many.device_put(tx.init(params))
-  update = jax.jit(tx.update)
-  for step in range(3):
-    gradients = random_tree(step, SHAPES, lead=(2,))
-    if step == 2:
-      gradients['rows'][1, -1, -1] = np.nan
-    gradients = jax.device_put(gradients, NamedSharding(mesh, P('replica')))
-    updates, state = update(gradients, state, params)
-    assert_same_bits(updates, expected[step])
-    assert_replicas_equal(updates)
+  state, update = tx.init(params), jax.jit(tx.update)
+  gradients = jax.device_put(
+      random_tree(0, SHAPES, lead=(2,)), NamedSharding(mesh, P('replica')))
+  updates, _ = update(gradients, state, params)
+  (expected,), *_ = run(demo_optax.Workers.simulated(2), 1, exchange, '2d')
+  assert_same_bits(updates, expected)
+  assert_devices_agree(updates)
   compiled = update.lower(gradients, state, params).compile()
   moved = {c.axes: c.received_bytes
            for c in hlo_text.collectives(compiled, mesh)
@@ -332,90 +319,35 @@ def test_plan_tells_where_sharding_changes_the_result():
     assert found == equal, key
 
 
-# Gradients --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize('kind', ['auto', 'explicit'])
-def test_gradients_stay_sharded(kind):
-  """A two-layer model, its batch spread over all devices of each worker."""
-  mesh = make_mesh({'replica': 2, 'fsdp': 4}, kind)
-  specs = {'up': P(None, 'fsdp'), 'down': P('fsdp', None), 'bias': P()}
-  workers = demo_optax.Workers.on_mesh(mesh, 'replica', specs)
-  params = random_tree(
-      0, {'up': (16, 64), 'down': (64, 16), 'bias': (16,)})
-  x = np.random.default_rng(1).normal(size=(8, 16)).astype(np.float32)
-
-  def loss_fn(params, x, out=None):
-    y = jnp.tanh(x @ params['up'])
-    y = jnp.einsum('bi,io->bo', y, params['down'], out_sharding=out)
-    return jnp.mean((y + params['bias'][None]) ** 2)
-
-  # In Explicit mode a contraction over a sharded dimension wants a word.
-  out = P() if kind == 'explicit' else None
-  value_and_grad = worker_grads(
-      lambda params, x: loss_fn(params, x, out), workers)
-  tx = demo_optax.demo(1e-2, workers=workers, compressor=COMPRESSOR)
-
-  @jax.jit
-  def step(params, state, x):
-    loss, gradients = value_and_grad(params, x)
-    updates, state = tx.update(gradients, state, params)
-    return loss, optax.apply_updates(params, updates), state, gradients
-
-  placed = workers.device_put(params)
-  state = workers.device_put(tx.init(placed))
-  batch = jax.device_put(x, NamedSharding(mesh, P('replica')))
-  loss, new, state, gradients = step(placed, state, batch)
-  loss, new, state, _ = step(new, state, batch)
-  for key, spec in specs.items():
-    assert new[key].sharding.is_equivalent_to(
-        NamedSharding(mesh, spec), new[key].ndim)
-    if key != 'bias':
-      assert gradients[key].sharding.shard_shape(gradients[key].shape) == (
-          NamedSharding(mesh, P('replica', *spec)).shard_shape(
-              gradients[key].shape))
-
-  simulated = demo_optax.Workers.simulated(2)
-  _, expected = worker_grads(loss_fn, simulated)(params, x)
-  for key in specs:
-    np.testing.assert_allclose(gradients[key], expected[key], atol=1e-5)
-
-
 # Specs ------------------------------------------------------------------------
 
 
-def nnx_model(mesh, rules=None):
-  from flax import nnx
-  names = ('embed', 'mlp') if rules else (None, 'fsdp')
+class Model(nnx.Module):
 
-  class Model(nnx.Module):
+  def __init__(self, axes):
+    rngs = nnx.Rngs(0)
+    init = nnx.with_partitioning(nnx.initializers.normal(), axes)
+    self.layers = nnx.List([
+        nnx.Linear(16, 32, kernel_init=init, rngs=rngs),
+        nnx.Linear(32, 16, rngs=rngs)])
+    self.norm = nnx.BatchNorm(16, rngs=rngs)
 
-    def __init__(self, rngs):
-      init = nnx.with_partitioning(nnx.initializers.normal(), names)
-      self.layers = nnx.List([
-          nnx.Linear(16, 32, kernel_init=init, rngs=rngs),
-          nnx.Linear(32, 16, rngs=rngs)])
-      self.norm = nnx.BatchNorm(16, rngs=rngs)
-
-    def __call__(self, x):
-      return self.norm(self.layers[1](jnp.tanh(self.layers[0](x))))
-
-  with jax.set_mesh(mesh):
-    if rules:
-      with nnx.logical_axis_rules(rules):
-        return Model(nnx.Rngs(0))
-    return Model(nnx.Rngs(0))
+  def __call__(self, x):
+    x = self.layers[0](x, out_sharding=P(None, None))
+    return self.norm(self.layers[1](jnp.tanh(x)))
 
 
-@pytest.mark.parametrize('rules', [None, [('embed', None), ('mlp', 'fsdp')]])
-def test_specs_of_an_nnx_model(rules):
-  from flax import nnx
-  mesh = make_mesh(SHAPE_2D)
-  model = nnx_model(mesh, rules)
-  specs = demo_optax.param_specs(model, rules)
-  workers = demo_optax.Workers.on_mesh(mesh, 'replica', specs)
-  tx = demo_optax.demo(1e-2, workers=workers, compressor=COMPRESSOR)
+@pytest.mark.parametrize('rules, kind', [
+    (None, 'auto'), (None, 'explicit'),
+    ([('embed', None), ('mlp', 'fsdp')], 'auto')])
+def test_an_nnx_model_sharded_by_its_annotations(rules, kind):
+  """It learns, nothing dense crosses, and everything lies where it should."""
+  mesh = make_mesh(SHAPE_2D, kind)
   with jax.set_mesh(mesh), nnx.logical_axis_rules(rules or ()):
+    model = Model(('embed', 'mlp') if rules else (None, 'fsdp'))
+    workers = demo_optax.Workers.on_mesh(
+        mesh, 'replica', demo_optax.param_specs(model, rules))
+    tx = demo_optax.demo(1e-2, workers=workers, compressor=COMPRESSOR)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
   @demo_optax.data_parallel(workers)
@@ -427,10 +359,18 @@ def test_specs_of_an_nnx_model(rules):
 
   x = jax.device_put(
       np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32),
-      NamedSharding(mesh, P(('replica', 'fsdp'))))
-  with jax.numpy_dtype_promotion('standard'):
+      NamedSharding(mesh, P('replica' if kind == 'explicit' else (
+          'replica', 'fsdp'))))
+  with jax.set_mesh(mesh), jax.numpy_dtype_promotion('standard'):
     losses = [float(step(model, optimizer, x)) for _ in range(5)]
+    compiled = step.lower(model, optimizer, x).compile()
   assert losses[-1] < losses[0]
+  params = nnx.state(model, nnx.Param)
+  received = sum(c.received_bytes for c in hlo_text.collectives(compiled, mesh)
+                 if 'replica' in c.axes)
+  message = demo_optax.plan(params, COMPRESSOR, workers).device_bytes['replica',]
+  assert message <= received <= message + 400  # the loss and statistics
+  assert demo_optax.check_replicas(params, workers) == []
   kernel = model.layers[0].kernel[...]
   assert kernel.sharding.shard_shape(kernel.shape) == (16, 8)
   momentum = optimizer.opt_state.inner_state[1].worker_stacked.momentum
@@ -441,7 +381,6 @@ def test_specs_of_an_nnx_model(rules):
 
 
 def test_specs_of_a_linen_model():
-  import flax.linen as nn
 
   class Model(nn.Module):
 
@@ -471,62 +410,54 @@ def test_specs_of_a_linen_model():
     assert {s.data.shape[:2] for s in moment.addressable_shards} == {(1, 1)}
 
 
-def test_specs_for_subtrees():
-  specs = {'layer': P('fsdp'), 'head': None}
-  workers = demo_optax.Workers.simulated(2, specs, {'fsdp': 4})
-  params = {'layer': {'a': jnp.ones((8, 8)), 'b': jnp.ones(16)},
-            'head': {'w': jnp.ones((3, 3))}}
-  plan = demo_optax.plan(params, COMPRESSOR, workers)
-  assert [leaf.blocks for leaf in plan.leaves] == [(1, 1), (4, 1), (4,)]
-
-
-def test_specs_without_a_model():
-  with pytest.raises(TypeError, match='model is a int'):
-    demo_optax.param_specs(3)
-
-
 # Mistakes ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('specs, error, message', [
-    ({'w': P('replica')}, ValueError, r"\['w'\].*names the worker axis 'replica'"),
-    ({'w': P('model')}, ValueError, r"names the axis 'model'.*: fsdp"),
-    ({'w': P('fsdp', 'fsdp')}, ValueError, "names 'fsdp' twice"),
-    ({'w': 'fsdp'}, TypeError, "'fsdp' for .*PartitionSpec"),
-    ({'w': P(P.UNCONSTRAINED)}, ValueError, 'names the axis'),
-])
-def test_wrong_specs(specs, error, message):
-  with pytest.raises(error, match=message):
-    demo_optax.Workers.on_mesh(make_mesh(SHAPE_2D), 'replica', specs)
+def on_2d(specs):
+  return demo_optax.Workers.on_mesh(make_mesh(SHAPE_2D), 'replica', specs)
 
 
-@pytest.mark.parametrize('specs, message', [
-    ({'other': P()}, r"nothing for the parameter \['w'\].*specs for other"),
-    ({'w': P('fsdp')}, r"\['w'\] has shape \(6, 8\).*dimension 0 of length 6"),
-    ({'w': P(None, None, 'fsdp')}, r'3 entries, but its shape \(6, 8\)'),
-])
-def test_specs_that_do_not_fit_the_parameters(specs, message):
-  workers = demo_optax.Workers.on_mesh(make_mesh(SHAPE_2D), 'replica', specs)
-  with pytest.raises(ValueError, match=message):
-    exchange(workers).init({'w': jnp.ones((6, 8))})
-  with pytest.raises(ValueError, match=message):
-    demo_optax.plan({'w': jnp.ones((6, 8))}, COMPRESSOR, workers)
+def init(specs):
+  exchange(on_2d(specs)).init({'w': jnp.ones((6, 8))})
 
 
-def test_momentum_of_another_sharding_is_refused():
-  params = {'w': jnp.ones((44, 8))}
-  specs = {'w': P('fsdp')}
-  state = exchange(demo_optax.Workers.simulated(2)).init(params)
-  workers = demo_optax.Workers.simulated(2, specs, {'fsdp': 4})
-  with pytest.raises(ValueError, match='sharded over fsdp'):
-    exchange(workers).update({'w': jnp.ones((2, 44, 8))}, state, params)
+def plan(specs):
+  demo_optax.plan({'w': jnp.ones((6, 8))}, COMPRESSOR, on_2d(specs))
 
 
-def test_mixed_axis_types_are_refused():
+def update_of_another_sharding():
+  state = exchange(demo_optax.Workers.simulated(2)).init({'w': jnp.ones((44, 8))})
+  workers = demo_optax.Workers.simulated(2, {'w': P('fsdp')}, {'fsdp': 4})
+  exchange(workers).update({'w': jnp.ones((2, 44, 8))}, state)
+
+
+def mixed_axis_types():
   types = (MESHES['auto'], MESHES['explicit'])
   mesh = jax.make_mesh((2, 4), ('replica', 'fsdp'), axis_types=types)
-  with pytest.raises(ValueError, match='all Auto or all Explicit'):
-    demo_optax.Workers.on_mesh(mesh, 'replica')
+  demo_optax.Workers.on_mesh(mesh, 'replica')
+
+
+@pytest.mark.parametrize('call, error, message', [
+    (lambda: on_2d({'w': P('replica')}), ValueError,
+     r"\['w'\].*names the worker axis 'replica'"),
+    (lambda: on_2d({'w': P('model')}), ValueError,
+     r"names the axis 'model'.*: fsdp"),
+    (lambda: on_2d({'w': P('fsdp', 'fsdp')}), ValueError, "names 'fsdp' twice"),
+    (lambda: on_2d({'w': 'fsdp'}), TypeError, "'fsdp' for .*PartitionSpec"),
+    (lambda: on_2d({'w': P(P.UNCONSTRAINED)}), ValueError, 'names the axis'),
+    (lambda: init({'other': P()}), ValueError,
+     r"nothing for the parameter \['w'\].*specs for other"),
+    (lambda: init({'w': P('fsdp')}), ValueError,
+     r"\['w'\] has shape \(6, 8\).*dimension 0 of length 6"),
+    (lambda: plan({'w': P(None, None, 'fsdp')}), ValueError,
+     r'3 entries, but its shape \(6, 8\)'),
+    (update_of_another_sharding, ValueError, 'sharded over fsdp'),
+    (mixed_axis_types, ValueError, 'all Auto or all Explicit'),
+    (lambda: demo_optax.param_specs(3), TypeError, 'model is a int'),
+])
+def test_mistakes(call, error, message):
+  with pytest.raises(error, match=message):
+    call()
 
 
 # Placing trees ----------------------------------------------------------------
@@ -539,22 +470,12 @@ def test_device_put_of_subtrees():
       {'layer': {'a': np.ones((64, 8))}, 'head': np.ones((4,))})
   assert params['layer']['a'].sharding.spec == P('fsdp')
   assert params['head'].is_fully_replicated
-  adam = optax.scale_by_adam().init(
-      {'layer': {'a': np.ones((64, 8))}, 'head': np.ones((4,))})
+  adam = optax.scale_by_adam().init(params)
   assert workers.device_put(adam).mu['layer']['a'].sharding.spec == P('fsdp')
-
-
-@pytest.mark.parametrize('kind', ['auto', 'explicit'])
-def test_device_put_of_a_state_that_was_read_from_a_file(kind):
-  workers = make_workers('3d', kind)
-  tx = optax.chain(
-      demo_optax.per_worker(optax.scale_by_adam(), workers=workers),
-      exchange(workers))
-  state = tx.init(workers.device_put(random_tree(9, SHAPES)))
-  moved = workers.device_put(jax.tree.map(np.asarray, state))
-  for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(moved)):
-    if old.sharding.mesh == workers.mesh:
-      assert new.sharding.is_equivalent_to(old.sharding, new.ndim)
+  params = {'layer': {'a': jnp.ones((8, 8)), 'b': jnp.ones(16)},
+            'head': {'w': jnp.ones((3, 3))}}
+  plan = demo_optax.plan(params, COMPRESSOR, workers)
+  assert [leaf.blocks for leaf in plan.leaves] == [(1, 1), (4, 1), (4,)]
 
 
 def test_workers_are_equal_by_value():

@@ -14,7 +14,14 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
-from helpers import COMPILATIONS, make_workers, on_mesh
+from helpers import (
+  COMPILATIONS,
+  make_mesh_2d,
+  make_step,
+  make_workers,
+  on_mesh,
+  own,
+)
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -31,12 +38,8 @@ def demo(workers, learning_rate=0.03):
   )
 
 
-def mesh_2d(kind, names=('data', 'fsdp'), shape=(2, 2)):
-  types = {'auto': AxisType.Auto, 'explicit': AxisType.Explicit}
-  return jax.make_mesh(
-      shape, names, axis_types=(types[kind],) * 2,
-      devices=jax.devices()[: shape[0] * shape[1]],
-  )
+def square(params, x):
+  return jnp.mean((x @ params['w']) ** 2)
 
 
 def received(compiled, workers):
@@ -46,11 +49,7 @@ def received(compiled, workers):
 
 def stacked_leaves(tree):
   """What lies under `worker_stacked`, but for numbers."""
-  flat = jax.tree_util.tree_flatten_with_path(tree)[0]
-  found = [
-      x for path, x in flat
-      if 'worker_stacked' in jax.tree_util.keystr(path) and x.ndim > 1
-  ]
+  found = [x for x in own(tree).values() if x.ndim > 1]
   assert found
   return found
 
@@ -107,13 +106,7 @@ def replicated_momentum(workers):
   """A step, and a state made with the shardings that Flax finds."""
   params = {'w': jnp.ones((64, 64))}
   tx = demo(workers)
-
-  @demo_optax.data_parallel(workers)
-  def step(params, state, x):
-    loss_fn = lambda params: jnp.mean((x @ params['w']) ** 2)
-    updates, state = tx.update(jax.grad(loss_fn)(params), state, params)
-    return optax.apply_updates(params, updates), state
-
+  step = make_step(tx, workers, square)
   abstract = jax.eval_shape(tx.init, params)
   params_sharding, sharding = nn.get_sharding((params, abstract), workers.mesh)
   state = jax.jit(tx.init, out_shardings=sharding)(params)
@@ -129,7 +122,7 @@ def test_replicated_momentum_is_put_right_at_the_call():
   compiled = step.lower(params, state, x).compile()
   plan = demo_optax.plan(params, COMPRESSOR, workers)
   assert received(compiled, workers) <= plan.device_bytes['data',] + 100
-  _, state = step(params, state, x)
+  _, state, _ = step(params, state, x)
   for x in stacked_leaves(state):
     assert x.sharding.spec[0] == 'data'
 
@@ -182,9 +175,16 @@ def test_nnx_get_partition_spec(constrain):
     assert x.sharding.spec[0] == 'data'
 
 
-@pytest.mark.parametrize('logical', [False, True])
-def test_boxed_parameters_that_stay_boxed(logical):
-  mesh = mesh_2d('auto')
+def unboxed(tree):
+  is_box = lambda x: isinstance(x, nn.Partitioned)
+  return jax.tree.map(
+      lambda x: x.value if is_box(x) else x, tree, is_leaf=is_box)
+
+
+@pytest.mark.parametrize('logical, boxes', [
+    (False, True), (True, True), (True, False)])
+def test_sharded_parameters_in_boxes_or_unboxed(logical, boxes):
+  mesh = make_mesh_2d('auto', (2, 2))
   box = nn.with_logical_partitioning if logical else nn.with_partitioning
   axes = (None, 'mlp') if logical else (None, 'fsdp')
   rules = (('mlp', 'fsdp'),)
@@ -206,6 +206,7 @@ def test_boxed_parameters_that_stay_boxed(logical):
       specs, mesh, rules
   ) if logical else nn.get_sharding(abstract, mesh)
   state = jax.jit(init, out_shardings=sharding)(jax.random.key(0))
+  state = state if boxes else unboxed(state)
 
   @demo_optax.data_parallel(workers)
   def step(state, x):
@@ -220,8 +221,14 @@ def test_boxed_parameters_that_stay_boxed(logical):
   assert COMPILATIONS.count == 0
   assert loss < first
   kernel = state.params['kernel']
-  assert isinstance(kernel, nn.Partitioned)
-  assert kernel.value.sharding.spec == P(None, 'fsdp')
+  assert isinstance(kernel, nn.Partitioned) == boxes
+  assert unboxed(kernel).sharding.spec == P(None, 'fsdp')
+  found = hlo_text.collectives(step.lower(state, x).compile(), mesh)
+  plan = demo_optax.plan(unboxed(state.params), COMPRESSOR, workers)
+  message = plan.device_bytes['data',]
+  between = sum(c.received_bytes for c in found if 'data' in c.axes)
+  assert message <= between <= message + 100
+  assert demo_optax.check_replicas(state.params, workers) == []
   largest = max(stacked_leaves(state.opt_state), key=lambda x: x.size)
   assert largest.sharding.spec[0] == 'data'
   assert 'fsdp' in jax.tree.leaves(tuple(largest.sharding.spec))
@@ -232,7 +239,7 @@ def test_boxed_parameters_that_stay_boxed(logical):
 
 @pytest.mark.parametrize('mapped', [True, False])
 def test_simulated_workers_with_parameters_on_an_explicit_mesh(mapped):
-  mesh = mesh_2d('explicit')
+  mesh = make_mesh_2d('explicit', (2, 2))
   workers = demo_optax.Workers.simulated(2)
   tx = demo(workers)
   with jax.set_mesh(mesh):
@@ -252,7 +259,7 @@ def test_simulated_workers_with_parameters_on_an_explicit_mesh(mapped):
 
 @pytest.mark.parametrize('mapped', [True, False])
 def test_param_specs_that_were_forgotten_on_an_explicit_mesh(mapped):
-  mesh = mesh_2d('explicit')
+  mesh = make_mesh_2d('explicit', (2, 2))
   workers = demo_optax.Workers.on_mesh(mesh, 'data')
   tx = demo(workers)
   with jax.set_mesh(mesh):
@@ -262,13 +269,7 @@ def test_param_specs_that_were_forgotten_on_an_explicit_mesh(mapped):
     remedy = r"\['w'\] is sharded.*'fsdp'.*demo_optax.param_specs\(model\)"
     with pytest.raises(ValueError, match=remedy):
       if mapped:
-
-        @demo_optax.data_parallel(workers)
-        def step(params, state, x):
-          loss_fn = lambda params: jnp.mean((x @ params['w']) ** 2)
-          return tx.update(jax.grad(loss_fn)(params), state, params)
-
-        step(params, state, BATCH)
+        make_step(tx, workers, square)(params, state, BATCH)
       else:
         grads = {'w': jax.device_put(
             jnp.ones((2, 8, 4)), NamedSharding(mesh, P('data', None, 'fsdp')))}
@@ -283,7 +284,7 @@ def test_a_layer_that_names_the_worker_axis(kind, shape, names):
   if len(names) == 1:
     workers = on_mesh(4, kind)
   else:
-    workers = demo_optax.Workers.on_mesh(mesh_2d(kind, names, shape), 'data')
+    workers = demo_optax.Workers.on_mesh(make_mesh_2d(kind, shape), 'data')
   tx = demo(workers)
   params = {'w': jnp.ones((8, 4))}
   constraint = (
@@ -291,25 +292,22 @@ def test_a_layer_that_names_the_worker_axis(kind, shape, names):
       if kind == 'auto' else jax.sharding.reshard
   )
 
-  def make_step(spec):
-    @demo_optax.data_parallel(workers)
-    def step(params, state, x):
-      loss_fn = lambda params: jnp.mean(constraint(x @ params['w'], spec) ** 2)
-      return tx.update(jax.grad(loss_fn)(params), state, params)
-    return step
+  def step_with(spec):
+    return make_step(tx, workers, lambda params, x: jnp.mean(
+        constraint(x @ params['w'], spec) ** 2))
 
   with jax.set_mesh(workers.mesh):
     state = tx.init(params)
     with pytest.raises(ValueError, match=r"Leave it out.*place of P\('data'"):
-      make_step(P('data', None))(params, state, BATCH)
+      step_with(P('data', None))(params, state, BATCH)
     if len(names) > 1 and kind == 'auto':  # what remains when it is left out
-      make_step(P(None, 'fsdp'))(params, state, BATCH)
+      step_with(P(None, 'fsdp'))(params, state, BATCH)
 
 
 @pytest.mark.parametrize('mapped', [True, False])
 def test_an_axis_of_one_device_shards_nothing(mapped):
   """A script for many devices, run on few: its annotations stay."""
-  mesh = mesh_2d('explicit', shape=(4, 1))
+  mesh = make_mesh_2d('explicit', (4, 1))
   workers = demo_optax.Workers.on_mesh(mesh, 'data')
   tx = demo(workers)
   with jax.set_mesh(mesh):
@@ -322,15 +320,10 @@ def test_an_axis_of_one_device_shards_nothing(mapped):
       jax.jit(tx.update)(grads, state, params)
       return
 
-    @demo_optax.data_parallel(workers)
-    def step(params, state, x):
-      loss_fn = lambda params: jnp.mean((x @ params['w']) ** 2)
-      updates, state = tx.update(jax.grad(loss_fn)(params), state, params)
-      return optax.apply_updates(params, updates), state
-
-    params, state = step(params, state, BATCH)
+    step = make_step(tx, workers, square)
+    params, state, _ = step(params, state, BATCH)
     COMPILATIONS.count = 0
-    params, state = step(params, state, BATCH)
+    params, state, _ = step(params, state, BATCH)
     assert COMPILATIONS.count == 0
     assert params['w'].sharding.spec == P(None, 'fsdp')
 
@@ -371,26 +364,9 @@ def test_linen_batch_statistics_keep_their_shape(whole):
     params, new, state = step(params, stats, state, BATCH)
     stats = new['batch_stats']
     assert jax.tree.map(jnp.shape, stats) == shapes
-
-
-def test_an_equinox_module_as_it_is():
-  workers = demo_optax.Workers.simulated(4)
-  model = eqx.nn.MLP(8, 4, 16, 2, key=jax.random.key(0))
-  tx = demo(workers)
-  state = tx.init(eqx.filter(model, eqx.is_inexact_array))
-
-  @demo_optax.data_parallel(workers)
-  def step(model, state, x):
-    loss_fn = lambda model: jnp.mean(jax.vmap(model)(x) ** 2)
-    grads = eqx.filter_grad(loss_fn)(model)
-    updates, state = tx.update(grads, state, eqx.filter(model, eqx.is_inexact_array))
-    return eqx.apply_updates(model, updates), state, loss_fn(model)
-
-  losses = []
-  for _ in range(6):
-    model, state, loss = step(model, state, BATCH)
-    losses.append(float(loss))
-  assert losses[-1] < losses[0]
+  # Where they are NaN on all workers, they stay.
+  _, new, _ = step(params, stats, state, BATCH * np.nan)
+  jax.tree.map(np.testing.assert_array_equal, new['batch_stats'], stats)
 
 
 # pmap -----------------------------------------------------------------------------
@@ -421,6 +397,10 @@ def test_pmap_that_returns_the_state_of_one_worker():
     p, s = own(p, s, xs)
     q, t = one(q, t, xs)
   np.testing.assert_array_equal(p['w'][0], q['w'])
+  crossing = hlo_text.collectives(own.lower(p, s, xs).compile())
+  plan = demo_optax.plan(params, COMPRESSOR, 4)
+  received = sum(c.received_bytes for c in crossing)
+  assert plan.received_bytes <= received <= plan.received_bytes + 200
   differences = demo_optax.check_replicas(t)
   assert differences and demo_optax.check_replicas(q) == []
   assert all('worker_stacked' in d.leaf for d in differences)
