@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import make_workers
+from helpers import make_step, make_workers
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -25,6 +25,17 @@ def workers(request):
 def rows(count=16, columns=8):
   rng = np.random.default_rng(0)
   return rng.normal(size=(count, columns)).astype(np.float32)
+
+
+def to_one(params, x):
+  return jnp.mean((x @ params['w'] - 1) ** 2)
+
+
+def advance(tx, params, state, *args, loss_fn=to_one):
+  """The usual lines of a step."""
+  loss, grads = jax.value_and_grad(loss_fn)(params, *args)
+  updates, state = tx.update(grads, state, params)
+  return optax.apply_updates(params, updates), state, loss
 
 
 def test_the_mean_of_large_halves_is_finite(workers):
@@ -165,10 +176,8 @@ def test_a_legacy_key_among_inferred_arguments():
   @demo_optax.data_parallel(workers)
   def step(params, opt_state, rng, x):
     rng, own = jax.random.split(rng)
-    loss_fn = lambda params: jnp.mean((x @ params['w']) ** 2)
-    updates, opt_state = tx.update(jax.grad(loss_fn)(params), opt_state, params)
-    noise = jax.random.normal(own, x.shape[:1])
-    return optax.apply_updates(params, updates), opt_state, rng, noise
+    params, opt_state, _ = advance(tx, params, opt_state, x)
+    return params, opt_state, rng, jax.random.normal(own, x.shape[:1])
 
   params, opt_state, rng, noise = step(
       params, tx.init(params), jax.random.PRNGKey(0), rows())
@@ -207,8 +216,7 @@ def test_each_worker_draws_noise_of_its_own(workers, make, local):
   @demo_optax.data_parallel(workers, batch_argnums=2)
   def step(params, state, x):
     loss_fn = lambda params: jnp.mean(x) * jnp.sum(params['w'])
-    updates, state = tx.update(jax.grad(loss_fn)(params), state, params)
-    return optax.apply_updates(params, updates), state
+    return advance(tx, params, state, loss_fn=loss_fn)[:2]
 
   params, state = {'w': jnp.zeros((64, 64))}, tx.init({'w': jnp.zeros((64, 64))})
   seen = []
@@ -246,24 +254,6 @@ def test_more_workers_have_keys_of_their_own(make, kind):
     assert len(np.unique(np.asarray(data).reshape(n, -1), axis=0)) == n
 
 
-def test_a_run_restored_with_more_workers_has_more_keys(tmp_path):
-  four, eight = map(demo_optax.Workers.simulated, (4, 8))
-
-  def make(workers):
-    return optax.chain(
-        demo_optax.per_worker(optax.add_noise(1.0, 0.0, 0), workers=workers),
-        demo_optax.demo(0.1, workers=workers))
-
-  params = {'w': jnp.ones((8, 8))}
-  states = [make(workers).init(params) for workers in (four, eight)]
-  with demo_optax.checkpoint.Checkpointer(tmp_path, states[0]) as checkpointer:
-    checkpointer.save(1, states[0])
-  with demo_optax.checkpoint.Checkpointer(tmp_path, states[1]) as checkpointer:
-    _, state = checkpointer.restore(resize=True)
-  keys = jax.random.key_data(state[0].worker_stacked.rng_key)
-  assert len(np.unique(keys, axis=0)) == 8
-
-
 # Where the rows are --------------------------------------------------------------
 
 
@@ -271,11 +261,8 @@ def make_epoch(tx, wrap, mean=demo_optax.over_workers):
   """A whole epoch in one program, over batches `[steps, rows, ...]`."""
   def epoch(params, state, batches):
     def step(carry, x):
-      params, state = carry
-      loss_fn = lambda params: jnp.mean((x @ params['w'] - 1) ** 2)
-      loss, grads = jax.value_and_grad(loss_fn)(params)
-      updates, state = tx.update(grads, state, params)
-      return (optax.apply_updates(params, updates), state), loss
+      params, state, loss = advance(tx, *carry, x)
+      return (params, state), loss
 
     (params, state), losses = jax.lax.scan(step, (params, state), batches)
     return params, state, mean(losses)
@@ -315,15 +302,11 @@ def test_a_step_of_each_row(workers):
 def test_scans_that_are_no_steps(how):
   workers = demo_optax.Workers.simulated(4)
   tx = demo_optax.demo(0.1, workers=workers)
-  loss_fn = lambda params, x: jnp.mean((x @ params['w'] - 1) ** 2)
 
   @demo_optax.data_parallel(workers)
   def step(params, state, x):
     def update(carry, x):
-      params, state = carry
-      grads = jax.grad(loss_fn)(params, x)
-      updates, state = tx.update(grads, state, params)
-      return (optax.apply_updates(params, updates), state), None
+      return advance(tx, *carry, x)[:2], None
 
     if how == 'reshaped':
       return jax.lax.scan(update, (params, state), x.reshape(2, 2, 8))[0]
@@ -331,7 +314,7 @@ def test_scans_that_are_no_steps(how):
       return jax.lax.scan(update, (params, state), x.astype(jnp.bfloat16).astype(jnp.float32))[0]
     parts = x if how == 'per row' else x.reshape(2, 2, 8)
     _, grads = jax.lax.scan(
-        lambda _, x: (None, jax.grad(loss_fn)(params, x)), None, parts)
+        lambda _, x: (None, jax.grad(to_one)(params, x)), None, parts)
     grads = jax.tree.map(lambda g: g.mean(0), grads)
     update = jax.jit(tx.update)  # nested, so that the program is looked at
     updates, state = update(grads, state, params)
@@ -387,12 +370,10 @@ def test_a_step_that_draws_its_batch(workers):
     key, own = jax.random.split(key)
     assert table.shape == (8, 8)
     x = jnp.asarray(data)[jax.random.randint(own, (16,), 0, 1000)]
-    loss_fn = lambda params: jnp.mean((x @ params['w'] - 1) ** 2)
-    loss, grads = jax.value_and_grad(loss_fn)(params)
-    updates, opt_state = tx.update(grads, opt_state, params)
+    params, opt_state, loss = advance(tx, params, opt_state, x)
     largest = demo_optax.over_workers(x.max(), jnp.max)
     least = demo_optax.over_workers(x.max(), jnp.min)
-    return optax.apply_updates(params, updates), opt_state, key, loss, largest - least
+    return params, opt_state, key, loss, largest - least
 
   params = {'w': jnp.zeros(8)}
   params, _, key, loss, spread = step(
@@ -416,8 +397,7 @@ def test_loaded_weights_arrive_as_a_whole(workers):
   @demo_optax.data_parallel(workers, batch_argnums=2)
   def step(params, state, x):
     loss_fn = lambda p: (p['a'].sum() + p['b'].sum()) * x.mean()
-    updates, state = tx.update(jax.grad(loss_fn)(params), state, params)
-    return optax.apply_updates(params, updates), state
+    return advance(tx, params, state, loss_fn=loss_fn)[:2]
 
   params = {'a': jnp.zeros(3), 'b': jnp.zeros(2)}
   state, x = tx.init(params), np.array([1, 2, 3, 4], np.float32)
@@ -488,15 +468,8 @@ def test_an_averaged_baseline_in_the_same_step():
   """Its state was not known, and the step refused to guess."""
   workers = demo_optax.Workers.simulated(4)
   tx = optax.chain(demo_optax.average(workers=workers), optax.sgd(0.1))
-
-  @demo_optax.data_parallel(workers)
-  def step(params, state, x):
-    loss_fn = lambda params: jnp.mean((x @ params['w'] - 1) ** 2)
-    updates, state = tx.update(jax.grad(loss_fn)(params), state, params)
-    return optax.apply_updates(params, updates), state
-
   params = {'w': jnp.zeros(8)}
-  after, _ = step(params, tx.init(params), rows())
+  after, *_ = make_step(tx, workers, to_one)(params, tx.init(params), rows())
   expected = jax.grad(lambda w: jnp.mean((rows() @ w - 1) ** 2))(params['w'])
   np.testing.assert_allclose(after['w'], -0.1 * expected, rtol=1e-4, atol=1e-6)
 
@@ -574,6 +547,7 @@ def test_a_step_that_compiles_again_and_again_warns():
     def step(self, x):
       return x.mean()
 
+  assert float(Trainer().step(np.arange(8, dtype=np.float32))) == 3.5
   with pytest.warns(UserWarning, match='20 programs.* self of a method'):
     for _ in range(20):
       Trainer().step.func.lower(Trainer(), np.ones(4, np.float32))
