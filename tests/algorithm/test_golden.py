@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import on_mesh
 
 import demo_optax
 
@@ -31,17 +32,10 @@ def _subtree(run, prefix):
           if k.startswith(prefix + '/')}
 
 
-def workers_for(kind, count):
-  if kind == 'simulated':
-    return demo_optax.Workers.simulated(count)
-  mesh = jax.make_mesh((count,), ('data',), devices=jax.devices()[:count],
-                       axis_types=(jax.sharding.AxisType.Auto,))
-  return demo_optax.Workers.on_mesh(mesh, 'data')
-
-
 def replay(run, tree, kind):
   """Yields (step, params, merged, state) of our run of the same gradients."""
-  workers = workers_for(kind, int(run['workers']))
+  make = on_mesh if kind == 'mesh' else demo_optax.Workers.simulated
+  workers = make(int(run['workers']))
   compressor = demo_optax.dct_topk(int(run['chunk']), int(run['topk']),
                                    padding=False, proportional=False)
   rates = jnp.asarray(run['lr'])

@@ -273,6 +273,7 @@ def test_leaves_of_linen_modules():
     ('token_embed1|embedding', (256, 64), None),
     ('time_embedding|linear|kernel', (64, 64), (1, 1)),
     ('any', (1, 64), None),
+    ('', (2, 8, 8), (1, 1)),  # a leaf without a name
     # Attention has heads, and is not one.
     ('MultiHeadAttention_0|proj', (64, 64), (1, 1)),
     ('Head_0|query|kernel', (64, 16), (1, 1)),
@@ -298,16 +299,10 @@ def test_leaves_of_linen_modules():
 ])
 def test_names(path, shape, expected):
   tree = jax.ShapeDtypeStruct(shape, 'float32')
-  for part in reversed(path.split('|')):
+  for part in reversed(path.split('|') if path else ()):
     tree = {part: tree}
   (found,) = kinds_of(tree).values()
   assert found == expected
-
-
-@pytest.mark.parametrize('make', [lambda x: x, lambda x: [x], lambda x: (x,)])
-def test_trees_without_names(make):
-  found = kinds_of(make(jax.ShapeDtypeStruct((2, 8, 8), 'float32')))
-  assert list(found.values()) == [(1, 1)]
 
 
 def test_a_users_own_rule():
@@ -347,23 +342,11 @@ def loss_fn(params, tokens):
       logits, (tokens + 1) % 16).mean()
 
 
-def make_step(tx, workers):
-
-  @demo_optax.data_parallel(workers)
-  def step(params, state, tokens):
-    loss, gradients = jax.value_and_grad(loss_fn, allow_int=True)(
-        params, tokens)
-    updates, state = tx.update(gradients, state, params)
-    return optax.apply_updates(params, updates), state, loss
-
-  return step
-
-
 @functools.cache
 def recipe(workers, **options):
   """The optimizer and its step, compiled once for tests that share them."""
   tx = demo_optax.demo_muon(0.02, workers=workers, **options)
-  return tx, make_step(tx, workers)
+  return tx, helpers.make_step(tx, workers, loss_fn)
 
 
 TOKENS = np.random.default_rng(8).integers(0, 16, (20, 16, 8))
@@ -381,8 +364,7 @@ def train(workers, steps=20, dtype=jnp.float32, state=None, params=None,
   return params, state, losses
 
 
-@pytest.mark.parametrize('count', [1, 4])
-@pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize('count, dtype', [(1, jnp.float32), (4, jnp.bfloat16)])
 def test_it_learns(count, dtype):
   params, state, losses = train(
       demo_optax.Workers.simulated(count), dtype=dtype)
@@ -393,24 +375,6 @@ def test_it_learns(count, dtype):
   floats = [x for x in jax.tree.leaves(state)
             if jnp.issubdtype(x.dtype, jnp.inexact)]
   assert {x.dtype for x in floats} == {jnp.dtype(jnp.float32)}
-
-
-@pytest.mark.parametrize('kind', ['auto', 'explicit'])
-def test_on_a_mesh(kind):
-  """As in simulation, all copies alike, and one message is all that travels."""
-  simulated = train(demo_optax.Workers.simulated(4))[2]
-  with helpers.make_workers(kind) as workers:
-    params, state, losses = train(workers)
-    np.testing.assert_allclose(losses, simulated, rtol=1e-3)
-    assert not demo_optax.check_replicas((params, state), workers)
-    lowered = recipe(workers)[1].lower(params, state, TOKENS[0])
-    found = hlo_text.collectives(
-        lowered.compile().as_text(), workers.mesh)
-  plan = demo_optax.plan(
-      params, recipes.muon_compressors(params), workers)
-  large = [c for c in found if c.output_bytes > 64]
-  assert [c.kind for c in large] == ['all-gather']
-  assert large[0].received_bytes == plan.received_bytes
 
 
 @pytest.mark.parametrize('sharded', [False, True])
@@ -425,25 +389,18 @@ def test_kernels_of_more_axes_where_types_say_how_they_are_sharded(sharded):
   specs = {
       'query': {'kernel': P(None, 'fsdp')}, 'out': {'kernel': P('fsdp')},
       'conv': {'kernel': P(None, None, None, 'fsdp')}}
-  mesh = jax.make_mesh(
-      (4, 2), ('data', 'fsdp'),
-      axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+  mesh = helpers.make_mesh_2d('explicit', (4, 2))
   losses = []
+
+  def distance(params, x):
+    return sum(jnp.sum(jnp.square(p - jnp.mean(x)))
+               for p in jax.tree.leaves(params))
+
   for workers in (
       demo_optax.Workers.on_mesh(mesh, 'data', *[specs] * sharded),
       demo_optax.Workers.simulated(4, *[specs, {'fsdp': 2}] * sharded)):
     tx = demo_optax.demo_muon(0.02, workers=workers)
-
-    @demo_optax.data_parallel(workers)
-    def step(params, state, x, tx=tx):
-      def loss_fn(params):
-        return sum(jnp.sum(jnp.square(p - jnp.mean(x)))
-                   for p in jax.tree.leaves(params))
-
-      loss, gradients = jax.value_and_grad(loss_fn)(params)
-      updates, state = tx.update(gradients, state, params)
-      return optax.apply_updates(params, updates), state, loss
-
+    step = helpers.make_step(tx, workers, distance)
     now, found = workers.device_put(params), []
     state = tx.init(now)
     for number in range(3):
@@ -455,15 +412,14 @@ def test_kernels_of_more_axes_where_types_say_how_they_are_sharded(sharded):
 
 def test_workers_of_several_devices():
   """Newton-Schulz stays inside of a worker; momenta lie as parameters do."""
-  mesh = jax.make_mesh(
-      (2, 4), ('data', 'fsdp'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  mesh = helpers.make_mesh_2d()
   specs = {'embed': P('fsdp'), 'up': P(None, 'fsdp'), 'down': P('fsdp'),
            'norm': P(), 'table': P()}
   workers = demo_optax.Workers.on_mesh(mesh, 'data', specs)
   params, state, losses = train(workers)
   assert losses[-1] < 0.5 * losses[0]
   assert not demo_optax.check_replicas((params, state), workers)
-  momentum = next(x for k, x in own(state).items()
+  momentum = next(x for k, x in helpers.own(state).items()
                   if 'mu' in k and "['up']" in k)
   assert momentum.sharding.shard_shape(momentum.shape) == (1, 64, 32)
   compiled = recipe(workers)[1].lower(params, state, TOKENS[0]).compile()
@@ -473,60 +429,6 @@ def test_workers_of_several_devices():
   assert [c.kind for c in between] == ['all-gather']
   plan = demo_optax.plan(params, recipes.muon_compressors(params), workers)
   assert 4 * between[0].received_bytes == plan.received_bytes  # per device
-
-
-def own(state):
-  """Everything in a state that lies under `worker_stacked`."""
-  flat = jax.tree_util.tree_flatten_with_path(state)[0]
-  return {jax.tree_util.keystr(path): x for path, x in flat
-          if 'worker_stacked' in jax.tree_util.keystr(path)}
-
-
-def test_saved_and_resized(tmp_path):
-  """Of other workers it goes on; of as many, bit for bit, in test_maps.py."""
-  params, saved, losses = train(demo_optax.Workers.simulated(4), steps=8)
-  wanted = {'params': params, 'state': saved}
-  with demo_optax.checkpoint.Checkpointer(tmp_path, wanted) as checkpoints:
-    checkpoints.save(8, wanted)
-  two = demo_optax.Workers.simulated(2)
-  tx = demo_optax.demo_muon(0.02, workers=two)
-  wanted = {'params': model(), 'state': tx.init(model())}
-  with demo_optax.checkpoint.Checkpointer(tmp_path, wanted) as checkpoints:
-    _, found = checkpoints.restore(resize=True)
-  # Two take over what four had: the means of pairs, of both momenta.
-  regrouped = [
-      (old, new) for old, new in zip(
-          jax.tree.leaves(saved), jax.tree.leaves(found['state']), strict=True)
-      if old.shape != new.shape]
-  # The momenta of two matrices, the residuals of both and of the norm.
-  assert sum(jnp.issubdtype(x.dtype, jnp.floating) for x, _ in regrouped) == 4
-  for old, new in regrouped:
-    assert np.any(old)
-    old = np.asarray(old, np.float64)
-    np.testing.assert_allclose(
-        new, np.reshape(old, (2, 2, *old.shape[1:])).mean(1), atol=1e-6)
-  *_, resized = train(
-      two, state=found['state'], params=found['params'], steps=12)
-  assert resized[-1] < losses[-1]
-
-
-@jax.numpy_dtype_promotion('standard')
-def test_a_schedule_of_zero_and_injected_rates_do_not_recompile():
-  workers = demo_optax.Workers.simulated(2)
-  tx = optax.inject_hyperparams(
-      demo_optax.demo_muon, hyperparam_dtype=jnp.float32
-  )(learning_rate=0.0, workers=workers)
-  params = model()
-  state, step = tx.init(params), make_step(tx, workers)
-  new, state, _ = step(params, state, TOKENS[0])
-  jax.tree.map(np.testing.assert_array_equal, new, params)
-  with helpers_no_compilation():
-    state.hyperparams['learning_rate'] = jnp.float32(0.02)
-    new, state, _ = step(new, state, TOKENS[1])
-  assert not np.array_equal(new['up'], params['up'])
-  state.hyperparams['learning_rate'] = jnp.float32(np.nan)
-  again, state, _ = step(new, state, TOKENS[2])
-  jax.tree.map(np.testing.assert_array_equal, again, new)
 
 
 @pytest.mark.parametrize('name', [
@@ -540,12 +442,15 @@ def test_a_hyperparameter_of_nan_loses_its_step_only(name):
     params = {'up': jnp.ones((16, 16)), 'norm': jnp.ones(16)}
     gradients = {'up': jnp.ones((2, 16, 16)), 'norm': jnp.ones((2, 16))}
     state, update = tx.init(params), jax.jit(tx.update)
+    _, state = update(gradients, state, params)
+    before = helpers.COMPILATIONS.count
     good = state.hyperparams[name]
     state.hyperparams[name] = jnp.float32(np.nan)
     updates, state = update(gradients, state, params)
     jax.tree.map(lambda u: np.testing.assert_array_equal(u, 0), updates)
     state.hyperparams[name] = good
     updates, state = update(gradients, state, params)
+    assert helpers.COMPILATIONS.count == before
     for x in jax.tree.leaves((updates, state)):
       assert np.isfinite(np.asarray(x, np.float64)).all()
     assert all(np.any(u != 0) for u in jax.tree.leaves(updates))
@@ -669,20 +574,13 @@ def test_boxes_of_linen():
   assert jax.tree.structure(new) == jax.tree.structure(state)
 
 
-def helpers_no_compilation():
-  import jax._src.test_util as jtu
-
-  return jtu.assert_num_jit_and_pmap_compilations(0)
-
-
 @pytest.mark.parametrize('case', ['stack', 'sharded'])
 def test_matrices_without_gradients_come_to_rest(case):
   """Experts that get no tokens, and no momentum moves them for long."""
   rng = np.random.default_rng(12)
   experts = jnp.asarray(rng.normal(size=(3, 64, 64)), jnp.float32)
   if case == 'sharded':
-    mesh = jax.make_mesh((2, 4), ('data', 'fsdp'),
-                         axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    mesh = helpers.make_mesh_2d('explicit')
     specs = {'experts': P(None, 'fsdp')}
     workers = demo_optax.Workers.on_mesh(mesh, 'data', specs)
     params = {'experts': jax.device_put(
@@ -726,24 +624,6 @@ def test_a_single_leaf_that_is_no_matrix():
   assert shapes[0] == shapes[1]
 
 
-@pytest.mark.parametrize('rule, error, match', [
-    ({'w': contrib.MuonDimensionNumbers(), 'b': contrib.MuonDimensionNumbers()},
-     ValueError, r"axes of \['b'\], .* shape \(8,\)"),
-    ({'w': contrib.MuonDimensionNumbers(0, 2), 'b': None},
-     ValueError, r"axes of \['w'\], .* shape \(8, 8\)"),
-    ({'w': contrib.MuonDimensionNumbers(0, -2), 'b': None},
-     ValueError, 'each once'),
-    ({'w': 'muon', 'b': None}, TypeError, "got 'muon' for"),
-    ({'w': None}, ValueError, 'muon_weight_dimension_numbers'),
-])
-def test_dimension_numbers_that_do_not_fit(rule, error, match):
-  tx = demo_optax.demo_muon(
-      0.1, workers=demo_optax.Workers.simulated(2),
-      muon_weight_dimension_numbers=rule)
-  with pytest.raises(error, match=match):
-    tx.init({'w': jnp.zeros((8, 8)), 'b': jnp.zeros(8)})
-
-
 @pytest.mark.parametrize('dtype', ['float16', 'bfloat16', 'float32'])
 @pytest.mark.parametrize('sizes, min_rms, expected', [
     ([1e-7, 1.0, 3e4], 0.0, [1, 1, 1]), ([1e-7], 1e-8, [1]),
@@ -756,16 +636,12 @@ def test_unit_rms(sizes, min_rms, expected, dtype):
     assert u.dtype == dtype
     np.testing.assert_allclose(
         u.astype('float32'), [[wanted, -wanted]], rtol=2e-2)
-
-
-def test_unit_rms_at_the_ends_of_float32_and_of_other_leaves():
-  tx = recipes.scale_to_unit_rms()
-  for size in (1e-37, 1e37):
-    u, _ = tx.update(jnp.array([[size, -size]]), ())
-    np.testing.assert_allclose(u, [[1, -1]], rtol=1e-5)
-  given = {'empty': jnp.zeros((0, 4)), 'table': jnp.arange(3)}
-  found, _ = tx.update(given, tx.init(given))
-  chex.assert_trees_all_equal(found, given)
+  if dtype == 'float32' and not min_rms:
+    for size in (1e-37, 1e37):  # the ends of the range
+      u, _ = tx.update(jnp.array([[size, -size]]), ())
+      np.testing.assert_allclose(u, [[1, -1]], rtol=1e-5)
+  others = {'empty': jnp.zeros((0, 4)), 'table': jnp.arange(3)}
+  chex.assert_trees_all_equal(tx.update(others, tx.init(others))[0], others)
 
 
 def test_weight_decay_of_matrices_and_of_others():
@@ -780,22 +656,47 @@ def test_weight_decay_of_matrices_and_of_others():
     np.testing.assert_allclose(updates[name], value, rtol=1e-6)
 
 
-@pytest.mark.parametrize('options, error, match', [
-    ({'beta': 1.0}, ValueError, 'beta=1.0 is not in'),
-    ({'weight_decay': -1.0}, ValueError, 'weight_decay=-1.0'),
-    ({'mu_dtype': jnp.int8}, ValueError, 'int8'),
-    ({'mu_dtype': jnp.float16}, TypeError, 'float16.* Use jnp.bfloat16'),
-    ({'learning_rate': np.ones(3)}, ValueError, r'has shape \(3,\)'),
-    ({'learning_rate': None}, TypeError, 'learning_rate=None must be a number'),
-    ({'workers': 4}, TypeError, 'workers=4'),
-    ({'adam_learning_rate': -1.0}, ValueError, 'adam_learning_rate=-1.0'),
-])
-def test_arguments_that_cannot_be(options, error, match):
-  options = {
+NUMBERS = contrib.MuonDimensionNumbers
+
+
+def init(rule):
+  """With a rule of what is a matrix."""
+  tx = demo_optax.demo_muon(
+      0.1, workers=demo_optax.Workers.simulated(2),
+      muon_weight_dimension_numbers=rule)
+  tx.init({'w': jnp.zeros((8, 8)), 'b': jnp.zeros(8)})
+
+
+def make_with(**options):
+  demo_optax.demo_muon(**{
       'learning_rate': 0.1, 'workers': demo_optax.Workers.simulated(2),
-      **options}
+      **options})
+
+
+@pytest.mark.parametrize('call, error, match', [
+    (lambda: init({'w': NUMBERS(), 'b': NUMBERS()}), ValueError,
+     r"axes of \['b'\], .* shape \(8,\)"),
+    (lambda: init({'w': NUMBERS(0, 2), 'b': None}), ValueError,
+     r"axes of \['w'\], .* shape \(8, 8\)"),
+    (lambda: init({'w': NUMBERS(0, -2), 'b': None}), ValueError, 'each once'),
+    (lambda: init({'w': 'muon', 'b': None}), TypeError, "got 'muon' for"),
+    (lambda: init({'w': None}), ValueError, 'muon_weight_dimension_numbers'),
+    (lambda: make_with(beta=1.0), ValueError, 'beta=1.0 is not in'),
+    (lambda: make_with(weight_decay=-1.0), ValueError, 'weight_decay=-1.0'),
+    (lambda: make_with(mu_dtype=jnp.int8), ValueError, 'int8'),
+    (lambda: make_with(mu_dtype=jnp.float16), TypeError,
+     'float16.* Use jnp.bfloat16'),
+    (lambda: make_with(learning_rate=np.ones(3)), ValueError,
+     r'has shape \(3,\)'),
+    (lambda: make_with(learning_rate=None), TypeError,
+     'learning_rate=None must be a number'),
+    (lambda: make_with(workers=4), TypeError, 'workers=4'),
+    (lambda: make_with(adam_learning_rate=-1.0), ValueError,
+     'adam_learning_rate=-1.0'),
+])
+def test_mistakes(call, error, match):
   with pytest.raises(error, match=match):
-    demo_optax.demo_muon(**options)
+    call()
 
 
 def test_functions_that_inject_hyperparams_calls_with_the_step():
@@ -810,15 +711,3 @@ def test_functions_that_inject_hyperparams_calls_with_the_step():
     make().init(params)
   state = make('compressor', 'mu_dtype').init(params)
   assert jnp.bfloat16 in [x.dtype for x in jax.tree.leaves(state)]
-
-
-def test_states_of_another_optimizer_are_refused():
-  workers = demo_optax.Workers.simulated(2)
-  params = {'w': jnp.ones((8, 8)), 'b': jnp.ones(8)}
-  gradients = jax.tree.map(lambda x: jnp.ones((2, *x.shape)), params)
-  tx = demo_optax.demo_muon(0.1, workers=workers)
-  four = demo_optax.demo_muon(0.1, workers=demo_optax.Workers.simulated(4))
-  for state in (optax.adamw(0.1).init(params), four.init(params),
-                demo_optax.demo(0.1, workers=workers).init(params)):
-    with pytest.raises((AttributeError, TypeError, ValueError)):
-      tx.update(gradients, state, params)

@@ -8,14 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from helpers import (
-  assert_replicas_equal,
+  assert_devices_agree,
   assert_same_bits,
-  on_mesh,
+  make_mesh_2d,
+  own,
   random_tree,
-  replicated,
-  stacked,
 )
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -27,40 +25,7 @@ pytestmark = pytest.mark.core
 
 N = 4
 SHAPES = {'a': (32, 24), 'b': (24, 32), 'rows': (40, 16), 'gain': (9,)}
-LABELS = {'a': 'hidden', 'b': 'hidden', 'rows': 'embedding', 'gain': 'dense'}
-CODES = {'hidden': demo_optax.dct_topk(16, 4),
-         'embedding': demo_optax.dct_topk((1, 16), 3, values='sign'),
-         'dense': None}
-TREE = {name: CODES[label] for name, label in LABELS.items()}
-
-
-def grouped(workers):
-  """One exchange, and behind it a base optimizer for each group."""
-  return optax.chain(
-      demo_optax.scale_by_demo(TREE, 0.9, workers=workers),
-      optax.partition(
-          {'hidden': optax.sign_sgd(0.01), 'dense': optax.adamw(0.03),
-           'embedding': optax.chain(
-               optax.scale_by_adam(b1=0.0),
-               optax.scale_by_learning_rate(0.02))},
-          LABELS))
-
-
-def alone(name, workers, steps):
-  """The updates of one leaf by itself."""
-  exchange = demo_optax.scale_by_demo(TREE[name], 0.9, workers=workers)
-  if TREE[name] is None:
-    exchange = demo_optax.average(workers=workers)
-  base = {'hidden': optax.sign_sgd(0.01), 'dense': optax.adamw(0.03),
-          'embedding': optax.chain(optax.scale_by_adam(b1=0.0),
-                                   optax.scale_by_learning_rate(0.02))}
-  tx = optax.chain(exchange, base[LABELS[name]])
-  params = {name: jnp.asarray(random_tree(9, SHAPES)[name])}
-  state, update = tx.init(params), jax.jit(tx.update)
-  for step in range(steps):
-    gradients = random_tree(step, SHAPES, lead=(N,))
-    updates, state = update({name: gradients[name]}, state, params)
-    yield updates[name]
+HIDDEN = demo_optax.dct_topk(16, 4)
 
 
 @pytest.fixture(autouse=True)
@@ -70,50 +35,12 @@ def standard_promotion():
     yield
 
 
-def test_leaves_do_as_they_do_alone():
-  workers = demo_optax.Workers.simulated(N)
-  tx = grouped(workers)
-  params = jax.tree.map(jnp.asarray, random_tree(9, SHAPES))
-  state, update = tx.init(params), jax.jit(tx.update)
-  expected = {name: alone(name, workers, 3) for name in SHAPES}
-  for step in range(3):
-    updates, state = update(random_tree(step, SHAPES, lead=(N,)), state, params)
-    for name, results in expected.items():
-      np.testing.assert_allclose(
-          updates[name], next(results), atol=1e-7, err_msg=name)
-
-
-def test_one_gather_for_all():
-  workers = on_mesh(N)
-  tx = grouped(workers)
-  params = replicated(random_tree(9, SHAPES), workers)
-  state = workers.device_put(tx.init(params))
-  gradients = stacked(random_tree(0, SHAPES, lead=(N,)), workers)
-  update = jax.jit(tx.update)
-  updates, _ = update(gradients, state, params)
-  assert_replicas_equal(updates)
-  found = hlo_text.collectives(
-      update.lower(gradients, state, params).compile())
-  plan = demo_optax.plan(params, TREE, workers)
-  # The message, and the averaged leaf; beside them how many workers are valid.
-  gathers = [c.received_bytes for c in found if c.kind == 'all-gather']
-  assert len(gathers) == 2 and min(gathers) == (N - 1) * 36
-  assert sum(gathers) == (N - 1) * plan.payload_bytes
-  assert sum(c.output_bytes for c in found if c.kind == 'all-reduce') <= 8
-  assert plan.sent_bytes == plan.payload_bytes and not plan.summed_bytes
-  tx = grouped(demo_optax.Workers.simulated(N))
-  params = random_tree(9, SHAPES)
-  same, _ = jax.jit(tx.update)(
-      random_tree(0, SHAPES, lead=(N,)), tx.init(params), params)
-  assert_same_bits({k: updates[k] for k in 'ab'}, {k: same[k] for k in 'ab'})
-
-
 def test_gathered_and_summed_together():
   workers = demo_optax.Workers.simulated(N)
   shared = compressors.Compressor(
       compressors.Striding(0.25), compressors.Identity(), 8)
-  codes = {'a': CODES['hidden'], 'b': shared, 'rows': shared,
-           'gain': CODES['hidden']}
+  codes = {'a': HIDDEN, 'b': shared, 'rows': shared,
+           'gain': HIDDEN}
   tx = demo_optax.scale_by_demo(codes, workers=workers)
   params = jax.tree.map(jnp.asarray, random_tree(9, SHAPES))
   gradients = random_tree(0, SHAPES, lead=(N,))
@@ -216,47 +143,11 @@ def test_a_hyperparameter_that_makes_no_sense_only_loses_its_step(name, value):
       hyperparams={**before.hyperparams, name: jnp.float32(value)})
   updates, after = update(gradients, lost, params)
   assert not np.any(updates['w'])
-  stacked_of = lambda state: [
-      x for path, x in jax.tree_util.tree_flatten_with_path(state)[0]
-      if 'worker_stacked' in jax.tree_util.keystr(path)]
-  assert_same_bits(stacked_of(after), stacked_of(before))
+  assert_same_bits(own(after), own(before))
   assert int(demo_optax.exchange_info(after)['num_excluded']) == 2
   after = after._replace(hyperparams=before.hyperparams)
   updates, _ = update(gradients, after, params)
   assert np.all(np.isfinite(updates['w'])) and np.any(updates['w'])
-
-
-def test_with_nnx_and_schedules():
-  """The count of steps, hyperparameters and numbers of each part advance."""
-  workers = demo_optax.Workers.simulated(2)
-  model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-  tx = optax.chain(
-      demo_optax.scale_by_demo(
-          lambda params: jax.tree.map(
-              lambda x: demo_optax.dct_topk(4, 2) if x.ndim > 1 else None,
-              params),
-          workers=workers),
-      optax.partition(
-          {'kernel': optax.sign_sgd(optax.linear_schedule(0.1, 0.0, 10)),
-           'bias': optax.sgd(optax.linear_schedule(1.0, 0.0, 10))},
-          lambda params: jax.tree.map(
-              lambda x: 'kernel' if x.ndim > 1 else 'bias', params)))
-  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-  @demo_optax.data_parallel(workers)
-  def train_step(model, optimizer, x):
-    loss, gradients = nnx.value_and_grad(
-        lambda model: jnp.mean(model(x) ** 2))(model)
-    optimizer.update(model, gradients)
-    return loss
-
-  x = jnp.asarray(np.random.default_rng(0).normal(size=(6, 8)), jnp.float32)
-  losses = [float(train_step(model, optimizer, x)) for _ in range(8)]
-  assert losses[-1] < 0.7 * losses[0]
-  counts = [int(x) for path, x in
-            jax.tree_util.tree_flatten_with_path(optimizer.opt_state)[0]
-            if 'count' in jax.tree_util.keystr(path)]
-  assert len(counts) >= 3 and set(counts) == {8}
 
 
 def test_momentum_is_never_that_of_another_leaf():
@@ -276,38 +167,31 @@ def test_momentum_is_never_that_of_another_leaf():
     demo_optax.state.momentum(restored)
 
 
-def test_mistakes():
-  workers = demo_optax.Workers.simulated(2)
-  with pytest.raises(TypeError, match='must be a Compressor'):
-    demo_optax.scale_by_demo({'a': 'dct'}, workers=workers)
-  for name in ('decay', 'gradient_weight'):
-    with pytest.raises(TypeError, match=f'{name}=.* must be a number'):
-      demo_optax.scale_by_demo(workers=workers, **{name: {'a': 0.5, 'b': 0.1}})
-  params = {'a': jnp.zeros((4, 4))}
-  tx = demo_optax.scale_by_demo({'b': None}, workers=workers)
-  with pytest.raises(ValueError, match='compressor is not like'):
-    tx.init(params)
-
-
-def test_averaged_leaves_of_several_devices():
-  """The plan counts what each device all-reduces, replicated or sharded."""
-  mesh = jax.make_mesh(
-      (2, 2), ('replica', 'fsdp'),
-      axis_types=(jax.sharding.AxisType.Auto,) * 2)
-  specs = {'w': P('fsdp', None), 'e': P('fsdp', None), 'n': P()}
-  workers = demo_optax.Workers.on_mesh(mesh, 'replica', specs)
-  shapes = {'w': (32, 16), 'e': (40, 8), 'n': (33,)}
+@pytest.mark.parametrize('inside', [1, 2])
+def test_one_gather_for_messages_and_one_for_averages(inside):
+  """The plan counts what each device receives, replicated or sharded."""
+  mesh = make_mesh_2d('auto', (4 // inside, inside))
+  specs = {'w': P('fsdp', None), 'rows': None, 'e': P('fsdp', None), 'n': P()}
+  workers = demo_optax.Workers.on_mesh(mesh, 'data', specs)
+  shapes = {'w': (32, 16), 'rows': (40, 16), 'e': (40, 8), 'n': (33,)}
   params = workers.device_put(random_tree(0, shapes))
-  codes = {'w': demo_optax.dct_topk(16, 4), 'e': None, 'n': None}
+  codes = {'w': HIDDEN, 'rows': demo_optax.dct_topk((1, 16), 3, values='sign'),
+           'e': None, 'n': None}
   tx = optax.chain(
       demo_optax.scale_by_demo(codes, workers=workers), optax.sgd(0.1))
-  state = workers.device_put(tx.init(params))
+  state, update = tx.init(params), jax.jit(tx.update)
   gradients = {
-      k: jax.device_put(g, NamedSharding(mesh, P('replica', *specs[k])))
-      for k, g in random_tree(1, shapes, lead=(2,)).items()}
-  found = hlo_text.collectives(
-      jax.jit(tx.update).lower(gradients, state, params).compile(), mesh)
+      k: jax.device_put(g, NamedSharding(
+          mesh, P('data', *(specs[k] or ()))))
+      for k, g in random_tree(1, shapes, lead=(workers.count,)).items()}
+  updates, _ = update(gradients, state, params)
+  assert_devices_agree(updates)
+  found = [c for c in hlo_text.collectives(
+      update.lower(gradients, state, params).compile(), mesh)
+      if c.axes == ('data',)]
   plan = demo_optax.plan(params, codes, workers)
-  moved = sum(c.received_bytes for c in found
-              if c.axes == ('replica',) and 's32' not in str(c.shapes))
-  assert moved == plan.device_bytes['replica',]
+  moved = sum(c.received_bytes for c in found if 's32' not in str(c.shapes))
+  assert moved == plan.device_bytes['data',]
+  # Beside them how many workers are valid.
+  assert [c.kind for c in found].count('all-gather') <= 3
+  assert sum(c.output_bytes for c in found if c.kind == 'all-reduce') <= 8

@@ -7,6 +7,17 @@ import pytest
 from helpers import random_tree
 
 import demo_optax
+from demo_optax.compressors import (
+  Compressor,
+  Hadamard,
+  Identity,
+  RandomOrthogonal,
+  RandomSubset,
+  Slicing,
+  Striding,
+  TopK,
+)
+from demo_optax.exchange import message
 
 pytestmark = pytest.mark.core
 
@@ -16,10 +27,14 @@ SHAPES = {'w': (8, 8), 'b': (8,)}
 PARAMS = {'w': jnp.ones((8, 8)), 'b': jnp.ones(8)}
 
 
+def plan(shape, basis, chunk_size):
+  demo_optax.plan(
+      jnp.zeros(shape), Compressor(TopK(4), basis, chunk_size), 2)
+
+
 @pytest.mark.parametrize('make, error, match', [
     (lambda: demo_optax.dct_topk(chunk_size=0), ValueError, 'chunk_size=0'),
     (lambda: demo_optax.dct_topk(topk=0), ValueError, 'topk=0'),
-    (lambda: demo_optax.dct_topk(topk=-3), ValueError, 'topk=-3'),
     (lambda: demo_optax.dct_topk(chunk_size=64.0), TypeError, '64.0'),
     (lambda: demo_optax.demo(1e-3, workers=WORKERS, decay=-0.1), ValueError,
      'decay=-0.1'),
@@ -37,6 +52,33 @@ PARAMS = {'w': jnp.ones((8, 8)), 'b': jnp.ones(8)}
      ValueError, "average='mean'"),
     (lambda: demo_optax.scale_by_demo(64, workers=WORKERS), TypeError,
      'compressor=64 .*dct_topk'),
+    (lambda: demo_optax.scale_by_demo({'a': 'dct'}, workers=WORKERS), TypeError,
+     'must be a Compressor'),
+    (lambda: demo_optax.scale_by_demo({'z': None}, workers=WORKERS).init(PARAMS),
+     ValueError, 'compressor is not like'),
+    *((lambda name=name: demo_optax.scale_by_demo(
+        workers=WORKERS, **{name: {'w': 0.5, 'b': 0.1}}), TypeError,
+       f'{name}=.* must be a number') for name in ('decay', 'gradient_weight')),
+    (lambda: demo_optax.demo(1e-3, workers=WORKERS, exchange='ring'),
+     ValueError, "'ring' is not known; choose one of all"),
+    (lambda: demo_optax.dct_topk(values='ternary'), ValueError,
+     "values='ternary' is not known"),
+    (lambda: plan((96, 60), Hadamard(), 32), ValueError,
+     r'\(96, 60\).* 30 is not a power of two.*Dct'),
+    (lambda: plan((4, 768), RandomOrthogonal(), (1, 768)), ValueError,
+     '768 is above 256'),
+    (lambda: RandomSubset(0.0), ValueError, r'rate=0.0 is not in \(0, 1\]'),
+    (lambda: Striding(1.5), ValueError, r'rate=1.5 is not in'),
+    (lambda: Striding('all'), TypeError, "rate='all'"),
+    (lambda: Slicing(float('nan')), ValueError, 'rate=nan'),
+    (lambda: RandomSubset(0.1, seed=-1), ValueError, 'seed=-1'),
+    (lambda: RandomSubset(0.1, seed=0.5), TypeError, 'seed=0.5'),
+    (lambda: message.ChunkFormat(8, 2, 'float32', 'sign', shared=True),
+     ValueError, 'sign'),
+    (lambda: Compressor(TopK(4), Identity(), 0), ValueError, 'chunk_size=0'),
+    (lambda: TopK(4, of=0), ValueError, 'of=0'),
+    (lambda: demo_optax.dct_topk((1, 2, 3)), ValueError, 'one number, or two'),
+    (lambda: demo_optax.dct_topk((1, 2.5)), TypeError, 'chunk_size=2.5'),
     (lambda: demo_optax.Workers.simulated(0), ValueError, 'num_workers=0'),
     (lambda: demo_optax.Workers.simulated(2.0), TypeError, 'num_workers=2.0'),
     (lambda: demo_optax.Workers.on_axis(3), TypeError, 'axis_name=3'),
