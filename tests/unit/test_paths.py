@@ -7,7 +7,6 @@ import pytest
 from helpers import assert_same_bits, random_tree
 
 import demo_optax
-from demo_optax.codes.format import ChunkFormat
 from demo_optax.exchange import algorithm
 from demo_optax.numerics import platform as paths
 from demo_optax.numerics import topk as selection
@@ -111,16 +110,3 @@ def test_top_k_by_counting_in_float64(kind):
     found = selection.top_k_by_counting(jnp.asarray(x), 4, 8)
     expected = jnp.sort(jax.lax.top_k(jnp.asarray(x), 4)[1])
     np.testing.assert_array_equal(found, expected)
-
-
-@pytest.mark.parametrize('values', ['float32', 'int8'])
-def test_payloads_are_read_alike(monkeypatch, values):
-  data = jnp.asarray(np.random.default_rng(0).integers(
-      0, 2**32, (3, ChunkFormat(64, 5, 'float32', values).words(7))),
-      jnp.uint32)
-  read = []
-  for way in ('plain', 'fast'):
-    take(way, monkeypatch)
-    f = ChunkFormat(64, 5, 'float32', values)
-    read.append(f.decode(data, 7))
-  assert_same_bits(*read)

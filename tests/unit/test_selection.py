@@ -30,16 +30,6 @@ def test_top_k_takes_the_lowest_index_on_ties(chunks, n, data):
   np.testing.assert_array_equal(found, np.sort(expected_top_k(c, k), 1))
 
 
-def test_take_and_subtract():
-  c = jnp.asarray(np.random.default_rng(0).normal(size=(5, 40)), jnp.float32)
-  indices = selection.top_k(c, 7)
-  values = selection.take(c, indices)
-  left = np.asarray(selection.subtract(c, indices, values))
-  assert np.count_nonzero(left) == 5 * 33
-  kept = np.asarray(left) != 0
-  np.testing.assert_array_equal(left[kept], np.asarray(c)[kept])
-
-
 @pytest.mark.parametrize('kind', ['cpu', 'gpu'])
 @pytest.mark.parametrize('average', ['senders', 'workers'])
 @pytest.mark.parametrize('workers, n, k', [  # the last: many, on GPUs in a loop
@@ -76,12 +66,3 @@ def test_a_row_has_no_more_places_than_32_bits_number(chunks, shape):
     text = str(jax.make_jaxpr(
         lambda i, v: selection.add_up(i, v, 2**21))(places, sent))
   assert f'f32[{shape}] = scatter-add' in text
-
-
-def test_merge_of_nobody_is_zero():
-  indices = np.zeros((2, 3, 1), np.int32)
-  values = np.full((2, 3, 1), np.inf, np.float32)
-  merged = merge(
-      jnp.asarray(indices), jnp.asarray(values), jnp.zeros(2, bool), 4,
-      'senders')
-  assert not np.any(merged)

@@ -101,18 +101,6 @@ def test_payloads_come_back(leaves, workers, seed):
                 selected[worker][leaf][1], -f.largest_sent, f.largest_sent)))
 
 
-def test_float64_travels_as_float64(x64):
-  f = wire.ChunkFormat(10, 2, 'float64')
-  values = jnp.asarray([[np.pi, -1e-300]])
-  indices = jnp.asarray([[3, 9]], jnp.int32)
-  data, _ = f.encode(indices, values)
-  assert data.size == f.words(1) == 4 + 1 and f.num_bytes(1) == 16 + 1
-  found = f.decode(data[None], 1)
-  np.testing.assert_array_equal(found[0][0], indices)
-  np.testing.assert_array_equal(found[1][0], values)
-  assert found[2].tolist() == [True]
-
-
 # Payloads that nobody wrote ---------------------------------------------------
 
 # Every index code (fixed, bitmap, Elias-Fano, none) with every value code.
@@ -180,14 +168,6 @@ def test_any_bytes_are_safe_to_read(values):
     assert np.all(np.isfinite(merged))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('values', value_codes.VALUES)
-def test_a_million_payloads_are_safe_to_read(values):
-  rng = np.random.default_rng(1)
-  for _ in range(20):  # 200,000 per value code
-    assert_safe(values, damaged(rng, values, 5_000))
-
-
 @pytest.mark.parametrize('values', value_codes.VALUES)
 def test_who_wrote_what_nobody_reads_is_left_out(values):
   """Too few bits in a bitmap, an index too far, a value not finite."""
@@ -208,27 +188,15 @@ def test_who_wrote_what_nobody_reads_is_left_out(values):
   end = status_at(layout)
   cases = [good, too_far, too_few, good.at[end].set(0), good.at[end].set(3)]
   expected = [True, False, False, False, False]
-  if values != 'float32':  # a scale, or the first value, that is infinite
-    place = 0 if values == 'bfloat16' else values_end(0) - 1
-    cases.append(good.at[place].set(0x7F80))
-    expected.append(False)
+  # A scale, or the first value, that is not finite or larger than sums allow.
+  place = 0 if values in ('float32', 'bfloat16') else values_end(0) - 1
+  bad = [0x7F80]
+  if values == 'float32':
+    bad = np.array([np.nan, np.inf, -np.inf, 3.4e38], np.float32).view(np.uint32)
+  cases += [good.at[place].set(word) for word in bad]
+  expected += [False] * len(bad)
   _, present = reader(values)(jnp.stack(cases))
   assert present.tolist() == expected
-
-
-@pytest.mark.parametrize('bad', [np.nan, np.inf, -np.inf, 3.4e38])
-def test_a_value_that_is_not_finite_or_too_large_is_left_out(bad):
-  f = wire.ChunkFormat(16, 2, 'float32')
-  layout = packer_of([(f, 1)])
-  indices = jnp.asarray([[3, 9]], jnp.int32)
-  payload, _ = write(
-      layout, [(indices, jnp.asarray([[1.0, 2.0]]))], jnp.asarray(True))
-  assert read(layout, payload[None])[1].tolist() == [True]
-  damage = np.float32(bad).view(np.uint32)
-  received, present = read(layout, payload.at[0, 0].set(damage)[None])
-  assert present.tolist() == [False]
-  # Any that a scatter may take: nothing of the message counts.
-  np.testing.assert_array_equal(received[0][0][0], [[0, 1]])
 
 
 @pytest.mark.parametrize('values', value_codes.VALUES)
@@ -254,46 +222,3 @@ def test_the_largest_that_is_read_can_be_transformed(values, average):
       update = chunks.from_coefficients(
           merged.reshape(grid.coefficients_shape), grid, Dct())
       assert np.all(np.isfinite(update))
-
-
-def test_energies_travel():
-  layout = packer_of([(wire.ChunkFormat(16, 2, 'float32'), 1)])
-  indices, values = jnp.asarray([[3, 9]], jnp.int32), jnp.asarray([[1.0, 2.0]])
-  selected = [wire.Selected(indices, values, jnp.asarray(7.0))]
-  message, _ = layout.pack(selected, jnp.asarray(0.5), jnp.asarray(True))
-  inbox = layout.unpack(
-      {k: x[None] for k, x in message.items()}, None, Group('workers', 1))
-  # Of 7, 5 were sent, of which a fourth stays with the 2 that were not.
-  np.testing.assert_allclose(inbox.energies, [7.0, 5.0, 3.25])
-  message, _ = layout.pack(selected, jnp.asarray(0.5), jnp.asarray(False))
-  inbox = layout.unpack(
-      {k: x[None] for k, x in message.items()}, None, Group('workers', 1))
-  assert int(inbox.num_valid) == 0 and not np.any(inbox.energies)
-
-
-@pytest.mark.parametrize('dtype', ['float32', 'float64'])
-def test_sums_are_means_over_who_takes_part(x64, dtype):
-  f = wire.ChunkFormat(16, 2, dtype, shared=True)
-  whole = wire.ChunkFormat(5, 5, dtype, shared=True)
-  layout = packer_of([(f, 3), (whole, 1)])
-  rng = np.random.default_rng(0)
-  values = [[jnp.asarray(rng.normal(size=shape), dtype)
-             for shape in ((3, 2), (1, 5))] for _ in range(3)]
-  values[1][0] = values[1][0] * np.nan
-  name = wire.SUMMED + dtype
-  vectors = []
-  for w, v in enumerate(values):
-    selected = [wire.Selected(jnp.zeros((3, 2), jnp.int32), v[0],
-                              jnp.ones((), jnp.float32)),
-                wire.Selected(None, v[1], jnp.ones((), jnp.float32))]
-    message, _ = layout.pack(selected, jnp.ones(()), jnp.asarray(w != 1))
-    assert (message[name].shape, message[name].dtype) == layout.shapes[name]
-    vectors.append(message[name])
-  inbox = layout.unpack(
-      {name: sum(vectors)}, lambda _: jnp.asarray([3, 9], jnp.int32),
-      Group('workers', 3))
-  assert int(inbox.num_valid) == 2
-  assert inbox.received[0].indices.tolist() == [[[3, 9]] * 3]
-  for found, a, b in zip(inbox.received, values[0], values[2]):
-    assert found.valid.tolist() == [True]
-    np.testing.assert_allclose(found.values[0], (a + b) / 2, rtol=1e-6)
