@@ -247,21 +247,6 @@ def test_a_checkpoint_of_other_momenta_is_refused(ours, checkpoint, changes):
     Trained(ours, checkpoint, steps=4, enable_checkpointing=True, **changes)
 
 
-@pytest.mark.parametrize('arguments, says', [
-    (['demo_topk=abc'], "demo_topk=abc: not 'int'"),
-    (['demo_k=3'], 'known are demo_optimizer'),
-    (['demo_optimizer=demo_muon', 'demo_values=sign'], 'is not read by'),
-])
-def test_wrong_arguments_are_explained(ours, arguments, says):
-  with pytest.raises(ValueError, match=says):
-    ours.split_arguments(arguments)
-
-
-def test_another_optimizer_of_maxtext_is_refused(ours, tmp_path):
-  with pytest.raises(ValueError, match='opt_type=muon has no effect'):
-    Trained(ours, tmp_path, steps=1, opt_type='muon')
-
-
 def test_each_worker_clips_its_own_gradient(ours, tmp_path):
   run = Trained(ours, tmp_path, steps=4, gradient_clipping_threshold=0.1)
   for x in run.scalars:
@@ -339,7 +324,10 @@ def test_evaluation_is_of_the_shared_parameters(ours, tmp_path):
     ({'layout': (1, 8)}, 'dcn_diloco_parallelism=2'),
     ({'enable_diloco': True}, 'Not with an exchange: enable_diloco'),
     ({'demo_topkk': 3}, 'demo_topk'),
+    ({'demo_topk': 'abc'}, "demo_topk=abc: not 'int'"),
     ({'demo_optimizer': 'adam'}, 'demo_optimizer=adam'),
+    ({'demo_optimizer': 'demo_muon', 'demo_values': 'sign'}, 'is not read by'),
+    ({'opt_type': 'muon'}, 'opt_type=muon has no effect'),
 ])
 def test_what_does_not_fit_is_refused(ours, tmp_path, changes, message):
   with pytest.raises(ValueError, match=message):

@@ -1,5 +1,6 @@
 """Several processes: the launcher, the exchange, and the training example."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -100,16 +101,28 @@ def test_one_failure_ends_all(tmp_path):
   wait_until(lambda: not any(map(is_alive, pids)), 10)
 
 
+@contextlib.contextmanager
+def started(folder, processes, script, *args, grace=1, **options):
+  """A launcher whose processes all have a child; none of them is left."""
+  launcher = subprocess.Popen(
+      [*LAUNCH, '-n', str(processes), '--grace', str(grace), '--', PYTHON, '-c',
+       script, str(folder), *args], **options)
+  try:
+    wait_until(lambda: len(pids_in(folder)) == 2 * processes, 60)
+    yield launcher
+  finally:
+    launcher.kill()
+    launcher.wait()
+    for pid in filter(is_alive, pids_in(folder)):
+      os.kill(pid, signal.SIGKILL)
+
+
 @pytest.mark.parametrize('number', [
     signal.SIGTERM, signal.SIGINT,
     pytest.param(signal.SIGKILL, marks=pytest.mark.skipif(
         sys.platform != 'linux', reason='only Linux tells of a dead parent'))])
 def test_none_outlives_the_launcher(tmp_path, number):
-  launcher = subprocess.Popen(
-      [*LAUNCH, '-n', '3', '--grace', '1', '--', PYTHON, '-c', STUBBORN,
-       str(tmp_path), 'for ever'])
-  try:
-    wait_until(lambda: len(pids_in(tmp_path)) == 6, 60)
+  with started(tmp_path, 3, STUBBORN, 'for ever') as launcher:
     own = [int(file.read_text().split()[0]) for file in tmp_path.iterdir()]
     children = set(pids_in(tmp_path)) - set(own)
     launcher.send_signal(number)
@@ -118,12 +131,16 @@ def test_none_outlives_the_launcher(tmp_path, number):
     wait_until(lambda: not any(map(is_alive, own)), 10)
     if number != signal.SIGKILL:  # nobody is left to end grandchildren
       wait_until(lambda: not any(map(is_alive, children)), 10)
-  finally:
-    for pid in pids_in(tmp_path):
-      if is_alive(pid):
-        os.kill(pid, signal.SIGKILL)
-    launcher.kill()
-    launcher.wait()
+
+
+def test_a_second_ctrl_c_leaves_no_grace(tmp_path):
+  with started(tmp_path, 3, STUBBORN, 'for ever', grace=500) as launcher:
+    launcher.send_signal(signal.SIGINT)
+    time.sleep(1)
+    assert launcher.poll() is None
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(timeout=60) == 130
+    wait_until(lambda: not any(map(is_alive, pids_in(tmp_path))), 10)
 
 
 @pytest.mark.parametrize('args, says', [
@@ -157,43 +174,16 @@ time.sleep(600)
 @pytest.mark.parametrize('lines', [3, 100_000])
 def test_launcher_ends_with_who_reads_it(lines, tmp_path):
   """As in `launch_local.py ... | head -2`: with the processes it started."""
-  launcher = subprocess.Popen(
-      [*LAUNCH, '-n', '2', '--grace', '5', '--', PYTHON, '-c', TALKING,
-       str(tmp_path), str(lines)], stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE)
-  try:
-    wait_until(lambda: len(pids_in(tmp_path)) == 4, 60)
+  with started(
+      tmp_path, 2, TALKING, str(lines), grace=5, stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE) as launcher:
     for _ in range(2):
       assert launcher.stdout.readline().startswith(b'[')
     launcher.stdout.close()
     assert launcher.wait(timeout=60) == 128 + signal.SIGPIPE
     assert launcher.stderr.read() == b''
-    wait_until(lambda: not any(map(is_alive, pids_in(tmp_path))), 10)
-  finally:
-    launcher.kill()
-    launcher.wait()
     launcher.stderr.close()
-    for pid in filter(is_alive, pids_in(tmp_path)):
-      os.kill(pid, signal.SIGKILL)
-
-
-def test_a_second_ctrl_c_leaves_no_grace(tmp_path):
-  launcher = subprocess.Popen(
-      [*LAUNCH, '-n', '3', '--grace', '500', '--', PYTHON, '-c', STUBBORN,
-       str(tmp_path), 'for ever'])
-  try:
-    wait_until(lambda: len(pids_in(tmp_path)) == 6, 60)
-    launcher.send_signal(signal.SIGINT)
-    time.sleep(1)
-    assert launcher.poll() is None
-    launcher.send_signal(signal.SIGINT)
-    assert launcher.wait(timeout=60) == 130
     wait_until(lambda: not any(map(is_alive, pids_in(tmp_path))), 10)
-  finally:
-    launcher.kill()
-    launcher.wait()
-    for pid in filter(is_alive, pids_in(tmp_path)):
-      os.kill(pid, signal.SIGKILL)
 
 
 # The exchange -----------------------------------------------------------------
