@@ -403,7 +403,7 @@ def decoded(name, state):
   return leaves.decode(c, *leaves.cut_of(leaf))
 
 
-@settings(max_examples=8, phases=[Phase.generate])
+@settings(max_examples=6, phases=[Phase.generate])
 @given(st.data())
 def test_any_layout_to_any_other(data):
   """Same chunks, same bits; others keep each worker, or the mean, to rounding."""

@@ -208,7 +208,7 @@ def put(matrix):
     (lambda: resize_of({'worker_stacked': jnp.ones(3)}, 0), ValueError,
      'n=0 must be at least 1'),
     (lambda: resize_of({'worker_stacked': jnp.ones(3)}, 2.0), TypeError,
-     'n=2.0 must be an int'),
+     'n=2.0 must be a Python int'),
     (lambda: resize_of({'worker_stacked': [jnp.ones(3), jnp.ones(2)]}), ValueError,
      r"\['worker_stacked'\]\[0\] is of 3 workers and .*\[1\] of 2"),
     *((lambda x=x: put(x), ValueError,

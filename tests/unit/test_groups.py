@@ -38,7 +38,7 @@ def test_sizes_of_a_chunk(k):
       check(n, k, n)
 
 
-@settings(max_examples=20)  # each compiles
+@settings(max_examples=12)  # each compiles
 @given(st.integers(1, 5000), st.data())
 def test_any_size(n, data):
   check(n, data.draw(st.integers(1, n)))
