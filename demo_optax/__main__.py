@@ -1,19 +1,25 @@
-"""Bytes per step of a model, from the shapes of its parameters.
+"""Bytes per step of a model, and seconds over a link.
 
     python -m demo_optax 300M --topk 8 --values sign --workers 8 64
-    python -m demo_optax 300M --exchange all_to_all --workers 1024
+    python -m demo_optax 300M --link 100Mbit/s --latency 20ms --step 0.4s
+    python -m demo_optax package.module:function --workers 8
 
-A model is a name, or a JSON file of shapes by name, with any nesting:
-`{"embedding": [50304, 1024], "layer": {"up": [1024, 8192]}}`; `-` reads it from
-standard input. All parameters are float32. Named models are the 300M and 1B of
-the DeMo paper (16 layers of d = 1024 or 2048, a vocabulary of 50304).
+A model is a name (the 300M and 1B of the DeMo paper), a JSON file of float32
+shapes, `{"embedding": [50304, 1024], "layer": {"up": [1024, 8192]}}`, or a
+function or class without required arguments that returns a Flax NNX module, or
+a pytree of arrays or of `jax.ShapeDtypeStruct`. It is traced, not run.
+
+Seconds are modelled: a worker sends and receives at the full rate of its link,
+and waits for the latency in each turn of a ring (N - 1 turns of an all-gather,
+2 (N - 1) of an all-reduce). The compute of the exchange is not counted.
 """
 
 import argparse
+import importlib
 import json
 import pathlib
+import re
 import sys
-from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import jax
@@ -22,96 +28,130 @@ import jax.numpy as jnp
 from demo_optax import compressors
 from demo_optax.codes.values import UPDATE_VALUES, VALUES
 from demo_optax.exchange.algorithm import ExchangeKind
-from demo_optax.plan import plan
+from demo_optax.plan import Plan, plan
+
+_PREFIXES = {'u': 1e-6, 'm': 1e-3, '': 1.0, 'k': 1e3, 'M': 1e6, 'G': 1e9}
 
 
-def _transformer(d: int) -> dict[str, Any]:
-  """Matrices of the paper's models: no biases, tied embeddings."""
-  layer = {
-      'attention_in': [d, 3 * d],
-      'attention_out': [d, d],
-      'mlp_in': [d, 8 * d],
-      'mlp_out': [4 * d, d],
-  }
-  layers = {str(number): layer for number in range(16)}
-  return {'embedding': [50304, d], 'layers': layers}
+# The paper's models: no biases, tied embeddings.
+MODELS: dict[str, Any] = {
+    name: {'embedding': [50304, d], 'layers': {str(number): {
+        'attention_in': [d, 3 * d], 'attention_out': [d, d],
+        'mlp_in': [d, 8 * d], 'mlp_out': [4 * d, d]} for number in range(16)}}
+    for name, d in (('300M', 1024), ('1B', 2048))
+}
 
 
-MODELS = {'300M': _transformer(1024), '1B': _transformer(2048)}
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-  """Prints the `demo_optax.plan` of a model."""
+def main(argv: list[str] | None = None) -> None:
+  """Prints the `demo_optax.plan` of a model, and seconds over a link."""
   parser = argparse.ArgumentParser(
-      prog='python -m demo_optax',
-      description=__doc__,
-      formatter_class=argparse.RawDescriptionHelpFormatter,
-  )
+      prog='python -m demo_optax', description=__doc__,
+      usage=argparse.SUPPRESS,  # an error is one line
+      formatter_class=argparse.RawDescriptionHelpFormatter)
   add = parser.add_argument
-  add('model', help=f'{", ".join(MODELS)}, a JSON file of shapes, or -')
-  add('--topk', type=_up_to(2**24), default=32, help='coefficients per chunk')
-  add('--chunk', type=_up_to(4096), default=64, help='longest side of a chunk')
+  add('model', help=f'{", ".join(MODELS)}, a JSON file, or module:function')
+  add('--topk', type=_number(2**24), default=32, help='coefficients per chunk')
+  add('--chunk', type=_number(4096), default=64, help='longest side of a chunk')
   add('--values', choices=VALUES, default='float32', help='code of values')
-  add('--workers', type=_up_to(2**24), nargs='+', default=[8], help='how many')
+  add('--workers', type=_number(2**24), nargs='+', default=[8], help='how many')
   add('--exchange', choices=get_args(ExchangeKind), default='all_gather',
       help='all_to_all: every worker merges its share of the chunks')
   add('--update-values', choices=UPDATE_VALUES, default='ternary',
       help='code of the updates of all_to_all')
+  add('--link', type=_number(unit='bit/s', example='100Mbit/s'),
+      metavar='RATE', help='of a worker, such as 100Mbit/s: prints seconds')
+  add('--latency', type=_number(unit='s', example='20ms'), default=0.0,
+      metavar='TIME', help='of the link, one way, such as 20ms')
+  add('--step', type=_number(unit='s', example='0.4s'), default=0.0,
+      metavar='TIME', help='of a step without communication, such as 0.4s')
   args = parser.parse_args(argv)
   try:
-    params = _arrays(_shapes(args.model))
-  except (OSError, ValueError) as error:
-    parser.error(str(error))
-  compressor = compressors.dct_topk(args.chunk, args.topk, values=args.values)
-  plans = [
-      plan(params, compressor, n, exchange=args.exchange,
-           update_values=args.update_values)
-      for n in args.workers
-  ]
+    params = _params(args.model)
+    compressor = compressors.dct_topk(args.chunk, args.topk, values=args.values)
+    plans = [plan(params, compressor, n, exchange=args.exchange,
+                  update_values=args.update_values) for n in args.workers]
+  except Exception as error:  # also what the user's function raises
+    words = ' '.join(str(error).split()) or type(error).__name__
+    parser.error(f'argument model: {words}')
   print('\n\n'.join([plans[0].table(), *(each.totals() for each in plans)]))
+  for each in plans if args.link else []:
+    print(f'\n{_over_link(each, args.link, args.latency, args.step)}')
 
 
-def _up_to(most: int) -> Callable[[str], int]:
-  def number(text: str) -> int:
-    value = int(text) if text.isdecimal() and len(text) < 20 else 0
-    if not 1 <= value <= most:
-      raise argparse.ArgumentTypeError(
-          f'must be an integer from 1 to {most:,}, got {text[:20]!r}'
-      )
-    return value
+def _over_link(plan: Plan, rate: float, latency: float, step: float) -> str:
+  """Seconds of communication and of a step, and what to do."""
+  turns = plan.num_workers - 1
+  own = turns + (plan.update_bytes > 0)  # messages to owners go together
+  seconds = {'this exchange': 8 * plan.received_bytes / rate + own * latency}
+  for name, size in (('bfloat16', 2), ('float32', 4)):
+    seconds[f'all-reduce {name}'] = (
+        8 * plan.dense_bytes(size) / rate + 2 * turns * latency)
+  lines = [f'{plan.num_workers} workers, seconds per step (modelled):', *(
+      f'  {name:<20} {x:>9.3g} of communication, {step + x:>9.3g} in all'
+      for name, x in seconds.items())]
+  ours, dense, _ = seconds.values()
+  saved, whole = dense - ours, step + dense
+  if saved >= 0.1 * whole:
+    verdict = (f'The exchange saves {saved:.3g} s of the {whole:.3g} s of a'
+               f' step with an all-reduce in bfloat16 ({saved / whole:.0%}).')
+  elif dense < 0.1 * whole:
+    verdict = 'The link does not limit this step: all-reduce in bfloat16.'
+  else:
+    verdict = ('The exchange saves less than a tenth of this step: lower'
+               ' --topk, or all-reduce in bfloat16.')
+  return '\n'.join([*lines, verdict])
+
+
+def _number(most: float = 1e30, unit: str = '', example: str = '') -> Any:
+  """Reads an integer, or an amount such as `example` in a unit."""
+  pattern = rf'(\d+(?:\.\d+)?)([umkMG]?){unit}' if unit else r'(\d+)()'
+  wanted = f'above 0, such as {example}' if unit else (
+      f'an integer from 1 to {most:,}')
+
+  def number(text: str) -> float:
+    found = re.fullmatch(pattern, text)
+    value = float(found[1]) * _PREFIXES[found[2]] if found else 0.0
+    if not 0 < value <= most:
+      raise argparse.ArgumentTypeError(f'must be {wanted}, got {text[:20]!r}')
+    return value if unit else int(value)
 
   return number
 
 
-def _shapes(model: str) -> Any:
+def _params(model: str) -> Any:
+  """Shapes of the parameters of a model."""
+  module, colon, name = model.partition(':')
   if model in MODELS:
-    return MODELS[model]
-  if model != '-' and not pathlib.Path(model).exists():
-    raise ValueError(
-        f'The model must be a file or one of {", ".join(MODELS)}, got'
-        f' {model!r}.'
-    )
-  text = sys.stdin.read() if model == '-' else pathlib.Path(model).read_text()
-  try:
-    return json.loads(text)
-  except json.JSONDecodeError as error:
-    raise ValueError(f'{model} must be JSON: {error}.') from error
+    return _arrays(MODELS[model])
+  if pathlib.Path(model).exists():
+    try:
+      return _arrays(json.loads(pathlib.Path(model).read_text()))
+    except json.JSONDecodeError as error:
+      raise ValueError(f'{model} must be JSON: {error}.') from error
+  if not colon:
+    raise ValueError(f'must be a file, module:function or one of'
+                     f' {", ".join(MODELS)}, got {model!r}.')
+  make = getattr(importlib.import_module(module), name)
+  return jax.eval_shape(lambda: _zeros(make()))
+
+
+def _zeros(made: Any) -> Any:
+  """Arrays of the shapes of a Flax model's parameters, or of a pytree."""
+  nnx = sys.modules.get('flax.nnx')
+  if nnx and isinstance(made, nnx.Module):
+    made = nnx.state(made, nnx.Param)
+  return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made)
 
 
 def _arrays(shapes: Any, path: str = '') -> Any:
   """Nested shapes `[rows, ...]` as float32 arrays, with names to print."""
   if isinstance(shapes, dict):
-    return {
-        repr(name)[1:-1]: _arrays(x, f'{path}/{name}')
-        for name, x in shapes.items()
-    }
+    return {repr(k)[1:-1]: _arrays(x, f'{path}/{k}') for k, x in shapes.items()}
   if not isinstance(shapes, list) or not all(
-      type(length) is int and length >= 0 for length in shapes
-  ):
+      type(length) is int and length >= 0 for length in shapes):
     raise ValueError(
         f'{path!r} must be a list of lengths, such as [1024, 4096], or an'
-        f' object of them by name, got {json.dumps(shapes)[:100]}.'
-    )
+        f' object of them by name, got {json.dumps(shapes)[:100]}.')
   return jax.ShapeDtypeStruct(tuple(shapes), jnp.float32)
 
 

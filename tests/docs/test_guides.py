@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import demo_optax
+from demo_optax import __main__ as command
 from demo_optax.__main__ import MODELS
 from demo_optax.codes.values import VALUES
 
@@ -174,6 +175,15 @@ def test_numbers_of_workers_at_which_it_stops_paying():
         leaf, demo_optax.dct_topk(64, topk, values=values), 2)
     assert re.search(
         rf'\b{plan.max_workers(itemsize)}\b', GUIDES['is_it_for_me'].read_text())
+
+
+def test_the_output_of_the_command_is_what_it_prints(capsys):
+  text = GUIDES['is_it_for_me'].read_text()
+  model, words = re.search(r'python -m demo_optax (\S+:\S+) (.+)', text).groups()
+  assert f'instead of `{model}`' in text
+  command.main(['300M', *words.split()])
+  (block,) = re.findall(r'```text\n(.*?)```', text, re.S)
+  assert capsys.readouterr().out.endswith(block)
 
 
 @pytest.mark.parametrize('values', VALUES)

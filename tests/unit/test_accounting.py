@@ -1,9 +1,11 @@
 """Bytes, predicted; and the same in what is compiled."""
 
+import collections
 import io
 import json
 import math
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -164,8 +166,10 @@ def test_plan_errors():
 # The command ------------------------------------------------------------------
 
 
-def test_command_prints_the_papers_model(capsys):
-  for line in re.findall(r'python -m demo_optax (300M .*)', command.__doc__):
+def test_examples_of_the_help_run(capsys):
+  lines = re.findall(r'python -m demo_optax (300M .*)', command.__doc__)
+  assert len(lines) == 2 and '--link' in lines[1]
+  for line in lines:
     command.main(line.split())
   assert '319,946,752' in capsys.readouterr().out
   command.main(['300M', '--topk', '8', '--values', 'sign', '--workers', '8', '64'])
@@ -175,16 +179,142 @@ def test_command_prints_the_papers_model(capsys):
   assert '1.08 MB' in text
 
 
-def test_command_reads_shapes(capsys, tmp_path, monkeypatch):
+def test_command_reads_shapes(capsys, tmp_path):
   shapes = {'a': [256, 128], 'b': {'c': [3], 'd': []}}
   path = tmp_path / 'shapes.json'
   path.write_text(json.dumps(shapes))
   command.main([str(path), '--chunk', '32'])
   text = capsys.readouterr().out
   assert '256x128' in text and '32x32' in text and 'scalar' in text
-  monkeypatch.setattr('sys.stdin', io.StringIO(json.dumps(shapes)))
-  command.main(['-', '--chunk', '32'])
-  assert capsys.readouterr().out == text
+
+
+MODULE = """
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+class Model(nnx.Module):
+
+  def __init__(self):
+    rngs = nnx.Rngs(0)
+    self.up = nnx.Linear(10**6, 2 * 10**6, use_bias=False, rngs=rngs)
+    self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+
+def arrays():
+  return {'up': {'kernel': jnp.zeros((10**6, 2 * 10**6))}}
+
+
+def shapes():
+  return jax.eval_shape(arrays)
+
+
+def breaks():
+  raise RuntimeError('no\\n data')
+
+
+def needs(size):
+  return jnp.zeros(size)
+
+
+def text():
+  return {'a': 'text'}
+
+
+def signal():
+  return {'a': jnp.zeros(3, jnp.complex64)}
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+  monkeypatch.syspath_prepend(tmp_path)
+  (tmp_path / 'of_a_user.py').write_text(MODULE)
+  yield 'of_a_user'
+  sys.modules.pop('of_a_user', None)
+
+
+@pytest.mark.parametrize('name', ['Model', 'arrays', 'shapes'])
+def test_command_takes_shapes_from_a_function(name, module, capsys):
+  """Of 8 TB, so nothing is allocated."""
+  command.main([f'{module}:{name}'])
+  text = capsys.readouterr().out
+  assert 'up.kernel' in text and '1000000x2000000' in text
+  assert '2,000,000,000,000 elements' in text
+
+
+@pytest.mark.parametrize('name, says', [
+    ('breaks', 'argument model: no data'), ('needs', "argument: 'size'"),
+    ('text', "'str' object has no attribute 'shape'"),
+    ('signal', 'is complex64'), ('nothing', "no attribute 'nothing'")])
+def test_command_explains_bad_functions(name, says, module, capsys):
+  error_of(capsys, f'{module}:{name}', says=says)
+
+
+def error_of(capsys, *args, says):
+  """One line, with the name of the flag, and exit status 2."""
+  with pytest.raises(SystemExit) as end:
+    command.main(list(args))
+  (line,) = capsys.readouterr().err.splitlines()
+  assert end.value.code == 2 and says in line
+  assert line.startswith('python -m demo_optax: error: argument ')
+  return line
+
+
+SECONDS = re.compile(r'^  (this exchange|all-reduce \w+) +(\S+) of'
+                     r' communication, +(\S+) in all$', re.M)
+
+
+@pytest.mark.parametrize('exchange', ['all_gather', 'all_to_all'])
+def test_command_prints_seconds_over_a_link(exchange, capsys):
+  command.main(['300M', '--workers', '8', '--link', '100Mbit/s', '--latency',
+                '20ms', '--step', '0.4s', '--exchange', exchange])
+  text = capsys.readouterr().out
+  found = {name: (float(seconds), float(whole))
+           for name, seconds, whole in SECONDS.findall(text)}
+  params = jax.tree.map(
+      lambda s: jax.ShapeDtypeStruct(tuple(s), jnp.float32),
+      command.MODELS['300M'], is_leaf=lambda s: isinstance(s, list))
+  plan = demo_optax.plan(
+      params, demo_optax.dct_topk(), 8, exchange=exchange,
+      update_values='ternary')
+  # A ring of 8 has 7 turns; an all-reduce is two of them, and the messages of
+  # an all-to-all are on their way together.
+  turns = {'all_gather': 7, 'all_to_all': 8}[exchange]
+  size = 319_946_752
+  for name, seconds in {
+      'this exchange': plan.received_bytes / 12.5e6 + turns * 0.02,
+      'all-reduce bfloat16': 7 / 4 * 2 * size / 12.5e6 + 14 * 0.02,
+      'all-reduce float32': 7 / 4 * 4 * size / 12.5e6 + 14 * 0.02,
+  }.items():
+    assert found[name] == pytest.approx((seconds, seconds + 0.4), rel=5e-3)
+  saved = found['all-reduce bfloat16'][0] - found['this exchange'][0]
+  (said,) = re.findall(r'^The exchange saves (\S+) s of the 90.3 s', text, re.M)
+  assert float(said) == pytest.approx(saved, rel=5e-3)
+
+
+@pytest.mark.parametrize('args, says', [
+    (['--link', '400Gbit/s', '--step', '0.4s'],
+     'The link does not limit this step: all-reduce in bfloat16.'),
+    (['--link', '1Gbit/s', '--workers', '98'],
+     'The exchange saves less than a tenth of this step'),
+    (['--link', '1Gbit/s', '--workers', '2'],
+     'The exchange saves 5.02 s of the 5.12 s'),
+])
+def test_command_ends_with_a_verdict(args, says, capsys):
+  command.main(['300M', *args])
+  assert capsys.readouterr().out.splitlines()[-1].startswith(says)
+
+
+@pytest.mark.parametrize('flag, text', [
+    ('--link', '100'), ('--link', '0Mbit/s'), ('--link', '1.2.3Mbit/s'),
+    ('--latency', '20'), ('--latency', '1bit/s'), ('--step', '9e9s'),
+    ('--step', f'{"9" * 400}s')])
+def test_command_explains_bad_amounts(flag, text, capsys):
+  line = error_of(
+      capsys, '300M', flag, text, says=f'{flag}: must be above 0, such as')
+  assert len(line) < 160
 
 
 def test_names_cannot_act_on_the_terminal(capsys, tmp_path):
@@ -208,19 +338,16 @@ def test_command_explains_bad_shapes(text, says, capsys, tmp_path):
   path = tmp_path / 'shapes.json'
   if text is not None:
     path.write_text(text)
-  with pytest.raises(SystemExit):
-    command.main([str(path)])
-  assert says in capsys.readouterr().err
+  error_of(capsys, str(path), says=says)
 
 
 @pytest.mark.parametrize('option', [
     ['--topk', '0'], ['--chunk', '-1'], ['--chunk', '1048576'],
     ['--workers', '9' * 5000], ['--chunk', '2.5']])
 def test_command_explains_bad_numbers(option, capsys):
-  with pytest.raises(SystemExit):
-    command.main(['300M', *option])
-  last = capsys.readouterr().err.splitlines()[-1]
-  assert 'must be an integer from 1 to' in last and len(last) < 160
+  line = error_of(
+      capsys, '300M', *option, says='must be an integer from 1 to')
+  assert len(line) < 160
 
 
 def test_bytes_are_counted_without_a_basis(monkeypatch):
