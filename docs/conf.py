@@ -116,6 +116,8 @@ docs/checkpoints
 docs/faults
 docs/sharding
 notebooks/04_mesh_and_sharding
+docs/tpu
+docs/gpu
 docs/errors
 ```
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import common_errors
+import hlo_text
 import jax
 import mismatches
 import numpy as np
@@ -71,10 +72,23 @@ def every_trainer(names):
   assert names['seen']['outputs'].shape == (16, 1)
 
 
-# What else is to be true of the names that the blocks have made.
+def compiled_for_tpus(names):
+  """The guide's own check, on a mesh of CPUs."""
+  found = hlo_text.collectives(names['compiled'], names['mesh'])
+  assert sum(
+      c.received_bytes for c in found
+      if c.axes == ('replica',) and c.kind == 'all-gather'
+  ) == names['plan'].device_bytes['replica',]
+  loss = names['train_step'](
+      names['model'], names['optimizer'], np.ones((64, 256), np.float32))
+  assert np.isfinite(loss)
+
+
+# What else is true of the names that the blocks have made.
 THEN = {
     'multihost': own_loop, 'sharding': sharded,
     'local_updates': every_few_steps, 'checkpoints': checkpoints,
+    'tpu': compiled_for_tpus,
 }
 
 
@@ -202,6 +216,30 @@ def test_the_table_of_bytes_is_what_plan_says(values):
               cell(many.received_bytes)]
   row = f"| `values='{values}'` | {' | '.join(cells)} |"
   assert row in GUIDES['is_it_for_me'].read_text()
+
+
+@pytest.mark.parametrize('page', ['tpu', 'gpu'])
+def test_what_was_compiled_is_as_recorded(page):
+  found = [run for run in results('ahead.json')['small'].values()
+           if (run['target'] == 'h100') == (page == 'gpu')]
+  rows = re.findall(r'^\| (.*(?:all_gather|all_to_all).*) \|$', GUIDES[page].read_text(), re.M)
+  assert len(rows) == len(found)
+  for run in found:
+    recipe, exchange, inside, train = re.fullmatch(
+        r'(demo|demo_muon)_(all_\w+?)(?:_(\d)_devices)?(_train)?',
+        run['program']).groups()
+    step = f'`{recipe}`, {exchange}{", with the model" if train else ""}'
+    size = f'{run["workers"]} x {inside or 1}'
+    received = f'{run["planned"]:,}'
+    costs = [f'{run["temporaries"]:.1f}x', f'{run["compile_seconds"]:.0f}']
+    cells = {
+        'tpu': [f'{run["target"]}, {size}', step, received, *costs],
+        'gpu': [step, size, received, f'{run.get("launches")}', *costs],
+    }[page]
+    assert ' | '.join(cells) in rows
+    versions = run['versions']
+    for name in ('jax', 'libtpu' if page == 'tpu' else 'jax-cuda12-plugin'):
+      assert f' {versions[name]}' in GUIDES[page].read_text()
 
 
 @pytest.mark.parametrize('exchange', ['all_gather', 'all_to_all'])
