@@ -1,6 +1,6 @@
 """Trains a small convolutional network on handwritten digits, by any method.
 
-    python benchmarks/train_cnn.py                   # by all, and a picture
+    python benchmarks/train_cnn.py                   # by all
     python benchmarks/train_cnn.py demo adamw        # by two of them
 
 scikit-learn's 1,797 digits of 8x8 pixels, which it brings with it; a fifth of
@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import methods
 import numpy as np
 import optax
-import picture
 from flax import nnx
 
 import demo_optax
@@ -91,25 +90,6 @@ def train(args: argparse.Namespace, eval_every: int) -> dict[str, Any]:
   return {'name': args.optimizer, 'records': records, **cost}
 
 
-def draw(runs: list[dict[str, Any]], path: pathlib.Path) -> None:
-  """Accuracy against steps, and against bytes sent."""
-  plt = picture.pyplot()
-  if plt is None:
-    return
-  figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5), sharey=True)
-  for run in runs:
-    accuracy = [100 * r['accuracy'] for r in run['records']]
-    left.plot([r['step'] for r in run['records']], accuracy, label=run['name'])
-    sent = [r['step'] * run['sent'] / 1e6 for r in run['records']]
-    right.plot(sent, accuracy, marker='.')
-  left.set(xlabel='step', ylabel='held-out digits right, %')
-  right.set(xlabel='MB sent per worker')
-  if any(run['sent'] for run in runs):
-    right.set_xscale('log')
-  left.legend(frameon=False)
-  picture.save(figure, path)
-
-
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
   parser = argparse.ArgumentParser(
       description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -129,7 +109,6 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
   own.out.mkdir(parents=True, exist_ok=True)
   lines = [json.dumps(run) + '\n' for run in runs]
   (own.out / 'runs.jsonl').write_text(''.join(lines))
-  draw(runs, own.out / 'accuracy.png')
   return runs
 
 

@@ -39,7 +39,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
   add('--coordinator', default=env('JAX_COORDINATOR_ADDRESS'),
       metavar='HOST:PORT', help='of process 0')
   add('--processes', type=int, default=env('JAX_NUM_PROCESSES'),
-      metavar='N')
+      metavar='N', help='how many there are')
   add('--process', type=int, default=env('JAX_PROCESS_ID'),
       metavar='I', help='number of this one, from 0')
   add('--distributed', action='store_true', help='let JAX find the others')

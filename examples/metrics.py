@@ -33,20 +33,21 @@ Record = dict[str, Any]
 class Metrics(contextlib.ExitStack):
   """A folder's `metrics.jsonl`, and event files beside it.
 
-  Opened after `start` steps, it keeps what is known of the steps up to there;
-  what came later is written again.
+  Opened after `start` steps, it keeps records of the steps up to there, as
+  `kept` (empty on other processes); records of later steps are dropped.
   """
 
   def __init__(self, folder: pathlib.Path, config: Record, start: int = 0):
     super().__init__()
     self._lines = self._events = None
+    self.kept: list[Record] = []
     if not cluster.is_main():
       return
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / 'metrics.jsonl'
-    kept = _records_until(path, start)
+    self.kept = _records_until(path, start)
     self._lines = self.enter_context(path.open('w'))
-    for record in [config, *kept]:
+    for record in [config, *self.kept]:
       self._write_line(record)
     if not start:
       for former in folder.glob('events.out.tfevents.*'):

@@ -44,42 +44,46 @@ from demo_optax import checkpoint, recipes
 RATES = {'demo-muon': (2e-3, 6e-3), 'demo': (2e-3, 2e-3),
          'muon': (2e-2, 1.2e-2), 'adamw': (2e-3, 2e-3)}
 AVERAGED = ('adamw', 'muon')  # all-reduce their gradients
+SIZES = {'vocab': 'tokens there are', 'context': 'bytes of a sequence',
+         'width': 'of the residual stream', 'layers': 'transformer blocks',
+         'heads': 'of attention'}
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
   parser = argparse.ArgumentParser(
       description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
-  add = parser.add_argument
-  add('--optimizer', choices=RATES, default='demo-muon')
-  add('--compare', action='store_true', help='train by adamw and muon as well')
-  add('--lr', type=float, help='peak learning rate; default: tuned')
-  add('--other-lr', type=float, help='of embeddings, head, norms and biases')
-  add('--topk', type=int, help='coefficients sent of each chunk of 64x64')
-  add('--exchange', choices=['all_gather', 'all_to_all', 'auto'],
-      default='all_gather', help='all_to_all: for many workers')
-  add('--warmup', type=int, default=40, help='steps')
-  add('--workers', type=int, help='default: one per device, or 4 on one')
-  add('--data', metavar='FILE',
-      help='text file or folder; default: Python help topics')
-  add('--out', default='runs/lm', help='folder for all that is written')
-  add('--steps', type=int, default=800)
-  add('--batch', type=int, default=16, help='sequences a step, all workers')
-  add('--microbatches', type=int, default=1)
-  add('--seed', type=int, default=0)
-  add('--eval-every', type=int, default=200)
-  add('--save-every', type=int, default=400)
-  add('--save-timeout', type=int, default=300, help='seconds')
-  add('--check-every', type=int, default=200,
-      help='steps between comparisons of all copies of the parameters')
-  add('--resume', nargs='?', const='must', choices=['must', 'auto'],
-      help='from the last checkpoint; auto: if there is one')
-  add('--overwrite', action='store_true', help='remove former checkpoints')
-  add('--resize', action='store_true',
-      help='the checkpoint may be of another number of workers')
+
+  def add(flag: str, words: str, **options: Any) -> None:
+    shown = '; default: %(default)s' if options.get('default') else ''
+    parser.add_argument(flag, help=words + shown, **options)
+
+  add('--optimizer', 'how to train', choices=RATES, default='demo-muon')
+  add('--compare', 'train by adamw and muon as well', action='store_true')
+  add('--lr', 'peak learning rate; default: tuned', type=float)
+  add('--other-lr', 'that of embeddings, head, norms and biases', type=float)
+  add('--topk', 'coefficients sent of each chunk of 64x64', type=int)
+  add('--exchange', 'all_to_all: for many workers', default='all_gather',
+      choices=['all_gather', 'all_to_all', 'auto'])
+  add('--warmup', 'steps in which the rate rises', type=int, default=40)
+  add('--workers', 'how many; default: one per device, or 4 on one', type=int)
+  add('--data', 'text file or folder; default: Python help topics')
+  add('--out', 'folder for checkpoints, records, picture', default='runs/lm')
+  add('--steps', 'of training', type=int, default=800)
+  add('--batch', 'sequences a step, of all workers', type=int, default=16)
+  add('--seed', 'of parameters and batches; default: 0', type=int, default=0)
+  add('--eval-every', 'steps between validations', type=int, default=200)
+  add('--save-every', 'steps between checkpoints', type=int, default=400)
+  add('--save-timeout', 'seconds to wait for one', type=int, default=300)
+  add('--check-every', 'steps between comparisons of the copies of all'
+      ' parameters', type=int, default=200)
+  add('--resume', 'continue from the last checkpoint; auto: if there is one',
+      nargs='?', const='must', choices=['must', 'auto'])
+  add('--overwrite', 'remove former checkpoints', action='store_true')
+  add('--resize', 'to another number of workers', action='store_true')
   cluster.add_flags(parser)
   for field in dataclasses.fields(GPTConfig):
-    add(f'--{field.name}', type=int, default=field.default)
+    add(f'--{field.name}', SIZES[field.name], type=int, default=field.default)
   args = parser.parse_args(argv)
   if args.resume and (args.overwrite or args.compare):
     parser.error('--resume goes with neither --overwrite nor --compare.')
@@ -102,16 +106,13 @@ def make_optimizer(
       for given, tuned in zip((args.lr, args.other_lr), RATES[args.optimizer])
   )
   clip = optax.clip_by_global_norm(1.0)
-  # Averaged gradients: what data parallelism does without this library.
-  if args.optimizer == 'adamw':
-    return optax.chain(
-        demo_optax.average(workers=workers), clip, optax.adamw(rate, b2=0.95))
-  if args.optimizer == 'muon':
-    return optax.chain(
-        demo_optax.average(workers=workers), clip,
-        contrib.muon(
-            rate, adam_learning_rate=other_rate, adam_b2=0.95,
-            muon_weight_dimension_numbers=recipes.muon_dimension_numbers))
+  if args.optimizer in AVERAGED:
+    inner = optax.adamw(rate, b2=0.95)
+    if args.optimizer == 'muon':
+      inner = contrib.muon(
+          rate, adam_learning_rate=other_rate, adam_b2=0.95,
+          muon_weight_dimension_numbers=recipes.muon_dimension_numbers)
+    return optax.chain(demo_optax.average(workers=workers), clip, inner)
   # Each worker's gradient is clipped, then its compressed update exchanged.
   options = {'workers': workers, 'exchange': args.exchange,
              'compressor': compressor_of(args)}
@@ -139,9 +140,7 @@ def loss_fn(model: GPT, tokens: jax.Array) -> jax.Array:
   ).mean()
 
 
-def make_train_step(
-    workers: demo_optax.Workers, microbatches: int = 1
-) -> Callable[..., jax.Array]:
+def make_train_step(workers: demo_optax.Workers) -> Callable[..., jax.Array]:
   """`(model, optimizer, tokens) -> loss`, the mean over all workers."""
 
   @demo_optax.data_parallel(workers, donate_argnums=(0, 1))
@@ -149,16 +148,7 @@ def make_train_step(
       model: GPT, optimizer: nnx.Optimizer, tokens: jax.Array
   ) -> jax.Array:
     # Written for one worker: its rows of the batch, its loss, its gradient.
-    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-    grads_of = jax.value_and_grad(lambda params, tokens: loss_fn(
-        nnx.merge(graphdef, params, rest), tokens))
-    if microbatches == 1:
-      loss, grads = grads_of(params, tokens)
-    else:
-      parts = tokens.reshape(microbatches, -1, tokens.shape[-1])
-      loss, grads = jax.tree.map(
-          lambda x: x.mean(0),
-          jax.lax.map(lambda part: grads_of(params, part), parts))
+    loss, grads = nnx.value_and_grad(loss_fn)(model, tokens)
     optimizer.update(model, grads)  # the exchange
     return loss
 
@@ -284,16 +274,15 @@ def train(
   if not args.resume:
     remove_former(folder / 'checkpoints', args.overwrite)
   workers = make_workers(args.workers)
-  if args.batch % (workers.count * args.microbatches):
+  if args.batch % workers.count:
     raise SystemExit(
-        f'--batch {args.batch} must be a multiple of {workers.count} workers'
-        f' times {args.microbatches} micro-batches.')
+        f'--batch {args.batch} must be a multiple of {workers.count} workers.')
   feed = make_feed(args, corpus.train, workers)
   config = GPTConfig(**{
       f.name: getattr(args, f.name) for f in dataclasses.fields(GPTConfig)})
   model = GPT(config, nnx.Rngs(args.seed))
   optimizer = nnx.Optimizer(model, make_optimizer(args, workers), wrt=nnx.Param)
-  train_step = make_train_step(workers, args.microbatches)
+  train_step = make_train_step(workers)
   params = nnx.state(model, nnx.Param)
   compressor = compressor_of(args)
   plan = demo_optax.plan(params, compressor, workers, exchange=args.exchange)
@@ -313,11 +302,13 @@ def train(
       f' {plan.sent_bytes / 1e3:,.1f} kB a step')
 
   about = {'config': vars(args), 'parameters': plan.size}
-  records: list[dict[str, Any]] = []
   seconds: list[float] = []
   stopped = 0
   stop.begin()
+  if start < args.steps:
+    say('Compiling the first step.')
   with metrics.Metrics(folder, about, start) as log:
+    records = log.kept  # of the steps before, in a run that is resumed
     for step in range(start, args.steps):
       if stopped := stop.after(step):
         if step > start and step not in checkpoints.steps:
@@ -334,8 +325,8 @@ def train(
         record |= metrics.about_exchange(optimizer)
       if done % args.eval_every == 0 or last:
         record['valid_loss'] = evaluate(model, valid)
-        say(f'step {done}: loss {loss:.3f}, validation'
-            f' {record["valid_loss"]:.3f}')
+        say(f'step {done} of {args.steps}: loss {loss:.3f}, validation loss'
+            f' {record["valid_loss"]:.3f}, {sum(seconds):.0f} s of training')
       if done % args.check_every == 0 or last:
         parted = demo_optax.check_replicas(
             (nnx.state(model, nnx.Param), nnx.state(optimizer)), workers)
@@ -356,10 +347,9 @@ def train(
   say(f'\nA sample of {name}:\n{sample.decode(errors="replace")}\n')
   return {
       'name': name, 'stopped': 0, 'records': records,
-      'valid_loss': records[-1]['valid_loss'] if records else None,
+      'valid_loss': records[-1].get('valid_loss') if records else None,
       'steps_per_second': 1 / np.median(seconds[1:]) if seconds[1:] else None,
-      'sent': plan.sent_bytes, 'received': plan.received_bytes,
-      'adamw': plan.dense_bytes(),
+      'plan': plan,
   }
 
 
@@ -385,24 +375,27 @@ def draw(runs: list[dict[str, Any]], path: pathlib.Path) -> None:
                 [r['valid_loss'] for r in checks], 'o', color=f'C{number}')
   left.set(xlabel='step', ylabel='loss (nats per byte); held-out: dots')
   right.set(xlabel='MB sent per worker')
-  if any(run['sent'] for run in runs):
+  if any(run['plan'].sent_bytes for run in runs):
     right.set_xscale('log')
   left.legend(frameon=False)
   picture.save(figure, path)
 
 
 def report(runs: list[dict[str, Any]]) -> None:
-  print(f'{"":<12}{"validation":>11}{"sent":>12}{"received":>12}'
-        f'{"less sent than":>16}{"steps":>8}')
-  print(f'{"":<12}{"loss":>11}{"kB/step":>12}{"kB/step":>12}'
-        f'{"AdamW-DDP":>16}{"per s":>8}')
+  """All steps of a worker, beside what an all-reduce would have moved."""
+  row = '{:<13}{:>11}{:>10}{:>13}{:>20}{:>12}{:>12}'.format
+  print(row('', 'validation', 'sent', 'received', 'all-reduce', '', 'steps'))
+  print(row('', 'loss', 'MB', 'MB', 'bfloat16', 'float32', 'per s'))
   for run in runs:
+    plan, records = run['plan'], run['records']
+    steps = records[-1]['step'] if records else 0
+    moved = (plan.sent_bytes, plan.received_bytes, plan.dense_bytes(2),
+             plan.dense_bytes(4))
     loss, speed = (
         '-' if x is None else f'{x:.{digits}f}'
         for x, digits in ((run['valid_loss'], 4), (run['steps_per_second'], 1)))
-    times = f'{run["adamw"] / run["sent"]:.1f}x' if run['sent'] else '-'
-    print(f'{run["name"]:<12}{loss:>11}{run["sent"] / 1e3:>12,.1f}'
-          f'{run["received"] / 1e3:>12,.1f}{times:>16}{speed:>8}')
+    print(row(run['name'], loss, *(f'{x * steps / 1e6:,.1f}' for x in moved),
+              speed))
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
