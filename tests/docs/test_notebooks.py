@@ -9,6 +9,7 @@ import importlib.util
 import os
 import pathlib
 import re
+import sys
 import tomllib
 
 import nbformat
@@ -148,7 +149,9 @@ def install(monkeypatch, tmp_path):
       commands.append(line)
 
   find_spec = importlib.util.find_spec
-  monkeypatch.chdir(tmp_path)
+  (tmp_path / 'notebooks').mkdir()
+  (tmp_path / 'pyproject.toml').touch()
+  monkeypatch.chdir(tmp_path / 'notebooks')
   monkeypatch.setattr(
       importlib.util, 'find_spec',
       lambda name: None if name == 'demo_optax' else find_spec(name))
@@ -163,17 +166,28 @@ def install(monkeypatch, tmp_path):
 def test_install_keeps_jax(install, tmp_path):
   (command,) = install()
   assert '"..[examples]"' in command and '-c constraints.txt' in command
-  assert (NOTEBOOKS[0].parent / '../pyproject.toml').exists()
   assert '--upgrade' not in command and '-U' not in command
-  lines = (tmp_path / 'constraints.txt').read_text().splitlines()
+  lines = (tmp_path / 'notebooks/constraints.txt').read_text().splitlines()
   for name in ('jax', 'jaxlib', 'numpy'):
     assert f'{name}=={importlib.metadata.version(name)}' in lines
 
 
-def test_install_says_that_jax_is_too_old(install, monkeypatch):
-  class Old:
-    name, version = 'jax', '0.7.2'
-
-  monkeypatch.setattr(importlib.metadata, 'distributions', lambda: [Old])
-  with pytest.raises(RuntimeError, match=r'0\.10\.1 or newer.*0\.7\.2'):
+def test_install_stops_outside_of_a_clone(install, tmp_path):
+  (tmp_path / 'pyproject.toml').unlink()
+  with pytest.raises(RuntimeError, match='not installed. Clone its repository'):
     install()
+
+
+def test_install_stops_where_pip_has_failed(install, monkeypatch):
+  monkeypatch.setitem(sys.modules, 'demo_optax', None)
+  with pytest.raises(ModuleNotFoundError, match='demo_optax'):
+    install()
+
+
+@pytest.mark.parametrize('path', NOTEBOOKS, ids=NAMES)
+def test_the_install_cell_is_hidden_and_the_text_says_what_is_needed(path):
+  title, cell = read(path).cells[:2]
+  assert cell.metadata == {
+      'jupyter': {'source_hidden': True}, 'tags': ['hide-input']}
+  assert len(cell.source.splitlines()) <= 13
+  assert "pip install '.[examples]'" in title.source
