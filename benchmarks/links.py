@@ -23,7 +23,7 @@ averaging, and the optimizer. Before each update all wait for each other, so
 that its time is its own. Bytes are those that the interface received meanwhile,
 a mean over steps and workers. What is in the file is not measured again.
 
-`--methods` compares others instead, and draws nothing: exchanges, by each of
+`--methods` compares others instead: exchanges, by each of
 which DeMo sends k = 32 in signs, or what trains best. Of methods whose steps to
 AdamW's loss are known (`muon.py table`), the table has the minutes to it.
 
@@ -69,7 +69,6 @@ MODELS = {
     '7 M': ['--width', '512', '--layers', '2', '--heads', '8'],
     '40 M': ['--width', '1280', '--layers', '2', '--heads', '10'],
 }
-DRAWN = ['1.0 M', '40 M']
 # In a step, of all workers; 0: one of each.
 SEQUENCES = {'1.0 M': 16, '7 M': 0, '40 M': 0}
 METHODS = {
@@ -87,8 +86,8 @@ METHODS = {
 DEFAULT = list(METHODS)[:4]
 # The same methods in the results of `muon.py`, whose averages are in float32.
 TRAINED = {
-    'AdamW float32': 'AdamW, averaged', 'AdamW bfloat16': 'AdamW, averaged',
-    'Muon bfloat16': 'Muon, averaged', 'demo_muon': 'demo_muon, 265x',
+    'AdamW float32': 'AdamW', 'AdamW bfloat16': 'AdamW',
+    'Muon bfloat16': 'Muon', 'demo_muon': 'demo_muon',
 }
 HEADER = 66  # bytes of a TCP packet in Ethernet before its data
 
@@ -528,47 +527,12 @@ def steps_to_the_loss(method: str) -> float:
   runs = muon.by_name(muon.read(muon.RESULTS))
   adamw, found = (
       runs[muon.PLOTTED[label]]
-      for label in ('AdamW, averaged', TRAINED[method])
+      for label in ('AdamW', TRAINED[method])
   )
   loss = statistics.mean(r['loss'] for r in adamw)
   if found is adamw:  # whose mean is there at the end
     return muon.DEFAULTS['steps']
   return statistics.mean(muon.steps_to(r, loss) for r in found)
-
-
-def draw(records: list[dict], path: pathlib.Path) -> None:
-  import picture
-
-  plt = picture.pyplot()
-  if plt is None:
-    return
-  figure, axes = plt.subplots(1, 4, figsize=(13, 3.6))
-  cases = [(model, count) for model in DRAWN for count in WORKERS]
-  styles = dict(zip(DEFAULT, ('C0o-', 'C2s-', 'C3^-', 'C1v-')))
-  for axis, (model, count) in zip(axes, cases):
-    for method, style in styles.items():
-      places, steps = zip(*(
-          (place, r['step']) for place, link in enumerate(LINKS)
-          for r in records if (r['workers'], r['model'], r['method'],
-                               r['link']) == (count, model, method, link)))
-      rates = sum(not delay for _, delay in LINKS.values())
-      shown = sum(place < rates for place in places)
-      (line,) = axis.plot(places[:shown], steps[:shown], style, label=method,
-                          markersize=5)
-      axis.plot(places[shown:], steps[shown:], line.get_marker(),
-                color=line.get_color(), markersize=5)  # another kind of link
-    axis.set_yscale('log')
-    axis.yaxis.set_major_locator(plt.matplotlib.ticker.LogLocator(
-        subs=(1, 2, 5)))
-    axis.yaxis.set_major_formatter('{x:g}')
-    axis.yaxis.set_minor_formatter(plt.matplotlib.ticker.NullFormatter())
-    axis.set_title(f'{model} parameters, {count} workers', fontsize=10)
-    axis.set_xticks(range(len(LINKS)), [
-        link.replace(', ', ',\n').replace(' ', '\n', 1) for link in LINKS],
-        fontsize=8)
-  axes[0].set_ylabel('seconds per step')
-  axes[0].legend(frameon=False, fontsize=8)
-  picture.save(figure, path)
 
 
 def main() -> None:
@@ -577,14 +541,12 @@ def main() -> None:
   )
   add = parser.add_argument
   add('--out', type=pathlib.Path, required=True)
-  add('--picture', type=pathlib.Path, default=ROOT / 'docs/links.png')
   add('--table', action='store_true', help='of what is in the file')
-  add('--trial', action='store_true', help='one round each; draws nothing')
+  add('--trial', action='store_true', help='one round each')
   add('--workers', type=int, nargs='+', default=WORKERS, help='how many')
-  add('--models', choices=MODELS, nargs='+', default=DRAWN)
+  add('--models', choices=MODELS, nargs='+', default=['1.0 M', '40 M'])
   add('--links', choices=LINKS, nargs='+', default=list(LINKS))
-  add('--methods', choices=METHODS, nargs='+', default=DEFAULT,
-      help='others than the default are not drawn')
+  add('--methods', choices=METHODS, nargs='+', default=DEFAULT)
   add('--inside', action='store_true', help=argparse.SUPPRESS)
   args = parser.parse_args()
   if not args.table and not args.inside:
@@ -615,8 +577,6 @@ def main() -> None:
         args.out.write_text(json.dumps(records, indent=1) + '\n')
   records = json.loads(args.out.read_text())
   table(records)
-  if not args.trial and {r['method'] for r in records} == set(DEFAULT):
-    draw(records, args.picture)
 
 
 if __name__ == '__main__':

@@ -464,7 +464,7 @@ def plot(args: argparse.Namespace) -> None:
   styles = ('C3^-', 'C0o-', 'C2s-', 'C1v-')
   for row, (name, tree) in enumerate(MODELS.items()):
     costs = costs_of(shapes._arrays(tree, ()), args)
-    grid[row, 0].set_ylabel(f'{name}: seconds per exchange')
+    grid[row, 0].set_ylabel(f'{name}: modelled seconds')
     for axes, link in zip(grid[row], LINKS):
       for method, style in zip(METHODS, styles):
         found = [costs[method, n, link] for n in WORKERS]
@@ -485,6 +485,7 @@ def plot(args: argparse.Namespace) -> None:
   axes = grid[-1, 0]  # where there is room
   axes.plot([], [], 'k:', label='and merging, on two CPU cores')
   axes.legend(frameon=False, fontsize=8, loc='lower right')
+  figure.suptitle('A cost model of links; merging as measured on two CPU cores')
   picture.save(figure, args.picture)
 
 

@@ -1,102 +1,124 @@
-"""Draws docs/concept.png, an exchange with real arrays."""
+"""Draws docs/concept.png: one step of `demo` as it is in a small training run.
+
+    python docs/concept.py        # two minutes
+
+Two workers train the example's model for 60 steps. Drawn is one chunk of
+16 x 16 of a feed-forward kernel, of which 8 coefficients are sent.
+"""
 
 import pathlib
+import sys
 
-import jax.numpy as jnp
+import jax
 import matplotlib.pyplot as plt
 import numpy as np
+import optax
+from flax import nnx
+
+ROOT = pathlib.Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
+
+import text
+import train_lm
+from gpt import GPT, GPTConfig
 
 import demo_optax
 from demo_optax.compressors import Dct
 from demo_optax.compressors import chunking as chunks
 
-SIDE, TOPK, DECAY = 16, 10, 0.9
-BUCKET = f'bucket_000_{SIDE}x{SIDE}'
+SIDE, TOPK, DECAY, STEPS = 16, 8, 0.9, 60
 GRID = chunks.chunk_grid((SIDE, SIDE), SIDE)
 
 
-def draw() -> plt.Figure:
+def train() -> tuple[np.ndarray, ...]:
+  """Returns parts of one step, `[workers, SIDE, SIDE]`; all but one in DCT."""
+  config = GPTConfig(width=64, layers=1, heads=2)
   workers = demo_optax.Workers.simulated(2)
-  compressor = demo_optax.dct_topk(SIDE, TOPK)
-  tx = demo_optax.scale_by_demo(compressor, DECAY, workers=workers)
-  rng = np.random.default_rng(3)
-  waves = np.outer(np.cos(np.arange(SIDE) / 3), np.sin(np.arange(SIDE) / 4))
-
-  def gradients() -> jnp.ndarray:
-    noise = rng.normal(size=(2, SIDE, SIDE))
-    return jnp.asarray(waves + 0.5 * noise, jnp.float32)
-
-  params = jnp.zeros((SIDE, SIDE))
+  graphdef, params = nnx.split(GPT(config, nnx.Rngs(0)))
+  tx = optax.chain(
+      demo_optax.scale_by_demo(
+          demo_optax.dct_topk(SIDE, TOPK), DECAY, workers=workers),
+      optax.scale_by_sign(), optax.scale_by_learning_rate(4e-3))
   state = tx.init(params)
-  for _ in range(4):
-    update, state = tx.update(gradients(), state, params)
-  g = gradients()
-  before = state.worker_stacked.momentum[BUCKET].reshape(2, SIDE, SIDE)
-  update, state = tx.update(g, state, params)
-  after = np.asarray(state.worker_stacked.momentum[BUCKET])
-  after = after.reshape(2, SIDE, SIDE)
-  coefficients = [chunks.to_coefficients(x, GRID, Dct()) for x in g]
-  held = np.asarray(
-      DECAY * before + np.reshape(coefficients, (2, SIDE, SIDE))
-  )
-  sent = held - after
+  corpus = text.load()
 
-  figure = plt.figure(figsize=(11, 4.3))
-  width, height = 0.115, 0.32
-  left = [0.055, 0.225, 0.395, 0.565]
-  bottom = [0.60, 0.09]
+  @jax.jit
+  def step(params, state, tokens):
+    def loss_fn(params, tokens):
+      return train_lm.loss_fn(nnx.merge(graphdef, params), tokens)
 
-  def show(x, y, array, title, below='', zeros=False):
-    axes = figure.add_axes((x, y, width, height))
-    limit = np.abs(array).max()
-    shown = np.ma.masked_equal(array, 0) if zeros else array
-    axes.imshow(shown, cmap='RdBu', vmin=-limit, vmax=limit)
-    axes.set_xticks([])
-    axes.set_yticks([])
-    axes.set_title(title, fontsize=9.5, pad=4)
-    axes.set_xlabel(below, fontsize=8.5, labelpad=3)
+    grads = jax.vmap(jax.grad(loss_fn), in_axes=(None, 0))(
+        params, tokens.reshape(2, -1, tokens.shape[1]))
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, grads
 
-  def arrow(start, end, text='', at=None, curve=0.0, color='0.35'):
-    figure.add_artist(
-        plt.matplotlib.patches.FancyArrowPatch(
-            start, end, transform=figure.transFigure, color=color, lw=1.3,
-            arrowstyle='-|>', mutation_scale=12,
-            connectionstyle=f'arc3,rad={curve}',
-        )
-    )
-    if text:
-      figure.text(*at, text, ha='center', va='center', fontsize=8.5)
+  def chunk(kernel):
+    return np.stack([
+        np.reshape(chunks.to_coefficients(x, GRID, Dct()), (SIDE, SIDE))
+        for x in kernel[:, :SIDE, :SIDE]])
 
-  for i, y in enumerate(bottom):
-    middle = y + height / 2
-    figure.text(
-        0.022, middle, f'worker {i + 1}', rotation=90, va='center',
-        ha='center', fontsize=11, weight='bold',
-    )
-    show(left[0], y, np.asarray(g[i]), r'gradient $g_i$')
-    show(left[1], y, held[i].T, r'momentum, DCT of chunks', 'its own')
-    show(left[2], y, after[i].T, 'what stays behind',
-         'until it is large enough')
-    show(left[3], y, sent[i].T, f'sent: top {TOPK} of {SIDE * SIDE}',
-         'indices and values, few bits', zeros=True)
-    arrow((left[0] + width + 0.004, middle), (left[1] - 0.004, middle))
-    for x, sign in ((left[2], '='), (left[3], '+')):
-      figure.text(x - 0.029, middle, sign, fontsize=15, ha='center',
-                  va='center', color='0.35')
-    arrow((left[3] + width + 0.006, middle), (0.748, (0.76, 0.66)[i]),
-          color='C0')
-  figure.text(0.718, 0.79, 'all_gather', fontsize=8.5, color='C0', ha='center')
-  merged = np.asarray(
-      chunks.to_coefficients(update, GRID, Dct())
-  ).reshape(SIDE, SIDE)
-  merged = np.where(np.abs(merged) > 1e-5, merged, 0)
-  show(0.755, 0.60, merged.T, 'mean of what was sent', zeros=True)
-  show(0.735, 0.09, np.asarray(update), 'transformed back')
-  show(0.875, 0.09, np.sign(np.asarray(update)), 'its sign: the step')
-  figure.text(0.862, 0.03, 'the same on all workers', ha='center',
-              fontsize=8.5)
-  arrow((0.735 + width / 2 + 0.01, 0.58), (0.735 + width / 2 + 0.01, 0.475))
-  arrow((0.735 + width + 0.003, 0.25), (0.872, 0.25))
+  def momentum(state):
+    (kernel,) = (x for name, x in demo_optax.state.momentum(state).items()
+                 if 'up' in name and 'kernel' in name)
+    return chunk(kernel)
+
+  for number in range(STEPS):
+    old = momentum(state) if number == STEPS - 1 else None
+    tokens = text.batch(corpus.train, 0, number, 16, config.context)
+    params, state, grads = step(params, state, tokens)
+  assert old is not None
+  gradient = chunk(grads['blocks'][0]['up']['kernel'][...])
+  rest = momentum(state)
+  sent = DECAY * old + gradient - rest
+  sent = np.where(np.abs(sent) > 1e-3 * np.abs(sent).max(), sent, 0)
+  assert ((sent != 0).sum((1, 2)) == TOPK).all()
+  mean = sent.sum(0) / np.maximum((sent != 0).sum(0), 1)
+  update = np.sign(chunks.from_coefficients(
+      mean.reshape(1, -1).astype(np.float32), GRID, Dct()))
+  mean, update = (
+      np.stack([np.reshape(x, (SIDE, SIDE))] * 2) for x in (mean, update))
+  of_dct = (DECAY * old, gradient, rest, sent, mean)
+  # Coefficients are column by column.
+  return (*(x.swapaxes(1, 2) for x in of_dct), update)
+
+
+def draw() -> plt.Figure:
+  parts = train()
+  titles = (f'{DECAY} x old momentum', 'gradient', 'residual: new momentum',
+            f'sent: {TOPK} of {SIDE**2}', 'mean of messages',
+            'step: sign of inverse')
+  signs = ('+', '=', '+', '', '')
+  limit = max(np.abs(x).max() for x in parts[:-1])
+  figure = plt.figure(figsize=(12, 4.6))
+  lefts = (0.05, 0.2, 0.35, 0.5, 0.7, 0.85)
+  width = 0.122
+  for row, bottom in enumerate((0.53, 0.1)):
+    figure.text(0.025, bottom + 0.17, f'worker {row + 1}', rotation=90,
+                va='center', fontsize=12, weight='bold')
+    for left, part, title, sign in zip(lefts, parts, titles, (*signs, '')):
+      axes = figure.add_axes((left, bottom, width, 0.34))
+      most = 1.4 if title.startswith('step') else limit
+      image = axes.imshow(part[row], cmap='RdBu_r', vmin=-most, vmax=most)
+      axes.set(xticks=[], yticks=[])
+      if not row:
+        axes.set_title(title, fontsize=10.5)
+      figure.text(left + width + 0.014, bottom + 0.17, sign, fontsize=16,
+                  ha='center', va='center')
+      if left == lefts[0]:
+        shown = image
+  for start, end in ((0.70, 0.70), (0.27, 0.27), (0.70, 0.27), (0.27, 0.70)):
+    figure.add_artist(plt.matplotlib.patches.FancyArrowPatch(
+        (0.626, start), (0.697, end), transform=figure.transFigure,
+        color='#0072B2', lw=1.5, arrowstyle='-|>', mutation_scale=13))
+  figure.text(0.661, 0.485, 'all-gather', fontsize=11, color='#0072B2',
+              ha='center', va='center', backgroundcolor='white')
+  bar = figure.add_axes((0.2, 0.05, 0.272, 0.022))
+  figure.colorbar(shown, cax=bar, orientation='horizontal', ticks=[
+      -limit, 0, limit]).ax.set_xticklabels(['negative', '0', 'positive'])
+  figure.text(0.485, 0.055, 'DCT coefficients, one scale', fontsize=10,
+              va='center')
+  figure.text(0.85 + width, 0.055, 'the same on both workers', fontsize=10,
+              va='center', ha='right')
   return figure
 
 
