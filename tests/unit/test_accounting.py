@@ -1,7 +1,5 @@
 """Bytes, predicted; and the same in what is compiled."""
 
-import collections
-import io
 import json
 import math
 import re
