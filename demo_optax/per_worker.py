@@ -13,7 +13,7 @@ import optax
 from demo_optax import _checks, _tree
 from demo_optax._paths import Path, path_keys
 from demo_optax.numerics import prng
-from demo_optax.workers import Workers, checks, collectives, inside, lift
+from demo_optax.workers import Workers, checks, inside, lift
 
 _WORKERS = 'demo_optax.Workers.simulated(4)'
 
@@ -198,9 +198,7 @@ def average(*, workers: Workers) -> optax.GradientTransformation:
     def mean(x: Any, param: Any) -> Any:
       if not _tree.is_exchanged(x):
         return _tree.zero_update(x, param, lead)
-      wide = collectives.widened(x)
-      mean = lift.mean_present(workers, x.astype(wide), present)
-      return mean.astype(x.dtype)
+      return lift.mean_present(workers, x, present)
 
     means = [mean(x, param) for x, param in zip(leaves, like)]
     return treedef.unflatten(means), state

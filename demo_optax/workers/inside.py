@@ -451,7 +451,8 @@ def over_workers(
     return treedef.unflatten([
         collectives.first_key(x, group.axis_name) if is_key
         else x if is_fixed  # checked before
-        else collective(x) if collective and x.dtype != bool
+        else collective(x)
+        if collective and jax.eval_shape(reduce, x).dtype == x.dtype
         else reduce(jax.lax.all_gather(x, group.axis_name), axis=0)
         for x, is_key, is_fixed in zip(leaves, keys, fixed)
     ])
@@ -673,7 +674,8 @@ def _combine(
 ) -> tuple[jax.Array, bool]:
   """Returns one value of `x [workers, ...]`, and whether it keeps that axis."""
   shape, name = x.shape[1:], result.name
-  if result.role == 'state':
+  is_real = jnp.issubdtype(x.dtype, jnp.inexact)  # integers have no mean
+  if result.role == 'state' or (result.role == 'statistics' and not is_real):
     raise ValueError(_differs(name))
   if result.role == 'statistics':
     # Statistics of a worker that saw a NaN would stay NaN for ever.
@@ -682,7 +684,7 @@ def _combine(
   if result.role == 'key':
     everywhere = P(None, *jax.typeof(x).sharding.spec[1:])
     return lift.reshard(workers, x, everywhere)[0], False
-  if not shape and jnp.issubdtype(x.dtype, jnp.inexact):
+  if not shape and is_real:
     return lift.mean(workers, x), False
   if shape[axis : axis + 1] == (rows,):
     return jnp.moveaxis(x, axis + 1, 1), True

@@ -16,7 +16,13 @@ from jax.sharding import PartitionSpec as P
 
 from demo_optax.numerics import rounding
 from demo_optax.workers.collectives import mean as mean_over
-from demo_optax.workers.collectives import mean_stacked, sums, vary
+from demo_optax.workers.collectives import (
+  mean_stacked,
+  sum_stacked,
+  sums,
+  vary,
+  widened,
+)
 from demo_optax.workers.param_specs import ParamSharding, entry, names_of
 from demo_optax.workers.value import Spec, Workers
 
@@ -233,18 +239,19 @@ def mean_present(
     own = jnp.where(present, x, jnp.zeros_like(x))
     return sums([own, present.astype(jnp.int32)], workers.axis_name)
 
+  wide = x.astype(widened(x))
   if workers.param_specs.axes:
     mask = present.reshape(-1, *(1,) * (x.ndim - 1))
-    total = jnp.sum(jnp.where(mask, x, jnp.zeros_like(x)), axis=0)
+    total = sum_stacked(jnp.where(mask, wide, jnp.zeros_like(wide)))
     count = jnp.sum(present, dtype=jnp.int32)
   else:
     own = Spec(workers.stacked_gradients)
     total, count = run(
-        workers, one_worker, (x, present), (own, own), [Spec(False)] * 2
+        workers, one_worker, (wide, present), (own, own), [Spec(False)] * 2
     )
   # By a product: some programs make one of the division.
   inverse = rounding.exact_reciprocal(count, workers.count, total.dtype)
-  mean = total * inverse
+  mean = (total * inverse).astype(x.dtype)
   return jnp.where(count > 0, mean, otherwise)
 
 

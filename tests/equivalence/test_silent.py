@@ -51,7 +51,38 @@ def test_the_mean_of_large_halves_is_finite(workers):
     np.testing.assert_allclose(mean, 30000, rtol=1e-3)
 
 
+def test_statistics_of_halves_are_averaged_in_float32(workers):
+  """The sum of four is beyond float16, the mean is not."""
+  @demo_optax.data_parallel(workers, batch_argnums=1)
+  def step(state, x):
+    return {'batch_stats': x.mean().astype(jnp.float16)}
+
+  x = np.array([30000, 30208, 30464, 30464], np.float32)
+  found = step({'batch_stats': jnp.float16(0)}, x)['batch_stats']
+  np.testing.assert_array_equal(found, np.float16(x.mean()))
+
+
+def test_statistics_of_integers_have_no_mean(workers):
+  """A count that differed became 0."""
+  @demo_optax.data_parallel(workers, batch_argnums=1)
+  def step(state, x):
+    return {'batch_stats': state['batch_stats'] + (x > 0).sum()}
+
+  with pytest.raises(ValueError, match=r'batch_stats differs'):
+    step({'batch_stats': jnp.int32(0)}, rows())
+
+
 # over_workers --------------------------------------------------------------------
+
+
+def test_sums_of_narrow_integers_are_wide(workers):
+  """On a mesh four times 100 was -112."""
+  @demo_optax.data_parallel(workers, batch_argnums=0)
+  def step(x):
+    return demo_optax.over_workers(x.astype(jnp.int8)[0, 0], jnp.sum)
+
+  total = step(np.full((4, 1), 100, np.float32))
+  assert total == 400 and total.dtype == jnp.int32
 
 
 def test_the_mean_keeps_dtypes(workers):
@@ -440,7 +471,10 @@ def test_sums_have_the_same_bits_in_every_map(how, count):
     return demo_optax.data_parallel(workers, batch_argnums=1)(update)(
         workers.device_put(state), grads)
 
-  found = [run(demo_optax.Workers.simulated(count), how == 'step')]
+  found = [
+      run(demo_optax.Workers.simulated(count), how == 'step'),
+      run(demo_optax.Workers.simulated(count, P(), {'f': 2}), how == 'step'),
+  ]
   axis = make(demo_optax.Workers.on_axis('data'))
   found.append(jax.tree.map(lambda x: x[0], jax.jit(jax.vmap(
       lambda grads: axis.update(grads, axis.init(params), params)[0],
