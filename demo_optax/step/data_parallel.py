@@ -57,8 +57,8 @@ def data_parallel(
   parameters, optimizer state,  one worker's, of which the momentum is its own
   `TrainState`, dataclasses,
   Equinox modules
-  PRNG keys (see `keys`)        folded with the worker's number; so are the
-                                random streams of NNX objects
+  PRNG keys (see `keys`)        folded with the worker's number; so are new ones
+                                in variables of NNX objects, and their streams
   numbers, 0-d arrays           as they are
   other arrays: the batch       this worker's rows
   ============================  ================================================

@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from demo_optax._paths import Keys, dotted, path_keys
+from demo_optax.numerics import prng
 
 
 def param_specs(
@@ -224,9 +225,9 @@ def leaf_kinds(tree: Any) -> list[Any]:
   """Returns for each leaf of a tree how the workers' values become one.
 
   'statistics' for `nnx.BatchStat`, 'added' for total and count of an
-  `nnx.metrics.Average`, 'stream' for keys of random streams, 'state' for their
-  counts, two of which look like a key, None for anything else. NNX objects are
-  leaves.
+  `nnx.metrics.Average`, 'stream' for random keys in variables, 'state' for
+  counts of streams, two of which look like a key, None for anything else. NNX
+  objects are leaves.
   """
   nnx = _nnx()
   flat = jax.tree_util.tree_flatten_with_path(
@@ -254,7 +255,12 @@ def _with_kinds(flat: Sequence[tuple[Keys, Any]]) -> list[tuple[Keys, Any]]:
       kind = 'statistics'
     elif isinstance(x, nnx.RngCount):
       kind = 'state'
-    elif isinstance(x, nnx.RngKey):
+    elif (
+        isinstance(x, nnx.Variable)
+        # Noise of an optimizer must be equal on all workers.
+        and not isinstance(x, nnx.OptState)
+        and prng.is_key_array(x.get_value())
+    ):
       kind = 'stream'
     elif parts.get(keys[:-1]) == {'total', 'count'} and isinstance(
         x, nnx.metrics.MetricState

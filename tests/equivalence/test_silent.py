@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from helpers import make_step, make_workers
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -562,6 +563,23 @@ def test_a_batch_in_a_dataclass_beside_arrays(workers):
   with pytest.raises(ValueError, match='batch must be known as a batch or'):
     demo_optax.data_parallel(workers)(step)(*arguments)
   demo_optax.data_parallel(workers, batch_argnums=(2, 3))(step)(*arguments)
+
+
+def test_a_key_in_a_plain_variable(workers):
+  """All workers drew the same: only those of `nnx.Rngs` were folded."""
+  class Noise(nnx.Module):
+    def __init__(self):
+      self.key = nnx.Variable(jax.random.key(0))
+
+  @demo_optax.data_parallel(workers)
+  def step(noise, x):
+    key, own = jax.random.split(noise.key.get_value())
+    noise.key.set_value(key)
+    return jax.random.normal(own, x.shape[:1])
+
+  noise = Noise()
+  drawn = [np.asarray(step(noise, rows())) for _ in range(2)]
+  assert len(np.unique(drawn)) == 32
 
 
 def test_keys_of_workers_are_not_those_of_a_split():
