@@ -326,7 +326,7 @@ def train(
       if done % args.eval_every == 0 or last:
         record['valid_loss'] = evaluate(model, valid)
         say(f'step {done} of {args.steps}: loss {loss:.3f}, validation loss'
-            f' {record["valid_loss"]:.3f}, {sum(seconds):.0f} s of training')
+            f' {record["valid_loss"]:.3f}, {sum(seconds):.0f} s so far')
       if done % args.check_every == 0 or last:
         parted = demo_optax.check_replicas(
             (nnx.state(model, nnx.Param), nnx.state(optimizer)), workers)
