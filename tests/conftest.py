@@ -50,9 +50,7 @@ def pytest_collection_modifyitems(items):
   for item in items:
     if item.path.is_relative_to(here):
       folder = item.path.relative_to(here).parts[0]
-      if folder in (
-          'docs', 'processes', 'integrations', 'ahead'
-      ):
+      if folder in ('docs', 'processes', 'integrations', 'ahead'):
         item.add_marker(folder)
 
 

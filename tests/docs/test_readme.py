@@ -63,8 +63,6 @@ ROWS = {
 # What a run of muon.jsonl has that is no setting.
 SEEN = {'loss', 'train_loss', 'curve', 'sent', 'received', 'dense',
         'cpu_seconds_per_step', 'jax', 'seed'}
-# What runs must have in common for their losses to be compared.
-COMPARABLE = ('task', 'data', 'width', 'workers', 'batch', 'steps')
 
 
 def runs(settings):
