@@ -4,6 +4,7 @@ import inspect
 import json
 import pathlib
 import re
+import statistics
 import subprocess
 import sys
 
@@ -308,3 +309,98 @@ def test_the_site_builds(tmp_path):
             if not inspect.ismodule(getattr(demo_optax, name))}
   for name in names:
     assert re.search(rf'id="demo_optax\.(\w+\.)?{name}"', api), name
+
+
+def test_the_table_of_sharded_workers_is_as_measured():
+  text = GUIDES['sharding'].read_text()
+  page = (ROOT / 'benchmarks/README.md').read_text()
+  runs = json.loads((ROOT / 'benchmarks/results/sharded.json').read_text())
+  more = json.loads((ROOT / 'benchmarks/results/sharded_muon.json').read_text())
+
+  def mb(what, digits, runs):
+    return ' | '.join(f'{r["memory"][what] / 1e6:.{digits}f} MB' for r in runs)
+
+  def received(run, axis):
+    return sum(row[3] for row in run['traffic'] if row[1] == [axis])
+
+  for name, what, digits in (('parameters', 'parameters', 2),
+                             ('optimizer state', 'optimizer', 2),
+                             ('temporaries of the step', 'temporaries', 1)):
+    assert re.search(rf'\| {name}, per device.* \| {mb(what, digits, runs)} \|', text)
+    assert f'| {mb(what, 2, runs + more)} |' in page
+  assert f'| validation loss | {runs[0]["valid_loss"]:.3f} | {runs[1]["valid_loss"]:.3f} |' in text
+  for run in runs + more:
+    between = f'{received(run, "replica") / 1e3:.1f} kB'
+    assert between in page and (run in more or between in text)
+  for run, where in ((runs[0], (text, page)),
+                     (more[0], (page, GUIDES['muon'].read_text()))):
+    inside = f'{received(run, "fsdp") / 1e6:.1f} MB'
+    assert all(inside in x for x in where), inside
+
+
+def test_the_table_of_digits_is_as_measured():
+  for run in results('digits.jsonl'):
+    name = f'`{run["name"]}`'
+    right = f'{run["records"][-1]["accuracy"]:.2%}'.replace('%', ' %')
+    digits = 1 if run['sent'] > 1e5 else 2
+    kb = ' / '.join(f'{run[k] / 1e3:.{digits}f}' for k in ('sent', 'received'))
+    for page in (GUIDES['local_updates'], ROOT / 'benchmarks/README.md'):
+      assert re.search(
+          rf'\| {name}[^|]*\| {right} \| {kb} kB', page.read_text()), (page, name)
+
+
+def test_seconds_over_links_are_as_measured():
+  runs = {(r['workers'], r['link'], r['method']): r['step']
+          for r in results('links_owners.json')}
+  for workers in (2, 4, 8):
+    for name, method in (('DeMo', 'all_gather'),
+                         ('AdamW, averaged in bfloat16', 'AdamW bfloat16')):
+      cells = []
+      for link in ('10 Mbit/s', '100 Mbit/s', '1 Gbit/s', '100 Mbit/s, 20 ms'):
+        step = runs.get((workers, link, method))
+        cells.append('' if step is None else
+                     f'{step:.1f}' if step > 10 else f'{step:.2f}')
+      row = f'| {workers} | {name} | {" | ".join(cells)}'.rstrip() + ' |'
+      assert row in GUIDES['is_it_for_me'].read_text()
+
+
+def test_the_table_of_values_is_as_measured():
+  text = GUIDES['is_it_for_me'].read_text()
+  runs = {}
+  for r in results('values.jsonl'):
+    runs.setdefault((r['values'], r['topk']), []).append(r)
+  for values in VALUES:
+    found = runs[values, 32]
+    loss = statistics.mean(r['valid_loss'] for r in found)
+    assert f'{loss:.3f} ({found[0]["sent"] / 1e3:.1f})' in text
+  for values, topk in re.findall(r"\| (\d\.\d+) \(`topk=(\d+)`\)", text):
+    assert any(
+        f'{statistics.mean(r["valid_loss"] for r in found):.3f}' == values
+        for (_, k), found in runs.items() if k == int(topk)), (values, topk)
+
+
+def test_rates_of_other_parameters_are_as_measured():
+  seen = {'loss', 'train_loss', 'curve', 'sent', 'received', 'dense',
+          'cpu_seconds_per_step', 'jax'}
+  for topk in (64, 8):
+    cells = []
+    for rate in (2e-3, 6e-3, 1.2e-2):
+      settings = {'topk': topk, 'rows': 8, 'average': 'workers'}
+      if rate != 2e-3:
+        settings['other_lr'] = rate
+      (run,) = [
+          run for run in results('muon.jsonl')
+          if {k: v for k, v in run.items() if k not in seen} == settings]
+      cells.append(f'{run["loss"]:.3f}')
+    assert f'| `topk={topk}` | {" | ".join(cells)} |' in GUIDES['muon'].read_text()
+
+
+def test_every_public_name_is_in_the_reference():
+  text = GUIDES['api'].read_text()
+  listed = set(re.findall(r'auto(?:function|class|data):: ([\w.]+)', text))
+  for module in (demo_optax, demo_optax.checkpoint, demo_optax.compressors,
+                 demo_optax.local, demo_optax.recipes, demo_optax.state):
+    prefix = '' if module is demo_optax else f'{module.__name__}.'
+    for name in module.__all__:
+      if not inspect.ismodule(getattr(module, name)):
+        assert {name, prefix + name} & listed, name

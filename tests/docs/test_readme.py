@@ -63,6 +63,8 @@ ROWS = {
 # What a run of muon.jsonl has that is no setting.
 SEEN = {'loss', 'train_loss', 'curve', 'sent', 'received', 'dense',
         'cpu_seconds_per_step', 'jax', 'seed'}
+# What runs must have in common for their losses to be compared.
+COMPARABLE = ('task', 'data', 'width', 'workers', 'batch', 'steps')
 
 
 def runs(settings):
@@ -164,3 +166,53 @@ def test_what_it_links_to_is_there():
       assert anchor in [h.lower().replace(' ', '-') for h in headings]
   for picture in re.findall(r'!\[[^\]]+\]\(([^)]+)\)', README):
     assert (ROOT / picture).stat().st_size > 10_000
+
+
+def test_muons_settings_are_what_was_measured():
+  """And nothing that was run with three seeds is 0.01 better for its bytes."""
+  measured = {}
+  for run in results('muon.jsonl'):
+    settings = {k: v for k, v in run.items() if k not in SEEN}
+    if not settings.keys() & {'method', *COMPARABLE}:
+      measured.setdefault(json.dumps(settings), []).append(run)
+  measured = {
+      name: (found[0]['sent'], statistics.mean(r['loss'] for r in found))
+      for name, found in measured.items() if len(found) == 3}
+  table = (ROOT / 'docs/muon.md').read_text().split('## What to send')[1]
+  rows = re.findall(
+      r'^\| (\d+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$', table, re.M)
+  assert len(measured) > len(rows) == 4
+  for topk, row_topk, *written in rows:
+    chosen = {**BEST, 'topk': int(topk), 'rows': int(row_topk)}
+    defaults = {'topk': 32, 'rows': 24}
+    found = runs({
+        k: v for k, v in chosen.items() if defaults.get(k) != v})
+    loss = statistics.mean(r['loss'] for r in found)
+    sent, received = (found[0][kind] / 1e3 for kind in ('sent', 'received'))
+    assert written == [f'{loss:.3f}', f'{sent:.1f}', f'{received:.1f}']
+    assert all(
+        other > loss - 0.01 for size, other in measured.values()
+        if size <= found[0]['sent'])
+
+
+def test_other_texts_and_more_workers_are_what_was_measured():
+  for name, other in (('another text', {'data': 'stdlib'}),
+                      ('16 workers', {'workers': 16})):
+    recipe, muon, adamw = (
+        mean_loss({**settings, **other})
+        for settings in (DEFAULT, MUON, {'method': 'adamw'}))
+    cells = [f'+{100 * (recipe / muon - 1):.1f} %',
+             f'-{100 * (1 - recipe / adamw):.1f} %']
+    assert re.search(
+        rf'\| {name}[^|]* \| [^|]* \| {re.escape(" | ".join(cells))} \|', GUIDE)
+  _, demo = ROWS['DeMo as published, our index codes']
+  above = 100 * (mean_loss(demo) / mean_loss({'method': 'adamw'}) - 1)
+  assert f'DeMo as published ended {above:.1f} % above AdamW' in GUIDE
+
+
+def test_seconds_of_compute_are_what_was_measured():
+  cells = [
+      f'{next(r["cpu_seconds"] for r in results("muon_seconds.json") if r["method"] == method):.2f}'
+      for method in ('AdamW', 'Muon', 'demo_muon')
+  ]
+  assert f'| 1.0 M parameters | {" | ".join(cells)} |' in GUIDE
