@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from demo_optax.numerics import prng
@@ -151,9 +152,12 @@ def is_ordered(shape: tuple[int, ...], dtype: Any) -> bool:
 
 def in_order(x: jax.Array) -> jax.Array:
   """Returns the sum over the first axis, from left to right."""
-  spec = jax.typeof(x).sharding.spec
+  sharding = jax.typeof(x).sharding
+  spec = sharding.spec
   if spec and spec[0] is not None:  # of type Explicit: the axis is gathered
-    x = jax.sharding.reshard(x, P(None, *spec[1:]))
+    x = jax.sharding.reshard(
+        x, NamedSharding(sharding.mesh, P(None, *spec[1:]))
+    )
   if len(x) <= 16:
     return functools.reduce(jnp.add, list(x))
   return jax.lax.fori_loop(1, len(x), lambda i, total: total + x[i], x[0])
