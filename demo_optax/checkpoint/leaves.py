@@ -200,12 +200,16 @@ def _bucket(
     record = records[leaf.name]
     same = {**record, 'compressor': ''} == {**leaf.record, 'compressor': ''}
     if not same:
-      c = cutting.decode(c, *_cut(record, known))
+      c = cutting.decode(c, *of_elements(_cut(record, known)))
     if not owned:
       c = resizing.regroup(c, like.shape[0])
     if not same:
-      c = cutting.encode(c, *cutting.cut_of(leaf))
+      c = cutting.encode(c, *of_elements(cutting.cut_of(leaf)))
     return c
+
+  def of_elements(cut: cutting.Cut) -> cutting.Cut:
+    # Residuals are of updates, which have been transformed back.
+    return (*cut[:2], None) if owned else cut
 
   if not owned:
     return cutting.fill_bucket(layout, number, found, like, convert)

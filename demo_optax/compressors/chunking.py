@@ -299,18 +299,25 @@ def edges(
   return found
 
 
-def to_coefficients(x: jax.Array, grid: ChunkGrid, basis: Basis) -> jax.Array:
-  """Cuts and transforms an array; returns `[*grid.coefficients_shape]`."""
+def to_coefficients(
+    x: jax.Array, grid: ChunkGrid, basis: Basis | None
+) -> jax.Array:
+  """Cuts and transforms an array; returns `[*grid.coefficients_shape]`.
+
+  Without a basis the chunks are of elements, as owners of chunks keep them.
+  """
   chunks = to_chunks(x, grid)
-  if not grid.whole:
+  if basis is not None and not grid.whole:
     chunks = transform(chunks, grid.sides, basis)
   return chunks.reshape(grid.coefficients_shape)
 
 
-def from_coefficients(c: jax.Array, grid: ChunkGrid, basis: Basis) -> jax.Array:
+def from_coefficients(
+    c: jax.Array, grid: ChunkGrid, basis: Basis | None
+) -> jax.Array:
   """Undoes `to_coefficients`, dropping the padding."""
   chunks = c.reshape(grid.num_chunks, grid.chunk_size)
-  if not grid.whole:
+  if basis is not None and not grid.whole:
     chunks = inverse(chunks, grid.sides, basis)
   return from_chunks(chunks, grid)
 

@@ -24,7 +24,7 @@ from demo_optax.compressors.layout import Layout, Leaf
 from demo_optax.workers.param_specs import names_of
 
 # The grid of one shard, shards along each dimension, the transform of a chunk.
-Cut = tuple[chunking.ChunkGrid, tuple[int, ...], Basis]
+Cut = tuple[chunking.ChunkGrid, tuple[int, ...], Basis | None]
 
 
 def cut_bucket(
@@ -129,7 +129,10 @@ def cut_of(leaf: Leaf) -> Cut:
 
 
 def decode(
-    c: Any, grid: chunking.ChunkGrid, blocks: tuple[int, ...], basis: Basis
+    c: Any,
+    grid: chunking.ChunkGrid,
+    blocks: tuple[int, ...],
+    basis: Basis | None,
 ) -> jax.Array:
   """Returns `[workers, *shape]` from coefficients `[workers, *counts, n]`."""
   return _by_shard(
@@ -138,7 +141,10 @@ def decode(
 
 
 def encode(
-    x: Any, grid: chunking.ChunkGrid, blocks: tuple[int, ...], basis: Basis
+    x: Any,
+    grid: chunking.ChunkGrid,
+    blocks: tuple[int, ...],
+    basis: Basis | None,
 ) -> jax.Array:
   """Undoes `decode`."""
   return _by_shard(
