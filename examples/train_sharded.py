@@ -103,7 +103,7 @@ def train(
 ) -> dict[str, Any]:
   """Trains, prints what it takes, and returns its losses."""
   corpus, valid = data
-  train_step = train_lm.make_train_step(run.workers, args.microbatches)
+  train_step = train_lm.make_train_step(run.workers)
 
   def batch_of(step: int) -> jax.Array:
     tokens = text.batch(
