@@ -88,7 +88,7 @@ def collect(
 
   results = []
   for (path, x), f, at, kind in zip(
-      flat, fixed, _previous(call, returned), modules.leaf_kinds(returned)
+      flat, fixed, _previous(call, returned, []), modules.leaf_kinds(returned)
   ):
     if f is None:
       keys = ('returned', *path_keys(path))
@@ -162,10 +162,11 @@ def _statistics_before(
   return before[found[0] if number is None else number]
 
 
-def _previous(call: Call, returned: Any) -> list[int | None]:
+def _previous(call: Call, returned: Any, seen: list[Any]) -> list[int | None]:
   """Returns for each leaf the number of the array it is the next value of.
 
-  None for what is not part of the next value of a shared argument.
+  None for what is not part of the next value of a shared argument. Arguments of
+  one structure are returned in their order; `seen` has the structures so far.
   """
   flat, treedef = jax.tree.flatten(returned, is_leaf=modules.is_object)
   are_arrays = _are_arrays(returned)
@@ -173,17 +174,18 @@ def _previous(call: Call, returned: Any) -> list[int | None]:
       (treedef, tuple(are_arrays)),
       [np.shape(x) for x, is_array in zip(flat, are_arrays) if is_array],
   )
-  for known, first in call.states:
-    if structure is not None and structure == known:
-      after = itertools.count(first)
-      return [next(after) if is_array else None for is_array in are_arrays]
+  firsts = [first for known, first in call.states if known == structure]
+  if structure is not None and firsts:
+    after = itertools.count(firsts[min(seen.count(structure), len(firsts) - 1)])
+    seen.append(structure)
+    return [next(after) if is_array else None for is_array in are_arrays]
   if type(returned) in (tuple, list):  # not one NamedTuple
     parts = list(returned)
   elif type(returned) is dict:
     parts = [returned[key] for key in sorted(returned)]  # as JAX flattens it
   else:
     return [None] * len(flat)
-  return [number for part in parts for number in _previous(call, part)]
+  return [number for part in parts for number in _previous(call, part, seen)]
 
 
 def _are_arrays(tree: Any) -> list[bool]:

@@ -625,3 +625,26 @@ def test_an_extra_argument_of_one_worker_is_named():
   with pytest.raises(ValueError, match=r'(?s)value=demo_optax.over_workers\(loss'):
     make(lambda loss: loss)(params, tx.init(params), rows())
   make(demo_optax.over_workers)(params, tx.init(params), rows())
+
+
+def test_two_states_of_one_structure(workers):
+  """The second had the first one's statistics where all was NaN, and the counts
+  of one worker in metrics."""
+  graph, empty = nnx.split(nnx.metrics.Average('loss'))
+
+  @demo_optax.data_parallel(workers, batch_argnums=4)
+  def step(student, teacher, first, second, x):
+    mean = lambda state: {'batch_stats': state['batch_stats'] + x.mean()}
+    seen = [nnx.merge(graph, first), nnx.merge(graph, second)]
+    with jax.numpy_dtype_promotion('standard'):
+      for scale, metric in enumerate(seen, 1):
+        metric.update(loss=jnp.full(1, scale, jnp.float32))
+    return mean(student), mean(teacher), *map(nnx.state, seen)
+
+  stats = lambda x: {'batch_stats': jnp.float32(x).reshape(1)}
+  student, teacher, *metrics = step(
+      stats(1), stats(2), empty, empty, np.full(4, np.nan, np.float32))
+  assert float(student['batch_stats'][0]) == 1
+  assert float(teacher['batch_stats'][0]) == 2
+  for value, state in enumerate(metrics, 1):
+    assert float(state['total'].get_value()) == 4 * value
