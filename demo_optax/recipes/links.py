@@ -137,7 +137,7 @@ def own_muon(
     return OwnMuonState(jnp.zeros((), jnp.int32), mu)
 
   def update(
-      updates: chex.ArrayTree, state: OwnMuonState
+      updates: chex.ArrayTree, state: OwnMuonState, beta: chex.Numeric = beta
   ) -> tuple[chex.ArrayTree, OwnMuonState]:
     gradients = optax.tree.scale(_GRADIENT_SCALE, updates)
     mu = optax.tree.update_moment(gradients, state.mu, beta, 1)
@@ -178,9 +178,11 @@ def own_muon(
     if not axes:
       return update(updates, state)
     specs = jax.tree.map(lambda x: x.spec, shardings)
+    # An array that is closed over would keep its Explicit type.
+    injected = (beta,) if isinstance(beta, jax.Array) else ()
     return jax.sharding.auto_axes(
         update, axes=tuple(axes), out_sharding=specs
-    )(updates, state)
+    )(updates, state, *injected)
 
   return in_wide_arithmetic(optax.GradientTransformation(init_fn, update_fn))
 

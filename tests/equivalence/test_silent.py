@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import make_step, make_workers
+from helpers import make_mesh_2d, make_step, make_workers
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -648,3 +648,19 @@ def test_two_states_of_one_structure(workers):
   assert float(teacher['batch_stats'][0]) == 2
   for value, state in enumerate(metrics, 1):
     assert float(state['total'].get_value()) == 4 * value
+
+
+def test_an_injected_beta_on_explicit_axes():
+  """Closed over it kept its Explicit type, and no step could be traced."""
+  def train(workers):
+    tx = optax.inject_hyperparams(demo_optax.demo_muon)(
+        0.1, workers=workers, beta=0.5)
+    params = workers.device_put({'w': jnp.ones((8, 8))})
+    step = make_step(tx, workers, to_one)
+    return step(params, tx.init(params), rows())[0]['w']
+
+  mesh = make_mesh_2d('explicit')
+  with jax.set_mesh(mesh):
+    found = train(demo_optax.Workers.on_mesh(mesh, 'data'))
+  expected = train(demo_optax.Workers.simulated(2))
+  np.testing.assert_allclose(found, expected, atol=1e-5)
