@@ -87,9 +87,20 @@ def collect(
       fixed.append(None if is_array else Fixed('constant', leaf))
 
   results = []
-  for (path, x), f, at, kind in zip(
-      flat, fixed, _previous(call, returned, []), modules.leaf_kinds(returned)
-  ):
+  seen: list[Any] = []
+  previous = _previous(call, returned, seen)
+  kinds = modules.leaf_kinds(returned)
+  for one in seen if 'added' in kinds else ():
+    same = [first for known, first in call.states if known == one]
+    is_metric = call.arrays[same[0]].kind == 'added'
+    if is_metric and seen.count(one) < len(same):
+      names = ', '.join(str(call.arrays[first].keys[0]) for first in same)
+      raise ValueError(
+          f'The step must return all of {names}, which have one structure, in'
+          f' this order, got {seen.count(one)}. Return those that do not'
+          ' change as well, or pass all as one argument.'
+      )
+  for (path, x), f, at, kind in zip(flat, fixed, previous, kinds):
     if f is None:
       keys = ('returned', *path_keys(path))
       name = '.'.join(['the result', *map(str, keys[1:])])

@@ -648,6 +648,10 @@ def test_two_states_of_one_structure(workers):
   assert float(teacher['batch_stats'][0]) == 2
   for value, state in enumerate(metrics, 1):
     assert float(state['total'].get_value()) == 4 * value
+  only = demo_optax.data_parallel(workers, batch_argnums=2)(
+      lambda first, second, x: jax.tree.map(lambda n: n + 1, second))
+  with pytest.raises(ValueError, match='must return all of first, second'):
+    only(empty, empty, rows())
 
 
 def test_an_injected_beta_on_explicit_axes():
