@@ -401,7 +401,7 @@ class DataParallelStep:
         values = inside.settle_on_own_device([
             dataclasses.replace(e, value=r.value, old=r.old)
             for r, e in zip(found, expected)
-        ], group, call.axis)
+        ], group, call.rows, call.axis)
       traced.append(returned)
       return [
           x[None] if r.role == 'stacked' else x

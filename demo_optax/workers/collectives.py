@@ -73,17 +73,13 @@ class Group:
 
   def min_devices(self, x: jax.Array) -> jax.Array:
     """Returns the minimum over the devices of this worker."""
-    if not self.inner:
-      return x
     names = tuple(name for name, _ in self.inner)
-    return jax.lax.pmin(vary(x, *names), names)
+    return jax.lax.pmin(vary(x, *names), names) if names else x
 
   def sum_devices(self, x: jax.Array) -> jax.Array:
     """Returns the sum over the devices of this worker."""
-    if not self.inner:
-      return x
     names = tuple(name for name, _ in self.inner)
-    return jax.lax.psum(vary(x, *names), names)
+    return jax.lax.psum(vary(x, *names), names) if names else x
 
   def device_index(self, axes: tuple[str, ...]) -> jax.Array | int:
     """Returns the number of this device along some axes inside its worker."""
@@ -94,14 +90,9 @@ class Group:
     return index
 
   def join_devices(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Concatenates the shares of the devices along some axes of a worker.
+    """Concatenates `x` of the devices along some axes inside this worker.
 
-    Args:
-      x: `[rows, ...]`.
-      axes: of the mesh.
-
-    Returns:
-      `[devices * rows, ...]`, in the order of `device_index`.
+    From `[rows, ...]` to `[devices * rows, ...]`, as `device_index` counts.
     """
     for name, _ in reversed(self.inner):
       if name in axes:
@@ -150,51 +141,57 @@ def is_ordered(shape: tuple[int, ...], dtype: Any) -> bool:
   return bool(jnp.issubdtype(dtype, jnp.floating)) and size <= ORDERED_BYTES
 
 
-def in_order(x: jax.Array) -> jax.Array:
-  """Returns the sum over the first axis, from left to right."""
-  sharding = jax.typeof(x).sharding
-  spec = sharding.spec
-  if spec and spec[0] is not None:  # of type Explicit: the axis is gathered
-    x = jax.sharding.reshard(
-        x, NamedSharding(sharding.mesh, P(None, *spec[1:]))
-    )
-  if len(x) <= 16:
-    return functools.reduce(jnp.add, list(x))
-  return jax.lax.fori_loop(1, len(x), lambda i, total: total + x[i], x[0])
+def total(x: jax.Array, axis: str | None) -> jax.Array:
+  """Returns the sum over workers, with the bits of `sums`.
 
-
-def sum_stacked(x: jax.Array) -> jax.Array:
-  """Returns what `sums` does, of arrays `[workers, ...]`."""
+  Of this worker's `x` along an axis; where `axis` is None, of all workers'
+  `[workers, ...]`. So do the functions below.
+  """
+  if axis is not None:
+    return sums([x], axis)[0]
   wide = x.astype(widened(x))
   if is_ordered(x.shape[1:], wide.dtype):
     return in_order(wide).astype(x.dtype)
   return jnp.sum(x, axis=0, dtype=x.dtype)
 
 
-def mean_stacked(x: jax.Array) -> jax.Array:
-  """Returns what `mean` does, of arrays `[workers, ...]`."""
-  total = sum_stacked(x.astype(widened(x)))
-  return (total / total.dtype.type(len(x))).astype(x.dtype)
+def mean(x: jax.Array, axis: str | None) -> jax.Array:
+  """Returns the mean of real or complex numbers; see `total`."""
+  count = len(x) if axis is None else jax.lax.axis_size(axis)
+  wide = total(x.astype(widened(x)), axis)
+  return (wide / wide.dtype.type(count)).astype(x.dtype)
 
 
-def mean(x: jax.Array, axis: str) -> jax.Array:
-  """Returns the mean along an axis of real or complex numbers."""
-  (wide,) = sums([x.astype(widened(x))], axis)
-  return (wide / wide.dtype.type(jax.lax.axis_size(axis))).astype(x.dtype)
+def first(x: jax.Array, axis: str | None) -> jax.Array:
+  """Returns what worker 0 has, such as a random key; see `total`."""
+  if axis is None:
+    return _together(x)[0]
+  if not prng.is_key_array(x):
+    return jax.lax.all_gather(x, axis)[0]
+  data = jax.lax.all_gather(jax.random.key_data(x), axis)[0]
+  return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+
+
+def in_order(x: jax.Array) -> jax.Array:
+  """Returns the sum over the first axis, from left to right."""
+  x = _together(x)
+  if len(x) <= 16:
+    return functools.reduce(jnp.add, list(x))
+  return jax.lax.fori_loop(1, len(x), lambda i, total: total + x[i], x[0])
+
+
+def _together(x: jax.Array) -> jax.Array:
+  """Gathers the first axis, where types say that it is spread."""
+  mesh, spec = jax.typeof(x).sharding.mesh, jax.typeof(x).sharding.spec
+  if not spec or spec[0] is None:
+    return x
+  return jax.sharding.reshard(x, NamedSharding(mesh, P(None, *spec[1:])))
 
 
 def widened(x: jax.Array) -> Any:
   """Returns the dtype that sums are computed in: float32 for halves."""
   is_half = jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype.itemsize < 4
   return jnp.dtype(jnp.float32) if is_half else x.dtype
-
-
-def first_key(key: jax.Array, axis_name: str) -> jax.Array:
-  """Returns the key of worker 0 of a mapped axis."""
-  if not prng.is_key_array(key):
-    return jax.lax.all_gather(key, axis_name)[0]
-  data = jax.lax.all_gather(jax.random.key_data(key), axis_name)[0]
-  return jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
 
 
 def varies(x: jax.Array, axis: str) -> bool:

@@ -1,9 +1,9 @@
 """One worker's view: operations of all workers inside one worker's step.
 
 `data_parallel` traces a step under `jax.vmap` over the workers. The functions
-here are the places where all workers meet, each a `custom_vmap`: its rule
-receives the arrays of all workers, stacked, and returns what is equal on all
-without a worker axis. So it is known of every array whether it differs.
+here are the places where all workers meet, by `_meet`: a rule receives the
+arrays of all workers, stacked, and returns what is equal on all without a
+worker axis. So it is known of every array whether it differs.
 
 Where each worker is one device of a mesh, that trace is only a check
 (`tracing`), and `jax.shard_map` runs the step on each device: compilers would
@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
-from jax.sharding import PartitionSpec as P
 
 from demo_optax import _paths
 from demo_optax._paths import Keys, path_keys
@@ -37,17 +36,12 @@ EXCHANGE = 'demo_optax_exchange'
 
 
 class _Trace(threading.local):
-  """How the step that is being traced is run: see `tracing`.
-
-  Attributes:
-    is_nested: whether an exchange was found in a program within the step's,
-      such as the body of a `jax.lax.scan`.
-  """
+  """How the step that is being traced is run: see `tracing`."""
 
   group: Workers | None = None
   checks: bool = False
   inspects: bool = False
-  is_nested: bool = False
+  is_nested: bool = False  # see `take_is_nested`
 
 
 _TRACE = _Trace()
@@ -71,7 +65,10 @@ def tracing(**how: Any) -> Iterator[None]:
 
 
 def take_is_nested() -> bool:
-  """Returns whether an exchange was nested since this was asked last."""
+  """Returns whether an exchange was in a program within a step's, as in a scan.
+
+  Since this was asked last.
+  """
   is_nested, _TRACE.is_nested = _TRACE.is_nested, False
   return is_nested
 
@@ -85,6 +82,36 @@ def is_mapped() -> bool:
   except NameError:
     return False
   return True
+
+
+def _meet(
+    rule: Callable[..., Any], alone: Callable[..., Any], *args: Any
+) -> Any:
+  """Returns what `rule` makes of all workers' `args`.
+
+  Args:
+    rule: `(size, cut, *args) -> (out, apart)`, where `cut` is like `args`, and
+      of it the arrays that differ between workers are stacked; `apart` is like
+      `out` and says of which arrays each worker has its own, stacked.
+    alone: `(*args) -> out`, for the shapes that one worker sees.
+    *args: this worker's trees of arrays.
+  """
+
+  # The number is mapped wherever this is reached, so that the rule is called.
+  @custom_vmap
+  def one_worker(index: Any, *args: Any) -> Any:
+    del index
+    return alone(*args)
+
+  @one_worker.def_vmap
+  def all_workers(size: int, cut: Any, index: Any, *args: Any) -> Any:
+    del index
+    return rule(size, cut[1:], *args)
+
+  return one_worker(jax.lax.axis_index(WORKER_AXIS), *args)
+
+
+# Parameters of each worker ----------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,16 +233,9 @@ def call_stacked(
   Returns:
     the updates, and the new state as one worker sees it.
   """
-  flat = jax.tree_util.tree_flatten_with_path(updates)[0]
-  grads_def = jax.tree.structure(updates)
-  grads = [x for _, x in flat]
-  # The gradient of integers is float0, which no operation takes.
-  void = [getattr(g, 'dtype', None) == jax.dtypes.float0 for g in grads]
-  outs = _update_shapes(grads, void, params)
-  old, state_def = jax.tree.flatten(state)
-  rest, join_rest = _split_constants((params, hyperparams))
-  state_paths = jax.tree_util.tree_flatten_with_path(state)[0]
-  stacked = [_paths.is_stacked(path_keys(path)) for path, _ in state_paths]
+  flat, state_def = jax.tree_util.tree_flatten_with_path(state)
+  paths, old = [path for path, _ in flat], [x for _, x in flat]
+  stacked = [_paths.is_stacked(path_keys(path)) for path in paths]
 
   if _TRACE.group is not None:
     own = [x[None] if axis else x for x, axis in zip(old, stacked)]
@@ -227,36 +247,46 @@ def call_stacked(
     leaves = zip(jax.tree.leaves(after), stacked)
     return new, state_def.unflatten([x[0] if axis else x for x, axis in leaves])
 
-  def nothing(index: Any, grads: Any, old: Any, rest: Any) -> Any:
-    # Only traced, for shapes and dtypes: `index` is mapped wherever this is
-    # reached, so that the rule below takes its place.
-    del index, grads, rest
-    return [jnp.zeros(x.shape, x.dtype) for x in outs], old
-
-  nothing.__name__ = EXCHANGE
-  one_worker = custom_vmap(nothing)
+  given, grads_def = jax.tree.flatten(updates)
+  like = jax.tree.leaves(params)
+  if len(like) != len(given):  # masked: checked by the exchange itself
+    like = given
+  outs = [
+      jax.ShapeDtypeStruct(np.shape(g), jnp.result_type(x))
+      for g, p in zip(given, like)
+      for x in [p if _is_void(g) else g]
+  ]
+  grads = [None if _is_void(g) else jnp.asarray(g) for g in given]
+  # Numbers that are known when a step is traced make a smaller program.
+  known = params, hyperparams
+  rest = jax.tree.map(
+      lambda x: x if isinstance(x, jax.Array | np.ndarray) else None, known
+  )
   was_reached = False
 
-  @one_worker.def_vmap
-  def all_workers(
-      size: int, batched: Any, index: Any, grads: Any, old: Any, rest: Any
-  ) -> Any:
+  def nothing(grads: Any, old: Any, rest: Any) -> Any:
+    del grads, rest
+    return [jnp.zeros(x.shape, x.dtype) for x in outs], old
+
+  def exchange(size: int, cut: Any, grads: Any, old: Any, rest: Any) -> Any:
     nonlocal was_reached
-    del index
     was_reached = True
-    _, grads_cut, old_cut, rest_cut = batched
-    _check_count(size, workers)
-    if grads and not any(grads_cut):
+    grads_cut, old_cut, (params_cut, hyperparams_cut) = cut
+    if not workers.stacked_gradients or workers.count != size:
+      raise ValueError(
+          f'data_parallel runs the step for {size} workers, but the'
+          f' transformation exchanges among {workers}: give both the same'
+          ' workers.'
+      )
+    differ = jax.tree.leaves(grads_cut)
+    if differ and not any(differ):
       raise ValueError(_NOT_CUT)
-    params_cut, hyper_cut = join_rest(rest_cut, False)
     _check_equal('The parameter', params_cut, ('skip', 'wrapper'))
-    _check_equal('The hyperparameter', hyper_cut, ('number',))
-    for (path, _), is_cut, has_axis in zip(state_paths, old_cut, stacked):
+    _check_equal('The hyperparameter', hyperparams_cut, ('number',))
+    for path, is_cut, has_axis in zip(paths, old_cut, stacked):
       if is_cut and not has_axis:
-        name = jax.tree_util.keystr(path)
-        raise ValueError(_differs(
-            f'The optimizer state {name}', ('state', 'skip', 'value', 'wrapper')
-        ))
+        name = f'The optimizer state {jax.tree_util.keystr(path)}'
+        raise ValueError(_differs(name, ('state', 'skip', 'value', 'wrapper')))
       if has_axis and not is_cut:
         raise ValueError(_NOT_AN_ARGUMENT)
     if _TRACE.checks:
@@ -264,68 +294,36 @@ def call_stacked(
       new = [jnp.zeros((*lead, *x.shape), x.dtype) for x in outs]
       return (new, old), ([own_updates] * len(new), stacked)
     # A gradient that is the same on all workers is that of an unused parameter.
-    given = iter([
-        g if is_cut else jnp.broadcast_to(g, (size, *g.shape))
-        for g, is_cut in zip(grads, grads_cut)
-    ])
     everyones = [
-        np.zeros((size, *x.shape), jax.dtypes.float0) if v else next(given)
-        for x, v in zip(outs, void)
+        np.zeros((size, *x.shape), jax.dtypes.float0) if g is None
+        else g if is_cut
+        else jnp.broadcast_to(g, (size, *g.shape))
+        for g, is_cut, x in zip(grads, grads_cut, outs)
     ]
-    params, hyper = join_rest(rest)
-    new, after = stacked_update(
-        grads_def.unflatten(everyones),
-        state_def.unflatten(old),
-        params,
-        hyper,
-        workers,
+    params, hyperparams = jax.tree.map(
+        lambda x, number: number if x is None else x,
+        rest, known, is_leaf=lambda x: x is None,
     )
-    out = jax.tree.leaves(new), jax.tree.leaves(after)
-    return out, ([own_updates] * len(out[0]), stacked)
+    out = stacked_update(
+        grads_def.unflatten(everyones), state_def.unflatten(old),
+        params, hyperparams, workers,
+    )
+    new, after = map(jax.tree.leaves, out)
+    return (new, after), ([own_updates] * len(new), stacked)
 
-  call = jax.jit(nothing) if _TRACE.inspects else one_worker
-  new, after = call(
-      jax.lax.axis_index(WORKER_AXIS),
-      [jnp.asarray(g) for g, v in zip(grads, void) if not v],
-      old,
-      rest,
-  )
+  if _TRACE.inspects:
+    nothing.__name__ = EXCHANGE
+    new, after = jax.jit(nothing)(grads, old, rest)
+  else:
+    new, after = _meet(exchange, nothing, grads, old, rest)
   # Within a scan or a jit the rule is called when the whole of it is mapped.
   _TRACE.is_nested |= not was_reached
   return grads_def.unflatten(new), state_def.unflatten(after)
 
 
-def _split_constants(tree: Any) -> tuple[list[Any], Callable[..., Any]]:
-  """Returns the arrays of a tree, and how to make a tree of such a list.
-
-  Numbers that are known when a step is traced make a smaller program.
-  """
-  leaves, treedef = jax.tree.flatten(tree)
-  known = [not isinstance(x, jax.Array | np.ndarray) for x in leaves]
-
-  def join(arrays: list[Any], constant: Any = None) -> Any:
-    rest = iter(arrays)
-    return treedef.unflatten([
-        (x if constant is None else constant) if k else next(rest)
-        for x, k in zip(leaves, known)
-    ])
-
-  return [x for x, k in zip(leaves, known) if not k], join
-
-
-def _update_shapes(
-    grads: list[Any], void: list[bool], params: Any
-) -> list[jax.ShapeDtypeStruct]:
-  """Returns shapes and dtypes of the updates, from gradients or parameters."""
-  like = jax.tree.leaves(params)
-  if len(like) != len(grads):  # masked: checked by the exchange itself
-    like = grads
-  return [
-      jax.ShapeDtypeStruct(
-          np.shape(g), jnp.result_type(p) if v else jnp.result_type(g)
-      )
-      for g, v, p in zip(grads, void, like)
-  ]
+def _is_void(gradient: Any) -> bool:
+  """Returns whether it is of integers: float0, which no operation takes."""
+  return getattr(gradient, 'dtype', None) == jax.dtypes.float0
 
 
 _NOT_CUT = (
@@ -339,15 +337,6 @@ _NOT_AN_ARGUMENT = (
     ' optimizer state must be an argument of the step (or in one, as in an'
     ' nnx.Optimizer or a TrainState), not a variable that the step closes over.'
 )
-
-
-def _check_count(size: int, workers: Workers) -> None:
-  if not workers.stacked_gradients or workers.count != size:
-    raise ValueError(
-        f'data_parallel runs the step for {size} workers, but the'
-        f' transformation exchanges among {workers}: give both the same'
-        ' workers.'
-    )
 
 
 def _check_equal(what: str, is_cut: Any, causes: Sequence[str]) -> None:
@@ -433,69 +422,49 @@ def over_workers(
 
   flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
   leaves = [jnp.asarray(_undifferentiated(x)) for _, x in flat]
-  keys = [
+  are_keys = [
       prng.is_key(path_keys(path), x) for (path, _), x in zip(flat, leaves)
   ]
   # Integers and flags have no mean: they must be equal.
-  fixed = [
+  are_fixed = [
       reduce is jnp.mean and not jnp.issubdtype(x.dtype, jnp.inexact)
-      for x in leaves
+      and not is_key
+      for x, is_key in zip(leaves, are_keys)
   ]
-  if (group := _TRACE.group) is not None:
-    axis_name = group.axis_name
-    collectives_of: dict[Any, Any] = {
-        jnp.mean: functools.partial(lift.mean, group),
-        jnp.sum: lambda x: collectives.sums([x], axis_name)[0],
-    }
-    collective = collectives_of.get(reduce)
-    return treedef.unflatten([
-        collectives.first_key(x, group.axis_name) if is_key
-        else x if is_fixed  # checked before
-        else collective(x)
-        if collective and jax.eval_shape(reduce, x).dtype == x.dtype
-        else reduce(jax.lax.all_gather(x, group.axis_name), axis=0)
-        for x, is_key, is_fixed in zip(leaves, keys, fixed)
-    ])
+  same_bits = {jnp.mean: collectives.mean, jnp.sum: collectives.total}
 
-  def reduce_one(x: jax.Array, is_key: bool) -> jax.Array:
+  def reduced(x: jax.Array, is_key: bool, axis: str | None = None) -> Any:
     if is_key:
-      return x[0]
-    if reduce in (jnp.mean, jnp.sum) and jnp.issubdtype(x.dtype, jnp.inexact):
-      if reduce is jnp.sum:
-        return collectives.sum_stacked(x)
-      return collectives.mean_stacked(x)
-    return reduce(x, axis=0)
+      return collectives.first(x, axis)
+    if reduce in same_bits and jax.eval_shape(reduce, x).dtype == x.dtype:
+      return same_bits[reduce](x, axis)
+    return reduce(x if axis is None else jax.lax.all_gather(x, axis), axis=0)
 
-  @custom_vmap
-  def reduced(index: Any, leaves: list[Any]) -> list[Any]:
-    del index
+  def alone(leaves: list[Any], axis: str | None = None) -> list[Any]:
     return [
-        x if is_fixed else reduce_one(x[None], is_key)
-        for x, is_key, is_fixed in zip(leaves, keys, fixed)
+        x if is_fixed else reduced(x if axis else x[None], is_key, axis)
+        for x, is_key, is_fixed in zip(leaves, are_keys, are_fixed)
     ]
 
-  @reduced.def_vmap
-  def all_workers(
-      size: int, batched: Any, index: Any, leaves: list[Any]
-  ) -> Any:
-    del index
+  def rule(size: int, cut: Any, leaves: list[Any]) -> Any:
     out = []
     for (path, _), x, is_key, is_fixed, is_cut in zip(
-        flat, leaves, keys, fixed, batched[1]
+        flat, leaves, are_keys, are_fixed, cut[0]
     ):
-      if is_cut and is_fixed and not is_key:
+      if is_cut and is_fixed:
         raise ValueError(_NO_MEAN.format(
             jax.tree_util.keystr(path) or 'x', x.dtype, list(x.shape[1:])
         ))
-      if is_cut:
-        x = reduce_one(x, is_key)
-      elif not (is_key or is_fixed):
-        x = reduce_one(jnp.broadcast_to(x, (size, *x.shape)), False)
-      out.append(x)
+      if not (is_cut or is_key or is_fixed):
+        x, is_cut = jnp.broadcast_to(x, (size, *x.shape)), True
+      out.append(reduced(x, is_key) if is_cut else x)
     return out, [False] * len(out)
 
-  index = jax.lax.axis_index(WORKER_AXIS)
-  return treedef.unflatten(reduced(index, leaves))
+  if _TRACE.group is not None:  # what has no mean was checked before
+    found = alone(leaves, _TRACE.group.axis_name)
+  else:
+    found = _meet(rule, alone, leaves)
+  return treedef.unflatten(found)
 
 
 _NO_MEAN = (
@@ -530,23 +499,14 @@ def alike(tree: Any, message: str) -> Any:
     return tree  # checked before
   flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
 
-  @custom_vmap
-  def same(index: Any, leaves: list[Any]) -> list[Any]:
-    del index
-    return leaves
-
-  @same.def_vmap
-  def all_workers(
-      size: int, batched: Any, index: Any, leaves: list[Any]
-  ) -> Any:
-    del size, index
-    for (path, _), is_cut in zip(flat, batched[1]):
+  def rule(size: int, cut: Any, leaves: list[Any]) -> Any:
+    del size
+    for (path, _), is_cut in zip(flat, cut[0]):
       if is_cut:
         raise ValueError(message.format(jax.tree_util.keystr(path)))
     return leaves, [False] * len(leaves)
 
-  index = jax.lax.axis_index(WORKER_AXIS)
-  return treedef.unflatten(same(index, [x for _, x in flat]))
+  return treedef.unflatten(_meet(rule, list, [x for _, x in flat]))
 
 
 # What a step returns ----------------------------------------------------------
@@ -594,35 +554,23 @@ def settle(
   apart: list[bool] = []
   differs: list[bool] = []
 
-  @custom_vmap
-  def one_worker(index: Any, values: Any, olds: Any) -> Any:
-    del index, olds
-    return values
-
-  @one_worker.def_vmap
-  def all_workers(
-      size: int, batched: Any, index: Any, values: Any, olds: Any
-  ) -> Any:
-    del index
-    _, cut, _ = batched
+  def rule(size: int, cut: Any, values: Any, olds: Any) -> Any:
+    differs[:], _ = cut
     out = []
-    for j, result in enumerate(results):
-      x, old, is_cut = values[j], olds[j], cut[j]
-      if result.role == 'stacked':
+    for r, x, old, is_cut in zip(results, values, olds, differs):
+      if r.role == 'stacked':
         out.append((x if is_cut else lift.stack(workers, x), True))
-      elif result.role == 'added':
+      elif r.role == 'added' or is_cut:
         x = x if is_cut else jnp.broadcast_to(x, (size, *x.shape))
-        out.append((old + collectives.sum_stacked(x - old[None]), False))
-      elif not is_cut:
-        out.append((x, False))
+        out.append(_combine(r, x, old, workers, rows, axis))
       else:
-        out.append(_combine(result, x, old, workers, rows, axis))
+        out.append((x, False))
     apart[:] = [stays for _, stays in out]
-    differs[:] = cut
     return [x for x, _ in out], list(apart)
 
-  values = one_worker(
-      jax.lax.axis_index(WORKER_AXIS),
+  values = _meet(
+      rule,
+      lambda values, olds: values,
       [jnp.asarray(r.value) for r in results],
       [0 if r.old is None else r.old for r in results],
   )
@@ -633,35 +581,18 @@ def settle(
 
 
 def settle_on_own_device(
-    results: Sequence[Result], group: Workers, axis: int
+    results: Sequence[Result], group: Workers, rows: int | None, axis: int
 ) -> list[jax.Array]:
-  """As `settle`, on a device that runs one worker's step.
+  """As `settle`, for results of which it has said `differs`, on one's device.
 
   What keeps a worker axis is this worker's. `group` are the workers as this
   device sees them.
   """
-  values = [jnp.asarray(r.value) for r in results]
   return [
-      _combine_own(r, x, group, axis) if r.differs or r.role == 'added' else x
-      for r, x in zip(results, values)
+      _combine(r, x, r.old, group, rows, axis)[0]
+      if r.role == 'added' or (r.differs and r.role != 'stacked') else x
+      for r, x in zip(results, [jnp.asarray(r.value) for r in results])
   ]
-
-
-def _combine_own(
-    result: Result, x: jax.Array, group: Workers, axis: int
-) -> jax.Array:
-  """Returns one value of all workers' `x`, or this worker's part of it."""
-  if result.role == 'statistics':
-    finite = lift.all_finite(group, [x])
-    return lift.mean_present(group, x, finite, result.old)
-  if result.role == 'added':
-    old: jax.Array = result.old
-    return old + collectives.sums([x - old], group.axis_name)[0]
-  if result.role == 'key':
-    return collectives.first_key(x, group.axis_name)
-  if result.role == 'output' and not x.shape:
-    return lift.mean(group, x)
-  return jnp.moveaxis(x, axis, 0) if result.role == 'output' else x
 
 
 def _combine(
@@ -672,9 +603,16 @@ def _combine(
     rows: int | None,
     axis: int,
 ) -> tuple[jax.Array, bool]:
-  """Returns one value of `x [workers, ...]`, and whether it keeps that axis."""
-  shape, name = x.shape[1:], result.name
+  """Returns one value of all workers' `x`, or their rows, and if it is these.
+
+  `x` is laid out as gradients are: stacked, or one worker's.
+  """
+  lead = int(workers.stacked_gradients)
+  shape, name = x.shape[lead:], result.name
   is_real = jnp.issubdtype(x.dtype, jnp.inexact)  # integers have no mean
+  if result.role == 'added':
+    before = old[None] if lead else old
+    return old + collectives.total(x - before, workers.own_axis), False
   if result.role == 'state' or (result.role == 'statistics' and not is_real):
     raise ValueError(_differs(name))
   if result.role == 'statistics':
@@ -682,12 +620,11 @@ def _combine(
     finite = lift.all_finite(workers, [x])
     return lift.mean_present(workers, x, finite, old), False
   if result.role == 'key':
-    everywhere = P(None, *jax.typeof(x).sharding.spec[1:])
-    return lift.reshard(workers, x, everywhere)[0], False
+    return collectives.first(x, workers.own_axis), False
   if not shape and is_real:
     return lift.mean(workers, x), False
   if shape[axis : axis + 1] == (rows,):
-    return jnp.moveaxis(x, axis + 1, 1), True
+    return jnp.moveaxis(x, axis + lead, lead), True
   rows_too = f', and no array with the {rows} rows of a worker, axis {axis}'
   raise ValueError(
       f'Of what the step returns, {name}, {x.dtype}{list(shape)}, differs'

@@ -15,14 +15,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from demo_optax.numerics import rounding
-from demo_optax.workers.collectives import mean as mean_over
-from demo_optax.workers.collectives import (
-  mean_stacked,
-  sum_stacked,
-  sums,
-  vary,
-  widened,
-)
+from demo_optax.workers import collectives
+from demo_optax.workers.collectives import sums, vary, widened
 from demo_optax.workers.param_specs import ParamSharding, entry, names_of
 from demo_optax.workers.value import Spec, Workers
 
@@ -43,15 +37,12 @@ def run(
       as what `Workers.group` returns is.
     args: trees of arrays.
     in_specs: a tree of `Spec` for each of them.
-    out_specs: a tree of `Spec` for what `fun` returns.
-
-  Returns:
-    What `fun` returned, laid out so.
+    out_specs: a tree of `Spec` for what `fun`, and so `run`, returns.
   """
   _ = workers.count  # an error where the axis is not mapped
   flat, treedef = jax.tree.flatten(args)
-  ins = jax.tree.leaves(in_specs, is_leaf=_is_spec)
-  outs, out_treedef = jax.tree.flatten(out_specs, is_leaf=_is_spec)
+  ins = jax.tree.leaves(in_specs)
+  outs, out_treedef = jax.tree.flatten(out_specs)
 
   def one_worker(*own: Any) -> list[Any]:
     return out_treedef.flatten_up_to(fun(*treedef.unflatten(own)))
@@ -65,19 +56,15 @@ def run(
   elif workers.kind == 'on_axis':
     found = one_device(*flat)
   else:
-    in_axes, out_axes = (
+    own, out = (
         [P(workers.axis_name, *s.inner) if s.stacked else s.inner for s in side]
         for side in (ins, outs)
     )
-    mapped = jax.shard_map(
-        one_device,
-        mesh=workers.mesh,
-        in_specs=tuple(in_axes),
-        out_specs=out_axes,
-    )
-    found = mapped(*(
+    found = jax.shard_map(
+        one_device, mesh=workers.mesh, in_specs=tuple(own), out_specs=out
+    )(*(
         reshard(workers, x, p) if s.stacked else x
-        for x, s, p in zip(flat, ins, in_axes)
+        for x, s, p in zip(flat, ins, own)
     ))
   return out_treedef.unflatten(found)
 
@@ -120,9 +107,7 @@ def run_alone(
     )
     return own, jax.tree.map(lambda x: x[None], state)
   mapped = jax.vmap(
-      fun,
-      in_axes=(0, 0, 0, None),
-      spmd_axis_name=workers.spmd_axis_name,
+      fun, in_axes=(0, 0, 0, None), spmd_axis_name=workers.spmd_axis_name
   )
   index = place(workers, jnp.arange(workers.count, dtype=jnp.int32))
   with context(workers):
@@ -177,14 +162,12 @@ def _zeros_on_mesh(
 ) -> Callable[[], jax.Array]:
   """Compiled once for all leaves of a shape."""
   local = sharding.shard_shape(shape)
-  return jax.jit(
-      jax.shard_map(
-          lambda: jnp.zeros(local, dtype),
-          mesh=sharding.mesh,
-          in_specs=(),
-          out_specs=sharding.spec,
-      )
-  )
+  return jax.jit(jax.shard_map(
+      lambda: jnp.zeros(local, dtype),
+      mesh=sharding.mesh,
+      in_specs=(),
+      out_specs=sharding.spec,
+  ))
 
 
 def place(workers: Workers, x: jax.Array) -> jax.Array:
@@ -218,9 +201,9 @@ def as_given(
 
 def mean(workers: Workers, x: jax.Array) -> jax.Array:
   """Returns the mean over the workers of what is laid out as gradients."""
-  if workers.kind == 'on_axis':
-    return mean_over(vary(x, workers.axis_name), workers.axis_name)
-  return mean_stacked(x) if workers.mesh is None else jnp.mean(x, axis=0)
+  if workers.mesh is not None:
+    return jnp.mean(x, axis=0)
+  return collectives.mean(x, workers.own_axis)
 
 
 def mean_present(
@@ -242,7 +225,9 @@ def mean_present(
   wide = x.astype(widened(x))
   if workers.param_specs.axes:
     mask = present.reshape(-1, *(1,) * (x.ndim - 1))
-    total = sum_stacked(jnp.where(mask, wide, jnp.zeros_like(wide)))
+    total = collectives.total(
+        jnp.where(mask, wide, jnp.zeros_like(wide)), None
+    )
     count = jnp.sum(present, dtype=jnp.int32)
   else:
     own = Spec(workers.stacked_gradients)
@@ -312,40 +297,32 @@ def _split(
 
   Returns `[*worker, *axes, ...]`, an axis for each mesh axis it is cut over.
   """
-  used = [(a, n) for a, n in inner if a in names_of(spec.inner)]
-  if not used:
-    return x
-  lead = 1 if spec.stacked else 0
-  shape, places, rest = list(x.shape[:lead]), {}, []
+  lead, sizes = int(spec.stacked), dict(inner)
+  shape, places = list(x.shape[:lead]), {}
   for d, size in enumerate(x.shape[lead:]):
     for axis in entry(spec.inner, d):
       places[axis] = len(shape)
-      shape.append(dict(inner)[axis])
-      size //= dict(inner)[axis]
-    rest.append(len(shape))
+      shape.append(sizes[axis])
+      size //= sizes[axis]
     shape.append(size)
-  order = [*range(lead), *(places[a] for a, _ in used), *rest]
-  return x.reshape(shape).transpose(order)
+  order = [places[axis] for axis, _ in inner if axis in places]
+  front = range(lead, lead + len(order))
+  return jnp.moveaxis(x.reshape(shape), order, front) if order else x
 
 
 def _join(
     inner: Sequence[tuple[str, int]], x: jax.Array, spec: Spec
 ) -> jax.Array:
   """Undoes `_split`."""
-  used = [a for a, _ in inner if a in names_of(spec.inner)]
-  if not used:
-    return x
-  lead = 1 if spec.stacked else 0
-  first = lead + len(used)
-  order, shape = list(range(lead)), list(x.shape[:lead])
-  for d, size in enumerate(x.shape[first:]):
+  used = [axis for axis, _ in inner if axis in names_of(spec.inner)]
+  lead, sizes = int(spec.stacked), dict(inner)
+  shape, places, place = list(x.shape[:lead]), {}, lead
+  for d, size in enumerate(x.shape[lead + len(used) :]):
     for axis in entry(spec.inner, d):
-      order.append(lead + used.index(axis))
-      size *= x.shape[lead + used.index(axis)]
-    order.append(first + d)
+      places[axis] = place
+      place += 1
+      size *= sizes[axis]
+    place += 1
     shape.append(size)
-  return x.transpose(order).reshape(shape)
-
-
-def _is_spec(x: Any) -> bool:
-  return isinstance(x, Spec)
+  front, order = range(lead, lead + len(used)), [places[a] for a in used]
+  return jnp.moveaxis(x, front, order).reshape(shape) if order else x

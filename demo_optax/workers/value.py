@@ -7,7 +7,7 @@ How a function of one worker runs for all of them is in `workers.lift`.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -19,7 +19,8 @@ from demo_optax.workers.collectives import Group
 from demo_optax.workers.param_specs import REPLICATED, ParamSpecs
 
 
-class Spec(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Spec:
   """How an array is laid out over workers and their devices.
 
   Attributes:
@@ -29,7 +30,7 @@ class Spec(NamedTuple):
   """
 
   stacked: bool
-  inner: P = P()
+  inner: P = P()  # noqa: RUF009
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -205,6 +206,11 @@ class Workers:
   def spmd_axis_name(self) -> str | None:
     """The mesh axis of the leading axis of stacked arrays, if there is one."""
     return self.axis_name if self.mesh is not None else None
+
+  @property
+  def own_axis(self) -> str | None:
+    """The axis of the caller's map, in which arrays are one worker's."""
+    return None if self.stacked_gradients else self.axis_name
 
   @property
   def group(self) -> Group:
