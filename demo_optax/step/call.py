@@ -9,6 +9,7 @@ Each array has a role:
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -27,6 +28,8 @@ from demo_optax.step import nnx as modules
 from demo_optax.workers import Workers, inside
 from demo_optax.workers.inside import OwnParam
 
+Params = frozenset[tuple[Keys, tuple[int, ...]]]  # paths and shapes
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -44,42 +47,24 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-  """One array of a call.
+  """One array of a call."""
 
-  Attributes:
-    name: for error messages.
-    keys: its path.
-    role: see the module.
-    kind: of its variable: see `nnx.leaf_kinds`.
-    donated: whether it may be overwritten.
-    in_state: whether its argument holds a state.
-    axis: of its rows, if it is a batch.
-    sharding: where it belongs; None without a mesh.
-  """
-
-  name: str
-  keys: Keys
-  role: str
-  kind: Any
-  donated: bool
-  in_state: bool = False
-  axis: int = 0
-  sharding: NamedSharding | None = None
+  name: str  # for error messages
+  keys: Keys  # its path
+  role: str  # see the module
+  kind: Any  # of its variable: see `nnx.leaf_kinds`
+  donated: bool  # whether it may be overwritten
+  in_state: bool = False  # whether its argument holds a state
+  axis: int = 0  # of its rows, if it is a batch
+  sharding: NamedSharding | None = None  # where it belongs on a mesh
 
 
 class Fixed(NamedTuple):
-  """A leaf that is not an array.
+  """A leaf that is not an array: a constant, or an object of the call."""
 
-  Attributes:
-    source: 'object' or 'variable', by number among those of the call, or
-      'constant'.
-    value: the number, or the constant.
-    type: of a constant, since `1 == 1.0`.
-  """
-
-  source: str
-  value: Any
-  type: Any = None
+  source: str  # 'constant', or 'object' or 'variable' by number
+  value: Any  # the constant or number
+  type: Any = None  # of a constant, since `1 == 1.0`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,27 +131,17 @@ def open_call(flat: Sequence[Any], treedef: Any, numbers: list[bool]) -> Opened:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-  """What is decided about a call.
+  """What is decided about a call."""
 
-  Attributes:
-    treedef: of arguments and keyword arguments, NNX objects as leaves.
-    fixed: for each leaf what it is, or None for an array.
-    structure: of the NNX objects: see `nnx.split`.
-    arrays: those of the arguments, then those of NNX objects.
-    rows: length of one worker's batch; None if nothing is cut.
-    states: structures of the shared arguments, each with the number of its
-      first array; what is returned with the same structure is the argument's
-      next value.
-    own_params: the parameters of which each worker has its own.
-  """
-
-  treedef: Any
-  fixed: list[Fixed | None]
-  structure: Any
-  arrays: list[Array]
-  rows: int | None
+  treedef: Any  # of arguments and keyword arguments, NNX objects as leaves
+  fixed: list[Fixed | None]  # what each leaf is, or None for an array
+  structure: Any  # of the NNX objects: see `nnx.split`
+  arrays: list[Array]  # those of the arguments, then those of NNX objects
+  rows: int | None  # length of one worker's batch; None if nothing is cut
+  # Structures of the shared arguments, each with the number of its first array;
+  # what is returned with the same structure is the argument's next value.
   states: list[tuple[Any, int]]
-  own_params: list[OwnParam]
+  own_params: list[OwnParam]  # parameters of which each worker has its own
 
   @property
   def axis(self) -> int:
@@ -194,23 +169,15 @@ class Argument(NamedTuple):
   name: str
   value: Any
   first: int  # number of its first array
-  paths: list[Any]
+  paths: list[Any]  # of its arrays, below the argument, as of the next three
+  keys: list[Keys]
   arrays: list[Any]
   kinds: list[Any]
   structure: Any
   is_batch: bool | None  # None: not said
   is_donated: bool
+  is_state: bool  # whether it holds the state of a model or an optimizer
   objects: list[int]
-
-  @property
-  def keys(self) -> list[Keys]:
-    """The arrays' paths below the argument."""
-    return [path_keys(path) for path in self.paths]
-
-  @property
-  def is_state(self) -> bool:
-    """Whether it holds the state of a model or an optimizer."""
-    return modules.holds_state(self.value) or any(map(is_stacked, self.keys))
 
 
 def analyse(
@@ -236,31 +203,34 @@ def analyse(
   arguments: list[Argument] = []
   fixed, arrays = iter(opened.fixed), iter(opened.arrays)
   first = 0
+  automatic = o.batch_argnums is None and o.batch_argnames is None
   given: list[tuple[int | str, Any]] = [*enumerate(args)]
   for key, value in [*given, *sorted(kwargs.items())]:
     flat, treedef = jax.tree_util.tree_flatten_with_path(
         value, is_leaf=modules.is_object
     )
     kinds = modules.leaf_kinds(value)
+    value = value.value if isinstance(value, Static) else value
     found = list(itertools.islice(fixed, len(flat)))
-    kept = [i for i, f in enumerate(found) if f is None]
-    own = list(itertools.islice(arrays, len(kept)))
-    automatic = o.batch_argnums is None and o.batch_argnames is None
+    are_arrays = tuple(f is None for f in found)
+    paths = [path for (path, _), f in zip(flat, found) if f is None]
+    keys = list(map(path_keys, paths))
+    listed = functools.partial(is_listed, key, names, len(args))
     arguments.append(Argument(
         name_of(key, names),
-        value.value if isinstance(value, Static) else value,
+        value,
         first,
-        [flat[i][0] for i in kept],
-        own,
-        [kinds[i] for i in kept],
-        (treedef, tuple(f is None for f in found)),
-        None if automatic else is_listed(
-            key, names, len(args), o.batch_argnums, o.batch_argnames
-        ),
-        is_listed(key, names, len(args), o.donate_argnums, o.donate_argnames),
+        paths,
+        keys,
+        list(itertools.islice(arrays, len(paths))),
+        [kinds[i] for i, is_array in enumerate(are_arrays) if is_array],
+        (treedef, are_arrays),
+        None if automatic else listed(o.batch_argnums, o.batch_argnames),
+        listed(o.donate_argnums, o.donate_argnames),
+        modules.holds_state(value) or any(map(is_stacked, keys)),
         [f.value for f in found if f and f.source == 'object'],
     ))
-    first += len(kept)
+    first += len(paths)
 
   decided: list[Array] = []
   states = []
@@ -300,7 +270,12 @@ def analyse(
       )
   if workers.mesh is not None:
     decided = [
-        dataclasses.replace(a, sharding=_sharding(workers, a, np.shape(x)))
+        dataclasses.replace(a, sharding=(
+            workers.sharding(a.keys, np.shape(x)) if a.role != 'batch'
+            else NamedSharding(
+                workers.mesh, P(*(None,) * a.axis, workers.axis_name)
+            )
+        ))
         for a, x in zip(decided, opened.arrays)
     ]
   return Call(
@@ -383,9 +358,7 @@ def _shared(step: str, arguments: list[Argument]) -> list[bool]:
   return found
 
 
-def _holds(
-    argument: Argument, params: frozenset[tuple[Keys, tuple[int, ...]]]
-) -> bool:
+def _holds(argument: Argument, params: Params) -> bool:
   """Returns whether an argument is such parameters, or has them in a part."""
   found = {(k, np.shape(x)) for k, x in zip(argument.keys, argument.arrays)}
   if not params or params <= found:
@@ -401,14 +374,8 @@ def _holds(
   )
 
 
-def _params_of_states(
-    value: Any,
-) -> list[frozenset[tuple[Keys, tuple[int, ...]]]]:
+def _params_of_states(value: Any) -> list[Params]:
   """Returns paths and shapes of the parameters of all exchanges in a state."""
-
-  def is_average(x: Any) -> bool:
-    return isinstance(x, AverageState)
-
   return [
       frozenset(
           (leaf.keys, leaf.shape)
@@ -416,11 +383,7 @@ def _params_of_states(
           if not isinstance(leaf.compressor, Frozen)
       )
       for layout in layouts_in(value).values()
-  ] + [
-      x.averaged.params
-      for x in jax.tree.leaves(value, is_leaf=is_average)
-      if is_average(x)
-  ]
+  ] + [x.averaged.params for x in modules.instances(value, AverageState)]
 
 
 def _role(
@@ -445,29 +408,17 @@ def _role(
     name = dotted((argument.name, *path))
     if keys is not None:
       is_key = any(_is_within(k, (argument.name, *path)) for k in keys)
-    else:
-      is_key = prng.is_named(argument.name, prng.last_name(path))
-      if not is_key:
-        raise ValueError(
-            f'{name} must be known as a random key or as data, got'
-            f' {x.dtype}{list(x.shape)}. If it is a key, into which each worker'
-            f' folds its number, give data_parallel keys={name!r}, or use'
-            ' jax.random.key. If it is data, give keys=(), or name the batches'
-            ' by batch_argnums if it is one.'
-        )
+    elif not (is_key := prng.is_named(argument.name, prng.last_name(path))):
+      raise ValueError(
+          f'{name} must be known as a random key or as data, got'
+          f' {x.dtype}{list(x.shape)}. If it is a key, into which each worker'
+          f' folds its number, give data_parallel keys={name!r}, or use'
+          ' jax.random.key. If it is data, give keys=(), or name the batches'
+          ' by batch_argnums if it is one.'
+      )
     if is_key:
       return 'key'
   return 'shared' if is_shared or not rank else 'batch'
-
-
-def _sharding(
-    workers: Workers, array: Array, shape: tuple[int, ...]
-) -> NamedSharding:
-  if array.role != 'batch':
-    return workers.sharding(array.keys, shape)
-  assert workers.mesh is not None
-  spec = P(*(None,) * array.axis, workers.axis_name)
-  return NamedSharding(workers.mesh, spec)
 
 
 def _is_within(name: str, path: Keys) -> bool:

@@ -141,10 +141,10 @@ def data_parallel(
         ' Workers.on_mesh or Workers.simulated.'
     )
   options = Options(
-      None if batch_argnums is None else _as_tuple(batch_argnums),
-      None if batch_argnames is None else _as_tuple(batch_argnames),
+      _as_tuple(batch_argnums),
+      _as_tuple(batch_argnames),
       batch_axis,
-      None if keys is None else _as_tuple(keys),
+      _as_tuple(keys),
       _as_tuple(static_argnums),
       _as_tuple(static_argnames),
       _as_tuple(donate_argnums),
@@ -153,7 +153,9 @@ def data_parallel(
   return lambda step: DataParallelStep(step, workers, options)
 
 
-def _as_tuple(x: Any) -> tuple[Any, ...]:
+def _as_tuple(x: Any) -> Any:
+  if x is None:
+    return None
   return (x,) if isinstance(x, int | str) else tuple(x)
 
 
@@ -171,13 +173,16 @@ class DataParallelStep:
     self.workers = workers
     self._step, self._options = step, options
     try:
-      parameters = list(inspect.signature(step).parameters.values())
+      parameters = inspect.signature(step).parameters
     except (TypeError, ValueError):  # some builtins have none
       self._names: list[str] = []
     else:
-      self._names = _positional(parameters)
+      self._names = [
+          name for name, p in parameters.items()
+          if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+      ]
       name = getattr(step, '__name__', str(step))
-      _check_options(name, parameters, options)
+      _check_options(name, parameters, len(self._names), options)
     # By the structure of the arguments: what `traces_numbers` says of it, and
     # the calls and their programs by all else that is static.
     self._known: dict[Any, tuple[list[bool], dict[Any, Any]]] = {}
@@ -294,7 +299,7 @@ class DataParallelStep:
       self, call: Call, arrays: Sequence[Any]
   ) -> tuple[list[Any], Returned]:
     """Runs the step for all workers. Traced by `jax.jit`."""
-    workers, roles = self.workers, [a.role for a in call.arrays]
+    workers = self.workers
     arrays = [
         jnp.moveaxis(x, a.axis, 0) if a.role == 'batch' else x
         for x, a in zip(arrays, call.arrays)
@@ -313,21 +318,20 @@ class DataParallelStep:
       found, returned = self._run_on_devices(call, arrays)
     else:
       found, returned = self._run_mapped(call, [
-          placement.split(workers, x) if role == 'batch' else x
-          for x, role in zip(arrays, roles)
+          placement.split(workers, x) if a.role == 'batch' else x
+          for x, a in zip(arrays, call.arrays)
       ], workers.spmd_axis_name)
       found = [
           dataclasses.replace(r, value=placement.join(workers, r.value))
           if r.is_rows else r
           for r in found
       ]
-    values = [
-        jnp.moveaxis(r.value, 0, call.axis) if r.is_rows else r.value
-        for r in found
-    ]
     return [
-        placement.hold(workers, r.keys, r.role, x)
-        for r, x in zip(found, values)
+        placement.hold(
+            workers, r.keys, r.role,
+            jnp.moveaxis(r.value, 0, call.axis) if r.is_rows else r.value,
+        )
+        for r in found
     ], returned
 
   def _run_mapped(
@@ -340,12 +344,8 @@ class DataParallelStep:
       index = jax.lax.axis_index(WORKER_AXIS)
       inside.take_is_nested()
       found, returned = self._results(call, index, arrays)
-      found = inside.settle(
-          self._inspected(call, arrays, found),
-          self.workers,
-          call.rows,
-          call.axis,
-      )
+      found = self._inspected(call, arrays, found)
+      found = inside.settle(found, self.workers, call.rows, call.axis)
       traced.append((found, returned))
       return (
           [r.value for r in found if r.apart],
@@ -377,10 +377,10 @@ class DataParallelStep:
     workers, roles = self.workers, [a.role for a in call.arrays]
     shapes = [
         jax.ShapeDtypeStruct(
-            (workers.count, call.rows, *x.shape[1:]), x.dtype
+            (workers.count, call.rows, *x.shape[1:]) if role == 'batch'
+            else jnp.shape(x),
+            jax.dtypes.result_type(x),
         )
-        if role == 'batch'
-        else jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.result_type(x))
         for x, role in zip(arrays, roles)
     ]
     expected: list[Result] = []
@@ -518,29 +518,20 @@ def _remedy(error: Exception, workers: Workers) -> str | None:
 _MANY_PROGRAMS = 20
 
 
-def _positional(parameters: Sequence[inspect.Parameter]) -> list[str]:
-  return [
-      p.name
-      for p in parameters
-      if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-  ]
-
-
 def _check_options(
-    name: str, parameters: Sequence[inspect.Parameter], options: Options
+    name: str,
+    parameters: Mapping[str, inspect.Parameter],
+    positional: int,
+    options: Options,
 ) -> None:
   """Raises if the options name arguments that a step does not have."""
-  positional = len(_positional(parameters))
-  kinds = {p.kind for p in parameters}
-  names = [p.name for p in parameters]
+  kinds = {p.kind for p in parameters.values()}
   for option, given in vars(options).items():
-    if option == 'keys':  # paths: see `_Call.of`
-      continue
-    for x in () if given is None or (option == 'batch_axis' and isinstance(
-        given, int
-    )) else given:
+    if option == 'keys' or given is None or isinstance(given, int):
+      continue  # paths, checked by `analyse`; or an axis
+    for x in given:
       if isinstance(x, str):
-        found = x in names or inspect.Parameter.VAR_KEYWORD in kinds
+        found = x in parameters or inspect.Parameter.VAR_KEYWORD in kinds
       else:
         found = -positional <= x < positional or (
             inspect.Parameter.VAR_POSITIONAL in kinds
@@ -548,16 +539,12 @@ def _check_options(
       if not found:
         raise ValueError(
             f'{option} has {x!r}, but the arguments of {name} are'
-            f' {", ".join(names)}.'
+            f' {", ".join(parameters)}.'
         )
 
 
 def _check_no_multi_steps(tree: Any) -> None:
-
-  def is_multi_steps(x: Any) -> bool:
-    return isinstance(x, optax.MultiStepsState)
-
-  if any(map(is_multi_steps, jax.tree.leaves(tree, is_leaf=is_multi_steps))):
+  if modules.instances(tree, optax.MultiStepsState):
     raise ValueError(
         'The optimizer of a data_parallel step must not be in optax.MultiSteps,'
         ' which would exchange in every call and drop all results but the last.'

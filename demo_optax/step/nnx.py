@@ -181,15 +181,21 @@ def is_object(x: Any) -> bool:
 def holds_state(tree: Any) -> bool:
   """Returns whether `tree` is, or holds, Flax objects or dataclasses."""
   nnx = _nnx()
+  kinds = () if nnx is None else (nnx.Pytree, nnx.State, nnx.Variable)
 
   def is_state(x: Any) -> bool:
-    if dataclasses.is_dataclass(x):
-      return True
-    return nnx is not None and isinstance(
-        x, nnx.Pytree | nnx.State | nnx.Variable
-    )
+    return dataclasses.is_dataclass(x) or isinstance(x, kinds)
 
   return any(map(is_state, jax.tree.leaves(tree, is_leaf=is_state)))
+
+
+def instances(tree: Any, kind: Any) -> list[Any]:
+  """Returns the nodes of a tree that are of a type."""
+
+  def is_one(x: Any) -> bool:
+    return isinstance(x, kind)
+
+  return list(filter(is_one, jax.tree.leaves(tree, is_leaf=is_one)))
 
 
 def traces_numbers(tree: Any) -> list[bool]:
@@ -230,20 +236,17 @@ def leaf_kinds(tree: Any) -> list[Any]:
   objects are leaves.
   """
   nnx = _nnx()
-  flat = jax.tree_util.tree_flatten_with_path(
-      tree,
-      is_leaf=lambda x: is_object(x)
-      or (nnx is not None and isinstance(x, nnx.Variable)),
-  )[0]
-  return [kind for _, kind in _with_kinds(
-      [(path_keys(path), x) for path, x in flat]
-  )]
+  if nnx is None:
+    return [None] * jax.tree.structure(tree).num_leaves
+  flat, _ = jax.tree_util.tree_flatten_with_path(
+      tree, is_leaf=lambda x: isinstance(x, nnx.Pytree | nnx.Variable)
+  )
+  found = _with_kinds([(path_keys(path), x) for path, x in flat])
+  return [kind for _, kind in found]
 
 
 def _with_kinds(flat: Sequence[tuple[Keys, Any]]) -> list[tuple[Keys, Any]]:
   nnx = _nnx()
-  if nnx is None:
-    return [(keys, None) for keys, _ in flat]
   parts: dict[Keys, set[Any]] = {}
   for keys, x in flat:
     if isinstance(x, nnx.metrics.MetricState):
@@ -251,21 +254,19 @@ def _with_kinds(flat: Sequence[tuple[Keys, Any]]) -> list[tuple[Keys, Any]]:
   found = []
   for keys, x in flat:
     kind: Any = None
+    if not isinstance(x, nnx.Variable):
+      found.append((keys, kind))
+      continue
     if isinstance(x, nnx.BatchStat):
       kind = 'statistics'
     elif isinstance(x, nnx.RngCount):
       kind = 'state'
-    elif (
-        isinstance(x, nnx.Variable)
-        # Noise of an optimizer must be equal on all workers.
-        and not isinstance(x, nnx.OptState)
-        and prng.is_key_array(x.get_value())
-    ):
+    # Noise of an optimizer must be equal on all workers.
+    elif not isinstance(x, nnx.OptState) and prng.is_key_array(x.get_value()):
       kind = 'stream'
-    elif parts.get(keys[:-1]) == {'total', 'count'} and isinstance(
-        x, nnx.metrics.MetricState
+    elif isinstance(x, nnx.metrics.MetricState) and (
+        parts[keys[:-1]] == {'total', 'count'}
     ):
       kind = 'added'
-    number = len(jax.tree.leaves(x)) if isinstance(x, nnx.Variable) else 1
-    found += [(keys, kind)] * number
+    found += [(keys, kind)] * len(jax.tree.leaves(x))
   return found

@@ -23,17 +23,11 @@ from demo_optax.workers.inside import Result
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Returned:
-  """What a step returns beside arrays; it leaves `jax.jit` in the structure.
+  """What a step returns beside arrays; it leaves `jax.jit` in the structure."""
 
-  Attributes:
-    treedef: of what is returned, with NNX objects as leaves.
-    fixed: for each leaf what it is, or None for an array.
-    structure: of the NNX objects: see `nnx.split`.
-  """
-
-  treedef: Any
-  fixed: list[Fixed | None]
-  structure: Any
+  treedef: Any  # of what is returned, with NNX objects as leaves
+  fixed: list[Fixed | None]  # what each leaf is, or None for an array
+  structure: Any  # of the NNX objects: see `nnx.split`
 
   def update(self, objects: Sequence[Any], arrays: Sequence[Any]) -> Any:
     """Updates the caller's NNX objects; returns what the step returned."""
@@ -161,16 +155,15 @@ def _statistics_before(
 ) -> Any:
   """Returns what statistics stay if no worker's are finite.
 
-  Those of the same name among the arguments, if the step does not return them
-  as the next value of an argument; zeros if there are none.
+  Those of array `number`, or of the same name; zeros if there are none.
   """
   suffix = keys[keys.index('batch_stats') :]
-  found = [
-      n for n, a in enumerate(call.arrays) if a.keys[-len(suffix) :] == suffix
-  ]
-  if number is None and not found:
-    return jnp.zeros_like(x)
-  return before[found[0] if number is None else number]
+  if number is None:
+    named = (
+        n for n, a in enumerate(call.arrays) if a.keys[-len(suffix) :] == suffix
+    )
+    number = next(named, None)
+  return jnp.zeros_like(x) if number is None else before[number]
 
 
 def _previous(call: Call, returned: Any, seen: list[Any]) -> list[int | None]:

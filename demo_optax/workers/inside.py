@@ -118,17 +118,14 @@ def _meet(
 class OwnParam:
   """A parameter of which `local_updates` keeps one copy per worker.
 
-  Attributes:
-    number: of the parameter, among all arrays of a call.
-    own: of the worker's own copy, in the optimizer state.
-    shared: of the one that all workers share, in the optimizer state.
-    start: of what a worker that drifts goes on from; else None.
+  By the numbers, among all arrays of a call, of the parameter and of three in
+  the optimizer state.
   """
 
   number: int
-  own: int
-  shared: int
-  start: int | None
+  own: int  # the worker's own copy
+  shared: int  # the one that all workers share
+  start: int | None  # what a worker that drifts goes on from, if it does
 
 
 def enter(params: Sequence[OwnParam], arrays: list[Any]) -> None:
@@ -516,26 +513,19 @@ def alike(tree: Any, message: str) -> Any:
 class Result:
   """A leaf of what a step returns or changes, as one worker has it.
 
-  Attributes:
-    name: for error messages.
-    keys: its path.
-    role: how the workers' values become one: 'stacked' (they stay apart),
-      'state' (they must be equal), 'statistics' (averaged over those that are
-      finite), 'added' (all that was added to the old one), 'key' (worker 0's),
-      or 'output' (the mean of numbers, the rows of a batch).
-    value: the array.
-    old: the value before the step, for 'statistics' and 'added'.
-    differs: whether it differs between workers.
-    apart: whether it keeps a worker axis: it is 'stacked', or rows of a batch.
+  The role says how the workers' values become one: 'stacked' (they stay apart),
+  'state' (they must be equal), 'statistics' (averaged over those that are
+  finite), 'added' (all that was added to the old one), 'key' (worker 0's), or
+  'output' (the mean of numbers, the rows of a batch).
   """
 
-  name: str
-  keys: Keys
+  name: str  # for error messages
+  keys: Keys  # its path
   role: str
   value: Any
-  old: Any = None
-  differs: bool = False
-  apart: bool = False
+  old: Any = None  # before the step, for 'statistics' and 'added'
+  differs: bool = False  # whether it differs between workers
+  apart: bool = False  # whether it keeps a worker axis: 'stacked', or rows
 
   @property
   def is_rows(self) -> bool:
