@@ -1,9 +1,7 @@
 """Compares the exchange that each process is about to run.
 
-Messages have no header: all workers know their layout from the parameters and
-the compressor. A process that was started with others would read garbage, or
-wait for bytes that never come. So processes compare what they run before the
-first message.
+Messages have no header: a process that was started with other parameters or
+another compressor would read garbage, or wait for bytes that never come.
 """
 
 import hashlib
@@ -51,9 +49,7 @@ def check(workers: Workers, described: Mapping[str, str]) -> None:
   if not np.any(differs):
     return
   others = np.flatnonzero(np.any(differs, axis=1)).tolist()
-  names = [
-      name for name, x in zip(described, np.any(differs, axis=0)) if x
-  ]
+  names = [n for n, x in zip(described, np.any(differs, axis=0)) if x]
   raise ValueError(
       f'Processes {others} were started with something else than process 0:'
       f' different are {", ".join(names)}. All need the same, or they cannot'

@@ -91,13 +91,11 @@ def data_parallel(
 
   Args:
     workers: `Workers.simulated` or `Workers.on_mesh`.
-    batch_argnums: positions of the arguments to cut; no others are cut then.
-      With `()` none is cut: every array is shared, and workers differ by their
-      random keys, as for a step that draws its batch.
+    batch_argnums: positions of the arguments to cut, and no others. With `()`,
+      for a step that draws its batch, workers differ by their random keys.
     batch_argnames: the same, by name.
-    batch_axis: the axis of the rows, by default the first one: an integer, or
-      one for each argument, by name. Rows of results have the axis of the first
-      batch.
+    batch_axis: the axis of the rows, by default the first one, or one for each
+      argument, by name. Rows of results have that of the first batch.
     keys: paths of the legacy PRNG keys, `uint32[..., 2]`, among the shared
       arrays, such as `'state.seed_generator.0'`, or of what holds them; `()`
       where all are data. By default those are keys whose argument's or last

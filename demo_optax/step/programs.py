@@ -1,6 +1,6 @@
 """What the program of one worker's step shows that its arrays do not."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jax.extend import core
@@ -24,7 +24,7 @@ def scanned(jaxpr: core.Jaxpr, batches: Mapping[Any, Any]) -> Any:
       given[first:] = [None] * len(given[first:])
     if eqn.primitive.name == 'convert_element_type' and given[0] is not None:
       known[eqn.outvars[0]] = given[0]
-    for inner in _inner(eqn):
+    for inner in core.jaxprs_in_params(eqn.params):
       if len(inner.invars) == len(given):
         passed = {v: n for v, n in zip(inner.invars, given) if n is not None}
         if (found := scanned(inner, passed)) is not None:
@@ -64,7 +64,7 @@ def adds(jaxpr: core.Jaxpr, before: Any, after: Any) -> bool:
       )
     return any(
         is_sum(x) and adds(inner, y, inner.outvars[place])
-        for inner in _inner(eqn)
+        for inner in core.jaxprs_in_params(eqn.params)
         if len(inner.invars) == len(eqn.invars)
         for x, y in zip(eqn.invars, inner.invars)
     )
@@ -72,18 +72,10 @@ def adds(jaxpr: core.Jaxpr, before: Any, after: Any) -> bool:
   return is_sum(after)
 
 
-def _inner(eqn: core.JaxprEqn) -> Iterator[core.Jaxpr]:
-  for x in eqn.params.values():
-    for part in x if isinstance(x, tuple | list) else (x,):
-      if isinstance(part, core.ClosedJaxpr):
-        yield part.jaxpr
-      elif isinstance(part, core.Jaxpr):
-        yield part
-
-
 def _exchanges(jaxpr: core.Jaxpr) -> bool:
   return any(
-      eqn.params.get('name') == EXCHANGE or any(map(_exchanges, _inner(eqn)))
+      eqn.params.get('name') == EXCHANGE
+      or any(map(_exchanges, core.jaxprs_in_params(eqn.params)))
       for eqn in jaxpr.eqns
   )
 

@@ -4,7 +4,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec as P
 
 from demo_optax._paths import Path
 from demo_optax._tree import is_exchanged, leaf_name
@@ -19,12 +18,8 @@ def check_gradient(
   """Raises unless `gradient` is laid out as `workers` has it."""
   found = np.shape(gradient)
   lead = (workers.count,) if workers.stacked_gradients else ()
-  if param is not None:
-    expected: Any = (*lead, *np.shape(param))
-    ok = found == expected
-  else:
-    expected = (*lead, ...)
-    ok = found[: len(lead)] == lead
+  expected: Any = (*lead, *(np.shape(param) if param is not None else (...,)))
+  ok = found == expected if param is not None else found[: len(lead)] == lead
   if not ok and lead:
     raise ValueError(
         f'The gradient of {name} has shape {found}, but {workers} needs'
@@ -63,8 +58,13 @@ def check_sharding(path: Path, param: Any, workers: Workers) -> None:
   what = f'The parameter {leaf_name(path)}'
   check_on_one_device(what, param, workers)
   expected = workers.param_specs.place(path, shape).spec
+  # The axes that cut each dimension, those of one device left out.
   own, asked = (
-      _cuts(spec, len(shape), found.mesh) for spec in (found.spec, expected)
+      [
+          [axis for axis in entry(spec, dim) if found.mesh.shape[axis] > 1]
+          for dim in range(len(shape))
+      ]
+      for spec in (found.spec, expected)
   )
   if any(own) and own != asked:
     raise ValueError(
@@ -86,11 +86,3 @@ def check_on_one_device(what: str, x: Any, workers: Workers) -> None:
         ' demo_optax.Workers.on_mesh(mesh, axis_name, param_specs), a mesh with'
         ' axes of type Auto, or arrays that are not sharded.'
     )
-
-
-def _cuts(spec: P, rank: int, mesh: Any) -> list[list[Any]]:
-  """Returns the axes that cut each dimension, those of one device left out."""
-  return [
-      [axis for axis in entry(spec, dim) if mesh.shape[axis] > 1]
-      for dim in range(rank)
-  ]

@@ -20,33 +20,24 @@ from demo_optax._paths import Keys, Path, is_bucket, path_keys
 
 @dataclasses.dataclass(frozen=True)
 class ParamSharding:
-  """Where one parameter lies inside a worker.
+  """Where one parameter is inside a worker."""
 
-  Attributes:
-    spec: its partition spec, without the worker axis and axes of one device.
-    blocks: number of blocks along each dimension, each on a device of its own.
-    axes: the mesh axes that the blocks are spread over, in the mesh's order;
-      over all others the parameter is replicated.
-    given: the spec as the user wrote it, which Explicit meshes compare.
-  """
-
-  spec: P
-  blocks: tuple[int, ...]
+  spec: P  # without the worker axis and axes of one device
+  blocks: tuple[int, ...]  # along each dimension, each on another device
+  # The mesh axes that the blocks are spread over, in the mesh's order; over all
+  # others the parameter is replicated.
   axes: tuple[str, ...]
+  # As the user wrote it, which Explicit meshes compare.
   given: P = dataclasses.field(default=P(), compare=False, repr=False)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ParamSpecs:
-  """The partition specs of all parameters, checked.
+  """The partition specs of all parameters, checked."""
 
-  Attributes:
-    specs: paths and specs; a spec holds for all parameters below its path.
-    all_sizes: names and sizes of the mesh axes inside a worker, in the mesh's
-      order.
-  """
-
+  # Paths and specs; a spec holds for all parameters below its path.
   specs: tuple[tuple[Keys, P], ...] = (((), P()),)
+  # Names and sizes of the mesh axes inside a worker, in the mesh's order.
   all_sizes: tuple[tuple[str, int], ...] = ()
 
   @classmethod
@@ -121,12 +112,12 @@ class ParamSpecs:
     """
     if is_bucket(keys):
       return self.bucket_spec
-    inside = [
+    parts = [
         keys[start:stop]
         for start in range(len(keys))
         for stop in range(len(keys), start, -1)
     ]
-    for part in [*inside, ()]:
+    for part in [*parts, ()]:
       spec = self._specs.get(part)
       if spec is not None and self._fits(spec, shape):
         return spec
@@ -148,8 +139,7 @@ class ParamSpecs:
             f' {dim} of length {size} into {parts} parts, which does not'
             ' divide. Shard another dimension of it, or replicate it: P().'
         )
-    used = set(names_of(spec))
-    axes = tuple(axis for axis in self.axes if axis in used)
+    axes = tuple(axis for axis in self.axes if axis in names_of(spec))
     entries = [
         tuple(axis for axis in entry(spec, dim) if axis in axes)
         for dim in range(len(spec))
@@ -183,8 +173,8 @@ def _check_spec(
         f'param_specs has {spec!r} for {name}: it must be a'
         ' jax.sharding.PartitionSpec, or None for replicated.'
     )
-  seen = set()
-  for axis in names_of(spec):
+  names = list(names_of(spec))
+  for axis in names:
     if axis == worker_axis:
       raise ValueError(
           f'The spec of {name}, {spec}, names the worker axis'
@@ -196,9 +186,8 @@ def _check_spec(
           f'The spec of {name}, {spec}, names the axis {axis!r}; the axes'
           f' inside a worker are: {_some(axis_sizes)}.'
       )
-    if axis in seen:
+    if names.count(axis) > 1:
       raise ValueError(f'The spec of {name}, {spec}, names {axis!r} twice.')
-    seen.add(axis)
 
 
 def entry(spec: P, dim: int) -> tuple[Any, ...]:

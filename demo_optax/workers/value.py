@@ -99,25 +99,22 @@ class Workers:
     """One worker at each position of a mesh axis, run by `jax.shard_map`.
 
     A worker is all the devices at its position. By default each of them has all
-    parameters; with `param_specs` they shard them. Chunks are cut from each
-    device's own shard, and a device exchanges with its counterparts in the
-    other workers. Of what is replicated inside a worker, each of its devices
-    keeps the momentum of a share of the chunks and exchanges that; the updates
-    are joined inside the worker.
+    parameters; with `param_specs` they shard them. A device exchanges the
+    chunks of its own shard with its counterparts in the other workers, and of
+    what is replicated inside a worker a share of the chunks.
 
     Args:
       mesh: a mesh whose axes are all of type Auto or all Explicit.
-      axis_name: the axis along which the workers stand. Parameters are
-        replicated over it. On a mesh with axes of type Explicit, parameters
-        must be on the mesh (`device_put`).
+      axis_name: the axis of the workers; parameters are replicated over it.
+        Where axes are Explicit, they must be on the mesh (`device_put`).
       param_specs: how a worker's parameters are sharded over the other axes: a
         tree of `PartitionSpec` like the parameters, where a spec in place of a
         subtree holds for all of it and `None` is `P()`, replicated.
         `demo_optax.param_specs` takes it from a Flax model.
 
     Returns:
-      The workers. Gradients and momentum are stacked, one per worker, and
-      sharded over `axis_name`, then as the parameters are.
+      The workers. Gradients and momentum are stacked, and sharded over
+      `axis_name`, then as the parameters are.
 
     Example:
       >>> import demo_optax, jax
@@ -149,17 +146,15 @@ class Workers:
   def on_axis(cls, axis_name: str) -> 'Workers':
     """The workers of an axis that the caller has mapped.
 
-    For training steps written inside `jax.shard_map` (with `check_vma` on or
-    off), `jax.vmap` or `jax.pmap`. Gradients are the worker's own, in the
-    parameters' shapes; momentum has a leading axis of 1, so that
-    `P(axis_name)`, as given by `demo_optax.state_specs`, carries the stacked
-    layout of the other two through `shard_map`.
+    For training steps inside `jax.shard_map`, `jax.vmap` or `jax.pmap`.
+    Gradients are the worker's own, in the parameters' shapes; momentum has a
+    leading axis of 1, so that `P(axis_name)`, as given by
+    `demo_optax.state_specs`, carries the stacked layout through `shard_map`.
 
-    Gradients that were averaged before are refused where that can be seen:
-    inside a checked `shard_map`, where `jax.grad` with respect to replicated
-    parameters sums over the workers: make them varying first, with
-    `jax.lax.pcast(params, axis_name, to='varying')`. Under `vmap`, `pmap` and
-    `check_vma=False` averages cannot be seen.
+    Averaged gradients are refused where they can be seen: inside a checked
+    `shard_map`, where `jax.grad` with respect to replicated parameters sums
+    over the workers. Make these varying first, with
+    `jax.lax.pcast(params, axis_name, to='varying')`.
 
     Example:
       >>> import demo_optax
