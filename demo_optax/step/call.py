@@ -33,7 +33,7 @@ Params = frozenset[tuple[Keys, tuple[int, ...]]]  # paths and shapes
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-  """What the caller of `data_parallel` says of the step's arguments."""
+  """The options of `data_parallel`, as tuples."""
 
   batch_argnums: tuple[int, ...] | None
   batch_argnames: tuple[str, ...] | None
@@ -189,16 +189,10 @@ def analyse(
     kwargs: dict[str, Any],
     opened: Opened,
 ) -> Call:
-  """Decides about every array of a call.
+  """Decides about every array of a call of `step`.
 
-  Args:
-    step: its name, for error messages.
-    names: of its positional arguments.
-    workers: the workers.
-    o: the options of `data_parallel`.
-    args: the arguments; static ones are `Static`.
-    kwargs: the keyword arguments.
-    opened: the same, taken apart.
+  `names` are those of its positional arguments. `opened` are `args` and
+  `kwargs`, taken apart.
   """
   arguments: list[Argument] = []
   fixed, arrays = iter(opened.fixed), iter(opened.arrays)

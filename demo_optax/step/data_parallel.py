@@ -312,7 +312,8 @@ class DataParallelStep:
             ' axis. Make the state with tx.init under the same workers, or use'
             ' demo_optax.checkpoint.resize_workers.'
         )
-    if workers.mesh is not None and not workers.param_specs.has_axes:
+    # A model may name mesh axes inside a worker, also those of one device.
+    if workers.mesh is not None and not workers.param_specs.all_sizes:
       found, returned = self._run_on_devices(call, arrays)
     else:
       found, returned = self._run_mapped(call, [

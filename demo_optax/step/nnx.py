@@ -30,13 +30,11 @@ def param_specs(
   Args:
     model: an NNX module (its `nnx.Param` variables are taken), an `nnx.State`,
       or `variables['params']` of a Linen model, before `nn.unbox`.
-    rules: pairs `(logical axis, mesh axis or None)` for annotations by logical
-      names; by default those of the surrounding `nnx.logical_axis_rules` or
-      `nn.logical_axis_rules`.
+    rules: pairs `(logical axis, mesh axis or None)`; by default those of the
+      surrounding `nnx.logical_axis_rules` or `nn.logical_axis_rules`.
 
   Returns:
-    A tree like the parameters with a `PartitionSpec` for each; `P()` for those
-    without annotations.
+    A `PartitionSpec` for each parameter; `P()` for those without annotations.
 
   Example:
     >>> import demo_optax, jax

@@ -46,14 +46,9 @@ def collect(
     before: Sequence[Any],
     own: Sequence[Any],
 ) -> tuple[list[Result], Returned]:
-  """Returns what a step returned, then the variables after it.
+  """Returns what a step returned, then the variables of `objects` after it.
 
-  Args:
-    call: the call.
-    returned: what the step returned.
-    objects: the NNX objects after it.
-    before: all arrays, as all workers have them.
-    own: all arrays, as the step had them.
+  `before` are all arrays as all workers have them, `own` as the step had them.
   """
   modules.check_variables([a.keys for a in call.variables], objects)
   after, structure = modules.split(objects)

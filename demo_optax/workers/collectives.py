@@ -25,16 +25,11 @@ TO_OWNERS = 'to_owners'
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-  """The workers, and the devices of a worker, as seen from inside.
+  """The workers, and the devices of a worker, as seen from inside."""
 
-  Attributes:
-    axis: name of the worker axis.
-    size: number of workers.
-    inner: names and sizes of the axes inside a worker, the first one outermost.
-  """
-
-  axis: str
-  size: int
+  axis: str  # name of the worker axis
+  size: int  # number of workers
+  # Names and sizes of the axes inside a worker, the first one outermost.
   inner: tuple[tuple[str, int], ...] = ()
 
   def send_and_receive(

@@ -222,13 +222,10 @@ def call_stacked(
       `own_updates`.
     workers: the workers, as many as the step is mapped over.
     updates: this worker's gradients.
-    state: as one worker sees it, without worker axes.
+    state: as one worker sees it, without worker axes; so it is returned.
     params: the parameters, equal on all workers, or None.
     hyperparams: a tree of numbers, equal on all workers.
     own_updates: whether updates differ between workers.
-
-  Returns:
-    the updates, and the new state as one worker sees it.
   """
   flat, state_def = jax.tree_util.tree_flatten_with_path(state)
   paths, old = [path for path, _ in flat], [x for _, x in flat]
@@ -386,7 +383,8 @@ def over_workers(
   .. math:: y = \mathrm{reduce}(x_1, \dots, x_N)
 
   For what a step decides or returns from all workers' values: skips, counts,
-  statistics that are state. It is communication, so keep it small.
+  statistics that are state. It is communication, so keep it small. A gradient
+  is one worker's: what is differentiated is refused.
 
   Args:
     tree: this worker's arrays.
@@ -396,11 +394,6 @@ def over_workers(
   Returns:
     A tree like `tree`, equal on all workers. Of random keys it has worker 0's,
     and with `jnp.mean` integers and flags, which must be equal, as they are.
-
-  Raises:
-    ValueError: called outside of a `data_parallel` step, or on what is being
-      differentiated: a gradient is one worker's; or for the mean of integers
-      or flags that differ.
 
   Example:
     >>> import demo_optax, jax.numpy as jnp

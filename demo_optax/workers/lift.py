@@ -76,7 +76,7 @@ def run_alone(
     state: Any,
     shared: Any,
 ) -> tuple[Any, Any]:
-  """Runs one worker's function for all workers, without communication.
+  """As `run`, without communication, of stacked arrays or those of one worker.
 
   Args:
     workers: the workers.
@@ -85,9 +85,6 @@ def run_alone(
     own: a tree laid out as gradients are: stacked, or local with `on_axis`.
     state: a tree of stacked arrays.
     shared: a tree that is the same for all workers.
-
-  Returns:
-    What `fun` returned: laid out like `own`, and like `state`.
   """
   if workers.kind == 'on_axis':
     axis = workers.axis_name

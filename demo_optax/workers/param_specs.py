@@ -78,11 +78,6 @@ class ParamSpecs:
     return tuple(name for name, _ in self.axis_sizes)
 
   @property
-  def has_axes(self) -> bool:
-    """Whether models may name mesh axes inside a worker, of whatever size."""
-    return bool(self.all_sizes)
-
-  @property
   def devices(self) -> int:
     """Number of devices of a worker."""
     return math.prod(size for _, size in self.axis_sizes)
