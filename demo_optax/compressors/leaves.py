@@ -43,7 +43,7 @@ def cut_bucket(
     raise ValueError(
         f'{like.name} must have shape [..., {like.rows}, {like.format.n}], got'
         f' {list(bucket.shape)}. Make the state with tx.init, for the same'
-        ' parameters and on the same platform.'
+        ' parameters.'
     )
   sharding, inner = getattr(bucket, 'sharding', None), dict(layout.axis_sizes)
   shapes, out = {}, dict.fromkeys(members, sharding)

@@ -86,8 +86,8 @@ def group_size(elements: int, n: int, k: int) -> int:
 def stage_size(n: int, k: int) -> int:
   """Returns the length of groups for `top_k_in_two_stages`; 1 for one stage.
 
-  XLA:GPU sorts all n pairs of a chunk for `top_k` of more than 16. Maxima of
-  groups of 16, then the members of the k largest, take a tenth of the
+  Off CPUs. XLA:GPU sorts all n pairs of a chunk for `top_k` of more than 16.
+  Maxima of groups of 16, then the members of the k largest, take a tenth of the
   comparisons.
   """
   return 16 if not _on_cpu() and n % 16 == 0 and n >= 32 * k else 1
@@ -117,8 +117,8 @@ def loop_to_keep(elements: int) -> bool:
 def merge_flat(elements: int) -> bool:
   """Returns whether workers are added to one row of all chunks' coefficients.
 
-  XLA:TPU scatters into one row: of chunks it would copy all coefficients there
-  and back for each worker. 32 bits must number them.
+  Off CPUs. XLA:TPU scatters into one row: of chunks it would copy all
+  coefficients there and back for each worker. 32 bits must number them.
   """
   return not _on_cpu() and elements < 2**31
 

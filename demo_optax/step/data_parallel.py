@@ -82,7 +82,7 @@ def data_parallel(
   `over_workers(x, jnp.sum)` in the step makes one value of all workers' values.
 
   Batches are inferred: an argument is shared if it holds a Flax object, a
-  dataclass or an optimizer state, or a tree with the structure of such a
+  dataclass or a state of an exchange, or a tree with the structure of such a
   state's parameters. `batch_argnums` overrides it.
 
   On a mesh, arguments are put where they belong at the first call. Several

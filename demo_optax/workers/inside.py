@@ -384,7 +384,8 @@ def over_workers(
 
   For what a step decides or returns from all workers' values: skips, counts,
   statistics that are state. It is communication, so keep it small. A gradient
-  is one worker's: what is differentiated is refused.
+  is one worker's: what is differentiated is refused, as is the mean of integers
+  or flags that differ.
 
   Args:
     tree: this worker's arrays.

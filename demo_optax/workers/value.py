@@ -154,7 +154,8 @@ class Workers:
     Averaged gradients are refused where they can be seen: inside a checked
     `shard_map`, where `jax.grad` with respect to replicated parameters sums
     over the workers. Make these varying first, with
-    `jax.lax.pcast(params, axis_name, to='varying')`.
+    `jax.lax.pcast(params, axis_name, to='varying')`. Under `vmap`, `pmap` and
+    `check_vma=False` averages cannot be seen.
 
     Example:
       >>> import demo_optax
