@@ -97,8 +97,7 @@ def make_mesh_2d(kind='auto', shape=(2, 4), names=('data', 'fsdp')):
 
 def merge(indices, values, present, n, average):
   """The average of what workers selected, dense."""
-  values, _ = selection.weigh(indices, values, present, n, average)
-  return selection.add_up(indices, values, n)
+  return selection.merge(indices, values, present, n, average)[0]
 
 
 def random_tree(seed, shapes=None, lead=()):

@@ -47,7 +47,7 @@ def accumulate_and_select(
     if platform.loop_to_keep(gradients.size):
       m = jax.lax.fori_loop(0, valid.astype(jnp.int32), add, old)
     else:
-      m = jnp.where(valid, add(None, old), old)
+      m = platform.stored(jnp.where(valid, add(None, old), old))
     momentum = jax.lax.dynamic_update_slice_in_dim(momentum, m, start, 0)
     indices = None
     if shared is not None and k < n:
@@ -97,11 +97,9 @@ def merge(
     indices = None
     if received.indices is not None:
       indices = piece_of(received.indices)
-    values, found = topk.weigh(
-        indices, piece_of(received.values), received.valid, n, average,
-        bucket.format.grouped,
+    u, found = _merge(
+        bucket, indices, piece_of(received.values), received.valid, average
     )
-    u = _inverse(bucket, indices, values)
     updates = jax.lax.dynamic_update_slice_in_dim(updates, u, start, 0)
     return (updates, distinct + found), None
 
@@ -126,25 +124,33 @@ def merge(
   return updates, distinct - jnp.where(someone, float(padding), 0.0)
 
 
-def _inverse(
-    bucket: Bucket, indices: jax.Array | None, values: jax.Array
-) -> jax.Array:
-  """Sums `values [senders, rows, k]` at `indices` and inverts the transform."""
+def _merge(
+    bucket: Bucket,
+    indices: jax.Array | None,
+    values: jax.Array,
+    present: jax.Array,
+    average: topk.Average,
+) -> tuple[jax.Array, jax.Array]:
+  """Averages `values [senders, rows, k]` and inverts the transform."""
   senders, _, k = values.shape
-  transformed = bucket.kind == 'chunks' and bucket.basis != Identity()
+  n, transformed = bucket.format.n, bucket.kind == 'chunks'
   if (
       transformed
+      and bucket.basis != Identity()
       and indices is not None
       and platform.transform_selected(senders, k, *bucket.sides)
   ):
+    values, found = topk.weigh(indices, values, present, n, average)
     return functools.reduce(jnp.add, [
         chunking.inverse_of_selected(i, v, bucket.sides, bucket.basis)
         for i, v in zip(indices, values)
-    ])
-  c = topk.add_up(indices, values, bucket.format.n, bucket.format.grouped)
-  if bucket.kind != 'chunks':
-    return c
-  return chunking.inverse(c, bucket.sides, bucket.basis)
+    ]), found
+  c, found = topk.merge(
+      indices, values, present, n, average, bucket.format.grouped
+  )
+  if transformed:
+    c = chunking.inverse(c, bucket.sides, bucket.basis)
+  return c, found
 
 
 def shared_indices(bucket: Bucket, step: jax.Array) -> jax.Array:

@@ -1,15 +1,18 @@
 """One coefficient of each of k groups of a chunk, without sorts or gathers.
 
 Place p of group g is coefficient `p k + g` of the n in a chunk: an array
-`[..., n]` is a table `[..., places, k]` of whole rows. With n not divisible by
-k the first `n mod k` groups have one place more. Arrays of places are int32
-`[..., k]`, in the order of the groups.
+`[rows, n]` is a table `[rows, _, columns]` with one place or several of all
+groups in a row. With n not divisible by k the first `n mod k` groups have one
+place more. Arrays of places are int32 `[..., k]`, in the order of the groups.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from demo_optax.numerics import platform
 
 
 def num_places(n: int, k: int) -> int:
@@ -26,12 +29,12 @@ def largest(coefficients: jax.Array, k: int) -> jax.Array:
   """
   table = _table(jnp.abs(coefficients), k)
   integer = jnp.int64 if table.dtype.itemsize == 8 else jnp.int32
-  last = table.shape[1] - 1
+  last = num_places(coefficients.shape[1], k) - 1
   low = (1 << last.bit_length()) - 1
-  place = jax.lax.broadcasted_iota(integer, table.shape, 1)
   bits = jax.lax.bitcast_convert_type(table, integer)
-  keys = (bits & ~low) | (last - place)
-  return (last - (jnp.max(keys, axis=1) & low)).astype(jnp.int32)
+  keys = (bits & ~low) | (last - _place(table.shape, k, integer))
+  best = jnp.max(jnp.max(keys, axis=1).reshape(len(keys), -1, k), axis=1)
+  return (last - (best & low)).astype(jnp.int32)
 
 
 def indices(places: jax.Array) -> jax.Array:
@@ -43,43 +46,67 @@ def indices(places: jax.Array) -> jax.Array:
 
 def take(coefficients: jax.Array, places: jax.Array) -> jax.Array:
   """Returns the values at the places, `[rows, k]` of `[rows, n]`."""
-  table = _table(coefficients, places.shape[-1])
-  return jnp.sum(jnp.where(_hits(places, table.shape), table, 0), axis=1)
+  rows, k = places.shape
+  table = _table(coefficients, k)
+  found = jnp.sum(jnp.where(_hits(places, table.shape), table, 0), axis=1)
+  return jnp.sum(found.reshape(rows, -1, k), axis=1)
 
 
 def spread(places: jax.Array, values: jax.Array, n: int) -> jax.Array:
   """Returns coefficients `[rows, n]` with the values at their places."""
-  rows, k = places.shape
-  shape = rows, num_places(n, k), k
-  table = jnp.where(_hits(places, shape), values[:, None], 0)
-  return table.reshape(rows, -1)[:, :n]
+  table = platform.stored(_spread(places, values, n))
+  return table.reshape(len(table), -1)[:, :n]
 
 
-def add_up(places: jax.Array, values: jax.Array, n: int) -> jax.Array:
-  """Adds up `[workers, rows, k]`, one worker after the other: `[rows, n]`."""
-  dense = map(functools.partial(spread, n=n), places, values)
-  return functools.reduce(jnp.add, dense)
+def add_up(
+    places: jax.Array, values: jax.Array, present: jax.Array, n: int
+) -> tuple[jax.Array, jax.Array]:
+  """Adds up `[workers, rows, k]` of `present` workers, one after the other.
 
-
-def count_senders(places: jax.Array, present: jax.Array) -> jax.Array:
-  """Returns how many `present` workers sent each coefficient that one sent.
-
-  Takes places `[workers, rows, k]`; returns int32 of that shape.
+  Returns tables: the sums, and from how many workers each is, as floats.
   """
-  ones = present.astype(jnp.int32)
-  return functools.reduce(jnp.add, [
-      jnp.where(places == other[None], one, 0)
-      for other, one in zip(places, ones)
-  ])
+  values = jnp.where(present[:, None, None], values, 0)
+  ones = jnp.ones_like(values) * present.astype(values.dtype)[:, None, None]
+  total, counts = (
+      functools.reduce(jnp.add, [_spread(p, x, n) for p, x in zip(places, xs)])
+      for xs in (values, ones)
+  )
+  return total, counts
+
+
+def _spread(places: jax.Array, values: jax.Array, n: int) -> jax.Array:
+  """Returns a table with the values at their places."""
+  rows, k = places.shape
+  repeats = _repeats(n, k)
+  shape = rows, num_places(n, k) // repeats, k * repeats
+  return jnp.where(
+      _hits(places, shape), jnp.tile(values, repeats)[:, None], 0
+  )
+
+
+def _repeats(n: int, k: int) -> int:
+  """Returns how many places of all groups make a row of a table.
+
+  A row has 128 columns where that is possible: TPUs pad shorter ones.
+  """
+  return 128 // k if 128 % k == 0 and n % 128 == 0 else 1
 
 
 def _table(x: jax.Array, k: int) -> jax.Array:
-  """Returns `[rows, n]` as `[rows, places, k]`, padded with zeros."""
+  """Returns `[rows, n]` as `[rows, _, repeats * k]`, padded with zeros."""
   rows, n = x.shape
-  places = num_places(n, k)
-  return jnp.pad(x, ((0, 0), (0, places * k - n))).reshape(rows, places, k)
+  padded = jnp.pad(x, ((0, 0), (0, num_places(n, k) * k - n)))
+  return padded.reshape(rows, -1, k * _repeats(n, k))
+
+
+def _place(shape: tuple[int, ...], k: int, dtype: Any) -> jax.Array:
+  """Returns the place of each position in a table."""
+  row = jax.lax.broadcasted_iota(dtype, shape, 1)
+  column = jax.lax.broadcasted_iota(dtype, shape, 2)
+  return row * (shape[2] // k) + jax.lax.div(column, jnp.asarray(k, dtype))
 
 
 def _hits(places: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-  """Returns the positions of places in a table, bool `[rows, places, k]`."""
-  return jax.lax.broadcasted_iota(jnp.int32, shape, 1) == places[:, None]
+  """Returns the positions of places `[rows, k]` in a table, bool."""
+  k = places.shape[1]
+  return _place(shape, k, jnp.int32) == jnp.tile(places, shape[2] // k)[:, None]

@@ -86,11 +86,19 @@ def group_size(elements: int, n: int, k: int) -> int:
 def stage_size(n: int, k: int) -> int:
   """Returns the length of groups for `top_k_in_two_stages`; 1 for one stage.
 
-  Off CPUs. XLA:GPU sorts all n pairs of a chunk for `top_k` of more than 16.
-  Maxima of groups of 16, then the members of the k largest, take a tenth of the
-  comparisons.
+  XLA:GPU sorts all n pairs of a chunk for `top_k` of more than 16. Maxima of
+  groups of 16, then the members of the k largest, take a tenth of the
+  comparisons. XLA:TPU has a kernel, and would pad groups to 128.
   """
-  return 16 if not _on_cpu() and n % 16 == 0 and n >= 32 * k else 1
+  return 16 if of() == 'gpu' and n % 16 == 0 and n >= 32 * k else 1
+
+
+def stored(x: jax.Array) -> jax.Array:
+  """Returns `x`, computed once and in memory for all that reads it.
+
+  XLA:TPU would compute it for each reader, in the layout that the reader likes.
+  """
+  return jax.lax.optimization_barrier(x) if of() == 'tpu' else x
 
 
 def transform_selected(workers: int, k: int, rows: int, cols: int) -> bool:
@@ -144,6 +152,14 @@ def by_comparison() -> bool:
   fifth of the time of comparisons with many workers.
   """
   return not _on_cpu()
+
+
+def by_product() -> bool:
+  """Returns whether selections are written as products of one-hot matrices.
+
+  TPUs execute gathers and scatters serially, after a sort.
+  """
+  return of() == 'tpu'
 
 
 def reduce_in_two_stages() -> bool:

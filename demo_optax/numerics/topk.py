@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from demo_optax.numerics import bits as packing
-from demo_optax.numerics import groups, platform, rounding
+from demo_optax.numerics import groups, one_hot, platform, rounding
 
 Average = Literal['senders', 'workers']
 
@@ -126,6 +126,8 @@ def take(
     return coefficients
   if grouped and platform.by_comparison():
     return groups.take(coefficients, _places(indices))
+  if platform.by_product():
+    return one_hot.take(coefficients, indices)
   return packing.take(coefficients, indices)
 
 
@@ -138,11 +140,42 @@ def subtract(
   """Subtracts `values [chunks, k]` at `indices` of `[chunks, n]`."""
   if indices is None:
     return coefficients - values
+  n = coefficients.shape[1]
   if grouped and platform.by_comparison():
-    n = coefficients.shape[1]
     return coefficients - groups.spread(_places(indices), values, n)
+  if platform.by_product():
+    return coefficients - one_hot.spread(indices, values, n)
   at = coefficients.at[packing.row_numbers(indices), indices]
   return _add(at, -values, ascending=not grouped)
+
+
+def merge(
+    indices: jax.Array | None,
+    values: jax.Array,
+    present: jax.Array,
+    n: int,
+    average: Average,
+    grouped: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+  """Averages selections; see `weigh`. Returns dense `[chunks, n]`, and a count.
+
+  The count is that of different coefficients that were sent, float32 `[]`.
+  """
+  if indices is not None and grouped and platform.by_comparison():
+    total, senders = groups.add_up(_places(indices), values, present, n)
+  elif indices is not None and platform.by_product():
+    total, senders = one_hot.add_up(indices, values, present, n)
+  else:
+    values, distinct = weigh(indices, values, present, n, average)
+    return add_up(indices, values, n, grouped), distinct
+  distinct = jnp.sum((senders > 0).astype(jnp.float32))
+  if average == 'senders':
+    mean = total / jnp.maximum(senders, 1)
+  else:
+    everyone = jnp.sum(present, dtype=jnp.int32)
+    share = rounding.exact_reciprocal(everyone, len(values), values.dtype)
+    mean = rounding.mul_no_fma(share, total)
+  return platform.stored(mean).reshape(len(mean), -1)[:, :n], distinct
 
 
 def _add(at: Any, values: jax.Array, ascending: bool) -> jax.Array:
@@ -159,23 +192,19 @@ def weigh(
     present: jax.Array,
     n: int,
     average: Average,
-    grouped: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
   """Divides values `[workers, chunks, k]` by the number of workers averaged.
 
   That is, for `average='senders'`, of those that sent a coefficient; for
-  `'workers'`, of all `present`, bool `[workers]`. `grouped` selections have one
-  of each group. Returns the weighted values, zero for absent workers, whose
-  rows may hold anything; and the number of different coefficients sent, float32
-  `[]`.
+  `'workers'`, of all `present`, bool `[workers]`. Returns the weighted values,
+  zero for absent workers, whose rows may hold anything; and the number of
+  different coefficients sent, float32 `[]`.
   """
   workers, chunks, k = values.shape
   counted = present[:, None, None]
   everyone = jnp.sum(present, dtype=jnp.int32)
   if indices is None or workers == 1:
     senders = everyone
-  elif grouped and platform.by_comparison():
-    senders = groups.count_senders(indices, present)
   elif platform.count_by_comparison(workers * k):
     places = jnp.swapaxes(indices, 0, 1).reshape(chunks, workers * k)
     counts = jnp.broadcast_to(present[:, None], (workers, k)).reshape(1, 1, -1)
@@ -212,8 +241,6 @@ def add_up(
   each worker's indices are distinct, so that no scatter writes a place twice.
   """
   workers, chunks, _ = values.shape
-  if grouped and indices is not None and platform.by_comparison():
-    return groups.add_up(_places(indices), values, n)
   one_row = indices is not None and platform.merge_flat(chunks * n)
 
   def add_worker(worker: jax.Array, total: jax.Array) -> jax.Array:
@@ -236,4 +263,4 @@ def add_up(
 
 def _places(indices: jax.Array) -> jax.Array:
   """Returns the places in their groups of indices `[..., k]`."""
-  return indices // indices.shape[-1]
+  return jax.lax.div(indices, jnp.int32(indices.shape[-1]))

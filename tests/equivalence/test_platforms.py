@@ -1,4 +1,4 @@
-"""The form of a step that GPUs and TPUs run, on CPU devices: the same matrix."""
+"""The forms of a step that GPUs and TPUs run, on CPU devices."""
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,10 @@ from demo_optax.numerics import platform
 pytestmark = pytest.mark.core
 
 
-@pytest.fixture(autouse=True)
-def on_an_accelerator():
-  with platform.running_on('gpu'):
-    yield
+@pytest.fixture(autouse=True, params=['gpu', 'tpu'])
+def accelerator(request):
+  with platform.running_on(request.param):
+    yield request.param
 
 
 @pytest.mark.parametrize('name, how', [
@@ -84,10 +84,10 @@ def test_forms_agree_but_for_rounding():
   assert test_maps.types(found.state) == test_maps.types(expected.state)
 
 
-def test_the_platform_is_that_of_the_mesh(monkeypatch):
+def test_the_platform_is_that_of_the_mesh(monkeypatch, accelerator):
   """Not of the backend: a CPU host may compile for another."""
   monkeypatch.setattr(platform, '_short', lambda name: f'that of {name}')
   token = platform._running.set(None)
   assert platform.of(on_mesh(2).mesh) == 'that of cpu'
   platform._running.reset(token)
-  assert platform.of(on_mesh(2).mesh) == 'gpu'
+  assert platform.of(on_mesh(2).mesh) == accelerator

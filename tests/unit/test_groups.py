@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import assert_same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from demo_optax.codes.format import ChunkFormat
-from demo_optax.compressors import GroupMax
+from demo_optax.compressors import GroupMax, TopK
 from demo_optax.numerics import groups, platform, topk
 
 pytestmark = pytest.mark.core
@@ -59,28 +60,37 @@ def test_float64_is_compared_as_float64(x64):
 
 
 @pytest.mark.parametrize('average', ['senders', 'workers'])
-@pytest.mark.parametrize('n, k', [(4096, 64), (100, 7), (96, 32)])
-def test_comparisons_have_the_bits_of_scatters(n, k, average):
+@pytest.mark.parametrize('n, k', [(4096, 64), (100, 7), (96, 32), (63, 9)])
+@pytest.mark.parametrize('grouped', [True, False])
+def test_forms_of_a_selection(n, k, grouped, average):
+  """Scatters, comparisons, products: the same but for rounding of means."""
   rng = np.random.default_rng(n)
   m = jnp.asarray(rng.normal(size=(3, n)), jnp.float32)
   sent = jnp.asarray(rng.normal(size=(5, 3, n)), jnp.float32).at[1].set(m)
-  indices = jax.vmap(GroupMax(k), (0, None))(sent, 0)
+  select = GroupMax(k) if grouped else TopK(k)
+  indices = jax.vmap(select, (0, None))(sent, 0)
   values = jnp.asarray(rng.normal(size=indices.shape), jnp.float32)
+  damaged = values.at[2].set(jnp.nan)
   present = jnp.asarray([True, True, False, True, True])
 
   def all_of_it():
-    weighed, distinct = topk.weigh(indices, values, present, n, average, True)
-    return (topk.take(m, indices[0], True),
-            topk.subtract(m, indices[0], values[0], True),
-            weighed, distinct, topk.add_up(indices, weighed, n, True))
+    return (
+        topk.take(m, indices[0], grouped),
+        topk.subtract(m, indices[0], values[0], grouped),
+        topk.merge(indices, damaged, present, n, average, grouped))
 
-  found = []
-  for name in ('cpu', 'gpu'):
+  found = {}
+  for name in ('cpu', 'gpu', 'tpu'):
     with platform.running_on(name):
-      found.append(jax.jit(lambda: all_of_it())())
-  jax.tree.map(np.testing.assert_array_equal, *found)
-  assert 'scatter' not in str(jax.make_jaxpr(lambda: groups.add_up(
-      indices // k, values, n))())
+      found[name] = jax.jit(lambda: all_of_it())()
+      made = str(jax.make_jaxpr(lambda: all_of_it())())
+    if name == 'tpu' or (name == 'gpu' and grouped):
+      assert 'scatter' not in made and ' gather' not in made
+  for name in ('gpu', 'tpu'):
+    assert_same_bits(found[name][:2], found['cpu'][:2])
+    (mean, count), (expected, expected_count) = found[name][2], found['cpu'][2]
+    np.testing.assert_allclose(mean, expected, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(count, expected_count, rtol=1e-6)
 
 
 @pytest.mark.parametrize('n, k, bits', [
