@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from demo_optax.compressors.bases import Basis
+from demo_optax.numerics import platform, rounding
 
 # XLA:CPU rounds products of few rows differently: a chunk's bits would depend
 # on the number of chunks, and so of workers. It is uniform from 96 rows on.
@@ -343,12 +344,11 @@ def _apply(x: jax.Array, matrix: np.ndarray) -> jax.Array:
   rows = len(flat)
   if rows < _MIN_ROWS:
     flat = jnp.pad(flat, ((0, _MIN_ROWS - rows), (0, 0)))
-  flat = jnp.dot(
-      flat,
-      jnp.asarray(matrix, x.dtype),
-      # The default is bfloat16 on TPUs and TF32 on GPUs.
-      precision=jax.lax.Precision.HIGHEST,
-  )
+  factor = jnp.asarray(matrix, x.dtype)
+  if platform.joins_products(x.size):
+    factor = rounding.hidden(factor, flat[:1, :1])
+  # The default is bfloat16 on TPUs and TF32 on GPUs.
+  flat = jnp.dot(flat, factor, precision=jax.lax.Precision.HIGHEST)
   return flat[:rows].reshape(x.shape)
 
 

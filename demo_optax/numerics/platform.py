@@ -162,6 +162,15 @@ def by_product() -> bool:
   return of() == 'tpu'
 
 
+def joins_products(elements: int) -> bool:
+  """Returns whether a product by a constant is joined with a larger one.
+
+  XLA:GPU joins a product with others by the same matrix, and copies the large
+  operand and the large result for it.
+  """
+  return of() == 'gpu' and elements < 2**23
+
+
 def reduce_in_two_stages() -> bool:
   """Returns whether a long reduction is written as two.
 

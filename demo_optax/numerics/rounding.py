@@ -19,11 +19,18 @@ def mul_no_fma(weight: chex.Numeric, x: jax.Array) -> jax.Array:
   """
   if isinstance(weight, (int, float)) and weight == 1:
     return x
-  result = jnp.asarray(weight, x.dtype) * x
+  return hidden(jnp.asarray(weight, x.dtype) * x, x)
+
+
+def hidden(x: jax.Array, like: jax.Array) -> jax.Array:
+  """Returns `x` so that compilers do not know its value or where it is from.
+
+  Where `like`, which broadcasts with it, is NaN, its last bit changes.
+  """
   bits = jnp.int64 if x.dtype.itemsize == 8 else jnp.int32
-  zero = (x != x).astype(bits)  # 1 for NaN, which stays NaN
-  result = jax.lax.bitcast_convert_type(result, bits) ^ zero
-  return jax.lax.bitcast_convert_type(result, x.dtype)
+  zero = (like != like).astype(bits)
+  x = jax.lax.bitcast_convert_type(x, bits) ^ zero
+  return jax.lax.bitcast_convert_type(x, like.dtype)
 
 
 def exact_reciprocal(
