@@ -27,7 +27,7 @@ def accumulate_and_select(
   Momentum does not change unless `valid`, bool `[]`.
   """
   n, k = bucket.format.n, bucket.format.k
-  pieces = bucket.pieces if platform.in_pieces() else 1
+  pieces = platform.num_pieces(bucket.pieces, bucket.rows * n)
   rows = bucket.rows // pieces
   shared = shared_indices(bucket, step) if bucket.format.shared else None
 
@@ -82,7 +82,7 @@ def merge(
   that were sent, float32 `[]`.
   """
   n = bucket.format.n
-  pieces = bucket.pieces if platform.in_pieces() else 1
+  pieces = platform.num_pieces(bucket.pieces, bucket.rows * n)
   rows = bucket.rows // pieces
 
   def merge_piece(

@@ -18,6 +18,10 @@ import jax
 # stay in the caches: memory new to a process costs ten times its copy.
 PIECE = 2**18
 
+# Coefficients that a TPU handles at once, 32 MB in float32: of a v5e's 128 MB,
+# with what is computed from them.
+_PART = 2**23
+
 # Up to this many coefficients, plain operations compile faster than cleverer
 # ones would save.
 _SMALL = 2**17
@@ -59,12 +63,17 @@ def running_on(name: str) -> Iterator[None]:
     _running.reset(token)
 
 
-def in_pieces() -> bool:
-  """Returns whether a bucket is handled in pieces that fit the caches.
+def num_pieces(pieces: int, elements: int) -> int:
+  """Returns in how many parts a bucket of `pieces` is handled.
 
-  GPUs and TPUs prefer few large operations.
+  CPUs take the pieces, of which each fits the caches. TPUs take as few parts as
+  fit their memory for vectors. GPUs prefer few large operations.
   """
-  return _on_cpu()
+  if _on_cpu():
+    return pieces
+  most = elements if of() == 'gpu' else _PART
+  parts = (p for p in range(1, pieces + 1) if pieces % p == 0)
+  return next(p for p in parts if elements <= p * most or p == pieces)
 
 
 def is_small(elements: int) -> bool:

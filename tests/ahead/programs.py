@@ -41,22 +41,25 @@ class Program:
     exchange: as in `scale_by_demo`.
     inside: devices of a worker.
     train: with the model and its gradients, else from gradients on.
+    groups: with `GroupMax` instead of `TopK`.
   """
 
   recipe: str = 'demo'
   exchange: str = 'all_gather'
   inside: int = 1
   train: bool = False
+  groups: bool = False
 
   @property
   def name(self):
-    parts = [self.recipe, self.exchange]
+    parts = [self.recipe, *['groups'] * self.groups, self.exchange]
     parts += [f'{self.inside}_devices'] * (self.inside > 1)
     return '_'.join([*parts, *['train'] * self.train])
 
 
 PROGRAMS = {
-    'v5e': (Program(), Program('demo_muon', 'all_to_all', 2)),
+    'v5e': (
+        Program(), Program(groups=True), Program('demo_muon', 'all_to_all', 2)),
     'v6e': (Program('demo', 'all_to_all', 2),),
     'v5p': (Program('demo_muon', 'all_gather', 2),),
     'two slices of v5e': (
@@ -64,7 +67,7 @@ PROGRAMS = {
         Program('demo_muon', 'all_to_all', 4),
     ),
     'h100': (
-        Program(), Program('demo', 'all_to_all', 2),
+        Program(), Program(groups=True), Program('demo', 'all_to_all', 2),
         Program('demo_muon', 'all_gather', 2), Program('demo_muon', 'all_to_all'),
     ),
 }
@@ -159,7 +162,8 @@ def lower(program, mesh, shapes):
   plain = {name: jax.ShapeDtypeStruct(shape, jnp.float32)
            for name, shape in shapes.items()}
   make = getattr(demo_optax, program.recipe)
-  tx = make(0.001, workers=workers, exchange=program.exchange)
+  tx = make(0.001, workers=workers, exchange=program.exchange,
+            compressor=compressor_of(program, plain))
   state = place(
       jax.eval_shape(tx.init, plain),
       demo_optax.state_specs(tx, plain, workers))
@@ -193,16 +197,26 @@ def lower(program, mesh, shapes):
   return step.lower(params, state, batch), workers, plain
 
 
+def compressor_of(program, plain):
+  import demo_optax
+
+  if program.recipe == 'demo_muon':
+    return demo_optax.recipes.muon_compressors(plain)
+  found = demo_optax.dct_topk()
+  if program.groups:
+    select = demo_optax.compressors.GroupMax(32)
+    found = dataclasses.replace(found, select=select)
+  return found
+
+
 def planned(program, workers, plain):
   """Bytes that a device receives over the worker axis, by `plan`."""
   import demo_optax
 
-  compressor, values = demo_optax.dct_topk(), 'ternary'
-  if program.recipe == 'demo_muon':
-    compressor, values = demo_optax.recipes.muon_compressors(plain), 'int4'
+  values = {'demo': 'ternary', 'demo_muon': 'int4'}[program.recipe]
   owners = program.exchange == 'all_to_all'
   found = demo_optax.plan(
-      plain, compressor, workers, exchange=program.exchange,
+      plain, compressor_of(program, plain), workers, exchange=program.exchange,
       update_values=values if owners else None)
   return found.device_bytes['data',]
 

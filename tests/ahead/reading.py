@@ -32,7 +32,7 @@ class Instruction:
 
 
 _HEAD = re.compile(r'(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$')
-_LINE = re.compile(r'\s+(ROOT )?%?([\w.\-]+) = (\([^=]*?\)|\S+) ([a-z][\w\-]*)\((.*)')
+_LINE = re.compile(r'\s+(ROOT )?%?([\w.\-]+) = (\((?:[^=]|index=)*?\)|\S+) ([a-z][\w\-]*)\((.*)')
 _ARRAY = re.compile(r'\b([a-z]+\d*\w*)\[([\d,]*)\](?:\{([^{}]*)\})?')
 _BITS = {'pred': 8, 'token': 0}
 # What moves nothing, or is counted where it runs.
