@@ -24,7 +24,7 @@ def take(way, monkeypatch):
   fast = way == 'fast'
   algorithm.run.clear_cache()  # compiled by another way
   monkeypatch.setattr(paths, 'PIECE', 1024)
-  monkeypatch.setattr(paths, 'in_pieces', lambda: fast)
+  monkeypatch.setattr(paths, 'num_pieces', lambda p, _: p if fast else 1)
   monkeypatch.setattr(paths, 'is_small', lambda size: fast and size < 100)
   monkeypatch.setattr(
       paths, 'group_size', lambda _, n, k: 8 if fast and n % 8 == 0 else 1)
@@ -78,6 +78,14 @@ def test_outer_products_round_otherwise_and_no_more(monkeypatch):
   for name, update in seen[0][0].items():
     assert np.any(np.asarray(update) != seen[1][0][name])
     np.testing.assert_allclose(update, seen[1][0][name], atol=1e-5)
+
+
+@pytest.mark.parametrize('name, pieces, elements, parts', [
+    ('cpu', 161, 161 * 2**18, 161), ('gpu', 161, 161 * 2**18, 1),
+    ('tpu', 161, 161 * 2**18, 7), ('tpu', 32, 2**23, 1), ('tpu', 1, 2**24, 1)])
+def test_parts_of_a_bucket(name, pieces, elements, parts):
+  with paths.running_on(name):
+    assert paths.num_pieces(pieces, elements) == parts
 
 
 COUNT = jax.jit(selection.top_k_by_counting, static_argnums=(1, 2))
