@@ -226,10 +226,11 @@ def test_what_was_compiled_is_as_recorded(page):
   rows = re.findall(r'^\| (.*(?:all_gather|all_to_all).*) \|$', GUIDES[page].read_text(), re.M)
   assert len(rows) == len(found)
   for run in found:
-    recipe, exchange, inside, train = re.fullmatch(
-        r'(demo|demo_muon)_(all_\w+?)(?:_(\d)_devices)?(_train)?',
+    recipe, groups, exchange, inside, train = re.fullmatch(
+        r'(demo|demo_muon)(_groups)?_(all_\w+?)(?:_(\d)_devices)?(_train)?',
         run['program']).groups()
-    step = f'`{recipe}`, {exchange}{", with the model" if train else ""}'
+    select = ' with `GroupMax(32)`' if groups else ''
+    step = f'`{recipe}`{select}, {exchange}{", with the model" if train else ""}'
     size = f'{run["workers"]} x {inside or 1}'
     received = f'{run["planned"]:,}'
     costs = [f'{run["temporaries"]:.1f}x', f'{run["compile_seconds"]:.0f}']
