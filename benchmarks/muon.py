@@ -443,11 +443,11 @@ def language_model(s: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
 
 def digits(s: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
   """The same of the convolutional network; the loss is that of the test set."""
+  import digits as task
   import numpy as np
-  import train_cnn
   from flax import nnx
 
-  (images, labels), test = train_cnn.load()
+  (images, labels), test = task.load()
 
   def batch_of(step: int) -> tuple[Any, ...]:
     rows = np.random.default_rng((s['seed'], step)).integers(
@@ -455,9 +455,9 @@ def digits(s: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
     )
     return images[rows], labels[rows]
 
-  loss_of = nnx.jit(train_cnn.loss_fn)
+  loss_of = nnx.jit(task.loss_fn)
   return (
-      train_cnn.CNN(nnx.Rngs(s['seed'])), train_cnn.loss_fn, batch_of,
+      task.CNN(nnx.Rngs(s['seed'])), task.loss_fn, batch_of,
       lambda model: float(loss_of(model, *test)),
   )
 

@@ -29,6 +29,7 @@ extensions = [
   'sphinx.ext.intersphinx',
   'sphinx.ext.mathjax',
   'sphinx.ext.napoleon',
+  'sphinx_copybutton',
 ]
 root_doc = 'README'
 include_patterns = [
@@ -53,9 +54,13 @@ html_title = f'demo_optax {version}'
 # Formulas: the package brings MathJax, of which one file is needed.
 _MATHJAX = importlib.util.find_spec('sphinx-mathjax-offline')
 html_static_path = [
-  str(pathlib.Path(_MATHJAX.origin).parent / 'static/mathjax/tex-svg.js')
+  str(pathlib.Path(_MATHJAX.origin).parent / 'static/mathjax/tex-svg.js'),
+  'site.css',
 ]
 mathjax_path = 'tex-svg.js'
+html_css_files = ['site.css']
+html_search_scorer = 'docs/scorer.js'  # guides before benchmarks
+copybutton_exclude = '.linenos, .gp, .go'  # of a session, what was typed
 
 # Names in single backticks lead to their documentation, if there is one. The
 # inventories are text: a name, its kind, its page.

@@ -131,13 +131,9 @@ def loop_to_keep(elements: int) -> bool:
   return _on_cpu() and not is_small(elements)
 
 
-def merge_flat(elements: int) -> bool:
-  """Returns whether workers are added to one row of all chunks' coefficients.
-
-  Off CPUs. XLA:TPU scatters into one row: of chunks it would copy all
-  coefficients there and back for each worker. 32 bits must number them.
-  """
-  return not _on_cpu() and elements < 2**31
+def unrolls(workers: int) -> bool:
+  """Returns whether workers are added without a loop, which GPUs wait for."""
+  return not _on_cpu() and workers <= 16
 
 
 def count_by_comparison(sent: int) -> bool:

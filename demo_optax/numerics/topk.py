@@ -3,7 +3,7 @@
 Arrays here are coefficients `[chunks, n]` and selected values `[chunks, k]`.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -145,8 +145,10 @@ def subtract(
     return coefficients - groups.spread(_places(indices), values, n)
   if platform.by_product():
     return coefficients - one_hot.spread(indices, values, n)
-  at = coefficients.at[packing.row_numbers(indices), indices]
-  return _add(at, -values, ascending=not grouped)
+  return coefficients.at[packing.row_numbers(indices), indices].add(
+      -values, unique_indices=True, indices_are_sorted=not grouped,
+      mode='promise_in_bounds', wrap_negative_indices=False,
+  )
 
 
 def merge(
@@ -176,14 +178,6 @@ def merge(
     share = rounding.exact_reciprocal(everyone, len(values), values.dtype)
     mean = rounding.mul_no_fma(share, total)
   return platform.stored(mean).reshape(len(mean), -1)[:, :n], distinct
-
-
-def _add(at: Any, values: jax.Array, ascending: bool) -> jax.Array:
-  """Adds at distinct places, which XLA:TPU sorts unless they ascend."""
-  return at.add(
-      values, unique_indices=True, indices_are_sorted=ascending,
-      mode='promise_in_bounds', wrap_negative_indices=False,
-  )
 
 
 def weigh(
@@ -241,24 +235,16 @@ def add_up(
   each worker's indices are distinct, so that no scatter writes a place twice.
   """
   workers, chunks, _ = values.shape
-  one_row = indices is not None and platform.merge_flat(chunks * n)
 
   def add_worker(worker: jax.Array, total: jax.Array) -> jax.Array:
-    if indices is None:
-      return total + values[worker]
-    if not one_row:
-      return subtract(total, indices[worker], -values[worker], grouped)
-    places = n * packing.row_numbers(indices[worker]) + indices[worker]
-    at = total.at[places.reshape(-1)]
-    return _add(at, values[worker].reshape(-1), ascending=True)
+    own = None if indices is None else indices[worker]
+    return subtract(total, own, -values[worker], grouped)
 
   # From the values, to vary over the same axes in a shard_map that tracks them.
-  shape = (chunks * n,) if one_row else (chunks, n)
-  zeros = jnp.zeros_like(values, shape=shape)
-  total = jax.lax.fori_loop(
-      0, workers, add_worker, zeros, unroll=one_row and workers <= 16
+  zeros = jnp.zeros_like(values, shape=(chunks, n))
+  return jax.lax.fori_loop(
+      0, workers, add_worker, zeros, unroll=platform.unrolls(workers)
   )
-  return total.reshape(chunks, n)
 
 
 def _places(indices: jax.Array) -> jax.Array:

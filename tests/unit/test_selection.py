@@ -56,13 +56,3 @@ def test_merge(workers, n, k, average, kind):
     merged = jax.jit(merge, static_argnums=(3, 4))(
         indices, values, present, n, average)
   np.testing.assert_allclose(merged, total / np.maximum(count, 1), atol=1e-6)
-
-
-@pytest.mark.parametrize('chunks, shape', [(512, '1073741824'), (1024, '1024,2097152')])
-def test_a_row_has_no_more_places_than_32_bits_number(chunks, shape):
-  sent = jax.ShapeDtypeStruct((2, chunks, 4), jnp.float32)
-  places = jax.ShapeDtypeStruct(sent.shape, jnp.int32)
-  with platform.running_on('gpu'):
-    text = str(jax.make_jaxpr(
-        lambda i, v: selection.add_up(i, v, 2**21))(places, sent))
-  assert f'f32[{shape}] = scatter-add' in text
