@@ -98,6 +98,7 @@ docs/faq
 docs/is_it_for_me
 docs/choosing
 docs/muon
+docs/what_to_expect
 docs/from_adamw
 notebooks/03_choose_k_and_chunk
 ```

@@ -153,12 +153,14 @@ def transfers(text, mesh, axis, slices=1):
   found = []
   if slices > 1:
     import jax
-    inside_mesh = jax.sharding.AbstractMesh(
-        mesh.axis_sizes[1:], mesh.axis_names[1:])
-    for x in Module(text).all('send'):
+    inner = {name: size for name, size in mesh.shape.items() if name != axis}
+    inside_mesh = jax.sharding.AbstractMesh((*inner.values(),), (*inner,))
+    for x, times in Module(text).kernels:
+      if x.op != 'send':
+        continue
       kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', x.attributes)
       dtype, dims, _ = _ARRAY.search(x.type).groups()
-      size = int(_size(dtype, dims))
+      size = times * int(_size(dtype, dims))
       kind = kind[1].lower().replace('_', '-')
       received = {
           'all-gather': (slices - 1) * size,

@@ -244,6 +244,23 @@ def test_what_was_compiled_is_as_recorded(page):
       assert f' {versions[name]}' in GUIDES[page].read_text()
 
 
+def test_what_maxtext_compiles_is_as_recorded():
+  found, page = results('maxtext_ahead.json'), GUIDES['maxtext'].read_text()
+  for method in ('own', 'demo', 'demo_muon'):
+    x = found[method]
+    cells = [f'{max(x["dcn"].values()) / 1e6:.2f}', f'{x["arguments"] / 1e9:.2f}',
+             f'{x["temporaries"] / 1e9:.2f}']
+    assert f'| {" | ".join(cells)} |\n' in page, method
+    assert f'{sum(x["inside"].values()) / 1e9:.1f} GB' in page
+  assert found['versions']['libtpu'] in page
+
+
+def test_small_tasks_are_as_recorded():
+  sys.path.insert(0, str(ROOT / 'benchmarks'))
+  import tasks
+  assert tasks.table() in GUIDES['what_to_expect'].read_text()
+
+
 @pytest.mark.parametrize('exchange', ['all_gather', 'all_to_all'])
 @pytest.mark.parametrize('topk', [8, 32])
 @pytest.mark.parametrize('model', ['300M', '1B'])
