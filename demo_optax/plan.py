@@ -216,8 +216,8 @@ class Plan:
         f'Owners of chunks write updates as {self.update_values!r}:'
         f' {_num_bytes(self.update_bytes)}, all of them together.'
         if self.update_bytes else
-        f'Up to {_pays_to(self)} workers it receives less than an all-reduce of'
-        ' float32/bfloat16 ("pays to").'
+        'This exchange receives less than an all-reduce of float32/bfloat16'
+        f' with up to {_pays_to(self)} workers ("pays to").'
     )
     return '\n'.join(lines)
 
