@@ -207,13 +207,19 @@ def scale_by_demo(
   if average not in ('senders', 'workers'):
     raise ValueError(f"average={average!r} must be 'senders' or 'workers'.")
   written = resolve_update_values(exchange, update_values)
+  if workers.relay is not None and exchange == 'all_to_all':
+    raise ValueError(
+        "exchange must be 'all_gather' or 'auto' with a relay, which sends all"
+        " messages to all workers, got 'all_to_all'."
+    )
 
   def config_of(tree: chex.ArrayTree, leaves: list[Any]) -> ExchangeConfig:
     """Returns the static part of the exchange."""
     layout = make_layout(
         leaves, per_leaf(compressor, tree), workers.param_specs.axis_sizes
     )
-    count = None if exchange == 'all_gather' else count_workers()
+    gathers = exchange == 'all_gather' or workers.relay is not None
+    count = None if gathers else count_workers()
     return exchange_lib.make_config(
         layout, average, exchange, count, written, platform.of(workers.mesh)
     )
@@ -271,6 +277,7 @@ def scale_by_demo(
   ) -> tuple[chex.ArrayTree, DeMoState]:
     del extra_args
     hyper = decay, alpha, gradient_weight
+    inside.check_called(workers)
     if inside.is_mapped():
       return inside.call_stacked(
           stacked_update_fn, workers, updates, state, params, hyper

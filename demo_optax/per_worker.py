@@ -173,6 +173,7 @@ def average(*, workers: Workers) -> optax.GradientTransformation:
       state: AverageState,
       params: chex.ArrayTree | None = None,
   ) -> tuple[chex.ArrayTree, AverageState]:
+    inside.check_called(workers)
     if inside.is_mapped():
       mean, _ = inside.call_stacked(
           stacked_update, workers, updates, (), params

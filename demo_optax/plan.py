@@ -212,12 +212,15 @@ class Plan:
           f'  over {", ".join(axes):<15} receives {_num_bytes(moved):>10}'
           for axes, moved in self.device_bytes.items()
       ]
+    up_to = f'up to {_pays_to(self)}'
+    if self.max_workers(2) == math.inf:
+      up_to = 'any number of'
     lines.append(
         f'Owners of chunks write updates as {self.update_values!r}:'
         f' {_num_bytes(self.update_bytes)}, all of them together.'
         if self.update_bytes else
         'This exchange receives less than an all-reduce of float32/bfloat16'
-        f' with up to {_pays_to(self)} workers ("pays to").'
+        f' with {up_to} workers ("pays to").'
     )
     return '\n'.join(lines)
 
@@ -248,6 +251,9 @@ def plan(
   chunks. A sharded leaf is cut into chunks shard by shard. They are the chunks
   of an unsharded worker if a shard is a multiple of `chunk_size`.
 
+  With a relay :math:`S` is a part of :math:`P`. A worker's message is also sent
+  back to it, which is not counted.
+
   Parameters may be shapes (`jax.ShapeDtypeStruct`), and `workers` may be their
   number. The other arguments are those of `scale_by_demo`. A plan prints as a
   table, as from `python -m demo_optax`.
@@ -266,6 +272,8 @@ def plan(
   else:
     specs, axis, count = REPLICATED, 'workers', workers
   _checks.check_positive('workers', count)
+  is_relayed = isinstance(workers, Workers) and workers.relay is not None
+  exchange = 'all_gather' if is_relayed else exchange
   flat = jax.tree_util.tree_flatten_with_path(params)[0]
   layout = make_layout(
       [describe_leaf(path, np.shape(x), x, specs) for path, x in flat],
@@ -295,6 +303,9 @@ def plan(
     payload += ordered
   else:
     updates = (config.update_packer.num_bytes + ordered) * count
+  if is_relayed:  # sums are computed from all workers' summands
+    payload, summed = payload + summed, 0
+    received = (count - 1) * payload
   return Plan(
       leaves,
       count,

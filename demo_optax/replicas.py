@@ -66,7 +66,7 @@ def check_replicas(
   leaf: copies that differ from the majority, or, of equally many, from the copy
   on the first device.
   """
-  if workers is not None and workers.mesh is not None:
+  if workers is not None and workers.spmd_axis_name is not None:
     state.warn_if_replicated(tree, workers.axis_name)
   flat = [
       (_tree.leaf_name(path), comparable(x))
@@ -99,7 +99,7 @@ def _difference(
     name: str, devices: list[Any], workers: Workers | None
 ) -> Difference:
   positions: set[int] = set()
-  if workers is not None and workers.mesh is not None:
+  if workers is not None and workers.mesh is not None and not workers.relay:
     axis = workers.mesh.axis_names.index(workers.axis_name)
     for index, device in np.ndenumerate(workers.mesh.devices):
       if device in devices:

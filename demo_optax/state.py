@@ -44,7 +44,8 @@ def state_specs(
 ) -> chex.ArrayTree:
   """Returns the partition specs of a whole optimizer state.
 
-  Stacked leaves `[workers, ...]` get `P(axis_name, ...)`, others `P(...)`.
+  Stacked leaves `[workers, ...]` get `P(axis_name, ...)` (`P(None, ...)` with a
+  relay), others `P(...)`.
   Leaves of a parameter (inferred from path and shape) are then sharded as
   `workers` shards the parameter. For `in_specs` and `out_specs` of
   `jax.shard_map`, for `out_shardings` of a jitted `tx.init`, and for shardings
@@ -54,6 +55,8 @@ def state_specs(
   their shapes. Returns a tree like `tx.init(params)`.
   """
   place = workers.param_specs.place
+  # The mesh of a worker that is a separate program has no axis of workers.
+  axis = None if workers.relay is not None else workers.axis_name
   inside: dict[Keys, tuple[Any, P]] = {
       path_keys(path): (np.shape(x), place(path, np.shape(x)).spec)
       for path, x in jax.tree_util.tree_flatten_with_path(params)[0]
@@ -63,7 +66,7 @@ def state_specs(
   def spec(path: Path, leaf: Any) -> P:
     keys = path_keys(path)
     if is_bucket(keys):
-      return P(workers.axis_name, *workers.param_specs.bucket_spec)
+      return P(axis, *workers.param_specs.bucket_spec)
     lead = 1 if is_stacked(keys) else 0
     for start in range(len(keys) + 1):
       shape, within = inside.get(keys[start:], (None, P()))
@@ -71,7 +74,7 @@ def state_specs(
         break
     else:
       within = P()
-    return P(workers.axis_name, *within) if lead else within
+    return P(axis, *within) if lead else within
 
   return jax.tree_util.tree_map_with_path(
       spec, jax.eval_shape(tx.init, params)
@@ -146,7 +149,9 @@ def with_momentum(
   )
 
 
-def exchange_info(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
+def exchange_info(
+    opt_state: chex.ArrayTree, workers: Workers | None = None
+) -> dict[str, Any]:
   r"""Returns the metrics of the last exchange, for logs.
 
   With momentum :math:`m_i` before it, the sent part :math:`q_i` and the rest
@@ -159,7 +164,9 @@ def exchange_info(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
   Warns if momentum is replicated over the devices of its mesh.
 
   Takes any optimizer state that holds the state of `scale_by_demo`, with or
-  without its types. Returns the `metrics` of `DeMoState`: scalars by name.
+  without its types. Returns the `metrics` of `DeMoState`: scalars by name. Of
+  `Workers.remote` also the next `round`, how often this worker has `joined` (it
+  took the state of another one), and how often because its own had `parted`.
   """
   warn_if_replicated(opt_state)
   flat = jax.tree_util.tree_flatten_with_path(opt_state)[0]
@@ -170,9 +177,16 @@ def exchange_info(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
   # The first exchange with leaves, or the first.
   busy = {k[: k.index(STACKED)] for k in state if is_stacked(k)}
   root = next((root for root in roots if root in busy), roots[0])
-  return {
+  found: dict[str, Any] = {
       k[-1]: x for k, x in state.items() if k[:-1] == (*root, 'metrics')
   }
+  if workers is not None and workers.relay is not None:
+    from demo_optax.remote.link import link_of  # needs ZeroMQ
+
+    link = link_of(workers)
+    found |= {'round': link.position.round, 'joined': link.joined,
+              'parted': link.parted}
+  return found
 
 
 def warn_if_replicated(

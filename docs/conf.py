@@ -88,6 +88,7 @@ _MENU = '''
 
 notebooks/01_quickstart
 docs/multihost
+docs/remote
 docs/faq
 ```
 

@@ -1,10 +1,13 @@
 r"""Starts N processes of a training script on this machine, as N hosts would.
 
     python examples/launch_local.py -n 4 -- python examples/train_lm.py
+    python examples/launch_local.py -n 4 --relay -- python examples/train_lm.py
 
 Every process gets the environment variables JAX_COORDINATOR_ADDRESS,
 JAX_NUM_PROCESSES and JAX_PROCESS_ID, which `cluster.py` reads, and CPU devices
-of its own; they talk over the loopback interface (gloo). Lines of output begin
+of its own; they talk over the loopback interface (gloo). With --relay they are
+workers that are programs of their own, which get DEMO_RELAY and DEMO_RANK, and
+when one fails the others train on. Lines of output begin
 with the number of the process. When one fails the others are ended, and its
 exit status is that of the launcher; none outlives the launcher, unless it has
 made itself a session of its own. Nor do they go on when nobody reads their
@@ -45,6 +48,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
   add('-n', '--processes', type=at_least_1, default=2)
   add('--devices', type=at_least_1, default=1,
       help='CPU devices of each process')
+  add('--relay', action='store_true', help='start a relay for them')
   add('--grace', type=float, default=30.0, metavar='SECONDS',
       help='time to save a last checkpoint in, before a process is killed')
   add('command', nargs=argparse.REMAINDER, help='-- and what to run')
@@ -79,11 +83,15 @@ def run(args: argparse.Namespace) -> int:
   processes: list[subprocess.Popen] = []
   readers: list[threading.Thread] = []
   address = f'127.0.0.1:{free_port()}'
+  relays = [subprocess.Popen(
+      [sys.executable, '-m', 'demo_optax.remote', '--workers',
+       str(args.processes), '--port', address.split(':')[1]],
+      start_new_session=True, preexec_fn=_die_with_me)] if args.relay else []
   try:
     for number in range(args.processes):
       processes.append(start(args, address, number))
       readers.append(relay(processes[-1], number))
-    return wait(processes)
+    return wait(processes, args.relay)
   except OSError as error:
     tell(f'{args.command[0]}: {error.strerror}')
     return 127
@@ -92,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     hurry = threading.Event()
     ending = {name: signal.signal(name, signal.SIG_IGN) for name in _ENDING}
     signal.signal(signal.SIGINT, lambda *_: hurry.set())
-    end(processes, args.grace, hurry)
+    end([*processes, *relays], args.grace, hurry)
     for reader in readers:
       reader.join(timeout=min(args.grace, 5))
     for name, handler in ending.items():
@@ -111,9 +119,15 @@ def start(
 ) -> subprocess.Popen:
   """Starts a process in a session of its own: all it starts ends with it."""
   variables = {
+      'DEMO_RELAY': f'tcp://{address}',
+      'DEMO_WORKERS': str(args.processes),
+      'DEMO_RANK': str(number),
+  } if args.relay else {
       'JAX_COORDINATOR_ADDRESS': address,
       'JAX_NUM_PROCESSES': str(args.processes),
       'JAX_PROCESS_ID': str(number),
+  }
+  variables |= {
       'JAX_PLATFORMS': 'cpu',
       'JAX_NUM_CPU_DEVICES': str(args.devices),
       'PYTHONUNBUFFERED': '1',
@@ -175,18 +189,21 @@ def _is_unheard() -> bool:
     return False
 
 
-def wait(processes: Sequence[subprocess.Popen]) -> int:
-  """Until one fails, all are done, or nobody listens."""
+def wait(processes: Sequence[subprocess.Popen], is_relayed: bool) -> int:
+  """Until one fails, all are done, or nobody listens.
+
+  With a relay the others train on when one fails.
+  """
   while True:
     codes = [p.poll() for p in processes]
     for number, code in enumerate(codes):
-      if code:
+      if code and not is_relayed:
         # A negative code is the signal that ended it, as shells tell it.
         code = code if code > 0 else 128 - code
         tell(f'process {number} ended with status {code}')
         return code
-    if all(code == 0 for code in codes):
-      return 0
+    if None not in codes:
+      return max(codes)
     if _is_unheard():
       return _BROKEN_PIPE
     time.sleep(0.05)

@@ -6,15 +6,19 @@
     python examples/train_lm.py --resume           # from the last checkpoint
     python examples/train_lm.py --overwrite        # or from the start
     python examples/launch_local.py -n 4 -- python examples/train_lm.py
+    python examples/train_lm.py --relay tcp://127.0.0.1:7077 --rank 0
 
 With several devices there is one worker per device, in one process or in many
 (cluster.py says how they find each other); with one, workers are simulated.
+With a relay (`python -m demo_optax.remote --workers 4`) each worker is a run of
+its own, which may end and start again while the others train.
 SIGTERM or Ctrl-C, to one process or to all, ends the run after a step, which is
 saved.
 """
 
 import argparse
 import dataclasses
+import os
 import pathlib
 import shutil
 import signal
@@ -66,7 +70,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
   add('--exchange', 'all_to_all: for many workers', default='all_gather',
       choices=['all_gather', 'all_to_all', 'auto'])
   add('--warmup', 'steps in which the rate rises', type=int, default=40)
-  add('--workers', 'how many; default: one per device, or 4 on one', type=int)
+  add('--workers', 'how many; default: one per device, or 4 on one', type=int,
+      default=os.environ.get('DEMO_WORKERS'))
+  env = os.environ.get
+  add('--relay', 'tcp://HOST:PORT: this run is one worker of several',
+      default=env('DEMO_RELAY'))
+  add('--rank', 'number of this worker, with --relay', type=int,
+      default=env('DEMO_RANK', 0))
+  add('--keys', "file of this worker's keys, with --relay")
   add('--data', 'text file or folder; default: Python help topics')
   add('--out', 'folder for checkpoints, records, picture', default='runs/lm')
   add('--steps', 'of training', type=int, default=800)
@@ -158,9 +169,12 @@ def make_train_step(workers: demo_optax.Workers) -> Callable[..., jax.Array]:
 # Workers, data, evaluation ----------------------------------------------------
 
 
-def make_workers(count: int | None) -> demo_optax.Workers:
+def make_workers(args: argparse.Namespace) -> demo_optax.Workers:
   """One worker per device where there are several, else simulated ones."""
-  devices = jax.devices()
+  count, devices = args.workers, jax.devices()
+  if args.relay:
+    return demo_optax.Workers.remote(
+        args.relay, rank=args.rank, count=count or 4, keys=args.keys)
   if jax.process_count() > 1 and count not in (None, len(devices)):
     raise SystemExit(
         f'--workers {count}: with several processes there is one worker for'
@@ -180,6 +194,10 @@ def make_feed(
 ) -> Callable[[int], Any]:
   """`step -> int32 [batch, context + 1]`, on a mesh with its rows in place."""
   size, context = args.batch, args.context
+  if args.relay:
+    return lambda step: np.split(
+        text.batch(train, args.seed, step, size, context), workers.count
+    )[args.rank]
   if workers.mesh is None:
     return lambda step: text.batch(train, args.seed, step, size, context)
   shape = size, context + 1
@@ -270,10 +288,11 @@ def train(
   corpus = text.load(args.data)
   valid = text.windows(corpus.valid, 64, args.context)
   name = args.optimizer
-  folder = pathlib.Path(args.out).absolute() / name
+  own = f'{name}-{args.rank}' if args.relay else name
+  folder = pathlib.Path(args.out).absolute() / own
   if not args.resume:
     remove_former(folder / 'checkpoints', args.overwrite)
-  workers = make_workers(args.workers)
+  workers = make_workers(args)
   if args.batch % workers.count:
     raise SystemExit(
         f'--batch {args.batch} must be a multiple of {workers.count} workers.')
@@ -294,9 +313,8 @@ def train(
   if args.resume == 'must' or checkpoints.steps:
     start = restore(args, checkpoints, model, optimizer)
     say(f'Going on after step {start}.')
-  simulated = '' if workers.mesh else ' simulated'
-  say(f'{name}: {plan.size:,} parameters,'
-      f' {workers.count}{simulated} workers on the'
+  kind = '' if workers.mesh else f' {workers.kind}'
+  say(f'{name}: {plan.size:,} parameters, {workers.count}{kind} workers on the'
       f' devices of {jax.process_count()} process(es),'
       f' {len(corpus.train):,} bytes of training text; every worker sends'
       f' {plan.sent_bytes / 1e3:,.1f} kB a step')
@@ -309,7 +327,8 @@ def train(
     say('Compiling the first step.')
   with metrics.Metrics(folder, about, start) as log:
     records = log.kept  # of the steps before, in a run that is resumed
-    for step in range(start, args.steps):
+    step = start
+    while step < args.steps:
       if stopped := stop.after(step):
         if step > start and step not in checkpoints.steps:
           checkpoints.save(step, everything(args, model, optimizer))
@@ -317,8 +336,9 @@ def train(
       began = time.perf_counter()
       loss = float(train_step(model, optimizer, feed(step)))
       seconds.append(time.perf_counter() - began)
-      done = step + 1
-      last = done == args.steps
+      # With a relay, more than one step if this worker was late.
+      done = int(optimizer.step[...])
+      last = done >= args.steps
       record = {'step': done, 'loss': loss, 'sent': plan.sent_bytes * done,
                 'received': plan.received_bytes * done}
       if name not in AVERAGED:
@@ -336,6 +356,7 @@ def train(
         checkpoints.save(done, everything(args, model, optimizer))
       records.append(record)
       log.write(record)
+      step = done
   checkpoints.close()
   if stopped:
     by = signal.Signals(stopped).name

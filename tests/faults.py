@@ -8,6 +8,7 @@ limit of seconds, and tells what came. `test_faults.py` runs the same cases.
 """
 
 import contextlib
+import json
 import os
 import pathlib
 import re
@@ -299,6 +300,111 @@ def told_to_end(folder, processes, to, number=signal.SIGTERM):
                           f' status {128 + number}; resumed from there')
 
 
+# With a relay ------------------------------------------------------------------
+
+
+class Relayed:
+  """A relay and workers that are runs of their own."""
+
+  def __init__(self, folder, workers, steps=100000):
+    self.folder, self.count, self.steps = folder, workers, steps
+    self.stack = contextlib.ExitStack()
+    self.port = 20000 + os.getpid() % 10000 + 11
+    self.relay = self.start_relay()
+    self.workers = [self.start(rank) for rank in range(workers)]
+
+  def __enter__(self):
+    return self.stack.__enter__() and self
+
+  def __exit__(self, *error):
+    self.stack.__exit__(*error)
+
+  def start_relay(self):
+    command = [sys.executable, '-m', 'demo_optax.remote', '--workers',
+               self.count, '--port', self.port, '--start', START]
+    relay = subprocess.Popen(
+        list(map(str, command)), stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL, cwd=ROOT)
+    self.stack.callback(relay.wait)
+    self.stack.callback(relay.kill)
+    return relay
+
+  def start(self, rank):
+    return self.stack.enter_context(Run(self.folder, [
+        *TRAIN, '--relay', f'tcp://127.0.0.1:{self.port}', '--rank', rank,
+        '--workers', self.count, '--steps', self.steps, '--overwrite']))
+
+  def losses(self, rank):
+    """By step, of all workers, as this one has seen it."""
+    files = [*self.folder.glob(f'demo-muon-{rank}/*.jsonl')]
+    lines = files[0].read_text().splitlines()[1:] if files else []
+    found = [json.loads(line) for line in lines if line.endswith('}')]
+    return {x['step']: x['loss'] for x in found}
+
+  def goes_on(self, ranks, steps=20):
+    """Waits until workers have trained; returns the seconds of the first step."""
+    before = [len(self.losses(r)) for r in ranks]
+    began, first = time.monotonic(), None
+    while True:
+      done = [len(self.losses(r)) - b for r, b in zip(ranks, before)]
+      if min(done) >= 3:
+        first = first or time.monotonic() - began
+      if min(done) >= steps:
+        return first
+      assert time.monotonic() < began + START, [
+          self.workers[r].output for r in ranks]
+      time.sleep(0.02)
+
+  def check(self):
+    """The same losses, of the same parameters, at each step."""
+    found = [self.losses(rank) for rank in range(self.count)]
+    shared = set.intersection(*map(set, found))
+    assert len(shared) >= 20
+    for step in shared:
+      assert len({losses[step] for losses in found}) == 1, step
+
+
+def worker_killed(folder):
+  with Relayed(folder, 3) as job:
+    job.goes_on([0, 1, 2])
+    job.workers[1].process.kill()
+    seconds = job.goes_on([0, 2])
+    job.workers[1] = job.start(1)
+    back = job.goes_on([0, 1, 2])
+    job.check()
+  return Outcome(seconds, 'the others wait for one deadline (2 s) and go on;'
+                          f' started again, it takes part after {back:.0f} s')
+
+
+def workers_stopped(folder, ranks):
+  with Relayed(folder, 3) as job:
+    job.goes_on([0, 1, 2])
+    for rank in ranks:
+      os.kill(job.workers[rank].process.pid, signal.SIGSTOP)
+    seconds = job.goes_on([r for r in range(3) if r not in ranks])
+    time.sleep(5)
+    for rank in ranks:
+      os.kill(job.workers[rank].process.pid, signal.SIGCONT)
+    job.goes_on([0, 1, 2])
+    job.check()
+  return Outcome(seconds, 'the others wait for one deadline (2 s) and go on;'
+                          ' continued, they apply what they missed')
+
+
+def relay_killed(folder):
+  with Relayed(folder, 3) as job:
+    job.goes_on([0, 1, 2])
+    job.relay.kill()
+    job.relay.wait()
+    time.sleep(3)
+    began = time.monotonic()
+    job.relay = job.start_relay()
+    job.goes_on([0, 1, 2], 1)
+    seconds = time.monotonic() - began
+    job.check()
+  return Outcome(seconds, 'workers wait for it, and go on from their round')
+
+
 # name: what is done, in how many seconds it has to be over.
 CASES = {
     'kill': ('SIGKILL of process 1 of 3', 40, lambda folder: killed(folder, 1)),
@@ -316,6 +422,13 @@ CASES = {
                  lambda folder: told_to_end(folder, 2, [1])),
     'int-alone': ('Ctrl-C (SIGINT) to a process by itself', 25,
                   lambda folder: told_to_end(folder, 1, [0], signal.SIGINT)),
+    'relay-kill': ('with a relay: SIGKILL of worker 1 of 3', 15, worker_killed),
+    'relay-stop': ('with a relay: SIGSTOP of worker 2 of 3, for 5 s and more',
+                   15, lambda folder: workers_stopped(folder, [2])),
+    'relay-stop-two': ('with a relay: SIGSTOP of workers 0 and 1 of 3', 15,
+                       lambda folder: workers_stopped(folder, [0, 1])),
+    'relay-restart': ('SIGKILL of the relay, and another one 3 s later', 15,
+                      relay_killed),
 }
 
 

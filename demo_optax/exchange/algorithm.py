@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import chex
 import jax
@@ -191,18 +191,22 @@ def exchange(
   # The message, and the values [rows, k] that all workers decode from it.
   message, sent = packer.pack(selected, hyper.alpha, valid)
 
-  # m <- m - alpha q. Quantisation losses stay in momentum: error feedback.
+  # Send and receive. Updates of owners and uncompressed averages follow below.
+  arrived, included = group.send_and_receive(message)
+
+  # m <- m - alpha q. Quantisation losses stay in momentum: error feedback. So
+  # does what did not reach the others.
+  given = valid if included is None else valid & included
   residual = {}
   for i, bucket in enumerate(buckets):
-    leaving = jnp.where(valid, rounding.mul_no_fma(hyper.alpha, sent[i]), 0)
+    leaving = jnp.where(given, rounding.mul_no_fma(hyper.alpha, sent[i]), 0)
     m = topk.subtract(
         momentum[i], selected[i].indices, leaving, bucket.format.grouped
     )
     residual[bucket.name] = layout.clear_padding(i, m, devices[i], valid)
 
-  # Send and receive. Updates of owners and uncompressed averages follow below.
   inbox = packer.unpack(
-      group.send_and_receive(message),
+      arrived,
       lambda bucket: arithmetic.shared_indices(bucket, hyper.step),
       group,
   )
@@ -260,9 +264,17 @@ def note(config: ExchangeConfig) -> None:
     found.append(config)
 
 
-# Jitted, so that it is one computation even outside the user's jit.
-@functools.partial(jax.jit, static_argnums=(0, 1))
 def run(
+    workers: Workers, config: ExchangeConfig, *args: Any
+) -> tuple[list[jax.Array], WorkerState, Metrics]:
+  """Runs `exchange` for all workers; see `_run`."""
+  # Jitted, so that it is one computation even outside the user's jit. In a step
+  # that is cut, its message is one with what else the step exchanges.
+  run = _run if workers.relay is not None else _run_jitted
+  return run(workers, config, *args)
+
+
+def _run(
     workers: Workers,
     config: ExchangeConfig,
     gradients: Sequence[jax.Array],
@@ -314,6 +326,9 @@ def run(
   return updates, state, metrics
 
 
+_run_jitted = jax.jit(_run, static_argnums=(0, 1))
+
+
 def _is_valid(
     layout: Layout,
     chunks: Sequence[jax.Array],
@@ -355,13 +370,21 @@ def _averages(
   """Averages uncompressed gradients over the valid workers."""
   if not layout.averaged:
     return {}, None
-  own = {}
+  # Together with those that are spread over the same devices, since what one
+  # sum is made of differs between devices if any of it does.
+  alike: dict[tuple[str, ...], list[int]] = {(): []}
   for i in layout.averaged:
-    x = gradients[i].astype(layout.leaves[i].dtype)
-    own[i] = jnp.where(valid, x, jnp.zeros_like(x))
-  *totals, count = sums([*own.values(), valid.astype(jnp.int32)], group.axis)
+    alike.setdefault(layout.leaves[i].sharding.axes, []).append(i)
+  totals: dict[int, jax.Array] = {}
+  count = valid.astype(jnp.int32)  # then of all: the first sum is of P()
+  for axes, members in alike.items():
+    own = [gradients[i].astype(layout.leaves[i].dtype) for i in members]
+    own = [jnp.where(valid, x, jnp.zeros_like(x)) for x in own]
+    summed = sums([*own, *([] if axes else [count])], group.axis)
+    totals |= zip(members, summed)
+    count = count if axes else summed[-1]
   found = {}
-  for i, total in zip(own, totals):
+  for i, total in totals.items():
     weight = rounding.exact_reciprocal(count, group.size, total.dtype)
     found[i] = rounding.mul_no_fma(weight, total)
   return found, count

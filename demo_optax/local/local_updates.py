@@ -118,9 +118,9 @@ def local_updates(
   _checks.check_type(
       'workers', workers, Workers, 'demo_optax.Workers.simulated(4)'
   )
-  if not workers.stacked_gradients:
+  if workers.kind == 'on_axis':
     raise TypeError(
-        'workers must be Workers.simulated or Workers.on_mesh, which'
+        'workers must be Workers.simulated, on_mesh or remote, which'
         f' data_parallel needs, got {workers}.'
     )
   _check_period(sync_period)

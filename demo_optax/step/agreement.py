@@ -24,9 +24,14 @@ _NAMES = (
 
 def check_exchanges(workers: Workers, configs: Sequence[Any]) -> None:
   """Raises unless all processes have the same `ExchangeConfig`s."""
+  check(workers, describe(configs))
+
+
+def describe(configs: Sequence[Any]) -> dict[str, str]:
+  """Returns what must be the same of exchanges, by name."""
   described = [_describe(config) for config in dict.fromkeys(configs)]
   texts = [' | '.join(part) for part in zip(*described)]
-  check(workers, dict(zip(_NAMES, texts or [''] * len(_NAMES))))
+  return dict(zip(_NAMES, texts or [''] * len(_NAMES)))
 
 
 def check(workers: Workers, described: Mapping[str, str]) -> None:

@@ -267,7 +267,7 @@ def analyse(
         dataclasses.replace(a, sharding=(
             workers.sharding(a.keys, np.shape(x)) if a.role != 'batch'
             else NamedSharding(
-                workers.mesh, P(*(None,) * a.axis, workers.axis_name)
+                workers.mesh, P(*(None,) * a.axis, workers.spmd_axis_name)
             )
         ))
         for a, x in zip(decided, opened.arrays)
@@ -459,9 +459,10 @@ def _rows(
         f' rows ({some}), which are not one batch. {remedy}'
     )
   ((length, name),) = lengths.items()
-  if length % workers.count:
+  parts = workers.count if workers.relay is None else 1  # the batch is its own
+  if length % parts:
     raise ValueError(
         f'{name} has {length} rows, which do not divide among {workers}.'
         f' Change the batch size. {remedy}'
     )
-  return length // workers.count
+  return length // parts

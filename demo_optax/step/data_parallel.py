@@ -90,7 +90,8 @@ def data_parallel(
   (`jax.make_array_from_process_local_data`).
 
   Args:
-    workers: `Workers.simulated` or `Workers.on_mesh`.
+    workers: `Workers.simulated`, `on_mesh` or `remote`; of `remote`, a batch is
+      the worker's own.
     batch_argnums: positions of the arguments to cut, and no others. With `()`,
       for a step that draws its batch, workers differ by their random keys.
     batch_argnames: the same, by name.
@@ -132,11 +133,11 @@ def data_parallel(
   _checks.check_type(
       'workers', workers, Workers, 'demo_optax.Workers.simulated(4)'
   )
-  if not workers.stacked_gradients:
+  if workers.kind == 'on_axis':
     raise TypeError(
         f'{workers} are the workers of an axis that you map yourself: call the'
         ' step in your own shard_map, pmap or vmap. data_parallel needs'
-        ' Workers.on_mesh or Workers.simulated.'
+        ' Workers.on_mesh, remote or simulated.'
     )
   options = Options(
       _as_tuple(batch_argnums),
@@ -291,13 +292,24 @@ class DataParallelStep:
       return self._run(call, arrays)
 
     donated = [i for i, a in enumerate(call.arrays) if a.donated]
+    if self.workers.relay is not None:
+      # ZeroMQ is needed by such workers alone.
+      from demo_optax.step.remote import RemoteProgram
+
+      return RemoteProgram(
+          self.workers, call, functools.partial(self._run, call), donated
+      )
     return jax.jit(run, donate_argnums=donated)
 
   def _run(
-      self, call: Call, arrays: Sequence[Any]
+      self, call: Call, arrays: Sequence[Any], index: Any = None
   ) -> tuple[list[Any], Returned]:
-    """Runs the step for all workers. Traced by `jax.jit`."""
+    """Runs the step for all workers. Traced by `jax.jit`.
+
+    `index` is the worker's number, if it is a separate program.
+    """
     workers = self.workers
+    count = workers.count if workers.stacked_gradients else 1
     arrays = [
         jnp.moveaxis(x, a.axis, 0) if a.role == 'batch' else x
         for x, a in zip(arrays, call.arrays)
@@ -305,15 +317,19 @@ class DataParallelStep:
     for x, a in zip(arrays, call.arrays):
       if a.role == 'batch':
         checks.check_on_one_device(f'The batch {a.name}', x, workers)
-      elif a.role == 'stacked' and jnp.shape(x)[:1] != (workers.count,):
+      elif a.role == 'stacked' and jnp.shape(x)[:1] != (count,):
         raise ValueError(
-            f'{a.name} has shape {jnp.shape(x)}, but {workers} has'
-            f' {workers.count}, each with an entry of its own along the first'
-            ' axis. Make the state with tx.init under the same workers, or use'
+            f'{a.name} has shape {jnp.shape(x)}, but {workers} has {count}'
+            ' here, each with its own entry along the first axis. Make the'
+            ' state with tx.init under the same workers, or use'
             ' demo_optax.checkpoint.resize_workers.'
         )
     # A model may name mesh axes inside a worker, also those of one device.
-    if workers.mesh is not None and not workers.param_specs.all_sizes:
+    if workers.relay is not None:
+      expected = self._expected(call, arrays)
+      with lift.context(workers):
+        found, returned = self._run_own(call, expected, workers, index, arrays)
+    elif workers.mesh is not None and not workers.param_specs.all_sizes:
       found, returned = self._run_on_devices(call, arrays)
     else:
       found, returned = self._run_mapped(call, [
@@ -344,7 +360,10 @@ class DataParallelStep:
       inside.take_is_nested()
       found, returned = self._results(call, index, arrays)
       found = self._inspected(call, arrays, found)
-      found = inside.settle(found, self.workers, call.rows, call.axis)
+      workers = self.workers
+      if workers.relay is not None:
+        workers = Workers.simulated(workers.count)
+      found = inside.settle(found, workers, call.rows, call.axis)
       traced.append((found, returned))
       return (
           [r.value for r in found if r.apart],
@@ -374,38 +393,15 @@ class DataParallelStep:
   ) -> tuple[list[Result], Returned]:
     """Runs the step under `jax.shard_map`, one worker on each device."""
     workers, roles = self.workers, [a.role for a in call.arrays]
-    shapes = [
-        jax.ShapeDtypeStruct(
-            (workers.count, call.rows, *x.shape[1:]) if role == 'batch'
-            else jnp.shape(x),
-            jax.dtypes.result_type(x),
-        )
-        for x, role in zip(arrays, roles)
-    ]
-    expected: list[Result] = []
-
-    def check(arrays: list[Any]) -> None:
-      expected[:] = self._run_mapped(call, arrays, None)[0]
-
-    with inside.tracing(checks=True):
-      jax.eval_shape(check, shapes)
+    expected = self._expected(call, arrays)
     traced: list[Returned] = []
     group = Workers.on_axis(workers.axis_name)
 
     def one_workers_step(*arrays: Any) -> list[Any]:
       index = jax.lax.axis_index(workers.axis_name)
-      own = [x[0] if r == 'stacked' else x for x, r in zip(arrays, roles)]
-      with inside.tracing(group=group):
-        found, returned = self._results(call, index, own)
-        values = inside.settle_on_own_device([
-            dataclasses.replace(e, value=r.value, old=r.old)
-            for r, e in zip(found, expected)
-        ], group, call.rows, call.axis)
+      found, returned = self._run_own(call, expected, group, index, arrays)
       traced.append(returned)
-      return [
-          x[None] if r.role == 'stacked' else x
-          for x, r in zip(values, expected)
-      ]
+      return [r.value for r in found]
 
     own, equal = P(workers.axis_name), P()
     in_specs = [own if r in ('batch', 'stacked') else equal for r in roles]
@@ -421,6 +417,50 @@ class DataParallelStep:
     return [
         dataclasses.replace(r, value=x) for r, x in zip(expected, values)
     ], traced[-1]
+
+  def _expected(self, call: Call, arrays: Sequence[Any]) -> list[Result]:
+    """Returns what the step returns, checked for all workers, not run."""
+    count = self.workers.count
+    shapes = [
+        jax.ShapeDtypeStruct(
+            (count, call.rows, *x.shape[1:]) if a.role == 'batch'
+            else (count, *x.shape[1:]) if a.role == 'stacked'
+            else jnp.shape(x),
+            jax.dtypes.result_type(x),
+        )
+        for x, a in zip(arrays, call.arrays)
+    ]
+    expected: list[Result] = []
+
+    def check(arrays: list[Any]) -> None:
+      expected[:] = self._run_mapped(call, arrays, None)[0]
+
+    with inside.tracing(checks=True):
+      jax.eval_shape(check, shapes)
+    return expected
+
+  def _run_own(
+      self,
+      call: Call,
+      expected: Sequence[Result],
+      group: Workers,
+      index: jax.Array,
+      arrays: Sequence[Any],
+  ) -> tuple[list[Result], Returned]:
+    """Runs the step of one worker, where each is on its own device."""
+    own = [
+        x[0] if a.role == 'stacked' else x for x, a in zip(arrays, call.arrays)
+    ]
+    with inside.tracing(group=group):
+      found, returned = self._results(call, index, own)
+      values = inside.settle_on_own_device([
+          dataclasses.replace(e, value=r.value, old=r.old)
+          for r, e in zip(found, expected)
+      ], group, call.rows, call.axis)
+    return [
+        dataclasses.replace(r, value=x[None] if r.role == 'stacked' else x)
+        for x, r in zip(values, expected)
+    ], returned
 
   def _inspected(
       self, call: Call, arrays: list[Any], found: list[Result]

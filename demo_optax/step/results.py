@@ -28,6 +28,8 @@ class Returned:
   treedef: Any  # of what is returned, with NNX objects as leaves
   fixed: list[Fixed | None]  # what each leaf is, or None for an array
   structure: Any  # of the NNX objects: see `nnx.split`
+  # Of each array, the number of the shared one that it is the next value of.
+  nexts: list[int | None]
 
   def update(self, objects: Sequence[Any], arrays: Sequence[Any]) -> Any:
     """Updates the caller's NNX objects; returns what the step returned."""
@@ -104,7 +106,8 @@ def collect(
     results[param.number] = dataclasses.replace(
         result, role='state', value=value
     )
-  return results, Returned(treedef, fixed, structure)
+  nexts = [None if r.role == 'stacked' else r.at for r in results]
+  return results, Returned(treedef, fixed, structure, nexts)
 
 
 def _result(
@@ -142,7 +145,7 @@ def _result(
     role, old = 'statistics', _statistics_before(call, keys, x, at, before)
   elif at is not None:
     role = 'state'
-  return Result(name, keys, role, x, old)
+  return Result(name, keys, role, x, old, at)
 
 
 def _statistics_before(

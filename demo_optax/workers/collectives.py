@@ -8,15 +8,16 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from demo_optax.numerics import prng
+from demo_optax.numerics import prng, rounding
 
 # Names in a message.
 GATHERED = 'gathered'
@@ -24,17 +25,63 @@ TO_OWNERS = 'to_owners'
 
 
 @dataclasses.dataclass(frozen=True)
+class Programs:
+  """In the place of an axis: workers that are programs, joined by a relay.
+
+  Some may be absent, or late: they have rows of zeros in what is gathered.
+  """
+
+  size: int
+
+
+Axis = str | Programs
+
+
+class Met(NamedTuple):
+  """What all workers that are programs have sent.
+
+  Attributes:
+    rows: `[workers, *x.shape]`, zeros of those that are absent.
+    present: bool `[workers]`.
+    included: bool `[]`, whether this worker is present.
+  """
+
+  rows: jax.Array
+  present: jax.Array
+  included: jax.Array
+
+
+# Where a step of programs is cut, to exchange messages: see `remote.split`.
+meet_p = core.Primitive('demo_optax_meet')
+meet_p.multiple_results = True
+
+
+@meet_p.def_abstract_eval
+def _(x: Any, *, size: int) -> list[Any]:
+  return [
+      jax.core.ShapedArray((size, *x.shape), x.dtype),
+      jax.core.ShapedArray((size,), jnp.bool_),
+      jax.core.ShapedArray((), jnp.bool_),
+  ]
+
+
+def meet(x: jax.Array, programs: Programs) -> Met:
+  """Returns `x` of all workers that are programs."""
+  return Met(*meet_p.bind(x, size=programs.size))
+
+
+@dataclasses.dataclass(frozen=True)
 class Group:
   """The workers, and the devices of a worker, as seen from inside."""
 
-  axis: str  # name of the worker axis
+  axis: Axis  # name of the worker axis
   size: int  # number of workers
   # Names and sizes of the axes inside a worker, the first one outermost.
   inner: tuple[tuple[str, int], ...] = ()
 
   def send_and_receive(
       self, message: Mapping[str, jax.Array]
-  ) -> dict[str, jax.Array]:
+  ) -> tuple[dict[str, jax.Array], jax.Array | None]:
     """Sends words to all workers, or to each of them its own, and sums floats.
 
     One collective for the words and one for each dtype of floats.
@@ -46,10 +93,19 @@ class Group:
 
     Returns:
       by name, `[workers, ...]`, a row from each worker; or sums. Sums, and rows
-      that were for all, are the same on all workers.
+      that were for all, are the same on all workers. Then whether the message
+      reaches them, bool `[]`, if it may not.
     """
+    if isinstance(self.axis, Programs):
+      met = {name: meet(x, self.axis) for name, x in message.items()}
+      return {
+          name: x.rows if name == GATHERED else jnp.sum(x.rows, axis=0)
+          for name, x in met.items()
+      }, next((x.included for x in met.values()), None)
     send = {GATHERED: self.gather, TO_OWNERS: self._to_each}
-    return {name: send.get(name, self._sum)(x) for name, x in message.items()}
+    return {
+        name: send.get(name, self._sum)(x) for name, x in message.items()
+    }, None
 
   def _sum(self, x: jax.Array) -> jax.Array:
     return jax.lax.psum(vary(x, self.axis), self.axis)
@@ -96,8 +152,10 @@ class Group:
     return x
 
 
-def gather(x: jax.Array, axis: str) -> jax.Array:
+def gather(x: jax.Array, axis: Axis) -> jax.Array:
   """Returns `x` of all along an axis, `[size, *x.shape]`, the same for all."""
+  if isinstance(axis, Programs):
+    return meet(x, axis).rows
   if varies(x, axis):  # typed as replicated, where that is tracked
     return jax.lax.all_gather(x, axis, to='invarying')
   return jax.lax.all_gather(x, axis)
@@ -107,7 +165,7 @@ def gather(x: jax.Array, axis: str) -> jax.Array:
 ORDERED_BYTES = 1 << 16
 
 
-def sums(xs: Sequence[jax.Array], axis: str) -> list[jax.Array]:
+def sums(xs: Sequence[jax.Array], axis: Axis) -> list[jax.Array]:
   """Returns the sums of arrays along an axis, those of halves in float32.
 
   Real arrays of up to `ORDERED_BYTES` are gathered, together, and added from
@@ -125,7 +183,9 @@ def sums(xs: Sequence[jax.Array], axis: str) -> list[jax.Array]:
     parts = jnp.split(in_order(gather(flat, axis)), ends[:-1])
     found |= {i: x.reshape(wide[i].shape) for i, x in zip(numbers, parts)}
   rest = [i for i in range(len(wide)) if i not in found]
-  if rest:
+  if rest and isinstance(axis, Programs):
+    found |= {i: jnp.sum(meet(wide[i], axis).rows, axis=0) for i in rest}
+  elif rest:
     found |= zip(rest, jax.lax.psum([wide[i] for i in rest], axis))
   return [found[i].astype(x.dtype) for i, x in enumerate(xs)]
 
@@ -136,7 +196,7 @@ def is_ordered(shape: tuple[int, ...], dtype: Any) -> bool:
   return bool(jnp.issubdtype(dtype, jnp.floating)) and size <= ORDERED_BYTES
 
 
-def total(x: jax.Array, axis: str | None) -> jax.Array:
+def total(x: jax.Array, axis: Axis | None) -> jax.Array:
   """Returns the sum over workers, with the bits of `sums`.
 
   Of this worker's `x` along an axis; where `axis` is None, of all workers'
@@ -150,21 +210,40 @@ def total(x: jax.Array, axis: str | None) -> jax.Array:
   return jnp.sum(x, axis=0, dtype=x.dtype)
 
 
-def mean(x: jax.Array, axis: str | None) -> jax.Array:
+def mean(x: jax.Array, axis: Axis | None) -> jax.Array:
   """Returns the mean of real or complex numbers; see `total`."""
-  count = len(x) if axis is None else jax.lax.axis_size(axis)
-  wide = total(x.astype(widened(x)), axis)
-  return (wide / wide.dtype.type(count)).astype(x.dtype)
+  # By a product: some programs make one of a division by a constant.
+  wide = x.astype(widened(x))
+  if isinstance(axis, Programs):
+    met = meet(wide, axis)
+    count = jnp.sum(met.present, dtype=jnp.int32)
+    inverse = rounding.exact_reciprocal(count, axis.size, wide.dtype)
+    return (total(met.rows, None) * inverse).astype(x.dtype)
+  size = len(x) if axis is None else jax.lax.axis_size(axis)
+  inverse = wide.dtype.type(1 / size)
+  return (total(wide, axis) * inverse).astype(x.dtype)
 
 
-def first(x: jax.Array, axis: str | None) -> jax.Array:
-  """Returns what worker 0 has, such as a random key; see `total`."""
+def first(x: jax.Array, axis: Axis | None) -> jax.Array:
+  """Returns what the first worker has, such as a random key; see `total`."""
   if axis is None:
     return _together(x)[0]
   if not prng.is_key_array(x):
-    return jax.lax.all_gather(x, axis)[0]
-  data = jax.lax.all_gather(jax.random.key_data(x), axis)[0]
+    return everyones(x, axis)[0]
+  data = everyones(jax.random.key_data(x), axis)[0]
   return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+
+
+def everyones(x: jax.Array, axis: Axis) -> jax.Array:
+  """Returns `x` of all workers, `[workers, *x.shape]`, for any reduction.
+
+  An absent worker has what the first one has that is present.
+  """
+  if not isinstance(axis, Programs):
+    return jax.lax.all_gather(x, axis)
+  rows, present, _ = meet(x, axis)
+  some = rows[jnp.argmax(present)]
+  return jnp.where(present.reshape(-1, *(1,) * x.ndim), rows, some)
 
 
 def in_order(x: jax.Array) -> jax.Array:
@@ -189,7 +268,7 @@ def widened(x: jax.Array) -> Any:
   return jnp.dtype(jnp.float32) if is_half else x.dtype
 
 
-def varies(x: jax.Array, axis: str) -> bool:
+def varies(x: jax.Array, axis: Axis) -> bool:
   """Returns whether `x` is known to vary over a mapped mesh axis."""
   return axis in _varying(x)
 
@@ -199,8 +278,10 @@ def _varying(x: jax.Array) -> frozenset[str]:
   return frozenset(getattr(mat, 'varying', ()))
 
 
-def is_tracked(axis: str) -> bool:
+def is_tracked(axis: Axis) -> bool:
   """Returns whether we are in a shard_map that tracks what varies."""
+  if isinstance(axis, Programs):
+    return False
   try:
     index = jax.lax.axis_index(axis)
   except NameError:  # not mapped
@@ -208,7 +289,7 @@ def is_tracked(axis: str) -> bool:
   return varies(index, axis)
 
 
-def vary(tree: Any, *axes: str) -> Any:
+def vary(tree: Any, *axes: Axis) -> Any:
   """Marks arrays as varying over axes, where that is tracked."""
   tracked = [axis for axis in axes if is_tracked(axis)]
 

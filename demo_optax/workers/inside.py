@@ -26,6 +26,7 @@ from demo_optax import _paths
 from demo_optax._paths import Keys, path_keys
 from demo_optax.numerics import prng
 from demo_optax.workers import Workers, collectives, lift
+from demo_optax.workers.collectives import Axis
 
 # The axis that `data_parallel` maps a step over. No axis of a mesh or of a user
 # has this name.
@@ -82,6 +83,16 @@ def is_mapped() -> bool:
   except NameError:
     return False
   return True
+
+
+def check_called(workers: Workers) -> None:
+  """Raises for programs outside of a step that is cut for them."""
+  if workers.relay is not None and not is_mapped():
+    raise ValueError(
+        'The update must be in a demo_optax.data_parallel step for'
+        f' {workers}. Decorate the training step with it instead of jax.jit or'
+        ' nnx.jit.'
+    )
 
 
 def _meet(
@@ -266,7 +277,7 @@ def call_stacked(
     nonlocal was_reached
     was_reached = True
     grads_cut, old_cut, (params_cut, hyperparams_cut) = cut
-    if not workers.stacked_gradients or workers.count != size:
+    if workers.kind == 'on_axis' or workers.count != size:
       raise ValueError(
           f'data_parallel runs the step for {size} workers, but the'
           f' transformation exchanges among {workers}: give both the same'
@@ -424,14 +435,15 @@ def over_workers(
   ]
   same_bits = {jnp.mean: collectives.mean, jnp.sum: collectives.total}
 
-  def reduced(x: jax.Array, is_key: bool, axis: str | None = None) -> Any:
+  def reduced(x: jax.Array, is_key: bool, axis: Axis | None = None) -> Any:
     if is_key:
       return collectives.first(x, axis)
     if reduce in same_bits and jax.eval_shape(reduce, x).dtype == x.dtype:
       return same_bits[reduce](x, axis)
-    return reduce(x if axis is None else jax.lax.all_gather(x, axis), axis=0)
+    x = x if axis is None else collectives.everyones(x, axis)
+    return reduce(x, axis=0)
 
-  def alone(leaves: list[Any], axis: str | None = None) -> list[Any]:
+  def alone(leaves: list[Any], axis: Axis | None = None) -> list[Any]:
     return [
         x if is_fixed else reduced(x if axis else x[None], is_key, axis)
         for x, is_key, is_fixed in zip(leaves, are_keys, are_fixed)
@@ -452,7 +464,7 @@ def over_workers(
     return out, [False] * len(out)
 
   if _TRACE.group is not None:  # what has no mean was checked before
-    found = alone(leaves, _TRACE.group.axis_name)
+    found = alone(leaves, _TRACE.group.axis)
   else:
     found = _meet(rule, alone, leaves)
   return treedef.unflatten(found)
@@ -518,6 +530,7 @@ class Result:
   role: str
   value: Any
   old: Any = None  # before the step, for 'statistics' and 'added'
+  at: int | None = None  # number of the array that it is the next value of
   differs: bool = False  # whether it differs between workers
   apart: bool = False  # whether it keeps a worker axis: 'stacked', or rows
 

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from demo_optax.numerics import rounding
-from demo_optax.workers import collectives
+from demo_optax.workers import collectives, split
 from demo_optax.workers.collectives import sums, vary, widened
 from demo_optax.workers.param_specs import ParamSharding, entry, names_of
 from demo_optax.workers.value import Spec, Workers
@@ -53,12 +53,15 @@ def run(
 
   if workers.kind == 'simulated':
     found = _simulate(workers, one_worker, flat, ins, outs)
-  elif workers.kind == 'on_axis':
+  elif workers.relay is not None and any(
+      any(names_of(s.inner)) for s in (*ins, *outs)
+  ):
+    found = _run_in_parts(workers, one_device, flat, ins, outs)
+  elif not workers.stacked_gradients:
     found = one_device(*flat)
   else:
     own, out = (
-        [P(workers.axis_name, *s.inner) if s.stacked else s.inner for s in side]
-        for side in (ins, outs)
+        [_spec(workers, s) for s in side] for side in (ins, outs)
     )
     found = jax.shard_map(
         one_device, mesh=workers.mesh, in_specs=tuple(own), out_specs=out
@@ -67,6 +70,72 @@ def run(
         for x, s, p in zip(flat, ins, own)
     ))
   return out_treedef.unflatten(found)
+
+
+def _spec(workers: Workers, spec: Spec) -> P:
+  lead = workers.spmd_axis_name
+  return P(lead, *spec.inner) if spec.stacked else spec.inner
+
+
+def _run_in_parts(
+    workers: Workers,
+    one_device: Callable[..., list[Any]],
+    flat: Sequence[Any],
+    ins: Sequence[Spec],
+    outs: Sequence[Spec],
+) -> list[Any]:
+  """Runs a function of one device for all devices of one worker.
+
+  What it exchanges with other workers passes from one `shard_map` to the next
+  along an axis of the devices.
+  """
+  mesh, names = workers.mesh, workers.param_specs.axes
+  assert mesh is not None
+  own, out = ([_spec(workers, s) for s in side] for side in (ins, outs))
+  whole = jax.make_jaxpr(jax.shard_map(
+      one_device, mesh=mesh, in_specs=tuple(own), out_specs=out, check_vma=False
+  ))(*flat)
+  closed, numbers = split.body_of(whole)
+  values = [*flat, *whole.consts]
+  specs = [*own, *(P() for _ in whole.consts)]
+  known = {v: specs[n] for v, n in zip(closed.jaxpr.invars, numbers)}
+  met = split.met_in(closed)  # which of [rows, present, included] a variable is
+
+  def build(
+      part: Callable[..., Any], read: list[Any], written: list[Any],
+      is_last: bool, donated: list[int],
+  ) -> Callable[..., Any]:
+    del donated
+
+    def on_device(*args: Any) -> list[Any]:
+      args = tuple(
+          x if v in known or met.get(v) else jnp.squeeze(x, met.get(v, -1) + 1)
+          for v, x in zip(read, args)
+      )
+      found = part(*args)
+      return found if is_last else [x[None] for x in found]
+
+    def spec_of(v: Any) -> P:
+      if v in known:
+        return known[v]
+      return {None: P(names), 0: P(None, names)}.get(met.get(v), P())
+
+    return jax.shard_map(
+        on_device,
+        mesh=mesh,
+        in_specs=tuple(map(spec_of, read)),
+        out_specs=out if is_last else [P(names)] * len(written),
+        check_vma=False,
+    )
+
+  def exchange(types: list[Any], sent: list[Any] | None) -> list[Any]:
+    del types
+    assert sent is not None
+    programs = collectives.Programs(workers.count)
+    return [collectives.meet(x, programs) for x in sent]
+
+  plan = split.Plan(closed, build=build)
+  return plan.run([values[n] for n in numbers], exchange)
 
 
 def run_alone(
@@ -86,8 +155,8 @@ def run_alone(
     state: a tree of stacked arrays.
     shared: a tree that is the same for all workers.
   """
-  if workers.kind == 'on_axis':
-    axis = workers.axis_name
+  if not workers.stacked_gradients:
+    axis = workers.axis
     _ = workers.count  # an error where the axis is not mapped
 
     # What is shared must vary before it is differentiated: jax.grad with
@@ -97,7 +166,7 @@ def run_alone(
       return vary(x, axis) if inexact else x
 
     own, state = fun(
-        jax.lax.axis_index(axis),
+        workers.index,
         own,
         jax.tree.map(lambda x: x[0], state),
         jax.tree.map(vary_floats, shared),
@@ -123,9 +192,9 @@ def context(workers: Workers) -> contextlib.AbstractContextManager[Any]:
 
 def stack(workers: Workers, x: jax.Array) -> jax.Array:
   """Returns a copy of `x` for every worker, with a leading worker axis."""
-  if workers.kind == 'on_axis':
+  if not workers.stacked_gradients:
     # Varying from the start, or a scan over steps would see its type change.
-    own: jax.Array = vary(jnp.asarray(x)[None], workers.axis_name)
+    own: jax.Array = vary(jnp.asarray(x)[None], workers.axis)
     return own
 
   def copies(x: jax.Array) -> jax.Array:
@@ -142,13 +211,13 @@ def bucket_zeros(
     workers: Workers, shape: tuple[int, ...], dtype: Any
 ) -> jax.Array:
   """Returns zeros of `Workers.bucket_shape(shape)`, allocated sharded."""
-  if workers.kind == 'on_axis':
+  if not workers.stacked_gradients and workers.mesh is None:
     return stack(workers, jnp.zeros(shape, dtype))
   shape = workers.bucket_shape(shape)
   if workers.mesh is not None:
     # jnp.zeros(device=sharding) would do under no jit only: inside one it lands
     # on a single device, all workers' momentum together.
-    spec = P(workers.axis_name, *workers.param_specs.bucket_spec)
+    spec = _spec(workers, workers.bucket_spec)
     return _zeros_on_mesh(NamedSharding(workers.mesh, spec), shape, dtype)()
   return jnp.zeros(shape, dtype)
 
@@ -198,7 +267,7 @@ def as_given(
 
 def mean(workers: Workers, x: jax.Array) -> jax.Array:
   """Returns the mean over the workers of what is laid out as gradients."""
-  if workers.mesh is not None:
+  if workers.spmd_axis_name is not None:
     return jnp.mean(x, axis=0)
   return collectives.mean(x, workers.own_axis)
 
@@ -215,12 +284,12 @@ def mean_present(
   """
 
   def one_worker(x: jax.Array, present: jax.Array) -> list[jax.Array]:
-    x, present = vary((x, present), workers.axis_name)
+    x, present = vary((x, present), workers.axis)
     own = jnp.where(present, x, jnp.zeros_like(x))
-    return sums([own, present.astype(jnp.int32)], workers.axis_name)
+    return sums([own, present.astype(jnp.int32)], workers.axis)
 
   wide = x.astype(widened(x))
-  if workers.param_specs.axes:
+  if workers.param_specs.axes and workers.stacked_gradients:
     mask = present.reshape(-1, *(1,) * (x.ndim - 1))
     total = collectives.total(
         jnp.where(mask, wide, jnp.zeros_like(wide)), None

@@ -6,8 +6,10 @@ How a function of one worker runs for all of them is in `workers.lift`.
 """
 
 import dataclasses
+import importlib.util
+import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -15,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from demo_optax import _paths
-from demo_optax.workers.collectives import Group
+from demo_optax.workers.collectives import Axis, Group, Programs
 from demo_optax.workers.param_specs import REPLICATED, ParamSpecs
 
 
@@ -33,6 +35,14 @@ class Spec:
   inner: P = P()  # noqa: RUF009
 
 
+class Remote(NamedTuple):
+  """How a worker that is a separate program finds the others."""
+
+  address: str
+  rank: int
+  keys: str | None
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class Workers:
   """The workers of an exchange. Make them with one of the constructors.
@@ -44,6 +54,8 @@ class Workers:
                                                           laptops, tests
   `Workers.on_mesh(mesh, a)`  stacked `[n, ...]`,         several devices or
                               sharded over mesh axis `a`  hosts
+  `Workers.remote(address)`   local `[...]`               programs that start
+                                                          and end on their own
   `Workers.on_axis(a)`        local `[...]`               a loop of your own in
                                                           shard_map, vmap, pmap
   ==========================  ==========================  ======================
@@ -54,6 +66,7 @@ class Workers:
     num_workers: how many there are; None if the caller's axis decides.
     mesh: the mesh of `on_mesh`, else None.
     param_specs: how parameters are spread over the devices of a worker.
+    relay: where the others are, for `remote`, else None.
 
   Example:
     >>> import demo_optax
@@ -61,11 +74,12 @@ class Workers:
     Workers.simulated(4)
   """
 
-  kind: Literal['simulated', 'on_mesh', 'on_axis']
+  kind: Literal['simulated', 'on_mesh', 'on_axis', 'remote']
   axis_name: str
   num_workers: int | None = None
   mesh: Mesh | None = None
   param_specs: ParamSpecs = REPLICATED
+  relay: Remote | None = None
 
   @classmethod
   def simulated(
@@ -166,12 +180,85 @@ class Workers:
       raise TypeError(f'axis_name={axis_name!r} must be a string.')
     return cls('on_axis', axis_name)
 
+  @classmethod
+  def remote(
+      cls,
+      address: str,
+      *,
+      rank: int,
+      count: int,
+      keys: str | None = None,
+      mesh: Mesh | None = None,
+      param_specs: Any = None,
+  ) -> 'Workers':
+    """Separate programs as workers, joined by a relay.
+
+    Each is a JAX program on its own device or mesh; no `jax.distributed` is
+    needed, and platforms may differ. In a `data_parallel` step a program sends
+    its message to the relay (`python -m demo_optax.remote`) and receives those
+    of all workers. A worker that is late is left out of a round, which costs
+    the others one deadline. A program that starts later takes the parameters
+    and the shared state from another worker in its first step.
+
+    The batch of a step is the program's, and so are results for its rows. The
+    momentum has a leading axis of 1. Parameters are equal on all workers, to
+    the bit on hardware of one kind.
+
+    Args:
+      address: of the relay, such as `tcp://relay.example.org:7077`.
+      rank: the number of this worker, from 0 to `count - 1`.
+      count: the most workers that there can be: more than are ever there makes
+        programs larger, and not messages.
+      keys: the worker's file of keys, which `python -m demo_optax.remote keys`
+        writes; needed beyond loopback.
+      mesh: the devices of this worker, if there are several; of one process,
+        with axes of type Auto. All workers must have meshes of one shape.
+      param_specs: how parameters are sharded over them; see `on_mesh`.
+
+    Example:
+      >>> import demo_optax
+      >>> demo_optax.Workers.remote('tcp://127.0.0.1:7077', rank=0, count=8)
+      Workers.remote('tcp://127.0.0.1:7077', rank=0, count=8)
+    """
+    if not 0 <= rank < count:
+      raise ValueError(
+          f'rank must be from 0 to {count - 1}, for count={count} workers, got'
+          f' {rank}.'
+      )
+    found = re.fullmatch(r'tcp://(.+):\d+', address)
+    if found is None:
+      raise ValueError(
+          'address must be that of a relay, such as tcp://127.0.0.1:7077, got'
+          f' {address!r}. Start one: python -m demo_optax.remote.'
+      )
+    if importlib.util.find_spec('zmq') is None:
+      raise ImportError(
+          'Workers.remote needs ZeroMQ. Install it: pip install'
+          " 'demo_optax[remote]'."
+      )
+    remote = Remote(address, rank, None if keys is None else str(keys))
+    sizes = {} if mesh is None else dict(mesh.shape)
+    if mesh is not None and {*mesh.axis_types} != {AxisType.Auto}:
+      raise ValueError(
+          f'mesh must have axes of type Auto, got {mesh}. Make it with'
+          ' axis_types=(jax.sharding.AxisType.Auto,) * n.'
+      )
+    specs = ParamSpecs.of(param_specs, sizes, 'workers')
+    return cls('remote', 'workers', count, mesh, specs, remote)
+
   def __repr__(self) -> str:
     given = {
         'simulated': f'{self.num_workers}{self.param_specs}',
         'on_mesh': f'{self.mesh}, {self.axis_name!r}{self.param_specs}',
         'on_axis': repr(self.axis_name),
     }
+    if self.relay is not None:
+      address, rank, keys = self.relay
+      more = '' if keys is None else f', keys={keys!r}'
+      more += str(self.param_specs)
+      given['remote'] = (
+          f'{address!r}, rank={rank}, count={self.num_workers}{more}'
+      )
     return f'Workers.{self.kind}({given[self.kind]})'
 
   @property
@@ -191,7 +278,7 @@ class Workers:
   @property
   def stacked_gradients(self) -> bool:
     """Whether gradients carry a leading worker axis."""
-    return self.kind != 'on_axis'
+    return self.kind in ('simulated', 'on_mesh')
 
   @property
   def is_explicit(self) -> bool:
@@ -201,17 +288,30 @@ class Workers:
   @property
   def spmd_axis_name(self) -> str | None:
     """The mesh axis of the leading axis of stacked arrays, if there is one."""
-    return self.axis_name if self.mesh is not None else None
+    has_axis = self.mesh is not None and self.relay is None
+    return self.axis_name if has_axis else None
 
   @property
-  def own_axis(self) -> str | None:
-    """The axis of the caller's map, in which arrays are one worker's."""
-    return None if self.stacked_gradients else self.axis_name
+  def axis(self) -> Axis:
+    """The worker axis as one worker's function sees it."""
+    return Programs(self.count) if self.relay is not None else self.axis_name
+
+  @property
+  def index(self) -> jax.Array:
+    """The number of the worker whose arrays these are, int32 `[]`."""
+    if self.relay is not None:
+      return jax.numpy.int32(self.relay.rank)
+    return jax.lax.axis_index(self.axis_name)
+
+  @property
+  def own_axis(self) -> Axis | None:
+    """The worker axis, if arrays are one worker's."""
+    return None if self.stacked_gradients else self.axis
 
   @property
   def group(self) -> Group:
     """The workers as one worker's function sees them."""
-    return Group(self.axis_name, self.count, self.param_specs.axis_sizes)
+    return Group(self.axis, self.count, self.param_specs.axis_sizes)
 
   @property
   def bucket_spec(self) -> Spec:
@@ -262,7 +362,7 @@ class Workers:
     assert self.mesh is not None
     if _paths.is_stacked(keys):
       inner = self.param_specs.place_state(keys, shape[1:])
-      return NamedSharding(self.mesh, P(self.axis_name, *inner))
+      return NamedSharding(self.mesh, P(self.spmd_axis_name, *inner))
     return NamedSharding(self.mesh, self.param_specs.place_state(keys, shape))
 
 

@@ -424,7 +424,7 @@ def test_mistakes():
     demo_optax.local.local_updates(sgd, sgd, 2.5, workers=workers)
   with pytest.raises(TypeError, match='static_args'):
     demo_optax.local.local_updates(sgd, sgd, jnp.int32(2), workers=workers)
-  with pytest.raises(TypeError, match=r'Workers\.simulated .*on_axis'):
+  with pytest.raises(TypeError, match=r'Workers\.simulated.*on_axis'):
     demo_optax.local.diloco(workers=demo_optax.Workers.on_axis('data'))
   params = {'w': np.ones(3, np.float32)}
   rows = np.ones((2, 3), np.float32)

@@ -1,5 +1,6 @@
 """What benchmarks measure is what the library has."""
 
+import json
 import pathlib
 
 import jax
@@ -44,3 +45,23 @@ def test_the_recipe_that_was_measured_is_demo_muon(monkeypatch):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7),
         *updates)
+
+
+def test_what_a_relay_does_is_as_measured():
+  page = (ROOT / 'benchmarks/README.md').read_text()
+  found = json.loads((ROOT / 'benchmarks/results/relay.json').read_text())
+  goodput = found['goodput']
+  for kind in ('steps', 'rounds'):
+    one, two = (goodput[job][kind] for job in ('undisturbed', 'killed'))
+    assert f'| {one:,} | {two:,} ({goodput[f"goodput_{kind}"]:.1%}) |'.replace(
+        '%', ' %') in page
+  assert not goodput['killed']['rounds_that_differ']
+  for row in found['links']:
+    assert f'| {row["seconds"]:.3f} |' in page, row
+  for row in found['load']:
+    assert (f'| {row["workers"]} | {row["bytes"] / 1e6:g} MB |'
+            f' {row["seconds"]:.3f} | {row["relay_cpu_seconds"]:.3f} |') in page
+  attack = found['attack']
+  assert f'{attack["connections"]:,} connections' in page
+  assert f'{1e3 * attack["seconds_attacked"]:.1f} ms during' in page
+  assert f'for {found["drift"]["rounds"]:,} rounds' in page

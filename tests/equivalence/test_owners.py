@@ -128,12 +128,12 @@ def test_a_damaged_message_excludes_its_sender_from_that_owners_chunks(
   damage = [False]
 
   def send_and_receive(group, message):
-    arrived = real(group, message)
+    arrived, included = real(group, message)
     if damage[0]:
       for name, x in arrived.items():
         here = jax.lax.axis_index(group.axis) == 2
         arrived[name] = x.at[1].set(jnp.where(here, jnp.uint32(2**32 - 1), x[1]))
-    return arrived
+    return arrived, included
 
   monkeypatch.setattr(collectives.Group, 'send_and_receive', send_and_receive)
   workers = demo_optax.Workers.simulated(4)

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import demo_optax
 from demo_optax import __main__ as command
+from demo_optax import compressors
 from demo_optax.codes.values import VALUES
 from demo_optax.compressors import bases
 from demo_optax.compressors import chunking as chunks
@@ -85,6 +86,16 @@ def test_max_workers_is_where_receiving_stops_paying():
   beyond = demo_optax.plan(leaf, demo_optax.dct_topk(), most + 1)
   assert at.received_bytes < at.dense_bytes()
   assert beyond.received_bytes >= beyond.dense_bytes()
+
+
+def test_what_it_pays_to_in_words():
+  leaf = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+  shared = compressors.Compressor(
+      compressors.RandomSubset(1 / 4), compressors.Identity())
+  for compressor, words in ((demo_optax.dct_topk(), r'up to \d+/\d+ workers'),
+                            (shared, 'any number of workers')):
+    assert re.search(
+        f'with {words}', demo_optax.plan(leaf, compressor, 2).totals())
 
 
 def test_each_leaf_says_to_how_many_workers_it_pays():

@@ -1,0 +1,72 @@
+"""Starts a relay, or makes keys: `python -m demo_optax.remote --help`."""
+
+import argparse
+import logging
+import resource
+import signal
+import sys
+
+from demo_optax.remote import frames, relay
+
+
+def main(args: list[str] | None = None) -> int:
+  """Runs the command line; returns the exit status."""
+  if args is None:
+    args = sys.argv[1:]
+  parser = argparse.ArgumentParser(
+      'python -m demo_optax.remote',
+      description='A relay: hands all workers of a run the same list of'
+      ' messages in every round. "keys FOLDER --workers N" writes keys for a'
+      ' relay that other hosts can reach.',
+  )
+  is_keys = args[:1] == ['keys']
+  if is_keys:
+    parser.add_argument('folder', help='where to write a file for the relay'
+                        ' and one for each worker')
+  add = parser.add_argument
+  add('--workers', type=int, required=True, help='the most there can be')
+  if not is_keys:
+    add('--port', type=int, default=7077)
+    add('--host', help='address to listen on: 127.0.0.1, or all with --keys')
+    add('--keys', help="the relay's file of keys")
+    add('--deadline', type=float, metavar='SECONDS', help='from the first'
+        ' message of a round to its end; default: 2, or 5 median rounds')
+    add('--quorum', type=int, default=1, help='workers that a round needs')
+    add('--start', type=float, default=300, metavar='SECONDS',
+        help='for all workers to come before the first round')
+    add('--history', type=int, default=64, metavar='ROUNDS',
+        help='lists that are kept for workers that are late')
+    add('--max-message', type=int, default=1 << 28, metavar='BYTES')
+  given = parser.parse_args(args[1:] if is_keys else args)
+  if is_keys:
+    for path in frames.write_keys(given.folder, given.workers):
+      print(path)
+    return 0
+  logging.basicConfig(
+      level=logging.INFO, format='%(asctime)s %(message)s', datefmt='%H:%M:%S'
+  )
+  stopped: list[int] = []
+  for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda n, _: stopped.append(n))
+  _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+  resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+  host = given.host or ('*' if given.keys else '127.0.0.1')
+  served = relay.Relay(
+      f'tcp://{host}:{given.port}',
+      given.workers,
+      keys=given.keys,
+      deadline=given.deadline,
+      quorum=given.quorum,
+      start=given.start,
+      history=given.history,
+      max_message=given.max_message,
+  )
+  print(f'relay for {given.workers} workers on {served.address}', flush=True)
+  if given.keys is None:
+    print('no keys: this machine alone can reach it', flush=True)
+  served.serve(lambda: bool(stopped))
+  return 0
+
+
+if __name__ == '__main__':
+  sys.exit(main())

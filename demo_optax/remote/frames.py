@@ -1,0 +1,174 @@
+"""What workers and relay send each other: a header, then byte strings.
+
+Numbers are little-endian. A round is one list of messages, one of each worker
+that took part. The chain is a digest of the state that a run began with and of
+all lists since: workers with equal chains have equal parameters.
+"""
+
+import hashlib
+import json
+import os
+import pathlib
+import struct
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+# From a worker: who it is, with what it exchanges, and its last list.
+HELLO = 1
+# Its message of a round; the relay answers with the list of that round.
+MESSAGE = 2
+# A request for the list of a round, once it is closed.
+LISTEN = 3
+# A part of the shared state, for workers that join; answered by itself.
+PUSH = 4
+# A request for a part of that state; answered by it, or by an empty one.
+PULL = 5
+
+# From the relay: go on from the round in the header; `number` is 1 if the
+# worker needs the state of another one.
+WELCOME = 11
+# The list of a round: a byte for each worker, 1 if it took part, then messages.
+# `number` is the round that is open now, negative if the state is asked for.
+LIST = 12
+# A message of this round was lost: send it again.
+AGAIN = 13
+# The relay does not know the worker, or not any more: say hello.
+UNKNOWN = 14
+# The round is too long ago: join.
+GONE = 15
+# The worker cannot take part; with the reason as text.
+REFUSED = 16
+
+CHAIN = 16  # bytes
+PART = 1 << 20  # bytes in a part of a state
+_MAGIC = b'DEM1'
+_HEADER = struct.Struct(f'<4sBHqq{CHAIN}s8s?')
+
+
+class Header(NamedTuple):
+  """The first frame of a message between worker and relay."""
+
+  kind: int
+  rank: int
+  round: int = 0
+  number: int = 0
+  chain: bytes = b''
+  program: bytes = b''  # a random number of the worker's process
+  again: bool = False  # of a request: the answer may be on its way
+
+  def pack(self) -> bytes:
+    """Returns the header as bytes."""
+    return _HEADER.pack(_MAGIC, *self)
+
+
+def unpack(data: bytes) -> Header | None:
+  """Returns the header in a frame, or None."""
+  if len(data) != _HEADER.size or not data.startswith(_MAGIC):
+    return None
+  return Header(*_HEADER.unpack(data)[1:])
+
+
+def digest(*parts: bytes | memoryview) -> bytes:
+  """Returns a digest of byte strings, one after the other."""
+  found = hashlib.blake2b(digest_size=CHAIN)
+  for part in parts:
+    found.update(len(part).to_bytes(8, 'little'))
+    found.update(part)
+  return found.digest()
+
+
+def after(chain: bytes, messages: Sequence[bytes]) -> bytes:
+  """Returns the chain after a list; the message of an absent worker is b''."""
+  return digest(chain, *messages)
+
+
+def tag(text: str, changes: bool) -> bytes:
+  """Returns what the messages of a step begin with.
+
+  Args:
+    text: what the step exchanges.
+    changes: whether it changes the state that workers share.
+  """
+  return digest(text.encode())[:-1] + bytes([changes])
+
+
+def tag_of(messages: Sequence[bytes]) -> bytes:
+  """Returns the tag of the messages of a list, which is of one step."""
+  return next(message[:CHAIN] for message in messages if message)
+
+
+def changes_state(tag: bytes) -> bool:
+  """Returns whether a step changes the state that workers share."""
+  return tag[-1:] == b'\1'
+
+
+def write_text(described: Mapping[str, str]) -> bytes:
+  """Returns a configuration, as workers say it in a hello."""
+  return json.dumps(described, sort_keys=True).encode()
+
+
+def read_text(text: bytes) -> dict[str, str]:
+  """Reads a configuration."""
+  found = json.loads(text or b'{}')
+  return {str(name): str(value) for name, value in found.items()}
+
+
+# Keys -------------------------------------------------------------------------
+
+
+class Keys(NamedTuple):
+  """The CURVE keys in a file, in Z85.
+
+  Attributes:
+    public: of whoever the file is for.
+    secret: of whoever the file is for.
+    others: public keys: the relay's in a worker's file, of each rank in the
+      relay's.
+  """
+
+  public: bytes
+  secret: bytes
+  others: tuple[bytes, ...]
+
+
+def write_keys(folder: str, workers: int) -> list[pathlib.Path]:
+  """Writes a file of keys for the relay and one for each worker."""
+  import zmq
+
+  path = pathlib.Path(folder)
+  path.mkdir(parents=True, exist_ok=True)
+  relay, *others = (zmq.curve_keypair() for _ in range(1 + workers))
+  files = {'relay.key': (*relay, [public for public, _ in others])}
+  for rank, pair in enumerate(others):
+    files[f'worker-{rank}.key'] = (*pair, [relay[0]])
+  for name, (public, secret, known) in files.items():
+    text = json.dumps({
+        'public': public.decode(),
+        'secret': secret.decode(),
+        'others': [x.decode() for x in known],
+    })
+    # Never readable by others, and never over keys that are in use.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    with os.fdopen(os.open(path / name, flags, 0o600), 'w') as file:
+      file.write(text)
+  return [path / name for name in files]
+
+
+def read_keys(path: str) -> Keys:
+  """Reads a file of `write_keys`."""
+  try:
+    found = json.loads(pathlib.Path(path).read_text())
+    names = found['public'], found['secret'], *found['others']
+    public, secret, *others = (name.encode('ascii') for name in names)
+  except (ValueError, KeyError, TypeError, AttributeError) as error:
+    raise ValueError(
+        f'{path} must be a file of keys, which python -m demo_optax.remote keys'
+        f' FOLDER writes, got something else ({error}).'
+    ) from error
+  return Keys(public, secret, tuple(others))
+
+
+def is_loopback(address: str) -> bool:
+  """Returns whether an address such as `tcp://127.0.0.1:7077` is local."""
+  host = address.removeprefix('tcp://').rpartition(':')[0].strip('[]')
+  return host in ('localhost', '::1') or host.startswith('127.')

@@ -1,0 +1,304 @@
+"""A worker's connection to the relay."""
+
+import atexit
+import contextlib
+import functools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import zmq
+
+from demo_optax.remote import frames
+from demo_optax.remote.frames import Header
+from demo_optax.workers import Workers
+
+_LOG = logging.getLogger('demo_optax.remote')
+
+_SLICE = 100  # milliseconds in a wait, between which signals are handled
+# Seconds after which an answer is asked for again; to a hello, which may carry
+# a list.
+_ASK, _ASK_HELLO = 1.0, 10.0
+_WARN = 30.0  # seconds without an answer between warnings
+
+
+class Behind(Exception):  # noqa: N818
+  """The lists since a worker's last round are gone: it must join."""
+
+
+class Position(NamedTuple):
+  """Where a worker is in the run, beside its arrays.
+
+  Attributes:
+    round: the round that it takes part in next.
+    chain: digest of the lists before that; b'' if it has to join, by a state
+      of that round or of a later one.
+    last: the list of the round before.
+  """
+
+  round: int = 0
+  chain: bytes = b''
+  last: tuple[bytes, ...] = ()
+
+
+class Link:
+  """A worker's connection to a relay.
+
+  Attributes:
+    position: where the worker is.
+    open: the round that is open, as far as the worker knows.
+    state_wanted: whether the relay has asked for the shared state.
+    joined: how often the worker has taken the state of another one.
+    parted: how often its state was found not to be that of the others.
+    shared: names and types of the shared arrays, once a step has changed them.
+  """
+
+  def __init__(self, address: str, rank: int, count: int, keys: str | None):
+    if keys is None and not frames.is_loopback(address):
+      raise ValueError(
+          f'keys must be given for a relay at {address}, on another host. Use'
+          " this worker's file of those that python -m demo_optax.remote keys"
+          ' writes.'
+      )
+    self.position = Position()
+    self.open = -1
+    self.state_wanted = False
+    self.joined = self.parted = 0
+    self.shared = ''
+    self._address, self._rank, self._count = address, rank, count
+    self._keys = None if keys is None else frames.read_keys(keys)
+    self._program = os.urandom(8)
+    self._text = b''
+    self._digest: Callable[[], bytes] = bytes
+    self._pushing: threading.Thread | None = None
+    self._socket = self._connect()
+    atexit.register(self.close)
+
+  def close(self) -> None:
+    """Ends the connection."""
+    self._socket.close()
+
+  def _connect(self) -> Any:
+    socket: Any = zmq.Context.instance().socket(zmq.DEALER)
+    if self._keys is not None:
+      socket.set(zmq.CURVE_SERVERKEY, self._keys.others[0])
+      socket.set(zmq.CURVE_PUBLICKEY, self._keys.public)
+      socket.set(zmq.CURVE_SECRETKEY, self._keys.secret)
+    for option, value in (
+        (zmq.LINGER, 0),
+        (zmq.IMMEDIATE, 1),  # nothing waits for a connection
+        (zmq.RECONNECT_IVL, 100),
+        (zmq.RECONNECT_IVL_MAX, 2000),
+        (zmq.HEARTBEAT_IVL, 5000),
+        (zmq.HEARTBEAT_TIMEOUT, 30000),
+        (zmq.IPV6, 1),
+    ):
+      socket.set(option, value)
+    socket.connect(self._address)
+    return socket
+
+  def hello(self, text: bytes, digest: Callable[[], bytes]) -> None:
+    """Takes part from now on; waits until the run has begun.
+
+    Args:
+      text: what must be the same for all workers.
+      digest: of the shared state that the worker has now.
+    """
+    self._text, self._digest = self._text or text, digest
+    if self.open < 0:
+      self._greet()
+
+  def _greet(self) -> None:
+    """Says hello, with what the relay needs to go on if it was restarted."""
+    at = self.position
+    if not at.chain:
+      at = self.position = Position(chain=self._digest())
+    header, _ = self._ask(
+        lambda: (frames.HELLO, 0, [self._text, *at.last]),
+        lambda header: header.kind == frames.WELCOME,
+    )
+    self.open = header.round
+    if header.number:
+      self.position = Position()
+
+  def exchange(self, body: bytes) -> list[bytes]:
+    """Sends a message; returns all of its round, b'' of absent workers.
+
+    Raises `Behind` if the round is too long ago.
+    """
+    return self._list(body)
+
+  def listen(self) -> list[bytes]:
+    """Returns the messages of a round without sending one; see `exchange`."""
+    return self._list(None)
+
+  def _list(self, body: bytes | None) -> list[bytes]:
+    number = self.position.round
+    unsent = [] if body is None else [body]  # or lost, and to be sent again
+
+    def request() -> tuple[int, int, list[bytes]]:
+      if unsent:
+        return frames.MESSAGE, 0, [unsent.pop()]
+      return frames.LISTEN, 0, []
+
+    def fits(header: Header) -> bool:
+      if header.kind == frames.AGAIN and header.round == number:
+        unsent[:] = [] if body is None else [body]
+      return header.kind == frames.LIST and header.round == number
+
+    header, (present, *bodies) = self._ask(request, fits, body is not None)
+    rest = iter(bodies)
+    messages = [next(rest) if here else b'' for here in present]
+    self.open, self.state_wanted = abs(header.number), header.number < 0
+    self.position = Position(
+        number + 1,
+        frames.after(self.position.chain, messages),
+        tuple(messages),
+    )
+    return messages
+
+  def part(self) -> None:
+    """Notes that the worker's state is not that of the others: it must join."""
+    _LOG.warning('worker %d has another state than the others', self._rank)
+    self.position = Position()
+    self.parted += 1
+
+  def state(self) -> bytes:
+    """Returns the shared state of another worker, and takes its position."""
+    _LOG.info('worker %d takes the state of another worker', self._rank)
+    self.joined += 1
+    parts: list[bytes] = []
+    source = Header(frames.PULL, 0)
+
+    def fits(header: Header) -> bool:
+      number = header.number & 0xFFFFFFFF
+      return header.kind == frames.PULL and number == len(parts)
+
+    while not parts or len(parts) < source.number >> 32:
+      header, bodies = self._ask(lambda: (frames.PULL, len(parts), []), fits)
+      if not bodies or not bodies[0]:  # it is not there yet
+        time.sleep(_SLICE / 1000)
+      elif parts and header.chain != source.chain:  # of a later round
+        parts.clear()
+      else:
+        parts.append(bodies[0])
+        source = header
+    self.position = Position(source.round, source.chain)
+    self.open = max(self.open, source.round)
+    return b''.join(parts)
+
+  def send_state(self, state: bytes) -> None:
+    """Sends the shared state at this position, from a thread."""
+    self.state_wanted = False
+    if self._pushing is None or not self._pushing.is_alive():
+      self._pushing = threading.Thread(
+          target=self._push, args=(state, self.position), daemon=True
+      )
+      self._pushing.start()
+
+  def _push(self, state: bytes, at: Position) -> None:
+    size, socket = frames.PART, self._connect()
+    parts = -(-len(state) // size)
+    number = 0
+    while number < parts:
+      header = Header(
+          frames.PUSH, self._rank, at.round, parts << 32 | number, at.chain,
+          self._program,
+      )
+      body = memoryview(state)[number * size : (number + 1) * size]
+      socket.send_multipart([header.pack(), body])
+      if not socket.poll(1000 * _WARN):
+        break
+      answer = frames.unpack(socket.recv_multipart()[0])
+      if answer is None or answer.kind != frames.PUSH or (
+          answer.number <= number
+      ):
+        break
+      number = answer.number
+    socket.close()
+
+  # Requests and answers -------------------------------------------------------
+
+  def _ask(
+      self,
+      request: Callable[[], tuple[int, int, list[bytes]]],
+      fits: Callable[[Header], bool],
+      may_repeat: bool = False,
+  ) -> tuple[Header, list[bytes]]:
+    """Sends a request, again if need be, until an answer fits.
+
+    With `may_repeat` also when the relay says that the message is lost.
+    """
+    began = warned = time.monotonic()
+    again = False
+    while True:
+      kind, number, bodies = request()
+      at = self.position
+      header = Header(
+          kind, self._rank, at.round, number, at.chain, self._program, again
+      )
+      until = time.monotonic()
+      with contextlib.suppress(zmq.Again):  # there is no connection
+        self._socket.send_multipart([header.pack(), *bodies], zmq.NOBLOCK)
+        until += _ASK_HELLO if kind == frames.HELLO else _ASK
+        again = True
+      until = max(until, time.monotonic() + _SLICE / 1000)
+      while time.monotonic() < until:
+        if not self._socket.poll(_SLICE):
+          continue
+        head, *found = self._socket.recv_multipart()
+        answer = frames.unpack(head)
+        if answer is None:
+          continue
+        began = warned = time.monotonic()
+        if fits(answer):
+          return answer, found
+        if answer.kind == frames.REFUSED:
+          raise RuntimeError(self._reason(found))
+        if answer.kind == frames.GONE:
+          self.position = Position()
+          raise Behind
+        if answer.kind == frames.UNKNOWN and kind != frames.HELLO:
+          _LOG.info('the relay is a new one; worker %d says hello', self._rank)
+          self._greet()
+          if self.position != at or kind == frames.PULL:
+            raise Behind
+          break
+        if answer.kind == frames.AGAIN and may_repeat:
+          break
+      if time.monotonic() - warned > _WARN:
+        warned = time.monotonic()
+        _LOG.warning(
+            'no answer from the relay at %s for %.0f s. Is it running, and is'
+            ' this the key of worker %d?',
+            self._address, warned - began, self._rank,
+        )
+
+  def _reason(self, bodies: list[bytes]) -> str:
+    """Returns why this worker cannot take part."""
+    if bodies and bodies[0]:
+      return bodies[0].decode('utf-8', 'replace')
+    ours = frames.read_text(self._text)
+    theirs = frames.read_text(bodies[1] if len(bodies) > 1 else b'')
+    different = [
+        name for name in ours | theirs if ours.get(name) != theirs.get(name)
+    ]
+    return '\n'.join([
+        f'Worker {self._rank} must run what the others run; different are'
+        f' {", ".join(different)}:',
+        *(f'  {name}: {ours.get(name)} here, {theirs.get(name)} in the run'
+          for name in different),
+    ])
+
+
+def link_of(workers: Workers) -> Link:
+  """Returns this process's connection for a worker."""
+  assert workers.relay is not None
+  address, rank, keys = workers.relay
+  return _link(address, rank, workers.count, keys)
+
+
+_link = functools.cache(Link)

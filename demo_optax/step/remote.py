@@ -1,0 +1,301 @@
+"""Runs the step of a worker that is a separate program.
+
+All that workers share follows from the lists of messages that the relay hands
+to all of them: a worker that is behind applies lists by a program that only
+decodes, without gradients.
+"""
+
+import collections
+import contextlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from demo_optax.exchange.algorithm import traced_configs
+from demo_optax.numerics import prng
+from demo_optax.remote import frames
+from demo_optax.remote.link import Behind, Link, Position, link_of
+from demo_optax.step import agreement
+from demo_optax.step.call import Call
+from demo_optax.step.results import Returned
+from demo_optax.workers import Workers
+from demo_optax.workers.split import Plan
+
+# Rounds between comparisons of what workers share.
+CHECK_EVERY = 64
+
+# Workers on unlike hardware may differ in the last bits. They are made equal
+# again where a number differs by more than this share of the largest one.
+_TOLERANCE = 1e-3
+_ATTEMPTS = 16  # to take part, in a call
+_SAMPLE = 64  # numbers of an array that are compared
+
+
+class RemoteProgram:
+  """The program of a call, in parts between which messages are exchanged."""
+
+  def __init__(
+      self,
+      workers: Workers,
+      call: Call,
+      run: Callable[..., tuple[list[Any], Returned]],
+      donated: Sequence[int],
+  ):
+    if jax.process_count() > 1:
+      raise ValueError(
+          'A worker of Workers.remote must be one process, got'
+          f' {jax.process_count()} that jax.distributed has joined.'
+      )
+    assert workers.relay is not None
+    self._workers, self._rank = workers, workers.relay.rank
+    self._call, self._donated, self._run = call, donated, run
+    self._closed: Any = None
+    self._follows: Plan | None = None
+    self._has_parted = False
+
+  def __call__(self, *arrays: Any) -> tuple[list[Any], Returned]:
+    """Runs the step; if it fails, the arrays are as they were before."""
+    if self._closed is None:
+      self._trace(arrays)
+    link = link_of(self._workers)
+    link.shared = link.shared or self._shared
+    if self._shared not in ('', link.shared):
+      raise ValueError(
+          f'All training steps of {self._workers} must return the same state,'
+          f' got one of {self._shared}, and before it one of {link.shared}.'
+          ' Make one step of them.'
+      )
+    link.hello(self._text, lambda: frames.digest(
+        *(_bytes(arrays[n]) for n in self._nexts)
+    ))
+    before, self._has_parted = link.position, False
+    try:
+      for _ in range(_ATTEMPTS):
+        with contextlib.suppress(Behind):
+          current = self._current(link, arrays)
+          values = self._execute(self._plan, link, current)
+          break
+      else:
+        raise RuntimeError(
+            f'{self._workers} has taken the state of another worker'
+            f' {_ATTEMPTS} times and is still behind. Call the same training'
+            ' step in all workers, or give the relay a longer --deadline.'
+        )
+    except BaseException:
+      link.position = before  # as the caller's arrays are
+      raise
+    if self._has_parted:
+      link.part()
+    elif link.state_wanted and self._nexts:
+      held = dict(zip(self._returned.nexts, values))
+      link.send_state(_joined([held[n] for n in self._nexts]))
+    return values, self._returned
+
+  def _trace(self, arrays: Sequence[Any]) -> None:
+    """Traces the step, cuts and compiles it."""
+
+    def run(index: Any, *arrays: Any) -> Any:
+      return self._run(arrays, index)
+
+    with traced_configs() as configs:
+      self._closed, (_, self._returned) = jax.make_jaxpr(
+          run, return_shape=True
+      )(np.int32(self._rank), *arrays)
+    self._plan = Plan(self._closed, donated=[n + 1 for n in self._donated])
+    if self._workers.mesh is None:  # else shardings are known when it runs
+      self._plan.compile()
+    # Numbers of the arrays that all workers share, and that a step changes.
+    self._nexts = sorted({n for n in self._returned.nexts if n is not None})
+    messages = ' '.join(self._plan.meetings)
+    self._tag = frames.tag(messages, bool(self._nexts))
+    self._shared = ', '.join(
+        f'{self._call.arrays[n].name} {self._closed.in_avals[n + 1]}'
+        for n in self._nexts
+    )
+    self._text = frames.write_text(agreement.describe(configs) | {
+        'workers': str(self._workers.count),
+        'shared arrays': self._shared,
+        'messages': messages,
+    })
+
+  def _current(self, link: Link, arrays: Sequence[Any]) -> list[Any]:
+    """Returns the arrays as they are in the round that is open."""
+    arrays, was_behind = list(arrays), False
+    if not link.position.chain:
+      if not self._nexts:
+        raise RuntimeError(
+            f'{self._workers} must take the state of another worker, but the'
+            ' step does not return a state. Call the training step first.'
+        )
+      self._take(link.state(), arrays)
+      was_behind = True
+    nexts = self._returned.nexts
+    wanted = [n is not None and n not in nexts[:i] for i, n in enumerate(nexts)]
+    while link.position.round < link.open:
+      messages = link.listen()
+      if self._is_other(link, messages):
+        continue
+      if self._follows is None:
+        self._follows = Plan(self._closed, wanted, follows=True)
+      values = iter(self._execute(self._follows, link, arrays, messages))
+      for n, is_wanted in zip(nexts, wanted):
+        if is_wanted:
+          arrays[n] = next(values)
+      was_behind = True
+    if was_behind:
+      for p in self._call.own_params:
+        for own in (p.own, p.start):
+          if own is not None:
+            arrays[own] = arrays[p.number].astype(arrays[own].dtype)[None]
+    return arrays
+
+  def _is_other(self, link: Link, messages: Sequence[bytes]) -> bool:
+    """Returns whether a list is of another step, which changes no state.
+
+    The others have called it, to evaluate, while this worker was late. Raises
+    `Behind` if the other step changes the state.
+    """
+    tag = frames.tag_of(messages)
+    if tag == self._tag:
+      return False
+    if frames.changes_state(tag):  # only a later state can be followed
+      link.position = Position(link.position.round)
+      raise Behind
+    return True
+
+  def _take(self, state: bytes, arrays: list[Any]) -> None:
+    """Puts another worker's shared state in place of this worker's."""
+    start = 0
+    for n in self._nexts:
+      like = jax.eval_shape(_data, self._closed.in_avals[n + 1])
+      x = jnp.asarray(_read(state, start, like))
+      start += x.nbytes
+      if prng.is_key_array(arrays[n]):
+        x = jax.random.wrap_key_data(x, impl=jax.random.key_impl(arrays[n]))
+      arrays[n] = x
+
+  def _execute(
+      self, plan: Plan, link: Link, arrays: Sequence[Any], *lists: list[bytes]
+  ) -> list[Any]:
+    """Runs a plan, with lists that were received before it."""
+    received = list(lists)
+    return plan.run(
+        [np.int32(self._rank), *arrays],
+        lambda types, sent: self._exchange(link, arrays, types, sent, received),
+    )
+
+  def _exchange(
+      self,
+      link: Link,
+      arrays: Sequence[Any],
+      types: list[Any],
+      sent: list[Any] | None,
+      received: list[list[bytes]],
+  ) -> list[Any]:
+    """Exchanges one message, or reads those of a round that is over."""
+    sketch = b''
+    if sent is None:
+      messages = received.pop() if received else link.listen()
+    else:
+      for x in sent:
+        if isinstance(x, jax.Array):
+          x.copy_to_host_async()
+      body = self._tag + _joined(sent)
+      while True:
+        if link.position.round % CHECK_EVERY == 0 and self._nexts:
+          sketch = _sketch([arrays[n] for n in self._nexts])
+        messages = link.exchange(body + sketch)
+        if not self._is_other(link, messages):
+          break
+        sketch = b''
+    start = len(self._tag)
+    present = np.array(list(map(bool, messages)))
+    found = []
+    for aval in types:
+      rows = np.zeros((len(messages), *aval.shape), aval.dtype)
+      for i in np.flatnonzero(present):
+        rows[i] = _read(messages[i], start, aval)
+      found.append((rows, present, present[self._rank]))
+      start += aval.size * aval.dtype.itemsize
+    if sketch:
+      self._has_parted |= _has_parted(
+          sketch, {i: x[start:] for i, x in enumerate(messages) if x}
+      )
+    return found
+
+
+# Bytes of arrays --------------------------------------------------------------
+
+
+def _data(x: Any) -> Any:
+  return jax.random.key_data(x) if prng.is_key_array(x) else x
+
+
+def _bytes(x: Any) -> bytes:
+  return np.asarray(_data(x)).tobytes()
+
+
+def _joined(arrays: Sequence[Any]) -> bytes:
+  return b''.join(map(_bytes, arrays))
+
+
+def _read(data: bytes, start: int, like: Any) -> np.ndarray:
+  """Reads an array of a shape and dtype."""
+  return np.frombuffer(data, like.dtype, like.size, start).reshape(like.shape)
+
+
+# Comparisons ------------------------------------------------------------------
+
+
+def _sketch(arrays: Sequence[Any]) -> bytes:
+  """Returns the platform, a digest of arrays, and numbers from all of them."""
+  device = jax.devices()[0]
+  platform = (device.device_kind, device.client.platform_version,
+              os.environ.get('XLA_FLAGS', ''))
+  digests, samples = jax.device_get(_sketched(list(map(_data, arrays))))
+  return b''.join([
+      frames.digest(*map(str.encode, platform)),
+      frames.digest(digests.tobytes()),
+      samples.tobytes(),
+  ])
+
+
+@jax.jit
+def _sketched(arrays: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+  digests, samples = [], []
+  for x in arrays:
+    x = x.astype(jnp.uint8) if x.dtype == bool else x
+    bits = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
+    words = jax.lax.bitcast_convert_type(x, bits).astype(jnp.uint32).reshape(-1)
+    odd = jax.lax.iota(jnp.uint32, words.size) * jnp.uint32(2) + jnp.uint32(1)
+    digests.append(jnp.sum(words * odd, dtype=jnp.uint32))
+    x = jnp.ravel(x).astype(jnp.float32)
+    largest = jnp.max(jnp.abs(x), initial=0)[None]
+    some = x[:: max(1, x.size // _SAMPLE)][:_SAMPLE]
+    samples.append(jnp.concatenate([
+        largest, some, jnp.zeros(_SAMPLE - some.size, jnp.float32)
+    ]))
+  return jnp.stack(digests), jnp.stack(samples)
+
+
+def _has_parted(own: bytes, everyones: Mapping[int, bytes]) -> bool:
+  """Returns whether this worker's shared arrays are not those of the others.
+
+  Of most workers on hardware of its kind, to the bit; else of the first worker.
+  """
+  size = frames.CHAIN
+  counts = collections.Counter(
+      x[size : 2 * size] for x in everyones.values() if x[:size] == own[:size]
+  )
+  if counts and own[size : 2 * size] != counts.most_common(1)[0][0]:
+    return True
+  first = everyones[min(everyones)]
+  a, b = (
+      np.frombuffer(x[2 * size :], np.float32).reshape(-1, 1 + _SAMPLE)
+      for x in (own, first)
+  )
+  return bool(np.any(np.abs(a - b) > _TOLERANCE * b[:, :1]))

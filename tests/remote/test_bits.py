@@ -1,0 +1,226 @@
+"""Workers that are programs: the bits of the simulation."""
+
+import functools
+import os
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import demo_optax
+from demo_optax import compressors
+from demo_optax.remote import frames
+from demo_optax.remote.link import link_of
+from demo_optax.remote.relay import Relay
+
+
+class Joined:
+  """A relay in a thread, and workers in others."""
+
+  def __init__(self, count, **options):
+    self.count, self.options = count, options
+    self.address = 'tcp://127.0.0.1:*'
+
+  def __enter__(self):
+    self.relay = Relay(self.address, self.count, **self.options)
+    self.address, self.stopped = self.relay.address, []
+    self.thread = threading.Thread(
+        target=self.relay.serve, args=(lambda: bool(self.stopped),)
+    )
+    self.thread.start()
+    return self
+
+  def restart(self):
+    """The relay ends, and another one starts, which knows nothing."""
+    self.stopped.append(True)
+    self.thread.join(10)
+    self.__enter__()
+
+  def __exit__(self, *_):
+    for rank in range(self.count):
+      link_of(self.workers(rank)).close()
+    self.stopped.append(True)
+    self.thread.join(10)
+    assert not self.thread.is_alive()
+
+  def workers(self, rank):
+    return demo_optax.Workers.remote(
+        self.address, rank=rank, count=self.count
+    )
+
+  def run(self, fun, ranks=None):
+    """Returns what `fun(workers)` returns for each rank, run in threads."""
+    ranks = range(self.count) if ranks is None else ranks
+    found, errors = {}, []
+
+    def one(rank):
+      try:
+        found[rank] = fun(self.workers(rank))
+      except BaseException as error:
+        errors.append(error)
+
+    threads = [
+        threading.Thread(target=one, args=(r,), daemon=True) for r in ranks
+    ]
+    for t in threads:
+      t.start()
+    for t in threads:
+      t.join(240)
+      if errors:
+        raise errors[0]
+      assert not t.is_alive()
+    return [found[r] for r in ranks]
+
+
+pytestmark = pytest.mark.core
+
+PARAMS = {'w': (24, 160), 'v': (160, 24), 'large': (24, 700), 'b': (24,)}
+
+
+def batches(step, count, nan_at=None):
+  """Rows of all workers; one worker's are NaN in step `nan_at`."""
+  x = np.array(jax.random.normal(jax.random.key(step), (count, 4, 24)))
+  if step == nan_at:
+    x[1] = np.nan
+  return x
+
+
+def loss_of(params, x):
+  """Its gradient, p + x, has the same bits however it is compiled."""
+  return sum(
+      jnp.sum(p * jnp.resize(x, p.shape)) + jnp.sum(p * p) / 2
+      for p in params.values())
+
+
+def train(tx, workers, data):
+  """Trains; returns parameters and what the step returned."""
+  params = {name: jnp.full(shape, 0.1) for name, shape in PARAMS.items()}
+  state = tx.init(params)
+
+  @demo_optax.data_parallel(workers, batch_argnums=2, donate_argnums=(0, 1))
+  def step(params, state, x):
+    grads = jax.grad(loss_of)(params, x)
+    most = demo_optax.over_workers(jnp.max(jnp.abs(x)), jnp.max)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, (x[0, 0], most)
+
+  returned = []
+  for x in data:
+    params, state, found = step(params, state, x)
+    returned.append(jax.tree.map(np.asarray, found))
+  return jax.tree.map(np.asarray, params), returned
+
+
+AVERAGED = {
+    'w': demo_optax.dct_topk(topk=8), 'v': None, 'large': None, 'b': None
+}
+RANDOM = compressors.Compressor(
+    compressors.RandomSubset(1 / 4), compressors.Identity())
+
+
+def alone_before(workers):
+  """A transformation with a state of each worker, before the exchange."""
+  return optax.chain(
+      demo_optax.per_worker(optax.trace(0.9), workers=workers),
+      demo_optax.demo(1e-2, workers=workers),
+  )
+
+
+METHODS = {
+    'demo': lambda workers: demo_optax.demo(1e-2, workers=workers),
+    'demo_muon': lambda workers: demo_optax.demo_muon(1e-2, workers=workers),
+    'demo_diloco': lambda workers: demo_optax.local.demo_diloco(
+        optax.sgd(0.1, momentum=0.9), sync_period=4, workers=workers),
+    'sum': lambda workers: demo_optax.demo(
+        1e-2, workers=workers, compressor=RANDOM),
+    'averaged': lambda workers: demo_optax.demo(
+        1e-2, workers=workers, compressor=AVERAGED),
+    'per_worker': alone_before,
+}
+
+
+def data_of(method, count, steps):
+  nan_at = None if method == 'demo_diloco' else 3
+  return [batches(i, count, nan_at) for i in range(steps)]
+
+
+@pytest.mark.parametrize('method', METHODS)
+def test_as_simulated(method):
+  count, make = 3, METHODS[method]
+  data = data_of(method, count, 10)
+  simulated = demo_optax.Workers.simulated(count)
+  expected = train(
+      make(simulated), simulated, [x.reshape(count * 4, 24) for x in data]
+  )
+  with Joined(count) as joined:
+    found = joined.run(lambda workers: train(
+        make(workers), workers, [x[workers.relay.rank] for x in data]
+    ))
+  check(method, found, expected)
+
+
+def check(method, found, expected):
+  """Workers have the same bits, and those of the simulation.
+
+  As compiled for users, matrices are not multiplied in a stack as alone.
+  """
+  for own in found[1:]:
+    jax.tree.map(np.testing.assert_array_equal, own, found[0])
+  if method != 'demo_muon' or os.environ.get('TESTS_AS_USERS', '0') == '0':
+    jax.tree.map(np.testing.assert_array_equal, found[0], expected)
+
+
+@pytest.mark.parametrize('method', ['demo', 'averaged', 'sum'])
+def test_bytes_are_those_of_plan(method):
+  """Beside the message: its kind, the count of the valid, and two metrics."""
+  params = {name: jax.ShapeDtypeStruct(shape, jnp.float32)
+            for name, shape in PARAMS.items()}
+  compressor = {'averaged': AVERAGED, 'sum': RANDOM}.get(
+      method, demo_optax.dct_topk())
+  sizes = []
+
+  def run(workers):
+    link = link_of(workers)
+    real = link.exchange
+    link.exchange = lambda body: sizes.append(len(body)) or real(body)
+    train(METHODS[method](workers), workers, [batches(i, 2)[0] for i in (0, 1)])
+    return demo_optax.plan(params, compressor, workers).sent_bytes
+
+  with Joined(2, start=0.1) as joined:
+    (expected,) = joined.run(run, [0])
+  assert 0 <= sizes[1] - expected - frames.CHAIN - 8 <= 4
+
+
+@pytest.mark.parametrize('method', ['demo', 'averaged', 'demo_muon'])
+def test_workers_of_several_devices(method):
+  """Two workers of four devices, which shard parameters."""
+  specs = {
+      'w': P(None, 'fsdp'), 'v': P('fsdp'), 'large': P(None, 'fsdp'), 'b': P()
+  }
+  data = [batches(i, 2, 3) for i in range(6)]
+  simulated = demo_optax.Workers.simulated(2, specs, {'fsdp': 4})
+  expected = train(
+      METHODS[method](simulated), simulated,
+      [x.reshape(8, 24) for x in data],
+  )
+
+  def of_worker(workers):
+    rank = workers.relay.rank
+    mesh = jax.sharding.Mesh(jax.devices()[4 * rank : 4 * rank + 4], 'fsdp')
+    workers = demo_optax.Workers.remote(
+        workers.relay.address, rank=rank, count=2, mesh=mesh, param_specs=specs
+    )
+    return train(METHODS[method](workers), workers, [x[rank] for x in data])
+
+  with Joined(2) as joined:
+    found = joined.run(of_worker)
+  (params, _), (others, _) = found
+  jax.tree.map(np.testing.assert_array_equal, params, others)
+  # Dense updates are multiplied and added in other ways by sharded programs.
+  close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+  same = np.testing.assert_array_equal if method == 'demo' else close
+  jax.tree.map(same, params, expected[0])

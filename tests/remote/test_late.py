@@ -1,0 +1,352 @@
+"""Workers that are late, come back or join; relays that end."""
+
+import contextlib
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+from test_bits import METHODS, Joined
+
+import demo_optax
+from demo_optax.remote import frames
+from demo_optax.remote.link import Position, link_of
+from demo_optax.step import remote
+
+INFOS = {}  # of the last run, by rank
+
+
+class Done(Exception):  # noqa: N818
+  """Raised where a worker shall end."""
+
+
+class Course:
+  """Paces workers, and ends them when one of them has trained for a while.
+
+  So that it never needs one that has ended.
+  """
+
+  def __init__(self, last, steps):
+    self.last, self.steps, self.over = last, steps, threading.Event()
+
+  def of(self, workers, pause=0.0, at=-1):
+    """Of a worker; it pauses for seconds when it is in a round, or later."""
+    pauses, left = [pause] if pause else [], [self.steps]
+
+    def before(number):
+      if self.over.wait(0.03):
+        raise Done
+      if pauses and number >= at:
+        time.sleep(pauses.pop())
+      elif workers.relay.rank == self.last and not pauses:
+        left[0] -= 1
+        if not left[0]:
+          self.over.set()
+          raise Done
+
+    return before
+
+
+def train(
+    workers, rounds, before=lambda number: None, method='demo',
+    spoil=lambda number, params: None,
+):
+  """Trains until a round; returns the parameters after each round."""
+  tx = METHODS[method](workers)
+  params = {'w': jnp.full((24, 24), 0.1), 'b': jnp.zeros(24)}
+  state = tx.init(params)
+
+  @demo_optax.data_parallel(workers, batch_argnums=2, donate_argnums=(0, 1))
+  def step(params, state, x):
+    def loss_of(params):
+      return jnp.mean((x @ params['w'] + params['b'][None] - x) ** 2)
+    loss, grads = jax.value_and_grad(loss_of)(params)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, loss
+
+  rank, link = workers.relay.rank, link_of(workers)
+  found = {}
+  while link.position.round < rounds:
+    try:
+      before(link.position.round)
+    except Done:
+      break
+    spoil(link.position.round, params)
+    x = jax.random.normal(jax.random.key(100 * rank + len(found)), (4, 24))
+    while True:
+      try:
+        params, state, _ = step(params, state, np.asarray(x))
+        break
+      except KeyboardInterrupt:
+        pass
+    found[link.position.round] = jax.tree.map(np.asarray, params)
+  INFOS[rank] = demo_optax.exchange_info(state, workers)
+  return found
+
+
+def evaluated(workers, before):
+  """As `train`, with another step in between, which exchanges as well."""
+  mean = demo_optax.data_parallel(workers, batch_argnums=0)(
+      lambda x: demo_optax.over_workers(x.mean()))
+
+  def evaluate(number):
+    before(number)
+    if number % 6 == 5:
+      with contextlib.suppress(RuntimeError):  # it must join, in training
+        mean(np.ones(2, np.float32))
+
+  return train(workers, 10_000, evaluate)
+
+
+def check_equal(found):
+  """All workers have the same parameters after each round."""
+  rounds = [n for own in found for n in own]
+  assert rounds
+  for n in set(rounds):
+    first, *rest = [own[n] for own in found if n in own]
+    for params in rest:
+      jax.tree.map(np.testing.assert_array_equal, params, first)
+
+
+@pytest.mark.parametrize('method', ['demo', 'demo_diloco'])
+def test_a_late_worker(method):
+  """It costs the others one deadline, and applies the lists that it missed."""
+  course = Course(2, 15)
+  with Joined(3, deadline=0.3) as joined:
+    found = joined.run(lambda w: train(
+        w, 10_000, course.of(w, 1.0 if w.relay.rank == 2 else 0, 5), method))
+  check_equal(found)
+  assert len(found[2]) < len(found[0]) - 5
+  assert len([n for n in found[2] if n in found[0] and n > 8]) >= 5
+
+
+@pytest.mark.parametrize('devices', [1, 4])
+def test_a_worker_that_joins(devices):
+  """One that is there later takes the state, and is not waited for before."""
+  def run(workers):
+    address, rank, _ = workers.relay
+    if rank == 1:
+      time.sleep(2)
+    if devices > 1:
+      own = jax.devices()[devices * rank : devices * (rank + 1)]
+      workers = demo_optax.Workers.remote(
+          address, rank=rank, count=2, mesh=jax.sharding.Mesh(own, 'fsdp'),
+          param_specs={'w': P('fsdp'), 'b': P()})
+    return train(workers, 10_000, course.of(workers))
+  course = Course(1, 10)
+  with Joined(2, start=0.5, history=4) as joined:
+    found = joined.run(run)
+  check_equal(found)
+  assert 5 < len(found[1]) < len(found[0]) - 5
+
+
+def test_the_relay_is_restarted():
+  """Workers wait, say hello, and go on from the round that was open."""
+  with Joined(2) as joined:
+    found = joined.run(lambda w: train(w, 12, restarts(joined, w)))
+  check_equal(found)
+  assert all(list(own) == list(range(1, 13)) for own in found)
+
+
+def restarts(joined, workers):
+  """Worker 0 restarts the relay before some of its rounds."""
+  def before(number):
+    if workers.relay.rank == 0 and number in (1, 5, 6):
+      joined.restart()
+  return before
+
+
+def test_a_worker_whose_parameters_differ(monkeypatch):
+  """It is found by digests, and takes the state of another one."""
+  monkeypatch.setattr(remote, 'CHECK_EVERY', 8)
+  def trained(workers):
+    def spoil(number, params):
+      if workers.relay.rank == 1 and number == 10:
+        params['w'] = params['w'].at[3, 5].add(1e-6)
+    return train(workers, 30, spoil=spoil)
+
+  with Joined(3) as joined:
+    found = joined.run(trained)
+  infos = [[INFOS[r][name] for name in ('joined', 'parted')] for r in range(3)]
+  assert infos == [[0, 0], [1, 1], [0, 0]]
+  assert all(info['round'] >= 30 for info in INFOS.values())
+  differ = [n for n in found[0] if n in found[1] and np.any(
+      found[0][n]['w'] != found[1][n]['w'])]
+  assert differ and set(differ) <= set(range(11, 18))
+
+
+def test_distance_on_other_hardware():
+  arrays = [jnp.linspace(-1, 1, 1000), jnp.int32(7)]
+  size = frames.CHAIN
+  one = remote._sketch(arrays)
+  near, far = (
+      b'elsewhere'.ljust(size) + remote._sketch(
+          [arrays[0] * jnp.float32(1 + x), arrays[1]])[size:]
+      for x in (1e-5, 1e-2))
+  assert not remote._has_parted(near, {0: one, 1: near})
+  assert remote._has_parted(far, {0: one, 1: far})
+
+
+def test_a_late_worker_while_others_evaluate():
+  course = Course(2, 15)
+  with Joined(3, deadline=0.3) as joined:
+    found = joined.run(lambda w: evaluated(
+        w, course.of(w, 1.0 if w.relay.rank == 2 else 0, 3)))
+  check_equal(found)
+  assert len([n for n in found[2] if n in found[0] and n > 8]) >= 5
+  assert not INFOS[2]['joined']  # an evaluation changes nothing
+
+
+def test_other_training_steps():
+  """A worker that calls another one cannot follow, and is told in the end."""
+  over = threading.Event()
+
+  def run(workers):
+    def of_shape(rows):
+      @demo_optax.data_parallel(workers, batch_argnums=1)
+      def step(params, x):
+        rest = demo_optax.over_workers(jnp.full(rows, x.mean()))
+        return {'w': params['w'] + rest.mean()}
+      return step
+
+    one, other = of_shape(1), of_shape(2)
+    params, x = {'w': jnp.zeros(3)}, np.ones(2, np.float32)
+    for _ in range(3):
+      params = one(params, x)
+    if workers.relay.rank == 0:
+      while not over.is_set():
+        params = one(params, x)
+        time.sleep(0.02)
+    else:
+      with pytest.raises(RuntimeError, match='Call the same training step'):
+        other(params, x)
+      over.set()
+      another = {'v': params['w']}
+      with pytest.raises(ValueError, match='must return the same state'):
+        demo_optax.data_parallel(workers, batch_argnums=1)(
+            lambda params, x: {'v': params['v'] + 1.0})(another, x)
+
+  with Joined(2, deadline=0.3) as joined:
+    joined.run(run)
+
+
+def test_a_step_that_fails_changes_nothing(monkeypatch):
+  """The arrays that were given are as before, and it can be run again."""
+  def trained(workers):
+    own = Interrupted(link_of(workers))
+    if workers.relay.rank == 1:
+      monkeypatch.setattr(own.link, 'exchange', own.exchange)
+    return train(workers, 12)
+
+  with Joined(2) as joined:
+    found = joined.run(trained)
+  check_equal(found)
+  assert list(found[0]) == list(range(1, 13)) and len(found[1]) > 5
+
+
+class Interrupted:
+  """A link whose exchanges are interrupted, before or after they happened."""
+
+  def __init__(self, link):
+    self.link, self.real, self.calls = link, link.exchange, 0
+
+  def exchange(self, body):
+    self.calls += 1
+    if self.calls % 3 == 1:
+      raise KeyboardInterrupt
+    found = self.real(body)
+    if self.calls % 3 == 2:
+      raise KeyboardInterrupt
+    return found
+
+
+def test_the_state_is_needed():
+  """A step that does not return it can run, but cannot follow others."""
+  def run(workers):
+    mean = demo_optax.data_parallel(workers, batch_argnums=0)(
+        lambda x: demo_optax.over_workers(x.mean()))
+    found = [float(mean(np.full(4, workers.relay.rank, np.float32)))]
+    if workers.relay.rank == 1:
+      link_of(workers).part()
+      with pytest.raises(RuntimeError, match='does not return a state'):
+        mean(np.zeros(4, np.float32))
+    return found
+
+  with Joined(2) as joined:
+    assert joined.run(run) == [[0.5], [0.5]]
+
+
+def test_an_exchange_in_a_loop_is_refused():
+  workers = demo_optax.Workers.remote('tcp://127.0.0.1:1', rank=0, count=2)
+
+  @demo_optax.data_parallel(workers, batch_argnums=0)
+  def step(x):
+    return jax.lax.scan(
+        lambda c, y: (c + demo_optax.over_workers(y), None), 0.0, x)[0]
+
+  with pytest.raises(ValueError, match='outside of loops'):
+    step(np.ones(4, np.float32))
+
+
+def test_an_update_outside_of_a_step():
+  workers = demo_optax.Workers.remote('tcp://127.0.0.1:1', rank=0, count=2)
+  for tx in (demo_optax.demo(1e-2, workers=workers),
+             demo_optax.average(workers=workers)):
+    params = {'w': jnp.ones((8, 8))}
+    state = tx.init(params)
+    with pytest.raises(ValueError, match='must be in a demo_optax.data_par'):
+      jax.jit(tx.update)(params, state, params)
+
+
+def test_owners_are_refused():
+  workers = demo_optax.Workers.remote('tcp://127.0.0.1:1', rank=0, count=2)
+  with pytest.raises(ValueError, match="exchange must be 'all_gather' or 'auto'"):
+    demo_optax.demo(1e-2, workers=workers, exchange='all_to_all')
+
+
+@pytest.mark.parametrize('is_in', [True, False])
+def test_momentum_gives_up_only_what_others_received(is_in, monkeypatch):
+  """The list of a round without this worker's message, or with it."""
+  workers = demo_optax.Workers.remote('tcp://127.0.0.1:1', rank=0, count=2)
+  link = link_of(workers)
+  monkeypatch.setattr(link, 'hello', lambda *_: None)
+  monkeypatch.setattr(link, 'position', Position(1, b'x' * frames.CHAIN))
+  monkeypatch.setattr(
+      link, 'exchange', lambda body: [body if is_in else b'', body])
+  tx = demo_optax.demo(1e-2, decay=0.99, workers=workers)
+  params = {'w': jnp.zeros((64, 64))}
+
+  @demo_optax.data_parallel(workers, batch_argnums=2)
+  def step(params, state, x):
+    grads = jax.grad(lambda params: jnp.sum(params['w'] * x))(params)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  x = jax.random.normal(jax.random.key(0), (64, 64))
+  params, state = step(params, tx.init(params), x)
+  link.close()
+  (momentum,) = jax.tree.leaves(demo_optax.state.momentum(state))
+  kept, whole = (float(jnp.sum(m ** 2)) for m in (momentum, (1 - 0.99) * x))
+  assert np.any(params['w'] != 0)
+  assert (kept < 0.98 * whole) if is_in else abs(kept / whole - 1) < 1e-5
+
+
+def test_a_state_on_the_mesh_of_a_worker():
+  """Its specs place it where `init` has it; copies are compared."""
+  mesh = jax.sharding.Mesh(jax.devices()[:4], 'fsdp')
+  workers = demo_optax.Workers.remote(
+      'tcp://127.0.0.1:1', rank=0, count=2, mesh=mesh,
+      param_specs={'w': P('fsdp')})
+  tx = demo_optax.demo(1e-2, workers=workers)
+  params = workers.device_put({'w': jnp.ones((64, 64))})
+  state = tx.init(params)
+  assert demo_optax.check_replicas((params, state), workers) == []
+  for spec, x in zip(
+      jax.tree.leaves(demo_optax.state_specs(tx, params, workers)),
+      jax.tree.leaves(state), strict=True):
+    wanted = jax.sharding.NamedSharding(mesh, spec)
+    assert wanted.is_equivalent_to(x.sharding, x.ndim)

@@ -1,0 +1,335 @@
+"""The relay by itself: rounds, keys, and what does not fit."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import zmq
+from test_bits import Joined
+
+import demo_optax
+from demo_optax.remote import frames, relay
+from demo_optax.remote.frames import Header
+from demo_optax.remote.link import Behind, Link
+from demo_optax.remote.relay import Relay
+
+pytestmark = pytest.mark.core
+
+
+class Rounds:
+  """Workers without arrays: links of threads that exchange bytes."""
+
+  def __init__(self, joined, count):
+    self.links = [Link(joined.address, r, count, None) for r in range(count)]
+
+  def __enter__(self):
+    self.each(lambda link: link.hello(b'{}', lambda: frames.digest(b'state')))
+    return self
+
+  def __exit__(self, *_):
+    for link in self.links:
+      link.close()
+
+  def each(self, fun, links=None):
+    """Returns what `fun` returns of every link, called at the same time."""
+    links = self.links if links is None else links
+    found = [None] * len(links)
+
+    def one(i):
+      try:
+        found[i] = fun(links[i])
+      except Exception as error:
+        found[i] = error
+
+    threads = [
+        threading.Thread(target=one, args=(i,), daemon=True)
+        for i in range(len(links))
+    ]
+    for thread in threads:
+      thread.start()
+    for thread in threads:
+      thread.join(20)
+      assert not thread.is_alive()
+    return found
+
+  def round(self, links=None, size=100):
+    """One round with messages of random bytes; returns its seconds."""
+    links = self.links if links is None else links
+    tag = bytes(frames.CHAIN)  # of the step
+    bodies = {id(link): tag + os.urandom(size) for link in links}
+    began = time.monotonic()
+    lists = self.each(lambda link: link.exchange(bodies[id(link)]), links)
+    expected = [bodies.get(id(link), b'') for link in self.links]
+    assert all(found == expected for found in lists), lists
+    return time.monotonic() - began
+
+
+@pytest.fixture(name='joined')
+def make_joined():
+  with Joined(3, deadline=0.3, start=5, max_message=1 << 20) as joined:
+    yield joined
+
+
+@pytest.fixture(name='rounds')
+def make_rounds(joined):
+  with Rounds(joined, 3) as rounds:
+    yield rounds
+
+
+def test_a_missing_worker_costs_one_deadline(rounds):
+  for _ in range(3):
+    assert rounds.round() < 0.2
+  assert 0.25 < rounds.round(rounds.links[:2]) < 0.6
+  for _ in range(3):
+    assert rounds.round(rounds.links[:2]) < 0.2
+  # It gets the lists that it missed, one by one, and is not in them.
+  late = rounds.links[2]
+  while late.position.round < rounds.links[0].position.round:
+    assert late.exchange(b'late')[2] == b''
+  assert late.position == rounds.links[0].position
+  rounds.round()
+  assert rounds.round() < 0.2
+
+
+def test_lists_are_kept_for_some_rounds():
+  with Joined(2, deadline=0.1, history=4) as joined, Rounds(joined, 2) as r:
+    r.round()
+    for _ in range(9):
+      r.round(r.links[:1])
+    with pytest.raises(Behind):
+      r.links[1].exchange(b'x')
+
+
+def test_another_configuration_is_refused(joined):
+  first, other = (Link(joined.address, r, 3, None) for r in range(2))
+  said = [{'version': '1', 'compressor': x} for x in ('k=8', 'k=9')]
+  errors = []
+
+  def hello(link, text):
+    try:
+      link.hello(frames.write_text(text), lambda: b'x' * 16)
+    except RuntimeError as error:
+      errors.append(str(error))
+
+  threads = [threading.Thread(target=hello, args=x)
+             for x in zip((first, other), said)]
+  for thread in threads:
+    thread.start()
+    time.sleep(0.2)
+  for thread in threads:
+    thread.join(20)
+  (error,) = errors
+  assert 'different are compressor' in error and 'k=9 here, k=8 in' in error
+  for link in (first, other):
+    link.close()
+
+
+def raw(joined):
+  """A socket that sends what it likes."""
+  made = zmq.Context.instance().socket(zmq.DEALER)
+  made.set(zmq.LINGER, 0)
+  made.connect(joined.address)
+  return made
+
+
+def test_what_does_not_fit_is_refused(joined, rounds, caplog):
+  """While three workers go on, and nobody else is disturbed."""
+  program, position = os.urandom(8), rounds.links[0].position
+  attacks = [
+      [b''], [b'x'] * 2, [os.urandom(50)] * 5, [b'DEM1'], [b'x' * 100] * 40,
+      *([Header(kind, rank, number, -1, position.chain, program).pack(),
+         *[os.urandom(1000)] * frames_]
+        for kind in (0, 1, 2, 3, 4, 5, 11, 12, 255)
+        for rank in (0, 2, 3, 2**16 - 1)
+        for number in (-1, 0, 1, 2**62) for frames_ in (0, 1, 2)),
+      # Too large: the connection ends.
+      [Header(frames.MESSAGE, 0).pack(), b'x' * (2 << 20)],
+  ]
+  sockets = [raw(joined) for _ in range(4)]
+  for number, attack in enumerate(attacks):
+    sockets[number % 4].send_multipart(attack)
+    if number % 40 == 0:
+      assert rounds.round() < 0.25
+  host, port = joined.address.removeprefix('tcp://').split(':')
+  half_open = [socket.create_connection((host, int(port))) for _ in range(100)]
+  for number, one in enumerate(half_open):
+    one.send((b'', b'\xff' + b'\0' * 8, b'GET / HTTP/1.0\r\n\r\n')[number % 3])
+  assert rounds.round() < 0.25
+  for one in (*sockets, *half_open):
+    one.close()
+  assert rounds.round() < 0.25
+  assert joined.relay.round == rounds.links[0].position.round
+  assert any('refused' in r.message for r in caplog.records)
+
+
+def test_messages_of_another_round_or_size(rounds, joined):
+  """Replayed, too early, or not as long as those of the others."""
+  link, other = rounds.links[1], raw(joined)
+  rounds.round()
+  for number in (-3, -1, 1, 7):
+    header = Header(
+        frames.MESSAGE, 1, link.position.round + number, 0,
+        link.position.chain, link._program)
+    other.send_multipart([header.pack(), b'replayed'])
+  rounds.round()
+  other.close()
+  sizes = {0: 10, 1: 11, 2: 10}
+  found = rounds.each(lambda x: x.exchange(b'x' * sizes[x._rank]))
+  assert found == [[b'x' * 10, b'', b'x' * 10]] * 3
+
+
+def test_two_programs_of_one_rank(joined, rounds):
+  twin = Link(joined.address, 0, 3, None)
+  twin._text, twin.open = b'{}', 0
+  twin.position = rounds.links[0].position
+  with pytest.raises(RuntimeError, match='a rank of its own'):
+    twin.exchange(b'x')
+  twin.close()
+  rounds.round()
+
+
+def test_keys(tmp_path):
+  """Without its key nobody gets in; with it, a worker is its rank alone."""
+  files = frames.write_keys(tmp_path, 2)
+  assert all(path.stat().st_mode & 0o77 == 0 for path in files)
+  with pytest.raises(FileExistsError):
+    frames.write_keys(tmp_path, 2)
+  for address in ('tcp://*:7077', 'tcp://relay.example.org:7077'):
+    with pytest.raises(ValueError, match='keys must be given'):
+      Relay(address, 2)
+    if '*' not in address:
+      with pytest.raises(ValueError, match='keys must be given'):
+        Link(address, 0, 2, None)
+  with pytest.raises(ValueError, match='must be a file of keys'):
+    frames.read_keys(__file__)
+  first, *own = map(str, files)
+  with Joined(2, keys=first, start=1) as joined:
+    links = [Link(joined.address, r, 2, key) for r, key in enumerate(own)]
+    intruders = [
+        Link(joined.address, 1, 2, None),  # no key
+        Link(joined.address, 1, 2, own[0]),  # of another rank
+    ]
+    strangers = frames.write_keys(tmp_path / 'others', 2)
+    intruders.append(Link(joined.address, 1, 2, str(strangers[2])))
+    connected = [bool(x._socket.poll(500, zmq.POLLOUT)) for x in intruders]
+    assert connected == [False, True, False]
+    intruders[1]._socket.send_multipart([Header(
+        frames.HELLO, 1, program=b'12345678').pack(), b'{}'])
+    threads = [
+        threading.Thread(target=link.hello, args=(b'{}', lambda: b'x' * 16))
+        for link in links
+    ]
+    for thread in threads:
+      thread.start()
+    for thread in threads:
+      thread.join(10)
+    rounds = Rounds.__new__(Rounds)
+    rounds.links = links
+    for _ in range(5):
+      rounds.round()
+    assert not any(link._socket.poll(100) for link in intruders)
+    for link in (*links, *intruders):
+      link.close()
+
+
+def test_a_bad_address_or_rank():
+  remote = demo_optax.Workers.remote
+  with pytest.raises(ValueError, match='rank must be from 0 to 1'):
+    remote('tcp://127.0.0.1:7077', rank=2, count=2)
+  with pytest.raises(ValueError, match='address must be that of a relay'):
+    remote('127.0.0.1:7077', rank=0, count=2)
+
+
+def test_the_command(tmp_path):
+  """It prints where it listens, and ends at SIGTERM."""
+  run = [sys.executable, '-m', 'demo_optax.remote']
+  keys = subprocess.run(
+      [*run, 'keys', str(tmp_path), '--workers', '2'], check=True, text=True,
+      capture_output=True, timeout=60)
+  assert len(keys.stdout.split()) == 3
+  with subprocess.Popen(
+      [*run, '--workers', '2', '--port', '0'], stdout=subprocess.PIPE, text=True
+  ) as process:
+    assert process.stdout.readline().startswith(
+        'relay for 2 workers on tcp://127.0.0.1:')
+    assert process.stdout.readline() == (
+        'no keys: this machine alone can reach it\n')
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0
+
+
+def test_a_run_that_all_have_left(monkeypatch):
+  """The relay waits for workers to come, and begins again."""
+  monkeypatch.setattr(relay, '_ALONE', 0.3)
+  with Joined(2, start=5, deadline=0.1, history=2) as joined:
+    with Rounds(joined, 2) as rounds:
+      for _ in range(5):
+        rounds.round()
+    with Rounds(joined, 2) as rounds:
+      assert not any(link.position.chain for link in rounds.links)
+      assert all(isinstance(x, Behind)
+                 for x in rounds.each(lambda link: link.state()))
+      rounds.round()
+
+
+class Wire:
+  """Connections to an address that can be cut; new ones are let through."""
+
+  def __init__(self, address):
+    host, port = address.removeprefix('tcp://').split(':')
+    self.target, self.ends = (host, int(port)), []
+    self.server = socket.create_server(('127.0.0.1', 0))
+    self.address = f'tcp://127.0.0.1:{self.server.getsockname()[1]}'
+    threading.Thread(target=self._accept, daemon=True).start()
+
+  def _accept(self):
+    with contextlib.suppress(OSError):
+      while True:
+        near, _ = self.server.accept()
+        far = socket.create_connection(self.target)
+        self.ends += [near, far]
+        for pair in ((near, far), (far, near)):
+          threading.Thread(target=self._copy, args=pair, daemon=True).start()
+
+  def _copy(self, source, target):
+    with contextlib.suppress(OSError):
+      while data := source.recv(8192):
+        target.sendall(data)
+    self._shut(source, target)
+
+  def _shut(self, *ends):
+    for end in ends:
+      with contextlib.suppress(OSError):
+        end.shutdown(socket.SHUT_RDWR)
+      end.close()
+
+  def cut(self):
+    ends, self.ends = self.ends, []
+    self._shut(*ends)
+
+  def close(self):
+    self._shut(self.server)
+    self.cut()
+
+
+def test_a_wire_that_is_cut():
+  """In the middle of messages and lists: they are sent again, none is lost."""
+  with Joined(2, deadline=20, start=5) as joined, contextlib.ExitStack() as stack:
+    wires = [Wire(joined.address) for _ in range(2)]
+    for wire in wires:
+      stack.callback(wire.close)
+    rounds = Rounds.__new__(Rounds)
+    rounds.links = [Link(w.address, r, 2, None) for r, w in enumerate(wires)]
+    with rounds:
+      rounds.round()
+      for number in range(8):
+        timer = threading.Timer(0.004 * number, wires[number % 2].cut)
+        timer.start()
+        rounds.round(size=2_000_000)
+        timer.join()
