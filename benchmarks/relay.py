@@ -2,6 +2,7 @@
 
     python benchmarks/relay.py goodput    # 18 minutes
     python benchmarks/relay.py drift --minutes 3 --pace 0.02
+    python benchmarks/relay.py slow --workers 4 --minutes 60 --pace 1
     python benchmarks/relay.py load       # CPU and seconds of the relay
     python benchmarks/relay.py links      # seconds of a round on slow links
     python benchmarks/relay.py attack     # 10,000 connections, and garbage
@@ -10,7 +11,8 @@
 network on scikit-learn's digits, a step in half a second. In one of them a
 worker is killed (SIGKILL) every three minutes, and started again at once with
 new parameters. Counted are the steps of all workers, and rounds. After every
-round the parameters of all that took part must have the same digest.
+round the parameters of all that took part must have the same digest. `slow` is
+one job, in which the last worker takes six times as long for a step.
 
 The other commands have workers without gradients: threads that send messages of
 a size and wait for the list. On slow links each has a proxy, which limits both
@@ -128,10 +130,14 @@ class Job:
     return subprocess.Popen(
         [sys.executable, __file__, 'work', '--address', self.address,
          '--rank', str(rank), '--workers', str(self.args.workers),
-         '--pace', str(self.args.pace), '--until', str(self.args.until),
+         '--pace', str(self.pace(rank)), '--until', str(self.args.until),
          '--out', str(self.folder / f'{rank}')],
         env=env, stdout=self.log, stderr=self.log,
     )
+
+  def pace(self, rank: int) -> float:
+    is_slow = self.args.one_is_slow and rank == self.args.workers - 1
+    return self.args.pace * (6 if is_slow else 1)
 
   def restart(self, rank: int) -> None:
     self.workers[rank].kill()
@@ -164,6 +170,7 @@ class Job:
     ]
     return {
         'steps': len(lines),
+        'steps_of_workers': [len(x) for x in memory],
         'rounds': max(digests) - min(digests) + 1,
         'rounds_that_differ': sum(len(x) > 1 for x in digests.values()),
         'validation_loss': round(statistics.median(x['loss'] for x in ends), 4),
@@ -199,12 +206,22 @@ def goodput(args: argparse.Namespace) -> None:
 def drift(args: argparse.Namespace) -> None:
   """Two workers, one of which is compiled with other flags."""
   args.workers, args.unlike = 2, True
+  save('drift', alone(args))
+
+
+def slow(args: argparse.Namespace) -> None:
+  """A worker that is never in time."""
+  args.one_is_slow = True
+  save('slow', {'minutes': args.minutes, 'pace': args.pace, **alone(args)})
+
+
+def alone(args: argparse.Namespace) -> dict[str, Any]:
   args.until = time.time() + 60 * args.minutes
   with (
       tempfile.TemporaryDirectory() as name,
       Job(pathlib.Path(name) / 'job', args) as job,
   ):
-    save('drift', job.end())
+    return job.end()
 
 
 class Messages:
@@ -223,7 +240,7 @@ class Messages:
         link.Link(link_of(self.address), rank, workers, None)
         for rank in range(workers)
     ]
-    self._each(lambda x: x.hello(b'{}', lambda: frames.digest(b'state')))
+    self._each(lambda x: x.hello(b'{}', frames.digest(b'state')))
 
   def _each(self, fun: Callable[[Any], Any]) -> None:
     threads = [threading.Thread(target=fun, args=(x,)) for x in self.links]
@@ -400,8 +417,8 @@ def main() -> None:
       description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   tasks = {f.__name__: f for f in (
-      goodput, drift, load, links, attack, work)}
-  parser.set_defaults(unlike=False)
+      goodput, drift, slow, load, links, attack, work)}
+  parser.set_defaults(unlike=False, one_is_slow=False)
   parser.add_argument('what', choices=tasks)
   add = parser.add_argument
   add('--workers', type=int, default=8)

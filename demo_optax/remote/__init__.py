@@ -6,3 +6,20 @@
 
 See `demo_optax.Workers.remote`. `python -m demo_optax.remote` starts a relay.
 """
+
+from demo_optax.workers import Workers
+
+
+def pause(workers: Workers) -> None:
+  """Tells the relay that this worker is away, until its next step.
+
+  To be called before an evaluation or a save that the other workers do not make
+  at the same step: no round waits for this worker, which would cost the others
+  one deadline. Its next step applies the rounds that it missed.
+
+  Args:
+    workers: those of `Workers.remote`.
+  """
+  from demo_optax.remote import link  # needs ZeroMQ
+
+  link.link_of(workers).pause()

@@ -23,6 +23,8 @@ LISTEN = 3
 PUSH = 4
 # A request for a part of that state; answered by it, or by an empty one.
 PULL = 5
+# Notes that the worker is away for a while: no round waits for it. No answer.
+PAUSE = 6
 
 # From the relay: go on from the round in the header; `number` is 1 if the
 # worker needs the state of another one.

@@ -5,12 +5,16 @@ import contextlib
 import functools
 import logging
 import os
+import pickle
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
 import zmq
+from jax.experimental import multihost_utils
 
 from demo_optax.remote import frames
 from demo_optax.remote.frames import Header
@@ -23,6 +27,8 @@ _SLICE = 100  # milliseconds in a wait, between which signals are handled
 # a list.
 _ASK, _ASK_HELLO = 1.0, 10.0
 _WARN = 30.0  # seconds without an answer between warnings
+_BEAT = 5.0  # seconds in which the first process of several says something
+_PIECE = 1 << 24  # bytes that processes send each other at once
 
 
 class Behind(Exception):  # noqa: N818
@@ -54,6 +60,7 @@ class Link:
     joined: how often the worker has taken the state of another one.
     parted: how often its state was found not to be that of the others.
     shared: names and types of the shared arrays, once a step has changed them.
+    while_waiting: called ten times a second while there is no answer.
   """
 
   def __init__(self, address: str, rank: int, count: int, keys: str | None):
@@ -68,11 +75,12 @@ class Link:
     self.state_wanted = False
     self.joined = self.parted = 0
     self.shared = ''
+    self.while_waiting: Callable[[], None] = lambda: None
     self._address, self._rank, self._count = address, rank, count
     self._keys = None if keys is None else frames.read_keys(keys)
     self._program = os.urandom(8)
     self._text = b''
-    self._digest: Callable[[], bytes] = bytes
+    self._digest = b''
     self._pushing: threading.Thread | None = None
     self._socket = self._connect()
     atexit.register(self.close)
@@ -100,22 +108,22 @@ class Link:
     socket.connect(self._address)
     return socket
 
-  def hello(self, text: bytes, digest: Callable[[], bytes]) -> None:
-    """Takes part from now on; waits until the run has begun.
+  def hello(self, text: bytes, digest: bytes) -> None:
+    """Takes part; waits until the run has begun. Later on it does nothing.
 
     Args:
       text: what must be the same for all workers.
       digest: of the shared state that the worker has now.
     """
-    self._text, self._digest = self._text or text, digest
     if self.open < 0:
+      self._text, self._digest = text, digest
       self._greet()
 
   def _greet(self) -> None:
     """Says hello, with what the relay needs to go on if it was restarted."""
     at = self.position
     if not at.chain:
-      at = self.position = Position(chain=self._digest())
+      at = self.position = Position(chain=self._digest)
     header, _ = self._ask(
         lambda: (frames.HELLO, 0, [self._text, *at.last]),
         lambda header: header.kind == frames.WELCOME,
@@ -165,6 +173,12 @@ class Link:
     _LOG.warning('worker %d has another state than the others', self._rank)
     self.position = Position()
     self.parted += 1
+
+  def pause(self) -> None:
+    """Says that the others need not wait for this worker until it is back."""
+    header = Header(frames.PAUSE, self._rank, program=self._program)
+    with contextlib.suppress(zmq.Again):  # there is no connection
+      self._socket.send_multipart([header.pack()], zmq.NOBLOCK)
 
   def state(self) -> bytes:
     """Returns the shared state of another worker, and takes its position."""
@@ -247,6 +261,7 @@ class Link:
         again = True
       until = max(until, time.monotonic() + _SLICE / 1000)
       while time.monotonic() < until:
+        self.while_waiting()
         if not self._socket.poll(_SLICE):
           continue
         head, *found = self._socket.recv_multipart()
@@ -294,11 +309,90 @@ class Link:
     ])
 
 
-def link_of(workers: Workers) -> Link:
+class SharedLink:
+  """The link of a worker of several processes, which the first one holds.
+
+  All processes call the same methods. All of them get what the first one's link
+  returns or raises, and its attributes.
+  """
+
+  _MIRRORED = 'position', 'open', 'state_wanted', 'joined', 'parted'
+
+  def __init__(self, *of: Any):
+    self._link = Link(*of) if jax.process_index() == 0 else None
+    self.position, self.open, self.shared = Position(), -1, ''
+    self.state_wanted, self.joined, self.parted = False, 0, 0
+    self._sent = 0.0  # when the others heard of the first process
+    if self._link is not None:
+      self._link.while_waiting = self._say_waiting
+
+  def __getattr__(self, name: str) -> Callable[..., Any]:
+    """Returns a method of `Link`, for all processes to call."""
+    return functools.partial(self._call, name)
+
+  def close(self) -> None:
+    """Ends the connection, if this process holds it."""
+    if self._link is not None:
+      self._link.close()
+
+  def _call(self, name: str, *args: Any) -> Any:
+    returned, error = None, None
+    if self._link is not None:
+      self._link.position = self.position  # a failed step has set it back
+      try:
+        returned = getattr(self._link, name)(*args)
+      except BaseException as raised:
+        error = raised
+      at = [getattr(self._link, x) for x in self._MIRRORED]
+      reason = None if error is None else f'{type(error).__name__}: {error}'
+      is_behind = isinstance(error, Behind)
+      self._from_first(pickle.dumps((returned, at, is_behind, reason)))
+    else:
+      while not (data := self._from_first(b'')):
+        pass  # the first process waits
+      returned, at, is_behind, reason = pickle.loads(data)
+    for attribute, value in zip(self._MIRRORED, at):
+      setattr(self, attribute, value)
+    if error is not None:
+      raise error
+    if reason is not None:
+      raise Behind if is_behind else RuntimeError(f'In process 0: {reason}')
+    return returned
+
+  def _say_waiting(self) -> None:
+    """Lets the others begin to wait again: collectives have time limits."""
+    if time.monotonic() - self._sent > _BEAT:
+      self._from_first(b'')
+
+  def _from_first(self, data: bytes) -> bytes:
+    """Returns the bytes of the first process, in all of them."""
+    (size,) = multihost_utils.broadcast_one_to_all(
+        np.frombuffer(len(data).to_bytes(8, 'little'), np.uint32).reshape(1, 2)
+    )
+    left, found = int(size[0]) + (int(size[1]) << 32), []
+    while left:
+      # Few sizes: each is a program.
+      piece = np.zeros(min(1 << (left - 1).bit_length(), _PIECE), np.uint8)
+      own = np.frombuffer(data[:_PIECE], np.uint8)
+      piece[: own.size] = own
+      piece = np.asarray(multihost_utils.broadcast_one_to_all(piece))
+      found.append(piece[:left].tobytes())
+      data, left = data[_PIECE:], left - len(found[-1])
+    self._sent = time.monotonic()
+    return b''.join(found)
+
+
+Connection = Link | SharedLink
+
+
+def link_of(workers: Workers) -> Connection:
   """Returns this process's connection for a worker."""
   assert workers.relay is not None
   address, rank, keys = workers.relay
-  return _link(address, rank, workers.count, keys)
+  kind = SharedLink if jax.process_count() > 1 else Link
+  return _link(kind, address, rank, workers.count, keys)
 
 
-_link = functools.cache(Link)
+@functools.cache
+def _link(kind: type[Connection], *of: Any) -> Connection:
+  return kind(*of)

@@ -209,6 +209,7 @@ class Relay:
         frames.LISTEN: self._listen,
         frames.PUSH: self._push,
         frames.PULL: self._pull,
+        frames.PAUSE: self._pause,
     }
     act = acts.get(header.kind)
     if act is None or len(bodies) > 1:
@@ -322,6 +323,11 @@ class Relay:
       self._joining[rank] = time.monotonic()
       self._send(identity, Header(frames.GONE, rank, self.round))
 
+  def _pause(self, identity: bytes, header: Header, body: bytes) -> None:
+    del identity, body
+    if header.rank not in self._bodies:
+      self._awaited.discard(header.rank)
+
   # Rounds ---------------------------------------------------------------------
 
   def _limit(self) -> float:
@@ -347,7 +353,7 @@ class Relay:
       if len(self._members) == self._workers or now - self._first > limit:
         self._open()
     if self._opened and len(self._bodies) >= self._quorum:
-      complete = self._awaited and self._awaited <= set(self._bodies)
+      complete = self._bodies and self._awaited <= set(self._bodies)
       if complete or now - self._first > self._limit():
         self._close(now)
     if self._joining:

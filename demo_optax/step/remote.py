@@ -14,16 +14,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from demo_optax.exchange.algorithm import traced_configs
 from demo_optax.numerics import prng
 from demo_optax.remote import frames
-from demo_optax.remote.link import Behind, Link, Position, link_of
+from demo_optax.remote.link import Behind, Connection, Position, link_of
 from demo_optax.step import agreement
 from demo_optax.step.call import Call
 from demo_optax.step.results import Returned
 from demo_optax.workers import Workers
 from demo_optax.workers.split import Plan
+from demo_optax.workers.value import put
 
 # Rounds between comparisons of what workers share.
 CHECK_EVERY = 64
@@ -45,10 +47,14 @@ class RemoteProgram:
       run: Callable[..., tuple[list[Any], Returned]],
       donated: Sequence[int],
   ):
-    if jax.process_count() > 1:
+    here = set() if workers.mesh is None else {
+        device.process_index for device in workers.mesh.devices.flat
+    }
+    if jax.process_count() > max(1, len(here)):
       raise ValueError(
-          'A worker of Workers.remote must be one process, got'
-          f' {jax.process_count()} that jax.distributed has joined.'
+          'mesh must have devices of all processes that jax.distributed has'
+          f' joined, got {workers.mesh}, and {jax.process_count()} processes.'
+          ' They are one worker of Workers.remote.'
       )
     assert workers.relay is not None
     self._workers, self._rank = workers, workers.relay.rank
@@ -59,8 +65,7 @@ class RemoteProgram:
 
   def __call__(self, *arrays: Any) -> tuple[list[Any], Returned]:
     """Runs the step; if it fails, the arrays are as they were before."""
-    if self._closed is None:
-      self._trace(arrays)
+    self.trace(*arrays)
     link = link_of(self._workers)
     link.shared = link.shared or self._shared
     if self._shared not in ('', link.shared):
@@ -69,9 +74,8 @@ class RemoteProgram:
           f' got one of {self._shared}, and before it one of {link.shared}.'
           ' Make one step of them.'
       )
-    link.hello(self._text, lambda: frames.digest(
-        *(_bytes(arrays[n]) for n in self._nexts)
-    ))
+    if link.open < 0:
+      link.hello(self._text, _digest([arrays[n] for n in self._nexts]))
     before, self._has_parted = link.position, False
     try:
       for _ in range(_ATTEMPTS):
@@ -95,8 +99,10 @@ class RemoteProgram:
       link.send_state(_joined([held[n] for n in self._nexts]))
     return values, self._returned
 
-  def _trace(self, arrays: Sequence[Any]) -> None:
-    """Traces the step, cuts and compiles it."""
+  def trace(self, *arrays: Any) -> None:
+    """Traces the step, cuts and compiles it, once."""
+    if self._closed is not None:
+      return
 
     def run(index: Any, *arrays: Any) -> Any:
       return self._run(arrays, index)
@@ -122,7 +128,7 @@ class RemoteProgram:
         'messages': messages,
     })
 
-  def _current(self, link: Link, arrays: Sequence[Any]) -> list[Any]:
+  def _current(self, link: Connection, arrays: Sequence[Any]) -> list[Any]:
     """Returns the arrays as they are in the round that is open."""
     arrays, was_behind = list(arrays), False
     if not link.position.chain:
@@ -153,7 +159,7 @@ class RemoteProgram:
             arrays[own] = arrays[p.number].astype(arrays[own].dtype)[None]
     return arrays
 
-  def _is_other(self, link: Link, messages: Sequence[bytes]) -> bool:
+  def _is_other(self, link: Connection, messages: Sequence[bytes]) -> bool:
     """Returns whether a list is of another step, which changes no state.
 
     The others have called it, to evaluate, while this worker was late. Raises
@@ -172,14 +178,19 @@ class RemoteProgram:
     start = 0
     for n in self._nexts:
       like = jax.eval_shape(_data, self._closed.in_avals[n + 1])
-      x = jnp.asarray(_read(state, start, like))
+      x: Any = _read(state, start, like)
       start += x.nbytes
       if prng.is_key_array(arrays[n]):
         x = jax.random.wrap_key_data(x, impl=jax.random.key_impl(arrays[n]))
-      arrays[n] = x
+      sharding = getattr(arrays[n], 'sharding', None)
+      arrays[n] = jnp.asarray(x) if sharding is None else put(x, sharding)
 
   def _execute(
-      self, plan: Plan, link: Link, arrays: Sequence[Any], *lists: list[bytes]
+      self,
+      plan: Plan,
+      link: Connection,
+      arrays: Sequence[Any],
+      *lists: list[bytes],
   ) -> list[Any]:
     """Runs a plan, with lists that were received before it."""
     received = list(lists)
@@ -190,7 +201,7 @@ class RemoteProgram:
 
   def _exchange(
       self,
-      link: Link,
+      link: Connection,
       arrays: Sequence[Any],
       types: list[Any],
       sent: list[Any] | None,
@@ -202,7 +213,7 @@ class RemoteProgram:
       messages = received.pop() if received else link.listen()
     else:
       for x in sent:
-        if isinstance(x, jax.Array):
+        if isinstance(x, jax.Array) and x.is_fully_addressable:
           x.copy_to_host_async()
       body = self._tag + _joined(sent)
       while True:
@@ -235,12 +246,17 @@ def _data(x: Any) -> Any:
   return jax.random.key_data(x) if prng.is_key_array(x) else x
 
 
-def _bytes(x: Any) -> bytes:
-  return np.asarray(_data(x)).tobytes()
+def _host(x: Any) -> np.ndarray:
+  """Returns an array as a whole, also one on the devices of all processes."""
+  if isinstance(x, jax.Array) and not (
+      x.is_fully_addressable or x.is_fully_replicated
+  ):
+    x = multihost_utils.process_allgather(x, tiled=True)
+  return np.asarray(x)
 
 
 def _joined(arrays: Sequence[Any]) -> bytes:
-  return b''.join(map(_bytes, arrays))
+  return b''.join(_host(_data(x)).tobytes() for x in arrays)
 
 
 def _read(data: bytes, start: int, like: Any) -> np.ndarray:
@@ -251,12 +267,18 @@ def _read(data: bytes, start: int, like: Any) -> np.ndarray:
 # Comparisons ------------------------------------------------------------------
 
 
+def _digest(arrays: Sequence[Any]) -> bytes:
+  """Returns a digest of arrays, the same however they are sharded."""
+  found = _sketched(list(map(_data, arrays))) if arrays else [np.zeros(0)]
+  return frames.digest(_host(found[0]).tobytes())
+
+
 def _sketch(arrays: Sequence[Any]) -> bytes:
   """Returns the platform, a digest of arrays, and numbers from all of them."""
   device = jax.devices()[0]
   platform = (device.device_kind, device.client.platform_version,
               os.environ.get('XLA_FLAGS', ''))
-  digests, samples = jax.device_get(_sketched(list(map(_data, arrays))))
+  digests, samples = map(_host, _sketched(list(map(_data, arrays))))
   return b''.join([
       frames.digest(*map(str.encode, platform)),
       frames.digest(digests.tobytes()),

@@ -211,8 +211,9 @@ class Workers:
         programs larger, and not messages.
       keys: the worker's file of keys, which `python -m demo_optax.remote keys`
         writes; needed beyond loopback.
-      mesh: the devices of this worker, if there are several; of one process,
-        with axes of type Auto. All workers must have meshes of one shape.
+      mesh: the devices of this worker, if there are several, with axes of type
+        Auto. All workers must have meshes of one shape. Of a worker of several
+        processes it has devices of all; the first process is connected.
       param_specs: how parameters are sharded over them; see `on_mesh`.
 
     Example:

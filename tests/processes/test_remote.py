@@ -5,33 +5,70 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
 import pytest
 
 HERE = pathlib.Path(__file__).parents[1]
-sys.path.insert(0, str(HERE / 'remote'))
+sys.path[:0] = [str(HERE / 'remote'), str(HERE.parent / 'examples')]
 
+import launch_local
 import test_bits
 
 import demo_optax
 
 STEPS = 50
 
-# A process of one worker; it writes its parameters and losses to a file.
+# A process of a worker; it writes the worker's parameters and losses to a file.
 WORKER = """
 import sys
 import conftest, jax, numpy as np
 import demo_optax, test_bits
 
-address, rank, count, method, steps, out = sys.argv[1:]
-rank, count = int(rank), int(count)
-workers = demo_optax.Workers.remote(address, rank=rank, count=count)
-data = test_bits.data_of(method, count, int(steps))
+address, rank, count, method, steps, out, *processes = sys.argv[1:]
+rank, count, steps, devices = int(rank), int(count), int(steps), {}
+if processes:  # a worker of two processes, with two devices of each
+  port, number = processes
+  jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+  jax.distributed.initialize(f'127.0.0.1:{port}', 2, int(number))
+  each = [jax.local_devices(process_index=i)[:2] for i in range(2)]
+  devices = {'mesh': jax.sharding.Mesh(sum(each, []), 'fsdp'),
+             'param_specs': test_bits.SPECS}
+workers = demo_optax.Workers.remote(
+    address, rank=rank, count=count, **devices)
+data = test_bits.data_of(method, count, steps)
 found = test_bits.train(
     test_bits.METHODS[method](workers), workers, [x[rank] for x in data])
 np.savez(out, *jax.tree.leaves(found))
+"""
+
+# As before; worker 1 is there later, and late once. When it has called `steps`
+# steps, a file ends all.
+LATER = WORKER[: WORKER.index('data = ')] + """
+import itertools, pathlib, time
+import test_late
+from jax.experimental import multihost_utils
+
+end, calls = pathlib.Path(out).with_name('end'), itertools.count()
+
+def before(_):
+  number = next(calls)
+  time.sleep(0.05)
+  if number == 1:
+    end.with_name(f'begun-{rank}').touch()
+  if rank == 1 and number == steps:
+    end.touch()
+  if rank == 1 and number == 4 and jax.process_index() == 1:
+    time.sleep(3)  # of one process: the other one waits
+  if multihost_utils.broadcast_one_to_all(np.int32(end.exists())):
+    raise test_late.Done
+
+found = test_late.train(workers, 10_000, before)
+joined = test_late.INFOS[rank]['joined']
+np.savez(out, joined=joined, **{
+    f'{n} {key}': x for n in found for key, x in found[n].items()})
 """
 
 
@@ -44,6 +81,67 @@ def test_as_simulated(tmp_path, count, method):
   expected = test_bits.train(
       test_bits.METHODS[method](simulated), simulated,
       [x.reshape(count * 4, 24) for x in data])
+  with running() as start:
+    address = start_relay(start, count)
+    workers = [
+        start('-c', WORKER, address, rank, count, method, STEPS,
+              tmp_path / f'{rank}.npz') for rank in range(count)]
+    assert all(process.wait(240) == 0 for process in workers)
+  test_bits.check(
+      method, [read(tmp_path, rank) for rank in range(count)],
+      jax.tree.leaves(expected))
+
+
+@pytest.mark.parametrize('method', ['demo', 'averaged'])
+def test_workers_of_several_processes(tmp_path, method):
+  """Two workers of two processes, which shard parameters."""
+  data = test_bits.data_of(method, 2, 12)
+  simulated = demo_optax.Workers.simulated(2, test_bits.SPECS, {'fsdp': 4})
+  expected = test_bits.train(
+      test_bits.METHODS[method](simulated), simulated,
+      [x.reshape(8, 24) for x in data])
+  with running() as start:
+    address = start_relay(start, 2)
+    ports = [launch_local.free_port() for _ in range(2)]
+    workers = [
+        start('-c', WORKER, address, rank, 2, method, 12,
+              tmp_path / f'{rank}-{number}.npz', port, number)
+        for rank, port in enumerate(ports) for number in range(2)]
+    assert all(process.wait(240) == 0 for process in workers)
+  test_bits.check(
+      method,
+      [read(tmp_path, f'{r}-{n}') for r in range(2) for n in range(2)],
+      jax.tree.leaves(expected))
+
+
+def test_a_worker_of_several_processes_joins_and_is_late(tmp_path):
+  with running() as start:
+    address = start_relay(start, 2, '--start', 2, '--deadline', 0.5)
+    def start_worker(rank):
+      port = launch_local.free_port()
+      return [start('-c', LATER, address, rank, 2, 'demo', 16,
+                    tmp_path / f'{rank}-{number}.npz', port, number)
+              for number in range(2)]
+    first = start_worker(0)
+    until = time.monotonic() + 120
+    while not (tmp_path / 'begun-0').exists():
+      assert time.monotonic() < until
+      time.sleep(0.1)
+    assert all(p.wait(240) == 0 for p in [*first, *start_worker(1)])
+  found = [
+      np.load(tmp_path / f'{r}-{n}.npz') for r in range(2) for n in range(2)]
+  assert [int(own['joined']) for own in found] == [0, 0, 1, 1]
+  shared = set.intersection(*(set(own.files) for own in found)) - {'joined'}
+  rounds = sorted(int(name.split()[0]) for name in shared if name.endswith('w'))
+  assert len(rounds) >= 12 and rounds[-1] - rounds[0] > len(rounds)
+  for name in shared:
+    for own in found[1:]:
+      np.testing.assert_array_equal(own[name], found[0][name])
+
+
+@contextlib.contextmanager
+def running():
+  """Starts Python processes, and ends them."""
   paths = [str(HERE.parent), str(HERE), str(HERE / 'remote')]
   env = os.environ | {'PYTHONPATH': os.pathsep.join(paths)}
   with contextlib.ExitStack() as stack:
@@ -52,15 +150,15 @@ def test_as_simulated(tmp_path, count, method):
           [sys.executable, *map(str, args)], env=env, **options))
       stack.callback(process.kill)
       return process
-    relay = start('-m', 'demo_optax.remote', '--workers', count, '--port', 0,
-                  stdout=subprocess.PIPE, text=True)
-    address = relay.stdout.readline().split()[-1]
-    workers = [
-        start('-c', WORKER, address, rank, count, method, STEPS,
-              tmp_path / f'{rank}.npz') for rank in range(count)]
-    assert all(process.wait(240) == 0 for process in workers)
-  found = []
-  for rank in range(count):
-    with np.load(tmp_path / f'{rank}.npz') as file:
-      found.append([file[name] for name in file.files])
-  test_bits.check(method, found, jax.tree.leaves(expected))
+    yield start
+
+
+def start_relay(start, count, *options):
+  relay = start('-m', 'demo_optax.remote', '--workers', count, '--port', 0,
+                *options, stdout=subprocess.PIPE, text=True)
+  return relay.stdout.readline().split()[-1]
+
+
+def read(folder, name):
+  with np.load(folder / f'{name}.npz') as file:
+    return [file[key] for key in file.files]

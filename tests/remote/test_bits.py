@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
@@ -111,8 +112,15 @@ def train(tx, workers, data):
   returned = []
   for x in data:
     params, state, found = step(params, state, x)
-    returned.append(jax.tree.map(np.asarray, found))
-  return jax.tree.map(np.asarray, params), returned
+    returned.append(jax.tree.map(host, found))
+  return jax.tree.map(host, params), returned
+
+
+def host(x):
+  """An array as a whole, also one on the devices of several processes."""
+  if not (x.is_fully_addressable or x.is_fully_replicated):
+    x = multihost_utils.process_allgather(x, tiled=True)
+  return np.asarray(x)
 
 
 AVERAGED = {
@@ -195,14 +203,16 @@ def test_bytes_are_those_of_plan(method):
   assert 0 <= sizes[1] - expected - frames.CHAIN - 8 <= 4
 
 
+SPECS = {
+    'w': P(None, 'fsdp'), 'v': P('fsdp'), 'large': P(None, 'fsdp'), 'b': P()
+}
+
+
 @pytest.mark.parametrize('method', ['demo', 'averaged', 'demo_muon'])
 def test_workers_of_several_devices(method):
   """Two workers of four devices, which shard parameters."""
-  specs = {
-      'w': P(None, 'fsdp'), 'v': P('fsdp'), 'large': P(None, 'fsdp'), 'b': P()
-  }
   data = [batches(i, 2, 3) for i in range(6)]
-  simulated = demo_optax.Workers.simulated(2, specs, {'fsdp': 4})
+  simulated = demo_optax.Workers.simulated(2, SPECS, {'fsdp': 4})
   expected = train(
       METHODS[method](simulated), simulated,
       [x.reshape(8, 24) for x in data],
@@ -212,7 +222,7 @@ def test_workers_of_several_devices(method):
     rank = workers.relay.rank
     mesh = jax.sharding.Mesh(jax.devices()[4 * rank : 4 * rank + 4], 'fsdp')
     workers = demo_optax.Workers.remote(
-        workers.relay.address, rank=rank, count=2, mesh=mesh, param_specs=specs
+        workers.relay.address, rank=rank, count=2, mesh=mesh, param_specs=SPECS
     )
     return train(METHODS[method](workers), workers, [x[rank] for x in data])
 

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
-from test_bits import METHODS, Joined
+from test_bits import METHODS, Joined, host
 
 import demo_optax
 from demo_optax.remote import frames
@@ -83,7 +83,7 @@ def train(
         break
       except KeyboardInterrupt:
         pass
-    found[link.position.round] = jax.tree.map(np.asarray, params)
+    found[link.position.round] = jax.tree.map(host, params)
   INFOS[rank] = demo_optax.exchange_info(state, workers)
   return found
 
@@ -127,16 +127,23 @@ def test_a_late_worker(method):
 @pytest.mark.parametrize('devices', [1, 4])
 def test_a_worker_that_joins(devices):
   """One that is there later takes the state, and is not waited for before."""
+  begun = threading.Event()
+
   def run(workers):
     address, rank, _ = workers.relay
+    before = course.of(workers)
     if rank == 1:
-      time.sleep(2)
+      assert begun.wait(120)
     if devices > 1:
       own = jax.devices()[devices * rank : devices * (rank + 1)]
       workers = demo_optax.Workers.remote(
           address, rank=rank, count=2, mesh=jax.sharding.Mesh(own, 'fsdp'),
           param_specs={'w': P('fsdp'), 'b': P()})
-    return train(workers, 10_000, course.of(workers))
+    def note(number):
+      if number > 8:
+        begun.set()
+      before(number)
+    return train(workers, 10_000, note)
   course = Course(1, 10)
   with Joined(2, start=0.5, history=4) as joined:
     found = joined.run(run)

@@ -29,7 +29,7 @@ class Rounds:
     self.links = [Link(joined.address, r, count, None) for r in range(count)]
 
   def __enter__(self):
-    self.each(lambda link: link.hello(b'{}', lambda: frames.digest(b'state')))
+    self.each(lambda link: link.hello(b'{}', frames.digest(b'state')))
     return self
 
   def __exit__(self, *_):
@@ -72,7 +72,7 @@ class Rounds:
 
 @pytest.fixture(name='joined')
 def make_joined():
-  with Joined(3, deadline=0.3, start=5, max_message=1 << 20) as joined:
+  with Joined(3, deadline=1, start=5, max_message=1 << 20) as joined:
     yield joined
 
 
@@ -84,21 +84,37 @@ def make_rounds(joined):
 
 def test_a_missing_worker_costs_one_deadline(rounds):
   for _ in range(3):
-    assert rounds.round() < 0.2
-  assert 0.25 < rounds.round(rounds.links[:2]) < 0.6
+    assert rounds.round() < 0.7
+  assert 0.9 < rounds.round(rounds.links[:2]) < 1.7
   for _ in range(3):
-    assert rounds.round(rounds.links[:2]) < 0.2
+    assert rounds.round(rounds.links[:2]) < 0.7
   # It gets the lists that it missed, one by one, and is not in them.
   late = rounds.links[2]
   while late.position.round < rounds.links[0].position.round:
     assert late.exchange(b'late')[2] == b''
   assert late.position == rounds.links[0].position
   rounds.round()
-  assert rounds.round() < 0.2
+  assert rounds.round() < 0.7
+
+
+def test_a_worker_that_pauses_is_not_waited_for(rounds):
+  rounds.round()
+  away = rounds.links[2]
+  away.pause()
+  for _ in range(3):
+    assert rounds.round(rounds.links[:2]) < 0.7
+  while away.position.round < rounds.links[0].position.round:
+    away.listen()
+  # The others do not wait for its first message, but for the next one.
+  rounds.each(lambda link: link.exchange(bytes(frames.CHAIN)))
+  rounds.round()
+  # If all pause, the first one that is back begins without the others.
+  rounds.each(lambda link: link.pause())
+  assert rounds.round(rounds.links[1:2]) < 0.7
 
 
 def test_lists_are_kept_for_some_rounds():
-  with Joined(2, deadline=0.1, history=4) as joined, Rounds(joined, 2) as r:
+  with Joined(2, deadline=0.7, history=4) as joined, Rounds(joined, 2) as r:
     r.round()
     for _ in range(9):
       r.round(r.links[:1])
@@ -113,7 +129,7 @@ def test_another_configuration_is_refused(joined):
 
   def hello(link, text):
     try:
-      link.hello(frames.write_text(text), lambda: b'x' * 16)
+      link.hello(frames.write_text(text), b'x' * 16)
     except RuntimeError as error:
       errors.append(str(error))
 
@@ -155,15 +171,15 @@ def test_what_does_not_fit_is_refused(joined, rounds, caplog):
   for number, attack in enumerate(attacks):
     sockets[number % 4].send_multipart(attack)
     if number % 40 == 0:
-      assert rounds.round() < 0.25
+      assert rounds.round() < 0.7
   host, port = joined.address.removeprefix('tcp://').split(':')
   half_open = [socket.create_connection((host, int(port))) for _ in range(100)]
   for number, one in enumerate(half_open):
     one.send((b'', b'\xff' + b'\0' * 8, b'GET / HTTP/1.0\r\n\r\n')[number % 3])
-  assert rounds.round() < 0.25
+  assert rounds.round() < 0.7
   for one in (*sockets, *half_open):
     one.close()
-  assert rounds.round() < 0.25
+  assert rounds.round() < 0.7
   assert joined.relay.round == rounds.links[0].position.round
   assert any('refused' in r.message for r in caplog.records)
 
@@ -222,7 +238,7 @@ def test_keys(tmp_path):
     intruders[1]._socket.send_multipart([Header(
         frames.HELLO, 1, program=b'12345678').pack(), b'{}'])
     threads = [
-        threading.Thread(target=link.hello, args=(b'{}', lambda: b'x' * 16))
+        threading.Thread(target=link.hello, args=(b'{}', b'x' * 16))
         for link in links
     ]
     for thread in threads:
@@ -267,7 +283,7 @@ def test_the_command(tmp_path):
 def test_a_run_that_all_have_left(monkeypatch):
   """The relay waits for workers to come, and begins again."""
   monkeypatch.setattr(relay, '_ALONE', 0.3)
-  with Joined(2, start=5, deadline=0.1, history=2) as joined:
+  with Joined(2, start=5, deadline=0.5, history=2) as joined:
     with Rounds(joined, 2) as rounds:
       for _ in range(5):
         rounds.round()
