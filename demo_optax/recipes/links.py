@@ -16,14 +16,14 @@ from demo_optax import _tree
 from demo_optax.compressors.compressor import Frozen
 from demo_optax.demo import DeMoState, check_range
 from demo_optax.recipes.matrices import Matrices, matrix_axes
-from demo_optax.workers import Workers
+from demo_optax.workers import Workers, lift
 
 # Multiplies gradients before Newton-Schulz, which ignores scale, but whose
 # preconditioning clips squares at 1e-8, above those of real gradients.
 _GRADIENT_SCALE = 2.0**20
 
-# Numbers in a stack of matrices: larger stacks would save few kernels, and
-# take more memory.
+# Numbers in a stack of matrices on a device: larger stacks would save few
+# kernels, and take more memory.
 _STACK = 2**24
 
 
@@ -118,6 +118,7 @@ def own_muon(
     beta: chex.Numeric,
     mu_dtype: chex.ArrayDType | None,
     dimension_numbers: Callable[..., chex.ArrayTree],
+    workers: Workers,
 ) -> optax.GradientTransformation:
   """Orthonormalises each worker's momentum.
 
@@ -154,7 +155,9 @@ def own_muon(
             jnp.any(g != 0, matrix_axes(d), keepdims=True), x, jnp.zeros_like(x)
         )
         for x, g, d in zip(
-            _orthonormal(flat, dimensions), jax.tree.leaves(updates), dimensions
+            _orthonormal(flat, dimensions, workers),
+            jax.tree.leaves(updates),
+            dimensions,
         )
     ]
     return treedef.unflatten(new), OwnMuonState(
@@ -190,10 +193,13 @@ def own_muon(
 def _orthonormal(
     leaves: Sequence[jax.Array],
     dimensions: Sequence[contrib.MuonDimensionNumbers],
+    workers: Workers,
 ) -> list[jax.Array]:
   """Returns leaves whose matrices are orthonormalised.
 
-  Matrices of one shape, or of that shape transposed, form stacks.
+  Matrices of one shape, or of that shape transposed, form stacks. If a stack
+  has one for every second device of a worker or more, devices take whole
+  matrices: sharded ones would be gathered for every product.
   """
   tx = contrib.scale_by_muon(
       beta=0.0,
@@ -215,14 +221,16 @@ def _orthonormal(
         x.transpose(orders[i]).reshape(-1, _size(x, short), _size(x, long))
     )
     kind = matrices[i].shape[1:], x.dtype
-    stacks.setdefault((kind, sizes[kind] // _STACK), []).append(i)
+    most = workers.param_specs.devices * max(_STACK, math.prod(kind[0]))
+    stacks.setdefault((kind, sizes[kind] // most), []).append(i)
     sizes[kind] += x.size
   found: list[Any] = [None] * len(leaves)
   for group in stacks.values():
-    stack = jnp.concatenate([matrices[i] for i in group])
+    stack = lift.spread(workers, jnp.concatenate([matrices[i] for i in group]))
     stack, _ = tx.update(stack, tx.init(stack))
+    stack = lift.spread(workers, stack)
     ends = np.cumsum([len(matrices[i]) for i in group])
-    for i, part in zip(group, jnp.split(stack, ends[:-1])):
+    for i, part in zip(group, jnp.split(stack[: ends[-1]], ends[:-1])):
       shape = [leaves[i].shape[a] for a in orders[i]]
       found[i] = part.reshape(shape).transpose(np.argsort(orders[i]))
   return found

@@ -275,7 +275,9 @@ def demo_muon(
           optax.scale_by_learning_rate(rate),
       )
 
-    muon = links.own_muon(beta, mu_dtype, matrices.dimension_numbers)
+    muon = links.own_muon(
+        beta, mu_dtype, matrices.dimension_numbers, workers
+    )
     # Adam without a momentum, which would be a third copy of its leaves.
     adam = links.in_wide_arithmetic(optax.scale_by_rms(
         _ADAM_B2, eps=1e-8, eps_in_sqrt=False, bias_correction=True

@@ -288,7 +288,7 @@ class Relay:
 
   def _message(self, identity: bytes, header: Header, body: bytes) -> None:
     rank = header.rank
-    if not self._opened:
+    if not self._opened or not body:
       return
     if header.round != self.round or header.chain != self._chain:
       before = self._lists.get(header.round, (b'', []))[0]

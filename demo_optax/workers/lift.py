@@ -248,6 +248,20 @@ def place(workers: Workers, x: jax.Array) -> jax.Array:
   return jax.lax.with_sharding_constraint(x, sharding)
 
 
+def spread(workers: Workers, x: jax.Array) -> jax.Array:
+  """Shards the first axis of one worker's array over the worker's devices.
+
+  Pads it to a multiple of their number, and leaves it as it is if it is shorter
+  than half of that. In `context`.
+  """
+  devices = workers.param_specs.devices
+  if workers.mesh is None or devices == 1 or 2 * len(x) < devices:
+    return x
+  x = jnp.pad(x, [(0, -len(x) % devices), *[(0, 0)] * (x.ndim - 1)])
+  # Of the mesh in the context, whose axes `auto_axes` makes Auto.
+  return jax.lax.with_sharding_constraint(x, P(workers.param_specs.axes))
+
+
 def reshard(workers: Workers, x: jax.Array, spec: P) -> jax.Array:
   """Reshards `x` on Explicit axes; on Auto axes `shard_map` does it."""
   if workers.mesh is None or not workers.is_explicit:

@@ -1,6 +1,7 @@
 """`demo_muon`: against NumPy, in its parts, and with every kind of leaf."""
 
 import collections
+import contextlib
 import functools
 
 import chex
@@ -12,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax import contrib
 from oracle import Oracle
@@ -431,6 +433,38 @@ def test_workers_of_several_devices():
   assert 4 * between[0].received_bytes == plan.received_bytes  # per device
 
 
+@pytest.mark.parametrize('kind', ['auto', 'explicit'])
+@pytest.mark.parametrize('number', [1, 5])
+def test_devices_orthonormalise_whole_matrices(kind, number):
+  """Of a stack with one for every second device; else XLA cuts the products."""
+  mesh = helpers.make_mesh_2d(kind)
+  specs, axes = {'up': P(None, 'fsdp')}, contrib.MuonDimensionNumbers((1,), (2,))
+  params = {'up': jnp.ones((number, 64, 128))}
+  gradients = {'up': jax.random.normal(jax.random.key(0), (2, number, 64, 128))}
+
+  def updates_of(workers):
+    tx = demo_optax.demo_muon(
+        1e-2, workers=workers, muon_weight_dimension_numbers={'up': axes})
+    own = workers.device_put(params)
+    given = gradients
+    if workers.mesh is not None:
+      given = jax.device_put(gradients, NamedSharding(
+          mesh, P('data', None, 'fsdp')))
+    update = jax.jit(tx.update)
+    args = given, tx.init(own), own
+    return update(*args)[0]['up'], update.lower(*args).compile().as_text()
+
+  expected, _ = updates_of(
+      demo_optax.Workers.simulated(2, specs, {'fsdp': 4}))
+  with jax.set_mesh(mesh) if kind == 'explicit' else contextlib.nullcontext():
+    found, text = updates_of(demo_optax.Workers.on_mesh(mesh, 'data', specs))
+  np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-9)
+  gathered = sum(
+      c.received_bytes for c in hlo_text.collectives(text, mesh)
+      if 'data' not in (c.axes or ('data',)) and c.kind == 'all-gather')
+  assert (gathered < 2000) == (number == 5)
+
+
 @pytest.mark.parametrize('name', [
     'learning_rate', 'adam_learning_rate', 'weight_decay', 'decay', 'beta'])
 def test_a_hyperparameter_of_nan_loses_its_step_only(name):
@@ -584,7 +618,7 @@ def test_matrices_without_gradients_come_to_rest(case):
     specs = {'experts': P(None, 'fsdp')}
     workers = demo_optax.Workers.on_mesh(mesh, 'data', specs)
     params = {'experts': jax.device_put(
-        experts, jax.NamedSharding(mesh, specs['experts']))}
+        experts, NamedSharding(mesh, specs['experts']))}
   else:
     workers = demo_optax.Workers.simulated(2)
     params = {'experts': experts}
