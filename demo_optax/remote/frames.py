@@ -13,7 +13,8 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-# From a worker: who it is, with what it exchanges, and its last list.
+# From a worker: who it is, with what it exchanges, and its last list. `number`
+# is the count of steps of the state that it has.
 HELLO = 1
 # Its message of a round; the relay answers with the list of that round.
 MESSAGE = 2
@@ -27,7 +28,7 @@ PULL = 5
 PAUSE = 6
 
 # From the relay: go on from the round in the header; `number` is 1 if the
-# worker needs the state of another one.
+# worker needs the state of another one. With the relay's `LIMITS`.
 WELCOME = 11
 # The list of a round: a byte for each worker, 1 if it took part, then messages.
 # `number` is the round that is open now, negative if the state is asked for.
@@ -42,6 +43,7 @@ GONE = 15
 REFUSED = 16
 
 CHAIN = 16  # bytes
+LIMITS = struct.Struct('<qq')  # most workers; most bytes of a message
 PART = 1 << 20  # bytes in a part of a state
 _MAGIC = b'DEM1'
 _HEADER = struct.Struct(f'<4sBHqq{CHAIN}s8s?')
@@ -84,14 +86,15 @@ def after(chain: bytes, messages: Sequence[bytes]) -> bytes:
   return digest(chain, *messages)
 
 
-def tag(text: str, changes: bool) -> bytes:
+def tag(text: str, values: bytes, changes: bool) -> bytes:
   """Returns what the messages of a step begin with.
 
   Args:
     text: what the step exchanges.
+    values: of its arguments that must be equal on all workers.
     changes: whether it changes the state that workers share.
   """
-  return digest(text.encode())[:-1] + bytes([changes])
+  return digest(text.encode())[:8] + digest(values)[:7] + bytes([changes])
 
 
 def tag_of(messages: Sequence[bytes]) -> bytes:

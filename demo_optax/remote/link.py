@@ -43,11 +43,13 @@ class Position(NamedTuple):
     chain: digest of the lists before that; b'' if it has to join, by a state
       of that round or of a later one.
     last: the list of the round before.
+    trained: the last round of a training step, -1 before it.
   """
 
   round: int = 0
   chain: bytes = b''
   last: tuple[bytes, ...] = ()
+  trained: int = -1
 
 
 class Link:
@@ -80,7 +82,7 @@ class Link:
     self._keys = None if keys is None else frames.read_keys(keys)
     self._program = os.urandom(8)
     self._text = b''
-    self._digest = b''
+    self._digest, self._steps, self._largest = b'', 0, 0
     self._pushing: threading.Thread | None = None
     self._socket = self._connect()
     atexit.register(self.close)
@@ -108,15 +110,16 @@ class Link:
     socket.connect(self._address)
     return socket
 
-  def hello(self, text: bytes, digest: bytes) -> None:
+  def hello(self, text: bytes, digest: bytes, steps: int = 0) -> None:
     """Takes part; waits until the run has begun. Later on it does nothing.
 
     Args:
       text: what must be the same for all workers.
       digest: of the shared state that the worker has now.
+      steps: its count of steps. A run begins with the largest one.
     """
     if self.open < 0:
-      self._text, self._digest = text, digest
+      self._text, self._digest, self._steps = text, digest, steps
       self._greet()
 
   def _greet(self) -> None:
@@ -124,10 +127,16 @@ class Link:
     at = self.position
     if not at.chain:
       at = self.position = Position(chain=self._digest)
-    header, _ = self._ask(
-        lambda: (frames.HELLO, 0, [self._text, *at.last]),
+    header, bodies = self._ask(
+        lambda: (frames.HELLO, self._steps, [self._text, *at.last]),
         lambda header: header.kind == frames.WELCOME,
     )
+    workers, self._largest = frames.LIMITS.unpack(bodies[0])
+    if workers != self._count:
+      raise ValueError(
+          f'count must be that of the relay, {workers}, got {self._count}.'
+          f' Start the relay with --workers {self._count}.'
+      )
     self.open = header.round
     if header.number:
       self.position = Position()
@@ -145,6 +154,11 @@ class Link:
 
   def _list(self, body: bytes | None) -> list[bytes]:
     number = self.position.round
+    if body is not None and len(body) > self._largest:
+      raise ValueError(
+          f'A message must have at most {self._largest:,} bytes, got'
+          f' {len(body):,}. Start the relay with a larger --max-message.'
+      )
     unsent = [] if body is None else [body]  # or lost, and to be sent again
 
     def request() -> tuple[int, int, list[bytes]]:
@@ -165,6 +179,7 @@ class Link:
         number + 1,
         frames.after(self.position.chain, messages),
         tuple(messages),
+        self.position.trained,
     )
     return messages
 
@@ -191,7 +206,7 @@ class Link:
       number = header.number & 0xFFFFFFFF
       return header.kind == frames.PULL and number == len(parts)
 
-    while not parts or len(parts) < source.number >> 32:
+    while not parts or len(parts) < source.number >> 32:  # the high half
       header, bodies = self._ask(lambda: (frames.PULL, len(parts), []), fits)
       if not bodies or not bodies[0]:  # it is not there yet
         time.sleep(_SLICE / 1000)
@@ -200,13 +215,18 @@ class Link:
       else:
         parts.append(bodies[0])
         source = header
+      if len(parts) == source.number >> 32:
+        state = memoryview(b''.join(parts))
+        if frames.digest(state[frames.CHAIN :]) != state[: frames.CHAIN]:
+          parts.clear()  # damaged
     self.position = Position(source.round, source.chain)
     self.open = max(self.open, source.round)
-    return b''.join(parts)
+    return bytes(state[frames.CHAIN :])
 
   def send_state(self, state: bytes) -> None:
     """Sends the shared state at this position, from a thread."""
     self.state_wanted = False
+    state = frames.digest(state) + state
     if self._pushing is None or not self._pushing.is_alive():
       self._pushing = threading.Thread(
           target=self._push, args=(state, self.position), daemon=True

@@ -36,7 +36,6 @@ _ROUNDS, _SECONDS = 5, 2.0
 _MAX_TEXT = 1 << 20  # bytes of the configuration in a hello
 _MAX_LISTS = 1024  # on disk, while a worker joins
 _STALE = 60.0  # seconds after which a state that does not arrive is given up
-_ALONE = 30.0  # seconds after which a run ends whose workers say nothing
 
 
 @dataclasses.dataclass
@@ -48,6 +47,8 @@ class _Member:
   round: int
   chain: bytes
   last: list[bytes]  # its list of the round before
+  steps: int  # of the state that it began with
+  heard: float  # when
 
 
 @dataclasses.dataclass
@@ -92,7 +93,13 @@ class Relay:
           ' Make them with python -m demo_optax.remote keys FOLDER, or listen'
           ' on tcp://127.0.0.1:PORT.'
       )
+    if not 1 <= quorum <= workers:
+      raise ValueError(
+          f'quorum must be from 1 to {workers}, the number of workers, got'
+          f' {quorum}.'
+      )
     self._workers, self._quorum = workers, quorum
+    self._max_message = max_message
     self._deadline, self._start, self._history = deadline, start, history
     self._context = zmq.Context()
     self._context.set(zmq.MAX_SOCKETS, 65536)
@@ -126,11 +133,11 @@ class Relay:
     self._opened = False
     self._members: dict[int, _Member] = {}
     self._bodies: dict[int, bytes] = {}
-    self._first = 0.0  # when the first message, or hello, came
+    self._began = 0.0  # when the first message, or hello, came
     self._listening: dict[int, bytes] = {}  # rank: identity
     self._awaited: set[int] = set()
     self._missed: collections.Counter[int] = collections.Counter()
-    self._again: dict[int, int] = {}  # the round from which one is waited for
+    self._not_before: dict[int, int] = {}  # the round from which one is awaited
     self._lists: dict[int, tuple[bytes, list[int]]] = {}  # chain before, sizes
     # The last list, or part of a state, that a worker got: by rank, its
     # connection, the round, and the number of the part, -1 for a list.
@@ -188,8 +195,12 @@ class Relay:
       return self._complain(f'{len(received)} frames')
     identity, head, *rest = received
     header = frames.unpack(head.bytes)
-    if header is None or not 0 <= header.rank < self._workers:
-      return self._complain('no header of this version, or no such rank')
+    if header is None:
+      return self._complain('no header of this version')
+    if not 0 <= header.rank < self._workers:
+      return self._refuse(identity.bytes, header.rank, (
+          f'rank must be from 0 to {self._workers - 1}, got {header.rank}.'
+          ' Start the relay with more --workers.'))
     if self._ranks:
       user = head.get('User-Id')
       if self._ranks.get(str(user)) != header.rank:
@@ -200,10 +211,9 @@ class Relay:
     member = self._members.get(header.rank)
     if member is None or member.program != header.program:
       if member is not None:
-        return self._refuse(
-            identity, header.rank, f'Another program says that it is worker'
-            f' {header.rank}. Give every worker a rank of its own.')
+        return self._refuse_second(identity, header.rank)
       return self._send(identity, Header(frames.UNKNOWN, header.rank))
+    member.heard = time.monotonic()
     acts = {
         frames.MESSAGE: self._message,
         frames.LISTEN: self._listen,
@@ -228,19 +238,32 @@ class Relay:
       return self._complain('a hello of another form')
     text, *last = bodies
     if self._text is None:
-      self._text, self._first = text, now
+      self._text, self._began = text, now
     if text != self._text:
       _LOG.warning('worker %d has another configuration', rank)
       self._send(identity, Header(frames.REFUSED, rank), b'', self._text)
       return
     old = self._members.get(rank)
-    if old is None or old.program != header.program:
+    is_new = old is None or old.program != header.program
+    if old is not None and is_new and now - old.heard < _SECONDS:
+      return self._refuse_second(identity, rank)
+    if self._opened and header.round > self.round:
+      _LOG.warning('worker %d is back from a longer run', rank)
+      self._forget()
+      self._text, self._began = text, now
+    if is_new:
       _LOG.info('worker %d says hello, round %d', rank, header.round)
     self._members[rank] = _Member(
-        identity, header.program, header.round, header.chain, last
+        identity, header.program, header.round, header.chain, last,
+        header.number, now
     )
     if self._opened:
       self._welcome(rank)
+
+  def _refuse_second(self, identity: bytes, rank: int) -> None:
+    self._refuse(identity, rank, f'Another program says that it is worker'
+                 f' {rank}. Give every worker a rank, and start one again'
+                 f' {_SECONDS:g} s after it has ended.')
 
   def _forget(self) -> None:
     """Ends a run that nobody takes part in: workers must say hello again."""
@@ -253,10 +276,16 @@ class Relay:
 
   def _open(self) -> None:
     """Begins the run, or continues one of another relay."""
-    rounds = {rank: m.round for rank, m in self._members.items()}
-    self.round = max(rounds.values())
-    chosen = min(r for r, number in rounds.items() if number == self.round)
+    chosen = max(
+        self._members, key=lambda rank: (
+            self._members[rank].round, self._members[rank].steps, -rank)
+    )
+    self.round = self._members[chosen].round
     self._chain = self._members[chosen].chain
+    if len({m.steps for m in self._members.values()}) > 1:
+      _LOG.warning(
+          'states of %s steps: that of worker %d is taken',
+          [m.steps for _, m in sorted(self._members.items())], chosen)
     for member in self._members.values():
       # The list that some may not have received.
       if member.round == self.round - 1:
@@ -267,7 +296,7 @@ class Relay:
             self._keep(self.round - 1, member.chain, other.last)
             break
     self._opened, self._awaited = True, set(self._members)
-    self._first, self._last_seen, self._closed = 0.0, time.monotonic(), 0.0
+    self._began, self._last_seen, self._closed = 0.0, time.monotonic(), 0.0
     _LOG.info('round %d, %d workers', self.round, len(self._members))
     for rank in list(self._members):
       self._welcome(rank)
@@ -284,24 +313,27 @@ class Relay:
       self._joining[rank] = time.monotonic()
       _LOG.info('worker %d joins', rank)
     member.last = []
-    self._send(member.identity, header)
+    self._send(member.identity, header, frames.LIMITS.pack(
+        self._workers, self._max_message))
 
   def _message(self, identity: bytes, header: Header, body: bytes) -> None:
     rank = header.rank
-    if not self._opened or not body:
+    if not body:
+      return self._complain('an empty message')
+    if not self._opened:
       return
     if header.round != self.round or header.chain != self._chain:
       before = self._lists.get(header.round, (b'', []))[0]
-      if header.round == self.round - 1 and header.chain == before and (
-          self.round >= self._again.get(rank, 0)
+      if before and header.chain == before and (
+          self.round >= self._not_before.get(rank, 0)
       ):
-        self._awaited.add(rank)  # it is a little late, and may be in time now
+        self._awaited.add(rank)  # it is late, and may be in time now
       return self._listen(identity, header, b'')
     self._members[rank].identity = identity
     self._listening[rank] = identity
     if rank not in self._bodies:
       if not self._bodies:
-        self._first = time.monotonic()
+        self._began = time.monotonic()
       self._bodies[rank] = body
       self._joining.pop(rank, None)
 
@@ -311,6 +343,8 @@ class Relay:
     if not self._opened:
       return
     chain = self._lists.get(header.round, (b'', []))[0]
+    if rank in self._joining:
+      self._joining[rank] = time.monotonic()
     if header.round == self.round and header.chain == self._chain:
       self._listening[rank] = identity
       if rank not in self._bodies:
@@ -341,7 +375,7 @@ class Relay:
     """Returns the milliseconds until the clock may matter."""
     if not self._opened or not self._bodies:
       return 100
-    left = self._first + self._limit() - time.monotonic()
+    left = self._began + self._limit() - time.monotonic()
     return max(0, min(100, int(1000 * left) + 1))
 
   def _look_at_the_clock(self) -> None:
@@ -350,30 +384,33 @@ class Relay:
       # A run that begins waits for all, one that continues only for some time.
       is_new = all(m.round == 0 for m in self._members.values())
       limit = self._start if is_new else max(10.0, 5 * self._limit())
-      if len(self._members) == self._workers or now - self._first > limit:
+      if len(self._members) == self._workers or now - self._began > limit:
         self._open()
     if self._opened and len(self._bodies) >= self._quorum:
       complete = self._bodies and self._awaited <= set(self._bodies)
-      if complete or now - self._first > self._limit():
+      if complete or now - self._began > self._limit():
         self._close(now)
     if self._joining:
       self._ask_for_state(now)
-      if now - self._last_seen > max(_ALONE, 3 * self._limit()):
+      if now - self._last_seen > max(self._start, 3 * self._limit()):
         self._forget()
 
   def _close(self, now: float) -> None:
     """Ends a round: everybody gets the same list."""
-    # Messages of a round are of one step, that of most of them.
+    # Messages of a round are of one step, that of most of them. An evaluation
+    # has priority: a training step is sent again in the next round.
     kinds = {
-        rank: (len(body), frames.tag_of([body]))
+        rank: (not frames.changes_state(body[: frames.CHAIN]), len(body),
+               body[: frames.CHAIN])
         for rank, body in sorted(self._bodies.items())
     }
-    ((kind, _),) = collections.Counter(kinds.values()).most_common(1)
+    counts = collections.Counter(kinds.values())
+    kind = max(counts, key=lambda kind: (kind[0], counts[kind]))
     for rank in [rank for rank, other in kinds.items() if other != kind]:
       _LOG.warning(
           'round %d without worker %d, which has called another step: its'
           ' message has %d bytes, not %d',
-          self.round, rank, len(self._bodies.pop(rank)), kind[0])
+          self.round, rank, len(self._bodies.pop(rank)), kind[1])
     messages = [self._bodies.get(r, b'') for r in range(self._workers)]
     missing = self._awaited - set(self._bodies)
     if missing:
@@ -381,7 +418,7 @@ class Relay:
     # One that is often late is waited for in ever fewer rounds.
     self._missed.update([*missing])
     for rank in missing:
-      self._again[rank] = self.round + 2 ** min(self._missed[rank], 8)
+      self._not_before[rank] = self.round + 2 ** min(self._missed[rank], 8)
     for rank in self._awaited - missing:
       del self._missed[rank]
     self._keep(self.round, self._chain, messages)
@@ -421,8 +458,12 @@ class Relay:
     self._send(identity, header, present, *(m for m in messages if m))
 
   def _keep(self, number: int, chain: bytes, messages: list[bytes]) -> None:
-    (self._disk / f'{number}').write_bytes(b''.join(messages))
-    self._lists[number] = chain, list(map(len, messages))
+    try:
+      (self._disk / f'{number}').write_bytes(b''.join(messages))
+      self._lists[number] = chain, list(map(len, messages))
+    except OSError as error:  # who is late must join
+      _LOG.warning('round %d is not kept: %s', number, error)
+      (self._disk / f'{number}').unlink(missing_ok=True)
     keep = number - self._history
     if self._state is not None and self._joining and self._state.round >= 0:
       keep = max(min(keep, self._state.round - 1), number - _MAX_LISTS)

@@ -7,6 +7,7 @@ decodes, without gradients.
 
 import collections
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,6 +28,8 @@ from demo_optax.workers import Workers
 from demo_optax.workers.split import Plan
 from demo_optax.workers.value import put
 
+_LOG = logging.getLogger('demo_optax.remote')
+
 # Rounds between comparisons of what workers share.
 CHECK_EVERY = 64
 
@@ -34,6 +37,7 @@ CHECK_EVERY = 64
 # again where a number differs by more than this share of the largest one.
 _TOLERANCE = 1e-3
 _ATTEMPTS = 16  # to take part, in a call
+_FEW = 16  # numbers of an argument that may differ between steps
 _SAMPLE = 64  # numbers of an array that are compared
 
 
@@ -62,20 +66,31 @@ class RemoteProgram:
     self._closed: Any = None
     self._follows: Plan | None = None
     self._has_parted = False
+    self._shared, self._text = '', dict[str, str]()
 
   def __call__(self, *arrays: Any) -> tuple[list[Any], Returned]:
     """Runs the step; if it fails, the arrays are as they were before."""
     self.trace(*arrays)
     link = link_of(self._workers)
+    if not self._nexts:
+      return self._evaluate(link, arrays), self._returned
     link.shared = link.shared or self._shared
-    if self._shared not in ('', link.shared):
+    if self._shared != link.shared:
       raise ValueError(
           f'All training steps of {self._workers} must return the same state,'
           f' got one of {self._shared}, and before it one of {link.shared}.'
           ' Make one step of them.'
       )
     if link.open < 0:
-      link.hello(self._text, _digest([arrays[n] for n in self._nexts]))
+      state = [arrays[n] for n in self._nexts]
+      text = self._text | {
+          'other arguments': _digest([arrays[n] for n in self._others]).hex()
+      }
+      link.hello(frames.write_text(text), _digest(state), _steps_in(state))
+    # What is not in the state is not in the state of another worker.
+    self._tag = frames.tag(
+        self._messages, _joined([arrays[n] for n in self._given]), True
+    )
     before, self._has_parted = link.position, False
     try:
       for _ in range(_ATTEMPTS):
@@ -94,10 +109,25 @@ class RemoteProgram:
       raise
     if self._has_parted:
       link.part()
-    elif link.state_wanted and self._nexts:
+    elif link.state_wanted:
       held = dict(zip(self._returned.nexts, values))
-      link.send_state(_joined([held[n] for n in self._nexts]))
+      trained = link.position.trained.to_bytes(8, 'little', signed=True)
+      link.send_state(trained + _joined([held[n] for n in self._nexts]))
     return values, self._returned
+
+  def _evaluate(self, link: Connection, arrays: Sequence[Any]) -> list[Any]:
+    """Runs a step that changes no state, with all workers or with this one.
+
+    It is alone before its first training step, and if it is so late that the
+    others are training again. The next training step brings it up to date.
+    """
+    before = link.position
+    if link.open >= 0 and before.chain:
+      with contextlib.suppress(Behind):
+        return self._execute(self._plan, link, arrays)
+      link.position = before
+    _LOG.warning('%s evaluates alone', self._workers)
+    return self._execute(self._plan, None, arrays)
 
   def trace(self, *arrays: Any) -> None:
     """Traces the step, cuts and compiles it, once."""
@@ -116,41 +146,50 @@ class RemoteProgram:
       self._plan.compile()
     # Numbers of the arrays that all workers share, and that a step changes.
     self._nexts = sorted({n for n in self._returned.nexts if n is not None})
-    messages = ' '.join(self._plan.meetings)
-    self._tag = frames.tag(messages, bool(self._nexts))
+    others = [
+        n for n, a in enumerate(self._call.arrays)
+        if a.role == 'shared' and n not in self._nexts
+    ]
+    sizes = [self._closed.in_avals[n + 1].size for n in others]
+    self._given = [n for n, size in zip(others, sizes) if size <= _FEW]
+    self._others = [n for n, size in zip(others, sizes) if size > _FEW]
+    self._messages = ' '.join(self._plan.meetings)
+    self._tag = frames.tag(self._messages, b'', False)
     self._shared = ', '.join(
         f'{self._call.arrays[n].name} {self._closed.in_avals[n + 1]}'
         for n in self._nexts
     )
-    self._text = frames.write_text(agreement.describe(configs) | {
+    self._text = agreement.describe(configs) | {
         'workers': str(self._workers.count),
         'shared arrays': self._shared,
-        'messages': messages,
-    })
+        'messages': self._messages,
+    }
 
   def _current(self, link: Connection, arrays: Sequence[Any]) -> list[Any]:
     """Returns the arrays as they are in the round that is open."""
     arrays, was_behind = list(arrays), False
-    if not link.position.chain:
-      if not self._nexts:
-        raise RuntimeError(
-            f'{self._workers} must take the state of another worker, but the'
-            ' step does not return a state. Call the training step first.'
-        )
-      self._take(link.state(), arrays)
-      was_behind = True
     nexts = self._returned.nexts
     wanted = [n is not None and n not in nexts[:i] for i, n in enumerate(nexts)]
-    while link.position.round < link.open:
+    if self._follows is None and (
+        not link.position.chain or link.position.round < link.open
+    ):
+      self._follows = Plan(self._closed, wanted, follows=True)
+      if self._workers.mesh is None:
+        self._follows.compile()  # now, not after the state was taken
+    if not link.position.chain:
+      self._take(link, arrays)
+      was_behind = True
+    follows = self._follows
+    while follows is not None and link.position.round < link.open:
       messages = link.listen()
       if self._is_other(link, messages):
         continue
-      if self._follows is None:
-        self._follows = Plan(self._closed, wanted, follows=True)
-      values = iter(self._execute(self._follows, link, arrays, messages))
-      for n, is_wanted in zip(nexts, wanted):
-        if is_wanted:
-          arrays[n] = next(values)
+      received = [messages]
+      while received:  # not every step of local updates exchanges
+        values = iter(self._execute(follows, link, arrays, received))
+        for n, is_wanted in zip(nexts, wanted):
+          if is_wanted:
+            arrays[n] = next(values)
       was_behind = True
     if was_behind:
       for p in self._call.own_params:
@@ -168,14 +207,24 @@ class RemoteProgram:
     tag = frames.tag_of(messages)
     if tag == self._tag:
       return False
+    if tag[:8] == self._tag[:8]:
+      names = ', '.join(self._call.arrays[n].name for n in self._given)
+      raise ValueError(
+          f'{names} must be equal on all workers in each round, got another'
+          f' value than the others in {self._workers}. A worker that is late'
+          ' needs the values of the rounds that it missed: make a schedule of'
+          ' the optimizer of what changes.'
+      )
     if frames.changes_state(tag):  # only a later state can be followed
       link.position = Position(link.position.round)
       raise Behind
     return True
 
-  def _take(self, state: bytes, arrays: list[Any]) -> None:
+  def _take(self, link: Connection, arrays: list[Any]) -> None:
     """Puts another worker's shared state in place of this worker's."""
-    start = 0
+    state, start = link.state(), 8
+    trained = int.from_bytes(state[:start], 'little', signed=True)
+    link.position = link.position._replace(trained=trained)
     for n in self._nexts:
       like = jax.eval_shape(_data, self._closed.in_avals[n + 1])
       x: Any = _read(state, start, like)
@@ -188,20 +237,23 @@ class RemoteProgram:
   def _execute(
       self,
       plan: Plan,
-      link: Connection,
+      link: Connection | None,
       arrays: Sequence[Any],
-      *lists: list[bytes],
+      received: list[list[bytes]] | None = None,
   ) -> list[Any]:
-    """Runs a plan, with lists that were received before it."""
-    received = list(lists)
+    """Runs a plan, which takes away lists that were `received` before it.
+
+    Without a link this worker is alone.
+    """
+    ahead = [] if received is None else received
     return plan.run(
         [np.int32(self._rank), *arrays],
-        lambda types, sent: self._exchange(link, arrays, types, sent, received),
+        lambda types, sent: self._exchange(link, arrays, types, sent, ahead),
     )
 
   def _exchange(
       self,
-      link: Connection,
+      link: Connection | None,
       arrays: Sequence[Any],
       types: list[Any],
       sent: list[Any] | None,
@@ -210,19 +262,26 @@ class RemoteProgram:
     """Exchanges one message, or reads those of a round that is over."""
     sketch = b''
     if sent is None:
+      assert link is not None
       messages = received.pop() if received else link.listen()
     else:
       for x in sent:
         if isinstance(x, jax.Array) and x.is_fully_addressable:
           x.copy_to_host_async()
       body = self._tag + _joined(sent)
-      while True:
-        if link.position.round % CHECK_EVERY == 0 and self._nexts:
+      messages = [b''] * self._workers.count
+      messages[self._rank] = body
+      while link is not None:
+        sketch = b''
+        now, trained = link.position.round, link.position.trained
+        if self._nexts and now // CHECK_EVERY > trained // CHECK_EVERY:
           sketch = _sketch([arrays[n] for n in self._nexts])
         messages = link.exchange(body + sketch)
         if not self._is_other(link, messages):
           break
-        sketch = b''
+    if link is not None and self._nexts:
+      at = link.position
+      link.position = at._replace(trained=at.round - 1)
     start = len(self._tag)
     present = np.array(list(map(bool, messages)))
     found = []
@@ -273,6 +332,13 @@ def _digest(arrays: Sequence[Any]) -> bytes:
   return frames.digest(_host(found[0]).tobytes())
 
 
+def _steps_in(arrays: Sequence[Any]) -> int:
+  """Returns the largest count of steps in a state."""
+  return max((
+      int(_host(x)) for x in arrays if x.dtype == np.int32 and not x.ndim
+  ), default=0)
+
+
 def _sketch(arrays: Sequence[Any]) -> bytes:
   """Returns the platform, a digest of arrays, and numbers from all of them."""
   device = jax.devices()[0]
@@ -290,11 +356,18 @@ def _sketch(arrays: Sequence[Any]) -> bytes:
 def _sketched(arrays: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
   digests, samples = [], []
   for x in arrays:
-    x = x.astype(jnp.uint8) if x.dtype == bool else x
+    if x.dtype.itemsize < 1 or x.dtype in (bool, jnp.int4, jnp.uint4):
+      x = x.astype(jnp.int8)
+    if jnp.iscomplexobj(x):
+      x = jnp.stack([x.real, x.imag])
     bits = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
     words = jax.lax.bitcast_convert_type(x, bits).astype(jnp.uint32).reshape(-1)
-    odd = jax.lax.iota(jnp.uint32, words.size) * jnp.uint32(2) + jnp.uint32(1)
-    digests.append(jnp.sum(words * odd, dtype=jnp.uint32))
+    # A number and its place, mixed (the finalizer of MurmurHash3), so that the
+    # sums of constant arrays differ as well.
+    words += jax.lax.iota(jnp.uint32, words.size) * jnp.uint32(0x9E3779B9)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+      words = (words ^ (words >> shift)) * jnp.uint32(factor)
+    digests.append(jnp.sum(words, dtype=jnp.uint32))
     x = jnp.ravel(x).astype(jnp.float32)
     largest = jnp.max(jnp.abs(x), initial=0)[None]
     some = x[:: max(1, x.size // _SAMPLE)][:_SAMPLE]

@@ -164,6 +164,7 @@ def test_what_does_not_fit_is_refused(joined, rounds, caplog):
         for kind in (0, 1, 2, 3, 4, 5, 11, 12, 255)
         for rank in (0, 2, 3, 2**16 - 1)
         for number in (-1, 0, 1, 2**62) for frames_ in (0, 1, 2)),
+      [Header(frames.MESSAGE, 0).pack(), b''],
       # Too large: the connection ends.
       [Header(frames.MESSAGE, 0).pack(), b'x' * (2 << 20)],
   ]
@@ -202,9 +203,11 @@ def test_messages_of_another_round_or_size(rounds, joined):
 
 def test_two_programs_of_one_rank(joined, rounds):
   twin = Link(joined.address, 0, 3, None)
-  twin._text, twin.open = b'{}', 0
+  with pytest.raises(RuntimeError, match='Another program'):
+    twin.hello(b'{}', b'')
+  twin.open, twin._largest = 0, 1
   twin.position = rounds.links[0].position
-  with pytest.raises(RuntimeError, match='a rank of its own'):
+  with pytest.raises(RuntimeError, match='Another program'):
     twin.exchange(b'x')
   twin.close()
   rounds.round()
@@ -280,13 +283,79 @@ def test_the_command(tmp_path):
     assert process.wait(20) == 0
 
 
-def test_a_run_that_all_have_left(monkeypatch):
+def test_a_run_begins_with_the_newest_state():
+  with Joined(3, start=5) as joined:
+    links = [Link(joined.address, r, 3, None) for r in range(3)]
+    threads = [
+        threading.Thread(target=link.hello, args=(b'{}', digest, steps))
+        for link, digest, steps in zip(
+            links, (b'a' * 16, b'b' * 16, b'b' * 16), (0, 50, 50))]
+    for step in (threading.Thread.start, threading.Thread.join):
+      for thread in threads:
+        step(thread)
+    assert [bool(link.position.chain) for link in links] == [False, True, True]
+    for link in links:
+      link.close()
+
+
+def test_a_longer_run_that_comes_back(rounds, joined):
+  """Its state is kept, not that of a program that began without it."""
+  for _ in range(3):
+    rounds.round()
+  joined.restart()
+  new = Link(joined.address, 0, 3, None)
+  rounds.links[0].close()
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(joined.relay, '_start', 0.2)
+    new.hello(b'{}', b'another state')
+    new.exchange(bytes(frames.CHAIN))
+  lists = rounds.each(
+      lambda link: link.exchange(bytes(frames.CHAIN)), rounds.links[1:])
+  assert [len(found) for found in lists] == [3, 3]
+  assert joined.relay.round == 4
+  with pytest.raises(Behind):
+    new.exchange(bytes(frames.CHAIN))
+  new.close()
+
+
+def test_a_worker_that_was_late_by_many_rounds(rounds):
+  """It is awaited as soon as it sends messages again."""
+  rounds.round()
+  for _ in range(9):
+    rounds.round(rounds.links[:2])
+  late = rounds.links[2]
+  assert not late.exchange(bytes(frames.CHAIN))[2]
+  while late.position.round < rounds.links[0].position.round:
+    late.listen()
+  rounds.round()
+
+
+def test_limits(joined):
+  rank, count, large = (Link(joined.address, *x, None) for x in (
+      (3, 4), (0, 4), (0, 3)))
+  with pytest.raises(RuntimeError, match='rank must be from 0 to 2, got 3'):
+    rank.hello(b'{}', b'')
+  joined.relay._start = 0.1
+  with pytest.raises(ValueError, match='count must be that of the relay, 3'):
+    count.hello(b'{}', b'')
+  time.sleep(relay._SECONDS)  # then another program may have its rank
+  large.hello(b'{}', b'')
+  large.position = count.position
+  with pytest.raises(ValueError, match='larger --max-message'):
+    large.exchange(bytes((1 << 20) + 1))
+  for link in (rank, count, large):
+    link.close()
+  with pytest.raises(ValueError, match='quorum must be from 1 to 3'):
+    Relay('tcp://127.0.0.1:*', 3, quorum=0)
+
+
+def test_a_run_that_all_have_left():
   """The relay waits for workers to come, and begins again."""
-  monkeypatch.setattr(relay, '_ALONE', 0.3)
-  with Joined(2, start=5, deadline=0.5, history=2) as joined:
+  with Joined(2, start=5, deadline=0.3, history=2) as joined:
     with Rounds(joined, 2) as rounds:
       for _ in range(5):
         rounds.round()
+    time.sleep(relay._SECONDS)  # then other programs may have these ranks
     with Rounds(joined, 2) as rounds:
       assert not any(link.position.chain for link in rounds.links)
       assert all(isinstance(x, Behind)
