@@ -19,6 +19,8 @@ What becomes of one process concerns all: an error in one ends all of them
 import argparse
 import contextlib
 import os
+import pathlib
+import shutil
 import signal
 import socket
 import sys
@@ -31,6 +33,8 @@ from types import FrameType
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+
+import demo_optax
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -220,3 +224,40 @@ class StopSignal:
 def is_main() -> bool:
   """Whether this process writes files and shows progress."""
   return jax.process_index() == 0
+
+
+def say(words: str) -> None:
+  """Prints, in one process."""
+  if is_main():
+    print(words, flush=True)
+
+
+def make_workers(count: int | None) -> demo_optax.Workers:
+  """One worker per device where there are several, else simulated ones."""
+  devices = jax.devices()
+  if jax.process_count() > 1 and count not in (None, len(devices)):
+    raise SystemExit(
+        f'--workers {count}: with several processes there is one worker for'
+        f' each of the {len(devices)} devices. Leave it out.'
+    )
+  count = count or (len(devices) if len(devices) > 1 else 4)
+  if count > len(devices) or len(devices) == 1:
+    return demo_optax.Workers.simulated(count)
+  mesh = jax.make_mesh(
+      (count,), ('data',), devices=devices[:count],
+      axis_types=(jax.sharding.AxisType.Auto,),
+  )
+  return demo_optax.Workers.on_mesh(mesh, 'data')
+
+
+def remove_checkpoints(folder: pathlib.Path, overwrite: bool) -> None:
+  """Removes the checkpoints of an earlier run, if the flags allow it."""
+  if folder.exists() and any(folder.iterdir()) and not overwrite:
+    raise SystemExit(
+        f'There are checkpoints in {folder}: give --resume, --overwrite, or'
+        ' another --out.'
+    )
+  multihost_utils.sync_global_devices('all have looked for checkpoints')
+  if is_main():
+    shutil.rmtree(folder, ignore_errors=True)
+  multihost_utils.sync_global_devices('former checkpoints are removed')

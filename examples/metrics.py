@@ -92,6 +92,23 @@ def about_exchange(optimizer: nnx.Optimizer) -> dict[str, float]:
   return {key: value.item() for key, value in info.items()}
 
 
+def report(runs: list[dict[str, Any]]) -> None:
+  """Prints the bytes of all steps, beside those of an all-reduce."""
+  row = '{:<13}{:>11}{:>10}{:>13}{:>20}{:>12}{:>12}'.format
+  print(row('', 'validation', 'sent', 'received', 'all-reduce', '', 'steps'))
+  print(row('', 'loss', 'MB', 'MB', 'bfloat16', 'float32', 'per s'))
+  for run in runs:
+    plan, records = run['plan'], run['records']
+    steps = records[-1]['step'] if records else 0
+    moved = (plan.sent_bytes, plan.received_bytes, plan.dense_bytes(2),
+             plan.dense_bytes(4))
+    loss, speed = (
+        '-' if x is None else f'{x:.{digits}f}'
+        for x, digits in ((run['valid_loss'], 4), (run['steps_per_second'], 1)))
+    print(row(run['name'], loss, *(f'{x * steps / 1e6:,.1f}' for x in moved),
+              speed))
+
+
 def _records_until(path: pathlib.Path, step: int) -> list[Record]:
   """Records of an earlier run up to `step`."""
   if not step or not path.exists():

@@ -2,9 +2,14 @@
 
 import pathlib
 import pydoc_data.topics
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+import demo_optax
 
 
 class Corpus(NamedTuple):
@@ -58,6 +63,30 @@ def batch(
   rng = np.random.default_rng((seed, step))
   starts = rng.integers(0, len(text) - length, size)
   return text[starts[:, None] + np.arange(length + 1)].astype(np.int32)
+
+
+def make_feed(
+    text: np.ndarray, seed: int, size: int, length: int,
+    workers: demo_optax.Workers, rank: int = 0,
+) -> Callable[[int], Any]:
+  """`step -> tokens`: of all workers, or with a relay of the worker `rank`."""
+
+  def rows(step: int) -> np.ndarray:
+    return batch(text, seed, step, size, length)
+
+  if workers.kind == 'remote':
+    return lambda step: np.split(rows(step), workers.count)[rank]
+  if workers.mesh is None:
+    return rows
+  sharding = NamedSharding(workers.mesh, PartitionSpec(workers.axis_name))
+
+  def placed(step: int) -> jax.Array:  # each process places its devices' rows
+    tokens = rows(step)
+    return jax.make_array_from_callback(
+        tokens.shape, sharding, lambda at: tokens[at]
+    )
+
+  return placed
 
 
 def windows(text: np.ndarray, size: int, length: int) -> np.ndarray:
