@@ -112,6 +112,11 @@ notebooks/03_choose_k_and_chunk
 :caption: Use
 
 docs/your_trainer
+docs/nnx
+docs/linen
+docs/equinox
+docs/haiku
+docs/pmap
 docs/maxtext
 docs/tunix
 docs/compressors

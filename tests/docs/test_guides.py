@@ -22,6 +22,8 @@ from demo_optax.codes.values import VALUES
 
 ROOT = pathlib.Path(__file__).parents[2]
 GUIDES = {p.stem: p for p in sorted((ROOT / 'docs').glob('*.md'))}
+# Run in this order, in one namespace.
+TRAINERS = ('your_trainer', 'pmap', 'nnx', 'linen', 'equinox', 'haiku')
 BATCH = {'x': np.ones((16, 8), np.float32), 'y': np.ones((16, 1))}
 
 
@@ -95,7 +97,7 @@ THEN = {
 
 @pytest.mark.parametrize(
     'name', [name for name in GUIDES
-             if blocks(name) and name not in ('compressors', 'your_trainer')])
+             if blocks(name) and name not in ('compressors', *TRAINERS)])
 def test_blocks_run(name, tmp_path, monkeypatch):
   """As one script; those of compressors.md in test_compressors."""
   monkeypatch.chdir(tmp_path)
@@ -106,9 +108,9 @@ def test_blocks_run(name, tmp_path, monkeypatch):
     THEN.get(name, lambda names: None)(names)
 
 
-def listings(name):
+def listings():
   """Python blocks, and of each diff the lines before and after."""
-  text = GUIDES[name].read_text()
+  text = ''.join(GUIDES[name].read_text() for name in TRAINERS)
   for kind, block in re.findall(r'```(python|diff)\n(.*?)```', text, re.S):
     if kind == 'python':
       yield [block]
@@ -141,7 +143,7 @@ def test_every_trainer_learns_before_and_after(tmp_path, monkeypatch):
   cache = jax.config.jax_compilation_cache_dir
   names = {}
   with jax.numpy_dtype_promotion('standard'), jax.numpy_rank_promotion('allow'):
-    for versions in listings('your_trainer'):
+    for versions in listings():
       for block in versions:
         losses = train(block, names)
         assert not losses or losses[-1] < 0.8 * losses[0], (block, losses)
@@ -155,7 +157,7 @@ def test_two_lines_change():
   counts = [
       sum(line[:1] == '+' for line in block.splitlines())
       for block in re.findall(
-          r'```diff\n(.*?)```', GUIDES['your_trainer'].read_text(), re.S)
+          r'```diff\n(.*?)```', ''.join(GUIDES[name].read_text() for name in TRAINERS), re.S)
   ]
   assert len(counts) == 10
   assert sorted(counts) == [1, 2, 2, 2, 2, 2, 2, 3, 3, 4]
