@@ -140,6 +140,7 @@ docs/errors
 :hidden:
 :caption: Understand
 
+docs/how_it_works
 notebooks/02_what_is_sent
 docs/reading
 benchmarks/README
