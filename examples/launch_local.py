@@ -3,16 +3,16 @@ r"""Starts N processes of a training script on this machine, as N hosts would.
     python examples/launch_local.py -n 4 -- python examples/train_lm.py
     python examples/launch_local.py -n 4 --relay -- python examples/train_lm.py
 
-Every process gets the environment variables JAX_COORDINATOR_ADDRESS,
-JAX_NUM_PROCESSES and JAX_PROCESS_ID, which `cluster.py` reads, and CPU devices
-of its own; they talk over the loopback interface (gloo). With --relay they are
-workers that are programs of their own, which get DEMO_RELAY and DEMO_RANK, and
-when one fails the others train on. Lines of output begin
-with the number of the process. When one fails the others are ended, and its
-exit status is that of the launcher; none outlives the launcher, unless it has
-made itself a session of its own. Nor do they go on when nobody reads their
-output any more (`| head`). Ctrl-C lets them save a last checkpoint, a second
-one kills them.
+Each process gets separate CPU devices and the environment variables
+JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, which
+`cluster.py` reads. They communicate over the loopback interface (gloo). Each
+line of output has the number of its process in front. If one process fails,
+the launcher stops the others and exits with its status. It also stops them when
+its output pipe closes (`| head`), and leaves no process behind. Ctrl-C lets
+them save a last checkpoint. A second Ctrl-C kills them.
+
+With --relay each process is a separate worker, which gets DEMO_RELAY and
+DEMO_RANK. If one fails, the others continue.
 """
 
 import argparse
@@ -45,22 +45,24 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
       description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   add = parser.add_argument
-  add('-n', '--processes', type=at_least_1, default=2)
+  add('-n', '--processes', type=at_least_1, default=2,
+      help='number of processes; default: 2')
   add('--devices', type=at_least_1, default=1,
-      help='CPU devices of each process')
-  add('--relay', action='store_true', help='start a relay for them')
+      help='CPU devices per process; default: 1')
+  add('--relay', action='store_true',
+      help='start a relay, and one worker per process')
   add('--grace', type=float, default=30.0, metavar='SECONDS',
-      help='time to save a last checkpoint in, before a process is killed')
-  add('command', nargs=argparse.REMAINDER, help='-- and what to run')
+      help='time for a last checkpoint before a process is killed')
+  add('command', nargs=argparse.REMAINDER, help='-- and the command to run')
   args = parser.parse_args(argv)
   if args.command[:1] == ['--']:
     args.command.pop(0)
   if not args.command:
-    parser.error('say what to run, after --: -- python examples/train_lm.py')
+    parser.error('Give a command after --: -- python examples/train_lm.py')
   if shutil.which(args.command[0]) is None:
     parser.error(
-        f'{args.command[0]!r} is no program: give one and its arguments, such'
-        ' as -- python examples/train_lm.py'
+        f'{args.command[0]!r} is not a program. Give a program and its'
+        ' arguments: -- python examples/train_lm.py'
     )
   return args
 

@@ -50,7 +50,7 @@ def draw_losses(runs: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
 
 
 def save(figure: Any, path: pathlib.Path) -> None:
-  """Writes a figure, all of whose axes look alike, and closes it."""
+  """Styles the axes of a figure, writes it to a file, and closes it."""
   for axes in figure.axes:
     axes.grid(alpha=0.3)
     axes.spines[['top', 'right']].set_visible(False)

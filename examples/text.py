@@ -20,13 +20,12 @@ class Corpus(NamedTuple):
 
 
 def load(path: str | None = None) -> Corpus:
-  """The corpus of a file, of a folder, or of Python's own help topics.
+  """Loads a file, a folder, or Python's help topics.
 
   A folder has one document per file. A file is cut into documents of at least
-  2,000 characters: at blank lines, or where it has few, at lines or spaces.
-  Every tenth document is held out.
-  Documents quote each other: a paragraph of a held-out document is taken out of
-  all others.
+  2,000 characters: at blank lines, or if it has few, at lines or spaces. Every
+  tenth document is held out. Documents quote each other, so the paragraphs of
+  held-out documents are removed from all others.
   """
   if path is None:
     topics = pydoc_data.topics.topics
@@ -38,8 +37,8 @@ def load(path: str | None = None) -> Corpus:
     documents = _cut(pathlib.Path(path).read_text(errors='replace'))
   if len(documents) < 2:
     raise ValueError(
-        f'{path} holds {len(documents)} document(s); at least 2 are needed, one'
-        ' of them for validation. Give a longer file, or a folder.'
+        f'{path} has {len(documents)} document(s), but validation needs a'
+        ' second one. Give a longer file, or a folder.'
     )
   held_out = range(min(5, len(documents) - 1), len(documents), 10)
   valid = [documents[i] for i in held_out]
