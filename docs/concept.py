@@ -140,23 +140,23 @@ def draw_chunk(side: int = 64, topk: int = 64, steps: int = 200) -> plt.Figure:
   given = np.abs(before - after)
   sent = given > 1e-3 * given.max((1, 2), keepdims=True)
   figure, ((top, largest), (one, energy)) = plt.subplots(
-      2, 2, figsize=(9, 7), layout='constrained')
+      2, 2, figsize=(7.5, 6), layout='constrained')
 
   size = np.log10(np.abs(before[-1]) + 1e-3 * np.abs(before[-1]).max())
   top.imshow(size.T, cmap='Greys')
   top.scatter(*np.nonzero(sent[-1]), s=13, marker='s', facecolors='none',
               edgecolors='#D55E00')
-  top.set(title=f'select: DCT of the momentum, {topk} of {side**2} largest',
-          xticks=[], yticks=[])
+  top.set(title=f'select: {topk} of {side**2} DCT coefficients', xticks=[],
+          yticks=[])
 
   values = before[-1][sent[-1]]
   order = np.argsort(values)
   largest.plot(values[order], 'o', color='#0072B2', label='momentum')
   largest.plot((before - after)[-1][sent[-1]][order], color='#D55E00',
                label='message: sign and scale')
-  largest.set(title='quantize: the selected coefficients, sorted',
+  largest.set(title='quantize: the selected ones, sorted',
               xlabel='coefficient', ylabel='value')
-  largest.legend(frameon=False)
+  largest.legend(frameon=False, loc='upper left')
 
   often = sent[-100:].sum(0)
   place = np.unravel_index(np.argmax(often), often.shape)
@@ -183,4 +183,4 @@ def draw_chunk(side: int = 64, topk: int = 64, steps: int = 200) -> plt.Figure:
 if __name__ == '__main__':
   folder = pathlib.Path(__file__).parent
   draw_step().savefig(folder / 'concept.png', dpi=120)
-  draw_chunk().savefig(folder / 'chunk.png', dpi=120)
+  draw_chunk().savefig(folder / 'chunk.png', dpi=140)
