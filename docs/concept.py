@@ -156,7 +156,7 @@ def draw_chunk(side: int = 64, topk: int = 64, steps: int = 200) -> plt.Figure:
                label='message: sign and scale')
   largest.set(title='quantize: the selected ones, sorted',
               xlabel='coefficient', ylabel='value')
-  largest.legend(frameon=False, loc='upper left')
+  largest.legend(frameon=False, loc='lower right')
 
   often = sent[-100:].sum(0)
   place = np.unravel_index(np.argmax(often), often.shape)

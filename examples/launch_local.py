@@ -68,14 +68,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Runs the processes; the exit status of the first one that failed, or 0."""
+  """Runs the processes; returns the status of the first failure, or 0."""
   args = parse_args(argv)
-  # As an exception wherever the launcher is, so that the processes end, too.
-  # Of SIGINT, too: in the background shells let it be ignored.
+  # An exception in the launcher also ends its processes. SIGINT needs a handler
+  # because shells ignore it in the background.
   for name in _ENDING:
     signal.signal(name, lambda number, _: sys.exit(128 + number))
   code = run(args)
-  if _is_unheard():  # nor is Python to try and write what it still has
+  if _is_unheard():  # Python must not write the rest of its output
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
   return code
 
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
       readers.append(relay(processes[-1], number))
     return wait(processes, args.relay)
   except OSError as error:
-    tell(f'{args.command[0]}: {error.strerror}')
+    report(f'{args.command[0]}: {error.strerror}')
     return 127
   finally:
     # Not to be interrupted; Ctrl-C once more leaves them no time.
@@ -119,7 +119,7 @@ def free_port() -> int:
 def start(
     args: argparse.Namespace, address: str, number: int
 ) -> subprocess.Popen:
-  """Starts a process in a session of its own: all it starts ends with it."""
+  """Starts a process in a new session, so that all its children end with it."""
   variables = {
       'DEMO_RELAY': f'tcp://{address}',
       'DEMO_WORKERS': str(args.processes),
@@ -149,7 +149,7 @@ _libc = _load_libc()  # before the fork
 
 
 def _die_with_me() -> None:
-  """Even if the launcher is killed its processes end (on Linux)."""
+  """Ends the processes when the launcher is killed (on Linux)."""
   if _libc is not None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -157,8 +157,8 @@ def _die_with_me() -> None:
 def relay(process: subprocess.Popen, name: int) -> threading.Thread:
   """Copies a process's lines to our output, with its name in front.
 
-  Where they cannot be written they are still taken: a process whose lines
-  nobody takes stands still.
+  It reads them even if it cannot write them: a process with a full pipe would
+  stop.
   """
 
   def copy() -> None:
@@ -176,7 +176,7 @@ def relay(process: subprocess.Popen, name: int) -> threading.Thread:
   return thread
 
 
-def tell(text: str) -> None:
+def report(text: str) -> None:
   with contextlib.suppress(OSError):
     print(text, file=sys.stderr)
 
@@ -192,17 +192,17 @@ def _is_unheard() -> bool:
 
 
 def wait(processes: Sequence[subprocess.Popen], is_relayed: bool) -> int:
-  """Until one fails, all are done, or nobody listens.
+  """Waits until one fails, all are done, or the output pipe is closed.
 
-  With a relay the others train on when one fails.
+  With a relay the others continue when one fails.
   """
   while True:
     codes = [p.poll() for p in processes]
     for number, code in enumerate(codes):
       if code and not is_relayed:
-        # A negative code is the signal that ended it, as shells tell it.
+        # A negative code is the signal that ended it; shells report 128 + it.
         code = code if code > 0 else 128 - code
-        tell(f'process {number} ended with status {code}')
+        report(f'process {number} ended with status {code}')
         return code
     if None not in codes:
       return max(codes)
