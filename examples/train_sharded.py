@@ -192,11 +192,11 @@ def draw(results: list[dict[str, Any]], path: pathlib.Path) -> None:
   figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5))
   for result, style in zip(results, ('-', '--')):
     left.plot(picture.smooth(result['losses']), style, label=result['name'])
-  left.set(xlabel='step', ylabel='loss (nats per byte)')
+  left.set(xlabel='step', ylabel='loss (nats per byte), mean of 10 steps')
   left.legend(frameon=False)
   a, b = (np.array(result['losses']) for result in results)
   right.plot(a - b, lw=0.8)
-  right.set(xlabel='step', ylabel='difference of the losses')
+  right.set(xlabel='step', ylabel='solid minus dashed, each step')
   print()
   picture.save(figure, path)
 
