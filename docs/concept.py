@@ -151,12 +151,13 @@ def draw_chunk(side: int = 64, topk: int = 64, steps: int = 200) -> plt.Figure:
 
   values = before[-1][sent[-1]]
   order = np.argsort(values)
-  largest.plot(values[order], 'o', color='#0072B2', label='momentum')
-  largest.plot((before - after)[-1][sent[-1]][order], color='#D55E00',
-               label='message: sign and scale')
+  largest.plot(values[order], 'o', color='#0072B2')
+  largest.plot((before - after)[-1][sent[-1]][order], color='#D55E00')
   largest.set(title='quantize: the selected ones, sorted',
               xlabel='coefficient', ylabel='value')
-  largest.legend(frameon=False, loc='lower right')
+  for height, words, color in ((0.7, 'momentum', '#0072B2'),
+                               (0.5, 'message:\nsign, scale', '#D55E00')):
+    largest.text(0.05, height, words, color=color, transform=largest.transAxes)
 
   often = sent[-100:].sum(0)
   place = np.unravel_index(np.argmax(often), often.shape)
