@@ -20,6 +20,7 @@ from flax import nnx
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / 'examples'))
 
+import cluster
 import methods
 import text
 import train_lm
@@ -43,11 +44,10 @@ def runs_of(method: str, rate: float, seeds: list[int], extra: list[str]):
   """Yields one record per seed; the compiled step is shared."""
   args = methods.parse_args([*METHODS[method], '--lr', str(rate), *extra])
   corpus, config = text.load(args.data), GPTConfig()
-  workers = train_lm.make_workers(args.workers)
+  workers = cluster.make_workers(args.workers)
   tx = methods.make_optimizer(args, workers)
   step_fn = methods.make_train_step(
-      train_lm.loss_fn, workers, args.microbatches
-  )
+      train_lm.loss_fn, workers, args.microbatches)
   valid = text.windows(corpus.valid, 64, config.context)
   for seed in seeds:
     model = GPT(config, nnx.Rngs(seed))
@@ -55,8 +55,7 @@ def runs_of(method: str, rate: float, seeds: list[int], extra: list[str]):
     cost = methods.count_bytes(args, nnx.state(model, nnx.Param), workers)
     for step in range(args.steps):
       tokens = text.batch(
-          corpus.train, seed, step, args.batch, config.context
-      )
+          corpus.train, seed, step, args.batch, config.context)
       loss = step_fn(model, optimizer, tokens)
     yield {
         'method': method, 'rate': rate, 'seed': seed, 'extra': extra,

@@ -133,6 +133,7 @@ class Method:
   """A model and its optimizer, compiled."""
 
   def __init__(self, model: str, method: str):
+    import cluster
     import jax
     import methods
     import text
@@ -144,11 +145,10 @@ class Method:
 
     count = jax.device_count()
     batch = SEQUENCES[model] or count
-    args = methods.parse_args(
-        ['--optimizer', 'demo', *MODELS[model],
-         *METHODS[method], '--batch', str(batch)])
+    args = methods.parse_args(['--optimizer', 'demo', *MODELS[model],
+                               *METHODS[method], '--batch', str(batch)])
     config = GPTConfig(width=args.width, layers=args.layers, heads=args.heads)
-    workers = train_lm.make_workers(count)
+    workers = cluster.make_workers(count)
     size = None
     if args.optimizer in methods.AVERAGED:
       size = 4 if 'float32' in method else 2
@@ -185,8 +185,8 @@ class Method:
     self.update = nnx.jit(
         lambda model, optimizer, grads: optimizer.update(model, grads),
         donate_argnums=(0, 1))
-    feed = train_lm.make_feed(args, text.load(None).train, workers)
-    self.tokens = feed(0)
+    self.tokens = text.make_feed(text.load(None).train, args.seed, args.batch,
+                                 args.context, workers)(0)
     self.measure(1)
 
   def measure(self, steps: int) -> dict:

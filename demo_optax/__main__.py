@@ -50,10 +50,12 @@ def main(argv: list[str] | None = None) -> None:
       formatter_class=argparse.RawDescriptionHelpFormatter)
   add = parser.add_argument
   add('model', help=f'{", ".join(MODELS)}, a JSON file, or module:function')
-  add('--topk', type=_number(2**24), default=32, help='coefficients per chunk')
-  add('--chunk', type=_number(4096), default=64, help='longest side of a chunk')
+  add('--topk', type=_number(2**24), default=32,
+      help='coefficients per chunk; default: 32')
+  add('--chunk', type=_number(4096), default=64, help='its sides; default: 64')
   add('--values', choices=VALUES, default='float32', help='code of values')
-  add('--workers', type=_number(2**24), nargs='+', default=[8], help='how many')
+  add('--workers', type=_number(2**24), nargs='+', default=[8],
+      help='numbers of workers; default: 8')
   add('--exchange', choices=get_args(ExchangeKind), default='all_gather',
       help='all_to_all: every worker merges its share of the chunks')
   add('--update-values', choices=UPDATE_VALUES, default='ternary',

@@ -190,10 +190,9 @@ class Plan:
 
   def totals(self) -> str:
     """Returns a worker's bytes, next to those of dense all-reduces."""
-    lines = [
-        f'{self.size:,} elements, {self.num_workers} workers. Per worker and'
-        ' step:'
-    ]
+    share = self.sent_bytes / (4 * max(1, self.size))
+    lines = [f'{self.size:,} elements, {self.num_workers} workers. Per worker'
+             f' and step (sends {share:.2%} of a float32 gradient):']
     for name, out, back in (
         ('all_to_all' if self.update_bytes else 'this exchange',
          self.sent_bytes, self.received_bytes),

@@ -1,13 +1,15 @@
-"""Draws docs/concept.png: one step of `demo` as it is in a small training run.
+"""Draws docs/concept.png and docs/chunk.png from a small training run.
 
-    python docs/concept.py        # two minutes
+    python docs/concept.py        # four minutes
 
-Two workers train the example's model for 60 steps. Drawn is one chunk of
-16 x 16 of a feed-forward kernel, of which 8 coefficients are sent.
+Two workers train the model of the example. concept.png is a step of `demo`: a
+chunk of 16 x 16 of a feed-forward kernel, 8 coefficients sent. chunk.png is a
+chunk of 64 x 64 over 200 steps, 64 coefficients sent as signs.
 """
 
 import pathlib
 import sys
+from collections.abc import Iterator
 
 import jax
 import matplotlib.pyplot as plt
@@ -26,18 +28,21 @@ import demo_optax
 from demo_optax.compressors import Dct
 from demo_optax.compressors import chunking as chunks
 
-SIDE, TOPK, DECAY, STEPS = 16, 8, 0.9, 60
-GRID = chunks.chunk_grid((SIDE, SIDE), SIDE)
+DECAY = 0.9
 
 
-def train() -> tuple[np.ndarray, ...]:
-  """Returns parts of one step, `[workers, SIDE, SIDE]`; all but one in DCT."""
+def train(
+    side: int, topk: int, values: str, steps: int
+) -> Iterator[tuple[np.ndarray, ...]]:
+  """Yields momentum, gradient, residual of a chunk; DCT `[2, side, side]`."""
+  grid = chunks.chunk_grid((side, side), side)
   config = GPTConfig(width=64, layers=1, heads=2)
   workers = demo_optax.Workers.simulated(2)
   graphdef, params = nnx.split(GPT(config, nnx.Rngs(0)))
   tx = optax.chain(
       demo_optax.scale_by_demo(
-          demo_optax.dct_topk(SIDE, TOPK), DECAY, workers=workers),
+          demo_optax.dct_topk(side, topk, values=values), DECAY,
+          workers=workers),
       optax.scale_by_sign(), optax.scale_by_learning_rate(4e-3))
   state = tx.init(params)
   corpus = text.load()
@@ -54,38 +59,44 @@ def train() -> tuple[np.ndarray, ...]:
 
   def chunk(kernel):
     return np.stack([
-        np.reshape(chunks.to_coefficients(x, GRID, Dct()), (SIDE, SIDE))
-        for x in kernel[:, :SIDE, :SIDE]])
+        np.reshape(chunks.to_coefficients(x, grid, Dct()), (side, side))
+        for x in kernel[:, :side, :side]])
 
   def momentum(state):
     (kernel,) = (x for name, x in demo_optax.state.momentum(state).items()
                  if 'up' in name and 'kernel' in name)
     return chunk(kernel)
 
-  for number in range(STEPS):
-    old = momentum(state) if number == STEPS - 1 else None
+  old = momentum(state)
+  for number in range(steps):
     tokens = text.batch(corpus.train, 0, number, 16, config.context)
     params, state, grads = step(params, state, tokens)
-  assert old is not None
-  gradient = chunk(grads['blocks'][0]['up']['kernel'][...])
-  rest = momentum(state)
+    rest = momentum(state)
+    yield old, chunk(grads['blocks'][0]['up']['kernel'][...]), rest
+    old = rest
+
+
+def one_step(side: int, topk: int) -> tuple[np.ndarray, ...]:
+  """Returns the parts of the 60th step, `[workers, side, side]`."""
+  *_, (old, gradient, rest) = train(side, topk, 'float32', 60)
   sent = DECAY * old + gradient - rest
   sent = np.where(np.abs(sent) > 1e-3 * np.abs(sent).max(), sent, 0)
-  assert ((sent != 0).sum((1, 2)) == TOPK).all()
+  assert ((sent != 0).sum((1, 2)) == topk).all()
   mean = sent.sum(0) / np.maximum((sent != 0).sum(0), 1)
   update = np.sign(chunks.from_coefficients(
-      mean.reshape(1, -1).astype(np.float32), GRID, Dct()))
+      mean.reshape(1, -1).astype(np.float32),
+      chunks.chunk_grid((side, side), side), Dct()))
   mean, update = (
-      np.stack([np.reshape(x, (SIDE, SIDE))] * 2) for x in (mean, update))
+      np.stack([np.reshape(x, (side, side))] * 2) for x in (mean, update))
   of_dct = (DECAY * old, gradient, rest, sent, mean)
   # Coefficients are column by column.
   return (*(x.swapaxes(1, 2) for x in of_dct), update)
 
 
-def draw() -> plt.Figure:
-  parts = train()
+def draw_step(side: int = 16, topk: int = 8) -> plt.Figure:
+  parts = one_step(side, topk)
   titles = (f'{DECAY} x old momentum', 'gradient', 'residual: new momentum',
-            f'sent: {TOPK} of {SIDE**2}', 'mean of messages',
+            f'sent: {topk} of {side**2}', 'mean of messages',
             'step: sign of inverse')
   signs = ('+', '=', '+', '', '')
   limit = max(np.abs(x).max() for x in parts[:-1])
@@ -122,5 +133,55 @@ def draw() -> plt.Figure:
   return figure
 
 
+def draw_chunk(side: int = 64, topk: int = 64, steps: int = 200) -> plt.Figure:
+  found = list(train(side, topk, 'sign', steps))
+  before = np.stack([DECAY * old[0] + new[0] for old, new, _ in found])
+  after = np.stack([rest[0] for *_, rest in found])
+  given = np.abs(before - after)
+  sent = given > 1e-3 * given.max((1, 2), keepdims=True)
+  figure, ((top, largest), (one, energy)) = plt.subplots(
+      2, 2, figsize=(7.5, 6), layout='constrained')
+
+  size = np.log10(np.abs(before[-1]) + 1e-3 * np.abs(before[-1]).max())
+  top.imshow(size.T, cmap='Greys')
+  top.scatter(*np.nonzero(sent[-1]), s=13, marker='s', facecolors='none',
+              edgecolors='#D55E00')
+  top.set(title=f'select: {topk} of {side**2} DCT coefficients', xticks=[],
+          yticks=[])
+
+  values = before[-1][sent[-1]]
+  order = np.argsort(values)
+  largest.plot(values[order], 'o', color='#0072B2')
+  largest.plot((before - after)[-1][sent[-1]][order], color='#D55E00')
+  largest.set(title='quantize: the selected ones, sorted',
+              xlabel='coefficient', ylabel='value')
+  for height, words, color in ((0.7, 'momentum', '#0072B2'),
+                               (0.5, 'message:\nsign, scale', '#D55E00')):
+    largest.text(0.05, height, words, color=color, transform=largest.transAxes)
+
+  often = sent[-100:].sum(0)
+  place = np.unravel_index(np.argmax(often), often.shape)
+  # Each step has two points: with the new gradient, and after sending.
+  line = np.stack([before[(slice(-100, None), *place)],
+                   after[(slice(-100, None), *place)]], 1).ravel()
+  time = np.repeat(np.arange(steps - 100, steps), 2)
+  one.plot(time, line, color='#0072B2')
+  for number in np.flatnonzero(sent[(slice(-100, None), *place)]):
+    one.axvline(steps - 100 + number, color='#D55E00', lw=0.8, alpha=0.6)
+  one.axhline(0, color='0.6', lw=0.8)
+  one.set(title='feed back: one coefficient; orange: sent', xlabel='step',
+          ylabel='value')
+
+  norms = [np.sqrt((x**2).sum((1, 2))) for x in (before, after)]
+  for norm, color, name in zip(norms, ('#0072B2', '#D55E00'), (
+      'with the new gradient', 'after sending: the residual')):
+    energy.plot(norm, color=color, label=name)
+  energy.set(title='norm of the chunk', xlabel='step', ylim=(0, None))
+  energy.legend(frameon=False)
+  return figure
+
+
 if __name__ == '__main__':
-  draw().savefig(pathlib.Path(__file__).with_name('concept.png'), dpi=120)
+  folder = pathlib.Path(__file__).parent
+  draw_step().savefig(folder / 'concept.png', dpi=120)
+  draw_chunk().savefig(folder / 'chunk.png', dpi=140)

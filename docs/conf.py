@@ -15,6 +15,8 @@ sys.path.insert(0, str(ROOT))
 
 import chex
 import optax
+from docutils import nodes
+from sphinx import addnodes
 from sphinx.util.typing import stringify_annotation
 
 import demo_optax
@@ -34,6 +36,7 @@ extensions = [
 root_doc = 'README'
 include_patterns = [
   'docs/*.md',
+  'docs/api/*.md',
   'README.md',
   'CHANGELOG.md',
   'CONTRIBUTING.md',
@@ -109,6 +112,11 @@ notebooks/03_choose_k_and_chunk
 :caption: Use
 
 docs/your_trainer
+docs/nnx
+docs/linen
+docs/equinox
+docs/haiku
+docs/pmap
 docs/maxtext
 docs/tunix
 docs/compressors
@@ -132,6 +140,7 @@ docs/errors
 :hidden:
 :caption: Understand
 
+docs/how_it_works
 notebooks/02_what_is_sent
 docs/reading
 benchmarks/README
@@ -147,6 +156,19 @@ CHANGELOG
 CONTRIBUTING
 ```
 '''
+_API = '''
+```{toctree}
+:hidden:
+
+api/optimizers
+api/training
+api/compressors
+api/local
+api/plan
+api/state
+api/checkpoint
+```
+'''
 
 # Unions that say less than their names, the longest first.
 _ALIASES = {
@@ -157,16 +179,46 @@ _ALIASES = {
 }
 
 
+# Types that are `Any` to a type checker, by their argument or function.
+_TREES = {
+  r'\bcompressor: Any': 'compressor: CompressorTree',
+  r'(weight_dimension_numbers): Any': r'\1: DimensionNumbersTree',
+  r'weight_decay_mask: Any': 'weight_decay_mask: ArrayTree | Callable | None',
+  r'param_specs: Any': 'param_specs: PartitionSpecTree',
+  r'folder: Any': 'folder: str | PathLike',
+  r'\b(tree|model): Any': r'\1: Tree',
+  r'^Any$': 'Tree',
+  r'tuple\[str, Any\]': 'tuple[str, str | None]',
+  r'\[str, Any\]': '[str, Array]',
+  r'str \| type\[Any\] \| \S+ \| \w\S*': 'DTypeLike',
+  r'<function mean>': 'jnp.mean',
+  r'Callable\[\[\.\.\.\], Any\]': 'Callable',
+}
+
+
 def _add_menu(app, docname, source):
   """Adds the menu to the front page, which elsewhere is the README."""
   del app
-  if docname == root_doc:
-    source[0] += _MENU
+  source[0] += {root_doc: _MENU, 'docs/api': _API}.get(docname, '')
+
+
+def _link_names(app, doctree):
+  """Leads from each name of the reference's index to its documentation."""
+  if app.env.docname == 'docs/api':
+    for name in list(doctree.findall(nodes.literal)):
+      name.replace_self(
+        addnodes.pending_xref(
+          '', name.deepcopy(), refdomain='py', reftype='obj',
+          reftarget=name.astext(), refdoc='docs/api',
+        )
+      )
 
 
 def _shorten(app, what, name, obj, options, signature, returns):
   """Writes unions of types as their names."""
-  del app, what, name, obj, options
+  del app, what, obj, options
+  if name == 'demo_optax.Workers':  # made by its constructors
+    return '', None
   return tuple(text and _with_aliases(text) for text in (signature, returns))
 
 
@@ -176,6 +228,8 @@ def _with_aliases(text):
     text = text.replace(
       _without_modules(stringify_annotation(union, 'smart')), alias
     )
+  for untyped, name in _TREES.items():
+    text = re.sub(untyped, name, text)
   return text.replace(repr(demo_optax.dct_topk()), 'dct_topk()')
 
 
@@ -218,6 +272,7 @@ def _add_index(app, error):
 
 def setup(app):
   app.connect('source-read', _add_menu)
+  app.connect('doctree-read', _link_names)
   app.connect('autodoc-process-signature', _shorten)
   app.connect('missing-reference', _find, priority=400)
   app.connect('build-finished', _add_index)

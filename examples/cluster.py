@@ -1,24 +1,23 @@
 """Joins the processes of one training run.
 
-A run has one process here, or one per host (or per accelerator) elsewhere. It
-finds out by itself where it can:
+A run is one process, or one per host or accelerator. The others are found by:
 
 - flags: `--coordinator HOST:PORT --processes N --process I`, or the environment
   variables JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID
   (`launch_local.py` and the recipe for Kubernetes set them);
 - a cluster that JAX detects: tasks of `srun` or Open MPI, TPUs on GKE; with
-  `--distributed` whatever else JAX detects, such as TPU pods without GKE.
+  `--distributed` also others, such as TPU pods without GKE.
 
-Nothing here may compute anything: `jax.distributed` has to come first.
-
-What becomes of one process concerns all: an error in one ends all of them
-(`failing_at_once`), and when one is told to end, all stop after the same step
-(`StopSignal`).
+Call `join` before anything is computed, because `jax.distributed` must start
+first. An error in one process ends all of them (`failing_at_once`). After a
+signal to one process all stop after the same step (`StopSignal`).
 """
 
 import argparse
 import contextlib
 import os
+import pathlib
+import shutil
 import signal
 import socket
 import sys
@@ -32,23 +31,25 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+import demo_optax
+
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
   add = parser.add_argument_group('several processes').add_argument
   env = os.environ.get
   add('--coordinator', default=env('JAX_COORDINATOR_ADDRESS'),
-      metavar='HOST:PORT', help='of process 0')
+      metavar='HOST:PORT', help='address of process 0')
   add('--processes', type=int, default=env('JAX_NUM_PROCESSES'),
-      metavar='N', help='how many there are')
+      metavar='N', help='number of processes')
   add('--process', type=int, default=env('JAX_PROCESS_ID'),
       metavar='I', help='number of this one, from 0')
   add('--distributed', action='store_true', help='let JAX find the others')
   add('--timeout', type=int, default=300, metavar='SECONDS',
-      help='how long to wait for the others to start')
+      help='time to wait for the other processes; default: 300')
 
 
 def check(args: argparse.Namespace) -> bool:
-  """Whether the flags say which process of how many this is."""
+  """Whether the flags give the number of this process."""
   own = {
       '--coordinator': args.coordinator,
       '--processes': args.processes,
@@ -97,16 +98,15 @@ def join(args: argparse.Namespace) -> None:
           f'JAX finds no cluster here ({error}): give --coordinator,'
           ' --processes and --process.'
       ) from error
-  # Connect now, when all are here: on CPU gloo waits for 30 s only, and later
-  # one may be further behind than that.
+  # Connect now: on CPU gloo waits for 30 s only, and later a process can be
+  # further behind.
   multihost_utils.sync_global_devices('all are here')
 
 
 def detects_cluster() -> bool:
   """Whether the environment is that of one process of many.
 
-  `jax.distributed.initialize` looks again, and more closely; on a machine of
-  its own it would fail.
+  On a single machine `jax.distributed.initialize` would fail.
   """
   env = os.environ
   tasks = env.get('SLURM_STEP_NUM_TASKS') or env.get('SLURM_NTASKS') or '1'
@@ -123,9 +123,9 @@ def detects_cluster() -> bool:
 def failing_at_once() -> Iterator[None]:
   """Ends the process, if it is one of several, where an error would leave.
 
-  On its way out JAX would wait for the others, minutes, and they for what this
-  process was to send. If it ends at once its connections close, the others fail
-  in what they are doing, and end as well.
+  At exit JAX would wait minutes for the other processes, and they would wait
+  for a message of this one. If this process ends at once its connections close.
+  The others then fail, and end as well.
   """
   try:
     yield
@@ -144,18 +144,17 @@ def failing_at_once() -> Iterator[None]:
 
 
 class StopSignal:
-  """SIGTERM or Ctrl-C, heard by any process, answered by all after one step.
+  """SIGTERM or Ctrl-C to any process: all stop after the same step.
 
-  They agree by gathering two numbers, about once a second: not in every step,
-  since a gather costs a round trip, and not by the clock, which is another in
-  each. How many steps a second are is agreed in the same gather. (JAX has a
-  preemption service that agrees without; Orbax, finishing a save in the
-  background, tells it a former step, and a signal at that moment is lost.)
+  The processes gather two numbers about once a second: the signal, and the
+  seconds of a step, from which all compute the step of the next gather. Gathers
+  in every step would cost a round trip each, and clocks differ. (JAX has a
+  preemption service. But Orbax reports an earlier step to it while a save ends
+  in the background, and a signal at that moment is lost.)
 
-  A signal sets a flag and nothing else: an exception out of a compilation ends
-  some versions of JAX with a segmentation fault. A second Ctrl-C ends the
-  process at once, also in a compilation, where no Python of the main thread
-  runs: another thread hears of it.
+  A signal only sets a flag: an exception during a compilation ends some JAX
+  versions with a segmentation fault. A second Ctrl-C ends the process at once.
+  A thread handles it: the main thread runs no Python during a compilation.
   """
 
   def __init__(self) -> None:
@@ -183,7 +182,7 @@ class StopSignal:
     self._pipe[1].close()  # and the thread ends
 
   def begin(self) -> None:
-    """Asks at once, as all do when they have met."""
+    """Gathers after the next step."""
     self._asked: tuple[int, float] | None = None  # after which step, and when
     self._next = 0
 
@@ -202,7 +201,7 @@ class StopSignal:
           os.write(2, b'Stopping after this step; Ctrl-C again: at once.\n')
 
   def after(self, step: int) -> int:
-    """The signal to stop at after `step`, or 0; all ask after every step."""
+    """Returns the signal to stop after `step`, or 0. All call it each step."""
     if jax.process_count() == 1:
       return self._heard
     if step < self._next:
@@ -220,3 +219,40 @@ class StopSignal:
 def is_main() -> bool:
   """Whether this process writes files and shows progress."""
   return jax.process_index() == 0
+
+
+def say(words: str) -> None:
+  """Prints, in one process."""
+  if is_main():
+    print(words, flush=True)
+
+
+def make_workers(count: int | None) -> demo_optax.Workers:
+  """One worker per device where there are several, else simulated ones."""
+  devices = jax.devices()
+  if jax.process_count() > 1 and count not in (None, len(devices)):
+    raise SystemExit(
+        f'--workers {count}: with several processes there is one worker for'
+        f' each of the {len(devices)} devices. Leave it out.'
+    )
+  count = count or (len(devices) if len(devices) > 1 else 4)
+  if count > len(devices) or len(devices) == 1:
+    return demo_optax.Workers.simulated(count)
+  mesh = jax.make_mesh(
+      (count,), ('data',), devices=devices[:count],
+      axis_types=(jax.sharding.AxisType.Auto,),
+  )
+  return demo_optax.Workers.on_mesh(mesh, 'data')
+
+
+def remove_checkpoints(folder: pathlib.Path, overwrite: bool) -> None:
+  """Removes the checkpoints of an earlier run, if the flags allow it."""
+  if folder.exists() and any(folder.iterdir()) and not overwrite:
+    raise SystemExit(
+        f'There are checkpoints in {folder}: give --resume, --overwrite, or'
+        ' another --out.'
+    )
+  multihost_utils.sync_global_devices('all have looked for checkpoints')
+  if is_main():
+    shutil.rmtree(folder, ignore_errors=True)
+  multihost_utils.sync_global_devices('former checkpoints are removed')

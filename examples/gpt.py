@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 
@@ -98,3 +99,18 @@ class GPT(nnx.Module):
     for block in self.blocks:
       x = block(x)
     return self.head(self.norm(x))  # f32[batch, time, vocab]
+
+
+def generate(model: GPT, prompt: np.ndarray, length: int, seed: int) -> bytes:
+  """Continues a prompt of at least `context` bytes."""
+  context = model.config.context
+
+  @nnx.jit
+  def next_byte(model: GPT, window: jax.Array, key: jax.Array) -> jax.Array:
+    return jax.random.categorical(key, model(window)[0, -1] / 0.7)
+
+  tokens = list(prompt.astype(np.int32))
+  for key in jax.random.split(jax.random.key(seed), length):
+    window = np.array(tokens[-context:], np.int32)[None]
+    tokens.append(int(next_byte(model, window, key)))
+  return bytes(tokens[len(prompt):])

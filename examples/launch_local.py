@@ -3,16 +3,16 @@ r"""Starts N processes of a training script on this machine, as N hosts would.
     python examples/launch_local.py -n 4 -- python examples/train_lm.py
     python examples/launch_local.py -n 4 --relay -- python examples/train_lm.py
 
-Every process gets the environment variables JAX_COORDINATOR_ADDRESS,
-JAX_NUM_PROCESSES and JAX_PROCESS_ID, which `cluster.py` reads, and CPU devices
-of its own; they talk over the loopback interface (gloo). With --relay they are
-workers that are programs of their own, which get DEMO_RELAY and DEMO_RANK, and
-when one fails the others train on. Lines of output begin
-with the number of the process. When one fails the others are ended, and its
-exit status is that of the launcher; none outlives the launcher, unless it has
-made itself a session of its own. Nor do they go on when nobody reads their
-output any more (`| head`). Ctrl-C lets them save a last checkpoint, a second
-one kills them.
+Each process gets separate CPU devices and the environment variables
+JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, which
+`cluster.py` reads. They communicate over the loopback interface (gloo). Each
+line of output has the number of its process in front. If one process fails,
+the launcher stops the others and exits with its status. It also stops them when
+its output pipe closes (`| head`), and leaves no process behind. Ctrl-C lets
+them save a last checkpoint. A second Ctrl-C kills them.
+
+With --relay each process is a separate worker, which gets DEMO_RELAY and
+DEMO_RANK. If one fails, the others continue.
 """
 
 import argparse
@@ -45,35 +45,37 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
       description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   add = parser.add_argument
-  add('-n', '--processes', type=at_least_1, default=2)
+  add('-n', '--processes', type=at_least_1, default=2,
+      help='number of processes; default: 2')
   add('--devices', type=at_least_1, default=1,
-      help='CPU devices of each process')
-  add('--relay', action='store_true', help='start a relay for them')
+      help='CPU devices per process; default: 1')
+  add('--relay', action='store_true',
+      help='start a relay, and one worker per process')
   add('--grace', type=float, default=30.0, metavar='SECONDS',
-      help='time to save a last checkpoint in, before a process is killed')
-  add('command', nargs=argparse.REMAINDER, help='-- and what to run')
+      help='time for a last checkpoint before a process is killed')
+  add('command', nargs=argparse.REMAINDER, help='-- and the command to run')
   args = parser.parse_args(argv)
   if args.command[:1] == ['--']:
     args.command.pop(0)
   if not args.command:
-    parser.error('say what to run, after --: -- python examples/train_lm.py')
+    parser.error('Give a command after --: -- python examples/train_lm.py')
   if shutil.which(args.command[0]) is None:
     parser.error(
-        f'{args.command[0]!r} is no program: give one and its arguments, such'
-        ' as -- python examples/train_lm.py'
+        f'{args.command[0]!r} is not a program. Give a program and its'
+        ' arguments: -- python examples/train_lm.py'
     )
   return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Runs the processes; the exit status of the first one that failed, or 0."""
+  """Runs the processes; returns the status of the first failure, or 0."""
   args = parse_args(argv)
-  # As an exception wherever the launcher is, so that the processes end, too.
-  # Of SIGINT, too: in the background shells let it be ignored.
+  # An exception in the launcher also ends its processes. SIGINT needs a handler
+  # because shells ignore it in the background.
   for name in _ENDING:
     signal.signal(name, lambda number, _: sys.exit(128 + number))
   code = run(args)
-  if _is_unheard():  # nor is Python to try and write what it still has
+  if _is_unheard():  # Python must not write the rest of its output
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
   return code
 
@@ -93,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
       readers.append(relay(processes[-1], number))
     return wait(processes, args.relay)
   except OSError as error:
-    tell(f'{args.command[0]}: {error.strerror}')
+    report(f'{args.command[0]}: {error.strerror}')
     return 127
   finally:
     # Not to be interrupted; Ctrl-C once more leaves them no time.
@@ -117,7 +119,7 @@ def free_port() -> int:
 def start(
     args: argparse.Namespace, address: str, number: int
 ) -> subprocess.Popen:
-  """Starts a process in a session of its own: all it starts ends with it."""
+  """Starts a process in a new session, so that all its children end with it."""
   variables = {
       'DEMO_RELAY': f'tcp://{address}',
       'DEMO_WORKERS': str(args.processes),
@@ -147,7 +149,7 @@ _libc = _load_libc()  # before the fork
 
 
 def _die_with_me() -> None:
-  """Even if the launcher is killed its processes end (on Linux)."""
+  """Ends the processes when the launcher is killed (on Linux)."""
   if _libc is not None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -155,8 +157,8 @@ def _die_with_me() -> None:
 def relay(process: subprocess.Popen, name: int) -> threading.Thread:
   """Copies a process's lines to our output, with its name in front.
 
-  Where they cannot be written they are still taken: a process whose lines
-  nobody takes stands still.
+  It reads them even if it cannot write them: a process with a full pipe would
+  stop.
   """
 
   def copy() -> None:
@@ -174,7 +176,7 @@ def relay(process: subprocess.Popen, name: int) -> threading.Thread:
   return thread
 
 
-def tell(text: str) -> None:
+def report(text: str) -> None:
   with contextlib.suppress(OSError):
     print(text, file=sys.stderr)
 
@@ -190,17 +192,17 @@ def _is_unheard() -> bool:
 
 
 def wait(processes: Sequence[subprocess.Popen], is_relayed: bool) -> int:
-  """Until one fails, all are done, or nobody listens.
+  """Waits until one fails, all are done, or the output pipe is closed.
 
-  With a relay the others train on when one fails.
+  With a relay the others continue when one fails.
   """
   while True:
     codes = [p.poll() for p in processes]
     for number, code in enumerate(codes):
       if code and not is_relayed:
-        # A negative code is the signal that ended it, as shells tell it.
+        # A negative code is the signal that ended it; shells report 128 + it.
         code = code if code > 0 else 128 - code
-        tell(f'process {number} ended with status {code}')
+        report(f'process {number} ended with status {code}')
         return code
     if None not in codes:
       return max(codes)

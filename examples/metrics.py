@@ -3,8 +3,7 @@
     pip install tensorboardX tensorboard
     tensorboard --logdir runs
 
-tensorboardX writes what TensorBoard reads, and needs neither TensorFlow nor
-PyTorch. Process 0 writes; the others do nothing.
+tensorboardX needs neither TensorFlow nor PyTorch. Only process 0 writes.
 """
 
 import contextlib
@@ -31,10 +30,10 @@ Record = dict[str, Any]
 
 
 class Metrics(contextlib.ExitStack):
-  """A folder's `metrics.jsonl`, and event files beside it.
+  """A folder's `metrics.jsonl` and event files.
 
-  Opened after `start` steps, it keeps records of the steps up to there, as
-  `kept` (empty on other processes); records of later steps are dropped.
+  Of an earlier run it keeps the records up to step `start`, as `kept` (empty on
+  other processes), and drops later ones.
   """
 
   def __init__(self, folder: pathlib.Path, config: Record, start: int = 0):
@@ -53,8 +52,8 @@ class Metrics(contextlib.ExitStack):
       for former in folder.glob('events.out.tfevents.*'):
         former.unlink()
     if EventsWriter:
-      # Not by tensorboardX's SummaryWriter: its thread ends when a write fails,
-      # on a full disk, and then the run waits for it for ever.
+      # Not tensorboardX's SummaryWriter: on a full disk its thread ends, and
+      # the run would wait for it forever.
       self._events = self.enter_context(
           contextlib.closing(EventsWriter(str(folder / 'events')))
       )
@@ -64,7 +63,7 @@ class Metrics(contextlib.ExitStack):
       self._write_event(0, summary=summary.text('config', text))
 
   def write(self, record: Record) -> None:
-    """A record of `record['step']`; what is in it is drawn by name."""
+    """Writes the record of `record['step']`; each value has a name."""
     if self._lines:
       self._write_line(record)
     if self._events:
@@ -87,9 +86,26 @@ class Metrics(contextlib.ExitStack):
 
 
 def about_exchange(optimizer: nnx.Optimizer) -> dict[str, float]:
-  """What the optimizer knows about its last exchange, by name."""
+  """Returns the diagnostics of the last exchange, by name."""
   info = jax.device_get(demo_optax.exchange_info(optimizer.opt_state))
   return {key: value.item() for key, value in info.items()}
+
+
+def report(runs: list[dict[str, Any]]) -> None:
+  """Prints the bytes of all steps, beside those of an all-reduce."""
+  row = '{:<13}{:>11}{:>10}{:>13}{:>20}{:>12}{:>12}'.format
+  print(row('', 'validation', 'sent', 'received', 'all-reduce', '', 'steps'))
+  print(row('', 'loss', 'MB', 'MB', 'bfloat16', 'float32', 'per s'))
+  for run in runs:
+    plan, records = run['plan'], run['records']
+    steps = records[-1]['step'] if records else 0
+    moved = (plan.sent_bytes, plan.received_bytes, plan.dense_bytes(2),
+             plan.dense_bytes(4))
+    loss, speed = (
+        '-' if x is None else f'{x:.{digits}f}'
+        for x, digits in ((run['valid_loss'], 4), (run['steps_per_second'], 1)))
+    print(row(run['name'], loss, *(f'{x * steps / 1e6:,.1f}' for x in moved),
+              speed))
 
 
 def _records_until(path: pathlib.Path, step: int) -> list[Record]:

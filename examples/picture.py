@@ -26,8 +26,31 @@ def smooth(losses: Sequence[float]) -> np.ndarray:
   return np.convolve(padded, np.full(10, 0.1), 'valid')
 
 
+def draw_losses(runs: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
+  """Draws loss against steps, and against bytes sent."""
+  plt = pyplot()
+  runs = [run for run in runs if run['records']]
+  if plt is None or not runs:
+    return
+  figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5), sharey=True)
+  for number, run in enumerate(runs):
+    losses = smooth([r['loss'] for r in run['records']])
+    checks = [r for r in run['records'] if 'valid_loss' in r]
+    for axes, key, unit in ((left, 'step', 1), (right, 'sent', 1e6)):
+      axes.plot([r[key] / unit for r in run['records']], losses,
+                color=f'C{number}', label=run['name'])
+      axes.plot([r[key] / unit for r in checks],
+                [r['valid_loss'] for r in checks], 'o', color=f'C{number}')
+  left.set(xlabel='step', ylabel='loss (nats per byte); held-out: dots')
+  right.set(xlabel='MB sent per worker')
+  if any(run['plan'].sent_bytes for run in runs):
+    right.set_xscale('log')
+  left.legend(frameon=False)
+  save(figure, path)
+
+
 def save(figure: Any, path: pathlib.Path) -> None:
-  """Writes a figure, all of whose axes look alike, and closes it."""
+  """Styles the axes of a figure, writes it to a file, and closes it."""
   for axes in figure.axes:
     axes.grid(alpha=0.3)
     axes.spines[['top', 'right']].set_visible(False)

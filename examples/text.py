@@ -2,9 +2,14 @@
 
 import pathlib
 import pydoc_data.topics
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+import demo_optax
 
 
 class Corpus(NamedTuple):
@@ -15,13 +20,12 @@ class Corpus(NamedTuple):
 
 
 def load(path: str | None = None) -> Corpus:
-  """The corpus of a file, of a folder, or of Python's own help topics.
+  """Loads a file, a folder, or Python's help topics.
 
   A folder has one document per file. A file is cut into documents of at least
-  2,000 characters: at blank lines, or where it has few, at lines or spaces.
-  Every tenth document is held out.
-  Documents quote each other: a paragraph of a held-out document is taken out of
-  all others.
+  2,000 characters: at blank lines, or if it has few, at lines or spaces. Every
+  tenth document is held out. Documents quote each other, so the paragraphs of
+  held-out documents are removed from all others.
   """
   if path is None:
     topics = pydoc_data.topics.topics
@@ -33,8 +37,8 @@ def load(path: str | None = None) -> Corpus:
     documents = _cut(pathlib.Path(path).read_text(errors='replace'))
   if len(documents) < 2:
     raise ValueError(
-        f'{path} holds {len(documents)} document(s); at least 2 are needed, one'
-        ' of them for validation. Give a longer file, or a folder.'
+        f'{path} has {len(documents)} document(s), but validation needs a'
+        ' second one. Give a longer file, or a folder.'
     )
   held_out = range(min(5, len(documents) - 1), len(documents), 10)
   valid = [documents[i] for i in held_out]
@@ -58,6 +62,30 @@ def batch(
   rng = np.random.default_rng((seed, step))
   starts = rng.integers(0, len(text) - length, size)
   return text[starts[:, None] + np.arange(length + 1)].astype(np.int32)
+
+
+def make_feed(
+    text: np.ndarray, seed: int, size: int, length: int,
+    workers: demo_optax.Workers, rank: int = 0,
+) -> Callable[[int], Any]:
+  """`step -> tokens`: of all workers, or with a relay of the worker `rank`."""
+
+  def rows(step: int) -> np.ndarray:
+    return batch(text, seed, step, size, length)
+
+  if workers.kind == 'remote':
+    return lambda step: np.split(rows(step), workers.count)[rank]
+  if workers.mesh is None:
+    return rows
+  sharding = NamedSharding(workers.mesh, PartitionSpec(workers.axis_name))
+
+  def placed(step: int) -> jax.Array:  # each process places its devices' rows
+    tokens = rows(step)
+    return jax.make_array_from_callback(
+        tokens.shape, sharding, lambda at: tokens[at]
+    )
+
+  return placed
 
 
 def windows(text: np.ndarray, size: int, length: int) -> np.ndarray:

@@ -3,9 +3,9 @@
     python examples/train_sharded.py                # 2 workers of 4 devices
     python examples/train_sharded.py --workers 4 --devices 2 --steps 400
 
-Where there are too few devices they are simulated on the CPU. The same training
-on workers of one device is run beside it, and all is compared: memory, what
-crosses which mesh axis, and losses. Further flags are those of train_lm.py.
+If there are too few devices, they are simulated on the CPU. The script repeats
+the training with workers of one device, and compares memory, traffic per mesh
+axis, and losses. It also takes the flags of train_lm.py.
 """
 
 import argparse
@@ -26,8 +26,9 @@ def parse_args(
   parser = argparse.ArgumentParser(
       description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
-  parser.add_argument('--workers', type=int, default=2)
-  parser.add_argument('--devices', type=int, default=4, help='of each worker')
+  add = parser.add_argument
+  add('--workers', type=int, default=2, help='number of workers; default: 2')
+  add('--devices', type=int, default=4, help='devices per worker; default: 4')
   return parser.parse_known_args(argv)
 
 
@@ -52,8 +53,8 @@ from jax.sharding import PartitionSpec as P
 
 import demo_optax
 
-# Lengths of which every device's block is a multiple of the chunk size: the
-# exchange is then the same, to the bit, as on workers of one device.
+# With these lengths every device's block is a multiple of the chunk size. Then
+# the exchange has the bits of workers of one device.
 DEFAULTS = [
     '--optimizer', 'demo', '--width', '256', '--heads', '8', '--steps', '200'
 ]
@@ -61,7 +62,7 @@ DEFAULTS = [
 
 @dataclasses.dataclass
 class Run:
-  """A model in training, and how its batches lie on the mesh."""
+  """A model in training, and the sharding of its batches."""
 
   name: str
   model: GPT
@@ -72,7 +73,7 @@ class Run:
 
 
 def make_run(args: argparse.Namespace, count: int, devices: int) -> Run:
-  """Workers of so many devices; with one device nothing is sharded."""
+  """Makes workers of `devices` devices; with one, nothing is sharded."""
   names = [f.name for f in dataclasses.fields(GPTConfig)]
   config = GPTConfig(**{name: getattr(args, name) for name in names})
   mesh = jax.make_mesh(
@@ -101,7 +102,7 @@ def train(
     data: tuple[text.Corpus, np.ndarray],
     stop: cluster.StopSignal,
 ) -> dict[str, Any]:
-  """Trains, prints what it takes, and returns its losses."""
+  """Trains, prints memory and traffic, and returns the losses."""
   corpus, valid = data
   train_step = train_lm.make_train_step(run.workers)
 
@@ -191,11 +192,11 @@ def draw(results: list[dict[str, Any]], path: pathlib.Path) -> None:
   figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5))
   for result, style in zip(results, ('-', '--')):
     left.plot(picture.smooth(result['losses']), style, label=result['name'])
-  left.set(xlabel='step', ylabel='loss (nats per byte)')
+  left.set(xlabel='step', ylabel='loss (nats per byte), mean of 10 steps')
   left.legend(frameon=False)
   a, b = (np.array(result['losses']) for result in results)
   right.plot(a - b, lw=0.8)
-  right.set(xlabel='step', ylabel='difference of the losses')
+  right.set(xlabel='step', ylabel='solid minus dashed, each step')
   print()
   picture.save(figure, path)
 

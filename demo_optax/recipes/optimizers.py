@@ -187,19 +187,6 @@ def demo_muon(
   `optax.scale_by_learning_rate`. Each worker keeps two arrays of the size of a
   matrix and one of every other leaf, whose second moments all workers share.
 
-  The update of a matrix has a root mean square of :math:`\eta_t`. Start from a
-  rate for signed updates or AdamW, not from one of `optax.contrib.muon`. If a
-  worker's gradient of a matrix is zero, as for an expert without tokens, it
-  sends only its residual. Without gradients from any worker, the matrix moves
-  for some 80 more steps.
-
-  A worker is excluded, and keeps both momenta, if its gradient is not finite or
-  so large (some 1e11) that Newton-Schulz overflows. Undo loss scaling before.
-  If every worker is excluded, or a hyperparameter is not finite, the parameters
-  do not change, nor do leaves with `compressors.FROZEN`. With
-  `optax.inject_hyperparams`, name `mu_dtype` and functions that are not
-  schedules in its `static_args`.
-
   Args:
     learning_rate: :math:`\eta_t`, a number or a schedule of the step.
     workers: the workers of the exchange.
@@ -218,6 +205,18 @@ def demo_muon(
       default `muon_dimension_numbers`. Pass the same to `muon_compressors`.
     exchange: as in `scale_by_demo`.
     update_values: as in `scale_by_demo`.
+
+  Note:
+    Start at a rate of 2e-3 (4e-3 for some hundred steps): here the update of a
+    matrix has a root mean square of :math:`\eta_t`. If a worker's gradient of a
+    matrix is zero (an expert without tokens), it sends only its residual.
+    Without any gradient a matrix moves for some 80 more steps.
+    A worker is excluded, and keeps both momenta, if its gradient is not finite
+    or so large (some 1e11) that Newton-Schulz overflows. Undo loss scaling
+    before. If every worker is excluded, or a hyperparameter is not finite,
+    parameters do not change, nor do leaves with `compressors.FROZEN`. With
+    `optax.inject_hyperparams`, name `mu_dtype` and functions that are not
+    schedules in its `static_args`.
 
   References:
     Jordan et al., `Muon: An optimizer for hidden layers in neural networks

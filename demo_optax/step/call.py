@@ -320,9 +320,9 @@ def _shared(step: str, arguments: list[Argument]) -> list[bool]:
   shared = [a.is_state for a in arguments]
   if arguments and not any(shared):
     raise ValueError(
-        f'{step} cannot tell which of its arguments'
+        f'{step} cannot infer which of its arguments'
         f' ({", ".join(a.name for a in arguments)}) are batches: none holds a'
-        ' Flax object, a dataclass or a state of scale_by_demo. Say it:'
+        ' Flax object, a dataclass or a state of scale_by_demo. Name them:'
         ' demo_optax.data_parallel(workers, batch_argnums=...).'
     )
   params = [p for a in arguments for p in _params_of_states(a.value)]

@@ -380,8 +380,8 @@ _OF_RESULTS = (
 
 def _differs(what: str, causes: Sequence[str] = _OF_RESULTS) -> str:
   return '\n  - '.join([
-      f'{what[0].upper()}{what[1:]} differs between workers: it comes of one'
-      " worker's own gradient, loss or batch. Usual causes:",
+      f'{what[0].upper()}{what[1:]} differs between workers: it depends on'
+      " one worker's gradient, loss or batch. Usual causes:",
       *(_CAUSES[cause] for cause in causes),
   ])
 

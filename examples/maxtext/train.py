@@ -8,8 +8,7 @@ slice: the mesh axis `diloco` joins the workers, all others lie inside of one.
 MaxText's own step, written for all devices, becomes the step of one worker; its
 clipping, accumulation and skipped steps stay where they are.
 
-`installed` puts our functions in the place of six of MaxText's, for as long as
-its block runs.
+`installed` replaces six functions of MaxText while its block runs.
 """
 
 import contextlib
@@ -280,7 +279,7 @@ def installed(exchange: Exchange) -> Iterator[None]:
     return state, *others, was_restored
 
   def get_abstract_state(config, mesh, init_state, is_training=True):
-    """Says where the optimizer state lies: what is a worker's own, with it."""
+    """Returns shardings, with per-worker state on its worker."""
     state, annotations, _ = original_state(
         config, mesh, init_state, is_training)
 

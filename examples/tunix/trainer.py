@@ -18,16 +18,16 @@ import demo_optax
 class Trainer(peft_trainer.PeftTrainer):
   """A `PeftTrainer` whose optimizer has an exchange in it.
 
-  The loss is each worker's own: of what `loss_fn` divides by, such as a number
-  of tokens, every worker has its own, too.
+  The loss is that of one worker. If `loss_fn` divides by a number of tokens,
+  it is the number of this worker.
 
   Args:
     model: the model, with LoRA or without.
     optimizer: an optax chain with an exchange among `workers`.
-    training_config: Tunix's. Of `data_sharding_axis` the first entry should
-      name the worker axis, too: `(('replica', 'fsdp'),)`.
-    workers: who takes part.
-    **options: what else `PeftTrainer` takes.
+    training_config: Tunix's. The first entry of `data_sharding_axis` should
+      also name the worker axis: `(('replica', 'fsdp'),)`.
+    workers: the workers of the exchange.
+    **options: other options of `PeftTrainer`.
   """
 
   def __init__(

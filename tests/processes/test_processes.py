@@ -144,9 +144,9 @@ def test_a_second_ctrl_c_leaves_no_grace(tmp_path):
 
 
 @pytest.mark.parametrize('args, says', [
-    (['-n', '2'], 'say what to run, after --'),
+    (['-n', '2'], 'Give a command after --'),
     (['-n', '0', '--', 'true'], '--processes: must be at least 1, got 0.'),
-    (['--', 'no-such-command'], "'no-such-command' is no program: give one"),
+    (['--', 'no-such-command'], "'no-such-command' is not a program. Give"),
     (['--devices', 'x', '--', 'true'], '--devices: invalid')])
 def test_launcher_explains_mistakes(args, says):
   run = launch(*args, check=False)
