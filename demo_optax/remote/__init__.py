@@ -11,7 +11,7 @@ from demo_optax.workers import Workers
 
 
 def pause(workers: Workers) -> None:
-  """Tells the relay that this worker is away, until its next step.
+  """Lets the others go on without this worker, until its next step.
 
   To be called before an evaluation or a save that the other workers do not make
   at the same step: no round waits for this worker, which would cost the others
