@@ -56,12 +56,12 @@ end, calls = pathlib.Path(out).with_name('end'), itertools.count()
 def before(_):
   number = next(calls)
   time.sleep(0.05)
-  if number == 1:
+  if number == 40:
     end.with_name(f'begun-{rank}').touch()
   if rank == 1 and number == steps:
     end.touch()
   if rank == 1 and number == 4 and jax.process_index() == 1:
-    time.sleep(3)  # of one process: the other one waits
+    time.sleep(1.2)  # of one process: the other one waits
   if multihost_utils.broadcast_one_to_all(np.int32(end.exists())):
     raise test_late.Done
 
@@ -116,7 +116,8 @@ def test_workers_of_several_processes(tmp_path, method):
 
 def test_a_worker_of_several_processes_joins_and_is_late(tmp_path):
   with running() as start:
-    address = start_relay(start, 2, '--start', 2, '--deadline', 0.5)
+    address = start_relay(
+        start, 2, '--start', 2, '--deadline', 0.5, '--history', 32)
     def start_worker(rank):
       port = launch_local.free_port()
       return [start('-c', LATER, address, rank, 2, 'demo', 16,
