@@ -1,6 +1,8 @@
 """Meshes, gradients and comparisons that many tests share."""
 
 import contextlib
+import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +12,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
+from demo_optax.__main__ import MODELS
 from demo_optax.numerics import topk as selection
 from demo_optax.step import placement
 from demo_optax.workers import lift
 
+ROOT = pathlib.Path(__file__).parents[1]
 MESHES = {'auto': AxisType.Auto, 'explicit': AxisType.Explicit}
 
 SHAPES = {  # every kind of chunk compiles; test_oracle.py has many more
@@ -105,6 +109,21 @@ def random_tree(seed, shapes=None, lead=()):
   shapes = SHAPES if shapes is None else shapes
   return {k: rng.normal(size=(*lead, *s)).astype(np.float32)
           for k, s in shapes.items()}
+
+
+def shapes_of(model):
+  """Shapes of the parameters of a model that `python -m demo_optax` knows."""
+  return jax.tree.map(
+      lambda shape: jax.ShapeDtypeStruct(tuple(shape), jnp.float32),
+      MODELS[model], is_leaf=lambda x: isinstance(x, list))
+
+
+def results(name):
+  """What benchmarks have recorded, in JSON or a record in each line."""
+  text = (ROOT / 'benchmarks/results' / name).read_text()
+  if name.endswith('.json'):
+    return json.loads(text)
+  return [json.loads(line) for line in text.splitlines()]
 
 
 def assert_same_bits(a, b):

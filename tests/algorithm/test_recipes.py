@@ -431,31 +431,6 @@ def test_workers_of_several_devices():
   assert 4 * between[0].received_bytes == plan.received_bytes  # per device
 
 
-@pytest.mark.parametrize('name', [
-    'learning_rate', 'adam_learning_rate', 'weight_decay', 'decay', 'beta'])
-def test_a_hyperparameter_of_nan_loses_its_step_only(name):
-  workers = demo_optax.Workers.simulated(2)
-  with jax.numpy_dtype_promotion('standard'):
-    tx = optax.inject_hyperparams(demo_optax.demo_muon)(
-        learning_rate=0.1, adam_learning_rate=0.1, weight_decay=0.1,
-        workers=workers)
-    params = {'up': jnp.ones((16, 16)), 'norm': jnp.ones(16)}
-    gradients = {'up': jnp.ones((2, 16, 16)), 'norm': jnp.ones((2, 16))}
-    state, update = tx.init(params), jax.jit(tx.update)
-    _, state = update(gradients, state, params)
-    before = helpers.COMPILATIONS.count
-    good = state.hyperparams[name]
-    state.hyperparams[name] = jnp.float32(np.nan)
-    updates, state = update(gradients, state, params)
-    jax.tree.map(lambda u: np.testing.assert_array_equal(u, 0), updates)
-    state.hyperparams[name] = good
-    updates, state = update(gradients, state, params)
-    assert helpers.COMPILATIONS.count == before
-    for x in jax.tree.leaves((updates, state)):
-      assert np.isfinite(np.asarray(x, np.float64)).all()
-    assert all(np.any(u != 0) for u in jax.tree.leaves(updates))
-
-
 def test_rates_of_both_kinds_of_leaves():
   """Each has its own; Adam's step is as long as its rate, however small."""
   workers = demo_optax.Workers.simulated(2)

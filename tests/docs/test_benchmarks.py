@@ -1,12 +1,12 @@
 """What benchmarks measure is what the library has."""
 
-import json
 import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from helpers import results
 
 import demo_optax
 
@@ -49,7 +49,7 @@ def test_the_recipe_that_was_measured_is_demo_muon(monkeypatch):
 
 def test_what_a_relay_does_is_as_measured():
   page = (ROOT / 'benchmarks/README.md').read_text()
-  found = json.loads((ROOT / 'benchmarks/results/relay.json').read_text())
+  found = results('relay.json')
   goodput = found['goodput']
   for kind in ('steps', 'rounds'):
     one, two = (goodput[job][kind] for job in ('undisturbed', 'killed'))
