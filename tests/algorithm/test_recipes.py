@@ -631,49 +631,6 @@ def test_weight_decay_of_matrices_and_of_others():
     np.testing.assert_allclose(updates[name], value, rtol=1e-6)
 
 
-NUMBERS = contrib.MuonDimensionNumbers
-
-
-def init(rule):
-  """With a rule of what is a matrix."""
-  tx = demo_optax.demo_muon(
-      0.1, workers=demo_optax.Workers.simulated(2),
-      muon_weight_dimension_numbers=rule)
-  tx.init({'w': jnp.zeros((8, 8)), 'b': jnp.zeros(8)})
-
-
-def make_with(**options):
-  demo_optax.demo_muon(**{
-      'learning_rate': 0.1, 'workers': demo_optax.Workers.simulated(2),
-      **options})
-
-
-@pytest.mark.parametrize('call, error, match', [
-    (lambda: init({'w': NUMBERS(), 'b': NUMBERS()}), ValueError,
-     r"axes of \['b'\], .* shape \(8,\)"),
-    (lambda: init({'w': NUMBERS(0, 2), 'b': None}), ValueError,
-     r"axes of \['w'\], .* shape \(8, 8\)"),
-    (lambda: init({'w': NUMBERS(0, -2), 'b': None}), ValueError, 'each once'),
-    (lambda: init({'w': 'muon', 'b': None}), TypeError, "got 'muon' for"),
-    (lambda: init({'w': None}), ValueError, 'muon_weight_dimension_numbers'),
-    (lambda: make_with(beta=1.0), ValueError, 'beta=1.0 is not in'),
-    (lambda: make_with(weight_decay=-1.0), ValueError, 'weight_decay=-1.0'),
-    (lambda: make_with(mu_dtype=jnp.int8), ValueError, 'int8'),
-    (lambda: make_with(mu_dtype=jnp.float16), TypeError,
-     'float16.* Use jnp.bfloat16'),
-    (lambda: make_with(learning_rate=np.ones(3)), ValueError,
-     r'has shape \(3,\)'),
-    (lambda: make_with(learning_rate=None), TypeError,
-     'learning_rate=None must be a number'),
-    (lambda: make_with(workers=4), TypeError, 'workers=4'),
-    (lambda: make_with(adam_learning_rate=-1.0), ValueError,
-     'adam_learning_rate=-1.0'),
-])
-def test_mistakes(call, error, match):
-  with pytest.raises(error, match=match):
-    call()
-
-
 def test_functions_that_inject_hyperparams_calls_with_the_step():
   """An error names its `static_args`; with them, functions see parameters."""
   workers = demo_optax.Workers.simulated(2)

@@ -39,37 +39,32 @@ def advance(tx, params, state, *args, loss_fn=to_one):
   return optax.apply_updates(params, updates), state, loss
 
 
-def test_the_mean_of_large_halves_is_finite(workers):
-  """Scaled losses in float16: the sum of four is beyond it, the mean is not."""
-  @demo_optax.data_parallel(workers, batch_argnums=0)
-  def step(x):
-    loss = x.mean().astype(jnp.float16)
-    return loss, demo_optax.over_workers(loss)
-
-  x = np.full((8, 2), 30000, np.float32)
-  for mean in step(x):
-    assert mean.dtype == jnp.float16
-    np.testing.assert_allclose(mean, 30000, rtol=1e-3)
-
-
-def test_statistics_of_halves_are_averaged_in_float32(workers):
-  """The sum of four is beyond float16, the mean is not."""
+def test_means_of_large_halves_are_finite(workers):
+  """Scaled losses, statistics: the sum of four is beyond float16."""
   @demo_optax.data_parallel(workers, batch_argnums=1)
   def step(state, x):
-    return {'batch_stats': x.mean().astype(jnp.float16)}
+    mean = x.mean().astype(jnp.float16)
+    return mean, demo_optax.over_workers(mean), {'batch_stats': mean}
 
   x = np.array([30000, 30208, 30464, 30464], np.float32)
-  found = step({'batch_stats': jnp.float16(0)}, x)['batch_stats']
-  np.testing.assert_array_equal(found, np.float16(x.mean()))
+  for mean in jax.tree.leaves(step({'batch_stats': jnp.float16(0)}, x)):
+    assert mean.dtype == jnp.float16
+    np.testing.assert_array_equal(mean, np.float16(x.mean()))
 
 
-def test_statistics_of_integers_have_no_mean(workers):
-  """A count that differed became 0."""
+@pytest.mark.parametrize('what', ['statistics', 'values'])
+def test_integers_that_differ_have_no_mean(workers, what):
+  """A count in statistics that differed became 0."""
   @demo_optax.data_parallel(workers, batch_argnums=1)
   def step(state, x):
-    return {'batch_stats': state['batch_stats'] + (x > 0).sum()}
+    count = (x > 0).sum()
+    if what == 'values':
+      return demo_optax.over_workers({'positive': count})
+    return {'batch_stats': state['batch_stats'] + count}
 
-  with pytest.raises(ValueError, match=r'batch_stats differs'):
+  match = {'statistics': 'batch_stats differs',
+           'values': r"'positive'\], int32\[\], which differs"}[what]
+  with pytest.raises(ValueError, match=match):
     step({'batch_stats': jnp.int32(0)}, rows())
 
 
@@ -97,15 +92,6 @@ def test_the_mean_keeps_dtypes(workers):
   assert [after[k].dtype for k in state] == [state[k].dtype for k in state]
   assert after['count'] == 2**24 + 1 and after['first']
   np.testing.assert_allclose(after['mean'], rows().mean(), atol=1e-6)
-
-
-def test_integers_that_differ_have_no_mean(workers):
-  @demo_optax.data_parallel(workers, batch_argnums=0)
-  def step(x):
-    return demo_optax.over_workers({'positive': (x > 0).sum()})
-
-  with pytest.raises(ValueError, match=r"'positive'\], int32\[\], which differs"):
-    step(rows())
 
 
 @pytest.mark.parametrize('make', [jax.random.key, jax.random.PRNGKey])

@@ -59,25 +59,10 @@ COMPILED = {
             x, ('replica', 'fsdp'),
             axis_index_groups=[[0, 1, 2], [3, 4, 5], [6, 7]])),
         [('all-reduce', None, 3, 32, 43)]),
-    'psum of two': (
-        GRID, mapped(DEVICE_GRID, lambda x: sum(
-            jnp.sum(y) + x for y in lax.psum((x, x[:, :3]), 'fsdp'))),
-        [('all-reduce', ('fsdp',), 4, 44, 66)]),
     'gather of bools': (
         CUBE, mapped(DEVICE_CUBE, lambda x: lax.all_gather(x, ('a', 'c')),
                      dtype=jnp.bool_),
         [('all-gather', ('a', 'c'), 4, 32, 24)]),
-    'gather of int2': (
-        GRID, mapped(DEVICE_GRID, lambda x: lax.all_gather(x, 'fsdp'),
-                     dtype=jnp.int2),
-        [('all-gather', ('fsdp',), 4, 8, 6)]),
-    'gather of complex': (
-        CUBE, mapped(DEVICE_CUBE, lambda x: lax.all_gather(x, 'b'),
-                     dtype=jnp.complex64),
-        [('all-gather', ('b',), 2, 128, 64)]),
-    'one sends': (
-        CUBE, mapped(DEVICE_CUBE, lambda x: lax.ppermute(x, 'a', [(0, 1)])),
-        [('collective-permute', ('a',), 2, 32, 32)]),
     'nobody sends': (
         GRID, mapped(DEVICE_GRID, lambda x: lax.ppermute(x, 'fsdp', [])),
         [('collective-permute', (), 1, 32, 0)]),
