@@ -43,11 +43,9 @@ def runs_of(method: str, rate: float, seeds: list[int], extra: list[str]):
   """Yields one record per seed; the compiled step is shared."""
   args = methods.parse_args([*METHODS[method], '--lr', str(rate), *extra])
   corpus, config = text.load(args.data), GPTConfig()
-  workers = train_lm.make_workers(args.workers)
+  workers = train_lm.make_workers(args)
   tx = methods.make_optimizer(args, workers)
-  step_fn = methods.make_train_step(
-      train_lm.loss_fn, workers, args.microbatches
-  )
+  step_fn = methods.make_train_step(train_lm.loss_fn, workers)
   valid = text.windows(corpus.valid, 64, config.context)
   for seed in seeds:
     model = GPT(config, nnx.Rngs(seed))

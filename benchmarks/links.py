@@ -148,7 +148,8 @@ class Method:
         ['--optimizer', 'demo', *MODELS[model],
          *METHODS[method], '--batch', str(batch)])
     config = GPTConfig(width=args.width, layers=args.layers, heads=args.heads)
-    workers = train_lm.make_workers(count)
+    args.workers = None  # one for each process
+    workers = train_lm.make_workers(args)
     size = None
     if args.optimizer in methods.AVERAGED:
       size = 4 if 'float32' in method else 2

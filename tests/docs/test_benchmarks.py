@@ -1,11 +1,15 @@
 """What benchmarks measure is what the library has."""
 
+import os
 import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from helpers import results
 
 import demo_optax
@@ -65,3 +69,15 @@ def test_what_a_relay_does_is_as_measured():
   assert f'{attack["connections"]:,} connections' in page
   assert f'{1e3 * attack["seconds_attacked"]:.1f} ms during' in page
   assert f'for {found["drift"]["rounds"]:,} rounds' in page
+
+
+@pytest.mark.parametrize('command', [
+    'step.py --trees tiny --topk 8 --values sign --peers 8 --rounds 1',
+    'owners.py merge --tree tiny --workers 4 --rounds 1', 'folds.py',
+    'learning.py --out {out} --methods demo --rates 1e-3 --seeds 0 --steps 2'])
+def test_commands_run(command, tmp_path):
+  name, *args = command.format(out=tmp_path / 'out.jsonl').split()
+  subprocess.run(
+      [sys.executable, str(ROOT / 'benchmarks' / name), *args], check=True,
+      env={**os.environ, 'PYTHONPATH': str(ROOT)}, capture_output=True,
+      timeout=240)
