@@ -1,6 +1,7 @@
 """Every compressor keeps the protocol, and does what its formula says."""
 
 import dataclasses
+import math
 import pathlib
 import re
 
@@ -20,7 +21,6 @@ from helpers import (
   stacked,
 )
 from oracle import Oracle, dct_matrix
-from subsets import SubsetOracle, random_places, slicing_places, striding_places
 
 import demo_optax
 from demo_optax.compressors import (
@@ -56,21 +56,39 @@ TOPK = {
     'random': (Compressor(TopK(5), RandomOrthogonal(3), 16), random_matrix),
     'identity': (Compressor(TopK(5), Identity(), 16, 'int8'), np.eye),
 }
-SUBSETS = {
-    'random_subset': (Compressor(RandomSubset(0.11, 2), Identity(), 16), 0.11,
-                      random_places(2)),
-    'striding': (Compressor(Striding(0.11), Identity(), 16), 0.11, striding_places),
-    'slicing': (Compressor(Slicing(0.11), Identity(), 16), 0.11, slicing_places),
-    'full': (demo_optax.compressors.full(), 1, None),
+RATE = 0.11
+
+
+def random_places(n, step):
+  """As documented: the first of a permutation that seed and step fix."""
+  key = jax.random.fold_in(jax.random.key(2), step)
+  return np.asarray(jax.random.permutation(key, n))[: math.ceil(RATE * n)]
+
+
+def striding_places(n, step):
+  k = math.ceil(RATE * n)
+  return [(step + j * (n // k)) % n for j in range(k)]
+
+
+def slicing_places(n, step):
+  k = math.ceil(RATE * n)
+  return [(step * k + j) % n for j in range(k)]
+
+
+SUBSETS = {  # all workers send the same places of a chunk
+    'random_subset': (
+        Compressor(RandomSubset(RATE, 2), Identity(), 16), random_places),
+    'striding': (Compressor(Striding(RATE), Identity(), 16), striding_places),
+    'slicing': (Compressor(Slicing(RATE), Identity(), 16), slicing_places),
+    'full': (demo_optax.compressors.full(), lambda n, step: np.arange(n)),
 }
 ALL = {name: code for name, (code, *_) in {**TOPK, **SUBSETS}.items()}
 
 
 def oracle(name, shape, **rule):
   if name in SUBSETS:
-    _, rate, places = SUBSETS[name]
-    rule.pop('average')
-    return SubsetOracle(shape, N, limit=16, rate=rate, places=places, **rule)
+    _, places = SUBSETS[name]
+    return Oracle(shape, N, limit=16, basis=np.eye, places=places, **rule)
   return Oracle(shape, N, limit=(1, 24) if name == 'rows' else 16, topk=5,
                 values='int8' if name == 'identity' else 'float32',
                 basis=TOPK[name][1], **rule)
