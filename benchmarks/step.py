@@ -225,9 +225,12 @@ def make(tree: str, name: str, reference: pathlib.Path | None) -> Any:
   return Row(TREES[tree], name)
 
 
-def measure(rows: dict[str, Any], rounds: int) -> dict[str, list[float]]:
-  """Seconds of every row in every round, after one round to warm up."""
-  seconds: dict[str, list[float]] = {name: [] for name in rows}
+def measure(rows: dict[Any, Any], rounds: int) -> dict[Any, list[float]]:
+  """Seconds of every row in every round, after one round to warm up.
+
+  Of `run` of a row; its `reset`, if it has one, comes before.
+  """
+  seconds: dict[Any, list[float]] = {name: [] for name in rows}
   for number in range(rounds + 1):
     for name in list(rows)[:: 1 if number % 2 else -1]:
       if hasattr(rows[name], 'reset'):
