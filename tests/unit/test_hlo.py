@@ -34,11 +34,11 @@ DEVICE_CUBE = Mesh(DEVICES[PERMUTATION].reshape(2, 2, 2), ('a', 'b', 'c'))
 OTHER = Mesh(DEVICES.reshape(4, 2), ('p', 'q'))
 
 
-def mapped(mesh, body, dtype=jnp.float32):
+def mapped(mesh, body, dtype=jnp.float32, shape=(8, 8)):
   spec = P(mesh.axis_names)
   f = jax.shard_map(
       body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-  x = jax.ShapeDtypeStruct((8, 8), dtype, sharding=NamedSharding(mesh, spec))
+  x = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
   return lambda: jax.jit(f).lower(x)
 
 
@@ -190,12 +190,7 @@ def make_mesh(name, kind='auto'):
 
 
 def compiled(mesh, body):
-  spec = P(mesh.axis_names)
-  x = jax.ShapeDtypeStruct(
-      (8 * 64,), jnp.float32, sharding=NamedSharding(mesh, spec))
-  return jax.jit(jax.shard_map(
-      body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-  ).lower(x).compile()
+  return mapped(mesh, body, shape=(8 * 64,))().compile()
 
 
 @pytest.mark.parametrize('name, axes', [
