@@ -14,6 +14,8 @@ from oracle import Oracle
 
 import demo_optax
 
+pytestmark = pytest.mark.usefixtures('standard_promotion', 'rank_promotion')
+
 SHAPES = {'padded': (31, 37), 'short': (7,)}  # every leaf compiles
 LIMIT, TOPK = 16, 5
 COMPRESSOR = demo_optax.dct_topk(LIMIT, TOPK, proportional=False)
@@ -36,13 +38,6 @@ def make(method, workers, period=3):
   return demo_optax.local.demo_diloco(
       inner, compressor=COMPRESSOR, outer_learning_rate=0.7, decay=DECAY,
       drift=method == 'drift', **kwargs)
-
-
-@pytest.fixture(autouse=True)
-def lenient():
-  """optax's AdamW and schedules promote dtypes."""
-  with jax.numpy_dtype_promotion('standard'), jax.numpy_rank_promotion('allow'):
-    yield
 
 
 METHODS = ['diloco', 'demo_diloco', 'drift', 'sparse_loco']

@@ -19,17 +19,10 @@ from oracle import Oracle
 import demo_optax
 from demo_optax import recipes
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures('rank_promotion')]
 
 WORKERS = 4
 EVERYTHING = demo_optax.compressors.full()
-
-
-@pytest.fixture(autouse=True)
-def rank_promotion():
-  """Models add biases to batches."""
-  with jax.numpy_rank_promotion('allow'):
-    yield
 
 
 def numpy_newton_schulz(x):

@@ -22,18 +22,12 @@ from jax.sharding import PartitionSpec as P
 import demo_optax
 from demo_optax import compressors
 
-pytestmark = pytest.mark.core
+pytestmark = [
+    pytest.mark.core, pytest.mark.usefixtures('standard_promotion')]
 
 N = 4
 SHAPES = {'a': (32, 24), 'b': (24, 32), 'rows': (40, 16), 'gain': (9,)}
 HIDDEN = demo_optax.dct_topk(16, 4)
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-  """As optax.adamw needs it."""
-  with jax.numpy_dtype_promotion('standard'):
-    yield
 
 
 def test_gathered_and_summed_together():

@@ -24,16 +24,11 @@ import train_lm
 
 import demo_optax
 
+pytestmark = pytest.mark.usefixtures('standard_promotion', 'rank_promotion')
+
 SMALL = ['--width', '32', '--heads', '2', '--layers', '1', '--context', '32',
          '--steps', '12', '--eval-every', '6', '--save-every', '6',
          '--batch', '8', '--warmup', '2']
-
-
-@pytest.fixture(autouse=True)
-def lenient():
-  """Flax layers and optax schedules promote dtypes and ranks."""
-  with jax.numpy_dtype_promotion('standard'), jax.numpy_rank_promotion('allow'):
-    yield
 
 
 def run(tmp_path, *args):
