@@ -111,6 +111,15 @@ def random_tree(seed, shapes=None, lead=()):
           for k, s in shapes.items()}
 
 
+def updates_of(tx, params, gradients):
+  """The updates of each step, of the same parameters, and the last state."""
+  state, update, seen = tx.init(params), jax.jit(tx.update), []
+  for g in gradients:
+    updates, state = update(g, state, params)
+    seen.append(updates)
+  return seen, state
+
+
 def shapes_of(model):
   """Shapes of the parameters of a model that `python -m demo_optax` knows."""
   return jax.tree.map(

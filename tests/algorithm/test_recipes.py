@@ -137,19 +137,12 @@ def test_equal_to_the_chain_that_is_documented():
   )
   recipe = demo_optax.demo_muon(
       schedule, workers=workers, weight_decay=0.1, adam_weight_decay=0.1)
-  states = [tx.init(params) for tx in (chain, recipe)]
-  for _ in range(4):
-    gradients = jax.tree.map(
-        lambda x: rng.normal(size=(WORKERS, *x.shape)).astype(np.float32),
-        params)
-    updates = []
-    for i, tx in enumerate((chain, recipe)):
-      u, states[i] = jax.jit(tx.update)(gradients, states[i], params)
-      updates.append(u)
-    # Of two programs: the compiler may contract a sum in one of them.
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8),
-        *updates)
+  shapes = {k: x.shape for k, x in params.items()}
+  gradients = [helpers.random_tree(s, shapes, (WORKERS,)) for s in range(4)]
+  # Of two programs: the compiler may contract a sum in one of them.
+  jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8),
+      *(helpers.updates_of(tx, params, gradients)[0] for tx in (chain, recipe)))
 
 
 # What a leaf is ---------------------------------------------------------------
@@ -504,22 +497,18 @@ def test_functions_of_parameters_see_all_leaves():
 
 
 def test_a_momentum_in_bfloat16():
-  rng = np.random.default_rng(0)
   params = {'w': jnp.ones((64, 32)), 'embed': jnp.ones((8, 8))}
   workers = demo_optax.Workers.simulated(2)
   wide, narrow = (
       demo_optax.demo_muon(0.1, workers=workers, mu_dtype=dtype)
       for dtype in (None, 'bfloat16'))
-  states = [tx.init(params) for tx in (wide, narrow)]
-  before = states[1]
+  before = narrow.init(params)
+  shapes = {k: x.shape for k, x in params.items()}
+  gradients = [helpers.random_tree(s, shapes, (2,)) for s in range(3)]
+  states = [
+      helpers.updates_of(tx, params, gradients)[1] for tx in (wide, narrow)]
   kept = [sum(x.nbytes for x in jax.tree.leaves(s)) for s in states]
   assert kept[0] - kept[1] == 2 * 64 * 32 * 2  # of each worker's matrix half
-  steps = [jax.jit(tx.update) for tx in (wide, narrow)]
-  for _ in range(3):
-    gradients = jax.tree.map(
-        lambda x: rng.normal(size=(2, *x.shape)).astype(np.float32), params)
-    for i, step in enumerate(steps):
-      _, states[i] = step(gradients, states[i], params)
   wide, narrow = (demo_optax.state.momentum(s)['w'] for s in states)
   assert not np.array_equal(wide, narrow)
   np.testing.assert_allclose(narrow, wide, atol=0.02 * np.abs(wide).max())

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import results
+from helpers import random_tree, results, updates_of
 
 import demo_optax
 
@@ -37,18 +37,11 @@ def test_the_recipe_that_was_measured_is_demo_muon(monkeypatch):
   params = {'embed': rng.normal(size=(50, 128)), 'up': rng.normal(size=(128, 192)),
             'norm': rng.normal(size=128)}
   params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
-  states = [tx.init(params) for tx in (measured, recipe)]
-  for _ in range(3):
-    gradients = jax.tree.map(
-        lambda x: rng.normal(size=(workers.count, *x.shape)).astype(np.float32),
-        params)
-    updates = []
-    for i, tx in enumerate((measured, recipe)):
-      update, states[i] = jax.jit(tx.update)(gradients, states[i], params)
-      updates.append(update)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7),
-        *updates)
+  shapes = {k: x.shape for k, x in params.items()}
+  gradients = [random_tree(s, shapes, (workers.count,)) for s in range(3)]
+  jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7),
+      *(updates_of(tx, params, gradients)[0] for tx in (measured, recipe)))
 
 
 def test_what_a_relay_does_is_as_measured():
