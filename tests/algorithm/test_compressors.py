@@ -41,19 +41,13 @@ SHAPES = {'matrix': (32, 48), 'padded': (37, 20), 'vector': (33,), 'scalar': ()}
 POWERS = {'matrix': (32, 48), 'kernel': (2, 8, 16), 'vector': (64,), 'scalar': ()}
 
 
-def hadamard_matrix(length):
-  return scipy.linalg.hadamard(length) / np.sqrt(length)
-
-
-def random_matrix(length):
-  return RandomOrthogonal(3).matrix(length)  # orthonormal: see below
-
-
 TOPK = {
     'dct': (demo_optax.dct_topk(16, 5, proportional=False), dct_matrix),
     'rows': (demo_optax.dct_topk((1, 24), 5, proportional=False), dct_matrix),
-    'hadamard': (Compressor(TopK(5), Hadamard(), 16), hadamard_matrix),
-    'random': (Compressor(TopK(5), RandomOrthogonal(3), 16), random_matrix),
+    'hadamard': (Compressor(TopK(5), Hadamard(), 16),
+                 lambda n: scipy.linalg.hadamard(n) / np.sqrt(n)),
+    'random': (Compressor(TopK(5), RandomOrthogonal(3), 16),
+               RandomOrthogonal(3).matrix),  # orthonormal: see below
     'identity': (Compressor(TopK(5), Identity(), 16, 'int8'), np.eye),
 }
 RATE = 0.11

@@ -199,10 +199,6 @@ def test_any_chain_with_an_exchange_is_an_outer_optimizer():
 # Who communicates -------------------------------------------------------------
 
 
-def losses_of(params, x):
-  return jnp.mean((x @ params['w'] + params['b'].sum()) ** 2, axis=1)
-
-
 @pytest.mark.parametrize('method, kind', [
     ('diloco', 'auto'), ('demo_diloco', 'auto'), ('demo_diloco', 'explicit'),
     slow('drift', 'auto')])
@@ -217,7 +213,7 @@ def test_only_exchange_steps_communicate(method, kind):
   @demo_optax.data_parallel(workers)
   def train_step(params, state, x):
     def loss_fn(params):
-      losses = losses_of(params, x)
+      losses = jnp.mean((x @ params['w'] + params['b'].sum()) ** 2, axis=1)
       return losses.mean(), losses
 
     grads, losses = jax.grad(loss_fn, has_aux=True)(params)

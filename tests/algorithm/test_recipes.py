@@ -1,7 +1,6 @@
 """`demo_muon`: against NumPy, in its parts, and with every kind of leaf."""
 
 import collections
-import functools
 
 import chex
 import helpers
@@ -328,32 +327,24 @@ def loss_fn(params, tokens):
       logits, (tokens + 1) % 16).mean()
 
 
-@functools.cache
-def recipe(workers, **options):
-  """The optimizer and its step, compiled once for tests that share them."""
-  tx = demo_optax.demo_muon(0.02, workers=workers, **options)
-  return tx, helpers.make_step(tx, workers, loss_fn)
-
-
 TOKENS = np.random.default_rng(8).integers(0, 16, (20, 16, 8))
 
 
-def train(workers, steps=20, dtype=jnp.float32, state=None, params=None,
-          **options):
-  tx, step = recipe(workers, **options)
-  params = workers.device_put(model(dtype) if params is None else params)
-  state = tx.init(params) if state is None else state
-  losses = []
-  for tokens in TOKENS[:steps]:
+def train(workers, dtype=jnp.float32):
+  """Returns the step, its last results, and the losses."""
+  tx = demo_optax.demo_muon(0.02, workers=workers)
+  step = helpers.make_step(tx, workers, loss_fn)
+  params = workers.device_put(model(dtype))
+  state, losses = tx.init(params), []
+  for tokens in TOKENS:
     params, state, loss = step(params, state, tokens)
     losses.append(float(loss))
-  return params, state, losses
+  return step, params, state, losses
 
 
 @pytest.mark.parametrize('count, dtype', [(1, jnp.float32), (4, jnp.bfloat16)])
 def test_it_learns(count, dtype):
-  params, state, losses = train(
-      demo_optax.Workers.simulated(count), dtype=dtype)
+  _, params, state, losses = train(demo_optax.Workers.simulated(count), dtype)
   assert losses[-1] < 0.5 * losses[0]
   assert {x.dtype for x in jax.tree.leaves(params)} == {
       jnp.dtype(dtype), jnp.dtype(jnp.int32)}
@@ -402,13 +393,13 @@ def test_workers_of_several_devices():
   specs = {'embed': P('fsdp'), 'up': P(None, 'fsdp'), 'down': P('fsdp'),
            'norm': P(), 'table': P()}
   workers = demo_optax.Workers.on_mesh(mesh, 'data', specs)
-  params, state, losses = train(workers)
+  step, params, state, losses = train(workers)
   assert losses[-1] < 0.5 * losses[0]
   assert not demo_optax.check_replicas((params, state), workers)
   momentum = next(x for k, x in helpers.own(state).items()
                   if 'mu' in k and "['up']" in k)
   assert momentum.sharding.shard_shape(momentum.shape) == (1, 64, 32)
-  compiled = recipe(workers)[1].lower(params, state, TOKENS[0]).compile()
+  compiled = step.lower(params, state, TOKENS[0]).compile()
   found = hlo_text.collectives(compiled.as_text(), mesh)
   between = [c for c in found if 'data' in (c.axes or ('data',))
              and c.output_bytes > 64]
