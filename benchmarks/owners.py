@@ -57,14 +57,12 @@ def compressor() -> demo_optax.Compressor:
 
 
 def config_of(
-    params: Any, exchange: str, count: int, written: str = 'ternary'
+    params: Any, exchange: str, count: int
 ) -> exchange_lib.ExchangeConfig:
   """Returns what is static in an exchange of `count` workers."""
-  tx = demo_optax.scale_by_demo(
-      compressor(), workers=demo_optax.Workers.simulated(1)
-  )
-  layout = jax.eval_shape(tx.init, params).layout.layout
-  return exchange_lib.make_config(layout, 'senders', exchange, count, written)
+  layout = step_lib.layout_of(params, compressor())
+  return exchange_lib.make_config(
+      layout, 'senders', exchange, count, 'ternary')
 
 
 def random_updates(
@@ -130,18 +128,16 @@ class Merging:
 
 
 def merging(args: argparse.Namespace) -> dict[str, Any]:
-  """Times merging for every number of workers, both ways."""
+  """Times merging for every number of workers, both ways, in turn.
+
+  Prints and returns medians, least times and ratios.
+  """
   params = step_lib.random_tree(step_lib.TREES[args.tree], 0)
   rows = {
       (exchange, count): Merging(params, exchange, count)
       for exchange in ('all_gather', 'all_to_all') for count in args.workers
       if exchange == 'all_to_all' or count <= args.most
   }
-  return timed(args, rows)
-
-
-def timed(args: argparse.Namespace, rows: dict[Any, Any]) -> dict[str, Any]:
-  """Times rows in turn; prints and returns medians, least times and ratios."""
   load = os.getloadavg()[0]
   seconds = step_lib.measure(rows, args.rounds)
   base = seconds['all_to_all', args.workers[0]]

@@ -34,6 +34,7 @@ import numpy as np
 import optax
 
 import demo_optax
+from demo_optax.compressors.layout import Layout
 from demo_optax.exchange import message as wire
 from demo_optax.workers import Group
 
@@ -91,12 +92,10 @@ class WithOthers(Group):
     return {wire.GATHERED: jnp.concatenate([gathered, self.others])}, None
 
 
-def packer_of(params: Any, compressor: demo_optax.Compressor) -> wire.Packer:
-  tx = demo_optax.scale_by_demo(
-      compressor, workers=demo_optax.Workers.simulated(1)
-  )
-  layout = jax.eval_shape(tx.init, params).layout.layout
-  return wire.Packer(layout.buckets)
+def layout_of(params: Any, compressor: demo_optax.Compressor) -> Layout:
+  workers = demo_optax.Workers.simulated(1)
+  tx = demo_optax.scale_by_demo(compressor, workers=workers)
+  return jax.eval_shape(tx.init, params).layout.layout
 
 
 def messages(packer: wire.Packer, count: int) -> jax.Array:
@@ -150,7 +149,8 @@ class Row:
       workers = demo_optax.Workers.simulated(1)
       if int(peers) > 1:
         workers = OneOfMany('simulated', 'workers', 1)
-        others = messages(packer_of(self.params, compressor), int(peers) - 1)
+        packer = wire.Packer(layout_of(self.params, compressor).buckets)
+        others = messages(packer, int(peers) - 1)
       tx = demo_optax.demo(1e-3, workers=workers, compressor=compressor)
       gradients = jax.tree.map(lambda g: g[None], gradients)
     else:
