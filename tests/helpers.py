@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import pathlib
 
 import jax
@@ -28,10 +29,16 @@ SHAPES = {  # every kind of chunk compiles; test_oracle.py has many more
 }
 
 
-def make_mesh(count=4, kind='auto', name='data'):
+def mesh_of(shape, kind='auto'):
+  """A mesh with axes of these names and sizes."""
   return jax.make_mesh(
-      (count,), (name,), axis_types=(MESHES[kind],),
-      devices=jax.devices()[:count])
+      tuple(shape.values()), tuple(shape),
+      axis_types=(MESHES[kind],) * len(shape),
+      devices=jax.devices()[:math.prod(shape.values())])
+
+
+def make_mesh(count=4, kind='auto'):
+  return mesh_of({'data': count}, kind)
 
 
 def on_mesh(count=4, kind='auto'):
@@ -49,11 +56,6 @@ def make_workers(kind, count=4):
       contextlib.nullcontext()
   ):
     yield workers
-
-
-def replicated(tree, workers):
-  """`tree` on all devices of the workers' mesh, where they have one."""
-  return workers.device_put(tree)
 
 
 def stacked(tree, workers):
@@ -93,10 +95,7 @@ def make_step(tx, workers, loss_fn, **options):
 
 def make_mesh_2d(kind='auto', shape=(2, 4), names=('data', 'fsdp')):
   """Workers of several devices."""
-  size = shape[0] * shape[1]
-  return jax.make_mesh(
-      shape, names, axis_types=(MESHES[kind],) * 2,
-      devices=jax.devices()[:size])
+  return mesh_of(dict(zip(names, shape)), kind)
 
 
 def merge(indices, values, present, n, average):

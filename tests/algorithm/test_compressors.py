@@ -17,7 +17,6 @@ from helpers import (
   assert_same_bits,
   on_mesh,
   random_tree,
-  replicated,
   stacked,
 )
 from oracle import Oracle, dct_matrix
@@ -126,7 +125,7 @@ def test_on_a_mesh(name):
   results = []
   for workers in (demo_optax.Workers.simulated(N), on_mesh(N)):
     tx = demo_optax.scale_by_demo(code, 0.5, workers=workers)
-    placed = replicated(params, workers)
+    placed = workers.device_put(params)
     state, update = tx.init(placed), jax.jit(tx.update)
     gradients = stacked(random_tree(0, shapes, lead=(N,)), workers)
     results.append(update(gradients, state, placed))

@@ -15,7 +15,7 @@ import mismatches
 import numpy as np
 import optax
 import pytest
-from helpers import MESHES, assert_same_bits, worker_grads
+from helpers import assert_same_bits, mesh_of, worker_grads
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
@@ -41,9 +41,7 @@ def simulated(count, blocks=1):
 
 
 def on_mesh(count, blocks=1, kind='auto'):
-  mesh = jax.make_mesh(
-      (count, blocks), ('replica', 'fsdp'), axis_types=(MESHES[kind],) * 2,
-      devices=jax.devices()[:count * blocks])
+  mesh = mesh_of({'replica': count, 'fsdp': blocks}, kind)
   return demo_optax.Workers.on_mesh(
       mesh, 'replica', SPECS if blocks > 1 else None)
 

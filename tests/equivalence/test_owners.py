@@ -14,7 +14,6 @@ from helpers import (
   make_mesh_2d,
   on_mesh,
   random_tree,
-  replicated,
   stacked,
   updates_of,
 )
@@ -169,7 +168,7 @@ def test_a_damaged_message_excludes_its_sender_from_that_owners_chunks(
 def test_exact_updates_and_what_all_share_are_as_before(shared):
   """An all-reduce does not grow with the workers, and needs no owners."""
   workers = on_mesh(4)
-  params = replicated(random_tree(9, SHAPES), workers)
+  params = workers.device_put(random_tree(9, SHAPES))
   mixed = {**dict.fromkeys(SHAPES, shared), 'few': COMPRESSOR, 'bias': None}
 
   def run(exchange):
