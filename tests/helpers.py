@@ -15,8 +15,6 @@ from jax.sharding import PartitionSpec as P
 import demo_optax
 from demo_optax.__main__ import MODELS
 from demo_optax.numerics import topk as selection
-from demo_optax.step import placement
-from demo_optax.workers import lift
 
 ROOT = pathlib.Path(__file__).parents[1]
 MESHES = {'auto': AxisType.Auto, 'explicit': AxisType.Explicit}
@@ -63,22 +61,6 @@ def stacked(tree, workers):
   if workers.mesh is None:
     return tree
   return jax.device_put(tree, NamedSharding(workers.mesh, P('data')))
-
-
-def worker_grads(loss_fn, workers):
-  """`(params, *batch) -> (mean loss, gradients [workers, ...])`, by vmap."""
-
-  def value_and_grads(params, *batch):
-    batch = [placement.split(workers, jnp.asarray(x)) for x in batch]
-    with lift.context(workers):
-      losses, grads = jax.vmap(
-          jax.value_and_grad(loss_fn),
-          in_axes=(None, *(0 for _ in batch)),
-          spmd_axis_name=workers.spmd_axis_name,
-      )(params, *batch)
-    return losses.mean(), grads
-
-  return value_and_grads
 
 
 def make_step(tx, workers, loss_fn, **options):

@@ -15,10 +15,9 @@ import mismatches
 import numpy as np
 import optax
 import pytest
-from helpers import assert_same_bits, mesh_of, worker_grads
+from helpers import assert_same_bits, mesh_of
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
@@ -66,14 +65,13 @@ def make_step(workers):
                    out_sharding=out)
     return jnp.mean((y + params['bias'][None] - 1.0) ** 2)
 
-  grad = worker_grads(loss_fn, workers)
-
+  @demo_optax.data_parallel(workers, batch_argnums=3, donate_argnums=(0, 1))
   def step(params, state, key, x):
-    _, gradients = grad(params, x + jax.random.uniform(key))
+    gradients = jax.grad(loss_fn)(params, x + jax.random.uniform(key))
     updates, state = tx.update(gradients, state, params)
     return optax.apply_updates(params, updates), state
 
-  return jax.jit(step, donate_argnums=(0, 1))
+  return step
 
 
 class Run:
@@ -96,9 +94,6 @@ class Run:
       position = self.tree['position']
       x = np.random.default_rng(position).normal(size=(24, 12))
       x = x.astype(np.float32)
-      if self.workers.mesh is not None:
-        x = jax.device_put(
-            x, NamedSharding(self.workers.mesh, P('replica')))
       key, used = jax.random.split(self.tree['key'])
       params, state = step(
           self.tree['params'], self.tree['opt_state'], used, x)
