@@ -26,33 +26,15 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from step import gpt
 
 import demo_optax
 
 RESULTS = pathlib.Path(__file__).parent / 'results' / 'compile.json'
 
 
-def gpt(layers, width=512, vocabulary=32_000):
-  """Shapes of the parameters."""
-  layer = {
-      'norm1': (width,), 'norm2': (width,),
-      'qkv': (width, 3 * width), 'qkv_bias': (3 * width,),
-      'proj': (width, width), 'proj_bias': (width,),
-      'up': (width, 4 * width), 'up_bias': (4 * width,),
-      'down': (4 * width, width), 'down_bias': (width,),
-  }
-  shapes = {
-      'tokens': (vocabulary, width), 'positions': (1024, width),
-      'norm': (width,), 'odd1': (300, 96), 'odd2': (513,), 'odd3': (1000, 77),
-      'odd4': (7,),
-  }
-  for number in range(layers):
-    shapes |= {f'{number} {name}': shape for name, shape in layer.items()}
-  return shapes
-
-
 def measure(layers, workers, topk):
-  shapes = gpt(layers)
+  shapes = gpt(512, layers, 32_000)
   size = sum(map(math.prod, shapes.values()))
   params, gradients = (
       {name: jax.ShapeDtypeStruct((*lead, *shape), jnp.float32)

@@ -16,13 +16,13 @@ import json
 import pathlib
 import platform
 import statistics
-import time
-from collections.abc import Callable
+import types
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+import step
 
 import demo_optax
 from demo_optax.__main__ import MODELS
@@ -56,46 +56,34 @@ def parameters_of(model: str) -> dict[str, jax.Array]:
   }
 
 
-def row(tx: optax.GradientTransformation, params: Any) -> Callable[[], float]:
-  """Returns what runs a step and returns its seconds."""
+def row(
+    tx: optax.GradientTransformation, params: Any
+) -> types.SimpleNamespace:
+  """Returns what runs a step."""
   gradients = jax.tree.map(lambda x: x[None], params)
   state = [jax.tree.map(jnp.copy, params), tx.init(params)]
 
-  def step(params: Any, state: Any, gradients: Any) -> tuple[Any, Any]:
+  def one_step(params: Any, state: Any, gradients: Any) -> tuple[Any, Any]:
     updates, state = tx.update(gradients, state, params)
     return optax.apply_updates(params, updates), state
 
-  compiled = jax.jit(step, donate_argnums=(0, 1))
+  compiled = jax.jit(one_step, donate_argnums=(0, 1))
 
-  def run() -> float:
-    began = time.perf_counter()
+  def run() -> None:
     state[:] = jax.block_until_ready(compiled(*state, gradients))
-    return time.perf_counter() - began
 
-  return run
-
-
-def copy(params: Any) -> Callable[[], float]:
-  compiled = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree))
-
-  def run() -> float:
-    began = time.perf_counter()
-    jax.block_until_ready(compiled(params))
-    return time.perf_counter() - began
-
-  return run
+  return types.SimpleNamespace(run=run)
 
 
 def measure(model: str, topk: int, rounds: int) -> dict[str, Any]:
   params = parameters_of(model)
   size = sum(x.size for x in params.values())
   rows = {name: row(tx, params) for name, tx in optimizers(topk).items()}
-  rows['copy'] = copy(params)
-  times: dict[str, list[float]] = {name: [] for name in rows}
-  for number in range(rounds + 1):
-    for name in list(rows)[:: 1 if number % 2 else -1]:
-      times[name].append(rows[name]())
-  medians = {name: statistics.median(x[1:]) for name, x in times.items()}
+  copy = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree))
+  rows['copy'] = types.SimpleNamespace(
+      run=lambda: jax.block_until_ready(copy(params)))
+  seconds = step.measure(rows, rounds)
+  medians = {name: statistics.median(x) for name, x in seconds.items()}
   rate = 8 * size / medians['copy']
   sent = {
       'demo': demo_optax.plan(params, demo_optax.dct_topk(topk=topk), WORKERS),

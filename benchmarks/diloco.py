@@ -40,8 +40,9 @@ RAW = demo_optax.Compressor(
     demo_optax.compressors.TopK(64), demo_optax.compressors.Identity(),
     values='int4')
 
-# Method: its compressor, and how it is made.
+# Method: its compressor, and how it is made; None: averaged in every step.
 PERIODS = {
+    'AdamW every step': (demo_optax.compressors.full(), None),
     'DiLoCo': (demo_optax.compressors.full(), demo_optax.local.diloco),
     'DeMo, as published': (
         TOPK,
@@ -96,36 +97,34 @@ class Task:
     return lambda step: peak * shape(step)
 
 
-def per_worker_clip() -> optax.GradientTransformation:
-  return optax.clip_by_global_norm(1.0)
-
-
 # Periods ----------------------------------------------------------------------
 
 
-def periods_of(task: Task, method: str) -> Any:
+def runs_of(task: Task, method: str) -> Any:
   """`(outer rate, seed) -> record`; the compiled step is shared."""
   args, workers = task.args, task.workers
   compressor, make = PERIODS[method]
   inner = optax.chain(
-      per_worker_clip(), optax.adamw(task.schedule(args.lr), b2=0.95))
+      optax.clip_by_global_norm(1.0),
+      optax.adamw(task.schedule(args.lr), b2=0.95))
 
   def tx_of(rate: Any) -> optax.GradientTransformation:
+    if make is None:
+      return optax.chain(demo_optax.average(workers=workers), inner)
     return make(
         inner, workers=workers, sync_period=args.period,
         outer_learning_rate=rate)
 
-  @demo_optax.data_parallel(workers)
+  @demo_optax.data_parallel(workers, batch_argnums=3)
   def train_step(rate: Any, params: Any, state: Any, tokens: Any) -> Any:
     loss, grads = jax.value_and_grad(task.loss)(params, tokens)
     updates, state = tx_of(rate).update(grads, state, params)
     return optax.apply_updates(params, updates), state, loss
 
-  plan = demo_optax.plan(task.params(0), compressor, workers)
-  everything = demo_optax.compressors.full()
-  dense = demo_optax.plan(task.params(0), everything, workers)
-  sent = plan.sent_bytes / args.period
-  received = plan.received_bytes / args.period
+  dense, plan = (
+      demo_optax.plan(task.params(0), code, workers)
+      for code in (demo_optax.compressors.full(), compressor))
+  period = 1 if make is None else args.period
 
   def run(rate: float, seed: int) -> dict[str, Any]:
     params = task.params(seed)
@@ -133,47 +132,18 @@ def periods_of(task: Task, method: str) -> Any:
     for step in range(args.steps):
       params, state, loss = train_step(
           jnp.float32(rate), params, state, task.tokens(seed, step))
-    apart = max(
-        float(jnp.abs(x - x.mean(0)).max() / jnp.abs(x).max())
-        for x in jax.tree.leaves(state.worker_stacked.params))
+    own = getattr(state, 'worker_stacked', None)
+    apart = [float(jnp.abs(x - x.mean(0)).max() / jnp.abs(x).max())
+             for x in jax.tree.leaves(own and own.params)]
+    less = period / args.period
     return {
         'valid_loss': task.validate(params),
-        'train_loss': float(loss), 'apart': apart,
-        'sent': sent, 'received': received,
-        'less_sent': dense.sent_bytes / plan.sent_bytes,
-        'less_received': dense.received_bytes / plan.received_bytes,
+        'train_loss': float(loss), 'apart': max(apart, default=0.0),
+        'sent': plan.sent_bytes / period,
+        'received': plan.received_bytes / period,
+        'less_sent': less * dense.sent_bytes / plan.sent_bytes,
+        'less_received': less * dense.received_bytes / plan.received_bytes,
         'size': plan.size,
-    }
-
-  return run
-
-
-def averaged_every_step(task: Task) -> Any:
-  """The reference: AdamW on gradients that are averaged in every step."""
-  args, workers = task.args, task.workers
-  tx = optax.chain(
-      demo_optax.average(workers=workers), per_worker_clip(),
-      optax.adamw(task.schedule(args.lr), b2=0.95))
-
-  @demo_optax.data_parallel(workers, batch_argnums=2)
-  def train_step(params: Any, state: Any, tokens: Any) -> Any:
-    loss, grads = jax.value_and_grad(task.loss)(params, tokens)
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state, loss
-
-  everything = demo_optax.compressors.full()
-  dense = demo_optax.plan(task.params(0), everything, workers)
-
-  def run(_: float, seed: int) -> dict[str, Any]:
-    params = task.params(seed)
-    state = tx.init(params)
-    for step in range(args.steps):
-      params, state, loss = train_step(params, state, task.tokens(seed, step))
-    return {
-        'valid_loss': task.validate(params), 'train_loss': float(loss),
-        'apart': 0.0, 'sent': dense.sent_bytes,
-        'received': dense.received_bytes, 'less_sent': 1 / args.period,
-        'less_received': 1 / args.period, 'size': dense.size,
     }
 
   return run
@@ -182,13 +152,11 @@ def averaged_every_step(task: Task) -> Any:
 def periods(args: argparse.Namespace, seen: 'Seen') -> None:
   for count in (2, 4):
     task = Task(args, demo_optax.Workers.simulated(count))
-    if 'AdamW every step' in args.methods:
-      seen.run(averaged_every_step(task), ('AdamW every step', count),
-               [(0.0, s) for s in args.seeds])
-    for method in PERIODS:
+    for method, (_, make) in PERIODS.items():
+      rates = args.outer_rates if make else [0.0]
       if method in args.methods:
-        seen.run(periods_of(task, method), (method, count),
-                 [(r, s) for r in args.outer_rates for s in args.seeds])
+        seen.run(runs_of(task, method), (method, count),
+                 [(r, s) for r in rates for s in args.seeds])
 
 
 def periods_table(records: list[dict[str, Any]]) -> None:
@@ -254,8 +222,7 @@ def main() -> None:
       description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   add = parser.add_argument
   add('--out', type=pathlib.Path, required=True)
-  add('--methods', nargs='+',
-      default=['AdamW every step', *PERIODS])
+  add('--methods', nargs='+', default=list(PERIODS))
   add('--outer-rates', nargs='+', type=float, default=OUTER_RATES)
   add('--seeds', nargs='+', type=int, default=[0])
   add('--lr', type=float, default=4e-3, help='peak rate of the inner AdamW')

@@ -46,8 +46,7 @@ def runs_of(method: str, rate: float, seeds: list[int], extra: list[str]):
   corpus, config = text.load(args.data), GPTConfig()
   workers = cluster.make_workers(args.workers)
   tx = methods.make_optimizer(args, workers)
-  step_fn = methods.make_train_step(
-      train_lm.loss_fn, workers, args.microbatches)
+  step_fn = methods.make_train_step(train_lm.loss_fn, workers)
   valid = text.windows(corpus.valid, 64, config.context)
   for seed in seeds:
     model = GPT(config, nnx.Rngs(seed))

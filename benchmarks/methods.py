@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import jax
-import numpy as np
 import optax
 from flax import nnx
 from optax import contrib
@@ -65,9 +64,11 @@ SUBSETS = {
 }
 
 
-# Methods that train alone between exchanges, and that average all gradients.
-LOCAL = ('diloco', 'demo-diloco', 'demo-diloco-drift', 'sparse-loco')
+# Methods that average all gradients.
 AVERAGED = ('adamw', 'muon')
+
+CLIP = 1.0  # norm that gradients are cut to
+WARMUP = 40
 
 # What flags are if they are not given.
 OTHERWISE = {
@@ -83,6 +84,8 @@ TUNED = {
     'values': {'demo-muon': 'sign'},
     'topk': {'demo-muon': 64},
 }
+
+
 def parse_args(
     argv: Sequence[str] = (), optimizer: str = 'demo-muon'
 ) -> argparse.Namespace:
@@ -91,10 +94,10 @@ def parse_args(
   add_flags(parser, optimizer)
   add = parser.add_argument
   add('--workers', type=int, default=4)
+  parser.set_defaults(relay=None)
   add('--data', metavar='FILE')
   add('--steps', type=int, default=800)
   add('--batch', type=int, default=16)
-  add('--microbatches', type=int, default=1)
   add('--seed', type=int, default=0)
   for field in dataclasses.fields(GPTConfig):
     add(f'--{field.name}', type=int, default=field.default)
@@ -105,27 +108,17 @@ def add_flags(
     parser: argparse.ArgumentParser, optimizer: str = 'demo'
 ) -> None:
   add = parser.add_argument
-  add('--optimizer', choices=['demo-muon', 'demo', *AVERAGED, *LOCAL],
+  add('--optimizer', choices=['demo-muon', 'demo', *AVERAGED],
       default=optimizer,
       help='demo-muon: each worker orthonormalises its momentum before it is'
-      ' compressed; demo: as published; adamw, muon: on averaged gradients;'
-      ' the others exchange every --sync-period steps')
+      ' compressed; demo: as published; adamw, muon: on averaged gradients')
   add('--lr', type=float,
       help='peak learning rate; default: 2e-3, of muon 2e-2')
-  add('--schedule', choices=['cosine', 'constant'], default='cosine')
-  add('--warmup', type=int, default=40)
-  add('--weight-decay', type=float, default=0.0)
-  add('--clip', type=float, default=1.0,
-      help='norm that gradients are cut to')
   add('--decay', type=float,
       help='of what was not sent yet; default: 0.99, of demo-muon 0.9')
-  add('--alpha', type=float, default=1.0,
-      help='share of what was sent that leaves the momentum')
-  add('--average', choices=['senders', 'workers'], default='senders')
   add('--base', choices=BASES, default='sign',
       help='what follows the exchange; sign: DeMo as first published; adam:'
-      ' without a momentum of its own (b1=0), adamw: with one; all can have'
-      ' --weight-decay')
+      ' without a momentum of its own (b1=0), adamw: with one')
   add('--compressor', choices=[*TOPK, *SUBSETS, 'full'], default='dct')
   add('--chunk', type=int, default=64,
       help='longest side of a chunk')
@@ -150,12 +143,6 @@ def add_flags(
   add('--exchange', choices=get_args(ExchangeKind), default='all_gather',
       help='all_to_all: every worker merges its share of the chunks, and what'
       ' it receives does not grow with their number; auto: the fewer bytes')
-  add('--sync-period', type=int, default=20,
-      help=f'steps between exchanges of {", ".join(LOCAL)}')
-  add('--outer-lr', type=float, default=0.7)
-  add('--outer-momentum', type=float, default=0.9, help='of diloco')
-  add('--outer-decay', type=float, default=0.95,
-      help='of the momentum of differences')
 
 
 def settle(args: argparse.Namespace) -> argparse.Namespace:
@@ -175,10 +162,8 @@ def make_optimizer(
   own_lr = lr if args.own_lr is None else args.own_lr
   if args.optimizer in AVERAGED:
     return optax.chain(demo_optax.average(workers=workers), of_averages(args))
-  if args.optimizer in LOCAL:
-    return local_updates(args, workers)
   clip = demo_optax.per_worker(
-      optax.clip_by_global_norm(args.clip), workers=workers
+      optax.clip_by_global_norm(CLIP), workers=workers
   )
   if args.optimizer == 'demo-muon':
     return optax.chain(clip, demo_optax.demo_muon(
@@ -187,8 +172,6 @@ def make_optimizer(
         compressor=lambda params: compressor_of_leaves(args, params),
         decay=args.decay,
         adam_learning_rate=make_schedule(args, own_lr),
-        weight_decay=args.weight_decay,
-        adam_weight_decay=args.weight_decay,
         exchange=args.exchange,
         update_values=update_values(args),
     ))
@@ -216,8 +199,6 @@ def make_optimizer(
             jax.tree.map(codes.get, labels),
             args.decay,
             workers=workers,
-            alpha=args.alpha,
-            average=args.average,
             exchange=args.exchange,
             update_values=update_values(args),
         ),
@@ -265,42 +246,17 @@ def base_of(
   """The base optimizer behind the exchange."""
   return optax.chain(
       BASES[base](),
-      optax.add_decayed_weights(args.weight_decay),
       optax.scale_by_learning_rate(make_schedule(args, lr)),
-  )
-
-
-def local_updates(
-    args: argparse.Namespace, workers: demo_optax.Workers
-) -> optax.GradientTransformation:
-  """Every worker trains alone with AdamW; every few steps they exchange."""
-  inner = adamw(args, args.lr)
-  every = {
-      'workers': workers,
-      'sync_period': args.sync_period,
-      'outer_learning_rate': args.outer_lr,
-  }
-  if args.optimizer == 'diloco':
-    return demo_optax.local.diloco(
-        inner, outer_momentum=args.outer_momentum, **every
-    )
-  sent = {'compressor': make_compressor(args), 'decay': args.outer_decay}
-  if args.optimizer == 'sparse-loco':
-    return demo_optax.local.sparse_loco(inner, **sent, **every)
-  return demo_optax.local.demo_diloco(
-      inner, **sent, **every, drift=args.optimizer == 'demo-diloco-drift'
   )
 
 
 def adamw(
     args: argparse.Namespace, lr: float
 ) -> optax.GradientTransformation:
-  """For gradients that are averaged every step, or a worker alone."""
+  """For gradients that are averaged every step."""
   return optax.chain(
-      optax.clip_by_global_norm(args.clip),
-      optax.adamw(
-          make_schedule(args, lr), b2=0.95, weight_decay=args.weight_decay
-      ),
+      optax.clip_by_global_norm(CLIP),
+      optax.adamw(make_schedule(args, lr), b2=0.95, weight_decay=0.0),
   )
 
 
@@ -309,11 +265,9 @@ def of_averages(args: argparse.Namespace) -> optax.GradientTransformation:
   if args.optimizer == 'adamw':
     return adamw(args, args.lr)
   return optax.chain(
-      optax.clip_by_global_norm(args.clip),
+      optax.clip_by_global_norm(CLIP),
       contrib.muon(
           make_schedule(args, args.lr),
-          weight_decay=args.weight_decay,
-          adam_weight_decay=args.weight_decay,
           adam_b2=0.95,
           adam_learning_rate=make_schedule(args, args.own_lr),
           muon_weight_dimension_numbers=(
@@ -324,18 +278,13 @@ def of_averages(args: argparse.Namespace) -> optax.GradientTransformation:
 
 
 def make_compressor(args: argparse.Namespace) -> demo_optax.Compressor:
-  if args.optimizer == 'sparse-loco':
-    basis = compressors.Identity()
-  elif args.optimizer == 'diloco' or args.compressor == 'full':
+  if args.compressor == 'full':
     return compressors.full()
-  elif args.compressor in SUBSETS:
+  if args.compressor in SUBSETS:
     select = SUBSETS[args.compressor](args.rate)
     return compressors.Compressor(select, compressors.Identity(), args.chunk)
-  else:
-    basis = TOPK[args.compressor]
-  return compressors.Compressor(
-      compressors.TopK(args.topk), basis, args.chunk, args.values
-  )
+  basis, select = TOPK[args.compressor], compressors.TopK(args.topk)
+  return compressors.Compressor(select, basis, args.chunk, args.values)
 
 
 def own_compressor(args: argparse.Namespace) -> demo_optax.Compressor:
@@ -350,7 +299,7 @@ def compressor_of_leaves(args: argparse.Namespace, params: Any) -> Any:
     return jax.tree.map(lambda _: None, params)
   compressor = make_compressor(args)
   own = args.embeddings == 'own' or args.optimizer == 'demo-muon'
-  if args.optimizer in LOCAL or (not own and args.embeddings == 'demo'):
+  if not own and args.embeddings == 'demo':
     return compressor
   other = own_compressor(args) if own else None
   by_label = {'matrix': compressor, 'other': other}
@@ -370,9 +319,7 @@ def matrix_or_other(params: Any) -> Any:
 
 
 def make_schedule(args: argparse.Namespace, peak: float) -> optax.Schedule:
-  warmup = min(args.warmup, args.steps // 2)
-  if args.schedule == 'constant':
-    return optax.warmup_constant_schedule(0.0, peak, warmup)
+  warmup = min(WARMUP, args.steps // 2)
   return optax.warmup_cosine_decay_schedule(
       0.0, peak, warmup, args.steps, end_value=0.1 * peak
   )
@@ -389,10 +336,9 @@ def count_bytes(
       exchange=args.exchange,
       update_values=update_values(args),
   )
-  period = args.sync_period if args.optimizer in LOCAL else 1
   return {
-      'sent': plan.sent_bytes / period,
-      'received': plan.received_bytes / period,
+      'sent': plan.sent_bytes,
+      'received': plan.received_bytes,
       'adamw': plan.dense_bytes(),
   }
 
@@ -403,7 +349,6 @@ def count_bytes(
 def make_train_step(
     loss_fn: Callable[..., jax.Array],
     workers: demo_optax.Workers,
-    microbatches: int = 1,
 ) -> Callable[..., jax.Array]:
   """Returns `(model, optimizer, *batch) -> loss`, the mean over all workers.
 
@@ -415,36 +360,8 @@ def make_train_step(
   def train_step(
       model: nnx.Module, optimizer: nnx.Optimizer, *batch: jax.Array
   ) -> jax.Array:
-    loss, grads = accumulate(loss_fn, model, batch, microbatches)
+    loss, grads = nnx.value_and_grad(loss_fn)(model, *batch)
     optimizer.update(model, grads)
     return loss
 
   return train_step
-
-
-def accumulate(
-    loss_fn: Callable[..., jax.Array],
-    model: nnx.Module,
-    batch: tuple[jax.Array, ...],
-    microbatches: int,
-) -> tuple[jax.Array, Any]:
-  """Returns the means of loss and gradients over equal parts of a batch."""
-  if microbatches == 1:
-    return nnx.value_and_grad(loss_fn)(model, *batch)
-  graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-
-  def loss_of(params: nnx.State, *part: jax.Array) -> jax.Array:
-    return loss_fn(nnx.merge(graphdef, params, rest), *part)
-
-  def add(total: Any, part: Any) -> tuple[Any, None]:
-    new = jax.value_and_grad(loss_of)(params, *part)
-    return jax.tree.map(lambda t, x: t + x / microbatches, total, new), None
-
-  parts = [x.reshape(microbatches, -1, *x.shape[1:]) for x in batch]
-  zeros = jax.tree.map(
-      lambda x: np.zeros(x.shape, x.dtype),
-      jax.eval_shape(lambda *part: jax.value_and_grad(loss_of)(params, *part),
-                     *(x[0] for x in parts)),
-  )
-  total, _ = jax.lax.scan(add, zeros, parts)
-  return total

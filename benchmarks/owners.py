@@ -1,16 +1,15 @@
-"""Chunks with owners beside an all-gather: merging, a step, and slow links.
+"""Chunks with owners beside an all-gather: merging, and slow links.
 
     python benchmarks/owners.py merge --out benchmarks/results/owners.json
-    python benchmarks/owners.py step --out benchmarks/results/owners.json
     python benchmarks/owners.py model --merging benchmarks/results/owners.json
     python benchmarks/owners.py plot --merging benchmarks/results/owners.json
     python benchmarks/owners.py links --links FILE     # of links.py --methods
 
 `merge` times what one worker does with what has arrived, by N: reading and
 merging all messages, or those about its own chunks, encoding its share of the
-updates and reading all shares. `step` times a whole step of one worker. What
-others send is there already, packed from random values. All rows take turns in
-one process, the order reversed every other round.
+updates and reading all shares. Others' messages are there already, packed from
+random values. All rows take turns in one process, the order reversed every
+other round.
 
 `model` computes seconds per exchange, from the bytes of `demo_optax.plan`: a
 worker sends and receives at full rate at the same time, and every message that
@@ -23,7 +22,6 @@ compares that with runs of `benchmarks/links.py --methods`.
 """
 
 import argparse
-import dataclasses
 import itertools
 import json
 import math
@@ -33,12 +31,10 @@ import statistics
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import step as step_lib
 
 import demo_optax
@@ -61,36 +57,12 @@ def compressor() -> demo_optax.Compressor:
 
 
 def config_of(
-    params: Any, exchange: str, count: int, written: str = 'ternary'
+    params: Any, exchange: str, count: int
 ) -> exchange_lib.ExchangeConfig:
   """Returns what is static in an exchange of `count` workers."""
-  tx = demo_optax.scale_by_demo(
-      compressor(), workers=demo_optax.Workers.simulated(1)
-  )
-  layout = jax.eval_shape(tx.init, params).layout.layout
-  return exchange_lib.make_config(layout, 'senders', exchange, count, written)
-
-
-def random_messages(
-    config: exchange_lib.ExchangeConfig, count: int
-) -> jax.Array:
-  """Packs what `count` workers send to one: uint8 `[count, bytes]`."""
-
-  def message(key: jax.Array) -> jax.Array:
-    selected = []
-    for bucket in config.layout.buckets:
-      f, rows = bucket.format, bucket.rows
-      key, *keys = jax.random.split(key, 3)
-      first = jnp.arange(f.k, dtype=jnp.int32)[None]
-      within = jax.random.randint(keys[0], (rows, f.k), 0, f.n // f.k)
-      indices = first * (f.n // f.k) + within if f.k < f.n else None
-      values = jax.random.normal(keys[1], (rows, f.k), f.dtype)
-      selected.append(wire.Selected(indices, values, jnp.ones(())))
-    packed, _ = config.packer.pack(selected, jnp.ones(()), jnp.array(True))
-    data = packed[config.packer.name]
-    return data if config.update_packer is None else data[0]
-
-  return repeated(message, count)
+  layout = step_lib.layout_of(params, compressor())
+  return exchange_lib.make_config(
+      layout, 'senders', exchange, count, 'ternary')
 
 
 def random_updates(
@@ -111,14 +83,7 @@ def random_updates(
     }
     return owners.pack(random, {}, report)[0]
 
-  return repeated(update, count)
-
-
-def repeated(make: Callable[[jax.Array], jax.Array], count: int) -> jax.Array:
-  """Makes up to 64 different rows, and as many copies as it takes."""
-  keys = jax.random.split(jax.random.key(1), min(count, 64))
-  rows = jax.jit(lambda keys: jax.lax.map(make, keys))(keys)
-  return jnp.tile(rows, (-(-count // 64), 1))[:count]
+  return step_lib.repeated(update, count)
 
 
 # Merging ----------------------------------------------------------------------
@@ -130,7 +95,7 @@ class Merging:
   def __init__(self, params: Any, exchange: str, count: int) -> None:
     config = config_of(params, exchange, count)
     group = Group('workers', count)
-    self.inputs = [random_messages(config, count)]
+    self.inputs = [step_lib.messages(config.packer, count)]
     if config.update_packer is not None:
       self.inputs.append(random_updates(config, count - 1))
 
@@ -163,18 +128,16 @@ class Merging:
 
 
 def merging(args: argparse.Namespace) -> dict[str, Any]:
-  """Times merging for every number of workers, both ways."""
+  """Times merging for every number of workers, both ways, in turn.
+
+  Prints and returns medians, least times and ratios.
+  """
   params = step_lib.random_tree(step_lib.TREES[args.tree], 0)
   rows = {
       (exchange, count): Merging(params, exchange, count)
       for exchange in ('all_gather', 'all_to_all') for count in args.workers
       if exchange == 'all_to_all' or count <= args.most
   }
-  return timed(args, rows)
-
-
-def timed(args: argparse.Namespace, rows: dict[Any, Any]) -> dict[str, Any]:
-  """Times rows in turn; prints and returns medians, least times and ratios."""
   load = os.getloadavg()[0]
   seconds = step_lib.measure(rows, args.rounds)
   base = seconds['all_to_all', args.workers[0]]
@@ -183,24 +146,21 @@ def timed(args: argparse.Namespace, rows: dict[Any, Any]) -> dict[str, Any]:
       f'\n{args.tree}: {size:,} parameters, k = {TOPK} {VALUES}; {args.rounds}'
       f' rounds, load {load:.1f} to {os.getloadavg()[0]:.1f}\n\n'
       '| exchange | N | ms, median | ms, least | of all_to_all at N ='
-      f' {args.workers[0]}: median (least of both) | of all_gather |'
-      ' of published |\n|---|---|---|---|---|---|---|'
+      f' {args.workers[0]}: median (least of both) | of all_gather |\n'
+      '|---|---|---|---|---|---|'
   )
   found = []
   for (exchange, count), own in seconds.items():
     gathered = seconds.get(('all_gather', count))
-    published = seconds.get(('published', 1))
     print(
         f'| {exchange} | {count} | {1e3 * statistics.median(own):.0f} |'
         f' {1e3 * min(own):.0f} | {ratio(own, base):.2f}'
         f' ({min(own) / min(base):.2f}) |'
         f' {f"{ratio(own, gathered):.3f}" if gathered else ""} |'
-        f' {f"{ratio(own, published):.3f}" if published else ""} |'
     )
     found.append({
         'exchange': exchange, 'workers': count,
         'median': statistics.median(own), 'least': min(own),
-        **({'of_published': ratio(own, published)} if published else {}),
     })
   return {
       'tree': args.tree, 'parameters': size, 'rounds': args.rounds,
@@ -211,99 +171,6 @@ def timed(args: argparse.Namespace, rows: dict[Any, Any]) -> dict[str, Any]:
 def ratio(seconds: list[float], base: list[float]) -> float:
   """Returns the median of the ratios within a round."""
   return statistics.median(a / b for a, b in zip(seconds, base))
-
-
-# A step -----------------------------------------------------------------------
-
-
-class OwnerOfMany(step_lib.OneOfMany):
-  """One worker, who also finds the updates of other owners."""
-
-  report: jax.Array | None = None
-
-  @property
-  def group(self) -> Group:
-    """As the worker's function sees it: all of them."""
-    return WithOwners(
-        self.axis_name, 1 + len(self.others), (), self.others, self.report
-    )
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class WithOwners(step_lib.WithOthers):
-  """A worker, what others have sent, and what other owners tell."""
-
-  report: jax.Array | None = None
-
-  def send_and_receive(self, message: Any) -> dict[str, jax.Array]:
-    """All messages to this worker, its own one first."""
-    own = Group.gather(self, message[wire.TO_OWNERS][0])
-    return {wire.TO_OWNERS: jnp.concatenate([own, self.others])}
-
-  def gather(self, x: jax.Array) -> jax.Array:
-    """What all owners tell, this one first."""
-    return jnp.concatenate([Group.gather(self, x), self.report])
-
-
-class WholeStep:
-  """A compiled step of one of many workers, from gradients to parameters."""
-
-  def __init__(self, tree: str, exchange: str, count: int) -> None:
-    self.params = step_lib.random_tree(step_lib.TREES[tree], 0)
-    gradients = step_lib.random_tree(step_lib.TREES[tree], 1)
-    gradients = jax.tree.map(lambda g: g[None], gradients)
-    owned = exchange == 'all_to_all'
-    workers = OwnerOfMany() if owned else step_lib.OneOfMany()
-    made = config_of(self.params, exchange, count)
-    report = random_updates(made, count - 1) if owned else None
-    self.inputs = gradients, random_messages(made, count - 1), report
-    tx = demo_optax.demo(
-        1e-3, workers=workers, compressor=compressor(), exchange=exchange
-    )
-
-    def step(
-        params: Any, state: Any, gradients: Any, others: Any, report: Any
-    ) -> tuple[Any, Any]:
-      workers.others, workers.report = others, report
-      updates, state = tx.update(gradients, state, params)
-      return optax.apply_updates(params, updates), state
-
-    # The one worker that there is has a share as if there were all.
-    real = exchange_lib.make_config
-    with mock.patch.object(
-        exchange_lib, 'make_config',
-        lambda layout, average, kind, _, values: real(
-            layout, average, kind, count, values
-        ),
-    ):
-      self.state = tx.init(self.params)
-      self.compiled = jax.jit(step, donate_argnums=(0, 1)).lower(
-          self.params, self.state, *self.inputs
-      ).compile()
-    self.run()
-    info = demo_optax.exchange_info(self.state)
-    assert info['num_excluded'] == 0, info
-
-  def run(self) -> None:
-    """A step."""
-    self.params, self.state = jax.block_until_ready(
-        self.compiled(self.params, self.state, *self.inputs)
-    )
-
-
-def whole_steps(args: argparse.Namespace) -> dict[str, Any]:
-  """Times steps for every number of workers, both ways."""
-  alone = f'demo k={TOPK} values={VALUES} N=1'
-  rows: dict[Any, Any] = {
-      ('all_gather', 1): step_lib.Row(step_lib.TREES[args.tree], alone)
-  }
-  if args.reference:
-    rows['published', 1] = step_lib.make(args.tree, 'published', args.reference)
-  return timed(args, rows | {
-      (exchange, count): WholeStep(args.tree, exchange, count)
-      for exchange in ('all_gather', 'all_to_all') for count in args.workers
-      if exchange == 'all_to_all' or count <= args.most
-  })
 
 
 # Links ------------------------------------------------------------------------
@@ -535,12 +402,11 @@ def parse() -> argparse.Namespace:
       description=__doc__, formatter_class=argparse.RawTextHelpFormatter
   )
   add = parser.add_argument
-  add('what', choices=['merge', 'step', 'model', 'plot', 'links'])
+  add('what', choices=['merge', 'model', 'plot', 'links'])
   add('--tree', choices=step_lib.TREES, default='10M')
   add('--workers', type=int, nargs='+', default=[4, 16, 64])
   add('--most', type=int, default=64, help='workers with an all-gather')
   add('--rounds', type=int, default=9)
-  add('--reference', type=pathlib.Path, help='the published demo.py')
   add('--out', type=pathlib.Path, help='where times are added to')
   results = ROOT / 'benchmarks/results'
   add('--merging', type=pathlib.Path, default=results / 'owners.json')
@@ -552,12 +418,11 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
   args = parse()
-  if args.what in ('merge', 'step'):
-    found = {'merge': merging, 'step': whole_steps}[args.what](args)
+  if args.what == 'merge':
+    found = merging(args)
     if args.out:
       old = json.loads(args.out.read_text()) if args.out.exists() else {}
-      new = json.dumps({**old, args.what: found}, indent=1)
-      args.out.write_text(new + '\n')
+      args.out.write_text(json.dumps({**old, 'merge': found}, indent=1) + '\n')
     return
   {'model': model, 'plot': plot, 'links': measured}[args.what](args)
 

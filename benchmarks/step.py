@@ -25,6 +25,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -33,6 +34,7 @@ import numpy as np
 import optax
 
 import demo_optax
+from demo_optax.compressors.layout import Layout
 from demo_optax.exchange import message as wire
 from demo_optax.workers import Group
 
@@ -83,22 +85,28 @@ class WithOthers(Group):
 
   others: jax.Array | None = None
 
-  def send_and_receive(self, message: Any) -> dict[str, jax.Array]:
+  def send_and_receive(self, message: Any) -> tuple[Any, None]:
     """All messages, the own one first."""
-    (gathered,) = super().send_and_receive(message).values()
-    return {wire.GATHERED: jnp.concatenate([gathered, self.others])}
+    arrived, _ = super().send_and_receive(message)
+    gathered = arrived[wire.GATHERED]
+    return {wire.GATHERED: jnp.concatenate([gathered, self.others])}, None
 
 
-def messages(params: Any, compressor: Any, count: int) -> jax.Array:
-  """uint8 `[count, bytes]`, of random values at random places."""
-  tx = demo_optax.scale_by_demo(
-      compressor, workers=demo_optax.Workers.simulated(1)
-  )
-  buckets = jax.eval_shape(tx.init, params).layout.layout.buckets
+def layout_of(params: Any, compressor: demo_optax.Compressor) -> Layout:
+  workers = demo_optax.Workers.simulated(1)
+  tx = demo_optax.scale_by_demo(compressor, workers=workers)
+  return jax.eval_shape(tx.init, params).layout.layout
+
+
+def messages(packer: wire.Packer, count: int) -> jax.Array:
+  """What `count` workers send to one: random values at random places.
+
+  Returns uint32 `[count, ...]`.
+  """
 
   def message(key: jax.Array) -> jax.Array:
     selected = []
-    for bucket in buckets:
+    for bucket in packer.buckets:
       f, rows = bucket.format, bucket.rows
       key, *keys = jax.random.split(key, 3)
       step, first = f.n // f.k, jnp.arange(f.k, dtype=jnp.int32)[None]
@@ -106,14 +114,18 @@ def messages(params: Any, compressor: Any, count: int) -> jax.Array:
       indices = first * step + within if f.k < f.n else None
       values = jax.random.normal(keys[1], (rows, f.k), f.dtype)
       selected.append(wire.Selected(indices, values, jnp.ones(())))
-    packed, _ = wire.Packer(buckets).pack(
-        selected, jnp.ones(()), jnp.array(True)
-    )
-    return packed[wire.GATHERED]
+    packed, _ = packer.pack(selected, jnp.ones(()), jnp.array(True))
+    data = packed[packer.name]
+    return data if packer.num_owners is None else data[0]
 
-  return jax.jit(lambda keys: jax.lax.map(message, keys))(
-      jax.random.split(jax.random.key(1), count)
-  )
+  return repeated(message, count)
+
+
+def repeated(make: Callable[[jax.Array], jax.Array], count: int) -> jax.Array:
+  """Makes up to 64 different rows, and as many copies as it takes."""
+  keys = jax.random.split(jax.random.key(1), min(count, 64))
+  rows = jax.jit(lambda keys: jax.lax.map(make, keys))(keys)
+  return jnp.tile(rows, (-(-count // 64), *(1,) * (rows.ndim - 1)))[:count]
 
 
 def random_tree(shapes: dict, seed: int) -> dict[str, jax.Array]:
@@ -137,7 +149,8 @@ class Row:
       workers = demo_optax.Workers.simulated(1)
       if int(peers) > 1:
         workers = OneOfMany('simulated', 'workers', 1)
-        others = messages(self.params, compressor, int(peers) - 1)
+        packer = wire.Packer(layout_of(self.params, compressor).buckets)
+        others = messages(packer, int(peers) - 1)
       tx = demo_optax.demo(1e-3, workers=workers, compressor=compressor)
       gradients = jax.tree.map(lambda g: g[None], gradients)
     else:
@@ -212,9 +225,12 @@ def make(tree: str, name: str, reference: pathlib.Path | None) -> Any:
   return Row(TREES[tree], name)
 
 
-def measure(rows: dict[str, Any], rounds: int) -> dict[str, list[float]]:
-  """Seconds of every row in every round, after one round to warm up."""
-  seconds: dict[str, list[float]] = {name: [] for name in rows}
+def measure(rows: dict[Any, Any], rounds: int) -> dict[Any, list[float]]:
+  """Seconds of every row in every round, after one round to warm up.
+
+  Of `run` of a row; its `reset`, if it has one, comes before.
+  """
+  seconds: dict[Any, list[float]] = {name: [] for name in rows}
   for number in range(rounds + 1):
     for name in list(rows)[:: 1 if number % 2 else -1]:
       if hasattr(rows[name], 'reset'):

@@ -15,12 +15,13 @@ import json
 import pathlib
 import platform
 import statistics
-import time
+import types
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import step
 
 from demo_optax.exchange import message as wire
 from demo_optax.numerics import topk as selection
@@ -58,16 +59,13 @@ def compiled(function: Callable, *args: jax.Array) -> Callable[[], object]:
 
 def measure(rounds: int) -> dict[str, float]:
   """Median milliseconds of every candidate."""
-  timed = candidates()
-  seen: dict[str, list[float]] = {name: [] for name in timed}
-  for number in range(rounds + 1):
-    names = list(timed) if number % 2 else list(reversed(timed))
-    for name in names:
-      timed[name]()  # caches as this one leaves them, not its neighbour
-      start = time.perf_counter()
-      timed[name]()
-      seen[name].append(1e3 * (time.perf_counter() - start))
-  return {name: statistics.median(times[1:]) for name, times in seen.items()}
+  rows = {
+      # Caches as this one leaves them, not its neighbour.
+      name: types.SimpleNamespace(run=run, reset=run)
+      for name, run in candidates().items()
+  }
+  seconds = step.measure(rows, rounds)
+  return {name: 1e3 * statistics.median(x) for name, x in seconds.items()}
 
 
 def main() -> None:

@@ -14,13 +14,10 @@ import jax
 import numpy as np
 import optax
 from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from demo_optax import _tree
 from demo_optax._paths import (
   STACKED,
   Keys,
-  Path,
   dotted,
   is_bucket,
   is_stacked,
@@ -46,38 +43,19 @@ def state_specs(
 
   Stacked leaves `[workers, ...]` get `P(axis_name, ...)` (`P(None, ...)` with a
   relay), others `P(...)`.
-  Leaves of a parameter (inferred from path and shape) are then sharded as
-  `workers` shards the parameter. For `in_specs` and `out_specs` of
-  `jax.shard_map`, for `out_shardings` of a jitted `tx.init`, and for shardings
-  of restored checkpoints.
+  Leaves of a parameter, inferred from their paths, are then sharded as it is,
+  where their shapes allow. For `in_specs` and `out_specs` of `jax.shard_map`,
+  for `out_shardings` of a jitted `tx.init`, and for shardings of restored
+  checkpoints.
 
   Takes any optax transformation that contains an exchange, and parameters or
   their shapes. Returns a tree like `tx.init(params)`.
   """
-  place = workers.param_specs.place
   # The mesh of a worker that is a separate program has no axis of workers.
   axis = None if workers.relay is not None else workers.axis_name
-  inside: dict[Keys, tuple[Any, P]] = {
-      path_keys(path): (np.shape(x), place(path, np.shape(x)).spec)
-      for path, x in jax.tree_util.tree_flatten_with_path(params)[0]
-      if _tree.is_exchanged(x)
-  }
-
-  def spec(path: Path, leaf: Any) -> P:
-    keys = path_keys(path)
-    if is_bucket(keys):
-      return P(axis, *workers.param_specs.bucket_spec)
-    lead = 1 if is_stacked(keys) else 0
-    for start in range(len(keys) + 1):
-      shape, within = inside.get(keys[start:], (None, P()))
-      if shape == leaf.shape[lead:]:
-        break
-    else:
-      within = P()
-    return P(axis, *within) if lead else within
-
   return jax.tree_util.tree_map_with_path(
-      spec, jax.eval_shape(tx.init, params)
+      lambda path, x: workers.spec(path_keys(path), x.shape, axis),
+      jax.eval_shape(tx.init, params),
   )
 
 

@@ -178,19 +178,13 @@ CASES = [
 
 
 def message(mistake):
-  try:
-    mistake()
-  except (ValueError, TypeError) as error:
-    return f'`{type(error).__name__}`: {error}'
-  raise AssertionError('nothing was refused')
+  error = mismatches.refused(mistake)
+  return f'`{type(error).__name__}`: {error}'.replace('|', '\\|')
 
 
 def table():
-  rows = ['| what was done | answer |', '|---|---|']
-  for name, mistake in CASES:
-    text = message(mistake).replace('\n', '<br>').replace('|', '\\|')
-    rows.append(f'| {name} | {text} |')
-  return '\n'.join(rows)
+  return mismatches.table(
+      'what was done', [(name, message(mistake)) for name, mistake in CASES])
 
 
 if __name__ == '__main__':

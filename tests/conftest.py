@@ -61,6 +61,20 @@ def x64():
     yield
 
 
+@pytest.fixture
+def standard_promotion():
+  """Of dtypes, as optax's AdamW and schedules need it."""
+  with jax.numpy_dtype_promotion('standard'):
+    yield
+
+
+@pytest.fixture
+def rank_promotion():
+  """Models add biases to batches."""
+  with jax.numpy_rank_promotion('allow'):
+    yield
+
+
 # Every new shape compiles: few examples, and no deadline for one of them.
 hypothesis.settings.register_profile(
     'suite', deadline=None, max_examples=30, derandomize=True)

@@ -1,6 +1,9 @@
 """Meshes, gradients and comparisons that many tests share."""
 
 import contextlib
+import json
+import math
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +13,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
+from demo_optax.__main__ import MODELS
 from demo_optax.numerics import topk as selection
-from demo_optax.step import placement
-from demo_optax.workers import lift
 
+ROOT = pathlib.Path(__file__).parents[1]
 MESHES = {'auto': AxisType.Auto, 'explicit': AxisType.Explicit}
 
 SHAPES = {  # every kind of chunk compiles; test_oracle.py has many more
@@ -24,10 +27,16 @@ SHAPES = {  # every kind of chunk compiles; test_oracle.py has many more
 }
 
 
-def make_mesh(count=4, kind='auto', name='data'):
+def mesh_of(shape, kind='auto'):
+  """A mesh with axes of these names and sizes."""
   return jax.make_mesh(
-      (count,), (name,), axis_types=(MESHES[kind],),
-      devices=jax.devices()[:count])
+      tuple(shape.values()), tuple(shape),
+      axis_types=(MESHES[kind],) * len(shape),
+      devices=jax.devices()[:math.prod(shape.values())])
+
+
+def make_mesh(count=4, kind='auto'):
+  return mesh_of({'data': count}, kind)
 
 
 def on_mesh(count=4, kind='auto'):
@@ -47,32 +56,11 @@ def make_workers(kind, count=4):
     yield workers
 
 
-def replicated(tree, workers):
-  """`tree` on all devices of the workers' mesh, where they have one."""
-  return workers.device_put(tree)
-
-
 def stacked(tree, workers):
   """Stacked gradients, each at its worker."""
   if workers.mesh is None:
     return tree
   return jax.device_put(tree, NamedSharding(workers.mesh, P('data')))
-
-
-def worker_grads(loss_fn, workers):
-  """`(params, *batch) -> (mean loss, gradients [workers, ...])`, by vmap."""
-
-  def value_and_grads(params, *batch):
-    batch = [placement.split(workers, jnp.asarray(x)) for x in batch]
-    with lift.context(workers):
-      losses, grads = jax.vmap(
-          jax.value_and_grad(loss_fn),
-          in_axes=(None, *(0 for _ in batch)),
-          spmd_axis_name=workers.spmd_axis_name,
-      )(params, *batch)
-    return losses.mean(), grads
-
-  return value_and_grads
 
 
 def make_step(tx, workers, loss_fn, **options):
@@ -89,10 +77,7 @@ def make_step(tx, workers, loss_fn, **options):
 
 def make_mesh_2d(kind='auto', shape=(2, 4), names=('data', 'fsdp')):
   """Workers of several devices."""
-  size = shape[0] * shape[1]
-  return jax.make_mesh(
-      shape, names, axis_types=(MESHES[kind],) * 2,
-      devices=jax.devices()[:size])
+  return mesh_of(dict(zip(names, shape)), kind)
 
 
 def merge(indices, values, present, n, average):
@@ -105,6 +90,30 @@ def random_tree(seed, shapes=None, lead=()):
   shapes = SHAPES if shapes is None else shapes
   return {k: rng.normal(size=(*lead, *s)).astype(np.float32)
           for k, s in shapes.items()}
+
+
+def updates_of(tx, params, gradients):
+  """The updates of each step, of the same parameters, and the last state."""
+  state, update, seen = tx.init(params), jax.jit(tx.update), []
+  for g in gradients:
+    updates, state = update(g, state, params)
+    seen.append(updates)
+  return seen, state
+
+
+def shapes_of(model):
+  """Shapes of the parameters of a model that `python -m demo_optax` knows."""
+  return jax.tree.map(
+      lambda shape: jax.ShapeDtypeStruct(tuple(shape), jnp.float32),
+      MODELS[model], is_leaf=lambda x: isinstance(x, list))
+
+
+def results(name):
+  """What benchmarks have recorded, in JSON or a record in each line."""
+  text = (ROOT / 'benchmarks/results' / name).read_text()
+  if name.endswith('.json'):
+    return json.loads(text)
+  return [json.loads(line) for line in text.splitlines()]
 
 
 def assert_same_bits(a, b):

@@ -96,20 +96,24 @@ def message(folder, make_tree, options):
   options = {**options}
   folder = folder / options.pop('of', 'demo')
   with checkpoint.Checkpointer(folder, make_tree()) as checkpoints:
-    try:
-      checkpoints.restore(**options)
-    except (ValueError, FileNotFoundError) as error:
-      kind, text = type(error).__name__, str(error)
-      return f'{kind}: {text}'.replace(str(folder), 'runs/checkpoints')
+    error = refused(lambda: checkpoints.restore(**options))
+  text = f'{type(error).__name__}: {error}'
+  return text.replace(str(folder), 'runs/checkpoints')
+
+
+def refused(call):
+  """The error that a call ends in."""
+  try:
+    call()
+  except (ValueError, TypeError, FileNotFoundError) as error:
+    return error
   raise AssertionError('nothing was refused')
 
 
-def table(folder):
-  rows = ['| tried | answer |', '|---|---|']
-  for name, make_tree, options in CASES:
-    text = message(folder, make_tree, options).replace('\n', '<br>')
-    rows.append(f'| {name} | {text} |')
-  return '\n'.join(rows)
+def table(first, rows):
+  """Of pairs: what was done, and the answer."""
+  lines = [f'| {name} | {text} |'.replace('\n', '<br>') for name, text in rows]
+  return '\n'.join([f'| {first} | answer |', '|---|---|', *lines])
 
 
 def written(text, new, marks=MARKS):
@@ -122,7 +126,8 @@ def written(text, new, marks=MARKS):
 if __name__ == '__main__':
   with tempfile.TemporaryDirectory() as folder:
     saved(pathlib.Path(folder))
-    new = table(pathlib.Path(folder))
+    new = table('tried', [
+        (name, message(pathlib.Path(folder), *case)) for name, *case in CASES])
   sys.stdout.write(new + '\n')
   if DOCS.exists():
     DOCS.write_text(written(DOCS.read_text(), new))

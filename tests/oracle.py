@@ -165,7 +165,7 @@ def mean_in_pairs(x):
   return total[0] * np.float32(1 / len(x))
 
 
-def compress(m, limit, topk, padding, values, basis=dct_matrix):
+def compress(m, limit, select, padding, values, basis=dct_matrix):
   """`(what was sent, which coefficients)` of a matrix, in parameter space.
 
   The second is a list over chunks of (coefficients sent, mask of sent).
@@ -176,11 +176,9 @@ def compress(m, limit, topk, padding, values, basis=dct_matrix):
     part = m[where]
     block[: part.shape[0], : part.shape[1]] = part
     c = basis(a) @ block @ basis(b).T
-    # Ties: lowest index first, the column frequency being the slow index.
-    flat = c.T.reshape(-1)
-    order = np.argsort(-np.abs(flat), kind='stable')[: min(topk, a * b)]
+    flat = c.T.reshape(-1)  # the column frequency is the slow index
     mask = np.zeros(flat.shape, bool)
-    mask[order] = True
+    mask[select(flat)] = True
     sent = np.zeros_like(flat)
     sent[mask] = read_as(flat[mask], values)
     chunks.append((sent.reshape(b, a).T, mask.reshape(b, a).T))
@@ -198,11 +196,16 @@ def expand(blocks, shape, limit, padding, basis=dct_matrix):
 
 
 class Oracle:
-  """N workers' momentum of one parameter."""
+  """N workers' momentum of one parameter.
 
-  def __init__(self, shape, workers, *, limit, topk, decay, padding=True,
+  `places(n, step)` are those that all workers send of n; else the `topk` of
+  largest magnitude, the lowest index first of equal ones.
+  """
+
+  def __init__(self, shape, workers, *, limit, decay, topk=1, padding=True,
                alpha=1.0, average='senders', gradient_weight=1.0,
-               values='float32', dtype=np.float64, basis=dct_matrix, of=None):
+               values='float32', dtype=np.float64, basis=dct_matrix, of=None,
+               places=None):
     self.shape = tuple(shape)
     rule = limit, topk, padding, values, np.dtype(dtype).itemsize
     self.matrix = fold(self.shape, *rule)
@@ -211,6 +214,8 @@ class Oracle:
     self.gradient_weight, self.basis = gradient_weight, basis
     self.m = np.zeros((workers, *self.matrix), dtype)
     self.whole, self.topk = how_sent(self.matrix, *rule, of)
+    self.places, self.step = places, 0
+    self.whole &= places is None
 
   def exchange(self, gradients):
     """Takes `[N, *shape]` and returns the merged momentum `[*shape]`."""
@@ -219,7 +224,13 @@ class Oracle:
     merged = np.zeros(self.matrix, self.m.dtype)
     for place in np.ndindex(*self.matrix[:-2]):
       merged[place] = self._merge(self._send(place, gradients, present))
+    self.step += 1
     return merged.reshape(self.shape)
+
+  def _select(self, flat):
+    if self.places is not None:
+      return self.places(len(flat), self.step)
+    return np.argsort(-np.abs(flat), kind='stable')[: self.topk]
 
   def _send(self, place, gradients, present):
     sent, shape = {}, self.matrix[-2:]
@@ -232,7 +243,7 @@ class Oracle:
         sent[i] = [(own, np.ones(shape, bool))]
       else:
         sent[i] = compress(
-            self.m[at], self.limit, self.topk, self.padding, self.values,
+            self.m[at], self.limit, self._select, self.padding, self.values,
             self.basis)
         own = expand([c for c, _ in sent[i]], shape, self.limit, self.padding,
                      self.basis)

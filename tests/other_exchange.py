@@ -4,18 +4,11 @@ Run by test_processes.py under examples/launch_local.py. For each setting it
 prints the error that ends it before the first message.
 """
 
-import pathlib
-import sys
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / 'examples'))
-
-import argparse
-
-import cluster
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import process_worker
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -37,15 +30,8 @@ SETTINGS = {  # of either process; what the error names
 
 
 def main():
-  parser = argparse.ArgumentParser()
-  cluster.add_flags(parser)
-  args = parser.parse_args()
-  cluster.join(args)
+  workers, _ = process_worker.join()
   here = jax.process_index()
-  mesh = jax.make_mesh(
-      (jax.device_count(),), ('data',),
-      axis_types=(jax.sharding.AxisType.Auto,))
-  workers = demo_optax.Workers.on_mesh(mesh, 'data')
   for name, settings in SETTINGS.items():
     own, width, version = settings[here], 16, agreement.__version__
     if name == 'shape':

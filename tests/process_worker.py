@@ -42,18 +42,25 @@ def gradients_of(step, workers):
   return stacked
 
 
+def join(argv=(), parser=None):
+  """Joins the other processes; a worker on each device, and the arguments."""
+  parser = parser or argparse.ArgumentParser()
+  cluster.add_flags(parser)
+  args = parser.parse_args(argv)
+  cluster.join(args)
+  mesh = jax.make_mesh(
+      (jax.device_count(),), ('data',),
+      axis_types=(jax.sharding.AxisType.Auto,))
+  return demo_optax.Workers.on_mesh(mesh, 'data'), args
+
+
 def main():
   parser = argparse.ArgumentParser()
-  cluster.add_flags(parser)
   parser.add_argument('--values', default='float32')
   parser.add_argument('--exchange', default='all_gather')
   parser.add_argument('--out', type=pathlib.Path)
-  args = parser.parse_args()
-  cluster.join(args)
-  count = jax.device_count()
-  mesh = jax.make_mesh(
-      (count,), ('data',), axis_types=(jax.sharding.AxisType.Auto,))
-  workers = demo_optax.Workers.on_mesh(mesh, 'data')
+  workers, args = join(sys.argv[1:], parser)
+  count, mesh = workers.count, workers.mesh
   tx = make_tx(workers, args.values, args.exchange)
   params = workers.device_put(random_tree(99))
   state = tx.init(params)

@@ -552,16 +552,12 @@ def settle(
   differs: list[bool] = []
 
   def rule(size: int, cut: Any, values: Any, olds: Any) -> Any:
+    del size
     differs[:], _ = cut
-    out = []
-    for r, x, old, is_cut in zip(results, values, olds, differs):
-      if r.role == 'stacked':
-        out.append((x if is_cut else lift.stack(workers, x), True))
-      elif r.role == 'added' or is_cut:
-        x = x if is_cut else jnp.broadcast_to(x, (size, *x.shape))
-        out.append(_combine(r, x, old, workers, rows, axis))
-      else:
-        out.append((x, False))
+    out = [
+        _combine(dataclasses.replace(r, differs=d), x, old, workers, rows, axis)
+        for r, d, x, old in zip(results, differs, values, olds)
+    ]
     apart[:] = [stays for _, stays in out]
     return [x for x, _ in out], list(apart)
 
@@ -586,9 +582,8 @@ def settle_on_own_device(
   device sees them.
   """
   return [
-      _combine(r, x, r.old, group, rows, axis)[0]
-      if r.role == 'added' or (r.differs and r.role != 'stacked') else x
-      for r, x in zip(results, [jnp.asarray(r.value) for r in results])
+      _combine(r, jnp.asarray(r.value), r.old, group, rows, axis)[0]
+      for r in results
   ]
 
 
@@ -600,11 +595,17 @@ def _combine(
     rows: int | None,
     axis: int,
 ) -> tuple[jax.Array, bool]:
-  """Returns one value of all workers' `x`, or their rows, and if it is these.
+  """Returns one value of all workers' `x`, and whether it stays apart instead.
 
-  `x` is laid out as gradients are: stacked, or one worker's.
+  `x` is laid out as gradients are if it differs: stacked, or one worker's.
   """
   lead = int(workers.stacked_gradients)
+  if result.role == 'stacked':
+    return x if result.differs or not lead else lift.stack(workers, x), True
+  if not result.differs and result.role != 'added':
+    return x, False
+  if not result.differs and lead:
+    x = jnp.broadcast_to(x, (workers.count, *x.shape))
   shape, name = x.shape[lead:], result.name
   is_real = jnp.issubdtype(x.dtype, jnp.inexact)  # integers have no mean
   if result.role == 'added':

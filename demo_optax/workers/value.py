@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from demo_optax import _paths
+from demo_optax import _checks, _paths
 from demo_optax.workers.collectives import Axis, Group, Programs
 from demo_optax.workers.param_specs import REPLICATED, ParamSpecs
 
@@ -67,11 +67,6 @@ class Workers:
     mesh: the mesh of `on_mesh`, else None.
     param_specs: how parameters are spread over the devices of a worker.
     relay: where the others are, for `remote`, else None.
-
-  Example:
-    >>> import demo_optax
-    >>> demo_optax.Workers.simulated(4)
-    Workers.simulated(4)
   """
 
   kind: Literal['simulated', 'on_mesh', 'on_axis', 'remote']
@@ -93,16 +88,8 @@ class Workers:
     With `param_specs`, see `on_mesh`, and the sizes of the axes that they name
     in the mesh's order, such as `axis_sizes={'fsdp': 4}`, it simulates workers
     that shard their parameters: results and states are those of the mesh.
-
-    Example:
-      >>> import demo_optax
-      >>> demo_optax.Workers.simulated(2).count
-      2
     """
-    if isinstance(num_workers, bool) or not isinstance(num_workers, int):
-      raise TypeError(f'num_workers={num_workers!r} must be an integer.')
-    if num_workers < 1:
-      raise ValueError(f'num_workers={num_workers} must be at least 1.')
+    _checks.check_positive('num_workers', num_workers)
     specs = ParamSpecs.of(param_specs, axis_sizes or {}, 'workers')
     return cls('simulated', 'workers', num_workers, None, specs)
 
@@ -170,14 +157,8 @@ class Workers:
     over the workers. Make these varying first, with
     `jax.lax.pcast(params, axis_name, to='varying')`. Under `vmap`, `pmap` and
     `check_vma=False` averages cannot be seen.
-
-    Example:
-      >>> import demo_optax
-      >>> demo_optax.Workers.on_axis('data')
-      Workers.on_axis('data')
     """
-    if not isinstance(axis_name, str):
-      raise TypeError(f'axis_name={axis_name!r} must be a string.')
+    _checks.check_type('axis_name', axis_name, str, "'data'")
     return cls('on_axis', axis_name)
 
   @classmethod
@@ -335,14 +316,6 @@ class Workers:
     the mesh already (the momentum) stay where they are. Without a mesh it is
     `tree` unchanged. What was made on one device moves in the first step at the
     latest; moved before, the second step needs no compilation of its own.
-
-    Example:
-      >>> import demo_optax, jax, jax.numpy as jnp
-      >>> mesh = jax.make_mesh((jax.device_count(),), ('data',))
-      >>> workers = demo_optax.Workers.on_mesh(mesh, 'data')
-      >>> params = workers.device_put({'w': jnp.ones(3)})
-      >>> params['w'].is_fully_replicated
-      True
     """
     if self.mesh is None:
       return tree
@@ -361,10 +334,18 @@ class Workers:
   ) -> NamedSharding:
     """Returns where a parameter, or a leaf of a state, belongs on the mesh."""
     assert self.mesh is not None
-    if _paths.is_stacked(keys):
-      inner = self.param_specs.place_state(keys, shape[1:])
-      return NamedSharding(self.mesh, P(self.spmd_axis_name, *inner))
-    return NamedSharding(self.mesh, self.param_specs.place_state(keys, shape))
+    return NamedSharding(self.mesh, self.spec(keys, shape, self.spmd_axis_name))
+
+  def spec(
+      self, keys: _paths.Keys, shape: tuple[int, ...], axis: str | None
+  ) -> P:
+    """Returns the spec of a parameter, or of a leaf of a state.
+
+    `axis` is the mesh axis of the leading axis of stacked arrays.
+    """
+    if not _paths.is_stacked(keys):
+      return self.param_specs.place_state(keys, shape)
+    return P(axis, *self.param_specs.place_state(keys, shape[1:]))
 
 
 def put(x: Any, sharding: NamedSharding) -> Any:

@@ -1,6 +1,7 @@
 """Every compressor keeps the protocol, and does what its formula says."""
 
 import dataclasses
+import math
 import pathlib
 import re
 
@@ -16,11 +17,9 @@ from helpers import (
   assert_same_bits,
   on_mesh,
   random_tree,
-  replicated,
   stacked,
 )
 from oracle import Oracle, dct_matrix
-from subsets import SubsetOracle, random_places, slicing_places, striding_places
 
 import demo_optax
 from demo_optax.compressors import (
@@ -41,36 +40,48 @@ SHAPES = {'matrix': (32, 48), 'padded': (37, 20), 'vector': (33,), 'scalar': ()}
 POWERS = {'matrix': (32, 48), 'kernel': (2, 8, 16), 'vector': (64,), 'scalar': ()}
 
 
-def hadamard_matrix(length):
-  return scipy.linalg.hadamard(length) / np.sqrt(length)
-
-
-def random_matrix(length):
-  return RandomOrthogonal(3).matrix(length)  # orthonormal: see below
-
-
 TOPK = {
     'dct': (demo_optax.dct_topk(16, 5, proportional=False), dct_matrix),
     'rows': (demo_optax.dct_topk((1, 24), 5, proportional=False), dct_matrix),
-    'hadamard': (Compressor(TopK(5), Hadamard(), 16), hadamard_matrix),
-    'random': (Compressor(TopK(5), RandomOrthogonal(3), 16), random_matrix),
+    'hadamard': (Compressor(TopK(5), Hadamard(), 16),
+                 lambda n: scipy.linalg.hadamard(n) / np.sqrt(n)),
+    'random': (Compressor(TopK(5), RandomOrthogonal(3), 16),
+               RandomOrthogonal(3).matrix),  # orthonormal: see below
     'identity': (Compressor(TopK(5), Identity(), 16, 'int8'), np.eye),
 }
-SUBSETS = {
-    'random_subset': (Compressor(RandomSubset(0.11, 2), Identity(), 16), 0.11,
-                      random_places(2)),
-    'striding': (Compressor(Striding(0.11), Identity(), 16), 0.11, striding_places),
-    'slicing': (Compressor(Slicing(0.11), Identity(), 16), 0.11, slicing_places),
-    'full': (demo_optax.compressors.full(), 1, None),
+RATE = 0.11
+
+
+def random_places(n, step):
+  """As documented: the first of a permutation that seed and step fix."""
+  key = jax.random.fold_in(jax.random.key(2), step)
+  return np.asarray(jax.random.permutation(key, n))[: math.ceil(RATE * n)]
+
+
+def striding_places(n, step):
+  k = math.ceil(RATE * n)
+  return [(step + j * (n // k)) % n for j in range(k)]
+
+
+def slicing_places(n, step):
+  k = math.ceil(RATE * n)
+  return [(step * k + j) % n for j in range(k)]
+
+
+SUBSETS = {  # all workers send the same places of a chunk
+    'random_subset': (
+        Compressor(RandomSubset(RATE, 2), Identity(), 16), random_places),
+    'striding': (Compressor(Striding(RATE), Identity(), 16), striding_places),
+    'slicing': (Compressor(Slicing(RATE), Identity(), 16), slicing_places),
+    'full': (demo_optax.compressors.full(), lambda n, step: np.arange(n)),
 }
 ALL = {name: code for name, (code, *_) in {**TOPK, **SUBSETS}.items()}
 
 
 def oracle(name, shape, **rule):
   if name in SUBSETS:
-    _, rate, places = SUBSETS[name]
-    rule.pop('average')
-    return SubsetOracle(shape, N, limit=16, rate=rate, places=places, **rule)
+    _, places = SUBSETS[name]
+    return Oracle(shape, N, limit=16, basis=np.eye, places=places, **rule)
   return Oracle(shape, N, limit=(1, 24) if name == 'rows' else 16, topk=5,
                 values='int8' if name == 'identity' else 'float32',
                 basis=TOPK[name][1], **rule)
@@ -114,7 +125,7 @@ def test_on_a_mesh(name):
   results = []
   for workers in (demo_optax.Workers.simulated(N), on_mesh(N)):
     tx = demo_optax.scale_by_demo(code, 0.5, workers=workers)
-    placed = replicated(params, workers)
+    placed = workers.device_put(params)
     state, update = tx.init(placed), jax.jit(tx.update)
     gradients = stacked(random_tree(0, shapes, lead=(N,)), workers)
     results.append(update(gradients, state, placed))

@@ -1,6 +1,5 @@
 """Recorded runs of the published implementation."""
 
-import functools
 import pathlib
 
 import jax
@@ -23,13 +22,12 @@ FLOAT64 = [
 
 def load(name):
   run = dict(np.load(GOLDEN / f'{name}.npz'))
-  tree = functools.partial(_subtree, run)
+
+  def tree(prefix):
+    return {k[len(prefix) + 1 :]: v for k, v in run.items()
+            if k.startswith(prefix + '/')}
+
   return run, tree
-
-
-def _subtree(run, prefix):
-  return {k[len(prefix) + 1 :]: v for k, v in run.items()
-          if k.startswith(prefix + '/')}
 
 
 def replay(run, tree, kind):

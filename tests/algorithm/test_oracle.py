@@ -32,10 +32,6 @@ FEW = {k: SHAPES[k] for k in (
     'scalar', 'vector', 'padded_both', 'kernel', 'scanned_heads')}
 
 
-def gradients_for(rng, workers, shapes):
-  return {k: rng.normal(size=(workers, *s)) for k, s in shapes.items()}
-
-
 def run(workers, steps, *, limit=16, topk=5, decay=0.9, seed=0, left_out=None,
         shapes=SHAPES, **kwargs):
   """Yields (ours, oracle's) merged momentum, and at the end the momentum."""
@@ -58,7 +54,8 @@ def run(workers, steps, *, limit=16, topk=5, decay=0.9, seed=0, left_out=None,
   }
   update = jax.jit(tx.update)
   for step in range(steps):
-    gradients = gradients_for(rng, workers, shapes)
+    gradients = {
+        k: rng.normal(size=(workers, *s)) for k, s in shapes.items()}
     if left_out is not None and step % 3 == 1:
       for g in gradients.values():
         g[left_out] = np.nan if step % 2 else np.inf

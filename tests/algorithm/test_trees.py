@@ -9,11 +9,13 @@ import numpy as np
 import optax
 import pytest
 from helpers import (
+  COMPILATIONS,
   assert_devices_agree,
   assert_same_bits,
   make_mesh_2d,
   own,
   random_tree,
+  updates_of,
 )
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -21,18 +23,12 @@ from jax.sharding import PartitionSpec as P
 import demo_optax
 from demo_optax import compressors
 
-pytestmark = pytest.mark.core
+pytestmark = [
+    pytest.mark.core, pytest.mark.usefixtures('standard_promotion')]
 
 N = 4
 SHAPES = {'a': (32, 24), 'b': (24, 32), 'rows': (40, 16), 'gain': (9,)}
 HIDDEN = demo_optax.dct_topk(16, 4)
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-  """As optax.adamw needs it."""
-  with jax.numpy_dtype_promotion('standard'):
-    yield
 
 
 def test_gathered_and_summed_together():
@@ -93,15 +89,9 @@ def test_gradients_that_are_scaled_before_have_the_bits_of_a_weight():
   before = optax.chain(
       optax.scale_by_learning_rate(rate, flip_sign=False), exchange())
   params = {k: jnp.zeros(s) for k, s in shapes.items()}
-  results = []
-  for tx in (within, before):
-    state, update, seen = tx.init(params), jax.jit(tx.update), []
-    for step in range(6):
-      gradients = random_tree(step, shapes, lead=(3,))
-      updates, state = update(gradients, state, params)
-      seen.append(updates)
-    results.append(seen)
-  assert_same_bits(*results)
+  gradients = [random_tree(step, shapes, lead=(3,)) for step in range(6)]
+  assert_same_bits(
+      *(updates_of(tx, params, gradients)[0] for tx in (within, before)))
 
 
 def test_averages_tell_who_was_excluded_and_frozen_leaves_do_not_count():
@@ -122,32 +112,48 @@ def test_averages_tell_who_was_excluded_and_frozen_leaves_do_not_count():
       assert not np.any(updates['frozen'])
 
 
-@pytest.mark.parametrize('name, value', [
-    *((name, np.nan) for name in (
-        'decay', 'alpha', 'gradient_weight', 'learning_rate', 'weight_decay')),
-    ('alpha', 1e38), ('alpha', -1.0), ('decay', 2.0)])
-def test_a_hyperparameter_that_makes_no_sense_only_loses_its_step(name, value):
-  workers = demo_optax.Workers.simulated(2)
-  of_demo = name in ('learning_rate', 'weight_decay')
-  make = optax.inject_hyperparams(
-      demo_optax.demo if of_demo else demo_optax.scale_by_demo,
-      static_args=('workers', 'compressor'), hyperparam_dtype=jnp.float32)
-  given = {'learning_rate': 0.1, 'weight_decay': 0.1} if of_demo else {
-      'decay': 0.9, 'alpha': 0.5, 'gradient_weight': 1.0}
-  tx = make(workers=workers, compressor=demo_optax.dct_topk(4, 2), **given)
-  params = {'w': jnp.ones((8, 8))}
-  gradients = random_tree(0, {'w': (8, 8)}, lead=(2,))
+OPTIMIZERS = {  # by name: how it is made, and its hyperparameters
+    'scale_by_demo': (demo_optax.scale_by_demo, {
+        'decay': 0.9, 'alpha': 0.5, 'gradient_weight': 1.0}),
+    'demo': (demo_optax.demo, {'learning_rate': 0.1, 'weight_decay': 0.1}),
+    'demo_muon': (demo_optax.demo_muon, {
+        'learning_rate': 0.1, 'adam_learning_rate': 0.1, 'weight_decay': 0.1,
+        'decay': 0.9, 'beta': 0.95}),
+}
+
+
+@pytest.mark.parametrize('optimizer, name, value', [
+    *((optimizer, name, np.nan)
+      for optimizer, (_, given) in OPTIMIZERS.items() for name in given),
+    ('scale_by_demo', 'alpha', 1e38), ('scale_by_demo', 'alpha', -1.0),
+    ('scale_by_demo', 'decay', 2.0)])
+def test_a_hyperparameter_that_makes_no_sense_only_loses_its_step(
+    optimizer, name, value):
+  make, given = OPTIMIZERS[optimizer]
+  tx = optax.inject_hyperparams(
+      make, static_args=('workers', 'compressor'),
+      hyperparam_dtype=jnp.float32)(
+          workers=demo_optax.Workers.simulated(2),
+          compressor=demo_optax.dct_topk(4, 2), **given)
+  shapes = {'w': (8, 8), 'norm': (8,)}
+  params = {k: jnp.ones(shape) for k, shape in shapes.items()}
+  gradients = random_tree(0, shapes, lead=(2,))
   update = jax.jit(tx.update)
   _, before = update(gradients, tx.init(params), params)
   lost = before._replace(
       hyperparams={**before.hyperparams, name: jnp.float32(value)})
-  updates, after = update(gradients, lost, params)
-  assert not np.any(updates['w'])
-  assert_same_bits(own(after), own(before))
+  compiled = COMPILATIONS.count
+  nothing, after = update(gradients, lost, params)
+  updates, last = update(
+      gradients, after._replace(hyperparams=before.hyperparams), params)
+  assert COMPILATIONS.count == compiled
+  assert not any(np.any(u) for u in nothing.values())
+  if optimizer != 'demo_muon':  # whose momentum before the exchange goes on
+    assert_same_bits(own(after), own(before))
   assert int(demo_optax.exchange_info(after)['num_excluded']) == 2
-  after = after._replace(hyperparams=before.hyperparams)
-  updates, _ = update(gradients, after, params)
-  assert np.all(np.isfinite(updates['w'])) and np.any(updates['w'])
+  for x in jax.tree.leaves((updates, last)):
+    assert np.isfinite(np.asarray(x, np.float64)).all()
+  assert all(np.any(u) for u in updates.values())
 
 
 def test_momentum_is_never_that_of_another_leaf():

@@ -15,10 +15,9 @@ import mismatches
 import numpy as np
 import optax
 import pytest
-from helpers import MESHES, assert_same_bits, worker_grads
+from helpers import assert_same_bits, mesh_of
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
@@ -41,19 +40,9 @@ def simulated(count, blocks=1):
 
 
 def on_mesh(count, blocks=1, kind='auto'):
-  mesh = jax.make_mesh(
-      (count, blocks), ('replica', 'fsdp'), axis_types=(MESHES[kind],) * 2,
-      devices=jax.devices()[:count * blocks])
+  mesh = mesh_of({'replica': count, 'fsdp': blocks}, kind)
   return demo_optax.Workers.on_mesh(
       mesh, 'replica', SPECS if blocks > 1 else None)
-
-
-LAYOUTS = {
-    'simulated': lambda: simulated(4),
-    'explicit': lambda: on_mesh(4, kind='explicit'),
-    'sharded': lambda: on_mesh(2, 4),
-    'sharded explicit': lambda: on_mesh(2, 4, 'explicit'),
-}
 
 
 def make_tx(workers, compressor):
@@ -76,14 +65,13 @@ def make_step(workers):
                    out_sharding=out)
     return jnp.mean((y + params['bias'][None] - 1.0) ** 2)
 
-  grad = worker_grads(loss_fn, workers)
-
+  @demo_optax.data_parallel(workers, batch_argnums=3, donate_argnums=(0, 1))
   def step(params, state, key, x):
-    _, gradients = grad(params, x + jax.random.uniform(key))
+    gradients = jax.grad(loss_fn)(params, x + jax.random.uniform(key))
     updates, state = tx.update(gradients, state, params)
     return optax.apply_updates(params, updates), state
 
-  return jax.jit(step, donate_argnums=(0, 1))
+  return step
 
 
 class Run:
@@ -106,9 +94,6 @@ class Run:
       position = self.tree['position']
       x = np.random.default_rng(position).normal(size=(24, 12))
       x = x.astype(np.float32)
-      if self.workers.mesh is not None:
-        x = jax.device_put(
-            x, NamedSharding(self.workers.mesh, P('replica')))
       key, used = jax.random.split(self.tree['key'])
       params, state = step(
           self.tree['params'], self.tree['opt_state'], used, x)
@@ -174,13 +159,14 @@ def bits(tree):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize('layout', LAYOUTS)
+@pytest.mark.parametrize('layout', [(4, 1, 'explicit'), (2, 4, 'auto')])
 def test_resumed_is_uninterrupted_bit_for_bit(layout, tmp_path):
-  run = Run(LAYOUTS[layout]()).train(3)
+  """With all that is in a tree; `test_maps.py` has states on other meshes."""
+  run = Run(on_mesh(*layout)).train(3)
   with checkpoint.Checkpointer(tmp_path, run.tree) as checkpoints:
     checkpoints.save(3, run.tree)  # while the state is donated to step 4
     run.train(3)
-  again = Run(LAYOUTS[layout]())
+  again = Run(on_mesh(*layout))
   fresh = again.tree
   again.restore(tmp_path)
   assert_placed_alike(again.tree, fresh)

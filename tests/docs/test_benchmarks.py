@@ -1,12 +1,16 @@
 """What benchmarks measure is what the library has."""
 
-import json
+import os
 import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
+from helpers import random_tree, results, updates_of
 
 import demo_optax
 
@@ -33,23 +37,16 @@ def test_the_recipe_that_was_measured_is_demo_muon(monkeypatch):
   params = {'embed': rng.normal(size=(50, 128)), 'up': rng.normal(size=(128, 192)),
             'norm': rng.normal(size=128)}
   params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
-  states = [tx.init(params) for tx in (measured, recipe)]
-  for _ in range(3):
-    gradients = jax.tree.map(
-        lambda x: rng.normal(size=(workers.count, *x.shape)).astype(np.float32),
-        params)
-    updates = []
-    for i, tx in enumerate((measured, recipe)):
-      update, states[i] = jax.jit(tx.update)(gradients, states[i], params)
-      updates.append(update)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7),
-        *updates)
+  shapes = {k: x.shape for k, x in params.items()}
+  gradients = [random_tree(s, shapes, (workers.count,)) for s in range(3)]
+  jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7),
+      *(updates_of(tx, params, gradients)[0] for tx in (measured, recipe)))
 
 
 def test_what_a_relay_does_is_as_measured():
   page = (ROOT / 'benchmarks/README.md').read_text()
-  found = json.loads((ROOT / 'benchmarks/results/relay.json').read_text())
+  found = results('relay.json')
   goodput = found['goodput']
   for kind in ('steps', 'rounds'):
     one, two = (goodput[job][kind] for job in ('undisturbed', 'killed'))
@@ -65,3 +62,15 @@ def test_what_a_relay_does_is_as_measured():
   assert f'{attack["connections"]:,} connections' in page
   assert f'{1e3 * attack["seconds_attacked"]:.1f} ms during' in page
   assert f'for {found["drift"]["rounds"]:,} rounds' in page
+
+
+@pytest.mark.parametrize('command', [
+    'step.py --trees tiny --topk 8 --values sign --peers 8 --rounds 1',
+    'owners.py merge --tree tiny --workers 4 --rounds 1', 'folds.py',
+    'learning.py --out {out} --methods demo --rates 1e-3 --seeds 0 --steps 2'])
+def test_commands_run(command, tmp_path):
+  name, *args = command.format(out=tmp_path / 'out.jsonl').split()
+  subprocess.run(
+      [sys.executable, str(ROOT / 'benchmarks' / name), *args], check=True,
+      env={**os.environ, 'PYTHONPATH': str(ROOT)}, capture_output=True,
+      timeout=240)

@@ -1,7 +1,6 @@
 """The guides in docs/: every Python block runs, tables are true, the site builds."""
 
 import inspect
-import json
 import pathlib
 import re
 import statistics
@@ -14,6 +13,7 @@ import jax
 import mismatches
 import numpy as np
 import pytest
+from helpers import results, shapes_of
 
 import demo_optax
 from demo_optax import __main__ as command
@@ -166,19 +166,6 @@ def test_the_table_of_errors_is_what_is_said():
   assert said == text, 'run python tests/common_errors.py'
 
 
-def shapes(model):
-  return jax.tree.map(
-      lambda shape: jax.ShapeDtypeStruct(tuple(shape), np.float32),
-      MODELS[model], is_leaf=lambda x: isinstance(x, list))
-
-
-def results(name):
-  text = (ROOT / 'benchmarks/results' / name).read_text()
-  if name.endswith('.json'):
-    return json.loads(text)
-  return [json.loads(line) for line in text.splitlines()]
-
-
 def test_bytes_of_a_chunk():
   chunk = jax.ShapeDtypeStruct((64, 64), np.float32)
   for topk, values in ((64, 'sign'), (32, 'float32'), (8, 'sign')):
@@ -216,7 +203,7 @@ def test_the_table_of_bytes_is_what_plan_says(values):
   for model in MODELS:
     few, many = (
         demo_optax.plan(
-            shapes(model), demo_optax.dct_topk(topk=8, values=values), n)
+            shapes_of(model), demo_optax.dct_topk(topk=8, values=values), n)
         for n in (8, 64))
     cells += [cell(few.sent_bytes), cell(few.received_bytes),
               cell(many.received_bytes)]
@@ -270,7 +257,7 @@ def test_small_tasks_are_as_recorded():
 @pytest.mark.parametrize('topk', [8, 32])
 @pytest.mark.parametrize('model', ['300M', '1B'])
 def test_what_many_workers_receive(model, topk, exchange):
-  params = shapes(model)
+  params = shapes_of(model)
   compressor = demo_optax.dct_topk(topk=topk, values='sign')
 
   def received(count, exchange=exchange):
@@ -341,8 +328,7 @@ def test_the_site_builds(tmp_path):
 def test_the_table_of_sharded_workers_is_as_measured():
   text = GUIDES['sharding'].read_text()
   page = (ROOT / 'benchmarks/README.md').read_text()
-  runs = json.loads((ROOT / 'benchmarks/results/sharded.json').read_text())
-  more = json.loads((ROOT / 'benchmarks/results/sharded_muon.json').read_text())
+  runs, more = results('sharded.json'), results('sharded_muon.json')
 
   def mb(what, digits, runs):
     return ' | '.join(f'{r["memory"][what] / 1e6:.{digits}f} MB' for r in runs)

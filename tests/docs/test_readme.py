@@ -8,7 +8,7 @@ import statistics
 import tomllib
 
 import jax
-import numpy as np
+from helpers import results, shapes_of
 
 import demo_optax
 from demo_optax import __main__ as command
@@ -18,13 +18,6 @@ ROOT = pathlib.Path(__file__).parents[2]
 README = (ROOT / 'README.md').read_text()
 GUIDE = (ROOT / 'docs/is_it_for_me.md').read_text()
 BLOCKS = re.findall(r'```python\n(.*?)```', README, re.S)
-
-
-def results(name):
-  text = (ROOT / 'benchmarks/results' / name).read_text()
-  if name.endswith('.json'):
-    return json.loads(text)
-  return [json.loads(line) for line in text.splitlines()]
 
 
 def test_it_is_short():
@@ -127,9 +120,7 @@ def test_minutes_over_other_links_are_what_was_measured():
 
 
 def test_what_1024_workers_receive():
-  params = jax.tree.map(
-      lambda s: jax.ShapeDtypeStruct(tuple(s), np.float32),
-      command.MODELS['300M'], is_leaf=lambda s: isinstance(s, list))
+  params = shapes_of('300M')
   received = [
       demo_optax.plan(
           params, recipes.muon_compressors(params), 1024, exchange=exchange,

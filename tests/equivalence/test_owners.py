@@ -14,8 +14,8 @@ from helpers import (
   make_mesh_2d,
   on_mesh,
   random_tree,
-  replicated,
   stacked,
+  updates_of,
 )
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -168,17 +168,13 @@ def test_a_damaged_message_excludes_its_sender_from_that_owners_chunks(
 def test_exact_updates_and_what_all_share_are_as_before(shared):
   """An all-reduce does not grow with the workers, and needs no owners."""
   workers = on_mesh(4)
-  params = replicated(random_tree(9, SHAPES), workers)
+  params = workers.device_put(random_tree(9, SHAPES))
   mixed = {**dict.fromkeys(SHAPES, shared), 'few': COMPRESSOR, 'bias': None}
 
   def run(exchange):
     tx = owners(workers, 'float32', mixed, exchange)
-    state, update, seen = tx.init(params), jax.jit(tx.update), []
-    for step in range(3):
-      gradients = stacked(gradients_of(step, 4), workers)
-      updates, state = update(gradients, state, params)
-      seen.append(jax.tree.map(np.asarray, updates))
-    return seen
+    return updates_of(tx, params, (
+        stacked(gradients_of(step, 4), workers) for step in range(3)))[0]
 
   assert_same_bits(run('all_to_all'), run('all_gather'))
 
@@ -189,14 +185,10 @@ def test_exact_updates_and_what_all_share_are_as_before(shared):
 @functools.cache
 def sum_of_updates(update_values, count):
   """Returns the sum of 12 updates, and the state after them."""
-  params = random_tree(99, SHAPES)
   tx = owners(demo_optax.Workers.simulated(count), update_values)
-  state, update = tx.init(params), jax.jit(tx.update)
-  total = jax.tree.map(np.zeros_like, params)
-  for step in range(12):
-    updates, state = update(gradients_of(step, count), state, params)
-    total = jax.tree.map(np.add, total, updates)
-  return total, state
+  updates, state = updates_of(tx, random_tree(99, SHAPES), (
+      gradients_of(step, count) for step in range(12)))
+  return jax.tree.map(lambda *u: sum(map(np.asarray, u)), *updates), state
 
 
 @pytest.mark.parametrize('values, count', [
@@ -277,11 +269,8 @@ def test_auto_is_what_receives_less():
 def trained(count, values='sign'):
   """Returns a transformation, and a state in which owners keep something."""
   tx = owners(demo_optax.Workers.simulated(count), values)
-  params = random_tree(99, SHAPES)
-  state = tx.init(params)
-  for step in (0, 1):
-    _, state = jax.jit(tx.update)(gradients_of(step, count), state, params)
-  return tx, state
+  gradients = (gradients_of(step, count) for step in (0, 1))
+  return tx, updates_of(tx, random_tree(99, SHAPES), gradients)[1]
 
 
 @pytest.mark.parametrize('count', [1, 3, 8])

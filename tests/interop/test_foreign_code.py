@@ -102,77 +102,68 @@ def test_a_clip_before_is_each_workers_own():
 # Momentum that shardings of others replicate --------------------------------------
 
 
-def replicated_momentum(workers):
-  """A step, and a state made with the shardings that Flax finds."""
-  params = {'w': jnp.ones((64, 64))}
-  tx = demo(workers)
-  step = make_step(tx, workers, square)
+def momentum_of_linen(workers):
+  """A step with a state that has the shardings that Flax finds."""
+  params, tx = {'w': jnp.ones((64, 64))}, demo(workers)
   abstract = jax.eval_shape(tx.init, params)
   params_sharding, sharding = nn.get_sharding((params, abstract), workers.mesh)
   state = jax.jit(tx.init, out_shardings=sharding)(params)
-  return step, jax.device_put(params, params_sharding), state, tx
+  return make_step(tx, workers, square), (
+      jax.device_put(params, params_sharding), state)
 
 
-def test_replicated_momentum_is_put_right_at_the_call():
+def momentum_of_nnx(workers):
+  """Specs of a model without annotations say that momentum is replicated."""
+  @nnx.jit
+  def create():
+    model = nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, demo(workers), wrt=nnx.Param)
+    state = nnx.state((model, optimizer))
+    specs = nnx.get_partition_spec(state)
+    nnx.update(
+        (model, optimizer), jax.lax.with_sharding_constraint(state, specs))
+    return model, optimizer
+
+  @demo_optax.data_parallel(workers)
+  def step(model, optimizer, x):
+    grads = nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model)
+    optimizer.update(model, grads)
+    return nnx.state(model), nnx.state(optimizer)
+
+  with jax.set_mesh(workers.mesh):
+    return step, create()
+
+
+@pytest.mark.parametrize('make', [momentum_of_linen, momentum_of_nnx])
+def test_replicated_momentum_is_put_right_at_the_call(make):
   workers = on_mesh()
-  step, params, state, _ = replicated_momentum(workers)
+  step, (params, state) = make(workers)
   for x in stacked_leaves(state):
     assert x.is_fully_replicated
   x = np.ones((16, 64), np.float32)
   compiled = step.lower(params, state, x).compile()
-  plan = demo_optax.plan(params, COMPRESSOR, workers)
+  plan = demo_optax.plan(
+      nnx.state(params) if isinstance(params, nnx.Module) else params,
+      COMPRESSOR, workers)
   assert received(compiled, workers) <= plan.device_bytes['data',] + 100
-  _, state, _ = step(params, state, x)
+  _, state, *_ = step(params, state, x)
   for x in stacked_leaves(state):
     assert x.sharding.spec[0] == 'data'
 
 
 def test_replicated_momentum_is_reported():
   workers = on_mesh()
-  _, params, state, tx = replicated_momentum(workers)
+  _, (params, state) = momentum_of_linen(workers)
   remedy = r'every device.*state_specs'
   with pytest.warns(UserWarning, match=remedy):
     demo_optax.exchange_info(state)
   with pytest.warns(UserWarning, match=remedy):
     demo_optax.check_replicas(state, workers)
-  specs = demo_optax.state_specs(tx, params, workers)
+  specs = demo_optax.state_specs(demo(workers), params, workers)
   place = lambda spec: NamedSharding(workers.mesh, spec)
   state = jax.device_put(state, jax.tree.map(place, specs))
   demo_optax.exchange_info(state)
   demo_optax.check_replicas(state, workers)
-
-
-@pytest.mark.parametrize('constrain', [False, True])
-def test_nnx_get_partition_spec(constrain):
-  """Of a model without annotations it says that momentum is replicated."""
-  workers = on_mesh()
-
-  @nnx.jit
-  def create():
-    model = nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, demo(workers), wrt=nnx.Param)
-    if constrain:
-      state = nnx.state((model, optimizer))
-      specs = nnx.get_partition_spec(state)
-      state = jax.lax.with_sharding_constraint(state, specs)
-      nnx.update((model, optimizer), state)
-    return model, optimizer
-
-  with jax.set_mesh(workers.mesh):
-    model, optimizer = create()
-
-  @demo_optax.data_parallel(workers)
-  def step(model, optimizer, x):
-    grads = nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model)
-    optimizer.update(model, grads)
-
-  x = np.ones((16, 64), np.float32)
-  compiled = step.lower(model, optimizer, x).compile()
-  plan = demo_optax.plan(nnx.state(model), COMPRESSOR, workers)
-  assert received(compiled, workers) <= plan.device_bytes['data',] + 100
-  step(model, optimizer, x)
-  for x in stacked_leaves(nnx.state(optimizer)):
-    assert x.sharding.spec[0] == 'data'
 
 
 def unboxed(tree):
@@ -238,41 +229,26 @@ def test_sharded_parameters_in_boxes_or_unboxed(logical, boxes):
 
 
 @pytest.mark.parametrize('mapped', [True, False])
-def test_simulated_workers_with_parameters_on_an_explicit_mesh(mapped):
+@pytest.mark.parametrize('kind, remedy', [
+    ('simulated', r"\['w'\].*all on one device.*on_mesh"),
+    ('on_mesh', r"\['w'\] is sharded.*'fsdp'.*demo_optax.param_specs\(model\)")])
+def test_parameters_that_an_explicit_mesh_shards(kind, remedy, mapped):
+  """And workers that do not say so."""
   mesh = make_mesh_2d('explicit', (2, 2))
-  workers = demo_optax.Workers.simulated(2)
+  workers = (
+      demo_optax.Workers.simulated(2) if kind == 'simulated'
+      else demo_optax.Workers.on_mesh(mesh, 'data'))
   tx = demo(workers)
   with jax.set_mesh(mesh):
-    params = {'w': jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P('fsdp')))}
+    params = {'w': jax.device_put(
+        jnp.ones((8, 4)), NamedSharding(mesh, P(None, 'fsdp')))}
     state = tx.init(params)
-    with pytest.raises(ValueError, match=r"\['w'\].*all on one device.*on_mesh"):
-      if mapped:
-        step = demo_optax.data_parallel(workers)(
-            lambda params, state, x: tx.update(
-                jax.tree.map(lambda p: p * x.mean(), params), state, params)
-        )
-        step(params, state, BATCH)
-      else:
-        grads = jax.tree.map(lambda p: jnp.stack([p, p]), params)
-        tx.update(grads, state, params)
-
-
-@pytest.mark.parametrize('mapped', [True, False])
-def test_param_specs_that_were_forgotten_on_an_explicit_mesh(mapped):
-  mesh = make_mesh_2d('explicit', (2, 2))
-  workers = demo_optax.Workers.on_mesh(mesh, 'data')
-  tx = demo(workers)
-  with jax.set_mesh(mesh):
-    sharding = NamedSharding(mesh, P(None, 'fsdp'))
-    params = {'w': jax.device_put(jnp.ones((8, 4)), sharding)}
-    state = tx.init(params)
-    remedy = r"\['w'\] is sharded.*'fsdp'.*demo_optax.param_specs\(model\)"
+    grads = {'w': jax.device_put(
+        jnp.ones((2, 8, 4)), NamedSharding(mesh, P('data', None, 'fsdp')))}
     with pytest.raises(ValueError, match=remedy):
       if mapped:
         make_step(tx, workers, square)(params, state, BATCH)
       else:
-        grads = {'w': jax.device_put(
-            jnp.ones((2, 8, 4)), NamedSharding(mesh, P('data', None, 'fsdp')))}
         jax.jit(tx.update)(grads, state, params)
 
 

@@ -12,6 +12,8 @@ from optax import contrib
 
 import demo_optax
 
+pytestmark = pytest.mark.usefixtures('standard_promotion')
+
 WORKERS = demo_optax.Workers.simulated(2)
 COMPRESSOR = demo_optax.Compressor(
     demo_optax.compressors.Slicing(0.5), demo_optax.compressors.Identity())
@@ -28,12 +30,6 @@ def demo(learning_rate=0.03):
 
 def scale_by_demo():
   return demo_optax.scale_by_demo(COMPRESSOR, 0.9, workers=WORKERS)
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-  with jax.numpy_dtype_promotion('standard'):
-    yield
 
 
 def loss_fn(params, x):

@@ -31,7 +31,7 @@ TIMEOUT = 240
 
 def environment(**more):
   env = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'}
-  paths = [str(HERE.parent), str(EXAMPLES), env.get('PYTHONPATH', '')]
+  paths = [str(HERE.parent), str(EXAMPLES), str(HERE), env.get('PYTHONPATH', '')]
   return {**env, 'PYTHONPATH': os.pathsep.join(p for p in paths if p), **more}
 
 
@@ -256,15 +256,12 @@ def test_a_peer_of_another_exchange_is_an_error():
 
 # Every copy on 2 processes of 2 devices; process 1 flips a bit on its second.
 FLIPPED = '''
-import argparse, cluster, jax, numpy as np, demo_optax
+import jax, numpy as np, demo_optax, process_worker
 from demo_optax.replicas import content_digests
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-parser = argparse.ArgumentParser()
-cluster.add_flags(parser)
-cluster.join(parser.parse_args([]))
-mesh = jax.make_mesh((4,), ('data',), axis_types=(jax.sharding.AxisType.Auto,))
-workers = demo_optax.Workers.on_mesh(mesh, 'data')
+workers, _ = process_worker.join()
+mesh = workers.mesh
 host = np.arange(8, dtype=np.float32)
 w = workers.device_put(host)
 parts = [shard.data for shard in w.addressable_shards]
@@ -295,19 +292,13 @@ def test_copies_that_differ_between_processes():
 
 # Two processes; the folder is a file, or another job writes to it.
 UNWRITABLE = '''
-import argparse, fcntl, os, pathlib, sys
-import cluster, jax, numpy as np
+import fcntl, os, pathlib, sys
+import jax, numpy as np, process_worker
 from jax.experimental import multihost_utils
-import demo_optax
 from demo_optax import checkpoint
 
-parser = argparse.ArgumentParser()
-cluster.add_flags(parser)
-cluster.join(parser.parse_args([]))
+workers, _ = process_worker.join()
 folder, how = pathlib.Path(sys.argv[1]), sys.argv[2]
-mesh = jax.make_mesh(
-    (2,), ('data',), axis_types=(jax.sharding.AxisType.Auto,))
-workers = demo_optax.Workers.on_mesh(mesh, 'data')
 tree = workers.device_put({'x': np.ones(3, np.float32)})
 if jax.process_index() == 0:
   if how == 'file':

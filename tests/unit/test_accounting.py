@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import shapes_of
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
@@ -28,12 +29,8 @@ PAPER = {'300M': (319_946_752, 7.49), '1B': (1_176_764_416, 27.58)}
 
 
 def papers_plan(model, values, workers=64, topk=8):
-  shapes = command.MODELS[model]
-  params = jax.tree.map(
-      lambda s: jax.ShapeDtypeStruct(tuple(s), jnp.float32), shapes,
-      is_leaf=lambda s: isinstance(s, list))
   return demo_optax.plan(
-      params, demo_optax.dct_topk(64, topk, values=values), workers)
+      shapes_of(model), demo_optax.dct_topk(64, topk, values=values), workers)
 
 
 @pytest.mark.parametrize('model', PAPER)
@@ -253,24 +250,6 @@ def test_command_takes_shapes_from_a_function(name, module, capsys):
   assert '2,000,000,000,000 elements' in text
 
 
-@pytest.mark.parametrize('name, says', [
-    ('breaks', 'argument model: no data'), ('needs', "argument: 'size'"),
-    ('text', "'str' object has no attribute 'shape'"),
-    ('signal', 'is complex64'), ('nothing', "no attribute 'nothing'")])
-def test_command_explains_bad_functions(name, says, module, capsys):
-  error_of(capsys, f'{module}:{name}', says=says)
-
-
-def error_of(capsys, *args, says):
-  """One line, with the name of the flag, and exit status 2."""
-  with pytest.raises(SystemExit) as end:
-    command.main(list(args))
-  (line,) = capsys.readouterr().err.splitlines()
-  assert end.value.code == 2 and says in line
-  assert line.startswith('python -m demo_optax: error: argument ')
-  return line
-
-
 SECONDS = re.compile(r'^  (this exchange|all-reduce \w+) +(\S+) of'
                      r' communication, +(\S+) in all$', re.M)
 
@@ -282,11 +261,8 @@ def test_command_prints_seconds_over_a_link(exchange, capsys):
   text = capsys.readouterr().out
   found = {name: (float(seconds), float(whole))
            for name, seconds, whole in SECONDS.findall(text)}
-  params = jax.tree.map(
-      lambda s: jax.ShapeDtypeStruct(tuple(s), jnp.float32),
-      command.MODELS['300M'], is_leaf=lambda s: isinstance(s, list))
   plan = demo_optax.plan(
-      params, demo_optax.dct_topk(), 8, exchange=exchange,
+      shapes_of('300M'), demo_optax.dct_topk(), 8, exchange=exchange,
       update_values='ternary')
   # A ring of 8 has 7 turns; an all-reduce is two of them, and the messages of
   # an all-to-all are on their way together.
@@ -316,47 +292,54 @@ def test_command_ends_with_a_verdict(args, says, capsys):
   assert capsys.readouterr().out.splitlines()[-1].startswith(says)
 
 
-@pytest.mark.parametrize('flag, text', [
-    ('--link', '100'), ('--link', '0Mbit/s'), ('--link', '1.2.3Mbit/s'),
-    ('--latency', '20'), ('--latency', '1bit/s'), ('--step', '9e9s'),
-    ('--step', f'{"9" * 400}s')])
-def test_command_explains_bad_amounts(flag, text, capsys):
-  line = error_of(
-      capsys, '300M', flag, text, says=f'{flag}: must be above 0, such as')
-  assert len(line) < 160
-
-
-def test_names_cannot_act_on_the_terminal(capsys, tmp_path):
+def test_names_are_printed_escaped(capsys, tmp_path):
   path = tmp_path / 'shapes.json'
   path.write_text(json.dumps({'clear\x1b[2J': [64, 64], '\ud800': [3], 'ö': [4]}))
   command.main([str(path)])
   text = capsys.readouterr().out
-  assert '\x1b' not in text and r'clear\x1b[2J' in text
-  assert r'\ud800' in text and 'ö' in text
+  assert r'clear\x1b[2J' in text and r'\ud800' in text and 'ö' in text
   path.write_text(json.dumps({'\x1b[2J': 3}))
   with pytest.raises(SystemExit):
     command.main([str(path)])
-  assert '\x1b' not in capsys.readouterr().err
+  assert '\x1b' not in text + capsys.readouterr().err
 
 
-@pytest.mark.parametrize('text, says', [
-    ('{"a": [3, "x"]}', "'/a' must be a list"), ('[[2], [3]]', 'must be a list'),
-    ('{"a": [-1]}', 'must be a list'), ('{"a": [true]}', 'must be a list'),
-    ('a', 'must be JSON'), (None, 'must be a file')])
-def test_command_explains_bad_shapes(text, says, capsys, tmp_path):
-  path = tmp_path / 'shapes.json'
-  if text is not None:
-    path.write_text(text)
-  error_of(capsys, str(path), says=says)
+MISTAKES = {  # by the end of the message: arguments, or the text of a file
+    'argument model: no data': ['of_a_user:breaks'],
+    "argument: 'size'": ['of_a_user:needs'],
+    "'str' object has no attribute 'shape'": ['of_a_user:text'],
+    'is complex64': ['of_a_user:signal'],
+    "no attribute 'nothing'": ['of_a_user:nothing'],
+    "'/a' must be a list": '{"a": [3, "x"]}', "'' must be a list": '[[2], [3]]',
+    'got [-1]': '{"a": [-1]}', 'got [true]': '{"a": [true]}',
+    'must be JSON': 'a', 'must be a file': ['no/such/file'],
+    '--link: must be above 0, such as': ['300M', '--link', '100'],
+    "got '0Mbit/s'": ['300M', '--link', '0Mbit/s'],
+    "got '1.2.3Mbit/s'": ['300M', '--link', '1.2.3Mbit/s'],
+    '--latency: must be above 0, such as': ['300M', '--latency', '20'],
+    "got '1bit/s'": ['300M', '--latency', '1bit/s'],
+    '--step: must be above 0, such as': ['300M', '--step', f'{"9" * 400}s'],
+    "got '9e9s'": ['300M', '--step', '9e9s'],
+    '--topk: must be an integer from 1 to': ['300M', '--topk', '0'],
+    '--chunk: must be an integer from 1 to': ['300M', '--chunk', '1048576'],
+    "got '-1'": ['300M', '--chunk', '-1'], "got '2.5'": ['300M', '--chunk', '2.5'],
+    '--workers: must be an integer from': ['300M', '--workers', '9' * 5000],
+}
 
 
-@pytest.mark.parametrize('option', [
-    ['--topk', '0'], ['--chunk', '-1'], ['--chunk', '1048576'],
-    ['--workers', '9' * 5000], ['--chunk', '2.5']])
-def test_command_explains_bad_numbers(option, capsys):
-  line = error_of(
-      capsys, '300M', *option, says='must be an integer from 1 to')
-  assert len(line) < 160
+@pytest.mark.parametrize('says', MISTAKES)
+def test_command_explains_mistakes(says, module, capsys, tmp_path):
+  """In one line, with the name of the argument, and exit status 2."""
+  args = MISTAKES[says]
+  if isinstance(args, str):
+    (tmp_path / 'shapes.json').write_text(args)
+    args = [str(tmp_path / 'shapes.json')]
+  with pytest.raises(SystemExit) as end:
+    command.main(args)
+  (line,) = capsys.readouterr().err.splitlines()
+  assert end.value.code == 2 and says in line
+  assert len(line) < (160 if args[0] == '300M' else 300)
+  assert line.startswith('python -m demo_optax: error: argument ')
 
 
 def test_bytes_are_counted_without_a_basis(monkeypatch):

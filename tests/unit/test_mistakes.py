@@ -2,9 +2,11 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from helpers import random_tree
+from optax import contrib
 
 import demo_optax
 from demo_optax.compressors import (
@@ -25,6 +27,18 @@ N = 4
 WORKERS = demo_optax.Workers.simulated(N)
 SHAPES = {'w': (8, 8), 'b': (8,)}
 PARAMS = {'w': jnp.ones((8, 8)), 'b': jnp.ones(8)}
+
+
+NUMBERS = contrib.MuonDimensionNumbers
+
+
+def muon(learning_rate=0.1, workers=WORKERS, **options):
+  return demo_optax.demo_muon(learning_rate, workers=workers, **options)
+
+
+def init_muon(rule):
+  """With a rule of what is a matrix."""
+  muon(muon_weight_dimension_numbers=rule).init(PARAMS)
 
 
 def plan(shape, basis, chunk_size):
@@ -85,6 +99,23 @@ def plan(shape, basis, chunk_size):
     (lambda: demo_optax.average(workers=None), TypeError, 'None'),
     (lambda: demo_optax.per_worker(optax.identity(), workers='x'), TypeError,
      "'x'"),
+    (lambda: init_muon({'w': NUMBERS(), 'b': NUMBERS()}), ValueError,
+     r"axes of \['b'\], .* shape \(8,\)"),
+    (lambda: init_muon({'w': NUMBERS(0, 2), 'b': None}), ValueError,
+     r"axes of \['w'\], .* shape \(8, 8\)"),
+    (lambda: init_muon({'w': NUMBERS(0, -2), 'b': None}), ValueError, 'each once'),
+    (lambda: init_muon({'w': 'muon', 'b': None}), TypeError, "got 'muon' for"),
+    (lambda: init_muon({'w': None}), ValueError, 'muon_weight_dimension_numbers'),
+    (lambda: muon(beta=1.0), ValueError, 'beta=1.0 is not in'),
+    (lambda: muon(weight_decay=-1.0), ValueError, 'weight_decay=-1.0'),
+    (lambda: muon(mu_dtype=jnp.int8), ValueError, 'int8'),
+    (lambda: muon(mu_dtype=jnp.float16), TypeError, 'float16.* Use jnp.bfloat16'),
+    (lambda: muon(learning_rate=np.ones(3)), ValueError, r'has shape \(3,\)'),
+    (lambda: muon(learning_rate=None), TypeError,
+     'learning_rate=None must be a number'),
+    (lambda: muon(workers=4), TypeError, 'workers=4'),
+    (lambda: muon(adam_learning_rate=-1.0), ValueError,
+     'adam_learning_rate=-1.0'),
 ])
 def test_at_the_factory(make, error, match):
   with pytest.raises(error, match=match):
