@@ -146,6 +146,12 @@ class RemoteProgram:
       self._plan.compile()
     # Numbers of the arrays that all workers share, and that a step changes.
     self._nexts = sorted({n for n in self._returned.nexts if n is not None})
+    if configs and not self._nexts:
+      raise ValueError(
+          f'A training step of {self._workers} must return parameters and'
+          ' optimizer state, from which other workers start. Return both, as'
+          ' they were passed.'
+      )
     others = [
         n for n, a in enumerate(self._call.arrays)
         if a.role == 'shared' and n not in self._nexts

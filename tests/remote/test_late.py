@@ -390,6 +390,20 @@ def test_an_update_outside_of_a_step():
       jax.jit(tx.update)(params, state, params)
 
 
+def test_a_training_step_without_its_state():
+  workers = demo_optax.Workers.remote('tcp://127.0.0.1:1', rank=0, count=2)
+  tx = demo_optax.demo(1e-2, workers=workers)
+  params = {'w': jnp.ones((8, 8))}
+
+  @demo_optax.data_parallel(workers, batch_argnums=2)
+  def step(params, state, x):
+    grads = jax.grad(lambda params: jnp.sum(params['w'] * x.mean()))(params)
+    return tx.update(grads, state, params)[0]['w'].sum()
+
+  with pytest.raises(ValueError, match='must return parameters and'):
+    step(params, tx.init(params), np.ones(2, np.float32))
+
+
 def test_owners_are_refused():
   workers = demo_optax.Workers.remote('tcp://127.0.0.1:1', rank=0, count=2)
   with pytest.raises(ValueError, match="exchange must be 'all_gather' or 'auto'"):
