@@ -1,6 +1,5 @@
 """The optimizers that `muon.py` compares, from settings."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -33,7 +32,7 @@ class Method(NamedTuple):
 def make(s: Settings, workers: demo_optax.Workers) -> Method:
   """Returns the method of the settings."""
   families = {
-      'recipe': recipe, 'demo': demo, 'one-momentum': one_momentum,
+      'recipe': recipe, 'demo': demo, 'turns': turns,
       'powersgd': low_rank, 'dion': low_rank,
       'diloco': local, 'demo-diloco': local, 'sparse-loco': local,
   }
@@ -175,19 +174,27 @@ def recipe(s: Settings, workers: demo_optax.Workers) -> Method:
           s, beta=s['beta'], nesterov=s['nesterov']
       ),
       'momentum': lambda: optax.ema(s['beta']),
+      'gram': lambda: optax.chain(
+          look_ahead(s['beta']), by_gram(s['gram'], s['ns_steps'])
+      ),
       None: optax.identity,
   }[s['worker']]()
   if s['mu_dtype']:
     before = stored_as(before, s['mu_dtype'])
+  if s['shared']:
+    before = corrected(s)
   after = {
       'rms': demo_optax.recipes.scale_to_unit_rms,
-      'width': lambda: optax.chain(
-          demo_optax.recipes.scale_to_unit_rms(), by_width()
-      ),
-      'row_rms': row_rms,
       'sign': optax.scale_by_sign,
       'orthonormalise': lambda: optax.chain(
           orthonormalised(s, beta=0.0, nesterov=False),
+          demo_optax.recipes.scale_to_unit_rms(),
+      ),
+      'votes': lambda: optax.chain(
+          by_votes(s['power']), demo_optax.recipes.scale_to_unit_rms()
+      ),
+      'gram': lambda: optax.chain(
+          by_gram(s['after_gram'], s['after_steps'], s['share']),
           demo_optax.recipes.scale_to_unit_rms(),
       ),
       'adam': lambda: optax.scale_by_adam(b1=0.0, b2=0.95),
@@ -197,8 +204,6 @@ def recipe(s: Settings, workers: demo_optax.Workers) -> Method:
       else demo_optax.dct_topk(64, s['topk'], values=s['values'])
   )
   compressor, other_base = other_leaves(s, matrix, after[s['other_after']]())
-  if s['chunks'] == 'heads':
-    compressor = within_heads(compressor, s['topk'])
   rates = {k: schedule(s, s[n]) for k, n in
            (('matrix', 'lr'), ('other', 'other_lr'))}
   weight = {'ema': 1 - s['decay'], 'lr': rates['matrix']}[s['weight']]
@@ -210,14 +215,14 @@ def recipe(s: Settings, workers: demo_optax.Workers) -> Method:
   own = optax.partition(
       {'matrix': before, 'other': optax.identity()}, matrix_or_other
   )
-  tx = optax.chain(
-      demo_optax.per_worker(optax.chain(clip(), own), workers=workers),
-      demo_optax.scale_by_demo(
-          compressor, s['decay'], workers=workers, alpha=s['alpha'],
-          average=s['average'], gradient_weight=weight, **owners(s),
-      ),
-      optax.partition(behind, matrix_or_other),
+  first = demo_optax.per_worker(optax.chain(clip(), own), workers=workers)
+  exchange = demo_optax.scale_by_demo(
+      compressor, s['decay'], workers=workers, alpha=s['alpha'],
+      average=s['average'], gradient_weight=weight, **owners(s),
   )
+  if s['shared']:
+    first, exchange = fed_back(first, exchange, s), optax.identity()
+  tx = optax.chain(first, exchange, optax.partition(behind, matrix_or_other))
   return Method(tx, planned(compressor, workers, 1, s))
 
 
@@ -250,12 +255,7 @@ def low_rank(s: Settings, workers: demo_optax.Workers) -> Method:
   def bytes_of(params: Any) -> tuple[float, float, float]:
     plan = demo_optax.plan(params, compressor, workers)
     size = sum(x.size for x in jax.tree.leaves(params))
-    matrices = [
-        x for x, label in zip(
-            jax.tree.leaves(params), jax.tree.leaves(matrix_or_other(params))
-        ) if label == 'matrix'
-    ]
-    factors = baselines.sent_bytes(matrices, s['rank'], workers.count)
+    factors = baselines.sent_bytes(matrices(params), s['rank'], workers.count)
     dense = 2 * (workers.count - 1) / workers.count * 4 * size
     return plan.sent_bytes + factors, plan.received_bytes + factors, dense
 
@@ -284,23 +284,28 @@ def matrices_by(
   ))
 
 
-def one_momentum(s: Settings, workers: demo_optax.Workers) -> Method:
-  """`demo_muon` with the feedback in the momentum of Muon."""
+def turns(s: Settings, workers: demo_optax.Workers) -> Method:
+  """`demo_muon`, but all workers send signs of the same places, by turns."""
   own = optax.chain(
-      baselines.one_momentum(
-          orthonormalised(s, beta=0.0, nesterov=False), workers, s['topk'],
-          s['beta'], s['alpha'],
+      demo_optax.per_worker(
+          orthonormalised(s, beta=s['beta'], nesterov=s['nesterov']),
+          workers=workers,
       ),
+      baselines.by_turns(s['turns'], s['decay'], workers),
       demo_optax.recipes.scale_to_unit_rms(),
   )
-  behind = optax.scale_by_adam(b1=0.0, b2=0.95)
-  frozen, other_base = other_leaves(s, compressors.FROZEN, behind)
-  matrix = demo_optax.dct_topk(64, s['topk'], values='sign')
-  sent, _ = other_leaves(s, matrix, behind)
-  return Method(
-      matrices_by(own, frozen, other_base, s, workers),
-      planned(sent, workers),
+  frozen, other_base = other_leaves(
+      s, compressors.FROZEN, optax.scale_by_adam(b1=0.0, b2=0.95)
   )
+  others = planned(frozen, workers)
+
+  def bytes_of(params: Any) -> tuple[float, float, float]:
+    sent, received, dense = others(params)
+    size = sum(x.size for x in matrices(params))
+    signs = size / s['turns'] / 8 + size / 64**2 * 2  # with scales in float16
+    return sent + signs, received + (workers.count - 1) * signs, dense
+
+  return Method(matrices_by(own, frozen, other_base, s, workers), bytes_of)
 
 
 def local(s: Settings, workers: demo_optax.Workers) -> Method:
@@ -333,44 +338,172 @@ def local(s: Settings, workers: demo_optax.Workers) -> Method:
 # Links that are tried in `recipe` ---------------------------------------------
 
 
-def by_width() -> optax.GradientTransformation:
-  """Shorter steps for matrices of more rows than columns, as Muon takes."""
+def look_ahead(beta: float) -> optax.GradientTransformation:
+  """Nesterov's momentum, from zero; `by_gram` ignores its length."""
 
-  def scale(u: jax.Array) -> jax.Array:
-    return u * min(1.0, (u.shape[1] / u.shape[0]) ** 0.5)
+  def update_fn(updates: Any, mu: Any, params: Any = None) -> Any:
+    mu = optax.tree.update_moment(updates, mu, beta, 1)
+    return optax.tree.update_moment(updates, mu, beta, 1), mu
 
-  return optax.stateless(lambda updates, _: jax.tree.map(scale, updates))
+  return optax.GradientTransformation(optax.tree.zeros_like, update_fn)
 
 
-def within_heads(compressor: Any, topk: int) -> Callable[[Any], Any]:
-  """Cuts attention as kernels with an axis of heads are: by input, by head."""
-  share = compressors.TopK(topk, of=64**2)
-  sides = {'qkv': (1, 192), 'proj': (32, 64)}  # of GPTConfig: 6 heads of 32
+def by_gram(
+    decay: float, steps: int, share: float = 1.0
+) -> optax.GradientTransformation:
+  """Multiplies matrices by an inverse root of the EMA of their Gram matrices.
 
-  def choose(path: Any, other: Any) -> Any:
-    where = jax.tree_util.keystr(path)
-    for name, chunk_size in sides.items():
-      if name in where and 'kernel' in where:
-        return dataclasses.replace(
-            demo_optax.dct_topk(chunk_size, 1, values='sign'), select=share
-        )
-    return other
+  Newton-Schulz, whose polynomials are of the Gram matrix of the matrix itself
+  if `decay` is zero. The result has the length of an orthonormal matrix.
+  `share` is of the result; the rest is of the matrix at this length.
+  """
 
-  # A compressor is a leaf of this tree.
-  return lambda params: jax.tree_util.tree_map_with_path(
-      choose, compressor(params),
-      is_leaf=lambda x: isinstance(x, compressors.Compressor),
+  def whiten(x: jax.Array, gram: jax.Array) -> tuple[jax.Array, jax.Array]:
+    turned = x.shape[0] > x.shape[1]
+    x = x.T if turned else x
+    gram = decay * gram + (1 - decay) * x @ x.T
+    size = jax.lax.rsqrt(jnp.maximum(jnp.sum(jnp.abs(gram), 1), 1e-30))
+    a, root = gram * size * size[:, None], jnp.diag(size)
+    for _ in range(steps):
+      p = -4.7750 * a + 2.0315 * a @ a
+      p += 3.4445 * jnp.eye(len(a))
+      root, a = p @ root, p @ a @ p
+    y = of_length(root @ x)
+    if share < 1:
+      y = share * y + (1 - share) * of_length(x)
+    return y.T if turned else y, gram
+
+  def update_fn(updates: Any, grams: Any, params: Any = None) -> Any:
+    leaves, treedef = jax.tree.flatten(updates)
+    new, grams = zip(*map(whiten, leaves, jax.tree.leaves(grams)))
+    return treedef.unflatten(new), treedef.unflatten(grams)
+
+  return optax.GradientTransformation(
+      lambda params: jax.tree.map(
+          lambda x: jnp.zeros((min(x.shape),) * 2, x.dtype), params
+      ),
+      update_fn,
   )
 
 
-def row_rms() -> optax.GradientTransformation:
-  """Scales what belongs to one output of a matrix to an RMS of one."""
+def by_votes(power: float) -> optax.GradientTransformation:
+  """Raises the merged coefficients of 64x64 chunks to a power, with signs.
 
-  def scale(u: jax.Array) -> jax.Array:
-    mean = jnp.mean(u * u, 0, keepdims=True)
-    return jnp.where(mean > 0, u * jax.lax.rsqrt(mean), 0.0)
+  A coefficient that few workers have sent becomes smaller than others.
+  """
+  dct = jax.scipy.fft.dct(jnp.eye(64), axis=0, norm='ortho')
 
-  return optax.stateless(lambda updates, _: jax.tree.map(scale, updates))
+  def of_matrix(x: jax.Array) -> jax.Array:
+    rows, columns = (side // 64 for side in x.shape)
+    blocks = x.reshape(rows, 64, columns, 64)
+    blocks = jnp.einsum('ap,rpcq,bq->rcab', dct, blocks, dct)
+    blocks /= jnp.max(jnp.abs(blocks)) + 1e-30
+    blocks = jnp.sign(blocks) * jnp.abs(blocks) ** power
+    return jnp.einsum('ap,rcab,bq->rpcq', dct, blocks, dct).reshape(x.shape)
+
+  return optax.stateless(lambda updates, _: jax.tree.map(of_matrix, updates))
+
+
+def of_length(x: jax.Array) -> jax.Array:
+  """Scales a matrix to the norm of an orthonormal one."""
+  square = jnp.sum(x * x)
+  root = jax.lax.rsqrt(jnp.where(square > 0, square, 1.0))
+  return x * root * min(x.shape) ** 0.5
+
+
+class SharedState(NamedTuple):
+  """What is fed back: an EMA of merged updates, equal on all workers."""
+
+  merged: Any
+  first: Any
+  exchange: Any
+
+
+def matrices(tree: Any) -> list[Any]:
+  """Returns the leaves that are matrices, in their order."""
+  labels = jax.tree.leaves(matrix_or_other(tree))
+  return [x for x, y in zip(jax.tree.leaves(tree), labels) if y == 'matrix']
+
+
+def fed_back(
+    first: optax.GradientTransformationExtraArgs,
+    exchange: optax.GradientTransformation,
+    s: Settings,
+) -> optax.GradientTransformation:
+  """Chains two links, and passes an EMA of merged updates to the first."""
+
+  def init_fn(params: Any) -> SharedState:
+    merged = optax.tree.zeros_like(matrices(params))
+    return SharedState(merged, first.init(params), exchange.init(params))
+
+  def update_fn(updates: Any, state: SharedState, params: Any = None) -> Any:
+    updates, own = first.update(
+        updates, state.first, params, merged=state.merged
+    )
+    updates, sent = exchange.update(updates, state.exchange, params)
+    if s['shared'] == 'predict':
+      leaves, treedef = jax.tree.flatten(updates)
+      known = iter(state.merged)
+      labels = jax.tree.leaves(matrix_or_other(updates))
+      updates = treedef.unflatten([
+          x + s['lambda'] * next(known) if y == 'matrix' else x
+          for x, y in zip(leaves, labels)
+      ])
+    merged = optax.tree.update_moment(
+        matrices(updates), state.merged, s['shared_decay'], 1
+    )
+    return updates, SharedState(merged, own, sent)
+
+  return optax.GradientTransformation(init_fn, update_fn)
+
+
+def corrected(s: Settings) -> optax.GradientTransformationExtraArgs:
+  """Orthonormalises a momentum with a correction of what workers have merged.
+
+  `'blend'` adds `lambda` times the merged updates. `'control'` also subtracts
+  this worker's own, both EMAs, after scaling the merged one to the length of
+  the projection. `'control-after'` and `'blend-after'` correct what is sent.
+  All are relative to the length of the momentum.
+  """
+  momentum = look_ahead(s['beta'])
+  polar = orthonormalised(s, beta=0.0, nesterov=False)
+  kind, _, place = s['shared'].partition('-')
+
+  def init_fn(params: Any) -> Any:
+    zeros = optax.tree.zeros_like(params)
+    return momentum.init(params), zeros, polar.init(params)
+
+  def correct(x: jax.Array, merged: jax.Array, own: jax.Array) -> jax.Array:
+    if kind == 'predict':
+      return x - s['lambda'] * merged
+    x = of_length(x)
+    if kind == 'blend':
+      return x + s['lambda'] * of_length(merged)
+    square, along = jnp.sum(merged * merged), jnp.sum(merged * own)
+    common = merged * along / jnp.where(square > 0, square, 1.0)
+    size = jnp.sum(own * own)
+    scale = jax.lax.rsqrt(jnp.where(size > 0, size, 1.0))
+    scale *= min(x.shape) ** 0.5 * s['lambda']
+    return x + scale * (common - own)
+
+  def update_fn(
+      updates: Any, state: Any, params: Any = None, *, merged: Any
+  ) -> Any:
+    mu, own, ns = state
+    ahead, mu = momentum.update(updates, mu)
+    leaves, treedef = jax.tree.flatten(ahead)
+    owns = jax.tree.leaves(own)
+    is_after = place == 'after' or kind == 'predict'
+    if not is_after:
+      leaves = list(map(correct, leaves, merged, owns))
+    new, ns = polar.update(treedef.unflatten(leaves), ns)
+    own = optax.tree.update_moment(new, own, s['shared_decay'], 1)
+    if is_after:
+      flat = map(correct, jax.tree.leaves(new), merged, owns)
+      new = treedef.unflatten(list(flat))
+    return new, (mu, own, ns)
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def stored_as(
