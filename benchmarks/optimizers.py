@@ -109,6 +109,12 @@ def planned(
   return bytes_of
 
 
+def matrices(tree: Any) -> list[Any]:
+  """Returns the leaves that are matrices, in their order."""
+  labels = jax.tree.leaves(matrix_or_other(tree))
+  return [x for x, y in zip(jax.tree.leaves(tree), labels) if y == 'matrix']
+
+
 # Methods ----------------------------------------------------------------------
 
 
@@ -174,27 +180,15 @@ def recipe(s: Settings, workers: demo_optax.Workers) -> Method:
           s, beta=s['beta'], nesterov=s['nesterov']
       ),
       'momentum': lambda: optax.ema(s['beta']),
-      'gram': lambda: optax.chain(
-          look_ahead(s['beta']), by_gram(s['gram'], s['ns_steps'])
-      ),
       None: optax.identity,
   }[s['worker']]()
   if s['mu_dtype']:
     before = stored_as(before, s['mu_dtype'])
-  if s['shared']:
-    before = corrected(s)
   after = {
       'rms': demo_optax.recipes.scale_to_unit_rms,
       'sign': optax.scale_by_sign,
       'orthonormalise': lambda: optax.chain(
           orthonormalised(s, beta=0.0, nesterov=False),
-          demo_optax.recipes.scale_to_unit_rms(),
-      ),
-      'votes': lambda: optax.chain(
-          by_votes(s['power']), demo_optax.recipes.scale_to_unit_rms()
-      ),
-      'gram': lambda: optax.chain(
-          by_gram(s['after_gram'], s['after_steps'], s['share']),
           demo_optax.recipes.scale_to_unit_rms(),
       ),
       'adam': lambda: optax.scale_by_adam(b1=0.0, b2=0.95),
@@ -215,14 +209,14 @@ def recipe(s: Settings, workers: demo_optax.Workers) -> Method:
   own = optax.partition(
       {'matrix': before, 'other': optax.identity()}, matrix_or_other
   )
-  first = demo_optax.per_worker(optax.chain(clip(), own), workers=workers)
-  exchange = demo_optax.scale_by_demo(
-      compressor, s['decay'], workers=workers, alpha=s['alpha'],
-      average=s['average'], gradient_weight=weight, **owners(s),
+  tx = optax.chain(
+      demo_optax.per_worker(optax.chain(clip(), own), workers=workers),
+      demo_optax.scale_by_demo(
+          compressor, s['decay'], workers=workers, alpha=s['alpha'],
+          average=s['average'], gradient_weight=weight, **owners(s),
+      ),
+      optax.partition(behind, matrix_or_other),
   )
-  if s['shared']:
-    first, exchange = fed_back(first, exchange, s), optax.identity()
-  tx = optax.chain(first, exchange, optax.partition(behind, matrix_or_other))
   return Method(tx, planned(compressor, workers, 1, s))
 
 
@@ -300,9 +294,10 @@ def turns(s: Settings, workers: demo_optax.Workers) -> Method:
   others = planned(frozen, workers)
 
   def bytes_of(params: Any) -> tuple[float, float, float]:
-    sent, received, dense = others(params)
+    sent, received, _ = others(params)
     size = sum(x.size for x in matrices(params))
     signs = size / s['turns'] / 8 + size / 64**2 * 2  # with scales in float16
+    *_, dense = averaged({**s, 'method': 'adamw'}, workers).bytes_of(params)
     return sent + signs, received + (workers.count - 1) * signs, dense
 
   return Method(matrices_by(own, frozen, other_base, s, workers), bytes_of)
@@ -333,177 +328,6 @@ def local(s: Settings, workers: demo_optax.Workers) -> Method:
         inner, compressor=compressor, decay=s['decay'], **every
     )
   return Method(tx, planned(compressor, workers, s['period']))
-
-
-# Links that are tried in `recipe` ---------------------------------------------
-
-
-def look_ahead(beta: float) -> optax.GradientTransformation:
-  """Nesterov's momentum, from zero; `by_gram` ignores its length."""
-
-  def update_fn(updates: Any, mu: Any, params: Any = None) -> Any:
-    mu = optax.tree.update_moment(updates, mu, beta, 1)
-    return optax.tree.update_moment(updates, mu, beta, 1), mu
-
-  return optax.GradientTransformation(optax.tree.zeros_like, update_fn)
-
-
-def by_gram(
-    decay: float, steps: int, share: float = 1.0
-) -> optax.GradientTransformation:
-  """Multiplies matrices by an inverse root of the EMA of their Gram matrices.
-
-  Newton-Schulz, whose polynomials are of the Gram matrix of the matrix itself
-  if `decay` is zero. The result has the length of an orthonormal matrix.
-  `share` is of the result; the rest is of the matrix at this length.
-  """
-
-  def whiten(x: jax.Array, gram: jax.Array) -> tuple[jax.Array, jax.Array]:
-    turned = x.shape[0] > x.shape[1]
-    x = x.T if turned else x
-    gram = decay * gram + (1 - decay) * x @ x.T
-    size = jax.lax.rsqrt(jnp.maximum(jnp.sum(jnp.abs(gram), 1), 1e-30))
-    a, root = gram * size * size[:, None], jnp.diag(size)
-    for _ in range(steps):
-      p = -4.7750 * a + 2.0315 * a @ a
-      p += 3.4445 * jnp.eye(len(a))
-      root, a = p @ root, p @ a @ p
-    y = of_length(root @ x)
-    if share < 1:
-      y = share * y + (1 - share) * of_length(x)
-    return y.T if turned else y, gram
-
-  def update_fn(updates: Any, grams: Any, params: Any = None) -> Any:
-    leaves, treedef = jax.tree.flatten(updates)
-    new, grams = zip(*map(whiten, leaves, jax.tree.leaves(grams)))
-    return treedef.unflatten(new), treedef.unflatten(grams)
-
-  return optax.GradientTransformation(
-      lambda params: jax.tree.map(
-          lambda x: jnp.zeros((min(x.shape),) * 2, x.dtype), params
-      ),
-      update_fn,
-  )
-
-
-def by_votes(power: float) -> optax.GradientTransformation:
-  """Raises the merged coefficients of 64x64 chunks to a power, with signs.
-
-  A coefficient that few workers have sent becomes smaller than others.
-  """
-  dct = jax.scipy.fft.dct(jnp.eye(64), axis=0, norm='ortho')
-
-  def of_matrix(x: jax.Array) -> jax.Array:
-    rows, columns = (side // 64 for side in x.shape)
-    blocks = x.reshape(rows, 64, columns, 64)
-    blocks = jnp.einsum('ap,rpcq,bq->rcab', dct, blocks, dct)
-    blocks /= jnp.max(jnp.abs(blocks)) + 1e-30
-    blocks = jnp.sign(blocks) * jnp.abs(blocks) ** power
-    return jnp.einsum('ap,rcab,bq->rpcq', dct, blocks, dct).reshape(x.shape)
-
-  return optax.stateless(lambda updates, _: jax.tree.map(of_matrix, updates))
-
-
-def of_length(x: jax.Array) -> jax.Array:
-  """Scales a matrix to the norm of an orthonormal one."""
-  square = jnp.sum(x * x)
-  root = jax.lax.rsqrt(jnp.where(square > 0, square, 1.0))
-  return x * root * min(x.shape) ** 0.5
-
-
-class SharedState(NamedTuple):
-  """What is fed back: an EMA of merged updates, equal on all workers."""
-
-  merged: Any
-  first: Any
-  exchange: Any
-
-
-def matrices(tree: Any) -> list[Any]:
-  """Returns the leaves that are matrices, in their order."""
-  labels = jax.tree.leaves(matrix_or_other(tree))
-  return [x for x, y in zip(jax.tree.leaves(tree), labels) if y == 'matrix']
-
-
-def fed_back(
-    first: optax.GradientTransformationExtraArgs,
-    exchange: optax.GradientTransformation,
-    s: Settings,
-) -> optax.GradientTransformation:
-  """Chains two links, and passes an EMA of merged updates to the first."""
-
-  def init_fn(params: Any) -> SharedState:
-    merged = optax.tree.zeros_like(matrices(params))
-    return SharedState(merged, first.init(params), exchange.init(params))
-
-  def update_fn(updates: Any, state: SharedState, params: Any = None) -> Any:
-    updates, own = first.update(
-        updates, state.first, params, merged=state.merged
-    )
-    updates, sent = exchange.update(updates, state.exchange, params)
-    if s['shared'] == 'predict':
-      leaves, treedef = jax.tree.flatten(updates)
-      known = iter(state.merged)
-      labels = jax.tree.leaves(matrix_or_other(updates))
-      updates = treedef.unflatten([
-          x + s['lambda'] * next(known) if y == 'matrix' else x
-          for x, y in zip(leaves, labels)
-      ])
-    merged = optax.tree.update_moment(
-        matrices(updates), state.merged, s['shared_decay'], 1
-    )
-    return updates, SharedState(merged, own, sent)
-
-  return optax.GradientTransformation(init_fn, update_fn)
-
-
-def corrected(s: Settings) -> optax.GradientTransformationExtraArgs:
-  """Orthonormalises a momentum with a correction of what workers have merged.
-
-  `'blend'` adds `lambda` times the merged updates. `'control'` also subtracts
-  this worker's own, both EMAs, after scaling the merged one to the length of
-  the projection. `'control-after'` and `'blend-after'` correct what is sent.
-  All are relative to the length of the momentum.
-  """
-  momentum = look_ahead(s['beta'])
-  polar = orthonormalised(s, beta=0.0, nesterov=False)
-  kind, _, place = s['shared'].partition('-')
-
-  def init_fn(params: Any) -> Any:
-    zeros = optax.tree.zeros_like(params)
-    return momentum.init(params), zeros, polar.init(params)
-
-  def correct(x: jax.Array, merged: jax.Array, own: jax.Array) -> jax.Array:
-    if kind == 'predict':
-      return x - s['lambda'] * merged
-    x = of_length(x)
-    if kind == 'blend':
-      return x + s['lambda'] * of_length(merged)
-    square, along = jnp.sum(merged * merged), jnp.sum(merged * own)
-    common = merged * along / jnp.where(square > 0, square, 1.0)
-    size = jnp.sum(own * own)
-    scale = jax.lax.rsqrt(jnp.where(size > 0, size, 1.0))
-    scale *= min(x.shape) ** 0.5 * s['lambda']
-    return x + scale * (common - own)
-
-  def update_fn(
-      updates: Any, state: Any, params: Any = None, *, merged: Any
-  ) -> Any:
-    mu, own, ns = state
-    ahead, mu = momentum.update(updates, mu)
-    leaves, treedef = jax.tree.flatten(ahead)
-    owns = jax.tree.leaves(own)
-    is_after = place == 'after' or kind == 'predict'
-    if not is_after:
-      leaves = list(map(correct, leaves, merged, owns))
-    new, ns = polar.update(treedef.unflatten(leaves), ns)
-    own = optax.tree.update_moment(new, own, s['shared_decay'], 1)
-    if is_after:
-      flat = map(correct, jax.tree.leaves(new), merged, owns)
-      new = treedef.unflatten(list(flat))
-    return new, (mu, own, ns)
-
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def stored_as(
