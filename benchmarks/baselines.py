@@ -1,4 +1,4 @@
-"""Methods to compare with: of low rank, from their papers, and a variant.
+"""Methods of low rank to compare with, from their papers.
 
 All are transformations of one worker's gradients for a `data_parallel` step.
 What those of low rank average over all workers are the two thin factors of a
@@ -11,10 +11,8 @@ import chex
 import jax
 import jax.numpy as jnp
 import optax
-import scipy.fft
 
 import demo_optax
-from demo_optax.numerics.topk import top_k
 
 
 class LowRankState(NamedTuple):
@@ -126,73 +124,54 @@ def sent_bytes(params: chex.ArrayTree, rank: int, workers: int) -> float:
   return 2 * (workers - 1) / workers * 4 * elements
 
 
-class OneMomentumState(NamedTuple):
-  """State of `one_momentum`.
+class ByTurnsState(NamedTuple):
+  """State of `by_turns`.
 
   Attributes:
-    worker_stacked: the momentum of each matrix, less some of what was sent,
-      `[workers, rows, columns]`.
+    count: exchanges so far.
+    worker_stacked: what a worker has not sent of each matrix, `[workers, ...]`.
   """
 
+  count: jax.Array
   worker_stacked: chex.ArrayTree
 
 
-def one_momentum(
-    orthonormalise: optax.GradientTransformation,
-    workers: demo_optax.Workers,
-    topk: int,
-    beta: float,
-    alpha: float,
+def by_turns(
+    turns: int, decay: float, workers: demo_optax.Workers
 ) -> optax.GradientTransformation:
-  """Does as `demo_muon` with one momentum, for sides of whole chunks.
+  """Sends signs of one of `turns` parts of a matrix, the next at every step.
 
-  The largest coefficients of the orthonormalised momentum are sent as signs.
-  The feedback is in the momentum that is orthonormalised, whose coefficients at
-  the same places lose the share `alpha` of what they are.
+  The parts are random and the same on all workers: no index is sent. A chunk of
+  64x64 has one scale. What was not sent remains, with a decay.
   """
-  dct = jnp.asarray(scipy.fft.dct(jnp.eye(64), axis=0, norm='ortho'))
-
-  def transform(matrix: jax.Array) -> jax.Array:
-    rows, columns = (x // 64 for x in matrix.shape)
-    blocks = matrix.reshape(rows, 64, columns, 64)
-    return jnp.einsum('ap,rpcq,bq->rcab', dct, blocks, dct)
-
-  def inverse(blocks: jax.Array) -> jax.Array:
-    rows, columns = blocks.shape[:2]
-    matrix = jnp.einsum('ap,rcab,bq->rpcq', dct, blocks, dct)
-    return matrix.reshape(64 * rows, 64 * columns)
-
-  def of_matrix(
-      orthonormal: jax.Array, momentum: jax.Array
-  ) -> tuple[jax.Array, jax.Array]:
-    coefficients = transform(orthonormal)
-    size = jnp.abs(coefficients)
-    chunks = size.reshape(-1, 64 * 64)
-    largest = jnp.take_along_axis(chunks, top_k(chunks, topk), axis=1)
-    least = jnp.min(largest, axis=1).reshape(*size.shape[:2], 1, 1)
-    chosen = size >= least
-    mean = jnp.sum(size * chosen, (2, 3), keepdims=True) / topk
-    sent = jnp.where(chosen, jnp.sign(coefficients) * mean, 0.0)
-    kept = momentum - alpha * inverse(transform(momentum) * chosen)
-    return inverse(demo_optax.over_workers(sent)), kept
 
   def update_fn(
-      updates: chex.ArrayTree, state: OneMomentumState, params: Any = None
-  ) -> tuple[chex.ArrayTree, OneMomentumState]:
+      updates: chex.ArrayTree, state: ByTurnsState, params: Any = None
+  ) -> tuple[chex.ArrayTree, ByTurnsState]:
     del params
-    momenta = jax.tree.map(
-        lambda m, g: beta * m + (1 - beta) * g, state.worker_stacked, updates
-    )
-    orthonormal, _ = orthonormalise.update(
-        momenta, orthonormalise.init(momenta)
-    )
-    leaves, treedef = jax.tree.flatten(orthonormal)
-    found = map(of_matrix, leaves, jax.tree.leaves(momenta))
-    new, momenta = map(treedef.unflatten, zip(*found))
-    return new, OneMomentumState(momenta)
+    leaves, treedef = jax.tree.flatten(updates)
 
-  def init_fn(params: chex.ArrayTree) -> OneMomentumState:
-    return OneMomentumState(jax.tree.map(
+    def of_matrix(
+        x: jax.Array, left: jax.Array, key: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+      left = decay * left + (1 - decay) * x
+      turn = jax.random.permutation(key, x.size).reshape(x.shape) % turns
+      rows, columns = (side // 64 for side in x.shape)
+      chunks = (rows, 64, columns, 64)
+      now = (turn == state.count % turns).reshape(chunks)
+      of_turn = jnp.where(now, left.reshape(chunks), 0.0)
+      scale = jnp.sum(jnp.abs(of_turn), (1, 3), keepdims=True)
+      scale /= jnp.maximum(jnp.sum(now, (1, 3), keepdims=True), 1)
+      sent = (jnp.sign(of_turn) * scale).reshape(x.shape)
+      return demo_optax.over_workers(sent), left - sent
+
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    found = map(of_matrix, leaves, jax.tree.leaves(state.worker_stacked), keys)
+    new, left = map(treedef.unflatten, zip(*found))
+    return new, ByTurnsState(state.count + 1, left)
+
+  def init_fn(params: chex.ArrayTree) -> ByTurnsState:
+    return ByTurnsState(jnp.zeros((), jnp.int32), jax.tree.map(
         lambda x: jnp.zeros((workers.count, *x.shape), x.dtype), params
     ))
 

@@ -47,7 +47,6 @@ DEFAULTS: dict[str, Any] = {
     'preconditioning': 'aol',
     # recipe: the exchange
     'topk': 32,  # of 64x64 chunks; None: everything
-    'chunks': 'matrix',  # or 'heads': attention cut as [in, heads, size] is
     'values': 'sign',
     'decay': 0.9,
     'weight': 'ema',  # of gradients in the momentum; 'lr': the learning rate
@@ -56,9 +55,14 @@ DEFAULTS: dict[str, Any] = {
     'update_values': None,  # of the chunks' owners; None: an all-gather
     'rows': 24,  # of rows of 192 of the others; or 'adamw'
     # recipe: behind it
-    'after': 'rms',  # or 'sign', 'row_rms', 'width', 'orthonormalise', None
+    'after': 'rms',  # or 'sign', 'orthonormalise'
     'other_after': 'adam',
+    'turns': 8,  # of turns: parts of a matrix
     'mu_dtype': None,  # in which the worker's momentum is kept
+    # of removed code, which some records have
+    'gram': 0.9, 'after_gram': 0.9, 'after_steps': 2, 'share': 1.0,
+    'shared': None, 'lambda': 1.0, 'shared_decay': 0.9, 'power': 1.5,
+    'chunks': 'matrix',
     # others
     'rank': 1,  # of powersgd, dion
     'inner': 'adamw',  # of diloco, demo-diloco, sparse-loco; or 'muon'
@@ -120,6 +124,9 @@ MANY = {n: {'workers': n, 'batch': 32, 'steps': 400} for n in (8, 32)}
 # How owners of chunks may write updates.
 UPDATES = ['int4', 'sign', 'int8']
 LARGER = {'width': 512, 'layers': 3, 'heads': 8, 'steps': 400}
+# Cheap runs with one sequence for each of 16 workers.
+SHORT = {'workers': 16, 'width': 128, 'heads': 4, 'steps': 200}
+RECIPE = {**SHORT, **MEDIUM, **BEST}
 CNN = {'task': 'cnn', 'steps': 400, 'batch': 64}
 
 # Whose seconds are measured: the rows of the table of results.
@@ -226,7 +233,7 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
         *grid(worker='orthonormalise', after='orthonormalise',
               lr=[1e-3, 2e-3]),
     ],
-    'after': grid(after=['sign', 'row_rms', 'width']),
+    'after': grid(after='sign'),
     'others': [
         *grid(rows=[8, 48, 'adamw']), *grid(**LARGE, rows=8),
         *grid(other_after=['sign', 'rms']), *grid(other_lr=1e-3),
@@ -241,11 +248,7 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
     'nesterov': grid(nesterov=False),
     'alpha': [*grid(alpha=0.5), *grid(**LARGE, alpha=0.5)],
     'weight': grid(weight='lr'),
-    'memory': [
-        *grid(mu_dtype='bfloat16'),
-        *grid(method='one-momentum', alpha=[0.0, 0.1]),
-    ],
-    'chunks': grid(**MEDIUM, **BEST, chunks='heads'),
+    'memory': grid(mu_dtype='bfloat16'),
     'controls': [
         *grid(topk=None, lr=[5e-4, 1e-3, 2e-3]),
         *grid(method='muon-sign', lr=[5e-4, 1e-3, 2e-3]),
@@ -322,6 +325,19 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
         *grid(**SLOWER, workers=16, batch=64),
         *grid(workers=16, batch=64, **MEDIUM, **BEST),
         *grid(method='adamw', workers=16, batch=64),
+    ],
+    'many': [
+        *grid(**MUON, workers=16, steps=200),
+        *grid(**MEDIUM, **BEST, workers=16, steps=200),
+        *grid(**SHORT, **MUON), *grid(**SHORT, **{**MUON, 'lr': 4e-2}),
+        *grid(**SHORT, **MUON, beta=0.9),
+        *grid(**RECIPE, lr=[2e-3, 3e-3]), *grid(**RECIPE, lr=3e-3, beta=0.9),
+        *grid(**RECIPE, lr=3e-3, decay=[0.8, 0.95]),
+        *grid(**RECIPE, lr=3e-3, ns_steps=2),
+        *grid(**{**RECIPE, 'rows': 'adamw'}),
+        *grid(**SHORT, **BEST, topk=None, lr=[1e-3, 2e-3]),
+        *grid(**BEST, workers=16, topk=None, lr=1e-3),
+        *grid(**RECIPE, method='turns', lr=3e-3),
     ],
     'sources': [
         *grid(data='stdlib', **LARGE, **BEST),

@@ -1,6 +1,5 @@
 """The optimizers that `muon.py` compares, from settings."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -33,7 +32,7 @@ class Method(NamedTuple):
 def make(s: Settings, workers: demo_optax.Workers) -> Method:
   """Returns the method of the settings."""
   families = {
-      'recipe': recipe, 'demo': demo, 'one-momentum': one_momentum,
+      'recipe': recipe, 'demo': demo, 'turns': turns,
       'powersgd': low_rank, 'dion': low_rank,
       'diloco': local, 'demo-diloco': local, 'sparse-loco': local,
   }
@@ -110,6 +109,12 @@ def planned(
   return bytes_of
 
 
+def matrices(tree: Any) -> list[Any]:
+  """Returns the leaves that are matrices, in their order."""
+  labels = jax.tree.leaves(matrix_or_other(tree))
+  return [x for x, y in zip(jax.tree.leaves(tree), labels) if y == 'matrix']
+
+
 # Methods ----------------------------------------------------------------------
 
 
@@ -181,10 +186,6 @@ def recipe(s: Settings, workers: demo_optax.Workers) -> Method:
     before = stored_as(before, s['mu_dtype'])
   after = {
       'rms': demo_optax.recipes.scale_to_unit_rms,
-      'width': lambda: optax.chain(
-          demo_optax.recipes.scale_to_unit_rms(), by_width()
-      ),
-      'row_rms': row_rms,
       'sign': optax.scale_by_sign,
       'orthonormalise': lambda: optax.chain(
           orthonormalised(s, beta=0.0, nesterov=False),
@@ -197,8 +198,6 @@ def recipe(s: Settings, workers: demo_optax.Workers) -> Method:
       else demo_optax.dct_topk(64, s['topk'], values=s['values'])
   )
   compressor, other_base = other_leaves(s, matrix, after[s['other_after']]())
-  if s['chunks'] == 'heads':
-    compressor = within_heads(compressor, s['topk'])
   rates = {k: schedule(s, s[n]) for k, n in
            (('matrix', 'lr'), ('other', 'other_lr'))}
   weight = {'ema': 1 - s['decay'], 'lr': rates['matrix']}[s['weight']]
@@ -250,12 +249,7 @@ def low_rank(s: Settings, workers: demo_optax.Workers) -> Method:
   def bytes_of(params: Any) -> tuple[float, float, float]:
     plan = demo_optax.plan(params, compressor, workers)
     size = sum(x.size for x in jax.tree.leaves(params))
-    matrices = [
-        x for x, label in zip(
-            jax.tree.leaves(params), jax.tree.leaves(matrix_or_other(params))
-        ) if label == 'matrix'
-    ]
-    factors = baselines.sent_bytes(matrices, s['rank'], workers.count)
+    factors = baselines.sent_bytes(matrices(params), s['rank'], workers.count)
     dense = 2 * (workers.count - 1) / workers.count * 4 * size
     return plan.sent_bytes + factors, plan.received_bytes + factors, dense
 
@@ -284,23 +278,29 @@ def matrices_by(
   ))
 
 
-def one_momentum(s: Settings, workers: demo_optax.Workers) -> Method:
-  """`demo_muon` with the feedback in the momentum of Muon."""
+def turns(s: Settings, workers: demo_optax.Workers) -> Method:
+  """`demo_muon`, but all workers send signs of the same places, by turns."""
   own = optax.chain(
-      baselines.one_momentum(
-          orthonormalised(s, beta=0.0, nesterov=False), workers, s['topk'],
-          s['beta'], s['alpha'],
+      demo_optax.per_worker(
+          orthonormalised(s, beta=s['beta'], nesterov=s['nesterov']),
+          workers=workers,
       ),
+      baselines.by_turns(s['turns'], s['decay'], workers),
       demo_optax.recipes.scale_to_unit_rms(),
   )
-  behind = optax.scale_by_adam(b1=0.0, b2=0.95)
-  frozen, other_base = other_leaves(s, compressors.FROZEN, behind)
-  matrix = demo_optax.dct_topk(64, s['topk'], values='sign')
-  sent, _ = other_leaves(s, matrix, behind)
-  return Method(
-      matrices_by(own, frozen, other_base, s, workers),
-      planned(sent, workers),
+  frozen, other_base = other_leaves(
+      s, compressors.FROZEN, optax.scale_by_adam(b1=0.0, b2=0.95)
   )
+  others = planned(frozen, workers)
+
+  def bytes_of(params: Any) -> tuple[float, float, float]:
+    sent, received, _ = others(params)
+    size = sum(x.size for x in matrices(params))
+    signs = size / s['turns'] / 8 + size / 64**2 * 2  # with scales in float16
+    *_, dense = averaged({**s, 'method': 'adamw'}, workers).bytes_of(params)
+    return sent + signs, received + (workers.count - 1) * signs, dense
+
+  return Method(matrices_by(own, frozen, other_base, s, workers), bytes_of)
 
 
 def local(s: Settings, workers: demo_optax.Workers) -> Method:
@@ -328,49 +328,6 @@ def local(s: Settings, workers: demo_optax.Workers) -> Method:
         inner, compressor=compressor, decay=s['decay'], **every
     )
   return Method(tx, planned(compressor, workers, s['period']))
-
-
-# Links that are tried in `recipe` ---------------------------------------------
-
-
-def by_width() -> optax.GradientTransformation:
-  """Shorter steps for matrices of more rows than columns, as Muon takes."""
-
-  def scale(u: jax.Array) -> jax.Array:
-    return u * min(1.0, (u.shape[1] / u.shape[0]) ** 0.5)
-
-  return optax.stateless(lambda updates, _: jax.tree.map(scale, updates))
-
-
-def within_heads(compressor: Any, topk: int) -> Callable[[Any], Any]:
-  """Cuts attention as kernels with an axis of heads are: by input, by head."""
-  share = compressors.TopK(topk, of=64**2)
-  sides = {'qkv': (1, 192), 'proj': (32, 64)}  # of GPTConfig: 6 heads of 32
-
-  def choose(path: Any, other: Any) -> Any:
-    where = jax.tree_util.keystr(path)
-    for name, chunk_size in sides.items():
-      if name in where and 'kernel' in where:
-        return dataclasses.replace(
-            demo_optax.dct_topk(chunk_size, 1, values='sign'), select=share
-        )
-    return other
-
-  # A compressor is a leaf of this tree.
-  return lambda params: jax.tree_util.tree_map_with_path(
-      choose, compressor(params),
-      is_leaf=lambda x: isinstance(x, compressors.Compressor),
-  )
-
-
-def row_rms() -> optax.GradientTransformation:
-  """Scales what belongs to one output of a matrix to an RMS of one."""
-
-  def scale(u: jax.Array) -> jax.Array:
-    mean = jnp.mean(u * u, 0, keepdims=True)
-    return jnp.where(mean > 0, u * jax.lax.rsqrt(mean), 0.0)
-
-  return optax.stateless(lambda updates, _: jax.tree.map(scale, updates))
 
 
 def stored_as(
