@@ -197,9 +197,9 @@ def _orthonormal(
 ) -> list[jax.Array]:
   """Returns leaves whose matrices are orthonormalised.
 
-  Matrices of one shape, or of that shape transposed, form stacks. If a stack
-  has one for every second device of a worker or more, devices take whole
-  matrices: sharded ones would be gathered for every product.
+  Matrices of one shape, or of that shape transposed, form stacks. Devices of a
+  worker take whole matrices of a stack (`lift.spread`): sharded ones would be
+  gathered for every product.
   """
   tx = contrib.scale_by_muon(
       beta=0.0,

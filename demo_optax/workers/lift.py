@@ -251,11 +251,12 @@ def place(workers: Workers, x: jax.Array) -> jax.Array:
 def spread(workers: Workers, x: jax.Array) -> jax.Array:
   """Shards the first axis of one worker's array over the worker's devices.
 
-  Pads it to a multiple of their number, and leaves it as it is if it is shorter
-  than half of that. In `context`.
+  Pads it to a multiple of their number. Leaves it as it is if it is shorter than
+  half of that, or for two devices: of those, products of shards move as little.
+  In `context`.
   """
   devices = workers.param_specs.devices
-  if workers.mesh is None or devices == 1 or 2 * len(x) < devices:
+  if workers.mesh is None or devices < 4 or 2 * len(x) < devices:
     return x
   x = jnp.pad(x, [(0, -len(x) % devices), *[(0, 0)] * (x.ndim - 1)])
   # Of the mesh in the context, whose axes `auto_axes` makes Auto.
