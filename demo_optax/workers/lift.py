@@ -251,9 +251,9 @@ def place(workers: Workers, x: jax.Array) -> jax.Array:
 def spread(workers: Workers, x: jax.Array) -> jax.Array:
   """Shards the first axis of one worker's array over the worker's devices.
 
-  Pads it to a multiple of their number. Leaves it as it is if it is shorter than
-  half of that, or for two devices: of those, products of shards move as little.
-  In `context`.
+  Pads it to a multiple of their number. Leaves it as it is if it is shorter
+  than half of that, and for two devices, whose products of shards move as few
+  bytes. Called in `context`.
   """
   devices = workers.param_specs.devices
   if workers.mesh is None or devices < 4 or 2 * len(x) < devices:
