@@ -1,6 +1,7 @@
 """Bytes per step of a model, and seconds over a link.
 
     python -m demo_optax 300M --topk 8 --values sign --workers 8 64
+    python -m demo_optax 300M --optimizer demo_muon
     python -m demo_optax 300M --link 100Mbit/s --latency 20ms --step 0.4s
     python -m demo_optax package.module:function --workers 8
 
@@ -29,6 +30,7 @@ from demo_optax import compressors
 from demo_optax.codes.values import UPDATE_VALUES, VALUES
 from demo_optax.exchange.algorithm import ExchangeKind
 from demo_optax.plan import Plan, plan
+from demo_optax.recipes import muon_compressors
 
 _PREFIXES = {'u': 1e-6, 'm': 1e-3, '': 1.0, 'k': 1e3, 'M': 1e6, 'G': 1e9}
 
@@ -50,6 +52,9 @@ def main(argv: list[str] | None = None) -> None:
       formatter_class=argparse.RawDescriptionHelpFormatter)
   add = parser.add_argument
   add('model', help=f'{", ".join(MODELS)}, a JSON file, or module:function')
+  add('--optimizer', choices=['demo', 'demo_muon'], default='demo',
+      help='demo_muon: its default compressors, not the next three; default:'
+      ' demo')
   add('--topk', type=_number(2**24), default=32,
       help='coefficients per chunk; default: 32')
   add('--chunk', type=_number(4096), default=64, help='its sides; default: 64')
@@ -70,6 +75,8 @@ def main(argv: list[str] | None = None) -> None:
   try:
     params = _params(args.model)
     compressor = compressors.dct_topk(args.chunk, args.topk, values=args.values)
+    if args.optimizer == 'demo_muon':
+      compressor = muon_compressors(params)
     plans = [plan(params, compressor, n, exchange=args.exchange,
                   update_values=args.update_values) for n in args.workers]
   except Exception as error:  # also what the user's function raises
@@ -107,7 +114,7 @@ def _over_link(plan: Plan, rate: float, latency: float, step: float) -> str:
 def _number(most: float = 1e30, unit: str = '', example: str = '') -> Any:
   """Reads an integer, or an amount such as `example` in a unit."""
   pattern = rf'(\d+(?:\.\d+)?)([umkMG]?){unit}' if unit else r'(\d+)()'
-  wanted = f'above 0, such as {example}' if unit else (
+  wanted = f'a number above 0 in a unit, such as {example}' if unit else (
       f'an integer from 1 to {most:,}')
 
   def number(text: str) -> float:

@@ -13,30 +13,34 @@ def main(args: list[str] | None = None) -> int:
   """Runs the command line; returns the exit status."""
   if args is None:
     args = sys.argv[1:]
-  parser = argparse.ArgumentParser(
-      'python -m demo_optax.remote',
-      description='A relay: hands all workers of a run the same list of'
-      ' messages in every round. "keys FOLDER --workers N" writes keys for a'
-      ' relay that other hosts can reach.',
-  )
   is_keys = args[:1] == ['keys']
+  parser = argparse.ArgumentParser(
+      'python -m demo_optax.remote' + ' keys' * is_keys,
+      description='Writes keys for a relay that other hosts can reach.'
+      if is_keys else
+      'A relay: hands all workers of a run the same list of messages in every'
+      ' round. "keys FOLDER --workers N" writes keys for a relay that other'
+      ' hosts can reach.',
+  )
   if is_keys:
     parser.add_argument('folder', help='where to write a file for the relay'
                         ' and one for each worker')
   add = parser.add_argument
-  add('--workers', type=int, required=True, help='the most there can be')
+  add('--workers', type=int, required=True, help='the most that there can be')
   if not is_keys:
-    add('--port', type=int, default=7077)
+    add('--port', type=int, default=7077, help='to listen on (%(default)s)')
     add('--host', help='address to listen on: 127.0.0.1, or all with --keys')
     add('--keys', help="the relay's file of keys")
     add('--deadline', type=float, metavar='SECONDS', help='from the first'
-        ' message of a round to its end; default: 2, or 5 median rounds')
-    add('--quorum', type=int, default=1, help='workers that a round needs')
+        ' message of a round to its end; 2, or 5 median rounds, if not given')
+    add('--quorum', type=int, default=1,
+      help='workers that a round needs (%(default)s)')
     add('--start', type=float, default=300, metavar='SECONDS',
-        help='for all workers to come before the first round')
+        help='for all workers to come before the first round (%(default)s)')
     add('--history', type=int, default=64, metavar='ROUNDS',
-        help='lists that are kept for workers that are late')
-    add('--max-message', type=int, default=1 << 28, metavar='BYTES')
+        help='lists that are kept for workers that are late (%(default)s)')
+    add('--max-message', type=int, default=1 << 28, metavar='BYTES',
+        help='larger ones are refused (%(default)s)')
   given = parser.parse_args(args[1:] if is_keys else args)
   if is_keys:
     for path in frames.write_keys(given.folder, given.workers):

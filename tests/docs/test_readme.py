@@ -50,7 +50,7 @@ ROWS = {
     'AdamW, bfloat16 all-reduce': ('AdamW bfloat16', {'method': 'adamw'}),
     'Muon, bfloat16 all-reduce': ('Muon bfloat16', MUON),
     '`demo_muon`': ('demo_muon', DEFAULT),
-    'DeMo as published, our index codes': (None, {
+    'DeMo as published, places compressed by this library': (None, {
         'method': 'demo', 'values': 'float32', 'decay': 0.99}),
 }
 # What a run of muon.jsonl has that is no setting.
@@ -133,7 +133,7 @@ def test_what_1024_workers_receive():
 def test_the_command_that_counts_bytes(capsys):
   words = re.search(r'`python -m demo_optax ([^`]+)`', README)
   command.main(words.group(1).split())
-  assert '1.08 MB, receives    7.59 MB' in capsys.readouterr().out
+  assert '7.63 MB, receives   53.43 MB' in capsys.readouterr().out
 
 
 def test_one_version_everywhere():
@@ -196,7 +196,7 @@ def test_other_texts_and_more_workers_are_what_was_measured():
              f'-{100 * (1 - recipe / adamw):.1f} %']
     assert re.search(
         rf'\| {name}[^|]* \| [^|]* \| {re.escape(" | ".join(cells))} \|', GUIDE)
-  _, demo = ROWS['DeMo as published, our index codes']
+  _, demo = ROWS['DeMo as published, places compressed by this library']
   above = 100 * (mean_loss(demo) / mean_loss({'method': 'adamw'}) - 1)
   assert f'DeMo as published ended {above:.1f} % above AdamW' in GUIDE
 

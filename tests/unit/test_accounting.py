@@ -174,7 +174,7 @@ def test_plan_errors():
 
 def test_examples_of_the_help_run(capsys):
   lines = re.findall(r'python -m demo_optax (300M .*)', command.__doc__)
-  assert len(lines) == 2 and '--link' in lines[1]
+  assert len(lines) == 3 and '--link' in lines[2]
   for line in lines:
     command.main(line.split())
   assert '319,946,752' in capsys.readouterr().out
@@ -192,6 +192,8 @@ def test_command_reads_shapes(capsys, tmp_path):
   command.main([str(path), '--chunk', '32'])
   text = capsys.readouterr().out
   assert '256x128' in text and '32x32' in text and 'scalar' in text
+  command.main([str(path), '--optimizer', 'demo_muon'])
+  assert '64x64    64  elias-fano' in capsys.readouterr().out
 
 
 MODULE = """
@@ -313,12 +315,12 @@ MISTAKES = {  # by the end of the message: arguments, or the text of a file
     "'/a' must be a list": '{"a": [3, "x"]}', "'' must be a list": '[[2], [3]]',
     'got [-1]': '{"a": [-1]}', 'got [true]': '{"a": [true]}',
     'must be JSON': 'a', 'must be a file': ['no/such/file'],
-    '--link: must be above 0, such as': ['300M', '--link', '100'],
+    '--link: must be a number above 0 in a unit': ['300M', '--link', '100'],
     "got '0Mbit/s'": ['300M', '--link', '0Mbit/s'],
     "got '1.2.3Mbit/s'": ['300M', '--link', '1.2.3Mbit/s'],
-    '--latency: must be above 0, such as': ['300M', '--latency', '20'],
+    '--latency: must be a number above 0 in a unit': ['300M', '--latency', '20'],
     "got '1bit/s'": ['300M', '--latency', '1bit/s'],
-    '--step: must be above 0, such as': ['300M', '--step', f'{"9" * 400}s'],
+    '--step: must be a number above 0 in a unit': ['300M', '--step', f'{"9" * 400}s'],
     "got '9e9s'": ['300M', '--step', '9e9s'],
     '--topk: must be an integer from 1 to': ['300M', '--topk', '0'],
     '--chunk: must be an integer from 1 to': ['300M', '--chunk', '1048576'],
