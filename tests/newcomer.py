@@ -29,7 +29,16 @@ def main(readme: str, wheel: str) -> None:
     assert getattr(demo_optax, name) is not None
   for name in names:
     if re.fullmatch(r'demo_optax/(?:\w+/)?[a-z]\w+\.py', name):
-      importlib.import_module(name[:-3].replace('/', '.'))
+      try:
+        importlib.import_module(name[:-3].replace('/', '.'))
+      except ModuleNotFoundError as error:  # of an extra
+        assert error.name == 'zmq' and 'remote' in name, name
+  try:
+    demo_optax.Workers.remote('tcp://127.0.0.1:7077', rank=0, count=2)
+  except ImportError as error:
+    assert "pip install 'demo_optax[remote]'" in str(error)
+  else:
+    raise AssertionError('ZeroMQ is installed.')
 
   block = re.search(r'```python\n(.*?)```', pathlib.Path(readme).read_text(), re.S)
   printed = io.StringIO()
