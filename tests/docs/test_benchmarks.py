@@ -62,6 +62,9 @@ def test_what_a_relay_does_is_as_measured():
   assert f'{attack["connections"]:,} connections' in page
   assert f'{1e3 * attack["seconds_attacked"]:.1f} ms during' in page
   assert f'for {found["drift"]["rounds"]:,} rounds' in page
+  slow = found['slow']
+  assert f'{slow["rounds"]} rounds; in {slow["rounds_without_some"]} of' in page
+  assert not slow['rounds_that_differ']
 
 
 @pytest.mark.parametrize('command', [
