@@ -82,7 +82,7 @@ def test_as_simulated(tmp_path, count, method):
       test_bits.METHODS[method](simulated), simulated,
       [x.reshape(count * 4, 24) for x in data])
   with running() as start:
-    address = start_relay(start, count)
+    address = start_relay(start, count, '--deadline', 60)
     workers = [
         start('-c', WORKER, address, rank, count, method, STEPS,
               tmp_path / f'{rank}.npz') for rank in range(count)]
@@ -101,7 +101,7 @@ def test_workers_of_several_processes(tmp_path, method):
       test_bits.METHODS[method](simulated), simulated,
       [x.reshape(8, 24) for x in data])
   with running() as start:
-    address = start_relay(start, 2)
+    address = start_relay(start, 2, '--deadline', 60)
     ports = [launch_local.free_port() for _ in range(2)]
     workers = [
         start('-c', WORKER, address, rank, 2, method, 12,

@@ -23,7 +23,8 @@ class Joined:
   """A relay in a thread, and workers in others."""
 
   def __init__(self, count, **options):
-    self.count, self.options = count, options
+    # A machine may be slow: no worker is late by accident.
+    self.count, self.options = count, {'deadline': 60} | options
     self.address = 'tcp://127.0.0.1:*'
 
   def __enter__(self):

@@ -150,7 +150,7 @@ def test_a_worker_that_joins(devices, method):
       before(number)
     return train(workers, 10_000, note, method)
   course = Course(1, 10 if method == 'demo' else 30)
-  with Joined(2, start=0.5, history=4) as joined:
+  with Joined(2, start=0.5, history=4, deadline=2) as joined:
     found = joined.run(run)
   check_equal(found)
   assert 5 < len(found[1]) < len(found[0]) - 5
@@ -181,7 +181,7 @@ def test_a_worker_whose_parameters_differ(monkeypatch):
         params['w'] = params['w'].at[3, 5].add(1e-6)
     return train(workers, 30, spoil=spoil)
 
-  with Joined(3) as joined:
+  with Joined(3, deadline=2) as joined:
     found = joined.run(trained)
   infos = [[INFOS[r][name] for name in ('joined', 'parted')] for r in range(3)]
   assert infos == [[0, 0], [1, 1], [0, 0]]
@@ -313,7 +313,7 @@ def test_other_parameters_at_the_start(evaluates, monkeypatch):
                  start=0.1 + workers.relay.rank)
 
   course = Course(1, 30)
-  with Joined(2) as joined:
+  with Joined(2, deadline=2) as joined:
     found = joined.run(run)
   infos = [[INFOS[r][name] for name in ('joined', 'parted')] for r in range(2)]
   assert infos == [[0, 0], [2, 1]]
