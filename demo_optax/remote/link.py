@@ -111,16 +111,15 @@ class Link:
     return socket
 
   def hello(self, text: bytes, digest: bytes, steps: int = 0) -> None:
-    """Takes part; waits until the run has begun. Later on it does nothing.
+    """Takes part; waits until the run has begun. To be called once.
 
     Args:
       text: what must be the same for all workers.
       digest: of the shared state that the worker has now.
       steps: its count of steps. A run begins with the largest one.
     """
-    if self.open < 0:
-      self._text, self._digest, self._steps = text, digest, steps
-      self._greet()
+    self._text, self._digest, self._steps = text, digest, steps
+    self._greet()
 
   def _greet(self) -> None:
     """Says hello, with what the relay needs to go on if it was restarted."""
@@ -210,15 +209,17 @@ class Link:
       header, bodies = self._ask(lambda: (frames.PULL, len(parts), []), fits)
       if not bodies or not bodies[0]:  # it is not there yet
         time.sleep(_SLICE / 1000)
-      elif parts and header.chain != source.chain:  # of a later round
+        continue
+      if parts and header.chain != source.chain:  # of a later round
         parts.clear()
-      else:
-        parts.append(bodies[0])
-        source = header
+        continue
+      parts.append(bodies[0])
+      source = header
       if len(parts) == source.number >> 32:
         state = memoryview(b''.join(parts))
         if frames.digest(state[frames.CHAIN :]) != state[: frames.CHAIN]:
-          parts.clear()  # damaged
+          parts.clear()  # it is damaged, and so would be the relay's copy
+          self.position = Position(source.round + 1)
     self.position = Position(source.round, source.chain)
     self.open = max(self.open, source.round)
     return bytes(state[frames.CHAIN :])

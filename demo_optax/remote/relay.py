@@ -266,8 +266,7 @@ class Relay:
                  f' {_SECONDS:g} s after it has ended.')
 
   def _forget(self) -> None:
-    """Ends a run that nobody takes part in: workers must say hello again."""
-    _LOG.info('nobody is left of the run')
+    """Ends a run: its workers must say hello again."""
     self._text, self._opened, self._state = None, False, None
     self._members, self._bodies, self._joining = {}, {}, {}
     self._listening, self._awaited = {}, set()
@@ -393,6 +392,7 @@ class Relay:
     if self._joining:
       self._ask_for_state(now)
       if now - self._last_seen > max(self._start, 3 * self._limit()):
+        _LOG.info('nobody is left of the run')
         self._forget()
 
   def _close(self, now: float) -> None:
@@ -553,7 +553,7 @@ class Relay:
       )
 
   def _refuse(self, identity: bytes, rank: int, reason: str) -> None:
-    _LOG.warning('refused: %s', reason)
+    self._complain(reason)
     self._send(identity, Header(frames.REFUSED, rank), reason.encode())
 
   def _complain(self, what: str) -> None:

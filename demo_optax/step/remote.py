@@ -64,7 +64,7 @@ class RemoteProgram:
     self._workers, self._rank = workers, workers.relay.rank
     self._call, self._donated, self._run = call, donated, run
     self._closed: Any = None
-    self._follows: Plan | None = None
+    self._follows: Any = None
     self._has_parted = False
     self._shared, self._text = '', dict[str, str]()
 
@@ -87,7 +87,7 @@ class RemoteProgram:
           'other arguments': _digest([arrays[n] for n in self._others]).hex()
       }
       link.hello(frames.write_text(text), _digest(state), _steps_in(state))
-    # What is not in the state is not in the state of another worker.
+    # Values that a worker which joins does not receive: all must pass the same.
     self._tag = frames.tag(
         self._messages, _joined([arrays[n] for n in self._given]), True
     )
@@ -138,10 +138,10 @@ class RemoteProgram:
       return self._run(arrays, index)
 
     with traced_configs() as configs:
-      self._closed, (_, self._returned) = jax.make_jaxpr(
+      closed, (_, self._returned) = jax.make_jaxpr(
           run, return_shape=True
       )(np.int32(self._rank), *arrays)
-    self._plan = Plan(self._closed, donated=[n + 1 for n in self._donated])
+    self._plan = Plan(closed, donated=[n + 1 for n in self._donated])
     if self._workers.mesh is None:  # else shardings are known when it runs
       self._plan.compile()
     # Numbers of the arrays that all workers share, and that a step changes.
@@ -156,13 +156,13 @@ class RemoteProgram:
         n for n, a in enumerate(self._call.arrays)
         if a.role == 'shared' and n not in self._nexts
     ]
-    sizes = [self._closed.in_avals[n + 1].size for n in others]
+    sizes = [closed.in_avals[n + 1].size for n in others]
     self._given = [n for n, size in zip(others, sizes) if size <= _FEW]
     self._others = [n for n, size in zip(others, sizes) if size > _FEW]
     self._messages = ' '.join(self._plan.meetings)
     self._tag = frames.tag(self._messages, b'', False)
     self._shared = ', '.join(
-        f'{self._call.arrays[n].name} {self._closed.in_avals[n + 1]}'
+        f'{self._call.arrays[n].name} {closed.in_avals[n + 1]}'
         for n in self._nexts
     )
     self._text = agreement.describe(configs) | {
@@ -170,6 +170,7 @@ class RemoteProgram:
         'shared arrays': self._shared,
         'messages': self._messages,
     }
+    self._closed = closed
 
   def _current(self, link: Connection, arrays: Sequence[Any]) -> list[Any]:
     """Returns the arrays as they are in the round that is open."""
@@ -185,14 +186,13 @@ class RemoteProgram:
     if not link.position.chain:
       self._take(link, arrays)
       was_behind = True
-    follows = self._follows
-    while follows is not None and link.position.round < link.open:
+    while link.position.round < link.open:
       messages = link.listen()
       if self._is_other(link, messages):
         continue
       received = [messages]
       while received:  # not every step of local updates exchanges
-        values = iter(self._execute(follows, link, arrays, received))
+        values = iter(self._execute(self._follows, link, arrays, received))
         for n, is_wanted in zip(nexts, wanted):
           if is_wanted:
             arrays[n] = next(values)

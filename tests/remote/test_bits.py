@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
@@ -17,6 +16,7 @@ from demo_optax import compressors
 from demo_optax.remote import frames
 from demo_optax.remote.link import link_of
 from demo_optax.remote.relay import Relay
+from demo_optax.step import remote
 
 
 class Joined:
@@ -117,11 +117,7 @@ def train(tx, workers, data):
   return jax.tree.map(host, params), returned
 
 
-def host(x):
-  """An array as a whole, also one on the devices of several processes."""
-  if not (x.is_fully_addressable or x.is_fully_replicated):
-    x = multihost_utils.process_allgather(x, tiled=True)
-  return np.asarray(x)
+host = remote._host
 
 
 AVERAGED = {
