@@ -47,6 +47,7 @@ DEFAULTS: dict[str, Any] = {
     'preconditioning': 'aol',
     # recipe: the exchange
     'topk': 32,  # of 64x64 chunks; None: everything
+    'groups': False,  # True: `GroupMax`
     'values': 'sign',
     'decay': 0.9,
     'weight': 'ema',  # of gradients in the momentum; 'lr': the learning rate
@@ -214,6 +215,11 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
     'owners-32': [
         *grid(**PUBLISHED, **MANY[32], update_values=[None, 'sign']),
         *grid(**MEDIUM, **BEST, **MANY[32], update_values=[None, 'int4']),
+    ],
+    # At equal bytes.
+    'groups': [
+        *grid(topk=11, rows=10, groups=True, **BEST, seed=[0, 1, 2]),
+        *grid(topk=170, rows=34, groups=True, **BEST, seed=[0, 1, 2]),
     ],
     'beta': [
         *grid(**MEDIUM, beta=[0.9, 0.98]),

@@ -195,7 +195,7 @@ def recipe(s: Settings, workers: demo_optax.Workers) -> Method:
   }
   matrix = (
       compressors.full() if s['topk'] is None
-      else demo_optax.dct_topk(64, s['topk'], values=s['values'])
+      else largest(s, 64, s['topk'])
   )
   compressor, other_base = other_leaves(s, matrix, after[s['other_after']]())
   rates = {k: schedule(s, s[n]) for k, n in
@@ -220,6 +220,14 @@ def recipe(s: Settings, workers: demo_optax.Workers) -> Method:
   return Method(tx, planned(compressor, workers, 1, s))
 
 
+def largest(s: Settings, chunk: Any, k: int) -> Any:
+  """Returns a compressor: the largest of a chunk, or one of each group."""
+  select = compressors.GroupMax(k) if s['groups'] else compressors.TopK(k)
+  return compressors.Compressor(
+      select, compressors.Dct(), chunk, values=s['values']
+  )
+
+
 def other_leaves(
     s: Settings, matrix: Any, base: optax.GradientTransformation
 ) -> tuple[Any, optax.GradientTransformation]:
@@ -227,9 +235,7 @@ def other_leaves(
   if s['rows'] == 'adamw':
     other, base = None, optax.scale_by_adam(b1=0.9, b2=0.95)
   else:
-    other = demo_optax.dct_topk(
-        (1, 192), s['rows'], values=s['values'], proportional=False
-    )
+    other = largest(s, (1, 192), s['rows'])
   return by_label(matrix=matrix, other=other), base
 
 
