@@ -59,9 +59,15 @@ class Joined:
     ranks = range(self.count) if ranks is None else ranks
     found, errors = {}, []
 
+    def check():  # so that nobody waits for one that has failed
+      if errors:
+        raise RuntimeError('another worker has failed')
+
     def one(rank):
+      workers = self.workers(rank)
+      link_of(workers).while_waiting = check
       try:
-        found[rank] = fun(self.workers(rank))
+        found[rank] = fun(workers)
       except BaseException as error:
         errors.append(error)
 
@@ -72,9 +78,9 @@ class Joined:
       t.start()
     for t in threads:
       t.join(240)
-      if errors:
-        raise errors[0]
       assert not t.is_alive()
+    if errors:
+      raise errors[0]
     return [found[r] for r in ranks]
 
 
