@@ -70,23 +70,19 @@ def zero_update(gradient: Any, param: Any, lead: int) -> Any:
 
 
 def flatten_alike(
-    gradients: Any, *others: Any
-) -> tuple[list[tuple[Path, Any]], list[list[Any]]]:
-  """Returns gradients with their paths, and the leaves of other trees there."""
+    gradients: Any, params: Any
+) -> tuple[list[tuple[Path, Any]], list[Any]]:
+  """Returns gradients with their paths, and their parameters or None."""
   flat = jax.tree_util.tree_flatten_with_path(gradients)[0]
-  # Annotations of variables may differ between gradients and state.
+  if params is None:
+    return flat, [None] * len(flat)
+  # Annotations of variables may differ.
   treedef = jax.tree.structure(without_variables(gradients))
   try:
-    return flat, [
-        [None] * len(flat)
-        if other is None
-        else treedef.flatten_up_to(without_variables(other))
-        for other in others
-    ]
+    return flat, treedef.flatten_up_to(without_variables(params))
   except ValueError as error:
     raise ValueError(
-        'Gradients, optimizer state and parameters differ in structure:'
-        f' {error}'
+        f'Gradients and parameters differ in structure: {error}'
     ) from error
 
 
