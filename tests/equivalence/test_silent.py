@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import make_mesh_2d, make_step, make_workers
+from helpers import make_mesh_2d, make_step, make_workers, resized
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -265,9 +265,9 @@ def test_more_workers_have_keys_of_their_own(make, kind):
     noise = add_noise(make(0))
     state = demo_optax.per_worker(noise, workers=workers).init(jnp.zeros(3))
   for n in (2, 8):
-    resized = demo_optax.checkpoint.resize_workers(state, n)
+    other = resized(state, n)
     (keys,) = (
-        x for x in jax.tree.leaves(resized) if x.dtype != jnp.int32)
+        x for x in jax.tree.leaves(other) if x.dtype != jnp.int32)
     data = keys if keys.dtype == jnp.uint32 else jax.random.key_data(keys)
     assert len(np.unique(np.asarray(data).reshape(n, -1), axis=0)) == n
 
