@@ -82,6 +82,7 @@ class Run:
     self.process.kill()
     self.process.wait()
     self._reader.join(5)
+    self.process.stdout.close()
 
   def pids(self) -> dict[int, str]:
     """Our processes that are alive, and which of the training processes."""
