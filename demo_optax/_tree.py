@@ -138,13 +138,8 @@ def update_without_variables(
   Boxes of parameters differ from those of stacked arrays, so trees would not
   match.
   """
-  new, after = update(
-      without_variables(updates),
-      without_variables(state),
-      without_variables(params),
-      *args,
-      **extra_args,
-  )
+  trees = map(without_variables, (updates, state, params))
+  new, after = update(*trees, *args, **extra_args)
   return (
       jax.tree.structure(updates).unflatten(jax.tree.leaves(new)),
       jax.tree.structure(state).unflatten(jax.tree.leaves(after)),

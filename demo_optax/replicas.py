@@ -123,7 +123,8 @@ def copies(arrays: Mapping[str, Any]) -> dict[str, list[Copy]]:
           ' tree than process 0: all must make the same calls, with the same'
           ' names, shapes, dtypes and placement.'
       )
-    every = multihost_utils.process_allgather(own)
+    if arrays:
+      every = multihost_utils.process_allgather(own)
   held: dict[str, list[Copy]] = {}
   for number, (name, x) in enumerate(arrays.items()):
     places = collections.Counter[int]()  # the next one of a process

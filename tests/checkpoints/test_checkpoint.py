@@ -333,21 +333,6 @@ def test_another_number_of_workers(case, tmp_path):
     other.train(1)
 
 
-@pytest.mark.parametrize('old, new', [
-    (lambda: Run(on_mesh(2), demo_optax.dct_topk(32, 2)),
-     lambda: Run(on_mesh(2, 4, 'explicit'))),
-    (lambda: Run(on_mesh(4), demo_optax.dct_topk(64, 4)),
-     lambda: Run(on_mesh(2, 4), demo_optax.dct_topk(64, 4))),
-], ids=['chunks and shards', 'shards alone'])
-def test_other_chunks(old, new, tmp_path):
-  run, other = old().fill().save(tmp_path), new()
-  with pytest.raises(ValueError, match='Pass rechunk=True'):
-    other.restore(tmp_path, resize=True)
-  other.restore(tmp_path, resize=True, rechunk=True)
-  for name, x in means(run.tree).items():
-    np.testing.assert_allclose(x, means(other.tree)[name], atol=1e-5)
-
-
 AXES = {'fsdp': 2, 'tp': 2}
 KINDS = [None, P('fsdp'), P('tp', 'fsdp'), P(('tp', 'fsdp')),
          P(None, ('fsdp', 'tp'))]
@@ -405,24 +390,6 @@ def test_any_layout_to_any_other(data):
     x, y, z = (decoded(name, s) for s in (old, found, back))
     np.testing.assert_array_equal(x, y)
     np.testing.assert_array_equal(x, z)
-
-
-def test_a_tree_of_compressors():
-  """Each leaf's own: swapped they are refused, and rechunk=True converts."""
-  workers = demo_optax.Workers.simulated(2)
-  dct, raw = (codes.Compressor(codes.TopK(4), basis, 8) for basis in (
-      codes.Dct(), codes.Identity()))
-  params = {'a': jnp.ones((16, 16)), 'b': jnp.ones((16, 16))}
-  make = lambda **tree: demo_optax.scale_by_demo(
-      tree, workers=workers).init(params)
-  state, other = fill(make(a=dct, b=raw)), make(a=raw, b=dct)
-  saved = checkpoint.to_leaves(state)
-  with pytest.raises(ValueError, match=r'momentum\.a: .*Dct.*Identity'):
-    checkpoint.from_leaves(saved, other)
-  moved = checkpoint.from_leaves(saved, other, rechunk=True)
-  for name, x in demo_optax.state.momentum(state).items():
-    np.testing.assert_allclose(
-        x, demo_optax.state.momentum(moved)[name], atol=1e-6)
 
 
 def test_exchanges_of_a_part_of_the_parameters_each():

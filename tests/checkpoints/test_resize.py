@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from helpers import make_mesh_2d, on_mesh, random_tree, resized, with_momentum
 from hypothesis import given, settings
@@ -85,35 +84,6 @@ def test_nan_stays_with_those_that_cover_it(n, reached):
 
 
 # Any state --------------------------------------------------------------------
-
-
-def whole_state(workers):
-  own = optax.chain(
-      optax.trace(0.5, accumulator_dtype=jnp.bfloat16),
-      optax.scale_by_schedule(lambda count: 1.0))
-  exchanged = optax.chain(
-      demo_optax.per_worker(own, workers=workers),
-      demo_optax.demo(1e-2, workers=workers, compressor=COMPRESSOR))
-  averaged = optax.chain(
-      demo_optax.average(workers=workers), optax.trace(0.9))
-  tx = optax.inject_hyperparams(lambda rate: optax.chain(
-      optax.partition({'exchanged': exchanged, 'averaged': averaged},
-                      {'w': 'exchanged', 'b': 'averaged'}),
-      optax.scale(rate)))(rate=0.5)
-  params = workers.device_put({'w': jnp.ones((16, 16)), 'b': jnp.ones(3)})
-  return tx, params
-
-
-def test_only_what_is_stacked_changes():
-  four, two = map(demo_optax.Workers.simulated, (4, 2))
-  tx, params = whole_state(four)
-  saved = checkpoint.to_leaves(tx.init(params))
-  tx, _ = whole_state(two)
-  state = checkpoint.from_leaves(
-      saved, jax.eval_shape(tx.init, params), resize=True)
-  gradients = {'w': jnp.ones((2, 16, 16)), 'b': jnp.ones((2, 3))}
-  with jax.numpy_dtype_promotion('standard'):  # of the bfloat16 trace
-    tx.update(gradients, state, params)
 
 
 @pytest.mark.parametrize('kind', ['auto', 'explicit'])
