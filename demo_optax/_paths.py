@@ -31,8 +31,9 @@ def is_stacked(keys: Keys) -> bool:
 
 
 def is_bucket(keys: Keys) -> bool:
-  """Returns whether a state's leaf is a bucket, by its path."""
-  return is_stacked(keys) and str(keys[-1]).startswith('bucket_')
+  """Returns whether a leaf is a bucket of an exchange, by its path."""
+  fields = (STACKED, 'momentum'), (STACKED, 'update_residual')
+  return keys[-3:-1] in fields and str(keys[-1]).startswith('bucket_')
 
 
 def is_owned(keys: Keys) -> bool:

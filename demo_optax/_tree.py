@@ -12,8 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from demo_optax._paths import Path
 
@@ -91,27 +89,6 @@ def _dtype(x: Any) -> Any:
 
 
 # Variables and boxes of Flax --------------------------------------------------
-
-
-def stack_annotations(tree: Any, axis_name: str | None) -> Any:
-  """Prepends an axis to the sharding annotations of Flax parameters.
-
-  Flax copies a parameter's annotations to optimizer state made from it, and
-  would shard stacked arrays by them.
-  """
-
-  def lead(x: Any) -> Any:
-    if _is_box(x):
-      return x.replace(names=(axis_name, *x.names))
-    sharding = x.get_metadata('out_sharding', None) if _is_variable(x) else None
-    if isinstance(sharding, NamedSharding):
-      spec = P(axis_name, *sharding.spec)
-      return x.replace(out_sharding=NamedSharding(sharding.mesh, spec))
-    if sharding:
-      return x.replace(out_sharding=P(axis_name, *sharding))
-    return x
-
-  return jax.tree.map(lead, tree, is_leaf=_is_annotated)
 
 
 def without_variables(tree: Any) -> Any:

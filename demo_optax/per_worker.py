@@ -124,8 +124,8 @@ def stack_own(tree: chex.ArrayTree, workers: Workers) -> chex.ArrayTree:
     )
     return keys
 
-  tree = jax.tree_util.tree_map_with_path(stack, tree)
-  return _tree.stack_annotations(tree, workers.spmd_axis_name)
+  # Flax's annotations do not hold for stacked arrays.
+  return jax.tree_util.tree_map_with_path(stack, _tree.without_variables(tree))
 
 
 def stays_finite(
