@@ -41,22 +41,15 @@ class Difference(NamedTuple):
 def check_replicas(
     tree: chex.ArrayTree, workers: Workers | None = None
 ) -> list[Difference]:
-  r"""Compares all copies of every array in `tree` that is held more than once.
+  """Compares all copies of every array in `tree` that is held more than once.
 
   Parameters must be equal on all workers, to the bit. Training does not show a
   bit flipped in memory, or an update that differs in one process. Every device
-  digests its 32-bit words :math:`x_i`,
-
-  .. math::
-    \sum_i (2 i + 1)\, x_i \bmod 2^{32}, \qquad
-    \sum_i h(x_i + 2^{32} i / \phi) \bmod 2^{32},
-
-  with a hash `h`, and `i` the word's place in the whole array. A single
-  different word always changes the first. Compared are copies of the same part
-  of an array: of parameters sharded inside a worker, the shards of other
-  workers. Stacked momentum has copies only if devices of a worker replicate it.
-  Arrays of one process alone, NumPy arrays and numbers are compared between
-  processes.
+  digests its words and their places, in 64 bits. A single different word of 32
+  bits always changes the digest. Compared are copies of the same part of an
+  array: of parameters sharded inside a worker, the shards of other workers.
+  Stacked momentum has copies only if devices of a worker replicate it. Arrays
+  of one process alone, NumPy arrays and numbers are compared between processes.
 
   The tree may hold parameters, optimizer state, or both; of a module give
   `nnx.state(model)`. Every process must call it, with the same tree, and gets
@@ -204,8 +197,8 @@ def digest_block(
 ) -> jax.Array:
   """Returns the part of a digest from one block of an array, uint32 `[2]`.
 
-  The block has the first element `start` of an array of `shape`. Hashes words
-  and their places there.
+  The block has the first element `start` of an array of `shape`. Sums over its
+  words x and their places i: (2 i + 1) x, and a hash of x and i.
   """
   words = _words(x)  # u32[*block, words of an element]
   place = jnp.zeros(words.shape, jnp.uint32)

@@ -99,16 +99,10 @@ def from_leaves(
     resize: bool = False,
     rechunk: bool = False,
 ) -> chex.ArrayTree:
-  r"""Returns a tree like `like` from the result of `to_leaves`.
+  """Returns a tree like `like` from the result of `to_leaves`.
 
   With `resize`, the old and the new workers divide the unit interval into equal
-  parts. A new worker is the mean of the old ones, weighted by their overlap:
-
-  .. math::
-    m'_j = \sum_i w_{ji} m_i, \qquad
-    w_{ji} = N'\, \Big| \big[\tfrac{j}{N'}, \tfrac{j+1}{N'}\big] \cap
-      \big[\tfrac{i}{N}, \tfrac{i+1}{N}\big] \Big|
-
+  parts. A new worker is the mean of the old ones, weighted by their overlap.
   From 4 to 2 workers that is the mean of pairs, from 4 to 8 every worker twice.
   The mean over workers, which the exchange eventually sends, does not change,
   up to rounding. Integers, booleans and PRNG keys are those of the old worker

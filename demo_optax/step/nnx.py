@@ -35,19 +35,6 @@ def param_specs(
 
   Returns:
     A `PartitionSpec` for each parameter; `P()` for those without annotations.
-
-  Example:
-    >>> import demo_optax, jax
-    >>> from flax import nnx
-    >>> init = nnx.with_partitioning(nnx.initializers.ones, (None, 'fsdp'))
-    >>> mesh = jax.make_mesh((1, 1), ('replica', 'fsdp'),
-    ...     axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    >>> with jax.set_mesh(mesh):
-    ...   model = nnx.Linear(2, 3, kernel_init=init, rngs=nnx.Rngs(0))
-    >>> specs = demo_optax.param_specs(model)
-    >>> tuple(specs['kernel'].get_value()), tuple(specs['bias'].get_value())
-    ((None, 'fsdp'), ())
-    >>> workers = demo_optax.Workers.on_mesh(mesh, 'replica', specs)
   """
   nnx = _nnx()
   if nnx is not None and isinstance(model, nnx.Module | nnx.State):
