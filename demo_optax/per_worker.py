@@ -13,8 +13,6 @@ from demo_optax._paths import Path, path_keys
 from demo_optax.numerics import prng
 from demo_optax.workers import Workers, checks, inside, lift
 
-_WORKERS = 'demo_optax.Workers.simulated(4)'
-
 
 class PerWorkerState(NamedTuple):
   """State of `per_worker`.
@@ -60,7 +58,9 @@ def per_worker(
     [[0.6 0.8]
      [0.3 0.4]]
   """
-  _checks.check_type('workers', workers, Workers, _WORKERS)
+  _checks.check_type(
+      'workers', workers, Workers, 'demo_optax.Workers.simulated(4)'
+  )
   tx = optax.with_extra_args_support(tx)
 
   def init_fn(params: chex.ArrayTree) -> PerWorkerState:
