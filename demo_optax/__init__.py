@@ -8,7 +8,7 @@ gradient's bytes, or less. A training script changes in two lines.
     local/       local updates between exchanges
     step/        `data_parallel`: one worker's training step, run for all
     exchange/    Algorithm 1, as one worker runs it: the main path
-    per_worker   transformations before the exchange; plain averages
+    per_worker   transformations before the exchange
     state        reads and edits optimizer states
     checkpoint/  saves and restores, also for another number of workers
     compressors/ selectors and transforms of momentum
@@ -22,8 +22,8 @@ gradient's bytes, or less. A training script changes in two lines.
 from demo_optax import checkpoint, compressors, local, recipes
 from demo_optax._version import __version__ as __version__
 from demo_optax.compressors import Compressor, dct_topk
-from demo_optax.demo import DeMoState, scale_by_demo
-from demo_optax.per_worker import average, per_worker
+from demo_optax.demo import DeMoState, average, scale_by_demo
+from demo_optax.per_worker import per_worker
 from demo_optax.plan import plan
 from demo_optax.recipes import demo, demo_muon
 from demo_optax.replicas import check_replicas

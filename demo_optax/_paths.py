@@ -8,17 +8,13 @@ Keys = tuple[Any, ...]
 
 def path_keys(path: Path) -> Keys:
   """Returns a path's plain keys, without the `value` of Flax variables."""
-  keys = []
-  for entry in path:
-    for attribute in ('name', 'key', 'idx'):
-      if hasattr(entry, attribute):
-        keys.append(getattr(entry, attribute))
-        break
-    else:
-      keys.append(str(entry))
-  if keys and keys[-1] == 'value' and hasattr(path[-1], 'name'):
-    keys.pop()
-  return tuple(keys)
+  names = 'name', 'key', 'idx'
+  keys = tuple(
+      next((getattr(x, n) for n in names if hasattr(x, n)), str(x))
+      for x in path
+  )
+  is_variable = keys[-1:] == ('value',) and hasattr(path[-1], 'name')
+  return keys[:-1] if is_variable else keys
 
 
 def dotted(keys: Keys) -> str:
@@ -35,8 +31,9 @@ def is_stacked(keys: Keys) -> bool:
 
 
 def is_bucket(keys: Keys) -> bool:
-  """Returns whether a state's leaf is a bucket, by its path."""
-  return is_stacked(keys) and str(keys[-1]).startswith('bucket_')
+  """Returns whether a leaf is a bucket of an exchange, by its path."""
+  fields = (STACKED, 'momentum'), (STACKED, 'update_residual')
+  return keys[-3:-1] in fields and str(keys[-1]).startswith('bucket_')
 
 
 def is_owned(keys: Keys) -> bool:

@@ -12,8 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from demo_optax._paths import Path
 
@@ -70,23 +68,19 @@ def zero_update(gradient: Any, param: Any, lead: int) -> Any:
 
 
 def flatten_alike(
-    gradients: Any, *others: Any
-) -> tuple[list[tuple[Path, Any]], list[list[Any]]]:
-  """Returns gradients with their paths, and the leaves of other trees there."""
+    gradients: Any, params: Any
+) -> tuple[list[tuple[Path, Any]], list[Any]]:
+  """Returns gradients with their paths, and their parameters or None."""
   flat = jax.tree_util.tree_flatten_with_path(gradients)[0]
-  # Annotations of variables may differ between gradients and state.
+  if params is None:
+    return flat, [None] * len(flat)
+  # Annotations of variables may differ.
   treedef = jax.tree.structure(without_variables(gradients))
   try:
-    return flat, [
-        [None] * len(flat)
-        if other is None
-        else treedef.flatten_up_to(without_variables(other))
-        for other in others
-    ]
+    return flat, treedef.flatten_up_to(without_variables(params))
   except ValueError as error:
     raise ValueError(
-        'Gradients, optimizer state and parameters differ in structure:'
-        f' {error}'
+        f'Gradients and parameters differ in structure: {error}'
     ) from error
 
 
@@ -95,27 +89,6 @@ def _dtype(x: Any) -> Any:
 
 
 # Variables and boxes of Flax --------------------------------------------------
-
-
-def stack_annotations(tree: Any, axis_name: str | None) -> Any:
-  """Prepends an axis to the sharding annotations of Flax parameters.
-
-  Flax copies a parameter's annotations to optimizer state made from it, and
-  would shard stacked arrays by them.
-  """
-
-  def lead(x: Any) -> Any:
-    if _is_box(x):
-      return x.replace(names=(axis_name, *x.names))
-    sharding = x.get_metadata('out_sharding', None) if _is_variable(x) else None
-    if isinstance(sharding, NamedSharding):
-      spec = P(axis_name, *sharding.spec)
-      return x.replace(out_sharding=NamedSharding(sharding.mesh, spec))
-    if sharding:
-      return x.replace(out_sharding=P(axis_name, *sharding))
-    return x
-
-  return jax.tree.map(lead, tree, is_leaf=_is_annotated)
 
 
 def without_variables(tree: Any) -> Any:
@@ -142,13 +115,8 @@ def update_without_variables(
   Boxes of parameters differ from those of stacked arrays, so trees would not
   match.
   """
-  new, after = update(
-      without_variables(updates),
-      without_variables(state),
-      without_variables(params),
-      *args,
-      **extra_args,
-  )
+  trees = map(without_variables, (updates, state, params))
+  new, after = update(*trees, *args, **extra_args)
   return (
       jax.tree.structure(updates).unflatten(jax.tree.leaves(new)),
       jax.tree.structure(state).unflatten(jax.tree.leaves(after)),

@@ -293,7 +293,7 @@ def scale_by_demo(
   ) -> tuple[chex.ArrayTree, DeMoState]:
     """Updates with gradients laid out as `workers` have them."""
     decay, alpha, gradient_weight = hyper
-    flat, (like,) = _tree.flatten_alike(updates, params)
+    flat, like = _tree.flatten_alike(updates, params)
     lead = 1 if workers.stacked_gradients else 0
     leaves = [
         describe_leaf(
@@ -342,6 +342,17 @@ def scale_by_demo(
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
+def average(*, workers: Workers) -> optax.GradientTransformationExtraArgs:
+  """Averages the workers' gradients: `scale_by_demo` without compression.
+
+  Plain data parallelism, as the first link of a baseline. The sum is in float32
+  or wider. Leaves of up to 64 KB are gathered and added in the order of the
+  workers, with equal bits in every map. Larger ones are all-reduced, in the
+  collective's order.
+  """
+  return scale_by_demo(None, workers=workers)
+
+
 def describe_leaf(
     path: Path, shape: tuple[int, ...], x: Any, param_specs: ParamSpecs
 ) -> tuple[Keys, tuple[int, ...], Any, ParamSharding]:
@@ -375,8 +386,8 @@ def _check_state(
         differs = f'is of {size[0]} workers, but {workers} has {shape[0]}'
       raise ValueError(
           f'The momentum of the state {differs}. Make the state with tx.init'
-          ' under the same workers that update uses, or use'
-          ' demo_optax.checkpoint.resize_workers.'
+          ' under the same workers that update uses, or regroup it by'
+          ' demo_optax.checkpoint.from_leaves(..., resize=True).'
       )
   shapes = {
       name: workers.bucket_shape(shape)
@@ -386,8 +397,8 @@ def _check_state(
     raise ValueError(
         'The residuals of updates in the state are not those of this exchange,'
         f' {config}: make the state with tx.init of the same transformation.'
-        ' Momentum can be taken over by demo_optax.state.momentum and'
-        ' with_momentum.'
+        ' demo_optax.checkpoint.from_leaves(..., resize=True) takes over the'
+        ' momentum.'
     )
 
 

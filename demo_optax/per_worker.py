@@ -1,21 +1,17 @@
-"""Transformations of each worker's own gradient, and the mean of all."""
+"""Transformations of each worker's own gradient."""
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from demo_optax import _checks, _tree
 from demo_optax._paths import Path, path_keys
 from demo_optax.numerics import prng
 from demo_optax.workers import Workers, checks, inside, lift
-
-_WORKERS = 'demo_optax.Workers.simulated(4)'
 
 
 class PerWorkerState(NamedTuple):
@@ -27,20 +23,6 @@ class PerWorkerState(NamedTuple):
   """
 
   worker_stacked: chex.ArrayTree
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class Averaged:
-  """Paths and shapes of the parameters whose gradients are averaged."""
-
-  params: frozenset[Any]
-
-
-class AverageState(NamedTuple):
-  """State of `average`, from which `data_parallel` infers the parameters."""
-
-  averaged: Averaged
 
 
 def per_worker(
@@ -76,7 +58,9 @@ def per_worker(
     [[0.6 0.8]
      [0.3 0.4]]
   """
-  _checks.check_type('workers', workers, Workers, _WORKERS)
+  _checks.check_type(
+      'workers', workers, Workers, 'demo_optax.Workers.simulated(4)'
+  )
   tx = optax.with_extra_args_support(tx)
 
   def init_fn(params: chex.ArrayTree) -> PerWorkerState:
@@ -84,10 +68,12 @@ def per_worker(
         stack_own(tx.init(_tree.mask_others(params)), workers)
     )
 
-  def update_if_finite(
-      gradients: Any, state: Any, params: Any, extra_args: dict[str, Any]
+  def update_one(
+      index: Any, gradients: Any, state: Any, shared: tuple[Any, Any]
   ) -> tuple[Any, Any]:
     """Updates one worker's gradients; keeps a state that would be NaN."""
+    del index
+    params, extra_args = shared
     updates, new = _tree.update_without_variables(
         tx.update, gradients, state, params, **extra_args
     )
@@ -105,30 +91,21 @@ def per_worker(
       params: chex.ArrayTree | None = None,
       **extra_args: Any,
   ) -> tuple[chex.ArrayTree, PerWorkerState]:
-    if inside.is_mapped():
-      new, own = update_if_finite(
-          _tree.mask_others(updates),
-          state.worker_stacked,
-          _tree.mask_others(params),
-          extra_args,
-      )
-      return _with_others(new, updates), PerWorkerState(own)
-    _check_own(updates, params, workers)
-
-    def update_one(
-        index: jax.Array, gradients: Any, state: Any, shared: Any
-    ) -> tuple[Any, Any]:
-      del index
-      return update_if_finite(gradients, state, *shared)
-
-    new, state = lift.run_alone(
-        workers,
-        update_one,
-        _tree.mask_others(updates),
-        state.worker_stacked,
+    args = (
+        _tree.mask_others(updates), state.worker_stacked,
         (_tree.mask_others(params), extra_args),
     )
-    return _with_others(new, updates), PerWorkerState(state)
+    if inside.is_mapped():
+      new, own = update_one(None, *args)
+    else:
+      for (path, g), p in zip(*_tree.flatten_alike(updates, params)):
+        checks.check_gradient(_tree.leaf_name(path), g, p, workers)
+      new, own = lift.run_alone(workers, update_one, *args)
+    leaves, treedef = jax.tree.flatten(updates)
+    return treedef.unflatten([
+        old if isinstance(x, optax.MaskedNode) else x
+        for x, old in zip(treedef.flatten_up_to(new), leaves)
+    ]), PerWorkerState(own)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -147,70 +124,8 @@ def stack_own(tree: chex.ArrayTree, workers: Workers) -> chex.ArrayTree:
     )
     return keys
 
-  tree = jax.tree_util.tree_map_with_path(stack, tree)
-  return _tree.stack_annotations(tree, workers.spmd_axis_name)
-
-
-def average(*, workers: Workers) -> optax.GradientTransformation:
-  """Averages the workers' gradients: plain data parallelism.
-
-  The sum is in float32 or wider. Leaves of up to 64 KB are gathered and added
-  in the order of the workers, with equal bits in every map. Larger ones are
-  all-reduced, in the collective's order. A worker whose gradients are not all
-  finite is excluded, as in the exchange. If all are, the mean is zero.
-
-  Use it as the first link of a baseline. To average some leaves of a model,
-  prefer `None` in a tree of compressors: `exchange_info` then counts excluded
-  workers.
-
-  Takes gradients as `per_worker` does, to updates in the parameters' shapes;
-  zeros for integer leaves.
-  """
-  _checks.check_type('workers', workers, Workers, _WORKERS)
-
-  def update_fn(
-      updates: chex.ArrayTree,
-      state: AverageState,
-      params: chex.ArrayTree | None = None,
-  ) -> tuple[chex.ArrayTree, AverageState]:
-    inside.check_called(workers)
-    if inside.is_mapped():
-      mean, _ = inside.call_stacked(
-          stacked_update, workers, updates, (), params
-      )
-      return mean, state
-    return stacked_update(updates, state, params, (), workers)
-
-  def stacked_update(
-      updates: chex.ArrayTree,
-      state: Any,
-      params: chex.ArrayTree | None,
-      hyperparams: Any,
-      workers: Workers,
-  ) -> tuple[chex.ArrayTree, Any]:
-    del hyperparams
-    _check_own(updates, params, workers)
-    leaves, treedef = jax.tree.flatten(updates)
-    like = leaves if params is None else treedef.flatten_up_to(params)
-    taking_part = [x for x in leaves if _tree.is_exchanged(x)]
-    present = lift.all_finite(workers, taking_part)
-    lead = 1 if workers.stacked_gradients else 0
-
-    def mean(x: Any, param: Any) -> Any:
-      if not _tree.is_exchanged(x):
-        return _tree.zero_update(x, param, lead)
-      return lift.mean_present(workers, x, present)
-
-    means = [mean(x, param) for x, param in zip(leaves, like)]
-    return treedef.unflatten(means), state
-
-  def init_fn(params: chex.ArrayTree) -> AverageState:
-    return AverageState(Averaged(frozenset(
-        (path_keys(path), np.shape(x))
-        for path, x in jax.tree_util.tree_flatten_with_path(params)[0]
-    )))
-
-  return optax.GradientTransformation(init_fn, update_fn)
+  # Flax's annotations do not hold for stacked arrays.
+  return jax.tree_util.tree_map_with_path(stack, _tree.without_variables(tree))
 
 
 def stays_finite(
@@ -232,22 +147,3 @@ def stays_finite(
   ]
   # One by one: on Explicit axes, a stack needs equal shardings.
   return functools.reduce(jnp.logical_and, finite, jnp.bool(True))
-
-
-def _with_others(
-    new: chex.ArrayTree, updates: chex.ArrayTree
-) -> chex.ArrayTree:
-  """Returns `new`, with the leaves of `updates` that it masks."""
-  leaves, treedef = jax.tree.flatten(updates)
-  return treedef.unflatten([
-      x if isinstance(update, optax.MaskedNode) else update
-      for update, x in zip(treedef.flatten_up_to(new), leaves)
-  ])
-
-
-def _check_own(
-    gradients: chex.ArrayTree, params: chex.ArrayTree | None, workers: Workers
-) -> None:
-  flat, (like,) = _tree.flatten_alike(gradients, params)
-  for (path, gradient), param in zip(flat, like):
-    checks.check_gradient(_tree.leaf_name(path), gradient, param, workers)

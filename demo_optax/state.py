@@ -6,7 +6,6 @@ under `momentum`, by bucket.
 """
 
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 import chex
@@ -20,6 +19,7 @@ from demo_optax._paths import (
   Keys,
   dotted,
   is_bucket,
+  is_owned,
   is_stacked,
   path_keys,
 )
@@ -28,12 +28,7 @@ from demo_optax.compressors.layout import Layout
 from demo_optax.demo import check_digest, layouts_in
 from demo_optax.workers import Workers
 
-__all__ = [
-  'exchange_info',
-  'momentum',
-  'state_specs',
-  'with_momentum',
-]
+__all__ = ['exchange_info', 'momentum', 'state_specs']
 
 
 def state_specs(
@@ -64,67 +59,35 @@ def momentum(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
 
   Takes any optimizer state with states of `scale_by_demo` and their types:
   chained, partitioned, masked, an `nnx.Optimizer` or its `opt_state`. Returns
-  arrays by parameter name, in their order, `[workers, *shape]`, in the
-  momentum's dtype; with `Workers.on_axis`, inside the map, `[1, *shape]`.
+  arrays by parameter name, `[workers, *shape]`, in the momentum's dtype; with
+  `Workers.on_axis`, inside the map, `[1, *shape]`.
 
   Raises:
     ValueError: `opt_state` has no exchange, its types are missing, or its
       momentum was restored from a state of another layout.
   """
+  layouts = exchanges_in(opt_state)
+  if not layouts:
+    raise ValueError(_NO_STATE)
   found: dict[str, jax.Array] = {}
-  for layout, buckets in _momenta(opt_state).values():
-    leaves: dict[int, jax.Array] = {}
-    for number, bucket in enumerate(layout.buckets):
-      leaves |= cutting.cut_bucket(
-          layout, number, buckets[bucket.name],
-          lambda leaf, c: cutting.decode(c, *cutting.cut_of(leaf)),
-      )
-    for i in sorted(leaves):
+  for path, x in jax.tree_util.tree_flatten_with_path(opt_state)[0]:
+    keys = path_keys(path)
+    if not is_bucket(keys) or is_owned(keys):
+      continue
+    layout = layouts[keys[:-3]]
+    parts = cutting.cut_bucket(
+        layout, bucket_number(layout, keys), x,
+        lambda leaf, c: cutting.decode(c, *cutting.cut_of(leaf)),
+    )
+    for i, part in parts.items():
       name = layout.leaves[i].name
       if name in found:
         raise ValueError(
             f'opt_state must hold one momentum of {name}, got several. Give one'
             ' of its states.'
         )
-      found[name] = leaves[i]
+      found[name] = part
   return found
-
-
-def with_momentum(
-    opt_state: chex.ArrayTree, moments: Mapping[str, Any]
-) -> chex.ArrayTree:
-  """Replaces the momentum in `opt_state`: undoes `momentum`, up to rounding.
-
-  With a state for another compressor, it converts momentum from one chunk size
-  to another.
-
-  Returns a tree like `opt_state`, with the same dtypes. Residuals of owners
-  (`update_residual`) do not change. Raises as `momentum`, and if a leaf of
-  `moments` is missing or has another shape.
-  """
-  made = {}
-  for root, (layout, buckets) in _momenta(opt_state).items():
-    for number, bucket in enumerate(layout.buckets):
-      like = buckets[bucket.name]
-      given = {}
-      for i in layout.members(number):
-        leaf = layout.leaves[i]
-        shape = (len(like), *leaf.shape)
-        x = moments.get(leaf.name)
-        if x is None or np.shape(x) != shape:
-          raise ValueError(
-              f'moments[{leaf.name!r}] must have shape {shape}, got'
-              f' {None if x is None else np.shape(x)}. Give what momentum'
-              ' returns for the same parameters and workers.'
-          )
-        given[i] = x
-      made[(*root, STACKED, 'momentum', bucket.name)] = cutting.fill_bucket(
-          layout, number, given, like,
-          lambda leaf, x: cutting.encode(x, *cutting.cut_of(leaf)),
-      )
-  return jax.tree_util.tree_map_with_path(
-      lambda path, x: made.get(path_keys(path), x), opt_state
-  )
 
 
 def exchange_info(
@@ -146,9 +109,9 @@ def exchange_info(
   `Workers.remote` also the next `round`, how often this worker has `joined` (it
   took the state of another one), and how often because its own had `parted`.
   """
-  warn_if_replicated(opt_state)
   flat = jax.tree_util.tree_flatten_with_path(opt_state)[0]
   state = {path_keys(path): x for path, x in flat}
+  _warn_if_replicated(state)
   roots = [k[:-2] for k in state if k[-2:] == ('metrics', 'num_excluded')]
   if not roots:
     raise ValueError(_NO_STATE)
@@ -167,42 +130,30 @@ def exchange_info(
   return found
 
 
-def warn_if_replicated(
-    opt_state: chex.ArrayTree, axis_name: str | None = None
-) -> None:
+def _warn_if_replicated(state: dict[Keys, Any]) -> None:
   """Warns if stacked arrays are replicated over the devices of their mesh.
 
   They take the memory of all workers on each device, and are gathered in every
-  step, without other symptoms. Without `axis_name`, any axis of the mesh may
-  shard them. Traced arrays are skipped.
+  step, without other symptoms.
   """
-  for path, x in jax.tree_util.tree_flatten_with_path(opt_state)[0]:
-    keys, sharding = path_keys(path), getattr(x, 'sharding', None)
+  for keys, x in state.items():
+    sharding = getattr(x, 'sharding', None)
     if (
-        not is_stacked(keys)
-        or isinstance(x, jax.core.Tracer)
-        or not isinstance(sharding, NamedSharding)
+        is_stacked(keys)
+        and not isinstance(x, jax.core.Tracer)
+        and isinstance(sharding, NamedSharding)
+        and not any(sharding.spec[:1])
+        and 1 not in (sharding.mesh.size, len(x))
     ):
-      continue
-    first = sharding.spec[0] if sharding.spec else None
-    if axis_name is None:
-      parts, is_there = sharding.mesh.size, first is not None
-    else:
-      names = first if isinstance(first, tuple) else (first,)
-      parts = sharding.mesh.shape.get(axis_name, 1)
-      is_there = axis_name in names
-    if is_there or 1 in (parts, len(x)):
-      continue
-    warnings.warn(
-        f'{dotted(keys)} is one per worker, but all of it is on every device,'
-        ' and a step of your own would gather it: its sharding'
-        f' {sharding.spec} does not name the worker axis. data_parallel puts it'
-        ' right at the next call; for shardings of your own, as from'
-        ' nn.get_sharding or nnx.get_partition_spec, take those of'
-        ' demo_optax.state_specs(tx, params, workers) for the optimizer state.',
-        stacklevel=3,
-    )
-    return  # one warning is enough
+      warnings.warn(
+          f'{dotted(keys)} is one per worker, but all of it is on every device,'
+          ' and a step of your own would gather it: its sharding'
+          f' {sharding.spec} does not name the worker axis. data_parallel puts'
+          ' it right at the next call. For other steps, take the shardings of'
+          ' demo_optax.state_specs(tx, params, workers).',
+          stacklevel=3,
+      )
+      return  # one warning is enough
 
 
 # Buckets and leaves -----------------------------------------------------------
@@ -233,22 +184,6 @@ def exchanges_in(tree: chex.ArrayTree) -> dict[Keys, Layout]:
   return layouts
 
 
-def _momenta(
-    opt_state: chex.ArrayTree,
-) -> dict[Keys, tuple[Layout, dict[str, Any]]]:
-  """Returns layout and momentum, by bucket, of all exchanges."""
-  found: dict[Keys, tuple[Layout, dict[str, Any]]] = {
-      root: (layout, {}) for root, layout in exchanges_in(opt_state).items()
-  }
-  if not found:
-    raise ValueError(_NO_STATE)
-  for path, x in jax.tree_util.tree_flatten_with_path(opt_state)[0]:
-    keys = path_keys(path)
-    if is_momentum(keys):
-      found[keys[:-3]][1][keys[-1]] = x
-  return found
-
-
-def is_momentum(keys: Keys) -> bool:
-  """Returns whether a path is that of a bucket of momentum."""
-  return is_bucket(keys) and keys[-2] == 'momentum'
+def bucket_number(layout: Layout, keys: Keys) -> int:
+  """Returns the number of the bucket at a path."""
+  return [bucket.name for bucket in layout.buckets].index(keys[-1])

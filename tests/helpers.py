@@ -13,7 +13,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
+from demo_optax import checkpoint
 from demo_optax.__main__ import MODELS
+from demo_optax._paths import is_stacked, path_keys
+from demo_optax.compressors import leaves
 from demo_optax.numerics import topk as selection
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -99,6 +102,31 @@ def updates_of(tx, params, gradients):
     updates, state = update(g, state, params)
     seen.append(updates)
   return seen, state
+
+
+def resized(state, n):
+  """A state of simulated workers, or of NumPy, for `n` of them."""
+  def of_n(path, x):
+    if not is_stacked(path_keys(path)):
+      return x
+    shape = n, *x.shape[1:]
+    return (np.zeros(shape, x.dtype) if isinstance(x, np.ndarray)
+            else jax.ShapeDtypeStruct(shape, x.dtype))
+
+  like = jax.tree_util.tree_map_with_path(of_n, state)
+  return checkpoint.from_leaves(
+      checkpoint.to_leaves(state), like, resize=True)
+
+
+def with_momentum(state, moments):
+  """An exchange's state with this momentum, given in parameter space."""
+  layout, own, made = state.layout.layout, state.worker_stacked, {}
+  for number, bucket in enumerate(layout.buckets):
+    given = {i: moments[layout.leaves[i].name] for i in layout.members(number)}
+    made[bucket.name] = leaves.fill_bucket(
+        layout, number, given, own.momentum[bucket.name],
+        lambda leaf, x: leaves.encode(x, *leaves.cut_of(leaf)))
+  return state._replace(worker_stacked=own._replace(momentum=made))
 
 
 def shapes_of(model):

@@ -6,12 +6,11 @@
 from typing import TYPE_CHECKING, Any
 
 from demo_optax.checkpoint.leaves import from_leaves, to_leaves
-from demo_optax.checkpoint.resize import resize_workers
 
 if TYPE_CHECKING:
   from demo_optax.checkpoint.checkpointer import Checkpointer
 
-__all__ = ['Checkpointer', 'from_leaves', 'resize_workers', 'to_leaves']
+__all__ = ['Checkpointer', 'from_leaves', 'to_leaves']
 
 
 def __getattr__(name: str) -> Any:

@@ -43,21 +43,6 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
       dtypes and shardings of JAX's arrays are kept.
     keep: number of checkpoints to keep, at least 1.
     timeout: seconds after which an incomplete save fails in all processes.
-
-  Example:
-    >>> import demo_optax, jax, jax.numpy as jnp, tempfile
-    >>> from demo_optax import checkpoint
-    >>> workers = demo_optax.Workers.simulated(4)
-    >>> tx = demo_optax.demo(1e-3, workers=workers)
-    >>> params = {'w': jnp.ones((8, 8))}
-    >>> state = {'params': params, 'opt_state': tx.init(params), 'position': 0}
-    >>> folder = tempfile.TemporaryDirectory()
-    >>> with checkpoint.Checkpointer(folder.name, state) as checkpoints:
-    ...   checkpoints.save(100, state)
-    ...   step, state = checkpoints.restore()
-    >>> step
-    100
-    >>> folder.cleanup()
   """
 
   def __init__(
@@ -69,7 +54,8 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
       timeout: int = 1200,
   ):
     self._folder = epath.Path(folder).expanduser()
-    if '://' not in os.fspath(self._folder):
+    self._is_remote = '://' in os.fspath(self._folder)
+    if not self._is_remote:
       self._folder = epath.Path(os.path.abspath(self._folder))
     self._like = jax.tree.map(
         lambda x: naming.abstract(x) if isinstance(x, jax.Array) else x, like
@@ -116,30 +102,30 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
     self.wait()
     _in_first(lambda: self._prepare(step))
     leaves = naming.to_leaves(tree)
-    found = replicas.between_processes(
-        [(name, replicas.comparable(x)) for name, x in leaves.items()]
+    held = replicas.copies(
+        {name: replicas.comparable(x) for name, x in leaves.items()}
     )
-    if found:
-      raise ValueError(
-          f'{found[0].leaf} must be the same in all processes, got another in'
-          f' {found[0].processes}. Spread it over the mesh, or gather it first.'
-      )
     about: dict[str, Any] = {'arrays': {}, 'values': {}}
     arrays = {}
     for name, x in leaves.items():
+      other = [c for c in replicas.differing(held[name]) if c.device is None]
+      if other:
+        raise ValueError(
+            f'{name} must be the same in all processes, got another in'
+            f' {sorted({c.process for c in other})}. Spread it over the mesh,'
+            ' or gather it first.'
+        )
       if not hasattr(x, 'dtype'):
         about['values'][name] = x
         continue
       impl = None
       if prng.is_key_array(x):
         impl, x = str(jax.random.key_impl(x)), jax.random.key_data(x)
-      about['arrays'][name] = [str(x.dtype), x.shape, impl]
+      digest = replicas.content_digest(held[name])
+      about['arrays'][name] = [str(x.dtype), x.shape, impl, digest]
       if x.size:  # Orbax refuses empty ones
-        spread = isinstance(x, jax.Array) and (
-            jax.process_count() == 1 or not replicas.is_local(x)
-        )
-        arrays[name] = x if spread else np.array(x)
-    about['digests'] = replicas.content_digests(arrays)
+        is_spread = isinstance(x, jax.Array) and not replicas.is_local(x)
+        arrays[name] = x if is_spread else np.array(x)
     about['checksum'] = _checksum(about)
     # One for each save: after an error it would repeat the error.
     files = ocp.training.Checkpointer(
@@ -150,19 +136,14 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
         cleanup_tmp_directories=True,  # safe only under the lock
         context=self._context,
     )
-    try:
-      self._pending = files, files.save_async(
-          step, arrays, force=True, custom_metadata=about
-      )
-    except BaseException:
-      with contextlib.suppress(Exception):
-        files.close()
-      raise
+    self._pending = files, files.save_async(
+        step, arrays, force=True, custom_metadata=about
+    )
 
   def _prepare(self, step: int) -> None:
     """Locks the folder; raises if the step exists."""
     self._folder.mkdir(parents=True, exist_ok=True)
-    if self._unlock is None and '://' not in os.fspath(self._folder):
+    if self._unlock is None and not self._is_remote:
       handle = os.open(self._folder, os.O_RDONLY)
       unlock = weakref.finalize(self, os.close, handle)
       try:
@@ -220,58 +201,49 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
     damaged, or differs from `like` as for `from_leaves`.
     """
     steps = self.steps
-    chosen = step
-    if step is None and steps:
-      chosen = steps[-1]
+    chosen = max(steps, default=-1) if step is None else step
     if chosen not in steps:
       raise FileNotFoundError(
           f'step must be one of those in {self._folder} ({_some(steps)}), got'
           f' {step}.'
       )
-    chosen = int(chosen)
-    about = self._about(chosen)
-    wanted = naming.to_leaves(jax.tree.map(naming.abstract, self._like))
-    like = {
-        name: _target(tuple(shape), dtype, wanted.get(name))
-        for name, (dtype, shape, _) in about['arrays'].items()
-        if name in about['digests']
-    }
     try:
-      arrays = ocp.load(self._folder / str(chosen), like) if like else {}
+      saved = self._read(self._folder / str(chosen))
     except Exception as error:
-      raise self._damaged(chosen, repr(error)[:400]) from error
-    for name, digest in replicas.content_digests(arrays).items():
-      if digest != about['digests'][name]:
-        raise self._damaged(chosen, f'{name} is not what was saved')
-    saved = dict(about['values'])
-    for name, (dtype, shape, impl) in about['arrays'].items():
-      x = arrays[name] if name in arrays else np.zeros(shape, dtype)
-      if impl is not None:
-        x = jax.random.wrap_key_data(jnp.asarray(x), impl=impl)
-      saved[name] = x
-    return chosen, naming.from_leaves(
+      others = tuple(s for s in steps if s != chosen)
+      raise ValueError(
+          f'The checkpoint of step {chosen} in {self._folder} must be whole,'
+          f' and written by demo_optax, got {repr(error)[:400]}. Restore'
+          f' another one by step= (there are: {_some(others)}), or remove it.'
+      ) from error
+    return int(chosen), naming.from_leaves(
         saved, self._like, resize=resize, rechunk=rechunk
     )
 
-  def _about(self, step: int) -> dict[str, Any]:
-    """Returns the description of a checkpoint's arrays."""
-    try:
-      about = ocp.metadata(self._folder / str(step)).custom_metadata
-    except Exception as error:
-      raise self._damaged(step, repr(error)[:400]) from error
+  def _read(self, path: epath.Path) -> dict[str, Any]:
+    """Returns the leaves of a checkpoint; raises if it is damaged."""
+    about = ocp.metadata(path).custom_metadata
     if not about or about.pop('checksum', None) != _checksum(about):
-      raise self._damaged(
-          step, 'its description is missing, or not what was written'
-      )
-    return about
-
-  def _damaged(self, step: int, why: str) -> ValueError:
-    others = tuple(s for s in self.steps if s != step)
-    return ValueError(
-        f'The checkpoint of step {step} in {self._folder} must be whole, and'
-        f' written by demo_optax, got: {why}. Restore another one by step='
-        f' (there are: {_some(others)}), or remove it.'
-    )
+      raise ValueError('its description is missing, or not what was written')
+    wanted = naming.to_leaves(jax.tree.map(naming.abstract, self._like))
+    like = {
+        name: _target(tuple(shape), dtype, wanted.get(name))
+        for name, (dtype, shape, *_) in about['arrays'].items()
+        if 0 not in shape
+    }
+    arrays = ocp.load(path, like) if like else {}
+    held = replicas.copies(arrays)
+    found = dict(about['values'])
+    for name, (dtype, shape, impl, digest) in about['arrays'].items():
+      x = arrays.get(name)
+      if x is None:
+        x = np.zeros(shape, dtype)
+      elif replicas.content_digest(held[name]) != digest:
+        raise ValueError(f'{name} is not what was saved')
+      if impl is not None:
+        x = jax.random.wrap_key_data(jnp.asarray(x), impl=impl)
+      found[name] = x
+    return found
 
 
 def _target(shape: tuple[int, ...], dtype: str, like: Any) -> Any:
@@ -304,12 +276,13 @@ def _in_first(action: Callable[[], None]) -> None:
       action()
     except Exception as caught:
       error = caught
+  failed: Any = error is not None
   if jax.process_count() > 1:
-    failed = multihost_utils.broadcast_one_to_all(np.array(error is not None))
-    if failed and error is None:
-      raise OSError('process 0 could not save: its own output says why.')
-  if error is not None:
-    raise error
+    failed = multihost_utils.broadcast_one_to_all(np.array(failed))
+  if failed:
+    raise error or OSError(
+        'process 0 could not save: its own output says why.'
+    )
 
 
 def _some(steps: tuple[int, ...]) -> str:

@@ -11,7 +11,7 @@ every parameter instead, and a record of its chunks:
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import chex
 import jax
@@ -21,12 +21,14 @@ import numpy as np
 from demo_optax._paths import (
   STACKED,
   Keys,
+  Path,
   dotted,
+  is_bucket,
   is_owned,
   is_stacked,
   path_keys,
 )
-from demo_optax.checkpoint import resize as resizing
+from demo_optax.checkpoint.resize import regroup, regroup_owned
 from demo_optax.compressors import bases, chunking
 from demo_optax.compressors import leaves as cutting
 from demo_optax.compressors.layout import (
@@ -37,18 +39,7 @@ from demo_optax.compressors.layout import (
   differences,
 )
 from demo_optax.numerics import prng
-from demo_optax.state import exchanges_in, is_momentum
-
-_OWED = f'{STACKED}.update_residual.'
-
-
-class Named(NamedTuple):
-  """The leaves of a state by name."""
-
-  leaves: dict[str, Any]  # momentum, residuals: [workers, *counts, n]
-  keys: dict[str, Keys]  # the path of each
-  moments: dict[str, tuple[str, Leaf]]  # layout's name and leaf of coefficients
-  records: dict[str, dict[str, Record]]  # by the layout's name
+from demo_optax.state import bucket_number, exchanges_in
 
 
 def to_leaves(state: chex.ArrayTree) -> dict[str, Any]:
@@ -73,11 +64,32 @@ def to_leaves(state: chex.ArrayTree) -> dict[str, Any]:
     (4, 2, 2, 4096)
     >>> state = checkpoint.from_leaves(saved, jax.eval_shape(tx.init, params))
   """
-  named = _names(state)
-  return named.leaves | {
-      name: np.frombuffer(json.dumps(records).encode(), np.uint8)
-      for name, records in named.records.items()
-  }
+  layouts = exchanges_in(state)
+  found: dict[str, Any] = {}
+
+  def add(keys: Keys, x: Any) -> None:
+    name = dotted(keys)
+    if name in found:
+      raise ValueError(
+          f'The tree must have one leaf called {name}, got two. Rename one.'
+      )
+    found[name] = x
+
+  for path, x in jax.tree_util.tree_flatten_with_path(state)[0]:
+    keys = path_keys(path)
+    if is_bucket(keys):
+      layout = layouts[keys[:-3]]
+      if is_owned(keys):
+        x = _of_one_owner(layout, keys, x)
+      parts = cutting.cut_bucket(layout, bucket_number(layout, keys), x)
+      for i, c in parts.items():
+        add((*keys[:-1], *layout.leaves[i].keys), c)
+    elif keys[-2:] == ('layout', 'digest'):
+      text = json.dumps(_records(layouts[keys[:-2]]))
+      add(keys[:-1], np.frombuffer(text.encode(), np.uint8))
+    else:
+      add(keys, x)
+  return found
 
 
 def from_leaves(
@@ -89,12 +101,20 @@ def from_leaves(
 ) -> chex.ArrayTree:
   """Returns a tree like `like` from the result of `to_leaves`.
 
+  With `resize`, the old and the new workers divide the unit interval into equal
+  parts. A new worker is the mean of the old ones, weighted by their overlap.
+  From 4 to 2 workers that is the mean of pairs, from 4 to 8 every worker twice.
+  The mean over workers, which the exchange eventually sends, does not change,
+  up to rounding. Integers, booleans and PRNG keys are those of the old worker
+  with the largest overlap, the first of equals. With more workers, each folds
+  its number into its key. Residuals of owners follow their chunks, exactly.
+
   Args:
     saved: arrays by name, of NumPy or of JAX, on any devices.
     like: a state as for `to_leaves`, such as `jax.eval_shape(tx.init, params)`.
       Leaves are moved to its devices; without a sharding, JAX's are not moved.
-    resize: whether to regroup stacked arrays for another number of workers, as
-      `resize_workers` does, and to drop residuals that `like` lacks.
+    resize: whether to regroup stacked arrays (under a field `worker_stacked`)
+      for another number of workers, and to drop residuals that `like` lacks.
     rechunk: whether to convert momentum with other chunks or another compressor
       through parameter space, up to rounding. With equal chunks and transform,
       every bit is kept.
@@ -102,143 +122,97 @@ def from_leaves(
   Raises:
     ValueError: `saved` and `like` differ. Names leaves, values and a remedy.
   """
-  _check(saved, like, resize=resize, rechunk=rechunk)
   layouts = exchanges_in(like)
-  flat, treedef = jax.tree_util.tree_flatten_with_path(like)
-  new = []
-  for path, x in flat:
+  _check(saved, like, layouts, resize, rechunk)
+
+  def restored(path: Path, x: Any) -> Any:
     keys = path_keys(path)
-    if _is_cut(keys):
-      root = keys[: keys.index(STACKED)]
-      records = _records(saved[dotted((*root, 'layout'))])
-      made = _bucket(saved, records, layouts[root], keys, x)
-    elif keys[-2:] == ('layout', 'digest'):
-      made = layouts[keys[:-2]].digest
-    else:
-      made = saved[dotted(keys)]
-      if is_stacked(keys):
-        made = _regrouped(made, x, keys)
-    new.append(_placed(made, x))
-  return treedef.unflatten(new)
+    if is_bucket(keys):
+      return _bucket(saved, layouts[keys[:-3]], keys, x)
+    if keys[-2:] == ('layout', 'digest'):
+      return layouts[keys[:-2]].digest
+    made = saved[dotted(keys)]
+    if not is_stacked(keys) or len(made) == len(x):
+      return made
+    is_key = prng.is_key(keys, x)
+    return _run(lambda y: regroup(y, len(x), is_key), _near(made, x), x)
 
-
-def _names(tree: chex.ArrayTree) -> Named:
-  """Returns the leaves of a state by name."""
-  layouts = exchanges_in(tree)
-  named = Named({}, {}, {}, {})
-
-  def add(keys: Keys, x: Any) -> str:
-    name = dotted(keys)
-    if name in named.leaves or name in named.records:
-      raise ValueError(
-          f'The tree must have one leaf called {name}, got two. Rename one.'
-      )
-    named.leaves[name], named.keys[name] = x, keys
-    return name
-
-  for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
-    keys = path_keys(path)
-    if _is_cut(keys):
-      root = keys[: keys.index(STACKED)]
-      layout, number = layouts[root], _number(layouts[root], keys)
-      if is_owned(keys):
-        x = _of_one_owner(layout, number, x)
-      for i, c in cutting.cut_bucket(layout, number, x).items():
-        leaf = layout.leaves[i]
-        name = add((*keys[:-1], *leaf.keys), c)
-        named.moments[name] = dotted((*root, 'layout')), leaf
-    elif keys[-2:] == ('layout', 'digest'):
-      layout = layouts[keys[:-2]]
-      named.records[dotted(keys[:-1])] = {
-          leaf.name: leaf.record for leaf in layout.leaves if leaf.bucket >= 0
-      }
-    else:
-      add(keys, x)
-  return named
+  return jax.tree_util.tree_map_with_path(
+      lambda path, x: _placed(restored(path, x), x), like
+  )
 
 
 # Buckets ----------------------------------------------------------------------
 
 
-def _is_cut(keys: Keys) -> bool:
-  return is_momentum(keys) or is_owned(keys)
+def _records(layout: Layout) -> dict[str, Record]:
+  return {leaf.name: leaf.record for leaf in layout.leaves if leaf.bucket >= 0}
 
 
-def _number(layout: Layout, keys: Keys) -> int:
-  return [bucket.name for bucket in layout.buckets].index(keys[-1])
+def _saved_records(text: Any) -> dict[str, Record]:
+  return json.loads(np.asarray(text).tobytes())
 
 
-def _of_one_owner(layout: Layout, number: int, x: Any) -> Any:
+def _of_one_owner(layout: Layout, keys: Keys, x: Any) -> Any:
   """Returns residuals of owners as if one of them had all chunks."""
-  shape = (1, *x.shape[1:-2], *layout.buckets[number].shape)
+  bucket = layout.buckets[bucket_number(layout, keys)]
+  shape = (1, *x.shape[1:-2], *bucket.shape)
+  sharding = cutting.fit_sharding(shape, getattr(x, 'sharding', None))
   if isinstance(x, jax.ShapeDtypeStruct):
-    sharding = cutting.fit_sharding(shape, x.sharding)
     return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
-  return resizing.resized(
-      lambda x: resizing.regroup_owned(x, shape), x, shape
-  )
+  return cutting.run(lambda x: regroup_owned(x, shape), x, sharding)
 
 
 def _bucket(
-    saved: Mapping[str, Any],
-    records: dict[str, Record],
-    layout: Layout,
-    keys: Keys,
-    like: Any,
+    saved: Mapping[str, Any], layout: Layout, keys: Keys, like: Any
 ) -> Any:
   """Returns a bucket like `like` from the coefficients of its leaves."""
-  number, owned = _number(layout, keys), is_owned(keys)
+  number, owned = bucket_number(layout, keys), is_owned(keys)
+  records = _saved_records(saved[dotted((*keys[:-3], 'layout'))])
   found = {}
   for i in layout.members(number):
     x = saved.get(dotted((*keys[:-1], *layout.leaves[i].keys)))
     if x is None:  # owners had no residuals
       return np.zeros(like.shape, like.dtype)
     found[i] = _near(x, like)
-  known = [bucket.basis for bucket in layout.buckets]
+  whole = _of_one_owner(layout, keys, abstract(like)) if owned else like
 
   def convert(leaf: Leaf, c: Any) -> Any:
     record = records[leaf.name]
-    same = {**record, 'compressor': ''} == {**leaf.record, 'compressor': ''}
-    if not same:
-      c = cutting.decode(c, *of_elements(_cut(record, known)))
-    if not owned:
-      c = resizing.regroup(c, like.shape[0])
-    if not same:
-      c = cutting.encode(c, *of_elements(cutting.cut_of(leaf)))
-    return c
-
-  def of_elements(cut: cutting.Cut) -> cutting.Cut:
+    if {**record, 'compressor': ''} == {**leaf.record, 'compressor': ''}:
+      return regroup(c, len(whole))
     # Residuals are of updates, which have been transformed back.
-    return (*cut[:2], None) if owned else cut
+    old, new = (
+        (*cut[:2], None if owned else cut[2])
+        for cut in (_cut(record, layout), cutting.cut_of(leaf))
+    )
+    x = regroup(cutting.decode(c, *old), len(whole))
+    return cutting.encode(x, *new)
 
-  if not owned:
-    return cutting.fill_bucket(layout, number, found, like, convert)
-  whole = _of_one_owner(layout, number, abstract(like))
   x = cutting.fill_bucket(layout, number, found, whole, convert)
-  return _run(lambda x: resizing.regroup_owned(x, like.shape), x, like)
+  if not owned:
+    return x
+  return _run(lambda x: regroup_owned(x, like.shape), x, like)
 
 
-def _cut(record: Record, known: list[bases.Basis]) -> cutting.Cut:
+def _cut(record: Record, layout: Layout) -> cutting.Cut:
   """Returns how a leaf was cut; raises if its transform is unknown."""
-  blocks = tuple(record['blocks'])
-  shard = tuple(d // b for d, b in zip(record['shape'], blocks))
-  fold = record['fold'] and tuple(record['fold'])
+  blocks, fold = tuple(record['blocks']), record['fold']
   grid = chunking.ChunkGrid(
-      shard, tuple(record['lengths']), record['whole'], fold
+      tuple(d // b for d, b in zip(record['shape'], blocks)),
+      tuple(record['lengths']), record['whole'], fold and tuple(fold),
   )
   if grid.whole:
     return grid, blocks, bases.Identity()
   name, arguments = record['basis']
-  for basis in known:
-    if [type(basis).__name__, vars(basis)] == [name, arguments]:
-      return grid, blocks, basis
-  if not hasattr(bases, name):
+  here = [type(bucket.basis) for bucket in layout.buckets]
+  known = {**vars(bases), **{basis.__name__: basis for basis in here}}
+  if name not in known:
     raise ValueError(
         f'The transform of the checkpoint must be known for rechunk, got {name}'
-        f'({arguments}). Restore into a state that has it, and take the'
-        ' momentum over with demo_optax.state.momentum and with_momentum.'
+        f'({arguments}). Restore into a state that has it, without rechunk.'
     )
-  return grid, blocks, getattr(bases, name)(**arguments)
+  return grid, blocks, known[name](**arguments)
 
 
 # Arrays -----------------------------------------------------------------------
@@ -250,13 +224,6 @@ def abstract(x: Any) -> Any:
     return x
   sharding = getattr(x, 'sharding', None)
   return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-
-def _regrouped(x: Any, like: Any, keys: Keys) -> Any:
-  n, is_key = like.shape[0], prng.is_key(keys, like)
-  if len(x) == n:
-    return x
-  return _run(lambda x: resizing.regroup(x, n, is_key), _near(x, like), like)
 
 
 def _near(x: Any, like: Any) -> Any:
@@ -280,11 +247,9 @@ def _placed(x: Any, like: Any) -> Any:
   if not hasattr(like, 'dtype'):
     return x
   if isinstance(like, np.ndarray | np.generic):
-    x = np.asarray(x)
-    return x[()] if isinstance(like, np.generic) else x
+    return np.asarray(x)[()] if isinstance(like, np.generic) else np.asarray(x)
   if like.sharding is None or isinstance(x, jax.Array):
-    same = like.sharding is None or getattr(x, 'sharding', 0) == like.sharding
-    return jnp.asarray(x) if same else jax.device_put(x, like.sharding)
+    return jax.device_put(jnp.asarray(x), like.sharding)
   return jax.make_array_from_callback(
       np.shape(x), like.sharding, lambda index: np.asarray(x)[index]
   )
@@ -296,61 +261,55 @@ def _placed(x: Any, like: Any) -> Any:
 def _check(
     saved: Mapping[str, Any],
     like: chex.ArrayTree,
-    *,
+    layouts: Mapping[Keys, Layout],
     resize: bool,
     rechunk: bool,
 ) -> None:
   """Raises unless saved leaves, or their shapes and dtypes, fit into `like`."""
-  wanted = _names(jax.tree.map(abstract, like))
-  problems: dict[str, list[Difference]] = {kind: [] for kind in _REMEDIES}
-  cut: dict[str, dict[str, Difference]] = {}
-  for where, records in wanted.records.items():
-    former = _records(saved[where]) if where in saved else {}
-    cut[where] = {d.name: d for d in differences(former, records)}
+  wanted = to_leaves(jax.tree.map(abstract, like))
+  problems: dict[str, list[str]] = {kind: [] for kind in _REMEDIES}
+
+  def differs(kind: str, name: str, old: str, new: str) -> None:
+    problems[kind].append(f'{name}: {old} in the checkpoint, {new} here.')
+
+  cut: dict[str, dict[str, Difference]] = {}  # by the layout's and leaf's name
+  for root, layout in layouts.items():
+    where = dotted((*root, 'layout'))
     if where not in saved:
-      problems['tree'].append(Difference(where, 'nothing', 'a layout', False))
-  for name in {**wanted.leaves, **saved}:
-    if name in wanted.records:
+      differs('tree', where, 'nothing', 'a layout')
+    former = _saved_records(saved[where]) if where in saved else {}
+    cut[where] = {d.name: d for d in differences(former, _records(layout))}
+  for name in {**wanted, **saved}:
+    if name in cut:
       continue
-    old: Any = saved.get(name)
-    new: Any = wanted.leaves.get(name)
-    if _OWED in name and (old is None or new is None):
-      if new is None:
-        problems['owed'].append(Difference(name, _kind(old), 'nothing', False))
+    old, new = saved.get(name), wanted.get(name)
+    if old is None or new is None:
+      if f'{STACKED}.update_residual.' not in name:
+        differs('tree', name, _kind(old), _kind(new))
+      elif new is None:
+        differs('owed', name, _kind(old), 'nothing')
       continue
-    stacked = is_stacked(wanted.keys.get(name, ())) and old is not None
-    if name in wanted.moments and old is not None:
-      where, leaf = wanted.moments[name]
-      if d := cut[where].get(leaf.name):
+    stacked = STACKED in name.split('.')
+    before, _, rest = name.partition(f'{STACKED}.')
+    if (where := f'{before}layout') in cut:
+      if d := cut[where].get(rest.partition('.')[2] or dotted(())):
         kind = 'chunks' if d.is_cut_otherwise else 'tree'
-        problems[kind].append(d._replace(name=name))
+        differs(kind, name, d.old, d.new)
     elif _kind(old, stacked) != _kind(new, stacked):
-      pair = _kind(old, stacked), _kind(new, stacked)
-      problems['tree'].append(Difference(name, *pair, False))
+      differs('tree', name, _kind(old, stacked), _kind(new, stacked))
       continue
-    if stacked and old.shape[:1] != new.shape[:1]:
-      pair = f'{old.shape[0]} workers', f'{new.shape[0]} workers'
-      problems['workers'].append(Difference(name, *pair, False))
-  if resize:
-    problems['workers'], problems['owed'] = [], []
-  if rechunk:
-    problems['chunks'] = []
-  if not any(problems.values()):
-    return
-  text = ['The checkpoint does not fit.']
+    if stacked and len(old) != len(new):
+      differs('workers', name, f'{len(old)} workers', f'{len(new)} workers')
+  text = []
   for kind, found in problems.items():
-    text += [
-        f'{d.name}: {d.old} in the checkpoint, {d.new} here.' for d in found[:4]
-    ]
-    if found[4:]:
-      text.append(f'... and {len(found) - 4} more leaves.')
-    if found:
+    asked = rechunk if kind == 'chunks' else resize and kind != 'tree'
+    if found and not asked:
+      text += found[:4]
+      if found[4:]:
+        text.append(f'... and {len(found) - 4} more leaves.')
       text.append(_REMEDIES[kind])
-  raise ValueError('\n'.join(text))
-
-
-def _records(text: Any) -> dict[str, Record]:
-  return json.loads(np.asarray(text).tobytes())
+  if text:
+    raise ValueError('\n'.join(['The checkpoint does not fit.', *text]))
 
 
 def _kind(x: Any, stacked: bool = False) -> str:

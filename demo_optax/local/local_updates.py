@@ -275,7 +275,7 @@ def _check_call(
     raise ValueError(
         'params must be given. Call tx.update(grads, state, params).'
     )
-  flat, (like,) = _tree.flatten_alike(gradients, params)
+  flat, like = _tree.flatten_alike(gradients, params)
   for (path, gradient), x in zip(flat, like):
     if jnp.shape(gradient) != jnp.shape(x):
       raise ValueError(

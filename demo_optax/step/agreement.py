@@ -22,13 +22,8 @@ _NAMES = (
 )
 
 
-def check_exchanges(workers: Workers, configs: Sequence[Any]) -> None:
-  """Raises unless all processes have the same `ExchangeConfig`s."""
-  check(workers, describe(configs))
-
-
 def describe(configs: Sequence[Any]) -> dict[str, str]:
-  """Returns what must be the same of exchanges, by name."""
+  """Returns what must be the same of `ExchangeConfig`s, by name."""
   described = [_describe(config) for config in dict.fromkeys(configs)]
   texts = [' | '.join(part) for part in zip(*described)]
   return dict(zip(_NAMES, texts or [''] * len(_NAMES)))

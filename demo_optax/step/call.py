@@ -23,7 +23,6 @@ from demo_optax._paths import Keys, dotted, is_stacked, path_keys
 from demo_optax.compressors.compressor import Frozen
 from demo_optax.demo import layouts_in
 from demo_optax.numerics import prng
-from demo_optax.per_worker import AverageState
 from demo_optax.step import nnx as modules
 from demo_optax.workers import Workers, inside
 from demo_optax.workers.inside import OwnParam
@@ -377,7 +376,7 @@ def _params_of_states(value: Any) -> list[Params]:
           if not isinstance(leaf.compressor, Frozen)
       )
       for layout in layouts_in(value).values()
-  ] + [x.averaged.params for x in modules.instances(value, AverageState)]
+  ]
 
 
 def _role(

@@ -213,7 +213,7 @@ class DataParallelStep:
       if is_first:
         with traced_configs() as configs:
           program.trace(*arrays)
-        agreement.check_exchanges(self.workers, configs)
+        agreement.check(self.workers, agreement.describe(configs))
       self._has_run = True
       values, returned = program(*arrays)
       return returned.update(opened.objects, values)
@@ -321,8 +321,8 @@ class DataParallelStep:
         raise ValueError(
             f'{a.name} has shape {jnp.shape(x)}, but {workers} has {count}'
             ' here, each with its own entry along the first axis. Make the'
-            ' state with tx.init under the same workers, or use'
-            ' demo_optax.checkpoint.resize_workers.'
+            ' state with tx.init under the same workers, or regroup it by'
+            ' demo_optax.checkpoint.from_leaves(..., resize=True).'
         )
     # A model may name mesh axes inside a worker, also those of one device.
     if workers.relay is not None:
@@ -583,7 +583,10 @@ def _check_options(
 
 
 def _check_no_multi_steps(tree: Any) -> None:
-  if modules.instances(tree, optax.MultiStepsState):
+  def is_one(x: Any) -> bool:
+    return isinstance(x, optax.MultiStepsState)
+
+  if any(map(is_one, jax.tree.leaves(tree, is_leaf=is_one))):
     raise ValueError(
         'The optimizer of a data_parallel step must not be in optax.MultiSteps,'
         ' which would exchange in every call and drop all results but the last.'

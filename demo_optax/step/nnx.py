@@ -35,19 +35,6 @@ def param_specs(
 
   Returns:
     A `PartitionSpec` for each parameter; `P()` for those without annotations.
-
-  Example:
-    >>> import demo_optax, jax
-    >>> from flax import nnx
-    >>> init = nnx.with_partitioning(nnx.initializers.ones, (None, 'fsdp'))
-    >>> mesh = jax.make_mesh((1, 1), ('replica', 'fsdp'),
-    ...     axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    >>> with jax.set_mesh(mesh):
-    ...   model = nnx.Linear(2, 3, kernel_init=init, rngs=nnx.Rngs(0))
-    >>> specs = demo_optax.param_specs(model)
-    >>> tuple(specs['kernel'].get_value()), tuple(specs['bias'].get_value())
-    ((None, 'fsdp'), ())
-    >>> workers = demo_optax.Workers.on_mesh(mesh, 'replica', specs)
   """
   nnx = _nnx()
   if nnx is not None and isinstance(model, nnx.Module | nnx.State):
@@ -62,25 +49,21 @@ def param_specs(
         f'model is a {type(model).__name__}: give an NNX module, an nnx.State,'
         " or a Linen model's variables['params'] with their metadata."
     )
-  return jax.tree.map(
-      lambda x: _linen_spec(linen, x, rules),
-      model,
-      is_leaf=lambda x: isinstance(x, linen.Partitioned),
-  )
 
+  def spec(x: Any) -> P:  # mesh axes and logical ones may mix
+    if not isinstance(x, linen.LogicallyPartitioned):
+      return linen.get_partition_spec(x)
+    if not rules and not linen.get_logical_axis_rules():
+      raise ValueError(
+          f'The model names the logical axes {x.names}, and there are no rules'
+          " for them. Give rules=(('embed', 'fsdp'), ('mlp', None), ...)."
+      )
+    return linen.logical_to_mesh_axes(x.names, rules)
 
-def _linen_spec(linen: Any, x: Any, rules: Any) -> P:
-  """Returns the spec of an array or box; mesh axes and logical ones may mix."""
-  if not isinstance(x, linen.Partitioned):
-    return P()
-  if not isinstance(x, linen.LogicallyPartitioned):
-    return x.get_partition_spec()
-  if not rules and not linen.get_logical_axis_rules():
-    raise ValueError(
-        f'The model names the logical axes {x.names}, and there are no rules'
-        " for them. Give rules=(('embed', 'fsdp'), ('mlp', None), ...)."
-    )
-  return linen.logical_to_mesh_axes(x.names, rules)
+  def is_box(x: Any) -> bool:
+    return isinstance(x, linen.Partitioned)
+
+  return jax.tree.map(spec, model, is_leaf=is_box)
 
 
 def _nnx() -> Any:
@@ -185,15 +168,6 @@ def holds_state(tree: Any) -> bool:
     return dataclasses.is_dataclass(x) or isinstance(x, kinds)
 
   return any(map(is_state, jax.tree.leaves(tree, is_leaf=is_state)))
-
-
-def instances(tree: Any, kind: Any) -> list[Any]:
-  """Returns the nodes of a tree that are of a type."""
-
-  def is_one(x: Any) -> bool:
-    return isinstance(x, kind)
-
-  return list(filter(is_one, jax.tree.leaves(tree, is_leaf=is_one)))
 
 
 def traces_numbers(tree: Any) -> list[bool]:

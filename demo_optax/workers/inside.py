@@ -615,8 +615,7 @@ def _combine(
     raise ValueError(_differs(name))
   if result.role == 'statistics':
     # Statistics of a worker that saw a NaN would stay NaN for ever.
-    finite = lift.all_finite(workers, [x])
-    return lift.mean_present(workers, x, finite, old), False
+    return lift.mean_finite(workers, x, old), False
   if result.role == 'key':
     return collectives.first(x, workers.own_axis), False
   if not shape and is_real:

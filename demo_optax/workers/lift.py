@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from demo_optax.numerics import rounding
 from demo_optax.workers import collectives, split
-from demo_optax.workers.collectives import sums, vary, widened
+from demo_optax.workers.collectives import vary, widened
 from demo_optax.workers.param_specs import ParamSharding, entry, names_of
 from demo_optax.workers.value import Spec, Workers
 
@@ -287,48 +287,21 @@ def mean(workers: Workers, x: jax.Array) -> jax.Array:
   return collectives.mean(x, workers.own_axis)
 
 
-def mean_present(
-    workers: Workers,
-    x: jax.Array,
-    present: jax.Array,
-    otherwise: jax.Array | float = 0,
+def mean_finite(
+    workers: Workers, x: jax.Array, otherwise: jax.Array
 ) -> jax.Array:
-  """Returns the mean over the workers that are present, if any is.
+  """Returns the mean over the workers whose `x` is finite, if any is.
 
-  `x` and `present`, a flag of each worker, are laid out as gradients are.
+  `x` is laid out as gradients are.
   """
-
-  def one_worker(x: jax.Array, present: jax.Array) -> list[jax.Array]:
-    x, present = vary((x, present), workers.axis)
-    own = jnp.where(present, x, jnp.zeros_like(x))
-    return sums([own, present.astype(jnp.int32)], workers.axis)
-
+  axis, lead = workers.own_axis, int(workers.stacked_gradients)
+  finite = jnp.isfinite(x).all(axis=tuple(range(lead, x.ndim)), keepdims=True)
   wide = x.astype(widened(x))
-  if workers.param_specs.axes and workers.stacked_gradients:
-    mask = present.reshape(-1, *(1,) * (x.ndim - 1))
-    total = collectives.total(
-        jnp.where(mask, wide, jnp.zeros_like(wide)), None
-    )
-    count = jnp.sum(present, dtype=jnp.int32)
-  else:
-    own = Spec(workers.stacked_gradients)
-    total, count = run(
-        workers, one_worker, (wide, present), (own, own), [Spec(False)] * 2
-    )
+  total = collectives.total(jnp.where(finite, wide, jnp.zeros_like(wide)), axis)
+  count = collectives.total(finite.astype(jnp.int32), axis)
   # By a product: some programs make one of the division.
   inverse = rounding.exact_reciprocal(count, workers.count, total.dtype)
-  mean = (total * inverse).astype(x.dtype)
-  return jnp.where(count > 0, mean, otherwise)
-
-
-def all_finite(workers: Workers, xs: Sequence[jax.Array]) -> jax.Array:
-  """Returns for every worker whether all its arrays are finite."""
-  lead = 1 if workers.stacked_gradients else 0
-  everyone = jnp.ones((workers.count,) if lead else (), bool)
-  finite = [jnp.isfinite(x).all(axis=tuple(range(lead, x.ndim))) for x in xs]
-  if lead:
-    everyone = place(workers, everyone)
-  return functools.reduce(jnp.logical_and, finite, everyone)
+  return jnp.where(count > 0, (total * inverse).astype(x.dtype), otherwise)
 
 
 # Simulated workers ------------------------------------------------------------

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 import test_maps
-from helpers import assert_same_bits, make_mesh, random_tree
+from helpers import assert_same_bits, make_mesh, random_tree, with_momentum
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
@@ -89,7 +89,7 @@ def test_conservation_at_the_ends_of_the_range(values, alpha):
     extreme = np.abs(gradient) > 1e25
     before = jnp.asarray(
         before + np.where(extreme, 2 * gradient, 0), jnp.float32)
-    state = demo_optax.state.with_momentum(
+    state = with_momentum(
         state, {'the only leaf': before.reshape(1, -1, 16)})
     gradient = jnp.asarray(np.where(extreme, 0, gradient), jnp.float32)
     sent, state = update(gradient.reshape(1, -1, 16), state, params)

@@ -275,22 +275,19 @@ def trained(count, values='sign'):
 
 @pytest.mark.parametrize('count', [1, 3, 8])
 def test_new_owners_inherit_what_is_owed(count):
-  """By `resize_workers`, and through leaves, in which it is asked for."""
   _, state = trained(4)
   tx, like = trained(count)
-  new = demo_optax.checkpoint.resize_workers(state, count)
+  saved = demo_optax.checkpoint.to_leaves(state)
+  with pytest.raises(ValueError, match='Pass resize=True'):
+    demo_optax.checkpoint.from_leaves(saved, like)
+  new = demo_optax.checkpoint.from_leaves(saved, like, resize=True)
   kept = [
       {b.name: np.asarray(x.worker_stacked.update_residual[b.name]).reshape(
           -1, b.format.n)[: b.num_chunks] for b in x.layout.layout.buckets}
       for x in (state, new)]
   assert_same_bits(*kept)
   assert jax.tree.map(jnp.shape, new) == jax.tree.map(jnp.shape, like)
-  saved = demo_optax.checkpoint.to_leaves(state)
-  with pytest.raises(ValueError, match='Pass resize=True'):
-    demo_optax.checkpoint.from_leaves(saved, like)
-  restored = demo_optax.checkpoint.from_leaves(saved, like, resize=True)
-  assert_same_bits(restored, new)
-  tx.update(gradients_of(2, count), restored, random_tree(99, SHAPES))
+  tx.update(gradients_of(2, count), new, random_tree(99, SHAPES))
 
 
 @pytest.mark.parametrize('old, new', [('ternary', 'sign'), ('sign', 'ternary')])

@@ -112,58 +112,21 @@ def momentum_of_linen(workers):
       jax.device_put(params, params_sharding), state)
 
 
-def momentum_of_nnx(workers):
-  """Specs of a model without annotations say that momentum is replicated."""
-  @nnx.jit
-  def create():
-    model = nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, demo(workers), wrt=nnx.Param)
-    state = nnx.state((model, optimizer))
-    specs = nnx.get_partition_spec(state)
-    nnx.update(
-        (model, optimizer), jax.lax.with_sharding_constraint(state, specs))
-    return model, optimizer
-
-  @demo_optax.data_parallel(workers)
-  def step(model, optimizer, x):
-    grads = nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model)
-    optimizer.update(model, grads)
-    return nnx.state(model), nnx.state(optimizer)
-
-  with jax.set_mesh(workers.mesh):
-    return step, create()
-
-
-@pytest.mark.parametrize('make', [momentum_of_linen, momentum_of_nnx])
-def test_replicated_momentum_is_put_right_at_the_call(make):
+def test_replicated_momentum_is_reported_and_put_right_at_the_call():
   workers = on_mesh()
-  step, (params, state) = make(workers)
+  step, (params, state) = momentum_of_linen(workers)
   for x in stacked_leaves(state):
     assert x.is_fully_replicated
+  with pytest.warns(UserWarning, match=r'every device.*state_specs'):
+    demo_optax.exchange_info(state)
   x = np.ones((16, 64), np.float32)
   compiled = step.lower(params, state, x).compile()
-  plan = demo_optax.plan(
-      nnx.state(params) if isinstance(params, nnx.Module) else params,
-      COMPRESSOR, workers)
+  plan = demo_optax.plan(params, COMPRESSOR, workers)
   assert received(compiled, workers) <= plan.device_bytes['data',] + 100
   _, state, *_ = step(params, state, x)
   for x in stacked_leaves(state):
     assert x.sharding.spec[0] == 'data'
-
-
-def test_replicated_momentum_is_reported():
-  workers = on_mesh()
-  _, (params, state) = momentum_of_linen(workers)
-  remedy = r'every device.*state_specs'
-  with pytest.warns(UserWarning, match=remedy):
-    demo_optax.exchange_info(state)
-  with pytest.warns(UserWarning, match=remedy):
-    demo_optax.check_replicas(state, workers)
-  specs = demo_optax.state_specs(demo(workers), params, workers)
-  place = lambda spec: NamedSharding(workers.mesh, spec)
-  state = jax.device_put(state, jax.tree.map(place, specs))
   demo_optax.exchange_info(state)
-  demo_optax.check_replicas(state, workers)
 
 
 def unboxed(tree):

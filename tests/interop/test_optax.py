@@ -185,13 +185,6 @@ def test_per_worker_keeps_a_state_for_each():
   assert ema.ema.shape == (N, 2) and steps['steps'].tolist() == [1] * N
 
 
-def test_a_mean_of_nobody_is_zero():
-  tx = demo_optax.average(workers=WORKERS)
-  gradients = {k: g * np.nan for k, g in random_tree(0, SHAPES, (N,)).items()}
-  nobody, _ = tx.update(gradients, tx.init(zero_params()))
-  assert not any(np.any(g) for g in jax.tree.leaves(nobody))
-
-
 @pytest.mark.parametrize('workers', [
     demo_optax.Workers.simulated(2), on_mesh(2)], ids=['simulated', 'mesh'])
 def test_states_can_be_donated(workers):
