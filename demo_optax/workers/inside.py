@@ -541,12 +541,12 @@ class Result:
 
 
 def settle(
-    results: Sequence[Result], workers: Workers, rows: int | None, axis: int
+    results: Sequence[Result], workers: Workers, rows: int | None
 ) -> list[Result]:
   """Makes one value for all workers of what each of them returns.
 
-  A worker's batch has `rows` rows, along `axis` of results; rows are moved to
-  the first axis. Raises for a value that must not differ between workers.
+  A worker's batch has `rows` rows. Raises for a value that must not differ
+  between workers.
   """
   apart: list[bool] = []
   differs: list[bool] = []
@@ -555,7 +555,7 @@ def settle(
     del size
     differs[:], _ = cut
     out = [
-        _combine(dataclasses.replace(r, differs=d), x, old, workers, rows, axis)
+        _combine(dataclasses.replace(r, differs=d), x, old, workers, rows)
         for r, d, x, old in zip(results, differs, values, olds)
     ]
     apart[:] = [stays for _, stays in out]
@@ -574,7 +574,7 @@ def settle(
 
 
 def settle_on_own_device(
-    results: Sequence[Result], group: Workers, rows: int | None, axis: int
+    results: Sequence[Result], group: Workers, rows: int | None
 ) -> list[jax.Array]:
   """As `settle`, for results of which it has said `differs`, on one's device.
 
@@ -582,7 +582,7 @@ def settle_on_own_device(
   device sees them.
   """
   return [
-      _combine(r, jnp.asarray(r.value), r.old, group, rows, axis)[0]
+      _combine(r, jnp.asarray(r.value), r.old, group, rows)[0]
       for r in results
   ]
 
@@ -593,7 +593,6 @@ def _combine(
     old: jax.Array,
     workers: Workers,
     rows: int | None,
-    axis: int,
 ) -> tuple[jax.Array, bool]:
   """Returns one value of all workers' `x`, and whether it stays apart instead.
 
@@ -621,9 +620,9 @@ def _combine(
     return collectives.first(x, workers.own_axis), False
   if not shape and is_real:
     return lift.mean(workers, x), False
-  if shape[axis : axis + 1] == (rows,):
-    return jnp.moveaxis(x, axis + lead, lead), True
-  rows_too = f', and no array with the {rows} rows of a worker, axis {axis}'
+  if shape[:1] == (rows,):
+    return x, True
+  rows_too = f', and no array with the {rows} rows of a worker'
   raise ValueError(
       f'Of what the step returns, {name}, {x.dtype}{list(shape)}, differs'
       ' between workers. It is no real number, whose mean is returned'
