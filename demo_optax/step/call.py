@@ -219,11 +219,10 @@ def analyse(
     ]
   donated = {n: a.name in o.donated for a in arguments for n in a.objects}
   for (k, kind), x in zip(modules.variables(opened.objects), arrays):
-    role = 'key' if kind == 'stream' else 'shared'
-    decided.append(Array(
-        modules.keystr(k), k, type_of(x), kind or 'state', donated[k[0]],
-        role='stacked' if is_stacked(k) else role,
-    ))
+    variable = Array(modules.keystr(k), k, type_of(x), kind, donated[k[0]])
+    role = _role(variable, True, o)
+    kind = kind or ('stream' if role == 'key' else 'state')
+    decided.append(dataclasses.replace(variable, role=role, kind=kind))
   for path in o.keys or ():
     if not any(x.role == 'key' and _is_within(path, x.keys) for x in decided):
       raise ValueError(

@@ -22,7 +22,7 @@ from demo_optax.step import call as calls
 from demo_optax.step import nnx as modules
 from demo_optax.step.call import Call, Options
 from demo_optax.step.results import Returned
-from demo_optax.workers import Workers, checks, inside, lift
+from demo_optax.workers import Workers, inside, lift
 from demo_optax.workers.inside import WORKER_AXIS, Result
 
 
@@ -42,11 +42,8 @@ def data_parallel(
   A drop-in for `jax.jit` and `nnx.jit` on a training step. The batch is cut
   over the workers along its first axis; everything else is shared. The step
   computes one worker's loss and gradient from one worker's rows, and its
-  optimizer, which contains `scale_by_demo`, exchanges:
-
-  .. math:: g_i = \nabla_x f(x; B_i), \qquad x \leftarrow x + u(g_1, \dots, g_N)
-
-  What the step sees, and what becomes of its results:
+  optimizer, which contains `scale_by_demo`, exchanges. What the step sees, and
+  what becomes of its results:
 
   ============================  ================================================
   argument                      in the step
@@ -97,12 +94,10 @@ def data_parallel(
       arrays, such as `'state.seed_generator.0'`, or of what holds them; `()`
       where all are data. By default those are keys whose argument's or last
       name has the word key, rng, prng or seed, and others are an error.
-    static_argnums: positions of arguments to compile for, as in `jax.jit`.
-      Functions, strings and other objects that are not arrays are static
-      wherever they occur.
+    static_argnums: as in `jax.jit`. Functions, strings and other objects that
+      are not arrays are static wherever they occur.
     static_argnames: the same, by name.
-    donate_argnums: positions of arguments whose arrays may be overwritten, as
-      in `jax.jit`: model and optimizer of a training loop.
+    donate_argnums: as in `jax.jit`: model and optimizer of a training loop.
     donate_argnames: the same, by name.
 
   Returns:
@@ -299,19 +294,17 @@ class DataParallelStep:
     """
     workers = self.workers
     count = workers.count if workers.stacked_gradients else 1
-    for x, a in zip(arrays, call.arrays):
-      if a.role == 'batch':
-        checks.check_on_one_device(f'The batch {a.name}', x, workers)
-      elif a.role == 'stacked' and jnp.shape(x)[:1] != (count,):
+    for a in call.arrays:
+      if a.role == 'stacked' and a.shape[:1] != (count,):
         raise ValueError(
-            f'{a.name} has shape {jnp.shape(x)}, but {workers} has {count}'
+            f'{a.name} has shape {a.shape}, but {workers} has {count}'
             ' here, each with its own entry along the first axis. Make the'
             ' state with tx.init under the same workers, or use'
             ' demo_optax.checkpoint.resize_workers.'
         )
     # A model may name mesh axes inside a worker, also those of one device.
     if workers.relay is not None:
-      expected = self._expected(call, arrays)
+      expected = self._expected(call)
       with lift.context(workers):
         found, returned = self._run_own(call, expected, workers, index, arrays)
     elif workers.mesh is not None and not workers.param_specs.all_sizes:
@@ -374,7 +367,7 @@ class DataParallelStep:
   ) -> tuple[list[Result], Returned]:
     """Runs the step under `jax.shard_map`, one worker on each device."""
     workers, roles = self.workers, [a.role for a in call.arrays]
-    expected = self._expected(call, arrays)
+    expected = self._expected(call)
     traced: list[Returned] = []
     group = Workers.on_axis(workers.axis_name)
 
@@ -399,17 +392,16 @@ class DataParallelStep:
         dataclasses.replace(r, value=x) for r, x in zip(expected, values)
     ], traced[-1]
 
-  def _expected(self, call: Call, arrays: Sequence[Any]) -> list[Result]:
+  def _expected(self, call: Call) -> list[Result]:
     """Returns what the step returns, checked for all workers, not run."""
-    count = self.workers.count
+    leads = {
+        'batch': (self.workers.count, call.rows),
+        'stacked': (self.workers.count,),
+    }
     shapes = [
-        jax.ShapeDtypeStruct(
-            (count, call.rows, *x.shape[1:]) if a.role == 'batch'
-            else (count, *x.shape[1:]) if a.role == 'stacked'
-            else jnp.shape(x),
-            jax.dtypes.result_type(x),
-        )
-        for x, a in zip(arrays, call.arrays)
+        a.type.update(shape=(*leads[a.role], *a.shape[1:]))
+        if a.role in leads else a.type
+        for a in call.arrays
     ]
     expected: list[Result] = []
 
@@ -434,13 +426,14 @@ class DataParallelStep:
     ]
     with inside.tracing(group=group):
       found, returned = self._results(call, index, own)
-      values = inside.settle_on_own_device([
+      found = inside.settle([
           dataclasses.replace(e, value=r.value, old=r.old)
           for r, e in zip(found, expected)
       ], group, call.rows)
     return [
-        dataclasses.replace(r, value=x[None] if r.role == 'stacked' else x)
-        for x, r in zip(values, expected)
+        dataclasses.replace(r, value=r.value[None])
+        if r.role == 'stacked' else r
+        for r in found
     ], returned
 
   def _inspected(
@@ -520,13 +513,6 @@ def _remedy(error: Exception, workers: Workers) -> str | None:
         f' worker axis {workers.axis_name!r} does not cut them. Leave it out'
         ' of what the step and its layers say of shardings: P(None, ...) in the'
         f' place of P({workers.axis_name!r}, ...).'
-    )
-  if 'different trace level' in text:
-    return (
-        f'{text.split(", got")[0].split(" (http")[0]}: the step of'
-        ' data_parallel, or a transformation in it, changes or differentiates'
-        ' a Flax object that it closes over. Make it an argument, as with'
-        ' nnx.jit: model, optimizer, metrics and random streams alike.'
     )
   return None
 

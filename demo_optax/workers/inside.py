@@ -26,7 +26,6 @@ from demo_optax import _paths
 from demo_optax._paths import Keys, path_keys
 from demo_optax.numerics import prng
 from demo_optax.workers import Workers, collectives, lift
-from demo_optax.workers.collectives import Axis
 
 # The axis that `data_parallel` maps a step over. No axis of a mesh or of a user
 # has this name.
@@ -52,10 +51,9 @@ _TRACE = _Trace()
 def tracing(**how: Any) -> Iterator[None]:
   """Traces a step in another way than for all workers, mapped.
 
-  With `group`, as the one worker of each device in a `jax.shard_map`, and the
-  workers as this device sees them. With `checks`, to see what differs between
-  workers; nothing is exchanged. With `inspects`, each exchange is one equation,
-  named `EXCHANGE`.
+  With `group`, for one worker on its own device, which sees the others as
+  `group`. With `checks`, to see what differs between workers; nothing is
+  exchanged. With `inspects`, each exchange is one equation, named `EXCHANGE`.
   """
   before = {name: getattr(_TRACE, name) for name in how}
   vars(_TRACE).update(how)
@@ -66,10 +64,7 @@ def tracing(**how: Any) -> Iterator[None]:
 
 
 def take_is_nested() -> bool:
-  """Returns whether an exchange was in a program within a step's, as in a scan.
-
-  Since this was asked last.
-  """
+  """Returns whether an exchange was in a scan or a jit since the last call."""
   is_nested, _TRACE.is_nested = _TRACE.is_nested, False
   return is_nested
 
@@ -104,9 +99,12 @@ def _meet(
     rule: `(size, cut, *args) -> (out, apart)`, where `cut` is like `args`, and
       of it the arrays that differ between workers are stacked; `apart` is like
       `out` and says of which arrays each worker has its own, stacked.
-    alone: `(*args) -> out`, for the shapes that one worker sees.
+    alone: `(*args) -> out`, for the shapes that one worker sees, and for a
+      worker on a device of its own.
     *args: this worker's trees of arrays.
   """
+  if _TRACE.group is not None:
+    return alone(*args)
 
   # The number is mapped wherever this is reached, so that the rule is called.
   @custom_vmap
@@ -226,17 +224,11 @@ def call_stacked(
 ) -> tuple[Any, Any]:
   """Calls a transformation of stacked gradients from one worker's step.
 
-  Args:
-    stacked_update: `(updates, state, params, hyperparams, workers) -> (updates,
-      state)`, from gradients as `workers` have them (`[workers, ...]`, or one
-      worker's own) to updates in the parameters' shapes, or stacked with
-      `own_updates`.
-    workers: the workers, as many as the step is mapped over.
-    updates: this worker's gradients.
-    state: as one worker sees it, without worker axes; so it is returned.
-    params: the parameters, equal on all workers, or None.
-    hyperparams: a tree of numbers, equal on all workers.
-    own_updates: whether updates differ between workers.
+  `stacked_update(updates, state, params, hyperparams, workers)` takes gradients
+  as `workers` have them (`[workers, ...]`, or one worker's own) to updates in
+  the parameters' shapes, or stacked with `own_updates`, and the new state.
+  `updates` and `state` are as one worker sees them, without worker axes;
+  parameters and hyperparameters are equal on all workers.
   """
   flat, state_def = jax.tree_util.tree_flatten_with_path(state)
   paths, old = [path for path, _ in flat], [x for _, x in flat]
@@ -435,7 +427,9 @@ def over_workers(
   ]
   same_bits = {jnp.mean: collectives.mean, jnp.sum: collectives.total}
 
-  def reduced(x: jax.Array, is_key: bool, axis: Axis | None = None) -> Any:
+  axis = None if _TRACE.group is None else _TRACE.group.axis
+
+  def reduced(x: jax.Array, is_key: bool) -> Any:
     if is_key:
       return collectives.first(x, axis)
     if reduce in same_bits and jax.eval_shape(reduce, x).dtype == x.dtype:
@@ -443,9 +437,9 @@ def over_workers(
     x = x if axis is None else collectives.everyones(x, axis)
     return reduce(x, axis=0)
 
-  def alone(leaves: list[Any], axis: Axis | None = None) -> list[Any]:
+  def alone(leaves: list[Any]) -> list[Any]:
     return [
-        x if is_fixed else reduced(x if axis else x[None], is_key, axis)
+        x if is_fixed else reduced(x if axis else x[None], is_key)
         for x, is_key, is_fixed in zip(leaves, are_keys, are_fixed)
     ]
 
@@ -463,11 +457,7 @@ def over_workers(
       out.append(reduced(x, is_key) if is_cut else x)
     return out, [False] * len(out)
 
-  if _TRACE.group is not None:  # what has no mean was checked before
-    found = alone(leaves, _TRACE.group.axis)
-  else:
-    found = _meet(rule, alone, leaves)
-  return treedef.unflatten(found)
+  return treedef.unflatten(_meet(rule, alone, leaves))
 
 
 _NO_MEAN = (
@@ -498,8 +488,6 @@ def _derivative(primals: Any, tangents: Any) -> Any:
 
 def alike(tree: Any, message: str) -> Any:
   """Returns `tree`; raises `message` of a leaf that differs between workers."""
-  if _TRACE.group is not None:
-    return tree  # checked before
   flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
 
   def rule(size: int, cut: Any, leaves: list[Any]) -> Any:
@@ -546,8 +534,16 @@ def settle(
   """Makes one value for all workers of what each of them returns.
 
   A worker's batch has `rows` rows. Raises for a value that must not differ
-  between workers.
+  between workers. On a worker's own device `results` know `differs`, and what
+  keeps a worker axis is this worker's.
   """
+  if _TRACE.group is not None:
+    return [
+        dataclasses.replace(r, value=_combine(
+            r, jnp.asarray(r.value), r.old, workers, rows
+        )[0])
+        for r in results
+    ]
   apart: list[bool] = []
   differs: list[bool] = []
 
@@ -561,29 +557,12 @@ def settle(
     apart[:] = [stays for _, stays in out]
     return [x for x, _ in out], list(apart)
 
-  values = _meet(
-      rule,
-      lambda values, olds: values,
-      [jnp.asarray(r.value) for r in results],
-      [0 if r.old is None else r.old for r in results],
-  )
+  values = [jnp.asarray(r.value) for r in results]
+  olds = [0 if r.old is None else r.old for r in results]
+  values = _meet(rule, lambda values, olds: values, values, olds)
   return [
       dataclasses.replace(r, value=x, differs=d, apart=a)
       for r, x, d, a in zip(results, values, differs, apart)
-  ]
-
-
-def settle_on_own_device(
-    results: Sequence[Result], group: Workers, rows: int | None
-) -> list[jax.Array]:
-  """As `settle`, for results of which it has said `differs`, on one's device.
-
-  What keeps a worker axis is this worker's. `group` are the workers as this
-  device sees them.
-  """
-  return [
-      _combine(r, jnp.asarray(r.value), r.old, group, rows)[0]
-      for r in results
   ]
 
 

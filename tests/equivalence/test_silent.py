@@ -109,28 +109,6 @@ def test_keys_have_no_mean(workers, make):
   np.testing.assert_array_equal(np.asarray(noise)[:4], expected)
 
 
-def test_statistics_and_seeds_of_keras(workers):
-  """One list has both; the seed became float32 and stood still."""
-  @demo_optax.data_parallel(workers, batch_argnums=1, keys='state.1.1')
-  def step(state, x):
-    params, (mean, seed) = state
-    noise = jax.random.normal(seed, x.shape[:1])
-    others = [0.9 * mean + 0.1 * x.mean(0), seed + jnp.array([0, 1], jnp.uint32)]
-    others = [
-        x if x.dtype == jnp.uint32 else demo_optax.over_workers(x)
-        for x in others
-    ]
-    return (params, others), noise
-
-  state = jnp.ones(8), [jnp.zeros(8), jax.random.PRNGKey(0)]
-  drawn = []
-  for _ in range(3):
-    state, noise = step(state, rows())
-    drawn += np.asarray(noise).tolist()
-    assert state[1][1].dtype == jnp.uint32
-  assert len(set(drawn)) == 48
-
-
 # Pairs of uint32 -----------------------------------------------------------------
 
 
@@ -511,23 +489,6 @@ def test_a_batch_in_a_dataclass_beside_arrays(workers):
   with pytest.raises(ValueError, match='batch must be known as a batch or'):
     demo_optax.data_parallel(workers)(step)(*arguments)
   demo_optax.data_parallel(workers, batch_argnums=(2, 3))(step)(*arguments)
-
-
-def test_a_key_in_a_plain_variable(workers):
-  """All workers drew the same: only those of `nnx.Rngs` were folded."""
-  class Noise(nnx.Module):
-    def __init__(self):
-      self.key = nnx.Variable(jax.random.key(0))
-
-  @demo_optax.data_parallel(workers)
-  def step(noise, x):
-    key, own = jax.random.split(noise.key.get_value())
-    noise.key.set_value(key)
-    return jax.random.normal(own, x.shape[:1])
-
-  noise = Noise()
-  drawn = [np.asarray(step(noise, rows())) for _ in range(2)]
-  assert len(np.unique(drawn)) == 32
 
 
 def test_keys_of_workers_are_not_those_of_a_split():
