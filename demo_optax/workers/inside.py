@@ -248,12 +248,11 @@ def call_stacked(
   like = jax.tree.leaves(params)
   if len(like) != len(given):  # masked: checked by the exchange itself
     like = given
-  outs = [
-      jax.ShapeDtypeStruct(np.shape(g), jnp.result_type(x))
+  grads = [  # those of integers are float0, which no operation takes
+      jnp.zeros_like(p) if getattr(g, 'dtype', None) == jax.dtypes.float0
+      else jnp.asarray(g)
       for g, p in zip(given, like)
-      for x in [p if _is_void(g) else g]
   ]
-  grads = [None if _is_void(g) else jnp.asarray(g) for g in given]
   # Numbers that are known when a step is traced make a smaller program.
   known = params, hyperparams
   rest = jax.tree.map(
@@ -262,8 +261,8 @@ def call_stacked(
   was_reached = False
 
   def nothing(grads: Any, old: Any, rest: Any) -> Any:
-    del grads, rest
-    return [jnp.zeros(x.shape, x.dtype) for x in outs], old
+    del rest
+    return [jnp.zeros_like(g) for g in grads], old
 
   def exchange(size: int, cut: Any, grads: Any, old: Any, rest: Any) -> Any:
     nonlocal was_reached
@@ -286,17 +285,15 @@ def call_stacked(
         raise ValueError(_differs(name, ('state', 'skip', 'value', 'wrapper')))
       if has_axis and not is_cut:
         raise ValueError(_NOT_AN_ARGUMENT)
-    if _TRACE.checks:
-      lead = (size,) if own_updates else ()
-      new = [jnp.zeros((*lead, *x.shape), x.dtype) for x in outs]
-      return (new, old), ([own_updates] * len(new), stacked)
     # A gradient that is the same on all workers is that of an unused parameter.
     everyones = [
-        np.zeros((size, *x.shape), jax.dtypes.float0) if g is None
-        else g if is_cut
-        else jnp.broadcast_to(g, (size, *g.shape))
-        for g, is_cut, x in zip(grads, grads_cut, outs)
+        g if is_cut else jnp.broadcast_to(g, (size, *g.shape))
+        for g, is_cut in zip(grads, grads_cut)
     ]
+    apart = [own_updates] * len(grads), stacked
+    if _TRACE.checks:
+      new = [jnp.zeros_like(g if own_updates else g[0]) for g in everyones]
+      return (new, old), apart
     params, hyperparams = jax.tree.map(
         lambda x, number: number if x is None else x,
         rest, known, is_leaf=lambda x: x is None,
@@ -305,8 +302,7 @@ def call_stacked(
         grads_def.unflatten(everyones), state_def.unflatten(old),
         params, hyperparams, workers,
     )
-    new, after = map(jax.tree.leaves, out)
-    return (new, after), ([own_updates] * len(new), stacked)
+    return tuple(map(jax.tree.leaves, out)), apart
 
   if _TRACE.inspects:
     nothing.__name__ = EXCHANGE
@@ -316,11 +312,6 @@ def call_stacked(
   # Within a scan or a jit the rule is called when the whole of it is mapped.
   _TRACE.is_nested |= not was_reached
   return grads_def.unflatten(new), state_def.unflatten(after)
-
-
-def _is_void(gradient: Any) -> bool:
-  """Returns whether it is of integers: float0, which no operation takes."""
-  return getattr(gradient, 'dtype', None) == jax.dtypes.float0
 
 
 _NOT_CUT = (

@@ -22,7 +22,7 @@ from helpers import (
   on_mesh,
   own,
 )
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
