@@ -173,7 +173,8 @@ def average(*, workers: Workers) -> optax.GradientTransformation:
       state: AverageState,
       params: chex.ArrayTree | None = None,
   ) -> tuple[chex.ArrayTree, AverageState]:
-    inside.check_called(workers)
+    if workers.relay is not None:
+      inside.check_in_step(f'The update for {workers}')
     if inside.is_mapped():
       mean, _ = inside.call_stacked(
           stacked_update, workers, updates, (), params

@@ -28,6 +28,10 @@ from demo_optax.workers import Workers, inside
 from demo_optax.workers.inside import OwnParam
 
 Params = frozenset[tuple[Keys, tuple[int, ...]]]  # paths and shapes
+_REMEDY = (
+    'Say which arguments are batches: demo_optax.data_parallel(workers,'
+    ' batch_argnums=...).'
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,8 +273,7 @@ def _shared(step: str, o: Options, arguments: list[Argument]) -> list[bool]:
     raise ValueError(
         f'{step} cannot infer which of its arguments'
         f' ({", ".join(a.name for a in arguments)}) are batches: none holds a'
-        ' Flax object, a dataclass or a state of scale_by_demo. Name them:'
-        ' demo_optax.data_parallel(workers, batch_argnums=...).'
+        f' Flax object, a dataclass or a state of scale_by_demo. {_REMEDY}'
     )
   params = [p for a in arguments for p in _params_of_states(a)]
   held = [any(_holds(a, p) for p in params) for a in arguments]
@@ -287,8 +290,7 @@ def _shared(step: str, o: Options, arguments: list[Argument]) -> list[bool]:
     if is_state and own and own == rows != {()}:
       raise ValueError(
           f'{a.name} must be known as a batch or as a state, got a dataclass of'
-          ' arrays that are as long as the batch. Name all batches:'
-          ' demo_optax.data_parallel(workers, batch_argnums=...).'
+          f' arrays that are as long as the batch. {_REMEDY}'
       )
   return found
 
@@ -379,27 +381,23 @@ def _rows(
   for a in decided:
     if a.role == 'batch':
       lengths.setdefault(a.shape[0], a.name)
-  remedy = (
-      'Say which arguments are batches: demo_optax.data_parallel(workers,'
-      ' batch_argnums=...).'
-  )
   if not lengths:
     raise ValueError(
         f'{step} has nothing to cut over the workers: none of its arguments'
-        f' ({", ".join(a.name for a in arguments)}) is a batch. {remedy} If the'
-        ' step draws its batch by a random key, give batch_argnums=().'
+        f' ({", ".join(a.name for a in arguments)}) is a batch. {_REMEDY}'
+        ' If the step draws its batch by a random key, give batch_argnums=().'
     )
   if len(lengths) > 1:
     some = ', '.join(f'{n}: {length}' for length, n in lengths.items())
     raise ValueError(
         f'{step} would cut arrays of different lengths along their first axis'
-        f' ({some}), which are not one batch. {remedy}'
+        f' ({some}), which are not one batch. {_REMEDY}'
     )
   ((length, name),) = lengths.items()
   parts = workers.count if workers.relay is None else 1  # the batch is its own
   if length % parts:
     raise ValueError(
         f'{name} has {length} rows, which do not divide among {workers}.'
-        f' Change the batch size. {remedy}'
+        f' Change the batch size. {_REMEDY}'
     )
   return length // parts

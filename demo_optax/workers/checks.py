@@ -20,18 +20,15 @@ def check_gradient(
   lead = (workers.count,) if workers.stacked_gradients else ()
   expected: Any = (*lead, *(np.shape(param) if param is not None else (...,)))
   ok = found == expected if param is not None else found[: len(lead)] == lead
-  if not ok and lead:
+  if not ok:
+    remedy = (
+        'one gradient per worker, stacked. Decorate the training step with'
+        " demo_optax.data_parallel(workers), and it takes one worker's"
+        ' gradient. An averaged gradient has nothing left to compress.'
+    ) if lead else "the worker's own gradient, unstacked."
     raise ValueError(
         f'The gradient of {name} has shape {found}, but {workers} needs'
-        f' {expected}: one gradient per worker, stacked. Decorate the training'
-        ' step with demo_optax.data_parallel(workers), and it takes one'
-        " worker's gradient; outside of such a step give those of all workers."
-        ' An averaged gradient has nothing left to compress.'
-    )
-  if not ok:
-    raise ValueError(
-        f'The gradient of {name} has shape {found}, but its parameter has'
-        f" {expected}: {workers} needs the worker's own gradient, unstacked."
+        f' {expected}: {remedy}'
     )
   if lead or not is_exchanged(gradient):
     return

@@ -80,13 +80,13 @@ def is_mapped() -> bool:
   return True
 
 
-def check_called(workers: Workers) -> None:
-  """Raises for programs outside of a step that is cut for them."""
-  if workers.relay is not None and not is_mapped():
+def check_in_step(what: str) -> None:
+  """Raises outside of a `data_parallel` step."""
+  if not is_mapped():
     raise ValueError(
-        'The update must be in a demo_optax.data_parallel step for'
-        f' {workers}. Decorate the training step with it instead of jax.jit or'
-        ' nnx.jit.'
+        f'{what} must be called in a demo_optax.data_parallel step. Write the'
+        ' step for one worker and decorate it with'
+        ' @demo_optax.data_parallel(workers), instead of jax.jit or nnx.jit.'
     )
 
 
@@ -399,12 +399,7 @@ def over_workers(
     >>> print(count_positive(jnp.array([1.0, -1.0, 2.0, 3.0])))
     3
   """
-  if not is_mapped():
-    raise ValueError(
-        'over_workers was called outside of a demo_optax.data_parallel step,'
-        ' where there is one value for all workers and nothing to reduce.'
-    )
-
+  check_in_step('over_workers')
   flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
   leaves = [jnp.asarray(_undifferentiated(x)) for _, x in flat]
   are_keys = [
