@@ -519,16 +519,9 @@ def test_mistakes():
   params = linear_params()
   args = params, tx.init(params), batch()
   step = functools.partial(make_step, tx, workers)
-  raises('are the same on all workers', step(batch_argnums=()), *args)
   raises('nothing to cut', step(batch_argnums=2), *args[:2], ())
   raises('different lengths', step(batch_argnums=(0, 2)), *args)
 
-  @demo_optax.data_parallel(workers)
-  def averages(params, opt_state, x):
-    grads = demo_optax.over_workers(jax.grad(quadratic)(params, x))
-    return tx.update(grads, opt_state, params)
-
-  raises('remove what averages gradients', averages, *args)
   raises(
       'over_workers was called on what is being differentiated',
       step(lambda params, x: demo_optax.over_workers(quadratic(params, x))),
