@@ -327,9 +327,8 @@ class DataParallelStep:
       self, call: Call, arrays: list[Any], spmd_axis_name: str | None
   ) -> tuple[list[Result], Returned]:
     """Runs the step under `jax.vmap`, with batches `[workers, rows, ...]`."""
-    traced: list[tuple[list[Result], Returned]] = []
 
-    def one_workers_step(arrays: list[Any]) -> tuple[list[Any], list[Any]]:
+    def one_workers_step(arrays: list[Any]) -> Any:
       index = jax.lax.axis_index(WORKER_AXIS)
       inside.take_is_nested()
       found, returned = self._results(call, index, arrays)
@@ -338,29 +337,22 @@ class DataParallelStep:
       if workers.relay is not None:
         workers = Workers.simulated(workers.count)
       found = inside.settle(found, workers, call.rows)
-      traced.append((found, returned))
-      return (
-          [r.value for r in found if r.apart],
-          [r.value for r in found if not r.apart],
-      )
+      apart = [r if r.apart else None for r in found]
+      return apart, [None if r.apart else r for r in found], returned
 
     in_axes = [
         0 if a.role in ('batch', 'stacked') else None for a in call.arrays
     ]
     with lift.context(self.workers):
-      apart, equal = map(iter, jax.vmap(
+      apart, equal, returned = jax.vmap(
           one_workers_step,
           in_axes=(in_axes,),
-          out_axes=(0, None),
+          out_axes=(0, None, None),
           axis_name=WORKER_AXIS,
           axis_size=self.workers.count,
           spmd_axis_name=spmd_axis_name,
-      )(arrays))
-    ((found, returned),) = traced
-    return [
-        dataclasses.replace(r, value=next(apart if r.apart else equal))
-        for r in found
-    ], returned
+      )(arrays)
+    return [a or e for a, e in zip(apart, equal)], returned
 
   def _run_on_devices(
       self, call: Call, arrays: Sequence[Any]
@@ -368,29 +360,23 @@ class DataParallelStep:
     """Runs the step under `jax.shard_map`, one worker on each device."""
     workers, roles = self.workers, [a.role for a in call.arrays]
     expected = self._expected(call)
-    traced: list[Returned] = []
     group = Workers.on_axis(workers.axis_name)
 
-    def one_workers_step(*arrays: Any) -> list[Any]:
+    def one_workers_step(*arrays: Any) -> tuple[list[Result], Returned]:
       index = jax.lax.axis_index(workers.axis_name)
-      found, returned = self._run_own(call, expected, group, index, arrays)
-      traced.append(returned)
-      return [r.value for r in found]
+      return self._run_own(call, expected, group, index, arrays)
 
     own, equal = P(workers.axis_name), P()
     in_specs = [own if r in ('batch', 'stacked') else equal for r in roles]
-    values = jax.shard_map(
+    return jax.shard_map(
         one_workers_step,
         mesh=workers.mesh,
         in_specs=tuple(in_specs),
-        out_specs=[own if r.apart else equal for r in expected],
+        out_specs=([own if r.apart else equal for r in expected], equal),
         # The check knows what is equal on all workers; types do not, of
         # parameters that are differentiated by each worker alone.
         check_vma=False,
     )(*(lift.reshard(workers, x, s) for x, s in zip(arrays, in_specs)))
-    return [
-        dataclasses.replace(r, value=x) for r, x in zip(expected, values)
-    ], traced[-1]
 
   def _expected(self, call: Call) -> list[Result]:
     """Returns what the step returns, checked for all workers, not run."""
@@ -403,13 +389,9 @@ class DataParallelStep:
         if a.role in leads else a.type
         for a in call.arrays
     ]
-    expected: list[Result] = []
-
-    def check(arrays: list[Any]) -> None:
-      expected[:] = self._run_mapped(call, arrays, None)[0]
-
+    run = functools.partial(self._run_mapped, call, spmd_axis_name=None)
     with inside.tracing(checks=True):
-      jax.eval_shape(check, shapes)
+      expected, _ = jax.eval_shape(run, shapes)
     return expected
 
   def _run_own(

@@ -489,6 +489,11 @@ def alike(tree: Any, message: str) -> Any:
 # What a step returns ----------------------------------------------------------
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=('value', 'old'),
+    meta_fields=('name', 'keys', 'role', 'at', 'differs', 'apart'),
+)
 @dataclasses.dataclass(frozen=True)
 class Result:
   """A leaf of what a step returns or changes, as one worker has it.
@@ -523,46 +528,43 @@ def settle(
   between workers. On a worker's own device `results` know `differs`, and what
   keeps a worker axis is this worker's.
   """
+  results = [
+      dataclasses.replace(r, value=jnp.asarray(r.value)) for r in results
+  ]
   if _TRACE.group is not None:
     return [
-        dataclasses.replace(r, value=_combine(
-            r, jnp.asarray(r.value), r.old, workers, rows
-        )[0])
+        dataclasses.replace(r, value=_combine(r, workers, rows)[0], old=None)
         for r in results
     ]
   apart: list[bool] = []
   differs: list[bool] = []
 
-  def rule(size: int, cut: Any, values: Any, olds: Any) -> Any:
+  def rule(size: int, cut: Any, results: list[Result]) -> Any:
     del size
-    differs[:], _ = cut
+    differs[:] = [is_cut.value for is_cut in cut[0]]
     out = [
-        _combine(dataclasses.replace(r, differs=d), x, old, workers, rows)
-        for r, d, x, old in zip(results, differs, values, olds)
+        _combine(dataclasses.replace(r, differs=d), workers, rows)
+        for r, d in zip(results, differs)
     ]
     apart[:] = [stays for _, stays in out]
     return [x for x, _ in out], list(apart)
 
-  values = [jnp.asarray(r.value) for r in results]
-  olds = [0 if r.old is None else r.old for r in results]
-  values = _meet(rule, lambda values, olds: values, values, olds)
+  values = _meet(rule, lambda results: [r.value for r in results], results)
   return [
-      dataclasses.replace(r, value=x, differs=d, apart=a)
+      dataclasses.replace(r, value=x, old=None, differs=d, apart=a)
       for r, x, d, a in zip(results, values, differs, apart)
   ]
 
 
 def _combine(
-    result: Result,
-    x: jax.Array,
-    old: jax.Array,
-    workers: Workers,
-    rows: int | None,
+    result: Result, workers: Workers, rows: int | None
 ) -> tuple[jax.Array, bool]:
-  """Returns one value of all workers' `x`, and whether it stays apart instead.
+  """Returns one value of all workers', and whether it stays apart instead.
 
-  `x` is laid out as gradients are if it differs: stacked, or one worker's.
+  The value is laid out as gradients are if it differs: stacked, or one
+  worker's.
   """
+  x, old = result.value, result.old
   lead = int(workers.stacked_gradients)
   if result.role == 'stacked':
     return x if result.differs or not lead else lift.stack(workers, x), True
