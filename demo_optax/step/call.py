@@ -182,8 +182,8 @@ def analyse(
 ) -> Call:
   """Decides about every array of a call of `step`.
 
-  `named` are its arguments, in the order in which JAX flattens a call, and
-  `opened` the same, taken apart.
+  `named` are its arguments, in the order in which JAX flattens a call; `opened`
+  are the same, taken apart.
   """
   arguments: list[Argument] = []
   fixed, arrays = iter(opened.fixed), iter(opened.arrays)

@@ -237,16 +237,13 @@ class DataParallelStep:
       self, args: tuple[Any, ...], kwargs: dict[str, Any]
   ) -> tuple[calls.Opened, Call, Any]:
     """Returns a call's arrays, what is decided about it, and its program."""
-    named = [
-        (name, calls.Static(x) if name in self._options.static else x)
-        for name, x in [
-            *((_name_of(i, self._names), x) for i, x in enumerate(args)),
-            *sorted(kwargs.items()),  # as JAX flattens them
-        ]
-    ]
-    values = [x for _, x in named]
-    args = tuple(values[: len(args)])
-    kwargs = dict(zip(sorted(kwargs), values[len(args) :]))
+
+    def seen(name: str, x: Any) -> tuple[str, Any]:
+      return name, calls.Static(x) if name in self._options.static else x
+
+    given = [seen(_name_of(i, self._names), x) for i, x in enumerate(args)]
+    named = [seen(name, kwargs[name]) for name in sorted(kwargs)]
+    args, kwargs = tuple(x for _, x in given), dict(named)
     flat, treedef = jax.tree.flatten((args, kwargs), is_leaf=modules.is_object)
     try:
       if treedef not in self._known:
@@ -265,7 +262,7 @@ class DataParallelStep:
       attributes = modules.attributes(opened.objects).values()
       _check_no_multi_steps((args, kwargs, [*attributes]))
       call = calls.analyse(
-          repr(self), self.workers, self._options, named, opened
+          repr(self), self.workers, self._options, [*given, *named], opened
       )
       found = known[key] = call, self._program(call)
     return opened, *found
