@@ -277,7 +277,8 @@ def scale_by_demo(
   ) -> tuple[chex.ArrayTree, DeMoState]:
     del extra_args
     hyper = decay, alpha, gradient_weight
-    inside.check_called(workers)
+    if workers.relay is not None:
+      inside.check_in_step(f'The update for {workers}')
     if inside.is_mapped():
       return inside.call_stacked(
           stacked_update_fn, workers, updates, state, params, hyper

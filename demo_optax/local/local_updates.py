@@ -264,13 +264,7 @@ def _check_period(period: Any) -> None:
 def _check_call(
     gradients: chex.ArrayTree, params: chex.ArrayTree | None
 ) -> None:
-  if not inside.is_mapped():
-    raise ValueError(
-        'local_updates must be updated in a demo_optax.data_parallel step, in'
-        ' which each worker has its parameters. Write the step for one worker'
-        ' and decorate it with @demo_optax.data_parallel(workers), instead of'
-        ' jax.jit or nnx.jit.'
-    )
+  inside.check_in_step('The update of local_updates')
   if params is None:
     raise ValueError(
         'params must be given. Call tx.update(grads, state, params).'

@@ -2,16 +2,15 @@
 
 Each array has a role:
 
-  batch    cut over the workers along its axis of rows
+  batch    cut over the workers along its first axis
   stacked  one part for each worker, along a leading axis
   key      folded with the worker's number
   shared   the same for all workers
 """
 
 import dataclasses
-import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,20 +27,20 @@ from demo_optax.workers import Workers, inside
 from demo_optax.workers.inside import OwnParam
 
 Params = frozenset[tuple[Keys, tuple[int, ...]]]  # paths and shapes
+_REMEDY = (
+    'Say which arguments are batches: demo_optax.data_parallel(workers,'
+    ' batch_argnums=...).'
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-  """The options of `data_parallel`, as tuples."""
+  """The options of `data_parallel`: names of arguments, and paths of keys."""
 
-  batch_argnums: tuple[int, ...] | None
-  batch_argnames: tuple[str, ...] | None
-  batch_axis: int | Mapping[str, int] | None
+  batches: frozenset[str] | None  # None: to be inferred
+  static: frozenset[str]
+  donated: frozenset[str]
   keys: tuple[str, ...] | None
-  static_argnums: tuple[int, ...]
-  static_argnames: tuple[str, ...]
-  donate_argnums: tuple[int, ...]
-  donate_argnames: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,13 +48,18 @@ class Array:
   """One array of a call."""
 
   name: str  # for error messages
-  keys: Keys  # its path
-  role: str  # see the module
+  keys: Keys  # its path, from the name of its argument
+  type: jax.ShapeDtypeStruct
   kind: Any  # of its variable: see `nnx.leaf_kinds`
   donated: bool  # whether it may be overwritten
   in_state: bool = False  # whether its argument holds a state
-  axis: int = 0  # of its rows, if it is a batch
+  role: str = 'shared'  # see the module
   sharding: NamedSharding | None = None  # where it belongs on a mesh
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """The shape, as all workers have it."""
+    return self.type.shape
 
 
 class Fixed(NamedTuple):
@@ -143,11 +147,6 @@ class Call:
   own_params: list[OwnParam]  # parameters of which each worker has its own
 
   @property
-  def axis(self) -> int:
-    """The axis of the rows in results."""
-    return next((a.axis for a in self.arrays if a.role == 'batch'), 0)
-
-  @property
   def variables(self) -> list[Array]:
     """The arrays of NNX objects."""
     return self.arrays[self.fixed.count(None) :]
@@ -167,141 +166,94 @@ class Argument(NamedTuple):
 
   name: str
   value: Any
-  first: int  # number of its first array
-  paths: list[Any]  # of its arrays, below the argument, as of the next three
-  keys: list[Keys]
-  arrays: list[Any]
-  kinds: list[Any]
+  arrays: list[Array]
   structure: Any
-  is_batch: bool | None  # None: not said
-  is_donated: bool
-  is_state: bool  # whether it holds the state of a model or an optimizer
-  objects: list[int]
+  holds_state: bool  # of a model or an optimizer
+  objects: list[int]  # numbers of the NNX objects in it
 
 
 def analyse(
     step: str,
-    names: Sequence[str],
     workers: Workers,
     o: Options,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    named: Iterable[tuple[str, Any]],
     opened: Opened,
 ) -> Call:
   """Decides about every array of a call of `step`.
 
-  `names` are those of its positional arguments. `opened` are `args` and
-  `kwargs`, taken apart.
+  `named` are its arguments, in the order in which JAX flattens a call; `opened`
+  are the same, taken apart.
   """
   arguments: list[Argument] = []
   fixed, arrays = iter(opened.fixed), iter(opened.arrays)
-  first = 0
-  automatic = o.batch_argnums is None and o.batch_argnames is None
-  given: list[tuple[int | str, Any]] = [*enumerate(args)]
-  for key, value in [*given, *sorted(kwargs.items())]:
+  for name, value in named:
     flat, treedef = jax.tree_util.tree_flatten_with_path(
         value, is_leaf=modules.is_object
     )
     kinds = modules.leaf_kinds(value)
     value = value.value if isinstance(value, Static) else value
     found = list(itertools.islice(fixed, len(flat)))
-    are_arrays = tuple(f is None for f in found)
-    paths = [path for (path, _), f in zip(flat, found) if f is None]
-    keys = list(map(path_keys, paths))
-    listed = functools.partial(is_listed, key, names, len(args))
-    arguments.append(Argument(
-        name_of(key, names),
-        value,
-        first,
-        paths,
-        keys,
-        list(itertools.islice(arrays, len(paths))),
-        [kinds[i] for i, is_array in enumerate(are_arrays) if is_array],
-        (treedef, are_arrays),
-        None if automatic else listed(o.batch_argnums, o.batch_argnames),
-        listed(o.donate_argnums, o.donate_argnames),
-        modules.holds_state(value) or any(map(is_stacked, keys)),
-        [f.value for f in found if f and f.source == 'object'],
-    ))
-    first += len(paths)
+    keys = [path_keys(path) for path, _ in flat]
+    holds_state = modules.holds_state(value) or any(
+        is_stacked(k) for k, f in zip(keys, found) if f is None
+    )
+    own = [
+        Array(
+            name + jax.tree_util.keystr(path), (name, *k),
+            type_of(next(arrays)), kind, name in o.donated, holds_state,
+        )
+        for (path, _), k, kind, f in zip(flat, keys, kinds, found) if f is None
+    ]
+    structure = treedef, tuple(f is None for f in found)
+    objects = [f.value for f in found if f and f.source == 'object']
+    arguments.append(
+        Argument(name, value, own, structure, holds_state, objects)
+    )
 
   decided: list[Array] = []
   states = []
-  for a, is_shared in zip(arguments, _shared(step, arguments)):
-    roles = [
-        _role(a, k, x, kind, is_shared, o.keys)
-        for k, x, kind in zip(a.keys, a.arrays, a.kinds)
-    ]
-    axis = o.batch_axis or 0
-    axis = axis.get(a.name, 0) if isinstance(axis, Mapping) else axis
-    decided += [
-        Array(
-            a.name + jax.tree_util.keystr(path), (a.name, *k), role, kind,
-            a.is_donated, a.is_state, axis if role == 'batch' else 0,
-        )
-        for path, k, role, kind in zip(a.paths, a.keys, roles, a.kinds)
-    ]
+  for a, is_shared in zip(arguments, _shared(step, o, arguments)):
+    roles = [_role(x, is_shared, o) for x in a.arrays]
     if is_shared or {*roles} == {'key'}:
-      shapes = [
-          np.shape(x)[1 if is_stacked(k) else 0 :]
-          for k, x in zip(a.keys, a.arrays)
-      ]
-      states.append((structure_of(a.structure, shapes), a.first))
-  donated = {n: a.is_donated for a in arguments for n in a.objects}
-  for k, kind in modules.variables(opened.objects):
-    role = 'key' if kind == 'stream' else 'shared'
-    role = 'stacked' if is_stacked(k) else role
-    name = modules.keystr(k)
-    decided.append(Array(name, k, role, kind or 'state', donated[k[0]]))
+      shapes = [x.shape[is_stacked(x.keys[1:]) :] for x in a.arrays]
+      states.append((structure_of(a.structure, shapes), len(decided)))
+    decided += [
+        dataclasses.replace(x, role=role) for x, role in zip(a.arrays, roles)
+    ]
+  donated = {n: a.name in o.donated for a in arguments for n in a.objects}
+  for (k, kind), x in zip(modules.variables(opened.objects), arrays):
+    variable = Array(modules.keystr(k), k, type_of(x), kind, donated[k[0]])
+    role = _role(variable, True, o)
+    kind = kind or ('stream' if role == 'key' else 'state')
+    decided.append(dataclasses.replace(variable, role=role, kind=kind))
   for path in o.keys or ():
-    if not any(
-        x.role == 'key' and _is_within(path, x.keys) for x in decided
-    ):
+    if not any(x.role == 'key' and _is_within(path, x.keys) for x in decided):
       raise ValueError(
           f'keys must be paths of random keys, got {path!r}. The arguments'
           f' of {step} are {", ".join(a.name for a in arguments)}.'
       )
   if workers.mesh is not None:
+    batch = NamedSharding(workers.mesh, P(workers.spmd_axis_name))
     decided = [
         dataclasses.replace(a, sharding=(
-            workers.sharding(a.keys, np.shape(x)) if a.role != 'batch'
-            else NamedSharding(
-                workers.mesh, P(*(None,) * a.axis, workers.spmd_axis_name)
-            )
+            batch if a.role == 'batch' else workers.sharding(a.keys, a.shape)
         ))
-        for a, x in zip(decided, opened.arrays)
+        for a in decided
     ]
   return Call(
       opened.treedef,
       opened.fixed,
       opened.structure,
       decided,
-      _rows(step, workers, o, arguments, decided, opened.arrays),
+      _rows(step, workers, o, arguments, decided),
       states,
       inside.own_params([x.keys for x in decided]),
   )
 
 
-def name_of(key: int | str, names: Sequence[str]) -> str:
-  """Returns an argument's name, from its position or name in a call."""
-  if isinstance(key, str):
-    return key
-  return names[key] if key < len(names) else f'argument {key}'
-
-
-def is_listed(
-    key: int | str,
-    names: Sequence[str],
-    num_args: int,
-    argnums: Sequence[int] | None,
-    argnames: Sequence[str] | None,
-) -> bool:
-  """Returns whether an option names an argument, by position or by name."""
-  name = name_of(key, names)
-  if isinstance(key, str):
-    key = names.index(key) if key in names else -1
-  positions = [n + num_args if n < 0 else n for n in argnums or ()]
-  return key in positions or name in (argnames or ())
+def type_of(x: Any) -> jax.ShapeDtypeStruct:
+  """Returns the shape and dtype that an array has in a program."""
+  return jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x))
 
 
 def structure_of(structure: Any, shapes: list[tuple[int, ...]]) -> Any:
@@ -312,48 +264,39 @@ def structure_of(structure: Any, shapes: list[tuple[int, ...]]) -> Any:
   return structure, shapes
 
 
-def _shared(step: str, arguments: list[Argument]) -> list[bool]:
+def _shared(step: str, o: Options, arguments: list[Argument]) -> list[bool]:
   """Returns for each argument whether all workers share it."""
-  if any(a.is_batch is not None for a in arguments):
-    return [not a.is_batch for a in arguments]
-  shared = [a.is_state for a in arguments]
-  if arguments and not any(shared):
+  if o.batches is not None:
+    return [a.name not in o.batches for a in arguments]
+  if arguments and not any(a.holds_state for a in arguments):
     raise ValueError(
         f'{step} cannot infer which of its arguments'
         f' ({", ".join(a.name for a in arguments)}) are batches: none holds a'
-        ' Flax object, a dataclass or a state of scale_by_demo. Name them:'
-        ' demo_optax.data_parallel(workers, batch_argnums=...).'
+        f' Flax object, a dataclass or a state of scale_by_demo. {_REMEDY}'
     )
-  params = [p for a in arguments for p in _params_of_states(a.value)]
-  for a in arguments:
-    shapes = dict(zip(a.keys, map(np.shape, a.arrays)))
-    for root, keys in inside.local_params(a.keys).items():
-      params.append(frozenset(
-          (k, shapes[*root, 'global_params', *k]) for k in keys
-      ))
+  params = [p for a in arguments for p in _params_of_states(a)]
   held = [any(_holds(a, p) for p in params) for a in arguments]
-  found = [is_state or holds for is_state, holds in zip(shared, held)]
+  found = [a.holds_state or holds for a, holds in zip(arguments, held)]
   rows = {
-      np.shape(x)[:1]
+      x.shape[:1]
       for a, is_shared in zip(arguments, found)
       if not is_shared
       for x in a.arrays
   }
   for a, holds in zip(arguments, held):
-    own = {np.shape(x)[:1] for x in a.arrays}
-    is_state = a.is_state and not holds and not a.objects
+    own = {x.shape[:1] for x in a.arrays}
+    is_state = a.holds_state and not holds and not a.objects
     if is_state and own and own == rows != {()}:
       raise ValueError(
           f'{a.name} must be known as a batch or as a state, got a dataclass of'
-          ' arrays that are as long as the batch. Name all batches:'
-          ' demo_optax.data_parallel(workers, batch_argnums=...).'
+          f' arrays that are as long as the batch. {_REMEDY}'
       )
   return found
 
 
 def _holds(argument: Argument, params: Params) -> bool:
   """Returns whether an argument is such parameters, or has them in a part."""
-  found = {(k, np.shape(x)) for k, x in zip(argument.keys, argument.arrays)}
+  found = {(x.keys[1:], x.shape) for x in argument.arrays}
   if not params or params <= found:
     return bool(params)
   some, _ = min(params, key=str)
@@ -367,45 +310,46 @@ def _holds(argument: Argument, params: Params) -> bool:
   )
 
 
-def _params_of_states(value: Any) -> list[Params]:
-  """Returns paths and shapes of the parameters of all exchanges in a state."""
+def _params_of_states(argument: Argument) -> list[Params]:
+  """Returns paths and shapes of the parameters of all states in an argument."""
+  shapes = {x.keys[1:]: x.shape for x in argument.arrays}
   return [
-      frozenset(
-          (leaf.keys, leaf.shape)
-          for leaf in layout.leaves
-          if not isinstance(leaf.compressor, Frozen)
-      )
-      for layout in layouts_in(value).values()
+      *(
+          frozenset(
+              (leaf.keys, leaf.shape)
+              for leaf in layout.leaves
+              if not isinstance(leaf.compressor, Frozen)
+          )
+          for layout in layouts_in(argument.value).values()
+      ),
+      *(
+          frozenset((k, shapes[*root, 'global_params', *k]) for k in keys)
+          for root, keys in inside.local_params(list(shapes)).items()
+      ),
   ]
 
 
-def _role(
-    argument: Argument,
-    path: Keys,
-    x: Any,
-    kind: Any,
-    is_shared: bool,
-    keys: tuple[str, ...] | None,
-) -> str:
-  if is_stacked(path):
+def _role(x: Array, is_shared: bool, o: Options) -> str:
+  if is_stacked(x.keys[1:]):
     return 'stacked'
-  rank = np.ndim(x)
-  if kind in (None, 'stream') and prng.is_key_array(x) and (
+  rank = len(x.shape)
+  if x.kind in (None, 'stream') and prng.is_key_array(x.type) and (
       is_shared or not rank
   ):
     return 'key'
+  is_named = o.batches is not None and not is_shared
   if (
-      kind is None and prng.is_pair(x) and not argument.is_batch
+      x.kind is None and prng.is_pair(x.type) and not is_named
       and (is_shared or rank == 1)
   ):
-    name = dotted((argument.name, *path))
-    if keys is not None:
-      is_key = any(_is_within(k, (argument.name, *path)) for k in keys)
-    elif not (is_key := prng.is_named(argument.name, prng.last_name(path))):
+    name = dotted(x.keys)
+    if o.keys is not None:
+      is_key = any(_is_within(k, x.keys) for k in o.keys)
+    elif not (is_key := prng.is_named(x.keys[0], prng.last_name(x.keys[1:]))):
       raise ValueError(
           f'{name} must be known as a random key or as data, got'
-          f' {x.dtype}{list(x.shape)}. If it is a key, into which each worker'
-          f' folds its number, give data_parallel keys={name!r}, or use'
+          f' {x.type.dtype}{list(x.shape)}. If it is a key, into which each'
+          f' worker folds its number, give data_parallel keys={name!r}, or use'
           ' jax.random.key. If it is data, give keys=(), or name the batches'
           ' by batch_argnums if it is one.'
       )
@@ -424,44 +368,31 @@ def _rows(
     o: Options,
     arguments: list[Argument],
     decided: list[Array],
-    arrays: Sequence[Any],
 ) -> int | None:
   """Returns the length of one worker's batch, from those of all arrays cut."""
-  lengths: dict[int, str] = {}
-  for a, x in zip(decided, arrays):
-    if a.role != 'batch':
-      continue
-    if not 0 <= a.axis < np.ndim(x):
-      raise ValueError(
-          f'batch_axis must be an axis of every batch, got {a.axis} for'
-          f' {a.name} of shape {np.shape(x)}. Give one for each argument:'
-          " batch_axis={'images': 1}."
-      )
-    lengths.setdefault(np.shape(x)[a.axis], a.name)
-  remedy = (
-      'Say which arguments are batches: demo_optax.data_parallel(workers,'
-      ' batch_argnums=...).'
-  )
-  options = o.batch_argnums, o.batch_argnames
-  if not lengths and not any(options) and options != (None, None):
+  if o.batches is not None and not o.batches:
     return None
+  lengths: dict[int, str] = {}
+  for a in decided:
+    if a.role == 'batch':
+      lengths.setdefault(a.shape[0], a.name)
   if not lengths:
     raise ValueError(
         f'{step} has nothing to cut over the workers: none of its arguments'
-        f' ({", ".join(a.name for a in arguments)}) is a batch. {remedy} If the'
-        ' step draws its batch by a random key, give batch_argnums=().'
+        f' ({", ".join(a.name for a in arguments)}) is a batch. {_REMEDY}'
+        ' If the step draws its batch by a random key, give batch_argnums=().'
     )
   if len(lengths) > 1:
     some = ', '.join(f'{n}: {length}' for length, n in lengths.items())
     raise ValueError(
-        f'{step} would cut arrays of different lengths along their axis of'
-        f' rows ({some}), which are not one batch. {remedy}'
+        f'{step} would cut arrays of different lengths along their first axis'
+        f' ({some}), which are not one batch. {_REMEDY}'
     )
   ((length, name),) = lengths.items()
   parts = workers.count if workers.relay is None else 1  # the batch is its own
   if length % parts:
     raise ValueError(
         f'{name} has {length} rows, which do not divide among {workers}.'
-        f' Change the batch size. {remedy}'
+        f' Change the batch size. {_REMEDY}'
     )
   return length // parts

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import inspect
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ from demo_optax.step import call as calls
 from demo_optax.step import nnx as modules
 from demo_optax.step.call import Call, Options
 from demo_optax.step.results import Returned
-from demo_optax.workers import Workers, checks, inside, lift
+from demo_optax.workers import Workers, inside, lift
 from demo_optax.workers.inside import WORKER_AXIS, Result
 
 
@@ -32,7 +31,6 @@ def data_parallel(
     *,
     batch_argnums: int | Sequence[int] | None = None,
     batch_argnames: str | Sequence[str] | None = None,
-    batch_axis: int | Mapping[str, int] | None = None,
     keys: str | Sequence[str] | None = None,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
@@ -44,11 +42,8 @@ def data_parallel(
   A drop-in for `jax.jit` and `nnx.jit` on a training step. The batch is cut
   over the workers along its first axis; everything else is shared. The step
   computes one worker's loss and gradient from one worker's rows, and its
-  optimizer, which contains `scale_by_demo`, exchanges:
-
-  .. math:: g_i = \nabla_x f(x; B_i), \qquad x \leftarrow x + u(g_1, \dots, g_N)
-
-  What the step sees, and what becomes of its results:
+  optimizer, which contains `scale_by_demo`, exchanges. What the step sees, and
+  what becomes of its results:
 
   ============================  ================================================
   argument                      in the step
@@ -95,18 +90,14 @@ def data_parallel(
     batch_argnums: positions of the arguments to cut, and no others. With `()`,
       for a step that draws its batch, workers differ by their random keys.
     batch_argnames: the same, by name.
-    batch_axis: the axis of the rows, by default the first one, or one for each
-      argument, by name. Rows of results have that of the first batch.
     keys: paths of the legacy PRNG keys, `uint32[..., 2]`, among the shared
       arrays, such as `'state.seed_generator.0'`, or of what holds them; `()`
       where all are data. By default those are keys whose argument's or last
       name has the word key, rng, prng or seed, and others are an error.
-    static_argnums: positions of arguments to compile for, as in `jax.jit`.
-      Functions, strings and other objects that are not arrays are static
-      wherever they occur.
+    static_argnums: as in `jax.jit`. Functions, strings and other objects that
+      are not arrays are static wherever they occur.
     static_argnames: the same, by name.
-    donate_argnums: positions of arguments whose arrays may be overwritten, as
-      in `jax.jit`: model and optimizer of a training loop.
+    donate_argnums: as in `jax.jit`: model and optimizer of a training loop.
     donate_argnames: the same, by name.
 
   Returns:
@@ -139,23 +130,14 @@ def data_parallel(
         ' step in your own shard_map, pmap or vmap. data_parallel needs'
         ' Workers.on_mesh, remote or simulated.'
     )
-  options = Options(
-      _as_tuple(batch_argnums),
-      _as_tuple(batch_argnames),
-      batch_axis,
-      _as_tuple(keys),
-      _as_tuple(static_argnums),
-      _as_tuple(static_argnames),
-      _as_tuple(donate_argnums),
-      _as_tuple(donate_argnames),
+  return functools.partial(
+      DataParallelStep,
+      workers=workers,
+      batches=(batch_argnums, batch_argnames),
+      static=(static_argnums, static_argnames),
+      donated=(donate_argnums, donate_argnames),
+      keys=keys,
   )
-  return lambda step: DataParallelStep(step, workers, options)
-
-
-def _as_tuple(x: Any) -> Any:
-  if x is None:
-    return None
-  return (x,) if isinstance(x, int | str) else tuple(x)
 
 
 class DataParallelStep:
@@ -166,22 +148,33 @@ class DataParallelStep:
   """
 
   def __init__(
-      self, step: Callable[..., Any], workers: Workers, options: Options
+      self,
+      step: Callable[..., Any],
+      workers: Workers,
+      batches: tuple[Any, Any],
+      static: tuple[Any, Any],
+      donated: tuple[Any, Any],
+      keys: Any,
   ):
     functools.update_wrapper(self, step)
-    self.workers = workers
-    self._step, self._options = step, options
+    self.workers, self._step = workers, step
     try:
       parameters = inspect.signature(step).parameters
     except (TypeError, ValueError):  # some builtins have none
-      self._names: list[str] = []
-    else:
-      self._names = [
-          name for name, p in parameters.items()
-          if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-      ]
-      name = getattr(step, '__name__', str(step))
-      _check_options(name, parameters, len(self._names), options)
+      parameters = inspect.signature(lambda *_, **__: None).parameters
+    self._names = [
+        name for name, p in parameters.items()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    listed = functools.partial(
+        _listed, getattr(step, '__name__', str(step)), parameters, self._names
+    )
+    self._options = Options(
+        None if batches == (None, None) else listed(*batches),
+        listed(*static),
+        listed(*donated),
+        None if keys is None else _as_tuple(keys),
+    )
     # By the structure of the arguments: what `traces_numbers` says of it, and
     # the calls and their programs by all else that is static.
     self._known: dict[Any, tuple[list[bool], dict[Any, Any]]] = {}
@@ -204,9 +197,8 @@ class DataParallelStep:
       if is_first:
         agreement.check(self.workers, {
             'arguments of the step': ', '.join(
-                f'{dotted(a.keys)} {jax.dtypes.result_type(x)}'
-                f'{list(np.shape(x))}'
-                for a, x in zip(call.arrays, opened.arrays)
+                f'{dotted(a.keys)} {a.type.dtype}{list(a.shape)}'
+                for a in call.arrays
             )
         })
       arrays = self._put(call, opened.arrays)
@@ -245,16 +237,13 @@ class DataParallelStep:
       self, args: tuple[Any, ...], kwargs: dict[str, Any]
   ) -> tuple[calls.Opened, Call, Any]:
     """Returns a call's arrays, what is decided about it, and its program."""
-    o = self._options
-    if o.static_argnums or o.static_argnames:
 
-      def hide(key: int | str, x: Any) -> Any:
-        static = o.static_argnums, o.static_argnames
-        is_static = calls.is_listed(key, self._names, len(args), *static)
-        return calls.Static(x) if is_static else x
+    def seen(name: str, x: Any) -> tuple[str, Any]:
+      return name, calls.Static(x) if name in self._options.static else x
 
-      args = tuple(hide(i, x) for i, x in enumerate(args))
-      kwargs = {name: hide(name, x) for name, x in kwargs.items()}
+    given = [seen(_name_of(i, self._names), x) for i, x in enumerate(args)]
+    named = [seen(name, kwargs[name]) for name in sorted(kwargs)]
+    args, kwargs = tuple(x for _, x in given), dict(named)
     flat, treedef = jax.tree.flatten((args, kwargs), is_leaf=modules.is_object)
     try:
       if treedef not in self._known:
@@ -273,17 +262,9 @@ class DataParallelStep:
       attributes = modules.attributes(opened.objects).values()
       _check_no_multi_steps((args, kwargs, [*attributes]))
       call = calls.analyse(
-          repr(self), self._names, self.workers, o, args, kwargs, opened
+          repr(self), self.workers, self._options, [*given, *named], opened
       )
       found = known[key] = call, self._program(call)
-      if sum(len(x) for _, x in self._known.values()) == _MANY_PROGRAMS:
-        warnings.warn(
-            f'{self!r} has compiled {_MANY_PROGRAMS} programs. It compiles for'
-            ' every new shape, and for every new value of what is not an array'
-            ' among its arguments: a string, a static argument, or another'
-            ' object, such as self of a method, by its identity.',
-            stacklevel=4,
-        )
     return opened, *found
 
   def _program(self, call: Call) -> Any:
@@ -310,23 +291,17 @@ class DataParallelStep:
     """
     workers = self.workers
     count = workers.count if workers.stacked_gradients else 1
-    arrays = [
-        jnp.moveaxis(x, a.axis, 0) if a.role == 'batch' else x
-        for x, a in zip(arrays, call.arrays)
-    ]
-    for x, a in zip(arrays, call.arrays):
-      if a.role == 'batch':
-        checks.check_on_one_device(f'The batch {a.name}', x, workers)
-      elif a.role == 'stacked' and jnp.shape(x)[:1] != (count,):
+    for a in call.arrays:
+      if a.role == 'stacked' and a.shape[:1] != (count,):
         raise ValueError(
-            f'{a.name} has shape {jnp.shape(x)}, but {workers} has {count}'
+            f'{a.name} has shape {a.shape}, but {workers} has {count}'
             ' here, each with its own entry along the first axis. Make the'
             ' state with tx.init under the same workers, or regroup it by'
             ' demo_optax.checkpoint.from_leaves(..., resize=True).'
         )
     # A model may name mesh axes inside a worker, also those of one device.
     if workers.relay is not None:
-      expected = self._expected(call, arrays)
+      expected = self._expected(call)
       with lift.context(workers):
         found, returned = self._run_own(call, expected, workers, index, arrays)
     elif workers.mesh is not None and not workers.param_specs.all_sizes:
@@ -342,20 +317,15 @@ class DataParallelStep:
           for r in found
       ]
     return [
-        placement.hold(
-            workers, r.keys, r.role,
-            jnp.moveaxis(r.value, 0, call.axis) if r.is_rows else r.value,
-        )
-        for r in found
+        placement.hold(workers, r.keys, r.role, r.value) for r in found
     ], returned
 
   def _run_mapped(
       self, call: Call, arrays: list[Any], spmd_axis_name: str | None
   ) -> tuple[list[Result], Returned]:
     """Runs the step under `jax.vmap`, with batches `[workers, rows, ...]`."""
-    traced: list[tuple[list[Result], Returned]] = []
 
-    def one_workers_step(arrays: list[Any]) -> tuple[list[Any], list[Any]]:
+    def one_workers_step(arrays: list[Any]) -> Any:
       index = jax.lax.axis_index(WORKER_AXIS)
       inside.take_is_nested()
       found, returned = self._results(call, index, arrays)
@@ -363,80 +333,62 @@ class DataParallelStep:
       workers = self.workers
       if workers.relay is not None:
         workers = Workers.simulated(workers.count)
-      found = inside.settle(found, workers, call.rows, call.axis)
-      traced.append((found, returned))
-      return (
-          [r.value for r in found if r.apart],
-          [r.value for r in found if not r.apart],
-      )
+      found = inside.settle(found, workers, call.rows)
+      apart = [r if r.apart else None for r in found]
+      return apart, [None if r.apart else r for r in found], returned
 
     in_axes = [
         0 if a.role in ('batch', 'stacked') else None for a in call.arrays
     ]
     with lift.context(self.workers):
-      apart, equal = map(iter, jax.vmap(
+      apart, equal, returned = jax.vmap(
           one_workers_step,
           in_axes=(in_axes,),
-          out_axes=(0, None),
+          out_axes=(0, None, None),
           axis_name=WORKER_AXIS,
           axis_size=self.workers.count,
           spmd_axis_name=spmd_axis_name,
-      )(arrays))
-    ((found, returned),) = traced
-    return [
-        dataclasses.replace(r, value=next(apart if r.apart else equal))
-        for r in found
-    ], returned
+      )(arrays)
+    return [a or e for a, e in zip(apart, equal)], returned
 
   def _run_on_devices(
-      self, call: Call, arrays: list[Any]
+      self, call: Call, arrays: Sequence[Any]
   ) -> tuple[list[Result], Returned]:
     """Runs the step under `jax.shard_map`, one worker on each device."""
     workers, roles = self.workers, [a.role for a in call.arrays]
-    expected = self._expected(call, arrays)
-    traced: list[Returned] = []
+    expected = self._expected(call)
     group = Workers.on_axis(workers.axis_name)
 
-    def one_workers_step(*arrays: Any) -> list[Any]:
+    def one_workers_step(*arrays: Any) -> tuple[list[Result], Returned]:
       index = jax.lax.axis_index(workers.axis_name)
-      found, returned = self._run_own(call, expected, group, index, arrays)
-      traced.append(returned)
-      return [r.value for r in found]
+      return self._run_own(call, expected, group, index, arrays)
 
     own, equal = P(workers.axis_name), P()
     in_specs = [own if r in ('batch', 'stacked') else equal for r in roles]
-    values = jax.shard_map(
+    return jax.shard_map(
         one_workers_step,
         mesh=workers.mesh,
         in_specs=tuple(in_specs),
-        out_specs=[own if r.apart else equal for r in expected],
+        out_specs=([own if r.apart else equal for r in expected], equal),
         # The check knows what is equal on all workers; types do not, of
         # parameters that are differentiated by each worker alone.
         check_vma=False,
     )(*(lift.reshard(workers, x, s) for x, s in zip(arrays, in_specs)))
-    return [
-        dataclasses.replace(r, value=x) for r, x in zip(expected, values)
-    ], traced[-1]
 
-  def _expected(self, call: Call, arrays: Sequence[Any]) -> list[Result]:
+  def _expected(self, call: Call) -> list[Result]:
     """Returns what the step returns, checked for all workers, not run."""
-    count = self.workers.count
+    leads = {
+        'batch': (self.workers.count, call.rows),
+        'stacked': (self.workers.count,),
+    }
     shapes = [
-        jax.ShapeDtypeStruct(
-            (count, call.rows, *x.shape[1:]) if a.role == 'batch'
-            else (count, *x.shape[1:]) if a.role == 'stacked'
-            else jnp.shape(x),
-            jax.dtypes.result_type(x),
-        )
-        for x, a in zip(arrays, call.arrays)
+        a.type.update(shape=(*leads[a.role], *a.shape[1:]))
+        if a.role in leads else a.type
+        for a in call.arrays
     ]
-    expected: list[Result] = []
-
-    def check(arrays: list[Any]) -> None:
-      expected[:] = self._run_mapped(call, arrays, None)[0]
-
+    run = functools.partial(self._run_mapped, call, spmd_axis_name=None)
     with inside.tracing(checks=True):
-      jax.eval_shape(check, shapes)
+      expected, _ = jax.eval_shape(run, shapes)
     return expected
 
   def _run_own(
@@ -453,13 +405,14 @@ class DataParallelStep:
     ]
     with inside.tracing(group=group):
       found, returned = self._results(call, index, own)
-      values = inside.settle_on_own_device([
+      found = inside.settle([
           dataclasses.replace(e, value=r.value, old=r.old)
           for r, e in zip(found, expected)
-      ], group, call.rows, call.axis)
+      ], group, call.rows)
     return [
-        dataclasses.replace(r, value=x[None] if r.role == 'stacked' else x)
-        for x, r in zip(values, expected)
+        dataclasses.replace(r, value=r.value[None])
+        if r.role == 'stacked' else r
+        for r in found
     ], returned
 
   def _inspected(
@@ -470,7 +423,7 @@ class DataParallelStep:
     A metric to which the step does not add must be equal on all workers.
     """
     added = [j for j, r in enumerate(found) if r.role == 'added']
-    is_nested = inside.take_is_nested() and self._options.batch_axis is None
+    is_nested = inside.take_is_nested()
     if not added and not is_nested:
       return found
 
@@ -490,9 +443,8 @@ class DataParallelStep:
         raise ValueError(
             f'{batch.name} must have its rows along the first axis, but the'
             ' step scans over that axis and exchanges in each turn, as over'
-            ' batches [steps, rows, ...]. Say where the rows are:'
-            ' demo_optax.data_parallel(workers, batch_axis=1), or batch_axis=0'
-            ' if every row is a step.'
+            ' batches [steps, rows, ...]. Pass [rows, steps, ...], and scan'
+            ' over jnp.swapaxes(batches, 0, 1) in the step.'
         )
     for j in added:
       r = found[j]
@@ -506,9 +458,7 @@ class DataParallelStep:
   ) -> tuple[list[Result], Returned]:
     """Runs the step of worker `index` with the arrays as it has them."""
     own = [
-        prng.fold(x, index) if a.role == 'key'
-        else jnp.moveaxis(x, 0, a.axis) if a.role == 'batch'
-        else x
+        prng.fold(x, index) if a.role == 'key' else x
         for x, a in zip(arrays, call.arrays)
     ]
     if call.own_params:
@@ -543,43 +493,43 @@ def _remedy(error: Exception, workers: Workers) -> str | None:
         ' of what the step and its layers say of shardings: P(None, ...) in the'
         f' place of P({workers.axis_name!r}, ...).'
     )
-  if 'different trace level' in text:
-    return (
-        f'{text.split(", got")[0].split(" (http")[0]}: the step of'
-        ' data_parallel, or a transformation in it, changes or differentiates'
-        ' a Flax object that it closes over. Make it an argument, as with'
-        ' nnx.jit: model, optimizer, metrics and random streams alike.'
-    )
   return None
 
 
-# From so many on, a step warns that something makes it compile again.
-_MANY_PROGRAMS = 20
+def _as_tuple(x: Any) -> tuple[Any, ...]:
+  if x is None:
+    return ()
+  return (x,) if isinstance(x, int | str) else tuple(x)
 
 
-def _check_options(
-    name: str,
+def _name_of(position: int, names: Sequence[str]) -> str:
+  """Returns the name of a positional argument."""
+  return names[position] if position < len(names) else f'argument {position}'
+
+
+def _listed(
+    step: str,
     parameters: Mapping[str, inspect.Parameter],
-    positional: int,
-    options: Options,
-) -> None:
-  """Raises if the options name arguments that a step does not have."""
+    names: Sequence[str],
+    argnums: Any,
+    argnames: Any,
+) -> frozenset[str]:
+  """Returns the names of the arguments that two options of a step list."""
   kinds = {p.kind for p in parameters.values()}
-  for option, given in vars(options).items():
-    if option == 'keys' or given is None or isinstance(given, int):
-      continue  # paths, checked by `analyse`; or an axis
-    for x in given:
-      if isinstance(x, str):
-        found = x in parameters or inspect.Parameter.VAR_KEYWORD in kinds
-      else:
-        found = -positional <= x < positional or (
-            inspect.Parameter.VAR_POSITIONAL in kinds
-        )
-      if not found:
-        raise ValueError(
-            f'{option} has {x!r}, but the arguments of {name} are'
-            f' {", ".join(parameters)}.'
-        )
+  found = set()
+  for x in (*_as_tuple(argnums), *_as_tuple(argnames)):
+    if isinstance(x, str):
+      is_known = x in parameters or inspect.Parameter.VAR_KEYWORD in kinds
+    else:
+      has_more = x >= 0 and inspect.Parameter.VAR_POSITIONAL in kinds
+      is_known = -len(names) <= x < len(names) or has_more
+    if not is_known:
+      raise ValueError(
+          f'data_parallel must be given arguments of the step, got {x!r}, but'
+          f' the arguments of {step} are {", ".join(parameters)}.'
+      )
+    found.add(x if isinstance(x, str) else _name_of(x, names))
+  return frozenset(found)
 
 
 def _check_no_multi_steps(tree: Any) -> None:

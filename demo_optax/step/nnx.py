@@ -204,8 +204,8 @@ def leaf_kinds(tree: Any) -> list[Any]:
 
   'statistics' for `nnx.BatchStat`, 'added' for total and count of an
   `nnx.metrics.Average`, 'stream' for random keys in variables, 'state' for
-  counts of streams, two of which look like a key, None for anything else. NNX
-  objects are leaves.
+  counts of streams, two of which look like a key, and for those of optimizers,
+  None for anything else. NNX objects are leaves.
   """
   nnx = _nnx()
   if nnx is None:
@@ -231,10 +231,10 @@ def _with_kinds(flat: Sequence[tuple[Keys, Any]]) -> list[tuple[Keys, Any]]:
       continue
     if isinstance(x, nnx.BatchStat):
       kind = 'statistics'
-    elif isinstance(x, nnx.RngCount):
-      kind = 'state'
     # Noise of an optimizer must be equal on all workers.
-    elif not isinstance(x, nnx.OptState) and prng.is_key_array(x.get_value()):
+    elif isinstance(x, nnx.RngCount | nnx.OptState):
+      kind = 'state'
+    elif prng.is_key_array(x.get_value()):
       kind = 'stream'
     elif isinstance(x, nnx.metrics.MetricState) and (
         parts[keys[:-1]] == {'total', 'count'}

@@ -20,18 +20,15 @@ def check_gradient(
   lead = (workers.count,) if workers.stacked_gradients else ()
   expected: Any = (*lead, *(np.shape(param) if param is not None else (...,)))
   ok = found == expected if param is not None else found[: len(lead)] == lead
-  if not ok and lead:
+  if not ok:
+    remedy = (
+        'one gradient per worker, stacked. Decorate the training step with'
+        " demo_optax.data_parallel(workers), and it takes one worker's"
+        ' gradient. An averaged gradient has nothing left to compress.'
+    ) if lead else "the worker's own gradient, unstacked."
     raise ValueError(
         f'The gradient of {name} has shape {found}, but {workers} needs'
-        f' {expected}: one gradient per worker, stacked. Decorate the training'
-        ' step with demo_optax.data_parallel(workers), and it takes one'
-        " worker's gradient; outside of such a step give those of all workers."
-        ' An averaged gradient has nothing left to compress.'
-    )
-  if not ok:
-    raise ValueError(
-        f'The gradient of {name} has shape {found}, but its parameter has'
-        f" {expected}: {workers} needs the worker's own gradient, unstacked."
+        f' {expected}: {remedy}'
     )
   if lead or not is_exchanged(gradient):
     return
@@ -55,8 +52,6 @@ def check_sharding(path: Path, param: Any, workers: Workers) -> None:
   shape, found = np.shape(param), jax.typeof(param).sharding
   if not any(names_of(found.spec)) or not workers.stacked_gradients:
     return
-  what = f'The parameter {leaf_name(path)}'
-  check_on_one_device(what, param, workers)
   expected = workers.param_specs.place(path, shape).spec
   # The axes that cut each dimension, those of one device left out.
   own, asked = (
@@ -68,21 +63,9 @@ def check_sharding(path: Path, param: Any, workers: Workers) -> None:
   )
   if any(own) and own != asked:
     raise ValueError(
-        f'{what} is sharded by {found.spec}, but {workers} expect {expected}.'
-        ' Say how parameters are sharded: demo_optax.Workers.on_mesh(mesh,'
-        f' {workers.axis_name!r}, param_specs), with a tree of PartitionSpecs'
-        ' or demo_optax.param_specs(model); or put them elsewhere, with'
-        ' workers.device_put.'
-    )
-
-
-def check_on_one_device(what: str, x: Any, workers: Workers) -> None:
-  """Raises if the type of an array of simulated workers says it is sharded."""
-  spec = jax.typeof(x).sharding.spec
-  if any(names_of(spec)) and workers.mesh is None:
-    raise ValueError(
-        f'{what} is sharded by {spec} on a mesh with axes of type'
-        f' Explicit, but {workers} are all on one device. Use'
-        ' demo_optax.Workers.on_mesh(mesh, axis_name, param_specs), a mesh with'
-        ' axes of type Auto, or arrays that are not sharded.'
+        f'The parameter {leaf_name(path)} is sharded by {found.spec}, but'
+        f' {workers} expect {expected}. Say how parameters are sharded:'
+        ' demo_optax.Workers.on_mesh(mesh, axis_name, param_specs), with a tree'
+        ' of PartitionSpecs or demo_optax.param_specs(model); or put them'
+        ' elsewhere, with workers.device_put.'
     )

@@ -26,7 +26,6 @@ from demo_optax import _paths
 from demo_optax._paths import Keys, path_keys
 from demo_optax.numerics import prng
 from demo_optax.workers import Workers, collectives, lift
-from demo_optax.workers.collectives import Axis
 
 # The axis that `data_parallel` maps a step over. No axis of a mesh or of a user
 # has this name.
@@ -52,10 +51,9 @@ _TRACE = _Trace()
 def tracing(**how: Any) -> Iterator[None]:
   """Traces a step in another way than for all workers, mapped.
 
-  With `group`, as the one worker of each device in a `jax.shard_map`, and the
-  workers as this device sees them. With `checks`, to see what differs between
-  workers; nothing is exchanged. With `inspects`, each exchange is one equation,
-  named `EXCHANGE`.
+  With `group`, for one worker on its own device, which sees the others as
+  `group`. With `checks`, to see what differs between workers; nothing is
+  exchanged. With `inspects`, each exchange is one equation, named `EXCHANGE`.
   """
   before = {name: getattr(_TRACE, name) for name in how}
   vars(_TRACE).update(how)
@@ -66,10 +64,7 @@ def tracing(**how: Any) -> Iterator[None]:
 
 
 def take_is_nested() -> bool:
-  """Returns whether an exchange was in a program within a step's, as in a scan.
-
-  Since this was asked last.
-  """
+  """Returns whether an exchange was in a scan or a jit since the last call."""
   is_nested, _TRACE.is_nested = _TRACE.is_nested, False
   return is_nested
 
@@ -85,13 +80,13 @@ def is_mapped() -> bool:
   return True
 
 
-def check_called(workers: Workers) -> None:
-  """Raises for programs outside of a step that is cut for them."""
-  if workers.relay is not None and not is_mapped():
+def check_in_step(what: str) -> None:
+  """Raises outside of a `data_parallel` step."""
+  if not is_mapped():
     raise ValueError(
-        'The update must be in a demo_optax.data_parallel step for'
-        f' {workers}. Decorate the training step with it instead of jax.jit or'
-        ' nnx.jit.'
+        f'{what} must be called in a demo_optax.data_parallel step. Write the'
+        ' step for one worker and decorate it with'
+        ' @demo_optax.data_parallel(workers), instead of jax.jit or nnx.jit.'
     )
 
 
@@ -104,9 +99,12 @@ def _meet(
     rule: `(size, cut, *args) -> (out, apart)`, where `cut` is like `args`, and
       of it the arrays that differ between workers are stacked; `apart` is like
       `out` and says of which arrays each worker has its own, stacked.
-    alone: `(*args) -> out`, for the shapes that one worker sees.
+    alone: `(*args) -> out`, for the shapes that one worker sees, and for a
+      worker on a device of its own.
     *args: this worker's trees of arrays.
   """
+  if _TRACE.group is not None:
+    return alone(*args)
 
   # The number is mapped wherever this is reached, so that the rule is called.
   @custom_vmap
@@ -226,17 +224,11 @@ def call_stacked(
 ) -> tuple[Any, Any]:
   """Calls a transformation of stacked gradients from one worker's step.
 
-  Args:
-    stacked_update: `(updates, state, params, hyperparams, workers) -> (updates,
-      state)`, from gradients as `workers` have them (`[workers, ...]`, or one
-      worker's own) to updates in the parameters' shapes, or stacked with
-      `own_updates`.
-    workers: the workers, as many as the step is mapped over.
-    updates: this worker's gradients.
-    state: as one worker sees it, without worker axes; so it is returned.
-    params: the parameters, equal on all workers, or None.
-    hyperparams: a tree of numbers, equal on all workers.
-    own_updates: whether updates differ between workers.
+  `stacked_update(updates, state, params, hyperparams, workers)` takes gradients
+  as `workers` have them (`[workers, ...]`, or one worker's own) to updates in
+  the parameters' shapes, or stacked with `own_updates`, and the new state.
+  `updates` and `state` are as one worker sees them, without worker axes;
+  parameters and hyperparameters are equal on all workers.
   """
   flat, state_def = jax.tree_util.tree_flatten_with_path(state)
   paths, old = [path for path, _ in flat], [x for _, x in flat]
@@ -256,12 +248,11 @@ def call_stacked(
   like = jax.tree.leaves(params)
   if len(like) != len(given):  # masked: checked by the exchange itself
     like = given
-  outs = [
-      jax.ShapeDtypeStruct(np.shape(g), jnp.result_type(x))
+  grads = [  # those of integers are float0, which no operation takes
+      jnp.zeros_like(p) if getattr(g, 'dtype', None) == jax.dtypes.float0
+      else jnp.asarray(g)
       for g, p in zip(given, like)
-      for x in [p if _is_void(g) else g]
   ]
-  grads = [None if _is_void(g) else jnp.asarray(g) for g in given]
   # Numbers that are known when a step is traced make a smaller program.
   known = params, hyperparams
   rest = jax.tree.map(
@@ -270,8 +261,8 @@ def call_stacked(
   was_reached = False
 
   def nothing(grads: Any, old: Any, rest: Any) -> Any:
-    del grads, rest
-    return [jnp.zeros(x.shape, x.dtype) for x in outs], old
+    del rest
+    return [jnp.zeros_like(g) for g in grads], old
 
   def exchange(size: int, cut: Any, grads: Any, old: Any, rest: Any) -> Any:
     nonlocal was_reached
@@ -294,17 +285,15 @@ def call_stacked(
         raise ValueError(_differs(name, ('state', 'skip', 'value', 'wrapper')))
       if has_axis and not is_cut:
         raise ValueError(_NOT_AN_ARGUMENT)
-    if _TRACE.checks:
-      lead = (size,) if own_updates else ()
-      new = [jnp.zeros((*lead, *x.shape), x.dtype) for x in outs]
-      return (new, old), ([own_updates] * len(new), stacked)
     # A gradient that is the same on all workers is that of an unused parameter.
     everyones = [
-        np.zeros((size, *x.shape), jax.dtypes.float0) if g is None
-        else g if is_cut
-        else jnp.broadcast_to(g, (size, *g.shape))
-        for g, is_cut, x in zip(grads, grads_cut, outs)
+        g if is_cut else jnp.broadcast_to(g, (size, *g.shape))
+        for g, is_cut in zip(grads, grads_cut)
     ]
+    apart = [own_updates] * len(grads), stacked
+    if _TRACE.checks:
+      new = [jnp.zeros_like(g if own_updates else g[0]) for g in everyones]
+      return (new, old), apart
     params, hyperparams = jax.tree.map(
         lambda x, number: number if x is None else x,
         rest, known, is_leaf=lambda x: x is None,
@@ -313,8 +302,7 @@ def call_stacked(
         grads_def.unflatten(everyones), state_def.unflatten(old),
         params, hyperparams, workers,
     )
-    new, after = map(jax.tree.leaves, out)
-    return (new, after), ([own_updates] * len(new), stacked)
+    return tuple(map(jax.tree.leaves, out)), apart
 
   if _TRACE.inspects:
     nothing.__name__ = EXCHANGE
@@ -324,11 +312,6 @@ def call_stacked(
   # Within a scan or a jit the rule is called when the whole of it is mapped.
   _TRACE.is_nested |= not was_reached
   return grads_def.unflatten(new), state_def.unflatten(after)
-
-
-def _is_void(gradient: Any) -> bool:
-  """Returns whether it is of integers: float0, which no operation takes."""
-  return getattr(gradient, 'dtype', None) == jax.dtypes.float0
 
 
 _NOT_CUT = (
@@ -416,12 +399,7 @@ def over_workers(
     >>> print(count_positive(jnp.array([1.0, -1.0, 2.0, 3.0])))
     3
   """
-  if not is_mapped():
-    raise ValueError(
-        'over_workers was called outside of a demo_optax.data_parallel step,'
-        ' where there is one value for all workers and nothing to reduce.'
-    )
-
+  check_in_step('over_workers')
   flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
   leaves = [jnp.asarray(_undifferentiated(x)) for _, x in flat]
   are_keys = [
@@ -435,7 +413,9 @@ def over_workers(
   ]
   same_bits = {jnp.mean: collectives.mean, jnp.sum: collectives.total}
 
-  def reduced(x: jax.Array, is_key: bool, axis: Axis | None = None) -> Any:
+  axis = None if _TRACE.group is None else _TRACE.group.axis
+
+  def reduced(x: jax.Array, is_key: bool) -> Any:
     if is_key:
       return collectives.first(x, axis)
     if reduce in same_bits and jax.eval_shape(reduce, x).dtype == x.dtype:
@@ -443,9 +423,9 @@ def over_workers(
     x = x if axis is None else collectives.everyones(x, axis)
     return reduce(x, axis=0)
 
-  def alone(leaves: list[Any], axis: Axis | None = None) -> list[Any]:
+  def alone(leaves: list[Any]) -> list[Any]:
     return [
-        x if is_fixed else reduced(x if axis else x[None], is_key, axis)
+        x if is_fixed else reduced(x if axis else x[None], is_key)
         for x, is_key, is_fixed in zip(leaves, are_keys, are_fixed)
     ]
 
@@ -463,11 +443,7 @@ def over_workers(
       out.append(reduced(x, is_key) if is_cut else x)
     return out, [False] * len(out)
 
-  if _TRACE.group is not None:  # what has no mean was checked before
-    found = alone(leaves, _TRACE.group.axis)
-  else:
-    found = _meet(rule, alone, leaves)
-  return treedef.unflatten(found)
+  return treedef.unflatten(_meet(rule, alone, leaves))
 
 
 _NO_MEAN = (
@@ -498,8 +474,6 @@ def _derivative(primals: Any, tangents: Any) -> Any:
 
 def alike(tree: Any, message: str) -> Any:
   """Returns `tree`; raises `message` of a leaf that differs between workers."""
-  if _TRACE.group is not None:
-    return tree  # checked before
   flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
 
   def rule(size: int, cut: Any, leaves: list[Any]) -> Any:
@@ -515,6 +489,11 @@ def alike(tree: Any, message: str) -> Any:
 # What a step returns ----------------------------------------------------------
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=('value', 'old'),
+    meta_fields=('name', 'keys', 'role', 'at', 'differs', 'apart'),
+)
 @dataclasses.dataclass(frozen=True)
 class Result:
   """A leaf of what a step returns or changes, as one worker has it.
@@ -541,64 +520,51 @@ class Result:
 
 
 def settle(
-    results: Sequence[Result], workers: Workers, rows: int | None, axis: int
+    results: Sequence[Result], workers: Workers, rows: int | None
 ) -> list[Result]:
   """Makes one value for all workers of what each of them returns.
 
-  A worker's batch has `rows` rows, along `axis` of results; rows are moved to
-  the first axis. Raises for a value that must not differ between workers.
+  A worker's batch has `rows` rows. Raises for a value that must not differ
+  between workers. On a worker's own device `results` know `differs`, and what
+  keeps a worker axis is this worker's.
   """
+  results = [
+      dataclasses.replace(r, value=jnp.asarray(r.value)) for r in results
+  ]
+  if _TRACE.group is not None:
+    return [
+        dataclasses.replace(r, value=_combine(r, workers, rows)[0], old=None)
+        for r in results
+    ]
   apart: list[bool] = []
   differs: list[bool] = []
 
-  def rule(size: int, cut: Any, values: Any, olds: Any) -> Any:
+  def rule(size: int, cut: Any, results: list[Result]) -> Any:
     del size
-    differs[:], _ = cut
+    differs[:] = [is_cut.value for is_cut in cut[0]]
     out = [
-        _combine(dataclasses.replace(r, differs=d), x, old, workers, rows, axis)
-        for r, d, x, old in zip(results, differs, values, olds)
+        _combine(dataclasses.replace(r, differs=d), workers, rows)
+        for r, d in zip(results, differs)
     ]
     apart[:] = [stays for _, stays in out]
     return [x for x, _ in out], list(apart)
 
-  values = _meet(
-      rule,
-      lambda values, olds: values,
-      [jnp.asarray(r.value) for r in results],
-      [0 if r.old is None else r.old for r in results],
-  )
+  values = _meet(rule, lambda results: [r.value for r in results], results)
   return [
-      dataclasses.replace(r, value=x, differs=d, apart=a)
+      dataclasses.replace(r, value=x, old=None, differs=d, apart=a)
       for r, x, d, a in zip(results, values, differs, apart)
   ]
 
 
-def settle_on_own_device(
-    results: Sequence[Result], group: Workers, rows: int | None, axis: int
-) -> list[jax.Array]:
-  """As `settle`, for results of which it has said `differs`, on one's device.
-
-  What keeps a worker axis is this worker's. `group` are the workers as this
-  device sees them.
-  """
-  return [
-      _combine(r, jnp.asarray(r.value), r.old, group, rows, axis)[0]
-      for r in results
-  ]
-
-
 def _combine(
-    result: Result,
-    x: jax.Array,
-    old: jax.Array,
-    workers: Workers,
-    rows: int | None,
-    axis: int,
+    result: Result, workers: Workers, rows: int | None
 ) -> tuple[jax.Array, bool]:
-  """Returns one value of all workers' `x`, and whether it stays apart instead.
+  """Returns one value of all workers', and whether it stays apart instead.
 
-  `x` is laid out as gradients are if it differs: stacked, or one worker's.
+  The value is laid out as gradients are if it differs: stacked, or one
+  worker's.
   """
+  x, old = result.value, result.old
   lead = int(workers.stacked_gradients)
   if result.role == 'stacked':
     return x if result.differs or not lead else lift.stack(workers, x), True
@@ -620,9 +586,9 @@ def _combine(
     return collectives.first(x, workers.own_axis), False
   if not shape and is_real:
     return lift.mean(workers, x), False
-  if shape[axis : axis + 1] == (rows,):
-    return jnp.moveaxis(x, axis + lead, lead), True
-  rows_too = f', and no array with the {rows} rows of a worker, axis {axis}'
+  if shape[:1] == (rows,):
+    return x, True
+  rows_too = f', and no array with the {rows} rows of a worker'
   raise ValueError(
       f'Of what the step returns, {name}, {x.dtype}{list(shape)}, differs'
       ' between workers. It is no real number, whose mean is returned'

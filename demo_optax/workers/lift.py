@@ -6,7 +6,9 @@ caller's own map: the same function, with the same bits.
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,14 +32,9 @@ def run(
 ) -> Any:
   """Runs one worker's function for all workers; it may communicate.
 
-  Args:
-    workers: the workers.
-    fun: called with what one device has of `args`, without a worker axis. What
-      it returns for specs that are not `stacked` must be equal on all workers,
-      as what `Workers.group` returns is.
-    args: trees of arrays.
-    in_specs: a tree of `Spec` for each of them.
-    out_specs: a tree of `Spec` for what `fun`, and so `run`, returns.
+  `fun` takes what one device has of `args`, trees of arrays, without a worker
+  axis. What it returns for specs that are not `stacked` must be equal on all
+  workers, as what `Workers.group` returns is. Specs are trees of `Spec`.
   """
   _ = workers.count  # an error where the axis is not mapped
   flat, treedef = jax.tree.flatten(args)
@@ -147,13 +144,9 @@ def run_alone(
 ) -> tuple[Any, Any]:
   """As `run`, without communication, of stacked arrays or those of one worker.
 
-  Args:
-    workers: the workers.
-    fun: `(index, own, state, shared) -> (own, state)`, everything without the
-      worker axis; `index` is the worker's number, int32 `[]`.
-    own: a tree laid out as gradients are: stacked, or local with `on_axis`.
-    state: a tree of stacked arrays.
-    shared: a tree that is the same for all workers.
+  `fun(index, own, state, shared) -> (own, state)` sees all without the worker
+  axis; `index` is the worker's number, int32 `[]`. `own` is laid out as
+  gradients are: stacked, or local with `on_axis`. `state` is stacked.
   """
   if not workers.stacked_gradients:
     axis = workers.axis
@@ -314,69 +307,56 @@ def _simulate(
     ins: Sequence[Spec],
     outs: Sequence[Spec],
 ) -> list[Any]:
-  inner = workers.param_specs.axis_sizes
+  """Runs a function of one device under a `vmap` for each axis of devices.
 
-  def axis_of(is_cut: bool) -> int | None:
-    return 0 if is_cut else None
+  What is sharded gets an axis for each of them, before the axis of its blocks.
+  """
+  sizes = {workers.axis_name: workers.count}
+  sizes |= workers.param_specs.axis_sizes
+  names = list(sizes)
+
+  def place(spec: Spec, name: str) -> int | None:
+    outer = names[: names.index(name)]
+    cut = [entry(spec.inner, d) for d in range(len(spec.inner))]
+    axes = names[: spec.stacked] + [a for axes in cut for a in (*axes, None)]
+    left = [a for a in axes if a not in outer]
+    return left.index(name) if name in left else None
 
   mapped: Any = lambda _, *own: fun(*own)  # noqa: E731
-  # One map for each axis inside a worker, the outermost axis last.
-  for name, size in reversed(inner):
+  for name in reversed(names):
+    # out_axes=None holds because what was gathered is the same for all: merging
+    # is done once, not once per worker.
     mapped = jax.vmap(
         mapped,
-        in_axes=(0, *(axis_of(name in names_of(s.inner)) for s in ins)),
-        out_axes=[axis_of(name in names_of(s.inner)) for s in outs],
+        in_axes=(0, *(place(s, name) for s in ins)),
+        out_axes=[place(s, name) for s in outs],
         axis_name=name,
-        axis_size=size,
+        axis_size=sizes[name],
     )
-  # out_axes=None holds because what was gathered is the same for all: merging
-  # is done once, not once per worker.
-  mapped = jax.vmap(
-      mapped,
-      in_axes=(0, *(axis_of(s.stacked) for s in ins)),
-      out_axes=[axis_of(s.stacked) for s in outs],
-      axis_name=workers.axis_name,
-      axis_size=workers.count,
-  )
   # Something has to be mapped over every axis.
-  numbers = jnp.zeros([workers.count, *(n for _, n in inner)], jnp.int32)
-  found = mapped(numbers, *(_split(inner, x, s) for x, s in zip(flat, ins)))
-  return [_join(inner, x, s) for x, s in zip(found, outs)]
+  numbers = jnp.zeros([*sizes.values()], jnp.int32)
+  found = mapped(numbers, *(
+      _cut(sizes, x, s) if any(names_of(s.inner)) else x
+      for x, s in zip(flat, ins)
+  ))
+  return [
+      _join(x, s) if any(names_of(s.inner)) else x for x, s in zip(found, outs)
+  ]
 
 
-def _split(
-    inner: Sequence[tuple[str, int]], x: jax.Array, spec: Spec
-) -> jax.Array:
-  """Moves the shards of `x [*worker, ...]` to axes behind the worker.
-
-  Returns `[*worker, *axes, ...]`, an axis for each mesh axis it is cut over.
-  """
-  lead, sizes = int(spec.stacked), dict(inner)
-  shape, places = list(x.shape[:lead]), {}
-  for d, size in enumerate(x.shape[lead:]):
-    for axis in entry(spec.inner, d):
-      places[axis] = len(shape)
-      shape.append(sizes[axis])
-      size //= sizes[axis]
-    shape.append(size)
-  order = [places[axis] for axis, _ in inner if axis in places]
-  front = range(lead, lead + len(order))
-  return jnp.moveaxis(x.reshape(shape), order, front) if order else x
+def _cut(sizes: Mapping[str, int], x: jax.Array, spec: Spec) -> jax.Array:
+  shape = [*x.shape[: spec.stacked]]
+  for d, length in enumerate(x.shape[spec.stacked :]):
+    counts = [sizes[name] for name in entry(spec.inner, d)]
+    shape += [*counts, length // math.prod(counts)]
+  return x.reshape(shape)
 
 
-def _join(
-    inner: Sequence[tuple[str, int]], x: jax.Array, spec: Spec
-) -> jax.Array:
-  """Undoes `_split`."""
-  used = [axis for axis, _ in inner if axis in names_of(spec.inner)]
-  lead, sizes = int(spec.stacked), dict(inner)
-  shape, places, place = list(x.shape[:lead]), {}, lead
-  for d, size in enumerate(x.shape[lead + len(used) :]):
-    for axis in entry(spec.inner, d):
-      places[axis] = place
-      place += 1
-      size *= sizes[axis]
-    place += 1
-    shape.append(size)
-  front, order = range(lead, lead + len(used)), [places[a] for a in used]
-  return jnp.moveaxis(x, front, order).reshape(shape) if order else x
+def _join(x: jax.Array, spec: Spec) -> jax.Array:
+  shape, rest = [*x.shape[: spec.stacked]], [*x.shape[spec.stacked :]]
+  dims = itertools.count()
+  while rest:
+    number = 1 + len(entry(spec.inner, next(dims)))
+    shape.append(math.prod(rest[:number]))
+    del rest[:number]
+  return x.reshape(shape)

@@ -121,19 +121,12 @@ class ParamSpecs:
   def _sharding(
       self, name: str, spec: P, shape: tuple[int, ...]
   ) -> ParamSharding:
-    if len(spec) > len(shape):
+    if not self._fits(spec, shape):
       raise ValueError(
-          f'The spec of {name}, {spec}, has {len(spec)} entries, but its shape'
-          f' {shape} has {len(shape)} dimensions.'
+          f'The spec of {name} must divide its shape {shape}, got {spec} over'
+          f' axes of sizes {dict(self.all_sizes)}. Shard another dimension of'
+          ' it, or replicate it: P().'
       )
-    blocks = self._blocks(spec, len(shape))
-    for dim, (size, parts) in enumerate(zip(shape, blocks)):
-      if size % parts:
-        raise ValueError(
-            f'{name} has shape {shape}, and its spec {spec} cuts dimension'
-            f' {dim} of length {size} into {parts} parts, which does not'
-            ' divide. Shard another dimension of it, or replicate it: P().'
-        )
     axes = tuple(axis for axis in self.axes if axis in names_of(spec))
     entries = [
         tuple(axis for axis in entry(spec, dim) if axis in axes)
@@ -141,6 +134,7 @@ class ParamSpecs:
     ]
     # As in `spec`, one axis stands for itself.
     short = P(*(e[0] if len(e) == 1 else e or None for e in entries))
+    blocks = self._blocks(spec, len(shape))
     return ParamSharding(_shortest(short), blocks, axes, spec)
 
   def _blocks(self, spec: P, rank: int) -> tuple[int, ...]:
@@ -151,10 +145,8 @@ class ParamSpecs:
     )
 
   def _fits(self, spec: P, shape: tuple[int, ...]) -> bool:
-    blocks = self._blocks(spec, len(shape))
-    return len(spec) <= len(shape) and not any(
-        size % parts for size, parts in zip(shape, blocks)
-    )
+    blocks = zip(shape, self._blocks(spec, len(shape)))
+    return len(spec) <= len(shape) and not any(n % parts for n, parts in blocks)
 
 
 REPLICATED = ParamSpecs()
@@ -169,20 +161,12 @@ def _check_spec(
         ' jax.sharding.PartitionSpec, or None for replicated.'
     )
   names = list(names_of(spec))
-  for axis in names:
-    if axis == worker_axis:
-      raise ValueError(
-          f'The spec of {name}, {spec}, names the worker axis'
-          f' {worker_axis!r}: every worker has all of its parameters. Shard'
-          f' over the axes inside a worker: {_some(axis_sizes)}.'
-      )
-    if axis not in axis_sizes:
-      raise ValueError(
-          f'The spec of {name}, {spec}, names the axis {axis!r}; the axes'
-          f' inside a worker are: {_some(axis_sizes)}.'
-      )
-    if names.count(axis) > 1:
-      raise ValueError(f'The spec of {name}, {spec}, names {axis!r} twice.')
+  if any(name not in axis_sizes or names.count(name) > 1 for name in names):
+    raise ValueError(
+        f'The spec of {name} must name axes inside a worker'
+        f' ({_some(axis_sizes)}), each once, got {spec}. Over the worker axis,'
+        f' {worker_axis!r}, parameters are replicated.'
+    )
 
 
 def entry(spec: P, dim: int) -> tuple[Any, ...]:

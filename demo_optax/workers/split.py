@@ -66,8 +66,8 @@ class Plan:
       follows: whether this worker only receives.
       donated: numbers of the inputs that may be overwritten, once all exchanges
         have succeeded.
-      build: makes a program, `(part, ins, outs, is_last, donated) -> program`,
-        of a function and its variables; by default with `jax.jit`.
+      build: `(part, ins, outs, is_last, donated) -> program`, of a function and
+        its variables; by default `jax.jit`.
     """
     self._jaxpr, self._follows = closed.jaxpr, follows
     self._known = dict(zip(closed.jaxpr.constvars, closed.consts))

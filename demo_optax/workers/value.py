@@ -1,7 +1,5 @@
 """Workers: who takes part in an exchange.
 
-A worker may be several devices, which share its one momentum: the axes of the
-mesh other than the worker axis shard its parameters (`workers.param_specs`).
 How a function of one worker runs for all of them is in `workers.lift`.
 """
 
@@ -86,8 +84,8 @@ class Workers:
     """`num_workers` workers on one device, run by `jax.vmap`.
 
     With `param_specs`, see `on_mesh`, and the sizes of the axes that they name
-    in the mesh's order, such as `axis_sizes={'fsdp': 4}`, it simulates workers
-    that shard their parameters: results and states are those of the mesh.
+    in the mesh's order, such as `axis_sizes={'fsdp': 4}`, they shard their
+    parameters: results and states are those of the mesh.
     """
     _checks.check_positive('num_workers', num_workers)
     specs = ParamSpecs.of(param_specs, axis_sizes or {}, 'workers')
@@ -99,23 +97,20 @@ class Workers:
   ) -> 'Workers':
     """One worker at each position of a mesh axis, run by `jax.shard_map`.
 
-    A worker is all the devices at its position. By default each of them has all
-    parameters; with `param_specs` they shard them. A device exchanges the
-    chunks of its own shard with its counterparts in the other workers, and of
-    what is replicated inside a worker a share of the chunks.
+    A worker is all the devices at its position, which have all parameters, or
+    with `param_specs` shards of them. A device exchanges the chunks of its own
+    shard with its counterparts in the other workers, and of what is replicated
+    inside a worker a share of the chunks. Gradients and momentum are stacked,
+    and sharded over `axis_name`, then as the parameters are.
 
     Args:
-      mesh: a mesh whose axes are all of type Auto or all Explicit.
+      mesh: a mesh whose axes are all of type Auto or all Explicit. On Explicit
+        axes parameters must be on the mesh (`device_put`).
       axis_name: the axis of the workers; parameters are replicated over it.
-        Where axes are Explicit, they must be on the mesh (`device_put`).
       param_specs: how a worker's parameters are sharded over the other axes: a
         tree of `PartitionSpec` like the parameters, where a spec in place of a
         subtree holds for all of it and `None` is `P()`, replicated.
         `demo_optax.param_specs` takes it from a Flax model.
-
-    Returns:
-      The workers. Gradients and momentum are stacked, and sharded over
-      `axis_name`, then as the parameters are.
 
     Example:
       >>> import demo_optax, jax
@@ -174,12 +169,12 @@ class Workers:
   ) -> 'Workers':
     """Separate programs as workers, joined by a relay.
 
-    Each is a JAX program on its own device or mesh; no `jax.distributed` is
-    needed, and platforms may differ. In a `data_parallel` step a program sends
-    its message to the relay (`python -m demo_optax.remote`) and receives those
-    of all workers. A worker that is late is left out of a round, which costs
-    the others one deadline. A program that starts later takes the parameters
-    and the shared state from another worker in its first step.
+    Each is a JAX program on its own device or mesh, without `jax.distributed`;
+    platforms may differ. In a `data_parallel` step it sends its message to the
+    relay (`python -m demo_optax.remote`) and receives those of all workers. A
+    worker that is late is left out of a round, which costs the others one
+    deadline. A program that starts later takes the parameters and the shared
+    state from another worker in its first step.
 
     The batch of a step is the program's, and so are results for its rows. The
     momentum has a leading axis of 1. Parameters are equal on all workers, to
@@ -230,18 +225,14 @@ class Workers:
 
   def __repr__(self) -> str:
     given = {
-        'simulated': f'{self.num_workers}{self.param_specs}',
-        'on_mesh': f'{self.mesh}, {self.axis_name!r}{self.param_specs}',
+        'simulated': str(self.num_workers),
+        'on_mesh': f'{self.mesh}, {self.axis_name!r}',
         'on_axis': repr(self.axis_name),
     }
     if self.relay is not None:
-      address, rank, keys = self.relay
-      more = '' if keys is None else f', keys={keys!r}'
-      more += str(self.param_specs)
-      given['remote'] = (
-          f'{address!r}, rank={rank}, count={self.num_workers}{more}'
-      )
-    return f'Workers.{self.kind}({given[self.kind]})'
+      address, rank, _ = self.relay
+      given['remote'] = f'{address!r}, rank={rank}, count={self.num_workers}'
+    return f'Workers.{self.kind}({given[self.kind]}{self.param_specs})'
 
   @property
   def count(self) -> int:
@@ -315,7 +306,7 @@ class Workers:
     `param_specs` says; all else goes everywhere. Arrays that are spread over
     the mesh already (the momentum) stay where they are. Without a mesh it is
     `tree` unchanged. What was made on one device moves in the first step at the
-    latest; moved before, the second step needs no compilation of its own.
+    latest, and then the second step compiles again.
     """
     if self.mesh is None:
       return tree

@@ -386,7 +386,7 @@ def test_an_update_outside_of_a_step():
              demo_optax.average(workers=workers)):
     params = {'w': jnp.ones((8, 8))}
     state = tx.init(params)
-    with pytest.raises(ValueError, match='must be in a demo_optax.data_par'):
+    with pytest.raises(ValueError, match='must be called in a demo_optax.data_par'):
       jax.jit(tx.update)(params, state, params)
 
 
