@@ -71,7 +71,7 @@ class Joined:
     for t in threads:
       t.start()
     for t in threads:
-      t.join(240)
+      t.join(900)
       if errors:
         raise errors[0]
       assert not t.is_alive()
