@@ -168,30 +168,31 @@ def test_a_worker_that_joins(devices, method):
 
 def test_the_relay_is_restarted():
   """Workers wait, say hello, and go on from the round that was open."""
+  def run(workers):
+    def before(number):
+      if workers.relay.rank == 0 and number in (1, 5, 6):
+        joined.restart()
+    return train(workers, 12, before)
+
   with Joined(2) as joined:
-    found = joined.run(lambda w: train(w, 12, restarts(joined, w)))
+    found = joined.run(run)
   check_equal(found)
   assert all(list(own) == list(range(1, 13)) for own in found)
 
 
-def restarts(joined, workers):
-  """Worker 0 restarts the relay before some of its rounds."""
-  def before(number):
-    if workers.relay.rank == 0 and number in (1, 5, 6):
-      joined.restart()
-  return before
-
-
-def test_distance_on_other_hardware():
-  arrays = [jnp.linspace(-1, 1, 1000), jnp.int32(7)]
-  size = frames.CHAIN
-  one = remote._sketch(arrays)
-  near, far = (
-      b'elsewhere'.ljust(size) + remote._sketch(
-          [arrays[0] * jnp.float32(1 + x), arrays[1]])[size:]
-      for x in (1e-5, 1e-2))
-  assert not remote._has_parted(near, {0: one, 1: near})
-  assert remote._has_parted(far, {0: one, 1: far})
+def test_distance_of_states():
+  """On other hardware rounding differs; of every dtype that a state may have."""
+  arrays = [jnp.linspace(-1, 1, 1000), jnp.int32(7), jnp.ones(3, jnp.complex64),
+            jnp.ones(3, jnp.int4), jnp.ones(3, bool), jnp.ones((), jnp.bfloat16),
+            jnp.zeros(0)]
+  first, (x, *rest) = remote._sketch(arrays), arrays
+  for share, expected in ((1e-5, False), (1e-2, True)):
+    other = b'elsewhere'.ljust(frames.CHAIN) + remote._sketch(
+        [x * jnp.float32(1 + share), *rest])[frames.CHAIN :]
+    assert remote._has_parted(other, {0: first, 1: other}) == expected
+  for i, x in enumerate(arrays[:-1]):
+    others = [*arrays[:i], jnp.zeros_like(x), *arrays[i + 1 :]]
+    assert remote._has_parted(remote._sketch(others), {0: first})
 
 
 def test_other_training_steps():
@@ -338,16 +339,6 @@ def test_arguments_that_differ():
   with Joined(2) as joined, pytest.raises(
       RuntimeError, match='different are other arguments'):
     joined.run(run)
-
-
-def test_numbers_that_are_compared():
-  """Of every dtype that a state may have."""
-  arrays = [jnp.ones(3, jnp.complex64), jnp.ones(3, jnp.int4),
-            jnp.ones(3, bool), jnp.ones((), jnp.bfloat16), jnp.zeros(0)]
-  first = remote._sketch(arrays)
-  for i, x in enumerate(arrays[:-1]):
-    others = [*arrays[:i], jnp.zeros_like(x), *arrays[i + 1 :]]
-    assert remote._has_parted(remote._sketch(others), {0: first})
 
 
 def test_mistakes():
