@@ -76,4 +76,4 @@ def test_commands_run(command, tmp_path):
   subprocess.run(
       [sys.executable, str(ROOT / 'benchmarks' / name), *args], check=True,
       env={**os.environ, 'PYTHONPATH': str(ROOT)}, capture_output=True,
-      timeout=240)
+      timeout=900)

@@ -302,7 +302,7 @@ def test_the_site_builds(tmp_path):
     pytest.importorskip(name)
   subprocess.run(
       [sys.executable, '-m', 'sphinx', '-q', '-W', '-c', 'docs', '.',
-       str(tmp_path)], cwd=ROOT, check=True, timeout=240)
+       str(tmp_path)], cwd=ROOT, check=True, timeout=900)
   assert 'README.html' in (tmp_path / 'index.html').read_text()
   for page in tmp_path.rglob('*.html'):  # nothing is loaded from elsewhere
     loaded = re.findall(r'<(?:script|img|link|iframe)[^>]*', page.read_text())
