@@ -352,7 +352,7 @@ def main() -> None:
     print(f'\n{tree}')
     table(found, bases)
     results[tree] = found
-    del rows
+    del rows, row  # before those of the next tree
   if args.out:
     record = {
         'jax': jax.__version__, 'device': jax.devices()[0].device_kind,
