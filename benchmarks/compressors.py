@@ -16,13 +16,10 @@ A run that is in the file is not done again.
 """
 
 import argparse
-import json
 import pathlib
-import sys
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / 'examples'))
 
 import learning
+from muon import append, read
 
 RATE = 2e-3
 SUBSET = '0.0164'  # of 4 MB of gradients: 197 kB both ways, as topk 32
@@ -91,18 +88,16 @@ def main() -> None:
   parser.add_argument('--seed', type=int, default=0)
   parser.add_argument('--table', action='store_true')
   args = parser.parse_args()
-  args.out.parent.mkdir(parents=True, exist_ok=True)
-  done = {r['name'] for r in learning.read(args.out)}
+  done = {r['name'] for r in read(args.out)}
   for name, (rate, flags) in settings().items():
     if args.table or name in done:
       continue
     extra = ['--steps', str(args.steps), *flags]
     for record in learning.runs_of('demo', rate, [args.seed], extra):
       record = {'name': name, 'steps': args.steps, **record}
-      with args.out.open('a') as file:
-        file.write(json.dumps(record) + '\n')
+      append(args.out, record)
       print(name, record['valid_loss'], flush=True)
-  table(learning.read(args.out))
+  table(read(args.out))
 
 
 if __name__ == '__main__':

@@ -14,7 +14,7 @@ the file is not done again.
 
 import argparse
 import functools
-import json
+import itertools
 import pathlib
 import statistics
 import sys
@@ -22,14 +22,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / 'examples'))
 
+import methods
 import text
+import train_lm
 from gpt import GPT, GPTConfig
+from muon import append, read
 
 import demo_optax
 
@@ -58,108 +60,55 @@ PERIODS = {
         RAW, functools.partial(demo_optax.local.sparse_loco, compressor=RAW)),
 }
 OUTER_RATES = [0.25, 0.5, 1.0, 2.0]
+RUN = ('method', 'workers', 'rate', 'seed')
 
 
-class Task:
-  """The example's model and text as functions of bare trees."""
-
-  def __init__(self, args: argparse.Namespace, workers: demo_optax.Workers):
-    self.args, self.workers = args, workers
-    self.config = GPTConfig(width=args.width, heads=args.width // 32)
-    self.corpus = text.load()
-    model = GPT(self.config, nnx.Rngs(0))
-    self.graphdef = nnx.split(model)[0]
-    valid = text.windows(self.corpus.valid, 64, self.config.context)
-    self.valid = valid[: args.valid_batches]
-    self.eval = jax.jit(self.loss)
-
-  def params(self, seed: int) -> Any:
-    model = GPT(self.config, nnx.Rngs(seed))
-    return nnx.to_pure_dict(nnx.split(model)[1])
-
-  def loss(self, params: Any, tokens: jax.Array) -> jax.Array:
-    state = nnx.split(GPT(self.config, nnx.Rngs(0)))[1]
-    nnx.replace_by_pure_dict(state, params)
-    logits = nnx.merge(self.graphdef, state)(tokens[:, :-1])
-    return optax.softmax_cross_entropy_with_integer_labels(
-        logits, tokens[:, 1:]).mean()
-
-  def tokens(self, seed: int, step: int) -> np.ndarray:
-    return text.batch(
-        self.corpus.train, seed, step, self.args.batch, self.config.context)
-
-  def validate(self, params: Any) -> float:
-    return float(np.mean([self.eval(params, b) for b in self.valid]))
-
-  def schedule(self, peak: Any) -> optax.Schedule:
-    shape = optax.warmup_cosine_decay_schedule(
-        0.0, 1.0, self.args.steps // 10, self.args.steps, end_value=0.1)
-    return lambda step: peak * shape(step)
-
-
-# Periods ----------------------------------------------------------------------
-
-
-def runs_of(task: Task, method: str) -> Any:
-  """`(outer rate, seed) -> record`; the compiled step is shared."""
-  args, workers = task.args, task.workers
+def train(
+    args: argparse.Namespace, method: str, count: int, rate: float, seed: int
+) -> dict[str, Any]:
+  """Returns the record of a run."""
+  workers = demo_optax.Workers.simulated(count)
   compressor, make = PERIODS[method]
-  inner = optax.chain(
+  tx = optax.chain(
       optax.clip_by_global_norm(1.0),
-      optax.adamw(task.schedule(args.lr), b2=0.95))
-
-  def tx_of(rate: Any) -> optax.GradientTransformation:
-    if make is None:
-      return optax.chain(demo_optax.average(workers=workers), inner)
-    return make(
-        inner, workers=workers, sync_period=args.period,
-        outer_learning_rate=rate)
-
-  @demo_optax.data_parallel(workers, batch_argnums=3)
-  def train_step(rate: Any, params: Any, state: Any, tokens: Any) -> Any:
-    loss, grads = jax.value_and_grad(task.loss)(params, tokens)
-    updates, state = tx_of(rate).update(grads, state, params)
-    return optax.apply_updates(params, updates), state, loss
-
+      optax.adamw(optax.warmup_cosine_decay_schedule(
+          0.0, args.lr, args.steps // 10, args.steps, 0.1 * args.lr), b2=0.95))
+  if make is None:
+    period, tx = 1, optax.chain(demo_optax.average(workers=workers), tx)
+  else:
+    period = args.period
+    tx = make(tx, workers=workers, sync_period=period, outer_learning_rate=rate)
+  config = GPTConfig(width=args.width, heads=args.width // 32)
+  corpus = text.load()
+  model = GPT(config, nnx.Rngs(seed))
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  step_fn = methods.make_train_step(train_lm.loss_fn, workers)
+  for step in range(args.steps):
+    tokens = text.batch(corpus.train, seed, step, args.batch, config.context)
+    loss = step_fn(model, optimizer, tokens)
+  valid = text.windows(corpus.valid, 64, config.context)[: args.valid_batches]
+  apart = [
+      float(jnp.abs(x - x.mean(0)).max() / jnp.abs(x).max())
+      for path, x in jax.tree_util.tree_leaves_with_path(nnx.state(optimizer))
+      if 'worker_stacked' in (where := jax.tree_util.keystr(path))
+      and 'params' in where]
   dense, plan = (
-      demo_optax.plan(task.params(0), code, workers)
+      demo_optax.plan(nnx.state(model, nnx.Param), code, workers)
       for code in (demo_optax.compressors.full(), compressor))
-  period = 1 if make is None else args.period
-
-  def run(rate: float, seed: int) -> dict[str, Any]:
-    params = task.params(seed)
-    state = tx_of(jnp.float32(rate)).init(params)
-    for step in range(args.steps):
-      params, state, loss = train_step(
-          jnp.float32(rate), params, state, task.tokens(seed, step))
-    own = getattr(state, 'worker_stacked', None)
-    apart = [float(jnp.abs(x - x.mean(0)).max() / jnp.abs(x).max())
-             for x in jax.tree.leaves(own and own.params)]
-    less = period / args.period
-    return {
-        'valid_loss': task.validate(params),
-        'train_loss': float(loss), 'apart': max(apart, default=0.0),
-        'sent': plan.sent_bytes / period,
-        'received': plan.received_bytes / period,
-        'less_sent': less * dense.sent_bytes / plan.sent_bytes,
-        'less_received': less * dense.received_bytes / plan.received_bytes,
-        'size': plan.size,
-    }
-
-  return run
+  less = period / args.period
+  return {
+      'method': method, 'workers': count, 'rate': rate, 'seed': seed,
+      'valid_loss': train_lm.evaluate(model, valid),
+      'train_loss': float(loss), 'apart': max(apart, default=0.0),
+      'sent': plan.sent_bytes / period,
+      'received': plan.received_bytes / period,
+      'less_sent': less * dense.sent_bytes / plan.sent_bytes,
+      'less_received': less * dense.received_bytes / plan.received_bytes,
+      'size': plan.size, 'jax': jax.__version__,
+  }
 
 
-def periods(args: argparse.Namespace, seen: 'Seen') -> None:
-  for count in (2, 4):
-    task = Task(args, demo_optax.Workers.simulated(count))
-    for method, (_, make) in PERIODS.items():
-      rates = args.outer_rates if make else [0.0]
-      if method in args.methods:
-        seen.run(runs_of(task, method), (method, count),
-                 [(r, s) for r in rates for s in args.seeds])
-
-
-def periods_table(records: list[dict[str, Any]]) -> None:
+def table(records: list[dict[str, Any]]) -> None:
   print('| N | method | best outer lr of'
         f' {", ".join(map(str, sorted({r["rate"] for r in records} - {0.0})))}'
         ' | validation loss | against DiLoCo | sent, received per step | less'
@@ -188,35 +137,6 @@ def periods_table(records: list[dict[str, Any]]) -> None:
             f' {100 * r["apart"]:.1f} % |')
 
 
-# Runs -------------------------------------------------------------------------
-
-
-class Seen:
-  """Records in a file: what is there is not done again."""
-
-  def __init__(self, path: pathlib.Path, settings: dict[str, Any]):
-    self.path, self.settings = path, settings
-    lines = path.read_text().splitlines() if path.exists() else []
-    found = [json.loads(line) for line in lines]
-    self.records = [r for r in found if r['settings'] == settings]
-
-  def run(self, run: Any, name: tuple[str, int], todo: list[Any]) -> None:
-    method, workers = name
-    done = {(r['method'], r['workers'], r['rate'], r['seed'])
-            for r in self.records}
-    for rate, seed in todo:
-      if (method, workers, rate, seed) in done:
-        continue
-      record = {'method': method, 'workers': workers, 'rate': rate,
-                'seed': seed, **run(rate, seed), 'settings': self.settings,
-                'jax': jax.__version__}
-      self.records.append(record)
-      with self.path.open('a') as file:
-        file.write(json.dumps(record) + '\n')
-      print(method, workers, rate, seed, f'{record["valid_loss"]:.4f}',
-            flush=True)
-
-
 def main() -> None:
   parser = argparse.ArgumentParser(
       description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -234,11 +154,20 @@ def main() -> None:
   add('--table', action='store_true')
   args = parser.parse_args()
   names = ['steps', 'batch', 'width', 'valid_batches', 'lr', 'period']
-  args.out.parent.mkdir(parents=True, exist_ok=True)
-  seen = Seen(args.out, {name: getattr(args, name) for name in names})
-  if not args.table:
-    periods(args, seen)
-  periods_table(seen.records)
+  settings = {name: getattr(args, name) for name in names}
+
+  def records() -> list[dict[str, Any]]:
+    return [r for r in read(args.out) if r['settings'] == settings]
+
+  for count, method in itertools.product((2, 4), args.methods):
+    rates = args.outer_rates if PERIODS[method][1] else [0.0]
+    for run in itertools.product([method], [count], rates, args.seeds):
+      if args.table or run in [tuple(r[k] for k in RUN) for r in records()]:
+        continue
+      record = {**train(args, *run), 'settings': settings}
+      append(args.out, record)
+      print(*run, f'{record["valid_loss"]:.4f}', flush=True)
+  table(records())
 
 
 if __name__ == '__main__':

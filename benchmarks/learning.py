@@ -10,7 +10,6 @@ over seeds at each rate, the best rate, and whether it lies inside the grid.
 """
 
 import argparse
-import json
 import pathlib
 import statistics
 import sys
@@ -25,6 +24,7 @@ import methods
 import text
 import train_lm
 from gpt import GPT, GPTConfig
+from muon import append, read
 
 METHODS = {
     'adamw': ['--optimizer', 'adamw'],
@@ -64,12 +64,6 @@ def runs_of(method: str, rate: float, seeds: list[int], extra: list[str]):
     }
 
 
-def read(path: pathlib.Path) -> list[dict]:
-  if not path.exists():
-    return []
-  return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def table(records: list[dict]) -> None:
   best = {}
   print(f'{"method":<28}{"rate":>8}{"seeds":>6}{"mean":>8}{"min":>8}{"max":>8}')
@@ -103,7 +97,6 @@ def main() -> None:
   parser.add_argument('--seeds', nargs='+', type=int, default=[0, 1, 2])
   parser.add_argument('--table', action='store_true')
   args, extra = parser.parse_known_args()
-  args.out.parent.mkdir(parents=True, exist_ok=True)
   if not args.table:
     for method in args.methods:
       for rate in args.rates:
@@ -111,8 +104,7 @@ def main() -> None:
                 and r['rate'] == rate and r['extra'] == extra}
         todo = [s for s in args.seeds if s not in done]
         for record in runs_of(method, rate, todo, extra) if todo else ():
-          with args.out.open('a') as file:
-            file.write(json.dumps(record) + '\n')
+          append(args.out, record)
           print(record['method'], rate, record['seed'], record['valid_loss'],
                 flush=True)
   table([r for r in read(args.out) if r['extra'] == extra])

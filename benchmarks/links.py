@@ -1,31 +1,27 @@
 """A training step over slow links, beside averaging: times, and bytes.
 
-    python benchmarks/links.py --out benchmarks/results/links.json   # as root
-    python benchmarks/links.py --out benchmarks/results/links.json --table
+    python benchmarks/links.py --out FILE   # as root
+    python benchmarks/links.py --out FILE --table
     python benchmarks/links.py --out benchmarks/results/links_owners.json \
         --methods all_gather all_to_all 'AdamW bfloat16' \
         --models '7 M' --workers 2 4 8
     python benchmarks/links.py --out benchmarks/results/links_muon.json \
-        --methods demo_muon 'Muon bfloat16' 'AdamW bfloat16' \
-        --models '1.0 M' --workers 4
+        --methods demo_muon 'Muon bfloat16' 'AdamW bfloat16'
 
 Every worker is a process in a network namespace of its own, whose one interface
 is joined to the others by a bridge; both directions are limited to a rate
 (tbf). For a link with delay the interface is a TAP, and this process carries
 its frames, each 20 ms later. Nothing outlives the processes.
 
-Two models, the training example's (1.0 M parameters) and one of 40 M; DeMo with
-k = 32 in float32 and with k = 8 in signs, and AdamW on gradients averaged in
-float32 and in bfloat16 (in one buffer). All are compiled once, in the same
-processes, and take turns at each rate, the order reversed every other round. A
-step is a gradient (of each worker's own batch), and an update: exchange or
-averaging, and the optimizer. Before each update all wait for each other, so
-that its time is its own. Bytes are those that the interface received meanwhile,
-a mean over steps and workers. What is in the file is not measured again.
-
-`--methods` compares others instead: exchanges, by each of
-which DeMo sends k = 32 in signs, or what trains best. Of methods whose steps to
-AdamW's loss are known (`muon.py table`), the table has the minutes to it.
+Methods are the two exchanges, by which DeMo sends k = 32 in signs, `demo_muon`,
+and AdamW and Muon on gradients averaged in bfloat16 (in one buffer). All are
+compiled once, in the same processes, and take turns at each rate, the order
+reversed every other round. A step is a gradient (of each worker's own batch),
+and an update: exchange or averaging, and the optimizer. Before each update all
+wait for each other, so that its time is its own. Bytes are those that the
+interface received meanwhile, a mean over steps and workers. What is in the file
+is not measured again. Of methods whose steps to AdamW's loss are known
+(`muon.py table`), the table has the minutes to it.
 
 Where namespaces are not allowed it says so, and measures nothing.
 """
@@ -63,18 +59,11 @@ LINKS = {  # Mbit/s, and how many ms later a frame arrives
     '1 Gbit/s': (1000, 0),
     '100 Mbit/s, 20 ms': (100, 20),
 }
-WORKERS = [2, 4]
-MODELS = {
-    '1.0 M': [],
-    '7 M': ['--width', '512', '--layers', '2', '--heads', '8'],
-    '40 M': ['--width', '1280', '--layers', '2', '--heads', '10'],
+MODELS = {  # and sequences in a step, of all workers; 0: one of each
+    '1.0 M': ([], 16),
+    '7 M': (['--width', '512', '--layers', '2', '--heads', '8'], 0),
 }
-# In a step, of all workers; 0: one of each.
-SEQUENCES = {'1.0 M': 16, '7 M': 0, '40 M': 0}
 METHODS = {
-    'DeMo k=32 float32': ['--topk', '32', '--values', 'float32'],
-    'DeMo k=8 sign': ['--topk', '8', '--values', 'sign'],
-    'AdamW float32': ['--optimizer', 'adamw'],
     'AdamW bfloat16': ['--optimizer', 'adamw'],
     'Muon bfloat16': ['--optimizer', 'muon'],
     'demo_muon': ['--optimizer', 'demo-muon'],
@@ -83,11 +72,10 @@ METHODS = {
         for exchange in ('all_gather', 'all_to_all')
     },
 }
-DEFAULT = list(METHODS)[:4]
 # The same methods in the results of `muon.py`, whose averages are in float32.
 TRAINED = {
-    'AdamW float32': 'AdamW', 'AdamW bfloat16': 'AdamW',
-    'Muon bfloat16': 'Muon', 'demo_muon': 'demo_muon',
+    'AdamW bfloat16': 'AdamW', 'Muon bfloat16': 'Muon',
+    'demo_muon': 'demo_muon',
 }
 HEADER = 66  # bytes of a TCP packet in Ethernet before its data
 
@@ -125,7 +113,7 @@ def worker(number: int, count: int) -> None:
       key = task['model'], task['method']
       if key not in methods:
         methods[key] = Method(*key)
-      answer = methods[key].measure(task['steps'])
+      answer = methods[key].measure()
     print('@' + json.dumps(answer), flush=True)
 
 
@@ -144,17 +132,14 @@ class Method:
     import demo_optax
 
     count = jax.device_count()
-    batch = SEQUENCES[model] or count
-    args = methods.parse_args(['--optimizer', 'demo', *MODELS[model],
-                               *METHODS[method], '--batch', str(batch)])
+    flags, batch = MODELS[model]
+    args = methods.parse_args(['--optimizer', 'demo', *flags, *METHODS[method],
+                               '--batch', str(batch or count)])
     config = GPTConfig(width=args.width, layers=args.layers, heads=args.heads)
     workers = cluster.make_workers(count)
-    size = None
-    if args.optimizer in methods.AVERAGED:
-      size = 4 if 'float32' in method else 2
-      tx = averaged(args, workers, size)
-    else:
-      tx = methods.make_optimizer(args, workers)
+    is_averaged = args.optimizer in methods.AVERAGED
+    make = averaged if is_averaged else methods.make_optimizer
+    tx = make(args, workers)
     self.model = GPT(config, nnx.Rngs(0))
     self.optimizer = nnx.Optimizer(self.model, tx, wrt=nnx.Param)
     for module in (self.model, self.optimizer):
@@ -163,10 +148,8 @@ class Method:
     plan = demo_optax.plan(
         params, methods.compressor_of_leaves(args, params), workers,
         exchange=args.exchange, update_values=methods.update_values(args))
-    self.bytes = plan.dense_bytes(size) if size else plan.received_bytes
+    self.bytes = plan.dense_bytes(2) if is_averaged else plan.received_bytes
     self.parameters = sum(x.size for x in jax.tree.leaves(params))
-    self.max_workers = None if size else [
-        plan.max_workers(itemsize) for itemsize in (4, 2)]
     # Stacked gradients, so that gradient and exchange are timed apart.
     graphdef = nnx.graphdef(self.model)
     value_and_grad = jax.vmap(
@@ -187,42 +170,34 @@ class Method:
         donate_argnums=(0, 1))
     self.tokens = text.make_feed(text.load(None).train, args.seed, args.batch,
                                  args.context, workers)(0)
-    self.measure(1)
+    self.measure()
 
-  def measure(self, steps: int) -> dict:
-    """Seconds of every gradient and update, and bytes of all together."""
+  def measure(self) -> dict:
+    """Seconds of a gradient and of an update, and its bytes."""
     import jax
     from flax import nnx
     from jax.experimental import multihost_utils
 
-    gradients, updates, losses = [], [], []
-    moved = dict.fromkeys(counters(), 0)
-    for _ in range(steps):
-      began = time.perf_counter()
-      loss, grads = jax.block_until_ready(
-          self.gradient(self.model, self.tokens))
-      gradients.append(time.perf_counter() - began)
-      multihost_utils.sync_global_devices('update')
-      before, began = counters(), time.perf_counter()
-      self.update(self.model, self.optimizer, grads)
-      jax.block_until_ready(nnx.state(self.model))
-      updates.append(time.perf_counter() - began)
-      moved = {k: moved[k] + v - before[k] for k, v in counters().items()}
-      losses.append(float(loss))
+    began = time.perf_counter()
+    _, grads = jax.block_until_ready(self.gradient(self.model, self.tokens))
+    gradient = time.perf_counter() - began
+    multihost_utils.sync_global_devices('update')
+    before, began = counters(), time.perf_counter()
+    self.update(self.model, self.optimizer, grads)
+    jax.block_until_ready(nnx.state(self.model))
     return {
-        'gradient': gradients, 'update': updates, 'loss': losses,
-        'moved': moved, 'planned': self.bytes, 'parameters': self.parameters,
-        'max_workers': self.max_workers,
+        'gradient': gradient, 'update': time.perf_counter() - began,
+        'moved': {k: v - before[k] for k, v in counters().items()},
+        'planned': self.bytes, 'parameters': self.parameters,
     }
 
 
-def averaged(args, workers, size):
-  """The example's AdamW or Muon; averages gradients in `size` bytes a number.
+def averaged(args, workers):
+  """The example's AdamW or Muon; averages gradients in bfloat16.
 
   They travel in one buffer: leaf by leaf every one would pay for round trips.
-  An all-reduce in bfloat16 is widened to float32 by XLA on CPU; what a ring
-  does is done here in so many words: every worker averages a part, and all
-  gather the parts.
+  XLA on CPU widens an all-reduce in bfloat16 to float32. So each worker
+  averages a part, and all gather the parts, as a ring does.
   """
   import jax
   import jax.numpy as jnp
@@ -246,7 +221,7 @@ def averaged(args, workers, size):
   def local(stacked):
     flat, treedef = jax.tree.flatten(stacked)
     x = jnp.concatenate([g.ravel() for g in flat])
-    x = jax.lax.pmean(x, axis) if size == 4 else mean_in_bfloat16(x)
+    x = mean_in_bfloat16(x)
     ends = [sum(g.size for g in flat[:i]) for i in range(1, len(flat))]
     parts = jnp.split(x, ends)
     return treedef.unflatten(
@@ -387,10 +362,6 @@ class Relay(threading.Thread):
       self.files.append(file)
     self.start()
 
-  def carry(self, frame: bytes) -> list[tuple[float, bytes]]:
-    """After how many seconds which frames come out for one that went in."""
-    return [(self.delay, frame)]
-
   def run(self) -> None:
     """Until it is closed."""
     ports: dict[bytes, int] = {}  # by Ethernet address
@@ -406,9 +377,8 @@ class Relay(threading.Thread):
           for _ in range(64):
             frame = os.read(file, 2048)
             ports[frame[6:12]] = file
-            for delay, carried in self.carry(frame):
-              item = now + delay, next(number), file, carried
-              heapq.heappush(waiting, item)
+            item = now + self.delay, next(number), file, frame
+            heapq.heappush(waiting, item)
       while waiting and waiting[0][0] <= now:
         _, _, source, frame = heapq.heappop(waiting)
         known = ports.get(frame[:6])
@@ -426,12 +396,6 @@ class Relay(threading.Thread):
 
 
 # All measurements -------------------------------------------------------------
-
-
-def rounds(link: str, model: str, method: str, trial: bool) -> int:
-  """How often a method is measured, one step each time."""
-  minutes = (link, model) == ('10 Mbit/s', '40 M') and 'AdamW' in method
-  return 1 if trial or minutes else 3
 
 
 def measure(args: argparse.Namespace, done: set) -> Iterator[dict]:
@@ -455,20 +419,16 @@ def measure_links(
   for model in args.models:
     for method in methods:  # compile, before there is a limit
       began = time.monotonic()
-      network.ask(model=model, method=method, steps=1)
+      network.ask(model=model, method=method)
       print(f'{network.count} {model} {method}: compiled in'
             f' {time.monotonic() - began:.0f} s', flush=True)
   for link, (rate, delay) in links.items():
     network.set_rate(rate)
     for model in args.models:
       found: dict[str, list] = {method: [] for method in methods}
-      most = {m: rounds(link, model, m, args.trial) for m in methods}
-      for number in range(max(most.values())):
-        order = methods[:: -1 if number % 2 else 1]
-        for method in order:
-          if number < most[method]:
-            found[method].append(
-                network.ask(model=model, method=method, steps=1))
+      for number in range(1 if args.trial else 3):
+        for method in methods[:: -1 if number % 2 else 1]:
+          found[method].append(network.ask(model=model, method=method))
       for method, answers in found.items():
         yield {'workers': network.count, 'link': link, 'rate': rate,
                'delay': delay, 'model': model, 'method': method,
@@ -477,29 +437,27 @@ def measure_links(
 
 def summary(rounds: list[list[dict]]) -> dict:
   """Of all rounds and workers of one method."""
-  gradient = [max(a['gradient'][0] for a in answers) for answers in rounds]
-  update = [max(a['update'][0] for a in answers) for answers in rounds]
+  gradient, update = (
+      [max(answer[part] for answer in answers) for answers in rounds]
+      for part in ('gradient', 'update'))
   step = [g + u for g, u in zip(gradient, update)]
-  worker = rounds[0][0]
-
   every = [answer['moved'] for answers in rounds for answer in answers]
   received, packets = (
-      sum(moved[name] for moved in every) / len(every)
+      statistics.mean(moved[name] for moved in every)
       for name in ('rx_bytes', 'rx_packets'))
   return {
-      'rounds': len(rounds), 'parameters': worker['parameters'],
+      'rounds': len(rounds), 'parameters': rounds[0][0]['parameters'],
       'gradient': statistics.median(gradient),
       'update': statistics.median(update), 'step': statistics.median(step),
       'steps': [round(s, 4) for s in step],
       'share': statistics.median(u / s for u, s in zip(update, step)),
-      'planned': worker['planned'], 'max_workers': worker['max_workers'],
+      'planned': rounds[0][0]['planned'],
       'rx': received, 'rx_data': received - HEADER * packets,
   }
 
 
 def table(records: list[dict]) -> None:
-  averaged = next(m for m in ('AdamW float32', 'AdamW bfloat16')
-                  if any(r['method'] == m for r in records))
+  averaged = 'AdamW bfloat16'
   print('| model | workers | link | method | step, s | of that the update |'
         f' {averaged} / this | received, planned | at the interface |'
         ' without headers | to the loss, min |')
@@ -524,14 +482,12 @@ def to_the_loss(record: dict) -> str:
 
 @functools.cache
 def steps_to_the_loss(method: str) -> float:
-  runs = muon.by_name(muon.read(muon.RESULTS))
-  adamw, found = (
-      runs[muon.PLOTTED[label]]
-      for label in ('AdamW', TRAINED[method])
-  )
-  loss = statistics.mean(r['loss'] for r in adamw)
-  if found is adamw:  # whose mean is there at the end
+  runs = muon.read()
+  adamw = muon.runs_of(muon.ROWS['AdamW'], runs)
+  if TRAINED[method] == 'AdamW':  # whose mean is there at the end
     return muon.DEFAULTS['steps']
+  loss = statistics.mean(r['loss'] for r in adamw)
+  found = muon.runs_of(muon.ROWS[TRAINED[method]], runs)
   return statistics.mean(muon.steps_to(r, loss) for r in found)
 
 
@@ -543,10 +499,10 @@ def main() -> None:
   add('--out', type=pathlib.Path, required=True)
   add('--table', action='store_true', help='of what is in the file')
   add('--trial', action='store_true', help='one round each')
-  add('--workers', type=int, nargs='+', default=WORKERS, help='how many')
-  add('--models', choices=MODELS, nargs='+', default=['1.0 M', '40 M'])
+  add('--workers', type=int, nargs='+', default=[4], help='how many')
+  add('--models', choices=MODELS, nargs='+', default=['1.0 M'])
   add('--links', choices=LINKS, nargs='+', default=list(LINKS))
-  add('--methods', choices=METHODS, nargs='+', default=DEFAULT)
+  add('--methods', choices=METHODS, nargs='+', default=list(METHODS))
   add('--inside', action='store_true', help=argparse.SUPPRESS)
   args = parser.parse_args()
   if not args.table and not args.inside:

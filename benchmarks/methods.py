@@ -86,67 +86,36 @@ TUNED = {
 }
 
 
-def parse_args(
-    argv: Sequence[str] = (), optimizer: str = 'demo-muon'
-) -> argparse.Namespace:
+def parse_args(argv: Sequence[str] = ()) -> argparse.Namespace:
   """Settings of a run: a method, and the training example's task."""
   parser = argparse.ArgumentParser()
-  add_flags(parser, optimizer)
   add = parser.add_argument
+  add('--optimizer', choices=['demo-muon', 'demo', *AVERAGED],
+      default='demo-muon')
+  add('--lr', type=float)  # peak
+  add('--decay', type=float)  # of what was not sent yet
+  add('--base', choices=BASES, default='sign')
+  add('--compressor', choices=[*TOPK, *SUBSETS, 'full'], default='dct')
+  add('--chunk', type=int, default=64)  # its longest side
+  add('--topk', type=int)
+  add('--values', choices=VALUES)
+  add('--rate', type=float, default=1 / 32)  # what `SUBSETS` send
+  # Embeddings, head and 1-D leaves: as the rest, by AdamW on averaged
+  # gradients, or exchanged by the --own flags.
+  add('--embeddings', choices=['demo', 'adamw', 'own'], default='demo')
+  add('--own-topk', type=int, default=8)
+  add('--own-chunk', type=int, nargs=2, default=[1, 192])
+  add('--own-base', choices=BASES, default='adam')
+  add('--own-lr', type=float)
+  add('--exchange', choices=get_args(ExchangeKind), default='all_gather')
   add('--workers', type=int, default=4)
-  parser.set_defaults(relay=None)
   add('--data', metavar='FILE')
   add('--steps', type=int, default=800)
   add('--batch', type=int, default=16)
   add('--seed', type=int, default=0)
   for field in dataclasses.fields(GPTConfig):
     add(f'--{field.name}', type=int, default=field.default)
-  return settle(parser.parse_args(argv))
-
-
-def add_flags(
-    parser: argparse.ArgumentParser, optimizer: str = 'demo'
-) -> None:
-  add = parser.add_argument
-  add('--optimizer', choices=['demo-muon', 'demo', *AVERAGED],
-      default=optimizer,
-      help='demo-muon: each worker orthonormalises its momentum before it is'
-      ' compressed; demo: as published; adamw, muon: on averaged gradients')
-  add('--lr', type=float,
-      help='peak learning rate; default: 2e-3, of muon 2e-2')
-  add('--decay', type=float,
-      help='of what was not sent yet; default: 0.99, of demo-muon 0.9')
-  add('--base', choices=BASES, default='sign',
-      help='what follows the exchange; sign: DeMo as first published; adam:'
-      ' without a momentum of its own (b1=0), adamw: with one')
-  add('--compressor', choices=[*TOPK, *SUBSETS, 'full'], default='dct')
-  add('--chunk', type=int, default=64,
-      help='longest side of a chunk')
-  add('--topk', type=int,
-      help='coefficients sent of each chunk; default: 32, of demo-muon 64')
-  add('--values', choices=VALUES,
-      help='how the values of coefficients are sent; default: float32, of'
-      ' demo-muon sign')
-  add('--rate', type=float, default=1 / 32,
-      help='share of the elements that random-subset, striding, slicing send')
-  add('--embeddings', choices=['demo', 'adamw', 'own'], default='demo',
-      help='embeddings, head and 1-D leaves: as the rest, by AdamW on averaged'
-      ' gradients, or exchanged by the --own flags')
-  add('--own-topk', type=int, default=8,
-      help='coefficients sent of each of their chunks')
-  add('--own-chunk', type=int, nargs=2, default=[1, 192],
-      metavar='LENGTH', help='longest sides of a chunk, rows and columns')
-  add('--own-base', choices=BASES, default='adam')
-  add('--own-lr', type=float,
-      help='peak learning rate; default: --lr, of muon 1.2e-2, of demo-muon'
-      ' 6e-3')
-  add('--exchange', choices=get_args(ExchangeKind), default='all_gather',
-      help='all_to_all: every worker merges its share of the chunks, and what'
-      ' it receives does not grow with their number; auto: the fewer bytes')
-
-
-def settle(args: argparse.Namespace) -> argparse.Namespace:
-  """Fills in what was not given, by the optimizer."""
+  args = parser.parse_args(argv)
   given = {k: v for k, v in vars(args).items() if v is not None}
   tuned = {
       flag: TUNED[flag].get(args.optimizer, default)

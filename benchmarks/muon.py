@@ -1,18 +1,20 @@
 """Trains the example's model by many methods, and tabulates loss beside bytes.
 
-    python benchmarks/muon.py run                # all runs; resumes; some hours
-    python benchmarks/muon.py run --groups place decay
+    python benchmarks/muon.py run                # `ROWS`, three seeds; hours
+    python benchmarks/muon.py run lr=1e-3,3e-3 topk=64 rows=8
     python benchmarks/muon.py table              # the tables, from the file
     python benchmarks/muon.py plot               # docs/muon.png, from the file
     python benchmarks/muon.py time               # CPU seconds of a step
 
-A run is a set of settings; what a setting leaves out is as in `DEFAULTS`. Runs
-that are in the file are not done again, and several processes may work on one
-file: each takes the next run that nobody has. Every method gets the example's
-model, text, batches, warm-up and cosine.
+A run is a set of settings; what a setting leaves out is as in `DEFAULTS`, and a
+record has the settings that differ. With settings, `run` trains by all
+combinations of their values. Runs that are in the file are not done again, and
+several processes may work on one file: each takes the next run that nobody has.
+Every method gets the example's model, text, batches, warm-up and cosine.
 """
 
 import argparse
+import ast
 import fcntl
 import hashlib
 import itertools
@@ -35,7 +37,7 @@ DEFAULTS: dict[str, Any] = {
     'seed': 0,
     'steps': 800,
     'batch': 16,
-    'data': 'topics',
+    'data': 'topics',  # or 'stdlib'
     'width': 192, 'layers': 2, 'heads': 6,  # of the language model
     'lr': 2e-3,  # peak; of matrices
     'other_lr': 2e-3,  # of embeddings, head, norms, biases
@@ -50,20 +52,12 @@ DEFAULTS: dict[str, Any] = {
     'groups': False,  # True: `GroupMax`
     'values': 'sign',
     'decay': 0.9,
-    'weight': 'ema',  # of gradients in the momentum; 'lr': the learning rate
     'alpha': 1.0,
     'average': 'senders',  # or 'workers'
     'update_values': None,  # of the chunks' owners; None: an all-gather
     'rows': 24,  # of rows of 192 of the others; or 'adamw'
-    # recipe: behind it
+    # recipe: after it
     'after': 'rms',  # or 'sign', 'orthonormalise'
-    'other_after': 'adam',
-    'turns': 8,  # of turns: parts of a matrix
-    'mu_dtype': None,  # in which the worker's momentum is kept
-    # of removed code, which some records have
-    'gram': 0.9, 'after_gram': 0.9, 'after_steps': 2, 'share': 1.0,
-    'shared': None, 'lambda': 1.0, 'shared_decay': 0.9, 'power': 1.5,
-    'chunks': 'matrix',
     # others
     'rank': 1,  # of powersgd, dion
     'inner': 'adamw',  # of diloco, demo-diloco, sparse-loco; or 'muon'
@@ -71,308 +65,65 @@ DEFAULTS: dict[str, Any] = {
     'outer_lr': 0.7,
     'outer_momentum': 0.9,
 }
-
-
-def grid(**axes: Any) -> list[dict[str, Any]]:
-  """Returns the settings of all combinations of lists of values."""
-  axes = {k: v if isinstance(v, list) else [v] for k, v in axes.items()}
-  return [dict(zip(axes, x)) for x in itertools.product(*axes.values())]
-
-
-# What the picture shows, by names of runs.
-PLOTTED = {
-    'AdamW': 'adamw',
-    'Muon': (
-        'muon, lr=0.02, other_lr=0.012, ns_steps=5, preconditioning=frobenius'
-    ),
-    'demo_muon, topk=128': (
-        'recipe, other_lr=0.006, topk=128, average=workers'
-    ),
-    'demo_muon': (
-        'recipe, other_lr=0.006, topk=64, average=workers, rows=8'
-    ),
-    'demo_muon, topk=8': (
-        'recipe, other_lr=0.006, topk=8, average=workers, rows=8'
-    ),
-    'DeMo as published': 'demo, values=float32, decay=0.99',
-    'demo_diloco, Muon inside': (
-        'demo-diloco, lr=0.02, other_lr=0.012, ns_steps=5,'
-        ' preconditioning=frobenius, topk=128, decay=0.95, inner=muon,'
-        ' outer_lr=0.5'
-    ),
-}
-# For colour-blind readers as well: the palette of Okabe and Ito.
-COLORS = ('#0072B2', '#E69F00', '#009E73', '#D55E00', '#CC79A7', '#56B4E9',
-          '#000000')
+# What a record has beside settings.
+MEASURED = {'loss', 'train_loss', 'curve', 'sent', 'received', 'dense',
+            'cpu_seconds_per_step', 'jax'}
 
 # optax.contrib.muon as it is, at the best of its rates.
 MUON = {
     'method': 'muon', 'lr': 2e-2, 'other_lr': 1.2e-2,
     'ns_steps': 5, 'preconditioning': 'frobenius',
 }
-SLOWER = {**MUON, 'lr': 1e-2}
-# The recipe's settings at three budgets: as it was first, and at its best.
-LARGE = {'topk': 128}  # 144 times fewer bytes than averaging
-MEDIUM = {'topk': 64, 'rows': 8}  # 265 times
-SMALL = {'topk': 8, 'rows': 8}  # 623 times
-BEST = {'average': 'workers', 'other_lr': 6e-3}
+BEST = {'average': 'workers', 'other_lr': 6e-3}  # of the recipe
 PUBLISHED = {'method': 'demo', 'values': 'float32', 'decay': 0.99}
-EVERY_TEN = {
-    **MUON, 'method': 'demo-diloco', 'inner': 'muon', 'outer_lr': 0.5,
-    'topk': 128, 'decay': 0.95,
-}
-MANY = {n: {'workers': n, 'batch': 32, 'steps': 400} for n in (8, 32)}
-# How owners of chunks may write updates.
-UPDATES = ['int4', 'sign', 'int8']
-LARGER = {'width': 512, 'layers': 3, 'heads': 8, 'steps': 400}
-# Cheap runs with one sequence for each of 16 workers.
-SHORT = {'workers': 16, 'width': 128, 'heads': 4, 'steps': 200}
-RECIPE = {**SHORT, **MEDIUM, **BEST}
-CNN = {'task': 'cnn', 'steps': 400, 'batch': 64}
-
-# Whose seconds are measured: the rows of the table of results.
-TIMED = {
+ROWS = {  # of the table of results
     'AdamW': {'method': 'adamw'},
     'Muon': MUON,
-    'demo_muon, 144 times fewer bytes sent': {**LARGE, **BEST},
-    'demo_muon': {**MEDIUM, **BEST},
-    'demo_muon, 383 times': {'rows': 8, **BEST},
-    'demo_muon, 623 times': {**SMALL, **BEST},
+    'demo_muon, topk=128': {'topk': 128, **BEST},
+    'demo_muon': {'topk': 64, 'rows': 8, **BEST},
+    'demo_muon, topk=32': {'rows': 8, **BEST},
+    'demo_muon, topk=8': {'topk': 8, 'rows': 8, **BEST},
     'Signum': {'method': 'signum', 'lr': 5e-4, 'beta': 0.9},
     'DeMo as published': PUBLISHED,
     'DeMo in signs': {'method': 'demo', 'decay': 0.99},
-    'DeMo, second version': {**PUBLISHED, 'alpha': 0.2},
-    'PowerSGD': {'method': 'powersgd', **BEST},
-    'Dion': {'method': 'dion', **BEST},
+    'DeMo, second version': {**PUBLISHED, 'alpha': 0.2, 'lr': 1e-3},
+    'PowerSGD': {'method': 'powersgd', **BEST, 'lr': 1e-3},
+    'Dion': {'method': 'dion', **BEST, 'lr': 4e-2},
     'DiLoCo': {'method': 'diloco', 'outer_lr': 0.25},
-    'DiLoCo with Muon inside': {
-        **MUON, 'method': 'diloco', 'inner': 'muon', 'outer_lr': 0.25},
+    'DiLoCo, Muon inside': {
+        **MUON, 'method': 'diloco', 'inner': 'muon', 'lr': 1e-2,
+        'outer_lr': 0.25},
     'SparseLoCo': {
         'method': 'sparse-loco', 'topk': 128, 'decay': 0.95, 'outer_lr': 2.0},
-    'DeMo inside DiLoCo with Muon inside': EVERY_TEN,
+    'demo_diloco, Muon inside': {
+        **MUON, 'method': 'demo-diloco', 'inner': 'muon', 'outer_lr': 0.5,
+        'topk': 128, 'decay': 0.95},
+}
+# What the picture shows, in the palette of Okabe and Ito.
+PLOTTED = {
+    'AdamW': '#0072B2', 'Muon': '#E69F00', 'demo_muon, topk=128': '#009E73',
+    'demo_muon': '#D55E00', 'demo_muon, topk=8': '#CC79A7',
+    'DeMo as published': '#56B4E9', 'demo_diloco, Muon inside': '#000000',
 }
 
-# In the order in which they are worth running.
-GROUPS: dict[str, list[dict[str, Any]]] = {
-    # Averaged gradients, over learning rates.
-    'muon': [
-        *grid(**{**MUON, 'seed': [0, 1, 2]}),
-        *grid(**{**MUON, 'lr': [5e-3, 1e-2, 2e-2, 4e-2], 'other_lr': 3e-3}),
-        *grid(**{**MUON, 'lr': [5e-3, 1e-2, 4e-2]}),
-        *grid(**{**MUON, 'other_lr': [1.5e-3, 6e-3, 2.4e-2]}),
-        *grid(**{**SLOWER, 'other_lr': [6e-3, 2.4e-2]}),
-        *grid(**{**SLOWER, 'other_lr': 3e-3, 'seed': 1}),
-        *grid(**{**SLOWER, 'other_lr': [6e-3, 1.2e-2], 'seed': [1, 2]}),
-    ],
-    'adamw': [
-        *grid(method='adamw', seed=[0, 1, 2]),
-        *grid(method='adamw', lr=[1e-3, 4e-3]),
-    ],
-    'signum': [
-        *grid(method='signum', beta=0.9, lr=[2.5e-4, 5e-4, 1e-3]),
-        *grid(method='signum', beta=0.9, lr=5e-4, seed=[1, 2]),
-    ],
-    # The recipe: what is sent, and what of it matters.
-    'budgets': [
-        *grid(**LARGE, **BEST, seed=[0, 1, 2]),
-        *grid(**MEDIUM, **BEST, seed=[0, 1, 2]),
-        *grid(**SMALL, **BEST, seed=[0, 1, 2]),
-        *grid(**LARGE, seed=[0, 1, 2]),
-        *grid(**MEDIUM, seed=[0, 1, 2]),
-        *grid(**SMALL, seed=[0, 1, 2]),
-        *grid(seed=[0, 1, 2]),
-    ],
-    'between': [
-        *grid(topk=32, rows=8, **BEST, seed=[0, 1, 2]),
-        *grid(topk=256, rows=48, **BEST, seed=[0, 1, 2]),
-    ],
-    'edges': [
-        *grid(**MEDIUM, **BEST, lr=[1e-3, 3e-3]),
-        *grid(**{**MEDIUM, **BEST, 'other_lr': 1.2e-2}, seed=[0, 1, 2]),
-        *grid(**{**MEDIUM, **BEST, 'other_lr': 2.4e-2}),
-        *grid(**{**SMALL, **BEST, 'other_lr': 1.2e-2}),
-        *grid(**SMALL, **BEST, lr=[3e-3, 4e-3]),
-        *grid(**LARGE, **BEST, lr=[1e-3, 3e-3]),
-    ],
-    'average': [
-        *grid(**LARGE, average='workers'), *grid(**MEDIUM, average='workers'),
-        *grid(**SMALL, average='workers'),
-        *grid(**LARGE, average='workers', other_lr=[6e-3, 1.2e-2]),
-        *grid(**MEDIUM, average='workers', other_lr=6e-3),
-    ],
-    'rates': [
-        *grid(lr=[1e-3, 3e-3, 4e-3]), *grid(other_lr=[4e-3, 6e-3]),
-        *grid(**LARGE, other_lr=[6e-3, 4e-3]),
-        *grid(**MEDIUM, other_lr=[6e-3, 4e-3]),
-        *grid(**SMALL, other_lr=6e-3),
-        *grid(**LARGE, lr=3e-3),
-    ],
-    # Chunks with owners: what the code of updates costs.
-    'owners': [
-        *grid(**MEDIUM, **BEST, **MANY[8], update_values=[None, *UPDATES]),
-        *grid(**PUBLISHED, **MANY[8], update_values=[None, 'sign']),
-    ],
-    'owners-32': [
-        *grid(**PUBLISHED, **MANY[32], update_values=[None, 'sign']),
-        *grid(**MEDIUM, **BEST, **MANY[32], update_values=[None, 'int4']),
-    ],
-    # At equal bytes.
-    'groups': [
-        *grid(topk=11, rows=10, groups=True, **BEST, seed=[0, 1, 2]),
-        *grid(topk=170, rows=34, groups=True, **BEST, seed=[0, 1, 2]),
-    ],
-    'beta': [
-        *grid(**MEDIUM, beta=[0.9, 0.98]),
-        *grid(**MEDIUM, **BEST, beta=0.9, seed=[0, 1, 2]),
-        *grid(beta=0.0, decay=[0.9, 0.99]),
-    ],
-    'decay': [
-        *grid(decay=[0.0, 0.5, 0.8, 0.95, 0.99]),
-    ],
-    'place': [
-        *grid(worker='momentum', lr=[5e-4, 1e-3, 2e-3]),
-        *grid(worker='momentum', after='orthonormalise'),
-        *grid(worker=None, decay=0.99, after='orthonormalise'),
-        # What is orthonormalised last is dense: shorter steps were tried, too.
-        *grid(worker=None, decay=0.99, after='orthonormalise', lr=1e-3),
-        *grid(worker='momentum', after='orthonormalise', lr=1e-3),
-        *grid(worker='orthonormalise', after='orthonormalise',
-              lr=[1e-3, 2e-3]),
-    ],
-    'after': grid(after='sign'),
-    'others': [
-        *grid(rows=[8, 48, 'adamw']), *grid(**LARGE, rows=8),
-        *grid(other_after=['sign', 'rms']), *grid(other_lr=1e-3),
-    ],
-    'values': [
-        *grid(topk=8, values='float32'), *grid(topk=22, values='int4'),
-        *grid(topk=64), *grid(topk=8),
-    ],
-    'newton-schulz': [
-        *grid(ns_steps=2), *grid(ns_steps=[3, 5], preconditioning='frobenius'),
-    ],
-    'nesterov': grid(nesterov=False),
-    'alpha': [*grid(alpha=0.5), *grid(**LARGE, alpha=0.5)],
-    'weight': grid(weight='lr'),
-    'memory': grid(mu_dtype='bfloat16'),
-    'controls': [
-        *grid(topk=None, lr=[5e-4, 1e-3, 2e-3]),
-        *grid(method='muon-sign', lr=[5e-4, 1e-3, 2e-3]),
-    ],
-    # Other methods.
-    'demo': [
-        *grid(method='demo', values='float32', decay=0.99,
-              lr=[1e-3, 2e-3, 4e-3]),
-        *grid(method='demo', values='sign', decay=0.99, lr=2e-3),
-        *grid(method='demo', values='float32', decay=0.99, alpha=0.2,
-              lr=[2.5e-4, 5e-4, 1e-3, 2e-3]),
-        *grid(**PUBLISHED, seed=[1, 2]),
-        *grid(method='demo', values='sign', decay=0.99, seed=[1, 2]),
-        *grid(**PUBLISHED, alpha=0.2, lr=1e-3, seed=[1, 2]),
-    ],
-    'low-rank': [
-        *grid(method='powersgd', lr=[1e-3, 2e-3, 4e-3]),
-        *grid(method='powersgd', lr=[5e-4, 1e-3, 2e-3, 4e-3], **BEST),
-        *grid(method='powersgd', lr=1e-3, **BEST, seed=[1, 2]),
-        *grid(method='dion', lr=[5e-3, 1e-2, 2e-2, 4e-2, 8e-2], **BEST),
-        *grid(method='dion', lr=4e-2, **BEST, seed=[1, 2]),
-        *grid(method='dion', lr=[5e-3, 1e-2]),
-    ],
-    'local': [
-        *grid(method='diloco', outer_lr=[0.1, 0.25, 0.7]),
-        *grid(**{**SLOWER, 'method': 'diloco', 'inner': 'muon',
-                 'outer_lr': [0.1, 0.25, 0.7]}),
-        *grid(**{**MUON, 'method': 'diloco', 'inner': 'muon',
-                 'outer_lr': 0.25}),
-        *grid(**{**EVERY_TEN, 'seed': [0, 1, 2]}),
-        *grid(**{**EVERY_TEN, 'lr': [5e-3, 1e-2, 4e-2]}),
-        *grid(**{**EVERY_TEN, 'lr': 1e-2, 'outer_lr': [0.25, 1.0]}),
-        *grid(**{**EVERY_TEN, 'lr': 1e-2, 'period': [4, 20]}),
-        *grid(**{**EVERY_TEN, 'lr': 1e-2, 'seed': [1, 2]}),
-        *grid(method='sparse-loco', topk=128, decay=0.95,
-              outer_lr=[1.0, 2.0, 4.0]),
-        *grid(method='sparse-loco', topk=128, decay=0.95, outer_lr=2.0,
-              seed=[1, 2]),
-        *grid(method='diloco', outer_lr=0.25, seed=[1, 2]),
-        *grid(**{**SLOWER, 'method': 'diloco', 'inner': 'muon',
-                 'outer_lr': 0.25, 'seed': [1, 2]}),
-    ],
-    # The leaders for longer, and elsewhere.
-    'long': [
-        *grid(steps=5000, **MEDIUM, **BEST), *grid(**SLOWER, steps=5000),
-        *grid(method='adamw', steps=5000),
-    ],
-    'longer-sources': [
-        *grid(**SLOWER, data='stdlib', steps=2400),
-        *grid(method='adamw', data='stdlib', steps=2400),
-        *grid(data='stdlib', **MEDIUM, **BEST, steps=2400),
-    ],
-    # 9.8 M parameters; rates as one over the width, but for Muon's matrices.
-    'larger': [
-        *grid(**LARGER, method='adamw', lr=[3.75e-4, 7.5e-4, 1.5e-3]),
-        *grid(**LARGER, **MEDIUM, average='workers', lr=7.5e-4,
-              other_lr=2.25e-3),
-        *grid(**{**MUON, **LARGER, 'other_lr': 4.5e-3}),
-        # As Muon's own steps at one rate: one over the root of the width.
-        *grid(**LARGER, **MEDIUM, average='workers', lr=1.2e-3,
-              other_lr=2.25e-3),
-    ],
-    'sixteen': [
-        *grid(workers=16, **LARGE, **BEST), *grid(workers=16, **MEDIUM, **BEST),
-        *grid(**MUON, workers=16), *grid(**SLOWER, workers=16),
-        *grid(method='adamw', workers=16),
-        *grid(workers=16, **MEDIUM, **BEST, beta=0.98),
-        *grid(workers=16, **MEDIUM, **BEST, lr=1e-3),
-        *grid(workers=16, **LARGE, **BEST, lr=1e-3),
-    ],
-    # With four sequences for each worker, as where there are four workers.
-    'sixteen-64': [
-        *grid(**MUON, workers=16, batch=64),
-        *grid(**SLOWER, workers=16, batch=64),
-        *grid(workers=16, batch=64, **MEDIUM, **BEST),
-        *grid(method='adamw', workers=16, batch=64),
-    ],
-    'many': [
-        *grid(**MUON, workers=16, steps=200),
-        *grid(**MEDIUM, **BEST, workers=16, steps=200),
-        *grid(**SHORT, **MUON), *grid(**SHORT, **{**MUON, 'lr': 4e-2}),
-        *grid(**SHORT, **MUON, beta=0.9),
-        *grid(**RECIPE, lr=[2e-3, 3e-3]), *grid(**RECIPE, lr=3e-3, beta=0.9),
-        *grid(**RECIPE, lr=3e-3, decay=[0.8, 0.95]),
-        *grid(**RECIPE, lr=3e-3, ns_steps=2),
-        *grid(**{**RECIPE, 'rows': 'adamw'}),
-        *grid(**SHORT, **BEST, topk=None, lr=[1e-3, 2e-3]),
-        *grid(**BEST, workers=16, topk=None, lr=1e-3),
-        *grid(**RECIPE, method='turns', lr=3e-3),
-    ],
-    'sources': [
-        *grid(data='stdlib', **LARGE, **BEST),
-        *grid(data='stdlib', **MEDIUM, **BEST),
-        *grid(**MUON, data='stdlib', seed=[0, 1, 2]),
-        *grid(method='adamw', data='stdlib'),
-        *grid(data='stdlib', **MEDIUM, **BEST, seed=[1, 2]),
-        *grid(**SLOWER, data='stdlib', seed=[0, 1, 2]),
-        *grid(method='adamw', data='stdlib', seed=[1, 2]),
-    ],
-    'cnn': [
-        *grid(**CNN, **MEDIUM, **BEST, lr=[2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3]),
-        *grid(**CNN, method='adamw',
-              lr=[1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2]),
-        *grid(**{**MUON, **CNN,
-                 'lr': [1.25e-3, 2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2]}),
-        *grid(**CNN, **MEDIUM, average='workers', lr=5e-4,
-              other_lr=[3e-3, 1.2e-2, 2.4e-2]),
-        *grid(**CNN, **MEDIUM, **BEST, lr=5e-4, seed=[1, 2]),
-        *grid(**CNN, method='adamw', lr=1.6e-2, seed=[1, 2]),
-        *grid(**{**MUON, **CNN, 'lr': 2.5e-3,
-                 'other_lr': [3e-3, 6e-3, 2.4e-2, 4.8e-2]}),
-        *grid(**{**MUON, **CNN, 'lr': 2.5e-3}, seed=[1, 2]),
-        *grid(**{**MUON, **CNN, 'lr': 2.5e-3, 'other_lr': 2.4e-2},
-              seed=[1, 2]),
-        *grid(**CNN, **LARGE, **BEST, lr=5e-4, seed=[0, 1, 2]),
-        *grid(**CNN, **SMALL, **BEST, lr=5e-4, seed=[0, 1, 2]),
-    ],
-}
+
+def grid(**axes: list[Any]) -> list[dict[str, Any]]:
+  """Returns the settings of all combinations of lists of values."""
+  return [dict(zip(axes, x)) for x in itertools.product(*axes.values())]
+
+
+def parse(word: str) -> tuple[str, list[Any]]:
+  """Reads `lr=1e-3,2e-3`; what is no Python literal is a string."""
+  name, _, values = word.partition('=')
+  if name not in DEFAULTS:
+    raise argparse.ArgumentTypeError(f'no setting: {name}')
+  found: list[Any] = []
+  for value in values.split(','):
+    try:
+      found.append(ast.literal_eval(value))
+    except ValueError:
+      found.append(value)
+  return name, found
 
 
 # Runs -------------------------------------------------------------------------
@@ -487,42 +238,37 @@ def digits(s: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
 TASKS = {'lm': language_model, 'cnn': digits}
 
 
-def key(settings: dict[str, Any]) -> str:
-  """Returns the settings of a run, or of its record, in one form."""
-  return json.dumps(
-      {k: settings.get(k, default) for k, default in DEFAULTS.items()}
-  )
+def settings_of(run: dict[str, Any]) -> dict[str, Any]:
+  """Returns all settings of a run, or of its record."""
+  return DEFAULTS | {k: v for k, v in run.items() if k not in MEASURED}
 
 
-def read(path: pathlib.Path) -> list[dict[str, Any]]:
+def read(path: pathlib.Path = RESULTS) -> list[dict[str, Any]]:
   if not path.exists():
     return []
   return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def run(path: pathlib.Path, groups: list[str], limit: int | None) -> None:
-  """Does what is not in the file, and nobody else is doing."""
+def append(path: pathlib.Path, record: dict[str, Any]) -> None:
   path.parent.mkdir(parents=True, exist_ok=True)
-  done = 0
-  for group in groups:
-    for settings in GROUPS[group]:
-      settings = {**DEFAULTS, **settings}
-      name = hashlib.sha256(key(settings).encode()).hexdigest()[:16]
-      claim = pathlib.Path(tempfile.gettempdir(), f'run-{name}.lock')
-      with claim.open('w') as lock:
-        try:
-          fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-          continue
-        if key(settings) in {key(r) for r in read(path)}:
-          continue
+  with path.open('a') as file:
+    file.write(json.dumps(record) + '\n')
+
+
+def run(path: pathlib.Path, runs: list[dict[str, Any]]) -> None:
+  """Does what is not in the file, and nobody else is doing."""
+  for settings in map(settings_of, runs):
+    name = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
+    claim = pathlib.Path(tempfile.gettempdir(), f'run-{name}.lock')
+    with claim.open('w') as lock:
+      try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      except BlockingIOError:
+        continue
+      if settings not in map(settings_of, read(path)):
         record = train(settings)
-        with path.open('a') as file:
-          file.write(json.dumps(record) + '\n')
-        print(group, json.dumps(record), flush=True)
-        done += 1
-        if done == limit:
-          return
+        append(path, record)
+        print(json.dumps(record), flush=True)
 
 
 def measure_seconds(rounds: int) -> list[dict[str, Any]]:
@@ -532,7 +278,7 @@ def measure_seconds(rounds: int) -> list[dict[str, Any]]:
   every ten, and counts by its mean.
   """
   runs = {}
-  for name, settings in TIMED.items():
+  for name, settings in ROWS.items():
     print(f'Compiling {name}', flush=True)
     runs[name] = Run({**DEFAULTS, **settings})
     for step in range(12):
@@ -557,39 +303,35 @@ def measure_seconds(rounds: int) -> list[dict[str, Any]]:
 
 # Tables and the picture -------------------------------------------------------
 
+# What runs must have in common to be compared.
+SETTING = ('task', 'data', 'width', 'layers', 'heads', 'workers', 'batch',
+           'steps')
+
 
 def name_of(record: dict[str, Any]) -> str:
   """Returns what a run has that is not a default; seeds are not in it."""
   different = [
-      f'{k}={record[k]}' for k, default in DEFAULTS.items()
-      if k not in ('method', 'seed') and record.get(k, default) != default
+      f'{k}={value}' for k, value in settings_of(record).items()
+      if k not in ('method', 'seed', *SETTING) and DEFAULTS.get(k) != value
   ]
-  return ', '.join([record.get('method', 'recipe'), *different])
+  return ', '.join([settings_of(record)['method'], *different])
 
 
-def by_name(records: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-  found: dict[str, list[dict[str, Any]]] = {}
-  for record in records:
-    found.setdefault(name_of(record), []).append(record)
-  return found
+def runs_of(
+    settings: dict[str, Any], records: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+  """Returns the records of some settings, one for each seed."""
+  row = settings_of(settings)
+  return [r for r in records if settings_of({**r, 'seed': 0}) == row]
 
 
 def steps_to(record: dict[str, Any], loss: float) -> float | None:
   """Returns the step at which a validation loss was reached, interpolated."""
-  before = None
-  for step, value in ((int(k), v) for k, v in record['curve'].items()):
-    if value <= loss:
-      if before is None:
-        return step
-      share = (before[1] - loss) / (before[1] - value)
-      return before[0] + share * (step - before[0])
-    before = step, value
+  curve = [(int(step), value) for step, value in record['curve'].items()]
+  for (step, before), (later, after) in itertools.pairwise(curve):
+    if after <= loss:
+      return step + (later - step) * (before - loss) / (before - after)
   return None
-
-
-# What runs must have in common to be compared.
-SETTING = ('task', 'data', 'width', 'layers', 'heads', 'workers', 'batch',
-           'steps')
 
 
 def table(records: list[dict[str, Any]]) -> None:
@@ -597,21 +339,17 @@ def table(records: list[dict[str, Any]]) -> None:
 
   Seeds of one method are in one line. The steps are those to AdamW's loss.
   """
-  settings: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+  settings: dict[str, dict[str, list[dict[str, Any]]]] = {}
   for record in records:
-    setting = tuple(record.get(k, DEFAULTS[k]) for k in SETTING)
-    settings.setdefault(setting, []).append(record)
-  for setting, found in settings.items():
-    words = [f'{k} {value}' for k, value in zip(SETTING, setting)]
-    print(f'\n{", ".join(words)}\n')
-    part_of_table(found)
+    words = [f'{k} {settings_of(record)[k]}' for k in SETTING]
+    runs = settings.setdefault(', '.join(words), {})
+    runs.setdefault(name_of(record), []).append(record)
+  for setting, runs in settings.items():
+    print(f'\n{setting}\n')
+    part_of_table(runs)
 
 
-def part_of_table(records: list[dict[str, Any]]) -> None:
-  runs = by_name([
-      {k: v for k, v in record.items() if k not in SETTING}
-      for record in records
-  ])
+def part_of_table(runs: dict[str, list[dict[str, Any]]]) -> None:
   adamw = [statistics.mean(r['loss'] for r in found)
            for name, found in runs.items() if name.startswith('adamw')]
   goal = min(adamw, default=None)
@@ -639,10 +377,9 @@ def plot(records: list[dict[str, Any]], path: pathlib.Path) -> None:
   import picture
 
   plt = picture.pyplot()
-  runs = by_name(records)
   figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4), sharey=True)
-  for (label, name), color, marker in zip(PLOTTED.items(), COLORS, 'osD^vPX'):
-    found = runs[name]
+  for (label, color), marker in zip(PLOTTED.items(), 'osD^vPX'):
+    found = runs_of(ROWS[label], records)
     style = {'color': color, 'marker': marker, 'markersize': 5}
     steps = list(found[0]['curve'])
     every = [[r['curve'][step] for r in found] for step in steps]
@@ -674,15 +411,17 @@ def main() -> None:
       description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   parser.add_argument('what', choices=['run', 'table', 'plot', 'time'])
-  parser.add_argument('--groups', nargs='+', choices=GROUPS)
-  parser.add_argument('--limit', type=int, help='stop after so many runs')
+  parser.add_argument('settings', nargs='*', type=parse, metavar='KEY=VALUES')
   parser.add_argument('--rounds', type=int, default=5, help='of time')
   parser.add_argument('--file', type=pathlib.Path, default=RESULTS)
-  args = parser.parse_args()
+  args = parser.parse_intermixed_args()
   root = pathlib.Path(__file__).parents[1]
   sys.path[:0] = [str(root), str(root / 'examples')]
-  if args.what == 'run':
-    run(args.file, args.groups or list(GROUPS), args.limit)
+  if args.what == 'run' and args.settings:
+    run(args.file, grid(**dict(args.settings)))
+  elif args.what == 'run':
+    run(args.file, [
+        {**row, 'seed': seed} for row in ROWS.values() for seed in range(3)])
   elif args.what == 'table':
     table(read(args.file))
   elif args.what == 'time':

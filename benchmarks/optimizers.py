@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import baselines
 import jax
-import jax.numpy as jnp
 import optax
 from methods import matrix_or_other
 from optax import contrib
@@ -32,8 +31,7 @@ class Method(NamedTuple):
 def make(s: Settings, workers: demo_optax.Workers) -> Method:
   """Returns the method of the settings."""
   families = {
-      'recipe': recipe, 'demo': demo, 'turns': turns,
-      'powersgd': low_rank, 'dion': low_rank,
+      'recipe': recipe, 'demo': demo, 'powersgd': low_rank, 'dion': low_rank,
       'diloco': local, 'demo-diloco': local, 'sparse-loco': local,
   }
   return families.get(s['method'], averaged)(s, workers)
@@ -46,10 +44,6 @@ def schedule(s: Settings, peak: float) -> optax.Schedule:
   return optax.warmup_cosine_decay_schedule(
       0.0, peak, 40, s['steps'], end_value=0.1 * peak
   )
-
-
-def by_label(**of: Any) -> Callable[[Any], Any]:
-  return lambda params: jax.tree.map(of.get, matrix_or_other(params))
 
 
 def clip() -> optax.GradientTransformation:
@@ -93,26 +87,16 @@ def owners(s: Settings) -> dict[str, Any]:
 
 
 def planned(
-    compressor: Any,
-    workers: demo_optax.Workers,
-    period: int = 1,
-    s: Settings | None = None,
+    compressor: Any, s: Settings, workers: demo_optax.Workers, period: int = 1
 ) -> Callable[[Any], tuple[float, float, float]]:
   """Returns what counts the bytes of an exchange."""
 
   def bytes_of(params: Any) -> tuple[float, float, float]:
-    exchange = {} if s is None else owners(s)
-    plan = demo_optax.plan(params, compressor, workers, **exchange)
+    plan = demo_optax.plan(params, compressor, workers, **owners(s))
     sent, received = plan.sent_bytes / period, plan.received_bytes / period
     return sent, received, plan.dense_bytes()
 
   return bytes_of
-
-
-def matrices(tree: Any) -> list[Any]:
-  """Returns the leaves that are matrices, in their order."""
-  labels = jax.tree.leaves(matrix_or_other(tree))
-  return [x for x, y in zip(jax.tree.leaves(tree), labels) if y == 'matrix']
 
 
 # Methods ----------------------------------------------------------------------
@@ -144,7 +128,7 @@ def averaged(s: Settings, workers: demo_optax.Workers) -> Method:
     raise ValueError(f'There is no method {s["method"]!r}.')
   return Method(
       optax.chain(demo_optax.average(workers=workers), base),
-      planned(lambda params: jax.tree.map(lambda _: None, params), workers),
+      planned(lambda params: jax.tree.map(lambda _: None, params), s, workers),
   )
 
 
@@ -170,7 +154,7 @@ def demo(s: Settings, workers: demo_optax.Workers) -> Method:
         optax.scale_by_sign(),
         optax.scale_by_learning_rate(rate),
     )
-  return Method(optax.chain(clip(), tx), planned(compressor, workers, 1, s))
+  return Method(optax.chain(clip(), tx), planned(compressor, s, workers))
 
 
 def recipe(s: Settings, workers: demo_optax.Workers) -> Method:
@@ -182,8 +166,6 @@ def recipe(s: Settings, workers: demo_optax.Workers) -> Method:
       'momentum': lambda: optax.ema(s['beta']),
       None: optax.identity,
   }[s['worker']]()
-  if s['mu_dtype']:
-    before = stored_as(before, s['mu_dtype'])
   after = {
       'rms': demo_optax.recipes.scale_to_unit_rms,
       'sign': optax.scale_by_sign,
@@ -191,21 +173,12 @@ def recipe(s: Settings, workers: demo_optax.Workers) -> Method:
           orthonormalised(s, beta=0.0, nesterov=False),
           demo_optax.recipes.scale_to_unit_rms(),
       ),
-      'adam': lambda: optax.scale_by_adam(b1=0.0, b2=0.95),
-  }
+  }[s['after']]()
   matrix = (
       compressors.full() if s['topk'] is None
       else largest(s, 64, s['topk'])
   )
-  compressor, other_base = other_leaves(s, matrix, after[s['other_after']]())
-  rates = {k: schedule(s, s[n]) for k, n in
-           (('matrix', 'lr'), ('other', 'other_lr'))}
-  weight = {'ema': 1 - s['decay'], 'lr': rates['matrix']}[s['weight']]
-  bases = {'matrix': after[s['after']](), 'other': other_base}
-  behind = {
-      k: optax.chain(bases[k], optax.scale_by_learning_rate(rates[k]))
-      for k in bases
-  }
+  compressor, other = other_leaves(s, matrix)
   own = optax.partition(
       {'matrix': before, 'other': optax.identity()}, matrix_or_other
   )
@@ -213,11 +186,11 @@ def recipe(s: Settings, workers: demo_optax.Workers) -> Method:
       demo_optax.per_worker(optax.chain(clip(), own), workers=workers),
       demo_optax.scale_by_demo(
           compressor, s['decay'], workers=workers, alpha=s['alpha'],
-          average=s['average'], gradient_weight=weight, **owners(s),
+          average=s['average'], ema=True, **owners(s),
       ),
-      optax.partition(behind, matrix_or_other),
+      by_kind(s, after, other),
   )
-  return Method(tx, planned(compressor, workers, 1, s))
+  return Method(tx, planned(compressor, s, workers))
 
 
 def largest(s: Settings, chunk: Any, k: int) -> Any:
@@ -229,84 +202,55 @@ def largest(s: Settings, chunk: Any, k: int) -> Any:
 
 
 def other_leaves(
-    s: Settings, matrix: Any, base: optax.GradientTransformation
+    s: Settings, matrix: Any
 ) -> tuple[Any, optax.GradientTransformation]:
   """Returns all compressors, and what follows for what is no matrix."""
+  base, other = optax.scale_by_adam(b1=0.0, b2=0.95), None
   if s['rows'] == 'adamw':
-    other, base = None, optax.scale_by_adam(b1=0.9, b2=0.95)
+    base = optax.scale_by_adam(b1=0.9, b2=0.95)
   else:
     other = largest(s, (1, 192), s['rows'])
-  return by_label(matrix=matrix, other=other), base
+  codes = {'matrix': matrix, 'other': other}
+  return lambda params: jax.tree.map(codes.get, matrix_or_other(params)), base
+
+
+def by_kind(
+    s: Settings, matrix: optax.GradientTransformation,
+    other: optax.GradientTransformation,
+) -> optax.GradientTransformation:
+  """Returns what is done to matrices and to others, with their rates."""
+  rates = {k: optax.scale_by_learning_rate(schedule(s, s[k]))
+           for k in ('lr', 'other_lr')}
+  return optax.partition(
+      {'matrix': optax.chain(matrix, rates['lr']),
+       'other': optax.chain(other, rates['other_lr'])}, matrix_or_other)
 
 
 def low_rank(s: Settings, workers: demo_optax.Workers) -> Method:
   """PowerSGD with AdamW, or Dion; what is no matrix as in `recipe`."""
   if s['method'] == 'powersgd':
-    own = baselines.power_sgd(s['rank'], workers)
-    base = optax.scale_by_adam(0.9, 0.95)
+    own = optax.chain(baselines.power_sgd(s['rank'], workers),
+                      optax.scale_by_adam(0.9, 0.95))
   else:
-    own, base = baselines.dion(s['rank'], workers), optax.identity()
+    own = baselines.dion(s['rank'], workers)
   # The exchange leaves the matrices alone: their factors were averaged.
-  compressor, other_base = other_leaves(
-      s, compressors.FROZEN, optax.scale_by_adam(b1=0.0, b2=0.95)
+  compressor, other = other_leaves(s, compressors.FROZEN)
+  exchange = demo_optax.scale_by_demo(
+      compressor, s['decay'], workers=workers, average=s['average'], ema=True
   )
-  tx = matrices_by(optax.chain(own, base), compressor, other_base, s, workers)
+  tx = optax.chain(clip(), by_kind(s, own, optax.chain(exchange, other)))
 
   def bytes_of(params: Any) -> tuple[float, float, float]:
     plan = demo_optax.plan(params, compressor, workers)
     size = sum(x.size for x in jax.tree.leaves(params))
-    factors = baselines.sent_bytes(matrices(params), s['rank'], workers.count)
+    labels = jax.tree.leaves(matrix_or_other(params))
+    factors = baselines.sent_bytes(
+        [x for x, label in zip(jax.tree.leaves(params), labels)
+         if label == 'matrix'], s['rank'], workers.count)
     dense = 2 * (workers.count - 1) / workers.count * 4 * size
     return plan.sent_bytes + factors, plan.received_bytes + factors, dense
 
   return Method(tx, bytes_of)
-
-
-def matrices_by(
-    own: optax.GradientTransformation,
-    compressor: Any,
-    other_base: optax.GradientTransformation,
-    s: Settings,
-    workers: demo_optax.Workers,
-) -> optax.GradientTransformation:
-  """Returns a method with an exchange of its own for matrices, `own`."""
-  exchange = demo_optax.scale_by_demo(
-      compressor, s['decay'], workers=workers, average=s['average'], ema=True
-  )
-  rates = {k: optax.scale_by_learning_rate(schedule(s, s[k]))
-           for k in ('lr', 'other_lr')}
-  return optax.chain(clip(), optax.partition(
-      {
-          'matrix': optax.chain(own, rates['lr']),
-          'other': optax.chain(exchange, other_base, rates['other_lr']),
-      },
-      matrix_or_other,
-  ))
-
-
-def turns(s: Settings, workers: demo_optax.Workers) -> Method:
-  """`demo_muon`, but all workers send signs of the same places, by turns."""
-  own = optax.chain(
-      demo_optax.per_worker(
-          orthonormalised(s, beta=s['beta'], nesterov=s['nesterov']),
-          workers=workers,
-      ),
-      baselines.by_turns(s['turns'], s['decay'], workers),
-      demo_optax.recipes.scale_to_unit_rms(),
-  )
-  frozen, other_base = other_leaves(
-      s, compressors.FROZEN, optax.scale_by_adam(b1=0.0, b2=0.95)
-  )
-  others = planned(frozen, workers)
-
-  def bytes_of(params: Any) -> tuple[float, float, float]:
-    sent, received, _ = others(params)
-    size = sum(x.size for x in matrices(params))
-    signs = size / s['turns'] / 8 + size / 64**2 * 2  # with scales in float16
-    *_, dense = averaged({**s, 'method': 'adamw'}, workers).bytes_of(params)
-    return sent + signs, received + (workers.count - 1) * signs, dense
-
-  return Method(matrices_by(own, frozen, other_base, s, workers), bytes_of)
 
 
 def local(s: Settings, workers: demo_optax.Workers) -> Method:
@@ -333,23 +277,4 @@ def local(s: Settings, workers: demo_optax.Workers) -> Method:
     tx = demo_optax.local.sparse_loco(
         inner, compressor=compressor, decay=s['decay'], **every
     )
-  return Method(tx, planned(compressor, workers, s['period']))
-
-
-def stored_as(
-    tx: optax.GradientTransformation, dtype: str
-) -> optax.GradientTransformation:
-  """`tx` with the floats of its state kept in another dtype between steps."""
-
-  def cast(tree: Any, dtype: Any) -> Any:
-    return jax.tree.map(
-        lambda x: x.astype(dtype) if x.ndim == 2 and x.size > 64 else x, tree
-    )
-
-  def update_fn(updates: Any, state: Any, params: Any = None) -> Any:
-    updates, state = tx.update(updates, cast(state, jnp.float32), params)
-    return updates, cast(state, dtype)
-
-  return optax.GradientTransformation(
-      lambda params: cast(tx.init(params), dtype), update_fn
-  )
+  return Method(tx, planned(compressor, s, workers, s['period']))

@@ -1,9 +1,8 @@
 """Chunks with owners beside an all-gather: merging, and slow links.
 
     python benchmarks/owners.py merge --out benchmarks/results/owners.json
-    python benchmarks/owners.py model --merging benchmarks/results/owners.json
-    python benchmarks/owners.py plot --merging benchmarks/results/owners.json
-    python benchmarks/owners.py links --links FILE     # of links.py --methods
+    python benchmarks/owners.py model    # the tables of seconds over links
+    python benchmarks/owners.py plot     # docs/owners.png
 
 `merge` times what one worker does with what has arrived, by N: reading and
 merging all messages, or those about its own chunks, encoding its share of the
@@ -17,8 +16,7 @@ waits for another one costs a latency more. All-gathers and all-reduces are
 rings: N - 1 and 2 (N - 1) messages, one after the other; with `--pattern
 doubling` log2 N and 2 log2 N, of the same bytes. The messages of an all-to-all
 are on their way together: one latency, and for each the time it takes to hand
-it to the network. What `merge` has measured is added, per parameter. `links`
-compares that with runs of `benchmarks/links.py --methods`.
+it to the network. What `merge` has measured is added, per parameter.
 """
 
 import argparse
@@ -232,20 +230,6 @@ PATTERNS = {
 }
 
 
-def on_link(
-    received: float, count: int, exchange: str | None, rate: float,
-    latency: float, pattern: str = 'ring',
-) -> float:
-  """Returns seconds on the link; `exchange=None` is an all-reduce."""
-  turns = PATTERNS[pattern](count)  # that gather messages, or updates
-  if exchange is None:
-    turns *= 2
-  if exchange == 'all_to_all':
-    turns += 1
-    received += rate / 8 * (count - 1) * HANDING_OVER
-  return 8 * received / rate + turns * latency
-
-
 def costs_of(
     params: Any, args: argparse.Namespace
 ) -> dict[tuple[str, int, str], Cost]:
@@ -260,8 +244,12 @@ def costs_of(
     if exchange == 'all_to_all':
       part = min(part, plan.update_bytes) / n
     computing = plan.size * merge(exchange, n) if exchange else 0.0
+    # Turns that gather messages or updates, and one of the all-to-all.
+    turns = PATTERNS[args.pattern](n) * (1 if exchange else 2)
+    is_sent_apart = exchange == 'all_to_all'
     for link, (rate, latency) in LINKS.items():
-      seconds = on_link(received, n, exchange, rate, latency, args.pattern)
+      seconds = 8 * received / rate + (turns + is_sent_apart) * latency
+      seconds += is_sent_apart * (n - 1) * HANDING_OVER
       costs[method, n, link] = Cost(received, seconds, computing, part)
   return costs
 
@@ -269,20 +257,15 @@ def costs_of(
 def merging_of(path: pathlib.Path) -> Callable[[str, int], float]:
   """Returns seconds per parameter of merging: lines through what was timed."""
   record = json.loads(path.read_text())['merge']
-  lines = {}
-  for exchange in ('all_gather', 'all_to_all'):
-    points = [
-        (r['workers'], r['median'] / record['parameters'])
-        for r in record['rows']
-        # Where many owners share a small tree, they merge padding.
-        if r['exchange'] == exchange and r['workers'] <= 64
-    ]
-    lines[exchange] = np.polyfit(*zip(*points), 1)
+  gathered, owned = (
+      [(r['workers'], r['median'] / record['parameters'])
+       for r in record['rows']
+       # Where many owners share a small tree, they merge padding.
+       if r['exchange'] == exchange and r['workers'] <= 64]
+      for exchange in ('all_gather', 'all_to_all'))
   # That owners' time does not grow is what was found: noise is no slope.
-  lines['all_to_all'] = [0, max(
-      r['median'] / record['parameters'] for r in record['rows']
-      if r['exchange'] == 'all_to_all' and r['workers'] <= 64
-  )]
+  lines = {'all_gather': np.polyfit(*zip(*gathered), 1),
+           'all_to_all': [0, max(seconds for _, seconds in owned)]}
   return lambda exchange, count: float(np.polyval(lines[exchange], count))
 
 
@@ -356,75 +339,29 @@ def plot(args: argparse.Namespace) -> None:
   picture.save(figure, args.picture)
 
 
-# Beside what was measured -----------------------------------------------------
-
-
-def measured(args: argparse.Namespace) -> None:
-  """Prints updates over shaped links beside the model.
-
-  Both are what a link adds to the same update at 1 Gbit/s: computing, of which
-  several workers on one machine are in each other's way, cancels out.
-  """
-  records = json.loads(args.links.read_text())
-  print(
-      '| N | link | exchange | MB planned | at the interface | without headers'
-      ' | update, s | more than at 1 Gbit/s, s | the model, s |\n'
-      '|---|---|---|---|---|---|---|---|---|'
-  )
-  for r in records:
-    fast = next(
-        x for x in records if x['rate'] == 1000 and not x['delay']
-        and (x['workers'], x['method']) == (r['workers'], r['method'])
-    )
-    more = seconds_of(r) - seconds_of(fast)
-    print(
-        f'| {r["workers"]} | {r["link"]} | {r["method"]} |'
-        f' {r["planned"] / 1e6:.3f} | {r["rx"] / 1e6:.3f} |'
-        f' {100 * (r["rx_data"] / r["planned"] - 1):+.2f} % |'
-        f' {r["update"]:.2f} | {r["update"] - fast["update"]:.2f} |'
-        f' {more:.2f} |'
-    )
-
-
-def seconds_of(record: dict[str, Any]) -> float:
-  """Computes seconds on the link of what `links.py` has measured."""
-  # It averages in bfloat16 by an all-to-all and a ring, as owners do.
-  method = record['method']
-  exchange = method if method == 'all_gather' else 'all_to_all'
-  return on_link(
-      record['planned'], record['workers'], exchange, 1e6 * record['rate'],
-      record['delay'] / 1e3,
-  )
-
-
-def parse() -> argparse.Namespace:
+def main() -> None:
   parser = argparse.ArgumentParser(
       description=__doc__, formatter_class=argparse.RawTextHelpFormatter
   )
   add = parser.add_argument
-  add('what', choices=['merge', 'model', 'plot', 'links'])
+  add('what', choices=['merge', 'model', 'plot'])
   add('--tree', choices=step_lib.TREES, default='10M')
   add('--workers', type=int, nargs='+', default=[4, 16, 64])
   add('--most', type=int, default=64, help='workers with an all-gather')
   add('--rounds', type=int, default=9)
   add('--out', type=pathlib.Path, help='where times are added to')
-  results = ROOT / 'benchmarks/results'
-  add('--merging', type=pathlib.Path, default=results / 'owners.json')
-  add('--links', type=pathlib.Path, default=results / 'links_owners.json')
+  add('--merging', type=pathlib.Path,
+      default=ROOT / 'benchmarks/results/owners.json')
   add('--pattern', choices=PATTERNS, default='ring')
   add('--picture', type=pathlib.Path, default=ROOT / 'docs/owners.png')
-  return parser.parse_args()
-
-
-def main() -> None:
-  args = parse()
-  if args.what == 'merge':
-    found = merging(args)
-    if args.out:
-      old = json.loads(args.out.read_text()) if args.out.exists() else {}
-      args.out.write_text(json.dumps({**old, 'merge': found}, indent=1) + '\n')
+  args = parser.parse_args()
+  if args.what != 'merge':
+    {'model': model, 'plot': plot}[args.what](args)
     return
-  {'model': model, 'plot': plot, 'links': measured}[args.what](args)
+  found = merging(args)
+  if args.out:
+    old = json.loads(args.out.read_text()) if args.out.exists() else {}
+    args.out.write_text(json.dumps({**old, 'merge': found}, indent=1) + '\n')
 
 
 if __name__ == '__main__':

@@ -2,12 +2,16 @@
 
     python benchmarks/step.py --reference PATH --memory --out FILE
     python benchmarks/step.py --trees 10M --topk 8 32 --peers 1 --rounds 3
+    python benchmarks/step.py --trees 300M 1B --topk 32 --values float32 \
+        --peers 1 --muon --rounds 15 --out FILE    # on a GPU or TPU
 
 Every row is one worker's own step from its gradients to its new parameters
 (`optax.apply_updates` included), state and parameters donated. At N workers the
 other N - 1 messages are there already, of random values at random places: it is
 their reading and merging that is timed, not their making. `--reference` is a
 copy of the published `demo.py` (needs torch and einops), with one process.
+`copy` reads and writes the parameters: 8 times the ratio to it are the bytes
+per parameter that the device copies in that time.
 
 All rows take turns in one process, the order reversed every other round. Times
 are medians; ratios are medians of the ratios within a round. `--memory` runs
@@ -19,6 +23,7 @@ import dataclasses
 import importlib.util
 import itertools
 import json
+import math
 import pathlib
 import platform
 import statistics
@@ -30,10 +35,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 import demo_optax
+from demo_optax.__main__ import MODELS
 from demo_optax.compressors.layout import Layout
 from demo_optax.exchange import message as wire
 from demo_optax.workers import Group
@@ -59,6 +64,9 @@ TREES = {
     'tiny': gpt(64, 1, 500),
     '42M': gpt(512, 8, 32000),
     '10M': gpt(256, 8, 14000),
+    **{name: dict(enumerate(jax.tree.leaves(
+        shapes, is_leaf=lambda x: isinstance(x, list))))
+       for name, shapes in MODELS.items()},
 }
 
 
@@ -129,11 +137,23 @@ def repeated(make: Callable[[jax.Array], jax.Array], count: int) -> jax.Array:
 
 
 def random_tree(shapes: dict, seed: int) -> dict[str, jax.Array]:
-  rng = np.random.default_rng(seed)
+  keys = jax.random.split(jax.random.key(seed), len(shapes))
   return {
-      name: jnp.asarray(0.02 * rng.standard_normal(shape, np.float32))
-      for name, shape in shapes.items()
+      name: 0.02 * jax.random.normal(key, shape)
+      for key, (name, shape) in zip(keys, shapes.items())
   }
+
+
+class Copy:
+  """Reads the parameters and writes as many."""
+
+  def __init__(self, shapes: dict) -> None:
+    self.params, self.facts = random_tree(shapes, 0), {}
+    self.copy = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree))
+
+  def run(self) -> None:
+    """A copy."""
+    jax.block_until_ready(self.copy(self.params))
 
 
 class Row:
@@ -142,20 +162,21 @@ class Row:
   def __init__(self, shapes: dict, name: str) -> None:
     method, *options = name.split()
     self.params, gradients = random_tree(shapes, 0), random_tree(shapes, 1)
-    others = None
+    others, workers = None, demo_optax.Workers.simulated(1)
     if method == 'demo':
       topk, values, peers = (option.split('=')[1] for option in options)
       compressor = demo_optax.dct_topk(topk=int(topk), values=values)
-      workers = demo_optax.Workers.simulated(1)
       if int(peers) > 1:
         workers = OneOfMany('simulated', 'workers', 1)
         packer = wire.Packer(layout_of(self.params, compressor).buckets)
         others = messages(packer, int(peers) - 1)
       tx = demo_optax.demo(1e-3, workers=workers, compressor=compressor)
-      gradients = jax.tree.map(lambda g: g[None], gradients)
+    elif method == 'demo_muon':
+      tx = demo_optax.demo_muon(1e-3, workers=workers)
     else:
-      workers = None
       tx = {'adamw': optax.adamw(1e-3), 'sgd': optax.sgd(1e-3, 0.9)}[method]
+    if method.startswith('demo'):
+      gradients = jax.tree.map(lambda g: g[None], gradients)
     self.state, self.inputs = tx.init(self.params), (gradients, others)
 
     def step(
@@ -222,6 +243,8 @@ class Published:
 def make(tree: str, name: str, reference: pathlib.Path | None) -> Any:
   if name == 'published':
     return Published(TREES[tree], reference)
+  if name == 'copy':
+    return Copy(TREES[tree])
   return Row(TREES[tree], name)
 
 
@@ -247,7 +270,7 @@ def peak_memory(tree: str, name: str, reference: pathlib.Path | None) -> float:
   if reference:
     command += ['--reference', str(reference)]
   peak = int(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-  return peak / sum(4 * np.prod(shape) for shape in TREES[tree].values())
+  return peak / sum(4 * math.prod(shape) for shape in TREES[tree].values())
 
 
 def print_peak(tree: str, name: str, reference: pathlib.Path | None) -> None:
@@ -285,6 +308,7 @@ def parse() -> argparse.Namespace:
   parser.add_argument('--full', action='store_true',
                       help='all combinations, not only what differs in one')
   parser.add_argument('--rounds', type=int, default=7)
+  parser.add_argument('--muon', action='store_true', help='also demo_muon')
   parser.add_argument('--memory', action='store_true')
   parser.add_argument('--reference', type=pathlib.Path)
   parser.add_argument('--out', type=pathlib.Path)
@@ -294,7 +318,8 @@ def parse() -> argparse.Namespace:
 
 def names(args: argparse.Namespace) -> list[str]:
   """All rows; of demo those that differ in one option from the first ones."""
-  found = ['adamw', 'sgd'] + ['published'] * bool(args.reference)
+  found = ['adamw', 'sgd', 'copy'] + ['published'] * bool(args.reference)
+  found += ['demo_muon'] * args.muon
   base = (32 if 32 in args.topk else args.topk[0], args.values[0],
           args.peers[0])
   for options in itertools.product(args.topk, args.values, args.peers):
@@ -327,7 +352,7 @@ def main() -> None:
     print(f'\n{tree}')
     table(found, bases)
     results[tree] = found
-    del rows
+    del rows, row  # before those of the next tree
   if args.out:
     record = {
         'jax': jax.__version__, 'device': jax.devices()[0].device_kind,

@@ -17,7 +17,6 @@ import functools
 import gzip
 import importlib.util
 import io
-import json
 import math
 import pathlib
 import pickle
@@ -36,6 +35,7 @@ import numpy as np
 import optax
 import text
 from flax import nnx
+from muon import append, read
 
 import demo_optax
 
@@ -296,28 +296,22 @@ def best_of(records: list[dict[str, Any]], task: str, method: str) -> float:
   return min(found)[1]
 
 
-def read() -> list[dict[str, Any]]:
-  lines = OUT.read_text().splitlines() if OUT.exists() else []
-  return [json.loads(line) for line in lines]
-
-
 def record(task: str, method: str, rate: float, seed: int) -> dict[str, Any]:
   """Returns the record of a run; trains if there is none."""
-  for r in read():
+  for r in read(OUT):
     if (r['task'], r['method'], r['rate'], r['seed']) == (
         task, method, rate, seed
     ):
       return r
   made = train(task, method, rate, seed)
   print(made, flush=True)
-  with OUT.open('a') as file:
-    file.write(json.dumps(made) + '\n')
+  append(OUT, made)
   return made
 
 
 def table() -> str:
   """Mean and range of three seeds, bytes per worker and step."""
-  records = read()
+  records = read(OUT)
   lines = ['| task | method | rate | loss | sent, kB | received, kB |',
            '|---|---|---|---|---|---|']
   for task in TASKS:

@@ -21,6 +21,7 @@ os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=8'
 os.environ['JAX_PLATFORMS'] = 'cpu'
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
+import helpers
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -35,42 +36,32 @@ SHAPES = {
 }
 
 
-def trees(lead=()):
-  params = {
-      name: jax.ShapeDtypeStruct(shape, jnp.float32)
-      for name, shape in SHAPES.items()
-  }
-  gradients = {
-      name: jax.ShapeDtypeStruct((*lead, *shape), jnp.float32)
-      for name, shape in SHAPES.items()
-  }
-  return params, gradients
+def trees(count):
+  """Parameters, and the stacked gradients of workers."""
+  return ({name: jax.ShapeDtypeStruct((*lead, *shape), jnp.float32)
+           for name, shape in SHAPES.items()} for lead in ((), (count,)))
 
 
 def lowered(compressor, workers, **options):
   """The text of a step whose gradients are stacked."""
   tx = demo_optax.scale_by_demo(compressor, 0.9, workers=workers, **options)
-  params, gradients = trees(lead=(workers.count,))
+  params, gradients = trees(workers.count)
   state = jax.eval_shape(tx.init, params)
   return jax.jit(tx.update).lower(gradients, state, params).as_text()
 
 
-def on_mesh(shape, names, specs=None):
-  mesh = jax.make_mesh(
-      shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names)
-  )
-  return demo_optax.Workers.on_mesh(mesh, 'data', specs)
+def on_mesh(shape, specs=None):
+  return demo_optax.Workers.on_mesh(helpers.mesh_of(shape), 'data', specs)
 
 
 def on_axis(compressor):
   """The text of a step inside the caller's own map."""
   workers = demo_optax.Workers.on_axis('data')
   tx = demo_optax.scale_by_demo(compressor, 0.9, workers=workers)
-  params, gradients = trees(lead=(4,))
+  params, gradients = trees(4)
 
   def step(gradients, params):
-    updates, _ = tx.update(gradients, tx.init(params), params)
-    return updates
+    return tx.update(gradients, tx.init(params), params)[0]
 
   mapped = jax.vmap(step, in_axes=(0, None), axis_name='data')
   return jax.jit(mapped).lower(gradients, params).as_text()
@@ -87,8 +78,8 @@ def texts():
       'second rule': lowered(
           signs, simulated(4), alpha=0.2, ema=True, average='workers'
       ),
-      'mesh': lowered(topk, on_mesh((4,), ('data',))),
-      'sharded': lowered(signs, on_mesh((2, 4), ('data', 'fsdp'), specs)),
+      'mesh': lowered(topk, on_mesh({'data': 4})),
+      'sharded': lowered(signs, on_mesh({'data': 2, 'fsdp': 4}, specs)),
       'on_axis': on_axis(topk),
       'owners': lowered(signs, simulated(4), exchange='all_to_all',
                         update_values='int4'),
@@ -105,9 +96,7 @@ def normalised(text):
   names = {}
   for name in re.findall(r'func\.func (?:public |private )?@("[^"]*"|[\w.]+)', text):
     names.setdefault(name, f'@f{len(names)}')
-  return re.sub(
-      r'@("[^"]*"|[\w.]+)', lambda m: names.get(m[1], m[0]), text
-  )
+  return re.sub(r'@("[^"]*"|[\w.]+)', lambda m: names.get(m[1], m[0]), text)
 
 
 def main():
@@ -120,12 +109,8 @@ def main():
     for name, text in found.items():
       pathlib.Path(args.texts, f'{name}.txt').write_text(text)
   digests = {
-      name: {
-          'sha256': hashlib.sha256(text.encode()).hexdigest()[:16],
-          'lines': text.count('\n'),
-      }
-      for name, text in found.items()
-  }
+      name: {'sha256': hashlib.sha256(text.encode()).hexdigest()[:16],
+             'lines': text.count('\n')} for name, text in found.items()}
   recorded = json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
   if args.record:
     recorded[jax.__version__] = digests

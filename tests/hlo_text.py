@@ -1,4 +1,4 @@
-"""Collectives, with their bytes on the wire, read from compiled code.
+"""Reads compiled code: instructions, and collectives with their bytes.
 
 `collectives(compiled, mesh)` reads `jax.jit(f).lower(...).compile().as_text()`.
 With `B` the bytes of the outputs on one device and `g` the devices in a group,
@@ -11,11 +11,153 @@ read is this backend's code: CPUs send bfloat16 as float32, for one.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
 
 import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+  """`%name = type op(operands), attributes`."""
+
+  name: str
+  type: str
+  op: str
+  operands: tuple[str, ...]
+  attributes: str
+  root: bool
+
+  def attribute(self, key):
+    found = re.search(rf'\b{key}=%?([\w.\-]+)', self.attributes)
+    return found and found[1]
+
+  @property
+  def arrays(self):
+    """`(dtype, dimensions, layout)` of its type, such as `f32[8]{0}`."""
+    return _ARRAY.findall(self.type)
+
+  @property
+  def bytes(self):
+    return sum(size_of(*array) for array in self.arrays)
+
+
+_HEAD = re.compile(r'(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$')
+# A type is `f32[8]{0}`, or a tuple `(f32[8]{0}, /*index=1*/f32[])`.
+_LINE = re.compile(r'\s+(ROOT )?%?([\w.\-]+) = (\((?:[^=]|index=)*?\)|\S+) ([a-z][\w\-]*)\((.*)')
+# dtype[dimensions]{layout}, such as s4[8,128]{1,0:T(8,128)E(4)}.
+_ARRAY = re.compile(r'\b([a-z]\w*)\[([\d,]*)\](?:\{([^{}]*)\})?')
+# f32, bf16, u8, s4, c64, f8e4m3fn: the first number is the number of bits.
+_DTYPE = re.compile(r'(?:[sufc]|bf)(\d+)(?:e\d+m\d+\w*)?')
+# What moves nothing, or is counted where it runs.
+FREE = {
+    'parameter', 'constant', 'tuple', 'get-tuple-element', 'bitcast', 'while',
+    'conditional', 'call', 'after-all', 'partition-id', 'replica-id',
+    'opt-barrier', 'async-start', 'async-done', 'async-update',
+}
+
+
+class Module:
+  """A compiled program."""
+
+  def __init__(self, text):
+    self.text, self.bodies, self.entry = text, {}, None
+    body = None
+    for line in text.splitlines():
+      if head := _HEAD.match(line):
+        body = self.bodies[head[2]] = {}
+        self.entry = head[2] if head[1] else self.entry
+      elif line.startswith('}'):
+        body = None
+      elif body is not None and (match := _LINE.match(line)):
+        root, name, type_, op, rest = match.groups()
+        operands, attributes = _split(rest)
+        body[name] = Instruction(
+            name, type_, op, tuple(re.findall(r'%([\w.\-]+)', operands)),
+            f'{operands}){attributes}' if op == 'constant' else attributes,
+            bool(root))
+    assert self.entry is not None, text[:200]
+
+  @functools.cached_property
+  def runs(self):
+    """How often each computation runs that is no part of a kernel."""
+    runs, queue = {self.entry: 1}, [self.entry]
+    for name in queue:
+      for x in self.bodies[name].values():
+        inner = []
+        if x.op == 'while':
+          inner = [(x.attribute('body'), self.trips(x))]
+        elif x.op == 'conditional':
+          branches = re.search(r'branch_computations=\{([^}]*)\}', x.attributes)
+          found = (re.findall(r'[\w.\-]+', branches[1]) if branches else
+                   re.findall(r'(?:true|false)_computation=%?([\w.\-]+)', x.attributes))
+          inner = [(branch, 1) for branch in found]
+        elif x.op in ('call', 'async-start'):
+          inner = [(x.attribute('to_apply') or x.attribute('calls'), 1)]
+        for body, times in inner:
+          if body in self.bodies:
+            runs[body] = runs.get(body, 0) + runs[name] * times
+            if body not in queue:
+              queue.append(body)
+    return runs
+
+  def trips(self, loop):
+    """How often a loop turns: as XLA says, or what its counter is compared to."""
+    known = re.search(r'known_trip_count[^\d]*(\d+)', loop.attributes)
+    if known:
+      return int(known[1])
+    condition = self.bodies[loop.attribute('condition')]
+    inside = [self.bodies[x.attribute('calls')] for x in condition.values()
+              if x.op == 'fusion']
+    limits = [
+        int(x.attributes.split(')')[0]) for body in (condition, *inside)
+        for x in body.values()
+        if x.op == 'constant' and re.match(r'[su]32\[\]', x.type)]
+    assert limits, loop
+    return max(limits)
+
+  @property
+  def kernels(self):
+    """What is run: an instruction, and how often."""
+    for name, times in self.runs.items():
+      for x in self.bodies[name].values():
+        if x.op not in FREE:
+          yield x, times
+
+  def all(self, *ops):
+    return [x for body in self.bodies.values() for x in body.values()
+            if x.op in ops]
+
+
+def _split(rest):
+  """Splits `operands), attributes`."""
+  depth = 1
+  for place, character in enumerate(rest):
+    depth += (character in '([{') - (character in ')]}')
+    if not depth:
+      return rest[:place], rest[place + 1:]
+  return rest, ''
+
+
+def ints(text):
+  return [int(number) for number in re.findall(r'\d+', text)]
+
+
+def size_of(dtype, dims, layout=''):
+  """Bytes of an array."""
+  packed = re.search(r'E\((\d+)\)', layout)  # bits of an element in memory
+  if packed:
+    bits = int(packed[1])
+  elif dtype in ('pred', 'token'):
+    bits = {'pred': 8, 'token': 0}[dtype]
+  else:
+    bits = max(int(_DTYPE.fullmatch(dtype)[1]), 8)
+  return -(-bits * math.prod(ints(dims)) // 8)
+
+
+# Collectives ------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +186,11 @@ class Collective:
   groups: tuple[tuple[int, ...], ...]
 
 
+KINDS = (
+    'all-gather', 'all-reduce', 'reduce-scatter', 'ragged-all-to-all',
+    'all-to-all', 'collective-permute', 'collective-broadcast')
+
+
 def collectives(compiled, mesh=None):
   """The collectives of a compiled function, or of its text, in its order."""
   text = compiled if isinstance(compiled, str) else compiled.as_text()
@@ -53,26 +200,18 @@ def collectives(compiled, mesh=None):
   counts = re.findall(r'\b(?:num_partitions|replica_count)=(\d+)', header)
   num_devices = math.prod(map(int, counts))
   assert mesh is None or mesh.size == num_devices, (mesh, header)
-  found = map(_INSTRUCTION.match, text.splitlines())
-  return [_collective(match, num_devices, mesh) for match in found if match]
+  found, chains = [], set()
+  # The -done of a pair does not match. Where `async-start` is written instead
+  # of `all-gather-start`, the all-gather is in a computation of its own.
+  for x in Module(text).all(*KINDS, *(f'{kind}-start' for kind in KINDS)):
+    # XLA:TPU spreads a collective over several kernels.
+    chain = re.search(r'channel_id=(\d+).*chain_id="(\d+)"', x.attributes)
+    if chain is None or chain.groups() not in chains:
+      found.append(_collective(x, num_devices, mesh))
+    chains.add(chain and chain.groups())
+  return found
 
 
-# %name = type kind(operands), attributes
-#
-# A type is `f32[8]{0}`, or a tuple `(f32[8]{0}, /*index=1*/f32[])`. The -done of
-# a pair does not match. Where `async-start` is written instead of, say,
-# `all-gather-start`, the all-gather is in a computation of its own.
-_INSTRUCTION = re.compile(
-    r"""\s*(?:ROOT\ )?\S+\ =\ (?P<type>\([^%"]*\)|[^\s(]\S*)\ (?P<kind>
-    all-gather|all-reduce|reduce-scatter|ragged-all-to-all|all-to-all
-    |collective-permute|collective-broadcast)(?P<start>-start)?
-    \((?P<rest>.*)""",
-    re.VERBOSE,
-)
-# dtype[dimensions]{layout}, such as s4[8,128]{1,0:T(8,128)E(4)}.
-_SHAPE = re.compile(r'\b([a-z]\w*)\[([^\[\]]*)\](\{[^{}]*\})?')
-# f32, bf16, u8, s4, c64, f8e4m3fn: the first number is the number of bits.
-_DTYPE = re.compile(r'(?:[sufc]|bf)(\d+)(?:e\d+m\d+\w*)?')
 # {{0,1},{2,3}}: the groups themselves; {}: all devices in one.
 # [4,2]<=[2,4]T(1,0): 0..7 in the shape [2,4], transposed, cut into 4 of 2.
 # mesh['a'=2,'b'=4], device_ids=([2,4]T(1,0)) {'b'}: see `_mesh_groups`.
@@ -86,45 +225,24 @@ _GROUPS = re.compile(
 )
 
 
-def _collective(match, num_devices, mesh):
-  kind, outputs = match['kind'], match['type']
+def _collective(x, num_devices, mesh):
+  kind, arrays = x.op.removesuffix('-start'), x.arrays
   # The type of a start is (operands, outputs, state...). Only all-reduce-start
   # has the type of its outputs.
-  if match['start'] and kind != 'all-reduce':
-    outputs = _elements(outputs)[1]
-  shapes = _SHAPE.findall(outputs)
-  output_bytes = sum(_shape_bytes(*shape) for shape in shapes)
-  groups = _groups(match['rest'], num_devices, kind == 'collective-permute')
+  if x.op != kind != 'all-reduce':
+    count = len(x.operands)
+    arrays = arrays[count : 2 * count]
+  output_bytes = sum(size_of(*array) for array in arrays)
+  groups = _groups(x.attributes, num_devices, kind == 'collective-permute')
   return Collective(
       kind=kind,
       axes=None if mesh is None else _axes(kind, groups, mesh),
       group_size=max(map(len, groups), default=1),
       output_bytes=output_bytes,
       received_bytes=_ring_bytes(kind, output_bytes, groups),
-      shapes=tuple(f'{dtype}[{dims}]' for dtype, dims, _ in shapes),
+      shapes=tuple(f'{dtype}[{dims}]' for dtype, dims, _ in arrays),
       groups=groups,
   )
-
-
-def _elements(type_):
-  """Splits a tuple at its commas, but for those inside of brackets."""
-  ends, depth = [0], 0
-  for place, character in enumerate(type_[:-1]):
-    depth += (character in '([{') - (character in ')]}')
-    if character == ',' and depth == 1:
-      ends.append(place)
-  return [type_[a + 1 : b] for a, b in itertools.pairwise([*ends, len(type_) - 1])]
-
-
-def _shape_bytes(dtype, dims, layout):
-  packed = re.search(r'E\((\d+)\)', layout)  # bits of an element in memory
-  if packed:
-    bits = int(packed[1])
-  elif dtype in ('pred', 'token'):
-    bits = {'pred': 8, 'token': 0}[dtype]
-  else:
-    bits = max(int(_DTYPE.fullmatch(dtype)[1]), 8)
-  return -(-bits * math.prod(_ints(dims)) // 8)
 
 
 def _ring_bytes(kind, output_bytes, groups):
@@ -148,9 +266,9 @@ def _groups(attributes, num_devices, permute):
     return (tuple(range(num_devices)),)
   if match['listed']:
     listed = re.findall(r'\{([\d, ]+)\}', match['listed'])
-    return tuple(tuple(_ints(group)) for group in listed)
+    return tuple(tuple(ints(group)) for group in listed)
   if match['iota']:
-    ids = _iota(match['iota']).reshape(_ints(match['shape']))
+    ids = _iota(match['iota']).reshape(ints(match['shape']))
   else:
     ids = _mesh_groups(match['sizes'], match['ids'], match['axes'])
   return tuple(map(tuple, ids.tolist()))
@@ -180,7 +298,7 @@ def _mesh_groups(sizes, ids, axes):
   if ids is None:
     devices = np.arange(math.prod(mesh.values()))
   else:
-    devices = _iota(ids) if '[' in ids else np.array(_ints(ids))
+    devices = _iota(ids) if '[' in ids else np.array(ints(ids))
   devices = devices.reshape([size for _, _, size in parts])
   group_size = math.prod(parts[i][2] for i in last)
   return devices.transpose(first + last).reshape(-1, group_size)
@@ -189,12 +307,8 @@ def _mesh_groups(sizes, ids, axes):
 def _iota(text):
   """`[2,4]T(1,0)`: 0..7 in the shape [2, 4], transposed; flat."""
   dims, _, permutation = text.partition('T')
-  ids = np.arange(math.prod(_ints(dims))).reshape(_ints(dims))
-  return ids.transpose(_ints(permutation) or range(ids.ndim)).ravel()
-
-
-def _ints(text):
-  return [int(number) for number in re.findall(r'\d+', text)]
+  ids = np.arange(math.prod(ints(dims))).reshape(ints(dims))
+  return ids.transpose(ints(permutation) or range(ids.ndim)).ravel()
 
 
 def _axes(kind, groups, mesh):

@@ -7,135 +7,12 @@ scatters and transfers; of GPUs launches, and bytes as operands and results of
 kernels.
 """
 
-import dataclasses
-import functools
 import math
 import re
 
-from hlo_text import collectives
+from hlo_text import FREE, Module, collectives, size_of
 
 WORDS = 'u32'  # what messages are made of
-
-
-@dataclasses.dataclass(frozen=True)
-class Instruction:
-  name: str
-  type: str
-  op: str
-  operands: tuple[str, ...]
-  attributes: str
-  root: bool
-
-  def attribute(self, key):
-    found = re.search(rf'\b{key}=%?([\w.\-]+)', self.attributes)
-    return found and found[1]
-
-
-_HEAD = re.compile(r'(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$')
-_LINE = re.compile(r'\s+(ROOT )?%?([\w.\-]+) = (\((?:[^=]|index=)*?\)|\S+) ([a-z][\w\-]*)\((.*)')
-_ARRAY = re.compile(r'\b([a-z]+\d*\w*)\[([\d,]*)\](?:\{([^{}]*)\})?')
-_BITS = {'pred': 8, 'token': 0}
-# What moves nothing, or is counted where it runs.
-_FREE = {
-    'parameter', 'constant', 'tuple', 'get-tuple-element', 'bitcast', 'while',
-    'conditional', 'call', 'after-all', 'partition-id', 'replica-id',
-    'opt-barrier', 'async-start', 'async-done', 'async-update',
-}
-
-
-class Module:
-  """A compiled program."""
-
-  def __init__(self, text):
-    self.text, self.bodies, self.entry = text, {}, None
-    body = None
-    for line in text.splitlines():
-      if head := _HEAD.match(line):
-        body = self.bodies[head[2]] = {}
-        self.entry = head[2] if head[1] else self.entry
-      elif line.startswith('}'):
-        body = None
-      elif body is not None and (match := _LINE.match(line)):
-        root, name, type_, op, rest = match.groups()
-        operands, attributes = _split(rest)
-        body[name] = Instruction(
-            name, type_, op, tuple(re.findall(r'%([\w.\-]+)', operands)),
-            f'{operands}){attributes}' if op == 'constant' else attributes,
-            bool(root))
-    assert self.entry is not None, text[:200]
-
-  @functools.cached_property
-  def runs(self):
-    """How often each computation runs that is no part of a kernel."""
-    runs, queue = {self.entry: 1}, [self.entry]
-    for name in queue:
-      for x in self.bodies[name].values():
-        inner = []
-        if x.op == 'while':
-          inner = [(x.attribute('body'), self.trips(x))]
-        elif x.op == 'conditional':
-          branches = re.search(r'branch_computations=\{([^}]*)\}', x.attributes)
-          found = (re.findall(r'[\w.\-]+', branches[1]) if branches else
-                   re.findall(r'(?:true|false)_computation=%?([\w.\-]+)', x.attributes))
-          inner = [(branch, 1) for branch in found]
-        elif x.op in ('call', 'async-start'):
-          inner = [(x.attribute('to_apply') or x.attribute('calls'), 1)]
-        for body, times in inner:
-          if body in self.bodies:
-            runs[body] = runs.get(body, 0) + runs[name] * times
-            if body not in queue:
-              queue.append(body)
-    return runs
-
-  def trips(self, loop):
-    """How often a loop turns: as XLA says, or what its counter is compared to."""
-    known = re.search(r'known_trip_count[^\d]*(\d+)', loop.attributes)
-    if known:
-      return int(known[1])
-    condition = self.bodies[loop.attribute('condition')]
-    inside = [self.bodies[x.attribute('calls')] for x in condition.values()
-              if x.op == 'fusion']
-    limits = [
-        int(x.attributes.split(')')[0]) for body in (condition, *inside)
-        for x in body.values()
-        if x.op == 'constant' and re.match(r'[su]32\[\]', x.type)]
-    assert limits, loop
-    return max(limits)
-
-  @property
-  def kernels(self):
-    """What is run: an instruction, and how often."""
-    for name, times in self.runs.items():
-      for x in self.bodies[name].values():
-        if x.op not in _FREE:
-          yield x, times
-
-  def all(self, *ops):
-    return [x for body in self.bodies.values() for x in body.values()
-            if x.op in ops]
-
-
-def _split(rest):
-  """Splits `operands), attributes`."""
-  depth = 1
-  for place, character in enumerate(rest):
-    depth += (character in '([{') - (character in ')]}')
-    if not depth:
-      return rest[:place], rest[place + 1:]
-  return rest, ''
-
-
-def _size(dtype, dims):
-  bits = _BITS.get(dtype) or int((re.search(r'\d+', dtype) or ['0'])[0])
-  return math.prod(_ints(dims)) * bits / 8
-
-
-def _bytes(type_):
-  return sum(_size(dtype, dims) for dtype, dims, _ in _ARRAY.findall(type_))
-
-
-def _ints(text):
-  return [int(x) for x in re.findall(r'\d+', text)]
 
 
 # --- Transfers --------------------------------------------------------------
@@ -159,8 +36,8 @@ def transfers(text, mesh, axis, slices=1):
       if x.op != 'send':
         continue
       kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', x.attributes)
-      dtype, dims, _ = _ARRAY.search(x.type).groups()
-      size = times * int(_size(dtype, dims))
+      dtype, dims, _ = x.arrays[0]
+      size = times * size_of(dtype, dims)
       kind = kind[1].lower().replace('_', '-')
       received = {
           'all-gather': (slices - 1) * size,
@@ -169,26 +46,13 @@ def transfers(text, mesh, axis, slices=1):
       }[kind]
       found.append([kind, dtype, received, [f'{dtype}[{dims}]']])
   elsewhere = {}
-  for c in collectives(_without_copies(text), inside_mesh):
+  for c in collectives(text, inside_mesh):
     if c.axes is None or axis in c.axes:
       dtypes = '+'.join(sorted({shape.split('[')[0] for shape in c.shapes}))
       found.append([c.kind, dtypes, c.received_bytes, list(c.shapes)])
     elif c.axes:
       elsewhere[c.kind] = elsewhere.get(c.kind, 0) + c.received_bytes
   return found, elsewhere
-
-
-def _without_copies(text):
-  """One line of each collective that XLA:TPU spreads over several kernels."""
-  lines, seen = [], set()
-  for line in text.splitlines():
-    chain = re.search(r'channel_id=\d+.*chain_id="\d+"', line)
-    if chain is None or (key := (chain[0].split(',')[0],
-                                 chain[0].rsplit(',', 1)[-1])) not in seen:
-      lines.append(line)
-      if chain is not None:
-        seen.add(key)
-  return '\n'.join(lines)
 
 
 # --- Operations -------------------------------------------------------------
@@ -231,33 +95,6 @@ def cycles(module):
   return total
 
 
-def padding(module, least=2**16):
-  """Bytes that tiles add, of arrays that they enlarge by more than 1.3.
-
-  Returns:
-    the sum; the largest factor; and the array that has it.
-  """
-  added, worst, where = 0.0, 1.0, ''
-  for x, _ in module.kernels:
-    for dtype, dims, layout in _ARRAY.findall(x.type):
-      tile = re.search(r':T\(([\d,]+)\)', layout)
-      sizes = _ints(dims)
-      if tile is None or not sizes:
-        continue
-      order = _ints(layout.split(':')[0])
-      physical = [sizes[d] for d in reversed(order)]
-      for place, length in enumerate(reversed(_ints(tile[1])), 1):
-        if place <= len(physical):
-          physical[-place] = -(-physical[-place] // length) * length
-      factor = math.prod(physical) / max(math.prod(sizes), 1)
-      size = _size(dtype, dims)
-      if factor > 1.3 and factor * size >= least:
-        added += (factor - 1) * size
-        if factor > worst:
-          worst, where = factor, f'{dtype}[{dims}]{{{layout}}}'
-  return added, worst, where
-
-
 # --- GPUs -------------------------------------------------------------------
 
 
@@ -293,22 +130,22 @@ def moved(module):
   """Bytes that kernels read and write: operands and results."""
   return sum(times * _moved(module, module.bodies[name], x)
              for name, times in module.runs.items()
-             for x in module.bodies[name].values() if x.op not in _FREE)
+             for x in module.bodies[name].values() if x.op not in FREE)
 
 
 def _moved(module, body, x):
   if x.op.endswith('-done'):
     return 0
-  operands = [_bytes(body[name].type) for name in x.operands if name in body]
+  operands = [body[name].bytes for name in x.operands if name in body]
   if x.op == 'fusion':
     return _moved_by_fusion(module.bodies[x.attribute('calls')])
   if x.op == 'dynamic-update-slice':
     return 2 * operands[1]
   if x.op in ('slice', 'dynamic-slice', 'gather'):
-    return 2 * _bytes(x.type)
+    return 2 * x.bytes
   if x.op.endswith('-start'):
-    return max(_bytes(x.type), sum(operands))
-  return sum(operands) + _bytes(x.type)
+    return max(x.bytes, sum(operands))
+  return sum(operands) + x.bytes
 
 
 def _moved_by_fusion(body):
@@ -327,7 +164,7 @@ def _moved_by_fusion(body):
     for user in users[name]:
       first = bool(user.operands) and user.operands[0] == name
       if user.op in ('slice', 'dynamic-slice') or (user.op == 'gather' and first):
-        total += _bytes(user.type)
+        total += user.bytes
       elif user.op == 'bitcast' and not user.root:
         total += read(user.name, whole)
       elif user.op in ('dynamic-update-slice', 'scatter') and first:
@@ -339,17 +176,17 @@ def _moved_by_fusion(body):
   total = 0.0
   for x in body.values():
     if x.op == 'parameter':
-      total += read(x.name, _bytes(x.type))
+      total += read(x.name, x.bytes)
   root = next(x for x in body.values() if x.root)
   for name in root.operands if root.op == 'tuple' else (root.name,):
     x = source(name)
     if x.op == 'dynamic-update-slice':
-      total += _bytes(body[x.operands[1]].type)
+      total += body[x.operands[1]].bytes
     elif x.op == 'scatter':
       updates = x.operands[(len(x.operands) + 1) // 2:]
-      total += 2 * sum(_bytes(body[name].type) for name in updates)
+      total += 2 * sum(body[name].bytes for name in updates)
     else:
-      total += _bytes(body[name].type)
+      total += body[name].bytes
   return total
 
 

@@ -24,7 +24,7 @@ def test_the_recipe_that_was_measured_is_demo_muon(monkeypatch):
   import muon
   import optimizers
 
-  settings = {**muon.DEFAULTS, **muon.MEDIUM, **muon.BEST, 'steps': 80}
+  settings = {**muon.DEFAULTS, **muon.ROWS['demo_muon'], 'steps': 80}
   workers = demo_optax.Workers.simulated(4)
   measured = optimizers.make(settings, workers).tx
   rates = [optimizers.schedule(settings, settings[name])
@@ -76,4 +76,4 @@ def test_commands_run(command, tmp_path):
   subprocess.run(
       [sys.executable, str(ROOT / 'benchmarks' / name), *args], check=True,
       env={**os.environ, 'PYTHONPATH': str(ROOT)}, capture_output=True,
-      timeout=240)
+      timeout=900)

@@ -1,10 +1,9 @@
-"""What the README says is so: its code, its table, its figures, its links."""
+"""What the README says is so: its code, its table, its figures."""
 
-import itertools
-import json
 import pathlib
 import re
 import statistics
+import sys
 import tomllib
 
 import jax
@@ -15,6 +14,10 @@ from demo_optax import __main__ as command
 from demo_optax import recipes
 
 ROOT = pathlib.Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / 'benchmarks'))
+
+import muon
+
 README = (ROOT / 'README.md').read_text()
 GUIDE = (ROOT / 'docs/is_it_for_me.md').read_text()
 BLOCKS = re.findall(r'```python\n(.*?)```', README, re.S)
@@ -41,53 +44,35 @@ def test_the_block_trains_and_prints_loss_and_bytes(
     assert re.search(line, printed), line
 
 
-# The rows of the table, by what their runs have in results.
-MUON = {'method': 'muon', 'lr': 0.02, 'other_lr': 0.012, 'ns_steps': 5,
-        'preconditioning': 'frobenius'}
-BEST = {'other_lr': 0.006, 'average': 'workers'}
-DEFAULT = {**BEST, 'topk': 64, 'rows': 8}
+# The rows of the table: methods of links_muon.json, and rows of muon.py.
 ROWS = {
-    'AdamW, bfloat16 all-reduce': ('AdamW bfloat16', {'method': 'adamw'}),
-    'Muon, bfloat16 all-reduce': ('Muon bfloat16', MUON),
-    '`demo_muon`': ('demo_muon', DEFAULT),
-    'DeMo as published, places compressed by this library': (None, {
-        'method': 'demo', 'values': 'float32', 'decay': 0.99}),
+    'AdamW, bfloat16 all-reduce': ('AdamW bfloat16', 'AdamW'),
+    'Muon, bfloat16 all-reduce': ('Muon bfloat16', 'Muon'),
+    '`demo_muon`': ('demo_muon', 'demo_muon'),
+    'DeMo as published, places compressed by this library': (
+        None, 'DeMo as published'),
 }
-# What a run of muon.jsonl has that is no setting.
-SEEN = {'loss', 'train_loss', 'curve', 'sent', 'received', 'dense',
-        'cpu_seconds_per_step', 'jax', 'seed'}
-# What runs must have in common for their losses to be compared.
-COMPARABLE = ('task', 'data', 'width', 'workers', 'batch', 'steps')
+RUNS = muon.read()
 
 
-def runs(settings):
-  return [r for r in results('muon.jsonl')
-          if {k: v for k, v in r.items() if k not in SEEN} == settings]
+def runs(row, **other):
+  return muon.runs_of(muon.ROWS[row] | other, RUNS)
 
 
-def mean_loss(settings):
-  found = runs(settings)
-  assert len(found) in (1, 3), settings
+def mean_loss(row, **other):
+  found = runs(row, **other)
+  assert len(found) in (1, 3), row
   return statistics.mean(r['loss'] for r in found)
-
-
-def steps_to(run, loss):
-  """The step at which a run's validation loss was reached, interpolated."""
-  curve = [(int(step), value) for step, value in run['curve'].items()]
-  for (step, before), (later, after) in itertools.pairwise(curve):
-    if after <= loss:
-      return step + (later - step) * (before - loss) / (before - after)
-  raise AssertionError(f'{run} does not reach {loss}')
 
 
 def minutes(label, link):
   """Seconds of a step over a link, times the steps to AdamW's final loss."""
-  method, settings = ROWS[label]
-  goal = mean_loss({'method': 'adamw'})
+  method, row = ROWS[label]
   if method == 'AdamW bfloat16':
     steps = 800
   else:
-    steps = statistics.mean(steps_to(r, goal) for r in runs(settings))
+    goal = mean_loss('AdamW')
+    steps = statistics.mean(muon.steps_to(r, goal) for r in runs(row))
   seconds = next(
       r['step'] for r in results('links_muon.json')
       if (r['link'], r['method']) == (link, method))
@@ -95,10 +80,10 @@ def minutes(label, link):
 
 
 def test_the_table_is_what_was_measured():
-  goal = f'{mean_loss({"method": "adamw"}):.3f}'
+  goal = f'{mean_loss("AdamW"):.3f}'
   assert f'| minutes to loss {goal} at 100 Mbit/s |' in README
-  for label, (method, settings) in ROWS.items():
-    found = runs(settings)
+  for label, (method, of) in ROWS.items():
+    found = runs(of)
     assert len(found) == 3, label
     time = minutes(label, '100 Mbit/s') if method else 'not reached'
     if method is None:
@@ -107,7 +92,7 @@ def test_the_table_is_what_was_measured():
         # All-reduces were counted in float32, and half of it is bfloat16.
         f'{found[0][kind] / 2e3:,.0f}' if 'all-reduce' in label
         else f'{found[0][kind] / 1e3:.1f}' for kind in ('sent', 'received'))
-    row = [label, time, f'{mean_loss(settings):.3f}', sent, received]
+    row = [label, time, f'{mean_loss(of):.3f}', sent, received]
     assert f'| {" | ".join(row)} |' in README
 
 
@@ -145,27 +130,13 @@ def test_one_version_everywhere():
   assert f'## {version} (unreleased)' in (ROOT / 'CHANGELOG.md').read_text()
 
 
-def test_what_it_links_to_is_there():
-  """Files, and the headings in them."""
-  targets = re.findall(r'\]\(([^):]+)\)', README)
-  assert len(targets) > 15
-  for target in targets:
-    path, _, anchor = target.partition('#')
-    assert (ROOT / path).exists(), path
-    if anchor:
-      headings = re.findall(r'^#+ (.*)$', (ROOT / path).read_text(), re.M)
-      assert anchor in [h.lower().replace(' ', '-') for h in headings]
-  for picture in re.findall(r'!\[[^\]]+\]\(([^)]+)\)', README):
-    assert (ROOT / picture).stat().st_size > 10_000
-
-
 def test_muons_settings_are_what_was_measured():
   """And nothing that was run with three seeds is 0.01 better for its bytes."""
   measured = {}
-  for run in results('muon.jsonl'):
-    settings = {k: v for k, v in run.items() if k not in SEEN}
-    if not settings.keys() & {'method', *COMPARABLE}:
-      measured.setdefault(json.dumps(settings), []).append(run)
+  for run in RUNS:
+    settings = muon.settings_of(run)
+    if all(settings[k] == muon.DEFAULTS[k] for k in ('method', *muon.SETTING)):
+      measured.setdefault(muon.name_of(run), []).append(run)
   measured = {
       name: (found[0]['sent'], statistics.mean(r['loss'] for r in found))
       for name, found in measured.items() if len(found) == 3}
@@ -174,10 +145,7 @@ def test_muons_settings_are_what_was_measured():
       r'^\| (\d+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$', table, re.M)
   assert len(measured) > len(rows) == 4
   for topk, row_topk, *written in rows:
-    chosen = {**BEST, 'topk': int(topk), 'rows': int(row_topk)}
-    defaults = {'topk': 32, 'rows': 24}
-    found = runs({
-        k: v for k, v in chosen.items() if defaults.get(k) != v})
+    found = runs('demo_muon', topk=int(topk), rows=int(row_topk))
     loss = statistics.mean(r['loss'] for r in found)
     sent, received = (found[0][kind] / 1e3 for kind in ('sent', 'received'))
     assert written == [f'{loss:.3f}', f'{sent:.1f}', f'{received:.1f}']
@@ -189,15 +157,13 @@ def test_muons_settings_are_what_was_measured():
 def test_other_texts_and_more_workers_are_what_was_measured():
   for name, other in (('another text', {'data': 'stdlib'}),
                       ('16 workers', {'workers': 16})):
-    recipe, muon, adamw = (
-        mean_loss({**settings, **other})
-        for settings in (DEFAULT, MUON, {'method': 'adamw'}))
-    cells = [f'+{100 * (recipe / muon - 1):.1f} %',
+    recipe, averaged, adamw = (
+        mean_loss(row, **other) for row in ('demo_muon', 'Muon', 'AdamW'))
+    cells = [f'+{100 * (recipe / averaged - 1):.1f} %',
              f'-{100 * (1 - recipe / adamw):.1f} %']
     assert re.search(
         rf'\| {name}[^|]* \| [^|]* \| {re.escape(" | ".join(cells))} \|', GUIDE)
-  _, demo = ROWS['DeMo as published, places compressed by this library']
-  above = 100 * (mean_loss(demo) / mean_loss({'method': 'adamw'}) - 1)
+  above = 100 * (mean_loss('DeMo as published') / mean_loss('AdamW') - 1)
   assert f'DeMo as published ended {above:.1f} % above AdamW' in GUIDE
 
 

@@ -19,8 +19,6 @@ import test_bits
 
 import demo_optax
 
-STEPS = 50
-
 # A process of a worker; it writes the worker's parameters and losses to a file.
 WORKER = """
 import sys
@@ -72,45 +70,29 @@ np.savez(out, joined=joined, **{
 """
 
 
-@pytest.mark.parametrize('count, method', [
-    (2, 'demo_muon'), (3, 'averaged'), (8, 'demo'), (8, 'demo_diloco')])
-def test_as_simulated(tmp_path, count, method):
-  """After 50 steps all processes have the bits of the simulation."""
-  data = test_bits.data_of(method, count, STEPS)
-  simulated = demo_optax.Workers.simulated(count)
+@pytest.mark.parametrize('count, method, processes', [
+    (2, 'demo_muon', 1), (3, 'averaged', 1), (8, 'demo', 1),
+    (8, 'demo_diloco', 1), (2, 'demo', 2), (2, 'averaged', 2)])
+def test_as_simulated(tmp_path, count, method, processes):
+  """All processes have the bits of the simulation; two shard parameters."""
+  steps = {1: 50, 2: 12}[processes]
+  inside = (test_bits.SPECS, {'fsdp': 4}) if processes == 2 else ()
+  data = test_bits.data_of(method, count, steps)
+  simulated = demo_optax.Workers.simulated(count, *inside)
   expected = test_bits.train(
       test_bits.METHODS[method](simulated), simulated,
       [x.reshape(count * 4, 24) for x in data])
   with running() as start:
     address = start_relay(start, count, '--deadline', 60)
     workers = [
-        start('-c', WORKER, address, rank, count, method, STEPS,
-              tmp_path / f'{rank}.npz') for rank in range(count)]
-    assert all(process.wait(240) == 0 for process in workers)
-  test_bits.check(
-      method, [read(tmp_path, rank) for rank in range(count)],
-      jax.tree.leaves(expected))
-
-
-@pytest.mark.parametrize('method', ['demo', 'averaged'])
-def test_workers_of_several_processes(tmp_path, method):
-  """Two workers of two processes, which shard parameters."""
-  data = test_bits.data_of(method, 2, 12)
-  simulated = demo_optax.Workers.simulated(2, test_bits.SPECS, {'fsdp': 4})
-  expected = test_bits.train(
-      test_bits.METHODS[method](simulated), simulated,
-      [x.reshape(8, 24) for x in data])
-  with running() as start:
-    address = start_relay(start, 2, '--deadline', 60)
-    ports = [launch_local.free_port() for _ in range(2)]
-    workers = [
-        start('-c', WORKER, address, rank, 2, method, 12,
-              tmp_path / f'{rank}-{number}.npz', port, number)
-        for rank, port in enumerate(ports) for number in range(2)]
-    assert all(process.wait(240) == 0 for process in workers)
+        process for rank in range(count) for process in start_worker(
+            start, WORKER, address, rank, count, method, steps, tmp_path,
+            processes)]
+    assert all(process.wait(900) == 0 for process in workers)
   test_bits.check(
       method,
-      [read(tmp_path, f'{r}-{n}') for r in range(2) for n in range(2)],
+      [read(tmp_path, f'{r}-{n}') for r in range(count)
+       for n in range(processes)],
       jax.tree.leaves(expected))
 
 
@@ -118,17 +100,15 @@ def test_a_worker_of_several_processes_joins_and_is_late(tmp_path):
   with running() as start:
     address = start_relay(
         start, 2, '--start', 2, '--deadline', 0.5, '--history', 32)
-    def start_worker(rank):
-      port = launch_local.free_port()
-      return [start('-c', LATER, address, rank, 2, 'demo', 16,
-                    tmp_path / f'{rank}-{number}.npz', port, number)
-              for number in range(2)]
-    first = start_worker(0)
-    until = time.monotonic() + 120
+    def worker(rank):
+      return start_worker(
+          start, LATER, address, rank, 2, 'demo', 16, tmp_path, 2)
+    first = worker(0)
+    until = time.monotonic() + 600
     while not (tmp_path / 'begun-0').exists():
       assert time.monotonic() < until
       time.sleep(0.1)
-    assert all(p.wait(240) == 0 for p in [*first, *start_worker(1)])
+    assert all(p.wait(900) == 0 for p in [*first, *worker(1)])
   found = [
       np.load(tmp_path / f'{r}-{n}.npz') for r in range(2) for n in range(2)]
   assert [int(own['joined']) for own in found] == [0, 0, 1, 1]
@@ -158,6 +138,16 @@ def start_relay(start, count, *options):
   relay = start('-m', 'demo_optax.remote', '--workers', count, '--port', 0,
                 *options, stdout=subprocess.PIPE, text=True)
   return relay.stdout.readline().split()[-1]
+
+
+def start_worker(
+    start, code, address, rank, count, method, steps, folder, processes):
+  """Starts the processes of a worker."""
+  port = launch_local.free_port()
+  return [
+      start('-c', code, address, rank, count, method, steps,
+            folder / f'{rank}-{n}.npz', *[port, n] * (processes > 1))
+      for n in range(processes)]
 
 
 def read(folder, name):

@@ -133,14 +133,6 @@ RANDOM = compressors.Compressor(
     compressors.RandomSubset(1 / 4), compressors.Identity())
 
 
-def alone_before(workers):
-  """A transformation with a state of each worker, before the exchange."""
-  return optax.chain(
-      demo_optax.per_worker(optax.trace(0.9), workers=workers),
-      demo_optax.demo(1e-2, workers=workers),
-  )
-
-
 METHODS = {
     'demo': lambda workers: demo_optax.demo(1e-2, workers=workers),
     'demo_muon': lambda workers: demo_optax.demo_muon(1e-2, workers=workers),
@@ -150,7 +142,10 @@ METHODS = {
         1e-2, workers=workers, compressor=RANDOM),
     'averaged': lambda workers: demo_optax.demo(
         1e-2, workers=workers, compressor=AVERAGED),
-    'per_worker': alone_before,
+    # With a state of each worker before the exchange.
+    'per_worker': lambda workers: optax.chain(
+        demo_optax.per_worker(optax.trace(0.9), workers=workers),
+        demo_optax.demo(1e-2, workers=workers)),
 }
 
 

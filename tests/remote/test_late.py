@@ -92,17 +92,17 @@ def train(
   return found
 
 
-def evaluated(workers, before):
-  """As `train`, with another step in between, which exchanges as well."""
+def evaluating(workers, before, turn):
+  """As `before`, with another step in some rounds, which exchanges as well."""
   mean = demo_optax.data_parallel(workers, batch_argnums=0)(
       lambda x: demo_optax.over_workers(x.mean()))
 
   def evaluate(number):
     before(number)
-    if number % 6 == 5:
+    if number % 6 == turn:
       assert mean(np.ones(2, np.float32)) == 1
 
-  return train(workers, 10_000, evaluate)
+  return evaluate
 
 
 def check_equal(found):
@@ -115,17 +115,27 @@ def check_equal(found):
       jax.tree.map(np.testing.assert_array_equal, params, first)
 
 
-@pytest.mark.parametrize('method', ['demo', 'demo_diloco'])
-def test_a_late_worker(method):
+@pytest.mark.parametrize('method, evaluates', [
+    ('demo', False), ('demo_diloco', False), ('demo', True)])
+def test_a_late_worker(method, evaluates):
   """It costs the others one deadline, and applies the lists that it missed."""
   # Of local updates every fourth step is a round.
   course = Course(2, 15 if method == 'demo' else 45)
+
+  def run(workers):
+    before = course.of(workers, 1.0 if workers.relay.rank == 2 else 0, 5)
+    if evaluates:
+      before = evaluating(workers, before, 5)
+    return train(workers, 10_000, before, method)
+
   with Joined(3, deadline=0.3) as joined:
-    found = joined.run(lambda w: train(
-        w, 10_000, course.of(w, 1.0 if w.relay.rank == 2 else 0, 5), method))
+    found = joined.run(run)
   check_equal(found)
-  assert len(found[2]) < len(found[0])
   assert len([n for n in found[2] if n in found[0] and n > 8]) >= 5
+  if evaluates:
+    assert not INFOS[2]['joined']  # an evaluation changes nothing
+  else:
+    assert len(found[2]) < len(found[0])
 
 
 @pytest.mark.parametrize('devices, method', [
@@ -158,59 +168,31 @@ def test_a_worker_that_joins(devices, method):
 
 def test_the_relay_is_restarted():
   """Workers wait, say hello, and go on from the round that was open."""
+  def run(workers):
+    def before(number):
+      if workers.relay.rank == 0 and number in (1, 5, 6):
+        joined.restart()
+    return train(workers, 12, before)
+
   with Joined(2) as joined:
-    found = joined.run(lambda w: train(w, 12, restarts(joined, w)))
+    found = joined.run(run)
   check_equal(found)
   assert all(list(own) == list(range(1, 13)) for own in found)
 
 
-def restarts(joined, workers):
-  """Worker 0 restarts the relay before some of its rounds."""
-  def before(number):
-    if workers.relay.rank == 0 and number in (1, 5, 6):
-      joined.restart()
-  return before
-
-
-def test_a_worker_whose_parameters_differ(monkeypatch):
-  """It is found by digests, and takes the state of another one."""
-  monkeypatch.setattr(remote, 'CHECK_EVERY', 8)
-  def trained(workers):
-    def spoil(number, params):
-      if workers.relay.rank == 1 and number == 10:
-        params['w'] = params['w'].at[3, 5].add(1e-6)
-    return train(workers, 30, spoil=spoil)
-
-  with Joined(3, deadline=2) as joined:
-    found = joined.run(trained)
-  infos = [[INFOS[r][name] for name in ('joined', 'parted')] for r in range(3)]
-  assert infos == [[0, 0], [1, 1], [0, 0]]
-  assert all(info['round'] >= 30 for info in INFOS.values())
-  differ = [n for n in found[0] if n in found[1] and np.any(
-      found[0][n]['w'] != found[1][n]['w'])]
-  assert differ and set(differ) <= set(range(11, 18))
-
-
-def test_distance_on_other_hardware():
-  arrays = [jnp.linspace(-1, 1, 1000), jnp.int32(7)]
-  size = frames.CHAIN
-  one = remote._sketch(arrays)
-  near, far = (
-      b'elsewhere'.ljust(size) + remote._sketch(
-          [arrays[0] * jnp.float32(1 + x), arrays[1]])[size:]
-      for x in (1e-5, 1e-2))
-  assert not remote._has_parted(near, {0: one, 1: near})
-  assert remote._has_parted(far, {0: one, 1: far})
-
-
-def test_a_late_worker_while_others_evaluate():
-  course = Course(2, 15)
-  with Joined(3, deadline=0.3) as joined:
-    found = joined.run(lambda w: evaluated(
-        w, course.of(w, 1.0 if w.relay.rank == 2 else 0, 3)))
-  check_equal(found)
-  assert len([n for n in found[2] if n in found[0] and n > 8]) >= 5
-  assert not INFOS[2]['joined']  # an evaluation changes nothing
+def test_distance_of_states():
+  """On other hardware rounding differs; of every dtype that a state may have."""
+  arrays = [jnp.linspace(-1, 1, 1000), jnp.int32(7), jnp.ones(3, jnp.complex64),
+            jnp.ones(3, jnp.int4), jnp.ones(3, bool), jnp.ones((), jnp.bfloat16),
+            jnp.zeros(0)]
+  first, (x, *rest) = remote._sketch(arrays), arrays
+  for share, expected in ((1e-5, False), (1e-2, True)):
+    other = b'elsewhere'.ljust(frames.CHAIN) + remote._sketch(
+        [x * jnp.float32(1 + share), *rest])[frames.CHAIN :]
+    assert remote._has_parted(other, {0: first, 1: other}) == expected
+  for i, x in enumerate(arrays[:-1]):
+    others = [*arrays[:i], jnp.zeros_like(x), *arrays[i + 1 :]]
+    assert remote._has_parted(remote._sketch(others), {0: first})
 
 
 def test_other_training_steps():
@@ -294,29 +276,30 @@ def test_an_evaluation_without_the_others():
 
 
 @pytest.mark.parametrize('evaluates', [False, True])
-def test_other_parameters_at_the_start(evaluates, monkeypatch):
-  """They are found, also if every round of a check is an evaluation."""
+def test_parameters_that_differ(evaluates, monkeypatch):
+  """At the start and later: a worker takes the state of another one.
+
+  Also if every round of a check is an evaluation.
+  """
   monkeypatch.setattr(remote, 'CHECK_EVERY', 6)
 
   def run(workers):
-    mean = demo_optax.data_parallel(workers, batch_argnums=0)(
-        lambda x: demo_optax.over_workers(x.mean()))
     before, steps = course.of(workers), iter(range(10_000))
     def spoil(number, params):
       if workers.relay.rank == 1 and next(steps) == 10:
         params['w'] = params['w'].at[3, 5].add(1e-6)
-    def evaluate(number):
-      before(number)
-      if evaluates and number % 6 == 0:
-        mean(np.ones(2, np.float32))
-    return train(workers, 10_000, evaluate, spoil=spoil,
-                 start=0.1 + workers.relay.rank)
+    if evaluates:
+      before = evaluating(workers, before, 0)
+    return train(workers, 10_000, before, spoil=spoil,
+                 start=0.1 + (workers.relay.rank == 1))
 
   course = Course(1, 30)
-  with Joined(2, deadline=2) as joined:
+  with Joined(3, deadline=2) as joined:
     found = joined.run(run)
-  infos = [[INFOS[r][name] for name in ('joined', 'parted')] for r in range(2)]
-  assert infos == [[0, 0], [2, 1]]
+  first, spoiled, last = (
+      [INFOS[r][name] for name in ('joined', 'parted')] for r in range(3))
+  assert first == last == [0, 0]
+  assert spoiled[0] >= 2 and spoiled[1] == 1  # one that is slow joins again
   differ = [n for n in found[0] if n in found[1] and np.any(
       found[0][n]['w'] != found[1][n]['w'])]
   assert not differ or max(differ) - min(differ) <= 7
@@ -358,42 +341,14 @@ def test_arguments_that_differ():
     joined.run(run)
 
 
-def test_numbers_that_are_compared():
-  """Of every dtype that a state may have."""
-  arrays = [jnp.ones(3, jnp.complex64), jnp.ones(3, jnp.int4),
-            jnp.ones(3, bool), jnp.ones((), jnp.bfloat16), jnp.zeros(0)]
-  first = remote._sketch(arrays)
-  for i, x in enumerate(arrays[:-1]):
-    others = [*arrays[:i], jnp.zeros_like(x), *arrays[i + 1 :]]
-    assert remote._has_parted(remote._sketch(others), {0: first})
-
-
-def test_an_exchange_in_a_loop_is_refused():
+def test_mistakes():
+  """An update outside of a step, a step that keeps no state, owners."""
   workers = demo_optax.Workers.remote('tcp://127.0.0.1:1', rank=0, count=2)
-
-  @demo_optax.data_parallel(workers, batch_argnums=0)
-  def step(x):
-    return jax.lax.scan(
-        lambda c, y: (c + demo_optax.over_workers(y), None), 0.0, x)[0]
-
-  with pytest.raises(ValueError, match='outside of loops'):
-    step(np.ones(4, np.float32))
-
-
-def test_an_update_outside_of_a_step():
-  workers = demo_optax.Workers.remote('tcp://127.0.0.1:1', rank=0, count=2)
-  for tx in (demo_optax.demo(1e-2, workers=workers),
-             demo_optax.average(workers=workers)):
-    params = {'w': jnp.ones((8, 8))}
-    state = tx.init(params)
-    with pytest.raises(ValueError, match='must be called in a demo_optax.data_par'):
-      jax.jit(tx.update)(params, state, params)
-
-
-def test_a_training_step_without_its_state():
-  workers = demo_optax.Workers.remote('tcp://127.0.0.1:1', rank=0, count=2)
-  tx = demo_optax.demo(1e-2, workers=workers)
   params = {'w': jnp.ones((8, 8))}
+  tx = demo_optax.demo(1e-2, workers=workers)
+  for each in (tx, demo_optax.average(workers=workers)):
+    with pytest.raises(ValueError, match='must be called in a demo_optax.data_par'):
+      jax.jit(each.update)(params, each.init(params), params)
 
   @demo_optax.data_parallel(workers, batch_argnums=2)
   def step(params, state, x):
@@ -402,10 +357,6 @@ def test_a_training_step_without_its_state():
 
   with pytest.raises(ValueError, match='must return parameters and'):
     step(params, tx.init(params), np.ones(2, np.float32))
-
-
-def test_owners_are_refused():
-  workers = demo_optax.Workers.remote('tcp://127.0.0.1:1', rank=0, count=2)
   with pytest.raises(ValueError, match="exchange must be 'all_gather' or 'auto'"):
     demo_optax.demo(1e-2, workers=workers, exchange='all_to_all')
 

@@ -25,8 +25,9 @@ pytestmark = pytest.mark.core
 class Rounds:
   """Workers without arrays: links of threads that exchange bytes."""
 
-  def __init__(self, joined, count):
-    self.links = [Link(joined.address, r, count, None) for r in range(count)]
+  def __init__(self, joined, count, links=()):
+    self.links = list(links) or [
+        Link(joined.address, r, count, None) for r in range(count)]
 
   def __enter__(self):
     self.each(lambda link: link.hello(b'{}', frames.digest(b'state')))
@@ -105,16 +106,22 @@ def make_rounds(joined):
     yield rounds
 
 
-def test_a_missing_worker_costs_one_deadline(rounds, joined):
+@pytest.mark.parametrize('listens', [False, True])
+def test_a_missing_worker_costs_one_deadline(rounds, joined, listens):
   for _ in range(3):
     rounds.round()
   rounds.round_at_deadline(joined.relay, rounds.links[:2])
-  for _ in range(3):
+  for _ in range(9 if listens else 3):
     rounds.round(rounds.links[:2])
-  # It gets the lists that it missed, one by one, and is not in them.
+  # It gets the lists that it missed, one by one, and is not in them; it is
+  # awaited as soon as it sends messages again.
   late = rounds.links[2]
+  assert late.exchange(bytes(frames.CHAIN))[2] == b''
   while late.position.round < rounds.links[0].position.round:
-    assert late.exchange(b'late')[2] == b''
+    if listens:
+      late.listen()
+    else:
+      assert late.exchange(b'late')[2] == b''
   assert late.position == rounds.links[0].position
   rounds.round()
   rounds.round()
@@ -266,20 +273,11 @@ def test_keys(tmp_path):
     assert connected == [False, True, False]
     intruders[1]._socket.send_multipart([Header(
         frames.HELLO, 1, program=b'12345678').pack(), b'{}'])
-    threads = [
-        threading.Thread(target=link.hello, args=(b'{}', b'x' * 16))
-        for link in links
-    ]
-    for thread in threads:
-      thread.start()
-    for thread in threads:
-      thread.join(10)
-    rounds = Rounds.__new__(Rounds)
-    rounds.links = links
-    for _ in range(5):
-      rounds.round()
-    assert not any(link._socket.poll(100) for link in intruders)
-    for link in (*links, *intruders):
+    with Rounds(joined, 2, links) as rounds:
+      for _ in range(5):
+        rounds.round()
+      assert not any(link._socket.poll(100) for link in intruders)
+    for link in intruders:
       link.close()
 
 
@@ -311,17 +309,12 @@ def test_the_command(tmp_path):
 
 def test_a_run_begins_with_the_newest_state():
   with Joined(3) as joined:
-    links = [Link(joined.address, r, 3, None) for r in range(3)]
-    threads = [
-        threading.Thread(target=link.hello, args=(b'{}', digest, steps))
-        for link, digest, steps in zip(
-            links, (b'a' * 16, b'b' * 16, b'b' * 16), (0, 50, 50))]
-    for step in (threading.Thread.start, threading.Thread.join):
-      for thread in threads:
-        step(thread)
-    assert [bool(link.position.chain) for link in links] == [False, True, True]
-    for link in links:
-      link.close()
+    rounds = Rounds(joined, 3)
+    digests, steps = (b'a' * 16, b'b' * 16, b'b' * 16), (0, 50, 50)
+    rounds.each(lambda x: x.hello(b'{}', digests[x._rank], steps[x._rank]))
+    found = [bool(link.position.chain) for link in rounds.links]
+    assert found == [False, True, True]
+    rounds.__exit__()
 
 
 def test_a_longer_run_that_comes_back(rounds, joined):
@@ -343,19 +336,6 @@ def test_a_longer_run_that_comes_back(rounds, joined):
   with pytest.raises(Behind):
     new.exchange(bytes(frames.CHAIN))
   new.close()
-
-
-def test_a_worker_that_was_late_by_many_rounds(rounds, joined):
-  """It is awaited as soon as it sends messages again."""
-  rounds.round()
-  rounds.round_at_deadline(joined.relay, rounds.links[:2])
-  for _ in range(9):
-    rounds.round(rounds.links[:2])
-  late = rounds.links[2]
-  assert not late.exchange(bytes(frames.CHAIN))[2]
-  while late.position.round < rounds.links[0].position.round:
-    late.listen()
-  rounds.round()
 
 
 def test_a_damaged_state_is_asked_for_again(rounds, joined):
@@ -456,9 +436,8 @@ def test_a_wire_that_is_cut():
     wires = [Wire(joined.address) for _ in range(2)]
     for wire in wires:
       stack.callback(wire.close)
-    rounds = Rounds.__new__(Rounds)
-    rounds.links = [Link(w.address, r, 2, None) for r, w in enumerate(wires)]
-    with rounds:
+    links = [Link(w.address, r, 2, None) for r, w in enumerate(wires)]
+    with Rounds(joined, 2, links) as rounds:
       rounds.round()
       for number in range(8):
         timer = threading.Timer(0.004 * number, wires[number % 2].cut)
