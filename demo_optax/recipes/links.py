@@ -48,17 +48,24 @@ def scale_to_unit_rms(
   """
   check_range('min_rms', min_rms, 0.0, float('inf'))
 
-  def scale(u: jax.Array, axes: tuple[int, ...] | None) -> jax.Array:
-    dtype = u.dtype
-    u = u.astype(_tree.momentum_dtype((), u))
+  def scale(leaves: list[jax.Array], axes: tuple[int, ...]) -> list[jax.Array]:
+    """Scales leaves of one type, by few kernels for all."""
+
+    def over(reduce: Any, xs: list[jax.Array]) -> jax.Array:
+      rows = jnp.stack([reduce(x, axes[-1:], keepdims=True) for x in xs])
+      return reduce(rows, tuple(a + 1 for a in axes[:-1]), keepdims=True)
+
+    dtype = leaves[0].dtype
+    us = [u.astype(_tree.momentum_dtype((), u)) for u in leaves]
     # By the largest first: squares overflow and underflow before numbers do.
-    largest = jnp.max(jnp.abs(u), axes, keepdims=True)
-    u = u / jnp.where(largest > 0, largest, jnp.ones_like(largest))
-    mean = jnp.mean(jnp.square(u), axes, keepdims=True)
-    u = jnp.where(mean > 0, u * jax.lax.rsqrt(mean), u)
-    rms, least = largest * jnp.sqrt(mean), jnp.asarray(min_rms, u.dtype)
-    u *= jnp.where(rms < least, rms / least, jnp.ones_like(rms))
-    return u.astype(dtype)
+    largest = over(jnp.max, list(map(jnp.abs, us)))
+    divisor = jnp.where(largest > 0, largest, jnp.ones_like(largest))
+    us = [u / x for u, x in zip(us, divisor)]
+    mean = over(jnp.mean, list(map(jnp.square, us)))
+    rms, least = largest * jnp.sqrt(mean), jnp.asarray(min_rms, mean.dtype)
+    factor = jnp.where(mean > 0, jax.lax.rsqrt(mean), jnp.ones_like(mean))
+    factor *= jnp.where(rms < least, rms / least, jnp.ones_like(rms))
+    return [(u * x).astype(dtype) for u, x in zip(us, factor)]
 
   def update_fn(
       updates: chex.ArrayTree, params: chex.ArrayTree | None
@@ -70,11 +77,15 @@ def scale_to_unit_rms(
       dimensions = Matrices(
           updates, weight_dimension_numbers, 'weight_dimension_numbers'
       ).leaves
-    return treedef.unflatten([
-        scale(u, None if d is None else matrix_axes(d))
-        if _tree.is_exchanged(u) else u
-        for u, d in zip(leaves, dimensions)
-    ])
+    alike = collections.defaultdict(list)
+    for i, (u, d) in enumerate(zip(leaves, dimensions)):
+      if _tree.is_exchanged(u):
+        axes = range(u.ndim) if d is None else matrix_axes(d)
+        alike[jax.typeof(u), tuple(a % u.ndim for a in axes)].append(i)
+    for (_, axes), group in alike.items():
+      for i, u in zip(group, scale([leaves[i] for i in group], axes)):
+        leaves[i] = u
+    return treedef.unflatten(leaves)
 
   return optax.stateless(update_fn)
 
@@ -150,16 +161,7 @@ def own_muon(
     )
     flat, treedef = jax.tree.flatten(ahead)
     dimensions = treedef.flatten_up_to(dimension_numbers(updates))
-    new = [
-        jnp.where(
-            jnp.any(g != 0, matrix_axes(d), keepdims=True), x, jnp.zeros_like(x)
-        )
-        for x, g, d in zip(
-            _orthonormal(flat, dimensions, workers),
-            jax.tree.leaves(updates),
-            dimensions,
-        )
-    ]
+    new = _orthonormal(flat, jax.tree.leaves(updates), dimensions, workers)
     return treedef.unflatten(new), OwnMuonState(
         count, optax.tree.cast(mu, mu_dtype)
     )
@@ -192,10 +194,11 @@ def own_muon(
 
 def _orthonormal(
     leaves: Sequence[jax.Array],
+    gradients: Sequence[jax.Array],
     dimensions: Sequence[contrib.MuonDimensionNumbers],
     workers: Workers,
 ) -> list[jax.Array]:
-  """Returns leaves whose matrices are orthonormalised.
+  """Returns leaves whose matrices are orthonormalised; zero without gradients.
 
   Matrices of one shape, or of that shape transposed, form stacks. Devices of a
   worker take whole matrices of a stack (`lift.spread`): sharded ones would be
@@ -208,10 +211,10 @@ def _orthonormal(
       preconditioning='aol',
       weight_dimension_numbers=contrib.MuonDimensionNumbers((-2,), (-1,)),
   )
-  orders, matrices = [], []
+  orders, matrices, live = [], [], []
   stacks: dict[Any, list[int]] = {}
   sizes: dict[Any, int] = collections.defaultdict(int)
-  for i, (x, d) in enumerate(zip(leaves, dimensions)):
+  for i, (x, g, d) in enumerate(zip(leaves, gradients, dimensions)):
     sides = [(a,) if isinstance(a, int) else a for a in d]
     sides = [tuple(a % x.ndim for a in side) for side in sides]
     short, long = sorted(sides, key=lambda side: _size(x, side))
@@ -220,6 +223,8 @@ def _orthonormal(
     matrices.append(
         x.transpose(orders[i]).reshape(-1, _size(x, short), _size(x, long))
     )
+    rows = jnp.any(g != 0, axis=long, keepdims=True).transpose(orders[i])
+    live.append(rows.reshape(-1, _size(x, short)))
     kind = matrices[i].shape[1:], x.dtype
     most = workers.param_specs.devices * max(_STACK, math.prod(kind[0]))
     stacks.setdefault((kind, sizes[kind] // most), []).append(i)
@@ -228,9 +233,11 @@ def _orthonormal(
   for group in stacks.values():
     stack = lift.spread(workers, jnp.concatenate([matrices[i] for i in group]))
     stack, _ = tx.update(stack, tx.init(stack))
-    stack = lift.spread(workers, stack)
     ends = np.cumsum([len(matrices[i]) for i in group])
-    for i, part in zip(group, jnp.split(stack[: ends[-1]], ends[:-1])):
+    stack = lift.spread(workers, stack)[: ends[-1]]
+    some = jnp.any(jnp.concatenate([live[i] for i in group]), axis=1)
+    stack = jnp.where(some[:, None, None], stack, jnp.zeros_like(stack))
+    for i, part in zip(group, jnp.split(stack, ends[:-1])):
       shape = [leaves[i].shape[a] for a in orders[i]]
       found[i] = part.reshape(shape).transpose(np.argsort(orders[i]))
   return found
