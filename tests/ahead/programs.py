@@ -239,6 +239,8 @@ def read(program, target, compiled, mesh, params, out):
   if target in TPUS:
     found['cycles'] = reading.cycles(module)
     found['milliseconds'] = 1e3 * found['cycles'] / TPUS[target][2]
+    added, found['widest_padding'], found['padded'] = reading.padding(module)
+    found['padding'] = added / (4 * params)
     found['bytes'] = compiled.cost_analysis()['bytes accessed'] / params
     return found
   [thunks] = sorted(out.glob(f'dump/*jit_{program.name}.thunk_sequence.txt'))[-1:]
@@ -298,7 +300,7 @@ def key(found):
 # What costs: held below bounds.
 COSTS = (
     'sorts', 'unsorted_scatters', 'loops', 'operations', 'launches', 'temporaries',
-    'code', 'bytes', 'cycles', 'compile_seconds',
+    'code', 'bytes', 'cycles', 'padding', 'widest_padding', 'compile_seconds',
 )
 
 

@@ -10,7 +10,7 @@ kernels.
 import math
 import re
 
-from hlo_text import FREE, Module, collectives, size_of
+from hlo_text import FREE, Module, collectives, ints, size_of
 
 WORDS = 'u32'  # what messages are made of
 
@@ -93,6 +93,30 @@ def cycles(module):
       found = re.search(r'"estimated_cycles":"(\d+)"', x.attributes)
       total += times * int(found[1]) if found else 0
   return total
+
+
+def padding(module, least=2**16):
+  """Bytes that tiles add, of arrays that they enlarge by more than 1.3.
+
+  Returns:
+    the sum; the largest factor; and the array that has it.
+  """
+  added, worst, where = 0, 1.0, ''
+  for dtype, dims, layout in (a for x, _ in module.kernels for a in x.arrays):
+    tile, sizes = re.search(r':T\(([\d,]+)\)', layout), ints(dims)
+    if tile is None or not sizes:
+      continue
+    physical = [sizes[d] for d in ints(layout.split(':')[0])]  # minor first
+    for place, length in enumerate(reversed(ints(tile[1]))):
+      if place < len(physical):
+        physical[place] = -(-physical[place] // length) * length
+    factor = math.prod(physical) / max(math.prod(sizes), 1)
+    size = size_of(dtype, dims)
+    if factor > 1.3 and factor * size >= least:
+      added += (factor - 1) * size
+      if factor > worst:
+        worst, where = factor, f'{dtype}[{dims}]{{{layout}}}'
+  return added, worst, where
 
 
 # --- GPUs -------------------------------------------------------------------

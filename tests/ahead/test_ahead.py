@@ -23,7 +23,7 @@ LINE = '.'.join(jax.__version__.split('.')[:2])
 BOUNDS = json.loads((HERE / 'bounds.json').read_text()).get(LINE, {})
 # How far above its bound a figure may be: CPU seconds depend on the machine.
 SLACK = {'compile_seconds': 3.0, 'temporaries': 1.02, 'code': 1.05,
-         'bytes': 1.02, 'cycles': 1.05}
+         'bytes': 1.02, 'cycles': 1.05, 'padding': 1.02}
 NEEDED = dict.fromkeys(programs.TPUS, 'libtpu') | {
     'h100': 'jax_plugins.xla_cuda12'}
 
@@ -100,6 +100,12 @@ def test_loops_are_counted_by_their_turns():
   assert reading.operations(module)['sorts'] == 5
   assert reading.cycles(module) == 500
   assert reading.launches((TEXTS / 'thunks.txt').read_text(), module) == 1 + 5 * 2 + 1
+
+
+def test_what_tiles_add_is_found():
+  # [1, 2] in tiles of [8, 128]: 512 times; 8 x 100 is below 1.3 times.
+  assert reading.padding(reading.Module(LOOP)) == (
+      64 * 2 * 4 * 511, 512, 'f32[64,1,2]{2,1,0:T(8,128)}')
 
 
 def test_transfers_between_slices_are_found():
