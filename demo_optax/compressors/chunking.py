@@ -222,32 +222,6 @@ def inverse(c: jax.Array, sides: tuple[int, int], basis: Basis) -> jax.Array:
   return c.reshape(-1, rows * cols)
 
 
-def inverse_of_selected(
-    indices: jax.Array,
-    values: jax.Array,
-    sides: tuple[int, int],
-    basis: Basis,
-) -> jax.Array:
-  r"""Returns the `inverse` of `values [chunks, m]` at int32 `indices`.
-
-  The sum of outer products :math:`v_j\, D_{u_j}^\top D_{v_j}` of rows of the
-  basis: for few coefficients, less work than the whole transform. Values of
-  repeated indices are added.
-  """
-  rows, cols = sides
-  col_basis = jnp.asarray(basis.matrix(cols), values.dtype)
-  row_basis = jnp.asarray(basis.matrix(rows), values.dtype)
-  side = jnp.int32(rows)
-  row, col = jax.lax.rem(indices, side), jax.lax.div(indices, side)
-  x = jnp.einsum(
-      'cmi,cmj->cij',
-      values[..., None] * _rows_of(row_basis, row),
-      _rows_of(col_basis, col),
-      precision=jax.lax.Precision.HIGHEST,
-  )
-  return x.reshape(len(indices), rows * cols)
-
-
 def clear_padding(c: jax.Array, grid: ChunkGrid, basis: Basis) -> jax.Array:
   """Projects coefficients onto arrays that are zero in the padding.
 
@@ -350,13 +324,6 @@ def _apply(x: jax.Array, matrix: np.ndarray) -> jax.Array:
   # The default is bfloat16 on TPUs and TF32 on GPUs.
   flat = jnp.dot(flat, factor, precision=jax.lax.Precision.HIGHEST)
   return flat[:rows].reshape(x.shape)
-
-
-def _rows_of(matrix: jax.Array, rows: jax.Array) -> jax.Array:
-  """Returns `matrix[rows]` for rows within the matrix."""
-  return matrix.at[rows].get(
-      mode='promise_in_bounds', wrap_negative_indices=False
-  )
 
 
 def _keep(matrix: np.ndarray, padding: int) -> np.ndarray:

@@ -110,17 +110,6 @@ def stored(x: jax.Array) -> jax.Array:
   return jax.lax.optimization_barrier(x) if of() == 'tpu' else x
 
 
-def transform_selected(workers: int, k: int, rows: int, cols: int) -> bool:
-  """Returns whether to invert the transform of selections by outer products.
-
-  Those take `k * rows * cols` multiplications per worker, the dense inverse
-  `rows * cols * (rows + cols)` and a scatter. On CPUs one worker's take half
-  the time at 32 of 64 x 64 and a fourth at 8.
-  """
-  few = 2 * workers * (k + 8) <= rows + cols
-  return few and min(rows, cols) >= 16 and _on_cpu()
-
-
 def loop_to_keep(elements: int) -> bool:
   """Returns whether a zero-or-one-trip loop replaces a select of momentum.
 

@@ -335,7 +335,6 @@ def test_a_place_beyond_the_chunk_excludes_the_worker(places):
 @pytest.mark.parametrize('select', [
     demo_optax.compressors.RandomSubset(8 / 1024), At((5, 3), True, 'uint32')])
 def test_shared_places_of_a_wide_type_go_through_a_transform(select, x64):
-  """With few of them it is a sum of outer products, which takes indices."""
   updates, _, num_excluded = update_of(select, demo_optax.compressors.Dct(), 32)
   assert num_excluded == 0
   assert all(np.any(u) for u in jax.tree.leaves(updates))
