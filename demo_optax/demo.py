@@ -147,10 +147,9 @@ def scale_by_demo(
       `optax.ema` and the second version of the paper do.
     gradient_weight: :math:`w`, a number or a schedule of the step. For weights
       per leaf, scale the gradients before the exchange.
-    exchange: `'all_gather'`; `'all_to_all'`; or `'auto'`, which takes the one
-      that receives fewer bytes.
-    update_values: the code of owners' updates; needed unless `exchange` is
-      `'all_gather'`, which ignores it.
+    exchange: `'all_gather'`, or `'all_to_all'`: each worker owns and merges a
+      share of the chunks. `plan` has the bytes that either receives.
+    update_values: the code of owners' updates. `'all_gather'` ignores it.
 
       ============ ========== ===============================================
       value        bits each  encoding
@@ -209,8 +208,8 @@ def scale_by_demo(
   written = resolve_update_values(exchange, update_values)
   if workers.relay is not None and exchange == 'all_to_all':
     raise ValueError(
-        "exchange must be 'all_gather' or 'auto' with a relay, which sends all"
-        " messages to all workers, got 'all_to_all'."
+        "exchange must be 'all_gather' with a relay, which sends all messages"
+        " to all workers, got 'all_to_all'."
     )
 
   def config_of(tree: chex.ArrayTree, leaves: list[Any]) -> ExchangeConfig:
@@ -218,10 +217,9 @@ def scale_by_demo(
     layout = make_layout(
         leaves, per_leaf(compressor, tree), workers.param_specs.axis_sizes
     )
-    gathers = exchange == 'all_gather' or workers.relay is not None
-    count = None if gathers else count_workers()
+    num_owners = count_workers() if exchange == 'all_to_all' else None
     return exchange_lib.make_config(
-        layout, average, exchange, count, written, platform.of(workers.mesh)
+        layout, average, num_owners, written, platform.of(workers.mesh)
     )
 
   def count_workers() -> int | None:

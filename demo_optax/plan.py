@@ -272,7 +272,7 @@ def plan(
     specs, axis, count = REPLICATED, 'workers', workers
   _checks.check_positive('workers', count)
   is_relayed = isinstance(workers, Workers) and workers.relay is not None
-  exchange = 'all_gather' if is_relayed else exchange
+  has_owners = exchange == 'all_to_all' and not is_relayed
   flat = jax.tree_util.tree_flatten_with_path(params)[0]
   layout = make_layout(
       [describe_leaf(path, np.shape(x), x, specs) for path, x in flat],
@@ -289,19 +289,22 @@ def plan(
   ]
   ordered = sum(size for size in averaged if size <= ORDERED_BYTES)
   written = resolve_update_values(exchange, update_values)
-  config = make_config(layout, 'senders', exchange, count, written)
+  config = make_config(
+      layout, 'senders', count if has_owners else None, written
+  )
   sizes = {
       name: math.prod(shape) * np.dtype(dtype).itemsize
       for name, (shape, dtype) in config.packer.shapes.items()
   }
   payload = sizes.pop(config.packer.name, 0)
   summed = sum(sizes.values()) + sum(averaged) - ordered
-  received = config.received_bytes(count) + (count - 1) * ordered
   updates = 0
-  if config.update_packer is None:
+  if config.owners is None:
     payload += ordered
+    received = (count - 1) * payload
   else:
-    updates = (config.update_packer.num_bytes + ordered) * count
+    updates = (config.owners.num_bytes + ordered) * count
+    received = (count - 1) * (payload + updates) // count
   if is_relayed:  # sums are computed from all workers' summands
     payload, summed = payload + summed, 0
     received = (count - 1) * payload

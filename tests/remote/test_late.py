@@ -406,7 +406,7 @@ def test_a_training_step_without_its_state():
 
 def test_owners_are_refused():
   workers = demo_optax.Workers.remote('tcp://127.0.0.1:1', rank=0, count=2)
-  with pytest.raises(ValueError, match="exchange must be 'all_gather' or 'auto'"):
+  with pytest.raises(ValueError, match="exchange must be 'all_gather' with a relay"):
     demo_optax.demo(1e-2, workers=workers, exchange='all_to_all')
 
 
