@@ -231,47 +231,48 @@ def clear_padding(c: jax.Array, grid: ChunkGrid, basis: Basis) -> jax.Array:
   """
   if grid.whole or not any(grid.ends):
     return c
-  _, (rows, row_length), (cols, col_length) = _matrix_view(grid)
-  row_padding, col_padding = (0, 0, *grid.ends)[-2:]
-  shape, c = c.shape, c.reshape(-1, rows, cols, col_length, row_length)
-  if row_padding:
-    edge = _apply(c[:, -1], _keep(basis.matrix(row_length), row_padding))
-    c = c.at[:, -1].set(edge)
-  if col_padding:
-    edge = c[:, :, -1].swapaxes(-1, -2)
-    edge = _apply(edge, _keep(basis.matrix(col_length), col_padding))
-    c = c.at[:, :, -1].set(edge.swapaxes(-1, -2))
+  _, (rows, _), (cols, _) = _matrix_view(grid)
+  shape, c = c.shape, c.reshape(-1, rows, cols, grid.chunk_size)
+  for at, project in edges(grid, basis):
+    c = c.at[at].set(project(c[at]))
   return c.reshape(shape)
 
 
 def edges(
-    grid: ChunkGrid,
-) -> list[tuple[np.ndarray, Callable[[jax.Array, Basis], jax.Array]]]:
+    grid: ChunkGrid, basis: Basis
+) -> list[tuple[Any, Callable[[jax.Array], jax.Array]]]:
   """Returns, for each padded side, the chunks there and their projection.
 
-  These are bool `[num_chunks]`, and a function of coefficients `[chunks, n]`
-  and a basis that projects as `clear_padding` does.
+  These are an index into `[batch, rows, cols]`, and a function of coefficients
+  `[..., n]` that projects as `clear_padding` does.
   """
-  batch, (rows, row_length), (cols, col_length) = _matrix_view(grid)
+  row_length, col_length = (1, 1, *grid.lengths)[-2:]
   row_padding, col_padding = (0, 0, *grid.ends)[-2:]
 
-  def project_rows(c: jax.Array, basis: Basis) -> jax.Array:
+  def project_rows(c: jax.Array) -> jax.Array:
     x = c.reshape(-1, col_length, row_length)
     x = _apply(x, _keep(basis.matrix(row_length), row_padding))
     return x.reshape(c.shape)
 
-  def project_cols(c: jax.Array, basis: Basis) -> jax.Array:
+  def project_cols(c: jax.Array) -> jax.Array:
     x = c.reshape(-1, col_length, row_length).swapaxes(1, 2)
     x = _apply(x, _keep(basis.matrix(col_length), col_padding))
     return x.swapaxes(1, 2).reshape(c.shape)
 
-  place = np.arange(grid.num_chunks).reshape(batch, rows, cols)
   found: list[Any] = []
   if row_padding:
-    found.append((np.isin(place, place[:, -1]).reshape(-1), project_rows))
+    found.append((np.s_[:, -1], project_rows))
   if col_padding:
-    found.append((np.isin(place, place[:, :, -1]).reshape(-1), project_cols))
+    found.append((np.s_[:, :, -1], project_cols))
   return found
+
+
+def flags(grid: ChunkGrid, at: Any) -> np.ndarray:
+  """Returns bool `[num_chunks]`, true for the chunks at an index of `edges`."""
+  batch, (rows, _), (cols, _) = _matrix_view(grid)
+  found = np.zeros((batch, rows, cols), bool)
+  found[at] = True
+  return found.reshape(-1)
 
 
 def to_coefficients(

@@ -360,14 +360,14 @@ class Layout:
         continue
       # The chunks of this device are unknown when traced: project all of them
       # and take those at an edge.
-      for edge, keep in chunking.edges(grid):
+      for at, project in chunking.edges(grid, bucket.basis):
         flags = np.zeros(bucket.num_devices * bucket.num_chunks, bool)
-        flags[start:stop] = np.tile(edge, len(members))
+        flags[start:stop] = np.tile(chunking.flags(grid, at), len(members))
         mine = jax.lax.dynamic_slice_in_dim(
             jnp.asarray(flags), device * bucket.num_chunks, bucket.num_chunks
         )
         mine = jnp.pad(mine, (0, bucket.rows - bucket.num_chunks))
-        c = jnp.where(mine[:, None] & valid, keep(c, bucket.basis), c)
+        c = jnp.where(mine[:, None] & valid, project(c), c)
     return c
 
 
