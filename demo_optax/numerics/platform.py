@@ -139,15 +139,6 @@ def one_payload_at_a_time() -> bool:
   return _on_cpu()
 
 
-def by_comparison() -> bool:
-  """Returns whether one of each group is found by comparing its place.
-
-  A scatter is serial on TPUs, and needs sorted indices. On CPUs it takes a
-  fifth of the time of comparisons with many workers.
-  """
-  return not _on_cpu()
-
-
 def by_product() -> bool:
   """Returns whether selections are written as products of one-hot matrices.
 
