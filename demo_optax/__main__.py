@@ -5,10 +5,9 @@
     python -m demo_optax 300M --link 100Mbit/s --latency 20ms --step 0.4s
     python -m demo_optax package.module:function --workers 8
 
-A model is a name (the 300M and 1B of the DeMo paper), a JSON file of float32
-shapes, `{"embedding": [50304, 1024], "layer": {"up": [1024, 8192]}}`, or a
-function or class without required arguments that returns a Flax NNX module, or
-a pytree of arrays or of `jax.ShapeDtypeStruct`. It is traced, not run.
+A model is a name (the 300M and 1B of the DeMo paper), or a function or class
+without required arguments that returns a Flax NNX module, or a pytree of arrays
+or of `jax.ShapeDtypeStruct`. It is traced, not run.
 
 Seconds are modelled: a worker sends and receives at the full rate of its link,
 and waits for the latency in each turn of a ring (N - 1 turns of an all-gather,
@@ -17,8 +16,6 @@ and waits for the latency in each turn of a ring (N - 1 turns of an all-gather,
 
 import argparse
 import importlib
-import json
-import pathlib
 import re
 import sys
 from typing import Any, get_args
@@ -51,7 +48,7 @@ def main(argv: list[str] | None = None) -> None:
       usage=argparse.SUPPRESS,  # an error is one line
       formatter_class=argparse.RawDescriptionHelpFormatter)
   add = parser.add_argument
-  add('model', help=f'{", ".join(MODELS)}, a JSON file, or module:function')
+  add('model', help=f'{", ".join(MODELS)}, or module:function')
   add('--optimizer', choices=['demo', 'demo_muon'], default='demo',
       help='demo_muon: its default compressors, not the next three; default:'
       ' demo')
@@ -131,15 +128,12 @@ def _params(model: str) -> Any:
   """Shapes of the parameters of a model."""
   module, colon, name = model.partition(':')
   if model in MODELS:
-    return _arrays(MODELS[model])
-  if pathlib.Path(model).exists():
-    try:
-      return _arrays(json.loads(pathlib.Path(model).read_text()))
-    except json.JSONDecodeError as error:
-      raise ValueError(f'{model} must be JSON: {error}.') from error
+    return jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(tuple(shape), jnp.float32),
+        MODELS[model], is_leaf=lambda x: isinstance(x, list))
   if not colon:
-    raise ValueError(f'must be a file, module:function or one of'
-                     f' {", ".join(MODELS)}, got {model!r}.')
+    raise ValueError(f'must be module:function or one of {", ".join(MODELS)},'
+                     f' got {model!r}.')
   make = getattr(importlib.import_module(module), name)
   return jax.eval_shape(lambda: _zeros(make()))
 
@@ -150,18 +144,6 @@ def _zeros(made: Any) -> Any:
   if nnx and isinstance(made, nnx.Module):
     made = nnx.state(made, nnx.Param)
   return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made)
-
-
-def _arrays(shapes: Any, path: str = '') -> Any:
-  """Nested shapes `[rows, ...]` as float32 arrays, with names to print."""
-  if isinstance(shapes, dict):
-    return {repr(k)[1:-1]: _arrays(x, f'{path}/{k}') for k, x in shapes.items()}
-  if not isinstance(shapes, list) or not all(
-      type(length) is int and length >= 0 for length in shapes):
-    raise ValueError(
-        f'{path!r} must be a list of lengths, such as [1024, 4096], or an'
-        f' object of them by name, got {json.dumps(shapes)[:100]}.')
-  return jax.ShapeDtypeStruct(tuple(shapes), jnp.float32)
 
 
 if __name__ == '__main__':

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import PartitionSpec as P
 
 from demo_optax import _checks, _tree, compressors
 from demo_optax._paths import Keys, Path, path_keys
@@ -25,7 +24,11 @@ from demo_optax.exchange import algorithm as exchange_lib
 from demo_optax.exchange.algorithm import ExchangeConfig, Hyper, WorkerState
 from demo_optax.numerics import platform, topk
 from demo_optax.workers import Workers, checks, inside, lift
-from demo_optax.workers.param_specs import ParamSharding, ParamSpecs
+from demo_optax.workers.param_specs import (
+  REPLICATED,
+  ParamSharding,
+  ParamSpecs,
+)
 
 
 @functools.partial(
@@ -344,7 +347,7 @@ def describe_leaf(
     path: Path, shape: tuple[int, ...], x: Any, param_specs: ParamSpecs
 ) -> tuple[Keys, tuple[int, ...], Any, ParamSharding]:
   """Returns path, shape, dtype of the momentum and sharding of a leaf."""
-  dtype, sharding = None, ParamSharding(P(), (1,) * len(shape), ())
+  dtype, sharding = None, REPLICATED.place((), shape)
   if _tree.is_exchanged(x):
     dtype = _tree.momentum_dtype(path, x)
     sharding = param_specs.place(path, shape)
