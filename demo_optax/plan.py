@@ -16,7 +16,7 @@ from demo_optax.compressors.compressor import (
   per_leaf,
 )
 from demo_optax.compressors.layout import Layout, Leaf, make_layout
-from demo_optax.demo import describe_leaf, resolve_update_values
+from demo_optax.demo import resolve_update_values
 from demo_optax.exchange.algorithm import ExchangeKind, make_config
 from demo_optax.workers import Workers
 from demo_optax.workers.collectives import ORDERED_BYTES
@@ -67,7 +67,6 @@ class Plan:
       joined. Scalars on which its devices agree are not counted.
     update_bytes: of the updates of all owners and of averaged leaves of up to
       64 KB; 0 without owners.
-    update_values: the code of owners' updates; None without owners.
   """
 
   leaves: tuple[LeafBytes, ...]
@@ -77,7 +76,6 @@ class Plan:
   summed_bytes: int
   device_bytes: dict[tuple[str, ...], int]
   update_bytes: int = 0
-  update_values: str | None = None
 
   @property
   def sent_bytes(self) -> int:
@@ -203,16 +201,14 @@ class Plan:
           f'  over {", ".join(axes):<15} receives {_num_bytes(moved):>10}'
           for axes, moved in self.device_bytes.items()
       ]
-    up_to = f'up to {self.max_workers(4)}/{self.max_workers(2)}'
-    if self.max_workers(2) == math.inf:
-      up_to = 'any number of'
-    lines.append(
-        f'Owners of chunks write updates as {self.update_values!r}:'
-        f' {_num_bytes(self.update_bytes)}, all of them together.'
-        if self.update_bytes else
-        'This exchange receives less than an all-reduce of float32/bfloat16'
-        f' with {up_to} workers.'
-    )
+    if not self.update_bytes:
+      up_to = f'up to {self.max_workers(4)}/{self.max_workers(2)}'
+      if self.max_workers(2) == math.inf:
+        up_to = 'any number of'
+      lines.append(
+          'This exchange receives less than an all-reduce of float32/bfloat16'
+          f' with {up_to} workers.'
+      )
     return '\n'.join(lines)
 
 
@@ -267,9 +263,9 @@ def plan(
   has_owners = exchange == 'all_to_all' and not is_relayed
   flat = jax.tree_util.tree_flatten_with_path(params)[0]
   layout = make_layout(
-      [describe_leaf(path, np.shape(x), x, specs) for path, x in flat],
+      [(path, np.shape(x), x) for path, x in flat],
       per_leaf(compressor, params),
-      specs.axis_sizes,
+      specs,
   )
   leaves = tuple(
       _leaf_bytes(leaf) for leaf in layout.leaves
@@ -308,7 +304,6 @@ def plan(
       summed * specs.devices,
       {(axis,): received + _ring(summed, count), **_joined(layout, specs)},
       updates * specs.devices,
-      written if updates else None,
   )
 
 
@@ -322,7 +317,7 @@ def _leaf_bytes(leaf: Leaf) -> LeafBytes:
         True, sent, blocks, axes,
     )
   assert isinstance(leaf.compressor, Compressor)
-  grid, form = leaf.grid, leaf.plan.format
+  grid, form, code = leaf.grid, leaf.plan.format, leaf.plan.format.index_code
   alone = dataclasses.replace(
       leaf,
       sharding=REPLICATED.place((), leaf.shape),
@@ -335,8 +330,8 @@ def _leaf_bytes(leaf: Leaf) -> LeafBytes:
       chunk=grid.lengths if grid.whole else grid.lengths[-2:],
       topk=form.k,
       values=form.values,
-      index_code='shared' if form.shared else form.index_code.name,
-      index_bits=form.index_code.bits / form.k,
+      index_code='shared' if form.shared else code.name if code else 'none',
+      index_bits=code.bits / form.k if code else 0.0,
       whole=grid.whole,
       sent_bytes=leaf.plan.num_bytes * math.prod(blocks),
       blocks=blocks,

@@ -55,19 +55,15 @@ class Hyper(NamedTuple):
   weight: chex.Numeric
 
 
-class Metrics(NamedTuple):
-  """Scalars about an exchange, as in `DeMoState.metrics`."""
-
-  num_excluded: jax.Array
-  sent_energy: jax.Array
-  residual_norm: jax.Array
-  mean_senders: jax.Array
+# Scalars about an exchange, as in `DeMoState.metrics`.
+Metrics = dict[str, jax.Array]
 
 
 def no_metrics() -> Metrics:
   """Returns the initial metrics, each a separate array (for donation)."""
-  numbers = (jnp.zeros((), jnp.float32) for _ in range(3))
-  return Metrics(jnp.zeros((), jnp.int32), *numbers)
+  names = 'sent_energy', 'residual_norm', 'mean_senders'
+  numbers = {name: jnp.zeros((), jnp.float32) for name in names}
+  return {'num_excluded': jnp.zeros((), jnp.int32), **numbers}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -323,6 +319,7 @@ def _is_valid(
 
 def _none(beyond: jax.Array) -> jax.Array:
   """Returns whether no element is true."""
+  # Not a maximum of magnitudes: that of XLA:CPU may lose NaN.
   if not platform.reduce_in_two_stages():
     return ~jnp.any(beyond)
   rows = next(r for r in range(32, 0, -1) if beyond.size % r == 0)
@@ -379,12 +376,12 @@ def _metrics(
   held, sent, stays, all_sent, different = group.sum_devices(
       jnp.concatenate([report.energies, senders])
   )
-  return Metrics(
-      num_excluded=group.size - count,
-      sent_energy=_ratio(sent, held),
-      residual_norm=jnp.sqrt(_ratio(stays, valid)),
-      mean_senders=_ratio(all_sent, different),
-  )
+  return {
+      'num_excluded': group.size - count,
+      'sent_energy': _ratio(sent, held),
+      'residual_norm': jnp.sqrt(_ratio(stays, valid)),
+      'mean_senders': _ratio(all_sent, different),
+  }
 
 
 def _ratio(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -315,5 +315,5 @@ def test_workers_of_an_unknown_number():
 
   specs = specs_of('ternary')
   assert set(jax.tree.leaves(specs.worker_stacked)) == {P('data')}
-  with pytest.raises(ValueError, match='call tx.init there'):
+  with pytest.raises(ValueError, match='is not mapped here'):
     specs_of('sign')
