@@ -18,6 +18,7 @@ import argparse
 import importlib
 import re
 import sys
+from collections.abc import Callable
 from typing import Any, get_args
 
 import jax
@@ -52,21 +53,21 @@ def main(argv: list[str] | None = None) -> None:
   add('--optimizer', choices=['demo', 'demo_muon'], default='demo',
       help='demo_muon: its default compressors, not the next three; default:'
       ' demo')
-  add('--topk', type=_number(2**24), default=32,
+  add('--topk', type=int, default=32,
       help='coefficients per chunk; default: 32')
-  add('--chunk', type=_number(4096), default=64, help='its sides; default: 64')
+  add('--chunk', type=int, default=64, help='its sides; default: 64')
   add('--values', choices=VALUES, default='float32', help='code of values')
-  add('--workers', type=_number(2**24), nargs='+', default=[8],
+  add('--workers', type=int, nargs='+', default=[8],
       help='numbers of workers; default: 8')
   add('--exchange', choices=get_args(ExchangeKind), default='all_gather',
       help='all_to_all: every worker merges its share of the chunks')
   add('--update-values', choices=UPDATE_VALUES, default='ternary',
       help='code of the updates of all_to_all')
-  add('--link', type=_number(unit='bit/s', example='100Mbit/s'),
+  add('--link', type=_amount('bit/s', '100Mbit/s'),
       metavar='RATE', help='of a worker, such as 100Mbit/s: prints seconds')
-  add('--latency', type=_number(unit='s', example='20ms'), default=0.0,
+  add('--latency', type=_amount('s', '20ms'), default=0.0,
       metavar='TIME', help='of the link, one way, such as 20ms')
-  add('--step', type=_number(unit='s', example='0.4s'), default=0.0,
+  add('--step', type=_amount('s', '0.4s'), default=0.0,
       metavar='TIME', help='of a step without communication, such as 0.4s')
   args = parser.parse_args(argv)
   try:
@@ -78,7 +79,7 @@ def main(argv: list[str] | None = None) -> None:
                   update_values=args.update_values) for n in args.workers]
   except Exception as error:  # also what the user's function raises
     words = ' '.join(str(error).split()) or type(error).__name__
-    parser.error(f'argument model: {words}')
+    parser.error(words)
   print('\n\n'.join([plans[0].table(), *(each.totals() for each in plans)]))
   for each in plans if args.link else []:
     print(f'\n{_over_link(each, args.link, args.latency, args.step)}')
@@ -108,20 +109,18 @@ def _over_link(plan: Plan, rate: float, latency: float, step: float) -> str:
   return '\n'.join([*lines, verdict])
 
 
-def _number(most: float = 1e30, unit: str = '', example: str = '') -> Any:
-  """Reads an integer, or an amount such as `example` in a unit."""
-  pattern = rf'(\d+(?:\.\d+)?)([umkMG]?){unit}' if unit else r'(\d+)()'
-  wanted = f'a number above 0 in a unit, such as {example}' if unit else (
-      f'an integer from 1 to {most:,}')
+def _amount(unit: str, example: str) -> Callable[[str], float]:
+  """Reads an amount in a unit, such as `example`."""
 
-  def number(text: str) -> float:
-    found = re.fullmatch(pattern, text)
-    value = float(found[1]) * _PREFIXES[found[2]] if found else 0.0
-    if not 0 < value <= most:
-      raise argparse.ArgumentTypeError(f'must be {wanted}, got {text[:20]!r}')
-    return value if unit else int(value)
+  def amount(text: str) -> float:
+    found = re.fullmatch(rf'(\d+(?:\.\d+)?)([umkMG]?){unit}', text)
+    if not found or not float(found[1]):
+      raise argparse.ArgumentTypeError(
+          f'must be a number above 0 in a unit, such as {example}, got {text!r}'
+      )
+    return float(found[1]) * _PREFIXES[found[2]]
 
-  return number
+  return amount
 
 
 def _params(model: str) -> Any:
