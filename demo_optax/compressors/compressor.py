@@ -53,18 +53,6 @@ class Compressor:
   Attributes:
     batch_dims: leading dimensions, such as of layers or experts, of which no
       chunk has more than one entry.
-
-  Example:
-    >>> import demo_optax, jax.numpy as jnp
-    >>> from demo_optax.compressors import Compressor, Identity, TopK
-    >>> largest = Compressor(TopK(1), Identity())  # the largest element
-    >>> tx = demo_optax.scale_by_demo(
-    ...     largest, workers=demo_optax.Workers.simulated(1))
-    >>> params = jnp.zeros(4)
-    >>> update, _ = tx.update(
-    ...     jnp.array([[1.0, -3.0, 2.0, 0.0]]), tx.init(params), params)
-    >>> print(update)
-    [ 0. -3.  0.  0.]
   """
 
   select: Selector
@@ -279,16 +267,6 @@ def dct_topk(
       prime dimension.
     proportional: send `topk` of a full chunk, and of a smaller one, such as of
       a vector, in proportion, rounded up. False: of every chunk, as published.
-
-  Example:
-    >>> import demo_optax
-    >>> params = {'w': jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
-    >>> for values in ('float32', 'sign'):  # per 4096 coefficients, in bytes
-    ...   compressor = demo_optax.dct_topk(topk=8, values=values)
-    ...   plan = demo_optax.plan(params, compressor, workers=16)
-    ...   print(values, plan.sent_bytes / 4096)
-    float32 43.0
-    sign 14.0
 
   References:
     Peng et al., `DeMo: Decoupled Momentum Optimization

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from demo_optax.compressors import chunking
 from demo_optax.compressors.layout import Bucket
+from demo_optax.compressors.selectors import TopK
 from demo_optax.exchange.message import Received, Selected, energy
 from demo_optax.numerics import platform, rounding, topk
 
@@ -146,5 +147,5 @@ def _select(
 
 
 def _is_sound(bucket: Bucket) -> bool:
-  """Returns whether a selector promises indices that the code can write."""
-  return bucket.format.grouped or getattr(bucket.select, 'ascending', False)
+  """Returns whether indices are in range, and in the order of their code."""
+  return bucket.format.grouped or type(bucket.select) is TopK

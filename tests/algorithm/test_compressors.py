@@ -163,13 +163,6 @@ def test_a_share_is_the_ceiling_of_what_is_written(rate, n, k):
   assert Striding(rate).count(n) == k
 
 
-def test_compressors_are_equal_by_value():
-  assert demo_optax.dct_topk(16, 4) == demo_optax.dct_topk(16, 4)
-  assert hash(demo_optax.compressors.full()) == hash(demo_optax.compressors.full())
-  assert Compressor(TopK(4), Identity(), 16) == Compressor(TopK(4), Identity(), 16)
-  assert demo_optax.dct_topk(16, 4) != Compressor(TopK(4, 256), Identity(), 16)
-
-
 def test_info_says_what_was_sent_and_kept():
   workers = demo_optax.Workers.simulated(3)
   compressor = Compressor(TopK(1), Identity(), 4)
@@ -190,40 +183,6 @@ def test_info_says_what_was_sent_and_kept():
   # An exchange in front of it that has nothing to send tells nothing.
   idle = demo_optax.scale_by_demo(compressor, workers=workers).init(())
   assert demo_optax.exchange_info((idle, state)) == info
-
-
-def test_a_selection_in_any_order_and_of_another_code():
-  """What a user's select returns is sorted; and its code is not cached away."""
-  workers = demo_optax.Workers.simulated(2)
-  params = jnp.zeros((16, 16))
-  gradients = random_tree(0, {'w': (2, 16, 16)})['w']
-
-  @dataclasses.dataclass(frozen=True)
-  class Mine:
-    largest: bool
-    shared = False
-
-    def count(self, n):
-      return min(8, n)
-
-    def __call__(self, c, step):
-      if self.largest:
-        return jax.lax.top_k(jnp.abs(c), 8)[1]
-      some = jnp.arange(8, dtype=jnp.int32)[::-1]
-      return jnp.broadcast_to(some, (len(c), 8))
-
-  def run(select):
-    compressor = Compressor(select, Identity(), 16)
-    tx = demo_optax.scale_by_demo(compressor, workers=workers)
-    updates, state = tx.update(gradients, tx.init(params), params)
-    assert int(state.metrics['num_excluded']) == 0
-    return np.asarray(updates)
-
-  known = demo_optax.scale_by_demo(
-      Compressor(TopK(8), Identity(), 16), workers=workers)
-  expected, _ = known.update(gradients, known.init(params), params)
-  np.testing.assert_array_equal(run(Mine(True)), expected)
-  assert np.count_nonzero(run(Mine(False))) == 8
 
 
 # The guide --------------------------------------------------------------------
