@@ -12,9 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import jax
-import numpy as np
 import optax
-import scipy.linalg
 from flax import nnx
 from optax import contrib
 
@@ -53,30 +51,8 @@ BASES = {
         ),
     ),
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Hadamard(compressors.Basis):
-  """Sylvester's matrix; sides of chunks must be powers of two."""
-
-  def matrix(self, length: int) -> np.ndarray:
-    return scipy.linalg.hadamard(length) / np.sqrt(length)
-
-
-@dataclasses.dataclass(frozen=True)
-class RandomOrthogonal(compressors.Basis):
-  """A random rotation or reflection, drawn once for every length."""
-
-  def matrix(self, length: int) -> np.ndarray:
-    normal = np.random.default_rng([0, length]).normal(size=(length, length))
-    q, r = np.linalg.qr(normal.T)
-    return (q * np.sign(np.diag(r))).T
-
-
 TOPK = {
     'dct': compressors.Dct(),
-    'hadamard': Hadamard(),
-    'random-orthogonal': RandomOrthogonal(),
     'identity': compressors.Identity(),
 }
 SUBSETS = {
