@@ -15,7 +15,7 @@ from optax import contrib
 from demo_optax import _tree
 from demo_optax.compressors.compressor import Frozen
 from demo_optax.demo import DeMoState, check_range
-from demo_optax.recipes.matrices import Matrices, matrix_axes
+from demo_optax.recipes.matrices import matrices, matrix_axes
 from demo_optax.workers import Workers, lift
 
 # Multiplies gradients before Newton-Schulz, which ignores scale, but whose
@@ -65,11 +65,11 @@ def scale_to_unit_rms(
   ) -> chex.ArrayTree:
     del params
     leaves, treedef = jax.tree.flatten(updates)
-    dimensions: list[Any] = [None] * len(leaves)
+    dimensions: Iterable[Any] = [None] * len(leaves)
     if weight_dimension_numbers is not None:
-      dimensions = Matrices(
+      dimensions = matrices(
           updates, weight_dimension_numbers, 'weight_dimension_numbers'
-      ).leaves
+      ).values()
     return treedef.unflatten([
         scale(u, None if d is None else matrix_axes(d))
         if _tree.is_exchanged(u) else u
@@ -187,7 +187,7 @@ def _orthonormal(
       preconditioning='aol',
       weight_dimension_numbers=contrib.MuonDimensionNumbers((-2,), (-1,)),
   )
-  orders, matrices = [], []
+  orders, flat = [], []
   stacks: dict[Any, list[int]] = {}
   sizes: dict[Any, int] = collections.defaultdict(int)
   for i, (x, d) in enumerate(zip(leaves, dimensions)):
@@ -196,19 +196,19 @@ def _orthonormal(
     short, long = sorted(sides, key=lambda side: _size(x, side))
     batch = [a for a in range(x.ndim) if a not in short + long]
     orders.append((*batch, *short, *long))
-    matrices.append(
+    flat.append(
         x.transpose(orders[i]).reshape(-1, _size(x, short), _size(x, long))
     )
-    kind = matrices[i].shape[1:], x.dtype
+    kind = flat[i].shape[1:], x.dtype
     most = workers.param_specs.devices * max(_STACK, math.prod(kind[0]))
     stacks.setdefault((kind, sizes[kind] // most), []).append(i)
     sizes[kind] += x.size
   found: list[Any] = [None] * len(leaves)
   for group in stacks.values():
-    stack = lift.spread(workers, jnp.concatenate([matrices[i] for i in group]))
+    stack = lift.spread(workers, jnp.concatenate([flat[i] for i in group]))
     stack, _ = tx.update(stack, tx.init(stack))
     stack = lift.spread(workers, stack)
-    ends = np.cumsum([len(matrices[i]) for i in group])
+    ends = np.cumsum([len(flat[i]) for i in group])
     for i, part in zip(group, jnp.split(stack[: ends[-1]], ends[:-1])):
       shape = [leaves[i].shape[a] for a in orders[i]]
       found[i] = part.reshape(shape).transpose(np.argsort(orders[i]))
