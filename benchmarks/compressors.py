@@ -25,8 +25,6 @@ RATE = 2e-3
 SUBSET = '0.0164'  # of 4 MB of gradients: 197 kB both ways, as topk 32
 COMPRESSORS = {
     'dct': [],
-    'hadamard': [],
-    'random-orthogonal': [],
     'identity': [],
     'random-subset': ['--rate', SUBSET],
     'striding': ['--rate', SUBSET],

@@ -53,8 +53,6 @@ BASES = {
 }
 TOPK = {
     'dct': compressors.Dct(),
-    'hadamard': compressors.Hadamard(),
-    'random-orthogonal': compressors.RandomOrthogonal(),
     'identity': compressors.Identity(),
 }
 SUBSETS = {

@@ -60,14 +60,15 @@ def config_of(
   """Returns what is static in an exchange of `count` workers."""
   layout = step_lib.layout_of(params, compressor())
   return exchange_lib.make_config(
-      layout, 'senders', exchange, count, 'ternary')
+      layout, 'senders', count if exchange == 'all_to_all' else None,
+      'ternary')
 
 
 def random_updates(
     config: exchange_lib.ExchangeConfig, count: int
 ) -> jax.Array:
   """Packs what `count` owners tell: uint8 `[count, bytes]`."""
-  owners = config.update_packer
+  owners = config.owners
   buckets = dict(enumerate(config.packer.read))
 
   def update(key: jax.Array) -> jax.Array:
@@ -94,11 +95,11 @@ class Merging:
     config = config_of(params, exchange, count)
     group = Group('workers', count)
     self.inputs = [step_lib.messages(config.packer, count)]
-    if config.update_packer is not None:
+    if config.owners is not None:
       self.inputs.append(random_updates(config, count - 1))
 
     def merge(arrived: jax.Array, others: Any = None) -> Any:
-      packer, owners = config.packer, config.update_packer
+      packer, owners = config.packer, config.owners
       inbox = packer.unpack({packer.name: arrived}, None, group)
       merged, distinct = zip(*[
           arithmetic.merge(b, inbox.received[i], 'senders')

@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import PartitionSpec as P
 
 from demo_optax import _checks, _tree, compressors
-from demo_optax._paths import Keys, Path, path_keys
+from demo_optax._paths import Keys, path_keys
 from demo_optax.codes.values import UPDATE_VALUES, WITHOUT_RESIDUAL
 from demo_optax.compressors.compressor import (
   CompressorTree,
@@ -25,7 +24,6 @@ from demo_optax.exchange import algorithm as exchange_lib
 from demo_optax.exchange.algorithm import ExchangeConfig, Hyper, WorkerState
 from demo_optax.numerics import platform, topk
 from demo_optax.workers import Workers, checks, inside, lift
-from demo_optax.workers.param_specs import ParamSharding, ParamSpecs
 
 
 @functools.partial(
@@ -147,10 +145,8 @@ def scale_by_demo(
       `optax.ema` and the second version of the paper do.
     gradient_weight: :math:`w`, a number or a schedule of the step. For weights
       per leaf, scale the gradients before the exchange.
-    exchange: `'all_gather'`; `'all_to_all'`; or `'auto'`, which takes the one
-      that receives fewer bytes.
-    update_values: the code of owners' updates; needed unless `exchange` is
-      `'all_gather'`, which ignores it.
+    exchange: `'all_gather'` or `'all_to_all'`, see above.
+    update_values: the code of owners' updates; needed with `'all_to_all'`.
 
       ============ ========== ===============================================
       value        bits each  encoding
@@ -169,11 +165,6 @@ def scale_by_demo(
     `[workers, ...]` (in a `data_parallel` step and with `Workers.on_axis`, the
     worker's) and returns updates in the parameters' shapes and the gradients'
     dtypes; zeros for integer leaves.
-
-  Raises:
-    ValueError: when traced, gradients known to be averaged already, or a state
-      of another number of workers, other leaves or another compressor.
-    TypeError: when traced, complex leaves.
 
   Example:
     >>> import demo_optax, jax.numpy as jnp, optax
@@ -209,34 +200,29 @@ def scale_by_demo(
   written = resolve_update_values(exchange, update_values)
   if workers.relay is not None and exchange == 'all_to_all':
     raise ValueError(
-        "exchange must be 'all_gather' or 'auto' with a relay, which sends all"
-        " messages to all workers, got 'all_to_all'."
+        "exchange must be 'all_gather' with a relay, which sends all messages"
+        " to all workers, got 'all_to_all'."
     )
 
   def config_of(tree: chex.ArrayTree, leaves: list[Any]) -> ExchangeConfig:
     """Returns the static part of the exchange."""
     layout = make_layout(
-        leaves, per_leaf(compressor, tree), workers.param_specs.axis_sizes
+        leaves, per_leaf(compressor, tree), workers.param_specs
     )
-    gathers = exchange == 'all_gather' or workers.relay is not None
-    count = None if gathers else count_workers()
     return exchange_lib.make_config(
-        layout, average, exchange, count, written, platform.of(workers.mesh)
+        layout, average, num_owners(), written, platform.of(workers.mesh)
     )
 
-  def count_workers() -> int | None:
-    """Returns the number of workers; None if unknown and not needed."""
+  def num_owners() -> int | None:
+    """Returns the number of workers, if chunks have owners."""
+    if exchange == 'all_gather':
+      return None
     try:
       return workers.count
-    except ValueError as error:  # `on_axis`, outside of the map
+    except ValueError:  # `on_axis`, outside of the map
       if written in WITHOUT_RESIDUAL:
         return None  # the state does not depend on it
-      raise ValueError(
-          f'With exchange={exchange!r} and update_values={update_values!r} the'
-          ' shapes of a state depend on the number of workers, which'
-          f' {workers} knows inside of the mapped function only: call tx.init'
-          ' there.'
-      ) from error
+      raise
 
   def init_fn(params: chex.ArrayTree) -> DeMoState:
     if type(params).__name__ == '_ParamsPlaceholder':
@@ -244,11 +230,7 @@ def scale_by_demo(
       nothing: Any = 0
       return DeMoState(nothing, nothing, nothing, nothing)
     flat = jax.tree_util.tree_flatten_with_path(params)[0]
-    leaves = [
-        describe_leaf(path, np.shape(x), x, workers.param_specs)
-        for path, x in flat
-    ]
-    config = config_of(params, leaves)
+    config = config_of(params, [(path, np.shape(x), x) for path, x in flat])
 
     def zeros(shapes: Any) -> dict[str, jax.Array]:
       return {
@@ -258,7 +240,7 @@ def scale_by_demo(
 
     return DeMoState(
         count=workers.device_put(jnp.zeros((), jnp.int32)),
-        metrics=workers.device_put(exchange_lib.no_metrics()._asdict()),
+        metrics=workers.device_put(exchange_lib.no_metrics()),
         layout=LayoutOf(
             workers.device_put(jnp.asarray(config.layout.digest)), config.layout
         ),
@@ -297,9 +279,7 @@ def scale_by_demo(
     flat, like = _tree.flatten_alike(updates, params)
     lead = 1 if workers.stacked_gradients else 0
     leaves = [
-        describe_leaf(
-            path, np.shape(g)[lead:], g if p is None else p, workers.param_specs
-        )
+        (path, np.shape(g)[lead:], g if p is None else p)
         for (path, g), p in zip(flat, like)
     ]
     tree = updates if params is None else params
@@ -311,7 +291,7 @@ def scale_by_demo(
     for i, ((path, g), p) in enumerate(zip(flat, like)):
       if p is not None and i not in frozen:
         checks.check_sharding(path, p, workers)
-      if i not in frozen or leaves[i][2] is None:
+      if i not in frozen or not _tree.is_exchanged(leaves[i][2]):
         checks.check_gradient(_tree.leaf_name(path), g, p, workers)
     _check_state(state, config, workers)
     weight = gradient_weight
@@ -335,7 +315,7 @@ def scale_by_demo(
     ]
     return jax.tree.structure(updates).unflatten(new), DeMoState(
         count=optax.safe_increment(state.count),
-        metrics=metrics._asdict(),
+        metrics=metrics,
         layout=LayoutOf(state.layout.digest, config.layout),
         worker_stacked=own,
     )
@@ -352,17 +332,6 @@ def average(*, workers: Workers) -> optax.GradientTransformationExtraArgs:
   collective's order.
   """
   return scale_by_demo(None, workers=workers)
-
-
-def describe_leaf(
-    path: Path, shape: tuple[int, ...], x: Any, param_specs: ParamSpecs
-) -> tuple[Keys, tuple[int, ...], Any, ParamSharding]:
-  """Returns path, shape, dtype of the momentum and sharding of a leaf."""
-  dtype, sharding = None, ParamSharding(P(), (1,) * len(shape), ())
-  if _tree.is_exchanged(x):
-    dtype = _tree.momentum_dtype(path, x)
-    sharding = param_specs.place(path, shape)
-  return path_keys(path), shape, dtype, sharding
 
 
 def _check_state(

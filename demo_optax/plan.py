@@ -9,14 +9,15 @@ import jax
 import numpy as np
 
 from demo_optax import _checks
-from demo_optax.compressors.compressor import CompressorTree, Frozen, per_leaf
-from demo_optax.compressors.layout import Leaf, make_layout
-from demo_optax.demo import describe_leaf, resolve_update_values
-from demo_optax.exchange.algorithm import (
-  ExchangeConfig,
-  ExchangeKind,
-  make_config,
+from demo_optax.compressors.compressor import (
+  Compressor,
+  CompressorTree,
+  Frozen,
+  per_leaf,
 )
+from demo_optax.compressors.layout import Layout, Leaf, make_layout
+from demo_optax.demo import resolve_update_values
+from demo_optax.exchange.algorithm import ExchangeKind, make_config
 from demo_optax.workers import Workers
 from demo_optax.workers.collectives import ORDERED_BYTES
 from demo_optax.workers.param_specs import REPLICATED, ParamSpecs
@@ -39,7 +40,6 @@ class LeafBytes:
   blocks: tuple[int, ...]  # shards inside a worker, along each dimension
   axes: tuple[str, ...]
   as_unsharded: bool = True  # in the chunks of an unsharded worker
-  small_blocks: bool = False  # a side shorter than that worker's chunk
 
   @property
   def size(self) -> int:
@@ -50,12 +50,6 @@ class LeafBytes:
   def is_large(self) -> bool:
     """Whether more than a tenth of its float32 elements is sent."""
     return self.sent_bytes > 0.4 * self.size
-
-  def max_workers(self, itemsize: int = 4) -> float:
-    """As `Plan.max_workers`, for this leaf alone."""
-    shared = self.index_code == 'shared'
-    gathered, summed = (0, self.sent_bytes) if shared else (self.sent_bytes, 0)
-    return _max_workers(self.size * itemsize, gathered, summed)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -73,7 +67,6 @@ class Plan:
       joined. Scalars on which its devices agree are not counted.
     update_bytes: of the updates of all owners and of averaged leaves of up to
       64 KB; 0 without owners.
-    update_values: the code of owners' updates; None without owners.
   """
 
   leaves: tuple[LeafBytes, ...]
@@ -83,7 +76,6 @@ class Plan:
   summed_bytes: int
   device_bytes: dict[tuple[str, ...], int]
   update_bytes: int = 0
-  update_values: str | None = None
 
   @property
   def sent_bytes(self) -> int:
@@ -125,7 +117,12 @@ class Plan:
     if self.update_bytes:
       both = self.payload_bytes + self.update_bytes
       return math.inf if both + 2 * self.summed_bytes < 2 * dense else 1
-    return _max_workers(dense, self.payload_bytes, self.summed_bytes)
+    if dense <= self.summed_bytes:
+      return 1
+    if not self.payload_bytes:
+      return math.inf
+    saved = 2 * (dense - self.summed_bytes)
+    return max(1, math.ceil(saved / self.payload_bytes) - 1)
 
   def __str__(self) -> str:
     return f'{self.table()}\n\n{self.totals()}'
@@ -139,7 +136,7 @@ class Plan:
     """
     rows: list[tuple[str, ...]] = [(
         'leaf', 'shape', 'chunks', 'of', 'topk', 'indices', 'bits', 'values',
-        'sent', 'pays to', 'blocks',
+        'sent', 'blocks',
     )]
     equal: dict[LeafBytes, list[str]] = {}
     for leaf in self.leaves:
@@ -159,7 +156,6 @@ class Plan:
           f'{leaf.index_bits:.2f}' if leaf.index_bits else '-',
           leaf.values,
           sent + ('!' if leaf.is_large else ''),
-          '-' if self.update_bytes else _pays_to(leaf),
           blocks if leaf.axes else '-',
       ))
     if not any(leaf.axes for leaf in self.leaves):
@@ -179,12 +175,6 @@ class Plan:
       lines.append(
           '* cut into other chunks than on one device: results depend on how it'
           ' is sharded.'
-      )
-    small = [leaf.name for leaf in self.leaves if leaf.small_blocks]
-    if small:
-      lines.append(
-          'Blocks are smaller than a chunk, which costs bytes. Shard another'
-          f' dimension, or over fewer devices: {", ".join(small)}'
       )
     return '\n'.join(lines)
 
@@ -211,16 +201,14 @@ class Plan:
           f'  over {", ".join(axes):<15} receives {_num_bytes(moved):>10}'
           for axes, moved in self.device_bytes.items()
       ]
-    up_to = f'up to {_pays_to(self)}'
-    if self.max_workers(2) == math.inf:
-      up_to = 'any number of'
-    lines.append(
-        f'Owners of chunks write updates as {self.update_values!r}:'
-        f' {_num_bytes(self.update_bytes)}, all of them together.'
-        if self.update_bytes else
-        'This exchange receives less than an all-reduce of float32/bfloat16'
-        f' with {up_to} workers ("pays to").'
-    )
+    if not self.update_bytes:
+      up_to = f'up to {self.max_workers(4)}/{self.max_workers(2)}'
+      if self.max_workers(2) == math.inf:
+        up_to = 'any number of'
+      lines.append(
+          'This exchange receives less than an all-reduce of float32/bfloat16'
+          f' with {up_to} workers.'
+      )
     return '\n'.join(lines)
 
 
@@ -272,12 +260,12 @@ def plan(
     specs, axis, count = REPLICATED, 'workers', workers
   _checks.check_positive('workers', count)
   is_relayed = isinstance(workers, Workers) and workers.relay is not None
-  exchange = 'all_gather' if is_relayed else exchange
+  has_owners = exchange == 'all_to_all' and not is_relayed
   flat = jax.tree_util.tree_flatten_with_path(params)[0]
   layout = make_layout(
-      [describe_leaf(path, np.shape(x), x, specs) for path, x in flat],
+      [(path, np.shape(x), x) for path, x in flat],
       per_leaf(compressor, params),
-      specs.axis_sizes,
+      specs,
   )
   leaves = tuple(
       _leaf_bytes(leaf) for leaf in layout.leaves
@@ -289,19 +277,22 @@ def plan(
   ]
   ordered = sum(size for size in averaged if size <= ORDERED_BYTES)
   written = resolve_update_values(exchange, update_values)
-  config = make_config(layout, 'senders', exchange, count, written)
+  config = make_config(
+      layout, 'senders', count if has_owners else None, written
+  )
   sizes = {
       name: math.prod(shape) * np.dtype(dtype).itemsize
       for name, (shape, dtype) in config.packer.shapes.items()
   }
   payload = sizes.pop(config.packer.name, 0)
   summed = sum(sizes.values()) + sum(averaged) - ordered
-  received = config.received_bytes(count) + (count - 1) * ordered
   updates = 0
-  if config.update_packer is None:
+  if config.owners is None:
     payload += ordered
+    received = (count - 1) * payload
   else:
-    updates = (config.update_packer.num_bytes + ordered) * count
+    updates = (config.owners.num_bytes + ordered) * count
+    received = (count - 1) * (payload + updates) // count
   if is_relayed:  # sums are computed from all workers' summands
     payload, summed = payload + summed, 0
     received = (count - 1) * payload
@@ -311,59 +302,48 @@ def plan(
       specs.devices,
       payload * specs.devices,
       summed * specs.devices,
-      {(axis,): received + _ring(summed, count), **_joined(config, specs)},
+      {(axis,): received + _ring(summed, count), **_joined(layout, specs)},
       updates * specs.devices,
-      written if updates else None,
   )
 
 
 def _leaf_bytes(leaf: Leaf) -> LeafBytes:
-  plan, blocks, axes = leaf.plan, leaf.sharding.blocks, leaf.sharding.axes
-  if leaf.compressor is None:  # its gradient is averaged uncompressed
+  blocks, axes = leaf.sharding.blocks, leaf.sharding.axes
+  if leaf.plan is None:  # its gradient is averaged uncompressed
     size = math.prod(leaf.shape)
     sent = np.dtype(leaf.dtype).itemsize * size
     return LeafBytes(
         leaf.name, leaf.shape, 1, leaf.shape, size, 'averaged', 'shared', 0.0,
         True, sent, blocks, axes,
     )
-  assert plan is not None and not isinstance(leaf.compressor, Frozen)
-  grid, code = plan.grid, plan.format.index_code
-  num_chunks = math.prod(blocks) * grid.num_chunks
-  alone = leaf.compressor.plan(leaf.shape, leaf.dtype)
-  same = (
-      plan.format == alone.format
-      and (grid.lengths, grid.fold) == (alone.grid.lengths, alone.grid.fold)
-      and all(lead or b == 1 for lead, b in zip(grid.leads, blocks))
-      and num_chunks == alone.grid.num_chunks
-      and not any((*grid.padding, *alone.grid.padding))
-      and not grid.whole
-      and not alone.grid.whole
+  assert isinstance(leaf.compressor, Compressor)
+  grid, form, code = leaf.grid, leaf.plan.format, leaf.plan.format.index_code
+  alone = dataclasses.replace(
+      leaf,
+      sharding=REPLICATED.place((), leaf.shape),
+      plan=leaf.compressor.plan(leaf.shape, leaf.dtype),
   )
-  sides = zip(grid.folded[-2:], alone.grid.lengths[-2:])
   return LeafBytes(
       name=leaf.name,
       shape=leaf.shape,
-      num_chunks=num_chunks,
+      num_chunks=math.prod(blocks) * grid.num_chunks,
       chunk=grid.lengths if grid.whole else grid.lengths[-2:],
-      topk=plan.format.k,
-      values=plan.format.values,
-      index_code='shared' if plan.format.shared else code.name,
-      index_bits=code.bits / plan.format.k,
+      topk=form.k,
+      values=form.values,
+      index_code='shared' if form.shared else code.name if code else 'none',
+      index_bits=code.bits / form.k if code else 0.0,
       whole=grid.whole,
-      sent_bytes=plan.num_bytes * math.prod(blocks),
+      sent_bytes=leaf.plan.num_bytes * math.prod(blocks),
       blocks=blocks,
       axes=axes,
-      as_unsharded=same or not axes,
-      small_blocks=not alone.grid.whole and any(d < l for d, l in sides),
+      as_unsharded=leaf.record == alone.record,
   )
 
 
-def _joined(
-    config: ExchangeConfig, specs: ParamSpecs
-) -> dict[tuple[str, ...], int]:
+def _joined(layout: Layout, specs: ParamSpecs) -> dict[tuple[str, ...], int]:
   """Returns the bytes per device of joining updates inside a worker."""
   received: dict[tuple[str, ...], int] = {}
-  for bucket in config.layout.buckets:
+  for bucket in layout.buckets:
     # Along one axis after the other, the innermost first.
     size = bucket.num_chunks * bucket.format.n
     size *= np.dtype(bucket.format.dtype).itemsize
@@ -377,21 +357,6 @@ def _joined(
 def _ring(size: int, devices: int) -> int:
   """Returns the bytes each way, per device, of a ring all-reduce."""
   return round(2 * size * (devices - 1) / devices)
-
-
-def _max_workers(dense: int, gathered: int, summed: int) -> float:
-  """Returns the largest `N` with `N gathered < 2 (dense - summed)`, or 1."""
-  if dense <= summed:
-    return 1
-  if not gathered:
-    return math.inf
-  return max(1, math.ceil(2 * (dense - summed) / gathered) - 1)
-
-
-def _pays_to(x: LeafBytes | Plan) -> str:
-  """Returns the most workers for float32 and bfloat16, to print."""
-  both = x.max_workers(4), x.max_workers(2)
-  return '/'.join('any' if n == math.inf else f'{n}' for n in both)
 
 
 def _num_bytes(count: float) -> str:

@@ -34,11 +34,13 @@ class ChunkFormat:
       )
 
   @property
-  def index_code(self) -> index_codes.IndexCode:
-    """The code of the indices."""
-    if self.grouped and self.k < self.n:
+  def index_code(self) -> index_codes.IndexCode | None:
+    """The code of the indices; None if none are sent."""
+    if self.shared or self.k == self.n:
+      return None
+    if self.grouped:
       return index_codes.InGroup(self.n, self.k)
-    return index_codes.cheapest(self.n, self.n if self.shared else self.k)
+    return index_codes.cheapest(self.n, self.k)
 
   @property
   def value_code(self) -> value_codes.ValueCode:
@@ -61,12 +63,14 @@ class ChunkFormat:
 
   def num_bytes(self, chunks: int) -> int:
     """Returns the bytes of this many chunks among others, without padding."""
-    parts = self.value_code.bits(self.k), self.index_code.bits
+    places = self.index_code.bits if self.index_code else 0
+    parts = self.value_code.bits(self.k), places
     return sum(math.ceil(chunks * bits / 8) for bits in parts)
 
   def words(self, chunks: int) -> int:
     """Returns the words of 32 bits that this many chunks take in a message."""
-    return self.value_code.words(chunks, self.k) + self.index_code.words(chunks)
+    places = self.index_code.words(chunks) if self.index_code else 0
+    return self.value_code.words(chunks, self.k) + places
 
   def encode(
       self, indices: jax.Array | None, values: jax.Array
@@ -78,7 +82,7 @@ class ChunkFormat:
     """
     most = self.largest_sent
     data, sent = self.value_code.encode(jnp.clip(values, -most, most))
-    if indices is not None:
+    if indices is not None and self.index_code:
       places = self.index_code.encode(indices)
       data = jnp.concatenate([data, places], axis=-1)
     return data, sent
@@ -104,7 +108,7 @@ class ChunkFormat:
     split = self.value_code.words(chunks, self.k)
     values = self.value_code.decode(data[..., :split], chunks, self.k)
     good = jnp.abs(values) <= self.max_magnitude  # no NaN
-    if self.k == self.n:
+    if self.index_code is None:
       return None, values, jnp.all(good, axis=(-2, -1))
     indices = self.index_code.decode(data[..., split:], chunks)
     good &= indices < self.n

@@ -38,44 +38,19 @@ class IndexCode(Protocol):
 
 @functools.cache
 def cheapest(n: int, k: int) -> IndexCode:
-  """Returns the code that takes the fewest bits for `k` of `n` places.
+  """Returns the code that takes the fewest bits for `k < n` of `n` places.
 
   >>> cheapest(4096, 32)
   EliasFano(n=4096, k=32, low=7)
   >>> cheapest(4096, 32).bits / 32
   8.96875
-  >>> cheapest(64, 24), cheapest(4096, 1), cheapest(8, 8)
-  (Bitmap(n=64, k=24), FixedWidth(n=4096, k=1), Everything(n=8, k=8))
+  >>> cheapest(64, 24), cheapest(4096, 1)
+  (Bitmap(n=64, k=24), FixedWidth(n=4096, k=1))
   """
-  if k == n:
-    return Everything(n, k)
   # Of equals the first: the simpler code, then the shorter unary part.
   codes: list[IndexCode] = [FixedWidth(n, k), Bitmap(n, k)]
   codes += [EliasFano(n, k, low) for low in reversed(range(index_width(n)))]
   return min(codes, key=lambda code: code.bits)
-
-
-@dataclasses.dataclass(frozen=True)
-class Everything:
-  """All places: writes nothing."""
-
-  name: ClassVar[str] = 'none'
-  n: int
-  k: int
-
-  @property
-  def bits(self) -> int:
-    return 0
-
-  def words(self, chunks: int) -> int:
-    return 0
-
-  def encode(self, indices: jax.Array) -> jax.Array:
-    return jnp.zeros((*indices.shape[:-2], 0), jnp.uint32)
-
-  def decode(self, data: jax.Array, chunks: int) -> jax.Array:
-    shape = (*data.shape[:-1], chunks, self.n)
-    return jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -222,32 +222,6 @@ def inverse(c: jax.Array, sides: tuple[int, int], basis: Basis) -> jax.Array:
   return c.reshape(-1, rows * cols)
 
 
-def inverse_of_selected(
-    indices: jax.Array,
-    values: jax.Array,
-    sides: tuple[int, int],
-    basis: Basis,
-) -> jax.Array:
-  r"""Returns the `inverse` of `values [chunks, m]` at int32 `indices`.
-
-  The sum of outer products :math:`v_j\, D_{u_j}^\top D_{v_j}` of rows of the
-  basis: for few coefficients, less work than the whole transform. Values of
-  repeated indices are added.
-  """
-  rows, cols = sides
-  col_basis = jnp.asarray(basis.matrix(cols), values.dtype)
-  row_basis = jnp.asarray(basis.matrix(rows), values.dtype)
-  side = jnp.int32(rows)
-  row, col = jax.lax.rem(indices, side), jax.lax.div(indices, side)
-  x = jnp.einsum(
-      'cmi,cmj->cij',
-      values[..., None] * _rows_of(row_basis, row),
-      _rows_of(col_basis, col),
-      precision=jax.lax.Precision.HIGHEST,
-  )
-  return x.reshape(len(indices), rows * cols)
-
-
 def clear_padding(c: jax.Array, grid: ChunkGrid, basis: Basis) -> jax.Array:
   """Projects coefficients onto arrays that are zero in the padding.
 
@@ -257,47 +231,48 @@ def clear_padding(c: jax.Array, grid: ChunkGrid, basis: Basis) -> jax.Array:
   """
   if grid.whole or not any(grid.ends):
     return c
-  _, (rows, row_length), (cols, col_length) = _matrix_view(grid)
-  row_padding, col_padding = (0, 0, *grid.ends)[-2:]
-  shape, c = c.shape, c.reshape(-1, rows, cols, col_length, row_length)
-  if row_padding:
-    edge = _apply(c[:, -1], _keep(basis.matrix(row_length), row_padding))
-    c = c.at[:, -1].set(edge)
-  if col_padding:
-    edge = c[:, :, -1].swapaxes(-1, -2)
-    edge = _apply(edge, _keep(basis.matrix(col_length), col_padding))
-    c = c.at[:, :, -1].set(edge.swapaxes(-1, -2))
+  _, (rows, _), (cols, _) = _matrix_view(grid)
+  shape, c = c.shape, c.reshape(-1, rows, cols, grid.chunk_size)
+  for at, project in edges(grid, basis):
+    c = c.at[at].set(project(c[at]))
   return c.reshape(shape)
 
 
 def edges(
-    grid: ChunkGrid,
-) -> list[tuple[np.ndarray, Callable[[jax.Array, Basis], jax.Array]]]:
+    grid: ChunkGrid, basis: Basis
+) -> list[tuple[Any, Callable[[jax.Array], jax.Array]]]:
   """Returns, for each padded side, the chunks there and their projection.
 
-  These are bool `[num_chunks]`, and a function of coefficients `[chunks, n]`
-  and a basis that projects as `clear_padding` does.
+  These are an index into `[batch, rows, cols]`, and a function of coefficients
+  `[..., n]` that projects as `clear_padding` does.
   """
-  batch, (rows, row_length), (cols, col_length) = _matrix_view(grid)
+  row_length, col_length = (1, 1, *grid.lengths)[-2:]
   row_padding, col_padding = (0, 0, *grid.ends)[-2:]
 
-  def project_rows(c: jax.Array, basis: Basis) -> jax.Array:
+  def project_rows(c: jax.Array) -> jax.Array:
     x = c.reshape(-1, col_length, row_length)
     x = _apply(x, _keep(basis.matrix(row_length), row_padding))
     return x.reshape(c.shape)
 
-  def project_cols(c: jax.Array, basis: Basis) -> jax.Array:
+  def project_cols(c: jax.Array) -> jax.Array:
     x = c.reshape(-1, col_length, row_length).swapaxes(1, 2)
     x = _apply(x, _keep(basis.matrix(col_length), col_padding))
     return x.swapaxes(1, 2).reshape(c.shape)
 
-  place = np.arange(grid.num_chunks).reshape(batch, rows, cols)
   found: list[Any] = []
   if row_padding:
-    found.append((np.isin(place, place[:, -1]).reshape(-1), project_rows))
+    found.append((np.s_[:, -1], project_rows))
   if col_padding:
-    found.append((np.isin(place, place[:, :, -1]).reshape(-1), project_cols))
+    found.append((np.s_[:, :, -1], project_cols))
   return found
+
+
+def flags(grid: ChunkGrid, at: Any) -> np.ndarray:
+  """Returns bool `[num_chunks]`, true for the chunks at an index of `edges`."""
+  batch, (rows, _), (cols, _) = _matrix_view(grid)
+  found = np.zeros((batch, rows, cols), bool)
+  found[at] = True
+  return found.reshape(-1)
 
 
 def to_coefficients(
@@ -350,13 +325,6 @@ def _apply(x: jax.Array, matrix: np.ndarray) -> jax.Array:
   # The default is bfloat16 on TPUs and TF32 on GPUs.
   flat = jnp.dot(flat, factor, precision=jax.lax.Precision.HIGHEST)
   return flat[:rows].reshape(x.shape)
-
-
-def _rows_of(matrix: jax.Array, rows: jax.Array) -> jax.Array:
-  """Returns `matrix[rows]` for rows within the matrix."""
-  return matrix.at[rows].get(
-      mode='promise_in_bounds', wrap_negative_indices=False
-  )
 
 
 def _keep(matrix: np.ndarray, padding: int) -> np.ndarray:

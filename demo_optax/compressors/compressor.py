@@ -53,18 +53,6 @@ class Compressor:
   Attributes:
     batch_dims: leading dimensions, such as of layers or experts, of which no
       chunk has more than one entry.
-
-  Example:
-    >>> import demo_optax, jax.numpy as jnp
-    >>> from demo_optax.compressors import Compressor, Identity, TopK
-    >>> largest = Compressor(TopK(1), Identity())  # the largest element
-    >>> tx = demo_optax.scale_by_demo(
-    ...     largest, workers=demo_optax.Workers.simulated(1))
-    >>> params = jnp.zeros(4)
-    >>> update, _ = tx.update(
-    ...     jnp.array([[1.0, -3.0, 2.0, 0.0]]), tx.init(params), params)
-    >>> print(update)
-    [ 0. -3.  0.  0.]
   """
 
   select: Selector
@@ -101,27 +89,20 @@ class Compressor:
           self, select=dataclasses.replace(self.select, of=None)
       )
     found: list[tuple[int, tuple[bool, int, float, int], LeafPlan]] = []
-    errors = []
     for b, j in chunking.folds(len(shape), self.batch_dims):
       fold = None if b == len(shape) - 2 else (b, j)
-      try:
-        cost = alike._cut(shape, name, fold).num_bytes
-        plan = self._cut(shape, name, fold)
-      except ValueError as error:
-        errors.append(error)
-        continue
+      cost = alike._cut(shape, name, fold).num_bytes
+      plan = self._cut(shape, name, fold)
       rows, cols = (1, 1, *chunking.folded(shape, (b, j)))[-2:]
       ratio = max(rows, cols) / min(rows, cols)
       found.append((cost, (fold is not None, -b, ratio, j), plan))
-    if not found:
-      raise errors[-1]
     most = 1.05 * min(cost for cost, *_ in found)
     return min(x[1:] for x in found if x[0] <= most)[1]
 
   def _cut(
       self, shape: tuple[int, ...], name: str, fold: tuple[int, int] | None
   ) -> LeafPlan:
-    """Returns the plan of one fold; raises if the basis has no matrix."""
+    """Returns the plan of one fold."""
     grid = chunking.chunk_grid(
         shape, self.chunk_size, padding=self.padding, fold=fold
     )
@@ -134,7 +115,7 @@ class Compressor:
     whole = chunking.whole_grid(shape)
     if shared:
       if k < n or not isinstance(self.basis, bases.Identity):
-        return self._checked(sparse)
+        return sparse
       n = whole.chunk_size
       return LeafPlan(whole, ChunkFormat(n, n, name, self.values, shared))
     # A scale belongs to a chunk; values without one need no chunks.
@@ -142,22 +123,7 @@ class Compressor:
       grid = whole
     n = grid.chunk_size
     dense = LeafPlan(grid, ChunkFormat(n, n, name, self.values))
-    cheaper = sparse.num_bytes < dense.num_bytes
-    return self._checked(sparse if cheaper else dense)
-
-  def _checked(self, plan: LeafPlan) -> LeafPlan:
-    """Raises if the basis has no matrix for the chunks of a leaf."""
-    if not plan.grid.whole:
-      try:
-        for length in plan.grid.sides:
-          self.basis.check(length)
-      except ValueError as error:
-        rows, cols = plan.grid.sides
-        raise ValueError(
-            f'A leaf of shape {plan.grid.shape} is cut into chunks of'
-            f' {rows}x{cols}: {error}'
-        ) from error
-    return plan
+    return min(dense, sparse, key=lambda plan: plan.num_bytes)
 
 
 # A compressor, a prefix tree of them, or a function from the parameters to such
@@ -301,16 +267,6 @@ def dct_topk(
       prime dimension.
     proportional: send `topk` of a full chunk, and of a smaller one, such as of
       a vector, in proportion, rounded up. False: of every chunk, as published.
-
-  Example:
-    >>> import demo_optax
-    >>> params = {'w': jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
-    >>> for values in ('float32', 'sign'):  # per 4096 coefficients, in bytes
-    ...   compressor = demo_optax.dct_topk(topk=8, values=values)
-    ...   plan = demo_optax.plan(params, compressor, workers=16)
-    ...   print(values, plan.sent_bytes / 4096)
-    float32 43.0
-    sign 14.0
 
   References:
     Peng et al., `DeMo: Decoupled Momentum Optimization

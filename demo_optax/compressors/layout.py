@@ -21,7 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from demo_optax._paths import Keys, dotted
+from demo_optax import _tree
+from demo_optax._paths import Keys, Path, dotted, path_keys
 from demo_optax.codes.format import ChunkFormat
 from demo_optax.compressors import chunking
 from demo_optax.compressors.bases import Basis
@@ -29,7 +30,11 @@ from demo_optax.compressors.chunking import ChunkGrid
 from demo_optax.compressors.compressor import Compressor, Frozen, LeafPlan
 from demo_optax.compressors.selectors import Selector
 from demo_optax.numerics import platform
-from demo_optax.workers.param_specs import ParamSharding
+from demo_optax.workers.param_specs import (
+  REPLICATED,
+  ParamSharding,
+  ParamSpecs,
+)
 
 # Describes a leaf in JSON, so that it can be saved with arrays.
 Record = dict[str, Any]
@@ -360,33 +365,33 @@ class Layout:
         continue
       # The chunks of this device are unknown when traced: project all of them
       # and take those at an edge.
-      for edge, keep in chunking.edges(grid):
+      for at, project in chunking.edges(grid, bucket.basis):
         flags = np.zeros(bucket.num_devices * bucket.num_chunks, bool)
-        flags[start:stop] = np.tile(edge, len(members))
+        flags[start:stop] = np.tile(chunking.flags(grid, at), len(members))
         mine = jax.lax.dynamic_slice_in_dim(
             jnp.asarray(flags), device * bucket.num_chunks, bucket.num_chunks
         )
         mine = jnp.pad(mine, (0, bucket.rows - bucket.num_chunks))
-        c = jnp.where(mine[:, None] & valid, keep(c, bucket.basis), c)
+        c = jnp.where(mine[:, None] & valid, project(c), c)
     return c
 
 
 def make_layout(
-    leaves: Sequence[tuple[Keys, tuple[int, ...], Any, ParamSharding]],
+    leaves: Sequence[tuple[Path, tuple[int, ...], Any]],
     compressors: Sequence[Compressor | Frozen | None],
-    axis_sizes: Sequence[tuple[str, int]] = (),
+    param_specs: ParamSpecs,
 ) -> Layout:
-  """Maps the leaves of a tree to buckets.
-
-  Leaves are paths, shapes, dtypes of the momentum and shardings; `None` as
-  dtype for leaves that are not exchanged (of integers, or empty). `axis_sizes`
-  are those of the mesh inside a worker.
-  """
+  """Maps the leaves of a tree, as paths, shapes and arrays, to buckets."""
+  axis_sizes = param_specs.axis_sizes
   made: list[Leaf] = []
   members: dict[Any, dict[ChunkGrid, list[int]]] = {}
-  for i, (keys, shape, dtype, sharding) in enumerate(leaves):
-    compressor = compressors[i] if dtype is not None else Frozen()
-    leaf = Leaf(keys, shape, str(dtype), sharding, compressor)
+  for i, (path, shape, x) in enumerate(leaves):
+    dtype, sharding = None, REPLICATED.place((), shape)
+    compressor: Compressor | Frozen | None = Frozen()
+    if _tree.is_exchanged(x):  # neither of integers nor empty
+      dtype = _tree.momentum_dtype(path, x)
+      sharding, compressor = param_specs.place(path, shape), compressors[i]
+    leaf = Leaf(path_keys(path), shape, str(dtype), sharding, compressor)
     if isinstance(compressor, Compressor):
       shard = tuple(d // b for d, b in zip(shape, sharding.blocks))
       plan = compressor.plan(shard, dtype)
@@ -417,7 +422,7 @@ def make_layout(
         f'bucket_{number:03}_{label}', select, basis, chunk_format, sides, kind,
         tuple(axis for axis, _ in split), num_devices, offset,
     ))
-  return Layout(tuple(made), tuple(buckets), tuple(axis_sizes))
+  return Layout(tuple(made), tuple(buckets), axis_sizes)
 
 
 def _kind(compressor: Compressor, plan: LeafPlan) -> tuple[Any, ...]:

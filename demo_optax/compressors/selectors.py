@@ -19,9 +19,7 @@ from demo_optax.numerics import groups, topk
 class Selector(Protocol):
   """Selects `count(n)` of the `n` coefficients of every chunk.
 
-  Implement it as a frozen dataclass: selectors are compared and hashed. Declare
-  `ascending: ClassVar[bool] = True` if indices always ascend: they are then
-  neither sorted nor checked. Subclasses of `TopK` inherit it.
+  Implement it as a frozen dataclass: selectors are compared and hashed.
 
   Attributes:
     shared: whether all workers select the same indices. Then no indices are
@@ -52,15 +50,9 @@ class TopK:
     k: at least 1; a chunk with fewer sends all.
     of: coefficients of a full chunk. A smaller chunk sends its share of `k`,
       rounded up: `ceil(k n / of)` of `n`. None: every chunk sends `k`.
-
-  Example:
-    >>> from demo_optax.compressors import TopK
-    >>> TopK(64).count(512), TopK(64, of=4096).count(512)
-    (64, 8)
   """
 
   shared: ClassVar[bool] = False
-  ascending: ClassVar[bool] = True
   k: int
   of: int | None = None
 
@@ -121,11 +113,7 @@ class _Share:
     _checks.check_share('rate', self.rate)
 
   def count(self, n: int) -> int:
-    """Returns `ceil(rate * n)`, at least 1, without rounding errors.
-
-    >>> _Share(0.07).count(100), _Share(5 / 6).count(6), _Share(1e-9).count(64)
-    (7, 5, 1)
-    """
+    """Returns `ceil(rate * n)`, at least 1, without rounding errors."""
     return min(n, max(1, math.ceil(self.rate * n - 1e-9)))
 
 

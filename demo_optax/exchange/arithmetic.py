@@ -1,14 +1,13 @@
 """A bucket's arithmetic: on CPUs in pieces that fit the caches."""
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from demo_optax.compressors import chunking
-from demo_optax.compressors.bases import Identity
 from demo_optax.compressors.layout import Bucket
+from demo_optax.compressors.selectors import TopK
 from demo_optax.exchange.message import Received, Selected, energy
 from demo_optax.numerics import platform, rounding, topk
 
@@ -97,9 +96,12 @@ def merge(
     indices = None
     if received.indices is not None:
       indices = piece_of(received.indices)
-    u, found = _merge(
-        bucket, indices, piece_of(received.values), received.valid, average
+    u, found = topk.merge(
+        indices, piece_of(received.values), received.valid, n, average,
+        bucket.format.grouped,
     )
+    if bucket.kind == 'chunks':
+      u = chunking.inverse(u, bucket.sides, bucket.basis)
     updates = jax.lax.dynamic_update_slice_in_dim(updates, u, start, 0)
     return (updates, distinct + found), None
 
@@ -124,35 +126,6 @@ def merge(
   return updates, distinct - jnp.where(someone, float(padding), 0.0)
 
 
-def _merge(
-    bucket: Bucket,
-    indices: jax.Array | None,
-    values: jax.Array,
-    present: jax.Array,
-    average: topk.Average,
-) -> tuple[jax.Array, jax.Array]:
-  """Averages `values [senders, rows, k]` and inverts the transform."""
-  senders, _, k = values.shape
-  n, transformed = bucket.format.n, bucket.kind == 'chunks'
-  if (
-      transformed
-      and bucket.basis != Identity()
-      and indices is not None
-      and platform.transform_selected(senders, k, *bucket.sides)
-  ):
-    values, found = topk.weigh(indices, values, present, n, average)
-    return functools.reduce(jnp.add, [
-        chunking.inverse_of_selected(i, v, bucket.sides, bucket.basis)
-        for i, v in zip(indices, values)
-    ]), found
-  c, found = topk.merge(
-      indices, values, present, n, average, bucket.format.grouped
-  )
-  if transformed:
-    c = chunking.inverse(c, bucket.sides, bucket.basis)
-  return c, found
-
-
 def shared_indices(bucket: Bucket, step: jax.Array) -> jax.Array:
   """Returns the ascending indices `[k]` that all workers select at `step`."""
   one = jnp.zeros((1, bucket.format.n), bucket.format.dtype)
@@ -174,5 +147,5 @@ def _select(
 
 
 def _is_sound(bucket: Bucket) -> bool:
-  """Returns whether a selector promises indices that the code can write."""
-  return bucket.format.grouped or getattr(bucket.select, 'ascending', False)
+  """Returns whether indices are in range, and in the order of their code."""
+  return bucket.format.grouped or type(bucket.select) is TopK

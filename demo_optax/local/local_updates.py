@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from demo_optax import _checks, _tree
@@ -123,7 +122,8 @@ def local_updates(
         'workers must be Workers.simulated, on_mesh or remote, which'
         f' data_parallel needs, got {workers}.'
     )
-  _check_period(sync_period)
+  if not callable(sync_period):
+    _checks.check_positive('sync_period', sync_period)
   inner = optax.with_extra_args_support(inner)
   outer = optax.with_extra_args_support(outer)
 
@@ -246,19 +246,6 @@ _NO_EXCHANGE = (
     ' an exchange in it, such as scale_by_demo or average? One that is meant to'
     ' do so needs local_updates(..., drift=True).'
 )
-
-
-def _check_period(period: Any) -> None:
-  if callable(period):
-    return
-  if isinstance(period, bool) or not isinstance(period, int | np.integer):
-    raise TypeError(
-        'sync_period must be an integer or a schedule, got'
-        f' {period!r}. In optax.inject_hyperparams add'
-        " static_args=('sync_period',)."
-    )
-  if period < 1:
-    raise ValueError(f'sync_period must be at least 1, got {period}.')
 
 
 def _check_call(

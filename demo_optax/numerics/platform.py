@@ -110,17 +110,6 @@ def stored(x: jax.Array) -> jax.Array:
   return jax.lax.optimization_barrier(x) if of() == 'tpu' else x
 
 
-def transform_selected(workers: int, k: int, rows: int, cols: int) -> bool:
-  """Returns whether to invert the transform of selections by outer products.
-
-  Those take `k * rows * cols` multiplications per worker, the dense inverse
-  `rows * cols * (rows + cols)` and a scatter. On CPUs one worker's take half
-  the time at 32 of 64 x 64 and a fourth at 8.
-  """
-  few = 2 * workers * (k + 8) <= rows + cols
-  return few and min(rows, cols) >= 16 and _on_cpu()
-
-
 def loop_to_keep(elements: int) -> bool:
   """Returns whether a zero-or-one-trip loop replaces a select of momentum.
 
@@ -148,15 +137,6 @@ def count_by_comparison(sent: int) -> bool:
 def one_payload_at_a_time() -> bool:
   """Returns whether payloads are decoded one by one, within the caches."""
   return _on_cpu()
-
-
-def by_comparison() -> bool:
-  """Returns whether one of each group is found by comparing its place.
-
-  A scatter is serial on TPUs, and needs sorted indices. On CPUs it takes a
-  fifth of the time of comparisons with many workers.
-  """
-  return not _on_cpu()
 
 
 def by_product() -> bool:

@@ -124,7 +124,7 @@ def take(
   """Returns the values `[chunks, k]` of `coefficients [chunks, n]`."""
   if indices is None:
     return coefficients
-  if grouped and platform.by_comparison():
+  if grouped:
     return groups.take(coefficients, _places(indices))
   if platform.by_product():
     return one_hot.take(coefficients, indices)
@@ -141,12 +141,12 @@ def subtract(
   if indices is None:
     return coefficients - values
   n = coefficients.shape[1]
-  if grouped and platform.by_comparison():
+  if grouped:
     return coefficients - groups.spread(_places(indices), values, n)
   if platform.by_product():
     return coefficients - one_hot.spread(indices, values, n)
   return coefficients.at[packing.row_numbers(indices), indices].add(
-      -values, unique_indices=True, indices_are_sorted=not grouped,
+      -values, unique_indices=True, indices_are_sorted=True,
       mode='promise_in_bounds', wrap_negative_indices=False,
   )
 
@@ -163,13 +163,13 @@ def merge(
 
   The count is that of different coefficients that were sent, float32 `[]`.
   """
-  if indices is not None and grouped and platform.by_comparison():
+  if indices is not None and grouped:
     total, senders = groups.add_up(_places(indices), values, present, n)
   elif indices is not None and platform.by_product():
     total, senders = one_hot.add_up(indices, values, present, n)
   else:
     values, distinct = weigh(indices, values, present, n, average)
-    return add_up(indices, values, n, grouped), distinct
+    return add_up(indices, values, n), distinct
   distinct = jnp.sum((senders > 0).astype(jnp.float32))
   if average == 'senders':
     mean = total / jnp.maximum(senders, 1)
@@ -224,10 +224,7 @@ def weigh(
 
 
 def add_up(
-    indices: jax.Array | None,
-    values: jax.Array,
-    n: int,
-    grouped: bool = False,
+    indices: jax.Array | None, values: jax.Array, n: int
 ) -> jax.Array:
   """Adds up workers' values `[workers, chunks, k]` as dense `[chunks, n]`.
 
@@ -238,7 +235,7 @@ def add_up(
 
   def add_worker(worker: jax.Array, total: jax.Array) -> jax.Array:
     own = None if indices is None else indices[worker]
-    return subtract(total, own, -values[worker], grouped)
+    return subtract(total, own, -values[worker])
 
   # From the values, to vary over the same axes in a shard_map that tracks them.
   zeros = jnp.zeros_like(values, shape=(chunks, n))

@@ -15,7 +15,7 @@ from optax import contrib
 from demo_optax import _tree
 from demo_optax.compressors.compressor import Frozen
 from demo_optax.demo import DeMoState, check_range
-from demo_optax.recipes.matrices import Matrices, matrix_axes
+from demo_optax.recipes.matrices import matrices, matrix_axes
 from demo_optax.workers import Workers, lift
 
 # Multiplies gradients before Newton-Schulz, which ignores scale, but whose
@@ -72,11 +72,11 @@ def scale_to_unit_rms(
   ) -> chex.ArrayTree:
     del params
     leaves, treedef = jax.tree.flatten(updates)
-    dimensions: list[Any] = [None] * len(leaves)
+    dimensions: Iterable[Any] = [None] * len(leaves)
     if weight_dimension_numbers is not None:
-      dimensions = Matrices(
+      dimensions = matrices(
           updates, weight_dimension_numbers, 'weight_dimension_numbers'
-      ).leaves
+      ).values()
     alike = collections.defaultdict(list)
     for i, (u, d) in enumerate(zip(leaves, dimensions)):
       if _tree.is_exchanged(u):
@@ -88,27 +88,6 @@ def scale_to_unit_rms(
     return treedef.unflatten(leaves)
 
   return optax.stateless(update_fn)
-
-
-def lost_unless_finite(
-    weight: optax.ScalarOrSchedule, *hyperparams: optax.ScalarOrSchedule
-) -> optax.ScalarOrSchedule:
-  """Returns the weight of gradients, NaN if a hyperparameter is not finite.
-
-  Every worker is then excluded: neither momentum nor parameters change.
-  """
-  traced = [x for x in hyperparams if not isinstance(x, int | float)]
-  if not traced:
-    return weight
-
-  def weight_at(count: chex.Numeric) -> chex.Numeric:
-    value, *values = (
-        x(count) if callable(x) else x for x in (weight, *traced)
-    )
-    finite = jnp.stack([jnp.isfinite(x).all() for x in values]).all()
-    return jnp.where(finite, value, jnp.nan)
-
-  return weight_at
 
 
 def in_momentum_dtype() -> optax.GradientTransformation:
@@ -211,7 +190,7 @@ def _orthonormal(
       preconditioning='aol',
       weight_dimension_numbers=contrib.MuonDimensionNumbers((-2,), (-1,)),
   )
-  orders, matrices, live = [], [], []
+  orders, flat, live = [], [], []
   stacks: dict[Any, list[int]] = {}
   sizes: dict[Any, int] = collections.defaultdict(int)
   for i, (x, g, d) in enumerate(zip(leaves, gradients, dimensions)):
@@ -220,20 +199,20 @@ def _orthonormal(
     short, long = sorted(sides, key=lambda side: _size(x, side))
     batch = [a for a in range(x.ndim) if a not in short + long]
     orders.append((*batch, *short, *long))
-    matrices.append(
+    flat.append(
         x.transpose(orders[i]).reshape(-1, _size(x, short), _size(x, long))
     )
     rows = jnp.any(g != 0, axis=long, keepdims=True).transpose(orders[i])
     live.append(rows.reshape(-1, _size(x, short)))
-    kind = matrices[i].shape[1:], x.dtype
+    kind = flat[i].shape[1:], x.dtype
     most = workers.param_specs.devices * max(_STACK, math.prod(kind[0]))
     stacks.setdefault((kind, sizes[kind] // most), []).append(i)
     sizes[kind] += x.size
   found: list[Any] = [None] * len(leaves)
   for group in stacks.values():
-    stack = lift.spread(workers, jnp.concatenate([matrices[i] for i in group]))
+    stack = lift.spread(workers, jnp.concatenate([flat[i] for i in group]))
     stack, _ = tx.update(stack, tx.init(stack))
-    ends = np.cumsum([len(matrices[i]) for i in group])
+    ends = np.cumsum([len(flat[i]) for i in group])
     stack = lift.spread(workers, stack)[: ends[-1]]
     some = jnp.any(jnp.concatenate([live[i] for i in group]), axis=1)
     stack = jnp.where(some[:, None, None], stack, jnp.zeros_like(stack))

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from optax import contrib
 
 from demo_optax import _tree
-from demo_optax._paths import path_keys
-from demo_optax.compressors.compressor import Frozen, broadcast, is_function
+from demo_optax._paths import Keys, path_keys
+from demo_optax.compressors.compressor import broadcast, is_function
 
 # A tree of `optax.contrib.MuonDimensionNumbers` like the parameters (one may
 # stand for a subtree; None: not a matrix), or a function from them to one.
@@ -138,54 +138,33 @@ def _words(name: str) -> set[str]:
   return {word.lower() for word in found}
 
 
-class Matrices:
-  """The leaves that are matrices, given or inferred.
+def matrices(
+    params: chex.ArrayTree,
+    given: DimensionNumbersTree,
+    argument: str = 'muon_weight_dimension_numbers',
+) -> dict[Keys, contrib.MuonDimensionNumbers | None]:
+  """Returns the dimension numbers of all leaves, given or inferred, by path.
 
   Made once from all parameters, since transformations may see a part of them.
   """
+  given = muon_dimension_numbers if given is None else given
+  dimensions = broadcast(
+      given(params) if is_function(given) else given,
+      params,
+      argument,
+      lambda x: x is None or isinstance(x, contrib.MuonDimensionNumbers),
+  )
+  flat = jax.tree_util.tree_flatten_with_path(params)[0]
+  for (path, x), d in zip(flat, dimensions):
+    _check_fits(argument, _tree.leaf_name(path), jnp.shape(x), d)
+  return {path_keys(path): d for (path, _), d in zip(flat, dimensions)}
 
-  def __init__(
-      self,
-      params: chex.ArrayTree,
-      given: DimensionNumbersTree,
-      argument: str = 'muon_weight_dimension_numbers',
-  ):
-    given = muon_dimension_numbers if given is None else given
-    self.leaves: list[contrib.MuonDimensionNumbers | None] = broadcast(
-        given(params) if is_function(given) else given,
-        params,
-        argument,
-        lambda x: x is None or isinstance(x, contrib.MuonDimensionNumbers),
-    )
-    self.tree = jax.tree.structure(params).unflatten(self.leaves)
-    flat = jax.tree_util.tree_flatten_with_path(params)[0]
-    for (path, x), dimensions in zip(flat, self.leaves):
-      _check_fits(argument, _tree.leaf_name(path), jnp.shape(x), dimensions)
-    self._by_path = {
-        path_keys(path): dimensions
-        for (path, _), dimensions in zip(flat, self.leaves)
-    }
 
-  def dimension_numbers(self, tree: chex.ArrayTree) -> chex.ArrayTree:
-    """Returns the dimension numbers of a tree with some of the leaves."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: self._by_path[path_keys(path)], tree
-    )
-
-  def labels(self, codes: list[Any]) -> Callable[..., chex.ArrayTree]:
-    """Returns a function that labels a tree with some of the leaves.
-
-    Labels are 'frozen' by `codes`, the compressor of each leaf; 'muon' for
-    other matrices; and 'adam' for the rest.
-    """
-    label = {
-        path: 'frozen' if isinstance(code, Frozen)
-        else 'adam' if dimensions is None else 'muon'
-        for (path, dimensions), code in zip(self._by_path.items(), codes)
-    }
-    return lambda tree: jax.tree_util.tree_map_with_path(
-        lambda path, _: label[path_keys(path)], tree
-    )
+def tree_of(values: Mapping[Keys, Any]) -> Callable[..., chex.ArrayTree]:
+  """Returns a function that puts values by path into a tree of some leaves."""
+  return lambda tree: jax.tree_util.tree_map_with_path(
+      lambda path, _: values[path_keys(path)], tree
+  )
 
 
 def _check_fits(

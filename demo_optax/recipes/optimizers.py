@@ -11,6 +11,7 @@ import optax
 from demo_optax import _checks, _tree, compressors
 from demo_optax.compressors.compressor import (
   CompressorTree,
+  Frozen,
   is_function,
   per_leaf,
 )
@@ -25,9 +26,10 @@ from demo_optax.per_worker import per_worker
 from demo_optax.recipes import links
 from demo_optax.recipes.matrices import (
   DimensionNumbersTree,
-  Matrices,
   check_is_no_count,
+  matrices,
   matrix_axes,
+  tree_of,
 )
 from demo_optax.workers import Workers, inside
 
@@ -73,7 +75,7 @@ def demo(
     weight_decay: :math:`\lambda`, decoupled.
     weight_decay_mask: as in `optax.add_decayed_weights`.
     exchange: as in `scale_by_demo`. Only signs of updates matter:
-      `'all_to_all'` and `'auto'` change no bit of the parameters.
+      `'all_to_all'` changes no bit of the parameters.
 
   Example:
     >>> import demo_optax, jax, jax.numpy as jnp, optax
@@ -104,7 +106,7 @@ def demo(
           compressor,
           decay,
           workers=workers,
-          gradient_weight=links.lost_unless_finite(learning_rate, weight_decay),
+          gradient_weight=learning_rate,
           exchange=exchange,
           update_values='ternary',
       ),
@@ -144,7 +146,7 @@ def muon_compressors(
     return dataclasses.replace(matrix, batch_dims=first)
 
   leaves, treedef = jax.tree.flatten(params)
-  dimensions = Matrices(params, muon_weight_dimension_numbers).leaves
+  dimensions = matrices(params, muon_weight_dimension_numbers).values()
   return treedef.unflatten(map(of, leaves, dimensions))
 
 
@@ -213,10 +215,9 @@ def demo_muon(
     Without any gradient a matrix moves for some 80 more steps.
     A worker is excluded, and keeps both momenta, if its gradient is not finite
     or so large (some 1e11) that Newton-Schulz overflows. Undo loss scaling
-    before. If every worker is excluded, or a hyperparameter is not finite,
-    parameters do not change, nor do leaves with `compressors.FROZEN`. With
-    `optax.inject_hyperparams`, name `mu_dtype` and functions that are not
-    schedules in its `static_args`.
+    before. If every worker is excluded, parameters do not change; nor do leaves
+    with `compressors.FROZEN`. With `optax.inject_hyperparams`, name `mu_dtype`
+    and functions that are not schedules in its `static_args`.
 
   References:
     Jordan et al., `Muon: An optimizer for hidden layers in neural networks
@@ -244,16 +245,22 @@ def demo_muon(
       params: chex.ArrayTree,
   ) -> optax.GradientTransformationExtraArgs:
     """Returns the chain for these parameters, whose names sort the leaves."""
-    matrices = Matrices(params, muon_weight_dimension_numbers)
+    found = matrices(params, muon_weight_dimension_numbers)
     if compressor is None:
       sent = muon_compressors(
           # A function: of a single leaf the tree may be None, the default.
-          params, muon_weight_dimension_numbers=lambda _: matrices.tree
+          params, muon_weight_dimension_numbers=tree_of(found)
       )
     else:
       # Called once, with all leaves: `scale_by_demo` sees those exchanged.
       sent = compressor(params) if is_function(compressor) else compressor
-    labels = matrices.labels(per_leaf(sent, params))
+    labels = tree_of({
+        path: 'frozen' if isinstance(code, Frozen)
+        else 'adam' if dimensions is None else 'muon'
+        for (path, dimensions), code in zip(
+            found.items(), per_leaf(sent, params)
+        )
+    })
 
     def by_label(
         muon: optax.GradientTransformation, adam: optax.GradientTransformation
@@ -274,16 +281,12 @@ def demo_muon(
           optax.scale_by_learning_rate(rate),
       )
 
-    muon = links.own_muon(
-        beta, mu_dtype, matrices.dimension_numbers, workers
-    )
+    muon = links.own_muon(beta, mu_dtype, tree_of(found), workers)
     # Adam without a momentum, which would be a third copy of its leaves.
     adam = links.in_wide_arithmetic(optax.scale_by_rms(
         _ADAM_B2, eps=1e-8, eps_in_sqrt=False, bias_correction=True
     ))
-    unit_rms = links.scale_to_unit_rms(
-        matrices.dimension_numbers, min_rms=_MIN_RMS
-    )
+    unit_rms = links.scale_to_unit_rms(tree_of(found), min_rms=_MIN_RMS)
     chain = optax.chain(
         links.in_momentum_dtype(),
         per_worker(by_label(muon, optax.identity()), workers=workers),
@@ -295,10 +298,6 @@ def demo_muon(
             ema=True,
             exchange=exchange,
             update_values=update_values,
-            gradient_weight=links.lost_unless_finite(
-                1.0, learning_rate, adam_learning_rate, weight_decay,
-                adam_weight_decay,
-            ),
         ),
         by_label(
             step_of(unit_rms, weight_decay, learning_rate),

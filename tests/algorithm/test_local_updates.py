@@ -388,12 +388,10 @@ def test_a_step_that_would_not_be_finite_is_left_out():
 def test_mistakes():
   workers = demo_optax.Workers.simulated(2)
   sgd = optax.sgd(1.0)
-  with pytest.raises(ValueError, match='sync_period must be at least 1, got 0'):
+  with pytest.raises(ValueError, match='sync_period=0 must be at least 1'):
     demo_optax.local.local_updates(sgd, sgd, 0, workers=workers)
-  with pytest.raises(TypeError, match=r'sync_period must be an integer .* got 2\.5'):
+  with pytest.raises(TypeError, match=r'sync_period=2\.5 must be a Python integer'):
     demo_optax.local.local_updates(sgd, sgd, 2.5, workers=workers)
-  with pytest.raises(TypeError, match='static_args'):
-    demo_optax.local.local_updates(sgd, sgd, jnp.int32(2), workers=workers)
   with pytest.raises(TypeError, match=r'Workers\.simulated.*on_axis'):
     demo_optax.local.diloco(workers=demo_optax.Workers.on_axis('data'))
   params = {'w': np.ones(3, np.float32)}

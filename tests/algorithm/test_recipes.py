@@ -104,48 +104,6 @@ def test_oracle(values, x64):
       np.testing.assert_allclose(found[name], want[name], atol=1e-9)
 
 
-@jax.numpy_dtype_promotion('standard')  # optax's Muon, Adam, and schedules
-def test_equal_to_the_chain_that_is_documented():
-  rng = np.random.default_rng(1)
-  params = {'up': rng.normal(size=(64, 64)), 'norm': rng.normal(size=64)}
-  params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
-  workers = demo_optax.Workers.simulated(WORKERS)
-  schedule = optax.linear_schedule(1e-2, 1e-3, 5)
-  labels = {'up': 'muon', 'norm': 'adam'}
-  muon = contrib.scale_by_muon(
-      ns_steps=3, preconditioning='aol',
-      weight_dimension_numbers=recipes.muon_dimension_numbers)
-  chain = optax.chain(
-      demo_optax.per_worker(
-          optax.partition(
-              {'muon': optax.chain(optax.scale(2.0**20), muon),
-               'adam': optax.identity()}, labels),
-          workers=workers),
-      demo_optax.scale_by_demo(
-          {'up': demo_optax.dct_topk(64, 64, values='sign'),
-           'norm': demo_optax.dct_topk(
-               (1, 192), 8, values='sign', proportional=False)},
-          0.9, workers=workers, average='workers', ema=True),
-      optax.partition(
-          {'muon': recipes.scale_to_unit_rms(),
-           'adam': optax.scale_by_rms(
-               0.95, eps_in_sqrt=False, bias_correction=True)}, labels),
-      optax.add_decayed_weights(0.1),
-      optax.partition(
-          {'muon': optax.scale_by_learning_rate(schedule),
-           'adam': optax.scale_by_learning_rate(lambda t: 3 * schedule(t))},
-          labels),
-  )
-  recipe = demo_optax.demo_muon(
-      schedule, workers=workers, weight_decay=0.1, adam_weight_decay=0.1)
-  shapes = {k: x.shape for k, x in params.items()}
-  gradients = [helpers.random_tree(s, shapes, (WORKERS,)) for s in range(4)]
-  # Of two programs: the compiler may contract a sum in one of them.
-  jax.tree.map(
-      lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8),
-      *(helpers.updates_of(tx, params, gradients)[0] for tx in (chain, recipe)))
-
-
 # What a leaf is ---------------------------------------------------------------
 
 

@@ -1,5 +1,7 @@
 """One of each group: against NumPy, for all sizes, and in both forms."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from demo_optax.codes.format import ChunkFormat
-from demo_optax.compressors import GroupMax, TopK
+from demo_optax.compressors import GroupMax
 from demo_optax.numerics import groups, platform, topk
 
 pytestmark = pytest.mark.core
@@ -61,36 +63,51 @@ def test_float64_is_compared_as_float64(x64):
 
 @pytest.mark.parametrize('average', ['senders', 'workers'])
 @pytest.mark.parametrize('n, k', [(4096, 64), (100, 7), (96, 32), (63, 9)])
-@pytest.mark.parametrize('grouped', [True, False])
-def test_forms_of_a_selection(n, k, grouped, average):
+def test_forms_of_a_selection(n, k, average):
   """Scatters, comparisons, products: the same but for rounding of means."""
   rng = np.random.default_rng(n)
   m = jnp.asarray(rng.normal(size=(3, n)), jnp.float32)
   sent = jnp.asarray(rng.normal(size=(5, 3, n)), jnp.float32).at[1].set(m)
-  select = GroupMax(k) if grouped else TopK(k)
-  indices = jax.vmap(select, (0, None))(sent, 0)
+  indices = jax.vmap(GroupMax(k), (0, None))(sent, 0)
   values = jnp.asarray(rng.normal(size=indices.shape), jnp.float32)
+  order = jnp.argsort(indices, axis=-1)  # which scatters are promised
   damaged = values.at[2].set(jnp.nan)
   present = jnp.asarray([True, True, False, True, True])
 
-  def all_of_it():
+  def all_of_it(grouped):
+    i, v, d = indices, values, damaged
+    if not grouped:
+      i, v, d = (jnp.take_along_axis(x, order, -1) for x in (i, v, d))
+    taken = topk.take(m, i[0], grouped)
     return (
-        topk.take(m, indices[0], grouped),
-        topk.subtract(m, indices[0], values[0], grouped),
-        topk.merge(indices, damaged, present, n, average, grouped))
+        jnp.take_along_axis(taken, order[0], -1) if grouped else taken,
+        topk.subtract(m, i[0], v[0], grouped),
+        topk.merge(i, d, present, n, average, grouped))
 
   found = {}
-  for name in ('cpu', 'gpu', 'tpu'):
+  for form in (('cpu', False), ('gpu', False), ('tpu', False), ('cpu', True)):
+    name, grouped = form
     with platform.running_on(name):
-      found[name] = jax.jit(lambda: all_of_it())()
-      made = str(jax.make_jaxpr(lambda: all_of_it())())
-    if name == 'tpu' or (name == 'gpu' and grouped):
-      assert 'scatter' not in made and ' gather' not in made
-  for name in ('gpu', 'tpu'):
-    assert_same_bits(found[name][:2], found['cpu'][:2])
-    (mean, count), (expected, expected_count) = found[name][2], found['cpu'][2]
-    np.testing.assert_allclose(mean, expected, rtol=1e-6, atol=1e-7)
-    np.testing.assert_allclose(count, expected_count, rtol=1e-6)
+      found[form] = jax.jit(functools.partial(all_of_it, grouped))()
+      made = str(jax.make_jaxpr(functools.partial(all_of_it, grouped))())
+    if name == 'tpu':
+      assert 'scatter' not in made
+  expected, (mean, count) = found['cpu', False][:2], found['cpu', False][2]
+  for forms in found.values():
+    assert_same_bits(forms[:2], expected)
+    np.testing.assert_allclose(forms[2][0], mean, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(forms[2][1], count, rtol=1e-6)
+
+
+def test_groups_need_no_scatter_and_no_gather():
+  x = jnp.ones((3, 64))
+  places = GroupMax(8)(x, 0)
+  made = str(jax.make_jaxpr(lambda: (
+      topk.take(x, places, True),
+      topk.subtract(x, places, x[:, :8], True),
+      topk.merge(places[None], x[None, :, :8], jnp.ones(1, bool), 64,
+                 'senders', True)))())
+  assert 'scatter' not in made and ' gather' not in made
 
 
 @pytest.mark.parametrize('n, k, bits', [

@@ -29,7 +29,6 @@ def take(way, monkeypatch):
   monkeypatch.setattr(
       paths, 'group_size', lambda _, n, k: 8 if fast and n % 8 == 0 else 1)
   monkeypatch.setattr(paths, 'loop_to_keep', lambda size: fast)
-  monkeypatch.setattr(paths, 'transform_selected', lambda *_: False)
   monkeypatch.setattr(paths, 'one_payload_at_a_time', lambda: fast)
 
 
@@ -58,26 +57,6 @@ def test_steps_are_equal(monkeypatch, average, values):
   expected = run('plain', monkeypatch, average, values)
   assert_same_bits(run('fast', monkeypatch, average, values), expected)
   assert [int(state.metrics['num_excluded']) for _, state in expected] == [0, 1, 1]
-
-
-def test_outer_products_round_otherwise_and_no_more(monkeypatch):
-  """What goes back is rounded otherwise; nothing that is kept or sent is."""
-  seen = []
-  for outer in (False, True):
-    with monkeypatch.context() as patch:
-      take('fast', patch)
-      patch.setattr(paths, 'transform_selected', lambda *_, outer=outer: outer)
-      compressor = demo_optax.dct_topk(16, 4)
-      tx = demo_optax.scale_by_demo(
-          compressor, 0.9, workers=demo_optax.Workers.simulated(3))
-      shapes = {'a': (32, 48), 'padded': (67, 33)}
-      state = tx.init(random_tree(0, shapes))
-      gradients = random_tree(1, shapes, lead=(3,))
-      seen.append(jax.jit(tx.update)(gradients, state))
-  assert_same_bits(seen[0][1], seen[1][1])
-  for name, update in seen[0][0].items():
-    assert np.any(np.asarray(update) != seen[1][0][name])
-    np.testing.assert_allclose(update, seen[1][0][name], atol=1e-5)
 
 
 @pytest.mark.parametrize('name, pieces, elements, parts', [
