@@ -60,15 +60,14 @@ def config_of(
   """Returns what is static in an exchange of `count` workers."""
   layout = step_lib.layout_of(params, compressor())
   return exchange_lib.make_config(
-      layout, 'senders', count if exchange == 'all_to_all' else None,
-      'ternary')
+      layout, 'senders', exchange, count, 'ternary')
 
 
 def random_updates(
     config: exchange_lib.ExchangeConfig, count: int
 ) -> jax.Array:
   """Packs what `count` owners tell: uint8 `[count, bytes]`."""
-  owners = config.owners
+  owners = config.update_packer
   buckets = dict(enumerate(config.packer.read))
 
   def update(key: jax.Array) -> jax.Array:
@@ -95,11 +94,11 @@ class Merging:
     config = config_of(params, exchange, count)
     group = Group('workers', count)
     self.inputs = [step_lib.messages(config.packer, count)]
-    if config.owners is not None:
+    if config.update_packer is not None:
       self.inputs.append(random_updates(config, count - 1))
 
     def merge(arrived: jax.Array, others: Any = None) -> Any:
-      packer, owners = config.packer, config.owners
+      packer, owners = config.packer, config.update_packer
       inbox = packer.unpack({packer.name: arrived}, None, group)
       merged, distinct = zip(*[
           arithmetic.merge(b, inbox.received[i], 'senders')

@@ -145,8 +145,10 @@ def scale_by_demo(
       `optax.ema` and the second version of the paper do.
     gradient_weight: :math:`w`, a number or a schedule of the step. For weights
       per leaf, scale the gradients before the exchange.
-    exchange: `'all_gather'` or `'all_to_all'`, see above.
-    update_values: the code of owners' updates; needed with `'all_to_all'`.
+    exchange: `'all_gather'`; `'all_to_all'`; or `'auto'`, which takes the one
+      that receives fewer bytes.
+    update_values: the code of owners' updates; needed unless `exchange` is
+      `'all_gather'`, which ignores it.
 
       ============ ========== ===============================================
       value        bits each  encoding
@@ -200,8 +202,8 @@ def scale_by_demo(
   written = resolve_update_values(exchange, update_values)
   if workers.relay is not None and exchange == 'all_to_all':
     raise ValueError(
-        "exchange must be 'all_gather' with a relay, which sends all messages"
-        " to all workers, got 'all_to_all'."
+        "exchange must be 'all_gather' or 'auto' with a relay, which sends all"
+        " messages to all workers, got 'all_to_all'."
     )
 
   def config_of(tree: chex.ArrayTree, leaves: list[Any]) -> ExchangeConfig:
@@ -209,14 +211,14 @@ def scale_by_demo(
     layout = make_layout(
         leaves, per_leaf(compressor, tree), workers.param_specs
     )
+    gathers = exchange == 'all_gather' or workers.relay is not None
+    count = None if gathers else count_workers()
     return exchange_lib.make_config(
-        layout, average, num_owners(), written, platform.of(workers.mesh)
+        layout, average, exchange, count, written, platform.of(workers.mesh)
     )
 
-  def num_owners() -> int | None:
-    """Returns the number of workers, if chunks have owners."""
-    if exchange == 'all_gather':
-      return None
+  def count_workers() -> int | None:
+    """Returns the number of workers; None if unknown and not needed."""
     try:
       return workers.count
     except ValueError:  # `on_axis`, outside of the map

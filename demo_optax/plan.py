@@ -260,7 +260,7 @@ def plan(
     specs, axis, count = REPLICATED, 'workers', workers
   _checks.check_positive('workers', count)
   is_relayed = isinstance(workers, Workers) and workers.relay is not None
-  has_owners = exchange == 'all_to_all' and not is_relayed
+  exchange = 'all_gather' if is_relayed else exchange
   flat = jax.tree_util.tree_flatten_with_path(params)[0]
   layout = make_layout(
       [(path, np.shape(x), x) for path, x in flat],
@@ -277,22 +277,19 @@ def plan(
   ]
   ordered = sum(size for size in averaged if size <= ORDERED_BYTES)
   written = resolve_update_values(exchange, update_values)
-  config = make_config(
-      layout, 'senders', count if has_owners else None, written
-  )
+  config = make_config(layout, 'senders', exchange, count, written)
   sizes = {
       name: math.prod(shape) * np.dtype(dtype).itemsize
       for name, (shape, dtype) in config.packer.shapes.items()
   }
   payload = sizes.pop(config.packer.name, 0)
   summed = sum(sizes.values()) + sum(averaged) - ordered
+  received = config.received_bytes(count) + (count - 1) * ordered
   updates = 0
-  if config.owners is None:
+  if config.update_packer is None:
     payload += ordered
-    received = (count - 1) * payload
   else:
-    updates = (config.owners.num_bytes + ordered) * count
-    received = (count - 1) * (payload + updates) // count
+    updates = (config.update_packer.num_bytes + ordered) * count
   if is_relayed:  # sums are computed from all workers' summands
     payload, summed = payload + summed, 0
     received = (count - 1) * payload

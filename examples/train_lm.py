@@ -65,7 +65,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
   add('--other-lr', 'same for embeddings, head, norms, biases', type=float)
   add('--topk', 'coefficients sent per chunk of 64x64', type=int)
   add('--exchange', 'all_to_all: for many workers', default='all_gather',
-      choices=['all_gather', 'all_to_all'])
+      choices=['all_gather', 'all_to_all', 'auto'])
   add('--warmup', 'steps of learning rate warm-up', type=int, default=40)
   add('--workers', 'number of them; default: one per device, or 4 on one',
       type=int, default=env('DEMO_WORKERS'))

@@ -11,6 +11,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -74,41 +75,70 @@ class ExchangeConfig:
   average: topk.Average
   packer: Packer
   platform: str
-  owners: UpdatePacker | None = None  # writes and reads updates of owners
+  owners: UpdatePacker | None = None  # also if 'auto' chose an all-gather
+
+  @property
+  def kind(self) -> str:
+    """The collective: `'all_gather'` or `'all_to_all'`."""
+    return 'all_gather' if self.packer.num_owners is None else 'all_to_all'
+
+  @property
+  def update_packer(self) -> UpdatePacker | None:
+    """Writes and reads updates of owners; None without owners."""
+    return None if self.packer.num_owners is None else self.owners
 
   @property
   def residual_shapes(self) -> dict[str, tuple[tuple[int, int], str]]:
-    """Shapes and dtypes of `WorkerState.update_residual`."""
+    """Shapes and dtypes of `WorkerState.update_residual`.
+
+    The same for both choices of `'auto'`, since a state may be resized.
+    """
     return {} if self.owners is None else self.owners.residual_shapes
+
+  def received_bytes(self, count: int) -> int:
+    """Returns the bytes from other workers that one device gathers."""
+    shape, _ = self.packer.shapes.get(self.packer.name, ((0,), ''))
+    size = 4 * math.prod(shape) // (self.packer.num_owners or 1)
+    if self.update_packer is not None:
+      size += self.update_packer.num_bytes
+    return (count - 1) * size
 
   def __str__(self) -> str:
     """Returns the collective and `update_values` in words."""
     if self.owners is None:
-      return "'all_gather'"
-    return f"'all_to_all' with update_values={self.owners.values!r}"
+      return repr(self.kind)
+    return f'{self.kind!r} with update_values={self.owners.values!r}'
 
 
-ExchangeKind = Literal['all_gather', 'all_to_all']
+ExchangeKind = Literal['all_gather', 'all_to_all', 'auto']
 
 
 def make_config(
     layout: Layout,
     average: topk.Average,
-    num_owners: int | None = None,
+    kind: ExchangeKind = 'all_gather',
+    count: int | None = None,
     update_values: str = 'float32',
     runs_on: str | None = None,
 ) -> ExchangeConfig:
   """Returns the static part of an exchange.
 
-  `num_owners` is the number of workers, or None if chunks have no owners.
+  `kind='auto'` takes the collective that receives fewer bytes. `count`, the
+  number of workers, is None if it is unknown: chunks then have no owners.
   """
-  owners, buckets = None, layout.buckets
-  if num_owners is not None and not all(b.format.shared for b in buckets):
-    owners = UpdatePacker(buckets, num_owners, update_values)
-  return ExchangeConfig(
-      layout, average, Packer(buckets, num_owners),
-      runs_on or platform.of(), owners,
-  )
+  packer = Packer(layout.buckets)
+  gathered = ExchangeConfig(layout, average, packer, runs_on or platform.of())
+  if kind == 'all_gather' or count is None:
+    return gathered
+  if any(not bucket.format.shared for bucket in layout.buckets):
+    owners = UpdatePacker(layout.buckets, count, update_values)
+    gathered = dataclasses.replace(gathered, owners=owners)
+  owned = dataclasses.replace(gathered, packer=Packer(layout.buckets, count))
+  if kind == 'all_to_all' or (
+      owned.received_bytes(count) < gathered.received_bytes(count)
+  ):
+    return owned
+  return gathered
 
 
 def exchange(
@@ -187,7 +217,8 @@ def exchange(
 
   # Owners broadcast the updates of the chunks they have merged.
   update_residual = state.update_residual
-  if (owners := config.owners) is not None:
+  if config.update_packer is not None:
+    owners = config.update_packer
     data, update_residual = owners.pack(
         dict(enumerate(merged)), update_residual, report
     )

@@ -54,7 +54,7 @@ class Exchange:
     chunk_size: of `demo`.
     values: how coefficients are written, of `demo`.
     decay: of the momentum that was not sent.
-    kind: 'all_gather' or 'all_to_all'.
+    kind: 'all_gather', 'all_to_all' or 'auto'.
   """
 
   optimizer: str = 'demo'

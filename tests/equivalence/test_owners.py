@@ -1,6 +1,7 @@
 """Chunks that are divided among the workers: the same updates, fewer bytes."""
 
 import functools
+import itertools
 
 import hlo_text
 import jax
@@ -26,7 +27,7 @@ from demo_optax.workers import collectives
 pytestmark = pytest.mark.core
 
 COMPRESSOR = demo_optax.dct_topk(32, 8, values='sign')
-SHAPES = {  # more chunks than workers
+SHAPES = {  # sides that Hadamard matrices have, and more chunks than workers
     'matrix': (64, 96),
     'few': (32, 64),
     'rows': (4, 64),
@@ -238,20 +239,28 @@ def test_nothing_moves_where_all_are_excluded():
   )
 
 
-def test_owners_receive_less_from_some_number_of_workers_on():
+# Choosing ---------------------------------------------------------------------
+
+
+def test_auto_is_what_receives_less():
   params = {'w': jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
   compressor = demo_optax.dct_topk(topk=32, values='sign')
-
-  def received(count, exchange):
-    return demo_optax.plan(
-        params, compressor, count, exchange=exchange, update_values='ternary'
-    ).received_bytes
-
-  assert received(4, 'all_gather') < received(4, 'all_to_all')
-  assert received(64, 'all_gather') > received(64, 'all_to_all')
+  received = {
+      (count, exchange): demo_optax.plan(
+          params, compressor, count, exchange=exchange,
+          update_values='ternary',
+      ).received_bytes
+      for count, exchange in itertools.product(
+          (2, 4, 16, 64, 1024), ('all_gather', 'all_to_all', 'auto'))
+  }
+  for count in (2, 4, 16, 64, 1024):
+    both = received[count, 'all_gather'], received[count, 'all_to_all']
+    assert received[count, 'auto'] == min(both)
+  assert received[4, 'auto'] == received[4, 'all_gather']
+  assert received[64, 'auto'] == received[64, 'all_to_all']
   # Constant in the number of workers: a message, and 1.6 bits an element.
   most = demo_optax.plan(params, compressor, 2).payload_bytes + 2**24 / 5
-  assert received(64, 'all_to_all') < 1.02 * most
+  assert received[64, 'all_to_all'] < 1.02 * most
 
 
 # States of another number of workers ------------------------------------------
