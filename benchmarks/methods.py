@@ -53,6 +53,8 @@ BASES = {
 }
 TOPK = {
     'dct': compressors.Dct(),
+    'hadamard': compressors.Hadamard(),
+    'random-orthogonal': compressors.RandomOrthogonal(),
     'identity': compressors.Identity(),
 }
 SUBSETS = {

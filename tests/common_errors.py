@@ -141,6 +141,10 @@ CASES = [
          (1,), ('data',), axis_types=(jax.sharding.AxisType.Auto,)), 'model')),
     ('`decay=1.0`', lambda: demo(decay=1.0)),
     ("`values='int3'`", lambda: demo_optax.dct_topk(values='int3')),
+    ('sides that are no powers of two, for Hadamard',
+     lambda: demo(compressor=demo_optax.Compressor(
+         demo_optax.compressors.TopK(32), demo_optax.compressors.Hadamard(),
+         48)).init({'w': jnp.ones((96, 96))})),
     ('a state of another number of workers',
      lambda: update(demo(), state=demo(
          workers=demo_optax.Workers.simulated(2)).init(PARAMS))),

@@ -21,7 +21,7 @@ SETTINGS = {  # of either process; what the error names
     'chunk': (TOPK, demo_optax.dct_topk(8, 4)),
     'values': (TOPK, demo_optax.dct_topk(16, 4, values='bfloat16')),
     'as many bytes': (TOPK, demo_optax.Compressor(
-        demo_optax.compressors.TopK(4), demo_optax.compressors.Identity(), 16)),
+        demo_optax.compressors.TopK(4), demo_optax.compressors.Hadamard(), 16)),
     'averaged': (TOPK, {'w': TOPK, 'b': None}),
     'average': ({'average': 'senders'}, {'average': 'workers'}),
     'version': ('0.1.0', '0.2.0'),

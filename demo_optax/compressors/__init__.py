@@ -1,6 +1,12 @@
 """Compressors: what a worker sends of its momentum."""
 
-from demo_optax.compressors.bases import Basis, Dct, Identity
+from demo_optax.compressors.bases import (
+  Basis,
+  Dct,
+  Hadamard,
+  Identity,
+  RandomOrthogonal,
+)
 from demo_optax.compressors.compressor import FROZEN, Compressor, dct_topk, full
 from demo_optax.compressors.selectors import (
   Everything,
@@ -19,7 +25,9 @@ __all__ = [
   'Dct',
   'Everything',
   'GroupMax',
+  'Hadamard',
   'Identity',
+  'RandomOrthogonal',
   'RandomSubset',
   'Selector',
   'Slicing',

@@ -2,9 +2,12 @@
 
 import dataclasses
 import functools
+import math
 from typing import Protocol
 
 import numpy as np
+
+from demo_optax import _checks
 
 
 class Basis(Protocol):
@@ -17,6 +20,10 @@ class Basis(Protocol):
   def matrix(self, length: int) -> np.ndarray:
     """Returns float64 `[length, length]` whose ROWS are the basis."""
 
+  def check(self, length: int) -> None:
+    """Raises a `ValueError` if there is no matrix for this length."""
+    del length
+
 
 @dataclasses.dataclass(frozen=True)
 class Dct(Basis):
@@ -24,6 +31,52 @@ class Dct(Basis):
 
   def matrix(self, length: int) -> np.ndarray:
     return _dct(length)
+
+
+@dataclasses.dataclass(frozen=True)
+class Hadamard(Basis):
+  """Sylvester's Hadamard matrix, scaled to be orthonormal.
+
+  Sides of chunks must be powers of two.
+  """
+
+  def matrix(self, length: int) -> np.ndarray:
+    return _hadamard(length)
+
+  def check(self, length: int) -> None:
+    if length & (length - 1):
+      raise ValueError(
+          f'{length} is not a power of two, and the Hadamard transform needs'
+          ' one. Use Dct() or RandomOrthogonal() for this leaf, in a tree of'
+          ' compressors.'
+      )
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomOrthogonal(Basis):
+  """A random rotation or reflection, drawn once for every length.
+
+  Version 2 of the DeMo paper (arXiv:2411.19870v2) draws a new matrix in every
+  step; momentum could then not be kept as coefficients.
+
+  Attributes:
+    seed: 0 or more; the same on all workers.
+  """
+
+  seed: int = 0
+
+  def __post_init__(self) -> None:
+    _checks.check_positive('seed', self.seed, 0)
+
+  def matrix(self, length: int) -> np.ndarray:
+    return _random_orthogonal(length, self.seed)
+
+  def check(self, length: int) -> None:
+    if length > 256:
+      raise ValueError(
+          f'{length} is above 256, and such a random matrix takes long to draw.'
+          ' Use a smaller chunk_size.'
+      )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,4 +93,25 @@ def _dct(length: int) -> np.ndarray:
   angle = np.pi * position[:, None] * (2 * position + 1) / (2 * length)
   matrix = np.sqrt(2 / length) * np.cos(angle)
   matrix[0] = np.sqrt(1 / length)
+  return matrix
+
+
+@functools.cache
+def _hadamard(length: int) -> np.ndarray:
+  matrix = np.ones((1, 1))
+  while len(matrix) < length:
+    matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+  return matrix / np.sqrt(length)
+
+
+@functools.cache
+def _random_orthogonal(length: int, seed: int) -> np.ndarray:
+  # Gram-Schmidt with exactly rounded sums, not a library's factorisation: all
+  # machines must have the same bits.
+  matrix = np.random.default_rng([seed, length]).normal(size=(length, length))
+  for row in range(length):
+    for _ in range(2):  # the second pass removes rounding errors
+      for other in matrix[:row]:
+        matrix[row] -= math.fsum(matrix[row] * other) * other
+    matrix[row] /= math.sqrt(math.fsum(matrix[row] ** 2))
   return matrix

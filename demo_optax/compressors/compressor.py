@@ -89,20 +89,27 @@ class Compressor:
           self, select=dataclasses.replace(self.select, of=None)
       )
     found: list[tuple[int, tuple[bool, int, float, int], LeafPlan]] = []
+    errors = []
     for b, j in chunking.folds(len(shape), self.batch_dims):
       fold = None if b == len(shape) - 2 else (b, j)
-      cost = alike._cut(shape, name, fold).num_bytes
-      plan = self._cut(shape, name, fold)
+      try:
+        cost = alike._cut(shape, name, fold).num_bytes
+        plan = self._cut(shape, name, fold)
+      except ValueError as error:
+        errors.append(error)
+        continue
       rows, cols = (1, 1, *chunking.folded(shape, (b, j)))[-2:]
       ratio = max(rows, cols) / min(rows, cols)
       found.append((cost, (fold is not None, -b, ratio, j), plan))
+    if not found:
+      raise errors[-1]
     most = 1.05 * min(cost for cost, *_ in found)
     return min(x[1:] for x in found if x[0] <= most)[1]
 
   def _cut(
       self, shape: tuple[int, ...], name: str, fold: tuple[int, int] | None
   ) -> LeafPlan:
-    """Returns the plan of one fold."""
+    """Returns the plan of one fold; raises if the basis has no matrix."""
     grid = chunking.chunk_grid(
         shape, self.chunk_size, padding=self.padding, fold=fold
     )
@@ -115,7 +122,7 @@ class Compressor:
     whole = chunking.whole_grid(shape)
     if shared:
       if k < n or not isinstance(self.basis, bases.Identity):
-        return sparse
+        return self._checked(sparse)
       n = whole.chunk_size
       return LeafPlan(whole, ChunkFormat(n, n, name, self.values, shared))
     # A scale belongs to a chunk; values without one need no chunks.
@@ -123,7 +130,22 @@ class Compressor:
       grid = whole
     n = grid.chunk_size
     dense = LeafPlan(grid, ChunkFormat(n, n, name, self.values))
-    return min(dense, sparse, key=lambda plan: plan.num_bytes)
+    cheaper = sparse.num_bytes < dense.num_bytes
+    return self._checked(sparse if cheaper else dense)
+
+  def _checked(self, plan: LeafPlan) -> LeafPlan:
+    """Raises if the basis has no matrix for the chunks of a leaf."""
+    if not plan.grid.whole:
+      try:
+        for length in plan.grid.sides:
+          self.basis.check(length)
+      except ValueError as error:
+        rows, cols = plan.grid.sides
+        raise ValueError(
+            f'A leaf of shape {plan.grid.shape} is cut into chunks of'
+            f' {rows}x{cols}: {error}'
+        ) from error
+    return plan
 
 
 # A compressor, a prefix tree of them, or a function from the parameters to such

@@ -23,9 +23,10 @@ from oracle import Oracle, dct_matrix
 
 import demo_optax
 from demo_optax.compressors import (
-  Basis,
   Compressor,
+  Hadamard,
   Identity,
+  RandomOrthogonal,
   RandomSubset,
   Slicing,
   Striding,
@@ -39,18 +40,13 @@ SHAPES = {'matrix': (32, 48), 'padded': (37, 20), 'vector': (33,), 'scalar': ()}
 POWERS = {'matrix': (32, 48), 'kernel': (2, 8, 16), 'vector': (64,), 'scalar': ()}
 
 
-@dataclasses.dataclass(frozen=True)
-class Hadamard(Basis):
-  """A user's."""
-
-  def matrix(self, length):
-    return scipy.linalg.hadamard(length) / np.sqrt(length)
-
-
 TOPK = {
     'dct': (demo_optax.dct_topk(16, 5, proportional=False), dct_matrix),
     'rows': (demo_optax.dct_topk((1, 24), 5, proportional=False), dct_matrix),
-    'hadamard': (Compressor(TopK(5), Hadamard(), 16), Hadamard().matrix),
+    'hadamard': (Compressor(TopK(5), Hadamard(), 16),
+                 lambda n: scipy.linalg.hadamard(n) / np.sqrt(n)),
+    'random': (Compressor(TopK(5), RandomOrthogonal(3), 16),
+               RandomOrthogonal(3).matrix),  # orthonormal: see below
     'identity': (Compressor(TopK(5), Identity(), 16, 'int8'), np.eye),
 }
 RATE = 0.11
@@ -142,6 +138,14 @@ def test_on_a_mesh(name):
   assert [c.kind for c in found] == [kind]
   plan = demo_optax.plan(params, code, workers)
   assert found[0].received_bytes == plan.received_bytes
+
+
+@pytest.mark.parametrize('length', [1, 2, 5, 32])
+def test_random_basis_is_orthonormal(length):
+  basis = RandomOrthogonal(0).matrix(length)
+  np.testing.assert_allclose(basis @ basis.T, np.eye(length), atol=1e-14)
+  if length > 1:
+    assert np.any(basis != RandomOrthogonal(1).matrix(length))
 
 
 def test_slicing_does_not_overflow():

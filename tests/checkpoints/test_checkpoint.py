@@ -336,7 +336,7 @@ def test_another_number_of_workers(case, tmp_path):
 AXES = {'fsdp': 2, 'tp': 2}
 KINDS = [None, P('fsdp'), P('tp', 'fsdp'), P(('tp', 'fsdp')),
          P(None, ('fsdp', 'tp'))]
-BASES = [codes.Dct(), codes.Identity()]
+BASES = [codes.Dct(), codes.RandomOrthogonal(), codes.Identity()]
 
 
 def decoded(name, state):

@@ -11,7 +11,7 @@ import scipy.fft
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from demo_optax.compressors import Dct, dct_topk
+from demo_optax.compressors import Compressor, Dct, Hadamard, TopK, dct_topk
 from demo_optax.compressors import chunking as chunks
 
 pytestmark = pytest.mark.core
@@ -161,3 +161,9 @@ def test_folding_and_unfolding_is_the_identity(data):
   matrix = grid_of(grid.folded, size)
   np.testing.assert_array_equal(
       cut, chunks.to_chunks(x.reshape(grid.folded), matrix))
+
+
+def test_a_fold_that_the_basis_has_no_matrix_for_is_not_taken():
+  compressor = Compressor(TopK(4), Hadamard())
+  assert compressor.plan((3, 4, 16), jnp.float32).grid.fold is None
+  assert compressor.plan((4, 4, 16), jnp.float32).grid.fold is not None
