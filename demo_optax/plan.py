@@ -40,6 +40,7 @@ class LeafBytes:
   blocks: tuple[int, ...]  # shards inside a worker, along each dimension
   axes: tuple[str, ...]
   as_unsharded: bool = True  # in the chunks of an unsharded worker
+  small_blocks: bool = False  # a side shorter than that worker's chunk
 
   @property
   def size(self) -> int:
@@ -175,6 +176,12 @@ class Plan:
       lines.append(
           '* cut into other chunks than on one device: results depend on how it'
           ' is sharded.'
+      )
+    small = [leaf.name for leaf in self.leaves if leaf.small_blocks]
+    if small:
+      lines.append(
+          'Blocks are smaller than a chunk, which costs bytes. Shard another'
+          f' dimension, or over fewer devices: {", ".join(small)}'
       )
     return '\n'.join(lines)
 
@@ -320,6 +327,7 @@ def _leaf_bytes(leaf: Leaf) -> LeafBytes:
       sharding=REPLICATED.place((), leaf.shape),
       plan=leaf.compressor.plan(leaf.shape, leaf.dtype),
   )
+  sides = zip(grid.folded[-2:], alone.grid.lengths[-2:])
   return LeafBytes(
       name=leaf.name,
       shape=leaf.shape,
@@ -334,6 +342,7 @@ def _leaf_bytes(leaf: Leaf) -> LeafBytes:
       blocks=blocks,
       axes=axes,
       as_unsharded=leaf.record == alone.record,
+      small_blocks=not alone.grid.whole and any(d < n for d, n in sides),
   )
 
 

@@ -10,6 +10,7 @@ import pytest
 from helpers import shapes_of
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
 
 import demo_optax
 from demo_optax import __main__ as command
@@ -296,3 +297,15 @@ def test_bytes_are_counted_without_a_basis(monkeypatch):
   leaf = jax.ShapeDtypeStruct((10**5, 64), jnp.float32)
   plan = demo_optax.plan(leaf, demo_optax.dct_topk((10**5, 64)), 2)
   assert plan.leaves[0].num_chunks == 1
+
+
+def test_plan_names_leaves_whose_blocks_are_smaller_than_a_chunk():
+  specs = {'narrow': P(None, 'fsdp'), 'wide': P(None, 'fsdp'),
+           'heads': P(None, 'fsdp')}
+  params = {'narrow': jnp.zeros((64, 128)), 'wide': jnp.zeros((64, 256)),
+            'heads': jnp.zeros((64, 4, 16))}
+  workers = demo_optax.Workers.simulated(2, specs, {'fsdp': 4})
+  table = demo_optax.plan(params, demo_optax.dct_topk(), workers).table()
+  assert table.endswith('over fewer devices: heads, narrow')
+  whole = demo_optax.plan(params, demo_optax.dct_topk(), 2).table()
+  assert 'Blocks are smaller' not in whole
