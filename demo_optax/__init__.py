@@ -9,11 +9,12 @@ gradient's bytes, or less. A training script changes in two lines.
     step/        `data_parallel`: one worker's training step, run for all
     exchange/    Algorithm 1, as one worker runs it: the main path
     per_worker   transformations before the exchange
-    state        reads and edits optimizer states
+    state        reads optimizer states
     checkpoint/  saves and restores, also for another number of workers
     compressors/ selectors and transforms of momentum
     codes/       values and indices as words
     workers/     simulated, on a mesh, or on a caller's axis
+    remote/      workers that are programs, and the relay that joins them
     numerics/    bits, rounding, selection; platform-dependent choices
     plan         bytes of an exchange, predicted from shapes
     replicas     checks that all workers hold the same bits

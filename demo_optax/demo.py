@@ -286,14 +286,14 @@ def scale_by_demo(
     ]
     tree = updates if params is None else params
     config = config_of(tree, leaves)
-    frozen = {
+    left_out = {
         i for i, leaf in enumerate(config.layout.leaves)
         if isinstance(leaf.compressor, Frozen)
     }
     for i, ((path, g), p) in enumerate(zip(flat, like)):
-      if p is not None and i not in frozen:
+      if p is not None and i not in left_out:
         checks.check_sharding(path, p, workers)
-      if i not in frozen or not _tree.is_exchanged(leaves[i][2]):
+      if i not in left_out or not _tree.is_exchanged(leaves[i][2]):
         checks.check_gradient(_tree.leaf_name(path), g, p, workers)
     _check_state(state, config, workers)
     weight = gradient_weight
@@ -303,7 +303,7 @@ def scale_by_demo(
       weight = (1 - decay) * weight
     found: list[jax.Array] = []
     metrics, own = exchange_lib.no_metrics(), state.worker_stacked
-    if len(frozen) < len(flat):
+    if len(left_out) < len(flat):
       exchange_lib.note(config)
       found, own, metrics = exchange_lib.run(
           workers, config, [g for _, g in flat], own,
@@ -311,7 +311,7 @@ def scale_by_demo(
       )
     in_order = iter(found)
     new = [
-        _tree.zero_update(g, p, lead) if i in frozen
+        _tree.zero_update(g, p, lead) if i in left_out
         else next(in_order).astype(g.dtype)
         for i, ((_, g), p) in enumerate(zip(flat, like))
     ]

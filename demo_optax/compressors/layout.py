@@ -285,7 +285,7 @@ class Layout:
   def fill(
       self, number: int, arrays: Mapping[int, jax.Array], device: Any
   ) -> jax.Array:
-    """Cuts leaves into their bucket, `[rows, n]`, with zeros in the padding.
+    """Packs leaves into their bucket, `[rows, n]`, with zeros in the padding.
 
     Takes one shard per leaf, by leaf number, and the number of this device
     along the bucket's `split_axes`.

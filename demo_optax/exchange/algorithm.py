@@ -252,6 +252,8 @@ def traced_configs() -> Iterator[list[ExchangeConfig]]:
     yield found
   finally:
     _traced.reset(token)
+    for config in found:
+      note(config)  # in the list outside of this one
 
 
 def note(config: ExchangeConfig) -> None:
@@ -264,8 +266,8 @@ def run(
     workers: Workers, config: ExchangeConfig, *args: Any
 ) -> tuple[list[jax.Array], WorkerState, Metrics]:
   """Runs `exchange` for all workers; see `_run`."""
-  # Jitted, so that it is one computation even outside the user's jit. In a step
-  # that is cut, its message is one with what else the step exchanges.
+  # Jitted, so that it is one computation even outside the user's jit. With a
+  # relay it is not, so that one message has all that the step exchanges.
   run = _run if workers.relay is not None else _run_jitted
   return run(workers, config, *args)
 

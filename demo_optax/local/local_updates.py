@@ -88,7 +88,7 @@ def local_updates(
     sync_period: :math:`H`, at least 1: a number, or a schedule of the steps
       done. Workers exchange after step :math:`t` if at least :math:`H(t)` steps
       were made since the last exchange.
-    workers: `Workers.simulated` or `Workers.on_mesh`.
+    workers: those of the step; not `Workers.on_axis`.
     drift: whether `outer` makes a different update for every worker, which
       keeps parameters :math:`s_i`. Then :math:`s` is their mean, for
       evaluation, and each exchange includes a dense all-reduce of the

@@ -338,7 +338,7 @@ def demo_muon(
 def _decayed(
     weight_decay: chex.Numeric, mask: Any = None
 ) -> list[optax.GradientTransformation]:
-  """Returns links of decoupled decay, which alone needs the parameters."""
+  """Returns links that cast updates to parameters and decay these."""
   cast = optax.stateless(
       lambda u, p: u if p is None else optax.tree.cast_like(u, p)
   )

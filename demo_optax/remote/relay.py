@@ -270,6 +270,8 @@ class Relay:
     self._text, self._opened, self._state = None, False, None
     self._members, self._bodies, self._joining = {}, {}, {}
     self._listening, self._awaited = {}, set()
+    self._missed.clear()
+    self._not_before.clear()
     for number in list(self._lists):
       self._drop(number)
 

@@ -41,9 +41,9 @@ def data_parallel(
 
   A drop-in for `jax.jit` and `nnx.jit` on a training step. The batch is cut
   over the workers along its first axis; everything else is shared. The step
-  computes one worker's loss and gradient from one worker's rows, and its
-  optimizer, which contains `scale_by_demo`, exchanges. What the step sees, and
-  what becomes of its results:
+  computes one worker's loss and gradient from one worker's rows. Its optimizer
+  contains `scale_by_demo`, which exchanges. What the step sees, and what
+  becomes of its results:
 
   ============================  ================================================
   argument                      in the step
@@ -215,6 +215,11 @@ class DataParallelStep:
 
     Any array may be a `jax.ShapeDtypeStruct`.
     """
+    if self.workers.relay is not None:
+      raise ValueError(
+          f'workers must have one program to lower, got {self.workers}, whose'
+          ' step is several. Lower it with Workers.simulated.'
+      )
     with modules.in_transform():
       opened, call, program = self._open(args, kwargs)
       return program.lower(*self._put(call, opened.arrays))

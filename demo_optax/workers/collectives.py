@@ -51,7 +51,7 @@ class Met(NamedTuple):
   included: jax.Array
 
 
-# Where a step of programs is cut, to exchange messages: see `remote.split`.
+# Where a step of programs is cut, to exchange messages: see `workers.split`.
 meet_p = core.Primitive('demo_optax_meet')
 meet_p.multiple_results = True
 

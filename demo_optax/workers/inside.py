@@ -96,9 +96,9 @@ def _meet(
   """Returns what `rule` makes of all workers' `args`.
 
   Args:
-    rule: `(size, cut, *args) -> (out, apart)`, where `cut` is like `args`, and
-      of it the arrays that differ between workers are stacked; `apart` is like
-      `out` and says of which arrays each worker has its own, stacked.
+    rule: `(size, cut, *args) -> (out, apart)`. `cut` is like `args`, and true
+      where an array differs between workers, and so is stacked. `apart` is like
+      `out`, and true where each worker has its own array, stacked.
     alone: `(*args) -> out`, for the shapes that one worker sees, and for a
       worker on a device of its own.
     *args: this worker's trees of arrays.

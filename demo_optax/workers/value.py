@@ -62,7 +62,7 @@ class Workers:
     kind: the constructor.
     axis_name: name of the worker axis.
     num_workers: how many there are; None if the caller's axis decides.
-    mesh: the mesh of `on_mesh`, else None.
+    mesh: the mesh of `on_mesh`, or of a `remote` worker's devices, else None.
     param_specs: how parameters are spread over the devices of a worker.
     relay: where the others are, for `remote`, else None.
   """

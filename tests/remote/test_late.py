@@ -357,6 +357,8 @@ def test_mistakes():
 
   with pytest.raises(ValueError, match='must return parameters and'):
     step(params, tx.init(params), np.ones(2, np.float32))
+  with pytest.raises(ValueError, match='must have one program to lower'):
+    step.lower(params, tx.init(params), np.ones(2, np.float32))
   with pytest.raises(ValueError, match="exchange must be 'all_gather' or 'auto'"):
     demo_optax.demo(1e-2, workers=workers, exchange='all_to_all')
 
