@@ -210,12 +210,14 @@ def _orthonormal(
     sizes[kind] += x.size
   found: list[Any] = [None] * len(leaves)
   for group in stacks.values():
-    stack = lift.spread(workers, jnp.concatenate([flat[i] for i in group]))
+    # Newton-Schulz leaves zeros zero.
+    some = jnp.any(jnp.concatenate([live[i] for i in group]), axis=1)
+    stack = jnp.concatenate([flat[i] for i in group])
+    stack = jnp.where(some[:, None, None], stack, jnp.zeros_like(stack))
+    stack = lift.spread(workers, stack)
     stack, _ = tx.update(stack, tx.init(stack))
     ends = np.cumsum([len(flat[i]) for i in group])
     stack = lift.spread(workers, stack)[: ends[-1]]
-    some = jnp.any(jnp.concatenate([live[i] for i in group]), axis=1)
-    stack = jnp.where(some[:, None, None], stack, jnp.zeros_like(stack))
     for i, part in zip(group, jnp.split(stack, ends[:-1])):
       shape = [leaves[i].shape[a] for a in orders[i]]
       found[i] = part.reshape(shape).transpose(np.argsort(orders[i]))
