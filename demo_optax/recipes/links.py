@@ -90,6 +90,27 @@ def scale_to_unit_rms(
   return optax.stateless(update_fn)
 
 
+def lost_unless_finite(
+    weight: optax.ScalarOrSchedule, *hyperparams: optax.ScalarOrSchedule
+) -> optax.ScalarOrSchedule:
+  """Returns the weight of gradients, NaN if a hyperparameter is not finite.
+
+  Every worker is then excluded: neither momentum nor parameters change.
+  """
+  traced = [x for x in hyperparams if not isinstance(x, int | float)]
+  if not traced:
+    return weight
+
+  def weight_at(count: chex.Numeric) -> chex.Numeric:
+    value, *values = (
+        x(count) if callable(x) else x for x in (weight, *traced)
+    )
+    finite = jnp.stack([jnp.isfinite(x).all() for x in values]).all()
+    return jnp.where(finite, value, jnp.nan)
+
+  return weight_at
+
+
 def in_momentum_dtype() -> optax.GradientTransformation:
   """Casts gradients to the momentum's dtype: float16 would underflow."""
   return optax.stateless(lambda updates, _: _tree.map_exchanged(

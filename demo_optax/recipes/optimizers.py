@@ -106,7 +106,7 @@ def demo(
           compressor,
           decay,
           workers=workers,
-          gradient_weight=learning_rate,
+          gradient_weight=links.lost_unless_finite(learning_rate, weight_decay),
           exchange=exchange,
           update_values='ternary',
       ),
@@ -215,9 +215,10 @@ def demo_muon(
     Without any gradient a matrix moves for some 80 more steps.
     A worker is excluded, and keeps both momenta, if its gradient is not finite
     or so large (some 1e11) that Newton-Schulz overflows. Undo loss scaling
-    before. If every worker is excluded, parameters do not change; nor do leaves
-    with `compressors.FROZEN`. With `optax.inject_hyperparams`, name `mu_dtype`
-    and functions that are not schedules in its `static_args`.
+    before. If every worker is excluded, or a hyperparameter is not finite,
+    parameters do not change, nor do leaves with `compressors.FROZEN`. With
+    `optax.inject_hyperparams`, name `mu_dtype` and functions that are not
+    schedules in its `static_args`.
 
   References:
     Jordan et al., `Muon: An optimizer for hidden layers in neural networks
@@ -298,6 +299,10 @@ def demo_muon(
             ema=True,
             exchange=exchange,
             update_values=update_values,
+            gradient_weight=links.lost_unless_finite(
+                1.0, learning_rate, adam_learning_rate, weight_decay,
+                adam_weight_decay,
+            ),
         ),
         by_label(
             step_of(unit_rms, weight_decay, learning_rate),

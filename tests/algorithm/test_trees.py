@@ -1,5 +1,6 @@
 """Trees of compressors: one exchange, whatever is sent of each leaf."""
 
+import functools
 
 import hlo_text
 import jax
@@ -14,6 +15,7 @@ from helpers import (
   make_mesh_2d,
   own,
   random_tree,
+  updates_of,
 )
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -70,6 +72,25 @@ def test_prefix_trees():
   np.testing.assert_array_equal(updates['y'], 1.0)
 
 
+def test_gradients_that_are_scaled_before_have_the_bits_of_a_weight():
+  """So other weights for some leaves need no argument."""
+  workers = demo_optax.Workers.simulated(3)
+  rate = optax.cosine_decay_schedule(0.013, 50)
+  codes = {'matrix': demo_optax.dct_topk(16, 5),
+           'padded': demo_optax.dct_topk(16, 5, values='sign'),
+           'dense': demo_optax.compressors.full()}
+  shapes = {'matrix': (32, 48), 'padded': (37, 20), 'dense': (33, 5)}
+  exchange = functools.partial(
+      demo_optax.scale_by_demo, codes, 0.9, workers=workers, alpha=0.7)
+  within = exchange(gradient_weight=rate)
+  before = optax.chain(
+      optax.scale_by_learning_rate(rate, flip_sign=False), exchange())
+  params = {k: jnp.zeros(s) for k, s in shapes.items()}
+  gradients = [random_tree(step, shapes, lead=(3,)) for step in range(6)]
+  assert_same_bits(
+      *(updates_of(tx, params, gradients)[0] for tx in (within, before)))
+
+
 def test_averages_tell_who_was_excluded_and_frozen_leaves_do_not_count():
   workers = demo_optax.Workers.simulated(2)
   params = {'w': jnp.zeros((4,)), 'frozen': jnp.zeros((4,))}
@@ -91,16 +112,16 @@ def test_averages_tell_who_was_excluded_and_frozen_leaves_do_not_count():
 OPTIMIZERS = {  # by name: how it is made, and its hyperparameters
     'scale_by_demo': (demo_optax.scale_by_demo, {
         'decay': 0.9, 'alpha': 0.5, 'gradient_weight': 1.0}),
-    'demo': (demo_optax.demo, {'learning_rate': 0.1}),
+    'demo': (demo_optax.demo, {'learning_rate': 0.1, 'weight_decay': 0.1}),
     'demo_muon': (demo_optax.demo_muon, {
-        'learning_rate': 0.1, 'decay': 0.9, 'beta': 0.95}),
+        'learning_rate': 0.1, 'adam_learning_rate': 0.1, 'weight_decay': 0.1,
+        'decay': 0.9, 'beta': 0.95}),
 }
 
 
 @pytest.mark.parametrize('optimizer, name, value', [
     *((optimizer, name, np.nan)
-      for optimizer, (_, given) in OPTIMIZERS.items() for name in given
-      if (optimizer, name) != ('demo_muon', 'learning_rate')),
+      for optimizer, (_, given) in OPTIMIZERS.items() for name in given),
     ('scale_by_demo', 'alpha', 1e38), ('scale_by_demo', 'alpha', -1.0),
     ('scale_by_demo', 'decay', 2.0)])
 def test_a_hyperparameter_that_makes_no_sense_only_loses_its_step(
