@@ -498,6 +498,13 @@ def _remedy(error: Exception, workers: Workers) -> str | None:
         ' of what the step and its layers say of shardings: P(None, ...) in the'
         f' place of P({workers.axis_name!r}, ...).'
     )
+  if 'different trace level' in text:
+    return (
+        f'{text.split(", got")[0].split(" (http")[0]}: the step of'
+        ' data_parallel, or a transformation in it, changes or differentiates'
+        ' a Flax object that it closes over. Make it an argument, as with'
+        ' nnx.jit: model, optimizer, metrics and random streams alike.'
+    )
   return None
 
 
@@ -521,13 +528,20 @@ def _listed(
 ) -> frozenset[str]:
   """Returns the names of the arguments that two options of a step list."""
   kinds = {p.kind for p in parameters.values()}
+  has_defaults = any(parameters[n].default is not inspect.Parameter.empty
+                     for n in names)
   found = set()
   for x in (*_as_tuple(argnums), *_as_tuple(argnames)):
     if isinstance(x, str):
       is_known = x in parameters or inspect.Parameter.VAR_KEYWORD in kinds
     else:
-      has_more = x >= 0 and inspect.Parameter.VAR_POSITIONAL in kinds
+      has_more = inspect.Parameter.VAR_POSITIONAL in kinds
       is_known = -len(names) <= x < len(names) or has_more
+      if x < 0 and (has_more or has_defaults):
+        raise ValueError(
+            f'Positions must be counted from the first argument, got {x}:'
+            f' {step} may have fewer or more of them. Give the name.'
+        )
     if not is_known:
       raise ValueError(
           f'data_parallel must be given arguments of the step, got {x!r}, but'

@@ -652,3 +652,30 @@ def test_arrays_of_the_first_call_are_not_kept():
     step(model, optimizer, jnp.ones((4, 4)))
   gc.collect()
   assert [ref() for ref in first] == [None] * len(first)
+
+
+@SIMULATED
+@pytest.mark.parametrize('what', ['model', 'dropout', 'metrics'])
+def test_objects_that_a_step_closes_over(workers, what):
+  model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
+  dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+  metrics = nnx.metrics.Average('loss')
+
+  @demo_optax.data_parallel(workers, batch_argnums=0)
+  def step(x):
+    if what == 'model':
+      nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model)
+    elif what == 'dropout':
+      dropout(x)
+    else:
+      metrics.update(loss=x)
+
+  with pytest.raises(ValueError, match='trace level: .*Make it an argument'):
+    step(batch())
+
+
+def test_positions_from_the_end_of_a_call_are_refused():
+  workers = demo_optax.Workers.simulated(2)
+  for step in (lambda params, *batch: params, lambda params, x=1: params):
+    with pytest.raises(ValueError, match='counted from the first argument'):
+      demo_optax.data_parallel(workers, batch_argnums=-1)(step)
