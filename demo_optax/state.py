@@ -59,8 +59,8 @@ def momentum(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
 
   Takes any optimizer state with states of `scale_by_demo` and their types:
   chained, partitioned, masked, an `nnx.Optimizer` or its `opt_state`. Returns
-  arrays by parameter name, `[workers, *shape]`, in the momentum's dtype; with
-  `Workers.on_axis`, inside the map, `[1, *shape]`.
+  arrays by parameter name, in their order, `[workers, *shape]`, in the
+  momentum's dtype; with `Workers.on_axis`, inside the map, `[1, *shape]`.
 
   Raises:
     ValueError: `opt_state` has no exchange, its types are missing, or its
@@ -69,17 +69,18 @@ def momentum(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
   layouts = exchanges_in(opt_state)
   if not layouts:
     raise ValueError(_NO_STATE)
-  found: dict[str, jax.Array] = {}
+  parts: dict[Keys, dict[int, jax.Array]] = {root: {} for root in layouts}
   for path, x in jax.tree_util.tree_flatten_with_path(opt_state)[0]:
     keys = path_keys(path)
-    if not is_bucket(keys) or is_owned(keys):
-      continue
-    layout = layouts[keys[:-3]]
-    parts = cutting.cut_bucket(
-        layout, bucket_number(layout, keys), x,
-        lambda leaf, c: cutting.decode(c, *cutting.cut_of(leaf)),
-    )
-    for i, part in parts.items():
+    if is_bucket(keys) and not is_owned(keys):
+      layout = layouts[keys[:-3]]
+      parts[keys[:-3]] |= cutting.cut_bucket(
+          layout, bucket_number(layout, keys), x,
+          lambda leaf, c: cutting.decode(c, *cutting.cut_of(leaf)),
+      )
+  found: dict[str, jax.Array] = {}
+  for root, layout in layouts.items():
+    for i, part in sorted(parts[root].items()):
       name = layout.leaves[i].name
       if name in found:
         raise ValueError(

@@ -46,6 +46,7 @@ def test_gathered_and_summed_together():
   assert int(demo_optax.exchange_info(state)['num_excluded']) == 1
   assert all(np.isfinite(u).all() for u in jax.tree.leaves(updates))
   kept = demo_optax.state.momentum(state)
+  assert [*kept] == sorted(codes)  # in the order of the parameters
   for name, moment in kept.items():
     assert not np.any(moment[2])
     expected = gradients[name][[0, 1, 3]].mean(0)

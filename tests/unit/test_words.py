@@ -10,8 +10,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 BANNED = re.compile(
     r'\b(told|tells?|anew|alike|whatever|so many|(is|are|has) none|comes? of|is to'
     r'|in the place of|of (his|its|their) own|lies|stands|goes on)\b|, too[.,:]')
-LINES = {'demo_optax': 13675, 'tests': 14281, 'benchmarks': 4627}
-PACKAGE, GUIDES = 11, 0
+LINES = {'demo_optax': 13676, 'tests': 14282, 'benchmarks': 4627}
+PACKAGE, GUIDES = 10, 0
 
 
 def words_of(path):
