@@ -5,9 +5,10 @@
     python -m demo_optax 300M --link 100Mbit/s --latency 20ms --step 0.4s
     python -m demo_optax package.module:function --workers 8
 
-A model is a name (the 300M and 1B of the DeMo paper), or a function or class
-without required arguments that returns a Flax NNX module, or a pytree of arrays
-or of `jax.ShapeDtypeStruct`. It is traced, not run.
+A model is a name (the 300M and 1B of the DeMo paper), a JSON file of float32
+shapes, `{"embedding": [50304, 1024], "layer": {"up": [1024, 8192]}}`, or a
+function or class without required arguments that returns a Flax NNX module, or
+a pytree of arrays or of `jax.ShapeDtypeStruct`. It is traced, not run.
 
 Seconds are modelled: a worker sends and receives at the full rate of its link,
 and waits for the latency in each turn of a ring (N - 1 turns of an all-gather,
@@ -16,9 +17,10 @@ and waits for the latency in each turn of a ring (N - 1 turns of an all-gather,
 
 import argparse
 import importlib
+import json
+import pathlib
 import re
 import sys
-from collections.abc import Callable
 from typing import Any, get_args
 
 import jax
@@ -49,25 +51,25 @@ def main(argv: list[str] | None = None) -> None:
       usage=argparse.SUPPRESS,  # an error is one line
       formatter_class=argparse.RawDescriptionHelpFormatter)
   add = parser.add_argument
-  add('model', help=f'{", ".join(MODELS)}, or module:function')
+  add('model', help=f'{", ".join(MODELS)}, a JSON file, or module:function')
   add('--optimizer', choices=['demo', 'demo_muon'], default='demo',
       help='demo_muon: its default compressors, not the next three; default:'
       ' demo')
-  add('--topk', type=int, default=32,
+  add('--topk', type=_number(2**24), default=32,
       help='coefficients per chunk; default: 32')
-  add('--chunk', type=int, default=64, help='its sides; default: 64')
+  add('--chunk', type=_number(4096), default=64, help='its sides; default: 64')
   add('--values', choices=VALUES, default='float32', help='code of values')
-  add('--workers', type=int, nargs='+', default=[8],
+  add('--workers', type=_number(2**24), nargs='+', default=[8],
       help='numbers of workers; default: 8')
   add('--exchange', choices=get_args(ExchangeKind), default='all_gather',
       help='all_to_all: every worker merges its share of the chunks')
   add('--update-values', choices=UPDATE_VALUES, default='ternary',
       help='code of the updates of all_to_all')
-  add('--link', type=_amount('bit/s', '100Mbit/s'),
+  add('--link', type=_number(unit='bit/s', example='100Mbit/s'),
       metavar='RATE', help='of a worker, such as 100Mbit/s: prints seconds')
-  add('--latency', type=_amount('s', '20ms'), default=0.0,
+  add('--latency', type=_number(unit='s', example='20ms'), default=0.0,
       metavar='TIME', help='of the link, one way, such as 20ms')
-  add('--step', type=_amount('s', '0.4s'), default=0.0,
+  add('--step', type=_number(unit='s', example='0.4s'), default=0.0,
       metavar='TIME', help='of a step without communication, such as 0.4s')
   args = parser.parse_args(argv)
   try:
@@ -79,7 +81,7 @@ def main(argv: list[str] | None = None) -> None:
                   update_values=args.update_values) for n in args.workers]
   except Exception as error:  # also what the user's function raises
     words = ' '.join(str(error).split()) or type(error).__name__
-    parser.error(words)
+    parser.error(f'argument model: {words}')
   print('\n\n'.join([plans[0].table(), *(each.totals() for each in plans)]))
   for each in plans if args.link else []:
     print(f'\n{_over_link(each, args.link, args.latency, args.step)}')
@@ -109,30 +111,35 @@ def _over_link(plan: Plan, rate: float, latency: float, step: float) -> str:
   return '\n'.join([*lines, verdict])
 
 
-def _amount(unit: str, example: str) -> Callable[[str], float]:
-  """Reads an amount in a unit, such as `example`."""
+def _number(most: float = 1e30, unit: str = '', example: str = '') -> Any:
+  """Reads an integer, or an amount such as `example` in a unit."""
+  pattern = rf'(\d+(?:\.\d+)?)([umkMG]?){unit}' if unit else r'(\d+)()'
+  wanted = f'a number above 0 in a unit, such as {example}' if unit else (
+      f'an integer from 1 to {most:,}')
 
-  def amount(text: str) -> float:
-    found = re.fullmatch(rf'(\d+(?:\.\d+)?)([umkMG]?){unit}', text)
-    if not found or not float(found[1]):
-      raise argparse.ArgumentTypeError(
-          f'must be a number above 0 in a unit, such as {example}, got {text!r}'
-      )
-    return float(found[1]) * _PREFIXES[found[2]]
+  def number(text: str) -> float:
+    found = re.fullmatch(pattern, text)
+    value = float(found[1]) * _PREFIXES[found[2]] if found else 0.0
+    if not 0 < value <= most:
+      raise argparse.ArgumentTypeError(f'must be {wanted}, got {text[:20]!r}')
+    return value if unit else int(value)
 
-  return amount
+  return number
 
 
 def _params(model: str) -> Any:
   """Shapes of the parameters of a model."""
   module, colon, name = model.partition(':')
   if model in MODELS:
-    return jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(tuple(shape), jnp.float32),
-        MODELS[model], is_leaf=lambda x: isinstance(x, list))
+    return _arrays(MODELS[model])
+  if pathlib.Path(model).exists():
+    try:
+      return _arrays(json.loads(pathlib.Path(model).read_text()))
+    except json.JSONDecodeError as error:
+      raise ValueError(f'{model} must be JSON: {error}.') from error
   if not colon:
-    raise ValueError(f'must be module:function or one of {", ".join(MODELS)},'
-                     f' got {model!r}.')
+    raise ValueError(f'must be a file, module:function or one of'
+                     f' {", ".join(MODELS)}, got {model!r}.')
   make = getattr(importlib.import_module(module), name)
   return jax.eval_shape(lambda: _zeros(make()))
 
@@ -143,6 +150,18 @@ def _zeros(made: Any) -> Any:
   if nnx and isinstance(made, nnx.Module):
     made = nnx.state(made, nnx.Param)
   return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made)
+
+
+def _arrays(shapes: Any, path: str = '') -> Any:
+  """Nested shapes `[rows, ...]` as float32 arrays, with names to print."""
+  if isinstance(shapes, dict):
+    return {repr(k)[1:-1]: _arrays(x, f'{path}/{k}') for k, x in shapes.items()}
+  if not isinstance(shapes, list) or not all(
+      type(length) is int and length >= 0 for length in shapes):
+    raise ValueError(
+        f'{path!r} must be a list of lengths, such as [1024, 4096], or an'
+        f' object of them by name, got {json.dumps(shapes)[:100]}.')
+  return jax.ShapeDtypeStruct(tuple(shapes), jnp.float32)
 
 
 if __name__ == '__main__':

@@ -1,5 +1,6 @@
 """Bytes, predicted; and the same in what is compiled."""
 
+import json
 import math
 import re
 import sys
@@ -129,6 +130,18 @@ def test_plan_marks_what_sends_more_than_a_tenth():
   assert '!' not in few.table()
 
 
+def test_plan_names_leaves_whose_blocks_are_smaller_than_a_chunk():
+  specs = {'narrow': P(None, 'fsdp'), 'wide': P(None, 'fsdp'),
+           'heads': P(None, 'fsdp')}
+  params = {'narrow': jnp.zeros((64, 128)), 'wide': jnp.zeros((64, 256)),
+            'heads': jnp.zeros((64, 4, 16))}
+  workers = demo_optax.Workers.simulated(2, specs, {'fsdp': 4})
+  table = demo_optax.plan(params, demo_optax.dct_topk(), workers).table()
+  assert table.endswith('over fewer devices: heads, narrow')
+  whole = demo_optax.plan(params, demo_optax.dct_topk(), 2).table()
+  assert 'Blocks are smaller' not in whole
+
+
 def test_a_worker_by_itself_sends_nothing():
   params = {'w': jnp.zeros((256, 128))}
   for compressor in (demo_optax.dct_topk(64, 8), demo_optax.compressors.full(), None):
@@ -159,6 +172,17 @@ def test_examples_of_the_help_run(capsys):
   assert text.startswith(str(papers_plan('300M', 'sign', 8)))
   assert papers_plan('300M', 'sign', 64).totals() in text
   assert '1.08 MB' in text
+
+
+def test_command_reads_shapes(capsys, tmp_path):
+  shapes = {'a': [256, 128], 'b': {'c': [3], 'd': []}}
+  path = tmp_path / 'shapes.json'
+  path.write_text(json.dumps(shapes))
+  command.main([str(path), '--chunk', '32'])
+  text = capsys.readouterr().out
+  assert '256x128' in text and '32x32' in text and 'scalar' in text
+  command.main([str(path), '--optimizer', 'demo_muon'])
+  assert '64x64    64  elias-fano' in capsys.readouterr().out
 
 
 MODULE = """
@@ -259,36 +283,54 @@ def test_command_ends_with_a_verdict(args, says, capsys):
   assert capsys.readouterr().out.splitlines()[-1].startswith(says)
 
 
-MISTAKES = {  # by the end of the message
-    'no data': ['of_a_user:breaks'],
+def test_names_are_printed_escaped(capsys, tmp_path):
+  path = tmp_path / 'shapes.json'
+  path.write_text(json.dumps({'clear\x1b[2J': [64, 64], '\ud800': [3], 'ö': [4]}))
+  command.main([str(path)])
+  text = capsys.readouterr().out
+  assert r'clear\x1b[2J' in text and r'\ud800' in text and 'ö' in text
+  path.write_text(json.dumps({'\x1b[2J': 3}))
+  with pytest.raises(SystemExit):
+    command.main([str(path)])
+  assert '\x1b' not in text + capsys.readouterr().err
+
+
+MISTAKES = {  # by the end of the message: arguments, or the text of a file
+    'argument model: no data': ['of_a_user:breaks'],
     "argument: 'size'": ['of_a_user:needs'],
     "'str' object has no attribute 'shape'": ['of_a_user:text'],
     'is complex64': ['of_a_user:signal'],
     "no attribute 'nothing'": ['of_a_user:nothing'],
-    'must be module:function or one of 300M': ['no/such/file'],
+    "'/a' must be a list": '{"a": [3, "x"]}', "'' must be a list": '[[2], [3]]',
+    'got [-1]': '{"a": [-1]}', 'got [true]': '{"a": [true]}',
+    'must be JSON': 'a', 'must be a file': ['no/such/file'],
     '--link: must be a number above 0 in a unit': ['300M', '--link', '100'],
     "got '0Mbit/s'": ['300M', '--link', '0Mbit/s'],
     "got '1.2.3Mbit/s'": ['300M', '--link', '1.2.3Mbit/s'],
     '--latency: must be a number above 0 in a unit': ['300M', '--latency', '20'],
     "got '1bit/s'": ['300M', '--latency', '1bit/s'],
-    '--step: must be a number above 0 in a unit': ['300M', '--step', 'x'],
-    'topk=0 must be at least 1': ['300M', '--topk', '0'],
-    'chunk_size=-1 must be at least 1': ['300M', '--chunk', '-1'],
-    "argument --chunk: invalid int value: '2.5'": ['300M', '--chunk', '2.5'],
-    'workers=0 must be at least 1': ['300M', '--workers', '0'],
+    '--step: must be a number above 0 in a unit': ['300M', '--step', f'{"9" * 400}s'],
+    "got '9e9s'": ['300M', '--step', '9e9s'],
+    '--topk: must be an integer from 1 to': ['300M', '--topk', '0'],
+    '--chunk: must be an integer from 1 to': ['300M', '--chunk', '1048576'],
+    "got '-1'": ['300M', '--chunk', '-1'], "got '2.5'": ['300M', '--chunk', '2.5'],
+    '--workers: must be an integer from': ['300M', '--workers', '9' * 5000],
 }
 
 
 @pytest.mark.parametrize('says', MISTAKES)
-def test_command_explains_mistakes(says, module, capsys):
-  """In one line, and with exit status 2."""
+def test_command_explains_mistakes(says, module, capsys, tmp_path):
+  """In one line, with the name of the argument, and exit status 2."""
   args = MISTAKES[says]
+  if isinstance(args, str):
+    (tmp_path / 'shapes.json').write_text(args)
+    args = [str(tmp_path / 'shapes.json')]
   with pytest.raises(SystemExit) as end:
     command.main(args)
   (line,) = capsys.readouterr().err.splitlines()
   assert end.value.code == 2 and says in line
   assert len(line) < (160 if args[0] == '300M' else 300)
-  assert line.startswith('python -m demo_optax: error: ')
+  assert line.startswith('python -m demo_optax: error: argument ')
 
 
 def test_bytes_are_counted_without_a_basis(monkeypatch):
@@ -297,15 +339,3 @@ def test_bytes_are_counted_without_a_basis(monkeypatch):
   leaf = jax.ShapeDtypeStruct((10**5, 64), jnp.float32)
   plan = demo_optax.plan(leaf, demo_optax.dct_topk((10**5, 64)), 2)
   assert plan.leaves[0].num_chunks == 1
-
-
-def test_plan_names_leaves_whose_blocks_are_smaller_than_a_chunk():
-  specs = {'narrow': P(None, 'fsdp'), 'wide': P(None, 'fsdp'),
-           'heads': P(None, 'fsdp')}
-  params = {'narrow': jnp.zeros((64, 128)), 'wide': jnp.zeros((64, 256)),
-            'heads': jnp.zeros((64, 4, 16))}
-  workers = demo_optax.Workers.simulated(2, specs, {'fsdp': 4})
-  table = demo_optax.plan(params, demo_optax.dct_topk(), workers).table()
-  assert table.endswith('over fewer devices: heads, narrow')
-  whole = demo_optax.plan(params, demo_optax.dct_topk(), 2).table()
-  assert 'Blocks are smaller' not in whole
