@@ -2,7 +2,7 @@
 
 Each array has a role:
 
-  batch    cut over the workers along its first axis
+  batch    cut over the workers along its axis of rows
   stacked  one part for each worker, along a leading axis
   key      folded with the worker's number
   shared   the same for all workers
@@ -10,7 +10,7 @@ Each array has a role:
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -41,6 +41,12 @@ class Options:
   static: frozenset[str]
   donated: frozenset[str]
   keys: tuple[str, ...] | None
+  axis: int | Mapping[str, int] | None  # of rows, by default the first one
+
+  def axis_of(self, argument: str) -> int:
+    """Returns the axis of the rows of a batch."""
+    axis = self.axis or 0
+    return axis.get(argument, 0) if isinstance(axis, Mapping) else axis
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +60,7 @@ class Array:
   donated: bool  # whether it may be overwritten
   in_state: bool = False  # whether its argument holds a state
   role: str = 'shared'  # see the module
+  axis: int = 0  # of its rows, if it is a batch
   sharding: NamedSharding | None = None  # where it belongs on a mesh
 
   @property
@@ -147,6 +154,11 @@ class Call:
   own_params: list[OwnParam]  # parameters of which each worker has its own
 
   @property
+  def axis(self) -> int:
+    """The axis of the rows in results."""
+    return next((a.axis for a in self.arrays if a.role == 'batch'), 0)
+
+  @property
   def variables(self) -> list[Array]:
     """The arrays of NNX objects."""
     return self.arrays[self.fixed.count(None) :]
@@ -218,7 +230,10 @@ def analyse(
       shapes = [x.shape[is_stacked(x.keys[1:]) :] for x in a.arrays]
       states.append((structure_of(a.structure, shapes), len(decided)))
     decided += [
-        dataclasses.replace(x, role=role) for x, role in zip(a.arrays, roles)
+        dataclasses.replace(
+            x, role=role, axis=o.axis_of(a.name) if role == 'batch' else 0
+        )
+        for x, role in zip(a.arrays, roles)
     ]
   donated = {n: a.name in o.donated for a in arguments for n in a.objects}
   for (k, kind), x in zip(modules.variables(opened.objects), arrays):
@@ -233,10 +248,12 @@ def analyse(
           f' of {step} are {", ".join(a.name for a in arguments)}.'
       )
   if workers.mesh is not None:
-    batch = NamedSharding(workers.mesh, P(workers.spmd_axis_name))
     decided = [
         dataclasses.replace(a, sharding=(
-            batch if a.role == 'batch' else workers.sharding(a.keys, a.shape)
+            workers.sharding(a.keys, a.shape) if a.role != 'batch'
+            else NamedSharding(
+                workers.mesh, P(*(None,) * a.axis, workers.spmd_axis_name)
+            )
         ))
         for a in decided
     ]
@@ -374,8 +391,15 @@ def _rows(
     return None
   lengths: dict[int, str] = {}
   for a in decided:
-    if a.role == 'batch':
-      lengths.setdefault(a.shape[0], a.name)
+    if a.role != 'batch':
+      continue
+    if not 0 <= a.axis < len(a.shape):
+      raise ValueError(
+          f'batch_axis must be an axis of every batch, got {a.axis} for'
+          f' {a.name} of shape {a.shape}. Give one for each argument:'
+          " batch_axis={'images': 1}."
+      )
+    lengths.setdefault(a.shape[a.axis], a.name)
   if not lengths:
     raise ValueError(
         f'{step} has nothing to cut over the workers: none of its arguments'
@@ -385,8 +409,8 @@ def _rows(
   if len(lengths) > 1:
     some = ', '.join(f'{n}: {length}' for length, n in lengths.items())
     raise ValueError(
-        f'{step} would cut arrays of different lengths along their first axis'
-        f' ({some}), which are not one batch. {_REMEDY}'
+        f'{step} would cut arrays of different lengths along their axis of'
+        f' rows ({some}), which are not one batch. {_REMEDY}'
     )
   ((length, name),) = lengths.items()
   parts = workers.count if workers.relay is None else 1  # the batch is its own

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import inspect
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ def data_parallel(
     *,
     batch_argnums: int | Sequence[int] | None = None,
     batch_argnames: str | Sequence[str] | None = None,
+    batch_axis: int | Mapping[str, int] | None = None,
     keys: str | Sequence[str] | None = None,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
@@ -90,6 +92,8 @@ def data_parallel(
     batch_argnums: positions of the arguments to cut, and no others. With `()`,
       for a step that draws its batch, workers differ by their random keys.
     batch_argnames: the same, by name.
+    batch_axis: the axis of the rows, by default the first one, or one for each
+      argument, by name. Rows of results have that of the first batch.
     keys: paths of the legacy PRNG keys, `uint32[..., 2]`, among the shared
       arrays, such as `'state.seed_generator.0'`, or of what holds them; `()`
       where all are data. By default those are keys whose argument's or last
@@ -137,6 +141,7 @@ def data_parallel(
       static=(static_argnums, static_argnames),
       donated=(donate_argnums, donate_argnames),
       keys=keys,
+      axis=batch_axis,
   )
 
 
@@ -155,6 +160,7 @@ class DataParallelStep:
       static: tuple[Any, Any],
       donated: tuple[Any, Any],
       keys: Any,
+      axis: Any,
   ):
     functools.update_wrapper(self, step)
     self.workers, self._step = workers, step
@@ -174,7 +180,9 @@ class DataParallelStep:
         listed(*static),
         listed(*donated),
         None if keys is None else _as_tuple(keys),
+        axis,
     )
+    listed((), axis if isinstance(axis, Mapping) else ())  # raises
     # By the structure of the arguments: what `traces_numbers` says of it, and
     # the calls and their programs by all else that is static.
     self._known: dict[Any, tuple[list[bool], dict[Any, Any]]] = {}
@@ -270,6 +278,14 @@ class DataParallelStep:
           repr(self), self.workers, self._options, [*given, *named], opened
       )
       found = known[key] = call, self._program(call)
+      if sum(len(x) for _, x in self._known.values()) == _MANY_PROGRAMS:
+        warnings.warn(
+            f'{self!r} has compiled {_MANY_PROGRAMS} programs. It compiles for'
+            ' every new shape, and for every new value of what is not an array'
+            ' among its arguments: a string, a static argument, or another'
+            ' object, such as self of a method, by its identity.',
+            stacklevel=4,
+        )
     return opened, *found
 
   def _program(self, call: Call) -> Any:
@@ -304,6 +320,10 @@ class DataParallelStep:
             ' state with tx.init under the same workers, or regroup it by'
             ' demo_optax.checkpoint.from_leaves(..., resize=True).'
         )
+    arrays = [
+        jnp.moveaxis(x, a.axis, 0) if a.role == 'batch' else x
+        for x, a in zip(arrays, call.arrays)
+    ]
     # A model may name mesh axes inside a worker, also those of one device.
     if workers.relay is not None:
       expected = self._expected(call)
@@ -322,7 +342,11 @@ class DataParallelStep:
           for r in found
       ]
     return [
-        placement.hold(workers, r.keys, r.role, r.value) for r in found
+        placement.hold(
+            workers, r.keys, r.role,
+            jnp.moveaxis(r.value, 0, call.axis) if r.is_rows else r.value,
+        )
+        for r in found
     ], returned
 
   def _run_mapped(
@@ -338,7 +362,7 @@ class DataParallelStep:
       workers = self.workers
       if workers.relay is not None:
         workers = Workers.simulated(workers.count)
-      found = inside.settle(found, workers, call.rows)
+      found = inside.settle(found, workers, call.rows, call.axis)
       apart = [r if r.apart else None for r in found]
       return apart, [None if r.apart else r for r in found], returned
 
@@ -387,7 +411,9 @@ class DataParallelStep:
         'stacked': (self.workers.count,),
     }
     shapes = [
-        a.type.update(shape=(*leads[a.role], *a.shape[1:]))
+        a.type.update(shape=(
+            *leads[a.role], *a.shape[: a.axis], *a.shape[a.axis + 1 :]
+        ))
         if a.role in leads else a.type
         for a in call.arrays
     ]
@@ -413,7 +439,7 @@ class DataParallelStep:
       found = inside.settle([
           dataclasses.replace(e, value=r.value, old=r.old)
           for r, e in zip(found, expected)
-      ], group, call.rows)
+      ], group, call.rows, call.axis)
     return [
         dataclasses.replace(r, value=r.value[None])
         if r.role == 'stacked' else r
@@ -428,7 +454,7 @@ class DataParallelStep:
     A metric to which the step does not add must be equal on all workers.
     """
     added = [j for j, r in enumerate(found) if r.role == 'added']
-    is_nested = inside.take_is_nested()
+    is_nested = inside.take_is_nested() and self._options.axis is None
     if not added and not is_nested:
       return found
 
@@ -448,8 +474,9 @@ class DataParallelStep:
         raise ValueError(
             f'{batch.name} must have its rows along the first axis, but the'
             ' step scans over that axis and exchanges in each turn, as over'
-            ' batches [steps, rows, ...]. Pass [rows, steps, ...], and scan'
-            ' over jnp.swapaxes(batches, 0, 1) in the step.'
+            ' batches [steps, rows, ...]. Say where the rows are:'
+            ' demo_optax.data_parallel(workers, batch_axis=1), or batch_axis=0'
+            ' if every row is a step.'
         )
     for j in added:
       r = found[j]
@@ -463,7 +490,8 @@ class DataParallelStep:
   ) -> tuple[list[Result], Returned]:
     """Runs the step of worker `index` with the arrays as it has them."""
     own = [
-        prng.fold(x, index) if a.role == 'key' else x
+        prng.fold(x, index) if a.role == 'key'
+        else jnp.moveaxis(x, 0, a.axis) if a.role == 'batch' else x
         for x, a in zip(arrays, call.arrays)
     ]
     if call.own_params:
@@ -517,6 +545,10 @@ def _as_tuple(x: Any) -> tuple[Any, ...]:
 def _name_of(position: int, names: Sequence[str]) -> str:
   """Returns the name of a positional argument."""
   return names[position] if position < len(names) else f'argument {position}'
+
+
+# From so many on, a step warns that something makes it compile again.
+_MANY_PROGRAMS = 20
 
 
 def _listed(

@@ -520,20 +520,23 @@ class Result:
 
 
 def settle(
-    results: Sequence[Result], workers: Workers, rows: int | None
+    results: Sequence[Result], workers: Workers, rows: int | None, axis: int
 ) -> list[Result]:
   """Makes one value for all workers of what each of them returns.
 
-  A worker's batch has `rows` rows. Raises for a value that must not differ
-  between workers. On a worker's own device `results` know `differs`, and what
-  keeps a worker axis is this worker's.
+  A worker's batch has `rows` rows, along `axis` of results; rows are moved to
+  the first axis. Raises for a value that must not differ between workers. On a
+  worker's own device `results` know `differs`, and what keeps a worker axis is
+  this worker's.
   """
   results = [
       dataclasses.replace(r, value=jnp.asarray(r.value)) for r in results
   ]
   if _TRACE.group is not None:
     return [
-        dataclasses.replace(r, value=_combine(r, workers, rows)[0], old=None)
+        dataclasses.replace(
+            r, value=_combine(r, workers, rows, axis)[0], old=None
+        )
         for r in results
     ]
   apart: list[bool] = []
@@ -543,7 +546,7 @@ def settle(
     del size
     differs[:] = [is_cut.value for is_cut in cut[0]]
     out = [
-        _combine(dataclasses.replace(r, differs=d), workers, rows)
+        _combine(dataclasses.replace(r, differs=d), workers, rows, axis)
         for r, d in zip(results, differs)
     ]
     apart[:] = [stays for _, stays in out]
@@ -557,7 +560,7 @@ def settle(
 
 
 def _combine(
-    result: Result, workers: Workers, rows: int | None
+    result: Result, workers: Workers, rows: int | None, axis: int
 ) -> tuple[jax.Array, bool]:
   """Returns one value of all workers', and whether it stays apart instead.
 
@@ -586,9 +589,9 @@ def _combine(
     return collectives.first(x, workers.own_axis), False
   if not shape and is_real:
     return lift.mean(workers, x), False
-  if shape[:1] == (rows,):
-    return x, True
-  rows_too = f', and no array with the {rows} rows of a worker'
+  if shape[axis : axis + 1] == (rows,):
+    return jnp.moveaxis(x, axis + lead, lead), True
+  rows_too = f', and no array with the {rows} rows of a worker, axis {axis}'
   raise ValueError(
       f'Of what the step returns, {name}, {x.dtype}{list(shape)}, differs'
       ' between workers. It is no real number, whose mean is returned'

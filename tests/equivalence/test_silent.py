@@ -109,6 +109,28 @@ def test_keys_have_no_mean(workers, make):
   np.testing.assert_array_equal(np.asarray(noise)[:4], expected)
 
 
+def test_statistics_and_seeds_of_keras(workers):
+  """One list has both; the seed became float32 and stood still."""
+  @demo_optax.data_parallel(workers, batch_argnums=1, keys='state.1.1')
+  def step(state, x):
+    params, (mean, seed) = state
+    noise = jax.random.normal(seed, x.shape[:1])
+    others = [0.9 * mean + 0.1 * x.mean(0), seed + jnp.array([0, 1], jnp.uint32)]
+    others = [
+        x if x.dtype == jnp.uint32 else demo_optax.over_workers(x)
+        for x in others
+    ]
+    return (params, others), noise
+
+  state = jnp.ones(8), [jnp.zeros(8), jax.random.PRNGKey(0)]
+  drawn = []
+  for _ in range(3):
+    state, noise = step(state, rows())
+    drawn += np.asarray(noise).tolist()
+    assert state[1][1].dtype == jnp.uint32
+  assert len(set(drawn)) == 48
+
+
 # Pairs of uint32 -----------------------------------------------------------------
 
 
@@ -271,17 +293,27 @@ def test_a_scan_of_steps(workers):
   tx = optax.chain(demo_optax.average(workers=workers), optax.sgd(0.1))
   params = {'w': jnp.zeros(8)}
   x = rows(40 * 16).reshape(40, 16, 8)
-  wrap = demo_optax.data_parallel(workers, batch_argnums=2)
-  with pytest.raises(ValueError, match='batches must have its rows .*swapaxes'):
-    make_epoch(tx, wrap)(params, tx.init(params), x)
+  wrap = lambda **options: demo_optax.data_parallel(
+      workers, batch_argnums=2, **options)
+  with pytest.raises(ValueError, match='batches must have its rows .*batch_axis=1'):
+    make_epoch(tx, wrap())(params, tx.init(params), x)
   alone = make_epoch(optax.sgd(0.1), jax.jit, mean=lambda x: x)
   expected, _, losses = alone(params, optax.sgd(0.1).init(params), x)
-  swapped = lambda epoch: wrap(
-      lambda params, state, x: epoch(params, state, jnp.swapaxes(x, 0, 1)))
-  after, _, seen = make_epoch(tx, swapped)(
-      params, tx.init(params), np.swapaxes(x, 0, 1))
+  axis = {'batches': 1}
+  after, _, seen = make_epoch(tx, wrap(batch_axis=axis))(
+      params, tx.init(params), x)
   np.testing.assert_allclose(after['w'], expected['w'], atol=1e-5)
   np.testing.assert_allclose(seen, losses, rtol=1e-5)
+
+
+def test_a_step_of_each_row(workers):
+  """Asked for, the first axis is cut whatever the step does with it."""
+  tx = optax.chain(demo_optax.average(workers=workers), optax.sgd(0.1))
+  params = {'w': jnp.zeros(8)}
+  step = make_epoch(tx, demo_optax.data_parallel(
+      workers, batch_argnums=2, batch_axis=0), mean=lambda x: x)
+  _, _, losses = step(params, tx.init(params), rows())
+  assert losses.shape == (16,)
 
 
 @pytest.mark.parametrize('how', ['micro', 'per row', 'reshaped', 'cast'])
@@ -308,11 +340,39 @@ def test_scans_that_are_no_steps(how):
 
   params = {'w': jnp.zeros(8)}
   if how == 'cast':
-    with pytest.raises(ValueError, match='swapaxes'):
+    with pytest.raises(ValueError, match='batch_axis'):
       step(params, tx.init(params), rows())
     return
   after, _ = step(params, tx.init(params), rows())
   assert np.any(np.asarray(after['w']))
+
+
+def test_batches_that_are_time_major(workers):
+  """[time, rows]: a worker had a quarter of the time of all sequences."""
+  @demo_optax.data_parallel(workers, batch_argnums=(0, 1), batch_axis={'x': 1})
+  def step(x, weights):
+    assert x.shape == (3, 4, 2) and weights.shape == (4,)
+    return x.mean(), 2 * x, (x.sum(2) * weights[None]).mean()
+
+  x = rows(3 * 16, 2).reshape(3, 16, 2)
+  mean, twice, weighed = step(x, np.arange(16, dtype=np.float32))
+  np.testing.assert_allclose(mean, x.mean(), atol=1e-6)
+  np.testing.assert_array_equal(twice, 2 * x)
+  np.testing.assert_allclose(
+      weighed, (x.sum(2) * np.arange(16)).mean(), rtol=1e-4)
+
+
+@pytest.mark.parametrize('axis, match', [
+    (1, r'axis of every batch, got 1 for x.1.'),
+    ({'y': 1}, "got 'y', but the arguments")])
+def test_axes_that_are_not_there(axis, match):
+  workers = demo_optax.Workers.simulated(4)
+  with pytest.raises(ValueError, match=match):
+    @demo_optax.data_parallel(workers, batch_argnums=0, batch_axis=axis)
+    def step(x):
+      return x[0].mean()
+
+    step((rows(4, 16), np.ones(16, np.float32)))
 
 
 # No batch ------------------------------------------------------------------------
@@ -493,6 +553,20 @@ def test_keys_of_workers_are_not_those_of_a_split():
       lambda key, x: x + jax.random.normal(key, (1,)))(key, np.zeros(4, np.float32))
   split = [jax.random.normal(k, ()) for k in jax.random.split(key, 4)]
   assert not set(np.asarray(own).tolist()) & set(map(float, split))
+
+
+def test_a_step_that_compiles_again_and_again_warns():
+  class Trainer:
+
+    @demo_optax.data_parallel(
+        demo_optax.Workers.simulated(2), batch_argnums=1)
+    def step(self, x):
+      return x.mean()
+
+  assert float(Trainer().step(np.arange(8, dtype=np.float32))) == 3.5
+  with pytest.warns(UserWarning, match='20 programs.* self of a method'):
+    for _ in range(20):
+      Trainer().step.func.lower(Trainer(), np.ones(4, np.float32))
 
 
 def test_an_extra_argument_of_one_worker_is_named():
