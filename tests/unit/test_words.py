@@ -11,7 +11,7 @@ BANNED = re.compile(
     r'\b(told|tells?|anew|alike|whatever|so many|(is|are|has) none|comes? of|is to'
     r'|in the place of|of (his|its|their) own|lies|stands|goes on)\b|, too[.,:]')
 LINES = {'demo_optax': 13754, 'tests': 14386, 'benchmarks': 4627}
-PACKAGE, GUIDES = 10, 0
+PACKAGE, GUIDES = 11, 0
 
 
 def words_of(path):
