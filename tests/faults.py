@@ -325,17 +325,19 @@ def worker_killed(folder):
                           f' started again, it takes part after {back:.0f} s')
 
 
-def worker_stopped(folder):
+def workers_stopped(folder, ranks):
   with Relayed(folder, 3) as job:
     job.goes_on([0, 1, 2])
-    job.workers[2].process.send_signal(signal.SIGSTOP)
-    seconds = job.goes_on([0, 1])
+    for rank in ranks:
+      job.workers[rank].process.send_signal(signal.SIGSTOP)
+    seconds = job.goes_on([r for r in range(3) if r not in ranks])
     time.sleep(5)
-    job.workers[2].process.send_signal(signal.SIGCONT)
+    for rank in ranks:
+      job.workers[rank].process.send_signal(signal.SIGCONT)
     job.goes_on([0, 1, 2])
     job.check()
   return Outcome(seconds, 'the others wait for one deadline (2 s) and go on;'
-                          ' continued, it applies what it missed')
+                          ' continued, they apply what they missed')
 
 
 def relay_killed(folder):
@@ -368,7 +370,9 @@ CASES = {
                   lambda folder: told_to_end(folder, 1, [0], signal.SIGINT)),
     'relay-kill': ('with a relay: SIGKILL of worker 1 of 3', 15, worker_killed),
     'relay-stop': ('with a relay: SIGSTOP of worker 2 of 3, for 5 s and more',
-                   15, worker_stopped),
+                   15, lambda folder: workers_stopped(folder, [2])),
+    'relay-stop-two': ('with a relay: SIGSTOP of workers 0 and 1 of 3', 15,
+                       lambda folder: workers_stopped(folder, [0, 1])),
     'relay-restart': ('SIGKILL of the relay, and another one 3 s later', 15,
                       relay_killed),
 }
