@@ -1,8 +1,8 @@
 """States as plain dictionaries of arrays, momentum leaf by leaf, and back.
 
 The shapes of momentum's buckets depend on the number of workers, their devices
-and the other parameters. A checkpoint has the coefficients of
-every parameter instead, and a record of its chunks:
+and the other parameters. A checkpoint has the coefficients of every parameter
+instead, and a record of its chunks:
 
     state -> {name: array} -> any files -> {name: array}
           -> compared with another state: errors name the leaf

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from demo_optax import replicas
 from demo_optax.exchange.algorithm import traced_configs
 from demo_optax.numerics import prng
 from demo_optax.remote import frames
@@ -362,18 +363,10 @@ def _sketch(arrays: Sequence[Any]) -> bytes:
 def _sketched(arrays: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
   digests, samples = [], []
   for x in arrays:
-    if x.dtype.itemsize < 1 or x.dtype in (bool, jnp.int4, jnp.uint4):
-      x = x.astype(jnp.int8)
+    start = np.zeros(x.ndim, np.uint32)
+    digests.append(replicas.digest_block(x, start, x.shape))
     if jnp.iscomplexobj(x):
       x = jnp.stack([x.real, x.imag])
-    bits = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
-    words = jax.lax.bitcast_convert_type(x, bits).astype(jnp.uint32).reshape(-1)
-    # A number and its place, mixed (the finalizer of MurmurHash3), so that the
-    # sums of constant arrays differ as well.
-    words += jax.lax.iota(jnp.uint32, words.size) * jnp.uint32(0x9E3779B9)
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
-      words = (words ^ (words >> shift)) * jnp.uint32(factor)
-    digests.append(jnp.sum(words, dtype=jnp.uint32))
     x = jnp.ravel(x).astype(jnp.float32)
     largest = jnp.max(jnp.abs(x), initial=0)[None]
     some = x[:: max(1, x.size // _SAMPLE)][:_SAMPLE]
