@@ -168,6 +168,11 @@ def scale_by_demo(
     worker's) and returns updates in the parameters' shapes and the gradients'
     dtypes; zeros for integer leaves.
 
+  Raises:
+    ValueError: when traced, gradients known to be averaged already, or a state
+      of another number of workers, other leaves or another compressor.
+    TypeError: when traced, complex leaves.
+
   Example:
     >>> import demo_optax, jax.numpy as jnp, optax
     >>> workers = demo_optax.Workers.simulated(2)
@@ -331,7 +336,8 @@ def average(*, workers: Workers) -> optax.GradientTransformationExtraArgs:
   Plain data parallelism, as the first link of a baseline. The sum is in float32
   or wider. Leaves of up to 64 KB are gathered and added in the order of the
   workers, with equal bits in every map. Larger ones are all-reduced, in the
-  collective's order.
+  collective's order. A worker whose gradients are not all finite is excluded,
+  as in every exchange; if all are, the mean is zero.
   """
   return scale_by_demo(None, workers=workers)
 
