@@ -5,20 +5,18 @@ and only digests (8 bytes per leaf and device) are gathered and compared.
 """
 
 import collections
-import functools
 import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from demo_optax import _tree
-from demo_optax.numerics import prng
+from demo_optax.numerics import bits, prng
 from demo_optax.workers import Workers
 
 
@@ -179,7 +177,7 @@ def _digest_blocks(x: Any) -> list[jax.Array]:
     x = np.asarray(x)
     if x.dtype.itemsize > 4:  # JAX would make 32 bits of 64
       x = np.ascontiguousarray(x).reshape(*x.shape, 1).view(np.uint32)
-    return [digest_block(x, np.zeros(x.ndim, np.uint32), x.shape)]
+    return [bits.digest_block(x, np.zeros(x.ndim, np.uint32), x.shape)]
   if prng.is_key_array(x):
     x = jax.random.key_data(x)
   found = []
@@ -187,50 +185,5 @@ def _digest_blocks(x: Any) -> list[jax.Array]:
     start = np.array([s.start or 0 for s in shard.index], np.uint32)
     # On this device, not on the mesh that the caller has set.
     with jax.set_mesh(Mesh([shard.device], ('device',))):
-      found.append(digest_block(shard.data, start, x.shape))
+      found.append(bits.digest_block(shard.data, start, x.shape))
   return found
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def digest_block(
-    x: jax.Array, start: jax.Array, shape: tuple[int, ...]
-) -> jax.Array:
-  """Returns the part of a digest from one block of an array, uint32 `[2]`.
-
-  The block has the first element `start` of an array of `shape`. Sums over its
-  words x and their places i: (2 i + 1) x, and a hash of x and i.
-  """
-  words = _words(x)  # u32[*block, words of an element]
-  place = jnp.zeros(words.shape, jnp.uint32)
-  for d, length in enumerate((*shape, words.shape[-1])):
-    along = jax.lax.broadcasted_iota(jnp.uint32, words.shape, d)
-    if d < len(shape):
-      along = along + start[d]
-    place = place * jnp.uint32(length) + along
-  weighted = words * (place * jnp.uint32(2) + jnp.uint32(1))
-  mixed = words + place * jnp.uint32(0x9E3779B9)
-  mixed = (mixed ^ (mixed >> jnp.uint32(16))) * jnp.uint32(0x85EBCA6B)
-  mixed = (mixed ^ (mixed >> jnp.uint32(13))) * jnp.uint32(0xC2B2AE35)
-  mixed = mixed ^ (mixed >> jnp.uint32(16))
-  return jnp.stack([
-      jnp.sum(weighted, dtype=jnp.uint32), jnp.sum(mixed, dtype=jnp.uint32)
-  ])
-
-
-_NARROW = 'bool', 'int2', 'int4', 'uint2', 'uint4', 'float4'
-
-
-def _words(x: jax.Array) -> jax.Array:
-  """Returns the bits of an array as uint32 `[*shape, n]`."""
-  if jnp.issubdtype(x.dtype, jnp.complexfloating):
-    x = jnp.stack([x.real, x.imag], -1)
-  else:
-    x = x[..., None]
-  # Bits below a byte are not addressable; float32 is exact.
-  if x.dtype.name.startswith(_NARROW):
-    x = x.astype(jnp.float32)
-  narrow = jnp.dtype(f'uint{8 * min(x.dtype.itemsize, 4)}')
-  words = jax.lax.bitcast_convert_type(x, narrow)  # 64 bits: two words each
-  if words.ndim > x.ndim:
-    words = words.reshape(*x.shape[:-1], -1)
-  return words.astype(jnp.uint32)

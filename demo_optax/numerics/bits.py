@@ -1,5 +1,6 @@
-"""Packs numbers of a few bits into words; finds the places of ones."""
+"""Packs numbers of a few bits, finds the places of ones, digests arrays."""
 
+import functools
 import math
 
 import jax
@@ -128,3 +129,48 @@ def _place_in_word(words: jax.Array, rank: jax.Array) -> jax.Array:
     rank = jnp.where(above, rank - count, rank)
     place = jnp.where(above, place + width, place)
   return place
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def digest_block(
+    x: jax.Array, start: jax.Array, shape: tuple[int, ...]
+) -> jax.Array:
+  """Returns the part of a digest from one block of an array, uint32 `[2]`.
+
+  The block has the first element `start` of an array of `shape`. Sums over its
+  words x and their places i: (2 i + 1) x, and a hash of x and i.
+  """
+  words = _words(x)  # u32[*block, words of an element]
+  place = jnp.zeros(words.shape, jnp.uint32)
+  for d, length in enumerate((*shape, words.shape[-1])):
+    along = jax.lax.broadcasted_iota(jnp.uint32, words.shape, d)
+    if d < len(shape):
+      along = along + start[d]
+    place = place * jnp.uint32(length) + along
+  weighted = words * (place * jnp.uint32(2) + jnp.uint32(1))
+  mixed = words + place * jnp.uint32(0x9E3779B9)
+  mixed = (mixed ^ (mixed >> jnp.uint32(16))) * jnp.uint32(0x85EBCA6B)
+  mixed = (mixed ^ (mixed >> jnp.uint32(13))) * jnp.uint32(0xC2B2AE35)
+  mixed = mixed ^ (mixed >> jnp.uint32(16))
+  return jnp.stack([
+      jnp.sum(weighted, dtype=jnp.uint32), jnp.sum(mixed, dtype=jnp.uint32)
+  ])
+
+
+_NARROW = 'bool', 'int2', 'int4', 'uint2', 'uint4', 'float4'
+
+
+def _words(x: jax.Array) -> jax.Array:
+  """Returns the bits of an array as uint32 `[*shape, n]`."""
+  if jnp.issubdtype(x.dtype, jnp.complexfloating):
+    x = jnp.stack([x.real, x.imag], -1)
+  else:
+    x = x[..., None]
+  # Bits below a byte are not addressable; float32 is exact.
+  if x.dtype.name.startswith(_NARROW):
+    x = x.astype(jnp.float32)
+  narrow = jnp.dtype(f'uint{8 * min(x.dtype.itemsize, 4)}')
+  words = jax.lax.bitcast_convert_type(x, narrow)  # 64 bits: two words each
+  if words.ndim > x.ndim:
+    words = words.reshape(*x.shape[:-1], -1)
+  return words.astype(jnp.uint32)

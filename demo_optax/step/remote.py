@@ -17,9 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from demo_optax import replicas
 from demo_optax.exchange.algorithm import traced_configs
-from demo_optax.numerics import prng
+from demo_optax.numerics import bits, prng
 from demo_optax.remote import frames
 from demo_optax.remote.link import Behind, Connection, Position, link_of
 from demo_optax.step import agreement
@@ -364,7 +363,7 @@ def _sketched(arrays: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
   digests, samples = [], []
   for x in arrays:
     start = np.zeros(x.ndim, np.uint32)
-    digests.append(replicas.digest_block(x, start, x.shape))
+    digests.append(bits.digest_block(x, start, x.shape))
     if jnp.iscomplexobj(x):
       x = jnp.stack([x.real, x.imag])
     x = jnp.ravel(x).astype(jnp.float32)

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import demo_optax
 from demo_optax import replicas
+from demo_optax.numerics import bits
 
 pytestmark = pytest.mark.core
 
@@ -133,7 +134,7 @@ def test_digest():
   swapped[[3, 200]] = swapped[[200, 3]]
   start = np.zeros(1, np.uint32)
   base, other = (
-      np.asarray(replicas.digest_block(x, start, x.shape)) for x in (words, swapped))
+      np.asarray(bits.digest_block(x, start, x.shape)) for x in (words, swapped))
   weights = 2 * np.arange(257, dtype=np.uint32) + np.uint32(1)
   assert base[0] == np.sum(weights * words, dtype=np.uint32)
   assert (base != other).all()

@@ -16,7 +16,7 @@ from demo_optax import compressors
 from demo_optax.remote import frames
 from demo_optax.remote.link import link_of
 from demo_optax.remote.relay import Relay
-from demo_optax.step import remote
+from demo_optax.step.remote import _host as host
 
 
 class Joined:
@@ -121,9 +121,6 @@ def train(tx, workers, data):
     params, state, found = step(params, state, x)
     returned.append(jax.tree.map(host, found))
   return jax.tree.map(host, params), returned
-
-
-host = remote._host
 
 
 AVERAGED = {
