@@ -315,16 +315,17 @@ def _apply(x: jax.Array, matrix: np.ndarray) -> jax.Array:
   """Returns `x @ matrix` over the last axis, in full precision."""
   if np.array_equal(matrix, np.eye(len(matrix))):
     return x
-  flat = x.reshape(-1, x.shape[-1])
-  rows = len(flat)
-  if rows < _MIN_ROWS:
-    flat = jnp.pad(flat, ((0, _MIN_ROWS - rows), (0, 0)))
+  chunks, *others = x.shape
+  missing = -(-_MIN_ROWS // math.prod(others[:-1])) - chunks
+  if missing > 0:
+    x = jnp.pad(x, [(0, missing), *[(0, 0)] * len(others)])
   factor = jnp.asarray(matrix, x.dtype)
   if platform.joins_products(x.size):
-    factor = rounding.hidden(factor, flat[:1, :1])
+    factor = rounding.hidden(factor, x.reshape(-1, x.shape[-1])[:1, :1])
+  flat = x if platform.chunks_in_lanes(len(x)) else x.reshape(-1, x.shape[-1])
   # The default is bfloat16 on TPUs and TF32 on GPUs.
-  flat = jnp.dot(flat, factor, precision=jax.lax.Precision.HIGHEST)
-  return flat[:rows].reshape(x.shape)
+  product = jnp.dot(flat, factor, precision=jax.lax.Precision.HIGHEST)
+  return product.reshape(x.shape)[:chunks]
 
 
 def _keep(matrix: np.ndarray, padding: int) -> np.ndarray:

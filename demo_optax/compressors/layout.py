@@ -300,20 +300,18 @@ class Layout:
     dense, n = bucket.kind == 'dense', bucket.format.n
     total = bucket.num_chunks * bucket.num_devices
     total = bucket.rows if bucket.num_devices == 1 else total
-    shape = (total * n,) if dense else (total, n)
-    filled = jnp.zeros_like(next(iter(rows.values())), shape=shape)
     in_order = sorted(rows, key=lambda i: self.leaves[i].offset)
     parts = [rows[i].reshape(-1) if dense else rows[i] for i in in_order]
-    if bucket.sides[0] == 1:
-      # The chunks of a leaf are its elements in order: nothing is transposed,
-      # and one concatenation copies all. Updates are a kernel each to compile.
-      filled = jnp.concatenate([*parts, filled[sum(map(len, parts)) :]])
+    shape = (total * n,) if dense else (total, n)
+    missing = (shape[0] - sum(map(len, parts)), *shape[1:])
+    parts += [jnp.zeros_like(parts[0], shape=missing)] if missing[0] else []
+    if platform.concatenates(bucket.sides[0]):
+      filled = jnp.concatenate(parts)
     else:
-      for i, x in zip(in_order, parts):
-        # In place: transposed leaves that are concatenated are held twice.
-        filled = jax.lax.dynamic_update_slice_in_dim(
-            filled, x, self.leaves[i].offset, 0
-        )
+      filled, start = jnp.zeros_like(parts[0], shape=shape), 0
+      for x in parts:
+        filled = jax.lax.dynamic_update_slice_in_dim(filled, x, start, 0)
+        start += len(x)
     filled = filled.reshape(total, n)
     if bucket.num_devices == 1:
       return filled

@@ -196,9 +196,7 @@ def exchange(
   residual = {}
   for i, bucket in enumerate(buckets):
     leaving = jnp.where(given, rounding.mul_no_fma(hyper.alpha, sent[i]), 0)
-    m = topk.subtract(
-        momentum[i], selected[i].indices, leaving, bucket.format.grouped
-    )
+    m = arithmetic.subtract(bucket, momentum[i], selected[i].indices, leaving)
     residual[bucket.name] = layout.clear_padding(i, m, devices[i], valid)
 
   inbox = packer.unpack(

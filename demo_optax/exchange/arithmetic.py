@@ -1,4 +1,4 @@
-"""A bucket's arithmetic: on CPUs in pieces that fit the caches."""
+"""A bucket's arithmetic, on CPUs and TPUs in parts that fit fast memory."""
 
 from typing import Any
 
@@ -34,8 +34,8 @@ def accumulate_and_select(
       momentum: jax.Array, number: jax.Array
   ) -> tuple[jax.Array, tuple[jax.Array | None, jax.Array, jax.Array]]:
     start = number * rows
-    g = jax.lax.dynamic_slice_in_dim(gradients, start, rows)  # [rows, n]
-    old = jax.lax.dynamic_slice_in_dim(momentum, start, rows)
+    g = _load(gradients, start, rows)  # [rows, n]
+    old = _load(momentum, start, rows)
 
     def add(_: Any, m: jax.Array) -> jax.Array:
       c = rounding.mul_no_fma(weight, g)
@@ -46,8 +46,8 @@ def accumulate_and_select(
     if platform.loop_to_keep(gradients.size):
       m = jax.lax.fori_loop(0, valid.astype(jnp.int32), add, old)
     else:
-      m = platform.stored(jnp.where(valid, add(None, old), old))
-    momentum = jax.lax.dynamic_update_slice_in_dim(momentum, m, start, 0)
+      m = jnp.where(valid, add(None, old), old)
+    momentum = _store(momentum, m, start)
     indices = None
     if shared is not None and k < n:
       indices = jnp.broadcast_to(shared[None], (rows, k))
@@ -60,16 +60,38 @@ def accumulate_and_select(
       values = jnp.where(inside, values, jnp.full_like(values, jnp.nan))
     return momentum, (indices, values, energy(m))
 
-  momentum, (indices, values, energies) = jax.lax.scan(
-      add_piece,
-      momentum,
-      jnp.arange(pieces, dtype=jnp.int32),
-      unroll=pieces == 1,
-  )
+  momentum, found = _scan(add_piece, momentum, pieces)
+  indices, values, energies = found
   if indices is not None:
     indices = indices.reshape(bucket.rows, k)
   values = values.reshape(bucket.rows, k)
   return momentum, Selected(indices, values, jnp.sum(energies))
+
+
+def subtract(
+    bucket: Bucket,
+    momentum: jax.Array,
+    indices: jax.Array | None,
+    values: jax.Array,
+) -> jax.Array:
+  """Subtracts `values [rows, k]` at `indices` from momentum `[rows, n]`."""
+  grouped = bucket.format.grouped
+  if not platform.chunks_in_lanes(bucket.rows) or indices is None:
+    return topk.subtract(momentum, indices, values, grouped)
+  pieces = platform.num_pieces(bucket.pieces, momentum.size)
+  rows = bucket.rows // pieces
+
+  def subtract_piece(
+      momentum: jax.Array, number: jax.Array
+  ) -> tuple[jax.Array, None]:
+    start = number * rows
+    at, leaving = (
+        jax.lax.dynamic_slice_in_dim(x, start, rows) for x in (indices, values)
+    )
+    m = _load(momentum, start, rows)
+    return _store(momentum, topk.subtract(m, at, leaving, grouped), start), None
+
+  return _scan(subtract_piece, momentum, pieces)[0]
 
 
 def merge(
@@ -102,8 +124,7 @@ def merge(
     )
     if bucket.kind == 'chunks':
       u = chunking.inverse(u, bucket.sides, bucket.basis)
-    updates = jax.lax.dynamic_update_slice_in_dim(updates, u, start, 0)
-    return (updates, distinct + found), None
+    return (_store(updates, u, start), distinct + found), None
 
   # Zeros that depend on received values: XLA would otherwise allocate them
   # before the exchange, while the gradients' chunks are still alive.
@@ -114,16 +135,27 @@ def merge(
       jnp.broadcast_to(zero, (bucket.rows, n)),
       jnp.zeros_like(received.values, jnp.float32, shape=()),
   )
-  (updates, distinct), _ = jax.lax.scan(
-      merge_piece,
-      carry,
-      jnp.arange(pieces, dtype=jnp.int32),
-      unroll=pieces == 1,
-  )
+  (updates, distinct), _ = _scan(merge_piece, carry, pieces)
   # Padding rows count as sent; remove them.
   padding = (bucket.rows - bucket.num_chunks) * bucket.format.k
   someone = jnp.any(received.valid)
   return updates, distinct - jnp.where(someone, float(padding), 0.0)
+
+
+def _scan(piece: Any, carry: Any, pieces: int) -> tuple[Any, Any]:
+  numbers = jnp.arange(pieces, dtype=jnp.int32)
+  return jax.lax.scan(piece, carry, numbers, unroll=pieces == 1)
+
+
+def _load(x: jax.Array, start: jax.Array, rows: int) -> jax.Array:
+  x = jax.lax.dynamic_slice_in_dim(x, start, rows)
+  # Without `in_rows`, XLA would prefer the other layout for all of the bucket.
+  return platform.in_lanes(platform.in_rows(x))
+
+
+def _store(x: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
+  part = platform.in_rows(part)
+  return jax.lax.dynamic_update_slice_in_dim(x, part, start, 0)
 
 
 def shared_indices(bucket: Bucket, step: jax.Array) -> jax.Array:

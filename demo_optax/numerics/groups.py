@@ -1,18 +1,15 @@
 """One coefficient of each of k groups of a chunk, without sorts or gathers.
 
 Place p of group g is coefficient `p k + g` of the n in a chunk: an array
-`[rows, n]` is a table `[rows, _, columns]` with one place or several of all
-groups in a row. With n not divisible by k the first `n mod k` groups have one
-place more. Arrays of places are int32 `[..., k]`, in the order of the groups.
+`[rows, n]` is a table `[rows, places, k]`. With n not divisible by k the first
+`n mod k` groups have one place more. Arrays of places are int32 `[..., k]`, in
+the order of the groups.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-
-from demo_optax.numerics import platform
 
 
 def num_places(n: int, k: int) -> int:
@@ -32,9 +29,9 @@ def largest(coefficients: jax.Array, k: int) -> jax.Array:
   last = num_places(coefficients.shape[1], k) - 1
   low = (1 << last.bit_length()) - 1
   bits = jax.lax.bitcast_convert_type(table, integer)
-  keys = (bits & ~low) | (last - _place(table.shape, k, integer))
-  best = jnp.max(jnp.max(keys, axis=1).reshape(len(keys), -1, k), axis=1)
-  return (last - (best & low)).astype(jnp.int32)
+  place = jax.lax.broadcasted_iota(integer, table.shape, 1)
+  keys = (bits & ~low) | (last - place)
+  return (last - (jnp.max(keys, axis=1) & low)).astype(jnp.int32)
 
 
 def indices(places: jax.Array) -> jax.Array:
@@ -46,16 +43,13 @@ def indices(places: jax.Array) -> jax.Array:
 
 def take(coefficients: jax.Array, places: jax.Array) -> jax.Array:
   """Returns the values at the places, `[rows, k]` of `[rows, n]`."""
-  rows, k = places.shape
-  table = _table(coefficients, k)
-  found = jnp.sum(jnp.where(_hits(places, table.shape), table, 0), axis=1)
-  return jnp.sum(found.reshape(rows, -1, k), axis=1)
+  table = _table(coefficients, places.shape[1])
+  return jnp.sum(jnp.where(_hits(places, table.shape[1]), table, 0), axis=1)
 
 
 def spread(places: jax.Array, values: jax.Array, n: int) -> jax.Array:
   """Returns coefficients `[rows, n]` with the values at their places."""
-  table = platform.stored(_spread(places, values, n))
-  return table.reshape(len(table), -1)[:, :n]
+  return _spread(places, values, n).reshape(len(places), -1)[:, :n]
 
 
 def add_up(
@@ -76,37 +70,17 @@ def add_up(
 
 def _spread(places: jax.Array, values: jax.Array, n: int) -> jax.Array:
   """Returns a table with the values at their places."""
-  rows, k = places.shape
-  repeats = _repeats(n, k)
-  shape = rows, num_places(n, k) // repeats, k * repeats
-  return jnp.where(
-      _hits(places, shape), jnp.tile(values, repeats)[:, None], 0
-  )
-
-
-def _repeats(n: int, k: int) -> int:
-  """Returns how many places of all groups make a row of a table.
-
-  A row has 128 columns where that is possible: TPUs pad shorter ones.
-  """
-  return 128 // k if 128 % k == 0 and n % 128 == 0 else 1
+  hits = _hits(places, num_places(n, places.shape[1]))
+  return jnp.where(hits, values[:, None], 0)
 
 
 def _table(x: jax.Array, k: int) -> jax.Array:
-  """Returns `[rows, n]` as `[rows, _, repeats * k]`, padded with zeros."""
+  """Returns `[rows, n]` as `[rows, places, k]`, padded with zeros."""
   rows, n = x.shape
   padded = jnp.pad(x, ((0, 0), (0, num_places(n, k) * k - n)))
-  return padded.reshape(rows, -1, k * _repeats(n, k))
+  return padded.reshape(rows, -1, k)
 
 
-def _place(shape: tuple[int, ...], k: int, dtype: Any) -> jax.Array:
-  """Returns the place of each position in a table."""
-  row = jax.lax.broadcasted_iota(dtype, shape, 1)
-  column = jax.lax.broadcasted_iota(dtype, shape, 2)
-  return row * (shape[2] // k) + jax.lax.div(column, jnp.asarray(k, dtype))
-
-
-def _hits(places: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-  """Returns the positions of places `[rows, k]` in a table, bool."""
-  k = places.shape[1]
-  return _place(shape, k, jnp.int32) == jnp.tile(places, shape[2] // k)[:, None]
+def _hits(places: jax.Array, number: int) -> jax.Array:
+  """Returns which of a `number` of places each group has, a bool table."""
+  return places[:, None] == jnp.arange(number, dtype=jnp.int32)[None, :, None]

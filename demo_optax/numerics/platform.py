@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 # Coefficients that a CPU handles at once, 1 MB in float32. Intermediate results
 # stay in the caches: memory new to a process costs ten times its copy.
@@ -102,12 +103,39 @@ def stage_size(n: int, k: int) -> int:
   return 16 if of() == 'gpu' and n % 16 == 0 and n >= 32 * k else 1
 
 
-def stored(x: jax.Array) -> jax.Array:
-  """Returns `x`, computed once and in memory for all that reads it.
+def chunks_in_lanes(chunks: int) -> bool:
+  """Returns whether chunks are handled side by side, one in each lane.
 
-  XLA:TPU would compute it for each reader, in the layout that the reader likes.
+  A TPU's vectors have 128 lanes. Products, maxima and sums along a chunk then
+  need no other layout, and a chunk of 64 x 64 no padding to 128. Fewer chunks
+  would be padded themselves.
   """
-  return jax.lax.optimization_barrier(x) if of() == 'tpu' else x
+  return of() == 'tpu' and chunks >= 128
+
+
+def in_lanes(x: jax.Array) -> jax.Array:
+  """Returns chunks `[rows, ...]` in the layout of `chunks_in_lanes`."""
+  return _laid_out(x, (*range(1, x.ndim), 0))
+
+
+def in_rows(x: jax.Array) -> jax.Array:
+  """Returns chunks in the layout that arrays have in memory."""
+  return _laid_out(x, tuple(range(x.ndim)))
+
+
+def _laid_out(x: jax.Array, major_to_minor: tuple[int, ...]) -> jax.Array:
+  if not chunks_in_lanes(len(x)):
+    return x
+  return with_layout_constraint(x, Layout(major_to_minor))
+
+
+def concatenates(columns: int) -> bool:
+  """Returns whether leaves are joined by a concatenation, not one by one.
+
+  Of transposed leaves CPUs would hold all twice. Vectors are not transposed,
+  and updates are a kernel each to compile. TPUs would write zeros first.
+  """
+  return columns == 1 or of() == 'tpu'
 
 
 def loop_to_keep(elements: int) -> bool:

@@ -177,7 +177,7 @@ def merge(
     everyone = jnp.sum(present, dtype=jnp.int32)
     share = rounding.exact_reciprocal(everyone, len(values), values.dtype)
     mean = rounding.mul_no_fma(share, total)
-  return platform.stored(mean).reshape(len(mean), -1)[:, :n], distinct
+  return platform.in_lanes(mean).reshape(len(mean), -1)[:, :n], distinct
 
 
 def weigh(
