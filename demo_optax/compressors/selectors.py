@@ -78,10 +78,11 @@ class GroupMax:
 
   Group g has the coefficients g, g + k, g + 2k, ... An index takes
   `ceil(log2(ceil(n / k)))` bits, 6 for 64 of 4096, where `TopK` takes 7.98. For
-  GPUs and TPUs: neither selection nor merge sorts, scatters or gathers. CPUs
-  merge the selections of many workers faster with `TopK`. At
-  equal k it leaves 2 to 14 % more energy in the momentum than `TopK`, at equal
-  bytes up to 11 % less. `demo_muon` ended 0.34 % above `TopK` at equal bytes
+  GPUs and TPUs: neither selection nor merge sorts, scatters or gathers. TPUs
+  have kernels for float32 chunks whose sides and `k` are multiples of 8. CPUs
+  merge the selections of many workers faster with `TopK`. At equal k it leaves
+  2 to 14 % more energy in the momentum than `TopK`, at equal bytes up to 11 %
+  less. `demo_muon` ended 0.34 % above `TopK` at equal bytes
   (`benchmarks/TRIED.md`, 'One of a group').
 
   Attributes:

@@ -1,6 +1,11 @@
-"""A bucket's arithmetic, on CPUs and TPUs in parts that fit fast memory."""
+"""A bucket's arithmetic, on CPUs and TPUs in parts that fit fast memory.
 
-from typing import Any
+On TPUs some buckets are handled by kernels instead (`in_kernels`).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +13,37 @@ import jax.numpy as jnp
 from demo_optax.compressors import chunking
 from demo_optax.compressors.layout import Bucket
 from demo_optax.compressors.selectors import TopK
+from demo_optax.exchange import in_kernels
 from demo_optax.exchange.message import Received, Selected, energy
 from demo_optax.numerics import platform, rounding, topk
 
+Form = TypeVar('Form', bound=Callable[..., Any])
 
+
+def _or_by(kernel: Callable[..., Any]) -> Callable[[Form], Form]:
+  """Lets a kernel replace a function of a bucket and arrays on TPUs."""
+
+  def wrap(plain: Form) -> Form:
+    @functools.wraps(plain)
+    def either(bucket: Bucket, *args: Any, **static: Any) -> Any:
+      form = bucket.format
+      by_kernel, by_xla = (
+          functools.partial(f, bucket, **static) for f in (kernel, plain)
+      )
+      if bucket.kind != 'chunks' or not form.grouped or not platform.in_kernels(
+          bucket.rows, bucket.sides, form.k, form.dtype
+      ):
+        return by_xla(*args)
+      # By what is compiled for: CPUs can run other forms of TPUs, not kernels.
+      args = jax.tree.map(jnp.asarray, args)
+      return jax.lax.platform_dependent(*args, tpu=by_kernel, default=by_xla)
+
+    return cast(Form, either)
+
+  return wrap
+
+
+@_or_by(in_kernels.accumulate_and_select)
 def accumulate_and_select(
     bucket: Bucket,
     gradients: jax.Array,
@@ -68,6 +100,7 @@ def accumulate_and_select(
   return momentum, Selected(indices, values, jnp.sum(energies))
 
 
+@_or_by(in_kernels.subtract)
 def subtract(
     bucket: Bucket,
     momentum: jax.Array,
@@ -94,8 +127,9 @@ def subtract(
   return _scan(subtract_piece, momentum, pieces)[0]
 
 
+@_or_by(in_kernels.merge)
 def merge(
-    bucket: Bucket, received: Received, average: topk.Average
+    bucket: Bucket, received: Received, *, average: topk.Average
 ) -> tuple[jax.Array, jax.Array]:
   """Averages all workers' selections and inverts the transform.
 

@@ -9,6 +9,7 @@ Updates of two forms may differ in their last bits.
 
 import contextlib
 import contextvars
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -127,6 +128,18 @@ def _laid_out(x: jax.Array, major_to_minor: tuple[int, ...]) -> jax.Array:
   if not chunks_in_lanes(len(x)):
     return x
   return with_layout_constraint(x, Layout(major_to_minor))
+
+
+def in_kernels(rows: int, sides: tuple[int, int], k: int, dtype: str) -> bool:
+  """Returns whether kernels handle a bucket of which `GroupMax` selects.
+
+  A kernel has 128 whole chunks in the memory for vectors, and groups in whole
+  rows of 8 lanes' vectors.
+  """
+  n = math.prod(sides)
+  aligned = all(x % 8 == 0 for x in (*sides, k)) and n % 128 == n % k == 0
+  fits = aligned and k < n <= 4096 and dtype == 'float32'
+  return chunks_in_lanes(rows) and fits
 
 
 def concatenates(columns: int) -> bool:

@@ -60,8 +60,8 @@ class Program:
 PROGRAMS = {
     'v5e': (
         Program(), Program(groups=True), Program('demo_muon', 'all_to_all', 2)),
-    'v6e': (Program('demo', 'all_to_all', 2),),
-    'v5p': (Program('demo_muon', 'all_gather', 2),),
+    'v6e': (Program('demo', 'all_to_all', 2), Program(groups=True)),
+    'v5p': (Program('demo_muon', 'all_gather', 2), Program(groups=True)),
     'two slices of v5e': (
         Program('demo', 'all_gather', 4, train=True),
         Program('demo_muon', 'all_to_all', 4),
@@ -237,6 +237,7 @@ def read(program, target, compiled, mesh, params, out):
       'code': memory.generated_code_size_in_bytes,
   }
   if target in TPUS:
+    found['kernels'] = text.count('custom_call_target="tpu_custom_call"')
     found['cycles'] = reading.cycles(module)
     found['milliseconds'] = 1e3 * found['cycles'] / TPUS[target][2]
     added, found['widest_padding'], found['padded'] = reading.padding(module)

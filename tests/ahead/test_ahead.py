@@ -69,6 +69,11 @@ def test_the_transform_multiplies_in_full_precision(program):
   assert not found['not_in_full_precision']
 
 
+def test_one_of_a_group_is_selected_by_kernels_on_tpus(program):
+  chosen, found = program
+  assert found.get('kernels', 0) == (3 if chosen.groups and 'cycles' in found else 0)
+
+
 def test_sums_have_one_order(program):
   _, found = program
   assert not found.get('float_atomics', 0)

@@ -1,0 +1,62 @@
+"""A bucket's arithmetic as `arithmetic`, by kernels (`numerics.kernels`)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from demo_optax.compressors.layout import Bucket
+from demo_optax.exchange.message import Received, Selected
+from demo_optax.numerics import groups, kernels, rounding, topk
+
+
+def accumulate_and_select(
+    bucket: Bucket,
+    gradients: jax.Array,
+    momentum: jax.Array,
+    decay: jax.Array,
+    weight: jax.Array,
+    valid: jax.Array,
+    step: jax.Array,
+) -> tuple[jax.Array, Selected]:
+  """Adds gradient chunks to momentum; selects what to send."""
+  del step
+  scalars = [x.astype(momentum.dtype) for x in (decay, weight, valid)]
+  momentum, places, values, squares = kernels.encode(
+      gradients, momentum, jnp.stack(scalars), _matrices(bucket),
+      bucket.format.k,
+  )
+  return momentum, Selected(
+      groups.indices(places.T), values.T, jnp.sum(squares)
+  )
+
+
+def subtract(
+    bucket: Bucket, momentum: jax.Array, indices: jax.Array, values: jax.Array
+) -> jax.Array:
+  """Subtracts what was sent from momentum."""
+  places = jax.lax.div(indices, jnp.int32(bucket.format.k))
+  return kernels.subtract(momentum, places.T, values.T)
+
+
+def merge(
+    bucket: Bucket, received: Received, *, average: topk.Average
+) -> tuple[jax.Array, jax.Array]:
+  """Averages all workers' selections and inverts the transform."""
+  indices, values, valid = received
+  assert indices is not None
+  places = jax.lax.div(indices, jnp.int32(bucket.format.k))
+  places = jnp.where(valid[:, None, None], places, -1)
+  share = rounding.exact_reciprocal(
+      jnp.sum(valid, dtype=jnp.int32), len(valid), values.dtype
+  )
+  updates, distinct = kernels.decode(
+      jnp.swapaxes(places, 1, 2), jnp.swapaxes(values, 1, 2), share[None],
+      _matrices(bucket), average == 'senders',
+  )
+  # Padding chunks are at the end.
+  return updates, jnp.sum(distinct[:, : bucket.num_chunks])
+
+
+def _matrices(bucket: Bucket) -> tuple[np.ndarray, np.ndarray]:
+  rows, cols = bucket.sides
+  return bucket.basis.matrix(rows), bucket.basis.matrix(cols)
