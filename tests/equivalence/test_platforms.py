@@ -28,9 +28,10 @@ def accelerator(request):
 
 
 @pytest.mark.parametrize('name, how', [
-    *((name, how) for name in ('published', 'second', 'groups')
-      for how in test_maps.STACKED + test_maps.OWN_MAPS),
-    ('published', '2x4 auto'), ('published', '2x4 explicit')])
+    *(('published', how) for how in [
+        *test_maps.STACKED, *test_maps.OWN_MAPS, '2x4 auto', '2x4 explicit']),
+    *((name, how) for name in ('second', 'groups')
+      for how in ('explicit', 'vmap'))])
 def test_maps_have_the_bits_of_the_simulation(name, how):
   make = test_maps.EXCHANGES[name]
   found, expected = test_maps.run(make, how), test_maps.expected_of(name, how)

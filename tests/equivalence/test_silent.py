@@ -490,7 +490,9 @@ def test_an_averaged_baseline_in_the_same_step():
   np.testing.assert_allclose(after['w'], -0.1 * expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize('recipe', [demo_optax.demo, demo_optax.demo_muon])
+@pytest.mark.parametrize('workers, recipe', [
+    ('simulated', demo_optax.demo), ('explicit', demo_optax.demo),
+    ('auto', demo_optax.demo_muon)], indirect=['workers'])
 def test_updates_without_parameters(workers, recipe):
   """As Adam and SGD take them; with weight decay it is optax's error."""
   params = {'w': jnp.ones((8, 8)), 'sent': jnp.ones(3), 'still': jnp.ones(3)}

@@ -72,7 +72,7 @@ np.savez(out, joined=joined, **{
 
 @pytest.mark.parametrize('count, method, processes', [
     (2, 'demo_muon', 1), (3, 'averaged', 1), (8, 'demo', 1),
-    (8, 'demo_diloco', 1), (2, 'demo', 2), (2, 'averaged', 2)])
+    (3, 'demo_diloco', 1), (2, 'demo', 2), (2, 'averaged', 2)])
 def test_as_simulated(tmp_path, count, method, processes):
   """All processes have the bits of the simulation; two shard parameters."""
   steps = {1: 50, 2: 12}[processes]

@@ -71,7 +71,7 @@ def formats(packer):
   return [(b.format, b.num_chunks) for b in packer.buckets]
 
 
-@settings(max_examples=20)  # each compiles
+@settings(max_examples=12)  # each compiles
 @given(layouts(), st.integers(1, 3), st.integers(0, 2**31))
 def test_payloads_come_back(leaves, workers, seed):
   rng = np.random.default_rng(seed)
