@@ -37,8 +37,7 @@ if processes:  # a worker of two processes, with two devices of each
 workers = demo_optax.Workers.remote(
     address, rank=rank, count=count, **devices)
 data = test_bits.data_of(method, count, steps)
-found = test_bits.train(
-    test_bits.METHODS[method](workers), workers, [x[rank] for x in data])
+found = test_bits.train(method, workers, [x[rank] for x in data])
 np.savez(out, *jax.tree.leaves(found))
 """
 
@@ -79,9 +78,7 @@ def test_as_simulated(tmp_path, count, method, processes):
   inside = (test_bits.SPECS, {'fsdp': 4}) if processes == 2 else ()
   data = test_bits.data_of(method, count, steps)
   simulated = demo_optax.Workers.simulated(count, *inside)
-  expected = test_bits.train(
-      test_bits.METHODS[method](simulated), simulated,
-      [x.reshape(count * 4, 24) for x in data])
+  expected = test_bits.train(method, simulated, test_bits.joined_rows(data))
   with running() as start:
     address = start_relay(start, count, '--deadline', 60)
     workers = [
