@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import pathlib
 import re
 
 import hlo_text
@@ -13,6 +12,7 @@ import optax
 import pytest
 import scipy.linalg
 from helpers import (
+  ROOT,
   assert_devices_agree,
   assert_same_bits,
   on_mesh,
@@ -191,7 +191,7 @@ def test_info_says_what_was_sent_and_kept():
 
 # The guide --------------------------------------------------------------------
 
-GUIDE = pathlib.Path(__file__).parents[2] / 'docs' / 'compressors.md'
+GUIDE = ROOT / 'docs/compressors.md'
 
 
 @pytest.fixture(scope='module')

@@ -480,22 +480,29 @@ import sys
 import jax.numpy as jnp
 from demo_optax import checkpoint
 
-tree = {'x': jnp.ones(3)}
-checkpoints = checkpoint.Checkpointer(sys.argv[1], tree)
-checkpoints.save(1, tree)
+tree = lambda step: {'x': jnp.full((512, 512), float(step))}
+checkpoints = checkpoint.Checkpointer(sys.argv[1], tree(0))
+for step in range(1, int(sys.argv[2])):
+  checkpoints.save(step, tree(step))
+  print(step, flush=True)
 checkpoints.wait()
 print('saved', flush=True)
 sys.stdin.read()
 '''
 
 
+def writer(folder, steps):
+  """Another job, which saves so many steps."""
+  return subprocess.Popen(
+      [sys.executable, '-c', WRITER, str(folder), str(steps)],
+      env={**os.environ, 'PYTHONPATH': os.pathsep.join(sys.path)},
+      stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+
+
 def test_a_folder_has_one_writer(tmp_path):
   """Another job, another Checkpointer of this one; until it is closed."""
-  with subprocess.Popen(
-      [sys.executable, '-c', WRITER, str(tmp_path)],
-      env={**os.environ, 'PYTHONPATH': os.pathsep.join(sys.path)},
-      stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
-    assert writer.stdout.readline() == b'saved\n'
+  with writer(tmp_path, 2) as other:
+    assert other.stdout.read(8) == b'1\nsaved\n'
     left = tmp_path / '5.orbax-checkpoint-tmp'
     left.mkdir()
     with files_of(tmp_path) as checkpoints:
@@ -503,7 +510,7 @@ def test_a_folder_has_one_writer(tmp_path):
         with pytest.raises(OSError, match='must have one writer'):
           checkpoints.save(step, TREE)
       assert checkpoints.steps == (1,) and left.exists()
-    writer.kill()
+    other.kill()
   first, second = files_of(tmp_path, keep=9), files_of(tmp_path, keep=9)
   with pytest.raises(ValueError, match=r'must be new .*, got 1 \(there are: 1'):
     first.save(1, TREE)
@@ -563,25 +570,9 @@ def test_a_save_that_fails_leaves_the_former_one(tmp_path, monkeypatch):
   assert os.listdir(tmp_path) == ['1']
 
 
-KILLED = """
-import sys
-import jax.numpy as jnp
-from demo_optax import checkpoint
-
-tree = lambda step: {'x': jnp.full((512, 512), float(step))}
-checkpoints = checkpoint.Checkpointer(sys.argv[1], tree(0))
-for step in range(1000):
-  checkpoints.save(step, tree(step))
-  print(step, flush=True)
-"""
-
-
 def test_a_process_that_is_killed_leaves_whole_ones(tmp_path):
   """Killed while it saves: what is listed can be read."""
-  environment = {**os.environ, 'PYTHONPATH': os.pathsep.join(sys.path)}
-  with subprocess.Popen(
-      [sys.executable, '-c', KILLED, str(tmp_path)], env=environment,
-      stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+  with writer(tmp_path, 1000) as process:
     for _ in range(3):
       process.stdout.readline()
     process.send_signal(signal.SIGKILL)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pathlib
 import re
 import shutil
 import signal
@@ -13,8 +12,8 @@ import time
 import jax
 import numpy as np
 import pytest
+from helpers import ROOT
 
-ROOT = pathlib.Path(__file__).parents[2]
 EXAMPLES = ROOT / 'examples'
 sys.path[:0] = [str(EXAMPLES), str(ROOT / 'benchmarks')]
 

@@ -1,7 +1,6 @@
 """The guides in docs/: every Python block runs, tables are true, the site builds."""
 
 import inspect
-import pathlib
 import re
 import statistics
 import subprocess
@@ -13,14 +12,13 @@ import jax
 import mismatches
 import numpy as np
 import pytest
-from helpers import results, shapes_of
+from helpers import ROOT, results, shapes_of
 
 import demo_optax
 from demo_optax import __main__ as command
 from demo_optax.__main__ import MODELS
 from demo_optax.codes.values import VALUES
 
-ROOT = pathlib.Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / 'benchmarks'))
 
 import muon

@@ -38,13 +38,14 @@ def test_maps_have_the_bits_of_the_simulation(name, how):
   assert_same_bits(found, expected)
 
 
-@pytest.mark.parametrize('kind', ['auto', 'explicit'])
-def test_workers_of_several_devices(kind):
+def test_workers_of_several_devices(accelerator):
   make_tx = test_sharded.exchange
   expected = test_sharded.run(
       test_sharded.simulated_workers('3d'), 3, make_tx, '3d')
   found = test_sharded.run(
-      test_sharded.make_workers('3d', kind), 3, make_tx, '3d')
+      test_sharded.make_workers(
+          '3d', {'gpu': 'auto', 'tpu': 'explicit'}[accelerator]),
+      3, make_tx, '3d')
   assert_same_bits(found[:2], expected[:2])
 
 

@@ -188,9 +188,8 @@ def test_launcher_ends_with_who_reads_it(lines, tmp_path):
 # The exchange -----------------------------------------------------------------
 
 
-@pytest.mark.core
 @pytest.mark.parametrize('processes, devices, values, exchange', [
-    (2, 2, 'sign', 'all_gather'), (4, 1, 'float32', 'all_gather'),
+    pytest.param(2, 2, 'sign', 'all_gather', marks=pytest.mark.core), (4, 1, 'float32', 'all_gather'),
     (2, 1, 'sign', 'all_to_all')])
 def test_processes_equal_simulation(
     processes, devices, values, exchange, tmp_path

@@ -20,8 +20,6 @@ from demo_optax.remote.frames import Header
 from demo_optax.remote.link import Behind, Link
 from demo_optax.remote.relay import Relay
 
-pytestmark = pytest.mark.core
-
 
 class Rounds:
   """Workers without arrays: links of threads that exchange bytes."""
