@@ -5,11 +5,11 @@ import os
 import pathlib
 import subprocess
 import sys
-import time
 
 import jax
 import numpy as np
 import pytest
+from helpers import wait_until
 
 HERE = pathlib.Path(__file__).parents[1]
 sys.path[:0] = [str(HERE / 'remote'), str(HERE.parent / 'examples')]
@@ -101,10 +101,7 @@ def test_a_worker_of_several_processes_joins_and_is_late(tmp_path):
       return start_worker(
           start, LATER, address, rank, 2, 'demo', 16, tmp_path, 2)
     first = worker(0)
-    until = time.monotonic() + 600
-    while not (tmp_path / 'begun-0').exists():
-      assert time.monotonic() < until
-      time.sleep(0.1)
+    wait_until((tmp_path / 'begun-0').exists, 600)
     assert all(p.wait(900) == 0 for p in [*first, *worker(1)])
   found = [
       np.load(tmp_path / f'{r}-{n}.npz') for r in range(2) for n in range(2)]

@@ -12,6 +12,7 @@ import time
 
 import pytest
 import zmq
+from helpers import wait_until
 from test_bits import Joined, at_once
 
 import demo_optax
@@ -66,13 +67,6 @@ class Rounds:
     thread.join(20)
     relay._deadline = 60
     assert held == [True]
-
-
-def wait_until(is_true):
-  until = time.monotonic() + 20
-  while not is_true():
-    assert time.monotonic() < until
-    time.sleep(0.01)
 
 
 @pytest.fixture(name='joined')
