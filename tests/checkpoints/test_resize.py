@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
+from demo_optax import checkpoint
 from demo_optax.checkpoint.resize import weights
 from demo_optax.compressors.leaves import fit_sharding
 
@@ -80,6 +81,23 @@ def test_numpy_keeps_its_64_bits(n):
 def test_nan_stays_with_those_that_cover_it(n, reached):
   found = resize(jnp.ones((8, 2)).at[0].set(jnp.nan), n)
   assert np.flatnonzero(np.isnan(found[:, 0])).tolist() == reached
+
+
+# Any state --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('old, new, kind', [(4, 8, 'explicit'), (8, 3, 'auto')])
+def test_on_a_mesh(old, new, kind):
+  def state(workers, x):
+    place = NamedSharding(workers.mesh, P('data'))
+    return {'worker_stacked': jax.device_put(x, place)}
+
+  x = np.random.default_rng(0).normal(size=(old, 6, 5)).astype(np.float32)
+  saved = checkpoint.to_leaves(state(on_mesh(old, kind), x))
+  like = state(on_mesh(new, kind), np.zeros((new, 6, 5), np.float32))
+  found = checkpoint.from_leaves(saved, like, resize=True)['worker_stacked']
+  assert found.sharding == like['worker_stacked'].sharding
+  np.testing.assert_allclose(found, resize(x, new), atol=1e-6)
 
 
 def test_no_device_holds_more_than_it_must():
