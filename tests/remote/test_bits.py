@@ -117,7 +117,7 @@ def loss_of(params, x):
 
 def train(method, workers, rows):
   """Trains on a worker's rows, or all; parameters, and what steps returned."""
-  names = ('w', 'b') if method in ('demo_muon', 'per_worker') else PARAMS
+  names = PARAMS if method in ('averaged', 'demo', 'sum') else ('w', 'b')
   params = {name: jnp.full(PARAMS[name], 0.1) for name in names}
   tx = METHODS[method](workers)
   state = tx.init(params)
