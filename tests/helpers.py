@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import pathlib
+import time
 
 import jax
 import jax.numpy as jnp
@@ -172,6 +173,13 @@ def assert_devices_agree(tree):
     for shard in leaf.addressable_shards if isinstance(leaf, jax.Array) else ():
       x = np.asarray(shard.data)
       np.testing.assert_array_equal(parts.setdefault(str(shard.index), x), x)
+
+
+def wait_until(condition, seconds=20):
+  deadline = time.monotonic() + seconds
+  while not condition():
+    assert time.monotonic() < deadline, 'it did not happen in time'
+    time.sleep(0.01)
 
 
 class Compilations:

@@ -43,7 +43,7 @@ def fold(shape, *rule):
       folded = (*shape[:batch], r, c)
       ratio = r / c if r > c else c / r
       found.append(
-          (bytes_of(folded, *rule), -batch, ratio, batch + rows, folded))
+          (cheapest(folded, *rule)[0], -batch, ratio, batch + rows, folded))
   least = 1.05 * min(cost for cost, *_ in found)
   found = [rest for cost, *rest in found if cost <= least]
   kept = [folded for *_, folded in found if folded == shape]
@@ -80,20 +80,11 @@ def sent_bytes(chunks, n, k, values, itemsize):
           + int(np.ceil(chunks * index_bits(n, k) / 8)))
 
 
-def bytes_of(*rule):
-  """Bytes of a leaf `[*batch, rows, cols]` in a message."""
-  return cheapest(*rule)[0]
-
-
-def how_sent(*rule):
-  """`(whole, topk)`: whether the leaf is one chunk, and how many of each."""
-  return cheapest(*rule)[1:]
-
-
 def cheapest(shape, limit, topk, padding, values, itemsize, of=None):
   """`(bytes, whole, topk)` of a leaf `[*batch, rows, cols]`.
 
-  `topk` of every chunk, or of one of `of` coefficients and in proportion.
+  Whether it is one chunk, and how many are sent of each: `topk` of every chunk,
+  or of one of `of` coefficients and in proportion.
   """
   *batch, rows, cols = shape
   limits = (limit, limit) if isinstance(limit, int) else limit
@@ -213,7 +204,7 @@ class Oracle:
     self.decay, self.alpha, self.average = decay, alpha, average
     self.gradient_weight, self.basis = gradient_weight, basis
     self.m = np.zeros((workers, *self.matrix), dtype)
-    self.whole, self.topk = how_sent(self.matrix, *rule, of)
+    _, self.whole, self.topk = cheapest(self.matrix, *rule, of)
     self.places, self.step = places, 0
     self.whole &= places is None
 

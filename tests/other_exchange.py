@@ -41,54 +41,42 @@ def main():
     options = own if name == 'average' else {}
     tx = demo_optax.scale_by_demo(
         TOPK if own == options else own, workers=workers, **options)
-    try:
-      train(tx, make_params(width), workers)
-      print(f'{name}: no error', flush=True)
-    except ValueError as error:
-      print(f'{name}: {error}', flush=True)
+    attempt(name, trainer(tx, workers), width)
     agreement.__version__ = version
   tx = demo_optax.scale_by_demo(TOPK, workers=workers)
-  again = Step(tx, workers)
-  for name, shapes in (('first', (16, 32)[here]), ('second', 16)):
-    try:
-      again.train(make_params(shapes))
-      print(f'tried again, {name}: done', flush=True)
-    except ValueError as error:
-      print(f'tried again, {name}: {error}', flush=True)
-  train(tx, make_params(16), workers)
-  print('the same: done', flush=True)
+  again = trainer(tx, workers)
+  attempt('tried again, first', again, (16, 32)[here])
+  attempt('tried again, second', again, 16)
+  attempt('the same', trainer(tx, workers), 16)
 
 
-def make_params(width):
-  return {'w': np.ones((16, width), np.float32), 'b': np.ones(8, np.float32)}
+def attempt(name, train, width):
+  try:
+    train(width)
+    print(f'{name}: done', flush=True)
+  except ValueError as error:
+    print(f'{name}: {error}', flush=True)
 
 
-def train(tx, params, workers):
-  Step(tx, workers).train(params)
+def trainer(tx, workers):
+  """Returns two steps of data_parallel, from a state that is made under jit."""
+  @demo_optax.data_parallel(workers)
+  def train_step(params, opt_state, x):
+    grads = jax.grad(
+        lambda params: jnp.mean(params['w'] * x.mean()) + params['b'].sum()
+    )(params)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
 
-
-class Step:
-  """A step of data_parallel."""
-
-  def __init__(self, tx, workers):
-    @demo_optax.data_parallel(workers)
-    def train_step(params, opt_state, x):
-      grads = jax.grad(
-          lambda params: jnp.mean(params['w'] * x.mean()) + params['b'].sum()
-      )(params)
-      updates, opt_state = tx.update(grads, opt_state, params)
-      return optax.apply_updates(params, updates), opt_state
-
-    self.train_step, self.tx, self.workers = train_step, tx, workers
-
-  def train(self, params):
-    """Two steps, from a state that is made under jit."""
-    params = jax.tree.map(jnp.asarray, params)
-    opt_state = jax.jit(self.tx.init)(params)
+  def train(width):
+    params = {'w': jnp.ones((16, width)), 'b': jnp.ones(8)}
+    opt_state = jax.jit(tx.init)(params)
     x = jax.make_array_from_process_local_data(
-        NamedSharding(self.workers.mesh, P('data')), np.ones((1, 4), np.float32))
+        NamedSharding(workers.mesh, P('data')), np.ones((1, 4), np.float32))
     for _ in range(2):
-      params, opt_state = self.train_step(params, opt_state, x)
+      params, opt_state = train_step(params, opt_state, x)
+
+  return train
 
 
 if __name__ == '__main__':

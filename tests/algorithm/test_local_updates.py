@@ -395,21 +395,18 @@ def test_mistakes():
   with pytest.raises(TypeError, match=r'Workers\.simulated.*on_axis'):
     demo_optax.local.diloco(workers=demo_optax.Workers.on_axis('data'))
   params = {'w': np.ones(3, np.float32)}
-  rows = np.ones((2, 3), np.float32)
   tx = demo_optax.local.local_updates(sgd, sgd, 1, workers=workers)
-  state = tx.init(params)
 
-  def step_of(tx, grads_of=lambda x: {'w': x[0]}, **options):
+  def run(grads_of, given=params):
     @demo_optax.data_parallel(workers, batch_argnums=2)
     def train_step(params, state, x):
-      given = params if options.get('params', True) else None
-      return tx.update(grads_of(x), state, given)
+      return tx.update(grads_of(x), state, given and params)
 
-    return train_step
+    train_step(params, tx.init(params), np.ones((2, 3), np.float32))
 
   with pytest.raises(ValueError, match='params must be given'):
-    step_of(tx, params=False)(params, state, rows)
+    run(lambda x: {'w': x[0]}, given=None)
   with pytest.raises(ValueError, match=r"\['w'\] must have .* got \(1, 3\)"):
-    step_of(tx, lambda x: {'w': x})(params, state, rows)
+    run(lambda x: {'w': x})
   with pytest.raises(ValueError, match='differ in structure'):
-    step_of(tx, lambda x: {'v': x[0]})(params, state, rows)
+    run(lambda x: {'v': x[0]})

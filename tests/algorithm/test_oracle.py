@@ -72,24 +72,21 @@ def compare(pairs):
           ours[key], expected[key], atol=1e-11, rtol=0, err_msg=key)
 
 
-@pytest.mark.parametrize('workers, shapes', [(1, FEW), (5, SHAPES), (8, FEW)])
-def test_many_steps(workers, shapes, x64):
-  compare(run(workers, 30, shapes=shapes))
-
-
-@pytest.mark.parametrize('average', ['senders', 'workers'])
-@pytest.mark.parametrize('alpha', [0.2, 1.0])
-def test_rules(average, alpha, x64):
-  compare(run(3, 12, shapes=FEW, average=average, alpha=alpha))
+@pytest.mark.parametrize('workers, steps, shapes', [
+    (1, 30, FEW), (5, 12, SHAPES), (8, 12, FEW)])
+def test_many_steps(workers, steps, shapes, x64):
+  compare(run(workers, steps, shapes=shapes))
 
 
 def test_second_version_weighting(x64):
   compare(run(3, 12, shapes=FEW, ema=True, decay=0.995, alpha=0.2, average='workers'))
 
 
-@pytest.mark.parametrize('average', ['senders', 'workers'])
-def test_a_worker_left_out(average, x64):
-  compare(run(5, 12, shapes=FEW, left_out=3, average=average))
+@pytest.mark.parametrize('average, alpha, workers', [
+    ('senders', 0.2, 5), ('workers', 1.0, 5), ('workers', 0.2, 3)])
+def test_rules_and_a_worker_left_out(average, alpha, workers, x64):
+  compare(run(workers, 12, shapes=FEW, left_out=workers - 2, average=average,
+              alpha=alpha))
 
 
 @pytest.mark.parametrize('values', ['bfloat16', 'int8', 'int4', 'sign'])
@@ -102,13 +99,13 @@ def test_value_codes_of_everything(values, x64):
   compare(run(2, 4, shapes=FEW, values=values, alpha=0.3, average='workers', topk=90))
 
 
-@pytest.mark.parametrize('values', ['float32', 'sign'])
-def test_topk_in_proportion(values, x64):
-  compare(run(3, 6, topk=40, values=values, proportional=True))
+@pytest.mark.parametrize('values, shapes', [('float32', FEW), ('sign', SHAPES)])
+def test_topk_in_proportion(values, shapes, x64):
+  compare(run(3, 6, shapes=shapes, topk=40, values=values, proportional=True))
 
 
 def test_published_chunk_rule(x64):
-  compare(run(2, 6, padding=False))
+  compare(run(2, 6, shapes=FEW, padding=False))
 
 
 @pytest.mark.parametrize('topk', [1, 16, 100, 10_000])

@@ -314,8 +314,7 @@ def test_it_learns(count, dtype):
   assert {x.dtype for x in floats} == {jnp.dtype(jnp.float32)}
 
 
-@pytest.mark.parametrize('sharded', [False, True])
-def test_kernels_of_more_axes_where_types_say_how_they_are_sharded(sharded):
+def test_kernels_of_more_axes_where_types_say_how_they_are_sharded():
   """Newton-Schulz reshapes them, which axes of type Explicit do not allow."""
   shapes = {'query': (16, 4, 8), 'out': (4, 8, 16), 'conv': (3, 3, 4, 8)}
   params = {
@@ -334,8 +333,8 @@ def test_kernels_of_more_axes_where_types_say_how_they_are_sharded(sharded):
                for p in jax.tree.leaves(params))
 
   for workers in (
-      demo_optax.Workers.on_mesh(mesh, 'data', *[specs] * sharded),
-      demo_optax.Workers.simulated(4, *[specs, {'fsdp': 2}] * sharded)):
+      demo_optax.Workers.on_mesh(mesh, 'data', specs),
+      demo_optax.Workers.simulated(4, specs, {'fsdp': 2})):
     tx = demo_optax.demo_muon(0.02, workers=workers)
     step = helpers.make_step(tx, workers, distance)
     now, found = workers.device_put(params), []

@@ -329,7 +329,7 @@ def test_another_number_of_workers(case, tmp_path):
     x = regroup(x, count) if 'worker_stacked' in name else x
     np.testing.assert_allclose(
         bits(leaves_of(other.tree)[name]), x, atol=1e-6, err_msg=name)
-  if case in ('up', 'another mesh'):
+  if case == 'another mesh':
     other.train(1)
 
 
@@ -348,7 +348,7 @@ def decoded(name, state):
   return leaves.decode(c, grid, blocks, None)
 
 
-@settings(max_examples=6, phases=[Phase.generate])
+@settings(max_examples=4, phases=[Phase.generate])
 @given(st.data())
 def test_any_layout_to_any_other(data):
   """Same chunks, same bits; others keep each worker, or the mean, to rounding."""
@@ -356,7 +356,7 @@ def test_any_layout_to_any_other(data):
   shapes = {
       name: tuple(4 * draw(st.integers(1, 9)) for _ in range(draw(
           st.integers(0, 3))))
-      for name in 'abc'}
+      for name in 'ab'}
   params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
 
   def state(exchange):
@@ -442,11 +442,8 @@ def files_of(folder, **options):
   return checkpoint.Checkpointer(folder, TREE, **options)
 
 
-def fails(*args, **kwargs):
-  async def fail():
-    raise OSError('no space left on device')
-
-  return fail()
+async def fails(*args, **kwargs):
+  raise OSError('no space left on device')
 
 
 def test_the_last_are_kept(tmp_path):
@@ -480,22 +477,29 @@ import sys
 import jax.numpy as jnp
 from demo_optax import checkpoint
 
-tree = {'x': jnp.ones(3)}
-checkpoints = checkpoint.Checkpointer(sys.argv[1], tree)
-checkpoints.save(1, tree)
+tree = lambda step: {'x': jnp.full((512, 512), float(step))}
+checkpoints = checkpoint.Checkpointer(sys.argv[1], tree(0))
+for step in range(1, int(sys.argv[2])):
+  checkpoints.save(step, tree(step))
+  print(step, flush=True)
 checkpoints.wait()
 print('saved', flush=True)
 sys.stdin.read()
 '''
 
 
+def writer(folder, steps):
+  """Another job, which saves so many steps."""
+  return subprocess.Popen(
+      [sys.executable, '-c', WRITER, str(folder), str(steps)],
+      env={**os.environ, 'PYTHONPATH': os.pathsep.join(sys.path)},
+      stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+
+
 def test_a_folder_has_one_writer(tmp_path):
   """Another job, another Checkpointer of this one; until it is closed."""
-  with subprocess.Popen(
-      [sys.executable, '-c', WRITER, str(tmp_path)],
-      env={**os.environ, 'PYTHONPATH': os.pathsep.join(sys.path)},
-      stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
-    assert writer.stdout.readline() == b'saved\n'
+  with writer(tmp_path, 2) as other:
+    assert other.stdout.read(8) == b'1\nsaved\n'
     left = tmp_path / '5.orbax-checkpoint-tmp'
     left.mkdir()
     with files_of(tmp_path) as checkpoints:
@@ -503,7 +507,7 @@ def test_a_folder_has_one_writer(tmp_path):
         with pytest.raises(OSError, match='must have one writer'):
           checkpoints.save(step, TREE)
       assert checkpoints.steps == (1,) and left.exists()
-    writer.kill()
+    other.kill()
   first, second = files_of(tmp_path, keep=9), files_of(tmp_path, keep=9)
   with pytest.raises(ValueError, match=r'must be new .*, got 1 \(there are: 1'):
     first.save(1, TREE)
@@ -563,25 +567,9 @@ def test_a_save_that_fails_leaves_the_former_one(tmp_path, monkeypatch):
   assert os.listdir(tmp_path) == ['1']
 
 
-KILLED = """
-import sys
-import jax.numpy as jnp
-from demo_optax import checkpoint
-
-tree = lambda step: {'x': jnp.full((512, 512), float(step))}
-checkpoints = checkpoint.Checkpointer(sys.argv[1], tree(0))
-for step in range(1000):
-  checkpoints.save(step, tree(step))
-  print(step, flush=True)
-"""
-
-
 def test_a_process_that_is_killed_leaves_whole_ones(tmp_path):
   """Killed while it saves: what is listed can be read."""
-  environment = {**os.environ, 'PYTHONPATH': os.pathsep.join(sys.path)}
-  with subprocess.Popen(
-      [sys.executable, '-c', KILLED, str(tmp_path)], env=environment,
-      stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+  with writer(tmp_path, 1000) as process:
     for _ in range(3):
       process.stdout.readline()
     process.send_signal(signal.SIGKILL)
@@ -628,7 +616,8 @@ def test_damage_of_any_file_is_found(damage, tmp_path):
         assert re.search(r'step 2 in .* must be whole, .*Restore another one by'
                          r' step= \(there are: 1\)', str(error), re.S), error
         refused += 1
-      assert_same_bits(checkpoints.restore(1)[1], TREE)
+      if file == files[0]:
+        assert_same_bits(checkpoints.restore(1)[1], TREE)
     shutil.rmtree(copy)
   assert refused >= 2
   gc.collect()  # a read that fails in Orbax leaves coroutines

@@ -86,8 +86,7 @@ def test_nan_stays_with_those_that_cover_it(n, reached):
 # Any state --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('kind', ['auto', 'explicit'])
-@pytest.mark.parametrize('old, new', [(4, 8), (8, 3)])
+@pytest.mark.parametrize('old, new, kind', [(4, 8, 'explicit'), (8, 3, 'auto')])
 def test_on_a_mesh(old, new, kind):
   def state(workers, x):
     place = NamedSharding(workers.mesh, P('data'))

@@ -1,7 +1,6 @@
 """What benchmarks measure is what the library has."""
 
 import os
-import pathlib
 import subprocess
 import sys
 
@@ -10,11 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import random_tree, results, updates_of
+from helpers import ROOT, random_tree, results, updates_of
 
 import demo_optax
-
-ROOT = pathlib.Path(__file__).parents[2]
 
 
 @jax.numpy_dtype_promotion('standard')
@@ -68,8 +65,8 @@ def test_what_a_relay_does_is_as_measured():
 
 
 @pytest.mark.parametrize('command', [
-    'step.py --trees tiny --topk 8 --values sign --peers 8 --rounds 1',
-    'owners.py merge --tree tiny --workers 4 --rounds 1', 'folds.py',
+    'step.py --trees tiny --topk 8 --values sign --peers 2 --rounds 1',
+    'owners.py merge --tree tiny --workers 2 --rounds 1', 'folds.py',
     'learning.py --out {out} --methods demo --rates 1e-3 --seeds 0 --steps 2'])
 def test_commands_run(command, tmp_path):
   name, *args = command.format(out=tmp_path / 'out.jsonl').split()

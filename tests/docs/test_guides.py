@@ -1,7 +1,6 @@
 """The guides in docs/: every Python block runs, tables are true, the site builds."""
 
 import inspect
-import pathlib
 import re
 import statistics
 import subprocess
@@ -13,27 +12,27 @@ import jax
 import mismatches
 import numpy as np
 import pytest
-from helpers import results, shapes_of
+from helpers import ROOT, results, shapes_of
 
 import demo_optax
 from demo_optax import __main__ as command
 from demo_optax.__main__ import MODELS
 from demo_optax.codes.values import VALUES
 
-ROOT = pathlib.Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / 'benchmarks'))
 
 import muon
 
-GUIDES = {p.stem: p for p in sorted((ROOT / 'docs').glob('*.md'))}
+GUIDES = {p.stem: p.read_text() for p in sorted((ROOT / 'docs').glob('*.md'))}
+BENCHMARKS = (ROOT / 'benchmarks/README.md').read_text()
 # Run in this order, in one namespace.
-TRAINERS = ''.join(GUIDES[name].read_text() for name in (
+TRAINERS = ''.join(GUIDES[name] for name in (
     'your_trainer', 'pmap', 'nnx', 'linen', 'equinox', 'haiku'))
 BATCH = {'x': np.ones((16, 8), np.float32), 'y': np.ones((16, 1))}
 
 
 def blocks(name):
-  return re.findall(r'```python\n(.*?)```', GUIDES[name].read_text(), re.S)
+  return re.findall(r'```python\n(.*?)```', GUIDES[name], re.S)
 
 
 def own_loop(names):
@@ -165,7 +164,7 @@ def test_two_lines_change():
 
 
 def test_the_table_of_errors_is_what_is_said():
-  text = GUIDES['errors'].read_text()
+  text = GUIDES['errors']
   said = mismatches.written(text, common_errors.table(), common_errors.MARKS)
   assert said == text, 'run python tests/common_errors.py'
 
@@ -176,7 +175,7 @@ def test_bytes_of_a_chunk():
     (leaf,) = demo_optax.plan(chunk, demo_optax.dct_topk(topk=topk, values=values), 2).leaves
     cells = f'{leaf.index_bits:.2f} | {leaf.sent_bytes} | {leaf.sent_bytes / 163.84:.1f} %'
     assert re.search(rf'\| `topk={topk}`, {values} values.* \| {cells} \|',
-                     GUIDES['how_it_works'].read_text())
+                     GUIDES['how_it_works'])
 
 
 def test_numbers_of_workers_at_which_it_stops_paying():
@@ -185,11 +184,11 @@ def test_numbers_of_workers_at_which_it_stops_paying():
       (32, 'float32', 4), (32, 'float32', 2), (8, 'float32', 4),
       (8, 'float32', 2), (32, 'sign', 4)):
     plan = demo_optax.plan(leaf, demo_optax.dct_topk(64, topk, values=values), 2)
-    assert re.search(rf'\b{plan.max_workers(itemsize)}\b', GUIDES['is_it_for_me'].read_text())
+    assert re.search(rf'\b{plan.max_workers(itemsize)}\b', GUIDES['is_it_for_me'])
 
 
 def test_the_output_of_the_command_is_what_it_prints(capsys):
-  text = GUIDES['is_it_for_me'].read_text()
+  text = GUIDES['is_it_for_me']
   model, words = re.search(r'python -m demo_optax (\S+:\S+) (.+)', text).groups()
   assert f'instead of `{model}`' in text
   command.main(['300M', *words.split()])
@@ -212,14 +211,14 @@ def test_the_table_of_bytes_is_what_plan_says(values):
     cells += [cell(few.sent_bytes), cell(few.received_bytes),
               cell(many.received_bytes)]
   row = f"| `values='{values}'` | {' | '.join(cells)} |"
-  assert row in GUIDES['is_it_for_me'].read_text()
+  assert row in GUIDES['is_it_for_me']
 
 
 @pytest.mark.parametrize('page', ['tpu', 'gpu'])
 def test_what_was_compiled_is_as_recorded(page):
   found = [run for run in results('ahead.json')['small'].values()
            if (run['target'] == 'h100') == (page == 'gpu')]
-  rows = re.findall(r'^\| (.*(?:all_gather|all_to_all).*) \|$', GUIDES[page].read_text(), re.M)
+  rows = re.findall(r'^\| (.*(?:all_gather|all_to_all).*) \|$', GUIDES[page], re.M)
   assert len(rows) == len(found)
   for run in found:
     recipe, groups, exchange, inside, train = re.fullmatch(
@@ -237,11 +236,11 @@ def test_what_was_compiled_is_as_recorded(page):
     assert ' | '.join(cells) in rows
     versions = run['versions']
     for name in ('jax', 'libtpu' if page == 'tpu' else 'jax-cuda12-plugin'):
-      assert f' {versions[name]}' in GUIDES[page].read_text()
+      assert f' {versions[name]}' in GUIDES[page]
 
 
 def test_what_maxtext_compiles_is_as_recorded():
-  found, page = results('maxtext_ahead.json'), GUIDES['maxtext'].read_text()
+  found, page = results('maxtext_ahead.json'), GUIDES['maxtext']
   for method in ('own', 'demo', 'demo_muon'):
     x = found[method]
     cells = [f'{max(x["dcn"].values()) / 1e6:.2f}', f'{x["arguments"] / 1e9:.2f}',
@@ -253,7 +252,7 @@ def test_what_maxtext_compiles_is_as_recorded():
 
 def test_small_tasks_are_as_recorded():
   import tasks
-  assert tasks.table() in GUIDES['what_to_expect'].read_text()
+  assert tasks.table() in GUIDES['what_to_expect']
 
 
 @pytest.mark.parametrize('exchange', ['all_gather', 'all_to_all'])
@@ -269,7 +268,7 @@ def test_what_many_workers_receive(model, topk, exchange):
 
   cells = [f'{received(count) / 1e6:,.1f}' for count in (8, 64, 1024)]
   row = ' | '.join([model, str(topk), exchange, *cells])
-  text = GUIDES['is_it_for_me'].read_text()
+  text = GUIDES['is_it_for_me']
   assert f'| {row} |' in text
   if exchange == 'all_to_all':
     (least,) = re.findall(rf'{re.escape(row)} \| (\d+) workers', text)
@@ -279,19 +278,18 @@ def test_what_many_workers_receive(model, topk, exchange):
 
 def test_losses_of_methods_are_those_of_the_benchmarks():
   """Each row of docs/choosing.md has a row with its loss and its bytes."""
-  table = GUIDES['choosing'].read_text().split('## Loss and bytes')[1]
+  table = GUIDES['choosing'].split('## Loss and bytes')[1]
   rows = re.findall(
       r'^\| ([^|]+) \| ([\d.]+) \| ([\d.,]+) \| ([\d.,]+) \|$', table, re.M)
-  page = (ROOT / 'benchmarks/README.md').read_text()
   assert len(rows) == 10
   for name, loss, sent, received in rows:
     if not name.startswith(('AdamW', 'Muon', 'DiLoCo with', '`demo_diloco')):
       share = f'| {float(loss) / 1.471 - 1:+.0%}'.replace('%', ' %')
-      assert share in GUIDES['choosing'].read_text(), name
+      assert share in GUIDES['choosing'], name
     first = name.split(',')[0].split(' with ')[0].split(' as ')[0]
     first = {'`demo_diloco`': 'DeMo inside DiLoCo'}.get(first, first)
     (row,) = [
-        line for line in page.splitlines()
+        line for line in BENCHMARKS.splitlines()
         if f'| {loss} (' in line and f'| {sent} / {received} |' in line]
     assert row.startswith(f'| {first}'), name
 
@@ -329,8 +327,7 @@ def test_the_site_builds(tmp_path):
 
 
 def test_the_table_of_sharded_workers_is_as_measured():
-  text = GUIDES['sharding'].read_text()
-  page = (ROOT / 'benchmarks/README.md').read_text()
+  text, page = GUIDES['sharding'], BENCHMARKS
   runs, more = results('sharded.json'), results('sharded_muon.json')
 
   def mb(what, digits, runs):
@@ -349,7 +346,7 @@ def test_the_table_of_sharded_workers_is_as_measured():
     between = f'{received(run, "replica") / 1e3:.1f} kB'
     assert between in page and (run in more or between in text)
   for run, where in ((runs[0], (text, page)),
-                     (more[0], (page, GUIDES['muon'].read_text()))):
+                     (more[0], (page, GUIDES['muon']))):
     inside = f'{received(run, "fsdp") / 1e6:.1f} MB'
     assert all(inside in x for x in where), inside
 
@@ -360,9 +357,8 @@ def test_the_table_of_digits_is_as_measured():
     right = f'{run["records"][-1]["accuracy"]:.2%}'.replace('%', ' %')
     digits = 1 if run['sent'] > 1e5 else 2
     kb = ' / '.join(f'{run[k] / 1e3:.{digits}f}' for k in ('sent', 'received'))
-    for page in (GUIDES['local_updates'], ROOT / 'benchmarks/README.md'):
-      assert re.search(
-          rf'\| {name}[^|]*\| {right} \| {kb} kB', page.read_text()), (page, name)
+    for page in (GUIDES['local_updates'], BENCHMARKS):
+      assert re.search(rf'\| {name}[^|]*\| {right} \| {kb} kB', page), name
 
 
 def test_seconds_over_links_are_as_measured():
@@ -377,11 +373,11 @@ def test_seconds_over_links_are_as_measured():
         cells.append('' if step is None else
                      f'{step:.1f}' if step > 10 else f'{step:.2f}')
       row = f'| {workers} | {name} | {" | ".join(cells)}'.rstrip() + ' |'
-      assert row in GUIDES['is_it_for_me'].read_text()
+      assert row in GUIDES['is_it_for_me']
 
 
 def test_the_table_of_values_is_as_measured():
-  text = GUIDES['is_it_for_me'].read_text()
+  text = GUIDES['is_it_for_me']
   runs = {}
   for r in results('values.jsonl'):
     runs.setdefault((r['values'], r['topk']), []).append(r)
@@ -402,4 +398,4 @@ def test_rates_of_other_parameters_are_as_measured():
     for rate in (2e-3, 6e-3, 1.2e-2):
       found = muon.runs_of(row | {'other_lr': rate}, muon.read())
       cells += [f'{r["loss"]:.3f}' for r in found if 'seed' not in r]
-    assert f'| `topk={topk}` | {" | ".join(cells)} |' in GUIDES['muon'].read_text()
+    assert f'| `topk={topk}` | {" | ".join(cells)} |' in GUIDES['muon']

@@ -7,15 +7,14 @@ for a few steps: training, and compiling it, is what the others are made of.
 import importlib.metadata
 import importlib.util
 import os
-import pathlib
 import re
 import sys
 import tomllib
 
 import nbformat
 import pytest
+from helpers import ROOT
 
-ROOT = pathlib.Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / 'notebooks').glob('*.ipynb'))
 NAMES = ['01_quickstart', '02_what_is_sent', '03_choose_k_and_chunk',
          '04_mesh_and_sharding']

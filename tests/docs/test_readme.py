@@ -1,19 +1,17 @@
 """What the README says is so: its code, its table, its figures."""
 
-import pathlib
 import re
 import statistics
 import sys
 import tomllib
 
 import jax
-from helpers import results, shapes_of
+from helpers import ROOT, results, shapes_of
 
 import demo_optax
 from demo_optax import __main__ as command
 from demo_optax import recipes
 
-ROOT = pathlib.Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / 'benchmarks'))
 
 import muon

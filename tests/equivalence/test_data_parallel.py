@@ -206,30 +206,6 @@ def test_metrics_in_a_scan(workers):
   assert metrics.count[...] == whole.count[...]
 
 
-@SIMULATED
-@pytest.mark.parametrize('how', ['reset', 'scaled', 'replaced', 'Welford'])
-def test_metrics_that_are_not_added_to_are_named(workers, how):
-  make = nnx.metrics.Welford if how == 'Welford' else nnx.metrics.Average
-  metrics = make('values')
-
-  @demo_optax.data_parallel(workers)
-  def step(metrics, x):
-    if how == 'reset':
-      metrics.reset()
-    elif how == 'scaled':
-      metrics.total[...] *= 0.9
-    elif how == 'replaced':
-      metrics.total[...] += x.mean() - metrics.total[...]
-      return
-    metrics.update(values=x)
-
-  with jax.numpy_dtype_promotion('standard'):  # Flax adds integers to floats
-    metrics.update(values=jnp.ones(3))
-    with pytest.raises(ValueError, match='differs between workers.*\n.*\n') as e:
-      step(metrics, batch())
-  assert 'a metric that is not only added to' in str(e.value)
-
-
 def test_metrics_that_a_step_leaves_alone(workers):
   """Not even rounded; and read, they are what they are."""
   metrics = nnx.metrics.Average('values')
@@ -249,51 +225,57 @@ def test_metrics_that_a_step_leaves_alone(workers):
   assert metrics.count[...] == 0 and metrics.total[...] == 0
 
 
+class Holder(nnx.Module):
+
+  def __init__(self):
+    self.linear = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
+    self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+    self.largest = nnx.Variable(jnp.zeros(()))
+    self.mean = nnx.metrics.Average('values')
+    self.welford = nnx.metrics.Welford('values')
+    self.loss, self.mode, self.old, self.calls = None, 'warm', 1, 0
+
+
+NOT_ADDED = '(?s)differs between workers.*a metric that is not only added to'
+
+
+@pytest.mark.parametrize('step, match', [
+    (lambda m, x: m.mean.reset() or m.mean.update(values=x), NOT_ADDED),
+    (lambda m, x: m.mean.total.set_value(0.9 * m.mean.total[...])
+     or m.mean.update(values=x), NOT_ADDED),
+    (lambda m, x: m.mean.total.set_value(x.mean()), NOT_ADDED),
+    (lambda m, x: m.welford.update(values=x), NOT_ADDED),
+    (lambda m, x: m.largest.set_value(x.max()), r'largest.*differs between'),
+    (lambda m, x: setattr(m, 'extra', nnx.Variable(jnp.zeros(()))),
+     r'added or removed.*extra'),
+    # `nnx.jit` leaves a tracer there.
+    (lambda m, x: setattr(m, 'loss', m.linear(x).mean()),
+     r'0\.loss: Return .* nnx.Variable'),
+    (lambda m, x: nnx.Rngs(0), 'none of its arguments')])
+def test_what_a_step_must_not_do_to_an_object(step, match):
+  model = Holder()
+  with jax.numpy_dtype_promotion('standard'):  # Flax adds integers to floats
+    model.mean.update(values=jnp.ones(3))
+    model.welford.update(values=jnp.ones(3))
+    with pytest.raises(ValueError, match=match):
+      demo_optax.data_parallel(demo_optax.Workers.simulated(4))(step)(
+          model, batch())
+
+
 @SIMULATED
-def test_a_variable_that_differs_is_named(workers):
-  class Counter(nnx.Module):
-
-    def __init__(self):
-      self.largest = nnx.Variable(jnp.zeros(()))
-
-  counter = Counter()
+def test_a_variable_that_workers_agree_on(workers):
+  model = Holder()
 
   @demo_optax.data_parallel(workers)
-  def step(counter, x):
-    counter.largest[...] = x.max()
+  def agreed(model, x):
+    model.largest[...] = demo_optax.over_workers(x.max(), jnp.max)
 
-  with pytest.raises(ValueError, match=r'largest.*differs between workers'):
-    step(counter, batch())
-
-  @demo_optax.data_parallel(workers)
-  def agreed(counter, x):
-    counter.largest[...] = demo_optax.over_workers(x.max(), jnp.max)
-
-  agreed(counter, batch())
-  assert float(counter.largest[...]) == batch().max()
-
-
-@SIMULATED
-def test_a_variable_that_is_added_is_named(workers):
-  model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
-
-  @demo_optax.data_parallel(workers)
-  def step(model, x):
-    model.extra = nnx.Variable(jnp.zeros(()))
-
-  with pytest.raises(ValueError, match=r'added or removed.*extra'):
-    step(model, batch())
+  agreed(model, batch())
+  assert float(model.largest[...]) == batch().max()
 
 
 @SIMULATED
 def test_static_attributes_go_out_as_from_nnx_jit(workers):
-  class Net(nnx.Module):
-
-    def __init__(self):
-      self.linear = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
-      self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
-      self.mode, self.old, self.calls = 'warm', 1, 0
-
   def update(model, x):
     model.eval()
     model.mode, model.new = 'hot', (1, 2)
@@ -304,7 +286,7 @@ def test_static_attributes_go_out_as_from_nnx_jit(workers):
     return model.dropout(model.linear(x)).mean()
 
   steps = demo_optax.data_parallel(workers)(update), nnx.jit(update)
-  models = Net(), Net()
+  models = Holder(), Holder()
   for calls in (1, 2):
     for step, model in zip(steps, models):
       step(model, batch())
@@ -312,20 +294,6 @@ def test_static_attributes_go_out_as_from_nnx_jit(workers):
       assert model.new == (1, 2) and not hasattr(model, 'old')
       assert model.calls == calls
   assert nnx.graphdef(models[0]) == nnx.graphdef(models[1])
-
-
-@SIMULATED
-def test_an_array_in_a_plain_attribute_is_named(workers):
-  """`nnx.jit` leaves a tracer there."""
-  model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
-  model.loss = None
-
-  @demo_optax.data_parallel(workers)
-  def step(model, x):
-    model.loss = model(x).mean()
-
-  with pytest.raises(ValueError, match=r'0\.loss: Return .* nnx.Variable'):
-    step(model, batch())
 
 
 @SIMULATED
@@ -376,10 +344,6 @@ def test_shared_variables_and_objects_that_are_returned(workers):
   returned, _ = step(tied, model, batch())
   assert returned is model
   np.testing.assert_array_equal(model.kernel[...], before + 1)
-  with pytest.raises(ValueError, match='none of its arguments'):
-    demo_optax.data_parallel(workers)(
-        lambda model, x: nnx.Rngs(0)
-    )(model, batch())
 
 
 # Other kinds of state -------------------------------------------------------------
@@ -564,12 +528,9 @@ def test_workers_of_an_own_map_are_refused():
     {'donate_argnames': 'opt'}, {'static_argnames': ('trian',)},
     {'batch_argnums': 2}, {'donate_argnums': (0, -3)}])
 def test_options_that_name_no_argument(options):
-  decorate = demo_optax.data_parallel(
-      demo_optax.Workers.simulated(2), **options)
-  with pytest.raises(ValueError, match='the arguments of step are params, x'):
-    @decorate
-    def step(params, x):
-      del params, x
+  decorate = demo_optax.data_parallel(demo_optax.Workers.simulated(2), **options)
+  with pytest.raises(ValueError, match='arguments of <lambda> are params, x'):
+    decorate(lambda params, x: params)
 
 
 def test_an_array_of_keys_in_a_state_differs_between_workers():
@@ -591,12 +552,11 @@ def test_an_array_of_keys_in_a_state_differs_between_workers():
       jax.random.key_data(new.keys), jax.random.key_data(state.keys))
 
 
-def _forgotten(workers):
-  """One parameter is exchanged, the other one is not."""
-  tx = optax.multi_transform(
-      {'exchanged': demo_optax.demo(0.1, workers=workers),
-       'forgotten': optax.sgd(0.1)},
-      {'w': 'exchanged', 's': 'forgotten'})
+@pytest.mark.parametrize('form', ['tuple', 'dict', 'nested', 'carry'])
+def test_states_must_be_equal_in_whatever_they_are_returned(form):
+  workers = demo_optax.Workers.simulated(4)
+  tx = optax.masked(demo_optax.demo(0.1, workers=workers), {'w': True, 's': False})
+  params = {'w': jnp.ones((16, 1)), 's': jnp.ones((1, 1))}
 
   def update(params, opt_state, x):
     grads = jax.grad(
@@ -604,23 +564,12 @@ def _forgotten(workers):
     updates, opt_state = tx.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state
 
-  params = {'w': jnp.ones((8, 1)), 's': jnp.ones((4, 1))[:1]}
-  return update, params, tx.init(params)
-
-
-@pytest.mark.parametrize('form', ['tuple', 'dict', 'nested', 'carry'])
-def test_states_must_be_equal_in_whatever_they_are_returned(form):
-  workers = demo_optax.Workers.simulated(4)
-  update, params, opt_state = _forgotten(workers)
-  x = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
-
   @demo_optax.data_parallel(workers)
   def step(params, opt_state, x):
     params, opt_state = update(params, opt_state, x)
     return {'tuple': (params, opt_state),
             'dict': {'params': params, 'opt_state': opt_state},
-            'nested': (x.mean(), {'train': [params, opt_state]}),
-            'carry': None}[form]
+            'nested': (x.mean(), {'train': [params, opt_state]})}[form]
 
   @demo_optax.data_parallel(workers)
   def carry_step(carry, x):
@@ -628,9 +577,9 @@ def test_states_must_be_equal_in_whatever_they_are_returned(form):
 
   with pytest.raises(ValueError, match=r'\.s differs between workers'):
     if form == 'carry':
-      carry_step((params, opt_state), x)
+      carry_step((params, tx.init(params)), batch())
     else:
-      step(params, opt_state, x)
+      step(params, tx.init(params), batch())
 
 
 def test_arrays_of_the_first_call_are_not_kept():
@@ -654,22 +603,13 @@ def test_arrays_of_the_first_call_are_not_kept():
   assert [ref() for ref in first] == [None] * len(first)
 
 
-@SIMULATED
-@pytest.mark.parametrize('what', ['model', 'dropout', 'metrics'])
-def test_objects_that_a_step_closes_over(workers, what):
-  model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
-  dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
-  metrics = nnx.metrics.Average('loss')
-
-  @demo_optax.data_parallel(workers, batch_argnums=0)
-  def step(x):
-    if what == 'model':
-      nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model)
-    elif what == 'dropout':
-      dropout(x)
-    else:
-      metrics.update(loss=x)
-
+@pytest.mark.parametrize('use', [
+    lambda m, x: nnx.grad(lambda linear: jnp.mean(linear(x) ** 2))(m.linear),
+    lambda m, x: m.dropout(x), lambda m, x: m.mean.update(values=x)])
+def test_objects_that_a_step_closes_over(use):
+  model = Holder()
+  step = demo_optax.data_parallel(
+      demo_optax.Workers.simulated(4), batch_argnums=0)(lambda x: use(model, x))
   with pytest.raises(ValueError, match='trace level: .*Make it an argument'):
     step(batch())
 

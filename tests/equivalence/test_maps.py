@@ -387,18 +387,14 @@ def test_a_worker_that_is_not_finite_is_left_out(name, bad):
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float16', 'float32'])
 @pytest.mark.parametrize('name', EXCHANGES)
 def test_types_of_states_and_updates(name, dtype):
-  # Moments of optax are promoted; what is ours alone works under strict rules.
-  with jax.numpy_dtype_promotion('strict' if name == 'average' else 'standard'):
-    check_types(name, dtype)
-
-
-def check_types(name, dtype):
   params = {k: jax.ShapeDtypeStruct(s, dtype) for k, s in SHAPES.items()}
   gradients = {
       k: jax.ShapeDtypeStruct((N, *s), dtype) for k, s in SHAPES.items()}
   tx = EXCHANGES[name](demo_optax.Workers.simulated(N))
-  state = jax.eval_shape(tx.init, params)
-  updates, after = jax.eval_shape(tx.update, gradients, state, params)
+  # Moments of optax are promoted; what is ours alone works under strict rules.
+  with jax.numpy_dtype_promotion('strict' if name == 'average' else 'standard'):
+    state = jax.eval_shape(tx.init, params)
+    updates, after = jax.eval_shape(tx.update, gradients, state, params)
   assert types(updates) == types(params) and types(after) == types(state)
   own = {x.dtype for x in jax.tree.leaves(state)}
   if name not in ('per_worker', 'demo_muon'):  # whose parts keep their dtype

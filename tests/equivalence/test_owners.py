@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import demo_optax
 from demo_optax import compressors
+from demo_optax.exchange import algorithm
 from demo_optax.workers import collectives
 
 pytestmark = pytest.mark.core
@@ -141,7 +142,7 @@ def test_a_damaged_message_excludes_its_sender_from_that_owners_chunks(
   gradients = random_tree(0, {'w': (32, 128)}, lead=(4,))
 
   def update_of(gradients):
-    jax.clear_caches()
+    algorithm._run_jitted.clear_cache()
     tx = owners(workers, 'float32')
     updates, state = tx.update(gradients, tx.init(params), params)
     return np.asarray(updates['w']), demo_optax.exchange_info(state)
@@ -152,7 +153,7 @@ def test_a_damaged_message_excludes_its_sender_from_that_owners_chunks(
   damage[0] = False
   gradients['w'][1] = np.nan
   alone, _ = update_of(gradients)
-  jax.clear_caches()
+  algorithm._run_jitted.clear_cache()
   assert info['num_excluded'] == 1
   chunks = [slice(32 * i, 32 * i + 32) for i in range(4)]
   for i, chunk in enumerate(chunks):
@@ -266,18 +267,20 @@ def test_auto_is_what_receives_less():
 # States of another number of workers ------------------------------------------
 
 
-def trained(count, values='sign'):
-  """Returns a transformation, and a state in which owners keep something."""
-  tx = owners(demo_optax.Workers.simulated(count), values)
-  gradients = (gradients_of(step, count) for step in (0, 1))
-  return tx, updates_of(tx, random_tree(99, SHAPES), gradients)[1]
+@functools.cache
+def trained(values):
+  """Leaves of a state of four workers in which owners keep something."""
+  tx = owners(demo_optax.Workers.simulated(4), values)
+  gradients = (gradients_of(step, 4) for step in (0, 1))
+  _, state = updates_of(tx, random_tree(99, SHAPES), gradients)
+  return state, demo_optax.checkpoint.to_leaves(state)
 
 
 @pytest.mark.parametrize('count', [1, 3, 8])
 def test_new_owners_inherit_what_is_owed(count):
-  _, state = trained(4)
-  tx, like = trained(count)
-  saved = demo_optax.checkpoint.to_leaves(state)
+  state, saved = trained('sign')
+  tx = owners(demo_optax.Workers.simulated(count), 'sign')
+  like = tx.init(random_tree(99, SHAPES))
   with pytest.raises(ValueError, match='Pass resize=True'):
     demo_optax.checkpoint.from_leaves(saved, like)
   new = demo_optax.checkpoint.from_leaves(saved, like, resize=True)
@@ -287,16 +290,16 @@ def test_new_owners_inherit_what_is_owed(count):
       for x in (state, new)]
   assert_same_bits(*kept)
   assert jax.tree.map(jnp.shape, new) == jax.tree.map(jnp.shape, like)
-  tx.update(gradients_of(2, count), new, random_tree(99, SHAPES))
+  jax.eval_shape(tx.update, gradients_of(2, count), new, random_tree(99, SHAPES))
 
 
 @pytest.mark.parametrize('old, new', [('ternary', 'sign'), ('sign', 'ternary')])
 def test_checkpoints_of_another_code(old, new):
   """Residuals that were not there are zeros; dropping some is asked for."""
   params = random_tree(99, SHAPES)
-  _, state = trained(4, old)
-  tx, like = trained(4, new)
-  saved = demo_optax.checkpoint.to_leaves(state)
+  state, saved = trained(old)
+  tx = owners(demo_optax.Workers.simulated(4), new)
+  like = tx.init(params)
   if new == 'ternary':
     with pytest.raises(ValueError, match='resize=True to discard it'):
       demo_optax.checkpoint.from_leaves(saved, like)
@@ -308,7 +311,7 @@ def test_checkpoints_of_another_code(old, new):
   assert not any(
       np.any(x) for x in restored.worker_stacked.update_residual.values()
   )
-  tx.update(gradients_of(2, 4), restored, params)
+  jax.eval_shape(tx.update, gradients_of(2, 4), restored, params)
 
 
 def test_workers_of_an_unknown_number():

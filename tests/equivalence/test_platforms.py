@@ -28,22 +28,24 @@ def accelerator(request):
 
 
 @pytest.mark.parametrize('name, how', [
-    *((name, how) for name in ('published', 'second', 'groups')
-      for how in test_maps.STACKED + test_maps.OWN_MAPS),
-    ('published', '2x4 auto'), ('published', '2x4 explicit')])
+    *(('published', how) for how in [
+        *test_maps.STACKED, *test_maps.OWN_MAPS, '2x4 auto', '2x4 explicit']),
+    *((name, how) for name in ('second', 'groups')
+      for how in ('explicit', 'vmap'))])
 def test_maps_have_the_bits_of_the_simulation(name, how):
   make = test_maps.EXCHANGES[name]
   found, expected = test_maps.run(make, how), test_maps.expected_of(name, how)
   assert_same_bits(found, expected)
 
 
-@pytest.mark.parametrize('kind', ['auto', 'explicit'])
-def test_workers_of_several_devices(kind):
+def test_workers_of_several_devices(accelerator):
   make_tx = test_sharded.exchange
   expected = test_sharded.run(
       test_sharded.simulated_workers('3d'), 3, make_tx, '3d')
   found = test_sharded.run(
-      test_sharded.make_workers('3d', kind), 3, make_tx, '3d')
+      test_sharded.make_workers(
+          '3d', {'gpu': 'auto', 'tpu': 'explicit'}[accelerator]),
+      3, make_tx, '3d')
   assert_same_bits(found[:2], expected[:2])
 
 

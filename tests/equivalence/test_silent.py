@@ -71,39 +71,24 @@ def test_integers_that_differ_have_no_mean(workers, what):
 # over_workers --------------------------------------------------------------------
 
 
-def test_sums_of_narrow_integers_are_wide(workers):
-  """On a mesh four times 100 was -112."""
-  @demo_optax.data_parallel(workers, batch_argnums=0)
-  def step(x):
-    return demo_optax.over_workers(x.astype(jnp.int8)[0, 0], jnp.sum)
-
-  total = step(np.full((4, 1), 100, np.float32))
-  assert total == 400 and total.dtype == jnp.int32
-
-
-def test_the_mean_keeps_dtypes(workers):
+@pytest.mark.parametrize('make', [jax.random.key, jax.random.PRNGKey])
+def test_means_and_sums_of_every_dtype(workers, make):
+  """Keys of worker 0 come back; on a mesh four times 100 was -112."""
   @demo_optax.data_parallel(workers, batch_argnums=1)
   def step(state, x):
     state = {**state, 'mean': x.mean(), 'count': state['count'] + 1}
-    return demo_optax.over_workers(state)
+    noise = jax.random.normal(state['seed'], (x.shape[0],))
+    narrow = jnp.full_like(x, 100).astype(jnp.int8)[0, 0]
+    return (demo_optax.over_workers(state), noise, x[:, 0],
+            demo_optax.over_workers(narrow, jnp.sum))
 
-  state = {'mean': jnp.zeros(()), 'count': jnp.int32(2**24), 'first': jnp.array(True)}
-  after = step(state, rows())
+  state = {'mean': jnp.zeros(()), 'count': jnp.int32(2**24),
+           'first': jnp.array(True), 'seed': make(1)}
+  after, noise, _, total = step(state, rows())
   assert [after[k].dtype for k in state] == [state[k].dtype for k in state]
   assert after['count'] == 2**24 + 1 and after['first']
   np.testing.assert_allclose(after['mean'], rows().mean(), atol=1e-6)
-
-
-@pytest.mark.parametrize('make', [jax.random.key, jax.random.PRNGKey])
-def test_keys_have_no_mean(workers, make):
-  """Those of worker 0 come back."""
-  @demo_optax.data_parallel(workers, batch_argnums=1)
-  def step(state, x):
-    noise = jax.random.normal(state['seed'], (x.shape[0],))
-    return demo_optax.over_workers(state), noise, x[:, 0]
-
-  (after, noise, _) = step({'seed': make(1)}, rows())
-  assert after['seed'].dtype == make(1).dtype
+  assert total == 400 and total.dtype == jnp.int32
   assert len(set(np.asarray(noise).tolist())) == 16
   expected = jax.random.normal(after['seed'], (4,))
   np.testing.assert_array_equal(np.asarray(noise)[:4], expected)
@@ -490,7 +475,9 @@ def test_an_averaged_baseline_in_the_same_step():
   np.testing.assert_allclose(after['w'], -0.1 * expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize('recipe', [demo_optax.demo, demo_optax.demo_muon])
+@pytest.mark.parametrize('workers, recipe', [
+    ('simulated', demo_optax.demo), ('explicit', demo_optax.demo),
+    ('auto', demo_optax.demo_muon)], indirect=['workers'])
 def test_updates_without_parameters(workers, recipe):
   """As Adam and SGD take them; with weight decay it is optax's error."""
   params = {'w': jnp.ones((8, 8)), 'sent': jnp.ones(3), 'still': jnp.ones(3)}

@@ -102,19 +102,13 @@ def test_a_clip_before_is_each_workers_own():
 # Momentum that shardings of others replicate --------------------------------------
 
 
-def momentum_of_linen(workers):
-  """A step with a state that has the shardings that Flax finds."""
-  params, tx = {'w': jnp.ones((64, 64))}, demo(workers)
-  abstract = jax.eval_shape(tx.init, params)
-  params_sharding, sharding = nn.get_sharding((params, abstract), workers.mesh)
-  state = jax.jit(tx.init, out_shardings=sharding)(params)
-  return make_step(tx, workers, square), (
-      jax.device_put(params, params_sharding), state)
-
-
 def test_replicated_momentum_is_reported_and_put_right_at_the_call():
   workers = on_mesh()
-  step, (params, state) = momentum_of_linen(workers)
+  params, tx = {'w': jnp.ones((64, 64))}, demo(workers)
+  sharding = nn.get_sharding(  # as Flax finds it
+      (params, jax.eval_shape(tx.init, params)), workers.mesh)
+  state = jax.jit(tx.init, out_shardings=sharding[1])(params)
+  step, params = make_step(tx, workers, square), jax.device_put(params, sharding[0])
   for x in stacked_leaves(state):
     assert x.is_fully_replicated
   with pytest.warns(UserWarning, match=r'every device.*state_specs'):
@@ -216,14 +210,11 @@ def test_parameters_that_an_explicit_mesh_shards(kind, remedy, mapped):
 
 
 @pytest.mark.parametrize('kind', ['auto', 'explicit'])
-@pytest.mark.parametrize('shape', [(4, 1), (2, 2)])
-@pytest.mark.parametrize('names', [('data',), ('data', 'fsdp')])
-def test_a_layer_that_names_the_worker_axis(kind, shape, names):
+@pytest.mark.parametrize('shape', [None, (4, 1), (2, 2)])
+def test_a_layer_that_names_the_worker_axis(kind, shape):
   """As models do that are written for `jit` on a mesh."""
-  if len(names) == 1:
-    workers = on_mesh(4, kind)
-  else:
-    workers = demo_optax.Workers.on_mesh(make_mesh_2d(kind, shape), 'data')
+  workers = on_mesh(4, kind) if shape is None else (
+      demo_optax.Workers.on_mesh(make_mesh_2d(kind, shape), 'data'))
   tx = demo(workers)
   params = {'w': jnp.ones((8, 4))}
   constraint = (
@@ -239,7 +230,7 @@ def test_a_layer_that_names_the_worker_axis(kind, shape, names):
     state = tx.init(params)
     with pytest.raises(ValueError, match=r"Leave it out.*place of P\('data'"):
       step_with(P('data', None))(params, state, BATCH)
-    if len(names) > 1 and kind == 'auto':  # what remains when it is left out
+    if shape is not None and kind == 'auto':  # what remains when it is left out
       step_with(P(None, 'fsdp'))(params, state, BATCH)
 
 

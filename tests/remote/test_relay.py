@@ -1,6 +1,7 @@
 """The relay by itself: rounds, keys, and what does not fit."""
 
 import contextlib
+import functools
 import os
 import signal
 import socket
@@ -11,15 +12,14 @@ import time
 
 import pytest
 import zmq
-from test_bits import Joined
+from helpers import wait_until
+from test_bits import Joined, at_once
 
 import demo_optax
 from demo_optax.remote import frames, relay
 from demo_optax.remote.frames import Header
 from demo_optax.remote.link import Behind, Link
 from demo_optax.remote.relay import Relay
-
-pytestmark = pytest.mark.core
 
 
 class Rounds:
@@ -39,25 +39,7 @@ class Rounds:
 
   def each(self, fun, links=None):
     """Returns what `fun` returns of every link, called at the same time."""
-    links = self.links if links is None else links
-    found = [None] * len(links)
-
-    def one(i):
-      try:
-        found[i] = fun(links[i])
-      except Exception as error:
-        found[i] = error
-
-    threads = [
-        threading.Thread(target=one, args=(i,), daemon=True)
-        for i in range(len(links))
-    ]
-    for thread in threads:
-      thread.start()
-    for thread in threads:
-      thread.join(20)
-      assert not thread.is_alive()
-    return found
+    return at_once(fun, self.links if links is None else links)
 
   def round(self, links=None, size=100):
     """One round with messages of random bytes, before any deadline."""
@@ -85,13 +67,6 @@ class Rounds:
     thread.join(20)
     relay._deadline = 60
     assert held == [True]
-
-
-def wait_until(is_true):
-  until = time.monotonic() + 20
-  while not is_true():
-    assert time.monotonic() < until
-    time.sleep(0.01)
 
 
 @pytest.fixture(name='joined')
@@ -154,27 +129,21 @@ def test_lists_are_kept_for_some_rounds():
 
 
 def test_another_configuration_is_refused(joined):
-  first, other = (Link(joined.address, r, 3, None) for r in range(2))
-  said = [{'version': '1', 'compressor': x} for x in ('k=8', 'k=9')]
-  errors = []
+  links = [Link(joined.address, r, 3, None) for r in range(2)]
 
-  def hello(link, text):
+  def hello(rank):
+    if rank:
+      wait_until(lambda: 0 in joined.relay._members)
     try:
-      link.hello(frames.write_text(text), b'x' * 16)
-    except RuntimeError as error:
-      errors.append(str(error))
+      links[rank].hello(frames.write_text(
+          {'version': '1', 'compressor': f'k={8 + rank}'}), b'x' * 16)
+    finally:
+      joined.relay._start = 0
 
-  threads = [threading.Thread(target=hello, args=x)
-             for x in zip((first, other), said)]
-  for rank, thread in enumerate(threads):
-    thread.start()
-    wait_until(lambda rank=rank: errors or rank in joined.relay._members)
-  joined.relay._start = 0
-  for thread in threads:
-    thread.join(20)
-  (error,) = errors
-  assert 'different are compressor' in error and 'k=9 here, k=8 in' in error
-  for link in (first, other):
+  welcome, error = at_once(hello, range(2))
+  assert welcome is None and 'different are compressor' in str(error)
+  assert 'k=9 here, k=8 in' in str(error)
+  for link in links:
     link.close()
 
 
@@ -328,9 +297,14 @@ def test_a_longer_run_that_comes_back(rounds, joined):
     patch.setattr(joined.relay, '_start', 0.2)
     new.hello(b'{}', b'another state')
     new.exchange(bytes(frames.CHAIN))
-  joined.relay._deadline = 2
-  lists = rounds.each(
-      lambda link: link.exchange(bytes(frames.CHAIN)), rounds.links[1:])
+
+  def begin():  # without the one that was refused, sooner than it does
+    wait_until(lambda: len(joined.relay._members) == 2)
+    joined.relay._began, joined.relay._deadline = 0, 2
+
+  *lists, _ = at_once(lambda call: call(), [
+      *(functools.partial(link.exchange, bytes(frames.CHAIN))
+        for link in rounds.links[1:]), begin])
   assert [len(found) for found in lists] == [3, 3]
   assert joined.relay.round == 4
   with pytest.raises(Behind):

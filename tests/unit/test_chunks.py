@@ -142,10 +142,11 @@ def test_the_fold_is_that_of_the_oracle(shape, limit, topk, values, padding):
   plan = compressor.plan(shape, jnp.float32)
   rule = limit, topk, padding, values, 4
   expected = oracle.fold(shape, *rule)
-  assert plan.num_bytes == oracle.bytes_of(expected, *rule)
+  assert plan.num_bytes == oracle.cheapest(expected, *rule)[0]
   assert plan.grid.whole or plan.grid.folded == expected
 
 
+@settings(max_examples=15)  # each compiles
 @given(st.data())
 def test_folding_and_unfolding_is_the_identity(data):
   shape = tuple(data.draw(

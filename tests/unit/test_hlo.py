@@ -41,38 +41,6 @@ def mapped(mesh, body, size=64):
   return jax.jit(f).lower(x)
 
 
-def placed(f, spec, out):
-  """The partitioner's own collectives, from shardings alone."""
-  x = jax.ShapeDtypeStruct(
-      (64, 64), jnp.float32, sharding=NamedSharding(DEVICE_GRID, spec))
-  out = NamedSharding(DEVICE_GRID, out)
-  return jax.jit(f, out_shardings=out).lower(x)
-
-
-# Per function, and per collective its kind, axes, group size, bytes of outputs,
-# bytes sent.
-COMPILED = {
-    'psum in uneven groups': (
-        lambda: mapped(DEVICE_GRID, lambda x: lax.psum(
-            x, ('replica', 'fsdp'),
-            axis_index_groups=[[0, 1, 2], [3, 4, 5], [6, 7]])),
-        [('all-reduce', None, 3, 32, 43)]),
-    'nobody sends': (
-        lambda: mapped(DEVICE_GRID, lambda x: lax.ppermute(x, 'fsdp', [])),
-        [('collective-permute', (), 1, 32, 0)]),
-    'transpose of shards': (
-        lambda: placed(jnp.sin, P('replica', 'fsdp'), P('fsdp', 'replica')), [
-            ('all-to-all', None, 2, 2048, 1024),  # over half of fsdp
-            ('collective-permute', ('replica', 'fsdp'), 2, 2048, 2048)]),
-}
-
-
-@pytest.mark.parametrize('name', COMPILED)
-def test_compiled(name):
-  lower, expected = COMPILED[name]
-  assert facts(hlo_text.collectives(lower().compile(), GRID)) == expected
-
-
 # Written by hand, as XLA writes for GPUs and TPUs -------------------------------
 
 # What is found in a module is in the comments before it, as JSON.

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import read_as
 
@@ -53,7 +53,7 @@ def check(values, v):
 
 
 @pytest.mark.parametrize('values', value_codes.VALUES)
-@given(st.integers(1, 5), st.sampled_from([1, 2, 3, 8, 13, 32]), st.data())
+@given(st.sampled_from([1, 5]), st.sampled_from([1, 3, 13, 32]), st.data())
 def test_values_are_read_as_defined(values, chunks, k, data):
   rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
   sizes = data.draw(st.lists(
@@ -96,6 +96,7 @@ def test_what_is_read_and_what_is_left_make_up_the_whole(values):
     assert not error.any()
 
 
+@settings(max_examples=15)  # each compiles
 @given(st.integers(1, 7), st.integers(1, 40), st.integers(0, 2**16))
 def test_signs_and_zeros_twenty_in_a_word(chunks, k, seed):
   rng = np.random.default_rng(seed)
