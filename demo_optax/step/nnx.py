@@ -223,22 +223,22 @@ def _with_kinds(flat: Sequence[tuple[Keys, Any]]) -> list[tuple[Keys, Any]]:
   for keys, x in flat:
     if isinstance(x, nnx.metrics.MetricState):
       parts.setdefault(keys[:-1], set()).add(keys[-1])
-  found = []
-  for keys, x in flat:
-    kind: Any = None
-    if not isinstance(x, nnx.Variable):
-      found.append((keys, kind))
-      continue
+
+  def kind(keys: Keys, x: Any) -> str | None:
     if isinstance(x, nnx.BatchStat):
-      kind = 'statistics'
+      return 'statistics'
     # Noise of an optimizer must be equal on all workers.
-    elif isinstance(x, nnx.RngCount | nnx.OptState):
-      kind = 'state'
-    elif prng.is_key_array(x.get_value()):
-      kind = 'stream'
-    elif isinstance(x, nnx.metrics.MetricState) and (
+    if isinstance(x, nnx.RngCount | nnx.OptState):
+      return 'state'
+    if isinstance(x, nnx.Variable) and prng.is_key_array(x.get_value()):
+      return 'stream'
+    is_metric = isinstance(x, nnx.metrics.MetricState)
+    return 'added' if is_metric and (
         parts[keys[:-1]] == {'total', 'count'}
-    ):
-      kind = 'added'
-    found += [(keys, kind)] * len(jax.tree.leaves(x))
-  return found
+    ) else None
+
+  return [
+      (keys, kind(keys, x)) for keys, x in flat
+      # An NNX object is one leaf.
+      for _ in (jax.tree.leaves(x) if isinstance(x, nnx.Variable) else [x])
+  ]

@@ -3,22 +3,28 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from demo_optax._paths import Keys
+from demo_optax.step.call import Array
 from demo_optax.workers import Workers, lift, value
+from demo_optax.workers.inside import Result
 
 
-def put(
-    workers: Workers, x: Any, role: str, target: NamedSharding | None
-) -> Any:
+def put(workers: Workers, x: Any, a: Array) -> Any:
   """Puts an argument's array where it belongs, unless it is on the mesh."""
+  if a.in_state and type(x) is int:
+    # A count of 0 in a state gets the dtype of those that a step returns, or
+    # the step would be compiled for both.
+    x = np.asarray(x, a.type.dtype)
+  target = a.sharding
   if target is None or isinstance(x, jax.core.Tracer):
     return x
   there = getattr(getattr(x, 'sharding', None), 'mesh', None) == workers.mesh
   if there and (
-      role != 'stacked' or x.sharding.is_equivalent_to(target, x.ndim)
+      a.role != 'stacked' or x.sharding.is_equivalent_to(target, x.ndim)
   ):
     if not workers.is_explicit:
       return x
@@ -32,13 +38,14 @@ def put(
   return value.put(x, target)
 
 
-def hold(workers: Workers, keys: Keys, role: str, x: jax.Array) -> jax.Array:
-  """Constrains an array of a step's results to where it belongs."""
-  if workers.mesh is None or workers.is_explicit:
-    return x  # types say it
-  if role == 'output' and x.ndim:
+def hold(workers: Workers, r: Result, axis: int) -> jax.Array:
+  """Returns a result with its rows along an axis, where it belongs."""
+  x = jnp.moveaxis(r.value, 0, axis) if r.is_rows else r.value
+  if workers.mesh is None or workers.is_explicit:  # types say it
     return x
-  target = workers.sharding(keys, x.shape)
+  if r.role == 'output' and x.ndim:
+    return x
+  target = workers.sharding(r.keys, x.shape)
   return jax.lax.with_sharding_constraint(x, target)
 
 
