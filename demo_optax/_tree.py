@@ -99,7 +99,9 @@ def without_variables(tree: Any) -> Any:
       return x.value
     return x.get_value() if _is_variable(x) else x
 
-  return jax.tree.map(value, tree, is_leaf=_is_annotated)
+  return jax.tree.map(
+      value, tree, is_leaf=lambda x: _is_box(x) or _is_variable(x)
+  )
 
 
 def update_without_variables(
@@ -121,10 +123,6 @@ def update_without_variables(
       jax.tree.structure(updates).unflatten(jax.tree.leaves(new)),
       jax.tree.structure(state).unflatten(jax.tree.leaves(after)),
   )
-
-
-def _is_annotated(x: Any) -> bool:
-  return _is_variable(x) or _is_box(x)
 
 
 def _is_variable(x: Any) -> bool:

@@ -9,12 +9,8 @@ import jax
 import numpy as np
 
 from demo_optax import _checks
-from demo_optax.compressors.compressor import (
-  Compressor,
-  CompressorTree,
-  Frozen,
-  per_leaf,
-)
+from demo_optax.compressors import compressor as per_parameter
+from demo_optax.compressors.compressor import Compressor, CompressorTree, Frozen
 from demo_optax.compressors.layout import Layout, Leaf, make_layout
 from demo_optax.demo import resolve_update_values
 from demo_optax.exchange.algorithm import ExchangeKind, make_config
@@ -271,7 +267,7 @@ def plan(
   flat = jax.tree_util.tree_flatten_with_path(params)[0]
   layout = make_layout(
       [(path, np.shape(x), x) for path, x in flat],
-      per_leaf(compressor, params),
+      per_parameter.per_leaf(compressor, params),
       specs,
   )
   leaves = tuple(
