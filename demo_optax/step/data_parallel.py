@@ -206,6 +206,8 @@ class DataParallelStep:
                 for a in call.arrays
             )
         })
+      arrays = self._put(call, arrays)
+      if is_first:
         with traced_configs() as configs:
           program.trace(*arrays)
         agreement.check(self.workers, agreement.describe(configs))
@@ -225,8 +227,8 @@ class DataParallelStep:
           ' step is several. Lower it with Workers.simulated.'
       )
     with modules.in_transform():
-      _, program, arrays = self._open(args, kwargs)
-      return program.lower(*arrays)
+      call, program, arrays = self._open(args, kwargs)
+      return program.lower(*self._put(call, arrays))
 
   def _open(
       self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -269,9 +271,11 @@ class DataParallelStep:
             ' object, such as self of a method, by its identity.',
             stacklevel=4,
         )
-    return *found, [
-        placement.put(self.workers, x, a)
-        for x, a in zip(arrays, found[0].arrays)
+    return *found, arrays
+
+  def _put(self, call: Call, arrays: list[Any]) -> list[Any]:
+    return [
+        placement.put(self.workers, x, a) for x, a in zip(arrays, call.arrays)
     ]
 
   def _program(self, call: Call) -> Any:
