@@ -26,6 +26,7 @@ from demo_optax.compressors import leaves as cutting
 from demo_optax.compressors.layout import Layout, Leaf, Record, differences
 from demo_optax.numerics import prng
 from demo_optax.state import bucket_number, exchanges_in
+from demo_optax.workers.value import put
 
 
 def to_leaves(state: chex.ArrayTree) -> dict[str, Any]:
@@ -234,11 +235,7 @@ def _placed(x: Any, like: Any) -> Any:
     return x
   if isinstance(like, np.ndarray | np.generic):
     return np.asarray(x)[()] if isinstance(like, np.generic) else np.asarray(x)
-  if like.sharding is None or isinstance(x, jax.Array):
-    return jax.device_put(jnp.asarray(x), like.sharding)
-  return jax.make_array_from_callback(
-      np.shape(x), like.sharding, lambda index: np.asarray(x)[index]
-  )
+  return jnp.asarray(x) if like.sharding is None else put(x, like.sharding)
 
 
 # Comparing --------------------------------------------------------------------
