@@ -25,6 +25,7 @@ from demo_optax.numerics import prng
 from demo_optax.step import nnx as modules
 from demo_optax.workers import Workers, inside
 from demo_optax.workers.inside import OwnParam
+from demo_optax.workers.value import put
 
 Params = frozenset[tuple[Keys, tuple[int, ...]]]  # paths and shapes
 _REMEDY = (
@@ -240,6 +241,31 @@ def analyse(
   rows = _rows(step, workers, o, arguments, arrays)
   own_params = inside.own_params([x.keys for x in arrays])
   return Call(form, arrays, rows, states, own_params)
+
+
+def place(workers: Workers, x: Any, a: Array) -> Any:
+  """Puts an argument's array where it belongs, unless it is on the mesh."""
+  if a.in_state and type(x) is int:
+    # A count of 0 in a state gets the dtype of those that a step returns, or
+    # the step would be compiled for both.
+    x = np.asarray(x, a.type.dtype)
+  target = a.sharding
+  if target is None or isinstance(x, jax.core.Tracer):
+    return x
+  there = getattr(getattr(x, 'sharding', None), 'mesh', None) == workers.mesh
+  if there and (
+      a.role != 'stacked' or x.sharding.is_equivalent_to(target, x.ndim)
+  ):
+    if not workers.is_explicit:
+      return x
+    # Where types have specs, P() and P(None) are two, and results of a step
+    # have the longer one: it would be compiled for both.
+    spec = x.sharding.spec
+    full = P(*spec, *(None,) * (x.ndim - len(spec)))
+    target = NamedSharding(target.mesh, full)
+    if x.sharding == target:
+      return x
+  return put(x, target)
 
 
 def type_of(x: Any) -> jax.ShapeDtypeStruct:

@@ -19,7 +19,7 @@ from demo_optax import _checks
 from demo_optax._paths import dotted
 from demo_optax.exchange.algorithm import traced_configs
 from demo_optax.numerics import prng
-from demo_optax.step import agreement, placement, programs, results
+from demo_optax.step import agreement, programs, results
 from demo_optax.step import call as calls
 from demo_optax.step import nnx as modules
 from demo_optax.step.call import Call, Options
@@ -275,7 +275,7 @@ class DataParallelStep:
 
   def _put(self, call: Call, arrays: list[Any]) -> list[Any]:
     return [
-        placement.put(self.workers, x, a) for x, a in zip(arrays, call.arrays)
+        calls.place(self.workers, x, a) for x, a in zip(arrays, call.arrays)
     ]
 
   def _program(self, call: Call) -> Any:
@@ -323,13 +323,13 @@ class DataParallelStep:
       found, returned = self._run_on_devices(call, arrays)
     else:
       found, returned = self._run_mapped(call, [
-          placement.split(workers, x) if a.role == 'batch' else x
+          lift.split_rows(workers, x) if a.role == 'batch' else x
           for x, a in zip(arrays, call.arrays)
       ], workers.spmd_axis_name)
       for r in found:
         if r.is_rows:
-          r.value = placement.join(workers, r.value)
-    return [placement.hold(workers, r, call.axis) for r in found], returned
+          r.value = lift.join_rows(workers, r.value)
+    return [results.hold(workers, r, call.axis) for r in found], returned
 
   def _run_mapped(
       self, call: Call, arrays: list[Any], spmd_axis_name: str | None

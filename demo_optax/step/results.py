@@ -16,7 +16,7 @@ from demo_optax._paths import Keys, is_stacked, path_keys
 from demo_optax.numerics import prng
 from demo_optax.step import nnx as modules
 from demo_optax.step.call import Call, Fixed, Form, structure_of
-from demo_optax.workers import inside
+from demo_optax.workers import Workers, inside
 from demo_optax.workers.inside import Result
 
 
@@ -97,6 +97,17 @@ def collect(
     result.value = results[param.shared].value.astype(result.value.dtype)
   nexts = [None if r.role == 'stacked' else r.at for r in results]
   return results, Returned(Form(treedef, tuple(fixed), structure), nexts)
+
+
+def hold(workers: Workers, r: Result, axis: int) -> jax.Array:
+  """Returns a result with its rows along an axis, where it belongs."""
+  x = jnp.moveaxis(r.value, 0, axis) if r.is_rows else r.value
+  if workers.mesh is None or workers.is_explicit:  # types say it
+    return x
+  if r.role == 'output' and x.ndim:
+    return x
+  target = workers.sharding(r.keys, x.shape)
+  return jax.lax.with_sharding_constraint(x, target)
 
 
 def _result(

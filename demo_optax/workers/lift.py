@@ -261,6 +261,37 @@ def spread(workers: Workers, x: jax.Array) -> jax.Array:
   return jax.lax.with_sharding_constraint(x, P(workers.param_specs.axes))
 
 
+def split_rows(workers: Workers, x: jax.Array) -> jax.Array:
+  """Returns a batch `[count * b, ...]` as rows `[count, b, ...]`."""
+  shape = (workers.count, x.shape[0] // workers.count, *x.shape[1:])
+  if not workers.is_explicit:
+    return place(workers, x.reshape(shape))
+  # A batch may be spread over the devices of a worker as well, and stays so.
+  first, *rest = jax.typeof(x).sharding.spec
+  first = first if isinstance(first, tuple) else (first,)
+  inner = first[1:] if first[0] == workers.axis_name else ()
+  x = reshard(workers, x, P((workers.axis_name, *inner), *rest))
+  return _reshape(workers, x, shape, P(workers.axis_name, inner or None, *rest))
+
+
+def join_rows(workers: Workers, x: jax.Array) -> jax.Array:
+  """Returns rows `[count, b, ...]` as a batch: undoes `split_rows`."""
+  shape = (x.shape[0] * x.shape[1], *x.shape[2:])
+  if not workers.is_explicit:
+    return x.reshape(shape)
+  _, inner, *rest = jax.typeof(x).sharding.spec
+  inner = inner if isinstance(inner, tuple) else (inner,) if inner else ()
+  return _reshape(workers, x, shape, P((workers.axis_name, *inner), *rest))
+
+
+def _reshape(
+    workers: Workers, x: jax.Array, shape: tuple[int, ...], spec: P
+) -> jax.Array:
+  assert workers.mesh is not None
+  sharding = NamedSharding(workers.mesh, spec)
+  return jax.lax.reshape(x, shape, out_sharding=sharding)
+
+
 def reshard(workers: Workers, x: jax.Array, spec: P) -> jax.Array:
   """Reshards `x` on Explicit axes; on Auto axes `shard_map` does it."""
   if workers.mesh is None or not workers.is_explicit:
