@@ -76,12 +76,7 @@ def flatten_alike(
     return flat, [None] * len(flat)
   # Annotations of variables may differ.
   treedef = jax.tree.structure(without_variables(gradients))
-  try:
-    return flat, treedef.flatten_up_to(without_variables(params))
-  except ValueError as error:
-    raise ValueError(
-        f'Gradients and parameters differ in structure: {error}'
-    ) from error
+  return flat, treedef.flatten_up_to(without_variables(params))
 
 
 def _dtype(x: Any) -> Any:

@@ -160,10 +160,7 @@ class DataParallelStep:
   ):
     functools.update_wrapper(self, step)
     self.workers, self._step = workers, step
-    try:
-      parameters = inspect.signature(step).parameters
-    except (TypeError, ValueError):  # some builtins have none
-      parameters = inspect.signature(lambda *_, **__: None).parameters
+    parameters = inspect.signature(step).parameters
     self._names = [
         name for name, p in parameters.items()
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
