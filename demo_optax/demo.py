@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from demo_optax import _checks, _tree, compressors
-from demo_optax._paths import Keys, path_keys
+from demo_optax._paths import Keys, leaves_of
 from demo_optax.codes.values import UPDATE_VALUES, WITHOUT_RESIDUAL
 from demo_optax.compressors import compressor as per_parameter
 from demo_optax.compressors.compressor import CompressorTree, Frozen
@@ -44,14 +44,8 @@ def layouts_in(tree: chex.ArrayTree) -> dict[Keys, Layout]:
 
   Does not find states that Flax has flattened into plain dicts.
   """
-  flat = jax.tree_util.tree_flatten_with_path(
-      tree, is_leaf=lambda x: isinstance(x, LayoutOf)
-  )[0]
-  return {
-      path_keys(path)[:-1]: x.layout
-      for path, x in flat
-      if isinstance(x, LayoutOf)
-  }
+  flat = leaves_of(tree, lambda x: isinstance(x, LayoutOf))
+  return {keys[:-1]: x.layout for keys, x in flat if isinstance(x, LayoutOf)}
 
 
 class DeMoState(NamedTuple):

@@ -61,8 +61,7 @@ def momentum(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
   if not layouts:
     raise ValueError(_NO_STATE)
   parts: dict[Keys, dict[int, jax.Array]] = {root: {} for root in layouts}
-  for path, x in jax.tree_util.tree_flatten_with_path(opt_state)[0]:
-    keys = _paths.path_keys(path)
+  for keys, x in _paths.leaves_of(opt_state):
     if _paths.is_bucket(keys) and not _paths.is_owned(keys):
       layout = layouts[keys[:-3]]
       parts[keys[:-3]] |= cutting.cut_bucket(
@@ -101,8 +100,7 @@ def exchange_info(
   next `round`, how often this worker has `joined` (it took the state of another
   one), and how often because its own had `parted`.
   """
-  flat = jax.tree_util.tree_flatten_with_path(opt_state)[0]
-  state = {_paths.path_keys(path): x for path, x in flat}
+  state = dict(_paths.leaves_of(opt_state))
   _warn_if_replicated(state)
   roots = [k[:-2] for k in state if k[-2:] == ('metrics', 'num_excluded')]
   if not roots:
@@ -160,8 +158,7 @@ def exchanges_in(tree: chex.ArrayTree) -> dict[Keys, Layout]:
   another layout.
   """
   layouts = layouts_in(tree)
-  for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
-    keys = _paths.path_keys(path)
+  for keys, x in _paths.leaves_of(tree):
     if keys[-2:] != ('layout', 'digest'):
       continue
     layout = layouts.get(keys[:-2])

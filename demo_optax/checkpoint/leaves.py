@@ -62,8 +62,7 @@ def to_leaves(state: chex.ArrayTree) -> dict[str, Any]:
       )
     found[name] = x
 
-  for path, x in jax.tree_util.tree_flatten_with_path(state)[0]:
-    keys = _paths.path_keys(path)
+  for keys, x in _paths.leaves_of(state):
     if _paths.is_bucket(keys):
       layout = layouts[keys[:-3]]
       if _paths.is_owned(keys):

@@ -175,15 +175,15 @@ def analyse(
     named: Iterable[tuple[str, Any]],
     form: Form,
     objects: Sequence[Any],
-    values: Sequence[Any],
+    shapes: Sequence[tuple[tuple[int, ...], Any]],
 ) -> Call:
   """Decides about every array of a call of `step`.
 
   `named` are its arguments, in the order in which JAX flattens a call; the rest
-  are the same, from `open_call`.
+  are the same, from `open_call`, with the shapes and dtypes of the arrays.
   """
   arguments: list[Argument] = []
-  fixed, types = iter(form.fixed), map(type_of, values)
+  fixed, types = iter(form.fixed), (jax.ShapeDtypeStruct(*x) for x in shapes)
   for name, value in named:
     flat, treedef = jax.tree_util.tree_flatten_with_path(
         value, is_leaf=modules.is_object
@@ -201,9 +201,9 @@ def analyse(
     holds_state = modules.holds_state(value) or any(
         is_stacked(x.keys[1:]) for x in own
     )
-    shapes = iter(x.shape[is_stacked(x.keys[1:]) :] for x in own)
+    parts = iter(x.shape[is_stacked(x.keys[1:]) :] for x in own)
     structure = structure_of(
-        treedef, [next(shapes) if f is None else None for f in found]
+        treedef, [next(parts) if f is None else None for f in found]
     )
     inner = [f.value for f in found if f and f.source == 'object']
     arguments.append(
@@ -266,11 +266,6 @@ def place(workers: Workers, x: Any, a: Array) -> Any:
     if x.sharding == target:
       return x
   return put(x, target)
-
-
-def type_of(x: Any) -> jax.ShapeDtypeStruct:
-  """Returns the shape and dtype that an array has in a program."""
-  return jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x))
 
 
 def structure_of(treedef: Any, shapes: Sequence[tuple[int, ...] | None]) -> Any:

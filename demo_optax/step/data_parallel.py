@@ -257,7 +257,7 @@ class DataParallelStep:
       attributes = modules.attributes(objects).values()
       _check_no_multi_steps((tree, [*attributes]))
       call = calls.analyse(
-          repr(self), self.workers, self._options, named, form, objects, arrays
+          repr(self), self.workers, self._options, named, form, objects, key[1]
       )
       found = self._known[key] = call, self._program(call)
       if len(self._known) == _MANY_PROGRAMS:

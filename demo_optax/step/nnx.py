@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from demo_optax._paths import Keys, dotted, path_keys
+from demo_optax._paths import Keys, dotted, leaves_of
 from demo_optax.numerics import prng
 
 
@@ -210,11 +210,8 @@ def leaf_kinds(tree: Any) -> list[Any]:
   nnx = _nnx()
   if nnx is None:
     return [None] * jax.tree.structure(tree).num_leaves
-  flat, _ = jax.tree_util.tree_flatten_with_path(
-      tree, is_leaf=lambda x: isinstance(x, nnx.Pytree | nnx.Variable)
-  )
-  found = _with_kinds([(path_keys(path), x) for path, x in flat])
-  return [kind for _, kind in found]
+  flat = leaves_of(tree, lambda x: isinstance(x, nnx.Pytree | nnx.Variable))
+  return [kind for _, kind in _with_kinds(flat)]
 
 
 def _with_kinds(flat: Sequence[tuple[Keys, Any]]) -> list[tuple[Keys, Any]]:
