@@ -41,18 +41,6 @@ def per_worker(
 
   Gradients are one worker's in a `data_parallel` step and with
   `Workers.on_axis`, else stacked, `[workers, ...]`.
-
-  Example:
-    >>> import demo_optax, jax.numpy as jnp, optax
-    >>> workers = demo_optax.Workers.simulated(2)
-    >>> clip = demo_optax.per_worker(
-    ...     optax.clip_by_global_norm(1.0), workers=workers)
-    >>> params = jnp.zeros(2)
-    >>> gradients = jnp.array([[3.0, 4.0], [0.3, 0.4]])
-    >>> clipped, _ = clip.update(gradients, clip.init(params), params)
-    >>> print(clipped)
-    [[0.6 0.8]
-     [0.3 0.4]]
   """
   _checks.check_type(
       'workers', workers, Workers, 'demo_optax.Workers.simulated(4)'

@@ -60,10 +60,9 @@ def param_specs(
       )
     return linen.logical_to_mesh_axes(x.names, rules)
 
-  def is_box(x: Any) -> bool:
-    return isinstance(x, linen.Partitioned)
-
-  return jax.tree.map(spec, model, is_leaf=is_box)
+  return jax.tree.map(
+      spec, model, is_leaf=lambda x: isinstance(x, linen.Partitioned)
+  )
 
 
 def _nnx() -> Any:
@@ -177,17 +176,14 @@ def traces_numbers(tree: Any) -> list[bool]:
   (`eqx.nn.MaxPool2d.init`), as in `eqx.filter_jit`. NNX objects are leaves.
   """
   equinox = sys.modules.get('equinox')
-
-  def is_module(x: Any) -> bool:
-    return equinox is not None and isinstance(x, equinox.Module)
-
-  def is_node(x: Any) -> bool:
-    return is_object(x) or is_module(x)
-
+  modules = () if equinox is None else equinox.Module
   found = []
-  for x in jax.tree.leaves(tree, is_leaf=is_node):
-    inner = jax.tree.leaves(x, is_leaf=is_object) if is_module(x) else [x]
-    found += [not is_module(x)] * len(inner)
+  for x in jax.tree.leaves(
+      tree, is_leaf=lambda x: is_object(x) or isinstance(x, modules)
+  ):
+    is_module = isinstance(x, modules)
+    inner = jax.tree.leaves(x, is_leaf=is_object) if is_module else [x]
+    found += [not is_module] * len(inner)
   return found
 
 
