@@ -454,15 +454,14 @@ def _derivative(primals: Any, tangents: Any) -> Any:
 
 def alike(tree: Any, message: str) -> Any:
   """Returns `tree`; raises `message` of a leaf that differs between workers."""
-  flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
 
-  def rule(size: int, cut: Any, leaves: list[Any]) -> Any:
-    for (path, _), is_cut in zip(flat, cut[0]):
+  def rule(size: int, cut: Any, tree: Any) -> Any:
+    for path, is_cut in jax.tree_util.tree_flatten_with_path(cut[0])[0]:
       if is_cut:
         raise ValueError(message.format(jax.tree_util.keystr(path)))
-    return leaves, [False] * len(leaves)
+    return tree, cut[0]
 
-  return treedef.unflatten(_meet(rule, list, [x for _, x in flat]))
+  return _meet(rule, lambda tree: tree, tree)
 
 
 # What a step returns ----------------------------------------------------------
@@ -514,20 +513,21 @@ def settle(
     for r in results:
       r.value, r.old = _combine(r, workers, rows, axis)[0], None
     return results
-  apart: list[bool] = []
-  differs: list[bool] = []
 
-  def rule(size: int, cut: Any, results: list[Result]) -> Any:
-    differs[:] = [is_cut.value for is_cut in cut[0]]
-    for r, d in zip(results, differs):
-      r.differs = d
-    out = [_combine(r, workers, rows, axis) for r in results]
-    apart[:] = [stays for _, stays in out]
-    return [x for x, _ in out], list(apart)
+  def rule(size: int, cut: Any, values: list[Any], olds: list[Any]) -> Any:
+    out = []
+    for r, value, old, differs in zip(results, values, olds, cut[0]):
+      r.value, r.old, r.differs = value, old, differs
+      x, r.apart = _combine(r, workers, rows, axis)
+      out.append(x)
+    return out, [r.apart for r in results]
 
-  values = _meet(rule, lambda results: [r.value for r in results], results)
-  for r, value, d, a in zip(results, values, differs, apart):
-    r.value, r.old, r.differs, r.apart = value, None, d, a
+  values = _meet(
+      rule, lambda values, olds: values,
+      [r.value for r in results], [r.old for r in results],
+  )
+  for r, value in zip(results, values):
+    r.value, r.old = value, None
   return results
 
 

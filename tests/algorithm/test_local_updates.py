@@ -411,5 +411,5 @@ def test_mistakes():
     step_of(tx, params=False)(params, state, rows)
   with pytest.raises(ValueError, match=r"\['w'\] must have .* got \(1, 3\)"):
     step_of(tx, lambda x: {'w': x})(params, state, rows)
-  with pytest.raises(ValueError, match='differ in structure'):
+  with pytest.raises(ValueError, match='key mismatch'):
     step_of(tx, lambda x: {'v': x[0]})(params, state, rows)
