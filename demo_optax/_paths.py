@@ -1,6 +1,9 @@
 """Paths of leaves: their keys, their names, and the roles that they encode."""
 
+from collections.abc import Callable
 from typing import Any
+
+import jax
 
 Path = tuple[Any, ...]
 Keys = tuple[Any, ...]
@@ -15,6 +18,14 @@ def path_keys(path: Path) -> Keys:
   )
   is_variable = keys[-1:] == ('value',) and hasattr(path[-1], 'name')
   return keys[:-1] if is_variable else keys
+
+
+def leaves_of(
+    tree: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> list[tuple[Keys, Any]]:
+  """Returns the leaves of a tree, with the plain keys of their paths."""
+  flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
+  return [(path_keys(path), x) for path, x in flat]
 
 
 def dotted(keys: Keys) -> str:

@@ -76,12 +76,7 @@ def flatten_alike(
     return flat, [None] * len(flat)
   # Annotations of variables may differ.
   treedef = jax.tree.structure(without_variables(gradients))
-  try:
-    return flat, treedef.flatten_up_to(without_variables(params))
-  except ValueError as error:
-    raise ValueError(
-        f'Gradients and parameters differ in structure: {error}'
-    ) from error
+  return flat, treedef.flatten_up_to(without_variables(params))
 
 
 def _dtype(x: Any) -> Any:
@@ -99,7 +94,9 @@ def without_variables(tree: Any) -> Any:
       return x.value
     return x.get_value() if _is_variable(x) else x
 
-  return jax.tree.map(value, tree, is_leaf=_is_annotated)
+  return jax.tree.map(
+      value, tree, is_leaf=lambda x: _is_box(x) or _is_variable(x)
+  )
 
 
 def update_without_variables(
@@ -121,10 +118,6 @@ def update_without_variables(
       jax.tree.structure(updates).unflatten(jax.tree.leaves(new)),
       jax.tree.structure(state).unflatten(jax.tree.leaves(after)),
   )
-
-
-def _is_annotated(x: Any) -> bool:
-  return _is_variable(x) or _is_box(x)
 
 
 def _is_variable(x: Any) -> bool:

@@ -11,14 +11,10 @@ import numpy as np
 import optax
 
 from demo_optax import _checks, _tree, compressors
-from demo_optax._paths import Keys, path_keys
+from demo_optax._paths import Keys, leaves_of
 from demo_optax.codes.values import UPDATE_VALUES, WITHOUT_RESIDUAL
-from demo_optax.compressors.compressor import (
-  CompressorTree,
-  Frozen,
-  is_function,
-  per_leaf,
-)
+from demo_optax.compressors import compressor as per_parameter
+from demo_optax.compressors.compressor import CompressorTree, Frozen
 from demo_optax.compressors.layout import Layout, differences, make_layout
 from demo_optax.exchange import algorithm as exchange_lib
 from demo_optax.exchange.algorithm import ExchangeConfig, Hyper, WorkerState
@@ -48,14 +44,8 @@ def layouts_in(tree: chex.ArrayTree) -> dict[Keys, Layout]:
 
   Does not find states that Flax has flattened into plain dicts.
   """
-  flat = jax.tree_util.tree_flatten_with_path(
-      tree, is_leaf=lambda x: isinstance(x, LayoutOf)
-  )[0]
-  return {
-      path_keys(path)[:-1]: x.layout
-      for path, x in flat
-      if isinstance(x, LayoutOf)
-  }
+  flat = leaves_of(tree, lambda x: isinstance(x, LayoutOf))
+  return {keys[:-1]: x.layout for keys, x in flat if isinstance(x, LayoutOf)}
 
 
 class DeMoState(NamedTuple):
@@ -63,15 +53,13 @@ class DeMoState(NamedTuple):
 
   Attributes:
     count: int32 `[]`, exchanges so far.
-    metrics: scalars about the last exchange, equal on all workers.
-      `'num_excluded'`, int32: workers excluded for a gradient that is not
-      finite or a damaged message (with owners, the most that one owner
-      excluded). `'sent_energy'`, float32: sum of squares of the sent values,
-      divided by that of the momentum. `'residual_norm'`, float32: norm of the
-      remaining momentum, root mean square over workers. `'mean_senders'`,
-      float32: average number of workers that sent a coefficient, over leaves
-      where workers select for themselves; 0 without such leaves. Energies
-      beyond float32 count as zero.
+    metrics: scalars about the last exchange, equal on all workers: int32
+      `'num_excluded'`, workers excluded for a gradient that is not finite or a
+      damaged message (with owners, the most that one owner excluded); and, in
+      float32, `'sent_energy'` and `'residual_norm'` as in `exchange_info`
+      (energies beyond float32 count as zero), and `'mean_senders'`, how many
+      workers sent a coefficient, on average over leaves where workers select
+      for themselves (0 without such leaves).
     layout: maps leaves to buckets of momentum.
     worker_stacked: each worker's momentum, by bucket, and the residuals of the
       updates it owns.
@@ -114,21 +102,19 @@ def scale_by_demo(
   Communication: one `all_gather` of one message per step for the whole tree, or
   one all-reduce with compressors whose places all workers share. With
   `exchange='all_to_all'` the received bytes do not grow with the number of
-  workers. Every worker owns an equal share of the chunks. It receives
-  selections from these chunks by one `all_to_all`, merges them, and broadcasts
-  the update by one `all_gather`, encoded by `update_values`. `demo_optax.plan`
-  gives the bytes.
+  workers: each owns an equal share of the chunks, receives the selections from
+  these by one `all_to_all`, merges them, and broadcasts the update by one
+  `all_gather`, encoded by `update_values`. `demo_optax.plan` gives the bytes.
 
   A worker is excluded if its gradient is not finite, or so large
   (:math:`10^{-12}` of the largest float) that momentum could overflow. All
-  workers leave it out of all averages, and its momentum does not change.
-  `state.metrics['num_excluded']` counts these workers. If all are excluded, the
-  update is zero, but later links such as weight decay still run. The same holds
-  for a step with a hyperparameter that is not finite, or a decay or `alpha`
-  outside 0 to 1. A corrupt message also excludes its sender, and the update it
-  carried is lost. Corrupt are indices out of order or range, and values that
-  are not finite or too large to transform. Errors of normal magnitude are not
-  detected.
+  workers leave it out of all averages, and its momentum does not change. If all
+  are excluded, the update is zero, but later links such as weight decay still
+  run. The same holds for a step with a hyperparameter that is not finite, or a
+  decay or `alpha` outside 0 to 1. A corrupt message also excludes its sender,
+  and the update it carried is lost. Corrupt are indices out of order or range,
+  and values that are not finite or too large to transform. Errors of normal
+  magnitude are not detected.
 
   Args:
     compressor: one compressor, a tree of them like the parameters (one may
@@ -189,19 +175,19 @@ def scale_by_demo(
     Peng et al., `DeMo: Decoupled Momentum Optimization
     <https://arxiv.org/abs/2411.19870>`_, Algorithm 1 (both versions).
   """
-  if not is_function(compressor):  # whose parameters are not known yet
-    per_leaf(compressor, jax.tree.map(
+  if not per_parameter.is_function(compressor):  # of parameters unknown yet
+    per_parameter.per_leaf(compressor, jax.tree.map(
         lambda x: 0, compressor, is_leaf=lambda x: x is None
     ))
   _checks.check_type(
       'workers', workers, Workers, 'demo_optax.Workers.simulated(n)'
   )
-  check_range('decay', decay, 0.0, 1.0, open_end=True)
+  _checks.check_range('decay', decay, 0.0, 1.0, open_end=True)
   if not callable(gradient_weight):
-    check_range(
+    _checks.check_range(
         'gradient_weight', gradient_weight, -np.inf, np.inf, open_end=True
     )
-  check_range('alpha', alpha, 0.0, 1.0)
+  _checks.check_range('alpha', alpha, 0.0, 1.0)
   if average not in ('senders', 'workers'):
     raise ValueError(f"average={average!r} must be 'senders' or 'workers'.")
   written = resolve_update_values(exchange, update_values)
@@ -214,7 +200,7 @@ def scale_by_demo(
   def config_of(tree: chex.ArrayTree, leaves: list[Any]) -> ExchangeConfig:
     """Returns the static part of the exchange."""
     layout = make_layout(
-        leaves, per_leaf(compressor, tree), workers.param_specs
+        leaves, per_parameter.per_leaf(compressor, tree), workers.param_specs
     )
     gathers = exchange == 'all_gather' or workers.relay is not None
     count = None if gathers else count_workers()
@@ -264,8 +250,10 @@ def scale_by_demo(
       params: chex.ArrayTree | None = None,
       **extra_args: Any,
   ) -> tuple[chex.ArrayTree, DeMoState]:
-    del extra_args
-    hyper = decay, alpha, gradient_weight
+    weight = gradient_weight
+    if callable(weight):
+      weight = weight(state.count)
+    hyper = decay, alpha, weight
     if workers.relay is not None:
       inside.check_in_step(f'The update for {workers}')
     if inside.is_mapped():
@@ -282,7 +270,7 @@ def scale_by_demo(
       workers: Workers,
   ) -> tuple[chex.ArrayTree, DeMoState]:
     """Updates with gradients laid out as `workers` have them."""
-    decay, alpha, gradient_weight = hyper
+    decay, alpha, weight = hyper
     flat, like = _tree.flatten_alike(updates, params)
     lead = 1 if workers.stacked_gradients else 0
     leaves = [
@@ -301,9 +289,6 @@ def scale_by_demo(
       if i not in left_out or not _tree.is_exchanged(leaves[i][2]):
         checks.check_gradient(_tree.leaf_name(path), g, p, workers)
     _check_state(state, config, workers)
-    weight = gradient_weight
-    if callable(weight):
-      weight = weight(state.count)
     if ema:
       weight = (1 - decay) * weight
     found: list[jax.Array] = []
@@ -349,11 +334,7 @@ def _check_state(
   expected, found = config.layout, state.layout.layout
   if found != expected:
     raise ValueError(_difference(found, expected, workers))
-  digest = state.layout.digest
-  if not isinstance(digest, jax.core.Tracer) and isinstance(
-      digest, jax.Array | np.ndarray
-  ):
-    check_digest(digest, expected)
+  check_digest(state.layout.digest, expected)
   own = state.worker_stacked
   for bucket in expected.buckets:
     shape = workers.bucket_shape(bucket.shape)
@@ -381,7 +362,11 @@ def _check_state(
 
 
 def check_digest(digest: Any, layout: Layout) -> None:
-  """Raises if the momentum was saved with another layout."""
+  """Raises if the momentum was saved with another layout, where that shows."""
+  if not isinstance(digest, jax.Array | np.ndarray) or isinstance(
+      digest, jax.core.Tracer
+  ):
+    return
   if not np.array_equal(np.asarray(digest).reshape(-1)[:4], layout.digest):
     raise ValueError(
         'The momentum in this state was saved for other leaves, shapes or'
@@ -427,43 +412,3 @@ def resolve_update_values(exchange: Any, update_values: Any) -> str:
       " demo_optax.demo), else 'bfloat16', 'int8', 'int4' or 'sign', whose"
       " losses are sent later, or 'float32'."
   )
-
-
-def check_is_scalar(name: str, value: Any) -> None:
-  """Raises for an array with more than one number."""
-  shape = getattr(value, 'shape', ())
-  if shape != ():
-    raise ValueError(f'{name} has shape {shape}: it must be one number.')
-
-
-def check_range(
-    name: str,
-    value: chex.Numeric,
-    low: float,
-    high: float,
-    *,
-    open_end: bool = False,
-) -> None:
-  """Checks a concrete number; a traced one cannot be checked."""
-  dtype = getattr(value, 'dtype', None)
-  if dtype in (jnp.bfloat16, jnp.float16):
-    raise ValueError(
-        f'{name} is {dtype}, too coarse for numbers near 1.'
-        ' optax.inject_hyperparams'
-        " casts numbers to the parameters' dtype: give it"
-        ' hyperparam_dtype=jnp.float32.'
-    )
-  check_is_scalar(name, value)
-  if isinstance(value, jax.core.Tracer):
-    return
-  if not isinstance(value, (int, float, np.number, np.ndarray, jax.Array)):
-    remedy = ''
-    if callable(value):
-      remedy = ' For a schedule use optax.inject_hyperparams.'
-    raise TypeError(f'{name}={value!r} must be a number.{remedy}')
-  number = float(value)
-  if not (low <= number < high or (number == high and not open_end)):
-    bracket = ')' if open_end or high == float('inf') else ']'
-    raise ValueError(
-        f'{name}={number} is not in [{low:g}, {high:g}{bracket}.'
-    )

@@ -16,12 +16,7 @@ from demo_optax.workers import Workers, checks, inside, lift
 
 
 class PerWorkerState(NamedTuple):
-  """State of `per_worker`.
-
-  Attributes:
-    worker_stacked: each worker's state of the transformation, stacked
-      `[workers, ...]`.
-  """
+  """State of `per_worker`: that of each worker, stacked `[workers, ...]`."""
 
   worker_stacked: chex.ArrayTree
 
@@ -44,20 +39,8 @@ def per_worker(
   and its gradients become NaN. The exchange then excludes it from this step
   alone.
 
-  It takes the worker's gradients to its own in a `data_parallel` step and with
-  `Workers.on_axis`; else stacked gradients `[workers, ...]` to stacked ones.
-
-  Example:
-    >>> import demo_optax, jax.numpy as jnp, optax
-    >>> workers = demo_optax.Workers.simulated(2)
-    >>> clip = demo_optax.per_worker(
-    ...     optax.clip_by_global_norm(1.0), workers=workers)
-    >>> params = jnp.zeros(2)
-    >>> gradients = jnp.array([[3.0, 4.0], [0.3, 0.4]])
-    >>> clipped, _ = clip.update(gradients, clip.init(params), params)
-    >>> print(clipped)
-    [[0.6 0.8]
-     [0.3 0.4]]
+  Gradients are one worker's in a `data_parallel` step and with
+  `Workers.on_axis`, else stacked, `[workers, ...]`.
   """
   _checks.check_type(
       'workers', workers, Workers, 'demo_optax.Workers.simulated(4)'
@@ -73,7 +56,6 @@ def per_worker(
       index: Any, gradients: Any, state: Any, shared: tuple[Any, Any]
   ) -> tuple[Any, Any]:
     """Updates one worker's gradients; keeps a state that would be NaN."""
-    del index
     params, extra_args = shared
     updates, new = _tree.update_without_variables(
         tx.update, gradients, state, params, **extra_args

@@ -1,5 +1,6 @@
 """Predicts the bytes of an exchange from shapes."""
 
+import collections
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -9,12 +10,8 @@ import jax
 import numpy as np
 
 from demo_optax import _checks
-from demo_optax.compressors.compressor import (
-  Compressor,
-  CompressorTree,
-  Frozen,
-  per_leaf,
-)
+from demo_optax.compressors import compressor as per_parameter
+from demo_optax.compressors.compressor import Compressor, CompressorTree, Frozen
 from demo_optax.compressors.layout import Layout, Leaf, make_layout
 from demo_optax.demo import resolve_update_values
 from demo_optax.exchange.algorithm import ExchangeKind, make_config
@@ -112,17 +109,12 @@ class Plan:
     dense gradient, of `itemsize` bytes per element. Returns 1 if an all-reduce
     always receives less, infinity if it never does, and 0 without leaves.
     """
-    dense = self.size * itemsize
     if not self.leaves:
       return 0
-    if self.update_bytes:
-      both = self.payload_bytes + self.update_bytes
-      return math.inf if both + 2 * self.summed_bytes < 2 * dense else 1
-    if dense <= self.summed_bytes:
-      return 1
-    if not self.payload_bytes:
-      return math.inf
-    saved = 2 * (dense - self.summed_bytes)
+    saved = 2 * (self.size * itemsize - self.summed_bytes)
+    if self.update_bytes or not self.payload_bytes:
+      always = self.payload_bytes + self.update_bytes < saved
+      return math.inf if always else 1
     return max(1, math.ceil(saved / self.payload_bytes) - 1)
 
   def __str__(self) -> str:
@@ -139,10 +131,9 @@ class Plan:
         'leaf', 'shape', 'chunks', 'of', 'topk', 'indices', 'bits', 'values',
         'sent', 'blocks',
     )]
-    equal: dict[LeafBytes, list[str]] = {}
+    equal = collections.defaultdict(list)
     for leaf in self.leaves:
-      unnamed = dataclasses.replace(leaf, name='')
-      equal.setdefault(unnamed, []).append(leaf.name)
+      equal[dataclasses.replace(leaf, name='')].append(leaf.name)
     for leaf, names in equal.items():
       more = f' and {len(names) - 1} more' if len(names) > 1 else ''
       sent = _num_bytes(leaf.sent_bytes) + (' each' if more else '')
@@ -261,17 +252,16 @@ def plan(
     >>> plan.max_workers()
     762
   """
-  if isinstance(workers, Workers):
-    specs, axis, count = workers.param_specs, workers.axis_name, workers.count
-  else:
-    specs, axis, count = REPLICATED, 'workers', workers
-  _checks.check_positive('workers', count)
-  is_relayed = isinstance(workers, Workers) and workers.relay is not None
+  if not isinstance(workers, Workers):
+    _checks.check_positive('workers', workers)
+    workers = Workers.simulated(workers)
+  specs, axis, count = workers.param_specs, workers.axis_name, workers.count
+  is_relayed = workers.relay is not None
   exchange = 'all_gather' if is_relayed else exchange
   flat = jax.tree_util.tree_flatten_with_path(params)[0]
   layout = make_layout(
       [(path, np.shape(x), x) for path, x in flat],
-      per_leaf(compressor, params),
+      per_parameter.per_leaf(compressor, params),
       specs,
   )
   leaves = tuple(

@@ -41,19 +41,18 @@ def check_replicas(
 ) -> list[Difference]:
   """Compares all copies of every array in `tree` that is held more than once.
 
-  Parameters must be equal on all workers, to the bit. Training does not show a
-  bit flipped in memory, or an update that differs in one process. Every device
-  digests its words and their places, in 64 bits. A single different word of 32
-  bits always changes the digest. Compared are copies of the same part of an
-  array: of parameters sharded inside a worker, the shards of other workers.
-  Stacked momentum has copies only if devices of a worker replicate it. Arrays
-  of one process alone, NumPy arrays and numbers are compared between processes.
+  Training does not show a bit flipped in memory, or an update that differs in
+  one process. Every device digests its words and their places, in 64 bits: a
+  single different word of 32 bits always changes the digest. Compared are
+  copies of the same part of an array, such as shards of parameters in different
+  workers. Stacked momentum has copies only if devices of a worker replicate it.
+  Arrays of one process alone, NumPy arrays and numbers are compared between
+  processes.
 
-  The tree may hold parameters, optimizer state, or both; of a module give
-  `nnx.state(model)`. Every process must call it, with the same tree, and gets
-  the same answer: for each leaf the copies that differ from the majority, or,
-  of equally many, from the copy on the first device. With `workers` on a mesh,
-  it names the workers.
+  Of a module give `nnx.state(model)`. Every process must call it, with the same
+  tree, and gets the same answer: for each leaf the copies that differ from the
+  majority, or, of equally many, from the copy on the first device. With
+  `workers` on a mesh, it names the workers.
   """
   flat = {
       _tree.leaf_name(path): comparable(x)

@@ -10,19 +10,11 @@ from typing import Any
 
 import chex
 import jax
-import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
-from demo_optax._paths import (
-  STACKED,
-  Keys,
-  dotted,
-  is_bucket,
-  is_owned,
-  is_stacked,
-  path_keys,
-)
+from demo_optax import _paths
+from demo_optax._paths import STACKED, Keys
 from demo_optax.compressors import leaves as cutting
 from demo_optax.compressors.layout import Layout
 from demo_optax.demo import check_digest, layouts_in
@@ -36,20 +28,19 @@ def state_specs(
 ) -> chex.ArrayTree:
   """Returns the partition specs of a whole optimizer state.
 
-  Stacked leaves `[workers, ...]` get `P(axis_name, ...)` (`P(None, ...)` with a
-  relay), others `P(...)`.
-  Leaves of a parameter, inferred from their paths, are then sharded as it is,
-  where their shapes allow. For `in_specs` and `out_specs` of `jax.shard_map`,
-  for `out_shardings` of a jitted `tx.init`, and for shardings of restored
-  checkpoints.
+  For `in_specs` and `out_specs` of `jax.shard_map`, `out_shardings` of a jitted
+  `tx.init`, and restored checkpoints. Takes any optax transformation that
+  contains an exchange, and parameters or their shapes. Returns a tree like
+  `tx.init(params)`.
 
-  Takes any optax transformation that contains an exchange, and parameters or
-  their shapes. Returns a tree like `tx.init(params)`.
+  Stacked leaves `[workers, ...]` get `P(axis_name, ...)` (`P(None, ...)` with a
+  relay), others `P(...)`. Leaves of a parameter, inferred from their paths, are
+  then sharded as it is, where their shapes allow.
   """
   # The mesh of a worker that is a separate program has no axis of workers.
   axis = None if workers.relay is not None else workers.axis_name
   return jax.tree_util.tree_map_with_path(
-      lambda path, x: workers.spec(path_keys(path), x.shape, axis),
+      lambda path, x: workers.spec(_paths.path_keys(path), x.shape, axis),
       jax.eval_shape(tx.init, params),
   )
 
@@ -57,10 +48,10 @@ def state_specs(
 def momentum(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
   """Returns every worker's momentum in parameter space, :math:`m_i`.
 
-  Takes any optimizer state with states of `scale_by_demo` and their types:
-  chained, partitioned, masked, an `nnx.Optimizer` or its `opt_state`. Returns
-  arrays by parameter name, in their order, `[workers, *shape]`, in the
-  momentum's dtype; with `Workers.on_axis`, inside the map, `[1, *shape]`.
+  Takes any optimizer state with exchanges and their types: chained, masked, an
+  `nnx.Optimizer` or its `opt_state`. Returns arrays by parameter name, in their
+  order, `[workers, *shape]`, in the momentum's dtype; with `Workers.on_axis`,
+  inside the map, `[1, *shape]`.
 
   Raises:
     ValueError: `opt_state` has no exchange, its types are missing, or its
@@ -70,9 +61,8 @@ def momentum(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
   if not layouts:
     raise ValueError(_NO_STATE)
   parts: dict[Keys, dict[int, jax.Array]] = {root: {} for root in layouts}
-  for path, x in jax.tree_util.tree_flatten_with_path(opt_state)[0]:
-    keys = path_keys(path)
-    if is_bucket(keys) and not is_owned(keys):
+  for keys, x in _paths.leaves_of(opt_state):
+    if _paths.is_bucket(keys) and not _paths.is_owned(keys):
       layout = layouts[keys[:-3]]
       parts[keys[:-3]] |= cutting.cut_bucket(
           layout, bucket_number(layout, keys), x,
@@ -105,19 +95,18 @@ def exchange_info(
 
   Warns if momentum is replicated over the devices of its mesh.
 
-  Takes any optimizer state that holds the state of `scale_by_demo`, with or
-  without its types. Returns the `metrics` of `DeMoState`: scalars by name. Of
-  `Workers.remote` also the next `round`, how often this worker has `joined` (it
-  took the state of another one), and how often because its own had `parted`.
+  Takes any optimizer state with an exchange, with or without its types. Returns
+  the `metrics` of `DeMoState`: scalars by name. Of `Workers.remote` also the
+  next `round`, how often this worker has `joined` (it took the state of another
+  one), and how often because its own had `parted`.
   """
-  flat = jax.tree_util.tree_flatten_with_path(opt_state)[0]
-  state = {path_keys(path): x for path, x in flat}
+  state = dict(_paths.leaves_of(opt_state))
   _warn_if_replicated(state)
   roots = [k[:-2] for k in state if k[-2:] == ('metrics', 'num_excluded')]
   if not roots:
     raise ValueError(_NO_STATE)
   # The first exchange with leaves, or the first.
-  busy = {k[: k.index(STACKED)] for k in state if is_stacked(k)}
+  busy = {k[: k.index(STACKED)] for k in state if _paths.is_stacked(k)}
   root = next((root for root in roots if root in busy), roots[0])
   found: dict[str, Any] = {
       k[-1]: x for k, x in state.items() if k[:-1] == (*root, 'metrics')
@@ -140,15 +129,15 @@ def _warn_if_replicated(state: dict[Keys, Any]) -> None:
   for keys, x in state.items():
     sharding = getattr(x, 'sharding', None)
     if (
-        is_stacked(keys)
+        _paths.is_stacked(keys)
         and not isinstance(x, jax.core.Tracer)
         and isinstance(sharding, NamedSharding)
         and not any(sharding.spec[:1])
         and 1 not in (sharding.mesh.size, len(x))
     ):
       warnings.warn(
-          f'{dotted(keys)} is one per worker, but all of it is on every device,'
-          ' and a step of your own would gather it: its sharding'
+          f'{_paths.dotted(keys)} is one per worker, but all of it is on every'
+          ' device, and a step of your own would gather it: its sharding'
           f' {sharding.spec} does not name the worker axis. data_parallel puts'
           ' it right at the next call. For other steps, take the shardings of'
           ' demo_optax.state_specs(tx, params, workers).',
@@ -169,19 +158,16 @@ def exchanges_in(tree: chex.ArrayTree) -> dict[Keys, Layout]:
   another layout.
   """
   layouts = layouts_in(tree)
-  for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
-    keys = path_keys(path)
+  for keys, x in _paths.leaves_of(tree):
     if keys[-2:] != ('layout', 'digest'):
       continue
     layout = layouts.get(keys[:-2])
     if layout is None:
       raise ValueError(
-          f'{dotted(keys[:-2])} must be a state that has its types, got one of'
-          ' nnx.state. Give the nnx.Optimizer, or its opt_state.'
+          f'{_paths.dotted(keys[:-2])} must be a state that has its types, got'
+          ' one of nnx.state. Give the nnx.Optimizer, or its opt_state.'
       )
-    known = isinstance(x, jax.Array | np.ndarray)
-    if known and not isinstance(x, jax.core.Tracer):
-      check_digest(x, layout)
+    check_digest(x, layout)
   return layouts
 
 

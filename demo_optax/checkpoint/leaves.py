@@ -18,28 +18,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from demo_optax._paths import (
-  STACKED,
-  Keys,
-  Path,
-  dotted,
-  is_bucket,
-  is_owned,
-  is_stacked,
-  path_keys,
-)
+from demo_optax import _paths
+from demo_optax._paths import STACKED, Keys, Path
 from demo_optax.checkpoint.resize import regroup, regroup_owned
 from demo_optax.compressors import bases, chunking
 from demo_optax.compressors import leaves as cutting
-from demo_optax.compressors.layout import (
-  Difference,
-  Layout,
-  Leaf,
-  Record,
-  differences,
-)
+from demo_optax.compressors.layout import Layout, Leaf, Record, differences
 from demo_optax.numerics import prng
 from demo_optax.state import bucket_number, exchanges_in
+from demo_optax.workers.value import put
 
 
 def to_leaves(state: chex.ArrayTree) -> dict[str, Any]:
@@ -68,18 +55,17 @@ def to_leaves(state: chex.ArrayTree) -> dict[str, Any]:
   found: dict[str, Any] = {}
 
   def add(keys: Keys, x: Any) -> None:
-    name = dotted(keys)
+    name = _paths.dotted(keys)
     if name in found:
       raise ValueError(
           f'The tree must have one leaf called {name}, got two. Rename one.'
       )
     found[name] = x
 
-  for path, x in jax.tree_util.tree_flatten_with_path(state)[0]:
-    keys = path_keys(path)
-    if is_bucket(keys):
+  for keys, x in _paths.leaves_of(state):
+    if _paths.is_bucket(keys):
       layout = layouts[keys[:-3]]
-      if is_owned(keys):
+      if _paths.is_owned(keys):
         x = _of_one_owner(layout, keys, x)
       parts = cutting.cut_bucket(layout, bucket_number(layout, keys), x)
       for i, c in parts.items():
@@ -126,13 +112,13 @@ def from_leaves(
   _check(saved, like, layouts, resize, rechunk)
 
   def restored(path: Path, x: Any) -> Any:
-    keys = path_keys(path)
-    if is_bucket(keys):
+    keys = _paths.path_keys(path)
+    if _paths.is_bucket(keys):
       return _bucket(saved, layouts[keys[:-3]], keys, x)
     if keys[-2:] == ('layout', 'digest'):
       return layouts[keys[:-2]].digest
-    made = saved[dotted(keys)]
-    if not is_stacked(keys) or len(made) == len(x):
+    made = saved[_paths.dotted(keys)]
+    if not _paths.is_stacked(keys) or len(made) == len(x):
       return made
     is_key = prng.is_key(keys, x)
     return _run(lambda y: regroup(y, len(x), is_key), _near(made, x), x)
@@ -167,11 +153,11 @@ def _bucket(
     saved: Mapping[str, Any], layout: Layout, keys: Keys, like: Any
 ) -> Any:
   """Returns a bucket like `like` from the coefficients of its leaves."""
-  number, owned = bucket_number(layout, keys), is_owned(keys)
-  records = _saved_records(saved[dotted((*keys[:-3], 'layout'))])
+  number, owned = bucket_number(layout, keys), _paths.is_owned(keys)
+  records = _saved_records(saved[_paths.dotted((*keys[:-3], 'layout'))])
   found = {}
   for i in layout.members(number):
-    x = saved.get(dotted((*keys[:-1], *layout.leaves[i].keys)))
+    x = saved.get(_paths.dotted((*keys[:-1], *layout.leaves[i].keys)))
     if x is None:  # owners had no residuals
       return np.zeros(like.shape, like.dtype)
     found[i] = _near(x, like)
@@ -248,11 +234,7 @@ def _placed(x: Any, like: Any) -> Any:
     return x
   if isinstance(like, np.ndarray | np.generic):
     return np.asarray(x)[()] if isinstance(like, np.generic) else np.asarray(x)
-  if like.sharding is None or isinstance(x, jax.Array):
-    return jax.device_put(jnp.asarray(x), like.sharding)
-  return jax.make_array_from_callback(
-      np.shape(x), like.sharding, lambda index: np.asarray(x)[index]
-  )
+  return jnp.asarray(x) if like.sharding is None else put(x, like.sharding)
 
 
 # Comparing --------------------------------------------------------------------
@@ -272,9 +254,9 @@ def _check(
   def differs(kind: str, name: str, old: str, new: str) -> None:
     problems[kind].append(f'{name}: {old} in the checkpoint, {new} here.')
 
-  cut: dict[str, dict[str, Difference]] = {}  # by the layout's and leaf's name
+  cut: dict[str, dict[str, Any]] = {}  # by the layout's and leaf's name
   for root, layout in layouts.items():
-    where = dotted((*root, 'layout'))
+    where = _paths.dotted((*root, 'layout'))
     if where not in saved:
       differs('tree', where, 'nothing', 'a layout')
     former = _saved_records(saved[where]) if where in saved else {}
@@ -292,7 +274,7 @@ def _check(
     stacked = STACKED in name.split('.')
     before, _, rest = name.partition(f'{STACKED}.')
     if (where := f'{before}layout') in cut:
-      if d := cut[where].get(rest.partition('.')[2] or dotted(())):
+      if d := cut[where].get(rest.partition('.')[2] or _paths.dotted(())):
         kind = 'chunks' if d.is_cut_otherwise else 'tree'
         differs(kind, name, d.old, d.new)
     elif _kind(old, stacked) != _kind(new, stacked):

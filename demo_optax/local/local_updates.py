@@ -32,9 +32,8 @@ class OwnState(NamedTuple):
 class LocalUpdatesState(NamedTuple):
   """State of `local_updates`.
 
-  Attributes:
-    global_params: the shared parameters after the last exchange, in the dtype
-      of momentum (float32 for bfloat16); with `drift=True` the workers' mean.
+  `global_params` are those after the last exchange, in the dtype of momentum
+  (float32 for bfloat16); with `drift=True` the mean of the workers'.
   """
 
   count: chex.Array  # int32 [], steps so far
@@ -68,17 +67,15 @@ def local_updates(
   pseudo-gradients :math:`G_i`, and a base optimizer. The published methods
   (`diloco`, `demo_diloco`, `sparse_loco`) are choices of it.
 
-  The training step is written for one worker and decorated with
-  `data_parallel`. Inside, the model has :math:`x_i`, which the optimizer state
-  keeps; outside :math:`s`, for evaluation and checkpoints. Weights loaded
+  Inside a `data_parallel` step the model has :math:`x_i`, which the optimizer
+  state keeps; outside :math:`s`, for evaluation and checkpoints. Weights loaded
   between steps reach all workers. A change inside a step, other than by
   `update`, is lost.
 
   :math:`s` has the same bits on all workers, and so has :math:`x_i` after an
-  exchange. Other steps communicate only their results: the mean of a loss is
-  one number, and losses of the batch's rows stay sharded. A worker skips a
-  step, and keeps its inner state, if its gradient, parameters or inner state
-  would not be finite.
+  exchange. Other steps communicate only their results, such as the mean of a
+  loss. A worker skips a step, and keeps its inner state, if its gradient,
+  parameters or inner state would not be finite.
 
   Args:
     inner: each worker's optimizer.

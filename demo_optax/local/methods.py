@@ -38,7 +38,7 @@ def diloco(
   Args:
     inner: each worker's optimizer; by default AdamW with a learning rate of
       4e-4, decays 0.9 and 0.95 and weight decay 0.1.
-    workers: the workers of the exchange.
+    workers: as in `local_updates`.
     sync_period: as in `local_updates`.
     outer_learning_rate: :math:`\eta`, a number or a schedule of exchanges. 0.7
       is published; with few exchanges less was better.
@@ -72,15 +72,11 @@ def demo_diloco(
   r"""DeMo inside DiLoCo: sends the fast part of each worker's outer momentum.
 
   As `diloco`, with the exchange of `scale_by_demo` for gradients
-  :math:`G_i = s - x_i` and its update :math:`u`. By default only this update
-  moves the parameters,
-
-  .. math::
-    s \leftarrow s - \eta\, u, \qquad x_i \leftarrow s,
-
-  and the momentum :math:`m_i` is an error feedback. `drift=True` is the
-  published method. Each worker adds the update to its momentum and makes a
-  Nesterov step with its difference and momentum,
+  :math:`G_i = s - x_i` and its update :math:`u`. By default
+  :math:`s \leftarrow s - \eta\, u` and :math:`x_i \leftarrow s`, and the
+  momentum :math:`m_i` is an error feedback. `drift=True` is the published
+  method: each worker adds the update to its momentum and makes a Nesterov step
+  with its difference and momentum,
 
   .. math::
     m_i &\leftarrow m_i + u \\
@@ -185,7 +181,6 @@ def _put_back(
   def stacked_update(
       updates: Any, state: DeMoState, params: Any, shared: Any, workers: Workers
   ) -> tuple[Any, DeMoState]:
-    del updates, params
     layout, group = state.layout.layout, workers.group
     numbers = layout.compressed
     flat = jax.tree.leaves(shared)

@@ -12,9 +12,9 @@ import numpy as np
 import optax
 from optax import contrib
 
-from demo_optax import _tree
+from demo_optax import _checks, _tree
 from demo_optax.compressors.compressor import Frozen
-from demo_optax.demo import DeMoState, check_range
+from demo_optax.demo import DeMoState
 from demo_optax.recipes.matrices import matrices, matrix_axes
 from demo_optax.workers import Workers, lift
 
@@ -46,7 +46,7 @@ def scale_to_unit_rms(
       a stack of matrices, scaled one by one. None: every leaf is one matrix.
     min_rms: :math:`\epsilon`; shorter updates stay shorter.
   """
-  check_range('min_rms', min_rms, 0.0, float('inf'))
+  _checks.check_range('min_rms', min_rms, 0.0, float('inf'))
 
   def scale(leaves: list[jax.Array], axes: tuple[int, ...]) -> list[jax.Array]:
     """Scales leaves of one type, by few kernels for all."""
@@ -70,7 +70,6 @@ def scale_to_unit_rms(
   def update_fn(
       updates: chex.ArrayTree, params: chex.ArrayTree | None
   ) -> chex.ArrayTree:
-    del params
     leaves, treedef = jax.tree.flatten(updates)
     dimensions: Iterable[Any] = [None] * len(leaves)
     if weight_dimension_numbers is not None:
@@ -171,7 +170,6 @@ def own_muon(
       state: OwnMuonState,
       params: chex.ArrayTree | None = None,
   ) -> tuple[chex.ArrayTree, Any]:
-    del params
     shardings = jax.tree.map(
         lambda x: jax.typeof(x).sharding, (updates, state)
     )

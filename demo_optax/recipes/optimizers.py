@@ -9,28 +9,13 @@ import jax.numpy as jnp
 import optax
 
 from demo_optax import _checks, _tree, compressors
-from demo_optax.compressors.compressor import (
-  CompressorTree,
-  Frozen,
-  is_function,
-  per_leaf,
-)
-from demo_optax.demo import (
-  check_is_scalar,
-  check_range,
-  resolve_update_values,
-  scale_by_demo,
-)
+from demo_optax.compressors import compressor as per_parameter
+from demo_optax.compressors.compressor import CompressorTree, Frozen
+from demo_optax.demo import resolve_update_values, scale_by_demo
 from demo_optax.exchange.algorithm import ExchangeKind
 from demo_optax.per_worker import per_worker
-from demo_optax.recipes import links
-from demo_optax.recipes.matrices import (
-  DimensionNumbersTree,
-  check_is_no_count,
-  matrices,
-  matrix_axes,
-  tree_of,
-)
+from demo_optax.recipes import links, matrices
+from demo_optax.recipes.matrices import DimensionNumbersTree
 from demo_optax.workers import Workers, inside
 
 # Updates with a gradient were above 1e-4 in all models tried; a residual
@@ -64,7 +49,7 @@ def demo(
   It chains `scale_by_demo`, `optax.scale_by_sign`, `optax.add_decayed_weights`
   and `optax.scale_by_learning_rate`, masked to the exchanged leaves. A step
   that excludes every worker does not change the parameters, not even by weight
-  decay. For other options write that chain.
+  decay. For other options write that chain. `data_parallel` has an example.
 
   Args:
     learning_rate: :math:`\eta_t`, a number or a schedule of the step.
@@ -77,29 +62,12 @@ def demo(
     exchange: as in `scale_by_demo`. Only signs of updates matter:
       `'all_to_all'` and `'auto'` change no bit of the parameters.
 
-  Example:
-    >>> import demo_optax, jax, jax.numpy as jnp, optax
-    >>> workers = demo_optax.Workers.simulated(4)
-    >>> tx = demo_optax.demo(0.1, workers=workers)
-    >>> params = {'w': jnp.ones((8, 8))}
-    >>> @demo_optax.data_parallel(workers)
-    ... def train_step(params, opt_state, x):  # written for one worker
-    ...   loss_fn = lambda params: jnp.mean((x @ params['w']) ** 2)
-    ...   loss, gradients = jax.value_and_grad(loss_fn)(params)
-    ...   updates, opt_state = tx.update(gradients, opt_state, params)
-    ...   return optax.apply_updates(params, updates), opt_state, loss
-    >>> opt_state = tx.init(params)
-    >>> for step in range(60):
-    ...   params, opt_state, loss = train_step(params, opt_state, jnp.eye(8))
-    >>> print(f'{loss:.3f}')
-    0.010
-
   References:
     Peng et al., `DeMo: Decoupled Momentum Optimization
     <https://arxiv.org/abs/2411.19870v1>`_, version 1, Algorithm 1.
   """
   _check_rate('learning_rate', learning_rate)
-  check_range('weight_decay', weight_decay, 0.0, float('inf'))
+  _checks.check_range('weight_decay', weight_decay, 0.0, float('inf'))
   chain = optax.chain(
       links.in_momentum_dtype(),
       scale_by_demo(
@@ -130,7 +98,7 @@ def muon_compressors(
   matrix, and in proportion of smaller ones. Other leaves send `row_topk` of
   every row of up to 192. All send signs with a scale.
   """
-  check_is_no_count(params)
+  matrices.check_is_no_count(params)
   # `dct_topk` would call it `topk`.
   _checks.check_positive('row_topk', row_topk)
   matrix = compressors.dct_topk(64, topk, values='sign')
@@ -142,12 +110,13 @@ def muon_compressors(
     if dimensions is None:
       return other
     # A matrix without gradients would move with others in its chunk.
-    first = min(axis % jnp.ndim(x) for axis in matrix_axes(dimensions))
+    axes = matrices.matrix_axes(dimensions)
+    first = min(axis % jnp.ndim(x) for axis in axes)
     return dataclasses.replace(matrix, batch_dims=first)
 
   leaves, treedef = jax.tree.flatten(params)
-  dimensions = matrices(params, muon_weight_dimension_numbers).values()
-  return treedef.unflatten(map(of, leaves, dimensions))
+  found = matrices.matrices(params, muon_weight_dimension_numbers)
+  return treedef.unflatten(map(of, leaves, found.values()))
 
 
 def demo_muon(
@@ -231,10 +200,12 @@ def demo_muon(
   if adam_learning_rate is None:
     adam_learning_rate = _adam_rate(learning_rate)
   _check_rate('adam_learning_rate', adam_learning_rate)
-  check_range('beta', beta, 0.0, 1.0, open_end=True)
-  check_range('decay', decay, 0.0, 1.0, open_end=True)
-  check_range('weight_decay', weight_decay, 0.0, float('inf'))
-  check_range('adam_weight_decay', adam_weight_decay, 0.0, float('inf'))
+  _checks.check_range('beta', beta, 0.0, 1.0, open_end=True)
+  _checks.check_range('decay', decay, 0.0, 1.0, open_end=True)
+  for name, rate in (
+      ('weight_decay', weight_decay), ('adam_weight_decay', adam_weight_decay)
+  ):
+    _checks.check_range(name, rate, 0.0, float('inf'))
   if mu_dtype is not None and jnp.finfo(mu_dtype).maxexp < 128:
     raise TypeError(
         f'mu_dtype must have the range of float32, got {mu_dtype!r}. Use'
@@ -246,20 +217,21 @@ def demo_muon(
       params: chex.ArrayTree,
   ) -> optax.GradientTransformationExtraArgs:
     """Returns the chain for these parameters, whose names sort the leaves."""
-    found = matrices(params, muon_weight_dimension_numbers)
+    found = matrices.matrices(params, muon_weight_dimension_numbers)
     if compressor is None:
       sent = muon_compressors(
           # A function: of a single leaf the tree may be None, the default.
-          params, muon_weight_dimension_numbers=tree_of(found)
+          params, muon_weight_dimension_numbers=matrices.tree_of(found)
       )
     else:
       # Called once, with all leaves: `scale_by_demo` sees those exchanged.
-      sent = compressor(params) if is_function(compressor) else compressor
-    labels = tree_of({
+      is_function = per_parameter.is_function(compressor)
+      sent = compressor(params) if is_function else compressor
+    labels = matrices.tree_of({
         path: 'frozen' if isinstance(code, Frozen)
         else 'adam' if dimensions is None else 'muon'
         for (path, dimensions), code in zip(
-            found.items(), per_leaf(sent, params)
+            found.items(), per_parameter.per_leaf(sent, params)
         )
     })
 
@@ -282,12 +254,14 @@ def demo_muon(
           optax.scale_by_learning_rate(rate),
       )
 
-    muon = links.own_muon(beta, mu_dtype, tree_of(found), workers)
+    muon = links.own_muon(beta, mu_dtype, matrices.tree_of(found), workers)
     # Adam without a momentum, which would be a third copy of its leaves.
     adam = links.in_wide_arithmetic(optax.scale_by_rms(
         _ADAM_B2, eps=1e-8, eps_in_sqrt=False, bias_correction=True
     ))
-    unit_rms = links.scale_to_unit_rms(tree_of(found), min_rms=_MIN_RMS)
+    unit_rms = links.scale_to_unit_rms(
+        matrices.tree_of(found), min_rms=_MIN_RMS
+    )
     chain = optax.chain(
         links.in_momentum_dtype(),
         per_worker(by_label(muon, optax.identity()), workers=workers),
@@ -362,6 +336,6 @@ def _adam_rate(rate: optax.ScalarOrSchedule) -> optax.ScalarOrSchedule:
 def _check_rate(name: str, rate: optax.ScalarOrSchedule) -> None:
   """Checks a number; arrays and schedules are unknown before the step."""
   if isinstance(rate, jax.Array):
-    check_is_scalar(name, rate)
+    _checks.check_is_scalar(name, rate)
   elif not callable(rate):
-    check_range(name, rate, 0.0, float('inf'))
+    _checks.check_range(name, rate, 0.0, float('inf'))

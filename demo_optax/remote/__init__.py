@@ -16,9 +16,6 @@ def pause(workers: Workers) -> None:
   To be called before an evaluation or a save that the other workers do not make
   at the same step: no round waits for this worker, which would cost the others
   one deadline. Its next step applies the rounds that it missed.
-
-  Args:
-    workers: those of `Workers.remote`.
   """
   from demo_optax.remote import link  # needs ZeroMQ
 

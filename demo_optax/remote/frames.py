@@ -89,17 +89,10 @@ def after(chain: bytes, messages: Sequence[bytes]) -> bytes:
 def tag(text: str, values: bytes, changes: bool) -> bytes:
   """Returns what the messages of a step begin with.
 
-  Args:
-    text: what the step exchanges.
-    values: of its arguments that must be equal on all workers.
-    changes: whether it changes the state that workers share.
+  Digests of what it exchanges and of arguments that must be equal on all
+  workers, and whether it changes the state that workers share.
   """
   return digest(text.encode())[:8] + digest(values)[:7] + bytes([changes])
-
-
-def tag_of(messages: Sequence[bytes]) -> bytes:
-  """Returns the tag of the messages of a list, which is of one step."""
-  return next(message[:CHAIN] for message in messages if message)
 
 
 def changes_state(tag: bytes) -> bool:
@@ -122,18 +115,11 @@ def read_text(text: bytes) -> dict[str, str]:
 
 
 class Keys(NamedTuple):
-  """The CURVE keys in a file, in Z85.
-
-  Attributes:
-    public: of whoever the file is for.
-    secret: of whoever the file is for.
-    others: public keys: the relay's in a worker's file, of each rank in the
-      relay's.
-  """
+  """The CURVE keys in a file, in Z85."""
 
   public: bytes
   secret: bytes
-  others: tuple[bytes, ...]
+  others: tuple[bytes, ...]  # public ones: the relay's, or those of all ranks
 
 
 def write_keys(folder: str, workers: int) -> list[pathlib.Path]:

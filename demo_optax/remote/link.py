@@ -36,34 +36,18 @@ class Behind(Exception):  # noqa: N818
 
 
 class Position(NamedTuple):
-  """Where a worker is in the run, beside its arrays.
+  """Where a worker is in the run, beside its arrays."""
 
-  Attributes:
-    round: the round that it takes part in next.
-    chain: digest of the lists before that; b'' if it has to join, by a state
-      of that round or of a later one.
-    last: the list of the round before.
-    trained: the last round of a training step, -1 before it.
-  """
-
-  round: int = 0
+  round: int = 0  # that it takes part in next
+  # Digest of the lists before that; b'' if it has to join, by a state of that
+  # round or of a later one.
   chain: bytes = b''
-  last: tuple[bytes, ...] = ()
-  trained: int = -1
+  last: tuple[bytes, ...] = ()  # the list of the round before
+  trained: int = -1  # the last round of a training step, -1 before it
 
 
 class Link:
-  """A worker's connection to a relay.
-
-  Attributes:
-    position: where the worker is.
-    open: the round that is open, as far as the worker knows.
-    state_wanted: whether the relay has asked for the shared state.
-    joined: how often the worker has taken the state of another one.
-    parted: how often its state was found not to be that of the others.
-    shared: names and types of the shared arrays, once a step has changed them.
-    while_waiting: called ten times a second while there is no answer.
-  """
+  """A worker's connection to a relay."""
 
   def __init__(self, address: str, rank: int, count: int, keys: str | None):
     if keys is None and not frames.is_loopback(address):
@@ -73,10 +57,12 @@ class Link:
           ' writes.'
       )
     self.position = Position()
-    self.open = -1
-    self.state_wanted = False
-    self.joined = self.parted = 0
-    self.shared = ''
+    self.open = -1  # the round that is open, as far as the worker knows
+    self.state_wanted = False  # whether the relay has asked for the state
+    self.joined = 0  # how often it has taken the state of another one
+    self.parted = 0  # how often its state was not that of the others
+    self.shared = ''  # names and types of the shared arrays, once one changes
+    # Called ten times a second while there is no answer.
     self.while_waiting: Callable[[], None] = lambda: None
     self._address, self._rank, self._count = address, rank, count
     self._keys = None if keys is None else frames.read_keys(keys)
@@ -111,12 +97,10 @@ class Link:
     return socket
 
   def hello(self, text: bytes, digest: bytes, steps: int = 0) -> None:
-    """Takes part; waits until the run has begun. To be called once.
+    """Takes part, once; waits until the run has begun.
 
-    Args:
-      text: what must be the same for all workers.
-      digest: of the shared state that the worker has now.
-      steps: its count of steps. A run begins with the largest one.
+    `text` must be the same for all workers. `digest` and `steps` are of the
+    worker's shared state: a run begins with that of most steps.
     """
     self._text, self._digest, self._steps = text, digest, steps
     self._greet()
@@ -140,18 +124,11 @@ class Link:
     if header.number:
       self.position = Position()
 
-  def exchange(self, body: bytes) -> list[bytes]:
+  def exchange(self, body: bytes | None) -> list[bytes]:
     """Sends a message; returns all of its round, b'' of absent workers.
 
-    Raises `Behind` if the round is too long ago.
+    With None it only receives. Raises `Behind` if the round is too long ago.
     """
-    return self._list(body)
-
-  def listen(self) -> list[bytes]:
-    """Returns the messages of a round without sending one; see `exchange`."""
-    return self._list(None)
-
-  def _list(self, body: bytes | None) -> list[bytes]:
     number = self.position.round
     if body is not None and len(body) > self._largest:
       raise ValueError(

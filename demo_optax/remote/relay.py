@@ -14,6 +14,7 @@ than a round is waited for in the next one, if it was not late often.
 import collections
 import contextlib
 import dataclasses
+import itertools
 import logging
 import pathlib
 import statistics
@@ -70,9 +71,7 @@ class _State:
 class Relay:
   """A relay of one run; `serve` runs it.
 
-  Attributes:
-    address: where it listens, with the port that it was given.
-    round: the round that is open.
+  It listens at `address`, with the port that it was given. `round` is open.
   """
 
   def __init__(
@@ -121,52 +120,51 @@ class Relay:
     ):
       self._socket.set(option, value)
     self._socket.bind(address)
-    self.address = str(
-        self._socket.get_string(zmq.LAST_ENDPOINT)
-    )
+    self.address = str(self._socket.get_string(zmq.LAST_ENDPOINT))
     self._folder = tempfile.TemporaryDirectory(prefix='demo-relay-')
     self._disk = pathlib.Path(self._folder.name)
-    # The run. Until `_text` is known there is no run, and until `_opened` it
-    # waits for workers to say hello.
-    self.round, self._chain = 0, b''
-    self._text: bytes | None = None
-    self._opened = False
-    self._members: dict[int, _Member] = {}
-    self._bodies: dict[int, bytes] = {}
-    self._began = 0.0  # when the first message, or hello, came
-    self._listening: dict[int, bytes] = {}  # rank: identity
-    self._awaited: set[int] = set()
-    self._missed: collections.Counter[int] = collections.Counter()
-    self._not_before: dict[int, int] = {}  # the round from which one is awaited
     self._lists: dict[int, tuple[bytes, list[int]]] = {}  # chain before, sizes
     # The last list, or part of a state, that a worker got: by rank, its
     # connection, the round, and the number of the part, -1 for a list.
     self._sent: dict[int, tuple[bytes, int, int]] = {}
-    self._joining: dict[int, float] = {}  # rank: when it was heard last
-    self._state: _State | None = None
-    self._last_seen = 0.0
-    self._closed = 0.0  # when the last round was
+    self.round, self._chain = 0, b''
+    self._began = 0.0  # when the first message, or hello, came
+    self._last_seen = self._closed = 0.0  # when a message, the last round was
     self._seconds: collections.deque[float] = collections.deque(maxlen=100)
     self._took_part: collections.Counter[int] = collections.Counter()
     self._complained = 0.0
+    self._forget()
+
+  def _forget(self) -> None:
+    """Ends a run: its workers must say hello again."""
+    # Until `_text` is known there is no run, and until `_opened` it waits for
+    # workers to say hello.
+    self._text: bytes | None = None
+    self._opened = False
+    self._state: _State | None = None
+    self._members: dict[int, _Member] = {}
+    self._bodies: dict[int, bytes] = {}
+    self._listening: dict[int, bytes] = {}  # rank: identity
+    self._joining: dict[int, float] = {}  # rank: when it was heard last
+    self._awaited: set[int] = set()
+    self._missed: collections.Counter[int] = collections.Counter()
+    self._not_before: dict[int, int] = {}  # the round from which one is awaited
+    for number in list(self._lists):
+      self._drop(number)
 
   def _require(self, keys: frames.Keys) -> None:
     """Lets nobody in but the workers whose keys are known."""
     self._ranks = {key.decode(): n for n, key in enumerate(keys.others)}
-    ranks = self._ranks
-
-    class Known:
-
-      def callback(self, domain: str, key: bytes) -> bool:
-        del domain
-        return key.decode('ascii', 'replace') in ranks
-
     self._auth = zmq.auth.thread.ThreadAuthenticator(self._context)
     self._auth.start()
-    self._auth.configure_curve_callback('*', Known())
+    self._auth.configure_curve_callback('*', self)
     self._socket.set(zmq.CURVE_SERVER, 1)
     self._socket.set(zmq.CURVE_PUBLICKEY, keys.public)
     self._socket.set(zmq.CURVE_SECRETKEY, keys.secret)
+
+  def callback(self, domain: str, key: bytes) -> bool:
+    """Returns whether this is a worker's key: ZeroMQ asks."""
+    return key.decode('ascii', 'replace') in self._ranks
 
   def serve(self, should_stop: Any = lambda: False) -> None:
     """Serves until `should_stop()` is true, asked ten times a second."""
@@ -265,16 +263,6 @@ class Relay:
                  f' {rank}. Give every worker a rank, and start one again'
                  f' {_SECONDS:g} s after it has ended.')
 
-  def _forget(self) -> None:
-    """Ends a run: its workers must say hello again."""
-    self._text, self._opened, self._state = None, False, None
-    self._members, self._bodies, self._joining = {}, {}, {}
-    self._listening, self._awaited = {}, set()
-    self._missed.clear()
-    self._not_before.clear()
-    for number in list(self._lists):
-      self._drop(number)
-
   def _open(self) -> None:
     """Begins the run, or continues one of another relay."""
     chosen = max(
@@ -287,15 +275,12 @@ class Relay:
       _LOG.warning(
           'states of %s steps: that of worker %d is taken',
           [m.steps for _, m in sorted(self._members.items())], chosen)
-    for member in self._members.values():
-      # The list that some may not have received.
-      if member.round == self.round - 1:
-        for other in self._members.values():
-          if other.round == self.round and other.chain == self._chain == (
-              frames.after(member.chain, other.last)
-          ):
-            self._keep(self.round - 1, member.chain, other.last)
-            break
+    for m, other in itertools.product(self._members.values(), repeat=2):
+      # A list that the one may not have received, and the other has.
+      if m.round == self.round - 1 == other.round - 1 and (
+          other.chain == self._chain == frames.after(m.chain, other.last)
+      ):
+        self._keep(m.round, m.chain, other.last)
     self._opened, self._awaited = True, set(self._members)
     self._began, self._last_seen, self._closed = 0.0, time.monotonic(), 0.0
     _LOG.info('round %d, %d workers', self.round, len(self._members))
@@ -339,7 +324,6 @@ class Relay:
       self._joining.pop(rank, None)
 
   def _listen(self, identity: bytes, header: Header, body: bytes) -> None:
-    del body
     rank = header.rank
     if not self._opened:
       return
@@ -359,7 +343,6 @@ class Relay:
       self._send(identity, Header(frames.GONE, rank, self.round))
 
   def _pause(self, identity: bytes, header: Header, body: bytes) -> None:
-    del identity, body
     if header.rank not in self._bodies:
       self._awaited.discard(header.rank)
 
@@ -525,7 +508,6 @@ class Relay:
         frames.PUSH, header.rank, header.round, state.next))
 
   def _pull(self, identity: bytes, header: Header, body: bytes) -> None:
-    del body
     self._joining[header.rank] = time.monotonic()
     state, part, number = self._state, b'', header.number
     if state and state.complete and state.round < header.round:

@@ -25,6 +25,7 @@ from demo_optax.numerics import prng
 from demo_optax.step import nnx as modules
 from demo_optax.workers import Workers, inside
 from demo_optax.workers.inside import OwnParam
+from demo_optax.workers.value import put
 
 Params = frozenset[tuple[Keys, tuple[int, ...]]]  # paths and shapes
 _REMEDY = (
@@ -49,7 +50,7 @@ class Options:
     return axis.get(argument, 0) if isinstance(axis, Mapping) else axis
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Array:
   """One array of a call."""
 
@@ -84,44 +85,37 @@ class Static:
   value: Any
 
 
-def rebuild(
-    treedef: Any,
-    fixed: Sequence[Fixed | None],
-    arrays: Sequence[Any],
-    **sources: Sequence[Any],
-) -> Any:
-  """Returns a tree with arrays where `fixed` is None."""
-  rest = iter(arrays)
-  return treedef.unflatten([
-      next(rest) if f is None
-      else f.value if f.source == 'constant'
-      else sources[f.source][f.value]
-      for f in fixed
-  ])
+class Form(NamedTuple):
+  """What a step is given or returns, without its arrays.
 
+  Its arrays are those of the tree, then those of its NNX objects.
+  """
 
-class Opened(NamedTuple):
-  """A call, taken apart: all of it that is needed if it is not the first."""
-
-  treedef: Any
-  fixed: list[Fixed | None]
-  objects: list[Any]
-  structure: Any
-  arrays: list[Any]
+  treedef: Any  # NNX objects are leaves
+  fixed: tuple[Fixed | None, ...]  # what each leaf is, or None for an array
+  objects: Any  # the structure of the NNX objects: see `nnx.split`
 
   @property
-  def key(self) -> Any:
-    """What equal calls have in common, within one `treedef`."""
-    shapes = tuple(
-        (x.shape, x.dtype) if isinstance(x, jax.Array)
-        else (np.shape(x), jax.dtypes.result_type(x))
-        for x in self.arrays
-    )
-    return tuple(self.fixed), self.structure, shapes
+  def size(self) -> int:
+    """Number of arrays that are not of NNX objects."""
+    return self.fixed.count(None)
+
+  def merge(self, arrays: Sequence[Any], inner: bool) -> tuple[Any, list[Any]]:
+    """Returns the tree with these arrays, and its NNX objects: `nnx.merge`."""
+    variables, rest = arrays[self.size :], iter(arrays)
+    objects = modules.merge(self.objects, variables, inner)
+    sources = {'object': objects, 'variable': variables}
+    return self.treedef.unflatten([
+        next(rest) if f is None
+        else f.value if f.source == 'constant' else sources[f.source][f.value]
+        for f in self.fixed
+    ]), objects
 
 
-def open_call(flat: Sequence[Any], treedef: Any, numbers: list[bool]) -> Opened:
-  """Takes a call apart into arrays, NNX objects and constants."""
+def open_call(
+    flat: Sequence[Any], treedef: Any, numbers: list[bool]
+) -> tuple[Form, list[Any], list[Any]]:
+  """Takes a call apart: its form, NNX objects and arrays."""
   fixed: list[Fixed | None] = []
   arrays: list[Any] = []
   objects: dict[int, Any] = {}
@@ -135,18 +129,17 @@ def open_call(flat: Sequence[Any], treedef: Any, numbers: list[bool]) -> Opened:
     else:
       x = x.value if isinstance(x, Static) else x
       fixed.append(Fixed('constant', x, type(x)))
-  leaves, structure = modules.split([*objects.values()])
-  return Opened(treedef, fixed, [*objects.values()], structure, arrays + leaves)
+  variables, structure = modules.split([*objects.values()])
+  form = Form(treedef, tuple(fixed), structure)
+  return form, [*objects.values()], arrays + variables
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-  """What is decided about a call."""
+  """What is decided about a call: its arguments and keyword arguments."""
 
-  treedef: Any  # of arguments and keyword arguments, NNX objects as leaves
-  fixed: list[Fixed | None]  # what each leaf is, or None for an array
-  structure: Any  # of the NNX objects: see `nnx.split`
-  arrays: list[Array]  # those of the arguments, then those of NNX objects
+  form: Form
+  arrays: list[Array]
   rows: int | None  # length of one worker's batch; None if nothing is cut
   # Structures of the shared arguments, each with the number of its first array;
   # what is returned with the same structure is the argument's next value.
@@ -161,16 +154,7 @@ class Call:
   @property
   def variables(self) -> list[Array]:
     """The arrays of NNX objects."""
-    return self.arrays[self.fixed.count(None) :]
-
-  def merge(self, arrays: Sequence[Any]) -> tuple[Any, Any, list[Any]]:
-    """Returns the step's arguments and NNX objects, made of these arrays."""
-    number = self.fixed.count(None)
-    objects = modules.merge(self.structure, arrays[number:], inner=True)
-    args, kwargs = rebuild(
-        self.treedef, self.fixed, arrays[:number], object=objects
-    )
-    return args, kwargs, objects
+    return self.arrays[self.form.size :]
 
 
 class Argument(NamedTuple):
@@ -189,15 +173,17 @@ def analyse(
     workers: Workers,
     o: Options,
     named: Iterable[tuple[str, Any]],
-    opened: Opened,
+    form: Form,
+    objects: Sequence[Any],
+    shapes: Sequence[tuple[tuple[int, ...], Any]],
 ) -> Call:
   """Decides about every array of a call of `step`.
 
-  `named` are its arguments, in the order in which JAX flattens a call; `opened`
-  are the same, taken apart.
+  `named` are its arguments, in the order in which JAX flattens a call; the rest
+  are the same, from `open_call`, with the shapes and dtypes of the arrays.
   """
   arguments: list[Argument] = []
-  fixed, arrays = iter(opened.fixed), iter(opened.arrays)
+  fixed, types = iter(form.fixed), (jax.ShapeDtypeStruct(*x) for x in shapes)
   for name, value in named:
     flat, treedef = jax.tree_util.tree_flatten_with_path(
         value, is_leaf=modules.is_object
@@ -205,80 +191,92 @@ def analyse(
     kinds = modules.leaf_kinds(value)
     value = value.value if isinstance(value, Static) else value
     found = list(itertools.islice(fixed, len(flat)))
-    keys = [path_keys(path) for path, _ in flat]
-    holds_state = modules.holds_state(value) or any(
-        is_stacked(k) for k, f in zip(keys, found) if f is None
-    )
     own = [
         Array(
-            name + jax.tree_util.keystr(path), (name, *k),
-            type_of(next(arrays)), kind, name in o.donated, holds_state,
+            name + jax.tree_util.keystr(path), (name, *path_keys(path)),
+            next(types), kind, name in o.donated,
         )
-        for (path, _), k, kind, f in zip(flat, keys, kinds, found) if f is None
+        for (path, _), kind, f in zip(flat, kinds, found) if f is None
     ]
-    structure = treedef, tuple(f is None for f in found)
-    objects = [f.value for f in found if f and f.source == 'object']
+    holds_state = modules.holds_state(value) or any(
+        is_stacked(x.keys[1:]) for x in own
+    )
+    parts = iter(x.shape[is_stacked(x.keys[1:]) :] for x in own)
+    structure = structure_of(
+        treedef, [next(parts) if f is None else None for f in found]
+    )
+    inner = [f.value for f in found if f and f.source == 'object']
     arguments.append(
-        Argument(name, value, own, structure, holds_state, objects)
+        Argument(name, value, own, structure, holds_state, inner)
     )
 
-  decided: list[Array] = []
+  arrays: list[Array] = []
   states = []
   for a, is_shared in zip(arguments, _shared(step, o, arguments)):
-    roles = [_role(x, is_shared, o) for x in a.arrays]
-    if is_shared or {*roles} == {'key'}:
-      shapes = [x.shape[is_stacked(x.keys[1:]) :] for x in a.arrays]
-      states.append((structure_of(a.structure, shapes), len(decided)))
-    decided += [
-        dataclasses.replace(
-            x, role=role, axis=o.axis_of(a.name) if role == 'batch' else 0
-        )
-        for x, role in zip(a.arrays, roles)
-    ]
+    for x in a.arrays:
+      x.role, x.in_state = _role(x, is_shared, o), a.holds_state
+      if x.role == 'batch':
+        x.axis = o.axis_of(a.name)
+    if is_shared or {x.role for x in a.arrays} == {'key'}:
+      states.append((a.structure, len(arrays)))
+    arrays += a.arrays
   donated = {n: a.name in o.donated for a in arguments for n in a.objects}
-  for (k, kind), x in zip(modules.variables(opened.objects), arrays):
-    variable = Array(modules.keystr(k), k, type_of(x), kind, donated[k[0]])
-    role = _role(variable, True, o)
-    kind = kind or ('stream' if role == 'key' else 'state')
-    decided.append(dataclasses.replace(variable, role=role, kind=kind))
+  for (k, kind), of in zip(modules.variables(objects), types):
+    variable = Array(modules.keystr(k), k, of, kind, donated[k[0]])
+    variable.role = _role(variable, True, o)
+    variable.kind = kind or ('stream' if variable.role == 'key' else 'state')
+    arrays.append(variable)
   for path in o.keys or ():
-    if not any(x.role == 'key' and _is_within(path, x.keys) for x in decided):
+    if not any(x.role == 'key' and _is_within(path, x.keys) for x in arrays):
       raise ValueError(
           f'keys must be paths of random keys, got {path!r}. The arguments'
           f' of {step} are {", ".join(a.name for a in arguments)}.'
       )
   if workers.mesh is not None:
-    decided = [
-        dataclasses.replace(a, sharding=(
-            workers.sharding(a.keys, a.shape) if a.role != 'batch'
-            else NamedSharding(
-                workers.mesh, P(*(None,) * a.axis, workers.spmd_axis_name)
-            )
-        ))
-        for a in decided
-    ]
-  return Call(
-      opened.treedef,
-      opened.fixed,
-      opened.structure,
-      decided,
-      _rows(step, workers, o, arguments, decided),
-      states,
-      inside.own_params([x.keys for x in decided]),
-  )
+    for x in arrays:
+      x.sharding = workers.sharding(x.keys, x.shape)
+      if x.role == 'batch':
+        spec = P(*(None,) * x.axis, workers.spmd_axis_name)
+        x.sharding = NamedSharding(workers.mesh, spec)
+  rows = _rows(step, workers, o, arguments, arrays)
+  own_params = inside.own_params([x.keys for x in arrays])
+  return Call(form, arrays, rows, states, own_params)
 
 
-def type_of(x: Any) -> jax.ShapeDtypeStruct:
-  """Returns the shape and dtype that an array has in a program."""
-  return jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x))
+def place(workers: Workers, x: Any, a: Array) -> Any:
+  """Puts an argument's array where it belongs, unless it is on the mesh."""
+  if a.in_state and type(x) is int:
+    # A count of 0 in a state gets the dtype of those that a step returns, or
+    # the step would be compiled for both.
+    x = np.asarray(x, a.type.dtype)
+  target = a.sharding
+  if target is None or isinstance(x, jax.core.Tracer):
+    return x
+  there = getattr(getattr(x, 'sharding', None), 'mesh', None) == workers.mesh
+  if there and (
+      a.role != 'stacked' or x.sharding.is_equivalent_to(target, x.ndim)
+  ):
+    if not workers.is_explicit:
+      return x
+    # Where types have specs, P() and P(None) are two, and results of a step
+    # have the longer one: it would be compiled for both.
+    spec = x.sharding.spec
+    full = P(*spec, *(None,) * (x.ndim - len(spec)))
+    target = NamedSharding(target.mesh, full)
+    if x.sharding == target:
+      return x
+  return put(x, target)
 
 
-def structure_of(structure: Any, shapes: list[tuple[int, ...]]) -> Any:
-  """Returns what a shared argument and its next value have in common."""
-  _, are_arrays = structure
-  if not shapes or (len(are_arrays) == 1 and shapes == [()]):
-    return None  # nothing to keep equal; any loss looks like a lone scalar
-  return structure, shapes
+def structure_of(treedef: Any, shapes: Sequence[tuple[int, ...] | None]) -> Any:
+  """Returns what a shared argument and its next value have in common.
+
+  `shapes` are those of its leaves, None of what is no array. Returns None if
+  there is nothing to keep equal; any loss looks like a lone scalar.
+  """
+  if {*shapes} <= {None} or [*shapes] == [()]:
+    return None
+  return treedef, tuple(shapes)
 
 
 def _shared(step: str, o: Options, arguments: list[Argument]) -> list[bool]:
@@ -313,17 +311,16 @@ def _shared(step: str, o: Options, arguments: list[Argument]) -> list[bool]:
 
 def _holds(argument: Argument, params: Params) -> bool:
   """Returns whether an argument is such parameters, or has them in a part."""
-  found = {(x.keys[1:], x.shape) for x in argument.arrays}
-  if not params or params <= found:
-    return bool(params)
-  some, _ = min(params, key=str)
-  if not some:  # a lone array: could be any
+  if not params:
     return False
-  parts = {
-      k[: -len(some)] for k, _ in found if k[len(k) - len(some) :] == some
+  found = {(x.keys[1:], x.shape) for x in argument.arrays}
+  some, _ = min(params, key=str)
+  parts = {  # of a lone array, which could be any, only the whole
+      k[: -len(some)] for k, _ in found if some and k[-len(some) :] == some
   }
   return any(
-      {((*part, *k), shape) for k, shape in params} <= found for part in parts
+      {((*part, *k), shape) for k, shape in params} <= found
+      for part in {*parts, ()}
   )
 
 

@@ -1,24 +1,25 @@
 """Runs one worker's training step for all workers."""
 
-import dataclasses
+import contextlib
 import functools
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend import core
 from jax.sharding import PartitionSpec as P
 
 from demo_optax import _checks
 from demo_optax._paths import dotted
 from demo_optax.exchange.algorithm import traced_configs
 from demo_optax.numerics import prng
-from demo_optax.step import agreement, placement, programs, results
+from demo_optax.step import agreement, programs, results
 from demo_optax.step import call as calls
 from demo_optax.step import nnx as modules
 from demo_optax.step.call import Call, Options
@@ -43,9 +44,8 @@ def data_parallel(
 
   A drop-in for `jax.jit` and `nnx.jit` on a training step. The batch is cut
   over the workers along its first axis; everything else is shared. The step
-  computes one worker's loss and gradient from one worker's rows. Its optimizer
-  contains `scale_by_demo`, which exchanges. What the step sees, and what
-  becomes of its results:
+  computes one worker's loss and gradient, and its optimizer exchanges. What the
+  step sees, and what becomes of its results:
 
   ============================  ================================================
   argument                      in the step
@@ -82,8 +82,8 @@ def data_parallel(
   dataclass or a state of an exchange, or a tree with the structure of such a
   state's parameters. `batch_argnums` overrides it.
 
-  On a mesh, arguments are put where they belong at the first call. Several
-  processes give the same NumPy batch each, or a global `jax.Array`
+  On a mesh, arguments are put where they belong. Several processes give the
+  same NumPy batch each, or a global `jax.Array`
   (`jax.make_array_from_process_local_data`).
 
   Args:
@@ -146,11 +146,7 @@ def data_parallel(
 
 
 class DataParallelStep:
-  """A step that `data_parallel` has decorated; called like the step itself.
-
-  Attributes:
-    workers: the workers that it runs for.
-  """
+  """A step that `data_parallel` has decorated; called like the step itself."""
 
   def __init__(
       self,
@@ -164,10 +160,7 @@ class DataParallelStep:
   ):
     functools.update_wrapper(self, step)
     self.workers, self._step = workers, step
-    try:
-      parameters = inspect.signature(step).parameters
-    except (TypeError, ValueError):  # some builtins have none
-      parameters = inspect.signature(lambda *_, **__: None).parameters
+    parameters = inspect.signature(step).parameters
     self._names = [
         name for name, p in parameters.items()
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
@@ -183,9 +176,10 @@ class DataParallelStep:
         axis,
     )
     listed((), axis if isinstance(axis, Mapping) else ())  # raises
-    # By the structure of the arguments: what `traces_numbers` says of it, and
-    # the calls and their programs by all else that is static.
-    self._known: dict[Any, tuple[list[bool], dict[Any, Any]]] = {}
+    # What `traces_numbers` says, by the structure of the arguments; calls and
+    # their programs, by all that is static.
+    self._numbers: dict[Any, list[bool]] = {}
+    self._known: dict[Any, tuple[Call, Any]] = {}
     self._has_run = False
 
   def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -199,7 +193,7 @@ class DataParallelStep:
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
     """Runs the step; see `data_parallel`."""
     with modules.in_transform():
-      opened, call, program = self._open(args, kwargs)
+      call, program, arrays = self._open(args, kwargs)
       # Once: later on, processes may differ in flags that are compiled for.
       is_first = not self._has_run and jax.process_count() > 1
       if is_first:
@@ -209,14 +203,15 @@ class DataParallelStep:
                 for a in call.arrays
             )
         })
-      arrays = self._put(call, opened.arrays)
+      arrays = self._put(call, arrays)
       if is_first:
         with traced_configs() as configs:
           program.trace(*arrays)
         agreement.check(self.workers, agreement.describe(configs))
       self._has_run = True
       values, returned = program(*arrays)
-      return returned.update(opened.objects, values)
+      tree, _ = returned.form.merge(values, inner=False)
+      return tree
 
   def lower(self, *args: Any, **kwargs: Any) -> Any:
     """Lowers the step, as `jax.jit(step).lower` does.
@@ -229,56 +224,43 @@ class DataParallelStep:
           ' step is several. Lower it with Workers.simulated.'
       )
     with modules.in_transform():
-      opened, call, program = self._open(args, kwargs)
-      return program.lower(*self._put(call, opened.arrays))
-
-  def _put(self, call: Call, arrays: list[Any]) -> list[Any]:
-    # A count of 0 in a state gets the dtype of those that a step returns, or
-    # the step would be compiled for both.
-    return [
-        placement.put(
-            self.workers,
-            np.asarray(x, jax.dtypes.result_type(x))
-            if a.in_state and type(x) is int else x,
-            a.role,
-            a.sharding,
-        )
-        for x, a in zip(arrays, call.arrays)
-    ]
+      call, program, arrays = self._open(args, kwargs)
+      return program.lower(*self._put(call, arrays))
 
   def _open(
       self, args: tuple[Any, ...], kwargs: dict[str, Any]
-  ) -> tuple[calls.Opened, Call, Any]:
-    """Returns a call's arrays, what is decided about it, and its program."""
-
-    def seen(name: str, x: Any) -> tuple[str, Any]:
-      return name, calls.Static(x) if name in self._options.static else x
-
-    given = [seen(_name_of(i, self._names), x) for i, x in enumerate(args)]
-    named = [seen(name, kwargs[name]) for name in sorted(kwargs)]
-    args, kwargs = tuple(x for _, x in given), dict(named)
-    flat, treedef = jax.tree.flatten((args, kwargs), is_leaf=modules.is_object)
+  ) -> tuple[Call, Any, list[Any]]:
+    """Returns what is decided about a call, its program, and its arrays."""
+    named = [
+        (name, calls.Static(x) if name in self._options.static else x)
+        for name, x in (
+            *((_name_of(i, self._names), x) for i, x in enumerate(args)),
+            *sorted(kwargs.items()),
+        )
+    ]
+    tree = tuple(x for _, x in named[: len(args)]), dict(named[len(args) :])
+    flat, treedef = jax.tree.flatten(tree, is_leaf=modules.is_object)
     try:
-      if treedef not in self._known:
-        numbers = modules.traces_numbers((args, kwargs))
-        self._known[treedef] = numbers, {}
-      numbers, known = self._known[treedef]
-      opened = calls.open_call(flat, treedef, numbers)
-      key = opened.key
-      found = known.get(key)
+      if treedef not in self._numbers:
+        self._numbers[treedef] = modules.traces_numbers(tree)
+      form, objects, arrays = calls.open_call(
+          flat, treedef, self._numbers[treedef]
+      )
+      key = form, tuple(map(_form_of, arrays))
+      found = self._known.get(key)
     except TypeError as error:
       raise TypeError(
           f'{self!r} compiles for what is not an array among its arguments,'
           f' and so needs it hashable: {error}'
       ) from error
     if found is None:
-      attributes = modules.attributes(opened.objects).values()
-      _check_no_multi_steps((args, kwargs, [*attributes]))
+      attributes = modules.attributes(objects).values()
+      _check_no_multi_steps((tree, [*attributes]))
       call = calls.analyse(
-          repr(self), self.workers, self._options, [*given, *named], opened
+          repr(self), self.workers, self._options, named, form, objects, key[1]
       )
-      found = known[key] = call, self._program(call)
-      if sum(len(x) for _, x in self._known.values()) == _MANY_PROGRAMS:
+      found = self._known[key] = call, self._program(call)
+      if len(self._known) == _MANY_PROGRAMS:
         warnings.warn(
             f'{self!r} has compiled {_MANY_PROGRAMS} programs. It compiles for'
             ' every new shape, and for every new value of what is not an array'
@@ -286,7 +268,12 @@ class DataParallelStep:
             ' object, such as self of a method, by its identity.',
             stacklevel=4,
         )
-    return opened, *found
+    return *found, arrays
+
+  def _put(self, call: Call, arrays: list[Any]) -> list[Any]:
+    return [
+        calls.place(self.workers, x, a) for x, a in zip(arrays, call.arrays)
+    ]
 
   def _program(self, call: Call) -> Any:
 
@@ -333,21 +320,13 @@ class DataParallelStep:
       found, returned = self._run_on_devices(call, arrays)
     else:
       found, returned = self._run_mapped(call, [
-          placement.split(workers, x) if a.role == 'batch' else x
+          lift.split_rows(workers, x) if a.role == 'batch' else x
           for x, a in zip(arrays, call.arrays)
       ], workers.spmd_axis_name)
-      found = [
-          dataclasses.replace(r, value=placement.join(workers, r.value))
-          if r.is_rows else r
-          for r in found
-      ]
-    return [
-        placement.hold(
-            workers, r.keys, r.role,
-            jnp.moveaxis(r.value, 0, call.axis) if r.is_rows else r.value,
-        )
-        for r in found
-    ], returned
+      for r in found:
+        if r.is_rows:
+          r.value = lift.join_rows(workers, r.value)
+    return [results.hold(workers, r, call.axis) for r in found], returned
 
   def _run_mapped(
       self, call: Call, arrays: list[Any], spmd_axis_name: str | None
@@ -356,9 +335,13 @@ class DataParallelStep:
 
     def one_workers_step(arrays: list[Any]) -> Any:
       index = jax.lax.axis_index(WORKER_AXIS)
-      inside.take_is_nested()
-      found, returned = self._results(call, index, arrays)
-      found = self._inspected(call, arrays, found)
+      closed, like = jax.make_jaxpr(
+          functools.partial(self._results, call, index), return_shape=True
+      )(arrays)
+      build = jax.tree.structure(like).unflatten
+      with _explained(self.workers):
+        found, returned = build(core.jaxpr_as_fun(closed)(*arrays))
+      self._inspect(call, closed.jaxpr, found, build(closed.jaxpr.outvars)[0])
       workers = self.workers
       if workers.relay is not None:
         workers = Workers.simulated(workers.count)
@@ -436,37 +419,26 @@ class DataParallelStep:
     ]
     with inside.tracing(group=group):
       found, returned = self._results(call, index, own)
-      found = inside.settle([
-          dataclasses.replace(e, value=r.value, old=r.old)
-          for r, e in zip(found, expected)
-      ], group, call.rows, call.axis)
-    return [
-        dataclasses.replace(r, value=r.value[None])
-        if r.role == 'stacked' else r
-        for r in found
-    ], returned
+      for r, e in zip(found, expected):
+        r.role, r.differs, r.apart = e.role, e.differs, e.apart
+      found = inside.settle(found, group, call.rows, call.axis)
+    for r in found:
+      if r.role == 'stacked':
+        r.value = r.value[None]
+    return found, returned
 
-  def _inspected(
-      self, call: Call, arrays: list[Any], found: list[Result]
-  ) -> list[Result]:
-    """Checks what only the program shows, where there is something to check.
+  def _inspect(
+      self,
+      call: Call,
+      jaxpr: core.Jaxpr,
+      found: list[Result],
+      variables: list[Result],
+  ) -> None:
+    """Checks what only the program shows, with `variables` as results.
 
     A metric to which the step does not add must be equal on all workers.
     """
-    added = [j for j, r in enumerate(found) if r.role == 'added']
-    is_nested = inside.take_is_nested() and self._options.axis is None
-    if not added and not is_nested:
-      return found
-
-    def values(arrays: list[Any]) -> list[Any]:
-      index = jax.lax.axis_index(WORKER_AXIS)
-      return [
-          jnp.asarray(r.value) for r in self._results(call, index, arrays)[0]
-      ]
-
-    with inside.tracing(inspects=True):
-      jaxpr = jax.make_jaxpr(values)(arrays).jaxpr
-    if is_nested:
+    if self._options.axis is None:
       batches = {
           v: a for v, a in zip(jaxpr.invars, call.arrays) if a.role == 'batch'
       }
@@ -478,12 +450,11 @@ class DataParallelStep:
             ' demo_optax.data_parallel(workers, batch_axis=1), or batch_axis=0'
             ' if every row is a step.'
         )
-    for j in added:
-      r = found[j]
-      (number,) = (i for i, x in enumerate(arrays) if x is r.old)
-      if not programs.adds(jaxpr, jaxpr.invars[number], jaxpr.outvars[j]):
-        found[j] = dataclasses.replace(r, role='state', old=None)
-    return found
+    for r, v in zip(found, variables):
+      if r.role == 'added' and r.at is not None and not (
+          programs.adds(jaxpr, jaxpr.invars[r.at], v.value)
+      ):
+        r.role = 'state'
 
   def _results(
       self, call: Call, index: jax.Array, arrays: Sequence[Any]
@@ -496,18 +467,24 @@ class DataParallelStep:
     ]
     if call.own_params:
       inside.enter(call.own_params, own)
-    args, kwargs, objects = call.merge(own)
-    try:
+    (args, kwargs), objects = call.form.merge(own, inner=True)
+    with _explained(self.workers):
       returned = self._step(*args, **kwargs)
-    except Exception as error:
-      if (remedy := _remedy(error, self.workers)) is None:
-        raise
-      raise ValueError(remedy) from error
     return results.collect(call, returned, objects, arrays, own)
 
 
+@contextlib.contextmanager
+def _explained(workers: Workers) -> Iterator[None]:
+  """Raises errors of JAX and Flax in a step with what to do about them."""
+  try:
+    yield
+  except Exception as error:
+    if (remedy := _remedy(error, workers)) is None:
+      raise
+    raise ValueError(remedy) from error
+
+
 def _remedy(error: Exception, workers: Workers) -> str | None:
-  """Returns what to do about an error of JAX or Flax in a step, if known."""
   text = str(error)
   if isinstance(error, NameError) and 'unbound axis name' in text:
     return (
@@ -542,6 +519,12 @@ def _as_tuple(x: Any) -> tuple[Any, ...]:
   return (x,) if isinstance(x, int | str) else tuple(x)
 
 
+def _form_of(x: Any) -> Any:
+  if isinstance(x, jax.Array):
+    return x.shape, x.dtype
+  return np.shape(x), jax.dtypes.result_type(x)
+
+
 def _name_of(position: int, names: Sequence[str]) -> str:
   """Returns the name of a positional argument."""
   return names[position] if position < len(names) else f'argument {position}'
@@ -559,21 +542,23 @@ def _listed(
     argnames: Any,
 ) -> frozenset[str]:
   """Returns the names of the arguments that two options of a step list."""
+  parameter = inspect.Parameter
   kinds = {p.kind for p in parameters.values()}
-  has_defaults = any(parameters[n].default is not inspect.Parameter.empty
-                     for n in names)
+  has_defaults = any(
+      parameters[n].default is not parameter.empty for n in names
+  )
   found = set()
   for x in (*_as_tuple(argnums), *_as_tuple(argnames)):
-    if isinstance(x, str):
-      is_known = x in parameters or inspect.Parameter.VAR_KEYWORD in kinds
-    else:
-      has_more = inspect.Parameter.VAR_POSITIONAL in kinds
-      is_known = -len(names) <= x < len(names) or has_more
-      if x < 0 and (has_more or has_defaults):
-        raise ValueError(
-            f'Positions must be counted from the first argument, got {x}:'
-            f' {step} may have fewer or more of them. Give the name.'
-        )
+    is_name = isinstance(x, str)
+    more = parameter.VAR_KEYWORD if is_name else parameter.VAR_POSITIONAL
+    is_known = more in kinds or (
+        x in parameters if is_name else -len(names) <= x < len(names)
+    )
+    if not is_name and x < 0 and (more in kinds or has_defaults):
+      raise ValueError(
+          f'Positions must be counted from the first argument, got {x}:'
+          f' {step} may have fewer or more of them. Give the name.'
+      )
     if not is_known:
       raise ValueError(
           f'data_parallel must be given arguments of the step, got {x!r}, but'

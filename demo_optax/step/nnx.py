@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from demo_optax._paths import Keys, dotted, path_keys
+from demo_optax._paths import Keys, dotted, leaves_of
 from demo_optax.numerics import prng
 
 
@@ -60,10 +60,9 @@ def param_specs(
       )
     return linen.logical_to_mesh_axes(x.names, rules)
 
-  def is_box(x: Any) -> bool:
-    return isinstance(x, linen.Partitioned)
-
-  return jax.tree.map(spec, model, is_leaf=is_box)
+  return jax.tree.map(
+      spec, model, is_leaf=lambda x: isinstance(x, linen.Partitioned)
+  )
 
 
 def _nnx() -> Any:
@@ -177,17 +176,14 @@ def traces_numbers(tree: Any) -> list[bool]:
   (`eqx.nn.MaxPool2d.init`), as in `eqx.filter_jit`. NNX objects are leaves.
   """
   equinox = sys.modules.get('equinox')
-
-  def is_module(x: Any) -> bool:
-    return equinox is not None and isinstance(x, equinox.Module)
-
-  def is_node(x: Any) -> bool:
-    return is_object(x) or is_module(x)
-
+  modules = () if equinox is None else equinox.Module
   found = []
-  for x in jax.tree.leaves(tree, is_leaf=is_node):
-    inner = jax.tree.leaves(x, is_leaf=is_object) if is_module(x) else [x]
-    found += [not is_module(x)] * len(inner)
+  for x in jax.tree.leaves(
+      tree, is_leaf=lambda x: is_object(x) or isinstance(x, modules)
+  ):
+    is_module = isinstance(x, modules)
+    inner = jax.tree.leaves(x, is_leaf=is_object) if is_module else [x]
+    found += [not is_module] * len(inner)
   return found
 
 
@@ -210,11 +206,8 @@ def leaf_kinds(tree: Any) -> list[Any]:
   nnx = _nnx()
   if nnx is None:
     return [None] * jax.tree.structure(tree).num_leaves
-  flat, _ = jax.tree_util.tree_flatten_with_path(
-      tree, is_leaf=lambda x: isinstance(x, nnx.Pytree | nnx.Variable)
-  )
-  found = _with_kinds([(path_keys(path), x) for path, x in flat])
-  return [kind for _, kind in found]
+  flat = leaves_of(tree, lambda x: isinstance(x, nnx.Pytree | nnx.Variable))
+  return [kind for _, kind in _with_kinds(flat)]
 
 
 def _with_kinds(flat: Sequence[tuple[Keys, Any]]) -> list[tuple[Keys, Any]]:
@@ -223,22 +216,22 @@ def _with_kinds(flat: Sequence[tuple[Keys, Any]]) -> list[tuple[Keys, Any]]:
   for keys, x in flat:
     if isinstance(x, nnx.metrics.MetricState):
       parts.setdefault(keys[:-1], set()).add(keys[-1])
-  found = []
-  for keys, x in flat:
-    kind: Any = None
-    if not isinstance(x, nnx.Variable):
-      found.append((keys, kind))
-      continue
+
+  def kind(keys: Keys, x: Any) -> str | None:
     if isinstance(x, nnx.BatchStat):
-      kind = 'statistics'
+      return 'statistics'
     # Noise of an optimizer must be equal on all workers.
-    elif isinstance(x, nnx.RngCount | nnx.OptState):
-      kind = 'state'
-    elif prng.is_key_array(x.get_value()):
-      kind = 'stream'
-    elif isinstance(x, nnx.metrics.MetricState) and (
+    if isinstance(x, nnx.RngCount | nnx.OptState):
+      return 'state'
+    if isinstance(x, nnx.Variable) and prng.is_key_array(x.get_value()):
+      return 'stream'
+    is_metric = isinstance(x, nnx.metrics.MetricState)
+    return 'added' if is_metric and (
         parts[keys[:-1]] == {'total', 'count'}
-    ):
-      kind = 'added'
-    found += [(keys, kind)] * len(jax.tree.leaves(x))
-  return found
+    ) else None
+
+  return [
+      (keys, kind(keys, x)) for keys, x in flat
+      # An NNX object is one leaf.
+      for _ in (jax.tree.leaves(x) if isinstance(x, nnx.Variable) else [x])
+  ]

@@ -34,42 +34,35 @@ def scanned(jaxpr: core.Jaxpr, batches: Mapping[Any, Any]) -> Any:
 
 def adds(jaxpr: core.Jaxpr, before: Any, after: Any) -> bool:
   """Returns whether `after` is `before` plus what does not depend on it."""
-  made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-  dependent = {before}
+  dependent, sums = {before}, {before}
   for eqn in jaxpr.eqns:
-    if any(isinstance(v, core.Var) and v in dependent for v in eqn.invars):
-      dependent.update(eqn.outvars)
+    ins = [v for v in eqn.invars if _is_in(v, dependent)]
+    if not ins:
+      continue
+    dependent.update(eqn.outvars)
+    for place, v in enumerate(eqn.outvars):
+      if eqn.primitive.name in ('add', 'convert_element_type'):
+        is_sum = len(ins) == 1 and ins[0] in sums
+      elif eqn.primitive.name == 'scan':
+        body, consts, carry = _scan(eqn)
+        number = consts + place
+        is_sum = place < carry and _is_in(eqn.invars[number], sums) and adds(
+            body, body.invars[number], body.outvars[place]
+        )
+      else:
+        is_sum = any(
+            _is_in(x, sums) and adds(inner, y, inner.outvars[place])
+            for inner in core.jaxprs_in_params(eqn.params)
+            if len(inner.invars) == len(eqn.invars)
+            for x, y in zip(eqn.invars, inner.invars)
+        )
+      if is_sum:
+        sums.add(v)
+  return _is_in(after, sums)
 
-  def is_sum(v: Any) -> bool:
-    if isinstance(v, core.Literal) or v not in dependent:
-      return False
-    if v is before:
-      return True
-    eqn = made[v]
-    name, place = eqn.primitive.name, eqn.outvars.index(v)
-    if name == 'convert_element_type':
-      return is_sum(eqn.invars[0])
-    if name == 'add':
-      parts = [
-          x for x in eqn.invars if isinstance(x, core.Var) and x in dependent
-      ]
-      return len(parts) == 1 and is_sum(parts[0])
-    if name == 'scan':
-      body, consts, carry = _scan(eqn)
-      number = consts + place
-      return (
-          place < carry
-          and is_sum(eqn.invars[number])
-          and adds(body, body.invars[number], body.outvars[place])
-      )
-    return any(
-        is_sum(x) and adds(inner, y, inner.outvars[place])
-        for inner in core.jaxprs_in_params(eqn.params)
-        if len(inner.invars) == len(eqn.invars)
-        for x, y in zip(eqn.invars, inner.invars)
-    )
 
-  return is_sum(after)
+def _is_in(v: Any, variables: set[Any]) -> bool:
+  return isinstance(v, core.Var) and v in variables
 
 
 def _exchanges(jaxpr: core.Jaxpr) -> bool:

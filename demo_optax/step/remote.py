@@ -187,7 +187,7 @@ class RemoteProgram:
       self._take(link, arrays)
       was_behind = True
     while link.position.round < link.open:
-      messages = link.listen()
+      messages = link.exchange(None)
       if self._is_other(link, messages):
         continue
       received = [messages]
@@ -199,9 +199,8 @@ class RemoteProgram:
       was_behind = True
     if was_behind:
       for p in self._call.own_params:
-        for own in (p.own, p.start):
-          if own is not None:
-            arrays[own] = arrays[p.number].astype(arrays[own].dtype)[None]
+        for own in p.own:
+          arrays[own] = arrays[p.number].astype(arrays[own].dtype)[None]
     return arrays
 
   def _is_other(self, link: Connection, messages: Sequence[bytes]) -> bool:
@@ -210,7 +209,7 @@ class RemoteProgram:
     The others have called it, to evaluate, while this worker was late. Raises
     `Behind` if the other step changes the state.
     """
-    tag = frames.tag_of(messages)
+    tag = next(message[: frames.CHAIN] for message in messages if message)
     if tag == self._tag:
       return False
     if tag[:8] == self._tag[:8]:
@@ -269,7 +268,7 @@ class RemoteProgram:
     sketch = b''
     if sent is None:
       assert link is not None
-      messages = received.pop() if received else link.listen()
+      messages = received.pop() if received else link.exchange(None)
     else:
       for x in sent:
         if isinstance(x, jax.Array) and x.is_fully_addressable:

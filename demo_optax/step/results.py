@@ -15,8 +15,8 @@ import numpy as np
 from demo_optax._paths import Keys, is_stacked, path_keys
 from demo_optax.numerics import prng
 from demo_optax.step import nnx as modules
-from demo_optax.step.call import Call, Fixed, rebuild, structure_of
-from demo_optax.workers import inside
+from demo_optax.step.call import Call, Fixed, Form, structure_of
+from demo_optax.workers import Workers, inside
 from demo_optax.workers.inside import Result
 
 
@@ -25,20 +25,9 @@ from demo_optax.workers.inside import Result
 class Returned:
   """What a step returns beside arrays; it leaves `jax.jit` in the structure."""
 
-  treedef: Any  # of what is returned, with NNX objects as leaves
-  fixed: list[Fixed | None]  # what each leaf is, or None for an array
-  structure: Any  # of the NNX objects: see `nnx.split`
+  form: Form
   # Of each array, the number of the shared one that it is the next value of.
   nexts: list[int | None]
-
-  def update(self, objects: Sequence[Any], arrays: Sequence[Any]) -> Any:
-    """Updates the caller's NNX objects; returns what the step returned."""
-    number = self.fixed.count(None)
-    variables = arrays[number:]
-    modules.merge(self.structure, variables, inner=False)
-    return rebuild(
-        self.treedef, self.fixed, arrays, object=objects, variable=variables
-    )
 
 
 def collect(
@@ -58,28 +47,12 @@ def collect(
   flat, treedef = jax.tree_util.tree_flatten_with_path(
       returned, is_leaf=modules.is_object
   )
-  are_arrays = _are_arrays(returned)
-  fixed: list[Fixed | None] = []
-  for (path, leaf), is_array in zip(flat, are_arrays):
-    if isinstance(leaf, jax.Array) and id(leaf) in variables:
-      # nnx.state(model) is what the step has changed in place.
-      fixed.append(Fixed('variable', variables[id(leaf)]))
-    elif modules.is_object(leaf):
-      found = [i for i, o in enumerate(objects) if o is leaf]
-      if not found:
-        raise ValueError(
-            f'The step returns a {type(leaf).__name__} that is none of its'
-            f' arguments, at {jax.tree_util.keystr(path) or "the top"}. Make'
-            ' Flax objects outside of the step and pass them to it, or return'
-            ' nnx.state(...) of it.'
-        )
-      fixed.append(Fixed('object', found[0]))
-    else:
-      fixed.append(None if is_array else Fixed('constant', leaf))
-
-  results = []
+  are_arrays = list(map(
+      modules.is_array, [x for _, x in flat], modules.traces_numbers(returned)
+  ))
+  shapes = [np.shape(x) if a else None for (_, x), a in zip(flat, are_arrays)]
   seen: list[Any] = []
-  previous = _previous(call, returned, seen)
+  previous = _previous(call, treedef, shapes, seen)
   kinds = modules.leaf_kinds(returned)
   for one in seen if 'added' in kinds else ():
     same = [first for known, first in call.states if known == one]
@@ -91,23 +64,50 @@ def collect(
           f' this order, got {seen.count(one)}. Return those that do not'
           ' change as well, or pass all as one argument.'
       )
-  for (path, x), f, at, kind in zip(flat, fixed, previous, kinds):
-    if f is None:
+  results = []
+  fixed: list[Fixed | None] = []
+  for (path, x), is_array, at, kind in zip(flat, are_arrays, previous, kinds):
+    if isinstance(x, jax.Array) and id(x) in variables:
+      # nnx.state(model) is what the step has changed in place.
+      fixed.append(Fixed('variable', variables[id(x)]))
+    elif modules.is_object(x):
+      found = [i for i, o in enumerate(objects) if o is x]
+      if not found:
+        raise ValueError(
+            f'The step returns a {type(x).__name__} that is none of its'
+            f' arguments, at {jax.tree_util.keystr(path) or "the top"}. Make'
+            ' Flax objects outside of the step and pass them to it, or return'
+            ' nnx.state(...) of it.'
+        )
+      fixed.append(Fixed('object', found[0]))
+    elif is_array:
       keys = ('returned', *path_keys(path))
       name = '.'.join(['the result', *map(str, keys[1:])])
+      fixed.append(None)
       results.append(_result(call, name, keys, x, at, kind, before, own))
+    else:
+      fixed.append(Fixed('constant', x))
   first = len(own) - len(call.variables)
   for at, (a, x) in enumerate(zip(call.variables, after), first):
     name = f'the variable {a.name}'
     results.append(_result(call, name, a.keys, x, at, a.kind, before, own))
   for param in inside.own_params([r.keys for r in results]):
     result = results[param.number]
-    value = results[param.shared].value.astype(result.value.dtype)
-    results[param.number] = dataclasses.replace(
-        result, role='state', value=value
-    )
+    result.role = 'state'
+    result.value = results[param.shared].value.astype(result.value.dtype)
   nexts = [None if r.role == 'stacked' else r.at for r in results]
-  return results, Returned(treedef, fixed, structure, nexts)
+  return results, Returned(Form(treedef, tuple(fixed), structure), nexts)
+
+
+def hold(workers: Workers, r: Result, axis: int) -> jax.Array:
+  """Returns a result with its rows along an axis, where it belongs."""
+  x = jnp.moveaxis(r.value, 0, axis) if r.is_rows else r.value
+  if workers.mesh is None or workers.is_explicit:  # types say it
+    return x
+  if r.role == 'output' and x.ndim:
+    return x
+  target = workers.sharding(r.keys, x.shape)
+  return jax.lax.with_sharding_constraint(x, target)
 
 
 def _result(
@@ -142,54 +142,41 @@ def _result(
     if kind == 'added' and is_same:
       role = 'state'
   elif 'batch_stats' in keys:  # of Linen
-    role, old = 'statistics', _statistics_before(call, keys, x, at, before)
+    # What stays if no worker's are finite: those before, found by name if need
+    # be, or zeros.
+    role, suffix = 'statistics', keys[keys.index('batch_stats') :]
+    named = [
+        n for n, a in enumerate(call.arrays) if a.keys[-len(suffix) :] == suffix
+    ]
+    number = at if at is not None else next(iter(named), None)
+    old = jnp.zeros_like(x) if number is None else before[number]
   elif at is not None:
     role = 'state'
   return Result(name, keys, role, x, old, at)
 
 
-def _statistics_before(
-    call: Call, keys: Keys, x: Any, number: int | None, before: Sequence[Any]
-) -> Any:
-  """Returns what statistics stay if no worker's are finite.
-
-  Those of array `number`, or of the same name; zeros if there are none.
-  """
-  suffix = keys[keys.index('batch_stats') :]
-  if number is None:
-    named = (
-        n for n, a in enumerate(call.arrays) if a.keys[-len(suffix) :] == suffix
-    )
-    number = next(named, None)
-  return jnp.zeros_like(x) if number is None else before[number]
-
-
-def _previous(call: Call, returned: Any, seen: list[Any]) -> list[int | None]:
+def _previous(
+    call: Call,
+    treedef: Any,
+    shapes: Sequence[tuple[int, ...] | None],
+    seen: list[Any],
+) -> list[int | None]:
   """Returns for each leaf the number of the array it is the next value of.
 
   None for what is not part of the next value of a shared argument. Arguments of
   one structure are returned in their order; `seen` has the structures so far.
   """
-  flat, treedef = jax.tree.flatten(returned, is_leaf=modules.is_object)
-  are_arrays = _are_arrays(returned)
-  structure = structure_of(
-      (treedef, tuple(are_arrays)),
-      [np.shape(x) for x, is_array in zip(flat, are_arrays) if is_array],
-  )
+  structure = structure_of(treedef, shapes)
   firsts = [first for known, first in call.states if known == structure]
   if structure is not None and firsts:
     after = itertools.count(firsts[min(seen.count(structure), len(firsts) - 1)])
     seen.append(structure)
-    return [next(after) if is_array else None for is_array in are_arrays]
-  if type(returned) in (tuple, list):  # not one NamedTuple
-    parts = list(returned)
-  elif type(returned) is dict:
-    parts = [returned[key] for key in sorted(returned)]  # as JAX flattens it
-  else:
-    return [None] * len(flat)
-  return [number for part in parts for number in _previous(call, part, seen)]
-
-
-def _are_arrays(tree: Any) -> list[bool]:
-  leaves = jax.tree.leaves(tree, is_leaf=modules.is_object)
-  return list(map(modules.is_array, leaves, modules.traces_numbers(tree)))
+    return [None if shape is None else next(after) for shape in shapes]
+  kind, _ = treedef.node_data() or (None, None)
+  if kind not in (tuple, list, dict):  # not the fields of a NamedTuple
+    return [None] * len(shapes)
+  found: list[int | None] = []
+  for part in treedef.children():
+    own = shapes[len(found) : len(found) + part.num_leaves]
+    found += _previous(call, part, own, seen)
+  return found

@@ -38,17 +38,11 @@ Axis = str | Programs
 
 
 class Met(NamedTuple):
-  """What all workers that are programs have sent.
+  """What all workers that are programs have sent."""
 
-  Attributes:
-    rows: `[workers, *x.shape]`, zeros of those that are absent.
-    present: bool `[workers]`.
-    included: bool `[]`, whether this worker is present.
-  """
-
-  rows: jax.Array
-  present: jax.Array
-  included: jax.Array
+  rows: jax.Array  # [workers, *x.shape], zeros of those that are absent
+  present: jax.Array  # bool [workers]
+  included: jax.Array  # bool [], whether this worker is present
 
 
 # Where a step of programs is cut, to exchange messages: see `workers.split`.
@@ -84,17 +78,13 @@ class Group:
   ) -> tuple[dict[str, jax.Array], jax.Array | None]:
     """Sends words to all workers, or to each of them its own, and sums floats.
 
-    One collective for the words and one for each dtype of floats.
+    One collective for the words and one for each dtype of floats. The message
+    has, by name, under `GATHERED` an array for all workers, under `TO_OWNERS`
+    an array `[workers, ...]`, a row for each worker; all others are summed.
 
-    Args:
-      message: by name, under `GATHERED` an array for all workers, under
-        `TO_OWNERS` an array `[workers, ...]`, a row for each worker; all others
-        are summed.
-
-    Returns:
-      by name, `[workers, ...]`, a row from each worker; or sums. Sums, and rows
-      that were for all, are the same on all workers. Then whether the message
-      reaches them, bool `[]`, if it may not.
+    Returns by name `[workers, ...]`, a row from each worker, or sums. Sums, and
+    rows that were for all, are the same on all workers. Then whether the
+    message reaches them, bool `[]`, if it may not.
     """
     if isinstance(self.axis, Programs):
       met = {name: meet(x, self.axis) for name, x in message.items()}
@@ -102,17 +92,17 @@ class Group:
           name: x.rows if name == GATHERED else jnp.sum(x.rows, axis=0)
           for name, x in met.items()
       }, next((x.included for x in met.values()), None)
-    send = {GATHERED: self.gather, TO_OWNERS: self._to_each}
-    return {
-        name: send.get(name, self._sum)(x) for name, x in message.items()
-    }, None
-
-  def _sum(self, x: jax.Array) -> jax.Array:
-    return jax.lax.psum(vary(x, self.axis), self.axis)
-
-  def _to_each(self, x: jax.Array) -> jax.Array:
-    x = vary(x, self.axis)
-    return jax.lax.all_to_all(x, self.axis, 0, 0, tiled=True)
+    found = {}
+    for name, x in message.items():
+      if name == GATHERED:
+        found[name] = self.gather(x)
+        continue
+      x = vary(x, self.axis)
+      if name == TO_OWNERS:
+        found[name] = jax.lax.all_to_all(x, self.axis, 0, 0, tiled=True)
+      else:
+        found[name] = jax.lax.psum(x, self.axis)
+    return found, None
 
   def gather(self, x: jax.Array) -> jax.Array:
     """Returns `x` of all workers, `[workers, *x.shape]`, the same on all."""

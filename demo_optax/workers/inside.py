@@ -31,7 +31,7 @@ from demo_optax.workers import Workers, collectives, lift
 # has this name.
 WORKER_AXIS = 'demo_optax_workers'
 
-# Name of the exchange in the program that `tracing(inspects=True)` sees.
+# Name of the exchange in the program of one worker's step.
 EXCHANGE = 'demo_optax_exchange'
 
 
@@ -40,8 +40,6 @@ class _Trace(threading.local):
 
   group: Workers | None = None
   checks: bool = False
-  inspects: bool = False
-  is_nested: bool = False  # see `take_is_nested`
 
 
 _TRACE = _Trace()
@@ -53,7 +51,7 @@ def tracing(**how: Any) -> Iterator[None]:
 
   With `group`, for one worker on its own device, which sees the others as
   `group`. With `checks`, to see what differs between workers; nothing is
-  exchanged. With `inspects`, each exchange is one equation, named `EXCHANGE`.
+  exchanged.
   """
   before = {name: getattr(_TRACE, name) for name in how}
   vars(_TRACE).update(how)
@@ -61,12 +59,6 @@ def tracing(**how: Any) -> Iterator[None]:
     yield
   finally:
     vars(_TRACE).update(before)
-
-
-def take_is_nested() -> bool:
-  """Returns whether an exchange was in a scan or a jit since the last call."""
-  is_nested, _TRACE.is_nested = _TRACE.is_nested, False
-  return is_nested
 
 
 def is_mapped() -> bool:
@@ -93,15 +85,12 @@ def check_in_step(what: str) -> None:
 def _meet(
     rule: Callable[..., Any], alone: Callable[..., Any], *args: Any
 ) -> Any:
-  """Returns what `rule` makes of all workers' `args`.
+  """Returns what `rule` makes of all workers' `args`, trees of arrays.
 
-  Args:
-    rule: `(size, cut, *args) -> (out, apart)`. `cut` is like `args`, and true
-      where an array differs between workers, and so is stacked. `apart` is like
-      `out`, and true where each worker has its own array, stacked.
-    alone: `(*args) -> out`, for the shapes that one worker sees, and for a
-      worker on a device of its own.
-    *args: this worker's trees of arrays.
+  `rule(size, cut, *args) -> (out, apart)`: `cut` is like `args`, and true where
+  an array differs between workers, and so is stacked; `apart` is like `out`,
+  and true where each worker has its own array, stacked. `alone(*args) -> out`
+  is for the shapes that one worker sees, and for one on a device of its own.
   """
   if _TRACE.group is not None:
     return alone(*args)
@@ -109,12 +98,10 @@ def _meet(
   # The number is mapped wherever this is reached, so that the rule is called.
   @custom_vmap
   def one_worker(index: Any, *args: Any) -> Any:
-    del index
     return alone(*args)
 
   @one_worker.def_vmap
   def all_workers(size: int, cut: Any, index: Any, *args: Any) -> Any:
-    del index
     return rule(size, cut[1:], *args)
 
   return one_worker(jax.lax.axis_index(WORKER_AXIS), *args)
@@ -127,14 +114,13 @@ def _meet(
 class OwnParam:
   """A parameter of which `local_updates` keeps one copy per worker.
 
-  By the numbers, among all arrays of a call, of the parameter and of three in
+  By the numbers, among all arrays of a call, of the parameter and of others in
   the optimizer state.
   """
 
   number: int
-  own: int  # the worker's own copy
   shared: int  # the one that all workers share
-  start: int | None  # what a worker that drifts goes on from, if it does
+  own: list[int]  # the worker's own; of one that drifts also where it started
 
 
 def enter(params: Sequence[OwnParam], arrays: list[Any]) -> None:
@@ -149,11 +135,10 @@ def enter(params: Sequence[OwnParam], arrays: list[Any]) -> None:
     changed |= jnp.any(x != arrays[p.shared].astype(x.dtype))
   for p in params:
     x = arrays[p.number]
-    for number in (p.own, p.shared, p.start):
-      if number is not None:
-        old = arrays[number]
-        arrays[number] = jnp.where(changed, x.astype(old.dtype), old)
-    arrays[p.number] = arrays[p.own]
+    for number in (p.shared, *p.own):
+      old = arrays[number]
+      arrays[number] = jnp.where(changed, x.astype(old.dtype), old)
+    arrays[p.number] = arrays[p.own[0]]
 
 
 def own_params(keys: Sequence[Keys]) -> list[OwnParam]:
@@ -180,9 +165,9 @@ def own_params(keys: Sequence[Keys]) -> list[OwnParam]:
     found += [
         OwnParam(
             numbers[(*prefixes[0], *k)],
-            numbers[(*root, *_OWN, *k)],
             numbers[(*root, *_SHARED, *k)],
-            numbers.get((*root, *_START, *k)),
+            [numbers[x] for part in (_OWN, _START)
+             if (x := (*root, *part, *k)) in numbers],
         )
         for k in sorted(params, key=str)
     ]
@@ -258,15 +243,11 @@ def call_stacked(
   rest = jax.tree.map(
       lambda x: x if isinstance(x, jax.Array | np.ndarray) else None, known
   )
-  was_reached = False
 
   def nothing(grads: Any, old: Any, rest: Any) -> Any:
-    del rest
     return [jnp.zeros_like(g) for g in grads], old
 
   def exchange(size: int, cut: Any, grads: Any, old: Any, rest: Any) -> Any:
-    nonlocal was_reached
-    was_reached = True
     grads_cut, old_cut, (params_cut, hyperparams_cut) = cut
     if workers.kind == 'on_axis' or workers.count != size:
       raise ValueError(
@@ -304,13 +285,8 @@ def call_stacked(
     )
     return tuple(map(jax.tree.leaves, out)), apart
 
-  if _TRACE.inspects:
-    nothing.__name__ = EXCHANGE
-    new, after = jax.jit(nothing)(grads, old, rest)
-  else:
-    new, after = _meet(exchange, nothing, grads, old, rest)
-  # Within a scan or a jit the rule is called when the whole of it is mapped.
-  _TRACE.is_nested |= not was_reached
+  nothing.__name__ = EXCHANGE
+  new, after = _meet(exchange, jax.jit(nothing), grads, old, rest)
   return grads_def.unflatten(new), state_def.unflatten(after)
 
 
@@ -372,9 +348,7 @@ def _differs(what: str, causes: Sequence[str] = _OF_RESULTS) -> str:
 def over_workers(
     tree: Any, reduce: Callable[..., jax.Array] = jnp.mean
 ) -> Any:
-  r"""Reduces one worker's values over all workers, inside of a step.
-
-  .. math:: y = \mathrm{reduce}(x_1, \dots, x_N)
+  """Reduces one worker's values over all workers, inside of a step.
 
   For what a step decides or returns from all workers' values: skips, counts,
   statistics that are state. It is communication, so keep it small. A gradient
@@ -415,17 +389,19 @@ def over_workers(
 
   axis = None if _TRACE.group is None else _TRACE.group.axis
 
-  def reduced(x: jax.Array, is_key: bool) -> Any:
+  def meet(x: jax.Array, is_key: bool) -> Any:
     if is_key:
       return collectives.first(x, axis)
     if reduce in same_bits and jax.eval_shape(reduce, x).dtype == x.dtype:
       return same_bits[reduce](x, axis)
-    x = x if axis is None else collectives.everyones(x, axis)
-    return reduce(x, axis=0)
+    return x if axis is None else collectives.everyones(x, axis)
 
   def alone(leaves: list[Any]) -> list[Any]:
+    if axis is None:
+      size = jax.lax.axis_size(WORKER_AXIS)
+      return rule(size, [[False] * len(leaves)], leaves)[0]
     return [
-        x if is_fixed else reduced(x if axis else x[None], is_key)
+        x if is_fixed else meet(x, is_key)
         for x, is_key, is_fixed in zip(leaves, are_keys, are_fixed)
     ]
 
@@ -440,10 +416,14 @@ def over_workers(
         ))
       if not (is_cut or is_key or is_fixed):
         x, is_cut = jnp.broadcast_to(x, (size, *x.shape)), True
-      out.append(reduced(x, is_key) if is_cut else x)
+      out.append(meet(x, is_key) if is_cut else x)
     return out, [False] * len(out)
 
-  return treedef.unflatten(_meet(rule, alone, leaves))
+  # Outside of the rule, since `reduce` may close over values of the step.
+  return treedef.unflatten([
+      reduce(y, axis=0) if y.ndim > x.ndim else y
+      for x, y in zip(leaves, _meet(rule, alone, leaves))
+  ])
 
 
 _NO_MEAN = (
@@ -474,16 +454,14 @@ def _derivative(primals: Any, tangents: Any) -> Any:
 
 def alike(tree: Any, message: str) -> Any:
   """Returns `tree`; raises `message` of a leaf that differs between workers."""
-  flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
 
-  def rule(size: int, cut: Any, leaves: list[Any]) -> Any:
-    del size
-    for (path, _), is_cut in zip(flat, cut[0]):
+  def rule(size: int, cut: Any, tree: Any) -> Any:
+    for path, is_cut in jax.tree_util.tree_flatten_with_path(cut[0])[0]:
       if is_cut:
         raise ValueError(message.format(jax.tree_util.keystr(path)))
-    return leaves, [False] * len(leaves)
+    return tree, cut[0]
 
-  return treedef.unflatten(_meet(rule, list, [x for _, x in flat]))
+  return _meet(rule, lambda tree: tree, tree)
 
 
 # What a step returns ----------------------------------------------------------
@@ -494,7 +472,7 @@ def alike(tree: Any, message: str) -> Any:
     data_fields=('value', 'old'),
     meta_fields=('name', 'keys', 'role', 'at', 'differs', 'apart'),
 )
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Result:
   """A leaf of what a step returns or changes, as one worker has it.
 
@@ -520,7 +498,7 @@ class Result:
 
 
 def settle(
-    results: Sequence[Result], workers: Workers, rows: int | None, axis: int
+    results: list[Result], workers: Workers, rows: int | None, axis: int
 ) -> list[Result]:
   """Makes one value for all workers of what each of them returns.
 
@@ -529,34 +507,28 @@ def settle(
   worker's own device `results` know `differs`, and what keeps a worker axis is
   this worker's.
   """
-  results = [
-      dataclasses.replace(r, value=jnp.asarray(r.value)) for r in results
-  ]
+  for r in results:
+    r.value = jnp.asarray(r.value)
   if _TRACE.group is not None:
-    return [
-        dataclasses.replace(
-            r, value=_combine(r, workers, rows, axis)[0], old=None
-        )
-        for r in results
-    ]
-  apart: list[bool] = []
-  differs: list[bool] = []
+    for r in results:
+      r.value, r.old = _combine(r, workers, rows, axis)[0], None
+    return results
 
-  def rule(size: int, cut: Any, results: list[Result]) -> Any:
-    del size
-    differs[:] = [is_cut.value for is_cut in cut[0]]
-    out = [
-        _combine(dataclasses.replace(r, differs=d), workers, rows, axis)
-        for r, d in zip(results, differs)
-    ]
-    apart[:] = [stays for _, stays in out]
-    return [x for x, _ in out], list(apart)
+  def rule(size: int, cut: Any, values: list[Any], olds: list[Any]) -> Any:
+    out = []
+    for r, value, old, differs in zip(results, values, olds, cut[0]):
+      r.value, r.old, r.differs = value, old, differs
+      x, r.apart = _combine(r, workers, rows, axis)
+      out.append(x)
+    return out, [r.apart for r in results]
 
-  values = _meet(rule, lambda results: [r.value for r in results], results)
-  return [
-      dataclasses.replace(r, value=x, old=None, differs=d, apart=a)
-      for r, x, d, a in zip(results, values, differs, apart)
-  ]
+  values = _meet(
+      rule, lambda values, olds: values,
+      [r.value for r in results], [r.old for r in results],
+  )
+  for r, value in zip(results, values):
+    r.value, r.old = value, None
+  return results
 
 
 def _combine(
@@ -588,7 +560,9 @@ def _combine(
   if result.role == 'key':
     return collectives.first(x, workers.own_axis), False
   if not shape and is_real:
-    return lift.mean(workers, x), False
+    if workers.spmd_axis_name is not None:
+      return jnp.mean(x, axis=0), False
+    return collectives.mean(x, workers.own_axis), False
   if shape[axis : axis + 1] == (rows,):
     return jnp.moveaxis(x, axis + lead, lead), True
   rows_too = f', and no array with the {rows} rows of a worker, axis {axis}'

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -92,17 +93,22 @@ def _run_in_parts(
   whole = jax.make_jaxpr(jax.shard_map(
       one_device, mesh=mesh, in_specs=tuple(own), out_specs=out, check_vma=False
   ))(*flat)
-  closed, numbers = split.body_of(whole)
+  (eqn,) = whole.jaxpr.eqns
+  (body,) = core.jaxprs_in_params(eqn.params)
+  given = [*whole.jaxpr.invars, *whole.jaxpr.constvars]
+  numbers = [given.index(v) for v in eqn.invars]
   values = [*flat, *whole.consts]
   specs = [*own, *(P() for _ in whole.consts)]
-  known = {v: specs[n] for v, n in zip(closed.jaxpr.invars, numbers)}
-  met = split.met_in(closed)  # which of [rows, present, included] a variable is
+  known = {v: specs[n] for v, n in zip(body.invars, numbers)}
+  met = {  # by the field of `Met` that a variable is
+      v: field for e in body.eqns if e.primitive is collectives.meet_p
+      for field, v in enumerate(e.outvars)
+  }
 
   def build(
       part: Callable[..., Any], read: list[Any], written: list[Any],
-      is_last: bool, donated: list[int],
+      is_last: bool,
   ) -> Callable[..., Any]:
-    del donated
 
     def on_device(*args: Any) -> list[Any]:
       args = tuple(
@@ -126,12 +132,11 @@ def _run_in_parts(
     )
 
   def exchange(types: list[Any], sent: list[Any] | None) -> list[Any]:
-    del types
     assert sent is not None
     programs = collectives.Programs(workers.count)
     return [collectives.meet(x, programs) for x in sent]
 
-  plan = split.Plan(closed, build=build)
+  plan = split.Plan(core.ClosedJaxpr(body, []), build=build)
   return plan.run([values[n] for n in numbers], exchange)
 
 
@@ -256,6 +261,37 @@ def spread(workers: Workers, x: jax.Array) -> jax.Array:
   return jax.lax.with_sharding_constraint(x, P(workers.param_specs.axes))
 
 
+def split_rows(workers: Workers, x: jax.Array) -> jax.Array:
+  """Returns a batch `[count * b, ...]` as rows `[count, b, ...]`."""
+  shape = (workers.count, x.shape[0] // workers.count, *x.shape[1:])
+  if not workers.is_explicit:
+    return place(workers, x.reshape(shape))
+  # A batch may be spread over the devices of a worker as well, and stays so.
+  first, *rest = jax.typeof(x).sharding.spec
+  first = first if isinstance(first, tuple) else (first,)
+  inner = first[1:] if first[0] == workers.axis_name else ()
+  x = reshard(workers, x, P((workers.axis_name, *inner), *rest))
+  return _reshape(workers, x, shape, P(workers.axis_name, inner or None, *rest))
+
+
+def join_rows(workers: Workers, x: jax.Array) -> jax.Array:
+  """Returns rows `[count, b, ...]` as a batch: undoes `split_rows`."""
+  shape = (x.shape[0] * x.shape[1], *x.shape[2:])
+  if not workers.is_explicit:
+    return x.reshape(shape)
+  _, inner, *rest = jax.typeof(x).sharding.spec
+  inner = inner if isinstance(inner, tuple) else (inner,) if inner else ()
+  return _reshape(workers, x, shape, P((workers.axis_name, *inner), *rest))
+
+
+def _reshape(
+    workers: Workers, x: jax.Array, shape: tuple[int, ...], spec: P
+) -> jax.Array:
+  assert workers.mesh is not None
+  sharding = NamedSharding(workers.mesh, spec)
+  return jax.lax.reshape(x, shape, out_sharding=sharding)
+
+
 def reshard(workers: Workers, x: jax.Array, spec: P) -> jax.Array:
   """Reshards `x` on Explicit axes; on Auto axes `shard_map` does it."""
   if workers.mesh is None or not workers.is_explicit:
@@ -271,13 +307,6 @@ def as_given(
 
 
 # Reductions over the workers --------------------------------------------------
-
-
-def mean(workers: Workers, x: jax.Array) -> jax.Array:
-  """Returns the mean over the workers of what is laid out as gradients."""
-  if workers.spmd_axis_name is not None:
-    return jnp.mean(x, axis=0)
-  return collectives.mean(x, workers.own_axis)
 
 
 def mean_finite(

@@ -34,21 +34,8 @@ class _Equation(NamedTuple):
     return self.eqn.primitive is meet_p or bool(self.branches)
 
 
-class _Part(NamedTuple):
-  """A compiled program, and its inputs and outputs in the step."""
-
-  program: Any
-  ins: list[Any]
-  outs: list[Any]
-
-
 class Plan:
-  """A step, as compiled parts with exchanges between them.
-
-  Attributes:
-    uses: for each input whether the step uses it.
-    meetings: what is exchanged, as text, in order, in all branches.
-  """
+  """A step, as compiled parts with exchanges between them."""
 
   def __init__(
       self,
@@ -60,14 +47,10 @@ class Plan:
   ):
     """Cuts a step.
 
-    Args:
-      closed: the step.
-      wanted: for each output whether it is returned; by default all are.
-      follows: whether this worker only receives.
-      donated: numbers of the inputs that may be overwritten, once all exchanges
-        have succeeded.
-      build: `(part, ins, outs, is_last, donated) -> program`, of a function and
-        its variables; by default `jax.jit`.
+    It returns the outputs that are `wanted`, by default all. One that `follows`
+    only receives. The inputs of the numbers `donated` may be overwritten once
+    all exchanges have succeeded. `build(part, ins, outs, is_last)` makes a
+    program of a function and its variables, by default `jax.jit`.
     """
     self._jaxpr, self._follows = closed.jaxpr, follows
     self._known = dict(zip(closed.jaxpr.constvars, closed.consts))
@@ -77,6 +60,7 @@ class Plan:
     ]
     eqns, live = self._needed(outs)
     self.uses = [v in live for v in closed.jaxpr.invars]
+    # What is exchanged, as text, in order, in all branches.
     self.meetings: list[str] = [
         text for e in eqns if e.exchanges for text in (
             [m for plan in e.branches for m in plan.meetings]
@@ -85,14 +69,13 @@ class Plan:
     ]
     self._rounds = self._by_depth(eqns)
     given = [closed.jaxpr.invars[i] for i in donated]
-    self._parts = self._cut(eqns, outs, given, build or _jit)
+    self._parts = self._cut(eqns, outs, given, build)
 
   def compile(self) -> None:
     """Compiles the parts, those of branches too, before they are run."""
-    for part in self._parts:
-      shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
-                for v in part.ins]
-      part.program.lower(*shapes).compile()
+    for program, ins, _ in self._parts:
+      shapes = [jax.ShapeDtypeStruct(*_form(v)) for v in ins]
+      program.lower(*shapes).compile()
     for e in (e for of in self._rounds for e in of):
       for plan in e.branches:
         plan.compile()
@@ -104,8 +87,8 @@ class Plan:
     def value(v: Any) -> Any:
       return values[v] if isinstance(v, core.Var) else v.val
 
-    for part, of in zip(self._parts, self._rounds):
-      values |= zip(part.outs, part.program(*map(value, part.ins)))
+    for (program, ins, outs), of in zip(self._parts, self._rounds):
+      values |= zip(outs, program(*map(value, ins)))
       meets = [e.eqn for e in of if not e.branches]
       if meets:
         types = [eqn.invars[0].aval for eqn in meets]
@@ -119,10 +102,10 @@ class Plan:
         own = [value(v) if used else None for v, used in zip(inner, plan.uses)]
         outs = [v for v in eqn.outvars if v in self._read]
         values |= zip(outs, plan.run(own, exchange))
-    last = self._parts[-1]
-    ins = list(map(value, last.ins))
+    program, ins, _ = self._parts[-1]
+    last = list(map(value, ins))
     values.clear()  # of what is donated no other reference is left
-    return list(last.program(*ins))
+    return list(program(*last))
 
   def _needed(
       self, outs: Sequence[Any]
@@ -170,9 +153,9 @@ class Plan:
       eqns: Sequence[_Equation],
       outs: Sequence[Any],
       given: Sequence[Any],
-      build: Callable[..., Any],
-  ) -> list[_Part]:
-    """Returns a part before each round, and the last one.
+      build: Callable[..., Any] | None,
+  ) -> list[tuple[Any, list[Any], list[Any]]]:
+    """Returns programs, one before each round, with their inputs and outputs.
 
     An equation is in the first part that needs it: what a message does not
     depend on is computed after it was sent. One without inputs is in each part
@@ -180,53 +163,44 @@ class Plan:
     """
     made = {v: e for e in eqns for v in e.eqn.outvars}
     effects = [e for e in eqns if e.eqn.effects and not e.exchanges]
-    targets = [
-        list(dict.fromkeys(v for e in of for v in e.ins))
-        for of in self._rounds
-    ]
-    roots = [*targets, [
+    read = [[v for e in of for v in e.ins] for of in self._rounds]
+    last = [
         *(v for v in outs if isinstance(v, core.Var)),
         *(v for e in effects for v in e.ins),
-    ]]
-    chosen: list[list[_Equation]] = []
+    ]
+    parts = []
     done: set[int] = set()
-    for number, ahead in enumerate(map(list, roots)):
-      is_last = number == len(targets)
+    for number, ahead in enumerate(map(list, [*read, last])):
+      is_last = number == len(read)
       mine = {id(e) for e in effects} - done if is_last else set[int]()
       while ahead:
         e = made.get(ahead.pop())
         if e is not None and not e.exchanges and id(e) not in done | mine:
           mine.add(id(e))
           ahead += e.ins
-      chosen.append([e for e in eqns if id(e) in mine])
-      done |= {id(e) for e in chosen[-1] if e.ins}
-
-    parts = []
-    for number, part in enumerate(chosen):
+      part = [e for e in eqns if id(e) in mine]
+      done |= {id(e) for e in part if e.ins}
       own = {v for e in part for v in e.eqn.outvars}
-      read = [v for e in part for v in e.ins]
-      free: list[int] = []
-      if number < len(targets):
+      ins = [v for e in part for v in e.ins] + (last if is_last else [])
+      ins = [v for v in dict.fromkeys(ins) if v not in own]
+      out = list(outs)
+      if not is_last:
         # Read later on: by exchanges, and by other parts.
-        later = {v for of in targets[number:] for v in of}
-        of_inputs = {v for e in part if e.ins for v in e.eqn.outvars}
-        later |= of_inputs & {
-            *roots[-1], *(v for p in chosen[number + 1 :] for e in p
-                          for v in e.ins)
-        }
+        later = {v for e in eqns if id(e) not in done for v in e.ins} | {*last}
+        later &= {v for e in part if e.ins for v in e.eqn.outvars}
+        later |= {v for of in read[number:] for v in of}
         out = [v for e in part for v in e.eqn.outvars if v in later]
-        ins = [v for v in dict.fromkeys(read) if v not in own]
-      else:
-        out = list(outs)
-        ins = [v for v in dict.fromkeys([*read, *roots[-1]]) if v not in own]
-        free = self._donated(ins, out, given)
       body = core.jaxpr_as_fun(core.ClosedJaxpr(
           self._jaxpr.replace(
               constvars=[], invars=ins, outvars=out, eqns=[e.eqn for e in part]
           ), []
       ))
-      is_last = number == len(targets)
-      parts.append(_Part(build(body, ins, out, is_last, free), ins, out))
+      if build is not None:
+        program = build(body, ins, out, is_last)
+      else:
+        free = self._donated(ins, out, given) if is_last else []
+        program = jax.jit(body, donate_argnums=free)
+      parts.append((program, ins, out))
     return parts
 
   def _donated(
@@ -241,36 +215,6 @@ class Plan:
         forms.remove(_form(v))
         found.append(i)
     return found
-
-
-def _jit(body: Callable[..., Any], *how: Any) -> Any:
-  _, _, _, donated = how
-
-  def part_of_step(*args: Any) -> Any:
-    return body(*args)
-
-  return jax.jit(part_of_step, donate_argnums=donated)
-
-
-def body_of(
-    whole: core.ClosedJaxpr,
-) -> tuple[core.ClosedJaxpr, list[int]]:
-  """Returns the function in a `shard_map`, and the numbers of its inputs.
-
-  Among those of `whole`, which is this map, and then its constants.
-  """
-  (eqn,) = whole.jaxpr.eqns
-  (body,) = core.jaxprs_in_params(eqn.params)
-  given = [*whole.jaxpr.invars, *whole.jaxpr.constvars]
-  return core.ClosedJaxpr(body, []), [given.index(v) for v in eqn.invars]
-
-
-def met_in(closed: core.ClosedJaxpr) -> dict[Any, int]:
-  """Returns which field of `Met` a variable is, of what workers exchange."""
-  return {
-      v: field for eqn in closed.jaxpr.eqns if eqn.primitive is meet_p
-      for field, v in enumerate(eqn.outvars)
-  }
 
 
 def _form(v: Any) -> Any:

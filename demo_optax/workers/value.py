@@ -21,16 +21,12 @@ from demo_optax.workers.param_specs import REPLICATED, ParamSpecs
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-  """How an array is laid out over workers and their devices.
+  """How an array is laid out over workers and their devices."""
 
-  Attributes:
-    stacked: whether it has a leading worker axis, one part for each worker; if
-      not, all workers have the same.
-    inner: how its other dimensions are sharded inside a worker.
-  """
-
+  # Whether it has a leading worker axis, one part for each worker; if not, all
+  # workers have the same.
   stacked: bool
-  inner: P = P()  # noqa: RUF009
+  inner: P = P()  # noqa: RUF009  (of its other dimensions, inside a worker)
 
 
 class Remote(NamedTuple):
@@ -83,9 +79,9 @@ class Workers:
   ) -> 'Workers':
     """`num_workers` workers on one device, run by `jax.vmap`.
 
-    With `param_specs`, see `on_mesh`, and the sizes of the axes that they name
-    in the mesh's order, such as `axis_sizes={'fsdp': 4}`, they shard their
-    parameters: results and states are those of the mesh.
+    With `param_specs` as in `on_mesh`, and the sizes of the axes inside a
+    worker in the mesh's order, such as `axis_sizes={'fsdp': 4}`, results and
+    states are those of that mesh.
     """
     _checks.check_positive('num_workers', num_workers)
     specs = ParamSpecs.of(param_specs, axis_sizes or {}, 'workers')
@@ -97,11 +93,11 @@ class Workers:
   ) -> 'Workers':
     """One worker at each position of a mesh axis, run by `jax.shard_map`.
 
-    A worker is all the devices at its position, which have all parameters, or
-    with `param_specs` shards of them. A device exchanges the chunks of its own
-    shard with its counterparts in the other workers, and of what is replicated
-    inside a worker a share of the chunks. Gradients and momentum are stacked,
-    and sharded over `axis_name`, then as the parameters are.
+    A worker is all the devices at its position, which replicate the parameters,
+    or shard them by `param_specs`. A device exchanges the chunks of its shard,
+    and its share of what is replicated, with its counterparts in the other
+    workers. Gradients and momentum are stacked: sharded over `axis_name`, then
+    as the parameters.
 
     Args:
       mesh: a mesh whose axes are all of type Auto or all Explicit. On Explicit
@@ -112,16 +108,8 @@ class Workers:
         subtree holds for all of it and `None` is `P()`, replicated.
         `demo_optax.param_specs` takes it from a Flax model.
 
-    Example:
-      >>> import demo_optax, jax
-      >>> mesh = jax.make_mesh((jax.device_count(),), ('data',))
-      >>> workers = demo_optax.Workers.on_mesh(mesh, 'data')
-      >>> workers.count == jax.device_count()
-      True
-
     References:
-      Workers of many devices: From et al., `DeToNATION: Decoupled Torch
-      Network-Aware Training on Interlinked Online Nodes
+      Workers of many devices: From et al., `DeToNATION
       <https://arxiv.org/abs/2502.06728>`_ (FlexDeMo).
     """
     if axis_name not in mesh.axis_names:
@@ -129,7 +117,7 @@ class Workers:
           f'The mesh has no axis {axis_name!r}; its axes are'
           f' {mesh.axis_names}.'
       )
-    if len(set(mesh.axis_types)) > 1:
+    if len({*mesh.axis_types}) > 1:
       raise ValueError(
           f'The axes {mesh.axis_names} of the mesh are of types'
           f' {mesh.axis_types}: make all Auto or all Explicit.'
@@ -144,14 +132,11 @@ class Workers:
 
     For training steps inside `jax.shard_map`, `jax.vmap` or `jax.pmap`.
     Gradients are the worker's own, in the parameters' shapes; momentum has a
-    leading axis of 1, so that `P(axis_name)`, as given by
-    `demo_optax.state_specs`, carries the stacked layout through `shard_map`.
+    leading axis of 1, which `shard_map` joins by `demo_optax.state_specs`.
 
-    Averaged gradients are refused where they can be seen: inside a checked
-    `shard_map`, where `jax.grad` with respect to replicated parameters sums
-    over the workers. Make these varying first, with
-    `jax.lax.pcast(params, axis_name, to='varying')`. Under `vmap`, `pmap` and
-    `check_vma=False` averages cannot be seen.
+    Averaged gradients are refused only inside a checked `shard_map`, where
+    `jax.grad` with respect to replicated parameters sums over the workers. Make
+    these varying first: `jax.lax.pcast(params, axis_name, to='varying')`.
     """
     _checks.check_type('axis_name', axis_name, str, "'data'")
     return cls('on_axis', axis_name)
@@ -169,12 +154,12 @@ class Workers:
   ) -> 'Workers':
     """Separate programs as workers, joined by a relay.
 
-    Each is a JAX program on its own device or mesh, without `jax.distributed`;
-    platforms may differ. In a `data_parallel` step it sends its message to the
-    relay (`python -m demo_optax.remote`) and receives those of all workers. A
-    worker that is late is left out of a round, which costs the others one
-    deadline. A program that starts later takes the parameters and the shared
-    state from another worker in its first step.
+    Each is a JAX program on its own device or mesh, on any platform. In a
+    `data_parallel` step it sends its message to the relay
+    (`python -m demo_optax.remote`) and receives those of all workers. A late
+    worker is left out of a round, which costs the others one deadline. A
+    program that starts later takes the parameters and the shared state from
+    another worker in its first step.
 
     The batch of a step is the program's, and so are results for its rows. The
     momentum has a leading axis of 1. Parameters are equal on all workers, to
@@ -191,11 +176,6 @@ class Workers:
         Auto. All workers must have meshes of one shape. Of a worker of several
         processes it has devices of all; the first process is connected.
       param_specs: how parameters are sharded over them; see `on_mesh`.
-
-    Example:
-      >>> import demo_optax
-      >>> demo_optax.Workers.remote('tcp://127.0.0.1:7077', rank=0, count=8)
-      Workers.remote('tcp://127.0.0.1:7077', rank=0, count=8)
     """
     if not 0 <= rank < count:
       raise ValueError(
@@ -300,13 +280,12 @@ class Workers:
     return (self.count if self.stacked_gradients else 1, *inner, *shape)
 
   def device_put(self, tree: Any) -> Any:
-    """Puts `tree` on the devices of the workers' mesh, before the first step.
+    """Puts `tree` on the workers' mesh, if there is one.
 
-    Parameters, and what ends in a parameter's path in a state, go where
-    `param_specs` says; all else goes everywhere. Arrays that are spread over
-    the mesh already (the momentum) stay where they are. Without a mesh it is
-    `tree` unchanged. What was made on one device moves in the first step at the
-    latest, and then the second step compiles again.
+    Parameters, and what ends in a parameter's path in a state, are sharded by
+    `param_specs`; all else is replicated. Arrays that are spread over the mesh
+    already (the momentum) stay. What was made on one device moves in the first
+    step at the latest, and then the second step compiles again.
     """
     if self.mesh is None:
       return tree

@@ -408,5 +408,5 @@ def test_mistakes():
     run(lambda x: {'w': x[0]}, given=None)
   with pytest.raises(ValueError, match=r"\['w'\] must have .* got \(1, 3\)"):
     run(lambda x: {'w': x})
-  with pytest.raises(ValueError, match='differ in structure'):
+  with pytest.raises(ValueError, match='key mismatch'):
     run(lambda x: {'v': x[0]})

@@ -94,7 +94,7 @@ def test_a_missing_worker_costs_one_deadline(rounds, joined, listens):
   assert late.exchange(bytes(frames.CHAIN))[2] == b''
   while late.position.round < rounds.links[0].position.round:
     if listens:
-      late.listen()
+      late.exchange(None)
     else:
       assert late.exchange(b'late')[2] == b''
   assert late.position == rounds.links[0].position
@@ -109,7 +109,7 @@ def test_a_worker_that_pauses_is_not_waited_for(rounds):
   for _ in range(3):
     rounds.round(rounds.links[:2])
   while away.position.round < rounds.links[0].position.round:
-    away.listen()
+    away.exchange(None)
   # The others do not wait for its first message, but for the next one.
   rounds.each(lambda link: link.exchange(bytes(frames.CHAIN)))
   rounds.round()
