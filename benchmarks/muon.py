@@ -211,8 +211,7 @@ def language_model(s: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
       corpus = text.load(copies)
   valid = text.windows(corpus.valid, 64, config.context)
   if not repeated:  # 131 kB of all services, and no window twice
-    rows = valid.reshape(-1, config.context + 1)
-    valid = rows[::len(rows) // 2048][:2048].reshape(32, 64, -1)
+    valid = larger_text.spread(valid, 32)
     order = np.random.default_rng(s['seed']).permutation(
         len(corpus.train) // config.context - 1)
 
