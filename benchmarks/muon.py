@@ -2,15 +2,17 @@
 
     python benchmarks/muon.py run                # `ROWS`, three seeds; hours
     python benchmarks/muon.py run lr=1e-3,3e-3 topk=64 rows=8
+    python benchmarks/muon.py run --row Muon --row AdamW data=stdlib seed=0,1
     python benchmarks/muon.py table              # the tables, from the file
     python benchmarks/muon.py plot               # docs/muon.png, from the file
     python benchmarks/muon.py time               # CPU seconds of a step
 
 A run is a set of settings; what a setting leaves out is as in `DEFAULTS`, and a
 record has the settings that differ. With settings, `run` trains by all
-combinations of their values. Runs that are in the file are not done again, and
-several processes may work on one file: each takes the next run that nobody has.
-Every method gets the example's model, text, batches, warm-up and cosine.
+combinations of their values, and by those of the rows that are named. Runs that
+are in the file are not done again, and several processes may work on one file:
+each takes the next run that nobody has. Every method gets the example's model,
+text, batches, warm-up and cosine.
 """
 
 import argparse
@@ -37,7 +39,7 @@ DEFAULTS: dict[str, Any] = {
     'seed': 0,
     'steps': 800,
     'batch': 16,
-    'data': 'topics',  # or 'stdlib'
+    'data': 'topics',  # or 'stdlib', 'botocore'
     'width': 192, 'layers': 2, 'heads': 6,  # of the language model
     'lr': 2e-3,  # peak; of matrices
     'other_lr': 2e-3,  # of embeddings, head, norms, biases
@@ -47,6 +49,7 @@ DEFAULTS: dict[str, Any] = {
     'nesterov': True,
     'ns_steps': 3,
     'preconditioning': 'aol',
+    'mu_dtype': None,  # 'bfloat16': by `demo_muon` itself
     # recipe: the exchange
     'topk': 32,  # of 64x64 chunks; None: everything
     'groups': False,  # True: `GroupMax`
@@ -185,6 +188,8 @@ def train(s: dict[str, Any]) -> dict[str, Any]:
 
 def language_model(s: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
   """The model, its loss, its batches by steps, and its validation loss."""
+  import larger_text
+  import numpy as np
   import text
   import train_lm
   from flax import nnx
@@ -193,8 +198,11 @@ def language_model(s: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
   config = GPTConfig(
       width=s['width'], layers=s['layers'], heads=s['heads']
   )
+  repeated = s['data'] != 'botocore'
   if s['data'] == 'topics':
     corpus = text.load()
+  elif not repeated:
+    corpus = larger_text.load()
   else:  # the standard library's sources, split by file
     folder = pathlib.Path(statistics.__file__).parent
     with tempfile.TemporaryDirectory() as copies:
@@ -202,8 +210,16 @@ def language_model(s: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
         pathlib.Path(copies, path.name).write_text(path.read_text())
       corpus = text.load(copies)
   valid = text.windows(corpus.valid, 64, config.context)
+  if not repeated:  # 131 kB of all services, and no window twice
+    valid = larger_text.spread(valid, 32)
+    order = np.random.default_rng(s['seed']).permutation(
+        len(corpus.train) // config.context - 1)
 
   def batch_of(step: int) -> tuple[Any, ...]:
+    if not repeated:
+      starts = order[step * s['batch']:][:s['batch'], None] * config.context
+      return corpus.train[starts + np.arange(config.context + 1)].astype(
+          np.int32),
     return text.batch(
         corpus.train, s['seed'], step, s['batch'], config.context
     ),
@@ -412,13 +428,17 @@ def main() -> None:
   )
   parser.add_argument('what', choices=['run', 'table', 'plot', 'time'])
   parser.add_argument('settings', nargs='*', type=parse, metavar='KEY=VALUES')
+  parser.add_argument('--row', action='append', choices=ROWS)
   parser.add_argument('--rounds', type=int, default=5, help='of time')
   parser.add_argument('--file', type=pathlib.Path, default=RESULTS)
   args = parser.parse_intermixed_args()
   root = pathlib.Path(__file__).parents[1]
   sys.path[:0] = [str(root), str(root / 'examples')]
   if args.what == 'run' and args.settings:
-    run(args.file, grid(**dict(args.settings)))
+    rows = [ROWS[name] for name in args.row or []] or [{}]
+    run(args.file, [
+        {**row, **settings} for settings in grid(**dict(args.settings))
+        for row in rows])
   elif args.what == 'run':
     run(args.file, [
         {**row, 'seed': seed} for row in ROWS.values() for seed in range(3)])

@@ -179,6 +179,15 @@ def recipe(s: Settings, workers: demo_optax.Workers) -> Method:
       else largest(s, 64, s['topk'])
   )
   compressor, other = other_leaves(s, matrix)
+  if s['mu_dtype']:
+    tx = optax.chain(
+        demo_optax.per_worker(clip(), workers=workers),
+        demo_optax.demo_muon(
+            schedule(s, s['lr']), workers=workers, compressor=compressor,
+            decay=s['decay'], beta=s['beta'], mu_dtype=s['mu_dtype'],
+            adam_learning_rate=schedule(s, s['other_lr'])),
+    )
+    return Method(tx, planned(compressor, s, workers))
   own = optax.partition(
       {'matrix': before, 'other': optax.identity()}, matrix_or_other
   )
