@@ -92,10 +92,10 @@ def measure_kernels(targets):
         jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, PartitionSpec()))
     bucket, one, all_ = place((rows, n), jnp.float32), (k, rows), (8, k, rows)
     args = {
-        'encode': (bucket, bucket, place((3,), jnp.float32)),
+        'encode': (bucket, bucket, place((1, 3), jnp.float32)),
         'subtract': (bucket, place(one, jnp.int32), place(one, jnp.float32)),
         'decode': (place(all_, jnp.int32), place(all_, jnp.float32),
-                   place((1,), jnp.float32)),
+                   place((1, 1), jnp.float32)),
     }
     forms = {
         'encode': lambda *args: kernels.encode(*args, matrices, k),

@@ -101,7 +101,7 @@ class Merging:
       packer, owners = config.packer, config.update_packer
       inbox = packer.unpack({packer.name: arrived}, None, group)
       merged, distinct = zip(*[
-          arithmetic.merge(b, inbox.received[i], average='senders')
+          arithmetic.merge(b, inbox.received[i], 'senders')
           for i, b in enumerate(packer.read)
       ])
       report = Report(inbox.num_valid, inbox.energies, distinct)

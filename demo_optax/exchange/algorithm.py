@@ -208,7 +208,7 @@ def exchange(
   # u = T^-1 average_i(q_i), in a fixed order: the same bits on all workers.
   merged, distinct = [], []
   for bucket, received in zip(packer.read, inbox.received):
-    u, found = arithmetic.merge(bucket, received, average=config.average)
+    u, found = arithmetic.merge(bucket, received, config.average)
     merged.append(u)
     distinct.append(found)
   report = Report(inbox.num_valid, inbox.energies, distinct)

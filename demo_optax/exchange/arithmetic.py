@@ -1,49 +1,20 @@
 """A bucket's arithmetic, on CPUs and TPUs in parts that fit fast memory.
 
-On TPUs some buckets are handled by kernels instead (`in_kernels`).
+On TPUs kernels (`in_kernels`) handle what `GroupMax(k, kernels=True)` selects.
 """
 
-import functools
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from demo_optax.compressors import chunking
 from demo_optax.compressors.layout import Bucket
-from demo_optax.compressors.selectors import TopK
-from demo_optax.exchange import in_kernels
+from demo_optax.compressors.selectors import GroupMax, TopK
 from demo_optax.exchange.message import Received, Selected, energy
 from demo_optax.numerics import platform, rounding, topk
 
-Form = TypeVar('Form', bound=Callable[..., Any])
 
-
-def _or_by(kernel: Callable[..., Any]) -> Callable[[Form], Form]:
-  """Lets a kernel replace a function of a bucket and arrays on TPUs."""
-
-  def wrap(plain: Form) -> Form:
-    @functools.wraps(plain)
-    def either(bucket: Bucket, *args: Any, **static: Any) -> Any:
-      form = bucket.format
-      by_kernel, by_xla = (
-          functools.partial(f, bucket, **static) for f in (kernel, plain)
-      )
-      if bucket.kind != 'chunks' or not form.grouped or not platform.in_kernels(
-          bucket.rows, bucket.sides, form.k, form.dtype
-      ):
-        return by_xla(*args)
-      # By what is compiled for: CPUs can run other forms of TPUs, not kernels.
-      args = jax.tree.map(jnp.asarray, args)
-      return jax.lax.platform_dependent(*args, tpu=by_kernel, default=by_xla)
-
-    return cast(Form, either)
-
-  return wrap
-
-
-@_or_by(in_kernels.accumulate_and_select)
 def accumulate_and_select(
     bucket: Bucket,
     gradients: jax.Array,
@@ -57,6 +28,10 @@ def accumulate_and_select(
 
   Momentum does not change unless `valid`, bool `[]`.
   """
+  if kernels := _kernels(bucket):
+    return kernels.accumulate_and_select(
+        bucket, gradients, momentum, decay, weight, valid
+    )
   n, k = bucket.format.n, bucket.format.k
   pieces = platform.num_pieces(bucket.pieces, bucket.rows * n)
   rows = bucket.rows // pieces
@@ -100,7 +75,6 @@ def accumulate_and_select(
   return momentum, Selected(indices, values, jnp.sum(energies))
 
 
-@_or_by(in_kernels.subtract)
 def subtract(
     bucket: Bucket,
     momentum: jax.Array,
@@ -108,6 +82,8 @@ def subtract(
     values: jax.Array,
 ) -> jax.Array:
   """Subtracts `values [rows, k]` at `indices` from momentum `[rows, n]`."""
+  if (kernels := _kernels(bucket)) and indices is not None:
+    return kernels.subtract(bucket, momentum, indices, values)
   grouped = bucket.format.grouped
   if not platform.chunks_in_lanes(bucket.rows) or indices is None:
     return topk.subtract(momentum, indices, values, grouped)
@@ -127,15 +103,16 @@ def subtract(
   return _scan(subtract_piece, momentum, pieces)[0]
 
 
-@_or_by(in_kernels.merge)
 def merge(
-    bucket: Bucket, received: Received, *, average: topk.Average
+    bucket: Bucket, received: Received, average: topk.Average
 ) -> tuple[jax.Array, jax.Array]:
   """Averages all workers' selections and inverts the transform.
 
   Returns update chunks `[rows, n]`, and the number of different coefficients
   that were sent, float32 `[]`.
   """
+  if kernels := _kernels(bucket, len(received.values)):
+    return kernels.merge(bucket, received, average)
   n = bucket.format.n
   pieces = platform.num_pieces(bucket.pieces, bucket.rows * n)
   rows = bucket.rows // pieces
@@ -174,6 +151,20 @@ def merge(
   padding = (bucket.rows - bucket.num_chunks) * bucket.format.k
   someone = jnp.any(received.valid)
   return updates, distinct - jnp.where(someone, float(padding), 0.0)
+
+
+def _kernels(bucket: Bucket, senders: int = 0) -> Any:
+  """Returns the module of kernels if they handle a bucket, else None."""
+  select, form = bucket.select, bucket.format
+  if bucket.kind != 'chunks' or not isinstance(select, GroupMax):
+    return None
+  if not select.kernels or not platform.in_kernels(
+      bucket.rows, bucket.sides, form.k, form.dtype, senders * form.k
+  ):
+    return None
+  from demo_optax.exchange import in_kernels  # Pallas takes time to import
+
+  return in_kernels
 
 
 def _scan(piece: Any, carry: Any, pieces: int) -> tuple[Any, Any]:

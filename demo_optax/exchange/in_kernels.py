@@ -1,5 +1,7 @@
 """A bucket's arithmetic as `arithmetic`, by kernels (`numerics.kernels`)."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,16 +15,14 @@ def accumulate_and_select(
     bucket: Bucket,
     gradients: jax.Array,
     momentum: jax.Array,
-    decay: jax.Array,
-    weight: jax.Array,
+    decay: Any,
+    weight: Any,
     valid: jax.Array,
-    step: jax.Array,
 ) -> tuple[jax.Array, Selected]:
   """Adds gradient chunks to momentum; selects what to send."""
-  del step
-  scalars = [x.astype(momentum.dtype) for x in (decay, weight, valid)]
+  scalars = [jnp.asarray(x, momentum.dtype) for x in (decay, weight, valid)]
   momentum, places, values, squares = kernels.encode(
-      gradients, momentum, jnp.stack(scalars), _matrices(bucket),
+      gradients, momentum, jnp.stack(scalars)[None], _matrices(bucket),
       bucket.format.k,
   )
   return momentum, Selected(
@@ -39,7 +39,7 @@ def subtract(
 
 
 def merge(
-    bucket: Bucket, received: Received, *, average: topk.Average
+    bucket: Bucket, received: Received, average: topk.Average
 ) -> tuple[jax.Array, jax.Array]:
   """Averages all workers' selections and inverts the transform."""
   indices, values, valid = received
@@ -50,7 +50,7 @@ def merge(
       jnp.sum(valid, dtype=jnp.int32), len(valid), values.dtype
   )
   updates, distinct = kernels.decode(
-      jnp.swapaxes(places, 1, 2), jnp.swapaxes(values, 1, 2), share[None],
+      jnp.swapaxes(places, 1, 2), jnp.swapaxes(values, 1, 2), share[None, None],
       _matrices(bucket), average == 'senders',
   )
   # Padding chunks are at the end.

@@ -1,9 +1,9 @@
 """Kernels for TPUs of a bucket of which `GroupMax` selects.
 
-A block is 128 chunks, one in each lane, so that all but the transposes is
-elementwise or a product from the left. Every kernel reads its bucket once, and
-changes momentum in place. The forms of `exchange.arithmetic` without kernels
-have the same results, except for the last bits.
+A block is 128 chunks. It is transposed, so that each lane has one: then all
+operations are elementwise, or products from the left. Every kernel reads its
+bucket once, and changes momentum in place. The forms of `exchange.arithmetic`
+without kernels have the same results, except for the last bits.
 
 Places and values are `[k, rows]` here, and a place that is not sent is -1. A
 coefficient of column frequency f and row frequency q is at row `f * rows + q`.
@@ -21,7 +21,8 @@ from jax.experimental.pallas import pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
 _LANES = 128
-_VMEM = 32 * 2**20  # bytes: buckets' blocks, twice, and three of scratch
+# Bytes. Three blocks of buckets, twice, and three of scratch take 18 MiB.
+_VMEM = 32 * 2**20
 
 Matrices = tuple[np.ndarray, np.ndarray]  # of a transform, of rows and columns
 
@@ -35,8 +36,9 @@ def encode(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
   """Adds chunks `[rows, n]` to momentum, and selects one of each group.
 
-  `scalars` are decay, weight, and 1 if the worker is valid, else 0. Returns
-  momentum, places and values `[k, rows]`, and squares summed, `[1, rows]`.
+  `scalars [1, 3]` are decay, weight, and 1 if the worker is valid, else 0.
+  Returns momentum, places and values `[k, rows]`, and sums of squares,
+  `[1, rows]`.
   """
   (rows, n), dtype = momentum.shape, momentum.dtype
   row, col = (jnp.asarray(x, dtype) for x in matrices)
@@ -56,7 +58,7 @@ def _encode(
     kept: Any, places: Any, values: Any, squares: Any,
     x: Any, y: Any, m: Any, *, k: int,
 ) -> None:
-  decay, weight, valid = scalars[0], scalars[1], scalars[2] > 0
+  decay, weight, valid = scalars[0, 0], scalars[0, 1], scalars[0, 2] > 0
   num_rows, num_cols, n = len(row), len(col), len(m)
   for at in _tiles(n):
     x[at, :] = (weight * gradients[:, at]).T
@@ -134,7 +136,7 @@ def decode(
 ) -> tuple[jax.Array, jax.Array]:
   """Averages selections `[workers, k, rows]`, and inverts the transform.
 
-  Divides by the number of senders, or multiplies by `share`, `[1]`. Returns
+  Divides by the number of senders, or multiplies by `share`, `[1, 1]`. Returns
   updates `[rows, n]`, and the number of distinct coefficients, `[1, rows]`.
   """
   row, col = (jnp.asarray(x.T, values.dtype) for x in matrices)
@@ -157,12 +159,16 @@ def _decode(
   num_rows, num_cols, n = len(row), len(col), len(x)
 
   def merge(place: Any, found: Any) -> Any:
-    total = count = jnp.zeros_like(found)
-    for worker in range(workers):
+    def add(worker: Any, sums: tuple[Any, Any]) -> tuple[Any, Any]:
       hits = places[worker] == place
-      total += jnp.where(hits, values[worker], 0)
-      count += jnp.where(hits, 1.0, 0.0)
-    mean = total / jnp.maximum(count, 1) if by_senders else share[0] * total
+      total = sums[0] + jnp.where(hits, values[worker], 0)
+      return total, sums[1] + jnp.where(hits, 1.0, 0.0)
+
+    zeros = jnp.zeros_like(found)
+    total, count = jax.lax.fori_loop(
+        0, workers, add, (zeros, zeros), unroll=min(workers, 8)
+    )
+    mean = total / jnp.maximum(count, 1) if by_senders else share[0, 0] * total
     x[_nth(place, k), :] = mean
     return found + jnp.where(count > 0, 1.0, 0.0)
 
@@ -245,11 +251,13 @@ def _call(
       for _, shape, dtype in out
   ]
   specs, dtype = [spec for spec, *_ in out], out[0][2]
-  return pallas_call(
+  call = pallas_call(
       kernel, grid=(blocks,), in_specs=in_specs, out_specs=specs,
       out_shape=like, input_output_aliases=dict(aliases), name=name,
       scratch_shapes=[pltpu.VMEM((n, _LANES), dtype) for n in scratch],
       compiler_params=pltpu.CompilerParams(
           dimension_semantics=('parallel',), vmem_limit_bytes=_VMEM
       ),
-  )(*args)
+  )
+  with jax.enable_x64(False):  # Mosaic has no indices of 64 bits
+    return call(*args)

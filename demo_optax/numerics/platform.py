@@ -120,7 +120,7 @@ def in_lanes(x: jax.Array) -> jax.Array:
 
 
 def in_rows(x: jax.Array) -> jax.Array:
-  """Returns chunks in the layout that arrays have in memory."""
+  """Returns chunks in the layout of arguments and results of a program."""
   return _laid_out(x, tuple(range(x.ndim)))
 
 
@@ -130,25 +130,28 @@ def _laid_out(x: jax.Array, major_to_minor: tuple[int, ...]) -> jax.Array:
   return with_layout_constraint(x, Layout(major_to_minor))
 
 
-def in_kernels(rows: int, sides: tuple[int, int], k: int, dtype: str) -> bool:
+def in_kernels(
+    rows: int, sides: tuple[int, int], k: int, dtype: str, received: int = 0
+) -> bool:
   """Returns whether kernels handle a bucket of which `GroupMax` selects.
 
-  A kernel has 128 whole chunks in the memory for vectors, and groups in whole
-  rows of 8 lanes' vectors.
+  A kernel has 128 whole chunks in the memory for vectors, with all that was
+  `received` of a chunk. Vectors have 8 rows, which are of one place.
   """
   n = math.prod(sides)
   aligned = all(x % 8 == 0 for x in (*sides, k)) and n % 128 == n % k == 0
-  fits = aligned and k < n <= 4096 and dtype == 'float32'
-  return chunks_in_lanes(rows) and fits
+  fits = k < n <= 4096 and received <= 8192 and dtype == 'float32'
+  return chunks_in_lanes(rows) and aligned and fits
 
 
-def concatenates(columns: int) -> bool:
-  """Returns whether leaves are joined by a concatenation, not one by one.
+def concatenates(chunk_rows: int) -> bool:
+  """Returns whether leaves are concatenated, or else written one by one.
 
-  Of transposed leaves CPUs would hold all twice. Vectors are not transposed,
-  and updates are a kernel each to compile. TPUs would write zeros first.
+  A concatenation of transposed leaves holds all of them twice on CPUs. Vectors
+  are not transposed, and each update is a kernel to compile. TPUs would write
+  zeros first.
   """
-  return columns == 1 or of() == 'tpu'
+  return chunk_rows == 1 or of() == 'tpu'
 
 
 def loop_to_keep(elements: int) -> bool:

@@ -42,6 +42,7 @@ class Program:
     inside: devices of a worker.
     train: with the model and its gradients, else from gradients on.
     groups: with `GroupMax` instead of `TopK`.
+    kernels: with those of `GroupMax`.
   """
 
   recipe: str = 'demo'
@@ -49,19 +50,24 @@ class Program:
   inside: int = 1
   train: bool = False
   groups: bool = False
+  kernels: bool = False
 
   @property
   def name(self):
-    parts = [self.recipe, *['groups'] * self.groups, self.exchange]
+    parts = [self.recipe, *['groups'] * self.groups]
+    parts += [*['kernels'] * self.kernels, self.exchange]
     parts += [f'{self.inside}_devices'] * (self.inside > 1)
     return '_'.join([*parts, *['train'] * self.train])
 
 
 PROGRAMS = {
     'v5e': (
-        Program(), Program(groups=True), Program('demo_muon', 'all_to_all', 2)),
-    'v6e': (Program('demo', 'all_to_all', 2), Program(groups=True)),
-    'v5p': (Program('demo_muon', 'all_gather', 2), Program(groups=True)),
+        Program(), Program(groups=True), Program(groups=True, kernels=True),
+        Program('demo_muon', 'all_to_all', 2)),
+    'v6e': (
+        Program('demo', 'all_to_all', 2), Program(groups=True, kernels=True)),
+    'v5p': (
+        Program('demo_muon', 'all_gather', 2), Program(groups=True, kernels=True)),
     'two slices of v5e': (
         Program('demo', 'all_gather', 4, train=True),
         Program('demo_muon', 'all_to_all', 4),
@@ -204,7 +210,8 @@ def compressor_of(program, plain):
     return demo_optax.recipes.muon_compressors(plain)
   found = demo_optax.dct_topk()
   if program.groups:
-    select = demo_optax.compressors.GroupMax(32)
+    select = demo_optax.compressors.GroupMax(
+        32, kernels=program.kernels)
     found = dataclasses.replace(found, select=select)
   return found
 
