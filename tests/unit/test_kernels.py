@@ -68,8 +68,8 @@ def test_kernels_are_lowered_for_tpus(how, request):
   gradients = jax.tree.map(lambda x: jnp.zeros((4, *x.shape), x.dtype), params)
 
   def step(gradients):
-    state = tx.init(params)
-    return tx.update(gradients, state, params)[0]
+    updates, state = tx.update(gradients, tx.init(params), params)
+    return updates, state.worker_stacked
 
   mapped = jax.vmap(step, axis_name='workers') if how == 'vmap' else step
   with platform.running_on('tpu'):
