@@ -70,9 +70,8 @@ def lower_bounds(results, line):
   BOUNDS.write_text(json.dumps(recorded, indent=2) + '\n')
 
 
-def measure_kernels(targets):
+def measure_kernels(targets, folder):
   """Returns cycles per coefficient of each kernel: k = 32, 8 workers."""
-  folder = pathlib.Path(tempfile.mkdtemp())
   os.environ |= {
       'LIBTPU_INIT_ARGS': f'--xla_jf_dump_static_llo_profile_to={folder}',
       'JAX_PLATFORMS': 'cpu'}
@@ -107,7 +106,8 @@ def measure_kernels(targets):
       donated = {'encode': 1, 'subtract': 0}.get(name, ())
       with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         jax.jit(form, donate_argnums=donated).lower(*args[name]).compile()
-      [text] = [x.read_text() for x in folder.glob(f'demo_{name}*')]
+      [profile] = folder.glob(f'demo_{name}*')
+      text = profile.read_text()
       cycles = int(re.search(r'estimated_cycles: (\d+)', text)[1])
       found[target][name] = round(cycles / (rows * n), 4)
       print(f'{target}: {name} {found[target][name]} cycles per coefficient')
@@ -127,7 +127,8 @@ if __name__ == '__main__':
   parser.add_argument('--kernels', action='store_true')
   options = parser.parse_args()
   if options.kernels:
-    found = measure_kernels(['v5e', 'v6e', 'v5p'])
+    with tempfile.TemporaryDirectory() as out:
+      found = measure_kernels(['v5e', 'v6e', 'v5p'], pathlib.Path(out))
     recorded = json.loads(RESULTS.read_text()) | {'kernels': found}
     RESULTS.write_text(json.dumps(recorded, indent=1) + '\n')
     sys.exit()

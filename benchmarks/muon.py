@@ -434,7 +434,7 @@ def main() -> None:
   args = parser.parse_intermixed_args()
   root = pathlib.Path(__file__).parents[1]
   sys.path[:0] = [str(root), str(root / 'examples')]
-  if args.what == 'run' and args.settings:
+  if args.what == 'run' and (args.settings or args.row):
     rows = [ROWS[name] for name in args.row or []] or [{}]
     run(args.file, [
         {**row, **settings} for settings in grid(**dict(args.settings))

@@ -100,7 +100,7 @@ class InGroup:
     return self._places.words(chunks)
 
   def encode(self, indices: jax.Array) -> jax.Array:
-    return self._places.encode(indices // self.k)
+    return self._places.encode(groups.places(indices))
 
   def decode(self, data: jax.Array, chunks: int) -> jax.Array:
     return groups.indices(self._places.decode(data, chunks))

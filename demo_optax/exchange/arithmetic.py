@@ -82,8 +82,8 @@ def subtract(
     values: jax.Array,
 ) -> jax.Array:
   """Subtracts `values [rows, k]` at `indices` from momentum `[rows, n]`."""
-  if (kernels := _kernels(bucket)) and indices is not None:
-    return kernels.subtract(bucket, momentum, indices, values)
+  if kernels := _kernels(bucket):
+    return kernels.subtract(momentum, indices, values)
   grouped = bucket.format.grouped
   if not platform.chunks_in_lanes(bucket.rows) or indices is None:
     return topk.subtract(momentum, indices, values, grouped)

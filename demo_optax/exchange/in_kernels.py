@@ -31,11 +31,10 @@ def accumulate_and_select(
 
 
 def subtract(
-    bucket: Bucket, momentum: jax.Array, indices: jax.Array, values: jax.Array
+    momentum: jax.Array, indices: jax.Array, values: jax.Array
 ) -> jax.Array:
   """Subtracts what was sent from momentum."""
-  places = jax.lax.div(indices, jnp.int32(bucket.format.k))
-  return kernels.subtract(momentum, places.T, values.T)
+  return kernels.subtract(momentum, groups.places(indices).T, values.T)
 
 
 def merge(
@@ -44,8 +43,7 @@ def merge(
   """Averages all workers' selections and inverts the transform."""
   indices, values, valid = received
   assert indices is not None
-  places = jax.lax.div(indices, jnp.int32(bucket.format.k))
-  places = jnp.where(valid[:, None, None], places, -1)
+  places = jnp.where(valid[:, None, None], groups.places(indices), -1)
   share = rounding.exact_reciprocal(
       jnp.sum(valid, dtype=jnp.int32), len(valid), values.dtype
   )

@@ -41,6 +41,11 @@ def indices(places: jax.Array) -> jax.Array:
   return places * k + group
 
 
+def places(indices: jax.Array) -> jax.Array:
+  """Undoes `indices`."""
+  return jax.lax.div(indices, jnp.int32(indices.shape[-1]))
+
+
 def take(coefficients: jax.Array, places: jax.Array) -> jax.Array:
   """Returns the values at the places, `[rows, k]` of `[rows, n]`."""
   table = _table(coefficients, places.shape[1])

@@ -49,7 +49,7 @@ def encode(
       [_SCALARS, _same(row), _same(col), chunks, chunks],
       [(chunks, (rows, n), dtype), (selected, (k, rows), jnp.int32),
        (selected, (k, rows), dtype), (_in_lanes(1), (1, rows), dtype)],
-      blocks=pl.cdiv(rows, _LANES), scratch=[n] * 3, aliases={4: 0},
+      rows=rows, scratch=[n] * 3, aliases={4: 0},
   )
 
 
@@ -109,7 +109,7 @@ def subtract(
   return _call(
       _subtract, 'demo_subtract', [momentum, places, values],
       [chunks, selected, selected], [(chunks, (rows, n), momentum.dtype)],
-      blocks=pl.cdiv(rows, _LANES), scratch=[n], aliases={0: 0},
+      rows=rows, scratch=[n], aliases={0: 0},
   )[0]
 
 
@@ -147,7 +147,7 @@ def decode(
       [share, row, col, places, values],
       [_SCALARS, _same(row), _same(col), received, received],
       [(_in_rows(n), (rows, n), dtype), (_in_lanes(1), (1, rows), dtype)],
-      blocks=pl.cdiv(rows, _LANES), scratch=[n] * 2, aliases={},
+      rows=rows, scratch=[n] * 2, aliases={},
   )
 
 
@@ -233,11 +233,11 @@ def _call(
     in_specs: Sequence[pl.BlockSpec],
     out: Sequence[tuple[pl.BlockSpec, tuple[int, ...], Any]],
     *,
-    blocks: int,
+    rows: int,
     scratch: Sequence[int],
     aliases: Mapping[int, int],
 ) -> Any:
-  """Runs a kernel for blocks of chunks, with `scratch` rows of lanes."""
+  """Runs a kernel for blocks of `rows` chunks, with `scratch` rows of lanes."""
   # In a shard_map that tracks what varies, all must vary over the same axes.
   axes = [jax.typeof(x).mat.varying for x in args]
   every = frozenset[str]().union(*axes)
@@ -252,7 +252,7 @@ def _call(
   ]
   specs, dtype = [spec for spec, *_ in out], out[0][2]
   call = pallas_call(
-      kernel, grid=(blocks,), in_specs=in_specs, out_specs=specs,
+      kernel, grid=(pl.cdiv(rows, _LANES),), in_specs=in_specs, out_specs=specs,
       out_shape=like, input_output_aliases=dict(aliases), name=name,
       scratch_shapes=[pltpu.VMEM((n, _LANES), dtype) for n in scratch],
       compiler_params=pltpu.CompilerParams(

@@ -125,7 +125,7 @@ def take(
   if indices is None:
     return coefficients
   if grouped:
-    return groups.take(coefficients, _places(indices))
+    return groups.take(coefficients, groups.places(indices))
   if platform.by_product():
     return one_hot.take(coefficients, indices)
   return packing.take(coefficients, indices)
@@ -142,7 +142,7 @@ def subtract(
     return coefficients - values
   n = coefficients.shape[1]
   if grouped:
-    return coefficients - groups.spread(_places(indices), values, n)
+    return coefficients - groups.spread(groups.places(indices), values, n)
   if platform.by_product():
     return coefficients - one_hot.spread(indices, values, n)
   return coefficients.at[packing.row_numbers(indices), indices].add(
@@ -164,7 +164,7 @@ def merge(
   The count is that of different coefficients that were sent, float32 `[]`.
   """
   if indices is not None and grouped:
-    total, senders = groups.add_up(_places(indices), values, present, n)
+    total, senders = groups.add_up(groups.places(indices), values, present, n)
   elif indices is not None and platform.by_product():
     total, senders = one_hot.add_up(indices, values, present, n)
   else:
@@ -242,8 +242,3 @@ def add_up(
   return jax.lax.fori_loop(
       0, workers, add_worker, zeros, unroll=platform.unrolls(workers)
   )
-
-
-def _places(indices: jax.Array) -> jax.Array:
-  """Returns the places in their groups of indices `[..., k]`."""
-  return jax.lax.div(indices, jnp.int32(indices.shape[-1]))
