@@ -26,16 +26,11 @@ class LeafBytes:
 
   name: str
   shape: tuple[int, ...]
-  num_chunks: int
-  chunk: tuple[int, ...]  # lengths along the last two dimensions
-  topk: int
-  values: str  # as in `dct_topk`; or 'averaged'
-  index_code: str  # also 'none', or 'shared' by an all-reduce
-  index_bits: float  # per index, a fraction; 0 without indices
-  whole: bool  # sent without a transform
-  sent_bytes: int  # in a worker's payload, or in the all-reduce
   blocks: tuple[int, ...]  # shards inside a worker, along each dimension
-  axes: tuple[str, ...]
+  num_chunks: int
+  sent_bytes: int  # in a worker's payload, or in the all-reduce
+  format: tuple[str, ...]  # of a chunk, as the table has it
+  index_bits: float = 0.0  # per index, a fraction; 0 without indices
   as_unsharded: bool = True  # in the chunks of an unsharded worker
   small_blocks: bool = False  # a side shorter than that worker's chunk
 
@@ -48,6 +43,17 @@ class LeafBytes:
   def is_large(self) -> bool:
     """Whether more than a tenth of its float32 elements is sent."""
     return self.sent_bytes > 0.4 * self.size
+
+  @property
+  def cells(self) -> tuple[str, ...]:
+    """Its row of the table, without the name."""
+    return (
+        _times(self.shape) or 'scalar',
+        f'{self.num_chunks}',
+        *self.format,
+        _num_bytes(self.sent_bytes) + ('!' if self.is_large else ''),
+        _times(self.blocks) + ('' if self.as_unsharded else '*'),
+    )
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -97,10 +103,9 @@ class Plan:
     """Number of elements that take part."""
     return sum(leaf.size for leaf in self.leaves)
 
-  def dense_bytes(self, itemsize: int = 4) -> float:
+  def dense_bytes(self, itemsize: int = 4) -> int:
     """Returns the bytes, each way, of a ring all-reduce of the gradient."""
-    share = 2 * (self.num_workers - 1) / self.num_workers
-    return share * self.size * itemsize
+    return _ring(self.size * itemsize, self.num_workers)
 
   def max_workers(self, itemsize: int = 4) -> float:
     """Returns the most workers with which an all-reduce receives more.
@@ -127,37 +132,24 @@ class Plan:
 
     Notes below say what marks mean, and what to do.
     """
+    equal = collections.defaultdict(list)
+    for leaf in self.leaves:
+      equal[leaf.cells].append(leaf.name)
     rows: list[tuple[str, ...]] = [(
         'leaf', 'shape', 'chunks', 'of', 'topk', 'indices', 'bits', 'values',
         'sent', 'blocks',
     )]
-    equal = collections.defaultdict(list)
-    for leaf in self.leaves:
-      equal[dataclasses.replace(leaf, name='')].append(leaf.name)
-    for leaf, names in equal.items():
-      more = f' and {len(names) - 1} more' if len(names) > 1 else ''
-      sent = _num_bytes(leaf.sent_bytes) + (' each' if more else '')
-      blocks = _times(leaf.blocks) + ('' if leaf.as_unsharded else '*')
-      rows.append((
-          names[0] + more,
-          _times(leaf.shape) or 'scalar',
-          f'{leaf.num_chunks}',
-          'whole' if leaf.whole else _times(leaf.chunk),
-          'all' if leaf.topk == math.prod(leaf.chunk) else f'{leaf.topk}',
-          '-' if leaf.index_code == 'none' else leaf.index_code,
-          f'{leaf.index_bits:.2f}' if leaf.index_bits else '-',
-          leaf.values,
-          sent + ('!' if leaf.is_large else ''),
-          blocks if leaf.axes else '-',
-      ))
-    if not any(leaf.axes for leaf in self.leaves):
+    for (*cells, sent, blocks), (name, *others) in equal.items():
+      if others:
+        name, sent = f'{name} and {len(others)} more', f'{sent} each'
+      rows.append((name, *cells, sent, blocks))
+    if all(math.prod(leaf.blocks) == 1 for leaf in self.leaves):
       rows = [row[:-1] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []
     for row in rows:
       cells = [cell.rjust(width) for cell, width in zip(row, widths)]
-      cells[0] = row[0].ljust(widths[0])
-      lines.append('  '.join(cells).rstrip())
+      lines.append('  '.join([row[0].ljust(widths[0]), *cells[1:]]).rstrip())
     if any(leaf.is_large for leaf in self.leaves):
       lines.append(
           '! sends more than a tenth of the leaf. If that is much of the total,'
@@ -168,8 +160,7 @@ class Plan:
           '* cut into other chunks than on one device: results depend on how it'
           ' is sharded.'
       )
-    small = [leaf.name for leaf in self.leaves if leaf.small_blocks]
-    if small:
+    if small := [leaf.name for leaf in self.leaves if leaf.small_blocks]:
       lines.append(
           'Blocks are smaller than a chunk, which costs bytes. Shard another'
           f' dimension, or over fewer devices: {", ".join(small)}'
@@ -195,10 +186,10 @@ class Plan:
       lines.append(
           f'A worker is {self.num_devices} devices. Per device and step:'
       )
-      lines += [
-          f'  over {", ".join(axes):<15} receives {_num_bytes(moved):>10}'
-          for axes, moved in self.device_bytes.items()
-      ]
+      for axes, moved in self.device_bytes.items():
+        lines.append(
+            f'  over {", ".join(axes):<15} receives {_num_bytes(moved):>10}'
+        )
     if not self.update_bytes:
       up_to = f'up to {self.max_workers(4)}/{self.max_workers(2)}'
       if self.max_workers(2) == math.inf:
@@ -221,23 +212,15 @@ def plan(
   r"""Returns the bytes of an exchange, without running it.
 
   With a payload of :math:`P` bytes and :math:`S` bytes that are all-reduced,
-  each of :math:`N > 1` workers
+  each of :math:`N > 1` workers sends :math:`P + R` and receives
+  :math:`(N - 1) P + R` bytes, with :math:`R = 2\tfrac{N-1}{N} S`. With
+  `exchange='all_to_all'` and updates of :math:`U` bytes it sends and receives
+  :math:`\tfrac{N-1}N (P + U) + R`, where :math:`P` and :math:`U` include
+  padding of every owner's share to whole chunks. With a relay :math:`S` is a
+  part of :math:`P`; that a worker's message is sent back to it is not counted.
 
-  .. math::
-    \text{sends } P + 2\tfrac{N-1}{N} S, \qquad
-    \text{receives } (N - 1) P + 2\tfrac{N-1}{N} S.
-
-  With `exchange='all_to_all'` and updates of :math:`U` bytes it
-
-  .. math::
-    \text{sends and receives } \tfrac{N-1}N (P + U) + 2\tfrac{N-1}{N} S,
-
-  where :math:`P` and :math:`U` include padding of every owner's share to whole
-  chunks. A sharded leaf is cut into chunks shard by shard. They are the chunks
-  of an unsharded worker if a shard is a multiple of `chunk_size`.
-
-  With a relay :math:`S` is a part of :math:`P`. A worker's message is also sent
-  back to it, which is not counted.
+  A sharded leaf is cut into chunks shard by shard. They are the chunks of an
+  unsharded worker if a shard is a multiple of `chunk_size`.
 
   Parameters may be shapes (`jax.ShapeDtypeStruct`), and `workers` may be their
   number. The other arguments are those of `scale_by_demo`. A plan prints as a
@@ -268,10 +251,7 @@ def plan(
       _leaf_bytes(leaf) for leaf in layout.leaves
       if not isinstance(leaf.compressor, Frozen)
   )
-  averaged = [
-      leaf.sent_bytes // math.prod(leaf.blocks)
-      for leaf in leaves if leaf.values == 'averaged'
-  ]
+  averaged = [_shard_bytes(layout.leaves[i]) for i in layout.averaged]
   ordered = sum(size for size in averaged if size <= ORDERED_BYTES)
   written = resolve_update_values(exchange, update_values)
   config = make_config(layout, 'senders', exchange, count, written)
@@ -302,16 +282,17 @@ def plan(
 
 
 def _leaf_bytes(leaf: Leaf) -> LeafBytes:
-  blocks, axes = leaf.sharding.blocks, leaf.sharding.axes
+  blocks = leaf.sharding.blocks
+  num_shards = math.prod(blocks)
+  sent_bytes = num_shards * _shard_bytes(leaf)
   if leaf.plan is None:  # its gradient is averaged uncompressed
-    size = math.prod(leaf.shape)
-    sent = np.dtype(leaf.dtype).itemsize * size
     return LeafBytes(
-        leaf.name, leaf.shape, 1, leaf.shape, size, 'averaged', 'shared', 0.0,
-        True, sent, blocks, axes,
+        leaf.name, leaf.shape, blocks, 1, sent_bytes,
+        ('whole', 'all', 'shared', '-', 'averaged'),
     )
   assert isinstance(leaf.compressor, Compressor)
   grid, form, code = leaf.grid, leaf.plan.format, leaf.plan.format.index_code
+  bits = code.bits / form.k if code else 0.0
   alone = dataclasses.replace(
       leaf,
       sharding=REPLICATED.place((), leaf.shape),
@@ -319,21 +300,26 @@ def _leaf_bytes(leaf: Leaf) -> LeafBytes:
   )
   sides = zip(grid.folded[-2:], alone.grid.lengths[-2:])
   return LeafBytes(
-      name=leaf.name,
-      shape=leaf.shape,
-      num_chunks=math.prod(blocks) * grid.num_chunks,
-      chunk=grid.lengths if grid.whole else grid.lengths[-2:],
-      topk=form.k,
-      values=form.values,
-      index_code='shared' if form.shared else code.name if code else 'none',
-      index_bits=code.bits / form.k if code else 0.0,
-      whole=grid.whole,
-      sent_bytes=leaf.plan.num_bytes * math.prod(blocks),
-      blocks=blocks,
-      axes=axes,
+      leaf.name, leaf.shape, blocks, num_shards * grid.num_chunks, sent_bytes,
+      (
+          'whole' if grid.whole else _times(grid.lengths[-2:]),
+          'all' if form.k == form.n else f'{form.k}',
+          'shared' if form.shared else code.name if code else '-',
+          f'{bits:.2f}' if bits else '-',
+          form.values,
+      ),
+      index_bits=bits,
       as_unsharded=leaf.record == alone.record,
       small_blocks=not alone.grid.whole and any(d < n for d, n in sides),
   )
+
+
+def _shard_bytes(leaf: Leaf) -> int:
+  """Returns the bytes that a worker sends of one shard of a leaf."""
+  if leaf.plan is not None:
+    return leaf.plan.num_bytes
+  size = math.prod(leaf.shape) // math.prod(leaf.sharding.blocks)
+  return np.dtype(leaf.dtype).itemsize * size
 
 
 def _joined(layout: Layout, specs: ParamSpecs) -> dict[tuple[str, ...], int]:

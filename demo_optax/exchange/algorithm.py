@@ -88,12 +88,17 @@ class ExchangeConfig:
     return None if self.packer.num_owners is None else self.owners
 
   @property
-  def residual_shapes(self) -> dict[str, tuple[tuple[int, int], str]]:
-    """Shapes and dtypes of `WorkerState.update_residual`.
+  def state_on_device(self) -> WorkerState:
+    """The state of one device, as `jax.ShapeDtypeStruct`s.
 
     The same for both choices of `'auto'`, since a state may be resized.
     """
-    return {} if self.owners is None else self.owners.residual_shapes
+    momentum = {
+        b.name: jax.ShapeDtypeStruct(b.shape, b.format.dtype)
+        for b in self.layout.buckets
+    }
+    residuals = {} if self.owners is None else self.owners.residuals
+    return WorkerState(momentum, residuals)
 
   def received_bytes(self, count: int) -> int:
     """Returns the bytes from other workers that one device gathers."""

@@ -46,7 +46,7 @@ def scale_to_unit_rms(
       a stack of matrices, scaled one by one. None: every leaf is one matrix.
     min_rms: :math:`\epsilon`; shorter updates stay shorter.
   """
-  _checks.check_range('min_rms', min_rms, 0.0, float('inf'))
+  _checks.check_range('min_rms', min_rms, '[0, inf)')
 
   def scale(leaves: list[jax.Array], axes: tuple[int, ...]) -> list[jax.Array]:
     """Scales leaves of one type, by few kernels for all."""
@@ -112,8 +112,9 @@ def lost_unless_finite(
 
 def in_momentum_dtype() -> optax.GradientTransformation:
   """Casts gradients to the momentum's dtype: float16 would underflow."""
-  return optax.stateless(lambda updates, _: _tree.map_exchanged(
-      lambda path, x: x.astype(_tree.momentum_dtype(path, x)), updates
+  return optax.stateless(lambda updates, _: jax.tree_util.tree_map_with_path(
+      lambda path, x: x.astype(_tree.momentum_dtype(path, x)),
+      _tree.mask_others(updates),
   ))
 
 
