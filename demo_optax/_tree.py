@@ -5,7 +5,6 @@ are tree nodes with sharding annotations. This module does not import Flax.
 """
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -75,11 +74,7 @@ def without_variables(tree: Any) -> Any:
 
 
 def update_without_variables(
-    update: Callable[..., tuple[Any, Any]],
-    updates: Any,
-    state: Any,
-    params: Any,
-    **extra_args: Any,
+    update: Any, updates: Any, state: Any, params: Any, **extra_args: Any
 ) -> tuple[Any, Any]:
   """Returns `update(updates, state, params, ...)`, computed without Flax.
 

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from demo_optax import _checks, _tree, compressors
-from demo_optax._paths import Keys, leaves_of
+from demo_optax._paths import Keys, dotted, leaves_of
 from demo_optax.codes.values import UPDATE_VALUES, WITHOUT_RESIDUAL
 from demo_optax.compressors import compressor as per_parameter
 from demo_optax.compressors.compressor import CompressorTree, Frozen
@@ -177,9 +177,7 @@ def scale_by_demo(
         " messages to all workers, got 'all_to_all'."
     )
 
-  def config_of(
-      tree: chex.ArrayTree, leaves: list[Any]
-  ) -> algorithm.ExchangeConfig:
+  def config_of(tree: Any, leaves: list[Any]) -> algorithm.ExchangeConfig:
     """Returns the static part of the exchange."""
     layout = make_layout(
         leaves, per_parameter.per_leaf(compressor, tree), workers.param_specs
@@ -235,11 +233,7 @@ def scale_by_demo(
     return stacked_update_fn(updates, state, params, hyper, workers)
 
   def stacked_update_fn(
-      updates: chex.ArrayTree,
-      state: DeMoState,
-      params: chex.ArrayTree | None,
-      hyper: Any,
-      workers: Workers,
+      updates: Any, state: DeMoState, params: Any, hyper: Any, workers: Workers
   ) -> tuple[chex.ArrayTree, DeMoState]:
     """Updates with gradients laid out as `workers` have them."""
     flat, like = _tree.flatten_alike(updates, params)
@@ -312,26 +306,21 @@ def _check_state(
         ' averaged gradient must not reach the exchange.'
     )
   check_digest(state.layout.digest, expected)
-  made = jax.tree.map(jnp.shape, state.worker_stacked)
-  needed = jax.tree.map(
-      lambda x: workers.bucket_shape(x.shape), config.state_on_device
-  )
-  for name, shape in needed.momentum.items():
-    size = made.momentum[name]
+  made = {keys: jnp.shape(x) for keys, x in leaves_of(state.worker_stacked)}
+  needed = {
+      keys: workers.bucket_shape(x.shape)
+      for keys, x in leaves_of(config.state_on_device)
+  }
+  for keys in (*made, *needed):
+    size, shape = made.get(keys), needed.get(keys)
     if size != shape:
       raise ValueError(
-          f'The momentum of the state is of {size[0]} workers, {size}, but'
-          f' {workers} has {shape[0]}, {shape}. Make the state with tx.init'
-          ' under the same workers that update uses, or regroup it by'
+          f'The state must have {dotted(keys)} of shape {shape} for {workers}'
+          f' and {config}, got {size}; its first axis is that of the workers.'
+          ' Make the state with tx.init of the transformation and workers that'
+          ' update uses, or take over its momentum by'
           ' demo_optax.checkpoint.from_leaves(..., resize=True).'
       )
-  if made.update_residual != needed.update_residual:
-    raise ValueError(
-        'The residuals of updates in the state are not those of this exchange,'
-        f' {config}: make the state with tx.init of the same transformation.'
-        ' demo_optax.checkpoint.from_leaves(..., resize=True) takes over the'
-        ' momentum.'
-    )
 
 
 def check_digest(digest: Any, layout: Layout) -> None:
@@ -357,8 +346,8 @@ def resolve_update_values(exchange: str, update_values: str | None) -> str:
   if exchange == 'all_gather':
     return 'float32'
   raise ValueError(
-      f'exchange={exchange!r} needs update_values, how updates are written:'
-      " 'ternary' if their signs are taken (optax.scale_by_sign, and"
-      " demo_optax.demo), else 'bfloat16', 'int8', 'int4' or 'sign', whose"
-      " losses are sent later, or 'float32'."
+      f"exchange={exchange!r} needs update_values: 'ternary' if the signs of"
+      ' updates are taken (optax.scale_by_sign, demo_optax.demo), else'
+      " 'bfloat16', 'int8', 'int4' or 'sign', whose losses are sent later, or"
+      " 'float32'."
   )

@@ -17,7 +17,7 @@ from demo_optax.demo import resolve_update_values
 from demo_optax.exchange.algorithm import ExchangeKind, make_config
 from demo_optax.workers import Workers
 from demo_optax.workers.collectives import ORDERED_BYTES
-from demo_optax.workers.param_specs import REPLICATED, ParamSpecs
+from demo_optax.workers.param_specs import REPLICATED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,87 +25,56 @@ class LeafBytes:
   """The bytes of one leaf in an exchange, of all its shards."""
 
   name: str
-  shape: tuple[int, ...]
+  size: int  # elements
   blocks: tuple[int, ...]  # shards inside a worker, along each dimension
   num_chunks: int
   sent_bytes: int  # in a worker's payload, or in the all-reduce
-  format: tuple[str, ...]  # of a chunk, as the table has it
-  index_bits: float = 0.0  # per index, a fraction; 0 without indices
-  as_unsharded: bool = True  # in the chunks of an unsharded worker
-  small_blocks: bool = False  # a side shorter than that worker's chunk
-
-  @property
-  def size(self) -> int:
-    """Number of elements."""
-    return math.prod(self.shape)
-
-  @property
-  def is_large(self) -> bool:
-    """Whether more than a tenth of its float32 elements is sent."""
-    return self.sent_bytes > 0.4 * self.size
-
-  @property
-  def cells(self) -> tuple[str, ...]:
-    """Its row of the table, without the name."""
-    return (
-        _times(self.shape) or 'scalar',
-        f'{self.num_chunks}',
-        *self.format,
-        _num_bytes(self.sent_bytes) + ('!' if self.is_large else ''),
-        _times(self.blocks) + ('' if self.as_unsharded else '*'),
-    )
+  is_large: bool  # more than a tenth of its float32 elements is sent
+  index_bits: float  # per index, a fraction; 0 without indices
+  as_unsharded: bool  # in the chunks of an unsharded worker
+  small_blocks: bool  # a side shorter than that worker's chunk
+  cells: tuple[str, ...]  # its row of the table, without the name
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
   """The bytes of one exchange, printed as a table.
 
+  They are those of all devices of a worker.
+
   Attributes:
     leaves: of each leaf that takes part.
-    num_devices: number of devices of a worker.
-    payload_bytes: of all devices of a worker: its message (with owners, its
-      messages to all of them) and averaged leaves of up to 64 KB.
-    summed_bytes: bytes that are all-reduced, of all devices of a worker.
-    device_bytes: bytes that one device receives per step, by the mesh axes they
-      cross: the worker axis, then axes inside a worker, over which updates are
-      joined. Scalars on which its devices agree are not counted.
-    update_bytes: of the updates of all owners and of averaged leaves of up to
-      64 KB; 0 without owners.
+    sent_bytes: its payload, and its part of the sums; of owners also updates.
+    received_bytes: all other payloads (of owners those to it, and updates), and
+      the sums.
+    payload_bytes: its message (its messages to all owners), and averaged leaves
+      of up to 64 KB.
+    summed_bytes: what is all-reduced.
+    device_bytes: what one device receives per step, by the mesh axes crossed:
+      the worker axis, then axes inside a worker, over which updates are joined.
+      Scalars on which its devices agree are not counted.
+    update_bytes: updates of all owners, and averaged leaves of up to 64 KB; 0
+      without owners.
   """
 
   leaves: tuple[LeafBytes, ...]
   num_workers: int
   num_devices: int
+  sent_bytes: int
+  received_bytes: int
   payload_bytes: int
   summed_bytes: int
   device_bytes: dict[tuple[str, ...], int]
-  update_bytes: int = 0
-
-  @property
-  def sent_bytes(self) -> int:
-    """Bytes that a worker sends: its payload, and its part of the sums."""
-    return self._moved(min(self.num_workers - 1, 1))
-
-  @property
-  def received_bytes(self) -> int:
-    """Bytes that a worker receives: all other payloads, and the sums."""
-    return self._moved(self.num_workers - 1)
-
-  def _moved(self, payloads: int) -> int:
-    gathered = payloads * self.payload_bytes
-    if self.update_bytes:  # to owners, and from them: equally many each way
-      both = self.payload_bytes + self.update_bytes
-      gathered = both // self.num_workers * (self.num_workers - 1)
-    return gathered + _ring(self.summed_bytes, self.num_workers)
+  update_bytes: int
 
   @property
   def size(self) -> int:
     """Number of elements that take part."""
     return sum(leaf.size for leaf in self.leaves)
 
-  def dense_bytes(self, itemsize: int = 4) -> int:
+  def dense_bytes(self, itemsize: int = 4) -> float:
     """Returns the bytes, each way, of a ring all-reduce of the gradient."""
-    return _ring(self.size * itemsize, self.num_workers)
+    return 2 * self.size * itemsize * (self.num_workers - 1) / self.num_workers
 
   def max_workers(self, itemsize: int = 4) -> float:
     """Returns the most workers with which an all-reduce receives more.
@@ -143,7 +112,7 @@ class Plan:
       if others:
         name, sent = f'{name} and {len(others)} more', f'{sent} each'
       rows.append((name, *cells, sent, blocks))
-    if all(math.prod(leaf.blocks) == 1 for leaf in self.leaves):
+    if all(row[-1] == '-' for row in rows[1:]):
       rows = [row[:-1] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []
@@ -261,7 +230,6 @@ def plan(
   }
   payload = sizes.pop(config.packer.name, 0)
   summed = sum(sizes.values()) + sum(averaged) - ordered
-  received = config.received_bytes(count) + (count - 1) * ordered
   updates = 0
   if config.update_packer is None:
     payload += ordered
@@ -269,48 +237,61 @@ def plan(
     updates = (config.update_packer.num_bytes + ordered) * count
   if is_relayed:  # sums are computed from all workers' summands
     payload, summed = payload + summed, 0
-    received = (count - 1) * payload
+  sent, received = min(count - 1, 1) * payload, (count - 1) * payload
+  if updates:  # to owners, and from them: equally many each way
+    sent = received = (payload + updates) // count * (count - 1)
+  sums = round(2 * summed * (count - 1) / count)  # in a ring
   return Plan(
-      leaves,
-      count,
-      specs.devices,
-      payload * specs.devices,
-      summed * specs.devices,
-      {(axis,): received + _ring(summed, count), **_joined(layout, specs)},
-      updates * specs.devices,
+      leaves=leaves,
+      num_workers=count,
+      num_devices=specs.devices,
+      sent_bytes=(sent + sums) * specs.devices,
+      received_bytes=(received + sums) * specs.devices,
+      payload_bytes=payload * specs.devices,
+      summed_bytes=summed * specs.devices,
+      device_bytes={(axis,): received + sums, **_joined(layout)},
+      update_bytes=updates * specs.devices,
   )
 
 
 def _leaf_bytes(leaf: Leaf) -> LeafBytes:
-  blocks = leaf.sharding.blocks
-  num_shards = math.prod(blocks)
-  sent_bytes = num_shards * _shard_bytes(leaf)
-  if leaf.plan is None:  # its gradient is averaged uncompressed
-    return LeafBytes(
-        leaf.name, leaf.shape, blocks, 1, sent_bytes,
-        ('whole', 'all', 'shared', '-', 'averaged'),
+  blocks, size = leaf.sharding.blocks, math.prod(leaf.shape)
+  num_shards, num_chunks, index_bits = math.prod(blocks), 1, 0.0
+  as_unsharded, small_blocks = True, False
+  of_chunk = 'whole', 'all', 'shared', '-', 'averaged'
+  if leaf.plan is not None:  # else its gradient is averaged uncompressed
+    assert isinstance(leaf.compressor, Compressor)
+    grid, form, code = leaf.grid, leaf.plan.format, leaf.plan.format.index_code
+    num_chunks = num_shards * grid.num_chunks
+    index_bits = code.bits / form.k if code else 0.0
+    of_chunk = (
+        'whole' if grid.whole else _times(grid.lengths[-2:]),
+        'all' if form.k == form.n else f'{form.k}',
+        'shared' if form.shared else code.name if code else '-',
+        f'{index_bits:.2f}' if code else '-',
+        form.values,
     )
-  assert isinstance(leaf.compressor, Compressor)
-  grid, form, code = leaf.grid, leaf.plan.format, leaf.plan.format.index_code
-  bits = code.bits / form.k if code else 0.0
-  alone = dataclasses.replace(
-      leaf,
-      sharding=REPLICATED.place((), leaf.shape),
-      plan=leaf.compressor.plan(leaf.shape, leaf.dtype),
+    alone = dataclasses.replace(
+        leaf,
+        sharding=REPLICATED.place((), leaf.shape),
+        plan=leaf.compressor.plan(leaf.shape, leaf.dtype),
+    )
+    as_unsharded = leaf.record == alone.record
+    sides = zip(grid.folded[-2:], alone.grid.lengths[-2:])
+    small_blocks = not alone.grid.whole and any(d < n for d, n in sides)
+  sent_bytes = num_shards * _shard_bytes(leaf)
+  is_large = sent_bytes > 0.4 * size
+  cells = (
+      _times(leaf.shape) or 'scalar',
+      f'{num_chunks}',
+      *of_chunk,
+      _num_bytes(sent_bytes) + ('!' if is_large else ''),
+      (_times(blocks) if num_shards > 1 else '-')
+      + ('' if as_unsharded else '*'),
   )
-  sides = zip(grid.folded[-2:], alone.grid.lengths[-2:])
   return LeafBytes(
-      leaf.name, leaf.shape, blocks, num_shards * grid.num_chunks, sent_bytes,
-      (
-          'whole' if grid.whole else _times(grid.lengths[-2:]),
-          'all' if form.k == form.n else f'{form.k}',
-          'shared' if form.shared else code.name if code else '-',
-          f'{bits:.2f}' if bits else '-',
-          form.values,
-      ),
-      index_bits=bits,
-      as_unsharded=leaf.record == alone.record,
-      small_blocks=not alone.grid.whole and any(d < n for d, n in sides),
+      leaf.name, size, blocks, num_chunks, sent_bytes, is_large, index_bits,
+      as_unsharded, small_blocks, cells,
   )
 
 
@@ -322,23 +303,18 @@ def _shard_bytes(leaf: Leaf) -> int:
   return np.dtype(leaf.dtype).itemsize * size
 
 
-def _joined(layout: Layout, specs: ParamSpecs) -> dict[tuple[str, ...], int]:
+def _joined(layout: Layout) -> dict[tuple[str, ...], int]:
   """Returns the bytes per device of joining updates inside a worker."""
-  received: dict[tuple[str, ...], int] = {}
+  received: dict[tuple[str, ...], int] = collections.defaultdict(int)
   for bucket in layout.buckets:
     # Along one axis after the other, the innermost first.
     size = bucket.num_chunks * bucket.format.n
     size *= np.dtype(bucket.format.dtype).itemsize
-    for axis, devices in reversed(specs.axis_sizes):
+    for axis, devices in reversed(layout.axis_sizes):
       if axis in bucket.split_axes:
-        received[axis,] = received.get((axis,), 0) + (devices - 1) * size
+        received[axis,] += (devices - 1) * size
         size *= devices
   return received
-
-
-def _ring(size: int, devices: int) -> int:
-  """Returns the bytes each way, per device, of a ring all-reduce."""
-  return round(2 * size * (devices - 1) / devices)
 
 
 def _num_bytes(count: float) -> str:

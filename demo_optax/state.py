@@ -138,10 +138,9 @@ def _warn_if_replicated(stacked: dict[Keys, Any]) -> None:
     ):
       warnings.warn(
           f'{_paths.dotted(keys)} is one per worker, but all of it is on every'
-          ' device, and a step of your own would gather it: its sharding'
-          f' {sharding.spec} does not name the worker axis. data_parallel puts'
-          ' it right at the next call. For other steps, take the shardings of'
-          ' demo_optax.state_specs(tx, params, workers).',
+          f' device: {sharding.spec} does not name the worker axis.'
+          ' data_parallel corrects that at the next call. Other steps would'
+          ' gather it: take demo_optax.state_specs(tx, params, workers).',
           stacklevel=3,
       )
       return  # one warning is enough
