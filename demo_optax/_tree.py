@@ -5,6 +5,7 @@ are tree nodes with sharding annotations. This module does not import Flax.
 """
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -38,11 +39,17 @@ def is_exchanged(x: Any) -> bool:
   return bool(inexact) and 0 not in np.shape(x)
 
 
+def map_exchanged(fun: Callable[[Path, Any], Any], tree: Any) -> Any:
+  """Applies `fun(path, leaf)` to exchanged leaves, and masks the others."""
+  return jax.tree_util.tree_map_with_path(
+      lambda path, x: fun(path, x) if is_exchanged(x) else optax.MaskedNode(),
+      tree,
+  )
+
+
 def mask_others(tree: Any) -> Any:
   """Returns `tree` with `optax.MaskedNode()` for leaves not exchanged."""
-  return jax.tree.map(
-      lambda x: x if is_exchanged(x) else optax.MaskedNode(), tree
-  )
+  return map_exchanged(lambda path, x: x, tree)
 
 
 def flatten_alike(
@@ -74,7 +81,7 @@ def without_variables(tree: Any) -> Any:
 
 
 def update_without_variables(
-    update: Any, updates: Any, state: Any, params: Any, **extra_args: Any
+    update: Any, updates: Any, state: Any, params: Any = None, **extra_args: Any
 ) -> tuple[Any, Any]:
   """Returns `update(updates, state, params, ...)`, computed without Flax.
 

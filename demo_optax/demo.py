@@ -33,13 +33,24 @@ class LayoutOf:
   layout: Layout = dataclasses.field(repr=False, metadata={'static': True})
 
 
-def layouts_in(tree: chex.ArrayTree) -> dict[Keys, Layout]:
-  """Returns the layouts of all states, by paths of the states.
+def layouts_in(tree: Any, *, checked: bool = False) -> dict[Keys, Layout]:
+  """Returns the layouts of all states in a tree, by paths of the states.
 
-  Does not find states that Flax has flattened into plain dicts.
+  Leaves out states without types, as those of Flax. If `checked`, raises for
+  these, and for a state that was restored from another layout.
   """
-  flat = leaves_of(tree, lambda x: isinstance(x, LayoutOf))
-  return {keys[:-1]: x.layout for keys, x in flat if isinstance(x, LayoutOf)}
+  layouts = {}
+  for keys, x in leaves_of(tree, lambda x: isinstance(x, LayoutOf)):
+    if isinstance(x, LayoutOf):
+      layouts[keys[:-1]] = x.layout
+      if checked:
+        check_digest(x.digest, x.layout)
+    elif checked and keys[-2:] == ('layout', 'digest'):
+      raise ValueError(
+          f'{dotted(keys[:-2])} must be a state that has its types, got one of'
+          ' nnx.state. Give the nnx.Optimizer, or its opt_state.'
+      )
+  return layouts
 
 
 class DeMoState(NamedTuple):

@@ -104,10 +104,8 @@ class Plan:
     equal = collections.defaultdict(list)
     for leaf in self.leaves:
       equal[leaf.cells].append(leaf.name)
-    rows: list[tuple[str, ...]] = [(
-        'leaf', 'shape', 'chunks', 'of', 'topk', 'indices', 'bits', 'values',
-        'sent', 'blocks',
-    )]
+    header = 'leaf shape chunks of topk indices bits values sent blocks'
+    rows = [tuple(header.split())]
     for (*cells, sent, blocks), (name, *others) in equal.items():
       if others:
         name, sent = f'{name} and {len(others)} more', f'{sent} each'

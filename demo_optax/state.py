@@ -17,7 +17,7 @@ from demo_optax import _paths
 from demo_optax._paths import STACKED, Keys
 from demo_optax.compressors import leaves as cutting
 from demo_optax.compressors.layout import Layout
-from demo_optax.demo import LayoutOf, check_digest
+from demo_optax.demo import layouts_in
 from demo_optax.workers import Workers
 
 __all__ = ['exchange_info', 'momentum', 'state_specs']
@@ -59,7 +59,7 @@ def momentum(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
     ValueError: `opt_state` has no exchange, its types are missing, or its
       momentum was restored from a state of another layout.
   """
-  layouts = exchanges_in(opt_state)
+  layouts = layouts_in(opt_state, checked=True)
   if not layouts:
     raise ValueError(_NO_STATE)
   arrays = dict(_paths.leaves_of(opt_state))
@@ -144,25 +144,6 @@ def _warn_if_replicated(stacked: dict[Keys, Any]) -> None:
           stacklevel=3,
       )
       return  # one warning is enough
-
-
-def exchanges_in(tree: chex.ArrayTree) -> dict[Keys, Layout]:
-  """Returns the layouts of all exchanges in a tree, by paths of their states.
-
-  Raises if a state lacks its types, as those of Flax do, or was restored from
-  another layout.
-  """
-  layouts = {}
-  for keys, x in _paths.leaves_of(tree, lambda x: isinstance(x, LayoutOf)):
-    if isinstance(x, LayoutOf):
-      check_digest(x.digest, x.layout)
-      layouts[keys[:-1]] = x.layout
-    elif keys[-2:] == ('layout', 'digest'):
-      raise ValueError(
-          f'{_paths.dotted(keys[:-2])} must be a state that has its types, got'
-          ' one of nnx.state. Give the nnx.Optimizer, or its opt_state.'
-      )
-  return layouts
 
 
 def bucket_number(layout: Layout, keys: Keys) -> int:

@@ -112,9 +112,8 @@ def lost_unless_finite(
 
 def in_momentum_dtype() -> optax.GradientTransformation:
   """Casts gradients to the momentum's dtype: float16 would underflow."""
-  return optax.stateless(lambda updates, _: jax.tree_util.tree_map_with_path(
-      lambda path, x: x.astype(_tree.momentum_dtype(path, x)),
-      _tree.mask_others(updates),
+  return optax.stateless(lambda updates, _: _tree.map_exchanged(
+      lambda path, x: x.astype(_tree.momentum_dtype(path, x)), updates
   ))
 
 
