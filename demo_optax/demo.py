@@ -207,8 +207,8 @@ def scale_by_demo(
   def init_fn(params: chex.ArrayTree) -> DeMoState:
     if type(params).__name__ == '_ParamsPlaceholder':
       # optax.tree.map_params asks where parameters are: nowhere in this state.
-      nothing: list[Any] = [None] * len(DeMoState._fields)
-      return DeMoState(*nothing)
+      nothing: Any = 0
+      return DeMoState(nothing, nothing, nothing, nothing)
     flat = jax.tree_util.tree_flatten_with_path(params)[0]
     config = config_of(params, [(path, np.shape(x), x) for path, x in flat])
     return DeMoState(
@@ -275,8 +275,9 @@ def scale_by_demo(
         new.append(next(in_order).astype(g.dtype))
         continue
       # Gradients of integers may be `float0`, which no parameter takes.
-      has_dtype = g if p is None or g.dtype != jax.dtypes.float0 else p
-      new.append(jnp.zeros(np.shape(g)[lead:], has_dtype.dtype))
+      is_typed = p is None or g.dtype != jax.dtypes.float0
+      dtype = g.dtype if is_typed else p.dtype
+      new.append(jnp.zeros(np.shape(g)[lead:], dtype))
     return jax.tree.structure(updates).unflatten(new), DeMoState(
         count=optax.safe_increment(state.count),
         metrics=metrics,
