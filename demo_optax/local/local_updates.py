@@ -111,7 +111,9 @@ def local_updates(
     [-1. -3.] 0.0
     [-4. -4.] -4.0
   """
-  _checks.check_type('workers', workers, Workers, 'Workers.simulated(4)')
+  _checks.check_type(
+      'workers', workers, Workers, 'demo_optax.Workers.simulated(4)'
+  )
   if workers.kind == 'on_axis':
     raise TypeError(
         'workers must be Workers.simulated, on_mesh or remote, which'
