@@ -40,10 +40,11 @@ class LeafBytes:
 class Plan:
   """The bytes of one exchange, printed as a table.
 
-  They are those of all devices of a worker.
+  They are those of all devices of a worker, unless noted.
 
   Attributes:
     leaves: of each leaf that takes part.
+    size: number of elements that take part.
     sent_bytes: its payload, and its part of the sums; of owners also updates.
     received_bytes: all other payloads (of owners those to it, and updates), and
       the sums.
@@ -58,6 +59,7 @@ class Plan:
   """
 
   leaves: tuple[LeafBytes, ...]
+  size: int
   num_workers: int
   num_devices: int
   sent_bytes: int
@@ -66,11 +68,6 @@ class Plan:
   summed_bytes: int
   device_bytes: dict[tuple[str, ...], int]
   update_bytes: int
-
-  @property
-  def size(self) -> int:
-    """Number of elements that take part."""
-    return sum(leaf.size for leaf in self.leaves)
 
   def dense_bytes(self, itemsize: int = 4) -> float:
     """Returns the bytes, each way, of a ring all-reduce of the gradient."""
@@ -241,6 +238,7 @@ def plan(
   sums = round(2 * summed * (count - 1) / count)  # in a ring
   return Plan(
       leaves=leaves,
+      size=sum(leaf.size for leaf in leaves),
       num_workers=count,
       num_devices=specs.devices,
       sent_bytes=(sent + sums) * specs.devices,
