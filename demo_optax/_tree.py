@@ -52,6 +52,17 @@ def mask_others(tree: Any) -> Any:
   return map_exchanged(lambda path, x: x, tree)
 
 
+def zero_update(gradient: Any, param: Any, lead: int) -> Any:
+  """Returns the update of a leaf that is not exchanged.
+
+  `lead` axes of the gradient are the workers'. Gradients of integers may be
+  NumPy's `float0`.
+  """
+  is_typed = param is None or gradient.dtype != jax.dtypes.float0
+  dtype = gradient.dtype if is_typed else param.dtype
+  return jnp.zeros(np.shape(gradient)[lead:], dtype)
+
+
 def flatten_alike(
     gradients: Any, params: Any
 ) -> tuple[list[tuple[Path, Any]], list[Any]]:
