@@ -80,14 +80,9 @@ def places_of_ones(ones: jax.Array, k: int) -> jax.Array:
   Array([1, 3, 4], dtype=int32)
   """
   *batch, size = ones.shape
-  found = _places_of_ones(ones.reshape(math.prod(batch), size), k)
-  return found.reshape(*batch, k)
-
-
-def _places_of_ones(ones: jax.Array, k: int) -> jax.Array:
-  """Returns the same for `[rows, size]`."""
-  rows, size = ones.shape
-  ones = jnp.pad(ones, ((0, 0), (0, -size % _WORD))).reshape(rows, -1, _WORD)
+  rows = math.prod(batch)
+  ones = jnp.pad(ones.reshape(rows, size), ((0, 0), (0, -size % _WORD)))
+  ones = ones.reshape(rows, -1, _WORD)
   bit = jnp.arange(_WORD, dtype=jnp.uint32)[None, None]
   words = jnp.sum(ones.astype(jnp.uint32) << bit, axis=2, dtype=jnp.uint32)
   number = words.shape[1]
@@ -101,7 +96,7 @@ def _places_of_ones(ones: jax.Array, k: int) -> jax.Array:
   before = jnp.max(jnp.where(passed, until[:, None], 0), axis=2)
   within = take(words, jnp.minimum(word, number - 1))
   found = _WORD * word + _place_in_word(within, rank - before)
-  return jnp.where(word < number, found, size)
+  return jnp.where(word < number, found, size).reshape(*batch, k)
 
 
 def take(x: jax.Array, places: jax.Array) -> jax.Array:
