@@ -21,8 +21,8 @@ import jax.numpy as jnp
 
 from demo_optax.compressors.layout import Bucket, Layout
 from demo_optax.exchange import arithmetic
-from demo_optax.exchange.message import Packer
-from demo_optax.exchange.owners import Report, UpdatePacker
+from demo_optax.exchange.message import Packer, Report
+from demo_optax.exchange.owners import UpdatePacker
 from demo_optax.numerics import platform, rounding, topk
 from demo_optax.workers import Group, Spec, Workers, lift
 from demo_optax.workers.collectives import sums
@@ -78,11 +78,6 @@ class ExchangeConfig:
   owners: UpdatePacker | None = None  # also if 'auto' chose an all-gather
 
   @property
-  def kind(self) -> str:
-    """The collective: `'all_gather'` or `'all_to_all'`."""
-    return 'all_gather' if self.packer.num_owners is None else 'all_to_all'
-
-  @property
   def update_packer(self) -> UpdatePacker | None:
     """Writes and reads updates of owners; None without owners."""
     return None if self.packer.num_owners is None else self.owners
@@ -105,9 +100,9 @@ class ExchangeConfig:
 
   def __str__(self) -> str:
     """Returns the collective and `update_values` in words."""
-    if self.owners is None:
-      return repr(self.kind)
-    return f'{self.kind!r} with update_values={self.owners.values!r}'
+    kind = 'all_gather' if self.packer.num_owners is None else 'all_to_all'
+    values = self.owners and f' with update_values={self.owners.values!r}'
+    return f'{kind!r}{values or ""}'
 
 
 ExchangeKind = Literal['all_gather', 'all_to_all', 'auto']
@@ -199,7 +194,7 @@ def exchange(
     m = arithmetic.subtract(bucket, momentum[i], selected[i].indices, leaving)
     residual[bucket.name] = layout.clear_padding(i, m, devices[i], valid)
 
-  inbox = packer.unpack(
+  received, report = packer.unpack(
       arrived,
       lambda bucket: arithmetic.shared_indices(bucket, hyper.step),
       group,
@@ -207,19 +202,17 @@ def exchange(
 
   # u = T^-1 average_i(q_i), in a fixed order: the same bits on all workers.
   merged, distinct = [], []
-  for bucket, received in zip(packer.read, inbox.received):
-    u, found = arithmetic.merge(bucket, received, config.average)
+  for bucket, selections in zip(packer.read, received):
+    u, found = arithmetic.merge(bucket, selections, config.average)
     merged.append(u)
     distinct.append(found)
-  report = Report(inbox.num_valid, inbox.energies, distinct)
+  report = report._replace(distinct=distinct)
 
   # Owners broadcast the updates of the chunks they have merged.
   update_residual = state.update_residual
   if config.update_packer is not None:
     owners = config.update_packer
-    data, update_residual = owners.pack(
-        dict(enumerate(merged)), update_residual, report
-    )
+    data, update_residual = owners.pack(merged, update_residual, report)
     of_owners, report = owners.unpack(group.gather(data), distinct, group)
     merged = [of_owners.get(i, u) for i, u in enumerate(merged)]
 
@@ -236,8 +229,9 @@ def exchange(
   return [updates[i] for i in sorted(updates)], state, metrics
 
 
-_traced: contextvars.ContextVar[list[ExchangeConfig] | None] = (
-    contextvars.ContextVar('demo_optax_traced', default=None)
+# Lists that collect the configs of exchanges, see `traced_configs`.
+_traced: contextvars.ContextVar[tuple[list[ExchangeConfig], ...]] = (
+    contextvars.ContextVar('demo_optax_traced', default=())
 )
 
 
@@ -245,25 +239,19 @@ _traced: contextvars.ContextVar[list[ExchangeConfig] | None] = (
 def traced_configs() -> Iterator[list[ExchangeConfig]]:
   """Yields a list that collects the configs of exchanges traced inside."""
   found: list[ExchangeConfig] = []
-  token = _traced.set(found)
+  token = _traced.set((*_traced.get(), found))
   try:
     yield found
   finally:
     _traced.reset(token)
-    for config in found:
-      note(config)  # in the list outside of this one
-
-
-def note(config: ExchangeConfig) -> None:
-  """Adds the config of an exchange to the list of `traced_configs`."""
-  if (found := _traced.get()) is not None:
-    found.append(config)
 
 
 def run(
     workers: Workers, config: ExchangeConfig, *args: Any
 ) -> tuple[list[jax.Array], WorkerState, Metrics]:
   """Runs `exchange` for all workers; see `_run`."""
+  for found in _traced.get():
+    found.append(config)
   # Jitted, so that it is one computation even outside the user's jit. With a
   # relay it is not, so that one message has all that the step exchanges.
   run = _run if workers.relay is not None else _run_jitted
@@ -283,7 +271,6 @@ def _run(
   updates are those of the exchanged leaves, in the parameters' shapes.
   """
   leaves = config.layout.leaves
-  stacked = workers.stacked_gradients
   exchanged = sorted((*config.layout.compressed, *config.layout.averaged))
 
   def one_worker(
@@ -297,22 +284,18 @@ def _run(
     new = jax.tree.map(lambda x, old: x.reshape(old.shape), new, state)
     return updates, new, metrics
 
-  metrics = jax.eval_shape(no_metrics)
-  buckets = jax.tree.map(lambda _: workers.bucket_spec, state)
+  stacked, same = workers.stacked_gradients, Spec(False)
   inner = [leaves[i].sharding.spec for i in exchanged]
+  buckets = jax.tree.map(lambda _: workers.bucket_spec, state)
   updates, state, metrics = lift.run(
       workers,
       one_worker,
       ([gradients[i] for i in exchanged], state, hyper),
-      (
-          [Spec(stacked, spec) for spec in inner],
-          buckets,
-          jax.tree.map(lambda _: Spec(False), hyper),
-      ),
+      ([Spec(stacked, spec) for spec in inner], buckets, [same] * len(hyper)),
       (
           [Spec(False, spec) for spec in inner],
           buckets,
-          jax.tree.map(lambda _: Spec(False), metrics),
+          dict.fromkeys(jax.eval_shape(no_metrics), same),
       ),
   )
   updates = [
@@ -367,21 +350,11 @@ def _averages(
   """Averages uncompressed gradients over the valid workers."""
   if not layout.averaged:
     return {}, None
-  # Together with those that are spread over the same devices, since what one
-  # sum is made of differs between devices if any of it does.
-  alike: dict[tuple[str, ...], list[int]] = {(): []}
-  for i in layout.averaged:
-    alike.setdefault(layout.leaves[i].sharding.axes, []).append(i)
-  totals: dict[int, jax.Array] = {}
-  count = valid.astype(jnp.int32)  # then of all: the first sum is of P()
-  for axes, members in alike.items():
-    own = [gradients[i].astype(layout.leaves[i].dtype) for i in members]
-    own = [jnp.where(valid, x, jnp.zeros_like(x)) for x in own]
-    summed = sums([*own, *([] if axes else [count])], group.axis)
-    totals |= zip(members, summed)
-    count = count if axes else summed[-1]
+  own = [gradients[i].astype(layout.leaves[i].dtype) for i in layout.averaged]
+  own = [jnp.where(valid, x, jnp.zeros_like(x)) for x in own]
+  *totals, count = sums([*own, valid.astype(jnp.int32)], group.axis)
   found = {}
-  for i, total in totals.items():
+  for i, total in zip(layout.averaged, totals):
     weight = rounding.exact_reciprocal(count, group.size, total.dtype)
     found[i] = rounding.mul_no_fma(weight, total)
   return found, count

@@ -26,14 +26,11 @@ def accumulate_and_select(
   Momentum does not change unless `valid`, bool `[]`.
   """
   n, k = bucket.format.n, bucket.format.k
-  pieces = platform.num_pieces(bucket.pieces, bucket.rows * n)
-  rows = bucket.rows // pieces
   shared = shared_indices(bucket, step) if bucket.format.shared else None
 
   def add_piece(
-      momentum: jax.Array, number: jax.Array
+      momentum: jax.Array, start: jax.Array, rows: int
   ) -> tuple[jax.Array, tuple[jax.Array | None, jax.Array, jax.Array]]:
-    start = number * rows
     g = _load(gradients, start, rows)  # [rows, n]
     old = _load(momentum, start, rows)
 
@@ -60,7 +57,7 @@ def accumulate_and_select(
       values = jnp.where(inside, values, jnp.full_like(values, jnp.nan))
     return momentum, (indices, values, energy(m))
 
-  momentum, found = _scan(add_piece, momentum, pieces)
+  momentum, found = _in_pieces(bucket, add_piece, momentum)
   indices, values, energies = found
   if indices is not None:
     indices = indices.reshape(bucket.rows, k)
@@ -78,20 +75,17 @@ def subtract(
   grouped = bucket.format.grouped
   if not platform.chunks_in_lanes(bucket.rows) or indices is None:
     return topk.subtract(momentum, indices, values, grouped)
-  pieces = platform.num_pieces(bucket.pieces, momentum.size)
-  rows = bucket.rows // pieces
 
   def subtract_piece(
-      momentum: jax.Array, number: jax.Array
+      momentum: jax.Array, start: jax.Array, rows: int
   ) -> tuple[jax.Array, None]:
-    start = number * rows
     at, leaving = (
         jax.lax.dynamic_slice_in_dim(x, start, rows) for x in (indices, values)
     )
     m = _load(momentum, start, rows)
     return _store(momentum, topk.subtract(m, at, leaving, grouped), start), None
 
-  return _scan(subtract_piece, momentum, pieces)[0]
+  return _in_pieces(bucket, subtract_piece, momentum)[0]
 
 
 def merge(
@@ -103,14 +97,11 @@ def merge(
   that were sent, float32 `[]`.
   """
   n = bucket.format.n
-  pieces = platform.num_pieces(bucket.pieces, bucket.rows * n)
-  rows = bucket.rows // pieces
 
   def merge_piece(
-      carry: tuple[jax.Array, jax.Array], number: jax.Array
+      carry: tuple[jax.Array, jax.Array], start: jax.Array, rows: int
   ) -> tuple[tuple[jax.Array, jax.Array], None]:
     updates, distinct = carry
-    start = number * rows
 
     def piece_of(x: jax.Array) -> jax.Array:  # [senders, rows, k]
       return jax.lax.dynamic_slice_in_dim(x, start, rows, axis=1)
@@ -135,16 +126,23 @@ def merge(
       jnp.broadcast_to(zero, (bucket.rows, n)),
       jnp.zeros_like(received.values, jnp.float32, shape=()),
   )
-  (updates, distinct), _ = _scan(merge_piece, carry, pieces)
+  (updates, distinct), _ = _in_pieces(bucket, merge_piece, carry)
   # Padding rows count as sent; remove them.
   padding = (bucket.rows - bucket.num_chunks) * bucket.format.k
   someone = jnp.any(received.valid)
   return updates, distinct - jnp.where(someone, float(padding), 0.0)
 
 
-def _scan(piece: Any, carry: Any, pieces: int) -> tuple[Any, Any]:
-  numbers = jnp.arange(pieces, dtype=jnp.int32)
-  return jax.lax.scan(piece, carry, numbers, unroll=pieces == 1)
+def _in_pieces(bucket: Bucket, piece: Any, carry: Any) -> tuple[Any, Any]:
+  """Scans `piece(carry, start, rows)` over the pieces of a bucket."""
+  pieces = platform.num_pieces(bucket.pieces, bucket.rows * bucket.format.n)
+  rows = bucket.rows // pieces
+  return jax.lax.scan(
+      lambda carry, number: piece(carry, number * rows, rows),
+      carry,
+      jnp.arange(pieces, dtype=jnp.int32),
+      unroll=pieces == 1,
+  )
 
 
 def _load(x: jax.Array, start: jax.Array, rows: int) -> jax.Array:

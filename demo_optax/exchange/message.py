@@ -32,11 +32,13 @@ workers, and the energies.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from demo_optax.codes.format import ChunkFormat
 from demo_optax.compressors.layout import Bucket
@@ -70,12 +72,13 @@ class Received(NamedTuple):
   valid: jax.Array  # bool [senders], whose values count
 
 
-class Inbox(NamedTuple):
-  """The decoded messages of all workers."""
+class Report(NamedTuple):
+  """Counts and energies of an exchange."""
 
-  received: list[Received]
   num_valid: jax.Array | None  # int32 []; None without buckets
   energies: jax.Array  # float32 [ENERGIES], over valid workers
+  # Of each bucket float32 [], different coefficients; known once merged.
+  distinct: Sequence[jax.Array] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,24 +105,29 @@ class Packer:
   @functools.cached_property
   def gathered(self) -> dict[ChunkFormat, list[int]]:
     """Numbers of the buckets of each format, which are packed together."""
-    found: dict[ChunkFormat, list[int]] = {}
-    for number, bucket in enumerate(self.read):
-      chunk_format, _ = bucket.sent
-      if not chunk_format.shared:
-        found.setdefault(chunk_format, []).append(number)
-    return found
+    return self._alike(False, lambda bucket: bucket.sent[0])
 
   @functools.cached_property
   def summed(self) -> dict[str, list[int]]:
     """Numbers of the buckets of each dtype that are summed."""
-    found: dict[str, list[int]] = {}
+    return self._alike(True, lambda bucket: bucket.format.dtype)
+
+  def _alike(
+      self, shared: bool, key: Callable[[Bucket], Any]
+  ) -> dict[Any, list[int]]:
+    found: dict[Any, list[int]] = {}
     for number, bucket in enumerate(self.read):
-      if bucket.format.shared:
-        found.setdefault(bucket.format.dtype, []).append(number)
+      if bucket.format.shared == shared:
+        found.setdefault(key(bucket), []).append(number)
     return found
 
   def _chunks(self, numbers: Sequence[int]) -> list[int]:
     return [self.read[number].sent[1] for number in numbers]
+
+  def _sizes(self, numbers: Sequence[int]) -> list[int]:
+    """Values that are sent of each bucket."""
+    sent = [self.read[number].sent for number in numbers]
+    return [chunks * chunk_format.k for chunk_format, chunks in sent]
 
   @property
   def shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -135,11 +143,8 @@ class Packer:
         shape = (self.num_owners, words)
       shapes[self.name] = shape, 'uint32'
     for dtype, members in self.summed.items():
-      length = sum(
-          chunks * chunk_format.k
-          for chunk_format, chunks in (self.buckets[i].sent for i in members)
-      )
-      shapes[SUMMED + dtype] = (length + 1 + ENERGIES,), dtype
+      length = sum(self._sizes(members)) + 1 + ENERGIES
+      shapes[SUMMED + dtype] = (length,), dtype
     return shapes
 
   def pack(
@@ -170,21 +175,32 @@ class Packer:
       parts = _split(read, self._chunks(members), axis=read.ndim - 2)
       for i, x in zip(members, parts):
         sent[i] = self._join(i, x)
+
+    def energies(members: Sequence[int]) -> jax.Array:
+      """Returns float32 `[ENERGIES]`: of momentum, its sent part, the rest."""
+      total = jnp.zeros((ENERGIES,), jnp.float32)
+      for i in members:
+        _, values, held = selected[i]
+        stays = energy(values - rounding.mul_no_fma(alpha, sent[i]))
+        if self.buckets[i].format.k < self.buckets[i].format.n:
+          stays += jnp.maximum(held - energy(values), 0)
+        total += jnp.stack([held, energy(sent[i]), stays])
+      return total
+
     message: dict[str, jax.Array] = {}
     if self.gathered:
-      members = [i for alike in self.gathered.values() for i in alike]
-      energies = self._energies(members, selected, sent, alpha)
-      energies = jax.lax.bitcast_convert_type(energies, jnp.uint32)
-      end = jnp.concatenate([valid.astype(jnp.uint32)[None], energies])
+      held = energies([i for alike in self.gathered.values() for i in alike])
+      held = jax.lax.bitcast_convert_type(held, jnp.uint32)
+      end = jnp.concatenate([valid.astype(jnp.uint32)[None], held])
       if self.num_owners is not None:
         end = jnp.broadcast_to(end, (self.num_owners, *end.shape))
       words = jnp.concatenate([*packed, end], axis=-1)
       message[self.name] = words if self.num_owners else as_rows(words)
     for dtype, members in self.summed.items():
-      energies = self._energies(members, selected, sent, alpha)
-      energies = jnp.where(jnp.isfinite(energies), energies, 0).astype(dtype)
-      values = [self.buckets[i].strip(sent[i]).reshape(-1) for i in members]
-      vector = jnp.concatenate([*values, jnp.ones((1,), dtype), energies])
+      held = energies(members)
+      held = jnp.where(jnp.isfinite(held), held, 0).astype(dtype)
+      values = [self._cut(i, sent[i]).reshape(-1) for i in members]
+      vector = jnp.concatenate([*values, jnp.ones((1,), dtype), held])
       message[SUMMED + dtype] = jnp.where(valid, vector, jnp.zeros_like(vector))
     return message, sent
 
@@ -193,19 +209,21 @@ class Packer:
 
     Owners with fewer chunks are padded with zero chunks at indices 0..k-1.
     """
-    if self.num_owners is None:
-      return self.buckets[number].strip(x)
-    chunk_format, chunks = self.read[number].sent
-    k = self.buckets[number].format.k
+    bucket = self.read[number]
+    if bucket is self.buckets[number]:
+      return bucket.strip(x)
+    assert self.num_owners is not None
+    chunk_format, chunks = bucket.sent
+    shape = self.num_owners, chunks, chunk_format.k
     x = x.reshape(-1)
-    missing = self.num_owners * chunks * chunk_format.k - len(x)
+    missing = math.prod(shape) - len(x)
     if missing > 0:
+      k = self.buckets[number].format.k
       fill = jnp.arange(k, dtype=x.dtype)
       if not jnp.issubdtype(x.dtype, jnp.integer):
         fill = jnp.zeros_like(fill)
       x = jnp.concatenate([x, jnp.tile(fill, -(-missing // k))[:missing]])
-    x = x[: self.num_owners * chunks * chunk_format.k]
-    return x.reshape(self.num_owners, chunks, chunk_format.k)
+    return x[: math.prod(shape)].reshape(shape)
 
   def _join(self, number: int, x: jax.Array) -> jax.Array:
     """Undoes `_cut` for values; returns `[rows, k]`."""
@@ -215,29 +233,12 @@ class Packer:
     most = bucket.rows * bucket.format.k
     return bucket.unstrip(x.reshape(1, -1)[:, :most])[0]
 
-  def _energies(
-      self,
-      members: Sequence[int],
-      selected: Sequence[Selected],
-      sent: Sequence[jax.Array],
-      alpha: jax.Array,
-  ) -> jax.Array:
-    """Returns float32 `[ENERGIES]`: of momentum, its sent part, the rest."""
-    total = jnp.zeros((ENERGIES,), jnp.float32)
-    for i in members:
-      _, values, held = selected[i]
-      stays = energy(values - rounding.mul_no_fma(alpha, sent[i]))
-      if self.buckets[i].format.k < self.buckets[i].format.n:
-        stays += jnp.maximum(held - energy(values), 0)
-      total += jnp.stack([held, energy(sent[i]), stays])
-    return total
-
   def unpack(
       self,
       arrived: Message,
       shared: Callable[[Bucket], jax.Array],
       group: Group,
-  ) -> Inbox:
+  ) -> tuple[list[Received], Report]:
     """Reads all workers' messages, uint32 `[workers, ...]`, and their sums.
 
     `shared` returns the indices `[k]` that all workers selected in a bucket.
@@ -282,12 +283,8 @@ class Packer:
       energies += total[end + 1 :].astype(jnp.float32)
       weight = rounding.exact_reciprocal(count, group.size, total.dtype)
       mean = rounding.mul_no_fma(weight, total[:end])
-      sizes = []
-      for i in members:
-        chunk_format, chunks = self.buckets[i].sent
-        sizes.append(chunks * chunk_format.k)
-      for i, x in zip(members, _split(mean, sizes)):
-        bucket = self.buckets[i]
+      for i, x in zip(members, _split(mean, self._sizes(members))):
+        bucket = self.read[i]
         own = None
         if bucket.format.k < bucket.format.n:
           shape = 1, bucket.rows, bucket.format.k
@@ -295,7 +292,7 @@ class Packer:
         values = bucket.unstrip(x.reshape(1, -1, bucket.sent[0].k))
         received[i] = Received(own, values, count[None] > 0)
     in_order = [received[i] for i in range(len(self.buckets))]
-    return Inbox(in_order, num_valid, energies)
+    return in_order, Report(num_valid, energies)
 
 
 def as_rows(words: jax.Array) -> jax.Array:
@@ -312,8 +309,4 @@ def _split(
     x: jax.Array, sizes: Sequence[int], axis: int = 0
 ) -> list[jax.Array]:
   """Cuts an array into consecutive parts."""
-  parts, start = [], 0
-  for size in sizes:
-    parts.append(jax.lax.slice_in_dim(x, start, start + size, axis=axis))
-    start += size
-  return parts
+  return jnp.split(x, np.cumsum(sizes)[:-1], axis)

@@ -15,7 +15,6 @@ The owner keeps the code's losses and adds them to its next update.
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,17 +22,8 @@ import jax.numpy as jnp
 from demo_optax.codes.format import ChunkFormat
 from demo_optax.codes.values import WITHOUT_RESIDUAL
 from demo_optax.compressors.layout import Bucket
-from demo_optax.exchange.message import ENERGIES, ROW, as_rows
+from demo_optax.exchange.message import ENERGIES, ROW, Report, as_rows
 from demo_optax.workers import Group
-
-
-class Report(NamedTuple):
-  """Counts and energies of an exchange."""
-
-  num_valid: jax.Array | None  # int32 []; None without buckets
-  energies: jax.Array  # float32 [ENERGIES], over valid workers
-  # Of each bucket float32 [], different coefficients.
-  distinct: Sequence[jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +75,7 @@ class UpdatePacker:
 
   def pack(
       self,
-      updates: Mapping[int, jax.Array],
+      updates: Sequence[jax.Array],
       residuals: Mapping[str, jax.Array],
       report: Report,
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
