@@ -294,6 +294,7 @@ def scale_by_demo(
     found: list[jax.Array] = []
     metrics, own = exchange_lib.no_metrics(), state.worker_stacked
     if len(left_out) < len(flat):
+      exchange_lib.note(config)
       found, own, metrics = exchange_lib.run(
           workers, config, [g for _, g in flat], own,
           Hyper(state.count, alpha, decay, weight),

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import chex
 import jax
@@ -33,17 +33,13 @@ MAX_GRADIENT_SHARE = 1e-12
 
 
 class WorkerState(NamedTuple):
-  """A worker's state between exchanges, by bucket name; stacked over workers.
+  """A worker's state between exchanges by bucket name, stacked over workers."""
 
-  Attributes:
-    momentum: coefficients `[workers, rows, n]`, or
-      `[workers, devices, rows, n]` with mesh axes inside a worker; float32
-      (float64 for float64 parameters).
-    update_residual: `[workers, chunks, n]`, the losses of the update code in
-      the chunks a worker owns. Empty without owners and for exact codes.
-  """
-
+  # Coefficients `[workers, rows, n]`, `[workers, devices, rows, n]` with mesh
+  # axes inside a worker; float32 (float64 for float64 parameters).
   momentum: dict[str, chex.Array]
+  # `[workers, chunks, n]`, the losses of the update code in the chunks that a
+  # worker owns. Empty without owners and for exact codes.
   update_residual: dict[str, chex.Array]
 
 
@@ -129,11 +125,8 @@ def make_config(
     owners = UpdatePacker(layout.buckets, count, update_values)
     gathered = dataclasses.replace(gathered, owners=owners)
   owned = dataclasses.replace(gathered, packer=Packer(layout.buckets, count))
-  if kind == 'all_to_all' or (
-      owned.received_bytes(count) < gathered.received_bytes(count)
-  ):
-    return owned
-  return gathered
+  choices = [owned] if kind == 'all_to_all' else [gathered, owned]
+  return min(choices, key=lambda config: config.received_bytes(count))
 
 
 def exchange(
@@ -145,18 +138,10 @@ def exchange(
 ) -> tuple[list[jax.Array], WorkerState, Metrics]:
   """Runs Algorithm 1 for one step, on one device of one worker.
 
-  The formulas are those of `scale_by_demo`; momentum is kept transformed.
-
-  Args:
-    config: the static part.
-    group: the other workers, and the devices of this one.
-    gradients: by leaf number, the shard on this device.
-    state: of this device, momentum `[rows, n]` of each bucket.
-    hyper: hyperparameters.
-
-  Returns:
-    The update of each leaf, equal on all workers to the last bit; the new
-    state; and metrics.
+  The formulas are those of `scale_by_demo`; momentum is kept transformed. Takes
+  the shards of gradients on this device, by leaf number, and its own state,
+  with momentum `[rows, n]` of each bucket. Returns the update of each leaf,
+  equal on all workers to the last bit; the new state; and metrics.
   """
   layout, packer, buckets = config.layout, config.packer, config.layout.buckets
   devices = [group.device_index(bucket.split_axes) for bucket in buckets]
@@ -195,8 +180,7 @@ def exchange(
     residual[bucket.name] = layout.clear_padding(i, m, devices[i], valid)
 
   received, report = packer.unpack(
-      arrived,
-      lambda bucket: arithmetic.shared_indices(bucket, hyper.step),
+      arrived, functools.partial(arithmetic.shared_indices, step=hyper.step),
       group,
   )
 
@@ -210,8 +194,7 @@ def exchange(
 
   # Owners broadcast the updates of the chunks they have merged.
   update_residual = state.update_residual
-  if config.update_packer is not None:
-    owners = config.update_packer
+  if owners := config.update_packer:
     data, update_residual = owners.pack(merged, update_residual, report)
     of_owners, report = owners.unpack(group.gather(data), distinct, group)
     merged = [of_owners.get(i, u) for i, u in enumerate(merged)]
@@ -246,19 +229,16 @@ def traced_configs() -> Iterator[list[ExchangeConfig]]:
     _traced.reset(token)
 
 
-def run(
-    workers: Workers, config: ExchangeConfig, *args: Any
-) -> tuple[list[jax.Array], WorkerState, Metrics]:
-  """Runs `exchange` for all workers; see `_run`."""
+def note(config: ExchangeConfig) -> None:
+  """Adds the config of an exchange to the lists of `traced_configs`."""
   for found in _traced.get():
     found.append(config)
-  # Jitted, so that it is one computation even outside the user's jit. With a
-  # relay it is not, so that one message has all that the step exchanges.
-  run = _run if workers.relay is not None else _run_jitted
-  return run(workers, config, *args)
 
 
-def _run(
+# One computation even outside the user's jit, and part of that inside: with a
+# relay one message has all that the step exchanges.
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def run(
     workers: Workers,
     config: ExchangeConfig,
     gradients: Sequence[jax.Array],
@@ -303,9 +283,6 @@ def _run(
       for i, u in zip(exchanged, updates)
   ]
   return updates, state, metrics
-
-
-_run_jitted = jax.jit(_run, static_argnums=(0, 1))
 
 
 def _is_valid(

@@ -46,7 +46,7 @@ def accumulate_and_select(
       m = jnp.where(valid, add(None, old), old)
     momentum = _store(momentum, m, start)
     indices = None
-    if shared is not None and k < n:
+    if k < n and shared is not None:
       indices = jnp.broadcast_to(shared[None], (rows, k))
     elif k < n:
       indices = _select(bucket, m, step)
@@ -58,11 +58,8 @@ def accumulate_and_select(
     return momentum, (indices, values, energy(m))
 
   momentum, found = _in_pieces(bucket, add_piece, momentum)
-  indices, values, energies = found
-  if indices is not None:
-    indices = indices.reshape(bucket.rows, k)
-  values = values.reshape(bucket.rows, k)
-  return momentum, Selected(indices, values, jnp.sum(energies))
+  indices, values = jax.tree.map(lambda x: x.reshape(bucket.rows, k), found[:2])
+  return momentum, Selected(indices, values, jnp.sum(found[2]))
 
 
 def subtract(
@@ -106,12 +103,9 @@ def merge(
     def piece_of(x: jax.Array) -> jax.Array:  # [senders, rows, k]
       return jax.lax.dynamic_slice_in_dim(x, start, rows, axis=1)
 
-    indices = None
-    if received.indices is not None:
-      indices = piece_of(received.indices)
+    indices, values = jax.tree.map(piece_of, received[:2])
     u, found = topk.merge(
-        indices, piece_of(received.values), received.valid, n, average,
-        bucket.format.grouped,
+        indices, values, received.valid, n, average, bucket.format.grouped
     )
     if bucket.kind == 'chunks':
       u = chunking.inverse(u, bucket.sides, bucket.basis)
@@ -147,12 +141,12 @@ def _in_pieces(bucket: Bucket, piece: Any, carry: Any) -> tuple[Any, Any]:
 
 def _load(x: jax.Array, start: jax.Array, rows: int) -> jax.Array:
   x = jax.lax.dynamic_slice_in_dim(x, start, rows)
-  # Without `in_rows`, XLA would prefer the other layout for all of the bucket.
-  return platform.in_lanes(platform.in_rows(x))
+  # If not first in rows, XLA would prefer lanes for all of the bucket.
+  return platform.laid_out(platform.laid_out(x, in_lanes=False), in_lanes=True)
 
 
 def _store(x: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
-  part = platform.in_rows(part)
+  part = platform.laid_out(part, in_lanes=False)
   return jax.lax.dynamic_update_slice_in_dim(x, part, start, 0)
 
 

@@ -130,14 +130,19 @@ class Packer:
     return [chunks * chunk_format.k for chunk_format, chunks in sent]
 
   @property
+  def _words(self) -> list[int]:
+    """Words of the buckets of each format."""
+    return [
+        chunk_format.words(sum(self._chunks(members)))
+        for chunk_format, members in self.gathered.items()
+    ]
+
+  @property
   def shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype of every array in the message of one device."""
     shapes: dict[str, tuple[tuple[int, ...], str]] = {}
     if self.gathered:
-      words = END_WORDS + sum(
-          chunk_format.words(sum(self._chunks(members)))
-          for chunk_format, members in self.gathered.items()
-      )
+      words = sum(self._words) + END_WORDS
       shape = (-(-words // ROW), ROW)
       if self.num_owners is not None:
         shape = (self.num_owners, words)
@@ -172,8 +177,7 @@ class Packer:
           jnp.concatenate(values, axis=-2),
       )
       packed.append(data)
-      parts = _split(read, self._chunks(members), axis=read.ndim - 2)
-      for i, x in zip(members, parts):
+      for i, x in zip(members, _split(read, self._chunks(members))):
         sent[i] = self._join(i, x)
 
     def energies(members: Sequence[int]) -> jax.Array:
@@ -199,7 +203,7 @@ class Packer:
     for dtype, members in self.summed.items():
       held = energies(members)
       held = jnp.where(jnp.isfinite(held), held, 0).astype(dtype)
-      values = [self._cut(i, sent[i]).reshape(-1) for i in members]
+      values = [self.buckets[i].strip(sent[i]).reshape(-1) for i in members]
       vector = jnp.concatenate([*values, jnp.ones((1,), dtype), held])
       message[SUMMED + dtype] = jnp.where(valid, vector, jnp.zeros_like(vector))
     return message, sent
@@ -209,27 +213,22 @@ class Packer:
 
     Owners with fewer chunks are padded with zero chunks at indices 0..k-1.
     """
-    bucket = self.read[number]
-    if bucket is self.buckets[number]:
-      return bucket.strip(x)
-    assert self.num_owners is not None
-    chunk_format, chunks = bucket.sent
-    shape = self.num_owners, chunks, chunk_format.k
-    x = x.reshape(-1)
-    missing = math.prod(shape) - len(x)
-    if missing > 0:
-      k = self.buckets[number].format.k
-      fill = jnp.arange(k, dtype=x.dtype)
+    chunk_format, chunks = self.read[number].sent
+    shape: tuple[int, ...] = chunks, chunk_format.k
+    if self.num_owners is not None:
+      shape = self.num_owners, *shape
+    x, size = x.reshape(-1), math.prod(shape)
+    if size > len(x):
+      fill = jnp.arange(chunk_format.k, dtype=x.dtype)
       if not jnp.issubdtype(x.dtype, jnp.integer):
         fill = jnp.zeros_like(fill)
-      x = jnp.concatenate([x, jnp.tile(fill, -(-missing // k))[:missing]])
-    return x[: math.prod(shape)].reshape(shape)
+      missing = (size - len(x)) // chunk_format.k
+      x = jnp.concatenate([x, jnp.tile(fill, missing)])
+    return x[:size].reshape(shape)
 
   def _join(self, number: int, x: jax.Array) -> jax.Array:
     """Undoes `_cut` for values; returns `[rows, k]`."""
     bucket = self.buckets[number]
-    if self.num_owners is None:
-      return bucket.unstrip(x[None])[0]
     most = bucket.rows * bucket.format.k
     return bucket.unstrip(x.reshape(1, -1)[:, :most])[0]
 
@@ -249,26 +248,20 @@ class Packer:
     if self.gathered:
       data = arrived[self.name].reshape(group.size, -1)
       found: dict[int, tuple[Any, jax.Array]] = {}
-      start, valid = 0, jnp.ones((group.size,), bool)
-      for chunk_format, members in self.gathered.items():
+      *parts, end = jnp.split(data, np.cumsum(self._words), axis=1)
+      valid = jnp.ones((group.size,), bool)
+      for part, (chunk_format, members) in zip(parts, self.gathered.items()):
         counts = self._chunks(members)
-        stop = start + chunk_format.words(sum(counts))
-        indices, values, sound = chunk_format.decode(
-            data[:, start:stop], sum(counts)
-        )
-        start, valid = stop, valid & sound
-        several: list[Any] = [None] * len(members)
-        if indices is not None:
-          several = _split(indices, counts, axis=1)
-        for i, own, x in zip(members, several, _split(values, counts, axis=1)):
+        indices, values, sound = chunk_format.decode(part, sum(counts))
+        valid &= sound
+        several = _split(indices, counts), _split(values, counts)
+        for i, own, x in zip(members, *several):
           bucket = self.read[i]
           first = jnp.arange(bucket.format.k, dtype=jnp.int32)
           own = None if own is None else bucket.unstrip(own, first)
           found[i] = own, bucket.unstrip(x)
-      valid &= data[:, start] == 1
-      stats = jax.lax.bitcast_convert_type(
-          data[:, start + 1 : start + END_WORDS], jnp.float32
-      )
+      valid &= end[:, 0] == 1
+      stats = jax.lax.bitcast_convert_type(end[:, 1:END_WORDS], jnp.float32)
       # A damaged message may have reached only one device of a worker.
       valid = group.all_devices(valid)
       num_valid = jnp.sum(valid, dtype=jnp.int32)
@@ -277,13 +270,13 @@ class Packer:
       received |= {i: Received(*x, valid) for i, x in found.items()}
     for dtype, members in self.summed.items():
       total = arrived[SUMMED + dtype]
-      end = len(total) - 1 - ENERGIES
-      count = group.min_devices(jnp.round(total[end]).astype(jnp.int32))
+      total, end = jnp.split(total, [len(total) - 1 - ENERGIES])
+      count = group.min_devices(jnp.round(end[0]).astype(jnp.int32))
       num_valid = count if num_valid is None else num_valid
-      energies += total[end + 1 :].astype(jnp.float32)
+      energies += end[1:].astype(jnp.float32)
       weight = rounding.exact_reciprocal(count, group.size, total.dtype)
-      mean = rounding.mul_no_fma(weight, total[:end])
-      for i, x in zip(members, _split(mean, self._sizes(members))):
+      mean = rounding.mul_no_fma(weight, total)
+      for i, x in zip(members, _split(mean, self._sizes(members), 0)):
         bucket = self.read[i]
         own = None
         if bucket.format.k < bucket.format.n:
@@ -305,8 +298,8 @@ def energy(x: jax.Array) -> jax.Array:
   return jnp.sum(jnp.square(x), dtype=jnp.float32)
 
 
-def _split(
-    x: jax.Array, sizes: Sequence[int], axis: int = 0
-) -> list[jax.Array]:
-  """Cuts an array into consecutive parts."""
+def _split(x: jax.Array | None, sizes: Sequence[int], axis: int = -2) -> Any:
+  """Cuts an array into consecutive parts, None into as many."""
+  if x is None:
+    return [None] * len(sizes)
   return jnp.split(x, np.cumsum(sizes)[:-1], axis)

@@ -43,10 +43,10 @@ def of(mesh: Any = None) -> str:
 
 
 def _platform_of(mesh: Any) -> str:
-  for found in (mesh, jax.sharding.get_abstract_mesh()):
-    # Also for an ahead-of-time topology, which has no devices here.
-    abstract = getattr(found, 'abstract_mesh', found)
-    if (device := getattr(abstract, 'abstract_device', None)) is not None:
+  # Also of an ahead-of-time topology, which has no devices here.
+  own = getattr(mesh, 'abstract_mesh', None)
+  for found in (own, jax.sharding.get_abstract_mesh()):
+    if (device := getattr(found, 'abstract_device', None)) is not None:
       return device.platform
   if mesh is not None:
     return mesh.devices.flat[0].platform
@@ -79,18 +79,19 @@ def num_pieces(pieces: int, elements: int) -> int:
   return next(p for p in parts if elements <= p * most or p == pieces)
 
 
-def group_size(elements: int, n: int, k: int) -> int:
-  """Returns the length of groups for `top_k_of_groups`; 1 for `lax.top_k`.
+def groups_of(elements: int, n: int, k: int) -> tuple[int, bool]:
+  """Returns the size of groups for `top_k_of_groups`, and whether to count.
 
-  XLA:CPU's `top_k` is single-threaded, and takes three to five times as long as
-  counting `n / 8` maxima and `8 k` candidates in the caches. For few
-  `elements`, `lax.top_k` compiles faster. XLA:GPU sorts all n pairs of a chunk
-  for `top_k` of more than 16. Maxima of groups of 16, then the members of the k
-  largest, take a tenth of the comparisons. XLA:TPU has a kernel, and would pad
-  groups to 128.
+  A size of 1 is plain `lax.top_k`. That of XLA:CPU is single-threaded, and
+  takes three to five times as long as counting `n / 8` maxima and `8 k`
+  candidates in the caches. For few `elements` it compiles faster. XLA:GPU sorts
+  all n pairs of a chunk for more than 16. Maxima of groups of 16, then the
+  members of the k largest, take a tenth of the comparisons. XLA:TPU has a
+  kernel, and would pad groups to 128.
   """
-  size = {'cpu': 8 if elements > _SMALL else 1, 'gpu': 16}.get(of(), 1)
-  return size if n % size == 0 and n >= 32 * k else 1
+  name = of()
+  size = {'cpu': 8 if elements > _SMALL else 1, 'gpu': 16}.get(name, 1)
+  return size if n % size == 0 and n >= 32 * k else 1, name == 'cpu'
 
 
 def chunks_in_lanes(chunks: int) -> bool:
@@ -103,20 +104,15 @@ def chunks_in_lanes(chunks: int) -> bool:
   return of() == 'tpu' and chunks >= 128
 
 
-def in_lanes(x: jax.Array) -> jax.Array:
-  """Returns chunks `[rows, ...]` in the layout of `chunks_in_lanes`."""
-  return _laid_out(x, (*range(1, x.ndim), 0))
+def laid_out(x: jax.Array, *, in_lanes: bool) -> jax.Array:
+  """Returns chunks `[rows, ...]` in the layout of `chunks_in_lanes`.
 
-
-def in_rows(x: jax.Array) -> jax.Array:
-  """Returns chunks in the layout of arguments and results of a program."""
-  return _laid_out(x, tuple(range(x.ndim)))
-
-
-def _laid_out(x: jax.Array, major_to_minor: tuple[int, ...]) -> jax.Array:
+  Else in that of arguments and results of a program.
+  """
   if not chunks_in_lanes(len(x)):
     return x
-  return with_layout_constraint(x, Layout(major_to_minor))
+  order = (*range(1, x.ndim), 0) if in_lanes else tuple(range(x.ndim))
+  return with_layout_constraint(x, Layout(order))
 
 
 def concatenates(chunk_rows: int) -> bool:

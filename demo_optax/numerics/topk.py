@@ -24,14 +24,11 @@ def top_k(coefficients: jax.Array, k: int) -> jax.Array:
   >>> top_k(jnp.array([[0.0, 2.0, -2.0, 3.0]]), 2)
   Array([[1, 3]], dtype=int32)
   """
-  chunks, n = coefficients.shape
-  if k == n:
-    return jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (chunks, n))
-  magnitudes = jnp.abs(coefficients)
-  size = platform.group_size(coefficients.size, n, k)
+  magnitudes, n = jnp.abs(coefficients), coefficients.shape[1]
+  size, by_counting = platform.groups_of(coefficients.size, n, k)
   if size == 1:
     return _sorted_top_k(magnitudes, k)
-  return top_k_of_groups(magnitudes, k, size, platform.of() == 'cpu')
+  return top_k_of_groups(magnitudes, k, size, by_counting)
 
 
 def top_k_of_groups(
@@ -165,7 +162,8 @@ def merge(
       everyone = jnp.sum(present, dtype=jnp.int32)
       share = rounding.exact_reciprocal(everyone, len(values), values.dtype)
       mean = rounding.mul_no_fma(share, total)
-    return platform.in_lanes(mean).reshape(len(mean), -1)[:, :n], distinct
+    mean = platform.laid_out(mean, in_lanes=True)
+    return mean.reshape(len(mean), -1)[:, :n], distinct
 
   workers, chunks, _ = values.shape
   counted = present[:, None, None]
@@ -193,9 +191,7 @@ def merge(
   ), distinct
 
 
-def _count_senders(
-    indices: jax.Array, counted: jax.Array, n: int
-) -> jax.Array:
+def _count_senders(indices: jax.Array, counted: jax.Array, n: int) -> jax.Array:
   """Returns how many of the `counted` sent each of `indices`, int32."""
   workers, chunks, k = indices.shape
   if platform.count_by_comparison(workers * k):

@@ -22,11 +22,12 @@ SHAPES = {
 
 def take(way, monkeypatch):
   fast = way == 'fast'
-  algorithm._run_jitted.clear_cache()  # compiled by another way
+  algorithm.run.clear_cache()  # compiled by another way
   monkeypatch.setattr(paths, 'PIECE', 1024)
   monkeypatch.setattr(paths, 'num_pieces', lambda p, _: p if fast else 1)
   monkeypatch.setattr(
-      paths, 'group_size', lambda _, n, k: 8 if fast and n % 8 == 0 else 1)
+      paths, 'groups_of',
+      lambda _, n, k: (8 if fast and n % 8 == 0 else 1, True))
   monkeypatch.setattr(paths, 'loop_to_keep', lambda size: fast)
   monkeypatch.setattr(paths, 'one_payload_at_a_time', lambda: fast)
 
