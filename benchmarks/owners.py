@@ -98,9 +98,9 @@ class Merging:
 
     def merge(arrived: jax.Array, others: Any = None) -> Any:
       packer, owners = config.packer, config.update_packer
-      received, report = packer.unpack({packer.name: arrived}, None, group)
+      received, report = packer.unpack({packer.name: arrived}, group)
       merged, distinct = zip(*[
-          arithmetic.merge(b, received[i], 'senders')
+          arithmetic.merge(b, received[i], 'senders', jnp.zeros((), jnp.int32))
           for i, b in enumerate(packer.read)
       ])
       report = report._replace(distinct=distinct)

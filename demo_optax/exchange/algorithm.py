@@ -19,7 +19,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from demo_optax.compressors.layout import Bucket, Layout
+from demo_optax.compressors.layout import Layout
 from demo_optax.exchange import arithmetic
 from demo_optax.exchange.message import Packer, Report
 from demo_optax.exchange.owners import UpdatePacker
@@ -80,10 +80,7 @@ class ExchangeConfig:
 
   @property
   def residual_shapes(self) -> dict[str, tuple[tuple[int, int], str]]:
-    """Shapes and dtypes of `WorkerState.update_residual`.
-
-    The same for both choices of `'auto'`, since a state may be resized.
-    """
+    """Of `WorkerState.update_residual`, for both choices of `'auto'`."""
     return {} if self.owners is None else self.owners.residual_shapes
 
   def received_bytes(self, count: int) -> int:
@@ -151,8 +148,7 @@ def exchange(
 
   # Exclude a worker whose gradient could make its momentum overflow. Decided
   # before momentum is touched, so that momentum can be updated in place.
-  valid = _is_valid(layout, chunks, gradients, hyper)  # bool []
-  valid = group.all_devices(valid)
+  valid = group.all_devices(_is_valid(layout, chunks, gradients, hyper))
 
   # m <- decay m + w T g, and the k of n coefficients of each chunk to send.
   momentum, selected = [], []
@@ -179,15 +175,12 @@ def exchange(
     m = arithmetic.subtract(bucket, momentum[i], selected[i].indices, leaving)
     residual[bucket.name] = layout.clear_padding(i, m, devices[i], valid)
 
-  received, report = packer.unpack(
-      arrived, functools.partial(arithmetic.shared_indices, step=hyper.step),
-      group,
-  )
+  received, report = packer.unpack(arrived, group)
 
   # u = T^-1 average_i(q_i), in a fixed order: the same bits on all workers.
   merged, distinct = [], []
   for bucket, selections in zip(packer.read, received):
-    u, found = arithmetic.merge(bucket, selections, config.average)
+    u, found = arithmetic.merge(bucket, selections, config.average, hyper.step)
     merged.append(u)
     distinct.append(found)
   report = report._replace(distinct=distinct)
@@ -207,12 +200,13 @@ def exchange(
 
   averages, num_valid = _averages(layout, group, gradients, valid)
   updates |= averages
-  metrics = _metrics(buckets, group, report, num_valid)
+  if report.num_valid is None:  # nothing was compressed
+    report = report._replace(num_valid=num_valid)
+  metrics = _metrics(layout, group, report)
   state = WorkerState(residual, update_residual)
   return [updates[i] for i in sorted(updates)], state, metrics
 
 
-# Lists that collect the configs of exchanges, see `traced_configs`.
 _traced: contextvars.ContextVar[tuple[list[ExchangeConfig], ...]] = (
     contextvars.ContextVar('demo_optax_traced', default=())
 )
@@ -267,16 +261,13 @@ def run(
   stacked, same = workers.stacked_gradients, Spec(False)
   inner = [leaves[i].sharding.spec for i in exchanged]
   buckets = jax.tree.map(lambda _: workers.bucket_spec, state)
+  of_metrics = dict.fromkeys(jax.eval_shape(no_metrics), same)
   updates, state, metrics = lift.run(
       workers,
       one_worker,
       ([gradients[i] for i in exchanged], state, hyper),
       ([Spec(stacked, spec) for spec in inner], buckets, [same] * len(hyper)),
-      (
-          [Spec(False, spec) for spec in inner],
-          buckets,
-          dict.fromkeys(jax.eval_shape(no_metrics), same),
-      ),
+      ([Spec(False, spec) for spec in inner], buckets, of_metrics),
   )
   updates = [
       lift.as_given(workers, u, leaves[i].sharding)
@@ -337,19 +328,11 @@ def _averages(
   return found, count
 
 
-def _metrics(
-    buckets: Sequence[Bucket],
-    group: Group,
-    report: Report,
-    num_valid: jax.Array | None,
-) -> Metrics:
-  """Returns the metrics of this exchange."""
-  count = num_valid if report.num_valid is None else report.num_valid
-  if count is None:
-    return no_metrics()
-  valid = count.astype(jnp.float32)
+def _metrics(layout: Layout, group: Group, report: Report) -> Metrics:
+  assert report.num_valid is not None
+  valid = report.num_valid.astype(jnp.float32)
   senders = jnp.zeros((2,), jnp.float32)  # of all that was sent; distinct
-  for bucket, different in zip(buckets, report.distinct):
+  for bucket, different in zip(layout.buckets, report.distinct):
     form = bucket.format
     if not form.shared and form.k < form.n:
       of_all = valid * float(bucket.num_chunks * form.k)
@@ -358,7 +341,7 @@ def _metrics(
       jnp.concatenate([report.energies, senders])
   )
   return {
-      'num_excluded': group.size - count,
+      'num_excluded': group.size - report.num_valid,
       'sent_energy': _ratio(sent, held),
       'residual_norm': jnp.sqrt(_ratio(stays, valid)),
       'mean_senders': _ratio(all_sent, different),

@@ -26,11 +26,9 @@ def accumulate_and_select(
   Momentum does not change unless `valid`, bool `[]`.
   """
   n, k = bucket.format.n, bucket.format.k
-  shared = shared_indices(bucket, step) if bucket.format.shared else None
+  shared = _shared_indices(bucket, step) if bucket.format.shared else None
 
-  def add_piece(
-      momentum: jax.Array, start: jax.Array, rows: int
-  ) -> tuple[jax.Array, tuple[jax.Array | None, jax.Array, jax.Array]]:
+  def add_piece(momentum: jax.Array, start: jax.Array, rows: int) -> Any:
     g = _load(gradients, start, rows)  # [rows, n]
     old = _load(momentum, start, rows)
 
@@ -73,9 +71,7 @@ def subtract(
   if not platform.chunks_in_lanes(bucket.rows) or indices is None:
     return topk.subtract(momentum, indices, values, grouped)
 
-  def subtract_piece(
-      momentum: jax.Array, start: jax.Array, rows: int
-  ) -> tuple[jax.Array, None]:
+  def subtract_piece(momentum: jax.Array, start: jax.Array, rows: int) -> Any:
     at, leaving = (
         jax.lax.dynamic_slice_in_dim(x, start, rows) for x in (indices, values)
     )
@@ -86,18 +82,20 @@ def subtract(
 
 
 def merge(
-    bucket: Bucket, received: Received, average: topk.Average
+    bucket: Bucket, received: Received, average: topk.Average, step: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
   """Averages all workers' selections and inverts the transform.
 
   Returns update chunks `[rows, n]`, and the number of different coefficients
   that were sent, float32 `[]`.
   """
-  n = bucket.format.n
+  n, k = bucket.format.n, bucket.format.k
+  if bucket.format.shared and k < n:
+    indices = _shared_indices(bucket, step)[None, None]
+    indices = jnp.broadcast_to(indices, (1, bucket.rows, k))
+    received = received._replace(indices=indices)
 
-  def merge_piece(
-      carry: tuple[jax.Array, jax.Array], start: jax.Array, rows: int
-  ) -> tuple[tuple[jax.Array, jax.Array], None]:
+  def merge_piece(carry: Any, start: jax.Array, rows: int) -> Any:
     updates, distinct = carry
 
     def piece_of(x: jax.Array) -> jax.Array:  # [senders, rows, k]
@@ -122,7 +120,7 @@ def merge(
   )
   (updates, distinct), _ = _in_pieces(bucket, merge_piece, carry)
   # Padding rows count as sent; remove them.
-  padding = (bucket.rows - bucket.num_chunks) * bucket.format.k
+  padding = (bucket.rows - bucket.num_chunks) * k
   someone = jnp.any(received.valid)
   return updates, distinct - jnp.where(someone, float(padding), 0.0)
 
@@ -150,20 +148,18 @@ def _store(x: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
   return jax.lax.dynamic_update_slice_in_dim(x, part, start, 0)
 
 
-def shared_indices(bucket: Bucket, step: jax.Array) -> jax.Array:
+def _shared_indices(bucket: Bucket, step: jax.Array) -> jax.Array:
   """Returns the ascending indices `[k]` that all workers select at `step`."""
   one = jnp.zeros((1, bucket.format.n), bucket.format.dtype)
   return _select(bucket, one, step)[0]
 
 
-def _select(
-    bucket: Bucket, coefficients: jax.Array, step: jax.Array
-) -> jax.Array:
+def _select(bucket: Bucket, c: jax.Array, step: jax.Array) -> jax.Array:
   """Returns int32 indices, ascending within a chunk, as messages need them.
 
   Selectors may return any order and integer dtype, and negative indices.
   """
-  indices = bucket.select(coefficients, step).astype(jnp.int32)
+  indices = bucket.select(c, step).astype(jnp.int32)
   if _is_sound(bucket):
     return indices
   n = bucket.format.n

@@ -67,7 +67,8 @@ class Selected(NamedTuple):
 class Received(NamedTuple):
   """The selections of all workers from a bucket."""
 
-  indices: jax.Array | None  # int32 [senders, rows, k]; None if k is n
+  # int32 [senders, rows, k]; None if k is n, or all selected the same.
+  indices: jax.Array | None
   values: jax.Array  # [senders, rows, k]; a sum is one sender's mean
   valid: jax.Array  # bool [senders], whose values count
 
@@ -153,10 +154,7 @@ class Packer:
     return shapes
 
   def pack(
-      self,
-      selected: Sequence[Selected],
-      alpha: jax.Array,
-      valid: jax.Array,
+      self, selected: Sequence[Selected], alpha: jax.Array, valid: jax.Array
   ) -> tuple[Message, list[jax.Array]]:
     """Writes one device's message; `alpha` and `valid` are scalars.
 
@@ -233,15 +231,9 @@ class Packer:
     return bucket.unstrip(x.reshape(1, -1)[:, :most])[0]
 
   def unpack(
-      self,
-      arrived: Message,
-      shared: Callable[[Bucket], jax.Array],
-      group: Group,
+      self, arrived: Message, group: Group
   ) -> tuple[list[Received], Report]:
-    """Reads all workers' messages, uint32 `[workers, ...]`, and their sums.
-
-    `shared` returns the indices `[k]` that all workers selected in a bucket.
-    """
+    """Reads all workers' messages, uint32 `[workers, ...]`, and their sums."""
     received: dict[int, Received] = {}
     energies = jnp.zeros((ENERGIES,), jnp.float32)
     num_valid = None
@@ -278,12 +270,8 @@ class Packer:
       mean = rounding.mul_no_fma(weight, total)
       for i, x in zip(members, _split(mean, self._sizes(members), 0)):
         bucket = self.read[i]
-        own = None
-        if bucket.format.k < bucket.format.n:
-          shape = 1, bucket.rows, bucket.format.k
-          own = jnp.broadcast_to(shared(bucket)[None, None], shape)
         values = bucket.unstrip(x.reshape(1, -1, bucket.sent[0].k))
-        received[i] = Received(own, values, count[None] > 0)
+        received[i] = Received(None, values, count[None] > 0)
     in_order = [received[i] for i in range(len(self.buckets))]
     return in_order, Report(num_valid, energies)
 

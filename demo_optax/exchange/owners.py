@@ -104,10 +104,7 @@ class UpdatePacker:
     return as_rows(jnp.concatenate([*data, numbers])), kept
 
   def unpack(
-      self,
-      data: jax.Array,
-      distinct: Sequence[jax.Array],
-      group: Group,
+      self, data: jax.Array, distinct: Sequence[jax.Array], group: Group
   ) -> tuple[dict[int, jax.Array], Report]:
     """Reads all owners' messages, uint32 `[owners, rows, ROW]`.
 

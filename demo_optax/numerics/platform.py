@@ -89,9 +89,8 @@ def groups_of(elements: int, n: int, k: int) -> tuple[int, bool]:
   members of the k largest, take a tenth of the comparisons. XLA:TPU has a
   kernel, and would pad groups to 128.
   """
-  name = of()
-  size = {'cpu': 8 if elements > _SMALL else 1, 'gpu': 16}.get(name, 1)
-  return size if n % size == 0 and n >= 32 * k else 1, name == 'cpu'
+  size = {'cpu': 8 if elements > _SMALL else 1, 'gpu': 16}.get(of(), 1)
+  return size if n % size == 0 and n >= 32 * k else 1, of() == 'cpu'
 
 
 def chunks_in_lanes(chunks: int) -> bool:

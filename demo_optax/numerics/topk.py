@@ -111,9 +111,7 @@ def _form(grouped: bool) -> Any:
 
 
 def take(
-    coefficients: jax.Array,
-    indices: jax.Array | None,
-    grouped: bool = False,
+    coefficients: jax.Array, indices: jax.Array | None, grouped: bool = False
 ) -> jax.Array:
   """Returns the values `[chunks, k]` of `coefficients [chunks, n]`."""
   if indices is None:
@@ -153,22 +151,20 @@ def merge(
   dense `[chunks, n]`, and the number of different coefficients that were sent,
   float32 `[]`.
   """
+  everyone = jnp.sum(present, dtype=jnp.int32)
   if indices is not None and (form := _form(grouped)):
     total, senders = form.add_up(indices, values, present, n)
     distinct = jnp.sum((senders > 0).astype(jnp.float32))
     if average == 'senders':
       mean = total / jnp.maximum(senders, 1)
     else:
-      everyone = jnp.sum(present, dtype=jnp.int32)
       share = rounding.exact_reciprocal(everyone, len(values), values.dtype)
       mean = rounding.mul_no_fma(share, total)
     mean = platform.laid_out(mean, in_lanes=True)
     return mean.reshape(len(mean), -1)[:, :n], distinct
 
   workers, chunks, _ = values.shape
-  counted = present[:, None, None]
-  everyone = jnp.sum(present, dtype=jnp.int32)
-  senders = everyone
+  counted, senders = present[:, None, None], everyone
   if indices is not None and workers > 1:
     senders = _count_senders(indices, counted, n)
   shares = rounding.exact_reciprocal(senders, workers, values.dtype)

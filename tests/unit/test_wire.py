@@ -54,7 +54,7 @@ def write(packer, selections, present):
 def read(packer, data):
   """(indices, values) of each bucket, and whose values count."""
   received, _ = packer.unpack(
-      {wire.GATHERED: data}, lambda _: None, Group('workers', len(data)))
+      {wire.GATHERED: data}, Group('workers', len(data)))
   found = [
       (x.indices if x.indices is not None else jnp.broadcast_to(
           jnp.arange(x.values.shape[-1]), x.values.shape), x.values)
