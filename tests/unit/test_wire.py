@@ -53,13 +53,13 @@ def write(packer, selections, present):
 
 def read(packer, data):
   """(indices, values) of each bucket, and whose values count."""
-  inbox = packer.unpack(
-      {wire.GATHERED: data}, lambda _: None, Group('workers', len(data)))
+  received, _ = packer.unpack(
+      {wire.GATHERED: data}, Group('workers', len(data)))
   found = [
       (x.indices if x.indices is not None else jnp.broadcast_to(
           jnp.arange(x.values.shape[-1]), x.values.shape), x.values)
-      for x in inbox.received]
-  return found, inbox.received[0].valid
+      for x in received]
+  return found, received[0].valid
 
 
 def flush_subnormals(x):
