@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from demo_optax.codes import indices as index_codes
-from demo_optax.codes import values as value_codes
+from demo_optax.codes.parts import Code
+from demo_optax.codes.values import CODES, ValueCode
 from demo_optax.numerics import platform
 
 
@@ -43,9 +44,14 @@ class ChunkFormat:
     return index_codes.cheapest(self.n, self.k)
 
   @property
-  def value_code(self) -> value_codes.ValueCode:
+  def value_code(self) -> ValueCode:
     """The code of the values."""
-    return value_codes.value_code(self.values, self.dtype)
+    return CODES[self.values](self.dtype, self.k)
+
+  @property
+  def _codes(self) -> list[Code]:
+    places = self.index_code
+    return [self.value_code, *([places] if places else [])]
 
   @property
   def max_magnitude(self) -> float:
@@ -63,14 +69,11 @@ class ChunkFormat:
 
   def num_bytes(self, chunks: int) -> int:
     """Returns the bytes of this many chunks among others, without padding."""
-    places = self.index_code.bits if self.index_code else 0
-    parts = self.value_code.bits(self.k), places
-    return sum(math.ceil(chunks * bits / 8) for bits in parts)
+    return sum(math.ceil(chunks * code.bits / 8) for code in self._codes)
 
   def words(self, chunks: int) -> int:
     """Returns the words of 32 bits that this many chunks take in a message."""
-    places = self.index_code.words(chunks) if self.index_code else 0
-    return self.value_code.words(chunks, self.k) + places
+    return sum(code.words(chunks) for code in self._codes)
 
   def encode(
       self, indices: jax.Array | None, values: jax.Array
@@ -82,9 +85,8 @@ class ChunkFormat:
     """
     most = self.largest_sent
     data, sent = self.value_code.encode(jnp.clip(values, -most, most))
-    if indices is not None and self.index_code:
-      places = self.index_code.encode(indices)
-      data = jnp.concatenate([data, places], axis=-1)
+    if indices is not None and (code := self.index_code):
+      data = jnp.concatenate([data, code.encode(indices)], axis=-1)
     return data, sent
 
   def decode(
@@ -104,13 +106,12 @@ class ChunkFormat:
   def _decode(
       self, data: jax.Array, chunks: int
   ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
-    """Decodes uint32 `[..., words]`."""
-    split = self.value_code.words(chunks, self.k)
-    values = self.value_code.decode(data[..., :split], chunks, self.k)
+    split = self.value_code.words(chunks)
+    values = self.value_code.decode(data[..., :split], chunks)
     good = jnp.abs(values) <= self.max_magnitude  # no NaN
-    if self.index_code is None:
+    if (code := self.index_code) is None:
       return None, values, jnp.all(good, axis=(-2, -1))
-    indices = self.index_code.decode(data[..., split:], chunks)
+    indices = code.decode(data[..., split:], chunks)
     good &= indices < self.n
     if not self.grouped:
       edge = [(0, 0)] * (indices.ndim - 1) + [(1, 0)]

@@ -10,6 +10,7 @@ one device, and no chunk spans two devices.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -63,8 +64,17 @@ class ChunkGrid:
   @property
   def counts(self) -> tuple[int, ...]:
     """Number of chunks along each dimension; 1 along those that do not lead."""
-    counts = [-(-d // l) for d, l in zip(self.folded, self.lengths)]
-    return self._along_leads(counts, 1)
+    return self._along_leads(self._counts, 1)
+
+  @property
+  def folded_counts(self) -> tuple[int, int, int]:
+    """Number of chunks of the folded array, `[batch, rows, cols]`."""
+    *batch, rows, cols = 1, 1, *self._counts
+    return math.prod(batch), rows, cols
+
+  @property
+  def _counts(self) -> list[int]:
+    return [-(-d // l) for d, l in zip(self.folded, self.lengths)]
 
   @property
   def sides(self) -> tuple[int, int]:
@@ -171,23 +181,17 @@ def whole_grid(shape: tuple[int, ...]) -> ChunkGrid:
 
 def to_chunks(x: jax.Array, grid: ChunkGrid) -> jax.Array:
   """Cuts an array `[*grid.shape]` into chunks `[num_chunks, n]`."""
-  if grid.whole:
-    return x.reshape(1, -1)
   x = x.reshape(grid.folded)
   if any(grid.ends):
     x = jnp.pad(x, [(0, p) for p in grid.ends])
-  batch, (rows, row_length), (cols, col_length) = _matrix_view(grid)
+  (batch, rows, cols), (row_length, col_length) = grid.folded_counts, grid.sides
   x = x.reshape(batch, rows, row_length, cols, col_length)
   return x.transpose(0, 1, 3, 2, 4).reshape(grid.num_chunks, -1)
 
 
 def from_chunks(x: jax.Array, grid: ChunkGrid) -> jax.Array:
   """Undoes `to_chunks`, dropping the padding."""
-  if grid.whole:
-    return x.reshape(grid.shape)
-  batch, (rows, row_length), (cols, col_length) = _matrix_view(grid)
-  x = x.reshape(batch, rows, cols, row_length, col_length)
-  x = x.transpose(0, 1, 3, 2, 4)
+  x = x.reshape(*grid.folded_counts, *grid.sides).transpose(0, 1, 3, 2, 4)
   x = x.reshape([d + p for d, p in zip(grid.folded, grid.ends)])
   if any(grid.ends):
     x = x[tuple(slice(d) for d in grid.folded)]
@@ -205,21 +209,17 @@ def transform(x: jax.Array, sides: tuple[int, int], basis: Basis) -> jax.Array:
   them.
   """
   rows, cols = sides
-  x = x.reshape(-1, rows, cols)
-  x = _apply(x, basis.matrix(cols).T) if cols > 1 else x
+  x = _apply(x.reshape(-1, rows, cols), _matrix(basis, cols).T)
   x = x.transpose(0, 2, 1)  # [chunks, column frequency, row position]
-  x = _apply(x, basis.matrix(rows).T) if rows > 1 else x
-  return x.reshape(-1, rows * cols)
+  return _apply(x, _matrix(basis, rows).T).reshape(-1, rows * cols)
 
 
 def inverse(c: jax.Array, sides: tuple[int, int], basis: Basis) -> jax.Array:
   """Undoes `transform`."""
   rows, cols = sides
-  c = c.reshape(-1, cols, rows)
-  c = _apply(c, basis.matrix(rows)) if rows > 1 else c
+  c = _apply(c.reshape(-1, cols, rows), _matrix(basis, rows))
   c = c.transpose(0, 2, 1)  # [chunks, row position, column frequency]
-  c = _apply(c, basis.matrix(cols)) if cols > 1 else c
-  return c.reshape(-1, rows * cols)
+  return _apply(c, _matrix(basis, cols)).reshape(-1, rows * cols)
 
 
 def clear_padding(c: jax.Array, grid: ChunkGrid, basis: Basis) -> jax.Array:
@@ -229,10 +229,7 @@ def clear_padding(c: jax.Array, grid: ChunkGrid, basis: Basis) -> jax.Array:
   edges: the projection along one side is one small matrix. Coefficients are
   `[..., num_chunks, n]`; leading dimensions are arrays with this grid.
   """
-  if grid.whole or not any(grid.ends):
-    return c
-  _, (rows, _), (cols, _) = _matrix_view(grid)
-  shape, c = c.shape, c.reshape(-1, rows, cols, grid.chunk_size)
+  shape, c = c.shape, c.reshape(-1, *grid.folded_counts[1:], grid.chunk_size)
   for at, project in edges(grid, basis):
     c = c.at[at].set(project(c[at]))
   return c.reshape(shape)
@@ -246,17 +243,16 @@ def edges(
   These are an index into `[batch, rows, cols]`, and a function of coefficients
   `[..., n]` that projects as `clear_padding` does.
   """
-  row_length, col_length = (1, 1, *grid.lengths)[-2:]
+  rows, cols = grid.sides
   row_padding, col_padding = (0, 0, *grid.ends)[-2:]
 
   def project_rows(c: jax.Array) -> jax.Array:
-    x = c.reshape(-1, col_length, row_length)
-    x = _apply(x, _keep(basis.matrix(row_length), row_padding))
-    return x.reshape(c.shape)
+    x = c.reshape(-1, cols, rows)
+    return _apply(x, _kept(basis, rows, row_padding)).reshape(c.shape)
 
   def project_cols(c: jax.Array) -> jax.Array:
-    x = c.reshape(-1, col_length, row_length).swapaxes(1, 2)
-    x = _apply(x, _keep(basis.matrix(col_length), col_padding))
+    x = c.reshape(-1, cols, rows).swapaxes(1, 2)
+    x = _apply(x, _kept(basis, cols, col_padding))
     return x.swapaxes(1, 2).reshape(c.shape)
 
   found: list[Any] = []
@@ -269,8 +265,7 @@ def edges(
 
 def flags(grid: ChunkGrid, at: Any) -> np.ndarray:
   """Returns bool `[num_chunks]`, true for the chunks at an index of `edges`."""
-  batch, (rows, _), (cols, _) = _matrix_view(grid)
-  found = np.zeros((batch, rows, cols), bool)
+  found = np.zeros(grid.folded_counts, bool)
   found[at] = True
   return found.reshape(-1)
 
@@ -298,17 +293,9 @@ def from_coefficients(
   return from_chunks(chunks, grid)
 
 
-def _matrix_view(
-    grid: ChunkGrid,
-) -> tuple[int, tuple[int, int], tuple[int, int]]:
-  """Returns `(batch, (row chunks, row length), (col chunks, col length))`."""
-  *batch, rows, cols = (1, 1, *grid.folded)
-  row_length, col_length = (1, 1, *grid.lengths)[-2:]
-  return (
-      math.prod(batch),
-      (-(-rows // row_length), row_length),
-      (-(-cols // col_length), col_length),
-  )
+@functools.cache
+def _matrix(basis: Basis, length: int) -> np.ndarray:
+  return basis.matrix(length) if length > 1 else np.eye(1)
 
 
 def _apply(x: jax.Array, matrix: np.ndarray) -> jax.Array:
@@ -328,7 +315,7 @@ def _apply(x: jax.Array, matrix: np.ndarray) -> jax.Array:
   return product.reshape(x.shape)[:chunks]
 
 
-def _keep(matrix: np.ndarray, padding: int) -> np.ndarray:
+def _kept(basis: Basis, length: int, padding: int) -> np.ndarray:
   """Returns the projection of coefficients that zeroes the last positions."""
-  kept = matrix[:, : len(matrix) - padding]
+  kept = _matrix(basis, length)[:, : length - padding]
   return kept @ kept.T

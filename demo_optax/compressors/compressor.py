@@ -92,12 +92,18 @@ class Compressor:
     errors = []
     for b, j in chunking.folds(len(shape), self.batch_dims):
       fold = None if b == len(shape) - 2 else (b, j)
+      plan = self._cut(shape, name, fold)
       try:
-        cost = alike._cut(shape, name, fold).num_bytes
-        plan = self._cut(shape, name, fold)
+        for length in () if plan.grid.whole else plan.grid.sides:
+          self.basis.check(length)
       except ValueError as error:
-        errors.append(error)
+        rows, cols = plan.grid.sides
+        errors.append(ValueError(
+            f'A leaf of shape {shape} is cut into chunks of {rows}x{cols}:'
+            f' {error}'
+        ))
         continue
+      cost = alike._cut(shape, name, fold).num_bytes
       rows, cols = (1, 1, *chunking.folded(shape, (b, j)))[-2:]
       ratio = max(rows, cols) / min(rows, cols)
       found.append((cost, (fold is not None, -b, ratio, j), plan))
@@ -109,43 +115,29 @@ class Compressor:
   def _cut(
       self, shape: tuple[int, ...], name: str, fold: tuple[int, int] | None
   ) -> LeafPlan:
-    """Returns the plan of one fold; raises if the basis has no matrix."""
+    """Returns the plan of one fold."""
     grid = chunking.chunk_grid(
         shape, self.chunk_size, padding=self.padding, fold=fold
     )
-    n, shared = grid.chunk_size, self.select.shared
-    k = self.select.count(n)
-    grouped = isinstance(self.select, selectors.GroupMax)
-    sparse = LeafPlan(
-        grid, ChunkFormat(n, k, name, self.values, shared, grouped)
-    )
-    whole = chunking.whole_grid(shape)
+    whole, shared = chunking.whole_grid(shape), self.select.shared
+
+    def plan(grid: chunking.ChunkGrid, k: int) -> LeafPlan:
+      n = grid.chunk_size
+      grouped = isinstance(self.select, selectors.GroupMax) and k < n
+      chunk_format = ChunkFormat(n, k, name, self.values, shared, grouped)
+      return LeafPlan(grid, chunk_format)
+
+    sparse = plan(grid, self.select.count(grid.chunk_size))
     if shared:
-      if k < n or not isinstance(self.basis, bases.Identity):
-        return self._checked(sparse)
-      n = whole.chunk_size
-      return LeafPlan(whole, ChunkFormat(n, n, name, self.values, shared))
+      everything = sparse.format.k == sparse.format.n
+      if everything and isinstance(self.basis, bases.Identity):
+        return plan(whole, whole.chunk_size)
+      return sparse
     # A scale belongs to a chunk; values without one need no chunks.
     if grid.num_chunks == 1 or self.values in _UNSCALED:
       grid = whole
-    n = grid.chunk_size
-    dense = LeafPlan(grid, ChunkFormat(n, n, name, self.values))
-    cheaper = sparse.num_bytes < dense.num_bytes
-    return self._checked(sparse if cheaper else dense)
-
-  def _checked(self, plan: LeafPlan) -> LeafPlan:
-    """Raises if the basis has no matrix for the chunks of a leaf."""
-    if not plan.grid.whole:
-      try:
-        for length in plan.grid.sides:
-          self.basis.check(length)
-      except ValueError as error:
-        rows, cols = plan.grid.sides
-        raise ValueError(
-            f'A leaf of shape {plan.grid.shape} is cut into chunks of'
-            f' {rows}x{cols}: {error}'
-        ) from error
-    return plan
+    dense = plan(grid, grid.chunk_size)
+    return sparse if sparse.num_bytes < dense.num_bytes else dense
 
 
 # A compressor, a prefix tree of them, or a function from the parameters to such

@@ -12,6 +12,7 @@ state, so that renamed or reordered leaves never take each other's momentum.
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -90,6 +91,11 @@ class Bucket:
     return self.rows, self.format.n
 
   @property
+  def unit(self) -> tuple[int, ...]:
+    """Shape of what sizes and offsets of leaves count: chunks, or elements."""
+    return () if self.kind == 'dense' else (self.format.n,)
+
+  @property
   def sent(self) -> tuple[ChunkFormat, int]:
     """The format and number of the chunks that one device sends."""
     if self.kind == 'dense' and self.num_devices == 1:
@@ -112,18 +118,14 @@ class Bucket:
 
   def unstrip(self, x: jax.Array, fill: jax.Array | None = None) -> jax.Array:
     """Undoes `strip` for `[senders, chunks, k]`; pads with zeros or `fill`."""
-    senders, k = x.shape[0], self.format.k
-    missing = self.rows * k - math.prod(x.shape[1:])
+    senders, k = len(x), self.format.k
     x = x.reshape(senders, -1)
-    if not missing:
-      return x.reshape(senders, self.rows, k)
-    if fill is None:
+    if missing := self.rows * k - x.shape[1]:
       padding = jnp.zeros_like(x, shape=(senders, missing))
-    else:
-      padding = jnp.broadcast_to(
-          jnp.tile(fill, missing // k)[None], (senders, missing)
-      )
-    return jnp.concatenate([x, padding], axis=1).reshape(senders, self.rows, k)
+      if fill is not None:
+        padding += jnp.tile(fill, missing // k)[None]
+      x = jnp.concatenate([x, padding], axis=1)
+    return x.reshape(senders, self.rows, k)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,9 +156,7 @@ class Leaf:
   def size(self) -> int:
     """Chunks of one shard; elements, of a dense leaf."""
     assert self.plan is not None
-    if self.plan.is_dense:
-      return math.prod(self.grid.shape)
-    return self.grid.num_chunks
+    return self.grid.chunk_size if self.plan.is_dense else self.grid.num_chunks
 
   @property
   def record(self) -> Record:
@@ -201,35 +201,32 @@ def differences(
   for name in {**old, **new}:
     a, b = old.get(name), new.get(name)
     if a != b:
-      either = 'lengths' in (a or {}) and 'lengths' in (b or {})
-      same = either and _array(a) == _array(b)
-      words = next(
-          (pair for pair in zip(_words(a), _words(b)) if pair[0] != pair[1]),
-          (str(a), str(b)),
-      )
+      pairs = [*zip(_words(a), _words(b)), (str(a), str(b))]
+      words = next((x, y) for x, y in pairs if x != y)
+      same = len(set(pairs[0])) == 1 and _NO_MOMENTUM not in pairs[1]
       found.append(Difference(name, *words, same))
   return found
 
 
-def _array(record: Record | None) -> str:
-  if record is None:
-    return 'nothing'
-  return f'{record["dtype"]}[{",".join(map(str, record["shape"]))}]'
+_NO_MOMENTUM = 'no momentum'
 
 
-def _words(record: Record | None) -> tuple[str, ...]:
+def _words(record: Record | None) -> tuple[str, str, str]:
   """Describes the array, its chunks, its compressor."""
-  if record is None or 'lengths' not in record:
-    return _array(record), 'no momentum', str((record or {}).get('compressor'))
+  if record is None:
+    return 'nothing', _NO_MOMENTUM, 'None'
+  array = f'{record["dtype"]}[{",".join(map(str, record["shape"]))}]'
+  if 'lengths' not in record:
+    return array, _NO_MOMENTUM, record['compressor']
   chunks = f'chunks of {"x".join(map(str, record["lengths"]))}'
   if record['whole']:
     chunks = 'one chunk, not transformed'
   if max(record['blocks'], default=1) > 1:
     chunks += f' in {"x".join(map(str, record["blocks"]))} blocks'
-  return _array(record), chunks, record['compressor']
+  return array, chunks, record['compressor']
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class Layout:
   """The buckets of a tree of parameters, and the places of its leaves."""
 
@@ -266,21 +263,17 @@ class Layout:
     """Describes the leaves by name."""
     return {leaf.name: leaf.record for leaf in self.leaves}
 
-  def __eq__(self, other: object) -> bool:
-    if self is other:
-      return True
-    return isinstance(other, Layout) and self._key == other._key
+  @functools.cached_property
+  def _hash(self) -> int:
+    return hash((self.leaves, self.buckets))
 
   def __hash__(self) -> int:
-    return hash(self._key)
-
-  @functools.cached_property
-  def _key(self) -> tuple[Any, ...]:
-    return self.digest.tobytes(), self.leaves, self.buckets
+    return self._hash  # of many leaves, at each call of a step
 
   def members(self, number: int) -> list[int]:
-    """Returns the numbers of the leaves of a bucket."""
-    return [i for i in self.compressed if self.leaves[i].bucket == number]
+    """Returns the numbers of the leaves of a bucket, in their order there."""
+    found = [i for i in self.compressed if self.leaves[i].bucket == number]
+    return sorted(found, key=lambda i: self.leaves[i].offset)
 
   def fill(
       self, number: int, arrays: Mapping[int, jax.Array], device: Any
@@ -291,20 +284,17 @@ class Layout:
     along the bucket's `split_axes`.
     """
     bucket = self.buckets[number]
-    rows = {
-        i: chunking.to_chunks(
+    n, unit, num_devices = bucket.format.n, bucket.unit, bucket.num_devices
+    rows = bucket.rows if num_devices == 1 else bucket.num_chunks * num_devices
+    shape = rows * n // math.prod(unit), *unit
+    parts = [
+        chunking.to_chunks(
             arrays[i].astype(bucket.format.dtype), self.leaves[i].grid
-        )
+        ).reshape(-1, *unit)
         for i in self.members(number)
-    }
-    dense, n = bucket.kind == 'dense', bucket.format.n
-    total = bucket.num_chunks * bucket.num_devices
-    total = bucket.rows if bucket.num_devices == 1 else total
-    in_order = sorted(rows, key=lambda i: self.leaves[i].offset)
-    parts = [rows[i].reshape(-1) if dense else rows[i] for i in in_order]
-    shape = (total * n,) if dense else (total, n)
-    missing = (shape[0] - sum(map(len, parts)), *shape[1:])
-    parts += [jnp.zeros_like(parts[0], shape=missing)] if missing[0] else []
+    ]
+    if missing := shape[0] - sum(map(len, parts)):
+      parts.append(jnp.zeros_like(parts[0], shape=(missing, *unit)))
     if platform.concatenates(bucket.sides[0]):
       filled = jnp.concatenate(parts)
     else:
@@ -312,8 +302,8 @@ class Layout:
       for x in parts:
         filled = jax.lax.dynamic_update_slice_in_dim(filled, x, start, 0)
         start += len(x)
-    filled = filled.reshape(total, n)
-    if bucket.num_devices == 1:
+    filled = filled.reshape(rows, n)
+    if num_devices == 1:
       return filled
     x = jax.lax.dynamic_slice_in_dim(
         filled, device * bucket.num_chunks, bucket.num_chunks
@@ -325,17 +315,13 @@ class Layout:
 
     `chunks` are `[rows, n]`, of all devices along `split_axes`.
     """
-    if self.buckets[number].kind == 'dense':
-      chunks = chunks.reshape(-1)
+    chunks = chunks.reshape(-1, *self.buckets[number].unit)
     found = {}
     for i in self.members(number):
       leaf = self.leaves[i]
       x = jax.lax.slice_in_dim(chunks, leaf.offset, leaf.offset + leaf.size)
-      found[i] = x.reshape(leaf.grid.num_chunks, leaf.grid.chunk_size)
-    return {
-        i: chunking.from_chunks(x, self.leaves[i].grid)
-        for i, x in found.items()
-    }
+      found[i] = chunking.from_chunks(x, leaf.grid)
+    return found
 
   def clear_padding(
       self, number: int, c: jax.Array, device: Any, valid: jax.Array
@@ -346,12 +332,13 @@ class Layout:
     momentum of an excluded worker must not change.
     """
     bucket = self.buckets[number]
-    alike: dict[ChunkGrid, list[int]] = {}
-    for i in self.members(number):
-      grid = self.leaves[i].grid
-      if any(grid.padding):
-        alike.setdefault(grid, []).append(i)
-    for grid, members in alike.items():  # consecutive in the bucket
+    in_order = self.members(number)
+    for grid, alike in itertools.groupby(
+        in_order, key=lambda i: self.leaves[i].grid
+    ):
+      members = list(alike)
+      if not any(grid.ends):
+        continue
       start = self.leaves[members[0]].offset
       stop = start + len(members) * grid.num_chunks
       shape = len(members), grid.num_chunks, grid.chunk_size
@@ -382,52 +369,51 @@ def make_layout(
   """Maps the leaves of a tree, as paths, shapes and arrays, to buckets."""
   axis_sizes = param_specs.axis_sizes
   made: list[Leaf] = []
-  members: dict[Any, dict[ChunkGrid, list[int]]] = {}
+  members: dict[Bucket, dict[ChunkGrid, list[int]]] = {}  # of empty buckets
   for i, (path, shape, x) in enumerate(leaves):
     dtype, sharding = None, REPLICATED.place((), shape)
     compressor: Compressor | Frozen | None = Frozen()
     if _tree.is_exchanged(x):  # neither of integers nor empty
       dtype = _tree.momentum_dtype(path, x)
       sharding, compressor = param_specs.place(path, shape), compressors[i]
-    leaf = Leaf(path_keys(path), shape, str(dtype), sharding, compressor)
+    plan = None
     if isinstance(compressor, Compressor):
       shard = tuple(d // b for d, b in zip(shape, sharding.blocks))
       plan = compressor.plan(shard, dtype)
-      leaf = dataclasses.replace(leaf, plan=plan)
-      split = tuple(
-          (axis, size) for axis, size in axis_sizes
-          if axis not in sharding.axes
-      )
-      key = (_kind(compressor, plan), split)
-      members.setdefault(key, {}).setdefault(plan.grid, []).append(i)
-    made.append(leaf)
+      split = {a: n for a, n in axis_sizes if a not in sharding.axes}
+      bucket = _empty_bucket(compressor, plan, split)
+      members.setdefault(bucket, {}).setdefault(plan.grid, []).append(i)
+    made.append(
+        Leaf(path_keys(path), shape, str(dtype), sharding, compressor, plan)
+    )
   buckets = []
-  for number, (key, by_grid) in enumerate(members.items()):
-    (kind, select, basis, chunk_format, sides), split = key
-    offset = 0
-    for i in (i for alike in by_grid.values() for i in alike):
-      made[i] = dataclasses.replace(made[i], bucket=number, offset=offset)
-      offset += made[i].size
-    num_devices = math.prod(size for _, size in split)
-    label = 'dense' if kind == 'dense' else f'{sides[0]}x{sides[1]}'
-    if kind == 'dense':
+  for number, (bucket, by_grid) in enumerate(members.items()):
+    size = 0
+    for i in itertools.chain(*by_grid.values()):
+      made[i] = dataclasses.replace(made[i], bucket=number, offset=size)
+      size += made[i].size
+    label = 'x'.join(map(str, bucket.sides))
+    if bucket.kind == 'dense':
       # Even rows, so that each device sends little padding.
-      share = -(-offset // num_devices)
-      n = -(-share // -(-share // _DENSE_ROW))
-      chunk_format = dataclasses.replace(chunk_format, n=n, k=n)
-      sides = 1, n
-    buckets.append(Bucket(
-        f'bucket_{number:03}_{label}', select, basis, chunk_format, sides, kind,
-        tuple(axis for axis, _ in split), num_devices, offset,
-    ))
+      share = -(-size // bucket.num_devices)
+      n, label = -(-share // -(-share // _DENSE_ROW)), 'dense'
+      chunk_format = dataclasses.replace(bucket.format, n=n, k=n)
+      bucket = dataclasses.replace(bucket, format=chunk_format, sides=(1, n))
+    name = f'bucket_{number:03}_{label}'
+    buckets.append(dataclasses.replace(bucket, name=name, size=size))
   return Layout(tuple(made), tuple(buckets), axis_sizes)
 
 
-def _kind(compressor: Compressor, plan: LeafPlan) -> tuple[Any, ...]:
-  """Returns the properties that chunks of one bucket share."""
-  select, basis = compressor.select, compressor.basis
-  if plan.is_dense:
-    element = dataclasses.replace(plan.format, n=1, k=1)  # rows come later
-    return 'dense', select, basis, element, (1, 1)
+def _empty_bucket(
+    compressor: Compressor, plan: LeafPlan, split: Mapping[str, int]
+) -> Bucket:
+  """Returns what all leaves of one bucket share."""
   kind = 'whole' if plan.grid.whole else 'chunks'
-  return kind, select, basis, plan.format, plan.grid.sides
+  chunk_format, sides = plan.format, plan.grid.sides
+  if plan.is_dense:  # its rows come later
+    kind, sides = 'dense', (1, 1)
+    chunk_format = dataclasses.replace(chunk_format, n=1, k=1)
+  return Bucket(
+      '', compressor.select, compressor.basis, chunk_format, sides, kind,
+      tuple(split), math.prod(split.values()), 0,
+  )

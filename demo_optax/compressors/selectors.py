@@ -87,16 +87,10 @@ class GroupMax:
 
   Attributes:
     k: number of groups, at least 1; a chunk with fewer coefficients sends all.
-    kernels: whether TPUs from v5 on run Pallas kernels, which were compiled and
-      interpreted and never run. They handle float32 buckets of at least 128
-      chunks with sides that are multiples of 8, up to 4096 coefficients in a
-      chunk, a multiple of 128 and of `k`, and `k` a multiple of 8; all others
-      are handled as without kernels.
   """
 
   shared: ClassVar[bool] = False
   k: int
-  kernels: bool = dataclasses.field(default=False, repr=False)
 
   def __post_init__(self) -> None:
     _checks.check_positive('k', self.k)
