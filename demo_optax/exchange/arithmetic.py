@@ -1,7 +1,4 @@
-"""A bucket's arithmetic, on CPUs and TPUs in parts that fit fast memory.
-
-On TPUs kernels (`in_kernels`) handle what `GroupMax(k, kernels=True)` selects.
-"""
+"""A bucket's arithmetic, on CPUs and TPUs in parts that fit fast memory."""
 
 from typing import Any
 
@@ -10,7 +7,7 @@ import jax.numpy as jnp
 
 from demo_optax.compressors import chunking
 from demo_optax.compressors.layout import Bucket
-from demo_optax.compressors.selectors import GroupMax, TopK
+from demo_optax.compressors.selectors import TopK
 from demo_optax.exchange.message import Received, Selected, energy
 from demo_optax.numerics import platform, rounding, topk
 
@@ -28,10 +25,6 @@ def accumulate_and_select(
 
   Momentum does not change unless `valid`, bool `[]`.
   """
-  if kernels := _kernels(bucket):
-    return kernels.accumulate_and_select(
-        bucket, gradients, momentum, decay, weight, valid
-    )
   n, k = bucket.format.n, bucket.format.k
   pieces = platform.num_pieces(bucket.pieces, bucket.rows * n)
   rows = bucket.rows // pieces
@@ -82,8 +75,6 @@ def subtract(
     values: jax.Array,
 ) -> jax.Array:
   """Subtracts `values [rows, k]` at `indices` from momentum `[rows, n]`."""
-  if kernels := _kernels(bucket):
-    return kernels.subtract(momentum, indices, values)
   grouped = bucket.format.grouped
   if not platform.chunks_in_lanes(bucket.rows) or indices is None:
     return topk.subtract(momentum, indices, values, grouped)
@@ -111,8 +102,6 @@ def merge(
   Returns update chunks `[rows, n]`, and the number of different coefficients
   that were sent, float32 `[]`.
   """
-  if kernels := _kernels(bucket, len(received.values)):
-    return kernels.merge(bucket, received, average)
   n = bucket.format.n
   pieces = platform.num_pieces(bucket.pieces, bucket.rows * n)
   rows = bucket.rows // pieces
@@ -151,20 +140,6 @@ def merge(
   padding = (bucket.rows - bucket.num_chunks) * bucket.format.k
   someone = jnp.any(received.valid)
   return updates, distinct - jnp.where(someone, float(padding), 0.0)
-
-
-def _kernels(bucket: Bucket, senders: int = 0) -> Any:
-  """Returns the module of kernels if they handle a bucket, else None."""
-  select, form = bucket.select, bucket.format
-  if bucket.kind != 'chunks' or not isinstance(select, GroupMax):
-    return None
-  if not select.kernels or not platform.in_kernels(
-      bucket.rows, bucket.sides, form.k, form.dtype, senders * form.k
-  ):
-    return None
-  from demo_optax.exchange import in_kernels  # Pallas takes time to import
-
-  return in_kernels
 
 
 def _scan(piece: Any, carry: Any, pieces: int) -> tuple[Any, Any]:

@@ -9,7 +9,6 @@ Updates of two forms may differ in their last bits.
 
 import contextlib
 import contextvars
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -128,20 +127,6 @@ def _laid_out(x: jax.Array, major_to_minor: tuple[int, ...]) -> jax.Array:
   if not chunks_in_lanes(len(x)):
     return x
   return with_layout_constraint(x, Layout(major_to_minor))
-
-
-def in_kernels(
-    rows: int, sides: tuple[int, int], k: int, dtype: str, received: int = 0
-) -> bool:
-  """Returns whether kernels handle a bucket of which `GroupMax` selects.
-
-  A kernel has 128 whole chunks in the memory for vectors, with all that was
-  `received` of a chunk. Vectors have 8 rows, which are of one place.
-  """
-  n = math.prod(sides)
-  aligned = all(x % 8 == 0 for x in (*sides, k)) and n % 128 == n % k == 0
-  fits = k < n <= 4096 and received <= 8192 and dtype == 'float32'
-  return chunks_in_lanes(rows) and aligned and fits
 
 
 def concatenates(chunk_rows: int) -> bool:
