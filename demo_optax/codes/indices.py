@@ -19,19 +19,11 @@ from demo_optax.numerics import groups
 
 @dataclasses.dataclass(frozen=True)
 class IndexCode(Code):
-  """How the places sent of every chunk are written."""
+  """How the places sent of every chunk are written: ascending, in int32."""
 
   name: ClassVar[str]
   n: int
   k: int
-
-  def encode(self, indices: jax.Array) -> jax.Array:
-    """Packs ascending int32 `[..., chunks, k]` as uint32 `[..., words]`."""
-    raise NotImplementedError
-
-  def decode(self, data: jax.Array, chunks: int) -> jax.Array:
-    """Undoes `encode`; returns int32 `[..., chunks, k]`."""
-    raise NotImplementedError
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """What all codes share: numbers of every chunk as words of 32 bits."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,7 @@ class Code:
 
   A part is the same count of numbers for every chunk, all of one width. Those
   of all chunks are packed together: only the last word of a part is padded.
-  Subclasses also `encode` and `decode`, and accept arbitrary words. Arrays may
-  have further leading dimensions.
+  Arrays may have further leading dimensions.
   """
 
   @property
@@ -37,6 +37,17 @@ class Code:
         packing.packed_words(chunks * count, width)
         for count, width in self.parts
     )
+
+  def encode(self, x: jax.Array) -> Any:
+    """Writes what is sent, `[..., chunks, k]`, as uint32 `[..., words]`.
+
+    Codes of values also return the values that receivers decode.
+    """
+    raise NotImplementedError
+
+  def decode(self, data: jax.Array, chunks: int) -> jax.Array:
+    """Undoes `encode`, for arbitrary words."""
+    raise NotImplementedError
 
   def pack(self, *numbers: jax.Array) -> jax.Array:
     """Packs `[..., chunks, count]` of each part; returns uint32 words."""

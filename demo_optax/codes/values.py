@@ -33,14 +33,6 @@ class ValueCode(Code):
   dtype: str  # of the momentum
   k: int  # values of a chunk
 
-  def encode(self, values: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Packs `[..., chunks, k]`; returns words, and the values decoded."""
-    raise NotImplementedError
-
-  def decode(self, data: jax.Array, chunks: int) -> jax.Array:
-    """Undoes `encode`; returns `[..., chunks, k]` from uint32 words."""
-    raise NotImplementedError
-
 
 class Exact(ValueCode):
   """Values as they are; of float64, the low halves first."""

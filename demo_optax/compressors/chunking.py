@@ -12,7 +12,7 @@ one device, and no chunk spans two devices.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -49,22 +49,31 @@ class ChunkGrid:
   @property
   def folded(self) -> tuple[int, ...]:
     """Shape `[*batch, rows, cols]` of the folded array."""
-    return folded(self.shape, self.fold)
+    if self.fold is None:
+      return self.shape
+    b, j = self.fold
+    shape = self.shape
+    return *shape[:b], math.prod(shape[b:j]), math.prod(shape[j:])
 
   @property
-  def leads(self) -> tuple[bool, ...]:
-    """Which dimensions of the array are the slowest of a folded dimension.
+  def leading(self) -> list[int]:
+    """Dimensions of the array that are the slowest of each folded dimension.
 
     Blocks of an array that is sharded along them alone are blocks of the
     folded array.
     """
-    b, j = self.fold or (len(self.shape), 0)
-    return tuple(i <= b or i == j for i in range(len(self.shape)))
+    if self.fold is None:
+      return list(range(len(self.shape)))
+    b, j = self.fold
+    return [*range(b + 1), j]
 
   @property
   def counts(self) -> tuple[int, ...]:
     """Number of chunks along each dimension; 1 along those that do not lead."""
-    return self._along_leads(self._counts, 1)
+    counts = [1] * len(self.shape)
+    for dim, count in zip(self.leading, self._counts):
+      counts[dim] = count
+    return tuple(counts)
 
   @property
   def folded_counts(self) -> tuple[int, int, int]:
@@ -103,25 +112,6 @@ class ChunkGrid:
   def ends(self) -> tuple[int, ...]:
     """Elements added at the end of each dimension of the folded array."""
     return tuple(-d % l for d, l in zip(self.folded, self.lengths))
-
-  @property
-  def padding(self) -> tuple[int, ...]:
-    """As `ends`, by the dimensions of the array; 0 where they do not lead."""
-    return self._along_leads(self.ends, 0)
-
-  def _along_leads(self, values: Sequence[int], other: int) -> tuple[int, ...]:
-    found = iter(values)
-    return tuple(next(found) if lead else other for lead in self.leads)
-
-
-def folded(
-    shape: tuple[int, ...], fold: tuple[int, int] | None
-) -> tuple[int, ...]:
-  """Returns `shape` with dimensions folded as in `ChunkGrid`."""
-  if fold is None:
-    return shape
-  b, j = fold
-  return *shape[:b], math.prod(shape[b:j]), math.prod(shape[j:])
 
 
 def folds(ndim: int, batch_dims: int = 0) -> list[tuple[int, int]]:
@@ -163,17 +153,12 @@ def chunk_grid(
   last two dimensions (of a vector: the second).
   """
   sides = (chunk_size,) * 2 if isinstance(chunk_size, int) else chunk_size
-  matrix = folded(shape, fold)
+  matrix = ChunkGrid(shape, (), fold=fold).folded
   lengths = tuple(
       chunk_length(d, side, padding=padding)
       for d, side in zip(matrix[::-1], sides[::-1])
   )[::-1]
   return ChunkGrid(shape, (1,) * (len(matrix) - 2) + lengths, fold=fold)
-
-
-def whole_grid(shape: tuple[int, ...]) -> ChunkGrid:
-  """Returns the grid that leaves an array as one untransformed chunk."""
-  return ChunkGrid(shape, shape, whole=True)
 
 
 # Cutting ----------------------------------------------------------------------
@@ -245,29 +230,25 @@ def edges(
   """
   rows, cols = grid.sides
   row_padding, col_padding = (0, 0, *grid.ends)[-2:]
-
-  def project_rows(c: jax.Array) -> jax.Array:
-    x = c.reshape(-1, cols, rows)
-    return _apply(x, _kept(basis, rows, row_padding)).reshape(c.shape)
-
-  def project_cols(c: jax.Array) -> jax.Array:
-    x = c.reshape(-1, cols, rows).swapaxes(1, 2)
-    x = _apply(x, _kept(basis, cols, col_padding))
-    return x.swapaxes(1, 2).reshape(c.shape)
-
   found: list[Any] = []
-  if row_padding:
-    found.append((np.s_[:, -1], project_rows))
-  if col_padding:
-    found.append((np.s_[:, :, -1], project_cols))
+  for at, axis, length, padding in (
+      (np.s_[:, -1], 2, rows, row_padding),
+      (np.s_[:, :, -1], 1, cols, col_padding),
+  ):
+    if padding:
+      kept = _matrix(basis, length)[:, : length - padding]
+      project = functools.partial(_multiply, grid.sides, axis, kept @ kept.T)
+      found.append((at, project))
   return found
 
 
-def flags(grid: ChunkGrid, at: Any) -> np.ndarray:
-  """Returns bool `[num_chunks]`, true for the chunks at an index of `edges`."""
-  found = np.zeros(grid.folded_counts, bool)
-  found[at] = True
-  return found.reshape(-1)
+def _multiply(
+    sides: tuple[int, int], axis: int, matrix: np.ndarray, c: jax.Array
+) -> jax.Array:
+  """Multiplies an axis of `[chunks, column frequency, row frequency]`."""
+  rows, cols = sides
+  x = c.reshape(-1, cols, rows).swapaxes(axis, 2)
+  return _apply(x, matrix).swapaxes(axis, 2).reshape(c.shape)
 
 
 def to_coefficients(
@@ -313,9 +294,3 @@ def _apply(x: jax.Array, matrix: np.ndarray) -> jax.Array:
   # The default is bfloat16 on TPUs and TF32 on GPUs.
   product = jnp.dot(flat, factor, precision=jax.lax.Precision.HIGHEST)
   return product.reshape(x.shape)[:chunks]
-
-
-def _kept(basis: Basis, length: int, padding: int) -> np.ndarray:
-  """Returns the projection of coefficients that zeroes the last positions."""
-  kept = _matrix(basis, length)[:, : length - padding]
-  return kept @ kept.T

@@ -83,16 +83,14 @@ class Compressor:
     name = jnp.dtype(dtype).name
     # Shares of small chunks cost little more than those of full ones, which
     # have more to select from.
-    alike = self
-    if isinstance(self.select, selectors.TopK):
-      alike = dataclasses.replace(
-          self, select=dataclasses.replace(self.select, of=None)
-      )
+    alike = self.select
+    if isinstance(alike, selectors.TopK):
+      alike = dataclasses.replace(alike, of=None)
     found: list[tuple[int, tuple[bool, int, float, int], LeafPlan]] = []
     errors = []
     for b, j in chunking.folds(len(shape), self.batch_dims):
       fold = None if b == len(shape) - 2 else (b, j)
-      plan = self._cut(shape, name, fold)
+      plan = self._cut(shape, name, fold, self.select)
       try:
         for length in () if plan.grid.whole else plan.grid.sides:
           self.basis.check(length)
@@ -103,8 +101,8 @@ class Compressor:
             f' {error}'
         ))
         continue
-      cost = alike._cut(shape, name, fold).num_bytes
-      rows, cols = (1, 1, *chunking.folded(shape, (b, j)))[-2:]
+      cost = self._cut(shape, name, fold, alike).num_bytes
+      rows, cols = math.prod(shape[b:j]), math.prod(shape[j:])
       ratio = max(rows, cols) / min(rows, cols)
       found.append((cost, (fold is not None, -b, ratio, j), plan))
     if not found:
@@ -113,29 +111,30 @@ class Compressor:
     return min(x[1:] for x in found if x[0] <= most)[1]
 
   def _cut(
-      self, shape: tuple[int, ...], name: str, fold: tuple[int, int] | None
+      self,
+      shape: tuple[int, ...],
+      name: str,
+      fold: tuple[int, int] | None,
+      select: Selector,
   ) -> LeafPlan:
     """Returns the plan of one fold."""
-    grid = chunking.chunk_grid(
-        shape, self.chunk_size, padding=self.padding, fold=fold
-    )
-    whole, shared = chunking.whole_grid(shape), self.select.shared
 
     def plan(grid: chunking.ChunkGrid, k: int) -> LeafPlan:
       n = grid.chunk_size
-      grouped = isinstance(self.select, selectors.GroupMax) and k < n
-      chunk_format = ChunkFormat(n, k, name, self.values, shared, grouped)
-      return LeafPlan(grid, chunk_format)
+      grouped = isinstance(select, selectors.GroupMax) and k < n
+      form = ChunkFormat(n, k, name, self.values, select.shared, grouped)
+      return LeafPlan(grid, form)
 
-    sparse = plan(grid, self.select.count(grid.chunk_size))
-    if shared:
-      everything = sparse.format.k == sparse.format.n
-      if everything and isinstance(self.basis, bases.Identity):
-        return plan(whole, whole.chunk_size)
+    grid = chunking.chunk_grid(
+        shape, self.chunk_size, padding=self.padding, fold=fold
+    )
+    n, k = grid.chunk_size, select.count(grid.chunk_size)
+    sparse = plan(grid, k)
+    if select.shared and (k < n or not isinstance(self.basis, bases.Identity)):
       return sparse
     # A scale belongs to a chunk; values without one need no chunks.
     if grid.num_chunks == 1 or self.values in _UNSCALED:
-      grid = whole
+      grid = chunking.ChunkGrid(shape, shape, whole=True)
     dense = plan(grid, grid.chunk_size)
     return sparse if sparse.num_bytes < dense.num_bytes else dense
 

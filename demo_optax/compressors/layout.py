@@ -105,16 +105,13 @@ class Bucket:
 
   def share(self, num_owners: int) -> 'Bucket':
     """Returns the bucket of the chunks that one of several owners has."""
-    return dataclasses.replace(
-        self, num_devices=self.num_devices * num_owners
-    )
+    return dataclasses.replace(self, num_devices=self.num_devices * num_owners)
 
   def strip(self, x: jax.Array) -> jax.Array:
     """Cuts `[rows, k]` to the chunks that are sent."""
     chunk_format, chunks = self.sent
-    return x.reshape(-1)[: chunks * chunk_format.k].reshape(
-        chunks, chunk_format.k
-    )
+    shape = chunks, chunk_format.k
+    return x.reshape(-1)[: math.prod(shape)].reshape(shape)
 
   def unstrip(self, x: jax.Array, fill: jax.Array | None = None) -> jax.Array:
     """Undoes `strip` for `[senders, chunks, k]`; pads with zeros or `fill`."""
@@ -172,9 +169,10 @@ class Leaf:
     }
     if isinstance(self.compressor, Compressor):
       grid, basis = self.grid, self.compressor.basis
-      # Without padding, chunks of blocks are chunks of the whole.
-      ends = zip(self.sharding.blocks, grid.padding, grid.leads)
-      blocks = [b if p or grid.whole or not lead else 1 for b, p, lead in ends]
+      blocks = list(self.sharding.blocks)
+      for dim, padding in zip(grid.leading, grid.ends):
+        if not padding and not grid.whole:
+          blocks[dim] = 1  # chunks of blocks are chunks of the whole
       record |= {
           'lengths': grid.lengths, 'whole': grid.whole, 'fold': grid.fold,
           'blocks': blocks,
@@ -352,7 +350,7 @@ class Layout:
       # and take those at an edge.
       for at, project in chunking.edges(grid, bucket.basis):
         flags = np.zeros(bucket.num_devices * bucket.num_chunks, bool)
-        flags[start:stop] = np.tile(chunking.flags(grid, at), len(members))
+        flags[start:stop].reshape(-1, *grid.folded_counts[1:])[at] = True
         mine = jax.lax.dynamic_slice_in_dim(
             jnp.asarray(flags), device * bucket.num_chunks, bucket.num_chunks
         )
