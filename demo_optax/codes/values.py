@@ -2,7 +2,7 @@
 
 `encode` returns words of 32 bits and the values that receivers will decode. The
 sender subtracts exactly those: the losses of a code stay in its momentum, to
-the last bit. Arrays may have further leading dimensions.
+the last bit.
 
 Equal values must give equal bits in every program. Compilers may contract a
 product and a sum, regroup sums, and replace divisions by products, depending on

@@ -212,7 +212,7 @@ def clear_padding(c: jax.Array, grid: ChunkGrid, basis: Basis) -> jax.Array:
 
   Equals a round trip through the array, but only touches chunks at padded
   edges: the projection along one side is one small matrix. Coefficients are
-  `[..., num_chunks, n]`; leading dimensions are arrays with this grid.
+  `[chunks, n]`, of one or several arrays with this grid.
   """
   shape, c = c.shape, c.reshape(-1, *grid.folded_counts[1:], grid.chunk_size)
   for at, project in edges(grid, basis):

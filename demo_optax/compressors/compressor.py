@@ -1,10 +1,7 @@
 """Compressors: a `Selector` of coefficients in a `Basis`, and a value code.
 
 Momentum, error feedback, byte counts and communication are the same for all
-compressors; see `exchange`. Selectors of the largest coefficients send indices,
-and all workers' selections are gathered. Shared selectors (`RandomSubset`,
-`Striding`, `Slicing`, `Everything`) take the same indices on all workers: an
-all-reduce averages the values, and traffic does not grow with the workers.
+compressors; see `exchange`.
 """
 
 import dataclasses
@@ -38,9 +35,11 @@ class LeafPlan:
     return self.format.num_bytes(self.grid.num_chunks)
 
   @property
-  def is_dense(self) -> bool:
-    """Whether the leaf is sent element by element, without chunks."""
-    return self.grid.whole and self.format.values in _UNSCALED
+  def kind(self) -> str:
+    """The kind of its bucket: 'chunks', 'whole' or 'dense'."""
+    if not self.grid.whole:
+      return 'chunks'
+    return 'dense' if self.format.values in _UNSCALED else 'whole'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,12 +155,9 @@ FROZEN = Frozen()
 
 
 def per_leaf(
-    compressor: CompressorTree, tree: Any, argument: str = 'compressor'
+    compressor: CompressorTree, tree: Any
 ) -> list[Compressor | Frozen | None]:
-  """Returns the compressor of each leaf of `tree`.
-
-  Errors call `compressor` by the name `argument`.
-  """
+  """Returns the compressor of each leaf of `tree`."""
 
   def is_leaf(x: Any) -> bool:
     return x is None or isinstance(x, Compressor | Frozen)
@@ -171,10 +167,10 @@ def per_leaf(
   for x in jax.tree.leaves(compressor, is_leaf=is_leaf):
     if not is_leaf(x):
       raise TypeError(
-          f'{argument}={x!r} must be a Compressor, such as'
+          f'compressor={x!r} must be a Compressor, such as'
           ' demo_optax.dct_topk(...), or a tree of them and of None.'
       )
-  return broadcast(compressor, tree, argument, is_leaf)
+  return broadcast(compressor, tree, 'compressor', is_leaf)
 
 
 def is_function(x: Any) -> bool:

@@ -31,11 +31,7 @@ from demo_optax.compressors.chunking import ChunkGrid
 from demo_optax.compressors.compressor import Compressor, Frozen, LeafPlan
 from demo_optax.compressors.selectors import Selector
 from demo_optax.numerics import platform
-from demo_optax.workers.param_specs import (
-  REPLICATED,
-  ParamSharding,
-  ParamSpecs,
-)
+from demo_optax.workers.param_specs import REPLICATED, ParamSharding, ParamSpecs
 
 # Describes a leaf in JSON, so that it can be saved with arrays.
 Record = dict[str, Any]
@@ -107,6 +103,14 @@ class Bucket:
     """Returns the bucket of the chunks that one of several owners has."""
     return dataclasses.replace(self, num_devices=self.num_devices * num_owners)
 
+  def of_device(self, x: jax.Array, device: Any) -> jax.Array:
+    """Cuts `[num_devices * num_chunks, ...]` to the `rows` of one device."""
+    x = jax.lax.dynamic_slice_in_dim(
+        x, device * self.num_chunks, self.num_chunks
+    )
+    widths = [(0, self.rows - self.num_chunks), *[(0, 0)] * (x.ndim - 1)]
+    return jnp.pad(x, widths)
+
   def strip(self, x: jax.Array) -> jax.Array:
     """Cuts `[rows, k]` to the chunks that are sent."""
     chunk_format, chunks = self.sent
@@ -153,7 +157,8 @@ class Leaf:
   def size(self) -> int:
     """Chunks of one shard; elements, of a dense leaf."""
     assert self.plan is not None
-    return self.grid.chunk_size if self.plan.is_dense else self.grid.num_chunks
+    dense = self.plan.kind == 'dense'
+    return self.grid.chunk_size if dense else self.grid.num_chunks
 
   @property
   def record(self) -> Record:
@@ -301,12 +306,7 @@ class Layout:
         filled = jax.lax.dynamic_update_slice_in_dim(filled, x, start, 0)
         start += len(x)
     filled = filled.reshape(rows, n)
-    if num_devices == 1:
-      return filled
-    x = jax.lax.dynamic_slice_in_dim(
-        filled, device * bucket.num_chunks, bucket.num_chunks
-    )
-    return jnp.pad(x, ((0, bucket.rows - bucket.num_chunks), (0, 0)))
+    return filled if num_devices == 1 else bucket.of_device(filled, device)
 
   def cut(self, number: int, chunks: jax.Array) -> dict[int, jax.Array]:
     """Cuts the shards of leaves, by number, out of their bucket.
@@ -330,20 +330,17 @@ class Layout:
     momentum of an excluded worker must not change.
     """
     bucket = self.buckets[number]
-    in_order = self.members(number)
-    for grid, alike in itertools.groupby(
-        in_order, key=lambda i: self.leaves[i].grid
-    ):
+    in_order = [self.leaves[i] for i in self.members(number)]
+    for grid, alike in itertools.groupby(in_order, lambda leaf: leaf.grid):
       members = list(alike)
       if not any(grid.ends):
         continue
-      start = self.leaves[members[0]].offset
+      start = members[0].offset
       stop = start + len(members) * grid.num_chunks
-      shape = len(members), grid.num_chunks, grid.chunk_size
       if bucket.num_devices == 1:
         old = jax.lax.slice_in_dim(c, start, stop)
-        x = chunking.clear_padding(old.reshape(shape), grid, bucket.basis)
-        x = jnp.where(valid, x.reshape(old.shape), old)
+        x = chunking.clear_padding(old, grid, bucket.basis)
+        x = jnp.where(valid, x, old)
         c = jax.lax.dynamic_update_slice_in_dim(c, x, start, 0)
         continue
       # The chunks of this device are unknown when traced: project all of them
@@ -351,10 +348,7 @@ class Layout:
       for at, project in chunking.edges(grid, bucket.basis):
         flags = np.zeros(bucket.num_devices * bucket.num_chunks, bool)
         flags[start:stop].reshape(-1, *grid.folded_counts[1:])[at] = True
-        mine = jax.lax.dynamic_slice_in_dim(
-            jnp.asarray(flags), device * bucket.num_chunks, bucket.num_chunks
-        )
-        mine = jnp.pad(mine, (0, bucket.rows - bucket.num_chunks))
+        mine = bucket.of_device(jnp.asarray(flags), device)
         c = jnp.where(mine[:, None] & valid, project(c), c)
     return c
 
@@ -395,8 +389,8 @@ def make_layout(
       # Even rows, so that each device sends little padding.
       share = -(-size // bucket.num_devices)
       n, label = -(-share // -(-share // _DENSE_ROW)), 'dense'
-      chunk_format = dataclasses.replace(bucket.format, n=n, k=n)
-      bucket = dataclasses.replace(bucket, format=chunk_format, sides=(1, n))
+      form = dataclasses.replace(bucket.format, n=n, k=n)
+      bucket = dataclasses.replace(bucket, format=form, sides=(1, n))
     name = f'bucket_{number:03}_{label}'
     buckets.append(dataclasses.replace(bucket, name=name, size=size))
   return Layout(tuple(made), tuple(buckets), axis_sizes)
@@ -406,12 +400,10 @@ def _empty_bucket(
     compressor: Compressor, plan: LeafPlan, split: Mapping[str, int]
 ) -> Bucket:
   """Returns what all leaves of one bucket share."""
-  kind = 'whole' if plan.grid.whole else 'chunks'
-  chunk_format, sides = plan.format, plan.grid.sides
-  if plan.is_dense:  # its rows come later
-    kind, sides = 'dense', (1, 1)
-    chunk_format = dataclasses.replace(chunk_format, n=1, k=1)
+  form, sides = plan.format, plan.grid.sides
+  if plan.kind == 'dense':  # its rows come later
+    form, sides = dataclasses.replace(form, n=1, k=1), (1, 1)
   return Bucket(
-      '', compressor.select, compressor.basis, chunk_format, sides, kind,
+      '', compressor.select, compressor.basis, form, sides, plan.kind,
       tuple(split), math.prod(split.values()), 0,
   )
