@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from demo_optax.codes import indices as index_codes
 from demo_optax.codes.parts import Code
 from demo_optax.codes.values import CODES, ValueCode
-from demo_optax.numerics import platform
+from demo_optax.numerics import groups, platform
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +39,9 @@ class ChunkFormat:
     """The code of the indices; None if none are sent."""
     if self.shared or self.k == self.n:
       return None
-    if self.grouped:
-      return index_codes.InGroup(self.n, self.k)
+    if self.grouped:  # of the place in each group
+      places = groups.num_places(self.n, self.k)
+      return index_codes.FixedWidth(places, self.k)
     return index_codes.cheapest(self.n, self.k)
 
   @property
@@ -50,8 +51,7 @@ class ChunkFormat:
 
   @property
   def _codes(self) -> list[Code]:
-    places = self.index_code
-    return [self.value_code, *([places] if places else [])]
+    return [code for code in (self.value_code, self.index_code) if code]
 
   @property
   def max_magnitude(self) -> float:
@@ -86,6 +86,7 @@ class ChunkFormat:
     most = self.largest_sent
     data, sent = self.value_code.encode(jnp.clip(values, -most, most))
     if indices is not None and (code := self.index_code):
+      indices = groups.places(indices) if self.grouped else indices
       data = jnp.concatenate([data, code.encode(indices)], axis=-1)
     return data, sent
 
@@ -112,15 +113,14 @@ class ChunkFormat:
     if (code := self.index_code) is None:
       return None, values, jnp.all(good, axis=(-2, -1))
     indices = code.decode(data[..., split:], chunks)
-    good &= indices < self.n
-    if not self.grouped:
+    if self.grouped:
+      indices = groups.indices(indices)  # distinct by construction
+    else:
       edge = [(0, 0)] * (indices.ndim - 1) + [(1, 0)]
       good &= indices > jnp.pad(indices[..., :-1], edge, constant_values=-1)
+    good &= indices < self.n
     valid = jnp.all(good, axis=(-2, -1))  # one reduction, one kernel
     # Gathers and scatters are promised ascending indices in [0, n): replace
     # those of excluded workers as well.
-    first = jax.lax.broadcasted_iota(
-        jnp.int32, indices.shape, indices.ndim - 1
-    )
-    indices = jnp.where(valid[..., None, None], indices, first)
-    return indices, values, valid
+    first = index_codes.order_of(indices)
+    return jnp.where(valid[..., None, None], indices, first), values, valid

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 
 from demo_optax.codes.parts import Code, Parts
 from demo_optax.numerics import bits as packing
-from demo_optax.numerics import groups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,27 +59,6 @@ class FixedWidth(IndexCode):
     return numbers.astype(jnp.int32)
 
 
-class InGroup(IndexCode):
-  """One place of each of `k` groups (`numerics.groups`), in fixed width.
-
-  The only code whose indices follow the order of the groups and do not ascend.
-  They are distinct by construction.
-  """
-
-  name = 'group'
-
-  @property
-  def parts(self) -> Parts:
-    return ((self.k, index_width(groups.num_places(self.n, self.k))),)
-
-  def encode(self, indices: jax.Array) -> jax.Array:
-    return self.pack(groups.places(indices))
-
-  def decode(self, data: jax.Array, chunks: int) -> jax.Array:
-    (places,) = self.unpack(data, chunks)
-    return groups.indices(places.astype(jnp.int32))
-
-
 class Bitmap(IndexCode):
   """A bit per place, 1 where it is sent."""
 
@@ -120,14 +98,14 @@ class EliasFano(IndexCode):
     return (self.k, self.low), (self.k - 1 + -(-self.n >> self.low), 1)
 
   def encode(self, indices: jax.Array) -> jax.Array:
-    rest = (indices >> self.low) + _order_of(indices)
+    rest = (indices >> self.low) + order_of(indices)
     unary = _ones_at(rest, self.parts[1][0])
     return self.pack(indices & (2**self.low - 1), unary)
 
   def decode(self, data: jax.Array, chunks: int) -> jax.Array:
     lows, unary = self.unpack(data, chunks)
     places = packing.places_of_ones(unary == 1, self.k)
-    rest = places - _order_of(places)
+    rest = places - order_of(places)
     return (rest << self.low) | lows.astype(jnp.int32)
 
 
@@ -136,7 +114,7 @@ def index_width(n: int) -> int:
   return (n - 1).bit_length()
 
 
-def _order_of(indices: jax.Array) -> jax.Array:
+def order_of(indices: jax.Array) -> jax.Array:
   """Returns int32 `[..., 1, k]`, the numbers 0 to k - 1."""
   order = jnp.arange(indices.shape[-1], dtype=jnp.int32)
   return order.reshape(*(1,) * (indices.ndim - 1), -1)

@@ -40,12 +40,6 @@ def cut_bucket(
   parameter space. The bucket may be a `jax.ShapeDtypeStruct`, for shapes.
   """
   like, members = layout.buckets[number], layout.members(number)
-  if bucket.shape[-2:] != like.shape:
-    raise ValueError(
-        f'{like.name} must have shape [..., {like.rows}, {like.format.n}], got'
-        f' {list(bucket.shape)}. Make the state with tx.init, for the same'
-        ' parameters.'
-    )
 
   def cut(x: Any) -> dict[int, Any]:
     sizes, order, used = _devices(layout, number)
