@@ -268,10 +268,9 @@ def from_coefficients(
     c: jax.Array, grid: ChunkGrid, basis: Basis | None
 ) -> jax.Array:
   """Undoes `to_coefficients`, dropping the padding."""
-  chunks = c.reshape(grid.num_chunks, grid.chunk_size)
   if basis is not None and not grid.whole:
-    chunks = inverse(chunks, grid.sides, basis)
-  return from_chunks(chunks, grid)
+    c = inverse(c, grid.sides, basis)
+  return from_chunks(c, grid)
 
 
 @functools.cache
