@@ -233,8 +233,9 @@ def _words(record: Record | None) -> tuple[str, str, str]:
 class Layout:
   """The buckets of a tree of parameters, and the places of its leaves."""
 
-  leaves: tuple[Leaf, ...]
-  buckets: tuple[Bucket, ...]
+  # Not hashed, since a step hashes its layout at each call.
+  leaves: tuple[Leaf, ...] = dataclasses.field(hash=False)
+  buckets: tuple[Bucket, ...] = dataclasses.field(hash=False)
   axis_sizes: tuple[tuple[str, int], ...] = ()  # inside a worker, in mesh order
 
   @functools.cached_property
@@ -265,13 +266,6 @@ class Layout:
   def records(self) -> dict[str, Record]:
     """Describes the leaves by name."""
     return {leaf.name: leaf.record for leaf in self.leaves}
-
-  @functools.cached_property
-  def _hash(self) -> int:
-    return hash((self.leaves, self.buckets))
-
-  def __hash__(self) -> int:
-    return self._hash  # of many leaves, at each call of a step
 
   def members(self, number: int) -> list[int]:
     """Returns the numbers of the leaves of a bucket, in their order there."""
