@@ -20,7 +20,11 @@ SCALES = [0.0, 1e-45, 1e-42, 1e-38, 2e-38, 1e-36, 1e-20, 1.0, 3e4, 1e36, 1e38,
 # One compilation per shape.
 encode = jax.jit(lambda code, v: code.encode(v), static_argnums=0)
 decode = jax.jit(lambda code, d, *sizes: code.decode(d, *sizes),
-                 static_argnums=(0, 2))
+                 static_argnums=(0, 2, 3))
+
+
+def make(values, k, dtype='float32'):
+  return value_codes.CODES[values](dtype, k)
 
 
 def same_numbers(a, b):
@@ -33,7 +37,7 @@ def same_numbers(a, b):
 def check(values, v):
   """Encodes, decodes and compares with the oracle; returns what was read."""
   chunks, k = v.shape
-  code = value_codes.CODES[values](v.dtype.name, k)
+  code = make(values, k, v.dtype.name)
   data, sent = encode(code, jnp.asarray(v))
   per_value, per_chunk = BITS[values]
   if v.dtype == np.float64 and values == 'float32':
@@ -99,7 +103,7 @@ def test_signs_and_zeros_twenty_in_a_word(chunks, k, seed):
   rng = np.random.default_rng(seed)
   v = rng.integers(-1, 2, (chunks, k)) * rng.uniform(1e-30, 1e30, (chunks, k))
   v = v.astype(np.float32)
-  code = value_codes.CODES['ternary']('float32', k)
+  code = make('ternary', k)
   data, sent = encode(code, jnp.asarray(v))
   assert data.size == code.words(chunks) == -(-chunks * k // 20)
   digits = np.zeros(20 * data.size, np.uint64)
@@ -111,7 +115,7 @@ def test_signs_and_zeros_twenty_in_a_word(chunks, k, seed):
 
 
 def test_words_that_no_signs_make_are_zeros():
-  code = value_codes.CODES['ternary']('float32', 20)
+  code = make('ternary', 20)
   data = jnp.asarray([0, 3**20 - 1, 3**20, 2**32 - 1], jnp.uint32)
   found = np.asarray(decode(code, data, 4)).reshape(20, 4)
   np.testing.assert_array_equal(found, np.tile([-1.0, 1.0, 0.0, 0.0], (20, 1)))
