@@ -174,7 +174,7 @@ def test_who_wrote_what_nobody_reads_is_left_out(values):
 
   def values_end(number):
     f, c = formats(layout)[number]
-    return int(starts[number]) + f.value_code.words(c, f.k)
+    return int(starts[number]) + f.value_code.words(c)
 
   # The indices of 100 places, in 7 bits: the second is 127.
   too_far = good.at[values_end(0) : int(starts[1])].set(2**32 - 1)
