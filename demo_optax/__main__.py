@@ -141,15 +141,14 @@ def _params(model: str) -> Any:
     raise ValueError(f'must be a file, module:function or one of'
                      f' {", ".join(MODELS)}, got {model!r}.')
   make = getattr(importlib.import_module(module), name)
-  return jax.eval_shape(lambda: _zeros(make()))
 
+  def zeros() -> Any:
+    made, nnx = make(), sys.modules.get('flax.nnx')
+    if nnx and isinstance(made, nnx.Module):
+      made = nnx.state(made, nnx.Param)
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made)
 
-def _zeros(made: Any) -> Any:
-  """Arrays of the shapes of a Flax model's parameters, or of a pytree."""
-  nnx = sys.modules.get('flax.nnx')
-  if nnx and isinstance(made, nnx.Module):
-    made = nnx.state(made, nnx.Param)
-  return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made)
+  return jax.eval_shape(zeros)
 
 
 def _arrays(shapes: Any, path: str = '') -> Any:

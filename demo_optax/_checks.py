@@ -1,5 +1,6 @@
 """Checks of arguments."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import chex
@@ -24,12 +25,12 @@ def check_positive(name: str, value: int, least: int = 1) -> None:
     raise ValueError(f'{name}={value} must be at least {least}.')
 
 
-def check_share(name: str, value: float) -> None:
-  """Raises unless a share is a number in (0, 1]."""
-  if isinstance(value, bool) or not isinstance(value, int | float):
-    raise TypeError(f'{name}={value!r} must be a Python number.')
-  if not 0 < value <= 1:
-    raise ValueError(f'{name}={value} is not in (0, 1].')
+def check_choice(name: str, value: str, known: Sequence[str]) -> None:
+  """Raises unless an argument is one of the names that are known."""
+  if value not in known:
+    raise ValueError(
+        f'{name}={value!r} is not known; choose one of {", ".join(known)}.'
+    )
 
 
 def check_is_scalar(name: str, value: Any) -> None:
@@ -39,22 +40,17 @@ def check_is_scalar(name: str, value: Any) -> None:
     raise ValueError(f'{name} has shape {shape}: it must be one number.')
 
 
-def check_range(
-    name: str,
-    value: chex.Numeric,
-    low: float,
-    high: float,
-    *,
-    open_end: bool = False,
-) -> None:
-  """Checks a concrete number; a traced one cannot be checked."""
+def check_range(name: str, value: chex.Numeric, interval: str) -> None:
+  """Raises unless a number is in an interval such as `'[0, 1)'`.
+
+  A traced number cannot be checked.
+  """
   dtype = getattr(value, 'dtype', None)
   if dtype in (jnp.bfloat16, jnp.float16):
     raise ValueError(
         f'{name} is {dtype}, too coarse for numbers near 1.'
-        ' optax.inject_hyperparams'
-        " casts numbers to the parameters' dtype: give it"
-        ' hyperparam_dtype=jnp.float32.'
+        " optax.inject_hyperparams casts numbers to the parameters' dtype: give"
+        ' it hyperparam_dtype=jnp.float32.'
     )
   check_is_scalar(name, value)
   if isinstance(value, jax.core.Tracer):
@@ -64,9 +60,11 @@ def check_range(
     if callable(value):
       remedy = ' For a schedule use optax.inject_hyperparams.'
     raise TypeError(f'{name}={value!r} must be a number.{remedy}')
-  number = float(value)
-  if not (low <= number < high or (number == high and not open_end)):
-    bracket = ')' if open_end or high == float('inf') else ']'
-    raise ValueError(
-        f'{name}={number} is not in [{low:g}, {high:g}{bracket}.'
-    )
+  low, high = map(float, interval[1:-1].split(', '))
+  number, closed = float(value), interval[0] + interval[-1]
+  if not (
+      low < number < high
+      or (number == low and '[' in closed)
+      or (number == high and ']' in closed)
+  ):
+    raise ValueError(f'{name}={number} is not in {interval}.')

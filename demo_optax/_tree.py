@@ -23,7 +23,7 @@ def leaf_name(path: Path) -> str:
 
 def momentum_dtype(path: Path, x: Any) -> Any:
   """Returns float32, or float64 for float64; refuses complex leaves."""
-  dtype = _dtype(x)
+  dtype = jnp.result_type(x)
   if jnp.issubdtype(dtype, jnp.complexfloating):
     raise TypeError(
         f'{leaf_name(path)} is {dtype}: complex leaves have no top-k that is'
@@ -35,36 +35,21 @@ def momentum_dtype(path: Path, x: Any) -> Any:
 
 def is_exchanged(x: Any) -> bool:
   """Returns whether a leaf is exchanged: not empty, and not of integers."""
-  shape = np.shape(x)
-  inexact = jnp.issubdtype(_dtype(x), jnp.inexact)
-  return bool(inexact) and 0 not in shape
+  inexact = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+  return bool(inexact) and 0 not in np.shape(x)
 
 
 def map_exchanged(fun: Callable[[Path, Any], Any], tree: Any) -> Any:
   """Applies `fun(path, leaf)` to exchanged leaves, and masks the others."""
-
-  def per_leaf(path: Path, x: Any) -> Any:
-    return fun(path, x) if is_exchanged(x) else optax.MaskedNode()
-
-  return jax.tree_util.tree_map_with_path(per_leaf, tree)
+  return jax.tree_util.tree_map_with_path(
+      lambda path, x: fun(path, x) if is_exchanged(x) else optax.MaskedNode(),
+      tree,
+  )
 
 
 def mask_others(tree: Any) -> Any:
   """Returns `tree` with `optax.MaskedNode()` for leaves not exchanged."""
   return map_exchanged(lambda path, x: x, tree)
-
-
-def zero_update(gradient: Any, param: Any, lead: int) -> Any:
-  """Returns the update of a leaf that is not exchanged.
-
-  `lead` axes of the gradient are the workers'. Gradients of integers may be
-  NumPy's `float0`.
-  """
-  dtype = gradient.dtype
-  if dtype == jax.dtypes.float0 and param is not None:
-    dtype = param.dtype
-  numpy = np if dtype == jax.dtypes.float0 else jnp
-  return numpy.zeros(np.shape(gradient)[lead:], dtype)
 
 
 def flatten_alike(
@@ -79,33 +64,24 @@ def flatten_alike(
   return flat, treedef.flatten_up_to(without_variables(params))
 
 
-def _dtype(x: Any) -> Any:
-  return x.dtype if hasattr(x, 'dtype') else jnp.asarray(x).dtype
-
-
-# Variables and boxes of Flax --------------------------------------------------
-
-
 def without_variables(tree: Any) -> Any:
   """Returns `tree` with values instead of Flax variables and boxes."""
+  nnx, linen = map(sys.modules.get, ('flax.nnx', 'flax.linen'))
+  variables: Any = (nnx.Variable,) if nnx else ()
+  boxes: Any = (linen.Partitioned,) if linen else ()
 
   def value(x: Any) -> Any:
-    if _is_box(x):
+    if isinstance(x, boxes):
       return x.value
-    return x.get_value() if _is_variable(x) else x
+    return x.get_value() if isinstance(x, variables) else x
 
   return jax.tree.map(
-      value, tree, is_leaf=lambda x: _is_box(x) or _is_variable(x)
+      value, tree, is_leaf=lambda x: isinstance(x, (*boxes, *variables))
   )
 
 
 def update_without_variables(
-    update: Callable[..., tuple[Any, Any]],
-    updates: Any,
-    state: Any,
-    params: Any,
-    *args: Any,
-    **extra_args: Any,
+    update: Any, updates: Any, state: Any, params: Any = None, **extra_args: Any
 ) -> tuple[Any, Any]:
   """Returns `update(updates, state, params, ...)`, computed without Flax.
 
@@ -113,18 +89,8 @@ def update_without_variables(
   match.
   """
   trees = map(without_variables, (updates, state, params))
-  new, after = update(*trees, *args, **extra_args)
+  new, after = update(*trees, **extra_args)
   return (
       jax.tree.structure(updates).unflatten(jax.tree.leaves(new)),
       jax.tree.structure(state).unflatten(jax.tree.leaves(after)),
   )
-
-
-def _is_variable(x: Any) -> bool:
-  nnx = sys.modules.get('flax.nnx')
-  return nnx is not None and isinstance(x, nnx.Variable)
-
-
-def _is_box(x: Any) -> bool:
-  linen = sys.modules.get('flax.linen')
-  return linen is not None and isinstance(x, linen.Partitioned)

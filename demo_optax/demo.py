@@ -1,7 +1,6 @@
 """The exchange of decoupled momentum as an optax transformation."""
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple, get_args
 
 import chex
@@ -11,22 +10,17 @@ import numpy as np
 import optax
 
 from demo_optax import _checks, _tree, compressors
-from demo_optax._paths import Keys, leaves_of
+from demo_optax._paths import Keys, dotted, leaves_of
 from demo_optax.codes.values import UPDATE_VALUES, WITHOUT_RESIDUAL
 from demo_optax.compressors import compressor as per_parameter
 from demo_optax.compressors.compressor import CompressorTree, Frozen
 from demo_optax.compressors.layout import Layout, differences, make_layout
-from demo_optax.exchange import algorithm as exchange_lib
-from demo_optax.exchange.algorithm import ExchangeConfig, Hyper, WorkerState
+from demo_optax.exchange import algorithm
 from demo_optax.numerics import platform, topk
 from demo_optax.workers import Workers, checks, inside, lift
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=['digest'],
-    meta_fields=['layout'],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class LayoutOf:
   """Holds the static `Layout` of a state, and a digest of it as an array.
@@ -36,16 +30,27 @@ class LayoutOf:
   """
 
   digest: chex.Array
-  layout: Layout = dataclasses.field(repr=False)
+  layout: Layout = dataclasses.field(repr=False, metadata={'static': True})
 
 
-def layouts_in(tree: chex.ArrayTree) -> dict[Keys, Layout]:
-  """Returns the layouts of all states, by paths of the states.
+def layouts_in(tree: Any, *, checked: bool = False) -> dict[Keys, Layout]:
+  """Returns the layouts of all states in a tree, by paths of the states.
 
-  Does not find states that Flax has flattened into plain dicts.
+  Leaves out states without types, as those of Flax. If `checked`, raises for
+  these, and for a state that was restored from another layout.
   """
-  flat = leaves_of(tree, lambda x: isinstance(x, LayoutOf))
-  return {keys[:-1]: x.layout for keys, x in flat if isinstance(x, LayoutOf)}
+  layouts = {}
+  for keys, x in leaves_of(tree, lambda x: isinstance(x, LayoutOf)):
+    if isinstance(x, LayoutOf):
+      layouts[keys[:-1]] = x.layout
+      if checked:
+        check_digest(x.digest, x.layout)
+    elif checked and keys[-2:] == ('layout', 'digest'):
+      raise ValueError(
+          f'{dotted(keys[:-2])} must be a state that has its types, got one of'
+          ' nnx.state. Give the nnx.Optimizer, or its opt_state.'
+      )
+  return layouts
 
 
 class DeMoState(NamedTuple):
@@ -68,7 +73,7 @@ class DeMoState(NamedTuple):
   count: chex.Array
   metrics: dict[str, chex.Array]
   layout: LayoutOf
-  worker_stacked: WorkerState
+  worker_stacked: algorithm.WorkerState
 
 
 def scale_by_demo(
@@ -80,7 +85,7 @@ def scale_by_demo(
     average: topk.Average = 'senders',
     ema: bool = False,
     gradient_weight: optax.ScalarOrSchedule = 1.0,
-    exchange: exchange_lib.ExchangeKind = 'all_gather',
+    exchange: algorithm.ExchangeKind = 'all_gather',
     update_values: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Exchanges the fast part of every worker's momentum.
@@ -101,20 +106,19 @@ def scale_by_demo(
 
   Communication: one `all_gather` of one message per step for the whole tree, or
   one all-reduce with compressors whose places all workers share. With
-  `exchange='all_to_all'` the received bytes do not grow with the number of
-  workers: each owns an equal share of the chunks, receives the selections from
-  these by one `all_to_all`, merges them, and broadcasts the update by one
-  `all_gather`, encoded by `update_values`. `demo_optax.plan` gives the bytes.
+  `exchange='all_to_all'` each worker owns an equal share of the chunks: it
+  receives what was selected of these by one `all_to_all`, merges it, and
+  broadcasts the update by one `all_gather`, encoded by `update_values`. The
+  received bytes then do not grow with the number of workers.
 
   A worker is excluded if its gradient is not finite, or so large
   (:math:`10^{-12}` of the largest float) that momentum could overflow. All
   workers leave it out of all averages, and its momentum does not change. If all
-  are excluded, the update is zero, but later links such as weight decay still
-  run. The same holds for a step with a hyperparameter that is not finite, or a
-  decay or `alpha` outside 0 to 1. A corrupt message also excludes its sender,
-  and the update it carried is lost. Corrupt are indices out of order or range,
-  and values that are not finite or too large to transform. Errors of normal
-  magnitude are not detected.
+  are excluded, as by a hyperparameter that is not finite, or a decay or `alpha`
+  outside 0 to 1, the update is zero, but later links such as weight decay still
+  run. A corrupt message also excludes its sender, and the update it carried is
+  lost: indices out of order or range, and values that are not finite or too
+  large to transform. Errors of normal magnitude are not detected.
 
   Args:
     compressor: one compressor, a tree of them like the parameters (one may
@@ -134,19 +138,11 @@ def scale_by_demo(
     exchange: `'all_gather'`; `'all_to_all'`; or `'auto'`, which takes the one
       that receives fewer bytes.
     update_values: the code of owners' updates; needed unless `exchange` is
-      `'all_gather'`, which ignores it.
-
-      ============ ========== ===============================================
-      value        bits each  encoding
-      ============ ========== ===============================================
-      `'ternary'`  1.6        signs and zeros: exact before a sign
-                              (`optax.scale_by_sign`), else magnitudes are
-                              lost for good
-      `'float32'`  32         exact; dense
-      others       16 to 1    `'bfloat16'`, `'int8'`, `'int4'`, `'sign'`, as in
-                              `dct_topk`; the owner adds losses (1/N of the
-                              parameters in float32) to its next update
-      ============ ========== ===============================================
+      `'all_gather'`, which ignores it. `'ternary'` has signs and zeros in 1.6
+      bits each: exact before a sign (`optax.scale_by_sign`), else magnitudes
+      are lost for good. `'float32'` is exact and dense. `'bfloat16'`, `'int8'`,
+      `'int4'` and `'sign'` are those of `dct_topk`; an owner adds their losses
+      (1/N of the parameters in float32) to its next update.
 
   Returns:
     A gradient transformation. Its `update` takes stacked gradients
@@ -179,17 +175,12 @@ def scale_by_demo(
     per_parameter.per_leaf(compressor, jax.tree.map(
         lambda x: 0, compressor, is_leaf=lambda x: x is None
     ))
-  _checks.check_type(
-      'workers', workers, Workers, 'demo_optax.Workers.simulated(n)'
-  )
-  _checks.check_range('decay', decay, 0.0, 1.0, open_end=True)
+  _checks.check_type('workers', workers, Workers, 'Workers.simulated(4)')
+  _checks.check_range('decay', decay, '[0, 1)')
   if not callable(gradient_weight):
-    _checks.check_range(
-        'gradient_weight', gradient_weight, -np.inf, np.inf, open_end=True
-    )
-  _checks.check_range('alpha', alpha, 0.0, 1.0)
-  if average not in ('senders', 'workers'):
-    raise ValueError(f"average={average!r} must be 'senders' or 'workers'.")
+    _checks.check_range('gradient_weight', gradient_weight, '(-inf, inf)')
+  _checks.check_range('alpha', alpha, '[0, 1]')
+  _checks.check_choice('average', average, get_args(topk.Average))
   written = resolve_update_values(exchange, update_values)
   if workers.relay is not None and exchange == 'all_to_all':
     raise ValueError(
@@ -197,25 +188,21 @@ def scale_by_demo(
         " messages to all workers, got 'all_to_all'."
     )
 
-  def config_of(tree: chex.ArrayTree, leaves: list[Any]) -> ExchangeConfig:
+  def config_of(tree: Any, leaves: list[Any]) -> algorithm.ExchangeConfig:
     """Returns the static part of the exchange."""
     layout = make_layout(
         leaves, per_parameter.per_leaf(compressor, tree), workers.param_specs
     )
-    gathers = exchange == 'all_gather' or workers.relay is not None
-    count = None if gathers else count_workers()
-    return exchange_lib.make_config(
+    count = None
+    if exchange != 'all_gather' and workers.relay is None:
+      try:
+        count = workers.count
+      except ValueError:  # `on_axis`, outside of the map
+        if written not in WITHOUT_RESIDUAL:  # the state depends on it
+          raise
+    return algorithm.make_config(
         layout, average, exchange, count, written, platform.of(workers.mesh)
     )
-
-  def count_workers() -> int | None:
-    """Returns the number of workers; None if unknown and not needed."""
-    try:
-      return workers.count
-    except ValueError:  # `on_axis`, outside of the map
-      if written in WITHOUT_RESIDUAL:
-        return None  # the state does not depend on it
-      raise
 
   def init_fn(params: chex.ArrayTree) -> DeMoState:
     if type(params).__name__ == '_ParamsPlaceholder':
@@ -224,23 +211,15 @@ def scale_by_demo(
       return DeMoState(nothing, nothing, nothing, nothing)
     flat = jax.tree_util.tree_flatten_with_path(params)[0]
     config = config_of(params, [(path, np.shape(x), x) for path, x in flat])
-
-    def zeros(shapes: Any) -> dict[str, jax.Array]:
-      return {
-          name: lift.bucket_zeros(workers, shape, dtype)
-          for name, (shape, dtype) in shapes.items()
-      }
-
     return DeMoState(
         count=workers.device_put(jnp.zeros((), jnp.int32)),
-        metrics=workers.device_put(exchange_lib.no_metrics()),
+        metrics=workers.device_put(algorithm.no_metrics()),
         layout=LayoutOf(
             workers.device_put(jnp.asarray(config.layout.digest)), config.layout
         ),
-        worker_stacked=WorkerState(
-            zeros({b.name: (b.shape, b.format.dtype)
-                   for b in config.layout.buckets}),
-            zeros(config.residual_shapes),
+        worker_stacked=jax.tree.map(
+            lambda x: lift.bucket_zeros(workers, x.shape, x.dtype),
+            config.state_on_device,
         ),
     )
 
@@ -253,7 +232,9 @@ def scale_by_demo(
     weight = gradient_weight
     if callable(weight):
       weight = weight(state.count)
-    hyper = decay, alpha, weight
+    if ema:
+      weight = (1 - decay) * weight
+    hyper = alpha, decay, weight
     if workers.relay is not None:
       inside.check_in_step(f'The update for {workers}')
     if inside.is_mapped():
@@ -263,48 +244,40 @@ def scale_by_demo(
     return stacked_update_fn(updates, state, params, hyper, workers)
 
   def stacked_update_fn(
-      updates: chex.ArrayTree,
-      state: DeMoState,
-      params: chex.ArrayTree | None,
-      hyper: Any,
-      workers: Workers,
+      updates: Any, state: DeMoState, params: Any, hyper: Any, workers: Workers
   ) -> tuple[chex.ArrayTree, DeMoState]:
     """Updates with gradients laid out as `workers` have them."""
-    decay, alpha, weight = hyper
     flat, like = _tree.flatten_alike(updates, params)
     lead = 1 if workers.stacked_gradients else 0
     leaves = [
         (path, np.shape(g)[lead:], g if p is None else p)
         for (path, g), p in zip(flat, like)
     ]
-    tree = updates if params is None else params
-    config = config_of(tree, leaves)
-    left_out = {
-        i for i, leaf in enumerate(config.layout.leaves)
-        if isinstance(leaf.compressor, Frozen)
-    }
-    for i, ((path, g), p) in enumerate(zip(flat, like)):
-      if p is not None and i not in left_out:
+    config = config_of(updates if params is None else params, leaves)
+    left_out = [isinstance(x.compressor, Frozen) for x in config.layout.leaves]
+    for (path, g), p, leaf, out in zip(flat, like, leaves, left_out):
+      if p is not None and not out:
         checks.check_sharding(path, p, workers)
-      if i not in left_out or not _tree.is_exchanged(leaves[i][2]):
+      if not out or not _tree.is_exchanged(leaf[2]):
         checks.check_gradient(_tree.leaf_name(path), g, p, workers)
     _check_state(state, config, workers)
-    if ema:
-      weight = (1 - decay) * weight
     found: list[jax.Array] = []
-    metrics, own = exchange_lib.no_metrics(), state.worker_stacked
-    if len(left_out) < len(flat):
-      exchange_lib.note(config)
-      found, own, metrics = exchange_lib.run(
+    metrics, own = algorithm.no_metrics(), state.worker_stacked
+    if not all(left_out):
+      algorithm.note(config)
+      found, own, metrics = algorithm.run(
           workers, config, [g for _, g in flat], own,
-          Hyper(state.count, alpha, decay, weight),
+          algorithm.Hyper(state.count, *hyper),
       )
-    in_order = iter(found)
-    new = [
-        _tree.zero_update(g, p, lead) if i in left_out
-        else next(in_order).astype(g.dtype)
-        for i, ((_, g), p) in enumerate(zip(flat, like))
-    ]
+    new, in_order = [], iter(found)
+    for (_, g), p, out in zip(flat, like, left_out):
+      if not out:
+        new.append(next(in_order).astype(g.dtype))
+        continue
+      # Gradients of integers may be `float0`, which no parameter takes.
+      is_typed = p is None or g.dtype != jax.dtypes.float0
+      dtype = g.dtype if is_typed else p.dtype
+      new.append(jnp.zeros(np.shape(g)[lead:], dtype))
     return jax.tree.structure(updates).unflatten(new), DeMoState(
         count=optax.safe_increment(state.count),
         metrics=metrics,
@@ -328,44 +301,44 @@ def average(*, workers: Workers) -> optax.GradientTransformationExtraArgs:
 
 
 def _check_state(
-    state: DeMoState, config: ExchangeConfig, workers: Workers
+    state: DeMoState, config: algorithm.ExchangeConfig, workers: Workers
 ) -> None:
   """Raises unless a state was made for these leaves and workers."""
   expected, found = config.layout, state.layout.layout
   if found != expected:
-    raise ValueError(_difference(found, expected, workers))
+    lines = [
+        f'{d.name}: {d.old} in the state, {d.new} in the update.'
+        for d in differences(found.records, expected.records)
+    ] or ['its leaves have another order, or are sharded otherwise.']
+    more = f' ... and {len(lines) - 3} more leaves.' if lines[3:] else ''
+    raise ValueError(
+        f'The state must be made for what update is given ({workers}):'
+        f' {" ".join(lines[:3])}{more} Make it with tx.init of the same'
+        ' transformation and parameters, and give one gradient per worker: an'
+        ' averaged gradient must not reach the exchange.'
+    )
   check_digest(state.layout.digest, expected)
-  own = state.worker_stacked
-  for bucket in expected.buckets:
-    shape = workers.bucket_shape(bucket.shape)
-    size = own.momentum[bucket.name].shape
+  made = {keys: jnp.shape(x) for keys, x in leaves_of(state.worker_stacked)}
+  needed = {
+      keys: workers.bucket_shape(x.shape)
+      for keys, x in leaves_of(config.state_on_device)
+  }
+  for keys in (*made, *needed):
+    size, shape = made.get(keys), needed.get(keys)
     if size != shape:
-      differs = f'has shape {size}, but {workers} keeps it as {shape}'
-      if size[1:] == shape[1:]:
-        differs = f'is of {size[0]} workers, but {workers} has {shape[0]}'
       raise ValueError(
-          f'The momentum of the state {differs}. Make the state with tx.init'
-          ' under the same workers that update uses, or regroup it by'
+          f'The state must have {dotted(keys)} of shape {shape} for {workers}'
+          f' and {config}, got {size}; its first axis is that of the workers.'
+          ' Make the state with tx.init of the transformation and workers that'
+          ' update uses, or take over its momentum by'
           ' demo_optax.checkpoint.from_leaves(..., resize=True).'
       )
-  shapes = {
-      name: workers.bucket_shape(shape)
-      for name, (shape, _) in config.residual_shapes.items()
-  }
-  if {name: x.shape for name, x in own.update_residual.items()} != shapes:
-    raise ValueError(
-        'The residuals of updates in the state are not those of this exchange,'
-        f' {config}: make the state with tx.init of the same transformation.'
-        ' demo_optax.checkpoint.from_leaves(..., resize=True) takes over the'
-        ' momentum.'
-    )
 
 
 def check_digest(digest: Any, layout: Layout) -> None:
   """Raises if the momentum was saved with another layout, where that shows."""
-  if not isinstance(digest, jax.Array | np.ndarray) or isinstance(
-      digest, jax.core.Tracer
-  ):
+  is_array = isinstance(digest, jax.Array | np.ndarray)
+  if not is_array or isinstance(digest, jax.core.Tracer):
     return
   if not np.array_equal(np.asarray(digest).reshape(-1)[:4], layout.digest):
     raise ValueError(
@@ -376,39 +349,17 @@ def check_digest(digest: Any, layout: Layout) -> None:
     )
 
 
-def _difference(found: Layout, expected: Layout, workers: Workers) -> str:
-  """Describes the first differences between two layouts."""
-  lines = [
-      f'{d.name}: {d.old} in the state, {d.new} in the update.'
-      for d in differences(found.records, expected.records)
-  ] or ['its leaves have another order, or are sharded otherwise.']
-  more = f' ... and {len(lines) - 3} more leaves.' if lines[3:] else ''
-  return (
-      f'The state must be made for what update is given ({workers}):'
-      f' {" ".join(lines[:3])}{more} Make it with tx.init of the same'
-      ' transformation and parameters, and give one gradient per worker: an'
-      ' averaged gradient must not reach the exchange.'
-  )
-
-
-def resolve_update_values(exchange: Any, update_values: Any) -> str:
+def resolve_update_values(exchange: str, update_values: str | None) -> str:
   """Returns the code of updates; raises unless both arguments make sense."""
-  if update_values is None and exchange == 'all_gather':
-    return 'float32'
-  for name, value, known in (
-      ('exchange', exchange, get_args(exchange_lib.ExchangeKind)),
-      ('update_values', update_values, (None, *UPDATE_VALUES)),
-  ):
-    if value not in known:
-      raise ValueError(
-          f'{name}={value!r} is not known; choose one of'
-          f' {", ".join(x for x in known if x)}.'
-      )
+  _checks.check_choice('exchange', exchange, get_args(algorithm.ExchangeKind))
   if update_values is not None:
+    _checks.check_choice('update_values', update_values, UPDATE_VALUES)
     return update_values
+  if exchange == 'all_gather':
+    return 'float32'
   raise ValueError(
-      f'exchange={exchange!r} needs update_values, how updates are written:'
-      " 'ternary' if their signs are taken (optax.scale_by_sign, and"
-      " demo_optax.demo), else 'bfloat16', 'int8', 'int4' or 'sign', whose"
-      " losses are sent later, or 'float32'."
+      f"exchange={exchange!r} needs update_values: 'ternary' if the signs of"
+      ' updates are taken (optax.scale_by_sign, demo_optax.demo), else'
+      " 'bfloat16', 'int8', 'int4' or 'sign', whose losses are sent later, or"
+      " 'float32'."
   )

@@ -42,9 +42,7 @@ def per_worker(
   Gradients are one worker's in a `data_parallel` step and with
   `Workers.on_axis`, else stacked, `[workers, ...]`.
   """
-  _checks.check_type(
-      'workers', workers, Workers, 'demo_optax.Workers.simulated(4)'
-  )
+  _checks.check_type('workers', workers, Workers, 'Workers.simulated(4)')
   tx = optax.with_extra_args_support(tx)
 
   def init_fn(params: chex.ArrayTree) -> PerWorkerState:

@@ -17,7 +17,7 @@ from demo_optax.demo import resolve_update_values
 from demo_optax.exchange.algorithm import ExchangeKind, make_config
 from demo_optax.workers import Workers
 from demo_optax.workers.collectives import ORDERED_BYTES
-from demo_optax.workers.param_specs import REPLICATED, ParamSpecs
+from demo_optax.workers.param_specs import REPLICATED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,82 +25,53 @@ class LeafBytes:
   """The bytes of one leaf in an exchange, of all its shards."""
 
   name: str
-  shape: tuple[int, ...]
-  num_chunks: int
-  chunk: tuple[int, ...]  # lengths along the last two dimensions
-  topk: int
-  values: str  # as in `dct_topk`; or 'averaged'
-  index_code: str  # also 'none', or 'shared' by an all-reduce
-  index_bits: float  # per index, a fraction; 0 without indices
-  whole: bool  # sent without a transform
-  sent_bytes: int  # in a worker's payload, or in the all-reduce
+  size: int  # elements
   blocks: tuple[int, ...]  # shards inside a worker, along each dimension
-  axes: tuple[str, ...]
-  as_unsharded: bool = True  # in the chunks of an unsharded worker
-  small_blocks: bool = False  # a side shorter than that worker's chunk
-
-  @property
-  def size(self) -> int:
-    """Number of elements."""
-    return math.prod(self.shape)
-
-  @property
-  def is_large(self) -> bool:
-    """Whether more than a tenth of its float32 elements is sent."""
-    return self.sent_bytes > 0.4 * self.size
+  num_chunks: int
+  sent_bytes: int  # in a worker's payload, or in the all-reduce
+  is_large: bool  # more than a tenth of its float32 elements is sent
+  index_bits: float  # per index, a fraction; 0 without indices
+  as_unsharded: bool  # in the chunks of an unsharded worker
+  small_blocks: bool  # a side shorter than that worker's chunk
+  cells: tuple[str, ...]  # its row of the table, without the name
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
   """The bytes of one exchange, printed as a table.
 
+  They are those of all devices of a worker, unless noted.
+
   Attributes:
     leaves: of each leaf that takes part.
-    num_devices: number of devices of a worker.
-    payload_bytes: of all devices of a worker: its message (with owners, its
-      messages to all of them) and averaged leaves of up to 64 KB.
-    summed_bytes: bytes that are all-reduced, of all devices of a worker.
-    device_bytes: bytes that one device receives per step, by the mesh axes they
-      cross: the worker axis, then axes inside a worker, over which updates are
-      joined. Scalars on which its devices agree are not counted.
-    update_bytes: of the updates of all owners and of averaged leaves of up to
-      64 KB; 0 without owners.
+    size: number of elements that take part.
+    sent_bytes: its payload, and its part of the sums; of owners also updates.
+    received_bytes: all other payloads (of owners those to it, and updates), and
+      the sums.
+    payload_bytes: its message (its messages to all owners), and averaged leaves
+      of up to 64 KB.
+    summed_bytes: what is all-reduced.
+    device_bytes: what one device receives per step, by the mesh axes crossed:
+      the worker axis, then axes inside a worker, over which updates are joined.
+      Scalars on which its devices agree are not counted.
+    update_bytes: updates of all owners, and averaged leaves of up to 64 KB; 0
+      without owners.
   """
 
   leaves: tuple[LeafBytes, ...]
+  size: int
   num_workers: int
   num_devices: int
+  sent_bytes: int
+  received_bytes: int
   payload_bytes: int
   summed_bytes: int
   device_bytes: dict[tuple[str, ...], int]
-  update_bytes: int = 0
-
-  @property
-  def sent_bytes(self) -> int:
-    """Bytes that a worker sends: its payload, and its part of the sums."""
-    return self._moved(min(self.num_workers - 1, 1))
-
-  @property
-  def received_bytes(self) -> int:
-    """Bytes that a worker receives: all other payloads, and the sums."""
-    return self._moved(self.num_workers - 1)
-
-  def _moved(self, payloads: int) -> int:
-    gathered = payloads * self.payload_bytes
-    if self.update_bytes:  # to owners, and from them: equally many each way
-      both = self.payload_bytes + self.update_bytes
-      gathered = both // self.num_workers * (self.num_workers - 1)
-    return gathered + _ring(self.summed_bytes, self.num_workers)
-
-  @property
-  def size(self) -> int:
-    """Number of elements that take part."""
-    return sum(leaf.size for leaf in self.leaves)
+  update_bytes: int
 
   def dense_bytes(self, itemsize: int = 4) -> float:
     """Returns the bytes, each way, of a ring all-reduce of the gradient."""
-    share = 2 * (self.num_workers - 1) / self.num_workers
-    return share * self.size * itemsize
+    return 2 * self.size * itemsize * (self.num_workers - 1) / self.num_workers
 
   def max_workers(self, itemsize: int = 4) -> float:
     """Returns the most workers with which an all-reduce receives more.
@@ -127,37 +98,22 @@ class Plan:
 
     Notes below say what marks mean, and what to do.
     """
-    rows: list[tuple[str, ...]] = [(
-        'leaf', 'shape', 'chunks', 'of', 'topk', 'indices', 'bits', 'values',
-        'sent', 'blocks',
-    )]
     equal = collections.defaultdict(list)
     for leaf in self.leaves:
-      equal[dataclasses.replace(leaf, name='')].append(leaf.name)
-    for leaf, names in equal.items():
-      more = f' and {len(names) - 1} more' if len(names) > 1 else ''
-      sent = _num_bytes(leaf.sent_bytes) + (' each' if more else '')
-      blocks = _times(leaf.blocks) + ('' if leaf.as_unsharded else '*')
-      rows.append((
-          names[0] + more,
-          _times(leaf.shape) or 'scalar',
-          f'{leaf.num_chunks}',
-          'whole' if leaf.whole else _times(leaf.chunk),
-          'all' if leaf.topk == math.prod(leaf.chunk) else f'{leaf.topk}',
-          '-' if leaf.index_code == 'none' else leaf.index_code,
-          f'{leaf.index_bits:.2f}' if leaf.index_bits else '-',
-          leaf.values,
-          sent + ('!' if leaf.is_large else ''),
-          blocks if leaf.axes else '-',
-      ))
-    if not any(leaf.axes for leaf in self.leaves):
+      equal[leaf.cells].append(leaf.name)
+    header = 'leaf shape chunks of topk indices bits values sent blocks'
+    rows = [tuple(header.split())]
+    for (*cells, sent, blocks), (name, *others) in equal.items():
+      if others:
+        name, sent = f'{name} and {len(others)} more', f'{sent} each'
+      rows.append((name, *cells, sent, blocks))
+    if all(row[-1] == '-' for row in rows[1:]):
       rows = [row[:-1] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []
     for row in rows:
       cells = [cell.rjust(width) for cell, width in zip(row, widths)]
-      cells[0] = row[0].ljust(widths[0])
-      lines.append('  '.join(cells).rstrip())
+      lines.append('  '.join([row[0].ljust(widths[0]), *cells[1:]]).rstrip())
     if any(leaf.is_large for leaf in self.leaves):
       lines.append(
           '! sends more than a tenth of the leaf. If that is much of the total,'
@@ -168,8 +124,7 @@ class Plan:
           '* cut into other chunks than on one device: results depend on how it'
           ' is sharded.'
       )
-    small = [leaf.name for leaf in self.leaves if leaf.small_blocks]
-    if small:
+    if small := [leaf.name for leaf in self.leaves if leaf.small_blocks]:
       lines.append(
           'Blocks are smaller than a chunk, which costs bytes. Shard another'
           f' dimension, or over fewer devices: {", ".join(small)}'
@@ -195,10 +150,10 @@ class Plan:
       lines.append(
           f'A worker is {self.num_devices} devices. Per device and step:'
       )
-      lines += [
-          f'  over {", ".join(axes):<15} receives {_num_bytes(moved):>10}'
-          for axes, moved in self.device_bytes.items()
-      ]
+      for axes, moved in self.device_bytes.items():
+        lines.append(
+            f'  over {", ".join(axes):<15} receives {_num_bytes(moved):>10}'
+        )
     if not self.update_bytes:
       up_to = f'up to {self.max_workers(4)}/{self.max_workers(2)}'
       if self.max_workers(2) == math.inf:
@@ -221,23 +176,15 @@ def plan(
   r"""Returns the bytes of an exchange, without running it.
 
   With a payload of :math:`P` bytes and :math:`S` bytes that are all-reduced,
-  each of :math:`N > 1` workers
+  each of :math:`N > 1` workers sends :math:`P + R` and receives
+  :math:`(N - 1) P + R` bytes, with :math:`R = 2\tfrac{N-1}{N} S`. With
+  `exchange='all_to_all'` and updates of :math:`U` bytes it sends and receives
+  :math:`\tfrac{N-1}N (P + U) + R`, where :math:`P` and :math:`U` include
+  padding of every owner's share to whole chunks. With a relay :math:`S` is a
+  part of :math:`P`; that a worker's message is sent back to it is not counted.
 
-  .. math::
-    \text{sends } P + 2\tfrac{N-1}{N} S, \qquad
-    \text{receives } (N - 1) P + 2\tfrac{N-1}{N} S.
-
-  With `exchange='all_to_all'` and updates of :math:`U` bytes it
-
-  .. math::
-    \text{sends and receives } \tfrac{N-1}N (P + U) + 2\tfrac{N-1}{N} S,
-
-  where :math:`P` and :math:`U` include padding of every owner's share to whole
-  chunks. A sharded leaf is cut into chunks shard by shard. They are the chunks
-  of an unsharded worker if a shard is a multiple of `chunk_size`.
-
-  With a relay :math:`S` is a part of :math:`P`. A worker's message is also sent
-  back to it, which is not counted.
+  A sharded leaf is cut into chunks shard by shard. They are the chunks of an
+  unsharded worker if a shard is a multiple of `chunk_size`.
 
   Parameters may be shapes (`jax.ShapeDtypeStruct`), and `workers` may be their
   number. The other arguments are those of `scale_by_demo`. A plan prints as a
@@ -268,10 +215,7 @@ def plan(
       _leaf_bytes(leaf) for leaf in layout.leaves
       if not isinstance(leaf.compressor, Frozen)
   )
-  averaged = [
-      leaf.sent_bytes // math.prod(leaf.blocks)
-      for leaf in leaves if leaf.values == 'averaged'
-  ]
+  averaged = [_shard_bytes(layout.leaves[i]) for i in layout.averaged]
   ordered = sum(size for size in averaged if size <= ORDERED_BYTES)
   written = resolve_update_values(exchange, update_values)
   config = make_config(layout, 'senders', exchange, count, written)
@@ -281,7 +225,6 @@ def plan(
   }
   payload = sizes.pop(config.packer.name, 0)
   summed = sum(sizes.values()) + sum(averaged) - ordered
-  received = config.received_bytes(count) + (count - 1) * ordered
   updates = 0
   if config.update_packer is None:
     payload += ordered
@@ -289,70 +232,85 @@ def plan(
     updates = (config.update_packer.num_bytes + ordered) * count
   if is_relayed:  # sums are computed from all workers' summands
     payload, summed = payload + summed, 0
-    received = (count - 1) * payload
+  sent, received = min(count - 1, 1) * payload, (count - 1) * payload
+  if updates:  # to owners, and from them: equally many each way
+    sent = received = (payload + updates) // count * (count - 1)
+  sums = round(2 * summed * (count - 1) / count)  # in a ring
   return Plan(
-      leaves,
-      count,
-      specs.devices,
-      payload * specs.devices,
-      summed * specs.devices,
-      {(axis,): received + _ring(summed, count), **_joined(layout, specs)},
-      updates * specs.devices,
+      leaves=leaves,
+      size=sum(leaf.size for leaf in leaves),
+      num_workers=count,
+      num_devices=specs.devices,
+      sent_bytes=(sent + sums) * specs.devices,
+      received_bytes=(received + sums) * specs.devices,
+      payload_bytes=payload * specs.devices,
+      summed_bytes=summed * specs.devices,
+      device_bytes={(axis,): received + sums, **_joined(layout)},
+      update_bytes=updates * specs.devices,
   )
 
 
 def _leaf_bytes(leaf: Leaf) -> LeafBytes:
-  blocks, axes = leaf.sharding.blocks, leaf.sharding.axes
-  if leaf.plan is None:  # its gradient is averaged uncompressed
-    size = math.prod(leaf.shape)
-    sent = np.dtype(leaf.dtype).itemsize * size
-    return LeafBytes(
-        leaf.name, leaf.shape, 1, leaf.shape, size, 'averaged', 'shared', 0.0,
-        True, sent, blocks, axes,
+  blocks, size = leaf.sharding.blocks, math.prod(leaf.shape)
+  num_shards, num_chunks, index_bits = math.prod(blocks), 1, 0.0
+  as_unsharded, small_blocks = True, False
+  of_chunk = 'whole', 'all', 'shared', '-', 'averaged'
+  if leaf.plan is not None:  # else its gradient is averaged uncompressed
+    assert isinstance(leaf.compressor, Compressor)
+    grid, form, code = leaf.grid, leaf.plan.format, leaf.plan.format.index_code
+    num_chunks = num_shards * grid.num_chunks
+    index_bits = code.bits / form.k if code else 0.0
+    of_chunk = (
+        'whole' if grid.whole else _times(grid.lengths[-2:]),
+        'all' if form.k == form.n else f'{form.k}',
+        'shared' if form.shared else code.name if code else '-',
+        f'{index_bits:.2f}' if code else '-',
+        form.values,
     )
-  assert isinstance(leaf.compressor, Compressor)
-  grid, form, code = leaf.grid, leaf.plan.format, leaf.plan.format.index_code
-  alone = dataclasses.replace(
-      leaf,
-      sharding=REPLICATED.place((), leaf.shape),
-      plan=leaf.compressor.plan(leaf.shape, leaf.dtype),
+    alone = dataclasses.replace(
+        leaf,
+        sharding=REPLICATED.place((), leaf.shape),
+        plan=leaf.compressor.plan(leaf.shape, leaf.dtype),
+    )
+    as_unsharded = leaf.record == alone.record
+    sides = zip(grid.folded[-2:], alone.grid.lengths[-2:])
+    small_blocks = not alone.grid.whole and any(d < n for d, n in sides)
+  sent_bytes = num_shards * _shard_bytes(leaf)
+  is_large = sent_bytes > 0.4 * size
+  cells = (
+      _times(leaf.shape) or 'scalar',
+      f'{num_chunks}',
+      *of_chunk,
+      _num_bytes(sent_bytes) + ('!' if is_large else ''),
+      (_times(blocks) if num_shards > 1 else '-')
+      + ('' if as_unsharded else '*'),
   )
-  sides = zip(grid.folded[-2:], alone.grid.lengths[-2:])
   return LeafBytes(
-      name=leaf.name,
-      shape=leaf.shape,
-      num_chunks=math.prod(blocks) * grid.num_chunks,
-      chunk=grid.lengths if grid.whole else grid.lengths[-2:],
-      topk=form.k,
-      values=form.values,
-      index_code='shared' if form.shared else code.name if code else 'none',
-      index_bits=code.bits / form.k if code else 0.0,
-      whole=grid.whole,
-      sent_bytes=leaf.plan.num_bytes * math.prod(blocks),
-      blocks=blocks,
-      axes=axes,
-      as_unsharded=leaf.record == alone.record,
-      small_blocks=not alone.grid.whole and any(d < n for d, n in sides),
+      leaf.name, size, blocks, num_chunks, sent_bytes, is_large, index_bits,
+      as_unsharded, small_blocks, cells,
   )
 
 
-def _joined(layout: Layout, specs: ParamSpecs) -> dict[tuple[str, ...], int]:
+def _shard_bytes(leaf: Leaf) -> int:
+  """Returns the bytes that a worker sends of one shard of a leaf."""
+  if leaf.plan is not None:
+    return leaf.plan.num_bytes
+  size = math.prod(leaf.shape) // math.prod(leaf.sharding.blocks)
+  return np.dtype(leaf.dtype).itemsize * size
+
+
+def _joined(layout: Layout) -> dict[tuple[str, ...], int]:
   """Returns the bytes per device of joining updates inside a worker."""
-  received: dict[tuple[str, ...], int] = {}
+  received: dict[tuple[str, ...], int] = collections.defaultdict(int)
   for bucket in layout.buckets:
     # Along one axis after the other, the innermost first.
     size = bucket.num_chunks * bucket.format.n
     size *= np.dtype(bucket.format.dtype).itemsize
-    for axis, devices in reversed(specs.axis_sizes):
+    for axis, devices in reversed(layout.axis_sizes):
       if axis in bucket.split_axes:
-        received[axis,] = received.get((axis,), 0) + (devices - 1) * size
+        received[axis,] += (devices - 1) * size
         size *= devices
   return received
-
-
-def _ring(size: int, devices: int) -> int:
-  """Returns the bytes each way, per device, of a ring all-reduce."""
-  return round(2 * size * (devices - 1) / devices)
 
 
 def _num_bytes(count: float) -> str:

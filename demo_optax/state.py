@@ -17,10 +17,12 @@ from demo_optax import _paths
 from demo_optax._paths import STACKED, Keys
 from demo_optax.compressors import leaves as cutting
 from demo_optax.compressors.layout import Layout
-from demo_optax.demo import check_digest, layouts_in
+from demo_optax.demo import layouts_in
 from demo_optax.workers import Workers
 
 __all__ = ['exchange_info', 'momentum', 'state_specs']
+
+_NO_STATE = 'There is no state of demo_optax.scale_by_demo in it.'
 
 
 def state_specs(
@@ -57,20 +59,19 @@ def momentum(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
     ValueError: `opt_state` has no exchange, its types are missing, or its
       momentum was restored from a state of another layout.
   """
-  layouts = exchanges_in(opt_state)
+  layouts = layouts_in(opt_state, checked=True)
   if not layouts:
     raise ValueError(_NO_STATE)
-  parts: dict[Keys, dict[int, jax.Array]] = {root: {} for root in layouts}
-  for keys, x in _paths.leaves_of(opt_state):
-    if _paths.is_bucket(keys) and not _paths.is_owned(keys):
-      layout = layouts[keys[:-3]]
-      parts[keys[:-3]] |= cutting.cut_bucket(
-          layout, bucket_number(layout, keys), x,
-          lambda leaf, c: cutting.decode(c, *cutting.cut_of(leaf)),
-      )
+  arrays = dict(_paths.leaves_of(opt_state))
   found: dict[str, jax.Array] = {}
   for root, layout in layouts.items():
-    for i, part in sorted(parts[root].items()):
+    parts: dict[int, jax.Array] = {}
+    for number, bucket in enumerate(layout.buckets):
+      parts |= cutting.cut_bucket(
+          layout, number, arrays[*root, STACKED, 'momentum', bucket.name],
+          lambda leaf, c: cutting.decode(c, *cutting.cut_of(leaf)),
+      )
+    for i, part in sorted(parts.items()):
       name = layout.leaves[i].name
       if name in found:
         raise ValueError(
@@ -101,12 +102,13 @@ def exchange_info(
   one), and how often because its own had `parted`.
   """
   state = dict(_paths.leaves_of(opt_state))
-  _warn_if_replicated(state)
+  stacked = {k: x for k, x in state.items() if _paths.is_stacked(k)}
+  _warn_if_replicated(stacked)
   roots = [k[:-2] for k in state if k[-2:] == ('metrics', 'num_excluded')]
   if not roots:
     raise ValueError(_NO_STATE)
   # The first exchange with leaves, or the first.
-  busy = {k[: k.index(STACKED)] for k in state if _paths.is_stacked(k)}
+  busy = {k[: k.index(STACKED)] for k in stacked}
   root = next((root for root in roots if root in busy), roots[0])
   found: dict[str, Any] = {
       k[-1]: x for k, x in state.items() if k[:-1] == (*root, 'metrics')
@@ -120,55 +122,28 @@ def exchange_info(
   return found
 
 
-def _warn_if_replicated(state: dict[Keys, Any]) -> None:
+def _warn_if_replicated(stacked: dict[Keys, Any]) -> None:
   """Warns if stacked arrays are replicated over the devices of their mesh.
 
   They take the memory of all workers on each device, and are gathered in every
   step, without other symptoms.
   """
-  for keys, x in state.items():
+  for keys, x in stacked.items():
     sharding = getattr(x, 'sharding', None)
     if (
-        _paths.is_stacked(keys)
+        isinstance(sharding, NamedSharding)
         and not isinstance(x, jax.core.Tracer)
-        and isinstance(sharding, NamedSharding)
         and not any(sharding.spec[:1])
         and 1 not in (sharding.mesh.size, len(x))
     ):
       warnings.warn(
           f'{_paths.dotted(keys)} is one per worker, but all of it is on every'
-          ' device, and a step of your own would gather it: its sharding'
-          f' {sharding.spec} does not name the worker axis. data_parallel puts'
-          ' it right at the next call. For other steps, take the shardings of'
-          ' demo_optax.state_specs(tx, params, workers).',
+          f' device: {sharding.spec} does not name the worker axis.'
+          ' data_parallel corrects that at the next call. Other steps would'
+          ' gather it: take demo_optax.state_specs(tx, params, workers).',
           stacklevel=3,
       )
       return  # one warning is enough
-
-
-# Buckets and leaves -----------------------------------------------------------
-
-_NO_STATE = 'There is no state of demo_optax.scale_by_demo in it.'
-
-
-def exchanges_in(tree: chex.ArrayTree) -> dict[Keys, Layout]:
-  """Returns the layouts of all exchanges in a tree, by paths of their states.
-
-  Raises if a state lacks its types, as those of Flax do, or was restored from
-  another layout.
-  """
-  layouts = layouts_in(tree)
-  for keys, x in _paths.leaves_of(tree):
-    if keys[-2:] != ('layout', 'digest'):
-      continue
-    layout = layouts.get(keys[:-2])
-    if layout is None:
-      raise ValueError(
-          f'{_paths.dotted(keys[:-2])} must be a state that has its types, got'
-          ' one of nnx.state. Give the nnx.Optimizer, or its opt_state.'
-      )
-    check_digest(x, layout)
-  return layouts
 
 
 def bucket_number(layout: Layout, keys: Keys) -> int:

@@ -24,8 +24,9 @@ from demo_optax.checkpoint.resize import regroup, regroup_owned
 from demo_optax.compressors import bases, chunking
 from demo_optax.compressors import leaves as cutting
 from demo_optax.compressors.layout import Layout, Leaf, Record, differences
+from demo_optax.demo import layouts_in
 from demo_optax.numerics import prng
-from demo_optax.state import bucket_number, exchanges_in
+from demo_optax.state import bucket_number
 from demo_optax.workers.value import put
 
 
@@ -51,7 +52,7 @@ def to_leaves(state: chex.ArrayTree) -> dict[str, Any]:
     (4, 2, 2, 4096)
     >>> state = checkpoint.from_leaves(saved, jax.eval_shape(tx.init, params))
   """
-  layouts = exchanges_in(state)
+  layouts = layouts_in(state, checked=True)
   found: dict[str, Any] = {}
 
   def add(keys: Keys, x: Any) -> None:
@@ -108,7 +109,7 @@ def from_leaves(
   Raises:
     ValueError: `saved` and `like` differ. Names leaves, values and a remedy.
   """
-  layouts = exchanges_in(like)
+  layouts = layouts_in(like, checked=True)
   _check(saved, like, layouts, resize, rechunk)
 
   def restored(path: Path, x: Any) -> Any:

@@ -63,11 +63,7 @@ class Compressor:
 
   def __post_init__(self) -> None:
     _check_sides(self.chunk_size)
-    if self.values not in VALUES:
-      raise ValueError(
-          f'values={self.values!r} is not known; choose one of'
-          f' {", ".join(VALUES)}.'
-      )
+    _checks.check_choice('values', self.values, VALUES)
 
   def plan(self, shape: tuple[int, ...], dtype: Any) -> LeafPlan:
     """Returns the plan for a leaf, or for one shard, and its momentum's dtype.

@@ -108,7 +108,7 @@ class _Share:
   rate: float
 
   def __post_init__(self) -> None:
-    _checks.check_share('rate', self.rate)
+    _checks.check_range('rate', self.rate, '(0, 1]')
 
   def count(self, n: int) -> int:
     """Returns `ceil(rate * n)`, at least 1, without rounding errors."""

@@ -79,9 +79,17 @@ class ExchangeConfig:
     return None if self.packer.num_owners is None else self.owners
 
   @property
-  def residual_shapes(self) -> dict[str, tuple[tuple[int, int], str]]:
-    """Of `WorkerState.update_residual`, for both choices of `'auto'`."""
-    return {} if self.owners is None else self.owners.residual_shapes
+  def state_on_device(self) -> WorkerState:
+    """The state of one device, as `jax.ShapeDtypeStruct`s.
+
+    The same for both choices of `'auto'`, since a state may be resized.
+    """
+    momentum = {
+        b.name: jax.ShapeDtypeStruct(b.shape, b.format.dtype)
+        for b in self.layout.buckets
+    }
+    residuals = {} if self.owners is None else self.owners.residuals
+    return WorkerState(momentum, residuals)
 
   def received_bytes(self, count: int) -> int:
     """Returns the bytes from other workers that one device gathers."""

@@ -62,13 +62,13 @@ class UpdatePacker:
     return 4 * ROW * -(-sum(self._sizes) // ROW)
 
   @property
-  def residual_shapes(self) -> dict[str, tuple[tuple[int, int], str]]:
+  def residuals(self) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes and dtypes of an owner's residuals, by bucket name."""
     if self.values in WITHOUT_RESIDUAL:
       return {}
     return {
-        share.name: ((share.num_chunks, share.format.n), share.format.dtype)
-        for share in self.shares.values()
+        x.name: jax.ShapeDtypeStruct((x.num_chunks, x.format.n), x.format.dtype)
+        for x in self.shares.values()
     }
 
   def pack(

@@ -46,7 +46,7 @@ def scale_to_unit_rms(
       a stack of matrices, scaled one by one. None: every leaf is one matrix.
     min_rms: :math:`\epsilon`; shorter updates stay shorter.
   """
-  _checks.check_range('min_rms', min_rms, 0.0, float('inf'))
+  _checks.check_range('min_rms', min_rms, '[0, inf)')
 
   def scale(leaves: list[jax.Array], axes: tuple[int, ...]) -> list[jax.Array]:
     """Scales leaves of one type, by few kernels for all."""

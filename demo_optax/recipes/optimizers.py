@@ -67,7 +67,7 @@ def demo(
     <https://arxiv.org/abs/2411.19870v1>`_, version 1, Algorithm 1.
   """
   _check_rate('learning_rate', learning_rate)
-  _checks.check_range('weight_decay', weight_decay, 0.0, float('inf'))
+  _checks.check_range('weight_decay', weight_decay, '[0, inf)')
   chain = optax.chain(
       links.in_momentum_dtype(),
       scale_by_demo(
@@ -193,19 +193,17 @@ def demo_muon(
     Jordan et al., `Muon: An optimizer for hidden layers in neural networks
     <https://kellerjordan.github.io/posts/muon>`_, 2024.
   """
-  _checks.check_type(
-      'workers', workers, Workers, 'demo_optax.Workers.simulated(n)'
-  )
+  _checks.check_type('workers', workers, Workers, 'Workers.simulated(4)')
   _check_rate('learning_rate', learning_rate)
   if adam_learning_rate is None:
     adam_learning_rate = _adam_rate(learning_rate)
   _check_rate('adam_learning_rate', adam_learning_rate)
-  _checks.check_range('beta', beta, 0.0, 1.0, open_end=True)
-  _checks.check_range('decay', decay, 0.0, 1.0, open_end=True)
+  _checks.check_range('beta', beta, '[0, 1)')
+  _checks.check_range('decay', decay, '[0, 1)')
   for name, rate in (
       ('weight_decay', weight_decay), ('adam_weight_decay', adam_weight_decay)
   ):
-    _checks.check_range(name, rate, 0.0, float('inf'))
+    _checks.check_range(name, rate, '[0, inf)')
   if mu_dtype is not None and jnp.finfo(mu_dtype).maxexp < 128:
     raise TypeError(
         f'mu_dtype must have the range of float32, got {mu_dtype!r}. Use'
@@ -338,4 +336,4 @@ def _check_rate(name: str, rate: optax.ScalarOrSchedule) -> None:
   if isinstance(rate, jax.Array):
     _checks.check_is_scalar(name, rate)
   elif not callable(rate):
-    _checks.check_range(name, rate, 0.0, float('inf'))
+    _checks.check_range(name, rate, '[0, inf)')

@@ -125,9 +125,7 @@ def data_parallel(
     >>> print(f'{loss:.2f}')
     0.33
   """
-  _checks.check_type(
-      'workers', workers, Workers, 'demo_optax.Workers.simulated(4)'
-  )
+  _checks.check_type('workers', workers, Workers, 'Workers.simulated(4)')
   if workers.kind == 'on_axis':
     raise TypeError(
         f'{workers} are the workers of an axis that you map yourself: call the'

@@ -66,10 +66,9 @@ def test_what_a_relay_does_is_as_measured():
 
 @pytest.mark.parametrize('command', [
     'step.py --trees tiny --topk 8 --values sign --peers 2 --rounds 1',
-    'owners.py merge --tree tiny --workers 2 --rounds 1', 'folds.py',
-    'learning.py --out {out} --methods demo --rates 1e-3 --seeds 0 --steps 2'])
-def test_commands_run(command, tmp_path):
-  name, *args = command.format(out=tmp_path / 'out.jsonl').split()
+    'owners.py merge --tree tiny --workers 2 --rounds 1', 'folds.py'])
+def test_commands_run(command):
+  name, *args = command.split()
   subprocess.run(
       [sys.executable, str(ROOT / 'benchmarks' / name), *args], check=True,
       env={**os.environ, 'PYTHONPATH': str(ROOT)}, capture_output=True,
