@@ -40,7 +40,6 @@ from demo_optax import __main__ as shapes
 from demo_optax.exchange import algorithm as exchange_lib
 from demo_optax.exchange import arithmetic
 from demo_optax.exchange import message as wire
-from demo_optax.exchange.owners import Report
 from demo_optax.workers import Group
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -71,7 +70,7 @@ def random_updates(
   buckets = dict(enumerate(config.packer.read))
 
   def update(key: jax.Array) -> jax.Array:
-    report = Report(
+    report = wire.Report(
         jnp.array(owners.num_owners), jnp.ones((wire.ENERGIES,)),
         jnp.ones((len(buckets),)),
     )
@@ -99,14 +98,14 @@ class Merging:
 
     def merge(arrived: jax.Array, others: Any = None) -> Any:
       packer, owners = config.packer, config.update_packer
-      inbox = packer.unpack({packer.name: arrived}, None, group)
+      received, report = packer.unpack({packer.name: arrived}, group)
       merged, distinct = zip(*[
-          arithmetic.merge(b, inbox.received[i], 'senders')
+          arithmetic.merge(b, received[i], 'senders', jnp.zeros((), jnp.int32))
           for i, b in enumerate(packer.read)
       ])
-      report = Report(inbox.num_valid, inbox.energies, distinct)
+      report = report._replace(distinct=distinct)
       if owners is not None:
-        own, _ = owners.pack(dict(enumerate(merged)), {}, report)
+        own, _ = owners.pack(merged, {}, report)
         found, report = owners.unpack(
             jnp.concatenate([own[None], others]), distinct, group
         )

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from demo_optax.codes import indices as index_codes
-from demo_optax.codes import values as value_codes
-from demo_optax.numerics import platform
+from demo_optax.codes.parts import Code
+from demo_optax.codes.values import CODES, ValueCode
+from demo_optax.numerics import groups, platform
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,14 +39,19 @@ class ChunkFormat:
     """The code of the indices; None if none are sent."""
     if self.shared or self.k == self.n:
       return None
-    if self.grouped:
-      return index_codes.InGroup(self.n, self.k)
+    if self.grouped:  # of the place in each group
+      places = groups.num_places(self.n, self.k)
+      return index_codes.FixedWidth(places, self.k)
     return index_codes.cheapest(self.n, self.k)
 
   @property
-  def value_code(self) -> value_codes.ValueCode:
+  def value_code(self) -> ValueCode:
     """The code of the values."""
-    return value_codes.value_code(self.values, self.dtype)
+    return CODES[self.values](self.dtype, self.k)
+
+  @property
+  def _codes(self) -> list[Code]:
+    return [code for code in (self.value_code, self.index_code) if code]
 
   @property
   def max_magnitude(self) -> float:
@@ -63,14 +69,11 @@ class ChunkFormat:
 
   def num_bytes(self, chunks: int) -> int:
     """Returns the bytes of this many chunks among others, without padding."""
-    places = self.index_code.bits if self.index_code else 0
-    parts = self.value_code.bits(self.k), places
-    return sum(math.ceil(chunks * bits / 8) for bits in parts)
+    return sum(math.ceil(chunks * code.bits / 8) for code in self._codes)
 
   def words(self, chunks: int) -> int:
     """Returns the words of 32 bits that this many chunks take in a message."""
-    places = self.index_code.words(chunks) if self.index_code else 0
-    return self.value_code.words(chunks, self.k) + places
+    return sum(code.words(chunks) for code in self._codes)
 
   def encode(
       self, indices: jax.Array | None, values: jax.Array
@@ -82,9 +85,9 @@ class ChunkFormat:
     """
     most = self.largest_sent
     data, sent = self.value_code.encode(jnp.clip(values, -most, most))
-    if indices is not None and self.index_code:
-      places = self.index_code.encode(indices)
-      data = jnp.concatenate([data, places], axis=-1)
+    if indices is not None and (code := self.index_code):
+      indices = groups.places(indices) if self.grouped else indices
+      data = jnp.concatenate([data, code.encode(indices)], axis=-1)
     return data, sent
 
   def decode(
@@ -104,22 +107,20 @@ class ChunkFormat:
   def _decode(
       self, data: jax.Array, chunks: int
   ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
-    """Decodes uint32 `[..., words]`."""
-    split = self.value_code.words(chunks, self.k)
-    values = self.value_code.decode(data[..., :split], chunks, self.k)
+    split = self.value_code.words(chunks)
+    values = self.value_code.decode(data[..., :split], chunks)
     good = jnp.abs(values) <= self.max_magnitude  # no NaN
-    if self.index_code is None:
+    if (code := self.index_code) is None:
       return None, values, jnp.all(good, axis=(-2, -1))
-    indices = self.index_code.decode(data[..., split:], chunks)
-    good &= indices < self.n
-    if not self.grouped:
+    indices = code.decode(data[..., split:], chunks)
+    if self.grouped:
+      indices = groups.indices(indices)  # distinct by construction
+    else:
       edge = [(0, 0)] * (indices.ndim - 1) + [(1, 0)]
       good &= indices > jnp.pad(indices[..., :-1], edge, constant_values=-1)
+    good &= indices < self.n
     valid = jnp.all(good, axis=(-2, -1))  # one reduction, one kernel
     # Gathers and scatters are promised ascending indices in [0, n): replace
     # those of excluded workers as well.
-    first = jax.lax.broadcasted_iota(
-        jnp.int32, indices.shape, indices.ndim - 1
-    )
-    indices = jnp.where(valid[..., None, None], indices, first)
-    return indices, values, valid
+    first = index_codes.order_of(indices)
+    return jnp.where(valid[..., None, None], indices, first), values, valid

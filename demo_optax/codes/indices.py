@@ -1,39 +1,28 @@
 """Codes of the indices: which `k` of the `n` places of a chunk are sent.
 
 Places are written in ascending order, which takes `log2 C(n, k)` bits at least.
-A code takes the same number of bits for every chunk, and all chunks are packed
-together: only the last word is padded. Decoding accepts arbitrary words;
-`format.ChunkFormat.decode` checks the order and range of the indices.
+Decoding accepts arbitrary words; `format.ChunkFormat.decode` checks the order
+and range of the indices.
 """
 
 import dataclasses
 import functools
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
+from demo_optax.codes.parts import Code, Parts
 from demo_optax.numerics import bits as packing
-from demo_optax.numerics import groups
 
 
-class IndexCode(Protocol):
-  """How the places sent of every chunk are written."""
+@dataclasses.dataclass(frozen=True)
+class IndexCode(Code):
+  """How the places sent of every chunk are written: ascending, in int32."""
 
   name: ClassVar[str]
-
-  @property
-  def bits(self) -> int:
-    """Bits per chunk, without padding of the last words."""
-
-  def words(self, chunks: int) -> int:
-    """Words of 32 bits that the indices of this many chunks take."""
-
-  def encode(self, indices: jax.Array) -> jax.Array:
-    """Packs ascending int32 `[..., chunks, k]` as uint32 `[..., words]`."""
-
-  def decode(self, data: jax.Array, chunks: int) -> jax.Array:
-    """Undoes `encode`; returns int32 `[..., chunks, k]`."""
+  n: int
+  k: int
 
 
 @functools.cache
@@ -53,85 +42,42 @@ def cheapest(n: int, k: int) -> IndexCode:
   return min(codes, key=lambda code: code.bits)
 
 
-@dataclasses.dataclass(frozen=True)
-class FixedWidth:
+class FixedWidth(IndexCode):
   """Every index in `ceil(log2 n)` bits."""
 
-  name: ClassVar[str] = 'fixed'
-  n: int
-  k: int
+  name = 'fixed'
 
   @property
-  def bits(self) -> int:
-    return self.k * index_width(self.n)
-
-  def words(self, chunks: int) -> int:
-    return packing.packed_words(chunks * self.k, index_width(self.n))
+  def parts(self) -> Parts:
+    return ((self.k, index_width(self.n)),)
 
   def encode(self, indices: jax.Array) -> jax.Array:
-    return packing.pack_bits(_row(indices), index_width(self.n))
+    return self.pack(indices)
 
   def decode(self, data: jax.Array, chunks: int) -> jax.Array:
-    numbers = packing.unpack_bits(data, chunks * self.k, index_width(self.n))
-    return numbers.astype(jnp.int32).reshape(*data.shape[:-1], chunks, self.k)
+    (numbers,) = self.unpack(data, chunks)
+    return numbers.astype(jnp.int32)
 
 
-@dataclasses.dataclass(frozen=True)
-class InGroup:
-  """One place of each of `k` groups (`numerics.groups`), in fixed width.
-
-  The only code whose indices follow the order of the groups and do not ascend.
-  They are distinct by construction.
-  """
-
-  name: ClassVar[str] = 'group'
-  n: int
-  k: int
-
-  @property
-  def _places(self) -> FixedWidth:
-    return FixedWidth(groups.num_places(self.n, self.k), self.k)
-
-  @property
-  def bits(self) -> int:
-    return self._places.bits
-
-  def words(self, chunks: int) -> int:
-    return self._places.words(chunks)
-
-  def encode(self, indices: jax.Array) -> jax.Array:
-    return self._places.encode(groups.places(indices))
-
-  def decode(self, data: jax.Array, chunks: int) -> jax.Array:
-    return groups.indices(self._places.decode(data, chunks))
-
-
-@dataclasses.dataclass(frozen=True)
-class Bitmap:
+class Bitmap(IndexCode):
   """A bit per place, 1 where it is sent."""
 
-  name: ClassVar[str] = 'bitmap'
-  n: int
-  k: int
+  name = 'bitmap'
 
   @property
-  def bits(self) -> int:
-    return self.n
-
-  def words(self, chunks: int) -> int:
-    return packing.packed_words(chunks * self.n, 1)
+  def parts(self) -> Parts:
+    return ((self.n, 1),)
 
   def encode(self, indices: jax.Array) -> jax.Array:
-    return packing.pack_bits(_row(_ones_at(indices, self.n)), 1)
+    return self.pack(_ones_at(indices, self.n))
 
   def decode(self, data: jax.Array, chunks: int) -> jax.Array:
-    bits = packing.unpack_bits(data, chunks * self.n, 1)
-    bits = bits.reshape(*data.shape[:-1], chunks, self.n)
-    return packing.places_of_ones(bits == 1, self.k)
+    (ones,) = self.unpack(data, chunks)
+    return packing.places_of_ones(ones == 1, self.k)
 
 
 @dataclasses.dataclass(frozen=True)
-class EliasFano:
+class EliasFano(IndexCode):
   """The `low` low bits of every index as they are, the rest in unary.
 
   The rest, `index >> low`, never descends and is below `b = ceil(n / 2**low)`.
@@ -145,44 +91,22 @@ class EliasFano:
   """
 
   name: ClassVar[str] = 'elias-fano'
-  n: int
-  k: int
   low: int
 
   @property
-  def unary_bits(self) -> int:
-    """Bits of the unary part of a chunk."""
-    return self.k - 1 + -(-self.n >> self.low)
-
-  @property
-  def bits(self) -> int:
-    return self.k * self.low + self.unary_bits
-
-  def words(self, chunks: int) -> int:
-    lows = packing.packed_words(chunks * self.k, self.low)
-    return lows + packing.packed_words(chunks * self.unary_bits, 1)
+  def parts(self) -> Parts:
+    return (self.k, self.low), (self.k - 1 + -(-self.n >> self.low), 1)
 
   def encode(self, indices: jax.Array) -> jax.Array:
-    """Returns the low bits of all chunks, then the unary parts of all."""
-    lows = _row(indices) & jnp.uint32(2**self.low - 1)
-    order = jnp.arange(self.k, dtype=jnp.int32)
-    rest = (indices >> self.low) + order.reshape(*(1,) * (indices.ndim - 1), -1)
-    return jnp.concatenate([
-        packing.pack_bits(lows, self.low),
-        packing.pack_bits(_row(_ones_at(rest, self.unary_bits)), 1),
-    ], axis=-1)
+    rest = (indices >> self.low) + order_of(indices)
+    unary = _ones_at(rest, self.parts[1][0])
+    return self.pack(indices & (2**self.low - 1), unary)
 
   def decode(self, data: jax.Array, chunks: int) -> jax.Array:
-    batch = data.shape[:-1]
-    split = packing.packed_words(chunks * self.k, self.low)
-    lows = packing.unpack_bits(data[..., :split], chunks * self.k, self.low)
-    unary = packing.unpack_bits(
-        data[..., split:], chunks * self.unary_bits, 1
-    ).reshape(*batch, chunks, self.unary_bits)
+    lows, unary = self.unpack(data, chunks)
     places = packing.places_of_ones(unary == 1, self.k)
-    order = jnp.arange(self.k, dtype=jnp.int32)
-    rest = places - order.reshape(*(1,) * (places.ndim - 1), -1)
-    return (rest << self.low) | lows.astype(jnp.int32).reshape(rest.shape)
+    rest = places - order_of(places)
+    return (rest << self.low) | lows.astype(jnp.int32)
 
 
 def index_width(n: int) -> int:
@@ -190,9 +114,10 @@ def index_width(n: int) -> int:
   return (n - 1).bit_length()
 
 
-def _row(x: jax.Array) -> jax.Array:
-  """Returns `[..., chunks, k]` as uint32 `[..., chunks * k]`."""
-  return x.reshape(*x.shape[:-2], -1).astype(jnp.uint32)
+def order_of(indices: jax.Array) -> jax.Array:
+  """Returns int32 `[..., 1, k]`, the numbers 0 to k - 1."""
+  order = jnp.arange(indices.shape[-1], dtype=jnp.int32)
+  return order.reshape(*(1,) * (indices.ndim - 1), -1)
 
 
 def _ones_at(places: jax.Array, size: int) -> jax.Array:

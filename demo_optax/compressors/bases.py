@@ -1,16 +1,14 @@
 """Orthonormal transforms of a chunk: one matrix per length of a side."""
 
 import dataclasses
-import functools
 import math
-from typing import Protocol
 
 import numpy as np
 
 from demo_optax import _checks
 
 
-class Basis(Protocol):
+class Basis:
   """An orthonormal transform, applied along both sides of a chunk.
 
   Implement it as a frozen dataclass that inherits from this: bases are compared
@@ -19,6 +17,7 @@ class Basis(Protocol):
 
   def matrix(self, length: int) -> np.ndarray:
     """Returns float64 `[length, length]` whose ROWS are the basis."""
+    raise NotImplementedError
 
   def check(self, length: int) -> None:
     """Raises a `ValueError` if there is no matrix for this length."""
@@ -30,7 +29,11 @@ class Dct(Basis):
   """The orthonormal DCT-II, `[frequency, position]`."""
 
   def matrix(self, length: int) -> np.ndarray:
-    return _dct(length)
+    position = np.arange(length)
+    angle = np.pi * position[:, None] * (2 * position + 1) / (2 * length)
+    matrix = np.sqrt(2 / length) * np.cos(angle)
+    matrix[0] = np.sqrt(1 / length)
+    return matrix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +44,10 @@ class Hadamard(Basis):
   """
 
   def matrix(self, length: int) -> np.ndarray:
-    return _hadamard(length)
+    matrix = np.ones((1, 1))
+    while len(matrix) < length:
+      matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return matrix / np.sqrt(length)
 
   def check(self, length: int) -> None:
     if length & (length - 1):
@@ -69,7 +75,16 @@ class RandomOrthogonal(Basis):
     _checks.check_positive('seed', self.seed, 0)
 
   def matrix(self, length: int) -> np.ndarray:
-    return _random_orthogonal(length, self.seed)
+    # Gram-Schmidt with exactly rounded sums, not a library's factorisation: all
+    # machines must have the same bits.
+    shape = length, length
+    matrix = np.random.default_rng([self.seed, length]).normal(size=shape)
+    for row in range(length):
+      for _ in range(2):  # the second pass removes rounding errors
+        for other in matrix[:row]:
+          matrix[row] -= math.fsum(matrix[row] * other) * other
+      matrix[row] /= math.sqrt(math.fsum(matrix[row] ** 2))
+    return matrix
 
   def check(self, length: int) -> None:
     if length > 256:
@@ -85,33 +100,3 @@ class Identity(Basis):
 
   def matrix(self, length: int) -> np.ndarray:
     return np.eye(length)
-
-
-@functools.cache
-def _dct(length: int) -> np.ndarray:
-  position = np.arange(length)
-  angle = np.pi * position[:, None] * (2 * position + 1) / (2 * length)
-  matrix = np.sqrt(2 / length) * np.cos(angle)
-  matrix[0] = np.sqrt(1 / length)
-  return matrix
-
-
-@functools.cache
-def _hadamard(length: int) -> np.ndarray:
-  matrix = np.ones((1, 1))
-  while len(matrix) < length:
-    matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-  return matrix / np.sqrt(length)
-
-
-@functools.cache
-def _random_orthogonal(length: int, seed: int) -> np.ndarray:
-  # Gram-Schmidt with exactly rounded sums, not a library's factorisation: all
-  # machines must have the same bits.
-  matrix = np.random.default_rng([seed, length]).normal(size=(length, length))
-  for row in range(length):
-    for _ in range(2):  # the second pass removes rounding errors
-      for other in matrix[:row]:
-        matrix[row] -= math.fsum(matrix[row] * other) * other
-    matrix[row] /= math.sqrt(math.fsum(matrix[row] ** 2))
-  return matrix

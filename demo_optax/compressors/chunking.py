@@ -10,8 +10,9 @@ one device, and no chunk spans two devices.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -48,23 +49,41 @@ class ChunkGrid:
   @property
   def folded(self) -> tuple[int, ...]:
     """Shape `[*batch, rows, cols]` of the folded array."""
-    return folded(self.shape, self.fold)
+    if self.fold is None:
+      return self.shape
+    b, j = self.fold
+    shape = self.shape
+    return *shape[:b], math.prod(shape[b:j]), math.prod(shape[j:])
 
   @property
-  def leads(self) -> tuple[bool, ...]:
-    """Which dimensions of the array are the slowest of a folded dimension.
+  def leading(self) -> list[int]:
+    """Dimensions of the array that are the slowest of each folded dimension.
 
     Blocks of an array that is sharded along them alone are blocks of the
     folded array.
     """
-    b, j = self.fold or (len(self.shape), 0)
-    return tuple(i <= b or i == j for i in range(len(self.shape)))
+    if self.fold is None:
+      return list(range(len(self.shape)))
+    b, j = self.fold
+    return [*range(b + 1), j]
 
   @property
   def counts(self) -> tuple[int, ...]:
     """Number of chunks along each dimension; 1 along those that do not lead."""
-    counts = [-(-d // l) for d, l in zip(self.folded, self.lengths)]
-    return self._along_leads(counts, 1)
+    counts = [1] * len(self.shape)
+    for dim, count in zip(self.leading, self._counts):
+      counts[dim] = count
+    return tuple(counts)
+
+  @property
+  def folded_counts(self) -> tuple[int, int, int]:
+    """Number of chunks of the folded array, `[batch, rows, cols]`."""
+    *batch, rows, cols = 1, 1, *self._counts
+    return math.prod(batch), rows, cols
+
+  @property
+  def _counts(self) -> list[int]:
+    return [-(-d // l) for d, l in zip(self.folded, self.lengths)]
 
   @property
   def sides(self) -> tuple[int, int]:
@@ -93,25 +112,6 @@ class ChunkGrid:
   def ends(self) -> tuple[int, ...]:
     """Elements added at the end of each dimension of the folded array."""
     return tuple(-d % l for d, l in zip(self.folded, self.lengths))
-
-  @property
-  def padding(self) -> tuple[int, ...]:
-    """As `ends`, by the dimensions of the array; 0 where they do not lead."""
-    return self._along_leads(self.ends, 0)
-
-  def _along_leads(self, values: Sequence[int], other: int) -> tuple[int, ...]:
-    found = iter(values)
-    return tuple(next(found) if lead else other for lead in self.leads)
-
-
-def folded(
-    shape: tuple[int, ...], fold: tuple[int, int] | None
-) -> tuple[int, ...]:
-  """Returns `shape` with dimensions folded as in `ChunkGrid`."""
-  if fold is None:
-    return shape
-  b, j = fold
-  return *shape[:b], math.prod(shape[b:j]), math.prod(shape[j:])
 
 
 def folds(ndim: int, batch_dims: int = 0) -> list[tuple[int, int]]:
@@ -153,7 +153,7 @@ def chunk_grid(
   last two dimensions (of a vector: the second).
   """
   sides = (chunk_size,) * 2 if isinstance(chunk_size, int) else chunk_size
-  matrix = folded(shape, fold)
+  matrix = ChunkGrid(shape, (), fold=fold).folded
   lengths = tuple(
       chunk_length(d, side, padding=padding)
       for d, side in zip(matrix[::-1], sides[::-1])
@@ -161,33 +161,22 @@ def chunk_grid(
   return ChunkGrid(shape, (1,) * (len(matrix) - 2) + lengths, fold=fold)
 
 
-def whole_grid(shape: tuple[int, ...]) -> ChunkGrid:
-  """Returns the grid that leaves an array as one untransformed chunk."""
-  return ChunkGrid(shape, shape, whole=True)
-
-
 # Cutting ----------------------------------------------------------------------
 
 
 def to_chunks(x: jax.Array, grid: ChunkGrid) -> jax.Array:
   """Cuts an array `[*grid.shape]` into chunks `[num_chunks, n]`."""
-  if grid.whole:
-    return x.reshape(1, -1)
   x = x.reshape(grid.folded)
   if any(grid.ends):
     x = jnp.pad(x, [(0, p) for p in grid.ends])
-  batch, (rows, row_length), (cols, col_length) = _matrix_view(grid)
+  (batch, rows, cols), (row_length, col_length) = grid.folded_counts, grid.sides
   x = x.reshape(batch, rows, row_length, cols, col_length)
   return x.transpose(0, 1, 3, 2, 4).reshape(grid.num_chunks, -1)
 
 
 def from_chunks(x: jax.Array, grid: ChunkGrid) -> jax.Array:
   """Undoes `to_chunks`, dropping the padding."""
-  if grid.whole:
-    return x.reshape(grid.shape)
-  batch, (rows, row_length), (cols, col_length) = _matrix_view(grid)
-  x = x.reshape(batch, rows, cols, row_length, col_length)
-  x = x.transpose(0, 1, 3, 2, 4)
+  x = x.reshape(*grid.folded_counts, *grid.sides).transpose(0, 1, 3, 2, 4)
   x = x.reshape([d + p for d, p in zip(grid.folded, grid.ends)])
   if any(grid.ends):
     x = x[tuple(slice(d) for d in grid.folded)]
@@ -205,21 +194,17 @@ def transform(x: jax.Array, sides: tuple[int, int], basis: Basis) -> jax.Array:
   them.
   """
   rows, cols = sides
-  x = x.reshape(-1, rows, cols)
-  x = _apply(x, basis.matrix(cols).T) if cols > 1 else x
+  x = _apply(x.reshape(-1, rows, cols), _matrix(basis, cols).T)
   x = x.transpose(0, 2, 1)  # [chunks, column frequency, row position]
-  x = _apply(x, basis.matrix(rows).T) if rows > 1 else x
-  return x.reshape(-1, rows * cols)
+  return _apply(x, _matrix(basis, rows).T).reshape(-1, rows * cols)
 
 
 def inverse(c: jax.Array, sides: tuple[int, int], basis: Basis) -> jax.Array:
   """Undoes `transform`."""
   rows, cols = sides
-  c = c.reshape(-1, cols, rows)
-  c = _apply(c, basis.matrix(rows)) if rows > 1 else c
+  c = _apply(c.reshape(-1, cols, rows), _matrix(basis, rows))
   c = c.transpose(0, 2, 1)  # [chunks, row position, column frequency]
-  c = _apply(c, basis.matrix(cols)) if cols > 1 else c
-  return c.reshape(-1, rows * cols)
+  return _apply(c, _matrix(basis, cols)).reshape(-1, rows * cols)
 
 
 def clear_padding(c: jax.Array, grid: ChunkGrid, basis: Basis) -> jax.Array:
@@ -227,12 +212,9 @@ def clear_padding(c: jax.Array, grid: ChunkGrid, basis: Basis) -> jax.Array:
 
   Equals a round trip through the array, but only touches chunks at padded
   edges: the projection along one side is one small matrix. Coefficients are
-  `[..., num_chunks, n]`; leading dimensions are arrays with this grid.
+  `[chunks, n]`, of one or several arrays with this grid.
   """
-  if grid.whole or not any(grid.ends):
-    return c
-  _, (rows, _), (cols, _) = _matrix_view(grid)
-  shape, c = c.shape, c.reshape(-1, rows, cols, grid.chunk_size)
+  shape, c = c.shape, c.reshape(-1, *grid.folded_counts[1:], grid.chunk_size)
   for at, project in edges(grid, basis):
     c = c.at[at].set(project(c[at]))
   return c.reshape(shape)
@@ -246,33 +228,27 @@ def edges(
   These are an index into `[batch, rows, cols]`, and a function of coefficients
   `[..., n]` that projects as `clear_padding` does.
   """
-  row_length, col_length = (1, 1, *grid.lengths)[-2:]
+  rows, cols = grid.sides
   row_padding, col_padding = (0, 0, *grid.ends)[-2:]
-
-  def project_rows(c: jax.Array) -> jax.Array:
-    x = c.reshape(-1, col_length, row_length)
-    x = _apply(x, _keep(basis.matrix(row_length), row_padding))
-    return x.reshape(c.shape)
-
-  def project_cols(c: jax.Array) -> jax.Array:
-    x = c.reshape(-1, col_length, row_length).swapaxes(1, 2)
-    x = _apply(x, _keep(basis.matrix(col_length), col_padding))
-    return x.swapaxes(1, 2).reshape(c.shape)
-
   found: list[Any] = []
-  if row_padding:
-    found.append((np.s_[:, -1], project_rows))
-  if col_padding:
-    found.append((np.s_[:, :, -1], project_cols))
+  for at, axis, length, padding in (
+      (np.s_[:, -1], 2, rows, row_padding),
+      (np.s_[:, :, -1], 1, cols, col_padding),
+  ):
+    if padding:
+      kept = _matrix(basis, length)[:, : length - padding]
+      project = functools.partial(_multiply, grid.sides, axis, kept @ kept.T)
+      found.append((at, project))
   return found
 
 
-def flags(grid: ChunkGrid, at: Any) -> np.ndarray:
-  """Returns bool `[num_chunks]`, true for the chunks at an index of `edges`."""
-  batch, (rows, _), (cols, _) = _matrix_view(grid)
-  found = np.zeros((batch, rows, cols), bool)
-  found[at] = True
-  return found.reshape(-1)
+def _multiply(
+    sides: tuple[int, int], axis: int, matrix: np.ndarray, c: jax.Array
+) -> jax.Array:
+  """Multiplies an axis of `[chunks, column frequency, row frequency]`."""
+  rows, cols = sides
+  x = c.reshape(-1, cols, rows).swapaxes(axis, 2)
+  return _apply(x, matrix).swapaxes(axis, 2).reshape(c.shape)
 
 
 def to_coefficients(
@@ -292,23 +268,14 @@ def from_coefficients(
     c: jax.Array, grid: ChunkGrid, basis: Basis | None
 ) -> jax.Array:
   """Undoes `to_coefficients`, dropping the padding."""
-  chunks = c.reshape(grid.num_chunks, grid.chunk_size)
   if basis is not None and not grid.whole:
-    chunks = inverse(chunks, grid.sides, basis)
-  return from_chunks(chunks, grid)
+    c = inverse(c, grid.sides, basis)
+  return from_chunks(c, grid)
 
 
-def _matrix_view(
-    grid: ChunkGrid,
-) -> tuple[int, tuple[int, int], tuple[int, int]]:
-  """Returns `(batch, (row chunks, row length), (col chunks, col length))`."""
-  *batch, rows, cols = (1, 1, *grid.folded)
-  row_length, col_length = (1, 1, *grid.lengths)[-2:]
-  return (
-      math.prod(batch),
-      (-(-rows // row_length), row_length),
-      (-(-cols // col_length), col_length),
-  )
+@functools.cache
+def _matrix(basis: Basis, length: int) -> np.ndarray:
+  return basis.matrix(length) if length > 1 else np.eye(1)
 
 
 def _apply(x: jax.Array, matrix: np.ndarray) -> jax.Array:
@@ -326,9 +293,3 @@ def _apply(x: jax.Array, matrix: np.ndarray) -> jax.Array:
   # The default is bfloat16 on TPUs and TF32 on GPUs.
   product = jnp.dot(flat, factor, precision=jax.lax.Precision.HIGHEST)
   return product.reshape(x.shape)[:chunks]
-
-
-def _keep(matrix: np.ndarray, padding: int) -> np.ndarray:
-  """Returns the projection of coefficients that zeroes the last positions."""
-  kept = matrix[:, : len(matrix) - padding]
-  return kept @ kept.T

@@ -1,10 +1,7 @@
 """Compressors: a `Selector` of coefficients in a `Basis`, and a value code.
 
 Momentum, error feedback, byte counts and communication are the same for all
-compressors; see `exchange`. Selectors of the largest coefficients send indices,
-and all workers' selections are gathered. Shared selectors (`RandomSubset`,
-`Striding`, `Slicing`, `Everything`) take the same indices on all workers: an
-all-reduce averages the values, and traffic does not grow with the workers.
+compressors; see `exchange`.
 """
 
 import dataclasses
@@ -38,9 +35,11 @@ class LeafPlan:
     return self.format.num_bytes(self.grid.num_chunks)
 
   @property
-  def is_dense(self) -> bool:
-    """Whether the leaf is sent element by element, without chunks."""
-    return self.grid.whole and self.format.values in _UNSCALED
+  def kind(self) -> str:
+    """The kind of its bucket: 'chunks', 'whole' or 'dense'."""
+    if not self.grid.whole:
+      return 'chunks'
+    return 'dense' if self.format.values in _UNSCALED else 'whole'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,22 +78,26 @@ class Compressor:
     name = jnp.dtype(dtype).name
     # Shares of small chunks cost little more than those of full ones, which
     # have more to select from.
-    alike = self
-    if isinstance(self.select, selectors.TopK):
-      alike = dataclasses.replace(
-          self, select=dataclasses.replace(self.select, of=None)
-      )
+    alike = self.select
+    if isinstance(alike, selectors.TopK):
+      alike = dataclasses.replace(alike, of=None)
     found: list[tuple[int, tuple[bool, int, float, int], LeafPlan]] = []
     errors = []
     for b, j in chunking.folds(len(shape), self.batch_dims):
       fold = None if b == len(shape) - 2 else (b, j)
+      plan = self._cut(shape, name, fold, self.select)
       try:
-        cost = alike._cut(shape, name, fold).num_bytes
-        plan = self._cut(shape, name, fold)
+        for length in () if plan.grid.whole else plan.grid.sides:
+          self.basis.check(length)
       except ValueError as error:
-        errors.append(error)
+        rows, cols = plan.grid.sides
+        errors.append(ValueError(
+            f'A leaf of shape {shape} is cut into chunks of {rows}x{cols}:'
+            f' {error}'
+        ))
         continue
-      rows, cols = (1, 1, *chunking.folded(shape, (b, j)))[-2:]
+      cost = self._cut(shape, name, fold, alike).num_bytes
+      rows, cols = math.prod(shape[b:j]), math.prod(shape[j:])
       ratio = max(rows, cols) / min(rows, cols)
       found.append((cost, (fold is not None, -b, ratio, j), plan))
     if not found:
@@ -103,45 +106,32 @@ class Compressor:
     return min(x[1:] for x in found if x[0] <= most)[1]
 
   def _cut(
-      self, shape: tuple[int, ...], name: str, fold: tuple[int, int] | None
+      self,
+      shape: tuple[int, ...],
+      name: str,
+      fold: tuple[int, int] | None,
+      select: Selector,
   ) -> LeafPlan:
-    """Returns the plan of one fold; raises if the basis has no matrix."""
+    """Returns the plan of one fold."""
+
+    def plan(grid: chunking.ChunkGrid, k: int) -> LeafPlan:
+      n = grid.chunk_size
+      grouped = isinstance(select, selectors.GroupMax) and k < n
+      form = ChunkFormat(n, k, name, self.values, select.shared, grouped)
+      return LeafPlan(grid, form)
+
     grid = chunking.chunk_grid(
         shape, self.chunk_size, padding=self.padding, fold=fold
     )
-    n, shared = grid.chunk_size, self.select.shared
-    k = self.select.count(n)
-    grouped = isinstance(self.select, selectors.GroupMax)
-    sparse = LeafPlan(
-        grid, ChunkFormat(n, k, name, self.values, shared, grouped)
-    )
-    whole = chunking.whole_grid(shape)
-    if shared:
-      if k < n or not isinstance(self.basis, bases.Identity):
-        return self._checked(sparse)
-      n = whole.chunk_size
-      return LeafPlan(whole, ChunkFormat(n, n, name, self.values, shared))
+    n, k = grid.chunk_size, select.count(grid.chunk_size)
+    sparse = plan(grid, k)
+    if select.shared and (k < n or not isinstance(self.basis, bases.Identity)):
+      return sparse
     # A scale belongs to a chunk; values without one need no chunks.
     if grid.num_chunks == 1 or self.values in _UNSCALED:
-      grid = whole
-    n = grid.chunk_size
-    dense = LeafPlan(grid, ChunkFormat(n, n, name, self.values))
-    cheaper = sparse.num_bytes < dense.num_bytes
-    return self._checked(sparse if cheaper else dense)
-
-  def _checked(self, plan: LeafPlan) -> LeafPlan:
-    """Raises if the basis has no matrix for the chunks of a leaf."""
-    if not plan.grid.whole:
-      try:
-        for length in plan.grid.sides:
-          self.basis.check(length)
-      except ValueError as error:
-        rows, cols = plan.grid.sides
-        raise ValueError(
-            f'A leaf of shape {plan.grid.shape} is cut into chunks of'
-            f' {rows}x{cols}: {error}'
-        ) from error
-    return plan
+      grid = chunking.ChunkGrid(shape, shape, whole=True)
+    dense = plan(grid, grid.chunk_size)
+    return sparse if sparse.num_bytes < dense.num_bytes else dense
 
 
 # A compressor, a prefix tree of them, or a function from the parameters to such
@@ -161,12 +151,9 @@ FROZEN = Frozen()
 
 
 def per_leaf(
-    compressor: CompressorTree, tree: Any, argument: str = 'compressor'
+    compressor: CompressorTree, tree: Any
 ) -> list[Compressor | Frozen | None]:
-  """Returns the compressor of each leaf of `tree`.
-
-  Errors call `compressor` by the name `argument`.
-  """
+  """Returns the compressor of each leaf of `tree`."""
 
   def is_leaf(x: Any) -> bool:
     return x is None or isinstance(x, Compressor | Frozen)
@@ -176,10 +163,10 @@ def per_leaf(
   for x in jax.tree.leaves(compressor, is_leaf=is_leaf):
     if not is_leaf(x):
       raise TypeError(
-          f'{argument}={x!r} must be a Compressor, such as'
+          f'compressor={x!r} must be a Compressor, such as'
           ' demo_optax.dct_topk(...), or a tree of them and of None.'
       )
-  return broadcast(compressor, tree, argument, is_leaf)
+  return broadcast(compressor, tree, 'compressor', is_leaf)
 
 
 def is_function(x: Any) -> bool:

@@ -12,6 +12,7 @@ state, so that renamed or reordered leaves never take each other's momentum.
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -30,11 +31,7 @@ from demo_optax.compressors.chunking import ChunkGrid
 from demo_optax.compressors.compressor import Compressor, Frozen, LeafPlan
 from demo_optax.compressors.selectors import Selector
 from demo_optax.numerics import platform
-from demo_optax.workers.param_specs import (
-  REPLICATED,
-  ParamSharding,
-  ParamSpecs,
-)
+from demo_optax.workers.param_specs import REPLICATED, ParamSharding, ParamSpecs
 
 # Describes a leaf in JSON, so that it can be saved with arrays.
 Record = dict[str, Any]
@@ -90,6 +87,11 @@ class Bucket:
     return self.rows, self.format.n
 
   @property
+  def unit(self) -> tuple[int, ...]:
+    """Shape of what sizes and offsets of leaves count: chunks, or elements."""
+    return () if self.kind == 'dense' else (self.format.n,)
+
+  @property
   def sent(self) -> tuple[ChunkFormat, int]:
     """The format and number of the chunks that one device sends."""
     if self.kind == 'dense' and self.num_devices == 1:
@@ -99,31 +101,32 @@ class Bucket:
 
   def share(self, num_owners: int) -> 'Bucket':
     """Returns the bucket of the chunks that one of several owners has."""
-    return dataclasses.replace(
-        self, num_devices=self.num_devices * num_owners
+    return dataclasses.replace(self, num_devices=self.num_devices * num_owners)
+
+  def of_device(self, x: jax.Array, device: Any) -> jax.Array:
+    """Cuts `[num_devices * num_chunks, ...]` to the `rows` of one device."""
+    x = jax.lax.dynamic_slice_in_dim(
+        x, device * self.num_chunks, self.num_chunks
     )
+    widths = [(0, self.rows - self.num_chunks), *[(0, 0)] * (x.ndim - 1)]
+    return jnp.pad(x, widths)
 
   def strip(self, x: jax.Array) -> jax.Array:
     """Cuts `[rows, k]` to the chunks that are sent."""
     chunk_format, chunks = self.sent
-    return x.reshape(-1)[: chunks * chunk_format.k].reshape(
-        chunks, chunk_format.k
-    )
+    shape = chunks, chunk_format.k
+    return x.reshape(-1)[: math.prod(shape)].reshape(shape)
 
   def unstrip(self, x: jax.Array, fill: jax.Array | None = None) -> jax.Array:
     """Undoes `strip` for `[senders, chunks, k]`; pads with zeros or `fill`."""
-    senders, k = x.shape[0], self.format.k
-    missing = self.rows * k - math.prod(x.shape[1:])
+    senders, k = len(x), self.format.k
     x = x.reshape(senders, -1)
-    if not missing:
-      return x.reshape(senders, self.rows, k)
-    if fill is None:
+    if missing := self.rows * k - x.shape[1]:
       padding = jnp.zeros_like(x, shape=(senders, missing))
-    else:
-      padding = jnp.broadcast_to(
-          jnp.tile(fill, missing // k)[None], (senders, missing)
-      )
-    return jnp.concatenate([x, padding], axis=1).reshape(senders, self.rows, k)
+      if fill is not None:
+        padding += jnp.tile(fill, missing // k)[None]
+      x = jnp.concatenate([x, padding], axis=1)
+    return x.reshape(senders, self.rows, k)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,9 +157,8 @@ class Leaf:
   def size(self) -> int:
     """Chunks of one shard; elements, of a dense leaf."""
     assert self.plan is not None
-    if self.plan.is_dense:
-      return math.prod(self.grid.shape)
-    return self.grid.num_chunks
+    dense = self.plan.kind == 'dense'
+    return self.grid.chunk_size if dense else self.grid.num_chunks
 
   @property
   def record(self) -> Record:
@@ -172,9 +174,10 @@ class Leaf:
     }
     if isinstance(self.compressor, Compressor):
       grid, basis = self.grid, self.compressor.basis
-      # Without padding, chunks of blocks are chunks of the whole.
-      ends = zip(self.sharding.blocks, grid.padding, grid.leads)
-      blocks = [b if p or grid.whole or not lead else 1 for b, p, lead in ends]
+      blocks = list(self.sharding.blocks)
+      for dim, padding in zip(grid.leading, grid.ends):
+        if not padding and not grid.whole:
+          blocks[dim] = 1  # chunks of blocks are chunks of the whole
       record |= {
           'lengths': grid.lengths, 'whole': grid.whole, 'fold': grid.fold,
           'blocks': blocks,
@@ -201,40 +204,38 @@ def differences(
   for name in {**old, **new}:
     a, b = old.get(name), new.get(name)
     if a != b:
-      either = 'lengths' in (a or {}) and 'lengths' in (b or {})
-      same = either and _array(a) == _array(b)
-      words = next(
-          (pair for pair in zip(_words(a), _words(b)) if pair[0] != pair[1]),
-          (str(a), str(b)),
-      )
+      pairs = [*zip(_words(a), _words(b)), (str(a), str(b))]
+      words = next((x, y) for x, y in pairs if x != y)
+      same = len(set(pairs[0])) == 1 and _NO_MOMENTUM not in pairs[1]
       found.append(Difference(name, *words, same))
   return found
 
 
-def _array(record: Record | None) -> str:
-  if record is None:
-    return 'nothing'
-  return f'{record["dtype"]}[{",".join(map(str, record["shape"]))}]'
+_NO_MOMENTUM = 'no momentum'
 
 
-def _words(record: Record | None) -> tuple[str, ...]:
+def _words(record: Record | None) -> tuple[str, str, str]:
   """Describes the array, its chunks, its compressor."""
-  if record is None or 'lengths' not in record:
-    return _array(record), 'no momentum', str((record or {}).get('compressor'))
+  if record is None:
+    return 'nothing', _NO_MOMENTUM, 'None'
+  array = f'{record["dtype"]}[{",".join(map(str, record["shape"]))}]'
+  if 'lengths' not in record:
+    return array, _NO_MOMENTUM, record['compressor']
   chunks = f'chunks of {"x".join(map(str, record["lengths"]))}'
   if record['whole']:
     chunks = 'one chunk, not transformed'
   if max(record['blocks'], default=1) > 1:
     chunks += f' in {"x".join(map(str, record["blocks"]))} blocks'
-  return _array(record), chunks, record['compressor']
+  return array, chunks, record['compressor']
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class Layout:
   """The buckets of a tree of parameters, and the places of its leaves."""
 
-  leaves: tuple[Leaf, ...]
-  buckets: tuple[Bucket, ...]
+  # Not hashed, since a step hashes its layout at each call.
+  leaves: tuple[Leaf, ...] = dataclasses.field(hash=False)
+  buckets: tuple[Bucket, ...] = dataclasses.field(hash=False)
   axis_sizes: tuple[tuple[str, int], ...] = ()  # inside a worker, in mesh order
 
   @functools.cached_property
@@ -266,21 +267,10 @@ class Layout:
     """Describes the leaves by name."""
     return {leaf.name: leaf.record for leaf in self.leaves}
 
-  def __eq__(self, other: object) -> bool:
-    if self is other:
-      return True
-    return isinstance(other, Layout) and self._key == other._key
-
-  def __hash__(self) -> int:
-    return hash(self._key)
-
-  @functools.cached_property
-  def _key(self) -> tuple[Any, ...]:
-    return self.digest.tobytes(), self.leaves, self.buckets
-
   def members(self, number: int) -> list[int]:
-    """Returns the numbers of the leaves of a bucket."""
-    return [i for i in self.compressed if self.leaves[i].bucket == number]
+    """Returns the numbers of the leaves of a bucket, in their order there."""
+    found = [i for i in self.compressed if self.leaves[i].bucket == number]
+    return sorted(found, key=lambda i: self.leaves[i].offset)
 
   def fill(
       self, number: int, arrays: Mapping[int, jax.Array], device: Any
@@ -291,20 +281,17 @@ class Layout:
     along the bucket's `split_axes`.
     """
     bucket = self.buckets[number]
-    rows = {
-        i: chunking.to_chunks(
+    n, unit, num_devices = bucket.format.n, bucket.unit, bucket.num_devices
+    rows = bucket.rows if num_devices == 1 else bucket.num_chunks * num_devices
+    shape = rows * n // math.prod(unit), *unit
+    parts = [
+        chunking.to_chunks(
             arrays[i].astype(bucket.format.dtype), self.leaves[i].grid
-        )
+        ).reshape(-1, *unit)
         for i in self.members(number)
-    }
-    dense, n = bucket.kind == 'dense', bucket.format.n
-    total = bucket.num_chunks * bucket.num_devices
-    total = bucket.rows if bucket.num_devices == 1 else total
-    in_order = sorted(rows, key=lambda i: self.leaves[i].offset)
-    parts = [rows[i].reshape(-1) if dense else rows[i] for i in in_order]
-    shape = (total * n,) if dense else (total, n)
-    missing = (shape[0] - sum(map(len, parts)), *shape[1:])
-    parts += [jnp.zeros_like(parts[0], shape=missing)] if missing[0] else []
+    ]
+    if missing := shape[0] - sum(map(len, parts)):
+      parts.append(jnp.zeros_like(parts[0], shape=(missing, *unit)))
     if platform.concatenates(bucket.sides[0]):
       filled = jnp.concatenate(parts)
     else:
@@ -312,30 +299,21 @@ class Layout:
       for x in parts:
         filled = jax.lax.dynamic_update_slice_in_dim(filled, x, start, 0)
         start += len(x)
-    filled = filled.reshape(total, n)
-    if bucket.num_devices == 1:
-      return filled
-    x = jax.lax.dynamic_slice_in_dim(
-        filled, device * bucket.num_chunks, bucket.num_chunks
-    )
-    return jnp.pad(x, ((0, bucket.rows - bucket.num_chunks), (0, 0)))
+    filled = filled.reshape(rows, n)
+    return filled if num_devices == 1 else bucket.of_device(filled, device)
 
   def cut(self, number: int, chunks: jax.Array) -> dict[int, jax.Array]:
     """Cuts the shards of leaves, by number, out of their bucket.
 
     `chunks` are `[rows, n]`, of all devices along `split_axes`.
     """
-    if self.buckets[number].kind == 'dense':
-      chunks = chunks.reshape(-1)
+    chunks = chunks.reshape(-1, *self.buckets[number].unit)
     found = {}
     for i in self.members(number):
       leaf = self.leaves[i]
       x = jax.lax.slice_in_dim(chunks, leaf.offset, leaf.offset + leaf.size)
-      found[i] = x.reshape(leaf.grid.num_chunks, leaf.grid.chunk_size)
-    return {
-        i: chunking.from_chunks(x, self.leaves[i].grid)
-        for i, x in found.items()
-    }
+      found[i] = chunking.from_chunks(x, leaf.grid)
+    return found
 
   def clear_padding(
       self, number: int, c: jax.Array, device: Any, valid: jax.Array
@@ -346,30 +324,25 @@ class Layout:
     momentum of an excluded worker must not change.
     """
     bucket = self.buckets[number]
-    alike: dict[ChunkGrid, list[int]] = {}
-    for i in self.members(number):
-      grid = self.leaves[i].grid
-      if any(grid.padding):
-        alike.setdefault(grid, []).append(i)
-    for grid, members in alike.items():  # consecutive in the bucket
-      start = self.leaves[members[0]].offset
+    in_order = [self.leaves[i] for i in self.members(number)]
+    for grid, alike in itertools.groupby(in_order, lambda leaf: leaf.grid):
+      members = list(alike)
+      if not any(grid.ends):
+        continue
+      start = members[0].offset
       stop = start + len(members) * grid.num_chunks
-      shape = len(members), grid.num_chunks, grid.chunk_size
       if bucket.num_devices == 1:
         old = jax.lax.slice_in_dim(c, start, stop)
-        x = chunking.clear_padding(old.reshape(shape), grid, bucket.basis)
-        x = jnp.where(valid, x.reshape(old.shape), old)
+        x = chunking.clear_padding(old, grid, bucket.basis)
+        x = jnp.where(valid, x, old)
         c = jax.lax.dynamic_update_slice_in_dim(c, x, start, 0)
         continue
       # The chunks of this device are unknown when traced: project all of them
       # and take those at an edge.
       for at, project in chunking.edges(grid, bucket.basis):
         flags = np.zeros(bucket.num_devices * bucket.num_chunks, bool)
-        flags[start:stop] = np.tile(chunking.flags(grid, at), len(members))
-        mine = jax.lax.dynamic_slice_in_dim(
-            jnp.asarray(flags), device * bucket.num_chunks, bucket.num_chunks
-        )
-        mine = jnp.pad(mine, (0, bucket.rows - bucket.num_chunks))
+        flags[start:stop].reshape(-1, *grid.folded_counts[1:])[at] = True
+        mine = bucket.of_device(jnp.asarray(flags), device)
         c = jnp.where(mine[:, None] & valid, project(c), c)
     return c
 
@@ -382,52 +355,49 @@ def make_layout(
   """Maps the leaves of a tree, as paths, shapes and arrays, to buckets."""
   axis_sizes = param_specs.axis_sizes
   made: list[Leaf] = []
-  members: dict[Any, dict[ChunkGrid, list[int]]] = {}
+  members: dict[Bucket, dict[ChunkGrid, list[int]]] = {}  # of empty buckets
   for i, (path, shape, x) in enumerate(leaves):
     dtype, sharding = None, REPLICATED.place((), shape)
     compressor: Compressor | Frozen | None = Frozen()
     if _tree.is_exchanged(x):  # neither of integers nor empty
       dtype = _tree.momentum_dtype(path, x)
       sharding, compressor = param_specs.place(path, shape), compressors[i]
-    leaf = Leaf(path_keys(path), shape, str(dtype), sharding, compressor)
+    plan = None
     if isinstance(compressor, Compressor):
       shard = tuple(d // b for d, b in zip(shape, sharding.blocks))
       plan = compressor.plan(shard, dtype)
-      leaf = dataclasses.replace(leaf, plan=plan)
-      split = tuple(
-          (axis, size) for axis, size in axis_sizes
-          if axis not in sharding.axes
-      )
-      key = (_kind(compressor, plan), split)
-      members.setdefault(key, {}).setdefault(plan.grid, []).append(i)
-    made.append(leaf)
+      split = {a: n for a, n in axis_sizes if a not in sharding.axes}
+      bucket = _empty_bucket(compressor, plan, split)
+      members.setdefault(bucket, {}).setdefault(plan.grid, []).append(i)
+    made.append(
+        Leaf(path_keys(path), shape, str(dtype), sharding, compressor, plan)
+    )
   buckets = []
-  for number, (key, by_grid) in enumerate(members.items()):
-    (kind, select, basis, chunk_format, sides), split = key
-    offset = 0
-    for i in (i for alike in by_grid.values() for i in alike):
-      made[i] = dataclasses.replace(made[i], bucket=number, offset=offset)
-      offset += made[i].size
-    num_devices = math.prod(size for _, size in split)
-    label = 'dense' if kind == 'dense' else f'{sides[0]}x{sides[1]}'
-    if kind == 'dense':
+  for number, (bucket, by_grid) in enumerate(members.items()):
+    size = 0
+    for i in itertools.chain(*by_grid.values()):
+      made[i] = dataclasses.replace(made[i], bucket=number, offset=size)
+      size += made[i].size
+    label = 'x'.join(map(str, bucket.sides))
+    if bucket.kind == 'dense':
       # Even rows, so that each device sends little padding.
-      share = -(-offset // num_devices)
-      n = -(-share // -(-share // _DENSE_ROW))
-      chunk_format = dataclasses.replace(chunk_format, n=n, k=n)
-      sides = 1, n
-    buckets.append(Bucket(
-        f'bucket_{number:03}_{label}', select, basis, chunk_format, sides, kind,
-        tuple(axis for axis, _ in split), num_devices, offset,
-    ))
+      share = -(-size // bucket.num_devices)
+      n, label = -(-share // -(-share // _DENSE_ROW)), 'dense'
+      form = dataclasses.replace(bucket.format, n=n, k=n)
+      bucket = dataclasses.replace(bucket, format=form, sides=(1, n))
+    name = f'bucket_{number:03}_{label}'
+    buckets.append(dataclasses.replace(bucket, name=name, size=size))
   return Layout(tuple(made), tuple(buckets), axis_sizes)
 
 
-def _kind(compressor: Compressor, plan: LeafPlan) -> tuple[Any, ...]:
-  """Returns the properties that chunks of one bucket share."""
-  select, basis = compressor.select, compressor.basis
-  if plan.is_dense:
-    element = dataclasses.replace(plan.format, n=1, k=1)  # rows come later
-    return 'dense', select, basis, element, (1, 1)
-  kind = 'whole' if plan.grid.whole else 'chunks'
-  return kind, select, basis, plan.format, plan.grid.sides
+def _empty_bucket(
+    compressor: Compressor, plan: LeafPlan, split: Mapping[str, int]
+) -> Bucket:
+  """Returns what all leaves of one bucket share."""
+  form, sides = plan.format, plan.grid.sides
+  if plan.kind == 'dense':  # its rows come later
+    form, sides = dataclasses.replace(form, n=1, k=1), (1, 1)
+  return Bucket(
+      '', compressor.select, compressor.basis, form, sides, plan.kind,
+      tuple(split), math.prod(split.values()), 0,
+  )

@@ -19,12 +19,13 @@ from jax.sharding import PartitionSpec as P
 
 from demo_optax.compressors import chunking
 from demo_optax.compressors.bases import Basis
+from demo_optax.compressors.chunking import ChunkGrid
 from demo_optax.compressors.compressor import Compressor
 from demo_optax.compressors.layout import Layout, Leaf
-from demo_optax.workers.param_specs import names_of
+from demo_optax.workers.param_specs import entry, names_of
 
 # The grid of one shard, shards along each dimension, the transform of a chunk.
-Cut = tuple[chunking.ChunkGrid, tuple[int, ...], Basis | None]
+Cut = tuple[ChunkGrid, tuple[int, ...], Basis | None]
 
 
 def cut_bucket(
@@ -39,35 +40,12 @@ def cut_bucket(
   parameter space. The bucket may be a `jax.ShapeDtypeStruct`, for shapes.
   """
   like, members = layout.buckets[number], layout.members(number)
-  if bucket.shape[-2:] != like.shape:
-    raise ValueError(
-        f'{like.name} must have shape [..., {like.rows}, {like.format.n}], got'
-        f' {list(bucket.shape)}. Make the state with tx.init, for the same'
-        ' parameters.'
-    )
-  sharding, inner = getattr(bucket, 'sharding', None), dict(layout.axis_sizes)
-  shapes, out = {}, dict.fromkeys(members, sharding)
-  for i in members:
-    leaf = layout.leaves[i]
-    counts = (b * c for b, c in zip(leaf.sharding.blocks, leaf.grid.counts))
-    shape = leaf.shape if fun else (*counts, leaf.grid.chunk_size)
-    shapes[i] = bucket.shape[0], *shape
-    if isinstance(sharding, NamedSharding):
-      worker = [a for a in names_of(sharding.spec) if a not in inner] or [None]
-      spec = P(*worker, *leaf.sharding.spec)
-      out[i] = fit_sharding(shapes[i], NamedSharding(sharding.mesh, spec))
-  if isinstance(bucket, jax.ShapeDtypeStruct):
-    return {
-        i: jax.ShapeDtypeStruct(shape, bucket.dtype, sharding=out[i])
-        for i, shape in shapes.items()
-    }
 
   def cut(x: Any) -> dict[int, Any]:
     sizes, order, used = _devices(layout, number)
     x = x.reshape(len(x), *sizes, *like.shape)[..., : like.num_chunks, :]
-    x = x.transpose(0, *order, x.ndim - 2, x.ndim - 1)
-    row = () if like.kind == 'dense' else (like.format.n,)
-    x = x.reshape(*x.shape[: 1 + used], -1, *row)
+    x = x.transpose(0, *order, -2, -1)
+    x = x.reshape(*x.shape[: 1 + used], -1, *like.unit)
     found = {}
     for i in members:
       leaf = layout.leaves[i]
@@ -79,6 +57,20 @@ def cut_bucket(
       found[i] = fun(leaf, c) if fun else c
     return found
 
+  made = jax.eval_shape(cut, jax.ShapeDtypeStruct(bucket.shape, bucket.dtype))
+  sharding, inner = getattr(bucket, 'sharding', None), dict(layout.axis_sizes)
+  out = dict.fromkeys(members, sharding)
+  if isinstance(sharding, NamedSharding):
+    worker = [a for a in names_of(sharding.spec) if a not in inner] or [None]
+    for i in members:
+      spec = P(*worker, *layout.leaves[i].sharding.spec)
+      place = NamedSharding(sharding.mesh, spec)
+      out[i] = fit_sharding(made[i].shape, place)
+  if isinstance(bucket, jax.ShapeDtypeStruct):
+    return {
+        i: jax.ShapeDtypeStruct(x.shape, bucket.dtype, sharding=out[i])
+        for i, x in made.items()
+    }
   return run(cut, bucket, out)
 
 
@@ -93,26 +85,26 @@ def fill_bucket(
 
   `fun` returns the coefficients of a leaf from its value in `leaves`.
   """
-  bucket, dense = layout.buckets[number], layout.buckets[number].kind == 'dense'
-  axes = dict(layout.axis_sizes)
+  bucket, axes = layout.buckets[number], dict(layout.axis_sizes)
+  n, unit = bucket.format.n, bucket.unit
   sizes, order, used = _devices(layout, number)
 
   def fill(leaves: dict[int, Any]) -> Any:
     parts = []
-    for i in sorted(leaves, key=lambda i: layout.leaves[i].offset):
+    for i in layout.members(number):
       leaf, c = layout.leaves[i], fun(layout.leaves[i], leaves[i])
       inner = [axes[name] for name in names_of(leaf.sharding.spec)]
-      row = (leaf.size,) if dense else (leaf.size, bucket.format.n)
-      c = _split(c, leaf.sharding.blocks).reshape(len(c), *inner, *row)
+      c = _split(c, leaf.sharding.blocks)
+      c = c.reshape(len(c), *inner, leaf.size, *unit)
       back = 1 + np.argsort(_by_dimension(leaf))
       parts.append(c.transpose(0, *back, *range(1 + used, c.ndim)))
     xp: Any = np if isinstance(parts[0], np.ndarray) else jnp
     x = xp.concatenate(parts, 1 + used)
     rows = bucket.num_devices * bucket.num_chunks
-    x = _pad(x, 1 + used, rows * bucket.format.n if dense else rows)
+    x = _pad(x, 1 + used, rows * n // math.prod(unit))
     inner = [sizes[i - 1] for i in order]
-    x = x.reshape(len(x), *inner, bucket.num_chunks, bucket.format.n)
-    x = x.transpose(0, *(1 + np.argsort(order)), x.ndim - 2, x.ndim - 1)
+    x = x.reshape(len(x), *inner, bucket.num_chunks, n)
+    x = x.transpose(0, *(1 + np.argsort(order)), -2, -1)
     devices = [math.prod(sizes)] if sizes else []
     x = x.reshape(len(x), *devices, *x.shape[-2:])
     return _pad(x, x.ndim - 2, bucket.rows).astype(like.dtype)
@@ -129,33 +121,25 @@ def cut_of(leaf: Leaf) -> Cut:
 
 
 def decode(
-    c: Any,
-    grid: chunking.ChunkGrid,
-    blocks: tuple[int, ...],
-    basis: Basis | None,
+    c: Any, grid: ChunkGrid, blocks: tuple[int, ...], basis: Basis | None
 ) -> jax.Array:
   """Returns `[workers, *shape]` from coefficients `[workers, *counts, n]`."""
-  return _by_shard(
-      lambda c: chunking.from_coefficients(c, grid, basis), c, blocks
-  )
+  return _by_shard(chunking.from_coefficients, c, (grid, blocks, basis))
 
 
 def encode(
-    x: Any,
-    grid: chunking.ChunkGrid,
-    blocks: tuple[int, ...],
-    basis: Basis | None,
+    x: Any, grid: ChunkGrid, blocks: tuple[int, ...], basis: Basis | None
 ) -> jax.Array:
   """Undoes `decode`."""
-  return _by_shard(
-      lambda x: chunking.to_coefficients(x, grid, basis), x, blocks
-  )
+  return _by_shard(chunking.to_coefficients, x, (grid, blocks, basis))
 
 
-def _by_shard(fun: Any, x: Any, blocks: tuple[int, ...]) -> jax.Array:
+def _by_shard(fun: Callable[..., jax.Array], x: Any, cut: Cut) -> jax.Array:
+  grid, blocks, basis = cut
   x = _split(jnp.asarray(x), blocks)
   lead = x.shape[: 1 + len(blocks)]
-  y = jax.vmap(fun)(x.reshape(-1, *x.shape[len(lead) :]))
+  x = x.reshape(-1, *x.shape[len(lead) :])
+  y = jax.vmap(lambda x: fun(x, grid, basis))(x)
   return _join(y.reshape(*lead, *y.shape[1:]), blocks)
 
 
@@ -245,20 +229,20 @@ def fit_sharding(shape: tuple[int, ...], sharding: Any) -> Any:
   """
   if not isinstance(sharding, NamedSharding):
     return sharding
-  sizes = sharding.mesh.shape
+  parts = [
+      math.prod(sharding.mesh.shape[name] for name in entry(sharding.spec, dim))
+      for dim in range(len(sharding.spec))
+  ]
+
+  def fits(dim: int, home: int) -> bool:
+    return home < len(shape) and shape[home] % parts[dim] == 0
+
   entries: list[Any] = [None] * len(shape)
-  homeless = []
-  for dim, entry in enumerate(sharding.spec):
-    names = entry if isinstance(entry, tuple) else (entry,)
-    parts = math.prod(sizes[name] for name in names if name)
-    if dim < len(shape) and shape[dim] % parts == 0:
-      entries[dim] = entry
-    else:
-      homeless.append((entry, parts))
-  for entry, parts in homeless:
-    for dim in sorted(range(len(shape)), key=lambda d: -shape[d]):
-      if entries[dim] is None and shape[dim] % parts == 0:
-        entries[dim] = entry
+  longest = sorted(range(len(shape)), key=lambda dim: -shape[dim])
+  for dim in sorted(range(len(parts)), key=lambda dim: not fits(dim, dim)):
+    for home in (dim, *longest):
+      if fits(dim, home) and entries[home] is None:
+        entries[home] = sharding.spec[dim]
         break
   return NamedSharding(sharding.mesh, P(*entries))
 

@@ -63,9 +63,8 @@ class TopK:
 
   def count(self, n: int) -> int:
     """Returns how many of `n` coefficients are selected."""
-    if self.of is None or n >= self.of:
-      return min(self.k, n)
-    return min(-(-self.k * n // self.of), n)
+    of = self.of or n
+    return min(-(-self.k * min(n, of) // of), n)
 
   def __call__(self, coefficients: jax.Array, step: jax.Array) -> jax.Array:
     del step
@@ -79,24 +78,15 @@ class GroupMax:
   Group g has the coefficients g, g + k, g + 2k, ... An index takes
   `ceil(log2(ceil(n / k)))` bits, 6 for 64 of 4096, where `TopK` takes 7.98. For
   GPUs and TPUs: neither selection nor merge sorts, scatters or gathers. CPUs
-  merge the selections of many workers faster with `TopK`. At equal k it leaves
-  2 to 14 % more energy in the momentum than `TopK`, at equal bytes up to 11 %
-  less. At the bytes of 8, 64 and 128 of 4096 by `TopK`, `demo_muon` had 0.8 %
-  less, 0.3 % more and 0.8 % more loss (`benchmarks/TRIED.md`, 'One of a
-  group').
+  merge the selections of many workers faster with `TopK`. Losses are near those
+  of `TopK` at equal bytes (`benchmarks/TRIED.md`, 'One of a group').
 
   Attributes:
     k: number of groups, at least 1; a chunk with fewer coefficients sends all.
-    kernels: whether TPUs from v5 on run Pallas kernels, which were compiled and
-      interpreted and never run. They handle float32 buckets of at least 128
-      chunks with sides that are multiples of 8, up to 4096 coefficients in a
-      chunk, a multiple of 128 and of `k`, and `k` a multiple of 8; all others
-      are handled as without kernels.
   """
 
   shared: ClassVar[bool] = False
   k: int
-  kernels: bool = dataclasses.field(default=False, repr=False)
 
   def __post_init__(self) -> None:
     _checks.check_positive('k', self.k)

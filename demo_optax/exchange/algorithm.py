@@ -13,16 +13,16 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 
-from demo_optax.compressors.layout import Bucket, Layout
+from demo_optax.compressors.layout import Layout
 from demo_optax.exchange import arithmetic
-from demo_optax.exchange.message import Packer
-from demo_optax.exchange.owners import Report, UpdatePacker
+from demo_optax.exchange.message import Packer, Report
+from demo_optax.exchange.owners import UpdatePacker
 from demo_optax.numerics import platform, rounding, topk
 from demo_optax.workers import Group, Spec, Workers, lift
 from demo_optax.workers.collectives import sums
@@ -33,17 +33,13 @@ MAX_GRADIENT_SHARE = 1e-12
 
 
 class WorkerState(NamedTuple):
-  """A worker's state between exchanges, by bucket name; stacked over workers.
+  """A worker's state between exchanges by bucket name, stacked over workers."""
 
-  Attributes:
-    momentum: coefficients `[workers, rows, n]`, or
-      `[workers, devices, rows, n]` with mesh axes inside a worker; float32
-      (float64 for float64 parameters).
-    update_residual: `[workers, chunks, n]`, the losses of the update code in
-      the chunks a worker owns. Empty without owners and for exact codes.
-  """
-
+  # Coefficients `[workers, rows, n]`, `[workers, devices, rows, n]` with mesh
+  # axes inside a worker; float32 (float64 for float64 parameters).
   momentum: dict[str, chex.Array]
+  # `[workers, chunks, n]`, the losses of the update code in the chunks that a
+  # worker owns. Empty without owners and for exact codes.
   update_residual: dict[str, chex.Array]
 
 
@@ -78,11 +74,6 @@ class ExchangeConfig:
   owners: UpdatePacker | None = None  # also if 'auto' chose an all-gather
 
   @property
-  def kind(self) -> str:
-    """The collective: `'all_gather'` or `'all_to_all'`."""
-    return 'all_gather' if self.packer.num_owners is None else 'all_to_all'
-
-  @property
   def update_packer(self) -> UpdatePacker | None:
     """Writes and reads updates of owners; None without owners."""
     return None if self.packer.num_owners is None else self.owners
@@ -110,9 +101,9 @@ class ExchangeConfig:
 
   def __str__(self) -> str:
     """Returns the collective and `update_values` in words."""
-    if self.owners is None:
-      return repr(self.kind)
-    return f'{self.kind!r} with update_values={self.owners.values!r}'
+    kind = 'all_gather' if self.packer.num_owners is None else 'all_to_all'
+    values = self.owners and f' with update_values={self.owners.values!r}'
+    return f'{kind!r}{values or ""}'
 
 
 ExchangeKind = Literal['all_gather', 'all_to_all', 'auto']
@@ -139,11 +130,8 @@ def make_config(
     owners = UpdatePacker(layout.buckets, count, update_values)
     gathered = dataclasses.replace(gathered, owners=owners)
   owned = dataclasses.replace(gathered, packer=Packer(layout.buckets, count))
-  if kind == 'all_to_all' or (
-      owned.received_bytes(count) < gathered.received_bytes(count)
-  ):
-    return owned
-  return gathered
+  choices = [owned] if kind == 'all_to_all' else [gathered, owned]
+  return min(choices, key=lambda config: config.received_bytes(count))
 
 
 def exchange(
@@ -155,18 +143,10 @@ def exchange(
 ) -> tuple[list[jax.Array], WorkerState, Metrics]:
   """Runs Algorithm 1 for one step, on one device of one worker.
 
-  The formulas are those of `scale_by_demo`; momentum is kept transformed.
-
-  Args:
-    config: the static part.
-    group: the other workers, and the devices of this one.
-    gradients: by leaf number, the shard on this device.
-    state: of this device, momentum `[rows, n]` of each bucket.
-    hyper: hyperparameters.
-
-  Returns:
-    The update of each leaf, equal on all workers to the last bit; the new
-    state; and metrics.
+  The formulas are those of `scale_by_demo`; momentum is kept transformed. Takes
+  the shards of gradients on this device, by leaf number, and its own state,
+  with momentum `[rows, n]` of each bucket. Returns the update of each leaf,
+  equal on all workers to the last bit; the new state; and metrics.
   """
   layout, packer, buckets = config.layout, config.packer, config.layout.buckets
   devices = [group.device_index(bucket.split_axes) for bucket in buckets]
@@ -176,8 +156,7 @@ def exchange(
 
   # Exclude a worker whose gradient could make its momentum overflow. Decided
   # before momentum is touched, so that momentum can be updated in place.
-  valid = _is_valid(layout, chunks, gradients, hyper)  # bool []
-  valid = group.all_devices(valid)
+  valid = group.all_devices(_is_valid(layout, chunks, gradients, hyper))
 
   # m <- decay m + w T g, and the k of n coefficients of each chunk to send.
   momentum, selected = [], []
@@ -204,27 +183,20 @@ def exchange(
     m = arithmetic.subtract(bucket, momentum[i], selected[i].indices, leaving)
     residual[bucket.name] = layout.clear_padding(i, m, devices[i], valid)
 
-  inbox = packer.unpack(
-      arrived,
-      lambda bucket: arithmetic.shared_indices(bucket, hyper.step),
-      group,
-  )
+  received, report = packer.unpack(arrived, group)
 
   # u = T^-1 average_i(q_i), in a fixed order: the same bits on all workers.
   merged, distinct = [], []
-  for bucket, received in zip(packer.read, inbox.received):
-    u, found = arithmetic.merge(bucket, received, config.average)
+  for bucket, selections in zip(packer.read, received):
+    u, found = arithmetic.merge(bucket, selections, config.average, hyper.step)
     merged.append(u)
     distinct.append(found)
-  report = Report(inbox.num_valid, inbox.energies, distinct)
+  report = report._replace(distinct=distinct)
 
   # Owners broadcast the updates of the chunks they have merged.
   update_residual = state.update_residual
-  if config.update_packer is not None:
-    owners = config.update_packer
-    data, update_residual = owners.pack(
-        dict(enumerate(merged)), update_residual, report
-    )
+  if owners := config.update_packer:
+    data, update_residual = owners.pack(merged, update_residual, report)
     of_owners, report = owners.unpack(group.gather(data), distinct, group)
     merged = [of_owners.get(i, u) for i, u in enumerate(merged)]
 
@@ -236,13 +208,15 @@ def exchange(
 
   averages, num_valid = _averages(layout, group, gradients, valid)
   updates |= averages
-  metrics = _metrics(buckets, group, report, num_valid)
+  if report.num_valid is None:  # nothing was compressed
+    report = report._replace(num_valid=num_valid)
+  metrics = _metrics(layout, group, report)
   state = WorkerState(residual, update_residual)
   return [updates[i] for i in sorted(updates)], state, metrics
 
 
-_traced: contextvars.ContextVar[list[ExchangeConfig] | None] = (
-    contextvars.ContextVar('demo_optax_traced', default=None)
+_traced: contextvars.ContextVar[tuple[list[ExchangeConfig], ...]] = (
+    contextvars.ContextVar('demo_optax_traced', default=())
 )
 
 
@@ -250,32 +224,23 @@ _traced: contextvars.ContextVar[list[ExchangeConfig] | None] = (
 def traced_configs() -> Iterator[list[ExchangeConfig]]:
   """Yields a list that collects the configs of exchanges traced inside."""
   found: list[ExchangeConfig] = []
-  token = _traced.set(found)
+  token = _traced.set((*_traced.get(), found))
   try:
     yield found
   finally:
     _traced.reset(token)
-    for config in found:
-      note(config)  # in the list outside of this one
 
 
 def note(config: ExchangeConfig) -> None:
-  """Adds the config of an exchange to the list of `traced_configs`."""
-  if (found := _traced.get()) is not None:
+  """Adds the config of an exchange to the lists of `traced_configs`."""
+  for found in _traced.get():
     found.append(config)
 
 
+# One computation even outside the user's jit, and part of that inside: with a
+# relay one message has all that the step exchanges.
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def run(
-    workers: Workers, config: ExchangeConfig, *args: Any
-) -> tuple[list[jax.Array], WorkerState, Metrics]:
-  """Runs `exchange` for all workers; see `_run`."""
-  # Jitted, so that it is one computation even outside the user's jit. With a
-  # relay it is not, so that one message has all that the step exchanges.
-  run = _run if workers.relay is not None else _run_jitted
-  return run(workers, config, *args)
-
-
-def _run(
     workers: Workers,
     config: ExchangeConfig,
     gradients: Sequence[jax.Array],
@@ -288,7 +253,6 @@ def _run(
   updates are those of the exchanged leaves, in the parameters' shapes.
   """
   leaves = config.layout.leaves
-  stacked = workers.stacked_gradients
   exchanged = sorted((*config.layout.compressed, *config.layout.averaged))
 
   def one_worker(
@@ -302,32 +266,22 @@ def _run(
     new = jax.tree.map(lambda x, old: x.reshape(old.shape), new, state)
     return updates, new, metrics
 
-  metrics = jax.eval_shape(no_metrics)
-  buckets = jax.tree.map(lambda _: workers.bucket_spec, state)
+  stacked, same = workers.stacked_gradients, Spec(False)
   inner = [leaves[i].sharding.spec for i in exchanged]
+  buckets = jax.tree.map(lambda _: workers.bucket_spec, state)
+  of_metrics = dict.fromkeys(jax.eval_shape(no_metrics), same)
   updates, state, metrics = lift.run(
       workers,
       one_worker,
       ([gradients[i] for i in exchanged], state, hyper),
-      (
-          [Spec(stacked, spec) for spec in inner],
-          buckets,
-          jax.tree.map(lambda _: Spec(False), hyper),
-      ),
-      (
-          [Spec(False, spec) for spec in inner],
-          buckets,
-          jax.tree.map(lambda _: Spec(False), metrics),
-      ),
+      ([Spec(stacked, spec) for spec in inner], buckets, [same] * len(hyper)),
+      ([Spec(False, spec) for spec in inner], buckets, of_metrics),
   )
   updates = [
       lift.as_given(workers, u, leaves[i].sharding)
       for i, u in zip(exchanged, updates)
   ]
   return updates, state, metrics
-
-
-_run_jitted = jax.jit(_run, static_argnums=(0, 1))
 
 
 def _is_valid(
@@ -372,39 +326,21 @@ def _averages(
   """Averages uncompressed gradients over the valid workers."""
   if not layout.averaged:
     return {}, None
-  # Together with those that are spread over the same devices, since what one
-  # sum is made of differs between devices if any of it does.
-  alike: dict[tuple[str, ...], list[int]] = {(): []}
-  for i in layout.averaged:
-    alike.setdefault(layout.leaves[i].sharding.axes, []).append(i)
-  totals: dict[int, jax.Array] = {}
-  count = valid.astype(jnp.int32)  # then of all: the first sum is of P()
-  for axes, members in alike.items():
-    own = [gradients[i].astype(layout.leaves[i].dtype) for i in members]
-    own = [jnp.where(valid, x, jnp.zeros_like(x)) for x in own]
-    summed = sums([*own, *([] if axes else [count])], group.axis)
-    totals |= zip(members, summed)
-    count = count if axes else summed[-1]
+  own = [gradients[i].astype(layout.leaves[i].dtype) for i in layout.averaged]
+  own = [jnp.where(valid, x, jnp.zeros_like(x)) for x in own]
+  *totals, count = sums([*own, valid.astype(jnp.int32)], group.axis)
   found = {}
-  for i, total in totals.items():
+  for i, total in zip(layout.averaged, totals):
     weight = rounding.exact_reciprocal(count, group.size, total.dtype)
     found[i] = rounding.mul_no_fma(weight, total)
   return found, count
 
 
-def _metrics(
-    buckets: Sequence[Bucket],
-    group: Group,
-    report: Report,
-    num_valid: jax.Array | None,
-) -> Metrics:
-  """Returns the metrics of this exchange."""
-  count = num_valid if report.num_valid is None else report.num_valid
-  if count is None:
-    return no_metrics()
-  valid = count.astype(jnp.float32)
+def _metrics(layout: Layout, group: Group, report: Report) -> Metrics:
+  assert report.num_valid is not None
+  valid = report.num_valid.astype(jnp.float32)
   senders = jnp.zeros((2,), jnp.float32)  # of all that was sent; distinct
-  for bucket, different in zip(buckets, report.distinct):
+  for bucket, different in zip(layout.buckets, report.distinct):
     form = bucket.format
     if not form.shared and form.k < form.n:
       of_all = valid * float(bucket.num_chunks * form.k)
@@ -413,7 +349,7 @@ def _metrics(
       jnp.concatenate([report.energies, senders])
   )
   return {
-      'num_excluded': group.size - count,
+      'num_excluded': group.size - report.num_valid,
       'sent_energy': _ratio(sent, held),
       'residual_norm': jnp.sqrt(_ratio(stays, valid)),
       'mean_senders': _ratio(all_sent, different),

@@ -1,7 +1,4 @@
-"""A bucket's arithmetic, on CPUs and TPUs in parts that fit fast memory.
-
-On TPUs kernels (`in_kernels`) handle what `GroupMax(k, kernels=True)` selects.
-"""
+"""A bucket's arithmetic, on CPUs and TPUs in parts that fit fast memory."""
 
 from typing import Any
 
@@ -10,7 +7,7 @@ import jax.numpy as jnp
 
 from demo_optax.compressors import chunking
 from demo_optax.compressors.layout import Bucket
-from demo_optax.compressors.selectors import GroupMax, TopK
+from demo_optax.compressors.selectors import TopK
 from demo_optax.exchange.message import Received, Selected, energy
 from demo_optax.numerics import platform, rounding, topk
 
@@ -28,19 +25,10 @@ def accumulate_and_select(
 
   Momentum does not change unless `valid`, bool `[]`.
   """
-  if kernels := _kernels(bucket):
-    return kernels.accumulate_and_select(
-        bucket, gradients, momentum, decay, weight, valid
-    )
   n, k = bucket.format.n, bucket.format.k
-  pieces = platform.num_pieces(bucket.pieces, bucket.rows * n)
-  rows = bucket.rows // pieces
-  shared = shared_indices(bucket, step) if bucket.format.shared else None
+  shared = _shared_indices(bucket, step) if bucket.format.shared else None
 
-  def add_piece(
-      momentum: jax.Array, number: jax.Array
-  ) -> tuple[jax.Array, tuple[jax.Array | None, jax.Array, jax.Array]]:
-    start = number * rows
+  def add_piece(momentum: jax.Array, start: jax.Array, rows: int) -> Any:
     g = _load(gradients, start, rows)  # [rows, n]
     old = _load(momentum, start, rows)
 
@@ -56,7 +44,7 @@ def accumulate_and_select(
       m = jnp.where(valid, add(None, old), old)
     momentum = _store(momentum, m, start)
     indices = None
-    if shared is not None and k < n:
+    if k < n and shared is not None:
       indices = jnp.broadcast_to(shared[None], (rows, k))
     elif k < n:
       indices = _select(bucket, m, step)
@@ -67,12 +55,9 @@ def accumulate_and_select(
       values = jnp.where(inside, values, jnp.full_like(values, jnp.nan))
     return momentum, (indices, values, energy(m))
 
-  momentum, found = _scan(add_piece, momentum, pieces)
-  indices, values, energies = found
-  if indices is not None:
-    indices = indices.reshape(bucket.rows, k)
-  values = values.reshape(bucket.rows, k)
-  return momentum, Selected(indices, values, jnp.sum(energies))
+  momentum, found = _in_pieces(bucket, add_piece, momentum)
+  indices, values = jax.tree.map(lambda x: x.reshape(bucket.rows, k), found[:2])
+  return momentum, Selected(indices, values, jnp.sum(found[2]))
 
 
 def subtract(
@@ -82,56 +67,43 @@ def subtract(
     values: jax.Array,
 ) -> jax.Array:
   """Subtracts `values [rows, k]` at `indices` from momentum `[rows, n]`."""
-  if kernels := _kernels(bucket):
-    return kernels.subtract(momentum, indices, values)
   grouped = bucket.format.grouped
   if not platform.chunks_in_lanes(bucket.rows) or indices is None:
     return topk.subtract(momentum, indices, values, grouped)
-  pieces = platform.num_pieces(bucket.pieces, momentum.size)
-  rows = bucket.rows // pieces
 
-  def subtract_piece(
-      momentum: jax.Array, number: jax.Array
-  ) -> tuple[jax.Array, None]:
-    start = number * rows
+  def subtract_piece(momentum: jax.Array, start: jax.Array, rows: int) -> Any:
     at, leaving = (
         jax.lax.dynamic_slice_in_dim(x, start, rows) for x in (indices, values)
     )
     m = _load(momentum, start, rows)
     return _store(momentum, topk.subtract(m, at, leaving, grouped), start), None
 
-  return _scan(subtract_piece, momentum, pieces)[0]
+  return _in_pieces(bucket, subtract_piece, momentum)[0]
 
 
 def merge(
-    bucket: Bucket, received: Received, average: topk.Average
+    bucket: Bucket, received: Received, average: topk.Average, step: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
   """Averages all workers' selections and inverts the transform.
 
   Returns update chunks `[rows, n]`, and the number of different coefficients
   that were sent, float32 `[]`.
   """
-  if kernels := _kernels(bucket, len(received.values)):
-    return kernels.merge(bucket, received, average)
-  n = bucket.format.n
-  pieces = platform.num_pieces(bucket.pieces, bucket.rows * n)
-  rows = bucket.rows // pieces
+  n, k = bucket.format.n, bucket.format.k
+  if bucket.format.shared and k < n:
+    indices = _shared_indices(bucket, step)[None, None]
+    indices = jnp.broadcast_to(indices, (1, bucket.rows, k))
+    received = received._replace(indices=indices)
 
-  def merge_piece(
-      carry: tuple[jax.Array, jax.Array], number: jax.Array
-  ) -> tuple[tuple[jax.Array, jax.Array], None]:
+  def merge_piece(carry: Any, start: jax.Array, rows: int) -> Any:
     updates, distinct = carry
-    start = number * rows
 
     def piece_of(x: jax.Array) -> jax.Array:  # [senders, rows, k]
       return jax.lax.dynamic_slice_in_dim(x, start, rows, axis=1)
 
-    indices = None
-    if received.indices is not None:
-      indices = piece_of(received.indices)
+    indices, values = jax.tree.map(piece_of, received[:2])
     u, found = topk.merge(
-        indices, piece_of(received.values), received.valid, n, average,
-        bucket.format.grouped,
+        indices, values, received.valid, n, average, bucket.format.grouped
     )
     if bucket.kind == 'chunks':
       u = chunking.inverse(u, bucket.sides, bucket.basis)
@@ -146,57 +118,48 @@ def merge(
       jnp.broadcast_to(zero, (bucket.rows, n)),
       jnp.zeros_like(received.values, jnp.float32, shape=()),
   )
-  (updates, distinct), _ = _scan(merge_piece, carry, pieces)
+  (updates, distinct), _ = _in_pieces(bucket, merge_piece, carry)
   # Padding rows count as sent; remove them.
-  padding = (bucket.rows - bucket.num_chunks) * bucket.format.k
+  padding = (bucket.rows - bucket.num_chunks) * k
   someone = jnp.any(received.valid)
   return updates, distinct - jnp.where(someone, float(padding), 0.0)
 
 
-def _kernels(bucket: Bucket, senders: int = 0) -> Any:
-  """Returns the module of kernels if they handle a bucket, else None."""
-  select, form = bucket.select, bucket.format
-  if bucket.kind != 'chunks' or not isinstance(select, GroupMax):
-    return None
-  if not select.kernels or not platform.in_kernels(
-      bucket.rows, bucket.sides, form.k, form.dtype, senders * form.k
-  ):
-    return None
-  from demo_optax.exchange import in_kernels  # Pallas takes time to import
-
-  return in_kernels
-
-
-def _scan(piece: Any, carry: Any, pieces: int) -> tuple[Any, Any]:
-  numbers = jnp.arange(pieces, dtype=jnp.int32)
-  return jax.lax.scan(piece, carry, numbers, unroll=pieces == 1)
+def _in_pieces(bucket: Bucket, piece: Any, carry: Any) -> tuple[Any, Any]:
+  """Scans `piece(carry, start, rows)` over the pieces of a bucket."""
+  pieces = platform.num_pieces(bucket.pieces, bucket.rows * bucket.format.n)
+  rows = bucket.rows // pieces
+  return jax.lax.scan(
+      lambda carry, number: piece(carry, number * rows, rows),
+      carry,
+      jnp.arange(pieces, dtype=jnp.int32),
+      unroll=pieces == 1,
+  )
 
 
 def _load(x: jax.Array, start: jax.Array, rows: int) -> jax.Array:
   x = jax.lax.dynamic_slice_in_dim(x, start, rows)
-  # Without `in_rows`, XLA would prefer the other layout for all of the bucket.
-  return platform.in_lanes(platform.in_rows(x))
+  # If not first in rows, XLA would prefer lanes for all of the bucket.
+  return platform.laid_out(platform.laid_out(x, in_lanes=False), in_lanes=True)
 
 
 def _store(x: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
-  part = platform.in_rows(part)
+  part = platform.laid_out(part, in_lanes=False)
   return jax.lax.dynamic_update_slice_in_dim(x, part, start, 0)
 
 
-def shared_indices(bucket: Bucket, step: jax.Array) -> jax.Array:
+def _shared_indices(bucket: Bucket, step: jax.Array) -> jax.Array:
   """Returns the ascending indices `[k]` that all workers select at `step`."""
   one = jnp.zeros((1, bucket.format.n), bucket.format.dtype)
   return _select(bucket, one, step)[0]
 
 
-def _select(
-    bucket: Bucket, coefficients: jax.Array, step: jax.Array
-) -> jax.Array:
+def _select(bucket: Bucket, c: jax.Array, step: jax.Array) -> jax.Array:
   """Returns int32 indices, ascending within a chunk, as messages need them.
 
   Selectors may return any order and integer dtype, and negative indices.
   """
-  indices = bucket.select(coefficients, step).astype(jnp.int32)
+  indices = bucket.select(c, step).astype(jnp.int32)
   if _is_sound(bucket):
     return indices
   n = bucket.format.n

@@ -32,11 +32,13 @@ workers, and the energies.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from demo_optax.codes.format import ChunkFormat
 from demo_optax.compressors.layout import Bucket
@@ -65,17 +67,19 @@ class Selected(NamedTuple):
 class Received(NamedTuple):
   """The selections of all workers from a bucket."""
 
-  indices: jax.Array | None  # int32 [senders, rows, k]; None if k is n
+  # int32 [senders, rows, k]; None if k is n, or all selected the same.
+  indices: jax.Array | None
   values: jax.Array  # [senders, rows, k]; a sum is one sender's mean
   valid: jax.Array  # bool [senders], whose values count
 
 
-class Inbox(NamedTuple):
-  """The decoded messages of all workers."""
+class Report(NamedTuple):
+  """Counts and energies of an exchange."""
 
-  received: list[Received]
   num_valid: jax.Array | None  # int32 []; None without buckets
   energies: jax.Array  # float32 [ENERGIES], over valid workers
+  # Of each bucket float32 [], different coefficients; known once merged.
+  distinct: Sequence[jax.Array] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,51 +106,55 @@ class Packer:
   @functools.cached_property
   def gathered(self) -> dict[ChunkFormat, list[int]]:
     """Numbers of the buckets of each format, which are packed together."""
-    found: dict[ChunkFormat, list[int]] = {}
-    for number, bucket in enumerate(self.read):
-      chunk_format, _ = bucket.sent
-      if not chunk_format.shared:
-        found.setdefault(chunk_format, []).append(number)
-    return found
+    return self._alike(False, lambda bucket: bucket.sent[0])
 
   @functools.cached_property
   def summed(self) -> dict[str, list[int]]:
     """Numbers of the buckets of each dtype that are summed."""
-    found: dict[str, list[int]] = {}
+    return self._alike(True, lambda bucket: bucket.format.dtype)
+
+  def _alike(
+      self, shared: bool, key: Callable[[Bucket], Any]
+  ) -> dict[Any, list[int]]:
+    found: dict[Any, list[int]] = {}
     for number, bucket in enumerate(self.read):
-      if bucket.format.shared:
-        found.setdefault(bucket.format.dtype, []).append(number)
+      if bucket.format.shared == shared:
+        found.setdefault(key(bucket), []).append(number)
     return found
 
   def _chunks(self, numbers: Sequence[int]) -> list[int]:
     return [self.read[number].sent[1] for number in numbers]
+
+  def _sizes(self, numbers: Sequence[int]) -> list[int]:
+    """Values that are sent of each bucket."""
+    sent = [self.read[number].sent for number in numbers]
+    return [chunks * chunk_format.k for chunk_format, chunks in sent]
+
+  @property
+  def _words(self) -> list[int]:
+    """Words of the buckets of each format."""
+    return [
+        chunk_format.words(sum(self._chunks(members)))
+        for chunk_format, members in self.gathered.items()
+    ]
 
   @property
   def shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype of every array in the message of one device."""
     shapes: dict[str, tuple[tuple[int, ...], str]] = {}
     if self.gathered:
-      words = END_WORDS + sum(
-          chunk_format.words(sum(self._chunks(members)))
-          for chunk_format, members in self.gathered.items()
-      )
+      words = sum(self._words) + END_WORDS
       shape = (-(-words // ROW), ROW)
       if self.num_owners is not None:
         shape = (self.num_owners, words)
       shapes[self.name] = shape, 'uint32'
     for dtype, members in self.summed.items():
-      length = sum(
-          chunks * chunk_format.k
-          for chunk_format, chunks in (self.buckets[i].sent for i in members)
-      )
-      shapes[SUMMED + dtype] = (length + 1 + ENERGIES,), dtype
+      length = sum(self._sizes(members)) + 1 + ENERGIES
+      shapes[SUMMED + dtype] = (length,), dtype
     return shapes
 
   def pack(
-      self,
-      selected: Sequence[Selected],
-      alpha: jax.Array,
-      valid: jax.Array,
+      self, selected: Sequence[Selected], alpha: jax.Array, valid: jax.Array
   ) -> tuple[Message, list[jax.Array]]:
     """Writes one device's message; `alpha` and `valid` are scalars.
 
@@ -167,24 +175,34 @@ class Packer:
           jnp.concatenate(values, axis=-2),
       )
       packed.append(data)
-      parts = _split(read, self._chunks(members), axis=read.ndim - 2)
-      for i, x in zip(members, parts):
+      for i, x in zip(members, _split(read, self._chunks(members))):
         sent[i] = self._join(i, x)
+
+    def energies(members: Sequence[int]) -> jax.Array:
+      """Returns float32 `[ENERGIES]`: of momentum, its sent part, the rest."""
+      total = jnp.zeros((ENERGIES,), jnp.float32)
+      for i in members:
+        _, values, held = selected[i]
+        stays = energy(values - rounding.mul_no_fma(alpha, sent[i]))
+        if self.buckets[i].format.k < self.buckets[i].format.n:
+          stays += jnp.maximum(held - energy(values), 0)
+        total += jnp.stack([held, energy(sent[i]), stays])
+      return total
+
     message: dict[str, jax.Array] = {}
     if self.gathered:
-      members = [i for alike in self.gathered.values() for i in alike]
-      energies = self._energies(members, selected, sent, alpha)
-      energies = jax.lax.bitcast_convert_type(energies, jnp.uint32)
-      end = jnp.concatenate([valid.astype(jnp.uint32)[None], energies])
+      held = energies([i for alike in self.gathered.values() for i in alike])
+      held = jax.lax.bitcast_convert_type(held, jnp.uint32)
+      end = jnp.concatenate([valid.astype(jnp.uint32)[None], held])
       if self.num_owners is not None:
         end = jnp.broadcast_to(end, (self.num_owners, *end.shape))
       words = jnp.concatenate([*packed, end], axis=-1)
       message[self.name] = words if self.num_owners else as_rows(words)
     for dtype, members in self.summed.items():
-      energies = self._energies(members, selected, sent, alpha)
-      energies = jnp.where(jnp.isfinite(energies), energies, 0).astype(dtype)
+      held = energies(members)
+      held = jnp.where(jnp.isfinite(held), held, 0).astype(dtype)
       values = [self.buckets[i].strip(sent[i]).reshape(-1) for i in members]
-      vector = jnp.concatenate([*values, jnp.ones((1,), dtype), energies])
+      vector = jnp.concatenate([*values, jnp.ones((1,), dtype), held])
       message[SUMMED + dtype] = jnp.where(valid, vector, jnp.zeros_like(vector))
     return message, sent
 
@@ -193,81 +211,49 @@ class Packer:
 
     Owners with fewer chunks are padded with zero chunks at indices 0..k-1.
     """
-    if self.num_owners is None:
-      return self.buckets[number].strip(x)
     chunk_format, chunks = self.read[number].sent
-    k = self.buckets[number].format.k
-    x = x.reshape(-1)
-    missing = self.num_owners * chunks * chunk_format.k - len(x)
-    if missing > 0:
-      fill = jnp.arange(k, dtype=x.dtype)
+    shape: tuple[int, ...] = chunks, chunk_format.k
+    if self.num_owners is not None:
+      shape = self.num_owners, *shape
+    x, size = x.reshape(-1), math.prod(shape)
+    if size > len(x):
+      fill = jnp.arange(chunk_format.k, dtype=x.dtype)
       if not jnp.issubdtype(x.dtype, jnp.integer):
         fill = jnp.zeros_like(fill)
-      x = jnp.concatenate([x, jnp.tile(fill, -(-missing // k))[:missing]])
-    x = x[: self.num_owners * chunks * chunk_format.k]
-    return x.reshape(self.num_owners, chunks, chunk_format.k)
+      missing = (size - len(x)) // chunk_format.k
+      x = jnp.concatenate([x, jnp.tile(fill, missing)])
+    return x[:size].reshape(shape)
 
   def _join(self, number: int, x: jax.Array) -> jax.Array:
     """Undoes `_cut` for values; returns `[rows, k]`."""
     bucket = self.buckets[number]
-    if self.num_owners is None:
-      return bucket.unstrip(x[None])[0]
     most = bucket.rows * bucket.format.k
     return bucket.unstrip(x.reshape(1, -1)[:, :most])[0]
 
-  def _energies(
-      self,
-      members: Sequence[int],
-      selected: Sequence[Selected],
-      sent: Sequence[jax.Array],
-      alpha: jax.Array,
-  ) -> jax.Array:
-    """Returns float32 `[ENERGIES]`: of momentum, its sent part, the rest."""
-    total = jnp.zeros((ENERGIES,), jnp.float32)
-    for i in members:
-      _, values, held = selected[i]
-      stays = energy(values - rounding.mul_no_fma(alpha, sent[i]))
-      if self.buckets[i].format.k < self.buckets[i].format.n:
-        stays += jnp.maximum(held - energy(values), 0)
-      total += jnp.stack([held, energy(sent[i]), stays])
-    return total
-
   def unpack(
-      self,
-      arrived: Message,
-      shared: Callable[[Bucket], jax.Array],
-      group: Group,
-  ) -> Inbox:
-    """Reads all workers' messages, uint32 `[workers, ...]`, and their sums.
-
-    `shared` returns the indices `[k]` that all workers selected in a bucket.
-    """
+      self, arrived: Message, group: Group
+  ) -> tuple[list[Received], Report]:
+    """Reads all workers' messages, uint32 `[workers, ...]`, and their sums."""
     received: dict[int, Received] = {}
     energies = jnp.zeros((ENERGIES,), jnp.float32)
     num_valid = None
     if self.gathered:
       data = arrived[self.name].reshape(group.size, -1)
       found: dict[int, tuple[Any, jax.Array]] = {}
-      start, valid = 0, jnp.ones((group.size,), bool)
-      for chunk_format, members in self.gathered.items():
+      *parts, end = jnp.split(data, np.cumsum(self._words), axis=1)
+      valid = jnp.ones((group.size,), bool)
+      for part, (chunk_format, members) in zip(parts, self.gathered.items()):
         counts = self._chunks(members)
-        stop = start + chunk_format.words(sum(counts))
-        indices, values, sound = chunk_format.decode(
-            data[:, start:stop], sum(counts)
-        )
-        start, valid = stop, valid & sound
-        several: list[Any] = [None] * len(members)
-        if indices is not None:
-          several = _split(indices, counts, axis=1)
-        for i, own, x in zip(members, several, _split(values, counts, axis=1)):
+        indices, values, sound = chunk_format.decode(part, sum(counts))
+        valid &= sound
+        several = _split(indices, counts), _split(values, counts)
+        for i, own, x in zip(members, *several):
           bucket = self.read[i]
           first = jnp.arange(bucket.format.k, dtype=jnp.int32)
           own = None if own is None else bucket.unstrip(own, first)
           found[i] = own, bucket.unstrip(x)
-      valid &= data[:, start] == 1
-      stats = jax.lax.bitcast_convert_type(
-          data[:, start + 1 : start + END_WORDS], jnp.float32
-      )
+      valid &= end[:, 0] == 1
+      stats = jax.lax.bitcast_convert_type(end[:, 1:END_WORDS], jnp.float32)
       # A damaged message may have reached only one device of a worker.
       valid = group.all_devices(valid)
       num_valid = jnp.sum(valid, dtype=jnp.int32)
@@ -276,26 +262,18 @@ class Packer:
       received |= {i: Received(*x, valid) for i, x in found.items()}
     for dtype, members in self.summed.items():
       total = arrived[SUMMED + dtype]
-      end = len(total) - 1 - ENERGIES
-      count = group.min_devices(jnp.round(total[end]).astype(jnp.int32))
+      total, end = jnp.split(total, [len(total) - 1 - ENERGIES])
+      count = group.min_devices(jnp.round(end[0]).astype(jnp.int32))
       num_valid = count if num_valid is None else num_valid
-      energies += total[end + 1 :].astype(jnp.float32)
+      energies += end[1:].astype(jnp.float32)
       weight = rounding.exact_reciprocal(count, group.size, total.dtype)
-      mean = rounding.mul_no_fma(weight, total[:end])
-      sizes = []
-      for i in members:
-        chunk_format, chunks = self.buckets[i].sent
-        sizes.append(chunks * chunk_format.k)
-      for i, x in zip(members, _split(mean, sizes)):
-        bucket = self.buckets[i]
-        own = None
-        if bucket.format.k < bucket.format.n:
-          shape = 1, bucket.rows, bucket.format.k
-          own = jnp.broadcast_to(shared(bucket)[None, None], shape)
+      mean = rounding.mul_no_fma(weight, total)
+      for i, x in zip(members, _split(mean, self._sizes(members), 0)):
+        bucket = self.read[i]
         values = bucket.unstrip(x.reshape(1, -1, bucket.sent[0].k))
-        received[i] = Received(own, values, count[None] > 0)
+        received[i] = Received(None, values, count[None] > 0)
     in_order = [received[i] for i in range(len(self.buckets))]
-    return Inbox(in_order, num_valid, energies)
+    return in_order, Report(num_valid, energies)
 
 
 def as_rows(words: jax.Array) -> jax.Array:
@@ -308,12 +286,8 @@ def energy(x: jax.Array) -> jax.Array:
   return jnp.sum(jnp.square(x), dtype=jnp.float32)
 
 
-def _split(
-    x: jax.Array, sizes: Sequence[int], axis: int = 0
-) -> list[jax.Array]:
-  """Cuts an array into consecutive parts."""
-  parts, start = [], 0
-  for size in sizes:
-    parts.append(jax.lax.slice_in_dim(x, start, start + size, axis=axis))
-    start += size
-  return parts
+def _split(x: jax.Array | None, sizes: Sequence[int], axis: int = -2) -> Any:
+  """Cuts an array into consecutive parts, None into as many."""
+  if x is None:
+    return [None] * len(sizes)
+  return jnp.split(x, np.cumsum(sizes)[:-1], axis)

@@ -15,25 +15,16 @@ The owner keeps the code's losses and adds them to its next update.
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from demo_optax.codes.format import ChunkFormat
 from demo_optax.codes.values import WITHOUT_RESIDUAL
 from demo_optax.compressors.layout import Bucket
-from demo_optax.exchange.message import ENERGIES, ROW, as_rows
+from demo_optax.exchange.message import ENERGIES, ROW, Report, as_rows
 from demo_optax.workers import Group
-
-
-class Report(NamedTuple):
-  """Counts and energies of an exchange."""
-
-  num_valid: jax.Array | None  # int32 []; None without buckets
-  energies: jax.Array  # float32 [ENERGIES], over valid workers
-  # Of each bucket float32 [], different coefficients.
-  distinct: Sequence[jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,18 +51,15 @@ class UpdatePacker:
     return found
 
   @property
-  def _report_size(self) -> int:
-    return 1 + ENERGIES + len(self.shares)
+  def _sizes(self) -> list[int]:
+    """Words of the updates of each bucket, then of the report."""
+    sizes = [x.format.words(x.num_chunks) for x in self.shares.values()]
+    return [*sizes, 1 + ENERGIES + len(self.shares)]
 
   @property
   def num_bytes(self) -> int:
     """Bytes that one owner broadcasts."""
-    return 4 * ROW * -(-(sum(self._sizes) + self._report_size) // ROW)
-
-  @property
-  def _sizes(self) -> list[int]:
-    """Words of the updates of each bucket."""
-    return [x.format.words(x.num_chunks) for x in self.shares.values()]
+    return 4 * ROW * -(-sum(self._sizes) // ROW)
 
   @property
   def residuals(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -85,7 +73,7 @@ class UpdatePacker:
 
   def pack(
       self,
-      updates: Mapping[int, jax.Array],
+      updates: Sequence[jax.Array],
       residuals: Mapping[str, jax.Array],
       report: Report,
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -116,39 +104,31 @@ class UpdatePacker:
     return as_rows(jnp.concatenate([*data, numbers])), kept
 
   def unpack(
-      self,
-      data: jax.Array,
-      distinct: Sequence[jax.Array],
-      group: Group,
+      self, data: jax.Array, distinct: Sequence[jax.Array], group: Group
   ) -> tuple[dict[int, jax.Array], Report]:
     """Reads all owners' messages, uint32 `[owners, rows, ROW]`.
 
     Returns the updates of each bucket, `[num_chunks, n]`, and the combined
     report with `distinct` of shared places.
     """
-    data, end = data.reshape(self.num_owners, -1), sum(self._sizes)
-    numbers = jax.lax.bitcast_convert_type(
-        data[:, end : end + self._report_size], jnp.float32
-    )
+    data = data.reshape(self.num_owners, -1)
+    *parts, numbers, _ = jnp.split(data, np.cumsum(self._sizes), axis=1)
+    numbers = jax.lax.bitcast_convert_type(numbers, jnp.float32)
     # An owner that received a damaged message counts fewer workers than others.
     num_valid = group.min_devices(jnp.min(numbers[:, 0]).astype(jnp.int32))
     someone = num_valid > 0
-    found, start = {}, 0
-    for (i, share), size in zip(self.shares.items(), self._sizes):
-      chunks, stop = self.buckets[i].num_chunks, start + size
-      _, values, sound = share.format.decode(
-          data[:, start:stop], share.num_chunks
-      )
+    found = {}
+    for part, (i, share) in zip(parts, self.shares.items()):
+      _, values, sound = share.format.decode(part, share.num_chunks)
       values = jnp.where(sound[:, None, None] & someone, values, 0)
-      found[i] = values.reshape(-1, share.format.n)[:chunks]
-      start = stop
+      values = values.reshape(-1, share.format.n)
+      found[i] = values[: self.buckets[i].num_chunks]
     totals = jnp.sum(numbers[:, 1 + ENERGIES :], axis=0)
     all_distinct = list(distinct)
-    for i, total in zip(self.shares, totals):
-      bucket, share = self.buckets[i], self.shares[i]
+    for (i, share), total in zip(self.shares.items(), totals):
       # Padding chunks of owners count as sent; remove them.
-      lacking = self.num_owners * share.num_chunks - bucket.num_chunks
-      lacking *= bucket.format.k
-      all_distinct[i] = total - jnp.where(someone, float(lacking), 0.0)
+      padding = self.num_owners * share.num_chunks - self.buckets[i].num_chunks
+      padding *= self.buckets[i].format.k
+      all_distinct[i] = total - jnp.where(someone, float(padding), 0.0)
     energies = jnp.max(numbers[:, 1 : 1 + ENERGIES], axis=0)
     return found, Report(num_valid, energies, all_distinct)

@@ -22,10 +22,6 @@ def pack_bits(numbers: jax.Array, width: int) -> jax.Array:
   lowest bits first: 7 bits are parts of 1, 2 and 4. The parts of one size are
   packed in planes: with W words, bits `j part` to `(j + 1) part` of word w are
   those of number `j W + w`. So every operation reads long rows of neighbours.
-
-  >>> import jax.numpy as jnp
-  >>> pack_bits(jnp.array([1, 2, 3], jnp.uint32), 4)
-  Array([801], dtype=uint32)
   """
   *batch, count = numbers.shape
   planes, start = [], 0
@@ -80,14 +76,9 @@ def places_of_ones(ones: jax.Array, k: int) -> jax.Array:
   Array([1, 3, 4], dtype=int32)
   """
   *batch, size = ones.shape
-  found = _places_of_ones(ones.reshape(math.prod(batch), size), k)
-  return found.reshape(*batch, k)
-
-
-def _places_of_ones(ones: jax.Array, k: int) -> jax.Array:
-  """Returns the same for `[rows, size]`."""
-  rows, size = ones.shape
-  ones = jnp.pad(ones, ((0, 0), (0, -size % _WORD))).reshape(rows, -1, _WORD)
+  rows = math.prod(batch)
+  ones = jnp.pad(ones.reshape(rows, size), ((0, 0), (0, -size % _WORD)))
+  ones = ones.reshape(rows, -1, _WORD)
   bit = jnp.arange(_WORD, dtype=jnp.uint32)[None, None]
   words = jnp.sum(ones.astype(jnp.uint32) << bit, axis=2, dtype=jnp.uint32)
   number = words.shape[1]
@@ -101,7 +92,7 @@ def _places_of_ones(ones: jax.Array, k: int) -> jax.Array:
   before = jnp.max(jnp.where(passed, until[:, None], 0), axis=2)
   within = take(words, jnp.minimum(word, number - 1))
   found = _WORD * word + _place_in_word(within, rank - before)
-  return jnp.where(word < number, found, size)
+  return jnp.where(word < number, found, size).reshape(*batch, k)
 
 
 def take(x: jax.Array, places: jax.Array) -> jax.Array:
@@ -162,15 +153,8 @@ _NARROW = 'bool', 'int2', 'int4', 'uint2', 'uint4', 'float4'
 
 def _words(x: jax.Array) -> jax.Array:
   """Returns the bits of an array as uint32 `[*shape, n]`."""
-  if jnp.issubdtype(x.dtype, jnp.complexfloating):
-    x = jnp.stack([x.real, x.imag], -1)
-  else:
-    x = x[..., None]
   # Bits below a byte are not addressable; float32 is exact.
   if x.dtype.name.startswith(_NARROW):
     x = x.astype(jnp.float32)
-  narrow = jnp.dtype(f'uint{8 * min(x.dtype.itemsize, 4)}')
-  words = jax.lax.bitcast_convert_type(x, narrow)  # 64 bits: two words each
-  if words.ndim > x.ndim:
-    words = words.reshape(*x.shape[:-1], -1)
-  return words.astype(jnp.uint32)
+  narrow = f'uint{8 * min(x.dtype.itemsize, 4)}'
+  return jnp.asarray(x)[..., None].view(narrow).astype(jnp.uint32)

@@ -46,19 +46,20 @@ def places(indices: jax.Array) -> jax.Array:
   return jax.lax.div(indices, jnp.int32(indices.shape[-1]))
 
 
-def take(coefficients: jax.Array, places: jax.Array) -> jax.Array:
-  """Returns the values at the places, `[rows, k]` of `[rows, n]`."""
-  table = _table(coefficients, places.shape[1])
-  return jnp.sum(jnp.where(_hits(places, table.shape[1]), table, 0), axis=1)
+def take(coefficients: jax.Array, indices: jax.Array) -> jax.Array:
+  """Returns the values at the indices, `[rows, k]` of `[rows, n]`."""
+  table = _table(coefficients, indices.shape[1])
+  hits = _hits(places(indices), table.shape[1])
+  return jnp.sum(jnp.where(hits, table, 0), axis=1)
 
 
-def spread(places: jax.Array, values: jax.Array, n: int) -> jax.Array:
-  """Returns coefficients `[rows, n]` with the values at their places."""
-  return _spread(places, values, n).reshape(len(places), -1)[:, :n]
+def spread(indices: jax.Array, values: jax.Array, n: int) -> jax.Array:
+  """Returns coefficients `[rows, n]` with the values at the indices."""
+  return _spread(places(indices), values, n).reshape(len(values), -1)[:, :n]
 
 
 def add_up(
-    places: jax.Array, values: jax.Array, present: jax.Array, n: int
+    indices: jax.Array, values: jax.Array, present: jax.Array, n: int
 ) -> tuple[jax.Array, jax.Array]:
   """Adds up `[workers, rows, k]` of `present` workers, one after the other.
 
@@ -66,8 +67,9 @@ def add_up(
   """
   values = jnp.where(present[:, None, None], values, 0)
   ones = jnp.ones_like(values) * present.astype(values.dtype)[:, None, None]
+  at = places(indices)
   total, counts = (
-      functools.reduce(jnp.add, [_spread(p, x, n) for p, x in zip(places, xs)])
+      functools.reduce(jnp.add, [_spread(p, x, n) for p, x in zip(at, xs)])
       for xs in (values, ones)
   )
   return total, counts

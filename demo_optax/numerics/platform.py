@@ -9,7 +9,6 @@ Updates of two forms may differ in their last bits.
 
 import contextlib
 import contextvars
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,26 +38,28 @@ def of(mesh: Any = None) -> str:
   In this order: that of `running_on`, the devices of the workers' `mesh`, the
   mesh being traced for, `jax.default_device`, the backend.
   """
-  if (name := _running.get()) is not None:
-    return name
-  for found in (mesh, jax.sharding.get_abstract_mesh()):
-    # Also for an ahead-of-time topology, which has no devices here.
-    abstract = getattr(found, 'abstract_mesh', found)
-    if (device := getattr(abstract, 'abstract_device', None)) is not None:
-      return _short(device.platform)
+  name = _running.get() or _platform_of(mesh)
+  return 'gpu' if name in ('cuda', 'rocm') else name
+
+
+def _platform_of(mesh: Any) -> str:
+  # Also of an ahead-of-time topology, which has no devices here.
+  own = getattr(mesh, 'abstract_mesh', None)
+  for found in (own, jax.sharding.get_abstract_mesh()):
+    if (device := getattr(found, 'abstract_device', None)) is not None:
+      return device.platform
   if mesh is not None:
-    return _short(mesh.devices.flat[0].platform)
+    return mesh.devices.flat[0].platform
   device = jax.config.values['jax_default_device']
-  return _short(
-      device if isinstance(device, str)
-      else getattr(device, 'platform', None) or jax.default_backend()
-  )
+  if isinstance(device, str):
+    return device
+  return getattr(device, 'platform', None) or jax.default_backend()
 
 
 @contextlib.contextmanager
 def running_on(name: str) -> Iterator[None]:
   """Traces for another platform: 'cpu', 'gpu' or 'tpu'."""
-  token = _running.set(_short(name))
+  token = _running.set(name)
   try:
     yield
   finally:
@@ -71,37 +72,25 @@ def num_pieces(pieces: int, elements: int) -> int:
   CPUs take the pieces, of which each fits the caches. TPUs take as few parts as
   fit their memory for vectors. GPUs prefer few large operations.
   """
-  if _on_cpu():
+  if of() == 'cpu':
     return pieces
   most = elements if of() == 'gpu' else _PART
   parts = (p for p in range(1, pieces + 1) if pieces % p == 0)
   return next(p for p in parts if elements <= p * most or p == pieces)
 
 
-def is_small(elements: int) -> bool:
-  """Returns whether this many coefficients are few."""
-  return elements <= _SMALL
+def groups_of(elements: int, n: int, k: int) -> tuple[int, bool]:
+  """Returns the size of groups for `top_k_of_groups`, and whether to count.
 
-
-def group_size(elements: int, n: int, k: int) -> int:
-  """Returns the length of groups for `top_k_by_counting`; 1 for `lax.top_k`.
-
-  XLA:CPU's `top_k` is single-threaded, and takes three to five times as long as
-  counting `n / 8` maxima and `8 k` candidates in the caches. For few
-  `elements`, `lax.top_k` compiles faster.
+  A size of 1 is plain `lax.top_k`. That of XLA:CPU is single-threaded, and
+  takes three to five times as long as counting `n / 8` maxima and `8 k`
+  candidates in the caches. For few `elements` it compiles faster. XLA:GPU sorts
+  all n pairs of a chunk for more than 16. Maxima of groups of 16, then the
+  members of the k largest, take a tenth of the comparisons. XLA:TPU has a
+  kernel, and would pad groups to 128.
   """
-  many = not is_small(elements) and n % 8 == 0 and n >= 32 * k
-  return 8 if many and _on_cpu() else 1
-
-
-def stage_size(n: int, k: int) -> int:
-  """Returns the length of groups for `top_k_in_two_stages`; 1 for one stage.
-
-  XLA:GPU sorts all n pairs of a chunk for `top_k` of more than 16. Maxima of
-  groups of 16, then the members of the k largest, take a tenth of the
-  comparisons. XLA:TPU has a kernel, and would pad groups to 128.
-  """
-  return 16 if of() == 'gpu' and n % 16 == 0 and n >= 32 * k else 1
+  size = {'cpu': 8 if elements > _SMALL else 1, 'gpu': 16}.get(of(), 1)
+  return size if n % size == 0 and n >= 32 * k else 1, of() == 'cpu'
 
 
 def chunks_in_lanes(chunks: int) -> bool:
@@ -114,34 +103,15 @@ def chunks_in_lanes(chunks: int) -> bool:
   return of() == 'tpu' and chunks >= 128
 
 
-def in_lanes(x: jax.Array) -> jax.Array:
-  """Returns chunks `[rows, ...]` in the layout of `chunks_in_lanes`."""
-  return _laid_out(x, (*range(1, x.ndim), 0))
+def laid_out(x: jax.Array, *, in_lanes: bool) -> jax.Array:
+  """Returns chunks `[rows, ...]` in the layout of `chunks_in_lanes`.
 
-
-def in_rows(x: jax.Array) -> jax.Array:
-  """Returns chunks in the layout of arguments and results of a program."""
-  return _laid_out(x, tuple(range(x.ndim)))
-
-
-def _laid_out(x: jax.Array, major_to_minor: tuple[int, ...]) -> jax.Array:
+  Else in that of arguments and results of a program.
+  """
   if not chunks_in_lanes(len(x)):
     return x
-  return with_layout_constraint(x, Layout(major_to_minor))
-
-
-def in_kernels(
-    rows: int, sides: tuple[int, int], k: int, dtype: str, received: int = 0
-) -> bool:
-  """Returns whether kernels handle a bucket of which `GroupMax` selects.
-
-  A kernel has 128 whole chunks in the memory for vectors, with all that was
-  `received` of a chunk. Vectors have 8 rows, which are of one place.
-  """
-  n = math.prod(sides)
-  aligned = all(x % 8 == 0 for x in (*sides, k)) and n % 128 == n % k == 0
-  fits = k < n <= 4096 and received <= 8192 and dtype == 'float32'
-  return chunks_in_lanes(rows) and aligned and fits
+  order = (*range(1, x.ndim), 0) if in_lanes else tuple(range(x.ndim))
+  return with_layout_constraint(x, Layout(order))
 
 
 def concatenates(chunk_rows: int) -> bool:
@@ -161,12 +131,12 @@ def loop_to_keep(elements: int) -> bool:
   momentum. For few elements that costs less than compiling the loop. On GPUs
   such a loop waits for the host.
   """
-  return _on_cpu() and not is_small(elements)
+  return of() == 'cpu' and elements > _SMALL
 
 
 def unrolls(workers: int) -> bool:
   """Returns whether workers are added without a loop, which GPUs wait for."""
-  return not _on_cpu() and workers <= 16
+  return of() != 'cpu' and workers <= 16
 
 
 def count_by_comparison(sent: int) -> bool:
@@ -175,12 +145,12 @@ def count_by_comparison(sent: int) -> bool:
   For accelerators few comparisons cost less than writing a count for
   every coefficient, most of them zero. CPUs write it in the caches.
   """
-  return not _on_cpu() and sent <= 512
+  return of() != 'cpu' and sent <= 512
 
 
 def one_payload_at_a_time() -> bool:
   """Returns whether payloads are decoded one by one, within the caches."""
-  return _on_cpu()
+  return of() == 'cpu'
 
 
 def by_product() -> bool:
@@ -206,12 +176,4 @@ def reduce_in_two_stages() -> bool:
   XLA:CPU splits one long reduction into several and materialises their
   operands. TPUs would copy the operand for the reshape.
   """
-  return _on_cpu()
-
-
-def _on_cpu() -> bool:
   return of() == 'cpu'
-
-
-def _short(name: str) -> str:
-  return 'gpu' if name in ('cuda', 'rocm', 'gpu') else name

@@ -33,9 +33,7 @@ def hidden(x: jax.Array, like: jax.Array) -> jax.Array:
   return jax.lax.bitcast_convert_type(x, like.dtype)
 
 
-def exact_reciprocal(
-    count: jax.Array, most: int, dtype: Any
-) -> jax.Array:
+def exact_reciprocal(count: jax.Array, most: int, dtype: Any) -> jax.Array:
   """Returns `1 / count` for int32 counts up to `most`; 1 for a count of zero.
 
   Looked up, since compilers divide in one program and multiply in another.

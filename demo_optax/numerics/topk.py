@@ -3,7 +3,7 @@
 Arrays here are coefficients `[chunks, n]` and selected values `[chunks, k]`.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,38 +24,16 @@ def top_k(coefficients: jax.Array, k: int) -> jax.Array:
   >>> top_k(jnp.array([[0.0, 2.0, -2.0, 3.0]]), 2)
   Array([[1, 3]], dtype=int32)
   """
-  chunks, n = coefficients.shape
-  if k == n:
-    return jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (chunks, n))
-  magnitudes = jnp.abs(coefficients)
-  size = platform.group_size(coefficients.size, n, k)
-  if size > 1:
-    return top_k_by_counting(magnitudes, k, size)
-  size = platform.stage_size(n, k)
-  if size > 1:
-    return top_k_in_two_stages(magnitudes, k, size)
-  return _sorted_top_k(magnitudes, k)
+  magnitudes, n = jnp.abs(coefficients), coefficients.shape[1]
+  size, by_counting = platform.groups_of(coefficients.size, n, k)
+  if size == 1:
+    return _sorted_top_k(magnitudes, k)
+  return top_k_of_groups(magnitudes, k, size, by_counting)
 
 
-def top_k_in_two_stages(magnitudes: jax.Array, k: int, size: int) -> jax.Array:
-  """As `top_k_by_counting`, by two of `lax.top_k`.
-
-  The chosen groups are sorted before the second stage: among equal magnitudes,
-  the one at the lowest index must come first.
-  """
-  chunks, n = magnitudes.shape
-  in_groups = magnitudes.reshape(chunks, n // size, size)
-  groups = _sorted_top_k(jnp.max(in_groups, axis=2), k)
-  candidates = packing.take(in_groups, groups).reshape(chunks, k * size)
-  found = _sorted_top_k(candidates, k)
-  return packing.take(groups, found // size) * size + found % size
-
-
-def _sorted_top_k(x: jax.Array, k: int) -> jax.Array:
-  return jnp.sort(jax.lax.top_k(x, k)[1].astype(jnp.int32))
-
-
-def top_k_by_counting(magnitudes: jax.Array, k: int, size: int) -> jax.Array:
+def top_k_of_groups(
+    magnitudes: jax.Array, k: int, size: int, by_counting: bool
+) -> jax.Array:
   """As `top_k`, within the `k` groups of `size` with the largest maxima.
 
   Returns the indices of `lax.top_k`, ties included. Suppose one of those were
@@ -65,17 +43,26 @@ def top_k_by_counting(magnitudes: jax.Array, k: int, size: int) -> jax.Array:
   `n / size`.
   """
   chunks, n = magnitudes.shape
-  # Numbers that are not negative sort like their bits.
-  bits = jnp.int64 if magnitudes.dtype.itemsize == 8 else jnp.int32
-  keys = jax.lax.bitcast_convert_type(magnitudes, bits)
-  maxima = keys
-  while maxima.shape[1] > n // size:  # faster in pairs than as one reduction
-    maxima = jnp.maximum(maxima[:, ::2], maxima[:, 1::2])
-  groups = _largest(maxima, k)
+  if by_counting:
+    # Numbers that are not negative sort like their bits.
+    bits = jnp.int64 if magnitudes.dtype.itemsize == 8 else jnp.int32
+    keys = jax.lax.bitcast_convert_type(magnitudes, bits)
+    maxima = keys
+    while maxima.shape[1] > n // size:  # faster in pairs than as one reduction
+      maxima = jnp.maximum(maxima[:, ::2], maxima[:, 1::2])
+  else:
+    keys = magnitudes
+    maxima = jnp.max(keys.reshape(chunks, n // size, size), axis=2)
+  largest = _largest if by_counting else _sorted_top_k
+  groups = largest(maxima, k)  # ascending: of equals the first must be chosen
   candidates = packing.take(keys.reshape(chunks, n // size, size), groups)
-  found = _largest(candidates.reshape(chunks, k * size), k)
+  found = largest(candidates.reshape(chunks, k * size), k)
   group = packing.take(groups, found >> (size.bit_length() - 1))
   return group * size + (found & (size - 1))
+
+
+def _sorted_top_k(x: jax.Array, k: int) -> jax.Array:
+  return jnp.sort(jax.lax.top_k(x, k)[1].astype(jnp.int32))
 
 
 def _largest(keys: jax.Array, k: int) -> jax.Array:
@@ -116,19 +103,20 @@ def _count(mask: jax.Array) -> jax.Array:
   return jnp.sum(counts, axis=1, keepdims=True)
 
 
+def _form(grouped: bool) -> Any:
+  """Returns the module of tables in place of gathers and scatters, or None."""
+  if grouped:
+    return groups
+  return one_hot if platform.by_product() else None
+
+
 def take(
-    coefficients: jax.Array,
-    indices: jax.Array | None,
-    grouped: bool = False,
+    coefficients: jax.Array, indices: jax.Array | None, grouped: bool = False
 ) -> jax.Array:
   """Returns the values `[chunks, k]` of `coefficients [chunks, n]`."""
   if indices is None:
     return coefficients
-  if grouped:
-    return groups.take(coefficients, groups.places(indices))
-  if platform.by_product():
-    return one_hot.take(coefficients, indices)
-  return packing.take(coefficients, indices)
+  return (_form(grouped) or packing).take(coefficients, indices)
 
 
 def subtract(
@@ -140,11 +128,8 @@ def subtract(
   """Subtracts `values [chunks, k]` at `indices` of `[chunks, n]`."""
   if indices is None:
     return coefficients - values
-  n = coefficients.shape[1]
-  if grouped:
-    return coefficients - groups.spread(groups.places(indices), values, n)
-  if platform.by_product():
-    return coefficients - one_hot.spread(indices, values, n)
+  if form := _form(grouped):
+    return coefficients - form.spread(indices, values, coefficients.shape[1])
   return coefficients.at[packing.row_numbers(indices), indices].add(
       -values, unique_indices=True, indices_are_sorted=True,
       mode='promise_in_bounds', wrap_negative_indices=False,
@@ -159,80 +144,38 @@ def merge(
     average: Average,
     grouped: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-  """Averages selections; see `weigh`. Returns dense `[chunks, n]`, and a count.
+  """Averages values `[workers, chunks, k]` of `present` workers, bool.
 
-  The count is that of different coefficients that were sent, float32 `[]`.
+  For `average='senders'` over those that sent a coefficient, for `'workers'`
+  over all that are present; rows of absent ones may hold anything. Returns
+  dense `[chunks, n]`, and the number of different coefficients that were sent,
+  float32 `[]`.
   """
-  if indices is not None and grouped:
-    total, senders = groups.add_up(groups.places(indices), values, present, n)
-  elif indices is not None and platform.by_product():
-    total, senders = one_hot.add_up(indices, values, present, n)
-  else:
-    values, distinct = weigh(indices, values, present, n, average)
-    return add_up(indices, values, n), distinct
-  distinct = jnp.sum((senders > 0).astype(jnp.float32))
-  if average == 'senders':
-    mean = total / jnp.maximum(senders, 1)
-  else:
-    everyone = jnp.sum(present, dtype=jnp.int32)
-    share = rounding.exact_reciprocal(everyone, len(values), values.dtype)
-    mean = rounding.mul_no_fma(share, total)
-  return platform.in_lanes(mean).reshape(len(mean), -1)[:, :n], distinct
-
-
-def weigh(
-    indices: jax.Array | None,
-    values: jax.Array,
-    present: jax.Array,
-    n: int,
-    average: Average,
-) -> tuple[jax.Array, jax.Array]:
-  """Divides values `[workers, chunks, k]` by the number of workers averaged.
-
-  That is, for `average='senders'`, of those that sent a coefficient; for
-  `'workers'`, of all `present`, bool `[workers]`. Returns the weighted values,
-  zero for absent workers, whose rows may hold anything; and the number of
-  different coefficients sent, float32 `[]`.
-  """
-  workers, chunks, k = values.shape
-  counted = present[:, None, None]
   everyone = jnp.sum(present, dtype=jnp.int32)
-  if indices is None or workers == 1:
-    senders = everyone
-  elif platform.count_by_comparison(workers * k):
-    places = jnp.swapaxes(indices, 0, 1).reshape(chunks, workers * k)
-    counts = jnp.broadcast_to(present[:, None], (workers, k)).reshape(1, 1, -1)
-    same = (places[:, :, None] == places[:, None]) & counts
-    senders = jnp.sum(same, axis=2, dtype=jnp.int32)
-    senders = jnp.swapaxes(senders.reshape(chunks, workers, k), 0, 1)
-  else:
-    rows = jnp.broadcast_to(packing.row_numbers(indices[0]), indices.shape)
-    ones = jnp.broadcast_to(counted.astype(jnp.int32), indices.shape)
-    counts = jnp.zeros((chunks, n), jnp.int32)
-    counts = counts.at[rows, indices].add(
-        ones, mode='promise_in_bounds', wrap_negative_indices=False
-    )
-    senders = counts.at[rows, indices].get(
-        mode='promise_in_bounds', wrap_negative_indices=False
-    )
+  if indices is not None and (form := _form(grouped)):
+    total, senders = form.add_up(indices, values, present, n)
+    distinct = jnp.sum((senders > 0).astype(jnp.float32))
+    if average == 'senders':
+      mean = total / jnp.maximum(senders, 1)
+    else:
+      share = rounding.exact_reciprocal(everyone, len(values), values.dtype)
+      mean = rounding.mul_no_fma(share, total)
+    mean = platform.laid_out(mean, in_lanes=True)
+    return mean.reshape(len(mean), -1)[:, :n], distinct
+
+  workers, chunks, _ = values.shape
+  counted, senders = present[:, None, None], everyone
+  if indices is not None and workers > 1:
+    senders = _count_senders(indices, counted, n)
   shares = rounding.exact_reciprocal(senders, workers, values.dtype)
   one_each = jnp.broadcast_to(jnp.where(counted, shares, 0), values.shape)
   distinct = jnp.sum(one_each.astype(jnp.float32))
   if average == 'workers':
     shares = rounding.exact_reciprocal(everyone, workers, values.dtype)
-  return jnp.where(counted, rounding.mul_no_fma(shares, values), 0), distinct
+  values = jnp.where(counted, rounding.mul_no_fma(shares, values), 0)
 
-
-def add_up(
-    indices: jax.Array | None, values: jax.Array, n: int
-) -> jax.Array:
-  """Adds up workers' values `[workers, chunks, k]` as dense `[chunks, n]`.
-
-  Deterministic on every backend: workers are added one after the other, and
-  each worker's indices are distinct, so that no scatter writes a place twice.
-  """
-  workers, chunks, _ = values.shape
-
+  # Deterministic on every backend: workers are added one after the other, and
+  # indices of a worker are distinct, so that no scatter writes a place twice.
   def add_worker(worker: jax.Array, total: jax.Array) -> jax.Array:
     own = None if indices is None else indices[worker]
     return subtract(total, own, -values[worker])
@@ -241,4 +184,23 @@ def add_up(
   zeros = jnp.zeros_like(values, shape=(chunks, n))
   return jax.lax.fori_loop(
       0, workers, add_worker, zeros, unroll=platform.unrolls(workers)
+  ), distinct
+
+
+def _count_senders(indices: jax.Array, counted: jax.Array, n: int) -> jax.Array:
+  """Returns how many of the `counted` sent each of `indices`, int32."""
+  workers, chunks, k = indices.shape
+  if platform.count_by_comparison(workers * k):
+    places = jnp.swapaxes(indices, 0, 1).reshape(chunks, workers * k)
+    from_counted = jnp.broadcast_to(counted, (workers, 1, k)).reshape(1, 1, -1)
+    same = (places[:, :, None] == places[:, None]) & from_counted
+    senders = jnp.sum(same, axis=2, dtype=jnp.int32)
+    return jnp.swapaxes(senders.reshape(chunks, workers, k), 0, 1)
+  rows = jnp.broadcast_to(packing.row_numbers(indices[0]), indices.shape)
+  ones = jnp.broadcast_to(counted.astype(jnp.int32), indices.shape)
+  counts = jnp.zeros((chunks, n), jnp.int32).at[rows, indices].add(
+      ones, mode='promise_in_bounds', wrap_negative_indices=False
+  )
+  return counts.at[rows, indices].get(
+      mode='promise_in_bounds', wrap_negative_indices=False
   )

@@ -42,7 +42,6 @@ class Program:
     inside: devices of a worker.
     train: with the model and its gradients, else from gradients on.
     groups: with `GroupMax` instead of `TopK`.
-    kernels: with those of `GroupMax`.
   """
 
   recipe: str = 'demo'
@@ -50,24 +49,19 @@ class Program:
   inside: int = 1
   train: bool = False
   groups: bool = False
-  kernels: bool = False
 
   @property
   def name(self):
-    parts = [self.recipe, *['groups'] * self.groups]
-    parts += [*['kernels'] * self.kernels, self.exchange]
+    parts = [self.recipe, *['groups'] * self.groups, self.exchange]
     parts += [f'{self.inside}_devices'] * (self.inside > 1)
     return '_'.join([*parts, *['train'] * self.train])
 
 
 PROGRAMS = {
     'v5e': (
-        Program(), Program(groups=True), Program(groups=True, kernels=True),
-        Program('demo_muon', 'all_to_all', 2)),
-    'v6e': (
-        Program('demo', 'all_to_all', 2), Program(groups=True, kernels=True)),
-    'v5p': (
-        Program('demo_muon', 'all_gather', 2), Program(groups=True, kernels=True)),
+        Program(), Program(groups=True), Program('demo_muon', 'all_to_all', 2)),
+    'v6e': (Program('demo', 'all_to_all', 2),),
+    'v5p': (Program('demo_muon', 'all_gather', 2),),
     'two slices of v5e': (
         Program('demo', 'all_gather', 4, train=True),
         Program('demo_muon', 'all_to_all', 4),
@@ -210,8 +204,7 @@ def compressor_of(program, plain):
     return demo_optax.recipes.muon_compressors(plain)
   found = demo_optax.dct_topk()
   if program.groups:
-    select = demo_optax.compressors.GroupMax(
-        32, kernels=program.kernels)
+    select = demo_optax.compressors.GroupMax(32)
     found = dataclasses.replace(found, select=select)
   return found
 
@@ -244,7 +237,6 @@ def read(program, target, compiled, mesh, params, out):
       'code': memory.generated_code_size_in_bytes,
   }
   if target in TPUS:
-    found['kernels'] = text.count('custom_call_target="tpu_custom_call"')
     found['cycles'] = reading.cycles(module)
     found['milliseconds'] = 1e3 * found['cycles'] / TPUS[target][2]
     added, found['widest_padding'], found['padded'] = reading.padding(module)

@@ -221,12 +221,10 @@ def test_what_was_compiled_is_as_recorded(page):
   rows = re.findall(r'^\| (.*(?:all_gather|all_to_all).*) \|$', GUIDES[page], re.M)
   assert len(rows) == len(found)
   for run in found:
-    recipe, groups, kernels, exchange, inside, train = re.fullmatch(
-        r'(demo|demo_muon)(_groups)?(_kernels)?_(all_\w+?)(?:_(\d)_devices)?'
-        r'(_train)?',
+    recipe, groups, exchange, inside, train = re.fullmatch(
+        r'(demo|demo_muon)(_groups)?_(all_\w+?)(?:_(\d)_devices)?(_train)?',
         run['program']).groups()
-    select = f' with `GroupMax(32{", kernels=True" if kernels else ""})`'
-    select = select if groups else ''
+    select = ' with `GroupMax(32)`' if groups else ''
     step = f'`{recipe}`{select}, {exchange}{", with the model" if train else ""}'
     size = f'{run["workers"]} x {inside or 1}'
     received = f'{run["planned"]:,}'

@@ -1,13 +1,16 @@
 """Faults: a clear error or a run that goes on, in time, and nothing left."""
 
 import os
-import pathlib
 import signal
 import subprocess
 import sys
 
-import faults
 import pytest
+from helpers import ROOT
+
+sys.path.insert(0, str(ROOT / 'benchmarks'))
+
+import faults
 
 
 @pytest.mark.slow
@@ -28,7 +31,7 @@ def test_every_fault_is_in_the_docs():
 
 def test_sigterm_is_heard(monkeypatch):
   """By one process alone; those of several agree, which is slow to try."""
-  monkeypatch.syspath_prepend(str(faults.ROOT / 'examples'))
+  monkeypatch.syspath_prepend(str(ROOT / 'examples'))
   import cluster
 
   before = signal.getsignal(signal.SIGTERM)
@@ -41,7 +44,7 @@ def test_sigterm_is_heard(monkeypatch):
 
 def test_links_are_skipped_with_a_message(tmp_path):
   """Where network namespaces cannot be had: here, no `unshare` is found."""
-  links = pathlib.Path(faults.ROOT / 'benchmarks/links.py')
+  links = ROOT / 'benchmarks/links.py'
   run = subprocess.run(
       [sys.executable, str(links), '--out', str(tmp_path / 'links.json')],
       env={**os.environ, 'PATH': str(tmp_path)}, text=True,

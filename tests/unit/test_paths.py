@@ -22,12 +22,12 @@ SHAPES = {
 
 def take(way, monkeypatch):
   fast = way == 'fast'
-  algorithm._run_jitted.clear_cache()  # compiled by another way
+  algorithm.run.clear_cache()  # compiled by another way
   monkeypatch.setattr(paths, 'PIECE', 1024)
   monkeypatch.setattr(paths, 'num_pieces', lambda p, _: p if fast else 1)
-  monkeypatch.setattr(paths, 'is_small', lambda size: fast and size < 100)
   monkeypatch.setattr(
-      paths, 'group_size', lambda _, n, k: 8 if fast and n % 8 == 0 else 1)
+      paths, 'groups_of',
+      lambda _, n, k: (8 if fast and n % 8 == 0 else 1, True))
   monkeypatch.setattr(paths, 'loop_to_keep', lambda size: fast)
   monkeypatch.setattr(paths, 'one_payload_at_a_time', lambda: fast)
 
@@ -67,8 +67,7 @@ def test_parts_of_a_bucket(name, pieces, elements, parts):
     assert paths.num_pieces(pieces, elements) == parts
 
 
-COUNT = jax.jit(selection.top_k_by_counting, static_argnums=(1, 2))
-STAGES = jax.jit(selection.top_k_in_two_stages, static_argnums=(1, 2))
+OF_GROUPS = jax.jit(selection.top_k_of_groups, static_argnums=(1, 2, 3))
 
 
 @pytest.mark.parametrize('kind', ['ties', 'zeros', 'normal', 'infinite', 'tiny'])
@@ -82,8 +81,8 @@ def test_top_k_of_groups(n, k, size, kind):
        'tiny': rng.integers(0, 9, (20, n)) * 2.0 ** -126}[kind]
   x = jnp.abs(jnp.asarray(x, jnp.float32))
   expected = jnp.sort(jax.lax.top_k(x, k)[1])
-  for select in (COUNT, STAGES):
-    found = select(x, k, size)
+  for by_counting in (True, False):
+    found = OF_GROUPS(x, k, size, by_counting)
     assert found.dtype == jnp.int32
     np.testing.assert_array_equal(found, expected)
 
@@ -94,6 +93,6 @@ def test_top_k_by_counting_in_float64(kind):
   with jax.enable_x64(True):
     x = np.abs(rng.normal(size=(5, 128)))
     x = 1 + (np.round(x) if kind == 'ties' else 1e-12 * x)
-    found = selection.top_k_by_counting(jnp.asarray(x), 4, 8)
+    found = OF_GROUPS(jnp.asarray(x), 4, 8, True)
     expected = jnp.sort(jax.lax.top_k(jnp.asarray(x), 4)[1])
     np.testing.assert_array_equal(found, expected)

@@ -53,13 +53,13 @@ def write(packer, selections, present):
 
 def read(packer, data):
   """(indices, values) of each bucket, and whose values count."""
-  inbox = packer.unpack(
-      {wire.GATHERED: data}, lambda _: None, Group('workers', len(data)))
+  received, _ = packer.unpack(
+      {wire.GATHERED: data}, Group('workers', len(data)))
   found = [
       (x.indices if x.indices is not None else jnp.broadcast_to(
           jnp.arange(x.values.shape[-1]), x.values.shape), x.values)
-      for x in inbox.received]
-  return found, inbox.received[0].valid
+      for x in received]
+  return found, received[0].valid
 
 
 def flush_subnormals(x):
@@ -174,7 +174,7 @@ def test_who_wrote_what_nobody_reads_is_left_out(values):
 
   def values_end(number):
     f, c = formats(layout)[number]
-    return int(starts[number]) + f.value_code.words(c, f.k)
+    return int(starts[number]) + f.value_code.words(c)
 
   # The indices of 100 places, in 7 bits: the second is 127.
   too_far = good.at[values_end(0) : int(starts[1])].set(2**32 - 1)

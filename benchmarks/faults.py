@@ -1,10 +1,10 @@
-"""Every fault that was tried on a training run, and what came of it.
+"""Injects faults into training runs, and writes the table of docs/faults.md.
 
-    python tests/faults.py            # writes the table of docs/faults.md
-    python tests/faults.py FAULT...   # the rows of some of them
+    python benchmarks/faults.py            # all rows
+    python benchmarks/faults.py FAULT...   # some of them
 
-Each case does it to a run of its own, asserts what must come of it within its
-limit of seconds, and tells what came. `test_faults.py` runs the same cases.
+Each case starts a run, injects a fault, and asserts the outcome within a limit
+of seconds. `pytest -m slow tests/processes/test_faults.py` runs the same cases.
 """
 
 import contextlib
@@ -23,14 +23,9 @@ import uuid
 from collections.abc import Callable
 from typing import NamedTuple
 
-HERE = pathlib.Path(__file__).parent
-ROOT = HERE.parent
-if __name__ == '__main__':
-  sys.path[:0] = [str(ROOT), str(HERE)]
-  import conftest  # eight devices, and a cache of programs
-
+ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / 'docs/faults.md'
-MARKS = '<!-- faults: python tests/faults.py -->', '<!-- end -->'
+MARKS = '<!-- faults: python benchmarks/faults.py -->', '<!-- end -->'
 
 SMALL = ['--width', '32', '--layers', '1', '--heads', '2', '--batch', '12',
          '--eval-every', '1000000', '--save-every', '20']
@@ -40,13 +35,13 @@ START = 240  # seconds in which a run has begun to train, on a busy machine
 
 
 class Outcome(NamedTuple):
-  """What came of a fault: how long it took, and in words."""
+  """What a run did after a fault, and the seconds until then."""
 
   seconds: float
   text: str
 
 
-# A run to do something to -------------------------------------------------------
+# A run with a fault -----------------------------------------------------------
 
 
 class Run:
@@ -225,7 +220,8 @@ def one_cannot_write(folder):
     text = run.says('File too large')
   step = resumes(folder, 2)
   return Outcome(seconds, f'an error in both ("{text}") once the save has had'
-                          f' its `--save-timeout 20`; resumed after step {step}')
+                          ' its `--save-timeout 20`; resumed after step'
+                          f' {step}')
 
 
 def told_to_end(folder, processes, to, number=signal.SIGTERM):
@@ -249,7 +245,7 @@ def told_to_end(folder, processes, to, number=signal.SIGTERM):
                           f' status {128 + number}; resumed from there')
 
 
-# With a relay ------------------------------------------------------------------
+# With a relay -----------------------------------------------------------------
 
 
 class Relayed:
@@ -291,7 +287,7 @@ class Relayed:
     return {x['step']: x['loss'] for x in found}
 
   def goes_on(self, ranks, steps=20):
-    """Waits until workers have trained; returns the seconds of the first step."""
+    """Waits until workers have trained; returns seconds to the first step."""
     before = [len(self.losses(r)) for r in ranks]
     began, first = time.monotonic(), None
     while True:
@@ -401,4 +397,3 @@ def main() -> None:
 
 if __name__ == '__main__':
   main()
-  conftest.pytest_unconfigure()
