@@ -53,7 +53,7 @@ def per_worker(
     )
 
   def update_one(
-      index: Any, gradients: Any, state: Any, shared: tuple[Any, Any]
+      gradients: Any, state: Any, shared: tuple[Any, Any]
   ) -> tuple[Any, Any]:
     """Updates one worker's gradients; keeps a state that would be NaN."""
     params, extra_args = shared
@@ -79,7 +79,7 @@ def per_worker(
         (_tree.mask_others(params), extra_args),
     )
     if inside.is_mapped():
-      new, own = update_one(None, *args)
+      new, own = update_one(*args)
     else:
       for (path, g), p in zip(*_tree.flatten_alike(updates, params)):
         checks.check_gradient(_tree.leaf_name(path), g, p, workers)
@@ -100,12 +100,8 @@ def stack_own(tree: chex.ArrayTree, workers: Workers) -> chex.ArrayTree:
     stacked = lift.stack(workers, x)
     if not prng.is_key(path_keys(path), jnp.asarray(x)):
       return stacked
-    _, keys = lift.run_alone(
-        workers,
-        lambda index, own, key, _: (own, prng.fold(key, index)),
-        (), stacked, (),
-    )
-    return keys
+    fold = jax.vmap(prng.fold, spmd_axis_name=workers.spmd_axis_name)
+    return fold(stacked, lift.numbers(workers))
 
   # Flax's annotations do not hold for stacked arrays.
   return jax.tree_util.tree_map_with_path(stack, _tree.without_variables(tree))

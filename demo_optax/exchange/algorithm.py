@@ -315,8 +315,9 @@ def _run(
           jax.tree.map(lambda _: Spec(False), metrics),
       ),
   )
+  # An update has the type of its parameter, which Explicit meshes compare.
   updates = [
-      lift.as_given(workers, u, leaves[i].sharding)
+      lift.reshard(workers, u, leaves[i].sharding.given)
       for i, u in zip(exchanged, updates)
   ]
   return updates, state, metrics

@@ -7,12 +7,12 @@ of the caller's own: inside each of them, the axes have names.
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax import flatten_util
 from jax.extend import core
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -114,13 +114,15 @@ class Group:
 
   def min_devices(self, x: jax.Array) -> jax.Array:
     """Returns the minimum over the devices of this worker."""
-    names = tuple(name for name, _ in self.inner)
-    return jax.lax.pmin(vary(x, *names), names) if names else x
+    return self._over_devices(jax.lax.pmin, x)
 
   def sum_devices(self, x: jax.Array) -> jax.Array:
     """Returns the sum over the devices of this worker."""
+    return self._over_devices(jax.lax.psum, x)
+
+  def _over_devices(self, reduce: Callable[..., Any], x: jax.Array) -> Any:
     names = tuple(name for name, _ in self.inner)
-    return jax.lax.psum(vary(x, *names), names) if names else x
+    return reduce(vary(x, *names), names) if names else x
 
   def device_index(self, axes: tuple[str, ...]) -> jax.Array | int:
     """Returns the number of this device along some axes inside its worker."""
@@ -168,10 +170,8 @@ def sums(xs: Sequence[jax.Array], axis: Axis) -> list[jax.Array]:
     if is_ordered(x.shape, x.dtype):
       kinds.setdefault((x.dtype, _varying(x)), []).append(i)
   for numbers in kinds.values():
-    flat = jnp.concatenate([wide[i].reshape(-1) for i in numbers])
-    ends = np.cumsum([wide[i].size for i in numbers])
-    parts = jnp.split(in_order(gather(flat, axis)), ends[:-1])
-    found |= {i: x.reshape(wide[i].shape) for i, x in zip(numbers, parts)}
+    flat, parts_of = flatten_util.ravel_pytree([wide[i] for i in numbers])
+    found |= zip(numbers, parts_of(in_order(gather(flat, axis))))
   rest = [i for i in range(len(wide)) if i not in found]
   if rest and isinstance(axis, Programs):
     found |= {i: jnp.sum(meet(wide[i], axis).rows, axis=0) for i in rest}
@@ -186,41 +186,47 @@ def is_ordered(shape: tuple[int, ...], dtype: Any) -> bool:
   return bool(jnp.issubdtype(dtype, jnp.floating)) and size <= ORDERED_BYTES
 
 
-def total(x: jax.Array, axis: Axis | None) -> jax.Array:
-  """Returns the sum over workers, with the bits of `sums`.
+def total(x: jax.Array, axis: Axis) -> jax.Array:
+  """Returns the sum over workers; see `sums`."""
+  return sums([x], axis)[0]
 
-  Of this worker's `x` along an axis; where `axis` is None, of all workers'
-  `[workers, ...]`. So do the functions below.
-  """
-  if axis is not None:
-    return sums([x], axis)[0]
+
+def mean(x: jax.Array, axis: Axis) -> jax.Array:
+  """Returns the mean of real or complex numbers, of workers that are there."""
   wide = x.astype(widened(x))
-  if is_ordered(x.shape[1:], wide.dtype):
-    return in_order(wide).astype(x.dtype)
-  return jnp.sum(x, axis=0, dtype=x.dtype)
-
-
-def mean(x: jax.Array, axis: Axis | None) -> jax.Array:
-  """Returns the mean of real or complex numbers; see `total`."""
   # By a product: some programs make one of a division by a constant.
-  wide = x.astype(widened(x))
   if isinstance(axis, Programs):
-    met = meet(wide, axis)
-    count = jnp.sum(met.present, dtype=jnp.int32)
-    inverse = rounding.exact_reciprocal(count, axis.size, wide.dtype)
-    return (total(met.rows, None) * inverse).astype(x.dtype)
-  size = len(x) if axis is None else jax.lax.axis_size(axis)
-  inverse = wide.dtype.type(1 / size)
-  return (total(wide, axis) * inverse).astype(x.dtype)
+    rows, present, _ = meet(wide, axis)
+    inverse = rounding.exact_reciprocal(
+        jnp.sum(present, dtype=jnp.int32), axis.size, wide.dtype
+    )
+    is_small = is_ordered(wide.shape, wide.dtype)
+    added = in_order(rows) if is_small else jnp.sum(rows, axis=0)
+  else:
+    inverse = wide.dtype.type(1 / jax.lax.axis_size(axis))
+    added = total(wide, axis)
+  return (added * inverse).astype(x.dtype)
 
 
-def first(x: jax.Array, axis: Axis | None) -> jax.Array:
-  """Returns what the first worker has, such as a random key; see `total`."""
-  if axis is None:
-    return _together(x)[0]
+def mean_finite(x: jax.Array, otherwise: jax.Array, axis: Axis) -> jax.Array:
+  """Returns the mean over the workers whose `x` is finite, if any is."""
+  finite = jnp.isfinite(x).all()
+  wide = x.astype(widened(x))
+  added, count = sums(
+      [jnp.where(finite, wide, jnp.zeros_like(wide)), finite.astype(jnp.int32)],
+      axis,
+  )
+  size = axis.size if isinstance(axis, Programs) else jax.lax.axis_size(axis)
+  # By a product: some programs make one of the division.
+  inverse = rounding.exact_reciprocal(count, size, added.dtype)
+  return jnp.where(count > 0, (added * inverse).astype(x.dtype), otherwise)
+
+
+def first(x: jax.Array, axis: Axis) -> jax.Array:
+  """Returns what the first worker has, such as a random key."""
   if not prng.is_key_array(x):
-    return everyones(x, axis)[0]
-  data = everyones(jax.random.key_data(x), axis)[0]
+    return _together(everyones(x, axis))[0]
+  data = first(jax.random.key_data(x), axis)
   return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
 
 

@@ -1,9 +1,9 @@
 """One worker's view: operations of all workers inside one worker's step.
 
-`data_parallel` traces a step under `jax.vmap` over the workers. The functions
-here are the places where all workers meet, by `_meet`: a rule receives the
-arrays of all workers, stacked, and returns what is equal on all without a
-worker axis. So it is known of every array whether it differs.
+`data_parallel` traces a step under `jax.vmap` over the workers. What is equal
+on all has no worker axis there, so it is known of every array whether it
+differs. Workers meet here: by collectives, and in the exchange by a rule that
+receives the arrays of all workers, stacked.
 
 Where each worker is one device of a mesh, that trace is only a check
 (`tracing`), and `jax.shard_map` runs the step on each device: compilers would
@@ -25,7 +25,7 @@ from jax.custom_batching import custom_vmap
 from demo_optax import _paths
 from demo_optax._paths import Keys, path_keys
 from demo_optax.numerics import prng
-from demo_optax.workers import Workers, collectives, lift
+from demo_optax.workers import Workers, collectives
 
 # The axis that `data_parallel` maps a step over. No axis of a mesh or of a user
 # has this name.
@@ -72,6 +72,11 @@ def is_mapped() -> bool:
   return True
 
 
+def _worker_axis() -> collectives.Axis:
+  """Returns the axis of the workers, as the step sees it."""
+  return WORKER_AXIS if _TRACE.group is None else _TRACE.group.axis
+
+
 def check_in_step(what: str) -> None:
   """Raises outside of a `data_parallel` step."""
   if not is_mapped():
@@ -83,28 +88,39 @@ def check_in_step(what: str) -> None:
 
 
 def _meet(
-    rule: Callable[..., Any], alone: Callable[..., Any], *args: Any
+    rule: Callable[..., Any], like: Callable[..., Any], *args: Any
 ) -> Any:
   """Returns what `rule` makes of all workers' `args`, trees of arrays.
 
   `rule(size, cut, *args) -> (out, apart)`: `cut` is like `args`, and true where
   an array differs between workers, and so is stacked; `apart` is like `out`,
-  and true where each worker has its own array, stacked. `alone(*args) -> out`
-  is for the shapes that one worker sees, and for one on a device of its own.
+  and true where each worker has its own array, stacked. `like(*args)` has the
+  types that one worker sees.
   """
-  if _TRACE.group is not None:
-    return alone(*args)
 
   # The number is mapped wherever this is reached, so that the rule is called.
   @custom_vmap
   def one_worker(index: Any, *args: Any) -> Any:
-    return alone(*args)
+    return like(*args)
 
   @one_worker.def_vmap
   def all_workers(size: int, cut: Any, index: Any, *args: Any) -> Any:
     return rule(size, cut[1:], *args)
 
   return one_worker(jax.lax.axis_index(WORKER_AXIS), *args)
+
+
+def _watch(tree: Any, see: Callable[[Any], None]) -> Any:
+  """Returns `tree`; shows `see` which of its arrays differ between workers.
+
+  As soon as that is known, and not on a worker's own device.
+  """
+
+  def rule(size: int, cut: Any, tree: Any) -> Any:
+    see(cut[0])
+    return tree, cut[0]
+
+  return tree if _TRACE.group else _meet(rule, lambda tree: tree, tree)
 
 
 # Parameters of each worker ----------------------------------------------------
@@ -145,15 +161,12 @@ def own_params(keys: Sequence[Keys]) -> list[OwnParam]:
   """Finds the parameters of which `local_updates` keeps one copy per worker."""
   numbers = {k: number for number, k in enumerate(keys)}
   found = []
+  starts = dict.fromkeys(k[:stop] for k in keys for stop in range(len(k) + 1))
   for root, params in local_params(keys).items():
-    some = min(params, key=len)
     prefixes = [
-        k[: len(k) - len(some)]
-        for k in keys
-        if k[: len(root)] != root and k[len(k) - len(some) :] == some
-    ]
-    prefixes = [
-        p for p in prefixes if all((*p, *k) in numbers for k in params)
+        start for start in starts
+        if start[: len(root)] != root
+        and all((*start, *k) in numbers for k in params)
     ]
     if len(prefixes) != 1:
       names = ', '.join(map(_paths.dotted, prefixes)) or 'none'
@@ -215,19 +228,15 @@ def call_stacked(
   `updates` and `state` are as one worker sees them, without worker axes;
   parameters and hyperparameters are equal on all workers.
   """
-  flat, state_def = jax.tree_util.tree_flatten_with_path(state)
-  paths, old = [path for path, _ in flat], [x for _, x in flat]
-  stacked = [_paths.is_stacked(path_keys(path)) for path in paths]
-
+  stacked = jax.tree_util.tree_map_with_path(
+      lambda path, _: _paths.is_stacked(path_keys(path)), state
+  )
   if _TRACE.group is not None:
-    own = [x[None] if axis else x for x, axis in zip(old, stacked)]
-    new, after = stacked_update(
-        updates, state_def.unflatten(own), params, hyperparams, _TRACE.group
-    )
+    own = jax.tree.map(lambda x, axis: x[None] if axis else x, state, stacked)
+    new, own = stacked_update(updates, own, params, hyperparams, _TRACE.group)
     if own_updates:
       new = jax.tree.map(lambda x: x[0], new)
-    leaves = zip(jax.tree.leaves(after), stacked)
-    return new, state_def.unflatten([x[0] if axis else x for x, axis in leaves])
+    return new, jax.tree.map(lambda x, axis: x[0] if axis else x, own, stacked)
 
   given, grads_def = jax.tree.flatten(updates)
   like = jax.tree.leaves(params)
@@ -244,28 +253,27 @@ def call_stacked(
       lambda x: x if isinstance(x, jax.Array | np.ndarray) else None, known
   )
 
-  def nothing(grads: Any, old: Any, rest: Any) -> Any:
-    return [jnp.zeros_like(g) for g in grads], old
+  def nothing(grads: Any, state: Any, rest: Any) -> Any:
+    return [jnp.zeros_like(g) for g in grads], state
 
-  def exchange(size: int, cut: Any, grads: Any, old: Any, rest: Any) -> Any:
-    grads_cut, old_cut, (params_cut, hyperparams_cut) = cut
+  def exchange(size: int, cut: Any, grads: Any, state: Any, rest: Any) -> Any:
+    grads_cut, state_cut, (params_cut, hyperparams_cut) = cut
     if workers.kind == 'on_axis' or workers.count != size:
       raise ValueError(
           f'data_parallel runs the step for {size} workers, but the'
           f' transformation exchanges among {workers}: give both the same'
           ' workers.'
       )
-    differ = jax.tree.leaves(grads_cut)
-    if differ and not any(differ):
+    if grads_cut and not any(grads_cut):
       raise ValueError(_NOT_CUT)
+    differs = jax.tree.map(lambda x, axis: x and not axis, state_cut, stacked)
     _check_equal('The parameter', params_cut, ('skip', 'wrapper'))
     _check_equal('The hyperparameter', hyperparams_cut, ('number',))
-    for path, is_cut, has_axis in zip(paths, old_cut, stacked):
-      if is_cut and not has_axis:
-        name = f'The optimizer state {jax.tree_util.keystr(path)}'
-        raise ValueError(_differs(name, ('state', 'skip', 'value', 'wrapper')))
-      if has_axis and not is_cut:
-        raise ValueError(_NOT_AN_ARGUMENT)
+    _check_equal(
+        'The optimizer state', differs, ('state', 'skip', 'value', 'wrapper')
+    )
+    if jax.tree.leaves(state_cut) != jax.tree.leaves(stacked):
+      raise ValueError(_NOT_AN_ARGUMENT)
     # A gradient that is the same on all workers is that of an unused parameter.
     everyones = [
         g if is_cut else jnp.broadcast_to(g, (size, *g.shape))
@@ -274,20 +282,20 @@ def call_stacked(
     apart = [own_updates] * len(grads), stacked
     if _TRACE.checks:
       new = [jnp.zeros_like(g if own_updates else g[0]) for g in everyones]
-      return (new, old), apart
-    params, hyperparams = jax.tree.map(
-        lambda x, number: number if x is None else x,
-        rest, known, is_leaf=lambda x: x is None,
+      return (new, state), apart
+    new, state = stacked_update(
+        grads_def.unflatten(everyones), state,
+        *jax.tree.map(
+            lambda x, number: number if x is None else x,
+            rest, known, is_leaf=lambda x: x is None,
+        ),
+        workers,
     )
-    out = stacked_update(
-        grads_def.unflatten(everyones), state_def.unflatten(old),
-        params, hyperparams, workers,
-    )
-    return tuple(map(jax.tree.leaves, out)), apart
+    return (jax.tree.leaves(new), state), apart
 
   nothing.__name__ = EXCHANGE
-  new, after = _meet(exchange, jax.jit(nothing), grads, old, rest)
-  return grads_def.unflatten(new), state_def.unflatten(after)
+  new, state = _meet(exchange, jax.jit(nothing), grads, state, rest)
+  return grads_def.unflatten(new), state
 
 
 _NOT_CUT = (
@@ -374,62 +382,27 @@ def over_workers(
     3
   """
   check_in_step('over_workers')
-  flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
-  leaves = [jnp.asarray(_undifferentiated(x)) for _, x in flat]
-  are_keys = [
-      prng.is_key(path_keys(path), x) for (path, _), x in zip(flat, leaves)
-  ]
-  # Integers and flags have no mean: they must be equal.
-  are_fixed = [
-      reduce is jnp.mean and not jnp.issubdtype(x.dtype, jnp.inexact)
-      and not is_key
-      for x, is_key in zip(leaves, are_keys)
-  ]
+  workers = _worker_axis()
   same_bits = {jnp.mean: collectives.mean, jnp.sum: collectives.total}
 
-  axis = None if _TRACE.group is None else _TRACE.group.axis
-
-  def meet(x: jax.Array, is_key: bool) -> Any:
-    if is_key:
-      return collectives.first(x, axis)
+  def over(path: _paths.Path, x: Any) -> jax.Array:
+    x = _undifferentiated(jnp.asarray(x))
+    if prng.is_key(path_keys(path), x):
+      return collectives.first(x, workers)
+    if reduce is jnp.mean and not jnp.issubdtype(x.dtype, jnp.inexact):
+      name = f'{jax.tree_util.keystr(path) or "x"}, {x.dtype}{list(x.shape)}'
+      return alike(x, _NO_MEAN.replace('{}', name))
     if reduce in same_bits and jax.eval_shape(reduce, x).dtype == x.dtype:
-      return same_bits[reduce](x, axis)
-    return x if axis is None else collectives.everyones(x, axis)
+      return same_bits[reduce](x, workers)
+    return reduce(collectives.everyones(x, workers), axis=0)
 
-  def alone(leaves: list[Any]) -> list[Any]:
-    if axis is None:
-      size = jax.lax.axis_size(WORKER_AXIS)
-      return rule(size, [[False] * len(leaves)], leaves)[0]
-    return [
-        x if is_fixed else meet(x, is_key)
-        for x, is_key, is_fixed in zip(leaves, are_keys, are_fixed)
-    ]
-
-  def rule(size: int, cut: Any, leaves: list[Any]) -> Any:
-    out = []
-    for (path, _), x, is_key, is_fixed, is_cut in zip(
-        flat, leaves, are_keys, are_fixed, cut[0]
-    ):
-      if is_cut and is_fixed:
-        raise ValueError(_NO_MEAN.format(
-            jax.tree_util.keystr(path) or 'x', x.dtype, list(x.shape[1:])
-        ))
-      if not (is_cut or is_key or is_fixed):
-        x, is_cut = jnp.broadcast_to(x, (size, *x.shape)), True
-      out.append(meet(x, is_key) if is_cut else x)
-    return out, [False] * len(out)
-
-  # Outside of the rule, since `reduce` may close over values of the step.
-  return treedef.unflatten([
-      reduce(y, axis=0) if y.ndim > x.ndim else y
-      for x, y in zip(leaves, _meet(rule, alone, leaves))
-  ])
+  return jax.tree_util.tree_map_with_path(over, tree)
 
 
 _NO_MEAN = (
-    'over_workers was called on {}, {}{}, which differs between workers and has'
-    ' no mean. Give another reduction, such as jnp.sum or jnp.max; a random key'
-    ' is returned as it is.'
+    'over_workers was called on {}, which differs between workers and has no'
+    ' mean. Give another reduction, such as jnp.sum or jnp.max; a random key is'
+    ' returned as it is.'
 )
 
 
@@ -455,13 +428,12 @@ def _derivative(primals: Any, tangents: Any) -> Any:
 def alike(tree: Any, message: str) -> Any:
   """Returns `tree`; raises `message` of a leaf that differs between workers."""
 
-  def rule(size: int, cut: Any, tree: Any) -> Any:
-    for path, is_cut in jax.tree_util.tree_flatten_with_path(cut[0])[0]:
+  def see(differs: Any) -> None:
+    for path, is_cut in jax.tree_util.tree_flatten_with_path(differs)[0]:
       if is_cut:
-        raise ValueError(message.format(jax.tree_util.keystr(path)))
-    return tree, cut[0]
+        raise ValueError(message.replace('{}', jax.tree_util.keystr(path)))
 
-  return _meet(rule, lambda tree: tree, tree)
+  return _watch(tree, see)
 
 
 # What a step returns ----------------------------------------------------------
@@ -498,77 +470,53 @@ class Result:
 
 
 def settle(
-    results: list[Result], workers: Workers, rows: int | None, axis: int
+    results: list[Result], rows: int | None, axis: int
 ) -> list[Result]:
   """Makes one value for all workers of what each of them returns.
 
   A worker's batch has `rows` rows, along `axis` of results; rows are moved to
   the first axis. Raises for a value that must not differ between workers. On a
-  worker's own device `results` know `differs`, and what keeps a worker axis is
-  this worker's.
+  worker's own device `results` know `differs`.
   """
-  for r in results:
-    r.value = jnp.asarray(r.value)
-  if _TRACE.group is not None:
-    for r in results:
-      r.value, r.old = _combine(r, workers, rows, axis)[0], None
-    return results
 
-  def rule(size: int, cut: Any, values: list[Any], olds: list[Any]) -> Any:
-    out = []
-    for r, value, old, differs in zip(results, values, olds, cut[0]):
-      r.value, r.old, r.differs = value, old, differs
-      x, r.apart = _combine(r, workers, rows, axis)
-      out.append(x)
-    return out, [r.apart for r in results]
+  def see(cut: list[bool]) -> None:
+    for r, differs in zip(results, cut):
+      r.differs = differs
 
-  values = _meet(
-      rule, lambda values, olds: values,
-      [r.value for r in results], [r.old for r in results],
-  )
-  for r, value in zip(results, values):
-    r.value, r.old = value, None
+  values = _watch([jnp.asarray(r.value) for r in results], see)
+  for r, x in zip(results, values):
+    r.value, r.apart = _combine(r, x, rows, axis)
+    r.old = None
   return results
 
 
 def _combine(
-    result: Result, workers: Workers, rows: int | None, axis: int
+    result: Result, x: jax.Array, rows: int | None, axis: int
 ) -> tuple[jax.Array, bool]:
-  """Returns one value of all workers', and whether it stays apart instead.
-
-  The value is laid out as gradients are if it differs: stacked, or one
-  worker's.
-  """
-  x, old = result.value, result.old
-  lead = int(workers.stacked_gradients)
-  if result.role == 'stacked':
-    return x if result.differs or not lead else lift.stack(workers, x), True
-  if not result.differs and result.role != 'added':
-    return x, False
-  if not result.differs and lead:
-    x = jnp.broadcast_to(x, (workers.count, *x.shape))
-  shape, name = x.shape[lead:], result.name
+  """Returns one value of all workers', and whether it stays apart instead."""
+  workers, role, old = _worker_axis(), result.role, result.old
   is_real = jnp.issubdtype(x.dtype, jnp.inexact)  # integers have no mean
-  if result.role == 'added':
-    before = old[None] if lead else old
-    return old + collectives.total(x - before, workers.own_axis), False
-  if result.role == 'state' or (result.role == 'statistics' and not is_real):
-    raise ValueError(_differs(name))
-  if result.role == 'statistics':
+  if role == 'stacked':
+    return x, True
+  if role == 'added':
+    return old + collectives.total(x - old, workers), False
+  if not result.differs:
+    return x, False
+  if role == 'state' or (role == 'statistics' and not is_real):
+    raise ValueError(_differs(result.name))
+  if role == 'statistics':
     # Statistics of a worker that saw a NaN would stay NaN for ever.
-    return lift.mean_finite(workers, x, old), False
-  if result.role == 'key':
-    return collectives.first(x, workers.own_axis), False
-  if not shape and is_real:
-    if workers.spmd_axis_name is not None:
-      return jnp.mean(x, axis=0), False
-    return collectives.mean(x, workers.own_axis), False
-  if shape[axis : axis + 1] == (rows,):
-    return jnp.moveaxis(x, axis + lead, lead), True
+    return collectives.mean_finite(x, old, workers), False
+  if role == 'key':
+    return collectives.first(x, workers), False
+  if not x.shape and is_real:
+    return collectives.mean(x, workers), False
+  if x.shape[axis : axis + 1] == (rows,):
+    return jnp.moveaxis(x, axis, 0), True
   rows_too = f', and no array with the {rows} rows of a worker, axis {axis}'
   raise ValueError(
-      f'Of what the step returns, {name}, {x.dtype}{list(shape)}, differs'
-      ' between workers. It is no real number, whose mean is returned'
+      f'Of what the step returns, {result.name}, {x.dtype}{list(x.shape)},'
+      ' differs between workers. It is no real number, whose mean is returned'
       f'{"" if rows is None else rows_too}. Return'
       ' demo_optax.over_workers(x, jnp.sum) for counts and the like, or'
       ' demo_optax.over_workers(x) for the mean of statistics.'

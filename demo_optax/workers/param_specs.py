@@ -9,7 +9,7 @@ are found by path, since an exchange may see only some of them (`optax.masked`,
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -90,15 +90,28 @@ class ParamSpecs:
   def place(self, path: Path, shape: tuple[int, ...]) -> ParamSharding:
     """Returns how the parameter at `path` is sharded; raises if it cannot."""
     keys, name = path_keys(path), jax.tree_util.keystr(path) or 'the only leaf'
-    for length in range(len(keys), -1, -1):
-      if keys[:length] in self._specs:
-        return self._sharding(name, self._specs[keys[:length]], shape)
-    raise ValueError(
-        f'param_specs has nothing for the parameter {name}. Give a'
-        ' PartitionSpec for every parameter (P() for replicated), in a tree of'
-        ' their structure; demo_optax.param_specs takes it from a model. There'
-        f' are specs for {_some(self._specs)}.'
-    )
+    starts = (keys[:length] for length in range(len(keys), -1, -1))
+    spec = next((self._specs[k] for k in starts if k in self._specs), None)
+    if spec is None:
+      raise ValueError(
+          f'param_specs has nothing for the parameter {name}. Give a'
+          ' PartitionSpec for every parameter (P() for replicated), in a tree'
+          ' of their structure; demo_optax.param_specs takes it from a model.'
+          f' There are specs for {_some(self._specs)}.'
+      )
+    blocks = self._blocks(spec, shape)
+    if blocks is None:
+      raise ValueError(
+          f'The spec of {name} must divide its shape {shape}, got {spec} over'
+          f' axes of sizes {dict(self.all_sizes)}. Shard another dimension of'
+          ' it, or replicate it: P().'
+      )
+    axes = tuple(axis for axis in self.axes if axis in names_of(spec))
+    short = P(*(
+        tuple(axis for axis in entry(spec, dim) if axis in axes) or None
+        for dim in range(len(spec))
+    ))
+    return ParamSharding(_shortest(short), blocks, axes, spec)
 
   def place_state(self, keys: Keys, shape: tuple[int, ...]) -> P:
     """Returns a spec for a leaf of a state, without the worker axis.
@@ -114,39 +127,23 @@ class ParamSpecs:
     ]
     for part in [*parts, ()]:
       spec = self._specs.get(part)
-      if spec is not None and self._fits(spec, shape):
+      if spec is not None and self._blocks(spec, shape) is not None:
         return spec
     return P()
 
-  def _sharding(
-      self, name: str, spec: P, shape: tuple[int, ...]
-  ) -> ParamSharding:
-    if not self._fits(spec, shape):
-      raise ValueError(
-          f'The spec of {name} must divide its shape {shape}, got {spec} over'
-          f' axes of sizes {dict(self.all_sizes)}. Shard another dimension of'
-          ' it, or replicate it: P().'
-      )
-    axes = tuple(axis for axis in self.axes if axis in names_of(spec))
-    entries = [
-        tuple(axis for axis in entry(spec, dim) if axis in axes)
-        for dim in range(len(spec))
-    ]
-    # As in `spec`, one axis stands for itself.
-    short = P(*(e[0] if len(e) == 1 else e or None for e in entries))
-    blocks = self._blocks(spec, len(shape))
-    return ParamSharding(_shortest(short), blocks, axes, spec)
-
-  def _blocks(self, spec: P, rank: int) -> tuple[int, ...]:
+  def _blocks(
+      self, spec: P, shape: tuple[int, ...]
+  ) -> tuple[int, ...] | None:
+    """Returns the number of blocks of each dimension, None if it has none."""
     sizes = dict(self.all_sizes)
-    return tuple(
+    blocks = tuple(
         math.prod(sizes[axis] for axis in entry(spec, dim))
-        for dim in range(rank)
+        for dim in range(len(shape))
     )
-
-  def _fits(self, spec: P, shape: tuple[int, ...]) -> bool:
-    blocks = zip(shape, self._blocks(spec, len(shape)))
-    return len(spec) <= len(shape) and not any(n % parts for n, parts in blocks)
+    fits = len(spec) <= len(shape) and not any(
+        n % parts for n, parts in zip(shape, blocks)
+    )
+    return blocks if fits else None
 
 
 REPLICATED = ParamSpecs()
@@ -160,7 +157,7 @@ def _check_spec(
         f'param_specs has {spec!r} for {name}: it must be a'
         ' jax.sharding.PartitionSpec, or None for replicated.'
     )
-  names = list(names_of(spec))
+  names = names_of(spec)
   if any(name not in axis_sizes or names.count(name) > 1 for name in names):
     raise ValueError(
         f'The spec of {name} must name axes inside a worker'
@@ -185,10 +182,9 @@ def _shortest(spec: P) -> P:
   return P(*entries)
 
 
-def names_of(spec: P) -> Iterator[Any]:
-  """Yields all axes of a spec."""
-  for dim in range(len(spec)):
-    yield from entry(spec, dim)
+def names_of(spec: P) -> list[Any]:
+  """Returns all axes of a spec."""
+  return [axis for dim in range(len(spec)) for axis in entry(spec, dim)]
 
 
 def _some(keys: Any) -> str:

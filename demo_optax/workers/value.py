@@ -250,18 +250,6 @@ class Workers:
     return Programs(self.count) if self.relay is not None else self.axis_name
 
   @property
-  def index(self) -> jax.Array:
-    """The number of the worker whose arrays these are, int32 `[]`."""
-    if self.relay is not None:
-      return jax.numpy.int32(self.relay.rank)
-    return jax.lax.axis_index(self.axis_name)
-
-  @property
-  def own_axis(self) -> Axis | None:
-    """The worker axis, if arrays are one worker's."""
-    return None if self.stacked_gradients else self.axis
-
-  @property
   def group(self) -> Group:
     """The workers as one worker's function sees them."""
     return Group(self.axis, self.count, self.param_specs.axis_sizes)
@@ -302,20 +290,17 @@ class Workers:
   def sharding(
       self, keys: _paths.Keys, shape: tuple[int, ...]
   ) -> NamedSharding:
-    """Returns where a parameter, or a leaf of a state, belongs on the mesh."""
+    """Returns where a parameter, or a leaf of a state, is on the mesh."""
     assert self.mesh is not None
-    return NamedSharding(self.mesh, self.spec(keys, shape, self.spmd_axis_name))
+    return NamedSharding(self.mesh, self.spec(keys, shape))
 
-  def spec(
-      self, keys: _paths.Keys, shape: tuple[int, ...], axis: str | None
-  ) -> P:
-    """Returns the spec of a parameter, or of a leaf of a state.
-
-    `axis` is the mesh axis of the leading axis of stacked arrays.
-    """
+  def spec(self, keys: _paths.Keys, shape: tuple[int, ...]) -> P:
+    """Returns the spec of a parameter, or of a leaf of a state."""
     if not _paths.is_stacked(keys):
       return self.param_specs.place_state(keys, shape)
-    return P(axis, *self.param_specs.place_state(keys, shape[1:]))
+    # The mesh of a worker that is a separate program has no axis of workers.
+    lead = None if self.relay is not None else self.axis_name
+    return P(lead, *self.param_specs.place_state(keys, shape[1:]))
 
 
 def put(x: Any, sharding: NamedSharding) -> Any:
