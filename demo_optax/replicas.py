@@ -98,31 +98,27 @@ def copies(arrays: Mapping[str, Any]) -> dict[str, list[Copy]]:
   Raises in all processes if their arrays have other names, shapes or dtypes,
   rather than leave some waiting in a gather.
   """
-  digests = [_digest_blocks(x) for x in arrays.values()]
   own = np.zeros((len(arrays), jax.local_device_count(), 2), np.uint32)
+  digests = [_digest_blocks(x) for x in arrays.values()]
   for row, found in zip(own, digests):
     row[: len(found)] = jax.device_get(found)
-  every = own[None]
-  if jax.process_count() > 1:
-    text = [f'{k} {x.shape} {x.dtype} {is_local(x)}' for k, x in arrays.items()]
-    tree = np.uint32(zlib.crc32('\n'.join(text).encode()))
-    trees = np.asarray(multihost_utils.process_allgather(tree))
-    if (trees != trees[0]).any():
-      raise ValueError(
-          f'Processes {np.flatnonzero(trees != trees[0]).tolist()} gave another'
-          ' tree than process 0: all must make the same calls, with the same'
-          ' names, shapes, dtypes and placement.'
-      )
-    if arrays:
-      every = multihost_utils.process_allgather(own)
+  text = [f'{k} {x.shape} {x.dtype} {is_local(x)}' for k, x in arrays.items()]
+  tree = np.uint32(zlib.crc32('\n'.join(text).encode()))
+  trees = np.asarray(multihost_utils.process_allgather(tree))
+  if (trees != trees[0]).any():
+    raise ValueError(
+        f'Processes {np.flatnonzero(trees != trees[0]).tolist()} gave another'
+        ' tree than process 0: all must make the same calls, with the same'
+        ' names, shapes, dtypes and placement.'
+    )
+  every = multihost_utils.process_allgather(own) if arrays else own
   held: dict[str, list[Copy]] = {}
   for number, (name, x) in enumerate(arrays.items()):
-    places = collections.Counter[int]()  # the next one of a process
-    held[name] = []
-    for device, p, block in _holders(x):
-      digest = every[p, number, places[p]]
-      held[name].append(Copy(device, p, block, digest))
-      places[p] += 1
+    digests_of = [iter(of_process[number]) for of_process in every]
+    held[name] = [
+        Copy(device, process, block, next(digests_of[process]))
+        for device, process, block in _holders(x)
+    ]
   return held
 
 
@@ -171,7 +167,7 @@ def _holders(x: Any) -> list[tuple[Any, int, str]]:
 
 
 def _digest_blocks(x: Any) -> list[jax.Array]:
-  """Digests the blocks of an array in this process, in the order of devices."""
+  """Digests the blocks of an array in this process, as `_holders` orders."""
   if not isinstance(x, jax.Array):
     x = np.asarray(x)
     if x.dtype.itemsize > 4:  # JAX would make 32 bits of 64

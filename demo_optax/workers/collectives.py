@@ -270,8 +270,7 @@ def varies(x: jax.Array, axis: Axis) -> bool:
 
 
 def _varying(x: jax.Array) -> frozenset[str]:
-  mat = getattr(jax.typeof(x), 'mat', None)  # "manual axis type"
-  return frozenset(getattr(mat, 'varying', ()))
+  return jax.typeof(x).mat.varying  # of the "manual axis type"
 
 
 def is_tracked(axis: Axis) -> bool:

@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -270,7 +270,7 @@ def call_stacked(
     _check_equal('The parameter', params_cut, ('skip', 'wrapper'))
     _check_equal('The hyperparameter', hyperparams_cut, ('number',))
     _check_equal(
-        'The optimizer state', differs, ('state', 'skip', 'value', 'wrapper')
+        'The optimizer state', differs, ('state', 'skip', 'number', 'wrapper')
     )
     if jax.tree.leaves(state_cut) != jax.tree.leaves(stacked):
       raise ValueError(_NOT_AN_ARGUMENT)
@@ -311,7 +311,7 @@ _NOT_AN_ARGUMENT = (
 )
 
 
-def _check_equal(what: str, is_cut: Any, causes: Sequence[str]) -> None:
+def _check_equal(what: str, is_cut: Any, causes: Iterable[str]) -> None:
   for path, cut in jax.tree_util.tree_flatten_with_path(is_cut)[0]:
     if cut:
       name = f'{what} {jax.tree_util.keystr(path)}'
@@ -330,22 +330,17 @@ _CAUSES = {
     ' workers, demo_optax.over_workers(flag, jnp.all); optax.apply_if_finite is'
     ' not needed, since the exchange leaves out workers with gradients that are'
     ' not finite',
-    'value': "an extra argument of one worker, such as value=loss of"
-    ' reduce_on_plateau: value=demo_optax.over_workers(loss)',
-    'number': "a number from one worker's loss or gradient:"
-    ' demo_optax.over_workers(number)',
+    'number': 'a number of one worker, such as value=loss of reduce_on_plateau,'
+    ' or a rate from its gradient: demo_optax.over_workers(number)',
     'state': 'a transformation with a state before the exchange: put it into'
     ' demo_optax.per_worker',
     'wrapper': 'a wrapper that passes gradients on, or compares them with'
     ' updates (optax.contrib.mechanize): put it behind,'
     ' optax.chain(demo_optax.scale_by_demo(...), wrapper(...))',
 }
-_OF_RESULTS = (
-    'gradient', 'statistics', 'metric', 'skip', 'state', 'value', 'wrapper'
-)
 
 
-def _differs(what: str, causes: Sequence[str] = _OF_RESULTS) -> str:
+def _differs(what: str, causes: Iterable[str] = tuple(_CAUSES)) -> str:
   return '\n  - '.join([
       f'{what[0].upper()}{what[1:]} differs between workers: it depends on'
       " one worker's gradient, loss or batch. Usual causes:",

@@ -52,7 +52,18 @@ class ParamSpecs:
     for path, spec in flat:
       name = jax.tree_util.keystr(path) or 'all parameters'
       spec = P() if spec is None else spec
-      _check_spec(name, spec, dict(axis_sizes), worker_axis)
+      if not isinstance(spec, P):
+        raise TypeError(
+            f'param_specs has {spec!r} for {name}: it must be a'
+            ' jax.sharding.PartitionSpec, or None for replicated.'
+        )
+      names = names_of(spec)
+      if len({*names}) < len(names) or {*names} - {*axis_sizes}:
+        raise ValueError(
+            f'The spec of {name} must name axes inside a worker'
+            f' ({_some(axis_sizes)}), each once, got {spec}. Over the worker'
+            f' axis, {worker_axis!r}, parameters are replicated.'
+        )
       found.append((path_keys(path), _shortest(spec)))
     return cls(tuple(found), tuple(axis_sizes.items()))
 
@@ -147,23 +158,6 @@ class ParamSpecs:
 
 
 REPLICATED = ParamSpecs()
-
-
-def _check_spec(
-    name: str, spec: Any, axis_sizes: dict[str, int], worker_axis: str
-) -> None:
-  if not isinstance(spec, P):
-    raise TypeError(
-        f'param_specs has {spec!r} for {name}: it must be a'
-        ' jax.sharding.PartitionSpec, or None for replicated.'
-    )
-  names = names_of(spec)
-  if any(name not in axis_sizes or names.count(name) > 1 for name in names):
-    raise ValueError(
-        f'The spec of {name} must name axes inside a worker'
-        f' ({_some(axis_sizes)}), each once, got {spec}. Over the worker axis,'
-        f' {worker_axis!r}, parameters are replicated.'
-    )
 
 
 def entry(spec: P, dim: int) -> tuple[Any, ...]:

@@ -14,7 +14,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from demo_optax import _checks, _paths
+from demo_optax import _checks
+from demo_optax._paths import Keys, Path, is_stacked, path_keys
 from demo_optax.workers.collectives import Axis, Group, Programs
 from demo_optax.workers.param_specs import REPLICATED, ParamSpecs
 
@@ -114,8 +115,7 @@ class Workers:
     """
     if axis_name not in mesh.axis_names:
       raise ValueError(
-          f'The mesh has no axis {axis_name!r}; its axes are'
-          f' {mesh.axis_names}.'
+          f'The mesh has no axis {axis_name!r}; its axes are {mesh.axis_names}.'
       )
     if len({*mesh.axis_types}) > 1:
       raise ValueError(
@@ -190,8 +190,7 @@ class Workers:
       )
     if importlib.util.find_spec('zmq') is None:
       raise ImportError(
-          'Workers.remote needs ZeroMQ. Install it: pip install'
-          " 'demo_optax[remote]'."
+          "Workers.remote needs ZeroMQ: pip install 'demo_optax[remote]'."
       )
     remote = Remote(address, rank, None if keys is None else str(keys))
     sizes = {} if mesh is None else dict(mesh.shape)
@@ -204,15 +203,14 @@ class Workers:
     return cls('remote', 'workers', count, mesh, specs, remote)
 
   def __repr__(self) -> str:
+    address, rank, _ = self.relay or (None, None, None)
     given = {
-        'simulated': str(self.num_workers),
+        'simulated': f'{self.num_workers}',
         'on_mesh': f'{self.mesh}, {self.axis_name!r}',
-        'on_axis': repr(self.axis_name),
-    }
-    if self.relay is not None:
-      address, rank, _ = self.relay
-      given['remote'] = f'{address!r}, rank={rank}, count={self.num_workers}'
-    return f'Workers.{self.kind}({given[self.kind]}{self.param_specs})'
+        'on_axis': f'{self.axis_name!r}',
+        'remote': f'{address!r}, rank={rank}, count={self.num_workers}',
+    }[self.kind]
+    return f'Workers.{self.kind}({given}{self.param_specs})'
 
   @property
   def count(self) -> int:
@@ -241,8 +239,7 @@ class Workers:
   @property
   def spmd_axis_name(self) -> str | None:
     """The mesh axis of the leading axis of stacked arrays, if there is one."""
-    has_axis = self.mesh is not None and self.relay is None
-    return self.axis_name if has_axis else None
+    return self.axis_name if self.kind == 'on_mesh' else None
 
   @property
   def axis(self) -> Axis:
@@ -256,14 +253,14 @@ class Workers:
 
   @property
   def bucket_spec(self) -> Spec:
-    """The layout of arrays `[workers, devices, ...]` of all devices.
-
-    Without axes inside a worker they are `[workers, ...]`.
-    """
+    """The layout of what has the shape `bucket_shape`."""
     return Spec(True, self.param_specs.bucket_spec)
 
   def bucket_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape of what has `shape` on every device of a worker."""
+    """Returns the shape of what has `shape` on every device of a worker.
+
+    `[workers, devices, ...]`, or `[workers, ...]` without axes inside a worker.
+    """
     inner = (self.param_specs.devices,) if self.param_specs.axes else ()
     return (self.count if self.stacked_gradients else 1, *inner, *shape)
 
@@ -278,8 +275,8 @@ class Workers:
     if self.mesh is None:
       return tree
 
-    def move(path: _paths.Path, x: Any) -> Any:
-      sharding = self.sharding(_paths.path_keys(path), np.shape(x))
+    def move(path: Path, x: Any) -> Any:
+      sharding = self.sharding(path_keys(path), np.shape(x))
       there = getattr(getattr(x, 'sharding', None), 'mesh', None) == self.mesh
       if there and (sharding.spec == P() or not x.is_fully_replicated):
         return x
@@ -287,16 +284,14 @@ class Workers:
 
     return jax.tree_util.tree_map_with_path(move, tree)
 
-  def sharding(
-      self, keys: _paths.Keys, shape: tuple[int, ...]
-  ) -> NamedSharding:
+  def sharding(self, keys: Keys, shape: tuple[int, ...]) -> NamedSharding:
     """Returns where a parameter, or a leaf of a state, is on the mesh."""
     assert self.mesh is not None
     return NamedSharding(self.mesh, self.spec(keys, shape))
 
-  def spec(self, keys: _paths.Keys, shape: tuple[int, ...]) -> P:
+  def spec(self, keys: Keys, shape: tuple[int, ...]) -> P:
     """Returns the spec of a parameter, or of a leaf of a state."""
-    if not _paths.is_stacked(keys):
+    if not is_stacked(keys):
       return self.param_specs.place_state(keys, shape)
     # The mesh of a worker that is a separate program has no axis of workers.
     lead = None if self.relay is not None else self.axis_name
