@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from demo_optax import _checks, _tree
-from demo_optax._paths import Path, path_keys
+from demo_optax._paths import path_keys
 from demo_optax.numerics import prng
 from demo_optax.workers import Workers, checks, inside, lift
 
@@ -48,9 +48,8 @@ def per_worker(
   tx = optax.with_extra_args_support(tx)
 
   def init_fn(params: chex.ArrayTree) -> PerWorkerState:
-    return PerWorkerState(
-        stack_own(tx.init(_tree.mask_others(params)), workers)
-    )
+    state = tx.init(_tree.mask_others(params))
+    return PerWorkerState(stack_own(state, workers))
 
   def update_one(
       gradients: Any, state: Any, shared: tuple[Any, Any]
@@ -63,10 +62,8 @@ def per_worker(
     if not jax.tree.leaves(state):  # NaN needs no help to be passed on
       return updates, new
     good = stays_finite(updates, new, state)
-    return (
-        jax.tree.map(lambda u: jnp.where(good, u, jnp.nan), updates),
-        jax.tree.map(lambda x, old: jnp.where(good, x, old), new, state),
-    )
+    updates = jax.tree.map(lambda u: jnp.where(good, u, jnp.nan), updates)
+    return updates, optax.tree.where(good, new, state)
 
   def update_fn(
       updates: chex.ArrayTree,
@@ -84,11 +81,10 @@ def per_worker(
       for (path, g), p in zip(*_tree.flatten_alike(updates, params)):
         checks.check_gradient(_tree.leaf_name(path), g, p, workers)
       new, own = lift.run_alone(workers, update_one, *args)
-    leaves, treedef = jax.tree.flatten(updates)
-    return treedef.unflatten([
-        old if isinstance(x, optax.MaskedNode) else x
-        for x, old in zip(treedef.flatten_up_to(new), leaves)
-    ]), PerWorkerState(own)
+    return jax.tree.map(
+        lambda old, x: old if isinstance(x, optax.MaskedNode) else x,
+        updates, new,
+    ), PerWorkerState(own)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -96,15 +92,16 @@ def per_worker(
 def stack_own(tree: chex.ArrayTree, workers: Workers) -> chex.ArrayTree:
   """Copies a tree for every worker, with different random keys."""
 
-  def stack(path: Path, x: Any) -> Any:
-    stacked = lift.stack(workers, x)
-    if not prng.is_key(path_keys(path), jnp.asarray(x)):
-      return stacked
-    fold = jax.vmap(prng.fold, spmd_axis_name=workers.spmd_axis_name)
-    return fold(stacked, lift.numbers(workers))
+  def own(number: jax.Array, tree: chex.ArrayTree) -> chex.ArrayTree:
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: (
+            prng.fold(x, number) if prng.is_key(path_keys(path), x) else x
+        ),
+        jax.tree.map(jnp.asarray, tree),
+    )
 
   # Flax's annotations do not hold for stacked arrays.
-  return jax.tree_util.tree_map_with_path(stack, _tree.without_variables(tree))
+  return lift.stack(workers, own, _tree.without_variables(tree))
 
 
 def stays_finite(

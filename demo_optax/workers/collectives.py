@@ -7,7 +7,7 @@ of the caller's own: inside each of them, the axes have names.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -96,12 +96,11 @@ class Group:
     for name, x in message.items():
       if name == GATHERED:
         found[name] = self.gather(x)
-        continue
-      x = vary(x, self.axis)
-      if name == TO_OWNERS:
+      elif name == TO_OWNERS:
+        x = vary(x, self.axis)
         found[name] = jax.lax.all_to_all(x, self.axis, 0, 0, tiled=True)
       else:
-        found[name] = jax.lax.psum(x, self.axis)
+        found[name] = jax.lax.psum(vary(x, self.axis), self.axis)
     return found, None
 
   def gather(self, x: jax.Array) -> jax.Array:
@@ -114,15 +113,13 @@ class Group:
 
   def min_devices(self, x: jax.Array) -> jax.Array:
     """Returns the minimum over the devices of this worker."""
-    return self._over_devices(jax.lax.pmin, x)
+    names = tuple(name for name, _ in self.inner)
+    return jax.lax.pmin(vary(x, *names), names) if names else x
 
   def sum_devices(self, x: jax.Array) -> jax.Array:
     """Returns the sum over the devices of this worker."""
-    return self._over_devices(jax.lax.psum, x)
-
-  def _over_devices(self, reduce: Callable[..., Any], x: jax.Array) -> Any:
     names = tuple(name for name, _ in self.inner)
-    return reduce(vary(x, *names), names) if names else x
+    return jax.lax.psum(vary(x, *names), names) if names else x
 
   def device_index(self, axes: tuple[str, ...]) -> jax.Array | int:
     """Returns the number of this device along some axes inside its worker."""

@@ -266,12 +266,18 @@ def call_stacked(
       )
     if grads_cut and not any(grads_cut):
       raise ValueError(_NOT_CUT)
-    differs = jax.tree.map(lambda x, axis: x and not axis, state_cut, stacked)
-    _check_equal('The parameter', params_cut, ('skip', 'wrapper'))
-    _check_equal('The hyperparameter', hyperparams_cut, ('number',))
-    _check_equal(
-        'The optimizer state', differs, ('state', 'skip', 'number', 'wrapper')
+    shared_cut = jax.tree.map(
+        lambda is_cut, axis: is_cut and not axis, state_cut, stacked
     )
+    for what, are_cut, causes in (
+        ('parameter', params_cut, ('skip', 'wrapper')),
+        ('hyperparameter', hyperparams_cut, ('number',)),
+        ('optimizer state', shared_cut, ('state', 'skip', 'number', 'wrapper')),
+    ):
+      for path, is_cut in jax.tree_util.tree_leaves_with_path(are_cut):
+        if is_cut:
+          name = f'The {what} {jax.tree_util.keystr(path)}'
+          raise ValueError(_differs(name, causes))
     if jax.tree.leaves(state_cut) != jax.tree.leaves(stacked):
       raise ValueError(_NOT_AN_ARGUMENT)
     # A gradient that is the same on all workers is that of an unused parameter.
@@ -309,13 +315,6 @@ _NOT_AN_ARGUMENT = (
     ' optimizer state must be an argument of the step (or in one, as in an'
     ' nnx.Optimizer or a TrainState), not a variable that the step closes over.'
 )
-
-
-def _check_equal(what: str, is_cut: Any, causes: Iterable[str]) -> None:
-  for path, cut in jax.tree_util.tree_flatten_with_path(is_cut)[0]:
-    if cut:
-      name = f'{what} {jax.tree_util.keystr(path)}'
-      raise ValueError(_differs(name, causes))
 
 
 # What makes values differ that must not, and what to do.
@@ -424,7 +423,7 @@ def alike(tree: Any, message: str) -> Any:
   """Returns `tree`; raises `message` of a leaf that differs between workers."""
 
   def see(differs: Any) -> None:
-    for path, is_cut in jax.tree_util.tree_flatten_with_path(differs)[0]:
+    for path, is_cut in jax.tree_util.tree_leaves_with_path(differs):
       if is_cut:
         raise ValueError(message.replace('{}', jax.tree_util.keystr(path)))
 
