@@ -54,11 +54,16 @@ def check_replicas(
   majority, or, of equally many, from the copy on the first device. With
   `workers` on a mesh, it names the workers.
   """
-  flat = {
-      _tree.leaf_name(path): comparable(x)
-      for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]
+  several = {
+      _tree.leaf_name(path): x
+      for path, x in jax.tree_util.tree_leaves_with_path(tree)
+      if len(_holders(x)) > 1
   }
-  several = {name: x for name, x in flat.items() if len(_holders(x)) > 1}
+  worker_of: dict[Any, int] = {}
+  if workers is not None and workers.mesh is not None and not workers.relay:
+    axis = workers.mesh.axis_names.index(workers.axis_name)
+    on_mesh = np.ndenumerate(workers.mesh.devices)
+    worker_of = {device: index[axis] for index, device in on_mesh}
   found = []
   for name, held in copies(several).items():
     if other := differing(held):
@@ -66,18 +71,10 @@ def check_replicas(
       found.append(Difference(
           name,
           tuple(sorted(d.id for d in devices)),
-          tuple(sorted(_workers_of(devices, workers))),
+          tuple(sorted({worker_of[d] for d in devices if d in worker_of})),
           tuple(sorted({c.process for c in other})),
       ))
   return found
-
-
-def _workers_of(devices: set[Any], workers: Workers | None) -> set[int]:
-  if workers is None or workers.mesh is None or workers.relay:
-    return set()
-  axis = workers.mesh.axis_names.index(workers.axis_name)
-  on_mesh = np.ndenumerate(workers.mesh.devices)
-  return {index[axis] for index, device in on_mesh if device in devices}
 
 
 # Copies -----------------------------------------------------------------------
@@ -92,12 +89,18 @@ class Copy(NamedTuple):
   digest: np.ndarray  # uint32[2]
 
 
-def copies(arrays: Mapping[str, Any]) -> dict[str, list[Copy]]:
+def copies(values: Mapping[str, Any]) -> dict[str, list[Copy]]:
   """Returns the copies of all blocks of arrays, in all processes the same.
 
-  Raises in all processes if their arrays have other names, shapes or dtypes,
-  rather than leave some waiting in a gather.
+  What is no array is compared by a checksum. Raises in all processes if their
+  arrays have other names, shapes or dtypes, rather than leave some waiting in a
+  gather.
   """
+  arrays = {
+      name: x if hasattr(x, 'dtype')
+      else np.uint32(zlib.crc32(repr(x).encode()))
+      for name, x in values.items()
+  }
   own = np.zeros((len(arrays), jax.local_device_count(), 2), np.uint32)
   digests = [_digest_blocks(x) for x in arrays.values()]
   for row, found in zip(own, digests):
@@ -142,11 +145,6 @@ def content_digest(held: Iterable[Copy]) -> str:
   return total.astype('>u4').tobytes().hex()
 
 
-def comparable(x: Any) -> Any:
-  """Returns an array unchanged, and a checksum of any other value."""
-  return x if hasattr(x, 'dtype') else np.uint32(zlib.crc32(repr(x).encode()))
-
-
 def is_local(x: Any) -> bool:
   """Returns whether each of several processes holds all of an array."""
   is_whole = not isinstance(x, jax.Array) or x.is_fully_addressable
@@ -162,8 +160,7 @@ def _holders(x: Any) -> list[tuple[Any, int, str]]:
     here = [(d, d.process_index, str(blocks[d])) for d in devices]
   if not is_local(x):
     return here
-  everywhere = range(jax.process_count())
-  return [(None, p, block) for p in everywhere for _, _, block in here]
+  return [(None, p, b) for p in range(jax.process_count()) for _, _, b in here]
 
 
 def _digest_blocks(x: Any) -> list[jax.Array]:

@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -126,41 +126,33 @@ def _watch(tree: Any, see: Callable[[Any], None]) -> Any:
 # Parameters of each worker ----------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class OwnParam:
-  """A parameter of which `local_updates` keeps one copy per worker.
-
-  By the numbers, among all arrays of a call, of the parameter and of others in
-  the optimizer state.
-  """
-
-  number: int
-  shared: int  # the one that all workers share
-  own: list[int]  # the worker's own; of one that drifts also where it started
-
-
-def enter(params: Sequence[OwnParam], arrays: list[Any]) -> None:
+def enter(params: Mapping[int, Sequence[int]], arrays: list[Any]) -> None:
   """Puts the worker's own copies in the places of the parameters.
 
   If any was changed between steps, as when weights are loaded, then what the
   model has holds for all copies.
   """
   changed = jnp.zeros((), bool)
-  for p in params:
-    x = arrays[p.number]
-    changed |= jnp.any(x != arrays[p.shared].astype(x.dtype))
-  for p in params:
-    x = arrays[p.number]
-    for number in (p.shared, *p.own):
-      old = arrays[number]
-      arrays[number] = jnp.where(changed, x.astype(old.dtype), old)
-    arrays[p.number] = arrays[p.own[0]]
+  for number, (shared, *_) in params.items():
+    x = arrays[number]
+    changed |= jnp.any(x != arrays[shared].astype(x.dtype))
+  for number, copies in params.items():
+    x = arrays[number]
+    for copy in copies:
+      old = arrays[copy]
+      arrays[copy] = jnp.where(changed, x.astype(old.dtype), old)
+    arrays[number] = arrays[copies[1]]
 
 
-def own_params(keys: Sequence[Keys]) -> list[OwnParam]:
-  """Finds the parameters of which `local_updates` keeps one copy per worker."""
+def own_params(keys: Sequence[Keys]) -> dict[int, list[int]]:
+  """Finds the parameters of which `local_updates` keeps one copy per worker.
+
+  Returns the number of each, among the arrays with such paths, and those of its
+  copies in the optimizer state: the one that all workers share, the worker's
+  own, and, of one that drifts, where it started.
+  """
   numbers = {k: number for number, k in enumerate(keys)}
-  found = []
+  found = {}
   starts = dict.fromkeys(k[:stop] for k in keys for stop in range(len(k) + 1))
   for root, params in local_params(keys).items():
     prefixes = [
@@ -175,15 +167,11 @@ def own_params(keys: Sequence[Keys]) -> list[OwnParam]:
           " worker, which take the place of the model's in the step; the"
           f' arguments and results must hold these once, but hold: {names}.'
       )
-    found += [
-        OwnParam(
-            numbers[(*prefixes[0], *k)],
-            numbers[(*root, *_SHARED, *k)],
-            [numbers[x] for part in (_OWN, _START)
-             if (x := (*root, *part, *k)) in numbers],
-        )
-        for k in sorted(params, key=str)
-    ]
+    for k in sorted(params, key=str):
+      copies = [(*root, *part, *k) for part in (_SHARED, _OWN, _START)]
+      found[numbers[(*prefixes[0], *k)]] = [
+          numbers[copy] for copy in copies if copy in numbers
+      ]
   return found
 
 

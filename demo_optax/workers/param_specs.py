@@ -9,13 +9,14 @@ are found by path, since an exchange may see only some of them (`optax.masked`,
 import dataclasses
 import functools
 import math
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec as P
 
-from demo_optax._paths import Keys, Path, is_bucket, path_keys
+from demo_optax._paths import Keys, Path, dotted, is_bucket, path_keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +62,7 @@ class ParamSpecs:
       if len({*names}) < len(names) or {*names} - {*axis_sizes}:
         raise ValueError(
             f'The spec of {name} must name axes inside a worker'
-            f' ({_some(axis_sizes)}), each once, got {spec}. Over the worker'
+            f' ({[*axis_sizes]}), each once, got {spec}. Over the worker'
             f' axis, {worker_axis!r}, parameters are replicated.'
         )
       found.append((path_keys(path), _shortest(spec)))
@@ -77,11 +78,9 @@ class ParamSpecs:
     return dict(self.specs)
 
   def __repr__(self) -> str:
-    if set(self._specs.values()) <= {P()}:
-      return ''
-    axes = {a for spec in self._specs.values() for a in names_of(spec)}
-    inner = [name for name, _ in self.axis_sizes if name in axes]
-    return f', sharded over {", ".join(inner)}'
+    named = {a for _, spec in self.specs for a in names_of(spec)}
+    inner = [name for name in self.axes if name in named]
+    return f', sharded over {", ".join(inner)}' if inner else ''
 
   @property
   def axes(self) -> tuple[str, ...]:
@@ -104,11 +103,12 @@ class ParamSpecs:
     starts = (keys[:length] for length in range(len(keys), -1, -1))
     spec = next((self._specs[k] for k in starts if k in self._specs), None)
     if spec is None:
+      known = ', '.join(map(dotted, self._specs)) or 'none'
       raise ValueError(
           f'param_specs has nothing for the parameter {name}. Give a'
           ' PartitionSpec for every parameter (P() for replicated), in a tree'
           ' of their structure; demo_optax.param_specs takes it from a model.'
-          f' There are specs for {_some(self._specs)}.'
+          f' There are specs for {textwrap.shorten(known, 200)}.'
       )
     blocks = self._blocks(spec, shape)
     if blocks is None:
@@ -179,11 +179,3 @@ def _shortest(spec: P) -> P:
 def names_of(spec: P) -> list[Any]:
   """Returns all axes of a spec."""
   return [axis for dim in range(len(spec)) for axis in entry(spec, dim)]
-
-
-def _some(keys: Any) -> str:
-  """Returns the first few of many names."""
-  names = ['.'.join(map(str, k)) if isinstance(k, tuple) else k for k in keys]
-  names = [name or 'all parameters' for name in names]
-  more = [f'and {len(names) - 6} more'] if len(names) > 6 else []
-  return ', '.join([*names[:6], *more]) or 'none'
