@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -65,7 +65,7 @@ class ParamSpecs:
             f' ({[*axis_sizes]}), each once, got {spec}. Over the worker'
             f' axis, {worker_axis!r}, parameters are replicated.'
         )
-      found.append((path_keys(path), _shortest(spec)))
+      found.append((path_keys(path), keep(spec, names)))
     return cls(tuple(found), tuple(axis_sizes.items()))
 
   @functools.cached_property
@@ -118,11 +118,7 @@ class ParamSpecs:
           ' it, or replicate it: P().'
       )
     axes = tuple(axis for axis in self.axes if axis in names_of(spec))
-    short = P(*(
-        tuple(axis for axis in entry(spec, dim) if axis in axes) or None
-        for dim in range(len(spec))
-    ))
-    return ParamSharding(_shortest(short), blocks, axes, spec)
+    return ParamSharding(keep(spec, axes), blocks, axes, spec)
 
   def place_state(self, keys: Keys, shape: tuple[int, ...]) -> P:
     """Returns a spec for a leaf of a state, without the worker axis.
@@ -168,9 +164,12 @@ def entry(spec: P, dim: int) -> tuple[Any, ...]:
   return entry if isinstance(entry, tuple) else (entry,)
 
 
-def _shortest(spec: P) -> P:
-  """Returns the spec without entries at its end that say nothing."""
-  entries = list(spec)
+def keep(spec: P, axes: Collection[Any]) -> P:
+  """Returns the spec of these axes alone, in its shortest form."""
+  entries = [
+      tuple(axis for axis in entry(spec, dim) if axis in axes) or None
+      for dim in range(len(spec))
+  ]
   while entries and entries[-1] is None:
     entries.pop()
   return P(*entries)
