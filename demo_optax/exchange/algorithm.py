@@ -25,7 +25,7 @@ from demo_optax.exchange.message import Packer
 from demo_optax.exchange.owners import Report, UpdatePacker
 from demo_optax.numerics import platform, rounding, topk
 from demo_optax.workers import Group, Spec, Workers, lift
-from demo_optax.workers.collectives import sums
+from demo_optax.workers.collectives import gather, sums
 
 # A worker is excluded if a gradient element exceeds this share of the largest
 # float. Sums of a chunk over all steps then stay finite.
@@ -220,7 +220,9 @@ def exchange(
     data, update_residual = owners.pack(
         dict(enumerate(merged)), update_residual, report
     )
-    of_owners, report = owners.unpack(group.gather(data), distinct, group)
+    of_owners, report = owners.unpack(
+        gather(data, group.axis), distinct, group
+    )
     merged = [of_owners.get(i, u) for i, u in enumerate(merged)]
 
   updates: dict[int, jax.Array] = {}

@@ -95,17 +95,13 @@ class Group:
     found = {}
     for name, x in message.items():
       if name == GATHERED:
-        found[name] = self.gather(x)
+        found[name] = gather(x, self.axis)
       elif name == TO_OWNERS:
         x = vary(x, self.axis)
         found[name] = jax.lax.all_to_all(x, self.axis, 0, 0, tiled=True)
       else:
         found[name] = jax.lax.psum(vary(x, self.axis), self.axis)
     return found, None
-
-  def gather(self, x: jax.Array) -> jax.Array:
-    """Returns `x` of all workers, `[workers, *x.shape]`, the same on all."""
-    return gather(x, self.axis)
 
   def all_devices(self, ok: jax.Array) -> jax.Array:
     """Returns whether `ok` holds on all devices of this worker."""
@@ -164,8 +160,8 @@ def sums(xs: Sequence[jax.Array], axis: Axis) -> list[jax.Array]:
   found: dict[int, jax.Array] = {}
   kinds: dict[Any, list[int]] = {}
   for i, x in enumerate(wide):
-    if is_ordered(x.shape, x.dtype):
-      kinds.setdefault((x.dtype, _varying(x)), []).append(i)
+    if _is_ordered(x):
+      kinds.setdefault((x.dtype, jax.typeof(x).mat.varying), []).append(i)
   for numbers in kinds.values():
     flat, parts_of = flatten_util.ravel_pytree([wide[i] for i in numbers])
     found |= zip(numbers, parts_of(in_order(gather(flat, axis))))
@@ -177,10 +173,10 @@ def sums(xs: Sequence[jax.Array], axis: Axis) -> list[jax.Array]:
   return [found[i].astype(x.dtype) for i, x in enumerate(xs)]
 
 
-def is_ordered(shape: tuple[int, ...], dtype: Any) -> bool:
-  """Returns whether `sums` adds arrays from left to right."""
-  size = math.prod(shape) * jnp.dtype(dtype).itemsize
-  return bool(jnp.issubdtype(dtype, jnp.floating)) and size <= ORDERED_BYTES
+def _is_ordered(x: jax.Array) -> bool:
+  """Returns whether `sums` adds such arrays from left to right."""
+  is_small = x.size * x.dtype.itemsize <= ORDERED_BYTES
+  return is_small and bool(jnp.issubdtype(x.dtype, jnp.floating))
 
 
 def total(x: jax.Array, axis: Axis) -> jax.Array:
@@ -197,8 +193,7 @@ def mean(x: jax.Array, axis: Axis) -> jax.Array:
     inverse = rounding.exact_reciprocal(
         jnp.sum(present, dtype=jnp.int32), axis.size, wide.dtype
     )
-    is_small = is_ordered(wide.shape, wide.dtype)
-    added = in_order(rows) if is_small else jnp.sum(rows, axis=0)
+    added = in_order(rows) if _is_ordered(wide) else jnp.sum(rows, axis=0)
   else:
     inverse = wide.dtype.type(1 / jax.lax.axis_size(axis))
     added = total(wide, axis)
@@ -263,11 +258,7 @@ def widened(x: jax.Array) -> Any:
 
 def varies(x: jax.Array, axis: Axis) -> bool:
   """Returns whether `x` is known to vary over a mapped mesh axis."""
-  return axis in _varying(x)
-
-
-def _varying(x: jax.Array) -> frozenset[str]:
-  return jax.typeof(x).mat.varying  # of the "manual axis type"
+  return axis in jax.typeof(x).mat.varying  # of the "manual axis type"
 
 
 def is_tracked(axis: Axis) -> bool:
@@ -281,12 +272,7 @@ def is_tracked(axis: Axis) -> bool:
   return varies(index, axis)
 
 
-def vary(tree: Any, *axes: Axis) -> Any:
-  """Marks arrays as varying over axes, where that is tracked."""
-  tracked = [axis for axis in axes if is_tracked(axis)]
-
-  def mark(x: jax.Array) -> jax.Array:
-    new = tuple(axis for axis in tracked if not varies(x, axis))
-    return jax.lax.pcast(x, new, to='varying') if new else x
-
-  return jax.tree.map(mark, tree)
+def vary(x: jax.Array, *axes: Axis) -> jax.Array:
+  """Marks an array as varying over axes, where that is tracked."""
+  new = tuple(a for a in axes if is_tracked(a) and not varies(x, a))
+  return jax.lax.pcast(x, new, to='varying') if new else x

@@ -127,13 +127,12 @@ def _run_in_parts(
         out_specs=out_specs if is_last else [P(names)] * len(written),
     )
 
-  def exchange(types: list[Any], sent: list[Any] | None) -> list[Any]:
-    assert sent is not None
-    programs = collectives.Programs(workers.count)
-    return [collectives.meet(x, programs) for x in sent]
-
   plan = split.Plan(core.ClosedJaxpr(body, []), build=build)
-  return plan.run([values[v] for v in eqn.invars], exchange)
+  programs = collectives.Programs(workers.count)
+  return plan.run(
+      [values[v] for v in eqn.invars],
+      lambda _, sent: [collectives.meet(x, programs) for x in sent or ()],
+  )
 
 
 def run_alone(

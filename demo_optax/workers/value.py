@@ -24,9 +24,7 @@ from demo_optax.workers.param_specs import REPLICATED, ParamSpecs
 class Spec:
   """How an array is laid out over workers and their devices."""
 
-  # Whether it has a leading worker axis, one part for each worker; if not, all
-  # workers have the same.
-  stacked: bool
+  stacked: bool  # with a leading worker axis; else equal on all workers
   inner: P = P()  # noqa: RUF009  (of its other dimensions, inside a worker)
 
 
