@@ -78,13 +78,10 @@ class Group:
   ) -> tuple[dict[str, jax.Array], jax.Array | None]:
     """Sends words to all workers, or to each of them its own, and sums floats.
 
-    One collective for the words and one for each dtype of floats. The message
-    has, by name, under `GATHERED` an array for all workers, under `TO_OWNERS`
-    an array `[workers, ...]`, a row for each worker; all others are summed.
-
-    Returns by name `[workers, ...]`, a row from each worker, or sums. Sums, and
-    rows that were for all, are the same on all workers. Then whether the
-    message reaches them, bool `[]`, if it may not.
+    By name: `GATHERED` is an array for all workers, `TO_OWNERS` has a row for
+    each, `[workers, ...]`; all others are summed, by one collective for each
+    dtype. Returns `[workers, ...]`, a row from each worker, or sums; and bool
+    `[]`, whether the message reaches the others, if it may not.
     """
     if isinstance(self.axis, Programs):
       met = {name: meet(x, self.axis) for name, x in message.items()}

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
 
-from demo_optax import _paths
+from demo_optax import _paths, _tree
 from demo_optax._paths import Keys, path_keys
 from demo_optax.numerics import prng
 from demo_optax.workers import Workers, collectives
@@ -226,14 +226,11 @@ def call_stacked(
       new = jax.tree.map(lambda x: x[0], new)
     return new, jax.tree.map(lambda x, axis: x[0] if axis else x, own, stacked)
 
-  given, grads_def = jax.tree.flatten(updates)
-  like = jax.tree.leaves(params)
-  if len(like) != len(given):  # masked: checked by the exchange itself
-    like = given
+  grads_def = jax.tree.structure(updates)
   grads = [  # those of integers are float0, which no operation takes
-      jnp.zeros_like(p) if getattr(g, 'dtype', None) == jax.dtypes.float0
-      else jnp.asarray(g)
-      for g, p in zip(given, like)
+      _tree.zero_update(g, p, 0)
+      if getattr(g, 'dtype', None) == jax.dtypes.float0 else jnp.asarray(g)
+      for (_, g), p in zip(*_tree.flatten_alike(updates, params))
   ]
   # Numbers that are known when a step is traced make a smaller program.
   known = params, hyperparams

@@ -177,28 +177,30 @@ def context(workers: Workers) -> contextlib.AbstractContextManager[Any]:
 # Arrays of all workers --------------------------------------------------------
 
 
-def stack(
-    workers: Workers, fun: Callable[[jax.Array, Any], Any], tree: Any
-) -> Any:
-  """Returns `fun(number, tree)` of every worker, with a leading worker axis."""
+def numbers(workers: Workers) -> jax.Array:
+  """Returns the numbers of the workers whose arrays are here, int32 `[n]`."""
   count = workers.count  # an error where the axis is not mapped
-  if not workers.stacked_gradients:
-    relay, axis = workers.relay, workers.axis
-    number = jnp.int32(relay.rank) if relay else jax.lax.axis_index(axis)
-    # Varying from the start, or a scan over steps would see its type change.
-    return jax.tree.map(lambda x: vary(x[None], axis), fun(number, tree))
+  if workers.stacked_gradients:
+    return place(workers, jnp.arange(count, dtype=jnp.int32))
+  if workers.relay is not None:
+    return jnp.array([workers.relay.rank], jnp.int32)
+  return jax.lax.axis_index(workers.axis_name)[None]
 
-  def stacked(tree: Any) -> Any:
-    numbers = jnp.arange(count, dtype=jnp.int32)
-    found = jax.vmap(fun, in_axes=(0, None))(numbers, tree)
-    return jax.tree.map(functools.partial(place, workers), found)
+
+def stack(workers: Workers, x: jax.Array) -> jax.Array:
+  """Returns a copy of `x` for every worker, with a leading worker axis."""
+  if not workers.stacked_gradients:
+    # Varying from the start, or a scan over steps would see its type change.
+    return vary(x[None], workers.axis)
+
+  def copies(x: jax.Array) -> jax.Array:
+    return place(workers, jnp.broadcast_to(x, (workers.count, *x.shape)))
 
   if workers.mesh is None:
-    return stacked(tree)
-  return jax.jit(stacked)(jax.tree.map(
-      lambda x: x if isinstance(x, jax.core.Tracer) else workers.device_put(x),
-      tree,
-  ))
+    return copies(x)
+  if not isinstance(x, jax.core.Tracer):
+    x = workers.device_put(x)
+  return jax.jit(copies)(x)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

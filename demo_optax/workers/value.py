@@ -159,9 +159,9 @@ class Workers:
     program that starts later takes the parameters and the shared state from
     another worker in its first step.
 
-    The batch of a step is the program's, and so are results for its rows. The
-    momentum has a leading axis of 1. Parameters are equal on all workers, to
-    the bit on hardware of one kind.
+    Batches and results for their rows are the program's own. The momentum has a
+    leading axis of 1. Parameters are equal on all workers, to the bit on
+    hardware of one kind.
 
     Args:
       address: of the relay, such as `tcp://relay.example.org:7077`.
@@ -267,8 +267,8 @@ class Workers:
 
     Parameters, and what ends in a parameter's path in a state, are sharded by
     `param_specs`; all else is replicated. Arrays that are spread over the mesh
-    already (the momentum) stay. What was made on one device moves in the first
-    step at the latest, and then the second step compiles again.
+    already (the momentum) stay. Without it, the first step moves what was made
+    on one device, and the second one compiles again.
     """
     if self.mesh is None:
       return tree
