@@ -63,12 +63,10 @@ def tracing(**how: Any) -> Iterator[None]:
 
 def is_mapped() -> bool:
   """Returns whether the caller is traced inside of a `data_parallel` step."""
-  if _TRACE.group is not None:
-    return True
   try:
     jax.lax.axis_index(WORKER_AXIS)
   except NameError:
-    return False
+    return _TRACE.group is not None
   return True
 
 
