@@ -6,7 +6,7 @@ and only digests (8 bytes per leaf and device) are gathered and compared.
 
 import collections
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import chex
@@ -86,7 +86,7 @@ class Copy(NamedTuple):
   device: Any  # None if it is not known to all processes
   process: int
   block: str
-  digest: np.ndarray  # uint32[2]
+  digest: bytes  # of uint32[2]
 
 
 def copies(values: Mapping[str, Any]) -> dict[str, list[Copy]]:
@@ -119,28 +119,24 @@ def copies(values: Mapping[str, Any]) -> dict[str, list[Copy]]:
   for number, (name, x) in enumerate(arrays.items()):
     digests_of = [iter(of_process[number]) for of_process in every]
     held[name] = [
-        Copy(device, process, block, next(digests_of[process]))
+        Copy(device, process, block, next(digests_of[process]).tobytes())
         for device, process, block in _holders(x)
     ]
   return held
 
 
-def differing(held: Iterable[Copy]) -> list[Copy]:
+def differing(held: Sequence[Copy]) -> list[Copy]:
   """Returns the copies of one array that differ from most of their block."""
-  blocks = collections.defaultdict(list)
-  for copy in held:
-    blocks[copy.block].append(copy)
-  found = []
-  for same in blocks.values():
-    counts = collections.Counter(c.digest.tobytes() for c in same)
-    ((usual, _),) = counts.most_common(1)
-    found += [c for c in same if c.digest.tobytes() != usual]
-  return found
+  counts = collections.Counter((c.block, c.digest) for c in held)
+  usual: dict[str, bytes] = {}
+  for (block, digest), _ in counts.most_common():
+    usual.setdefault(block, digest)
+  return [c for c in held if c.digest != usual[c.block]]
 
 
-def content_digest(held: Iterable[Copy]) -> str:
+def content_digest(held: Sequence[Copy]) -> str:
   """Returns the digest of an array, 16 digits, the same for any sharding."""
-  blocks = {c.block: c.digest for c in held}
+  blocks = {c.block: np.frombuffer(c.digest, np.uint32) for c in held}
   total = sum(blocks.values(), np.zeros(2, np.uint32))
   return total.astype('>u4').tobytes().hex()
 
