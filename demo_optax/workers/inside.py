@@ -11,9 +11,9 @@ gather the batch for the gradients of stacked convolutions.
 """
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -35,30 +35,27 @@ WORKER_AXIS = 'demo_optax_workers'
 EXCHANGE = 'demo_optax_exchange'
 
 
-class _Trace(threading.local):
-  """How the step that is being traced is run: see `tracing`."""
-
-  group: Workers | None = None
-  checks: bool = False
-
-
-_TRACE = _Trace()
+# How the step that is being traced is run: see `tracing`.
+_TRACE = contextvars.ContextVar[tuple[Workers | None, bool]](
+    'demo_optax_trace', default=(None, False)
+)
 
 
 @contextlib.contextmanager
-def tracing(**how: Any) -> Iterator[None]:
+def tracing(
+    group: Workers | None = None, checks: bool = False
+) -> Iterator[None]:
   """Traces a step in another way than for all workers, mapped.
 
   With `group`, for one worker on its own device, which sees the others as
   `group`. With `checks`, to see what differs between workers; nothing is
   exchanged.
   """
-  before = {name: getattr(_TRACE, name) for name in how}
-  vars(_TRACE).update(how)
+  token = _TRACE.set((group, checks))
   try:
     yield
   finally:
-    vars(_TRACE).update(before)
+    _TRACE.reset(token)
 
 
 def is_mapped() -> bool:
@@ -66,13 +63,14 @@ def is_mapped() -> bool:
   try:
     jax.lax.axis_index(WORKER_AXIS)
   except NameError:
-    return _TRACE.group is not None
+    return _TRACE.get()[0] is not None
   return True
 
 
 def _worker_axis() -> collectives.Axis:
   """Returns the axis of the workers, as the step sees it."""
-  return WORKER_AXIS if _TRACE.group is None else _TRACE.group.axis
+  group, _ = _TRACE.get()
+  return WORKER_AXIS if group is None else group.axis
 
 
 def check_in_step(what: str) -> None:
@@ -118,7 +116,8 @@ def _watch(tree: Any, see: Callable[[Any], None]) -> Any:
     see(cut[0])
     return tree, cut[0]
 
-  return tree if _TRACE.group else _meet(rule, lambda tree: tree, tree)
+  group, _ = _TRACE.get()
+  return _meet(rule, lambda tree: tree, tree) if group is None else tree
 
 
 # Parameters of each worker ----------------------------------------------------
@@ -217,9 +216,10 @@ def call_stacked(
   stacked = jax.tree_util.tree_map_with_path(
       lambda path, _: _paths.is_stacked(path_keys(path)), state
   )
-  if _TRACE.group is not None:
+  group, only_checks = _TRACE.get()
+  if group is not None:
     own = jax.tree.map(lambda x, axis: x[None] if axis else x, state, stacked)
-    new, own = stacked_update(updates, own, params, hyperparams, _TRACE.group)
+    new, own = stacked_update(updates, own, params, hyperparams, group)
     if own_updates:
       new = jax.tree.map(lambda x: x[0], new)
     return new, jax.tree.map(lambda x, axis: x[0] if axis else x, own, stacked)
@@ -269,7 +269,7 @@ def call_stacked(
         for g, is_cut in zip(grads, grads_cut)
     ]
     apart = [own_updates] * len(grads), stacked
-    if _TRACE.checks:
+    if only_checks:
       new = [jnp.zeros_like(g if own_updates else g[0]) for g in everyones]
       return (new, state), apart
     new, state = stacked_update(
