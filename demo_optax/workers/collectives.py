@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import flatten_util
 from jax.extend import core
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from demo_optax.numerics import prng, rounding
@@ -140,7 +140,10 @@ def gather(x: jax.Array, axis: Axis) -> jax.Array:
     return meet(x, axis).rows
   if varies(x, axis):  # typed as replicated, where that is tracked
     return jax.lax.all_gather(x, axis, to='invarying')
-  return jax.lax.all_gather(x, axis)
+  if not any(jax.typeof(x).sharding.spec):
+    return jax.lax.all_gather(x, axis)
+  # Of a sharded type, which all_gather keeps for the axes before the new one.
+  return jnp.moveaxis(jax.lax.all_gather(x, axis, axis=x.ndim), -1, 0)
 
 
 # Larger arrays are summed by an all-reduce, whose order is its own.
@@ -163,8 +166,9 @@ def sums(xs: Sequence[jax.Array], axis: Axis) -> list[jax.Array]:
     flat, parts_of = flatten_util.ravel_pytree([wide[i] for i in numbers])
     found |= zip(numbers, parts_of(in_order(gather(flat, axis))))
   rest = [i for i in range(len(wide)) if i not in found]
-  if rest and isinstance(axis, Programs):
-    found |= {i: jnp.sum(meet(wide[i], axis).rows, axis=0) for i in rest}
+  # XLA has no all-reduce of programs, nor JAX one of what vmap maps in a type.
+  if rest and (isinstance(axis, Programs) or _is_explicit(wide[rest[0]])):
+    found |= {i: jnp.sum(gather(wide[i], axis), axis=0) for i in rest}
   elif rest:
     found |= zip(rest, jax.lax.psum([wide[i] for i in rest], axis))
   return [found[i].astype(x.dtype) for i, x in enumerate(xs)]
@@ -178,6 +182,9 @@ def _is_ordered(x: jax.Array) -> bool:
 
 def total(x: jax.Array, axis: Axis) -> jax.Array:
   """Returns the sum over workers; see `sums`."""
+  wide = vary(x.astype(widened(x)), axis)
+  if _is_ordered(wide):
+    return in_order(gather(wide, axis)).astype(x.dtype)
   return sums([x], axis)[0]
 
 
@@ -201,10 +208,8 @@ def mean_finite(x: jax.Array, otherwise: jax.Array, axis: Axis) -> jax.Array:
   """Returns the mean over the workers whose `x` is finite, if any is."""
   finite = jnp.isfinite(x).all()
   wide = x.astype(widened(x))
-  added, count = sums(
-      [jnp.where(finite, wide, jnp.zeros_like(wide)), finite.astype(jnp.int32)],
-      axis,
-  )
+  added = total(jnp.where(finite, wide, jnp.zeros_like(wide)), axis)
+  count = total(finite.astype(jnp.int32), axis)
   size = axis.size if isinstance(axis, Programs) else jax.lax.axis_size(axis)
   # By a product: some programs make one of the division.
   inverse = rounding.exact_reciprocal(count, size, added.dtype)
@@ -225,7 +230,7 @@ def everyones(x: jax.Array, axis: Axis) -> jax.Array:
   An absent worker has what the first one has that is present.
   """
   if not isinstance(axis, Programs):
-    return jax.lax.all_gather(x, axis)
+    return gather(x, axis)
   rows, present, _ = meet(x, axis)
   some = rows[jnp.argmax(present)]
   return jnp.where(present.reshape(-1, *(1,) * x.ndim), rows, some)
@@ -240,11 +245,18 @@ def in_order(x: jax.Array) -> jax.Array:
 
 
 def _together(x: jax.Array) -> jax.Array:
-  """Gathers the first axis, where types say that it is spread."""
-  mesh, spec = jax.typeof(x).sharding.mesh, jax.typeof(x).sharding.spec
-  if not spec or spec[0] is None:
+  """Gathers the first axis, which may be spread where types are Explicit.
+
+  Also if it seems not to be: in the type of one worker no axis of workers is.
+  """
+  if not _is_explicit(x):
     return x
+  mesh, spec = jax.typeof(x).sharding.mesh, jax.typeof(x).sharding.spec
   return jax.sharding.reshard(x, NamedSharding(mesh, P(None, *spec[1:])))
+
+
+def _is_explicit(x: jax.Array) -> bool:
+  return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
 
 
 def widened(x: jax.Array) -> Any:
