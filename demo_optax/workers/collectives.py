@@ -165,13 +165,10 @@ def sums(xs: Sequence[jax.Array], axis: Axis) -> list[jax.Array]:
   for numbers in kinds.values():
     flat, parts_of = flatten_util.ravel_pytree([wide[i] for i in numbers])
     found |= zip(numbers, parts_of(in_order(gather(flat, axis))))
-  rest = [i for i in range(len(wide)) if i not in found]
-  # XLA has no all-reduce of programs, nor JAX one of what vmap maps in a type.
-  if rest and (isinstance(axis, Programs) or _is_explicit(wide[rest[0]])):
-    found |= {i: jnp.sum(gather(wide[i], axis), axis=0) for i in rest}
-  elif rest:
-    found |= zip(rest, jax.lax.psum([wide[i] for i in rest], axis))
-  return [found[i].astype(x.dtype) for i, x in enumerate(xs)]
+  return [
+      found[i].astype(x.dtype) if i in found else total(x, axis)
+      for i, x in enumerate(xs)
+  ]
 
 
 def _is_ordered(x: jax.Array) -> bool:
@@ -184,8 +181,13 @@ def total(x: jax.Array, axis: Axis) -> jax.Array:
   """Returns the sum over workers; see `sums`."""
   wide = vary(x.astype(widened(x)), axis)
   if _is_ordered(wide):
-    return in_order(gather(wide, axis)).astype(x.dtype)
-  return sums([x], axis)[0]
+    added = in_order(gather(wide, axis))
+  elif isinstance(axis, Programs) or _is_explicit(wide):
+    # Programs have no all-reduce, and JAX none of types under vmap.
+    added = jnp.sum(gather(wide, axis), axis=0)
+  else:
+    added = jax.lax.psum(wide, axis)
+  return added.astype(x.dtype)
 
 
 def mean(x: jax.Array, axis: Axis) -> jax.Array:
