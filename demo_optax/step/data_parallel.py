@@ -342,7 +342,8 @@ class DataParallelStep:
       with _explained(self.workers):
         found, returned = build(core.jaxpr_as_fun(closed)(*arrays))
       self._inspect(call, closed.jaxpr, found, build(closed.jaxpr.outvars)[0])
-      found = inside.settle(found, call.rows, call.axis)
+      on_mesh = spmd_axis_name is not None
+      found = inside.settle(found, call.rows, call.axis, on_mesh)
       apart = [r if r.apart else None for r in found]
       return apart, [None if r.apart else r for r in found], returned
 

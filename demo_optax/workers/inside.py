@@ -312,8 +312,8 @@ _CAUSES = {
     ' workers, demo_optax.over_workers(flag, jnp.all); optax.apply_if_finite is'
     ' not needed, since the exchange leaves out workers with gradients that are'
     ' not finite',
-    'number': 'a number of one worker, such as value=loss of reduce_on_plateau,'
-    ' or a rate from its gradient: demo_optax.over_workers(number)',
+    'number': 'a number of one worker, such as its loss or a norm: give'
+    ' value=demo_optax.over_workers(loss) to reduce_on_plateau',
     'state': 'a transformation with a state before the exchange: put it into'
     ' demo_optax.per_worker',
     'wrapper': 'a wrapper that passes gradients on, or compares them with'
@@ -447,13 +447,14 @@ class Result:
 
 
 def settle(
-    results: list[Result], rows: int | None, axis: int
+    results: list[Result], rows: int | None, axis: int, on_mesh: bool = False
 ) -> list[Result]:
   """Makes one value for all workers of what each of them returns.
 
   A worker's batch has `rows` rows, along `axis` of results; rows are moved to
   the first axis. Raises for a value that must not differ between workers. On a
-  worker's own device `results` know `differs`.
+  worker's own device `results` know `differs`. `on_mesh` if stacked arrays are
+  spread over devices.
   """
 
   def see(cut: list[bool]) -> None:
@@ -462,13 +463,13 @@ def settle(
 
   values = _watch([jnp.asarray(r.value) for r in results], see)
   for r, x in zip(results, values):
-    r.value, r.apart = _combine(r, x, rows, axis)
+    r.value, r.apart = _combine(r, x, rows, axis, on_mesh)
     r.old = None
   return results
 
 
 def _combine(
-    result: Result, x: jax.Array, rows: int | None, axis: int
+    result: Result, x: jax.Array, rows: int | None, axis: int, on_mesh: bool
 ) -> tuple[jax.Array, bool]:
   """Returns one value of all workers', and whether it stays apart instead."""
   workers, role, old = _worker_axis(), result.role, result.old
@@ -486,6 +487,8 @@ def _combine(
     return collectives.mean_finite(x, old, workers), False
   if role == 'key':
     return collectives.first(x, workers), False
+  if not x.shape and is_real and on_mesh:  # XLA would send slices one by one
+    return jnp.mean(collectives.everyones(x, workers), axis=0), False
   if not x.shape and is_real:
     return collectives.mean(x, workers), False
   if x.shape[axis : axis + 1] == (rows,):

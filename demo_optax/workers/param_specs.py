@@ -58,12 +58,12 @@ class ParamSpecs:
             f'param_specs has {spec!r} for {name}: it must be a'
             ' jax.sharding.PartitionSpec, or None for replicated.'
         )
-      names = names_of(spec)
+      names, known = names_of(spec), ', '.join(axis_sizes) or 'none'
       if len({*names}) < len(names) or {*names} - {*axis_sizes}:
         raise ValueError(
             f'The spec of {name} must name axes inside a worker'
-            f' ({[*axis_sizes]}), each once, got {spec}. Over the worker'
-            f' axis, {worker_axis!r}, parameters are replicated.'
+            f' ({known}), each once, got {spec}. Over the worker axis,'
+            f' {worker_axis!r}, parameters are replicated.'
         )
       found.append((path_keys(path), keep(spec, names)))
     return cls(tuple(found), tuple(axis_sizes.items()))
