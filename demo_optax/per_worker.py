@@ -46,12 +46,11 @@ def per_worker(
   tx = optax.with_extra_args_support(tx)
 
   def init_fn(params: chex.ArrayTree) -> PerWorkerState:
-    return PerWorkerState(
-        stack_own(tx.init(_tree.mask_others(params)), workers)
-    )
+    state = tx.init(_tree.mask_others(params))
+    return PerWorkerState(stack_own(state, workers))
 
   def update_one(
-      index: Any, gradients: Any, state: Any, shared: tuple[Any, Any]
+      gradients: Any, state: Any, shared: tuple[Any, Any]
   ) -> tuple[Any, Any]:
     """Updates one worker's gradients; keeps a state that would be NaN."""
     params, extra_args = shared
@@ -61,10 +60,8 @@ def per_worker(
     if not jax.tree.leaves(state):  # NaN needs no help to be passed on
       return updates, new
     good = stays_finite(updates, new, state)
-    return (
-        jax.tree.map(lambda u: jnp.where(good, u, jnp.nan), updates),
-        jax.tree.map(lambda x, old: jnp.where(good, x, old), new, state),
-    )
+    updates = jax.tree.map(lambda u: jnp.where(good, u, jnp.nan), updates)
+    return updates, optax.tree.where(good, new, state)
 
   def update_fn(
       updates: chex.ArrayTree,
@@ -77,33 +74,28 @@ def per_worker(
         (_tree.mask_others(params), extra_args),
     )
     if inside.is_mapped():
-      new, own = update_one(None, *args)
+      new, own = update_one(*args)
     else:
       for (path, g), p in zip(*_tree.flatten_alike(updates, params)):
         checks.check_gradient(_tree.leaf_name(path), g, p, workers)
       new, own = lift.run_alone(workers, update_one, *args)
-    leaves, treedef = jax.tree.flatten(updates)
-    return treedef.unflatten([
-        old if isinstance(x, optax.MaskedNode) else x
-        for x, old in zip(treedef.flatten_up_to(new), leaves)
-    ]), PerWorkerState(own)
+    return jax.tree.map(
+        lambda old, x: old if isinstance(x, optax.MaskedNode) else x,
+        updates, new,
+    ), PerWorkerState(own)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def stack_own(tree: chex.ArrayTree, workers: Workers) -> chex.ArrayTree:
   """Copies a tree for every worker, with different random keys."""
+  fold = jax.vmap(prng.fold, spmd_axis_name=workers.spmd_axis_name)
 
-  def stack(path: Path, x: Any) -> Any:
+  def stack(path: Path, x: Any) -> jax.Array:
+    x = jnp.asarray(x)
     stacked = lift.stack(workers, x)
-    if not prng.is_key(path_keys(path), jnp.asarray(x)):
-      return stacked
-    _, keys = lift.run_alone(
-        workers,
-        lambda index, own, key, _: (own, prng.fold(key, index)),
-        (), stacked, (),
-    )
-    return keys
+    is_key = prng.is_key(path_keys(path), x)
+    return fold(stacked, lift.numbers(workers)) if is_key else stacked
 
   # Flax's annotations do not hold for stacked arrays.
   return jax.tree_util.tree_map_with_path(stack, _tree.without_variables(tree))

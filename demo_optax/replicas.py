@@ -6,7 +6,7 @@ and only digests (8 bytes per leaf and device) are gathered and compared.
 
 import collections
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import chex
@@ -54,11 +54,16 @@ def check_replicas(
   majority, or, of equally many, from the copy on the first device. With
   `workers` on a mesh, it names the workers.
   """
-  flat = {
-      _tree.leaf_name(path): comparable(x)
-      for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]
+  several = {
+      _tree.leaf_name(path): x
+      for path, x in jax.tree_util.tree_leaves_with_path(tree)
+      if len(_holders(x)) > 1
   }
-  several = {name: x for name, x in flat.items() if len(_holders(x)) > 1}
+  worker_of: dict[Any, int] = {}
+  if workers is not None and workers.mesh is not None and not workers.relay:
+    axis = workers.mesh.axis_names.index(workers.axis_name)
+    on_mesh = np.ndenumerate(workers.mesh.devices)
+    worker_of = {device: index[axis] for index, device in on_mesh}
   found = []
   for name, held in copies(several).items():
     if other := differing(held):
@@ -66,18 +71,10 @@ def check_replicas(
       found.append(Difference(
           name,
           tuple(sorted(d.id for d in devices)),
-          tuple(sorted(_workers_of(devices, workers))),
+          tuple(sorted({worker_of[d] for d in devices if d in worker_of})),
           tuple(sorted({c.process for c in other})),
       ))
   return found
-
-
-def _workers_of(devices: set[Any], workers: Workers | None) -> set[int]:
-  if workers is None or workers.mesh is None or workers.relay:
-    return set()
-  axis = workers.mesh.axis_names.index(workers.axis_name)
-  on_mesh = np.ndenumerate(workers.mesh.devices)
-  return {index[axis] for index, device in on_mesh if device in devices}
 
 
 # Copies -----------------------------------------------------------------------
@@ -89,66 +86,59 @@ class Copy(NamedTuple):
   device: Any  # None if it is not known to all processes
   process: int
   block: str
-  digest: np.ndarray  # uint32[2]
+  digest: bytes  # of uint32[2]
 
 
-def copies(arrays: Mapping[str, Any]) -> dict[str, list[Copy]]:
+def copies(values: Mapping[str, Any]) -> dict[str, list[Copy]]:
   """Returns the copies of all blocks of arrays, in all processes the same.
 
-  Raises in all processes if their arrays have other names, shapes or dtypes,
-  rather than leave some waiting in a gather.
+  What is no array is compared by a checksum. Raises in all processes if their
+  arrays have other names, shapes or dtypes, rather than leave some waiting in a
+  gather.
   """
-  digests = [_digest_blocks(x) for x in arrays.values()]
+  arrays = {
+      name: x if hasattr(x, 'dtype')
+      else np.uint32(zlib.crc32(repr(x).encode()))
+      for name, x in values.items()
+  }
   own = np.zeros((len(arrays), jax.local_device_count(), 2), np.uint32)
+  digests = [_digest_blocks(x) for x in arrays.values()]
   for row, found in zip(own, digests):
     row[: len(found)] = jax.device_get(found)
-  every = own[None]
-  if jax.process_count() > 1:
-    text = [f'{k} {x.shape} {x.dtype} {is_local(x)}' for k, x in arrays.items()]
-    tree = np.uint32(zlib.crc32('\n'.join(text).encode()))
-    trees = np.asarray(multihost_utils.process_allgather(tree))
-    if (trees != trees[0]).any():
-      raise ValueError(
-          f'Processes {np.flatnonzero(trees != trees[0]).tolist()} gave another'
-          ' tree than process 0: all must make the same calls, with the same'
-          ' names, shapes, dtypes and placement.'
-      )
-    if arrays:
-      every = multihost_utils.process_allgather(own)
+  text = [f'{k} {x.shape} {x.dtype} {is_local(x)}' for k, x in arrays.items()]
+  tree = np.uint32(zlib.crc32('\n'.join(text).encode()))
+  trees = np.asarray(multihost_utils.process_allgather(tree))
+  if (trees != trees[0]).any():
+    raise ValueError(
+        f'Processes {np.flatnonzero(trees != trees[0]).tolist()} gave another'
+        ' tree than process 0: all must make the same calls, with the same'
+        ' names, shapes, dtypes and placement.'
+    )
+  every = multihost_utils.process_allgather(own) if arrays else own
   held: dict[str, list[Copy]] = {}
   for number, (name, x) in enumerate(arrays.items()):
-    places = collections.Counter[int]()  # the next one of a process
-    held[name] = []
-    for device, p, block in _holders(x):
-      digest = every[p, number, places[p]]
-      held[name].append(Copy(device, p, block, digest))
-      places[p] += 1
+    digests_of = [iter(of_process[number]) for of_process in every]
+    held[name] = [
+        Copy(device, process, block, next(digests_of[process]).tobytes())
+        for device, process, block in _holders(x)
+    ]
   return held
 
 
-def differing(held: Iterable[Copy]) -> list[Copy]:
+def differing(held: Sequence[Copy]) -> list[Copy]:
   """Returns the copies of one array that differ from most of their block."""
-  blocks = collections.defaultdict(list)
-  for copy in held:
-    blocks[copy.block].append(copy)
-  found = []
-  for same in blocks.values():
-    counts = collections.Counter(c.digest.tobytes() for c in same)
-    ((usual, _),) = counts.most_common(1)
-    found += [c for c in same if c.digest.tobytes() != usual]
-  return found
+  counts = collections.Counter((c.block, c.digest) for c in held)
+  usual: dict[str, bytes] = {}
+  for (block, digest), _ in counts.most_common():
+    usual.setdefault(block, digest)
+  return [c for c in held if c.digest != usual[c.block]]
 
 
-def content_digest(held: Iterable[Copy]) -> str:
+def content_digest(held: Sequence[Copy]) -> str:
   """Returns the digest of an array, 16 digits, the same for any sharding."""
-  blocks = {c.block: c.digest for c in held}
+  blocks = {c.block: np.frombuffer(c.digest, np.uint32) for c in held}
   total = sum(blocks.values(), np.zeros(2, np.uint32))
   return total.astype('>u4').tobytes().hex()
-
-
-def comparable(x: Any) -> Any:
-  """Returns an array unchanged, and a checksum of any other value."""
-  return x if hasattr(x, 'dtype') else np.uint32(zlib.crc32(repr(x).encode()))
 
 
 def is_local(x: Any) -> bool:
@@ -166,12 +156,11 @@ def _holders(x: Any) -> list[tuple[Any, int, str]]:
     here = [(d, d.process_index, str(blocks[d])) for d in devices]
   if not is_local(x):
     return here
-  everywhere = range(jax.process_count())
-  return [(None, p, block) for p in everywhere for _, _, block in here]
+  return [(None, p, b) for p in range(jax.process_count()) for _, _, b in here]
 
 
 def _digest_blocks(x: Any) -> list[jax.Array]:
-  """Digests the blocks of an array in this process, in the order of devices."""
+  """Digests the blocks of an array in this process, as `_holders` orders."""
   if not isinstance(x, jax.Array):
     x = np.asarray(x)
     if x.dtype.itemsize > 4:  # JAX would make 32 bits of 64

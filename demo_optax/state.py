@@ -39,10 +39,8 @@ def state_specs(
   relay), others `P(...)`. Leaves of a parameter, inferred from their paths, are
   then sharded as it is, where their shapes allow.
   """
-  # The mesh of a worker that is a separate program has no axis of workers.
-  axis = None if workers.relay is not None else workers.axis_name
   return jax.tree_util.tree_map_with_path(
-      lambda path, x: workers.spec(_paths.path_keys(path), x.shape, axis),
+      lambda path, x: workers.spec(_paths.path_keys(path), x.shape),
       jax.eval_shape(tx.init, params),
   )
 

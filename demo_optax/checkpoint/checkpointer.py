@@ -102,9 +102,7 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
     self.wait()
     _in_first(lambda: self._prepare(step))
     leaves = naming.to_leaves(tree)
-    held = replicas.copies(
-        {name: replicas.comparable(x) for name, x in leaves.items()}
-    )
+    held = replicas.copies(leaves)
     about: dict[str, Any] = {'arrays': {}, 'values': {}}
     arrays = {}
     for name, x in leaves.items():

@@ -25,7 +25,7 @@ from demo_optax.exchange.message import Packer, Report
 from demo_optax.exchange.owners import UpdatePacker
 from demo_optax.numerics import platform, rounding, topk
 from demo_optax.workers import Group, Spec, Workers, lift
-from demo_optax.workers.collectives import sums
+from demo_optax.workers.collectives import gather, sums
 
 # A worker is excluded if a gradient element exceeds this share of the largest
 # float. Sums of a chunk over all steps then stay finite.
@@ -197,7 +197,8 @@ def exchange(
   update_residual = state.update_residual
   if owners := config.update_packer:
     data, update_residual = owners.pack(merged, update_residual, report)
-    of_owners, report = owners.unpack(group.gather(data), distinct, group)
+    everyones = gather(data, group.axis)
+    of_owners, report = owners.unpack(everyones, distinct, group)
     merged = [of_owners.get(i, u) for i, u in enumerate(merged)]
 
   updates: dict[int, jax.Array] = {}
@@ -277,8 +278,9 @@ def run(
       ([Spec(stacked, spec) for spec in inner], buckets, [same] * len(hyper)),
       ([Spec(False, spec) for spec in inner], buckets, of_metrics),
   )
+  # An update has the type of its parameter, which Explicit meshes compare.
   updates = [
-      lift.as_given(workers, u, leaves[i].sharding)
+      lift.reshard(workers, u, leaves[i].sharding.given)
       for i, u in zip(exchanged, updates)
   ]
   return updates, state, metrics

@@ -24,7 +24,6 @@ from demo_optax.demo import layouts_in
 from demo_optax.numerics import prng
 from demo_optax.step import nnx as modules
 from demo_optax.workers import Workers, inside
-from demo_optax.workers.inside import OwnParam
 from demo_optax.workers.value import put
 
 Params = frozenset[tuple[Keys, tuple[int, ...]]]  # paths and shapes
@@ -144,7 +143,7 @@ class Call:
   # Structures of the shared arguments, each with the number of its first array;
   # what is returned with the same structure is the argument's next value.
   states: list[tuple[Any, int]]
-  own_params: list[OwnParam]  # parameters of which each worker has its own
+  own_params: dict[int, list[int]]  # see `inside.own_params`
 
   @property
   def axis(self) -> int:

@@ -340,10 +340,8 @@ class DataParallelStep:
       with _explained(self.workers):
         found, returned = build(core.jaxpr_as_fun(closed)(*arrays))
       self._inspect(call, closed.jaxpr, found, build(closed.jaxpr.outvars)[0])
-      workers = self.workers
-      if workers.relay is not None:
-        workers = Workers.simulated(workers.count)
-      found = inside.settle(found, workers, call.rows, call.axis)
+      on_mesh = spmd_axis_name is not None
+      found = inside.settle(found, call.rows, call.axis, on_mesh)
       apart = [r if r.apart else None for r in found]
       return apart, [None if r.apart else r for r in found], returned
 
@@ -419,7 +417,7 @@ class DataParallelStep:
       found, returned = self._results(call, index, own)
       for r, e in zip(found, expected):
         r.role, r.differs, r.apart = e.role, e.differs, e.apart
-      found = inside.settle(found, group, call.rows, call.axis)
+      found = inside.settle(found, call.rows, call.axis)
     for r in found:
       if r.role == 'stacked':
         r.value = r.value[None]

@@ -198,9 +198,9 @@ class RemoteProgram:
             arrays[n] = next(values)
       was_behind = True
     if was_behind:
-      for p in self._call.own_params:
-        for own in p.own:
-          arrays[own] = arrays[p.number].astype(arrays[own].dtype)[None]
+      for number, (_, *copies) in self._call.own_params.items():
+        for own in copies:
+          arrays[own] = arrays[number].astype(arrays[own].dtype)[None]
     return arrays
 
   def _is_other(self, link: Connection, messages: Sequence[bytes]) -> bool:

@@ -91,10 +91,11 @@ def collect(
   for at, (a, x) in enumerate(zip(call.variables, after), first):
     name = f'the variable {a.name}'
     results.append(_result(call, name, a.keys, x, at, a.kind, before, own))
-  for param in inside.own_params([r.keys for r in results]):
-    result = results[param.number]
+  own_params = inside.own_params([r.keys for r in results])
+  for number, (shared, *_) in own_params.items():
+    result = results[number]
     result.role = 'state'
-    result.value = results[param.shared].value.astype(result.value.dtype)
+    result.value = results[shared].value.astype(result.value.dtype)
   nexts = [None if r.role == 'stacked' else r.at for r in results]
   return results, Returned(Form(treedef, tuple(fixed), structure), nexts)
 

@@ -4,11 +4,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from demo_optax._paths import Path
 from demo_optax._tree import is_exchanged, leaf_name
 from demo_optax.workers.collectives import is_tracked, varies
-from demo_optax.workers.param_specs import entry, names_of
+from demo_optax.workers.param_specs import keep, names_of
 from demo_optax.workers.value import Workers
 
 
@@ -50,18 +51,11 @@ def check_sharding(path: Path, param: Any, workers: Workers) -> None:
   gather the whole gradient there, in every step, or fail at a reshape.
   """
   shape, found = np.shape(param), jax.typeof(param).sharding
-  if not any(names_of(found.spec)) or not workers.stacked_gradients:
+  if not names_of(found.spec) or not workers.stacked_gradients:
     return
   expected = workers.param_specs.place(path, shape).spec
-  # The axes that cut each dimension, those of one device left out.
-  own, asked = (
-      [
-          [axis for axis in entry(spec, dim) if found.mesh.shape[axis] > 1]
-          for dim in range(len(shape))
-      ]
-      for spec in (found.spec, expected)
-  )
-  if any(own) and own != asked:
+  own = keep(found.spec, [a for a, n in found.mesh.shape.items() if n > 1])
+  if own not in (P(), expected):
     raise ValueError(
         f'The parameter {leaf_name(path)} is sharded by {found.spec}, but'
         f' {workers} expect {expected}. Say how parameters are sharded:'

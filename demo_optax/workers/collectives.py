@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax import flatten_util
 from jax.extend import core
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from demo_optax.numerics import prng, rounding
@@ -78,13 +78,10 @@ class Group:
   ) -> tuple[dict[str, jax.Array], jax.Array | None]:
     """Sends words to all workers, or to each of them its own, and sums floats.
 
-    One collective for the words and one for each dtype of floats. The message
-    has, by name, under `GATHERED` an array for all workers, under `TO_OWNERS`
-    an array `[workers, ...]`, a row for each worker; all others are summed.
-
-    Returns by name `[workers, ...]`, a row from each worker, or sums. Sums, and
-    rows that were for all, are the same on all workers. Then whether the
-    message reaches them, bool `[]`, if it may not.
+    By name: `GATHERED` is an array for all workers, `TO_OWNERS` has a row for
+    each, `[workers, ...]`; all others are summed, by one collective for each
+    dtype. Returns `[workers, ...]`, a row from each worker, or sums; and bool
+    `[]`, whether the message reaches the others, if it may not.
     """
     if isinstance(self.axis, Programs):
       met = {name: meet(x, self.axis) for name, x in message.items()}
@@ -95,18 +92,13 @@ class Group:
     found = {}
     for name, x in message.items():
       if name == GATHERED:
-        found[name] = self.gather(x)
-        continue
-      x = vary(x, self.axis)
-      if name == TO_OWNERS:
+        found[name] = gather(x, self.axis)
+      elif name == TO_OWNERS:
+        x = vary(x, self.axis)
         found[name] = jax.lax.all_to_all(x, self.axis, 0, 0, tiled=True)
       else:
-        found[name] = jax.lax.psum(x, self.axis)
+        found[name] = jax.lax.psum(vary(x, self.axis), self.axis)
     return found, None
-
-  def gather(self, x: jax.Array) -> jax.Array:
-    """Returns `x` of all workers, `[workers, *x.shape]`, the same on all."""
-    return gather(x, self.axis)
 
   def all_devices(self, ok: jax.Array) -> jax.Array:
     """Returns whether `ok` holds on all devices of this worker."""
@@ -148,7 +140,10 @@ def gather(x: jax.Array, axis: Axis) -> jax.Array:
     return meet(x, axis).rows
   if varies(x, axis):  # typed as replicated, where that is tracked
     return jax.lax.all_gather(x, axis, to='invarying')
-  return jax.lax.all_gather(x, axis)
+  if not any(jax.typeof(x).sharding.spec):
+    return jax.lax.all_gather(x, axis)
+  # Of a sharded type, which all_gather keeps for the axes before the new one.
+  return jnp.moveaxis(jax.lax.all_gather(x, axis, axis=x.ndim), -1, 0)
 
 
 # Larger arrays are summed by an all-reduce, whose order is its own.
@@ -165,62 +160,69 @@ def sums(xs: Sequence[jax.Array], axis: Axis) -> list[jax.Array]:
   found: dict[int, jax.Array] = {}
   kinds: dict[Any, list[int]] = {}
   for i, x in enumerate(wide):
-    if is_ordered(x.shape, x.dtype):
-      kinds.setdefault((x.dtype, _varying(x)), []).append(i)
+    if _is_ordered(x):
+      kinds.setdefault((x.dtype, jax.typeof(x).mat.varying), []).append(i)
   for numbers in kinds.values():
-    flat = jnp.concatenate([wide[i].reshape(-1) for i in numbers])
-    ends = np.cumsum([wide[i].size for i in numbers])
-    parts = jnp.split(in_order(gather(flat, axis)), ends[:-1])
-    found |= {i: x.reshape(wide[i].shape) for i, x in zip(numbers, parts)}
-  rest = [i for i in range(len(wide)) if i not in found]
-  if rest and isinstance(axis, Programs):
-    found |= {i: jnp.sum(meet(wide[i], axis).rows, axis=0) for i in rest}
-  elif rest:
-    found |= zip(rest, jax.lax.psum([wide[i] for i in rest], axis))
-  return [found[i].astype(x.dtype) for i, x in enumerate(xs)]
+    flat, parts_of = flatten_util.ravel_pytree([wide[i] for i in numbers])
+    found |= zip(numbers, parts_of(in_order(gather(flat, axis))))
+  return [
+      found[i].astype(x.dtype) if i in found else total(x, axis)
+      for i, x in enumerate(xs)
+  ]
 
 
-def is_ordered(shape: tuple[int, ...], dtype: Any) -> bool:
-  """Returns whether `sums` adds arrays from left to right."""
-  size = math.prod(shape) * jnp.dtype(dtype).itemsize
-  return bool(jnp.issubdtype(dtype, jnp.floating)) and size <= ORDERED_BYTES
+def _is_ordered(x: jax.Array) -> bool:
+  """Returns whether `sums` adds such arrays from left to right."""
+  is_small = x.size * x.dtype.itemsize <= ORDERED_BYTES
+  return is_small and bool(jnp.issubdtype(x.dtype, jnp.floating))
 
 
-def total(x: jax.Array, axis: Axis | None) -> jax.Array:
-  """Returns the sum over workers, with the bits of `sums`.
+def total(x: jax.Array, axis: Axis) -> jax.Array:
+  """Returns the sum over workers; see `sums`."""
+  wide = vary(x.astype(widened(x)), axis)
+  if _is_ordered(wide):
+    added = in_order(gather(wide, axis))
+  elif isinstance(axis, Programs) or _is_explicit(wide):
+    # Programs have no all-reduce, and JAX none of types under vmap.
+    added = jnp.sum(gather(wide, axis), axis=0)
+  else:
+    added = jax.lax.psum(wide, axis)
+  return added.astype(x.dtype)
 
-  Of this worker's `x` along an axis; where `axis` is None, of all workers'
-  `[workers, ...]`. So do the functions below.
-  """
-  if axis is not None:
-    return sums([x], axis)[0]
+
+def mean(x: jax.Array, axis: Axis) -> jax.Array:
+  """Returns the mean of real or complex numbers, of workers that are there."""
   wide = x.astype(widened(x))
-  if is_ordered(x.shape[1:], wide.dtype):
-    return in_order(wide).astype(x.dtype)
-  return jnp.sum(x, axis=0, dtype=x.dtype)
-
-
-def mean(x: jax.Array, axis: Axis | None) -> jax.Array:
-  """Returns the mean of real or complex numbers; see `total`."""
   # By a product: some programs make one of a division by a constant.
-  wide = x.astype(widened(x))
   if isinstance(axis, Programs):
-    met = meet(wide, axis)
-    count = jnp.sum(met.present, dtype=jnp.int32)
-    inverse = rounding.exact_reciprocal(count, axis.size, wide.dtype)
-    return (total(met.rows, None) * inverse).astype(x.dtype)
-  size = len(x) if axis is None else jax.lax.axis_size(axis)
-  inverse = wide.dtype.type(1 / size)
-  return (total(wide, axis) * inverse).astype(x.dtype)
+    rows, present, _ = meet(wide, axis)
+    inverse = rounding.exact_reciprocal(
+        jnp.sum(present, dtype=jnp.int32), axis.size, wide.dtype
+    )
+    added = in_order(rows) if _is_ordered(wide) else jnp.sum(rows, axis=0)
+  else:
+    inverse = wide.dtype.type(1 / jax.lax.axis_size(axis))
+    added = total(wide, axis)
+  return (added * inverse).astype(x.dtype)
 
 
-def first(x: jax.Array, axis: Axis | None) -> jax.Array:
-  """Returns what the first worker has, such as a random key; see `total`."""
-  if axis is None:
-    return _together(x)[0]
+def mean_finite(x: jax.Array, otherwise: jax.Array, axis: Axis) -> jax.Array:
+  """Returns the mean over the workers whose `x` is finite, if any is."""
+  finite = jnp.isfinite(x).all()
+  wide = x.astype(widened(x))
+  added = total(jnp.where(finite, wide, jnp.zeros_like(wide)), axis)
+  count = total(finite.astype(jnp.int32), axis)
+  size = axis.size if isinstance(axis, Programs) else jax.lax.axis_size(axis)
+  # By a product: some programs make one of the division.
+  inverse = rounding.exact_reciprocal(count, size, added.dtype)
+  return jnp.where(count > 0, (added * inverse).astype(x.dtype), otherwise)
+
+
+def first(x: jax.Array, axis: Axis) -> jax.Array:
+  """Returns what the first worker has, such as a random key."""
   if not prng.is_key_array(x):
-    return everyones(x, axis)[0]
-  data = everyones(jax.random.key_data(x), axis)[0]
+    return _together(everyones(x, axis))[0]
+  data = first(jax.random.key_data(x), axis)
   return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
 
 
@@ -230,7 +232,7 @@ def everyones(x: jax.Array, axis: Axis) -> jax.Array:
   An absent worker has what the first one has that is present.
   """
   if not isinstance(axis, Programs):
-    return jax.lax.all_gather(x, axis)
+    return gather(x, axis)
   rows, present, _ = meet(x, axis)
   some = rows[jnp.argmax(present)]
   return jnp.where(present.reshape(-1, *(1,) * x.ndim), rows, some)
@@ -245,11 +247,18 @@ def in_order(x: jax.Array) -> jax.Array:
 
 
 def _together(x: jax.Array) -> jax.Array:
-  """Gathers the first axis, where types say that it is spread."""
-  mesh, spec = jax.typeof(x).sharding.mesh, jax.typeof(x).sharding.spec
-  if not spec or spec[0] is None:
+  """Gathers the first axis, which may be spread where types are Explicit.
+
+  Also if it seems not to be: in the type of one worker no axis of workers is.
+  """
+  if not _is_explicit(x):
     return x
+  mesh, spec = jax.typeof(x).sharding.mesh, jax.typeof(x).sharding.spec
   return jax.sharding.reshard(x, NamedSharding(mesh, P(None, *spec[1:])))
+
+
+def _is_explicit(x: jax.Array) -> bool:
+  return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
 
 
 def widened(x: jax.Array) -> Any:
@@ -260,12 +269,7 @@ def widened(x: jax.Array) -> Any:
 
 def varies(x: jax.Array, axis: Axis) -> bool:
   """Returns whether `x` is known to vary over a mapped mesh axis."""
-  return axis in _varying(x)
-
-
-def _varying(x: jax.Array) -> frozenset[str]:
-  mat = getattr(jax.typeof(x), 'mat', None)  # "manual axis type"
-  return frozenset(getattr(mat, 'varying', ()))
+  return axis in jax.typeof(x).mat.varying  # of the "manual axis type"
 
 
 def is_tracked(axis: Axis) -> bool:
@@ -279,12 +283,7 @@ def is_tracked(axis: Axis) -> bool:
   return varies(index, axis)
 
 
-def vary(tree: Any, *axes: Axis) -> Any:
-  """Marks arrays as varying over axes, where that is tracked."""
-  tracked = [axis for axis in axes if is_tracked(axis)]
-
-  def mark(x: jax.Array) -> jax.Array:
-    new = tuple(axis for axis in tracked if not varies(x, axis))
-    return jax.lax.pcast(x, new, to='varying') if new else x
-
-  return jax.tree.map(mark, tree)
+def vary(x: jax.Array, *axes: Axis) -> jax.Array:
+  """Marks an array as varying over axes, where that is tracked."""
+  new = tuple(a for a in axes if is_tracked(a) and not varies(x, a))
+  return jax.lax.pcast(x, new, to='varying') if new else x

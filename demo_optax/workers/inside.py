@@ -1,9 +1,9 @@
 """One worker's view: operations of all workers inside one worker's step.
 
-`data_parallel` traces a step under `jax.vmap` over the workers. The functions
-here are the places where all workers meet, by `_meet`: a rule receives the
-arrays of all workers, stacked, and returns what is equal on all without a
-worker axis. So it is known of every array whether it differs.
+`data_parallel` traces a step under `jax.vmap` over the workers. What is equal
+on all has no worker axis there, so it is known of every array whether it
+differs. Workers meet here: by collectives, and in the exchange by a rule that
+receives the arrays of all workers, stacked.
 
 Where each worker is one device of a mesh, that trace is only a check
 (`tracing`), and `jax.shard_map` runs the step on each device: compilers would
@@ -11,10 +11,10 @@ gather the batch for the gradients of stacked convolutions.
 """
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,10 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
 
-from demo_optax import _paths
+from demo_optax import _paths, _tree
 from demo_optax._paths import Keys, path_keys
 from demo_optax.numerics import prng
-from demo_optax.workers import Workers, collectives, lift
+from demo_optax.workers import Workers, collectives
 
 # The axis that `data_parallel` maps a step over. No axis of a mesh or of a user
 # has this name.
@@ -35,41 +35,42 @@ WORKER_AXIS = 'demo_optax_workers'
 EXCHANGE = 'demo_optax_exchange'
 
 
-class _Trace(threading.local):
-  """How the step that is being traced is run: see `tracing`."""
-
-  group: Workers | None = None
-  checks: bool = False
-
-
-_TRACE = _Trace()
+# How the step that is being traced is run: see `tracing`.
+_TRACE = contextvars.ContextVar[tuple[Workers | None, bool]](
+    'demo_optax_trace', default=(None, False)
+)
 
 
 @contextlib.contextmanager
-def tracing(**how: Any) -> Iterator[None]:
+def tracing(
+    group: Workers | None = None, checks: bool = False
+) -> Iterator[None]:
   """Traces a step in another way than for all workers, mapped.
 
   With `group`, for one worker on its own device, which sees the others as
   `group`. With `checks`, to see what differs between workers; nothing is
   exchanged.
   """
-  before = {name: getattr(_TRACE, name) for name in how}
-  vars(_TRACE).update(how)
+  token = _TRACE.set((group, checks))
   try:
     yield
   finally:
-    vars(_TRACE).update(before)
+    _TRACE.reset(token)
 
 
 def is_mapped() -> bool:
   """Returns whether the caller is traced inside of a `data_parallel` step."""
-  if _TRACE.group is not None:
-    return True
   try:
     jax.lax.axis_index(WORKER_AXIS)
   except NameError:
-    return False
+    return _TRACE.get()[0] is not None
   return True
+
+
+def _worker_axis() -> collectives.Axis:
+  """Returns the axis of the workers, as the step sees it."""
+  group, _ = _TRACE.get()
+  return WORKER_AXIS if group is None else group.axis
 
 
 def check_in_step(what: str) -> None:
@@ -83,22 +84,20 @@ def check_in_step(what: str) -> None:
 
 
 def _meet(
-    rule: Callable[..., Any], alone: Callable[..., Any], *args: Any
+    rule: Callable[..., Any], like: Callable[..., Any], *args: Any
 ) -> Any:
   """Returns what `rule` makes of all workers' `args`, trees of arrays.
 
   `rule(size, cut, *args) -> (out, apart)`: `cut` is like `args`, and true where
   an array differs between workers, and so is stacked; `apart` is like `out`,
-  and true where each worker has its own array, stacked. `alone(*args) -> out`
-  is for the shapes that one worker sees, and for one on a device of its own.
+  and true where each worker has its own array, stacked. `like(*args)` has the
+  types that one worker sees.
   """
-  if _TRACE.group is not None:
-    return alone(*args)
 
   # The number is mapped wherever this is reached, so that the rule is called.
   @custom_vmap
   def one_worker(index: Any, *args: Any) -> Any:
-    return alone(*args)
+    return like(*args)
 
   @one_worker.def_vmap
   def all_workers(size: int, cut: Any, index: Any, *args: Any) -> Any:
@@ -107,53 +106,56 @@ def _meet(
   return one_worker(jax.lax.axis_index(WORKER_AXIS), *args)
 
 
+def _watch(tree: Any, see: Callable[[Any], None]) -> Any:
+  """Returns `tree`; shows `see` which of its arrays differ between workers.
+
+  As soon as that is known, and not on a worker's own device.
+  """
+
+  def rule(size: int, cut: Any, tree: Any) -> Any:
+    see(cut[0])
+    return tree, cut[0]
+
+  group, _ = _TRACE.get()
+  return _meet(rule, lambda tree: tree, tree) if group is None else tree
+
+
 # Parameters of each worker ----------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class OwnParam:
-  """A parameter of which `local_updates` keeps one copy per worker.
-
-  By the numbers, among all arrays of a call, of the parameter and of others in
-  the optimizer state.
-  """
-
-  number: int
-  shared: int  # the one that all workers share
-  own: list[int]  # the worker's own; of one that drifts also where it started
-
-
-def enter(params: Sequence[OwnParam], arrays: list[Any]) -> None:
+def enter(params: Mapping[int, Sequence[int]], arrays: list[Any]) -> None:
   """Puts the worker's own copies in the places of the parameters.
 
   If any was changed between steps, as when weights are loaded, then what the
   model has holds for all copies.
   """
   changed = jnp.zeros((), bool)
-  for p in params:
-    x = arrays[p.number]
-    changed |= jnp.any(x != arrays[p.shared].astype(x.dtype))
-  for p in params:
-    x = arrays[p.number]
-    for number in (p.shared, *p.own):
-      old = arrays[number]
-      arrays[number] = jnp.where(changed, x.astype(old.dtype), old)
-    arrays[p.number] = arrays[p.own[0]]
+  for number, (shared, *_) in params.items():
+    x = arrays[number]
+    changed |= jnp.any(x != arrays[shared].astype(x.dtype))
+  for number, copies in params.items():
+    x = arrays[number]
+    for copy in copies:
+      old = arrays[copy]
+      arrays[copy] = jnp.where(changed, x.astype(old.dtype), old)
+    arrays[number] = arrays[copies[1]]
 
 
-def own_params(keys: Sequence[Keys]) -> list[OwnParam]:
-  """Finds the parameters of which `local_updates` keeps one copy per worker."""
+def own_params(keys: Sequence[Keys]) -> dict[int, list[int]]:
+  """Finds the parameters of which `local_updates` keeps one copy per worker.
+
+  Returns the number of each, among the arrays with such paths, and those of its
+  copies in the optimizer state: the one that all workers share, the worker's
+  own, and, of one that drifts, where it started.
+  """
   numbers = {k: number for number, k in enumerate(keys)}
-  found = []
+  found = {}
+  starts = dict.fromkeys(k[:stop] for k in keys for stop in range(len(k) + 1))
   for root, params in local_params(keys).items():
-    some = min(params, key=len)
     prefixes = [
-        k[: len(k) - len(some)]
-        for k in keys
-        if k[: len(root)] != root and k[len(k) - len(some) :] == some
-    ]
-    prefixes = [
-        p for p in prefixes if all((*p, *k) in numbers for k in params)
+        start for start in starts
+        if start[: len(root)] != root
+        and all((*start, *k) in numbers for k in params)
     ]
     if len(prefixes) != 1:
       names = ', '.join(map(_paths.dotted, prefixes)) or 'none'
@@ -162,15 +164,11 @@ def own_params(keys: Sequence[Keys]) -> list[OwnParam]:
           " worker, which take the place of the model's in the step; the"
           f' arguments and results must hold these once, but hold: {names}.'
       )
-    found += [
-        OwnParam(
-            numbers[(*prefixes[0], *k)],
-            numbers[(*root, *_SHARED, *k)],
-            [numbers[x] for part in (_OWN, _START)
-             if (x := (*root, *part, *k)) in numbers],
-        )
-        for k in sorted(params, key=str)
-    ]
+    for k in sorted(params, key=str):
+      copies = [(*root, *part, *k) for part in (_SHARED, _OWN, _START)]
+      found[numbers[(*prefixes[0], *k)]] = [
+          numbers[copy] for copy in copies if copy in numbers
+      ]
   return found
 
 
@@ -215,28 +213,22 @@ def call_stacked(
   `updates` and `state` are as one worker sees them, without worker axes;
   parameters and hyperparameters are equal on all workers.
   """
-  flat, state_def = jax.tree_util.tree_flatten_with_path(state)
-  paths, old = [path for path, _ in flat], [x for _, x in flat]
-  stacked = [_paths.is_stacked(path_keys(path)) for path in paths]
-
-  if _TRACE.group is not None:
-    own = [x[None] if axis else x for x, axis in zip(old, stacked)]
-    new, after = stacked_update(
-        updates, state_def.unflatten(own), params, hyperparams, _TRACE.group
-    )
+  stacked = jax.tree_util.tree_map_with_path(
+      lambda path, _: _paths.is_stacked(path_keys(path)), state
+  )
+  group, only_checks = _TRACE.get()
+  if group is not None:
+    own = jax.tree.map(lambda x, axis: x[None] if axis else x, state, stacked)
+    new, own = stacked_update(updates, own, params, hyperparams, group)
     if own_updates:
       new = jax.tree.map(lambda x: x[0], new)
-    leaves = zip(jax.tree.leaves(after), stacked)
-    return new, state_def.unflatten([x[0] if axis else x for x, axis in leaves])
+    return new, jax.tree.map(lambda x, axis: x[0] if axis else x, own, stacked)
 
-  given, grads_def = jax.tree.flatten(updates)
-  like = jax.tree.leaves(params)
-  if len(like) != len(given):  # masked: checked by the exchange itself
-    like = given
+  grads_def = jax.tree.structure(updates)
   grads = [  # those of integers are float0, which no operation takes
-      jnp.zeros_like(p) if getattr(g, 'dtype', None) == jax.dtypes.float0
-      else jnp.asarray(g)
-      for g, p in zip(given, like)
+      _tree.zero_update(g, p, 0)
+      if getattr(g, 'dtype', None) == jax.dtypes.float0 else jnp.asarray(g)
+      for (_, g), p in zip(*_tree.flatten_alike(updates, params))
   ]
   # Numbers that are known when a step is traced make a smaller program.
   known = params, hyperparams
@@ -244,50 +236,55 @@ def call_stacked(
       lambda x: x if isinstance(x, jax.Array | np.ndarray) else None, known
   )
 
-  def nothing(grads: Any, old: Any, rest: Any) -> Any:
-    return [jnp.zeros_like(g) for g in grads], old
+  def nothing(grads: Any, state: Any, rest: Any) -> Any:
+    return [jnp.zeros_like(g) for g in grads], state
 
-  def exchange(size: int, cut: Any, grads: Any, old: Any, rest: Any) -> Any:
-    grads_cut, old_cut, (params_cut, hyperparams_cut) = cut
+  def exchange(size: int, cut: Any, grads: Any, state: Any, rest: Any) -> Any:
+    grads_cut, state_cut, (params_cut, hyperparams_cut) = cut
     if workers.kind == 'on_axis' or workers.count != size:
       raise ValueError(
           f'data_parallel runs the step for {size} workers, but the'
           f' transformation exchanges among {workers}: give both the same'
           ' workers.'
       )
-    differ = jax.tree.leaves(grads_cut)
-    if differ and not any(differ):
+    if grads_cut and not any(grads_cut):
       raise ValueError(_NOT_CUT)
-    _check_equal('The parameter', params_cut, ('skip', 'wrapper'))
-    _check_equal('The hyperparameter', hyperparams_cut, ('number',))
-    for path, is_cut, has_axis in zip(paths, old_cut, stacked):
-      if is_cut and not has_axis:
-        name = f'The optimizer state {jax.tree_util.keystr(path)}'
-        raise ValueError(_differs(name, ('state', 'skip', 'value', 'wrapper')))
-      if has_axis and not is_cut:
-        raise ValueError(_NOT_AN_ARGUMENT)
+    shared_cut = jax.tree.map(
+        lambda is_cut, axis: is_cut and not axis, state_cut, stacked
+    )
+    for what, are_cut, causes in (
+        ('parameter', params_cut, ('skip', 'wrapper')),
+        ('hyperparameter', hyperparams_cut, ('number',)),
+        ('optimizer state', shared_cut, ('state', 'skip', 'number', 'wrapper')),
+    ):
+      for path, is_cut in jax.tree_util.tree_leaves_with_path(are_cut):
+        if is_cut:
+          name = f'The {what} {jax.tree_util.keystr(path)}'
+          raise ValueError(_differs(name, causes))
+    if jax.tree.leaves(state_cut) != jax.tree.leaves(stacked):
+      raise ValueError(_NOT_AN_ARGUMENT)
     # A gradient that is the same on all workers is that of an unused parameter.
     everyones = [
         g if is_cut else jnp.broadcast_to(g, (size, *g.shape))
         for g, is_cut in zip(grads, grads_cut)
     ]
     apart = [own_updates] * len(grads), stacked
-    if _TRACE.checks:
+    if only_checks:
       new = [jnp.zeros_like(g if own_updates else g[0]) for g in everyones]
-      return (new, old), apart
-    params, hyperparams = jax.tree.map(
-        lambda x, number: number if x is None else x,
-        rest, known, is_leaf=lambda x: x is None,
+      return (new, state), apart
+    new, state = stacked_update(
+        grads_def.unflatten(everyones), state,
+        *jax.tree.map(
+            lambda x, number: number if x is None else x,
+            rest, known, is_leaf=lambda x: x is None,
+        ),
+        workers,
     )
-    out = stacked_update(
-        grads_def.unflatten(everyones), state_def.unflatten(old),
-        params, hyperparams, workers,
-    )
-    return tuple(map(jax.tree.leaves, out)), apart
+    return (jax.tree.leaves(new), state), apart
 
   nothing.__name__ = EXCHANGE
-  new, after = _meet(exchange, jax.jit(nothing), grads, old, rest)
-  return grads_def.unflatten(new), state_def.unflatten(after)
+  new, state = _meet(exchange, jax.jit(nothing), grads, state, rest)
+  return grads_def.unflatten(new), state
 
 
 _NOT_CUT = (
@@ -303,13 +300,6 @@ _NOT_AN_ARGUMENT = (
 )
 
 
-def _check_equal(what: str, is_cut: Any, causes: Sequence[str]) -> None:
-  for path, cut in jax.tree_util.tree_flatten_with_path(is_cut)[0]:
-    if cut:
-      name = f'{what} {jax.tree_util.keystr(path)}'
-      raise ValueError(_differs(name, causes))
-
-
 # What makes values differ that must not, and what to do.
 _CAUSES = {
     'gradient': 'a gradient that is not exchanged: average it'
@@ -322,22 +312,17 @@ _CAUSES = {
     ' workers, demo_optax.over_workers(flag, jnp.all); optax.apply_if_finite is'
     ' not needed, since the exchange leaves out workers with gradients that are'
     ' not finite',
-    'value': "an extra argument of one worker, such as value=loss of"
-    ' reduce_on_plateau: value=demo_optax.over_workers(loss)',
-    'number': "a number from one worker's loss or gradient:"
-    ' demo_optax.over_workers(number)',
+    'number': 'a number of one worker, such as its loss or a norm: give'
+    ' value=demo_optax.over_workers(loss) to reduce_on_plateau',
     'state': 'a transformation with a state before the exchange: put it into'
     ' demo_optax.per_worker',
     'wrapper': 'a wrapper that passes gradients on, or compares them with'
     ' updates (optax.contrib.mechanize): put it behind,'
     ' optax.chain(demo_optax.scale_by_demo(...), wrapper(...))',
 }
-_OF_RESULTS = (
-    'gradient', 'statistics', 'metric', 'skip', 'state', 'value', 'wrapper'
-)
 
 
-def _differs(what: str, causes: Sequence[str] = _OF_RESULTS) -> str:
+def _differs(what: str, causes: Iterable[str] = tuple(_CAUSES)) -> str:
   return '\n  - '.join([
       f'{what[0].upper()}{what[1:]} differs between workers: it depends on'
       " one worker's gradient, loss or batch. Usual causes:",
@@ -374,62 +359,27 @@ def over_workers(
     3
   """
   check_in_step('over_workers')
-  flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
-  leaves = [jnp.asarray(_undifferentiated(x)) for _, x in flat]
-  are_keys = [
-      prng.is_key(path_keys(path), x) for (path, _), x in zip(flat, leaves)
-  ]
-  # Integers and flags have no mean: they must be equal.
-  are_fixed = [
-      reduce is jnp.mean and not jnp.issubdtype(x.dtype, jnp.inexact)
-      and not is_key
-      for x, is_key in zip(leaves, are_keys)
-  ]
+  workers = _worker_axis()
   same_bits = {jnp.mean: collectives.mean, jnp.sum: collectives.total}
 
-  axis = None if _TRACE.group is None else _TRACE.group.axis
-
-  def meet(x: jax.Array, is_key: bool) -> Any:
-    if is_key:
-      return collectives.first(x, axis)
+  def over(path: _paths.Path, x: Any) -> jax.Array:
+    x = _undifferentiated(jnp.asarray(x))
+    if prng.is_key(path_keys(path), x):
+      return collectives.first(x, workers)
+    if reduce is jnp.mean and not jnp.issubdtype(x.dtype, jnp.inexact):
+      name = f'{jax.tree_util.keystr(path) or "x"}, {x.dtype}{list(x.shape)}'
+      return alike(x, _NO_MEAN.replace('{}', name))
     if reduce in same_bits and jax.eval_shape(reduce, x).dtype == x.dtype:
-      return same_bits[reduce](x, axis)
-    return x if axis is None else collectives.everyones(x, axis)
+      return same_bits[reduce](x, workers)
+    return reduce(collectives.everyones(x, workers), axis=0)
 
-  def alone(leaves: list[Any]) -> list[Any]:
-    if axis is None:
-      size = jax.lax.axis_size(WORKER_AXIS)
-      return rule(size, [[False] * len(leaves)], leaves)[0]
-    return [
-        x if is_fixed else meet(x, is_key)
-        for x, is_key, is_fixed in zip(leaves, are_keys, are_fixed)
-    ]
-
-  def rule(size: int, cut: Any, leaves: list[Any]) -> Any:
-    out = []
-    for (path, _), x, is_key, is_fixed, is_cut in zip(
-        flat, leaves, are_keys, are_fixed, cut[0]
-    ):
-      if is_cut and is_fixed:
-        raise ValueError(_NO_MEAN.format(
-            jax.tree_util.keystr(path) or 'x', x.dtype, list(x.shape[1:])
-        ))
-      if not (is_cut or is_key or is_fixed):
-        x, is_cut = jnp.broadcast_to(x, (size, *x.shape)), True
-      out.append(meet(x, is_key) if is_cut else x)
-    return out, [False] * len(out)
-
-  # Outside of the rule, since `reduce` may close over values of the step.
-  return treedef.unflatten([
-      reduce(y, axis=0) if y.ndim > x.ndim else y
-      for x, y in zip(leaves, _meet(rule, alone, leaves))
-  ])
+  return jax.tree_util.tree_map_with_path(over, tree)
 
 
 _NO_MEAN = (
-    'over_workers was called on {}, {}{}, which differs between workers and has'
-    ' no mean. Give another reduction, such as jnp.sum or jnp.max; a random key'
-    ' is returned as it is.'
+    'over_workers was called on {}, which differs between workers and has no'
+    ' mean. Give another reduction, such as jnp.sum or jnp.max; a random key is'
+    ' returned as it is.'
 )
 
 
@@ -455,13 +405,12 @@ def _derivative(primals: Any, tangents: Any) -> Any:
 def alike(tree: Any, message: str) -> Any:
   """Returns `tree`; raises `message` of a leaf that differs between workers."""
 
-  def rule(size: int, cut: Any, tree: Any) -> Any:
-    for path, is_cut in jax.tree_util.tree_flatten_with_path(cut[0])[0]:
+  def see(differs: Any) -> None:
+    for path, is_cut in jax.tree_util.tree_leaves_with_path(differs):
       if is_cut:
-        raise ValueError(message.format(jax.tree_util.keystr(path)))
-    return tree, cut[0]
+        raise ValueError(message.replace('{}', jax.tree_util.keystr(path)))
 
-  return _meet(rule, lambda tree: tree, tree)
+  return _watch(tree, see)
 
 
 # What a step returns ----------------------------------------------------------
@@ -498,77 +447,56 @@ class Result:
 
 
 def settle(
-    results: list[Result], workers: Workers, rows: int | None, axis: int
+    results: list[Result], rows: int | None, axis: int, on_mesh: bool = False
 ) -> list[Result]:
   """Makes one value for all workers of what each of them returns.
 
   A worker's batch has `rows` rows, along `axis` of results; rows are moved to
   the first axis. Raises for a value that must not differ between workers. On a
-  worker's own device `results` know `differs`, and what keeps a worker axis is
-  this worker's.
+  worker's own device `results` know `differs`. `on_mesh` if stacked arrays are
+  spread over devices.
   """
-  for r in results:
-    r.value = jnp.asarray(r.value)
-  if _TRACE.group is not None:
-    for r in results:
-      r.value, r.old = _combine(r, workers, rows, axis)[0], None
-    return results
 
-  def rule(size: int, cut: Any, values: list[Any], olds: list[Any]) -> Any:
-    out = []
-    for r, value, old, differs in zip(results, values, olds, cut[0]):
-      r.value, r.old, r.differs = value, old, differs
-      x, r.apart = _combine(r, workers, rows, axis)
-      out.append(x)
-    return out, [r.apart for r in results]
+  def see(cut: list[bool]) -> None:
+    for r, differs in zip(results, cut):
+      r.differs = differs
 
-  values = _meet(
-      rule, lambda values, olds: values,
-      [r.value for r in results], [r.old for r in results],
-  )
-  for r, value in zip(results, values):
-    r.value, r.old = value, None
+  values = _watch([jnp.asarray(r.value) for r in results], see)
+  for r, x in zip(results, values):
+    r.value, r.apart = _combine(r, x, rows, axis, on_mesh)
+    r.old = None
   return results
 
 
 def _combine(
-    result: Result, workers: Workers, rows: int | None, axis: int
+    result: Result, x: jax.Array, rows: int | None, axis: int, on_mesh: bool
 ) -> tuple[jax.Array, bool]:
-  """Returns one value of all workers', and whether it stays apart instead.
-
-  The value is laid out as gradients are if it differs: stacked, or one
-  worker's.
-  """
-  x, old = result.value, result.old
-  lead = int(workers.stacked_gradients)
-  if result.role == 'stacked':
-    return x if result.differs or not lead else lift.stack(workers, x), True
-  if not result.differs and result.role != 'added':
-    return x, False
-  if not result.differs and lead:
-    x = jnp.broadcast_to(x, (workers.count, *x.shape))
-  shape, name = x.shape[lead:], result.name
+  """Returns one value of all workers', and whether it stays apart instead."""
+  workers, role, old = _worker_axis(), result.role, result.old
   is_real = jnp.issubdtype(x.dtype, jnp.inexact)  # integers have no mean
-  if result.role == 'added':
-    before = old[None] if lead else old
-    return old + collectives.total(x - before, workers.own_axis), False
-  if result.role == 'state' or (result.role == 'statistics' and not is_real):
-    raise ValueError(_differs(name))
-  if result.role == 'statistics':
+  if role == 'stacked':
+    return x, True
+  if role == 'added':
+    return old + collectives.total(x - old, workers), False
+  if not result.differs:
+    return x, False
+  if role == 'state' or (role == 'statistics' and not is_real):
+    raise ValueError(_differs(result.name))
+  if role == 'statistics':
     # Statistics of a worker that saw a NaN would stay NaN for ever.
-    return lift.mean_finite(workers, x, old), False
-  if result.role == 'key':
-    return collectives.first(x, workers.own_axis), False
-  if not shape and is_real:
-    if workers.spmd_axis_name is not None:
-      return jnp.mean(x, axis=0), False
-    return collectives.mean(x, workers.own_axis), False
-  if shape[axis : axis + 1] == (rows,):
-    return jnp.moveaxis(x, axis + lead, lead), True
+    return collectives.mean_finite(x, old, workers), False
+  if role == 'key':
+    return collectives.first(x, workers), False
+  if not x.shape and is_real and on_mesh:  # XLA would send slices one by one
+    return jnp.mean(collectives.everyones(x, workers), axis=0), False
+  if not x.shape and is_real:
+    return collectives.mean(x, workers), False
+  if x.shape[axis : axis + 1] == (rows,):
+    return jnp.moveaxis(x, axis, 0), True
   rows_too = f', and no array with the {rows} rows of a worker, axis {axis}'
   raise ValueError(
-      f'Of what the step returns, {name}, {x.dtype}{list(shape)}, differs'
-      ' between workers. It is no real number, whose mean is returned'
+      f'Of what the step returns, {result.name}, {x.dtype}{list(x.shape)},'
+      ' differs between workers. It is no real number, whose mean is returned'
       f'{"" if rows is None else rows_too}. Return'
       ' demo_optax.over_workers(x, jnp.sum) for counts and the like, or'
       ' demo_optax.over_workers(x) for the mean of statistics.'

@@ -17,10 +17,9 @@ from jax.extend import core
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from demo_optax.numerics import rounding
 from demo_optax.workers import collectives, split
-from demo_optax.workers.collectives import vary, widened
-from demo_optax.workers.param_specs import ParamSharding, entry, names_of
+from demo_optax.workers.collectives import vary
+from demo_optax.workers.param_specs import entry, names_of
 from demo_optax.workers.value import Spec, Workers
 
 
@@ -49,18 +48,14 @@ def run(
     found = one_worker(*(x[0] if s.stacked else x for x, s in zip(flat, ins)))
     return [x[None] if s.stacked else x for x, s in zip(found, outs)]
 
+  own, out = ([_spec(workers, s) for s in side] for side in (ins, outs))
   if workers.kind == 'simulated':
     found = _simulate(workers, one_worker, flat, ins, outs)
-  elif workers.relay is not None and any(
-      any(names_of(s.inner)) for s in (*ins, *outs)
-  ):
-    found = _run_in_parts(workers, one_device, flat, ins, outs)
+  elif workers.relay is not None and workers.param_specs.axes:
+    found = _run_in_parts(workers, one_device, flat, own, out)
   elif not workers.stacked_gradients:
     found = one_device(*flat)
   else:
-    own, out = (
-        [_spec(workers, s) for s in side] for side in (ins, outs)
-    )
     found = jax.shard_map(
         one_device, mesh=workers.mesh, in_specs=tuple(own), out_specs=out
     )(*(
@@ -68,6 +63,11 @@ def run(
         for x, s, p in zip(flat, ins, own)
     ))
   return out_treedef.unflatten(found)
+
+
+def _named(workers: Workers, spec: P) -> NamedSharding:
+  assert workers.mesh is not None
+  return NamedSharding(workers.mesh, spec)
 
 
 def _spec(workers: Workers, spec: Spec) -> P:
@@ -79,65 +79,60 @@ def _run_in_parts(
     workers: Workers,
     one_device: Callable[..., list[Any]],
     flat: Sequence[Any],
-    ins: Sequence[Spec],
-    outs: Sequence[Spec],
+    in_specs: Sequence[P],
+    out_specs: Sequence[P],
 ) -> list[Any]:
   """Runs a function of one device for all devices of one worker.
 
   What it exchanges with other workers passes from one `shard_map` to the next
   along an axis of the devices.
   """
-  mesh, names = workers.mesh, workers.param_specs.axes
-  assert mesh is not None
-  own, out = ([_spec(workers, s) for s in side] for side in (ins, outs))
-  whole = jax.make_jaxpr(jax.shard_map(
-      one_device, mesh=mesh, in_specs=tuple(own), out_specs=out, check_vma=False
+  names = workers.param_specs.axes
+  shard_map = functools.partial(
+      jax.shard_map, mesh=workers.mesh, check_vma=False
+  )
+  whole = jax.make_jaxpr(shard_map(
+      one_device, in_specs=tuple(in_specs), out_specs=out_specs
   ))(*flat)
   (eqn,) = whole.jaxpr.eqns
   (body,) = core.jaxprs_in_params(eqn.params)
-  given = [*whole.jaxpr.invars, *whole.jaxpr.constvars]
-  numbers = [given.index(v) for v in eqn.invars]
-  values = [*flat, *whole.consts]
-  specs = [*own, *(P() for _ in whole.consts)]
-  known = {v: specs[n] for v, n in zip(body.invars, numbers)}
-  met = {  # by the field of `Met` that a variable is
-      v: field for e in body.eqns if e.primitive is collectives.meet_p
-      for field, v in enumerate(e.outvars)
+  values = dict(zip(whole.jaxpr.invars, flat))
+  values |= zip(whole.jaxpr.constvars, whole.consts)
+  # Specs of what passes between parts, and the axis of the devices, if any.
+  layouts: dict[Any, tuple[P, int | None]] = {
+      v: (spec, None) for v, spec in zip(body.invars, eqn.params['in_specs'])
   }
+  for e in body.eqns:
+    if e.primitive is collectives.meet_p:
+      rows, *flags = e.outvars
+      layouts[rows] = P(None, names), 1
+      layouts |= dict.fromkeys(flags, (P(), None))
 
   def build(
       part: Callable[..., Any], read: list[Any], written: list[Any],
       is_last: bool,
   ) -> Callable[..., Any]:
+    ins = [layouts.get(v, (P(names), 0)) for v in read]
 
     def on_device(*args: Any) -> list[Any]:
-      args = tuple(
-          x if v in known or met.get(v) else jnp.squeeze(x, met.get(v, -1) + 1)
-          for v, x in zip(read, args)
-      )
-      found = part(*args)
+      found = part(*(
+          x if axis is None else jnp.squeeze(x, axis)
+          for x, (_, axis) in zip(args, ins)
+      ))
       return found if is_last else [x[None] for x in found]
 
-    def spec_of(v: Any) -> P:
-      if v in known:
-        return known[v]
-      return {None: P(names), 0: P(None, names)}.get(met.get(v), P())
-
-    return jax.shard_map(
+    return shard_map(
         on_device,
-        mesh=mesh,
-        in_specs=tuple(map(spec_of, read)),
-        out_specs=out if is_last else [P(names)] * len(written),
-        check_vma=False,
+        in_specs=tuple(spec for spec, _ in ins),
+        out_specs=out_specs if is_last else [P(names)] * len(written),
     )
 
-  def exchange(types: list[Any], sent: list[Any] | None) -> list[Any]:
-    assert sent is not None
-    programs = collectives.Programs(workers.count)
-    return [collectives.meet(x, programs) for x in sent]
-
   plan = split.Plan(core.ClosedJaxpr(body, []), build=build)
-  return plan.run([values[n] for n in numbers], exchange)
+  programs = collectives.Programs(workers.count)
+  return plan.run(
+      [values[v] for v in eqn.invars],
+      lambda _, sent: [collectives.meet(x, programs) for x in sent or ()],
+  )
 
 
 def run_alone(
@@ -149,33 +144,27 @@ def run_alone(
 ) -> tuple[Any, Any]:
   """As `run`, without communication, of stacked arrays or those of one worker.
 
-  `fun(index, own, state, shared) -> (own, state)` sees all without the worker
-  axis; `index` is the worker's number, int32 `[]`. `own` is laid out as
-  gradients are: stacked, or local with `on_axis`. `state` is stacked.
+  `fun(own, state, shared) -> (own, state)` sees all without the worker axis.
+  `own` is laid out as gradients are: stacked, or local with `on_axis`. `state`
+  is stacked.
   """
-  if not workers.stacked_gradients:
-    axis = workers.axis
-    _ = workers.count  # an error where the axis is not mapped
-
-    # What is shared must vary before it is differentiated: jax.grad with
-    # respect to replicated parameters would sum the workers' gradients.
-    def vary_floats(x: Any) -> Any:
-      inexact = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-      return vary(x, axis) if inexact else x
-
-    own, state = fun(
-        workers.index,
-        own,
-        jax.tree.map(lambda x: x[0], state),
-        jax.tree.map(vary_floats, shared),
+  _ = workers.count  # an error where the axis is not mapped
+  if workers.stacked_gradients:
+    mapped = jax.vmap(
+        fun, in_axes=(0, 0, None), spmd_axis_name=workers.spmd_axis_name
     )
-    return own, jax.tree.map(lambda x: x[None], state)
-  mapped = jax.vmap(
-      fun, in_axes=(0, 0, 0, None), spmd_axis_name=workers.spmd_axis_name
-  )
-  index = place(workers, jnp.arange(workers.count, dtype=jnp.int32))
-  with context(workers):
-    return mapped(index, own, state, shared)
+    with context(workers):
+      return mapped(own, state, shared)
+
+  # What is shared must vary before it is differentiated: jax.grad with respect
+  # to replicated parameters would sum the workers' gradients.
+  def vary_floats(x: Any) -> Any:
+    inexact = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+    return vary(x, workers.axis) if inexact else x
+
+  state = jax.tree.map(lambda x: x[0], state)
+  own, state = fun(own, state, jax.tree.map(vary_floats, shared))
+  return own, jax.tree.map(lambda x: x[None], state)
 
 
 def context(workers: Workers) -> contextlib.AbstractContextManager[Any]:
@@ -188,15 +177,24 @@ def context(workers: Workers) -> contextlib.AbstractContextManager[Any]:
 # Arrays of all workers --------------------------------------------------------
 
 
+def numbers(workers: Workers) -> jax.Array:
+  """Returns the numbers of the workers whose arrays are here, int32 `[n]`."""
+  count = workers.count  # an error where the axis is not mapped
+  if workers.stacked_gradients:
+    return place(workers, jnp.arange(count, dtype=jnp.int32))
+  if workers.relay is not None:
+    return jnp.array([workers.relay.rank], jnp.int32)
+  return jax.lax.axis_index(workers.axis_name)[None]
+
+
 def stack(workers: Workers, x: jax.Array) -> jax.Array:
   """Returns a copy of `x` for every worker, with a leading worker axis."""
   if not workers.stacked_gradients:
     # Varying from the start, or a scan over steps would see its type change.
-    own: jax.Array = vary(jnp.asarray(x)[None], workers.axis)
-    return own
+    return vary(x[None], workers.axis)
 
   def copies(x: jax.Array) -> jax.Array:
-    return place(workers, jnp.broadcast_to(x, (workers.count, *jnp.shape(x))))
+    return place(workers, jnp.broadcast_to(x, (workers.count, *x.shape)))
 
   if workers.mesh is None:
     return copies(x)
@@ -205,33 +203,22 @@ def stack(workers: Workers, x: jax.Array) -> jax.Array:
   return jax.jit(copies)(x)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def bucket_zeros(
     workers: Workers, shape: tuple[int, ...], dtype: Any
 ) -> jax.Array:
   """Returns zeros of `Workers.bucket_shape(shape)`, allocated sharded."""
-  if not workers.stacked_gradients and workers.mesh is None:
-    return stack(workers, jnp.zeros(shape, dtype))
   shape = workers.bucket_shape(shape)
-  if workers.mesh is not None:
-    # jnp.zeros(device=sharding) would do under no jit only: inside one it lands
-    # on a single device, all workers' momentum together.
-    spec = _spec(workers, workers.bucket_spec)
-    return _zeros_on_mesh(NamedSharding(workers.mesh, spec), shape, dtype)()
-  return jnp.zeros(shape, dtype)
-
-
-@functools.cache
-def _zeros_on_mesh(
-    sharding: NamedSharding, shape: tuple[int, ...], dtype: jnp.dtype
-) -> Callable[[], jax.Array]:
-  """Compiled once for all leaves of a shape."""
-  local = sharding.shard_shape(shape)
-  return jax.jit(jax.shard_map(
-      lambda: jnp.zeros(local, dtype),
-      mesh=sharding.mesh,
-      in_specs=(),
-      out_specs=sharding.spec,
-  ))
+  if workers.mesh is None:
+    return vary(jnp.zeros(shape, dtype), workers.axis)
+  # jnp.zeros(device=sharding) would do under no jit only: inside one it lands
+  # on a single device, all workers' momentum together.
+  spec = _spec(workers, workers.bucket_spec)
+  local = _named(workers, spec).shard_shape(shape)
+  return jax.shard_map(
+      lambda: jnp.zeros(local, dtype), mesh=workers.mesh, in_specs=(),
+      out_specs=spec,
+  )()
 
 
 def place(workers: Workers, x: jax.Array) -> jax.Array:
@@ -241,9 +228,8 @@ def place(workers: Workers, x: jax.Array) -> jax.Array:
   if workers.is_explicit:
     old = jax.typeof(x).sharding.spec
     return reshard(workers, x, P(workers.axis_name, *old[1:]))
-  free = [P.UNCONSTRAINED] * (x.ndim - 1)
-  sharding = NamedSharding(workers.mesh, P(workers.axis_name, *free))
-  return jax.lax.with_sharding_constraint(x, sharding)
+  spec = P(workers.axis_name, *[P.UNCONSTRAINED] * (x.ndim - 1))
+  return jax.lax.with_sharding_constraint(x, _named(workers, spec))
 
 
 def spread(workers: Workers, x: jax.Array) -> jax.Array:
@@ -267,11 +253,11 @@ def split_rows(workers: Workers, x: jax.Array) -> jax.Array:
   if not workers.is_explicit:
     return place(workers, x.reshape(shape))
   # A batch may be spread over the devices of a worker as well, and stays so.
-  first, *rest = jax.typeof(x).sharding.spec
-  first = first if isinstance(first, tuple) else (first,)
-  inner = first[1:] if first[0] == workers.axis_name else ()
-  x = reshard(workers, x, P((workers.axis_name, *inner), *rest))
-  return _reshape(workers, x, shape, P(workers.axis_name, inner or None, *rest))
+  old, axis = jax.typeof(x).sharding.spec, workers.axis_name
+  inner = entry(old, 0)[1:] if entry(old, 0)[:1] == (axis,) else ()
+  x = reshard(workers, x, P((axis, *inner), *old[1:]))
+  spec = P(axis, inner or None, *old[1:])
+  return x.reshape(shape, out_sharding=_named(workers, spec))
 
 
 def join_rows(workers: Workers, x: jax.Array) -> jax.Array:
@@ -279,51 +265,16 @@ def join_rows(workers: Workers, x: jax.Array) -> jax.Array:
   shape = (x.shape[0] * x.shape[1], *x.shape[2:])
   if not workers.is_explicit:
     return x.reshape(shape)
-  _, inner, *rest = jax.typeof(x).sharding.spec
-  inner = inner if isinstance(inner, tuple) else (inner,) if inner else ()
-  return _reshape(workers, x, shape, P((workers.axis_name, *inner), *rest))
-
-
-def _reshape(
-    workers: Workers, x: jax.Array, shape: tuple[int, ...], spec: P
-) -> jax.Array:
-  assert workers.mesh is not None
-  sharding = NamedSharding(workers.mesh, spec)
-  return jax.lax.reshape(x, shape, out_sharding=sharding)
+  old = jax.typeof(x).sharding.spec
+  spec = P((workers.axis_name, *entry(old, 1)), *old[2:])
+  return x.reshape(shape, out_sharding=_named(workers, spec))
 
 
 def reshard(workers: Workers, x: jax.Array, spec: P) -> jax.Array:
   """Reshards `x` on Explicit axes; on Auto axes `shard_map` does it."""
-  if workers.mesh is None or not workers.is_explicit:
+  if not workers.is_explicit:
     return x
-  return jax.sharding.reshard(x, NamedSharding(workers.mesh, spec))
-
-
-def as_given(
-    workers: Workers, x: jax.Array, placed: ParamSharding
-) -> jax.Array:
-  """Returns an update whose type is that of its parameter."""
-  return x if placed.given == placed.spec else reshard(workers, x, placed.given)
-
-
-# Reductions over the workers --------------------------------------------------
-
-
-def mean_finite(
-    workers: Workers, x: jax.Array, otherwise: jax.Array
-) -> jax.Array:
-  """Returns the mean over the workers whose `x` is finite, if any is.
-
-  `x` is laid out as gradients are.
-  """
-  axis, lead = workers.own_axis, int(workers.stacked_gradients)
-  finite = jnp.isfinite(x).all(axis=tuple(range(lead, x.ndim)), keepdims=True)
-  wide = x.astype(widened(x))
-  total = collectives.total(jnp.where(finite, wide, jnp.zeros_like(wide)), axis)
-  count = collectives.total(finite.astype(jnp.int32), axis)
-  # By a product: some programs make one of the division.
-  inverse = rounding.exact_reciprocal(count, workers.count, total.dtype)
-  return jnp.where(count > 0, (total * inverse).astype(x.dtype), otherwise)
+  return jax.sharding.reshard(x, _named(workers, spec))
 
 
 # Simulated workers ------------------------------------------------------------

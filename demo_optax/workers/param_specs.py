@@ -9,13 +9,14 @@ are found by path, since an exchange may see only some of them (`optax.masked`,
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
+import textwrap
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec as P
 
-from demo_optax._paths import Keys, Path, is_bucket, path_keys
+from demo_optax._paths import Keys, Path, dotted, is_bucket, path_keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +53,19 @@ class ParamSpecs:
     for path, spec in flat:
       name = jax.tree_util.keystr(path) or 'all parameters'
       spec = P() if spec is None else spec
-      _check_spec(name, spec, dict(axis_sizes), worker_axis)
-      found.append((path_keys(path), _shortest(spec)))
+      if not isinstance(spec, P):
+        raise TypeError(
+            f'param_specs has {spec!r} for {name}: it must be a'
+            ' jax.sharding.PartitionSpec, or None for replicated.'
+        )
+      names, known = names_of(spec), ', '.join(axis_sizes) or 'none'
+      if len({*names}) < len(names) or {*names} - {*axis_sizes}:
+        raise ValueError(
+            f'The spec of {name} must name axes inside a worker'
+            f' ({known}), each once, got {spec}. Over the worker axis,'
+            f' {worker_axis!r}, parameters are replicated.'
+        )
+      found.append((path_keys(path), keep(spec, names)))
     return cls(tuple(found), tuple(axis_sizes.items()))
 
   @functools.cached_property
@@ -66,11 +78,9 @@ class ParamSpecs:
     return dict(self.specs)
 
   def __repr__(self) -> str:
-    if set(self._specs.values()) <= {P()}:
-      return ''
-    axes = {a for spec in self._specs.values() for a in names_of(spec)}
-    inner = [name for name, _ in self.axis_sizes if name in axes]
-    return f', sharded over {", ".join(inner)}'
+    named = {a for _, spec in self.specs for a in names_of(spec)}
+    inner = [name for name in self.axes if name in named]
+    return f', sharded over {", ".join(inner)}' if inner else ''
 
   @property
   def axes(self) -> tuple[str, ...]:
@@ -90,15 +100,25 @@ class ParamSpecs:
   def place(self, path: Path, shape: tuple[int, ...]) -> ParamSharding:
     """Returns how the parameter at `path` is sharded; raises if it cannot."""
     keys, name = path_keys(path), jax.tree_util.keystr(path) or 'the only leaf'
-    for length in range(len(keys), -1, -1):
-      if keys[:length] in self._specs:
-        return self._sharding(name, self._specs[keys[:length]], shape)
-    raise ValueError(
-        f'param_specs has nothing for the parameter {name}. Give a'
-        ' PartitionSpec for every parameter (P() for replicated), in a tree of'
-        ' their structure; demo_optax.param_specs takes it from a model. There'
-        f' are specs for {_some(self._specs)}.'
-    )
+    starts = (keys[:length] for length in range(len(keys), -1, -1))
+    spec = next((self._specs[k] for k in starts if k in self._specs), None)
+    if spec is None:
+      known = ', '.join(map(dotted, self._specs)) or 'none'
+      raise ValueError(
+          f'param_specs has nothing for the parameter {name}. Give a'
+          ' PartitionSpec for every parameter (P() for replicated), in a tree'
+          ' of their structure; demo_optax.param_specs takes it from a model.'
+          f' There are specs for {textwrap.shorten(known, 200)}.'
+      )
+    blocks = self._blocks(spec, shape)
+    if blocks is None:
+      raise ValueError(
+          f'The spec of {name} must divide its shape {shape}, got {spec} over'
+          f' axes of sizes {dict(self.all_sizes)}. Shard another dimension of'
+          ' it, or replicate it: P().'
+      )
+    axes = tuple(axis for axis in self.axes if axis in names_of(spec))
+    return ParamSharding(keep(spec, axes), blocks, axes, spec)
 
   def place_state(self, keys: Keys, shape: tuple[int, ...]) -> P:
     """Returns a spec for a leaf of a state, without the worker axis.
@@ -114,59 +134,26 @@ class ParamSpecs:
     ]
     for part in [*parts, ()]:
       spec = self._specs.get(part)
-      if spec is not None and self._fits(spec, shape):
+      if spec is not None and self._blocks(spec, shape) is not None:
         return spec
     return P()
 
-  def _sharding(
-      self, name: str, spec: P, shape: tuple[int, ...]
-  ) -> ParamSharding:
-    if not self._fits(spec, shape):
-      raise ValueError(
-          f'The spec of {name} must divide its shape {shape}, got {spec} over'
-          f' axes of sizes {dict(self.all_sizes)}. Shard another dimension of'
-          ' it, or replicate it: P().'
-      )
-    axes = tuple(axis for axis in self.axes if axis in names_of(spec))
-    entries = [
-        tuple(axis for axis in entry(spec, dim) if axis in axes)
-        for dim in range(len(spec))
-    ]
-    # As in `spec`, one axis stands for itself.
-    short = P(*(e[0] if len(e) == 1 else e or None for e in entries))
-    blocks = self._blocks(spec, len(shape))
-    return ParamSharding(_shortest(short), blocks, axes, spec)
-
-  def _blocks(self, spec: P, rank: int) -> tuple[int, ...]:
+  def _blocks(
+      self, spec: P, shape: tuple[int, ...]
+  ) -> tuple[int, ...] | None:
+    """Returns the number of blocks of each dimension, None if it has none."""
     sizes = dict(self.all_sizes)
-    return tuple(
+    blocks = tuple(
         math.prod(sizes[axis] for axis in entry(spec, dim))
-        for dim in range(rank)
+        for dim in range(len(shape))
     )
-
-  def _fits(self, spec: P, shape: tuple[int, ...]) -> bool:
-    blocks = zip(shape, self._blocks(spec, len(shape)))
-    return len(spec) <= len(shape) and not any(n % parts for n, parts in blocks)
+    fits = len(spec) <= len(shape) and not any(
+        n % parts for n, parts in zip(shape, blocks)
+    )
+    return blocks if fits else None
 
 
 REPLICATED = ParamSpecs()
-
-
-def _check_spec(
-    name: str, spec: Any, axis_sizes: dict[str, int], worker_axis: str
-) -> None:
-  if not isinstance(spec, P):
-    raise TypeError(
-        f'param_specs has {spec!r} for {name}: it must be a'
-        ' jax.sharding.PartitionSpec, or None for replicated.'
-    )
-  names = list(names_of(spec))
-  if any(name not in axis_sizes or names.count(name) > 1 for name in names):
-    raise ValueError(
-        f'The spec of {name} must name axes inside a worker'
-        f' ({_some(axis_sizes)}), each once, got {spec}. Over the worker axis,'
-        f' {worker_axis!r}, parameters are replicated.'
-    )
 
 
 def entry(spec: P, dim: int) -> tuple[Any, ...]:
@@ -177,23 +164,17 @@ def entry(spec: P, dim: int) -> tuple[Any, ...]:
   return entry if isinstance(entry, tuple) else (entry,)
 
 
-def _shortest(spec: P) -> P:
-  """Returns the spec without entries at its end that say nothing."""
-  entries = list(spec)
+def keep(spec: P, axes: Collection[Any]) -> P:
+  """Returns the spec of these axes alone, in its shortest form."""
+  entries = [
+      tuple(axis for axis in entry(spec, dim) if axis in axes) or None
+      for dim in range(len(spec))
+  ]
   while entries and entries[-1] is None:
     entries.pop()
   return P(*entries)
 
 
-def names_of(spec: P) -> Iterator[Any]:
-  """Yields all axes of a spec."""
-  for dim in range(len(spec)):
-    yield from entry(spec, dim)
-
-
-def _some(keys: Any) -> str:
-  """Returns the first few of many names."""
-  names = ['.'.join(map(str, k)) if isinstance(k, tuple) else k for k in keys]
-  names = [name or 'all parameters' for name in names]
-  more = [f'and {len(names) - 6} more'] if len(names) > 6 else []
-  return ', '.join([*names[:6], *more]) or 'none'
+def names_of(spec: P) -> list[Any]:
+  """Returns all axes of a spec."""
+  return [axis for dim in range(len(spec)) for axis in entry(spec, dim)]

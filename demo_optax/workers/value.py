@@ -14,7 +14,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from demo_optax import _checks, _paths
+from demo_optax import _checks
+from demo_optax._paths import Keys, Path, is_stacked, path_keys
 from demo_optax.workers.collectives import Axis, Group, Programs
 from demo_optax.workers.param_specs import REPLICATED, ParamSpecs
 
@@ -23,9 +24,7 @@ from demo_optax.workers.param_specs import REPLICATED, ParamSpecs
 class Spec:
   """How an array is laid out over workers and their devices."""
 
-  # Whether it has a leading worker axis, one part for each worker; if not, all
-  # workers have the same.
-  stacked: bool
+  stacked: bool  # with a leading worker axis; else equal on all workers
   inner: P = P()  # noqa: RUF009  (of its other dimensions, inside a worker)
 
 
@@ -114,8 +113,7 @@ class Workers:
     """
     if axis_name not in mesh.axis_names:
       raise ValueError(
-          f'The mesh has no axis {axis_name!r}; its axes are'
-          f' {mesh.axis_names}.'
+          f'The mesh has no axis {axis_name!r}; its axes are {mesh.axis_names}.'
       )
     if len({*mesh.axis_types}) > 1:
       raise ValueError(
@@ -161,9 +159,9 @@ class Workers:
     program that starts later takes the parameters and the shared state from
     another worker in its first step.
 
-    The batch of a step is the program's, and so are results for its rows. The
-    momentum has a leading axis of 1. Parameters are equal on all workers, to
-    the bit on hardware of one kind.
+    Batches and results for their rows are the program's own. The momentum has a
+    leading axis of 1. Parameters are equal on all workers, to the bit on
+    hardware of one kind.
 
     Args:
       address: of the relay, such as `tcp://relay.example.org:7077`.
@@ -190,8 +188,7 @@ class Workers:
       )
     if importlib.util.find_spec('zmq') is None:
       raise ImportError(
-          'Workers.remote needs ZeroMQ. Install it: pip install'
-          " 'demo_optax[remote]'."
+          "Workers.remote needs ZeroMQ: pip install 'demo_optax[remote]'."
       )
     remote = Remote(address, rank, None if keys is None else str(keys))
     sizes = {} if mesh is None else dict(mesh.shape)
@@ -204,15 +201,14 @@ class Workers:
     return cls('remote', 'workers', count, mesh, specs, remote)
 
   def __repr__(self) -> str:
+    address, rank, _ = self.relay or (None, None, None)
     given = {
-        'simulated': str(self.num_workers),
+        'simulated': f'{self.num_workers}',
         'on_mesh': f'{self.mesh}, {self.axis_name!r}',
-        'on_axis': repr(self.axis_name),
-    }
-    if self.relay is not None:
-      address, rank, _ = self.relay
-      given['remote'] = f'{address!r}, rank={rank}, count={self.num_workers}'
-    return f'Workers.{self.kind}({given[self.kind]}{self.param_specs})'
+        'on_axis': f'{self.axis_name!r}',
+        'remote': f'{address!r}, rank={rank}, count={self.num_workers}',
+    }[self.kind]
+    return f'Workers.{self.kind}({given}{self.param_specs})'
 
   @property
   def count(self) -> int:
@@ -241,25 +237,12 @@ class Workers:
   @property
   def spmd_axis_name(self) -> str | None:
     """The mesh axis of the leading axis of stacked arrays, if there is one."""
-    has_axis = self.mesh is not None and self.relay is None
-    return self.axis_name if has_axis else None
+    return self.axis_name if self.kind == 'on_mesh' else None
 
   @property
   def axis(self) -> Axis:
     """The worker axis as one worker's function sees it."""
     return Programs(self.count) if self.relay is not None else self.axis_name
-
-  @property
-  def index(self) -> jax.Array:
-    """The number of the worker whose arrays these are, int32 `[]`."""
-    if self.relay is not None:
-      return jax.numpy.int32(self.relay.rank)
-    return jax.lax.axis_index(self.axis_name)
-
-  @property
-  def own_axis(self) -> Axis | None:
-    """The worker axis, if arrays are one worker's."""
-    return None if self.stacked_gradients else self.axis
 
   @property
   def group(self) -> Group:
@@ -268,14 +251,14 @@ class Workers:
 
   @property
   def bucket_spec(self) -> Spec:
-    """The layout of arrays `[workers, devices, ...]` of all devices.
-
-    Without axes inside a worker they are `[workers, ...]`.
-    """
+    """The layout of what has the shape `bucket_shape`."""
     return Spec(True, self.param_specs.bucket_spec)
 
   def bucket_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape of what has `shape` on every device of a worker."""
+    """Returns the shape of what has `shape` on every device of a worker.
+
+    `[workers, devices, ...]`, or `[workers, ...]` without axes inside a worker.
+    """
     inner = (self.param_specs.devices,) if self.param_specs.axes else ()
     return (self.count if self.stacked_gradients else 1, *inner, *shape)
 
@@ -284,14 +267,14 @@ class Workers:
 
     Parameters, and what ends in a parameter's path in a state, are sharded by
     `param_specs`; all else is replicated. Arrays that are spread over the mesh
-    already (the momentum) stay. What was made on one device moves in the first
-    step at the latest, and then the second step compiles again.
+    already (the momentum) stay. Without it, the first step moves what was made
+    on one device, and the second one compiles again.
     """
     if self.mesh is None:
       return tree
 
-    def move(path: _paths.Path, x: Any) -> Any:
-      sharding = self.sharding(_paths.path_keys(path), np.shape(x))
+    def move(path: Path, x: Any) -> Any:
+      sharding = self.sharding(path_keys(path), np.shape(x))
       there = getattr(getattr(x, 'sharding', None), 'mesh', None) == self.mesh
       if there and (sharding.spec == P() or not x.is_fully_replicated):
         return x
@@ -299,23 +282,18 @@ class Workers:
 
     return jax.tree_util.tree_map_with_path(move, tree)
 
-  def sharding(
-      self, keys: _paths.Keys, shape: tuple[int, ...]
-  ) -> NamedSharding:
-    """Returns where a parameter, or a leaf of a state, belongs on the mesh."""
+  def sharding(self, keys: Keys, shape: tuple[int, ...]) -> NamedSharding:
+    """Returns where a parameter, or a leaf of a state, is on the mesh."""
     assert self.mesh is not None
-    return NamedSharding(self.mesh, self.spec(keys, shape, self.spmd_axis_name))
+    return NamedSharding(self.mesh, self.spec(keys, shape))
 
-  def spec(
-      self, keys: _paths.Keys, shape: tuple[int, ...], axis: str | None
-  ) -> P:
-    """Returns the spec of a parameter, or of a leaf of a state.
-
-    `axis` is the mesh axis of the leading axis of stacked arrays.
-    """
-    if not _paths.is_stacked(keys):
+  def spec(self, keys: Keys, shape: tuple[int, ...]) -> P:
+    """Returns the spec of a parameter, or of a leaf of a state."""
+    if not is_stacked(keys):
       return self.param_specs.place_state(keys, shape)
-    return P(axis, *self.param_specs.place_state(keys, shape[1:]))
+    # The mesh of a worker that is a separate program has no axis of workers.
+    lead = None if self.relay is not None else self.axis_name
+    return P(lead, *self.param_specs.place_state(keys, shape[1:]))
 
 
 def put(x: Any, sharding: NamedSharding) -> Any:
