@@ -103,8 +103,7 @@ def update_without_variables(
     update: Callable[..., tuple[Any, Any]],
     updates: Any,
     state: Any,
-    params: Any,
-    *args: Any,
+    params: Any = None,
     **extra_args: Any,
 ) -> tuple[Any, Any]:
   """Returns `update(updates, state, params, ...)`, computed without Flax.
@@ -113,7 +112,7 @@ def update_without_variables(
   match.
   """
   trees = map(without_variables, (updates, state, params))
-  new, after = update(*trees, *args, **extra_args)
+  new, after = update(*trees, **extra_args)
   return (
       jax.tree.structure(updates).unflatten(jax.tree.leaves(new)),
       jax.tree.structure(state).unflatten(jax.tree.leaves(after)),

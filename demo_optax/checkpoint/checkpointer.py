@@ -11,7 +11,7 @@ import operator
 import os
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import chex
@@ -63,7 +63,7 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
     naming.to_leaves(self._like)  # raises if the tree cannot be saved
     _checks.check_positive('keep', keep)
     _checks.check_positive('timeout', timeout)
-    self._keep = keep
+    self._policy = ocp.training.preservation_policies.LatestN(keep)
     self._context = ocp.Context()
     self._context.asynchronous.timeout_secs = timeout
     # Otherwise threads wait 300 s for directories that could not be made.
@@ -118,10 +118,9 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
       if not hasattr(x, 'dtype'):
         about['values'][name] = x
         continue
-      impl = None
+      digest, impl = replicas.content_digest(held[name]), None
       if prng.is_key_array(x):
         impl, x = str(jax.random.key_impl(x)), jax.random.key_data(x)
-      digest = replicas.content_digest(held[name])
       about['arrays'][name] = [str(x.dtype), x.shape, impl, digest]
       if x.size:  # Orbax refuses empty ones
         is_spread = isinstance(x, jax.Array) and not replicas.is_local(x)
@@ -130,9 +129,7 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
     # One for each save: after an error it would repeat the error.
     files = ocp.training.Checkpointer(
         self._folder,
-        preservation_policy=ocp.training.preservation_policies.LatestN(
-            self._keep
-        ),
+        preservation_policy=self._policy,
         cleanup_tmp_directories=True,  # safe only under the lock
         context=self._context,
     )
@@ -173,10 +170,8 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
     pending, self._pending = self._pending, None
     if pending is not None:
       files, saved = pending
-      try:
+      with files:
         saved.result()
-      finally:
-        files.close()
 
   def close(self) -> None:
     """Waits for the last save, and releases the folder."""
@@ -210,11 +205,11 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
     try:
       saved = self._read(self._folder / str(chosen))
     except Exception as error:
-      others = tuple(s for s in steps if s != chosen)
+      others = _some(s for s in steps if s != chosen)
       raise ValueError(
           f'The checkpoint of step {chosen} in {self._folder} must be whole,'
           f' and written by demo_optax, got {repr(error)[:400]}. Restore'
-          f' another one by step= (there are: {_some(others)}), or remove it.'
+          f' another one by step= (there are: {others}), or remove it.'
       ) from error
     return int(chosen), naming.from_leaves(
         saved, self._like, resize=resize, rechunk=rechunk
@@ -258,8 +253,7 @@ def _target(shape: tuple[int, ...], dtype: str, like: Any) -> Any:
       or (jax.process_count() > 1 and sharding.is_fully_addressable)
   ):
     return np.broadcast_to(np.zeros((), dtype), shape)
-  if shape != like.shape:
-    sharding = cutting.auto(cutting.fit_sharding(shape, sharding))
+  sharding = cutting.auto(cutting.fit_sharding(shape, sharding))
   return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
@@ -276,14 +270,9 @@ def _in_first(action: Callable[[], None]) -> None:
       action()
     except Exception as caught:
       error = caught
-  failed: Any = error is not None
-  if jax.process_count() > 1:
-    failed = multihost_utils.broadcast_one_to_all(np.array(failed))
-  if failed:
-    raise error or OSError(
-        'process 0 could not save: its own output says why.'
-    )
+  if multihost_utils.broadcast_one_to_all(np.array(error is not None)):
+    raise error or OSError('process 0 could not save: its output says why.')
 
 
-def _some(steps: tuple[int, ...]) -> str:
+def _some(steps: Iterable[int]) -> str:
   return ', '.join(map(str, steps)) or 'none'

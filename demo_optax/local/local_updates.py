@@ -4,6 +4,7 @@ The exchange is in a branch at the end of a period. Its predicate comes from
 counters that are equal on all workers: no other step communicates.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -134,32 +135,18 @@ def local_updates(
         workers.device_put(jnp.zeros((), jnp.int32)) for _ in range(3)
     )
     start = global_params if drift else ()
-    own = OwnState(params, inner.init(params), skipped, start)
+    own = stack_own(
+        OwnState(params, inner.init(params), skipped, start), workers
+    )
+    outer_state = outer.init(global_params)
     return LocalUpdatesState(
-        count,
-        steps_since_sync,
-        global_params,
-        outer.init(global_params),
-        stack_own(own, workers),
+        count, steps_since_sync, global_params, outer_state, own
     )
 
-  def update_fn(
-      updates: chex.ArrayTree,
-      state: LocalUpdatesState,
-      params: chex.ArrayTree | None = None,
-      **extra_args: Any,
-  ) -> tuple[chex.ArrayTree, LocalUpdatesState]:
+  def update(
+      updates: Any, state: LocalUpdatesState, params: Any, **extra_args: Any
+  ) -> tuple[Any, LocalUpdatesState]:
     _check_call(updates, params)
-    return _tree.update_without_variables(
-        update_plain, updates, state, params, **extra_args
-    )
-
-  def update_plain(
-      updates: chex.ArrayTree,
-      state: LocalUpdatesState,
-      params: chex.ArrayTree,
-      **extra_args: Any,
-  ) -> tuple[chex.ArrayTree, LocalUpdatesState]:
     own = _inner_step(
         inner, _tree.mask_others(updates), state.worker_stacked, extra_args
     )
@@ -181,20 +168,26 @@ def local_updates(
       start = jax.tree.map(
           lambda s, u: (s.astype(u.dtype) + u).astype(s.dtype), start, change
       )
-      params = optax.tree.cast_like(start, own.params)
-      if drift:
-        shared = inside.over_workers(start)
-        new = own._replace(params=params, start=start)
-      else:
-        shared = inside.alike(start, _NO_EXCHANGE)
-        new = own._replace(params=params)
+      new = own._replace(
+          params=optax.tree.cast_like(start, own.params),
+          start=start if drift else (),
+      )
+      shared = (
+          inside.over_workers(start) if drift
+          else inside.alike(start, _NO_EXCHANGE)
+      )
       return new, shared, optax.tree.cast_like(outer_state, state.outer)
 
-    def wait() -> tuple[OwnState, chex.ArrayTree, chex.ArrayTree]:
-      return own, state.global_params, state.outer
-
-    own, global_params, outer_state = jax.lax.cond(due, exchange, wait)
-    return _updates(own.params, params), LocalUpdatesState(
+    own, global_params, outer_state = jax.lax.cond(
+        due, exchange, lambda: (own, state.global_params, state.outer)
+    )
+    change = jax.tree.map(
+        lambda x, new: jnp.zeros_like(x)
+        if isinstance(new, optax.MaskedNode) else new - x,
+        params,
+        own.params,
+    )
+    return change, LocalUpdatesState(
         count=optax.safe_increment(state.count),
         steps_since_sync=jnp.where(due, 0, steps).astype(jnp.int32),
         global_params=global_params,
@@ -202,7 +195,9 @@ def local_updates(
         worker_stacked=own,
     )
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  return optax.GradientTransformationExtraArgs(
+      init_fn, functools.partial(_tree.update_without_variables, update)
+  )
 
 
 def _inner_step(
@@ -225,15 +220,6 @@ def _inner_step(
   )
   skipped = own.skipped + jnp.where(finite, 0, 1).astype(jnp.int32)
   return OwnState(params, inner_state, skipped, own.start)
-
-
-def _updates(new: chex.ArrayTree, params: chex.ArrayTree) -> chex.ArrayTree:
-  """Returns the updates to the new parameters; zeros for masked leaves."""
-  leaves, treedef = jax.tree.flatten(params)
-  return treedef.unflatten([
-      jnp.zeros_like(x) if isinstance(y, optax.MaskedNode) else y - x
-      for x, y in zip(leaves, treedef.flatten_up_to(new))
-  ])
 
 
 # Checks -----------------------------------------------------------------------

@@ -16,6 +16,9 @@ from demo_optax.numerics.topk import Average
 from demo_optax.per_worker import stays_finite
 from demo_optax.workers import Spec, Workers, inside, lift
 
+# The default inner optimizer.
+_ADAMW = optax.adamw(4e-4, b1=0.9, b2=0.95, weight_decay=0.1)
+
 
 def diloco(
     inner: optax.GradientTransformation | None = None,
@@ -38,8 +41,7 @@ def diloco(
   Args:
     inner: each worker's optimizer; by default AdamW with a learning rate of
       4e-4, decays 0.9 and 0.95 and weight decay 0.1.
-    workers: as in `local_updates`.
-    sync_period: as in `local_updates`.
+    workers, sync_period: as in `local_updates`.
     outer_learning_rate: :math:`\eta`, a number or a schedule of exchanges. 0.7
       is published; with few exchanges less was better.
     outer_momentum: :math:`\mu`.
@@ -51,9 +53,7 @@ def diloco(
       scale_by_demo(compressors.full(), 0.0, workers=workers),
       optax.sgd(outer_learning_rate, outer_momentum, nesterov=True),
   )
-  return local_updates(
-      inner or _default_inner(), outer, sync_period, workers=workers
-  )
+  return local_updates(inner or _ADAMW, outer, sync_period, workers=workers)
 
 
 def demo_diloco(
@@ -104,8 +104,7 @@ def demo_diloco(
       shared, optax.scale_by_learning_rate(outer_learning_rate)
   )
   return local_updates(
-      inner or _default_inner(), outer, sync_period, workers=workers,
-      drift=drift,
+      inner or _ADAMW, outer, sync_period, workers=workers, drift=drift
   )
 
 
@@ -141,10 +140,6 @@ def sparse_loco(
   )
 
 
-def _default_inner() -> optax.GradientTransformation:
-  return optax.adamw(4e-4, b1=0.9, b2=0.95, weight_decay=0.1)
-
-
 def _own_nesterov(
     exchange: optax.GradientTransformationExtraArgs,
     decay: chex.Numeric,
@@ -153,13 +148,12 @@ def _own_nesterov(
   """Makes each worker's Nesterov step from the update that all share."""
 
   def update_fn(
-      updates: chex.ArrayTree,
-      state: chex.ArrayTree,
-      params: chex.ArrayTree | None = None,
-      **extra_args: Any,
-  ) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+      updates: Any, state: DeMoState, params: Any = None, **extra_args: Any
+  ) -> tuple[Any, DeMoState]:
     shared, state = exchange.update(updates, state, params, **extra_args)
-    momentum, state = _put_back(shared, updates, state, workers)
+    momentum, state = inside.call_stacked(
+        _put_back, workers, updates, state, None, shared, own_updates=True
+    )
     finite = stays_finite(updates, (), ())
     return jax.tree.map(
         lambda g, m: jnp.where(finite, g, jnp.zeros_like(g)) + decay * m,
@@ -171,57 +165,43 @@ def _own_nesterov(
 
 
 def _put_back(
-    shared: chex.ArrayTree,
-    updates: chex.ArrayTree,
-    state: DeMoState,
-    workers: Workers,
-) -> tuple[chex.ArrayTree, DeMoState]:
+    updates: Any, state: DeMoState, params: Any, shared: Any, workers: Workers
+) -> tuple[Any, DeMoState]:
   """Adds the shared update to momentum; returns momentum and the new state."""
+  layout, group = state.layout.layout, workers.group
+  flat, treedef = jax.tree.flatten(shared)
 
-  def stacked_update(
-      updates: Any, state: DeMoState, params: Any, shared: Any, workers: Workers
-  ) -> tuple[Any, DeMoState]:
-    layout, group = state.layout.layout, workers.group
-    numbers = layout.compressed
-    flat = jax.tree.leaves(shared)
+  def one_worker(
+      own: dict[str, jax.Array], shared: dict[int, jax.Array]
+  ) -> tuple[dict[int, jax.Array], dict[str, jax.Array]]:
+    found: dict[int, jax.Array] = {}
+    new: dict[str, jax.Array] = {}
+    for number, bucket in enumerate(layout.buckets):
+      axes, transformed = bucket.split_axes, bucket.kind == 'chunks'
+      q = layout.fill(number, shared, group.device_index(axes))
+      if transformed:
+        q = chunking.transform(q, bucket.sides, bucket.basis)
+      x = own[bucket.name].reshape(bucket.shape) + q
+      new[bucket.name] = x.reshape(own[bucket.name].shape)
+      if axes:
+        x = group.join_devices(x[: bucket.num_chunks], axes)
+      if transformed:
+        x = chunking.inverse(x, bucket.sides, bucket.basis)
+      found |= layout.cut(number, x)
+    return found, new
 
-    def one_worker(
-        own: dict[str, jax.Array], shared: dict[int, jax.Array]
-    ) -> tuple[dict[int, jax.Array], dict[str, jax.Array]]:
-      found: dict[int, jax.Array] = {}
-      new: dict[str, jax.Array] = {}
-      for number, bucket in enumerate(layout.buckets):
-        device = group.device_index(bucket.split_axes)
-        q = layout.fill(number, shared, device)
-        transformed = bucket.kind == 'chunks'
-        if transformed:
-          q = chunking.transform(q, bucket.sides, bucket.basis)
-        x = own[bucket.name].reshape(bucket.shape) + q
-        new[bucket.name] = x.reshape(own[bucket.name].shape)
-        if bucket.split_axes:
-          x = group.join_devices(x[: bucket.num_chunks], bucket.split_axes)
-        if transformed:
-          x = chunking.inverse(x, bucket.sides, bucket.basis)
-        found |= layout.cut(number, x)
-      return found, new
-
-    momentum = state.worker_stacked.momentum
-    inner = {i: layout.leaves[i].sharding.spec for i in numbers}
-    buckets = dict.fromkeys(momentum, workers.bucket_spec)
-    found, momentum = lift.run(
-        workers,
-        one_worker,
-        (momentum, {i: flat[i] for i in numbers}),
-        (buckets, {i: Spec(False, spec) for i, spec in inner.items()}),
-        ({i: Spec(True, spec) for i, spec in inner.items()}, buckets),
-    )
-    leaves = [found.get(i, x[None]) for i, x in enumerate(flat)]
-    own = state.worker_stacked._replace(momentum=momentum)
-    return (
-        jax.tree.structure(shared).unflatten(leaves),
-        state._replace(worker_stacked=own),
-    )
-
-  return inside.call_stacked(
-      stacked_update, workers, updates, state, None, shared, own_updates=True
+  momentum = state.worker_stacked.momentum
+  buckets = dict.fromkeys(momentum, workers.bucket_spec)
+  inner = {i: layout.leaves[i].sharding.spec for i in layout.compressed}
+  found, momentum = lift.run(
+      workers,
+      one_worker,
+      (momentum, {i: flat[i] for i in inner}),
+      (buckets, {i: Spec(False, spec) for i, spec in inner.items()}),
+      ({i: Spec(True, spec) for i, spec in inner.items()}, buckets),
+  )
+  own = state.worker_stacked._replace(momentum=momentum)
+  return (
+      treedef.unflatten(found.get(i, x[None]) for i, x in enumerate(flat)),
+      state._replace(worker_stacked=own),
   )
