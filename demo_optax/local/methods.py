@@ -41,7 +41,8 @@ def diloco(
   Args:
     inner: each worker's optimizer; by default AdamW with a learning rate of
       4e-4, decays 0.9 and 0.95 and weight decay 0.1.
-    workers, sync_period: as in `local_updates`.
+    workers: as in `local_updates`.
+    sync_period: as in `local_updates`.
     outer_learning_rate: :math:`\eta`, a number or a schedule of exchanges. 0.7
       is published; with few exchanges less was better.
     outer_momentum: :math:`\mu`.

@@ -48,7 +48,8 @@ def demo(
 
   Args:
     learning_rate: :math:`\eta_t`, a number or a schedule of the step.
-    workers, compressor: as in `scale_by_demo`.
+    workers: as in `scale_by_demo`.
+    compressor: as in `scale_by_demo`.
     decay: :math:`\beta`, in `[0, 1)`. 0.999 is the paper's; short runs and
       small `topk` need less (0.99).
     weight_decay: :math:`\lambda`, decoupled.
@@ -150,7 +151,7 @@ def demo_muon(
 
   Args:
     learning_rate: :math:`\eta_t`, a number or a schedule of the step.
-    workers, exchange, update_values: as in `scale_by_demo`.
+    workers: as in `scale_by_demo`.
     compressor: as in `scale_by_demo`; None for `muon_compressors(params)`. In a
       tree, `None` averages a leaf uncompressed.
     decay: :math:`\delta` of the residual, in `[0, 1)`.
@@ -164,6 +165,8 @@ def demo_muon(
     muon_weight_dimension_numbers: the axes of matrices: a tree like the
       parameters, as in `optax.contrib.muon`, or a function from them to one; by
       default `muon_dimension_numbers`. Pass the same to `muon_compressors`.
+    exchange: as in `scale_by_demo`.
+    update_values: as in `scale_by_demo`.
 
   Note:
     Start at a rate of 2e-3 (4e-3 for some hundred steps): here the update of a
