@@ -68,8 +68,8 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
     self._context.asynchronous.timeout_secs = timeout
     # Otherwise threads wait 300 s for directories that could not be made.
     self._context.asynchronous.create_directories_asynchronously = False
-    self._pending: tuple[ocp.training.Checkpointer, Any] | None = None
-    self._unlock: Callable[[], Any] | None = None
+    self._pending = contextlib.ExitStack()  # closing it waits for the save
+    self._unlock: weakref.finalize[..., Any] | None = None
 
   def __exit__(self, *exception: Any) -> None:
     self.close()
@@ -78,9 +78,9 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
   def steps(self) -> tuple[int, ...]:
     """The steps with a complete checkpoint, ascending."""
     self.wait()
-    found = self._folder.iterdir() if self._folder.exists() else ()
     return tuple(sorted(
-        int(p.name) for p in found if p.name.isdecimal() and any(p.iterdir())
+        int(path.name) for path in self._folder.glob('*')
+        if path.name.isdecimal() and any(path.iterdir())
     ))
 
   def save(self, step: int, tree: chex.ArrayTree) -> None:
@@ -102,9 +102,7 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
     self.wait()
     _in_first(lambda: self._prepare(step))
     leaves = naming.to_leaves(tree)
-    held = replicas.copies(
-        {name: replicas.comparable(x) for name, x in leaves.items()}
-    )
+    held = replicas.copies(jax.tree.map(replicas.comparable, leaves))
     about: dict[str, Any] = {'arrays': {}, 'values': {}}
     arrays = {}
     for name, x in leaves.items():
@@ -127,26 +125,26 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
         arrays[name] = x if is_spread else np.array(x)
     about['checksum'] = _checksum(about)
     # One for each save: after an error it would repeat the error.
-    files = ocp.training.Checkpointer(
+    files = self._pending.enter_context(ocp.training.Checkpointer(
         self._folder,
         preservation_policy=self._policy,
         cleanup_tmp_directories=True,  # safe only under the lock
         context=self._context,
-    )
-    self._pending = files, files.save_async(
-        step, arrays, force=True, custom_metadata=about
-    )
+    ))
+    saved = files.save_async(step, arrays, force=True, custom_metadata=about)
+    self._pending.callback(saved.result)
 
   def _prepare(self, step: int) -> None:
     """Locks the folder; raises if the step exists."""
     self._folder.mkdir(parents=True, exist_ok=True)
-    if self._unlock is None and not self._is_remote:
+    is_locked = self._unlock is not None and self._unlock.alive
+    if not is_locked and not self._is_remote:
       handle = os.open(self._folder, os.O_RDONLY)
-      unlock = weakref.finalize(self, os.close, handle)
+      self._unlock = weakref.finalize(self, os.close, handle)
       try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
       except BlockingIOError as error:
-        unlock()
+        self._unlock()
         raise OSError(
             f'{self._folder} must have one writer, and another Checkpointer'
             ' saves to it, here or in another job. Close it, or give another'
@@ -154,7 +152,6 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
         ) from error
       except OSError:  # a network file system without locks
         pass
-      self._unlock = unlock
       for path in self._folder.iterdir():
         if path.name.isdecimal():
           with contextlib.suppress(OSError):
@@ -167,20 +164,15 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
 
   def wait(self) -> None:
     """Waits for the last save; raises its error if it failed."""
-    pending, self._pending = self._pending, None
-    if pending is not None:
-      files, saved = pending
-      with files:
-        saved.result()
+    self._pending.close()
 
   def close(self) -> None:
     """Waits for the last save, and releases the folder."""
     try:
       self.wait()
     finally:
-      unlock, self._unlock = self._unlock, None
-      if unlock is not None:
-        unlock()
+      if self._unlock is not None:
+        self._unlock()
 
   def restore(
       self,

@@ -64,9 +64,8 @@ def local_updates(
     s   &\leftarrow s + \mathrm{outer}(G_1, \dots, G_N) \\
     x_i &\leftarrow s
 
-  `outer` is a chain as for gradients: an exchange, which averages the workers'
-  pseudo-gradients :math:`G_i`, and a base optimizer. The published methods
-  (`diloco`, `demo_diloco`, `sparse_loco`) are choices of it.
+  The published methods (`diloco`, `demo_diloco`, `sparse_loco`) are choices of
+  `outer`.
 
   Inside a `data_parallel` step the model has :math:`x_i`, which the optimizer
   state keeps; outside :math:`s`, for evaluation and checkpoints. Weights loaded
@@ -80,7 +79,8 @@ def local_updates(
 
   Args:
     inner: each worker's optimizer.
-    outer: from pseudo-gradients to the update of the global parameters, such as
+    outer: a chain as for gradients: an exchange, which averages the workers'
+      pseudo-gradients :math:`G_i`, and a base optimizer, such as
       `optax.chain(scale_by_demo(...), optax.sgd(0.7))`. Extra arguments of
       `update` go to both.
     sync_period: :math:`H`, at least 1: a number, or a schedule of the steps
@@ -159,8 +159,7 @@ def local_updates(
       # How far the worker moved from the start, in the parameters' dtype.
       moved = jax.tree.map(
           lambda s, x: s.astype(x.dtype).astype(s.dtype) - x.astype(s.dtype),
-          start,
-          own.params,
+          start, own.params,
       )
       change, outer_state = outer.update(
           moved, state.outer, state.global_params, **extra_args
@@ -184,8 +183,7 @@ def local_updates(
     change = jax.tree.map(
         lambda x, new: jnp.zeros_like(x)
         if isinstance(new, optax.MaskedNode) else new - x,
-        params,
-        own.params,
+        params, own.params,
     )
     return change, LocalUpdatesState(
         count=optax.safe_increment(state.count),

@@ -101,9 +101,7 @@ def demo_diloco(
   )
   if drift:
     shared = _own_nesterov(shared, decay, workers)
-  outer = optax.chain(
-      shared, optax.scale_by_learning_rate(outer_learning_rate)
-  )
+  outer = optax.chain(shared, optax.scale_by_learning_rate(outer_learning_rate))
   return local_updates(
       inner or _ADAMW, outer, sync_period, workers=workers, drift=drift
   )
@@ -158,8 +156,7 @@ def _own_nesterov(
     finite = stays_finite(updates, (), ())
     return jax.tree.map(
         lambda g, m: jnp.where(finite, g, jnp.zeros_like(g)) + decay * m,
-        updates,
-        momentum,
+        updates, momentum,
     ), state
 
   return optax.GradientTransformationExtraArgs(exchange.init, update_fn)

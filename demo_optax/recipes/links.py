@@ -67,9 +67,7 @@ def scale_to_unit_rms(
     factor *= jnp.where(rms < least, rms / least, jnp.ones_like(rms))
     return [(u * x).astype(dtype) for u, x in zip(us, factor)]
 
-  def update_fn(
-      updates: chex.ArrayTree, params: chex.ArrayTree | None
-  ) -> chex.ArrayTree:
+  def update_fn(updates: chex.ArrayTree, params: Any) -> chex.ArrayTree:
     leaves, treedef = jax.tree.flatten(updates)
     dimensions: Iterable[Any] = [None] * len(leaves)
     if weight_dimension_numbers is not None:
@@ -79,7 +77,9 @@ def scale_to_unit_rms(
     alike = collections.defaultdict(list)
     for i, (u, d) in enumerate(zip(leaves, dimensions)):
       if _tree.is_exchanged(u):
-        axes = tuple(range(u.ndim)) if d is None else sum(d, ())
+        axes = tuple(range(u.ndim))
+        if d is not None:
+          axes = d.reduction_axis + d.output_axis
         alike[jax.typeof(u), axes].append(i)
     for (_, axes), group in alike.items():
       for i, u in zip(group, scale([leaves[i] for i in group], axes)):
@@ -101,9 +101,7 @@ def lost_unless_finite(
     return weight
 
   def weight_at(count: chex.Numeric) -> chex.Numeric:
-    value, *values = (
-        x(count) if callable(x) else x for x in (weight, *traced)
-    )
+    value, *values = (x(count) if callable(x) else x for x in (weight, *traced))
     finite = jnp.stack([jnp.isfinite(x).all() for x in values]).all()
     return jnp.where(finite, value, jnp.nan)
 
@@ -185,10 +183,7 @@ def _orthonormal(
   gathered for every product.
   """
   tx = contrib.scale_by_muon(
-      beta=0.0,
-      nesterov=False,
-      ns_steps=3,
-      preconditioning='aol',
+      beta=0.0, nesterov=False, ns_steps=3, preconditioning='aol',
       weight_dimension_numbers=contrib.MuonDimensionNumbers((-2,), (-1,)),
   )
   orders, flat, live = [], [], []
@@ -282,8 +277,7 @@ def chain(
     new = jax.tree.map(
         lambda before, after: optax.tree.where(someone, after, before)
         if has_second_moments(after) else after,
-        state, new,
-        is_leaf=lambda x: isinstance(x, DeMoState) or has_second_moments(x),
+        state, new, is_leaf=has_second_moments,
     )
     return jax.tree.map(settle, updates, like), new
 

@@ -56,7 +56,14 @@ def muon_dimension_numbers(params: chex.ArrayTree) -> chex.ArrayTree:
     >>> found['query']['kernel']
     MuonDimensionNumbers(reduction_axis=(-3,), output_axis=(-2, -1))
   """
-  check_is_no_count(params)
+  dtype = getattr(params, 'dtype', None)
+  if dtype is not None and jnp.issubdtype(dtype, jnp.integer):
+    raise TypeError(
+        f'The parameters must be a tree of floats, got one array of {dtype}. In'
+        ' optax.inject_hyperparams, which calls functions with the count of'
+        " steps, add static_args=('compressor',"
+        " 'muon_weight_dimension_numbers', 'mu_dtype')."
+    )
   flat, treedef = jax.tree_util.tree_flatten_with_path(params)
   # A key of Haiku holds several names.
   leaves = [
@@ -67,18 +74,6 @@ def muon_dimension_numbers(params: chex.ArrayTree) -> chex.ArrayTree:
   return treedef.unflatten(
       [_dimension_numbers(names, shape, shapes) for names, shape in leaves]
   )
-
-
-def check_is_no_count(params: chex.ArrayTree) -> None:
-  """Raises for a step count, which `inject_hyperparams` passes to functions."""
-  dtype = getattr(params, 'dtype', None)
-  if dtype is not None and jnp.issubdtype(dtype, jnp.integer):
-    raise TypeError(
-        f'The parameters must be a tree of floats, got one array of {dtype}. In'
-        ' optax.inject_hyperparams, which calls functions with the count of'
-        " steps, add static_args=('compressor',"
-        " 'muon_weight_dimension_numbers', 'mu_dtype')."
-    )
 
 
 def _dimension_numbers(

@@ -66,12 +66,9 @@ def demo(
   return links.chain(
       workers,
       scale_by_demo(
-          compressor,
-          decay,
-          workers=workers,
+          compressor, decay, workers=workers,
+          exchange=exchange, update_values='ternary',
           gradient_weight=links.lost_unless_finite(learning_rate, weight_decay),
-          exchange=exchange,
-          update_values='ternary',
       ),
       optax.scale_by_sign(),
       *_descent(learning_rate, weight_decay, weight_decay_mask),
@@ -91,7 +88,6 @@ def muon_compressors(
   matrix, and in proportion of smaller ones. Other leaves send `row_topk` of
   every row of up to 192. All send signs with a scale.
   """
-  matrices.check_is_no_count(params)
   # `dct_topk` would call it `topk`.
   _checks.check_positive('row_topk', row_topk)
   matrix = compressors.dct_topk(64, topk, values='sign')
@@ -189,10 +185,8 @@ def demo_muon(
     adam_learning_rate = _times(3.0, learning_rate)
   _check_rate('adam_learning_rate', adam_learning_rate)
   _checks.check_range('beta', beta, 0.0, 1.0, open_end=True)
-  for name, rate in (
-      ('weight_decay', weight_decay), ('adam_weight_decay', adam_weight_decay)
-  ):
-    _checks.check_range(name, rate, 0.0, float('inf'))
+  _checks.check_range('weight_decay', weight_decay, 0.0, float('inf'))
+  _checks.check_range('adam_weight_decay', adam_weight_decay, 0.0, float('inf'))
   if mu_dtype is not None and jnp.finfo(mu_dtype).maxexp < 128:
     raise TypeError(
         f'mu_dtype must have the range of float32, got {mu_dtype!r}. Use'
@@ -200,16 +194,12 @@ def demo_muon(
     )
   exchange_by = functools.partial(
       scale_by_demo,
-      decay=decay,
-      workers=workers,
-      average='workers',
-      ema=True,
+      decay=decay, workers=workers, average='workers', ema=True,
+      exchange=exchange, update_values=update_values,
       gradient_weight=links.lost_unless_finite(
           1.0, learning_rate, adam_learning_rate, weight_decay,
           adam_weight_decay,
       ),
-      exchange=exchange,
-      update_values=update_values,
   )
   exchange_by(compressor)  # raises if it cannot be made
 
@@ -253,9 +243,7 @@ def demo_muon(
         exchange_by(sent),
         by_label(
             optax.chain(unit_rms, *_descent(learning_rate, weight_decay)),
-            optax.chain(
-                adam, *_descent(adam_learning_rate, adam_weight_decay)
-            ),
+            optax.chain(adam, *_descent(adam_learning_rate, adam_weight_decay)),
         ),
     )
 
