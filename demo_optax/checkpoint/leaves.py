@@ -89,12 +89,12 @@ def from_leaves(
   """Returns a tree like `like` from the result of `to_leaves`.
 
   With `resize`, the old and the new workers divide the unit interval into equal
-  parts. A new worker is the mean of the old ones, weighted by their overlap.
-  From 4 to 2 workers that is the mean of pairs, from 4 to 8 every worker twice.
-  The mean over workers, which the exchange eventually sends, does not change,
-  up to rounding. Integers, booleans and PRNG keys are those of the old worker
-  with the largest overlap, the first of equals. With more workers, each folds
-  its number into its key. Residuals of owners follow their chunks, exactly.
+  parts. A new worker is the mean of the old ones, weighted by their overlap:
+  from 4 to 2 workers the mean of pairs, from 4 to 8 every worker twice. The
+  mean over workers does not change, up to rounding. Integers, booleans and PRNG
+  keys are those of the old worker with the largest overlap, the first of
+  equals. With more workers, each folds its number into its key. Residuals of
+  owners follow their chunks, exactly.
 
   Args:
     saved: arrays by name, of NumPy or of JAX, on any devices.
@@ -209,8 +209,7 @@ def regroup(x: Any, n: int, is_key: bool = False) -> Any:
   if not jnp.issubdtype(x.dtype, jnp.inexact):
     x = x[np.argmax(weights(old, n), axis=1)]
     if is_key and n > old:  # several workers would have the same key
-      keys = jax.vmap(prng.fold)(jnp.asarray(x), jnp.arange(n))
-      return np.asarray(keys) if isinstance(x, np.ndarray) else keys
+      x = xp.asarray(jax.vmap(prng.fold)(jnp.asarray(x), jnp.arange(n)))
     return x
   if n % old == 0:
     return xp.repeat(x, n // old, axis=0)

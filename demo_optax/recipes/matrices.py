@@ -83,26 +83,25 @@ def _dimension_numbers(
 ) -> contrib.MuonDimensionNumbers | None:
   """Returns the axes of a matrix, or None, given the shapes of all leaves."""
   *_, parent, name = ('', '', *names)
-  ndim = len(shape)
-  words = _words(parent)
+  ndim, words = len(shape), _words(parent)
   if ndim < 2 or name == 'b' or _WORDS & (words | _words(name)):
     return None
-  reduction: tuple[int, ...] = (-2,)
-  output: tuple[int, ...] = (-1,)
+  sides = contrib.MuonDimensionNumbers((-2,), (-1,))
   query = shapes.get((*names[:-2], 'query', name), ())
   if ndim < 3 or name not in ('kernel', 'w', 'weight'):
     pass
   elif parent in ('query', 'key', 'value') and shape[-3] > shape[-2]:
-    reduction, output = (-3,), (-2, -1)
+    sides = contrib.MuonDimensionNumbers((-3,), (-2, -1))
   elif parent == 'out' and shape[-3:-1] == query[-2:]:
-    reduction, output = (-3, -2), (-1,)
+    sides = contrib.MuonDimensionNumbers((-3, -2), (-1,))
   elif 'conv' in words or _has_window(name, shape):
-    reduction, output = tuple(range(-ndim, -1)), (-1,)
-    if name == 'weight':  # of Equinox and PyTorch: [out, in, *window]
-      reduction, output = tuple(range(1 - ndim, 0)), (-ndim,)
-  if 1 in [math.prod(shape[a] for a in axes) for axes in (reduction, output)]:
+    # Of Equinox and PyTorch [out, in, *window], of others [*window, in, out].
+    output = -ndim if name == 'weight' else -1
+    others = tuple(a for a in range(-ndim, 0) if a != output)
+    sides = contrib.MuonDimensionNumbers(others, (output,))
+  if 1 in [math.prod(shape[a] for a in axes) for axes in sides]:
     return None
-  return contrib.MuonDimensionNumbers(reduction, output)
+  return sides
 
 
 def _has_window(name: str, shape: tuple[int, ...]) -> bool:

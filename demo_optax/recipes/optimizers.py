@@ -182,7 +182,7 @@ def demo_muon(
   """
   _check_rate('learning_rate', learning_rate)
   if adam_learning_rate is None:
-    adam_learning_rate = _times(3.0, learning_rate)
+    adam_learning_rate = _adam_rate(learning_rate)
   _check_rate('adam_learning_rate', adam_learning_rate)
   _checks.check_range('beta', beta, 0.0, 1.0, open_end=True)
   _checks.check_range('weight_decay', weight_decay, 0.0, float('inf'))
@@ -203,9 +203,7 @@ def demo_muon(
   )
   exchange_by(compressor)  # raises if it cannot be made
 
-  def chain_for(
-      params: chex.ArrayTree,
-  ) -> optax.GradientTransformationExtraArgs:
+  def chain_for(params: Any) -> optax.GradientTransformationExtraArgs:
     """Returns the chain for these parameters, whose names sort the leaves."""
     found = matrices.matrices(params, muon_weight_dimension_numbers)
     axes = matrices.tree_of(found)
@@ -281,12 +279,8 @@ def _descent(
   return [cast, *decay, optax.scale_by_learning_rate(learning_rate)]
 
 
-def _times(
-    factor: float, rate: optax.ScalarOrSchedule
-) -> optax.ScalarOrSchedule:
-  if callable(rate):
-    return lambda count: factor * rate(count)
-  return factor * rate
+def _adam_rate(rate: optax.ScalarOrSchedule) -> optax.ScalarOrSchedule:
+  return (lambda count: 3.0 * rate(count)) if callable(rate) else 3.0 * rate
 
 
 def _check_rate(name: str, rate: optax.ScalarOrSchedule) -> None:
