@@ -434,8 +434,7 @@ def _put_back(
   buckets = dict.fromkeys(momentum, workers.bucket_spec)
   inner = {i: layout.leaves[i].sharding.spec for i in layout.compressed}
   found, momentum = lift.run(
-      workers,
-      one_worker,
+      workers, one_worker,
       (momentum, {i: flat[i] for i in inner}),
       (buckets, {i: Spec(False, spec) for i, spec in inner.items()}),
       ({i: Spec(True, spec) for i, spec in inner.items()}, buckets),

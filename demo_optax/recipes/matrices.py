@@ -142,8 +142,7 @@ def matrices(
   given = muon_dimension_numbers if given is None else given
   dimensions = broadcast(
       given(params) if is_function(given) else given,
-      params,
-      argument,
+      params, argument,
       lambda x: x is None or isinstance(x, contrib.MuonDimensionNumbers),
   )
   flat = jax.tree_util.tree_flatten_with_path(params)[0]
