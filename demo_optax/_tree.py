@@ -52,6 +52,19 @@ def mask_others(tree: Any) -> Any:
   return map_exchanged(lambda path, x: x, tree)
 
 
+def zero_update(gradient: Any, param: Any, lead: int) -> Any:
+  """Returns the update of a leaf that is not exchanged.
+
+  `lead` axes of the gradient are the workers'. Gradients of integers may be
+  `float0`, which no parameter takes.
+  """
+  dtype = gradient.dtype
+  if dtype == jax.dtypes.float0 and param is not None:
+    dtype = param.dtype
+  numpy = np if dtype == jax.dtypes.float0 else jnp
+  return numpy.zeros(np.shape(gradient)[lead:], dtype)
+
+
 def flatten_alike(
     gradients: Any, params: Any
 ) -> tuple[list[tuple[Path, Any]], list[Any]]:

@@ -269,15 +269,12 @@ def scale_by_demo(
           workers, config, [g for _, g in flat], own,
           algorithm.Hyper(state.count, *hyper),
       )
-    new, in_order = [], iter(found)
-    for (_, g), p, out in zip(flat, like, left_out):
-      if not out:
-        new.append(next(in_order).astype(g.dtype))
-        continue
-      # Gradients of integers may be `float0`, which no parameter takes.
-      is_typed = p is None or g.dtype != jax.dtypes.float0
-      dtype = g.dtype if is_typed else p.dtype
-      new.append(jnp.zeros(np.shape(g)[lead:], dtype))
+    in_order = iter(found)
+    new = [
+        _tree.zero_update(g, p, lead) if out
+        else next(in_order).astype(g.dtype)
+        for (_, g), p, out in zip(flat, like, left_out)
+    ]
     return jax.tree.structure(updates).unflatten(new), DeMoState(
         count=optax.safe_increment(state.count),
         metrics=metrics,
