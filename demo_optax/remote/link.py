@@ -9,7 +9,7 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -55,8 +55,6 @@ class Link:
     self.joined = 0  # how often it has taken the state of another one
     self.parted = 0  # how often its state was not that of the others
     self.shared = ''  # names and types of the shared arrays, once one changes
-    # Called ten times a second while there is no answer.
-    self.while_waiting: Callable[[], None] = lambda: None
     self._address, self._rank, self._count = address, rank, count
     self._keys = frames.keys_for(address, keys)
     self._program = os.urandom(8)
@@ -65,6 +63,9 @@ class Link:
     self._pushing: threading.Thread | None = None
     self._socket = self._connect()
     atexit.register(self.close)
+
+  def while_waiting(self) -> None:
+    """Is called ten times a second while there is no answer."""
 
   def close(self) -> None:
     """Ends the connection."""
@@ -148,7 +149,7 @@ class Link:
   def part(self) -> None:
     """Notes that the worker's state is not that of the others: it must join."""
     _LOG.warning('worker %d has another state than the others', self._rank)
-    self.position = Position()
+    self.position, self.state_wanted = Position(), False
     self.parted += 1
 
   def pause(self) -> None:
@@ -308,10 +309,7 @@ class SharedLink(Link):
   All call the same methods, and go on from the answers that the first one gets.
   """
 
-  def __init__(self, *of: Any):
-    super().__init__(*of)
-    self._said = 0.0  # when the others heard of the first process
-    self.while_waiting = self._say_waiting
+  _said = 0.0  # when the others heard of the first process
 
   def _request(self, *args: Any) -> tuple[Header, list[bytes]]:
     if self._socket is None:
@@ -329,7 +327,7 @@ class SharedLink(Link):
     self._from_first(pickle.dumps((found, '')))
     return found
 
-  def _say_waiting(self) -> None:
+  def while_waiting(self) -> None:
     """Lets the others begin to wait again: collectives have time limits."""
     if time.monotonic() - self._said > _BEAT:
       self._from_first(b'')

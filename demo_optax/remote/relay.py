@@ -133,9 +133,8 @@ class Relay:
     self._state: _State | None = None
     self._members: dict[int, _Member] = {}
     self._bodies: dict[int, bytes] = {}
-    self._listening: dict[int, bytes] = {}  # rank: identity
-    # The last list that a worker got: by rank, its connection and the round.
-    self._sent: dict[int, tuple[bytes, int]] = {}
+    # The last list that a worker asked for: its connection and the round.
+    self._asked: dict[int, tuple[bytes, int]] = {}
     self._joining: set[int] = set()
     self._awaited: set[int] = set()
     self._missed: collections.Counter[int] = collections.Counter()
@@ -277,21 +276,20 @@ class Relay:
 
   def _listen(self, identity: bytes, header: Header, *_: bytes) -> None:
     rank, number = header.rank, header.round
-    self._last_seen = time.monotonic()
-    if header.again and self._sent.get(rank) == (identity, number):
-      return  # a long list on a slow link
     if not self._is_of_run(header):
       _LOG.info('worker %d joins', rank)
       self._awaited.discard(rank)
       self._joining.add(rank)
-      self._send(identity, Header(frames.GONE, rank, self.round))
-    elif number < self.round:
-      messages = pickle.loads((self._disk / f'{number}').read_bytes())
-      self._send_list(identity, rank, number, messages)
-    else:
-      self._listening[rank] = identity
+      return self._send(identity, Header(frames.GONE, rank, self.round))
+    self._last_seen = time.monotonic()
+    before, self._asked[rank] = self._asked.get(rank), (identity, number)
+    if number == self.round:
       if rank not in self._bodies:
         self._send(identity, Header(frames.AGAIN, rank, number))
+    elif not header.again or before != (identity, number):
+      # Else it is on its way: a long list on a slow link.
+      messages = pickle.loads((self._disk / f'{number}').read_bytes())
+      self._send_list(identity, rank, number, messages)
 
   def _pause(self, identity: bytes, header: Header) -> None:
     if header.rank not in self._bodies:
@@ -356,13 +354,13 @@ class Relay:
     if self._closed:
       self._seconds.append(now - self._closed)
     self._closed = now
-    listening, self._listening = self._listening, {}
     self._awaited, self._bodies = set(self._bodies), {}
     closed, self.round = self.round, self.round + 1
     self._chains[self.round] = frames.digest(self._chains[closed], *messages)
     self._keep(closed, messages)
-    for rank, identity in listening.items():
-      self._send_list(identity, rank, closed, messages)
+    for rank, (identity, number) in self._asked.items():
+      if number == closed:
+        self._send_list(identity, rank, closed, messages)
     if self.round % 100 == 0:
       _LOG.info('round %d, %.3f s each, %d workers', self.round,
                 statistics.median(self._seconds), len(self._awaited))
@@ -370,7 +368,6 @@ class Relay:
   def _send_list(
       self, identity: bytes, rank: int, number: int, messages: list[bytes]
   ) -> None:
-    self._sent[rank] = identity, number
     now = -self.round if self._wants_state() else self.round
     self._send(
         identity, Header(frames.LIST, rank, number, now),

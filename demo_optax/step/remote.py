@@ -66,7 +66,6 @@ class RemoteProgram:
     self._call, self._donated, self._run = call, donated, run
     self._closed: Any = None
     self._follows: Any = None
-    self._has_parted = False
     self._link = link_of(workers)
     self._shared, self._text = '', dict[str, str]()
 
@@ -93,7 +92,7 @@ class RemoteProgram:
     self._tag = frames.tag(
         self._messages, _joined([arrays[n] for n in self._given]), True
     )
-    before, self._has_parted = link.position, False
+    before = link.position
     try:
       for _ in range(_ATTEMPTS):
         with contextlib.suppress(Behind):
@@ -109,9 +108,7 @@ class RemoteProgram:
     except BaseException:
       link.position = before  # as the caller's arrays are
       raise
-    if self._has_parted:
-      link.part()
-    elif link.state_wanted:
+    if link.state_wanted:
       link.send_state(_joined([values[i] for i in self._nexts.values()]))
     return values, self._returned
 
@@ -270,10 +267,10 @@ class RemoteProgram:
       messages = self._link.exchange(body + sketch)
       if self._is_other(messages):
         continue
-      if sketch:
-        self._has_parted |= _has_parted(
-            sketch, {i: x[len(body) :] for i, x in enumerate(messages) if x}
-        )
+      if sketch and _has_parted(
+          sketch, {i: x[len(body) :] for i, x in enumerate(messages) if x}
+      ):
+        self._link.part()
       return messages
 
 

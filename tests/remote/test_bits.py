@@ -18,9 +18,7 @@ from demo_optax.remote.link import link_of
 from demo_optax.remote.relay import Relay
 from demo_optax.step.remote import _whole
 
-
-def host(x):
-  return np.asarray(_whole(x))
+host = lambda x: np.asarray(_whole(x))
 
 
 def at_once(fun, items, seconds=20):

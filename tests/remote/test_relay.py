@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import json
 import os
 import signal
 import socket
@@ -136,8 +135,8 @@ def test_another_configuration_is_refused(joined):
     if rank:
       wait_until(lambda: 0 in joined.relay._members)
     try:
-      links[rank].hello(json.dumps(
-          {'version': '1', 'compressor': f'k={8 + rank}'}).encode(), b'x' * 16)
+      text = f'{{"version": "1", "compressor": "k={8 + rank}"}}'
+      links[rank].hello(text.encode(), b'x' * 16)
     finally:
       joined.relay.start = 0
 
@@ -282,9 +281,8 @@ def test_a_run_begins_with_the_newest_state():
     rounds = Rounds(joined, 3)
     digests, steps = (b'a' * 16, b'b' * 16, b'b' * 16), (0, 50, 50)
     rounds.each(lambda x: x.hello(b'{}', digests[x._rank], steps[x._rank]))
-    found = rounds.each(lambda link: link.exchange(b'x'))
-    assert isinstance(found[0], Behind)
-    assert found[1:] == [[b'', b'x', b'x']] * 2
+    behind, *lists = rounds.each(lambda link: link.exchange(b'x'))
+    assert isinstance(behind, Behind) and lists == [[b'', b'x', b'x']] * 2
     rounds.__exit__()
 
 
