@@ -19,9 +19,10 @@ HELLO = 1
 MESSAGE = 2
 # A request for the list of a round, once it is closed.
 LISTEN = 3
-# A part of the shared state, for workers that join; answered by itself.
+# The part `number` of the shared state, for workers that join; answered by the
+# header with the number of the next one. The last part has less than `PART`.
 PUSH = 4
-# A request for a part of that state; answered by it, or by an empty one.
+# A request for a part of that state; answered by it, or by a header alone.
 PULL = 5
 # Notes that the worker is away for a while: no round waits for it. No answer.
 PAUSE = 6

@@ -222,6 +222,8 @@ class Relay:
     if self._text is None:
       self._text, self._began = text, now
     self._members[rank] = _Member(identity, header, last, now)
+    if not self._is_of_run(header):  # it will have to join
+      self._awaited.discard(rank)
     if self._opened:
       self._welcome(rank)
 
@@ -278,7 +280,6 @@ class Relay:
     rank, number = header.rank, header.round
     if not self._is_of_run(header):
       _LOG.info('worker %d joins', rank)
-      self._awaited.discard(rank)
       self._joining.add(rank)
       return self._send(identity, Header(frames.GONE, rank, self.round))
     self._last_seen = time.monotonic()
