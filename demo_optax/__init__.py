@@ -5,7 +5,7 @@ gradient's bytes, or less. A training script changes in two lines.
 
     demo         the exchange as an optax transformation
     recipes/     optimizers in one line: chains around the exchange
-    local/       local updates between exchanges
+    local        local updates between exchanges
     step/        `data_parallel`: one worker's training step, run for all
     exchange/    Algorithm 1, as one worker runs it: the main path
     per_worker   transformations before the exchange

@@ -11,7 +11,7 @@ import operator
 import os
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import chex
@@ -63,13 +63,13 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
     naming.to_leaves(self._like)  # raises if the tree cannot be saved
     _checks.check_positive('keep', keep)
     _checks.check_positive('timeout', timeout)
-    self._keep = keep
+    self._policy = ocp.training.preservation_policies.LatestN(keep)
     self._context = ocp.Context()
     self._context.asynchronous.timeout_secs = timeout
     # Otherwise threads wait 300 s for directories that could not be made.
     self._context.asynchronous.create_directories_asynchronously = False
-    self._pending: tuple[ocp.training.Checkpointer, Any] | None = None
-    self._unlock: Callable[[], Any] | None = None
+    self._pending = contextlib.ExitStack()  # closing it waits for the save
+    self._unlock: weakref.finalize[..., Any] | None = None
 
   def __exit__(self, *exception: Any) -> None:
     self.close()
@@ -78,9 +78,9 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
   def steps(self) -> tuple[int, ...]:
     """The steps with a complete checkpoint, ascending."""
     self.wait()
-    found = self._folder.iterdir() if self._folder.exists() else ()
     return tuple(sorted(
-        int(p.name) for p in found if p.name.isdecimal() and any(p.iterdir())
+        int(path.name) for path in self._folder.glob('*')
+        if path.name.isdecimal() and any(path.iterdir())
     ))
 
   def save(self, step: int, tree: chex.ArrayTree) -> None:
@@ -116,38 +116,35 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
       if not hasattr(x, 'dtype'):
         about['values'][name] = x
         continue
-      impl = None
+      digest, impl = replicas.content_digest(held[name]), None
       if prng.is_key_array(x):
         impl, x = str(jax.random.key_impl(x)), jax.random.key_data(x)
-      digest = replicas.content_digest(held[name])
       about['arrays'][name] = [str(x.dtype), x.shape, impl, digest]
       if x.size:  # Orbax refuses empty ones
         is_spread = isinstance(x, jax.Array) and not replicas.is_local(x)
         arrays[name] = x if is_spread else np.array(x)
     about['checksum'] = _checksum(about)
     # One for each save: after an error it would repeat the error.
-    files = ocp.training.Checkpointer(
+    files = self._pending.enter_context(ocp.training.Checkpointer(
         self._folder,
-        preservation_policy=ocp.training.preservation_policies.LatestN(
-            self._keep
-        ),
+        preservation_policy=self._policy,
         cleanup_tmp_directories=True,  # safe only under the lock
         context=self._context,
-    )
-    self._pending = files, files.save_async(
-        step, arrays, force=True, custom_metadata=about
-    )
+    ))
+    saved = files.save_async(step, arrays, force=True, custom_metadata=about)
+    self._pending.callback(saved.result)
 
   def _prepare(self, step: int) -> None:
     """Locks the folder; raises if the step exists."""
     self._folder.mkdir(parents=True, exist_ok=True)
-    if self._unlock is None and not self._is_remote:
+    is_locked = self._unlock is not None and self._unlock.alive
+    if not is_locked and not self._is_remote:
       handle = os.open(self._folder, os.O_RDONLY)
-      unlock = weakref.finalize(self, os.close, handle)
+      self._unlock = weakref.finalize(self, os.close, handle)
       try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
       except BlockingIOError as error:
-        unlock()
+        self._unlock()
         raise OSError(
             f'{self._folder} must have one writer, and another Checkpointer'
             ' saves to it, here or in another job. Close it, or give another'
@@ -155,7 +152,6 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
         ) from error
       except OSError:  # a network file system without locks
         pass
-      self._unlock = unlock
       for path in self._folder.iterdir():
         if path.name.isdecimal():
           with contextlib.suppress(OSError):
@@ -168,22 +164,15 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
 
   def wait(self) -> None:
     """Waits for the last save; raises its error if it failed."""
-    pending, self._pending = self._pending, None
-    if pending is not None:
-      files, saved = pending
-      try:
-        saved.result()
-      finally:
-        files.close()
+    self._pending.close()
 
   def close(self) -> None:
     """Waits for the last save, and releases the folder."""
     try:
       self.wait()
     finally:
-      unlock, self._unlock = self._unlock, None
-      if unlock is not None:
-        unlock()
+      if self._unlock is not None:
+        self._unlock()
 
   def restore(
       self,
@@ -208,11 +197,11 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
     try:
       saved = self._read(self._folder / str(chosen))
     except Exception as error:
-      others = tuple(s for s in steps if s != chosen)
+      others = _some(s for s in steps if s != chosen)
       raise ValueError(
           f'The checkpoint of step {chosen} in {self._folder} must be whole,'
           f' and written by demo_optax, got {repr(error)[:400]}. Restore'
-          f' another one by step= (there are: {_some(others)}), or remove it.'
+          f' another one by step= (there are: {others}), or remove it.'
       ) from error
     return int(chosen), naming.from_leaves(
         saved, self._like, resize=resize, rechunk=rechunk
@@ -256,8 +245,7 @@ def _target(shape: tuple[int, ...], dtype: str, like: Any) -> Any:
       or (jax.process_count() > 1 and sharding.is_fully_addressable)
   ):
     return np.broadcast_to(np.zeros((), dtype), shape)
-  if shape != like.shape:
-    sharding = cutting.auto(cutting.fit_sharding(shape, sharding))
+  sharding = cutting.auto(cutting.fit_sharding(shape, sharding))
   return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
@@ -274,14 +262,9 @@ def _in_first(action: Callable[[], None]) -> None:
       action()
     except Exception as caught:
       error = caught
-  failed: Any = error is not None
-  if jax.process_count() > 1:
-    failed = multihost_utils.broadcast_one_to_all(np.array(failed))
-  if failed:
-    raise error or OSError(
-        'process 0 could not save: its own output says why.'
-    )
+  if multihost_utils.broadcast_one_to_all(np.array(error is not None)):
+    raise error or OSError('process 0 could not save: its output says why.')
 
 
-def _some(steps: tuple[int, ...]) -> str:
+def _some(steps: Iterable[int]) -> str:
   return ', '.join(map(str, steps)) or 'none'

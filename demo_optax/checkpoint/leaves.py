@@ -9,7 +9,9 @@ instead, and a record of its chunks:
           -> regrouped (resize), cut into other chunks (rechunk) -> state
 """
 
+import functools
 import json
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,7 +22,6 @@ import numpy as np
 
 from demo_optax import _paths
 from demo_optax._paths import STACKED, Keys, Path
-from demo_optax.checkpoint.resize import regroup, regroup_owned
 from demo_optax.compressors import bases, chunking
 from demo_optax.compressors import leaves as cutting
 from demo_optax.compressors.layout import Layout, Leaf, Record, differences
@@ -72,7 +73,7 @@ def to_leaves(state: chex.ArrayTree) -> dict[str, Any]:
       for i, c in parts.items():
         add((*keys[:-1], *layout.leaves[i].keys), c)
     elif keys[-2:] == ('layout', 'digest'):
-      text = json.dumps(_records(layouts[keys[:-2]]))
+      text = json.dumps(layouts[keys[:-2]].records)
       add(keys[:-1], np.frombuffer(text.encode(), np.uint8))
     else:
       add(keys, x)
@@ -89,12 +90,12 @@ def from_leaves(
   """Returns a tree like `like` from the result of `to_leaves`.
 
   With `resize`, the old and the new workers divide the unit interval into equal
-  parts. A new worker is the mean of the old ones, weighted by their overlap.
-  From 4 to 2 workers that is the mean of pairs, from 4 to 8 every worker twice.
-  The mean over workers, which the exchange eventually sends, does not change,
-  up to rounding. Integers, booleans and PRNG keys are those of the old worker
-  with the largest overlap, the first of equals. With more workers, each folds
-  its number into its key. Residuals of owners follow their chunks, exactly.
+  parts. A new worker is the mean of the old ones, weighted by their overlap:
+  from 4 to 2 workers the mean of pairs, from 4 to 8 every worker twice. The
+  mean over workers does not change, up to rounding. Integers, booleans and PRNG
+  keys are those of the old worker with the largest overlap, the first of
+  equals. With more workers, each folds its number into its key. Residuals of
+  owners follow their chunks, exactly.
 
   Args:
     saved: arrays by name, of NumPy or of JAX, on any devices.
@@ -110,7 +111,8 @@ def from_leaves(
     ValueError: `saved` and `like` differ. Names leaves, values and a remedy.
   """
   layouts = layouts_in(like, checked=True)
-  _check(saved, like, layouts, resize, rechunk)
+  asked = {'chunks': rechunk, 'workers': resize, 'owed': resize}
+  _check(saved, to_leaves(jax.tree.map(abstract, like)), layouts, asked)
 
   def restored(path: Path, x: Any) -> Any:
     keys = _paths.path_keys(path)
@@ -122,7 +124,7 @@ def from_leaves(
     if not _paths.is_stacked(keys) or len(made) == len(x):
       return made
     is_key = prng.is_key(keys, x)
-    return _run(lambda y: regroup(y, len(x), is_key), _near(made, x), x)
+    return _run(lambda y: regroup(y, len(x), is_key), made, x)
 
   return jax.tree_util.tree_map_with_path(
       lambda path, x: _placed(restored(path, x), x), like
@@ -130,10 +132,6 @@ def from_leaves(
 
 
 # Buckets ----------------------------------------------------------------------
-
-
-def _records(layout: Layout) -> dict[str, Record]:
-  return {leaf.name: leaf.record for leaf in layout.leaves if leaf.bucket >= 0}
 
 
 def _saved_records(text: Any) -> dict[str, Record]:
@@ -168,13 +166,10 @@ def _bucket(
     record = records[leaf.name]
     if {**record, 'compressor': ''} == {**leaf.record, 'compressor': ''}:
       return regroup(c, len(whole))
-    # Residuals are of updates, which have been transformed back.
-    old, new = (
-        (*cut[:2], None if owned else cut[2])
-        for cut in (_cut(record, layout), cutting.cut_of(leaf))
-    )
-    x = regroup(cutting.decode(c, *old), len(whole))
-    return cutting.encode(x, *new)
+    old, new = _cut(record, layout), cutting.cut_of(leaf)
+    if owned:  # residuals are of updates, which have been transformed back
+      old, new = (*old[:2], None), (*new[:2], None)
+    return cutting.encode(regroup(cutting.decode(c, *old), len(whole)), *new)
 
   x = cutting.fill_bucket(layout, number, found, whole, convert)
   if not owned:
@@ -192,14 +187,70 @@ def _cut(record: Record, layout: Layout) -> cutting.Cut:
   if grid.whole:
     return grid, blocks, bases.Identity()
   name, arguments = record['basis']
-  here = [type(bucket.basis) for bucket in layout.buckets]
-  known = {**vars(bases), **{basis.__name__: basis for basis in here}}
+  own = (type(bucket.basis) for bucket in layout.buckets)
+  known = {**vars(bases), **{basis.__name__: basis for basis in own}}
   if name not in known:
     raise ValueError(
         f'The transform of the checkpoint must be known for rechunk, got {name}'
         f'({arguments}). Restore into a state that has it, without rechunk.'
     )
   return grid, blocks, known[name](**arguments)
+
+
+# Another number of workers ----------------------------------------------------
+
+
+def regroup(x: Any, n: int, is_key: bool = False) -> Any:
+  """Returns `x [workers, ...]` of `n` workers, by the rule of `from_leaves`."""
+  old = x.shape[0]
+  if n == old:
+    return x
+  # NumPy's stay NumPy's: JAX would make 32 bits of 64.
+  xp: Any = np if isinstance(x, np.ndarray) else jnp
+  if not jnp.issubdtype(x.dtype, jnp.inexact):
+    x = x[np.argmax(weights(old, n), axis=1)]
+    if is_key and n > old:  # several workers would have the same key
+      x = xp.asarray(jax.vmap(prng.fold)(jnp.asarray(x), jnp.arange(n)))
+    return x
+  if n % old == 0:
+    return xp.repeat(x, n // old, axis=0)
+  if old % n == 0:
+    return xp.mean(x.reshape(n, old // n, *x.shape[1:]), axis=1)
+  # Only weights that are not zero: 0 times NaN is NaN.
+  wide = x.astype(np.float32) if x.dtype.itemsize < 4 else x
+  mixed = []
+  for row in weights(old, n):
+    covered = np.flatnonzero(row)
+    parts = [xp.asarray(row[i], wide.dtype) * wide[i] for i in covered]
+    mixed.append(functools.reduce(operator.add, parts))
+  return xp.stack(mixed).astype(x.dtype)
+
+
+def weights(old: int, new: int) -> np.ndarray:
+  """Returns the weights of old workers in new ones, float64 `[new, old]`.
+
+  >>> weights(3, 2) * 3
+  array([[2., 1., 0.],
+         [0., 1., 2.]])
+  """
+  # In units of 1 / (old * new) all ends are integers.
+  i, j = np.arange(old)[None, :], np.arange(new)[:, None]
+  ends = np.minimum((j + 1) * old, (i + 1) * new)
+  return np.maximum(ends - np.maximum(j * old, i * new), 0) / old
+
+
+def regroup_owned(x: Any, shape: tuple[int, ...]) -> Any:
+  """Returns residuals of owners, `[owners, *devices, chunks, n]`, as `shape`.
+
+  Each owner's chunks follow those of the owner before; zeros pad the end.
+  """
+  xp: Any = np if isinstance(x, np.ndarray) else jnp
+  owners, *devices, rows, size = shape
+  x = xp.moveaxis(x, 0, -3).reshape(*devices, -1, size)
+  x = x[..., : owners * rows, :]
+  missing = owners * rows - x.shape[-2]
+  x = xp.pad(x, [*[(0, 0)] * len(devices), (0, missing), (0, 0)])
+  return xp.moveaxis(x.reshape(*devices, owners, rows, size), -3, 0)
 
 
 # Arrays -----------------------------------------------------------------------
@@ -216,16 +267,18 @@ def abstract(x: Any) -> Any:
 def _near(x: Any, like: Any) -> Any:
   """Returns a saved array on the devices of `like`."""
   sharding = getattr(like, 'sharding', None)
-  if not isinstance(x, jax.Array) or sharding is None:
-    return x
-  if x.sharding.device_set == sharding.device_set:
+  if (
+      not isinstance(x, jax.Array)
+      or sharding is None
+      or x.sharding.device_set == sharding.device_set
+  ):
     return x
   fit = cutting.fit_sharding(x.shape, sharding)
   return jax.device_put(x, cutting.auto(fit))
 
 
 def _run(fun: Callable[[Any], Any], x: Any, like: Any) -> Any:
-  x = np.asarray(x) if isinstance(like, np.ndarray) else x
+  x = np.asarray(x) if isinstance(like, np.ndarray) else _near(x, like)
   return cutting.run(fun, x, getattr(like, 'sharding', None))
 
 
@@ -243,28 +296,29 @@ def _placed(x: Any, like: Any) -> Any:
 
 def _check(
     saved: Mapping[str, Any],
-    like: chex.ArrayTree,
+    wanted: Mapping[str, Any],
     layouts: Mapping[Keys, Layout],
-    resize: bool,
-    rechunk: bool,
+    asked: Mapping[str, bool],
 ) -> None:
-  """Raises unless saved leaves, or their shapes and dtypes, fit into `like`."""
-  wanted = to_leaves(jax.tree.map(abstract, like))
+  """Raises unless saved leaves differ from those wanted only as asked for."""
   problems: dict[str, list[str]] = {kind: [] for kind in _REMEDIES}
 
   def differs(kind: str, name: str, old: str, new: str) -> None:
     problems[kind].append(f'{name}: {old} in the checkpoint, {new} here.')
 
-  cut: dict[str, dict[str, Any]] = {}  # by the layout's and leaf's name
+  # Coefficients are compared by the records of their chunks, not by shapes.
+  recorded: dict[str, Any] = {}
   for root, layout in layouts.items():
     where = _paths.dotted((*root, 'layout'))
-    if where not in saved:
-      differs('tree', where, 'nothing', 'a layout')
-    former = _saved_records(saved[where]) if where in saved else {}
-    cut[where] = {d.name: d for d in differences(former, _records(layout))}
+    if where in saved:
+      former = _saved_records(saved[where])
+      cut = {d.name: d for d in differences(former, layout.records)}
+      recorded[where] = None
+      for leaf in layout.leaves:
+        for part in ('momentum', 'update_residual'):
+          name = _paths.dotted((*root, STACKED, part, *leaf.keys))
+          recorded[name] = cut.get(leaf.name)
   for name in {**wanted, **saved}:
-    if name in cut:
-      continue
     old, new = saved.get(name), wanted.get(name)
     if old is None or new is None:
       if f'{STACKED}.update_residual.' not in name:
@@ -273,9 +327,8 @@ def _check(
         differs('owed', name, _kind(old), 'nothing')
       continue
     stacked = STACKED in name.split('.')
-    before, _, rest = name.partition(f'{STACKED}.')
-    if (where := f'{before}layout') in cut:
-      if d := cut[where].get(rest.partition('.')[2] or _paths.dotted(())):
+    if name in recorded:
+      if d := recorded[name]:
         kind = 'chunks' if d.is_cut_otherwise else 'tree'
         differs(kind, name, d.old, d.new)
     elif _kind(old, stacked) != _kind(new, stacked):
@@ -285,8 +338,7 @@ def _check(
       differs('workers', name, f'{len(old)} workers', f'{len(new)} workers')
   text = []
   for kind, found in problems.items():
-    asked = rechunk if kind == 'chunks' else resize and kind != 'tree'
-    if found and not asked:
+    if found and not asked.get(kind):
       text += found[:4]
       if found[4:]:
         text.append(f'... and {len(found) - 4} more leaves.')
@@ -301,22 +353,15 @@ def _kind(x: Any, stacked: bool = False) -> str:
     return 'nothing'
   if not hasattr(x, 'dtype'):
     return f'a Python {type(x).__name__}'
-  if not stacked:
-    return f'{x.dtype}[{",".join(map(str, x.shape))}]'
-  return f"each worker's {x.dtype}[{','.join(map(str, x.shape[1:]))}]"
+  owner = "each worker's " if stacked else ''
+  return f'{owner}{x.dtype}[{",".join(map(str, x.shape[stacked:]))}]'
 
 
 _REMEDIES = {
-    'tree': (
-        'Restore into a tree of the same leaves, shapes and dtypes, and change'
-        ' it afterwards: nothing is cut, padded, cast or made up.'
-    ),
-    'chunks': (
-        'Pass rechunk=True to take the momentum through parameter space.'
-    ),
+    'tree': 'Restore into a tree of the same leaves, shapes and dtypes, and'
+    ' change it afterwards: nothing is cut, padded, cast or made up.',
+    'chunks': 'Pass rechunk=True to take the momentum through parameter space.',
     'workers': "Pass resize=True to regroup the workers' states.",
-    'owed': (
-        "This is the residual of exchange='all_to_all', which has no place"
-        ' here. Pass resize=True to discard it.'
-    ),
+    'owed': "This is the residual of exchange='all_to_all', which has no place"
+    ' here. Pass resize=True to discard it.',
 }

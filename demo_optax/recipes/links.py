@@ -15,8 +15,8 @@ from optax import contrib
 from demo_optax import _checks, _tree
 from demo_optax.compressors.compressor import Frozen
 from demo_optax.demo import DeMoState
-from demo_optax.recipes.matrices import matrices, matrix_axes
-from demo_optax.workers import Workers, lift
+from demo_optax.recipes.matrices import matrices
+from demo_optax.workers import Workers, inside, lift
 
 # Multiplies gradients before Newton-Schulz, which ignores scale, but whose
 # preconditioning clips squares at 1e-8, above those of real gradients.
@@ -67,9 +67,7 @@ def scale_to_unit_rms(
     factor *= jnp.where(rms < least, rms / least, jnp.ones_like(rms))
     return [(u * x).astype(dtype) for u, x in zip(us, factor)]
 
-  def update_fn(
-      updates: chex.ArrayTree, params: chex.ArrayTree | None
-  ) -> chex.ArrayTree:
+  def update_fn(updates: chex.ArrayTree, params: Any) -> chex.ArrayTree:
     leaves, treedef = jax.tree.flatten(updates)
     dimensions: Iterable[Any] = [None] * len(leaves)
     if weight_dimension_numbers is not None:
@@ -79,8 +77,10 @@ def scale_to_unit_rms(
     alike = collections.defaultdict(list)
     for i, (u, d) in enumerate(zip(leaves, dimensions)):
       if _tree.is_exchanged(u):
-        axes = range(u.ndim) if d is None else matrix_axes(d)
-        alike[jax.typeof(u), tuple(a % u.ndim for a in axes)].append(i)
+        axes = tuple(range(u.ndim))
+        if d is not None:
+          axes = d.reduction_axis + d.output_axis
+        alike[jax.typeof(u), axes].append(i)
     for (_, axes), group in alike.items():
       for i, u in zip(group, scale([leaves[i] for i in group], axes)):
         leaves[i] = u
@@ -101,20 +101,11 @@ def lost_unless_finite(
     return weight
 
   def weight_at(count: chex.Numeric) -> chex.Numeric:
-    value, *values = (
-        x(count) if callable(x) else x for x in (weight, *traced)
-    )
+    value, *values = (x(count) if callable(x) else x for x in (weight, *traced))
     finite = jnp.stack([jnp.isfinite(x).all() for x in values]).all()
     return jnp.where(finite, value, jnp.nan)
 
   return weight_at
-
-
-def in_momentum_dtype() -> optax.GradientTransformation:
-  """Casts gradients to the momentum's dtype: float16 would underflow."""
-  return optax.stateless(lambda updates, _: _tree.map_exchanged(
-      lambda path, x: x.astype(_tree.momentum_dtype(path, x)), updates
-  ))
 
 
 class OwnMuonState(NamedTuple):
@@ -133,14 +124,9 @@ def own_muon(
   """Orthonormalises each worker's momentum.
 
   As `optax.contrib.scale_by_muon`, except that Newton-Schulz runs on stacks of
-  matrices: it takes as many kernels for a stack as for a matrix.
-
-  A matrix whose gradient is zero gets a zero update: orthonormalisation would
-  restore the length of a momentum without gradients.
-
-  XLA shards intermediates on Explicit meshes. There every reshape and product
-  of sharded arrays would need an `out_sharding`, which optax does not pass.
-  Updates and state keep theirs.
+  matrices: it takes as many kernels for a stack as for a matrix. A matrix whose
+  gradient is zero gets a zero update: orthonormalisation would restore the
+  length of a momentum without gradients.
   """
 
   def init_fn(params: chex.ArrayTree) -> OwnMuonState:
@@ -166,28 +152,22 @@ def own_muon(
     )
 
   def update_fn(
-      updates: chex.ArrayTree,
-      state: OwnMuonState,
-      params: chex.ArrayTree | None = None,
-  ) -> tuple[chex.ArrayTree, Any]:
-    shardings = jax.tree.map(
-        lambda x: jax.typeof(x).sharding, (updates, state)
-    )
-    axes = {
-        axis
-        for sharding in jax.tree.leaves(shardings)
-        for axis in sharding.mesh.explicit_axes
-    }
+      updates: chex.ArrayTree, state: OwnMuonState, params: Any = None
+  ) -> tuple[chex.ArrayTree, OwnMuonState]:
+    axes = jax.sharding.get_abstract_mesh().explicit_axes
     if not axes:
       return update(updates, state)
-    specs = jax.tree.map(lambda x: x.spec, shardings)
+    # XLA shards what is between: optax passes no `out_sharding`, which every
+    # reshape and product of sharded arrays would need.
+    specs = jax.tree.map(
+        lambda x: jax.typeof(x).sharding.spec, (updates, state)
+    )
     # An array that is closed over would keep its Explicit type.
     injected = (beta,) if isinstance(beta, jax.Array) else ()
-    return jax.sharding.auto_axes(
-        update, axes=tuple(axes), out_sharding=specs
-    )(updates, state, *injected)
+    within = jax.sharding.auto_axes(update, axes=axes, out_sharding=specs)
+    return within(updates, state, *injected)
 
-  return in_wide_arithmetic(optax.GradientTransformation(init_fn, update_fn))
+  return optax.GradientTransformation(init_fn, update_fn)
 
 
 def _orthonormal(
@@ -203,19 +183,14 @@ def _orthonormal(
   gathered for every product.
   """
   tx = contrib.scale_by_muon(
-      beta=0.0,
-      nesterov=False,
-      ns_steps=3,
-      preconditioning='aol',
+      beta=0.0, nesterov=False, ns_steps=3, preconditioning='aol',
       weight_dimension_numbers=contrib.MuonDimensionNumbers((-2,), (-1,)),
   )
   orders, flat, live = [], [], []
   stacks: dict[Any, list[int]] = {}
   sizes: dict[Any, int] = collections.defaultdict(int)
   for i, (x, g, d) in enumerate(zip(leaves, gradients, dimensions)):
-    sides = [(a,) if isinstance(a, int) else a for a in d]
-    sides = [tuple(a % x.ndim for a in side) for side in sides]
-    short, long = sorted(sides, key=lambda side: _size(x, side))
+    short, long = sorted(d, key=lambda side: _size(x, side))
     batch = [a for a in range(x.ndim) if a not in short + long]
     orders.append((*batch, *short, *long))
     flat.append(
@@ -247,70 +222,52 @@ def _size(x: jax.Array, axes: Iterable[int]) -> int:
   return math.prod(x.shape[a] for a in axes)
 
 
-def in_wide_arithmetic(
-    tx: optax.GradientTransformation,
-) -> optax.GradientTransformation:
-  """Wraps `tx` so that its state has the momentum's dtype.
-
-  Allows standard promotion inside: optax raises a float to an integer count.
-  """
-
-  def init_fn(params: chex.ArrayTree) -> Any:
-    return tx.init(jax.tree_util.tree_map_with_path(
-        lambda path, x: jnp.zeros_like(
-            x, dtype=_tree.momentum_dtype(path, x)
-        ),
-        params,
-    ))
-
-  def update_fn(
-      updates: chex.ArrayTree,
-      state: Any,
-      params: chex.ArrayTree | None = None,
-  ) -> tuple[chex.ArrayTree, Any]:
-    with jax.numpy_dtype_promotion('standard'):
-      return tx.update(updates, state, params)
-
-  return optax.GradientTransformation(init_fn, update_fn)
+def like_params(
+    updates: chex.ArrayTree, params: chex.ArrayTree | None, workers: Workers
+) -> chex.ArrayTree:
+  """Returns the parameters; where not given, what gradients say of them."""
+  if params is not None:
+    return params
+  lead = workers.stacked_gradients and not inside.is_mapped()
+  return jax.tree.map(
+      lambda g: jax.ShapeDtypeStruct(jnp.shape(g)[lead:], g.dtype), updates
+  )
 
 
-def settled(
-    chain: optax.GradientTransformation, workers: Workers
+def chain(
+    workers: Workers, *links: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
-  """Masks `chain` to the leaves that are exchanged; zeroes other updates.
+  """Chains links for the leaves that are exchanged; other updates are zero.
 
   In a step that excludes every worker, zeroes all updates and keeps the second
   moments after the exchange.
   """
+  # To the momentum's dtype: float16 would underflow.
+  cast = optax.stateless(lambda updates, _: _tree.map_exchanged(
+      lambda path, x: x.astype(_tree.momentum_dtype(path, x)), updates
+  ))
   masked = optax.masked(
-      chain, lambda tree: jax.tree.map(_tree.is_exchanged, tree)
+      optax.chain(cast, *links),
+      lambda tree: jax.tree.map(_tree.is_exchanged, tree),
   )
 
   def update_fn(
-      updates: chex.ArrayTree,
-      state: optax.MaskedState,
-      params: chex.ArrayTree | None = None,
-      **extra_args: Any,
-  ) -> tuple[chex.ArrayTree, optax.MaskedState]:
-    if params is None and not all(
-        map(_tree.is_exchanged, jax.tree.leaves(updates))
-    ):
-      raise ValueError(
-          'params must be given where leaves are empty or of integers:'
-          ' tx.update(grads, state, params).'
-      )
-    grads = updates
-    updates, new = masked.update(updates, state, params, **extra_args)
+      updates: Any, state: optax.MaskedState, params: Any = None, **extra: Any
+  ) -> tuple[Any, optax.MaskedState]:
+    like = like_params(updates, params, workers)
+    updates, new = masked.update(updates, state, params, **extra)
+    if params is None:
+      updates = optax.tree.cast_like(updates, like)
     (exchange,) = (x for x in new.inner_state if isinstance(x, DeMoState))
     # By where, not by a product: a decay that is not finite would stay.
     someone = exchange.metrics['num_excluded'] < workers.count
     layout = iter(exchange.layout.layout.leaves)  # of what is exchanged
 
-    def settle(update: jax.Array, param: Any) -> jax.Array:
-      if not _tree.is_exchanged(param) or isinstance(
+    def settle(update: jax.Array, like: Any) -> jax.Array:
+      if not _tree.is_exchanged(like) or isinstance(
           next(layout).compressor, Frozen
       ):
-        return jnp.zeros_like(param)
+        return jnp.zeros_like(like)
       return jnp.where(someone, update, jnp.zeros_like(update))
 
     def has_second_moments(state: Any) -> bool:
@@ -320,12 +277,8 @@ def settled(
     new = jax.tree.map(
         lambda before, after: optax.tree.where(someone, after, before)
         if has_second_moments(after) else after,
-        state, new,
-        is_leaf=lambda x: isinstance(x, DeMoState) or has_second_moments(x),
+        state, new, is_leaf=has_second_moments,
     )
-    if params is None:
-      updates = jax.tree.map(lambda u, g: u.astype(g.dtype), updates, grads)
-    like = updates if params is None else params
     return jax.tree.map(settle, updates, like), new
 
   return optax.GradientTransformationExtraArgs(masked.init, update_fn)

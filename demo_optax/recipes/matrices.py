@@ -56,17 +56,6 @@ def muon_dimension_numbers(params: chex.ArrayTree) -> chex.ArrayTree:
     >>> found['query']['kernel']
     MuonDimensionNumbers(reduction_axis=(-3,), output_axis=(-2, -1))
   """
-  check_is_no_count(params)
-  flat, treedef = jax.tree_util.tree_flatten_with_path(params)
-  leaves = [(_names(path), tuple(jnp.shape(x))) for path, x in flat]
-  shapes = dict(leaves)
-  return treedef.unflatten(
-      [_dimension_numbers(names, shape, shapes) for names, shape in leaves]
-  )
-
-
-def check_is_no_count(params: chex.ArrayTree) -> None:
-  """Raises for a step count, which `inject_hyperparams` passes to functions."""
   dtype = getattr(params, 'dtype', None)
   if dtype is not None and jnp.issubdtype(dtype, jnp.integer):
     raise TypeError(
@@ -75,6 +64,16 @@ def check_is_no_count(params: chex.ArrayTree) -> None:
         " steps, add static_args=('compressor',"
         " 'muon_weight_dimension_numbers', 'mu_dtype')."
     )
+  flat, treedef = jax.tree_util.tree_flatten_with_path(params)
+  # A key of Haiku holds several names.
+  leaves = [
+      (tuple('/'.join(map(str, path_keys(path))).split('/')), jnp.shape(x))
+      for path, x in flat
+  ]
+  shapes = dict(leaves)
+  return treedef.unflatten(
+      [_dimension_numbers(names, shape, shapes) for names, shape in leaves]
+  )
 
 
 def _dimension_numbers(
@@ -84,26 +83,25 @@ def _dimension_numbers(
 ) -> contrib.MuonDimensionNumbers | None:
   """Returns the axes of a matrix, or None, given the shapes of all leaves."""
   *_, parent, name = ('', '', *names)
-  ndim = len(shape)
-  words = _words(parent)
+  ndim, words = len(shape), _words(parent)
   if ndim < 2 or name == 'b' or _WORDS & (words | _words(name)):
     return None
-  reduction: tuple[int, ...] = (-2,)
-  output: tuple[int, ...] = (-1,)
+  sides = contrib.MuonDimensionNumbers((-2,), (-1,))
   query = shapes.get((*names[:-2], 'query', name), ())
   if ndim < 3 or name not in ('kernel', 'w', 'weight'):
     pass
   elif parent in ('query', 'key', 'value') and shape[-3] > shape[-2]:
-    reduction, output = (-3,), (-2, -1)
+    sides = contrib.MuonDimensionNumbers((-3,), (-2, -1))
   elif parent == 'out' and shape[-3:-1] == query[-2:]:
-    reduction, output = (-3, -2), (-1,)
+    sides = contrib.MuonDimensionNumbers((-3, -2), (-1,))
   elif 'conv' in words or _has_window(name, shape):
-    reduction, output = tuple(range(-ndim, -1)), (-1,)
-    if name == 'weight':  # of Equinox and PyTorch: [out, in, *window]
-      reduction, output = tuple(range(1 - ndim, 0)), (-ndim,)
-  if 1 in [math.prod(shape[a] for a in axes) for axes in (reduction, output)]:
+    # Of Equinox and PyTorch [out, in, *window], of others [*window, in, out].
+    output = -ndim if name == 'weight' else -1
+    others = tuple(a for a in range(-ndim, 0) if a != output)
+    sides = contrib.MuonDimensionNumbers(others, (output,))
+  if 1 in [math.prod(shape[a] for a in axes) for axes in sides]:
     return None
-  return contrib.MuonDimensionNumbers(reduction, output)
+  return sides
 
 
 def _has_window(name: str, shape: tuple[int, ...]) -> bool:
@@ -116,13 +114,6 @@ def _has_window(name: str, shape: tuple[int, ...]) -> bool:
     return False
   *window, inputs = (*shape[2:], shape[1]) if name == 'weight' else shape[:3]
   return window[0] == window[1] and (window[0] in (3, 5, 7) or inputs <= 4)
-
-
-def _names(path: Any) -> tuple[str, ...]:
-  """Returns the names on a path; a key of Haiku holds several."""
-  return tuple(
-      part for key in path_keys(path) for part in str(key).split('/')
-  )
 
 
 def _words(name: str) -> set[str]:
@@ -143,21 +134,22 @@ def matrices(
     given: DimensionNumbersTree,
     argument: str = 'muon_weight_dimension_numbers',
 ) -> dict[Keys, contrib.MuonDimensionNumbers | None]:
-  """Returns the dimension numbers of all leaves, given or inferred, by path.
+  """Returns the axes of all leaves, given or inferred, by path.
 
-  Made once from all parameters, since transformations may see a part of them.
+  Both sides are tuples, counted from the first axis. Made once from all
+  parameters, since transformations may see a part of them.
   """
   given = muon_dimension_numbers if given is None else given
   dimensions = broadcast(
       given(params) if is_function(given) else given,
-      params,
-      argument,
+      params, argument,
       lambda x: x is None or isinstance(x, contrib.MuonDimensionNumbers),
   )
   flat = jax.tree_util.tree_flatten_with_path(params)[0]
-  for (path, x), d in zip(flat, dimensions):
-    _check_fits(argument, _tree.leaf_name(path), jnp.shape(x), d)
-  return {path_keys(path): d for (path, _), d in zip(flat, dimensions)}
+  return {
+      path_keys(path): _sides(d, jnp.shape(x), argument, _tree.leaf_name(path))
+      for (path, x), d in zip(flat, dimensions)
+  }
 
 
 def tree_of(values: Mapping[Keys, Any]) -> Callable[..., chex.ArrayTree]:
@@ -167,30 +159,26 @@ def tree_of(values: Mapping[Keys, Any]) -> Callable[..., chex.ArrayTree]:
   )
 
 
-def _check_fits(
-    argument: str, name: str, shape: tuple[int, ...], dimensions: Any
-) -> None:
-  """Raises unless a leaf can be a matrix along these axes."""
+def _sides(
+    dimensions: Any, shape: tuple[int, ...], argument: str, name: str
+) -> contrib.MuonDimensionNumbers | None:
+  """Returns a matrix's axes from 0; raises unless the leaf has them."""
   if dimensions is None:
-    return
+    return None
   if not isinstance(dimensions, contrib.MuonDimensionNumbers):
     raise TypeError(
         f'{argument} must hold optax.contrib.MuonDimensionNumbers or None, got'
         f' {dimensions!r} for {name}.'
     )
-  axes = matrix_axes(dimensions)
   ndim = len(shape)
-  inside = {axis % ndim for axis in axes if -ndim <= axis < ndim}
-  if () in dimensions or len(inside) < len(axes):
+  sides = [(x,) if isinstance(x, int) else x for x in dimensions]
+  axes = [a for side in sides for a in side]
+  inside = {a % ndim for a in axes if -ndim <= a < ndim}
+  if () in sides or len(inside) < len(axes):
     raise ValueError(
         f'{argument} must name axes of {name}, each once, got {dimensions} for'
         f' shape {shape}. Use None if it is not a matrix.'
     )
-
-
-def matrix_axes(dimensions: contrib.MuonDimensionNumbers) -> tuple[int, ...]:
-  """Returns the axes of one matrix, reduction first."""
-  axes: list[int] = []
-  for axis in dimensions:
-    axes += [axis] if isinstance(axis, int) else axis
-  return tuple(axes)
+  return contrib.MuonDimensionNumbers(
+      *(tuple(a % ndim for a in side) for side in sides)
+  )

@@ -1,6 +1,7 @@
 r"""Optimizers in one line: chains of optax around the exchange."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import chex
@@ -11,22 +12,16 @@ import optax
 from demo_optax import _checks, _tree, compressors
 from demo_optax.compressors import compressor as per_parameter
 from demo_optax.compressors.compressor import CompressorTree, Frozen
-from demo_optax.demo import resolve_update_values, scale_by_demo
+from demo_optax.demo import scale_by_demo
 from demo_optax.exchange.algorithm import ExchangeKind
 from demo_optax.per_worker import per_worker
 from demo_optax.recipes import links, matrices
 from demo_optax.recipes.matrices import DimensionNumbersTree
-from demo_optax.workers import Workers, inside
+from demo_optax.workers import Workers
 
 # Updates with a gradient were above 1e-4 in all models tried; a residual
 # without one loses a tenth per step.
 _MIN_RMS = 1e-8
-
-# The default `adam_learning_rate`, as a multiple of `learning_rate`.
-_ADAM_RATE = 3.0
-
-# Decay of Adam's second moment.
-_ADAM_B2 = 0.95
 
 
 def demo(
@@ -53,7 +48,7 @@ def demo(
 
   Args:
     learning_rate: :math:`\eta_t`, a number or a schedule of the step.
-    workers: the workers of the exchange.
+    workers: as in `scale_by_demo`.
     compressor: as in `scale_by_demo`.
     decay: :math:`\beta`, in `[0, 1)`. 0.999 is the paper's; short runs and
       small `topk` need less (0.99).
@@ -68,21 +63,16 @@ def demo(
   """
   _check_rate('learning_rate', learning_rate)
   _checks.check_range('weight_decay', weight_decay, '[0, inf)')
-  chain = optax.chain(
-      links.in_momentum_dtype(),
+  return links.chain(
+      workers,
       scale_by_demo(
-          compressor,
-          decay,
-          workers=workers,
+          compressor, decay, workers=workers,
+          exchange=exchange, update_values='ternary',
           gradient_weight=links.lost_unless_finite(learning_rate, weight_decay),
-          exchange=exchange,
-          update_values='ternary',
       ),
       optax.scale_by_sign(),
-      *_decayed(weight_decay, weight_decay_mask),
-      optax.scale_by_learning_rate(learning_rate),
+      *_descent(learning_rate, weight_decay, weight_decay_mask),
   )
-  return links.settled(chain, workers)
 
 
 def muon_compressors(
@@ -98,7 +88,6 @@ def muon_compressors(
   matrix, and in proportion of smaller ones. Other leaves send `row_topk` of
   every row of up to 192. All send signs with a scale.
   """
-  matrices.check_is_no_count(params)
   # `dct_topk` would call it `topk`.
   _checks.check_positive('row_topk', row_topk)
   matrix = compressors.dct_topk(64, topk, values='sign')
@@ -106,17 +95,15 @@ def muon_compressors(
       (1, 192), row_topk, values='sign', proportional=False
   )
 
-  def of(x: Any, dimensions: Any) -> compressors.Compressor:
+  def compressor_of(dimensions: Any) -> compressors.Compressor:
     if dimensions is None:
       return other
     # A matrix without gradients would move with others in its chunk.
-    axes = matrices.matrix_axes(dimensions)
-    first = min(axis % jnp.ndim(x) for axis in axes)
-    return dataclasses.replace(matrix, batch_dims=first)
+    return dataclasses.replace(matrix, batch_dims=min(map(min, dimensions)))
 
-  leaves, treedef = jax.tree.flatten(params)
   found = matrices.matrices(params, muon_weight_dimension_numbers)
-  return treedef.unflatten(map(of, leaves, found.values()))
+  treedef = jax.tree.structure(params)
+  return treedef.unflatten(map(compressor_of, found.values()))
 
 
 def demo_muon(
@@ -160,7 +147,7 @@ def demo_muon(
 
   Args:
     learning_rate: :math:`\eta_t`, a number or a schedule of the step.
-    workers: the workers of the exchange.
+    workers: as in `scale_by_demo`.
     compressor: as in `scale_by_demo`; None for `muon_compressors(params)`. In a
       tree, `None` averages a leaf uncompressed.
     decay: :math:`\delta` of the residual, in `[0, 1)`.
@@ -193,38 +180,41 @@ def demo_muon(
     Jordan et al., `Muon: An optimizer for hidden layers in neural networks
     <https://kellerjordan.github.io/posts/muon>`_, 2024.
   """
-  _checks.check_type('workers', workers, Workers, 'Workers.simulated(4)')
   _check_rate('learning_rate', learning_rate)
   if adam_learning_rate is None:
     adam_learning_rate = _adam_rate(learning_rate)
   _check_rate('adam_learning_rate', adam_learning_rate)
   _checks.check_range('beta', beta, '[0, 1)')
-  _checks.check_range('decay', decay, '[0, 1)')
-  for name, rate in (
-      ('weight_decay', weight_decay), ('adam_weight_decay', adam_weight_decay)
-  ):
-    _checks.check_range(name, rate, '[0, inf)')
+  _checks.check_range('weight_decay', weight_decay, '[0, inf)')
+  _checks.check_range('adam_weight_decay', adam_weight_decay, '[0, inf)')
   if mu_dtype is not None and jnp.finfo(mu_dtype).maxexp < 128:
     raise TypeError(
         f'mu_dtype must have the range of float32, got {mu_dtype!r}. Use'
         ' jnp.bfloat16: gradients are scaled up before the momentum.'
     )
-  resolve_update_values(exchange, update_values)
+  exchange_by = functools.partial(
+      scale_by_demo,
+      decay=decay, workers=workers, average='workers', ema=True,
+      exchange=exchange, update_values=update_values,
+      gradient_weight=links.lost_unless_finite(
+          1.0, learning_rate, adam_learning_rate, weight_decay,
+          adam_weight_decay,
+      ),
+  )
+  exchange_by(compressor)  # raises if it cannot be made
 
-  def chain_for(
-      params: chex.ArrayTree,
-  ) -> optax.GradientTransformationExtraArgs:
+  def chain_for(params: Any) -> optax.GradientTransformationExtraArgs:
     """Returns the chain for these parameters, whose names sort the leaves."""
     found = matrices.matrices(params, muon_weight_dimension_numbers)
+    axes = matrices.tree_of(found)
+    sent = compressor
     if compressor is None:
-      sent = muon_compressors(
-          # A function: of a single leaf the tree may be None, the default.
-          params, muon_weight_dimension_numbers=matrices.tree_of(found)
+      sent = functools.partial(
+          muon_compressors, muon_weight_dimension_numbers=axes
       )
-    else:
+    if per_parameter.is_function(sent):
       # Called once, with all leaves: `scale_by_demo` sees those exchanged.
-      is_function = per_parameter.is_function(compressor)
-      sent = compressor(params) if is_function else compressor
+      sent = sent(params)
     labels = matrices.tree_of({
         path: 'frozen' if isinstance(code, Frozen)
         else 'adam' if dimensions is None else 'muon'
@@ -236,99 +226,61 @@ def demo_muon(
     def by_label(
         muon: optax.GradientTransformation, adam: optax.GradientTransformation
     ) -> optax.GradientTransformation:
-      frozen = optax.set_to_zero()
-      return optax.partition(
-          {'muon': muon, 'adam': adam, 'frozen': frozen}, labels
-      )
+      parts = {'muon': muon, 'adam': adam, 'frozen': optax.set_to_zero()}
+      return optax.partition(parts, labels)
 
-    def step_of(
-        direction: optax.GradientTransformation,
-        weight_decay: chex.Numeric,
-        rate: optax.ScalarOrSchedule,
-    ) -> optax.GradientTransformation:
-      return optax.chain(
-          direction,
-          *_decayed(weight_decay),
-          optax.scale_by_learning_rate(rate),
-      )
-
-    muon = links.own_muon(beta, mu_dtype, matrices.tree_of(found), workers)
+    muon = links.own_muon(beta, mu_dtype, axes, workers)
     # Adam without a momentum, which would be a third copy of its leaves.
-    adam = links.in_wide_arithmetic(optax.scale_by_rms(
-        _ADAM_B2, eps=1e-8, eps_in_sqrt=False, bias_correction=True
-    ))
-    unit_rms = links.scale_to_unit_rms(
-        matrices.tree_of(found), min_rms=_MIN_RMS
+    adam = optax.scale_by_rms(
+        0.95, eps=1e-8, eps_in_sqrt=False, bias_correction=True
     )
-    chain = optax.chain(
-        links.in_momentum_dtype(),
+    unit_rms = links.scale_to_unit_rms(axes, min_rms=_MIN_RMS)
+    return links.chain(
+        workers,
         per_worker(by_label(muon, optax.identity()), workers=workers),
-        scale_by_demo(
-            sent,
-            decay,
-            workers=workers,
-            average='workers',
-            ema=True,
-            exchange=exchange,
-            update_values=update_values,
-            gradient_weight=links.lost_unless_finite(
-                1.0, learning_rate, adam_learning_rate, weight_decay,
-                adam_weight_decay,
-            ),
-        ),
+        exchange_by(sent),
         by_label(
-            step_of(unit_rms, weight_decay, learning_rate),
-            step_of(adam, adam_weight_decay, adam_learning_rate),
+            optax.chain(unit_rms, *_descent(learning_rate, weight_decay)),
+            optax.chain(adam, *_descent(adam_learning_rate, adam_weight_decay)),
         ),
     )
-    return links.settled(chain, workers)
 
   def init_fn(params: chex.ArrayTree) -> Any:
-    return chain_for(_tree.without_variables(params)).init(params)
-
-  def update_fn(
-      updates: chex.ArrayTree,
-      state: Any,
-      params: chex.ArrayTree | None = None,
-      **extra_args: Any,
-  ) -> tuple[chex.ArrayTree, Any]:
-    lead = workers.stacked_gradients and not inside.is_mapped()
-
-    def update(
-        updates: chex.ArrayTree, state: Any, params: Any, **extra_args: Any
-    ) -> tuple[chex.ArrayTree, Any]:
-      like = params
-      if params is None:
-        like = jax.tree.map(
-            lambda g: jax.ShapeDtypeStruct(jnp.shape(g)[lead:], g.dtype),
-            updates,
-        )
-      return chain_for(like).update(updates, state, params, **extra_args)
-
-    return _tree.update_without_variables(
-        update, updates, state, params, **extra_args
+    # All links have states in the momentum's dtype.
+    wide = _tree.map_exchanged(
+        lambda path, x: jnp.zeros_like(x, _tree.momentum_dtype(path, x)), params
     )
+    return chain_for(_tree.without_variables(params)).init(wide)
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  def update(
+      updates: Any, state: Any, params: Any, **extra_args: Any
+  ) -> tuple[Any, Any]:
+    chain = chain_for(links.like_params(updates, params, workers))
+    # optax raises a float to an integer count.
+    with jax.numpy_dtype_promotion('standard'):
+      return chain.update(updates, state, params, **extra_args)
+
+  return optax.GradientTransformationExtraArgs(
+      init_fn, functools.partial(_tree.update_without_variables, update)
+  )
 
 
-def _decayed(
-    weight_decay: chex.Numeric, mask: Any = None
+def _descent(
+    learning_rate: optax.ScalarOrSchedule,
+    weight_decay: chex.Numeric,
+    mask: Any = None,
 ) -> list[optax.GradientTransformation]:
-  """Returns links that cast updates to parameters and decay these."""
+  """Returns links from directions to updates, in the parameters' dtype."""
   cast = optax.stateless(
       lambda u, p: u if p is None else optax.tree.cast_like(u, p)
   )
   is_zero = isinstance(weight_decay, int | float) and not weight_decay
-  return [cast] if is_zero else [
-      cast, optax.add_decayed_weights(weight_decay, mask)
-  ]
+  decay = [] if is_zero else [optax.add_decayed_weights(weight_decay, mask)]
+  return [cast, *decay, optax.scale_by_learning_rate(learning_rate)]
 
 
 def _adam_rate(rate: optax.ScalarOrSchedule) -> optax.ScalarOrSchedule:
-  if callable(rate):
-    return lambda count: _ADAM_RATE * rate(count)
-  return _ADAM_RATE * rate
+  return (lambda count: 3.0 * rate(count)) if callable(rate) else 3.0 * rate
 
 
 def _check_rate(name: str, rate: optax.ScalarOrSchedule) -> None:

@@ -10,7 +10,6 @@ import json
 import os
 import pathlib
 import struct
-from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 # From a worker: who it is, with what it exchanges, and its last list. `number`
@@ -20,24 +19,25 @@ HELLO = 1
 MESSAGE = 2
 # A request for the list of a round, once it is closed.
 LISTEN = 3
-# A part of the shared state, for workers that join; answered by itself.
+# The part `number` of the shared state, for workers that join; answered by the
+# header with the number of the next one. The last part has less than `PART`.
 PUSH = 4
-# A request for a part of that state; answered by it, or by an empty one.
+# A request for a part of that state; answered by it, or by a header alone.
 PULL = 5
 # Notes that the worker is away for a while: no round waits for it. No answer.
 PAUSE = 6
 
-# From the relay: go on from the round in the header; `number` is 1 if the
-# worker needs the state of another one. With the relay's `LIMITS`.
+# From the relay: the run has begun; its open round, and the relay's `LIMITS`.
 WELCOME = 11
 # The list of a round: a byte for each worker, 1 if it took part, then messages.
-# `number` is the round that is open now, negative if the state is asked for.
+# `number` is the round that is open now, negative if the first of these workers
+# shall send its state.
 LIST = 12
 # A message of this round was lost: send it again.
 AGAIN = 13
 # The relay does not know the worker, or not any more: say hello.
 UNKNOWN = 14
-# The round is too long ago: join.
+# No lists lead from the worker's position to the open round: join.
 GONE = 15
 # The worker cannot take part; with the reason as text.
 REFUSED = 16
@@ -45,7 +45,7 @@ REFUSED = 16
 CHAIN = 16  # bytes
 LIMITS = struct.Struct('<qq')  # most workers; most bytes of a message
 PART = 1 << 20  # bytes in a part of a state
-_MAGIC = b'DEM1'
+_MAGIC = b'DEM2'
 _HEADER = struct.Struct(f'<4sBHqq{CHAIN}s8s?')
 
 
@@ -81,11 +81,6 @@ def digest(*parts: bytes | memoryview) -> bytes:
   return found.digest()
 
 
-def after(chain: bytes, messages: Sequence[bytes]) -> bytes:
-  """Returns the chain after a list; the message of an absent worker is b''."""
-  return digest(chain, *messages)
-
-
 def tag(text: str, values: bytes, changes: bool) -> bytes:
   """Returns what the messages of a step begin with.
 
@@ -95,20 +90,9 @@ def tag(text: str, values: bytes, changes: bool) -> bytes:
   return digest(text.encode())[:8] + digest(values)[:7] + bytes([changes])
 
 
-def changes_state(tag: bytes) -> bool:
-  """Returns whether a step changes the state that workers share."""
-  return tag[-1:] == b'\1'
-
-
-def write_text(described: Mapping[str, str]) -> bytes:
-  """Returns a configuration, as workers say it in a hello."""
-  return json.dumps(described, sort_keys=True).encode()
-
-
-def read_text(text: bytes) -> dict[str, str]:
-  """Reads a configuration."""
-  found = json.loads(text or b'{}')
-  return {str(name): str(value) for name, value in found.items()}
+def changes_state(message: bytes) -> bool:
+  """Returns whether a message is of a step that changes the shared state."""
+  return message[CHAIN - 1 : CHAIN] == b'\1'
 
 
 # Keys -------------------------------------------------------------------------
@@ -117,9 +101,9 @@ def read_text(text: bytes) -> dict[str, str]:
 class Keys(NamedTuple):
   """The CURVE keys in a file, in Z85."""
 
-  public: bytes
-  secret: bytes
-  others: tuple[bytes, ...]  # public ones: the relay's, or those of all ranks
+  public: str
+  secret: str
+  others: list[str]  # public ones: the relay's, or those of all ranks
 
 
 def write_keys(folder: str, workers: int) -> list[pathlib.Path]:
@@ -128,38 +112,35 @@ def write_keys(folder: str, workers: int) -> list[pathlib.Path]:
 
   path = pathlib.Path(folder)
   path.mkdir(parents=True, exist_ok=True)
-  relay, *others = (zmq.curve_keypair() for _ in range(1 + workers))
-  files = {'relay.key': (*relay, [public for public, _ in others])}
-  for rank, pair in enumerate(others):
-    files[f'worker-{rank}.key'] = (*pair, [relay[0]])
-  for name, (public, secret, known) in files.items():
-    text = json.dumps({
-        'public': public.decode(),
-        'secret': secret.decode(),
-        'others': [x.decode() for x in known],
-    })
+  (relay, secret), *others = (
+      [key.decode() for key in zmq.curve_keypair()] for _ in range(1 + workers)
+  )
+  files = {'relay.key': Keys(relay, secret, [public for public, _ in others])}
+  for rank, (public, secret) in enumerate(others):
+    files[f'worker-{rank}.key'] = Keys(public, secret, [relay])
+  for name, keys in files.items():
     # Never readable by others, and never over keys that are in use.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     with os.fdopen(os.open(path / name, flags, 0o600), 'w') as file:
-      file.write(text)
+      json.dump(keys._asdict(), file)
   return [path / name for name in files]
 
 
-def read_keys(path: str) -> Keys:
-  """Reads a file of `write_keys`."""
+def keys_for(address: str, path: str | None) -> Keys | None:
+  """Reads a file of `write_keys`, which only a local address can be without."""
+  host = address.removeprefix('tcp://').rpartition(':')[0].strip('[]')
+  if path is None:
+    if host in ('localhost', '::1') or host.startswith('127.'):
+      return None
+    raise ValueError(
+        f'keys must be given for a relay at {address}, which other hosts reach.'
+        ' Make a file for it and one for each worker with python -m'
+        ' demo_optax.remote keys FOLDER, or use tcp://127.0.0.1:PORT.'
+    )
   try:
-    found = json.loads(pathlib.Path(path).read_text())
-    names = found['public'], found['secret'], *found['others']
-    public, secret, *others = (name.encode('ascii') for name in names)
-  except (ValueError, KeyError, TypeError, AttributeError) as error:
+    return Keys(**json.loads(pathlib.Path(path).read_text()))
+  except (ValueError, TypeError) as error:
     raise ValueError(
         f'{path} must be a file of keys, which python -m demo_optax.remote keys'
         f' FOLDER writes, got something else ({error}).'
     ) from error
-  return Keys(public, secret, tuple(others))
-
-
-def is_loopback(address: str) -> bool:
-  """Returns whether an address such as `tcp://127.0.0.1:7077` is local."""
-  host = address.removeprefix('tcp://').rpartition(':')[0].strip('[]')
-  return host in ('localhost', '::1') or host.startswith('127.')

@@ -3,12 +3,13 @@
 import atexit
 import contextlib
 import functools
+import json
 import logging
 import os
 import pickle
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,12 +24,10 @@ from demo_optax.workers import Workers
 _LOG = logging.getLogger('demo_optax.remote')
 
 _SLICE = 100  # milliseconds in a wait, between which signals are handled
-# Seconds after which an answer is asked for again; to a hello, which may carry
-# a list.
-_ASK, _ASK_HELLO = 1.0, 10.0
+_ASK = 1.0  # seconds after which an answer is asked for again
+_ASK_LARGE = 10.0  # if there is a list in the request, or a part in the answer
 _WARN = 30.0  # seconds without an answer between warnings
 _BEAT = 5.0  # seconds in which the first process of several says something
-_PIECE = 1 << 24  # bytes that processes send each other at once
 
 
 class Behind(Exception):  # noqa: N818
@@ -50,22 +49,14 @@ class Link:
   """A worker's connection to a relay."""
 
   def __init__(self, address: str, rank: int, count: int, keys: str | None):
-    if keys is None and not frames.is_loopback(address):
-      raise ValueError(
-          f'keys must be given for a relay at {address}, on another host. Use'
-          " this worker's file of those that python -m demo_optax.remote keys"
-          ' writes.'
-      )
     self.position = Position()
     self.open = -1  # the round that is open, as far as the worker knows
-    self.state_wanted = False  # whether the relay has asked for the state
+    self.state_wanted = False  # whether this worker shall send its state
     self.joined = 0  # how often it has taken the state of another one
     self.parted = 0  # how often its state was not that of the others
     self.shared = ''  # names and types of the shared arrays, once one changes
-    # Called ten times a second while there is no answer.
-    self.while_waiting: Callable[[], None] = lambda: None
     self._address, self._rank, self._count = address, rank, count
-    self._keys = None if keys is None else frames.read_keys(keys)
+    self._keys = frames.keys_for(address, keys)
     self._program = os.urandom(8)
     self._text = b''
     self._digest, self._steps, self._largest = b'', 0, 0
@@ -73,16 +64,23 @@ class Link:
     self._socket = self._connect()
     atexit.register(self.close)
 
+  def while_waiting(self) -> None:
+    """Is called ten times a second while there is no answer."""
+
   def close(self) -> None:
     """Ends the connection."""
-    self._socket.close()
+    if self._socket is not None:
+      self._socket.close()
 
   def _connect(self) -> Any:
+    """Returns a socket, in the first process of a worker."""
+    if jax.process_index():
+      return None
     socket: Any = zmq.Context.instance().socket(zmq.DEALER)
     if self._keys is not None:
-      socket.set(zmq.CURVE_SERVERKEY, self._keys.others[0])
-      socket.set(zmq.CURVE_PUBLICKEY, self._keys.public)
-      socket.set(zmq.CURVE_SECRETKEY, self._keys.secret)
+      socket.set_string(zmq.CURVE_SERVERKEY, self._keys.others[0])
+      socket.set_string(zmq.CURVE_PUBLICKEY, self._keys.public)
+      socket.set_string(zmq.CURVE_SECRETKEY, self._keys.secret)
     for option, value in (
         (zmq.LINGER, 0),
         (zmq.IMMEDIATE, 1),  # nothing waits for a connection
@@ -107,12 +105,10 @@ class Link:
 
   def _greet(self) -> None:
     """Says hello, with what the relay needs to go on if it was restarted."""
-    at = self.position
-    if not at.chain:
-      at = self.position = Position(chain=self._digest)
+    if not self.position.chain:
+      self.position = Position(chain=self._digest)
     header, bodies = self._ask(
-        lambda: (frames.HELLO, self._steps, [self._text, *at.last]),
-        lambda header: header.kind == frames.WELCOME,
+        frames.HELLO, self._steps, self._text, *self.position.last
     )
     workers, self._largest = frames.LIMITS.unpack(bodies[0])
     if workers != self._count:
@@ -121,169 +117,156 @@ class Link:
           f' Start the relay with --workers {self._count}.'
       )
     self.open = header.round
-    if header.number:
-      self.position = Position()
 
-  def exchange(self, body: bytes | None) -> list[bytes]:
+  def exchange(self, body: bytes) -> list[bytes]:
     """Sends a message; returns all of its round, b'' of absent workers.
 
-    With None it only receives. Raises `Behind` if the round is too long ago.
+    With b'' it only receives. Raises `Behind` if the round is too long ago.
     """
-    number = self.position.round
-    if body is not None and len(body) > self._largest:
+    if len(body) > self._largest:
       raise ValueError(
           f'A message must have at most {self._largest:,} bytes, got'
           f' {len(body):,}. Start the relay with a larger --max-message.'
       )
-    unsent = [] if body is None else [body]  # or lost, and to be sent again
-
-    def request() -> tuple[int, int, list[bytes]]:
-      if unsent:
-        return frames.MESSAGE, 0, [unsent.pop()]
-      return frames.LISTEN, 0, []
-
-    def fits(header: Header) -> bool:
-      if header.kind == frames.AGAIN and header.round == number:
-        unsent[:] = [] if body is None else [body]
-      return header.kind == frames.LIST and header.round == number
-
-    header, (present, *bodies) = self._ask(request, fits, body is not None)
+    kind = frames.MESSAGE if body else frames.LISTEN
+    header, (present, *bodies) = self._ask(kind, 0, body)
     rest = iter(bodies)
     messages = [next(rest) if here else b'' for here in present]
-    self.open, self.state_wanted = abs(header.number), header.number < 0
+    is_trained = any(map(frames.changes_state, messages))
+    self.open = abs(header.number)
+    # The first worker of a list sends its state.
+    self.state_wanted = (
+        is_trained and header.number < 0 and present.index(1) == self._rank
+    )
     self.position = Position(
-        number + 1,
-        frames.after(self.position.chain, messages),
+        header.round + 1,
+        frames.digest(self.position.chain, *messages),
         tuple(messages),
-        self.position.trained,
+        header.round if is_trained else self.position.trained,
     )
     return messages
 
   def part(self) -> None:
     """Notes that the worker's state is not that of the others: it must join."""
     _LOG.warning('worker %d has another state than the others', self._rank)
-    self.position = Position()
+    self.position, self.state_wanted = Position(), False
     self.parted += 1
 
   def pause(self) -> None:
     """Says that the others need not wait for this worker until it is back."""
-    header = Header(frames.PAUSE, self._rank, program=self._program)
-    with contextlib.suppress(zmq.Again):  # there is no connection
-      self._socket.send_multipart([header.pack()], zmq.NOBLOCK)
+    if self._socket is not None:
+      with contextlib.suppress(zmq.Again):  # there is no connection
+        header = self._header(frames.PAUSE)
+        self._socket.send_multipart([header.pack()], zmq.NOBLOCK)
 
   def state(self) -> bytes:
     """Returns the shared state of another worker, and takes its position."""
     _LOG.info('worker %d takes the state of another worker', self._rank)
     self.joined += 1
+    while True:
+      source, parts = self._pull()
+      state = memoryview(b''.join(parts))
+      self.position = Position(source.round, source.chain, (), source.round - 1)
+      self.open = max(self.open, source.round)
+      if frames.digest(state[frames.CHAIN :]) == state[: frames.CHAIN]:
+        return bytes(state[frames.CHAIN :])
+      # It is damaged, and so would be the relay's copy: take a later one.
+      self.position = Position(source.round + 1)
+
+  def _pull(self) -> tuple[Header, list[bytes]]:
+    """Returns the parts of a state, with its round and chain in a header."""
     parts: list[bytes] = []
     source = Header(frames.PULL, 0)
-
-    def fits(header: Header) -> bool:
-      number = header.number & 0xFFFFFFFF
-      return header.kind == frames.PULL and number == len(parts)
-
-    while not parts or len(parts) < source.number >> 32:  # the high half
-      header, bodies = self._ask(lambda: (frames.PULL, len(parts), []), fits)
-      if not bodies or not bodies[0]:  # it is not there yet
+    while not parts or len(parts[-1]) == frames.PART:
+      header, bodies = self._ask(frames.PULL, len(parts))
+      if not bodies:  # it is not there yet
         time.sleep(_SLICE / 1000)
-        continue
-      if parts and header.chain != source.chain:  # of a later round
+      elif parts and header.chain != source.chain:  # of a later round
         parts.clear()
-        continue
-      parts.append(bodies[0])
-      source = header
-      if len(parts) == source.number >> 32:
-        state = memoryview(b''.join(parts))
-        if frames.digest(state[frames.CHAIN :]) != state[: frames.CHAIN]:
-          parts.clear()  # it is damaged, and so would be the relay's copy
-          self.position = Position(source.round + 1)
-    self.position = Position(source.round, source.chain)
-    self.open = max(self.open, source.round)
-    return bytes(state[frames.CHAIN :])
+      else:
+        parts += bodies
+        source = header
+    return source, parts
 
   def send_state(self, state: bytes) -> None:
     """Sends the shared state at this position, from a thread."""
     self.state_wanted = False
-    state = frames.digest(state) + state
-    if self._pushing is None or not self._pushing.is_alive():
+    is_busy = self._pushing is not None and self._pushing.is_alive()
+    if self._socket is not None and not is_busy:
       self._pushing = threading.Thread(
-          target=self._push, args=(state, self.position), daemon=True
+          target=self._push,
+          args=(frames.digest(state) + state, self._header(frames.PUSH)),
+          daemon=True,
       )
       self._pushing.start()
 
-  def _push(self, state: bytes, at: Position) -> None:
-    size, socket = frames.PART, self._connect()
-    parts = -(-len(state) // size)
-    number = 0
-    while number < parts:
-      header = Header(
-          frames.PUSH, self._rank, at.round, parts << 32 | number, at.chain,
-          self._program,
-      )
-      body = memoryview(state)[number * size : (number + 1) * size]
-      socket.send_multipart([header.pack(), body])
-      if not socket.poll(1000 * _WARN):
+  def _push(self, state: bytes, header: Header) -> None:
+    """Sends the parts of a state, each when the relay has the one before."""
+    socket = self._connect()
+    # The last part is smaller than the others: it may be empty.
+    for number in range(len(state) // frames.PART + 1):
+      part = memoryview(state)[number * frames.PART :][: frames.PART]
+      socket.send_multipart([header._replace(number=number).pack(), part])
+      taken = header._replace(number=number + 1).pack()
+      if not socket.poll(1000 * _WARN) or socket.recv() != taken:
         break
-      answer = frames.unpack(socket.recv_multipart()[0])
-      if answer is None or answer.kind != frames.PUSH or (
-          answer.number <= number
-      ):
-        break
-      number = answer.number
     socket.close()
 
   # Requests and answers -------------------------------------------------------
 
-  def _ask(
-      self,
-      request: Callable[[], tuple[int, int, list[bytes]]],
-      fits: Callable[[Header], bool],
-      may_repeat: bool = False,
-  ) -> tuple[Header, list[bytes]]:
-    """Sends a request, again if need be, until an answer fits.
+  def _header(self, kind: int, number: int = 0) -> Header:
+    at = self.position
+    return Header(kind, self._rank, at.round, number, at.chain, self._program)
 
-    With `may_repeat` also when the relay says that the message is lost.
-    """
-    began = warned = time.monotonic()
-    again = False
+  def _ask(
+      self, kind: int, number: int = 0, *bodies: bytes
+  ) -> tuple[Header, list[bytes]]:
+    """Returns the answer to a request; says hello to a relay that is new."""
     while True:
-      kind, number, bodies = request()
-      at = self.position
-      header = Header(
-          kind, self._rank, at.round, number, at.chain, self._program, again
-      )
-      until = time.monotonic()
-      with contextlib.suppress(zmq.Again):  # there is no connection
-        self._socket.send_multipart([header.pack(), *bodies], zmq.NOBLOCK)
-        until += _ASK_HELLO if kind == frames.HELLO else _ASK
-        again = True
-      until = max(until, time.monotonic() + _SLICE / 1000)
-      while time.monotonic() < until:
-        self.while_waiting()
-        if not self._socket.poll(_SLICE):
-          continue
+      answer, found = self._request(kind, number, bodies)
+      if answer.kind == frames.REFUSED:
+        raise RuntimeError(self._reason(found))
+      if answer.kind == frames.GONE:
+        self.position = Position()
+        raise Behind
+      if answer.kind != frames.UNKNOWN:
+        return answer, found
+      _LOG.info('the relay is a new one; worker %d says hello', self._rank)
+      self._greet()
+      if kind == frames.PULL:
+        raise Behind
+
+  def _request(
+      self, kind: int, number: int, bodies: Sequence[bytes]
+  ) -> tuple[Header, list[bytes]]:
+    """Sends a request, again if need be, until it is answered."""
+    header = self._header(kind, number)
+    is_large = kind in (frames.HELLO, frames.PULL)
+    seconds = _ASK_LARGE if is_large else _ASK
+    began = warned = time.monotonic()
+    again, ask_at = False, 0.0
+    while True:
+      now = time.monotonic()
+      if now >= ask_at:
+        frame = [header._replace(again=again).pack(), *bodies]
+        if again and kind == frames.MESSAGE:  # it is there, unless it was lost
+          frame = [header._replace(kind=frames.LISTEN, again=True).pack()]
+        with contextlib.suppress(zmq.Again):  # there is no connection
+          self._socket.send_multipart(frame, zmq.NOBLOCK)
+          again, ask_at = True, now + seconds
+      self.while_waiting()
+      if self._socket.poll(_SLICE):
         head, *found = self._socket.recv_multipart()
         answer = frames.unpack(head)
         if answer is None:
           continue
-        began = warned = time.monotonic()
-        if fits(answer):
+        if _fits(answer, header):
           return answer, found
-        if answer.kind == frames.REFUSED:
-          raise RuntimeError(self._reason(found))
-        if answer.kind == frames.GONE:
-          self.position = Position()
-          raise Behind
-        if answer.kind == frames.UNKNOWN and kind != frames.HELLO:
-          _LOG.info('the relay is a new one; worker %d says hello', self._rank)
-          self._greet()
-          if self.position != at or kind == frames.PULL:
-            raise Behind
-          break
-        if answer.kind == frames.AGAIN and may_repeat:
-          break
-      if time.monotonic() - warned > _WARN:
-        warned = time.monotonic()
+        began = warned = now
+        if kind == frames.MESSAGE and answer.kind == frames.AGAIN:
+          again, ask_at = answer.round != header.round, now
+      elif now - warned > _WARN:
+        warned = now
         _LOG.warning(
             'no answer from the relay at %s for %.0f s. Is it running, and is'
             ' this the key of worker %d?',
@@ -292,10 +275,9 @@ class Link:
 
   def _reason(self, bodies: list[bytes]) -> str:
     """Returns why this worker cannot take part."""
-    if bodies and bodies[0]:
+    if bodies[0]:
       return bodies[0].decode('utf-8', 'replace')
-    ours = frames.read_text(self._text)
-    theirs = frames.read_text(bodies[1] if len(bodies) > 1 else b'')
+    ours, theirs = json.loads(self._text), json.loads(bodies[1])
     different = [
         name for name in ours | theirs if ours.get(name) != theirs.get(name)
     ]
@@ -307,90 +289,68 @@ class Link:
     ])
 
 
-class SharedLink:
-  """The link of a worker of several processes, which the first one holds.
+def _fits(answer: Header, request: Header) -> bool:
+  """Returns whether an answer is to a request, not to an earlier one."""
+  kind = request.kind
+  is_same_round = answer.round == request.round
+  return {
+      frames.WELCOME: kind == frames.HELLO,
+      frames.LIST: is_same_round and kind in (frames.MESSAGE, frames.LISTEN),
+      frames.PULL: kind == frames.PULL and answer.number == request.number,
+      frames.UNKNOWN: kind != frames.HELLO,
+      frames.GONE: True,
+      frames.REFUSED: True,
+  }.get(answer.kind, False)
 
-  All processes call the same methods. All of them get what the first one's link
-  returns or raises, and its attributes.
+
+class SharedLink(Link):
+  """The link of a worker of several processes, of which the first one has it.
+
+  All call the same methods, and go on from the answers that the first one gets.
   """
 
-  _MIRRORED = 'position', 'open', 'state_wanted', 'joined', 'parted'
+  _said = 0.0  # when the others heard of the first process
 
-  def __init__(self, *of: Any):
-    self._link = Link(*of) if jax.process_index() == 0 else None
-    self.position, self.open, self.shared = Position(), -1, ''
-    self.state_wanted, self.joined, self.parted = False, 0, 0
-    self._sent = 0.0  # when the others heard of the first process
-    if self._link is not None:
-      self._link.while_waiting = self._say_waiting
-
-  def __getattr__(self, name: str) -> Callable[..., Any]:
-    """Returns a method of `Link`, for all processes to call."""
-    return functools.partial(self._call, name)
-
-  def close(self) -> None:
-    """Ends the connection, if this process holds it."""
-    if self._link is not None:
-      self._link.close()
-
-  def _call(self, name: str, *args: Any) -> Any:
-    returned, error = None, None
-    if self._link is not None:
-      self._link.position = self.position  # a failed step has set it back
-      try:
-        returned = getattr(self._link, name)(*args)
-      except BaseException as raised:
-        error = raised
-      at = [getattr(self._link, x) for x in self._MIRRORED]
-      reason = None if error is None else f'{type(error).__name__}: {error}'
-      is_behind = isinstance(error, Behind)
-      self._from_first(pickle.dumps((returned, at, is_behind, reason)))
-    else:
+  def _request(self, *args: Any) -> tuple[Header, list[bytes]]:
+    if self._socket is None:
       while not (data := self._from_first(b'')):
         pass  # the first process waits
-      returned, at, is_behind, reason = pickle.loads(data)
-    for attribute, value in zip(self._MIRRORED, at):
-      setattr(self, attribute, value)
-    if error is not None:
-      raise error
-    if reason is not None:
-      raise Behind if is_behind else RuntimeError(f'In process 0: {reason}')
-    return returned
+      found, reason = pickle.loads(data)
+      if found is None:
+        raise RuntimeError(f'In process 0: {reason}')
+      return found
+    try:
+      found = super()._request(*args)
+    except BaseException as error:
+      self._from_first(pickle.dumps((None, repr(error))))
+      raise
+    self._from_first(pickle.dumps((found, '')))
+    return found
 
-  def _say_waiting(self) -> None:
+  def while_waiting(self) -> None:
     """Lets the others begin to wait again: collectives have time limits."""
-    if time.monotonic() - self._sent > _BEAT:
+    if time.monotonic() - self._said > _BEAT:
       self._from_first(b'')
 
   def _from_first(self, data: bytes) -> bytes:
     """Returns the bytes of the first process, in all of them."""
-    (size,) = multihost_utils.broadcast_one_to_all(
-        np.frombuffer(len(data).to_bytes(8, 'little'), np.uint32).reshape(1, 2)
-    )
-    left, found = int(size[0]) + (int(size[1]) << 32), []
-    while left:
-      # Few sizes: each is a program.
-      piece = np.zeros(min(1 << (left - 1).bit_length(), _PIECE), np.uint8)
-      own = np.frombuffer(data[:_PIECE], np.uint8)
-      piece[: own.size] = own
-      piece = np.asarray(multihost_utils.broadcast_one_to_all(piece))
-      found.append(piece[:left].tobytes())
-      data, left = data[_PIECE:], left - len(found[-1])
-    self._sent = time.monotonic()
-    return b''.join(found)
-
-
-Connection = Link | SharedLink
-
-
-def link_of(workers: Workers) -> Connection:
-  """Returns this process's connection for a worker."""
-  assert workers.relay is not None
-  address, rank, keys = workers.relay
-  kind = SharedLink if jax.process_count() > 1 else Link
-  return _link(kind, address, rank, workers.count, keys)
+    from_first = multihost_utils.broadcast_one_to_all
+    size = int(from_first(np.uint32(len(data))))
+    # Few sizes: each is a program.
+    padded = np.zeros(1 << size.bit_length(), np.uint8)
+    padded[: len(data)] = np.frombuffer(data, np.uint8)
+    padded = np.asarray(from_first(padded))
+    self._said = time.monotonic()
+    return padded[:size].tobytes()
 
 
 @functools.cache
-def _link(kind: type[Connection], *of: Any) -> Connection:
-  return kind(*of)
+def _link(*of: Any) -> Link:
+  return SharedLink(*of) if jax.process_count() > 1 else Link(*of)
+
+
+def link_of(workers: Workers) -> Link:
+  """Returns this process's connection for a worker."""
+  assert workers.relay is not None
+  address, rank, keys = workers.relay
+  return _link(address, rank, workers.count, keys)

@@ -7,6 +7,7 @@ decodes, without gradients.
 
 import collections
 import contextlib
+import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from jax.experimental import multihost_utils
 from demo_optax.exchange.algorithm import traced_configs
 from demo_optax.numerics import bits, prng
 from demo_optax.remote import frames
-from demo_optax.remote.link import Behind, Connection, Position, link_of
+from demo_optax.remote.link import Behind, Position, link_of
 from demo_optax.step import agreement
 from demo_optax.step.call import Call
 from demo_optax.step.results import Returned
@@ -51,10 +52,10 @@ class RemoteProgram:
       run: Callable[..., tuple[list[Any], Returned]],
       donated: Sequence[int],
   ):
-    here = set() if workers.mesh is None else {
+    here = {0} if workers.mesh is None else {
         device.process_index for device in workers.mesh.devices.flat
     }
-    if jax.process_count() > max(1, len(here)):
+    if jax.process_count() > len(here):
       raise ValueError(
           'mesh must have devices of all processes that jax.distributed has'
           f' joined, got {workers.mesh}, and {jax.process_count()} processes.'
@@ -65,15 +66,15 @@ class RemoteProgram:
     self._call, self._donated, self._run = call, donated, run
     self._closed: Any = None
     self._follows: Any = None
-    self._has_parted = False
+    self._link = link_of(workers)
     self._shared, self._text = '', dict[str, str]()
 
   def __call__(self, *arrays: Any) -> tuple[list[Any], Returned]:
     """Runs the step; if it fails, the arrays are as they were before."""
     self.trace(*arrays)
-    link = link_of(self._workers)
+    link = self._link
     if not self._nexts:
-      return self._evaluate(link, arrays), self._returned
+      return self._evaluate(arrays), self._returned
     link.shared = link.shared or self._shared
     if self._shared != link.shared:
       raise ValueError(
@@ -86,17 +87,17 @@ class RemoteProgram:
       text = self._text | {
           'other arguments': _digest([arrays[n] for n in self._others]).hex()
       }
-      link.hello(frames.write_text(text), _digest(state), _steps_in(state))
+      link.hello(json.dumps(text).encode(), _digest(state), _steps_in(state))
     # Values that a worker which joins does not receive: all must pass the same.
     self._tag = frames.tag(
         self._messages, _joined([arrays[n] for n in self._given]), True
     )
-    before, self._has_parted = link.position, False
+    before = link.position
     try:
       for _ in range(_ATTEMPTS):
         with contextlib.suppress(Behind):
-          current = self._current(link, arrays)
-          values = self._execute(self._plan, link, current)
+          current = self._current(arrays)
+          values = self._execute(self._plan, current, self._exchange)
           break
       else:
         raise RuntimeError(
@@ -107,45 +108,43 @@ class RemoteProgram:
     except BaseException:
       link.position = before  # as the caller's arrays are
       raise
-    if self._has_parted:
-      link.part()
-    elif link.state_wanted:
-      held = dict(zip(self._returned.nexts, values))
-      trained = link.position.trained.to_bytes(8, 'little', signed=True)
-      link.send_state(trained + _joined([held[n] for n in self._nexts]))
+    if link.state_wanted:
+      link.send_state(_joined([values[i] for i in self._nexts.values()]))
     return values, self._returned
 
-  def _evaluate(self, link: Connection, arrays: Sequence[Any]) -> list[Any]:
+  def _evaluate(self, arrays: Sequence[Any]) -> list[Any]:
     """Runs a step that changes no state, with all workers or with this one.
 
     It is alone before its first training step, and if it is so late that the
     others are training again. The next training step brings it up to date.
     """
-    before = link.position
-    if link.open >= 0 and before.chain:
+    before = self._link.position
+    if self._link.open >= 0 and before.chain:
       with contextlib.suppress(Behind):
-        return self._execute(self._plan, link, arrays)
-      link.position = before
+        return self._execute(self._plan, arrays, self._exchange)
+      self._link.position = before
     _LOG.warning('%s evaluates alone', self._workers)
-    return self._execute(self._plan, None, arrays)
+    ranks = range(self._workers.count)
+    return self._execute(self._plan, arrays, lambda _, body: [
+        body if rank == self._rank else b'' for rank in ranks
+    ])
 
   def trace(self, *arrays: Any) -> None:
     """Traces the step, cuts and compiles it, once."""
     if self._closed is not None:
       return
-
-    def run(index: Any, *arrays: Any) -> Any:
-      return self._run(arrays, index)
-
     with traced_configs() as configs:
       closed, (_, self._returned) = jax.make_jaxpr(
-          run, return_shape=True
-      )(np.int32(self._rank), *arrays)
-    self._plan = Plan(closed, donated=[n + 1 for n in self._donated])
+          self._run, return_shape=True
+      )(arrays, np.int32(self._rank))
+    self._plan = Plan(closed, donated=self._donated)
     if self._workers.mesh is None:  # else shardings are known when it runs
       self._plan.compile()
-    # Numbers of the arrays that all workers share, and that a step changes.
-    self._nexts = sorted({n for n in self._returned.nexts if n is not None})
+    # Numbers of the arrays that all workers share, and that a step changes,
+    # with the places of their next values in what it returns.
+    nexts = self._returned.nexts
+    numbers = sorted({n for n in nexts if n is not None})
+    self._nexts = {n: nexts.index(n) for n in numbers}
     if configs and not self._nexts:
       raise ValueError(
           f'A training step of {self._workers} must return parameters and'
@@ -156,14 +155,12 @@ class RemoteProgram:
         n for n, a in enumerate(self._call.arrays)
         if a.role == 'shared' and n not in self._nexts
     ]
-    sizes = [closed.in_avals[n + 1].size for n in others]
-    self._given = [n for n, size in zip(others, sizes) if size <= _FEW]
-    self._others = [n for n, size in zip(others, sizes) if size > _FEW]
+    self._given = [n for n in others if closed.in_avals[n].size <= _FEW]
+    self._others = [n for n in others if n not in self._given]
     self._messages = ' '.join(self._plan.meetings)
     self._tag = frames.tag(self._messages, b'', False)
     self._shared = ', '.join(
-        f'{self._call.arrays[n].name} {closed.in_avals[n + 1]}'
-        for n in self._nexts
+        f'{self._call.arrays[n].name} {closed.in_avals[n]}' for n in self._nexts
     )
     self._text = agreement.describe(configs) | {
         'workers': str(self._workers.count),
@@ -172,38 +169,39 @@ class RemoteProgram:
     }
     self._closed = closed
 
-  def _current(self, link: Connection, arrays: Sequence[Any]) -> list[Any]:
+  def _current(self, arrays: Sequence[Any]) -> list[Any]:
     """Returns the arrays as they are in the round that is open."""
-    arrays, was_behind = list(arrays), False
-    nexts = self._returned.nexts
-    wanted = [n is not None and n not in nexts[:i] for i, n in enumerate(nexts)]
-    if self._follows is None and (
-        not link.position.chain or link.position.round < link.open
-    ):
-      self._follows = Plan(self._closed, wanted, follows=True)
+    link, arrays = self._link, list(arrays)
+    before = link.position
+    if before.chain and before.round >= link.open:
+      return arrays
+    if self._follows is None:
+      self._follows = Plan(
+          self._closed, list(self._nexts.values()), follows=True
+      )
       if self._workers.mesh is None:
         self._follows.compile()  # now, not after the state was taken
-    if not link.position.chain:
-      self._take(link, arrays)
-      was_behind = True
+    if not before.chain:
+      self._take(arrays)
+    received: list[list[bytes]] = []
+
+    def next_list(*_: Any) -> list[bytes]:
+      return received.pop() if received else link.exchange(b'')
+
     while link.position.round < link.open:
-      messages = link.exchange(None)
-      if self._is_other(link, messages):
-        continue
-      received = [messages]
+      messages = link.exchange(b'')
+      if not self._is_other(messages):
+        received.append(messages)
       while received:  # not every step of local updates exchanges
-        values = iter(self._execute(self._follows, link, arrays, received))
-        for n, is_wanted in zip(nexts, wanted):
-          if is_wanted:
-            arrays[n] = next(values)
-      was_behind = True
-    if was_behind:
-      for number, (_, *copies) in self._call.own_params.items():
-        for own in copies:
-          arrays[own] = arrays[number].astype(arrays[own].dtype)[None]
+        values = self._execute(self._follows, arrays, next_list)
+        for n, x in zip(self._nexts, values):
+          arrays[n] = x
+    for number, (_, *copies) in self._call.own_params.items():
+      for own in copies:
+        arrays[own] = arrays[number].astype(arrays[own].dtype)[None]
     return arrays
 
-  def _is_other(self, link: Connection, messages: Sequence[bytes]) -> bool:
+  def _is_other(self, messages: Sequence[bytes]) -> bool:
     """Returns whether a list is of another step, which changes no state.
 
     The others have called it, to evaluate, while this worker was late. Raises
@@ -221,17 +219,15 @@ class RemoteProgram:
           ' the optimizer of what changes.'
       )
     if frames.changes_state(tag):  # only a later state can be followed
-      link.position = Position(link.position.round)
+      self._link.position = Position(self._link.position.round)
       raise Behind
     return True
 
-  def _take(self, link: Connection, arrays: list[Any]) -> None:
+  def _take(self, arrays: list[Any]) -> None:
     """Puts another worker's shared state in place of this worker's."""
-    state, start = link.state(), 8
-    trained = int.from_bytes(state[:start], 'little', signed=True)
-    link.position = link.position._replace(trained=trained)
+    state, start = self._link.state(), 0
     for n in self._nexts:
-      like = jax.eval_shape(_data, self._closed.in_avals[n + 1])
+      like = jax.eval_shape(_data, self._closed.in_avals[n])
       x: Any = _read(state, start, like)
       start += x.nbytes
       if prng.is_key_array(arrays[n]):
@@ -242,65 +238,40 @@ class RemoteProgram:
   def _execute(
       self,
       plan: Plan,
-      link: Connection | None,
       arrays: Sequence[Any],
-      received: list[list[bytes]] | None = None,
+      exchange: Callable[[Sequence[Any], bytes], list[bytes]],
   ) -> list[Any]:
-    """Runs a plan, which takes away lists that were `received` before it.
+    """Runs a plan, with messages as bytes: b'' if it only receives."""
 
-    Without a link this worker is alone.
-    """
-    ahead = [] if received is None else received
-    return plan.run(
-        [np.int32(self._rank), *arrays],
-        lambda types, sent: self._exchange(link, arrays, types, sent, ahead),
-    )
+    def meet(types: list[Any], sent: list[Any] | None) -> list[Any]:
+      body = b'' if sent is None else self._tag + _joined(sent)
+      messages = exchange(arrays, body)
+      start, found = frames.CHAIN, []
+      present = np.array(list(map(bool, messages)))
+      for aval in types:
+        rows = np.zeros((len(messages), *aval.shape), aval.dtype)
+        for i in np.flatnonzero(present):
+          rows[i] = _read(messages[i], start, aval)
+        found.append((rows, present, present[self._rank]))
+        start += aval.size * aval.dtype.itemsize
+      return found
 
-  def _exchange(
-      self,
-      link: Connection | None,
-      arrays: Sequence[Any],
-      types: list[Any],
-      sent: list[Any] | None,
-      received: list[list[bytes]],
-  ) -> list[Any]:
-    """Exchanges one message, or reads those of a round that is over."""
-    sketch = b''
-    if sent is None:
-      assert link is not None
-      messages = received.pop() if received else link.exchange(None)
-    else:
-      for x in sent:
-        if isinstance(x, jax.Array) and x.is_fully_addressable:
-          x.copy_to_host_async()
-      body = self._tag + _joined(sent)
-      messages = [b''] * self._workers.count
-      messages[self._rank] = body
-      while link is not None:
-        sketch = b''
-        now, trained = link.position.round, link.position.trained
-        if self._nexts and now // CHECK_EVERY > trained // CHECK_EVERY:
-          sketch = _sketch([arrays[n] for n in self._nexts])
-        messages = link.exchange(body + sketch)
-        if not self._is_other(link, messages):
-          break
-    if link is not None and self._nexts:
-      at = link.position
-      link.position = at._replace(trained=at.round - 1)
-    start = len(self._tag)
-    present = np.array(list(map(bool, messages)))
-    found = []
-    for aval in types:
-      rows = np.zeros((len(messages), *aval.shape), aval.dtype)
-      for i in np.flatnonzero(present):
-        rows[i] = _read(messages[i], start, aval)
-      found.append((rows, present, present[self._rank]))
-      start += aval.size * aval.dtype.itemsize
-    if sketch:
-      self._has_parted |= _has_parted(
-          sketch, {i: x[start:] for i, x in enumerate(messages) if x}
-      )
-    return found
+    return plan.run([*arrays, np.int32(self._rank)], meet)
+
+  def _exchange(self, arrays: Sequence[Any], body: bytes) -> list[bytes]:
+    """Sends a message of the step; returns all of its round."""
+    while True:
+      sketch, at = b'', self._link.position
+      if self._nexts and at.round // CHECK_EVERY > at.trained // CHECK_EVERY:
+        sketch = _sketch([arrays[n] for n in self._nexts])
+      messages = self._link.exchange(body + sketch)
+      if self._is_other(messages):
+        continue
+      if sketch and _has_parted(
+          sketch, {i: x[len(body) :] for i, x in enumerate(messages) if x}
+      ):
+        self._link.part()
+      return messages
 
 
 # Bytes of arrays --------------------------------------------------------------
@@ -310,17 +281,19 @@ def _data(x: Any) -> Any:
   return jax.random.key_data(x) if prng.is_key_array(x) else x
 
 
-def _host(x: Any) -> np.ndarray:
-  """Returns an array as a whole, also one on the devices of all processes."""
+def _whole(x: Any) -> Any:
+  """Returns an array that is on the devices of all processes as a whole."""
+  x = _data(x)
   if isinstance(x, jax.Array) and not (
       x.is_fully_addressable or x.is_fully_replicated
   ):
-    x = multihost_utils.process_allgather(x, tiled=True)
-  return np.asarray(x)
+    return multihost_utils.process_allgather(x, tiled=True)
+  return x
 
 
 def _joined(arrays: Sequence[Any]) -> bytes:
-  return b''.join(_host(_data(x)).tobytes() for x in arrays)
+  on_host = jax.device_get(list(map(_whole, arrays)))
+  return b''.join(np.asarray(x).tobytes() for x in on_host)
 
 
 def _read(data: bytes, start: int, like: Any) -> np.ndarray:
@@ -333,14 +306,13 @@ def _read(data: bytes, start: int, like: Any) -> np.ndarray:
 
 def _digest(arrays: Sequence[Any]) -> bytes:
   """Returns a digest of arrays, the same however they are sharded."""
-  found = _sketched(list(map(_data, arrays))) if arrays else [np.zeros(0)]
-  return frames.digest(_host(found[0]).tobytes())
+  return _sketch(arrays)[frames.CHAIN : 2 * frames.CHAIN]
 
 
 def _steps_in(arrays: Sequence[Any]) -> int:
   """Returns the largest count of steps in a state."""
   return max((
-      int(_host(x)) for x in arrays if x.dtype == np.int32 and not x.ndim
+      int(_whole(x)) for x in arrays if x.dtype == np.int32 and not x.ndim
   ), default=0)
 
 
@@ -349,18 +321,18 @@ def _sketch(arrays: Sequence[Any]) -> bytes:
   device = jax.devices()[0]
   platform = (device.device_kind, device.client.platform_version,
               os.environ.get('XLA_FLAGS', ''))
-  digests, samples = map(_host, _sketched(list(map(_data, arrays))))
+  digests, samples = _sketched(list(arrays))
   return b''.join([
       frames.digest(*map(str.encode, platform)),
-      frames.digest(digests.tobytes()),
-      samples.tobytes(),
+      frames.digest(_joined([digests])),
+      _joined([samples]),
   ])
 
 
 @jax.jit
 def _sketched(arrays: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
   digests, samples = [], []
-  for x in arrays:
+  for x in map(_data, arrays):
     start = np.zeros(x.ndim, np.uint32)
     digests.append(bits.digest_block(x, start, x.shape))
     if jnp.iscomplexobj(x):
@@ -371,7 +343,7 @@ def _sketched(arrays: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
     samples.append(jnp.concatenate([
         largest, some, jnp.zeros(_SAMPLE - some.size, jnp.float32)
     ]))
-  return jnp.stack(digests), jnp.stack(samples)
+  return jnp.array(digests), jnp.array(samples)
 
 
 def _has_parted(own: bytes, everyones: Mapping[int, bytes]) -> bool:

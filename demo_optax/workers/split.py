@@ -9,8 +9,9 @@ All that a step exchanges at one depth, the number of exchanges that it depends
 on, is one message. A step with one exchange is two programs and one round.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 from jax.extend import core
@@ -22,7 +23,8 @@ from demo_optax.workers.collectives import meet_p
 Exchange = Callable[[list[Any], list[Any] | None], list[Any]]
 
 
-class _Equation(NamedTuple):
+@dataclasses.dataclass(eq=False)
+class _Equation:
   """An equation that a step needs, and the variables that it needs itself."""
 
   eqn: Any
@@ -40,33 +42,28 @@ class Plan:
   def __init__(
       self,
       closed: core.ClosedJaxpr,
-      wanted: Sequence[bool] | None = None,
+      wanted: Sequence[int] | None = None,
       follows: bool = False,
       donated: Sequence[int] = (),
       build: Callable[..., Any] | None = None,
   ):
     """Cuts a step.
 
-    It returns the outputs that are `wanted`, by default all. One that `follows`
-    only receives. The inputs of the numbers `donated` may be overwritten once
-    all exchanges have succeeded. `build(part, ins, outs, is_last)` makes a
-    program of a function and its variables, by default `jax.jit`.
+    It returns the outputs of the numbers `wanted`, by default all. One that
+    `follows` only receives. The inputs of the numbers `donated` may be
+    overwritten once all exchanges have succeeded. `build(part, ins, outs,
+    is_last)` makes a program of a function and its variables, by default
+    `jax.jit`.
     """
     self._jaxpr, self._follows = closed.jaxpr, follows
     self._known = dict(zip(closed.jaxpr.constvars, closed.consts))
-    outs = [
-        v for i, v in enumerate(closed.jaxpr.outvars)
-        if wanted is None or wanted[i]
-    ]
-    eqns, live = self._needed(outs)
-    self.uses = [v in live for v in closed.jaxpr.invars]
-    # What is exchanged, as text, in order, in all branches.
-    self.meetings: list[str] = [
-        text for e in eqns if e.exchanges for text in (
-            [m for plan in e.branches for m in plan.meetings]
-            or [str(e.eqn.invars[0].aval)]
-        )
-    ]
+    outs = closed.jaxpr.outvars
+    if wanted is not None:
+      outs = [outs[i] for i in wanted]
+    self._live = set(_variables(outs))  # what is needed of all variables
+    eqns = self._needed()
+    self.uses = [v in self._live for v in closed.jaxpr.invars]
+    self.meetings = _meetings(closed.jaxpr)
     self._rounds = self._by_depth(eqns)
     given = [closed.jaxpr.invars[i] for i in donated]
     self._parts = self._cut(eqns, outs, given, build)
@@ -74,8 +71,7 @@ class Plan:
   def compile(self) -> None:
     """Compiles the parts, those of branches too, before they are run."""
     for program, ins, _ in self._parts:
-      shapes = [jax.ShapeDtypeStruct(*_form(v)) for v in ins]
-      program.lower(*shapes).compile()
+      program.lower(*(v.aval for v in ins)).compile()
     for e in (e for of in self._rounds for e in of):
       for plan in e.branches:
         plan.compile()
@@ -84,8 +80,8 @@ class Plan:
     """Runs the step; returns the outputs that are wanted."""
     values = self._known | dict(zip(self._jaxpr.invars, args))
 
-    def value(v: Any) -> Any:
-      return values[v] if isinstance(v, core.Var) else v.val
+    def value(v: Any) -> Any:  # None if it is not needed
+      return values.get(v) if isinstance(v, core.Var) else v.val
 
     for (program, ins, outs), of in zip(self._parts, self._rounds):
       values |= zip(outs, program(*map(value, ins)))
@@ -96,42 +92,37 @@ class Plan:
         found = exchange(types, None if self._follows else sent)
         for eqn, met in zip(meets, found):
           values |= zip(eqn.outvars, met)
-      for eqn, _, plans in (e for e in of if e.branches):
-        plan = plans[int(value(eqn.invars[0])) if len(plans) > 1 else 0]
-        inner = eqn.invars[-len(plan.uses) :] if plan.uses else []
-        own = [value(v) if used else None for v, used in zip(inner, plan.uses)]
-        outs = [v for v in eqn.outvars if v in self._read]
+      for e in (e for e in of if e.branches):
+        has_number = len(e.branches) > 1
+        plan = e.branches[value(e.eqn.invars[0]) if has_number else 0]
+        own = list(map(value, e.eqn.invars[has_number:]))
+        outs = [v for v in e.eqn.outvars if v in self._live]
         values |= zip(outs, plan.run(own, exchange))
     program, ins, _ = self._parts[-1]
     last = list(map(value, ins))
     values.clear()  # of what is donated no other reference is left
     return list(program(*last))
 
-  def _needed(
-      self, outs: Sequence[Any]
-  ) -> tuple[list[_Equation], set[Any]]:
-    """Returns the equations, in order, and the variables that are needed."""
-    live = {v for v in outs if isinstance(v, core.Var)}
-    found = []
+  def _needed(self) -> list[_Equation]:
+    """Returns the equations that are needed; adds to the live variables."""
+    live, found = self._live, []
     for eqn in reversed(self._jaxpr.eqns):
-      ins, plans = _variables(eqn), []
+      ins, plans = list(eqn.invars), []
       if eqn.primitive is meet_p:  # a message is sent and read in any case
         ins = [] if self._follows else ins
-      elif _meets_in(eqn):
-        wanted = [v in live for v in eqn.outvars]
+      elif any(map(_meetings, core.jaxprs_in_params(eqn.params))):
+        wanted = [i for i, v in enumerate(eqn.outvars) if v in live]
         plans = [Plan(b, wanted, self._follows) for b in _branches(eqn)]
-        uses = [any(use) for use in zip(*(plan.uses for plan in plans))]
-        for plan in plans:
-          plan.uses = uses
-        uses = [True] * (len(eqn.invars) - len(uses)) + uses
-        ins = [v for v, used in zip(eqn.invars, uses) if used]
-        ins = [v for v in ins if isinstance(v, core.Var)]
+        number = ins[: len(plans) > 1]  # of the branch
+        ins = number + [
+            v for plan in plans
+            for v, used in zip(ins[len(number) :], plan.uses) if used
+        ]
       elif not live & {*eqn.outvars} and (self._follows or not eqn.effects):
         continue
-      live.update(ins)
-      found.append(_Equation(eqn, ins, plans))
-    self._read = live
-    return found[::-1], live
+      live.update(_variables(ins))
+      found.append(_Equation(eqn, _variables(ins), plans))
+    return found[::-1]
 
   def _by_depth(self, eqns: Sequence[_Equation]) -> list[list[_Equation]]:
     """Returns those that exchange, by the number of exchanges before them."""
@@ -140,7 +131,7 @@ class Plan:
     rounds: dict[int, list[_Equation]] = {}
     # Of all equations: one that only receives must count as the others do.
     for eqn in self._jaxpr.eqns:
-      depth = max((depths.get(v, 0) for v in _variables(eqn)), default=0)
+      depth = max((depths.get(v, 0) for v in _variables(eqn.invars)), default=0)
       e = needed.get(id(eqn))
       if e is not None and e.exchanges:
         rounds.setdefault(depth, []).append(e)
@@ -164,42 +155,41 @@ class Plan:
     made = {v: e for e in eqns for v in e.eqn.outvars}
     effects = [e for e in eqns if e.eqn.effects and not e.exchanges]
     read = [[v for e in of for v in e.ins] for of in self._rounds]
-    last = [
-        *(v for v in outs if isinstance(v, core.Var)),
-        *(v for e in effects for v in e.ins),
-    ]
+    read.append(_variables(outs))
     parts = []
-    done: set[int] = set()
-    for number, ahead in enumerate(map(list, [*read, last])):
-      is_last = number == len(read)
-      mine = {id(e) for e in effects} - done if is_last else set[int]()
+    done: set[_Equation] = set()
+    for number, wanted in enumerate(read):
+      is_last = number == len(self._rounds)
+      ahead = [made[v] for v in wanted if v in made]
+      ahead += effects if is_last else []
+      mine: set[_Equation] = set()
       while ahead:
-        e = made.get(ahead.pop())
-        if e is not None and not e.exchanges and id(e) not in done | mine:
-          mine.add(id(e))
-          ahead += e.ins
-      part = [e for e in eqns if id(e) in mine]
-      done |= {id(e) for e in part if e.ins}
+        e = ahead.pop()
+        if not e.exchanges and e not in mine and e not in done:
+          mine.add(e)
+          ahead += [made[v] for v in e.ins if v in made]
+      part = [e for e in eqns if e in mine]
+      done |= {e for e in part if e.ins}
       own = {v for e in part for v in e.eqn.outvars}
-      ins = [v for e in part for v in e.ins] + (last if is_last else [])
+      ins = [v for e in part for v in e.ins] + (wanted if is_last else [])
       ins = [v for v in dict.fromkeys(ins) if v not in own]
       out = list(outs)
       if not is_last:
         # Read later on: by exchanges, and by other parts.
-        later = {v for e in eqns if id(e) not in done for v in e.ins} | {*last}
+        later = {v for e in eqns if e not in done for v in e.ins} | {*read[-1]}
         later &= {v for e in part if e.ins for v in e.eqn.outvars}
-        later |= {v for of in read[number:] for v in of}
+        later |= {v for of in read[number:-1] for v in of}
         out = [v for e in part for v in e.eqn.outvars if v in later]
       body = core.jaxpr_as_fun(core.ClosedJaxpr(
           self._jaxpr.replace(
               constvars=[], invars=ins, outvars=out, eqns=[e.eqn for e in part]
           ), []
       ))
-      if build is not None:
-        program = build(body, ins, out, is_last)
-      else:
-        free = self._donated(ins, out, given) if is_last else []
-        program = jax.jit(body, donate_argnums=free)
+      free = self._donated(ins, out, given) if is_last else []
+      program = (
+          jax.jit(body, donate_argnums=free) if build is None
+          else build(body, ins, out, is_last)
+      )
       parts.append((program, ins, out))
     return parts
 
@@ -221,25 +211,28 @@ def _form(v: Any) -> Any:
   return v.aval.shape, v.aval.dtype
 
 
-def _variables(eqn: Any) -> list[Any]:
-  return [v for v in eqn.invars if isinstance(v, core.Var)]
+def _variables(of: Sequence[Any]) -> list[Any]:
+  return [v for v in of if isinstance(v, core.Var)]
 
 
-def _meets_in(eqn: Any) -> bool:
-  return any(
-      inner.primitive is meet_p or _meets_in(inner)
-      for jaxpr in core.jaxprs_in_params(eqn.params)
-      for inner in jaxpr.eqns
-  )
+def _meetings(jaxpr: core.Jaxpr) -> list[str]:
+  """Returns the types of what is exchanged, in order, in all branches."""
+  found = []
+  for eqn in jaxpr.eqns:
+    if eqn.primitive is meet_p:
+      found.append(str(eqn.invars[0].aval))
+    for inner in core.jaxprs_in_params(eqn.params):
+      found += _meetings(inner)
+  return found
 
 
-def _branches(eqn: Any) -> Iterator[core.ClosedJaxpr]:
+def _branches(eqn: Any) -> Sequence[core.ClosedJaxpr]:
   """Returns what an equation runs one of, the host choosing it."""
   name = eqn.primitive.name
   if name == 'cond':
-    return iter(eqn.params['branches'])
+    return eqn.params['branches']
   if name in ('pjit', 'jit'):
-    return iter([eqn.params['jaxpr']])
+    return [eqn.params['jaxpr']]
   raise ValueError(
       'A step with Workers.remote must exchange outside of loops and of what is'
       f' differentiated, got an exchange inside of {name!r}. Call the step once'

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 import demo_optax
 from demo_optax import checkpoint
 from demo_optax import compressors as codes
-from demo_optax.checkpoint.resize import regroup
+from demo_optax.checkpoint.leaves import regroup
 from demo_optax.compressors import leaves
 
 COMPRESSOR = demo_optax.dct_topk(chunk_size=8, topk=3)

@@ -249,7 +249,7 @@ class Interrupted:
     self.link, self.real, self.calls = link, link.exchange, 0
 
   def exchange(self, body):
-    self.calls += body is not None
+    self.calls += bool(body)
     if body and self.calls % 3 == 1:
       raise KeyboardInterrupt
     found = self.real(body)

@@ -44,7 +44,7 @@ class Rounds:
   def round(self, links=None, size=100):
     """One round with messages of random bytes, before any deadline."""
     links = self.links if links is None else links
-    tag = bytes(frames.CHAIN)  # of the step
+    tag = frames.tag('', b'', True)  # of a training step
     bodies = {id(link): tag + os.urandom(size) for link in links}
     lists = self.each(lambda link: link.exchange(bodies[id(link)]), links)
     expected = [bodies.get(id(link), b'') for link in self.links]
@@ -59,13 +59,13 @@ class Rounds:
       number = relay.round
       time.sleep(0.3)
       held.append(relay.round == number)
-      relay._deadline = 0
+      relay.deadline = 0
 
     thread = threading.Thread(target=pass_deadline)
     thread.start()
     self.round(links)
     thread.join(20)
-    relay._deadline = 60
+    relay.deadline = 60
     assert held == [True]
 
 
@@ -94,7 +94,7 @@ def test_a_missing_worker_costs_one_deadline(rounds, joined, listens):
   assert late.exchange(bytes(frames.CHAIN))[2] == b''
   while late.position.round < rounds.links[0].position.round:
     if listens:
-      late.exchange(None)
+      late.exchange(b'')
     else:
       assert late.exchange(b'late')[2] == b''
   assert late.position == rounds.links[0].position
@@ -109,7 +109,7 @@ def test_a_worker_that_pauses_is_not_waited_for(rounds):
   for _ in range(3):
     rounds.round(rounds.links[:2])
   while away.position.round < rounds.links[0].position.round:
-    away.exchange(None)
+    away.exchange(b'')
   # The others do not wait for its first message, but for the next one.
   rounds.each(lambda link: link.exchange(bytes(frames.CHAIN)))
   rounds.round()
@@ -135,10 +135,10 @@ def test_another_configuration_is_refused(joined):
     if rank:
       wait_until(lambda: 0 in joined.relay._members)
     try:
-      links[rank].hello(frames.write_text(
-          {'version': '1', 'compressor': f'k={8 + rank}'}), b'x' * 16)
+      text = f'{{"version": "1", "compressor": "k={8 + rank}"}}'
+      links[rank].hello(text.encode(), b'x' * 16)
     finally:
-      joined.relay._start = 0
+      joined.relay.start = 0
 
   welcome, error = at_once(hello, range(2))
   assert welcome is None and 'different are compressor' in str(error)
@@ -227,7 +227,7 @@ def test_keys(tmp_path):
       with pytest.raises(ValueError, match='keys must be given'):
         Link(address, 0, 2, None)
   with pytest.raises(ValueError, match='must be a file of keys'):
-    frames.read_keys(__file__)
+    frames.keys_for('', __file__)
   first, *own = map(str, files)
   with Joined(2, keys=first) as joined:
     links = [Link(joined.address, r, 2, key) for r, key in enumerate(own)]
@@ -281,8 +281,8 @@ def test_a_run_begins_with_the_newest_state():
     rounds = Rounds(joined, 3)
     digests, steps = (b'a' * 16, b'b' * 16, b'b' * 16), (0, 50, 50)
     rounds.each(lambda x: x.hello(b'{}', digests[x._rank], steps[x._rank]))
-    found = [bool(link.position.chain) for link in rounds.links]
-    assert found == [False, True, True]
+    behind, *lists = rounds.each(lambda link: link.exchange(b'x'))
+    assert isinstance(behind, Behind) and lists == [[b'', b'x', b'x']] * 2
     rounds.__exit__()
 
 
@@ -294,13 +294,13 @@ def test_a_longer_run_that_comes_back(rounds, joined):
   new = Link(joined.address, 0, 3, None)
   rounds.links[0].close()
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(joined.relay, '_start', 0.2)
+    patch.setattr(joined.relay, 'start', 0.2)
     new.hello(b'{}', b'another state')
     new.exchange(bytes(frames.CHAIN))
 
   def begin():  # without the one that was refused, sooner than it does
     wait_until(lambda: len(joined.relay._members) == 2)
-    joined.relay._began, joined.relay._deadline = 0, 2
+    joined.relay._began, joined.relay.deadline = 0, 2
 
   *lists, _ = at_once(lambda call: call(), [
       *(functools.partial(link.exchange, bytes(frames.CHAIN))
@@ -324,7 +324,7 @@ def test_a_damaged_state_is_asked_for_again(rounds, joined):
   while thread.is_alive() and time.monotonic() < until:
     rounds.round(rounds.links[:2])
     if source.state_wanted and damaged:
-      source._push(damaged.pop(), source.position)
+      source._push(damaged.pop(), source._header(frames.PUSH))
     elif source.state_wanted:
       source.send_state(b'state')
     time.sleep(0.02)
@@ -336,7 +336,7 @@ def test_limits(joined):
       (3, 4), (0, 4), (0, 3)))
   with pytest.raises(RuntimeError, match='rank must be from 0 to 2, got 3'):
     rank.hello(b'{}', b'')
-  joined.relay._start = 0.1
+  joined.relay.start = 0.1
   with pytest.raises(ValueError, match='count must be that of the relay, 3'):
     count.hello(b'{}', b'')
   time.sleep(relay._SECONDS)  # then another program may have its rank
@@ -358,9 +358,8 @@ def test_a_run_that_all_have_left():
         rounds.round()
     time.sleep(relay._SECONDS)  # then other programs may have these ranks
     with Rounds(joined, 2) as rounds:
-      assert not any(link.position.chain for link in rounds.links)
-      assert all(isinstance(x, Behind)
-                 for x in rounds.each(lambda link: link.state()))
+      for call in (lambda link: link.exchange(b'x'), Link.state):
+        assert all(isinstance(x, Behind) for x in rounds.each(call))
       rounds.round()
 
 

@@ -78,8 +78,7 @@ def test_the_parts_are_the_step(count):
   assert everyone.sent == [first, *rest]
   assert plan.meetings == [*first, *['float32[]'] * 3]
   # One that only receives, without its x, has the same results.
-  wanted = [True, True, False, True, False, False, False]
-  follows = Plan(closed, wanted, follows=True)
+  follows = Plan(closed, [0, 1, 3], follows=True)
   assert follows.uses == [True, False, True]
   w_here, _, count_here = arrays(count)
   found = follows.run([w_here, None, count_here], everyone.read)

@@ -1,0 +1,446 @@
+"""Local updates: workers train alone, and exchange how far they moved.
+
+The exchange is in a branch at the end of a period. Its predicate comes from
+counters that are equal on all workers: no other step communicates.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+
+from demo_optax import _checks, _tree, compressors
+from demo_optax.compressors import Compressor, chunking
+from demo_optax.demo import DeMoState, scale_by_demo
+from demo_optax.exchange.algorithm import ExchangeKind
+from demo_optax.numerics.topk import Average
+from demo_optax.per_worker import stack_own, stays_finite
+from demo_optax.workers import Spec, Workers, inside, lift
+
+__all__ = [
+  'LocalUpdatesState',
+  'demo_diloco',
+  'diloco',
+  'local_updates',
+  'sparse_loco',
+]
+
+# Steps between exchanges: a number, or a schedule of the steps done.
+Period = int | Callable[[chex.Numeric], chex.Numeric]
+
+
+class OwnState(NamedTuple):
+  """State of each worker, stacked `[workers, ...]`."""
+
+  params: chex.ArrayTree  # replace the model's in a step
+  inner: chex.ArrayTree  # state of the inner optimizer
+  skipped: chex.Array  # int32 [workers], steps that were not finite
+  start: chex.ArrayTree  # if drift, after the last exchange; else ()
+
+
+class LocalUpdatesState(NamedTuple):
+  """State of `local_updates`.
+
+  `global_params` are those after the last exchange, in the dtype of momentum
+  (float32 for bfloat16); with `drift=True` the mean of the workers'.
+  """
+
+  count: chex.Array  # int32 [], steps so far
+  steps_since_sync: chex.Array  # int32 []
+  global_params: chex.ArrayTree
+  outer: chex.ArrayTree  # state of the outer optimizer and its exchange
+  worker_stacked: OwnState
+
+
+def local_updates(
+    inner: optax.GradientTransformation,
+    outer: optax.GradientTransformation,
+    sync_period: Period,
+    *,
+    workers: Workers,
+    drift: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+  r"""Lets workers train alone and exchange every `sync_period` steps.
+
+  With the global parameters :math:`s`, for worker :math:`i` with parameters
+  :math:`x_i`, which are :math:`s` after each exchange:
+
+  .. math::
+    x_i &\leftarrow x_i + \mathrm{inner}(g_i)
+        \qquad \text{every step} \\
+    G_i &= s - x_i \qquad \text{after } H \text{ steps} \\
+    s   &\leftarrow s + \mathrm{outer}(G_1, \dots, G_N) \\
+    x_i &\leftarrow s
+
+  The published methods (`diloco`, `demo_diloco`, `sparse_loco`) are choices of
+  `outer`.
+
+  Inside a `data_parallel` step the model has :math:`x_i`, which the optimizer
+  state keeps; outside :math:`s`, for evaluation and checkpoints. Weights loaded
+  between steps reach all workers. A change inside a step, other than by
+  `update`, is lost.
+
+  :math:`s` has the same bits on all workers, and so has :math:`x_i` after an
+  exchange. Other steps communicate only their results, such as the mean of a
+  loss. A worker skips a step, and keeps its inner state, if its gradient,
+  parameters or inner state would not be finite.
+
+  Args:
+    inner: each worker's optimizer.
+    outer: a chain as for gradients: an exchange, which averages the workers'
+      pseudo-gradients :math:`G_i`, and a base optimizer, such as
+      `optax.chain(scale_by_demo(...), optax.sgd(0.7))`. Extra arguments of
+      `update` go to both.
+    sync_period: :math:`H`, at least 1: a number, or a schedule of the steps
+      done. Workers exchange after step :math:`t` if at least :math:`H(t)` steps
+      were made since the last exchange.
+    workers: those of the step; not `Workers.on_axis`.
+    drift: whether `outer` makes a different update for every worker, which
+      keeps parameters :math:`s_i`. Then :math:`s` is their mean, for
+      evaluation, and each exchange includes a dense all-reduce of the
+      parameters.
+
+  Example:
+    >>> import demo_optax, jax, jax.numpy as jnp, optax
+    >>> workers = demo_optax.Workers.simulated(2)
+    >>> outer = optax.chain(
+    ...     demo_optax.average(workers=workers), optax.sgd(1.0))
+    >>> tx = demo_optax.local.local_updates(
+    ...     optax.sgd(1.0), outer, sync_period=2, workers=workers)
+    >>> params = {'w': jnp.zeros(())}
+    >>> state = tx.init(params)
+    >>> @demo_optax.data_parallel(workers)
+    ... def train_step(params, state, x):
+    ...   grads = jax.grad(lambda params: params['w'] * x.mean())(params)
+    ...   updates, state = tx.update(grads, state, params)
+    ...   return optax.apply_updates(params, updates), state
+    >>> for step in range(2):
+    ...   params, state = train_step(params, state, jnp.array([1.0, 3.0]))
+    ...   print(state.worker_stacked.params['w'], params['w'])
+    [-1. -3.] 0.0
+    [-4. -4.] -4.0
+  """
+  _checks.check_type(
+      'workers', workers, Workers, 'demo_optax.Workers.simulated(4)'
+  )
+  if workers.kind == 'on_axis':
+    raise TypeError(
+        'workers must be Workers.simulated, on_mesh or remote, which'
+        f' data_parallel needs, got {workers}.'
+    )
+  if not callable(sync_period):
+    _checks.check_positive('sync_period', sync_period)
+  inner = optax.with_extra_args_support(inner)
+  outer = optax.with_extra_args_support(outer)
+
+  def init_fn(params: chex.ArrayTree) -> LocalUpdatesState:
+    params = workers.device_put(_tree.mask_others(params))
+    # Copies, so that both can be donated; wide, so that small changes count.
+    global_params = jax.tree_util.tree_map_with_path(
+        lambda path, x: jnp.array(x, _tree.momentum_dtype(path, x)), params
+    )
+    count, steps_since_sync, skipped = (
+        workers.device_put(jnp.zeros((), jnp.int32)) for _ in range(3)
+    )
+    start = global_params if drift else ()
+    own = stack_own(
+        OwnState(params, inner.init(params), skipped, start), workers
+    )
+    outer_state = outer.init(global_params)
+    return LocalUpdatesState(
+        count, steps_since_sync, global_params, outer_state, own
+    )
+
+  def update(
+      updates: Any, state: LocalUpdatesState, params: Any, **extra_args: Any
+  ) -> tuple[Any, LocalUpdatesState]:
+    inside.check_in_step('The update of local_updates')
+    _check_shapes(updates, params)
+    own = _inner_step(
+        inner, _tree.mask_others(updates), state.worker_stacked, extra_args
+    )
+    steps = state.steps_since_sync + 1
+    period = sync_period(state.count) if callable(sync_period) else sync_period
+    due = jnp.logical_not(steps < period)  # also for a period of NaN
+
+    def exchange() -> tuple[OwnState, chex.ArrayTree, chex.ArrayTree]:
+      start = own.start if drift else state.global_params
+      # How far the worker moved from the start, in the parameters' dtype.
+      moved = jax.tree.map(
+          lambda s, x: s.astype(x.dtype).astype(s.dtype) - x.astype(s.dtype),
+          start, own.params,
+      )
+      change, outer_state = outer.update(
+          moved, state.outer, state.global_params, **extra_args
+      )
+      start = jax.tree.map(
+          lambda s, u: (s.astype(u.dtype) + u).astype(s.dtype), start, change
+      )
+      new = own._replace(
+          params=optax.tree.cast_like(start, own.params),
+          start=start if drift else (),
+      )
+      shared = (
+          inside.over_workers(start) if drift
+          else inside.alike(start, _NO_EXCHANGE)
+      )
+      return new, shared, optax.tree.cast_like(outer_state, state.outer)
+
+    own, global_params, outer_state = jax.lax.cond(
+        due, exchange, lambda: (own, state.global_params, state.outer)
+    )
+    change = jax.tree.map(
+        lambda x, new: jnp.zeros_like(x)
+        if isinstance(new, optax.MaskedNode) else new - x,
+        params, own.params,
+    )
+    return change, LocalUpdatesState(
+        count=optax.safe_increment(state.count),
+        steps_since_sync=jnp.where(due, 0, steps).astype(jnp.int32),
+        global_params=global_params,
+        outer=outer_state,
+        worker_stacked=own,
+    )
+
+  return optax.GradientTransformationExtraArgs(
+      init_fn, functools.partial(_tree.update_without_variables, update)
+  )
+
+
+def _inner_step(
+    inner: optax.GradientTransformationExtraArgs,
+    gradients: chex.ArrayTree,
+    own: OwnState,
+    extra_args: dict[str, Any],
+) -> OwnState:
+  """Returns the worker's state after its step, if that is finite."""
+  updates, inner_state = inner.update(
+      gradients, own.inner, own.params, **extra_args
+  )
+  inner_state = optax.tree.cast_like(inner_state, own.inner)
+  params = optax.apply_updates(
+      own.params, optax.tree.cast_like(updates, own.params)
+  )
+  finite = stays_finite((gradients, params), inner_state, own.inner)
+  params, inner_state = optax.tree.where(
+      finite, (params, inner_state), (own.params, own.inner)
+  )
+  skipped = own.skipped + jnp.where(finite, 0, 1).astype(jnp.int32)
+  return OwnState(params, inner_state, skipped, own.start)
+
+
+_NO_EXCHANGE = (
+    'The outer optimizer makes another update of {} for every worker: is there'
+    ' an exchange in it, such as scale_by_demo or average? One that is meant to'
+    ' do so needs local_updates(..., drift=True).'
+)
+
+
+def _check_shapes(gradients: Any, params: Any) -> None:
+  if params is None:
+    raise ValueError(
+        'params must be given. Call tx.update(grads, state, params).'
+    )
+  flat, like = _tree.flatten_alike(gradients, params)
+  for (path, gradient), x in zip(flat, like):
+    if jnp.shape(gradient) != jnp.shape(x):
+      raise ValueError(
+          f'The gradient of {_tree.leaf_name(path)} must have the shape of its'
+          f' parameter, {jnp.shape(x)}, got {jnp.shape(gradient)}. In a'
+          ' data_parallel step take one gradient, with jax.value_and_grad or'
+          ' nnx.value_and_grad.'
+      )
+
+
+# Published methods ------------------------------------------------------------
+
+# The default inner optimizer.
+_ADAMW = optax.adamw(4e-4, b1=0.9, b2=0.95, weight_decay=0.1)
+
+
+def diloco(
+    inner: optax.GradientTransformation | None = None,
+    *,
+    workers: Workers,
+    sync_period: Period = 128,
+    outer_learning_rate: optax.ScalarOrSchedule = 0.7,
+    outer_momentum: float = 0.9,
+) -> optax.GradientTransformationExtraArgs:
+  r"""DiLoCo: averages pseudo-gradients, with Nesterov as the outer optimizer.
+
+  .. math::
+    G &= \mathrm{mean}_i (s - x_i) \\
+    m &\leftarrow \mu m + G \\
+    s &\leftarrow s - \eta\, (G + \mu m)
+
+  It is `local_updates` with `scale_by_demo(full(), 0.0)` and `optax.sgd` as
+  `outer`: a dense all-reduce every `sync_period` steps.
+
+  Args:
+    inner: each worker's optimizer; by default AdamW with a learning rate of
+      4e-4, decays 0.9 and 0.95 and weight decay 0.1.
+    workers: as in `local_updates`.
+    sync_period: as in `local_updates`.
+    outer_learning_rate: :math:`\eta`, a number or a schedule of exchanges. 0.7
+      is published; with few exchanges less was better.
+    outer_momentum: :math:`\mu`.
+
+  References:
+    Douillard et al., `DiLoCo <https://arxiv.org/abs/2311.08105>`_, Algorithm 1.
+  """
+  outer = optax.chain(
+      scale_by_demo(compressors.full(), 0.0, workers=workers),
+      optax.sgd(outer_learning_rate, outer_momentum, nesterov=True),
+  )
+  return local_updates(inner or _ADAMW, outer, sync_period, workers=workers)
+
+
+def demo_diloco(
+    inner: optax.GradientTransformation | None = None,
+    *,
+    workers: Workers,
+    compressor: Compressor | None = None,
+    sync_period: Period = 128,
+    outer_learning_rate: optax.ScalarOrSchedule = 0.7,
+    decay: chex.Numeric = 0.95,
+    average: Average = 'senders',
+    drift: bool = False,
+    exchange: ExchangeKind = 'all_gather',
+    update_values: str | None = None,
+) -> optax.GradientTransformationExtraArgs:
+  r"""DeMo inside DiLoCo: sends the fast part of each worker's outer momentum.
+
+  As `diloco`, with the exchange of `scale_by_demo` for gradients
+  :math:`G_i = s - x_i` and its update :math:`u`. By default
+  :math:`s \leftarrow s - \eta\, u` and :math:`x_i \leftarrow s`, and the
+  momentum :math:`m_i` is an error feedback. `drift=True` is the published
+  method: each worker adds the update to its momentum and makes a Nesterov step
+  with its difference and momentum,
+
+  .. math::
+    m_i &\leftarrow m_i + u \\
+    x_i &\leftarrow s_i - \eta\, (G_i + \beta m_i), \qquad s_i \leftarrow x_i,
+
+  so that workers slowly drift apart. The model outside the step is the mean of
+  the :math:`s_i`, a dense all-reduce with each exchange. The default reached a
+  lower loss wherever both were tried (benchmarks/README.md, "Every H steps").
+
+  Other arguments are those of `diloco` and `scale_by_demo`; the compressor is
+  `dct_topk()` by default, and `decay` is :math:`\beta`.
+
+  References:
+    Nedelkoski et al., `Distributed Low-Communication Training with Decoupled
+    Momentum Optimization <https://arxiv.org/abs/2510.03371>`_, 2025.
+  """
+  compressor = compressors.dct_topk() if compressor is None else compressor
+  shared = scale_by_demo(
+      compressor, decay, workers=workers, average=average, exchange=exchange,
+      update_values=update_values,
+  )
+  if drift:
+    shared = _own_nesterov(shared, decay, workers)
+  outer = optax.chain(shared, optax.scale_by_learning_rate(outer_learning_rate))
+  return local_updates(
+      inner or _ADAMW, outer, sync_period, workers=workers, drift=drift
+  )
+
+
+def sparse_loco(
+    inner: optax.GradientTransformation | None = None,
+    *,
+    workers: Workers,
+    compressor: Compressor | None = None,
+    sync_period: Period = 30,
+    outer_learning_rate: optax.ScalarOrSchedule = 1.0,
+    decay: chex.Numeric = 0.95,
+    exchange: ExchangeKind = 'all_gather',
+    update_values: str | None = None,
+) -> optax.GradientTransformationExtraArgs:
+  """SparseLoCo: sends the largest raw differences in few bits.
+
+  As `demo_diloco`, with `average='workers'` and without a transform: by default
+  64 of 4096 elements, 1.6 %, in four bits (published: two bits). The momentum
+  is the error feedback :math:`e_i`.
+
+  References:
+    Sarfi et al., `Communication Efficient LLM Pre-training with SparseLoCo
+    <https://arxiv.org/abs/2508.15706>`_, 2025, Algorithm 1.
+  """
+  if compressor is None:
+    compressor = Compressor(
+        compressors.TopK(64), compressors.Identity(), values='int4'
+    )
+  return demo_diloco(
+      inner, workers=workers, compressor=compressor, sync_period=sync_period,
+      outer_learning_rate=outer_learning_rate, decay=decay, average='workers',
+      exchange=exchange, update_values=update_values,
+  )
+
+
+def _own_nesterov(
+    exchange: optax.GradientTransformationExtraArgs,
+    decay: chex.Numeric,
+    workers: Workers,
+) -> optax.GradientTransformationExtraArgs:
+  """Makes each worker's Nesterov step from the update that all share."""
+
+  def update_fn(
+      updates: Any, state: DeMoState, params: Any = None, **extra_args: Any
+  ) -> tuple[Any, DeMoState]:
+    shared, state = exchange.update(updates, state, params, **extra_args)
+    momentum, state = inside.call_stacked(
+        _put_back, workers, updates, state, None, shared, own_updates=True
+    )
+    finite = stays_finite(updates, (), ())
+    return jax.tree.map(
+        lambda g, m: jnp.where(finite, g, jnp.zeros_like(g)) + decay * m,
+        updates, momentum,
+    ), state
+
+  return optax.GradientTransformationExtraArgs(exchange.init, update_fn)
+
+
+def _put_back(
+    updates: Any, state: DeMoState, params: Any, shared: Any, workers: Workers
+) -> tuple[Any, DeMoState]:
+  """Adds the shared update to momentum; returns momentum and the new state."""
+  layout, group = state.layout.layout, workers.group
+  flat, treedef = jax.tree.flatten(shared)
+
+  def one_worker(
+      own: dict[str, jax.Array], shared: dict[int, jax.Array]
+  ) -> tuple[dict[int, jax.Array], dict[str, jax.Array]]:
+    found: dict[int, jax.Array] = {}
+    new: dict[str, jax.Array] = {}
+    for number, bucket in enumerate(layout.buckets):
+      axes, transformed = bucket.split_axes, bucket.kind == 'chunks'
+      q = layout.fill(number, shared, group.device_index(axes))
+      if transformed:
+        q = chunking.transform(q, bucket.sides, bucket.basis)
+      x = own[bucket.name].reshape(bucket.shape) + q
+      new[bucket.name] = x.reshape(own[bucket.name].shape)
+      if axes:
+        x = group.join_devices(x[: bucket.num_chunks], axes)
+      if transformed:
+        x = chunking.inverse(x, bucket.sides, bucket.basis)
+      found |= layout.cut(number, x)
+    return found, new
+
+  momentum = state.worker_stacked.momentum
+  buckets = dict.fromkeys(momentum, workers.bucket_spec)
+  inner = {i: layout.leaves[i].sharding.spec for i in layout.compressed}
+  found, momentum = lift.run(
+      workers, one_worker,
+      (momentum, {i: flat[i] for i in inner}),
+      (buckets, {i: Spec(False, spec) for i, spec in inner.items()}),
+      ({i: Spec(True, spec) for i, spec in inner.items()}, buckets),
+  )
+  own = state.worker_stacked._replace(momentum=momentum)
+  return (
+      treedef.unflatten(found.get(i, x[None]) for i, x in enumerate(flat)),
+      state._replace(worker_stacked=own),
+  )
