@@ -73,8 +73,7 @@ def test_kernels_are_lowered_for_tpus(how, request):
 
   mapped = jax.vmap(step, axis_name='workers') if how == 'vmap' else step
   with platform.running_on('tpu'):
-    text = jax.jit(mapped).trace(gradients).lower(
-        lowering_platforms=('tpu',)).as_text()
+    text = jax.jit(mapped).trace(gradients).lower(lowering_platforms=('tpu',)).as_text()
   assert text.count('tpu_custom_call') == 3
 
 
@@ -93,8 +92,7 @@ def test_steps_are_exported_for_tpus():
 def test_products_of_kernels_are_in_full_precision():
   one = np.eye(64, dtype=np.float32)
   encode = functools.partial(kernels.encode, matrices=(one, one), k=32)
-  decode = functools.partial(
-      kernels.decode, matrices=(one, one), by_senders=True)
+  decode = functools.partial(kernels.decode, matrices=(one, one), by_senders=True)
   bucket, received = jnp.zeros((128, 4096)), jnp.zeros((2, 32, 128))
   for form, args in (
       (encode, (bucket, bucket, jnp.zeros((1, 3)))),
