@@ -18,8 +18,6 @@ N = 4
 WORKERS = demo_optax.Workers.simulated(N)
 SHAPES = {'w': (8, 8), 'b': (8,)}
 PARAMS = {'w': jnp.ones((8, 8)), 'b': jnp.ones(8)}
-
-
 NUMBERS = contrib.MuonDimensionNumbers
 
 
