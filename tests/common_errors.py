@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import mismatches
 import optax
+from helpers import make_mesh
 
 import demo_optax
 
@@ -85,8 +86,7 @@ def close_over_state():
 def mask_alone():
   tx = optax.masked(demo(), {'w': True, 'frozen': False})
   params = {**PARAMS, 'frozen': jnp.ones(8)}
-  loss = lambda params, x: loss_fn(params, x) + jnp.sum(
-      params['frozen'] * x.mean(0))
+  loss = lambda params, x: loss_fn(params, x) + jnp.sum(params['frozen'] * x.mean(0))
 
   @demo_optax.data_parallel(FOUR)
   def step(params, state, x):
@@ -126,19 +126,15 @@ CASES = [
     ('`Workers.on_axis`, and `jax.grad` of replicated parameters in a'
      ' `shard_map`',
      lambda: jax.make_jaxpr(jax.shard_map(
-         lambda p, x: update(on_axis(), jax.grad(
-             lambda p: jnp.sum(x @ p['w']))(p), p)[0],
-         mesh=jax.make_mesh(
-             (1,), ('data',), axis_types=(jax.sharding.AxisType.Auto,)),
-         in_specs=(jax.P(), jax.P('data')), out_specs=jax.P(),
+         lambda p, x: update(on_axis(), jax.grad(lambda p: jnp.sum(x @ p['w']))(p), p)[0],
+         mesh=make_mesh(1), in_specs=(jax.P(), jax.P('data')), out_specs=jax.P(),
      ))(PARAMS, jnp.ones((1, 8)))),
     ('`Workers.on_axis` outside of any map', lambda: update(on_axis(), PARAMS)),
     ('`tx.update(grads, state)` of `demo` with weight decay',
      lambda: update(demo(weight_decay=0.1), params=None)),
     ('`workers=4`', lambda: demo(workers=4)),
     ('an axis that the mesh does not have',
-     lambda: demo_optax.Workers.on_mesh(jax.make_mesh(
-         (1,), ('data',), axis_types=(jax.sharding.AxisType.Auto,)), 'model')),
+     lambda: demo_optax.Workers.on_mesh(make_mesh(1), 'model')),
     ('`decay=1.0`', lambda: demo(decay=1.0)),
     ("`values='int3'`", lambda: demo_optax.dct_topk(values='int3')),
     ('sides that are no powers of two, for Hadamard',
@@ -146,18 +142,15 @@ CASES = [
          demo_optax.compressors.TopK(32), demo_optax.compressors.Hadamard(),
          48)).init({'w': jnp.ones((96, 96))})),
     ('a state of another number of workers',
-     lambda: update(demo(), state=demo(
-         workers=demo_optax.Workers.simulated(2)).init(PARAMS))),
+     lambda: update(demo(), state=demo(workers=demo_optax.Workers.simulated(2)).init(PARAMS))),
     ('a state of another compressor',
-     lambda: update(demo(), state=demo(
-         compressor=demo_optax.dct_topk(4, 2)).init(PARAMS))),
+     lambda: update(demo(), state=demo(compressor=demo_optax.dct_topk(4, 2)).init(PARAMS))),
     ("`exchange='all_to_all'` without `update_values`, in `scale_by_demo`",
      lambda: owners(None)),
     ("`update_values='int3'`", lambda: owners('int3')),
     ("a state of `exchange='all_gather'` for `'all_to_all'` with"
      " `update_values='int4'`",
-     lambda: update(owners(), state=demo_optax.scale_by_demo(
-         workers=FOUR).init(PARAMS))),
+     lambda: update(owners(), state=demo_optax.scale_by_demo(workers=FOUR).init(PARAMS))),
     ("`exchange='all_to_all'` with `Workers.on_axis`, and `tx.init` outside of"
      ' the map',
      lambda: owners(workers=demo_optax.Workers.on_axis('data')).init(PARAMS)),
@@ -167,8 +160,7 @@ CASES = [
      lambda: optax.inject_hyperparams(demo_optax.demo)(
          1e-3, decay=0.999, workers=FOUR).init(
              {'w': jnp.ones((8, 8), jnp.bfloat16)})),
-    ('complex parameters',
-     lambda: demo().init({'z': jnp.ones(3, jnp.complex64)})),
+    ('complex parameters', lambda: demo().init({'z': jnp.ones(3, jnp.complex64)})),
     ('`demo_optax.state.momentum` of another optimizer',
      lambda: demo_optax.state.momentum(optax.adam(1e-3).init(PARAMS))),
     ('local updates outside of a `data_parallel` step',

@@ -31,6 +31,7 @@ if OWN_CACHE:
 
 import pathlib
 
+import helpers
 import hypothesis
 import jax
 import pytest
@@ -52,6 +53,13 @@ def pytest_collection_modifyitems(items):
       folder = item.path.relative_to(here).parts[0]
       if folder in ('docs', 'processes', 'integrations', 'ahead'):
         item.add_marker(folder)
+
+
+@pytest.fixture(params=['simulated', 'auto', 'explicit'])
+def workers(request):
+  """Four of them; ask for some kinds by `parametrize(..., indirect=True)`."""
+  with helpers.make_workers(request.param) as workers:
+    yield workers
 
 
 @pytest.fixture

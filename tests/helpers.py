@@ -54,17 +54,16 @@ def make_workers(kind, count=4):
     yield demo_optax.Workers.simulated(count)
     return
   workers = on_mesh(count, kind)
-  with jax.set_mesh(workers.mesh) if kind == 'explicit' else (
-      contextlib.nullcontext()
-  ):
+  with jax.set_mesh(workers.mesh) if kind == 'explicit' else (contextlib.nullcontext()):
     yield workers
 
 
-def stacked(tree, workers):
-  """Stacked gradients, each at its worker."""
+def stacked(tree, workers, specs=None):
+  """Stacked gradients, each at its worker; there sharded as their specs say."""
   if workers.mesh is None:
     return tree
-  return jax.device_put(tree, NamedSharding(workers.mesh, P('data')))
+  place = lambda spec: NamedSharding(workers.mesh, P(workers.axis_name, *(spec or ())))
+  return jax.device_put(tree, {k: place(specs.get(k)) for k in tree} if specs else place(None))
 
 
 def make_step(tx, workers, loss_fn, **options):
@@ -92,8 +91,7 @@ def merge(indices, values, present, n, average):
 def random_tree(seed, shapes=None, lead=()):
   rng = np.random.default_rng(seed)
   shapes = SHAPES if shapes is None else shapes
-  return {k: rng.normal(size=(*lead, *s)).astype(np.float32)
-          for k, s in shapes.items()}
+  return {k: rng.normal(size=(*lead, *s)).astype(np.float32) for k, s in shapes.items()}
 
 
 def updates_of(tx, params, gradients):
@@ -115,8 +113,7 @@ def resized(state, n):
             else jax.ShapeDtypeStruct(shape, x.dtype))
 
   like = jax.tree_util.tree_map_with_path(of_n, state)
-  return checkpoint.from_leaves(
-      checkpoint.to_leaves(state), like, resize=True)
+  return checkpoint.from_leaves(checkpoint.to_leaves(state), like, resize=True)
 
 
 def with_momentum(state, moments):

@@ -75,14 +75,11 @@ def texts():
   specs = {name: sharded.get(name, P()) for name in SHAPES}
   return {
       'simulated': lowered(topk, simulated(4)),
-      'second rule': lowered(
-          signs, simulated(4), alpha=0.2, ema=True, average='workers'
-      ),
+      'second rule': lowered(signs, simulated(4), alpha=0.2, ema=True, average='workers'),
       'mesh': lowered(topk, on_mesh({'data': 4})),
       'sharded': lowered(signs, on_mesh({'data': 2, 'fsdp': 4}, specs)),
       'on_axis': on_axis(topk),
-      'owners': lowered(signs, simulated(4), exchange='all_to_all',
-                        update_values='int4'),
+      'owners': lowered(signs, simulated(4), exchange='all_to_all', update_values='int4'),
       'sums': lowered(demo_optax.Compressor(
           demo_optax.compressors.RandomSubset(1 / 8),
           demo_optax.compressors.Identity()), simulated(4)),

@@ -109,8 +109,7 @@ class Module:
     if known:
       return int(known[1])
     condition = self.bodies[loop.attribute('condition')]
-    inside = [self.bodies[x.attribute('calls')] for x in condition.values()
-              if x.op == 'fusion']
+    inside = [self.bodies[x.attribute('calls')] for x in condition.values() if x.op == 'fusion']
     limits = [
         int(x.attributes.split(')')[0]) for body in (condition, *inside)
         for x in body.values()
@@ -127,8 +126,7 @@ class Module:
           yield x, times
 
   def all(self, *ops):
-    return [x for body in self.bodies.values() for x in body.values()
-            if x.op in ops]
+    return [x for body in self.bodies.values() for x in body.values() if x.op in ops]
 
 
 def _split(rest):

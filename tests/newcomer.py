@@ -44,9 +44,7 @@ def main(readme: str, wheel: str) -> None:
   printed = io.StringIO()
   with contextlib.redirect_stdout(printed):
     exec(block.group(1), {})
-  losses = [
-      float(loss) for loss in re.findall(r'^\d+ (\S+)$', printed.getvalue(), re.M)
-  ]
+  losses = [float(loss) for loss in re.findall(r'^\d+ (\S+)$', printed.getvalue(), re.M)]
   assert losses[-1] < 0.2 * losses[0], losses
   assert 'this exchange        sends    5.12 kB' in printed.getvalue()
 

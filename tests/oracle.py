@@ -42,8 +42,7 @@ def fold(shape, *rule):
       c = int(np.prod(shape[batch + rows :]))
       folded = (*shape[:batch], r, c)
       ratio = r / c if r > c else c / r
-      found.append(
-          (cheapest(folded, *rule)[0], -batch, ratio, batch + rows, folded))
+      found.append((cheapest(folded, *rule)[0], -batch, ratio, batch + rows, folded))
   least = 1.05 * min(cost for cost, *_ in found)
   found = [rest for cost, *rest in found if cost <= least]
   kept = [folded for *_, folded in found if folded == shape]
@@ -227,8 +226,7 @@ class Oracle:
     sent, shape = {}, self.matrix[-2:]
     for i in (i for i, p in enumerate(present) if p):
       at = (i, *place)
-      self.m[at] = (
-          self.decay * self.m[at] + self.gradient_weight * gradients[at])
+      self.m[at] = (self.decay * self.m[at] + self.gradient_weight * gradients[at])
       if self.whole:
         own = read_as(self.m[at].flatten(), self.values).reshape(shape)
         sent[i] = [(own, np.ones(shape, bool))]
@@ -236,8 +234,7 @@ class Oracle:
         sent[i] = compress(
             self.m[at], self.limit, self._select, self.padding, self.values,
             self.basis)
-        own = expand([c for c, _ in sent[i]], shape, self.limit, self.padding,
-                     self.basis)
+        own = expand([c for c, _ in sent[i]], shape, self.limit, self.padding, self.basis)
       self.m[at] = self.m[at] - self.alpha * own
     return sent
 

@@ -39,8 +39,7 @@ def main():
     if name == 'version':
       agreement.__version__, own = own, {}
     options = own if name == 'average' else {}
-    tx = demo_optax.scale_by_demo(
-        TOPK if own == options else own, workers=workers, **options)
+    tx = demo_optax.scale_by_demo(TOPK if own == options else own, workers=workers, **options)
     attempt(name, trainer(tx, workers), width)
     agreement.__version__ = version
   tx = demo_optax.scale_by_demo(TOPK, workers=workers)

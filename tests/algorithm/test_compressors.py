@@ -39,7 +39,6 @@ N = 4
 SHAPES = {'matrix': (32, 48), 'padded': (37, 20), 'vector': (33,), 'scalar': ()}
 POWERS = {'matrix': (32, 48), 'kernel': (2, 8, 16), 'vector': (64,), 'scalar': ()}
 
-
 TOPK = {
     'dct': (demo_optax.dct_topk(16, 5, proportional=False), dct_matrix),
     'rows': (demo_optax.dct_topk((1, 24), 5, proportional=False), dct_matrix),
@@ -69,8 +68,7 @@ def slicing_places(n, step):
 
 
 SUBSETS = {  # all workers send the same places of a chunk
-    'random_subset': (
-        Compressor(RandomSubset(RATE, 2), Identity(), 16), random_places),
+    'random_subset': (Compressor(RandomSubset(RATE, 2), Identity(), 16), random_places),
     'striding': (Compressor(Striding(RATE), Identity(), 16), striding_places),
     'slicing': (Compressor(Slicing(RATE), Identity(), 16), slicing_places),
     'full': (demo_optax.compressors.full(), lambda n, step: np.arange(n)),
@@ -87,14 +85,18 @@ def oracle(name, shape, **rule):
                 basis=TOPK[name][1], **rule)
 
 
-@pytest.mark.parametrize('name', ALL)
+@pytest.mark.parametrize('name', [*ALL, 'mixed'])
 def test_oracle(name, x64):
   """Several workers and steps, one of them left out for a while."""
   shapes = POWERS if name == 'hadamard' else SHAPES
   rule = {'decay': 0.9, 'alpha': 0.7, 'average': 'workers'}
-  oracles = {k: oracle(name, s, **rule) for k, s in shapes.items()}
+  mixed = ['dct', 'striding', 'full', 'identity']  # gathered and summed together
+  names = dict(zip(shapes, mixed if name == 'mixed' else [name] * 4))
+  oracles = {k: oracle(names[k], s, **rule) for k, s in shapes.items()}
   workers = demo_optax.Workers.simulated(N)
-  tx = demo_optax.scale_by_demo(ALL[name], workers=workers, **rule)
+  codes = {k: ALL[each] for k, each in names.items()}
+  tx = demo_optax.scale_by_demo(
+      codes if name == 'mixed' else ALL[name], workers=workers, **rule)
   params = {k: jnp.zeros(s) for k, s in shapes.items()}
   state, update = tx.init(params), jax.jit(tx.update)
   rng = np.random.default_rng(0)
@@ -110,16 +112,16 @@ def test_oracle(name, x64):
           err_msg=f'{key}, step {step}')
     assert int(state.metrics['num_excluded']) == (step in (2, 3))
   kept = demo_optax.state.momentum(state)
+  assert [*kept] == sorted(shapes)  # in the order of the parameters
   for key, known in oracles.items():
-    np.testing.assert_allclose(
-        kept[key], known.m.reshape(kept[key].shape), atol=1e-11)
+    np.testing.assert_allclose(kept[key], known.m.reshape(kept[key].shape), atol=1e-11)
 
 
-@pytest.mark.parametrize('name', [
-    *SUBSETS, 'hadamard', 'identity', 'int4'])
-def test_on_a_mesh(name):
+@pytest.mark.parametrize('code', [
+    *(code for code, _ in SUBSETS.values()),
+    demo_optax.dct_topk(16, 5, values='int4')])
+def test_on_a_mesh(code):
   """The bytes of the plan in one collective; sums in another order."""
-  code = ALL.get(name) or demo_optax.dct_topk(16, 5, values=name)
   shapes = {'matrix': (32, 48), 'vector': (64,)}
   params = random_tree(0, shapes)
   results = []
@@ -132,9 +134,8 @@ def test_on_a_mesh(name):
   assert_devices_agree(results[1][0])
   for a, b in zip(*map(jax.tree.leaves, results)):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-  found = hlo_text.collectives(
-      update.lower(gradients, state, placed).compile())
-  kind = 'all-reduce' if name in SUBSETS else 'all-gather'
+  found = hlo_text.collectives(update.lower(gradients, state, placed).compile())
+  kind = 'all-reduce' if code.select.shared else 'all-gather'
   assert [c.kind for c in found] == [kind]
   plan = demo_optax.plan(params, code, workers)
   assert found[0].received_bytes == plan.received_bytes
@@ -210,8 +211,7 @@ def guide():
 def test_compressors_of_the_guide(guide, make):
   compressor = make(guide)
   workers = demo_optax.Workers.simulated(2)
-  tx = demo_optax.scale_by_demo(
-      compressor, 0.0, workers=workers, average='workers')
+  tx = demo_optax.scale_by_demo(compressor, 0.0, workers=workers, average='workers')
   params = {'w': jnp.zeros((16, 24)), 'b': jnp.zeros(20)}
   gradients = random_tree(0, {'w': (2, 16, 24), 'b': (2, 20)})
   updates, state = jax.jit(tx.update)(gradients, tx.init(params), params)
@@ -242,8 +242,7 @@ def test_bases_of_the_guide_learn(guide, name):
     return optax.apply_updates(params, updates), state
 
   with jax.numpy_dtype_promotion('standard'):
-    state = tx.init(params)
-    losses = []
+    state, losses = tx.init(params), []
     for _ in range(400):
       params, state = step(params, state)
       losses.append(float(jnp.sum((params['w'] - goal) ** 2)))
@@ -291,8 +290,7 @@ def test_a_place_beyond_the_chunk_excludes_the_worker(places):
   assert all(np.isfinite(x).all() for x in jax.tree.leaves(kept))
 
 
-@pytest.mark.parametrize('select', [
-    demo_optax.compressors.RandomSubset(8 / 1024), At((5, 3), True, 'uint32')])
+@pytest.mark.parametrize('select', [RandomSubset(8 / 1024), At((5, 3), True, 'uint32')])
 def test_shared_places_of_a_wide_type_go_through_a_transform(select, x64):
   updates, _, num_excluded = update_of(select, demo_optax.compressors.Dct(), 32)
   assert num_excluded == 0

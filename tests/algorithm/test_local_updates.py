@@ -2,6 +2,7 @@
 
 import re
 
+import helpers
 import hlo_text
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import assert_same_bits, make_workers, on_mesh
+from helpers import assert_same_bits, on_mesh
 from oracle import Oracle
 
 import demo_optax
@@ -24,14 +25,14 @@ RAW = demo_optax.Compressor(
     'int4')
 RATES = {'learning_rate': 1e-2, 'b1': 0.9, 'b2': 0.95, 'weight_decay': 0.1}
 DECAY = 0.9
+TWO = demo_optax.Workers.simulated(2)
 
 
 def make(method, workers, period=3):
   inner = optax.adamw(**RATES)
   kwargs = {'workers': workers, 'sync_period': period}
   if method == 'diloco':
-    return demo_optax.local.diloco(
-        inner, outer_learning_rate=0.7, outer_momentum=0.9, **kwargs)
+    return demo_optax.local.diloco(inner, outer_learning_rate=0.7, outer_momentum=0.9, **kwargs)
   if method == 'sparse_loco':
     return demo_optax.local.sparse_loco(
         inner, compressor=RAW, outer_learning_rate=0.8, decay=DECAY, **kwargs)
@@ -117,23 +118,15 @@ def make_step(tx, workers, pull=0.0, **options):
   """A step of one worker, whose gradient is its row of the batch."""
 
   def loss_fn(params, rows):
-    return sum(
-        jnp.sum(x * row[0] + pull / 2 * x * x)
-        for x, row in zip(params.values(), rows))
+    return sum(jnp.sum(x * row[0] + pull / 2 * x * x) for x, row in zip(params.values(), rows))
 
-  @demo_optax.data_parallel(workers, batch_argnums=2, **options)
-  def train_step(params, state, rows):
-    grads = jax.grad(loss_fn)(params, rows)
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
-
-  return train_step
+  step = helpers.make_step(tx, workers, loss_fn, batch_argnums=2, **options)
+  return lambda *args: step(*args)[:2]
 
 
 def apart(params):
   """Largest difference between workers, over the parameters' size."""
-  return max(float(np.abs(x - x[:1]).max() / np.abs(x).max())
-             for x in params.values())
+  return max(float(np.abs(x - x[:1]).max() / np.abs(x).max()) for x in params.values())
 
 
 @pytest.mark.parametrize('method', METHODS)
@@ -157,8 +150,7 @@ def test_oracle(method, x64):
         leaf.sync()
       shared = np.mean(leaf.own_s, axis=0) if method == 'drift' else leaf.s
       for got, expected in ((own[k], leaf.x), (params[k], shared)):
-        np.testing.assert_allclose(
-            got, expected, atol=1e-10, rtol=0, err_msg=f'{k} {step}')
+        np.testing.assert_allclose(got, expected, atol=1e-10, rtol=0, err_msg=f'{k} {step}')
     assert_same_bits(params, state.global_params)
     (after if is_end else between).append(apart(own))
     if is_end and method != 'drift':
@@ -178,13 +170,8 @@ def test_oracle(method, x64):
 def test_any_chain_with_an_exchange_is_an_outer_optimizer():
   """Some leaves exchanged sparsely, some averaged; pseudo-gradients clipped."""
   workers = demo_optax.Workers.simulated(3)
-  outer = optax.chain(
-      optax.clip_by_global_norm(1e6),
-      optax.partition(
-          {'sparse': demo_optax.scale_by_demo(COMPRESSOR, workers=workers),
-           'dense': demo_optax.average(workers=workers)},
-          {'padded': 'sparse', 'short': 'dense'}),
-      optax.sgd(1.0))
+  exchange = demo_optax.scale_by_demo({'padded': COMPRESSOR, 'short': None}, workers=workers)
+  outer = optax.chain(optax.clip_by_global_norm(1e6), exchange, optax.sgd(1.0))
   tx = demo_optax.local.local_updates(optax.sgd(0.1), outer, 2, workers=workers)
   params = start()
   state, train_step = tx.init(params), make_step(tx, workers)
@@ -206,22 +193,16 @@ def test_only_exchange_steps_communicate(method, kind):
   """From the compiled step, gradients and all: one collective, in a branch."""
   workers = on_mesh(4, kind)
   tx = make(method, workers)
-  params = {'w': np.ones((32, 32), np.float32),
-            'b': np.ones((5,), np.float32)}
+  params = {'w': np.ones((32, 32), np.float32), 'b': np.ones((5,), np.float32)}
   plan = demo_optax.plan(params, COMPRESSOR, workers)
 
   @demo_optax.data_parallel(workers)
-  def train_step(params, state, x):
-    def loss_fn(params):
-      losses = jnp.mean((x @ params['w'] + params['b'].sum()) ** 2, axis=1)
-      return losses.mean(), losses
+  def train_step(params, state, x):  # whose loss, a mean, would be sent
+    loss_fn = lambda params: jnp.mean((x @ params['w'] + params['b'].sum()) ** 2)
+    updates, state = tx.update(jax.grad(loss_fn)(params), state, params)
+    return optax.apply_updates(params, updates), state
 
-    grads, losses = jax.grad(loss_fn, has_aux=True)(params)
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state, losses
-
-  compiled = train_step.lower(
-      params, tx.init(params), np.ones((8, 32), np.float32)).compile()
+  compiled = train_step.lower(params, tx.init(params), np.ones((8, 32), np.float32)).compile()
   text = compiled.as_text()
   found = hlo_text.collectives(compiled, workers.mesh)
   assert {c.axes for c in found} == {('data',)}
@@ -249,11 +230,10 @@ def test_only_exchange_steps_communicate(method, kind):
 
 def test_period_by_a_schedule():
   """Every one of four steps, then every third."""
-  workers = demo_optax.Workers.simulated(2)
   period = optax.piecewise_constant_schedule(1, {4: 3})
-  tx = make('demo_diloco', workers, period)
+  tx = make('demo_diloco', TWO, period)
   params, ends = start(), []
-  state, train_step = tx.init(params), make_step(tx, workers)
+  state, train_step = tx.init(params), make_step(tx, TWO)
   for step in range(12):
     params, state = train_step(params, state, noise(step, 2))
     if int(state.steps_since_sync) == 0:
@@ -299,38 +279,35 @@ class Net(nnx.Module):
     return self.dropout(nnx.relu(self.linear(x)))
 
 
-@pytest.mark.parametrize('kind', ['simulated', 'auto', 'explicit'])
-def test_nnx_optimizer(kind):
+def test_nnx_optimizer(workers):
   """Inside, each worker's own model; outside, the one that all share."""
-  with make_workers(kind, 4) as workers:
-    tx = make('demo_diloco', workers, 2)
-    model = Net(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  tx = make('demo_diloco', workers, 2)
+  model = Net(nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
-    @demo_optax.data_parallel(workers, donate_argnums=(0, 1))
-    def train_step(model, optimizer, x):
-      loss_fn = lambda model: jnp.mean((model(x) - 1) ** 2)
-      loss, grads = nnx.value_and_grad(loss_fn)(model)
-      kernel = jnp.sum(model.linear.kernel[...])
-      optimizer.update(model, grads)
-      return loss, jnp.broadcast_to(kernel, x.shape[:1])
+  @demo_optax.data_parallel(workers, donate_argnums=(0, 1))
+  def train_step(model, optimizer, x):
+    loss_fn = lambda model: jnp.mean((model(x) - 1) ** 2)
+    loss, grads = nnx.value_and_grad(loss_fn)(model)
+    kernel = jnp.sum(model.linear.kernel[...])
+    optimizer.update(model, grads)
+    return loss, jnp.broadcast_to(kernel, x.shape[:1])
 
-    x = np.tile(np.random.default_rng(0).normal(size=(2, 6)), (4, 1))
-    x = x.astype(np.float32)  # the same for all: dropout masks differ
-    for step in range(4):
-      before = np.asarray(model.linear.kernel[...])
-      loss, kernels = train_step(model, optimizer, x)
-      assert loss.shape == () and np.isfinite(loss)
-      assert (len(set(kernels.tolist())) == 1) == (step % 2 == 0)
-      state = optimizer.opt_state
-      own = np.asarray(state.worker_stacked.params['linear']['kernel'][...])
-      assert (np.abs(own - own[:1]).max() == 0) == (step % 2 == 1)
-      kernel = np.asarray(model.linear.kernel[...])
-      np.testing.assert_array_equal(
-          kernel, state.global_params['linear']['kernel'][...])
-      np.testing.assert_array_equal(kernel, own[0] if step % 2 else before)
-    model.eval()
-    assert model(jnp.ones((8, 6))).shape == (8, 3)
+  x = np.tile(np.random.default_rng(0).normal(size=(2, 6)), (4, 1))
+  x = x.astype(np.float32)  # the same for all: dropout masks differ
+  for step in range(4):
+    before, shared = np.asarray(model.linear.kernel[...]), step % 2 == 1
+    loss, kernels = train_step(model, optimizer, x)
+    assert loss.shape == () and np.isfinite(loss)
+    assert (len(set(kernels.tolist())) > 1) == shared
+    state = optimizer.opt_state
+    own = np.asarray(state.worker_stacked.params['linear']['kernel'][...])
+    assert (np.abs(own - own[:1]).max() == 0) == shared
+    kernel = np.asarray(model.linear.kernel[...])
+    np.testing.assert_array_equal(kernel, state.global_params['linear']['kernel'][...])
+    np.testing.assert_array_equal(kernel, own[0] if shared else before)
+  model.eval()
+  assert model(jnp.ones((8, 6))).shape == (8, 3)
 
 
 @pytest.mark.parametrize('dtype, of_gradients', [
@@ -339,13 +316,12 @@ def test_nnx_optimizer(kind):
     'diloco', 'demo_diloco', slow('drift'), slow('sparse_loco')])
 def test_dtypes(method, dtype, of_gradients):
   """Updates in the parameters' dtype; what is shared, in that of momentum."""
-  workers = demo_optax.Workers.simulated(2)
-  tx = make(method, workers, 2)
+  tx = make(method, TWO, 2)
   params = {'w': jnp.linspace(-1, 1, 64, dtype=dtype).reshape(8, 8)}
   state = tx.init(params)
   like = jax.tree.map(lambda x: x.dtype, state)
 
-  @demo_optax.data_parallel(workers)
+  @demo_optax.data_parallel(TWO)
   def train_step(params, state, x):
     updates, state = tx.update({'w': x[0]}, state, params)
     assert updates['w'].dtype == dtype
@@ -357,8 +333,7 @@ def test_dtypes(method, dtype, of_gradients):
   assert [x.dtype for x in jax.tree.leaves(state)] == jax.tree.leaves(like)
   assert params['w'].dtype == dtype
   assert state.global_params['w'].dtype == 'float32'
-  np.testing.assert_array_equal(
-      params['w'], state.global_params['w'].astype(dtype))
+  np.testing.assert_array_equal(params['w'], state.global_params['w'].astype(dtype))
   own = state.worker_stacked.params['w']
   assert own.dtype == dtype
   if method != 'drift':
@@ -367,17 +342,16 @@ def test_dtypes(method, dtype, of_gradients):
 
 def test_a_step_that_would_not_be_finite_is_left_out():
   """Adam squares a gradient that is finite itself."""
-  workers = demo_optax.Workers.simulated(2)
-  tx = demo_optax.local.diloco(optax.adam(1e-2), workers=workers, sync_period=4)
+  tx = demo_optax.local.diloco(optax.adam(1e-2), workers=TWO, sync_period=4)
   params = {'padded': jnp.ones(4)}
-  state, train_step = tx.init(params), make_step(tx, workers)
+  state, train_step = tx.init(params), make_step(tx, TWO)
   for step in range(4):
     rows = jnp.ones((2, 4)).at[0].mul(1e25 if step == 1 else 1.0)
     params, state = train_step(params, state, [rows])
   assert state.worker_stacked.skipped.tolist() == [1, 0]
   assert all(jnp.isfinite(x).all() for x in jax.tree.leaves((params, state)))
   last = params
-  donating = make_step(tx, workers, donate_argnums=1)
+  donating = make_step(tx, TWO, donate_argnums=1)
   donating(params, state, [rows])
   assert jnp.isfinite(last['padded']).all()  # still there
 
@@ -385,28 +359,27 @@ def test_a_step_that_would_not_be_finite_is_left_out():
 # Mistakes ---------------------------------------------------------------------
 
 
-def test_mistakes():
-  workers = demo_optax.Workers.simulated(2)
+def make_period(period):
   sgd = optax.sgd(1.0)
-  with pytest.raises(ValueError, match='sync_period=0 must be at least 1'):
-    demo_optax.local.local_updates(sgd, sgd, 0, workers=workers)
-  with pytest.raises(TypeError, match=r'sync_period=2\.5 must be a Python integer'):
-    demo_optax.local.local_updates(sgd, sgd, 2.5, workers=workers)
-  with pytest.raises(TypeError, match=r'Workers\.simulated.*on_axis'):
-    demo_optax.local.diloco(workers=demo_optax.Workers.on_axis('data'))
-  params = {'w': np.ones(3, np.float32)}
-  tx = demo_optax.local.local_updates(sgd, sgd, 1, workers=workers)
+  return demo_optax.local.local_updates(sgd, sgd, period, workers=TWO)
 
-  def run(grads_of, given=params):
-    @demo_optax.data_parallel(workers, batch_argnums=2)
-    def train_step(params, state, x):
-      return tx.update(grads_of(x), state, given and params)
 
-    train_step(params, tx.init(params), np.ones((2, 3), np.float32))
+def step_of(gradients, given=True):
+  tx, params = make_period(1), {'w': np.ones(3, np.float32)}
+  update = lambda params, state, x: tx.update(gradients(x), state, params if given else None)
+  demo_optax.data_parallel(TWO, batch_argnums=2)(update)(
+      params, tx.init(params), np.ones((2, 3), np.float32))
 
-  with pytest.raises(ValueError, match='params must be given'):
-    run(lambda x: {'w': x[0]}, given=None)
-  with pytest.raises(ValueError, match=r"\['w'\] must have .* got \(1, 3\)"):
-    run(lambda x: {'w': x})
-  with pytest.raises(ValueError, match='key mismatch'):
-    run(lambda x: {'v': x[0]})
+
+@pytest.mark.parametrize('call, error, match', [
+    (lambda: make_period(0), ValueError, 'sync_period=0 must be at least 1'),
+    (lambda: make_period(2.5), TypeError, r'sync_period=2\.5 must be a Python int'),
+    (lambda: demo_optax.local.diloco(workers=demo_optax.Workers.on_axis('data')),
+     TypeError, r'Workers\.simulated.*on_axis'),
+    (lambda: step_of(lambda x: {'w': x[0]}, False), ValueError, 'params must be given'),
+    (lambda: step_of(lambda x: {'w': x}), ValueError, r"\['w'\] must have .* \(1, 3\)"),
+    (lambda: step_of(lambda x: {'v': x[0]}), ValueError, 'key mismatch'),
+])
+def test_mistakes(call, error, match):
+  with pytest.raises(error, match=match):
+    call()

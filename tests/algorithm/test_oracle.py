@@ -9,27 +9,15 @@ from oracle import Oracle
 import demo_optax
 
 SHAPES = {
-    'scalar': (),
-    'one': (1,),
-    'short': (7,),
-    'vector': (97,),
-    'matrix': (24, 40),
-    'padded_rows': (31, 16),
-    'padded_both': (31, 37),
-    'thin': (1, 53),
-    'narrow': (97, 3),
-    'kernel': (3, 3, 10, 20),
-    'scanned': (2, 17, 33),
-    'heads': (32, 4, 8),
-    'out': (4, 8, 24),
-    'scanned_heads': (3, 16, 2, 8),
-    'window': (7, 7, 3, 5),
+    'scalar': (), 'one': (1,), 'short': (7,), 'vector': (97,),
+    'matrix': (24, 40), 'padded_rows': (31, 16), 'padded_both': (31, 37),
+    'thin': (1, 53), 'narrow': (97, 3), 'scanned': (2, 17, 33),
+    'kernel': (3, 3, 10, 20), 'window': (7, 7, 3, 5), 'heads': (32, 4, 8),
+    'out': (4, 8, 24), 'scanned_heads': (3, 16, 2, 8),
 }
 
-
 # Every way of being cut, for what does not depend on shapes.
-FEW = {k: SHAPES[k] for k in (
-    'scalar', 'vector', 'padded_both', 'kernel', 'scanned_heads')}
+FEW = {k: SHAPES[k] for k in ('scalar', 'vector', 'padded_both', 'kernel', 'scanned_heads')}
 
 
 def run(workers, steps, *, limit=16, topk=5, decay=0.9, seed=0, left_out=None,
@@ -54,8 +42,7 @@ def run(workers, steps, *, limit=16, topk=5, decay=0.9, seed=0, left_out=None,
   }
   update = jax.jit(tx.update)
   for step in range(steps):
-    gradients = {
-        k: rng.normal(size=(workers, *s)) for k, s in shapes.items()}
+    gradients = {k: rng.normal(size=(workers, *s)) for k, s in shapes.items()}
     if left_out is not None and step % 3 == 1:
       for g in gradients.values():
         g[left_out] = np.nan if step % 2 else np.inf
@@ -68,8 +55,7 @@ def run(workers, steps, *, limit=16, topk=5, decay=0.9, seed=0, left_out=None,
 def compare(pairs):
   for ours, expected in pairs:
     for key in expected:
-      np.testing.assert_allclose(
-          ours[key], expected[key], atol=1e-11, rtol=0, err_msg=key)
+      np.testing.assert_allclose(ours[key], expected[key], atol=1e-11, rtol=0, err_msg=key)
 
 
 @pytest.mark.parametrize('workers, steps, shapes', [
@@ -78,36 +64,22 @@ def test_many_steps(workers, steps, shapes, x64):
   compare(run(workers, steps, shapes=shapes))
 
 
-def test_second_version_weighting(x64):
-  compare(run(3, 12, shapes=FEW, ema=True, decay=0.995, alpha=0.2, average='workers'))
+SECOND = {'average': 'workers', 'alpha': 0.2}
 
 
-@pytest.mark.parametrize('average, alpha, workers', [
-    ('senders', 0.2, 5), ('workers', 1.0, 5), ('workers', 0.2, 3)])
-def test_rules_and_a_worker_left_out(average, alpha, workers, x64):
-  compare(run(workers, 12, shapes=FEW, left_out=workers - 2, average=average,
-              alpha=alpha))
-
-
-@pytest.mark.parametrize('values', ['bfloat16', 'int8', 'int4', 'sign'])
-def test_value_codes(values, x64):
-  compare(run(3, 8, shapes=FEW, values=values))
-
-
-@pytest.mark.parametrize('values', ['bfloat16', 'sign'])
-def test_value_codes_of_everything(values, x64):
-  compare(run(2, 4, shapes=FEW, values=values, alpha=0.3, average='workers', topk=90))
-
-
-@pytest.mark.parametrize('values, shapes', [('float32', FEW), ('sign', SHAPES)])
-def test_topk_in_proportion(values, shapes, x64):
-  compare(run(3, 6, shapes=shapes, topk=40, values=values, proportional=True))
-
-
-def test_published_chunk_rule(x64):
-  compare(run(2, 6, shapes=FEW, padding=False))
-
-
-@pytest.mark.parametrize('topk', [1, 16, 100, 10_000])
-def test_topk_up_to_everything(topk, x64):
-  compare(run(2, 6, shapes=FEW, topk=topk))
+@pytest.mark.parametrize('workers, steps, rule', [
+    (3, 12, {'ema': True, 'decay': 0.995, **SECOND}),
+    # A worker is left out now and then.
+    (5, 12, {'left_out': 3, 'alpha': 0.2}),
+    (5, 12, {'left_out': 3, 'average': 'workers'}),
+    (3, 12, {'left_out': 1, **SECOND}),
+    *((3, 8, {'values': values}) for values in ('bfloat16', 'int8', 'int4', 'sign')),
+    # Everything is sent.
+    *((2, 4, {'values': values, 'topk': 90, **SECOND}) for values in ('bfloat16', 'sign')),
+    (3, 6, {'topk': 40, 'proportional': True}),
+    (3, 6, {'topk': 40, 'proportional': True, 'values': 'sign', 'shapes': SHAPES}),
+    (2, 6, {'padding': False}),  # the published rule of chunks
+    *((2, 6, {'topk': topk}) for topk in (1, 16, 100, 10_000)),
+])
+def test_rules(workers, steps, rule, x64):
+  compare(run(workers, steps, **{'shapes': FEW, **rule}))

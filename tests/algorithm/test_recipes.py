@@ -1,6 +1,5 @@
 """`demo_muon`: against NumPy, in its parts, and with every kind of leaf."""
 
-import collections
 import contextlib
 
 import chex
@@ -22,7 +21,7 @@ from demo_optax import recipes
 
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures('rank_promotion')]
 
-WORKERS = 4
+TWO = demo_optax.Workers.simulated(2)
 EVERYTHING = demo_optax.compressors.full()
 
 
@@ -43,13 +42,9 @@ def numpy_demo_muon(params, gradients, rate, *, limit, topk, values, rest):
   beta, decay, b2 = 0.95, 0.9, 0.95
   count = len(gradients[0]['w'])
   oracles = {
-      'w': Oracle(params['w'].shape, count, limit=limit, topk=topk,
-                  values=values, decay=decay, average='workers',
-                  gradient_weight=1 - decay),
-      'norm': Oracle(params['norm'].shape, count, limit=limit, topk=rest,
-                     values=values, decay=decay, average='workers',
-                     gradient_weight=1 - decay),
-  }
+      name: Oracle(params[name].shape, count, limit=limit, topk=k, values=values,
+                   decay=decay, average='workers', gradient_weight=1 - decay)
+      for name, k in (('w', topk), ('norm', rest))}
   params = dict(params)
   own = np.zeros((count, *params['w'].shape))
   moment = np.zeros(params['norm'].shape)
@@ -81,10 +76,7 @@ def test_oracle(values, x64):
   rng = np.random.default_rng(0)
   shapes = {'w': (24, 40), 'norm': (31,)}
   params = {k: rng.normal(size=s) for k, s in shapes.items()}
-  gradients = [
-      {k: rng.normal(size=(3, *s)) for k, s in shapes.items()}
-      for _ in range(8)
-  ]
+  gradients = [{k: rng.normal(size=(3, *s)) for k, s in shapes.items()} for _ in range(8)]
   gradients[2]['norm'][1, 5] = np.nan  # a leaf of it is enough
   gradients[5]['w'][0] = np.inf
   workers = demo_optax.Workers.simulated(3)
@@ -95,8 +87,7 @@ def test_oracle(values, x64):
   tx = demo_optax.demo_muon(0.01, workers=workers, compressor=compressor)
   state, found = tx.init(params), params
   update = jax.jit(tx.update)
-  expected = numpy_demo_muon(
-      params, gradients, 0.01, limit=16, topk=9, values=values, rest=5)
+  expected = numpy_demo_muon(params, gradients, 0.01, limit=16, topk=9, values=values, rest=5)
   for g, want in zip(gradients, expected):
     updates, state = update(g, state, found)
     found = optax.apply_updates(found, updates)
@@ -107,29 +98,27 @@ def test_oracle(values, x64):
 # What a leaf is ---------------------------------------------------------------
 
 
+def update_of(params, gradients, rate=1.0, make=demo_optax.demo_muon, **options):
+  """The update of two workers' first step, and the state after it."""
+  tx = make(rate, workers=TWO, **options)
+  return jax.jit(tx.update)(gradients, tx.init(params), params)
+
+
 def orthonormalised(params, gradients, **options):
   """The update of one step in which everything is sent, as float32."""
-  workers = demo_optax.Workers.simulated(2)
-  tx = demo_optax.demo_muon(
-      1.0, adam_learning_rate=1.0, workers=workers, compressor=EVERYTHING,
-      **options)
-  update, _ = jax.jit(tx.update)(gradients, tx.init(params), params)
-  return update
+  return update_of(
+      params, gradients, adam_learning_rate=1.0, compressor=EVERYTHING, **options)[0]
 
 
 def test_a_stack_of_layers_is_as_many_matrices():
   rng = np.random.default_rng(2)
   each = rng.normal(size=(2, 3, 24, 40)).astype(np.float32)
-  workers = demo_optax.Workers.simulated(2)
-  tx = demo_optax.demo_muon(1.0, workers=workers)
-  alone = {f'layer{i}': jnp.zeros((24, 40)) for i in range(3)}
-  stacked = {'layers': jnp.zeros((3, 24, 40))}
-  found, _ = tx.update({'layers': each}, tx.init(stacked), stacked)
-  gradients = {f'layer{i}': each[:, i] for i in range(3)}
-  expected, _ = tx.update(gradients, tx.init(alone), alone)
+  found, _ = update_of({'layers': jnp.zeros((3, 24, 40))}, {'layers': each})
+  expected, _ = update_of(
+      {f'layer{i}': jnp.zeros((24, 40)) for i in range(3)},
+      {f'layer{i}': each[:, i] for i in range(3)})
   for i in range(3):
-    np.testing.assert_allclose(
-        found['layers'][i], expected[f'layer{i}'], atol=1e-6)
+    np.testing.assert_allclose(found['layers'][i], expected[f'layer{i}'], atol=1e-6)
     assert np.sqrt(np.mean(found['layers'][i] ** 2)) == pytest.approx(1)
 
 
@@ -149,10 +138,8 @@ def test_kernels_are_the_matrices_that_they_multiply_by(name, shape, matrix):
       k: {'kernel': gradient if k == name else np.ones((2, *s), np.float32)}
       for k, s in shapes.items()}
   found = orthonormalised(params, gradients)
-  flat = orthonormalised(
-      {'w': jnp.zeros(matrix)}, {'w': gradient.reshape(2, *matrix)})
-  np.testing.assert_allclose(
-      found[name]['kernel'].reshape(matrix), flat['w'], atol=1e-5)
+  flat = orthonormalised({'w': jnp.zeros(matrix)}, {'w': gradient.reshape(2, *matrix)})
+  np.testing.assert_allclose(found[name]['kernel'].reshape(matrix), flat['w'], atol=1e-5)
   singular = np.linalg.svd(flat['w'], compute_uv=False)
   # Of two workers' orthonormal matrices, of equal norm over all elements.
   assert singular.max() / singular.min() < 10
@@ -181,30 +168,20 @@ def test_leaves_of_linen_modules():
       x = nn.Embed(11, 8)(tokens)
       x = x + self.param('pos_embedding', nn.initializers.ones, (5, 8))
       x = nn.LayerNorm()(nn.MultiHeadDotProductAttention(2)(x))
-      stack = nn.scan(Stack, variable_axes={'params': 0},
-                      split_rngs={'params': True}, length=3)
+      stack = nn.scan(Stack, variable_axes={'params': 0}, split_rngs={'params': True}, length=3)
       x, _ = stack(name='layers')(x)
       y = nn.Conv(4, (3, 3))(image).mean()
       return nn.Dense(11, name='lm_head')(x) + y
 
   shapes = jax.eval_shape(
-      lambda key: Scanned().init(
-          key, jnp.zeros((1, 5), jnp.int32), jnp.zeros((1, 6, 6, 3))),
+      lambda key: Scanned().init(key, jnp.zeros((1, 5), jnp.int32), jnp.zeros((1, 6, 6, 3))),
       jax.random.key(0))['params']
-  found = kinds_of(shapes)
-  attention = 'MultiHeadDotProductAttention_0'
-  assert found == collections.ChainMap(
-      {f'{attention}/{name}/kernel': (1, 2) for name in
-       ('query', 'key', 'value')},
-      {f'{attention}/{name}/bias': None for name in
-       ('query', 'key', 'value', 'out')},
-      {f'{attention}/out/kernel': (2, 1), 'Conv_0/kernel': (3, 1),
-       'Conv_0/bias': None, 'Embed_0/embedding': None,
-       'pos_embedding': None, 'LayerNorm_0/scale': None,
-       'LayerNorm_0/bias': None, 'layers/Dense_0/kernel': (1, 1),
-       'layers/Dense_0/bias': None, 'layers/LayerNorm_0/scale': None,
-       'layers/LayerNorm_0/bias': None, 'lm_head/kernel': None,
-       'lm_head/bias': None})
+  found, attention = kinds_of(shapes), 'MultiHeadDotProductAttention_0'
+  assert len(found) == 20
+  assert {name: axes for name, axes in found.items() if axes} == {
+      **{f'{attention}/{name}/kernel': (1, 2) for name in ('query', 'key', 'value')},
+      f'{attention}/out/kernel': (2, 1), 'Conv_0/kernel': (3, 1),
+      'layers/Dense_0/kernel': (1, 1)}
 
 
 @pytest.mark.parametrize('path, shape, expected', [
@@ -257,15 +234,13 @@ def test_a_users_own_rule():
       k: np.random.default_rng(5).normal(size=(2, *x.shape)).astype(np.float32)
       for k, x in params.items()}
   rule = {'a': None, 'embed': contrib.MuonDimensionNumbers(1, 0)}
-  found = orthonormalised(
-      params, gradients, muon_weight_dimension_numbers=rule)
+  found = orthonormalised(params, gradients, muon_weight_dimension_numbers=rule)
   again = orthonormalised(
       params, gradients, muon_weight_dimension_numbers=lambda tree: {
           k: rule[k] for k in tree})
   jax.tree.map(np.testing.assert_array_equal, found, again)
   np.testing.assert_allclose(np.abs(found['a']), 1, atol=1e-4)  # Adam's first
-  flat = orthonormalised({'w': params['embed'].T},
-                         {'w': gradients['embed'].transpose(0, 2, 1)})
+  flat = orthonormalised({'w': params['embed'].T}, {'w': gradients['embed'].transpose(0, 2, 1)})
   np.testing.assert_allclose(found['embed'].T, flat['w'], atol=1e-5)
 
 
@@ -283,15 +258,14 @@ def loss_fn(params, tokens):
   x = params['embed'][tokens] * params['norm']
   x = x + jax.nn.relu(x @ params['up']) @ params['down']
   logits = (x @ params['embed'].T).astype(jnp.float32)
-  return optax.softmax_cross_entropy_with_integer_labels(
-      logits, (tokens + 1) % 16).mean()
+  return optax.softmax_cross_entropy_with_integer_labels(logits, (tokens + 1) % 16).mean()
 
 
 TOKENS = np.random.default_rng(8).integers(0, 16, (20, 16, 8))
 
 
 def train(workers, dtype=jnp.float32):
-  """Returns the step, its last results, and the losses."""
+  """Learns; returns the step and its last results."""
   tx = demo_optax.demo_muon(0.02, workers=workers)
   step = helpers.make_step(tx, workers, loss_fn)
   params = workers.device_put(model(dtype))
@@ -299,51 +273,47 @@ def train(workers, dtype=jnp.float32):
   for tokens in TOKENS:
     params, state, loss = step(params, state, tokens)
     losses.append(float(loss))
-  return step, params, state, losses
+  assert losses[-1] < 0.5 * losses[0]
+  return step, params, state
 
 
 @pytest.mark.parametrize('count, dtype', [(1, jnp.float32), (4, jnp.bfloat16)])
 def test_it_learns(count, dtype):
-  _, params, state, losses = train(demo_optax.Workers.simulated(count), dtype)
-  assert losses[-1] < 0.5 * losses[0]
-  assert {x.dtype for x in jax.tree.leaves(params)} == {
-      jnp.dtype(dtype), jnp.dtype(jnp.int32)}
+  _, params, state = train(demo_optax.Workers.simulated(count), dtype)
+  assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(dtype), jnp.dtype(jnp.int32)}
   np.testing.assert_array_equal(params['table'], [0, 1, 2])
-  floats = [x for x in jax.tree.leaves(state)
-            if jnp.issubdtype(x.dtype, jnp.inexact)]
+  floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.inexact)]
   assert {x.dtype for x in floats} == {jnp.dtype(jnp.float32)}
 
 
 def test_kernels_of_more_axes_where_types_say_how_they_are_sharded():
-  """Newton-Schulz reshapes them, which axes of type Explicit do not allow."""
+  """Newton-Schulz reshapes them, which axes of type Explicit do not allow.
+
+  Nor may an injected beta have such a type.
+  """
   shapes = {'query': (16, 4, 8), 'out': (4, 8, 16), 'conv': (3, 3, 4, 8)}
-  params = {
-      name: {'kernel': np.random.default_rng(9).normal(size=shape)
-             .astype(np.float32)}
-      for name, shape in shapes.items()
-  }
+  params = {k: {'kernel': x} for k, x in helpers.random_tree(9, shapes).items()}
   specs = {
       'query': {'kernel': P(None, 'fsdp')}, 'out': {'kernel': P('fsdp')},
       'conv': {'kernel': P(None, None, None, 'fsdp')}}
   mesh = helpers.make_mesh_2d('explicit', (4, 2))
-  losses = []
 
   def distance(params, x):
-    return sum(jnp.sum(jnp.square(p - jnp.mean(x)))
-               for p in jax.tree.leaves(params))
+    return sum(jnp.sum(jnp.square(p - jnp.mean(x))) for p in jax.tree.leaves(params))
 
-  for workers in (
-      demo_optax.Workers.on_mesh(mesh, 'data', specs),
-      demo_optax.Workers.simulated(4, specs, {'fsdp': 2})):
-    tx = demo_optax.demo_muon(0.02, workers=workers)
+  def losses_of(workers):
+    tx = optax.inject_hyperparams(demo_optax.demo_muon)(0.02, workers=workers, beta=0.5)
     step = helpers.make_step(tx, workers, distance)
-    now, found = workers.device_put(params), []
+    now = workers.device_put(params)
     state = tx.init(now)
     for number in range(3):
       now, state, loss = step(now, state, np.full(8, number, np.float32))
-      found.append(float(loss))
-    losses.append(found)
-  np.testing.assert_allclose(*losses, rtol=1e-4)
+      yield float(loss)
+
+  with jax.set_mesh(mesh):
+    found = [*losses_of(demo_optax.Workers.on_mesh(mesh, 'data', specs))]
+  expected = [*losses_of(demo_optax.Workers.simulated(4, specs, {'fsdp': 2}))]
+  np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
 def test_workers_of_several_devices():
@@ -352,16 +322,13 @@ def test_workers_of_several_devices():
   specs = {'embed': P('fsdp'), 'up': P(None, 'fsdp'), 'down': P('fsdp'),
            'norm': P(), 'table': P()}
   workers = demo_optax.Workers.on_mesh(mesh, 'data', specs)
-  step, params, state, losses = train(workers)
-  assert losses[-1] < 0.5 * losses[0]
+  step, params, state = train(workers)
   assert not demo_optax.check_replicas((params, state), workers)
-  momentum = next(x for k, x in helpers.own(state).items()
-                  if 'mu' in k and "['up']" in k)
+  momentum = next(x for k, x in helpers.own(state).items() if 'mu' in k and "['up']" in k)
   assert momentum.sharding.shard_shape(momentum.shape) == (1, 64, 32)
   compiled = step.lower(params, state, TOKENS[0]).compile()
   found = hlo_text.collectives(compiled.as_text(), mesh)
-  between = [c for c in found if 'data' in (c.axes or ('data',))
-             and c.output_bytes > 64]
+  between = [c for c in found if 'data' in (c.axes or ('data',)) and c.output_bytes > 64]
   assert [c.kind for c in between] == ['all-gather']
   plan = demo_optax.plan(params, recipes.muon_compressors(params), workers)
   assert 4 * between[0].received_bytes == plan.received_bytes  # per device
@@ -377,19 +344,12 @@ def test_devices_orthonormalise_whole_matrices(kind, number):
   gradients = {'up': jax.random.normal(jax.random.key(0), (2, number, 64, 128))}
 
   def updates_of(workers):
-    tx = demo_optax.demo_muon(
-        1e-2, workers=workers, muon_weight_dimension_numbers={'up': axes})
-    own = workers.device_put(params)
-    given = gradients
-    if workers.mesh is not None:
-      given = jax.device_put(gradients, NamedSharding(
-          mesh, P('data', None, 'fsdp')))
-    update = jax.jit(tx.update)
-    args = given, tx.init(own), own
+    tx = demo_optax.demo_muon(1e-2, workers=workers, muon_weight_dimension_numbers={'up': axes})
+    own, update = workers.device_put(params), jax.jit(tx.update)
+    args = helpers.stacked(gradients, workers, specs), tx.init(own), own
     return update(*args)[0]['up'], update.lower(*args).compile().as_text()
 
-  expected, _ = updates_of(
-      demo_optax.Workers.simulated(2, specs, {'fsdp': 4}))
+  expected, _ = updates_of(demo_optax.Workers.simulated(2, specs, {'fsdp': 4}))
   with jax.set_mesh(mesh) if kind == 'explicit' else contextlib.nullcontext():
     found, text = updates_of(demo_optax.Workers.on_mesh(mesh, 'data', specs))
   np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-9)
@@ -399,24 +359,28 @@ def test_devices_orthonormalise_whole_matrices(kind, number):
   assert (gathered < 2000) == (number == 5)
 
 
-def test_rates_of_both_kinds_of_leaves():
-  """Each has its own; Adam's step is as long as its rate, however small."""
-  workers = demo_optax.Workers.simulated(2)
-  params = {'up': jnp.zeros((16, 16)), 'norm': jnp.zeros(16)}
+def test_rates_and_weight_decay_of_both_kinds_of_leaves():
+  """Each has its own; Adam's step is as long as its rate, however small.
+
+  As in `optax.contrib.muon`, a decay is times the rate of its kind.
+  """
+  params = {'up': jnp.ones((16, 16)), 'norm': jnp.ones(16)}
   gradients = {'up': jnp.ones((2, 16, 16)), 'norm': jnp.full((2, 16), 1e-4)}
   for rate, adam in ((0.0, 1e-2), (1e-2, 0.0), (1e-5, 1e-5)):
-    tx = demo_optax.demo_muon(
-        rate, adam_learning_rate=adam, workers=workers, compressor=EVERYTHING)
-    updates, _ = tx.update(gradients, tx.init(params), params)
+    updates, _ = update_of(
+        params, gradients, rate, adam_learning_rate=adam, compressor=EVERYTHING)
     for name, expected in (('up', rate), ('norm', adam)):
       rms = np.sqrt(np.mean(np.square(updates[name])))
       np.testing.assert_allclose(rms, expected, rtol=0.01)
+  updates, _ = update_of(
+      params, jax.tree.map(jnp.zeros_like, gradients), weight_decay=0.1,
+      adam_weight_decay=0.2)
+  for name, value in (('up', -0.1), ('norm', -0.6)):
+    np.testing.assert_allclose(updates[name], value, rtol=1e-6)
 
 
 def test_steps_that_all_workers_lost_do_not_wear_second_moments():
-  workers = demo_optax.Workers.simulated(2)
-  tx = demo_optax.demo_muon(
-      0.1, adam_learning_rate=0.1, workers=workers, compressor=EVERYTHING)
+  tx = demo_optax.demo_muon(0.1, adam_learning_rate=0.1, workers=TWO, compressor=EVERYTHING)
   params = {'norm': jnp.zeros(16)}
   state, update = tx.init(params), jax.jit(tx.update)
   good, bad = ({'norm': jnp.full((2, 16), x)} for x in (1.0, np.nan))
@@ -425,36 +389,24 @@ def test_steps_that_all_workers_lost_do_not_wear_second_moments():
   assert np.abs(updates['norm']).max() < 0.15
 
 
-def test_frozen_leaves_are_left_alone():
-  workers = demo_optax.Workers.simulated(2)
-  frozen = demo_optax.compressors.FROZEN
+@pytest.mark.parametrize('make', [demo_optax.demo_muon, demo_optax.demo])
+def test_frozen_leaves_are_left_alone(make):
   params = {'up': jnp.ones((16, 16)), 'down': jnp.ones((16, 16))}
-  gradients = {'up': jnp.full((2, 16, 16), np.nan),
-               'down': jnp.ones((2, 16, 16))}
-  compressor = {'up': frozen, 'down': demo_optax.dct_topk(topk=8)}
-  for tx in (
-      demo_optax.demo_muon(
-          0.1, workers=workers, compressor=compressor, weight_decay=0.1),
-      demo_optax.demo(
-          0.1, workers=workers, compressor=compressor, weight_decay=0.1)):
-    state = tx.init(params)
-    updates, state = tx.update(gradients, state, params)
-    np.testing.assert_array_equal(updates['up'], 0)
-    assert np.all(updates['down'] != 0)
-    assert demo_optax.exchange_info(state)['num_excluded'] == 0
-    for path, x in jax.tree_util.tree_flatten_with_path(state)[0]:
-      name = jax.tree_util.keystr(path)
-      assert 'up' not in name, (name, x.shape)
+  gradients = {'up': jnp.full((2, 16, 16), np.nan), 'down': jnp.ones((2, 16, 16))}
+  updates, state = update_of(params, gradients, 0.1, make, weight_decay=0.1, compressor={
+      'up': demo_optax.compressors.FROZEN, 'down': demo_optax.dct_topk(topk=8)})
+  np.testing.assert_array_equal(updates['up'], 0)
+  assert np.all(updates['down'] != 0)
+  assert demo_optax.exchange_info(state)['num_excluded'] == 0
+  for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]:
+    assert 'up' not in jax.tree_util.keystr(path)
 
 
 @pytest.mark.parametrize('size', [1e-9, 1e-7, 1.0, 1e6])
 def test_gradients_of_any_size_are_orthonormalised(size):
-  gradient = np.random.default_rng(9).normal(size=(1, 256, 256)) * size
-  tx = demo_optax.demo_muon(
-      1.0, workers=demo_optax.Workers.simulated(1), compressor=EVERYTHING)
-  params = {'w': jnp.zeros((256, 256))}
-  updates, _ = tx.update(
-      {'w': gradient.astype(np.float32)}, tx.init(params), params)
+  gradient = np.random.default_rng(9).normal(size=(256, 256)) * size
+  gradients = {'w': np.stack([gradient.astype(np.float32)] * 2)}
+  updates = orthonormalised({'w': jnp.zeros((256, 256))}, gradients)
   singular = np.linalg.svd(updates['w'], compute_uv=False)
   assert np.median(singular) > 0.8 * singular.max() * 0.7
   assert np.mean(singular < 0.3 * singular.max()) < 0.15
@@ -462,7 +414,6 @@ def test_gradients_of_any_size_are_orthonormalised(size):
 
 def test_functions_of_parameters_see_all_leaves():
   """Integers, too, and functions that are trees are functions."""
-  workers = demo_optax.Workers.simulated(2)
   params = {'w': jnp.ones((8, 8)), 'step': jnp.zeros(3, jnp.int32)}
   seen = []
 
@@ -470,25 +421,20 @@ def test_functions_of_parameters_see_all_leaves():
     seen.append(params['step'].dtype)
     return {'w': demo_optax.dct_topk(8, topk), 'step': None}
 
-  tx = demo_optax.demo_muon(
-      0.1, workers=workers, compressor=jax.tree_util.Partial(choose, 4))
-  state = tx.init(params)
   gradients = {'w': jnp.ones((2, 8, 8)), 'step': jnp.zeros((2, 3), jnp.int32)}
-  tx.update(gradients, state, params)
+  update_of(params, gradients, compressor=jax.tree_util.Partial(choose, 4))
   assert set(seen) == {jnp.dtype('int32')}
 
 
 def test_a_momentum_in_bfloat16():
   params = {'w': jnp.ones((64, 32)), 'embed': jnp.ones((8, 8))}
-  workers = demo_optax.Workers.simulated(2)
   wide, narrow = (
-      demo_optax.demo_muon(0.1, workers=workers, mu_dtype=dtype)
+      demo_optax.demo_muon(0.1, workers=TWO, mu_dtype=dtype)
       for dtype in (None, 'bfloat16'))
   before = narrow.init(params)
   shapes = {k: x.shape for k, x in params.items()}
   gradients = [helpers.random_tree(s, shapes, (2,)) for s in range(3)]
-  states = [
-      helpers.updates_of(tx, params, gradients)[1] for tx in (wide, narrow)]
+  states = [helpers.updates_of(tx, params, gradients)[1] for tx in (wide, narrow)]
   kept = [sum(x.nbytes for x in jax.tree.leaves(s)) for s in states]
   assert kept[0] - kept[1] == 2 * 64 * 32 * 2  # of each worker's matrix half
   wide, narrow = (demo_optax.state.momentum(s)['w'] for s in states)
@@ -499,17 +445,14 @@ def test_a_momentum_in_bfloat16():
 
 def test_boxes_of_linen():
   """As parameters of `nn.with_partitioning` come from `init`."""
-  workers = demo_optax.Workers.simulated(2)
   params = {'w': jnp.ones((16, 16)), 'b': jnp.ones(16)}
-  boxed = {'w': nn.Partitioned(params['w'], (None, 'm')), 'b': params['b']}
   gradients = {'w': jnp.ones((2, 16, 16)), 'b': jnp.ones((2, 16))}
-  tx = demo_optax.demo_muon(0.1, workers=workers)
-  plain, _ = tx.update(gradients, tx.init(params), params)
-  state = tx.init(boxed)
-  updates, new = tx.update(
-      {'w': nn.Partitioned(gradients['w'], (None, None, 'm')),
-       'b': gradients['b']}, state, boxed)
+  boxed = {**params, 'w': nn.Partitioned(params['w'], (None, 'm'))}
+  given = {**gradients, 'w': nn.Partitioned(gradients['w'], (None, None, 'm'))}
+  plain, _ = update_of(params, gradients)
+  updates, state = update_of(boxed, given)
   np.testing.assert_array_equal(updates['w'].value, plain['w'])
+  new = demo_optax.demo_muon(1.0, workers=TWO).init(boxed)
   assert jax.tree.structure(new) == jax.tree.structure(state)
 
 
@@ -522,11 +465,9 @@ def test_matrices_without_gradients_come_to_rest(case):
     mesh = helpers.make_mesh_2d('explicit')
     specs = {'experts': P(None, 'fsdp')}
     workers = demo_optax.Workers.on_mesh(mesh, 'data', specs)
-    params = {'experts': jax.device_put(
-        experts, NamedSharding(mesh, specs['experts']))}
+    params = {'experts': jax.device_put(experts, NamedSharding(mesh, specs['experts']))}
   else:
-    workers = demo_optax.Workers.simulated(2)
-    params = {'experts': experts}
+    workers, params = TWO, {'experts': experts}
   tx = demo_optax.demo_muon(1.0, workers=workers)
 
   @demo_optax.data_parallel(workers)
@@ -554,9 +495,7 @@ def test_matrices_without_gradients_come_to_rest(case):
 
 def test_a_single_leaf_that_is_no_matrix():
   """Is compressed as one, and not by the default for its shape."""
-  workers = demo_optax.Workers.simulated(2)
-  tx = demo_optax.demo_muon(
-      0.1, workers=workers, muon_weight_dimension_numbers=lambda params: None)
+  tx = demo_optax.demo_muon(0.1, workers=TWO, muon_weight_dimension_numbers=lambda params: None)
   alone, inside = (
       tx.init(params) for params in (jnp.ones((64, 64)), {'a': jnp.ones((64, 64))}))
   shapes = [[x.shape for x in jax.tree.leaves(s)] for s in (alone, inside)]
@@ -573,8 +512,7 @@ def test_unit_rms(sizes, min_rms, expected, dtype):
   for size, wanted in zip(sizes, expected):
     u, _ = tx.update(jnp.array([[size, -size]], dtype), ())
     assert u.dtype == dtype
-    np.testing.assert_allclose(
-        u.astype('float32'), [[wanted, -wanted]], rtol=2e-2)
+    np.testing.assert_allclose(u.astype('float32'), [[wanted, -wanted]], rtol=2e-2)
   if dtype == 'float32' and not min_rms:
     for size in (1e-37, 1e37):  # the ends of the range
       u, _ = tx.update(jnp.array([[size, -size]]), ())
@@ -583,25 +521,12 @@ def test_unit_rms(sizes, min_rms, expected, dtype):
   chex.assert_trees_all_equal(tx.update(others, tx.init(others))[0], others)
 
 
-def test_weight_decay_of_matrices_and_of_others():
-  """As in `optax.contrib.muon`: each has its own, times its own rate."""
-  workers = demo_optax.Workers.simulated(2)
-  params = {'w': jnp.ones((8, 8)), 'b': jnp.ones(8)}
-  zeros = jax.tree.map(lambda x: jnp.zeros((2, *x.shape)), params)
-  tx = demo_optax.demo_muon(
-      1.0, workers=workers, weight_decay=0.1, adam_weight_decay=0.2)
-  updates, _ = tx.update(zeros, tx.init(params), params)
-  for name, value in (('w', -0.1), ('b', -0.6)):
-    np.testing.assert_allclose(updates[name], value, rtol=1e-6)
-
-
 def test_functions_that_inject_hyperparams_calls_with_the_step():
   """An error names its `static_args`; with them, functions see parameters."""
-  workers = demo_optax.Workers.simulated(2)
   params = {'a': {'w': jnp.ones((8, 8))}}
   make = lambda *static: optax.inject_hyperparams(
       demo_optax.demo_muon, static)(
-          0.1, workers=workers, mu_dtype='bfloat16',
+          0.1, workers=TWO, mu_dtype='bfloat16',
           compressor=recipes.muon_compressors)
   with pytest.raises(TypeError, match=r"static_args=\('compressor'"):
     make().init(params)

@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import re
 import weakref
 
 import flax
@@ -20,15 +19,8 @@ import demo_optax
 
 KINDS = ['simulated', 'auto', 'explicit']
 
-
-@pytest.fixture(params=KINDS)
-def workers(request):
-  with make_workers(request.param, 4) as workers:
-    yield workers
-
-
 # For what is found while a step is traced, which is the same everywhere.
-SIMULATED = pytest.mark.parametrize('workers', ['simulated'], indirect=True)
+WORKERS = demo_optax.Workers.simulated(4)
 
 
 def quadratic(params, x):
@@ -41,9 +33,7 @@ def linear_params():
 
 
 def batch(rows=8, columns=16, seed=1):
-  return np.random.default_rng(seed).normal(size=(rows, columns)).astype(
-      np.float32
-  )
+  return np.random.default_rng(seed).normal(size=(rows, columns)).astype(np.float32)
 
 
 def make_step(tx, workers, loss_fn=quadratic, **options):
@@ -73,20 +63,14 @@ def test_one_all_gather_and_one_scalar_cross(workers):
 
 
 def test_every_device_computes_its_own_rows():
-  flops = {}
-  for kind in ('simulated', 'auto', 'explicit'):
+  flops, params = {}, {'w': jnp.ones((256, 256))}
+  loss = lambda params, x: jnp.mean((x @ params['w'] @ params['w']) ** 2)
+  for kind in KINDS:
     with make_workers(kind, 4) as workers:
-      params = {'w': jnp.ones((256, 256))}
-      loss = lambda params, x: jnp.mean((x @ params['w'] @ params['w']) ** 2)
-      tx = demo_optax.demo(
-          1e-2, workers=workers, compressor=demo_optax.Compressor(
-              demo_optax.compressors.RandomSubset(0.01),
-              demo_optax.compressors.Identity())
-      )
-      step = make_step(tx, workers, loss)
-      x = batch(1024, 256)
-      cost = step.lower(params, tx.init(params), x).compile().cost_analysis()
-      flops[kind] = cost['flops']
+      tx = demo_optax.average(workers=workers)
+      args = params, tx.init(params), batch(1024, 256)
+      compiled = make_step(tx, workers, loss).lower(*args).compile()
+      flops[kind] = compiled.cost_analysis()['flops']
   assert flops['auto'] < 0.3 * flops['simulated']
   assert flops['explicit'] < 0.3 * flops['simulated']
 
@@ -144,8 +128,7 @@ def test_dropout_differs_between_workers_and_steps(workers):
   first = np.asarray(step(dropout, np.ones((4, 64), np.float32)))
   second = np.asarray(step(dropout, np.ones((4, 64), np.float32)))
   assert len({row.tobytes() for row in (*first, *second)}) == 8
-  np.testing.assert_array_equal(
-      jax.random.key_data(dropout.rngs.key[...]), key)
+  np.testing.assert_array_equal(jax.random.key_data(dropout.rngs.key[...]), key)
   assert int(dropout.rngs.count[...]) == 2  # the stream goes on from one key
 
 
@@ -164,15 +147,27 @@ def test_batch_statistics_are_the_mean(workers):
   np.testing.assert_allclose(norm.mean[0], x[2:, 0].mean(), rtol=1e-5)
 
 
-def test_metrics_are_those_of_the_whole_batch(workers):
-  make = lambda: nnx.MultiMetric(
-      values=nnx.metrics.Average('values'),
-      accuracy=nnx.metrics.Accuracy(),
-  )
-  update = lambda metrics, x, y: metrics.update(
-      values=x, logits=x, labels=y
-  )
-  metrics, whole = make(), make()
+def update_metrics(metrics, x, y):
+  metrics.update(values=x, logits=x, labels=y)
+
+
+def in_a_scan(metrics, x, y):
+  """Added to in every turn, in all of them together."""
+  @nnx.scan(in_axes=(nnx.Carry, 0, 0), out_axes=nnx.Carry)
+  def turn(metrics, x, y):
+    update_metrics(metrics, x, y)
+    return metrics
+
+  turn(metrics, x.reshape(2, -1, x.shape[1]), y.reshape(2, -1))
+
+
+@pytest.mark.parametrize('update, workers', [
+    *((update_metrics, kind) for kind in KINDS), (in_a_scan, 'simulated'),
+], indirect=['workers'])
+def test_metrics_are_those_of_the_whole_batch(workers, update):
+  metrics, whole = (
+      nnx.MultiMetric(values=nnx.metrics.Average('values'), accuracy=nnx.metrics.Accuracy())
+      for _ in range(2))
   step = demo_optax.data_parallel(workers)(update)
   with jax.numpy_dtype_promotion('standard'):  # Flax adds integers to floats
     for seed in range(3):
@@ -181,29 +176,8 @@ def test_metrics_are_those_of_the_whole_batch(workers):
       step(metrics, x, y)
       update(whole, x, y)
     got, expected = metrics.compute(), whole.compute()
-  jax.tree.map(
-      functools.partial(np.testing.assert_allclose, rtol=1e-5), got, expected
-  )
+  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), got, expected)
   assert int(metrics.values.count[...]) == int(whole.values.count[...])
-
-
-@SIMULATED
-def test_metrics_in_a_scan(workers):
-  """Added to in every turn, in all of them together."""
-  metrics, whole = nnx.metrics.Average(), nnx.metrics.Average()
-
-  def update(metrics, x):
-    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-    def turn(metrics, x):
-      metrics.update(values=x)
-      return metrics
-
-    turn(metrics, x.reshape(2, -1, x.shape[1]))
-
-  demo_optax.data_parallel(workers)(update)(metrics, batch())
-  update(whole, batch())
-  np.testing.assert_allclose(metrics.total[...], whole.total[...], rtol=1e-5)
-  assert metrics.count[...] == whole.count[...]
 
 
 def test_metrics_that_a_step_leaves_alone(workers):
@@ -230,6 +204,7 @@ class Holder(nnx.Module):
   def __init__(self):
     self.linear = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
     self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+    self.replaced = nnx.Dropout(0.0)
     self.largest = nnx.Variable(jnp.zeros(()))
     self.mean = nnx.metrics.Average('values')
     self.welford = nnx.metrics.Welford('values')
@@ -246,11 +221,9 @@ NOT_ADDED = '(?s)differs between workers.*a metric that is not only added to'
     (lambda m, x: m.mean.total.set_value(x.mean()), NOT_ADDED),
     (lambda m, x: m.welford.update(values=x), NOT_ADDED),
     (lambda m, x: m.largest.set_value(x.max()), r'largest.*differs between'),
-    (lambda m, x: setattr(m, 'extra', nnx.Variable(jnp.zeros(()))),
-     r'added or removed.*extra'),
+    (lambda m, x: setattr(m, 'extra', nnx.Variable(jnp.zeros(()))), r'added or removed.*extra'),
     # `nnx.jit` leaves a tracer there.
-    (lambda m, x: setattr(m, 'loss', m.linear(x).mean()),
-     r'0\.loss: Return .* nnx.Variable'),
+    (lambda m, x: setattr(m, 'loss', m.linear(x).mean()), r'0\.loss: Return .* nnx.Variable'),
     (lambda m, x: nnx.Rngs(0), 'none of its arguments')])
 def test_what_a_step_must_not_do_to_an_object(step, match):
   model = Holder()
@@ -258,15 +231,13 @@ def test_what_a_step_must_not_do_to_an_object(step, match):
     model.mean.update(values=jnp.ones(3))
     model.welford.update(values=jnp.ones(3))
     with pytest.raises(ValueError, match=match):
-      demo_optax.data_parallel(demo_optax.Workers.simulated(4))(step)(
-          model, batch())
+      demo_optax.data_parallel(WORKERS)(step)(model, batch())
 
 
-@SIMULATED
-def test_a_variable_that_workers_agree_on(workers):
+def test_a_variable_that_workers_agree_on():
   model = Holder()
 
-  @demo_optax.data_parallel(workers)
+  @demo_optax.data_parallel(WORKERS)
   def agreed(model, x):
     model.largest[...] = demo_optax.over_workers(x.max(), jnp.max)
 
@@ -274,68 +245,55 @@ def test_a_variable_that_workers_agree_on(workers):
   assert float(model.largest[...]) == batch().max()
 
 
-@SIMULATED
-def test_static_attributes_go_out_as_from_nnx_jit(workers):
+def test_static_attributes_go_out_as_from_nnx_jit():
   def update(model, x):
     model.eval()
-    model.mode, model.new = 'hot', (1, 2)
+    model.mode, model.new, model.replaced = 'hot', (1, 2), nnx.Sequential()
     model.calls += 1
     if hasattr(model, 'old'):
       del model.old
     model.linear.kernel[...] += 1
     return model.dropout(model.linear(x)).mean()
 
-  steps = demo_optax.data_parallel(workers)(update), nnx.jit(update)
+  steps = decorate(update), nnx.jit(update)
   models = Holder(), Holder()
   for calls in (1, 2):
     for step, model in zip(steps, models):
       step(model, batch())
       assert model.dropout.deterministic and model.mode == 'hot'
       assert model.new == (1, 2) and not hasattr(model, 'old')
-      assert model.calls == calls
+      assert model.calls == calls and isinstance(model.replaced, nnx.Sequential)
   assert nnx.graphdef(models[0]) == nnx.graphdef(models[1])
 
 
-@SIMULATED
-def test_a_module_that_is_replaced_goes_out(workers):
-  model = nnx.Sequential(nnx.Linear(16, 8, rngs=nnx.Rngs(0)), nnx.Dropout(0.0))
-
-  @demo_optax.data_parallel(workers)
-  def step(model, x):
-    model.layers[1] = nnx.Sequential()
-    return jnp.mean(x)
-
-  step(model, batch())
-  assert isinstance(model.layers[1], nnx.Sequential)
-
-
-@SIMULATED
-def test_a_cached_partial_is_a_partial(workers):
+def make_linear():
+  """A layer, its optimizer, and a step."""
   model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
-  optimizer = nnx.Optimizer(
-      model, demo_optax.demo(1e-2, workers=workers), wrt=nnx.Param
-  )
+  optimizer = nnx.Optimizer(model, demo_optax.demo(1e-2, workers=WORKERS), wrt=nnx.Param)
 
-  @demo_optax.data_parallel(workers)
+  @demo_optax.data_parallel(WORKERS)
   def step(model, optimizer, x):
     loss, grads = nnx.value_and_grad(lambda m: jnp.mean(m(x) ** 2))(model)
     optimizer.update(model, grads)
     return loss
 
+  return model, optimizer, step
+
+
+def test_a_cached_partial_is_a_partial():
+  model, optimizer, step = make_linear()
   train_step = nnx.cached_partial(step, model, optimizer)
   losses = [float(train_step(batch())) for _ in range(4)]
   assert losses[-1] < losses[0] and int(optimizer.step[...]) == 4
-  np.testing.assert_allclose(
-      jnp.mean(model(batch()) ** 2), step(model, optimizer, batch()), rtol=1e-5
-  )
+  expected = jnp.mean(model(batch()) ** 2)
+  np.testing.assert_allclose(step(model, optimizer, batch()), expected, rtol=1e-5)
 
 
-@SIMULATED
-def test_shared_variables_and_objects_that_are_returned(workers):
+def test_shared_variables_and_objects_that_are_returned():
   model = nnx.Linear(16, 16, use_bias=False, rngs=nnx.Rngs(0))
   tied = nnx.List([model, model])
 
-  @demo_optax.data_parallel(workers)
+  @demo_optax.data_parallel(WORKERS)
   def step(tied, again, x):
     tied[0].kernel[...] += 1
     return again, x @ tied[1].kernel[...]
@@ -355,8 +313,7 @@ def test_a_step_is_lowered_from_shapes(workers):
   step = make_step(tx, workers)
   params = linear_params()
   args = params, tx.init(params), batch()
-  shapes = jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), args)
+  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), args)
   ahead = step.lower(*shapes)
   assert ahead.as_text() == step.lower(*args).as_text()
 
@@ -364,9 +321,7 @@ def test_a_step_is_lowered_from_shapes(workers):
 def test_counts_of_streams_are_no_keys():
   """Two uint32 in a state: of two layers, not a legacy key."""
   workers = demo_optax.Workers.simulated(2)
-  counts = nnx.State({
-      'layers': {'count': nnx.RngCount(jnp.array([3, 4], jnp.uint32))}
-  })
+  counts = nnx.State({'layers': {'count': nnx.RngCount(jnp.array([3, 4], jnp.uint32))}})
 
   @demo_optax.data_parallel(workers, batch_argnames='x')
   def step(state, x):
@@ -379,51 +334,20 @@ def test_counts_of_streams_are_no_keys():
   np.testing.assert_array_equal(after['layers']['count'][...], [4, 5])
 
 
-@SIMULATED
-@pytest.mark.parametrize('make', [jax.random.key, jax.random.PRNGKey])
-@pytest.mark.parametrize('form', ['object', 'state'])
-def test_keys_of_variables_of_ones_own_differ(workers, make, form):
-  """Each worker draws its own numbers, whatever class the variable has."""
-  class Noise(nnx.Variable):
-    pass
+def test_static_and_keyword_arguments_and_constants():
+  tx = demo_optax.demo(1e-2, workers=WORKERS)
 
-  class Model(nnx.Module):
-
-    def __init__(self):
-      self.noise_key = Noise(make(0))
-
-  @demo_optax.data_parallel(workers, batch_argnames='x')
-  def step(model, x):
-    variable = model.noise_key if form == 'object' else model['noise_key']
-    key, own = jax.random.split(variable[...])
-    variable[...] = key
-    return model, x + jax.random.normal(own, (1, 1))
-
-  model, drawn = Model(), []
-  model = model if form == 'object' else nnx.state(model)
-  for _ in range(2):
-    model, noise = step(model, np.zeros((4, 1), np.float32))
-    drawn += np.asarray(noise).ravel().tolist()
-  assert len(set(drawn)) == 8
-
-
-@SIMULATED
-def test_static_and_keyword_arguments_and_constants(workers):
-  tx = demo_optax.demo(1e-2, workers=workers)
-
-  @demo_optax.data_parallel(workers, static_argnames=('power', 'name'))
+  @demo_optax.data_parallel(WORKERS, static_argnames=('power', 'name'))
   def step(params, opt_state, *, x, power, name=None, loss_of=None):
     assert isinstance(power, int) and name == 'run'
-    loss, grads = jax.value_and_grad(
-        lambda params: jnp.mean(loss_of(x @ params['w']) ** power)
-    )(params)
+    loss_fn = lambda params: jnp.mean(loss_of(x @ params['w']) ** power)
+    loss, grads = jax.value_and_grad(loss_fn)(params)
     updates, opt_state = tx.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state, {'loss': loss}
 
   params = linear_params()
-  params, _, aux = step(
-      params, tx.init(params), x=batch(), power=2, name='run', loss_of=jnp.abs
-  )
+  _, _, aux = step(
+      params, tx.init(params), x=batch(), power=2, name='run', loss_of=jnp.abs)
   assert aux['loss'].shape == ()
 
 
@@ -437,22 +361,9 @@ def test_donated_arguments_are_overwritten(workers):
   assert all(x.is_deleted() for x in old)
 
 
-def test_results_are_means_and_rows(workers):
-  @demo_optax.data_parallel(workers, batch_argnums=0)
-  def step(x):
-    return {'mean': x.mean(), 'rows': 2 * x, 'equal': jnp.arange(3)}
-
-  x = batch()
-  out = step(x)
-  np.testing.assert_allclose(out['mean'], x.mean(), rtol=1e-5)
-  np.testing.assert_array_equal(out['rows'], 2 * x)
-  np.testing.assert_array_equal(out['equal'], np.arange(3))
-
-
-@SIMULATED
-def test_a_value_in_the_loss_that_is_not_differentiated(workers):
+def test_a_value_in_the_loss_that_is_not_differentiated():
   """A number from all workers' batches may scale one worker's loss."""
-  tx = demo_optax.demo(1e-2, workers=workers)
+  tx = demo_optax.demo(1e-2, workers=WORKERS)
   params = linear_params()
 
   def scaled(params, x):
@@ -461,7 +372,7 @@ def test_a_value_in_the_loss_that_is_not_differentiated(workers):
     mean = demo_optax.over_workers(jax.lax.stop_gradient(loss))
     return loss / size + 0 * mean
 
-  step = make_step(tx, workers, scaled)
+  step = make_step(tx, WORKERS, scaled)
   _, _, loss = step(params, tx.init(params), batch())
   expected = quadratic(params, batch()) / np.abs(batch()).sum()
   np.testing.assert_allclose(loss, expected, rtol=1e-5)
@@ -470,35 +381,50 @@ def test_a_value_in_the_loss_that_is_not_differentiated(workers):
 # Mistakes ------------------------------------------------------------------------
 
 
-def raises(match, step, *args, error=ValueError):
-  with pytest.raises(error, match=re.escape(match)) as info:
-    step(*args)
-  return str(info.value)
+def run_step(x=None, of=WORKERS, loss_fn=quadratic, **options):
+  """A step of `WORKERS`, with an optimizer `of` some."""
+  tx, params = demo_optax.demo(1e-2, workers=of), linear_params()
+  step = make_step(tx, WORKERS, loss_fn, **options)
+  step(params, tx.init(params), batch() if x is None else x)
 
 
-def test_mistakes():
+def decorate(function=lambda params, x: params, of=WORKERS, **options):
+  return demo_optax.data_parallel(of, **options)(function)
+
+
+def on_an_axis(axis):
+  step = decorate(lambda batch: batch[0].mean(), batch_argnums=0, batch_axis=axis)
+  step((np.ones((4, 16), np.float32), np.ones(16, np.float32)))
+
+
+MISTAKES = {
+    'nothing to cut': [lambda: run_step((), batch_argnums=2)],
+    'different lengths': [lambda: run_step(batch_argnums=(0, 2))],
+    'over_workers was called on what is being differentiated': [
+        lambda: run_step(loss_fn=lambda params, x: demo_optax.over_workers(
+            quadratic(params, x)))],
+    'same workers': [lambda: run_step(of=demo_optax.Workers.simulated(2))],
+    'your own shard_map': [lambda: decorate(of=demo_optax.Workers.on_axis('data'))],
+    'workers=4': [lambda: decorate(of=4)],
+    'arguments of <lambda> are params, x': [
+        lambda: decorate(donate_argnames='opt'),
+        lambda: decorate(static_argnames=('trian',)),
+        lambda: decorate(batch_argnums=2),
+        lambda: decorate(donate_argnums=(0, -3))],
+    'counted from the first argument': [
+        lambda: decorate(lambda params, *batch: params, batch_argnums=-1),
+        lambda: decorate(lambda params, x=1: params, batch_argnums=-1)],
+    'axis of every batch, got 1 for batch.1.': [lambda: on_an_axis(1)],
+    "got 'y', but the arguments": [lambda: on_an_axis({'y': 1})],
+}
+
+
+@pytest.mark.parametrize('match', MISTAKES)
+def test_mistakes(match):
   """Those that the table of `common_errors.py` does not have."""
-  workers = demo_optax.Workers.simulated(4)
-  tx = demo_optax.demo(1e-2, workers=workers)
-  params = linear_params()
-  args = params, tx.init(params), batch()
-  step = functools.partial(make_step, tx, workers)
-  raises('nothing to cut', step(batch_argnums=2), *args[:2], ())
-  raises('different lengths', step(batch_argnums=(0, 2)), *args)
-
-  raises(
-      'over_workers was called on what is being differentiated',
-      step(lambda params, x: demo_optax.over_workers(quadratic(params, x))),
-      *args,
-  )
-  raises(
-      'same workers',
-      make_step(
-          demo_optax.demo(1e-2, workers=demo_optax.Workers.simulated(2)),
-          workers,
-      ),
-      *args,
-  )
+  for call in MISTAKES[match]:
+    with pytest.raises((ValueError, TypeError), match=match):
+      call()
 
 
 @pytest.mark.parametrize('axis', ['data', 'batch'])  # one that the mesh has
@@ -512,25 +438,9 @@ def test_the_axis_of_a_step_has_no_name(workers, axis):
     grads = jax.lax.pmean(jax.grad(quadratic)(params, x), axis)
     return tx.update(grads, opt_state, params)
 
-  message = raises(
-      'no axis has a name', pmean, params, tx.init(params), batch())
-  assert f'unbound axis name: {axis}: in a step' in message
-
-
-def test_workers_of_an_own_map_are_refused():
-  with pytest.raises(TypeError, match='your own shard_map'):
-    demo_optax.data_parallel(demo_optax.Workers.on_axis('data'))
-  with pytest.raises(TypeError, match='workers=4'):
-    demo_optax.data_parallel(4)
-
-
-@pytest.mark.parametrize('options', [
-    {'donate_argnames': 'opt'}, {'static_argnames': ('trian',)},
-    {'batch_argnums': 2}, {'donate_argnums': (0, -3)}])
-def test_options_that_name_no_argument(options):
-  decorate = demo_optax.data_parallel(demo_optax.Workers.simulated(2), **options)
-  with pytest.raises(ValueError, match='arguments of <lambda> are params, x'):
-    decorate(lambda params, x: params)
+  with pytest.raises(ValueError, match='no axis has a name') as info:
+    pmean(params, tx.init(params), batch())
+  assert f'unbound axis name: {axis}: in a step' in str(info.value)
 
 
 def test_an_array_of_keys_in_a_state_differs_between_workers():
@@ -539,66 +449,48 @@ def test_an_array_of_keys_in_a_state_differs_between_workers():
   class State:
     keys: jax.Array
 
-  @demo_optax.data_parallel(demo_optax.Workers.simulated(4))
+  @demo_optax.data_parallel(WORKERS)
   def step(state, x):
-    noise = jax.random.normal(state.keys[0], x.shape[:1])
-    return state, noise
+    return state, jax.random.normal(state.keys[0], x.shape[:1])
 
   state = State(jax.random.split(jax.random.key(0), 3))
-  x = np.ones((16, 2), np.float32)
-  new, noise = step(state, x)
-  assert len(set(np.asarray(noise).tolist())) == 16
-  np.testing.assert_array_equal(
-      jax.random.key_data(new.keys), jax.random.key_data(state.keys))
+  new, noise = step(state, batch())
+  assert len(set(np.asarray(noise).tolist())) == 8
+  np.testing.assert_array_equal(jax.random.key_data(new.keys), jax.random.key_data(state.keys))
 
 
-@pytest.mark.parametrize('form', ['tuple', 'dict', 'nested', 'carry'])
-def test_states_must_be_equal_in_whatever_they_are_returned(form):
-  workers = demo_optax.Workers.simulated(4)
-  tx = optax.masked(demo_optax.demo(0.1, workers=workers), {'w': True, 's': False})
+@pytest.mark.parametrize('carry', [False, True])
+@pytest.mark.parametrize('pack', [
+    lambda params, state: (params, state),
+    lambda params, state: {'params': params, 'opt_state': state},
+    lambda params, state: (jnp.ones(()), {'train': [params, state]})])
+def test_states_must_be_equal_in_whatever_they_are_returned(pack, carry):
+  tx = optax.masked(demo_optax.demo(0.1, workers=WORKERS), {'w': True, 's': False})
   params = {'w': jnp.ones((16, 1)), 's': jnp.ones((1, 1))}
+  loss_fn = lambda params, x: jnp.mean((x @ params['w'] * params['s']) ** 2)
 
-  def update(params, opt_state, x):
-    grads = jax.grad(
-        lambda params: jnp.mean((x @ params['w'] * params['s']) ** 2))(params)
-    updates, opt_state = tx.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state
+  def step(params, state, x):
+    updates, state = tx.update(jax.grad(loss_fn)(params, x), state, params)
+    return pack(optax.apply_updates(params, updates), state)
 
-  @demo_optax.data_parallel(workers)
-  def step(params, opt_state, x):
-    params, opt_state = update(params, opt_state, x)
-    return {'tuple': (params, opt_state),
-            'dict': {'params': params, 'opt_state': opt_state},
-            'nested': (x.mean(), {'train': [params, opt_state]})}[form]
+  def of_a_carry(carry, x):
+    return step(*carry, x)
 
-  @demo_optax.data_parallel(workers)
-  def carry_step(carry, x):
-    return update(*carry, x)
-
-  with pytest.raises(ValueError, match=r'\.s differs between workers'):
-    if form == 'carry':
-      carry_step((params, tx.init(params)), batch())
+  state = params, tx.init(params)
+  with pytest.raises(ValueError, match=r'\.s\b.* differs between workers'):
+    if carry:
+      decorate(of_a_carry)(state, batch())
     else:
-      step(params, tx.init(params), batch())
+      decorate(step)(*state, batch())
 
 
 def test_arrays_of_the_first_call_are_not_kept():
   """They would be a second copy of all that is trained."""
-  workers = demo_optax.Workers.simulated(2)
-  model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
-  optimizer = nnx.Optimizer(
-      model, demo_optax.demo(1e-2, workers=workers), wrt=nnx.Param)
-
-  @demo_optax.data_parallel(workers)
-  def step(model, optimizer, x):
-    loss, grads = nnx.value_and_grad(lambda m: (m(x) ** 2).mean())(model)
-    optimizer.update(model, grads)
-    return loss
-
+  model, optimizer, step = make_linear()
   first = [weakref.ref(x) for x in jax.tree.leaves(nnx.state(model))]
   assert first
   for _ in range(2):
-    step(model, optimizer, jnp.ones((4, 4)))
+    step(model, optimizer, batch())
   gc.collect()
   assert [ref() for ref in first] == [None] * len(first)
 
@@ -608,14 +500,6 @@ def test_arrays_of_the_first_call_are_not_kept():
     lambda m, x: m.dropout(x), lambda m, x: m.mean.update(values=x)])
 def test_objects_that_a_step_closes_over(use):
   model = Holder()
-  step = demo_optax.data_parallel(
-      demo_optax.Workers.simulated(4), batch_argnums=0)(lambda x: use(model, x))
+  step = decorate(lambda x: use(model, x), batch_argnums=0)
   with pytest.raises(ValueError, match='trace level: .*Make it an argument'):
     step(batch())
-
-
-def test_positions_from_the_end_of_a_call_are_refused():
-  workers = demo_optax.Workers.simulated(2)
-  for step in (lambda params, *batch: params, lambda params, x=1: params):
-    with pytest.raises(ValueError, match='counted from the first argument'):
-      demo_optax.data_parallel(workers, batch_argnums=-1)(step)

@@ -1,12 +1,14 @@
 """What an exchange keeps, sends and leaves out."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 import test_maps
-from helpers import assert_same_bits, make_mesh, random_tree, with_momentum
+from helpers import assert_same_bits, make_mesh, own, random_tree, with_momentum
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
@@ -15,13 +17,7 @@ from demo_optax.codes.values import VALUES
 pytestmark = pytest.mark.core
 
 N = 4
-
-
 COMPRESSOR = demo_optax.dct_topk(chunk_size=32, topk=8)
-
-
-def make_tx(workers):
-  return demo_optax.scale_by_demo(COMPRESSOR, 0.95, workers=workers)
 
 
 def test_scan_over_steps_inside_shard_map():
@@ -39,8 +35,7 @@ def test_scan_over_steps_inside_shard_map():
 
   gradients = [test_maps.gradients_of(s, N) for s in range(test_maps.STEPS)]
   gradients = jax.tree.map(lambda *g: np.stack(g), *gradients)
-  mapped = jax.shard_map(
-      run, mesh=make_mesh(N), in_specs=(P(), P(None, 'data')), out_specs=P())
+  mapped = jax.shard_map(run, mesh=make_mesh(N), in_specs=(P(), P(None, 'data')), out_specs=P())
   updates = jax.jit(mapped)(random_tree(99, test_maps.SHAPES), gradients)
   expected = test_maps.run(make, 'simulated').updates
   assert_same_bits(updates, jax.tree.map(lambda *u: np.stack(u), *expected))
@@ -67,10 +62,8 @@ def test_conservation_at_the_ends_of_the_range(values, alpha):
                          np.eye(16) * 1.2e-38])
     # Of what is larger than gradients may be, twice as much is there already.
     extreme = np.abs(gradient) > 1e25
-    before = jnp.asarray(
-        before + np.where(extreme, 2 * gradient, 0), jnp.float32)
-    state = with_momentum(
-        state, {'the only leaf': before.reshape(1, -1, 16)})
+    before = jnp.asarray(before + np.where(extreme, 2 * gradient, 0), jnp.float32)
+    state = with_momentum(state, {'the only leaf': before.reshape(1, -1, 16)})
     gradient = jnp.asarray(np.where(extreme, 0, gradient), jnp.float32)
     sent, state = update(gradient.reshape(1, -1, 16), state, params)
     kept = demo_optax.state.momentum(state)['the only leaf']
@@ -88,8 +81,7 @@ def test_conservation_at_the_ends_of_the_range(values, alpha):
 def test_a_gradient_that_could_overflow_the_momentum_is_left_out():
   """Up to a 1e-12th of the largest number, and not beyond."""
   workers = demo_optax.Workers.simulated(2)
-  tx = demo_optax.scale_by_demo(
-      demo_optax.dct_topk(16, 1), 0.9, workers=workers)
+  tx = demo_optax.scale_by_demo(demo_optax.dct_topk(16, 1), 0.9, workers=workers)
   params, update = jnp.zeros((16, 16)), jax.jit(tx.update)
   for largest, left_out in (3.4e26, 0), (3.5e26, 1):
     gradient = np.ones((2, 16, 16), np.float32)
@@ -104,46 +96,40 @@ def test_a_gradient_that_could_overflow_the_momentum_is_left_out():
 # Workers that are left out ----------------------------------------------------
 
 
-def test_all_left_out_changes_nothing():
-  workers = demo_optax.Workers.simulated(N)
-  tx = demo_optax.demo(
-      1e-2, workers=workers, compressor=COMPRESSOR, weight_decay=0.1)
+@pytest.mark.parametrize('make', [
+    functools.partial(demo_optax.demo, 1e-2, weight_decay=0.1),
+    functools.partial(
+        demo_optax.scale_by_demo, exchange='all_to_all', update_values='sign')])
+def test_all_left_out_changes_nothing(make):
+  """Neither momentum nor what owners keep; the next good step is as usual."""
+  tx = make(workers=demo_optax.Workers.simulated(N), compressor=COMPRESSOR)
   params = jax.tree.map(jnp.asarray, random_tree(1))
-  state = tx.init(params)
-  broken = jax.tree.map(lambda g: g * np.nan, random_tree(2, lead=(N,)))
   update = jax.jit(tx.update)
-  updates, state = update(broken, state, params)
-  assert int(state.inner_state[1].metrics['num_excluded']) == N
+  _, before = update(random_tree(2, lead=(N,)), tx.init(params), params)
+  broken = jax.tree.map(lambda g: g * np.nan, random_tree(2, lead=(N,)))
+  updates, state = update(broken, before, params)
+  assert int(demo_optax.exchange_info(state)['num_excluded']) == N
   assert_same_bits(optax.apply_updates(params, updates), params)
-  assert all(not np.any(m) for m in jax.tree.leaves(state.inner_state[1].worker_stacked.momentum))
-  # And the next good step goes on as if nothing had been.
+  assert_same_bits(own(state), own(before))
   updates, state = update(random_tree(3, lead=(N,)), state, params)
-  assert int(state.inner_state[1].metrics['num_excluded']) == 0
-  assert all(np.isfinite(u).all() and np.any(u)
-             for u in jax.tree.leaves(updates))
+  assert int(demo_optax.exchange_info(state)['num_excluded']) == 0
+  assert all(np.isfinite(u).all() and np.any(u) for u in jax.tree.leaves(updates))
 
 
 # What crosses the wire --------------------------------------------------------
 
 
-def test_transform_is_in_full_precision():
-  """The default precision is bfloat16 on TPUs and TF32 on GPUs."""
-  workers = demo_optax.Workers.simulated(2)
-  tx = make_tx(workers)
+def test_the_operations_of_an_exchange():
+  """The default precision is bfloat16 on TPUs and TF32 on GPUs.
+
+  Floats are added by scatters whose indices are unique, ints as they are.
+  """
+  tx = demo_optax.scale_by_demo(COMPRESSOR, 0.95, workers=demo_optax.Workers.simulated(N))
   params = random_tree(0)
-  jaxpr = str(jax.make_jaxpr(tx.update)(
-      random_tree(1, lead=(2,)), tx.init(params), params))
+  traced = jax.jit(tx.update).trace(random_tree(1, lead=(N,)), tx.init(params), params)
+  jaxpr, text = str(traced.jaxpr), traced.lower().as_text()
   assert jaxpr.count('dot_general') > 0
   assert jaxpr.count('dot_general') == jaxpr.count('precision=(Precision.HIGHEST')
-
-
-def test_no_scatter_writes_a_place_twice():
-  """Floats are added by scatters whose indices are unique, ints as they are."""
-  workers = demo_optax.Workers.simulated(N)
-  tx = make_tx(workers)
-  params = random_tree(0)
-  text = jax.jit(tx.update).lower(
-      random_tree(1, lead=(N,)), tx.init(params), params).as_text()
   scatters = text.split('"stablehlo.scatter"')[1:]
   assert scatters
   for scatter in scatters:

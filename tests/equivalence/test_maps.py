@@ -26,6 +26,7 @@ from helpers import (
   on_mesh,
   own,
   random_tree,
+  stacked,
 )
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -46,8 +47,7 @@ COMPRESSOR = demo_optax.dct_topk(8, 3)
 
 def with_codes(values):
   compressor = demo_optax.dct_topk(8, 3, values=values)
-  return lambda workers: demo_optax.scale_by_demo(
-      compressor, 0.95, workers=workers, alpha=0.3)
+  return lambda workers: demo_optax.scale_by_demo(compressor, 0.95, workers=workers, alpha=0.3)
 
 
 def owners(update_values):
@@ -58,13 +58,11 @@ def owners(update_values):
 
 def methods(make, **options):
   """Local updates; a power of two as rate, so that products are exact."""
-  return lambda workers: make(
-      optax.sgd(0.125), workers=workers, sync_period=2, **options)
+  return lambda workers: make(optax.sgd(0.125), workers=workers, sync_period=2, **options)
 
 
 EXCHANGES = {
-    'published': lambda workers: demo_optax.scale_by_demo(
-        COMPRESSOR, 0.95, workers=workers),
+    'published': lambda workers: demo_optax.scale_by_demo(COMPRESSOR, 0.95, workers=workers),
     'second': lambda workers: demo_optax.scale_by_demo(
         COMPRESSOR, 0.97, workers=workers, alpha=0.3, average='workers',
         ema=True),
@@ -100,9 +98,7 @@ IN_STEP = ['step', 'step auto', 'step explicit']
 DEVICES = ['2x4 auto', '2x4 explicit', 'step 2x4 auto', 'step 2x4 explicit']
 
 
-UNPLACED = [
-    'simulated', 'simulated 2x4', 'step', 'step simulated 2x4', 'pmap',
-    '2x4 auto']
+UNPLACED = ['simulated', 'simulated 2x4', 'step', 'step simulated 2x4', 'pmap', '2x4 auto']
 
 
 class Run(NamedTuple):
@@ -153,8 +149,7 @@ def by_shard_map(make, checked):
 def by_copies(make, how):
   """In vmap or pmap, where every worker decodes for itself."""
   tx = make(demo_optax.Workers.on_axis('data'))
-  mapped = jax.vmap if how == 'vmap' else functools.partial(
-      jax.pmap, devices=jax.devices()[:N])
+  mapped = jax.vmap if how == 'vmap' else functools.partial(jax.pmap, devices=jax.devices()[:N])
   jit = jax.jit if how == 'vmap' else lambda f: f
 
   def take(tree):
@@ -182,13 +177,7 @@ def by_workers(make, workers, in_step):
     return tx.update(of_one(gradients), state, params)
 
   def place(gradients):
-    if workers.mesh is None:
-      return gradients
-    inside = SPECS if workers.param_specs.axes else {}
-    return {
-        k: jax.device_put(g, NamedSharding(
-            workers.mesh, P('data', *(inside.get(k) or ()))))
-        for k, g in gradients.items()}
+    return stacked(gradients, workers, SPECS if workers.param_specs.axes else None)
 
   if in_step:
     @demo_optax.data_parallel(workers, batch_argnums=0)
@@ -198,9 +187,7 @@ def by_workers(make, workers, in_step):
     return Map(
         workers.count, workers.device_put, tx.init, step,
         lambda gradients: list(gradients.values()))
-  return Map(
-      workers.count, workers.device_put, jax.jit(tx.init), jax.jit(tx.update),
-      place)
+  return Map(workers.count, workers.device_put, jax.jit(tx.init), jax.jit(tx.update), place)
 
 
 def map_of(make, how, count=N):
@@ -287,18 +274,16 @@ def expected_of(name, how):
 
 
 def cases():
-  """Two transformations in every map, of the others every third; all, slowly."""
+  """One transformation in every map, of the others every third; all, slowly."""
   for i, name in enumerate(ALL):
-    hows = IN_STEP + DEVICES[2:] if name in LOCAL else (
-        STACKED + IN_STEP + OWN_MAPS + DEVICES)
+    hows = IN_STEP + DEVICES[2:] if name in LOCAL else (STACKED + IN_STEP + OWN_MAPS + DEVICES)
     if name == 'demo_muon':  # norms over devices: test_recipes.py
       hows = [how for how in hows if '2x4' not in how]
     for j, how in enumerate(hows):
-      quick = name in ('published', 'owners') or (i + j) % 3 == 0
-      marks = [] if quick else [pytest.mark.slow]
-      if (name, how) == ('drift', 'step 2x4 explicit'):
-        marks = []  # the mean over workers takes slices of a sharded dimension
-      yield pytest.param(name, how, marks=marks)
+      quick = name == 'published' or (i + j) % 3 == 0 or (name, how) in (
+          # The mean over workers takes slices of a sharded dimension.
+          ('drift', 'step 2x4 explicit'), ('owners', 'vmap'))
+      yield pytest.param(name, how, marks=[] if quick else [pytest.mark.slow])
 
 
 @pytest.mark.parametrize('name, how', list(cases()))
@@ -341,6 +326,19 @@ def test_saving_where_an_explicit_mesh_is_set(tmp_path):
       files.save(0, tree)
 
 
+@pytest.mark.parametrize('how', ['step', 'step auto'])
+def test_states_can_be_donated(how):
+  """No two arrays of parameters and state are one: a jit may take them all."""
+  for name, make in ALL.items():
+    m, _ = map_of(make, how)
+    params = m.put(jax.tree.map(jnp.asarray, random_tree(99, SHAPES)))
+    places = [
+        shard.data.unsafe_buffer_pointer()
+        for x in jax.tree.leaves((params, m.init(params)))
+        for shard in x.addressable_shards]
+    assert len(set(places)) == len(places), name
+
+
 # A worker whose gradient is not finite ------------------------------------------
 
 
@@ -373,8 +371,7 @@ def test_a_worker_that_is_not_finite_is_left_out(name, bad):
     gradients = random_tree(7, SHAPES, lead=(N,))
     updates, after = m.update(gradients, state, params)
     if name == 'average':  # which has no state
-      np.testing.assert_allclose(
-          updates['w'], gradients['w'].mean(0), atol=1e-6)
+      np.testing.assert_allclose(updates['w'], gradients['w'].mean(0), atol=1e-6)
     else:
       pairs = zip(own_of(after, left_out), own_of(state, left_out))
       assert any(np.any(x != y) for x, y in pairs)
@@ -388,8 +385,7 @@ def test_a_worker_that_is_not_finite_is_left_out(name, bad):
 @pytest.mark.parametrize('name', EXCHANGES)
 def test_types_of_states_and_updates(name, dtype):
   params = {k: jax.ShapeDtypeStruct(s, dtype) for k, s in SHAPES.items()}
-  gradients = {
-      k: jax.ShapeDtypeStruct((N, *s), dtype) for k, s in SHAPES.items()}
+  gradients = {k: jax.ShapeDtypeStruct((N, *s), dtype) for k, s in SHAPES.items()}
   tx = EXCHANGES[name](demo_optax.Workers.simulated(N))
   # Moments of optax are promoted; what is ours alone works under strict rules.
   with jax.numpy_dtype_promotion('strict' if name == 'average' else 'standard'):

@@ -3,6 +3,7 @@
 Each ends in the right result, or in an error with the remedy in its text.
 """
 
+import functools
 
 import equinox as eqx
 import flax.linen as nn
@@ -18,7 +19,6 @@ from helpers import (
   COMPILATIONS,
   make_mesh_2d,
   make_step,
-  make_workers,
   on_mesh,
   own,
 )
@@ -32,10 +32,8 @@ COMPRESSOR = demo_optax.Compressor(
 BATCH = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
 
 
-def demo(workers, learning_rate=0.03):
-  return demo_optax.demo(
-      learning_rate, workers=workers, compressor=COMPRESSOR, decay=0.9
-  )
+def demo(workers):
+  return demo_optax.demo(0.03, workers=workers, compressor=COMPRESSOR, decay=0.9)
 
 
 def square(params, x):
@@ -57,46 +55,30 @@ def stacked_leaves(tree):
 # A loss that closes over its batch ------------------------------------------------
 
 
-@pytest.mark.parametrize('kind', ['simulated', 'auto'])
-def test_a_closure_over_the_batch_sees_the_workers_own(kind):
-  with make_workers(kind) as workers:
-    params = {'w': jnp.ones((8, 4))}
+@pytest.mark.parametrize('workers', ['simulated', 'auto'], indirect=True)
+def test_a_closure_over_the_batch_sees_the_workers_own(workers):
+  @demo_optax.data_parallel(workers, batch_argnums=1)
+  def gradients(w, batch):
+    grads = jax.grad(lambda w: jnp.mean(batch @ w))(w)
+    return jnp.broadcast_to(grads, batch.shape)
 
-    @demo_optax.data_parallel(workers, batch_argnums=1)
-    def train_step(params, batch, key):
-      def loss_fn(params):
-        x = batch + jax.random.normal(key, batch.shape)
-        return jnp.mean((x @ params['w']) ** 2), x
-
-      grads, x = jax.grad(loss_fn, has_aux=True)(params)
-      return jax.tree.map(lambda g: g[None].repeat(4, 0), grads), x
-
-    grads, noisy = train_step(params, BATCH, jax.random.key(1))
-    own = np.asarray(grads['w'])[::4]  # four rows of each worker
-    assert own.shape == (4, 8, 4)
-    noise = (np.asarray(noisy) - BATCH).reshape(4, 4, 8)
-    assert len({x.tobytes() for x in noise.round(4)}) == 4
-    expected = jax.vmap(jax.grad(lambda w, x: jnp.mean((x @ w) ** 2)), (None, 0))(
-        params['w'], np.asarray(noisy).reshape(4, 4, 8)
-    )
-    np.testing.assert_allclose(own, expected, rtol=1e-4)
+  found = gradients(jnp.ones(8), BATCH)
+  expected = BATCH.reshape(4, 4, 8).mean(1).repeat(4, axis=0)
+  np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_a_clip_before_is_each_workers_own():
   """One worker with a large gradient does not make the others' small."""
   workers = demo_optax.Workers.simulated(4)
-  tx = optax.chain(
-      optax.clip_by_global_norm(1.0), demo_optax.average(workers=workers)
-  )
-  params = {'w': jnp.zeros((8, 4))}
+  tx = optax.chain(optax.clip_by_global_norm(1.0), demo_optax.average(workers=workers))
 
   @demo_optax.data_parallel(workers, batch_argnums=1)
   def clipped(state, grads):
-    return tx.update({'w': grads[0]}, state, params)[0]
+    return tx.update(grads[0], state)[0]
 
-  scale = np.array([1, 1, 1, 100], np.float32)[:, None, None]
-  mean = clipped(tx.init(params), np.ones((4, 8, 4), np.float32) * scale)
-  np.testing.assert_allclose(np.linalg.norm(mean['w']), 1.0, rtol=1e-5)
+  gradients = np.ones((4, 8), np.float32) * np.float32([[1], [1], [1], [100]])
+  mean = clipped(tx.init(jnp.zeros(8)), gradients)
+  np.testing.assert_allclose(np.linalg.norm(mean), 1.0, rtol=1e-5)
 
 
 # Momentum that shardings of others replicate --------------------------------------
@@ -125,12 +107,10 @@ def test_replicated_momentum_is_reported_and_put_right_at_the_call():
 
 def unboxed(tree):
   is_box = lambda x: isinstance(x, nn.Partitioned)
-  return jax.tree.map(
-      lambda x: x.value if is_box(x) else x, tree, is_leaf=is_box)
+  return jax.tree.map(lambda x: x.value if is_box(x) else x, tree, is_leaf=is_box)
 
 
-@pytest.mark.parametrize('logical, boxes', [
-    (False, True), (True, True), (True, False)])
+@pytest.mark.parametrize('logical, boxes', [(False, True), (True, True), (True, False)])
 def test_sharded_parameters_in_boxes_or_unboxed(logical, boxes):
   mesh = make_mesh_2d('auto', (2, 2))
   box = nn.with_logical_partitioning if logical else nn.with_partitioning
@@ -143,15 +123,12 @@ def test_sharded_parameters_in_boxes_or_unboxed(logical, boxes):
   workers = demo_optax.Workers.on_mesh(mesh, 'data', specs)
 
   def init(key):
-    params = net.init(key, x)['params']
     return TrainState.create(
-        apply_fn=net.apply, params=params, tx=demo(workers)
-    )
+        apply_fn=net.apply, params=net.init(key, x)['params'], tx=demo(workers))
 
   abstract = jax.eval_shape(init, jax.random.key(0))
-  specs = nn.get_partition_spec(abstract)
   sharding = nn.logical_to_mesh_sharding(
-      specs, mesh, rules
+      nn.get_partition_spec(abstract), mesh, rules
   ) if logical else nn.get_sharding(abstract, mesh)
   state = jax.jit(init, out_shardings=sharding)(jax.random.key(0))
   state = state if boxes else unboxed(state)
@@ -172,8 +149,7 @@ def test_sharded_parameters_in_boxes_or_unboxed(logical, boxes):
   assert isinstance(kernel, nn.Partitioned) == boxes
   assert unboxed(kernel).sharding.spec == P(None, 'fsdp')
   found = hlo_text.collectives(step.lower(state, x).compile(), mesh)
-  plan = demo_optax.plan(unboxed(state.params), COMPRESSOR, workers)
-  message = plan.device_bytes['data',]
+  message = demo_optax.plan(unboxed(state.params), COMPRESSOR, workers).device_bytes['data',]
   between = sum(c.received_bytes for c in found if 'data' in c.axes)
   assert message <= between <= message + 100
   assert demo_optax.check_replicas(state.params, workers) == []
@@ -186,27 +162,34 @@ def test_sharded_parameters_in_boxes_or_unboxed(logical, boxes):
 
 
 @pytest.mark.parametrize('mapped', [True, False])
-@pytest.mark.parametrize('kind, remedy', [
-    ('simulated', r"\['w'\] is sharded by.*'fsdp'.*on_mesh"),
-    ('on_mesh', r"\['w'\] is sharded.*'fsdp'.*demo_optax.param_specs\(model\)")])
-def test_parameters_that_an_explicit_mesh_shards(kind, remedy, mapped):
-  """And workers that do not say so."""
-  mesh = make_mesh_2d('explicit', (2, 2))
+@pytest.mark.parametrize('kind, shape, remedy', [
+    ('simulated', (2, 2), r"\['w'\] is sharded by.*'fsdp'.*on_mesh"),
+    ('on_mesh', (2, 2), r"\['w'\] is sharded.*'fsdp'.*demo_optax.param_specs\(model\)"),
+    ('on_mesh', (4, 1), None)])
+def test_parameters_that_an_explicit_mesh_shards(kind, shape, remedy, mapped):
+  """And workers that do not say so; an axis of one device shards nothing."""
+  mesh = make_mesh_2d('explicit', shape)
   workers = (
       demo_optax.Workers.simulated(2) if kind == 'simulated'
       else demo_optax.Workers.on_mesh(mesh, 'data'))
-  tx = demo(workers)
+  tx, spec = demo(workers), P(None, 'fsdp')
+  step = make_step(tx, workers, square) if mapped else jax.jit(tx.update)
+  put = lambda x, spec: {'w': jax.device_put(x, NamedSharding(mesh, spec))}
   with jax.set_mesh(mesh):
-    params = {'w': jax.device_put(
-        jnp.ones((8, 4)), NamedSharding(mesh, P(None, 'fsdp')))}
+    params = put(jnp.ones((8, 4)), spec)
+    grads = put(jnp.ones((workers.count, 8, 4)), P('data', *spec))
+    run = lambda params, state: (
+        step(params, state, BATCH) if mapped else step(grads, state, params))
     state = tx.init(params)
-    grads = {'w': jax.device_put(
-        jnp.ones((2, 8, 4)), NamedSharding(mesh, P('data', None, 'fsdp')))}
-    with pytest.raises(ValueError, match=remedy):
-      if mapped:
-        make_step(tx, workers, square)(params, state, BATCH)
-      else:
-        jax.jit(tx.update)(grads, state, params)
+    if remedy:
+      with pytest.raises(ValueError, match=remedy):
+        run(params, state)
+      return
+    found, state, *_ = run(params, state)
+    before = COMPILATIONS.count
+    found, *_ = run(found if mapped else params, state)
+    assert COMPILATIONS.count == before
+    assert not mapped or found['w'].sharding.spec == spec
 
 
 @pytest.mark.parametrize('kind', ['auto', 'explicit'])
@@ -217,10 +200,7 @@ def test_a_layer_that_names_the_worker_axis(kind, shape):
       demo_optax.Workers.on_mesh(make_mesh_2d(kind, shape), 'data'))
   tx = demo(workers)
   params = {'w': jnp.ones((8, 4))}
-  constraint = (
-      jax.lax.with_sharding_constraint
-      if kind == 'auto' else jax.sharding.reshard
-  )
+  constraint = (jax.lax.with_sharding_constraint if kind == 'auto' else jax.sharding.reshard)
 
   def step_with(spec):
     return make_step(tx, workers, lambda params, x: jnp.mean(
@@ -232,30 +212,6 @@ def test_a_layer_that_names_the_worker_axis(kind, shape):
       step_with(P('data', None))(params, state, BATCH)
     if shape is not None and kind == 'auto':  # what remains when it is left out
       step_with(P(None, 'fsdp'))(params, state, BATCH)
-
-
-@pytest.mark.parametrize('mapped', [True, False])
-def test_an_axis_of_one_device_shards_nothing(mapped):
-  """A script for many devices, run on few: its annotations stay."""
-  mesh = make_mesh_2d('explicit', (4, 1))
-  workers = demo_optax.Workers.on_mesh(mesh, 'data')
-  tx = demo(workers)
-  with jax.set_mesh(mesh):
-    sharding = NamedSharding(mesh, P(None, 'fsdp'))
-    params = {'w': jax.device_put(jnp.ones((8, 4)), sharding)}
-    state = tx.init(params)
-    if not mapped:
-      grads = {'w': jax.device_put(
-          jnp.ones((4, 8, 4)), NamedSharding(mesh, P('data', None, 'fsdp')))}
-      jax.jit(tx.update)(grads, state, params)
-      return
-
-    step = make_step(tx, workers, square)
-    params, state, _ = step(params, state, BATCH)
-    COMPILATIONS.count = 0
-    params, state, _ = step(params, state, BATCH)
-    assert COMPILATIONS.count == 0
-    assert params['w'].sharding.spec == P(None, 'fsdp')
 
 
 # State that is not the optimizer's ------------------------------------------------
@@ -274,9 +230,7 @@ def test_linen_batch_statistics_keep_their_shape(whole):
   @demo_optax.data_parallel(workers, batch_argnums=3)
   def step(params, stats, state, x):
     def loss_fn(params):
-      y, new = net.apply(
-          {'params': params, 'batch_stats': stats}, x, mutable=['batch_stats']
-      )
+      y, new = net.apply({'params': params, 'batch_stats': stats}, x, mutable=['batch_stats'])
       return jnp.mean((y - 1) ** 2), new
 
     grads, new = jax.grad(loss_fn, has_aux=True)(params)
@@ -314,12 +268,8 @@ def test_pmap_that_returns_the_state_of_one_worker():
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state
 
-  devices = jax.devices()[:4]
-  own = jax.pmap(step, axis_name='batch', devices=devices)
-  one = jax.pmap(
-      step, axis_name='batch', in_axes=(None, None, 0), out_axes=(None, None),
-      devices=devices,
-  )
+  mapped = functools.partial(jax.pmap, step, axis_name='batch', devices=jax.devices()[:4])
+  own, one = mapped(), mapped(in_axes=(None, None, 0), out_axes=(None, None))
   copies = lambda tree: jax.tree.map(lambda x: jnp.stack([x] * 4), tree)
   p, s = copies(params), copies(tx.init(params))
   q, t = params, tx.init(params)
@@ -351,8 +301,7 @@ def test_numbers_of_an_equinox_layer_are_no_arrays():
   def train_step(model, opt_state, x):
     loss, grads = eqx.filter_value_and_grad(
         lambda model: jnp.mean(jax.vmap(model)(x) ** 2))(model)
-    updates, opt_state = tx.update(
-        grads, opt_state, eqx.filter(model, eqx.is_array))
+    updates, opt_state = tx.update(grads, opt_state, eqx.filter(model, eqx.is_array))
     return eqx.apply_updates(model, updates), opt_state, loss
 
   x = jnp.asarray(BATCH).reshape(2, 1, 8, 8)
@@ -365,46 +314,32 @@ def test_numbers_of_an_equinox_layer_are_no_arrays():
   assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize('kind', ['simulated', 'auto'])
-def test_a_returned_nnx_state_is_what_the_objects_have(kind):
+@pytest.mark.parametrize('workers', ['simulated', 'auto'], indirect=True)
+def test_a_returned_nnx_state_is_what_the_objects_have(workers):
   """Statistics averaged, metrics of the whole batch, in either form."""
-  with make_workers(kind, 2) as workers:
-    def make():
-      return (nnx.BatchNorm(8, rngs=nnx.Rngs(0)),
-              nnx.metrics.Average('loss'))
+  def changes(model, metrics, x):
+    metrics.update(loss=model(x)[:, 0] ** 2, mask=x[:, 0] > 0)
 
-    def update(model, metrics, x):
-      metrics.update(loss=model(x)[:, 0] ** 2, mask=x[:, 0] > 0)
+  def returns(model, metrics, x):
+    changes(model, metrics, x)
+    return nnx.state((model, metrics))
 
-    @demo_optax.data_parallel(workers)
-    def changes(model, metrics, x):
-      update(model, metrics, x)
+  def merges(graphdef, state, x):  # nnx.split before the step
+    return returns(*nnx.merge(graphdef, state), x)
 
-    @demo_optax.data_parallel(workers)
-    def returns(model, metrics, x):
-      update(model, metrics, x)
-      return nnx.state((model, metrics))
-
-    @demo_optax.data_parallel(workers)
-    def merges(graphdef, state, x):  # nnx.split before the step
-      objects = nnx.merge(graphdef, state)
-      update(*objects, x)
-      return nnx.state(objects)
-
-    found = []
-    for step in (changes, returns, merges):
-      objects = make()
-      for _ in range(2):
-        if step is merges:
-          nnx.update(objects, step(*nnx.split(objects), BATCH))
-        elif step is returns:
-          nnx.update(objects, step(*objects, BATCH))
-        else:
-          step(*objects, BATCH)
-      found.append(jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(objects))))
-    for other in found[1:]:
-      jax.tree.map(np.testing.assert_array_equal, found[0], other)
-    assert int(found[0][1]['count']) == 2 * int(np.sum(BATCH[:, 0] > 0))
+  found = []
+  for form in (changes, returns, merges):
+    step = demo_optax.data_parallel(workers)(form)
+    objects = nnx.BatchNorm(8, rngs=nnx.Rngs(0)), nnx.metrics.Average('loss')
+    for _ in range(2):
+      given = nnx.split(objects) if form is merges else objects
+      state = step(*given, BATCH)
+      if form is not changes:
+        nnx.update(objects, state)
+    found.append(jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(objects))))
+  for other in found[1:]:
+    jax.tree.map(np.testing.assert_array_equal, found[0], other)
+  assert int(found[0][1]['count']) == 2 * int(np.sum(BATCH[:, 0] > 0))
 
 
 def test_map_params_finds_the_parameters_of_other_states():
@@ -421,26 +356,23 @@ def test_map_params_finds_the_parameters_of_other_states():
           jax.tree.structure(state))
 
 
-@pytest.mark.parametrize('kind', ['simulated', 'auto', 'explicit'])
-def test_a_counter_in_a_dict_costs_no_second_program(kind):
+def test_a_counter_in_a_dict_costs_no_second_program(workers):
   """Of a state that is no dataclass, and goes on as the optimizer's count."""
-  with make_workers(kind, 2) as workers:
-    tx = demo(workers)
-    params = {'w': jnp.ones((8, 2))}
-    state = {'params': params, 'opt_state': tx.init(params), 'step': 0}
+  tx = demo(workers)
+  params = {'w': jnp.ones((8, 2))}
+  state = {'params': params, 'opt_state': tx.init(params), 'step': 0}
 
-    @demo_optax.data_parallel(workers)
-    def train_step(state, x):
-      grads = jax.grad(lambda params: jnp.mean((x @ params['w']) ** 2))(
-          state['params'])
-      updates, opt_state = tx.update(grads, state['opt_state'], state['params'])
-      (_, count), *_ = optax.tree.get_all_with_path(opt_state, 'count')
-      return {'params': optax.apply_updates(state['params'], updates),
-              'opt_state': opt_state, 'step': count}
+  @demo_optax.data_parallel(workers)
+  def train_step(state, x):
+    grads = jax.grad(square)(state['params'], x)
+    updates, opt_state = tx.update(grads, state['opt_state'], state['params'])
+    (_, count), *_ = optax.tree.get_all_with_path(opt_state, 'count')
+    return {'params': optax.apply_updates(state['params'], updates),
+            'opt_state': opt_state, 'step': count}
 
+  state = train_step(state, BATCH)
+  before = COMPILATIONS.count
+  for _ in range(2):
     state = train_step(state, BATCH)
-    before = COMPILATIONS.count
-    for _ in range(2):
-      state = train_step(state, BATCH)
-    assert COMPILATIONS.count == before
-    assert int(state['step']) == 3
+  assert COMPILATIONS.count == before
+  assert int(state['step']) == 3

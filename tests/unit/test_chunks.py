@@ -11,6 +11,7 @@ import scipy.fft
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from demo_optax.codes.values import VALUES
 from demo_optax.compressors import Compressor, Dct, Hadamard, TopK, dct_topk
 from demo_optax.compressors import chunking as chunks
 
@@ -42,8 +43,7 @@ def test_basis_is_the_orthonormal_dct(length):
   basis = Dct().matrix(length)
   np.testing.assert_allclose(basis @ basis.T, np.eye(length), atol=1e-13)
   x = np.random.default_rng(0).normal(size=length)
-  np.testing.assert_allclose(
-      basis @ x, scipy.fft.dct(x, norm='ortho'), atol=1e-13)
+  np.testing.assert_allclose(basis @ x, scipy.fft.dct(x, norm='ortho'), atol=1e-13)
 
 
 def test_chunks_are_the_blocks_of_the_matrix(x64):
@@ -53,8 +53,7 @@ def test_chunks_are_the_blocks_of_the_matrix(x64):
   c = chunks.to_coefficients(jnp.asarray(x), grid, Dct())
   assert c.shape == (2, 2, 4, 30)
   block = scipy.fft.dctn(x[1, 6:, 10:15], norm='ortho')
-  np.testing.assert_allclose(
-      np.asarray(c[1, 1, 2]).reshape(5, 6).T, block, atol=1e-13)
+  np.testing.assert_allclose(np.asarray(c[1, 1, 2]).reshape(5, 6).T, block, atol=1e-13)
 
 
 SHAPES = st.lists(st.integers(1, 40), min_size=0, max_size=4).map(tuple)
@@ -82,8 +81,7 @@ def test_clear_padding_is_a_round_trip_through_the_array(shape, limit):
   @jax.jit
   def both(c):
     cleared = chunks.clear_padding(c, grid, Dct())
-    through = chunks.to_coefficients(
-        chunks.from_coefficients(c, grid, Dct()), grid, Dct())
+    through = chunks.to_coefficients(chunks.from_coefficients(c, grid, Dct()), grid, Dct())
     for at, project in chunks.edges(grid, Dct()):  # the same, chunk by chunk
       flags = np.zeros(grid.folded_counts, bool)
       flags[at] = True
@@ -91,37 +89,28 @@ def test_clear_padding_is_a_round_trip_through_the_array(shape, limit):
     return cleared, through, c
 
   cleared, through, by_chunk = both(jnp.asarray(c))
-  np.testing.assert_allclose(
-      cleared, through.reshape(cleared.shape), atol=2e-5)
+  np.testing.assert_allclose(cleared, through.reshape(cleared.shape), atol=2e-5)
   np.testing.assert_allclose(by_chunk, cleared, atol=1e-5)
 
 
 # Shapes of kernels, and how `topk=32` folds them; None: as they are.
 FOLDS = {
     (64, 4, 16): (64, 64),  # attention: inputs, heads, size
-    (256, 4, 64): (256, 256),
-    (768, 12, 64): (768, 768),
     (4096, 32, 128): (4096, 4096),
     (4, 16, 64): (64, 64),  # heads, size, outputs
     (4, 64, 256): None,
-    (12, 64, 768): None,
     (32, 128, 4096): None,
     (64, 3, 4, 16): (64, 192),  # inputs, three, heads, size
-    (768, 3, 12, 64): (768, 2304),
     (12, 64, 4, 16): (12, 64, 64),  # layers before them
     (12, 4, 16, 64): (12, 64, 64),
-    (24, 1024, 16, 64): (24, 1024, 1024),
     (8, 64, 256): None,  # experts
     (64, 1024, 4096): None,
     (2, 8, 64, 256): None,  # layers, experts
-    (3, 3, 64, 64): None,  # convolutions
-    (3, 3, 64, 128): None,
+    (3, 3, 64, 128): None,  # convolutions
     (1, 1, 64, 256): None,
     (3, 3, 3, 64): (27, 64),
-    (7, 7, 3, 64): (147, 64),
     (16, 16, 3, 192): (256, 576),
     (64, 3, 3, 3): (64, 27),  # of PyTorch and Equinox
-    (64, 64, 3, 3): (64, 576),
     (1, 197, 768): None,  # positions
 }
 
@@ -134,36 +123,37 @@ def test_how_kernels_are_folded(shape):
   assert (grid.fold is None) == (FOLDS[shape] is None)
 
 
-@settings(max_examples=100)
-@given(st.lists(st.integers(1, 12), min_size=3, max_size=5).map(tuple),
-       st.sampled_from([4, 8, (1, 8)]), st.integers(1, 20),
-       st.sampled_from(['float32', 'sign']), st.booleans())
-def test_the_fold_is_that_of_the_oracle(shape, limit, topk, values, padding):
-  compressor = dct_topk(
-      limit, topk, values=values, padding=padding, proportional=False)
+@settings(max_examples=150)
+@given(st.one_of(
+    st.lists(st.integers(1, 12), min_size=3, max_size=5),
+    st.lists(st.integers(1, 300), max_size=2)).map(tuple),
+       st.sampled_from([4, 8, (1, 8), 64]),
+       st.one_of(st.integers(1, 20), st.integers(1, 5000)),
+       st.sampled_from(VALUES), st.booleans())
+def test_folds_and_bytes_are_those_of_the_oracle(shape, limit, topk, values, padding):
+  """Which are never more than those of all coefficients."""
+  compressor = dct_topk(limit, topk, values=values, padding=padding, proportional=False)
   plan = compressor.plan(shape, jnp.float32)
   rule = limit, topk, padding, values, 4
   expected = oracle.fold(shape, *rule)
   assert plan.num_bytes == oracle.cheapest(expected, *rule)[0]
-  assert plan.grid.whole or plan.grid.folded == expected
+  if len(shape) > 2 and not plan.grid.whole:
+    assert plan.grid.folded == expected
 
 
 @settings(max_examples=15)  # each compiles
 @given(st.data())
 def test_folding_and_unfolding_is_the_identity(data):
-  shape = tuple(data.draw(
-      st.lists(st.integers(1, 9), min_size=3, max_size=5)))
+  shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=3, max_size=5)))
   fold = data.draw(st.sampled_from(chunks.folds(len(shape))))
   size = data.draw(st.integers(1, 8))
   grid = chunks.chunk_grid(shape, size, fold=fold)
   x = jnp.arange(math.prod(shape), dtype=jnp.float32)
   cut = chunks.to_chunks(x.reshape(shape), grid)
-  np.testing.assert_array_equal(
-      chunks.from_chunks(cut, grid), x.reshape(shape))
+  np.testing.assert_array_equal(chunks.from_chunks(cut, grid), x.reshape(shape))
   # The chunks are those of the folded array.
   matrix = grid_of(grid.folded, size)
-  np.testing.assert_array_equal(
-      cut, chunks.to_chunks(x.reshape(grid.folded), matrix))
+  np.testing.assert_array_equal(cut, chunks.to_chunks(x.reshape(grid.folded), matrix))
 
 
 def test_a_fold_that_the_basis_has_no_matrix_for_is_not_taken():

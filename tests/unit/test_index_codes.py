@@ -1,4 +1,4 @@
-"""Index codes: bit for bit what they are defined to be, and near the bound."""
+"""Packed numbers and index codes: bit for bit as defined, and near the bound."""
 
 import math
 
@@ -11,8 +11,34 @@ from hypothesis import strategies as st
 from oracle import planes
 
 from demo_optax.codes import indices as index_codes
+from demo_optax.numerics import bits as packing
 
 pytestmark = pytest.mark.core
+
+
+@settings(max_examples=20)  # each compiles
+@given(st.integers(0, 32), st.integers(0, 60), st.integers(0, 2**32 - 1))
+def test_packed_numbers_come_back(width, count, seed):
+  rng = np.random.default_rng(seed)
+  numbers = rng.integers(0, 2**width, count, dtype=np.uint64).astype(np.uint32)
+  packed = jax.jit(packing.pack_bits, static_argnums=1)(jnp.asarray(numbers), width)
+  assert packed.dtype == jnp.uint32
+  assert packed.shape == (packing.packed_words(count, width),)
+  np.testing.assert_array_equal(packed, planes(numbers, width))
+  found = jax.jit(packing.unpack_bits, static_argnums=(1, 2))(
+      jnp.stack([packed, packed]), count, width)
+  np.testing.assert_array_equal(found, [numbers, numbers])
+
+
+@pytest.mark.parametrize('size, k', [(1, 1), (31, 4), (32, 32), (95, 8), (512, 32)])
+def test_places_of_ones(size, k):
+  rng = np.random.default_rng(size)
+  ones = rng.random((2, 30, size)) < rng.random((2, 30, 1))
+  found = packing.places_of_ones(jnp.asarray(ones), k)
+  assert found.shape == (2, 30, k) and found.dtype == jnp.int32
+  for row, places in zip(ones.reshape(-1, size), found.reshape(-1, k)):
+    first = np.flatnonzero(row)[:k].tolist()
+    assert places.tolist() == first + [size] * (k - len(first))
 
 
 def bound(n, k):
@@ -36,10 +62,7 @@ def unary_bits(chunk, code):
 
 
 # The streams of a code, each of all chunks before the next.
-STREAMS = {
-    index_codes.Bitmap: [bitmap_bits],
-    index_codes.EliasFano: [low_bits, unary_bits],
-}
+STREAMS = {index_codes.Bitmap: [bitmap_bits], index_codes.EliasFano: [low_bits, unary_bits]}
 
 
 def expected_words(code, indices):
@@ -93,8 +116,7 @@ def test_indices_come_back(code, chunks, seed):
 def test_cheapest_is_cheapest(n, data):
   k = data.draw(st.integers(1, n - 1))
   code = index_codes.cheapest(n, k)
-  elias_fano = min(k * low + k + math.ceil(n / 2**low) - 1
-                   for low in range(20))
+  elias_fano = min(k * low + k + math.ceil(n / 2**low) - 1 for low in range(20))
   assert code.bits == min(k * math.ceil(math.log2(n)), n, elias_fano)
   assert code.bits >= bound(n, k) - 1e-6
 

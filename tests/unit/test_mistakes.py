@@ -9,13 +9,7 @@ from helpers import random_tree
 from optax import contrib
 
 import demo_optax
-from demo_optax.compressors import (
-  Compressor,
-  RandomOrthogonal,
-  RandomSubset,
-  Striding,
-  TopK,
-)
+from demo_optax import compressors
 from demo_optax.exchange import message
 
 pytestmark = pytest.mark.core
@@ -24,8 +18,6 @@ N = 4
 WORKERS = demo_optax.Workers.simulated(N)
 SHAPES = {'w': (8, 8), 'b': (8,)}
 PARAMS = {'w': jnp.ones((8, 8)), 'b': jnp.ones(8)}
-
-
 NUMBERS = contrib.MuonDimensionNumbers
 
 
@@ -52,40 +44,35 @@ def init_muon(rule):
     (lambda: demo_optax.dct_topk(chunk_size=64.0), TypeError, '64.0'),
     (lambda: demo(decay=-0.1), ValueError, 'decay=-0.1'),
     (lambda: demo(decay='fast'), TypeError, "decay='fast'"),
-    (lambda: demo(-1e-3), ValueError,
-     r'learning_rate=-0.001 is not in \[0, inf\)'),
+    (lambda: demo(-1e-3), ValueError, r'learning_rate=-0.001 is not in \[0, inf\)'),
     (lambda: demo('1e-3'), TypeError, "learning_rate='1e-3' must be a number"),
     (lambda: demo(weight_decay=-1.), ValueError, 'weight_decay=-1'),
     (lambda: exchange(alpha=1.5), ValueError, r'alpha=1.5 is not in \[0, 1\]'),
     (lambda: exchange(average='mean'), ValueError, "average='mean'"),
     (lambda: exchange(64), TypeError, 'compressor=64 .*dct_topk'),
     (lambda: exchange({'a': 'dct'}), TypeError, 'must be a Compressor'),
-    (lambda: exchange({'z': None}).init(PARAMS), ValueError,
-     'compressor is not like'),
+    (lambda: exchange({'z': None}).init(PARAMS), ValueError, 'compressor is not like'),
     *((lambda name=name: exchange(**{name: {'w': 0.5, 'b': 0.1}}), TypeError,
        f'{name}=.* must be a number') for name in ('decay', 'gradient_weight')),
-    (lambda: demo(exchange='ring'), ValueError,
-     "'ring' is not known; choose one of all"),
+    (lambda: demo(exchange='ring'), ValueError, "'ring' is not known; choose one of all"),
     (lambda: demo_optax.dct_topk(values='ternary'), ValueError,
      "values='ternary' is not known"),
-    (lambda: demo_optax.plan(jnp.zeros((4, 768)), Compressor(
-        TopK(4), RandomOrthogonal(), (1, 768)), 2), ValueError,
+    (lambda: demo_optax.plan(jnp.zeros((4, 768)), compressors.Compressor(
+        compressors.TopK(4), compressors.RandomOrthogonal(), (1, 768)), 2), ValueError,
      '768 is above 256'),
-    (lambda: RandomSubset(0.0), ValueError, r'rate=0.0 is not in \(0, 1\]'),
-    (lambda: Striding('all'), TypeError, "rate='all'"),
-    (lambda: RandomSubset(0.1, seed=-1), ValueError, 'seed=-1'),
-    (lambda: RandomSubset(0.1, seed=0.5), TypeError, 'seed=0.5'),
-    (lambda: message.ChunkFormat(8, 2, 'float32', 'sign', shared=True),
-     ValueError, 'sign'),
-    (lambda: TopK(4, of=0), ValueError, 'of=0'),
+    (lambda: compressors.RandomSubset(0.0), ValueError, r'rate=0.0 is not in \(0, 1\]'),
+    (lambda: compressors.Striding('all'), TypeError, "rate='all'"),
+    (lambda: compressors.RandomSubset(0.1, seed=-1), ValueError, 'seed=-1'),
+    (lambda: compressors.RandomSubset(0.1, seed=0.5), TypeError, 'seed=0.5'),
+    (lambda: message.ChunkFormat(8, 2, 'float32', 'sign', shared=True), ValueError, 'sign'),
+    (lambda: compressors.TopK(4, of=0), ValueError, 'of=0'),
     (lambda: demo_optax.dct_topk((1, 2, 3)), ValueError, 'one number, or two'),
     (lambda: demo_optax.dct_topk((1, 2.5)), TypeError, 'chunk_size=2.5'),
     (lambda: demo_optax.Workers.simulated(0), ValueError, 'num_workers=0'),
     (lambda: demo_optax.Workers.simulated(2.0), TypeError, 'num_workers=2.0'),
     (lambda: demo_optax.Workers.on_axis(3), TypeError, 'axis_name=3'),
     (lambda: demo_optax.average(workers=None), TypeError, 'None'),
-    (lambda: demo_optax.per_worker(optax.identity(), workers='x'), TypeError,
-     "'x'"),
+    (lambda: demo_optax.per_worker(optax.identity(), workers='x'), TypeError, "'x'"),
     (lambda: init_muon({'w': NUMBERS(), 'b': NUMBERS()}), ValueError,
      r"axes of \['b'\], .* shape \(8,\)"),
     (lambda: init_muon({'w': NUMBERS(0, 2), 'b': None}), ValueError,
@@ -98,8 +85,7 @@ def init_muon(rule):
     (lambda: muon(mu_dtype=jnp.int8), ValueError, 'int8'),
     (lambda: muon(mu_dtype=jnp.float16), TypeError, 'float16.* Use jnp.bfloat16'),
     (lambda: muon(learning_rate=np.ones(3)), ValueError, r'has shape \(3,\)'),
-    (lambda: muon(adam_learning_rate=-1.0), ValueError,
-     'adam_learning_rate=-1.0'),
+    (lambda: muon(adam_learning_rate=-1.0), ValueError, 'adam_learning_rate=-1.0'),
 ])
 def test_at_the_factory(make, error, match):
   with pytest.raises(error, match=match):
@@ -139,8 +125,6 @@ def test_row_labels_by_number_of_dimensions():
     return jax.tree.map(lambda x: 'x' if jnp.ndim(x) > 1 else 'd', tree)
 
   mean = demo_optax.average(workers=WORKERS)
-  tx = optax.partition(
-      {'x': exchange(),
-       'd': optax.chain(mean, optax.sgd(0.1))}, labels)
+  tx = optax.partition({'x': exchange(), 'd': optax.chain(mean, optax.sgd(0.1))}, labels)
   with pytest.raises(ValueError, match='b: nothing in the state, float32'):
     tx.update(random_tree(0, SHAPES, (N,)), tx.init(PARAMS), PARAMS)

@@ -1,10 +1,10 @@
-"""Every fast way gives the bits of the plain one."""
+"""Every fast way gives the bits of the plain one; top-k, and merging."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_same_bits, random_tree
+from helpers import assert_same_bits, merge, random_tree
 
 import demo_optax
 from demo_optax.exchange import algorithm
@@ -36,8 +36,7 @@ def run(way, monkeypatch, average, values):
   take(way, monkeypatch)
   compressor = demo_optax.dct_topk(16, 4, values=values)
   tx_workers = demo_optax.Workers.simulated(3)
-  tx = demo_optax.scale_by_demo(
-      compressor, 0.9, workers=tx_workers, alpha=0.7, average=average)
+  tx = demo_optax.scale_by_demo(compressor, 0.9, workers=tx_workers, alpha=0.7, average=average)
   params = random_tree(0, SHAPES)
   state, update = tx.init(params), jax.jit(tx.update)
   seen = []
@@ -51,8 +50,7 @@ def run(way, monkeypatch, average, values):
   return seen
 
 
-@pytest.mark.parametrize('average, values', [
-    ('senders', 'float32'), ('workers', 'sign')])
+@pytest.mark.parametrize('average, values', [('senders', 'float32'), ('workers', 'sign')])
 def test_steps_are_equal(monkeypatch, average, values):
   expected = run('plain', monkeypatch, average, values)
   assert_same_bits(run('fast', monkeypatch, average, values), expected)
@@ -67,32 +65,57 @@ def test_parts_of_a_bucket(name, pieces, elements, parts):
     assert paths.num_pieces(pieces, elements) == parts
 
 
+# Selections and their means -----------------------------------------------------
+
 OF_GROUPS = jax.jit(selection.top_k_of_groups, static_argnums=(1, 2, 3))
+FORMS = [
+    lambda c, k, size: OF_GROUPS(c, k, size, True),
+    lambda c, k, size: OF_GROUPS(c, k, size, False),
+    jax.jit(lambda c, k, _: selection.top_k(c, k), static_argnums=(1, 2)),
+]
 
 
-@pytest.mark.parametrize('kind', ['ties', 'zeros', 'normal', 'infinite', 'tiny'])
+@pytest.mark.parametrize('kind', ['ties', 'zeros', 'normal', 'infinite', 'tiny', 'float64'])
 @pytest.mark.parametrize('n, k, size', [
-    (64, 8, 8), (96, 3, 4), (4096, 32, 8), (77, 7, 1), (1, 1, 1)])
+    (64, 8, 8), (96, 3, 4), (4096, 32, 8), (77, 7, 1), (5, 5, 1), (1, 1, 1)])
 def test_top_k_of_groups(n, k, size, kind):
   rng = np.random.default_rng(n)
   x = {'ties': rng.integers(0, 4, (20, n)), 'zeros': np.zeros((20, n)),
        'normal': rng.normal(size=(20, n)),
        'infinite': np.where(rng.random((20, n)) < 0.01, np.inf, 1),
-       'tiny': rng.integers(0, 9, (20, n)) * 2.0 ** -126}[kind]
-  x = jnp.abs(jnp.asarray(x, jnp.float32))
-  expected = jnp.sort(jax.lax.top_k(x, k)[1])
-  for by_counting in (True, False):
-    found = OF_GROUPS(x, k, size, by_counting)
-    assert found.dtype == jnp.int32
-    np.testing.assert_array_equal(found, expected)
+       'tiny': rng.integers(0, 9, (20, n)) * 2.0 ** -126,
+       'float64': 1 + 1e-12 * np.abs(rng.normal(size=(20, n)))}[kind]
+  x = np.abs(x).astype('float64' if kind == 'float64' else 'float32')
+  expected = np.argsort(-x, axis=1, kind='stable')[:, :k]  # the lowest of equals
+  with jax.enable_x64(kind == 'float64'):
+    for select in FORMS:
+      found = select(jnp.asarray(x), k, size)
+      assert found.dtype == jnp.int32
+      np.testing.assert_array_equal(found, np.sort(expected))
 
 
-@pytest.mark.parametrize('kind', ['ties', 'normal'])
-def test_top_k_by_counting_in_float64(kind):
+@pytest.mark.parametrize('kind', ['cpu', 'gpu'])
+@pytest.mark.parametrize('average', ['senders', 'workers'])
+@pytest.mark.parametrize('workers, n, k', [  # the last: many, on GPUs in a loop
+    (1, 30, 4), (3, 30, 9), (8, 5, 2), (4, 6, 6), (20, 50, 26)])
+def test_merge(workers, n, k, average, kind):
   rng = np.random.default_rng(0)
-  with jax.enable_x64(True):
-    x = np.abs(rng.normal(size=(5, 128)))
-    x = 1 + (np.round(x) if kind == 'ties' else 1e-12 * x)
-    found = OF_GROUPS(jnp.asarray(x), 4, 8, True)
-    expected = jnp.sort(jax.lax.top_k(jnp.asarray(x), 4)[1])
-    np.testing.assert_array_equal(found, expected)
+  chunks = 11
+  indices = np.stack([
+      np.stack([np.sort(rng.permutation(n)[:k]) for _ in range(chunks)])
+      for _ in range(workers)]).astype(np.int32)
+  if k == n:
+    indices[:] = np.arange(n)
+  values = rng.normal(size=indices.shape).astype(np.float32)
+  present = np.arange(workers) != 1
+  values[~present] = np.nan
+  total, count = np.zeros((chunks, n)), np.zeros((chunks, n), int)
+  for w in np.flatnonzero(present):
+    for c in range(chunks):
+      total[c, indices[w, c]] += values[w, c]
+      count[c, indices[w, c]] += 1
+  if average == 'workers':
+    count[:] = present.sum()
+  with paths.running_on(kind):
+    merged = jax.jit(merge, static_argnums=(3, 4))(indices, values, present, n, average)
+  np.testing.assert_allclose(merged, total / np.maximum(count, 1), atol=1e-6)

@@ -14,13 +14,11 @@ pytestmark = pytest.mark.core
 
 BITS = {'float32': (32, 0), 'bfloat16': (16, 0), 'int8': (8, 16),
         'int4': (4, 16), 'sign': (1, 16)}
-SCALES = [0.0, 1e-45, 1e-42, 1e-38, 2e-38, 1e-36, 1e-20, 1.0, 3e4, 1e36, 1e38,
-          3.4028235e38]
+SCALES = [0.0, 1e-45, 1e-42, 1e-38, 2e-38, 1e-36, 1e-20, 1.0, 3e4, 1e36, 1e38, 3.4028235e38]
 
 # One compilation per shape.
 encode = jax.jit(lambda code, v: code.encode(v), static_argnums=0)
-decode = jax.jit(lambda code, d, *sizes: code.decode(d, *sizes),
-                 static_argnums=(0, 2, 3))
+decode = jax.jit(lambda code, d, *sizes: code.decode(d, *sizes), static_argnums=(0, 2, 3))
 
 
 def make(values, k, dtype='float32'):
@@ -57,8 +55,7 @@ def check(values, v):
 @given(st.sampled_from([1, 5]), st.sampled_from([1, 3, 13, 32]), st.data())
 def test_values_are_read_as_defined(values, chunks, k, data):
   rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
-  sizes = data.draw(st.lists(
-      st.sampled_from(SCALES), min_size=chunks, max_size=chunks))
+  sizes = data.draw(st.lists(st.sampled_from(SCALES), min_size=chunks, max_size=chunks))
   v = rng.uniform(-1, 1, (chunks, k)) * np.array(sizes)[:, None]
   check(values, v.astype(np.float32))
 
@@ -76,8 +73,7 @@ def test_the_ends_of_the_range(values):
 @pytest.mark.parametrize('values', value_codes.VALUES)
 def test_float64(values, x64):
   rng = np.random.default_rng(0)
-  v = rng.normal(size=(6, 11)) * np.array([1, 0, 1e-300, 1e-30, 1e30, 1e300]
-                                          )[:, None]
+  v = rng.normal(size=(6, 11)) * np.array([1, 0, 1e-300, 1e-30, 1e30, 1e300])[:, None]
   read = check(values, v)
   if values == 'float32':
     np.testing.assert_array_equal(read, v)
