@@ -135,7 +135,7 @@ class RemoteProgram:
       return
 
     def run(index: Any, *arrays: Any) -> Any:
-      return self._run(arrays, index)
+      return self._run(*arrays, index=index)
 
     with traced_configs() as configs:
       closed, (_, self._returned) = jax.make_jaxpr(

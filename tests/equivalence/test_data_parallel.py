@@ -250,7 +250,7 @@ NOT_ADDED = '(?s)differs between workers.*a metric that is not only added to'
      r'added or removed.*extra'),
     # `nnx.jit` leaves a tracer there.
     (lambda m, x: setattr(m, 'loss', m.linear(x).mean()),
-     r'0\.loss: Return .* nnx.Variable'),
+     r'0\.loss\. Return .* nnx.Variable'),
     (lambda m, x: nnx.Rngs(0), 'none of its arguments')])
 def test_what_a_step_must_not_do_to_an_object(step, match):
   model = Holder()
@@ -514,7 +514,7 @@ def test_the_axis_of_a_step_has_no_name(workers, axis):
 
   message = raises(
       'no axis has a name', pmean, params, tx.init(params), batch())
-  assert f'unbound axis name: {axis}: in a step' in message
+  assert f'unbound axis name: {axis}' in message
 
 
 def test_workers_of_an_own_map_are_refused():
@@ -610,7 +610,7 @@ def test_objects_that_a_step_closes_over(use):
   model = Holder()
   step = demo_optax.data_parallel(
       demo_optax.Workers.simulated(4), batch_argnums=0)(lambda x: use(model, x))
-  with pytest.raises(ValueError, match='trace level: .*Make it an argument'):
+  with pytest.raises(ValueError, match='(?s)trace level.*Make it an argument'):
     step(batch())
 
 
