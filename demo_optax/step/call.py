@@ -49,10 +49,9 @@ class Options:
 class Array:
   """One array of a call."""
 
-  keys: Keys  # its path, from the name of its argument or number of its object
+  keys: Keys  # its path, from the name of its argument
   type: jax.ShapeDtypeStruct
   kind: Any  # of its variable: see `nnx.leaf_kinds`
-  donated: bool  # whether it may be overwritten
   in_state: bool = False  # whether its argument holds a state
   role: str = 'shared'  # see the module
   axis: int = 0  # of its rows, if it is a batch
@@ -112,23 +111,18 @@ class Form(NamedTuple):
 
 
 def take_apart(
-    flat: Sequence[Any],
-    numbers: Sequence[bool],
-    objects: list[Any],
-    variables: Mapping[int, int],
+    flat: Sequence[Any], numbers: Sequence[bool], objects: list[Any]
 ) -> tuple[tuple[Fixed | None, ...], list[Any]]:
   """Returns what each leaf of a tree is, see `Form`, and the arrays.
 
-  Adds to the NNX `objects` those that are not in it. `variables` are numbers of
-  arrays, by their identities.
+  `numbers` are from `nnx.traces_numbers`. Adds to the NNX `objects` those that
+  are not in it.
   """
   fixed: list[Fixed | None] = []
   arrays: list[Any] = []
   known = {id(x): number for number, x in enumerate(objects)}
   for x, traces_number in zip(flat, numbers):
-    if id(x) in variables:
-      fixed.append(Fixed('variable', variables[id(x)]))
-    elif modules.is_array(x, traces_number):
+    if modules.is_array(x, traces_number):
       fixed.append(None)
       arrays.append(x)
     elif modules.is_object(x):
@@ -159,11 +153,6 @@ class Call:
     """The axis of the rows in results."""
     return next((a.axis for a in self.arrays if a.role == 'batch'), 0)
 
-  @property
-  def variables(self) -> list[Array]:
-    """The arrays of NNX objects."""
-    return self.arrays[self.form.size :]
-
   def replace(
       self, role: str, fun: Callable[[Any, Array], Any], arrays: Sequence[Any]
   ) -> list[Any]:
@@ -182,7 +171,7 @@ class Argument(NamedTuple):
   treedef: Any
   shapes: tuple[tuple[int, ...] | None, ...]  # of leaves, if they are arrays
   holds_state: bool  # of a model or an optimizer
-  objects: list[int]  # numbers of the NNX objects in it
+  holds_objects: bool  # of NNX
 
 
 def analyse(
@@ -200,19 +189,23 @@ def analyse(
   are the same, taken apart, with the shapes and dtypes of the arrays.
   """
   arguments: list[Argument] = []
-  fixed, structs = iter(form.fixed), itertools.starmap(
-      jax.ShapeDtypeStruct, types
-  )
+  paths: dict[int, Keys] = {}  # of the NNX objects
+  fixed = iter(form.fixed)
+  structs = itertools.starmap(jax.ShapeDtypeStruct, types)
   for name, value in named:
     flat, treedef = jax.tree_util.tree_flatten_with_path(
         value, is_leaf=modules.is_object
     )
     found = list(itertools.islice(fixed, len(flat)))
+    keys = [(name, *path_keys(path)) for path, _ in flat]
     leaves = [
-        None if f else
-        Array((name, *path_keys(path)), next(structs), kind, name in o.donated)
-        for (path, _), kind, f in zip(flat, modules.leaf_kinds(value), found)
+        None if f else Array(k, next(structs), kind)
+        for k, kind, f in zip(keys, modules.leaf_kinds(value), found)
     ]
+    inner = {
+        f.value: k for k, f in zip(keys, found) if f and f.source == 'object'
+    }
+    paths |= inner
     own = [x for x in leaves if x]
     shapes = tuple(  # without the axis of workers, as the step sees them
         x.shape[is_stacked(x.keys[1:]) :] if x else None for x in leaves
@@ -220,9 +213,8 @@ def analyse(
     holds_state = modules.holds_state(value) or any(
         is_stacked(x.keys[1:]) for x in own
     )
-    inner = [f.value for f in found if f and f.source == 'object']
     arguments.append(
-        Argument(name, value, own, treedef, shapes, holds_state, inner)
+        Argument(name, value, own, treedef, shapes, holds_state, bool(inner))
     )
 
   arrays: list[Array] = []
@@ -237,9 +229,8 @@ def analyse(
     if is_state and a.arrays and a.shapes != ((),):
       states.setdefault((a.treedef, a.shapes), []).append(len(arrays))
     arrays += a.arrays
-  donated = {n: a.name in o.donated for a in arguments for n in a.objects}
-  for (k, kind), of in zip(modules.variables(objects), structs):
-    variable = Array(k, of, kind, donated[k[0]])
+  for ((n, *rest), kind), of in zip(modules.variables(objects), structs):
+    variable = Array((*paths[n], *rest), of, kind)
     variable.role = _role(variable, True, o)
     variable.kind = kind or ('stream' if variable.role == 'key' else 'state')
     arrays.append(variable)
@@ -301,14 +292,14 @@ def _shared(step: str, o: Options, arguments: list[Argument]) -> list[bool]:
         f' ({", ".join(a.name for a in arguments)}) are batches: none holds a'
         f' Flax object, a dataclass or a state of scale_by_demo. {_REMEDY}'
     )
-  params = [p for a in arguments for p in _params_of_states(a.value)]
+  params = [p for a in arguments for p in _params_of_states(a)]
   held = [any(p <= part for p in params) for part in map(_parts, arguments)]
   found = [a.holds_state or holds for a, holds in zip(arguments, held)]
   cut = [a for a, is_shared in zip(arguments, found) if not is_shared]
   rows = {x.shape[:1] for a in cut for x in a.arrays}
   for a, holds in zip(arguments, held):
     own = {x.shape[:1] for x in a.arrays}
-    is_state = a.holds_state and not holds and not a.objects
+    is_state = a.holds_state and not holds and not a.holds_objects
     if is_state and own and own == rows != {()}:
       raise ValueError(
           f'{a.name} must be known as a batch or as a state, got a dataclass of'
@@ -327,16 +318,20 @@ def _parts(argument: Argument) -> Params:
   )
 
 
-def _params_of_states(tree: Any) -> list[Params]:
-  """Returns paths and shapes of the parameters of all states in a tree."""
-  found = (
+def _params_of_states(argument: Argument) -> list[Params]:
+  """Returns paths and shapes of the parameters of all states in an argument."""
+  shapes = {x.keys[1:]: x.shape for x in argument.arrays}
+  found = [
       frozenset(
           (leaf.keys, leaf.shape)
           for leaf in layout.leaves
           if not isinstance(leaf.compressor, Frozen)
       )
-      for layout in layouts_in(tree).values()
-  )
+      for layout in layouts_in(argument.value).values()
+  ] + [
+      frozenset((k, shapes[*root, 'global_params', *k]) for k in keys)
+      for root, keys in inside.local_params(list(shapes)).items()
+  ]
   return [params for params in found if params]
 
 

@@ -20,7 +20,7 @@ from demo_optax.numerics import prng
 from demo_optax.step import agreement, programs, results
 from demo_optax.step import call as calls
 from demo_optax.step import nnx as modules
-from demo_optax.step.call import Call, Options
+from demo_optax.step.call import Array, Call, Options
 from demo_optax.step.results import Returned
 from demo_optax.workers import Workers, inside, lift
 from demo_optax.workers.inside import WORKER_AXIS, Result
@@ -209,7 +209,7 @@ class DataParallelStep:
     if treedef not in self._numbers:
       self._numbers[treedef] = modules.traces_numbers(tree)
     objects: list[Any] = []
-    fixed, arrays = calls.take_apart(flat, self._numbers[treedef], objects, {})
+    fixed, arrays = calls.take_apart(flat, self._numbers[treedef], objects)
     variables, structure = modules.split(objects)
     arrays += variables
     form = calls.Form(treedef, fixed, structure)
@@ -242,7 +242,8 @@ class DataParallelStep:
     def run(*arrays: Any, index: Any = None) -> Any:
       return self._run(call, arrays, index)
 
-    donated = [i for i, a in enumerate(call.arrays) if a.donated]
+    names = self._options.donated
+    donated = [i for i, a in enumerate(call.arrays) if a.keys[0] in names]
     if self.workers.relay is not None:
       # ZeroMQ is needed by such workers alone.
       from demo_optax.step.remote import RemoteProgram
@@ -285,14 +286,20 @@ class DataParallelStep:
       closed, like = jax.make_jaxpr(
           functools.partial(self._results, call, index), return_shape=True
       )(arrays)
+      self._check_rows(call, closed.jaxpr)
       build = jax.tree.structure(like).unflatten
       own, returned = build(core.jaxpr_as_fun(closed)(*arrays))
-      self._inspect(call, closed.jaxpr, own, build(closed.jaxpr.outvars)[0])
+      variables, _ = build(closed.jaxpr.outvars)
+      for r, v in zip(own, variables):
+        if r.role == 'added' and not programs.adds(
+            closed.jaxpr, closed.jaxpr.invars[r.at], v.value
+        ):
+          r.role = 'state'  # must be equal on all workers
       own = inside.settle(own, workers, call.rows, call.axis)
       apart = [r if r.apart else None for r in own]
       return apart, [None if r.apart else r for r in own], returned
 
-    def split(x: Any, a: calls.Array) -> Any:
+    def split(x: Any, a: Array) -> Any:
       rows = lift.split_rows(workers, jnp.moveaxis(x, a.axis, 0))
       return jnp.moveaxis(rows, 1, a.axis + 1)
 
@@ -355,7 +362,7 @@ class DataParallelStep:
         return one_workers_step(*arrays)
     own, equal = P(workers.axis_name), P()
     in_specs = [
-        P(*(None,) * a.axis, *own) if a.role in sizes else equal
+        P(*[None] * a.axis, *own) if a.role in sizes else equal
         for a in call.arrays
     ]
     return jax.shard_map(
@@ -368,34 +375,20 @@ class DataParallelStep:
         check_vma=False,
     )(*(lift.reshard(workers, x, s) for x, s in zip(arrays, in_specs)))
 
-  def _inspect(
-      self,
-      call: Call,
-      jaxpr: core.Jaxpr,
-      found: list[Result],
-      variables: list[Result],
-  ) -> None:
-    """Checks what only the program shows, with `variables` as results.
-
-    A metric to which the step does not add must be equal on all workers.
-    """
-    if self._options.axis is None:
-      batches = {
-          v: a for v, a in zip(jaxpr.invars, call.arrays) if a.role == 'batch'
-      }
-      if (batch := programs.scanned(jaxpr, batches)) is not None:
-        raise ValueError(
-            f'{batch.name} must have its rows along the first axis, but the'
-            ' step scans over that axis and exchanges in each turn, as over'
-            ' batches [steps, rows, ...]. Say where the rows are:'
-            ' demo_optax.data_parallel(workers, batch_axis=1), or batch_axis=0'
-            ' if every row is a step.'
-        )
-    for r, v in zip(found, variables):
-      if r.role == 'added' and r.at is not None and not (
-          programs.adds(jaxpr, jaxpr.invars[r.at], v.value)
-      ):
-        r.role = 'state'
+  def _check_rows(self, call: Call, jaxpr: core.Jaxpr) -> None:
+    """Raises if the step scans over what was cut, as over batches."""
+    batches = {
+        v: a for v, a in zip(jaxpr.invars, call.arrays) if a.role == 'batch'
+    }
+    batch = programs.scanned(jaxpr, batches)
+    if batch is not None and self._options.axis is None:
+      raise ValueError(
+          f'{batch.name} must have its rows along the first axis, but the step'
+          ' scans over that axis and exchanges in each turn, as over batches'
+          ' [steps, rows, ...]. Say where the rows are:'
+          ' demo_optax.data_parallel(workers, batch_axis=1), or batch_axis=0 if'
+          ' every row is a step.'
+      )
 
   def _results(
       self, call: Call, index: jax.Array, arrays: Sequence[Any]
@@ -405,7 +398,9 @@ class DataParallelStep:
     if call.own_params:
       inside.enter(call.own_params, own)
     (args, kwargs), objects = call.form.merge(own, inner=True)
+    variables = [keys for keys, _ in modules.variables(objects)]
     returned = self._step(*args, **kwargs)
+    modules.check_variables(variables, objects)
     return results.collect(call, returned, objects, arrays, own)
 
 
@@ -418,26 +413,23 @@ def _explained(workers: Workers) -> Iterator[None]:
     text, axis = str(error), workers.axis_name
     if isinstance(error, NameError) and 'unbound axis name' in text:
       remedy = (
-          'In a step of data_parallel, of one worker, no axis has a name.'
-          ' Remove what averages gradients, which the exchange replaces. For'
-          ' other values replace pmean by demo_optax.over_workers(x), and psum'
-          ' by demo_optax.over_workers(x, jnp.sum).'
+          'In a step of data_parallel no axis has a name. Remove what averages'
+          ' gradients, which the exchange replaces. Replace other pmean and'
+          ' psum by demo_optax.over_workers(x) and over_workers(x, jnp.sum).'
       )
     elif f"'{axis}'" in text and re.search(
         'with_sharding_constraint|reshard|NamedSharding', text
     ):
       remedy = (
-          'In a step of data_parallel arrays are of one worker, and the worker'
-          f' axis {axis!r} does not cut them. Leave it out of what the step and'
-          ' its layers say of shardings: P(None, ...) in place of'
-          f' P({axis!r}, ...).'
+          f'In a step of data_parallel the worker axis {axis!r} does not cut'
+          " arrays, which are one worker's. Leave it out of shardings in the"
+          f' step and its layers: P(None, ...) in place of P({axis!r}, ...).'
       )
     elif 'different trace level' in text:
       remedy = (
           'The step of data_parallel, or a transformation in it, changes or'
           ' differentiates a Flax object that it closes over. Make it an'
-          ' argument, as with nnx.jit: model, optimizer, metrics and random'
-          ' streams alike.'
+          ' argument, as with nnx.jit.'
       )
     else:
       raise

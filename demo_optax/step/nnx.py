@@ -121,8 +121,8 @@ def check_variables(before: Sequence[Keys], objects: Sequence[Any]) -> None:
     return
   after = [keys for keys, _ in variables(objects)]
   kept = {  # in plain attributes
-      (*path, name)
-      for path, node in _nnx().iter_graph(list(objects)) if is_object(node)
+      (*keys, name)
+      for keys, node in _nnx().iter_graph(list(objects)) if is_object(node)
       for name, x in vars(node).items() if isinstance(x, jax.core.Tracer)
   }
   changed = ({*before} ^ {*after}) | (kept - {*before})

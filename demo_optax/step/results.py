@@ -15,7 +15,7 @@ import numpy as np
 from demo_optax._paths import Keys, dotted, is_stacked, path_keys
 from demo_optax.numerics import prng
 from demo_optax.step import nnx as modules
-from demo_optax.step.call import Call, Form, take_apart
+from demo_optax.step.call import Call, Fixed, Form, take_apart
 from demo_optax.workers import Workers, inside
 from demo_optax.workers.inside import Result
 
@@ -41,36 +41,40 @@ def collect(
 
   `before` are all arrays as all workers have them, `own` as the step had them.
   """
-  modules.check_variables([a.keys for a in call.variables], objects)
   after, structure = modules.split(objects)
   flat, treedef = jax.tree_util.tree_flatten_with_path(
       returned, is_leaf=modules.is_object
   )
   known = [*objects]
-  fixed, _ = take_apart(
-      [x for _, x in flat], modules.traces_numbers(returned), known,
-      # nnx.state(model) is what the step has changed in place.
-      {id(x): number for number, x in enumerate(after)},
-  )
+  leaves = [x for _, x in flat]
+  fixed, _ = take_apart(leaves, modules.traces_numbers(returned), known)
   if len(known) > len(objects):
     raise ValueError(
         f'The step returns a {type(known[-1]).__name__} that is none of its'
         ' arguments. Make Flax objects outside of the step and pass them to it,'
         ' or return nnx.state(...) of it.'
     )
-  shapes = [None if f else np.shape(x) for (_, x), f in zip(flat, fixed)]
+  # nnx.state(model) is what the step has changed in place.
+  numbers = {id(x): number for number, x in enumerate(after)}
+  fixed = tuple(
+      Fixed('variable', numbers[id(x)]) if not f and id(x) in numbers else f
+      for x, f in zip(leaves, fixed)
+  )
+  shapes = [None if f else np.shape(x) for x, f in zip(leaves, fixed)]
   seen: list[Any] = []
   previous = _previous(call, treedef, shapes, seen)
   kinds = modules.leaf_kinds(returned)
   _check_metrics(call, seen)
+  paths = [('result', *path_keys(path)) for path, _ in flat]
   found = [
       (f'the {dotted(keys)}', keys, x, at, kind)
-      for (path, x), f, at, kind in zip(flat, fixed, previous, kinds)
-      if (keys := ('result', *path_keys(path))) and not f
+      for keys, x, f, at, kind in zip(paths, leaves, fixed, previous, kinds)
+      if not f
   ]
+  start = call.form.size
   found += [
       (f'the variable {a.name}', a.keys, x, at, a.kind)
-      for at, (a, x) in enumerate(zip(call.variables, after), call.form.size)
+      for at, (a, x) in enumerate(zip(call.arrays[start:], after), start)
   ]
   results = [_result(call, before, own, *f) for f in found]
   for param in inside.own_params([r.keys for r in results]):
@@ -119,14 +123,13 @@ def _result(
     at, was_key = None, False  # of the same shape by chance
   old = None if at is None else before[at]
   is_same = at is not None and x is own[at]
+  is_new_key = at is None and prng.is_key(keys[1:], x) and (
+      x.ndim == int(prng.is_pair(x))  # one, not several
+  )
   role = 'output' if at is None else 'state'
   if is_stacked(keys):
     role = 'stacked'
-  elif kind in (None, 'stream') and (
-      was_key or (
-          at is None and prng.is_key(keys[1:], x) and x.ndim == prng.is_pair(x)
-      )
-  ):
+  elif kind in (None, 'stream') and (was_key or is_new_key):
     # The next step folds a key that is the same again.
     role, x = ('state', old) if is_same else ('key', x)
   elif at is not None and kind not in (None, 'state'):

@@ -245,9 +245,9 @@ NOT_ADDED = '(?s)differs between workers.*a metric that is not only added to'
      or m.mean.update(values=x), NOT_ADDED),
     (lambda m, x: m.mean.total.set_value(x.mean()), NOT_ADDED),
     (lambda m, x: m.welford.update(values=x), NOT_ADDED),
-    (lambda m, x: m.largest.set_value(x.max()), r'largest.*differs between'),
+    (lambda m, x: m.largest.set_value(x.max()), r'm\.largest.*differs between'),
     (lambda m, x: setattr(m, 'extra', nnx.Variable(jnp.zeros(()))),
-     r'added or removed.*extra'),
+     r'added or removed.*0\.extra'),
     # `nnx.jit` leaves a tracer there.
     (lambda m, x: setattr(m, 'loss', m.linear(x).mean()),
      r'0\.loss\. Return .* nnx.Variable'),
