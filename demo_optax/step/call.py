@@ -251,7 +251,7 @@ def analyse(
     for x in arrays:
       x.sharding = workers.sharding(x.keys, x.shape)
       if x.role == 'batch':
-        spec = P(*(None,) * x.axis, workers.spmd_axis_name)
+        spec = P(*[None] * x.axis, workers.spmd_axis_name)
         x.sharding = NamedSharding(workers.mesh, spec)
   own_params = inside.own_params([x.keys for x in arrays])
   return Call(form, arrays, _rows(step, workers, o, arrays), states, own_params)
@@ -275,7 +275,7 @@ def place(workers: Workers, x: Any, a: Array) -> Any:
     # Where types have specs, P() and P(None) are two, and results of a step
     # have the longer one: it would be compiled for both.
     spec = x.sharding.spec
-    full = P(*spec, *(None,) * (x.ndim - len(spec)))
+    full = P(*spec, *[None] * (x.ndim - len(spec)))
     target = NamedSharding(target.mesh, full)
     if x.sharding == target:
       return x

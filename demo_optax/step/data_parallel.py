@@ -238,10 +238,7 @@ class DataParallelStep:
     ]
 
   def _program(self, call: Call) -> Any:
-
-    def run(*arrays: Any, index: Any = None) -> Any:
-      return self._run(call, arrays, index)
-
+    run = functools.partial(self._run, call)
     names = self._options.donated
     donated = [i for i, a in enumerate(call.arrays) if a.keys[0] in names]
     if self.workers.relay is not None:
@@ -252,7 +249,7 @@ class DataParallelStep:
     return jax.jit(run, donate_argnums=donated)
 
   def _run(
-      self, call: Call, arrays: Sequence[Any], index: Any
+      self, call: Call, *arrays: Any, index: Any = None
   ) -> tuple[list[Any], Returned]:
     """Runs the step for all workers. Traced by `jax.jit`.
 
@@ -323,9 +320,7 @@ class DataParallelStep:
         r.value = lift.join_rows(workers, r.value)
     return found, returned
 
-  def _run_own(
-      self, call: Call, arrays: Sequence[Any], index: Any
-  ) -> _Results:
+  def _run_own(self, call: Call, arrays: Sequence[Any], index: Any) -> _Results:
     """Runs the step of one worker, where each has its own device or program."""
     workers, count = self.workers, self.workers.count
     sizes = {'batch': count * (call.rows or 0), 'stacked': count}
