@@ -27,9 +27,6 @@ from demo_optax.workers.inside import WORKER_AXIS, Result
 
 _Results = tuple[list[Result], Returned]
 
-# From so many on, a step warns that something makes it compile again.
-_MANY_PROGRAMS = 20
-
 
 def data_parallel(
     workers: Workers,
@@ -55,16 +52,16 @@ def data_parallel(
   the batch: any other array     this worker's rows     the rows of all workers
   numbers                        as they are            the mean, if real
   PRNG keys (see `keys`)         the worker's own       worker 0's
-  `nnx.BatchStat`, Linen's       as they are            the mean of all workers'
-  `batch_stats`                                         that are finite
-  `nnx.metrics.Average`          as it is               all that workers added
+  batch statistics               as they are            the mean of finite ones
+  `nnx.metrics.Average`          as they are            all that workers added
   =============================  =====================  ========================
 
   Parameters and states may be trees, Flax objects (updated in place),
   dataclasses or Equinox modules; of the momentum a step has the worker's own.
-  Keys, also those in Flax objects, are folded with the worker's number. Any
-  other result that differs between workers is an error that names it;
-  `over_workers(x, jnp.sum)` in the step makes one value of all workers' values.
+  Keys, also those in Flax objects, are folded with the worker's number. Batch
+  statistics are `nnx.BatchStat` and Linen's `batch_stats`. Any other result
+  that differs between workers is an error that names it; in the step
+  `over_workers(x, jnp.sum)` makes one value of all workers' values.
 
   Batches are inferred: an argument is shared if it holds a Flax object, a
   dataclass or a state of an exchange, or a tree with the structure of such a
@@ -220,12 +217,12 @@ class DataParallelStep:
           repr(self), self.workers, self._options, named, form, objects, key[1]
       )
       found = self._known[key] = call, self._program(call)
-      if len(self._known) == _MANY_PROGRAMS:
+      if len(self._known) == 20:
         warnings.warn(
-            f'{self!r} has compiled {_MANY_PROGRAMS} programs. It compiles for'
-            ' every new shape, and for every new value of what is not an array'
-            ' among its arguments: a string, a static argument, or another'
-            ' object, such as self of a method, by its identity.',
+            f'{self!r} has compiled 20 programs. It compiles for every new'
+            ' shape, and for every new value of what is not an array among its'
+            ' arguments: a string, a static argument, or another object, such'
+            ' as self of a method, by its identity.',
             stacklevel=4,
         )
     call, program = found
@@ -461,15 +458,14 @@ def _listed(
   is_open = takes_more or any(
       parameters[n].default is not inspect.Parameter.empty for n in names
   )
+  known = {*parameters, *range(0 if is_open else -len(names), len(names))}
   found = set()
   for x in jax.tree.leaves((argnums, argnames)):
     if isinstance(x, str):
-      is_known = x in parameters or inspect.Parameter.VAR_KEYWORD in kinds
-    elif x < 0:
-      is_known = not is_open and -len(names) <= x
+      is_more = inspect.Parameter.VAR_KEYWORD in kinds
     else:
-      is_known = takes_more or x < len(names)
-    if not is_known:
+      is_more = takes_more and x >= 0
+    if x not in known and not is_more:
       raise ValueError(
           f'data_parallel must be given arguments of the step, got {x!r}, but'
           f' the arguments of {getattr(step, "__name__", step)} are'

@@ -37,12 +37,11 @@ def param_specs(
     A `PartitionSpec` for each parameter; `P()` for those without annotations.
   """
   nnx = _nnx()
-  if nnx is not None and isinstance(model, nnx.Module | nnx.State):
-    state = model
-    if isinstance(model, nnx.Module):
-      state = nnx.state(model, nnx.Param)
+  if nnx is not None and isinstance(model, nnx.Module):
+    model = nnx.state(model, nnx.Param)
+  if nnx is not None and isinstance(model, nnx.State):
     with nnx.logical_axis_rules(rules) if rules else contextlib.nullcontext():
-      return nnx.get_partition_spec(state)
+      return nnx.get_partition_spec(model)
   linen = sys.modules.get('flax.linen')
   if linen is None or not isinstance(model, Mapping):
     raise TypeError(
