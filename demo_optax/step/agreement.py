@@ -6,27 +6,38 @@ another compressor would read garbage, or wait for bytes that never come.
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from demo_optax._version import __version__
+from demo_optax.exchange.algorithm import ExchangeConfig
 from demo_optax.workers import Workers
 
-_NAMES = (
-    'version', 'parameters', 'compressor', 'compressors of the leaves',
-    'sharding', 'average', 'exchange',
-)
+# What must be the same of an exchange.
+_FIELDS: dict[str, Callable[[ExchangeConfig], str]] = {
+    'version': lambda _: __version__,
+    'parameters': lambda config: ', '.join(
+        f'{x.name} {x.dtype}{list(x.shape)}' for x in config.layout.leaves
+    ),
+    # Functions in them are told by their names.
+    'compressors': lambda config: re.sub(
+        ' at 0x[0-9a-f]+', '', str([x.compressor for x in config.layout.leaves])
+    ),
+    'sharding': lambda config: str([x.sharding for x in config.layout.leaves]),
+    'average': lambda config: config.average,
+    'exchange': str,
+}
 
 
-def describe(configs: Sequence[Any]) -> dict[str, str]:
-  """Returns what must be the same of `ExchangeConfig`s, by name."""
-  described = [_describe(config) for config in dict.fromkeys(configs)]
-  texts = [' | '.join(part) for part in zip(*described)]
-  return dict(zip(_NAMES, texts or [''] * len(_NAMES)))
+def describe(configs: Sequence[ExchangeConfig]) -> dict[str, str]:
+  """Returns what must be the same of exchanges, by name."""
+  return {
+      name: ' | '.join(map(field, dict.fromkeys(configs)))
+      for name, field in _FIELDS.items()
+  }
 
 
 def check(workers: Workers, described: Mapping[str, str]) -> None:
@@ -57,18 +68,3 @@ def check(workers: Workers, described: Mapping[str, str]) -> None:
       f' {"; ".join(f"{name}: {described[name]}" for name in names)}.'
   )
 
-
-def _describe(config: Any) -> tuple[str, ...]:
-  """Returns what must be equal of an exchange, in the order of `_NAMES`."""
-  leaves = config.layout.leaves
-  compressors = list(dict.fromkeys(leaf.compressor for leaf in leaves))
-  return (
-      __version__,
-      ', '.join(f'{x.name} {x.dtype}{list(x.shape)}' for x in leaves),
-      # Functions in them are told by their names.
-      re.sub(' at 0x[0-9a-f]+', '', ', '.join(map(str, compressors))),
-      str([compressors.index(leaf.compressor) for leaf in leaves]),
-      str([leaf.sharding.spec for leaf in leaves]),
-      config.average,
-      str(config),
-  )

@@ -10,7 +10,7 @@ Each array has a role:
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -43,25 +43,23 @@ class Options:
   keys: tuple[str, ...] | None
   axis: int | Mapping[str, int] | None  # of rows, by default the first one
 
-  def axis_of(self, argument: str) -> int:
-    """Returns the axis of the rows of a batch."""
-    axis = self.axis or 0
-    return axis.get(argument, 0) if isinstance(axis, Mapping) else axis
-
 
 @dataclasses.dataclass
 class Array:
   """One array of a call."""
 
-  name: str  # for error messages
   keys: Keys  # its path, from the name of its argument
   type: jax.ShapeDtypeStruct
   kind: Any  # of its variable: see `nnx.leaf_kinds`
-  donated: bool  # whether it may be overwritten
   in_state: bool = False  # whether its argument holds a state
   role: str = 'shared'  # see the module
   axis: int = 0  # of its rows, if it is a batch
   sharding: NamedSharding | None = None  # where it belongs on a mesh
+
+  @property
+  def name(self) -> str:
+    """The path in messages."""
+    return dotted(self.keys)
 
   @property
   def shape(self) -> tuple[int, ...]:
@@ -77,11 +75,11 @@ class Fixed(NamedTuple):
   type: Any = None  # of a constant, since `1 == 1.0`
 
 
-@dataclasses.dataclass(frozen=True)
 class Static:
   """A static argument, a leaf even if it is a tree."""
 
-  value: Any
+  def __init__(self, value: Any):
+    self.value = value
 
 
 class Form(NamedTuple):
@@ -111,26 +109,30 @@ class Form(NamedTuple):
     ]), objects
 
 
-def open_call(
-    flat: Sequence[Any], treedef: Any, numbers: list[bool]
-) -> tuple[Form, list[Any], list[Any]]:
-  """Takes a call apart: its form, NNX objects and arrays."""
+def take_apart(
+    flat: Sequence[Any], numbers: Sequence[bool], objects: list[Any]
+) -> tuple[tuple[Fixed | None, ...], list[Any]]:
+  """Returns what each leaf of a tree is, see `Form`, and the arrays.
+
+  `numbers` are from `nnx.traces_numbers`. Adds to the NNX `objects` those that
+  are not in it.
+  """
   fixed: list[Fixed | None] = []
   arrays: list[Any] = []
-  objects: dict[int, Any] = {}
+  known = {id(x): number for number, x in enumerate(objects)}
   for x, traces_number in zip(flat, numbers):
     if modules.is_array(x, traces_number):
       fixed.append(None)
       arrays.append(x)
     elif modules.is_object(x):
-      objects.setdefault(id(x), x)
-      fixed.append(Fixed('object', [*objects].index(id(x))))
+      if id(x) not in known:
+        known[id(x)] = len(objects)
+        objects.append(x)
+      fixed.append(Fixed('object', known[id(x)]))
     else:
       x = x.value if isinstance(x, Static) else x
       fixed.append(Fixed('constant', x, type(x)))
-  variables, structure = modules.split([*objects.values()])
-  form = Form(treedef, tuple(fixed), structure)
-  return form, [*objects.values()], arrays + variables
+  return tuple(fixed), arrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,9 +142,9 @@ class Call:
   form: Form
   arrays: list[Array]
   rows: int | None  # length of one worker's batch; None if nothing is cut
-  # Structures of the shared arguments, each with the number of its first array;
+  # By structure of shared arguments, the numbers of the first array of each;
   # what is returned with the same structure is the argument's next value.
-  states: list[tuple[Any, int]]
+  states: dict[Any, list[int]]
   own_params: dict[int, list[int]]  # see `inside.own_params`
 
   @property
@@ -150,10 +152,13 @@ class Call:
     """The axis of the rows in results."""
     return next((a.axis for a in self.arrays if a.role == 'batch'), 0)
 
-  @property
-  def variables(self) -> list[Array]:
-    """The arrays of NNX objects."""
-    return self.arrays[self.form.size :]
+  def replace(
+      self, role: str, fun: Callable[[Any, Array], Any], arrays: Sequence[Any]
+  ) -> list[Any]:
+    """Applies a function to the arrays of one role."""
+    return [
+        fun(x, a) if a.role == role else x for x, a in zip(arrays, self.arrays)
+    ]
 
 
 class Argument(NamedTuple):
@@ -162,9 +167,10 @@ class Argument(NamedTuple):
   name: str
   value: Any
   arrays: list[Array]
-  structure: Any
+  treedef: Any
+  shapes: tuple[tuple[int, ...] | None, ...]  # of leaves, if they are arrays
   holds_state: bool  # of a model or an optimizer
-  objects: list[int]  # numbers of the NNX objects in it
+  holds_objects: bool  # of NNX
 
 
 def analyse(
@@ -174,57 +180,66 @@ def analyse(
     named: Iterable[tuple[str, Any]],
     form: Form,
     objects: Sequence[Any],
-    shapes: Sequence[tuple[tuple[int, ...], Any]],
+    types: Iterable[tuple[tuple[int, ...], Any]],
 ) -> Call:
   """Decides about every array of a call of `step`.
 
   `named` are its arguments, in the order in which JAX flattens a call; the rest
-  are the same, from `open_call`, with the shapes and dtypes of the arrays.
+  are the same, taken apart, with the shapes and dtypes of the arrays.
   """
   arguments: list[Argument] = []
-  fixed, types = iter(form.fixed), (jax.ShapeDtypeStruct(*x) for x in shapes)
+  paths: dict[int, Keys] = {}  # of the NNX objects
+  fixed = iter(form.fixed)
+  structs = itertools.starmap(jax.ShapeDtypeStruct, types)
   for name, value in named:
     flat, treedef = jax.tree_util.tree_flatten_with_path(
         value, is_leaf=modules.is_object
     )
-    kinds = modules.leaf_kinds(value)
-    value = value.value if isinstance(value, Static) else value
     found = list(itertools.islice(fixed, len(flat)))
-    own = [
-        Array(
-            name + jax.tree_util.keystr(path), (name, *path_keys(path)),
-            next(types), kind, name in o.donated,
-        )
-        for (path, _), kind, f in zip(flat, kinds, found) if f is None
+    keys = [(name, *path_keys(path)) for path, _ in flat]
+    leaves = [
+        None if f else Array(k, next(structs), kind)
+        for k, kind, f in zip(keys, modules.leaf_kinds(value), found)
     ]
+    inner = {
+        f.value: k for k, f in zip(keys, found) if f and f.source == 'object'
+    }
+    paths |= inner
+    own = [x for x in leaves if x]
+    shapes = tuple(  # without the axis of workers, as the step sees them
+        x.shape[is_stacked(x.keys[1:]) :] if x else None for x in leaves
+    )
     holds_state = modules.holds_state(value) or any(
         is_stacked(x.keys[1:]) for x in own
     )
-    parts = iter(x.shape[is_stacked(x.keys[1:]) :] for x in own)
-    structure = structure_of(
-        treedef, [next(parts) if f is None else None for f in found]
-    )
-    inner = [f.value for f in found if f and f.source == 'object']
     arguments.append(
-        Argument(name, value, own, structure, holds_state, inner)
+        Argument(name, value, own, treedef, shapes, holds_state, bool(inner))
     )
 
   arrays: list[Array] = []
-  states = []
+  states: dict[Any, list[int]] = {}
   for a, is_shared in zip(arguments, _shared(step, o, arguments)):
+    axis = o.axis.get(a.name) if isinstance(o.axis, Mapping) else o.axis
     for x in a.arrays:
       x.role, x.in_state = _role(x, is_shared, o), a.holds_state
-      if x.role == 'batch':
-        x.axis = o.axis_of(a.name)
-    if is_shared or {x.role for x in a.arrays} == {'key'}:
-      states.append((a.structure, len(arrays)))
+      x.axis = axis or 0 if x.role == 'batch' else 0
+    # Any loss looks like a lone scalar.
+    is_state = is_shared or {x.role for x in a.arrays} == {'key'}
+    if is_state and a.arrays and a.shapes != ((),):
+      states.setdefault((a.treedef, a.shapes), []).append(len(arrays))
     arrays += a.arrays
-  donated = {n: a.name in o.donated for a in arguments for n in a.objects}
-  for (k, kind), of in zip(modules.variables(objects), types):
-    variable = Array(modules.keystr(k), k, of, kind, donated[k[0]])
+  for ((n, *rest), kind), of in zip(modules.variables(objects), structs):
+    variable = Array((*paths[n], *rest), of, kind)
     variable.role = _role(variable, True, o)
     variable.kind = kind or ('stream' if variable.role == 'key' else 'state')
     arrays.append(variable)
+  if {'mini_step', 'gradient_step'} <= {x.keys[-1] for x in arrays}:
+    raise ValueError(
+        'The optimizer of a data_parallel step must not be in optax.MultiSteps,'
+        ' which would exchange in every call and drop all results but the last.'
+        ' Take the mean of the gradients of micro-batches in the step, by'
+        ' jax.lax.scan or optax.microbatching, and update once.'
+    )
   for path in o.keys or ():
     if not any(x.role == 'key' and _is_within(path, x.keys) for x in arrays):
       raise ValueError(
@@ -235,11 +250,10 @@ def analyse(
     for x in arrays:
       x.sharding = workers.sharding(x.keys, x.shape)
       if x.role == 'batch':
-        spec = P(*(None,) * x.axis, workers.spmd_axis_name)
+        spec = P(*[None] * x.axis, workers.spmd_axis_name)
         x.sharding = NamedSharding(workers.mesh, spec)
-  rows = _rows(step, workers, o, arguments, arrays)
   own_params = inside.own_params([x.keys for x in arrays])
-  return Call(form, arrays, rows, states, own_params)
+  return Call(form, arrays, _rows(step, workers, o, arrays), states, own_params)
 
 
 def place(workers: Workers, x: Any, a: Array) -> Any:
@@ -260,22 +274,11 @@ def place(workers: Workers, x: Any, a: Array) -> Any:
     # Where types have specs, P() and P(None) are two, and results of a step
     # have the longer one: it would be compiled for both.
     spec = x.sharding.spec
-    full = P(*spec, *(None,) * (x.ndim - len(spec)))
+    full = P(*spec, *[None] * (x.ndim - len(spec)))
     target = NamedSharding(target.mesh, full)
     if x.sharding == target:
       return x
   return put(x, target)
-
-
-def structure_of(treedef: Any, shapes: Sequence[tuple[int, ...] | None]) -> Any:
-  """Returns what a shared argument and its next value have in common.
-
-  `shapes` are those of its leaves, None of what is no array. Returns None if
-  there is nothing to keep equal; any loss looks like a lone scalar.
-  """
-  if {*shapes} <= {None} or [*shapes] == [()]:
-    return None
-  return treedef, tuple(shapes)
 
 
 def _shared(step: str, o: Options, arguments: list[Argument]) -> list[bool]:
@@ -289,17 +292,13 @@ def _shared(step: str, o: Options, arguments: list[Argument]) -> list[bool]:
         f' Flax object, a dataclass or a state of scale_by_demo. {_REMEDY}'
     )
   params = [p for a in arguments for p in _params_of_states(a)]
-  held = [any(_holds(a, p) for p in params) for a in arguments]
+  held = [any(p <= part for p in params) for part in map(_parts, arguments)]
   found = [a.holds_state or holds for a, holds in zip(arguments, held)]
-  rows = {
-      x.shape[:1]
-      for a, is_shared in zip(arguments, found)
-      if not is_shared
-      for x in a.arrays
-  }
+  cut = [a for a, is_shared in zip(arguments, found) if not is_shared]
+  rows = {x.shape[:1] for a in cut for x in a.arrays}
   for a, holds in zip(arguments, held):
     own = {x.shape[:1] for x in a.arrays}
-    is_state = a.holds_state and not holds and not a.objects
+    is_state = a.holds_state and not holds and not a.holds_objects
     if is_state and own and own == rows != {()}:
       raise ValueError(
           f'{a.name} must be known as a batch or as a state, got a dataclass of'
@@ -308,38 +307,31 @@ def _shared(step: str, o: Options, arguments: list[Argument]) -> list[bool]:
   return found
 
 
-def _holds(argument: Argument, params: Params) -> bool:
-  """Returns whether an argument is such parameters, or has them in a part."""
-  if not params:
-    return False
-  found = {(x.keys[1:], x.shape) for x in argument.arrays}
-  some, _ = min(params, key=str)
-  parts = {  # of a lone array, which could be any, only the whole
-      k[: -len(some)] for k, _ in found if some and k[-len(some) :] == some
-  }
-  return any(
-      {((*part, *k), shape) for k, shape in params} <= found
-      for part in {*parts, ()}
+def _parts(argument: Argument) -> Params:
+  """Returns the paths and shapes of arrays in an argument and its parts."""
+  return frozenset(
+      (x.keys[start:], x.shape)
+      for x in argument.arrays
+      # A lone array in a part could be any.
+      for start in range(1, max(2, len(x.keys)))
   )
 
 
 def _params_of_states(argument: Argument) -> list[Params]:
   """Returns paths and shapes of the parameters of all states in an argument."""
   shapes = {x.keys[1:]: x.shape for x in argument.arrays}
-  return [
-      *(
-          frozenset(
-              (leaf.keys, leaf.shape)
-              for leaf in layout.leaves
-              if not isinstance(leaf.compressor, Frozen)
-          )
-          for layout in layouts_in(argument.value).values()
-      ),
-      *(
-          frozenset((k, shapes[*root, 'global_params', *k]) for k in keys)
-          for root, keys in inside.local_params(list(shapes)).items()
-      ),
+  found = [
+      frozenset(
+          (leaf.keys, leaf.shape)
+          for leaf in layout.leaves
+          if not isinstance(leaf.compressor, Frozen)
+      )
+      for layout in layouts_in(argument.value).values()
+  ] + [
+      frozenset((k, shapes[*root, 'global_params', *k]) for k in keys)
+      for root, keys in inside.local_params(list(shapes)).items()
   ]
+  return [params for params in found if params]
 
 
 def _role(x: Array, is_shared: bool, o: Options) -> str:
@@ -350,21 +342,16 @@ def _role(x: Array, is_shared: bool, o: Options) -> str:
       is_shared or not rank
   ):
     return 'key'
-  is_named = o.batches is not None and not is_shared
-  if (
-      x.kind is None and prng.is_pair(x.type) and not is_named
-      and (is_shared or rank == 1)
-  ):
-    name = dotted(x.keys)
+  may_be_key = is_shared or (rank == 1 and o.batches is None)
+  if x.kind is None and prng.is_pair(x.type) and may_be_key:
     if o.keys is not None:
       is_key = any(_is_within(k, x.keys) for k in o.keys)
     elif not (is_key := prng.is_named(x.keys[0], prng.last_name(x.keys[1:]))):
       raise ValueError(
-          f'{name} must be known as a random key or as data, got'
-          f' {x.type.dtype}{list(x.shape)}. If it is a key, into which each'
-          f' worker folds its number, give data_parallel keys={name!r}, or use'
-          ' jax.random.key. If it is data, give keys=(), or name the batches'
-          ' by batch_argnums if it is one.'
+          f'{x.name} must be known as a random key or as data, got'
+          f' {x.type.dtype}{list(x.shape)}. Give data_parallel keys={x.name!r}'
+          ' if it is a key, into which workers fold their numbers, or keys=()'
+          ' if it is data; if it is a batch, name the batches.'
       )
     if is_key:
       return 'key'
@@ -376,39 +363,33 @@ def _is_within(name: str, path: Keys) -> bool:
 
 
 def _rows(
-    step: str,
-    workers: Workers,
-    o: Options,
-    arguments: list[Argument],
-    decided: list[Array],
+    step: str, workers: Workers, o: Options, arrays: Sequence[Array]
 ) -> int | None:
   """Returns the length of one worker's batch, from those of all arrays cut."""
-  if o.batches is not None and not o.batches:
-    return None
-  lengths: dict[int, str] = {}
-  for a in decided:
-    if a.role != 'batch':
-      continue
+  cut = [a for a in arrays if a.role == 'batch']
+  for a in cut:
     if not 0 <= a.axis < len(a.shape):
       raise ValueError(
           f'batch_axis must be an axis of every batch, got {a.axis} for'
           f' {a.name} of shape {a.shape}. Give one for each argument:'
           " batch_axis={'images': 1}."
       )
-    lengths.setdefault(a.shape[a.axis], a.name)
-  if not lengths:
+  if o.batches == frozenset():
+    return None
+  if not cut:
     raise ValueError(
-        f'{step} has nothing to cut over the workers: none of its arguments'
-        f' ({", ".join(a.name for a in arguments)}) is a batch. {_REMEDY}'
-        ' If the step draws its batch by a random key, give batch_argnums=().'
+        f'{step} has nothing to cut over the workers: no argument is a batch.'
+        f' {_REMEDY} If the step draws its batch by a random key, give'
+        ' batch_argnums=().'
     )
-  if len(lengths) > 1:
-    some = ', '.join(f'{n}: {length}' for length, n in lengths.items())
+  names = {a.shape[a.axis]: a.name for a in cut}
+  if len(names) > 1:
+    some = ', '.join(f'{name}: {length}' for length, name in names.items())
     raise ValueError(
         f'{step} would cut arrays of different lengths along their axis of'
         f' rows ({some}), which are not one batch. {_REMEDY}'
     )
-  ((length, name),) = lengths.items()
+  ((length, name),) = names.items()
   parts = workers.count if workers.relay is None else 1  # the batch is its own
   if length % parts:
     raise ValueError(

@@ -11,21 +11,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.extend import core
 from jax.sharding import PartitionSpec as P
 
 from demo_optax import _checks
-from demo_optax._paths import dotted
 from demo_optax.exchange.algorithm import traced_configs
 from demo_optax.numerics import prng
 from demo_optax.step import agreement, programs, results
 from demo_optax.step import call as calls
 from demo_optax.step import nnx as modules
-from demo_optax.step.call import Call, Options
+from demo_optax.step.call import Array, Call, Options
 from demo_optax.step.results import Returned
 from demo_optax.workers import Workers, inside, lift
 from demo_optax.workers.inside import WORKER_AXIS, Result
+
+_Results = tuple[list[Result], Returned]
 
 
 def data_parallel(
@@ -42,41 +42,26 @@ def data_parallel(
 ) -> Callable[[Callable[..., Any]], 'DataParallelStep']:
   r"""Compiles a training step that is written for one worker, for all of them.
 
-  A drop-in for `jax.jit` and `nnx.jit` on a training step. The batch is cut
-  over the workers along its first axis; everything else is shared. The step
-  computes one worker's loss and gradient, and its optimizer exchanges. What the
-  step sees, and what becomes of its results:
+  A drop-in for `jax.jit` and `nnx.jit` on a training step. The step computes
+  one worker's loss and gradient, and its optimizer exchanges.
 
-  ============================  ================================================
-  argument                      in the step
-  ============================  ================================================
-  Flax NNX objects              one worker's; updated in place afterwards
-  parameters, optimizer state,  one worker's, of which the momentum is its own
-  `TrainState`, dataclasses,
-  Equinox modules
-  PRNG keys (see `keys`)        folded with the worker's number; so are new ones
-                                in variables of NNX objects, and their streams
-  numbers, 0-d arrays           as they are
-  other arrays: the batch       this worker's rows
-  ============================  ================================================
+  =============================  =====================  ========================
+  array                          in the step            returned or changed
+  =============================  =====================  ========================
+  parameters, optimizer state    one worker's           equal, or an error
+  the batch: any other array     this worker's rows     the rows of all workers
+  numbers                        as they are            the mean, if real
+  PRNG keys (see `keys`)         the worker's own       worker 0's
+  batch statistics               as they are            the mean of finite ones
+  `nnx.metrics.Average`          as they are            all that workers added
+  =============================  =====================  ========================
 
-  ============================  ================================================
-  returned or changed           is, of all workers,
-  ============================  ================================================
-  parameters, optimizer state   equal on all of them: anything else is an error
-  real numbers                  the mean
-  arrays with a row for each    the rows of all, in the order of the batch
-  row of the worker's batch
-  batch statistics              the mean over workers whose values are finite
-  (`nnx.BatchStat`, Linen
-  `batch_stats`)
-  `nnx.metrics.Average` and     all that the workers have added to it
-  its kind
-  PRNG keys                     worker 0's
-  ============================  ================================================
-
-  Anything else that differs between workers is an error that names it;
-  `over_workers(x, jnp.sum)` in the step makes one value of all workers' values.
+  Parameters and states may be trees, Flax objects (updated in place),
+  dataclasses or Equinox modules; of the momentum a step has the worker's own.
+  Keys, also those in Flax objects, are folded with the worker's number. Batch
+  statistics are `nnx.BatchStat` and Linen's `batch_stats`. Any other result
+  that differs between workers is an error that names it; in the step
+  `over_workers(x, jnp.sum)` makes one value of all workers' values.
 
   Batches are inferred: an argument is shared if it holds a Flax object, a
   dataclass or a state of an exchange, or a tree with the structure of such a
@@ -87,8 +72,7 @@ def data_parallel(
   (`jax.make_array_from_process_local_data`).
 
   Args:
-    workers: `Workers.simulated`, `on_mesh` or `remote`; of `remote`, a batch is
-      the worker's own.
+    workers: `Workers.simulated`, `on_mesh` or `remote` (a batch is its own).
     batch_argnums: positions of the arguments to cut, and no others. With `()`,
       for a step that draws its batch, workers differ by their random keys.
     batch_argnames: the same, by name.
@@ -132,48 +116,31 @@ def data_parallel(
         ' step in your own shard_map, pmap or vmap. data_parallel needs'
         ' Workers.on_mesh, remote or simulated.'
     )
-  return functools.partial(
-      DataParallelStep,
-      workers=workers,
-      batches=(batch_argnums, batch_argnames),
-      static=(static_argnums, static_argnames),
-      donated=(donate_argnums, donate_argnames),
-      keys=keys,
-      axis=batch_axis,
-  )
+
+  def decorate(step: Callable[..., Any]) -> DataParallelStep:
+    listed = functools.partial(_listed, step)
+    has_batches = (batch_argnums, batch_argnames) != (None, None)
+    listed((), [*batch_axis] if isinstance(batch_axis, Mapping) else ())
+    return DataParallelStep(step, workers, Options(
+        listed(batch_argnums, batch_argnames) if has_batches else None,
+        listed(static_argnums, static_argnames),
+        listed(donate_argnums, donate_argnames),
+        None if keys is None else tuple(jax.tree.leaves(keys)),
+        batch_axis,
+    ))
+
+  return decorate
 
 
 class DataParallelStep:
   """A step that `data_parallel` has decorated; called like the step itself."""
 
   def __init__(
-      self,
-      step: Callable[..., Any],
-      workers: Workers,
-      batches: tuple[Any, Any],
-      static: tuple[Any, Any],
-      donated: tuple[Any, Any],
-      keys: Any,
-      axis: Any,
+      self, step: Callable[..., Any], workers: Workers, options: Options
   ):
     functools.update_wrapper(self, step)
-    self.workers, self._step = workers, step
-    parameters = inspect.signature(step).parameters
-    self._names = [
-        name for name, p in parameters.items()
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    listed = functools.partial(
-        _listed, getattr(step, '__name__', str(step)), parameters, self._names
-    )
-    self._options = Options(
-        None if batches == (None, None) else listed(*batches),
-        listed(*static),
-        listed(*donated),
-        None if keys is None else _as_tuple(keys),
-        axis,
-    )
-    listed((), axis if isinstance(axis, Mapping) else ())  # raises
+    self.workers, self._step, self._options = workers, step, options
+    self._names = _positional(step)
     # What `traces_numbers` says, by the structure of the arguments; calls and
     # their programs, by all that is static.
     self._numbers: dict[Any, list[bool]] = {}
@@ -191,17 +158,9 @@ class DataParallelStep:
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
     """Runs the step; see `data_parallel`."""
     with modules.in_transform():
-      call, program, arrays = self._open(args, kwargs)
       # Once: later on, processes may differ in flags that are compiled for.
       is_first = not self._has_run and jax.process_count() > 1
-      if is_first:
-        agreement.check(self.workers, {
-            'arguments of the step': ', '.join(
-                f'{dotted(a.keys)} {a.type.dtype}{list(a.shape)}'
-                for a in call.arrays
-            )
-        })
-      arrays = self._put(call, arrays)
+      program, arrays = self._open(args, kwargs, compares=is_first)
       if is_first:
         with traced_configs() as configs:
           program.trace(*arrays)
@@ -222,74 +181,70 @@ class DataParallelStep:
           ' step is several. Lower it with Workers.simulated.'
       )
     with modules.in_transform():
-      call, program, arrays = self._open(args, kwargs)
-      return program.lower(*self._put(call, arrays))
+      program, arrays = self._open(args, kwargs)
+      return program.lower(*arrays)
 
   def _open(
-      self, args: tuple[Any, ...], kwargs: dict[str, Any]
-  ) -> tuple[Call, Any, list[Any]]:
-    """Returns what is decided about a call, its program, and its arrays."""
+      self,
+      args: tuple[Any, ...],
+      kwargs: dict[str, Any],
+      compares: bool = False,
+  ) -> tuple[Any, list[Any]]:
+    """Returns the program of a call, and its arrays where they belong.
+
+    Raises if it `compares` them and they differ between processes.
+    """
+    positions = (_name_of(i, self._names) for i in range(len(args)))
     named = [
         (name, calls.Static(x) if name in self._options.static else x)
-        for name, x in (
-            *((_name_of(i, self._names), x) for i, x in enumerate(args)),
-            *sorted(kwargs.items()),
-        )
+        for name, x in (*zip(positions, args), *sorted(kwargs.items()))
     ]
     tree = tuple(x for _, x in named[: len(args)]), dict(named[len(args) :])
     flat, treedef = jax.tree.flatten(tree, is_leaf=modules.is_object)
-    try:
-      if treedef not in self._numbers:
-        self._numbers[treedef] = modules.traces_numbers(tree)
-      form, objects, arrays = calls.open_call(
-          flat, treedef, self._numbers[treedef]
-      )
-      key = form, tuple(map(_form_of, arrays))
-      found = self._known.get(key)
-    except TypeError as error:
-      raise TypeError(
-          f'{self!r} compiles for what is not an array among its arguments,'
-          f' and so needs it hashable: {error}'
-      ) from error
+    if treedef not in self._numbers:
+      self._numbers[treedef] = modules.traces_numbers(tree)
+    objects: list[Any] = []
+    fixed, arrays = calls.take_apart(flat, self._numbers[treedef], objects)
+    variables, structure = modules.split(objects)
+    arrays += variables
+    form = calls.Form(treedef, fixed, structure)
+    key = form, tuple(map(_form_of, arrays))
+    found = self._known.get(key)
     if found is None:
-      attributes = modules.attributes(objects).values()
-      _check_no_multi_steps((tree, [*attributes]))
       call = calls.analyse(
           repr(self), self.workers, self._options, named, form, objects, key[1]
       )
       found = self._known[key] = call, self._program(call)
-      if len(self._known) == _MANY_PROGRAMS:
+      if len(self._known) == 20:
         warnings.warn(
-            f'{self!r} has compiled {_MANY_PROGRAMS} programs. It compiles for'
-            ' every new shape, and for every new value of what is not an array'
-            ' among its arguments: a string, a static argument, or another'
-            ' object, such as self of a method, by its identity.',
+            f'{self!r} has compiled 20 programs. It compiles for every new'
+            ' shape, and for every new value of what is not an array among its'
+            ' arguments: a string, a static argument, or another object, such'
+            ' as self of a method, by its identity.',
             stacklevel=4,
         )
-    return *found, arrays
-
-  def _put(self, call: Call, arrays: list[Any]) -> list[Any]:
-    return [
+    call, program = found
+    if compares:
+      agreement.check(self.workers, {'arguments of the step': ', '.join(
+          f'{a.name} {a.type.dtype}{list(a.shape)}' for a in call.arrays
+      )})
+    return program, [
         calls.place(self.workers, x, a) for x, a in zip(arrays, call.arrays)
     ]
 
   def _program(self, call: Call) -> Any:
-
-    def run(*arrays: Any) -> tuple[list[Any], Returned]:
-      return self._run(call, arrays)
-
-    donated = [i for i, a in enumerate(call.arrays) if a.donated]
+    run = functools.partial(self._run, call)
+    names = self._options.donated
+    donated = [i for i, a in enumerate(call.arrays) if a.keys[0] in names]
     if self.workers.relay is not None:
       # ZeroMQ is needed by such workers alone.
       from demo_optax.step.remote import RemoteProgram
 
-      return RemoteProgram(
-          self.workers, call, functools.partial(self._run, call), donated
-      )
+      return RemoteProgram(self.workers, call, run, donated)
     return jax.jit(run, donate_argnums=donated)
 
   def _run(
-      self, call: Call, arrays: Sequence[Any], index: Any = None
+      self, call: Call, *arrays: Any, index: Any = None
   ) -> tuple[list[Any], Returned]:
     """Runs the step for all workers. Traced by `jax.jit`.
 
@@ -305,74 +260,102 @@ class DataParallelStep:
             ' state with tx.init under the same workers, or regroup it by'
             ' demo_optax.checkpoint.from_leaves(..., resize=True).'
         )
-    arrays = [
-        jnp.moveaxis(x, a.axis, 0) if a.role == 'batch' else x
-        for x, a in zip(arrays, call.arrays)
-    ]
-    # A model may name mesh axes inside a worker, also those of one device.
-    if workers.relay is not None:
-      expected = self._expected(call)
-      with lift.context(workers):
-        found, returned = self._run_own(call, expected, workers, index, arrays)
-    elif workers.mesh is not None and not workers.param_specs.all_sizes:
-      found, returned = self._run_on_devices(call, arrays)
-    else:
-      found, returned = self._run_mapped(call, [
-          lift.split_rows(workers, x) if a.role == 'batch' else x
-          for x, a in zip(arrays, call.arrays)
-      ], workers.spmd_axis_name)
-      for r in found:
-        if r.is_rows:
-          r.value = lift.join_rows(workers, r.value)
+    has_own_device = workers.mesh and not workers.param_specs.all_sizes
+    with _explained(workers):
+      if workers.relay is not None or has_own_device:
+        found, returned = self._run_own(call, arrays, index)
+      else:
+        found, returned = self._run_mapped(call, arrays, workers)
     return [results.hold(workers, r, call.axis) for r in found], returned
 
   def _run_mapped(
-      self, call: Call, arrays: list[Any], spmd_axis_name: str | None
-  ) -> tuple[list[Result], Returned]:
-    """Runs the step under `jax.vmap`, with batches `[workers, rows, ...]`."""
+      self, call: Call, arrays: Sequence[Any], workers: Workers
+  ) -> _Results:
+    """Runs the step under `jax.vmap`."""
 
     def one_workers_step(arrays: list[Any]) -> Any:
       index = jax.lax.axis_index(WORKER_AXIS)
       closed, like = jax.make_jaxpr(
           functools.partial(self._results, call, index), return_shape=True
       )(arrays)
+      self._check_rows(call, closed.jaxpr)
       build = jax.tree.structure(like).unflatten
-      with _explained(self.workers):
-        found, returned = build(core.jaxpr_as_fun(closed)(*arrays))
-      self._inspect(call, closed.jaxpr, found, build(closed.jaxpr.outvars)[0])
-      on_mesh = spmd_axis_name is not None
-      found = inside.settle(found, call.rows, call.axis, on_mesh)
-      apart = [r if r.apart else None for r in found]
-      return apart, [None if r.apart else r for r in found], returned
+      own, returned = build(core.jaxpr_as_fun(closed)(*arrays))
+      variables, _ = build(closed.jaxpr.outvars)
+      for r, v in zip(own, variables):
+        if r.role == 'added' and not programs.adds(
+            closed.jaxpr, closed.jaxpr.invars[r.at], v.value
+        ):
+          r.role = 'state'  # must be equal on all workers
+      on_mesh = workers.spmd_axis_name is not None
+      own = inside.settle(own, call.rows, call.axis, on_mesh)
+      apart = [r if r.apart else None for r in own]
+      return apart, [None if r.apart else r for r in own], returned
 
+    def split(x: Any, a: Array) -> Any:
+      rows = lift.split_rows(workers, jnp.moveaxis(x, a.axis, 0))
+      return jnp.moveaxis(rows, 1, a.axis + 1)
+
+    arrays = call.replace('batch', split, arrays)
     in_axes = [
         0 if a.role in ('batch', 'stacked') else None for a in call.arrays
     ]
+    # A model may name mesh axes inside a worker, also those of one device.
     with lift.context(self.workers):
       apart, equal, returned = jax.vmap(
           one_workers_step,
           in_axes=(in_axes,),
           out_axes=(0, None, None),
           axis_name=WORKER_AXIS,
-          axis_size=self.workers.count,
-          spmd_axis_name=spmd_axis_name,
+          axis_size=workers.count,
+          spmd_axis_name=workers.spmd_axis_name,
       )(arrays)
-    return [a or e for a, e in zip(apart, equal)], returned
+    found: list[Result] = [a or e for a, e in zip(apart, equal)]
+    for r in found:
+      if r.is_rows:
+        r.value = lift.join_rows(workers, r.value)
+    return found, returned
 
-  def _run_on_devices(
-      self, call: Call, arrays: Sequence[Any]
-  ) -> tuple[list[Result], Returned]:
-    """Runs the step under `jax.shard_map`, one worker on each device."""
-    workers, roles = self.workers, [a.role for a in call.arrays]
-    expected = self._expected(call)
-    group = Workers.on_axis(workers.axis_name)
+  def _run_own(self, call: Call, arrays: Sequence[Any], index: Any) -> _Results:
+    """Runs the step of one worker, where each has its own device or program."""
+    workers, count = self.workers, self.workers.count
+    sizes = {'batch': count * (call.rows or 0), 'stacked': count}
+    shapes = [
+        a.type.update(
+            shape=(*a.shape[: a.axis], sizes[a.role], *a.shape[a.axis + 1 :])
+        ) if a.role in sizes else a.type
+        for a in call.arrays
+    ]
+    # This trace checks for all workers what differs between them.
+    check = functools.partial(
+        self._run_mapped, call, workers=Workers.simulated(count)
+    )
+    with inside.tracing(checks=True):
+      expected, _ = jax.eval_shape(check, shapes)
+    has_program = workers.relay is not None
+    group = workers if has_program else Workers.on_axis(workers.axis_name)
 
-    def one_workers_step(*arrays: Any) -> tuple[list[Result], Returned]:
-      index = jax.lax.axis_index(workers.axis_name)
-      return self._run_own(call, expected, group, index, arrays)
+    def one_workers_step(*arrays: Any) -> _Results:
+      at = index if has_program else jax.lax.axis_index(workers.axis_name)
+      own = call.replace('stacked', lambda x, _: x[0], arrays)
+      with inside.tracing(group=group):
+        found, returned = self._results(call, at, own)
+        for r, e in zip(found, expected):
+          r.role, r.differs, r.apart = e.role, e.differs, e.apart
+        found = inside.settle(found, call.rows, call.axis)
+      for r in found:
+        if r.role == 'stacked':
+          r.value = r.value[None]
+      return found, returned
 
+    if has_program:
+      with lift.context(workers):
+        return one_workers_step(*arrays)
     own, equal = P(workers.axis_name), P()
-    in_specs = [own if r in ('batch', 'stacked') else equal for r in roles]
+    in_specs = [
+        P(*[None] * a.axis, *own) if a.role in sizes else equal
+        for a in call.arrays
+    ]
     return jax.shard_map(
         one_workers_step,
         mesh=workers.mesh,
@@ -383,136 +366,65 @@ class DataParallelStep:
         check_vma=False,
     )(*(lift.reshard(workers, x, s) for x, s in zip(arrays, in_specs)))
 
-  def _expected(self, call: Call) -> list[Result]:
-    """Returns what the step returns, checked for all workers, not run."""
-    leads = {
-        'batch': (self.workers.count, call.rows),
-        'stacked': (self.workers.count,),
+  def _check_rows(self, call: Call, jaxpr: core.Jaxpr) -> None:
+    """Raises if the step scans over what was cut, as over batches."""
+    batches = {
+        v: a for v, a in zip(jaxpr.invars, call.arrays) if a.role == 'batch'
     }
-    shapes = [
-        a.type.update(shape=(
-            *leads[a.role], *a.shape[: a.axis], *a.shape[a.axis + 1 :]
-        ))
-        if a.role in leads else a.type
-        for a in call.arrays
-    ]
-    run = functools.partial(self._run_mapped, call, spmd_axis_name=None)
-    with inside.tracing(checks=True):
-      expected, _ = jax.eval_shape(run, shapes)
-    return expected
-
-  def _run_own(
-      self,
-      call: Call,
-      expected: Sequence[Result],
-      group: Workers,
-      index: jax.Array,
-      arrays: Sequence[Any],
-  ) -> tuple[list[Result], Returned]:
-    """Runs the step of one worker, where each is on its own device."""
-    own = [
-        x[0] if a.role == 'stacked' else x for x, a in zip(arrays, call.arrays)
-    ]
-    with inside.tracing(group=group):
-      found, returned = self._results(call, index, own)
-      for r, e in zip(found, expected):
-        r.role, r.differs, r.apart = e.role, e.differs, e.apart
-      found = inside.settle(found, call.rows, call.axis)
-    for r in found:
-      if r.role == 'stacked':
-        r.value = r.value[None]
-    return found, returned
-
-  def _inspect(
-      self,
-      call: Call,
-      jaxpr: core.Jaxpr,
-      found: list[Result],
-      variables: list[Result],
-  ) -> None:
-    """Checks what only the program shows, with `variables` as results.
-
-    A metric to which the step does not add must be equal on all workers.
-    """
-    if self._options.axis is None:
-      batches = {
-          v: a for v, a in zip(jaxpr.invars, call.arrays) if a.role == 'batch'
-      }
-      if (batch := programs.scanned(jaxpr, batches)) is not None:
-        raise ValueError(
-            f'{batch.name} must have its rows along the first axis, but the'
-            ' step scans over that axis and exchanges in each turn, as over'
-            ' batches [steps, rows, ...]. Say where the rows are:'
-            ' demo_optax.data_parallel(workers, batch_axis=1), or batch_axis=0'
-            ' if every row is a step.'
-        )
-    for r, v in zip(found, variables):
-      if r.role == 'added' and r.at is not None and not (
-          programs.adds(jaxpr, jaxpr.invars[r.at], v.value)
-      ):
-        r.role = 'state'
+    batch = programs.scanned(jaxpr, batches)
+    if batch is not None and self._options.axis is None:
+      raise ValueError(
+          f'{batch.name} must have its rows along the first axis, but the step'
+          ' scans over that axis and exchanges in each turn, as over batches'
+          ' [steps, rows, ...]. Say where the rows are:'
+          ' demo_optax.data_parallel(workers, batch_axis=1), or batch_axis=0 if'
+          ' every row is a step.'
+      )
 
   def _results(
       self, call: Call, index: jax.Array, arrays: Sequence[Any]
-  ) -> tuple[list[Result], Returned]:
+  ) -> _Results:
     """Runs the step of worker `index` with the arrays as it has them."""
-    own = [
-        prng.fold(x, index) if a.role == 'key'
-        else jnp.moveaxis(x, 0, a.axis) if a.role == 'batch' else x
-        for x, a in zip(arrays, call.arrays)
-    ]
+    own = call.replace('key', lambda x, _: prng.fold(x, index), arrays)
     if call.own_params:
       inside.enter(call.own_params, own)
     (args, kwargs), objects = call.form.merge(own, inner=True)
-    with _explained(self.workers):
-      returned = self._step(*args, **kwargs)
+    variables = [keys for keys, _ in modules.variables(objects)]
+    returned = self._step(*args, **kwargs)
+    modules.check_variables(variables, objects)
     return results.collect(call, returned, objects, arrays, own)
 
 
 @contextlib.contextmanager
 def _explained(workers: Workers) -> Iterator[None]:
-  """Raises errors of JAX and Flax in a step with what to do about them."""
+  """Adds to errors of JAX and Flax in a step what to do about them."""
   try:
     yield
   except Exception as error:
-    if (remedy := _remedy(error, workers)) is None:
+    text, axis = str(error), workers.axis_name
+    if isinstance(error, NameError) and 'unbound axis name' in text:
+      remedy = (
+          'In a step of data_parallel no axis has a name. Remove what averages'
+          ' gradients, which the exchange replaces. Replace other pmean and'
+          ' psum by demo_optax.over_workers(x) and over_workers(x, jnp.sum).'
+      )
+    elif f"'{axis}'" in text and re.search(
+        'with_sharding_constraint|reshard|NamedSharding', text
+    ):
+      remedy = (
+          f'In a step of data_parallel the worker axis {axis!r} does not cut'
+          " arrays, which are one worker's. Leave it out of shardings in the"
+          f' step and its layers: P(None, ...) in place of P({axis!r}, ...).'
+      )
+    elif 'different trace level' in text:
+      remedy = (
+          'The step of data_parallel, or a transformation in it, changes or'
+          ' differentiates a Flax object that it closes over. Make it an'
+          ' argument, as with nnx.jit.'
+      )
+    else:
       raise
-    raise ValueError(remedy) from error
-
-
-def _remedy(error: Exception, workers: Workers) -> str | None:
-  text = str(error)
-  if isinstance(error, NameError) and 'unbound axis name' in text:
-    return (
-        f'{text.split(". ")[0]}: in a step of data_parallel, of one worker, no'
-        ' axis has a name. Remove what averages gradients, which the exchange'
-        ' replaces, and for other values write'
-        ' demo_optax.over_workers(x, jnp.mean) or jnp.sum in the place of pmean'
-        ' or psum.'
-    )
-  if f"'{workers.axis_name}'" in text and re.search(
-      'with_sharding_constraint|reshard|NamedSharding', text
-  ):
-    return (
-        f'{text}\nIn a step of data_parallel arrays are of one worker, and the'
-        f' worker axis {workers.axis_name!r} does not cut them. Leave it out'
-        ' of what the step and its layers say of shardings: P(None, ...) in the'
-        f' place of P({workers.axis_name!r}, ...).'
-    )
-  if 'different trace level' in text:
-    return (
-        f'{text.split(", got")[0].split(" (http")[0]}: the step of'
-        ' data_parallel, or a transformation in it, changes or differentiates'
-        ' a Flax object that it closes over. Make it an argument, as with'
-        ' nnx.jit: model, optimizer, metrics and random streams alike.'
-    )
-  return None
-
-
-def _as_tuple(x: Any) -> tuple[Any, ...]:
-  if x is None:
-    return ()
-  return (x,) if isinstance(x, int | str) else tuple(x)
+    raise ValueError(f'{text}\n{remedy}') from error
 
 
 def _form_of(x: Any) -> Any:
@@ -521,57 +433,43 @@ def _form_of(x: Any) -> Any:
   return np.shape(x), jax.dtypes.result_type(x)
 
 
+def _positional(step: Callable[..., Any]) -> list[str]:
+  return [
+      name for name, p in inspect.signature(step).parameters.items()
+      if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+  ]
+
+
 def _name_of(position: int, names: Sequence[str]) -> str:
   """Returns the name of a positional argument."""
   return names[position] if position < len(names) else f'argument {position}'
 
 
-# From so many on, a step warns that something makes it compile again.
-_MANY_PROGRAMS = 20
-
-
 def _listed(
-    step: str,
-    parameters: Mapping[str, inspect.Parameter],
-    names: Sequence[str],
-    argnums: Any,
-    argnames: Any,
+    step: Callable[..., Any], argnums: Any, argnames: Any
 ) -> frozenset[str]:
   """Returns the names of the arguments that two options of a step list."""
-  parameter = inspect.Parameter
+  parameters = inspect.signature(step).parameters
+  names = _positional(step)
   kinds = {p.kind for p in parameters.values()}
-  has_defaults = any(
-      parameters[n].default is not parameter.empty for n in names
+  takes_more = inspect.Parameter.VAR_POSITIONAL in kinds
+  # Of a call with fewer or more arguments nobody knows the last one.
+  is_open = takes_more or any(
+      parameters[n].default is not inspect.Parameter.empty for n in names
   )
+  known = {*parameters, *range(0 if is_open else -len(names), len(names))}
   found = set()
-  for x in (*_as_tuple(argnums), *_as_tuple(argnames)):
-    is_name = isinstance(x, str)
-    more = parameter.VAR_KEYWORD if is_name else parameter.VAR_POSITIONAL
-    is_known = more in kinds or (
-        x in parameters if is_name else -len(names) <= x < len(names)
-    )
-    if not is_name and x < 0 and (more in kinds or has_defaults):
-      raise ValueError(
-          f'Positions must be counted from the first argument, got {x}:'
-          f' {step} may have fewer or more of them. Give the name.'
-      )
-    if not is_known:
+  for x in jax.tree.leaves((argnums, argnames)):
+    if isinstance(x, str):
+      is_more = inspect.Parameter.VAR_KEYWORD in kinds
+    else:
+      is_more = takes_more and x >= 0
+    if x not in known and not is_more:
       raise ValueError(
           f'data_parallel must be given arguments of the step, got {x!r}, but'
-          f' the arguments of {step} are {", ".join(parameters)}.'
+          f' the arguments of {getattr(step, "__name__", step)} are'
+          f' {", ".join(parameters)}. Give names, or positions counted from the'
+          ' first argument.'
       )
     found.add(x if isinstance(x, str) else _name_of(x, names))
   return frozenset(found)
-
-
-def _check_no_multi_steps(tree: Any) -> None:
-  def is_one(x: Any) -> bool:
-    return isinstance(x, optax.MultiStepsState)
-
-  if any(map(is_one, jax.tree.leaves(tree, is_leaf=is_one))):
-    raise ValueError(
-        'The optimizer of a data_parallel step must not be in optax.MultiSteps,'
-        ' which would exchange in every call and drop all results but the last.'
-        ' Take the mean of the gradients of micro-batches in the step, by'
-        ' jax.lax.scan or optax.microbatching, and update once.'
-    )

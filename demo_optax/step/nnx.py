@@ -37,12 +37,11 @@ def param_specs(
     A `PartitionSpec` for each parameter; `P()` for those without annotations.
   """
   nnx = _nnx()
-  if nnx is not None and isinstance(model, nnx.Module | nnx.State):
-    state = model
-    if isinstance(model, nnx.Module):
-      state = nnx.state(model, nnx.Param)
+  if nnx is not None and isinstance(model, nnx.Module):
+    model = nnx.state(model, nnx.Param)
+  if nnx is not None and isinstance(model, nnx.State):
     with nnx.logical_axis_rules(rules) if rules else contextlib.nullcontext():
-      return nnx.get_partition_spec(state)
+      return nnx.get_partition_spec(model)
   linen = sys.modules.get('flax.linen')
   if linen is None or not isinstance(model, Mapping):
     raise TypeError(
@@ -79,7 +78,7 @@ _ARRAYS = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
 def in_transform() -> Iterator[None]:
   """Opens the context in which `split` and `merge` update objects."""
   nnx = _nnx()
-  if not hasattr(nnx, 'update_context'):
+  if nnx is None:
     yield
     return
   with nnx.update_context(_CONTEXT) as context:
@@ -115,41 +114,23 @@ def variables(objects: Sequence[Any]) -> list[tuple[Keys, Any]]:
   return _with_kinds(list(zip(flat.paths, flat.leaves)))
 
 
-def attributes(objects: Sequence[Any]) -> dict[Keys, Any]:
-  """Returns the attributes of NNX objects and of all that they hold."""
-  if not objects:
-    return {}
-  nnx = _nnx()
-  return {
-      (*path, name): x
-      for path, node in nnx.iter_graph(list(objects))
-      if isinstance(node, nnx.Pytree)
-      for name, x in vars(node).items()
-  }
-
-
 def check_variables(before: Sequence[Keys], objects: Sequence[Any]) -> None:
   """Raises if a step has changed which arrays its NNX objects hold."""
+  if not objects:
+    return
   after = [keys for keys, _ in variables(objects)]
-  for keys, x in attributes(objects).items():
-    if isinstance(x, jax.core.Tracer) and keys not in {*before}:
-      raise ValueError(
-          'The step puts an array into a plain attribute of a Flax object,'
-          f' {dotted(keys)}: Return it, or keep it in an nnx.Variable that is'
-          ' made before the step.'
-      )
-  if after != [*before]:
-    new = map(keystr, {*before} ^ {*after})
+  kept = {  # in plain attributes
+      (*keys, name)
+      for keys, node in _nnx().iter_graph(list(objects)) if is_object(node)
+      for name, x in vars(node).items() if isinstance(x, jax.core.Tracer)
+  }
+  changed = ({*before} ^ {*after}) | (kept - {*before})
+  if changed or after != [*before]:
     raise ValueError(
-        'The step added or removed variables of its Flax objects:'
-        f' {", ".join(sorted(new)[:6])}. Return such values instead of storing'
-        ' them, or create them before the step.'
+        'The step added or removed arrays of its Flax objects:'
+        f' {", ".join(sorted(map(dotted, changed)))}. Return such values, or'
+        ' keep them in an nnx.Variable that is made before the step.'
     )
-
-
-def keystr(keys: Keys) -> str:
-  """Returns the name of a variable in messages, such as `[0]['kernel']`."""
-  return ''.join(f'[{key!r}]' for key in keys)
 
 
 def is_object(x: Any) -> bool:
@@ -177,22 +158,22 @@ def traces_numbers(tree: Any) -> list[bool]:
   """
   equinox = sys.modules.get('equinox')
   modules = () if equinox is None else equinox.Module
-  found = []
-  for x in jax.tree.leaves(
+  parts = jax.tree.leaves(
       tree, is_leaf=lambda x: is_object(x) or isinstance(x, modules)
-  ):
-    is_module = isinstance(x, modules)
-    inner = jax.tree.leaves(x, is_leaf=is_object) if is_module else [x]
-    found += [not is_module] * len(inner)
-  return found
+  )
+  return [
+      not isinstance(part, modules)
+      for part in parts
+      for _ in jax.tree.leaves(part, is_leaf=is_object)
+  ]
 
 
 def is_array(x: Any, traces_number: bool) -> bool:
   """Returns whether a leaf is an array; a step is compiled for all others."""
-  if isinstance(x, _ARRAYS):
-    return True
-  is_number = isinstance(x, int | float | complex) and not isinstance(x, bool)
-  return traces_number and is_number
+  return isinstance(x, _ARRAYS) or (
+      traces_number
+      and isinstance(x, int | float | complex) and not isinstance(x, bool)
+  )
 
 
 def leaf_kinds(tree: Any) -> list[Any]:
@@ -226,9 +207,8 @@ def _with_kinds(flat: Sequence[tuple[Keys, Any]]) -> list[tuple[Keys, Any]]:
     if isinstance(x, nnx.Variable) and prng.is_key_array(x.get_value()):
       return 'stream'
     is_metric = isinstance(x, nnx.metrics.MetricState)
-    return 'added' if is_metric and (
-        parts[keys[:-1]] == {'total', 'count'}
-    ) else None
+    is_average = is_metric and parts[keys[:-1]] == {'total', 'count'}
+    return 'added' if is_average else None
 
   return [
       (keys, kind(keys, x)) for keys, x in flat

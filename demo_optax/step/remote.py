@@ -133,9 +133,13 @@ class RemoteProgram:
     """Traces the step, cuts and compiles it, once."""
     if self._closed is not None:
       return
+
+    def run(arrays: Sequence[Any], index: Any) -> Any:
+      return self._run(*arrays, index=index)
+
     with traced_configs() as configs:
       closed, (_, self._returned) = jax.make_jaxpr(
-          self._run, return_shape=True
+          run, return_shape=True
       )(arrays, np.int32(self._rank))
     self._plan = Plan(closed, donated=self._donated)
     if self._workers.mesh is None:  # else shardings are known when it runs

@@ -220,10 +220,12 @@ NOT_ADDED = '(?s)differs between workers.*a metric that is not only added to'
      or m.mean.update(values=x), NOT_ADDED),
     (lambda m, x: m.mean.total.set_value(x.mean()), NOT_ADDED),
     (lambda m, x: m.welford.update(values=x), NOT_ADDED),
-    (lambda m, x: m.largest.set_value(x.max()), r'largest.*differs between'),
-    (lambda m, x: setattr(m, 'extra', nnx.Variable(jnp.zeros(()))), r'added or removed.*extra'),
+    (lambda m, x: m.largest.set_value(x.max()), r'm\.largest.*differs between'),
+    (lambda m, x: setattr(m, 'extra', nnx.Variable(jnp.zeros(()))),
+     r'added or removed.*0\.extra'),
     # `nnx.jit` leaves a tracer there.
-    (lambda m, x: setattr(m, 'loss', m.linear(x).mean()), r'0\.loss: Return .* nnx.Variable'),
+    (lambda m, x: setattr(m, 'loss', m.linear(x).mean()),
+     r'0\.loss\. Return .* nnx.Variable'),
     (lambda m, x: nnx.Rngs(0), 'none of its arguments')])
 def test_what_a_step_must_not_do_to_an_object(step, match):
   model = Holder()
@@ -440,7 +442,7 @@ def test_the_axis_of_a_step_has_no_name(workers, axis):
 
   with pytest.raises(ValueError, match='no axis has a name') as info:
     pmean(params, tx.init(params), batch())
-  assert f'unbound axis name: {axis}: in a step' in str(info.value)
+  assert f'unbound axis name: {axis}' in str(info.value)
 
 
 def test_an_array_of_keys_in_a_state_differs_between_workers():
@@ -501,5 +503,5 @@ def test_arrays_of_the_first_call_are_not_kept():
 def test_objects_that_a_step_closes_over(use):
   model = Holder()
   step = decorate(lambda x: use(model, x), batch_argnums=0)
-  with pytest.raises(ValueError, match='trace level: .*Make it an argument'):
+  with pytest.raises(ValueError, match='(?s)trace level.*Make it an argument'):
     step(batch())

@@ -224,8 +224,8 @@ def test_a_peer_of_another_exchange_is_an_error():
   """Before the first message, in every process, by what differs."""
   found = launch('-n', 2, '--', PYTHON, HERE / 'other_exchange.py').stdout
   names = {
-      'k': 'compressor', 'chunk': 'compressor', 'values': 'compressor',
-      'as many bytes': 'compressor', 'averaged': 'compressors of the leaves',
+      'k': 'compressors', 'chunk': 'compressors', 'values': 'compressors',
+      'as many bytes': 'compressors', 'averaged': 'compressors',
       'average': 'average', 'version': 'version',
       'shape': 'parameters'}
   for name, different in names.items():
