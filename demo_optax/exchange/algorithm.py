@@ -328,13 +328,21 @@ def _averages(
   """Averages uncompressed gradients over the valid workers."""
   if not layout.averaged:
     return {}, None
-  own = [gradients[i].astype(layout.leaves[i].dtype) for i in layout.averaged]
-  own = [jnp.where(valid, x, jnp.zeros_like(x)) for x in own]
-  *totals, count = sums([*own, valid.astype(jnp.int32)], group.axis)
+  # Together with those that are spread over the same devices, since what one
+  # sum is made of differs between devices if any of it does.
+  alike: dict[tuple[str, ...], list[int]] = {(): []}
+  for i in layout.averaged:
+    alike.setdefault(layout.leaves[i].sharding.axes, []).append(i)
   found = {}
-  for i, total in zip(layout.averaged, totals):
-    weight = rounding.exact_reciprocal(count, group.size, total.dtype)
-    found[i] = rounding.mul_no_fma(weight, total)
+  count = valid.astype(jnp.int32)  # then of all: the first sum is of P()
+  for axes, members in alike.items():
+    own = [gradients[i].astype(layout.leaves[i].dtype) for i in members]
+    own = [jnp.where(valid, x, jnp.zeros_like(x)) for x in own]
+    summed = sums([*own, *([] if axes else [count])], group.axis)
+    count = count if axes else summed[-1]
+    for i, total in zip(members, summed):
+      weight = rounding.exact_reciprocal(count, group.size, total.dtype)
+      found[i] = rounding.mul_no_fma(weight, total)
   return found, count
 
 

@@ -133,10 +133,8 @@ class Packer:
   @property
   def _words(self) -> list[int]:
     """Words of the buckets of each format."""
-    return [
-        chunk_format.words(sum(self._chunks(members)))
-        for chunk_format, members in self.gathered.items()
-    ]
+    formats = self.gathered.items()
+    return [form.words(sum(self._chunks(members))) for form, members in formats]
 
   @property
   def shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -70,10 +70,6 @@ def places_of_ones(ones: jax.Array, k: int) -> jax.Array:
   Counts ones per word of 32 bits to find the word of the j-th one, then halves
   that word five times. All operations are vectorised, without sort or scatter.
   Returns int32 `[..., k]`, padded with `size` if there are fewer ones.
-
-  >>> import jax.numpy as jnp
-  >>> places_of_ones(jnp.array([False, True, False, True]), 3)
-  Array([1, 3, 4], dtype=int32)
   """
   *batch, size = ones.shape
   rows = math.prod(batch)

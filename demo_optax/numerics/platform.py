@@ -104,10 +104,7 @@ def chunks_in_lanes(chunks: int) -> bool:
 
 
 def laid_out(x: jax.Array, *, in_lanes: bool) -> jax.Array:
-  """Returns chunks `[rows, ...]` in the layout of `chunks_in_lanes`.
-
-  Else in that of arguments and results of a program.
-  """
+  """Returns chunks `[rows, ...]` in lanes, or in rows as programs take them."""
   if not chunks_in_lanes(len(x)):
     return x
   order = (*range(1, x.ndim), 0) if in_lanes else tuple(range(x.ndim))
