@@ -13,7 +13,7 @@ os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 
 # Tests compile more than they compute: half of the time is saved by programs
 # that are hardly optimized. TESTS_AS_USERS=1 compiles as JAX does by itself;
-# .ci/run does so for the core tests, and for processes.
+# .ci/run does so for comparisons of bits, and for processes.
 if os.environ.get('TESTS_AS_USERS', '0') == '0':
   os.environ['XLA_FLAGS'] += (
       ' --xla_backend_optimization_level=0'

@@ -19,20 +19,7 @@ from demo_optax.compressors.selectors import (
 )
 
 __all__ = [
-  'FROZEN',
-  'Basis',
-  'Compressor',
-  'Dct',
-  'Everything',
-  'GroupMax',
-  'Hadamard',
-  'Identity',
-  'RandomOrthogonal',
-  'RandomSubset',
-  'Selector',
-  'Slicing',
-  'Striding',
-  'TopK',
-  'dct_topk',
-  'full',
+    'FROZEN', 'Basis', 'Compressor', 'Dct', 'Everything', 'GroupMax',
+    'Hadamard', 'Identity', 'RandomOrthogonal', 'RandomSubset', 'Selector',
+    'Slicing', 'Striding', 'TopK', 'dct_topk', 'full',
 ]
