@@ -193,10 +193,7 @@ def leaf_kinds(tree: Any) -> list[Any]:
 
 def _with_kinds(flat: Sequence[tuple[Keys, Any]]) -> list[tuple[Keys, Any]]:
   nnx = _nnx()
-  parts: dict[Keys, set[Any]] = {}
-  for keys, x in flat:
-    if isinstance(x, nnx.metrics.MetricState):
-      parts.setdefault(keys[:-1], set()).add(keys[-1])
+  metrics = [k for k, x in flat if isinstance(x, nnx.metrics.MetricState)]
 
   def kind(keys: Keys, x: Any) -> str | None:
     if isinstance(x, nnx.BatchStat):
@@ -206,9 +203,10 @@ def _with_kinds(flat: Sequence[tuple[Keys, Any]]) -> list[tuple[Keys, Any]]:
       return 'state'
     if isinstance(x, nnx.Variable) and prng.is_key_array(x.get_value()):
       return 'stream'
-    is_metric = isinstance(x, nnx.metrics.MetricState)
-    is_average = is_metric and parts[keys[:-1]] == {'total', 'count'}
-    return 'added' if is_average else None
+    if keys not in metrics:
+      return None
+    parts = {k[-1] for k in metrics if k[:-1] == keys[:-1]}
+    return 'added' if parts == {'total', 'count'} else None
 
   return [
       (keys, kind(keys, x)) for keys, x in flat
