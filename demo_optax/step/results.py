@@ -43,7 +43,7 @@ def collect(
   """
   after, structure = modules.split(objects)
   treedef = jax.tree.structure(returned, modules.is_object)
-  flat = leaves_of(returned, modules.is_object)
+  flat = leaves_of({'result': returned}, modules.is_object)
   known, leaves = [*objects], [x for _, x in flat]
   fixed, _ = take_apart(leaves, modules.traces_numbers(returned), known)
   if len(known) > len(objects):
@@ -63,10 +63,9 @@ def collect(
   previous = _previous(call, treedef, shapes, seen)
   kinds = modules.leaf_kinds(returned)
   _check_metrics(call, seen)
-  paths = [('result', *keys) for keys, _ in flat]
   found = [
       (f'the {dotted(keys)}', keys, x, at, kind)
-      for keys, x, f, at, kind in zip(paths, leaves, fixed, previous, kinds)
+      for (keys, x), f, at, kind in zip(flat, fixed, previous, kinds)
       if not f
   ]
   start = call.form.fixed.count(None)  # where variables are
