@@ -432,7 +432,6 @@ def _positional(step: Callable[..., Any]) -> list[str]:
 
 
 def _name_of(position: int, names: Sequence[str]) -> str:
-  """Returns the name of a positional argument."""
   return names[position] if position < len(names) else f'argument {position}'
 
 

@@ -116,12 +116,11 @@ def variables(objects: Sequence[Any]) -> list[tuple[Keys, Any]]:
 
 def check_variables(before: Sequence[Keys], objects: Sequence[Any]) -> None:
   """Raises if a step has changed which arrays its NNX objects hold."""
-  if not objects:
-    return
   after = [keys for keys, _ in variables(objects)]
+  nodes = _nnx().iter_graph(list(objects)) if objects else ()
   kept = {  # in plain attributes
       (*keys, name)
-      for keys, node in _nnx().iter_graph(list(objects)) if is_object(node)
+      for keys, node in nodes if is_object(node)
       for name, x in vars(node).items() if isinstance(x, jax.core.Tracer)
   }
   changed = ({*before} ^ {*after}) | (kept - {*before})
