@@ -34,7 +34,6 @@ from demo_optax.recipes import muon_compressors
 
 _PREFIXES = {'u': 1e-6, 'm': 1e-3, '': 1.0, 'k': 1e3, 'M': 1e6, 'G': 1e9}
 
-
 # The paper's models: no biases, tied embeddings.
 MODELS: dict[str, Any] = {
     name: {'embedding': [50304, d], 'layers': {str(number): {

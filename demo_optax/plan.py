@@ -11,7 +11,7 @@ import numpy as np
 
 from demo_optax import _checks
 from demo_optax.compressors import compressor as per_parameter
-from demo_optax.compressors.compressor import Compressor, CompressorTree, Frozen
+from demo_optax.compressors.compressor import CompressorTree, Frozen
 from demo_optax.compressors.layout import Layout, Leaf, make_layout
 from demo_optax.demo import resolve_update_values
 from demo_optax.exchange.algorithm import ExchangeKind, make_config
@@ -94,10 +94,7 @@ class Plan:
   __repr__ = __str__
 
   def table(self) -> str:
-    """Returns what leaves cost; those that differ in name only share a row.
-
-    Notes below say what marks mean, and what to do.
-    """
+    """Returns what leaves cost; those that differ in name only share a row."""
     equal = collections.defaultdict(list)
     for leaf in self.leaves:
       equal[leaf.cells].append(leaf.name)
@@ -206,13 +203,13 @@ def plan(
   is_relayed = workers.relay is not None
   exchange = 'all_gather' if is_relayed else exchange
   flat = jax.tree_util.tree_flatten_with_path(params)[0]
-  layout = make_layout(
-      [(path, np.shape(x), x) for path, x in flat],
-      per_parameter.per_leaf(compressor, params),
-      specs,
-  )
+  shapes = [(path, np.shape(x), x) for path, x in flat]
+  compressors = per_parameter.per_leaf(compressor, params)
+  layout = make_layout(shapes, compressors, specs)
+  unsharded = make_layout(shapes, compressors, REPLICATED)
   leaves = tuple(
-      _leaf_bytes(leaf) for leaf in layout.leaves
+      _leaf_bytes(leaf, alone)
+      for leaf, alone in zip(layout.leaves, unsharded.leaves)
       if not isinstance(leaf.compressor, Frozen)
   )
   averaged = [_shard_bytes(layout.leaves[i]) for i in layout.averaged]
@@ -250,13 +247,13 @@ def plan(
   )
 
 
-def _leaf_bytes(leaf: Leaf) -> LeafBytes:
+def _leaf_bytes(leaf: Leaf, alone: Leaf) -> LeafBytes:
+  """Returns the bytes of a leaf, which is `alone` in an unsharded worker."""
   blocks, size = leaf.sharding.blocks, math.prod(leaf.shape)
   num_shards, num_chunks, index_bits = math.prod(blocks), 1, 0.0
-  as_unsharded, small_blocks = True, False
+  as_unsharded, small_blocks = leaf.record == alone.record, False
   of_chunk = 'whole', 'all', 'shared', '-', 'averaged'
   if leaf.plan is not None:  # else its gradient is averaged uncompressed
-    assert isinstance(leaf.compressor, Compressor)
     grid, form, code = leaf.grid, leaf.plan.format, leaf.plan.format.index_code
     num_chunks = num_shards * grid.num_chunks
     index_bits = code.bits / form.k if code else 0.0
@@ -267,12 +264,6 @@ def _leaf_bytes(leaf: Leaf) -> LeafBytes:
         f'{index_bits:.2f}' if code else '-',
         form.values,
     )
-    alone = dataclasses.replace(
-        leaf,
-        sharding=REPLICATED.place((), leaf.shape),
-        plan=leaf.compressor.plan(leaf.shape, leaf.dtype),
-    )
-    as_unsharded = leaf.record == alone.record
     sides = zip(grid.folded[-2:], alone.grid.lengths[-2:])
     small_blocks = not alone.grid.whole and any(d < n for d, n in sides)
   sent_bytes = num_shards * _shard_bytes(leaf)

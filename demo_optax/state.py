@@ -1,8 +1,6 @@
 """Reads optimizer states: partition specs, metrics, momentum leaf by leaf.
 
 States are searched by path, since Flax NNX stores them without their types.
-Stacked arrays are under `worker_stacked`, and an exchange's momentum there
-under `momentum`, by bucket.
 """
 
 import warnings
@@ -121,11 +119,7 @@ def exchange_info(
 
 
 def _warn_if_replicated(stacked: dict[Keys, Any]) -> None:
-  """Warns if stacked arrays are replicated over the devices of their mesh.
-
-  They take the memory of all workers on each device, and are gathered in every
-  step, without other symptoms.
-  """
+  """Warns if stacked arrays are replicated over the devices of their mesh."""
   for keys, x in stacked.items():
     sharding = getattr(x, 'sharding', None)
     if (

@@ -16,7 +16,6 @@ from demo_optax._version import __version__
 from demo_optax.exchange.algorithm import ExchangeConfig
 from demo_optax.workers import Workers
 
-# What must be the same of an exchange.
 _FIELDS: dict[str, Callable[[ExchangeConfig], str]] = {
     'version': lambda _: __version__,
     'parameters': lambda config: ', '.join(

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from demo_optax._paths import Keys, dotted, is_stacked, path_keys
+from demo_optax._paths import Keys, dotted, is_stacked, leaves_of
 from demo_optax.compressors.compressor import Frozen
 from demo_optax.demo import layouts_in
 from demo_optax.numerics import prng
@@ -27,6 +27,7 @@ from demo_optax.workers import Workers, inside
 from demo_optax.workers.value import put
 
 Params = frozenset[tuple[Keys, tuple[int, ...]]]  # paths and shapes
+Shapes = tuple[tuple[int, ...] | None, ...]  # None of what is no array
 _REMEDY = (
     'Say which arguments are batches: demo_optax.data_parallel(workers,'
     ' batch_argnums=...).'
@@ -92,14 +93,9 @@ class Form(NamedTuple):
   fixed: tuple[Fixed | None, ...]  # what each leaf is, or None for an array
   objects: Any  # the structure of the NNX objects: see `nnx.split`
 
-  @property
-  def size(self) -> int:
-    """Number of arrays that are not of NNX objects."""
-    return self.fixed.count(None)
-
   def merge(self, arrays: Sequence[Any], inner: bool) -> tuple[Any, list[Any]]:
     """Returns the tree with these arrays, and its NNX objects: `nnx.merge`."""
-    variables, rest = arrays[self.size :], iter(arrays)
+    variables, rest = arrays[self.fixed.count(None) :], iter(arrays)
     objects = modules.merge(self.objects, variables, inner)
     sources = {'object': objects, 'variable': variables}
     return self.treedef.unflatten([
@@ -142,15 +138,11 @@ class Call:
   form: Form
   arrays: list[Array]
   rows: int | None  # length of one worker's batch; None if nothing is cut
+  axis: int  # of the rows in results
   # By structure of shared arguments, the numbers of the first array of each;
   # what is returned with the same structure is the argument's next value.
   states: dict[Any, list[int]]
   own_params: dict[int, list[int]]  # see `inside.own_params`
-
-  @property
-  def axis(self) -> int:
-    """The axis of the rows in results."""
-    return next((a.axis for a in self.arrays if a.role == 'batch'), 0)
 
   def replace(
       self, role: str, fun: Callable[[Any, Array], Any], arrays: Sequence[Any]
@@ -167,8 +159,7 @@ class Argument(NamedTuple):
   name: str
   value: Any
   arrays: list[Array]
-  treedef: Any
-  shapes: tuple[tuple[int, ...] | None, ...]  # of leaves, if they are arrays
+  structure: tuple[Any, Shapes]  # with the shapes of leaves
   holds_state: bool  # of a model or an optimizer
   holds_objects: bool  # of NNX
 
@@ -192,11 +183,8 @@ def analyse(
   fixed = iter(form.fixed)
   structs = itertools.starmap(jax.ShapeDtypeStruct, types)
   for name, value in named:
-    flat, treedef = jax.tree_util.tree_flatten_with_path(
-        value, is_leaf=modules.is_object
-    )
-    found = list(itertools.islice(fixed, len(flat)))
-    keys = [(name, *path_keys(path)) for path, _ in flat]
+    keys = [(name, *k) for k, _ in leaves_of(value, modules.is_object)]
+    found = list(itertools.islice(fixed, len(keys)))
     leaves = [
         None if f else Array(k, next(structs), kind)
         for k, kind, f in zip(keys, modules.leaf_kinds(value), found)
@@ -212,8 +200,9 @@ def analyse(
     holds_state = modules.holds_state(value) or any(
         is_stacked(x.keys[1:]) for x in own
     )
+    structure = jax.tree.structure(value, modules.is_object), shapes
     arguments.append(
-        Argument(name, value, own, treedef, shapes, holds_state, bool(inner))
+        Argument(name, value, own, structure, holds_state, bool(inner))
     )
 
   arrays: list[Array] = []
@@ -225,8 +214,8 @@ def analyse(
       x.axis = axis or 0 if x.role == 'batch' else 0
     # Any loss looks like a lone scalar.
     is_state = is_shared or {x.role for x in a.arrays} == {'key'}
-    if is_state and a.arrays and a.shapes != ((),):
-      states.setdefault((a.treedef, a.shapes), []).append(len(arrays))
+    if is_state and a.arrays and a.structure[1] != ((),):
+      states.setdefault(a.structure, []).append(len(arrays))
     arrays += a.arrays
   for ((n, *rest), kind), of in zip(modules.variables(objects), structs):
     variable = Array((*paths[n], *rest), of, kind)
@@ -252,8 +241,10 @@ def analyse(
       if x.role == 'batch':
         spec = P(*[None] * x.axis, workers.spmd_axis_name)
         x.sharding = NamedSharding(workers.mesh, spec)
+  rows = _rows(step, workers, o, arrays)
+  axis = next((x.axis for x in arrays if x.role == 'batch'), 0)
   own_params = inside.own_params([x.keys for x in arrays])
-  return Call(form, arrays, _rows(step, workers, o, arrays), states, own_params)
+  return Call(form, arrays, rows, axis, states, own_params)
 
 
 def place(workers: Workers, x: Any, a: Array) -> Any:

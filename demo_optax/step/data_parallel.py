@@ -21,11 +21,10 @@ from demo_optax.step import agreement, programs, results
 from demo_optax.step import call as calls
 from demo_optax.step import nnx as modules
 from demo_optax.step.call import Array, Call, Options
-from demo_optax.step.results import Returned
 from demo_optax.workers import Workers, inside, lift
 from demo_optax.workers.inside import WORKER_AXIS, Result
 
-_Results = tuple[list[Result], Returned]
+_Results = tuple[list[Result], results.Returned]
 
 
 def data_parallel(
@@ -141,6 +140,7 @@ class DataParallelStep:
     functools.update_wrapper(self, step)
     self.workers, self._step, self._options = workers, step, options
     self._names = _positional(step)
+    self._place = functools.partial(calls.place, workers)
     # What `traces_numbers` says, by the structure of the arguments; calls and
     # their programs, by all that is static.
     self._numbers: dict[Any, list[bool]] = {}
@@ -158,17 +158,21 @@ class DataParallelStep:
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
     """Runs the step; see `data_parallel`."""
     with modules.in_transform():
+      call, program, arrays = self._open(args, kwargs)
       # Once: later on, processes may differ in flags that are compiled for.
       is_first = not self._has_run and jax.process_count() > 1
-      program, arrays = self._open(args, kwargs, compares=is_first)
+      if is_first:
+        agreement.check(self.workers, {'arguments of the step': ', '.join(
+            f'{a.name} {a.type.dtype}{list(a.shape)}' for a in call.arrays
+        )})
+      arrays = [*map(self._place, arrays, call.arrays)]
       if is_first:
         with traced_configs() as configs:
           program.trace(*arrays)
         agreement.check(self.workers, agreement.describe(configs))
       self._has_run = True
       values, returned = program(*arrays)
-      tree, _ = returned.form.merge(values, inner=False)
-      return tree
+      return returned.form.merge(values, inner=False)[0]
 
   def lower(self, *args: Any, **kwargs: Any) -> Any:
     """Lowers the step, as `jax.jit(step).lower` does.
@@ -181,19 +185,13 @@ class DataParallelStep:
           ' step is several. Lower it with Workers.simulated.'
       )
     with modules.in_transform():
-      program, arrays = self._open(args, kwargs)
-      return program.lower(*arrays)
+      call, program, arrays = self._open(args, kwargs)
+      return program.lower(*map(self._place, arrays, call.arrays))
 
   def _open(
-      self,
-      args: tuple[Any, ...],
-      kwargs: dict[str, Any],
-      compares: bool = False,
-  ) -> tuple[Any, list[Any]]:
-    """Returns the program of a call, and its arrays where they belong.
-
-    Raises if it `compares` them and they differ between processes.
-    """
+      self, args: tuple[Any, ...], kwargs: dict[str, Any]
+  ) -> tuple[Call, Any, list[Any]]:
+    """Returns what is decided about a call, its program, and its arrays."""
     positions = (_name_of(i, self._names) for i in range(len(args)))
     named = [
         (name, calls.Static(x) if name in self._options.static else x)
@@ -223,14 +221,7 @@ class DataParallelStep:
             ' as self of a method, by its identity.',
             stacklevel=4,
         )
-    call, program = found
-    if compares:
-      agreement.check(self.workers, {'arguments of the step': ', '.join(
-          f'{a.name} {a.type.dtype}{list(a.shape)}' for a in call.arrays
-      )})
-    return program, [
-        calls.place(self.workers, x, a) for x, a in zip(arrays, call.arrays)
-    ]
+    return *found, arrays
 
   def _program(self, call: Call) -> Any:
     run = functools.partial(self._run, call)
@@ -245,7 +236,7 @@ class DataParallelStep:
 
   def _run(
       self, call: Call, *arrays: Any, index: Any = None
-  ) -> tuple[list[Any], Returned]:
+  ) -> tuple[list[Any], results.Returned]:
     """Runs the step for all workers. Traced by `jax.jit`.
 
     `index` is the worker's number, if it is a separate program.
@@ -341,7 +332,7 @@ class DataParallelStep:
       with inside.tracing(group=group):
         found, returned = self._results(call, at, own)
         for r, e in zip(found, expected):
-          r.role, r.differs, r.apart = e.role, e.differs, e.apart
+          r.role, r.differs = e.role, e.differs
         found = inside.settle(found, call.rows, call.axis)
       for r in found:
         if r.role == 'stacked':
@@ -441,7 +432,6 @@ def _positional(step: Callable[..., Any]) -> list[str]:
 
 
 def _name_of(position: int, names: Sequence[str]) -> str:
-  """Returns the name of a positional argument."""
   return names[position] if position < len(names) else f'argument {position}'
 
 
@@ -453,6 +443,7 @@ def _listed(
   names = _positional(step)
   kinds = {p.kind for p in parameters.values()}
   takes_more = inspect.Parameter.VAR_POSITIONAL in kinds
+  takes_any_name = inspect.Parameter.VAR_KEYWORD in kinds
   # Of a call with fewer or more arguments nobody knows the last one.
   is_open = takes_more or any(
       parameters[n].default is not inspect.Parameter.empty for n in names
@@ -460,10 +451,8 @@ def _listed(
   known = {*parameters, *range(0 if is_open else -len(names), len(names))}
   found = set()
   for x in jax.tree.leaves((argnums, argnames)):
-    if isinstance(x, str):
-      is_more = inspect.Parameter.VAR_KEYWORD in kinds
-    else:
-      is_more = takes_more and x >= 0
+    is_name = isinstance(x, str)
+    is_more = takes_any_name if is_name else takes_more and x >= 0
     if x not in known and not is_more:
       raise ValueError(
           f'data_parallel must be given arguments of the step, got {x!r}, but'
@@ -471,5 +460,5 @@ def _listed(
           f' {", ".join(parameters)}. Give names, or positions counted from the'
           ' first argument.'
       )
-    found.add(x if isinstance(x, str) else _name_of(x, names))
+    found.add(x if is_name else _name_of(x, names))
   return frozenset(found)

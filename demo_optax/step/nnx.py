@@ -116,12 +116,11 @@ def variables(objects: Sequence[Any]) -> list[tuple[Keys, Any]]:
 
 def check_variables(before: Sequence[Keys], objects: Sequence[Any]) -> None:
   """Raises if a step has changed which arrays its NNX objects hold."""
-  if not objects:
-    return
   after = [keys for keys, _ in variables(objects)]
+  nodes = _nnx().iter_graph(list(objects)) if objects else ()
   kept = {  # in plain attributes
       (*keys, name)
-      for keys, node in _nnx().iter_graph(list(objects)) if is_object(node)
+      for keys, node in nodes if is_object(node)
       for name, x in vars(node).items() if isinstance(x, jax.core.Tracer)
   }
   changed = ({*before} ^ {*after}) | (kept - {*before})
@@ -193,10 +192,7 @@ def leaf_kinds(tree: Any) -> list[Any]:
 
 def _with_kinds(flat: Sequence[tuple[Keys, Any]]) -> list[tuple[Keys, Any]]:
   nnx = _nnx()
-  parts: dict[Keys, set[Any]] = {}
-  for keys, x in flat:
-    if isinstance(x, nnx.metrics.MetricState):
-      parts.setdefault(keys[:-1], set()).add(keys[-1])
+  metrics = [k for k, x in flat if isinstance(x, nnx.metrics.MetricState)]
 
   def kind(keys: Keys, x: Any) -> str | None:
     if isinstance(x, nnx.BatchStat):
@@ -206,9 +202,10 @@ def _with_kinds(flat: Sequence[tuple[Keys, Any]]) -> list[tuple[Keys, Any]]:
       return 'state'
     if isinstance(x, nnx.Variable) and prng.is_key_array(x.get_value()):
       return 'stream'
-    is_metric = isinstance(x, nnx.metrics.MetricState)
-    is_average = is_metric and parts[keys[:-1]] == {'total', 'count'}
-    return 'added' if is_average else None
+    if keys not in metrics:
+      return None
+    parts = {k[-1] for k in metrics if k[:-1] == keys[:-1]}
+    return 'added' if parts == {'total', 'count'} else None
 
   return [
       (keys, kind(keys, x)) for keys, x in flat

@@ -54,6 +54,7 @@ def adds(jaxpr: core.Jaxpr, before: Any, after: Any) -> bool:
             _is_in(x, sums) and adds(inner, y, inner.outvars[place])
             for inner in core.jaxprs_in_params(eqn.params)
             if len(inner.invars) == len(eqn.invars)
+            and eqn.primitive.name != 'while'  # whose end may depend on the sum
             for x, y in zip(eqn.invars, inner.invars)
         )
       if is_sum:

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from demo_optax._paths import Keys, dotted, is_stacked, path_keys
+from demo_optax._paths import Keys, dotted, is_stacked, leaves_of
 from demo_optax.numerics import prng
 from demo_optax.step import nnx as modules
-from demo_optax.step.call import Call, Fixed, Form, take_apart
+from demo_optax.step.call import Call, Fixed, Form, Shapes, take_apart
 from demo_optax.workers import Workers, inside
 from demo_optax.workers.inside import Result
 
@@ -42,11 +42,9 @@ def collect(
   `before` are all arrays as all workers have them, `own` as the step had them.
   """
   after, structure = modules.split(objects)
-  flat, treedef = jax.tree_util.tree_flatten_with_path(
-      returned, is_leaf=modules.is_object
-  )
-  known = [*objects]
-  leaves = [x for _, x in flat]
+  treedef = jax.tree.structure(returned, modules.is_object)
+  flat = leaves_of({'result': returned}, modules.is_object)
+  known, leaves = [*objects], [x for _, x in flat]
   fixed, _ = take_apart(leaves, modules.traces_numbers(returned), known)
   if len(known) > len(objects):
     raise ValueError(
@@ -60,18 +58,17 @@ def collect(
       Fixed('variable', numbers[id(x)]) if not f and id(x) in numbers else f
       for x, f in zip(leaves, fixed)
   )
-  shapes = [None if f else np.shape(x) for x, f in zip(leaves, fixed)]
+  shapes = tuple(None if f else np.shape(x) for x, f in zip(leaves, fixed))
   seen: list[Any] = []
   previous = _previous(call, treedef, shapes, seen)
   kinds = modules.leaf_kinds(returned)
   _check_metrics(call, seen)
-  paths = [('result', *path_keys(path)) for path, _ in flat]
   found = [
       (f'the {dotted(keys)}', keys, x, at, kind)
-      for keys, x, f, at, kind in zip(paths, leaves, fixed, previous, kinds)
+      for (keys, x), f, at, kind in zip(flat, fixed, previous, kinds)
       if not f
   ]
-  start = call.form.size
+  start = call.form.fixed.count(None)  # where variables are
   found += [
       (f'the variable {a.name}', a.keys, x, at, a.kind)
       for at, (a, x) in enumerate(zip(call.arrays[start:], after), start)
@@ -151,17 +148,14 @@ def _result(
 
 
 def _previous(
-    call: Call,
-    treedef: Any,
-    shapes: Sequence[tuple[int, ...] | None],
-    seen: list[Any],
+    call: Call, treedef: Any, shapes: Shapes, seen: list[Any]
 ) -> list[int | None]:
   """Returns for each leaf the number of the array it is the next value of.
 
   None for what is not part of the next value of a shared argument. Arguments of
   one structure are returned in their order; `seen` has the structures so far.
   """
-  structure = treedef, tuple(shapes)
+  structure = treedef, shapes
   for known, firsts in call.states.items():
     if known == structure:
       first = firsts[min(seen.count(structure), len(firsts) - 1)]

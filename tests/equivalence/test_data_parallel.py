@@ -219,6 +219,9 @@ NOT_ADDED = '(?s)differs between workers.*a metric that is not only added to'
     (lambda m, x: m.mean.total.set_value(0.9 * m.mean.total[...])
      or m.mean.update(values=x), NOT_ADDED),
     (lambda m, x: m.mean.total.set_value(x.mean()), NOT_ADDED),
+    (lambda m, x: m.mean.total.set_value(jax.lax.while_loop(
+        lambda c: c[0] < 10, lambda c: (c[0] + c[1], c[1] + 1), (m.mean.total[...], x.mean()))[0]),
+     NOT_ADDED),
     (lambda m, x: m.welford.update(values=x), NOT_ADDED),
     (lambda m, x: m.largest.set_value(x.max()), r'm\.largest.*differs between'),
     (lambda m, x: setattr(m, 'extra', nnx.Variable(jnp.zeros(()))),
