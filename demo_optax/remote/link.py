@@ -9,7 +9,6 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +27,8 @@ _ASK = 1.0  # seconds after which an answer is asked for again
 _ASK_LARGE = 10.0  # if there is a list in the request, or a part in the answer
 _WARN = 30.0  # seconds without an answer between warnings
 _BEAT = 5.0  # seconds in which the first process of several says something
+
+_Answer = tuple[Header, list[bytes]]
 
 
 class Behind(Exception):  # noqa: N818
@@ -58,9 +59,9 @@ class Link:
     self._address, self._rank, self._count = address, rank, count
     self._keys = frames.keys_for(address, keys)
     self._program = os.urandom(8)
-    self._text = b''
-    self._digest, self._steps, self._largest = b'', 0, 0
-    self._pushing: threading.Thread | None = None
+    self._hello = b'', b'', 0  # what `hello` was called with
+    self._largest = 0  # bytes of a message
+    self._pushing = threading.Thread()
     self._socket = self._connect()
     atexit.register(self.close)
 
@@ -81,35 +82,27 @@ class Link:
       socket.set_string(zmq.CURVE_SERVERKEY, self._keys.others[0])
       socket.set_string(zmq.CURVE_PUBLICKEY, self._keys.public)
       socket.set_string(zmq.CURVE_SECRETKEY, self._keys.secret)
-    for option, value in (
-        (zmq.LINGER, 0),
-        (zmq.IMMEDIATE, 1),  # nothing waits for a connection
-        (zmq.RECONNECT_IVL, 100),
-        (zmq.RECONNECT_IVL_MAX, 2000),
-        (zmq.HEARTBEAT_IVL, 5000),
-        (zmq.HEARTBEAT_TIMEOUT, 30000),
-        (zmq.IPV6, 1),
-    ):
-      socket.set(option, value)
+    socket.linger = 0
+    socket.immediate = 1  # nothing waits for a connection
+    socket.reconnect_ivl = 100
+    socket.reconnect_ivl_max = 2000
+    socket.heartbeat_ivl = 5000
+    socket.heartbeat_timeout = 30000
+    socket.ipv6 = 1
     socket.connect(self._address)
     return socket
 
   def hello(self, text: bytes, digest: bytes, steps: int = 0) -> None:
-    """Takes part, once; waits until the run has begun.
+    """Takes part; waits until the run has begun.
 
     `text` must be the same for all workers. `digest` and `steps` are of the
-    worker's shared state: a run begins with that of most steps.
+    worker's shared state: a run begins with that of most steps. A relay that
+    was restarted is told the same, and the last list, to go on from there.
     """
-    self._text, self._digest, self._steps = text, digest, steps
-    self._greet()
-
-  def _greet(self) -> None:
-    """Says hello, with what the relay needs to go on if it was restarted."""
+    self._hello = text, digest, steps
     if not self.position.chain:
-      self.position = Position(chain=self._digest)
-    header, bodies = self._ask(
-        frames.HELLO, self._steps, self._text, *self.position.last
-    )
+      self.position = Position(chain=digest)
+    header, bodies = self._ask(frames.HELLO, steps, text, *self.position.last)
     workers, self._largest = frames.LIMITS.unpack(bodies[0])
     if workers != self._count:
       raise ValueError(
@@ -134,10 +127,8 @@ class Link:
     messages = [next(rest) if here else b'' for here in present]
     is_trained = any(map(frames.changes_state, messages))
     self.open = abs(header.number)
-    # The first worker of a list sends its state.
-    self.state_wanted = (
-        is_trained and header.number < 0 and present.index(1) == self._rank
-    )
+    is_first = present.index(1) == self._rank  # of those who took part
+    self.state_wanted = is_first and is_trained and header.number < 0
     self.position = Position(
         header.round + 1,
         frames.digest(self.position.chain, *messages),
@@ -173,7 +164,7 @@ class Link:
       # It is damaged, and so would be the relay's copy: take a later one.
       self.position = Position(source.round + 1)
 
-  def _pull(self) -> tuple[Header, list[bytes]]:
+  def _pull(self) -> _Answer:
     """Returns the parts of a state, with its round and chain in a header."""
     parts: list[bytes] = []
     source = Header(frames.PULL, 0)
@@ -191,8 +182,7 @@ class Link:
   def send_state(self, state: bytes) -> None:
     """Sends the shared state at this position, from a thread."""
     self.state_wanted = False
-    is_busy = self._pushing is not None and self._pushing.is_alive()
-    if self._socket is not None and not is_busy:
+    if self._socket is not None and not self._pushing.is_alive():
       self._pushing = threading.Thread(
           target=self._push,
           args=(frames.digest(state) + state, self._header(frames.PUSH)),
@@ -218,12 +208,10 @@ class Link:
     at = self.position
     return Header(kind, self._rank, at.round, number, at.chain, self._program)
 
-  def _ask(
-      self, kind: int, number: int = 0, *bodies: bytes
-  ) -> tuple[Header, list[bytes]]:
+  def _ask(self, kind: int, number: int = 0, *bodies: bytes) -> _Answer:
     """Returns the answer to a request; says hello to a relay that is new."""
     while True:
-      answer, found = self._request(kind, number, bodies)
+      answer, found = self._request(kind, number, *bodies)
       if answer.kind == frames.REFUSED:
         raise RuntimeError(self._reason(found))
       if answer.kind == frames.GONE:
@@ -232,13 +220,11 @@ class Link:
       if answer.kind != frames.UNKNOWN:
         return answer, found
       _LOG.info('the relay is a new one; worker %d says hello', self._rank)
-      self._greet()
+      self.hello(*self._hello)
       if kind == frames.PULL:
         raise Behind
 
-  def _request(
-      self, kind: int, number: int, bodies: Sequence[bytes]
-  ) -> tuple[Header, list[bytes]]:
+  def _request(self, kind: int, number: int, *bodies: bytes) -> _Answer:
     """Sends a request, again if need be, until it is answered."""
     header = self._header(kind, number)
     is_large = kind in (frames.HELLO, frames.PULL)
@@ -277,7 +263,7 @@ class Link:
     """Returns why this worker cannot take part."""
     if bodies[0]:
       return bodies[0].decode('utf-8', 'replace')
-    ours, theirs = json.loads(self._text), json.loads(bodies[1])
+    ours, theirs = json.loads(self._hello[0]), json.loads(bodies[1])
     different = [
         name for name in ours | theirs if ours.get(name) != theirs.get(name)
     ]
@@ -311,7 +297,7 @@ class SharedLink(Link):
 
   _said = 0.0  # when the others heard of the first process
 
-  def _request(self, *args: Any) -> tuple[Header, list[bytes]]:
+  def _request(self, *args: Any) -> _Answer:
     if self._socket is None:
       while not (data := self._from_first(b'')):
         pass  # the first process waits

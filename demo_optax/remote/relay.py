@@ -86,35 +86,34 @@ class Relay:
           f'quorum must be from 1 to {self.workers}, the number of workers, got'
           f' {self.quorum}.'
       )
-    self._context = zmq.Context()
-    self._context.set(zmq.MAX_SOCKETS, 65536)
+    closing = self._closing = contextlib.ExitStack()
+    context = zmq.Context()
+    closing.callback(context.term)
+    context.max_sockets = 65536
+    socket = self._socket = closing.enter_context(context.socket(zmq.ROUTER))
     self._ranks: dict[str, int] = {}  # by public key
-    self._auth: Any = None
-    self._socket = self._context.socket(zmq.ROUTER)
     if keys is not None:
       self._ranks = {key: rank for rank, key in enumerate(keys.others)}
-      self._auth = zmq.auth.thread.ThreadAuthenticator(self._context)
-      self._auth.start()
-      self._auth.configure_curve_callback('*', self)
-      self._socket.set(zmq.CURVE_SERVER, 1)
-      self._socket.set_string(zmq.CURVE_PUBLICKEY, keys.public)
-      self._socket.set_string(zmq.CURVE_SECRETKEY, keys.secret)
-    for option, value in (
-        (zmq.LINGER, 0),
-        (zmq.MAXMSGSIZE, self.max_message),
-        (zmq.HANDSHAKE_IVL, 5000),
-        (zmq.HEARTBEAT_IVL, 5000),
-        (zmq.HEARTBEAT_TIMEOUT, 30000),
-        (zmq.SNDHWM, 64 + 2 * self.workers),
-        (zmq.RCVHWM, 4),  # of each connection: each waits for answers
-        (zmq.BACKLOG, 1024),
-        (zmq.IPV6, int('//*' in self.address or '[' in self.address)),
-    ):
-      self._socket.set(option, value)
-    self._socket.bind(self.address)
-    self.address = str(self._socket.get_string(zmq.LAST_ENDPOINT))
-    self._folder = tempfile.TemporaryDirectory(prefix='demo-relay-')
-    self._disk = pathlib.Path(self._folder.name)
+      auth = zmq.auth.thread.ThreadAuthenticator(context)
+      auth.start()
+      closing.callback(auth.stop)
+      auth.configure_curve_callback('*', self)
+      socket.curve_server = 1
+      socket.set_string(zmq.CURVE_PUBLICKEY, keys.public)
+      socket.set_string(zmq.CURVE_SECRETKEY, keys.secret)
+    socket.linger = 0
+    socket.maxmsgsize = self.max_message
+    socket.handshake_ivl = 5000
+    socket.heartbeat_ivl = 5000
+    socket.heartbeat_timeout = 30000
+    socket.sndhwm = 64 + 2 * self.workers
+    socket.rcvhwm = 4  # of each connection: each waits for answers
+    socket.backlog = 1024
+    socket.ipv6 = int('//*' in self.address or '[' in self.address)
+    socket.bind(self.address)
+    self.address = str(socket.get_string(zmq.LAST_ENDPOINT))
+    folder = tempfile.TemporaryDirectory(prefix='demo-relay-')
+    self._disk = pathlib.Path(closing.enter_context(folder))
     self.round = 0
     self._began = 0.0  # when the first message, or hello, came
     self._last_seen = self._closed = 0.0  # when a message, the last round was
@@ -126,7 +125,7 @@ class Relay:
     """Ends a run: its workers must say hello again."""
     # Until `_text` is known there is no run, and until `_opened` it waits for
     # workers to say hello.
-    self._text: bytes | None = None
+    self._text = b''
     self._opened = False
     # The chain before the open round, and before each whose list is kept.
     self._chains: dict[int, bytes] = {}
@@ -148,17 +147,11 @@ class Relay:
 
   def serve(self, should_stop: Any = lambda: False) -> None:
     """Serves until `should_stop()` is true."""
-    try:
+    with self._closing:
       while not should_stop():
         if self._socket.poll(_TICK):
           self._take(self._socket.recv_multipart(copy=False))
         self._look_at_the_clock()
-    finally:
-      if self._auth is not None:
-        self._auth.stop()
-      self._socket.close()
-      self._context.term()
-      self._folder.cleanup()
 
   # What arrives ---------------------------------------------------------------
 
@@ -179,8 +172,7 @@ class Relay:
     if self._ranks and self._ranks.get(str(user)) != rank:
       return self._complain(f'a key that is not of rank {rank}')
     member = self._members.get(rank)
-    is_known = member is not None and member.hello.program == header.program
-    if member is not None and not is_known and (
+    if member is not None and member.hello.program != header.program and (
         header.kind != frames.HELLO or now - member.heard < _SECONDS
     ):
       return self._refuse(identity, rank, (
@@ -208,18 +200,16 @@ class Relay:
       self, identity: bytes, header: Header, text: bytes, *last: bytes
   ) -> None:
     rank, old = header.rank, self._members.get(header.rank)
-    if self._text not in (None, text):
+    if self._text not in (b'', text):
       _LOG.warning('worker %d has another configuration', rank)
-      return self._send(
-          identity, Header(frames.REFUSED, rank), b'', self._text or b''
-      )
+      return self._send(identity, Header(frames.REFUSED, rank), b'', self._text)
     if old is None or old.hello.program != header.program:
       _LOG.info('worker %d says hello, round %d', rank, header.round)
     if self._opened and header.round > self.round:
       _LOG.warning('worker %d is back from a longer run', rank)
       self._forget()
     now = time.monotonic()
-    if self._text is None:
+    if not self._text:
       self._text, self._began = text, now
     self._members[rank] = _Member(identity, header, last, now)
     if not self._is_of_run(header):  # it will have to join
@@ -241,9 +231,7 @@ class Relay:
         self._chains[m.hello.round] = m.hello.chain
         self._keep(m.hello.round, last)
     self._opened = True
-    self._awaited = {
-        m.hello.rank for m in members if self._is_of_run(m.hello)
-    }
+    self._awaited = {m.hello.rank for m in members if self._is_of_run(m.hello)}
     self._began, self._last_seen, self._closed = 0.0, time.monotonic(), 0.0
     _LOG.info('round %d, %d workers', self.round, len(members))
     for rank in self._members:
@@ -265,15 +253,14 @@ class Relay:
     rank = header.rank
     if not body:
       return self._complain('an empty message')
-    if not self._is_of_run(header):
-      pass
-    elif header.round == self.round:
-      if not self._bodies:
-        self._began = time.monotonic()
-      self._bodies.setdefault(rank, body)
-      self._joining.discard(rank)
-    elif self.round >= self._not_before.get(rank, 0):
-      self._awaited.add(rank)  # it is late, and may be in time now
+    if self._is_of_run(header):
+      if header.round == self.round:
+        if not self._bodies:
+          self._began = time.monotonic()
+        self._bodies.setdefault(rank, body)
+        self._joining.discard(rank)
+      elif self.round >= self._not_before.get(rank, 0):
+        self._awaited.add(rank)  # it is late, and may be in time now
     self._listen(identity, header)
 
   def _listen(self, identity: bytes, header: Header, *_: bytes) -> None:
@@ -302,8 +289,7 @@ class Relay:
     """Returns the seconds after a first message at which a round closes."""
     if self.deadline is not None:
       return self.deadline
-    median = statistics.median(self._seconds) if self._seconds else 0.0
-    return max(_SECONDS, _ROUNDS * median)
+    return max(_SECONDS, _ROUNDS * statistics.median(self._seconds or [0.0]))
 
   def _look_at_the_clock(self) -> None:
     now = time.monotonic()
@@ -314,8 +300,7 @@ class Relay:
       if len(self._members) == self.workers or now - self._began > limit:
         self._open()
     if len(self._bodies) >= self.quorum and (
-        self._awaited <= set(self._bodies)
-        or now - self._began > self._limit()
+        self._awaited <= set(self._bodies) or now - self._began > self._limit()
     ):
       self._close(now)
     self._joining = {
@@ -387,8 +372,7 @@ class Relay:
       path.unlink(missing_ok=True)
     last = number - self.history
     if self._state is not None and self._joining:
-      last = min(last, self._state.header.round - 1)
-      last = max(last, number - _MAX_LISTS)
+      last = max(min(last, self._state.header.round - 1), number - _MAX_LISTS)
     for old in [n for n in self._chains if n <= last]:
       del self._chains[old]
       (self._disk / f'{old}').unlink()
@@ -398,15 +382,12 @@ class Relay:
   def _wants_state(self) -> bool:
     """Returns whether a worker must send its state to those that join."""
     state = self._state
-    if state is None:
-      is_usable = False
-    elif state.complete:
-      is_usable = state.header.round in self._chains
-    else:  # it may be on the way
-      is_usable = state.header.rank in self._awaited and (
-          time.monotonic() - state.since < _STALE
-      )
-    return bool(self._joining) and not is_usable
+    if state is None or not self._joining:
+      return bool(self._joining)
+    if state.complete:
+      return state.header.round not in self._chains
+    is_on_the_way = time.monotonic() - state.since < _STALE
+    return not is_on_the_way or state.header.rank not in self._awaited
 
   def _push(self, identity: bytes, header: Header, body: bytes) -> None:
     if header.number == 0 and self._wants_state():
@@ -426,18 +407,17 @@ class Relay:
     self._send(identity, header._replace(number=state.parts))
 
   def _pull(self, identity: bytes, header: Header) -> None:
-    rank, number, state = header.rank, header.number, self._state
-    self._joining.add(rank)
+    number, state = header.number, self._state
+    self._joining.add(header.rank)
     if state and state.complete and state.header.round < header.round:
       self._state = state = None  # the worker cannot follow from there
     if state is None or not state.complete or not 0 <= number < state.parts:
-      return self._send(identity, Header(frames.PULL, rank, 0, number))
+      return self._send(identity, header)
     with open(self._disk / 'state', 'rb') as file:
       file.seek(number * frames.PART)
       part = file.read(frames.PART)
     at = state.header
-    self._send(identity, Header(
-        frames.PULL, rank, at.round, number, at.chain), part)
+    self._send(identity, header._replace(round=at.round, chain=at.chain), part)
 
   # What leaves ----------------------------------------------------------------
 

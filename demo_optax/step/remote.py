@@ -10,7 +10,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -52,13 +52,12 @@ class RemoteProgram:
       run: Callable[..., tuple[list[Any], Returned]],
       donated: Sequence[int],
   ):
-    here = {0} if workers.mesh is None else {
-        device.process_index for device in workers.mesh.devices.flat
-    }
-    if jax.process_count() > len(here):
+    mesh = workers.mesh
+    devices = jax.local_devices() if mesh is None else mesh.devices.flat
+    if len({d.process_index for d in devices}) < jax.process_count():
       raise ValueError(
           'mesh must have devices of all processes that jax.distributed has'
-          f' joined, got {workers.mesh}, and {jax.process_count()} processes.'
+          f' joined, got {mesh}, and {jax.process_count()} processes.'
           ' They are one worker of Workers.remote.'
       )
     assert workers.relay is not None
@@ -67,7 +66,6 @@ class RemoteProgram:
     self._closed: Any = None
     self._follows: Any = None
     self._link = link_of(workers)
-    self._shared, self._text = '', dict[str, str]()
 
   def __call__(self, *arrays: Any) -> tuple[list[Any], Returned]:
     """Runs the step; if it fails, the arrays are as they were before."""
@@ -133,14 +131,9 @@ class RemoteProgram:
     """Traces the step, cuts and compiles it, once."""
     if self._closed is not None:
       return
-
-    def run(arrays: Sequence[Any], index: Any) -> Any:
-      return self._run(*arrays, index=index)
-
     with traced_configs() as configs:
-      closed, (_, self._returned) = jax.make_jaxpr(
-          run, return_shape=True
-      )(arrays, np.int32(self._rank))
+      make = jax.make_jaxpr(self._run, return_shape=True)
+      closed, (_, self._returned) = make(*arrays, index=np.int32(self._rank))
     self._plan = Plan(closed, donated=self._donated)
     if self._workers.mesh is None:  # else shardings are known when it runs
       self._plan.compile()
@@ -163,10 +156,10 @@ class RemoteProgram:
     self._others = [n for n in others if n not in self._given]
     self._messages = ' '.join(self._plan.meetings)
     self._tag = frames.tag(self._messages, b'', False)
-    self._shared = ', '.join(
+    self._shared: str = ', '.join(
         f'{self._call.arrays[n].name} {closed.in_avals[n]}' for n in self._nexts
     )
-    self._text = agreement.describe(configs) | {
+    self._text: dict[str, str] = agreement.describe(configs) | {
         'workers': str(self._workers.count),
         'shared arrays': self._shared,
         'messages': self._messages,
@@ -229,11 +222,9 @@ class RemoteProgram:
 
   def _take(self, arrays: list[Any]) -> None:
     """Puts another worker's shared state in place of this worker's."""
-    state, start = self._link.state(), 0
-    for n in self._nexts:
-      like = jax.eval_shape(_data, self._closed.in_avals[n])
-      x: Any = _read(state, start, like)
-      start += x.nbytes
+    state, avals = self._link.state(), self._closed.in_avals
+    types = [jax.eval_shape(_data, avals[n]) for n in self._nexts]
+    for n, x in zip(self._nexts, _read(state, types)):
       if prng.is_key_array(arrays[n]):
         x = jax.random.wrap_key_data(x, impl=jax.random.key_impl(arrays[n]))
       sharding = getattr(arrays[n], 'sharding', None)
@@ -250,15 +241,12 @@ class RemoteProgram:
     def meet(types: list[Any], sent: list[Any] | None) -> list[Any]:
       body = b'' if sent is None else self._tag + _joined(sent)
       messages = exchange(arrays, body)
-      start, found = frames.CHAIN, []
       present = np.array(list(map(bool, messages)))
-      for aval in types:
-        rows = np.zeros((len(messages), *aval.shape), aval.dtype)
-        for i in np.flatnonzero(present):
-          rows[i] = _read(messages[i], start, aval)
-        found.append((rows, present, present[self._rank]))
-        start += aval.size * aval.dtype.itemsize
-      return found
+      found = [np.zeros((len(messages), *t.shape), t.dtype) for t in types]
+      for i in np.flatnonzero(present):
+        for rows, x in zip(found, _read(messages[i], types, frames.CHAIN)):
+          rows[i] = x
+      return [(rows, present, present[self._rank]) for rows in found]
 
     return plan.run([*arrays, np.int32(self._rank)], meet)
 
@@ -271,9 +259,8 @@ class RemoteProgram:
       messages = self._link.exchange(body + sketch)
       if self._is_other(messages):
         continue
-      if sketch and _has_parted(
-          sketch, {i: x[len(body) :] for i, x in enumerate(messages) if x}
-      ):
+      sketches = [x[len(body) :] for x in messages if x]
+      if sketch and _has_parted(sketch, sketches):
         self._link.part()
       return messages
 
@@ -300,9 +287,11 @@ def _joined(arrays: Sequence[Any]) -> bytes:
   return b''.join(np.asarray(x).tobytes() for x in on_host)
 
 
-def _read(data: bytes, start: int, like: Any) -> np.ndarray:
-  """Reads an array of a shape and dtype."""
-  return np.frombuffer(data, like.dtype, like.size, start).reshape(like.shape)
+def _read(data: bytes, types: Sequence[Any], start: int = 0) -> Iterator[Any]:
+  """Reads arrays of shapes and dtypes, one after the other."""
+  for t in types:
+    yield np.frombuffer(data, t.dtype, t.size, start).reshape(t.shape)
+    start += t.size * t.dtype.itemsize
 
 
 # Comparisons ------------------------------------------------------------------
@@ -315,9 +304,8 @@ def _digest(arrays: Sequence[Any]) -> bytes:
 
 def _steps_in(arrays: Sequence[Any]) -> int:
   """Returns the largest count of steps in a state."""
-  return max((
-      int(_whole(x)) for x in arrays if x.dtype == np.int32 and not x.ndim
-  ), default=0)
+  found = [int(_whole(x)) for x in arrays if x.dtype == np.int32 and not x.ndim]
+  return max(found, default=0)
 
 
 def _sketch(arrays: Sequence[Any]) -> bytes:
@@ -325,12 +313,9 @@ def _sketch(arrays: Sequence[Any]) -> bytes:
   device = jax.devices()[0]
   platform = (device.device_kind, device.client.platform_version,
               os.environ.get('XLA_FLAGS', ''))
-  digests, samples = _sketched(list(arrays))
-  return b''.join([
-      frames.digest(*map(str.encode, platform)),
-      frames.digest(_joined([digests])),
-      _joined([samples]),
-  ])
+  digests, samples = (_joined([x]) for x in _sketched(list(arrays)))
+  hardware = frames.digest(*map(str.encode, platform))
+  return hardware + frames.digest(digests) + samples
 
 
 @jax.jit
@@ -342,28 +327,26 @@ def _sketched(arrays: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
     if jnp.iscomplexobj(x):
       x = jnp.stack([x.real, x.imag])
     x = jnp.ravel(x).astype(jnp.float32)
-    largest = jnp.max(jnp.abs(x), initial=0)[None]
+    largest = jnp.max(jnp.abs(x), initial=0)
     some = x[:: max(1, x.size // _SAMPLE)][:_SAMPLE]
-    samples.append(jnp.concatenate([
-        largest, some, jnp.zeros(_SAMPLE - some.size, jnp.float32)
-    ]))
+    some = jnp.pad(some, (0, _SAMPLE - some.size))
+    samples.append(jnp.append(largest, some))
   return jnp.array(digests), jnp.array(samples)
 
 
-def _has_parted(own: bytes, everyones: Mapping[int, bytes]) -> bool:
+def _has_parted(own: bytes, everyones: Sequence[bytes]) -> bool:
   """Returns whether this worker's shared arrays are not those of the others.
 
   Of most workers on hardware of its kind, to the bit; else of the first worker.
   """
   size = frames.CHAIN
   counts = collections.Counter(
-      x[size : 2 * size] for x in everyones.values() if x[:size] == own[:size]
+      x[size : 2 * size] for x in everyones if x[:size] == own[:size]
   )
   if counts and own[size : 2 * size] != counts.most_common(1)[0][0]:
     return True
-  first = everyones[min(everyones)]
   a, b = (
       np.frombuffer(x[2 * size :], np.float32).reshape(-1, 1 + _SAMPLE)
-      for x in (own, first)
+      for x in (own, everyones[0])
   )
   return bool(np.any(np.abs(a - b) > _TOLERANCE * b[:, :1]))

@@ -65,8 +65,8 @@ class Plan:
     self.uses = [v in self._live for v in closed.jaxpr.invars]
     self.meetings = _meetings(closed.jaxpr)
     self._rounds = self._by_depth(eqns)
-    given = [closed.jaxpr.invars[i] for i in donated]
-    self._parts = self._cut(eqns, outs, given, build)
+    self._given = {closed.jaxpr.invars[i] for i in donated}
+    self._parts = self._cut(eqns, outs, build or self._jit)
 
   def compile(self) -> None:
     """Compiles the parts, those of branches too, before they are run."""
@@ -126,15 +126,14 @@ class Plan:
 
   def _by_depth(self, eqns: Sequence[_Equation]) -> list[list[_Equation]]:
     """Returns those that exchange, by the number of exchanges before them."""
-    needed = {id(e.eqn): e for e in eqns}
+    exchanging = {id(e.eqn): e for e in eqns if e.exchanges}
     depths: dict[Any, int] = {}
     rounds: dict[int, list[_Equation]] = {}
     # Of all equations: one that only receives must count as the others do.
     for eqn in self._jaxpr.eqns:
       depth = max((depths.get(v, 0) for v in _variables(eqn.invars)), default=0)
-      e = needed.get(id(eqn))
-      if e is not None and e.exchanges:
-        rounds.setdefault(depth, []).append(e)
+      if id(eqn) in exchanging:
+        rounds.setdefault(depth, []).append(exchanging[id(eqn)])
         depth += 1
       depths |= dict.fromkeys(eqn.outvars, depth)
     return [rounds[depth] for depth in sorted(rounds)]
@@ -143,8 +142,7 @@ class Plan:
       self,
       eqns: Sequence[_Equation],
       outs: Sequence[Any],
-      given: Sequence[Any],
-      build: Callable[..., Any] | None,
+      build: Callable[..., Any],
   ) -> list[tuple[Any, list[Any], list[Any]]]:
     """Returns programs, one before each round, with their inputs and outputs.
 
@@ -152,23 +150,20 @@ class Plan:
     depend on is computed after it was sent. One without inputs is in each part
     that needs it.
     """
-    made = {v: e for e in eqns for v in e.eqn.outvars}
-    effects = [e for e in eqns if e.eqn.effects and not e.exchanges]
+    computed = [e for e in reversed(eqns) if not e.exchanges]
     read = [[v for e in of for v in e.ins] for of in self._rounds]
     read.append(_variables(outs))
     parts = []
     done: set[_Equation] = set()
     for number, wanted in enumerate(read):
       is_last = number == len(self._rounds)
-      ahead = [made[v] for v in wanted if v in made]
-      ahead += effects if is_last else []
-      mine: set[_Equation] = set()
-      while ahead:
-        e = ahead.pop()
-        if not e.exchanges and e not in mine and e not in done:
-          mine.add(e)
-          ahead += [made[v] for v in e.ins if v in made]
-      part = [e for e in eqns if e in mine]
+      part, needed = [], {*wanted}
+      for e in computed:
+        is_needed = not needed.isdisjoint(e.eqn.outvars)
+        if e not in done and (is_needed or (is_last and e.eqn.effects)):
+          part.append(e)
+          needed.update(e.ins)
+      part.reverse()
       done |= {e for e in part if e.ins}
       own = {v for e in part for v in e.eqn.outvars}
       ins = [v for e in part for v in e.ins] + (wanted if is_last else [])
@@ -185,26 +180,21 @@ class Plan:
               constvars=[], invars=ins, outvars=out, eqns=[e.eqn for e in part]
           ), []
       ))
-      free = self._donated(ins, out, given) if is_last else []
-      program = (
-          jax.jit(body, donate_argnums=free) if build is None
-          else build(body, ins, out, is_last)
-      )
-      parts.append((program, ins, out))
+      parts.append((build(body, ins, out, is_last), ins, out))
     return parts
 
-  def _donated(
-      self, ins: Sequence[Any], outs: Sequence[Any], given: Sequence[Any]
-  ) -> list[int]:
-    """Returns numbers of inputs whose buffers results may take over."""
-    forms = [_form(v) for v in outs if v not in ins]
-    kept = {*self._known, *self._jaxpr.invars, *outs} - {*given} | {*outs}
-    found = []
+  def _jit(
+      self, part: Any, ins: Sequence[Any], outs: Sequence[Any], is_last: bool
+  ) -> Any:
+    """Returns a program; results of the last one take over input buffers."""
+    forms = [_form(v) for v in outs if v not in ins] if is_last else []
+    kept = {*self._known, *self._jaxpr.invars} - self._given | {*outs}
+    donated = []
     for i, v in enumerate(ins):
       if v not in kept and _form(v) in forms:
         forms.remove(_form(v))
-        found.append(i)
-    return found
+        donated.append(i)
+    return jax.jit(part, donate_argnums=donated)
 
 
 def _form(v: Any) -> Any:

@@ -189,10 +189,10 @@ def test_distance_of_states():
   for share, expected in ((1e-5, False), (1e-2, True)):
     other = b'elsewhere'.ljust(frames.CHAIN) + remote._sketch(
         [x * jnp.float32(1 + share), *rest])[frames.CHAIN :]
-    assert remote._has_parted(other, {0: first, 1: other}) == expected
+    assert remote._has_parted(other, [first, other]) == expected
   for i, x in enumerate(arrays[:-1]):
     others = [*arrays[:i], jnp.zeros_like(x), *arrays[i + 1 :]]
-    assert remote._has_parted(remote._sketch(others), {0: first})
+    assert remote._has_parted(remote._sketch(others), [first])
 
 
 def test_other_training_steps():
