@@ -207,7 +207,13 @@ class DataParallelStep:
     arrays += variables
     form = calls.Form(treedef, fixed, structure)
     key = form, tuple(map(_form_of, arrays))
-    found = self._known.get(key)
+    try:
+      found = self._known.get(key)
+    except TypeError as error:
+      raise TypeError(
+          f'{self!r} compiles for each value of what is not an array among its'
+          f' arguments, which must be hashable: {error}.'
+      ) from error
     if found is None:
       call = calls.analyse(
           repr(self), self.workers, self._options, named, form, objects, key[1]

@@ -421,6 +421,9 @@ MISTAKES = {
         lambda: decorate(lambda params, x=1: params, batch_argnums=-1)],
     'axis of every batch, got 1 for batch.1.': [lambda: on_an_axis(1)],
     "got 'y', but the arguments": [lambda: on_an_axis({'y': 1})],
+    'must be hashable: unhashable type': [
+        lambda: decorate(lambda x, names: x, static_argnums=1, batch_argnums=0)(
+            jnp.ones(8), ['a list'])],
 }
 
 
