@@ -355,8 +355,8 @@ def _metrics(layout: Layout, group: Group, report: Report) -> Metrics:
     if not form.shared and form.k < form.n:
       of_all = valid * float(bucket.num_chunks * form.k)
       senders += jnp.stack([of_all, different])
-  held, sent, stays, all_sent, different = group.sum_devices(
-      jnp.concatenate([report.energies, senders])
+  held, sent, stays, all_sent, different = group.over_devices(
+      jax.lax.psum, jnp.concatenate([report.energies, senders])
   )
   return {
       'num_excluded': group.size - report.num_valid,

@@ -261,7 +261,8 @@ class Packer:
     for dtype, members in self.summed.items():
       total = arrived[SUMMED + dtype]
       total, end = jnp.split(total, [len(total) - 1 - ENERGIES])
-      count = group.min_devices(jnp.round(end[0]).astype(jnp.int32))
+      count = jnp.round(end[0]).astype(jnp.int32)
+      count = group.over_devices(jax.lax.pmin, count)
       num_valid = count if num_valid is None else num_valid
       energies += end[1:].astype(jnp.float32)
       weight = rounding.exact_reciprocal(count, group.size, total.dtype)

@@ -115,7 +115,8 @@ class UpdatePacker:
     *parts, numbers, _ = jnp.split(data, np.cumsum(self._sizes), axis=1)
     numbers = jax.lax.bitcast_convert_type(numbers, jnp.float32)
     # An owner that received a damaged message counts fewer workers than others.
-    num_valid = group.min_devices(jnp.min(numbers[:, 0]).astype(jnp.int32))
+    num_valid = jnp.min(numbers[:, 0]).astype(jnp.int32)
+    num_valid = group.over_devices(jax.lax.pmin, num_valid)
     someone = num_valid > 0
     found = {}
     for part, (i, share) in zip(parts, self.shares.items()):

@@ -19,9 +19,9 @@ def check_gradient(
   """Raises unless `gradient` is laid out as `workers` has it."""
   found = np.shape(gradient)
   lead = (workers.count,) if workers.stacked_gradients else ()
-  expected: Any = (*lead, *(np.shape(param) if param is not None else (...,)))
-  ok = found == expected if param is not None else found[: len(lead)] == lead
-  if not ok:
+  shape = found[len(lead) :] if param is None else np.shape(param)
+  expected = (*lead, *shape)
+  if found != expected:
     remedy = (
         'one gradient per worker, stacked. Decorate the training step with'
         " demo_optax.data_parallel(workers), and it takes one worker's"

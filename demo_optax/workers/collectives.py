@@ -6,8 +6,7 @@ of the caller's own: inside each of them, the axes have names.
 
 import dataclasses
 import functools
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -102,17 +101,14 @@ class Group:
 
   def all_devices(self, ok: jax.Array) -> jax.Array:
     """Returns whether `ok` holds on all devices of this worker."""
-    return self.min_devices(ok.astype(jnp.int32)) == 1
+    return self.over_devices(jax.lax.pmin, ok.astype(jnp.int32)) == 1
 
-  def min_devices(self, x: jax.Array) -> jax.Array:
-    """Returns the minimum over the devices of this worker."""
+  def over_devices(
+      self, reduce: Callable[..., jax.Array], x: jax.Array
+  ) -> jax.Array:
+    """Returns a sum or minimum over the devices of this worker."""
     names = tuple(name for name, _ in self.inner)
-    return jax.lax.pmin(vary(x, *names), names) if names else x
-
-  def sum_devices(self, x: jax.Array) -> jax.Array:
-    """Returns the sum over the devices of this worker."""
-    names = tuple(name for name, _ in self.inner)
-    return jax.lax.psum(vary(x, *names), names) if names else x
+    return reduce(vary(x, *names), names) if names else x
 
   def device_index(self, axes: tuple[str, ...]) -> jax.Array | int:
     """Returns the number of this device along some axes inside its worker."""
@@ -129,8 +125,7 @@ class Group:
     """
     for name, _ in reversed(self.inner):
       if name in axes:
-        x = gather(x, name)
-        x = x.reshape(math.prod(x.shape[:2]), *x.shape[2:])
+        x = jax.lax.collapse(gather(x, name), 0, 2)
     return x
 
 
@@ -274,13 +269,10 @@ def varies(x: jax.Array, axis: Axis) -> bool:
 
 def is_tracked(axis: Axis) -> bool:
   """Returns whether we are in a shard_map that tracks what varies."""
-  if isinstance(axis, Programs):
-    return False
   try:
-    index = jax.lax.axis_index(axis)
-  except NameError:  # not mapped
+    return varies(jax.lax.axis_index(axis), axis)
+  except NameError:  # not mapped, or of programs
     return False
-  return varies(index, axis)
 
 
 def vary(x: jax.Array, *axes: Axis) -> jax.Array:

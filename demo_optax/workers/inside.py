@@ -34,7 +34,6 @@ WORKER_AXIS = 'demo_optax_workers'
 # Name of the exchange in the program of one worker's step.
 EXCHANGE = 'demo_optax_exchange'
 
-
 # How the step that is being traced is run: see `tracing`.
 _TRACE = contextvars.ContextVar[tuple[Workers | None, bool]](
     'demo_optax_trace', default=(None, False)
@@ -150,8 +149,8 @@ def own_params(keys: Sequence[Keys]) -> dict[int, list[int]]:
   """
   numbers = {k: number for number, k in enumerate(keys)}
   found = {}
-  starts = dict.fromkeys(k[:stop] for k in keys for stop in range(len(k) + 1))
   for root, params in local_params(keys).items():
+    starts = dict.fromkeys(k[: len(k) - len(params[0])] for k in keys)
     prefixes = [
         start for start in starts
         if start[: len(root)] != root
@@ -164,7 +163,7 @@ def own_params(keys: Sequence[Keys]) -> dict[int, list[int]]:
           " worker, which take the place of the model's in the step; the"
           f' arguments and results must hold these once, but hold: {names}.'
       )
-    for k in sorted(params, key=str):
+    for k in params:
       copies = [(*root, *part, *k) for part in (_SHARED, _OWN, _START)]
       found[numbers[(*prefixes[0], *k)]] = [
           numbers[copy] for copy in copies if copy in numbers
@@ -177,13 +176,13 @@ _OWN, _SHARED = ('worker_stacked', 'params'), ('global_params',)
 _START = ('worker_stacked', 'start')
 
 
-def local_params(keys: Sequence[Keys]) -> dict[Keys, set[Keys]]:
+def local_params(keys: Sequence[Keys]) -> dict[Keys, list[Keys]]:
   """Returns the paths of the parameters in states of `local_updates`."""
-  roots: dict[Keys, set[Keys]] = {}
+  roots: dict[Keys, list[Keys]] = {}
   for k in keys:
     for start in range(len(k) - 1):
       if k[start : start + 2] == _OWN:
-        roots.setdefault(k[:start], set()).add(k[start + 2 :])
+        roots.setdefault(k[:start], []).append(k[start + 2 :])
   known = set(keys)
   return {
       root: params
@@ -201,7 +200,7 @@ def call_stacked(
     updates: Any,
     state: Any,
     params: Any,
-    hyperparams: Any = (),
+    hyperparams: Any,
     *,
     own_updates: bool = False,
 ) -> tuple[Any, Any]:
@@ -248,7 +247,13 @@ def call_stacked(
           ' workers.'
       )
     if grads_cut and not any(grads_cut):
-      raise ValueError(_NOT_CUT)
+      raise ValueError(
+          'The gradients that reach the exchange are the same on all workers:'
+          ' either the loss does not depend on the batch that data_parallel has'
+          " cut, or they were averaged. Use the step's own argument in the"
+          ' loss, and remove what averages gradients, which the exchange'
+          ' replaces.'
+      )
     shared_cut = jax.tree.map(
         lambda is_cut, axis: is_cut and not axis, state_cut, stacked
     )
@@ -262,7 +267,12 @@ def call_stacked(
           name = f'The {what} {jax.tree_util.keystr(path)}'
           raise ValueError(_differs(name, causes))
     if jax.tree.leaves(state_cut) != jax.tree.leaves(stacked):
-      raise ValueError(_NOT_AN_ARGUMENT)
+      raise ValueError(
+          'The momentum that reaches the exchange is not the one of a worker:'
+          ' the optimizer state must be an argument of the step (or in one, as'
+          ' in an nnx.Optimizer or a TrainState), not a variable that the step'
+          ' closes over.'
+      )
     # A gradient that is the same on all workers is that of an unused parameter.
     everyones = [
         g if is_cut else jnp.broadcast_to(g, (size, *g.shape))
@@ -285,19 +295,6 @@ def call_stacked(
   nothing.__name__ = EXCHANGE
   new, state = _meet(exchange, jax.jit(nothing), grads, state, rest)
   return grads_def.unflatten(new), state
-
-
-_NOT_CUT = (
-    'The gradients that reach the exchange are the same on all workers: either'
-    ' the loss does not depend on the batch that data_parallel has cut, or they'
-    " were averaged. Use the step's own argument in the loss, and remove what"
-    ' averages gradients, which the exchange replaces.'
-)
-_NOT_AN_ARGUMENT = (
-    'The momentum that reaches the exchange is not the one of a worker: the'
-    ' optimizer state must be an argument of the step (or in one, as in an'
-    ' nnx.Optimizer or a TrainState), not a variable that the step closes over.'
-)
 
 
 # What makes values differ that must not, and what to do.
@@ -368,19 +365,16 @@ def over_workers(
       return collectives.first(x, workers)
     if reduce is jnp.mean and not jnp.issubdtype(x.dtype, jnp.inexact):
       name = f'{jax.tree_util.keystr(path) or "x"}, {x.dtype}{list(x.shape)}'
-      return alike(x, _NO_MEAN.replace('{}', name))
+      return alike(x, (
+          f'over_workers was called on {name}, which differs between workers'
+          ' and has no mean. Give another reduction, such as jnp.sum or'
+          ' jnp.max; a random key is returned as it is.'
+      ))
     if reduce in same_bits and jax.eval_shape(reduce, x).dtype == x.dtype:
       return same_bits[reduce](x, workers)
     return reduce(collectives.everyones(x, workers), axis=0)
 
   return jax.tree_util.tree_map_with_path(over, tree)
-
-
-_NO_MEAN = (
-    'over_workers was called on {}, which differs between workers and has no'
-    ' mean. Give another reduction, such as jnp.sum or jnp.max; a random key is'
-    ' returned as it is.'
-)
 
 
 @jax.custom_jvp

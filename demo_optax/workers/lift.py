@@ -6,8 +6,6 @@ caller's own map: the same function, with the same bits.
 
 import contextlib
 import functools
-import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from demo_optax.workers import collectives, split
 from demo_optax.workers.collectives import vary
-from demo_optax.workers.param_specs import entry, names_of
+from demo_optax.workers.param_specs import entry
 from demo_optax.workers.value import Spec, Workers
 
 
@@ -36,7 +34,6 @@ def run(
   axis. What it returns for specs that are not `stacked` must be equal on all
   workers, as what `Workers.group` returns is. Specs are trees of `Spec`.
   """
-  _ = workers.count  # an error where the axis is not mapped
   flat, treedef = jax.tree.flatten(args)
   ins = jax.tree.leaves(in_specs)
   outs, out_treedef = jax.tree.flatten(out_specs)
@@ -192,15 +189,14 @@ def stack(workers: Workers, x: jax.Array) -> jax.Array:
   if not workers.stacked_gradients:
     # Varying from the start, or a scan over steps would see its type change.
     return vary(x[None], workers.axis)
-
-  def copies(x: jax.Array) -> jax.Array:
-    return place(workers, jnp.broadcast_to(x, (workers.count, *x.shape)))
-
-  if workers.mesh is None:
-    return copies(x)
   if not isinstance(x, jax.core.Tracer):
     x = workers.device_put(x)
-  return jax.jit(copies)(x)
+  return _copies(workers, x)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _copies(workers: Workers, x: jax.Array) -> jax.Array:
+  return place(workers, jnp.broadcast_to(x, (workers.count, *x.shape)))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -295,10 +291,11 @@ def _simulate(
   sizes |= workers.param_specs.axis_sizes
   names = list(sizes)
 
-  def place(spec: Spec, name: str) -> int | None:
+  def position(spec: Spec, name: str) -> int | None:
     outer = names[: names.index(name)]
-    cut = [entry(spec.inner, d) for d in range(len(spec.inner))]
-    axes = names[: spec.stacked] + [a for axes in cut for a in (*axes, None)]
+    axes: list[str | None] = [*names[: spec.stacked]]
+    for d in range(len(spec.inner)):
+      axes += [*entry(spec.inner, d), None]
     left = [a for a in axes if a not in outer]
     return left.index(name) if name in left else None
 
@@ -308,35 +305,26 @@ def _simulate(
     # is done once, not once per worker.
     mapped = jax.vmap(
         mapped,
-        in_axes=(0, *(place(s, name) for s in ins)),
-        out_axes=[place(s, name) for s in outs],
+        in_axes=(0, *(position(s, name) for s in ins)),
+        out_axes=[position(s, name) for s in outs],
         axis_name=name,
         axis_size=sizes[name],
     )
   # Something has to be mapped over every axis.
   numbers = jnp.zeros([*sizes.values()], jnp.int32)
-  found = mapped(numbers, *(
-      _cut(sizes, x, s) if any(names_of(s.inner)) else x
-      for x, s in zip(flat, ins)
-  ))
-  return [
-      _join(x, s) if any(names_of(s.inner)) else x for x, s in zip(found, outs)
-  ]
+  found = mapped(numbers, *(_cut(sizes, x, s) for x, s in zip(flat, ins)))
+  return [_join(x, s) for x, s in zip(found, outs)]
 
 
 def _cut(sizes: Mapping[str, int], x: jax.Array, spec: Spec) -> jax.Array:
-  shape = [*x.shape[: spec.stacked]]
-  for d, length in enumerate(x.shape[spec.stacked :]):
-    counts = [sizes[name] for name in entry(spec.inner, d)]
-    shape += [*counts, length // math.prod(counts)]
-  return x.reshape(shape)
+  for d in reversed(range(len(spec.inner))):
+    counts, at = [sizes[a] for a in entry(spec.inner, d)], spec.stacked + d
+    x = x.reshape(*x.shape[:at], *counts, -1, *x.shape[at + 1 :])
+  return x
 
 
 def _join(x: jax.Array, spec: Spec) -> jax.Array:
-  shape, rest = [*x.shape[: spec.stacked]], [*x.shape[spec.stacked :]]
-  dims = itertools.count()
-  while rest:
-    number = 1 + len(entry(spec.inner, next(dims)))
-    shape.append(math.prod(rest[:number]))
-    del rest[:number]
-  return x.reshape(shape)
+  for d in range(len(spec.inner)):
+    at = spec.stacked + d
+    x = jax.lax.collapse(x, at, at + 1 + len(entry(spec.inner, d)))
+  return x

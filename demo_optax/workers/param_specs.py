@@ -158,10 +158,7 @@ REPLICATED = ParamSpecs()
 
 def entry(spec: P, dim: int) -> tuple[Any, ...]:
   """Returns the axes of one dimension."""
-  entry = spec[dim] if dim < len(spec) else None
-  if entry is None:
-    return ()
-  return entry if isinstance(entry, tuple) else (entry,)
+  return tuple(jax.tree.leaves(tuple(spec)[dim : dim + 1]))
 
 
 def keep(spec: P, axes: Collection[Any]) -> P:
@@ -177,4 +174,4 @@ def keep(spec: P, axes: Collection[Any]) -> P:
 
 def names_of(spec: P) -> list[Any]:
   """Returns all axes of a spec."""
-  return [axis for dim in range(len(spec)) for axis in entry(spec, dim)]
+  return jax.tree.leaves(tuple(spec))

@@ -1,7 +1,4 @@
-"""Workers: who takes part in an exchange.
-
-How a function of one worker runs for all of them is in `workers.lift`.
-"""
+"""Workers: who takes part in an exchange."""
 
 import dataclasses
 import importlib.util

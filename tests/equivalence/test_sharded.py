@@ -1,5 +1,6 @@
 """Workers of several devices, which shard their parameters."""
 
+import contextlib
 import functools
 import math
 
@@ -165,6 +166,37 @@ def test_state_is_born_sharded(kind):
   momentum = jax.jit(tx.init)(params)[1].worker_stacked.momentum
   assert {s.data.shape[:2] for x in momentum.values()
           for s in x.addressable_shards} == {(1, 1)}  # of [workers, devices, ...]
+
+
+@pytest.mark.parametrize('kind', ['auto', 'explicit', 'simulated'])
+def test_values_of_all_workers(kind):
+  """Sharded inside a worker; the large ones are beyond what is gathered."""
+  shapes = {'rows': (8, 6), 'cols': (6, 8), 'large': (160, 160), 'bias': (3,)}
+  specs = {'rows': P('fsdp'), 'cols': P(None, 'fsdp'), 'large': P(None, 'fsdp'), 'bias': P()}
+  mesh = None if kind == 'simulated' else mesh_of(SHAPE_2D, kind)
+  workers = (demo_optax.Workers.on_mesh(mesh, 'replica', specs) if mesh
+             else demo_optax.Workers.simulated(2, specs, {'fsdp': 4}))
+
+  @demo_optax.data_parallel(workers, batch_argnums=1)
+  def step(params, x):
+    own = jax.tree.map(lambda p: p * x.mean(), params)
+    count = (x > 0).sum()
+    over = [demo_optax.over_workers(own, f) for f in (jnp.mean, jnp.sum, jnp.max)]
+    key = demo_optax.over_workers(jax.random.fold_in(jax.random.key(0), count))
+    return (over, {'batch_stats': own}, demo_optax.over_workers(params),
+            demo_optax.over_workers(count, jnp.sum), (x**2).mean(), x.sum(1),
+            jax.random.key_data(key))
+
+  params, x = random_tree(1, shapes), random_tree(0, {'x': (8, 3)})['x']
+  with jax.set_mesh(mesh) if kind == 'explicit' else contextlib.nullcontext():
+    found = step(workers.device_put(params), x)
+  own = {k: np.stack([p * x[:4].mean(), p * x[4:].mean()]) for k, p in params.items()}
+  over = [{k: f(v, axis=0) for k, v in own.items()} for f in (np.mean, np.sum, np.max)]
+  first = jax.random.fold_in(jax.random.key(0), (x[:4] > 0).sum())
+  jax.tree.map(
+      functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found,
+      (over, {'batch_stats': over[0]}, params, (x > 0).sum(), (x**2).mean(), x.sum(1),
+       jax.random.key_data(first)))
 
 
 # What crosses which wire ------------------------------------------------------
