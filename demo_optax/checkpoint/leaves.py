@@ -319,10 +319,9 @@ def _check(
   for name in {**wanted, **saved}:
     old, new = saved.get(name), wanted.get(name)
     if old is None or new is None:
-      if f'{STACKED}.update_residual.' not in name:
-        differs('tree', name, _kind(old), _kind(new))
-      elif new is None:
-        differs('owed', name, _kind(old), 'nothing')
+      owed = f'{STACKED}.update_residual.' in name
+      if new is None or not owed:
+        differs('owed' if owed else 'tree', name, _kind(old), _kind(new))
       continue
     stacked = STACKED in name.split('.')
     if name in recorded:
