@@ -35,8 +35,7 @@ def check_choice(name: str, value: str, known: Sequence[str]) -> None:
 
 def check_is_scalar(name: str, value: Any) -> None:
   """Raises for an array with more than one number."""
-  shape = getattr(value, 'shape', ())
-  if shape != ():
+  if shape := getattr(value, 'shape', ()):
     raise ValueError(f'{name} has shape {shape}: it must be one number.')
 
 
@@ -61,10 +60,8 @@ def check_range(name: str, value: chex.Numeric, interval: str) -> None:
       remedy = ' For a schedule use optax.inject_hyperparams.'
     raise TypeError(f'{name}={value!r} must be a number.{remedy}')
   low, high = map(float, interval[1:-1].split(', '))
-  number, closed = float(value), interval[0] + interval[-1]
-  if not (
-      low < number < high
-      or (number == low and '[' in closed)
-      or (number == high and ']' in closed)
-  ):
+  number = float(value)
+  above = number >= low if interval[0] == '[' else number > low
+  below = number <= high if interval[-1] == ']' else number < high
+  if not (above and below):
     raise ValueError(f'{name}={number} is not in {interval}.')

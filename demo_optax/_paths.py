@@ -45,8 +45,3 @@ def is_bucket(keys: Keys) -> bool:
   """Returns whether a leaf is a bucket of an exchange, by its path."""
   fields = (STACKED, 'momentum'), (STACKED, 'update_residual')
   return keys[-3:-1] in fields and str(keys[-1]).startswith('bucket_')
-
-
-def is_owned(keys: Keys) -> bool:
-  """Returns whether a path is that of a residual of owners."""
-  return is_bucket(keys) and keys[-2] == 'update_residual'

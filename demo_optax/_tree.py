@@ -39,17 +39,18 @@ def is_exchanged(x: Any) -> bool:
   return bool(inexact) and 0 not in np.shape(x)
 
 
-def map_exchanged(fun: Callable[[Path, Any], Any], tree: Any) -> Any:
-  """Applies `fun(path, leaf)` to exchanged leaves, and masks the others."""
-  return jax.tree_util.tree_map_with_path(
-      lambda path, x: fun(path, x) if is_exchanged(x) else optax.MaskedNode(),
-      tree,
+def mask_others(tree: Any) -> Any:
+  """Returns `tree` with `optax.MaskedNode()` for leaves not exchanged."""
+  return jax.tree.map(
+      lambda x: x if is_exchanged(x) else optax.MaskedNode(), tree
   )
 
 
-def mask_others(tree: Any) -> Any:
-  """Returns `tree` with `optax.MaskedNode()` for leaves not exchanged."""
-  return map_exchanged(lambda path, x: x, tree)
+def map_wide(fun: Callable[[Any, Any], Any], tree: Any) -> Any:
+  """Applies `fun(leaf, dtype of momentum)` to the leaves of `mask_others`."""
+  return jax.tree_util.tree_map_with_path(
+      lambda path, x: fun(x, momentum_dtype(path, x)), mask_others(tree)
+  )
 
 
 def zero_update(gradient: Any, param: Any, lead: int) -> Any:

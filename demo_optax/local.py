@@ -124,9 +124,7 @@ def local_updates(
     [-1. -3.] 0.0
     [-4. -4.] -4.0
   """
-  _checks.check_type(
-      'workers', workers, Workers, 'demo_optax.Workers.simulated(4)'
-  )
+  _checks.check_type('workers', workers, Workers, 'Workers.simulated(4)')
   if workers.kind == 'on_axis':
     raise TypeError(
         'workers must be Workers.simulated, on_mesh or remote, which'
@@ -140,19 +138,15 @@ def local_updates(
   def init_fn(params: chex.ArrayTree) -> LocalUpdatesState:
     params = workers.device_put(_tree.mask_others(params))
     # Copies, so that both can be donated; wide, so that small changes count.
-    global_params = jax.tree_util.tree_map_with_path(
-        lambda path, x: jnp.array(x, _tree.momentum_dtype(path, x)), params
-    )
+    global_params = _tree.map_wide(jnp.array, params)
     count, steps_since_sync, skipped = (
         workers.device_put(jnp.zeros((), jnp.int32)) for _ in range(3)
     )
     start = global_params if drift else ()
-    own = stack_own(
-        OwnState(params, inner.init(params), skipped, start), workers
-    )
-    outer_state = outer.init(global_params)
+    own = OwnState(params, inner.init(params), skipped, start)
     return LocalUpdatesState(
-        count, steps_since_sync, global_params, outer_state, own
+        count, steps_since_sync, global_params, outer.init(global_params),
+        stack_own(own, workers),
     )
 
   def update(
@@ -245,8 +239,7 @@ def _check_shapes(gradients: Any, params: Any) -> None:
     raise ValueError(
         'params must be given. Call tx.update(grads, state, params).'
     )
-  flat, like = _tree.flatten_alike(gradients, params)
-  for (path, gradient), x in zip(flat, like):
+  for (path, gradient), x in zip(*_tree.flatten_alike(gradients, params)):
     if jnp.shape(gradient) != jnp.shape(x):
       raise ValueError(
           f'The gradient of {_tree.leaf_name(path)} must have the shape of its'

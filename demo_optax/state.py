@@ -14,7 +14,6 @@ from jax.sharding import NamedSharding
 from demo_optax import _paths
 from demo_optax._paths import STACKED, Keys
 from demo_optax.compressors import leaves as cutting
-from demo_optax.compressors.layout import Layout
 from demo_optax.demo import layouts_in
 from demo_optax.workers import Workers
 
@@ -136,8 +135,3 @@ def _warn_if_replicated(stacked: dict[Keys, Any]) -> None:
           stacklevel=3,
       )
       return  # one warning is enough
-
-
-def bucket_number(layout: Layout, keys: Keys) -> int:
-  """Returns the number of the bucket at a path."""
-  return [bucket.name for bucket in layout.buckets].index(keys[-1])

@@ -53,14 +53,14 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
       keep: int = 2,
       timeout: int = 1200,
   ):
-    self._folder = epath.Path(folder).expanduser()
-    self._is_remote = '://' in os.fspath(self._folder)
-    if not self._is_remote:
-      self._folder = epath.Path(os.path.abspath(self._folder))
+    path = epath.Path(folder).expanduser()
+    self._is_remote = '://' in os.fspath(path)
+    self._folder = path if self._is_remote else path.absolute()
     self._like = jax.tree.map(
         lambda x: naming.abstract(x) if isinstance(x, jax.Array) else x, like
     )
-    naming.to_leaves(self._like)  # raises if the tree cannot be saved
+    # Raises if the tree cannot be saved.
+    self._wanted = naming.to_leaves(jax.tree.map(naming.abstract, self._like))
     _checks.check_positive('keep', keep)
     _checks.check_positive('timeout', timeout)
     self._policy = ocp.training.preservation_policies.LatestN(keep)
@@ -212,9 +212,8 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
     about = ocp.metadata(path).custom_metadata
     if not about or about.pop('checksum', None) != _checksum(about):
       raise ValueError('its description is missing, or not what was written')
-    wanted = naming.to_leaves(jax.tree.map(naming.abstract, self._like))
     like = {
-        name: _target(tuple(shape), dtype, wanted.get(name))
+        name: _target(tuple(shape), dtype, self._wanted.get(name))
         for name, (dtype, shape, *_) in about['arrays'].items()
         if 0 not in shape
     }

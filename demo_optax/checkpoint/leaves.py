@@ -9,9 +9,7 @@ instead, and a record of its chunks:
           -> regrouped (resize), cut into other chunks (rechunk) -> state
 """
 
-import functools
 import json
-import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,7 +25,6 @@ from demo_optax.compressors import leaves as cutting
 from demo_optax.compressors.layout import Layout, Leaf, Record, differences
 from demo_optax.demo import layouts_in
 from demo_optax.numerics import prng
-from demo_optax.state import bucket_number
 from demo_optax.workers.value import put
 
 
@@ -67,10 +64,9 @@ def to_leaves(state: chex.ArrayTree) -> dict[str, Any]:
   for keys, x in _paths.leaves_of(state):
     if _paths.is_bucket(keys):
       layout = layouts[keys[:-3]]
-      if _paths.is_owned(keys):
-        x = _of_one_owner(layout, keys, x)
-      parts = cutting.cut_bucket(layout, bucket_number(layout, keys), x)
-      for i, c in parts.items():
+      number, owned = _bucket_at(keys, layout)
+      x = _of_one_owner(layout.buckets[number].shape, x) if owned else x
+      for i, c in cutting.cut_bucket(layout, number, x).items():
         add((*keys[:-1], *layout.leaves[i].keys), c)
     elif keys[-2:] == ('layout', 'digest'):
       text = json.dumps(layouts[keys[:-2]].records)
@@ -138,10 +134,15 @@ def _saved_records(text: Any) -> dict[str, Record]:
   return json.loads(np.asarray(text).tobytes())
 
 
-def _of_one_owner(layout: Layout, keys: Keys, x: Any) -> Any:
-  """Returns residuals of owners as if one of them had all chunks."""
-  bucket = layout.buckets[bucket_number(layout, keys)]
-  shape = (1, *x.shape[1:-2], *bucket.shape)
+def _bucket_at(keys: Keys, layout: Layout) -> tuple[int, bool]:
+  """Returns a bucket's number, and whether it has residuals of owners."""
+  names = [bucket.name for bucket in layout.buckets]
+  return names.index(keys[-1]), keys[-2] == 'update_residual'
+
+
+def _of_one_owner(bucket: tuple[int, ...], x: Any) -> Any:
+  """Returns residuals as if one owner had all chunks of a bucket's shape."""
+  shape = (1, *x.shape[1:-2], *bucket)
   sharding = cutting.fit_sharding(shape, getattr(x, 'sharding', None))
   if isinstance(x, jax.ShapeDtypeStruct):
     return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
@@ -152,7 +153,7 @@ def _bucket(
     saved: Mapping[str, Any], layout: Layout, keys: Keys, like: Any
 ) -> Any:
   """Returns a bucket like `like` from the coefficients of its leaves."""
-  number, owned = bucket_number(layout, keys), _paths.is_owned(keys)
+  number, owned = _bucket_at(keys, layout)
   records = _saved_records(saved[_paths.dotted((*keys[:-3], 'layout'))])
   found = {}
   for i in layout.members(number):
@@ -160,7 +161,8 @@ def _bucket(
     if x is None:  # owners had no residuals
       return np.zeros(like.shape, like.dtype)
     found[i] = _near(x, like)
-  whole = _of_one_owner(layout, keys, abstract(like)) if owned else like
+  shape = layout.buckets[number].shape
+  whole = _of_one_owner(shape, abstract(like)) if owned else like
 
   def convert(leaf: Leaf, c: Any) -> Any:
     record = records[leaf.name]
@@ -184,9 +186,7 @@ def _cut(record: Record, layout: Layout) -> cutting.Cut:
       tuple(d // b for d, b in zip(record['shape'], blocks)),
       tuple(record['lengths']), record['whole'], fold and tuple(fold),
   )
-  if grid.whole:
-    return grid, blocks, bases.Identity()
-  name, arguments = record['basis']
+  name, arguments = record.get('basis', ('Identity', {}))  # none if whole
   own = (type(bucket.basis) for bucket in layout.buckets)
   known = {**vars(bases), **{basis.__name__: basis for basis in own}}
   if name not in known:
@@ -207,13 +207,11 @@ def regroup(x: Any, n: int, is_key: bool = False) -> Any:
     return x
   # NumPy's stay NumPy's: JAX would make 32 bits of 64.
   xp: Any = np if isinstance(x, np.ndarray) else jnp
-  if not jnp.issubdtype(x.dtype, jnp.inexact):
+  if n % old == 0 or not jnp.issubdtype(x.dtype, jnp.inexact):
     x = x[np.argmax(weights(old, n), axis=1)]
     if is_key and n > old:  # several workers would have the same key
       x = xp.asarray(jax.vmap(prng.fold)(jnp.asarray(x), jnp.arange(n)))
     return x
-  if n % old == 0:
-    return xp.repeat(x, n // old, axis=0)
   if old % n == 0:
     return xp.mean(x.reshape(n, old // n, *x.shape[1:]), axis=1)
   # Only weights that are not zero: 0 times NaN is NaN.
@@ -222,7 +220,7 @@ def regroup(x: Any, n: int, is_key: bool = False) -> Any:
   for row in weights(old, n):
     covered = np.flatnonzero(row)
     parts = [xp.asarray(row[i], wide.dtype) * wide[i] for i in covered]
-    mixed.append(functools.reduce(operator.add, parts))
+    mixed.append(sum(parts[1:], parts[0]))
   return xp.stack(mixed).astype(x.dtype)
 
 
@@ -321,10 +319,9 @@ def _check(
   for name in {**wanted, **saved}:
     old, new = saved.get(name), wanted.get(name)
     if old is None or new is None:
-      if f'{STACKED}.update_residual.' not in name:
-        differs('tree', name, _kind(old), _kind(new))
-      elif new is None:
-        differs('owed', name, _kind(old), 'nothing')
+      owed = f'{STACKED}.update_residual.' in name
+      if new is None or not owed:
+        differs('owed' if owed else 'tree', name, _kind(old), _kind(new))
       continue
     stacked = STACKED in name.split('.')
     if name in recorded:

@@ -69,17 +69,15 @@ def scale_to_unit_rms(
 
   def update_fn(updates: chex.ArrayTree, params: Any) -> chex.ArrayTree:
     leaves, treedef = jax.tree.flatten(updates)
-    dimensions: Iterable[Any] = [None] * len(leaves)
+    found: Any = [None] * len(leaves)
     if weight_dimension_numbers is not None:
-      dimensions = matrices(
+      found = matrices(
           updates, weight_dimension_numbers, 'weight_dimension_numbers'
       ).values()
     alike = collections.defaultdict(list)
-    for i, (u, d) in enumerate(zip(leaves, dimensions)):
+    for i, (u, d) in enumerate(zip(leaves, found)):
       if _tree.is_exchanged(u):
-        axes = tuple(range(u.ndim))
-        if d is not None:
-          axes = d.reduction_axis + d.output_axis
+        axes = tuple(range(u.ndim)) if d is None else (*d[0], *d[1])
         alike[jax.typeof(u), axes].append(i)
     for (_, axes), group in alike.items():
       for i, u in zip(group, scale([leaves[i] for i in group], axes)):
@@ -243,9 +241,7 @@ def chain(
   moments after the exchange.
   """
   # To the momentum's dtype: float16 would underflow.
-  cast = optax.stateless(lambda updates, _: _tree.map_exchanged(
-      lambda path, x: x.astype(_tree.momentum_dtype(path, x)), updates
-  ))
+  cast = optax.stateless(lambda updates, _: _tree.map_wide(jnp.astype, updates))
   masked = optax.masked(
       optax.chain(cast, *links),
       lambda tree: jax.tree.map(_tree.is_exchanged, tree),

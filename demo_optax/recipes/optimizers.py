@@ -61,8 +61,7 @@ def demo(
     Peng et al., `DeMo: Decoupled Momentum Optimization
     <https://arxiv.org/abs/2411.19870v1>`_, version 1, Algorithm 1.
   """
-  _check_rate('learning_rate', learning_rate)
-  _checks.check_range('weight_decay', weight_decay, '[0, inf)')
+  descent = _descent(learning_rate, weight_decay, weight_decay_mask)
   return links.chain(
       workers,
       scale_by_demo(
@@ -71,7 +70,7 @@ def demo(
           gradient_weight=links.lost_unless_finite(learning_rate, weight_decay),
       ),
       optax.scale_by_sign(),
-      *_descent(learning_rate, weight_decay, weight_decay_mask),
+      *descent,
   )
 
 
@@ -180,13 +179,14 @@ def demo_muon(
     Jordan et al., `Muon: An optimizer for hidden layers in neural networks
     <https://kellerjordan.github.io/posts/muon>`_, 2024.
   """
-  _check_rate('learning_rate', learning_rate)
+  descent = _descent(learning_rate, weight_decay)
   if adam_learning_rate is None:
-    adam_learning_rate = _adam_rate(learning_rate)
-  _check_rate('adam_learning_rate', adam_learning_rate)
+    adam_learning_rate = (
+        (lambda count: 3.0 * learning_rate(count)) if callable(learning_rate)
+        else 3.0 * learning_rate
+    )
+  adam_descent = _descent(adam_learning_rate, adam_weight_decay, kind='adam_')
   _checks.check_range('beta', beta, '[0, 1)')
-  _checks.check_range('weight_decay', weight_decay, '[0, inf)')
-  _checks.check_range('adam_weight_decay', adam_weight_decay, '[0, inf)')
   if mu_dtype is not None and jnp.finfo(mu_dtype).maxexp < 128:
     raise TypeError(
         f'mu_dtype must have the range of float32, got {mu_dtype!r}. Use'
@@ -209,18 +209,15 @@ def demo_muon(
     axes = matrices.tree_of(found)
     sent = compressor
     if compressor is None:
-      sent = functools.partial(
-          muon_compressors, muon_weight_dimension_numbers=axes
-      )
-    if per_parameter.is_function(sent):
+      sent = muon_compressors(params, muon_weight_dimension_numbers=axes)
+    elif per_parameter.is_function(compressor):
       # Called once, with all leaves: `scale_by_demo` sees those exchanged.
-      sent = sent(params)
+      sent = compressor(params)
+    codes = per_parameter.per_leaf(sent, params)
     labels = matrices.tree_of({
         path: 'frozen' if isinstance(code, Frozen)
         else 'adam' if dimensions is None else 'muon'
-        for (path, dimensions), code in zip(
-            found.items(), per_parameter.per_leaf(sent, params)
-        )
+        for (path, dimensions), code in zip(found.items(), codes)
     })
 
     def by_label(
@@ -240,16 +237,13 @@ def demo_muon(
         per_worker(by_label(muon, optax.identity()), workers=workers),
         exchange_by(sent),
         by_label(
-            optax.chain(unit_rms, *_descent(learning_rate, weight_decay)),
-            optax.chain(adam, *_descent(adam_learning_rate, adam_weight_decay)),
+            optax.chain(unit_rms, *descent), optax.chain(adam, *adam_descent)
         ),
     )
 
   def init_fn(params: chex.ArrayTree) -> Any:
     # All links have states in the momentum's dtype.
-    wide = _tree.map_exchanged(
-        lambda path, x: jnp.zeros_like(x, _tree.momentum_dtype(path, x)), params
-    )
+    wide = _tree.map_wide(jnp.zeros_like, params)
     return chain_for(_tree.without_variables(params)).init(wide)
 
   def update(
@@ -269,23 +263,18 @@ def _descent(
     learning_rate: optax.ScalarOrSchedule,
     weight_decay: chex.Numeric,
     mask: Any = None,
+    kind: str = '',
 ) -> list[optax.GradientTransformation]:
   """Returns links from directions to updates, in the parameters' dtype."""
+  # Arrays and schedules are unknown before the step.
+  if isinstance(learning_rate, jax.Array):
+    _checks.check_is_scalar(f'{kind}learning_rate', learning_rate)
+  elif not callable(learning_rate):
+    _checks.check_range(f'{kind}learning_rate', learning_rate, '[0, inf)')
+  _checks.check_range(f'{kind}weight_decay', weight_decay, '[0, inf)')
   cast = optax.stateless(
       lambda u, p: u if p is None else optax.tree.cast_like(u, p)
   )
   is_zero = isinstance(weight_decay, int | float) and not weight_decay
   decay = [] if is_zero else [optax.add_decayed_weights(weight_decay, mask)]
   return [cast, *decay, optax.scale_by_learning_rate(learning_rate)]
-
-
-def _adam_rate(rate: optax.ScalarOrSchedule) -> optax.ScalarOrSchedule:
-  return (lambda count: 3.0 * rate(count)) if callable(rate) else 3.0 * rate
-
-
-def _check_rate(name: str, rate: optax.ScalarOrSchedule) -> None:
-  """Checks a number; arrays and schedules are unknown before the step."""
-  if isinstance(rate, jax.Array):
-    _checks.check_is_scalar(name, rate)
-  elif not callable(rate):
-    _checks.check_range(name, rate, '[0, inf)')
