@@ -62,8 +62,8 @@ def main(argv: list[str] | None = None) -> None:
       help='numbers of workers; default: 8')
   add('--exchange', choices=get_args(ExchangeKind), default='all_gather',
       help='all_to_all: every worker merges its share of the chunks')
-  add('--update-values', choices=UPDATE_VALUES, default='ternary',
-      help='code of the updates of all_to_all')
+  add('--update-values', choices=UPDATE_VALUES,
+      help='code of the updates of all_to_all; default: that of the optimizer')
   add('--link', type=_number(unit='bit/s', example='100Mbit/s'),
       metavar='RATE', help='of a worker, such as 100Mbit/s: prints seconds')
   add('--latency', type=_number(unit='s', example='20ms'), default=0.0,
@@ -74,10 +74,12 @@ def main(argv: list[str] | None = None) -> None:
   try:
     params = _params(args.model)
     compressor = compressors.dct_topk(args.chunk, args.topk, values=args.values)
+    written = 'ternary'
     if args.optimizer == 'demo_muon':
-      compressor = muon_compressors(params)
+      compressor, written = muon_compressors(params), 'int4'
     plans = [plan(params, compressor, n, exchange=args.exchange,
-                  update_values=args.update_values) for n in args.workers]
+                  update_values=args.update_values or written)
+             for n in args.workers]
   except Exception as error:  # also what the user's function raises
     words = ' '.join(str(error).split()) or type(error).__name__
     parser.error(f'argument model: {words}')

@@ -171,7 +171,7 @@ def scale_by_demo(
     Peng et al., `DeMo: Decoupled Momentum Optimization
     <https://arxiv.org/abs/2411.19870>`_, Algorithm 1 (both versions).
   """
-  if not per_parameter.is_function(compressor):  # of parameters unknown yet
+  if not per_parameter.is_function(compressor):  # it needs the parameters
     per_parameter.per_leaf(compressor, jax.tree.map(
         lambda x: 0, compressor, is_leaf=lambda x: x is None
     ))

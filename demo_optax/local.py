@@ -17,6 +17,7 @@ from demo_optax import _checks, _tree, compressors
 from demo_optax.compressors import Compressor, chunking
 from demo_optax.demo import DeMoState, scale_by_demo
 from demo_optax.exchange.algorithm import ExchangeKind
+from demo_optax.numerics import platform
 from demo_optax.numerics.topk import Average
 from demo_optax.per_worker import stack_own, stays_finite
 from demo_optax.workers import Spec, Workers, inside, lift
@@ -426,12 +427,13 @@ def _put_back(
   momentum = state.worker_stacked.momentum
   buckets = dict.fromkeys(momentum, workers.bucket_spec)
   inner = {i: layout.leaves[i].sharding.spec for i in layout.compressed}
-  found, momentum = lift.run(
-      workers, one_worker,
-      (momentum, {i: flat[i] for i in inner}),
-      (buckets, {i: Spec(False, spec) for i, spec in inner.items()}),
-      ({i: Spec(True, spec) for i, spec in inner.items()}, buckets),
-  )
+  with platform.running_on(platform.of(workers.mesh)):
+    found, momentum = lift.run(
+        workers, one_worker,
+        (momentum, {i: flat[i] for i in inner}),
+        (buckets, {i: Spec(False, spec) for i, spec in inner.items()}),
+        ({i: Spec(True, spec) for i, spec in inner.items()}, buckets),
+    )
   own = state.worker_stacked._replace(momentum=momentum)
   return (
       treedef.unflatten(found.get(i, x[None]) for i, x in enumerate(flat)),

@@ -93,8 +93,8 @@ def exchange_info(
 
   Takes any optimizer state with an exchange, with or without its types. Returns
   the `metrics` of `DeMoState`: scalars by name. Of `Workers.remote` also the
-  next `round`, how often this worker has `joined` (it took the state of another
-  one), and how often because its own had `parted`.
+  next `round`; how often this worker has `joined`, taking another one's state;
+  and how often because its own state had `parted` from the others'.
   """
   state = dict(_paths.leaves_of(opt_state))
   stacked = {k: x for k, x in state.items() if _paths.is_stacked(k)}

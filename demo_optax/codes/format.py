@@ -64,7 +64,7 @@ class ChunkFormat:
 
   @property
   def largest_sent(self) -> float:
-    """Half of that, which leaves room for rounding; more stays in momentum."""
+    """Half of `max_magnitude`, for rounding; the rest stays in momentum."""
     return self.max_magnitude / 2
 
   def num_bytes(self, chunks: int) -> int:

@@ -68,16 +68,16 @@ class Compressor:
   def plan(self, shape: tuple[int, ...], dtype: Any) -> LeafPlan:
     """Returns the plan for a leaf, or for one shard, and its momentum's dtype.
 
-    Of an array of more than two dimensions all folds
-    `shape[:b] | shape[b:j] | shape[j:]` to a batch of matrices are compared by
-    their bytes, of `TopK` with `k` of every chunk. That of the last two
-    dimensions stays if it is within 5 % of the cheapest. Of the others within
-    5 % one of the largest `b` is taken, so that layers and experts stay apart;
-    then the squarest, then the smallest `j`.
+    For an array of more than two dimensions, compares the bytes of all folds
+    `shape[:b] | shape[b:j] | shape[j:]` to a batch of matrices, of `TopK` with
+    `k` of every chunk. Keeps the last two dimensions if they cost at most 5 %
+    more than the cheapest fold. Otherwise takes, of the folds within 5 %, the
+    largest `b`, so that layers and experts stay apart; then the squarest, then
+    the smallest `j`.
     """
     name = jnp.dtype(dtype).name
-    # Shares of small chunks cost little more than those of full ones, which
-    # have more to select from.
+    # A proportional `k` would favour small chunks, which cost little more and
+    # have fewer coefficients to select from.
     alike = self.select
     if isinstance(alike, selectors.TopK):
       alike = dataclasses.replace(alike, of=None)

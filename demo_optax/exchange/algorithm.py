@@ -71,7 +71,8 @@ class ExchangeConfig:
   average: topk.Average
   packer: Packer
   platform: str
-  owners: UpdatePacker | None = None  # also if 'auto' chose an all-gather
+  # Decides about residuals in the state, whichever collective 'auto' chose.
+  owners: UpdatePacker | None = None
 
   @property
   def update_packer(self) -> UpdatePacker | None:
@@ -238,8 +239,8 @@ def note(config: ExchangeConfig) -> None:
     found.append(config)
 
 
-# One computation even outside the user's jit, and part of that inside: with a
-# relay one message has all that the step exchanges.
+# Jitted, to be one computation outside of a user's jit. Inlined inside of it:
+# a step with a relay then joins all its exchanges into one message.
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def run(
     workers: Workers,
@@ -328,13 +329,13 @@ def _averages(
   """Averages uncompressed gradients over the valid workers."""
   if not layout.averaged:
     return {}, None
-  # Together with those that are spread over the same devices, since what one
-  # sum is made of differs between devices if any of it does.
+  # A joint sum varies over every axis that any of its terms varies over: only
+  # leaves that are sharded over the same axes are summed together.
   alike: dict[tuple[str, ...], list[int]] = {(): []}
   for i in layout.averaged:
     alike.setdefault(layout.leaves[i].sharding.axes, []).append(i)
   found = {}
-  count = valid.astype(jnp.int32)  # then of all: the first sum is of P()
+  count = valid.astype(jnp.int32)  # the total, from the first sum on
   for axes, members in alike.items():
     own = [gradients[i].astype(layout.leaves[i].dtype) for i in members]
     own = [jnp.where(valid, x, jnp.zeros_like(x)) for x in own]

@@ -25,7 +25,7 @@ def mul_no_fma(weight: chex.Numeric, x: jax.Array) -> jax.Array:
 def hidden(x: jax.Array, like: jax.Array) -> jax.Array:
   """Returns `x` so that compilers do not know its value or where it is from.
 
-  Where `like`, which broadcasts with it, is NaN, its last bit changes.
+  `like` must broadcast with `x`. Where it is NaN, the last bit of `x` flips.
   """
   bits = jnp.int64 if x.dtype.itemsize == 8 else jnp.int32
   zero = (like != like).astype(bits)

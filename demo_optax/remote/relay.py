@@ -32,8 +32,8 @@ from demo_optax.remote.frames import Header
 
 _LOG = logging.getLogger('demo_optax.relay')
 
-# The longest that a round with messages is waited for if no deadline is given,
-# in rounds of median length; and the shortest, in seconds.
+# Without a deadline a round closes so many median rounds after its first
+# message, and not before so many seconds.
 _ROUNDS, _SECONDS = 5, 2.0
 
 _TICK = 10  # milliseconds after which the clock is looked at

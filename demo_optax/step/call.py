@@ -212,7 +212,7 @@ def analyse(
     for x in a.arrays:
       x.role, x.in_state = _role(x, is_shared, o), a.holds_state
       x.axis = axis or 0 if x.role == 'batch' else 0
-    # Any loss looks like a lone scalar.
+    # Not of a single scalar: any loss has that structure.
     is_state = is_shared or {x.role for x in a.arrays} == {'key'}
     if is_state and a.arrays and a.structure[1] != ((),):
       states.setdefault(a.structure, []).append(len(arrays))
@@ -303,7 +303,7 @@ def _parts(argument: Argument) -> Params:
   return frozenset(
       (x.keys[start:], x.shape)
       for x in argument.arrays
-      # A lone array in a part could be any.
+      # A part of a single array would match too easily.
       for start in range(1, max(2, len(x.keys)))
   )
 

@@ -47,7 +47,8 @@ def data_parallel(
   =============================  =====================  ========================
   array                          in the step            returned or changed
   =============================  =====================  ========================
-  parameters, optimizer state    one worker's           equal, or an error
+  parameters, optimizer state    as they are            equal, or an error
+  momentum                       the worker's own       each worker's
   the batch: any other array     this worker's rows     the rows of all workers
   numbers                        as they are            the mean, if real
   PRNG keys (see `keys`)         the worker's own       worker 0's
@@ -56,11 +57,10 @@ def data_parallel(
   =============================  =====================  ========================
 
   Parameters and states may be trees, Flax objects (updated in place),
-  dataclasses or Equinox modules; of the momentum a step has the worker's own.
-  Keys, also those in Flax objects, are folded with the worker's number. Batch
-  statistics are `nnx.BatchStat` and Linen's `batch_stats`. Any other result
-  that differs between workers is an error that names it; in the step
-  `over_workers(x, jnp.sum)` makes one value of all workers' values.
+  dataclasses or Equinox modules. Keys, also those in Flax objects, are folded
+  with the worker's number. Batch statistics are `nnx.BatchStat` and Linen's
+  `batch_stats`. Any other result that differs between workers is an error that
+  names it; in the step `over_workers(x, jnp.sum)` makes one value of all.
 
   Batches are inferred: an argument is shared if it holds a Flax object, a
   dataclass or a state of an exchange, or a tree with the structure of such a
@@ -71,7 +71,8 @@ def data_parallel(
   (`jax.make_array_from_process_local_data`).
 
   Args:
-    workers: `Workers.simulated`, `on_mesh` or `remote` (a batch is its own).
+    workers: `Workers.simulated`, `on_mesh`, or `remote`, where each program
+      passes its own batch.
     batch_argnums: positions of the arguments to cut, and no others. With `()`,
       for a step that draws its batch, workers differ by their random keys.
     batch_argnames: the same, by name.
@@ -79,8 +80,9 @@ def data_parallel(
       argument, by name. Rows of results have that of the first batch.
     keys: paths of the legacy PRNG keys, `uint32[..., 2]`, among the shared
       arrays, such as `'state.seed_generator.0'`, or of what holds them; `()`
-      where all are data. By default those are keys whose argument's or last
-      name has the word key, rng, prng or seed, and others are an error.
+      where all are data. By default an array is a key if its argument's name
+      or the last name in its path has the word key, rng, prng or seed; any
+      other such array is an error.
     static_argnums: as in `jax.jit`. Functions, strings and other objects that
       are not arrays are static wherever they occur.
     static_argnames: the same, by name.
@@ -225,7 +227,7 @@ class DataParallelStep:
             ' shape, and for every new value of what is not an array among its'
             ' arguments: a string, a static argument, or another object, such'
             ' as self of a method, by its identity.',
-            stacklevel=4,
+            stacklevel=3,
         )
     return *found, arrays
 

@@ -1,6 +1,6 @@
-"""What a step returns and changes: how each array is made one of all workers'.
+"""Gives each array that a step returns or changes a role.
 
-See `workers.inside.Result` for the roles.
+`workers.inside.Result` lists the roles; `workers.inside.settle` combines.
 """
 
 import dataclasses

@@ -188,7 +188,8 @@ def total(x: jax.Array, axis: Axis) -> jax.Array:
 def mean(x: jax.Array, axis: Axis) -> jax.Array:
   """Returns the mean of real or complex numbers, of workers that are there."""
   wide = x.astype(widened(x))
-  # By a product: some programs make one of a division by a constant.
+  # By a product: XLA divides by a constant in some programs, and multiplies by
+  # its reciprocal in others.
   if isinstance(axis, Programs):
     rows, present, _ = meet(wide, axis)
     inverse = rounding.exact_reciprocal(
@@ -208,7 +209,7 @@ def mean_finite(x: jax.Array, otherwise: jax.Array, axis: Axis) -> jax.Array:
   added = total(jnp.where(finite, wide, jnp.zeros_like(wide)), axis)
   count = total(finite.astype(jnp.int32), axis)
   size = axis.size if isinstance(axis, Programs) else jax.lax.axis_size(axis)
-  # By a product: some programs make one of the division.
+  # By a product, as in `mean`.
   inverse = rounding.exact_reciprocal(count, size, added.dtype)
   return jnp.where(count > 0, (added * inverse).astype(x.dtype), otherwise)
 
@@ -244,7 +245,7 @@ def in_order(x: jax.Array) -> jax.Array:
 def _together(x: jax.Array) -> jax.Array:
   """Gathers the first axis, which may be spread where types are Explicit.
 
-  Also if it seems not to be: in the type of one worker no axis of workers is.
+  Even if its type looks replicated: under vmap it lacks the worker axis.
   """
   if not _is_explicit(x):
     return x

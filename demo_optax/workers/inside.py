@@ -106,9 +106,9 @@ def _meet(
 
 
 def _watch(tree: Any, see: Callable[[Any], None]) -> Any:
-  """Returns `tree`; shows `see` which of its arrays differ between workers.
+  """Returns `tree`; calls `see` with which of its arrays differ.
 
-  As soon as that is known, and not on a worker's own device.
+  Where workers are mapped; on a worker's own device `see` is never called.
   """
 
   def rule(size: int, cut: Any, tree: Any) -> Any:

@@ -1,7 +1,7 @@
 """How one worker's function runs for all workers.
 
-By `vmap` (simulated), by `shard_map` (on a mesh), or right where it is, in the
-caller's own map: the same function, with the same bits.
+By `vmap` (simulated), by `shard_map` (on a mesh), or directly, in the caller's
+own map or in a separate program: the same function, with the same bits.
 """
 
 import contextlib

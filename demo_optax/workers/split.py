@@ -60,7 +60,7 @@ class Plan:
     outs = closed.jaxpr.outvars
     if wanted is not None:
       outs = [outs[i] for i in wanted]
-    self._live = set(_variables(outs))  # what is needed of all variables
+    self._live = set(_variables(outs))  # the variables that are needed
     eqns = self._needed()
     self.uses = [v in self._live for v in closed.jaxpr.invars]
     self.meetings = _meetings(closed.jaxpr)
@@ -100,7 +100,7 @@ class Plan:
         values |= zip(outs, plan.run(own, exchange))
     program, ins, _ = self._parts[-1]
     last = list(map(value, ins))
-    values.clear()  # of what is donated no other reference is left
+    values.clear()  # drops all other references to donated arrays
     return list(program(*last))
 
   def _needed(self) -> list[_Equation]:

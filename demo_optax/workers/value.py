@@ -163,13 +163,13 @@ class Workers:
     Args:
       address: of the relay, such as `tcp://relay.example.org:7077`.
       rank: the number of this worker, from 0 to `count - 1`.
-      count: the most workers that there can be: more than are ever there makes
-        programs larger, and not messages.
+      count: the most workers that there can be. More than needed make programs
+        larger, and not messages.
       keys: the worker's file of keys, which `python -m demo_optax.remote keys`
         writes; needed beyond loopback.
       mesh: the devices of this worker, if there are several, with axes of type
-        Auto. All workers must have meshes of one shape. Of a worker of several
-        processes it has devices of all; the first process is connected.
+        Auto. All workers must have meshes of one shape. If the worker
+        has several processes, it spans their devices; the first one connects.
       param_specs: how parameters are sharded over them; see `on_mesh`.
     """
     if not 0 <= rank < count:

@@ -229,6 +229,15 @@ def test_command_ends_with_a_verdict(args, says, capsys):
   assert capsys.readouterr().out.splitlines()[-1].startswith(says)
 
 
+@pytest.mark.parametrize('optimizer, values', [('demo', 'ternary'), ('demo_muon', 'int4')])
+def test_updates_are_counted_in_the_code_of_the_optimizer(optimizer, values, capsys):
+  args = ['300M', '--optimizer', optimizer, '--exchange', 'all_to_all']
+  command.main(args)
+  text = capsys.readouterr().out
+  command.main([*args, '--update-values', values])
+  assert capsys.readouterr().out == text
+
+
 def test_names_are_printed_escaped(capsys, tmp_path):
   path = tmp_path / 'shapes.json'
   path.write_text(json.dumps({'clear\x1b[2J': [64, 64], '\ud800': [3], 'ö': [4]}))
