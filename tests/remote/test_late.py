@@ -123,12 +123,12 @@ def test_a_late_worker(method, evaluates):
   course = Course(2, 15 if method == 'demo' else 45)
 
   def run(workers):
-    before = course.of(workers, 1.0 if workers.relay.rank == 2 else 0, 5)
+    before = course.of(workers, 1.5 if workers.relay.rank == 2 else 0, 5)
     if evaluates:
       before = evaluating(workers, before, 5)
     return train(workers, 10_000, before, method)
 
-  with Joined(3, deadline=0.3) as joined:
+  with Joined(3, deadline=0.6) as joined:
     found = joined.run(run)
   check_equal(found)
   assert len([n for n in found[2] if n in found[0] and n > 8]) >= 5
