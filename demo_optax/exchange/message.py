@@ -195,7 +195,7 @@ class Packer:
       if self.num_owners is not None:
         end = jnp.broadcast_to(end, (self.num_owners, *end.shape))
       words = jnp.concatenate([*packed, end], axis=-1)
-      message[self.name] = words if self.num_owners else as_rows(words)
+      message[self.name] = as_rows(words) if self.num_owners is None else words
     for dtype, members in self.summed.items():
       held = energies(members)
       held = jnp.where(jnp.isfinite(held), held, 0).astype(dtype)

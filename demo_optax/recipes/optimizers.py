@@ -1,4 +1,4 @@
-r"""Optimizers in one line: chains of optax around the exchange."""
+"""Optimizers in one line: chains of optax around the exchange."""
 
 import dataclasses
 import functools

@@ -66,4 +66,3 @@ def check(workers: Workers, described: Mapping[str, str]) -> None:
       f' read each other. Process {jax.process_index()} has'
       f' {"; ".join(f"{name}: {described[name]}" for name in names)}.'
   )
-

@@ -356,13 +356,13 @@ def over_workers(
     3
   """
   check_in_step('over_workers')
-  workers = _worker_axis()
+  axis = _worker_axis()
   same_bits = {jnp.mean: collectives.mean, jnp.sum: collectives.total}
 
   def over(path: _paths.Path, x: Any) -> jax.Array:
     x = _undifferentiated(jnp.asarray(x))
     if prng.is_key(path_keys(path), x):
-      return collectives.first(x, workers)
+      return collectives.first(x, axis)
     if reduce is jnp.mean and not jnp.issubdtype(x.dtype, jnp.inexact):
       name = f'{jax.tree_util.keystr(path) or "x"}, {x.dtype}{list(x.shape)}'
       return alike(x, (
@@ -371,8 +371,8 @@ def over_workers(
           ' jnp.max; a random key is returned as it is.'
       ))
     if reduce in same_bits and jax.eval_shape(reduce, x).dtype == x.dtype:
-      return same_bits[reduce](x, workers)
-    return reduce(collectives.everyones(x, workers), axis=0)
+      return same_bits[reduce](x, axis)
+    return reduce(collectives.everyones(x, axis), axis=0)
 
   return jax.tree_util.tree_map_with_path(over, tree)
 
@@ -463,31 +463,31 @@ def settle(
 
 
 def _combine(
-    result: Result, x: jax.Array, rows: int | None, axis: int, on_mesh: bool
+    result: Result, x: jax.Array, rows: int | None, row_axis: int, on_mesh: bool
 ) -> tuple[jax.Array, bool]:
   """Returns one value of all workers', and whether it stays apart instead."""
-  workers, role, old = _worker_axis(), result.role, result.old
+  axis, role, old = _worker_axis(), result.role, result.old
   is_real = jnp.issubdtype(x.dtype, jnp.inexact)  # integers have no mean
   if role == 'stacked':
     return x, True
   if role == 'added':
-    return old + collectives.total(x - old, workers), False
+    return old + collectives.total(x - old, axis), False
   if not result.differs:
     return x, False
   if role == 'state' or (role == 'statistics' and not is_real):
     raise ValueError(_differs(result.name))
   if role == 'statistics':
     # Statistics of a worker that saw a NaN would stay NaN for ever.
-    return collectives.mean_finite(x, old, workers), False
+    return collectives.mean_finite(x, old, axis), False
   if role == 'key':
-    return collectives.first(x, workers), False
+    return collectives.first(x, axis), False
   if not x.shape and is_real and on_mesh:  # XLA would send slices one by one
-    return jnp.mean(collectives.everyones(x, workers), axis=0), False
+    return jnp.mean(collectives.everyones(x, axis), axis=0), False
   if not x.shape and is_real:
-    return collectives.mean(x, workers), False
-  if x.shape[axis : axis + 1] == (rows,):
-    return jnp.moveaxis(x, axis, 0), True
-  rows_too = f', and no array with the {rows} rows of a worker, axis {axis}'
+    return collectives.mean(x, axis), False
+  if x.shape[row_axis : row_axis + 1] == (rows,):
+    return jnp.moveaxis(x, row_axis, 0), True
+  rows_too = f', and no array with the {rows} rows of a worker, axis {row_axis}'
   raise ValueError(
       f'Of what the step returns, {result.name}, {x.dtype}{list(x.shape)},'
       ' differs between workers. It is no real number, whose mean is returned'

@@ -188,7 +188,7 @@ class Plan:
   ) -> Any:
     """Returns a program; results of the last one take over input buffers."""
     forms = [_form(v) for v in outs if v not in ins] if is_last else []
-    kept = {*self._known, *self._jaxpr.invars} - self._given | {*outs}
+    kept = ({*self._known, *self._jaxpr.invars} - self._given) | {*outs}
     donated = []
     for i, v in enumerate(ins):
       if v not in kept and _form(v) in forms:
