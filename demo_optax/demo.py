@@ -320,14 +320,16 @@ def _check_state(
       for keys, x in leaves_of(config.state_on_device)
   }
   for keys in (*made, *needed):
-    size, shape = made.get(keys), needed.get(keys)
+    size, shape, name = made.get(keys), needed.get(keys), dotted(keys)
     if size != shape:
+      must = f'have {name} of shape {shape}, got {size}'
+      if size is None or shape is None:
+        must = f'have {name}' if shape else f'not have {name}'
       raise ValueError(
-          f'The state must have {dotted(keys)} of shape {shape} for {workers}'
-          f' and {config}, got {size}; its first axis is that of the workers.'
-          ' Make the state with tx.init of the transformation and workers that'
-          ' update uses, or take over its momentum by'
-          ' demo_optax.checkpoint.from_leaves(..., resize=True).'
+          f'The state must {must}, for {workers} and {config}; its first axis'
+          ' is that of the workers. Make the state with tx.init of the'
+          ' transformation and workers that update uses, or take over its'
+          ' momentum by demo_optax.checkpoint.from_leaves(..., resize=True).'
       )
 
 

@@ -260,7 +260,8 @@ def _leaf_bytes(leaf: Leaf, alone: Leaf) -> LeafBytes:
     of_chunk = (
         'whole' if grid.whole else _times(grid.lengths[-2:]),
         'all' if form.k == form.n else f'{form.k}',
-        'shared' if form.shared else code.name if code else '-',
+        'shared' if form.shared else 'group' if form.grouped
+        else code.name if code else '-',
         f'{index_bits:.2f}' if code else '-',
         form.values,
     )

@@ -108,6 +108,8 @@ class _Share:
   rate: float
 
   def __post_init__(self) -> None:
+    if isinstance(self.rate, bool) or not isinstance(self.rate, int | float):
+      raise TypeError(f'rate={self.rate!r} must be a Python number.')
     _checks.check_range('rate', self.rate, '(0, 1]')
 
   def count(self, n: int) -> int:

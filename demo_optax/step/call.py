@@ -222,7 +222,11 @@ def analyse(
     variable.role = _role(variable, True, o)
     variable.kind = kind or ('stream' if variable.role == 'key' else 'state')
     arrays.append(variable)
-  if {'mini_step', 'gradient_step'} <= {x.keys[-1] for x in arrays}:
+  multi_steps = [
+      {x.keys[: x.keys.index(field)] for x in arrays if field in x.keys}
+      for field in ('mini_step', 'gradient_step', 'acc_grads')
+  ]
+  if set.intersection(*multi_steps):
     raise ValueError(
         'The optimizer of a data_parallel step must not be in optax.MultiSteps,'
         ' which would exchange in every call and drop all results but the last.'
@@ -283,7 +287,9 @@ def _shared(step: str, o: Options, arguments: list[Argument]) -> list[bool]:
         f' Flax object, a dataclass or a state of scale_by_demo. {_REMEDY}'
     )
   params = [p for a in arguments for p in _params_of_states(a)]
-  held = [any(p <= part for p in params) for part in map(_parts, arguments)]
+  held = [
+      any(p <= part for part in _parts(a) for p in params) for a in arguments
+  ]
   found = [a.holds_state or holds for a, holds in zip(arguments, held)]
   cut = [a for a, is_shared in zip(arguments, found) if not is_shared]
   rows = {x.shape[:1] for a in cut for x in a.arrays}
@@ -298,14 +304,14 @@ def _shared(step: str, o: Options, arguments: list[Argument]) -> list[bool]:
   return found
 
 
-def _parts(argument: Argument) -> Params:
-  """Returns the paths and shapes of arrays in an argument and its parts."""
-  return frozenset(
-      (x.keys[start:], x.shape)
-      for x in argument.arrays
-      # A part of a single array would match too easily.
-      for start in range(1, max(2, len(x.keys)))
-  )
+def _parts(argument: Argument) -> list[Params]:
+  """Returns paths and shapes of the arrays of an argument, and of each part."""
+  parts: dict[Keys, set[Any]] = {}
+  for x in argument.arrays:
+    # A part of a single array would match too easily.
+    for start in range(1, max(2, len(x.keys))):
+      parts.setdefault(x.keys[:start], set()).add((x.keys[start:], x.shape))
+  return [*map(frozenset, parts.values())]
 
 
 def _params_of_states(argument: Argument) -> list[Params]:

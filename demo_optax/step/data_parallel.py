@@ -260,11 +260,10 @@ class DataParallelStep:
             ' demo_optax.checkpoint.from_leaves(..., resize=True).'
         )
     has_own_device = workers.mesh and not workers.param_specs.all_sizes
-    with _explained(workers):
-      if workers.relay is not None or has_own_device:
-        found, returned = self._run_own(call, arrays, index)
-      else:
-        found, returned = self._run_mapped(call, arrays, workers)
+    if workers.relay is not None or has_own_device:
+      found, returned = self._run_own(call, arrays, index)
+    else:
+      found, returned = self._run_mapped(call, arrays, workers)
     return [results.hold(workers, r, call.axis) for r in found], returned
 
   def _run_mapped(
@@ -279,7 +278,8 @@ class DataParallelStep:
       )(arrays)
       self._check_rows(call, closed.jaxpr)
       build = jax.tree.structure(like).unflatten
-      own, returned = build(core.jaxpr_as_fun(closed)(*arrays))
+      with _explained(self.workers):
+        own, returned = build(core.jaxpr_as_fun(closed)(*arrays))
       variables, _ = build(closed.jaxpr.outvars)
       for r, v in zip(own, variables):
         if r.role == 'added' and not programs.adds(
@@ -389,7 +389,8 @@ class DataParallelStep:
       inside.enter(call.own_params, own)
     (args, kwargs), objects = call.form.merge(own, inner=True)
     variables = [keys for keys, _ in modules.variables(objects)]
-    returned = self._step(*args, **kwargs)
+    with _explained(self.workers):
+      returned = self._step(*args, **kwargs)
     modules.check_variables(variables, objects)
     return results.collect(call, returned, objects, arrays, own)
 

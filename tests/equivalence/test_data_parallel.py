@@ -511,3 +511,23 @@ def test_objects_that_a_step_closes_over(use):
   step = decorate(lambda x: use(model, x), batch_argnums=0)
   with pytest.raises(ValueError, match='(?s)trace level.*Make it an argument'):
     step(batch())
+
+
+def test_batches_that_look_like_parts_of_a_state():
+  """Parameters in pieces are a batch; names of `optax.MultiSteps` are names."""
+  workers = demo_optax.Workers.simulated(2)
+  params = {'w': jnp.ones((8, 2)), 'b': jnp.ones(8)}
+  state = demo_optax.demo(0.1, workers=workers).init(params)
+
+  @demo_optax.data_parallel(workers)
+  def step(params, state, teacher):
+    assert params['b'].shape == (8,)
+    return teacher['left']['w'].sum(axis=1), teacher['right']['b'].shape[0]
+
+  teacher = {'left': {'w': jnp.ones((8, 2))}, 'right': {'b': jnp.ones(8)}}
+  rows, seen = step(params, state, teacher)
+  assert rows.shape == (8,) and seen == 4
+  counts = {'mini_step': 1, 'gradient_step': 2}
+  mean = demo_optax.data_parallel(workers, batch_argnums=1)(
+      lambda counts, x: x.mean() + counts['mini_step'])
+  assert mean(counts, jnp.arange(8.0)) == 4.5

@@ -61,6 +61,8 @@ def init_muon(rule):
         compressors.TopK(4), compressors.RandomOrthogonal(), (1, 768)), 2), ValueError,
      '768 is above 256'),
     (lambda: compressors.RandomSubset(0.0), ValueError, r'rate=0.0 is not in \(0, 1\]'),
+    (lambda: compressors.Striding(True), TypeError, 'rate=True must be a Python number'),
+    (lambda: compressors.Striding(jnp.float32(0.5)), TypeError, 'must be a Python number'),
     (lambda: compressors.Striding('all'), TypeError, "rate='all'"),
     (lambda: compressors.RandomSubset(0.1, seed=-1), ValueError, 'seed=-1'),
     (lambda: compressors.RandomSubset(0.1, seed=0.5), TypeError, 'seed=0.5'),
