@@ -265,7 +265,10 @@ def scale_by_demo(
     metrics, own = algorithm.no_metrics(), state.worker_stacked
     if not all(left_out):
       algorithm.note(config)
-      found, own, metrics = algorithm.run(
+      run: Any = algorithm.run
+      if workers.relay is not None:  # joins what a nested jit would keep apart
+        run = run.__wrapped__
+      found, own, metrics = run(
           workers, config, [g for _, g in flat], own,
           algorithm.Hyper(state.count, *hyper),
       )

@@ -239,8 +239,7 @@ def note(config: ExchangeConfig) -> None:
     found.append(config)
 
 
-# Jitted, to be one computation outside of a user's jit. Inlined inside of it:
-# a step with a relay then joins all its exchanges into one message.
+# Jitted, to be one computation outside of a user's jit.
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def run(
     workers: Workers,

@@ -1,8 +1,4 @@
-"""Optimizers in one line: chains of optax around the exchange.
-
-`demo` is the method as published; `demo_muon` has every worker orthonormalise
-its momentum before it is compressed.
-"""
+"""Optimizers in one line: chains of optax around the exchange."""
 
 from demo_optax.recipes.links import scale_to_unit_rms
 from demo_optax.recipes.matrices import muon_dimension_numbers

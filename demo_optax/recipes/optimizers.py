@@ -1,4 +1,4 @@
-"""Optimizers in one line: chains of optax around the exchange."""
+"""`demo` as published, and `demo_muon`, which orthonormalises before it sends."""
 
 import dataclasses
 import functools
