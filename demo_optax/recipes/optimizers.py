@@ -1,4 +1,4 @@
-"""`demo` as published, and `demo_muon`, which orthonormalises before it sends."""
+"""`demo` as published; `demo_muon`, which orthonormalises before it compresses."""
 
 import dataclasses
 import functools
