@@ -1,4 +1,4 @@
-"""`demo` as published; `demo_muon`, which orthonormalises before it compresses."""
+"""The recipes: `demo` as published, and `demo_muon` with local Muon."""
 
 import dataclasses
 import functools
