@@ -265,9 +265,8 @@ def scale_by_demo(
     metrics, own = algorithm.no_metrics(), state.worker_stacked
     if not all(left_out):
       algorithm.note(config)
-      run: Any = algorithm.run
-      if workers.relay is not None:  # joins what a nested jit would keep apart
-        run = run.__wrapped__
+      # With a relay a step joins exchanges; a nested jit would keep them apart.
+      run = algorithm.run if workers.relay else algorithm.run_jitted
       found, own, metrics = run(
           workers, config, [g for _, g in flat], own,
           algorithm.Hyper(state.count, *hyper),

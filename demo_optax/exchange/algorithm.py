@@ -239,8 +239,6 @@ def note(config: ExchangeConfig) -> None:
     found.append(config)
 
 
-# Jitted, to be one computation outside of a user's jit.
-@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def run(
     workers: Workers,
     config: ExchangeConfig,
@@ -284,6 +282,10 @@ def run(
       for i, u in zip(exchanged, updates)
   ]
   return updates, state, metrics
+
+
+# One computation also outside of a user's jit.
+run_jitted = jax.jit(run, static_argnums=(0, 1), inline=True)
 
 
 def _is_valid(

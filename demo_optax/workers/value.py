@@ -168,8 +168,8 @@ class Workers:
       keys: the worker's file of keys, which `python -m demo_optax.remote keys`
         writes; needed beyond loopback.
       mesh: the devices of this worker, if there are several, with axes of type
-        Auto. All workers must have meshes of one shape. If the worker
-        has several processes, it spans their devices; the first one connects.
+        Auto. All workers must have meshes of one shape. If the worker has
+        several processes, it spans their devices; the first one connects.
       param_specs: how parameters are sharded over them; see `on_mesh`.
     """
     if not 0 <= rank < count:

@@ -131,7 +131,7 @@ def test_a_damaged_message_excludes_its_sender_from_that_owners_chunks(monkeypat
   gradients = random_tree(0, {'w': (32, 128)}, lead=(4,))
 
   def update_of(gradients):
-    algorithm.run.clear_cache()
+    algorithm.run_jitted.clear_cache()
     tx = owners(workers, 'float32')
     updates, state = tx.update(gradients, tx.init(params), params)
     return np.asarray(updates['w']), demo_optax.exchange_info(state)
@@ -142,7 +142,7 @@ def test_a_damaged_message_excludes_its_sender_from_that_owners_chunks(monkeypat
   damage[0] = False
   gradients['w'][1] = np.nan
   alone, _ = update_of(gradients)
-  algorithm.run.clear_cache()
+  algorithm.run_jitted.clear_cache()
   assert info['num_excluded'] == 1
   chunks = [slice(32 * i, 32 * i + 32) for i in range(4)]
   for i, chunk in enumerate(chunks):

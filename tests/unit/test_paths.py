@@ -22,7 +22,7 @@ SHAPES = {
 
 def take(way, monkeypatch):
   fast = way == 'fast'
-  algorithm.run.clear_cache()  # compiled by another way
+  algorithm.run_jitted.clear_cache()  # compiled by another way
   monkeypatch.setattr(paths, 'PIECE', 1024)
   monkeypatch.setattr(paths, 'num_pieces', lambda p, _: p if fast else 1)
   monkeypatch.setattr(
