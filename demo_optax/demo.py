@@ -181,12 +181,7 @@ def scale_by_demo(
     _checks.check_range('gradient_weight', gradient_weight, '(-inf, inf)')
   _checks.check_range('alpha', alpha, '[0, 1]')
   _checks.check_choice('average', average, get_args(topk.Average))
-  written = resolve_update_values(exchange, update_values)
-  if workers.relay is not None and exchange == 'all_to_all':
-    raise ValueError(
-        "exchange must be 'all_gather' or 'auto' with a relay, which sends all"
-        " messages to all workers, got 'all_to_all'."
-    )
+  written = resolve_update_values(exchange, update_values, workers)
 
   def config_of(tree: Any, leaves: list[Any]) -> algorithm.ExchangeConfig:
     """Returns the static part of the exchange."""
@@ -211,15 +206,15 @@ def scale_by_demo(
       return DeMoState(nothing, nothing, nothing, nothing)
     flat = jax.tree_util.tree_flatten_with_path(params)[0]
     config = config_of(params, [(path, np.shape(x), x) for path, x in flat])
+    types, structure = jax.tree.flatten(config.state_on_device)
     return DeMoState(
         count=workers.device_put(jnp.zeros((), jnp.int32)),
         metrics=workers.device_put(algorithm.no_metrics()),
         layout=LayoutOf(
             workers.device_put(jnp.asarray(config.layout.digest)), config.layout
         ),
-        worker_stacked=jax.tree.map(
-            lambda x: lift.bucket_zeros(workers, x.shape, x.dtype),
-            config.state_on_device,
+        worker_stacked=structure.unflatten(
+            lift.bucket_zeros(workers, tuple(types))
         ),
     )
 
@@ -349,9 +344,16 @@ def check_digest(digest: Any, layout: Layout) -> None:
     )
 
 
-def resolve_update_values(exchange: str, update_values: str | None) -> str:
-  """Returns the code of updates; raises unless both arguments make sense."""
+def resolve_update_values(
+    exchange: str, update_values: str | None, workers: Workers
+) -> str:
+  """Returns the code of updates; raises unless the arguments make sense."""
   _checks.check_choice('exchange', exchange, get_args(algorithm.ExchangeKind))
+  if workers.relay is not None and exchange == 'all_to_all':
+    raise ValueError(
+        "exchange must be 'all_gather' or 'auto' with a relay, which sends all"
+        " messages to all workers, got 'all_to_all'."
+    )
   if update_values is not None:
     _checks.check_choice('update_values', update_values, UPDATE_VALUES)
     return update_values

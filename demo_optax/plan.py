@@ -201,7 +201,6 @@ def plan(
     workers = Workers.simulated(workers)
   specs, axis, count = workers.param_specs, workers.axis_name, workers.count
   is_relayed = workers.relay is not None
-  exchange = 'all_gather' if is_relayed else exchange
   flat = jax.tree_util.tree_flatten_with_path(params)[0]
   shapes = [(path, np.shape(x), x) for path, x in flat]
   compressors = per_parameter.per_leaf(compressor, params)
@@ -214,8 +213,9 @@ def plan(
   )
   averaged = [_shard_bytes(layout.leaves[i]) for i in layout.averaged]
   ordered = sum(size for size in averaged if size <= ORDERED_BYTES)
-  written = resolve_update_values(exchange, update_values)
-  config = make_config(layout, 'senders', exchange, count, written)
+  written = resolve_update_values(exchange, update_values, workers)
+  kind = 'all_gather' if is_relayed else exchange
+  config = make_config(layout, 'senders', kind, count, written)
   sizes = {
       name: math.prod(shape) * np.dtype(dtype).itemsize
       for name, (shape, dtype) in config.packer.shapes.items()

@@ -1,7 +1,8 @@
 """Checks that all devices, workers and processes hold the same bits.
 
-Reading a replicated array shows one copy. Here every device digests its copy,
-and only digests (8 bytes per leaf and device) are gathered and compared.
+Reading a replicated array shows one copy. Here every device digests its copy
+(NumPy that of a CPU), and only digests, 8 bytes per leaf and device, are
+gathered and compared.
 """
 
 import collections
@@ -16,7 +17,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from demo_optax import _tree
-from demo_optax.numerics import bits, prng
+from demo_optax.numerics import bits, platform, prng
 from demo_optax.workers import Workers
 
 
@@ -159,19 +160,20 @@ def _holders(x: Any) -> list[tuple[Any, int, str]]:
   return [(None, p, b) for p in range(jax.process_count()) for _, _, b in here]
 
 
-def _digest_blocks(x: Any) -> list[jax.Array]:
+def _digest_blocks(x: Any) -> list[Any]:
   """Digests the blocks of an array in this process, as `_holders` orders."""
   if not isinstance(x, jax.Array):
     x = np.asarray(x)
-    if x.dtype.itemsize > 4:  # JAX would make 32 bits of 64
-      x = np.ascontiguousarray(x).reshape(*x.shape, 1).view(np.uint32)
     return [bits.digest_block(x, np.zeros(x.ndim, np.uint32), x.shape)]
   if prng.is_key_array(x):
     x = jax.random.key_data(x)
   found = []
   for shard in sorted(x.addressable_shards, key=lambda s: s.device.id):
     start = np.array([s.start or 0 for s in shard.index], np.uint32)
+    block = shard.data
+    if platform.digests_on_host(shard.device):
+      block = np.asarray(block)
     # On this device, not on the mesh that the caller has set.
     with jax.set_mesh(Mesh([shard.device], ('device',))):
-      found.append(bits.digest_block(shard.data, start, x.shape))
+      found.append(bits.digest_block(block, start, x.shape))
   return found

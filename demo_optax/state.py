@@ -64,7 +64,7 @@ def momentum(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
     for number, bucket in enumerate(layout.buckets):
       parts |= cutting.cut_bucket(
           layout, number, arrays[*root, STACKED, 'momentum', bucket.name],
-          lambda leaf, c: cutting.decode(c, *cutting.cut_of(leaf)),
+          decoded=True,
       )
     for i, part in sorted(parts.items()):
       name = layout.leaves[i].name

@@ -238,10 +238,8 @@ def _target(shape: tuple[int, ...], dtype: str, like: Any) -> Any:
   On the host if that has no place for it on devices, and for keys.
   """
   sharding = getattr(like, 'sharding', None)
-  if (
-      sharding is None
-      or str(like.dtype) != dtype
-      or (jax.process_count() > 1 and sharding.is_fully_addressable)
+  if sharding is None or str(like.dtype) != dtype or (
+      jax.process_count() > 1 and sharding.is_fully_addressable
   ):
     return np.broadcast_to(np.zeros((), dtype), shape)
   sharding = cutting.auto(cutting.fit_sharding(shape, sharding))

@@ -120,7 +120,7 @@ def from_leaves(
     if not _paths.is_stacked(keys) or len(made) == len(x):
       return made
     is_key = prng.is_key(keys, x)
-    return _run(lambda y: regroup(y, len(x), is_key), made, x)
+    return _run(regroup, made, x, len(x), is_key)
 
   return jax.tree_util.tree_map_with_path(
       lambda path, x: _placed(restored(path, x), x), like
@@ -146,7 +146,7 @@ def _of_one_owner(bucket: tuple[int, ...], x: Any) -> Any:
   sharding = cutting.fit_sharding(shape, getattr(x, 'sharding', None))
   if isinstance(x, jax.ShapeDtypeStruct):
     return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
-  return cutting.run(lambda x: regroup_owned(x, shape), x, sharding)
+  return cutting.run(regroup_owned, x, sharding, shape)
 
 
 def _bucket(
@@ -176,7 +176,7 @@ def _bucket(
   x = cutting.fill_bucket(layout, number, found, whole, convert)
   if not owned:
     return x
-  return _run(lambda x: regroup_owned(x, like.shape), x, like)
+  return _run(regroup_owned, x, like, like.shape)
 
 
 def _cut(record: Record, layout: Layout) -> cutting.Cut:
@@ -275,9 +275,9 @@ def _near(x: Any, like: Any) -> Any:
   return jax.device_put(x, cutting.auto(fit))
 
 
-def _run(fun: Callable[[Any], Any], x: Any, like: Any) -> Any:
+def _run(fun: Callable[..., Any], x: Any, like: Any, *static: Any) -> Any:
   x = np.asarray(x) if isinstance(like, np.ndarray) else _near(x, like)
-  return cutting.run(fun, x, getattr(like, 'sharding', None))
+  return cutting.run(fun, x, getattr(like, 'sharding', None), *static)
 
 
 def _placed(x: Any, like: Any) -> Any:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from demo_optax.codes import indices as index_codes
 from demo_optax.codes.parts import Code
 from demo_optax.codes.values import CODES, ValueCode
-from demo_optax.numerics import groups, platform
+from demo_optax.numerics import groups, plain, platform
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +100,7 @@ class ChunkFormat:
     bool `[workers]`, whether the words are a valid selection, of values up to
     `max_magnitude`.
     """
-    if platform.one_payload_at_a_time():
+    if platform.one_payload_at_a_time(chunks * self.n):
       return jax.lax.map(lambda row: self._decode(row, chunks), data)
     return self._decode(data, chunks)
 
@@ -117,10 +117,10 @@ class ChunkFormat:
       indices = groups.indices(indices)  # distinct by construction
     else:
       edge = [(0, 0)] * (indices.ndim - 1) + [(1, 0)]
-      good &= indices > jnp.pad(indices[..., :-1], edge, constant_values=-1)
+      good &= indices > plain.pad(indices[..., :-1], edge, value=-1)
     good &= indices < self.n
     valid = jnp.all(good, axis=(-2, -1))  # one reduction, one kernel
     # Gathers and scatters are promised ascending indices in [0, n): replace
     # those of excluded workers as well.
     first = index_codes.order_of(indices)
-    return jnp.where(valid[..., None, None], indices, first), values, valid
+    return plain.where(valid[..., None, None], indices, first), values, valid

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from demo_optax.codes.parts import Code, Parts, as_row
+from demo_optax.numerics import plain
 
 _MAX = np.finfo(np.float32).max
 _TINY = np.finfo(np.float32).tiny
@@ -118,7 +119,7 @@ class Ternary(ValueCode):
     signs = (values > 0).astype(jnp.int8) - (values < 0).astype(jnp.int8)
     digits = as_row(signs + jnp.int8(1))
     missing = size * len(_POWERS) - chunks * k
-    digits = jnp.pad(digits, [(0, 0)] * len(batch) + [(0, missing)])
+    digits = plain.pad(digits, [(0, 0)] * len(batch) + [(0, missing)])
     digits = digits.reshape(*batch, len(_POWERS), size)
     data = jnp.sum(digits * _powers(len(batch)), axis=-2, dtype=jnp.uint32)
     return data, signs.astype(values.dtype)
@@ -128,7 +129,7 @@ class Ternary(ValueCode):
     *batch, _ = data.shape
     digits = data[..., None, :] // _powers(len(batch)) % jnp.uint32(3)
     known = data[..., None, :] < jnp.uint32(3 * _POWERS[-1])
-    signs = jnp.where(known, digits, jnp.uint32(1)).astype(jnp.int32) - 1
+    signs = plain.where(known, digits, jnp.uint32(1)).astype(jnp.int32) - 1
     signs = signs.reshape(*batch, -1)[..., : chunks * self.k]
     return signs.astype(self.dtype).reshape(*batch, chunks, self.k)
 
@@ -139,14 +140,14 @@ def _nearest_levels(
   """Rounds values to levels; the largest magnitude becomes `limit`."""
   largest = jnp.max(jnp.abs(values), axis=-1, keepdims=True)
   scales = _scales(largest.astype(jnp.float32) * np.float32(1 / limit), limit)
-  inverse = jnp.where(scales > 0, 1 / scales, 0).astype(values.dtype)
+  inverse = plain.where(scales > 0, 1 / scales, 0).astype(values.dtype)
   # The scale may have been rounded down, or be the largest there is.
   return jnp.clip(jnp.round(values * inverse), -limit, limit), scales
 
 
 def _signs(values: jax.Array, limit: int) -> tuple[jax.Array, jax.Array]:
   """Returns the signs, and the mean magnitude: the scale of least squares."""
-  levels = jnp.where(values >= 0, limit, -limit)
+  levels = plain.where(values >= 0, jnp.full_like(values, limit), -limit)
   return levels, _scales(_mean_magnitude(values), limit)
 
 
@@ -156,7 +157,7 @@ def _mean_magnitude(values: jax.Array) -> jax.Array:
   width = 1 << (k - 1).bit_length()
   # Clip so that the sum cannot overflow; such values' scale is irrelevant.
   x = jnp.minimum(jnp.abs(values), float(_MAX) / width).astype(jnp.float32)
-  x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - k)])
+  x = plain.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - k)])
   while width > 1:
     width //= 2
     x = x[..., :width] + x[..., width:]
@@ -187,7 +188,7 @@ def _without_subnormals(x: jax.Array) -> jax.Array:
   Some devices and threads flush them, others do not. A subnormal scale has no
   finite inverse.
   """
-  return jnp.where(jnp.abs(x) < float(_TINY), 0, x)
+  return plain.where(jnp.abs(x) < float(_TINY), 0, x)
 
 
 def _to_halves(x: jax.Array) -> jax.Array:

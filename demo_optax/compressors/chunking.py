@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from demo_optax.compressors.bases import Basis
-from demo_optax.numerics import platform, rounding
+from demo_optax.numerics import plain, platform, rounding
 
 # XLA:CPU rounds products of few rows differently: a chunk's bits would depend
 # on the number of chunks, and so of workers. It is uniform from 96 rows on.
@@ -168,7 +168,7 @@ def to_chunks(x: jax.Array, grid: ChunkGrid) -> jax.Array:
   """Cuts an array `[*grid.shape]` into chunks `[num_chunks, n]`."""
   x = x.reshape(grid.folded)
   if any(grid.ends):
-    x = jnp.pad(x, [(0, p) for p in grid.ends])
+    x = plain.pad(x, [(0, p) for p in grid.ends])
   (batch, rows, cols), (row_length, col_length) = grid.folded_counts, grid.sides
   x = x.reshape(batch, rows, row_length, cols, col_length)
   return x.transpose(0, 1, 3, 2, 4).reshape(grid.num_chunks, -1)
@@ -285,7 +285,7 @@ def _apply(x: jax.Array, matrix: np.ndarray) -> jax.Array:
   chunks, *others = x.shape
   missing = -(-_MIN_ROWS // math.prod(others[:-1])) - chunks
   if missing > 0:
-    x = jnp.pad(x, [(0, missing), *[(0, 0)] * len(others)])
+    x = plain.pad(x, [(0, missing), *[(0, 0)] * len(others)])
   factor = jnp.asarray(matrix, x.dtype)
   if platform.joins_products(x.size):
     factor = rounding.hidden(factor, x.reshape(-1, x.shape[-1])[:1, :1])

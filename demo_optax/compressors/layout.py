@@ -30,7 +30,7 @@ from demo_optax.compressors.bases import Basis
 from demo_optax.compressors.chunking import ChunkGrid
 from demo_optax.compressors.compressor import Compressor, Frozen, LeafPlan
 from demo_optax.compressors.selectors import Selector
-from demo_optax.numerics import platform
+from demo_optax.numerics import plain, platform
 from demo_optax.workers.param_specs import REPLICATED, ParamSharding, ParamSpecs
 
 # Describes a leaf in JSON, so that it can be saved with arrays.
@@ -109,7 +109,7 @@ class Bucket:
         x, device * self.num_chunks, self.num_chunks
     )
     widths = [(0, self.rows - self.num_chunks), *[(0, 0)] * (x.ndim - 1)]
-    return jnp.pad(x, widths)
+    return plain.pad(x, widths)
 
   def strip(self, x: jax.Array) -> jax.Array:
     """Cuts `[rows, k]` to the chunks that are sent."""
@@ -292,7 +292,7 @@ class Layout:
     ]
     if missing := shape[0] - sum(map(len, parts)):
       parts.append(jnp.zeros_like(parts[0], shape=(missing, *unit)))
-    if platform.concatenates(bucket.sides[0]):
+    if len(parts) == 1 or platform.concatenates(bucket.sides[0]):
       filled = jnp.concatenate(parts)
     else:
       filled, start = jnp.zeros_like(parts[0], shape=shape), 0
@@ -334,7 +334,7 @@ class Layout:
       if bucket.num_devices == 1:
         old = jax.lax.slice_in_dim(c, start, stop)
         x = chunking.clear_padding(old, grid, bucket.basis)
-        x = jnp.where(valid, x, old)
+        x = plain.where(valid, x, old)
         c = jax.lax.dynamic_update_slice_in_dim(c, x, start, 0)
         continue
       # The chunks of this device are unknown when traced: project all of them
@@ -343,7 +343,7 @@ class Layout:
         flags = np.zeros(bucket.num_devices * bucket.num_chunks, bool)
         flags[start:stop].reshape(-1, *grid.folded_counts[1:])[at] = True
         mine = bucket.of_device(jnp.asarray(flags), device)
-        c = jnp.where(mine[:, None] & valid, project(c), c)
+        c = plain.where(mine[:, None] & valid, project(c), c)
     return c
 
 

@@ -29,49 +29,49 @@ Cut = tuple[ChunkGrid, tuple[int, ...], Basis | None]
 
 
 def cut_bucket(
-    layout: Layout,
-    number: int,
-    bucket: Any,
-    fun: Callable[[Leaf, Any], Any] | None = None,
+    layout: Layout, number: int, bucket: Any, decoded: bool = False
 ) -> dict[int, Any]:
   """Cuts the leaves out of a bucket: coefficients by leaf number.
 
-  They are sharded as the parameters. `fun` takes the coefficients of a leaf to
-  parameter space. The bucket may be a `jax.ShapeDtypeStruct`, for shapes.
+  They are sharded as the parameters, and in parameter space if `decoded`. The
+  bucket may be a `jax.ShapeDtypeStruct`, for shapes.
   """
-  like, members = layout.buckets[number], layout.members(number)
-
-  def cut(x: Any) -> dict[int, Any]:
-    sizes, order, used = _devices(layout, number)
-    x = x.reshape(len(x), *sizes, *like.shape)[..., : like.num_chunks, :]
-    x = x.transpose(0, *order, -2, -1)
-    x = x.reshape(*x.shape[: 1 + used], -1, *like.unit)
-    found = {}
-    for i in members:
-      leaf = layout.leaves[i]
-      rows = slice(leaf.offset, leaf.offset + leaf.size)
-      c = x[(slice(None),) * (1 + used) + (rows,)]
-      c = c.transpose(0, *_by_dimension(leaf), *range(1 + used, c.ndim))
-      blocks, shape = leaf.sharding.blocks, leaf.grid.coefficients_shape
-      c = _join(c.reshape(len(x), *blocks, *shape), blocks)
-      found[i] = fun(leaf, c) if fun else c
-    return found
-
-  made = jax.eval_shape(cut, jax.ShapeDtypeStruct(bucket.shape, bucket.dtype))
   sharding, inner = getattr(bucket, 'sharding', None), dict(layout.axis_sizes)
-  out = dict.fromkeys(members, sharding)
-  if isinstance(sharding, NamedSharding):
-    worker = [a for a in names_of(sharding.spec) if a not in inner] or [None]
-    for i in members:
-      spec = P(*worker, *layout.leaves[i].sharding.spec)
-      place = NamedSharding(sharding.mesh, spec)
-      out[i] = fit_sharding(made[i].shape, place)
+  shapes, out = {}, {}
+  for i in layout.members(number):
+    leaf = layout.leaves[i]
+    *counts, n = leaf.grid.coefficients_shape
+    of_all = [b * d for b, d in zip(leaf.sharding.blocks, counts)]
+    shapes[i] = bucket.shape[0], *(leaf.shape if decoded else (*of_all, n))
+    out[i] = sharding
+    if isinstance(sharding, NamedSharding):
+      worker = [a for a in names_of(sharding.spec) if a not in inner] or [None]
+      place = NamedSharding(sharding.mesh, P(*worker, *leaf.sharding.spec))
+      out[i] = fit_sharding(shapes[i], place)
   if isinstance(bucket, jax.ShapeDtypeStruct):
     return {
-        i: jax.ShapeDtypeStruct(x.shape, bucket.dtype, sharding=out[i])
-        for i, x in made.items()
+        i: jax.ShapeDtypeStruct(shape, bucket.dtype, sharding=out[i])
+        for i, shape in shapes.items()
     }
-  return run(cut, bucket, out)
+  return run(_cut, bucket, out, layout, number, decoded)
+
+
+def _cut(x: Any, layout: Layout, number: int, decoded: bool) -> dict[int, Any]:
+  like = layout.buckets[number]
+  sizes, order, used = _devices(layout, number)
+  x = x.reshape(len(x), *sizes, *like.shape)[..., : like.num_chunks, :]
+  x = x.transpose(0, *order, -2, -1)
+  x = x.reshape(*x.shape[: 1 + used], -1, *like.unit)
+  found = {}
+  for i in layout.members(number):
+    leaf = layout.leaves[i]
+    rows = slice(leaf.offset, leaf.offset + leaf.size)
+    c = x[(slice(None),) * (1 + used) + (rows,)]
+    c = c.transpose(0, *_by_dimension(leaf), *range(1 + used, c.ndim))
+    blocks, shape = leaf.sharding.blocks, leaf.grid.coefficients_shape
+    c = _join(c.reshape(len(x), *blocks, *shape), blocks)
+    found[i] = decode(c, *cut_of(leaf)) if decoded else c
+  return found
 
 
 def fill_bucket(
@@ -190,18 +190,21 @@ def _pad(x: Any, axis: int, length: int) -> Any:
 # Arrays on meshes -------------------------------------------------------------
 
 
-def run(fun: Callable[[Any], Any], args: Any, shardings: Any) -> Any:
-  """Calls `fun` on arrays that may span devices and processes.
+def run(
+    fun: Callable[..., Any], args: Any, shardings: Any, *static: Any
+) -> Any:
+  """Calls `fun(args, *static)` on arrays that may span devices and processes.
 
   Jitted, unless `args` are traced, or NumPy's without `shardings` of results.
-  XLA chooses a sharding that is `None`.
+  XLA chooses a sharding that is `None`. The same function, not a closure, is
+  compiled once for equal `static`.
   """
   leaves = jax.tree.leaves(args)
   on_host = all(isinstance(x, np.ndarray) for x in leaves)
   if any(isinstance(x, jax.core.Tracer) for x in leaves) or (
       on_host and not jax.tree.leaves(shardings)
   ):
-    return fun(args)
+    return fun(args, *static)
   args = jax.tree.map(
       lambda x: on_mesh(x, auto(x.sharding)) if isinstance(x, jax.Array) else x,
       args,
@@ -214,7 +217,10 @@ def run(fun: Callable[[Any], Any], args: Any, shardings: Any) -> Any:
   ]
   # Not under the mesh that the caller has set, whose types may be Explicit.
   with jax.set_mesh(meshes[0]) if meshes else contextlib.nullcontext():
-    found = jax.jit(fun, out_shardings=inner)(args)
+    jitted = jax.jit(
+        fun, static_argnums=range(1, 1 + len(static)), out_shardings=inner
+    )
+    found = jitted(args, *static)
   return jax.tree.map(
       lambda sharding, x: on_mesh(x, sharding), shardings, found,
       is_leaf=lambda x: x is None,

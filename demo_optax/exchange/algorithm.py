@@ -23,7 +23,7 @@ from demo_optax.compressors.layout import Layout
 from demo_optax.exchange import arithmetic
 from demo_optax.exchange.message import Packer, Report
 from demo_optax.exchange.owners import UpdatePacker
-from demo_optax.numerics import platform, rounding, topk
+from demo_optax.numerics import plain, platform, rounding, topk
 from demo_optax.workers import Group, Spec, Workers, lift
 from demo_optax.workers.collectives import gather, sums
 
@@ -180,7 +180,7 @@ def exchange(
   given = valid if included is None else valid & included
   residual = {}
   for i, bucket in enumerate(buckets):
-    leaving = jnp.where(given, rounding.mul_no_fma(hyper.alpha, sent[i]), 0)
+    leaving = plain.where(given, rounding.mul_no_fma(hyper.alpha, sent[i]), 0)
     m = arithmetic.subtract(bucket, momentum[i], selected[i].indices, leaving)
     residual[bucket.name] = layout.clear_padding(i, m, devices[i], valid)
 
@@ -299,9 +299,8 @@ def _is_valid(
   False also for a hyperparameter that is not finite, and for a decay or alpha
   outside [0, 1].
   """
-  good = [jnp.isfinite(jnp.asarray(hyper.weight)).all()]
-  for x in map(jnp.asarray, (hyper.alpha, hyper.decay)):
-    good.append(((x >= 0) & (x <= 1)).all())
+  good = [jnp.isfinite(hyper.weight)]
+  good += [(x >= 0) & (x <= 1) for x in (hyper.alpha, hyper.decay)]
   for g in chunks:
     weight = jnp.asarray(hyper.weight, g.dtype)
     largest = MAX_GRADIENT_SHARE * float(jnp.finfo(g.dtype).max)
@@ -339,7 +338,7 @@ def _averages(
   count = valid.astype(jnp.int32)  # the total, from the first sum on
   for axes, members in alike.items():
     own = [gradients[i].astype(layout.leaves[i].dtype) for i in members]
-    own = [jnp.where(valid, x, jnp.zeros_like(x)) for x in own]
+    own = [plain.where(valid, x, jnp.zeros_like(x)) for x in own]
     summed = sums([*own, *([] if axes else [count])], group.axis)
     count = count if axes else summed[-1]
     for i, total in zip(members, summed):
@@ -369,4 +368,4 @@ def _metrics(layout: Layout, group: Group, report: Report) -> Metrics:
 
 
 def _ratio(a: jax.Array, b: jax.Array) -> jax.Array:
-  return jnp.where(b > 0, a / jnp.where(b > 0, b, 1), 0)
+  return plain.where(b > 0, a / plain.where(b > 0, b, 1), 0)

@@ -9,7 +9,7 @@ from demo_optax.compressors import chunking
 from demo_optax.compressors.layout import Bucket
 from demo_optax.compressors.selectors import TopK
 from demo_optax.exchange.message import Received, Selected, energy
-from demo_optax.numerics import platform, rounding, topk
+from demo_optax.numerics import plain, platform, rounding, topk
 
 
 def accumulate_and_select(
@@ -28,7 +28,7 @@ def accumulate_and_select(
   n, k = bucket.format.n, bucket.format.k
   shared = _shared_indices(bucket, step) if bucket.format.shared else None
 
-  def add_piece(momentum: jax.Array, start: jax.Array, rows: int) -> Any:
+  def add_piece(momentum: jax.Array, start: Any, rows: int) -> Any:
     g = _load(gradients, start, rows)  # [rows, n]
     old = _load(momentum, start, rows)
 
@@ -41,7 +41,7 @@ def accumulate_and_select(
     if platform.loop_to_keep(gradients.size):
       m = jax.lax.fori_loop(0, valid.astype(jnp.int32), add, old)
     else:
-      m = jnp.where(valid, add(None, old), old)
+      m = plain.where(valid, add(None, old), old)
     momentum = _store(momentum, m, start)
     indices = None
     if k < n and shared is not None:
@@ -52,7 +52,7 @@ def accumulate_and_select(
     if indices is not None and not _is_sound(bucket):
       # An index outside of the chunk reads as NaN, which excludes the worker.
       inside = (indices >= 0) & (indices < n)
-      values = jnp.where(inside, values, jnp.full_like(values, jnp.nan))
+      values = plain.where(inside, values, jnp.full_like(values, jnp.nan))
     return momentum, (indices, values, energy(m))
 
   momentum, found = _in_pieces(bucket, add_piece, momentum)
@@ -71,10 +71,8 @@ def subtract(
   if not platform.chunks_in_lanes(bucket.rows) or indices is None:
     return topk.subtract(momentum, indices, values, grouped)
 
-  def subtract_piece(momentum: jax.Array, start: jax.Array, rows: int) -> Any:
-    at, leaving = (
-        jax.lax.dynamic_slice_in_dim(x, start, rows) for x in (indices, values)
-    )
+  def subtract_piece(momentum: jax.Array, start: Any, rows: int) -> Any:
+    at, leaving = (_piece_of(x, start, rows) for x in (indices, values))
     m = _load(momentum, start, rows)
     return _store(momentum, topk.subtract(m, at, leaving, grouped), start), None
 
@@ -95,13 +93,12 @@ def merge(
     indices = jnp.broadcast_to(indices, (1, bucket.rows, k))
     received = received._replace(indices=indices)
 
-  def merge_piece(carry: Any, start: jax.Array, rows: int) -> Any:
+  def merge_piece(carry: Any, start: Any, rows: int) -> Any:
     updates, distinct = carry
 
-    def piece_of(x: jax.Array) -> jax.Array:  # [senders, rows, k]
-      return jax.lax.dynamic_slice_in_dim(x, start, rows, axis=1)
-
-    indices, values = jax.tree.map(piece_of, received[:2])
+    indices, values = jax.tree.map(  # [senders, rows, k]
+        lambda x: _piece_of(x, start, rows, axis=1), received[:2]
+    )
     u, found = topk.merge(
         indices, values, received.valid, n, average, bucket.format.grouped
     )
@@ -113,7 +110,7 @@ def merge(
   # before the exchange, while the gradients' chunks are still alive.
   zero = jnp.zeros_like(received.values, shape=())
   count = jnp.sum(received.valid, dtype=jnp.int32)
-  zero = jnp.where(count < 0, jnp.ones_like(zero), zero)
+  zero = plain.where(count < 0, jnp.ones_like(zero), zero)
   carry = (
       jnp.broadcast_to(zero, (bucket.rows, n)),
       jnp.zeros_like(received.values, jnp.float32, shape=()),
@@ -121,30 +118,39 @@ def merge(
   (updates, distinct), _ = _in_pieces(bucket, merge_piece, carry)
   # Padding rows count as sent; remove them.
   padding = (bucket.rows - bucket.num_chunks) * k
-  someone = jnp.any(received.valid)
-  return updates, distinct - jnp.where(someone, float(padding), 0.0)
+  someone = jnp.any(received.valid).astype(jnp.float32)
+  return updates, distinct - padding * someone
 
 
 def _in_pieces(bucket: Bucket, piece: Any, carry: Any) -> tuple[Any, Any]:
   """Scans `piece(carry, start, rows)` over the pieces of a bucket."""
   pieces = platform.num_pieces(bucket.pieces, bucket.rows * bucket.format.n)
   rows = bucket.rows // pieces
+  if pieces == 1:  # also compiles faster
+    return piece(carry, 0, rows)
   return jax.lax.scan(
       lambda carry, number: piece(carry, number * rows, rows),
       carry,
       jnp.arange(pieces, dtype=jnp.int32),
-      unroll=pieces == 1,
   )
 
 
-def _load(x: jax.Array, start: jax.Array, rows: int) -> jax.Array:
-  x = jax.lax.dynamic_slice_in_dim(x, start, rows)
+def _piece_of(x: jax.Array, start: Any, rows: int, axis: int = 0) -> jax.Array:
+  if rows == x.shape[axis]:
+    return x
+  return jax.lax.dynamic_slice_in_dim(x, start, rows, axis)
+
+
+def _load(x: jax.Array, start: Any, rows: int) -> jax.Array:
+  x = _piece_of(x, start, rows)
   # If not first in rows, XLA would prefer lanes for all of the bucket.
   return platform.laid_out(platform.laid_out(x, in_lanes=False), in_lanes=True)
 
 
-def _store(x: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
+def _store(x: jax.Array, part: jax.Array, start: Any) -> jax.Array:
   part = platform.laid_out(part, in_lanes=False)
+  if part.shape == x.shape:
+    return part
   return jax.lax.dynamic_update_slice_in_dim(x, part, start, 0)
 
 
@@ -163,7 +169,7 @@ def _select(bucket: Bucket, c: jax.Array, step: jax.Array) -> jax.Array:
   if _is_sound(bucket):
     return indices
   n = bucket.format.n
-  return jnp.sort(jnp.where(indices < 0, indices + n, indices), axis=1)
+  return jnp.sort(plain.where(indices < 0, indices + n, indices), axis=1)
 
 
 def _is_sound(bucket: Bucket) -> bool:

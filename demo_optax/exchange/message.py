@@ -42,7 +42,7 @@ import numpy as np
 
 from demo_optax.codes.format import ChunkFormat
 from demo_optax.compressors.layout import Bucket
-from demo_optax.numerics import rounding
+from demo_optax.numerics import plain, rounding
 from demo_optax.workers import Group
 from demo_optax.workers.collectives import GATHERED, TO_OWNERS
 
@@ -198,10 +198,10 @@ class Packer:
       message[self.name] = as_rows(words) if self.num_owners is None else words
     for dtype, members in self.summed.items():
       held = energies(members)
-      held = jnp.where(jnp.isfinite(held), held, 0).astype(dtype)
+      held = plain.where(jnp.isfinite(held), held, 0).astype(dtype)
       values = [self.buckets[i].strip(sent[i]).reshape(-1) for i in members]
       vector = jnp.concatenate([*values, jnp.ones((1,), dtype), held])
-      message[SUMMED + dtype] = jnp.where(valid, vector, jnp.zeros_like(vector))
+      message[SUMMED + dtype] = plain.where(valid, vector, 0)
     return message, sent
 
   def _cut(self, number: int, x: jax.Array) -> jax.Array:
@@ -255,7 +255,7 @@ class Packer:
       # A damaged message may have reached only one device of a worker.
       valid = group.all_devices(valid)
       num_valid = jnp.sum(valid, dtype=jnp.int32)
-      stats = jnp.where(valid[:, None] & jnp.isfinite(stats), stats, 0.0)
+      stats = plain.where(valid[:, None] & jnp.isfinite(stats), stats, 0.0)
       energies += jnp.sum(stats, axis=0)
       received |= {i: Received(*x, valid) for i, x in found.items()}
     for dtype, members in self.summed.items():
@@ -277,7 +277,7 @@ class Packer:
 
 def as_rows(words: jax.Array) -> jax.Array:
   """Returns uint32 `[words]` as whole rows `[rows, ROW]`, filled with zeros."""
-  return jnp.pad(words, (0, -len(words) % ROW)).reshape(-1, ROW)
+  return plain.pad(words, [(0, -len(words) % ROW)]).reshape(-1, ROW)
 
 
 def energy(x: jax.Array) -> jax.Array:

@@ -24,6 +24,7 @@ from demo_optax.codes.format import ChunkFormat
 from demo_optax.codes.values import WITHOUT_RESIDUAL
 from demo_optax.compressors.layout import Bucket
 from demo_optax.exchange.message import ENERGIES, ROW, Report, as_rows
+from demo_optax.numerics import plain
 from demo_optax.workers import Group
 
 
@@ -90,11 +91,11 @@ class UpdatePacker:
       u = updates[i][: share.num_chunks]
       old = residuals.get(share.name)
       if old is not None:
-        u = jnp.where(someone, u + old, jnp.zeros_like(u))
+        u = plain.where(someone, u + old, jnp.zeros_like(u))
       written, read = share.format.encode(None, u)
       data.append(written)
       if old is not None:
-        kept[share.name] = jnp.where(someone, u - read, old)
+        kept[share.name] = plain.where(someone, u - read, old)
     numbers = jnp.concatenate([
         report.num_valid.astype(jnp.float32)[None],
         report.energies,
@@ -121,7 +122,7 @@ class UpdatePacker:
     found = {}
     for part, (i, share) in zip(parts, self.shares.items()):
       _, values, sound = share.format.decode(part, share.num_chunks)
-      values = jnp.where(sound[:, None, None] & someone, values, 0)
+      values = plain.where(sound[:, None, None] & someone, values, 0)
       values = values.reshape(-1, share.format.n)
       found[i] = values[: self.buckets[i].num_chunks]
     totals = jnp.sum(numbers[:, 1 + ENERGIES :], axis=0)
@@ -130,6 +131,6 @@ class UpdatePacker:
       # Padding chunks of owners count as sent; remove them.
       padding = self.num_owners * share.num_chunks - self.buckets[i].num_chunks
       padding *= self.buckets[i].format.k
-      all_distinct[i] = total - jnp.where(someone, float(padding), 0.0)
+      all_distinct[i] = total - padding * someone.astype(jnp.float32)
     energies = jnp.max(numbers[:, 1 : 1 + ENERGIES], axis=0)
     return found, Report(num_valid, energies, all_distinct)

@@ -2,9 +2,13 @@
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from demo_optax.numerics import plain
 
 _WORD = 32
 
@@ -28,8 +32,10 @@ def pack_bits(numbers: jax.Array, width: int) -> jax.Array:
   for part in _parts(width):
     in_word = _WORD // part
     words = -(-count // in_word)
-    x = (numbers >> jnp.uint32(start)) & jnp.uint32(2**part - 1)
-    x = jnp.pad(x, [(0, 0)] * len(batch) + [(0, words * in_word - count)])
+    x = numbers >> jnp.uint32(start) if start else numbers
+    x &= jnp.uint32(2**part - 1)
+    missing = words * in_word - count
+    x = plain.pad(x, [(0, 0)] * len(batch) + [(0, missing)])
     x = x.reshape(*batch, in_word, words) << _places(part, len(batch))
     planes.append(jnp.sum(x, axis=-2, dtype=jnp.uint32))
     start += part
@@ -48,7 +54,7 @@ def unpack_bits(words: jax.Array, count: int, width: int) -> jax.Array:
     plane = words[..., None, first : first + size]
     x = (plane >> _places(part, len(batch))) & jnp.uint32(2**part - 1)
     x = x.reshape(*batch, -1)[..., :count]
-    numbers |= x << jnp.uint32(start)
+    numbers |= x << jnp.uint32(start) if start else x
     first, start = first + size, start + part
   return numbers
 
@@ -58,9 +64,9 @@ def _parts(width: int) -> list[int]:
   return [1 << b for b in range(width.bit_length()) if width >> b & 1]
 
 
-def _places(part: int, batch: int) -> jax.Array:
+def _places(part: int, batch: int) -> np.ndarray:
   """Returns the first bits of parts in a word, uint32 `[..., 32 / part, 1]`."""
-  places = jnp.arange(0, _WORD, part, dtype=jnp.uint32)
+  places = np.arange(0, _WORD, part, dtype=np.uint32)
   return places.reshape(*(1,) * batch, -1, 1)
 
 
@@ -73,22 +79,23 @@ def places_of_ones(ones: jax.Array, k: int) -> jax.Array:
   """
   *batch, size = ones.shape
   rows = math.prod(batch)
-  ones = jnp.pad(ones.reshape(rows, size), ((0, 0), (0, -size % _WORD)))
+  ones = plain.pad(ones.reshape(rows, size), ((0, 0), (0, -size % _WORD)))
   ones = ones.reshape(rows, -1, _WORD)
   bit = jnp.arange(_WORD, dtype=jnp.uint32)[None, None]
   words = jnp.sum(ones.astype(jnp.uint32) << bit, axis=2, dtype=jnp.uint32)
   number = words.shape[1]
   counts = jax.lax.population_count(words).astype(jnp.int32)
   # Cumulative ones by the end of each word.
-  until = jnp.tril(jnp.ones((number, number), jnp.int32))[None]
+  order = jnp.arange(number, dtype=jnp.int32)
+  until = (order[:, None] >= order[None])[None].astype(jnp.int32)
   until = jnp.sum(until * counts[:, None], axis=2, dtype=jnp.int32)
   rank = jnp.arange(k, dtype=jnp.int32)[None]
   passed = until[:, None] <= rank[:, :, None]  # [rows, k, words]
   word = jnp.sum(passed, axis=2, dtype=jnp.int32)
-  before = jnp.max(jnp.where(passed, until[:, None], 0), axis=2)
+  before = jnp.max(plain.where(passed, until[:, None], 0), axis=2)
   within = take(words, jnp.minimum(word, number - 1))
   found = _WORD * word + _place_in_word(within, rank - before)
-  return jnp.where(word < number, found, size).reshape(*batch, k)
+  return plain.where(word < number, found, size).reshape(*batch, k)
 
 
 def take(x: jax.Array, places: jax.Array) -> jax.Array:
@@ -113,44 +120,64 @@ def _place_in_word(words: jax.Array, rank: jax.Array) -> jax.Array:
     low = (words >> place.astype(jnp.uint32)) & jnp.uint32(2**width - 1)
     count = jax.lax.population_count(low).astype(jnp.int32)
     above = rank >= count
-    rank = jnp.where(above, rank - count, rank)
-    place = jnp.where(above, place + width, place)
+    rank = plain.where(above, rank - count, rank)
+    place = plain.where(above, place + width, place)
   return place
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def digest_block(
-    x: jax.Array, start: jax.Array, shape: tuple[int, ...]
-) -> jax.Array:
+def digest_block(x: Any, start: Any, shape: tuple[int, ...]) -> Any:
   """Returns the part of a digest from one block of an array, uint32 `[2]`.
 
   The block has the first element `start` of an array of `shape`. Sums over its
-  words x and their places i: (2 i + 1) x, and a hash of x and i.
+  words x and their places i: (2 i + 1) x, and a hash of x and i. A NumPy block
+  is digested by NumPy, in parts that fit the caches.
   """
+  if not isinstance(x, np.ndarray):
+    return _digest_on_device(x, start, shape)
+  x, total = np.ascontiguousarray(x), np.zeros(2, np.uint32)
+  start, shape = np.append(start, 0)[: x.ndim], (*shape, 1)[: x.ndim]
+  axis = next((d for d, length in enumerate(x.shape) if length > 1), 0)
+  step = max(1, _AT_ONCE * x.shape[axis] // max(1, x.size))
+  for first in range(0, x.shape[axis], step):
+    at = np.array(start, np.uint32)
+    at[axis] += first
+    part = x[(slice(None),) * axis + (slice(first, first + step),)]
+    total += _digest(np, part, at, shape)
+  return total
+
+
+# Elements that NumPy digests at once.
+_AT_ONCE = 2**16
+
+
+def _digest(xp: Any, x: Any, start: Any, shape: tuple[int, ...]) -> Any:
   words = _words(x)  # u32[*block, words of an element]
-  place = jnp.zeros(words.shape, jnp.uint32)
+  place = xp.zeros((1,) * words.ndim, xp.uint32)
   for d, length in enumerate((*shape, words.shape[-1])):
-    along = jax.lax.broadcasted_iota(jnp.uint32, words.shape, d)
+    along = xp.arange(words.shape[d], dtype=xp.uint32)
     if d < len(shape):
       along = along + start[d]
-    place = place * jnp.uint32(length) + along
-  weighted = words * (place * jnp.uint32(2) + jnp.uint32(1))
-  mixed = words + place * jnp.uint32(0x9E3779B9)
-  mixed = (mixed ^ (mixed >> jnp.uint32(16))) * jnp.uint32(0x85EBCA6B)
-  mixed = (mixed ^ (mixed >> jnp.uint32(13))) * jnp.uint32(0xC2B2AE35)
-  mixed = mixed ^ (mixed >> jnp.uint32(16))
-  return jnp.stack([
-      jnp.sum(weighted, dtype=jnp.uint32), jnp.sum(mixed, dtype=jnp.uint32)
-  ])
+    shape_along = [1] * words.ndim
+    shape_along[d] = -1
+    place = place * xp.uint32(length) + along.reshape(shape_along)
+  weighted = words * (place * xp.uint32(2) + xp.uint32(1))
+  mixed = words + place * xp.uint32(0x9E3779B9)
+  mixed = (mixed ^ (mixed >> xp.uint32(16))) * xp.uint32(0x85EBCA6B)
+  mixed = (mixed ^ (mixed >> xp.uint32(13))) * xp.uint32(0xC2B2AE35)
+  mixed = mixed ^ (mixed >> xp.uint32(16))
+  return xp.stack([xp.sum(y, dtype=xp.uint32) for y in (weighted, mixed)])
+
+
+_digest_on_device = jax.jit(functools.partial(_digest, jnp), static_argnums=2)
 
 
 _NARROW = 'bool', 'int2', 'int4', 'uint2', 'uint4', 'float4'
 
 
-def _words(x: jax.Array) -> jax.Array:
+def _words(x: Any) -> Any:
   """Returns the bits of an array as uint32 `[*shape, n]`."""
   # Bits below a byte are not addressable; float32 is exact.
   if x.dtype.name.startswith(_NARROW):
-    x = x.astype(jnp.float32)
+    x = x.astype(np.float32)
   narrow = f'uint{8 * min(x.dtype.itemsize, 4)}'
-  return jnp.asarray(x)[..., None].view(narrow).astype(jnp.uint32)
+  return x.reshape(*x.shape, 1).view(narrow).astype(np.uint32)

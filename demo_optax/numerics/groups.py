@@ -11,6 +11,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from demo_optax.numerics import plain
+
 
 def num_places(n: int, k: int) -> int:
   """Returns the number of places in the largest group."""
@@ -50,7 +52,7 @@ def take(coefficients: jax.Array, indices: jax.Array) -> jax.Array:
   """Returns the values at the indices, `[rows, k]` of `[rows, n]`."""
   table = _table(coefficients, indices.shape[1])
   hits = _hits(places(indices), table.shape[1])
-  return jnp.sum(jnp.where(hits, table, 0), axis=1)
+  return jnp.sum(plain.where(hits, table, 0), axis=1)
 
 
 def spread(indices: jax.Array, values: jax.Array, n: int) -> jax.Array:
@@ -65,7 +67,7 @@ def add_up(
 
   Returns tables: the sums, and from how many workers each is, as floats.
   """
-  values = jnp.where(present[:, None, None], values, 0)
+  values = plain.where(present[:, None, None], values, 0)
   ones = jnp.ones_like(values) * present.astype(values.dtype)[:, None, None]
   at = places(indices)
   total, counts = (
@@ -78,13 +80,13 @@ def add_up(
 def _spread(places: jax.Array, values: jax.Array, n: int) -> jax.Array:
   """Returns a table with the values at their places."""
   hits = _hits(places, num_places(n, places.shape[1]))
-  return jnp.where(hits, values[:, None], 0)
+  return plain.where(hits, values[:, None], 0)
 
 
 def _table(x: jax.Array, k: int) -> jax.Array:
   """Returns `[rows, n]` as `[rows, places, k]`, padded with zeros."""
   rows, n = x.shape
-  padded = jnp.pad(x, ((0, 0), (0, num_places(n, k) * k - n)))
+  padded = plain.pad(x, ((0, 0), (0, num_places(n, k) * k - n)))
   return padded.reshape(rows, -1, k)
 
 

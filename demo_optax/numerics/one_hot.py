@@ -9,6 +9,8 @@ is that value. Coefficients and values must be finite.
 import jax
 import jax.numpy as jnp
 
+from demo_optax.numerics import plain
+
 _COLUMNS = 128
 
 
@@ -16,17 +18,17 @@ def take(coefficients: jax.Array, indices: jax.Array) -> jax.Array:
   """Returns the values at the indices, `[chunks, k]` of `[chunks, n]`."""
   chunks, n = coefficients.shape
   rows, columns = _one_hot(indices, n)
-  padded = jnp.pad(coefficients, ((0, 0), (0, -n % _COLUMNS)))
+  padded = plain.pad(coefficients, ((0, 0), (0, -n % _COLUMNS)))
   table = padded.reshape(chunks, -1, _COLUMNS)
   found = _product(jnp.swapaxes(rows, 1, 2).astype(table.dtype), table)
-  return jnp.sum(jnp.where(columns, found, 0), axis=2)
+  return jnp.sum(plain.where(columns, found, 0), axis=2)
 
 
 def spread(indices: jax.Array, values: jax.Array, n: int) -> jax.Array:
   """Returns coefficients `[chunks, n]` with the values at distinct indices."""
   rows, columns = _one_hot(indices, n)
   found = _product(
-      jnp.where(rows, values[:, None], 0), columns.astype(values.dtype)
+      plain.where(rows, values[:, None], 0), columns.astype(values.dtype)
   )
   return found.reshape(len(values), -1)[:, :n]
 
@@ -42,17 +44,17 @@ def add_up(
   workers, chunks, k = values.shape
   indices, values = (
       jnp.swapaxes(x, 0, 1).reshape(chunks, workers * k)
-      for x in (indices, jnp.where(present[:, None, None], values, 0))
+      for x in (indices, plain.where(present[:, None, None], values, 0))
   )
   _, columns = _one_hot(indices, n)
   # The rows of sums, then those of counts, in one product.
   size = -(-n // _COLUMNS)
   row = jnp.arange(2 * size, dtype=jnp.int32)[None, :, None]
   of_sum = row < size
-  rows = (indices // _COLUMNS)[:, None] == jnp.where(of_sum, row, row - size)
+  rows = (indices // _COLUMNS)[:, None] == plain.where(of_sum, row, row - size)
   ones = jnp.repeat(present.astype(values.dtype), k)[None, None]
   found = _product(
-      jnp.where(rows, jnp.where(of_sum, values[:, None], ones), 0),
+      plain.where(rows, plain.where(of_sum, values[:, None], ones), 0),
       columns.astype(values.dtype),
   )
   total, counts = jnp.split(found, 2, axis=1)

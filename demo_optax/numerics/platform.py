@@ -145,9 +145,9 @@ def count_by_comparison(sent: int) -> bool:
   return of() != 'cpu' and sent <= 512
 
 
-def one_payload_at_a_time() -> bool:
+def one_payload_at_a_time(elements: int) -> bool:
   """Returns whether payloads are decoded one by one, within the caches."""
-  return of() == 'cpu'
+  return of() == 'cpu' and elements > _SMALL
 
 
 def by_product() -> bool:
@@ -174,3 +174,12 @@ def reduce_in_two_stages() -> bool:
   operands. TPUs would copy the operand for the reshape.
   """
   return of() == 'cpu'
+
+
+def digests_on_host(device: jax.Device) -> bool:
+  """Returns whether NumPy digests what this device holds.
+
+  That of a CPU is in the host's memory, and XLA would compile a program for
+  every shape and device.
+  """
+  return device.platform == 'cpu'

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from demo_optax.numerics import bits as packing
-from demo_optax.numerics import groups, one_hot, platform, rounding
+from demo_optax.numerics import groups, one_hot, plain, platform, rounding
 
 Average = Literal['senders', 'workers']
 
@@ -71,8 +71,8 @@ def _largest(keys: jax.Array, k: int) -> jax.Array:
   threshold = _kth_largest(keys, k, jnp.iinfo(keys.dtype).bits - 1)
   # All above the threshold, and the first of those equal to it: exactly k.
   order = n - jnp.arange(n, dtype=jnp.int32)[None]
-  order = jnp.where(keys == threshold, order, 0)
-  order = jnp.where(keys > threshold, n + 1, order)
+  order = plain.where(keys == threshold, order, 0)
+  order = plain.where(keys > threshold, n + 1, order)
   last = _kth_largest(order, k, (n + 1).bit_length())
   return packing.places_of_ones(order >= last, k)
 
@@ -86,7 +86,7 @@ def _kth_largest(keys: jax.Array, k: int, bits: int) -> jax.Array:
   def set_bit(number: jax.Array, found: jax.Array) -> jax.Array:
     bit = jnp.asarray(bits - 1 - number, keys.dtype)
     trial = found | jnp.left_shift(jnp.ones_like(bit), bit)
-    return jnp.where(_count(keys >= trial) >= k, trial, found)
+    return plain.where(_count(keys >= trial) >= k, trial, found)
 
   return jax.lax.fori_loop(0, bits, set_bit, jnp.zeros_like(keys[:, :1]))
 
@@ -98,7 +98,7 @@ def _count(mask: jax.Array) -> jax.Array:
   would merge two integer sums into one, ten times as slow on CPUs.
   """
   chunks, n = mask.shape
-  mask = jnp.pad(mask, ((0, 0), (0, -n % 16))).reshape(chunks, 16, -1)
+  mask = plain.pad(mask, ((0, 0), (0, -n % 16))).reshape(chunks, 16, -1)
   counts = jnp.sum(mask, axis=1, dtype=jnp.int32).astype(jnp.float32)
   return jnp.sum(counts, axis=1, keepdims=True)
 
@@ -168,11 +168,11 @@ def merge(
   if indices is not None and workers > 1:
     senders = _count_senders(indices, counted, n)
   shares = rounding.exact_reciprocal(senders, workers, values.dtype)
-  one_each = jnp.broadcast_to(jnp.where(counted, shares, 0), values.shape)
+  one_each = jnp.broadcast_to(plain.where(counted, shares, 0), values.shape)
   distinct = jnp.sum(one_each.astype(jnp.float32))
   if average == 'workers':
     shares = rounding.exact_reciprocal(everyone, workers, values.dtype)
-  values = jnp.where(counted, rounding.mul_no_fma(shares, values), 0)
+  values = plain.where(counted, rounding.mul_no_fma(shares, values), 0)
 
   # Deterministic on every backend: workers are added one after the other, and
   # indices of a worker are distinct, so that no scatter writes a place twice.

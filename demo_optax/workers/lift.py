@@ -199,21 +199,25 @@ def _copies(workers: Workers, x: jax.Array) -> jax.Array:
   return place(workers, jnp.broadcast_to(x, (workers.count, *x.shape)))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def bucket_zeros(
-    workers: Workers, shape: tuple[int, ...], dtype: Any
-) -> jax.Array:
-  """Returns zeros of `Workers.bucket_shape(shape)`, allocated sharded."""
-  shape = workers.bucket_shape(shape)
+    workers: Workers, types: tuple[jax.ShapeDtypeStruct, ...]
+) -> list[jax.Array]:
+  """Returns zeros of `Workers.bucket_shape` of each, allocated sharded."""
+  shapes = [workers.bucket_shape(x.shape) for x in types]
+  if workers.mesh is not None:
+    # jnp.zeros(device=sharding) would do under no jit only: inside one it lands
+    # on a single device, all workers' momentum together.
+    spec = _spec(workers, workers.bucket_spec)
+    shapes = [_named(workers, spec).shard_shape(shape) for shape in shapes]
+
+  def zeros() -> list[jax.Array]:
+    return [jnp.zeros(shape, x.dtype) for shape, x in zip(shapes, types)]
+
   if workers.mesh is None:
-    return vary(jnp.zeros(shape, dtype), workers.axis)
-  # jnp.zeros(device=sharding) would do under no jit only: inside one it lands
-  # on a single device, all workers' momentum together.
-  spec = _spec(workers, workers.bucket_spec)
-  local = _named(workers, spec).shard_shape(shape)
+    return [vary(x, workers.axis) for x in zeros()]
   return jax.shard_map(
-      lambda: jnp.zeros(local, dtype), mesh=workers.mesh, in_specs=(),
-      out_specs=spec,
+      zeros, mesh=workers.mesh, in_specs=(), out_specs=[spec] * len(types)
   )()
 
 

@@ -15,7 +15,7 @@ import mismatches
 import numpy as np
 import optax
 import pytest
-from helpers import assert_same_bits, mesh_of
+from helpers import COMPILATIONS, assert_same_bits, mesh_of
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
@@ -173,6 +173,15 @@ def test_resumed_is_uninterrupted_bit_for_bit(layout, tmp_path):
   assert_placed_alike(again.tree, fresh)
   again.train(3)
   assert_same_bits(bits(again.tree), bits(run.tree))
+
+
+def test_only_the_first_save_compiles():
+  tree = Run(demo_optax.Workers.simulated(4)).tree
+  for _ in range(2):
+    before = COMPILATIONS.count
+    checkpoint.to_leaves(tree)
+    demo_optax.state.momentum(tree['opt_state'])
+  assert COMPILATIONS.count == before
 
 
 def test_a_flax_model(tmp_path):

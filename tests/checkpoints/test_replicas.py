@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import demo_optax
 from demo_optax import replicas
-from demo_optax.numerics import bits
+from demo_optax.numerics import bits, platform
 
 pytestmark = pytest.mark.core
 
@@ -116,7 +116,8 @@ def test_what_is_held_once_is_no_difference():
   assert demo_optax.check_replicas(jnp.ones(3), simulated) == []
 
 
-def test_it_is_compiled_once():
+def test_it_is_compiled_once(monkeypatch):
+  monkeypatch.setattr(platform, 'digests_on_host', lambda _: False)
   workers = on_mesh(4)
   params = workers.device_put({'w': jnp.ones((4, 4)), 'b': jnp.ones(11)})
   demo_optax.check_replicas(params, workers)
@@ -142,8 +143,9 @@ def test_digest():
 
 @pytest.mark.parametrize('dtype', [
     *DTYPES, 'int4', 'uint4', 'float32 in 0 dimensions'])
-def test_digests_of_contents_are_those_of_any_layout(dtype):
+def test_digests_of_contents_are_those_of_any_layout(dtype, monkeypatch):
   """NumPy's, on one device, and in blocks, some of which are held twice."""
+  monkeypatch.setattr(bits, '_AT_ONCE', 20)
   shape = () if '0' in dtype else (24, 8)
   x = np.asarray(random(dtype.split()[0], shape))
   mesh = make_mesh()
@@ -156,6 +158,8 @@ def test_digests_of_contents_are_those_of_any_layout(dtype):
   found = content_digests(arrays)
   assert len(set(found.values())) == 1 and len(found['host']) == 16
   assert demo_optax.check_replicas(arrays) == []
+  monkeypatch.setattr(platform, 'digests_on_host', lambda _: False)
+  assert content_digests({'device': arrays['device']})['device'] == found['host']
   other = np.array(x).reshape(-1)
   other.view(np.uint8)[-1] ^= 1
   assert content_digests({'x': other})['x'] != found['host']

@@ -56,7 +56,7 @@ def train(
 ):
   """Trains until a round; returns the parameters after each round."""
   tx = METHODS[method](workers)
-  params = {'w': jnp.full((24, 24), start), 'b': jnp.zeros(24)}
+  params = {'w': jnp.full((24, 24), start, jnp.float32), 'b': jnp.zeros(24)}
   state = tx.init(params)
 
   @demo_optax.data_parallel(workers, batch_argnums=2, donate_argnums=(0, 1))
@@ -361,6 +361,8 @@ def test_mistakes():
     step.lower(params, tx.init(params), np.ones(2, np.float32))
   with pytest.raises(ValueError, match="exchange must be 'all_gather' or 'auto'"):
     demo_optax.demo(1e-2, workers=workers, exchange='all_to_all')
+  with pytest.raises(ValueError, match="exchange must be 'all_gather' or 'auto'"):
+    demo_optax.plan(params, None, workers, exchange='all_to_all')
 
 
 @pytest.mark.parametrize('is_in', [True, False])

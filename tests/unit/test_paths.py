@@ -14,10 +14,8 @@ from demo_optax.numerics import topk as selection
 pytestmark = pytest.mark.core
 
 SHAPES = {
-    'tall': (256, 40), 'padded': (101, 67), 'kernel': (6, 3, 16, 40),
-    'a': (70,), 'b': (70,), 'c': (70,), 'gain1': (5,), 'gain2': (5,),
-    'scalar1': (), 'scalar2': (),
-}
+    'tall': (256, 40), 'padded': (101, 67),
+    'a': (70,), 'b': (70,), 'gain': (5,), 'scalar': ()}
 
 
 def take(way, monkeypatch):
@@ -29,7 +27,7 @@ def take(way, monkeypatch):
       paths, 'groups_of',
       lambda _, n, k: (8 if fast and n % 8 == 0 else 1, True))
   monkeypatch.setattr(paths, 'loop_to_keep', lambda size: fast)
-  monkeypatch.setattr(paths, 'one_payload_at_a_time', lambda: fast)
+  monkeypatch.setattr(paths, 'one_payload_at_a_time', lambda _: fast)
 
 
 def run(way, monkeypatch, average, values):
