@@ -40,10 +40,7 @@ def check_is_scalar(name: str, value: Any) -> None:
 
 
 def check_range(name: str, value: chex.Numeric, interval: str) -> None:
-  """Raises unless a number is in an interval such as `'[0, 1)'`.
-
-  A traced number cannot be checked.
-  """
+  """Raises unless a number, if known, is in an interval such as `'[0, 1)'`."""
   dtype = getattr(value, 'dtype', None)
   if dtype in (jnp.bfloat16, jnp.float16):
     raise ValueError(

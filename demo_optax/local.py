@@ -23,11 +23,8 @@ from demo_optax.per_worker import stack_own, stays_finite
 from demo_optax.workers import Spec, Workers, inside, lift
 
 __all__ = [
-  'LocalUpdatesState',
-  'demo_diloco',
-  'diloco',
-  'local_updates',
-  'sparse_loco',
+    'LocalUpdatesState', 'demo_diloco', 'diloco', 'local_updates',
+    'sparse_loco',
 ]
 
 # Steps between exchanges: a number, or a schedule of the steps done.
@@ -77,9 +74,6 @@ def local_updates(
     s   &\leftarrow s + \mathrm{outer}(G_1, \dots, G_N) \\
     x_i &\leftarrow s
 
-  The published methods (`diloco`, `demo_diloco`, `sparse_loco`) are choices of
-  `outer`.
-
   Inside a `data_parallel` step the model has :math:`x_i`, which the optimizer
   state keeps; outside :math:`s`, for evaluation and checkpoints. Weights loaded
   between steps reach all workers. A change inside a step, other than by
@@ -104,26 +98,6 @@ def local_updates(
       keeps parameters :math:`s_i`. Then :math:`s` is their mean, for
       evaluation, and each exchange includes a dense all-reduce of the
       parameters.
-
-  Example:
-    >>> import demo_optax, jax, jax.numpy as jnp, optax
-    >>> workers = demo_optax.Workers.simulated(2)
-    >>> outer = optax.chain(
-    ...     demo_optax.average(workers=workers), optax.sgd(1.0))
-    >>> tx = demo_optax.local.local_updates(
-    ...     optax.sgd(1.0), outer, sync_period=2, workers=workers)
-    >>> params = {'w': jnp.zeros(())}
-    >>> state = tx.init(params)
-    >>> @demo_optax.data_parallel(workers)
-    ... def train_step(params, state, x):
-    ...   grads = jax.grad(lambda params: params['w'] * x.mean())(params)
-    ...   updates, state = tx.update(grads, state, params)
-    ...   return optax.apply_updates(params, updates), state
-    >>> for step in range(2):
-    ...   params, state = train_step(params, state, jnp.array([1.0, 3.0]))
-    ...   print(state.worker_stacked.params['w'], params['w'])
-    [-1. -3.] 0.0
-    [-4. -4.] -4.0
   """
   _checks.check_type('workers', workers, Workers, 'Workers.simulated(4)')
   if workers.kind == 'on_axis':
@@ -179,10 +153,11 @@ def local_updates(
           params=optax.tree.cast_like(start, own.params),
           start=start if drift else (),
       )
-      shared = (
-          inside.over_workers(start) if drift
-          else inside.alike(start, _NO_EXCHANGE)
-      )
+      shared = inside.over_workers(start) if drift else inside.alike(start, (
+          'The outer optimizer makes another update of {} for every worker: is'
+          ' there an exchange in it, such as scale_by_demo or average? One that'
+          ' is meant to do so needs local_updates(..., drift=True).'
+      ))
       return new, shared, optax.tree.cast_like(outer_state, state.outer)
 
     own, global_params, outer_state = jax.lax.cond(
@@ -210,12 +185,10 @@ def _inner_step(
     inner: optax.GradientTransformationExtraArgs,
     gradients: chex.ArrayTree,
     own: OwnState,
-    extra_args: dict[str, Any],
+    extra: dict[str, Any],
 ) -> OwnState:
   """Returns the worker's state after its step, if that is finite."""
-  updates, inner_state = inner.update(
-      gradients, own.inner, own.params, **extra_args
-  )
+  updates, inner_state = inner.update(gradients, own.inner, own.params, **extra)
   inner_state = optax.tree.cast_like(inner_state, own.inner)
   params = optax.apply_updates(
       own.params, optax.tree.cast_like(updates, own.params)
@@ -226,13 +199,6 @@ def _inner_step(
   )
   skipped = own.skipped + jnp.where(finite, 0, 1).astype(jnp.int32)
   return OwnState(params, inner_state, skipped, own.start)
-
-
-_NO_EXCHANGE = (
-    'The outer optimizer makes another update of {} for every worker: is there'
-    ' an exchange in it, such as scale_by_demo or average? One that is meant to'
-    ' do so needs local_updates(..., drift=True).'
-)
 
 
 def _check_shapes(gradients: Any, params: Any) -> None:

@@ -28,8 +28,7 @@ _STACK = 2**24
 
 
 def scale_to_unit_rms(
-    weight_dimension_numbers: Any = None,
-    min_rms: chex.Numeric = 0.0,
+    weight_dimension_numbers: Any = None, min_rms: chex.Numeric = 0.0
 ) -> optax.GradientTransformation:
   r"""Scales the update of every matrix to a root mean square of one.
 
@@ -266,14 +265,11 @@ def chain(
         return jnp.zeros_like(like)
       return jnp.where(someone, update, jnp.zeros_like(update))
 
-    def has_second_moments(state: Any) -> bool:
-      # optax does not export the types of all such states.
-      return hasattr(state, 'nu')
-
+    # States with second moments: optax does not export the types of all.
     new = jax.tree.map(
         lambda before, after: optax.tree.where(someone, after, before)
-        if has_second_moments(after) else after,
-        state, new, is_leaf=has_second_moments,
+        if hasattr(after, 'nu') else after,
+        state, new, is_leaf=lambda x: hasattr(x, 'nu'),
     )
     return jax.tree.map(settle, updates, like), new
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from optax import contrib
 
 from demo_optax import _tree
-from demo_optax._paths import Keys, path_keys
+from demo_optax._paths import Keys, leaves_of, path_keys
 from demo_optax.compressors.compressor import broadcast, is_function
 
 # A tree of `optax.contrib.MuonDimensionNumbers` like the parameters (one may
@@ -64,15 +64,14 @@ def muon_dimension_numbers(params: chex.ArrayTree) -> chex.ArrayTree:
         " steps, add static_args=('compressor',"
         " 'muon_weight_dimension_numbers', 'mu_dtype')."
     )
-  flat, treedef = jax.tree_util.tree_flatten_with_path(params)
   # A key of Haiku holds several names.
   leaves = [
-      (tuple('/'.join(map(str, path_keys(path))).split('/')), jnp.shape(x))
-      for path, x in flat
+      (tuple('/'.join(map(str, keys)).split('/')), jnp.shape(x))
+      for keys, x in leaves_of(params)
   ]
   shapes = dict(leaves)
-  return treedef.unflatten(
-      [_dimension_numbers(names, shape, shapes) for names, shape in leaves]
+  return jax.tree.structure(params).unflatten(
+      _dimension_numbers(names, shape, shapes) for names, shape in leaves
   )
 
 

@@ -100,9 +100,8 @@ def muon_compressors(
     # A matrix without gradients would move with others in its chunk.
     return dataclasses.replace(matrix, batch_dims=min(map(min, dimensions)))
 
-  found = matrices.matrices(params, muon_weight_dimension_numbers)
-  treedef = jax.tree.structure(params)
-  return treedef.unflatten(map(compressor_of, found.values()))
+  axes = matrices.matrices(params, muon_weight_dimension_numbers)
+  return jax.tree.structure(params).unflatten(map(compressor_of, axes.values()))
 
 
 def demo_muon(

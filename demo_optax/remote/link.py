@@ -130,10 +130,8 @@ class Link:
     is_first = present.index(1) == self._rank  # of those who took part
     self.state_wanted = is_first and is_trained and header.number < 0
     self.position = Position(
-        header.round + 1,
-        frames.digest(self.position.chain, *messages),
-        tuple(messages),
-        header.round if is_trained else self.position.trained,
+        header.round + 1, frames.digest(self.position.chain, *messages),
+        tuple(messages), header.round if is_trained else self.position.trained,
     )
     return messages
 
@@ -147,8 +145,7 @@ class Link:
     """Says that the others need not wait for this worker until it is back."""
     if self._socket is not None:
       with contextlib.suppress(zmq.Again):  # there is no connection
-        header = self._header(frames.PAUSE)
-        self._socket.send_multipart([header.pack()], zmq.NOBLOCK)
+        self._socket.send(self._header(frames.PAUSE).pack(), zmq.NOBLOCK)
 
   def state(self) -> bytes:
     """Returns the shared state of another worker, and takes its position."""
@@ -227,8 +224,7 @@ class Link:
   def _request(self, kind: int, number: int, *bodies: bytes) -> _Answer:
     """Sends a request, again if need be, until it is answered."""
     header = self._header(kind, number)
-    is_large = kind in (frames.HELLO, frames.PULL)
-    seconds = _ASK_LARGE if is_large else _ASK
+    seconds = _ASK_LARGE if kind in (frames.HELLO, frames.PULL) else _ASK
     began = warned = time.monotonic()
     again, ask_at = False, 0.0
     while True:

@@ -287,9 +287,7 @@ def _shared(step: str, o: Options, arguments: list[Argument]) -> list[bool]:
         f' Flax object, a dataclass or a state of scale_by_demo. {_REMEDY}'
     )
   params = [p for a in arguments for p in _params_of_states(a)]
-  held = [
-      any(p <= part for part in _parts(a) for p in params) for a in arguments
-  ]
+  held = [any(p <= x for x in _parts(a) for p in params) for a in arguments]
   found = [a.holds_state or holds for a, holds in zip(arguments, held)]
   cut = [a for a, is_shared in zip(arguments, found) if not is_shared]
   rows = {x.shape[:1] for a in cut for x in a.arrays}

@@ -177,10 +177,7 @@ class DataParallelStep:
       return returned.form.merge(values, inner=False)[0]
 
   def lower(self, *args: Any, **kwargs: Any) -> Any:
-    """Lowers the step, as `jax.jit(step).lower` does.
-
-    Any array may be a `jax.ShapeDtypeStruct`.
-    """
+    """Lowers the step, as `jax.jit(step).lower` does, for arrays or shapes."""
     if self.workers.relay is not None:
       raise ValueError(
           f'workers must have one program to lower, got {self.workers}, whose'
@@ -245,10 +242,7 @@ class DataParallelStep:
   def _run(
       self, call: Call, *arrays: Any, index: Any = None
   ) -> tuple[list[Any], results.Returned]:
-    """Runs the step for all workers. Traced by `jax.jit`.
-
-    `index` is the worker's number, if it is a separate program.
-    """
+    """Runs the step for all workers, or for worker `index`, a program."""
     workers = self.workers
     count = workers.count if workers.stacked_gradients else 1
     for a in call.arrays:
@@ -286,8 +280,7 @@ class DataParallelStep:
             closed.jaxpr, closed.jaxpr.invars[r.at], v.value
         ):
           r.role = 'state'  # must be equal on all workers
-      on_mesh = workers.spmd_axis_name is not None
-      own = inside.settle(own, call.rows, call.axis, on_mesh)
+      own = inside.settle(own, call.rows, call.axis, workers.kind == 'on_mesh')
       apart = [r if r.apart else None for r in own]
       return apart, [None if r.apart else r for r in own], returned
 
@@ -296,17 +289,12 @@ class DataParallelStep:
       return jnp.moveaxis(rows, 1, a.axis + 1)
 
     arrays = call.replace('batch', split, arrays)
-    in_axes = [
-        0 if a.role in ('batch', 'stacked') else None for a in call.arrays
-    ]
+    in_axes = [None if a.role in ('key', 'shared') else 0 for a in call.arrays]
     # A model may name mesh axes inside a worker, also those of one device.
     with lift.context(self.workers):
       apart, equal, returned = jax.vmap(
-          one_workers_step,
-          in_axes=(in_axes,),
-          out_axes=(0, None, None),
-          axis_name=WORKER_AXIS,
-          axis_size=workers.count,
+          one_workers_step, in_axes=(in_axes,), out_axes=(0, None, None),
+          axis_name=WORKER_AXIS, axis_size=workers.count,
           spmd_axis_name=workers.spmd_axis_name,
       )(arrays)
     found: list[Result] = [a or e for a, e in zip(apart, equal)]
@@ -356,9 +344,7 @@ class DataParallelStep:
         for a in call.arrays
     ]
     return jax.shard_map(
-        one_workers_step,
-        mesh=workers.mesh,
-        in_specs=tuple(in_specs),
+        one_workers_step, mesh=workers.mesh, in_specs=tuple(in_specs),
         out_specs=([own if r.apart else equal for r in expected], equal),
         # The check knows what is equal on all workers; types do not, of
         # parameters that are differentiated by each worker alone.
@@ -367,10 +353,8 @@ class DataParallelStep:
 
   def _check_rows(self, call: Call, jaxpr: core.Jaxpr) -> None:
     """Raises if the step scans over what was cut, as over batches."""
-    batches = {
-        v: a for v, a in zip(jaxpr.invars, call.arrays) if a.role == 'batch'
-    }
-    batch = programs.scanned(jaxpr, batches)
+    cut = {v: a for v, a in zip(jaxpr.invars, call.arrays) if a.role == 'batch'}
+    batch = programs.scanned(jaxpr, cut)
     if batch is not None and self._options.axis is None:
       raise ValueError(
           f'{batch.name} must have its rows along the first axis, but the step'

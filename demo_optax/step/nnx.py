@@ -102,8 +102,7 @@ def merge(structure: Any, leaves: Sequence[Any], inner: bool) -> list[Any]:
     return []
   graphdef, treedef = structure
   with _nnx().merge_context(_CONTEXT, inner) as context:
-    objects = context.unflatten(graphdef, treedef.unflatten(leaves))
-  return list(objects)
+    return list(context.unflatten(graphdef, treedef.unflatten(leaves)))
 
 
 def variables(objects: Sequence[Any]) -> list[tuple[Keys, Any]]:

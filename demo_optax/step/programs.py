@@ -1,6 +1,6 @@
 """What the program of one worker's step shows that its arrays do not."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 from jax.extend import core
@@ -12,9 +12,7 @@ def scanned(jaxpr: core.Jaxpr, batches: Mapping[Any, Any]) -> Any:
   """Returns the batch, by its variable, that a scan with an exchange takes."""
   known = dict(batches)
   for eqn in jaxpr.eqns:
-    given = [
-        known.get(v) if isinstance(v, core.Var) else None for v in eqn.invars
-    ]
+    given = [known[v] if _is_in(v, known) else None for v in eqn.invars]
     if eqn.primitive.name == 'scan':
       body, consts, carry = _scan(eqn)
       first = consts + carry
@@ -62,7 +60,7 @@ def adds(jaxpr: core.Jaxpr, before: Any, after: Any) -> bool:
   return _is_in(after, sums)
 
 
-def _is_in(v: Any, variables: set[Any]) -> bool:
+def _is_in(v: Any, variables: Container[Any]) -> bool:
   return isinstance(v, core.Var) and v in variables
 
 

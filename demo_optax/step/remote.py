@@ -140,8 +140,7 @@ class RemoteProgram:
     # Numbers of the arrays that all workers share, and that a step changes,
     # with the places of their next values in what it returns.
     nexts = self._returned.nexts
-    numbers = sorted({n for n in nexts if n is not None})
-    self._nexts = {n: nexts.index(n) for n in numbers}
+    self._nexts = {n: nexts.index(n) for n in sorted({*nexts} - {None})}
     if configs and not self._nexts:
       raise ValueError(
           f'A training step of {self._workers} must return parameters and'
@@ -173,9 +172,7 @@ class RemoteProgram:
     if before.chain and before.round >= link.open:
       return arrays
     if self._follows is None:
-      self._follows = Plan(
-          self._closed, list(self._nexts.values()), follows=True
-      )
+      self._follows = Plan(self._closed, [*self._nexts.values()], follows=True)
       if self._workers.mesh is None:
         self._follows.compile()  # now, not after the state was taken
     if not before.chain:
@@ -322,8 +319,7 @@ def _sketch(arrays: Sequence[Any]) -> bytes:
 def _sketched(arrays: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
   digests, samples = [], []
   for x in map(_data, arrays):
-    start = np.zeros(x.ndim, np.uint32)
-    digests.append(bits.digest_block(x, start, x.shape))
+    digests.append(bits.digest_block(x, np.zeros(x.ndim, np.uint32), x.shape))
     if jnp.iscomplexobj(x):
       x = jnp.stack([x.real, x.imag])
     x = jnp.ravel(x).astype(jnp.float32)

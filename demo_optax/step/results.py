@@ -89,8 +89,7 @@ def hold(workers: Workers, r: Result, axis: int) -> jax.Array:
   types_say_it = workers.mesh is None or workers.is_explicit
   if types_say_it or (r.role == 'output' and x.ndim):
     return x
-  target = workers.sharding(r.keys, x.shape)
-  return jax.lax.with_sharding_constraint(x, target)
+  return jax.lax.with_sharding_constraint(x, workers.sharding(r.keys, x.shape))
 
 
 def _check_metrics(call: Call, seen: list[Any]) -> None:

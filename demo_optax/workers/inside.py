@@ -183,11 +183,9 @@ def local_params(keys: Sequence[Keys]) -> dict[Keys, list[Keys]]:
     for start in range(len(k) - 1):
       if k[start : start + 2] == _OWN:
         roots.setdefault(k[:start], []).append(k[start + 2 :])
-  known = set(keys)
   return {
-      root: params
-      for root, params in roots.items()
-      if all((*root, *_SHARED, *k) in known for k in params)
+      root: params for root, params in roots.items()
+      if {(*root, *_SHARED, *k) for k in params} <= {*keys}
   }
 
 
@@ -327,9 +325,7 @@ def _differs(what: str, causes: Iterable[str] = tuple(_CAUSES)) -> str:
   ])
 
 
-def over_workers(
-    tree: Any, reduce: Callable[..., jax.Array] = jnp.mean
-) -> Any:
+def over_workers(tree: Any, reduce: Callable[..., jax.Array] = jnp.mean) -> Any:
   """Reduces one worker's values over all workers, inside of a step.
 
   For what a step decides or returns from all workers' values: skips, counts,

@@ -121,10 +121,7 @@ class ParamSpecs:
     return ParamSharding(keep(spec, axes), blocks, axes, spec)
 
   def place_state(self, keys: Keys, shape: tuple[int, ...]) -> P:
-    """Returns a spec for a leaf of a state, without the worker axis.
-
-    That of a bucket, or of the parameter whose path is within `keys`.
-    """
+    """Returns the spec of a bucket, or of the parameter that `keys` contain."""
     if is_bucket(keys):
       return self.bucket_spec
     parts = [
@@ -138,9 +135,7 @@ class ParamSpecs:
         return spec
     return P()
 
-  def _blocks(
-      self, spec: P, shape: tuple[int, ...]
-  ) -> tuple[int, ...] | None:
+  def _blocks(self, spec: P, shape: tuple[int, ...]) -> tuple[int, ...] | None:
     """Returns the number of blocks of each dimension, None if it has none."""
     sizes = dict(self.all_sizes)
     blocks = tuple(

@@ -72,9 +72,8 @@ class Plan:
     """Compiles the parts, those of branches too, before they are run."""
     for program, ins, _ in self._parts:
       program.lower(*(v.aval for v in ins)).compile()
-    for e in (e for of in self._rounds for e in of):
-      for plan in e.branches:
-        plan.compile()
+    for plan in (p for of in self._rounds for e in of for p in e.branches):
+      plan.compile()
 
   def run(self, args: Sequence[Any], exchange: Exchange) -> list[Any]:
     """Runs the step; returns the outputs that are wanted."""

@@ -177,8 +177,7 @@ class Workers:
           f'rank must be from 0 to {count - 1}, for count={count} workers, got'
           f' {rank}.'
       )
-    found = re.fullmatch(r'tcp://(.+):\d+', address)
-    if found is None:
+    if re.fullmatch(r'tcp://.+:\d+', address) is None:
       raise ValueError(
           'address must be that of a relay, such as tcp://127.0.0.1:7077, got'
           f' {address!r}. Start one: python -m demo_optax.remote.'
@@ -188,13 +187,12 @@ class Workers:
           "Workers.remote needs ZeroMQ: pip install 'demo_optax[remote]'."
       )
     remote = Remote(address, rank, None if keys is None else str(keys))
-    sizes = {} if mesh is None else dict(mesh.shape)
     if mesh is not None and {*mesh.axis_types} != {AxisType.Auto}:
       raise ValueError(
           f'mesh must have axes of type Auto, got {mesh}. Make it with'
           ' axis_types=(jax.sharding.AxisType.Auto,) * n.'
       )
-    specs = ParamSpecs.of(param_specs, sizes, 'workers')
+    specs = ParamSpecs.of(param_specs, mesh.shape if mesh else {}, 'workers')
     return cls('remote', 'workers', count, mesh, specs, remote)
 
   def __repr__(self) -> str:
