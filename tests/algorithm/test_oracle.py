@@ -19,6 +19,9 @@ SHAPES = {
 # Every way of being cut, for what does not depend on shapes.
 FEW = {k: SHAPES[k] for k in ('scalar', 'vector', 'padded_both', 'kernel', 'scanned_heads')}
 
+# For codes of values and numbers sent: a matrix and a vector.
+TWO = {k: SHAPES[k] for k in ('vector', 'padded_both')}
+
 
 def run(workers, steps, *, limit=16, topk=5, decay=0.9, seed=0, left_out=None,
         shapes=SHAPES, **kwargs):
@@ -73,13 +76,13 @@ SECOND = {'average': 'workers', 'alpha': 0.2}
     (5, 12, {'left_out': 3, 'alpha': 0.2}),
     (5, 12, {'left_out': 3, 'average': 'workers'}),
     (3, 12, {'left_out': 1, **SECOND}),
-    *((3, 8, {'values': values}) for values in ('bfloat16', 'int8', 'int4', 'sign')),
+    *((3, 8, {'values': values, 'shapes': TWO}) for values in ('bfloat16', 'int8', 'int4', 'sign')),
     # Everything is sent.
-    *((2, 4, {'values': values, 'topk': 90, **SECOND}) for values in ('bfloat16', 'sign')),
+    *((2, 4, {'values': values, 'topk': 90, 'shapes': TWO, **SECOND}) for values in ('bfloat16', 'sign')),
     (3, 6, {'topk': 40, 'proportional': True}),
-    (3, 6, {'topk': 40, 'proportional': True, 'values': 'sign', 'shapes': SHAPES}),
+    (3, 6, {'topk': 40, 'proportional': True, 'values': 'sign'}),
     (2, 6, {'padding': False}),  # the published rule of chunks
-    *((2, 6, {'topk': topk}) for topk in (1, 16, 100, 10_000)),
+    *((2, 6, {'topk': topk, 'shapes': TWO}) for topk in (1, 16, 100, 10_000)),
 ])
 def test_rules(workers, steps, rule, x64):
   compare(run(workers, steps, **{'shapes': FEW, **rule}))

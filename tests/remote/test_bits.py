@@ -1,7 +1,9 @@
 """Workers that are programs: the bits of the simulation."""
 
+import fcntl
 import functools
 import os
+import pathlib
 import threading
 
 import jax
@@ -16,9 +18,22 @@ from demo_optax import compressors
 from demo_optax.remote import frames
 from demo_optax.remote.link import link_of
 from demo_optax.remote.relay import Relay
-from demo_optax.step.remote import _whole
+from demo_optax.step.remote import RemoteProgram, _whole
 
 host = lambda x: np.asarray(_whole(x))
+
+# Workers in threads, and those of processes, compile the same programs. In turn,
+# all but the first one find them in the cache.
+trace = RemoteProgram.trace
+
+
+def trace_in_turn(program, *arrays):
+  with open(pathlib.Path(os.environ['JAX_COMPILATION_CACHE_DIR'], 'turn'), 'w') as file:
+    fcntl.flock(file, fcntl.LOCK_EX)
+    trace(program, *arrays)
+
+
+RemoteProgram.trace = trace_in_turn
 
 
 def at_once(fun, items, seconds=20):
@@ -120,7 +135,7 @@ def loss_of(params, x):
 def train(method, workers, rows):
   """Trains on a worker's rows, or all; parameters, and what steps returned."""
   names = PARAMS if method in ('averaged', 'demo', 'sum') else ('w', 'b')
-  params = {name: jnp.full(PARAMS[name], 0.1) for name in names}
+  params = {name: jnp.full(PARAMS[name], 0.1, jnp.float32) for name in names}
   tx = METHODS[method](workers)
   state = tx.init(params)
 

@@ -148,12 +148,18 @@ def test_folding_and_unfolding_is_the_identity(data):
   fold = data.draw(st.sampled_from(chunks.folds(len(shape))))
   size = data.draw(st.integers(1, 8))
   grid = chunks.chunk_grid(shape, size, fold=fold)
-  x = jnp.arange(math.prod(shape), dtype=jnp.float32)
-  cut = chunks.to_chunks(x.reshape(shape), grid)
-  np.testing.assert_array_equal(chunks.from_chunks(cut, grid), x.reshape(shape))
-  # The chunks are those of the folded array.
   matrix = grid_of(grid.folded, size)
-  np.testing.assert_array_equal(cut, chunks.to_chunks(x.reshape(grid.folded), matrix))
+
+  @jax.jit
+  def cut_both(x):
+    cut = chunks.to_chunks(x, grid)
+    folded = chunks.to_chunks(x.reshape(grid.folded), matrix)
+    return cut, folded, chunks.from_chunks(cut, grid)
+
+  x = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
+  cut, folded, back = cut_both(x)
+  np.testing.assert_array_equal(back, x)
+  np.testing.assert_array_equal(cut, folded)  # the chunks of the folded array
 
 
 def test_a_fold_that_the_basis_has_no_matrix_for_is_not_taken():

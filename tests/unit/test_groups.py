@@ -25,16 +25,15 @@ def check(n, k, seed=0):
   rng = np.random.default_rng(seed)
   # Few values, which the key tells apart, and zeros.
   x = rng.integers(-3, 4, (4, n)).astype(np.float32)
-  found = groups.indices(groups.largest(jnp.asarray(x), k))
+  found = jax.jit(lambda x: groups.indices(groups.largest(x, k)))(x)
   np.testing.assert_array_equal(found, expected(x, k))
   assert np.asarray(found).max() < n
 
 
 @pytest.mark.parametrize('k', [1, 7, 64])
 def test_sizes_of_a_chunk(k):
-  with jax.disable_jit():
-    for n in {k, k + 1, 2 * k - 1, 2 * k, 3 * k + 2, 127, 128, 129, 255, 300}:
-      check(n, k, n)
+  for n in {k, k + 1, 2 * k - 1, 2 * k, 3 * k + 2, 127, 128, 129, 255, 300}:
+    check(n, k, n)
 
 
 def test_float64_is_compared_as_float64(x64):
@@ -48,23 +47,25 @@ def test_float64_is_compared_as_float64(x64):
 def test_forms_of_a_selection(n, k, average):
   """Scatters, comparisons, products: the same but for rounding of means."""
   rng = np.random.default_rng(n)
-  m = jnp.asarray(rng.normal(size=(3, n)), jnp.float32)
-  sent = jnp.asarray(rng.normal(size=(5, 3, n)), jnp.float32).at[1].set(m)
-  indices = jax.vmap(GroupMax(k), (0, None))(sent, 0)
-  values = jnp.asarray(rng.normal(size=indices.shape), jnp.float32)
-  order = jnp.argsort(indices, axis=-1)  # which scatters are promised
-  damaged = values.at[2].set(jnp.nan)
-  present = jnp.asarray([True, True, False, True, True])
+  m = rng.normal(size=(3, n)).astype(np.float32)
+  sent = rng.normal(size=(5, 3, n)).astype(np.float32)
+  sent[1] = m
+  indices = jax.jit(jax.vmap(lambda x: GroupMax(k)(x, 0)))(sent)
+  values = rng.normal(size=indices.shape).astype(np.float32)
+  order = np.argsort(indices, axis=-1)  # which scatters are promised
+  damaged = values.copy()
+  damaged[2] = np.nan
+  present = np.array([True, True, False, True, True])
 
   def all_of_it(grouped):
-    i, v, d = indices, values, damaged
+    i, v, d = map(jnp.asarray, (indices, values, damaged))
     if not grouped:
       i, v, d = (jnp.take_along_axis(x, order, -1) for x in (i, v, d))
-    taken = topk.take(m, i[0], grouped)
+    taken = topk.take(jnp.asarray(m), i[0], grouped)
     return (
         jnp.take_along_axis(taken, order[0], -1) if grouped else taken,
-        topk.subtract(m, i[0], v[0], grouped),
-        topk.merge(i, d, present, n, average, grouped))
+        topk.subtract(jnp.asarray(m), i[0], v[0], grouped),
+        topk.merge(i, d, jnp.asarray(present), n, average, grouped))
 
   found = {}
   for form in (('cpu', False), ('gpu', False), ('tpu', False), ('cpu', True)):
@@ -97,11 +98,16 @@ def test_places_in_fixed_width(n, k, bits):
   rng = np.random.default_rng(0)
   f = ChunkFormat(n, k, 'float32', 'sign', grouped=True)
   assert f.index_code.bits == bits * k
-  x = jnp.asarray(rng.normal(size=(6, n)), jnp.float32)
-  indices = GroupMax(k)(x, 0)
-  data, sent = f.encode(indices, topk.take(x, indices))
+  x = rng.normal(size=(6, n)).astype(np.float32)
+
+  @jax.jit
+  def write(x):
+    indices = GroupMax(k)(x, 0)
+    return indices, *f.encode(indices, topk.take(x, indices))
+
+  indices, data, sent = write(x)
   assert data.size == f.words(6)
-  found, values, valid = f.decode(jnp.stack([data, data]), 6)
+  found, values, valid = jax.jit(lambda x: f.decode(x, 6))(np.stack([data, data]))
   assert valid.tolist() == [True, True]
   for worker in range(2):
     np.testing.assert_array_equal(found[worker], indices)
