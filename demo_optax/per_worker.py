@@ -37,7 +37,8 @@ def per_worker(
 
   If the result or the new state would not be finite, the worker keeps its state
   and its gradients become NaN. The exchange then excludes it from this step
-  alone.
+  alone. Gradients are one worker's in a `data_parallel` step and with
+  `Workers.on_axis`, else stacked, `[workers, ...]`.
   """
   _checks.check_type('workers', workers, Workers, 'Workers.simulated(4)')
   tx = optax.with_extra_args_support(tx)

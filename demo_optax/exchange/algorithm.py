@@ -299,7 +299,7 @@ def _is_valid(
   False also for a hyperparameter that is not finite, and for a decay or alpha
   outside [0, 1].
   """
-  good = [jnp.isfinite(hyper.weight)]
+  good = [jnp.isfinite(hyper.weight).all()]  # a schedule may return [1]
   good += [(x >= 0) & (x <= 1) for x in (hyper.alpha, hyper.decay)]
   for g in chunks:
     weight = jnp.asarray(hyper.weight, g.dtype)

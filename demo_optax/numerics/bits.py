@@ -134,20 +134,21 @@ def digest_block(x: Any, start: Any, shape: tuple[int, ...]) -> Any:
   """
   if not isinstance(x, np.ndarray):
     return _digest_on_device(x, start, shape)
-  x, total = np.ascontiguousarray(x), np.zeros(2, np.uint32)
+  x = np.ascontiguousarray(x)
   start, shape = np.append(start, 0)[: x.ndim], (*shape, 1)[: x.ndim]
-  axis = next((d for d, length in enumerate(x.shape) if length > 1), 0)
-  step = max(1, _AT_ONCE * x.shape[axis] // max(1, x.size))
+  if x.size <= _AT_ONCE:
+    return _digest(np, x, start.astype(np.uint32), shape)
+  axis = next(d for d, length in enumerate(x.shape) if length > 1)
+  step = max(1, _AT_ONCE * x.shape[axis] // x.size)
+  total = np.zeros(2, np.uint32)
   for first in range(0, x.shape[axis], step):
-    at = np.array(start, np.uint32)
-    at[axis] += first
+    at = start + first * (np.arange(x.ndim) == axis)
     part = x[(slice(None),) * axis + (slice(first, first + step),)]
-    total += _digest(np, part, at, shape)
+    total += digest_block(part, at, shape)
   return total
 
 
-# Elements that NumPy digests at once.
-_AT_ONCE = 2**16
+_AT_ONCE = 2**16  # elements that NumPy digests
 
 
 def _digest(xp: Any, x: Any, start: Any, shape: tuple[int, ...]) -> Any:
@@ -157,9 +158,8 @@ def _digest(xp: Any, x: Any, start: Any, shape: tuple[int, ...]) -> Any:
     along = xp.arange(words.shape[d], dtype=xp.uint32)
     if d < len(shape):
       along = along + start[d]
-    shape_along = [1] * words.ndim
-    shape_along[d] = -1
-    place = place * xp.uint32(length) + along.reshape(shape_along)
+    along = along.reshape([-1 if i == d else 1 for i in range(words.ndim)])
+    place = place * xp.uint32(length) + along
   weighted = words * (place * xp.uint32(2) + xp.uint32(1))
   mixed = words + place * xp.uint32(0x9E3779B9)
   mixed = (mixed ^ (mixed >> xp.uint32(16))) * xp.uint32(0x85EBCA6B)

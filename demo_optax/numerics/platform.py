@@ -177,9 +177,8 @@ def reduce_in_two_stages() -> bool:
 
 
 def digests_on_host(device: jax.Device) -> bool:
-  """Returns whether NumPy digests what this device holds.
+  """Returns whether NumPy digests what this device holds: for CPUs.
 
-  That of a CPU is in the host's memory, and XLA would compile a program for
-  every shape and device.
+  XLA would compile a program for every shape and device.
   """
   return device.platform == 'cpu'

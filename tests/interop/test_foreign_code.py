@@ -15,13 +15,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
-from helpers import (
-  COMPILATIONS,
-  make_mesh_2d,
-  make_step,
-  on_mesh,
-  own,
-)
+from helpers import COMPILATIONS, make_mesh_2d, make_step, on_mesh, own
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -376,3 +370,17 @@ def test_a_counter_in_a_dict_costs_no_second_program(workers):
     state = train_step(state, BATCH)
   assert COMPILATIONS.count == before
   assert int(state['step']) == 3
+
+
+def test_an_average_where_types_say_how_parameters_are_sharded():
+  """In a map over the workers alone, beside an Explicit axis."""
+  mesh = make_mesh_2d('explicit', (2, 2), ('data', 't'))
+  tx = demo_optax.average(workers=demo_optax.Workers.on_axis('data'))
+  of = lambda shape, *spec: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
+  with jax.set_mesh(mesh):
+    update = jax.eval_shape(
+        jax.shard_map(
+            lambda p, g: tx.update(g[0], tx.init(p), p)[0],
+            in_specs=(P(), P('data')), out_specs=P(), axis_names={'data'}),
+        of((32, 8), 't'), of((2, 32, 8), 'data', 't'))
+  assert update.shape == (32, 8)
