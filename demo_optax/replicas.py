@@ -170,10 +170,10 @@ def _digest_blocks(x: Any) -> list[Any]:
   found = []
   for shard in sorted(x.addressable_shards, key=lambda s: s.device.id):
     start = np.array([s.start or 0 for s in shard.index], np.uint32)
-    block = shard.data
     if platform.digests_on_host(shard.device):
-      block = np.asarray(block)
+      found.append(bits.digest_block(np.asarray(shard.data), start, x.shape))
+      continue
     # On this device, not on the mesh that the caller has set.
     with jax.set_mesh(Mesh([shard.device], ('device',))):
-      found.append(bits.digest_block(block, start, x.shape))
+      found.append(bits.digest_block(shard.data, start, x.shape))
   return found

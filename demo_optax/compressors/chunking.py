@@ -167,8 +167,7 @@ def chunk_grid(
 def to_chunks(x: jax.Array, grid: ChunkGrid) -> jax.Array:
   """Cuts an array `[*grid.shape]` into chunks `[num_chunks, n]`."""
   x = x.reshape(grid.folded)
-  if any(grid.ends):
-    x = plain.pad(x, [(0, p) for p in grid.ends])
+  x = plain.pad(x, [(0, p) for p in grid.ends])
   (batch, rows, cols), (row_length, col_length) = grid.folded_counts, grid.sides
   x = x.reshape(batch, rows, row_length, cols, col_length)
   return x.transpose(0, 1, 3, 2, 4).reshape(grid.num_chunks, -1)

@@ -242,7 +242,7 @@ class DataParallelStep:
   def _run(
       self, call: Call, *arrays: Any, index: Any = None
   ) -> tuple[list[Any], results.Returned]:
-    """Runs the step for all workers, or for worker `index`, a program."""
+    """Runs the step of all workers, or of the separate program `index`."""
     workers = self.workers
     count = workers.count if workers.stacked_gradients else 1
     for a in call.arrays:

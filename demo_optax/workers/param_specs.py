@@ -121,7 +121,7 @@ class ParamSpecs:
     return ParamSharding(keep(spec, axes), blocks, axes, spec)
 
   def place_state(self, keys: Keys, shape: tuple[int, ...]) -> P:
-    """Returns the spec of a bucket, or of the parameter that `keys` contain."""
+    """Returns the spec of a bucket or parameter, without the worker axis."""
     if is_bucket(keys):
       return self.bucket_spec
     parts = [
