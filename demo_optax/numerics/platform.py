@@ -85,12 +85,12 @@ def groups_of(elements: int, n: int, k: int) -> tuple[int, bool]:
   A size of 1 is plain `lax.top_k`. That of XLA:CPU is single-threaded, and
   takes three to five times as long as counting `n / 8` maxima and `8 k`
   candidates in the caches. For few `elements` it compiles faster. XLA:GPU sorts
-  all n pairs of a chunk for more than 16. Maxima of groups of 16, then the
-  members of the k largest, take a tenth of the comparisons. XLA:TPU has a
-  kernel, and would pad groups to 128.
+  all pairs of a chunk, and groups of groups leave it few. XLA:TPU has a kernel,
+  and would pad groups to 128.
   """
-  size = {'cpu': 8 if elements > _SMALL else 1, 'gpu': 16}.get(of(), 1)
-  return size if n % size == 0 and n >= 32 * k else 1, of() == 'cpu'
+  if of() == 'cpu':
+    return 8 if elements > _SMALL and n % 8 == 0 and n >= 32 * k else 1, True
+  return 4 if of() == 'gpu' and n % 4 == 0 and n >= 8 * k else 1, False
 
 
 def chunks_in_lanes(chunks: int) -> bool:
@@ -115,10 +115,10 @@ def concatenates(chunk_rows: int) -> bool:
   """Returns whether leaves are concatenated, or else written one by one.
 
   A concatenation of transposed leaves holds all of them twice on CPUs. Vectors
-  are not transposed, and each update is a kernel to compile. TPUs would write
-  zeros first.
+  are not transposed, and each update is a kernel to compile. TPUs and GPUs
+  would write zeros first; an H100 then needs three times as long.
   """
-  return chunk_rows == 1 or of() == 'tpu'
+  return chunk_rows == 1 or of() != 'cpu'
 
 
 def loop_to_keep(elements: int) -> bool:
@@ -156,6 +156,11 @@ def by_product() -> bool:
   TPUs execute gathers and scatters serially, after a sort.
   """
   return of() == 'tpu'
+
+
+def reads_and_writes_alone() -> bool:
+  """Returns whether a GPU reads and writes in place; tables move everything."""
+  return of() == 'gpu'
 
 
 def joins_products(elements: int) -> bool:

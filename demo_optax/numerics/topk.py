@@ -25,9 +25,9 @@ def top_k(coefficients: jax.Array, k: int) -> jax.Array:
   Array([[1, 3]], dtype=int32)
   """
   magnitudes, n = jnp.abs(coefficients), coefficients.shape[1]
-  size, by_counting = platform.groups_of(coefficients.size, n, k)
+  size, by_counting = platform.groups_of(magnitudes.size, n, k)
   if size == 1:
-    return _sorted_top_k(magnitudes, k)
+    return jnp.sort(jax.lax.top_k(magnitudes, k)[1].astype(jnp.int32))
   return top_k_of_groups(magnitudes, k, size, by_counting)
 
 
@@ -53,16 +53,12 @@ def top_k_of_groups(
   else:
     keys = magnitudes
     maxima = jnp.max(keys.reshape(chunks, n // size, size), axis=2)
-  largest = _largest if by_counting else _sorted_top_k
+  largest = _largest if by_counting else top_k  # in groups again
   groups = largest(maxima, k)  # ascending: of equals the first must be chosen
   candidates = packing.take(keys.reshape(chunks, n // size, size), groups)
   found = largest(candidates.reshape(chunks, k * size), k)
   group = packing.take(groups, found >> (size.bit_length() - 1))
   return group * size + (found & (size - 1))
-
-
-def _sorted_top_k(x: jax.Array, k: int) -> jax.Array:
-  return jnp.sort(jax.lax.top_k(x, k)[1].astype(jnp.int32))
 
 
 def _largest(keys: jax.Array, k: int) -> jax.Array:
@@ -103,9 +99,9 @@ def _count(mask: jax.Array) -> jax.Array:
   return jnp.sum(counts, axis=1, keepdims=True)
 
 
-def _form(grouped: bool) -> Any:
+def _form(grouped: bool, merging: bool = False) -> Any:
   """Returns the module of tables in place of gathers and scatters, or None."""
-  if grouped:
+  if grouped and (merging or not platform.reads_and_writes_alone()):
     return groups
   return one_hot if platform.by_product() else None
 
@@ -131,7 +127,7 @@ def subtract(
   if form := _form(grouped):
     return coefficients - form.spread(indices, values, coefficients.shape[1])
   return coefficients.at[packing.row_numbers(indices), indices].add(
-      -values, unique_indices=True, indices_are_sorted=True,
+      -values, unique_indices=True, indices_are_sorted=not grouped,
       mode='promise_in_bounds', wrap_negative_indices=False,
   )
 
@@ -152,7 +148,7 @@ def merge(
   float32 `[]`.
   """
   everyone = jnp.sum(present, dtype=jnp.int32)
-  if indices is not None and (form := _form(grouped)):
+  if indices is not None and (form := _form(grouped, merging=True)):
     total, senders = form.add_up(indices, values, present, n)
     distinct = jnp.sum((senders > 0).astype(jnp.float32))
     if average == 'senders':

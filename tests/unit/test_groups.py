@@ -68,7 +68,7 @@ def test_forms_of_a_selection(n, k, average):
         topk.merge(i, d, jnp.asarray(present), n, average, grouped))
 
   found = {}
-  for form in (('cpu', False), ('gpu', False), ('tpu', False), ('cpu', True)):
+  for form in (('cpu', False), ('gpu', False), ('tpu', False), ('cpu', True), ('gpu', True)):
     name, grouped = form
     with platform.running_on(name):
       found[form] = jax.jit(functools.partial(all_of_it, grouped))()
