@@ -134,9 +134,7 @@ def averaged(s: Settings, workers: demo_optax.Workers) -> Method:
 
 def demo(s: Settings, workers: demo_optax.Workers) -> Method:
   """DeMo as published: version 1, or with alpha below 1 version 2."""
-  compressor = demo_optax.dct_topk(
-      64, s['topk'], values=s['values'], proportional=False
-  )
+  compressor = largest(s, 64, s['topk'])
   rate = schedule(s, s['lr'])
   if s['alpha'] == 1 and not s['update_values']:
     tx = demo_optax.demo(

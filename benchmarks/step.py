@@ -38,6 +38,7 @@ import jax.numpy as jnp
 import optax
 
 import demo_optax
+from demo_optax import compressors
 from demo_optax.__main__ import MODELS
 from demo_optax.compressors.layout import Layout
 from demo_optax.exchange import message as wire
@@ -64,8 +65,9 @@ TREES = {
     'tiny': gpt(64, 1, 500),
     '42M': gpt(512, 8, 32000),
     '10M': gpt(256, 8, 14000),
-    **{name: dict(enumerate(jax.tree.leaves(
-        shapes, is_leaf=lambda x: isinstance(x, list))))
+    **{name: {jax.tree_util.keystr(path, simple=True, separator='/'): shape
+              for path, shape in jax.tree.leaves_with_path(
+                  shapes, is_leaf=lambda x: isinstance(x, list))}
        for name, shapes in MODELS.items()},
 }
 
@@ -163,9 +165,12 @@ class Row:
     method, *options = name.split()
     self.params, gradients = random_tree(shapes, 0), random_tree(shapes, 1)
     others, workers = None, demo_optax.Workers.simulated(1)
-    if method == 'demo':
+    if method in ('demo', 'demo_groups'):
       topk, values, peers = (option.split('=')[1] for option in options)
       compressor = demo_optax.dct_topk(topk=int(topk), values=values)
+      if method == 'demo_groups':
+        compressor = dataclasses.replace(
+            compressor, select=compressors.GroupMax(int(topk)))
       if int(peers) > 1:
         workers = OneOfMany('simulated', 'workers', 1)
         packer = wire.Packer(layout_of(self.params, compressor).buckets)
@@ -173,6 +178,9 @@ class Row:
       tx = demo_optax.demo(1e-3, workers=workers, compressor=compressor)
     elif method == 'demo_muon':
       tx = demo_optax.demo_muon(1e-3, workers=workers)
+    elif method == 'muon':
+      tx = optax.contrib.muon(1e-3, muon_weight_dimension_numbers=(
+          demo_optax.recipes.muon_dimension_numbers))
     else:
       tx = {'adamw': optax.adamw(1e-3), 'sgd': optax.sgd(1e-3, 0.9)}[method]
     if method.startswith('demo'):
@@ -308,7 +316,8 @@ def parse() -> argparse.Namespace:
   parser.add_argument('--full', action='store_true',
                       help='all combinations, not only what differs in one')
   parser.add_argument('--rounds', type=int, default=7)
-  parser.add_argument('--muon', action='store_true', help='also demo_muon')
+  parser.add_argument('--muon', action='store_true', help='also Muon itself')
+  parser.add_argument('--groups', action='store_true', help='also GroupMax')
   parser.add_argument('--memory', action='store_true')
   parser.add_argument('--reference', type=pathlib.Path)
   parser.add_argument('--out', type=pathlib.Path)
@@ -319,13 +328,14 @@ def parse() -> argparse.Namespace:
 def names(args: argparse.Namespace) -> list[str]:
   """All rows; of demo those that differ in one option from the first ones."""
   found = ['adamw', 'sgd', 'copy'] + ['published'] * bool(args.reference)
-  found += ['demo_muon'] * args.muon
+  found += ['muon', 'demo_muon'] * args.muon
   base = (32 if 32 in args.topk else args.topk[0], args.values[0],
           args.peers[0])
   for options in itertools.product(args.topk, args.values, args.peers):
     changed = sum(a != b for a, b in zip(options, base))
     if args.full or changed <= 1:
-      found.append('demo k={} values={} N={}'.format(*options))
+      found += [f'{kind} k={{}} values={{}} N={{}}'.format(*options)
+                for kind in ['demo', 'demo_groups'][:1 + args.groups]]
   return found
 
 
