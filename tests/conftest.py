@@ -11,9 +11,8 @@ os.environ['XLA_FLAGS'] = (
 )
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 
-# Tests compile more than they compute: half of the time is saved by programs
-# that are hardly optimized. TESTS_AS_USERS=1 compiles as JAX does by itself;
-# .ci/run does so for comparisons of bits, and for processes.
+# Half of the time is saved by programs that are hardly optimized.
+# TESTS_AS_USERS=1 compiles as JAX does by itself.
 if os.environ.get('TESTS_AS_USERS', '0') == '0':
   os.environ['XLA_FLAGS'] += (
       ' --xla_backend_optimization_level=0'
@@ -22,8 +21,7 @@ if os.environ.get('TESTS_AS_USERS', '0') == '0':
   if metadata.version('jaxlib').startswith('0.10.'):  # later there is none
     os.environ['XLA_FLAGS'] += ' --xla_cpu_use_fusion_emitters=false'
 
-# Many tests compile the same programs, in this process and in others: once is
-# enough. The folder is made, and removed, by whoever starts the tests.
+# All processes share compiled programs. Who starts the tests removes them.
 OWN_CACHE = 'JAX_COMPILATION_CACHE_DIR' not in os.environ
 if OWN_CACHE:
   os.environ['JAX_COMPILATION_CACHE_DIR'] = tempfile.mkdtemp(prefix='jax-')
@@ -40,13 +38,16 @@ jax.config.update('jax_numpy_dtype_promotion', 'strict')
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 
 
+def pytest_xdist_auto_num_workers():
+  return (os.cpu_count() or 1) + 1  # some tests wait for processes and threads
+
+
 def pytest_unconfigure():
   if OWN_CACHE:
     shutil.rmtree(os.environ['JAX_COMPILATION_CACHE_DIR'], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items):
-  """What starts processes, or runs documents, has a marker of its own."""
   here = pathlib.Path(__file__).parent
   for item in items:
     if item.path.is_relative_to(here):
@@ -64,7 +65,6 @@ def workers(request):
 
 @pytest.fixture
 def x64():
-  """Float64 for one test."""
   with jax.enable_x64(True):
     yield
 
