@@ -8,8 +8,7 @@ Equal values must give equal bits in every program. Compilers may contract a
 product and a sum, regroup sums, and replace divisions by products, depending on
 the program. So products of a level and a scale are exact (8 bits times 8 bits),
 and sums are trees of elementwise additions. An inverse is a separate array.
-bfloat16 is made by `reduce_precision`, since a compiler may drop a conversion
-there and back.
+bfloat16 is made by `reduce_precision`: compilers may drop conversions.
 """
 
 import dataclasses
@@ -185,8 +184,7 @@ def _round(x: jax.Array) -> jax.Array:
 def _without_subnormals(x: jax.Array) -> jax.Array:
   """Replaces subnormal numbers by zero.
 
-  Some devices and threads flush them, others do not. A subnormal scale has no
-  finite inverse.
+  Some devices and threads flush them. A subnormal scale has no finite inverse.
   """
   return plain.where(jnp.abs(x) < float(_TINY), 0, x)
 

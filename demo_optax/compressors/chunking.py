@@ -35,8 +35,7 @@ class ChunkGrid:
     shape: shape of the array.
     lengths: length of a chunk along each dimension of the folded array; 1 along
       the dimensions before the last two, unless the array is one whole chunk.
-    whole: the array is a single chunk in its own element order, and is not
-      transformed.
+    whole: the array is one chunk in its own order, not transformed.
     fold: `(b, j)`: dimensions `b` to `j` are folded into the rows, those from
       `j` on into the columns. None: the last two dimensions are cut.
   """

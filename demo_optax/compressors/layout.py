@@ -1,8 +1,7 @@
 """Buckets: the chunks of one kind, of all leaves, as one array `[rows, n]`.
 
 The program of a step then grows with the kinds of chunks, not with the number
-of leaves. Each leaf only has its gradient cut into the bucket, and its update
-out of it.
+of leaves. Each leaf has its gradient cut into the bucket, its update out of it.
 
 A `Layout` maps leaves to buckets. It depends on paths, shapes, dtypes and
 compressors alone, and is made when a step is traced. Its digest is kept in the

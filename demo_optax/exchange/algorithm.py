@@ -10,7 +10,6 @@ of messages in `message`, collectives in `workers`.
 import contextlib
 import contextvars
 import dataclasses
-import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
@@ -307,7 +306,7 @@ def _is_valid(
     good.append(_none(~(jnp.abs(weight * g) <= largest)))
   for i in layout.averaged:
     good.append(_none(~jnp.isfinite(gradients[i])))
-  return functools.reduce(jnp.logical_and, good)
+  return plain.every(good)
 
 
 def _none(beyond: jax.Array) -> jax.Array:

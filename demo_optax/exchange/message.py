@@ -22,8 +22,7 @@ worker writes one such message per owner, all of one size.
 
 Decoding is safe for arbitrary words. A worker is excluded if its indices are
 not in order or not in the chunk, or a value exceeds
-`ChunkFormat.max_magnitude`. All workers read the same words and so agree on who
-is excluded.
+`ChunkFormat.max_magnitude`. All workers read the same words, so they agree.
 
 If all workers select the same indices, only values are sent and only their mean
 is needed. An all-reduce sums a vector of these values, the number of valid
@@ -239,21 +238,20 @@ class Packer:
       data = arrived[self.name].reshape(group.size, -1)
       found: dict[int, tuple[Any, jax.Array]] = {}
       *parts, end = jnp.split(data, np.cumsum(self._words), axis=1)
-      valid = jnp.ones((group.size,), bool)
+      good = [end[:, 0] == 1]
       for part, (chunk_format, members) in zip(parts, self.gathered.items()):
         counts = self._chunks(members)
         indices, values, sound = chunk_format.decode(part, sum(counts))
-        valid &= sound
+        good.append(sound)
         several = _split(indices, counts), _split(values, counts)
         for i, own, x in zip(members, *several):
           bucket = self.read[i]
           first = jnp.arange(bucket.format.k, dtype=jnp.int32)
           own = None if own is None else bucket.unstrip(own, first)
           found[i] = own, bucket.unstrip(x)
-      valid &= end[:, 0] == 1
       stats = jax.lax.bitcast_convert_type(end[:, 1:END_WORDS], jnp.float32)
       # A damaged message may have reached only one device of a worker.
-      valid = group.all_devices(valid)
+      valid = group.all_devices(plain.every(good))
       num_valid = jnp.sum(valid, dtype=jnp.int32)
       stats = plain.where(valid[:, None] & jnp.isfinite(stats), stats, 0.0)
       energies += jnp.sum(stats, axis=0)

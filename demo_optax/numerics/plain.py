@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from demo_optax.numerics import platform
+
 
 def where(condition: jax.Array, x: Any, y: Any) -> jax.Array:
   """As `jnp.where`, in the dtype of `x`, or of `y` if `x` is a number."""
@@ -19,6 +21,12 @@ def where(condition: jax.Array, x: Any, y: Any) -> jax.Array:
   if jnp.ndim(condition):  # else it would need the sharding of x
     condition = jnp.broadcast_to(condition, shape)
   return jax.lax.select(condition, x, y)
+
+
+def every(flags: Sequence[jax.Array]) -> jax.Array:
+  """Returns where all flags hold. XLA:CPU copies ands into each use."""
+  x = jnp.stack(flags)
+  return jnp.sort(x, 0)[0] if platform.of() == 'cpu' else x.all(0)
 
 
 def pad(

@@ -23,8 +23,7 @@ PIECE = 2**18
 # with what is computed from them.
 _PART = 2**23
 
-# Up to this many coefficients, plain operations compile faster than cleverer
-# ones would save.
+# Up to here plain operations compile faster than cleverer ones would save.
 _SMALL = 2**17
 
 _running: contextvars.ContextVar[str | None] = contextvars.ContextVar(
