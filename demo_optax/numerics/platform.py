@@ -87,9 +87,9 @@ def groups_of(elements: int, n: int, k: int) -> tuple[int, bool]:
   all pairs of a chunk, and groups of groups leave it few. XLA:TPU has a kernel,
   and would pad groups to 128.
   """
-  if of() == 'cpu':
-    return 8 if elements > _SMALL and n % 8 == 0 and n >= 32 * k else 1, True
-  return 4 if of() == 'gpu' and n % 4 == 0 and n >= 8 * k else 1, False
+  size, share = {'cpu': (8, 32), 'gpu': (4, 8)}.get(of(), (1, n))
+  large = elements > _SMALL and n % size == 0 and n >= share * k
+  return size if large else 1, of() == 'cpu'
 
 
 def chunks_in_lanes(chunks: int) -> bool:

@@ -69,14 +69,14 @@ OF_GROUPS = jax.jit(selection.top_k_of_groups, static_argnums=(1, 2, 3))
 TOP_K = jax.jit(lambda c, k, _: selection.top_k(c, k), static_argnums=(1, 2))
 FORMS = [
     lambda c, k, size: OF_GROUPS(c, k, size, True), TOP_K,
-    paths.running_on('gpu')(jax.jit(lambda *x: TOP_K.__wrapped__(*x), static_argnums=(1, 2))),
-]
+    paths.running_on('gpu')(jax.jit(lambda *x: TOP_K.__wrapped__(*x), static_argnums=(1, 2)))]
 
 
 @pytest.mark.parametrize('kind', ['ties', 'zeros', 'normal', 'infinite', 'tiny', 'float64'])
 @pytest.mark.parametrize('n, k, size', [
     (64, 8, 8), (96, 3, 4), (4096, 32, 8), (77, 7, 1), (5, 5, 1), (1, 1, 1)])
-def test_top_k_of_groups(n, k, size, kind):
+def test_top_k_of_groups(n, k, size, kind, monkeypatch):
+  monkeypatch.setattr(paths, '_SMALL', 0)
   rng = np.random.default_rng(n)
   x = {'ties': rng.integers(0, 4, (20, n)), 'zeros': np.zeros((20, n)),
        'normal': rng.normal(size=(20, n)),
