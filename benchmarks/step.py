@@ -2,8 +2,8 @@
 
     python benchmarks/step.py --reference PATH --memory --out FILE
     python benchmarks/step.py --trees 10M --topk 8 32 --peers 1 --rounds 3
-    python benchmarks/step.py --trees 300M 1B --topk 32 --values float32 \
-        --peers 1 --muon --rounds 15 --out FILE    # on a GPU or TPU
+    python benchmarks/step.py --trees 300M --topk 32 --values float32 \
+        --peers 1 8 --muon --groups --rounds 15 --out FILE    # on a GPU or TPU
 
 Every row is one worker's own step from its gradients to its new parameters
 (`optax.apply_updates` included), state and parameters donated. At N workers the

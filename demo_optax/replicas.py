@@ -47,8 +47,7 @@ def check_replicas(
   single different word of 32 bits always changes the digest. Compared are
   copies of the same part of an array, such as shards of parameters in different
   workers. Stacked momentum has copies only if devices of a worker replicate it.
-  Arrays of one process alone, NumPy arrays and numbers are compared between
-  processes.
+  Arrays of one process, NumPy's and numbers are compared between processes.
 
   Of a module give `nnx.state(model)`. Every process must call it, with the same
   tree, and gets the same answer: for each leaf the copies that differ from the

@@ -24,9 +24,9 @@ def where(condition: jax.Array, x: Any, y: Any) -> jax.Array:
 
 
 def every(flags: Sequence[jax.Array]) -> jax.Array:
-  """Returns where all flags hold. XLA:CPU copies ands into each use."""
+  """Returns where all flags hold."""
   x = jnp.stack(flags)
-  return jnp.sort(x, 0)[0] if platform.of() == 'cpu' else x.all(0)
+  return jnp.sort(x, 0)[0] if platform.sorts_flags() else x.all(0)
 
 
 def pad(

@@ -19,8 +19,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 # stay in the caches: memory new to a process costs ten times its copy.
 PIECE = 2**18
 
-# Coefficients that a TPU handles at once, 32 MB in float32: of a v5e's 128 MB,
-# with what is computed from them.
+# Coefficients that a TPU handles at once: 32 MB of a v5e's 128 MB.
 _PART = 2**23
 
 # Up to here plain operations compile faster than cleverer ones would save.
@@ -84,7 +83,7 @@ def groups_of(elements: int, n: int, k: int) -> tuple[int, bool]:
   A size of 1 is plain `lax.top_k`. That of XLA:CPU is single-threaded, and
   takes three to five times as long as counting `n / 8` maxima and `8 k`
   candidates in the caches. For few `elements` it compiles faster. XLA:GPU sorts
-  all pairs of a chunk, and groups of groups leave it few. XLA:TPU has a kernel,
+  all pairs of a chunk, and groups of groups leave few. XLA:TPU has a kernel,
   and would pad groups to 128.
   """
   size, share = {'cpu': (8, 32), 'gpu': (4, 8)}.get(of(), (1, n))
@@ -157,9 +156,14 @@ def by_product() -> bool:
   return of() == 'tpu'
 
 
-def reads_and_writes_alone() -> bool:
-  """Returns whether a GPU reads and writes in place; tables move everything."""
+def scatters_groups() -> bool:
+  """Returns whether groups are read and subtracted by gather and scatter."""
   return of() == 'gpu'
+
+
+def sorts_flags() -> bool:
+  """Returns whether a sort joins flags. XLA:CPU copies ands into each use."""
+  return of() == 'cpu'
 
 
 def joins_products(elements: int) -> bool:

@@ -101,7 +101,7 @@ def _count(mask: jax.Array) -> jax.Array:
 
 def _form(grouped: bool, merging: bool = False) -> Any:
   """Returns the module of tables in place of gathers and scatters, or None."""
-  if grouped and (merging or not platform.reads_and_writes_alone()):
+  if grouped and (merging or not platform.scatters_groups()):
     return groups
   return one_hot if platform.by_product() else None
 

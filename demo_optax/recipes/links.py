@@ -22,8 +22,7 @@ from demo_optax.workers import Workers, inside, lift
 # preconditioning clips squares at 1e-8, above those of real gradients.
 _GRADIENT_SCALE = 2.0**20
 
-# Numbers in a stack of matrices on a device: larger stacks would save few
-# kernels, and take more memory.
+# Numbers in a stack on a device: larger ones would only take more memory.
 _STACK = 2**24
 
 

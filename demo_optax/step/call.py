@@ -110,8 +110,7 @@ def take_apart(
 ) -> tuple[tuple[Fixed | None, ...], list[Any]]:
   """Returns what each leaf of a tree is, see `Form`, and the arrays.
 
-  `numbers` are from `nnx.traces_numbers`. Adds to the NNX `objects` those that
-  are not in it.
+  `numbers` are from `nnx.traces_numbers`. Adds new NNX objects to `objects`.
   """
   fixed: list[Fixed | None] = []
   arrays: list[Any] = []

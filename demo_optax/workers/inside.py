@@ -27,8 +27,7 @@ from demo_optax._paths import Keys, path_keys
 from demo_optax.numerics import prng
 from demo_optax.workers import Workers, collectives
 
-# The axis that `data_parallel` maps a step over. No axis of a mesh or of a user
-# has this name.
+# The axis that `data_parallel` maps a step over. No other has this name.
 WORKER_AXIS = 'demo_optax_workers'
 
 # Name of the exchange in the program of one worker's step.

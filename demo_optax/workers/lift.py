@@ -142,8 +142,7 @@ def run_alone(
   """As `run`, without communication, of stacked arrays or those of one worker.
 
   `fun(own, state, shared) -> (own, state)` sees all without the worker axis.
-  `own` is laid out as gradients are: stacked, or local with `on_axis`. `state`
-  is stacked.
+  `own` is laid out as gradients are. `state` is stacked.
   """
   _ = workers.count  # an error where the axis is not mapped
   if workers.stacked_gradients:
