@@ -3,14 +3,15 @@
     python benchmarks/maxtext_ahead.py --out FILE
 
 A model of 1.0 B parameters on two slices of 8 chips of v6e, sharded by FSDP
-inside a slice: with MaxText's own data parallelism between the slices, with
-`demo`, and with `demo_muon`, by the functions of MaxText's `train_compile`.
-Needs MaxText (docs/maxtext.md) and the libtpu of its JAX. No figure is a time.
+inside a slice: with MaxText's own data parallelism between the slices, with its
+DiLoCo (transfers are those of a step that exchanges), with `demo`, and with
+`demo_muon`, by the functions of MaxText's `train_compile`. Needs MaxText (docs/maxtext.md) and the libtpu of its JAX. No figure is a time.
 """
 
 import argparse
 import collections
 import contextlib
+import functools
 import json
 import os
 import pathlib
@@ -27,6 +28,7 @@ sys.path[:0] = [
 ]
 METHODS = {
     'own': {'dcn_data_parallelism': 2},
+    'diloco': {'dcn_diloco_parallelism': 2, 'enable_diloco': True},
     'demo': {'dcn_diloco_parallelism': 2, 'demo_optimizer': 'demo'},
     'demo_muon': {'dcn_diloco_parallelism': 2, 'demo_optimizer': 'demo_muon'},
 }
@@ -51,6 +53,7 @@ def compile_step(method: str) -> dict[str, Any]:
   import train as example  # examples/maxtext/train.py
   from flax.linen import logical_axis_rules
   from maxtext.configs import pyconfig
+  from maxtext.trainers.diloco import diloco
   from maxtext.trainers.pre_train import train, train_compile
   from maxtext.utils import maxtext_utils, sharding, train_utils
 
@@ -59,8 +62,9 @@ def compile_step(method: str) -> dict[str, Any]:
   exchange, argv = example.split_arguments(
       ['', str(base), *(f'{name}={value}' for name, value in settings.items())])
   is_own = method == 'own'
+  is_theirs = method in ('own', 'diloco')
   with contextlib.ExitStack() as stack:
-    if not is_own:
+    if not is_theirs:
       stack.enter_context(example.installed(exchange))
     jax.config.update('jax_default_prng_impl', 'unsafe_rbg')
     config = pyconfig.initialize(argv)
@@ -78,6 +82,16 @@ def compile_step(method: str) -> dict[str, Any]:
               train.train_step, data, state, model, config, params))
       step = jax.jit(step, in_shardings=ins, out_shardings=outs,
                      static_argnums=static, donate_argnums=donated)
+    elif is_theirs:
+      local, state, inner = diloco.build_abstract_diloco_state(
+          config, args[0], state, mesh)
+      args = (local, args[1], None)
+      stack.enter_context(mesh)  # drjax maps over it
+      step = jax.jit(
+          diloco.build_diloco_train_step(config, functools.partial(
+              train.train_step, model, config, inner, params)),
+          in_shardings=(state, data, None), out_shardings=(state, None),
+          donate_argnums=0)
     else:
       step = train_utils.jit_train_step(
           config, model, None, state, data, train.train_step, params)

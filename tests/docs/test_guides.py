@@ -241,7 +241,7 @@ def test_what_was_compiled_is_as_recorded(page):
 
 def test_what_maxtext_compiles_is_as_recorded():
   found, page = results('maxtext_ahead.json'), GUIDES['maxtext']
-  for method in ('own', 'demo', 'demo_muon'):
+  for method in ('own', 'diloco', 'demo', 'demo_muon'):
     x = found[method]
     cells = [f'{max(x["dcn"].values()) / 1e6:.2f}', f'{x["arguments"] / 1e9:.2f}',
              f'{x["temporaries"] / 1e9:.2f}']
