@@ -1,10 +1,13 @@
-"""Methods of low rank to compare with, from their papers.
+"""Other exchanges of matrices to compare with, from their papers.
 
 All are transformations of one worker's gradients for a `data_parallel` step.
 What those of low rank average over all workers are the two thin factors of a
-matrix, `rank * (rows + columns)` numbers.
+matrix, `rank * (rows + columns)` numbers. The others average the same places
+of all workers' matrices, so that a worker receives as much with any number.
 """
 
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import chex
@@ -118,7 +121,141 @@ def dion(
   return _transformation(rank, workers, of_matrix)
 
 
-def sent_bytes(params: chex.ArrayTree, rank: int, workers: int) -> float:
-  """Returns what a worker sends of matrices by ring all-reduces of factors."""
-  elements = sum(rank * sum(x.shape) for x in jax.tree.leaves(params))
-  return 2 * (workers - 1) / workers * 4 * elements
+class CommonState(NamedTuple):
+  """State of the exchanges of common places.
+
+  Attributes:
+    worker_stacked: of each matrix, what a worker has not sent, `[workers, rows,
+      columns]`.
+    places: of each matrix, what all workers send next.
+    count: number of steps.
+  """
+
+  worker_stacked: chex.ArrayTree
+  places: chex.ArrayTree
+  count: chex.Array
+
+
+def _common(
+    workers: demo_optax.Workers, decay: float,
+    first: Callable[[jax.Array], jax.Array], of_matrix: Any
+) -> optax.GradientTransformation:
+  """Returns the exchange of the sum of a residual and an update."""
+
+  def init_fn(params: chex.ArrayTree) -> CommonState:
+    zeros = jax.tree.map(
+        lambda x: jnp.zeros((workers.count, *x.shape), x.dtype), params)
+    return CommonState(
+        zeros, jax.tree.map(first, params), jnp.zeros([], jnp.int32))
+
+  def update_fn(
+      updates: chex.ArrayTree, state: CommonState, params: Any = None
+  ) -> tuple[chex.ArrayTree, CommonState]:
+    del params
+    leaves, treedef = jax.tree.flatten(updates)
+    residuals, places = map(jax.tree.leaves, state[:2])
+    found = [of_matrix(decay * r + x, p, state.count)
+             for x, r, p in zip(leaves, residuals, places)]
+    new, residuals, places = map(treedef.unflatten, zip(*found))
+    return new, CommonState(residuals, places, state.count + 1)
+
+  return optax.GradientTransformation(init_fn, update_fn)
+
+
+def common_mask(
+    topk: int, workers: demo_optax.Workers, decay: float
+) -> optax.GradientTransformation:
+  """Averages coefficients that the workers chose together a step before.
+
+  Of the coefficients of 64x64 chunks, each worker chooses the largest in its
+  part (every N-th), so that all together choose `topk` of 4096. The exchange of
+  SCAPE, by its abstract, which applies it to AdamS without a transform.
+
+  References:
+    Zheng et al., `SCAPE <https://arxiv.org/abs/2607.01678>`_.
+  """
+  n = workers.count
+
+  def chosen(x: jax.Array) -> int:
+    return max(topk * x.size // (4096 * n), 1)
+
+  def first(x: jax.Array) -> jax.Array:
+    return jnp.arange(n * chosen(x))
+
+  def of_matrix(
+      matrix: jax.Array, places: jax.Array, _: jax.Array
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    flat = _chunks_of_dct(matrix).reshape(-1)
+    values = demo_optax.over_workers(flat[places])
+    update = jnp.zeros_like(flat).at[places].set(values)
+    flat = flat.at[places].set(0.0)
+    # Rows are the parts; of what a worker finds in all, its part counts.
+    _, found = jax.lax.top_k(jnp.abs(flat.reshape(-1, n).T), chosen(matrix))
+    found = demo_optax.over_workers(
+        found * n + jnp.arange(n)[:, None],
+        lambda x, axis: jnp.diagonal(x).T)
+    update, residual = (_chunks_of_dct(x.reshape(matrix.shape), inverse=True)
+                        for x in (update, flat))
+    return update, residual, found.reshape(-1)
+
+  return _common(workers, decay, first, of_matrix)
+
+
+def _chunks_of_dct(x: jax.Array, inverse: bool = False) -> jax.Array:
+  """Returns the DCT of each 64x64 chunk, where it is, or what it was of."""
+  basis = jax.scipy.fft.dct(jnp.eye(64), axis=0, norm='ortho')
+  basis = basis.T if inverse else basis
+  chunks = x.reshape(x.shape[0] // 64, 64, x.shape[1] // 64, 64)
+  return jnp.einsum('aibj,ki,lj->akbl', chunks, basis, basis).reshape(x.shape)
+
+
+def common_rows(
+    topk: int, workers: demo_optax.Workers, decay: float, width: int = 4
+) -> optax.GradientTransformation:
+  """Averages the largest rows of the mean matrix, which a sketch finds.
+
+  The exchange of ARC-Top-K: the mean of all matrices' products with the same
+  random `[columns, width]` has about the norms of the mean matrix's rows.
+
+  References:
+    Chen et al., `ARC-Top-K <https://arxiv.org/abs/2510.26709>`_.
+  """
+
+  def of_matrix(
+      matrix: jax.Array, places: jax.Array, count: jax.Array
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    key = jax.random.fold_in(jax.random.key(0), count)
+    random = jax.random.normal(key, (matrix.shape[1], width), matrix.dtype)
+    sketch = demo_optax.over_workers(matrix @ random)
+    k = max(round(topk * matrix.shape[0] / 4096), 1)
+    _, rows = jax.lax.top_k(jnp.linalg.norm(sketch, axis=1), k)
+    mean = demo_optax.over_workers(matrix[rows])
+    update = jnp.zeros_like(matrix).at[rows].set(mean)
+    return update, matrix.at[rows].set(0.0), places
+
+  return _common(workers, decay, lambda _: jnp.zeros([]), of_matrix)
+
+
+def sent_bytes(
+    method: str, topk: int, matrix: jax.Array, workers: int
+) -> float:
+  """Returns what a worker sends of a matrix, by ring all-reduces.
+
+  Factors are in float32. Values at common places are in bfloat16, the places of
+  a mask (all-gathered) take the fixed bits of a part.
+
+  Args:
+    method: of `optimizers.py`.
+    topk: the rank, or of 4096 what is sent.
+    matrix: one of the parameters.
+    workers: their number.
+  """
+  ring = 2 * (workers - 1) / workers
+  if method == 'common-mask':
+    k = max(topk * matrix.size // (4096 * workers), 1)
+    bits = math.ceil(math.log2(matrix.size / workers))
+    return k * workers * ring * 2 + (workers - 1) * k * bits / 8
+  if method == 'common-rows':
+    rows = max(round(topk * matrix.shape[0] / 4096), 1)
+    return ring * (2 * rows * matrix.shape[1] + 4 * 4 * matrix.shape[0])
+  return ring * 4 * topk * sum(matrix.shape)

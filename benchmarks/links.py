@@ -60,17 +60,16 @@ LINKS = {  # Mbit/s, and how many ms later a frame arrives
     '100 Mbit/s, 20 ms': (100, 20),
 }
 MODELS = {  # and sequences in a step, of all workers; 0: one of each
-    '1.0 M': ([], 16),
-    '7 M': (['--width', '512', '--layers', '2', '--heads', '8'], 0),
+    '1.0 M': ({}, 16),
+    '7 M': ({'width': 512, 'heads': 8}, 0),
 }
-METHODS = {
-    'AdamW bfloat16': ['--optimizer', 'adamw'],
-    'Muon bfloat16': ['--optimizer', 'muon'],
-    'demo_muon': ['--optimizer', 'demo-muon'],
-    **{
-        exchange: ['--topk', '32', '--values', 'sign', '--exchange', exchange]
-        for exchange in ('all_gather', 'all_to_all')
-    },
+DEMO = {'method': 'demo', 'topk': 32, 'decay': 0.99}
+METHODS = {  # settings of `muon.py`
+    'AdamW bfloat16': muon.ROWS['AdamW'],
+    'Muon bfloat16': muon.ROWS['Muon'],
+    'demo_muon': muon.ROWS['demo_muon'],
+    'all_gather': DEMO,
+    'all_to_all': {**DEMO, 'update_values': 'ternary'},
 }
 # The same methods in the results of `muon.py`, whose averages are in float32.
 TRAINED = {
@@ -123,32 +122,27 @@ class Method:
   def __init__(self, model: str, method: str):
     import cluster
     import jax
-    import methods
+    import optimizers
     import text
     import train_lm
     from flax import nnx
     from gpt import GPT, GPTConfig
 
-    import demo_optax
-
     count = jax.device_count()
-    flags, batch = MODELS[model]
-    args = methods.parse_args(['--optimizer', 'demo', *flags, *METHODS[method],
-                               '--batch', str(batch or count)])
-    config = GPTConfig(width=args.width, layers=args.layers, heads=args.heads)
+    shape, batch = MODELS[model]
+    s = muon.settings_of(METHODS[method] | shape)
+    config = GPTConfig(width=s['width'], layers=s['layers'], heads=s['heads'])
     workers = cluster.make_workers(count)
-    is_averaged = args.optimizer in methods.AVERAGED
-    make = averaged if is_averaged else methods.make_optimizer
-    tx = make(args, workers)
+    is_averaged = method.endswith('bfloat16')
+    found = optimizers.make(s, workers)
+    tx = averaged(s, workers) if is_averaged else found.tx
     self.model = GPT(config, nnx.Rngs(0))
     self.optimizer = nnx.Optimizer(self.model, tx, wrt=nnx.Param)
     for module in (self.model, self.optimizer):
       nnx.update(module, workers.device_put(nnx.state(module)))
     params = nnx.state(self.model, nnx.Param)
-    plan = demo_optax.plan(
-        params, methods.compressor_of_leaves(args, params), workers,
-        exchange=args.exchange, update_values=methods.update_values(args))
-    self.bytes = plan.dense_bytes(2) if is_averaged else plan.received_bytes
+    _, received, dense = found.bytes_of(params)
+    self.bytes = dense / 2 if is_averaged else received
     self.parameters = sum(x.size for x in jax.tree.leaves(params))
     # Stacked gradients, so that gradient and exchange are timed apart.
     graphdef = nnx.graphdef(self.model)
@@ -168,8 +162,8 @@ class Method:
     self.update = nnx.jit(
         lambda model, optimizer, grads: optimizer.update(model, grads),
         donate_argnums=(0, 1))
-    self.tokens = text.make_feed(text.load(None).train, args.seed, args.batch,
-                                 args.context, workers)(0)
+    self.tokens = text.make_feed(text.load(None).train, 0, batch or count,
+                                 config.context, workers)(0)
     self.measure()
 
   def measure(self) -> dict:
@@ -192,7 +186,7 @@ class Method:
     }
 
 
-def averaged(args, workers):
+def averaged(s, workers):
   """The example's AdamW or Muon; averages gradients in bfloat16.
 
   They travel in one buffer: leaf by leaf every one would pay for round trips.
@@ -201,8 +195,8 @@ def averaged(args, workers):
   """
   import jax
   import jax.numpy as jnp
-  import methods
   import optax
+  import optimizers
   from jax.sharding import PartitionSpec as P
 
   axis, count = workers.axis_name, workers.count
@@ -231,7 +225,7 @@ def averaged(args, workers):
                        out_specs=P(), check_vma=False)
   return optax.chain(
       optax.stateless(lambda updates, params: mean(updates)),
-      methods.of_averages(args),
+      optimizers.of_averages(s),
   )
 
 

@@ -5,7 +5,8 @@
 A model of 1.0 B parameters on two slices of 8 chips of v6e, sharded by FSDP
 inside a slice: with MaxText's own data parallelism between the slices, with its
 DiLoCo (transfers are those of a step that exchanges), with `demo`, and with
-`demo_muon`, by the functions of MaxText's `train_compile`. Needs MaxText (docs/maxtext.md) and the libtpu of its JAX. No figure is a time.
+`demo_muon`, by the functions of MaxText's `train_compile`. Needs MaxText
+(docs/maxtext.md) and the libtpu of its JAX. No figure is a time.
 """
 
 import argparse

@@ -49,7 +49,8 @@ DEFAULTS: dict[str, Any] = {
     'nesterov': True,
     'ns_steps': 3,
     'preconditioning': 'aol',
-    'mu_dtype': None,  # 'bfloat16': by `demo_muon` itself
+    'mu_dtype': None,  # 'bfloat16': by `demo_muon` itself; or 'int8'
+    'stochastic': False,  # rounding to it
     # recipe: the exchange
     'topk': 32,  # of 64x64 chunks; None: everything
     'groups': False,  # True: `GroupMax`
@@ -142,7 +143,6 @@ class Run:
   """
 
   def __init__(self, s: dict[str, Any]) -> None:
-    import methods
     import optimizers
     from flax import nnx
 
@@ -153,7 +153,7 @@ class Run:
     method = optimizers.make(s, workers)
     self.bytes_per_step = method.bytes_of(nnx.state(self.model, nnx.Param))
     self._optimizer = nnx.Optimizer(self.model, method.tx, wrt=nnx.Param)
-    self._step_fn = methods.make_train_step(loss_fn, workers)
+    self._step_fn = optimizers.make_train_step(loss_fn, workers)
 
   def step(self, number: int) -> tuple[float, float]:
     """Trains by one batch; returns its loss, and the CPU seconds it took."""

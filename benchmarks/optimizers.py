@@ -1,12 +1,13 @@
-"""The optimizers that `muon.py` compares, from settings."""
+"""The optimizers that `muon.py` and `links.py` compare, from settings."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import baselines
 import jax
+import jax.numpy as jnp
 import optax
-from methods import matrix_or_other
+from flax import nnx
 from optax import contrib
 
 import demo_optax
@@ -31,7 +32,9 @@ class Method(NamedTuple):
 def make(s: Settings, workers: demo_optax.Workers) -> Method:
   """Returns the method of the settings."""
   families = {
-      'recipe': recipe, 'demo': demo, 'powersgd': low_rank, 'dion': low_rank,
+      'recipe': recipe, 'demo': demo, 'powersgd': other_exchange,
+      'dion': other_exchange, 'common-mask': other_exchange,
+      'common-rows': other_exchange,
       'diloco': local, 'demo-diloco': local, 'sparse-loco': local,
   }
   return families.get(s['method'], averaged)(s, workers)
@@ -59,6 +62,36 @@ def orthonormalised(
       weight_dimension_numbers=demo_optax.recipes.muon_dimension_numbers,
       **options,
   )
+
+
+def stored(
+    s: Settings, tx: optax.GradientTransformation
+) -> optax.GradientTransformation:
+  """Rounds Muon's momentum after each step as if it were stored in fewer bits.
+
+  int8 has one scale for each row. The seed of stochastic rounding is taken from
+  the gradients, so that each worker rounds in another way.
+  """
+  if not s['mu_dtype']:
+    return tx
+
+  def rounded(x: jax.Array, key: jax.Array) -> jax.Array:
+    noise = jax.random.uniform(key, x.shape) - 0.5 if s['stochastic'] else 0.0
+    if s['mu_dtype'] == 'int8':
+      unit = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / 127 + 1e-30
+    else:  # the distance of bfloat16 numbers
+      unit = 2.0 ** (jnp.floor(jnp.log2(jnp.abs(x) + 1e-30)) - 7)
+    return jnp.round(x / unit + noise) * unit
+
+  def update_fn(updates: Any, state: Any, params: Any = None) -> Any:
+    seed = jax.lax.bitcast_convert_type(optax.global_norm(updates), jnp.uint32)
+    updates, state = tx.update(updates, state, params)
+    leaves, treedef = jax.tree.flatten(state.mu)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    mu = treedef.unflatten(map(rounded, leaves, keys))
+    return updates, state._replace(mu=mu)
+
+  return optax.GradientTransformation(tx.init, update_fn)
 
 
 def muon(s: Settings) -> optax.GradientTransformation:
@@ -99,37 +132,51 @@ def planned(
   return bytes_of
 
 
+def matrix_or_other(params: Any) -> Any:
+  """Labels: embeddings, head, norms and biases are something else."""
+  dimensions = jax.tree.leaves(
+      demo_optax.recipes.muon_dimension_numbers(params),
+      is_leaf=lambda x: x is None
+      or isinstance(x, contrib.MuonDimensionNumbers),
+  )
+  return jax.tree.structure(params).unflatten(
+      ['other' if x is None else 'matrix' for x in dimensions]
+  )
+
+
 # Methods ----------------------------------------------------------------------
 
 
 def averaged(s: Settings, workers: demo_optax.Workers) -> Method:
   """Optimizers of averaged gradients."""
+  return Method(
+      optax.chain(demo_optax.average(workers=workers), of_averages(s)),
+      planned(lambda params: jax.tree.map(lambda _: None, params), s, workers),
+  )
+
+
+def of_averages(s: Settings) -> optax.GradientTransformation:
   if s['method'] == 'adamw':
-    base = adamw(s)
-  elif s['method'] == 'muon':
-    base = muon(s)
-  elif s['method'] == 'signum':
-    base = optax.chain(
+    return adamw(s)
+  if s['method'] == 'muon':
+    return muon(s)
+  if s['method'] == 'signum':
+    return optax.chain(
         clip(), optax.ema(s['beta'], debias=False), optax.scale_by_sign(),
         optax.scale_by_learning_rate(schedule(s, s['lr'])),
     )
-  elif s['method'] == 'muon-sign':  # what a dense exchange of signs could do
+  if s['method'] == 'muon-sign':  # what a dense exchange of signs could do
     signed = optax.chain(
         orthonormalised(s, beta=s['beta'], nesterov=s['nesterov']),
         optax.scale_by_sign(),
         optax.scale_by_learning_rate(schedule(s, s['lr'])),
     )
     adam = optax.adam(schedule(s, s['other_lr']), b2=0.95)
-    base = optax.chain(
+    return optax.chain(
         clip(),
         optax.partition({'matrix': signed, 'other': adam}, matrix_or_other),
     )
-  else:
-    raise ValueError(f'There is no method {s["method"]!r}.')
-  return Method(
-      optax.chain(demo_optax.average(workers=workers), base),
-      planned(lambda params: jax.tree.map(lambda _: None, params), s, workers),
-  )
+  raise ValueError(f'There is no method {s["method"]!r}.')
 
 
 def demo(s: Settings, workers: demo_optax.Workers) -> Method:
@@ -152,15 +199,16 @@ def demo(s: Settings, workers: demo_optax.Workers) -> Method:
         optax.scale_by_sign(),
         optax.scale_by_learning_rate(rate),
     )
-  return Method(optax.chain(clip(), tx), planned(compressor, s, workers))
+  clipped = demo_optax.per_worker(clip(), workers=workers)
+  return Method(optax.chain(clipped, tx), planned(compressor, s, workers))
 
 
 def recipe(s: Settings, workers: demo_optax.Workers) -> Method:
   """`demo_muon` in its parts, each of which may be another one."""
   before = {
-      'orthonormalise': lambda: orthonormalised(
+      'orthonormalise': lambda: stored(s, orthonormalised(
           s, beta=s['beta'], nesterov=s['nesterov']
-      ),
+      )),
       'momentum': lambda: optax.ema(s['beta']),
       None: optax.identity,
   }[s['worker']]()
@@ -177,7 +225,7 @@ def recipe(s: Settings, workers: demo_optax.Workers) -> Method:
       else largest(s, 64, s['topk'])
   )
   compressor, other = other_leaves(s, matrix)
-  if s['mu_dtype']:
+  if s['mu_dtype'] == 'bfloat16' and not s['stochastic']:
     tx = optax.chain(
         demo_optax.per_worker(clip(), workers=workers),
         demo_optax.demo_muon(
@@ -233,29 +281,49 @@ def by_kind(
        'other': optax.chain(other, rates['other_lr'])}, matrix_or_other)
 
 
-def low_rank(s: Settings, workers: demo_optax.Workers) -> Method:
-  """PowerSGD with AdamW, or Dion; what is no matrix as in `recipe`."""
-  if s['method'] == 'powersgd':
-    own = optax.chain(baselines.power_sgd(s['rank'], workers),
-                      optax.scale_by_adam(0.9, 0.95))
+def other_exchange(s: Settings, workers: demo_optax.Workers) -> Method:
+  """Matrices by another exchange than `recipe`'s; what is no matrix as there.
+
+  PowerSGD has AdamW behind it. Common places have what `recipe` has on both
+  sides: each worker's own Newton-Schulz, and a scaling.
+  """
+  of_matrices = {
+      'powersgd': baselines.power_sgd, 'dion': baselines.dion,
+      'common-mask': baselines.common_mask,
+      'common-rows': baselines.common_rows,
+  }[s['method']]
+  worker = optax.identity()
+  if s['method'] in ('powersgd', 'dion'):
+    size = s['rank']
+    own = of_matrices(size, workers)
+    if s['method'] == 'powersgd':
+      own = optax.chain(own, optax.scale_by_adam(0.9, 0.95))
   else:
-    own = baselines.dion(s['rank'], workers)
-  # The exchange leaves the matrices alone: their factors were averaged.
+    size = s['topk']
+    worker = optax.partition(
+        {'matrix': orthonormalised(s, beta=s['beta'], nesterov=s['nesterov']),
+         'other': optax.identity()}, matrix_or_other)
+    own = optax.chain(of_matrices(size, workers, s['decay']),
+                      demo_optax.recipes.scale_to_unit_rms())
+  # The library's exchange leaves the matrices alone.
   compressor, other = other_leaves(s, compressors.FROZEN)
   exchange = demo_optax.scale_by_demo(
-      compressor, s['decay'], workers=workers, average=s['average'], ema=True
-  )
-  tx = optax.chain(clip(), by_kind(s, own, optax.chain(exchange, other)))
+      compressor, s['decay'], workers=workers, average=s['average'], ema=True,
+      **owners(s))
+  tx = optax.chain(
+      demo_optax.per_worker(optax.chain(clip(), worker), workers=workers),
+      by_kind(s, own, optax.chain(exchange, other)))
 
   def bytes_of(params: Any) -> tuple[float, float, float]:
-    plan = demo_optax.plan(params, compressor, workers)
-    size = sum(x.size for x in jax.tree.leaves(params))
+    plan = demo_optax.plan(params, compressor, workers, **owners(s))
     labels = jax.tree.leaves(matrix_or_other(params))
-    factors = baselines.sent_bytes(
-        [x for x, label in zip(jax.tree.leaves(params), labels)
-         if label == 'matrix'], s['rank'], workers.count)
-    dense = 2 * (workers.count - 1) / workers.count * 4 * size
-    return plan.sent_bytes + factors, plan.received_bytes + factors, dense
+    leaves = jax.tree.leaves(params)
+    matrices = sum(
+        baselines.sent_bytes(s['method'], size, x, workers.count)
+        for x, label in zip(leaves, labels) if label == 'matrix')
+    dense = 2 * (workers.count - 1) / workers.count * 4
+    return (plan.sent_bytes + matrices, plan.received_bytes + matrices,
+            dense * sum(x.size for x in leaves))
 
   return Method(tx, bytes_of)
 
@@ -285,3 +353,27 @@ def local(s: Settings, workers: demo_optax.Workers) -> Method:
         inner, compressor=compressor, decay=s['decay'], **every
     )
   return Method(tx, planned(compressor, s, workers, s['period']))
+
+
+# A step -----------------------------------------------------------------------
+
+
+def make_train_step(
+    loss_fn: Callable[..., jax.Array],
+    workers: demo_optax.Workers,
+) -> Callable[..., jax.Array]:
+  """Returns `(model, optimizer, *batch) -> loss`, the mean over all workers.
+
+  Written for one worker: its rows of the batch, its loss, its gradient. The
+  exchange is in `optimizer.update`.
+  """
+
+  @demo_optax.data_parallel(workers, donate_argnums=(0, 1))
+  def train_step(
+      model: nnx.Module, optimizer: nnx.Optimizer, *batch: jax.Array
+  ) -> jax.Array:
+    loss, grads = nnx.value_and_grad(loss_fn)(model, *batch)
+    optimizer.update(model, grads)
+    return loss
+
+  return train_step

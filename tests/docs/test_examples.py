@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 
-import jax
 import numpy as np
 import pytest
 from helpers import ROOT
@@ -17,7 +16,6 @@ from helpers import ROOT
 EXAMPLES = ROOT / 'examples'
 sys.path[:0] = [str(EXAMPLES), str(ROOT / 'benchmarks')]
 
-import methods
 import metrics
 import train_lm
 
@@ -36,31 +34,6 @@ def run(tmp_path, *args):
 
 def read(path):
   return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-@pytest.mark.parametrize('flags', [
-    *(['--compressor', name]
-      for name in [*methods.TOPK, *methods.SUBSETS, 'full']),
-    *(['--base', name] for name in methods.BASES),
-    ['--embeddings', 'adamw'], ['--embeddings', 'own', '--base', 'muon'],
-    ['--embeddings', 'own', '--own-chunk', '1', '32', '--values', 'sign'],
-    ['--optimizer', 'demo-muon'], ['--optimizer', 'muon']])
-def test_every_method_makes_updates(flags):
-  """Traced, not run: shapes, and what the bytes are counted from."""
-  args = methods.parse_args(['--optimizer', 'demo', *flags])
-  workers = demo_optax.Workers.simulated(2)
-  tx = methods.make_optimizer(args, workers)
-  shapes = {'token_embedding': (64, 32), 'kernel': (128, 64), 'norm': (32,)}
-  params = {k: jax.ShapeDtypeStruct(s, 'float32') for k, s in shapes.items()}
-  gradients = {
-      k: jax.ShapeDtypeStruct((2, *s), 'float32') for k, s in shapes.items()}
-  state = jax.eval_shape(tx.init, params)
-  updates, new = jax.eval_shape(tx.update, gradients, state, params)
-  assert {k: u.shape for k, u in updates.items()} == shapes
-  assert jax.tree.map(lambda x: (x.shape, x.dtype), new) == jax.tree.map(
-      lambda x: (x.shape, x.dtype), state)
-  cost = methods.count_bytes(args, params, workers)
-  assert 0 < cost['sent'] <= cost['adamw'] + 13 + 4
 
 
 def test_compare_draws_and_tells(tmp_path, capsys):
