@@ -606,8 +606,8 @@ def flip(share):
 @pytest.mark.parametrize('damage', [
     lambda path, data: path.unlink(), lambda path, data: path.write_bytes(b''),
     lambda path, data: path.write_bytes(data[:len(data) // 2]),
-    flip(0.02), flip(0.5), flip(0.98),
-], ids=['missing', 'empty', 'cut', 'start', 'middle', 'end'])
+    flip(0.02), flip(0.98),
+], ids=['missing', 'empty', 'cut', 'start', 'end'])
 def test_damage_of_any_file_is_found(damage, tmp_path):
   """An error that names other steps, or the right bits: the file was not read."""
   good, copy, refused = tmp_path / 'good', tmp_path / 'copy', 0

@@ -153,20 +153,17 @@ def train(method, workers, rows):
   return jax.tree.map(host, params), returned
 
 
-AVERAGED = {
-    'w': demo_optax.dct_topk(topk=8), 'v': None, 'large': None, 'b': None
+AVERAGED = {  # all, and the same random places of all
+    'w': demo_optax.dct_topk(topk=8), 'large': None, 'b': None,
+    'v': compressors.Compressor(
+        compressors.RandomSubset(1 / 4), compressors.Identity()),
 }
-RANDOM = compressors.Compressor(
-    compressors.RandomSubset(1 / 4), compressors.Identity())
-
 
 METHODS = {
     'demo': lambda workers: demo_optax.demo(1e-2, workers=workers),
     'demo_muon': lambda workers: demo_optax.demo_muon(1e-2, workers=workers),
     'demo_diloco': lambda workers: demo_optax.local.demo_diloco(
         optax.sgd(0.1, momentum=0.9), sync_period=4, workers=workers),
-    'sum': lambda workers: demo_optax.demo(
-        1e-2, workers=workers, compressor=RANDOM),
     'averaged': lambda workers: demo_optax.demo(
         1e-2, workers=workers, compressor=AVERAGED),
     # With a state of each worker before the exchange.
@@ -187,7 +184,7 @@ def joined_rows(data):
 
 @pytest.mark.parametrize('method', [m for m in METHODS if m != 'demo'])
 def test_as_simulated(method):
-  count = 3 if method in ('averaged', 'sum') else 2
+  count = 3 if method == 'averaged' else 2
   data = data_of(method, count, 10)
   expected = train(method, demo_optax.Workers.simulated(count), joined_rows(data))
   with Joined(count) as joined:
@@ -207,13 +204,12 @@ def check(method, found, expected):
     jax.tree.map(np.testing.assert_array_equal, found[0], expected)
 
 
-@pytest.mark.parametrize('method', ['demo', 'averaged', 'sum'])
+@pytest.mark.parametrize('method', ['demo', 'averaged'])
 def test_bytes_are_those_of_plan(method):
   """Beside the message: its kind, the count of the valid, and two metrics."""
   params = {name: jax.ShapeDtypeStruct(shape, jnp.float32)
             for name, shape in PARAMS.items()}
-  compressor = {'averaged': AVERAGED, 'sum': RANDOM}.get(
-      method, demo_optax.dct_topk())
+  compressor = AVERAGED if method == 'averaged' else demo_optax.dct_topk()
   sizes = []
 
   def run(workers):
