@@ -4,7 +4,7 @@
     python benchmarks/muon.py run lr=1e-3,3e-3 topk=64 rows=8
     python benchmarks/muon.py run --row Muon --row AdamW data=stdlib seed=0,1
     python benchmarks/muon.py table              # the tables, from the file
-    python benchmarks/muon.py plot               # docs/muon.png, from the file
+    python benchmarks/muon.py plot               # docs/{muon,batches}.png
     python benchmarks/muon.py time               # CPU seconds of a step
 
 A run is a set of settings; what a setting leaves out is as in `DEFAULTS`, and a
@@ -422,6 +422,43 @@ def plot(records: list[dict[str, Any]], path: pathlib.Path) -> None:
   picture.save(figure, path)
 
 
+def plot_batches(records: list[dict[str, Any]], path: pathlib.Path) -> None:
+  """Draws the loss above Muon's best against sequences, by workers and rate."""
+  import picture
+
+  short = {'data': 'botocore', 'width': 128, 'heads': 4, 'steps': 200}
+  muon: dict[int, float] = {}
+  lines: dict[tuple[int, float], dict[int, float]] = {}
+  recipe = settings_of(ROWS['demo_muon'] | short)
+  for record in records:
+    s = settings_of(record)
+    lr, workers, batch = s['lr'], s['workers'], s['batch']
+    free = {'workers': workers, 'batch': batch, 'lr': lr}
+    if s == settings_of(MUON | short | free):
+      muon[batch] = min(record['loss'], muon.get(batch, 9.0))
+    elif s == recipe | free:
+      lines.setdefault((workers, lr), {})[batch] = record['loss']
+  plt = picture.pyplot()
+  figure, axes = plt.subplots(figsize=(6, 4))
+  colors = dict(zip((4, 8, 16, 32), PLOTTED.values()))
+  styles = {6e-3: ('-', 'o'), 3e-3: ('--', 's')}
+  for (workers, lr), losses in sorted(lines.items()):
+    if lr in styles:
+      style, marker = styles[lr]
+      batches = sorted(losses)
+      axes.plot(
+          batches, [100 * (losses[b] / muon[b] - 1) for b in batches],
+          style, marker=marker, ms=5, lw=1.2, color=colors[workers],
+          label=f'{workers} workers, {lr:g}')
+  axes.axhline(0, lw=0.8, color='0.6')
+  axes.set(xlabel='sequences in a step, of all workers', xscale='log',
+           ylabel="loss above averaged Muon's, %")
+  axes.set_xticks(sorted(muon), map(str, sorted(muon)))
+  axes.minorticks_off()
+  axes.legend(frameon=False, fontsize=8)
+  picture.save(figure, path)
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(
       description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -449,6 +486,7 @@ def main() -> None:
     SECONDS.write_text(json.dumps(measured, indent=1) + '\n')
   else:
     plot(read(args.file), root / 'docs' / 'muon.png')
+    plot_batches(read(args.file), root / 'docs' / 'batches.png')
 
 
 if __name__ == '__main__':

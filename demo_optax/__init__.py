@@ -30,7 +30,7 @@ from demo_optax.recipes import demo, demo_muon
 from demo_optax.replicas import check_replicas
 from demo_optax.state import exchange_info, state_specs
 from demo_optax.step.data_parallel import data_parallel
-from demo_optax.step.nnx import param_specs
+from demo_optax.step.modules import param_specs
 from demo_optax.workers import Workers
 from demo_optax.workers.inside import over_workers
 

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from demo_optax import compressors
-from demo_optax.codes.values import UPDATE_VALUES, VALUES
+from demo_optax.codes.value_codes import UPDATE_VALUES, VALUES
 from demo_optax.exchange.algorithm import ExchangeKind
 from demo_optax.plan import Plan, plan
 from demo_optax.recipes import muon_compressors

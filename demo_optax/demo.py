@@ -11,7 +11,7 @@ import optax
 
 from demo_optax import _checks, _tree, compressors
 from demo_optax._paths import Keys, dotted, leaves_of
-from demo_optax.codes.values import UPDATE_VALUES, WITHOUT_RESIDUAL
+from demo_optax.codes.value_codes import UPDATE_VALUES, WITHOUT_RESIDUAL
 from demo_optax.compressors import compressor as per_parameter
 from demo_optax.compressors.compressor import CompressorTree, Frozen
 from demo_optax.compressors.layout import Layout, differences, make_layout

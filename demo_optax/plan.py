@@ -10,8 +10,7 @@ import jax
 import numpy as np
 
 from demo_optax import _checks
-from demo_optax.compressors import compressor as per_parameter
-from demo_optax.compressors.compressor import CompressorTree, Frozen
+from demo_optax.compressors.compressor import CompressorTree, Frozen, per_leaf
 from demo_optax.compressors.layout import Layout, Leaf, make_layout
 from demo_optax.demo import resolve_update_values
 from demo_optax.exchange.algorithm import ExchangeKind, make_config
@@ -203,7 +202,7 @@ def plan(
   is_relayed = workers.relay is not None
   flat = jax.tree_util.tree_flatten_with_path(params)[0]
   shapes = [(path, np.shape(x), x) for path, x in flat]
-  compressors = per_parameter.per_leaf(compressor, params)
+  compressors = per_leaf(compressor, params)
   layout = make_layout(shapes, compressors, specs)
   unsharded = make_layout(shapes, compressors, REPLICATED)
   leaves = tuple(

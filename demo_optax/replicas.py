@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from demo_optax import _tree
-from demo_optax.numerics import bits, platform, prng
+from demo_optax.numerics import packing, platform, prng
 from demo_optax.workers import Workers
 
 
@@ -163,16 +163,17 @@ def _digest_blocks(x: Any) -> list[Any]:
   """Digests the blocks of an array in this process, as `_holders` orders."""
   if not isinstance(x, jax.Array):
     x = np.asarray(x)
-    return [bits.digest_block(x, np.zeros(x.ndim, np.uint32), x.shape)]
+    return [packing.digest_block(x, np.zeros(x.ndim, np.uint32), x.shape)]
   if prng.is_key_array(x):
     x = jax.random.key_data(x)
   found = []
   for shard in sorted(x.addressable_shards, key=lambda s: s.device.id):
     start = np.array([s.start or 0 for s in shard.index], np.uint32)
     if platform.digests_on_host(shard.device):
-      found.append(bits.digest_block(np.asarray(shard.data), start, x.shape))
+      data = np.asarray(shard.data)
+      found.append(packing.digest_block(data, start, x.shape))
       continue
     # On this device, not on the mesh that the caller has set.
     with jax.set_mesh(Mesh([shard.device], ('device',))):
-      found.append(bits.digest_block(shard.data, start, x.shape))
+      found.append(packing.digest_block(shard.data, start, x.shape))
   return found

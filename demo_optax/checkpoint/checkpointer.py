@@ -26,7 +26,7 @@ from orbax.checkpoint import v1 as ocp
 
 from demo_optax import _checks, replicas
 from demo_optax.checkpoint import leaves as naming
-from demo_optax.compressors import leaves as cutting
+from demo_optax.compressors import cutting
 from demo_optax.numerics import prng
 
 

@@ -20,8 +20,7 @@ import numpy as np
 
 from demo_optax import _paths
 from demo_optax._paths import STACKED, Keys, Path
-from demo_optax.compressors import bases, chunking
-from demo_optax.compressors import leaves as cutting
+from demo_optax.compressors import bases, chunking, cutting
 from demo_optax.compressors.layout import Layout, Leaf, Record, differences
 from demo_optax.demo import layouts_in
 from demo_optax.numerics import prng

@@ -6,9 +6,9 @@ import math
 import jax
 import jax.numpy as jnp
 
-from demo_optax.codes import indices as index_codes
+from demo_optax.codes import index_codes
 from demo_optax.codes.parts import Code
-from demo_optax.codes.values import CODES, ValueCode
+from demo_optax.codes.value_codes import CODES, ValueCode
 from demo_optax.numerics import groups, plain, platform
 
 

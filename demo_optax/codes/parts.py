@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from demo_optax.numerics import bits as packing
+from demo_optax.numerics import packing
 
 # Of each part the numbers per chunk, and the bits of each.
 Parts = tuple[tuple[int, int], ...]

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from demo_optax import _checks, _tree
 from demo_optax.codes.format import ChunkFormat
-from demo_optax.codes.values import VALUES
+from demo_optax.codes.value_codes import VALUES
 from demo_optax.compressors import bases, chunking, selectors
 from demo_optax.compressors.bases import Basis
 from demo_optax.compressors.selectors import Selector

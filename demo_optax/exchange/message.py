@@ -13,7 +13,7 @@ The size of a message depends on shapes alone. Its parts, in order:
     energies    three float32: of the momentum, of its sent part, of the rest
     zeros       up to a multiple of 512 bytes, if a message is gathered
 
-Numbers of fewer bits are packed in planes (`numerics.bits.pack_bits`); each
+Numbers of fewer bits are packed in planes (`numerics.packing.pack_bits`); each
 part begins with a new word. A gathered message has whole rows of 128 words: at
 other sizes XLA:TPU all-reduces the messages of all workers, and NCCL is slower.
 

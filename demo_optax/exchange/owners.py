@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from demo_optax.codes.format import ChunkFormat
-from demo_optax.codes.values import WITHOUT_RESIDUAL
+from demo_optax.codes.value_codes import WITHOUT_RESIDUAL
 from demo_optax.compressors.layout import Bucket
 from demo_optax.exchange.message import ENERGIES, ROW, Report, as_rows
 from demo_optax.numerics import plain

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from demo_optax.numerics import bits as packing
-from demo_optax.numerics import groups, one_hot, plain, platform, rounding
+from demo_optax.numerics import groups, one_hot, packing, plain, platform
+from demo_optax.numerics.rounding import exact_reciprocal, mul_no_fma
 
 Average = Literal['senders', 'workers']
 
@@ -154,8 +154,8 @@ def merge(
     if average == 'senders':
       mean = total / jnp.maximum(senders, 1)
     else:
-      share = rounding.exact_reciprocal(everyone, len(values), values.dtype)
-      mean = rounding.mul_no_fma(share, total)
+      share = exact_reciprocal(everyone, len(values), values.dtype)
+      mean = mul_no_fma(share, total)
     mean = platform.laid_out(mean, in_lanes=True)
     return mean.reshape(len(mean), -1)[:, :n], distinct
 
@@ -163,12 +163,12 @@ def merge(
   counted, senders = present[:, None, None], everyone
   if indices is not None and workers > 1:
     senders = _count_senders(indices, counted, n)
-  shares = rounding.exact_reciprocal(senders, workers, values.dtype)
+  shares = exact_reciprocal(senders, workers, values.dtype)
   one_each = jnp.broadcast_to(plain.where(counted, shares, 0), values.shape)
   distinct = jnp.sum(one_each.astype(jnp.float32))
   if average == 'workers':
-    shares = rounding.exact_reciprocal(everyone, workers, values.dtype)
-  values = plain.where(counted, rounding.mul_no_fma(shares, values), 0)
+    shares = exact_reciprocal(everyone, workers, values.dtype)
+  values = plain.where(counted, mul_no_fma(shares, values), 0)
 
   # Deterministic on every backend: workers are added one after the other, and
   # indices of a worker are distinct, so that no scatter writes a place twice.

@@ -17,10 +17,8 @@ from jax.sharding import PartitionSpec as P
 from demo_optax import _checks
 from demo_optax.exchange.algorithm import traced_configs
 from demo_optax.numerics import prng
-from demo_optax.step import agreement, programs, results
-from demo_optax.step import call as calls
-from demo_optax.step import nnx as modules
-from demo_optax.step.call import Array, Call, Options
+from demo_optax.step import agreement, calls, modules, programs, results
+from demo_optax.step.calls import Array, Call, Options
 from demo_optax.workers import Workers, inside, lift
 from demo_optax.workers.inside import WORKER_AXIS, Result
 
@@ -265,7 +263,7 @@ class DataParallelStep:
   ) -> _Results:
     """Runs the step under `jax.vmap`."""
 
-    def one_workers_step(arrays: list[Any]) -> Any:
+    def one_workers_step(arrays: Sequence[Any]) -> Any:
       index = jax.lax.axis_index(WORKER_AXIS)
       closed, like = jax.make_jaxpr(
           functools.partial(self._results, call, index), return_shape=True

@@ -19,14 +19,14 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from demo_optax.exchange.algorithm import traced_configs
-from demo_optax.numerics import bits, prng
+from demo_optax.numerics import packing, prng
 from demo_optax.remote import frames
 from demo_optax.remote.link import Behind, Position, link_of
 from demo_optax.step import agreement
-from demo_optax.step.call import Call
+from demo_optax.step.calls import Call
 from demo_optax.step.results import Returned
 from demo_optax.workers import Workers
-from demo_optax.workers.split import Plan
+from demo_optax.workers.split import PartedStep
 from demo_optax.workers.value import put
 
 _LOG = logging.getLogger('demo_optax.remote')
@@ -134,7 +134,7 @@ class RemoteProgram:
     with traced_configs() as configs:
       make = jax.make_jaxpr(self._run, return_shape=True)
       closed, (_, self._returned) = make(*arrays, index=np.int32(self._rank))
-    self._plan = Plan(closed, donated=self._donated)
+    self._plan = PartedStep(closed, donated=self._donated)
     if self._workers.mesh is None:  # else shardings are known when it runs
       self._plan.compile()
     # Numbers of the arrays that all workers share, and that a step changes,
@@ -172,7 +172,8 @@ class RemoteProgram:
     if before.chain and before.round >= link.open:
       return arrays
     if self._follows is None:
-      self._follows = Plan(self._closed, [*self._nexts.values()], follows=True)
+      self._follows = PartedStep(
+          self._closed, [*self._nexts.values()], follows=True)
       if self._workers.mesh is None:
         self._follows.compile()  # now, not after the state was taken
     if not before.chain:
@@ -229,7 +230,7 @@ class RemoteProgram:
 
   def _execute(
       self,
-      plan: Plan,
+      plan: PartedStep,
       arrays: Sequence[Any],
       exchange: Callable[[Sequence[Any], bytes], list[bytes]],
   ) -> list[Any]:
@@ -319,7 +320,8 @@ def _sketch(arrays: Sequence[Any]) -> bytes:
 def _sketched(arrays: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
   digests, samples = [], []
   for x in map(_data, arrays):
-    digests.append(bits.digest_block(x, np.zeros(x.ndim, np.uint32), x.shape))
+    start = np.zeros(x.ndim, np.uint32)
+    digests.append(packing.digest_block(x, start, x.shape))
     if jnp.iscomplexobj(x):
       x = jnp.stack([x.real, x.imag])
     x = jnp.ravel(x).astype(jnp.float32)

@@ -14,8 +14,8 @@ import numpy as np
 
 from demo_optax._paths import Keys, dotted, is_stacked, leaves_of
 from demo_optax.numerics import prng
-from demo_optax.step import nnx as modules
-from demo_optax.step.call import Call, Fixed, Form, Shapes, take_apart
+from demo_optax.step import modules
+from demo_optax.step.calls import Call, Fixed, Form, Shapes, take_apart
 from demo_optax.workers import Workers, inside
 from demo_optax.workers.inside import Result
 

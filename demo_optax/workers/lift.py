@@ -124,7 +124,7 @@ def _run_in_parts(
         out_specs=out_specs if is_last else [P(names)] * len(written),
     )
 
-  plan = split.Plan(core.ClosedJaxpr(body, []), build=build)
+  plan = split.PartedStep(core.ClosedJaxpr(body, []), build=build)
   programs = collectives.Programs(workers.count)
   return plan.run(
       [values[v] for v in eqn.invars],

@@ -29,14 +29,14 @@ class _Equation:
 
   eqn: Any
   ins: list[Any]
-  branches: list['Plan']  # if it exchanges inside
+  branches: list['PartedStep']  # if it exchanges inside
 
   @property
   def exchanges(self) -> bool:
     return self.eqn.primitive is meet_p or bool(self.branches)
 
 
-class Plan:
+class PartedStep:
   """A step, as compiled parts with exchanges between them."""
 
   def __init__(
@@ -111,7 +111,7 @@ class Plan:
         ins = [] if self._follows else ins
       elif any(map(_meetings, core.jaxprs_in_params(eqn.params))):
         wanted = [i for i, v in enumerate(eqn.outvars) if v in live]
-        plans = [Plan(b, wanted, self._follows) for b in _branches(eqn)]
+        plans = [PartedStep(b, wanted, self._follows) for b in _branches(eqn)]
         number = ins[: len(plans) > 1]  # of the branch
         ins = number + [
             v for plan in plans

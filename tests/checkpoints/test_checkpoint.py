@@ -24,7 +24,7 @@ import demo_optax
 from demo_optax import checkpoint
 from demo_optax import compressors as codes
 from demo_optax.checkpoint.leaves import regroup
-from demo_optax.compressors import leaves
+from demo_optax.compressors import cutting
 
 COMPRESSOR = demo_optax.dct_topk(chunk_size=8, topk=3)
 SPECS = {'up': P(None, 'fsdp'), 'down': P('fsdp'), 'bias': None}
@@ -353,8 +353,8 @@ def decoded(name, state):
   (leaf,) = (leaf for leaf in state.layout.layout.leaves
              if leaf.name == name.split('.')[-1])
   c = checkpoint.to_leaves(state)[name]
-  grid, blocks, _ = leaves.cut_of(leaf)
-  return leaves.decode(c, grid, blocks, None)
+  grid, blocks, _ = cutting.cut_of(leaf)
+  return cutting.decode(c, grid, blocks, None)
 
 
 @settings(max_examples=4, phases=[Phase.generate])

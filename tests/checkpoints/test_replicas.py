@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import demo_optax
 from demo_optax import replicas
-from demo_optax.numerics import bits, platform
+from demo_optax.numerics import packing, platform
 
 pytestmark = pytest.mark.core
 
@@ -135,7 +135,7 @@ def test_digest():
   swapped[[3, 200]] = swapped[[200, 3]]
   start = np.zeros(1, np.uint32)
   base, other = (
-      np.asarray(bits.digest_block(x, start, x.shape)) for x in (words, swapped))
+      np.asarray(packing.digest_block(x, start, x.shape)) for x in (words, swapped))
   weights = 2 * np.arange(257, dtype=np.uint32) + np.uint32(1)
   assert base[0] == np.sum(weights * words, dtype=np.uint32)
   assert (base != other).all()
@@ -145,7 +145,7 @@ def test_digest():
     *DTYPES, 'int4', 'uint4', 'float32 in 0 dimensions'])
 def test_digests_of_contents_are_those_of_any_layout(dtype, monkeypatch):
   """NumPy's, on one device, and in blocks, some of which are held twice."""
-  monkeypatch.setattr(bits, '_AT_ONCE', 20)
+  monkeypatch.setattr(packing, '_AT_ONCE', 20)
   shape = () if '0' in dtype else (24, 8)
   x = np.asarray(random(dtype.split()[0], shape))
   mesh = make_mesh()

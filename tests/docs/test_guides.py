@@ -17,7 +17,7 @@ from helpers import ROOT, results, shapes_of
 import demo_optax
 from demo_optax import __main__ as command
 from demo_optax.__main__ import MODELS
-from demo_optax.codes.values import VALUES
+from demo_optax.codes.value_codes import VALUES
 
 sys.path.insert(0, str(ROOT / 'benchmarks'))
 

@@ -12,7 +12,7 @@ from helpers import assert_same_bits, make_mesh, own, random_tree, with_momentum
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
-from demo_optax.codes.values import VALUES
+from demo_optax.codes.value_codes import VALUES
 
 pytestmark = pytest.mark.core
 

@@ -134,7 +134,7 @@ def loss_of(params, x):
 
 def train(method, workers, rows):
   """Trains on a worker's rows, or all; parameters, and what steps returned."""
-  names = PARAMS if method in ('averaged', 'demo', 'sum') else ('w', 'b')
+  names = PARAMS if method in ('averaged', 'demo') else ('w', 'b')
   params = {name: jnp.full(PARAMS[name], 0.1, jnp.float32) for name in names}
   tx = METHODS[method](workers)
   state = tx.init(params)

@@ -224,7 +224,7 @@ def test_other_training_steps():
         demo_optax.data_parallel(workers, batch_argnums=1)(
             lambda params, x: {'v': params['v'] + 1.0})(another, x)
 
-  with Joined(2, deadline=0.3) as joined:
+  with Joined(2, deadline=1.5) as joined:
     joined.run(run)
 
 

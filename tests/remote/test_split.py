@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from demo_optax.workers.collectives import Met, Programs, meet
-from demo_optax.workers.split import Plan
+from demo_optax.workers.split import PartedStep
 
 pytestmark = pytest.mark.core
 THREE = Programs(3)
@@ -58,7 +58,7 @@ def arrays(count):
 def test_the_parts_are_the_step(count):
   seen = []
   closed = jax.make_jaxpr(functools.partial(step, seen))(*arrays(count))
-  plan, everyone = Plan(closed, donated=[0, 2]), Everyone()
+  plan, everyone = PartedStep(closed, donated=[0, 2]), Everyone()
   plan.compile()
   given = arrays(count)
   w, new, mean, largest, zeros, x, included = plan.run(given, everyone.send)
@@ -78,7 +78,7 @@ def test_the_parts_are_the_step(count):
   assert everyone.sent == [first, *rest]
   assert plan.meetings == [*first, *['float32[]'] * 3]
   # One that only receives, without its x, has the same results.
-  follows = Plan(closed, [0, 1, 3], follows=True)
+  follows = PartedStep(closed, [0, 1, 3], follows=True)
   assert follows.uses == [True, False, True]
   w_here, _, count_here = arrays(count)
   found = follows.run([w_here, None, count_here], everyone.read)
@@ -94,7 +94,7 @@ def test_what_is_donated():
     return w + met.rows.sum(0), x
 
   w, x = jnp.ones(7), jnp.full(7, 2.0)
-  plan = Plan(jax.make_jaxpr(run)(w, x), donated=[0, 1])
+  plan = PartedStep(jax.make_jaxpr(run)(w, x), donated=[0, 1])
 
   def fails(types, sent):
     raise OSError
@@ -113,4 +113,4 @@ def test_what_is_donated():
         lambda c: c[0] < 3, lambda c: meet(c, THREE).rows[0], x)])
 def test_loops_are_refused(loop):
   with pytest.raises(ValueError, match='outside of loops'):
-    Plan(jax.make_jaxpr(loop)(jnp.ones(4)))
+    PartedStep(jax.make_jaxpr(loop)(jnp.ones(4)))

@@ -11,7 +11,7 @@ import scipy.fft
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from demo_optax.codes.values import VALUES
+from demo_optax.codes.value_codes import VALUES
 from demo_optax.compressors import Compressor, Dct, Hadamard, TopK, dct_topk
 from demo_optax.compressors import chunking as chunks
 

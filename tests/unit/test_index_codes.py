@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import planes
 
-from demo_optax.codes import indices as index_codes
-from demo_optax.numerics import bits as packing
+from demo_optax.codes import index_codes
+from demo_optax.numerics import packing
 
 pytestmark = pytest.mark.core
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import read_as
 
-from demo_optax.codes import values as value_codes
+from demo_optax.codes import value_codes
 
 pytestmark = pytest.mark.core
 

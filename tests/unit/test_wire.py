@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import merge
 
-from demo_optax.codes import values as value_codes
+from demo_optax.codes import value_codes
 from demo_optax.compressors import Dct
 from demo_optax.compressors import chunking as chunks
 from demo_optax.compressors.layout import Bucket

@@ -212,9 +212,7 @@ def run(
   inner = jax.tree.map(auto, shardings, is_leaf=lambda x: x is None)
   placed = [getattr(x, 'sharding', None) for x in jax.tree.leaves(args)]
   placed += jax.tree.leaves(inner)
-  meshes: list[Any] = [
-      x.mesh for x in placed if isinstance(x, NamedSharding)
-  ]
+  meshes: list[Any] = [x.mesh for x in placed if isinstance(x, NamedSharding)]
   # Not under the mesh that the caller has set, whose types may be Explicit.
   with jax.set_mesh(meshes[0]) if meshes else contextlib.nullcontext():
     jitted = jax.jit(

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from demo_optax.codes.parts import Code, Parts
-from demo_optax.numerics import bits as packing
+from demo_optax.numerics import packing
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ from demo_optax._paths import Keys, dotted, is_stacked, leaves_of
 from demo_optax.compressors.compressor import Frozen
 from demo_optax.demo import layouts_in
 from demo_optax.numerics import prng
-from demo_optax.step import nnx as modules
+from demo_optax.step import modules
 from demo_optax.workers import Workers, inside
 from demo_optax.workers.value import put
 
