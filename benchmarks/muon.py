@@ -453,7 +453,8 @@ def plot_batches(records: list[dict[str, Any]], path: pathlib.Path) -> None:
   axes.axhline(0, lw=0.8, color='0.6')
   axes.set(xlabel='sequences in a step, of all workers', xscale='log',
            ylabel="loss above averaged Muon's, %")
-  axes.set_xticks(sorted(muon), map(str, sorted(muon)))
+  ticks = sorted(set().union(*lines.values()))
+  axes.set_xticks(ticks, map(str, ticks))
   axes.minorticks_off()
   axes.legend(frameon=False, fontsize=8)
   picture.save(figure, path)
