@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import demo_optax
 from demo_optax import compressors
 from demo_optax.remote import frames
+from demo_optax.remote import link as link_module
 from demo_optax.remote.link import link_of
 from demo_optax.remote.relay import Relay
 from demo_optax.step.remote import RemoteProgram, _whole
@@ -82,6 +83,7 @@ class Joined:
   def __exit__(self, *_):
     for rank in range(self.count):
       link_of(self.workers(rank)).close()
+    link_module._link.cache_clear()  # a later relay may get this port
     self.stopped.append(True)
     self.thread.join(10)
     assert not self.thread.is_alive()
