@@ -18,49 +18,62 @@ import optax
 import demo_optax
 
 
-class LowRankState(NamedTuple):
-  """State of the methods of low rank.
+class ExchangeState(NamedTuple):
+  """State of an exchange of matrices.
 
   Attributes:
-    worker_stacked: of each matrix, what a worker has not sent (PowerSGD), or
-      its momentum (Dion), `[workers, rows, columns]`.
-    right: the right factors of the step before, `[columns, rank]`.
+    worker_stacked: of each matrix, what a worker has not sent, or its momentum
+      (Dion), `[workers, rows, columns]`.
+    shared: of each matrix, what is known to all: right factors of the step
+      before `[columns, rank]`, places to send, or the number of steps.
   """
 
   worker_stacked: chex.ArrayTree
-  right: chex.ArrayTree
-
-
-def _init(rank: int, workers: demo_optax.Workers) -> Any:
-
-  def init_fn(params: chex.ArrayTree) -> LowRankState:
-    leaves, treedef = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(0), max(len(leaves), 1))
-    right = [
-        jax.random.normal(key, (x.shape[1], rank), x.dtype)
-        for key, x in zip(keys, leaves)
-    ]
-    zeros = [jnp.zeros((workers.count, *x.shape), x.dtype) for x in leaves]
-    return LowRankState(treedef.unflatten(zeros), treedef.unflatten(right))
-
-  return init_fn
+  shared: chex.ArrayTree
 
 
 def _transformation(
+    workers: demo_optax.Workers,
+    first: Callable[[jax.Array, jax.Array], jax.Array],
+    of_matrix: Any,
+) -> optax.GradientTransformation:
+  """Returns the exchange of each matrix.
+
+  Args:
+    workers: those who exchange.
+    first: from a matrix and a key to what all know at first.
+    of_matrix: from a worker's matrix, what it keeps and what all know to the
+      common update and both of the next step.
+  """
+
+  def init_fn(params: chex.ArrayTree) -> ExchangeState:
+    leaves, treedef = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(0), max(len(leaves), 1))
+    shared = [first(x, key) for key, x in zip(keys, leaves)]
+    zeros = [jnp.zeros((workers.count, *x.shape), x.dtype) for x in leaves]
+    return ExchangeState(treedef.unflatten(zeros), treedef.unflatten(shared))
+
+  def update_fn(
+      updates: chex.ArrayTree, state: ExchangeState, params: Any = None
+  ) -> tuple[chex.ArrayTree, ExchangeState]:
+    del params
+    leaves, treedef = jax.tree.flatten(updates)
+    own, shared = map(jax.tree.leaves, state)
+    found = [of_matrix(*x) for x in zip(leaves, own, shared)]
+    new, own, shared = map(treedef.unflatten, zip(*found))
+    return new, ExchangeState(own, shared)
+
+  return optax.GradientTransformation(init_fn, update_fn)
+
+
+def _low_rank(
     rank: int, workers: demo_optax.Workers, of_matrix: Any
 ) -> optax.GradientTransformation:
 
-  def update_fn(
-      updates: chex.ArrayTree, state: LowRankState, params: Any = None
-  ) -> tuple[chex.ArrayTree, LowRankState]:
-    del params
-    leaves, treedef = jax.tree.flatten(updates)
-    residuals, right = map(jax.tree.leaves, state)
-    found = [of_matrix(*x) for x in zip(leaves, residuals, right)]
-    new, residuals, right = map(treedef.unflatten, zip(*found))
-    return new, LowRankState(residuals, right)
+  def right(x: jax.Array, key: jax.Array) -> jax.Array:
+    return jax.random.normal(key, (x.shape[1], rank), x.dtype)
 
-  return optax.GradientTransformation(_init(rank, workers), update_fn)
+  return _transformation(workers, right, of_matrix)
 
 
 def _factors(
@@ -93,7 +106,7 @@ def power_sgd(
     update = left @ right.T
     return update, matrix - update, right
 
-  return _transformation(rank, workers, of_matrix)
+  return _low_rank(rank, workers, of_matrix)
 
 
 def dion(
@@ -118,48 +131,16 @@ def dion(
     rows, columns = gradient.shape  # of input and output
     return left @ right.T * (columns / rows) ** 0.5, momentum, right
 
-  return _transformation(rank, workers, of_matrix)
+  return _low_rank(rank, workers, of_matrix)
 
 
-class CommonState(NamedTuple):
-  """State of the exchanges of common places.
-
-  Attributes:
-    worker_stacked: of each matrix, what a worker has not sent, `[workers, rows,
-      columns]`.
-    places: of each matrix, what all workers send next.
-    count: number of steps.
-  """
-
-  worker_stacked: chex.ArrayTree
-  places: chex.ArrayTree
-  count: chex.Array
+def _of_each_part(topk: int, size: int, workers: int) -> int:
+  """Returns what a worker chooses of a matrix for a common mask."""
+  return max(topk * size // (4096 * workers), 1)
 
 
-def _common(
-    workers: demo_optax.Workers, decay: float,
-    first: Callable[[jax.Array], jax.Array], of_matrix: Any
-) -> optax.GradientTransformation:
-  """Returns the exchange of the sum of a residual and an update."""
-
-  def init_fn(params: chex.ArrayTree) -> CommonState:
-    zeros = jax.tree.map(
-        lambda x: jnp.zeros((workers.count, *x.shape), x.dtype), params)
-    return CommonState(
-        zeros, jax.tree.map(first, params), jnp.zeros([], jnp.int32))
-
-  def update_fn(
-      updates: chex.ArrayTree, state: CommonState, params: Any = None
-  ) -> tuple[chex.ArrayTree, CommonState]:
-    del params
-    leaves, treedef = jax.tree.flatten(updates)
-    residuals, places = map(jax.tree.leaves, state[:2])
-    found = [of_matrix(decay * r + x, p, state.count)
-             for x, r, p in zip(leaves, residuals, places)]
-    new, residuals, places = map(treedef.unflatten, zip(*found))
-    return new, CommonState(residuals, places, state.count + 1)
-
-  return optax.GradientTransformation(init_fn, update_fn)
+def _common_rows_of(topk: int, matrix: jax.Array) -> int:
+  return max(round(topk * matrix.shape[0] / 4096), 1)
 
 
 def common_mask(
@@ -176,21 +157,20 @@ def common_mask(
   """
   n = workers.count
 
-  def chosen(x: jax.Array) -> int:
-    return max(topk * x.size // (4096 * n), 1)
-
-  def first(x: jax.Array) -> jax.Array:
-    return jnp.arange(n * chosen(x))
+  def first(x: jax.Array, _: jax.Array) -> jax.Array:
+    return jnp.arange(n * _of_each_part(topk, x.size, n))
 
   def of_matrix(
-      matrix: jax.Array, places: jax.Array, _: jax.Array
+      update: jax.Array, residual: jax.Array, places: jax.Array
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    matrix = decay * residual + update
     flat = _chunks_of_dct(matrix).reshape(-1)
     values = demo_optax.over_workers(flat[places])
     update = jnp.zeros_like(flat).at[places].set(values)
     flat = flat.at[places].set(0.0)
     # Rows are the parts; of what a worker finds in all, its part counts.
-    _, found = jax.lax.top_k(jnp.abs(flat.reshape(-1, n).T), chosen(matrix))
+    _, found = jax.lax.top_k(
+        jnp.abs(flat.reshape(-1, n).T), len(places) // n)
     found = demo_optax.over_workers(
         found * n + jnp.arange(n)[:, None],
         lambda x, axis: jnp.diagonal(x).T)
@@ -198,7 +178,7 @@ def common_mask(
                         for x in (update, flat))
     return update, residual, found.reshape(-1)
 
-  return _common(workers, decay, first, of_matrix)
+  return _transformation(workers, first, of_matrix)
 
 
 def _chunks_of_dct(x: jax.Array, inverse: bool = False) -> jax.Array:
@@ -222,18 +202,20 @@ def common_rows(
   """
 
   def of_matrix(
-      matrix: jax.Array, places: jax.Array, count: jax.Array
+      update: jax.Array, residual: jax.Array, count: jax.Array
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    matrix = decay * residual + update
     key = jax.random.fold_in(jax.random.key(0), count)
     random = jax.random.normal(key, (matrix.shape[1], width), matrix.dtype)
     sketch = demo_optax.over_workers(matrix @ random)
-    k = max(round(topk * matrix.shape[0] / 4096), 1)
-    _, rows = jax.lax.top_k(jnp.linalg.norm(sketch, axis=1), k)
+    _, rows = jax.lax.top_k(
+        jnp.linalg.norm(sketch, axis=1), _common_rows_of(topk, matrix))
     mean = demo_optax.over_workers(matrix[rows])
     update = jnp.zeros_like(matrix).at[rows].set(mean)
-    return update, matrix.at[rows].set(0.0), places
+    return update, matrix.at[rows].set(0.0), count + 1
 
-  return _common(workers, decay, lambda _: jnp.zeros([]), of_matrix)
+  return _transformation(
+      workers, lambda x, key: jnp.zeros([], jnp.int32), of_matrix)
 
 
 def sent_bytes(
@@ -252,10 +234,10 @@ def sent_bytes(
   """
   ring = 2 * (workers - 1) / workers
   if method == 'common-mask':
-    k = max(topk * matrix.size // (4096 * workers), 1)
+    k = _of_each_part(topk, matrix.size, workers)
     bits = math.ceil(math.log2(matrix.size / workers))
     return k * workers * ring * 2 + (workers - 1) * k * bits / 8
   if method == 'common-rows':
-    rows = max(round(topk * matrix.shape[0] / 4096), 1)
+    rows = _common_rows_of(topk, matrix)
     return ring * (2 * rows * matrix.shape[1] + 4 * 4 * matrix.shape[0])
   return ring * 4 * topk * sum(matrix.shape)

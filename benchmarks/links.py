@@ -67,7 +67,7 @@ DEMO = {'method': 'demo', 'topk': 32, 'decay': 0.99}
 METHODS = {  # settings of `muon.py`
     'AdamW bfloat16': muon.ROWS['AdamW'],
     'Muon bfloat16': muon.ROWS['Muon'],
-    'demo_muon': muon.ROWS['demo_muon'],
+    'demo_muon': {**muon.ROWS['demo_muon'], 'method': 'demo_muon'},
     'all_gather': DEMO,
     'all_to_all': {**DEMO, 'update_values': 'ternary'},
 }

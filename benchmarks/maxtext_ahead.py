@@ -62,10 +62,8 @@ def compile_step(method: str) -> dict[str, Any]:
   settings = SETTINGS | METHODS[method]
   exchange, argv = example.split_arguments(
       ['', str(base), *(f'{name}={value}' for name, value in settings.items())])
-  is_own = method == 'own'
-  is_theirs = method in ('own', 'diloco')
   with contextlib.ExitStack() as stack:
-    if not is_theirs:
+    if method not in ('own', 'diloco'):
       stack.enter_context(example.installed(exchange))
     jax.config.update('jax_default_prng_impl', 'unsafe_rbg')
     config = pyconfig.initialize(argv)
@@ -77,13 +75,13 @@ def compile_step(method: str) -> dict[str, Any]:
     data = sharding.get_input_data_sharding(config, mesh)
     stack.enter_context(jax.set_mesh(mesh))
     stack.enter_context(logical_axis_rules(config.logical_axis_rules))
-    if is_own:
+    if method == 'own':
       step, ins, outs, static, donated = (
           maxtext_utils.get_functional_train_with_signature(
               train.train_step, data, state, model, config, params))
       step = jax.jit(step, in_shardings=ins, out_shardings=outs,
                      static_argnums=static, donate_argnums=donated)
-    elif is_theirs:
+    elif method == 'diloco':
       local, state, inner = diloco.build_abstract_diloco_state(
           config, args[0], state, mesh)
       args = (local, args[1], None)
@@ -98,7 +96,7 @@ def compile_step(method: str) -> dict[str, Any]:
           config, model, None, state, data, train.train_step, params)
     start = time.process_time()
     compiled = step.lower(*args, **kwargs).compile()
-  axis = 'data' if is_own else 'diloco'
+  axis = 'data' if method == 'own' else 'diloco'
   across, inside = reading.transfers(compiled.as_text(), mesh, axis, 2)
   dcn = collections.Counter()
   for kind, _, received, _ in across:

@@ -21,6 +21,7 @@ import fcntl
 import hashlib
 import itertools
 import json
+import math
 import pathlib
 import statistics
 import sys
@@ -442,18 +443,17 @@ def plot_batches(records: list[dict[str, Any]], path: pathlib.Path) -> None:
   figure, axes = plt.subplots(figsize=(6, 4))
   colors = dict(zip((4, 8, 16, 32), PLOTTED.values()))
   styles = {6e-3: ('-', 'o'), 3e-3: ('--', 's')}
+  ticks = sorted(set().union(*lines.values()))
   for (workers, lr), losses in sorted(lines.items()):
     if lr in styles:
       style, marker = styles[lr]
-      batches = sorted(losses)
+      above = [100 * (losses.get(b, math.nan) / muon[b] - 1) for b in ticks]
       axes.plot(
-          batches, [100 * (losses[b] / muon[b] - 1) for b in batches],
-          style, marker=marker, ms=5, lw=1.2, color=colors[workers],
-          label=f'{workers} workers, {lr:g}')
+          ticks, above, style, marker=marker, ms=5, lw=1.2,
+          color=colors[workers], label=f'{workers} workers, rate {lr:g}')
   axes.axhline(0, lw=0.8, color='0.6')
   axes.set(xlabel='sequences in a step, of all workers', xscale='log',
-           ylabel="loss above averaged Muon's, %")
-  ticks = sorted(set().union(*lines.values()))
+           ylabel="loss above averaged Muon's at its best rate, %")
   axes.set_xticks(ticks, map(str, ticks))
   axes.minorticks_off()
   axes.legend(frameon=False, fontsize=8)

@@ -32,9 +32,9 @@ class Method(NamedTuple):
 def make(s: Settings, workers: demo_optax.Workers) -> Method:
   """Returns the method of the settings."""
   families = {
-      'recipe': recipe, 'demo': demo, 'powersgd': other_exchange,
-      'dion': other_exchange, 'common-mask': other_exchange,
-      'common-rows': other_exchange,
+      'recipe': recipe, 'demo_muon': demo_muon, 'demo': demo,
+      **dict.fromkeys(('powersgd', 'dion', 'common-mask', 'common-rows'),
+                      other_exchange),
       'diloco': local, 'demo-diloco': local, 'sparse-loco': local,
   }
   return families.get(s['method'], averaged)(s, workers)
@@ -199,12 +199,40 @@ def demo(s: Settings, workers: demo_optax.Workers) -> Method:
         optax.scale_by_sign(),
         optax.scale_by_learning_rate(rate),
     )
-  clipped = demo_optax.per_worker(clip(), workers=workers)
-  return Method(optax.chain(clipped, tx), planned(compressor, s, workers))
+  return Method(optax.chain(clipped(workers), tx),
+                planned(compressor, s, workers))
+
+
+def clipped(
+    workers: demo_optax.Workers, *then: optax.GradientTransformation
+) -> optax.GradientTransformation:
+  """Clips each worker's gradient, before what it does alone."""
+  return demo_optax.per_worker(optax.chain(clip(), *then), workers=workers)
+
+
+def of_matrices(
+    tx: optax.GradientTransformation,
+) -> optax.GradientTransformation:
+  """Returns a transformation of matrices that leaves the others alone."""
+  return optax.partition(
+      {'matrix': tx, 'other': optax.identity()}, matrix_or_other)
+
+
+def demo_muon(s: Settings, workers: demo_optax.Workers) -> Method:
+  """Returns `demo_optax.demo_muon`, behind clipping."""
+  compressor, _ = other_leaves(s, matrix_compressor(s))
+  tx = demo_optax.demo_muon(
+      schedule(s, s['lr']), workers=workers, compressor=compressor,
+      decay=s['decay'], beta=s['beta'], mu_dtype=s['mu_dtype'],
+      adam_learning_rate=schedule(s, s['other_lr']), **owners(s))
+  return Method(optax.chain(clipped(workers), tx),
+                planned(compressor, s, workers))
 
 
 def recipe(s: Settings, workers: demo_optax.Workers) -> Method:
   """`demo_muon` in its parts, each of which may be another one."""
+  if s['mu_dtype'] == 'bfloat16' and not s['stochastic']:
+    return demo_muon(s, workers)
   before = {
       'orthonormalise': lambda: stored(s, orthonormalised(
           s, beta=s['beta'], nesterov=s['nesterov']
@@ -220,25 +248,9 @@ def recipe(s: Settings, workers: demo_optax.Workers) -> Method:
           demo_optax.recipes.scale_to_unit_rms(),
       ),
   }[s['after']]()
-  matrix = (
-      compressors.full() if s['topk'] is None
-      else largest(s, 64, s['topk'])
-  )
-  compressor, other = other_leaves(s, matrix)
-  if s['mu_dtype'] == 'bfloat16' and not s['stochastic']:
-    tx = optax.chain(
-        demo_optax.per_worker(clip(), workers=workers),
-        demo_optax.demo_muon(
-            schedule(s, s['lr']), workers=workers, compressor=compressor,
-            decay=s['decay'], beta=s['beta'], mu_dtype=s['mu_dtype'],
-            adam_learning_rate=schedule(s, s['other_lr'])),
-    )
-    return Method(tx, planned(compressor, s, workers))
-  own = optax.partition(
-      {'matrix': before, 'other': optax.identity()}, matrix_or_other
-  )
+  compressor, other = other_leaves(s, matrix_compressor(s))
   tx = optax.chain(
-      demo_optax.per_worker(optax.chain(clip(), own), workers=workers),
+      clipped(workers, of_matrices(before)),
       demo_optax.scale_by_demo(
           compressor, s['decay'], workers=workers, alpha=s['alpha'],
           average=s['average'], ema=True, **owners(s),
@@ -246,6 +258,12 @@ def recipe(s: Settings, workers: demo_optax.Workers) -> Method:
       by_kind(s, after, other),
   )
   return Method(tx, planned(compressor, s, workers))
+
+
+def matrix_compressor(s: Settings) -> Any:
+  if s['topk'] is None:
+    return compressors.full()
+  return largest(s, 64, s['topk'])
 
 
 def largest(s: Settings, chunk: Any, k: int) -> Any:
@@ -287,23 +305,19 @@ def other_exchange(s: Settings, workers: demo_optax.Workers) -> Method:
   PowerSGD has AdamW behind it. Common places have what `recipe` has on both
   sides: each worker's own Newton-Schulz, and a scaling.
   """
-  of_matrices = {
-      'powersgd': baselines.power_sgd, 'dion': baselines.dion,
-      'common-mask': baselines.common_mask,
-      'common-rows': baselines.common_rows,
-  }[s['method']]
-  worker = optax.identity()
-  if s['method'] in ('powersgd', 'dion'):
-    size = s['rank']
-    own = of_matrices(size, workers)
-    if s['method'] == 'powersgd':
-      own = optax.chain(own, optax.scale_by_adam(0.9, 0.95))
+  size, before = s['rank'], optax.identity()
+  if s['method'] == 'powersgd':
+    own = optax.chain(baselines.power_sgd(size, workers),
+                      optax.scale_by_adam(0.9, 0.95))
+  elif s['method'] == 'dion':
+    own = baselines.dion(size, workers)
   else:
+    common = {'common-mask': baselines.common_mask,
+              'common-rows': baselines.common_rows}[s['method']]
     size = s['topk']
-    worker = optax.partition(
-        {'matrix': orthonormalised(s, beta=s['beta'], nesterov=s['nesterov']),
-         'other': optax.identity()}, matrix_or_other)
-    own = optax.chain(of_matrices(size, workers, s['decay']),
+    before = of_matrices(
+        orthonormalised(s, beta=s['beta'], nesterov=s['nesterov']))
+    own = optax.chain(common(size, workers, s['decay']),
                       demo_optax.recipes.scale_to_unit_rms())
   # The library's exchange leaves the matrices alone.
   compressor, other = other_leaves(s, compressors.FROZEN)
@@ -311,7 +325,7 @@ def other_exchange(s: Settings, workers: demo_optax.Workers) -> Method:
       compressor, s['decay'], workers=workers, average=s['average'], ema=True,
       **owners(s))
   tx = optax.chain(
-      demo_optax.per_worker(optax.chain(clip(), worker), workers=workers),
+      clipped(workers, before),
       by_kind(s, own, optax.chain(exchange, other)))
 
   def bytes_of(params: Any) -> tuple[float, float, float]:
@@ -321,6 +335,7 @@ def other_exchange(s: Settings, workers: demo_optax.Workers) -> Method:
     matrices = sum(
         baselines.sent_bytes(s['method'], size, x, workers.count)
         for x, label in zip(leaves, labels) if label == 'matrix')
+    # The plan has no bytes of what it leaves alone.
     dense = 2 * (workers.count - 1) / workers.count * 4
     return (plan.sent_bytes + matrices, plan.received_bytes + matrices,
             dense * sum(x.size for x in leaves))

@@ -155,7 +155,7 @@ def train(method, workers, rows):
   return jax.tree.map(host, params), returned
 
 
-AVERAGED = {  # all, and the same random places of all
+AVERAGED = {  # whole leaves, and one leaf at random places
     'w': demo_optax.dct_topk(topk=8), 'large': None, 'b': None,
     'v': compressors.Compressor(
         compressors.RandomSubset(1 / 4), compressors.Identity()),
