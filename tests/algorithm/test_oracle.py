@@ -71,11 +71,11 @@ SECOND = {'average': 'workers', 'alpha': 0.2}
 
 
 @pytest.mark.parametrize('workers, steps, rule', [
-    (3, 12, {'ema': True, 'decay': 0.995, **SECOND}),
+    (3, 12, {'ema': True, 'decay': 0.995, 'shapes': TWO, **SECOND}),
     # A worker is left out now and then.
     (5, 12, {'left_out': 3, 'alpha': 0.2, 'shapes': TWO}),
     (5, 12, {'left_out': 3, 'average': 'workers', 'shapes': TWO}),
-    (3, 12, {'left_out': 1, **SECOND}),
+    (3, 12, {'left_out': 1, 'shapes': TWO, **SECOND}),
     *((3, 8, {'values': values, 'shapes': TWO}) for values in ('bfloat16', 'int8', 'int4', 'sign')),
     # Everything is sent.
     *((2, 4, {'values': values, 'topk': 90, 'shapes': TWO, **SECOND}) for values in ('bfloat16', 'sign')),

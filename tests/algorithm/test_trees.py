@@ -83,12 +83,11 @@ OPTIMIZERS = {  # by name: how it is made, and its hyperparameters
 }
 
 
-@pytest.mark.parametrize('optimizer, name, value', [
-    *((optimizer, name, np.nan)
-      for optimizer, (_, given) in OPTIMIZERS.items() for name in given),
-    ('scale_by_demo', 'alpha', 1e38), ('scale_by_demo', 'alpha', -1.0),
-    ('scale_by_demo', 'decay', 2.0)])
-def test_a_hyperparameter_that_makes_no_sense_only_loses_its_step(optimizer, name, value):
+SENSELESS = {'scale_by_demo': [('alpha', 1e38), ('alpha', -1.0), ('decay', 2.0)]}
+
+
+@pytest.mark.parametrize('optimizer', OPTIMIZERS)
+def test_a_hyperparameter_that_makes_no_sense_only_loses_its_step(optimizer):
   make, given = OPTIMIZERS[optimizer]
   tx = optax.inject_hyperparams(
       make, static_args=('workers', 'compressor'), hyperparam_dtype=jnp.float32)(
@@ -98,18 +97,19 @@ def test_a_hyperparameter_that_makes_no_sense_only_loses_its_step(optimizer, nam
   gradients = random_tree(0, shapes, lead=(2,))
   update = jax.jit(tx.update)
   _, before = update(gradients, tx.init(params), params)
-  lost = before._replace(hyperparams={**before.hyperparams, name: jnp.float32(value)})
-  compiled = COMPILATIONS.count
-  nothing, after = update(gradients, lost, params)
-  updates, last = update(gradients, after._replace(hyperparams=before.hyperparams), params)
-  assert COMPILATIONS.count == compiled
-  assert not any(np.any(u) for u in nothing.values())
-  if optimizer != 'demo_muon':  # whose momentum before the exchange goes on
-    assert_same_bits(own(after), own(before))
-  assert int(demo_optax.exchange_info(after)['num_excluded']) == 2
-  for x in jax.tree.leaves((updates, last)):
-    assert np.isfinite(np.asarray(x, np.float64)).all()
-  assert all(np.any(u) for u in updates.values())
+  for name, value in [(name, np.nan) for name in given] + SENSELESS.get(optimizer, []):
+    lost = before._replace(hyperparams={**before.hyperparams, name: jnp.float32(value)})
+    compiled = COMPILATIONS.count
+    nothing, after = update(gradients, lost, params)
+    updates, last = update(gradients, after._replace(hyperparams=before.hyperparams), params)
+    assert COMPILATIONS.count == compiled
+    assert not any(np.any(u) for u in nothing.values()), (name, value)
+    if optimizer != 'demo_muon':  # whose momentum before the exchange goes on
+      assert_same_bits(own(after), own(before))
+    assert int(demo_optax.exchange_info(after)['num_excluded']) == 2, (name, value)
+    for x in jax.tree.leaves((updates, last)):
+      assert np.isfinite(np.asarray(x, np.float64)).all(), (name, value)
+    assert all(np.any(u) for u in updates.values()), (name, value)
 
 
 def test_momentum_is_never_that_of_another_leaf():

@@ -274,15 +274,16 @@ def expected_of(name, how):
 
 
 def cases():
-  """One transformation in every map, of the others every third; all, slowly."""
+  """One transformation in every map, of the others every fourth; all, slowly."""
   for i, name in enumerate(ALL):
     hows = IN_STEP + DEVICES[2:] if name in LOCAL else (STACKED + IN_STEP + OWN_MAPS + DEVICES)
     if name == 'demo_muon':  # norms over devices: test_recipes.py
       hows = [how for how in hows if '2x4' not in how]
     for j, how in enumerate(hows):
-      quick = name == 'published' or (i + j) % 3 == 0 or (name, how) in (
+      quick = name == 'published' or (i + j) % 4 == 0 or (name, how) in (
           # The mean over workers takes slices of a sharded dimension.
-          ('drift', 'step 2x4 explicit'), ('owners', 'vmap'))
+          ('drift', 'step 2x4 explicit'), ('owners', 'vmap'),
+          ('demo_muon', 'step auto'), ('sparse_loco', 'step 2x4 explicit'))
       yield pytest.param(name, how, marks=[] if quick else [pytest.mark.slow])
 
 
@@ -346,19 +347,19 @@ def own_of(state, which):
   return [np.asarray(x)[which] for x in own(state).values()]
 
 
-@pytest.mark.parametrize('name, bad', [
-    *((name, np.nan) for name in EXCHANGES),
-    ('published', np.inf), ('published', 3e38)])
-def test_a_worker_that_is_not_finite_is_left_out(name, bad):
+@pytest.mark.parametrize('name', EXCHANGES)
+def test_a_worker_that_is_not_finite_is_left_out(name):
   """The others have the bits of a run without it; then it takes part again."""
   left_out, others, seen = 1, [0, 2, 3], []
+  # The transform of 3e38 is not finite. Clipping and averages accept it.
+  bads = (np.nan, np.inf, 3e38) if name == 'published' else (np.nan, np.nan)
   for count in (N, N - 1):
     m = map_of(EXCHANGES[name], 'simulated', count)[0]
     params = m.put(random_tree(99, SHAPES))
     first = state = m.init(params)
-    for step in range(2):
+    for step, bad in enumerate(bads):
       gradients = random_tree(step, SHAPES, lead=(N,))
-      gradients['w'][left_out, 3, 5] = bad  # 3e38: its transform is not finite
+      gradients['w'][left_out, 3, 5] = bad
       if count < N:
         gradients = {k: g[others] for k, g in gradients.items()}
       updates, state = m.update(gradients, state, params)

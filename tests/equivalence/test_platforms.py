@@ -21,7 +21,7 @@ def accelerator(request):
 @pytest.mark.parametrize('name, how', [
     *(('published', how) for how in (
         'auto', 'checked', 'pmap', '2x4 auto', '2x4 explicit', 'step 2x4 auto')),
-    *((name, how) for name in ('second', 'groups') for how in ('explicit', 'vmap'))])
+    ('second', 'explicit'), ('groups', 'vmap')])
 def test_maps_have_the_bits_of_the_simulation(name, how):
   make = test_maps.EXCHANGES[name]
   found, expected = test_maps.run(make, how), test_maps.expected_of(name, how)
@@ -33,7 +33,7 @@ def test_workers_of_several_devices(accelerator):
   found, expected = (
       test_sharded.run(
           workers, 3, test_sharded.exchange, '3d',
-          leaves=('both', 'padded', 'experts', 'inner', 'bias'))[:2]
+          leaves=('both', 'padded', 'bias'))[:2]
       for workers in (
           test_sharded.make_workers('3d', kind), test_sharded.simulated_workers('3d')))
   assert_same_bits(found, expected)

@@ -110,9 +110,8 @@ def all_kinds():
   }
 
 
-@pytest.mark.parametrize('workers', [WORKERS, on_mesh(N)], ids=['sim', 'mesh'])
-def test_any_tree(workers):
-  params = all_kinds()
+def test_any_tree():
+  workers, params = on_mesh(N), all_kinds()
   tx = demo_optax.demo(0.1, workers=workers, weight_decay=0.1)
   state = jax.jit(tx.init)(params)
 

@@ -134,9 +134,9 @@ def loss_of(params, x):
       for p in params.values())
 
 
-def train(method, workers, rows):
+def train(method, workers, rows, names=('w', 'b')):
   """Trains on a worker's rows, or all; parameters, and what steps returned."""
-  names = PARAMS if method in ('averaged', 'demo') else ('w', 'b')
+  names = PARAMS if method == 'averaged' else names
   params = {name: jnp.full(PARAMS[name], 0.1, jnp.float32) for name in names}
   tx = METHODS[method](workers)
   state = tx.init(params)
@@ -218,7 +218,7 @@ def test_bytes_are_those_of_plan(method):
     link = link_of(workers)
     real = link.exchange
     link.exchange = lambda body: sizes.append(len(body)) or real(body)
-    train(method, workers, [batches(i, 2)[0] for i in (0, 1)])
+    train(method, workers, [batches(i, 2)[0] for i in (0, 1)], PARAMS)
     return demo_optax.plan(params, compressor, workers).sent_bytes
 
   with Joined(2, start=0.1) as joined:
