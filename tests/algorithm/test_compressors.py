@@ -85,6 +85,7 @@ def oracle(name, shape, **rule):
                 basis=TOPK[name][1], **rule)
 
 
+# test_oracle.py has the DCT.
 @pytest.mark.parametrize('name', [*(n for n in ALL if n != 'dct'), 'mixed'])
 def test_oracle(name, x64):
   """Several workers and steps, one of them left out for a while."""

@@ -102,7 +102,7 @@ def test_a_hyperparameter_that_makes_no_sense_only_loses_its_step(optimizer):
     compiled = COMPILATIONS.count
     nothing, after = update(gradients, lost, params)
     updates, last = update(gradients, after._replace(hyperparams=before.hyperparams), params)
-    assert COMPILATIONS.count == compiled
+    assert COMPILATIONS.count == compiled, (name, value)
     assert not any(np.any(u) for u in nothing.values()), (name, value)
     if optimizer != 'demo_muon':  # whose momentum before the exchange goes on
       assert_same_bits(own(after), own(before))

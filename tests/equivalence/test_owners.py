@@ -153,7 +153,7 @@ def test_a_damaged_message_excludes_its_sender_from_that_owners_chunks(monkeypat
 
 @pytest.mark.parametrize('shared', [
     compressors.Compressor(compressors.RandomSubset(1 / 4), compressors.Identity()),
-    compressors.full(), COMPRESSOR])
+    pytest.param(compressors.full(), marks=pytest.mark.core), COMPRESSOR])
 def test_exact_updates_and_what_all_share_are_as_before(shared):
   """An all-reduce does not grow with the workers, and needs no owners."""
   workers = on_mesh(4)

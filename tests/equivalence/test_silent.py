@@ -425,7 +425,7 @@ def test_sums_have_the_same_bits_in_every_map(how, count):
 
 @pytest.mark.parametrize('workers, recipe, inside', [
     ('simulated', demo_optax.demo, True), ('explicit', demo_optax.demo, False),
-    ('explicit', demo_optax.demo, True), ('simulated', demo_optax.demo_muon, False)],
+    ('explicit', demo_optax.demo, True), ('auto', demo_optax.demo_muon, False)],
     indirect=['workers'])
 def test_updates_without_parameters(workers, recipe, inside):
   """As Adam and SGD take them; with weight decay it is optax's error."""

@@ -137,9 +137,10 @@ def test_any_tree():
 
 def test_any_tree_before_the_exchange_and_without_parameters():
   """Integer leaves, Python's floats, nothing to exchange at all."""
-  params = {'w': jnp.ones((4, 4)), 'n': jnp.ones(3, jnp.int32), 'x': 1.0}
-  gradients = {'w': jnp.ones((N, 4, 4)), 'x': jnp.ones(N),
-               'n': np.zeros((N, 3), jax.dtypes.float0)}
+  params = {'w': jnp.ones((4, 4)), 'n': jnp.ones(3, jnp.int32), 'x': 1.0,
+            'empty': jnp.ones((0, 4)), 'none': None, 'masked': optax.MaskedNode()}
+  gradients = {**params, 'w': jnp.ones((N, 4, 4)), 'x': jnp.ones(N),
+               'n': np.zeros((N, 3), jax.dtypes.float0), 'empty': jnp.ones((N, 0, 4))}
   clip = demo_optax.per_worker(optax.clip(1.0), workers=WORKERS)
   tx = optax.chain(clip, demo_optax.demo(0.1, workers=WORKERS))
   updates, _ = tx.update(gradients, tx.init(params), params)

@@ -117,6 +117,7 @@ class Joined:
 pytestmark = pytest.mark.core
 
 PARAMS = {'w': (24, 160), 'v': (160, 24), 'large': (24, 700), 'b': (24,)}
+NAMES = {'averaged': tuple(PARAMS), 'demo': ('w', 'v', 'b')}  # others: w and b
 
 
 def batches(step, count, nan_at=None):
@@ -134,9 +135,9 @@ def loss_of(params, x):
       for p in params.values())
 
 
-def train(method, workers, rows, names=('w', 'b')):
+def train(method, workers, rows):
   """Trains on a worker's rows, or all; parameters, and what steps returned."""
-  names = PARAMS if method == 'averaged' else names
+  names = NAMES.get(method, ('w', 'b'))
   params = {name: jnp.full(PARAMS[name], 0.1, jnp.float32) for name in names}
   tx = METHODS[method](workers)
   state = tx.init(params)
@@ -209,8 +210,8 @@ def check(method, found, expected):
 @pytest.mark.parametrize('method', ['demo', 'averaged'])
 def test_bytes_are_those_of_plan(method):
   """Beside the message: its kind, the count of the valid, and two metrics."""
-  params = {name: jax.ShapeDtypeStruct(shape, jnp.float32)
-            for name, shape in PARAMS.items()}
+  params = {name: jax.ShapeDtypeStruct(PARAMS[name], jnp.float32)
+            for name in NAMES[method]}
   compressor = AVERAGED if method == 'averaged' else demo_optax.dct_topk()
   sizes = []
 
@@ -218,7 +219,7 @@ def test_bytes_are_those_of_plan(method):
     link = link_of(workers)
     real = link.exchange
     link.exchange = lambda body: sizes.append(len(body)) or real(body)
-    train(method, workers, [batches(i, 2)[0] for i in (0, 1)], PARAMS)
+    train(method, workers, [batches(i, 2)[0] for i in (0, 1)])
     return demo_optax.plan(params, compressor, workers).sent_bytes
 
   with Joined(2, start=0.1) as joined:

@@ -32,9 +32,10 @@ def take(way, monkeypatch):
 
 def run(way, monkeypatch):
   take(way, monkeypatch)
-  tx = demo_optax.scale_by_demo(  # averages of senders need counts as well
-      demo_optax.dct_topk(16, 4, values='sign'), 0.9,
-      workers=demo_optax.Workers.simulated(3), alpha=0.7)
+  codes = {**dict.fromkeys(SHAPES, demo_optax.dct_topk(16, 4)),
+           'padded': demo_optax.dct_topk(16, 4, values='sign')}
+  tx = demo_optax.scale_by_demo(
+      codes, 0.9, workers=demo_optax.Workers.simulated(3), alpha=0.7)
   params = random_tree(0, SHAPES)
   state, update = tx.init(params), jax.jit(tx.update)
   seen = []

@@ -10,7 +10,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 BANNED = re.compile(
     r'\b(told|tells?|anew|alike|whatever|so many|(is|are|has) none|comes? of|is to'
     r'|in the place of|of (his|its|their) own|lies|stands|goes on)\b|, too[.,:]')
-LINES = {'demo_optax': 12000, 'tests': 12756, 'benchmarks': 4743}
+LINES = {'demo_optax': 12000, 'tests': 12758, 'benchmarks': 4743}
 PACKAGE, GUIDES = 11, 0
 
 
