@@ -155,7 +155,7 @@ def _params(model: str) -> Any:
 def _arrays(shapes: Any, path: str = '') -> Any:
   """Nested shapes `[rows, ...]` as float32 arrays, with names to print."""
   if isinstance(shapes, dict):
-    return {repr(k)[1:-1]: _arrays(x, f'{path}/{k}') for k, x in shapes.items()}
+    return {k: _arrays(x, f'{path}/{k}') for k, x in shapes.items()}
   if not isinstance(shapes, list) or not all(
       type(length) is int and length >= 0 for length in shapes):
     raise ValueError(

@@ -29,8 +29,13 @@ def leaves_of(
 
 
 def dotted(keys: Keys) -> str:
-  """Returns a leaf's name in tables and checkpoints."""
+  """Returns a leaf's name in errors, tables and checkpoints."""
   return '.'.join(map(str, keys)) or 'the only leaf'
+
+
+def leaf_name(path: Path) -> str:
+  """Returns a leaf's name by its path."""
+  return dotted(path_keys(path))
 
 
 STACKED = 'worker_stacked'

@@ -13,12 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from demo_optax._paths import Path
-
-
-def leaf_name(path: Path) -> str:
-  """Returns a leaf's path, as in error messages and tables."""
-  return jax.tree_util.keystr(path) or 'the only leaf'
+from demo_optax._paths import Path, leaf_name
 
 
 def momentum_dtype(path: Path, x: Any) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from demo_optax import _checks, _tree, compressors
-from demo_optax._paths import Keys, dotted, leaves_of
+from demo_optax._paths import Keys, dotted, leaf_name, leaves_of
 from demo_optax.codes.value_codes import UPDATE_VALUES, WITHOUT_RESIDUAL
 from demo_optax.compressors import compressor as per_parameter
 from demo_optax.compressors.compressor import CompressorTree, Frozen
@@ -254,7 +254,7 @@ def scale_by_demo(
       if p is not None and not out:
         checks.check_sharding(path, p, workers)
       if not out or not _tree.is_exchanged(leaf[2]):
-        checks.check_gradient(_tree.leaf_name(path), g, p, workers)
+        checks.check_gradient(leaf_name(path), g, p, workers)
     _check_state(state, config, workers)
     found: list[jax.Array] = []
     metrics, own = algorithm.no_metrics(), state.worker_stacked

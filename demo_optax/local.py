@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from demo_optax import _checks, _tree, compressors
+from demo_optax._paths import leaf_name
 from demo_optax.compressors import Compressor, chunking
 from demo_optax.demo import DeMoState, scale_by_demo
 from demo_optax.exchange.algorithm import ExchangeKind
@@ -153,7 +154,7 @@ def local_updates(
           params=optax.tree.cast_like(start, own.params),
           start=start if drift else (),
       )
-      shared = inside.over_workers(start) if drift else inside.alike(start, (
+      shared = inside.over_workers(start) if drift else inside.equal(start, (
           'The outer optimizer makes another update of {} for every worker: is'
           ' there an exchange in it, such as scale_by_demo or average? One that'
           ' is meant to do so needs local_updates(..., drift=True).'
@@ -209,7 +210,7 @@ def _check_shapes(gradients: Any, params: Any) -> None:
   for (path, gradient), x in zip(*_tree.flatten_alike(gradients, params)):
     if jnp.shape(gradient) != jnp.shape(x):
       raise ValueError(
-          f'The gradient of {_tree.leaf_name(path)} must have the shape of its'
+          f'The gradient of {leaf_name(path)} must have the shape of its'
           f' parameter, {jnp.shape(x)}, got {jnp.shape(gradient)}. In a'
           ' data_parallel step take one gradient, with jax.value_and_grad or'
           ' nnx.value_and_grad.'
@@ -391,6 +392,7 @@ def _put_back(
     return found, new
 
   momentum = state.worker_stacked.momentum
+  lead = workers.stacked_state
   buckets = dict.fromkeys(momentum, workers.bucket_spec)
   inner = {i: layout.leaves[i].sharding.spec for i in layout.compressed}
   with platform.running_on(platform.of(workers.mesh)):
@@ -398,10 +400,12 @@ def _put_back(
         workers, one_worker,
         (momentum, {i: flat[i] for i in inner}),
         (buckets, {i: Spec(False, spec) for i, spec in inner.items()}),
-        ({i: Spec(True, spec) for i, spec in inner.items()}, buckets),
+        ({i: Spec(lead, spec) for i, spec in inner.items()}, buckets),
     )
   own = state.worker_stacked._replace(momentum=momentum)
   return (
-      treedef.unflatten(found.get(i, x[None]) for i, x in enumerate(flat)),
+      treedef.unflatten(
+          found.get(i, x[None] if lead else x) for i, x in enumerate(flat)
+      ),
       state._replace(worker_stacked=own),
   )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from demo_optax import _checks, _tree
-from demo_optax._paths import Path, path_keys
+from demo_optax._paths import Path, leaf_name, path_keys
 from demo_optax.numerics import prng
 from demo_optax.workers import Workers, checks, inside, lift
 
@@ -75,7 +75,7 @@ def per_worker(
       new, own = update_one(*args)
     else:
       for (path, g), p in zip(*_tree.flatten_alike(updates, params)):
-        checks.check_gradient(_tree.leaf_name(path), g, p, workers)
+        checks.check_gradient(leaf_name(path), g, p, workers)
       new, own = lift.run_alone(workers, update_one, *args)
     return jax.tree.map(
         lambda old, x: old if isinstance(x, optax.MaskedNode) else x,

@@ -93,7 +93,7 @@ class Plan:
   __repr__ = __str__
 
   def table(self) -> str:
-    """Returns what leaves cost; those that differ in name only share a row."""
+    """Returns the costs of leaves; equal ones share a row."""
     equal = collections.defaultdict(list)
     for leaf in self.leaves:
       equal[leaf.cells].append(leaf.name)

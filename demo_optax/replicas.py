@@ -16,7 +16,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from demo_optax import _tree
+from demo_optax._paths import dotted, leaves_of
 from demo_optax.numerics import packing, platform, prng
 from demo_optax.workers import Workers
 
@@ -55,9 +55,7 @@ def check_replicas(
   `workers` on a mesh, it names the workers.
   """
   several = {
-      _tree.leaf_name(path): x
-      for path, x in jax.tree_util.tree_leaves_with_path(tree)
-      if len(_holders(x)) > 1
+      dotted(keys): x for keys, x in leaves_of(tree) if len(_holders(x)) > 1
   }
   worker_of: dict[Any, int] = {}
   if workers is not None and workers.mesh is not None and not workers.relay:

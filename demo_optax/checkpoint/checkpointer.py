@@ -25,7 +25,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from demo_optax import _checks, replicas
-from demo_optax.checkpoint import leaves as naming
+from demo_optax.checkpoint.leaves import abstract, from_leaves, to_leaves
 from demo_optax.compressors import cutting
 from demo_optax.numerics import prng
 
@@ -57,10 +57,10 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
     self._is_remote = '://' in os.fspath(path)
     self._folder = path if self._is_remote else path.absolute()
     self._like = jax.tree.map(
-        lambda x: naming.abstract(x) if isinstance(x, jax.Array) else x, like
+        lambda x: abstract(x) if isinstance(x, jax.Array) else x, like
     )
     # Raises if the tree cannot be saved.
-    self._wanted = naming.to_leaves(jax.tree.map(naming.abstract, self._like))
+    self._wanted = to_leaves(jax.tree.map(abstract, self._like))
     _checks.check_positive('keep', keep)
     _checks.check_positive('timeout', timeout)
     self._policy = ocp.training.preservation_policies.LatestN(keep)
@@ -101,7 +101,7 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
     _checks.check_positive('step', step, 0)
     self.wait()
     _in_first(lambda: self._prepare(step))
-    leaves = naming.to_leaves(tree)
+    leaves = to_leaves(tree)
     held = replicas.copies(leaves)
     about: dict[str, Any] = {'arrays': {}, 'values': {}}
     arrays = {}
@@ -203,7 +203,7 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
           f' and written by demo_optax, got {repr(error)[:400]}. Restore'
           f' another one by step= (there are: {others}), or remove it.'
       ) from error
-    return int(chosen), naming.from_leaves(
+    return int(chosen), from_leaves(
         saved, self._like, resize=resize, rechunk=rechunk
     )
 

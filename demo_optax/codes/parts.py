@@ -1,4 +1,4 @@
-"""What all codes share: numbers of every chunk as words of 32 bits."""
+"""The base of all codes: numbers of every chunk as words of 32 bits."""
 
 import dataclasses
 from typing import Any
@@ -23,7 +23,7 @@ class Code:
 
   @property
   def parts(self) -> Parts:
-    """What a chunk's numbers are."""
+    """The parts of a chunk: their counts and widths."""
     raise NotImplementedError
 
   @property

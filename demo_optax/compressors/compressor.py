@@ -78,9 +78,9 @@ class Compressor:
     name = jnp.dtype(dtype).name
     # A proportional `k` would favour small chunks, which cost little more and
     # have fewer coefficients to select from.
-    alike = self.select
-    if isinstance(alike, selectors.TopK):
-      alike = dataclasses.replace(alike, of=None)
+    full_k = self.select
+    if isinstance(full_k, selectors.TopK):
+      full_k = dataclasses.replace(full_k, of=None)
     found: list[tuple[int, tuple[bool, int, float, int], LeafPlan]] = []
     errors = []
     for b, j in chunking.folds(len(shape), self.batch_dims):
@@ -96,7 +96,7 @@ class Compressor:
             f' {error}'
         ))
         continue
-      cost = self._cut(shape, name, fold, alike).num_bytes
+      cost = self._cut(shape, name, fold, full_k).num_bytes
       rows, cols = math.prod(shape[b:j]), math.prod(shape[j:])
       ratio = max(rows, cols) / min(rows, cols)
       found.append((cost, (fold is not None, -b, ratio, j), plan))

@@ -324,8 +324,8 @@ class Layout:
     """
     bucket = self.buckets[number]
     in_order = [self.leaves[i] for i in self.members(number)]
-    for grid, alike in itertools.groupby(in_order, lambda leaf: leaf.grid):
-      members = list(alike)
+    for grid, same in itertools.groupby(in_order, lambda leaf: leaf.grid):
+      members = list(same)
       if not any(grid.ends):
         continue
       start = members[0].offset
@@ -392,7 +392,7 @@ def make_layout(
 def _empty_bucket(
     compressor: Compressor, plan: LeafPlan, split: Mapping[str, int]
 ) -> Bucket:
-  """Returns what all leaves of one bucket share."""
+  """Returns the bucket of a leaf, still without rows."""
   form, sides = plan.format, plan.grid.sides
   if plan.kind == 'dense':  # its rows come later
     form, sides = dataclasses.replace(form, n=1, k=1), (1, 1)

@@ -77,9 +77,9 @@ class GroupMax:
 
   Group g has the coefficients g, g + k, g + 2k, ... An index takes
   `ceil(log2(ceil(n / k)))` bits, 6 for 64 of 4096, where `TopK` takes 7.98. For
-  GPUs and TPUs: neither selection nor merge sorts, scatters or gathers. CPUs
-  merge the selections of many workers faster with `TopK`. Losses are near those
-  of `TopK` at equal bytes (`benchmarks/TRIED.md`, 'One of a group').
+  GPUs and TPUs: nothing is sorted, and TPUs scatter and gather nothing. Losses
+  are near those of `TopK` at equal bytes (`benchmarks/TRIED.md`, 'One of a
+  group').
 
   Attributes:
     k: number of groups, at least 1; a chunk with fewer coefficients sends all.

@@ -330,12 +330,12 @@ def _averages(
     return {}, None
   # A joint sum varies over every axis that any of its terms varies over: only
   # leaves that are sharded over the same axes are summed together.
-  alike: dict[tuple[str, ...], list[int]] = {(): []}
+  groups: dict[tuple[str, ...], list[int]] = {(): []}
   for i in layout.averaged:
-    alike.setdefault(layout.leaves[i].sharding.axes, []).append(i)
+    groups.setdefault(layout.leaves[i].sharding.axes, []).append(i)
   found = {}
   count = valid.astype(jnp.int32)  # the total, from the first sum on
-  for axes, members in alike.items():
+  for axes, members in groups.items():
     own = [gradients[i].astype(layout.leaves[i].dtype) for i in members]
     own = [plain.where(valid, x, jnp.zeros_like(x)) for x in own]
     summed = sums([*own, *([] if axes else [count])], group.axis)

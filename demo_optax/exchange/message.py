@@ -105,14 +105,14 @@ class Packer:
   @functools.cached_property
   def gathered(self) -> dict[ChunkFormat, list[int]]:
     """Numbers of the buckets of each format, which are packed together."""
-    return self._alike(False, lambda bucket: bucket.sent[0])
+    return self._numbers_by(False, lambda bucket: bucket.sent[0])
 
   @functools.cached_property
   def summed(self) -> dict[str, list[int]]:
     """Numbers of the buckets of each dtype that are summed."""
-    return self._alike(True, lambda bucket: bucket.format.dtype)
+    return self._numbers_by(True, lambda bucket: bucket.format.dtype)
 
-  def _alike(
+  def _numbers_by(
       self, shared: bool, key: Callable[[Bucket], Any]
   ) -> dict[Any, list[int]]:
     found: dict[Any, list[int]] = {}

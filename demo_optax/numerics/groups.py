@@ -6,12 +6,10 @@ Place p of group g is coefficient `p k + g` of the n in a chunk: an array
 the order of the groups.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
-from demo_optax.numerics import plain
+from demo_optax.numerics import plain, platform
 
 
 def num_places(n: int, k: int) -> int:
@@ -70,11 +68,15 @@ def add_up(
   values = plain.where(present[:, None, None], values, 0)
   ones = jnp.ones_like(values) * present.astype(values.dtype)[:, None, None]
   at = places(indices)
-  total, counts = (
-      functools.reduce(jnp.add, [_spread(p, x, n) for p, x in zip(at, xs)])
-      for xs in (values, ones)
+
+  def tables(worker: jax.Array | int) -> tuple[jax.Array, jax.Array]:
+    total, counts = (_spread(at[worker], x[worker], n) for x in (values, ones))
+    return total, counts
+
+  return jax.lax.fori_loop(
+      1, len(at), lambda i, sums: jax.tree.map(jnp.add, sums, tables(i)),
+      tables(0), unroll=platform.unrolls(len(at)),
   )
-  return total, counts
 
 
 def _spread(places: jax.Array, values: jax.Array, n: int) -> jax.Array:

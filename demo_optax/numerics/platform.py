@@ -156,9 +156,9 @@ def by_product() -> bool:
   return of() == 'tpu'
 
 
-def scatters_groups() -> bool:
-  """Returns whether groups are read and subtracted by gather and scatter."""
-  return of() == 'gpu'
+def adds_tables(grouped: bool) -> bool:
+  """Returns whether groups are merged as tables. CPUs scatter faster."""
+  return grouped and of() != 'cpu'
 
 
 def sorts_flags() -> bool:

@@ -99,11 +99,9 @@ def _count(mask: jax.Array) -> jax.Array:
   return jnp.sum(counts, axis=1, keepdims=True)
 
 
-def _form(grouped: bool, merging: bool = False) -> Any:
+def _form(grouped: bool) -> Any:
   """Returns the module of tables in place of gathers and scatters, or None."""
-  if grouped and (merging or not platform.scatters_groups()):
-    return groups
-  return one_hot if platform.by_product() else None
+  return (groups if grouped else one_hot) if platform.by_product() else None
 
 
 def take(
@@ -148,7 +146,8 @@ def merge(
   float32 `[]`.
   """
   everyone = jnp.sum(present, dtype=jnp.int32)
-  if indices is not None and (form := _form(grouped, merging=True)):
+  form = groups if platform.adds_tables(grouped) else _form(grouped)
+  if indices is not None and form:
     total, senders = form.add_up(indices, values, present, n)
     distinct = jnp.sum((senders > 0).astype(jnp.float32))
     if average == 'senders':
@@ -174,7 +173,7 @@ def merge(
   # indices of a worker are distinct, so that no scatter writes a place twice.
   def add_worker(worker: jax.Array, total: jax.Array) -> jax.Array:
     own = None if indices is None else indices[worker]
-    return subtract(total, own, -values[worker])
+    return subtract(total, own, -values[worker], grouped)
 
   # From the values, to vary over the same axes in a shard_map that tracks them.
   zeros = jnp.zeros_like(values, shape=(chunks, n))

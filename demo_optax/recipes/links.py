@@ -72,12 +72,12 @@ def scale_to_unit_rms(
       found = matrices(
           updates, weight_dimension_numbers, 'weight_dimension_numbers'
       ).values()
-    alike = collections.defaultdict(list)
+    groups = collections.defaultdict(list)
     for i, (u, d) in enumerate(zip(leaves, found)):
       if _tree.is_exchanged(u):
         axes = tuple(range(u.ndim)) if d is None else (*d[0], *d[1])
-        alike[jax.typeof(u), axes].append(i)
-    for (_, axes), group in alike.items():
+        groups[jax.typeof(u), axes].append(i)
+    for (_, axes), group in groups.items():
       for i, u in zip(group, scale([leaves[i] for i in group], axes)):
         leaves[i] = u
     return treedef.unflatten(leaves)

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 from optax import contrib
 
-from demo_optax import _tree
-from demo_optax._paths import Keys, leaves_of, path_keys
+from demo_optax._paths import Keys, dotted, leaves_of, path_keys
 from demo_optax.compressors.compressor import broadcast, is_function
 
 # A tree of `optax.contrib.MuonDimensionNumbers` like the parameters (one may
@@ -144,10 +143,9 @@ def matrices(
       params, argument,
       lambda x: x is None or isinstance(x, contrib.MuonDimensionNumbers),
   )
-  flat = jax.tree_util.tree_flatten_with_path(params)[0]
   return {
-      path_keys(path): _sides(d, jnp.shape(x), argument, _tree.leaf_name(path))
-      for (path, x), d in zip(flat, dimensions)
+      keys: _sides(d, jnp.shape(x), argument, dotted(keys))
+      for (keys, x), d in zip(leaves_of(params), dimensions)
   }
 
 

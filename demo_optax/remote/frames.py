@@ -1,4 +1,4 @@
-"""What workers and relay send each other: a header, then byte strings.
+"""Frames between workers and relay: a header, then byte strings.
 
 Numbers are little-endian. A round is one list of messages, one of each worker
 that took part. The chain is a digest of the state that a run began with and of
@@ -82,10 +82,10 @@ def digest(*parts: bytes | memoryview) -> bytes:
 
 
 def tag(text: str, values: bytes, changes: bool) -> bytes:
-  """Returns what the messages of a step begin with.
+  """Returns the first bytes of every message of a step.
 
-  Digests of what it exchanges and of arguments that must be equal on all
-  workers, and whether it changes the state that workers share.
+  Digests of its exchanges and of arguments that must be equal on all workers,
+  and whether it changes the state that workers share.
   """
   return digest(text.encode())[:8] + digest(values)[:7] + bytes([changes])
 

@@ -97,7 +97,7 @@ class Link:
 
     `text` must be the same for all workers. `digest` and `steps` are of the
     worker's shared state: a run begins with that of most steps. A relay that
-    was restarted is told the same, and the last list, to go on from there.
+    was restarted gets the same and the last list, and continues from there.
     """
     self._hello = text, digest, steps
     if not self.position.chain:

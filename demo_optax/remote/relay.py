@@ -32,8 +32,8 @@ from demo_optax.remote.frames import Header
 
 _LOG = logging.getLogger('demo_optax.relay')
 
-# Without a deadline a round closes so many median rounds after its first
-# message, and not before so many seconds.
+# Without a deadline: how long after its first message a round closes, in
+# median rounds, and the fewest seconds.
 _ROUNDS, _SECONDS = 5, 2.0
 
 _TICK = 10  # milliseconds after which the clock is looked at

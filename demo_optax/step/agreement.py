@@ -21,7 +21,7 @@ _FIELDS: dict[str, Callable[[ExchangeConfig], str]] = {
     'parameters': lambda config: ', '.join(
         f'{x.name} {x.dtype}{list(x.shape)}' for x in config.layout.leaves
     ),
-    # Functions in them are told by their names.
+    # Functions in them are compared by name.
     'compressors': lambda config: re.sub(
         ' at 0x[0-9a-f]+', '', str([x.compressor for x in config.layout.leaves])
     ),
@@ -32,7 +32,7 @@ _FIELDS: dict[str, Callable[[ExchangeConfig], str]] = {
 
 
 def describe(configs: Sequence[ExchangeConfig]) -> dict[str, str]:
-  """Returns what must be the same of exchanges, by name."""
+  """Describes the properties of exchanges that all workers must share."""
   return {
       name: ' | '.join(map(field, dict.fromkeys(configs)))
       for name, field in _FIELDS.items()
@@ -51,7 +51,7 @@ def check(workers: Workers, described: Mapping[str, str]) -> None:
   processes = {device.process_index for device in workers.mesh.devices.flat}
   if len(processes) == 1 or len(processes) < jax.process_count():
     return
-  # Digests have one size, so that this gather fits whatever is different.
+  # Digests have one size, so that processes that differ can gather them.
   digests = [hashlib.sha256(x.encode()).digest() for x in described.values()]
   own = np.frombuffer(b''.join(digests), np.uint32).reshape(len(digests), -1)
   everyones = multihost_utils.process_allgather(own)  # [processes, fields, 8]

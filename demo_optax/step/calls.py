@@ -1,4 +1,4 @@
-"""What a step does with each array of a call, decided once for equal calls.
+"""Decides once for equal calls how a step treats each of its arrays.
 
 Each array has a role:
 
@@ -84,7 +84,7 @@ class Static:
 
 
 class Form(NamedTuple):
-  """What a step is given or returns, without its arrays.
+  """The structure of the arguments or results of a step, without arrays.
 
   Its arrays are those of the tree, then those of its NNX objects.
   """
@@ -108,7 +108,7 @@ class Form(NamedTuple):
 def take_apart(
     flat: Sequence[Any], numbers: Sequence[bool], objects: list[Any]
 ) -> tuple[tuple[Fixed | None, ...], list[Any]]:
-  """Returns what each leaf of a tree is, see `Form`, and the arrays.
+  """Separates the arrays of a tree from all else, see `Form`.
 
   `numbers` are from `nnx.traces_numbers`. Adds new NNX objects to `objects`.
   """
@@ -132,7 +132,7 @@ def take_apart(
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-  """What is decided about a call: its arguments and keyword arguments."""
+  """An analysed call: its arguments and keyword arguments."""
 
   form: Form
   arrays: list[Array]

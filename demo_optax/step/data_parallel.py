@@ -1,6 +1,7 @@
 """Runs one worker's training step for all workers."""
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import re
@@ -188,7 +189,7 @@ class DataParallelStep:
   def _open(
       self, args: tuple[Any, ...], kwargs: dict[str, Any]
   ) -> tuple[Call, Any, list[Any]]:
-    """Returns what is decided about a call, its program, and its arrays."""
+    """Returns the analysed call, its program, and its arrays."""
     positions = (_name_of(i, self._names) for i in range(len(args)))
     named = [
         (name, calls.Static(x) if name in self._options.static else x)
@@ -318,7 +319,9 @@ class DataParallelStep:
     with inside.tracing(checks=True):
       expected, _ = jax.eval_shape(check, shapes)
     has_program = workers.relay is not None
-    group = workers if has_program else Workers.on_axis(workers.axis_name)
+    group = dataclasses.replace(  # in the step nothing has a worker axis
+        workers if has_program else Workers.on_axis(workers.axis_name),
+        stacked_state=False)
 
     def one_workers_step(*arrays: Any) -> _Results:
       at = index if has_program else jax.lax.axis_index(workers.axis_name)

@@ -1,4 +1,4 @@
-"""What the program of one worker's step shows that its arrays do not."""
+"""Reads the program of one worker's step."""
 
 from collections.abc import Container, Mapping
 from typing import Any
@@ -80,9 +80,9 @@ def _scan(eqn: Any) -> tuple[core.Jaxpr, int, int]:
   """
   body = getattr(eqn.params['jaxpr'], 'jaxpr', eqn.params['jaxpr'])
 
-  def alike(outer: Any, inner: Any) -> int:
+  def count_equal(outer: Any, inner: Any) -> int:
     pairs = zip(outer, inner, strict=True)
     return sum(x.aval.shape == y.aval.shape for x, y in pairs)
 
-  carry = alike(eqn.outvars, body.outvars)
-  return body, alike(eqn.invars, body.invars) - carry, carry
+  carry = count_equal(eqn.outvars, body.outvars)
+  return body, count_equal(eqn.invars, body.invars) - carry, carry

@@ -23,7 +23,7 @@ from demo_optax.workers.inside import Result
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Returned:
-  """What a step returns beside arrays; it leaves `jax.jit` in the structure."""
+  """The static part of a result; it leaves `jax.jit` in the structure."""
 
   form: Form
   # Of each array, the number of the shared one that it is the next value of.
@@ -37,7 +37,7 @@ def collect(
     before: Sequence[Any],
     own: Sequence[Any],
 ) -> tuple[list[Result], Returned]:
-  """Returns what a step returned, then the variables of `objects` after it.
+  """Collects the results of a step, then the variables of `objects` after it.
 
   `before` are all arrays as all workers have them, `own` as the step had them.
   """
@@ -48,9 +48,9 @@ def collect(
   fixed, _ = take_apart(leaves, modules.traces_numbers(returned), known)
   if len(known) > len(objects):
     raise ValueError(
-        f'The step returns a {type(known[-1]).__name__} that is none of its'
-        ' arguments. Make Flax objects outside of the step and pass them to it,'
-        ' or return nnx.state(...) of it.'
+        f'The step returns a {type(known[-1]).__name__} that is not one of'
+        ' its arguments. Make Flax objects outside of the step and pass them'
+        ' to it, or return nnx.state(...) of it.'
     )
   # nnx.state(model) is what the step has changed in place.
   numbers = {id(x): number for number, x in enumerate(after)}

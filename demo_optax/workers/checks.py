@@ -6,8 +6,8 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from demo_optax._paths import Path
-from demo_optax._tree import is_exchanged, leaf_name
+from demo_optax._paths import Path, leaf_name
+from demo_optax._tree import is_exchanged
 from demo_optax.workers.collectives import is_tracked, varies
 from demo_optax.workers.param_specs import keep, names_of
 from demo_optax.workers.value import Workers
@@ -47,8 +47,8 @@ def check_gradient(
 def check_sharding(path: Path, param: Any, workers: Workers) -> None:
   """Raises if a parameter's type says that it is sharded as workers do not.
 
-  Only on meshes with axes of type Explicit do types tell. The exchange would
-  gather the whole gradient there, in every step, or fail at a reshape.
+  Only axes of type Explicit are in the types of arrays. There the exchange
+  would gather the whole gradient in every step, or fail at a reshape.
   """
   shape, found = np.shape(param), jax.typeof(param).sharding
   if not names_of(found.spec) or not workers.stacked_gradients:

@@ -1,4 +1,4 @@
-"""What one worker's function can do together with the others, by axis name.
+"""Collectives of one worker's function, by axis name.
 
 The same code serves simulation (`jax.vmap`), meshes (`jax.shard_map`) and maps
 of the caller's own: inside each of them, the axes have names.
@@ -37,7 +37,7 @@ Axis = str | Programs
 
 
 class Met(NamedTuple):
-  """What all workers that are programs have sent."""
+  """The messages of all workers that are programs."""
 
   rows: jax.Array  # [workers, *x.shape], zeros of those that are absent
   present: jax.Array  # bool [workers]
@@ -215,7 +215,7 @@ def mean_finite(x: jax.Array, otherwise: jax.Array, axis: Axis) -> jax.Array:
 
 
 def first(x: jax.Array, axis: Axis) -> jax.Array:
-  """Returns what the first worker has, such as a random key."""
+  """Returns the first worker's array, such as a random key."""
   if not prng.is_key_array(x):
     return _together(everyones(x, axis))[0]
   data = first(jax.random.key_data(x), axis)

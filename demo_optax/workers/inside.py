@@ -1,4 +1,4 @@
-"""One worker's view: operations of all workers inside one worker's step.
+"""Operations across workers, called inside of a `data_parallel` step.
 
 `data_parallel` traces a step under `jax.vmap` over the workers. What is equal
 on all has no worker axis there, so it is known of every array whether it
@@ -84,7 +84,7 @@ def check_in_step(what: str) -> None:
 def _meet(
     rule: Callable[..., Any], like: Callable[..., Any], *args: Any
 ) -> Any:
-  """Returns what `rule` makes of all workers' `args`, trees of arrays.
+  """Applies `rule` to the `args` of all workers, trees of arrays.
 
   `rule(size, cut, *args) -> (out, apart)`: `cut` is like `args`, and true where
   an array differs between workers, and so is stacked; `apart` is like `out`,
@@ -158,8 +158,8 @@ def own_params(keys: Sequence[Keys]) -> dict[int, list[int]]:
     if len(prefixes) != 1:
       names = ', '.join(map(_paths.dotted, prefixes)) or 'none'
       raise ValueError(
-          'The state of local_updates has parameters of its own for each'
-          " worker, which take the place of the model's in the step; the"
+          'The state of local_updates has the parameters of each worker, which'
+          " replace the model's in the step. The"
           f' arguments and results must hold these once, but hold: {names}.'
       )
     for k in params:
@@ -209,17 +209,12 @@ def call_stacked(
   `updates` and `state` are as one worker sees them, without worker axes;
   parameters and hyperparameters are equal on all workers.
   """
+  group, only_checks = _TRACE.get()
+  if group is not None:
+    return stacked_update(updates, state, params, hyperparams, group)
   stacked = jax.tree_util.tree_map_with_path(
       lambda path, _: _paths.is_stacked(path_keys(path)), state
   )
-  group, only_checks = _TRACE.get()
-  if group is not None:
-    own = jax.tree.map(lambda x, axis: x[None] if axis else x, state, stacked)
-    new, own = stacked_update(updates, own, params, hyperparams, group)
-    if own_updates:
-      new = jax.tree.map(lambda x: x[0], new)
-    return new, jax.tree.map(lambda x, axis: x[0] if axis else x, own, stacked)
-
   grads_def = jax.tree.structure(updates)
   grads = [  # those of integers are float0, which no operation takes
       _tree.zero_update(g, p, 0)
@@ -259,9 +254,9 @@ def call_stacked(
         ('hyperparameter', hyperparams_cut, ('number',)),
         ('optimizer state', shared_cut, ('state', 'skip', 'number', 'wrapper')),
     ):
-      for path, is_cut in jax.tree_util.tree_leaves_with_path(are_cut):
+      for keys, is_cut in _paths.leaves_of(are_cut):
         if is_cut:
-          name = f'The {what} {jax.tree_util.keystr(path)}'
+          name = f'the {what} {_paths.dotted(keys)}'
           raise ValueError(_differs(name, causes))
     if jax.tree.leaves(state_cut) != jax.tree.leaves(stacked):
       raise ValueError(
@@ -310,8 +305,8 @@ _CAUSES = {
     ' value=demo_optax.over_workers(loss) to reduce_on_plateau',
     'state': 'a transformation with a state before the exchange: put it into'
     ' demo_optax.per_worker',
-    'wrapper': 'a wrapper that passes gradients on, or compares them with'
-    ' updates (optax.contrib.mechanize): put it behind,'
+    'wrapper': 'a wrapper that also reads gradients, such as'
+    ' optax.contrib.mechanize: place it after the exchange,'
     ' optax.chain(demo_optax.scale_by_demo(...), wrapper(...))',
 }
 
@@ -359,8 +354,8 @@ def over_workers(tree: Any, reduce: Callable[..., jax.Array] = jnp.mean) -> Any:
     if prng.is_key(path_keys(path), x):
       return collectives.first(x, axis)
     if reduce is jnp.mean and not jnp.issubdtype(x.dtype, jnp.inexact):
-      name = f'{jax.tree_util.keystr(path) or "x"}, {x.dtype}{list(x.shape)}'
-      return alike(x, (
+      name = f'{_paths.leaf_name(path)}, {x.dtype}{list(x.shape)}'
+      return equal(x, (
           f'over_workers was called on {name}, which differs between workers'
           ' and has no mean. Give another reduction, such as jnp.sum or'
           ' jnp.max; a random key is returned as it is.'
@@ -383,21 +378,21 @@ def _derivative(primals: Any, tangents: Any) -> Any:
   (x,), (tangent,) = primals, tangents
   if not isinstance(tangent, jax.custom_derivatives.SymbolicZero):
     raise ValueError(
-        'over_workers was called on what is being differentiated, inside of a'
-        " loss: but a gradient is one worker's, and the exchange is where they"
-        ' meet. Return the value beside the loss (has_aux=True) and call'
-        ' over_workers on it outside, or give it jax.lax.stop_gradient(x).'
+        'over_workers was called inside of the function that is differentiated.'
+        ' Gradients must stay per worker. Return the value beside the loss'
+        ' (has_aux=True) and call over_workers on it outside, or give it'
+        ' jax.lax.stop_gradient(x).'
     )
   return x, tangent
 
 
-def alike(tree: Any, message: str) -> Any:
+def equal(tree: Any, message: str) -> Any:
   """Returns `tree`; raises `message` of a leaf that differs between workers."""
 
   def see(differs: Any) -> None:
     for path, is_cut in jax.tree_util.tree_leaves_with_path(differs):
       if is_cut:
-        raise ValueError(message.replace('{}', jax.tree_util.keystr(path)))
+        raise ValueError(message.replace('{}', _paths.leaf_name(path)))
 
   return _watch(tree, see)
 

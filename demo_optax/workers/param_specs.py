@@ -51,7 +51,7 @@ class ParamSpecs:
     )[0]
     found = []
     for path, spec in flat:
-      name = jax.tree_util.keystr(path) or 'all parameters'
+      name = dotted(path_keys(path)) if path else 'all parameters'
       spec = P() if spec is None else spec
       if not isinstance(spec, P):
         raise TypeError(
@@ -99,13 +99,13 @@ class ParamSpecs:
 
   def place(self, path: Path, shape: tuple[int, ...]) -> ParamSharding:
     """Returns how the parameter at `path` is sharded; raises if it cannot."""
-    keys, name = path_keys(path), jax.tree_util.keystr(path) or 'the only leaf'
+    keys = path_keys(path)
     starts = (keys[:length] for length in range(len(keys), -1, -1))
     spec = next((self._specs[k] for k in starts if k in self._specs), None)
     if spec is None:
       known = ', '.join(map(dotted, self._specs)) or 'none'
       raise ValueError(
-          f'param_specs has nothing for the parameter {name}. Give a'
+          f'param_specs has nothing for the parameter {dotted(keys)}. Give a'
           ' PartitionSpec for every parameter (P() for replicated), in a tree'
           ' of their structure; demo_optax.param_specs takes it from a model.'
           f' There are specs for {textwrap.shorten(known, 200)}.'
@@ -113,9 +113,9 @@ class ParamSpecs:
     blocks = self._blocks(spec, shape)
     if blocks is None:
       raise ValueError(
-          f'The spec of {name} must divide its shape {shape}, got {spec} over'
-          f' axes of sizes {dict(self.all_sizes)}. Shard another dimension of'
-          ' it, or replicate it: P().'
+          f'The spec of {dotted(keys)} must divide its shape {shape}, got'
+          f' {spec} over axes of sizes {dict(self.all_sizes)}. Shard another'
+          ' dimension of it, or replicate it: P().'
       )
     axes = tuple(axis for axis in self.axes if axis in names_of(spec))
     return ParamSharding(keep(spec, axes), blocks, axes, spec)

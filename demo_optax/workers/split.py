@@ -216,7 +216,7 @@ def _meetings(jaxpr: core.Jaxpr) -> list[str]:
 
 
 def _branches(eqn: Any) -> Sequence[core.ClosedJaxpr]:
-  """Returns what an equation runs one of, the host choosing it."""
+  """Returns the programs of which the host chooses one."""
   name = eqn.primitive.name
   if name == 'cond':
     return eqn.params['branches']

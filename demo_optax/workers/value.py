@@ -57,6 +57,7 @@ class Workers:
     mesh: the mesh of `on_mesh`, or of a `remote` worker's devices, else None.
     param_specs: how parameters are spread over the devices of a worker.
     relay: where the others are, for `remote`, else None.
+    stacked_state: whether momentum has a worker axis, as outside of a step.
   """
 
   kind: Literal['simulated', 'on_mesh', 'on_axis', 'remote']
@@ -65,6 +66,7 @@ class Workers:
   mesh: Mesh | None = None
   param_specs: ParamSpecs = REPLICATED
   relay: Remote | None = None
+  stacked_state: bool = True
 
   @classmethod
   def simulated(
@@ -247,15 +249,16 @@ class Workers:
   @property
   def bucket_spec(self) -> Spec:
     """The layout of what has the shape `bucket_shape`."""
-    return Spec(True, self.param_specs.bucket_spec)
+    return Spec(self.stacked_state, self.param_specs.bucket_spec)
 
   def bucket_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the shape of what has `shape` on every device of a worker.
 
     `[workers, devices, ...]`, or `[workers, ...]` without axes inside a worker.
     """
+    lead = (self.count if self.stacked_gradients else 1,)
     inner = (self.param_specs.devices,) if self.param_specs.axes else ()
-    return (self.count if self.stacked_gradients else 1, *inner, *shape)
+    return (*(lead if self.stacked_state else ()), *inner, *shape)
 
   def device_put(self, tree: Any) -> Any:
     """Puts `tree` on the workers' mesh, if there is one.

@@ -377,7 +377,7 @@ def step_of(gradients, given=True):
     (lambda: demo_optax.local.diloco(workers=demo_optax.Workers.on_axis('data')),
      TypeError, r'Workers\.simulated.*on_axis'),
     (lambda: step_of(lambda x: {'w': x[0]}, False), ValueError, 'params must be given'),
-    (lambda: step_of(lambda x: {'w': x}), ValueError, r"\['w'\] must have .* \(1, 3\)"),
+    (lambda: step_of(lambda x: {'w': x}), ValueError, r"w must have .* \(1, 3\)"),
     (lambda: step_of(lambda x: {'v': x[0]}), ValueError, 'key mismatch'),
 ])
 def test_mistakes(call, error, match):

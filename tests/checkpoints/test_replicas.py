@@ -55,7 +55,7 @@ def test_a_flipped_bit_is_found_and_named(kind):
   assert demo_optax.check_replicas(params, workers) == []
   params['b'][0] = flip(np.ones((3, 3), np.float32), sharding, 5, byte=17)
   assert demo_optax.check_replicas(params, workers) == [
-      replicas.Difference("['b'][0]", (5,), (5,), (0,))]
+      replicas.Difference('b.0', (5,), (5,), (0,))]
   assert demo_optax.check_replicas(params)[0].workers == ()
   # What reading the array shows is one copy, and tells nothing.
   np.testing.assert_array_equal(params['b'][0], np.ones((3, 3)))
@@ -75,9 +75,9 @@ def test_sharded_parameters_are_compared_with_their_counterparts(kind):
       host['cols'], NamedSharding(mesh, P(None, 'fsdp')), ids[1, 2])
   params['bias'] = flip(host['bias'], NamedSharding(mesh, P()), ids[0, 3])
   assert demo_optax.check_replicas(params, workers) == [
-      replicas.Difference("['bias']", (int(ids[0, 3]),), (0,), (0,)),
+      replicas.Difference('bias', (int(ids[0, 3]),), (0,), (0,)),
       # Two copies, and no majority: told against the first.
-      replicas.Difference("['cols']", (int(ids[1, 2]),), (1,), (0,))]
+      replicas.Difference('cols', (int(ids[1, 2]),), (1,), (0,))]
 
 
 def test_states_and_keys():

@@ -229,7 +229,7 @@ NOT_ADDED = '(?s)differs between workers.*a metric that is not only added to'
     # `nnx.jit` leaves a tracer there.
     (lambda m, x: setattr(m, 'loss', m.linear(x).mean()),
      r'0\.loss\. Return .* nnx.Variable'),
-    (lambda m, x: nnx.Rngs(0), 'none of its arguments')])
+    (lambda m, x: nnx.Rngs(0), 'not one of its arguments')])
 def test_what_a_step_must_not_do_to_an_object(step, match):
   model = Holder()
   with jax.numpy_dtype_promotion('standard'):  # Flax adds integers to floats
@@ -405,7 +405,7 @@ def on_an_axis(axis):
 MISTAKES = {
     'nothing to cut': [lambda: run_step((), batch_argnums=2)],
     'different lengths': [lambda: run_step(batch_argnums=(0, 2))],
-    'over_workers was called on what is being differentiated': [
+    'over_workers was called inside of the function that is differ': [
         lambda: run_step(loss_fn=lambda params, x: demo_optax.over_workers(
             quadratic(params, x)))],
     'same workers': [lambda: run_step(of=demo_optax.Workers.simulated(2))],

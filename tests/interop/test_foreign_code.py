@@ -157,8 +157,8 @@ def test_sharded_parameters_in_boxes_or_unboxed(logical, boxes):
 
 @pytest.mark.parametrize('mapped', [True, False])
 @pytest.mark.parametrize('kind, shape, remedy', [
-    ('simulated', (2, 2), r"\['w'\] is sharded by.*'fsdp'.*on_mesh"),
-    ('on_mesh', (2, 2), r"\['w'\] is sharded.*'fsdp'.*demo_optax.param_specs\(model\)"),
+    ('simulated', (2, 2), r"w is sharded by.*'fsdp'.*on_mesh"),
+    ('on_mesh', (2, 2), r"w is sharded.*'fsdp'.*demo_optax.param_specs\(model\)"),
     ('on_mesh', (4, 1), None)])
 def test_parameters_that_an_explicit_mesh_shards(kind, shape, remedy, mapped):
   """And workers that do not say so; an axis of one device shards nothing."""

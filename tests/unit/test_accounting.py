@@ -238,18 +238,6 @@ def test_updates_are_counted_in_the_code_of_the_optimizer(optimizer, values, cap
   assert capsys.readouterr().out == text
 
 
-def test_names_are_printed_escaped(capsys, tmp_path):
-  path = tmp_path / 'shapes.json'
-  path.write_text(json.dumps({'clear\x1b[2J': [64, 64], '\ud800': [3], 'ö': [4]}))
-  command.main([str(path)])
-  text = capsys.readouterr().out
-  assert r'clear\x1b[2J' in text and r'\ud800' in text and 'ö' in text
-  path.write_text(json.dumps({'\x1b[2J': 3}))
-  with pytest.raises(SystemExit):
-    command.main([str(path)])
-  assert '\x1b' not in text + capsys.readouterr().err
-
-
 MISTAKES = {  # by the end of the message: arguments, or the text of a file
     'argument model: no data': ['of_a_user:breaks'],
     "argument: 'size'": ['of_a_user:needs'],

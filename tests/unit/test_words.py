@@ -9,9 +9,9 @@ import tokenize
 ROOT = pathlib.Path(__file__).parents[2]
 BANNED = re.compile(
     r'\b(told|tells?|anew|alike|whatever|so many|(is|are|has) none|comes? of|is to'
-    r'|in the place of|of (his|its|their) own|lies|stands|goes on)\b|, too[.,:]')
-LINES = {'demo_optax': 12000, 'tests': 12758, 'benchmarks': 4743}
-PACKAGE, GUIDES = 11, 0
+    r'|in the place of|[Rr]eturns what|of (his|its|their) own|lies|stands|goes on)\b|, too[.,:]')
+LINES = {'demo_optax': 11998, 'tests': 12754, 'benchmarks': 4743}
+PACKAGE, GUIDES = 2, 0
 
 
 def words_of(path):
