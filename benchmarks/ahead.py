@@ -12,7 +12,6 @@ clock, and leave out sorts, gathers, scatters and transfers. On TPUs
 
 import argparse
 import json
-import math
 import pathlib
 import sys
 import tempfile
@@ -61,7 +60,7 @@ def lower_bounds(results, line):
   for found in results:
     before = bounds.get(programs.key(found), {})
     bounds[programs.key(found)] = {
-        name: min(_rounded_up(found[name]), before.get(name, math.inf))
+        name: min(_rounded_up(found[name]), before.get(name, float('inf')))
         for name in programs.COSTS if name in found}
   BOUNDS.write_text(json.dumps(recorded, indent=2) + '\n')
 

@@ -153,7 +153,7 @@ def _params(model: str) -> Any:
 
 
 def _arrays(shapes: Any, path: str = '') -> Any:
-  """Nested shapes `[rows, ...]` as float32 arrays, with names to print."""
+  """Nested shapes `[rows, ...]` as float32 arrays."""
   if isinstance(shapes, dict):
     return {k: _arrays(x, f'{path}/{k}') for k, x in shapes.items()}
   if not isinstance(shapes, list) or not all(

@@ -30,7 +30,7 @@ def leaves_of(
 
 def dotted(keys: Keys) -> str:
   """Returns a leaf's name in errors, tables and checkpoints."""
-  return '.'.join(map(str, keys)) or 'the only leaf'
+  return '.'.join(map(str, keys)) if keys else 'the only leaf'
 
 
 def leaf_name(path: Path) -> str:

@@ -229,7 +229,7 @@ def scale_by_demo(
       weight = weight(state.count)
     if ema:
       weight = (1 - decay) * weight
-    hyper = alpha, decay, weight
+    hyper = {'alpha': alpha, 'decay': decay, 'gradient_weight': weight}
     if workers.relay is not None:
       inside.check_in_step(f'The update for {workers}')
     if inside.is_mapped():
@@ -264,7 +264,7 @@ def scale_by_demo(
       run = algorithm.run if workers.relay else algorithm.run_jitted
       found, own, metrics = run(
           workers, config, [g for _, g in flat], own,
-          algorithm.Hyper(state.count, *hyper),
+          algorithm.Hyper(state.count, *hyper.values()),
       )
     in_order = iter(found)
     new = [
@@ -323,10 +323,9 @@ def _check_state(
       if size is None or shape is None:
         must = f'have {name}' if shape else f'not have {name}'
       raise ValueError(
-          f'The state must {must}, for {workers} and {config}; its first axis'
-          ' is that of the workers. Make the state with tx.init of the'
-          ' transformation and workers that update uses, or take over its'
-          ' momentum by demo_optax.checkpoint.from_leaves(..., resize=True).'
+          f'The state must {must}, for {workers} and {config}. Make it with'
+          ' tx.init of the transformation and workers that update uses, or take'
+          ' momentum over: demo_optax.checkpoint.from_leaves(..., resize=True).'
       )
 
 

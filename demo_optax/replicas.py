@@ -54,20 +54,18 @@ def check_replicas(
   majority, or, of equally many, from the copy on the first device. With
   `workers` on a mesh, it names the workers.
   """
-  several = {
-      dotted(keys): x for keys, x in leaves_of(tree) if len(_holders(x)) > 1
-  }
+  several = {keys: x for keys, x in leaves_of(tree) if len(_holders(x)) > 1}
   worker_of: dict[Any, int] = {}
   if workers is not None and workers.mesh is not None and not workers.relay:
     axis = workers.mesh.axis_names.index(workers.axis_name)
     on_mesh = np.ndenumerate(workers.mesh.devices)
     worker_of = {device: index[axis] for index, device in on_mesh}
   found = []
-  for name, held in copies(several).items():
+  for keys, held in copies(several).items():
     if other := differing(held):
       devices = {c.device for c in other} - {None}
       found.append(Difference(
-          name,
+          dotted(keys),
           tuple(sorted(d.id for d in devices)),
           tuple(sorted({worker_of[d] for d in devices if d in worker_of})),
           tuple(sorted({c.process for c in other})),
@@ -87,7 +85,7 @@ class Copy(NamedTuple):
   digest: bytes  # of uint32[2]
 
 
-def copies(values: Mapping[str, Any]) -> dict[str, list[Copy]]:
+def copies(values: Mapping[Any, Any]) -> dict[Any, list[Copy]]:
   """Returns the copies of all blocks of arrays, in all processes the same.
 
   What is no array is compared by a checksum. Raises in all processes if their
@@ -113,7 +111,7 @@ def copies(values: Mapping[str, Any]) -> dict[str, list[Copy]]:
         ' names, shapes, dtypes and placement.'
     )
   every = multihost_utils.process_allgather(own) if arrays else own
-  held: dict[str, list[Copy]] = {}
+  held: dict[Any, list[Copy]] = {}
   for number, (name, x) in enumerate(arrays.items()):
     digests_of = [iter(of_process[number]) for of_process in every]
     held[name] = [

@@ -247,7 +247,7 @@ def run(
 ) -> tuple[list[jax.Array], WorkerState, Metrics]:
   """Runs `exchange` for all workers.
 
-  Takes the gradient of each leaf as `workers` hold it, and stacked state. The
+  Takes the gradient of each leaf and the state as `workers` hold them. The
   updates are those of the exchanged leaves, in the parameters' shapes.
   """
   leaves = config.layout.leaves

@@ -188,7 +188,7 @@ class Packer:
 
     message: dict[str, jax.Array] = {}
     if self.gathered:
-      held = energies([i for alike in self.gathered.values() for i in alike])
+      held = energies([i for group in self.gathered.values() for i in group])
       held = jax.lax.bitcast_convert_type(held, jnp.uint32)
       end = jnp.concatenate([valid.astype(jnp.uint32)[None], held])
       if self.num_owners is not None:

@@ -156,9 +156,9 @@ def by_product() -> bool:
   return of() == 'tpu'
 
 
-def adds_tables(grouped: bool) -> bool:
+def adds_tables() -> bool:
   """Returns whether groups are merged as tables. CPUs scatter faster."""
-  return grouped and of() != 'cpu'
+  return of() != 'cpu'
 
 
 def sorts_flags() -> bool:

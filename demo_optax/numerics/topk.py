@@ -146,7 +146,7 @@ def merge(
   float32 `[]`.
   """
   everyone = jnp.sum(present, dtype=jnp.int32)
-  form = groups if platform.adds_tables(grouped) else _form(grouped)
+  form = groups if grouped and platform.adds_tables() else _form(grouped)
   if indices is not None and form:
     total, senders = form.add_up(indices, values, present, n)
     distinct = jnp.sum((senders > 0).astype(jnp.float32))

@@ -321,7 +321,8 @@ class DataParallelStep:
     has_program = workers.relay is not None
     group = dataclasses.replace(  # in the step nothing has a worker axis
         workers if has_program else Workers.on_axis(workers.axis_name),
-        stacked_state=False)
+        stacked_state=False,
+    )
 
     def one_workers_step(*arrays: Any) -> _Results:
       at = index if has_program else jax.lax.axis_index(workers.axis_name)

@@ -203,10 +203,10 @@ def call_stacked(
 ) -> tuple[Any, Any]:
   """Calls a transformation of stacked gradients from one worker's step.
 
-  `stacked_update(updates, state, params, hyperparams, workers)` takes gradients
-  as `workers` have them (`[workers, ...]`, or one worker's own) to updates in
-  the parameters' shapes, or stacked with `own_updates`, and the new state.
-  `updates` and `state` are as one worker sees them, without worker axes;
+  `stacked_update(updates, state, params, hyperparams, workers)` returns updates
+  in the parameters' shapes, or each worker's with `own_updates`, and the new
+  state. Gradients, state and own updates are as `workers` have them: stacked,
+  or of one worker. Here `updates` and `state` are those of one worker;
   parameters and hyperparameters are equal on all workers.
   """
   group, only_checks = _TRACE.get()
@@ -256,7 +256,7 @@ def call_stacked(
     ):
       for keys, is_cut in _paths.leaves_of(are_cut):
         if is_cut:
-          name = f'the {what} {_paths.dotted(keys)}'
+          name = f'the {what} {_paths.dotted(keys)}' if keys else f'the {what}'
           raise ValueError(_differs(name, causes))
     if jax.tree.leaves(state_cut) != jax.tree.leaves(stacked):
       raise ValueError(
@@ -354,11 +354,11 @@ def over_workers(tree: Any, reduce: Callable[..., jax.Array] = jnp.mean) -> Any:
     if prng.is_key(path_keys(path), x):
       return collectives.first(x, axis)
     if reduce is jnp.mean and not jnp.issubdtype(x.dtype, jnp.inexact):
-      name = f'{_paths.leaf_name(path)}, {x.dtype}{list(x.shape)}'
+      name = _paths.dotted(('x', *path_keys(path)))
       return equal(x, (
-          f'over_workers was called on {name}, which differs between workers'
-          ' and has no mean. Give another reduction, such as jnp.sum or'
-          ' jnp.max; a random key is returned as it is.'
+          f'over_workers was called on {name}, {x.dtype}{list(x.shape)}, which'
+          ' differs between workers and has no mean. Give another reduction,'
+          ' such as jnp.sum or jnp.max; a random key is returned as it is.'
       ))
     if reduce in same_bits and jax.eval_shape(reduce, x).dtype == x.dtype:
       return same_bits[reduce](x, axis)

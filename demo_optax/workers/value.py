@@ -57,7 +57,7 @@ class Workers:
     mesh: the mesh of `on_mesh`, or of a `remote` worker's devices, else None.
     param_specs: how parameters are spread over the devices of a worker.
     relay: where the others are, for `remote`, else None.
-    stacked_state: whether momentum has a worker axis, as outside of a step.
+    stacked_state: whether momentum has a worker axis; `data_parallel` sets it.
   """
 
   kind: Literal['simulated', 'on_mesh', 'on_axis', 'remote']
@@ -254,7 +254,8 @@ class Workers:
   def bucket_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the shape of what has `shape` on every device of a worker.
 
-    `[workers, devices, ...]`, or `[workers, ...]` without axes inside a worker.
+    `[workers, devices, ...]`, without `workers` inside of a step, and without
+    `devices` where no axes are inside a worker.
     """
     lead = (self.count if self.stacked_gradients else 1,)
     inner = (self.param_specs.devices,) if self.param_specs.axes else ()

@@ -51,7 +51,7 @@ def test_a_flipped_bit_is_found_and_named(kind):
   workers = on_mesh(8, kind)
   sharding = NamedSharding(workers.mesh, P())
   params = workers.device_put(
-      {'a': jnp.ones(7), 'b': [jnp.ones((3, 3)), jnp.arange(5)]})
+      {'a': jnp.ones(7), 'b': [jnp.ones((3, 3)), jnp.arange(5)], 'b.0': jnp.ones(2)})
   assert demo_optax.check_replicas(params, workers) == []
   params['b'][0] = flip(np.ones((3, 3), np.float32), sharding, 5, byte=17)
   assert demo_optax.check_replicas(params, workers) == [

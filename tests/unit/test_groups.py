@@ -74,6 +74,10 @@ def test_forms_of_a_selection(n, k, workers, average):
     with platform.running_on(name):
       found[form] = jax.jit(functools.partial(all_of_it, grouped))()
       made = str(jax.make_jaxpr(functools.partial(all_of_it, grouped))())
+    merge = functools.partial(topk.merge, n=n, average=average, grouped=grouped)
+    with platform.running_on(name):
+      scatters = 'scatter' in str(jax.make_jaxpr(merge)(indices, damaged, present))
+    assert scatters == (name == 'cpu' or (name == 'gpu' and not grouped))
     if name == 'tpu':
       assert 'scatter' not in made and ' gather' not in made
   left, taken, (mean, count) = found['cpu', False]
