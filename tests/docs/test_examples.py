@@ -113,7 +113,7 @@ def test_resume_with_another_number_of_workers(tmp_path):
 
 
 def test_workers_that_part_stop_the_run(tmp_path, monkeypatch):
-  parted = demo_optax.replicas.Difference("['w']", (3,), (3,), (0,))
+  parted = demo_optax.replicas.Difference('w', (3,), (3,), (0,))
   monkeypatch.setattr(demo_optax, 'check_replicas', lambda *_: [parted])
   with pytest.raises(SystemExit, match='After step 1 copies differ'):
     run(tmp_path, '--workers', '2', '--check-every', '1', '--steps', '2')
