@@ -390,9 +390,9 @@ def equal(tree: Any, message: str) -> Any:
   """Returns `tree`; raises `message` of a leaf that differs between workers."""
 
   def see(differs: Any) -> None:
-    for path, is_cut in jax.tree_util.tree_leaves_with_path(differs):
+    for keys, is_cut in _paths.leaves_of(differs):
       if is_cut:
-        raise ValueError(message.replace('{}', _paths.leaf_name(path)))
+        raise ValueError(message.replace('{}', _paths.dotted(keys)))
 
   return _watch(tree, see)
 
