@@ -3,27 +3,26 @@
 Data-parallel training in which each worker sends about one percent of its
 gradient's bytes, or less. A training script changes in two lines.
 
-    demo         the exchange as an optax transformation
-    recipes/     optimizers in one line: chains around the exchange
-    local        local updates between exchanges
-    step/        `data_parallel`: one worker's training step, run for all
-    exchange/    Algorithm 1, as one worker runs it: the main path
-    per_worker   transformations before the exchange
-    state        reads optimizer states
-    checkpoint/  saves and restores, also for another number of workers
-    compressors/ selectors and transforms of momentum
-    codes/       values and indices as words
-    workers/     simulated, on a mesh, or on a caller's axis
-    remote/      workers that are programs, and the relay that joins them
-    numerics/    bits, rounding, selection; platform-dependent choices
-    plan         bytes of an exchange, predicted from shapes
-    replicas     checks that all workers hold the same bits
+    transformation  the exchange as an optax transformation
+    recipes/        optimizers in one line: chains around the exchange
+    local           local updates between exchanges
+    step/           `data_parallel`: one worker's training step, run for all
+    exchange/       Algorithm 1, as one worker runs it: the main path
+    per_worker      transformations before the exchange
+    state           reads optimizer states
+    checkpoint/     saves and restores, also for another number of workers
+    compressors/    selectors and transforms of momentum
+    codes/          values and indices as words
+    workers/        simulated, on a mesh, or on a caller's axis
+    remote/         workers that are programs, and the relay that joins them
+    numerics/       bits, rounding, selection; platform-dependent choices
+    plan            bytes of an exchange, predicted from shapes
+    replicas        checks that all workers hold the same bits
 """
 
 from demo_optax import checkpoint, compressors, local, recipes
 from demo_optax._version import __version__ as __version__
 from demo_optax.compressors import Compressor, dct_topk
-from demo_optax.demo import DeMoState, average, scale_by_demo
 from demo_optax.per_worker import per_worker
 from demo_optax.plan import plan
 from demo_optax.recipes import demo, demo_muon
@@ -31,6 +30,7 @@ from demo_optax.replicas import check_replicas
 from demo_optax.state import exchange_info, state_specs
 from demo_optax.step.data_parallel import data_parallel
 from demo_optax.step.modules import param_specs
+from demo_optax.transformation import DeMoState, average, scale_by_demo
 from demo_optax.workers import Workers
 from demo_optax.workers.inside import over_workers
 

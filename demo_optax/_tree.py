@@ -16,6 +16,16 @@ import optax
 from demo_optax._paths import Path, leaf_name
 
 
+def is_function(x: Any) -> bool:
+  """Returns whether `x` is a function to call.
+
+  Callable pytrees, such as Equinox modules, are not.
+  """
+  if isinstance(x, jax.tree_util.Partial):
+    return True
+  return callable(x) and jax.tree_util.treedef_is_leaf(jax.tree.structure(x))
+
+
 def momentum_dtype(path: Path, x: Any) -> Any:
   """Returns float32, or float64 for float64; refuses complex leaves."""
   dtype = jnp.result_type(x)

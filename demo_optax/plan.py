@@ -10,10 +10,10 @@ import jax
 import numpy as np
 
 from demo_optax import _checks
-from demo_optax.compressors.compressor import CompressorTree, Frozen, per_leaf
+from demo_optax.compressors.compressor import CompressorTree, per_leaf
 from demo_optax.compressors.layout import Layout, Leaf, make_layout
-from demo_optax.demo import resolve_update_values
 from demo_optax.exchange.algorithm import ExchangeKind, make_config
+from demo_optax.transformation import resolve_update_values
 from demo_optax.workers import Workers
 from demo_optax.workers.collectives import ORDERED_BYTES
 from demo_optax.workers.param_specs import REPLICATED
@@ -208,7 +208,7 @@ def plan(
   leaves = tuple(
       _leaf_bytes(leaf, alone)
       for leaf, alone in zip(layout.leaves, unsharded.leaves)
-      if not isinstance(leaf.compressor, Frozen)
+      if not leaf.is_frozen
   )
   averaged = [_shard_bytes(layout.leaves[i]) for i in layout.averaged]
   ordered = sum(size for size in averaged if size <= ORDERED_BYTES)

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from demo_optax import _paths
 from demo_optax._paths import STACKED, Keys
 from demo_optax.compressors import cutting
-from demo_optax.demo import layouts_in
+from demo_optax.transformation import layouts_in
 from demo_optax.workers import Workers
 
 __all__ = ['exchange_info', 'momentum', 'state_specs']

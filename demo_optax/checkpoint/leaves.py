@@ -22,8 +22,8 @@ from demo_optax import _paths
 from demo_optax._paths import STACKED, Keys, Path
 from demo_optax.compressors import bases, chunking, cutting
 from demo_optax.compressors.layout import Layout, Leaf, Record, differences
-from demo_optax.demo import layouts_in
 from demo_optax.numerics import prng
+from demo_optax.transformation import layouts_in
 from demo_optax.workers.value import put
 
 

@@ -158,7 +158,7 @@ def per_leaf(
   def is_leaf(x: Any) -> bool:
     return x is None or isinstance(x, Compressor | Frozen)
 
-  if is_function(compressor):
+  if _tree.is_function(compressor):
     compressor = compressor(tree)
   for x in jax.tree.leaves(compressor, is_leaf=is_leaf):
     if not is_leaf(x):
@@ -167,16 +167,6 @@ def per_leaf(
           ' demo_optax.dct_topk(...), or a tree of them and of None.'
       )
   return broadcast(compressor, tree, 'compressor', is_leaf)
-
-
-def is_function(x: Any) -> bool:
-  """Returns whether `x` is a function to call.
-
-  Callable pytrees, such as Equinox modules, are not.
-  """
-  if isinstance(x, jax.tree_util.Partial):
-    return True
-  return callable(x) and jax.tree_util.treedef_is_leaf(jax.tree.structure(x))
 
 
 def broadcast(

@@ -69,7 +69,7 @@ class Bucket:
 
   @property
   def pieces(self) -> int:
-    """Number of equal pieces that CPUs handle one by one."""
+    """Number of equal pieces, on all platforms; CPUs take one at a time."""
     if self.kind != 'chunks':
       return 1
     return -(-self.num_chunks * self.format.n // platform.PIECE)
@@ -145,6 +145,11 @@ class Leaf:
   def name(self) -> str:
     """The path in messages and tables."""
     return dotted(self.keys)
+
+  @property
+  def is_frozen(self) -> bool:
+    """Whether the leaf stays out of the exchange."""
+    return isinstance(self.compressor, Frozen)
 
   @property
   def grid(self) -> ChunkGrid:

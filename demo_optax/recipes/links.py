@@ -13,9 +13,8 @@ import optax
 from optax import contrib
 
 from demo_optax import _checks, _tree
-from demo_optax.compressors.compressor import Frozen
-from demo_optax.demo import DeMoState
 from demo_optax.recipes.matrices import matrices
+from demo_optax.transformation import DeMoState
 from demo_optax.workers import Workers, inside, lift
 
 # Multiplies gradients before Newton-Schulz, which ignores scale, but whose
@@ -258,9 +257,7 @@ def chain(
     layout = iter(exchange.layout.layout.leaves)  # of what is exchanged
 
     def settle(update: jax.Array, like: Any) -> jax.Array:
-      if not _tree.is_exchanged(like) or isinstance(
-          next(layout).compressor, Frozen
-      ):
+      if not _tree.is_exchanged(like) or next(layout).is_frozen:
         return jnp.zeros_like(like)
       return jnp.where(someone, update, jnp.zeros_like(update))
 

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from optax import contrib
 
+from demo_optax import _tree
 from demo_optax._paths import Keys, dotted, leaves_of, path_keys
-from demo_optax.compressors.compressor import broadcast, is_function
+from demo_optax.compressors.compressor import broadcast
 
 # A tree of `optax.contrib.MuonDimensionNumbers` like the parameters (one may
 # stand for a subtree; None: not a matrix), or a function from them to one.
@@ -139,7 +140,7 @@ def matrices(
   """
   given = muon_dimension_numbers if given is None else given
   dimensions = broadcast(
-      given(params) if is_function(given) else given,
+      given(params) if _tree.is_function(given) else given,
       params, argument,
       lambda x: x is None or isinstance(x, contrib.MuonDimensionNumbers),
   )

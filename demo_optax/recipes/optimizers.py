@@ -10,13 +10,12 @@ import jax.numpy as jnp
 import optax
 
 from demo_optax import _checks, _tree, compressors
-from demo_optax.compressors import compressor as per_parameter
-from demo_optax.compressors.compressor import CompressorTree, Frozen
-from demo_optax.demo import scale_by_demo
+from demo_optax.compressors.compressor import CompressorTree, Frozen, per_leaf
 from demo_optax.exchange.algorithm import ExchangeKind
 from demo_optax.per_worker import per_worker
 from demo_optax.recipes import links, matrices
 from demo_optax.recipes.matrices import DimensionNumbersTree
+from demo_optax.transformation import scale_by_demo
 from demo_optax.workers import Workers
 
 # Updates with a gradient were above 1e-4 in all models tried; a residual
@@ -209,10 +208,10 @@ def demo_muon(
     sent = compressor
     if compressor is None:
       sent = muon_compressors(params, muon_weight_dimension_numbers=axes)
-    elif per_parameter.is_function(compressor):
+    elif _tree.is_function(compressor):
       # Called once, with all leaves: `scale_by_demo` sees those exchanged.
       sent = compressor(params)
-    codes = per_parameter.per_leaf(sent, params)
+    codes = per_leaf(sent, params)
     labels = matrices.tree_of({
         path: 'frozen' if isinstance(code, Frozen)
         else 'adam' if dimensions is None else 'muon'

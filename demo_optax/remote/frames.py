@@ -30,8 +30,8 @@ PAUSE = 6
 # From the relay: the run has begun; its open round, and the relay's `LIMITS`.
 WELCOME = 11
 # The list of a round: a byte for each worker, 1 if it took part, then messages.
-# `number` is the round that is open now, negative if the first of these workers
-# shall send its state.
+# `number` is the round that is open now, negative if the first worker that took
+# part shall send its state.
 LIST = 12
 # A message of this round was lost: send it again.
 AGAIN = 13

@@ -11,7 +11,7 @@ Each array has a role:
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -19,13 +19,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from demo_optax._paths import Keys, dotted, is_stacked, leaves_of
-from demo_optax.compressors.compressor import Frozen
-from demo_optax.demo import layouts_in
 from demo_optax.numerics import prng
 from demo_optax.step import modules
+from demo_optax.transformation import layouts_in
 from demo_optax.workers import Workers, inside
 from demo_optax.workers.value import put
 
+Role = Literal['batch', 'stacked', 'key', 'shared']
 Params = frozenset[tuple[Keys, tuple[int, ...]]]  # paths and shapes
 Shapes = tuple[tuple[int, ...] | None, ...]  # None of what is no array
 _REMEDY = (
@@ -51,9 +51,9 @@ class Array:
 
   keys: Keys  # its path, from the name of its argument
   type: jax.ShapeDtypeStruct
-  kind: Any  # of its variable: see `nnx.leaf_kinds`
+  kind: Any  # of its variable: see `modules.leaf_kinds`
   in_state: bool = False  # whether its argument holds a state
-  role: str = 'shared'  # see the module
+  role: Role = 'shared'  # see the module
   axis: int = 0  # of its rows, if it is a batch
   sharding: NamedSharding | None = None  # where it belongs on a mesh
 
@@ -91,10 +91,10 @@ class Form(NamedTuple):
 
   treedef: Any  # NNX objects are leaves
   fixed: tuple[Fixed | None, ...]  # what each leaf is, or None for an array
-  objects: Any  # the structure of the NNX objects: see `nnx.split`
+  objects: Any  # the structure of the NNX objects: see `modules.split`
 
   def merge(self, arrays: Sequence[Any], inner: bool) -> tuple[Any, list[Any]]:
-    """Returns the tree with these arrays, and its NNX objects: `nnx.merge`."""
+    """Returns the tree with these arrays, and its NNX objects."""
     variables, rest = arrays[self.fixed.count(None) :], iter(arrays)
     objects = modules.merge(self.objects, variables, inner)
     sources = {'object': objects, 'variable': variables}
@@ -110,7 +110,7 @@ def take_apart(
 ) -> tuple[tuple[Fixed | None, ...], list[Any]]:
   """Separates the arrays of a tree from all else, see `Form`.
 
-  `numbers` are from `nnx.traces_numbers`. Adds new NNX objects to `objects`.
+  `numbers` are of `modules.traces_numbers`. Adds new NNX objects to `objects`.
   """
   fixed: list[Fixed | None] = []
   arrays: list[Any] = []
@@ -144,7 +144,7 @@ class Call:
   own_params: dict[int, list[int]]  # see `inside.own_params`
 
   def replace(
-      self, role: str, fun: Callable[[Any, Array], Any], arrays: Sequence[Any]
+      self, role: Role, fun: Callable[[Any, Array], Any], arrays: Sequence[Any]
   ) -> list[Any]:
     """Applies a function to the arrays of one role."""
     return [
@@ -219,7 +219,7 @@ def analyse(
   for ((n, *rest), kind), of in zip(modules.variables(objects), structs):
     variable = Array((*paths[n], *rest), of, kind)
     variable.role = _role(variable, True, o)
-    variable.kind = kind or ('stream' if variable.role == 'key' else 'state')
+    variable.kind = kind or ('stream' if variable.role == 'key' else 'equal')
     arrays.append(variable)
   multi_steps = [
       {x.keys[: x.keys.index(field)] for x in arrays if field in x.keys}
@@ -315,11 +315,7 @@ def _params_of_states(argument: Argument) -> list[Params]:
   """Returns paths and shapes of the parameters of all states in an argument."""
   shapes = {x.keys[1:]: x.shape for x in argument.arrays}
   found = [
-      frozenset(
-          (leaf.keys, leaf.shape)
-          for leaf in layout.leaves
-          if not isinstance(leaf.compressor, Frozen)
-      )
+      frozenset((x.keys, x.shape) for x in layout.leaves if not x.is_frozen)
       for layout in layouts_in(argument.value).values()
   ] + [
       frozenset((k, shapes[*root, 'global_params', *k]) for k in keys)
@@ -328,7 +324,7 @@ def _params_of_states(argument: Argument) -> list[Params]:
   return [params for params in found if params]
 
 
-def _role(x: Array, is_shared: bool, o: Options) -> str:
+def _role(x: Array, is_shared: bool, o: Options) -> Role:
   if is_stacked(x.keys[1:]):
     return 'stacked'
   rank = len(x.shape)

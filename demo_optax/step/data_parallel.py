@@ -48,7 +48,7 @@ def data_parallel(
   =============================  =====================  ========================
   parameters, optimizer state    as they are            equal, or an error
   momentum                       the worker's own       each worker's
-  the batch: any other array     this worker's rows     the rows of all workers
+  the batch: any other array     this worker's rows     joined, if as many rows
   numbers                        as they are            the mean, if real
   PRNG keys (see `keys`)         the worker's own       worker 0's
   batch statistics               as they are            the mean of finite ones
@@ -278,7 +278,7 @@ class DataParallelStep:
         if r.role == 'added' and not programs.adds(
             closed.jaxpr, closed.jaxpr.invars[r.at], v.value
         ):
-          r.role = 'state'  # must be equal on all workers
+          r.role = 'equal'
       own = inside.settle(own, call.rows, call.axis, workers.kind == 'on_mesh')
       apart = [r if r.apart else None for r in own]
       return apart, [None if r.apart else r for r in own], returned
@@ -327,7 +327,7 @@ class DataParallelStep:
     def one_workers_step(*arrays: Any) -> _Results:
       at = index if has_program else jax.lax.axis_index(workers.axis_name)
       own = call.replace('stacked', lambda x, _: x[0], arrays)
-      with inside.tracing(group=group):
+      with inside.tracing(seen_as=group):
         found, returned = self._results(call, at, own)
         for r, e in zip(found, expected):
           r.role, r.differs = e.role, e.differs

@@ -178,7 +178,7 @@ def leaf_kinds(tree: Any) -> list[Any]:
   """Returns for each leaf of a tree how the workers' values become one.
 
   'statistics' for `nnx.BatchStat`, 'added' for total and count of an
-  `nnx.metrics.Average`, 'stream' for random keys in variables, 'state' for
+  `nnx.metrics.Average`, 'stream' for random keys in variables, 'equal' for
   counts of streams, two of which look like a key, and for those of optimizers,
   None for anything else. NNX objects are leaves.
   """
@@ -198,7 +198,7 @@ def _with_kinds(flat: Sequence[tuple[Keys, Any]]) -> list[tuple[Keys, Any]]:
       return 'statistics'
     # Noise of an optimizer must be equal on all workers.
     if isinstance(x, nnx.RngCount | nnx.OptState):
-      return 'state'
+      return 'equal'
     if isinstance(x, nnx.Variable) and prng.is_key_array(x.get_value()):
       return 'stream'
     if keys not in metrics:

@@ -77,7 +77,7 @@ def collect(
   own_params = inside.own_params([r.keys for r in results])
   for number, (shared, *_) in own_params.items():
     result = results[number]
-    result.role = 'state'
+    result.role = 'equal'
     result.value = results[shared].value.astype(result.value.dtype)
   nexts = [None if r.role == 'stacked' else r.at for r in results]
   return results, Returned(Form(treedef, fixed, structure), nexts)
@@ -123,14 +123,14 @@ def _result(
   is_new_key = at is None and prng.is_key(keys[1:], x) and (
       x.ndim == int(prng.is_pair(x))  # one, not several
   )
-  role = 'output' if at is None else 'state'
+  role: inside.ResultRole = 'output' if at is None else 'equal'
   if is_stacked(keys):
     role = 'stacked'
   elif kind in (None, 'stream') and (was_key or is_new_key):
     # The next step folds a key that is the same again.
-    role, x = ('state', old) if is_same else ('key', x)
-  elif at is not None and kind not in (None, 'state'):
-    role = 'state' if kind == 'added' and is_same else kind
+    role, x = ('equal', old) if is_same else ('key', x)
+  elif at is not None and kind not in (None, 'equal'):
+    role = 'equal' if kind == 'added' and is_same else kind
   elif 'batch_stats' in keys:  # of Linen
     role = 'statistics'
     if at is None:

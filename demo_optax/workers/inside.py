@@ -15,7 +15,7 @@ import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -41,15 +41,14 @@ _TRACE = contextvars.ContextVar[tuple[Workers | None, bool]](
 
 @contextlib.contextmanager
 def tracing(
-    group: Workers | None = None, checks: bool = False
+    seen_as: Workers | None = None, checks: bool = False
 ) -> Iterator[None]:
   """Traces a step in another way than for all workers, mapped.
 
-  With `group`, for one worker on its own device, which sees the others as
-  `group`. With `checks`, to see what differs between workers; nothing is
-  exchanged.
+  With `seen_as`, for one worker on its own device, which sees all workers so.
+  With `checks`, to see what differs between workers; nothing is exchanged.
   """
-  token = _TRACE.set((group, checks))
+  token = _TRACE.set((seen_as, checks))
   try:
     yield
   finally:
@@ -67,8 +66,8 @@ def is_mapped() -> bool:
 
 def _worker_axis() -> collectives.Axis:
   """Returns the axis of the workers, as the step sees it."""
-  group, _ = _TRACE.get()
-  return WORKER_AXIS if group is None else group.axis
+  seen_as, _ = _TRACE.get()
+  return WORKER_AXIS if seen_as is None else seen_as.axis
 
 
 def check_in_step(what: str) -> None:
@@ -81,7 +80,7 @@ def check_in_step(what: str) -> None:
     )
 
 
-def _meet(
+def _with_all_workers(
     rule: Callable[..., Any], like: Callable[..., Any], *args: Any
 ) -> Any:
   """Applies `rule` to the `args` of all workers, trees of arrays.
@@ -114,8 +113,9 @@ def _watch(tree: Any, see: Callable[[Any], None]) -> Any:
     see(cut[0])
     return tree, cut[0]
 
-  group, _ = _TRACE.get()
-  return _meet(rule, lambda tree: tree, tree) if group is None else tree
+  if _TRACE.get()[0] is not None:
+    return tree
+  return _with_all_workers(rule, lambda tree: tree, tree)
 
 
 # Parameters of each worker ----------------------------------------------------
@@ -209,9 +209,9 @@ def call_stacked(
   or of one worker. Here `updates` and `state` are those of one worker;
   parameters and hyperparameters are equal on all workers.
   """
-  group, only_checks = _TRACE.get()
-  if group is not None:
-    return stacked_update(updates, state, params, hyperparams, group)
+  seen_as, only_checks = _TRACE.get()
+  if seen_as is not None:
+    return stacked_update(updates, state, params, hyperparams, seen_as)
   stacked = jax.tree_util.tree_map_with_path(
       lambda path, _: _paths.is_stacked(path_keys(path)), state
   )
@@ -285,7 +285,7 @@ def call_stacked(
     return (jax.tree.leaves(new), state), apart
 
   nothing.__name__ = EXCHANGE
-  new, state = _meet(exchange, jax.jit(nothing), grads, state, rest)
+  new, state = _with_all_workers(exchange, jax.jit(nothing), grads, state, rest)
   return grads_def.unflatten(new), state
 
 
@@ -399,6 +399,8 @@ def equal(tree: Any, message: str) -> Any:
 
 # What a step returns ----------------------------------------------------------
 
+ResultRole = Literal['stacked', 'equal', 'statistics', 'added', 'key', 'output']
+
 
 @functools.partial(
     jax.tree_util.register_dataclass,
@@ -410,14 +412,14 @@ class Result:
   """A leaf of what a step returns or changes, as one worker has it.
 
   The role says how the workers' values become one: 'stacked' (they stay apart),
-  'state' (they must be equal), 'statistics' (averaged over those that are
+  'equal' (an error if they differ), 'statistics' (averaged over those that are
   finite), 'added' (all that was added to the old one), 'key' (worker 0's), or
   'output' (the mean of numbers, the rows of a batch).
   """
 
   name: str  # for error messages
   keys: Keys  # its path
-  role: str
+  role: ResultRole
   value: Any
   old: Any = None  # before the step, for 'statistics' and 'added'
   at: int | None = None  # number of the array that it is the next value of
@@ -464,7 +466,7 @@ def _combine(
     return old + collectives.total(x - old, axis), False
   if not result.differs:
     return x, False
-  if role == 'state' or (role == 'statistics' and not is_real):
+  if role == 'equal' or (role == 'statistics' and not is_real):
     raise ValueError(_differs(result.name))
   if role == 'statistics':
     # Statistics of a worker that saw a NaN would stay NaN for ever.

@@ -89,7 +89,10 @@ class Workers:
   def on_mesh(
       cls, mesh: Mesh, axis_name: str, param_specs: Any = None
   ) -> 'Workers':
-    """One worker at each position of a mesh axis, run by `jax.shard_map`.
+    """One worker at each position of a mesh axis.
+
+    Workers exchange in a `jax.shard_map`. A `data_parallel` step is run by it
+    if the mesh has no other axis, and else by `jax.vmap`.
 
     A worker is all the devices at its position, which replicate the parameters,
     or shard them by `param_specs`. A device exchanges the chunks of its shard,

@@ -39,7 +39,7 @@ from maxtext.utils import (
 )
 
 import demo_optax
-from demo_optax.demo import layouts_in
+from demo_optax.transformation import layouts_in
 
 AXIS = 'diloco'
 

@@ -129,13 +129,14 @@ def test_on_a_mesh(code):
   for workers in (demo_optax.Workers.simulated(N), on_mesh(N)):
     tx = demo_optax.scale_by_demo(code, 0.5, workers=workers)
     placed = workers.device_put(params)
-    state, update = tx.init(placed), jax.jit(tx.update)
     gradients = stacked(random_tree(0, shapes, lead=(N,)), workers)
-    results.append(update(gradients, state, placed))
+    args = gradients, tx.init(placed), placed
+    update = jax.jit(tx.update).lower(*args).compile()
+    results.append(update(*args))
   assert_devices_agree(results[1][0])
   for a, b in zip(*map(jax.tree.leaves, results)):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-  found = hlo_text.collectives(update.lower(gradients, state, placed).compile())
+  found = hlo_text.collectives(update)
   kind = 'all-reduce' if code.select.shared else 'all-gather'
   assert [c.kind for c in found] == [kind]
   plan = demo_optax.plan(params, code, workers)

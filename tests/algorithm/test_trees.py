@@ -137,13 +137,11 @@ def test_one_gather_for_messages_and_one_for_averages(inside):
   codes = {'w': HIDDEN, 'rows': demo_optax.dct_topk((1, 16), 3, values='sign'),
            'e': None, 'n': None}
   tx = optax.chain(demo_optax.scale_by_demo(codes, workers=workers), optax.sgd(0.1))
-  state, update = tx.init(params), jax.jit(tx.update)
   gradients = stacked(random_tree(1, shapes, lead=(workers.count,)), workers, specs)
-  updates, _ = update(gradients, state, params)
-  assert_devices_agree(updates)
-  found = [c for c in hlo_text.collectives(
-      update.lower(gradients, state, params).compile(), mesh)
-      if c.axes == ('data',)]
+  args = gradients, tx.init(params), params
+  update = jax.jit(tx.update).lower(*args).compile()
+  assert_devices_agree(update(*args)[0])
+  found = [c for c in hlo_text.collectives(update, mesh) if c.axes == ('data',)]
   plan = demo_optax.plan(params, codes, workers)
   moved = sum(c.received_bytes for c in found if 's32' not in str(c.shapes))
   assert moved == plan.device_bytes['data',]

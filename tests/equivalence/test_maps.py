@@ -96,8 +96,6 @@ OWN_MAPS = ['checked', 'unchecked', 'vmap', 'pmap']
 STACKED = ['auto', 'explicit']
 IN_STEP = ['step', 'step auto', 'step explicit']
 DEVICES = ['2x4 auto', '2x4 explicit', 'step 2x4 auto', 'step 2x4 explicit']
-
-
 UNPLACED = ['simulated', 'simulated 2x4', 'step', 'step simulated 2x4', 'pmap', '2x4 auto']
 
 
@@ -173,16 +171,13 @@ def by_workers(make, workers, in_step):
   """With stacked gradients, or as one worker's in a step of its own."""
   tx = make(workers)
 
-  def update(gradients, state, params):
-    return tx.update(of_one(gradients), state, params)
-
   def place(gradients):
     return stacked(gradients, workers, SPECS if workers.param_specs.axes else None)
 
   if in_step:
     @demo_optax.data_parallel(workers, batch_argnums=0)
     def step(rows, state, params):
-      return update(dict(zip(SHAPES, rows)), state, params)
+      return tx.update(of_one(dict(zip(SHAPES, rows))), state, params)
 
     return Map(
         workers.count, workers.device_put, tx.init, step,
@@ -273,18 +268,27 @@ def expected_of(name, how):
   return simulated(name, '2x4' in how, platform.of(None))
 
 
+# `published` is run in every map, the others in these; with -m slow in all.
+SOME = {
+    'second': ['step auto', 'vmap'], 'demo': ['step', '2x4 explicit'],
+    'demo_muon': ['explicit', 'checked'], 'groups': ['explicit', '2x4 auto'],
+    'per_worker': ['checked', 'step explicit', 'pmap', 'step 2x4 explicit'],
+    'average': ['auto', 'step 2x4 auto'],
+    'owners': ['step', 'vmap', 'unchecked', '2x4 explicit'],
+    'diloco': ['step', 'step 2x4 explicit'], 'demo_diloco': ['step 2x4 auto'],
+    # The mean over workers takes slices of a sharded dimension.
+    'drift': ['step explicit', 'step 2x4 explicit'],
+    'sparse_loco': ['step auto', 'step 2x4 explicit'],
+}
+
+
 def cases():
-  """`published` in every map, the others in every fourth; with -m slow, in all."""
-  for i, name in enumerate(ALL):
-    hows = IN_STEP + DEVICES[2:] if name in LOCAL else (STACKED + IN_STEP + OWN_MAPS + DEVICES)
+  for name in ALL:
+    hows = IN_STEP + DEVICES[2:] if name in LOCAL else STACKED + IN_STEP + OWN_MAPS + DEVICES
     if name == 'demo_muon':  # norms over devices: test_recipes.py
       hows = [how for how in hows if '2x4' not in how]
-    for j, how in enumerate(hows):
-      quick = name == 'published' or (i + j) % 4 == 0 or (name, how) in (
-          # The mean over workers takes slices of a sharded dimension.
-          ('drift', 'step 2x4 explicit'),
-          # Nothing else covers these.
-          ('owners', 'vmap'), ('per_worker', 'checked'), ('sparse_loco', 'step 2x4 explicit'))
+    for how in hows:
+      quick = how in SOME.get(name, hows)
       yield pytest.param(name, how, marks=[] if quick else [pytest.mark.slow])
 
 

@@ -265,13 +265,12 @@ def test_what_is_replicated_inside_crosses_once():
   assert 0 <= plan.sent_bytes - one.sent_bytes <= padding + 4 * row
   tx = exchange(many)
   params = many.device_put(params)
-  state, update = tx.init(params), jax.jit(tx.update)
-  gradients = stacked(random_tree(0, SHAPES, lead=(2,)), many)
-  updates, _ = update(gradients, state, params)
+  args = stacked(random_tree(0, SHAPES, lead=(2,)), many), tx.init(params), params
+  compiled = jax.jit(tx.update).lower(*args).compile()
+  updates, _ = compiled(*args)
   (expected,), *_ = run(demo_optax.Workers.simulated(2), 1, exchange, '2d')
   assert_same_bits(updates, expected)
   assert_devices_agree(updates)
-  compiled = update.lower(gradients, state, params).compile()
   moved = {c.axes: c.received_bytes
            for c in hlo_text.collectives(compiled, mesh)
            if c.kind == 'all-gather'}

@@ -109,16 +109,14 @@ def test_averaged_gradients_that_look_stacked_are_refused():
     exchange().update(jnp.ones((N, 16)), exchange().init(params))
 
 
-def test_stacked_gradients_on_an_axis_are_refused():
-  who = demo_optax.Workers.on_axis('data')
-  tx = demo_optax.scale_by_demo(workers=who)
-
-  def step(gradients):
-    return tx.update(gradients, tx.init(PARAMS), PARAMS)[0]
-
-  stacked = random_tree(0, SHAPES, (2, 1))
+def test_what_is_stacked_is_refused_on_an_axis():
+  """Gradients, and the momentum of all workers."""
+  tx = demo_optax.scale_by_demo(workers=demo_optax.Workers.on_axis('data'))
+  step = jax.vmap(tx.update, in_axes=(0, None, None), axis_name='data')
   with pytest.raises(ValueError, match="worker's own gradient, unstacked"):
-    jax.vmap(step, axis_name='data')(stacked)
+    step(random_tree(0, SHAPES, (2, 1)), tx.init(PARAMS), PARAMS)
+  with pytest.raises(ValueError, match=r'of shape \(1, 1, 8\), got \(4, 1, 8\)'):
+    step(random_tree(0, SHAPES, (2,)), exchange().init(PARAMS), PARAMS)
 
 
 def test_row_labels_by_number_of_dimensions():

@@ -17,7 +17,7 @@ PACKAGE = pathlib.Path(demo_optax.__file__).parent
 # From the ground up: a folder, or a module, imports from lower floors alone.
 FLOORS = [
     '_version', '_checks', '_paths', 'numerics', 'codes', '_tree', 'workers', 'remote',
-    'compressors', 'per_worker', 'exchange', 'demo', 'step',
+    'compressors', 'per_worker', 'exchange', 'transformation', 'step',
     'recipes', 'state', 'plan', 'local', 'replicas', 'checkpoint', '__main__',
 ]
 

@@ -12,8 +12,7 @@ import optax
 from demo_optax import _checks, _tree, compressors
 from demo_optax._paths import Keys, dotted, leaf_name, leaves_of
 from demo_optax.codes.value_codes import UPDATE_VALUES, WITHOUT_RESIDUAL
-from demo_optax.compressors import compressor as per_parameter
-from demo_optax.compressors.compressor import CompressorTree, Frozen
+from demo_optax.compressors.compressor import CompressorTree, per_leaf
 from demo_optax.compressors.layout import Layout, differences, make_layout
 from demo_optax.exchange import algorithm
 from demo_optax.numerics import platform, topk
@@ -171,10 +170,9 @@ def scale_by_demo(
     Peng et al., `DeMo: Decoupled Momentum Optimization
     <https://arxiv.org/abs/2411.19870>`_, Algorithm 1 (both versions).
   """
-  if not per_parameter.is_function(compressor):  # it needs the parameters
-    per_parameter.per_leaf(compressor, jax.tree.map(
-        lambda x: 0, compressor, is_leaf=lambda x: x is None
-    ))
+  if not _tree.is_function(compressor):  # it needs the parameters
+    like = jax.tree.map(lambda x: 0, compressor, is_leaf=lambda x: x is None)
+    per_leaf(compressor, like)
   _checks.check_type('workers', workers, Workers, 'Workers.simulated(4)')
   _checks.check_range('decay', decay, '[0, 1)')
   if not callable(gradient_weight):
@@ -185,9 +183,8 @@ def scale_by_demo(
 
   def config_of(tree: Any, leaves: list[Any]) -> algorithm.ExchangeConfig:
     """Returns the static part of the exchange."""
-    layout = make_layout(
-        leaves, per_parameter.per_leaf(compressor, tree), workers.param_specs
-    )
+    codes = per_leaf(compressor, tree)
+    layout = make_layout(leaves, codes, workers.param_specs)
     count = None
     if exchange != 'all_gather' and workers.relay is None:
       try:
@@ -249,7 +246,7 @@ def scale_by_demo(
         for (path, g), p in zip(flat, like)
     ]
     config = config_of(updates if params is None else params, leaves)
-    left_out = [isinstance(x.compressor, Frozen) for x in config.layout.leaves]
+    left_out = [leaf.is_frozen for leaf in config.layout.leaves]
     for (path, g), p, leaf, out in zip(flat, like, leaves, left_out):
       if p is not None and not out:
         checks.check_sharding(path, p, workers)
