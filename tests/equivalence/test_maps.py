@@ -99,14 +99,6 @@ DEVICES = ['2x4 auto', '2x4 explicit', 'step 2x4 auto', 'step 2x4 explicit']
 UNPLACED = ['simulated', 'simulated 2x4', 'step', 'step simulated 2x4', 'pmap', '2x4 auto']
 
 
-class Run(NamedTuple):
-  """What came out of it."""
-
-  updates: list
-  params: Any
-  state: Any
-
-
 class Map(NamedTuple):
   """How a transformation is called.
 
@@ -216,9 +208,6 @@ def types(tree):
   return jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), tree)
 
 
-apply_updates = jax.jit(optax.apply_updates)
-
-
 def run(make, how, folder=None, count=N):
   """Trains; through a checkpoint after `SAVED` steps if there is a folder."""
   m, mesh = map_of(make, how, count)
@@ -245,13 +234,13 @@ def run(make, how, folder=None, count=N):
       since = step - SAVED * (folder is not None and step >= SAVED)
       again = step == 0 or (how in UNPLACED and since < 2)
       assert again or COMPILATIONS.count == before, f'{step} compiled again'
-      params = apply_updates(tree['params'], updates)
+      params = jax.jit(optax.apply_updates)(tree['params'], updates)
     tree = {'params': params, 'opt_state': state}
     assert types(tree) == expected
     if how not in ('vmap', 'pmap'):
       assert_devices_agree((updates, params))
     seen.append(jax.tree.map(np.asarray, m.take(updates)))
-  return Run(seen, m.take(params), m.take(state))
+  return seen, m.take(params), m.take(state)
 
 
 @functools.cache

@@ -6,6 +6,7 @@ import pytest
 import test_maps
 import test_sharded
 from helpers import assert_same_bits, on_mesh, random_tree, stacked
+from jax import export
 
 import demo_optax
 from demo_optax.numerics import platform
@@ -62,6 +63,16 @@ def test_forms_agree_but_for_rounding(exchange):
     assert test_maps.types(mine) == test_maps.types(other)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), mine, other)
   np.testing.assert_array_equal(*(np.sign(x['w']) for x, _ in (found, expected)))
+
+
+def test_a_step_is_exported_for_several_platforms(accelerator):
+  """In one form, which is right on all of them."""
+  workers = {'gpu': demo_optax.Workers.simulated(4), 'tpu': on_mesh(4)}[accelerator]
+  tx, params = test_maps.EXCHANGES['published'](workers), random_tree(0, test_maps.SHAPES)
+  gradients = stacked(random_tree(1, test_maps.SHAPES, lead=(4,)), workers)
+  args, update = (gradients, tx.init(params), params), jax.jit(tx.update)
+  exported = export.export(update, platforms=['cpu', 'tpu', 'cuda'])(*args)
+  assert_same_bits(exported.call(*args), update(*args))
 
 
 def test_the_platform_is_that_of_the_mesh(monkeypatch, accelerator):
