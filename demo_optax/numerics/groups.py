@@ -75,7 +75,7 @@ def add_up(
 
   return jax.lax.fori_loop(
       1, len(at), lambda i, sums: jax.tree.map(jnp.add, sums, tables(i)),
-      tables(0), unroll=platform.unrolls(len(at)),
+      tables(0), unroll=platform.unrolled(len(at)),
   )
 
 

@@ -129,9 +129,9 @@ def loop_to_keep(elements: int) -> bool:
   return of() == 'cpu' and elements > _SMALL
 
 
-def unrolls(workers: int) -> bool:
-  """Returns whether workers are added without a loop, which GPUs wait for."""
-  return of() != 'cpu' and workers <= 16
+def unrolled(workers: int) -> int:
+  """Returns how many workers a turn of a loop adds; GPUs wait for turns."""
+  return 1 if of() == 'cpu' else min(workers, 16)
 
 
 def count_by_comparison(sent: int) -> bool:

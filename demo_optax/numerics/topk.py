@@ -178,7 +178,7 @@ def merge(
   # From the values, to vary over the same axes in a shard_map that tracks them.
   zeros = jnp.zeros_like(values, shape=(chunks, n))
   return jax.lax.fori_loop(
-      0, workers, add_worker, zeros, unroll=platform.unrolls(workers)
+      0, workers, add_worker, zeros, unroll=platform.unrolled(workers)
   ), distinct
 
 

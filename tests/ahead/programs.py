@@ -27,9 +27,11 @@ TPUS = {
     'v5e': ('v5e:2x4', 1, 1.5e9),
     'v6e': ('v6e:2x4', 1, 1.75e9),
     'v5p': ('v5p:2x2x1', 1, 1.75e9),
+    'v6e 4x8': ('v6e:4x8', 1, 1.75e9),  # more workers than are unrolled
     'two slices of v5e': ('v5e:2x2', 2, 1.5e9),
 }
-TARGETS = (*TPUS, 'h100')
+H100S = {'h100': 8, '32 h100': 32}
+TARGETS = (*TPUS, *H100S)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,18 +60,16 @@ class Program:
 
 
 PROGRAMS = {
-    'v5e': (
-        Program(), Program(groups=True), Program('demo_muon', 'all_to_all', 2)),
+    'v5e': (Program(), Program(groups=True), Program('demo_muon', 'all_to_all', 2)),
     'v6e': (Program('demo', 'all_to_all', 2),),
     'v5p': (Program('demo_muon', 'all_gather', 2),),
+    'v6e 4x8': (Program(), Program(groups=True)),
     'two slices of v5e': (
-        Program('demo', 'all_gather', 4, train=True),
-        Program('demo_muon', 'all_to_all', 4),
-    ),
+        Program('demo', 'all_gather', 4, train=True), Program('demo_muon', 'all_to_all', 4)),
     'h100': (
         Program(), Program(groups=True), Program('demo', 'all_to_all', 2),
-        Program('demo_muon', 'all_gather', 2), Program('demo_muon', 'all_to_all'),
-    ),
+        Program('demo_muon', 'all_gather', 2), Program('demo_muon', 'all_to_all')),
+    '32 h100': (Program(), Program(groups=True)),
 }
 
 
@@ -104,7 +104,7 @@ def environment(target, out):
   for name in ('JAX_COMPILATION_CACHE_DIR', 'LIBTPU_INIT_ARGS'):
     found.pop(name, None)
   found |= {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': '', 'TF_CPP_MIN_LOG_LEVEL': '2'}
-  if target == 'h100':
+  if target in H100S:
     found |= {
         'JAX_PLATFORMS': '', 'JAX_SKIP_CUDA_CONSTRAINTS_CHECK': '1',
         'CUDA_VISIBLE_DEVICES': '', 'XLA_FLAGS': (
@@ -117,9 +117,9 @@ def devices(target):
   import numpy as np
   from jax.experimental import topologies
 
-  if target == 'h100':
+  if target in H100S:
     return np.array(topologies.get_topology_desc(
-        '', 'cuda', topology='1x8x1',
+        '', 'cuda', topology=f'1x{H100S[target]}x1',
         target_config=(HERE / 'h100.txtpb').read_text()).devices)
   name, slices, _ = TPUS[target]
   more = {} if slices == 1 else {'num_slices': slices}

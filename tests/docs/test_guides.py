@@ -217,7 +217,7 @@ def test_the_table_of_bytes_is_what_plan_says(values):
 @pytest.mark.parametrize('page', ['tpu', 'gpu'])
 def test_what_was_compiled_is_as_recorded(page):
   found = [run for run in results('ahead.json')['small'].values()
-           if (run['target'] == 'h100') == (page == 'gpu')]
+           if ('h100' in run['target']) == (page == 'gpu')]
   rows = re.findall(r'^\| (.*(?:all_gather|all_to_all).*) \|$', GUIDES[page], re.M)
   assert len(rows) == len(found)
   for run in found:
