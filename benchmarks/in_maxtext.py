@@ -1,6 +1,6 @@
 """MaxText's trainer with its own optimizer and with an exchange.
 
-    python benchmarks/in_maxtext.py --out benchmarks/results/maxtext.json
+    python benchmarks/in_maxtext.py --out FILE
 
 Needs MaxText (docs/maxtext.md), in an environment of its own. On eight
 simulated CPU devices: the losses of 50 steps on synthetic tokens, and seconds

@@ -231,7 +231,7 @@ def diloco(
     outer_learning_rate: optax.ScalarOrSchedule = 0.7,
     outer_momentum: float = 0.9,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""DiLoCo: averages pseudo-gradients, with Nesterov as the outer optimizer.
+  r"""Makes DiLoCo: averages pseudo-gradients, with Nesterov as the outer step.
 
   .. math::
     G &= \mathrm{mean}_i (s - x_i) \\
@@ -273,7 +273,7 @@ def demo_diloco(
     exchange: ExchangeKind = 'all_gather',
     update_values: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-  r"""DeMo inside DiLoCo: sends the fast part of each worker's outer momentum.
+  r"""Makes DeMo inside DiLoCo: sends the fast part of the outer momentum.
 
   As `diloco`, with the exchange of `scale_by_demo` for gradients
   :math:`G_i = s - x_i` and its update :math:`u`. By default
@@ -321,7 +321,7 @@ def sparse_loco(
     exchange: ExchangeKind = 'all_gather',
     update_values: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-  """SparseLoCo: sends the largest raw differences in few bits.
+  """Makes SparseLoCo: sends the largest raw differences in few bits.
 
   As `demo_diloco`, with `average='workers'` and without a transform: by default
   64 of 4096 elements, 1.6 %, in four bits (published: two bits). The momentum

@@ -88,7 +88,7 @@ class Copy(NamedTuple):
 def copies(values: Mapping[Any, Any]) -> dict[Any, list[Copy]]:
   """Returns the copies of all blocks of arrays, in all processes the same.
 
-  What is no array is compared by a checksum. Raises in all processes if their
+  Other values are compared by a checksum. Raises in all processes if their
   arrays have other names, shapes or dtypes, rather than leave some waiting in a
   gather.
   """

@@ -1,1 +1,1 @@
-"""Values and indices as bytes, and back."""
+"""Encodes values and indices as words, and decodes them."""

@@ -1,4 +1,4 @@
-"""Compressors: what a worker sends of its momentum."""
+"""Compressors select and transform coefficients of the momentum."""
 
 from demo_optax.compressors.bases import (
   Basis,

@@ -33,7 +33,7 @@ def demo(
     weight_decay_mask: Any = None,
     exchange: ExchangeKind = 'all_gather',
 ) -> optax.GradientTransformationExtraArgs:
-  r"""DeMo as published (first version): signed updates, lr in the momentum.
+  r"""Makes DeMo as published, first version: signs, the rate in the momentum.
 
   The exchange of `scale_by_demo` with :math:`w = \eta_t`, then
 
@@ -118,7 +118,7 @@ def demo_muon(
     exchange: ExchangeKind = 'all_gather',
     update_values: str = 'int4',
 ) -> optax.GradientTransformationExtraArgs:
-  r"""Muon whose momentum each worker orthonormalises, then compresses.
+  r"""Makes Muon whose momentum each worker orthonormalises, then compresses.
 
   For a matrix, with worker :math:`i`'s gradient :math:`g_i`, momentum
   :math:`b_i` and residual :math:`m_i`:

@@ -309,11 +309,11 @@ class Relay:
     if self._joining and (
         now - self._last_seen > max(self.start, 3 * self._limit())
     ):
-      _LOG.info('nobody is left of the run')
+      _LOG.info('all workers have left the run')
       self._forget()
 
   def _close(self, now: float) -> None:
-    """Ends a round: everybody gets the same list."""
+    """Ends a round: all workers get the same list."""
     # Messages of a round are of one step, that of most of them. An evaluation
     # has priority: a training step is sent again in the next round.
     kinds = {

@@ -439,7 +439,7 @@ def _listed(
   kinds = {p.kind for p in parameters.values()}
   takes_more = inspect.Parameter.VAR_POSITIONAL in kinds
   takes_any_name = inspect.Parameter.VAR_KEYWORD in kinds
-  # Of a call with fewer or more arguments nobody knows the last one.
+  # The last argument is unknown if calls may have fewer or more.
   is_open = takes_more or any(
       parameters[n].default is not inspect.Parameter.empty for n in names
   )

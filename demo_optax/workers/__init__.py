@@ -1,4 +1,4 @@
-"""Who takes part in an exchange, and how a worker's function runs for all."""
+"""The workers of an exchange, and the maps that run a worker's function."""
 
 from demo_optax.workers.collectives import Group
 from demo_optax.workers.value import Spec, Workers

@@ -1,9 +1,8 @@
 """Operations across workers, called inside of a `data_parallel` step.
 
-`data_parallel` traces a step under `jax.vmap` over the workers. What is equal
-on all has no worker axis there, so it is known of every array whether it
-differs. Workers meet here: by collectives, and in the exchange by a rule that
-receives the arrays of all workers, stacked.
+`data_parallel` traces a step under `jax.vmap` over the workers. Arrays that are
+equal on all workers have no worker axis there. Collectives join workers here,
+and in the exchange a rule that receives the stacked arrays of all workers.
 
 Where each worker is one device of a mesh, that trace is only a check
 (`tracing`), and `jax.shard_map` runs the step on each device: compilers would

@@ -31,8 +31,8 @@ def run(
   """Runs one worker's function for all workers; it may communicate.
 
   `fun` takes what one device has of `args`, trees of arrays, without a worker
-  axis. What it returns for specs that are not `stacked` must be equal on all
-  workers, as what `Workers.group` returns is. Specs are trees of `Spec`.
+  axis. Results must be equal on all workers, as those of `Workers.group` are,
+  unless their spec is `stacked`. Specs are trees of `Spec`.
   """
   flat, treedef = jax.tree.flatten(args)
   ins = jax.tree.leaves(in_specs)
@@ -81,8 +81,8 @@ def _run_in_parts(
 ) -> list[Any]:
   """Runs a function of one device for all devices of one worker.
 
-  What it exchanges with other workers passes from one `shard_map` to the next
-  along an axis of the devices.
+  Messages for other workers pass from one `shard_map` to the next along an axis
+  of the devices.
   """
   names = workers.param_specs.axes
   shard_map = functools.partial(

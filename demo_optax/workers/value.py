@@ -1,4 +1,4 @@
-"""Workers: who takes part in an exchange."""
+"""The workers of an exchange, as a value."""
 
 import dataclasses
 import importlib.util
@@ -75,7 +75,7 @@ class Workers:
       param_specs: Any = None,
       axis_sizes: Mapping[str, int] | None = None,
   ) -> 'Workers':
-    """`num_workers` workers on one device, run by `jax.vmap`.
+    """Makes `num_workers` workers of one device, run by `jax.vmap`.
 
     With `param_specs` as in `on_mesh`, and the sizes of the axes inside a
     worker in the mesh's order, such as `axis_sizes={'fsdp': 4}`, results and
@@ -89,7 +89,7 @@ class Workers:
   def on_mesh(
       cls, mesh: Mesh, axis_name: str, param_specs: Any = None
   ) -> 'Workers':
-    """One worker at each position of a mesh axis.
+    """Makes a worker of each position of a mesh axis.
 
     Workers exchange in a `jax.shard_map`. A `data_parallel` step is run by it
     if the mesh has no other axis, and else by `jax.vmap`.
@@ -128,7 +128,7 @@ class Workers:
 
   @classmethod
   def on_axis(cls, axis_name: str) -> 'Workers':
-    """The workers of an axis that the caller has mapped.
+    """Makes workers of an axis that the caller has mapped.
 
     For training steps inside `jax.shard_map`, `jax.vmap` or `jax.pmap`.
     Gradients are the worker's own, in the parameters' shapes; momentum has a
@@ -152,7 +152,7 @@ class Workers:
       mesh: Mesh | None = None,
       param_specs: Any = None,
   ) -> 'Workers':
-    """Separate programs as workers, joined by a relay.
+    """Makes workers of separate programs, joined by a relay.
 
     Each is a JAX program on its own device or mesh, on any platform. In a
     `data_parallel` step it sends its message to the relay
@@ -251,11 +251,11 @@ class Workers:
 
   @property
   def bucket_spec(self) -> Spec:
-    """The layout of what has the shape `bucket_shape`."""
+    """The layout of arrays of the shape `bucket_shape`."""
     return Spec(self.stacked_state, self.param_specs.bucket_spec)
 
   def bucket_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape of what has `shape` on every device of a worker.
+    """Returns the shape of an array that has `shape` on every device.
 
     `[workers, devices, ...]`, without `workers` inside of a step, and without
     `devices` where no axes are inside a worker.

@@ -27,10 +27,10 @@ TPUS = {
     'v5e': ('v5e:2x4', 1, 1.5e9),
     'v6e': ('v6e:2x4', 1, 1.75e9),
     'v5p': ('v5p:2x2x1', 1, 1.75e9),
-    'v6e 4x8': ('v6e:4x8', 1, 1.75e9),  # more workers than are unrolled
+    'v6e 8x16': ('v6e:8x16', 1, 1.75e9),  # 64 workers are merged in a loop
     'two slices of v5e': ('v5e:2x2', 2, 1.5e9),
 }
-H100S = {'h100': 8, '32 h100': 32}
+H100S = {'h100': 8, '64 h100': 64}
 TARGETS = (*TPUS, *H100S)
 
 
@@ -63,13 +63,13 @@ PROGRAMS = {
     'v5e': (Program(), Program(groups=True), Program('demo_muon', 'all_to_all', 2)),
     'v6e': (Program('demo', 'all_to_all', 2),),
     'v5p': (Program('demo_muon', 'all_gather', 2),),
-    'v6e 4x8': (Program(), Program(groups=True)),
+    'v6e 8x16': (Program(inside=2, groups=True),),
     'two slices of v5e': (
         Program('demo', 'all_gather', 4, train=True), Program('demo_muon', 'all_to_all', 4)),
     'h100': (
         Program(), Program(groups=True), Program('demo', 'all_to_all', 2),
         Program('demo_muon', 'all_gather', 2), Program('demo_muon', 'all_to_all')),
-    '32 h100': (Program(), Program(groups=True)),
+    '64 h100': (Program(), Program(groups=True)),
 }
 
 
@@ -200,7 +200,7 @@ def lower(program, mesh, shapes):
 def compressor_of(program, plain):
   import demo_optax
 
-  if program.recipe == 'demo_muon':
+  if program.recipe == 'demo_muon' and not program.groups:
     return demo_optax.recipes.muon_compressors(plain)
   found = demo_optax.dct_topk()
   if program.groups:

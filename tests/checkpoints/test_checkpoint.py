@@ -302,7 +302,7 @@ SAME = {
         lambda: on_mesh(4), lambda: on_mesh(4, kind='explicit')),
     'sharded to unsharded': (lambda: on_mesh(2, 2), lambda: on_mesh(2)),
 }
-ELASTIC = {
+RESIZED = {
     'up': (lambda: on_mesh(2, kind='explicit'),
            lambda: on_mesh(8, kind='explicit')),
     'uneven': (lambda: on_mesh(8), lambda: on_mesh(3)),
@@ -324,9 +324,9 @@ def test_as_many_workers_elsewhere(case, tmp_path):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize('case', ELASTIC)
+@pytest.mark.parametrize('case', RESIZED)
 def test_another_number_of_workers(case, tmp_path):
-  old, new = ELASTIC[case]
+  old, new = RESIZED[case]
   run, other = Run(old()).fill().save(tmp_path), Run(new())
   with pytest.raises(ValueError, match='Pass resize=True'):
     other.restore(tmp_path)

@@ -92,8 +92,7 @@ LOCAL = {
 }
 ALL = {**EXCHANGES, **LOCAL}
 SPECS = {'w': P('fsdp'), 'b': None}
-OWN_MAPS = ['checked', 'unchecked', 'vmap', 'pmap']
-STACKED = ['auto', 'explicit']
+OWN_MAPS, STACKED = ['checked', 'unchecked', 'vmap', 'pmap'], ['auto', 'explicit']
 IN_STEP = ['step', 'step auto', 'step explicit']
 DEVICES = ['2x4 auto', '2x4 explicit', 'step 2x4 auto', 'step 2x4 explicit']
 UNPLACED = ['simulated', 'simulated 2x4', 'step', 'step simulated 2x4', 'pmap', '2x4 auto']

@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
-from demo_optax.exchange import message as wire
+from demo_optax.exchange.message import ROW
 
 pytestmark = pytest.mark.core
 
@@ -260,7 +260,7 @@ def test_what_is_replicated_inside_crosses_once():
   (dense,) = (b for b in buckets if b.kind == 'dense')
   padding += 4 * (4 * math.prod(dense.shape) - dense.size)
   assert padding <= 4 * 3 * len(buckets) * 8
-  row = 4 * wire.ROW
+  row = 4 * ROW
   assert plan.sent_bytes % (4 * row) == one.sent_bytes % row == 0
   assert 0 <= plan.sent_bytes - one.sent_bytes <= padding + 4 * row
   tx = exchange(many)

@@ -11,9 +11,9 @@ import scipy.fft
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from demo_optax import dct_topk
 from demo_optax.codes.value_codes import VALUES
-from demo_optax.compressors import Compressor, Dct, Hadamard, TopK, dct_topk
-from demo_optax.compressors import chunking as chunks
+from demo_optax.compressors import Compressor, Dct, Hadamard, TopK, chunking
 
 pytestmark = pytest.mark.core
 
@@ -21,13 +21,13 @@ DIMS = [1, 3, 7, 10, 31, 64, 97, 128, 509, 768, 50257, 100277]
 
 
 def grid_of(shape, size, padding=True):
-  return chunks.chunk_grid(shape, size, padding=padding)
+  return chunking.chunk_grid(shape, size, padding=padding)
 
 
 @pytest.mark.parametrize('dim', DIMS)
 @pytest.mark.parametrize('limit', [1, 2, 16, 64, 128])
 def test_chunk_length_rule(dim, limit):
-  length = chunks.chunk_length(dim, limit)
+  length = chunking.chunk_length(dim, limit)
   waste = -dim % length
   if dim <= limit:
     assert length == dim
@@ -50,7 +50,7 @@ def test_chunks_are_the_blocks_of_the_matrix(x64):
   grid = grid_of((2, 12, 20), 6)
   assert grid.lengths == (1, 6, 5) and grid.counts == (2, 2, 4)
   x = np.random.default_rng(0).normal(size=grid.shape)
-  c = chunks.to_coefficients(jnp.asarray(x), grid, Dct())
+  c = chunking.to_coefficients(jnp.asarray(x), grid, Dct())
   assert c.shape == (2, 2, 4, 30)
   block = scipy.fft.dctn(x[1, 6:, 10:15], norm='ortho')
   np.testing.assert_allclose(np.asarray(c[1, 1, 2]).reshape(5, 6).T, block, atol=1e-13)
@@ -64,9 +64,9 @@ SHAPES = st.lists(st.integers(1, 40), min_size=0, max_size=4).map(tuple)
 def test_round_trip_and_energy(shape, limit, padding):
   grid = grid_of(shape, limit, padding)
   x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-  c = jax.jit(lambda x: chunks.to_coefficients(x, grid, Dct()))(x)
+  c = jax.jit(lambda x: chunking.to_coefficients(x, grid, Dct()))(x)
   assert c.shape == grid.coefficients_shape
-  back = jax.jit(lambda c: chunks.from_coefficients(c, grid, Dct()))(c)
+  back = jax.jit(lambda c: chunking.from_coefficients(c, grid, Dct()))(c)
   np.testing.assert_allclose(back, x, atol=1e-5)
   np.testing.assert_allclose(np.sum(np.square(c)), np.sum(x**2), rtol=1e-4)
 
@@ -80,9 +80,9 @@ def test_clear_padding_is_a_round_trip_through_the_array(shape, limit):
 
   @jax.jit
   def both(c):
-    cleared = chunks.clear_padding(c, grid, Dct())
-    through = chunks.to_coefficients(chunks.from_coefficients(c, grid, Dct()), grid, Dct())
-    for at, project in chunks.edges(grid, Dct()):  # the same, chunk by chunk
+    cleared = chunking.clear_padding(c, grid, Dct())
+    through = chunking.to_coefficients(chunking.from_coefficients(c, grid, Dct()), grid, Dct())
+    for at, project in chunking.edges(grid, Dct()):  # the same, chunk by chunk
       flags = np.zeros(grid.folded_counts, bool)
       flags[at] = True
       c = jnp.where(flags.reshape(-1, 1), project(c), c)
@@ -145,16 +145,16 @@ def test_folds_and_bytes_are_those_of_the_oracle(shape, limit, topk, values, pad
 @given(st.data())
 def test_folding_and_unfolding_is_the_identity(data):
   shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=3, max_size=5)))
-  fold = data.draw(st.sampled_from(chunks.folds(len(shape))))
+  fold = data.draw(st.sampled_from(chunking.folds(len(shape))))
   size = data.draw(st.integers(1, 8))
-  grid = chunks.chunk_grid(shape, size, fold=fold)
+  grid = chunking.chunk_grid(shape, size, fold=fold)
   matrix = grid_of(grid.folded, size)
 
   @jax.jit
   def cut_both(x):
-    cut = chunks.to_chunks(x, grid)
-    folded = chunks.to_chunks(x.reshape(grid.folded), matrix)
-    return cut, folded, chunks.from_chunks(cut, grid)
+    cut = chunking.to_chunks(x, grid)
+    folded = chunking.to_chunks(x.reshape(grid.folded), matrix)
+    return cut, folded, chunking.from_chunks(cut, grid)
 
   x = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
   cut, folded, back = cut_both(x)

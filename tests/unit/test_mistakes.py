@@ -10,7 +10,7 @@ from optax import contrib
 
 import demo_optax
 from demo_optax import compressors
-from demo_optax.exchange import message
+from demo_optax.codes.format import ChunkFormat
 
 pytestmark = pytest.mark.core
 
@@ -66,7 +66,7 @@ def init_muon(rule):
     (lambda: compressors.Striding('all'), TypeError, "rate='all'"),
     (lambda: compressors.RandomSubset(0.1, seed=-1), ValueError, 'seed=-1'),
     (lambda: compressors.RandomSubset(0.1, seed=0.5), TypeError, 'seed=0.5'),
-    (lambda: message.ChunkFormat(8, 2, 'float32', 'sign', shared=True), ValueError, 'sign'),
+    (lambda: ChunkFormat(8, 2, 'float32', 'sign', shared=True), ValueError, 'sign'),
     (lambda: compressors.TopK(4, of=0), ValueError, 'of=0'),
     (lambda: demo_optax.dct_topk((1, 2, 3)), ValueError, 'one number, or two'),
     (lambda: demo_optax.dct_topk((1, 2.5)), TypeError, 'chunk_size=2.5'),

@@ -95,7 +95,7 @@ def test_top_k_of_groups(n, k, size, kind, monkeypatch):
 @pytest.mark.parametrize('kind', ['cpu', 'gpu'])
 @pytest.mark.parametrize('average', ['senders', 'workers'])
 @pytest.mark.parametrize('workers, n, k', [  # the last: many, on GPUs in a loop
-    (1, 30, 4), (3, 30, 9), (8, 5, 2), (4, 6, 6), (20, 50, 26)])
+    (1, 30, 4), (3, 30, 9), (8, 5, 2), (4, 6, 6), (40, 50, 26)])
 def test_merge(workers, n, k, average, kind):
   rng = np.random.default_rng(0)
   chunks = 11

@@ -9,10 +9,10 @@ import pytest
 from helpers import merge
 
 from demo_optax.codes import value_codes
-from demo_optax.compressors import Dct
-from demo_optax.compressors import chunking as chunks
+from demo_optax.codes.format import ChunkFormat
+from demo_optax.compressors import Dct, chunking
 from demo_optax.compressors.layout import Bucket
-from demo_optax.exchange import message as wire
+from demo_optax.exchange.message import END_WORDS, GATHERED, Packer, Selected
 from demo_optax.workers import Group
 
 pytestmark = pytest.mark.core
@@ -27,7 +27,7 @@ def random_selection(rng, f, chunks):
 
 def packer_of(leaves):
   """Of buckets of these formats, with so many chunks each."""
-  return wire.Packer(tuple(
+  return Packer(tuple(
       Bucket(f'bucket_{i}', None, None, f, (1, f.n), 'whole', (), 1, chunks)
       for i, (f, chunks) in enumerate(leaves)))
 
@@ -36,16 +36,16 @@ def packer_of(leaves):
 def write(packer, selections):
   """The message of a worker that is present."""
   selected = [
-      wire.Selected(None if b.format.k == b.format.n else i, v, jnp.zeros(()))
+      Selected(None if b.format.k == b.format.n else i, v, jnp.zeros(()))
       for b, (i, v) in zip(packer.buckets, selections)]
   message, _ = packer.pack(selected, jnp.ones(()), jnp.asarray(True))
-  return message[wire.GATHERED].reshape(-1)
+  return message[GATHERED].reshape(-1)
 
 
 def read(packer, data):
   """(indices, values) of each bucket, and whose values count."""
   received, _ = packer.unpack(
-      {wire.GATHERED: data}, Group('workers', len(data)))
+      {GATHERED: data}, Group('workers', len(data)))
   found = [
       (x.indices if x.indices is not None else jnp.broadcast_to(
           jnp.arange(x.values.shape[-1]), x.values.shape), x.values)
@@ -64,7 +64,7 @@ PLACES = {'fixed': (100, 1), 'bitmap': (40, 15), 'elias-fano': (300, 9), 'none':
 
 
 def mixed_layout(values):
-  leaves = [(wire.ChunkFormat(n, k, 'float32', values), 3) for n, k in PLACES.values()]
+  leaves = [(ChunkFormat(n, k, 'float32', values), 3) for n, k in PLACES.values()]
   assert [f.index_code.name if f.index_code else 'none' for f, _ in leaves] == list(PLACES)
   return packer_of(leaves)
 
@@ -82,7 +82,7 @@ def damaged(rng, values, count):
   """Messages: random words, and true ones with a few bytes changed."""
   layout = mixed_layout(values)
   payload = np.asarray(write(layout, [random_selection(rng, f, c) for f, c in formats(layout)]))
-  used = 4 * (status_at(layout) + wire.END_WORDS)
+  used = 4 * (status_at(layout) + END_WORDS)
   changed = np.tile(payload, (count, 1)).view(np.uint8)
   for _ in range(3):
     changed[np.arange(count), rng.integers(0, used, count)] = (rng.integers(0, 256, count))
@@ -150,12 +150,12 @@ def test_who_wrote_what_nobody_reads_is_left_out(values):
     ('float32', 'workers')])
 def test_the_largest_that_is_read_can_be_transformed(values, average):
   """Of signs as in the worst of the basis, from many workers."""
-  grid = chunks.chunk_grid((16, 32), 32)
+  grid = chunking.chunk_grid((16, 32), 32)
   n, many = grid.chunk_size, 11
-  f = wire.ChunkFormat(n, n, 'float32', values)
+  f = ChunkFormat(n, n, 'float32', values)
   rng = np.random.default_rng(0)
   signs = np.sign([np.outer(np.ones(32), np.ones(16)).ravel(),
-                   chunks.to_coefficients(jnp.asarray(
+                   chunking.to_coefficients(jnp.asarray(
                        rng.normal(size=(16, 32)), jnp.float32), grid,
                        Dct()).ravel()])
   for sign in signs:
@@ -165,5 +165,5 @@ def test_the_largest_that_is_read_can_be_transformed(values, average):
     doubled = jnp.where(sound[:, None, None], 2 * read, 0)
     for v in (read, jnp.clip(doubled, -f.max_magnitude, f.max_magnitude)):
       merged = MERGE(indices, v, sound, n, average)
-      update = chunks.from_coefficients(merged.reshape(grid.coefficients_shape), grid, Dct())
+      update = chunking.from_coefficients(merged.reshape(grid.coefficients_shape), grid, Dct())
       assert np.all(np.isfinite(update))
