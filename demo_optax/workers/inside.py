@@ -1,8 +1,8 @@
 """Operations across workers, called inside of a `data_parallel` step.
 
 `data_parallel` traces a step under `jax.vmap` over the workers. Arrays that are
-equal on all workers have no worker axis there. Collectives join workers here,
-and in the exchange a rule that receives the stacked arrays of all workers.
+equal on all workers have no worker axis there. Workers communicate by
+collectives, and in the exchange by a rule that receives all workers' arrays.
 
 Where each worker is one device of a mesh, that trace is only a check
 (`tracing`), and `jax.shard_map` runs the step on each device: compilers would
@@ -44,7 +44,7 @@ def tracing(
 ) -> Iterator[None]:
   """Traces a step in another way than for all workers, mapped.
 
-  With `seen_as`, for one worker on its own device, which sees all workers so.
+  With `seen_as`, for one worker on its own device: how it sees the workers.
   With `checks`, to see what differs between workers; nothing is exchanged.
   """
   token = _TRACE.set((seen_as, checks))

@@ -75,7 +75,7 @@ class Workers:
       param_specs: Any = None,
       axis_sizes: Mapping[str, int] | None = None,
   ) -> 'Workers':
-    """Makes `num_workers` workers of one device, run by `jax.vmap`.
+    """Makes `num_workers` workers on one device, run by `jax.vmap`.
 
     With `param_specs` as in `on_mesh`, and the sizes of the axes inside a
     worker in the mesh's order, such as `axis_sizes={'fsdp': 4}`, results and

@@ -200,7 +200,7 @@ def lower(program, mesh, shapes):
 def compressor_of(program, plain):
   import demo_optax
 
-  if program.recipe == 'demo_muon' and not program.groups:
+  if program.recipe == 'demo_muon':
     return demo_optax.recipes.muon_compressors(plain)
   found = demo_optax.dct_topk()
   if program.groups:

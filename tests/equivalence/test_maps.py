@@ -259,7 +259,7 @@ def expected_of(name, how):
 # `published` is run in every map, the others in these; with -m slow in all.
 SOME = {
     'second': ['step auto', 'vmap'], 'demo': ['step', '2x4 explicit'],
-    'demo_muon': ['explicit', 'checked'], 'groups': ['explicit', '2x4 auto'],
+    'demo_muon': ['explicit', 'checked'], 'groups': ['explicit', 'checked', '2x4 auto'],
     'per_worker': ['checked', 'step explicit', 'pmap', 'step 2x4 explicit'],
     'average': ['auto', 'step 2x4 auto'],
     'owners': ['step', 'vmap', 'unchecked', '2x4 explicit'],

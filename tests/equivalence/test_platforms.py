@@ -23,7 +23,7 @@ def accelerator(request):
 @pytest.mark.parametrize('name, how', [
     *(('published', how) for how in (
         'auto', 'checked', 'pmap', '2x4 auto', '2x4 explicit', 'step 2x4 auto')),
-    ('second', 'explicit'), ('groups', 'vmap'), ('owners', 'auto')])
+    ('second', 'explicit'), ('groups', 'vmap'), ('groups', 'checked'), ('owners', 'auto')])
 def test_maps_have_the_bits_of_the_simulation(name, how):
   make = test_maps.EXCHANGES[name]
   found, expected = test_maps.run(make, how), test_maps.expected_of(name, how)
