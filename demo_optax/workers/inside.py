@@ -44,7 +44,7 @@ def tracing(
 ) -> Iterator[None]:
   """Traces a step in another way than for all workers, mapped.
 
-  With `seen_as`, for one worker on its own device: how it sees the workers.
+  With `seen_as`, for one worker on its own device; its exchanges use `seen_as`.
   With `checks`, to see what differs between workers; nothing is exchanged.
   """
   token = _TRACE.set((seen_as, checks))

@@ -258,12 +258,11 @@ def expected_of(name, how):
 
 # `published` is run in every map, the others in these; with -m slow in all.
 SOME = {
-    'second': ['step auto', 'vmap'], 'demo': ['step', '2x4 explicit'],
+    'second': ['step auto', 'vmap', 'step 2x4 auto'], 'demo': ['step', 'unchecked', '2x4 explicit'],
     'demo_muon': ['explicit', 'checked'], 'groups': ['explicit', 'checked', '2x4 auto'],
-    'per_worker': ['checked', 'step explicit', 'pmap', 'step 2x4 explicit'],
-    'average': ['auto', 'step 2x4 auto'],
-    'owners': ['step', 'vmap', 'unchecked', '2x4 explicit'],
-    'diloco': ['step', 'step 2x4 explicit'], 'demo_diloco': ['step 2x4 auto'],
+    'per_worker': ['auto', 'checked', 'step explicit', 'pmap', 'step 2x4 explicit'],
+    'average': ['auto', 'step auto', 'vmap', 'step 2x4 auto'], 'demo_diloco': ['step 2x4 auto'],
+    'owners': ['step', 'vmap', 'unchecked', '2x4 explicit'], 'diloco': ['step', 'step 2x4 explicit'],
     # The mean over workers takes slices of a sharded dimension.
     'drift': ['step explicit', 'step 2x4 explicit'],
     'sparse_loco': ['step auto', 'step 2x4 explicit'],

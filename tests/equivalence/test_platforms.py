@@ -63,7 +63,7 @@ def test_forms_agree_but_for_rounding(exchange):
 
 
 def test_a_step_is_exported_for_several_platforms(accelerator):
-  """In one form, which is right on all of them. That of TPUs says layouts."""
+  """In one form, which is right on all of them. That of TPUs constrains layouts."""
   workers = {'gpu': demo_optax.Workers.simulated(2), 'tpu': on_mesh(2)}[accelerator]
   tx, params = test_maps.EXCHANGES['published'](workers), random_tree(0, {'w': (96, 96)})
   gradients = stacked(random_tree(1, {'w': (96, 96)}, lead=(2,)), workers)
