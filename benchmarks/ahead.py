@@ -24,28 +24,36 @@ import programs
 RESULTS = pathlib.Path(__file__).parent / 'results' / 'ahead.json'
 BOUNDS = ROOT / 'tests' / 'ahead' / 'bounds.json'
 COLUMNS = (
-    'program', 'launches', 'sorts', 'temp/params', 'bytes/param', 'code, MiB',
-    'Mcycles', 'ms', 'compile, CPU s', 'over the worker axis',
+  'program',
+  'launches',
+  'sorts',
+  'temp/params',
+  'bytes/param',
+  'code, MiB',
+  'Mcycles',
+  'ms',
+  'compile, CPU s',
+  'over the worker axis',
 )
 
 
 def row(found):
   tpu = 'cycles' in found
   across = ', '.join(
-      f'{kind} {"".join(shapes)}: {received:,} B'
-      for kind, _, received, shapes in found['across']
+    f'{kind} {"".join(shapes)}: {received:,} B'
+    for kind, _, received, shapes in found['across']
   )
   return (
-      programs.key(found),
-      str(found['operations' if tpu else 'launches']),
-      str(found['sorts']),
-      f'{found["temporaries"]:.2f}',
-      f'{found["bytes"]:.1f}',
-      f'{found["code"] / 2**20:.1f}',
-      f'{found["cycles"] / 1e6:.2f}' if tpu else '-',
-      f'{found["milliseconds"]:.2f}' if tpu else '-',
-      f'{found["compile_seconds"]:.0f}',
-      across,
+    programs.key(found),
+    str(found['operations' if tpu else 'launches']),
+    str(found['sorts']),
+    f'{found["temporaries"]:.2f}',
+    f'{found["bytes"]:.1f}',
+    f'{found["code"] / 2**20:.1f}',
+    f'{found["cycles"] / 1e6:.2f}' if tpu else '-',
+    f'{found["milliseconds"]:.2f}' if tpu else '-',
+    f'{found["compile_seconds"]:.0f}',
+    across,
   )
 
 
@@ -60,8 +68,10 @@ def lower_bounds(results, line):
   for found in results:
     before = bounds.get(programs.key(found), {})
     bounds[programs.key(found)] = {
-        name: min(_rounded_up(found[name]), before.get(name, float('inf')))
-        for name in programs.COSTS if name in found}
+      name: min(_rounded_up(found[name]), before.get(name, float('inf')))
+      for name in programs.COSTS
+      if name in found
+    }
   BOUNDS.write_text(json.dumps(recorded, indent=2) + '\n')
 
 

@@ -33,9 +33,9 @@ class ExchangeState(NamedTuple):
 
 
 def _transformation(
-    workers: demo_optax.Workers,
-    first: Callable[[jax.Array, jax.Array], jax.Array],
-    of_matrix: Any,
+  workers: demo_optax.Workers,
+  first: Callable[[jax.Array, jax.Array], jax.Array],
+  of_matrix: Any,
 ) -> optax.GradientTransformation:
   """Returns the exchange of each matrix.
 
@@ -54,7 +54,7 @@ def _transformation(
     return ExchangeState(treedef.unflatten(zeros), treedef.unflatten(shared))
 
   def update_fn(
-      updates: chex.ArrayTree, state: ExchangeState, params: Any = None
+    updates: chex.ArrayTree, state: ExchangeState, params: Any = None
   ) -> tuple[chex.ArrayTree, ExchangeState]:
     del params
     leaves, treedef = jax.tree.flatten(updates)
@@ -67,7 +67,7 @@ def _transformation(
 
 
 def _low_rank(
-    rank: int, workers: demo_optax.Workers, of_matrix: Any
+  rank: int, workers: demo_optax.Workers, of_matrix: Any
 ) -> optax.GradientTransformation:
 
   def right(x: jax.Array, key: jax.Array) -> jax.Array:
@@ -77,7 +77,7 @@ def _low_rank(
 
 
 def _factors(
-    matrix: jax.Array, right: jax.Array
+  matrix: jax.Array, right: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
   """Returns one step of subspace iteration on the mean of the matrices.
 
@@ -89,7 +89,7 @@ def _factors(
 
 
 def power_sgd(
-    rank: int, workers: demo_optax.Workers
+  rank: int, workers: demo_optax.Workers
 ) -> optax.GradientTransformation:
   """Averages gradients by one step of subspace iteration, with error feedback.
 
@@ -99,7 +99,7 @@ def power_sgd(
   """
 
   def of_matrix(
-      gradient: jax.Array, error: jax.Array, right: jax.Array
+    gradient: jax.Array, error: jax.Array, right: jax.Array
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     matrix = gradient + error
     left, right = _factors(matrix, right)
@@ -110,7 +110,7 @@ def power_sgd(
 
 
 def dion(
-    rank: int, workers: demo_optax.Workers, mu: float = 0.95
+  rank: int, workers: demo_optax.Workers, mu: float = 0.95
 ) -> optax.GradientTransformation:
   """Orthonormalises a low-rank approximation of the workers' own momenta.
 
@@ -121,7 +121,7 @@ def dion(
   """
 
   def of_matrix(
-      gradient: jax.Array, momentum: jax.Array, right: jax.Array
+    gradient: jax.Array, momentum: jax.Array, right: jax.Array
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     matrix = momentum + gradient
     left, factor = _factors(matrix, right)
@@ -144,7 +144,7 @@ def _common_rows_of(topk: int, matrix: jax.Array) -> int:
 
 
 def common_mask(
-    topk: int, workers: demo_optax.Workers, decay: float
+  topk: int, workers: demo_optax.Workers, decay: float
 ) -> optax.GradientTransformation:
   """Averages coefficients that the workers chose together a step before.
 
@@ -161,7 +161,7 @@ def common_mask(
     return jnp.arange(n * _of_each_part(topk, x.size, n))
 
   def of_matrix(
-      update: jax.Array, residual: jax.Array, places: jax.Array
+    update: jax.Array, residual: jax.Array, places: jax.Array
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     matrix = decay * residual + update
     flat = _chunks_of_dct(matrix).reshape(-1)
@@ -169,13 +169,14 @@ def common_mask(
     update = jnp.zeros_like(flat).at[places].set(values)
     flat = flat.at[places].set(0.0)
     # Rows are the parts; of what a worker finds in all, its part counts.
-    _, found = jax.lax.top_k(
-        jnp.abs(flat.reshape(-1, n).T), len(places) // n)
+    _, found = jax.lax.top_k(jnp.abs(flat.reshape(-1, n).T), len(places) // n)
     found = demo_optax.over_workers(
-        found * n + jnp.arange(n)[:, None],
-        lambda x, axis: jnp.diagonal(x).T)
-    update, residual = (_chunks_of_dct(x.reshape(matrix.shape), inverse=True)
-                        for x in (update, flat))
+      found * n + jnp.arange(n)[:, None], lambda x, axis: jnp.diagonal(x).T
+    )
+    update, residual = (
+      _chunks_of_dct(x.reshape(matrix.shape), inverse=True)
+      for x in (update, flat)
+    )
     return update, residual, found.reshape(-1)
 
   return _transformation(workers, first, of_matrix)
@@ -190,7 +191,7 @@ def _chunks_of_dct(x: jax.Array, inverse: bool = False) -> jax.Array:
 
 
 def common_rows(
-    topk: int, workers: demo_optax.Workers, decay: float, width: int = 4
+  topk: int, workers: demo_optax.Workers, decay: float, width: int = 4
 ) -> optax.GradientTransformation:
   """Averages the largest rows of the mean matrix, which a sketch finds.
 
@@ -202,24 +203,26 @@ def common_rows(
   """
 
   def of_matrix(
-      update: jax.Array, residual: jax.Array, count: jax.Array
+    update: jax.Array, residual: jax.Array, count: jax.Array
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     matrix = decay * residual + update
     key = jax.random.fold_in(jax.random.key(0), count)
     random = jax.random.normal(key, (matrix.shape[1], width), matrix.dtype)
     sketch = demo_optax.over_workers(matrix @ random)
     _, rows = jax.lax.top_k(
-        jnp.linalg.norm(sketch, axis=1), _common_rows_of(topk, matrix))
+      jnp.linalg.norm(sketch, axis=1), _common_rows_of(topk, matrix)
+    )
     mean = demo_optax.over_workers(matrix[rows])
     update = jnp.zeros_like(matrix).at[rows].set(mean)
     return update, matrix.at[rows].set(0.0), count + 1
 
   return _transformation(
-      workers, lambda x, key: jnp.zeros([], jnp.int32), of_matrix)
+    workers, lambda x, key: jnp.zeros([], jnp.int32), of_matrix
+  )
 
 
 def sent_bytes(
-    method: str, topk: int, matrix: jax.Array, workers: int
+  method: str, topk: int, matrix: jax.Array, workers: int
 ) -> float:
   """Returns what a worker sends of a matrix, by ring all-reduces.
 

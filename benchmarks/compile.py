@@ -37,13 +37,15 @@ def measure(layers, workers, topk):
   shapes = gpt(512, layers, 32_000)
   size = sum(map(math.prod, shapes.values()))
   params, gradients = (
-      {name: jax.ShapeDtypeStruct((*lead, *shape), jnp.float32)
-       for name, shape in shapes.items()}
-      for lead in ((), (workers,))
+    {
+      name: jax.ShapeDtypeStruct((*lead, *shape), jnp.float32)
+      for name, shape in shapes.items()
+    }
+    for lead in ((), (workers,))
   )
   tx = demo_optax.scale_by_demo(
-      demo_optax.dct_topk(topk=topk),
-      workers=demo_optax.Workers.simulated(workers),
+    demo_optax.dct_topk(topk=topk),
+    workers=demo_optax.Workers.simulated(workers),
   )
   state = jax.eval_shape(tx.init, params)
   jax.jit(lambda x: x + 1)(jnp.zeros(3))  # so that XLA is there
@@ -54,15 +56,15 @@ def measure(layers, workers, topk):
   done = time.process_time()
   memory = compiled.memory_analysis()
   return {
-      'leaves': len(shapes),
-      'elements': size,
-      'workers': workers,
-      'topk': topk,
-      'trace': round(traced - start, 2),
-      'compile': round(done - traced, 2),
-      'hlo_instructions': compiled.as_text().count(' = '),
-      'temporaries_over_params': round(memory.temp_size_in_bytes / size / 4, 3),
-      'jax': jax.__version__,
+    'leaves': len(shapes),
+    'elements': size,
+    'workers': workers,
+    'topk': topk,
+    'trace': round(traced - start, 2),
+    'compile': round(done - traced, 2),
+    'hlo_instructions': compiled.as_text().count(' = '),
+    'temporaries_over_params': round(memory.temp_size_in_bytes / size / 4, 3),
+    'jax': jax.__version__,
   }
 
 
@@ -71,8 +73,12 @@ def first_call(make):
   workers = demo_optax.Workers.simulated(4)
   rngs = nnx.Rngs(0)
   model = nnx.Sequential(
-      nnx.Linear(64, 256, rngs=rngs), nnx.relu, nnx.Linear(256, 256, rngs=rngs),
-      nnx.relu, nnx.Linear(256, 10, rngs=rngs))
+    nnx.Linear(64, 256, rngs=rngs),
+    nnx.relu,
+    nnx.Linear(256, 256, rngs=rngs),
+    nnx.relu,
+    nnx.Linear(256, 10, rngs=rngs),
+  )
   optimizer = nnx.Optimizer(model, make(workers), wrt=nnx.Param)
 
   def step(model, optimizer, x, y):
@@ -87,15 +93,16 @@ def first_call(make):
   jit = demo_optax.data_parallel(workers) if is_ours else nnx.jit
   start = time.process_time()
   jit(step).lower(
-      model, optimizer, jnp.zeros((32, 64)), jnp.zeros(32, jnp.int32)).compile()
+    model, optimizer, jnp.zeros((32, 64)), jnp.zeros(32, jnp.int32)
+  ).compile()
   return time.process_time() - start
 
 
 ADAMW = lambda workers: optax.adamw(1e-3)  # noqa: E731
 RECIPES = {
-    'adamw': ADAMW,
-    'demo': lambda workers: demo_optax.demo(1e-3, workers=workers),
-    'demo_muon': lambda workers: demo_optax.demo_muon(1e-3, workers=workers),
+  'adamw': ADAMW,
+  'demo': lambda workers: demo_optax.demo(1e-3, workers=workers),
+  'demo_muon': lambda workers: demo_optax.demo_muon(1e-3, workers=workers),
 }
 
 
@@ -112,16 +119,17 @@ def main():
     print(json.dumps(found[-1]), flush=True)
   first_call(ADAMW)  # so that Flax is there
   rounds = [
-      {name: first_call(make) for name, make in RECIPES.items()}
-      for _ in range(3)
+    {name: first_call(make) for name, make in RECIPES.items()} for _ in range(3)
   ]
-  found.append({
+  found.append(
+    {
       'first_call': {
-          name: round(statistics.median(r[name] for r in rounds), 1)
-          for name in RECIPES
+        name: round(statistics.median(r[name] for r in rounds), 1)
+        for name in RECIPES
       },
       'jax': jax.__version__,
-  })
+    }
+  )
   print(json.dumps(found[-1]))
   if args.save:
     RESULTS.write_text(json.dumps(found, indent=1) + '\n')

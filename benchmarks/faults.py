@@ -27,8 +27,20 @@ ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / 'docs/faults.md'
 MARKS = '<!-- faults: python benchmarks/faults.py -->', '<!-- end -->'
 
-SMALL = ['--width', '32', '--layers', '1', '--heads', '2', '--batch', '12',
-         '--eval-every', '1000000', '--save-every', '20']
+SMALL = [
+  '--width',
+  '32',
+  '--layers',
+  '1',
+  '--heads',
+  '2',
+  '--batch',
+  '12',
+  '--eval-every',
+  '1000000',
+  '--save-every',
+  '20',
+]
 TRAIN = [sys.executable, str(ROOT / 'examples/train_lm.py'), *SMALL]
 LAUNCH = [sys.executable, str(ROOT / 'examples/launch_local.py')]
 START = 240  # seconds in which a run has begun to train, on a busy machine
@@ -53,12 +65,22 @@ class Run:
     name, value = self.marker.split('=')
     paths = [str(ROOT), os.environ.get('PYTHONPATH', '')]
     env = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'} | {
-        name: value, 'JAX_PLATFORMS': 'cpu', 'PYTHONUNBUFFERED': '1',
-        'PYTHONPATH': os.pathsep.join(p for p in paths if p), **environment}
+      name: value,
+      'JAX_PLATFORMS': 'cpu',
+      'PYTHONUNBUFFERED': '1',
+      'PYTHONPATH': os.pathsep.join(p for p in paths if p),
+      **environment,
+    }
     self.process = subprocess.Popen(
-        [*map(str, command), '--out', str(folder)], env=env, text=True,
-        errors='replace', stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, start_new_session=True)
+      [*map(str, command), '--out', str(folder)],
+      env=env,
+      text=True,
+      errors='replace',
+      stdin=subprocess.DEVNULL,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      start_new_session=True,
+    )
     self.output = ''
     self._reader = threading.Thread(target=self._read, daemon=True)
     self._reader.start()
@@ -89,8 +111,11 @@ class Run:
       except (OSError, UnicodeDecodeError):
         continue
       if self.marker in environment and state != 'Z':
-        number = [e.split('=')[1] for e in environment
-                  if e.startswith('JAX_PROCESS_ID=')]
+        number = [
+          e.split('=')[1]
+          for e in environment
+          if e.startswith('JAX_PROCESS_ID=')
+        ]
         found[int(entry.name)] = number[0] if number else ''
     return found
 
@@ -117,7 +142,8 @@ class Run:
     """Waits until so many checkpoints have been written."""
     every = int(SMALL[-1])
     self.wait_until(
-        lambda: self.steps and self.steps[-1] >= saved * every, START)
+      lambda: self.steps and self.steps[-1] >= saved * every, START
+    )
     return self
 
   def ended(self, limit: float) -> tuple[int, float]:
@@ -150,8 +176,20 @@ def steps_in(folder: pathlib.Path) -> list[int]:
 def launched(folder, processes, *flags, launcher=(), **environment) -> Run:
   """A long run under the launcher."""
   return Run(
-      folder, [*LAUNCH, '-n', processes, *launcher, '--', *TRAIN,
-               '--steps', '1000000', *flags], **environment)
+    folder,
+    [
+      *LAUNCH,
+      '-n',
+      processes,
+      *launcher,
+      '--',
+      *TRAIN,
+      '--steps',
+      '1000000',
+      *flags,
+    ],
+    **environment,
+  )
 
 
 def resumes(folder: pathlib.Path, workers: int) -> int:
@@ -181,10 +219,18 @@ def late(folder):
   flags = ['--steps', '20', '--timeout', '60']
   port = 20000 + os.getpid() % 10000 + 7
   with contextlib.ExitStack() as stack:
+
     def start(number):
-      return stack.enter_context(Run(
-          folder, [*TRAIN, *flags], JAX_PROCESS_ID=str(number),
-          JAX_NUM_PROCESSES='2', JAX_COORDINATOR_ADDRESS=f'127.0.0.1:{port}'))
+      return stack.enter_context(
+        Run(
+          folder,
+          [*TRAIN, *flags],
+          JAX_PROCESS_ID=str(number),
+          JAX_NUM_PROCESSES='2',
+          JAX_COORDINATOR_ADDRESS=f'127.0.0.1:{port}',
+        )
+      )
+
     runs = [start(0)]
     time.sleep(15)
     assert runs[0].process.poll() is None
@@ -195,14 +241,21 @@ def late(folder):
       assert status == 0, run.output
     seconds = time.monotonic() - began
   assert steps_in(folder) == [20]
-  return Outcome(seconds, 'the first one waits (`--timeout`, 300 s if not'
-                          ' given); both train to the end')
+  return Outcome(
+    seconds,
+    'the first one waits (`--timeout`, 300 s if not'
+    ' given); both train to the end',
+  )
 
 
 def never(folder):
-  with Run(folder, [*TRAIN, '--timeout', '15'], JAX_PROCESS_ID='0',
-           JAX_NUM_PROCESSES='2',
-           JAX_COORDINATOR_ADDRESS='127.0.0.1:20009') as run:
+  with Run(
+    folder,
+    [*TRAIN, '--timeout', '15'],
+    JAX_PROCESS_ID='0',
+    JAX_NUM_PROCESSES='2',
+    JAX_COORDINATOR_ADDRESS='127.0.0.1:20009',
+  ) as run:
     status, seconds = run.ended(60)
     assert status not in (0, None), run.output
     text = run.says('DEADLINE_EXCEEDED|[Tt]imed out|timed out')
@@ -219,9 +272,12 @@ def one_cannot_write(folder):
     assert status == 1, run.output
     text = run.says('File too large')
   step = resumes(folder, 2)
-  return Outcome(seconds, f'an error in both ("{text}") once the save has had'
-                          ' its `--save-timeout 20`; resumed after step'
-                          f' {step}')
+  return Outcome(
+    seconds,
+    f'an error in both ("{text}") once the save has had'
+    ' its `--save-timeout 20`; resumed after step'
+    f' {step}',
+  )
 
 
 def told_to_end(folder, processes, to, number=signal.SIGTERM):
@@ -241,8 +297,11 @@ def told_to_end(folder, processes, to, number=signal.SIGTERM):
     step = int(run.says(rf'Stopped by {name} after step \d+').split()[-1])
   assert step == run.steps[-1] and step > before
   assert resumes(folder, max(2, processes)) == step
-  return Outcome(seconds, 'all stop after the same step, which is saved;'
-                          f' status {128 + number}; resumed from there')
+  return Outcome(
+    seconds,
+    'all stop after the same step, which is saved;'
+    f' status {128 + number}; resumed from there',
+  )
 
 
 # With a relay -----------------------------------------------------------------
@@ -265,19 +324,45 @@ class Relayed:
     self.stack.__exit__(*error)
 
   def start_relay(self):
-    command = [sys.executable, '-m', 'demo_optax.remote', '--workers',
-               self.count, '--port', self.port, '--start', START]
+    command = [
+      sys.executable,
+      '-m',
+      'demo_optax.remote',
+      '--workers',
+      self.count,
+      '--port',
+      self.port,
+      '--start',
+      START,
+    ]
     relay = subprocess.Popen(
-        list(map(str, command)), stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL, cwd=ROOT)
+      list(map(str, command)),
+      stdout=subprocess.DEVNULL,
+      stderr=subprocess.DEVNULL,
+      cwd=ROOT,
+    )
     self.stack.callback(relay.wait)
     self.stack.callback(relay.kill)
     return relay
 
   def start(self, rank):
-    return self.stack.enter_context(Run(self.folder, [
-        *TRAIN, '--relay', f'tcp://127.0.0.1:{self.port}', '--rank', rank,
-        '--workers', self.count, '--steps', self.steps, '--overwrite']))
+    return self.stack.enter_context(
+      Run(
+        self.folder,
+        [
+          *TRAIN,
+          '--relay',
+          f'tcp://127.0.0.1:{self.port}',
+          '--rank',
+          rank,
+          '--workers',
+          self.count,
+          '--steps',
+          self.steps,
+          '--overwrite',
+        ],
+      )
+    )
 
   def losses(self, rank):
     """By step, of all workers, as this one has seen it."""
@@ -297,7 +382,8 @@ class Relayed:
       if min(done) >= steps:
         return first
       assert time.monotonic() < began + START, [
-          self.workers[r].output for r in ranks]
+        self.workers[r].output for r in ranks
+      ]
       time.sleep(0.02)
 
   def check(self):
@@ -317,8 +403,11 @@ def worker_killed(folder):
     job.workers[1] = job.start(1)
     back = job.goes_on([0, 1, 2])
     job.check()
-  return Outcome(seconds, 'the others wait for one deadline (2 s) and go on;'
-                          f' started again, it takes part after {back:.0f} s')
+  return Outcome(
+    seconds,
+    'the others wait for one deadline (2 s) and go on;'
+    f' started again, it takes part after {back:.0f} s',
+  )
 
 
 def workers_stopped(folder, ranks):
@@ -332,8 +421,11 @@ def workers_stopped(folder, ranks):
       job.workers[rank].process.send_signal(signal.SIGCONT)
     job.goes_on([0, 1, 2])
     job.check()
-  return Outcome(seconds, 'the others wait for one deadline (2 s) and go on;'
-                          ' continued, they apply what they missed')
+  return Outcome(
+    seconds,
+    'the others wait for one deadline (2 s) and go on;'
+    ' continued, they apply what they missed',
+  )
 
 
 def relay_killed(folder):
@@ -352,25 +444,46 @@ def relay_killed(folder):
 
 # name: what is done, in how many seconds it has to be over.
 CASES = {
-    'kill': ('SIGKILL of process 1 of 3', 40, lambda folder: killed(folder, 1)),
-    'kill-first': ('SIGKILL of process 0 of 3', 40,
-                   lambda folder: killed(folder, 0)),
-    'late': ('process 1 of 2 starts 15 s late', START, late),
-    'never': ('process 1 of 2 never starts', 60, never),
-    'one-full': ('process 1 of 2 alone cannot write', 90, one_cannot_write),
-    'term': ('SIGTERM to the launcher of 3', 25,
-             lambda folder: told_to_end(folder, 3, 'launcher')),
-    'term-one': ('SIGTERM to process 1 of 2', 25,
-                 lambda folder: told_to_end(folder, 2, [1])),
-    'int-alone': ('Ctrl-C (SIGINT) to a process by itself', 25,
-                  lambda folder: told_to_end(folder, 1, [0], signal.SIGINT)),
-    'relay-kill': ('with a relay: SIGKILL of worker 1 of 3', 15, worker_killed),
-    'relay-stop': ('with a relay: SIGSTOP of worker 2 of 3, for 5 s and more',
-                   15, lambda folder: workers_stopped(folder, [2])),
-    'relay-stop-two': ('with a relay: SIGSTOP of workers 0 and 1 of 3', 15,
-                       lambda folder: workers_stopped(folder, [0, 1])),
-    'relay-restart': ('SIGKILL of the relay, and another one 3 s later', 15,
-                      relay_killed),
+  'kill': ('SIGKILL of process 1 of 3', 40, lambda folder: killed(folder, 1)),
+  'kill-first': (
+    'SIGKILL of process 0 of 3',
+    40,
+    lambda folder: killed(folder, 0),
+  ),
+  'late': ('process 1 of 2 starts 15 s late', START, late),
+  'never': ('process 1 of 2 never starts', 60, never),
+  'one-full': ('process 1 of 2 alone cannot write', 90, one_cannot_write),
+  'term': (
+    'SIGTERM to the launcher of 3',
+    25,
+    lambda folder: told_to_end(folder, 3, 'launcher'),
+  ),
+  'term-one': (
+    'SIGTERM to process 1 of 2',
+    25,
+    lambda folder: told_to_end(folder, 2, [1]),
+  ),
+  'int-alone': (
+    'Ctrl-C (SIGINT) to a process by itself',
+    25,
+    lambda folder: told_to_end(folder, 1, [0], signal.SIGINT),
+  ),
+  'relay-kill': ('with a relay: SIGKILL of worker 1 of 3', 15, worker_killed),
+  'relay-stop': (
+    'with a relay: SIGSTOP of worker 2 of 3, for 5 s and more',
+    15,
+    lambda folder: workers_stopped(folder, [2]),
+  ),
+  'relay-stop-two': (
+    'with a relay: SIGSTOP of workers 0 and 1 of 3',
+    15,
+    lambda folder: workers_stopped(folder, [0, 1]),
+  ),
+  'relay-restart': (
+    'SIGKILL of the relay, and another one 3 s later',
+    15,
+    relay_killed,
+  ),
 }
 
 
@@ -392,7 +505,7 @@ def main() -> None:
     print(row, flush=True)
     old = DOCS.read_text()
     start = old.index(f'| {what} |')
-    DOCS.write_text(old[:start] + row + old[old.index('\n', start):])
+    DOCS.write_text(old[:start] + row + old[old.index('\n', start) :])
 
 
 if __name__ == '__main__':

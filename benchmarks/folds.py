@@ -20,12 +20,9 @@ from demo_optax.compressors import chunking
 
 
 class Block(nnx.Module):
-
   def __init__(self, d: int, heads: int, rngs: nnx.Rngs):
     self.norms = nnx.List([nnx.LayerNorm(d, rngs=rngs) for _ in range(2)])
-    self.attention = nnx.MultiHeadAttention(
-        heads, d, decode=False, rngs=rngs
-    )
+    self.attention = nnx.MultiHeadAttention(heads, d, decode=False, rngs=rngs)
     self.up = nnx.Linear(d, 4 * d, rngs=rngs)
     self.down = nnx.Linear(4 * d, d, rngs=rngs)
 
@@ -63,23 +60,28 @@ class ResNet(nnx.Module):
     for out in (64, 64, 128, 128, 256, 256, 512, 512):
       for inputs in (width, out):
         convolutions.append(
-            nnx.Conv(inputs, out, (3, 3), use_bias=False, rngs=rngs))
+          nnx.Conv(inputs, out, (3, 3), use_bias=False, rngs=rngs)
+        )
       if width != out:
         convolutions.append(
-            nnx.Conv(width, out, (1, 1), use_bias=False, rngs=rngs))
+          nnx.Conv(width, out, (1, 1), use_bias=False, rngs=rngs)
+        )
       width = out
     self.convolutions = nnx.List(convolutions)
     self.norms = nnx.List(
-        [nnx.BatchNorm(c.out_features, rngs=rngs) for c in convolutions])
+      [nnx.BatchNorm(c.out_features, rngs=rngs) for c in convolutions]
+    )
     self.head = nnx.Linear(512, 1000, rngs=rngs)
 
 
 MODELS = {
-    **{f'transformer, d = {d}, {name}': (Transformer, d, tied)
-       for d in (64, 256, 1024, 4096)
-       for name, tied in (('tied', True), ('untied', False))},
-    'ViT-Ti/16': (ViT,),
-    'ResNet-18': (ResNet,),
+  **{
+    f'transformer, d = {d}, {name}': (Transformer, d, tied)
+    for d in (64, 256, 1024, 4096)
+    for name, tied in (('tied', True), ('untied', False))
+  },
+  'ViT-Ti/16': (ViT,),
+  'ResNet-18': (ResNet,),
 }
 
 
@@ -94,7 +96,8 @@ def shares(model: tuple) -> dict[str, float]:
   """Parameters, and bytes sent of four each."""
   make, *arguments = model
   params = nnx.state(
-      nnx.eval_shape(lambda: make(*arguments, nnx.Rngs(0))), nnx.Param)
+    nnx.eval_shape(lambda: make(*arguments, nnx.Rngs(0))), nnx.Param
+  )
 
   def share(proportional: bool) -> float:
     compressor = demo_optax.dct_topk(proportional=proportional)
@@ -102,25 +105,36 @@ def shares(model: tuple) -> dict[str, float]:
     return plan.sent_bytes / (4 * plan.size)
 
   with mock.patch.multiple(
-      chunking, chunk_length=former_length,
-      folds=lambda ndim, batch_dims: [(ndim - 2, ndim - 1)]):
+    chunking,
+    chunk_length=former_length,
+    folds=lambda ndim, batch_dims: [(ndim - 2, ndim - 1)],
+  ):
     before = share(False)
   size = sum(x.size for x in jax.tree.leaves(params))
-  return {'parameters': size, 'before': before, 'folded': share(False),
-          'default': share(True)}
+  return {
+    'parameters': size,
+    'before': before,
+    'folded': share(False),
+    'default': share(True),
+  }
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(
-      description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+  )
   parser.add_argument('--out', type=pathlib.Path)
   args = parser.parse_args()
   found = {name: shares(model) for name, model in MODELS.items()}
-  print('| model | parameters, M | before | folded | default |\n'
-        '|---|---|---|---|---|')
+  print(
+    '| model | parameters, M | before | folded | default |\n'
+    '|---|---|---|---|---|'
+  )
   for name, row in found.items():
-    print(f'| {name} | {row["parameters"] / 1e6:.2f} | {row["before"]:.2%} |'
-          f' {row["folded"]:.2%} | {row["default"]:.2%} |')
+    print(
+      f'| {name} | {row["parameters"] / 1e6:.2f} | {row["before"]:.2%} |'
+      f' {row["folded"]:.2%} | {row["default"]:.2%} |'
+    )
   if args.out:
     args.out.write_text(json.dumps(found, indent=1) + '\n')
 

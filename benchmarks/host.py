@@ -33,11 +33,16 @@ def measure():
   decorated = demo_optax.data_parallel(workers)
   found = {}
   for name, decorate, (first, second) in (
-      ('jax.jit', jax.jit, trees), ('trees', decorated, trees),
-      ('nnx.jit', nnx.jit, objects), ('objects', decorated, objects),
+    ('jax.jit', jax.jit, trees),
+    ('trees', decorated, trees),
+    ('nnx.jit', nnx.jit, objects),
+    ('objects', decorated, objects),
   ):
-    step = decorate(lambda a, b, x: (
-        x.mean() if isinstance(a, nnx.Module) else (a, b, x.mean())))
+    step = decorate(
+      lambda a, b, x: (
+        x.mean() if isinstance(a, nnx.Module) else (a, b, x.mean())
+      )
+    )
     times = []
     for _ in range(CALLS):
       start = time.perf_counter()
@@ -55,8 +60,14 @@ if __name__ == '__main__':
     for tree in list(runs) * ROUNDS:
       environment = {**os.environ, 'PYTHONPATH': os.path.abspath(tree)}
       command = [sys.executable, __file__, '--once']
-      runs[tree].append(json.loads(subprocess.check_output(
-          command, env=environment)))
+      runs[tree].append(
+        json.loads(subprocess.check_output(command, env=environment))
+      )
     for tree, found in runs.items():
-      print(tree, {name: round(statistics.median(run[name] for run in found), 2)
-                   for name in found[0]})
+      print(
+        tree,
+        {
+          name: round(statistics.median(run[name] for run in found), 2)
+          for name in found[0]
+        },
+      )

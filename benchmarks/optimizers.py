@@ -32,10 +32,15 @@ class Method(NamedTuple):
 def make(s: Settings, workers: demo_optax.Workers) -> Method:
   """Returns the method of the settings."""
   families = {
-      'recipe': recipe, 'demo_muon': demo_muon, 'demo': demo,
-      **dict.fromkeys(('powersgd', 'dion', 'common-mask', 'common-rows'),
-                      other_exchange),
-      'diloco': local, 'demo-diloco': local, 'sparse-loco': local,
+    'recipe': recipe,
+    'demo_muon': demo_muon,
+    'demo': demo,
+    **dict.fromkeys(
+      ('powersgd', 'dion', 'common-mask', 'common-rows'), other_exchange
+    ),
+    'diloco': local,
+    'demo-diloco': local,
+    'sparse-loco': local,
   }
   return families.get(s['method'], averaged)(s, workers)
 
@@ -45,7 +50,7 @@ def make(s: Settings, workers: demo_optax.Workers) -> Method:
 
 def schedule(s: Settings, peak: float) -> optax.Schedule:
   return optax.warmup_cosine_decay_schedule(
-      0.0, peak, 40, s['steps'], end_value=0.1 * peak
+    0.0, peak, 40, s['steps'], end_value=0.1 * peak
   )
 
 
@@ -54,18 +59,18 @@ def clip() -> optax.GradientTransformation:
 
 
 def orthonormalised(
-    s: Settings, **options: Any
+  s: Settings, **options: Any
 ) -> optax.GradientTransformation:
   return contrib.scale_by_muon(
-      ns_steps=s['ns_steps'],
-      preconditioning=s['preconditioning'],
-      weight_dimension_numbers=demo_optax.recipes.muon_dimension_numbers,
-      **options,
+    ns_steps=s['ns_steps'],
+    preconditioning=s['preconditioning'],
+    weight_dimension_numbers=demo_optax.recipes.muon_dimension_numbers,
+    **options,
   )
 
 
 def stored(
-    s: Settings, tx: optax.GradientTransformation
+  s: Settings, tx: optax.GradientTransformation
 ) -> optax.GradientTransformation:
   """Rounds Muon's momentum after each step as if it were stored in fewer bits.
 
@@ -95,7 +100,9 @@ def stored(
 
 
 def muon(s: Settings) -> optax.GradientTransformation:
-  return optax.chain(clip(), contrib.muon(
+  return optax.chain(
+    clip(),
+    contrib.muon(
       schedule(s, s['lr']),
       beta=s['beta'],
       ns_steps=s['ns_steps'],
@@ -104,7 +111,8 @@ def muon(s: Settings) -> optax.GradientTransformation:
       adam_b2=0.95,
       adam_learning_rate=schedule(s, s['other_lr']),
       muon_weight_dimension_numbers=demo_optax.recipes.muon_dimension_numbers,
-  ))
+    ),
+  )
 
 
 def adamw(s: Settings) -> optax.GradientTransformation:
@@ -120,7 +128,7 @@ def owners(s: Settings) -> dict[str, Any]:
 
 
 def planned(
-    compressor: Any, s: Settings, workers: demo_optax.Workers, period: int = 1
+  compressor: Any, s: Settings, workers: demo_optax.Workers, period: int = 1
 ) -> Callable[[Any], tuple[float, float, float]]:
   """Returns what counts the bytes of an exchange."""
 
@@ -135,12 +143,11 @@ def planned(
 def matrix_or_other(params: Any) -> Any:
   """Labels: embeddings, head, norms and biases are something else."""
   dimensions = jax.tree.leaves(
-      demo_optax.recipes.muon_dimension_numbers(params),
-      is_leaf=lambda x: x is None
-      or isinstance(x, contrib.MuonDimensionNumbers),
+    demo_optax.recipes.muon_dimension_numbers(params),
+    is_leaf=lambda x: x is None or isinstance(x, contrib.MuonDimensionNumbers),
   )
   return jax.tree.structure(params).unflatten(
-      ['other' if x is None else 'matrix' for x in dimensions]
+    ['other' if x is None else 'matrix' for x in dimensions]
   )
 
 
@@ -150,8 +157,8 @@ def matrix_or_other(params: Any) -> Any:
 def averaged(s: Settings, workers: demo_optax.Workers) -> Method:
   """Optimizers of averaged gradients."""
   return Method(
-      optax.chain(demo_optax.average(workers=workers), of_averages(s)),
-      planned(lambda params: jax.tree.map(lambda _: None, params), s, workers),
+    optax.chain(demo_optax.average(workers=workers), of_averages(s)),
+    planned(lambda params: jax.tree.map(lambda _: None, params), s, workers),
   )
 
 
@@ -162,19 +169,21 @@ def of_averages(s: Settings) -> optax.GradientTransformation:
     return muon(s)
   if s['method'] == 'signum':
     return optax.chain(
-        clip(), optax.ema(s['beta'], debias=False), optax.scale_by_sign(),
-        optax.scale_by_learning_rate(schedule(s, s['lr'])),
+      clip(),
+      optax.ema(s['beta'], debias=False),
+      optax.scale_by_sign(),
+      optax.scale_by_learning_rate(schedule(s, s['lr'])),
     )
   if s['method'] == 'muon-sign':  # what a dense exchange of signs could do
     signed = optax.chain(
-        orthonormalised(s, beta=s['beta'], nesterov=s['nesterov']),
-        optax.scale_by_sign(),
-        optax.scale_by_learning_rate(schedule(s, s['lr'])),
+      orthonormalised(s, beta=s['beta'], nesterov=s['nesterov']),
+      optax.scale_by_sign(),
+      optax.scale_by_learning_rate(schedule(s, s['lr'])),
     )
     adam = optax.adam(schedule(s, s['other_lr']), b2=0.95)
     return optax.chain(
-        clip(),
-        optax.partition({'matrix': signed, 'other': adam}, matrix_or_other),
+      clip(),
+      optax.partition({'matrix': signed, 'other': adam}, matrix_or_other),
     )
   raise ValueError(f'There is no method {s["method"]!r}.')
 
@@ -185,48 +194,58 @@ def demo(s: Settings, workers: demo_optax.Workers) -> Method:
   rate = schedule(s, s['lr'])
   if s['alpha'] == 1 and not s['update_values']:
     tx = demo_optax.demo(
-        rate, workers=workers, compressor=compressor, decay=s['decay']
+      rate, workers=workers, compressor=compressor, decay=s['decay']
     )
   else:
     rule = (
-        {'gradient_weight': rate} if s['alpha'] == 1
-        else {'alpha': s['alpha'], 'average': 'workers', 'ema': True}
+      {'gradient_weight': rate}
+      if s['alpha'] == 1
+      else {'alpha': s['alpha'], 'average': 'workers', 'ema': True}
     )
     tx = optax.chain(
-        demo_optax.scale_by_demo(
-            compressor, s['decay'], workers=workers, **rule, **owners(s)
-        ),
-        optax.scale_by_sign(),
-        optax.scale_by_learning_rate(rate),
+      demo_optax.scale_by_demo(
+        compressor, s['decay'], workers=workers, **rule, **owners(s)
+      ),
+      optax.scale_by_sign(),
+      optax.scale_by_learning_rate(rate),
     )
-  return Method(optax.chain(clipped(workers), tx),
-                planned(compressor, s, workers))
+  return Method(
+    optax.chain(clipped(workers), tx), planned(compressor, s, workers)
+  )
 
 
 def clipped(
-    workers: demo_optax.Workers, *then: optax.GradientTransformation
+  workers: demo_optax.Workers, *then: optax.GradientTransformation
 ) -> optax.GradientTransformation:
   """Clips each worker's gradient, before what it does alone."""
   return demo_optax.per_worker(optax.chain(clip(), *then), workers=workers)
 
 
 def of_matrices(
-    tx: optax.GradientTransformation,
+  tx: optax.GradientTransformation,
 ) -> optax.GradientTransformation:
   """Returns a transformation of matrices that leaves the others alone."""
   return optax.partition(
-      {'matrix': tx, 'other': optax.identity()}, matrix_or_other)
+    {'matrix': tx, 'other': optax.identity()}, matrix_or_other
+  )
 
 
 def demo_muon(s: Settings, workers: demo_optax.Workers) -> Method:
   """Returns `demo_optax.demo_muon`, behind clipping."""
   compressor, _ = other_leaves(s, matrix_compressor(s))
   tx = demo_optax.demo_muon(
-      schedule(s, s['lr']), workers=workers, compressor=compressor,
-      decay=s['decay'], beta=s['beta'], mu_dtype=s['mu_dtype'],
-      adam_learning_rate=schedule(s, s['other_lr']), **owners(s))
-  return Method(optax.chain(clipped(workers), tx),
-                planned(compressor, s, workers))
+    schedule(s, s['lr']),
+    workers=workers,
+    compressor=compressor,
+    decay=s['decay'],
+    beta=s['beta'],
+    mu_dtype=s['mu_dtype'],
+    adam_learning_rate=schedule(s, s['other_lr']),
+    **owners(s),
+  )
+  return Method(
+    optax.chain(clipped(workers), tx), planned(compressor, s, workers)
+  )
 
 
 def recipe(s: Settings, workers: demo_optax.Workers) -> Method:
@@ -234,28 +253,33 @@ def recipe(s: Settings, workers: demo_optax.Workers) -> Method:
   if s['mu_dtype'] == 'bfloat16' and not s['stochastic']:
     return demo_muon(s, workers)
   before = {
-      'orthonormalise': lambda: stored(s, orthonormalised(
-          s, beta=s['beta'], nesterov=s['nesterov']
-      )),
-      'momentum': lambda: optax.ema(s['beta']),
-      None: optax.identity,
+    'orthonormalise': lambda: stored(
+      s, orthonormalised(s, beta=s['beta'], nesterov=s['nesterov'])
+    ),
+    'momentum': lambda: optax.ema(s['beta']),
+    None: optax.identity,
   }[s['worker']]()
   after = {
-      'rms': demo_optax.recipes.scale_to_unit_rms,
-      'sign': optax.scale_by_sign,
-      'orthonormalise': lambda: optax.chain(
-          orthonormalised(s, beta=0.0, nesterov=False),
-          demo_optax.recipes.scale_to_unit_rms(),
-      ),
+    'rms': demo_optax.recipes.scale_to_unit_rms,
+    'sign': optax.scale_by_sign,
+    'orthonormalise': lambda: optax.chain(
+      orthonormalised(s, beta=0.0, nesterov=False),
+      demo_optax.recipes.scale_to_unit_rms(),
+    ),
   }[s['after']]()
   compressor, other = other_leaves(s, matrix_compressor(s))
   tx = optax.chain(
-      clipped(workers, of_matrices(before)),
-      demo_optax.scale_by_demo(
-          compressor, s['decay'], workers=workers, alpha=s['alpha'],
-          average=s['average'], ema=True, **owners(s),
-      ),
-      by_kind(s, after, other),
+    clipped(workers, of_matrices(before)),
+    demo_optax.scale_by_demo(
+      compressor,
+      s['decay'],
+      workers=workers,
+      alpha=s['alpha'],
+      average=s['average'],
+      ema=True,
+      **owners(s),
+    ),
+    by_kind(s, after, other),
   )
   return Method(tx, planned(compressor, s, workers))
 
@@ -270,12 +294,12 @@ def largest(s: Settings, chunk: Any, k: int) -> Any:
   """Returns a compressor: the largest of a chunk, or one of each group."""
   select = compressors.GroupMax(k) if s['groups'] else compressors.TopK(k)
   return compressors.Compressor(
-      select, compressors.Dct(), chunk, values=s['values']
+    select, compressors.Dct(), chunk, values=s['values']
   )
 
 
 def other_leaves(
-    s: Settings, matrix: Any
+  s: Settings, matrix: Any
 ) -> tuple[Any, optax.GradientTransformation]:
   """Returns all compressors, and what follows for what is no matrix."""
   base, other = optax.scale_by_adam(b1=0.0, b2=0.95), None
@@ -288,15 +312,22 @@ def other_leaves(
 
 
 def by_kind(
-    s: Settings, matrix: optax.GradientTransformation,
-    other: optax.GradientTransformation,
+  s: Settings,
+  matrix: optax.GradientTransformation,
+  other: optax.GradientTransformation,
 ) -> optax.GradientTransformation:
   """Returns what is done to matrices and to others, with their rates."""
-  rates = {k: optax.scale_by_learning_rate(schedule(s, s[k]))
-           for k in ('lr', 'other_lr')}
+  rates = {
+    k: optax.scale_by_learning_rate(schedule(s, s[k]))
+    for k in ('lr', 'other_lr')
+  }
   return optax.partition(
-      {'matrix': optax.chain(matrix, rates['lr']),
-       'other': optax.chain(other, rates['other_lr'])}, matrix_or_other)
+    {
+      'matrix': optax.chain(matrix, rates['lr']),
+      'other': optax.chain(other, rates['other_lr']),
+    },
+    matrix_or_other,
+  )
 
 
 def other_exchange(s: Settings, workers: demo_optax.Workers) -> Method:
@@ -307,38 +338,53 @@ def other_exchange(s: Settings, workers: demo_optax.Workers) -> Method:
   """
   size, before = s['rank'], optax.identity()
   if s['method'] == 'powersgd':
-    own = optax.chain(baselines.power_sgd(size, workers),
-                      optax.scale_by_adam(0.9, 0.95))
+    own = optax.chain(
+      baselines.power_sgd(size, workers), optax.scale_by_adam(0.9, 0.95)
+    )
   elif s['method'] == 'dion':
     own = baselines.dion(size, workers)
   else:
-    common = {'common-mask': baselines.common_mask,
-              'common-rows': baselines.common_rows}[s['method']]
+    common = {
+      'common-mask': baselines.common_mask,
+      'common-rows': baselines.common_rows,
+    }[s['method']]
     size = s['topk']
     before = of_matrices(
-        orthonormalised(s, beta=s['beta'], nesterov=s['nesterov']))
-    own = optax.chain(common(size, workers, s['decay']),
-                      demo_optax.recipes.scale_to_unit_rms())
+      orthonormalised(s, beta=s['beta'], nesterov=s['nesterov'])
+    )
+    own = optax.chain(
+      common(size, workers, s['decay']), demo_optax.recipes.scale_to_unit_rms()
+    )
   # The library's exchange leaves the matrices alone.
   compressor, other = other_leaves(s, compressors.FROZEN)
   exchange = demo_optax.scale_by_demo(
-      compressor, s['decay'], workers=workers, average=s['average'], ema=True,
-      **owners(s))
+    compressor,
+    s['decay'],
+    workers=workers,
+    average=s['average'],
+    ema=True,
+    **owners(s),
+  )
   tx = optax.chain(
-      clipped(workers, before),
-      by_kind(s, own, optax.chain(exchange, other)))
+    clipped(workers, before), by_kind(s, own, optax.chain(exchange, other))
+  )
 
   def bytes_of(params: Any) -> tuple[float, float, float]:
     plan = demo_optax.plan(params, compressor, workers, **owners(s))
     labels = jax.tree.leaves(matrix_or_other(params))
     leaves = jax.tree.leaves(params)
     matrices = sum(
-        baselines.sent_bytes(s['method'], size, x, workers.count)
-        for x, label in zip(leaves, labels) if label == 'matrix')
+      baselines.sent_bytes(s['method'], size, x, workers.count)
+      for x, label in zip(leaves, labels)
+      if label == 'matrix'
+    )
     # The plan has no bytes of what it leaves alone.
     dense = 2 * (workers.count - 1) / workers.count * 4
-    return (plan.sent_bytes + matrices, plan.received_bytes + matrices,
-            dense * sum(x.size for x in leaves))
+    return (
+      plan.sent_bytes + matrices,
+      plan.received_bytes + matrices,
+      dense * sum(x.size for x in leaves),
+    )
 
   return Method(tx, bytes_of)
 
@@ -347,25 +393,26 @@ def local(s: Settings, workers: demo_optax.Workers) -> Method:
   """Every worker trains alone for `period` steps."""
   inner = {'adamw': adamw, 'muon': muon}[s['inner']](s)
   every = {
-      'workers': workers, 'sync_period': s['period'],
-      'outer_learning_rate': s['outer_lr'],
+    'workers': workers,
+    'sync_period': s['period'],
+    'outer_learning_rate': s['outer_lr'],
   }
   if s['method'] == 'diloco':
     compressor: Any = compressors.full()
     tx = demo_optax.local.diloco(
-        inner, outer_momentum=s['outer_momentum'], **every
+      inner, outer_momentum=s['outer_momentum'], **every
     )
   elif s['method'] == 'demo-diloco':
     compressor = demo_optax.dct_topk(64, s['topk'], values=s['values'])
     tx = demo_optax.local.demo_diloco(
-        inner, compressor=compressor, decay=s['decay'], **every
+      inner, compressor=compressor, decay=s['decay'], **every
     )
   else:
     compressor = compressors.Compressor(
-        compressors.TopK(s['topk']), compressors.Identity(),
-        values=s['values'])
+      compressors.TopK(s['topk']), compressors.Identity(), values=s['values']
+    )
     tx = demo_optax.local.sparse_loco(
-        inner, compressor=compressor, decay=s['decay'], **every
+      inner, compressor=compressor, decay=s['decay'], **every
     )
   return Method(tx, planned(compressor, s, workers, s['period']))
 
@@ -374,8 +421,8 @@ def local(s: Settings, workers: demo_optax.Workers) -> Method:
 
 
 def make_train_step(
-    loss_fn: Callable[..., jax.Array],
-    workers: demo_optax.Workers,
+  loss_fn: Callable[..., jax.Array],
+  workers: demo_optax.Workers,
 ) -> Callable[..., jax.Array]:
   """Returns `(model, optimizer, *batch) -> loss`, the mean over all workers.
 
@@ -385,7 +432,7 @@ def make_train_step(
 
   @demo_optax.data_parallel(workers, donate_argnums=(0, 1))
   def train_step(
-      model: nnx.Module, optimizer: nnx.Optimizer, *batch: jax.Array
+    model: nnx.Module, optimizer: nnx.Optimizer, *batch: jax.Array
   ) -> jax.Array:
     loss, grads = nnx.value_and_grad(loss_fn)(model, *batch)
     optimizer.update(model, grads)

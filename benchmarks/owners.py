@@ -54,16 +54,15 @@ def compressor() -> demo_optax.Compressor:
 
 
 def config_of(
-    params: Any, exchange: str, count: int
+  params: Any, exchange: str, count: int
 ) -> exchange_lib.ExchangeConfig:
   """Returns what is static in an exchange of `count` workers."""
   layout = step_lib.layout_of(params, compressor())
-  return exchange_lib.make_config(
-      layout, 'senders', exchange, count, 'ternary')
+  return exchange_lib.make_config(layout, 'senders', exchange, count, 'ternary')
 
 
 def random_updates(
-    config: exchange_lib.ExchangeConfig, count: int
+  config: exchange_lib.ExchangeConfig, count: int
 ) -> jax.Array:
   """Packs what `count` owners tell: uint8 `[count, bytes]`."""
   owners = config.update_packer
@@ -71,12 +70,13 @@ def random_updates(
 
   def update(key: jax.Array) -> jax.Array:
     report = wire.Report(
-        jnp.array(owners.num_owners), jnp.ones((wire.ENERGIES,)),
-        jnp.ones((len(buckets),)),
+      jnp.array(owners.num_owners),
+      jnp.ones((wire.ENERGIES,)),
+      jnp.ones((len(buckets),)),
     )
     random = {
-        i: jax.random.normal(jax.random.fold_in(key, i), b.shape)
-        for i, b in buckets.items()
+      i: jax.random.normal(jax.random.fold_in(key, i), b.shape)
+      for i, b in buckets.items()
     }
     return owners.pack(random, {}, report)[0]
 
@@ -99,15 +99,17 @@ class Merging:
     def merge(arrived: jax.Array, others: Any = None) -> Any:
       packer, owners = config.packer, config.update_packer
       received, report = packer.unpack({packer.name: arrived}, group)
-      merged, distinct = zip(*[
+      merged, distinct = zip(
+        *[
           arithmetic.merge(b, received[i], 'senders', jnp.zeros((), jnp.int32))
           for i, b in enumerate(packer.read)
-      ])
+        ]
+      )
       report = report._replace(distinct=distinct)
       if owners is not None:
         own, _ = owners.pack(merged, {}, report)
         found, report = owners.unpack(
-            jnp.concatenate([own[None], others]), distinct, group
+          jnp.concatenate([own[None], others]), distinct, group
         )
         merged = [found[i] for i in range(len(merged))]
       updates = {}
@@ -131,37 +133,46 @@ def merging(args: argparse.Namespace) -> dict[str, Any]:
   """
   params = step_lib.random_tree(step_lib.TREES[args.tree], 0)
   rows = {
-      (exchange, count): Merging(params, exchange, count)
-      for exchange in ('all_gather', 'all_to_all') for count in args.workers
-      if exchange == 'all_to_all' or count <= args.most
+    (exchange, count): Merging(params, exchange, count)
+    for exchange in ('all_gather', 'all_to_all')
+    for count in args.workers
+    if exchange == 'all_to_all' or count <= args.most
   }
   load = os.getloadavg()[0]
   seconds = step_lib.measure(rows, args.rounds)
   base = seconds['all_to_all', args.workers[0]]
   size = sum(math.prod(s) for s in step_lib.TREES[args.tree].values())
   print(
-      f'\n{args.tree}: {size:,} parameters, k = {TOPK} {VALUES}; {args.rounds}'
-      f' rounds, load {load:.1f} to {os.getloadavg()[0]:.1f}\n\n'
-      '| exchange | N | ms, median | ms, least | of all_to_all at N ='
-      f' {args.workers[0]}: median (least of both) | of all_gather |\n'
-      '|---|---|---|---|---|---|'
+    f'\n{args.tree}: {size:,} parameters, k = {TOPK} {VALUES}; {args.rounds}'
+    f' rounds, load {load:.1f} to {os.getloadavg()[0]:.1f}\n\n'
+    '| exchange | N | ms, median | ms, least | of all_to_all at N ='
+    f' {args.workers[0]}: median (least of both) | of all_gather |\n'
+    '|---|---|---|---|---|---|'
   )
   found = []
   for (exchange, count), own in seconds.items():
     gathered = seconds.get(('all_gather', count))
     print(
-        f'| {exchange} | {count} | {1e3 * statistics.median(own):.0f} |'
-        f' {1e3 * min(own):.0f} | {ratio(own, base):.2f}'
-        f' ({min(own) / min(base):.2f}) |'
-        f' {f"{ratio(own, gathered):.3f}" if gathered else ""} |'
+      f'| {exchange} | {count} | {1e3 * statistics.median(own):.0f} |'
+      f' {1e3 * min(own):.0f} | {ratio(own, base):.2f}'
+      f' ({min(own) / min(base):.2f}) |'
+      f' {f"{ratio(own, gathered):.3f}" if gathered else ""} |'
     )
-    found.append({
-        'exchange': exchange, 'workers': count,
-        'median': statistics.median(own), 'least': min(own),
-    })
+    found.append(
+      {
+        'exchange': exchange,
+        'workers': count,
+        'median': statistics.median(own),
+        'least': min(own),
+      }
+    )
   return {
-      'tree': args.tree, 'parameters': size, 'rounds': args.rounds,
-      'load': round(load, 1), 'jax': jax.__version__, 'rows': found,
+    'tree': args.tree,
+    'parameters': size,
+    'rounds': args.rounds,
+    'load': round(load, 1),
+    'jax': jax.__version__,
+    'rows': found,
   }
 
 
@@ -174,19 +185,17 @@ def ratio(seconds: list[float], base: list[float]) -> float:
 
 # Bits per second, and seconds until the first byte of a message is there.
 LINKS = {
-    '100 Mbit/s, 20 ms': (100e6, 20e-3),
-    '1 Gbit/s, 2 ms': (1e9, 2e-3),
-    '10 Gbit/s, 0.1 ms': (10e9, 1e-4),
+  '100 Mbit/s, 20 ms': (100e6, 20e-3),
+  '1 Gbit/s, 2 ms': (1e9, 2e-3),
+  '10 Gbit/s, 0.1 ms': (10e9, 1e-4),
 }
 HANDING_OVER = 20e-6  # seconds, of one message of many to the network
 WORKERS = (8, 64, 256, 1024, 4096)
 METHODS = {
-    'all_gather': {'exchange': 'all_gather'},
-    'all_to_all, ternary': {
-        'exchange': 'all_to_all', 'update_values': 'ternary'
-    },
-    'all_to_all, int4': {'exchange': 'all_to_all', 'update_values': 'int4'},
-    'ring all-reduce, bfloat16': None,
+  'all_gather': {'exchange': 'all_gather'},
+  'all_to_all, ternary': {'exchange': 'all_to_all', 'update_values': 'ternary'},
+  'all_to_all, int4': {'exchange': 'all_to_all', 'update_values': 'int4'},
+  'ring all-reduce, bfloat16': None,
 }
 
 
@@ -194,13 +203,22 @@ def seven_billion() -> dict[str, Any]:
   """Shapes of a 7B: 32 layers of d = 4096, as a Llama has them."""
   d, hidden = 4096, 11008
   layer = {
-      'q': [d, d], 'k': [d, d], 'v': [d, d], 'o': [d, d], 'gate': [d, hidden],
-      'up': [d, hidden], 'down': [hidden, d], 'norm1': [d], 'norm2': [d],
+    'q': [d, d],
+    'k': [d, d],
+    'v': [d, d],
+    'o': [d, d],
+    'gate': [d, hidden],
+    'up': [d, hidden],
+    'down': [hidden, d],
+    'norm1': [d],
+    'norm2': [d],
   }
   layers = {str(number): layer for number in range(32)}
   return {
-      'embedding': [32000, d], 'head': [32000, d], 'norm': [d],
-      'layers': layers,
+    'embedding': [32000, d],
+    'head': [32000, d],
+    'norm': [d],
+    'layers': layers,
   }
 
 
@@ -224,13 +242,13 @@ class Cost(NamedTuple):
 
 
 PATTERNS = {
-    'ring': lambda count: count - 1,
-    'doubling': lambda count: math.ceil(math.log2(count)),
+  'ring': lambda count: count - 1,
+  'doubling': lambda count: math.ceil(math.log2(count)),
 }
 
 
 def costs_of(
-    params: Any, args: argparse.Namespace
+  params: Any, args: argparse.Namespace
 ) -> dict[tuple[str, int, str], Cost]:
   """Computes what exchanges take, by method, workers and link."""
   merge, costs = merging_of(args.merging), {}
@@ -257,14 +275,19 @@ def merging_of(path: pathlib.Path) -> Callable[[str, int], float]:
   """Returns seconds per parameter of merging: lines through what was timed."""
   record = json.loads(path.read_text())['merge']
   gathered, owned = (
-      [(r['workers'], r['median'] / record['parameters'])
-       for r in record['rows']
-       # Where many owners share a small tree, they merge padding.
-       if r['exchange'] == exchange and r['workers'] <= 64]
-      for exchange in ('all_gather', 'all_to_all'))
+    [
+      (r['workers'], r['median'] / record['parameters'])
+      for r in record['rows']
+      # Where many owners share a small tree, they merge padding.
+      if r['exchange'] == exchange and r['workers'] <= 64
+    ]
+    for exchange in ('all_gather', 'all_to_all')
+  )
   # That owners' time does not grow is what was found: noise is no slope.
-  lines = {'all_gather': np.polyfit(*zip(*gathered), 1),
-           'all_to_all': [0, max(seconds for _, seconds in owned)]}
+  lines = {
+    'all_gather': np.polyfit(*zip(*gathered), 1),
+    'all_to_all': [0, max(seconds for _, seconds in owned)],
+  }
   return lambda exchange, count: float(np.polyval(lines[exchange], count))
 
 
@@ -278,8 +301,9 @@ def model(args: argparse.Namespace) -> None:
     link = next(iter(LINKS))
     for n in WORKERS:
       cells = [
-          f'{costs[m, n, link].received / 1e6:,.0f},'
-          f' {costs[m, n, link].message:,.0f}' for m in METHODS
+        f'{costs[m, n, link].received / 1e6:,.0f},'
+        f' {costs[m, n, link].message:,.0f}'
+        for m in METHODS
       ]
       print(f'| {n} | ' + ' | '.join(cells) + ' |')
     print(f'\n{name}: seconds on the link + merging\n')
@@ -288,8 +312,9 @@ def model(args: argparse.Namespace) -> None:
     for link in LINKS:
       for n in WORKERS:
         cells = [
-            f'{short(costs[m, n, link].link)} +'
-            f' {short(costs[m, n, link].merging)}' for m in METHODS
+          f'{short(costs[m, n, link].link)} +'
+          f' {short(costs[m, n, link].merging)}'
+          for m in METHODS
         ]
         print(f'| {link} | {n} | ' + ' | '.join(cells) + ' |')
 
@@ -308,7 +333,7 @@ def plot(args: argparse.Namespace) -> None:
   if plt is None:
     return
   figure, grid = plt.subplots(
-      len(MODELS), len(LINKS), figsize=(10, 8.5), sharex=True, sharey=True
+    len(MODELS), len(LINKS), figsize=(10, 8.5), sharex=True, sharey=True
   )
   styles = ('C3^-', 'C0o-', 'C2s-', 'C1v-')
   for row, (name, tree) in enumerate(MODELS.items()):
@@ -318,12 +343,15 @@ def plot(args: argparse.Namespace) -> None:
       for method, style in zip(METHODS, styles):
         found = [costs[method, n, link] for n in WORKERS]
         (line,) = axes.loglog(
-            WORKERS, [c.link for c in found], style, label=method, markersize=4
+          WORKERS, [c.link for c in found], style, label=method, markersize=4
         )
         if found[0].merging:
           axes.loglog(
-              WORKERS, [c.link + c.merging for c in found], ':', linewidth=1.2,
-              color=line.get_color(),
+            WORKERS,
+            [c.link + c.merging for c in found],
+            ':',
+            linewidth=1.2,
+            color=line.get_color(),
           )
       axes.set_xticks(WORKERS, [str(n) for n in WORKERS])
       axes.minorticks_off()
@@ -340,7 +368,7 @@ def plot(args: argparse.Namespace) -> None:
 
 def main() -> None:
   parser = argparse.ArgumentParser(
-      description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    description=__doc__, formatter_class=argparse.RawTextHelpFormatter
   )
   add = parser.add_argument
   add('what', choices=['merge', 'model', 'plot'])
@@ -349,8 +377,11 @@ def main() -> None:
   add('--most', type=int, default=64, help='workers with an all-gather')
   add('--rounds', type=int, default=9)
   add('--out', type=pathlib.Path, help='where times are added to')
-  add('--merging', type=pathlib.Path,
-      default=ROOT / 'benchmarks/results/owners.json')
+  add(
+    '--merging',
+    type=pathlib.Path,
+    default=ROOT / 'benchmarks/results/owners.json',
+  )
   add('--pattern', choices=PATTERNS, default='ring')
   add('--picture', type=pathlib.Path, default=ROOT / 'docs/owners.png')
   args = parser.parse_args()

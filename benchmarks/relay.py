@@ -58,8 +58,9 @@ def work(args: argparse.Namespace) -> None:
   from flax import nnx
 
   import demo_optax
+
   workers = demo_optax.Workers.remote(
-      args.address, rank=args.rank, count=args.workers
+    args.address, rank=args.rank, count=args.workers
   )
   (images, labels), test = digits.load()
   model = digits.CNN(nnx.Rngs(0))
@@ -101,9 +102,21 @@ class Job:
     self.folder, self.args = folder, args
     self.log = (folder / 'log').open('w')
     self.relay = subprocess.Popen(
-        [sys.executable, '-m', 'demo_optax.remote', '--workers',
-         str(args.workers), '--port', '0', '--start', '120'],
-        stdout=subprocess.PIPE, stderr=self.log, text=True, cwd=ROOT,
+      [
+        sys.executable,
+        '-m',
+        'demo_optax.remote',
+        '--workers',
+        str(args.workers),
+        '--port',
+        '0',
+        '--start',
+        '120',
+      ],
+      stdout=subprocess.PIPE,
+      stderr=self.log,
+      text=True,
+      cwd=ROOT,
     )
     assert self.relay.stdout is not None
     self.address = self.relay.stdout.readline().split()[-1]
@@ -122,17 +135,33 @@ class Job:
     if self.args.unlike and rank:
       flags.append('--xla_cpu_enable_fast_math=true')
     env = os.environ | {
-        'JAX_PLATFORMS': 'cpu', 'PYTHONHASHSEED': '0',
-        'JAX_COMPILATION_CACHE_DIR': str(self.folder.parent / 'cache'),
-        'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
-        'XLA_FLAGS': ' '.join(flags),
+      'JAX_PLATFORMS': 'cpu',
+      'PYTHONHASHSEED': '0',
+      'JAX_COMPILATION_CACHE_DIR': str(self.folder.parent / 'cache'),
+      'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+      'XLA_FLAGS': ' '.join(flags),
     }
     return subprocess.Popen(
-        [sys.executable, __file__, 'work', '--address', self.address,
-         '--rank', str(rank), '--workers', str(self.args.workers),
-         '--pace', str(self.pace(rank)), '--until', str(self.args.until),
-         '--out', str(self.folder / f'{rank}')],
-        env=env, stdout=self.log, stderr=self.log,
+      [
+        sys.executable,
+        __file__,
+        'work',
+        '--address',
+        self.address,
+        '--rank',
+        str(rank),
+        '--workers',
+        str(self.args.workers),
+        '--pace',
+        str(self.pace(rank)),
+        '--until',
+        str(self.args.until),
+        '--out',
+        str(self.folder / f'{rank}'),
+      ],
+      env=env,
+      stdout=self.log,
+      stderr=self.log,
     )
 
   def pace(self, rank: int) -> float:
@@ -151,9 +180,9 @@ class Job:
     self.relay.wait(10)
     usage = (self.folder / 'log').read_text()
     lines = [
-        json.loads(line)
-        for rank in range(self.args.workers)
-        for line in (self.folder / f'{rank}').read_text().splitlines()
+      json.loads(line)
+      for rank in range(self.args.workers)
+      for line in (self.folder / f'{rank}').read_text().splitlines()
     ]
     began = self.args.until - 60 * self.args.minutes
     lines = [line for line in lines if line[-1] >= began]
@@ -161,24 +190,24 @@ class Job:
     for _, number, _, digest, _, _ in lines:
       digests[number].add(digest)
     ends = [
-        json.loads((self.folder / f'{rank}.end').read_text())
-        for rank in range(self.args.workers)
+      json.loads((self.folder / f'{rank}.end').read_text())
+      for rank in range(self.args.workers)
     ]
     memory = [
-        [line[4] for line in lines if line[0] == rank]
-        for rank in range(self.args.workers)
+      [line[4] for line in lines if line[0] == rank]
+      for rank in range(self.args.workers)
     ]
     return {
-        'steps': len(lines),
-        'steps_of_workers': [len(x) for x in memory],
-        'rounds': max(digests) - min(digests) + 1,
-        'rounds_that_differ': sum(len(x) > 1 for x in digests.values()),
-        'validation_loss': round(statistics.median(x['loss'] for x in ends), 4),
-        'joined': [x['joined'] for x in ends],
-        'parted': [x['parted'] for x in ends],
-        'memory_mb': [max(x) for x in memory],
-        'memory_mb_after_a_third': [x[len(x) // 3] for x in memory],
-        'rounds_without_some': usage.count(' without '),
+      'steps': len(lines),
+      'steps_of_workers': [len(x) for x in memory],
+      'rounds': max(digests) - min(digests) + 1,
+      'rounds_that_differ': sum(len(x) > 1 for x in digests.values()),
+      'validation_loss': round(statistics.median(x['loss'] for x in ends), 4),
+      'joined': [x['joined'] for x in ends],
+      'parted': [x['parted'] for x in ends],
+      'memory_mb': [max(x) for x in memory],
+      'memory_mb_after_a_third': [x[len(x) // 3] for x in memory],
+      'rounds_without_some': usage.count(' without '),
     }
 
 
@@ -197,10 +226,17 @@ def goodput(args: argparse.Namespace) -> None:
   found['kills'] = kills
   for kind in ('steps', 'rounds'):
     found[f'goodput_{kind}'] = round(
-        found['killed'][kind] / found['undisturbed'][kind], 4
+      found['killed'][kind] / found['undisturbed'][kind], 4
     )
-  save('goodput', {'workers': args.workers, 'minutes': args.minutes,
-                   'pace': args.pace, **found})
+  save(
+    'goodput',
+    {
+      'workers': args.workers,
+      'minutes': args.minutes,
+      'pace': args.pace,
+      **found,
+    },
+  )
 
 
 def drift(args: argparse.Namespace) -> None:
@@ -218,8 +254,8 @@ def slow(args: argparse.Namespace) -> None:
 def alone(args: argparse.Namespace) -> dict[str, Any]:
   args.until = time.time() + 60 * args.minutes
   with (
-      tempfile.TemporaryDirectory() as name,
-      Job(pathlib.Path(name) / 'job', args) as job,
+    tempfile.TemporaryDirectory() as name,
+    Job(pathlib.Path(name) / 'job', args) as job,
   ):
     return job.end()
 
@@ -230,15 +266,27 @@ class Messages:
   def __init__(self, workers: int, link_of: Callable[[str], str] = str):
     self.workers = workers
     self.relay = subprocess.Popen(
-        [sys.executable, '-m', 'demo_optax.remote', '--workers', str(workers),
-         '--port', '0', '--deadline', '60'],
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT,
+      [
+        sys.executable,
+        '-m',
+        'demo_optax.remote',
+        '--workers',
+        str(workers),
+        '--port',
+        '0',
+        '--deadline',
+        '60',
+      ],
+      stdout=subprocess.PIPE,
+      stderr=subprocess.DEVNULL,
+      text=True,
+      cwd=ROOT,
     )
     assert self.relay.stdout is not None
     self.address = self.relay.stdout.readline().split()[-1]
     self.links = [
-        link.Link(link_of(self.address), rank, workers, None)
-        for rank in range(workers)
+      link.Link(link_of(self.address), rank, workers, None)
+      for rank in range(workers)
     ]
     self._each(lambda x: x.hello(b'{}', frames.digest(b'state')))
 
@@ -289,11 +337,15 @@ def load(args: argparse.Namespace) -> None:
       seconds = job.seconds(size, args.rounds)
       cpu, peak = job.usage()
       job.close()
-      rows.append({
-          'workers': workers, 'bytes': size, 'seconds': seconds,
+      rows.append(
+        {
+          'workers': workers,
+          'bytes': size,
+          'seconds': seconds,
           'relay_cpu_seconds': round((cpu - before) / args.rounds, 4),
           'relay_mb': peak,
-      })
+        }
+      )
       print(rows[-1], flush=True)
   save('load', rows)
 
@@ -315,10 +367,12 @@ class Slow:
       end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for pair in ((near, far), (far, near)):
       pipe: queue.Queue[tuple[float, bytes]] = queue.Queue(64)
-      threading.Thread(target=self._take, args=(pair[0], pipe),
-                       daemon=True).start()
-      threading.Thread(target=self._give, args=(pair[1], pipe),
-                       daemon=True).start()
+      threading.Thread(
+        target=self._take, args=(pair[0], pipe), daemon=True
+      ).start()
+      threading.Thread(
+        target=self._give, args=(pair[1], pipe), daemon=True
+      ).start()
 
   def _take(self, source: socket.socket, pipe: Any) -> None:
     free = 0.0  # when all that came has passed
@@ -346,12 +400,17 @@ def links(args: argparse.Namespace) -> None:
         continue
       slow = functools.partial(Slow, mbit=mbit, delay=delay)
       job = Messages(workers, lambda x, slow=slow: slow(x).address)
-      rows.append({
-          'workers': workers, 'bytes': size, 'mbit': mbit, 'ms': 1000 * delay,
+      rows.append(
+        {
+          'workers': workers,
+          'bytes': size,
+          'mbit': mbit,
+          'ms': 1000 * delay,
           'seconds': job.seconds(size, min(args.rounds, 8)),
           # Its message, then the list, without headers.
           'least': round((1 + workers) * size * 8e-6 / mbit + 2 * delay, 4),
-      })
+        }
+      )
       job.close()
       print(rows[-1], flush=True)
   save('links', rows)
@@ -398,11 +457,17 @@ def attack(args: argparse.Namespace) -> None:
   after = job.usage()
   for one in opened:
     one.close()
-  save('attack', {
-      'connections': len(opened), 'messages': sent[0], 'seconds': quiet,
-      'seconds_attacked': attacked, 'seconds_after': job.seconds(22_600, 200),
+  save(
+    'attack',
+    {
+      'connections': len(opened),
+      'messages': sent[0],
+      'seconds': quiet,
+      'seconds_attacked': attacked,
+      'seconds_after': job.seconds(22_600, 200),
       'relay_mb': [before[1], after[1]],
-  })
+    },
+  )
   job.close()
 
 
@@ -414,10 +479,11 @@ def save(name: str, found: Any) -> None:
 
 def main() -> None:
   parser = argparse.ArgumentParser(
-      description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
-  tasks = {f.__name__: f for f in (
-      goodput, drift, slow, load, links, attack, work)}
+  tasks = {
+    f.__name__: f for f in (goodput, drift, slow, load, links, attack, work)
+  }
   parser.set_defaults(unlike=False, one_is_slow=False)
   parser.add_argument('what', choices=tasks)
   add = parser.add_argument
@@ -428,8 +494,12 @@ def main() -> None:
   add('--warm-up', type=float, default=90, metavar='SECONDS')
   add('--rounds', type=int, default=20)
   add('--connections', type=int, default=10_000)
-  for name, kind in (('address', str), ('rank', int), ('until', float),
-                     ('out', str)):
+  for name, kind in (
+    ('address', str),
+    ('rank', int),
+    ('until', float),
+    ('out', str),
+  ):
     add(f'--{name}', type=kind, help='of a worker')
   args = parser.parse_args()
   tasks[args.what](args)

@@ -36,8 +36,8 @@ from jax.sharding import PartitionSpec as P
 import demo_optax
 
 RUNS = {  # steps, processes, devices of each
-    '8 simulated devices': (10_000, 1, 8),
-    '4 processes': (2_000, 4, 1),
+  '8 simulated devices': (10_000, 1, 8),
+  '4 processes': (2_000, 4, 1),
 }
 CONFIG = GPTConfig(context=16, width=32, layers=1, heads=2)
 BATCH = 16
@@ -50,7 +50,7 @@ COMPILED = '/jax/core/compile/backend_compile_duration'
 def loss_fn(model: GPT, tokens: jax.Array, weight: jax.Array) -> jax.Array:
   logits = model(tokens[:, :-1])
   losses = optax.softmax_cross_entropy_with_integer_labels(
-      logits, tokens[:, 1:]
+    logits, tokens[:, 1:]
   )
   return (losses.mean(1) * weight).mean()
 
@@ -70,11 +70,11 @@ def soak(steps: int) -> dict:
   """One run, seen from one process."""
   count = jax.device_count()
   mesh = jax.make_mesh(
-      (count,), ('data',), axis_types=(jax.sharding.AxisType.Auto,)
+    (count,), ('data',), axis_types=(jax.sharding.AxisType.Auto,)
   )
   workers = demo_optax.Workers.on_mesh(mesh, 'data')
   tx = demo_optax.demo(
-      1e-3, workers=workers, compressor=demo_optax.dct_topk(topk=8), decay=0.99
+    1e-3, workers=workers, compressor=demo_optax.dct_topk(topk=8), decay=0.99
   )
   model = GPT(CONFIG, nnx.Rngs(SEED))
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
@@ -87,8 +87,11 @@ def soak(steps: int) -> dict:
 
   def left_out() -> int:
     leaves = jax.tree_util.tree_leaves_with_path(nnx.state(optimizer))
-    (found,) = [int(x) for path, x in leaves
-                if 'num_excluded' in jax.tree_util.keystr(path)]
+    (found,) = [
+      int(x)
+      for path, x in leaves
+      if 'num_excluded' in jax.tree_util.keystr(path)
+    ]
     return found
 
   corpus = text.load(None)
@@ -98,17 +101,23 @@ def soak(steps: int) -> dict:
   rows = slice(min(mine), max(mine) + share)
 
   def spread(x: np.ndarray) -> jax.Array:
-    return jax.make_array_from_process_local_data(
-        sharding, x[rows], x.shape
-    )
+    return jax.make_array_from_process_local_data(sharding, x[rows], x.shape)
 
   compiled = []
   jax.monitoring.register_event_duration_secs_listener(
-      lambda name, *_, **__: compiled.append(name) if name == COMPILED else None
+    lambda name, *_, **__: compiled.append(name) if name == COMPILED else None
   )
-  record = {'steps': steps, 'workers': count, 'num_excluded': 0, 'drawn': 0,
-            'comparisons': 0, 'differences': [], 'loss': [],
-            'memory': [], 'arrays': []}
+  record = {
+    'steps': steps,
+    'workers': count,
+    'num_excluded': 0,
+    'drawn': 0,
+    'comparisons': 0,
+    'differences': [],
+    'loss': [],
+    'memory': [],
+    'arrays': [],
+  }
   losses = []
   began = time.perf_counter()
   for step in range(steps):
@@ -134,8 +143,8 @@ def soak(steps: int) -> dict:
       record['loss'].append(float(np.mean(losses)))
       losses.clear()
   record |= {
-      'seconds': round(time.perf_counter() - began, 1),
-      'compiled_after_first_comparison': len(compiled),
+    'seconds': round(time.perf_counter() - began, 1),
+    'compiled_after_first_comparison': len(compiled),
   }
   return record
 
@@ -145,12 +154,12 @@ def problems(record: dict) -> list[str]:
   memory = np.array(record['memory'])
   begun, ended = np.array_split(memory, 4)[1], np.array_split(memory, 4)[3]
   checks = {
-      'parameters parted': record['differences'],
-      'no worker was left out': not record['num_excluded'],
-      'programs were compiled': record['compiled_after_first_comparison'],
-      'arrays were left behind': len(set(record['arrays'])) > 1,
-      'memory grew': np.median(ended) > 1.02 * np.median(begun),
-      'nothing was learnt': record['loss'][-1] > record['loss'][0] - 0.5,
+    'parameters parted': record['differences'],
+    'no worker was left out': not record['num_excluded'],
+    'programs were compiled': record['compiled_after_first_comparison'],
+    'arrays were left behind': len(set(record['arrays'])) > 1,
+    'memory grew': np.median(ended) > 1.02 * np.median(begun),
+    'nothing was learnt': record['loss'][-1] > record['loss'][0] - 0.5,
   }
   return [text for text, found in checks.items() if found]
 
@@ -160,26 +169,42 @@ def summary(name: str, records: list[dict]) -> str:
   quarters = [np.array_split(np.array(r['memory']), 4) for r in records]
   growth = max(np.median(q[3]) / np.median(q[1]) - 1 for q in quarters)
   return (
-      f'| {name} | {r["steps"]:,} in {r["seconds"]:.0f} s |'
-      f' {r["num_excluded"]:,} of {r["drawn"]:,} drawn |'
-      f' {r["comparisons"]} | {sum(len(r["differences"]) for r in records)} |'
-      f' {sum(r["compiled_after_first_comparison"] for r in records)} |'
-      f' {np.median(quarters[0][1]) / 1e6:.0f} MB, {100 * growth:+.1f} % |'
-      f' {r["loss"][0]:.2f} to {r["loss"][-1]:.2f} |'
+    f'| {name} | {r["steps"]:,} in {r["seconds"]:.0f} s |'
+    f' {r["num_excluded"]:,} of {r["drawn"]:,} drawn |'
+    f' {r["comparisons"]} | {sum(len(r["differences"]) for r in records)} |'
+    f' {sum(r["compiled_after_first_comparison"] for r in records)} |'
+    f' {np.median(quarters[0][1]) / 1e6:.0f} MB, {100 * growth:+.1f} % |'
+    f' {r["loss"][0]:.2f} to {r["loss"][-1]:.2f} |'
   )
 
 
 def launch(steps: int, processes: int, devices: int) -> list[dict]:
   """The records of all processes."""
   with tempfile.TemporaryDirectory() as folder:
-    command = [sys.executable, __file__, '--steps', str(steps),
-               '--folder', folder]
+    command = [
+      sys.executable,
+      __file__,
+      '--steps',
+      str(steps),
+      '--folder',
+      folder,
+    ]
     if processes > 1:
-      command = [sys.executable, ROOT / 'examples/launch_local.py',
-                 '-n', str(processes), '--devices', str(devices), '--',
-                 *command]
-    environment = {**os.environ, 'JAX_PLATFORMS': 'cpu',
-                   'JAX_NUM_CPU_DEVICES': str(devices)}
+      command = [
+        sys.executable,
+        ROOT / 'examples/launch_local.py',
+        '-n',
+        str(processes),
+        '--devices',
+        str(devices),
+        '--',
+        *command,
+      ]
+    environment = {
+      **os.environ,
+      'JAX_PLATFORMS': 'cpu',
+      'JAX_NUM_CPU_DEVICES': str(devices),
+    }
     subprocess.run(command, env=environment, check=True)
     files = sorted(pathlib.Path(folder).iterdir())
     return [json.loads(file.read_text()) for file in files]
@@ -187,7 +212,7 @@ def launch(steps: int, processes: int, devices: int) -> list[dict]:
 
 def main() -> int:
   parser = argparse.ArgumentParser(
-      description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   add = parser.add_argument
   add('--out', type=pathlib.Path, help='where results go')
@@ -212,8 +237,10 @@ def main() -> int:
       for problem in problems(record):
         print(f'{name}, process {number}: {problem}', file=sys.stderr)
         failed = True
-  print('| | steps | workers left out | comparisons | differences |'
-        ' programs compiled later | memory, growth | loss |')
+  print(
+    '| | steps | workers left out | comparisons | differences |'
+    ' programs compiled later | memory, growth | loss |'
+  )
   print('|---|---|---|---|---|---|---|---|')
   print('\n'.join(lines))
   if args.out:

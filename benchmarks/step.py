@@ -49,26 +49,41 @@ def gpt(width: int, layers: int, vocab: int) -> dict[str, tuple[int, ...]]:
   """Shapes of a GPT's leaves with tied embeddings, and of four odd ones."""
   d = width
   layer = {
-      'norm1': (d,), 'norm2': (d,), 'qkv': (d, 3 * d), 'qkv_bias': (3 * d,),
-      'proj': (d, d), 'proj_bias': (d,), 'up': (d, 4 * d),
-      'up_bias': (4 * d,), 'down': (4 * d, d), 'down_bias': (d,),
+    'norm1': (d,),
+    'norm2': (d,),
+    'qkv': (d, 3 * d),
+    'qkv_bias': (3 * d,),
+    'proj': (d, d),
+    'proj_bias': (d,),
+    'up': (d, 4 * d),
+    'up_bias': (4 * d,),
+    'down': (4 * d, d),
+    'down_bias': (d,),
   }
   shapes = {'tokens': (vocab, d), 'positions': (1024, d), 'norm': (d,)}
   for number in range(layers):
     shapes |= {f'{number} {name}': shape for name, shape in layer.items()}
   return shapes | {
-      'odd1': (300, 96), 'odd2': (513,), 'odd3': (1000, 77), 'odd4': (7,)
+    'odd1': (300, 96),
+    'odd2': (513,),
+    'odd3': (1000, 77),
+    'odd4': (7,),
   }
 
 
 TREES = {
-    'tiny': gpt(64, 1, 500),
-    '42M': gpt(512, 8, 32000),
-    '10M': gpt(256, 8, 14000),
-    **{name: {jax.tree_util.keystr(path, simple=True, separator='/'): shape
-              for path, shape in jax.tree.leaves_with_path(
-                  shapes, is_leaf=lambda x: isinstance(x, list))}
-       for name, shapes in MODELS.items()},
+  'tiny': gpt(64, 1, 500),
+  '42M': gpt(512, 8, 32000),
+  '10M': gpt(256, 8, 14000),
+  **{
+    name: {
+      jax.tree_util.keystr(path, simple=True, separator='/'): shape
+      for path, shape in jax.tree.leaves_with_path(
+        shapes, is_leaf=lambda x: isinstance(x, list)
+      )
+    }
+    for name, shapes in MODELS.items()
+  },
 }
 
 
@@ -141,8 +156,8 @@ def repeated(make: Callable[[jax.Array], jax.Array], count: int) -> jax.Array:
 def random_tree(shapes: dict, seed: int) -> dict[str, jax.Array]:
   keys = jax.random.split(jax.random.key(seed), len(shapes))
   return {
-      name: 0.02 * jax.random.normal(key, shape)
-      for key, (name, shape) in zip(keys, shapes.items())
+    name: 0.02 * jax.random.normal(key, shape)
+    for key, (name, shape) in zip(keys, shapes.items())
   }
 
 
@@ -170,7 +185,8 @@ class Row:
       compressor = demo_optax.dct_topk(topk=int(topk), values=values)
       if method == 'demo_groups':
         compressor = dataclasses.replace(
-            compressor, select=compressors.GroupMax(int(topk)))
+          compressor, select=compressors.GroupMax(int(topk))
+        )
       if int(peers) > 1:
         workers = OneOfMany('simulated', 'workers', 1)
         packer = wire.Packer(layout_of(self.params, compressor).buckets)
@@ -179,8 +195,12 @@ class Row:
     elif method == 'demo_muon':
       tx = demo_optax.demo_muon(1e-3, workers=workers)
     elif method == 'muon':
-      tx = optax.contrib.muon(1e-3, muon_weight_dimension_numbers=(
-          demo_optax.recipes.muon_dimension_numbers))
+      tx = optax.contrib.muon(
+        1e-3,
+        muon_weight_dimension_numbers=(
+          demo_optax.recipes.muon_dimension_numbers
+        ),
+      )
     else:
       tx = {'adamw': optax.adamw(1e-3), 'sgd': optax.sgd(1e-3, 0.9)}[method]
     if method.startswith('demo'):
@@ -188,7 +208,7 @@ class Row:
     self.state, self.inputs = tx.init(self.params), (gradients, others)
 
     def step(
-        params: Any, state: Any, gradients: Any, others: Any
+      params: Any, state: Any, gradients: Any, others: Any
     ) -> tuple[Any, Any]:
       if others is not None:
         workers.others[:] = [others]
@@ -197,23 +217,23 @@ class Row:
 
     start = time.process_time()
     lowered = jax.jit(step, donate_argnums=(0, 1)).lower(
-        self.params, self.state, *self.inputs
+      self.params, self.state, *self.inputs
     )
     traced = time.process_time()
     self.compiled = lowered.compile()
     size = sum(p.nbytes for p in self.params.values())
     memory = self.compiled.memory_analysis()
     self.facts = {
-        'trace_cpu_s': traced - start,
-        'compile_cpu_s': time.process_time() - traced,
-        'hlo_instructions': self.compiled.as_text().count(' = '),
-        'temporaries_to_params': memory.temp_size_in_bytes / size,
+      'trace_cpu_s': traced - start,
+      'compile_cpu_s': time.process_time() - traced,
+      'hlo_instructions': self.compiled.as_text().count(' = '),
+      'temporaries_to_params': memory.temp_size_in_bytes / size,
     }
 
   def run(self) -> None:
     """A step."""
     self.params, self.state = jax.block_until_ready(
-        self.compiled(self.params, self.state, *self.inputs)
+      self.compiled(self.params, self.state, *self.inputs)
     )
 
 
@@ -228,7 +248,7 @@ class Published:
     spec.loader.exec_module(module)
     if not torch.distributed.is_initialized():
       torch.distributed.init_process_group(
-          'gloo', store=torch.distributed.HashStore(), rank=0, world_size=1
+        'gloo', store=torch.distributed.HashStore(), rank=0, world_size=1
       )
     torch.manual_seed(0)
     tensors = [torch.randn(shape) * 0.02 for shape in shapes.values()]
@@ -299,22 +319,28 @@ def table(found: dict[str, dict[str, Any]], bases: list[str]) -> None:
   for name, row in found.items():
     cells = [row.get(key) for key in facts]
     cells += [row['ratios'][base] for base in bases]
-    print(f'{name:<26}' + ''.join(
+    print(
+      f'{name:<26}'
+      + ''.join(
         f'{"":>14}' if cell is None else f'{cell:14.3f}' for cell in cells
-    ))
+      )
+    )
 
 
 def parse() -> argparse.Namespace:
   parser = argparse.ArgumentParser(
-      description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    description=__doc__, formatter_class=argparse.RawTextHelpFormatter
   )
   parser.add_argument('--trees', nargs='+', default=['42M', '10M'])
   parser.add_argument('--topk', nargs='+', type=int, default=[1, 8, 32, 64])
   values = ['float32', 'int8', 'sign']
   parser.add_argument('--values', nargs='+', default=values)
   parser.add_argument('--peers', nargs='+', type=int, default=[1, 8, 64])
-  parser.add_argument('--full', action='store_true',
-                      help='all combinations, not only what differs in one')
+  parser.add_argument(
+    '--full',
+    action='store_true',
+    help='all combinations, not only what differs in one',
+  )
   parser.add_argument('--rounds', type=int, default=7)
   parser.add_argument('--muon', action='store_true', help='also Muon itself')
   parser.add_argument('--groups', action='store_true', help='also GroupMax')
@@ -329,13 +355,18 @@ def names(args: argparse.Namespace) -> list[str]:
   """All rows; of demo those that differ in one option from the first ones."""
   found = ['adamw', 'sgd', 'copy'] + ['published'] * bool(args.reference)
   found += ['muon', 'demo_muon'] * args.muon
-  base = (32 if 32 in args.topk else args.topk[0], args.values[0],
-          args.peers[0])
+  base = (
+    32 if 32 in args.topk else args.topk[0],
+    args.values[0],
+    args.peers[0],
+  )
   for options in itertools.product(args.topk, args.values, args.peers):
     changed = sum(a != b for a, b in zip(options, base))
     if args.full or changed <= 1:
-      found += [f'{kind} k={{}} values={{}} N={{}}'.format(*options)
-                for kind in ['demo', 'demo_groups'][:1 + args.groups]]
+      found += [
+        f'{kind} k={{}} values={{}} N={{}}'.format(*options)
+        for kind in ['demo', 'demo_groups'][: 1 + args.groups]
+      ]
   return found
 
 
@@ -355,9 +386,10 @@ def main() -> None:
       if args.memory:
         found[name]['peak'] = peak_memory(tree, name, args.reference)
       found[name]['ratios'] = {
-          base: statistics.median(
-              a / b for a, b in zip(seconds[name], seconds[base])
-          ) for base in bases
+        base: statistics.median(
+          a / b for a, b in zip(seconds[name], seconds[base])
+        )
+        for base in bases
       }
     print(f'\n{tree}')
     table(found, bases)
@@ -365,9 +397,11 @@ def main() -> None:
     del rows, row  # before those of the next tree
   if args.out:
     record = {
-        'jax': jax.__version__, 'device': jax.devices()[0].device_kind,
-        'machine': platform.machine(), 'rounds': args.rounds,
-        'results': results,
+      'jax': jax.__version__,
+      'device': jax.devices()[0].device_kind,
+      'machine': platform.machine(),
+      'rounds': args.rounds,
+      'results': results,
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(record, indent=2) + '\n')

@@ -44,10 +44,10 @@ STEPS, WORKERS = 300, 4
 WORDS, WIDTH, CONTEXT = 256, 128, 64  # of the transformer
 FIRST_RATE = 4e-3  # of `demo_muon`
 RATES = {
-    'adamw': [5e-4, 1e-3, 2e-3, 4e-3, 8e-3],
-    'muon': [5e-3, 1e-2, 2e-2, 4e-2, 8e-2],
-    'demo': [2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3],
-    'demo_muon': [2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3],
+  'adamw': [5e-4, 1e-3, 2e-3, 4e-3, 8e-3],
+  'muon': [5e-3, 1e-2, 2e-2, 4e-2, 8e-2],
+  'demo': [2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3],
+  'demo_muon': [2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3],
 }
 
 
@@ -117,10 +117,14 @@ def cnn(seed: int) -> Task:
     raise SystemExit('pip install --no-deps animal-mnist')
   folder = pathlib.Path(spec.origin).parent / 'data/Animal_MNIST'
   images, labels = (
-      np.asarray(_Arrays(io.BytesIO(gzip.decompress(
-          (folder / f'animal_{x}_version_3.gz').read_bytes()
-      ))).load())
-      for x in ('data', 'label')
+    np.asarray(
+      _Arrays(
+        io.BytesIO(
+          gzip.decompress((folder / f'animal_{x}_version_3.gz').read_bytes())
+        )
+      ).load()
+    )
+    for x in ('data', 'label')
   )
   images = images.reshape(-1, 28, 28, 1).astype(np.float32) / 255
   labels = labels.reshape(-1).astype(np.int32)
@@ -133,7 +137,7 @@ def cnn(seed: int) -> Task:
 
   model = CNN(nnx.Rngs(seed))
   return Task(
-      model, nnx.Param, cross_entropy, batch, (images[test], labels[test])
+    model, nnx.Param, cross_entropy, batch, (images[test], labels[test])
   )
 
 
@@ -147,11 +151,18 @@ class Transformer(nnx.Module):
     linear = functools.partial(nnx.Linear, rngs=rngs)
     if rank:
       linear = functools.partial(nnx.LoRALinear, lora_rank=rank, rngs=rngs)
-    self.layers = nnx.List([nnx.Dict(
-        norm1=nnx.LayerNorm(d, rngs=rngs), norm2=nnx.LayerNorm(d, rngs=rngs),
-        attention=nnx.MultiHeadAttention(4, d, decode=False, rngs=rngs),
-        up=linear(d, 4 * d), down=linear(4 * d, d),
-    ) for _ in range(2)])
+    self.layers = nnx.List(
+      [
+        nnx.Dict(
+          norm1=nnx.LayerNorm(d, rngs=rngs),
+          norm2=nnx.LayerNorm(d, rngs=rngs),
+          attention=nnx.MultiHeadAttention(4, d, decode=False, rngs=rngs),
+          up=linear(d, 4 * d),
+          down=linear(4 * d, d),
+        )
+        for _ in range(2)
+      ]
+    )
     self.norm = nnx.LayerNorm(d, rngs=rngs)
     self.head = nnx.Linear(d, WORDS, rngs=rngs)
 
@@ -210,18 +221,18 @@ def schedule(rate: float) -> optax.Schedule:
 
 
 def optimizer_of(
-    method: str, rate: float, workers: demo_optax.Workers
+  method: str, rate: float, workers: demo_optax.Workers
 ) -> tuple[optax.GradientTransformation, Callable[[Any], Any]]:
   """Returns a method with its defaults, and its compressors for `plan`."""
   rates = schedule(rate)
   averaged: dict[str, Callable[[], optax.GradientTransformation]] = {
-      'adamw': lambda: optax.adamw(rates, weight_decay=0.0),
-      'muon': lambda: optax.contrib.muon(
-          rates, weight_decay=0.0, adam_learning_rate=schedule(0.6 * rate),
-          muon_weight_dimension_numbers=(
-              demo_optax.recipes.muon_dimension_numbers
-          ),
-      ),
+    'adamw': lambda: optax.adamw(rates, weight_decay=0.0),
+    'muon': lambda: optax.contrib.muon(
+      rates,
+      weight_decay=0.0,
+      adam_learning_rate=schedule(0.6 * rate),
+      muon_weight_dimension_numbers=(demo_optax.recipes.muon_dimension_numbers),
+    ),
   }
   if method in averaged:
     tx = optax.chain(demo_optax.average(workers=workers), averaged[method]())
@@ -256,12 +267,16 @@ def train(task: str, method: str, rate: float, seed: int) -> dict[str, Any]:
   plan = demo_optax.plan(params, compressor(params), workers)
   final = float(nnx.jit(t.loss)(t.model, *t.held_out))
   return {
-      'task': task, 'method': method, 'rate': rate, 'seed': seed,
-      'loss': round(final, 4) if math.isfinite(final) else None,
-      'train_loss': round(float(loss), 4), 'sent': plan.sent_bytes,
-      'received': plan.received_bytes,
-      'parameters': sum(x.size for x in jax.tree.leaves(params)),
-      'seconds': round(time.time() - start, 1),
+    'task': task,
+    'method': method,
+    'rate': rate,
+    'seed': seed,
+    'loss': round(final, 4) if math.isfinite(final) else None,
+    'train_loss': round(float(loss), 4),
+    'sent': plan.sent_bytes,
+    'received': plan.received_bytes,
+    'parameters': sum(x.size for x in jax.tree.leaves(params)),
+    'seconds': round(time.time() - start, 1),
   }
 
 
@@ -289,9 +304,10 @@ def run(tasks: list[str]) -> None:
 
 def best_of(records: list[dict[str, Any]], task: str, method: str) -> float:
   found = [
-      (r['loss'], r['rate']) for r in records
-      if (r['task'], r['method'], r['seed']) == (task, method, 0)
-      and r['loss'] is not None
+    (r['loss'], r['rate'])
+    for r in records
+    if (r['task'], r['method'], r['seed']) == (task, method, 0)
+    and r['loss'] is not None
   ]
   return min(found)[1]
 
@@ -300,7 +316,10 @@ def record(task: str, method: str, rate: float, seed: int) -> dict[str, Any]:
   """Returns the record of a run; trains if there is none."""
   for r in read(OUT):
     if (r['task'], r['method'], r['rate'], r['seed']) == (
-        task, method, rate, seed
+      task,
+      method,
+      rate,
+      seed,
     ):
       return r
   made = train(task, method, rate, seed)
@@ -312,30 +331,36 @@ def record(task: str, method: str, rate: float, seed: int) -> dict[str, Any]:
 def table() -> str:
   """Mean and range of three seeds, bytes per worker and step."""
   records = read(OUT)
-  lines = ['| task | method | rate | loss | sent, kB | received, kB |',
-           '|---|---|---|---|---|---|']
+  lines = [
+    '| task | method | rate | loss | sent, kB | received, kB |',
+    '|---|---|---|---|---|---|',
+  ]
   for task in TASKS:
     rows = [(m, best_of(records, task, m)) for m in RATES]
     rows.append(('demo_muon', FIRST_RATE))
     for method, rate in dict.fromkeys(rows):
-      found = [r for r in records if (r['task'], r['method'], r['rate']) ==
-               (task, method, rate)]
+      found = [
+        r
+        for r in records
+        if (r['task'], r['method'], r['rate']) == (task, method, rate)
+      ]
       losses = [r['loss'] for r in found]
       dense = 2 * (WORKERS - 1) / WORKERS * 2 * found[0]['parameters']
       is_dense = method in ('adamw', 'muon')
       sent, received = (
-          dense if is_dense else found[0][k] for k in ('sent', 'received')
+        dense if is_dense else found[0][k] for k in ('sent', 'received')
       )
       lines.append(
-          f'| {task} | {method} | {rate:g} | {statistics.mean(losses):.3f}'
-          f' ({min(losses):.3f} to {max(losses):.3f}) | {sent / 1e3:.1f} |'
-          f' {received / 1e3:.1f} |')
+        f'| {task} | {method} | {rate:g} | {statistics.mean(losses):.3f}'
+        f' ({min(losses):.3f} to {max(losses):.3f}) | {sent / 1e3:.1f} |'
+        f' {received / 1e3:.1f} |'
+      )
   return '\n'.join(lines)
 
 
 if __name__ == '__main__':
   parser = argparse.ArgumentParser(
-      description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   parser.add_argument('what', choices=['run', 'table'])
   parser.add_argument('tasks', nargs='*', default=list(TASKS))

@@ -35,8 +35,24 @@ from demo_optax.workers import Workers
 from demo_optax.workers.inside import over_workers
 
 __all__ = [
-    'Compressor', 'DeMoState', 'Workers', 'average', 'check_replicas',
-    'checkpoint', 'compressors', 'data_parallel', 'dct_topk', 'demo',
-    'demo_muon', 'exchange_info', 'local', 'over_workers', 'param_specs',
-    'per_worker', 'plan', 'recipes', 'scale_by_demo', 'state_specs',
+  'Compressor',
+  'DeMoState',
+  'Workers',
+  'average',
+  'check_replicas',
+  'checkpoint',
+  'compressors',
+  'data_parallel',
+  'dct_topk',
+  'demo',
+  'demo_muon',
+  'exchange_info',
+  'local',
+  'over_workers',
+  'param_specs',
+  'per_worker',
+  'plan',
+  'recipes',
+  'scale_by_demo',
+  'state_specs',
 ]

@@ -36,40 +36,85 @@ _PREFIXES = {'u': 1e-6, 'm': 1e-3, '': 1.0, 'k': 1e3, 'M': 1e6, 'G': 1e9}
 
 # The paper's models: no biases, tied embeddings.
 MODELS: dict[str, Any] = {
-    name: {'embedding': [50304, d], 'layers': {str(number): {
-        'attention_in': [d, 3 * d], 'attention_out': [d, d],
-        'mlp_in': [d, 8 * d], 'mlp_out': [4 * d, d]} for number in range(16)}}
-    for name, d in (('300M', 1024), ('1B', 2048))
+  name: {
+    'embedding': [50304, d],
+    'layers': {
+      str(number): {
+        'attention_in': [d, 3 * d],
+        'attention_out': [d, d],
+        'mlp_in': [d, 8 * d],
+        'mlp_out': [4 * d, d],
+      }
+      for number in range(16)
+    },
+  }
+  for name, d in (('300M', 1024), ('1B', 2048))
 }
 
 
 def main(argv: list[str] | None = None) -> None:
   """Prints the `demo_optax.plan` of a model, and seconds over a link."""
   parser = argparse.ArgumentParser(
-      prog='python -m demo_optax', description=__doc__,
-      usage=argparse.SUPPRESS,  # an error is one line
-      formatter_class=argparse.RawDescriptionHelpFormatter)
+    prog='python -m demo_optax',
+    description=__doc__,
+    usage=argparse.SUPPRESS,  # an error is one line
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+  )
   add = parser.add_argument
   add('model', help=f'{", ".join(MODELS)}, a JSON file, or module:function')
-  add('--optimizer', choices=['demo', 'demo_muon'], default='demo',
-      help='demo_muon: its default compressors, not the next three; default:'
-      ' demo')
-  add('--topk', type=_number(2**24), default=32,
-      help='coefficients per chunk; default: 32')
+  add(
+    '--optimizer',
+    choices=['demo', 'demo_muon'],
+    default='demo',
+    help='demo_muon: its default compressors, not the next three; default:'
+    ' demo',
+  )
+  add(
+    '--topk',
+    type=_number(2**24),
+    default=32,
+    help='coefficients per chunk; default: 32',
+  )
   add('--chunk', type=_number(4096), default=64, help='its sides; default: 64')
   add('--values', choices=VALUES, default='float32', help='code of values')
-  add('--workers', type=_number(2**24), nargs='+', default=[8],
-      help='numbers of workers; default: 8')
-  add('--exchange', choices=get_args(ExchangeKind), default='all_gather',
-      help='all_to_all: every worker merges its share of the chunks')
-  add('--update-values', choices=UPDATE_VALUES,
-      help='code of the updates of all_to_all; default: that of the optimizer')
-  add('--link', type=_number(unit='bit/s', example='100Mbit/s'),
-      metavar='RATE', help='of a worker, such as 100Mbit/s: prints seconds')
-  add('--latency', type=_number(unit='s', example='20ms'), default=0.0,
-      metavar='TIME', help='of the link, one way, such as 20ms')
-  add('--step', type=_number(unit='s', example='0.4s'), default=0.0,
-      metavar='TIME', help='of a step without communication, such as 0.4s')
+  add(
+    '--workers',
+    type=_number(2**24),
+    nargs='+',
+    default=[8],
+    help='numbers of workers; default: 8',
+  )
+  add(
+    '--exchange',
+    choices=get_args(ExchangeKind),
+    default='all_gather',
+    help='all_to_all: every worker merges its share of the chunks',
+  )
+  add(
+    '--update-values',
+    choices=UPDATE_VALUES,
+    help='code of the updates of all_to_all; default: that of the optimizer',
+  )
+  add(
+    '--link',
+    type=_number(unit='bit/s', example='100Mbit/s'),
+    metavar='RATE',
+    help='of a worker, such as 100Mbit/s: prints seconds',
+  )
+  add(
+    '--latency',
+    type=_number(unit='s', example='20ms'),
+    default=0.0,
+    metavar='TIME',
+    help='of the link, one way, such as 20ms',
+  )
+  add(
+    '--step',
+    type=_number(unit='s', example='0.4s'),
+    default=0.0,
+    metavar='TIME',
+    help='of a step without communication, such as 0.4s',
+  )
   args = parser.parse_args(argv)
   try:
     params = _params(args.model)
@@ -77,9 +122,16 @@ def main(argv: list[str] | None = None) -> None:
     written = 'ternary'
     if args.optimizer == 'demo_muon':
       compressor, written = muon_compressors(params), 'int4'
-    plans = [plan(params, compressor, n, exchange=args.exchange,
-                  update_values=args.update_values or written)
-             for n in args.workers]
+    plans = [
+      plan(
+        params,
+        compressor,
+        n,
+        exchange=args.exchange,
+        update_values=args.update_values or written,
+      )
+      for n in args.workers
+    ]
   except Exception as error:  # also what the user's function raises
     words = ' '.join(str(error).split()) or type(error).__name__
     parser.error(f'argument model: {words}')
@@ -95,28 +147,40 @@ def _over_link(plan: Plan, rate: float, latency: float, step: float) -> str:
   seconds = {'this exchange': 8 * plan.received_bytes / rate + own * latency}
   for name, size in (('bfloat16', 2), ('float32', 4)):
     seconds[f'all-reduce {name}'] = (
-        8 * plan.dense_bytes(size) / rate + 2 * turns * latency)
-  lines = [f'{plan.num_workers} workers, seconds per step (modelled):', *(
+      8 * plan.dense_bytes(size) / rate + 2 * turns * latency
+    )
+  lines = [
+    f'{plan.num_workers} workers, seconds per step (modelled):',
+    *(
       f'  {name:<20} {x:>9.3g} of communication, {step + x:>9.3g} in all'
-      for name, x in seconds.items())]
+      for name, x in seconds.items()
+    ),
+  ]
   ours, dense, _ = seconds.values()
   saved, whole = dense - ours, step + dense
   if saved >= 0.1 * whole:
-    verdict = (f'The exchange saves {saved:.3g} s of the {whole:.3g} s of a'
-               f' step with an all-reduce in bfloat16 ({saved / whole:.0%}).')
+    verdict = (
+      f'The exchange saves {saved:.3g} s of the {whole:.3g} s of a'
+      f' step with an all-reduce in bfloat16 ({saved / whole:.0%}).'
+    )
   elif dense < 0.1 * whole:
     verdict = 'The link does not limit this step: all-reduce in bfloat16.'
   else:
-    verdict = ('The exchange saves less than a tenth of this step: lower'
-               ' --topk, or all-reduce in bfloat16.')
+    verdict = (
+      'The exchange saves less than a tenth of this step: lower'
+      ' --topk, or all-reduce in bfloat16.'
+    )
   return '\n'.join([*lines, verdict])
 
 
 def _number(most: float = 1e30, unit: str = '', example: str = '') -> Any:
   """Reads an integer, or an amount such as `example` in a unit."""
   pattern = rf'(\d+(?:\.\d+)?)([umkMG]?){unit}' if unit else r'(\d+)()'
-  wanted = f'a number above 0 in a unit, such as {example}' if unit else (
-      f'an integer from 1 to {most:,}')
+  wanted = (
+    f'a number above 0 in a unit, such as {example}'
+    if unit
+    else (f'an integer from 1 to {most:,}')
+  )
 
   def number(text: str) -> float:
     found = re.fullmatch(pattern, text)
@@ -139,8 +203,10 @@ def _params(model: str) -> Any:
     except json.JSONDecodeError as error:
       raise ValueError(f'{model} must be JSON: {error}.') from error
   if not colon:
-    raise ValueError(f'must be a file, module:function or one of'
-                     f' {", ".join(MODELS)}, got {model!r}.')
+    raise ValueError(
+      f'must be a file, module:function or one of'
+      f' {", ".join(MODELS)}, got {model!r}.'
+    )
   make = getattr(importlib.import_module(module), name)
 
   def zeros() -> Any:
@@ -157,10 +223,12 @@ def _arrays(shapes: Any, path: str = '') -> Any:
   if isinstance(shapes, dict):
     return {k: _arrays(x, f'{path}/{k}') for k, x in shapes.items()}
   if not isinstance(shapes, list) or not all(
-      type(length) is int and length >= 0 for length in shapes):
+    type(length) is int and length >= 0 for length in shapes
+  ):
     raise ValueError(
-        f'{path!r} must be a list of lengths, such as [1024, 4096], or an'
-        f' object of them by name, got {json.dumps(shapes)[:100]}.')
+      f'{path!r} must be a list of lengths, such as [1024, 4096], or an'
+      f' object of them by name, got {json.dumps(shapes)[:100]}.'
+    )
   return jax.ShapeDtypeStruct(tuple(shapes), jnp.float32)
 
 

@@ -13,7 +13,7 @@ def check_type(name: str, value: Any, expected: type, example: str) -> None:
   """Raises a `TypeError` unless `value` is an `expected`."""
   if not isinstance(value, expected):
     raise TypeError(
-        f'{name}={value!r} must be a {expected.__name__}, such as {example}.'
+      f'{name}={value!r} must be a {expected.__name__}, such as {example}.'
     )
 
 
@@ -29,7 +29,7 @@ def check_choice(name: str, value: str, known: Sequence[str]) -> None:
   """Raises unless an argument is one of the names that are known."""
   if value not in known:
     raise ValueError(
-        f'{name}={value!r} is not known; choose one of {", ".join(known)}.'
+      f'{name}={value!r} is not known; choose one of {", ".join(known)}.'
     )
 
 
@@ -44,9 +44,9 @@ def check_range(name: str, value: chex.Numeric, interval: str) -> None:
   dtype = getattr(value, 'dtype', None)
   if dtype in (jnp.bfloat16, jnp.float16):
     raise ValueError(
-        f'{name} is {dtype}, too coarse for numbers near 1.'
-        " optax.inject_hyperparams casts numbers to the parameters' dtype: give"
-        ' it hyperparam_dtype=jnp.float32.'
+      f'{name} is {dtype}, too coarse for numbers near 1.'
+      " optax.inject_hyperparams casts numbers to the parameters' dtype: give"
+      ' it hyperparam_dtype=jnp.float32.'
     )
   check_is_scalar(name, value)
   if isinstance(value, jax.core.Tracer):

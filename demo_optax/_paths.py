@@ -13,15 +13,14 @@ def path_keys(path: Path) -> Keys:
   """Returns a path's plain keys, without the `value` of Flax variables."""
   names = 'name', 'key', 'idx'
   keys = tuple(
-      next((getattr(x, n) for n in names if hasattr(x, n)), str(x))
-      for x in path
+    next((getattr(x, n) for n in names if hasattr(x, n)), str(x)) for x in path
   )
   is_variable = keys[-1:] == ('value',) and hasattr(path[-1], 'name')
   return keys[:-1] if is_variable else keys
 
 
 def leaves_of(
-    tree: Any, is_leaf: Callable[[Any], bool] | None = None
+  tree: Any, is_leaf: Callable[[Any], bool] | None = None
 ) -> list[tuple[Keys, Any]]:
   """Returns the leaves of a tree, with the plain keys of their paths."""
   flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)

@@ -31,9 +31,9 @@ def momentum_dtype(path: Path, x: Any) -> Any:
   dtype = jnp.result_type(x)
   if jnp.issubdtype(dtype, jnp.complexfloating):
     raise TypeError(
-        f'{leaf_name(path)} is {dtype}: complex leaves have no top-k that is'
-        ' published. Split it into real and imaginary parts, or keep it out'
-        ' with optax.masked.'
+      f'{leaf_name(path)} is {dtype}: complex leaves have no top-k that is'
+      ' published. Split it into real and imaginary parts, or keep it out'
+      ' with optax.masked.'
     )
   return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
@@ -47,14 +47,14 @@ def is_exchanged(x: Any) -> bool:
 def mask_others(tree: Any) -> Any:
   """Returns `tree` with `optax.MaskedNode()` for leaves not exchanged."""
   return jax.tree.map(
-      lambda x: x if is_exchanged(x) else optax.MaskedNode(), tree
+    lambda x: x if is_exchanged(x) else optax.MaskedNode(), tree
   )
 
 
 def map_wide(fun: Callable[[Any, Any], Any], tree: Any) -> Any:
   """Applies `fun(leaf, dtype of momentum)` to the leaves of `mask_others`."""
   return jax.tree_util.tree_map_with_path(
-      lambda path, x: fun(x, momentum_dtype(path, x)), mask_others(tree)
+    lambda path, x: fun(x, momentum_dtype(path, x)), mask_others(tree)
   )
 
 
@@ -70,7 +70,7 @@ def zero_update(gradient: Any, param: Any, lead: int) -> Any:
 
 
 def flatten_alike(
-    gradients: Any, params: Any
+  gradients: Any, params: Any
 ) -> tuple[list[tuple[Path, Any]], list[Any]]:
   """Returns gradients with their paths, and their parameters or None."""
   flat = jax.tree_util.tree_flatten_with_path(gradients)[0]
@@ -93,12 +93,12 @@ def without_variables(tree: Any) -> Any:
     return x.get_value() if isinstance(x, variables) else x
 
   return jax.tree.map(
-      value, tree, is_leaf=lambda x: isinstance(x, (*boxes, *variables))
+    value, tree, is_leaf=lambda x: isinstance(x, (*boxes, *variables))
   )
 
 
 def update_without_variables(
-    update: Any, updates: Any, state: Any, params: Any = None, **extra_args: Any
+  update: Any, updates: Any, state: Any, params: Any = None, **extra_args: Any
 ) -> tuple[Any, Any]:
   """Returns `update(updates, state, params, ...)`, computed without Flax.
 
@@ -108,6 +108,6 @@ def update_without_variables(
   trees = map(without_variables, (updates, state, params))
   new, after = update(*trees, **extra_args)
   return (
-      jax.tree.structure(updates).unflatten(jax.tree.leaves(new)),
-      jax.tree.structure(state).unflatten(jax.tree.leaves(after)),
+    jax.tree.structure(updates).unflatten(jax.tree.leaves(new)),
+    jax.tree.structure(state).unflatten(jax.tree.leaves(after)),
   )

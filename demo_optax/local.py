@@ -24,8 +24,11 @@ from demo_optax.transformation import DeMoState, scale_by_demo
 from demo_optax.workers import Spec, Workers, inside, lift
 
 __all__ = [
-    'LocalUpdatesState', 'demo_diloco', 'diloco', 'local_updates',
-    'sparse_loco',
+  'LocalUpdatesState',
+  'demo_diloco',
+  'diloco',
+  'local_updates',
+  'sparse_loco',
 ]
 
 # Steps between exchanges: a number, or a schedule of the steps done.
@@ -56,12 +59,12 @@ class LocalUpdatesState(NamedTuple):
 
 
 def local_updates(
-    inner: optax.GradientTransformation,
-    outer: optax.GradientTransformation,
-    sync_period: Period,
-    *,
-    workers: Workers,
-    drift: bool = False,
+  inner: optax.GradientTransformation,
+  outer: optax.GradientTransformation,
+  sync_period: Period,
+  *,
+  workers: Workers,
+  drift: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Lets workers train alone and exchange every `sync_period` steps.
 
@@ -103,8 +106,8 @@ def local_updates(
   _checks.check_type('workers', workers, Workers, 'Workers.simulated(4)')
   if workers.kind == 'on_axis':
     raise TypeError(
-        'workers must be Workers.simulated, on_mesh or remote, which'
-        f' data_parallel needs, got {workers}.'
+      'workers must be Workers.simulated, on_mesh or remote, which'
+      f' data_parallel needs, got {workers}.'
     )
   if not callable(sync_period):
     _checks.check_positive('sync_period', sync_period)
@@ -116,22 +119,25 @@ def local_updates(
     # Copies, so that both can be donated; wide, so that small changes count.
     global_params = _tree.map_wide(jnp.array, params)
     count, steps_since_sync, skipped = (
-        workers.device_put(jnp.zeros((), jnp.int32)) for _ in range(3)
+      workers.device_put(jnp.zeros((), jnp.int32)) for _ in range(3)
     )
     start = global_params if drift else ()
     own = OwnState(params, inner.init(params), skipped, start)
     return LocalUpdatesState(
-        count, steps_since_sync, global_params, outer.init(global_params),
-        stack_own(own, workers),
+      count,
+      steps_since_sync,
+      global_params,
+      outer.init(global_params),
+      stack_own(own, workers),
     )
 
   def update(
-      updates: Any, state: LocalUpdatesState, params: Any, **extra_args: Any
+    updates: Any, state: LocalUpdatesState, params: Any, **extra_args: Any
   ) -> tuple[Any, LocalUpdatesState]:
     inside.check_in_step('The update of local_updates')
     _check_shapes(updates, params)
     own = _inner_step(
-        inner, _tree.mask_others(updates), state.worker_stacked, extra_args
+      inner, _tree.mask_others(updates), state.worker_stacked, extra_args
     )
     steps = state.steps_since_sync + 1
     period = sync_period(state.count) if callable(sync_period) else sync_period
@@ -141,62 +147,72 @@ def local_updates(
       start = own.start if drift else state.global_params
       # How far the worker moved from the start, in the parameters' dtype.
       moved = jax.tree.map(
-          lambda s, x: s.astype(x.dtype).astype(s.dtype) - x.astype(s.dtype),
-          start, own.params,
+        lambda s, x: s.astype(x.dtype).astype(s.dtype) - x.astype(s.dtype),
+        start,
+        own.params,
       )
       change, outer_state = outer.update(
-          moved, state.outer, state.global_params, **extra_args
+        moved, state.outer, state.global_params, **extra_args
       )
       start = jax.tree.map(
-          lambda s, u: (s.astype(u.dtype) + u).astype(s.dtype), start, change
+        lambda s, u: (s.astype(u.dtype) + u).astype(s.dtype), start, change
       )
       new = own._replace(
-          params=optax.tree.cast_like(start, own.params),
-          start=start if drift else (),
+        params=optax.tree.cast_like(start, own.params),
+        start=start if drift else (),
       )
-      shared = inside.over_workers(start) if drift else inside.equal(start, (
-          'The outer optimizer makes another update of {} for every worker: is'
-          ' there an exchange in it, such as scale_by_demo or average? One that'
-          ' is meant to do so needs local_updates(..., drift=True).'
-      ))
+      shared = (
+        inside.over_workers(start)
+        if drift
+        else inside.equal(
+          start,
+          (
+            'The outer optimizer makes another update of {} for every worker:'
+            ' is there an exchange in it, such as scale_by_demo or average? One'
+            ' that is meant to do so needs local_updates(..., drift=True).'
+          ),
+        )
+      )
       return new, shared, optax.tree.cast_like(outer_state, state.outer)
 
     own, global_params, outer_state = jax.lax.cond(
-        due, exchange, lambda: (own, state.global_params, state.outer)
+      due, exchange, lambda: (own, state.global_params, state.outer)
     )
     change = jax.tree.map(
-        lambda x, new: jnp.zeros_like(x)
-        if isinstance(new, optax.MaskedNode) else new - x,
-        params, own.params,
+      lambda x, new: (
+        jnp.zeros_like(x) if isinstance(new, optax.MaskedNode) else new - x
+      ),
+      params,
+      own.params,
     )
     return change, LocalUpdatesState(
-        count=optax.safe_increment(state.count),
-        steps_since_sync=jnp.where(due, 0, steps).astype(jnp.int32),
-        global_params=global_params,
-        outer=outer_state,
-        worker_stacked=own,
+      count=optax.safe_increment(state.count),
+      steps_since_sync=jnp.where(due, 0, steps).astype(jnp.int32),
+      global_params=global_params,
+      outer=outer_state,
+      worker_stacked=own,
     )
 
   return optax.GradientTransformationExtraArgs(
-      init_fn, functools.partial(_tree.update_without_variables, update)
+    init_fn, functools.partial(_tree.update_without_variables, update)
   )
 
 
 def _inner_step(
-    inner: optax.GradientTransformationExtraArgs,
-    gradients: chex.ArrayTree,
-    own: OwnState,
-    extra: dict[str, Any],
+  inner: optax.GradientTransformationExtraArgs,
+  gradients: chex.ArrayTree,
+  own: OwnState,
+  extra: dict[str, Any],
 ) -> OwnState:
   """Returns the worker's state after its step, if that is finite."""
   updates, inner_state = inner.update(gradients, own.inner, own.params, **extra)
   inner_state = optax.tree.cast_like(inner_state, own.inner)
   params = optax.apply_updates(
-      own.params, optax.tree.cast_like(updates, own.params)
+    own.params, optax.tree.cast_like(updates, own.params)
   )
   finite = stays_finite((gradients, params), inner_state, own.inner)
   params, inner_state = optax.tree.where(
-      finite, (params, inner_state), (own.params, own.inner)
+    finite, (params, inner_state), (own.params, own.inner)
   )
   skipped = own.skipped + jnp.where(finite, 0, 1).astype(jnp.int32)
   return OwnState(params, inner_state, skipped, own.start)
@@ -205,15 +221,15 @@ def _inner_step(
 def _check_shapes(gradients: Any, params: Any) -> None:
   if params is None:
     raise ValueError(
-        'params must be given. Call tx.update(grads, state, params).'
+      'params must be given. Call tx.update(grads, state, params).'
     )
   for (path, gradient), x in zip(*_tree.flatten_alike(gradients, params)):
     if jnp.shape(gradient) != jnp.shape(x):
       raise ValueError(
-          f'The gradient of {leaf_name(path)} must have the shape of its'
-          f' parameter, {jnp.shape(x)}, got {jnp.shape(gradient)}. In a'
-          ' data_parallel step take one gradient, with jax.value_and_grad or'
-          ' nnx.value_and_grad.'
+        f'The gradient of {leaf_name(path)} must have the shape of its'
+        f' parameter, {jnp.shape(x)}, got {jnp.shape(gradient)}. In a'
+        ' data_parallel step take one gradient, with jax.value_and_grad or'
+        ' nnx.value_and_grad.'
       )
 
 
@@ -224,12 +240,12 @@ _ADAMW = optax.adamw(4e-4, b1=0.9, b2=0.95, weight_decay=0.1)
 
 
 def diloco(
-    inner: optax.GradientTransformation | None = None,
-    *,
-    workers: Workers,
-    sync_period: Period = 128,
-    outer_learning_rate: optax.ScalarOrSchedule = 0.7,
-    outer_momentum: float = 0.9,
+  inner: optax.GradientTransformation | None = None,
+  *,
+  workers: Workers,
+  sync_period: Period = 128,
+  outer_learning_rate: optax.ScalarOrSchedule = 0.7,
+  outer_momentum: float = 0.9,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Makes DiLoCo: averages pseudo-gradients, with Nesterov as the outer step.
 
@@ -254,24 +270,24 @@ def diloco(
     Douillard et al., `DiLoCo <https://arxiv.org/abs/2311.08105>`_, Algorithm 1.
   """
   outer = optax.chain(
-      scale_by_demo(compressors.full(), 0.0, workers=workers),
-      optax.sgd(outer_learning_rate, outer_momentum, nesterov=True),
+    scale_by_demo(compressors.full(), 0.0, workers=workers),
+    optax.sgd(outer_learning_rate, outer_momentum, nesterov=True),
   )
   return local_updates(inner or _ADAMW, outer, sync_period, workers=workers)
 
 
 def demo_diloco(
-    inner: optax.GradientTransformation | None = None,
-    *,
-    workers: Workers,
-    compressor: Compressor | None = None,
-    sync_period: Period = 128,
-    outer_learning_rate: optax.ScalarOrSchedule = 0.7,
-    decay: chex.Numeric = 0.95,
-    average: Average = 'senders',
-    drift: bool = False,
-    exchange: ExchangeKind = 'all_gather',
-    update_values: str | None = None,
+  inner: optax.GradientTransformation | None = None,
+  *,
+  workers: Workers,
+  compressor: Compressor | None = None,
+  sync_period: Period = 128,
+  outer_learning_rate: optax.ScalarOrSchedule = 0.7,
+  decay: chex.Numeric = 0.95,
+  average: Average = 'senders',
+  drift: bool = False,
+  exchange: ExchangeKind = 'all_gather',
+  update_values: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Makes DeMo inside DiLoCo: sends the fast part of the outer momentum.
 
@@ -299,27 +315,31 @@ def demo_diloco(
   """
   compressor = compressors.dct_topk() if compressor is None else compressor
   shared = scale_by_demo(
-      compressor, decay, workers=workers, average=average, exchange=exchange,
-      update_values=update_values,
+    compressor,
+    decay,
+    workers=workers,
+    average=average,
+    exchange=exchange,
+    update_values=update_values,
   )
   if drift:
     shared = _own_nesterov(shared, decay, workers)
   outer = optax.chain(shared, optax.scale_by_learning_rate(outer_learning_rate))
   return local_updates(
-      inner or _ADAMW, outer, sync_period, workers=workers, drift=drift
+    inner or _ADAMW, outer, sync_period, workers=workers, drift=drift
   )
 
 
 def sparse_loco(
-    inner: optax.GradientTransformation | None = None,
-    *,
-    workers: Workers,
-    compressor: Compressor | None = None,
-    sync_period: Period = 30,
-    outer_learning_rate: optax.ScalarOrSchedule = 1.0,
-    decay: chex.Numeric = 0.95,
-    exchange: ExchangeKind = 'all_gather',
-    update_values: str | None = None,
+  inner: optax.GradientTransformation | None = None,
+  *,
+  workers: Workers,
+  compressor: Compressor | None = None,
+  sync_period: Period = 30,
+  outer_learning_rate: optax.ScalarOrSchedule = 1.0,
+  decay: chex.Numeric = 0.95,
+  exchange: ExchangeKind = 'all_gather',
+  update_values: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Makes SparseLoCo: sends the largest raw differences in few bits.
 
@@ -333,47 +353,54 @@ def sparse_loco(
   """
   if compressor is None:
     compressor = Compressor(
-        compressors.TopK(64), compressors.Identity(), values='int4'
+      compressors.TopK(64), compressors.Identity(), values='int4'
     )
   return demo_diloco(
-      inner, workers=workers, compressor=compressor, sync_period=sync_period,
-      outer_learning_rate=outer_learning_rate, decay=decay, average='workers',
-      exchange=exchange, update_values=update_values,
+    inner,
+    workers=workers,
+    compressor=compressor,
+    sync_period=sync_period,
+    outer_learning_rate=outer_learning_rate,
+    decay=decay,
+    average='workers',
+    exchange=exchange,
+    update_values=update_values,
   )
 
 
 def _own_nesterov(
-    exchange: optax.GradientTransformationExtraArgs,
-    decay: chex.Numeric,
-    workers: Workers,
+  exchange: optax.GradientTransformationExtraArgs,
+  decay: chex.Numeric,
+  workers: Workers,
 ) -> optax.GradientTransformationExtraArgs:
   """Makes each worker's Nesterov step from the update that all share."""
 
   def update_fn(
-      updates: Any, state: DeMoState, params: Any = None, **extra_args: Any
+    updates: Any, state: DeMoState, params: Any = None, **extra_args: Any
   ) -> tuple[Any, DeMoState]:
     shared, state = exchange.update(updates, state, params, **extra_args)
     momentum, state = inside.call_stacked(
-        _put_back, workers, updates, state, None, shared, own_updates=True
+      _put_back, workers, updates, state, None, shared, own_updates=True
     )
     finite = stays_finite(updates, (), ())
     return jax.tree.map(
-        lambda g, m: jnp.where(finite, g, jnp.zeros_like(g)) + decay * m,
-        updates, momentum,
+      lambda g, m: jnp.where(finite, g, jnp.zeros_like(g)) + decay * m,
+      updates,
+      momentum,
     ), state
 
   return optax.GradientTransformationExtraArgs(exchange.init, update_fn)
 
 
 def _put_back(
-    updates: Any, state: DeMoState, params: Any, shared: Any, workers: Workers
+  updates: Any, state: DeMoState, params: Any, shared: Any, workers: Workers
 ) -> tuple[Any, DeMoState]:
   """Adds the shared update to momentum; returns momentum and the new state."""
   layout, group = state.layout.layout, workers.group
   flat, treedef = jax.tree.flatten(shared)
 
   def one_worker(
-      own: dict[str, jax.Array], shared: dict[int, jax.Array]
+    own: dict[str, jax.Array], shared: dict[int, jax.Array]
   ) -> tuple[dict[int, jax.Array], dict[str, jax.Array]]:
     found: dict[int, jax.Array] = {}
     new: dict[str, jax.Array] = {}
@@ -397,15 +424,16 @@ def _put_back(
   inner = {i: layout.leaves[i].sharding.spec for i in layout.compressed}
   with platform.running_on(platform.of(workers.mesh)):
     found, momentum = lift.run(
-        workers, one_worker,
-        (momentum, {i: flat[i] for i in inner}),
-        (buckets, {i: Spec(False, spec) for i, spec in inner.items()}),
-        ({i: Spec(lead, spec) for i, spec in inner.items()}, buckets),
+      workers,
+      one_worker,
+      (momentum, {i: flat[i] for i in inner}),
+      (buckets, {i: Spec(False, spec) for i, spec in inner.items()}),
+      ({i: Spec(lead, spec) for i, spec in inner.items()}, buckets),
     )
   own = state.worker_stacked._replace(momentum=momentum)
   return (
-      treedef.unflatten(
-          found.get(i, x[None] if lead else x) for i, x in enumerate(flat)
-      ),
-      state._replace(worker_stacked=own),
+    treedef.unflatten(
+      found.get(i, x[None] if lead else x) for i, x in enumerate(flat)
+    ),
+    state._replace(worker_stacked=own),
   )

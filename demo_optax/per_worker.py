@@ -22,7 +22,7 @@ class PerWorkerState(NamedTuple):
 
 
 def per_worker(
-    tx: optax.GradientTransformation, *, workers: Workers
+  tx: optax.GradientTransformation, *, workers: Workers
 ) -> optax.GradientTransformationExtraArgs:
   """Applies a transformation to each worker's gradient, before the exchange.
 
@@ -48,12 +48,12 @@ def per_worker(
     return PerWorkerState(stack_own(state, workers))
 
   def update_one(
-      gradients: Any, state: Any, shared: tuple[Any, Any]
+    gradients: Any, state: Any, shared: tuple[Any, Any]
   ) -> tuple[Any, Any]:
     """Updates one worker's gradients; keeps a state that would be NaN."""
     params, extra_args = shared
     updates, new = _tree.update_without_variables(
-        tx.update, gradients, state, params, **extra_args
+      tx.update, gradients, state, params, **extra_args
     )
     if not jax.tree.leaves(state):  # NaN needs no help to be passed on
       return updates, new
@@ -62,14 +62,15 @@ def per_worker(
     return updates, optax.tree.where(good, new, state)
 
   def update_fn(
-      updates: chex.ArrayTree,
-      state: PerWorkerState,
-      params: chex.ArrayTree | None = None,
-      **extra_args: Any,
+    updates: chex.ArrayTree,
+    state: PerWorkerState,
+    params: chex.ArrayTree | None = None,
+    **extra_args: Any,
   ) -> tuple[chex.ArrayTree, PerWorkerState]:
     args = (
-        _tree.mask_others(updates), state.worker_stacked,
-        (_tree.mask_others(params), extra_args),
+      _tree.mask_others(updates),
+      state.worker_stacked,
+      (_tree.mask_others(params), extra_args),
     )
     if inside.is_mapped():
       new, own = update_one(*args)
@@ -78,8 +79,9 @@ def per_worker(
         checks.check_gradient(leaf_name(path), g, p, workers)
       new, own = lift.run_alone(workers, update_one, *args)
     return jax.tree.map(
-        lambda old, x: old if isinstance(x, optax.MaskedNode) else x,
-        updates, new,
+      lambda old, x: old if isinstance(x, optax.MaskedNode) else x,
+      updates,
+      new,
     ), PerWorkerState(own)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -100,7 +102,7 @@ def stack_own(tree: chex.ArrayTree, workers: Workers) -> chex.ArrayTree:
 
 
 def stays_finite(
-    updates: chex.ArrayTree, new: chex.ArrayTree, old: chex.ArrayTree
+  updates: chex.ArrayTree, new: chex.ArrayTree, old: chex.ArrayTree
 ) -> jax.Array:
   """Returns whether updates and a new state are finite, bool `[]`.
 
@@ -113,8 +115,8 @@ def stays_finite(
 
   finite = [jnp.isfinite(x) for x in inexact(updates)]
   finite += [
-      jnp.isfinite(x) | ~jnp.isfinite(before)
-      for x, before in zip(inexact(new), inexact(old))
+    jnp.isfinite(x) | ~jnp.isfinite(before)
+    for x, before in zip(inexact(new), inexact(old))
   ]
   # A kernel for the rows of an array, one for all rows of one type: an array
   # by itself takes two. Sharding is part of a type on Explicit axes.

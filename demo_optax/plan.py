@@ -112,62 +112,67 @@ class Plan:
       lines.append('  '.join([row[0].ljust(widths[0]), *cells[1:]]).rstrip())
     if any(leaf.is_large for leaf in self.leaves):
       lines.append(
-          '! sends more than a tenth of the leaf. If that is much of the total,'
-          " give it a smaller topk, or values='sign'."
+        '! sends more than a tenth of the leaf. If that is much of the total,'
+        " give it a smaller topk, or values='sign'."
       )
     if not all(leaf.as_unsharded for leaf in self.leaves):
       lines.append(
-          '* cut into other chunks than on one device: results depend on how it'
-          ' is sharded.'
+        '* cut into other chunks than on one device: results depend on how it'
+        ' is sharded.'
       )
     if small := [leaf.name for leaf in self.leaves if leaf.small_blocks]:
       lines.append(
-          'Blocks are smaller than a chunk, which costs bytes. Shard another'
-          f' dimension, or over fewer devices: {", ".join(small)}'
+        'Blocks are smaller than a chunk, which costs bytes. Shard another'
+        f' dimension, or over fewer devices: {", ".join(small)}'
       )
     return '\n'.join(lines)
 
   def totals(self) -> str:
     """Returns a worker's bytes, next to those of dense all-reduces."""
     share = self.sent_bytes / (4 * max(1, self.size))
-    lines = [f'{self.size:,} elements, {self.num_workers} workers. Per worker'
-             f' and step (sends {share:.2%} of a float32 gradient):']
+    lines = [
+      f'{self.size:,} elements, {self.num_workers} workers. Per worker'
+      f' and step (sends {share:.2%} of a float32 gradient):'
+    ]
     for name, out, back in (
-        ('all_to_all' if self.update_bytes else 'this exchange',
-         self.sent_bytes, self.received_bytes),
-        ('all-reduce float32', self.dense_bytes(4), self.dense_bytes(4)),
-        ('all-reduce bfloat16', self.dense_bytes(2), self.dense_bytes(2)),
+      (
+        'all_to_all' if self.update_bytes else 'this exchange',
+        self.sent_bytes,
+        self.received_bytes,
+      ),
+      ('all-reduce float32', self.dense_bytes(4), self.dense_bytes(4)),
+      ('all-reduce bfloat16', self.dense_bytes(2), self.dense_bytes(2)),
     ):
       lines.append(
-          f'  {name:<20} sends {_num_bytes(out):>10}, receives'
-          f' {_num_bytes(back):>10}'
+        f'  {name:<20} sends {_num_bytes(out):>10}, receives'
+        f' {_num_bytes(back):>10}'
       )
     if self.num_devices > 1:
       lines.append(
-          f'A worker is {self.num_devices} devices. Per device and step:'
+        f'A worker is {self.num_devices} devices. Per device and step:'
       )
       for axes, moved in self.device_bytes.items():
         lines.append(
-            f'  over {", ".join(axes):<15} receives {_num_bytes(moved):>10}'
+          f'  over {", ".join(axes):<15} receives {_num_bytes(moved):>10}'
         )
     if not self.update_bytes:
       up_to = f'up to {self.max_workers(4)}/{self.max_workers(2)}'
       if self.max_workers(2) == math.inf:
         up_to = 'any number of'
       lines.append(
-          'This exchange receives less than an all-reduce of float32/bfloat16'
-          f' with {up_to} workers.'
+        'This exchange receives less than an all-reduce of float32/bfloat16'
+        f' with {up_to} workers.'
       )
     return '\n'.join(lines)
 
 
 def plan(
-    params: chex.ArrayTree,
-    compressor: CompressorTree,
-    workers: Workers | int,
-    *,
-    exchange: ExchangeKind = 'all_gather',
-    update_values: str | None = None,
+  params: chex.ArrayTree,
+  compressor: CompressorTree,
+  workers: Workers | int,
+  *,
+  exchange: ExchangeKind = 'all_gather',
+  update_values: str | None = None,
 ) -> Plan:
   r"""Returns the bytes of an exchange, without running it.
 
@@ -206,9 +211,9 @@ def plan(
   layout = make_layout(shapes, compressors, specs)
   unsharded = make_layout(shapes, compressors, REPLICATED)
   leaves = tuple(
-      _leaf_bytes(leaf, alone)
-      for leaf, alone in zip(layout.leaves, unsharded.leaves)
-      if not leaf.is_frozen
+    _leaf_bytes(leaf, alone)
+    for leaf, alone in zip(layout.leaves, unsharded.leaves)
+    if not leaf.is_frozen
   )
   averaged = [_shard_bytes(layout.leaves[i]) for i in layout.averaged]
   ordered = sum(size for size in averaged if size <= ORDERED_BYTES)
@@ -216,8 +221,8 @@ def plan(
   kind = 'all_gather' if is_relayed else exchange
   config = make_config(layout, 'senders', kind, count, written)
   sizes = {
-      name: math.prod(shape) * np.dtype(dtype).itemsize
-      for name, (shape, dtype) in config.packer.shapes.items()
+    name: math.prod(shape) * np.dtype(dtype).itemsize
+    for name, (shape, dtype) in config.packer.shapes.items()
   }
   payload = sizes.pop(config.packer.name, 0)
   summed = sum(sizes.values()) + sum(averaged) - ordered
@@ -233,16 +238,16 @@ def plan(
     sent = received = (payload + updates) // count * (count - 1)
   sums = round(2 * summed * (count - 1) / count)  # in a ring
   return Plan(
-      leaves=leaves,
-      size=sum(leaf.size for leaf in leaves),
-      num_workers=count,
-      num_devices=specs.devices,
-      sent_bytes=(sent + sums) * specs.devices,
-      received_bytes=(received + sums) * specs.devices,
-      payload_bytes=payload * specs.devices,
-      summed_bytes=summed * specs.devices,
-      device_bytes={(axis,): received + sums, **_joined(layout)},
-      update_bytes=updates * specs.devices,
+    leaves=leaves,
+    size=sum(leaf.size for leaf in leaves),
+    num_workers=count,
+    num_devices=specs.devices,
+    sent_bytes=(sent + sums) * specs.devices,
+    received_bytes=(received + sums) * specs.devices,
+    payload_bytes=payload * specs.devices,
+    summed_bytes=summed * specs.devices,
+    device_bytes={(axis,): received + sums, **_joined(layout)},
+    update_bytes=updates * specs.devices,
   )
 
 
@@ -257,28 +262,40 @@ def _leaf_bytes(leaf: Leaf, alone: Leaf) -> LeafBytes:
     num_chunks = num_shards * grid.num_chunks
     index_bits = code.bits / form.k if code else 0.0
     of_chunk = (
-        'whole' if grid.whole else _times(grid.lengths[-2:]),
-        'all' if form.k == form.n else f'{form.k}',
-        'shared' if form.shared else 'group' if form.grouped
-        else code.name if code else '-',
-        f'{index_bits:.2f}' if code else '-',
-        form.values,
+      'whole' if grid.whole else _times(grid.lengths[-2:]),
+      'all' if form.k == form.n else f'{form.k}',
+      'shared'
+      if form.shared
+      else 'group'
+      if form.grouped
+      else code.name
+      if code
+      else '-',
+      f'{index_bits:.2f}' if code else '-',
+      form.values,
     )
     sides = zip(grid.folded[-2:], alone.grid.lengths[-2:])
     small_blocks = not alone.grid.whole and any(d < n for d, n in sides)
   sent_bytes = num_shards * _shard_bytes(leaf)
   is_large = sent_bytes > 0.4 * size
   cells = (
-      _times(leaf.shape) or 'scalar',
-      f'{num_chunks}',
-      *of_chunk,
-      _num_bytes(sent_bytes) + ('!' if is_large else ''),
-      (_times(blocks) if num_shards > 1 else '-')
-      + ('' if as_unsharded else '*'),
+    _times(leaf.shape) or 'scalar',
+    f'{num_chunks}',
+    *of_chunk,
+    _num_bytes(sent_bytes) + ('!' if is_large else ''),
+    (_times(blocks) if num_shards > 1 else '-') + ('' if as_unsharded else '*'),
   )
   return LeafBytes(
-      leaf.name, size, blocks, num_chunks, sent_bytes, is_large, index_bits,
-      as_unsharded, small_blocks, cells,
+    leaf.name,
+    size,
+    blocks,
+    num_chunks,
+    sent_bytes,
+    is_large,
+    index_bits,
+    as_unsharded,
+    small_blocks,
+    cells,
   )
 
 

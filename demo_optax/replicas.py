@@ -38,7 +38,7 @@ class Difference(NamedTuple):
 
 
 def check_replicas(
-    tree: chex.ArrayTree, workers: Workers | None = None
+  tree: chex.ArrayTree, workers: Workers | None = None
 ) -> list[Difference]:
   """Compares all copies of every array in `tree` that is held more than once.
 
@@ -64,12 +64,14 @@ def check_replicas(
   for keys, held in copies(several).items():
     if other := differing(held):
       devices = {c.device for c in other} - {None}
-      found.append(Difference(
+      found.append(
+        Difference(
           dotted(keys),
           tuple(sorted(d.id for d in devices)),
           tuple(sorted({worker_of[d] for d in devices if d in worker_of})),
           tuple(sorted({c.process for c in other})),
-      ))
+        )
+      )
   return found
 
 
@@ -93,9 +95,8 @@ def copies(values: Mapping[Any, Any]) -> dict[Any, list[Copy]]:
   gather.
   """
   arrays = {
-      name: x if hasattr(x, 'dtype')
-      else np.uint32(zlib.crc32(repr(x).encode()))
-      for name, x in values.items()
+    name: x if hasattr(x, 'dtype') else np.uint32(zlib.crc32(repr(x).encode()))
+    for name, x in values.items()
   }
   own = np.zeros((len(arrays), jax.local_device_count(), 2), np.uint32)
   digests = [_digest_blocks(x) for x in arrays.values()]
@@ -106,17 +107,17 @@ def copies(values: Mapping[Any, Any]) -> dict[Any, list[Copy]]:
   trees = np.asarray(multihost_utils.process_allgather(tree))
   if (trees != trees[0]).any():
     raise ValueError(
-        f'Processes {np.flatnonzero(trees != trees[0]).tolist()} gave another'
-        ' tree than process 0: all must make the same calls, with the same'
-        ' names, shapes, dtypes and placement.'
+      f'Processes {np.flatnonzero(trees != trees[0]).tolist()} gave another'
+      ' tree than process 0: all must make the same calls, with the same'
+      ' names, shapes, dtypes and placement.'
     )
   every = multihost_utils.process_allgather(own) if arrays else own
   held: dict[Any, list[Copy]] = {}
   for number, (name, x) in enumerate(arrays.items()):
     digests_of = [iter(of_process[number]) for of_process in every]
     held[name] = [
-        Copy(device, process, block, next(digests_of[process]).tobytes())
-        for device, process, block in _holders(x)
+      Copy(device, process, block, next(digests_of[process]).tobytes())
+      for device, process, block in _holders(x)
     ]
   return held
 

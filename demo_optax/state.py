@@ -23,7 +23,7 @@ _NO_STATE = 'There is no state of demo_optax.scale_by_demo in it.'
 
 
 def state_specs(
-    tx: optax.GradientTransformation, params: chex.ArrayTree, workers: Workers
+  tx: optax.GradientTransformation, params: chex.ArrayTree, workers: Workers
 ) -> chex.ArrayTree:
   """Returns the partition specs of a whole optimizer state.
 
@@ -37,8 +37,8 @@ def state_specs(
   then sharded as it is, where their shapes allow.
   """
   return jax.tree_util.tree_map_with_path(
-      lambda path, x: workers.spec(_paths.path_keys(path), x.shape),
-      jax.eval_shape(tx.init, params),
+    lambda path, x: workers.spec(_paths.path_keys(path), x.shape),
+    jax.eval_shape(tx.init, params),
   )
 
 
@@ -63,22 +63,24 @@ def momentum(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
     parts: dict[int, jax.Array] = {}
     for number, bucket in enumerate(layout.buckets):
       parts |= cutting.cut_bucket(
-          layout, number, arrays[*root, STACKED, 'momentum', bucket.name],
-          decoded=True,
+        layout,
+        number,
+        arrays[*root, STACKED, 'momentum', bucket.name],
+        decoded=True,
       )
     for i, part in sorted(parts.items()):
       name = layout.leaves[i].name
       if name in found:
         raise ValueError(
-            f'opt_state must hold one momentum of {name}, got several. Give one'
-            ' of its states.'
+          f'opt_state must hold one momentum of {name}, got several. Give one'
+          ' of its states.'
         )
       found[name] = part
   return found
 
 
 def exchange_info(
-    opt_state: chex.ArrayTree, workers: Workers | None = None
+  opt_state: chex.ArrayTree, workers: Workers | None = None
 ) -> dict[str, Any]:
   r"""Returns the metrics of the last exchange, for logs.
 
@@ -106,14 +108,17 @@ def exchange_info(
   busy = {k[: k.index(STACKED)] for k in stacked}
   root = next((root for root in roots if root in busy), roots[0])
   found: dict[str, Any] = {
-      k[-1]: x for k, x in state.items() if k[:-1] == (*root, 'metrics')
+    k[-1]: x for k, x in state.items() if k[:-1] == (*root, 'metrics')
   }
   if workers is not None and workers.relay is not None:
     from demo_optax.remote.link import link_of  # needs ZeroMQ
 
     link = link_of(workers)
-    found |= {'round': link.position.round, 'joined': link.joined,
-              'parted': link.parted}
+    found |= {
+      'round': link.position.round,
+      'joined': link.joined,
+      'parted': link.parted,
+    }
   return found
 
 
@@ -122,16 +127,16 @@ def _warn_if_replicated(stacked: dict[Keys, Any]) -> None:
   for keys, x in stacked.items():
     sharding = getattr(x, 'sharding', None)
     if (
-        isinstance(sharding, NamedSharding)
-        and not isinstance(x, jax.core.Tracer)
-        and not any(sharding.spec[:1])
-        and 1 not in (sharding.mesh.size, len(x))
+      isinstance(sharding, NamedSharding)
+      and not isinstance(x, jax.core.Tracer)
+      and not any(sharding.spec[:1])
+      and 1 not in (sharding.mesh.size, len(x))
     ):
       warnings.warn(
-          f'{_paths.dotted(keys)} is one per worker, but all of it is on every'
-          f' device: {sharding.spec} does not name the worker axis.'
-          ' data_parallel corrects that at the next call. Other steps would'
-          ' gather it: take demo_optax.state_specs(tx, params, workers).',
-          stacklevel=3,
+        f'{_paths.dotted(keys)} is one per worker, but all of it is on every'
+        f' device: {sharding.spec} does not name the worker axis.'
+        ' data_parallel corrects that at the next call. Other steps would'
+        ' gather it: take demo_optax.state_specs(tx, params, workers).',
+        stacklevel=3,
       )
       return  # one warning is enough

@@ -46,8 +46,8 @@ def layouts_in(tree: Any, *, checked: bool = False) -> dict[Keys, Layout]:
         check_digest(x.digest, x.layout)
     elif checked and keys[-2:] == ('layout', 'digest'):
       raise ValueError(
-          f'{dotted(keys[:-2])} must be a state that has its types, got one of'
-          ' nnx.state. Give the nnx.Optimizer, or its opt_state.'
+        f'{dotted(keys[:-2])} must be a state that has its types, got one of'
+        ' nnx.state. Give the nnx.Optimizer, or its opt_state.'
       )
   return layouts
 
@@ -76,16 +76,16 @@ class DeMoState(NamedTuple):
 
 
 def scale_by_demo(
-    compressor: CompressorTree = compressors.dct_topk(),  # noqa: B008
-    decay: chex.Numeric = 0.999,
-    *,
-    workers: Workers,
-    alpha: chex.Numeric = 1.0,
-    average: topk.Average = 'senders',
-    ema: bool = False,
-    gradient_weight: optax.ScalarOrSchedule = 1.0,
-    exchange: algorithm.ExchangeKind = 'all_gather',
-    update_values: str | None = None,
+  compressor: CompressorTree = compressors.dct_topk(),  # noqa: B008
+  decay: chex.Numeric = 0.999,
+  *,
+  workers: Workers,
+  alpha: chex.Numeric = 1.0,
+  average: topk.Average = 'senders',
+  ema: bool = False,
+  gradient_weight: optax.ScalarOrSchedule = 1.0,
+  exchange: algorithm.ExchangeKind = 'all_gather',
+  update_values: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Exchanges the fast part of every worker's momentum.
 
@@ -193,7 +193,7 @@ def scale_by_demo(
         if written not in WITHOUT_RESIDUAL:  # the state depends on it
           raise
     return algorithm.make_config(
-        layout, average, exchange, count, written, platform.of(workers.mesh)
+      layout, average, exchange, count, written, platform.of(workers.mesh)
     )
 
   def init_fn(params: chex.ArrayTree) -> DeMoState:
@@ -205,21 +205,21 @@ def scale_by_demo(
     config = config_of(params, [(path, np.shape(x), x) for path, x in flat])
     types, structure = jax.tree.flatten(config.state_on_device)
     return DeMoState(
-        count=workers.device_put(jnp.zeros((), jnp.int32)),
-        metrics=workers.device_put(algorithm.no_metrics()),
-        layout=LayoutOf(
-            workers.device_put(jnp.asarray(config.layout.digest)), config.layout
-        ),
-        worker_stacked=structure.unflatten(
-            lift.bucket_zeros(workers, tuple(types))
-        ),
+      count=workers.device_put(jnp.zeros((), jnp.int32)),
+      metrics=workers.device_put(algorithm.no_metrics()),
+      layout=LayoutOf(
+        workers.device_put(jnp.asarray(config.layout.digest)), config.layout
+      ),
+      worker_stacked=structure.unflatten(
+        lift.bucket_zeros(workers, tuple(types))
+      ),
     )
 
   def update_fn(
-      updates: chex.ArrayTree,
-      state: DeMoState,
-      params: chex.ArrayTree | None = None,
-      **extra_args: Any,
+    updates: chex.ArrayTree,
+    state: DeMoState,
+    params: chex.ArrayTree | None = None,
+    **extra_args: Any,
   ) -> tuple[chex.ArrayTree, DeMoState]:
     weight = gradient_weight
     if callable(weight):
@@ -231,19 +231,19 @@ def scale_by_demo(
       inside.check_in_step(f'The update for {workers}')
     if inside.is_mapped():
       return inside.call_stacked(
-          stacked_update_fn, workers, updates, state, params, hyper
+        stacked_update_fn, workers, updates, state, params, hyper
       )
     return stacked_update_fn(updates, state, params, hyper, workers)
 
   def stacked_update_fn(
-      updates: Any, state: DeMoState, params: Any, hyper: Any, workers: Workers
+    updates: Any, state: DeMoState, params: Any, hyper: Any, workers: Workers
   ) -> tuple[chex.ArrayTree, DeMoState]:
     """Updates with gradients laid out as `workers` have them."""
     flat, like = _tree.flatten_alike(updates, params)
     lead = 1 if workers.stacked_gradients else 0
     leaves = [
-        (path, np.shape(g)[lead:], g if p is None else p)
-        for (path, g), p in zip(flat, like)
+      (path, np.shape(g)[lead:], g if p is None else p)
+      for (path, g), p in zip(flat, like)
     ]
     config = config_of(updates if params is None else params, leaves)
     left_out = [leaf.is_frozen for leaf in config.layout.leaves]
@@ -260,19 +260,22 @@ def scale_by_demo(
       # With a relay a step joins exchanges; a nested jit would keep them apart.
       run = algorithm.run if workers.relay else algorithm.run_jitted
       found, own, metrics = run(
-          workers, config, [g for _, g in flat], own,
-          algorithm.Hyper(state.count, *hyper.values()),
+        workers,
+        config,
+        [g for _, g in flat],
+        own,
+        algorithm.Hyper(state.count, *hyper.values()),
       )
     in_order = iter(found)
     new = [
-        _tree.zero_update(g, p, lead) if out else next(in_order).astype(g.dtype)
-        for (_, g), p, out in zip(flat, like, left_out)
+      _tree.zero_update(g, p, lead) if out else next(in_order).astype(g.dtype)
+      for (_, g), p, out in zip(flat, like, left_out)
     ]
     return jax.tree.structure(updates).unflatten(new), DeMoState(
-        count=optax.safe_increment(state.count),
-        metrics=metrics,
-        layout=LayoutOf(state.layout.digest, config.layout),
-        worker_stacked=own,
+      count=optax.safe_increment(state.count),
+      metrics=metrics,
+      layout=LayoutOf(state.layout.digest, config.layout),
+      worker_stacked=own,
     )
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -291,27 +294,27 @@ def average(*, workers: Workers) -> optax.GradientTransformationExtraArgs:
 
 
 def _check_state(
-    state: DeMoState, config: algorithm.ExchangeConfig, workers: Workers
+  state: DeMoState, config: algorithm.ExchangeConfig, workers: Workers
 ) -> None:
   """Raises unless a state was made for these leaves and workers."""
   expected, found = config.layout, state.layout.layout
   if found != expected:
     lines = [
-        f'{d.name}: {d.old} in the state, {d.new} in the update.'
-        for d in differences(found.records, expected.records)
+      f'{d.name}: {d.old} in the state, {d.new} in the update.'
+      for d in differences(found.records, expected.records)
     ] or ['its leaves have another order, or are sharded otherwise.']
     more = f' ... and {len(lines) - 3} more leaves.' if lines[3:] else ''
     raise ValueError(
-        f'The state must be made for what update is given ({workers}):'
-        f' {" ".join(lines[:3])}{more} Make it with tx.init of the same'
-        ' transformation and parameters, and give one gradient per worker: an'
-        ' averaged gradient must not reach the exchange.'
+      f'The state must be made for what update is given ({workers}):'
+      f' {" ".join(lines[:3])}{more} Make it with tx.init of the same'
+      ' transformation and parameters, and give one gradient per worker: an'
+      ' averaged gradient must not reach the exchange.'
     )
   check_digest(state.layout.digest, expected)
   made = {keys: jnp.shape(x) for keys, x in leaves_of(state.worker_stacked)}
   needed = {
-      keys: workers.bucket_shape(x.shape)
-      for keys, x in leaves_of(config.state_on_device)
+    keys: workers.bucket_shape(x.shape)
+    for keys, x in leaves_of(config.state_on_device)
   }
   for keys in (*made, *needed):
     size, shape, name = made.get(keys), needed.get(keys), dotted(keys)
@@ -320,9 +323,9 @@ def _check_state(
       if size is None or shape is None:
         must = f'have {name}' if shape else f'not have {name}'
       raise ValueError(
-          f'The state must {must}, for {workers} and {config}. Make it with'
-          ' tx.init of the transformation and workers that update uses, or take'
-          ' momentum over: demo_optax.checkpoint.from_leaves(..., resize=True).'
+        f'The state must {must}, for {workers} and {config}. Make it with'
+        ' tx.init of the transformation and workers that update uses, or take'
+        ' momentum over: demo_optax.checkpoint.from_leaves(..., resize=True).'
       )
 
 
@@ -333,22 +336,22 @@ def check_digest(digest: Any, layout: Layout) -> None:
     return
   if not np.array_equal(np.asarray(digest).reshape(-1)[:4], layout.digest):
     raise ValueError(
-        'The momentum in this state was saved for other leaves, shapes or'
-        ' compressors than the state it was restored into: chunks lie'
-        ' elsewhere in its buckets. Restore it into a state of the same'
-        ' parameters and compressor; demo_optax.checkpoint saves leaf by leaf.'
+      'The momentum in this state was saved for other leaves, shapes or'
+      ' compressors than the state it was restored into: chunks lie'
+      ' elsewhere in its buckets. Restore it into a state of the same'
+      ' parameters and compressor; demo_optax.checkpoint saves leaf by leaf.'
     )
 
 
 def resolve_update_values(
-    exchange: str, update_values: str | None, workers: Workers
+  exchange: str, update_values: str | None, workers: Workers
 ) -> str:
   """Returns the code of updates; raises unless the arguments make sense."""
   _checks.check_choice('exchange', exchange, get_args(algorithm.ExchangeKind))
   if workers.relay is not None and exchange == 'all_to_all':
     raise ValueError(
-        "exchange must be 'all_gather' or 'auto' with a relay, which sends all"
-        " messages to all workers, got 'all_to_all'."
+      "exchange must be 'all_gather' or 'auto' with a relay, which sends all"
+      " messages to all workers, got 'all_to_all'."
     )
   if update_values is not None:
     _checks.check_choice('update_values', update_values, UPDATE_VALUES)
@@ -356,8 +359,8 @@ def resolve_update_values(
   if exchange == 'all_gather':
     return 'float32'
   raise ValueError(
-      f"exchange={exchange!r} needs update_values: 'ternary' if the signs of"
-      ' updates are taken (optax.scale_by_sign, demo_optax.demo), else'
-      " 'bfloat16', 'int8', 'int4' or 'sign', whose losses are sent later, or"
-      " 'float32'."
+    f"exchange={exchange!r} needs update_values: 'ternary' if the signs of"
+    ' updates are taken (optax.scale_by_sign, demo_optax.demo), else'
+    " 'bfloat16', 'int8', 'int4' or 'sign', whose losses are sent later, or"
+    " 'float32'."
   )

@@ -84,7 +84,7 @@ _SHORT = {
   'lax.': 'jax.lax.',
 }
 
-_MENU = '''
+_MENU = """
 ```{toctree}
 :hidden:
 :caption: Start
@@ -155,8 +155,8 @@ docs/api
 CHANGELOG
 CONTRIBUTING
 ```
-'''
-_API = '''
+"""
+_API = """
 ```{toctree}
 :hidden:
 
@@ -168,7 +168,7 @@ api/plan
 api/state
 api/checkpoint
 ```
-'''
+"""
 
 # Unions that say less than their names, the longest first.
 _ALIASES = {
@@ -208,8 +208,12 @@ def _link_names(app, doctree):
     for name in list(doctree.findall(nodes.literal)):
       name.replace_self(
         addnodes.pending_xref(
-          '', name.deepcopy(), refdomain='py', reftype='obj',
-          reftarget=name.astext(), refdoc='docs/api',
+          '',
+          name.deepcopy(),
+          refdomain='py',
+          reftype='obj',
+          reftarget=name.astext(),
+          refdoc='docs/api',
         )
       )
 

@@ -37,42 +37,61 @@ import demo_optax
 def add_flags(parser: argparse.ArgumentParser) -> None:
   add = parser.add_argument_group('several processes').add_argument
   env = os.environ.get
-  add('--coordinator', default=env('JAX_COORDINATOR_ADDRESS'),
-      metavar='HOST:PORT', help='address of process 0')
-  add('--processes', type=int, default=env('JAX_NUM_PROCESSES'),
-      metavar='N', help='number of processes')
-  add('--process', type=int, default=env('JAX_PROCESS_ID'),
-      metavar='I', help='number of this one, from 0')
+  add(
+    '--coordinator',
+    default=env('JAX_COORDINATOR_ADDRESS'),
+    metavar='HOST:PORT',
+    help='address of process 0',
+  )
+  add(
+    '--processes',
+    type=int,
+    default=env('JAX_NUM_PROCESSES'),
+    metavar='N',
+    help='number of processes',
+  )
+  add(
+    '--process',
+    type=int,
+    default=env('JAX_PROCESS_ID'),
+    metavar='I',
+    help='number of this one, from 0',
+  )
   add('--distributed', action='store_true', help='let JAX find the others')
-  add('--timeout', type=int, default=300, metavar='SECONDS',
-      help='time to wait for the other processes; default: 300')
+  add(
+    '--timeout',
+    type=int,
+    default=300,
+    metavar='SECONDS',
+    help='time to wait for the other processes; default: 300',
+  )
 
 
 def check(args: argparse.Namespace) -> bool:
   """Whether the flags give the number of this process."""
   own = {
-      '--coordinator': args.coordinator,
-      '--processes': args.processes,
-      '--process': args.process,
+    '--coordinator': args.coordinator,
+    '--processes': args.processes,
+    '--process': args.process,
   }
   missing = [flag for flag, value in own.items() if value is None]
   if 0 < len(missing) < 3:
     given = [flag for flag in own if flag not in missing]
     raise SystemExit(
-        f'{", ".join(given)} without {", ".join(missing)}: give all three, or'
-        ' none where JAX detects the cluster.'
+      f'{", ".join(given)} without {", ".join(missing)}: give all three, or'
+      ' none where JAX detects the cluster.'
     )
   if missing:
     return False
   if not is_address(args.coordinator):
     raise SystemExit(
-        f'--coordinator {args.coordinator}: it must be HOST:PORT, with a port'
-        ' from 1 to 65535.'
+      f'--coordinator {args.coordinator}: it must be HOST:PORT, with a port'
+      ' from 1 to 65535.'
     )
   if args.process >= args.processes:
     raise SystemExit(
-        f'--process {args.process}: the processes are numbered from 0 to'
-        f' {args.processes - 1}.'
+      f'--process {args.process}: the processes are numbered from 0 to'
+      f' {args.processes - 1}.'
     )
   return True
 
@@ -86,17 +105,19 @@ def join(args: argparse.Namespace) -> None:
   """Waits for the other processes of this run, if there are any."""
   if check(args):
     jax.distributed.initialize(
-        args.coordinator, args.processes, args.process,
-        initialization_timeout=args.timeout,
-        cluster_detection_method='deactivate',
+      args.coordinator,
+      args.processes,
+      args.process,
+      initialization_timeout=args.timeout,
+      cluster_detection_method='deactivate',
     )
   elif args.distributed or detects_cluster():
     try:
       jax.distributed.initialize(initialization_timeout=args.timeout)
     except ValueError as error:  # before anything is sent
       raise SystemExit(
-          f'JAX finds no cluster here ({error}): give --coordinator,'
-          ' --processes and --process.'
+        f'JAX finds no cluster here ({error}): give --coordinator,'
+        ' --processes and --process.'
       ) from error
   # Connect now: on CPU gloo waits for 30 s only, and later a process can be
   # further behind.
@@ -162,13 +183,13 @@ class StopSignal:
     self.begin()
     # In the place of JAX's own handler of SIGTERM.
     self._former = {
-        number: signal.signal(number, self._hear)
-        for number in (signal.SIGTERM, signal.SIGINT)
+      number: signal.signal(number, self._hear)
+      for number in (signal.SIGTERM, signal.SIGINT)
     }
     self._pipe = socket.socketpair()
     self._pipe[1].setblocking(False)
     self._former_pipe = signal.set_wakeup_fd(
-        self._pipe[1].fileno(), warn_on_full_buffer=False
+      self._pipe[1].fileno(), warn_on_full_buffer=False
     )
     threading.Thread(target=self._watch, daemon=True).start()
 
@@ -232,15 +253,17 @@ def make_workers(count: int | None) -> demo_optax.Workers:
   devices = jax.devices()
   if jax.process_count() > 1 and count not in (None, len(devices)):
     raise SystemExit(
-        f'--workers {count}: with several processes there is one worker for'
-        f' each of the {len(devices)} devices. Leave it out.'
+      f'--workers {count}: with several processes there is one worker for'
+      f' each of the {len(devices)} devices. Leave it out.'
     )
   count = count or (len(devices) if len(devices) > 1 else 4)
   if count > len(devices) or len(devices) == 1:
     return demo_optax.Workers.simulated(count)
   mesh = jax.make_mesh(
-      (count,), ('data',), devices=devices[:count],
-      axis_types=(jax.sharding.AxisType.Auto,),
+    (count,),
+    ('data',),
+    devices=devices[:count],
+    axis_types=(jax.sharding.AxisType.Auto,),
   )
   return demo_optax.Workers.on_mesh(mesh, 'data')
 
@@ -249,8 +272,8 @@ def remove_checkpoints(folder: pathlib.Path, overwrite: bool) -> None:
   """Removes the checkpoints of an earlier run, if the flags allow it."""
   if folder.exists() and any(folder.iterdir()) and not overwrite:
     raise SystemExit(
-        f'There are checkpoints in {folder}: give --resume, --overwrite, or'
-        ' another --out.'
+      f'There are checkpoints in {folder}: give --resume, --overwrite, or'
+      ' another --out.'
     )
   multihost_utils.sync_global_devices('all have looked for checkpoints')
   if is_main():

@@ -36,7 +36,7 @@ class Block(nnx.Module):
   """Attention and a feed-forward layer, normalised before each."""
 
   def __init__(
-      self, config: GPTConfig, rngs: nnx.Rngs, fsdp: str | None = None
+    self, config: GPTConfig, rngs: nnx.Rngs, fsdp: str | None = None
   ):
     d = config.width
     init, out_init = _initializers(config)
@@ -53,7 +53,7 @@ class Block(nnx.Module):
     batch, time, width = x.shape
     qkv = self.qkv(self.norm1(x))
     q, k, v = jnp.split(
-        qkv.reshape(batch, time, self.heads, 3 * width // self.heads), 3, -1
+      qkv.reshape(batch, time, self.heads, 3 * width // self.heads), 3, -1
     )
     attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
     x = x + self.proj(attended.reshape(batch, time, width))
@@ -68,29 +68,29 @@ class GPT(nnx.Module):
   """
 
   def __init__(
-      self, config: GPTConfig, rngs: nnx.Rngs, fsdp: str | None = None
+    self, config: GPTConfig, rngs: nnx.Rngs, fsdp: str | None = None
   ):
     init, _ = _initializers(config)
     self.config = config
     self.token_embedding = nnx.Embed(
-        config.vocab,
-        config.width,
-        embedding_init=_sharded(init, fsdp, None),
-        rngs=rngs,
+      config.vocab,
+      config.width,
+      embedding_init=_sharded(init, fsdp, None),
+      rngs=rngs,
     )
     self.position_embedding = nnx.Embed(
-        config.context, config.width, embedding_init=init, rngs=rngs
+      config.context, config.width, embedding_init=init, rngs=rngs
     )
     self.blocks = nnx.List(
-        [Block(config, rngs, fsdp) for _ in range(config.layers)]
+      [Block(config, rngs, fsdp) for _ in range(config.layers)]
     )
     self.norm = nnx.RMSNorm(config.width, rngs=rngs)
     self.head = nnx.Linear(
-        config.width,
-        config.vocab,
-        use_bias=False,
-        kernel_init=_sharded(init, None, fsdp),
-        rngs=rngs,
+      config.width,
+      config.vocab,
+      use_bias=False,
+      kernel_init=_sharded(init, None, fsdp),
+      rngs=rngs,
     )
 
   def __call__(self, tokens: jax.Array) -> jax.Array:  # i32[batch, time]
@@ -113,4 +113,4 @@ def generate(model: GPT, prompt: np.ndarray, length: int, seed: int) -> bytes:
   for key in jax.random.split(jax.random.key(seed), length):
     window = np.array(tokens[-context:], np.int32)[None]
     tokens.append(int(next_byte(model, window, key)))
-  return bytes(tokens[len(prompt):])
+  return bytes(tokens[len(prompt) :])

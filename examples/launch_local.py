@@ -42,17 +42,34 @@ def at_least_1(text: str) -> int:
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
   parser = argparse.ArgumentParser(
-      description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   add = parser.add_argument
-  add('-n', '--processes', type=at_least_1, default=2,
-      help='number of processes; default: 2')
-  add('--devices', type=at_least_1, default=1,
-      help='CPU devices per process; default: 1')
-  add('--relay', action='store_true',
-      help='start a relay, and one worker per process')
-  add('--grace', type=float, default=30.0, metavar='SECONDS',
-      help='time for a last checkpoint before a process is killed')
+  add(
+    '-n',
+    '--processes',
+    type=at_least_1,
+    default=2,
+    help='number of processes; default: 2',
+  )
+  add(
+    '--devices',
+    type=at_least_1,
+    default=1,
+    help='CPU devices per process; default: 1',
+  )
+  add(
+    '--relay',
+    action='store_true',
+    help='start a relay, and one worker per process',
+  )
+  add(
+    '--grace',
+    type=float,
+    default=30.0,
+    metavar='SECONDS',
+    help='time for a last checkpoint before a process is killed',
+  )
   add('command', nargs=argparse.REMAINDER, help='-- and the command to run')
   args = parser.parse_args(argv)
   if args.command[:1] == ['--']:
@@ -61,8 +78,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.error('Give a command after --: -- python examples/train_lm.py')
   if shutil.which(args.command[0]) is None:
     parser.error(
-        f'{args.command[0]!r} is not a program. Give a program and its'
-        ' arguments: -- python examples/train_lm.py'
+      f'{args.command[0]!r} is not a program. Give a program and its'
+      ' arguments: -- python examples/train_lm.py'
     )
   return args
 
@@ -85,10 +102,25 @@ def run(args: argparse.Namespace) -> int:
   processes: list[subprocess.Popen] = []
   readers: list[threading.Thread] = []
   address = f'127.0.0.1:{free_port()}'
-  relays = [subprocess.Popen(
-      [sys.executable, '-m', 'demo_optax.remote', '--workers',
-       str(args.processes), '--port', address.split(':')[1]],
-      start_new_session=True, preexec_fn=_die_with_me)] if args.relay else []
+  relays = (
+    [
+      subprocess.Popen(
+        [
+          sys.executable,
+          '-m',
+          'demo_optax.remote',
+          '--workers',
+          str(args.processes),
+          '--port',
+          address.split(':')[1],
+        ],
+        start_new_session=True,
+        preexec_fn=_die_with_me,
+      )
+    ]
+    if args.relay
+    else []
+  )
   try:
     for number in range(args.processes):
       processes.append(start(args, address, number))
@@ -117,27 +149,35 @@ def free_port() -> int:
 
 
 def start(
-    args: argparse.Namespace, address: str, number: int
+  args: argparse.Namespace, address: str, number: int
 ) -> subprocess.Popen:
   """Starts a process in a new session, so that all its children end with it."""
-  variables = {
+  variables = (
+    {
       'DEMO_RELAY': f'tcp://{address}',
       'DEMO_WORKERS': str(args.processes),
       'DEMO_RANK': str(number),
-  } if args.relay else {
+    }
+    if args.relay
+    else {
       'JAX_COORDINATOR_ADDRESS': address,
       'JAX_NUM_PROCESSES': str(args.processes),
       'JAX_PROCESS_ID': str(number),
-  }
+    }
+  )
   variables |= {
-      'JAX_PLATFORMS': 'cpu',
-      'JAX_NUM_CPU_DEVICES': str(args.devices),
-      'PYTHONUNBUFFERED': '1',
+    'JAX_PLATFORMS': 'cpu',
+    'JAX_NUM_CPU_DEVICES': str(args.devices),
+    'PYTHONUNBUFFERED': '1',
   }
   return subprocess.Popen(
-      args.command, env={**os.environ, **variables},
-      stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-      stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_die_with_me,
+    args.command,
+    env={**os.environ, **variables},
+    stdin=subprocess.DEVNULL,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    start_new_session=True,
+    preexec_fn=_die_with_me,
   )
 
 
@@ -212,7 +252,7 @@ def wait(processes: Sequence[subprocess.Popen], is_relayed: bool) -> int:
 
 
 def end(
-    processes: Sequence[subprocess.Popen], grace: float, hurry: threading.Event
+  processes: Sequence[subprocess.Popen], grace: float, hurry: threading.Event
 ) -> None:
   """Asks all to end, then kills what is left, with all that it started.
 

@@ -55,7 +55,7 @@ class Metrics(contextlib.ExitStack):
       # Not tensorboardX's SummaryWriter: on a full disk its thread ends, and
       # the run would wait for it forever.
       self._events = self.enter_context(
-          contextlib.closing(EventsWriter(str(folder / 'events')))
+        contextlib.closing(EventsWriter(str(folder / 'events')))
       )
       begin = SessionLog(status=SessionLog.START)  # what came later is dropped
       self._write_event(start + 1, session_log=begin)
@@ -68,16 +68,14 @@ class Metrics(contextlib.ExitStack):
       self._write_line(record)
     if self._events:
       values = [
-          Summary.Value(tag=name, simple_value=value)
-          for name, value in record.items()
-          if name != 'step'
+        Summary.Value(tag=name, simple_value=value)
+        for name, value in record.items()
+        if name != 'step'
       ]
       self._write_event(record['step'], summary=Summary(value=values))
 
   def _write_event(self, step: int, **content: Any) -> None:
-    self._events.write_event(
-        Event(wall_time=time.time(), step=step, **content)
-    )
+    self._events.write_event(Event(wall_time=time.time(), step=step, **content))
     self._events.flush()
 
   def _write_line(self, record: Record) -> None:
@@ -99,13 +97,19 @@ def report(runs: list[dict[str, Any]]) -> None:
   for run in runs:
     plan, records = run['plan'], run['records']
     steps = records[-1]['step'] if records else 0
-    moved = (plan.sent_bytes, plan.received_bytes, plan.dense_bytes(2),
-             plan.dense_bytes(4))
+    moved = (
+      plan.sent_bytes,
+      plan.received_bytes,
+      plan.dense_bytes(2),
+      plan.dense_bytes(4),
+    )
     loss, speed = (
-        '-' if x is None else f'{x:.{digits}f}'
-        for x, digits in ((run['valid_loss'], 4), (run['steps_per_second'], 1)))
-    print(row(run['name'], loss, *(f'{x * steps / 1e6:,.1f}' for x in moved),
-              speed))
+      '-' if x is None else f'{x:.{digits}f}'
+      for x, digits in ((run['valid_loss'], 4), (run['steps_per_second'], 1))
+    )
+    print(
+      row(run['name'], loss, *(f'{x * steps / 1e6:,.1f}' for x in moved), speed)
+    )
 
 
 def _records_until(path: pathlib.Path, step: int) -> list[Record]:

@@ -37,10 +37,18 @@ def draw_losses(runs: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
     losses = smooth([r['loss'] for r in run['records']])
     checks = [r for r in run['records'] if 'valid_loss' in r]
     for axes, key, unit in ((left, 'step', 1), (right, 'sent', 1e6)):
-      axes.plot([r[key] / unit for r in run['records']], losses,
-                color=f'C{number}', label=run['name'])
-      axes.plot([r[key] / unit for r in checks],
-                [r['valid_loss'] for r in checks], 'o', color=f'C{number}')
+      axes.plot(
+        [r[key] / unit for r in run['records']],
+        losses,
+        color=f'C{number}',
+        label=run['name'],
+      )
+      axes.plot(
+        [r[key] / unit for r in checks],
+        [r['valid_loss'] for r in checks],
+        'o',
+        color=f'C{number}',
+      )
   left.set(xlabel='step', ylabel='loss (nats per byte); held-out: dots')
   right.set(xlabel='MB sent per worker')
   if any(run['plan'].sent_bytes for run in runs):

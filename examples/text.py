@@ -37,22 +37,22 @@ def load(path: str | None = None) -> Corpus:
     documents = _cut(pathlib.Path(path).read_text(errors='replace'))
   if len(documents) < 2:
     raise ValueError(
-        f'{path} has {len(documents)} document(s), but validation needs a'
-        ' second one. Give a longer file, or a folder.'
+      f'{path} has {len(documents)} document(s), but validation needs a'
+      ' second one. Give a longer file, or a folder.'
     )
   held_out = range(min(5, len(documents) - 1), len(documents), 10)
   valid = [documents[i] for i in held_out]
   quoted = {p.strip() for d in valid for p in d.split('\n\n')}
   train = [
-      '\n\n'.join(p for p in d.split('\n\n') if p.strip() not in quoted)
-      for i, d in enumerate(documents)
-      if i not in held_out
+    '\n\n'.join(p for p in d.split('\n\n') if p.strip() not in quoted)
+    for i, d in enumerate(documents)
+    if i not in held_out
   ]
   return Corpus(_join(train), _join(valid))
 
 
 def batch(
-    text: np.ndarray, seed: int, step: int, size: int, length: int
+  text: np.ndarray, seed: int, step: int, size: int, length: int
 ) -> np.ndarray:
   """Random windows of training text: a function of seed and step alone.
 
@@ -65,8 +65,12 @@ def batch(
 
 
 def make_feed(
-    text: np.ndarray, seed: int, size: int, length: int,
-    workers: demo_optax.Workers, rank: int = 0,
+  text: np.ndarray,
+  seed: int,
+  size: int,
+  length: int,
+  workers: demo_optax.Workers,
+  rank: int = 0,
 ) -> Callable[[int], Any]:
   """`step -> tokens`: of all workers, or with a relay of the worker `rank`."""
 
@@ -82,7 +86,7 @@ def make_feed(
   def placed(step: int) -> jax.Array:  # each process places its devices' rows
     tokens = rows(step)
     return jax.make_array_from_callback(
-        tokens.shape, sharding, lambda at: tokens[at]
+      tokens.shape, sharding, lambda at: tokens[at]
     )
 
   return placed
@@ -93,8 +97,8 @@ def windows(text: np.ndarray, size: int, length: int) -> np.ndarray:
   available = (len(text) - 1) // length
   if available < 1:
     raise ValueError(
-        f'The validation text of {len(text)} bytes holds no window of'
-        f' {length + 1}: give more data, or a shorter --context.'
+      f'The validation text of {len(text)} bytes holds no window of'
+      f' {length + 1}: give more data, or a shorter --context.'
     )
   size = min(size, available)
   count = available // size * size

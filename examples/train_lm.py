@@ -40,18 +40,25 @@ import demo_optax
 from demo_optax import checkpoint, recipes
 
 # Peak learning rates of matrices and of other leaves, tuned on this example.
-RATES = {'demo-muon': (2e-3, 6e-3), 'demo': (2e-3, 2e-3),
-         'muon': (2e-2, 1.2e-2), 'adamw': (2e-3, 2e-3)}
+RATES = {
+  'demo-muon': (2e-3, 6e-3),
+  'demo': (2e-3, 2e-3),
+  'muon': (2e-2, 1.2e-2),
+  'adamw': (2e-3, 2e-3),
+}
 AVERAGED = ('adamw', 'muon')  # all-reduce their gradients
-SIZES = {'vocab': 'number of tokens', 'context': 'bytes per sequence',
-         'width': 'size of the residual stream',
-         'layers': 'number of transformer blocks',
-         'heads': 'number of attention heads'}
+SIZES = {
+  'vocab': 'number of tokens',
+  'context': 'bytes per sequence',
+  'width': 'size of the residual stream',
+  'layers': 'number of transformer blocks',
+  'heads': 'number of attention heads',
+}
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
   parser = argparse.ArgumentParser(
-      description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
 
   def add(flag: str, words: str, **options: Any) -> None:
@@ -64,15 +71,30 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
   add('--lr', 'peak learning rate; default: tuned', type=float)
   add('--other-lr', 'same for embeddings, head, norms, biases', type=float)
   add('--topk', 'coefficients sent per chunk of 64x64', type=int)
-  add('--exchange', 'all_to_all: for many workers', default='all_gather',
-      choices=['all_gather', 'all_to_all', 'auto'])
+  add(
+    '--exchange',
+    'all_to_all: for many workers',
+    default='all_gather',
+    choices=['all_gather', 'all_to_all', 'auto'],
+  )
   add('--warmup', 'steps of learning rate warm-up', type=int, default=40)
-  add('--workers', 'number of them; default: one per device, or 4 on one',
-      type=int, default=env('DEMO_WORKERS'))
-  add('--relay', 'tcp://HOST:PORT; this run is then a single worker',
-      default=env('DEMO_RELAY'))
-  add('--rank', 'number of this worker, with --relay', type=int,
-      default=env('DEMO_RANK', 0))
+  add(
+    '--workers',
+    'number of them; default: one per device, or 4 on one',
+    type=int,
+    default=env('DEMO_WORKERS'),
+  )
+  add(
+    '--relay',
+    'tcp://HOST:PORT; this run is then a single worker',
+    default=env('DEMO_RELAY'),
+  )
+  add(
+    '--rank',
+    'number of this worker, with --relay',
+    type=int,
+    default=env('DEMO_RANK', 0),
+  )
   add('--keys', 'file with the keys of this worker, with --relay')
   add('--data', 'text file or folder; default: Python help topics')
   add('--out', 'folder for checkpoints, records, picture', default='runs/lm')
@@ -82,10 +104,19 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
   add('--eval-every', 'steps between validations', type=int, default=200)
   add('--save-every', 'steps between checkpoints', type=int, default=400)
   add('--save-timeout', 'seconds that a save may take', type=int, default=300)
-  add('--check-every', 'steps between comparisons of all parameter copies',
-      type=int, default=200)
-  add('--resume', 'continue from the last checkpoint; auto: if there is one',
-      nargs='?', const='must', choices=['must', 'auto'])
+  add(
+    '--check-every',
+    'steps between comparisons of all parameter copies',
+    type=int,
+    default=200,
+  )
+  add(
+    '--resume',
+    'continue from the last checkpoint; auto: if there is one',
+    nargs='?',
+    const='must',
+    choices=['must', 'auto'],
+  )
   add('--overwrite', 'remove earlier checkpoints', action='store_true')
   add('--resize', 'resume with another number of workers', action='store_true')
   cluster.add_flags(parser)
@@ -103,30 +134,41 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def make_optimizer(
-    args: argparse.Namespace, workers: demo_optax.Workers
+  args: argparse.Namespace, workers: demo_optax.Workers
 ) -> optax.GradientTransformation:
   """The optimizer; its `update` takes one worker's gradient."""
   rate, other_rate = (
-      optax.warmup_cosine_decay_schedule(
-          0.0, given or tuned, min(args.warmup, args.steps // 2), args.steps,
-          end_value=0.1 * (given or tuned))
-      for given, tuned in zip((args.lr, args.other_lr), RATES[args.optimizer])
+    optax.warmup_cosine_decay_schedule(
+      0.0,
+      given or tuned,
+      min(args.warmup, args.steps // 2),
+      args.steps,
+      end_value=0.1 * (given or tuned),
+    )
+    for given, tuned in zip((args.lr, args.other_lr), RATES[args.optimizer])
   )
   clip = optax.clip_by_global_norm(1.0)
   if args.optimizer in AVERAGED:
     inner = optax.adamw(rate, b2=0.95)
     if args.optimizer == 'muon':
       inner = contrib.muon(
-          rate, adam_learning_rate=other_rate, adam_b2=0.95,
-          muon_weight_dimension_numbers=recipes.muon_dimension_numbers)
+        rate,
+        adam_learning_rate=other_rate,
+        adam_b2=0.95,
+        muon_weight_dimension_numbers=recipes.muon_dimension_numbers,
+      )
     return optax.chain(demo_optax.average(workers=workers), clip, inner)
-  options = {'workers': workers, 'exchange': args.exchange,
-             'compressor': compressor_of(args)}
+  options = {
+    'workers': workers,
+    'exchange': args.exchange,
+    'compressor': compressor_of(args),
+  }
   if args.optimizer == 'demo':
     exchange = demo_optax.demo(rate, decay=0.99, **options)
   else:
     exchange = demo_optax.demo_muon(
-        rate, adam_learning_rate=other_rate, **options)
+      rate, adam_learning_rate=other_rate, **options
+    )
   return optax.chain(demo_optax.per_worker(clip, workers=workers), exchange)
 
 
@@ -142,7 +184,7 @@ def compressor_of(args: argparse.Namespace) -> Any:
 def loss_fn(model: GPT, tokens: jax.Array) -> jax.Array:
   logits = model(tokens[:, :-1])
   return optax.softmax_cross_entropy_with_integer_labels(
-      logits, tokens[:, 1:]
+    logits, tokens[:, 1:]
   ).mean()
 
 
@@ -151,7 +193,7 @@ def make_train_step(workers: demo_optax.Workers) -> Callable[..., jax.Array]:
 
   @demo_optax.data_parallel(workers, donate_argnums=(0, 1))
   def train_step(
-      model: GPT, optimizer: nnx.Optimizer, tokens: jax.Array
+    model: GPT, optimizer: nnx.Optimizer, tokens: jax.Array
   ) -> jax.Array:
     # Written for one worker: its rows of the batch, its loss, its gradient.
     loss, grads = nnx.value_and_grad(loss_fn)(model, tokens)
@@ -172,8 +214,9 @@ def evaluate(model: GPT, batches: np.ndarray) -> float:
 
 
 def restore(
-    args: argparse.Namespace, checkpoints: checkpoint.Checkpointer,
-    now: dict[str, Any],
+  args: argparse.Namespace,
+  checkpoints: checkpoint.Checkpointer,
+  now: dict[str, Any],
 ) -> int:
   """Restores the last checkpoint into `now`; returns its step."""
   try:
@@ -193,9 +236,7 @@ def restore(
 # The run ----------------------------------------------------------------------
 
 
-def train(
-    args: argparse.Namespace, stop: cluster.StopSignal
-) -> dict[str, Any]:
+def train(args: argparse.Namespace, stop: cluster.StopSignal) -> dict[str, Any]:
   """One training run; returns its records and its summary."""
   corpus = text.load(args.data)
   valid = text.windows(corpus.valid, 64, args.context)
@@ -206,38 +247,50 @@ def train(
     cluster.remove_checkpoints(folder / 'checkpoints', args.overwrite)
   if args.relay:
     workers = demo_optax.Workers.remote(
-        args.relay, rank=args.rank, count=args.workers or 4, keys=args.keys)
+      args.relay, rank=args.rank, count=args.workers or 4, keys=args.keys
+    )
   else:
     workers = cluster.make_workers(args.workers)
   if args.batch % workers.count:
     raise SystemExit(
-        f'--batch {args.batch} must be a multiple of {workers.count} workers.')
+      f'--batch {args.batch} must be a multiple of {workers.count} workers.'
+    )
   feed = text.make_feed(
-      corpus.train, args.seed, args.batch, args.context, workers, args.rank)
-  config = GPTConfig(**{
-      f.name: getattr(args, f.name) for f in dataclasses.fields(GPTConfig)})
+    corpus.train, args.seed, args.batch, args.context, workers, args.rank
+  )
+  config = GPTConfig(
+    **{f.name: getattr(args, f.name) for f in dataclasses.fields(GPTConfig)}
+  )
   model = GPT(config, nnx.Rngs(args.seed))
   optimizer = nnx.Optimizer(model, make_optimizer(args, workers), wrt=nnx.Param)
   train_step = make_train_step(workers)
   plan = demo_optax.plan(
-      nnx.state(model, nnx.Param), compressor_of(args), workers,
-      exchange=args.exchange)
+    nnx.state(model, nnx.Param),
+    compressor_of(args),
+    workers,
+    exchange=args.exchange,
+  )
   # The state of a run. Batches follow from these flags and the step.
   data = {name: getattr(args, name) for name in ('seed', 'batch', 'context')}
-  everything = {'model': model, 'optimizer': optimizer,
-                'data': {**data, 'data': str(args.data)}}
+  everything = {
+    'model': model,
+    'optimizer': optimizer,
+    'data': {**data, 'data': str(args.data)},
+  }
   checkpoints = checkpoint.Checkpointer(
-      folder / 'checkpoints', everything, timeout=args.save_timeout)
+    folder / 'checkpoints', everything, timeout=args.save_timeout
+  )
   start = 0
   if args.resume == 'must' or checkpoints.steps:
     start = restore(args, checkpoints, everything)
     cluster.say(f'Going on after step {start}.')
   kind = '' if workers.mesh else f' {workers.kind}'
   cluster.say(
-      f'{name}: {plan.size:,} parameters, {workers.count}{kind} workers on the'
-      f' devices of {jax.process_count()} process(es),'
-      f' {len(corpus.train):,} bytes of training text. Each worker sends'
-      f' {plan.sent_bytes / 1e3:,.1f} kB a step. Records: {folder}')
+    f'{name}: {plan.size:,} parameters, {workers.count}{kind} workers on the'
+    f' devices of {jax.process_count()} process(es),'
+    f' {len(corpus.train):,} bytes of training text. Each worker sends'
+    f' {plan.sent_bytes / 1e3:,.1f} kB a step. Records: {folder}'
+  )
 
   about = {'config': vars(args), 'parameters': plan.size}
   seconds: list[float] = []
@@ -258,18 +311,24 @@ def train(
       # With a relay, more than one step if this worker was late.
       done = int(optimizer.step[...])
       last = done >= args.steps
-      record = {'step': done, 'loss': loss, 'sent': plan.sent_bytes * done,
-                'received': plan.received_bytes * done}
+      record = {
+        'step': done,
+        'loss': loss,
+        'sent': plan.sent_bytes * done,
+        'received': plan.received_bytes * done,
+      }
       if name not in AVERAGED:
         record |= metrics.about_exchange(optimizer)
       if done % args.eval_every == 0 or last:
         record['valid_loss'] = evaluate(model, valid)
         cluster.say(
-            f'step {done} of {args.steps}: loss {loss:.3f}, validation loss'
-            f' {record["valid_loss"]:.3f}, {sum(seconds):.0f} s so far')
+          f'step {done} of {args.steps}: loss {loss:.3f}, validation loss'
+          f' {record["valid_loss"]:.3f}, {sum(seconds):.0f} s so far'
+        )
       if done % args.check_every == 0 or last:
         parted = demo_optax.check_replicas(
-            (nnx.state(model, nnx.Param), nnx.state(optimizer)), workers)
+          (nnx.state(model, nnx.Param), nnx.state(optimizer)), workers
+        )
         if parted:
           raise SystemExit(f'After step {done} copies differ: {parted}')
       if done % args.save_every == 0 or last:
@@ -279,18 +338,23 @@ def train(
       step = done
   checkpoints.close()
   if stopped:
-    when = (f'after step {step}, which is saved. Continue with --resume.'
-            if step > start else 'before a step.')
+    when = (
+      f'after step {step}, which is saved. Continue with --resume.'
+      if step > start
+      else 'before a step.'
+    )
     cluster.say(f'Stopped by {signal.Signals(stopped).name} {when}')
     return {'name': name, 'stopped': stopped}
 
   sample = generate(model, corpus.valid[: args.context], 200, args.seed)
   cluster.say(f'\nA sample of {name}:\n{sample.decode(errors="replace")}\n')
   return {
-      'name': name, 'stopped': 0, 'records': records,
-      'valid_loss': records[-1].get('valid_loss') if records else None,
-      'steps_per_second': 1 / np.median(seconds[1:]) if seconds[1:] else None,
-      'plan': plan,
+    'name': name,
+    'stopped': 0,
+    'records': records,
+    'valid_loss': records[-1].get('valid_loss') if records else None,
+    'steps_per_second': 1 / np.median(seconds[1:]) if seconds[1:] else None,
+    'plan': plan,
   }
 
 

@@ -21,10 +21,10 @@ sys.path.append(str(pathlib.Path(__file__).parents[1] / 'tests'))  # hlo_text
 
 
 def parse_args(
-    argv: list[str] | None = None,
+  argv: list[str] | None = None,
 ) -> tuple[argparse.Namespace, list[str]]:
   parser = argparse.ArgumentParser(
-      description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   add = parser.add_argument
   add('--workers', type=int, default=2, help='number of workers; default: 2')
@@ -56,7 +56,14 @@ import demo_optax
 # With these lengths every device's block is a multiple of the chunk size. Then
 # the exchange has the bits of workers of one device.
 DEFAULTS = [
-    '--optimizer', 'demo', '--width', '256', '--heads', '8', '--steps', '200'
+  '--optimizer',
+  'demo',
+  '--width',
+  '256',
+  '--heads',
+  '8',
+  '--steps',
+  '200',
 ]
 
 
@@ -77,19 +84,19 @@ def make_run(args: argparse.Namespace, count: int, devices: int) -> Run:
   names = [f.name for f in dataclasses.fields(GPTConfig)]
   config = GPTConfig(**{name: getattr(args, name) for name in names})
   mesh = jax.make_mesh(
-      (count, devices),
-      ('replica', 'fsdp'),
-      devices=jax.devices()[: count * devices],
-      axis_types=(jax.sharding.AxisType.Auto,) * 2,
+    (count, devices),
+    ('replica', 'fsdp'),
+    devices=jax.devices()[: count * devices],
+    axis_types=(jax.sharding.AxisType.Auto,) * 2,
   )
   with jax.set_mesh(mesh):
     create = nnx.jit(lambda: GPT(config, nnx.Rngs(args.seed), 'fsdp'))
     model = create()  # under jit: no device ever holds all of it
     workers = demo_optax.Workers.on_mesh(
-        mesh, 'replica', demo_optax.param_specs(model)
+      mesh, 'replica', demo_optax.param_specs(model)
     )
     optimizer = nnx.Optimizer(
-        model, train_lm.make_optimizer(args, workers), wrt=nnx.Param
+      model, train_lm.make_optimizer(args, workers), wrt=nnx.Param
     )
   batch = NamedSharding(mesh, P(('replica', 'fsdp')))
   name = f'{count} workers of {devices} device' + 's' * (devices > 1)
@@ -97,44 +104,42 @@ def make_run(args: argparse.Namespace, count: int, devices: int) -> Run:
 
 
 def train(
-    run: Run,
-    args: argparse.Namespace,
-    data: tuple[text.Corpus, np.ndarray],
-    stop: cluster.StopSignal,
+  run: Run,
+  args: argparse.Namespace,
+  data: tuple[text.Corpus, np.ndarray],
+  stop: cluster.StopSignal,
 ) -> dict[str, Any]:
   """Trains, prints memory and traffic, and returns the losses."""
   corpus, valid = data
   train_step = train_lm.make_train_step(run.workers)
 
   def batch_of(step: int) -> jax.Array:
-    tokens = text.batch(
-        corpus.train, args.seed, step, args.batch, args.context
-    )
+    tokens = text.batch(corpus.train, args.seed, step, args.batch, args.context)
     return jax.device_put(tokens, run.batch)
 
   print(f'\n{run.name}')
   params = nnx.state(run.model, nnx.Param)
   compiled = train_step.lower(run.model, run.optimizer, batch_of(0)).compile()
   memory = {
-      'parameters': device_bytes(params),
-      'optimizer': device_bytes(nnx.state(run.optimizer)),
-      'temporaries': compiled.memory_analysis().temp_size_in_bytes,
+    'parameters': device_bytes(params),
+    'optimizer': device_bytes(nnx.state(run.optimizer)),
+    'temporaries': compiled.memory_analysis().temp_size_in_bytes,
   }
   for name, size in memory.items():
     print(f'  {name:<12} {size / 1e6:8.2f} MB per device')
   plan = demo_optax.plan(
-      params, train_lm.compressor_of(args), run.workers, exchange=args.exchange
+    params, train_lm.compressor_of(args), run.workers, exchange=args.exchange
   )
   other = [leaf.name for leaf in plan.leaves if not leaf.as_unsharded]
   print(
-      f'  {plan.sent_bytes / 1e3:.1f} kB sent per worker and step;'
-      f' {len(other)} leaves cut otherwise than on one device'
+    f'  {plan.sent_bytes / 1e3:.1f} kB sent per worker and step;'
+    f' {len(other)} leaves cut otherwise than on one device'
   )
   traffic = by_axes(hlo_text.collectives(compiled, run.mesh))
   for (kind, axes), (number, received) in traffic.items():
     print(
-        f'  {number:3} x {kind:<18} over {" ".join(axes):<14}'
-        f' {received / 1e3:10.1f} kB received per device'
+      f'  {number:3} x {kind:<18} over {" ".join(axes):<14}'
+      f' {received / 1e3:10.1f} kB received per device'
     )
 
   losses = []
@@ -153,11 +158,11 @@ def train(
   result = train_lm.evaluate(run.model, valid)
   print(f'  validation loss {result:.4f}')
   return {
-      'name': run.name,
-      'losses': losses,
-      'valid_loss': result,
-      'memory': memory,
-      'traffic': [[*key, *value] for key, value in traffic.items()],
+    'name': run.name,
+    'losses': losses,
+    'valid_loss': result,
+    'memory': memory,
+    'traffic': [[*key, *value] for key, value in traffic.items()],
   }
 
 
@@ -165,15 +170,15 @@ def device_bytes(tree: Any) -> int:
   """Bytes of a tree's arrays on the first device."""
   first = jax.local_devices()[0]
   return sum(
-      shard.data.nbytes
-      for x in jax.tree.leaves(tree)
-      for shard in x.addressable_shards
-      if shard.device == first
+    shard.data.nbytes
+    for x in jax.tree.leaves(tree)
+    for shard in x.addressable_shards
+    if shard.device == first
   )
 
 
 def by_axes(
-    collectives: list[hlo_text.Collective],
+  collectives: list[hlo_text.Collective],
 ) -> dict[tuple[str, tuple[str, ...]], tuple[int, int]]:
   """Number and received bytes of the collectives by kind and mesh axes."""
   total: dict[tuple[str, tuple[str, ...]], tuple[int, int]] = {}
@@ -208,8 +213,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
   data = corpus, text.windows(corpus.valid, 64, args.context)
   with cluster.StopSignal() as stop:
     results = [
-        train(make_run(args, own.workers, devices), args, data, stop)
-        for devices in (own.devices, 1)
+      train(make_run(args, own.workers, devices), args, data, stop)
+      for devices in (own.devices, 1)
     ]
   out = pathlib.Path(args.out)
   out.mkdir(parents=True, exist_ok=True)

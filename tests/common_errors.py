@@ -38,8 +38,10 @@ def demo(**options):
 
 def owners(update_values='int4', **options):
   return demo_optax.scale_by_demo(
-      exchange='all_to_all', update_values=update_values,
-      **{'workers': FOUR, **options})
+    exchange='all_to_all',
+    update_values=update_values,
+    **{'workers': FOUR, **options},
+  )
 
 
 def loss_fn(params, x):
@@ -86,7 +88,9 @@ def close_over_state():
 def mask_alone():
   tx = optax.masked(demo(), {'w': True, 'frozen': False})
   params = {**PARAMS, 'frozen': jnp.ones(8)}
-  loss = lambda params, x: loss_fn(params, x) + jnp.sum(params['frozen'] * x.mean(0))
+  loss = lambda params, x: (
+    loss_fn(params, x) + jnp.sum(params['frozen'] * x.mean(0))
+  )
 
   @demo_optax.data_parallel(FOUR)
   def step(params, state, x):
@@ -100,7 +104,9 @@ def stock_state(params, state, x):
 
 
 def outer_alone():
-  tx = demo_optax.local.local_updates(optax.sgd(1.0), optax.sgd(1.0), 1, workers=FOUR)
+  tx = demo_optax.local.local_updates(
+    optax.sgd(1.0), optax.sgd(1.0), 1, workers=FOUR
+  )
 
   @demo_optax.data_parallel(FOUR)
   def train_step(params, state, x):
@@ -111,61 +117,113 @@ def outer_alone():
 
 # What was done, in code; how; what to do about it, where the message is short.
 CASES = [
-    ('`jax.jit` instead of `data_parallel`: one gradient, of no worker',
-     lambda: update(demo(), PARAMS)),
-    ('a batch that does not divide', lambda: run(train_step, rows=6)),
-    ('a batch that cannot be distinguished from the other arguments',
-     lambda: run(stock_state, optax.adamw(1e-3).init(PARAMS))),
-    ("a loss that does not use the step's batch, or averaged gradients",
-     lambda: run(ignore_batch)),
-    ('a gradient that is neither exchanged nor averaged: `optax.masked` alone,'
-     ' or another optimizer for some parameters', mask_alone),
-    ("a skip by one worker's own loss", lambda: run(skip_by_own_loss)),
-    ('a count that is returned', lambda: run(count_positive)),
-    ('an optimizer state that is no argument', close_over_state),
-    ('`Workers.on_axis`, and `jax.grad` of replicated parameters in a'
-     ' `shard_map`',
-     lambda: jax.make_jaxpr(jax.shard_map(
-         lambda p, x: update(on_axis(), jax.grad(lambda p: jnp.sum(x @ p['w']))(p), p)[0],
-         mesh=make_mesh(1), in_specs=(jax.P(), jax.P('data')), out_specs=jax.P(),
-     ))(PARAMS, jnp.ones((1, 8)))),
-    ('`Workers.on_axis` outside of any map', lambda: update(on_axis(), PARAMS)),
-    ('`tx.update(grads, state)` of `demo` with weight decay',
-     lambda: update(demo(weight_decay=0.1), params=None)),
-    ('`workers=4`', lambda: demo(workers=4)),
-    ('an axis that the mesh does not have',
-     lambda: demo_optax.Workers.on_mesh(make_mesh(1), 'model')),
-    ('`decay=1.0`', lambda: demo(decay=1.0)),
-    ("`values='int3'`", lambda: demo_optax.dct_topk(values='int3')),
-    ('sides that are no powers of two, for Hadamard',
-     lambda: demo(compressor=demo_optax.Compressor(
-         demo_optax.compressors.TopK(32), demo_optax.compressors.Hadamard(),
-         48)).init({'w': jnp.ones((96, 96))})),
-    ('a state of another number of workers',
-     lambda: update(demo(), state=demo(workers=demo_optax.Workers.simulated(2)).init(PARAMS))),
-    ('a state of another compressor',
-     lambda: update(demo(), state=demo(compressor=demo_optax.dct_topk(4, 2)).init(PARAMS))),
-    ("`exchange='all_to_all'` without `update_values`, in `scale_by_demo`",
-     lambda: owners(None)),
-    ("`update_values='int3'`", lambda: owners('int3')),
-    ("a state of `exchange='all_gather'` for `'all_to_all'` with"
-     " `update_values='int4'`",
-     lambda: update(owners(), state=demo_optax.scale_by_demo(workers=FOUR).init(PARAMS))),
-    ("`exchange='all_to_all'` with `Workers.on_axis`, and `tx.init` outside of"
-     ' the map',
-     lambda: owners(workers=demo_optax.Workers.on_axis('data')).init(PARAMS)),
-    ('`optax.MultiSteps` in a step',
-     lambda: run(train_step, optax.MultiSteps(demo(), 2).init(PARAMS))),
-    ('`optax.inject_hyperparams` with bfloat16 parameters',
-     lambda: optax.inject_hyperparams(demo_optax.demo)(
-         1e-3, decay=0.999, workers=FOUR).init(
-             {'w': jnp.ones((8, 8), jnp.bfloat16)})),
-    ('complex parameters', lambda: demo().init({'z': jnp.ones(3, jnp.complex64)})),
-    ('`demo_optax.state.momentum` of another optimizer',
-     lambda: demo_optax.state.momentum(optax.adam(1e-3).init(PARAMS))),
-    ('local updates outside of a `data_parallel` step',
-     lambda: update(demo_optax.local.diloco(workers=FOUR), PARAMS)),
-    ('an outer optimizer without an exchange', outer_alone),
+  (
+    '`jax.jit` instead of `data_parallel`: one gradient, of no worker',
+    lambda: update(demo(), PARAMS),
+  ),
+  ('a batch that does not divide', lambda: run(train_step, rows=6)),
+  (
+    'a batch that cannot be distinguished from the other arguments',
+    lambda: run(stock_state, optax.adamw(1e-3).init(PARAMS)),
+  ),
+  (
+    "a loss that does not use the step's batch, or averaged gradients",
+    lambda: run(ignore_batch),
+  ),
+  (
+    'a gradient that is neither exchanged nor averaged: `optax.masked` alone,'
+    ' or another optimizer for some parameters',
+    mask_alone,
+  ),
+  ("a skip by one worker's own loss", lambda: run(skip_by_own_loss)),
+  ('a count that is returned', lambda: run(count_positive)),
+  ('an optimizer state that is no argument', close_over_state),
+  (
+    '`Workers.on_axis`, and `jax.grad` of replicated parameters in a'
+    ' `shard_map`',
+    lambda: jax.make_jaxpr(
+      jax.shard_map(
+        lambda p, x: update(
+          on_axis(), jax.grad(lambda p: jnp.sum(x @ p['w']))(p), p
+        )[0],
+        mesh=make_mesh(1),
+        in_specs=(jax.P(), jax.P('data')),
+        out_specs=jax.P(),
+      )
+    )(PARAMS, jnp.ones((1, 8))),
+  ),
+  ('`Workers.on_axis` outside of any map', lambda: update(on_axis(), PARAMS)),
+  (
+    '`tx.update(grads, state)` of `demo` with weight decay',
+    lambda: update(demo(weight_decay=0.1), params=None),
+  ),
+  ('`workers=4`', lambda: demo(workers=4)),
+  (
+    'an axis that the mesh does not have',
+    lambda: demo_optax.Workers.on_mesh(make_mesh(1), 'model'),
+  ),
+  ('`decay=1.0`', lambda: demo(decay=1.0)),
+  ("`values='int3'`", lambda: demo_optax.dct_topk(values='int3')),
+  (
+    'sides that are no powers of two, for Hadamard',
+    lambda: demo(
+      compressor=demo_optax.Compressor(
+        demo_optax.compressors.TopK(32), demo_optax.compressors.Hadamard(), 48
+      )
+    ).init({'w': jnp.ones((96, 96))}),
+  ),
+  (
+    'a state of another number of workers',
+    lambda: update(
+      demo(), state=demo(workers=demo_optax.Workers.simulated(2)).init(PARAMS)
+    ),
+  ),
+  (
+    'a state of another compressor',
+    lambda: update(
+      demo(), state=demo(compressor=demo_optax.dct_topk(4, 2)).init(PARAMS)
+    ),
+  ),
+  (
+    "`exchange='all_to_all'` without `update_values`, in `scale_by_demo`",
+    lambda: owners(None),
+  ),
+  ("`update_values='int3'`", lambda: owners('int3')),
+  (
+    "a state of `exchange='all_gather'` for `'all_to_all'` with"
+    " `update_values='int4'`",
+    lambda: update(
+      owners(), state=demo_optax.scale_by_demo(workers=FOUR).init(PARAMS)
+    ),
+  ),
+  (
+    "`exchange='all_to_all'` with `Workers.on_axis`, and `tx.init` outside of"
+    ' the map',
+    lambda: owners(workers=demo_optax.Workers.on_axis('data')).init(PARAMS),
+  ),
+  (
+    '`optax.MultiSteps` in a step',
+    lambda: run(train_step, optax.MultiSteps(demo(), 2).init(PARAMS)),
+  ),
+  (
+    '`optax.inject_hyperparams` with bfloat16 parameters',
+    lambda: optax.inject_hyperparams(demo_optax.demo)(
+      1e-3, decay=0.999, workers=FOUR
+    ).init({'w': jnp.ones((8, 8), jnp.bfloat16)}),
+  ),
+  (
+    'complex parameters',
+    lambda: demo().init({'z': jnp.ones(3, jnp.complex64)}),
+  ),
+  (
+    '`demo_optax.state.momentum` of another optimizer',
+    lambda: demo_optax.state.momentum(optax.adam(1e-3).init(PARAMS)),
+  ),
+  (
+    'local updates outside of a `data_parallel` step',
+    lambda: update(demo_optax.local.diloco(workers=FOUR), PARAMS),
+  ),
+  ('an outer optimizer without an exchange', outer_alone),
 ]
 
 
@@ -176,7 +234,8 @@ def message(mistake):
 
 def table():
   return mismatches.table(
-      'what was done', [(name, message(mistake)) for name, mistake in CASES])
+    'what was done', [(name, message(mistake)) for name, mistake in CASES]
+  )
 
 
 if __name__ == '__main__':

@@ -6,8 +6,7 @@ import tempfile
 from importlib import metadata
 
 os.environ['XLA_FLAGS'] = (
-    os.environ.get('XLA_FLAGS', '')
-    + ' --xla_force_host_platform_device_count=8'
+  os.environ.get('XLA_FLAGS', '') + ' --xla_force_host_platform_device_count=8'
 )
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 
@@ -15,8 +14,8 @@ os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 # TESTS_AS_USERS=1 compiles as JAX does by itself.
 if os.environ.get('TESTS_AS_USERS', '0') == '0':
   os.environ['XLA_FLAGS'] += (
-      ' --xla_backend_optimization_level=0'
-      ' --xla_cpu_parallel_codegen_split_count=1'
+    ' --xla_backend_optimization_level=0'
+    ' --xla_cpu_parallel_codegen_split_count=1'
   )
   if metadata.version('jaxlib').startswith('0.10.'):  # later there is none
     os.environ['XLA_FLAGS'] += ' --xla_cpu_use_fusion_emitters=false'
@@ -85,5 +84,6 @@ def rank_promotion():
 
 # Every new shape compiles: few examples, and no deadline for one of them.
 hypothesis.settings.register_profile(
-    'suite', deadline=None, max_examples=30, derandomize=True)
+  'suite', deadline=None, max_examples=30, derandomize=True
+)
 hypothesis.settings.load_profile('suite')

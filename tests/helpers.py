@@ -24,19 +24,21 @@ ROOT = pathlib.Path(__file__).parents[1]
 MESHES = {'auto': AxisType.Auto, 'explicit': AxisType.Explicit}
 
 SHAPES = {  # every kind of chunk compiles; test_oracle.py has many more
-    'matrix': (64, 64),
-    'padded': (97, 67),
-    'bias': (70,),
-    'scalar': (),
+  'matrix': (64, 64),
+  'padded': (97, 67),
+  'bias': (70,),
+  'scalar': (),
 }
 
 
 def mesh_of(shape, kind='auto'):
   """A mesh with axes of these names and sizes."""
   return jax.make_mesh(
-      tuple(shape.values()), tuple(shape),
-      axis_types=(MESHES[kind],) * len(shape),
-      devices=jax.devices()[:math.prod(shape.values())])
+    tuple(shape.values()),
+    tuple(shape),
+    axis_types=(MESHES[kind],) * len(shape),
+    devices=jax.devices()[: math.prod(shape.values())],
+  )
 
 
 def make_mesh(count=4, kind='auto'):
@@ -54,7 +56,11 @@ def make_workers(kind, count=4):
     yield demo_optax.Workers.simulated(count)
     return
   workers = on_mesh(count, kind)
-  with jax.set_mesh(workers.mesh) if kind == 'explicit' else (contextlib.nullcontext()):
+  with (
+    jax.set_mesh(workers.mesh)
+    if kind == 'explicit'
+    else (contextlib.nullcontext())
+  ):
     yield workers
 
 
@@ -62,8 +68,12 @@ def stacked(tree, workers, specs=None):
   """Stacked gradients, each at its worker; there sharded as their specs say."""
   if workers.mesh is None:
     return tree
-  place = lambda spec: NamedSharding(workers.mesh, P(workers.axis_name, *(spec or ())))
-  return jax.device_put(tree, {k: place(specs.get(k)) for k in tree} if specs else place(None))
+  place = lambda spec: NamedSharding(
+    workers.mesh, P(workers.axis_name, *(spec or ()))
+  )
+  return jax.device_put(
+    tree, {k: place(specs.get(k)) for k in tree} if specs else place(None)
+  )
 
 
 def make_step(tx, workers, loss_fn, **options):
@@ -91,7 +101,10 @@ def merge(indices, values, present, n, average):
 def random_tree(seed, shapes=None, lead=()):
   rng = np.random.default_rng(seed)
   shapes = SHAPES if shapes is None else shapes
-  return {k: rng.normal(size=(*lead, *s)).astype(np.float32) for k, s in shapes.items()}
+  return {
+    k: rng.normal(size=(*lead, *s)).astype(np.float32)
+    for k, s in shapes.items()
+  }
 
 
 def updates_of(tx, params, gradients):
@@ -105,12 +118,16 @@ def updates_of(tx, params, gradients):
 
 def resized(state, n):
   """A state of simulated workers, or of NumPy, for `n` of them."""
+
   def of_n(path, x):
     if not is_stacked(path_keys(path)):
       return x
     shape = n, *x.shape[1:]
-    return (np.zeros(shape, x.dtype) if isinstance(x, np.ndarray)
-            else jax.ShapeDtypeStruct(shape, x.dtype))
+    return (
+      np.zeros(shape, x.dtype)
+      if isinstance(x, np.ndarray)
+      else jax.ShapeDtypeStruct(shape, x.dtype)
+    )
 
   like = jax.tree_util.tree_map_with_path(of_n, state)
   return checkpoint.from_leaves(checkpoint.to_leaves(state), like, resize=True)
@@ -122,16 +139,22 @@ def with_momentum(state, moments):
   for number, bucket in enumerate(layout.buckets):
     given = {i: moments[layout.leaves[i].name] for i in layout.members(number)}
     made[bucket.name] = cutting.fill_bucket(
-        layout, number, given, own.momentum[bucket.name],
-        lambda leaf, x: cutting.encode(x, *cutting.cut_of(leaf)))
+      layout,
+      number,
+      given,
+      own.momentum[bucket.name],
+      lambda leaf, x: cutting.encode(x, *cutting.cut_of(leaf)),
+    )
   return state._replace(worker_stacked=own._replace(momentum=made))
 
 
 def shapes_of(model):
   """Shapes of the parameters of a model that `python -m demo_optax` knows."""
   return jax.tree.map(
-      lambda shape: jax.ShapeDtypeStruct(tuple(shape), jnp.float32),
-      MODELS[model], is_leaf=lambda x: isinstance(x, list))
+    lambda shape: jax.ShapeDtypeStruct(tuple(shape), jnp.float32),
+    MODELS[model],
+    is_leaf=lambda x: isinstance(x, list),
+  )
 
 
 def results(name):

@@ -46,16 +46,30 @@ class Instruction:
 
 _HEAD = re.compile(r'(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$')
 # A type is `f32[8]{0}`, or a tuple `(f32[8]{0}, /*index=1*/f32[])`.
-_LINE = re.compile(r'\s+(ROOT )?%?([\w.\-]+) = (\((?:[^=]|index=)*?\)|\S+) ([a-z][\w\-]*)\((.*)')
+_LINE = re.compile(
+  r'\s+(ROOT )?%?([\w.\-]+) = (\((?:[^=]|index=)*?\)|\S+) ([a-z][\w\-]*)\((.*)'
+)
 # dtype[dimensions]{layout}, such as s4[8,128]{1,0:T(8,128)E(4)}.
 _ARRAY = re.compile(r'\b([a-z]\w*)\[([\d,]*)\](?:\{([^{}]*)\})?')
 # f32, bf16, u8, s4, c64, f8e4m3fn: the first number is the number of bits.
 _DTYPE = re.compile(r'(?:[sufc]|bf)(\d+)(?:e\d+m\d+\w*)?')
 # What moves nothing, or is counted where it runs.
 FREE = {
-    'parameter', 'constant', 'tuple', 'get-tuple-element', 'bitcast', 'while',
-    'conditional', 'call', 'after-all', 'partition-id', 'replica-id',
-    'opt-barrier', 'async-start', 'async-done', 'async-update',
+  'parameter',
+  'constant',
+  'tuple',
+  'get-tuple-element',
+  'bitcast',
+  'while',
+  'conditional',
+  'call',
+  'after-all',
+  'partition-id',
+  'replica-id',
+  'opt-barrier',
+  'async-start',
+  'async-done',
+  'async-update',
 }
 
 
@@ -75,9 +89,13 @@ class Module:
         root, name, type_, op, rest = match.groups()
         operands, attributes = _split(rest)
         body[name] = Instruction(
-            name, type_, op, tuple(re.findall(r'%([\w.\-]+)', operands)),
-            f'{operands}){attributes}' if op == 'constant' else attributes,
-            bool(root))
+          name,
+          type_,
+          op,
+          tuple(re.findall(r'%([\w.\-]+)', operands)),
+          f'{operands}){attributes}' if op == 'constant' else attributes,
+          bool(root),
+        )
     assert self.entry is not None, text[:200]
 
   @functools.cached_property
@@ -91,8 +109,13 @@ class Module:
           inner = [(x.attribute('body'), self.trips(x))]
         elif x.op == 'conditional':
           branches = re.search(r'branch_computations=\{([^}]*)\}', x.attributes)
-          found = (re.findall(r'[\w.\-]+', branches[1]) if branches else
-                   re.findall(r'(?:true|false)_computation=%?([\w.\-]+)', x.attributes))
+          found = (
+            re.findall(r'[\w.\-]+', branches[1])
+            if branches
+            else re.findall(
+              r'(?:true|false)_computation=%?([\w.\-]+)', x.attributes
+            )
+          )
           inner = [(branch, 1) for branch in found]
         elif x.op in ('call', 'async-start'):
           inner = [(x.attribute('to_apply') or x.attribute('calls'), 1)]
@@ -109,11 +132,17 @@ class Module:
     if known:
       return int(known[1])
     condition = self.bodies[loop.attribute('condition')]
-    inside = [self.bodies[x.attribute('calls')] for x in condition.values() if x.op == 'fusion']
+    inside = [
+      self.bodies[x.attribute('calls')]
+      for x in condition.values()
+      if x.op == 'fusion'
+    ]
     limits = [
-        int(x.attributes.split(')')[0]) for body in (condition, *inside)
-        for x in body.values()
-        if x.op == 'constant' and re.match(r'[su]32\[\]', x.type)]
+      int(x.attributes.split(')')[0])
+      for body in (condition, *inside)
+      for x in body.values()
+      if x.op == 'constant' and re.match(r'[su]32\[\]', x.type)
+    ]
     assert limits, loop
     return max(limits)
 
@@ -126,7 +155,9 @@ class Module:
           yield x, times
 
   def all(self, *ops):
-    return [x for body in self.bodies.values() for x in body.values() if x.op in ops]
+    return [
+      x for body in self.bodies.values() for x in body.values() if x.op in ops
+    ]
 
 
 def _split(rest):
@@ -135,7 +166,7 @@ def _split(rest):
   for place, character in enumerate(rest):
     depth += (character in '([{') - (character in ')]}')
     if not depth:
-      return rest[:place], rest[place + 1:]
+      return rest[:place], rest[place + 1 :]
   return rest, ''
 
 
@@ -185,8 +216,14 @@ class Collective:
 
 
 KINDS = (
-    'all-gather', 'all-reduce', 'reduce-scatter', 'ragged-all-to-all',
-    'all-to-all', 'collective-permute', 'collective-broadcast')
+  'all-gather',
+  'all-reduce',
+  'reduce-scatter',
+  'ragged-all-to-all',
+  'all-to-all',
+  'collective-permute',
+  'collective-broadcast',
+)
 
 
 def collectives(compiled, mesh=None):
@@ -214,12 +251,12 @@ def collectives(compiled, mesh=None):
 # [4,2]<=[2,4]T(1,0): 0..7 in the shape [2,4], transposed, cut into 4 of 2.
 # mesh['a'=2,'b'=4], device_ids=([2,4]T(1,0)) {'b'}: see `_mesh_groups`.
 _GROUPS = re.compile(
-    r"""(?:replica_groups|source_target_pairs)=
+  r"""(?:replica_groups|source_target_pairs)=
     ((?P<listed>\{[{}\d,\ ]*\})
     |\[(?P<shape>[\d,]+)\]<=(?P<iota>\[[\d,]+\](?:T\([\d,]+\))?)
     |mesh\[(?P<sizes>[^\]]*)\](?:,\ device_ids=\((?P<ids>[^{]*)\))?
      \ \{(?P<axes>[^}]*)\})""",
-    re.VERBOSE,
+  re.VERBOSE,
 )
 
 
@@ -233,13 +270,13 @@ def _collective(x, num_devices, mesh):
   output_bytes = sum(size_of(*array) for array in arrays)
   groups = _groups(x.attributes, num_devices, kind == 'collective-permute')
   return Collective(
-      kind=kind,
-      axes=None if mesh is None else _axes(kind, groups, mesh),
-      group_size=max(map(len, groups), default=1),
-      output_bytes=output_bytes,
-      received_bytes=_ring_bytes(kind, output_bytes, groups),
-      shapes=tuple(f'{dtype}[{dims}]' for dtype, dims, _ in arrays),
-      groups=groups,
+    kind=kind,
+    axes=None if mesh is None else _axes(kind, groups, mesh),
+    group_size=max(map(len, groups), default=1),
+    output_bytes=output_bytes,
+    received_bytes=_ring_bytes(kind, output_bytes, groups),
+    shapes=tuple(f'{dtype}[{dims}]' for dtype, dims, _ in arrays),
+    groups=groups,
   )
 
 
@@ -282,9 +319,10 @@ def _mesh_groups(sizes, ids, axes):
   mesh = {a: int(n) for a, n in re.findall(r"'?([^',=]+)'?=(\d+)", sizes)}
   # As (axis, size of what is outside of it, size).
   inner = [
-      (name, int(outside or 1), int(size or mesh[name]))
-      for name, outside, size in re.findall(
-          r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?(?:,|$)", axes)
+    (name, int(outside or 1), int(size or mesh[name]))
+    for name, outside, size in re.findall(
+      r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?(?:,|$)", axes
+    )
   ]
   parts = []  # the mesh, with every axis cut where one of `inner` cuts it
   for name, size in mesh.items():
@@ -316,9 +354,9 @@ def _axes(kind, groups, mesh):
   members = np.array(groups or ((0,),))  # a permute may have no pairs
   places = np.unravel_index(members, mesh.axis_sizes)  # per axis, as members
   axes = tuple(
-      name
-      for name, place in zip(mesh.axis_names, places)
-      if np.any(place != place[:, :1])
+    name
+    for name, place in zip(mesh.axis_names, places)
+    if np.any(place != place[:, :1])
   )
   complete = members.shape[1] == math.prod(mesh.shape[name] for name in axes)
   return axes if complete or kind == 'collective-permute' else None

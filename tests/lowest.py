@@ -20,8 +20,12 @@ def pins(project: dict, extras: list[str]) -> list[str]:
   for extra in extras:
     wanted += project['optional-dependencies'][extra]
   found = [re.fullmatch(r'([\w-]+)(?:\[\w+\])?>=([\w.]+)', x) for x in wanted]
-  return sorted({f'{name}=={version}' for name, version in
-                 (match.groups() for match in found if match)})
+  return sorted(
+    {
+      f'{name}=={version}'
+      for name, version in (match.groups() for match in found if match)
+    }
+  )
 
 
 if __name__ == '__main__':

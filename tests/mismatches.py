@@ -24,50 +24,102 @@ SMALL = demo_optax.dct_topk(chunk_size=8, topk=3)
 LARGE = demo_optax.dct_topk(chunk_size=16, topk=3)
 FOUR = demo_optax.Workers.simulated(4)
 TWO = demo_optax.Workers.simulated(2)
-BLOCKS = demo_optax.Workers.simulated(4, {'w': jax.P('fsdp'), 'b': None}, {'fsdp': 4})
+BLOCKS = demo_optax.Workers.simulated(
+  4, {'w': jax.P('fsdp'), 'b': None}, {'fsdp': 4}
+)
 
 
 # An exchange whose owners of chunks keep something in the state.
 OWNERS = {'exchange': 'all_to_all', 'update_values': 'int4'}
 
 
-def make(workers=FOUR, compressor=SMALL, shapes=SHAPES, dtype=jnp.float32,
-         exchange=None, **others):
+def make(
+  workers=FOUR,
+  compressor=SMALL,
+  shapes=SHAPES,
+  dtype=jnp.float32,
+  exchange=None,
+  **others,
+):
   """A tree to save, or to restore."""
   params = {k: jnp.ones(s, dtype) for k, s in shapes.items()}
   tx = (
-      demo_optax.demo(1e-3, workers=workers, compressor=compressor)
-      if exchange is None else demo_optax.scale_by_demo(
-          compressor, workers=workers, **exchange))
-  tree = {'params': params, 'opt_state': tx.init(params), 'position': 0,
-          'key': jax.random.key(0)}
+    demo_optax.demo(1e-3, workers=workers, compressor=compressor)
+    if exchange is None
+    else demo_optax.scale_by_demo(compressor, workers=workers, **exchange)
+  )
+  tree = {
+    'params': params,
+    'opt_state': tx.init(params),
+    'position': 0,
+    'key': jax.random.key(0),
+  }
   return {**tree, **others}
 
 
 # What was tried: (name, the tree to restore, how it is restored).
 CASES = [
-    ('other number of workers', lambda: make(TWO), {}),
-    ('other chunk size', lambda: make(compressor=LARGE), {}),
-    ('other compressor of the same chunks',
-     lambda: make(compressor=demo_optax.dct_topk(8, 2)), {}),
-    ('a worker of 4 devices, which cut other chunks', lambda: make(BLOCKS), {}),
-    ('other chunks and workers, `resize=True` alone',
-     lambda: make(TWO, LARGE), {'resize': True}),
-    ('other chunks and workers, `rechunk=True` alone',
-     lambda: make(TWO, LARGE), {'rechunk': True}),
-    ('other shape of a parameter', lambda: make(shapes={'w': (16, 8), 'b': (4,)}), {}),
-    ('other dtype of the parameters', lambda: make(dtype=jnp.bfloat16), {}),
-    ('a parameter that the checkpoint lacks', lambda: make(shapes={**SHAPES, 'new': (3,)}), {}),
-    ('a parameter that only the checkpoint has', lambda: make(shapes={'w': (16, 16)}), {}),
-    ('a part that only the checkpoint has',
-     lambda: {k: x for k, x in make().items() if k != 'position'}, {}),
-    ('an array where a number was', lambda: make(position=jnp.zeros((), jnp.int32)), {}),
-    ('a key of another kind', lambda: make(key=jax.random.key(0, impl='rbg')), {}),
-    ('another optimizer', lambda: make(opt_state={'trace': make()['params']}), {}),
-    ("`exchange='all_gather'`, and a checkpoint of `'all_to_all'` with"
-     " `update_values='int4'`",
-     lambda: make(exchange={}), {'of': 'owners'}),
-    ('no such step', make, {'step': 7}),
+  ('other number of workers', lambda: make(TWO), {}),
+  ('other chunk size', lambda: make(compressor=LARGE), {}),
+  (
+    'other compressor of the same chunks',
+    lambda: make(compressor=demo_optax.dct_topk(8, 2)),
+    {},
+  ),
+  ('a worker of 4 devices, which cut other chunks', lambda: make(BLOCKS), {}),
+  (
+    'other chunks and workers, `resize=True` alone',
+    lambda: make(TWO, LARGE),
+    {'resize': True},
+  ),
+  (
+    'other chunks and workers, `rechunk=True` alone',
+    lambda: make(TWO, LARGE),
+    {'rechunk': True},
+  ),
+  (
+    'other shape of a parameter',
+    lambda: make(shapes={'w': (16, 8), 'b': (4,)}),
+    {},
+  ),
+  ('other dtype of the parameters', lambda: make(dtype=jnp.bfloat16), {}),
+  (
+    'a parameter that the checkpoint lacks',
+    lambda: make(shapes={**SHAPES, 'new': (3,)}),
+    {},
+  ),
+  (
+    'a parameter that only the checkpoint has',
+    lambda: make(shapes={'w': (16, 16)}),
+    {},
+  ),
+  (
+    'a part that only the checkpoint has',
+    lambda: {k: x for k, x in make().items() if k != 'position'},
+    {},
+  ),
+  (
+    'an array where a number was',
+    lambda: make(position=jnp.zeros((), jnp.int32)),
+    {},
+  ),
+  (
+    'a key of another kind',
+    lambda: make(key=jax.random.key(0, impl='rbg')),
+    {},
+  ),
+  (
+    'another optimizer',
+    lambda: make(opt_state={'trace': make()['params']}),
+    {},
+  ),
+  (
+    "`exchange='all_gather'`, and a checkpoint of `'all_to_all'` with"
+    " `update_values='int4'`",
+    lambda: make(exchange={}),
+    {'of': 'owners'},
+  ),
+  ('no such step', make, {'step': 7}),
 ]
 
 
@@ -114,8 +166,10 @@ def written(text, new, marks=MARKS):
 if __name__ == '__main__':
   with tempfile.TemporaryDirectory() as folder:
     saved(pathlib.Path(folder))
-    new = table('tried', [
-        (name, message(pathlib.Path(folder), *case)) for name, *case in CASES])
+    new = table(
+      'tried',
+      [(name, message(pathlib.Path(folder), *case)) for name, *case in CASES],
+    )
   sys.stdout.write(new + '\n')
   if DOCS.exists():
     DOCS.write_text(written(DOCS.read_text(), new))

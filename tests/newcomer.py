@@ -40,18 +40,25 @@ def main(readme: str, wheel: str) -> None:
   else:
     raise AssertionError('ZeroMQ is installed.')
 
-  block = re.search(r'```python\n(.*?)```', pathlib.Path(readme).read_text(), re.S)
+  block = re.search(
+    r'```python\n(.*?)```', pathlib.Path(readme).read_text(), re.S
+  )
   printed = io.StringIO()
   with contextlib.redirect_stdout(printed):
     exec(block.group(1), {})
-  losses = [float(loss) for loss in re.findall(r'^\d+ (\S+)$', printed.getvalue(), re.M)]
+  losses = [
+    float(loss) for loss in re.findall(r'^\d+ (\S+)$', printed.getvalue(), re.M)
+  ]
   assert losses[-1] < 0.2 * losses[0], losses
   assert 'this exchange        sends    5.12 kB' in printed.getvalue()
 
   subprocess.run([sys.executable, '-m', 'pip', 'check'], check=True)
   table = subprocess.run(
-      [sys.executable, '-m', 'demo_optax', '300M', '--topk', '8'], check=True,
-      capture_output=True, text=True).stdout
+    [sys.executable, '-m', 'demo_optax', '300M', '--topk', '8'],
+    check=True,
+    capture_output=True,
+    text=True,
+  ).stdout
   assert '3.35 MB' in table, table
 
 

@@ -42,7 +42,9 @@ def fold(shape, *rule):
       c = int(np.prod(shape[batch + rows :]))
       folded = (*shape[:batch], r, c)
       ratio = r / c if r > c else c / r
-      found.append((cheapest(folded, *rule)[0], -batch, ratio, batch + rows, folded))
+      found.append(
+        (cheapest(folded, *rule)[0], -batch, ratio, batch + rows, folded)
+      )
   least = 1.05 * min(cost for cost, *_ in found)
   found = [rest for cost, *rest in found if cost <= least]
   kept = [folded for *_, folded in found if folded == shape]
@@ -63,8 +65,10 @@ def index_bits(n, k):
   """Bits per chunk of the indices: the cheapest of three codes."""
   if k == n:
     return 0
-  elias_fano = [k * low + k + int(np.ceil(n / 2**low)) - 1
-                for low in range(int(np.ceil(np.log2(n))))]
+  elias_fano = [
+    k * low + k + int(np.ceil(n / 2**low)) - 1
+    for low in range(int(np.ceil(np.log2(n))))
+  ]
   return min(k * int(np.ceil(np.log2(n))), n, *elias_fano)
 
 
@@ -75,8 +79,11 @@ def sent_bytes(chunks, n, k, values, itemsize):
   """Bytes of `k` of `n` coefficients of each of so many chunks."""
   bits = VALUE_BITS.get(values, 8 * itemsize)
   scales = 2 * chunks if values in LEVELS else 0
-  return (int(np.ceil(chunks * k * bits / 8)) + scales
-          + int(np.ceil(chunks * index_bits(n, k) / 8)))
+  return (
+    int(np.ceil(chunks * k * bits / 8))
+    + scales
+    + int(np.ceil(chunks * index_bits(n, k) / 8))
+  )
 
 
 def cheapest(shape, limit, topk, padding, values, itemsize, of=None):
@@ -128,7 +135,8 @@ def read_as(v, values):
     return np.zeros_like(v)
   scale = to_bfloat16(min(scale, FLOAT32_MAX / np.float32(limit)))
   if not np.isfinite(np.float64(scale) * limit) or (
-      np.float64(scale) * limit > FLOAT32_MAX):  # rounded up out of the range
+    np.float64(scale) * limit > FLOAT32_MAX
+  ):  # rounded up out of the range
     below = scale.view(np.uint32) - np.uint32(1 << 16)
     scale = below.view(np.float32)
   if values == 'sign':
@@ -192,10 +200,24 @@ class Oracle:
   largest magnitude, the lowest index first of equal ones.
   """
 
-  def __init__(self, shape, workers, *, limit, decay, topk=1, padding=True,
-               alpha=1.0, average='senders', gradient_weight=1.0,
-               values='float32', dtype=np.float64, basis=dct_matrix, of=None,
-               places=None):
+  def __init__(
+    self,
+    shape,
+    workers,
+    *,
+    limit,
+    decay,
+    topk=1,
+    padding=True,
+    alpha=1.0,
+    average='senders',
+    gradient_weight=1.0,
+    values='float32',
+    dtype=np.float64,
+    basis=dct_matrix,
+    of=None,
+    places=None,
+  ):
     self.shape = tuple(shape)
     rule = limit, topk, padding, values, np.dtype(dtype).itemsize
     self.matrix = fold(self.shape, *rule)
@@ -226,15 +248,24 @@ class Oracle:
     sent, shape = {}, self.matrix[-2:]
     for i in (i for i, p in enumerate(present) if p):
       at = (i, *place)
-      self.m[at] = (self.decay * self.m[at] + self.gradient_weight * gradients[at])
+      self.m[at] = (
+        self.decay * self.m[at] + self.gradient_weight * gradients[at]
+      )
       if self.whole:
         own = read_as(self.m[at].flatten(), self.values).reshape(shape)
         sent[i] = [(own, np.ones(shape, bool))]
       else:
         sent[i] = compress(
-            self.m[at], self.limit, self._select, self.padding, self.values,
-            self.basis)
-        own = expand([c for c, _ in sent[i]], shape, self.limit, self.padding, self.basis)
+          self.m[at],
+          self.limit,
+          self._select,
+          self.padding,
+          self.values,
+          self.basis,
+        )
+        own = expand(
+          [c for c, _ in sent[i]], shape, self.limit, self.padding, self.basis
+        )
       self.m[at] = self.m[at] - self.alpha * own
     return sent
 

@@ -17,15 +17,19 @@ from demo_optax.step import agreement
 
 TOPK = demo_optax.dct_topk(16, 4)
 SETTINGS = {  # of either process; what the error names
-    'k': (TOPK, demo_optax.dct_topk(16, 5)),
-    'chunk': (TOPK, demo_optax.dct_topk(8, 4)),
-    'values': (TOPK, demo_optax.dct_topk(16, 4, values='bfloat16')),
-    'as many bytes': (TOPK, demo_optax.Compressor(
-        demo_optax.compressors.TopK(4), demo_optax.compressors.Hadamard(), 16)),
-    'averaged': (TOPK, {'w': TOPK, 'b': None}),
-    'average': ({'average': 'senders'}, {'average': 'workers'}),
-    'version': ('0.1.0', '0.2.0'),
-    'shape': (16, 32),
+  'k': (TOPK, demo_optax.dct_topk(16, 5)),
+  'chunk': (TOPK, demo_optax.dct_topk(8, 4)),
+  'values': (TOPK, demo_optax.dct_topk(16, 4, values='bfloat16')),
+  'as many bytes': (
+    TOPK,
+    demo_optax.Compressor(
+      demo_optax.compressors.TopK(4), demo_optax.compressors.Hadamard(), 16
+    ),
+  ),
+  'averaged': (TOPK, {'w': TOPK, 'b': None}),
+  'average': ({'average': 'senders'}, {'average': 'workers'}),
+  'version': ('0.1.0', '0.2.0'),
+  'shape': (16, 32),
 }
 
 
@@ -39,7 +43,9 @@ def main():
     if name == 'version':
       agreement.__version__, own = own, {}
     options = own if name == 'average' else {}
-    tx = demo_optax.scale_by_demo(TOPK if own == options else own, workers=workers, **options)
+    tx = demo_optax.scale_by_demo(
+      TOPK if own == options else own, workers=workers, **options
+    )
     attempt(name, trainer(tx, workers), width)
     agreement.__version__ = version
   tx = demo_optax.scale_by_demo(TOPK, workers=workers)
@@ -59,10 +65,11 @@ def attempt(name, train, width):
 
 def trainer(tx, workers):
   """Returns two steps of data_parallel, from a state that is made under jit."""
+
   @demo_optax.data_parallel(workers)
   def train_step(params, opt_state, x):
     grads = jax.grad(
-        lambda params: jnp.mean(params['w'] * x.mean()) + params['b'].sum()
+      lambda params: jnp.mean(params['w'] * x.mean()) + params['b'].sum()
     )(params)
     updates, opt_state = tx.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state
@@ -71,7 +78,8 @@ def trainer(tx, workers):
     params = {'w': jnp.ones((16, width)), 'b': jnp.ones(8)}
     opt_state = jax.jit(tx.init)(params)
     x = jax.make_array_from_process_local_data(
-        NamedSharding(workers.mesh, P('data')), np.ones((1, 4), np.float32))
+      NamedSharding(workers.mesh, P('data')), np.ones((1, 4), np.float32)
+    )
     for _ in range(2):
       params, opt_state = train_step(params, opt_state, x)
 

@@ -27,10 +27,16 @@ STEPS = 50
 def make_tx(workers, values, exchange='all_gather'):
   compressor = demo_optax.dct_topk(32, 8, values=values)
   return optax.chain(
-      demo_optax.scale_by_demo(
-          compressor, 0.9, workers=workers, exchange=exchange,
-          update_values='ternary'),
-      optax.scale_by_sign(), optax.scale(-1e-3))
+    demo_optax.scale_by_demo(
+      compressor,
+      0.9,
+      workers=workers,
+      exchange=exchange,
+      update_values='ternary',
+    ),
+    optax.scale_by_sign(),
+    optax.scale(-1e-3),
+  )
 
 
 def gradients_of(step, workers):
@@ -49,8 +55,8 @@ def join(argv=(), parser=None):
   args = parser.parse_args(argv)
   cluster.join(args)
   mesh = jax.make_mesh(
-      (jax.device_count(),), ('data',),
-      axis_types=(jax.sharding.AxisType.Auto,))
+    (jax.device_count(),), ('data',), axis_types=(jax.sharding.AxisType.Auto,)
+  )
   return demo_optax.Workers.on_mesh(mesh, 'data'), args
 
 
@@ -75,17 +81,23 @@ def main():
   rows = slice(first, first + jax.local_device_count())
   for step in range(STEPS):
     gradients = jax.tree.map(
-        lambda g: jax.make_array_from_process_local_data(
-            stacked, g[rows], g.shape),
-        gradients_of(step, count))
+      lambda g: jax.make_array_from_process_local_data(
+        stacked, g[rows], g.shape
+      ),
+      gradients_of(step, count),
+    )
     # With several CPU devices in a process, steps that are under way at once
     # take each other's threads, and wait for each other's messages for ever.
     params, state, updates = jax.block_until_ready(
-        step_fn(params, state, gradients))
+      step_fn(params, state, gradients)
+    )
 
   found = {}
-  for name, tree in (('params', params), ('updates', updates),
-                     ('momentum', state[0].worker_stacked.momentum)):
+  for name, tree in (
+    ('params', params),
+    ('updates', updates),
+    ('momentum', state[0].worker_stacked.momentum),
+  ):
     for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
       for shard in x.addressable_shards:
         key = f'{name}{jax.tree_util.keystr(path)}@{shard.device.id}'

@@ -46,18 +46,18 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
   """
 
   def __init__(
-      self,
-      folder: Any,
-      like: chex.ArrayTree,
-      *,
-      keep: int = 2,
-      timeout: int = 1200,
+    self,
+    folder: Any,
+    like: chex.ArrayTree,
+    *,
+    keep: int = 2,
+    timeout: int = 1200,
   ):
     path = epath.Path(folder).expanduser()
     self._is_remote = '://' in os.fspath(path)
     self._folder = path if self._is_remote else path.absolute()
     self._like = jax.tree.map(
-        lambda x: abstract(x) if isinstance(x, jax.Array) else x, like
+      lambda x: abstract(x) if isinstance(x, jax.Array) else x, like
     )
     # Raises if the tree cannot be saved.
     self._wanted = to_leaves(jax.tree.map(abstract, self._like))
@@ -78,10 +78,13 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
   def steps(self) -> tuple[int, ...]:
     """The steps with a complete checkpoint, ascending."""
     self.wait()
-    return tuple(sorted(
-        int(path.name) for path in self._folder.glob('*')
+    return tuple(
+      sorted(
+        int(path.name)
+        for path in self._folder.glob('*')
         if path.name.isdecimal() and any(path.iterdir())
-    ))
+      )
+    )
 
   def save(self, step: int, tree: chex.ArrayTree) -> None:
     """Saves `tree` in the background.
@@ -109,9 +112,9 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
       other = [c for c in replicas.differing(held[name]) if c.device is None]
       if other:
         raise ValueError(
-            f'{name} must be the same in all processes, got another in'
-            f' {sorted({c.process for c in other})}. Spread it over the mesh,'
-            ' or gather it first.'
+          f'{name} must be the same in all processes, got another in'
+          f' {sorted({c.process for c in other})}. Spread it over the mesh,'
+          ' or gather it first.'
         )
       if not hasattr(x, 'dtype'):
         about['values'][name] = x
@@ -125,12 +128,14 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
         arrays[name] = x if is_spread else np.array(x)
     about['checksum'] = _checksum(about)
     # One for each save: after an error it would repeat the error.
-    files = self._pending.enter_context(ocp.training.Checkpointer(
+    files = self._pending.enter_context(
+      ocp.training.Checkpointer(
         self._folder,
         preservation_policy=self._policy,
         cleanup_tmp_directories=True,  # safe only under the lock
         context=self._context,
-    ))
+      )
+    )
     saved = files.save_async(step, arrays, force=True, custom_metadata=about)
     self._pending.callback(saved.result)
 
@@ -146,9 +151,9 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
       except BlockingIOError as error:
         self._unlock()
         raise OSError(
-            f'{self._folder} must have one writer, and another Checkpointer'
-            ' saves to it, here or in another job. Close it, or give another'
-            ' folder.'
+          f'{self._folder} must have one writer, and another Checkpointer'
+          ' saves to it, here or in another job. Close it, or give another'
+          ' folder.'
         ) from error
       except OSError:  # a network file system without locks
         pass
@@ -158,8 +163,8 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
             os.rmdir(path)  # an empty one would count as the latest
     if (self._folder / str(step)).exists():
       raise ValueError(
-          f'step must be new in {self._folder}, got {step} (there are:'
-          f' {_some(self.steps)}). Give another folder, or remove it first.'
+        f'step must be new in {self._folder}, got {step} (there are:'
+        f' {_some(self.steps)}). Give another folder, or remove it first.'
       )
 
   def wait(self) -> None:
@@ -175,11 +180,11 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
         self._unlock()
 
   def restore(
-      self,
-      step: int | None = None,
-      *,
-      resize: bool = False,
-      rechunk: bool = False,
+    self,
+    step: int | None = None,
+    *,
+    resize: bool = False,
+    rechunk: bool = False,
   ) -> tuple[int, chex.ArrayTree]:
     """Restores a step, by default the last, with the options of `from_leaves`.
 
@@ -191,20 +196,20 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
     chosen = max(steps, default=-1) if step is None else step
     if chosen not in steps:
       raise FileNotFoundError(
-          f'step must be one of those in {self._folder} ({_some(steps)}), got'
-          f' {step}.'
+        f'step must be one of those in {self._folder} ({_some(steps)}), got'
+        f' {step}.'
       )
     try:
       saved = self._read(self._folder / str(chosen))
     except Exception as error:
       others = _some(s for s in steps if s != chosen)
       raise ValueError(
-          f'The checkpoint of step {chosen} in {self._folder} must be whole,'
-          f' and written by demo_optax, got {repr(error)[:400]}. Restore'
-          f' another one by step= (there are: {others}), or remove it.'
+        f'The checkpoint of step {chosen} in {self._folder} must be whole,'
+        f' and written by demo_optax, got {repr(error)[:400]}. Restore'
+        f' another one by step= (there are: {others}), or remove it.'
       ) from error
     return int(chosen), from_leaves(
-        saved, self._like, resize=resize, rechunk=rechunk
+      saved, self._like, resize=resize, rechunk=rechunk
     )
 
   def _read(self, path: epath.Path) -> dict[str, Any]:
@@ -213,9 +218,9 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
     if not about or about.pop('checksum', None) != _checksum(about):
       raise ValueError('its description is missing, or not what was written')
     like = {
-        name: _target(tuple(shape), dtype, self._wanted.get(name))
-        for name, (dtype, shape, *_) in about['arrays'].items()
-        if 0 not in shape
+      name: _target(tuple(shape), dtype, self._wanted.get(name))
+      for name, (dtype, shape, *_) in about['arrays'].items()
+      if 0 not in shape
     }
     arrays = ocp.load(path, like) if like else {}
     held = replicas.copies(arrays)
@@ -238,8 +243,10 @@ def _target(shape: tuple[int, ...], dtype: str, like: Any) -> Any:
   On the host if that has no place for it on devices, and for keys.
   """
   sharding = getattr(like, 'sharding', None)
-  if sharding is None or str(like.dtype) != dtype or (
-      jax.process_count() > 1 and sharding.is_fully_addressable
+  if (
+    sharding is None
+    or str(like.dtype) != dtype
+    or (jax.process_count() > 1 and sharding.is_fully_addressable)
   ):
     return np.broadcast_to(np.zeros((), dtype), shape)
   sharding = cutting.auto(cutting.fit_sharding(shape, sharding))

@@ -56,7 +56,7 @@ def to_leaves(state: chex.ArrayTree) -> dict[str, Any]:
     name = _paths.dotted(keys)
     if name in found:
       raise ValueError(
-          f'The tree must have one leaf called {name}, got two. Rename one.'
+        f'The tree must have one leaf called {name}, got two. Rename one.'
       )
     found[name] = x
 
@@ -76,11 +76,11 @@ def to_leaves(state: chex.ArrayTree) -> dict[str, Any]:
 
 
 def from_leaves(
-    saved: Mapping[str, Any],
-    like: chex.ArrayTree,
-    *,
-    resize: bool = False,
-    rechunk: bool = False,
+  saved: Mapping[str, Any],
+  like: chex.ArrayTree,
+  *,
+  resize: bool = False,
+  rechunk: bool = False,
 ) -> chex.ArrayTree:
   """Returns a tree like `like` from the result of `to_leaves`.
 
@@ -122,7 +122,7 @@ def from_leaves(
     return _run(regroup, made, x, len(x), is_key)
 
   return jax.tree_util.tree_map_with_path(
-      lambda path, x: _placed(restored(path, x), x), like
+    lambda path, x: _placed(restored(path, x), x), like
   )
 
 
@@ -149,7 +149,7 @@ def _of_one_owner(bucket: tuple[int, ...], x: Any) -> Any:
 
 
 def _bucket(
-    saved: Mapping[str, Any], layout: Layout, keys: Keys, like: Any
+  saved: Mapping[str, Any], layout: Layout, keys: Keys, like: Any
 ) -> Any:
   """Returns a bucket like `like` from the coefficients of its leaves."""
   number, owned = _bucket_at(keys, layout)
@@ -182,16 +182,18 @@ def _cut(record: Record, layout: Layout) -> cutting.Cut:
   """Returns how a leaf was cut; raises if its transform is unknown."""
   blocks, fold = tuple(record['blocks']), record['fold']
   grid = chunking.ChunkGrid(
-      tuple(d // b for d, b in zip(record['shape'], blocks)),
-      tuple(record['lengths']), record['whole'], fold and tuple(fold),
+    tuple(d // b for d, b in zip(record['shape'], blocks)),
+    tuple(record['lengths']),
+    record['whole'],
+    fold and tuple(fold),
   )
   name, arguments = record.get('basis', ('Identity', {}))  # none if whole
   own = (type(bucket.basis) for bucket in layout.buckets)
   known = {**vars(bases), **{basis.__name__: basis for basis in own}}
   if name not in known:
     raise ValueError(
-        f'The transform of the checkpoint must be known for rechunk, got {name}'
-        f'({arguments}). Restore into a state that has it, without rechunk.'
+      f'The transform of the checkpoint must be known for rechunk, got {name}'
+      f'({arguments}). Restore into a state that has it, without rechunk.'
     )
   return grid, blocks, known[name](**arguments)
 
@@ -265,9 +267,9 @@ def _near(x: Any, like: Any) -> Any:
   """Returns a saved array on the devices of `like`."""
   sharding = getattr(like, 'sharding', None)
   if (
-      not isinstance(x, jax.Array)
-      or sharding is None
-      or x.sharding.device_set == sharding.device_set
+    not isinstance(x, jax.Array)
+    or sharding is None
+    or x.sharding.device_set == sharding.device_set
   ):
     return x
   fit = cutting.fit_sharding(x.shape, sharding)
@@ -292,10 +294,10 @@ def _placed(x: Any, like: Any) -> Any:
 
 
 def _check(
-    saved: Mapping[str, Any],
-    wanted: Mapping[str, Any],
-    layouts: Mapping[Keys, Layout],
-    asked: Mapping[str, bool],
+  saved: Mapping[str, Any],
+  wanted: Mapping[str, Any],
+  layouts: Mapping[Keys, Layout],
+  asked: Mapping[str, bool],
 ) -> None:
   """Raises unless saved leaves differ from those wanted only as asked for."""
   problems: dict[str, list[str]] = {kind: [] for kind in _REMEDIES}
@@ -354,10 +356,10 @@ def _kind(x: Any, stacked: bool = False) -> str:
 
 
 _REMEDIES = {
-    'tree': 'Restore into a tree of the same leaves, shapes and dtypes, and'
-    ' change it afterwards: nothing is cut, padded, cast or made up.',
-    'chunks': 'Pass rechunk=True to take the momentum through parameter space.',
-    'workers': "Pass resize=True to regroup the workers' states.",
-    'owed': "This is the residual of exchange='all_to_all', which has no place"
-    ' here. Pass resize=True to discard it.',
+  'tree': 'Restore into a tree of the same leaves, shapes and dtypes, and'
+  ' change it afterwards: nothing is cut, padded, cast or made up.',
+  'chunks': 'Pass rechunk=True to take the momentum through parameter space.',
+  'workers': "Pass resize=True to regroup the workers' states.",
+  'owed': "This is the residual of exchange='all_to_all', which has no place"
+  ' here. Pass resize=True to discard it.',
 }

@@ -30,8 +30,8 @@ class ChunkFormat:
   def __post_init__(self) -> None:
     if self.shared and self.values != 'float32':
       raise ValueError(
-          f'values={self.values!r} with shared=True: an all-reduce sums values'
-          ' as they are. Leave values out.'
+        f'values={self.values!r} with shared=True: an all-reduce sums values'
+        ' as they are. Leave values out.'
       )
 
   @property
@@ -76,7 +76,7 @@ class ChunkFormat:
     return sum(code.words(chunks) for code in self._codes)
 
   def encode(
-      self, indices: jax.Array | None, values: jax.Array
+    self, indices: jax.Array | None, values: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
     """Writes values `[..., chunks, k]` and their ascending int32 indices.
 
@@ -91,7 +91,7 @@ class ChunkFormat:
     return data, sent
 
   def decode(
-      self, data: jax.Array, chunks: int
+    self, data: jax.Array, chunks: int
   ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
     """Undoes `encode` for arbitrary words, uint32 `[workers, words]`.
 
@@ -105,7 +105,7 @@ class ChunkFormat:
     return self._decode(data, chunks)
 
   def _decode(
-      self, data: jax.Array, chunks: int
+    self, data: jax.Array, chunks: int
   ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
     split = self.value_code.words(chunks)
     values = self.value_code.decode(data[..., :split], chunks)

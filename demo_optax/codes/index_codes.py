@@ -125,7 +125,10 @@ def _ones_at(places: jax.Array, size: int) -> jax.Array:
   flat = places.reshape(-1, places.shape[-1])
   zeros = jnp.zeros((flat.shape[0], size), jnp.uint32)
   ones = zeros.at[packing.row_numbers(flat), flat].set(
-      1, unique_indices=True, indices_are_sorted=True,
-      mode='promise_in_bounds', wrap_negative_indices=False,
+    1,
+    unique_indices=True,
+    indices_are_sorted=True,
+    mode='promise_in_bounds',
+    wrap_negative_indices=False,
   )
   return ones.reshape(*places.shape[:-1], size)

@@ -34,8 +34,7 @@ class Code:
   def words(self, chunks: int) -> int:
     """Returns the words that this many chunks take."""
     return sum(
-        packing.packed_words(chunks * count, width)
-        for count, width in self.parts
+      packing.packed_words(chunks * count, width) for count, width in self.parts
     )
 
   def encode(self, x: jax.Array) -> Any:
@@ -52,8 +51,8 @@ class Code:
   def pack(self, *numbers: jax.Array) -> jax.Array:
     """Packs `[..., chunks, count]` of each part; returns uint32 words."""
     packed = [
-        x if width == 32 else packing.pack_bits(x, width)
-        for x, (_, width) in zip(map(as_row, numbers), self.parts)
+      x if width == 32 else packing.pack_bits(x, width)
+      for x, (_, width) in zip(map(as_row, numbers), self.parts)
     ]
     return jnp.concatenate(packed, axis=-1)
 

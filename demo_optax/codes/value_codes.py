@@ -134,7 +134,7 @@ class Ternary(ValueCode):
 
 
 def _nearest_levels(
-    values: jax.Array, limit: int
+  values: jax.Array, limit: int
 ) -> tuple[jax.Array, jax.Array]:
   """Rounds values to levels; the largest magnitude becomes `limit`."""
   largest = jnp.max(jnp.abs(values), axis=-1, keepdims=True)
@@ -177,7 +177,7 @@ def _largest_scale(limit: int) -> float:
 def _round(x: jax.Array) -> jax.Array:
   """Rounds float32 to bfloat16's numbers, ties to even, no subnormals."""
   return jax.lax.reduce_precision(
-      _without_subnormals(x), exponent_bits=8, mantissa_bits=7
+    _without_subnormals(x), exponent_bits=8, mantissa_bits=7
   )
 
 
@@ -207,12 +207,12 @@ def _powers(batch: int) -> jax.Array:
 
 
 CODES: dict[str, Callable[[str, int], ValueCode]] = {
-    'float32': Exact,
-    'bfloat16': BFloat16,
-    'int8': lambda dtype, k: Scaled(dtype, k, 8, 127, 1, _nearest_levels),
-    'int4': lambda dtype, k: Scaled(dtype, k, 4, 7, 1, _nearest_levels),
-    'sign': lambda dtype, k: Scaled(dtype, k, 1, 1, 2, _signs),
-    'ternary': Ternary,
+  'float32': Exact,
+  'bfloat16': BFloat16,
+  'int8': lambda dtype, k: Scaled(dtype, k, 8, 127, 1, _nearest_levels),
+  'int4': lambda dtype, k: Scaled(dtype, k, 4, 7, 1, _nearest_levels),
+  'sign': lambda dtype, k: Scaled(dtype, k, 1, 1, 2, _signs),
+  'ternary': Ternary,
 }
 
 # Codes of updates, and codes of coefficients.

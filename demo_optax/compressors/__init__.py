@@ -19,7 +19,20 @@ from demo_optax.compressors.selectors import (
 )
 
 __all__ = [
-    'FROZEN', 'Basis', 'Compressor', 'Dct', 'Everything', 'GroupMax',
-    'Hadamard', 'Identity', 'RandomOrthogonal', 'RandomSubset', 'Selector',
-    'Slicing', 'Striding', 'TopK', 'dct_topk', 'full',
+  'FROZEN',
+  'Basis',
+  'Compressor',
+  'Dct',
+  'Everything',
+  'GroupMax',
+  'Hadamard',
+  'Identity',
+  'RandomOrthogonal',
+  'RandomSubset',
+  'Selector',
+  'Slicing',
+  'Striding',
+  'TopK',
+  'dct_topk',
+  'full',
 ]

@@ -52,9 +52,9 @@ class Hadamard(Basis):
   def check(self, length: int) -> None:
     if length & (length - 1):
       raise ValueError(
-          f'{length} is not a power of two, and the Hadamard transform needs'
-          ' one. Use Dct() or RandomOrthogonal() for this leaf, in a tree of'
-          ' compressors.'
+        f'{length} is not a power of two, and the Hadamard transform needs'
+        ' one. Use Dct() or RandomOrthogonal() for this leaf, in a tree of'
+        ' compressors.'
       )
 
 
@@ -89,8 +89,8 @@ class RandomOrthogonal(Basis):
   def check(self, length: int) -> None:
     if length > 256:
       raise ValueError(
-          f'{length} is above 256, and such a random matrix takes long to draw.'
-          ' Use a smaller chunk_size.'
+        f'{length} is above 256, and such a random matrix takes long to draw.'
+        ' Use a smaller chunk_size.'
       )
 
 

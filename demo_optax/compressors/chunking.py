@@ -117,7 +117,7 @@ def folds(ndim: int, batch_dims: int = 0) -> list[tuple[int, int]]:
   """Returns all folds of an array; the last one leaves it as it is."""
   first = min(batch_dims, ndim - 2)
   return [
-      (b, j) for b in range(max(first, 0), ndim - 1) for j in range(b + 1, ndim)
+    (b, j) for b in range(max(first, 0), ndim - 1) for j in range(b + 1, ndim)
   ] or [(ndim - 2, ndim - 1)]
 
 
@@ -140,11 +140,11 @@ def chunk_length(size: int, chunk_size: int, *, padding: bool = True) -> int:
 
 
 def chunk_grid(
-    shape: tuple[int, ...],
-    chunk_size: int | tuple[int, int],
-    *,
-    padding: bool = True,
-    fold: tuple[int, int] | None = None,
+  shape: tuple[int, ...],
+  chunk_size: int | tuple[int, int],
+  *,
+  padding: bool = True,
+  fold: tuple[int, int] | None = None,
 ) -> ChunkGrid:
   """Returns the grid that cuts the last two dimensions of a folded `shape`.
 
@@ -154,8 +154,8 @@ def chunk_grid(
   sides = (chunk_size,) * 2 if isinstance(chunk_size, int) else chunk_size
   matrix = ChunkGrid(shape, (), fold=fold).folded
   lengths = tuple(
-      chunk_length(d, side, padding=padding)
-      for d, side in zip(matrix[::-1], sides[::-1])
+    chunk_length(d, side, padding=padding)
+    for d, side in zip(matrix[::-1], sides[::-1])
   )[::-1]
   return ChunkGrid(shape, (1,) * (len(matrix) - 2) + lengths, fold=fold)
 
@@ -219,7 +219,7 @@ def clear_padding(c: jax.Array, grid: ChunkGrid, basis: Basis) -> jax.Array:
 
 
 def edges(
-    grid: ChunkGrid, basis: Basis
+  grid: ChunkGrid, basis: Basis
 ) -> list[tuple[Any, Callable[[jax.Array], jax.Array]]]:
   """Returns, for each padded side, the chunks there and their projection.
 
@@ -230,8 +230,8 @@ def edges(
   row_padding, col_padding = (0, 0, *grid.ends)[-2:]
   found: list[Any] = []
   for at, axis, length, padding in (
-      (np.s_[:, -1], 2, rows, row_padding),
-      (np.s_[:, :, -1], 1, cols, col_padding),
+    (np.s_[:, -1], 2, rows, row_padding),
+    (np.s_[:, :, -1], 1, cols, col_padding),
   ):
     if padding:
       kept = _matrix(basis, length)[:, : length - padding]
@@ -241,7 +241,7 @@ def edges(
 
 
 def _multiply(
-    sides: tuple[int, int], axis: int, matrix: np.ndarray, c: jax.Array
+  sides: tuple[int, int], axis: int, matrix: np.ndarray, c: jax.Array
 ) -> jax.Array:
   """Multiplies an axis of `[chunks, column frequency, row frequency]`."""
   rows, cols = sides
@@ -250,7 +250,7 @@ def _multiply(
 
 
 def to_coefficients(
-    x: jax.Array, grid: ChunkGrid, basis: Basis | None
+  x: jax.Array, grid: ChunkGrid, basis: Basis | None
 ) -> jax.Array:
   """Cuts and transforms an array; returns `[*grid.coefficients_shape]`.
 
@@ -263,7 +263,7 @@ def to_coefficients(
 
 
 def from_coefficients(
-    c: jax.Array, grid: ChunkGrid, basis: Basis | None
+  c: jax.Array, grid: ChunkGrid, basis: Basis | None
 ) -> jax.Array:
   """Undoes `to_coefficients`, dropping the padding."""
   if basis is not None and not grid.whole:

@@ -91,10 +91,12 @@ class Compressor:
           self.basis.check(length)
       except ValueError as error:
         rows, cols = plan.grid.sides
-        errors.append(ValueError(
+        errors.append(
+          ValueError(
             f'A leaf of shape {shape} is cut into chunks of {rows}x{cols}:'
             f' {error}'
-        ))
+          )
+        )
         continue
       cost = self._cut(shape, name, fold, full_k).num_bytes
       rows, cols = math.prod(shape[b:j]), math.prod(shape[j:])
@@ -106,11 +108,11 @@ class Compressor:
     return min(x[1:] for x in found if x[0] <= most)[1]
 
   def _cut(
-      self,
-      shape: tuple[int, ...],
-      name: str,
-      fold: tuple[int, int] | None,
-      select: Selector,
+    self,
+    shape: tuple[int, ...],
+    name: str,
+    fold: tuple[int, int] | None,
+    select: Selector,
   ) -> LeafPlan:
     """Returns the plan of one fold."""
 
@@ -121,7 +123,7 @@ class Compressor:
       return LeafPlan(grid, form)
 
     grid = chunking.chunk_grid(
-        shape, self.chunk_size, padding=self.padding, fold=fold
+      shape, self.chunk_size, padding=self.padding, fold=fold
     )
     n, k = grid.chunk_size, select.count(grid.chunk_size)
     sparse = plan(grid, k)
@@ -151,7 +153,7 @@ FROZEN = Frozen()
 
 
 def per_leaf(
-    compressor: CompressorTree, tree: Any
+  compressor: CompressorTree, tree: Any
 ) -> list[Compressor | Frozen | None]:
   """Returns the compressor of each leaf of `tree`."""
 
@@ -163,14 +165,14 @@ def per_leaf(
   for x in jax.tree.leaves(compressor, is_leaf=is_leaf):
     if not is_leaf(x):
       raise TypeError(
-          f'compressor={x!r} must be a Compressor, such as'
-          ' demo_optax.dct_topk(...), or a tree of them and of None.'
+        f'compressor={x!r} must be a Compressor, such as'
+        ' demo_optax.dct_topk(...), or a tree of them and of None.'
       )
   return broadcast(compressor, tree, 'compressor', is_leaf)
 
 
 def broadcast(
-    prefix: Any, tree: Any, argument: str, is_leaf: Any = None
+  prefix: Any, tree: Any, argument: str, is_leaf: Any = None
 ) -> list[Any]:
   """Returns, for each leaf of `tree`, the leaf of a prefix tree above it."""
   # Both may be made of `nnx.state(model)`; messages need not print arrays.
@@ -183,26 +185,24 @@ def broadcast(
     remedy = ''
     if 'MaskedNode' in str(error):
       remedy = (
-          ' Within optax.masked or optax.partition give a function from the'
-          ' parameters to the tree: each part of the parameters has its own.'
+        ' Within optax.masked or optax.partition give a function from the'
+        ' parameters to the tree: each part of the parameters has its own.'
       )
     raise ValueError(
-        f'The tree in {argument} is not like the parameters: {error}{remedy}'
+      f'The tree in {argument} is not like the parameters: {error}{remedy}'
     ) from error
   return [
-      x
-      for x, subtree in zip(leaves, subtrees)
-      for _ in jax.tree.leaves(subtree)
+    x for x, subtree in zip(leaves, subtrees) for _ in jax.tree.leaves(subtree)
   ]
 
 
 def dct_topk(
-    chunk_size: int | tuple[int, int] = 64,
-    topk: int = 32,
-    *,
-    values: str = 'float32',
-    padding: bool = True,
-    proportional: bool = True,
+  chunk_size: int | tuple[int, int] = 64,
+  topk: int = 32,
+  *,
+  values: str = 'float32',
+  padding: bool = True,
+  proportional: bool = True,
 ) -> Compressor:
   r"""Sends the `topk` largest DCT coefficients of every chunk.
 
@@ -284,8 +284,8 @@ def _check_sides(chunk_size: int | tuple[int, int]) -> tuple[int, ...]:
     chunk_size = (chunk_size,) * 2
   if len(chunk_size) != 2:
     raise ValueError(
-        f'chunk_size={chunk_size} must be one number, or two: for the last two'
-        ' dimensions.'
+      f'chunk_size={chunk_size} must be one number, or two: for the last two'
+      ' dimensions.'
     )
   for side in chunk_size:
     _checks.check_positive('chunk_size', side)

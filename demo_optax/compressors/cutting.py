@@ -29,7 +29,7 @@ Cut = tuple[ChunkGrid, tuple[int, ...], Basis | None]
 
 
 def cut_bucket(
-    layout: Layout, number: int, bucket: Any, decoded: bool = False
+  layout: Layout, number: int, bucket: Any, decoded: bool = False
 ) -> dict[int, Any]:
   """Cuts the leaves out of a bucket: coefficients by leaf number.
 
@@ -50,8 +50,8 @@ def cut_bucket(
       out[i] = fit_sharding(shapes[i], place)
   if isinstance(bucket, jax.ShapeDtypeStruct):
     return {
-        i: jax.ShapeDtypeStruct(shape, bucket.dtype, sharding=out[i])
-        for i, shape in shapes.items()
+      i: jax.ShapeDtypeStruct(shape, bucket.dtype, sharding=out[i])
+      for i, shape in shapes.items()
     }
   return run(_cut, bucket, out, layout, number, decoded)
 
@@ -75,11 +75,11 @@ def _cut(x: Any, layout: Layout, number: int, decoded: bool) -> dict[int, Any]:
 
 
 def fill_bucket(
-    layout: Layout,
-    number: int,
-    leaves: dict[int, Any],
-    like: Any,
-    fun: Callable[[Leaf, Any], Any] = lambda _, c: c,
+  layout: Layout,
+  number: int,
+  leaves: dict[int, Any],
+  like: Any,
+  fun: Callable[[Leaf, Any], Any] = lambda _, c: c,
 ) -> Any:
   """Undoes `cut_bucket`; returns an array of the dtype and sharding of `like`.
 
@@ -121,14 +121,14 @@ def cut_of(leaf: Leaf) -> Cut:
 
 
 def decode(
-    c: Any, grid: ChunkGrid, blocks: tuple[int, ...], basis: Basis | None
+  c: Any, grid: ChunkGrid, blocks: tuple[int, ...], basis: Basis | None
 ) -> jax.Array:
   """Returns `[workers, *shape]` from coefficients `[workers, *counts, n]`."""
   return _by_shard(chunking.from_coefficients, c, (grid, blocks, basis))
 
 
 def encode(
-    x: Any, grid: ChunkGrid, blocks: tuple[int, ...], basis: Basis | None
+  x: Any, grid: ChunkGrid, blocks: tuple[int, ...], basis: Basis | None
 ) -> jax.Array:
   """Undoes `decode`."""
   return _by_shard(chunking.to_coefficients, x, (grid, blocks, basis))
@@ -191,7 +191,7 @@ def _pad(x: Any, axis: int, length: int) -> Any:
 
 
 def run(
-    fun: Callable[..., Any], args: Any, shardings: Any, *static: Any
+  fun: Callable[..., Any], args: Any, shardings: Any, *static: Any
 ) -> Any:
   """Calls `fun(args, *static)` on arrays that may span devices and processes.
 
@@ -202,12 +202,12 @@ def run(
   leaves = jax.tree.leaves(args)
   on_host = all(isinstance(x, np.ndarray) for x in leaves)
   if any(isinstance(x, jax.core.Tracer) for x in leaves) or (
-      on_host and not jax.tree.leaves(shardings)
+    on_host and not jax.tree.leaves(shardings)
   ):
     return fun(args, *static)
   args = jax.tree.map(
-      lambda x: on_mesh(x, auto(x.sharding)) if isinstance(x, jax.Array) else x,
-      args,
+    lambda x: on_mesh(x, auto(x.sharding)) if isinstance(x, jax.Array) else x,
+    args,
   )
   inner = jax.tree.map(auto, shardings, is_leaf=lambda x: x is None)
   placed = [getattr(x, 'sharding', None) for x in jax.tree.leaves(args)]
@@ -216,12 +216,14 @@ def run(
   # Not under the mesh that the caller has set, whose types may be Explicit.
   with jax.set_mesh(meshes[0]) if meshes else contextlib.nullcontext():
     jitted = jax.jit(
-        fun, static_argnums=range(1, 1 + len(static)), out_shardings=inner
+      fun, static_argnums=range(1, 1 + len(static)), out_shardings=inner
     )
     found = jitted(args, *static)
   return jax.tree.map(
-      lambda sharding, x: on_mesh(x, sharding), shardings, found,
-      is_leaf=lambda x: x is None,
+    lambda sharding, x: on_mesh(x, sharding),
+    shardings,
+    found,
+    is_leaf=lambda x: x is None,
   )
 
 
@@ -234,8 +236,8 @@ def fit_sharding(shape: tuple[int, ...], sharding: Any) -> Any:
   if not isinstance(sharding, NamedSharding):
     return sharding
   parts = [
-      math.prod(sharding.mesh.shape[name] for name in entry(sharding.spec, dim))
-      for dim in range(len(sharding.spec))
+    math.prod(sharding.mesh.shape[name] for name in entry(sharding.spec, dim))
+    for dim in range(len(sharding.spec))
   ]
 
   def fits(dim: int, home: int) -> bool:
@@ -267,5 +269,5 @@ def on_mesh(x: jax.Array, sharding: Any) -> jax.Array:
   if x.sharding == sharding or not isinstance(sharding, NamedSharding):
     return x
   return jax.make_array_from_single_device_arrays(
-      x.shape, sharding, [shard.data for shard in x.addressable_shards]
+    x.shape, sharding, [shard.data for shard in x.addressable_shards]
   )

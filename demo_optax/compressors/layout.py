@@ -105,7 +105,7 @@ class Bucket:
   def of_device(self, x: jax.Array, device: Any) -> jax.Array:
     """Cuts `[num_devices * num_chunks, ...]` to the `rows` of one device."""
     x = jax.lax.dynamic_slice_in_dim(
-        x, device * self.num_chunks, self.num_chunks
+      x, device * self.num_chunks, self.num_chunks
     )
     widths = [(0, self.rows - self.num_chunks), *[(0, 0)] * (x.ndim - 1)]
     return plain.pad(x, widths)
@@ -172,9 +172,9 @@ class Leaf:
     coefficients have the same meaning.
     """
     record: Record = {
-        'shape': self.shape,
-        'dtype': self.dtype,
-        'compressor': str(self.compressor),
+      'shape': self.shape,
+      'dtype': self.dtype,
+      'compressor': str(self.compressor),
     }
     if isinstance(self.compressor, Compressor):
       grid, basis = self.grid, self.compressor.basis
@@ -183,8 +183,10 @@ class Leaf:
         if not padding and not grid.whole:
           blocks[dim] = 1  # chunks of blocks are chunks of the whole
       record |= {
-          'lengths': grid.lengths, 'whole': grid.whole, 'fold': grid.fold,
-          'blocks': blocks,
+        'lengths': grid.lengths,
+        'whole': grid.whole,
+        'fold': grid.fold,
+        'blocks': blocks,
       }
       if not grid.whole:
         record |= {'basis': [type(basis).__name__, vars(basis)]}
@@ -201,7 +203,7 @@ class Difference(NamedTuple):
 
 
 def differences(
-    old: Mapping[str, Record], new: Mapping[str, Record]
+  old: Mapping[str, Record], new: Mapping[str, Record]
 ) -> list[Difference]:
   """Compares the records of two layouts, leaf by leaf."""
   found = []
@@ -257,10 +259,17 @@ class Layout:
   def digest(self) -> np.ndarray:
     """Returns uint32 `[4]`, equal for equal places of all leaves."""
     described = [
-        (leaf.name, leaf.shape, leaf.dtype, leaf.sharding, leaf.plan,
-         leaf.bucket, leaf.offset)
-        for leaf in self.leaves
-        if leaf.bucket >= 0
+      (
+        leaf.name,
+        leaf.shape,
+        leaf.dtype,
+        leaf.sharding,
+        leaf.plan,
+        leaf.bucket,
+        leaf.offset,
+      )
+      for leaf in self.leaves
+      if leaf.bucket >= 0
     ]
     kinds = [(b.basis, b.kind, b.split_axes) for b in self.buckets]
     text = repr((described, kinds)).encode()
@@ -277,7 +286,7 @@ class Layout:
     return sorted(found, key=lambda i: self.leaves[i].offset)
 
   def fill(
-      self, number: int, arrays: Mapping[int, jax.Array], device: Any
+    self, number: int, arrays: Mapping[int, jax.Array], device: Any
   ) -> jax.Array:
     """Packs leaves into their bucket, `[rows, n]`, with zeros in the padding.
 
@@ -289,10 +298,10 @@ class Layout:
     rows = bucket.rows if num_devices == 1 else bucket.num_chunks * num_devices
     shape = rows * n // math.prod(unit), *unit
     parts = [
-        chunking.to_chunks(
-            arrays[i].astype(bucket.format.dtype), self.leaves[i].grid
-        ).reshape(-1, *unit)
-        for i in self.members(number)
+      chunking.to_chunks(
+        arrays[i].astype(bucket.format.dtype), self.leaves[i].grid
+      ).reshape(-1, *unit)
+      for i in self.members(number)
     ]
     if missing := shape[0] - sum(map(len, parts)):
       parts.append(jnp.zeros_like(parts[0], shape=(missing, *unit)))
@@ -320,7 +329,7 @@ class Layout:
     return found
 
   def clear_padding(
-      self, number: int, c: jax.Array, device: Any, valid: jax.Array
+    self, number: int, c: jax.Array, device: Any, valid: jax.Array
   ) -> jax.Array:
     """Projects coefficients `[rows, n]` onto leaves with zero padding.
 
@@ -352,9 +361,9 @@ class Layout:
 
 
 def make_layout(
-    leaves: Sequence[tuple[Path, tuple[int, ...], Any]],
-    compressors: Sequence[Compressor | Frozen | None],
-    param_specs: ParamSpecs,
+  leaves: Sequence[tuple[Path, tuple[int, ...], Any]],
+  compressors: Sequence[Compressor | Frozen | None],
+  param_specs: ParamSpecs,
 ) -> Layout:
   """Maps the leaves of a tree, as paths, shapes and arrays, to buckets."""
   axis_sizes = param_specs.axis_sizes
@@ -374,7 +383,7 @@ def make_layout(
       bucket = _empty_bucket(compressor, plan, split)
       members.setdefault(bucket, {}).setdefault(plan.grid, []).append(i)
     made.append(
-        Leaf(path_keys(path), shape, str(dtype), sharding, compressor, plan)
+      Leaf(path_keys(path), shape, str(dtype), sharding, compressor, plan)
     )
   buckets = []
   for number, (bucket, by_grid) in enumerate(members.items()):
@@ -395,13 +404,20 @@ def make_layout(
 
 
 def _empty_bucket(
-    compressor: Compressor, plan: LeafPlan, split: Mapping[str, int]
+  compressor: Compressor, plan: LeafPlan, split: Mapping[str, int]
 ) -> Bucket:
   """Returns the bucket of a leaf, still without rows."""
   form, sides = plan.format, plan.grid.sides
   if plan.kind == 'dense':  # its rows come later
     form, sides = dataclasses.replace(form, n=1, k=1), (1, 1)
   return Bucket(
-      '', compressor.select, compressor.basis, form, sides, plan.kind,
-      tuple(split), math.prod(split.values()), 0,
+    '',
+    compressor.select,
+    compressor.basis,
+    form,
+    sides,
+    plan.kind,
+    tuple(split),
+    math.prod(split.values()),
+    0,
   )

@@ -85,8 +85,8 @@ class ExchangeConfig:
     The same for both choices of `'auto'`, since a state may be resized.
     """
     momentum = {
-        b.name: jax.ShapeDtypeStruct(b.shape, b.format.dtype)
-        for b in self.layout.buckets
+      b.name: jax.ShapeDtypeStruct(b.shape, b.format.dtype)
+      for b in self.layout.buckets
     }
     residuals = {} if self.owners is None else self.owners.residuals
     return WorkerState(momentum, residuals)
@@ -110,12 +110,12 @@ ExchangeKind = Literal['all_gather', 'all_to_all', 'auto']
 
 
 def make_config(
-    layout: Layout,
-    average: topk.Average,
-    kind: ExchangeKind = 'all_gather',
-    count: int | None = None,
-    update_values: str = 'float32',
-    runs_on: str | None = None,
+  layout: Layout,
+  average: topk.Average,
+  kind: ExchangeKind = 'all_gather',
+  count: int | None = None,
+  update_values: str = 'float32',
+  runs_on: str | None = None,
 ) -> ExchangeConfig:
   """Returns the static part of an exchange.
 
@@ -135,11 +135,11 @@ def make_config(
 
 
 def exchange(
-    config: ExchangeConfig,
-    group: Group,
-    gradients: Mapping[int, jax.Array],
-    state: WorkerState,
-    hyper: Hyper,
+  config: ExchangeConfig,
+  group: Group,
+  gradients: Mapping[int, jax.Array],
+  state: WorkerState,
+  hyper: Hyper,
 ) -> tuple[list[jax.Array], WorkerState, Metrics]:
   """Runs Algorithm 1 for one step, on one device of one worker.
 
@@ -162,8 +162,13 @@ def exchange(
   momentum, selected = [], []
   for i, bucket in enumerate(buckets):
     m, of_bucket = arithmetic.accumulate_and_select(
-        bucket, chunks[i], state.momentum[bucket.name], hyper.decay,
-        hyper.weight, valid, hyper.step,
+      bucket,
+      chunks[i],
+      state.momentum[bucket.name],
+      hyper.decay,
+      hyper.weight,
+      valid,
+      hyper.step,
     )
     momentum.append(m)
     selected.append(of_bucket)
@@ -217,7 +222,7 @@ def exchange(
 
 
 _traced: contextvars.ContextVar[tuple[list[ExchangeConfig], ...]] = (
-    contextvars.ContextVar('demo_optax_traced', default=())
+  contextvars.ContextVar('demo_optax_traced', default=())
 )
 
 
@@ -239,11 +244,11 @@ def note(config: ExchangeConfig) -> None:
 
 
 def run(
-    workers: Workers,
-    config: ExchangeConfig,
-    gradients: Sequence[jax.Array],
-    state: WorkerState,
-    hyper: Hyper,
+  workers: Workers,
+  config: ExchangeConfig,
+  gradients: Sequence[jax.Array],
+  state: WorkerState,
+  hyper: Hyper,
 ) -> tuple[list[jax.Array], WorkerState, Metrics]:
   """Runs `exchange` for all workers.
 
@@ -254,12 +259,12 @@ def run(
   exchanged = sorted((*config.layout.compressed, *config.layout.averaged))
 
   def one_worker(
-      own: list[jax.Array], state: WorkerState, hyper: Hyper
+    own: list[jax.Array], state: WorkerState, hyper: Hyper
   ) -> tuple[list[jax.Array], WorkerState, Metrics]:
     own_state = jax.tree.map(lambda x: x.reshape(x.shape[-2:]), state)
     with platform.running_on(config.platform):
       updates, new, metrics = exchange(
-          config, workers.group, dict(zip(exchanged, own)), own_state, hyper
+        config, workers.group, dict(zip(exchanged, own)), own_state, hyper
       )
     new = jax.tree.map(lambda x, old: x.reshape(old.shape), new, state)
     return updates, new, metrics
@@ -269,16 +274,16 @@ def run(
   buckets = jax.tree.map(lambda _: workers.bucket_spec, state)
   of_metrics = dict.fromkeys(jax.eval_shape(no_metrics), same)
   updates, state, metrics = lift.run(
-      workers,
-      one_worker,
-      ([gradients[i] for i in exchanged], state, hyper),
-      ([Spec(stacked, spec) for spec in inner], buckets, [same] * len(hyper)),
-      ([Spec(False, spec) for spec in inner], buckets, of_metrics),
+    workers,
+    one_worker,
+    ([gradients[i] for i in exchanged], state, hyper),
+    ([Spec(stacked, spec) for spec in inner], buckets, [same] * len(hyper)),
+    ([Spec(False, spec) for spec in inner], buckets, of_metrics),
   )
   # An update has the type of its parameter, which Explicit meshes compare.
   updates = [
-      lift.reshard(workers, u, leaves[i].sharding.given)
-      for i, u in zip(exchanged, updates)
+    lift.reshard(workers, u, leaves[i].sharding.given)
+    for i, u in zip(exchanged, updates)
   ]
   return updates, state, metrics
 
@@ -288,10 +293,10 @@ run_jitted = jax.jit(run, static_argnums=(0, 1), inline=True)
 
 
 def _is_valid(
-    layout: Layout,
-    chunks: Sequence[jax.Array],
-    gradients: Mapping[int, jax.Array],
-    hyper: Hyper,
+  layout: Layout,
+  chunks: Sequence[jax.Array],
+  gradients: Mapping[int, jax.Array],
+  hyper: Hyper,
 ) -> jax.Array:
   """Returns whether no momentum can overflow or become NaN, bool `[]`.
 
@@ -320,10 +325,10 @@ def _none(beyond: jax.Array) -> jax.Array:
 
 
 def _averages(
-    layout: Layout,
-    group: Group,
-    gradients: Mapping[int, jax.Array],
-    valid: jax.Array,
+  layout: Layout,
+  group: Group,
+  gradients: Mapping[int, jax.Array],
+  valid: jax.Array,
 ) -> tuple[dict[int, jax.Array], jax.Array | None]:
   """Averages uncompressed gradients over the valid workers."""
   if not layout.averaged:
@@ -356,13 +361,13 @@ def _metrics(layout: Layout, group: Group, report: Report) -> Metrics:
       of_all = valid * float(bucket.num_chunks * form.k)
       senders += jnp.stack([of_all, different])
   held, sent, stays, all_sent, different = group.over_devices(
-      jax.lax.psum, jnp.concatenate([report.energies, senders])
+    jax.lax.psum, jnp.concatenate([report.energies, senders])
   )
   return {
-      'num_excluded': group.size - report.num_valid,
-      'sent_energy': _ratio(sent, held),
-      'residual_norm': jnp.sqrt(_ratio(stays, valid)),
-      'mean_senders': _ratio(all_sent, different),
+    'num_excluded': group.size - report.num_valid,
+    'sent_energy': _ratio(sent, held),
+    'residual_norm': jnp.sqrt(_ratio(stays, valid)),
+    'mean_senders': _ratio(all_sent, different),
   }
 
 

@@ -13,13 +13,13 @@ from demo_optax.numerics import plain, platform, rounding, topk
 
 
 def accumulate_and_select(
-    bucket: Bucket,
-    gradients: jax.Array,
-    momentum: jax.Array,
-    decay: Any,
-    weight: Any,
-    valid: jax.Array,
-    step: jax.Array,
+  bucket: Bucket,
+  gradients: jax.Array,
+  momentum: jax.Array,
+  decay: Any,
+  weight: Any,
+  valid: jax.Array,
+  step: jax.Array,
 ) -> tuple[jax.Array, Selected]:
   """Adds gradient chunks to momentum `[rows, n]`; selects what to send.
 
@@ -61,10 +61,10 @@ def accumulate_and_select(
 
 
 def subtract(
-    bucket: Bucket,
-    momentum: jax.Array,
-    indices: jax.Array | None,
-    values: jax.Array,
+  bucket: Bucket,
+  momentum: jax.Array,
+  indices: jax.Array | None,
+  values: jax.Array,
 ) -> jax.Array:
   """Subtracts `values [rows, k]` at `indices` from momentum `[rows, n]`."""
   grouped = bucket.format.grouped
@@ -80,7 +80,7 @@ def subtract(
 
 
 def merge(
-    bucket: Bucket, received: Received, average: topk.Average, step: jax.Array
+  bucket: Bucket, received: Received, average: topk.Average, step: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
   """Averages all workers' selections and inverts the transform.
 
@@ -97,10 +97,10 @@ def merge(
     updates, distinct = carry
 
     indices, values = jax.tree.map(  # [senders, rows, k]
-        lambda x: _piece_of(x, start, rows, axis=1), received[:2]
+      lambda x: _piece_of(x, start, rows, axis=1), received[:2]
     )
     u, found = topk.merge(
-        indices, values, received.valid, n, average, bucket.format.grouped
+      indices, values, received.valid, n, average, bucket.format.grouped
     )
     if bucket.kind == 'chunks':
       u = chunking.inverse(u, bucket.sides, bucket.basis)
@@ -112,8 +112,8 @@ def merge(
   count = jnp.sum(received.valid, dtype=jnp.int32)
   zero = plain.where(count < 0, jnp.ones_like(zero), zero)
   carry = (
-      jnp.broadcast_to(zero, (bucket.rows, n)),
-      jnp.zeros_like(received.values, jnp.float32, shape=()),
+    jnp.broadcast_to(zero, (bucket.rows, n)),
+    jnp.zeros_like(received.values, jnp.float32, shape=()),
   )
   (updates, distinct), _ = _in_pieces(bucket, merge_piece, carry)
   # Padding rows count as sent; remove them.
@@ -129,9 +129,9 @@ def _in_pieces(bucket: Bucket, piece: Any, carry: Any) -> tuple[Any, Any]:
   if pieces == 1:  # also compiles faster
     return piece(carry, 0, rows)
   return jax.lax.scan(
-      lambda carry, number: piece(carry, number * rows, rows),
-      carry,
-      jnp.arange(pieces, dtype=jnp.int32),
+    lambda carry, number: piece(carry, number * rows, rows),
+    carry,
+    jnp.arange(pieces, dtype=jnp.int32),
   )
 
 

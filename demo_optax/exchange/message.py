@@ -98,8 +98,8 @@ class Packer:
     """The part of each bucket that one worker reads."""
     count = self.num_owners
     return tuple(
-        b if count is None or b.format.shared else b.share(count)
-        for b in self.buckets
+      b if count is None or b.format.shared else b.share(count)
+      for b in self.buckets
     )
 
   @functools.cached_property
@@ -113,7 +113,7 @@ class Packer:
     return self._numbers_by(True, lambda bucket: bucket.format.dtype)
 
   def _numbers_by(
-      self, shared: bool, key: Callable[[Bucket], Any]
+    self, shared: bool, key: Callable[[Bucket], Any]
   ) -> dict[Any, list[int]]:
     found: dict[Any, list[int]] = {}
     for number, bucket in enumerate(self.read):
@@ -151,7 +151,7 @@ class Packer:
     return shapes
 
   def pack(
-      self, selected: Sequence[Selected], alpha: jax.Array, valid: jax.Array
+    self, selected: Sequence[Selected], alpha: jax.Array, valid: jax.Array
   ) -> tuple[Message, list[jax.Array]]:
     """Writes one device's message; `alpha` and `valid` are scalars.
 
@@ -163,13 +163,13 @@ class Packer:
     for chunk_format, members in self.gathered.items():
       values = [self._cut(i, selected[i].values) for i in members]
       indices = [
-          self._cut(i, x)
-          for i in members
-          if (x := selected[i].indices) is not None
+        self._cut(i, x)
+        for i in members
+        if (x := selected[i].indices) is not None
       ]
       data, read = chunk_format.encode(
-          jnp.concatenate(indices, axis=-2) if indices else None,
-          jnp.concatenate(values, axis=-2),
+        jnp.concatenate(indices, axis=-2) if indices else None,
+        jnp.concatenate(values, axis=-2),
       )
       packed.append(data)
       for i, x in zip(members, _split(read, self._chunks(members))):
@@ -228,7 +228,7 @@ class Packer:
     return bucket.unstrip(x.reshape(1, -1)[:, :most])[0]
 
   def unpack(
-      self, arrived: Message, group: Group
+    self, arrived: Message, group: Group
   ) -> tuple[list[Received], Report]:
     """Reads all workers' messages, uint32 `[workers, ...]`, and their sums."""
     received: dict[int, Received] = {}

@@ -68,15 +68,15 @@ class UpdatePacker:
     if self.values in WITHOUT_RESIDUAL:
       return {}
     return {
-        x.name: jax.ShapeDtypeStruct((x.num_chunks, x.format.n), x.format.dtype)
-        for x in self.shares.values()
+      x.name: jax.ShapeDtypeStruct((x.num_chunks, x.format.n), x.format.dtype)
+      for x in self.shares.values()
     }
 
   def pack(
-      self,
-      updates: Sequence[jax.Array],
-      residuals: Mapping[str, jax.Array],
-      report: Report,
+    self,
+    updates: Sequence[jax.Array],
+    residuals: Mapping[str, jax.Array],
+    report: Report,
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Writes one owner's message, from updates `[rows, n]` of its chunks.
 
@@ -96,16 +96,18 @@ class UpdatePacker:
       data.append(written)
       if old is not None:
         kept[share.name] = plain.where(someone, u - read, old)
-    numbers = jnp.concatenate([
+    numbers = jnp.concatenate(
+      [
         report.num_valid.astype(jnp.float32)[None],
         report.energies,
         jnp.stack([report.distinct[i] for i in self.shares]),
-    ])
+      ]
+    )
     numbers = jax.lax.bitcast_convert_type(numbers, jnp.uint32)
     return as_rows(jnp.concatenate([*data, numbers])), kept
 
   def unpack(
-      self, data: jax.Array, distinct: Sequence[jax.Array], group: Group
+    self, data: jax.Array, distinct: Sequence[jax.Array], group: Group
   ) -> tuple[dict[int, jax.Array], Report]:
     """Reads all owners' messages, uint32 `[owners, rows, ROW]`.
 

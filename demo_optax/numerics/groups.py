@@ -59,7 +59,7 @@ def spread(indices: jax.Array, values: jax.Array, n: int) -> jax.Array:
 
 
 def add_up(
-    indices: jax.Array, values: jax.Array, present: jax.Array, n: int
+  indices: jax.Array, values: jax.Array, present: jax.Array, n: int
 ) -> tuple[jax.Array, jax.Array]:
   """Adds up `[workers, rows, k]` of `present` workers, one after the other.
 
@@ -74,8 +74,11 @@ def add_up(
     return total, counts
 
   return jax.lax.fori_loop(
-      1, len(at), lambda i, sums: jax.tree.map(jnp.add, sums, tables(i)),
-      tables(0), unroll=platform.unrolled(len(at)),
+    1,
+    len(at),
+    lambda i, sums: jax.tree.map(jnp.add, sums, tables(i)),
+    tables(0),
+    unroll=platform.unrolled(len(at)),
   )
 
 

@@ -28,13 +28,13 @@ def spread(indices: jax.Array, values: jax.Array, n: int) -> jax.Array:
   """Returns coefficients `[chunks, n]` with the values at distinct indices."""
   rows, columns = _one_hot(indices, n)
   found = _product(
-      plain.where(rows, values[:, None], 0), columns.astype(values.dtype)
+    plain.where(rows, values[:, None], 0), columns.astype(values.dtype)
   )
   return found.reshape(len(values), -1)[:, :n]
 
 
 def add_up(
-    indices: jax.Array, values: jax.Array, present: jax.Array, n: int
+  indices: jax.Array, values: jax.Array, present: jax.Array, n: int
 ) -> tuple[jax.Array, jax.Array]:
   """Adds up values `[workers, chunks, k]` of the workers that are `present`.
 
@@ -43,8 +43,8 @@ def add_up(
   """
   workers, chunks, k = values.shape
   indices, values = (
-      jnp.swapaxes(x, 0, 1).reshape(chunks, workers * k)
-      for x in (indices, plain.where(present[:, None, None], values, 0))
+    jnp.swapaxes(x, 0, 1).reshape(chunks, workers * k)
+    for x in (indices, plain.where(present[:, None, None], values, 0))
   )
   _, columns = _one_hot(indices, n)
   # The rows of sums, then those of counts, in one product.
@@ -54,8 +54,8 @@ def add_up(
   rows = (indices // _COLUMNS)[:, None] == plain.where(of_sum, row, row - size)
   ones = jnp.repeat(present.astype(values.dtype), k)[None, None]
   found = _product(
-      plain.where(rows, plain.where(of_sum, values[:, None], ones), 0),
-      columns.astype(values.dtype),
+    plain.where(rows, plain.where(of_sum, values[:, None], ones), 0),
+    columns.astype(values.dtype),
   )
   total, counts = jnp.split(found, 2, axis=1)
   return total, counts
@@ -66,8 +66,8 @@ def _one_hot(indices: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
   row = jnp.arange(-(-n // _COLUMNS), dtype=jnp.int32)[None, :, None]
   column = jnp.arange(_COLUMNS, dtype=jnp.int32)[None, None]
   return (
-      (indices // _COLUMNS)[:, None] == row,
-      (indices % _COLUMNS)[:, :, None] == column,
+    (indices // _COLUMNS)[:, None] == row,
+    (indices % _COLUMNS)[:, :, None] == column,
   )
 
 

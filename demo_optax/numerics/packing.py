@@ -104,7 +104,7 @@ def take(x: jax.Array, places: jax.Array) -> jax.Array:
   Places must be in `[0, n)`: a check would cost several kernels per call.
   """
   return x.at[row_numbers(places), places].get(
-      mode='promise_in_bounds', wrap_negative_indices=False
+    mode='promise_in_bounds', wrap_negative_indices=False
   )
 
 

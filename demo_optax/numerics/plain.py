@@ -30,7 +30,7 @@ def every(flags: Sequence[jax.Array]) -> jax.Array:
 
 
 def pad(
-    x: jax.Array, widths: Sequence[tuple[int, int]], value: Any = 0
+  x: jax.Array, widths: Sequence[tuple[int, int]], value: Any = 0
 ) -> jax.Array:
   """As `jnp.pad` with a constant value; nothing if nothing is added."""
   if not any(map(any, widths)):

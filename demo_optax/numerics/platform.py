@@ -26,7 +26,7 @@ _PART = 2**23
 _SMALL = 2**17
 
 _running: contextvars.ContextVar[str | None] = contextvars.ContextVar(
-    'demo_optax_platform', default=None
+  'demo_optax_platform', default=None
 )
 
 

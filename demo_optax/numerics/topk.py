@@ -32,7 +32,7 @@ def top_k(coefficients: jax.Array, k: int) -> jax.Array:
 
 
 def top_k_of_groups(
-    magnitudes: jax.Array, k: int, size: int, by_counting: bool
+  magnitudes: jax.Array, k: int, size: int, by_counting: bool
 ) -> jax.Array:
   """As `top_k`, within the `k` groups of `size` with the largest maxima.
 
@@ -105,7 +105,7 @@ def _form(grouped: bool) -> Any:
 
 
 def take(
-    coefficients: jax.Array, indices: jax.Array | None, grouped: bool = False
+  coefficients: jax.Array, indices: jax.Array | None, grouped: bool = False
 ) -> jax.Array:
   """Returns the values `[chunks, k]` of `coefficients [chunks, n]`."""
   if indices is None:
@@ -114,10 +114,10 @@ def take(
 
 
 def subtract(
-    coefficients: jax.Array,
-    indices: jax.Array | None,
-    values: jax.Array,
-    grouped: bool = False,
+  coefficients: jax.Array,
+  indices: jax.Array | None,
+  values: jax.Array,
+  grouped: bool = False,
 ) -> jax.Array:
   """Subtracts `values [chunks, k]` at `indices` of `[chunks, n]`."""
   if indices is None:
@@ -125,18 +125,21 @@ def subtract(
   if form := _form(grouped):
     return coefficients - form.spread(indices, values, coefficients.shape[1])
   return coefficients.at[packing.row_numbers(indices), indices].add(
-      -values, unique_indices=True, indices_are_sorted=not grouped,
-      mode='promise_in_bounds', wrap_negative_indices=False,
+    -values,
+    unique_indices=True,
+    indices_are_sorted=not grouped,
+    mode='promise_in_bounds',
+    wrap_negative_indices=False,
   )
 
 
 def merge(
-    indices: jax.Array | None,
-    values: jax.Array,
-    present: jax.Array,
-    n: int,
-    average: Average,
-    grouped: bool = False,
+  indices: jax.Array | None,
+  values: jax.Array,
+  present: jax.Array,
+  n: int,
+  average: Average,
+  grouped: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
   """Averages values `[workers, chunks, k]` of `present` workers, bool.
 
@@ -178,7 +181,7 @@ def merge(
   # From the values, to vary over the same axes in a shard_map that tracks them.
   zeros = jnp.zeros_like(values, shape=(chunks, n))
   return jax.lax.fori_loop(
-      0, workers, add_worker, zeros, unroll=platform.unrolled(workers)
+    0, workers, add_worker, zeros, unroll=platform.unrolled(workers)
   ), distinct
 
 
@@ -193,9 +196,11 @@ def _count_senders(indices: jax.Array, counted: jax.Array, n: int) -> jax.Array:
     return jnp.swapaxes(senders.reshape(chunks, workers, k), 0, 1)
   rows = jnp.broadcast_to(packing.row_numbers(indices[0]), indices.shape)
   ones = jnp.broadcast_to(counted.astype(jnp.int32), indices.shape)
-  counts = jnp.zeros((chunks, n), jnp.int32).at[rows, indices].add(
-      ones, mode='promise_in_bounds', wrap_negative_indices=False
+  counts = (
+    jnp.zeros((chunks, n), jnp.int32)
+    .at[rows, indices]
+    .add(ones, mode='promise_in_bounds', wrap_negative_indices=False)
   )
   return counts.at[rows, indices].get(
-      mode='promise_in_bounds', wrap_negative_indices=False
+    mode='promise_in_bounds', wrap_negative_indices=False
   )

@@ -5,6 +5,9 @@ from demo_optax.recipes.matrices import muon_dimension_numbers
 from demo_optax.recipes.optimizers import demo, demo_muon, muon_compressors
 
 __all__ = [
-    'demo', 'demo_muon', 'muon_compressors', 'muon_dimension_numbers',
-    'scale_to_unit_rms',
+  'demo',
+  'demo_muon',
+  'muon_compressors',
+  'muon_dimension_numbers',
+  'scale_to_unit_rms',
 ]

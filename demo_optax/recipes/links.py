@@ -26,7 +26,7 @@ _STACK = 2**24
 
 
 def scale_to_unit_rms(
-    weight_dimension_numbers: Any = None, min_rms: chex.Numeric = 0.0
+  weight_dimension_numbers: Any = None, min_rms: chex.Numeric = 0.0
 ) -> optax.GradientTransformation:
   r"""Scales the update of every matrix to a root mean square of one.
 
@@ -69,7 +69,7 @@ def scale_to_unit_rms(
     found: Any = [None] * len(leaves)
     if weight_dimension_numbers is not None:
       found = matrices(
-          updates, weight_dimension_numbers, 'weight_dimension_numbers'
+        updates, weight_dimension_numbers, 'weight_dimension_numbers'
       ).values()
     groups = collections.defaultdict(list)
     for i, (u, d) in enumerate(zip(leaves, found)):
@@ -85,7 +85,7 @@ def scale_to_unit_rms(
 
 
 def lost_unless_finite(
-    weight: optax.ScalarOrSchedule, *hyperparams: optax.ScalarOrSchedule
+  weight: optax.ScalarOrSchedule, *hyperparams: optax.ScalarOrSchedule
 ) -> optax.ScalarOrSchedule:
   """Returns the weight of gradients, NaN if a hyperparameter is not finite.
 
@@ -111,10 +111,10 @@ class OwnMuonState(NamedTuple):
 
 
 def own_muon(
-    beta: chex.Numeric,
-    mu_dtype: chex.ArrayDType | None,
-    dimension_numbers: Callable[..., chex.ArrayTree],
-    workers: Workers,
+  beta: chex.Numeric,
+  mu_dtype: chex.ArrayDType | None,
+  dimension_numbers: Callable[..., chex.ArrayTree],
+  workers: Workers,
 ) -> optax.GradientTransformation:
   """Orthonormalises each worker's momentum.
 
@@ -129,25 +129,25 @@ def own_muon(
     return OwnMuonState(jnp.zeros((), jnp.int32), mu)
 
   def update(
-      updates: chex.ArrayTree, state: OwnMuonState, beta: chex.Numeric = beta
+    updates: chex.ArrayTree, state: OwnMuonState, beta: chex.Numeric = beta
   ) -> tuple[chex.ArrayTree, OwnMuonState]:
     gradients = optax.tree.scale(_GRADIENT_SCALE, updates)
     mu = optax.tree.update_moment(gradients, state.mu, beta, 1)
     count = optax.safe_increment(state.steps)
     ahead = jax.tree.map(
-        lambda m, g: beta * m + (1 - beta) * g,
-        optax.tree.bias_correction(mu, beta, optax.safe_increment(count)),
-        optax.tree.bias_correction(gradients, beta, count),
+      lambda m, g: beta * m + (1 - beta) * g,
+      optax.tree.bias_correction(mu, beta, optax.safe_increment(count)),
+      optax.tree.bias_correction(gradients, beta, count),
     )
     flat, treedef = jax.tree.flatten(ahead)
     dimensions = treedef.flatten_up_to(dimension_numbers(updates))
     new = _orthonormal(flat, jax.tree.leaves(updates), dimensions, workers)
     return treedef.unflatten(new), OwnMuonState(
-        count, optax.tree.cast(mu, mu_dtype)
+      count, optax.tree.cast(mu, mu_dtype)
     )
 
   def update_fn(
-      updates: chex.ArrayTree, state: OwnMuonState, params: Any = None
+    updates: chex.ArrayTree, state: OwnMuonState, params: Any = None
   ) -> tuple[chex.ArrayTree, OwnMuonState]:
     axes = jax.sharding.get_abstract_mesh().explicit_axes
     if not axes:
@@ -155,7 +155,7 @@ def own_muon(
     # XLA shards what is between: optax passes no `out_sharding`, which every
     # reshape and product of sharded arrays would need.
     specs = jax.tree.map(
-        lambda x: jax.typeof(x).sharding.spec, (updates, state)
+      lambda x: jax.typeof(x).sharding.spec, (updates, state)
     )
     # An array that is closed over would keep its Explicit type.
     injected = (beta,) if isinstance(beta, jax.Array) else ()
@@ -166,10 +166,10 @@ def own_muon(
 
 
 def _orthonormal(
-    leaves: Sequence[jax.Array],
-    gradients: Sequence[jax.Array],
-    dimensions: Sequence[contrib.MuonDimensionNumbers],
-    workers: Workers,
+  leaves: Sequence[jax.Array],
+  gradients: Sequence[jax.Array],
+  dimensions: Sequence[contrib.MuonDimensionNumbers],
+  workers: Workers,
 ) -> list[jax.Array]:
   """Returns leaves whose matrices are orthonormalised; zero without gradients.
 
@@ -178,8 +178,11 @@ def _orthonormal(
   gathered for every product.
   """
   tx = contrib.scale_by_muon(
-      beta=0.0, nesterov=False, ns_steps=3, preconditioning='aol',
-      weight_dimension_numbers=contrib.MuonDimensionNumbers((-2,), (-1,)),
+    beta=0.0,
+    nesterov=False,
+    ns_steps=3,
+    preconditioning='aol',
+    weight_dimension_numbers=contrib.MuonDimensionNumbers((-2,), (-1,)),
   )
   orders, flat, live = [], [], []
   stacks: dict[Any, list[int]] = {}
@@ -189,7 +192,7 @@ def _orthonormal(
     batch = [a for a in range(x.ndim) if a not in short + long]
     orders.append((*batch, *short, *long))
     flat.append(
-        x.transpose(orders[i]).reshape(-1, _size(x, short), _size(x, long))
+      x.transpose(orders[i]).reshape(-1, _size(x, short), _size(x, long))
     )
     rows = jnp.any(g != 0, axis=long, keepdims=True).transpose(orders[i])
     live.append(rows.reshape(-1, _size(x, short)))
@@ -218,19 +221,19 @@ def _size(x: jax.Array, axes: Iterable[int]) -> int:
 
 
 def like_params(
-    updates: chex.ArrayTree, params: chex.ArrayTree | None, workers: Workers
+  updates: chex.ArrayTree, params: chex.ArrayTree | None, workers: Workers
 ) -> chex.ArrayTree:
   """Returns the parameters; where not given, what gradients say of them."""
   if params is not None:
     return params
   lead = workers.stacked_gradients and not inside.is_mapped()
   return jax.tree.map(
-      lambda g: jax.ShapeDtypeStruct(jnp.shape(g)[lead:], g.dtype), updates
+    lambda g: jax.ShapeDtypeStruct(jnp.shape(g)[lead:], g.dtype), updates
   )
 
 
 def chain(
-    workers: Workers, *links: optax.GradientTransformation
+  workers: Workers, *links: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
   """Chains links for the leaves that are exchanged; other updates are zero.
 
@@ -240,12 +243,12 @@ def chain(
   # To the momentum's dtype: float16 would underflow.
   cast = optax.stateless(lambda updates, _: _tree.map_wide(jnp.astype, updates))
   masked = optax.masked(
-      optax.chain(cast, *links),
-      lambda tree: jax.tree.map(_tree.is_exchanged, tree),
+    optax.chain(cast, *links),
+    lambda tree: jax.tree.map(_tree.is_exchanged, tree),
   )
 
   def update_fn(
-      updates: Any, state: optax.MaskedState, params: Any = None, **extra: Any
+    updates: Any, state: optax.MaskedState, params: Any = None, **extra: Any
   ) -> tuple[Any, optax.MaskedState]:
     like = like_params(updates, params, workers)
     updates, new = masked.update(updates, state, params, **extra)
@@ -263,9 +266,14 @@ def chain(
 
     # States with second moments: optax does not export the types of all.
     new = jax.tree.map(
-        lambda before, after: optax.tree.where(someone, after, before)
-        if hasattr(after, 'nu') else after,
-        state, new, is_leaf=lambda x: hasattr(x, 'nu'),
+      lambda before, after: (
+        optax.tree.where(someone, after, before)
+        if hasattr(after, 'nu')
+        else after
+      ),
+      state,
+      new,
+      is_leaf=lambda x: hasattr(x, 'nu'),
     )
     return jax.tree.map(settle, updates, like), new
 

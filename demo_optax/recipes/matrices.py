@@ -19,10 +19,22 @@ from demo_optax.compressors.compressor import broadcast
 DimensionNumbersTree = Any
 
 # Words in the last two names of a path that make a leaf no matrix.
-_WORDS = frozenset({
-    'bias', 'classifier', 'embed', 'embedding', 'embeddings', 'head', 'ln',
-    'logits', 'norm', 'scale', 'wpe', 'wte',
-})
+_WORDS = frozenset(
+  {
+    'bias',
+    'classifier',
+    'embed',
+    'embedding',
+    'embeddings',
+    'head',
+    'ln',
+    'logits',
+    'norm',
+    'scale',
+    'wpe',
+    'wte',
+  }
+)
 
 
 def muon_dimension_numbers(params: chex.ArrayTree) -> chex.ArrayTree:
@@ -59,26 +71,26 @@ def muon_dimension_numbers(params: chex.ArrayTree) -> chex.ArrayTree:
   dtype = getattr(params, 'dtype', None)
   if dtype is not None and jnp.issubdtype(dtype, jnp.integer):
     raise TypeError(
-        f'The parameters must be a tree of floats, got one array of {dtype}. In'
-        ' optax.inject_hyperparams, which calls functions with the count of'
-        " steps, add static_args=('compressor',"
-        " 'muon_weight_dimension_numbers', 'mu_dtype')."
+      f'The parameters must be a tree of floats, got one array of {dtype}. In'
+      ' optax.inject_hyperparams, which calls functions with the count of'
+      " steps, add static_args=('compressor',"
+      " 'muon_weight_dimension_numbers', 'mu_dtype')."
     )
   # A key of Haiku holds several names.
   leaves = [
-      (tuple('/'.join(map(str, keys)).split('/')), jnp.shape(x))
-      for keys, x in leaves_of(params)
+    (tuple('/'.join(map(str, keys)).split('/')), jnp.shape(x))
+    for keys, x in leaves_of(params)
   ]
   shapes = dict(leaves)
   return jax.tree.structure(params).unflatten(
-      _dimension_numbers(names, shape, shapes) for names, shape in leaves
+    _dimension_numbers(names, shape, shapes) for names, shape in leaves
   )
 
 
 def _dimension_numbers(
-    names: tuple[str, ...],
-    shape: tuple[int, ...],
-    shapes: Mapping[tuple[str, ...], tuple[int, ...]],
+  names: tuple[str, ...],
+  shape: tuple[int, ...],
+  shapes: Mapping[tuple[str, ...], tuple[int, ...]],
 ) -> contrib.MuonDimensionNumbers | None:
   """Returns the axes of a matrix, or None, given the shapes of all leaves."""
   *_, parent, name = ('', '', *names)
@@ -129,9 +141,9 @@ def _words(name: str) -> set[str]:
 
 
 def matrices(
-    params: chex.ArrayTree,
-    given: DimensionNumbersTree,
-    argument: str = 'muon_weight_dimension_numbers',
+  params: chex.ArrayTree,
+  given: DimensionNumbersTree,
+  argument: str = 'muon_weight_dimension_numbers',
 ) -> dict[Keys, contrib.MuonDimensionNumbers | None]:
   """Returns the axes of all leaves, given or inferred, by path.
 
@@ -140,33 +152,34 @@ def matrices(
   """
   given = muon_dimension_numbers if given is None else given
   dimensions = broadcast(
-      given(params) if _tree.is_function(given) else given,
-      params, argument,
-      lambda x: x is None or isinstance(x, contrib.MuonDimensionNumbers),
+    given(params) if _tree.is_function(given) else given,
+    params,
+    argument,
+    lambda x: x is None or isinstance(x, contrib.MuonDimensionNumbers),
   )
   return {
-      keys: _sides(d, jnp.shape(x), argument, dotted(keys))
-      for (keys, x), d in zip(leaves_of(params), dimensions)
+    keys: _sides(d, jnp.shape(x), argument, dotted(keys))
+    for (keys, x), d in zip(leaves_of(params), dimensions)
   }
 
 
 def tree_of(values: Mapping[Keys, Any]) -> Callable[..., chex.ArrayTree]:
   """Returns a function that puts values by path into a tree of some leaves."""
   return lambda tree: jax.tree_util.tree_map_with_path(
-      lambda path, _: values[path_keys(path)], tree
+    lambda path, _: values[path_keys(path)], tree
   )
 
 
 def _sides(
-    dimensions: Any, shape: tuple[int, ...], argument: str, name: str
+  dimensions: Any, shape: tuple[int, ...], argument: str, name: str
 ) -> contrib.MuonDimensionNumbers | None:
   """Returns a matrix's axes from 0; raises unless the leaf has them."""
   if dimensions is None:
     return None
   if not isinstance(dimensions, contrib.MuonDimensionNumbers):
     raise TypeError(
-        f'{argument} must hold optax.contrib.MuonDimensionNumbers or None, got'
-        f' {dimensions!r} for {name}.'
+      f'{argument} must hold optax.contrib.MuonDimensionNumbers or None, got'
+      f' {dimensions!r} for {name}.'
     )
   ndim = len(shape)
   sides = [(x,) if isinstance(x, int) else x for x in dimensions]
@@ -174,9 +187,9 @@ def _sides(
   inside = {a % ndim for a in axes if -ndim <= a < ndim}
   if () in sides or len(inside) < len(axes):
     raise ValueError(
-        f'{argument} must name axes of {name}, each once, got {dimensions} for'
-        f' shape {shape}. Use None if it is not a matrix.'
+      f'{argument} must name axes of {name}, each once, got {dimensions} for'
+      f' shape {shape}. Use None if it is not a matrix.'
     )
   return contrib.MuonDimensionNumbers(
-      *(tuple(a % ndim for a in side) for side in sides)
+    *(tuple(a % ndim for a in side) for side in sides)
   )

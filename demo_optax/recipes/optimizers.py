@@ -24,14 +24,14 @@ _MIN_RMS = 1e-8
 
 
 def demo(
-    learning_rate: optax.ScalarOrSchedule,
-    *,
-    workers: Workers,
-    compressor: CompressorTree = compressors.dct_topk(),  # noqa: B008
-    decay: chex.Numeric = 0.999,
-    weight_decay: chex.Numeric = 0.0,
-    weight_decay_mask: Any = None,
-    exchange: ExchangeKind = 'all_gather',
+  learning_rate: optax.ScalarOrSchedule,
+  *,
+  workers: Workers,
+  compressor: CompressorTree = compressors.dct_topk(),  # noqa: B008
+  decay: chex.Numeric = 0.999,
+  weight_decay: chex.Numeric = 0.0,
+  weight_decay_mask: Any = None,
+  exchange: ExchangeKind = 'all_gather',
 ) -> optax.GradientTransformationExtraArgs:
   r"""Makes DeMo as published, first version: signs, the rate in the momentum.
 
@@ -62,23 +62,26 @@ def demo(
   """
   descent = _descent(learning_rate, weight_decay, weight_decay_mask)
   return links.chain(
-      workers,
-      scale_by_demo(
-          compressor, decay, workers=workers,
-          exchange=exchange, update_values='ternary',
-          gradient_weight=links.lost_unless_finite(learning_rate, weight_decay),
-      ),
-      optax.scale_by_sign(),
-      *descent,
+    workers,
+    scale_by_demo(
+      compressor,
+      decay,
+      workers=workers,
+      exchange=exchange,
+      update_values='ternary',
+      gradient_weight=links.lost_unless_finite(learning_rate, weight_decay),
+    ),
+    optax.scale_by_sign(),
+    *descent,
   )
 
 
 def muon_compressors(
-    params: chex.ArrayTree,
-    topk: int = 64,
-    row_topk: int = 8,
-    *,
-    muon_weight_dimension_numbers: DimensionNumbersTree = None,
+  params: chex.ArrayTree,
+  topk: int = 64,
+  row_topk: int = 8,
+  *,
+  muon_weight_dimension_numbers: DimensionNumbersTree = None,
 ) -> chex.ArrayTree:
   """Returns the default compressors of `demo_muon`, a tree like `params`.
 
@@ -90,7 +93,7 @@ def muon_compressors(
   _checks.check_positive('row_topk', row_topk)
   matrix = compressors.dct_topk(64, topk, values='sign')
   other = compressors.dct_topk(
-      (1, 192), row_topk, values='sign', proportional=False
+    (1, 192), row_topk, values='sign', proportional=False
   )
 
   def compressor_of(dimensions: Any) -> compressors.Compressor:
@@ -104,19 +107,19 @@ def muon_compressors(
 
 
 def demo_muon(
-    learning_rate: optax.ScalarOrSchedule,
-    *,
-    workers: Workers,
-    compressor: CompressorTree = None,
-    decay: chex.Numeric = 0.9,
-    beta: chex.Numeric = 0.95,
-    mu_dtype: chex.ArrayDType | None = None,
-    adam_learning_rate: optax.ScalarOrSchedule | None = None,
-    adam_weight_decay: chex.Numeric = 0.0,
-    weight_decay: chex.Numeric = 0.0,
-    muon_weight_dimension_numbers: DimensionNumbersTree = None,
-    exchange: ExchangeKind = 'all_gather',
-    update_values: str = 'int4',
+  learning_rate: optax.ScalarOrSchedule,
+  *,
+  workers: Workers,
+  compressor: CompressorTree = None,
+  decay: chex.Numeric = 0.9,
+  beta: chex.Numeric = 0.95,
+  mu_dtype: chex.ArrayDType | None = None,
+  adam_learning_rate: optax.ScalarOrSchedule | None = None,
+  adam_weight_decay: chex.Numeric = 0.0,
+  weight_decay: chex.Numeric = 0.0,
+  muon_weight_dimension_numbers: DimensionNumbersTree = None,
+  exchange: ExchangeKind = 'all_gather',
+  update_values: str = 'int4',
 ) -> optax.GradientTransformationExtraArgs:
   r"""Makes Muon whose momentum each worker orthonormalises, then compresses.
 
@@ -180,24 +183,32 @@ def demo_muon(
   descent = _descent(learning_rate, weight_decay)
   if adam_learning_rate is None:
     adam_learning_rate = (
-        (lambda count: 3.0 * learning_rate(count)) if callable(learning_rate)
-        else 3.0 * learning_rate
+      (lambda count: 3.0 * learning_rate(count))
+      if callable(learning_rate)
+      else 3.0 * learning_rate
     )
   adam_descent = _descent(adam_learning_rate, adam_weight_decay, kind='adam_')
   _checks.check_range('beta', beta, '[0, 1)')
   if mu_dtype is not None and jnp.finfo(mu_dtype).maxexp < 128:
     raise TypeError(
-        f'mu_dtype must have the range of float32, got {mu_dtype!r}. Use'
-        ' jnp.bfloat16: gradients are scaled up before the momentum.'
+      f'mu_dtype must have the range of float32, got {mu_dtype!r}. Use'
+      ' jnp.bfloat16: gradients are scaled up before the momentum.'
     )
   exchange_by = functools.partial(
-      scale_by_demo,
-      decay=decay, workers=workers, average='workers', ema=True,
-      exchange=exchange, update_values=update_values,
-      gradient_weight=links.lost_unless_finite(
-          1.0, learning_rate, adam_learning_rate, weight_decay,
-          adam_weight_decay,
-      ),
+    scale_by_demo,
+    decay=decay,
+    workers=workers,
+    average='workers',
+    ema=True,
+    exchange=exchange,
+    update_values=update_values,
+    gradient_weight=links.lost_unless_finite(
+      1.0,
+      learning_rate,
+      adam_learning_rate,
+      weight_decay,
+      adam_weight_decay,
+    ),
   )
   exchange_by(compressor)  # raises if it cannot be made
 
@@ -212,14 +223,19 @@ def demo_muon(
       # Called once, with all leaves: `scale_by_demo` sees those exchanged.
       sent = compressor(params)
     codes = per_leaf(sent, params)
-    labels = matrices.tree_of({
-        path: 'frozen' if isinstance(code, Frozen)
-        else 'adam' if dimensions is None else 'muon'
+    labels = matrices.tree_of(
+      {
+        path: 'frozen'
+        if isinstance(code, Frozen)
+        else 'adam'
+        if dimensions is None
+        else 'muon'
         for (path, dimensions), code in zip(found.items(), codes)
-    })
+      }
+    )
 
     def by_label(
-        muon: optax.GradientTransformation, adam: optax.GradientTransformation
+      muon: optax.GradientTransformation, adam: optax.GradientTransformation
     ) -> optax.GradientTransformation:
       parts = {'muon': muon, 'adam': adam, 'frozen': optax.set_to_zero()}
       return optax.partition(parts, labels)
@@ -227,16 +243,16 @@ def demo_muon(
     muon = links.own_muon(beta, mu_dtype, axes, workers)
     # Adam without a momentum, which would be a third copy of its leaves.
     adam = optax.scale_by_rms(
-        0.95, eps=1e-8, eps_in_sqrt=False, bias_correction=True
+      0.95, eps=1e-8, eps_in_sqrt=False, bias_correction=True
     )
     unit_rms = links.scale_to_unit_rms(axes, min_rms=_MIN_RMS)
     return links.chain(
-        workers,
-        per_worker(by_label(muon, optax.identity()), workers=workers),
-        exchange_by(sent),
-        by_label(
-            optax.chain(unit_rms, *descent), optax.chain(adam, *adam_descent)
-        ),
+      workers,
+      per_worker(by_label(muon, optax.identity()), workers=workers),
+      exchange_by(sent),
+      by_label(
+        optax.chain(unit_rms, *descent), optax.chain(adam, *adam_descent)
+      ),
     )
 
   def init_fn(params: chex.ArrayTree) -> Any:
@@ -245,7 +261,7 @@ def demo_muon(
     return chain_for(_tree.without_variables(params)).init(wide)
 
   def update(
-      updates: Any, state: Any, params: Any, **extra_args: Any
+    updates: Any, state: Any, params: Any, **extra_args: Any
   ) -> tuple[Any, Any]:
     chain = chain_for(links.like_params(updates, params, workers))
     # optax raises a float to an integer count.
@@ -253,15 +269,15 @@ def demo_muon(
       return chain.update(updates, state, params, **extra_args)
 
   return optax.GradientTransformationExtraArgs(
-      init_fn, functools.partial(_tree.update_without_variables, update)
+    init_fn, functools.partial(_tree.update_without_variables, update)
   )
 
 
 def _descent(
-    learning_rate: optax.ScalarOrSchedule,
-    weight_decay: chex.Numeric,
-    mask: Any = None,
-    kind: str = '',
+  learning_rate: optax.ScalarOrSchedule,
+  weight_decay: chex.Numeric,
+  mask: Any = None,
+  kind: str = '',
 ) -> list[optax.GradientTransformation]:
   """Returns links from directions to updates, in the parameters' dtype."""
   # Arrays and schedules are unknown before the step.
@@ -271,7 +287,7 @@ def _descent(
     _checks.check_range(f'{kind}learning_rate', learning_rate, '[0, inf)')
   _checks.check_range(f'{kind}weight_decay', weight_decay, '[0, inf)')
   cast = optax.stateless(
-      lambda u, p: u if p is None else optax.tree.cast_like(u, p)
+    lambda u, p: u if p is None else optax.tree.cast_like(u, p)
   )
   is_zero = isinstance(weight_decay, int | float) and not weight_decay
   decay = [] if is_zero else [optax.add_decayed_weights(weight_decay, mask)]

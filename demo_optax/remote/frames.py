@@ -113,7 +113,7 @@ def write_keys(folder: str, workers: int) -> list[pathlib.Path]:
   path = pathlib.Path(folder)
   path.mkdir(parents=True, exist_ok=True)
   (relay, secret), *others = (
-      [key.decode() for key in zmq.curve_keypair()] for _ in range(1 + workers)
+    [key.decode() for key in zmq.curve_keypair()] for _ in range(1 + workers)
   )
   files = {'relay.key': Keys(relay, secret, [public for public, _ in others])}
   for rank, (public, secret) in enumerate(others):
@@ -133,14 +133,14 @@ def keys_for(address: str, path: str | None) -> Keys | None:
     if host in ('localhost', '::1') or host.startswith('127.'):
       return None
     raise ValueError(
-        f'keys must be given for a relay at {address}, which other hosts reach.'
-        ' Make a file for it and one for each worker with python -m'
-        ' demo_optax.remote keys FOLDER, or use tcp://127.0.0.1:PORT.'
+      f'keys must be given for a relay at {address}, which other hosts reach.'
+      ' Make a file for it and one for each worker with python -m'
+      ' demo_optax.remote keys FOLDER, or use tcp://127.0.0.1:PORT.'
     )
   try:
     return Keys(**json.loads(pathlib.Path(path).read_text()))
   except (ValueError, TypeError) as error:
     raise ValueError(
-        f'{path} must be a file of keys, which python -m demo_optax.remote keys'
-        f' FOLDER writes, got something else ({error}).'
+      f'{path} must be a file of keys, which python -m demo_optax.remote keys'
+      f' FOLDER writes, got something else ({error}).'
     ) from error

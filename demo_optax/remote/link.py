@@ -106,8 +106,8 @@ class Link:
     workers, self._largest = frames.LIMITS.unpack(bodies[0])
     if workers != self._count:
       raise ValueError(
-          f'count must be that of the relay, {workers}, got {self._count}.'
-          f' Start the relay with --workers {self._count}.'
+        f'count must be that of the relay, {workers}, got {self._count}.'
+        f' Start the relay with --workers {self._count}.'
       )
     self.open = header.round
 
@@ -118,8 +118,8 @@ class Link:
     """
     if len(body) > self._largest:
       raise ValueError(
-          f'A message must have at most {self._largest:,} bytes, got'
-          f' {len(body):,}. Start the relay with a larger --max-message.'
+        f'A message must have at most {self._largest:,} bytes, got'
+        f' {len(body):,}. Start the relay with a larger --max-message.'
       )
     kind = frames.MESSAGE if body else frames.LISTEN
     header, (present, *bodies) = self._ask(kind, 0, body)
@@ -130,8 +130,10 @@ class Link:
     is_first = present.index(1) == self._rank  # of those who took part
     self.state_wanted = is_first and is_trained and header.number < 0
     self.position = Position(
-        header.round + 1, frames.digest(self.position.chain, *messages),
-        tuple(messages), header.round if is_trained else self.position.trained,
+      header.round + 1,
+      frames.digest(self.position.chain, *messages),
+      tuple(messages),
+      header.round if is_trained else self.position.trained,
     )
     return messages
 
@@ -181,9 +183,9 @@ class Link:
     self.state_wanted = False
     if self._socket is not None and not self._pushing.is_alive():
       self._pushing = threading.Thread(
-          target=self._push,
-          args=(frames.digest(state) + state, self._header(frames.PUSH)),
-          daemon=True,
+        target=self._push,
+        args=(frames.digest(state) + state, self._header(frames.PUSH)),
+        daemon=True,
       )
       self._pushing.start()
 
@@ -250,9 +252,11 @@ class Link:
       elif now - warned > _WARN:
         warned = now
         _LOG.warning(
-            'no answer from the relay at %s for %.0f s. Is it running, and is'
-            ' this the key of worker %d?',
-            self._address, warned - began, self._rank,
+          'no answer from the relay at %s for %.0f s. Is it running, and is'
+          ' this the key of worker %d?',
+          self._address,
+          warned - began,
+          self._rank,
         )
 
   def _reason(self, bodies: list[bytes]) -> str:
@@ -261,14 +265,18 @@ class Link:
       return bodies[0].decode('utf-8', 'replace')
     ours, theirs = json.loads(self._hello[0]), json.loads(bodies[1])
     different = [
-        name for name in ours | theirs if ours.get(name) != theirs.get(name)
+      name for name in ours | theirs if ours.get(name) != theirs.get(name)
     ]
-    return '\n'.join([
+    return '\n'.join(
+      [
         f'Worker {self._rank} must run what the others run; different are'
         f' {", ".join(different)}:',
-        *(f'  {name}: {ours.get(name)} here, {theirs.get(name)} in the run'
-          for name in different),
-    ])
+        *(
+          f'  {name}: {ours.get(name)} here, {theirs.get(name)} in the run'
+          for name in different
+        ),
+      ]
+    )
 
 
 def _fits(answer: Header, request: Header) -> bool:
@@ -276,12 +284,12 @@ def _fits(answer: Header, request: Header) -> bool:
   kind = request.kind
   is_same_round = answer.round == request.round
   return {
-      frames.WELCOME: kind == frames.HELLO,
-      frames.LIST: is_same_round and kind in (frames.MESSAGE, frames.LISTEN),
-      frames.PULL: kind == frames.PULL and answer.number == request.number,
-      frames.UNKNOWN: kind != frames.HELLO,
-      frames.GONE: True,
-      frames.REFUSED: True,
+    frames.WELCOME: kind == frames.HELLO,
+    frames.LIST: is_same_round and kind in (frames.MESSAGE, frames.LISTEN),
+    frames.PULL: kind == frames.PULL and answer.number == request.number,
+    frames.UNKNOWN: kind != frames.HELLO,
+    frames.GONE: True,
+    frames.REFUSED: True,
   }.get(answer.kind, False)
 
 

@@ -83,8 +83,8 @@ class Relay:
     keys = frames.keys_for(self.address, self.keys)
     if not 1 <= self.quorum <= self.workers:
       raise ValueError(
-          f'quorum must be from 1 to {self.workers}, the number of workers, got'
-          f' {self.quorum}.'
+        f'quorum must be from 1 to {self.workers}, the number of workers, got'
+        f' {self.quorum}.'
       )
     closing = self._closing = contextlib.ExitStack()
     context = zmq.Context()
@@ -166,29 +166,41 @@ class Relay:
       return self._complain('no header of this version')
     rank, now = header.rank, time.monotonic()
     if not 0 <= rank < self.workers:
-      return self._refuse(identity, rank, (
+      return self._refuse(
+        identity,
+        rank,
+        (
           f'rank must be from 0 to {self.workers - 1}, got {rank}.'
-          ' Start the relay with more --workers.'))
+          ' Start the relay with more --workers.'
+        ),
+      )
     if self._ranks and self._ranks.get(str(user)) != rank:
       return self._complain(f'a key that is not of rank {rank}')
     member = self._members.get(rank)
-    if member is not None and member.hello.program != header.program and (
-        header.kind != frames.HELLO or now - member.heard < _SECONDS
+    if (
+      member is not None
+      and member.hello.program != header.program
+      and (header.kind != frames.HELLO or now - member.heard < _SECONDS)
     ):
-      return self._refuse(identity, rank, (
+      return self._refuse(
+        identity,
+        rank,
+        (
           f'Another program says that it is worker {rank}. Give every worker a'
-          f' rank, and start one again {_SECONDS:g} s after it has ended.'))
+          f' rank, and start one again {_SECONDS:g} s after it has ended.'
+        ),
+      )
     if header.kind != frames.HELLO:
       if member is None:
         return self._send(identity, Header(frames.UNKNOWN, rank))
       member.heard = now
     acts: dict[int, tuple[Any, int, int]] = {  # with the numbers of frames
-        frames.HELLO: (self._hello, 1, 1 + self.workers),
-        frames.MESSAGE: (self._message, 1, 1),
-        frames.LISTEN: (self._listen, 0, 1),
-        frames.PUSH: (self._push, 1, 1),
-        frames.PULL: (self._pull, 0, 0),
-        frames.PAUSE: (self._pause, 0, 0),
+      frames.HELLO: (self._hello, 1, 1 + self.workers),
+      frames.MESSAGE: (self._message, 1, 1),
+      frames.LISTEN: (self._listen, 0, 1),
+      frames.PUSH: (self._push, 1, 1),
+      frames.PULL: (self._pull, 0, 0),
+      frames.PAUSE: (self._pause, 0, 0),
     }
     act, least, most = acts.get(header.kind, (None, 0, 0))
     if act is None or not least <= len(bodies) <= most:
@@ -197,7 +209,7 @@ class Relay:
       act(identity, header, *bodies)
 
   def _hello(
-      self, identity: bytes, header: Header, text: bytes, *last: bytes
+    self, identity: bytes, header: Header, text: bytes, *last: bytes
   ) -> None:
     rank, old = header.rank, self._members.get(header.rank)
     if self._text not in (b'', text):
@@ -226,7 +238,7 @@ class Relay:
     for m, last in itertools.product(members, lasts):
       # A list that the one may not have received, and the other has.
       if m.hello.round == self.round - 1 and (
-          frames.digest(m.hello.chain, *last) == chosen.chain
+        frames.digest(m.hello.chain, *last) == chosen.chain
       ):
         self._chains[m.hello.round] = m.hello.chain
         self._keep(m.hello.round, last)
@@ -241,8 +253,9 @@ class Relay:
     member = self._members[rank]
     member.last = ()
     self._send(
-        member.identity, Header(frames.WELCOME, rank, self.round),
-        frames.LIMITS.pack(self.workers, self.max_message),
+      member.identity,
+      Header(frames.WELCOME, rank, self.round),
+      frames.LIMITS.pack(self.workers, self.max_message),
     )
 
   def _is_of_run(self, at: Header) -> bool:
@@ -300,14 +313,14 @@ class Relay:
       if len(self._members) == self.workers or now - self._began > limit:
         self._open()
     if len(self._bodies) >= self.quorum and (
-        self._awaited <= set(self._bodies) or now - self._began > self._limit()
+      self._awaited <= set(self._bodies) or now - self._began > self._limit()
     ):
       self._close(now)
     self._joining = {
-        r for r in self._joining if now - self._members[r].heard < _STALE
+      r for r in self._joining if now - self._members[r].heard < _STALE
     }
     if self._joining and (
-        now - self._last_seen > max(self.start, 3 * self._limit())
+      now - self._last_seen > max(self.start, 3 * self._limit())
     ):
       _LOG.info('all workers have left the run')
       self._forget()
@@ -317,16 +330,20 @@ class Relay:
     # Messages of a round are of one step, that of most of them. An evaluation
     # has priority: a training step is sent again in the next round.
     kinds = {
-        rank: (not frames.changes_state(body), len(body), body[: frames.CHAIN])
-        for rank, body in sorted(self._bodies.items())
+      rank: (not frames.changes_state(body), len(body), body[: frames.CHAIN])
+      for rank, body in sorted(self._bodies.items())
     }
     counts = collections.Counter(kinds.values())
     kind = max(counts, key=lambda kind: (kind[0], counts[kind]))
     for rank in [rank for rank, other in kinds.items() if other != kind]:
       _LOG.warning(
-          'round %d without worker %d, which has called another step: its'
-          ' message has %d bytes, not %d',
-          self.round, rank, len(self._bodies.pop(rank)), kind[1])
+        'round %d without worker %d, which has called another step: its'
+        ' message has %d bytes, not %d',
+        self.round,
+        rank,
+        len(self._bodies.pop(rank)),
+        kind[1],
+      )
     messages = [self._bodies.get(r, b'') for r in range(self.workers)]
     missing = self._awaited - set(self._bodies)
     if missing:
@@ -348,16 +365,22 @@ class Relay:
       if number == closed:
         self._send_list(identity, rank, closed, messages)
     if self.round % 100 == 0:
-      _LOG.info('round %d, %.3f s each, %d workers', self.round,
-                statistics.median(self._seconds), len(self._awaited))
+      _LOG.info(
+        'round %d, %.3f s each, %d workers',
+        self.round,
+        statistics.median(self._seconds),
+        len(self._awaited),
+      )
 
   def _send_list(
-      self, identity: bytes, rank: int, number: int, messages: list[bytes]
+    self, identity: bytes, rank: int, number: int, messages: list[bytes]
   ) -> None:
     now = -self.round if self._wants_state() else self.round
     self._send(
-        identity, Header(frames.LIST, rank, number, now),
-        bytes(map(bool, messages)), *filter(None, messages)
+      identity,
+      Header(frames.LIST, rank, number, now),
+      bytes(map(bool, messages)),
+      *filter(None, messages),
     )
 
   def _keep(self, number: int, messages: Sequence[bytes]) -> None:
@@ -393,8 +416,10 @@ class Relay:
     if header.number == 0 and self._wants_state():
       self._state = _State(header)
     state = self._state
-    if state is None or state.complete or (
-        header != state.header._replace(number=state.parts)
+    if (
+      state is None
+      or state.complete
+      or (header != state.header._replace(number=state.parts))
     ):
       return
     with open(self._disk / 'state', 'ab' if state.parts else 'wb') as file:
@@ -402,8 +427,12 @@ class Relay:
     state.parts, state.since = state.parts + 1, time.monotonic()
     state.complete = len(body) < frames.PART
     if state.complete:
-      _LOG.info('worker %d has sent its state of round %d, %d parts',
-                header.rank, header.round, state.parts)
+      _LOG.info(
+        'worker %d has sent its state of round %d, %d parts',
+        header.rank,
+        header.round,
+        state.parts,
+      )
     self._send(identity, header._replace(number=state.parts))
 
   def _pull(self, identity: bytes, header: Header) -> None:
@@ -425,7 +454,7 @@ class Relay:
     # The worker may be gone, or not read.
     with contextlib.suppress(zmq.ZMQError):
       self._socket.send_multipart(
-          [identity, header.pack(), *bodies], zmq.NOBLOCK, copy=False
+        [identity, header.pack(), *bodies], zmq.NOBLOCK, copy=False
       )
 
   def _refuse(self, identity: bytes, rank: int, reason: str) -> None:

@@ -17,25 +17,25 @@ from demo_optax.exchange.algorithm import ExchangeConfig
 from demo_optax.workers import Workers
 
 _FIELDS: dict[str, Callable[[ExchangeConfig], str]] = {
-    'version': lambda _: __version__,
-    'parameters': lambda config: ', '.join(
-        f'{x.name} {x.dtype}{list(x.shape)}' for x in config.layout.leaves
-    ),
-    # Functions in them are compared by name.
-    'compressors': lambda config: re.sub(
-        ' at 0x[0-9a-f]+', '', str([x.compressor for x in config.layout.leaves])
-    ),
-    'sharding': lambda config: str([x.sharding for x in config.layout.leaves]),
-    'average': lambda config: config.average,
-    'exchange': str,
+  'version': lambda _: __version__,
+  'parameters': lambda config: ', '.join(
+    f'{x.name} {x.dtype}{list(x.shape)}' for x in config.layout.leaves
+  ),
+  # Functions in them are compared by name.
+  'compressors': lambda config: re.sub(
+    ' at 0x[0-9a-f]+', '', str([x.compressor for x in config.layout.leaves])
+  ),
+  'sharding': lambda config: str([x.sharding for x in config.layout.leaves]),
+  'average': lambda config: config.average,
+  'exchange': str,
 }
 
 
 def describe(configs: Sequence[ExchangeConfig]) -> dict[str, str]:
   """Describes the properties of exchanges that all workers must share."""
   return {
-      name: ' | '.join(map(field, dict.fromkeys(configs)))
-      for name, field in _FIELDS.items()
+    name: ' | '.join(map(field, dict.fromkeys(configs)))
+    for name, field in _FIELDS.items()
   }
 
 
@@ -61,8 +61,8 @@ def check(workers: Workers, described: Mapping[str, str]) -> None:
   others = np.flatnonzero(np.any(differs, axis=1)).tolist()
   names = [n for n, x in zip(described, np.any(differs, axis=0)) if x]
   raise ValueError(
-      f'Processes {others} were started with something else than process 0:'
-      f' different are {", ".join(names)}. All need the same, or they cannot'
-      f' read each other. Process {jax.process_index()} has'
-      f' {"; ".join(f"{name}: {described[name]}" for name in names)}.'
+    f'Processes {others} were started with something else than process 0:'
+    f' different are {", ".join(names)}. All need the same, or they cannot'
+    f' read each other. Process {jax.process_index()} has'
+    f' {"; ".join(f"{name}: {described[name]}" for name in names)}.'
   )

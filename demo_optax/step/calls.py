@@ -29,8 +29,8 @@ Role = Literal['batch', 'stacked', 'key', 'shared']
 Params = frozenset[tuple[Keys, tuple[int, ...]]]  # paths and shapes
 Shapes = tuple[tuple[int, ...] | None, ...]  # None of what is no array
 _REMEDY = (
-    'Say which arguments are batches: demo_optax.data_parallel(workers,'
-    ' batch_argnums=...).'
+  'Say which arguments are batches: demo_optax.data_parallel(workers,'
+  ' batch_argnums=...).'
 )
 
 
@@ -98,15 +98,20 @@ class Form(NamedTuple):
     variables, rest = arrays[self.fixed.count(None) :], iter(arrays)
     objects = modules.merge(self.objects, variables, inner)
     sources = {'object': objects, 'variable': variables}
-    return self.treedef.unflatten([
-        next(rest) if f is None
-        else f.value if f.source == 'constant' else sources[f.source][f.value]
+    return self.treedef.unflatten(
+      [
+        next(rest)
+        if f is None
+        else f.value
+        if f.source == 'constant'
+        else sources[f.source][f.value]
         for f in self.fixed
-    ]), objects
+      ]
+    ), objects
 
 
 def take_apart(
-    flat: Sequence[Any], numbers: Sequence[bool], objects: list[Any]
+  flat: Sequence[Any], numbers: Sequence[bool], objects: list[Any]
 ) -> tuple[tuple[Fixed | None, ...], list[Any]]:
   """Separates the arrays of a tree from all else, see `Form`.
 
@@ -144,11 +149,11 @@ class Call:
   own_params: dict[int, list[int]]  # see `inside.own_params`
 
   def replace(
-      self, role: Role, fun: Callable[[Any, Array], Any], arrays: Sequence[Any]
+    self, role: Role, fun: Callable[[Any, Array], Any], arrays: Sequence[Any]
   ) -> list[Any]:
     """Applies a function to the arrays of one role."""
     return [
-        fun(x, a) if a.role == role else x for x, a in zip(arrays, self.arrays)
+      fun(x, a) if a.role == role else x for x, a in zip(arrays, self.arrays)
     ]
 
 
@@ -164,13 +169,13 @@ class Argument(NamedTuple):
 
 
 def analyse(
-    step: str,
-    workers: Workers,
-    o: Options,
-    named: Iterable[tuple[str, Any]],
-    form: Form,
-    objects: Sequence[Any],
-    types: Iterable[tuple[tuple[int, ...], Any]],
+  step: str,
+  workers: Workers,
+  o: Options,
+  named: Iterable[tuple[str, Any]],
+  form: Form,
+  objects: Sequence[Any],
+  types: Iterable[tuple[tuple[int, ...], Any]],
 ) -> Call:
   """Decides about every array of a call of `step`.
 
@@ -185,23 +190,23 @@ def analyse(
     keys = [(name, *k) for k, _ in leaves_of(value, modules.is_object)]
     found = list(itertools.islice(fixed, len(keys)))
     leaves = [
-        None if f else Array(k, next(structs), kind)
-        for k, kind, f in zip(keys, modules.leaf_kinds(value), found)
+      None if f else Array(k, next(structs), kind)
+      for k, kind, f in zip(keys, modules.leaf_kinds(value), found)
     ]
     inner = {
-        f.value: k for k, f in zip(keys, found) if f and f.source == 'object'
+      f.value: k for k, f in zip(keys, found) if f and f.source == 'object'
     }
     paths |= inner
     own = [x for x in leaves if x]
     shapes = tuple(  # without the axis of workers, as the step sees them
-        x.shape[is_stacked(x.keys[1:]) :] if x else None for x in leaves
+      x.shape[is_stacked(x.keys[1:]) :] if x else None for x in leaves
     )
     holds_state = modules.holds_state(value) or any(
-        is_stacked(x.keys[1:]) for x in own
+      is_stacked(x.keys[1:]) for x in own
     )
     structure = jax.tree.structure(value, modules.is_object), shapes
     arguments.append(
-        Argument(name, value, own, structure, holds_state, bool(inner))
+      Argument(name, value, own, structure, holds_state, bool(inner))
     )
 
   arrays: list[Array] = []
@@ -222,21 +227,21 @@ def analyse(
     variable.kind = kind or ('stream' if variable.role == 'key' else 'equal')
     arrays.append(variable)
   multi_steps = [
-      {x.keys[: x.keys.index(field)] for x in arrays if field in x.keys}
-      for field in ('mini_step', 'gradient_step', 'acc_grads')
+    {x.keys[: x.keys.index(field)] for x in arrays if field in x.keys}
+    for field in ('mini_step', 'gradient_step', 'acc_grads')
   ]
   if set.intersection(*multi_steps):
     raise ValueError(
-        'The optimizer of a data_parallel step must not be in optax.MultiSteps,'
-        ' which would exchange in every call and drop all results but the last.'
-        ' Take the mean of the gradients of micro-batches in the step, by'
-        ' jax.lax.scan or optax.microbatching, and update once.'
+      'The optimizer of a data_parallel step must not be in optax.MultiSteps,'
+      ' which would exchange in every call and drop all results but the last.'
+      ' Take the mean of the gradients of micro-batches in the step, by'
+      ' jax.lax.scan or optax.microbatching, and update once.'
     )
   for path in o.keys or ():
     if not any(x.role == 'key' and _is_within(path, x.keys) for x in arrays):
       raise ValueError(
-          f'keys must be paths of random keys, got {path!r}. The arguments'
-          f' of {step} are {", ".join(a.name for a in arguments)}.'
+        f'keys must be paths of random keys, got {path!r}. The arguments'
+        f' of {step} are {", ".join(a.name for a in arguments)}.'
       )
   if workers.mesh is not None:
     for x in arrays:
@@ -261,7 +266,7 @@ def place(workers: Workers, x: Any, a: Array) -> Any:
     return x
   there = getattr(getattr(x, 'sharding', None), 'mesh', None) == workers.mesh
   if there and (
-      a.role != 'stacked' or x.sharding.is_equivalent_to(target, x.ndim)
+    a.role != 'stacked' or x.sharding.is_equivalent_to(target, x.ndim)
   ):
     if not workers.is_explicit:
       return x
@@ -281,9 +286,9 @@ def _shared(step: str, o: Options, arguments: list[Argument]) -> list[bool]:
     return [a.name not in o.batches for a in arguments]
   if arguments and not any(a.holds_state for a in arguments):
     raise ValueError(
-        f'{step} cannot infer which of its arguments'
-        f' ({", ".join(a.name for a in arguments)}) are batches: none holds a'
-        f' Flax object, a dataclass or a state of scale_by_demo. {_REMEDY}'
+      f'{step} cannot infer which of its arguments'
+      f' ({", ".join(a.name for a in arguments)}) are batches: none holds a'
+      f' Flax object, a dataclass or a state of scale_by_demo. {_REMEDY}'
     )
   params = [p for a in arguments for p in _params_of_states(a)]
   held = [any(p <= x for x in _parts(a) for p in params) for a in arguments]
@@ -295,8 +300,8 @@ def _shared(step: str, o: Options, arguments: list[Argument]) -> list[bool]:
     is_state = a.holds_state and not holds and not a.holds_objects
     if is_state and own and own == rows != {()}:
       raise ValueError(
-          f'{a.name} must be known as a batch or as a state, got a dataclass of'
-          f' arrays that are as long as the batch. {_REMEDY}'
+        f'{a.name} must be known as a batch or as a state, got a dataclass of'
+        f' arrays that are as long as the batch. {_REMEDY}'
       )
   return found
 
@@ -315,11 +320,11 @@ def _params_of_states(argument: Argument) -> list[Params]:
   """Returns paths and shapes of the parameters of all states in an argument."""
   shapes = {x.keys[1:]: x.shape for x in argument.arrays}
   found = [
-      frozenset((x.keys, x.shape) for x in layout.leaves if not x.is_frozen)
-      for layout in layouts_in(argument.value).values()
+    frozenset((x.keys, x.shape) for x in layout.leaves if not x.is_frozen)
+    for layout in layouts_in(argument.value).values()
   ] + [
-      frozenset((k, shapes[*root, 'global_params', *k]) for k in keys)
-      for root, keys in inside.local_params(list(shapes)).items()
+    frozenset((k, shapes[*root, 'global_params', *k]) for k in keys)
+    for root, keys in inside.local_params(list(shapes)).items()
   ]
   return [params for params in found if params]
 
@@ -328,8 +333,10 @@ def _role(x: Array, is_shared: bool, o: Options) -> Role:
   if is_stacked(x.keys[1:]):
     return 'stacked'
   rank = len(x.shape)
-  if x.kind in (None, 'stream') and prng.is_key_array(x.type) and (
-      is_shared or not rank
+  if (
+    x.kind in (None, 'stream')
+    and prng.is_key_array(x.type)
+    and (is_shared or not rank)
   ):
     return 'key'
   may_be_key = is_shared or (rank == 1 and o.batches is None)
@@ -338,10 +345,10 @@ def _role(x: Array, is_shared: bool, o: Options) -> Role:
       is_key = any(_is_within(k, x.keys) for k in o.keys)
     elif not (is_key := prng.is_named(x.keys[0], prng.last_name(x.keys[1:]))):
       raise ValueError(
-          f'{x.name} must be known as a random key or as data, got'
-          f' {x.type.dtype}{list(x.shape)}. Give data_parallel keys={x.name!r}'
-          ' if it is a key, into which workers fold their numbers, or keys=()'
-          ' if it is data; if it is a batch, name the batches.'
+        f'{x.name} must be known as a random key or as data, got'
+        f' {x.type.dtype}{list(x.shape)}. Give data_parallel keys={x.name!r}'
+        ' if it is a key, into which workers fold their numbers, or keys=()'
+        ' if it is data; if it is a batch, name the batches.'
       )
     if is_key:
       return 'key'
@@ -353,37 +360,37 @@ def _is_within(name: str, path: Keys) -> bool:
 
 
 def _rows(
-    step: str, workers: Workers, o: Options, arrays: Sequence[Array]
+  step: str, workers: Workers, o: Options, arrays: Sequence[Array]
 ) -> int | None:
   """Returns the length of one worker's batch, from those of all arrays cut."""
   cut = [a for a in arrays if a.role == 'batch']
   for a in cut:
     if not 0 <= a.axis < len(a.shape):
       raise ValueError(
-          f'batch_axis must be an axis of every batch, got {a.axis} for'
-          f' {a.name} of shape {a.shape}. Give one for each argument:'
-          " batch_axis={'images': 1}."
+        f'batch_axis must be an axis of every batch, got {a.axis} for'
+        f' {a.name} of shape {a.shape}. Give one for each argument:'
+        " batch_axis={'images': 1}."
       )
   if o.batches == frozenset():
     return None
   if not cut:
     raise ValueError(
-        f'{step} has nothing to cut over the workers: no argument is a batch.'
-        f' {_REMEDY} If the step draws its batch by a random key, give'
-        ' batch_argnums=().'
+      f'{step} has nothing to cut over the workers: no argument is a batch.'
+      f' {_REMEDY} If the step draws its batch by a random key, give'
+      ' batch_argnums=().'
     )
   names = {a.shape[a.axis]: a.name for a in cut}
   if len(names) > 1:
     some = ', '.join(f'{name}: {length}' for length, name in names.items())
     raise ValueError(
-        f'{step} would cut arrays of different lengths along their axis of'
-        f' rows ({some}), which are not one batch. {_REMEDY}'
+      f'{step} would cut arrays of different lengths along their axis of'
+      f' rows ({some}), which are not one batch. {_REMEDY}'
     )
   ((length, name),) = names.items()
   parts = workers.count if workers.relay is None else 1  # the batch is its own
   if length % parts:
     raise ValueError(
-        f'{name} has {length} rows, which do not divide among {workers}.'
-        f' Change the batch size. {_REMEDY}'
+      f'{name} has {length} rows, which do not divide among {workers}.'
+      f' Change the batch size. {_REMEDY}'
     )
   return length // parts

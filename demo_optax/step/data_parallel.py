@@ -27,16 +27,16 @@ _Results = tuple[list[Result], results.Returned]
 
 
 def data_parallel(
-    workers: Workers,
-    *,
-    batch_argnums: int | Sequence[int] | None = None,
-    batch_argnames: str | Sequence[str] | None = None,
-    batch_axis: int | Mapping[str, int] | None = None,
-    keys: str | Sequence[str] | None = None,
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (),
-    donate_argnums: int | Sequence[int] = (),
-    donate_argnames: str | Sequence[str] = (),
+  workers: Workers,
+  *,
+  batch_argnums: int | Sequence[int] | None = None,
+  batch_argnames: str | Sequence[str] | None = None,
+  batch_axis: int | Mapping[str, int] | None = None,
+  keys: str | Sequence[str] | None = None,
+  static_argnums: int | Sequence[int] = (),
+  static_argnames: str | Sequence[str] = (),
+  donate_argnums: int | Sequence[int] = (),
+  donate_argnames: str | Sequence[str] = (),
 ) -> Callable[[Callable[..., Any]], 'DataParallelStep']:
   r"""Compiles a training step that is written for one worker, for all of them.
 
@@ -112,22 +112,26 @@ def data_parallel(
   _checks.check_type('workers', workers, Workers, 'Workers.simulated(4)')
   if workers.kind == 'on_axis':
     raise TypeError(
-        f'{workers} are the workers of an axis that you map yourself: call the'
-        ' step in your own shard_map, pmap or vmap. data_parallel needs'
-        ' Workers.on_mesh, remote or simulated.'
+      f'{workers} are the workers of an axis that you map yourself: call the'
+      ' step in your own shard_map, pmap or vmap. data_parallel needs'
+      ' Workers.on_mesh, remote or simulated.'
     )
 
   def decorate(step: Callable[..., Any]) -> DataParallelStep:
     listed = functools.partial(_listed, step)
     has_batches = (batch_argnums, batch_argnames) != (None, None)
     listed((), [*batch_axis] if isinstance(batch_axis, Mapping) else ())
-    return DataParallelStep(step, workers, Options(
+    return DataParallelStep(
+      step,
+      workers,
+      Options(
         listed(batch_argnums, batch_argnames) if has_batches else None,
         listed(static_argnums, static_argnames),
         listed(donate_argnums, donate_argnames),
         None if keys is None else tuple(jax.tree.leaves(keys)),
         batch_axis,
-    ))
+      ),
+    )
 
   return decorate
 
@@ -136,7 +140,7 @@ class DataParallelStep:
   """A step that `data_parallel` has decorated; called like the step itself."""
 
   def __init__(
-      self, step: Callable[..., Any], workers: Workers, options: Options
+    self, step: Callable[..., Any], workers: Workers, options: Options
   ):
     functools.update_wrapper(self, step)
     self.workers, self._step, self._options = workers, step, options
@@ -163,9 +167,14 @@ class DataParallelStep:
       # Once: later on, processes may differ in flags that are compiled for.
       is_first = not self._has_run and jax.process_count() > 1
       if is_first:
-        agreement.check(self.workers, {'arguments of the step': ', '.join(
-            f'{a.name} {a.type.dtype}{list(a.shape)}' for a in call.arrays
-        )})
+        agreement.check(
+          self.workers,
+          {
+            'arguments of the step': ', '.join(
+              f'{a.name} {a.type.dtype}{list(a.shape)}' for a in call.arrays
+            )
+          },
+        )
       arrays = [*map(self._place, arrays, call.arrays)]
       if is_first:
         with traced_configs() as configs:
@@ -179,21 +188,21 @@ class DataParallelStep:
     """Lowers the step, as `jax.jit(step).lower` does, for arrays or shapes."""
     if self.workers.relay is not None:
       raise ValueError(
-          f'workers must have one program to lower, got {self.workers}, whose'
-          ' step is several. Lower it with Workers.simulated.'
+        f'workers must have one program to lower, got {self.workers}, whose'
+        ' step is several. Lower it with Workers.simulated.'
       )
     with modules.in_transform():
       call, program, arrays = self._open(args, kwargs)
       return program.lower(*map(self._place, arrays, call.arrays))
 
   def _open(
-      self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    self, args: tuple[Any, ...], kwargs: dict[str, Any]
   ) -> tuple[Call, Any, list[Any]]:
     """Returns the analysed call, its program, and its arrays."""
     positions = (_name_of(i, self._names) for i in range(len(args)))
     named = [
-        (name, calls.Static(x) if name in self._options.static else x)
-        for name, x in (*zip(positions, args), *sorted(kwargs.items()))
+      (name, calls.Static(x) if name in self._options.static else x)
+      for name, x in (*zip(positions, args), *sorted(kwargs.items()))
     ]
     tree = tuple(x for _, x in named[: len(args)]), dict(named[len(args) :])
     flat, treedef = jax.tree.flatten(tree, is_leaf=modules.is_object)
@@ -209,21 +218,21 @@ class DataParallelStep:
       found = self._known.get(key)
     except TypeError as error:
       raise TypeError(
-          f'{self!r} compiles for each value of what is not an array among its'
-          f' arguments, which must be hashable: {error}.'
+        f'{self!r} compiles for each value of what is not an array among its'
+        f' arguments, which must be hashable: {error}.'
       ) from error
     if found is None:
       call = calls.analyse(
-          repr(self), self.workers, self._options, named, form, objects, key[1]
+        repr(self), self.workers, self._options, named, form, objects, key[1]
       )
       found = self._known[key] = call, self._program(call)
       if len(self._known) == 20:
         warnings.warn(
-            f'{self!r} has compiled 20 programs. It compiles for every new'
-            ' shape, and for every new value of what is not an array among its'
-            ' arguments: a string, a static argument, or another object, such'
-            ' as self of a method, by its identity.',
-            stacklevel=3,
+          f'{self!r} has compiled 20 programs. It compiles for every new'
+          ' shape, and for every new value of what is not an array among its'
+          ' arguments: a string, a static argument, or another object, such'
+          ' as self of a method, by its identity.',
+          stacklevel=3,
         )
     return *found, arrays
 
@@ -239,7 +248,7 @@ class DataParallelStep:
     return jax.jit(run, donate_argnums=donated)
 
   def _run(
-      self, call: Call, *arrays: Any, index: Any = None
+    self, call: Call, *arrays: Any, index: Any = None
   ) -> tuple[list[Any], results.Returned]:
     """Runs the step of all workers, or of the separate program `index`."""
     workers = self.workers
@@ -247,10 +256,10 @@ class DataParallelStep:
     for a in call.arrays:
       if a.role == 'stacked' and a.shape[:1] != (count,):
         raise ValueError(
-            f'{a.name} has shape {a.shape}, but {workers} has {count}'
-            ' here, each with its own entry along the first axis. Make the'
-            ' state with tx.init under the same workers, or regroup it by'
-            ' demo_optax.checkpoint.from_leaves(..., resize=True).'
+          f'{a.name} has shape {a.shape}, but {workers} has {count}'
+          ' here, each with its own entry along the first axis. Make the'
+          ' state with tx.init under the same workers, or regroup it by'
+          ' demo_optax.checkpoint.from_leaves(..., resize=True).'
         )
     has_own_device = workers.mesh and not workers.param_specs.all_sizes
     if workers.relay is not None or has_own_device:
@@ -260,14 +269,14 @@ class DataParallelStep:
     return [results.hold(workers, r, call.axis) for r in found], returned
 
   def _run_mapped(
-      self, call: Call, arrays: Sequence[Any], workers: Workers
+    self, call: Call, arrays: Sequence[Any], workers: Workers
   ) -> _Results:
     """Runs the step under `jax.vmap`."""
 
     def one_workers_step(arrays: Sequence[Any]) -> Any:
       index = jax.lax.axis_index(WORKER_AXIS)
       closed, like = jax.make_jaxpr(
-          functools.partial(self._results, call, index), return_shape=True
+        functools.partial(self._results, call, index), return_shape=True
       )(arrays)
       self._check_rows(call, closed.jaxpr)
       build = jax.tree.structure(like).unflatten
@@ -276,7 +285,7 @@ class DataParallelStep:
       variables, _ = build(closed.jaxpr.outvars)
       for r, v in zip(own, variables):
         if r.role == 'added' and not programs.adds(
-            closed.jaxpr, closed.jaxpr.invars[r.at], v.value
+          closed.jaxpr, closed.jaxpr.invars[r.at], v.value
         ):
           r.role = 'equal'
       own = inside.settle(own, call.rows, call.axis, workers.kind == 'on_mesh')
@@ -292,9 +301,12 @@ class DataParallelStep:
     # A model may name mesh axes inside a worker, also those of one device.
     with lift.context(self.workers):
       apart, equal, returned = jax.vmap(
-          one_workers_step, in_axes=(in_axes,), out_axes=(0, None, None),
-          axis_name=WORKER_AXIS, axis_size=workers.count,
-          spmd_axis_name=workers.spmd_axis_name,
+        one_workers_step,
+        in_axes=(in_axes,),
+        out_axes=(0, None, None),
+        axis_name=WORKER_AXIS,
+        axis_size=workers.count,
+        spmd_axis_name=workers.spmd_axis_name,
       )(arrays)
     found: list[Result] = [a or e for a, e in zip(apart, equal)]
     for r in found:
@@ -307,21 +319,23 @@ class DataParallelStep:
     workers, count = self.workers, self.workers.count
     sizes = {'batch': count * (call.rows or 0), 'stacked': count}
     shapes = [
-        a.type.update(
-            shape=(*a.shape[: a.axis], sizes[a.role], *a.shape[a.axis + 1 :])
-        ) if a.role in sizes else a.type
-        for a in call.arrays
+      a.type.update(
+        shape=(*a.shape[: a.axis], sizes[a.role], *a.shape[a.axis + 1 :])
+      )
+      if a.role in sizes
+      else a.type
+      for a in call.arrays
     ]
     # This trace checks for all workers what differs between them.
     check = functools.partial(
-        self._run_mapped, call, workers=Workers.simulated(count)
+      self._run_mapped, call, workers=Workers.simulated(count)
     )
     with inside.tracing(checks=True):
       expected, _ = jax.eval_shape(check, shapes)
     has_program = workers.relay is not None
     group = dataclasses.replace(  # in the step nothing has a worker axis
-        workers if has_program else Workers.on_axis(workers.axis_name),
-        stacked_state=False,
+      workers if has_program else Workers.on_axis(workers.axis_name),
+      stacked_state=False,
     )
 
     def one_workers_step(*arrays: Any) -> _Results:
@@ -342,15 +356,17 @@ class DataParallelStep:
         return one_workers_step(*arrays)
     own, equal = P(workers.axis_name), P()
     in_specs = [
-        P(*[None] * a.axis, *own) if a.role in sizes else equal
-        for a in call.arrays
+      P(*[None] * a.axis, *own) if a.role in sizes else equal
+      for a in call.arrays
     ]
     return jax.shard_map(
-        one_workers_step, mesh=workers.mesh, in_specs=tuple(in_specs),
-        out_specs=([own if r.apart else equal for r in expected], equal),
-        # The check knows what is equal on all workers; types do not, of
-        # parameters that are differentiated by each worker alone.
-        check_vma=False,
+      one_workers_step,
+      mesh=workers.mesh,
+      in_specs=tuple(in_specs),
+      out_specs=([own if r.apart else equal for r in expected], equal),
+      # The check knows what is equal on all workers; types do not, of
+      # parameters that are differentiated by each worker alone.
+      check_vma=False,
     )(*(lift.reshard(workers, x, s) for x, s in zip(arrays, in_specs)))
 
   def _check_rows(self, call: Call, jaxpr: core.Jaxpr) -> None:
@@ -359,15 +375,15 @@ class DataParallelStep:
     batch = programs.scanned(jaxpr, cut)
     if batch is not None and self._options.axis is None:
       raise ValueError(
-          f'{batch.name} must have its rows along the first axis, but the step'
-          ' scans over that axis and exchanges in each turn, as over batches'
-          ' [steps, rows, ...]. Say where the rows are:'
-          ' demo_optax.data_parallel(workers, batch_axis=1), or batch_axis=0 if'
-          ' every row is a step.'
+        f'{batch.name} must have its rows along the first axis, but the step'
+        ' scans over that axis and exchanges in each turn, as over batches'
+        ' [steps, rows, ...]. Say where the rows are:'
+        ' demo_optax.data_parallel(workers, batch_axis=1), or batch_axis=0 if'
+        ' every row is a step.'
       )
 
   def _results(
-      self, call: Call, index: jax.Array, arrays: Sequence[Any]
+    self, call: Call, index: jax.Array, arrays: Sequence[Any]
   ) -> _Results:
     """Runs the step of worker `index` with the arrays as it has them."""
     own = call.replace('key', lambda x, _: prng.fold(x, index), arrays)
@@ -390,23 +406,23 @@ def _explained(workers: Workers) -> Iterator[None]:
     text, axis = str(error), workers.axis_name
     if isinstance(error, NameError) and 'unbound axis name' in text:
       remedy = (
-          'In a step of data_parallel no axis has a name. Remove what averages'
-          ' gradients, which the exchange replaces. Replace other pmean and'
-          ' psum by demo_optax.over_workers(x) and over_workers(x, jnp.sum).'
+        'In a step of data_parallel no axis has a name. Remove what averages'
+        ' gradients, which the exchange replaces. Replace other pmean and'
+        ' psum by demo_optax.over_workers(x) and over_workers(x, jnp.sum).'
       )
     elif f"'{axis}'" in text and re.search(
-        'with_sharding_constraint|reshard|NamedSharding', text
+      'with_sharding_constraint|reshard|NamedSharding', text
     ):
       remedy = (
-          f'In a step of data_parallel the worker axis {axis!r} does not cut'
-          " arrays, which are one worker's. Leave it out of shardings in the"
-          f' step and its layers: P(None, ...) in place of P({axis!r}, ...).'
+        f'In a step of data_parallel the worker axis {axis!r} does not cut'
+        " arrays, which are one worker's. Leave it out of shardings in the"
+        f' step and its layers: P(None, ...) in place of P({axis!r}, ...).'
       )
     elif 'different trace level' in text:
       remedy = (
-          'The step of data_parallel, or a transformation in it, changes or'
-          ' differentiates a Flax object that it closes over. Make it an'
-          ' argument, as with nnx.jit.'
+        'The step of data_parallel, or a transformation in it, changes or'
+        ' differentiates a Flax object that it closes over. Make it an'
+        ' argument, as with nnx.jit.'
       )
     else:
       raise
@@ -421,8 +437,9 @@ def _form_of(x: Any) -> Any:
 
 def _positional(step: Callable[..., Any]) -> list[str]:
   return [
-      name for name, p in inspect.signature(step).parameters.items()
-      if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    name
+    for name, p in inspect.signature(step).parameters.items()
+    if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
   ]
 
 
@@ -431,7 +448,7 @@ def _name_of(position: int, names: Sequence[str]) -> str:
 
 
 def _listed(
-    step: Callable[..., Any], argnums: Any, argnames: Any
+  step: Callable[..., Any], argnums: Any, argnames: Any
 ) -> frozenset[str]:
   """Returns the names of the arguments that two options of a step list."""
   parameters = inspect.signature(step).parameters
@@ -441,7 +458,7 @@ def _listed(
   takes_any_name = inspect.Parameter.VAR_KEYWORD in kinds
   # The last argument is unknown if calls may have fewer or more.
   is_open = takes_more or any(
-      parameters[n].default is not inspect.Parameter.empty for n in names
+    parameters[n].default is not inspect.Parameter.empty for n in names
   )
   known = {*parameters, *range(0 if is_open else -len(names), len(names))}
   found = set()
@@ -450,10 +467,10 @@ def _listed(
     is_more = takes_any_name if is_name else takes_more and x >= 0
     if x not in known and not is_more:
       raise ValueError(
-          f'data_parallel must be given arguments of the step, got {x!r}, but'
-          f' the arguments of {getattr(step, "__name__", step)} are'
-          f' {", ".join(parameters)}. Give names, or positions counted from the'
-          ' first argument.'
+        f'data_parallel must be given arguments of the step, got {x!r}, but'
+        f' the arguments of {getattr(step, "__name__", step)} are'
+        f' {", ".join(parameters)}. Give names, or positions counted from the'
+        ' first argument.'
       )
     found.add(x if is_name else _name_of(x, names))
   return frozenset(found)

@@ -21,7 +21,7 @@ from demo_optax.numerics import prng
 
 
 def param_specs(
-    model: Any, rules: Sequence[tuple[str, Any]] | None = None
+  model: Any, rules: Sequence[tuple[str, Any]] | None = None
 ) -> Any:
   """Returns the partition specs that a Flax model's own annotations ask for.
 
@@ -45,8 +45,8 @@ def param_specs(
   linen = sys.modules.get('flax.linen')
   if linen is None or not isinstance(model, Mapping):
     raise TypeError(
-        f'model is a {type(model).__name__}: give an NNX module, an nnx.State,'
-        " or a Linen model's variables['params'] with their metadata."
+      f'model is a {type(model).__name__}: give an NNX module, an nnx.State,'
+      " or a Linen model's variables['params'] with their metadata."
     )
 
   def spec(x: Any) -> P:  # mesh axes and logical ones may mix
@@ -54,13 +54,13 @@ def param_specs(
       return linen.get_partition_spec(x)
     if not rules and not linen.get_logical_axis_rules():
       raise ValueError(
-          f'The model names the logical axes {x.names}, and there are no rules'
-          " for them. Give rules=(('embed', 'fsdp'), ('mlp', None), ...)."
+        f'The model names the logical axes {x.names}, and there are no rules'
+        " for them. Give rules=(('embed', 'fsdp'), ('mlp', None), ...)."
       )
     return linen.logical_to_mesh_axes(x.names, rules)
 
   return jax.tree.map(
-      spec, model, is_leaf=lambda x: isinstance(x, linen.Partitioned)
+    spec, model, is_leaf=lambda x: isinstance(x, linen.Partitioned)
   )
 
 
@@ -118,16 +118,18 @@ def check_variables(before: Sequence[Keys], objects: Sequence[Any]) -> None:
   after = [keys for keys, _ in variables(objects)]
   nodes = _nnx().iter_graph(list(objects)) if objects else ()
   kept = {  # in plain attributes
-      (*keys, name)
-      for keys, node in nodes if is_object(node)
-      for name, x in vars(node).items() if isinstance(x, jax.core.Tracer)
+    (*keys, name)
+    for keys, node in nodes
+    if is_object(node)
+    for name, x in vars(node).items()
+    if isinstance(x, jax.core.Tracer)
   }
   changed = ({*before} ^ {*after}) | (kept - {*before})
   if changed or after != [*before]:
     raise ValueError(
-        'The step added or removed arrays of its Flax objects:'
-        f' {", ".join(sorted(map(dotted, changed)))}. Return such values, or'
-        ' keep them in an nnx.Variable that is made before the step.'
+      'The step added or removed arrays of its Flax objects:'
+      f' {", ".join(sorted(map(dotted, changed)))}. Return such values, or'
+      ' keep them in an nnx.Variable that is made before the step.'
     )
 
 
@@ -157,20 +159,21 @@ def traces_numbers(tree: Any) -> list[bool]:
   equinox = sys.modules.get('equinox')
   modules = () if equinox is None else equinox.Module
   parts = jax.tree.leaves(
-      tree, is_leaf=lambda x: is_object(x) or isinstance(x, modules)
+    tree, is_leaf=lambda x: is_object(x) or isinstance(x, modules)
   )
   return [
-      not isinstance(part, modules)
-      for part in parts
-      for _ in jax.tree.leaves(part, is_leaf=is_object)
+    not isinstance(part, modules)
+    for part in parts
+    for _ in jax.tree.leaves(part, is_leaf=is_object)
   ]
 
 
 def is_array(x: Any, traces_number: bool) -> bool:
   """Returns whether a leaf is an array; a step is compiled for all others."""
   return isinstance(x, _ARRAYS) or (
-      traces_number
-      and isinstance(x, int | float | complex) and not isinstance(x, bool)
+    traces_number
+    and isinstance(x, int | float | complex)
+    and not isinstance(x, bool)
   )
 
 
@@ -207,7 +210,8 @@ def _with_kinds(flat: Sequence[tuple[Keys, Any]]) -> list[tuple[Keys, Any]]:
     return 'added' if parts == {'total', 'count'} else None
 
   return [
-      (keys, kind(keys, x)) for keys, x in flat
-      # An NNX object is one leaf.
-      for _ in (jax.tree.leaves(x) if isinstance(x, nnx.Variable) else [x])
+    (keys, kind(keys, x))
+    for keys, x in flat
+    # An NNX object is one leaf.
+    for _ in (jax.tree.leaves(x) if isinstance(x, nnx.Variable) else [x])
   ]

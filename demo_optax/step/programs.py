@@ -44,16 +44,18 @@ def adds(jaxpr: core.Jaxpr, before: Any, after: Any) -> bool:
       elif eqn.primitive.name == 'scan':
         body, consts, carry = _scan(eqn)
         number = consts + place
-        is_sum = place < carry and _is_in(eqn.invars[number], sums) and adds(
-            body, body.invars[number], body.outvars[place]
+        is_sum = (
+          place < carry
+          and _is_in(eqn.invars[number], sums)
+          and adds(body, body.invars[number], body.outvars[place])
         )
       else:
         is_sum = any(
-            _is_in(x, sums) and adds(inner, y, inner.outvars[place])
-            for inner in core.jaxprs_in_params(eqn.params)
-            if len(inner.invars) == len(eqn.invars)
-            and eqn.primitive.name != 'while'  # whose end may depend on the sum
-            for x, y in zip(eqn.invars, inner.invars)
+          _is_in(x, sums) and adds(inner, y, inner.outvars[place])
+          for inner in core.jaxprs_in_params(eqn.params)
+          if len(inner.invars) == len(eqn.invars)
+          and eqn.primitive.name != 'while'  # whose end may depend on the sum
+          for x, y in zip(eqn.invars, inner.invars)
         )
       if is_sum:
         sums.add(v)
@@ -66,9 +68,9 @@ def _is_in(v: Any, variables: Container[Any]) -> bool:
 
 def _exchanges(jaxpr: core.Jaxpr) -> bool:
   return any(
-      eqn.params.get('name') == EXCHANGE
-      or any(map(_exchanges, core.jaxprs_in_params(eqn.params)))
-      for eqn in jaxpr.eqns
+    eqn.params.get('name') == EXCHANGE
+    or any(map(_exchanges, core.jaxprs_in_params(eqn.params)))
+    for eqn in jaxpr.eqns
   )
 
 

@@ -46,19 +46,19 @@ class RemoteProgram:
   """The program of a call, in parts between which messages are exchanged."""
 
   def __init__(
-      self,
-      workers: Workers,
-      call: Call,
-      run: Callable[..., tuple[list[Any], Returned]],
-      donated: Sequence[int],
+    self,
+    workers: Workers,
+    call: Call,
+    run: Callable[..., tuple[list[Any], Returned]],
+    donated: Sequence[int],
   ):
     mesh = workers.mesh
     devices = jax.local_devices() if mesh is None else mesh.devices.flat
     if len({d.process_index for d in devices}) < jax.process_count():
       raise ValueError(
-          'mesh must have devices of all processes that jax.distributed has'
-          f' joined, got {mesh}, and {jax.process_count()} processes.'
-          ' They are one worker of Workers.remote.'
+        'mesh must have devices of all processes that jax.distributed has'
+        f' joined, got {mesh}, and {jax.process_count()} processes.'
+        ' They are one worker of Workers.remote.'
       )
     assert workers.relay is not None
     self._workers, self._rank = workers, workers.relay.rank
@@ -76,19 +76,19 @@ class RemoteProgram:
     link.shared = link.shared or self._shared
     if self._shared != link.shared:
       raise ValueError(
-          f'All training steps of {self._workers} must return the same state,'
-          f' got one of {self._shared}, and before it one of {link.shared}.'
-          ' Make one step of them.'
+        f'All training steps of {self._workers} must return the same state,'
+        f' got one of {self._shared}, and before it one of {link.shared}.'
+        ' Make one step of them.'
       )
     if link.open < 0:
       state = [arrays[n] for n in self._nexts]
       text = self._text | {
-          'other arguments': _digest([arrays[n] for n in self._others]).hex()
+        'other arguments': _digest([arrays[n] for n in self._others]).hex()
       }
       link.hello(json.dumps(text).encode(), _digest(state), _steps_in(state))
     # Values that a worker which joins does not receive: all must pass the same.
     self._tag = frames.tag(
-        self._messages, _joined([arrays[n] for n in self._given]), True
+      self._messages, _joined([arrays[n] for n in self._given]), True
     )
     before = link.position
     try:
@@ -99,9 +99,9 @@ class RemoteProgram:
           break
       else:
         raise RuntimeError(
-            f'{self._workers} has taken the state of another worker'
-            f' {_ATTEMPTS} times and is still behind. Call the same training'
-            ' step in all workers, or give the relay a longer --deadline.'
+          f'{self._workers} has taken the state of another worker'
+          f' {_ATTEMPTS} times and is still behind. Call the same training'
+          ' step in all workers, or give the relay a longer --deadline.'
         )
     except BaseException:
       link.position = before  # as the caller's arrays are
@@ -123,9 +123,11 @@ class RemoteProgram:
       self._link.position = before
     _LOG.warning('%s evaluates alone', self._workers)
     ranks = range(self._workers.count)
-    return self._execute(self._plan, arrays, lambda _, body: [
-        body if rank == self._rank else b'' for rank in ranks
-    ])
+    return self._execute(
+      self._plan,
+      arrays,
+      lambda _, body: [body if rank == self._rank else b'' for rank in ranks],
+    )
 
   def trace(self, *arrays: Any) -> None:
     """Traces the step, cuts and compiles it, once."""
@@ -143,25 +145,26 @@ class RemoteProgram:
     self._nexts = {n: nexts.index(n) for n in sorted({*nexts} - {None})}
     if configs and not self._nexts:
       raise ValueError(
-          f'A training step of {self._workers} must return parameters and'
-          ' optimizer state, from which other workers start. Return both, as'
-          ' they were passed.'
+        f'A training step of {self._workers} must return parameters and'
+        ' optimizer state, from which other workers start. Return both, as'
+        ' they were passed.'
       )
     others = [
-        n for n, a in enumerate(self._call.arrays)
-        if a.role == 'shared' and n not in self._nexts
+      n
+      for n, a in enumerate(self._call.arrays)
+      if a.role == 'shared' and n not in self._nexts
     ]
     self._given = [n for n in others if closed.in_avals[n].size <= _FEW]
     self._others = [n for n in others if n not in self._given]
     self._messages = ' '.join(self._plan.meetings)
     self._tag = frames.tag(self._messages, b'', False)
     self._shared: str = ', '.join(
-        f'{self._call.arrays[n].name} {closed.in_avals[n]}' for n in self._nexts
+      f'{self._call.arrays[n].name} {closed.in_avals[n]}' for n in self._nexts
     )
     self._text: dict[str, str] = agreement.describe(configs) | {
-        'workers': str(self._workers.count),
-        'shared arrays': self._shared,
-        'messages': self._messages,
+      'workers': str(self._workers.count),
+      'shared arrays': self._shared,
+      'messages': self._messages,
     }
     self._closed = closed
 
@@ -173,7 +176,8 @@ class RemoteProgram:
       return arrays
     if self._follows is None:
       self._follows = PartedStep(
-          self._closed, [*self._nexts.values()], follows=True)
+        self._closed, [*self._nexts.values()], follows=True
+      )
       if self._workers.mesh is None:
         self._follows.compile()  # now, not after the state was taken
     if not before.chain:
@@ -208,10 +212,10 @@ class RemoteProgram:
     if tag[:8] == self._tag[:8]:
       names = ', '.join(self._call.arrays[n].name for n in self._given)
       raise ValueError(
-          f'{names} must be equal on all workers in each round, got another'
-          f' value than the others in {self._workers}. A worker that is late'
-          ' needs the values of the rounds that it missed: make a schedule of'
-          ' the optimizer of what changes.'
+        f'{names} must be equal on all workers in each round, got another'
+        f' value than the others in {self._workers}. A worker that is late'
+        ' needs the values of the rounds that it missed: make a schedule of'
+        ' the optimizer of what changes.'
       )
     if frames.changes_state(tag):  # only a later state can be followed
       self._link.position = Position(self._link.position.round)
@@ -229,10 +233,10 @@ class RemoteProgram:
       arrays[n] = jnp.asarray(x) if sharding is None else put(x, sharding)
 
   def _execute(
-      self,
-      plan: PartedStep,
-      arrays: Sequence[Any],
-      exchange: Callable[[Sequence[Any], bytes], list[bytes]],
+    self,
+    plan: PartedStep,
+    arrays: Sequence[Any],
+    exchange: Callable[[Sequence[Any], bytes], list[bytes]],
   ) -> list[Any]:
     """Runs a plan, with messages as bytes: b'' if it only receives."""
 
@@ -274,7 +278,7 @@ def _whole(x: Any) -> Any:
   """Returns an array that is on the devices of all processes as a whole."""
   x = _data(x)
   if isinstance(x, jax.Array) and not (
-      x.is_fully_addressable or x.is_fully_replicated
+    x.is_fully_addressable or x.is_fully_replicated
   ):
     return multihost_utils.process_allgather(x, tiled=True)
   return x
@@ -309,8 +313,11 @@ def _steps_in(arrays: Sequence[Any]) -> int:
 def _sketch(arrays: Sequence[Any]) -> bytes:
   """Returns the platform, a digest of arrays, and numbers from all of them."""
   device = jax.devices()[0]
-  platform = (device.device_kind, device.client.platform_version,
-              os.environ.get('XLA_FLAGS', ''))
+  platform = (
+    device.device_kind,
+    device.client.platform_version,
+    os.environ.get('XLA_FLAGS', ''),
+  )
   digests, samples = (_joined([x]) for x in _sketched(list(arrays)))
   hardware = frames.digest(*map(str.encode, platform))
   return hardware + frames.digest(digests) + samples
@@ -339,12 +346,12 @@ def _has_parted(own: bytes, everyones: Sequence[bytes]) -> bool:
   """
   size = frames.CHAIN
   counts = collections.Counter(
-      x[size : 2 * size] for x in everyones if x[:size] == own[:size]
+    x[size : 2 * size] for x in everyones if x[:size] == own[:size]
   )
   if counts and own[size : 2 * size] != counts.most_common(1)[0][0]:
     return True
   a, b = (
-      np.frombuffer(x[2 * size :], np.float32).reshape(-1, 1 + _SAMPLE)
-      for x in (own, everyones[0])
+    np.frombuffer(x[2 * size :], np.float32).reshape(-1, 1 + _SAMPLE)
+    for x in (own, everyones[0])
   )
   return bool(np.any(np.abs(a - b) > _TOLERANCE * b[:, :1]))

@@ -31,11 +31,11 @@ class Returned:
 
 
 def collect(
-    call: Call,
-    returned: Any,
-    objects: list[Any],
-    before: Sequence[Any],
-    own: Sequence[Any],
+  call: Call,
+  returned: Any,
+  objects: list[Any],
+  before: Sequence[Any],
+  own: Sequence[Any],
 ) -> tuple[list[Result], Returned]:
   """Collects the results of a step, then the variables of `objects` after it.
 
@@ -48,15 +48,15 @@ def collect(
   fixed, _ = take_apart(leaves, modules.traces_numbers(returned), known)
   if len(known) > len(objects):
     raise ValueError(
-        f'The step returns a {type(known[-1]).__name__} that is not one of'
-        ' its arguments. Make Flax objects outside of the step and pass them'
-        ' to it, or return nnx.state(...) of it.'
+      f'The step returns a {type(known[-1]).__name__} that is not one of'
+      ' its arguments. Make Flax objects outside of the step and pass them'
+      ' to it, or return nnx.state(...) of it.'
     )
   # nnx.state(model) is what the step has changed in place.
   numbers = {id(x): number for number, x in enumerate(after)}
   fixed = tuple(
-      Fixed('variable', numbers[id(x)]) if not f and id(x) in numbers else f
-      for x, f in zip(leaves, fixed)
+    Fixed('variable', numbers[id(x)]) if not f and id(x) in numbers else f
+    for x, f in zip(leaves, fixed)
   )
   shapes = tuple(None if f else np.shape(x) for x, f in zip(leaves, fixed))
   seen: list[Any] = []
@@ -64,14 +64,14 @@ def collect(
   kinds = modules.leaf_kinds(returned)
   _check_metrics(call, seen)
   found = [
-      (f'the {dotted(keys)}', keys, x, at, kind)
-      for (keys, x), f, at, kind in zip(flat, fixed, previous, kinds)
-      if not f
+    (f'the {dotted(keys)}', keys, x, at, kind)
+    for (keys, x), f, at, kind in zip(flat, fixed, previous, kinds)
+    if not f
   ]
   start = call.form.fixed.count(None)  # where variables are
   found += [
-      (f'the variable {a.name}', a.keys, x, at, a.kind)
-      for at, (a, x) in enumerate(zip(call.arrays[start:], after), start)
+    (f'the variable {a.name}', a.keys, x, at, a.kind)
+    for at, (a, x) in enumerate(zip(call.arrays[start:], after), start)
   ]
   results = [_result(call, before, own, *f) for f in found]
   own_params = inside.own_params([r.keys for r in results])
@@ -98,21 +98,21 @@ def _check_metrics(call: Call, seen: list[Any]) -> None:
     same, count = [call.arrays[n] for n in firsts], seen.count(structure)
     if same[0].kind == 'added' and 0 < count < len(same):
       raise ValueError(
-          f'The step must return all of {", ".join(a.keys[0] for a in same)},'
-          f' which have one structure, in this order, got {count}. Return those'
-          ' that do not change as well, or pass all as one argument.'
+        f'The step must return all of {", ".join(a.keys[0] for a in same)},'
+        f' which have one structure, in this order, got {count}. Return those'
+        ' that do not change as well, or pass all as one argument.'
       )
 
 
 def _result(
-    call: Call,
-    before: Sequence[Any],
-    own: Sequence[Any],
-    name: str,
-    keys: Keys,
-    x: Any,
-    at: int | None,
-    kind: Any,
+  call: Call,
+  before: Sequence[Any],
+  own: Sequence[Any],
+  name: str,
+  keys: Keys,
+  x: Any,
+  at: int | None,
+  kind: Any,
 ) -> Result:
   """Decides about an array, the next value of array `at` if that is known."""
   was_key = at is not None and call.arrays[at].role == 'key'
@@ -120,8 +120,12 @@ def _result(
     at, was_key = None, False  # of the same shape by chance
   old = None if at is None else before[at]
   is_same = at is not None and x is own[at]
-  is_new_key = at is None and prng.is_key(keys[1:], x) and (
+  is_new_key = (
+    at is None
+    and prng.is_key(keys[1:], x)
+    and (
       x.ndim == int(prng.is_pair(x))  # one, not several
+    )
   )
   role: inside.ResultRole = 'output' if at is None else 'equal'
   if is_stacked(keys):
@@ -137,8 +141,9 @@ def _result(
       # What stays if no worker's are finite, found by name, or zeros.
       suffix = keys[keys.index('batch_stats') :]
       named = (
-          x for x, a in zip(before, call.arrays)
-          if a.keys[-len(suffix) :] == suffix
+        x
+        for x, a in zip(before, call.arrays)
+        if a.keys[-len(suffix) :] == suffix
       )
       old = next(named, jnp.zeros_like(x))
   if role not in ('statistics', 'added'):
@@ -147,7 +152,7 @@ def _result(
 
 
 def _previous(
-    call: Call, treedef: Any, shapes: Shapes, seen: list[Any]
+  call: Call, treedef: Any, shapes: Shapes, seen: list[Any]
 ) -> list[int | None]:
   """Returns for each leaf the number of the array it is the next value of.
 

@@ -52,9 +52,9 @@ meet_p.multiple_results = True
 @meet_p.def_abstract_eval
 def _(x: Any, *, size: int) -> list[Any]:
   return [
-      jax.core.ShapedArray((size, *x.shape), x.dtype),
-      jax.core.ShapedArray((size,), jnp.bool_),
-      jax.core.ShapedArray((), jnp.bool_),
+    jax.core.ShapedArray((size, *x.shape), x.dtype),
+    jax.core.ShapedArray((size,), jnp.bool_),
+    jax.core.ShapedArray((), jnp.bool_),
   ]
 
 
@@ -73,7 +73,7 @@ class Group:
   inner: tuple[tuple[str, int], ...] = ()
 
   def send_and_receive(
-      self, message: Mapping[str, jax.Array]
+    self, message: Mapping[str, jax.Array]
   ) -> tuple[dict[str, jax.Array], jax.Array | None]:
     """Sends words to all workers, or to each of them its own, and sums floats.
 
@@ -85,8 +85,8 @@ class Group:
     if isinstance(self.axis, Programs):
       met = {name: meet(x, self.axis) for name, x in message.items()}
       return {
-          name: x.rows if name == GATHERED else jnp.sum(x.rows, axis=0)
-          for name, x in met.items()
+        name: x.rows if name == GATHERED else jnp.sum(x.rows, axis=0)
+        for name, x in met.items()
       }, next((x.included for x in met.values()), None)
     found = {}
     for name, x in message.items():
@@ -104,7 +104,7 @@ class Group:
     return self.over_devices(jax.lax.pmin, ok.astype(jnp.int32)) == 1
 
   def over_devices(
-      self, reduce: Callable[..., jax.Array], x: jax.Array
+    self, reduce: Callable[..., jax.Array], x: jax.Array
   ) -> jax.Array:
     """Returns a sum or minimum over the devices of this worker."""
     names = tuple(name for name, _ in self.inner)
@@ -161,8 +161,8 @@ def sums(xs: Sequence[jax.Array], axis: Axis) -> list[jax.Array]:
     flat, parts_of = flatten_util.ravel_pytree([wide[i] for i in numbers])
     found |= zip(numbers, parts_of(in_order(gather(flat, axis))))
   return [
-      found[i].astype(x.dtype) if i in found else total(x, axis)
-      for i, x in enumerate(xs)
+    found[i].astype(x.dtype) if i in found else total(x, axis)
+    for i, x in enumerate(xs)
   ]
 
 
@@ -193,7 +193,7 @@ def mean(x: jax.Array, axis: Axis) -> jax.Array:
   if isinstance(axis, Programs):
     rows, present, _ = meet(wide, axis)
     inverse = rounding.exact_reciprocal(
-        jnp.sum(present, dtype=jnp.int32), axis.size, wide.dtype
+      jnp.sum(present, dtype=jnp.int32), axis.size, wide.dtype
     )
     added = in_order(rows) if _is_ordered(wide) else jnp.sum(rows, axis=0)
   else:

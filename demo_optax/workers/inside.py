@@ -34,13 +34,13 @@ EXCHANGE = 'demo_optax_exchange'
 
 # How the step that is being traced is run: see `tracing`.
 _TRACE = contextvars.ContextVar[tuple[Workers | None, bool]](
-    'demo_optax_trace', default=(None, False)
+  'demo_optax_trace', default=(None, False)
 )
 
 
 @contextlib.contextmanager
 def tracing(
-    seen_as: Workers | None = None, checks: bool = False
+  seen_as: Workers | None = None, checks: bool = False
 ) -> Iterator[None]:
   """Traces a step in another way than for all workers, mapped.
 
@@ -73,14 +73,14 @@ def check_in_step(what: str) -> None:
   """Raises outside of a `data_parallel` step."""
   if not is_mapped():
     raise ValueError(
-        f'{what} must be called in a demo_optax.data_parallel step. Write the'
-        ' step for one worker and decorate it with'
-        ' @demo_optax.data_parallel(workers), instead of jax.jit or nnx.jit.'
+      f'{what} must be called in a demo_optax.data_parallel step. Write the'
+      ' step for one worker and decorate it with'
+      ' @demo_optax.data_parallel(workers), instead of jax.jit or nnx.jit.'
     )
 
 
 def _with_all_workers(
-    rule: Callable[..., Any], like: Callable[..., Any], *args: Any
+  rule: Callable[..., Any], like: Callable[..., Any], *args: Any
 ) -> Any:
   """Applies `rule` to the `args` of all workers, trees of arrays.
 
@@ -150,21 +150,22 @@ def own_params(keys: Sequence[Keys]) -> dict[int, list[int]]:
   for root, params in local_params(keys).items():
     starts = dict.fromkeys(k[: len(k) - len(params[0])] for k in keys)
     prefixes = [
-        start for start in starts
-        if start[: len(root)] != root
-        and all((*start, *k) in numbers for k in params)
+      start
+      for start in starts
+      if start[: len(root)] != root
+      and all((*start, *k) in numbers for k in params)
     ]
     if len(prefixes) != 1:
       names = ', '.join(map(_paths.dotted, prefixes)) or 'none'
       raise ValueError(
-          'The state of local_updates has the parameters of each worker, which'
-          " replace the model's in the step. The"
-          f' arguments and results must hold these once, but hold: {names}.'
+        'The state of local_updates has the parameters of each worker, which'
+        " replace the model's in the step. The"
+        f' arguments and results must hold these once, but hold: {names}.'
       )
     for k in params:
       copies = [(*root, *part, *k) for part in (_SHARED, _OWN, _START)]
       found[numbers[(*prefixes[0], *k)]] = [
-          numbers[copy] for copy in copies if copy in numbers
+        numbers[copy] for copy in copies if copy in numbers
       ]
   return found
 
@@ -182,8 +183,9 @@ def local_params(keys: Sequence[Keys]) -> dict[Keys, list[Keys]]:
       if k[start : start + 2] == _OWN:
         roots.setdefault(k[:start], []).append(k[start + 2 :])
   return {
-      root: params for root, params in roots.items()
-      if {(*root, *_SHARED, *k) for k in params} <= {*keys}
+    root: params
+    for root, params in roots.items()
+    if {(*root, *_SHARED, *k) for k in params} <= {*keys}
   }
 
 
@@ -191,14 +193,14 @@ def local_params(keys: Sequence[Keys]) -> dict[Keys, list[Keys]]:
 
 
 def call_stacked(
-    stacked_update: Callable[..., tuple[Any, Any]],
-    workers: Workers,
-    updates: Any,
-    state: Any,
-    params: Any,
-    hyperparams: Any,
-    *,
-    own_updates: bool = False,
+  stacked_update: Callable[..., tuple[Any, Any]],
+  workers: Workers,
+  updates: Any,
+  state: Any,
+  params: Any,
+  hyperparams: Any,
+  *,
+  own_updates: bool = False,
 ) -> tuple[Any, Any]:
   """Calls a transformation of stacked gradients from one worker's step.
 
@@ -212,18 +214,19 @@ def call_stacked(
   if seen_as is not None:
     return stacked_update(updates, state, params, hyperparams, seen_as)
   stacked = jax.tree_util.tree_map_with_path(
-      lambda path, _: _paths.is_stacked(path_keys(path)), state
+    lambda path, _: _paths.is_stacked(path_keys(path)), state
   )
   grads_def = jax.tree.structure(updates)
   grads = [  # those of integers are float0, which no operation takes
-      _tree.zero_update(g, p, 0)
-      if getattr(g, 'dtype', None) == jax.dtypes.float0 else jnp.asarray(g)
-      for (_, g), p in zip(*_tree.flatten_alike(updates, params))
+    _tree.zero_update(g, p, 0)
+    if getattr(g, 'dtype', None) == jax.dtypes.float0
+    else jnp.asarray(g)
+    for (_, g), p in zip(*_tree.flatten_alike(updates, params))
   ]
   # Numbers that are known when a step is traced make a smaller program.
   known = params, hyperparams
   rest = jax.tree.map(
-      lambda x: x if isinstance(x, jax.Array | np.ndarray) else None, known
+    lambda x: x if isinstance(x, jax.Array | np.ndarray) else None, known
   )
 
   def nothing(grads: Any, state: Any, rest: Any) -> Any:
@@ -233,25 +236,25 @@ def call_stacked(
     grads_cut, state_cut, (params_cut, hyperparams_cut) = cut
     if workers.kind == 'on_axis' or workers.count != size:
       raise ValueError(
-          f'data_parallel runs the step for {size} workers, but the'
-          f' transformation exchanges among {workers}: give both the same'
-          ' workers.'
+        f'data_parallel runs the step for {size} workers, but the'
+        f' transformation exchanges among {workers}: give both the same'
+        ' workers.'
       )
     if grads_cut and not any(grads_cut):
       raise ValueError(
-          'The gradients that reach the exchange are the same on all workers:'
-          ' either the loss does not depend on the batch that data_parallel has'
-          " cut, or they were averaged. Use the step's own argument in the"
-          ' loss, and remove what averages gradients, which the exchange'
-          ' replaces.'
+        'The gradients that reach the exchange are the same on all workers:'
+        ' either the loss does not depend on the batch that data_parallel has'
+        " cut, or they were averaged. Use the step's own argument in the"
+        ' loss, and remove what averages gradients, which the exchange'
+        ' replaces.'
       )
     shared_cut = jax.tree.map(
-        lambda is_cut, axis: is_cut and not axis, state_cut, stacked
+      lambda is_cut, axis: is_cut and not axis, state_cut, stacked
     )
     for what, are_cut, causes in (
-        ('parameter', params_cut, ('skip', 'wrapper')),
-        ('hyperparameter', hyperparams_cut, ('number',)),
-        ('optimizer state', shared_cut, ('state', 'skip', 'number', 'wrapper')),
+      ('parameter', params_cut, ('skip', 'wrapper')),
+      ('hyperparameter', hyperparams_cut, ('number',)),
+      ('optimizer state', shared_cut, ('state', 'skip', 'number', 'wrapper')),
     ):
       for keys, is_cut in _paths.leaves_of(are_cut):
         if is_cut:
@@ -259,27 +262,30 @@ def call_stacked(
           raise ValueError(_differs(name, causes))
     if jax.tree.leaves(state_cut) != jax.tree.leaves(stacked):
       raise ValueError(
-          'The momentum that reaches the exchange is not the one of a worker:'
-          ' the optimizer state must be an argument of the step (or in one, as'
-          ' in an nnx.Optimizer or a TrainState), not a variable that the step'
-          ' closes over.'
+        'The momentum that reaches the exchange is not the one of a worker:'
+        ' the optimizer state must be an argument of the step (or in one, as'
+        ' in an nnx.Optimizer or a TrainState), not a variable that the step'
+        ' closes over.'
       )
     # A gradient that is the same on all workers is that of an unused parameter.
     everyones = [
-        g if is_cut else jnp.broadcast_to(g, (size, *g.shape))
-        for g, is_cut in zip(grads, grads_cut)
+      g if is_cut else jnp.broadcast_to(g, (size, *g.shape))
+      for g, is_cut in zip(grads, grads_cut)
     ]
     apart = [own_updates] * len(grads), stacked
     if only_checks:
       new = [jnp.zeros_like(g if own_updates else g[0]) for g in everyones]
       return (new, state), apart
     new, state = stacked_update(
-        grads_def.unflatten(everyones), state,
-        *jax.tree.map(
-            lambda x, number: number if x is None else x,
-            rest, known, is_leaf=lambda x: x is None,
-        ),
-        workers,
+      grads_def.unflatten(everyones),
+      state,
+      *jax.tree.map(
+        lambda x, number: number if x is None else x,
+        rest,
+        known,
+        is_leaf=lambda x: x is None,
+      ),
+      workers,
     )
     return (jax.tree.leaves(new), state), apart
 
@@ -290,32 +296,34 @@ def call_stacked(
 
 # What makes values differ that must not, and what to do.
 _CAUSES = {
-    'gradient': 'a gradient that is not exchanged: average it'
-    ' (demo_optax.average), or set it to zero',
-    'statistics': 'statistics of batches: return'
-    ' demo_optax.over_workers(statistics)',
-    'metric': 'a metric that is not only added to: reset it between steps, and'
-    ' update nnx.metrics.Welford there, from rows that the step returns',
-    'skip': 'a step that is skipped: decide from the update, or from all'
-    ' workers, demo_optax.over_workers(flag, jnp.all); optax.apply_if_finite is'
-    ' not needed, since the exchange leaves out workers with gradients that are'
-    ' not finite',
-    'number': 'a number of one worker, such as its loss or a norm: give'
-    ' value=demo_optax.over_workers(loss) to reduce_on_plateau',
-    'state': 'a transformation with a state before the exchange: put it into'
-    ' demo_optax.per_worker',
-    'wrapper': 'a wrapper that also reads gradients, such as'
-    ' optax.contrib.mechanize: place it after the exchange,'
-    ' optax.chain(demo_optax.scale_by_demo(...), wrapper(...))',
+  'gradient': 'a gradient that is not exchanged: average it'
+  ' (demo_optax.average), or set it to zero',
+  'statistics': 'statistics of batches: return'
+  ' demo_optax.over_workers(statistics)',
+  'metric': 'a metric that is not only added to: reset it between steps, and'
+  ' update nnx.metrics.Welford there, from rows that the step returns',
+  'skip': 'a step that is skipped: decide from the update, or from all'
+  ' workers, demo_optax.over_workers(flag, jnp.all); optax.apply_if_finite is'
+  ' not needed, since the exchange leaves out workers with gradients that are'
+  ' not finite',
+  'number': 'a number of one worker, such as its loss or a norm: give'
+  ' value=demo_optax.over_workers(loss) to reduce_on_plateau',
+  'state': 'a transformation with a state before the exchange: put it into'
+  ' demo_optax.per_worker',
+  'wrapper': 'a wrapper that also reads gradients, such as'
+  ' optax.contrib.mechanize: place it after the exchange,'
+  ' optax.chain(demo_optax.scale_by_demo(...), wrapper(...))',
 }
 
 
 def _differs(what: str, causes: Iterable[str] = tuple(_CAUSES)) -> str:
-  return '\n  - '.join([
+  return '\n  - '.join(
+    [
       f'{what[0].upper()}{what[1:]} differs between workers: it depends on'
       " one worker's gradient, loss or batch. Usual causes:",
       *(_CAUSES[cause] for cause in causes),
-  ])
+    ]
+  )
 
 
 def over_workers(tree: Any, reduce: Callable[..., jax.Array] = jnp.mean) -> Any:
@@ -354,11 +362,14 @@ def over_workers(tree: Any, reduce: Callable[..., jax.Array] = jnp.mean) -> Any:
       return collectives.first(x, axis)
     if reduce is jnp.mean and not jnp.issubdtype(x.dtype, jnp.inexact):
       name = _paths.dotted(('x', *path_keys(path)))
-      return equal(x, (
+      return equal(
+        x,
+        (
           f'over_workers was called on {name}, {x.dtype}{list(x.shape)}, which'
           ' differs between workers and has no mean. Give another reduction,'
           ' such as jnp.sum or jnp.max; a random key is returned as it is.'
-      ))
+        ),
+      )
     if reduce in same_bits and jax.eval_shape(reduce, x).dtype == x.dtype:
       return same_bits[reduce](x, axis)
     return reduce(collectives.everyones(x, axis), axis=0)
@@ -377,10 +388,10 @@ def _derivative(primals: Any, tangents: Any) -> Any:
   (x,), (tangent,) = primals, tangents
   if not isinstance(tangent, jax.custom_derivatives.SymbolicZero):
     raise ValueError(
-        'over_workers was called inside of the function that is differentiated.'
-        ' Gradients must stay per worker. Return the value beside the loss'
-        ' (has_aux=True) and call over_workers on it outside, or give it'
-        ' jax.lax.stop_gradient(x).'
+      'over_workers was called inside of the function that is differentiated.'
+      ' Gradients must stay per worker. Return the value beside the loss'
+      ' (has_aux=True) and call over_workers on it outside, or give it'
+      ' jax.lax.stop_gradient(x).'
     )
   return x, tangent
 
@@ -402,9 +413,9 @@ ResultRole = Literal['stacked', 'equal', 'statistics', 'added', 'key', 'output']
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=('value', 'old'),
-    meta_fields=('name', 'keys', 'role', 'at', 'differs', 'apart'),
+  jax.tree_util.register_dataclass,
+  data_fields=('value', 'old'),
+  meta_fields=('name', 'keys', 'role', 'at', 'differs', 'apart'),
 )
 @dataclasses.dataclass
 class Result:
@@ -432,7 +443,7 @@ class Result:
 
 
 def settle(
-    results: list[Result], rows: int | None, axis: int, on_mesh: bool = False
+  results: list[Result], rows: int | None, axis: int, on_mesh: bool = False
 ) -> list[Result]:
   """Makes one value for all workers of what each of them returns.
 
@@ -454,7 +465,7 @@ def settle(
 
 
 def _combine(
-    result: Result, x: jax.Array, rows: int | None, row_axis: int, on_mesh: bool
+  result: Result, x: jax.Array, rows: int | None, row_axis: int, on_mesh: bool
 ) -> tuple[jax.Array, bool]:
   """Returns one value of all workers', and whether it stays apart instead."""
   axis, role, old = _worker_axis(), result.role, result.old
@@ -480,9 +491,9 @@ def _combine(
     return jnp.moveaxis(x, row_axis, 0), True
   rows_too = f', and no array with the {rows} rows of a worker, axis {row_axis}'
   raise ValueError(
-      f'Of what the step returns, {result.name}, {x.dtype}{list(x.shape)},'
-      ' differs between workers. It is no real number, whose mean is returned'
-      f'{"" if rows is None else rows_too}. Return'
-      ' demo_optax.over_workers(x, jnp.sum) for counts and the like, or'
-      ' demo_optax.over_workers(x) for the mean of statistics.'
+    f'Of what the step returns, {result.name}, {x.dtype}{list(x.shape)},'
+    ' differs between workers. It is no real number, whose mean is returned'
+    f'{"" if rows is None else rows_too}. Return'
+    ' demo_optax.over_workers(x, jnp.sum) for counts and the like, or'
+    ' demo_optax.over_workers(x) for the mean of statistics.'
   )

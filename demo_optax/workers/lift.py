@@ -22,11 +22,11 @@ from demo_optax.workers.value import Spec, Workers
 
 
 def run(
-    workers: Workers,
-    fun: Callable[..., Any],
-    args: tuple[Any, ...],
-    in_specs: tuple[Any, ...],
-    out_specs: Any,
+  workers: Workers,
+  fun: Callable[..., Any],
+  args: tuple[Any, ...],
+  in_specs: tuple[Any, ...],
+  out_specs: Any,
 ) -> Any:
   """Runs one worker's function for all workers; it may communicate.
 
@@ -54,11 +54,13 @@ def run(
     found = one_device(*flat)
   else:
     found = jax.shard_map(
-        one_device, mesh=workers.mesh, in_specs=tuple(own), out_specs=out
-    )(*(
+      one_device, mesh=workers.mesh, in_specs=tuple(own), out_specs=out
+    )(
+      *(
         reshard(workers, x, p) if s.stacked else x
         for x, s, p in zip(flat, ins, own)
-    ))
+      )
+    )
   return out_treedef.unflatten(found)
 
 
@@ -73,11 +75,11 @@ def _spec(workers: Workers, spec: Spec) -> P:
 
 
 def _run_in_parts(
-    workers: Workers,
-    one_device: Callable[..., list[Any]],
-    flat: Sequence[Any],
-    in_specs: Sequence[P],
-    out_specs: Sequence[P],
+  workers: Workers,
+  one_device: Callable[..., list[Any]],
+  flat: Sequence[Any],
+  in_specs: Sequence[P],
+  out_specs: Sequence[P],
 ) -> list[Any]:
   """Runs a function of one device for all devices of one worker.
 
@@ -86,18 +88,18 @@ def _run_in_parts(
   """
   names = workers.param_specs.axes
   shard_map = functools.partial(
-      jax.shard_map, mesh=workers.mesh, check_vma=False
+    jax.shard_map, mesh=workers.mesh, check_vma=False
   )
-  whole = jax.make_jaxpr(shard_map(
-      one_device, in_specs=tuple(in_specs), out_specs=out_specs
-  ))(*flat)
+  whole = jax.make_jaxpr(
+    shard_map(one_device, in_specs=tuple(in_specs), out_specs=out_specs)
+  )(*flat)
   (eqn,) = whole.jaxpr.eqns
   (body,) = core.jaxprs_in_params(eqn.params)
   values = dict(zip(whole.jaxpr.invars, flat))
   values |= zip(whole.jaxpr.constvars, whole.consts)
   # Specs of what passes between parts, and the axis of the devices, if any.
   layouts: dict[Any, tuple[P, int | None]] = {
-      v: (spec, None) for v, spec in zip(body.invars, eqn.params['in_specs'])
+    v: (spec, None) for v, spec in zip(body.invars, eqn.params['in_specs'])
   }
   for e in body.eqns:
     if e.primitive is collectives.meet_p:
@@ -106,38 +108,42 @@ def _run_in_parts(
       layouts |= dict.fromkeys(flags, (P(), None))
 
   def build(
-      part: Callable[..., Any], read: list[Any], written: list[Any],
-      is_last: bool,
+    part: Callable[..., Any],
+    read: list[Any],
+    written: list[Any],
+    is_last: bool,
   ) -> Callable[..., Any]:
     ins = [layouts.get(v, (P(names), 0)) for v in read]
 
     def on_device(*args: Any) -> list[Any]:
-      found = part(*(
+      found = part(
+        *(
           x if axis is None else jnp.squeeze(x, axis)
           for x, (_, axis) in zip(args, ins)
-      ))
+        )
+      )
       return found if is_last else [x[None] for x in found]
 
     return shard_map(
-        on_device,
-        in_specs=tuple(spec for spec, _ in ins),
-        out_specs=out_specs if is_last else [P(names)] * len(written),
+      on_device,
+      in_specs=tuple(spec for spec, _ in ins),
+      out_specs=out_specs if is_last else [P(names)] * len(written),
     )
 
   plan = split.PartedStep(core.ClosedJaxpr(body, []), build=build)
   programs = collectives.Programs(workers.count)
   return plan.run(
-      [values[v] for v in eqn.invars],
-      lambda _, sent: [collectives.meet(x, programs) for x in sent or ()],
+    [values[v] for v in eqn.invars],
+    lambda _, sent: [collectives.meet(x, programs) for x in sent or ()],
   )
 
 
 def run_alone(
-    workers: Workers,
-    fun: Callable[..., tuple[Any, Any]],
-    own: Any,
-    state: Any,
-    shared: Any,
+  workers: Workers,
+  fun: Callable[..., tuple[Any, Any]],
+  own: Any,
+  state: Any,
+  shared: Any,
 ) -> tuple[Any, Any]:
   """As `run`, without communication, of stacked arrays or those of one worker.
 
@@ -147,7 +153,7 @@ def run_alone(
   _ = workers.count  # an error where the axis is not mapped
   if workers.stacked_gradients:
     mapped = jax.vmap(
-        fun, in_axes=(0, 0, None), spmd_axis_name=workers.spmd_axis_name
+      fun, in_axes=(0, 0, None), spmd_axis_name=workers.spmd_axis_name
     )
     with context(workers):
       return mapped(own, state, shared)
@@ -200,7 +206,7 @@ def _copies(workers: Workers, x: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def bucket_zeros(
-    workers: Workers, types: tuple[jax.ShapeDtypeStruct, ...]
+  workers: Workers, types: tuple[jax.ShapeDtypeStruct, ...]
 ) -> list[jax.Array]:
   """Returns zeros of `Workers.bucket_shape` of each, allocated sharded."""
   shapes = [workers.bucket_shape(x.shape) for x in types]
@@ -216,7 +222,7 @@ def bucket_zeros(
   if workers.mesh is None:
     return [vary(x, workers.axis) for x in zeros()]
   return jax.shard_map(
-      zeros, mesh=workers.mesh, in_specs=(), out_specs=[spec] * len(types)
+    zeros, mesh=workers.mesh, in_specs=(), out_specs=[spec] * len(types)
   )()
 
 
@@ -280,11 +286,11 @@ def reshard(workers: Workers, x: jax.Array, spec: P) -> jax.Array:
 
 
 def _simulate(
-    workers: Workers,
-    fun: Callable[..., list[Any]],
-    flat: Sequence[Any],
-    ins: Sequence[Spec],
-    outs: Sequence[Spec],
+  workers: Workers,
+  fun: Callable[..., list[Any]],
+  flat: Sequence[Any],
+  ins: Sequence[Spec],
+  outs: Sequence[Spec],
 ) -> list[Any]:
   """Runs a function of one device under a `vmap` for each axis of devices.
 
@@ -307,11 +313,11 @@ def _simulate(
     # out_axes=None holds because what was gathered is the same for all: merging
     # is done once, not once per worker.
     mapped = jax.vmap(
-        mapped,
-        in_axes=(0, *(position(s, name) for s in ins)),
-        out_axes=[position(s, name) for s in outs],
-        axis_name=name,
-        axis_size=sizes[name],
+      mapped,
+      in_axes=(0, *(position(s, name) for s in ins)),
+      out_axes=[position(s, name) for s in outs],
+      axis_name=name,
+      axis_size=sizes[name],
     )
   # Something has to be mapped over every axis.
   numbers = jnp.zeros([*sizes.values()], jnp.int32)

@@ -43,11 +43,11 @@ class ParamSpecs:
 
   @classmethod
   def of(
-      cls, specs: Any, axis_sizes: Mapping[str, int], worker_axis: str
+    cls, specs: Any, axis_sizes: Mapping[str, int], worker_axis: str
   ) -> 'ParamSpecs':
     """Checks a tree of `PartitionSpec`; see `Workers.on_mesh`."""
     flat = jax.tree_util.tree_flatten_with_path(
-        specs, is_leaf=lambda x: x is None or isinstance(x, P)
+      specs, is_leaf=lambda x: x is None or isinstance(x, P)
     )[0]
     found = []
     for path, spec in flat:
@@ -55,15 +55,15 @@ class ParamSpecs:
       spec = P() if spec is None else spec
       if not isinstance(spec, P):
         raise TypeError(
-            f'param_specs has {spec!r} for {name}: it must be a'
-            ' jax.sharding.PartitionSpec, or None for replicated.'
+          f'param_specs has {spec!r} for {name}: it must be a'
+          ' jax.sharding.PartitionSpec, or None for replicated.'
         )
       names, known = names_of(spec), ', '.join(axis_sizes) or 'none'
       if len({*names}) < len(names) or {*names} - {*axis_sizes}:
         raise ValueError(
-            f'The spec of {name} must name axes inside a worker'
-            f' ({known}), each once, got {spec}. Over the worker axis,'
-            f' {worker_axis!r}, parameters are replicated.'
+          f'The spec of {name} must name axes inside a worker'
+          f' ({known}), each once, got {spec}. Over the worker axis,'
+          f' {worker_axis!r}, parameters are replicated.'
         )
       found.append((path_keys(path), keep(spec, names)))
     return cls(tuple(found), tuple(axis_sizes.items()))
@@ -105,17 +105,17 @@ class ParamSpecs:
     if spec is None:
       known = ', '.join(map(dotted, self._specs)) or 'none'
       raise ValueError(
-          f'param_specs has nothing for the parameter {dotted(keys)}. Give a'
-          ' PartitionSpec for every parameter (P() for replicated), in a tree'
-          ' of their structure; demo_optax.param_specs takes it from a model.'
-          f' There are specs for {textwrap.shorten(known, 200)}.'
+        f'param_specs has nothing for the parameter {dotted(keys)}. Give a'
+        ' PartitionSpec for every parameter (P() for replicated), in a tree'
+        ' of their structure; demo_optax.param_specs takes it from a model.'
+        f' There are specs for {textwrap.shorten(known, 200)}.'
       )
     blocks = self._blocks(spec, shape)
     if blocks is None:
       raise ValueError(
-          f'The spec of {dotted(keys)} must divide its shape {shape}, got'
-          f' {spec} over axes of sizes {dict(self.all_sizes)}. Shard another'
-          ' dimension of it, or replicate it: P().'
+        f'The spec of {dotted(keys)} must divide its shape {shape}, got'
+        f' {spec} over axes of sizes {dict(self.all_sizes)}. Shard another'
+        ' dimension of it, or replicate it: P().'
       )
     axes = tuple(axis for axis in self.axes if axis in names_of(spec))
     return ParamSharding(keep(spec, axes), blocks, axes, spec)
@@ -125,9 +125,9 @@ class ParamSpecs:
     if is_bucket(keys):
       return self.bucket_spec
     parts = [
-        keys[start:stop]
-        for start in range(len(keys))
-        for stop in range(len(keys), start, -1)
+      keys[start:stop]
+      for start in range(len(keys))
+      for stop in range(len(keys), start, -1)
     ]
     for part in [*parts, ()]:
       spec = self._specs.get(part)
@@ -139,11 +139,11 @@ class ParamSpecs:
     """Returns the number of blocks of each dimension, None if it has none."""
     sizes = dict(self.all_sizes)
     blocks = tuple(
-        math.prod(sizes[axis] for axis in entry(spec, dim))
-        for dim in range(len(shape))
+      math.prod(sizes[axis] for axis in entry(spec, dim))
+      for dim in range(len(shape))
     )
     fits = len(spec) <= len(shape) and not any(
-        n % parts for n, parts in zip(shape, blocks)
+      n % parts for n, parts in zip(shape, blocks)
     )
     return blocks if fits else None
 
@@ -159,8 +159,8 @@ def entry(spec: P, dim: int) -> tuple[Any, ...]:
 def keep(spec: P, axes: Collection[Any]) -> P:
   """Returns the spec of these axes alone, in its shortest form."""
   entries = [
-      tuple(axis for axis in entry(spec, dim) if axis in axes) or None
-      for dim in range(len(spec))
+    tuple(axis for axis in entry(spec, dim) if axis in axes) or None
+    for dim in range(len(spec))
   ]
   while entries and entries[-1] is None:
     entries.pop()

@@ -40,12 +40,12 @@ class PartedStep:
   """A step, as compiled parts with exchanges between them."""
 
   def __init__(
-      self,
-      closed: core.ClosedJaxpr,
-      wanted: Sequence[int] | None = None,
-      follows: bool = False,
-      donated: Sequence[int] = (),
-      build: Callable[..., Any] | None = None,
+    self,
+    closed: core.ClosedJaxpr,
+    wanted: Sequence[int] | None = None,
+    follows: bool = False,
+    donated: Sequence[int] = (),
+    build: Callable[..., Any] | None = None,
   ):
     """Cuts a step.
 
@@ -114,8 +114,10 @@ class PartedStep:
         plans = [PartedStep(b, wanted, self._follows) for b in _branches(eqn)]
         number = ins[: len(plans) > 1]  # of the branch
         ins = number + [
-            v for plan in plans
-            for v, used in zip(ins[len(number) :], plan.uses) if used
+          v
+          for plan in plans
+          for v, used in zip(ins[len(number) :], plan.uses)
+          if used
         ]
       elif not live & {*eqn.outvars} and (self._follows or not eqn.effects):
         continue
@@ -138,10 +140,10 @@ class PartedStep:
     return [rounds[depth] for depth in sorted(rounds)]
 
   def _cut(
-      self,
-      eqns: Sequence[_Equation],
-      outs: Sequence[Any],
-      build: Callable[..., Any],
+    self,
+    eqns: Sequence[_Equation],
+    outs: Sequence[Any],
+    build: Callable[..., Any],
   ) -> list[tuple[Any, list[Any], list[Any]]]:
     """Returns programs, one before each round, with their inputs and outputs.
 
@@ -174,16 +176,19 @@ class PartedStep:
         later &= {v for e in part if e.ins for v in e.eqn.outvars}
         later |= {v for of in read[number:-1] for v in of}
         out = [v for e in part for v in e.eqn.outvars if v in later]
-      body = core.jaxpr_as_fun(core.ClosedJaxpr(
+      body = core.jaxpr_as_fun(
+        core.ClosedJaxpr(
           self._jaxpr.replace(
-              constvars=[], invars=ins, outvars=out, eqns=[e.eqn for e in part]
-          ), []
-      ))
+            constvars=[], invars=ins, outvars=out, eqns=[e.eqn for e in part]
+          ),
+          [],
+        )
+      )
       parts.append((build(body, ins, out, is_last), ins, out))
     return parts
 
   def _jit(
-      self, part: Any, ins: Sequence[Any], outs: Sequence[Any], is_last: bool
+    self, part: Any, ins: Sequence[Any], outs: Sequence[Any], is_last: bool
   ) -> Any:
     """Returns a program; results of the last one take over input buffers."""
     forms = [_form(v) for v in outs if v not in ins] if is_last else []
@@ -223,7 +228,7 @@ def _branches(eqn: Any) -> Sequence[core.ClosedJaxpr]:
   if name in ('pjit', 'jit'):
     return [eqn.params['jaxpr']]
   raise ValueError(
-      'A step with Workers.remote must exchange outside of loops and of what is'
-      f' differentiated, got an exchange inside of {name!r}. Call the step once'
-      ' for each exchange.'
+    'A step with Workers.remote must exchange outside of loops and of what is'
+    f' differentiated, got an exchange inside of {name!r}. Call the step once'
+    ' for each exchange.'
   )

@@ -70,10 +70,10 @@ class Workers:
 
   @classmethod
   def simulated(
-      cls,
-      num_workers: int,
-      param_specs: Any = None,
-      axis_sizes: Mapping[str, int] | None = None,
+    cls,
+    num_workers: int,
+    param_specs: Any = None,
+    axis_sizes: Mapping[str, int] | None = None,
   ) -> 'Workers':
     """Makes `num_workers` workers on one device, run by `jax.vmap`.
 
@@ -87,7 +87,7 @@ class Workers:
 
   @classmethod
   def on_mesh(
-      cls, mesh: Mesh, axis_name: str, param_specs: Any = None
+    cls, mesh: Mesh, axis_name: str, param_specs: Any = None
   ) -> 'Workers':
     """Makes a worker of each position of a mesh axis.
 
@@ -115,12 +115,12 @@ class Workers:
     """
     if axis_name not in mesh.axis_names:
       raise ValueError(
-          f'The mesh has no axis {axis_name!r}; its axes are {mesh.axis_names}.'
+        f'The mesh has no axis {axis_name!r}; its axes are {mesh.axis_names}.'
       )
     if len({*mesh.axis_types}) > 1:
       raise ValueError(
-          f'The axes {mesh.axis_names} of the mesh are of types'
-          f' {mesh.axis_types}: make all Auto or all Explicit.'
+        f'The axes {mesh.axis_names} of the mesh are of types'
+        f' {mesh.axis_types}: make all Auto or all Explicit.'
       )
     inner = {a: n for a, n in mesh.shape.items() if a != axis_name}
     specs = ParamSpecs.of(param_specs, inner, axis_name)
@@ -143,14 +143,14 @@ class Workers:
 
   @classmethod
   def remote(
-      cls,
-      address: str,
-      *,
-      rank: int,
-      count: int,
-      keys: str | None = None,
-      mesh: Mesh | None = None,
-      param_specs: Any = None,
+    cls,
+    address: str,
+    *,
+    rank: int,
+    count: int,
+    keys: str | None = None,
+    mesh: Mesh | None = None,
+    param_specs: Any = None,
   ) -> 'Workers':
     """Makes workers of separate programs, joined by a relay.
 
@@ -179,23 +179,23 @@ class Workers:
     """
     if not 0 <= rank < count:
       raise ValueError(
-          f'rank must be from 0 to {count - 1}, for count={count} workers, got'
-          f' {rank}.'
+        f'rank must be from 0 to {count - 1}, for count={count} workers, got'
+        f' {rank}.'
       )
     if re.fullmatch(r'tcp://.+:\d+', address) is None:
       raise ValueError(
-          'address must be that of a relay, such as tcp://127.0.0.1:7077, got'
-          f' {address!r}. Start one: python -m demo_optax.remote.'
+        'address must be that of a relay, such as tcp://127.0.0.1:7077, got'
+        f' {address!r}. Start one: python -m demo_optax.remote.'
       )
     if importlib.util.find_spec('zmq') is None:
       raise ImportError(
-          "Workers.remote needs ZeroMQ: pip install 'demo_optax[remote]'."
+        "Workers.remote needs ZeroMQ: pip install 'demo_optax[remote]'."
       )
     remote = Remote(address, rank, None if keys is None else str(keys))
     if mesh is not None and {*mesh.axis_types} != {AxisType.Auto}:
       raise ValueError(
-          f'mesh must have axes of type Auto, got {mesh}. Make it with'
-          ' axis_types=(jax.sharding.AxisType.Auto,) * n.'
+        f'mesh must have axes of type Auto, got {mesh}. Make it with'
+        ' axis_types=(jax.sharding.AxisType.Auto,) * n.'
       )
     specs = ParamSpecs.of(param_specs, mesh.shape if mesh else {}, 'workers')
     return cls('remote', 'workers', count, mesh, specs, remote)
@@ -203,10 +203,10 @@ class Workers:
   def __repr__(self) -> str:
     address, rank, _ = self.relay or (None, None, None)
     given = {
-        'simulated': f'{self.num_workers}',
-        'on_mesh': f'{self.mesh}, {self.axis_name!r}',
-        'on_axis': f'{self.axis_name!r}',
-        'remote': f'{address!r}, rank={rank}, count={self.num_workers}',
+      'simulated': f'{self.num_workers}',
+      'on_mesh': f'{self.mesh}, {self.axis_name!r}',
+      'on_axis': f'{self.axis_name!r}',
+      'remote': f'{address!r}, rank={rank}, count={self.num_workers}',
     }[self.kind]
     return f'Workers.{self.kind}({given}{self.param_specs})'
 
@@ -219,9 +219,9 @@ class Workers:
       return jax.lax.axis_size(self.axis_name)
     except NameError as error:
       raise ValueError(
-          f'The axis {self.axis_name!r} is not mapped here. With'
-          ' Workers.on_axis, call this inside jax.shard_map, jax.vmap or'
-          ' jax.pmap over that axis; for plain jit, use Workers.on_mesh.'
+        f'The axis {self.axis_name!r} is not mapped here. With'
+        ' Workers.on_axis, call this inside jax.shard_map, jax.vmap or'
+        ' jax.pmap over that axis; for plain jit, use Workers.on_mesh.'
       ) from error
 
   @property
@@ -308,7 +308,7 @@ def put(x: Any, sharding: NamedSharding) -> Any:
   if isinstance(x, jax.ShapeDtypeStruct):
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
   there = isinstance(x, jax.Array) and (
-      isinstance(x, jax.core.Tracer) or not x.is_fully_addressable
+    isinstance(x, jax.core.Tracer) or not x.is_fully_addressable
   )
   if there or sharding.is_fully_addressable:
     return jax.device_put(x, sharding)

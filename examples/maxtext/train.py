@@ -67,8 +67,9 @@ class Exchange:
 
 def split_arguments(argv: Sequence[str]) -> tuple[Exchange, list[str]]:
   """Splits a command line into what is read here and what MaxText reads."""
-  types = {field.name: type(field.default) for field in dataclasses.fields(
-      Exchange)}
+  types = {
+    field.name: type(field.default) for field in dataclasses.fields(Exchange)
+  }
   ours, rest = {}, []
   for argument in argv:
     found = re.fullmatch(r'demo_(\w+)=(.*)', argument)
@@ -80,8 +81,7 @@ def split_arguments(argv: Sequence[str]) -> tuple[Exchange, list[str]]:
       try:
         ours[name] = types[name](found[2])
       except ValueError:
-        raise ValueError(
-            f'{argument}: not {types[name].__name__!r}.') from None
+        raise ValueError(f'{argument}: not {types[name].__name__!r}.') from None
   for name in ('chunk_size', 'values'):
     if ours.get('optimizer') == 'demo_muon' and name in ours:
       raise ValueError(f'demo_{name} is not read by demo_optimizer=demo_muon.')
@@ -89,64 +89,71 @@ def split_arguments(argv: Sequence[str]) -> tuple[Exchange, list[str]]:
 
 
 def make_optimizer(
-    exchange: Exchange,
-    config: Any,
-    learning_rate: optax.Schedule,
-    model: nnx.Module,
-    workers: demo_optax.Workers,
+  exchange: Exchange,
+  config: Any,
+  learning_rate: optax.Schedule,
+  model: nnx.Module,
+  workers: demo_optax.Workers,
 ) -> optax.GradientTransformation:
   """Makes the optimizer of MaxText's configuration around an exchange."""
   shared = {
-      'workers': workers,
-      'decay': exchange.decay,
-      'weight_decay': config.adam_weight_decay,
-      'exchange': exchange.kind,
+    'workers': workers,
+    'decay': exchange.decay,
+    'weight_decay': config.adam_weight_decay,
+    'exchange': exchange.kind,
   }
   if exchange.optimizer == 'demo':
     tx = demo_optax.demo(
-        learning_rate,
-        weight_decay_mask=optimizers.get_adamw_mask(config),
-        compressor=demo_optax.dct_topk(
-            exchange.chunk_size, exchange.topk, values=exchange.values),
-        **shared)
+      learning_rate,
+      weight_decay_mask=optimizers.get_adamw_mask(config),
+      compressor=demo_optax.dct_topk(
+        exchange.chunk_size, exchange.topk, values=exchange.values
+      ),
+      **shared,
+    )
   elif exchange.optimizer == 'demo_muon':
     if config.adamw_mask:
       raise ValueError('adamw_mask is not read by demo_optimizer=demo_muon.')
     dimensions = muon_utils.get_muon_weight_dimension_numbers(model, config)
     tx = demo_optax.demo_muon(
-        learning_rate,
-        compressor=functools.partial(
-            demo_optax.recipes.muon_compressors,
-            topk=exchange.topk,
-            muon_weight_dimension_numbers=dimensions),
+      learning_rate,
+      compressor=functools.partial(
+        demo_optax.recipes.muon_compressors,
+        topk=exchange.topk,
         muon_weight_dimension_numbers=dimensions,
-        adam_weight_decay=config.adam_weight_decay,
-        **shared)
+      ),
+      muon_weight_dimension_numbers=dimensions,
+      adam_weight_decay=config.adam_weight_decay,
+      **shared,
+    )
   else:
-    raise ValueError(f"demo_optimizer={exchange.optimizer}: not 'demo' or"
-                     " 'demo_muon'.")
+    raise ValueError(
+      f"demo_optimizer={exchange.optimizer}: not 'demo' or 'demo_muon'."
+    )
   if config.skip_step_on_spikes:
-    tx = decided_by_all(optimizers.skip_step_on_spikes(
-        tx, config.skip_step_interval, config.skip_step_scaling_factor))
+    tx = decided_by_all(
+      optimizers.skip_step_on_spikes(
+        tx, config.skip_step_interval, config.skip_step_scaling_factor
+      )
+    )
   if config.trainable_parameters_mask:
     tx = only_trainable(tx, config.trainable_parameters_mask)
   return tx
 
 
 def decided_by_all(
-    tx: optax.GradientTransformationExtraArgs,
+  tx: optax.GradientTransformationExtraArgs,
 ) -> optax.GradientTransformationExtraArgs:
   """Gives `tx` the mean loss and gradient norm, not those of one worker."""
 
   def update(updates, state, params=None, **numbers):
-    return tx.update(
-        updates, state, params, **demo_optax.over_workers(numbers))
+    return tx.update(updates, state, params, **demo_optax.over_workers(numbers))
 
   return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
 def only_trainable(
-    tx: optax.GradientTransformation, patterns: Sequence[str]
+  tx: optax.GradientTransformation, patterns: Sequence[str]
 ) -> optax.GradientTransformation:
   """Freezes the parameters whose path none of the patterns is found in."""
 
@@ -156,21 +163,24 @@ def only_trainable(
     return 'trainable' if found else 'frozen'
 
   return optax.partition(
-      {'trainable': tx, 'frozen': optax.set_to_zero()},
-      lambda params: jax.tree_util.tree_map_with_path(label, params))
+    {'trainable': tx, 'frozen': optax.set_to_zero()},
+    lambda params: jax.tree_util.tree_map_with_path(label, params),
+  )
 
 
 def make_workers(
-    config: Any, model: nnx.Module, mesh: jax.sharding.Mesh
+  config: Any, model: nnx.Module, mesh: jax.sharding.Mesh
 ) -> demo_optax.Workers:
   """Makes a worker of each slice, sharded inside as MaxText shards it."""
   if mesh.shape.get(AXIS, 1) == 1:
     raise ValueError(
-        f'The axis {AXIS!r} of the mesh has one slice: say how many workers'
-        f' there are, dcn_{AXIS}_parallelism=2 (or ici_{AXIS}_parallelism).')
+      f'The axis {AXIS!r} of the mesh has one slice: say how many workers'
+      f' there are, dcn_{AXIS}_parallelism=2 (or ici_{AXIS}_parallelism).'
+    )
   with logical_axis_rules(config.logical_axis_rules):
     named = sharding.nnx_construct_named_sharding(
-        nnx.state(model, nnx.Param), mesh)
+      nnx.state(model, nnx.Param), mesh
+    )
   specs = jax.tree.map(lambda x: x.spec, named)
   return demo_optax.Workers.on_mesh(mesh, AXIS, specs)
 
@@ -178,29 +188,31 @@ def make_workers(
 def check_config(config: Any) -> None:
   """Raises if MaxText is asked for what would not be right with workers."""
   unfit = {
-      'enable_diloco': config.enable_diloco,
-      'shard_optimizer_over_data': config.shard_optimizer_over_data,
-      'optimizer_memory_host_offload': config.optimizer_memory_host_offload,
-      'parameter_memory_host_offload': config.parameter_memory_host_offload,
-      'moe_dropless_fallback': config.moe_dropless_fallback == 'step',
-      'routed_bias': config.routed_bias,
-      'use_qk_clip': config.use_qk_clip,
-      'elastic_enabled': config.elastic_enabled,
-      'compiled_trainstep_file': config.compiled_trainstep_file,
-      'per_device_batch_size': config.per_device_batch_size < 1,
+    'enable_diloco': config.enable_diloco,
+    'shard_optimizer_over_data': config.shard_optimizer_over_data,
+    'optimizer_memory_host_offload': config.optimizer_memory_host_offload,
+    'parameter_memory_host_offload': config.parameter_memory_host_offload,
+    'moe_dropless_fallback': config.moe_dropless_fallback == 'step',
+    'routed_bias': config.routed_bias,
+    'use_qk_clip': config.use_qk_clip,
+    'elastic_enabled': config.elastic_enabled,
+    'compiled_trainstep_file': config.compiled_trainstep_file,
+    'per_device_batch_size': config.per_device_batch_size < 1,
   }
   if found := [name for name, asked in unfit.items() if asked]:
     raise ValueError(f'Not with an exchange: {", ".join(found)}.')
   opt_type = getattr(config.opt_type, 'value', config.opt_type)
   if opt_type != 'adamw':
     raise ValueError(
-        f'opt_type={opt_type} has no effect with an exchange: leave it'
-        ' out, and say demo_optimizer=demo or demo_optimizer=demo_muon.')
+      f'opt_type={opt_type} has no effect with an exchange: leave it'
+      ' out, and say demo_optimizer=demo or demo_optimizer=demo_muon.'
+    )
   if not config.use_iota_embed:
     raise ValueError(
-        'Say use_iota_embed=true: a look-up in a table that is sharded inside'
-        ' of a worker may be compiled to one that sends embedded tokens from'
-        ' worker to worker.')
+      'Say use_iota_embed=true: a look-up in a table that is sharded inside'
+      ' of a worker may be compiled to one that sends embedded tokens from'
+      ' worker to worker.'
+    )
 
 
 @dataclasses.dataclass
@@ -231,21 +243,22 @@ def check_restored(state: Any, digests: set[bytes]) -> None:
   it was made: momenta of zeros, or of other chunks.
   """
   found = {
-      names_on(path): x
-      for path, x in jax.tree_util.tree_flatten_with_path(state)[0]
+    names_on(path): x
+    for path, x in jax.tree_util.tree_flatten_with_path(state)[0]
   }
   places = [names[:-2] for names in found if names[-2:] == ('layout', 'digest')]
   same = all(
-      np.asarray(found[*place, 'layout', 'digest']).tobytes() in digests
-      and int(found[*place, 'count']) > 0
-      for place in places
+    np.asarray(found[*place, 'layout', 'digest']).tobytes() in digests
+    and int(found[*place, 'count']) > 0
+    for place in places
   )
   if not same and int(found['optimizer', 'step']) > 0:
     raise ValueError(
-        'The momenta of the checkpoint are not those of this run: it was'
-        ' written with another demo_optimizer, another demo_chunk_size, or'
-        ' another mesh inside of a worker. Go on with the settings of then, or'
-        ' begin another run from its parameters (load_parameters_path).')
+      'The momenta of the checkpoint are not those of this run: it was'
+      ' written with another demo_optimizer, another demo_chunk_size, or'
+      ' another mesh inside of a worker. Go on with the settings of then, or'
+      ' begin another run from its parameters (load_parameters_path).'
+    )
 
 
 @contextlib.contextmanager
@@ -264,11 +277,13 @@ def installed(exchange: Exchange) -> Iterator[None]:
     specs = demo_optax.state_specs(tx, params, workers)
     flat = jax.tree_util.tree_flatten_with_path(specs)[0]
     layouts = layouts_in(jax.eval_shape(tx.init, params)).values()
-    runs[:] = [Run(
+    runs[:] = [
+      Run(
         workers,
         {names_on(path): spec for path, spec in flat},
         {layout.digest.tobytes() for layout in layouts},
-    )]
+      )
+    ]
     return tx
 
   def setup_training_state(*args, **kwargs):
@@ -281,7 +296,8 @@ def installed(exchange: Exchange) -> Iterator[None]:
   def get_abstract_state(config, mesh, init_state, is_training=True):
     """Returns shardings, with per-worker state on its worker."""
     state, annotations, _ = original_state(
-        config, mesh, init_state, is_training)
+      config, mesh, init_state, is_training
+    )
 
     def place(path, x):
       first, *rest = names_on(path)
@@ -289,7 +305,8 @@ def installed(exchange: Exchange) -> Iterator[None]:
         return x
       spec = runs[0].specs[tuple(rest[1:])]
       return jax.ShapeDtypeStruct(
-          x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+        x.shape, x.dtype, sharding=NamedSharding(mesh, spec)
+      )
 
     state = jax.tree_util.tree_map_with_path(place, state)
     shardings = maxtext_utils_nnx.nnx_extract_named_sharding(state)
@@ -303,13 +320,22 @@ def installed(exchange: Exchange) -> Iterator[None]:
     return NamedSharding(mesh, P((AXIS, *first), *rest))
 
   def jit_train_step(
-      config, model, state, state_shardings, data_sharding, train_step,
-      params_shardings, mesh=None):
+    config,
+    model,
+    state,
+    state_shardings,
+    data_sharding,
+    train_step,
+    params_shardings,
+    mesh=None,
+  ):
     step = functools.partial(
-        train_step, model, config, state_shardings, params_shardings)
+      train_step, model, config, state_shardings, params_shardings
+    )
 
     @demo_optax.data_parallel(
-        runs[0].workers, batch_argnames='data', donate_argnames='state')
+      runs[0].workers, batch_argnames='data', donate_argnames='state'
+    )
     def one_workers_step(state, data):
       state, metrics = step(state, data)
       return state, settled(metrics, runs[0].workers.count)
@@ -317,12 +343,12 @@ def installed(exchange: Exchange) -> Iterator[None]:
     return one_workers_step
 
   replaced = [
-      (optimizers, 'get_optimizer', get_optimizer),
-      (maxtext_utils, 'get_abstract_state', get_abstract_state),
-      (maxtext_utils, 'setup_training_state', setup_training_state),
-      (sharding, 'get_input_data_sharding', get_input_data_sharding),
-      (data_loader, 'get_input_data_sharding', get_input_data_sharding),
-      (train_utils, 'jit_train_step', jit_train_step),
+    (optimizers, 'get_optimizer', get_optimizer),
+    (maxtext_utils, 'get_abstract_state', get_abstract_state),
+    (maxtext_utils, 'setup_training_state', setup_training_state),
+    (sharding, 'get_input_data_sharding', get_input_data_sharding),
+    (data_loader, 'get_input_data_sharding', get_input_data_sharding),
+    (train_utils, 'jit_train_step', jit_train_step),
   ]
   with contextlib.ExitStack() as stack:
     for module, name, new in replaced:
@@ -338,9 +364,10 @@ def settled(metrics: Any, num_workers: int) -> Any:
   there is one reduction for all, after everything else.
   """
   scalars = {
-      name: x if jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-      else jnp.asarray(x, jnp.float32) * num_workers
-      for name, x in metrics['scalar'].items()
+    name: x
+    if jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+    else jnp.asarray(x, jnp.float32) * num_workers
+    for name, x in metrics['scalar'].items()
   }
   return {**metrics, 'scalar': scalars}
 

@@ -31,13 +31,13 @@ class Trainer(peft_trainer.PeftTrainer):
   """
 
   def __init__(
-      self,
-      model: nnx.Module,
-      optimizer: Any,
-      training_config: peft_trainer.TrainingConfig,
-      *,
-      workers: demo_optax.Workers,
-      **options: Any,
+    self,
+    model: nnx.Module,
+    optimizer: Any,
+    training_config: peft_trainer.TrainingConfig,
+    *,
+    workers: demo_optax.Workers,
+    **options: Any,
   ):
     self.workers = workers
     # What is restored goes to where it was before.
@@ -45,7 +45,7 @@ class Trainer(peft_trainer.PeftTrainer):
     super().__init__(model, optimizer, training_config, **options)
 
   def jit_train_and_eval_step(
-      self, skip_jit: bool = False, cache_nnx_graph: bool = False
+    self, skip_jit: bool = False, cache_nnx_graph: bool = False
   ) -> tuple[Any, Any]:
     """Compiles the training step for all workers, and evaluation as before.
 
@@ -58,12 +58,14 @@ class Trainer(peft_trainer.PeftTrainer):
       raise ValueError('The step of one worker is always compiled.')
     if self._jitted_train_step_fn is None:
       step = demo_optax.data_parallel(
-          self.workers, batch_argnames='inputs', donate_argnames='optimizer'
+        self.workers, batch_argnames='inputs', donate_argnames='optimizer'
       )(self.create_train_step_fn())
       self._jitted_train_step_fn = functools.partial(
-          _Counted(step), self.model, self.optimizer)
+        _Counted(step), self.model, self.optimizer
+      )
       self._jitted_eval_step_fn = functools.partial(
-          nnx.jit(self.create_eval_step_fn()), self.model)
+        nnx.jit(self.create_eval_step_fn()), self.model
+      )
     return self._jitted_train_step_fn, self._jitted_eval_step_fn
 
 
@@ -85,7 +87,7 @@ def micro_batched(loss_fn: Any, number: int) -> Any:
       return loss_fn(nnx.merge(graphdef, state), *inputs, **named)
 
     micro = jax.tree.map(
-        lambda x: x.reshape(number, -1, *x.shape[1:]), (inputs, named)
+      lambda x: x.reshape(number, -1, *x.shape[1:]), (inputs, named)
     )
     return jax.lax.map(lambda micro: one(state, micro), micro).mean()
 

@@ -24,11 +24,11 @@ HERE = pathlib.Path(__file__).parent
 # By target: XLA's name of the devices, how many slices there are of them, and
 # the clock (from published peak FLOP/s, for milliseconds from cycles).
 TPUS = {
-    'v5e': ('v5e:2x4', 1, 1.5e9),
-    'v6e': ('v6e:2x4', 1, 1.75e9),
-    'v5p': ('v5p:2x2x1', 1, 1.75e9),
-    'v6e 8x16': ('v6e:8x16', 1, 1.75e9),  # 64 workers are merged in a loop
-    'two slices of v5e': ('v5e:2x2', 2, 1.5e9),
+  'v5e': ('v5e:2x4', 1, 1.5e9),
+  'v6e': ('v6e:2x4', 1, 1.75e9),
+  'v5p': ('v5p:2x2x1', 1, 1.75e9),
+  'v6e 8x16': ('v6e:8x16', 1, 1.75e9),  # 64 workers are merged in a loop
+  'two slices of v5e': ('v5e:2x2', 2, 1.5e9),
 }
 H100S = {'h100': 8, '64 h100': 64}
 TARGETS = (*TPUS, *H100S)
@@ -60,25 +60,38 @@ class Program:
 
 
 PROGRAMS = {
-    'v5e': (Program(), Program(groups=True), Program('demo_muon', 'all_to_all', 2)),
-    'v6e': (Program('demo', 'all_to_all', 2),),
-    'v5p': (Program('demo_muon', 'all_gather', 2),),
-    'v6e 8x16': (Program(inside=2, groups=True),),
-    'two slices of v5e': (
-        Program('demo', 'all_gather', 4, train=True), Program('demo_muon', 'all_to_all', 4)),
-    'h100': (
-        Program(), Program(groups=True), Program('demo', 'all_to_all', 2),
-        Program('demo_muon', 'all_gather', 2), Program('demo_muon', 'all_to_all')),
-    '64 h100': (Program(), Program(groups=True)),
+  'v5e': (
+    Program(),
+    Program(groups=True),
+    Program('demo_muon', 'all_to_all', 2),
+  ),
+  'v6e': (Program('demo', 'all_to_all', 2),),
+  'v5p': (Program('demo_muon', 'all_gather', 2),),
+  'v6e 8x16': (Program(inside=2, groups=True),),
+  'two slices of v5e': (
+    Program('demo', 'all_gather', 4, train=True),
+    Program('demo_muon', 'all_to_all', 4),
+  ),
+  'h100': (
+    Program(),
+    Program(groups=True),
+    Program('demo', 'all_to_all', 2),
+    Program('demo_muon', 'all_gather', 2),
+    Program('demo_muon', 'all_to_all'),
+  ),
+  '64 h100': (Program(), Program(groups=True)),
 }
 
 
 def gpt(layers, width, vocabulary, positions):
   """Shapes of the parameters."""
   layer = {
-      'norm1': (width,), 'norm2': (width,), 'qkv': (width, 3 * width),
-      'proj': (width, width), 'up': (width, 4 * width),
-      'down': (4 * width, width),
+    'norm1': (width,),
+    'norm2': (width,),
+    'qkv': (width, 3 * width),
+    'proj': (width, width),
+    'up': (width, 4 * width),
+    'down': (4 * width, width),
   }
   shapes = {'tokens': (vocabulary, width), 'positions': (positions, width)}
   for number in range(layers):
@@ -87,14 +100,18 @@ def gpt(layers, width, vocabulary, positions):
 
 
 TREES = {
-    # 0.8 M parameters in few leaves: a leaf costs a second to compile. Chunks
-    # have sides that are multiples of 16, also of two devices: others XLA:GPU
-    # 0.10.2 does not compile where it cannot time tiles (autotune_level=0).
-    'small': lambda: {
-        'tokens': (1024, 256), 'up': (256, 1024), 'bias': (1024,),
-        'down': (1024, 256), 'norm': (256,), 'odd': (384, 96),
-    },
-    '42M': lambda: gpt(8, 512, 32_000, 1024),
+  # 0.8 M parameters in few leaves: a leaf costs a second to compile. Chunks
+  # have sides that are multiples of 16, also of two devices: others XLA:GPU
+  # 0.10.2 does not compile where it cannot time tiles (autotune_level=0).
+  'small': lambda: {
+    'tokens': (1024, 256),
+    'up': (256, 1024),
+    'bias': (1024,),
+    'down': (1024, 256),
+    'norm': (256,),
+    'odd': (384, 96),
+  },
+  '42M': lambda: gpt(8, 512, 32_000, 1024),
 }
 
 
@@ -103,13 +120,21 @@ def environment(target, out):
   found = dict(os.environ)
   for name in ('JAX_COMPILATION_CACHE_DIR', 'LIBTPU_INIT_ARGS'):
     found.pop(name, None)
-  found |= {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': '', 'TF_CPP_MIN_LOG_LEVEL': '2'}
+  found |= {
+    'JAX_PLATFORMS': 'cpu',
+    'XLA_FLAGS': '',
+    'TF_CPP_MIN_LOG_LEVEL': '2',
+  }
   if target in H100S:
     found |= {
-        'JAX_PLATFORMS': '', 'JAX_SKIP_CUDA_CONSTRAINTS_CHECK': '1',
-        'CUDA_VISIBLE_DEVICES': '', 'XLA_FLAGS': (
-            f'--xla_gpu_autotune_level=0 --xla_dump_to={out}/dump'
-            ' --xla_dump_hlo_module_re=jit_demo.*')}
+      'JAX_PLATFORMS': '',
+      'JAX_SKIP_CUDA_CONSTRAINTS_CHECK': '1',
+      'CUDA_VISIBLE_DEVICES': '',
+      'XLA_FLAGS': (
+        f'--xla_gpu_autotune_level=0 --xla_dump_to={out}/dump'
+        ' --xla_dump_hlo_module_re=jit_demo.*'
+      ),
+    }
   return found
 
 
@@ -118,15 +143,21 @@ def devices(target):
   from jax.experimental import topologies
 
   if target in H100S:
-    return np.array(topologies.get_topology_desc(
-        '', 'cuda', topology=f'1x{H100S[target]}x1',
-        target_config=(HERE / 'h100.txtpb').read_text()).devices)
+    return np.array(
+      topologies.get_topology_desc(
+        '',
+        'cuda',
+        topology=f'1x{H100S[target]}x1',
+        target_config=(HERE / 'h100.txtpb').read_text(),
+      ).devices
+    )
   name, slices, _ = TPUS[target]
   more = {} if slices == 1 else {'num_slices': slices}
   found = topologies.get_topology_desc(name, 'tpu', **more).devices
   # Slices are workers: theirs is the outermost axis.
-  return np.array(sorted(found, key=lambda d: (
-      getattr(d, 'slice_index', 0) or 0, d.id)))
+  return np.array(
+    sorted(found, key=lambda d: (getattr(d, 'slice_index', 0) or 0, d.id))
+  )
 
 
 def mesh_of(target, inside):
@@ -134,8 +165,10 @@ def mesh_of(target, inside):
 
   found = devices(target)
   return jax.sharding.Mesh(
-      found.reshape(-1, inside), ('data', 'fsdp'),
-      axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    found.reshape(-1, inside),
+    ('data', 'fsdp'),
+    axis_types=(jax.sharding.AxisType.Auto,) * 2,
+  )
 
 
 def lower(program, mesh, shapes):
@@ -149,24 +182,38 @@ def lower(program, mesh, shapes):
   import demo_optax
 
   specs = {
-      name: P() if program.inside == 1 or shape[0] % program.inside
-      or len(shape) == 1 else P('fsdp') for name, shape in shapes.items()}
+    name: P()
+    if program.inside == 1 or shape[0] % program.inside or len(shape) == 1
+    else P('fsdp')
+    for name, shape in shapes.items()
+  }
   workers = demo_optax.Workers.on_mesh(mesh, 'data', specs)
 
   def place(tree, specs, lead=()):
     return jax.tree.map(
-        lambda x, spec: jax.ShapeDtypeStruct(
-            (*lead, *x.shape), x.dtype, sharding=NamedSharding(
-                mesh, P(*['data'] * len(lead), *spec))), tree, specs)
+      lambda x, spec: jax.ShapeDtypeStruct(
+        (*lead, *x.shape),
+        x.dtype,
+        sharding=NamedSharding(mesh, P(*['data'] * len(lead), *spec)),
+      ),
+      tree,
+      specs,
+    )
 
-  plain = {name: jax.ShapeDtypeStruct(shape, jnp.float32)
-           for name, shape in shapes.items()}
+  plain = {
+    name: jax.ShapeDtypeStruct(shape, jnp.float32)
+    for name, shape in shapes.items()
+  }
   make = getattr(demo_optax, program.recipe)
-  tx = make(0.001, workers=workers, exchange=program.exchange,
-            compressor=compressor_of(program, plain))
+  tx = make(
+    0.001,
+    workers=workers,
+    exchange=program.exchange,
+    compressor=compressor_of(program, plain),
+  )
   state = place(
-      jax.eval_shape(tx.init, plain),
-      demo_optax.state_specs(tx, plain, workers))
+    jax.eval_shape(tx.init, plain), demo_optax.state_specs(tx, plain, workers)
+  )
   params = place(plain, specs)
 
   def from_gradients(params, state, gradients):
@@ -188,8 +235,10 @@ def lower(program, mesh, shapes):
     from_batch.__name__ = program.name
     step = demo_optax.data_parallel(workers)(from_batch)
     batch = jax.ShapeDtypeStruct(
-        (64, shapes['tokens'][0]), jnp.float32,
-        sharding=NamedSharding(mesh, P(('data', 'fsdp'))))
+      (64, shapes['tokens'][0]),
+      jnp.float32,
+      sharding=NamedSharding(mesh, P(('data', 'fsdp'))),
+    )
   else:
     from_gradients.__name__ = program.name
     step = jax.jit(from_gradients, donate_argnums=(0, 1))
@@ -216,8 +265,12 @@ def planned(program, workers, plain):
   values = {'demo': 'ternary', 'demo_muon': 'int4'}[program.recipe]
   owners = program.exchange == 'all_to_all'
   found = demo_optax.plan(
-      plain, compressor_of(program, plain), workers, exchange=program.exchange,
-      update_values=values if owners else None)
+    plain,
+    compressor_of(program, plain),
+    workers,
+    exchange=program.exchange,
+    update_values=values if owners else None,
+  )
   return found.device_bytes['data',]
 
 
@@ -232,9 +285,11 @@ def read(program, target, compiled, mesh, params, out):
   slices = TPUS[target][1] if target in TPUS else 1
   across, inside = reading.transfers(text, mesh, 'data', slices)
   found = {
-      'across': across, 'inside': inside, **reading.operations(module),
-      'temporaries': memory.temp_size_in_bytes / (4 * params),
-      'code': memory.generated_code_size_in_bytes,
+    'across': across,
+    'inside': inside,
+    **reading.operations(module),
+    'temporaries': memory.temp_size_in_bytes / (4 * params),
+    'code': memory.generated_code_size_in_bytes,
   }
   if target in TPUS:
     found['cycles'] = reading.cycles(module)
@@ -243,7 +298,9 @@ def read(program, target, compiled, mesh, params, out):
     found['padding'] = added / (4 * params)
     found['bytes'] = compiled.cost_analysis()['bytes accessed'] / params
     return found
-  [thunks] = sorted(out.glob(f'dump/*jit_{program.name}.thunk_sequence.txt'))[-1:]
+  [thunks] = sorted(out.glob(f'dump/*jit_{program.name}.thunk_sequence.txt'))[
+    -1:
+  ]
   stem = thunks.name.removesuffix('.thunk_sequence.txt')
   ptx = [file.read_text() for file in out.glob(f'dump/{stem}.*ptx')]
   assert ptx
@@ -268,11 +325,16 @@ def compile_here(target, tree, out, only):
     compiled = lowered.compile()
     seconds = time.process_time() - middle
     found = {
-        'target': target, 'tree': tree, 'program': program.name,
-        'parameters': params, 'workers': workers.count,
-        'planned': planned(program, workers, plain),
-        'lower_seconds': middle - start, 'compile_seconds': seconds,
-        **read(program, target, compiled, mesh, params, out)}
+      'target': target,
+      'tree': tree,
+      'program': program.name,
+      'parameters': params,
+      'workers': workers.count,
+      'planned': planned(program, workers, plain),
+      'lower_seconds': middle - start,
+      'compile_seconds': seconds,
+      **read(program, target, compiled, mesh, params, out),
+    }
     (out / f'{program.name}.json').write_text(json.dumps(found, indent=2))
 
 
@@ -282,14 +344,28 @@ def run(target, out, tree='small', only=(), timeout=None):
   shutil.rmtree(out, ignore_errors=True)
   out.mkdir(parents=True)
   done = subprocess.run(
-      [sys.executable, __file__, target, '--tree', tree, '--out', out,
-       *(['--only', *only] if only else [])],
-      env=environment(target, out), capture_output=True, text=True,
-      timeout=timeout)
+    [
+      sys.executable,
+      __file__,
+      target,
+      '--tree',
+      tree,
+      '--out',
+      out,
+      *(['--only', *only] if only else []),
+    ],
+    env=environment(target, out),
+    capture_output=True,
+    text=True,
+    timeout=timeout,
+  )
   if done.returncode:
     raise RuntimeError(f'{target}: {done.stderr[-3000:]}')
-  return [json.loads((out / f'{program.name}.json').read_text())
-          for program in PROGRAMS[target] if not only or program.name in only]
+  return [
+    json.loads((out / f'{program.name}.json').read_text())
+    for program in PROGRAMS[target]
+    if not only or program.name in only
+  ]
 
 
 def key(found):
@@ -299,8 +375,18 @@ def key(found):
 
 # What costs: held below bounds.
 COSTS = (
-    'sorts', 'unsorted_scatters', 'loops', 'operations', 'launches', 'temporaries',
-    'code', 'bytes', 'cycles', 'padding', 'widest_padding', 'compile_seconds',
+  'sorts',
+  'unsorted_scatters',
+  'loops',
+  'operations',
+  'launches',
+  'temporaries',
+  'code',
+  'bytes',
+  'cycles',
+  'padding',
+  'widest_padding',
+  'compile_seconds',
 )
 
 

@@ -30,6 +30,7 @@ def transfers(text, mesh, axis, slices=1):
   found = []
   if slices > 1:
     import jax
+
     inner = {name: size for name, size in mesh.shape.items() if name != axis}
     inside_mesh = jax.sharding.AbstractMesh((*inner.values(),), (*inner,))
     for x, times in Module(text).kernels:
@@ -40,9 +41,9 @@ def transfers(text, mesh, axis, slices=1):
       size = times * size_of(dtype, dims)
       kind = kind[1].lower().replace('_', '-')
       received = {
-          'all-gather': (slices - 1) * size,
-          'all-to-all': size * (slices - 1) // slices,
-          'all-reduce': 2 * size * (slices - 1) // slices,
+        'all-gather': (slices - 1) * size,
+        'all-to-all': size * (slices - 1) // slices,
+        'all-reduce': 2 * size * (slices - 1) // slices,
       }[kind]
       found.append([kind, dtype, received, [f'{dtype}[{dims}]']])
   elsewhere = {}
@@ -61,19 +62,27 @@ def transfers(text, mesh, axis, slices=1):
 def operations(module):
   """Counts of what is slow or unordered where it is compiled in."""
   scatters = module.all('scatter')
-  exchange = [x for x in module.all('dot', 'convolution')
-              if re.search(r'op_name="[^"]*shard_map/[^"]*dot_general', x.attributes)]
+  exchange = [
+    x
+    for x in module.all('dot', 'convolution')
+    if re.search(r'op_name="[^"]*shard_map/[^"]*dot_general', x.attributes)
+  ]
   return {
-      'sorts': sum(times for x, times in module.kernels
-                   if x.op == 'sort' or _holds(module, x, 'sort')),
-      'unsorted_scatters': sum(
-          'indices_are_sorted=true' not in x.attributes for x in scatters),
-      'loops': len(module.all('while')),
-      'products_of_the_exchange': len(exchange),
-      'not_in_full_precision': sum(
-          'operand_precision={highest,highest}' not in x.attributes
-          for x in exchange),
-      'operations': sum(times for _, times in module.kernels),
+    'sorts': sum(
+      times
+      for x, times in module.kernels
+      if x.op == 'sort' or _holds(module, x, 'sort')
+    ),
+    'unsorted_scatters': sum(
+      'indices_are_sorted=true' not in x.attributes for x in scatters
+    ),
+    'loops': len(module.all('while')),
+    'products_of_the_exchange': len(exchange),
+    'not_in_full_precision': sum(
+      'operand_precision={highest,highest}' not in x.attributes
+      for x in exchange
+    ),
+    'operations': sum(times for _, times in module.kernels),
   }
 
 
@@ -127,8 +136,14 @@ def launches(thunks, module):
 
   A loop of a known number of turns runs its body so often and no condition.
   """
-  turns = iter([module.trips(x) for name in module.runs
-                for x in module.bodies[name].values() if x.op == 'while'])
+  turns = iter(
+    [
+      module.trips(x)
+      for name in module.runs
+      for x in module.bodies[name].values()
+      if x.op == 'while'
+    ]
+  )
   total, outer = 0, []  # [indentation, turns, whether its body is read]
   for line in thunks.splitlines():
     indent, text = len(line) - len(line.lstrip()), line.strip()
@@ -145,16 +160,26 @@ def launches(thunks, module):
 
 
 _LAUNCHED = (
-    'kCustomKernel', 'kKernel', 'kGemm', 'kCublasLtMatmul', 'kCustomCall',
-    'kCopy', 'kMemset32BitValue', 'kMemzero', 'kCubSort',
+  'kCustomKernel',
+  'kKernel',
+  'kGemm',
+  'kCublasLtMatmul',
+  'kCustomCall',
+  'kCopy',
+  'kMemset32BitValue',
+  'kMemzero',
+  'kCubSort',
 )
 
 
 def moved(module):
   """Bytes that kernels read and write: operands and results."""
-  return sum(times * _moved(module, module.bodies[name], x)
-             for name, times in module.runs.items()
-             for x in module.bodies[name].values() if x.op not in FREE)
+  return sum(
+    times * _moved(module, module.bodies[name], x)
+    for name, times in module.runs.items()
+    for x in module.bodies[name].values()
+    if x.op not in FREE
+  )
 
 
 def _moved(module, body, x):
@@ -187,7 +212,9 @@ def _moved_by_fusion(body):
     total = 0.0
     for user in users[name]:
       first = bool(user.operands) and user.operands[0] == name
-      if user.op in ('slice', 'dynamic-slice') or (user.op == 'gather' and first):
+      if user.op in ('slice', 'dynamic-slice') or (
+        user.op == 'gather' and first
+      ):
         total += user.bytes
       elif user.op == 'bitcast' and not user.root:
         total += read(user.name, whole)
@@ -207,7 +234,7 @@ def _moved_by_fusion(body):
     if x.op == 'dynamic-update-slice':
       total += body[x.operands[1]].bytes
     elif x.op == 'scatter':
-      updates = x.operands[(len(x.operands) + 1) // 2:]
+      updates = x.operands[(len(x.operands) + 1) // 2 :]
       total += 2 * sum(body[name].bytes for name in updates)
     else:
       total += body[name].bytes
@@ -216,4 +243,6 @@ def _moved_by_fusion(body):
 
 def float_atomics(ptx):
   """Atomic additions of floating-point numbers, whose order is not fixed."""
-  return len(re.findall(r'\b(?:atom|red)\.[\w.:]*add[\w.]*\.(?:b?f\d+x?2?)\b', ptx))
+  return len(
+    re.findall(r'\b(?:atom|red)\.[\w.:]*add[\w.]*\.(?:b?f\d+x?2?)\b', ptx)
+  )

@@ -22,10 +22,17 @@ HERE = pathlib.Path(__file__).parent
 LINE = '.'.join(jax.__version__.split('.')[:2])
 BOUNDS = json.loads((HERE / 'bounds.json').read_text()).get(LINE, {})
 # How far above its bound a figure may be: CPU seconds depend on the machine.
-SLACK = {'compile_seconds': 4.0, 'temporaries': 1.02, 'code': 1.05,
-         'bytes': 1.02, 'cycles': 1.05, 'padding': 1.02}
+SLACK = {
+  'compile_seconds': 4.0,
+  'temporaries': 1.02,
+  'code': 1.05,
+  'bytes': 1.02,
+  'cycles': 1.05,
+  'padding': 1.02,
+}
 NEEDED = dict.fromkeys(programs.TPUS, 'libtpu') | dict.fromkeys(
-    programs.H100S, 'jax_plugins.xla_cuda12')
+  programs.H100S, 'jax_plugins.xla_cuda12'
+)
 
 
 @functools.cache
@@ -33,10 +40,14 @@ def compiled(target, folder):
   return {found['program']: found for found in programs.run(target, folder)}
 
 
-@pytest.fixture(params=[
-    (target, program) for target in programs.TARGETS
+@pytest.fixture(
+  params=[
+    (target, program)
+    for target in programs.TARGETS
     for program in programs.PROGRAMS[target]
-], ids=lambda chosen: f'{chosen[0]} {chosen[1].name}'.replace(' ', '_'))
+  ],
+  ids=lambda chosen: f'{chosen[0]} {chosen[1].name}'.replace(' ', '_'),
+)
 def program(request, tmp_path_factory):
   """A program, and what was found in it."""
   target, chosen = request.param
@@ -53,7 +64,10 @@ def program(request, tmp_path_factory):
 def test_what_crosses_the_worker_axis_is_what_plan_says(program):
   chosen, found = program
   messages = [x for x in found['across'] if x[1] == reading.WORDS]
-  hops = {'all_gather': ['all-gather'], 'all_to_all': ['all-gather', 'all-to-all']}
+  hops = {
+    'all_gather': ['all-gather'],
+    'all_to_all': ['all-gather', 'all-to-all'],
+  }
   # Sorted: a compiler may print a computation after those that follow it.
   assert sorted(kind for kind, *_ in messages) == hops[chosen.exchange]
   assert sum(received for _, _, received, _ in messages) == found['planned']
@@ -78,13 +92,17 @@ def test_costs_are_within_recorded_bounds(program):
   _, found = program
   bounds = BOUNDS[programs.key(found)]
   above = {
-      name: (found[name], bound) for name, bound in bounds.items()
-      if found[name] > bound * SLACK.get(name, 1)}
+    name: (found[name], bound)
+    for name, bound in bounds.items()
+    if found[name] > bound * SLACK.get(name, 1)
+  }
   assert not above
   # A bound that is far above what there is holds nothing.
   loose = {
-      name: (found[name], bound) for name, bound in bounds.items()
-      if name != 'compile_seconds' and found[name] < 0.8 * bound}
+    name: (found[name], bound)
+    for name, bound in bounds.items()
+    if name != 'compile_seconds' and found[name] < 0.8 * bound
+  }
   assert not loose
 
 
@@ -99,13 +117,19 @@ def test_loops_are_counted_by_their_turns():
   assert module.runs == {'main': 1, 'body': 5}
   assert reading.operations(module)['sorts'] == 5
   assert reading.cycles(module) == 500
-  assert reading.launches((TEXTS / 'thunks.txt').read_text(), module) == 1 + 5 * 2 + 1
+  assert (
+    reading.launches((TEXTS / 'thunks.txt').read_text(), module)
+    == 1 + 5 * 2 + 1
+  )
 
 
 def test_what_tiles_add_is_found():
   # [1, 2] in tiles of [8, 128]: 512 times; 8 x 100 is below 1.3 times.
   assert reading.padding(reading.Module(LOOP)) == (
-      64 * 2 * 4 * 511, 512, 'f32[64,1,2]{2,1,0:T(8,128)}')
+    64 * 2 * 4 * 511,
+    512,
+    'f32[64,1,2]{2,1,0:T(8,128)}',
+  )
 
 
 def test_transfers_between_slices_are_found():
@@ -123,5 +147,10 @@ def test_a_kernel_that_reads_a_part_moves_the_part():
 
 def test_atomics_are_found():
   assert reading.float_atomics('  atom.global.add.f32 %f1, [%rd1], %f2;') == 1
-  assert reading.float_atomics('  red.relaxed.gpu.global.add.noftz.bf16x2 [%rd1], %r2;') == 1
+  assert (
+    reading.float_atomics(
+      '  red.relaxed.gpu.global.add.noftz.bf16x2 [%rd1], %r2;'
+    )
+    == 1
+  )
   assert reading.float_atomics('  atom.global.add.u32 %r1, [%rd1], %r2;') == 0

@@ -37,16 +37,25 @@ pytestmark = pytest.mark.core
 
 N = 4
 SHAPES = {'matrix': (32, 48), 'padded': (37, 20), 'vector': (33,), 'scalar': ()}
-POWERS = {'matrix': (32, 48), 'kernel': (2, 8, 16), 'vector': (64,), 'scalar': ()}
+POWERS = {
+  'matrix': (32, 48),
+  'kernel': (2, 8, 16),
+  'vector': (64,),
+  'scalar': (),
+}
 
 TOPK = {
-    'dct': (demo_optax.dct_topk(16, 5, proportional=False), dct_matrix),
-    'rows': (demo_optax.dct_topk((1, 24), 5, proportional=False), dct_matrix),
-    'hadamard': (Compressor(TopK(5), Hadamard(), 16),
-                 lambda n: scipy.linalg.hadamard(n) / np.sqrt(n)),
-    'random': (Compressor(TopK(5), RandomOrthogonal(3), 16),
-               RandomOrthogonal(3).matrix),  # orthonormal: see below
-    'identity': (Compressor(TopK(5), Identity(), 16, 'int8'), np.eye),
+  'dct': (demo_optax.dct_topk(16, 5, proportional=False), dct_matrix),
+  'rows': (demo_optax.dct_topk((1, 24), 5, proportional=False), dct_matrix),
+  'hadamard': (
+    Compressor(TopK(5), Hadamard(), 16),
+    lambda n: scipy.linalg.hadamard(n) / np.sqrt(n),
+  ),
+  'random': (
+    Compressor(TopK(5), RandomOrthogonal(3), 16),
+    RandomOrthogonal(3).matrix,
+  ),  # orthonormal: see below
+  'identity': (Compressor(TopK(5), Identity(), 16, 'int8'), np.eye),
 }
 RATE = 0.11
 
@@ -68,10 +77,13 @@ def slicing_places(n, step):
 
 
 SUBSETS = {  # all workers send the same places of a chunk
-    'random_subset': (Compressor(RandomSubset(RATE, 2), Identity(), 16), random_places),
-    'striding': (Compressor(Striding(RATE), Identity(), 16), striding_places),
-    'slicing': (Compressor(Slicing(RATE), Identity(), 16), slicing_places),
-    'full': (demo_optax.compressors.full(), lambda n, step: np.arange(n)),
+  'random_subset': (
+    Compressor(RandomSubset(RATE, 2), Identity(), 16),
+    random_places,
+  ),
+  'striding': (Compressor(Striding(RATE), Identity(), 16), striding_places),
+  'slicing': (Compressor(Slicing(RATE), Identity(), 16), slicing_places),
+  'full': (demo_optax.compressors.full(), lambda n, step: np.arange(n)),
 }
 ALL = {name: code for name, (code, *_) in {**TOPK, **SUBSETS}.items()}
 
@@ -80,9 +92,15 @@ def oracle(name, shape, **rule):
   if name in SUBSETS:
     _, places = SUBSETS[name]
     return Oracle(shape, N, limit=16, basis=np.eye, places=places, **rule)
-  return Oracle(shape, N, limit=(1, 24) if name == 'rows' else 16, topk=5,
-                values='int8' if name == 'identity' else 'float32',
-                basis=TOPK[name][1], **rule)
+  return Oracle(
+    shape,
+    N,
+    limit=(1, 24) if name == 'rows' else 16,
+    topk=5,
+    values='int8' if name == 'identity' else 'float32',
+    basis=TOPK[name][1],
+    **rule,
+  )
 
 
 # test_oracle.py has the DCT.
@@ -91,13 +109,19 @@ def test_oracle(name, x64):
   """Several workers and steps, one of them left out for a while."""
   shapes = POWERS if name == 'hadamard' else SHAPES
   rule = {'decay': 0.9, 'alpha': 0.7, 'average': 'workers'}
-  mixed = ['dct', 'striding', 'full', 'identity']  # gathered and summed together
+  mixed = [
+    'dct',
+    'striding',
+    'full',
+    'identity',
+  ]  # gathered and summed together
   names = dict(zip(shapes, mixed if name == 'mixed' else [name] * 4))
   oracles = {k: oracle(names[k], s, **rule) for k, s in shapes.items()}
   workers = demo_optax.Workers.simulated(N)
   codes = {k: ALL[each] for k, each in names.items()}
   tx = demo_optax.scale_by_demo(
-      codes if name == 'mixed' else ALL[name], workers=workers, **rule)
+    codes if name == 'mixed' else ALL[name], workers=workers, **rule
+  )
   params = {k: jnp.zeros(s) for k, s in shapes.items()}
   state, update = tx.init(params), jax.jit(tx.update)
   rng = np.random.default_rng(0)
@@ -109,18 +133,27 @@ def test_oracle(name, x64):
     updates, state = update(gradients, state, params)
     for key, gradient in gradients.items():
       np.testing.assert_allclose(
-          updates[key], oracles[key].exchange(gradient), atol=1e-11,
-          err_msg=f'{key}, step {step}')
+        updates[key],
+        oracles[key].exchange(gradient),
+        atol=1e-11,
+        err_msg=f'{key}, step {step}',
+      )
     assert int(state.metrics['num_excluded']) == (step in (2, 3))
   kept = demo_optax.state.momentum(state)
   assert [*kept] == sorted(shapes)  # in the order of the parameters
   for key, known in oracles.items():
-    np.testing.assert_allclose(kept[key], known.m.reshape(kept[key].shape), atol=1e-11)
+    np.testing.assert_allclose(
+      kept[key], known.m.reshape(kept[key].shape), atol=1e-11
+    )
 
 
-@pytest.mark.parametrize('code', [
+@pytest.mark.parametrize(
+  'code',
+  [
     *(code for code, _ in SUBSETS.values()),
-    demo_optax.dct_topk(16, 5, values='int4')])
+    demo_optax.dct_topk(16, 5, values='int4'),
+  ],
+)
 def test_on_a_mesh(code):
   """The bytes of the plan in one collective; sums in another order."""
   shapes = {'matrix': (32, 48), 'vector': (64,)}
@@ -163,9 +196,19 @@ def test_slicing_does_not_overflow():
     np.testing.assert_array_equal(places(jnp.int32(step)), expected)
 
 
-@pytest.mark.parametrize('rate, n, k', [
-    (0.07, 100, 7), (0.29, 100, 29), (1 / 3, 3, 1), (1 / 49, 49, 1),
-    (0.11, 256, 29), (1e-7, 64, 1), (1, 5, 5), (0.9999, 5, 5)])
+@pytest.mark.parametrize(
+  'rate, n, k',
+  [
+    (0.07, 100, 7),
+    (0.29, 100, 29),
+    (1 / 3, 3, 1),
+    (1 / 49, 49, 1),
+    (0.11, 256, 29),
+    (1e-7, 64, 1),
+    (1, 5, 5),
+    (0.9999, 5, 5),
+  ],
+)
 def test_a_share_is_the_ceiling_of_what_is_written(rate, n, k):
   assert Striding(rate).count(n) == k
 
@@ -207,13 +250,19 @@ def guide():
   return names
 
 
-@pytest.mark.parametrize('make', [
+@pytest.mark.parametrize(
+  'make',
+  [
     lambda names: names['low_frequencies'](8),
-    lambda names: names['loudest_run'](8, 3)])
+    lambda names: names['loudest_run'](8, 3),
+  ],
+)
 def test_compressors_of_the_guide(guide, make):
   compressor = make(guide)
   workers = demo_optax.Workers.simulated(2)
-  tx = demo_optax.scale_by_demo(compressor, 0.0, workers=workers, average='workers')
+  tx = demo_optax.scale_by_demo(
+    compressor, 0.0, workers=workers, average='workers'
+  )
   params = {'w': jnp.zeros((16, 24)), 'b': jnp.zeros(20)}
   gradients = random_tree(0, {'w': (2, 16, 24), 'b': (2, 20)})
   updates, state = jax.jit(tx.update)(gradients, tx.init(params), params)
@@ -221,8 +270,8 @@ def test_compressors_of_the_guide(guide, make):
   for key, moment in kept.items():
     assert np.any(moment) and np.any(updates[key])
     np.testing.assert_allclose(
-        np.mean(moment, axis=0) + updates[key], gradients[key].mean(0),
-        atol=1e-6)
+      np.mean(moment, axis=0) + updates[key], gradients[key].mean(0), atol=1e-6
+    )
   shared = compressor.select.shared
   assert bool(demo_optax.plan(params, compressor, 2).summed_bytes) == shared
 
@@ -264,24 +313,35 @@ class At:
 
   def __call__(self, coefficients, step):
     return jnp.broadcast_to(
-        jnp.asarray(self.places, self.dtype), (len(coefficients), len(self.places)))
+      jnp.asarray(self.places, self.dtype),
+      (len(coefficients), len(self.places)),
+    )
 
 
 def update_of(select, basis, limit):
   """Returns the update, what is kept, and how many workers are excluded."""
   tx = demo_optax.scale_by_demo(
-      Compressor(select, basis, limit), 0.5, workers=demo_optax.Workers.simulated(2))
+    Compressor(select, basis, limit),
+    0.5,
+    workers=demo_optax.Workers.simulated(2),
+  )
   params = {'w': jnp.zeros((32, 64))}
   gradients = random_tree(0, {'w': (32, 64)}, lead=(2,))
   updates, state = jax.jit(tx.update)(gradients, tx.init(params), params)
-  return updates, state.worker_stacked.momentum, int(state.metrics['num_excluded'])
+  return (
+    updates,
+    state.worker_stacked.momentum,
+    int(state.metrics['num_excluded']),
+  )
 
 
 @pytest.mark.parametrize('shared', [False, True])
 def test_places_count_from_the_end_in_any_integer_type(shared):
   expected = update_of(At((1, 250), shared), Identity(), 16)
   assert_same_bits(update_of(At((-6, 1), shared), Identity(), 16), expected)
-  assert_same_bits(update_of(At((250, 1), shared, 'uint8'), Identity(), 16), expected)
+  assert_same_bits(
+    update_of(At((250, 1), shared, 'uint8'), Identity(), 16), expected
+  )
 
 
 @pytest.mark.parametrize('places', [(256,), (3, 300), (-257, 3)])
@@ -292,7 +352,9 @@ def test_a_place_beyond_the_chunk_excludes_the_worker(places):
   assert all(np.isfinite(x).all() for x in jax.tree.leaves(kept))
 
 
-@pytest.mark.parametrize('select', [RandomSubset(8 / 1024), At((5, 3), True, 'uint32')])
+@pytest.mark.parametrize(
+  'select', [RandomSubset(8 / 1024), At((5, 3), True, 'uint32')]
+)
 def test_shared_places_of_a_wide_type_go_through_a_transform(select, x64):
   updates, _, num_excluded = update_of(select, demo_optax.compressors.Dct(), 32)
   assert num_excluded == 0

@@ -14,8 +14,13 @@ pytestmark = pytest.mark.core
 
 GOLDEN = pathlib.Path(__file__).parents[1] / 'golden'
 FLOAT64 = [
-    'single_worker', 'two_workers', 'four_workers', 'odd_dims', 'all_coefficients',
-    'weight_decay_schedule']
+  'single_worker',
+  'two_workers',
+  'four_workers',
+  'odd_dims',
+  'all_coefficients',
+  'weight_decay_schedule',
+]
 
 
 def load(name):
@@ -33,17 +38,21 @@ def load(name):
 def replay(run, tree):
   """Yields (step, params, merged) of our run of the same gradients."""
   kwargs = {
-      'workers': demo_optax.Workers.simulated(int(run['workers'])),
-      'decay': float(run['decay']), 'compressor': demo_optax.dct_topk(
-          int(run['chunk']), int(run['topk']), padding=False, proportional=False)}
+    'workers': demo_optax.Workers.simulated(int(run['workers'])),
+    'decay': float(run['decay']),
+    'compressor': demo_optax.dct_topk(
+      int(run['chunk']), int(run['topk']), padding=False, proportional=False
+    ),
+  }
   rates = jnp.asarray(run['lr'])
   constant = len(set(run['lr'].tolist())) == 1
   rate = float(run['lr'][0]) if constant else lambda step: rates[step]
   tx = demo_optax.demo(rate, weight_decay=float(run['weight_decay']), **kwargs)
   # The same links up to the exchange show the merged momentum before the sign.
   head = optax.chain(
-      optax.scale_by_learning_rate(rate, flip_sign=False),
-      demo_optax.scale_by_demo(**kwargs))
+    optax.scale_by_learning_rate(rate, flip_sign=False),
+    demo_optax.scale_by_demo(**kwargs),
+  )
   params = jax.tree.map(jnp.asarray, tree('param0'))
   state, head_state = tx.init(params), head.init(params)
 

@@ -21,8 +21,11 @@ SHAPES = {'padded': (31, 37), 'short': (7,)}  # every leaf compiles
 LIMIT, TOPK = 16, 5
 COMPRESSOR = demo_optax.dct_topk(LIMIT, TOPK, proportional=False)
 RAW = demo_optax.Compressor(
-    demo_optax.compressors.TopK(TOPK), demo_optax.compressors.Identity(), LIMIT,
-    'int4')
+  demo_optax.compressors.TopK(TOPK),
+  demo_optax.compressors.Identity(),
+  LIMIT,
+  'int4',
+)
 RATES = {'learning_rate': 1e-2, 'b1': 0.9, 'b2': 0.95, 'weight_decay': 0.1}
 DECAY = 0.9
 TWO = demo_optax.Workers.simulated(2)
@@ -32,13 +35,21 @@ def make(method, workers, period=3):
   inner = optax.adamw(**RATES)
   kwargs = {'workers': workers, 'sync_period': period}
   if method == 'diloco':
-    return demo_optax.local.diloco(inner, outer_learning_rate=0.7, outer_momentum=0.9, **kwargs)
+    return demo_optax.local.diloco(
+      inner, outer_learning_rate=0.7, outer_momentum=0.9, **kwargs
+    )
   if method == 'sparse_loco':
     return demo_optax.local.sparse_loco(
-        inner, compressor=RAW, outer_learning_rate=0.8, decay=DECAY, **kwargs)
+      inner, compressor=RAW, outer_learning_rate=0.8, decay=DECAY, **kwargs
+    )
   return demo_optax.local.demo_diloco(
-      inner, compressor=COMPRESSOR, outer_learning_rate=0.7, decay=DECAY,
-      drift=method == 'drift', **kwargs)
+    inner,
+    compressor=COMPRESSOR,
+    outer_learning_rate=0.7,
+    decay=DECAY,
+    drift=method == 'drift',
+    **kwargs,
+  )
 
 
 METHODS = ['diloco', 'demo_diloco', 'drift', 'sparse_loco']
@@ -74,7 +85,8 @@ class Worker:
     self.m, self.v = b1 * self.m + (1 - b1) * g, b2 * self.v + (1 - b2) * g * g
     m, v = self.m / (1 - b1**self.t), self.v / (1 - b2**self.t)
     self.x = self.x - RATES['learning_rate'] * (
-        m / (np.sqrt(v) + 1e-8) + RATES['weight_decay'] * self.x)
+      m / (np.sqrt(v) + 1e-8) + RATES['weight_decay'] * self.x
+    )
 
 
 class Leaf:
@@ -86,8 +98,13 @@ class Leaf:
     self.own_s = [x] * workers
     values = {'values': 'int4', 'average': 'workers', 'basis': np.eye}
     self.exchange = Oracle(
-        x.shape, workers, limit=LIMIT, topk=TOPK, decay=DECAY,
-        **(values if method == 'sparse_loco' else {}))
+      x.shape,
+      workers,
+      limit=LIMIT,
+      topk=TOPK,
+      decay=DECAY,
+      **(values if method == 'sparse_loco' else {}),
+    )
 
   @property
   def x(self):
@@ -118,7 +135,10 @@ def make_step(tx, workers, pull=0.0, **options):
   """A step of one worker, whose gradient is its row of the batch."""
 
   def loss_fn(params, rows):
-    return sum(jnp.sum(x * row[0] + pull / 2 * x * x) for x, row in zip(params.values(), rows))
+    return sum(
+      jnp.sum(x * row[0] + pull / 2 * x * x)
+      for x, row in zip(params.values(), rows)
+    )
 
   step = helpers.make_step(tx, workers, loss_fn, batch_argnums=2, **options)
   return lambda *args: step(*args)[:2]
@@ -126,7 +146,9 @@ def make_step(tx, workers, pull=0.0, **options):
 
 def apart(params):
   """Largest difference between workers, over the parameters' size."""
-  return max(float(np.abs(x - x[:1]).max() / np.abs(x).max()) for x in params.values())
+  return max(
+    float(np.abs(x - x[:1]).max() / np.abs(x).max()) for x in params.values()
+  )
 
 
 @pytest.mark.parametrize('method', METHODS)
@@ -150,7 +172,9 @@ def test_oracle(method, x64):
         leaf.sync()
       shared = np.mean(leaf.own_s, axis=0) if method == 'drift' else leaf.s
       for got, expected in ((own[k], leaf.x), (params[k], shared)):
-        np.testing.assert_allclose(got, expected, atol=1e-10, rtol=0, err_msg=f'{k} {step}')
+        np.testing.assert_allclose(
+          got, expected, atol=1e-10, rtol=0, err_msg=f'{k} {step}'
+        )
     assert_same_bits(params, state.global_params)
     (after if is_end else between).append(apart(own))
     if is_end and method != 'drift':
@@ -170,7 +194,9 @@ def test_oracle(method, x64):
 def test_any_chain_with_an_exchange_is_an_outer_optimizer():
   """Some leaves exchanged sparsely, some averaged; pseudo-gradients clipped."""
   workers = demo_optax.Workers.simulated(3)
-  exchange = demo_optax.scale_by_demo({'padded': COMPRESSOR, 'short': None}, workers=workers)
+  exchange = demo_optax.scale_by_demo(
+    {'padded': COMPRESSOR, 'short': None}, workers=workers
+  )
   outer = optax.chain(optax.clip_by_global_norm(1e6), exchange, optax.sgd(1.0))
   tx = demo_optax.local.local_updates(optax.sgd(0.1), outer, 2, workers=workers)
   params = start()
@@ -186,9 +212,15 @@ def test_any_chain_with_an_exchange_is_an_outer_optimizer():
 # Who communicates -------------------------------------------------------------
 
 
-@pytest.mark.parametrize('method, kind', [
-    ('diloco', 'auto'), ('demo_diloco', 'auto'), ('demo_diloco', 'explicit'),
-    slow('drift', 'auto')])
+@pytest.mark.parametrize(
+  'method, kind',
+  [
+    ('diloco', 'auto'),
+    ('demo_diloco', 'auto'),
+    ('demo_diloco', 'explicit'),
+    slow('drift', 'auto'),
+  ],
+)
 def test_only_exchange_steps_communicate(method, kind):
   """From the compiled step, gradients and all: one collective, in a branch."""
   workers = on_mesh(4, kind)
@@ -198,11 +230,15 @@ def test_only_exchange_steps_communicate(method, kind):
 
   @demo_optax.data_parallel(workers)
   def train_step(params, state, x):  # whose loss, a mean, would be sent
-    loss_fn = lambda params: jnp.mean((x @ params['w'] + params['b'].sum()) ** 2)
+    loss_fn = lambda params: jnp.mean(
+      (x @ params['w'] + params['b'].sum()) ** 2
+    )
     updates, state = tx.update(jax.grad(loss_fn)(params), state, params)
     return optax.apply_updates(params, updates), state
 
-  compiled = train_step.lower(params, tx.init(params), np.ones((8, 32), np.float32)).compile()
+  compiled = train_step.lower(
+    params, tx.init(params), np.ones((8, 32), np.float32)
+  ).compile()
   text = compiled.as_text()
   found = hlo_text.collectives(compiled, workers.mesh)
   assert {c.axes for c in found} == {('data',)}
@@ -218,9 +254,10 @@ def test_only_exchange_steps_communicate(method, kind):
     assert exchange.output_bytes == 4 * plan.sent_bytes
     assert plan.received_bytes == exchange.received_bytes
   taken = [
-      re.match(r'\s*(?:ENTRY )?%?([\w.\-]+)', body)[1]
-      for body in text.split('\n\n')  # computations
-      if re.search(' all-(gather|reduce)(-start)?[(]', body)]
+    re.match(r'\s*(?:ENTRY )?%?([\w.\-]+)', body)[1]
+    for body in text.split('\n\n')  # computations
+    if re.search(' all-(gather|reduce)(-start)?[(]', body)
+  ]
   (conditional,) = re.findall(r' conditional\(.*', text)
   assert len(taken) == 1 and taken[0] in re.findall(r'[\w.\-]+', conditional)
 
@@ -270,7 +307,6 @@ def test_gradients_that_are_not_finite():
 
 
 class Net(nnx.Module):
-
   def __init__(self, rngs):
     self.linear = nnx.Linear(6, 3, rngs=rngs)
     self.dropout = nnx.Dropout(0.5, rngs=rngs)
@@ -304,16 +340,21 @@ def test_nnx_optimizer(workers):
     own = np.asarray(state.worker_stacked.params['linear']['kernel'][...])
     assert (np.abs(own - own[:1]).max() == 0) == shared
     kernel = np.asarray(model.linear.kernel[...])
-    np.testing.assert_array_equal(kernel, state.global_params['linear']['kernel'][...])
+    np.testing.assert_array_equal(
+      kernel, state.global_params['linear']['kernel'][...]
+    )
     np.testing.assert_array_equal(kernel, own[0] if shared else before)
   model.eval()
   assert model(jnp.ones((8, 6))).shape == (8, 3)
 
 
-@pytest.mark.parametrize('dtype, of_gradients', [
-    ('bfloat16', 'float32'), ('float16', 'float16'), ('float32', 'bfloat16')])
-@pytest.mark.parametrize('method', [
-    'diloco', 'demo_diloco', slow('drift'), slow('sparse_loco')])
+@pytest.mark.parametrize(
+  'dtype, of_gradients',
+  [('bfloat16', 'float32'), ('float16', 'float16'), ('float32', 'bfloat16')],
+)
+@pytest.mark.parametrize(
+  'method', ['diloco', 'demo_diloco', slow('drift'), slow('sparse_loco')]
+)
 def test_dtypes(method, dtype, of_gradients):
   """Updates in the parameters' dtype; what is shared, in that of momentum."""
   tx = make(method, TWO, 2)
@@ -333,7 +374,9 @@ def test_dtypes(method, dtype, of_gradients):
   assert [x.dtype for x in jax.tree.leaves(state)] == jax.tree.leaves(like)
   assert params['w'].dtype == dtype
   assert state.global_params['w'].dtype == 'float32'
-  np.testing.assert_array_equal(params['w'], state.global_params['w'].astype(dtype))
+  np.testing.assert_array_equal(
+    params['w'], state.global_params['w'].astype(dtype)
+  )
   own = state.worker_stacked.params['w']
   assert own.dtype == dtype
   if method != 'drift':
@@ -366,20 +409,43 @@ def make_period(period):
 
 def step_of(gradients, given=True):
   tx, params = make_period(1), {'w': np.ones(3, np.float32)}
-  update = lambda params, state, x: tx.update(gradients(x), state, params if given else None)
+  update = lambda params, state, x: tx.update(
+    gradients(x), state, params if given else None
+  )
   demo_optax.data_parallel(TWO, batch_argnums=2)(update)(
-      params, tx.init(params), np.ones((2, 3), np.float32))
+    params, tx.init(params), np.ones((2, 3), np.float32)
+  )
 
 
-@pytest.mark.parametrize('call, error, match', [
+@pytest.mark.parametrize(
+  'call, error, match',
+  [
     (lambda: make_period(0), ValueError, 'sync_period=0 must be at least 1'),
-    (lambda: make_period(2.5), TypeError, r'sync_period=2\.5 must be a Python int'),
-    (lambda: demo_optax.local.diloco(workers=demo_optax.Workers.on_axis('data')),
-     TypeError, r'Workers\.simulated.*on_axis'),
-    (lambda: step_of(lambda x: {'w': x[0]}, False), ValueError, 'params must be given'),
-    (lambda: step_of(lambda x: {'w': x}), ValueError, r"w must have .* \(1, 3\)"),
+    (
+      lambda: make_period(2.5),
+      TypeError,
+      r'sync_period=2\.5 must be a Python int',
+    ),
+    (
+      lambda: demo_optax.local.diloco(
+        workers=demo_optax.Workers.on_axis('data')
+      ),
+      TypeError,
+      r'Workers\.simulated.*on_axis',
+    ),
+    (
+      lambda: step_of(lambda x: {'w': x[0]}, False),
+      ValueError,
+      'params must be given',
+    ),
+    (
+      lambda: step_of(lambda x: {'w': x}),
+      ValueError,
+      r'w must have .* \(1, 3\)',
+    ),
     (lambda: step_of(lambda x: {'v': x[0]}), ValueError, 'key mismatch'),
-])
+  ],
+)
 def test_mistakes(call, error, match):
   with pytest.raises(error, match=match):
     call()

@@ -42,22 +42,34 @@ def numpy_demo_muon(params, gradients, rate, *, limit, topk, values, rest):
   beta, decay, b2 = 0.95, 0.9, 0.95
   count = len(gradients[0]['w'])
   oracles = {
-      name: Oracle(params[name].shape, count, limit=limit, topk=k, values=values,
-                   decay=decay, average='workers', gradient_weight=1 - decay)
-      for name, k in (('w', topk), ('norm', rest))}
+    name: Oracle(
+      params[name].shape,
+      count,
+      limit=limit,
+      topk=k,
+      values=values,
+      decay=decay,
+      average='workers',
+      gradient_weight=1 - decay,
+    )
+    for name, k in (('w', topk), ('norm', rest))
+  }
   params = dict(params)
   own = np.zeros((count, *params['w'].shape))
   moment = np.zeros(params['norm'].shape)
   steps = np.zeros(count, int)
   for t, g in enumerate(gradients, 1):
     sent = np.full_like(own, np.nan)
-    good = [np.isfinite(g['w'][i]).all() and np.isfinite(g['norm'][i]).all()
-            for i in range(count)]
+    good = [
+      np.isfinite(g['w'][i]).all() and np.isfinite(g['norm'][i]).all()
+      for i in range(count)
+    ]
     for i in np.flatnonzero(good):
       steps[i] += 1
       own[i] = beta * own[i] + (1 - beta) * g['w'][i]
-      hat = (beta * own[i] / (1 - beta ** (steps[i] + 1))
-             + (1 - beta) * g['w'][i] / (1 - beta ** steps[i]))
+      hat = beta * own[i] / (1 - beta ** (steps[i] + 1)) + (1 - beta) * g['w'][
+        i
+      ] / (1 - beta ** steps[i])
       sent[i] = numpy_newton_schulz(hat)
     # A worker is excluded as a whole.
     norms = np.where(np.array(good)[:, None], g['norm'], np.nan)
@@ -77,18 +89,22 @@ def test_oracle(values, x64):
   rng = np.random.default_rng(0)
   shapes = {'w': (24, 40), 'norm': (31,)}
   params = {k: rng.normal(size=s) for k, s in shapes.items()}
-  gradients = [{k: rng.normal(size=(3, *s)) for k, s in shapes.items()} for _ in range(8)]
+  gradients = [
+    {k: rng.normal(size=(3, *s)) for k, s in shapes.items()} for _ in range(8)
+  ]
   gradients[2]['norm'][1, 5] = np.nan  # a leaf of it is enough
   gradients[5]['w'][0] = np.inf
   workers = demo_optax.Workers.simulated(3)
   compressor = {
-      name: demo_optax.dct_topk(16, k, values=values, proportional=False)
-      for name, k in (('w', 9), ('norm', 5))
+    name: demo_optax.dct_topk(16, k, values=values, proportional=False)
+    for name, k in (('w', 9), ('norm', 5))
   }
   tx = demo_optax.demo_muon(0.01, workers=workers, compressor=compressor)
   state, found = tx.init(params), params
   update = jax.jit(tx.update)
-  expected = numpy_demo_muon(params, gradients, 0.01, limit=16, topk=9, values=values, rest=5)
+  expected = numpy_demo_muon(
+    params, gradients, 0.01, limit=16, topk=9, values=values, rest=5
+  )
   for g, want in zip(gradients, expected):
     updates, state = update(g, state, found)
     found = optax.apply_updates(found, updates)
@@ -99,7 +115,9 @@ def test_oracle(values, x64):
 # What a leaf is ---------------------------------------------------------------
 
 
-def update_of(params, gradients, rate=1.0, make=demo_optax.demo_muon, **options):
+def update_of(
+  params, gradients, rate=1.0, make=demo_optax.demo_muon, **options
+):
   """The update of two workers' first step, and the state after it."""
   tx = make(rate, workers=TWO, **options)
   return jax.jit(tx.update)(gradients, tx.init(params), params)
@@ -108,7 +126,8 @@ def update_of(params, gradients, rate=1.0, make=demo_optax.demo_muon, **options)
 def orthonormalised(params, gradients, **options):
   """The update of one step in which everything is sent, as float32."""
   return update_of(
-      params, gradients, adam_learning_rate=1.0, compressor=EVERYTHING, **options)[0]
+    params, gradients, adam_learning_rate=1.0, compressor=EVERYTHING, **options
+  )[0]
 
 
 def test_a_stack_of_layers_is_as_many_matrices():
@@ -116,18 +135,24 @@ def test_a_stack_of_layers_is_as_many_matrices():
   each = rng.normal(size=(2, 3, 24, 40)).astype(np.float32)
   found, _ = update_of({'layers': jnp.zeros((3, 24, 40))}, {'layers': each})
   expected, _ = update_of(
-      {f'layer{i}': jnp.zeros((24, 40)) for i in range(3)},
-      {f'layer{i}': each[:, i] for i in range(3)})
+    {f'layer{i}': jnp.zeros((24, 40)) for i in range(3)},
+    {f'layer{i}': each[:, i] for i in range(3)},
+  )
   for i in range(3):
-    np.testing.assert_allclose(found['layers'][i], expected[f'layer{i}'], atol=1e-6)
+    np.testing.assert_allclose(
+      found['layers'][i], expected[f'layer{i}'], atol=1e-6
+    )
     assert np.sqrt(np.mean(found['layers'][i] ** 2)) == pytest.approx(1)
 
 
-@pytest.mark.parametrize('name, shape, matrix', [
+@pytest.mark.parametrize(
+  'name, shape, matrix',
+  [
     ('Conv_0', (3, 3, 8, 16), (72, 16)),
     ('query', (24, 4, 8), (24, 32)),
     ('out', (4, 8, 24), (32, 24)),
-])
+  ],
+)
 def test_kernels_are_the_matrices_that_they_multiply_by(name, shape, matrix):
   gradient = np.random.default_rng(3).normal(size=(2, *shape))
   gradient = gradient.astype(np.float32)
@@ -136,11 +161,16 @@ def test_kernels_are_the_matrices_that_they_multiply_by(name, shape, matrix):
     shapes['query'] = (24, 4, 8)
   params = {k: {'kernel': jnp.zeros(s)} for k, s in shapes.items()}
   gradients = {
-      k: {'kernel': gradient if k == name else np.ones((2, *s), np.float32)}
-      for k, s in shapes.items()}
+    k: {'kernel': gradient if k == name else np.ones((2, *s), np.float32)}
+    for k, s in shapes.items()
+  }
   found = orthonormalised(params, gradients)
-  flat = orthonormalised({'w': jnp.zeros(matrix)}, {'w': gradient.reshape(2, *matrix)})
-  np.testing.assert_allclose(found[name]['kernel'].reshape(matrix), flat['w'], atol=1e-5)
+  flat = orthonormalised(
+    {'w': jnp.zeros(matrix)}, {'w': gradient.reshape(2, *matrix)}
+  )
+  np.testing.assert_allclose(
+    found[name]['kernel'].reshape(matrix), flat['w'], atol=1e-5
+  )
   singular = np.linalg.svd(flat['w'], compute_uv=False)
   # Of two workers' orthonormal matrices, of equal norm over all elements.
   assert singular.max() / singular.min() < 10
@@ -149,11 +179,14 @@ def test_kernels_are_the_matrices_that_they_multiply_by(name, shape, matrix):
 def kinds_of(params):
   """Counts of axes of matrices by path; None where a leaf is no matrix."""
   flat = jax.tree_util.tree_flatten_with_path(
-      recipes.muon_dimension_numbers(params), is_leaf=lambda x: x is None
-      or isinstance(x, contrib.MuonDimensionNumbers))[0]
+    recipes.muon_dimension_numbers(params),
+    is_leaf=lambda x: x is None or isinstance(x, contrib.MuonDimensionNumbers),
+  )[0]
   return {
-      '/'.join(str(getattr(k, 'key', getattr(k, 'name', k))) for k in path):
-      x and (len(x.reduction_axis), len(x.output_axis)) for path, x in flat}
+    '/'.join(str(getattr(k, 'key', getattr(k, 'name', k))) for k in path): x
+    and (len(x.reduction_axis), len(x.output_axis))
+    for path, x in flat
+  }
 
 
 def test_leaves_of_linen_modules():
@@ -169,23 +202,37 @@ def test_leaves_of_linen_modules():
       x = nn.Embed(11, 8)(tokens)
       x = x + self.param('pos_embedding', nn.initializers.ones, (5, 8))
       x = nn.LayerNorm()(nn.MultiHeadDotProductAttention(2)(x))
-      stack = nn.scan(Stack, variable_axes={'params': 0}, split_rngs={'params': True}, length=3)
+      stack = nn.scan(
+        Stack,
+        variable_axes={'params': 0},
+        split_rngs={'params': True},
+        length=3,
+      )
       x, _ = stack(name='layers')(x)
       y = nn.Conv(4, (3, 3))(image).mean()
       return nn.Dense(11, name='lm_head')(x) + y
 
   shapes = jax.eval_shape(
-      lambda key: Scanned().init(key, jnp.zeros((1, 5), jnp.int32), jnp.zeros((1, 6, 6, 3))),
-      jax.random.key(0))['params']
+    lambda key: Scanned().init(
+      key, jnp.zeros((1, 5), jnp.int32), jnp.zeros((1, 6, 6, 3))
+    ),
+    jax.random.key(0),
+  )['params']
   found, attention = kinds_of(shapes), 'MultiHeadDotProductAttention_0'
   assert len(found) == 20
   assert {name: axes for name, axes in found.items() if axes} == {
-      **{f'{attention}/{name}/kernel': (1, 2) for name in ('query', 'key', 'value')},
-      f'{attention}/out/kernel': (2, 1), 'Conv_0/kernel': (3, 1),
-      'layers/Dense_0/kernel': (1, 1)}
+    **{
+      f'{attention}/{name}/kernel': (1, 2) for name in ('query', 'key', 'value')
+    },
+    f'{attention}/out/kernel': (2, 1),
+    'Conv_0/kernel': (3, 1),
+    'layers/Dense_0/kernel': (1, 1),
+  }
 
 
-@pytest.mark.parametrize('path, shape, expected', [
+@pytest.mark.parametrize(
+  'path, shape, expected',
+  [
     # Haiku has several names in one key; Equinox says weight.
     ('net/~/lm/head|w', (64, 256), None),
     ('net/~/linear_1|w', (64, 256), (1, 1)),
@@ -219,7 +266,8 @@ def test_leaves_of_linen_modules():
     ('down|kernel', (3, 3, 8, 16), (3, 1)),
     ('layers|0|weight', (16, 3, 4, 4), (3, 1)),
     ('patches|kernel', (16, 16, 3, 64), (3, 1)),
-])
+  ],
+)
 def test_names(path, shape, expected):
   tree = jax.ShapeDtypeStruct(shape, 'float32')
   for part in reversed(path.split('|') if path else ()):
@@ -232,16 +280,21 @@ def test_a_users_own_rule():
   """A tree or a function says what is a matrix; the default asks no shapes."""
   params = {'a': jnp.zeros((8, 8)), 'embed': jnp.zeros((16, 8))}
   gradients = {
-      k: np.random.default_rng(5).normal(size=(2, *x.shape)).astype(np.float32)
-      for k, x in params.items()}
+    k: np.random.default_rng(5).normal(size=(2, *x.shape)).astype(np.float32)
+    for k, x in params.items()
+  }
   rule = {'a': None, 'embed': contrib.MuonDimensionNumbers(1, 0)}
   found = orthonormalised(params, gradients, muon_weight_dimension_numbers=rule)
   again = orthonormalised(
-      params, gradients, muon_weight_dimension_numbers=lambda tree: {
-          k: rule[k] for k in tree})
+    params,
+    gradients,
+    muon_weight_dimension_numbers=lambda tree: {k: rule[k] for k in tree},
+  )
   jax.tree.map(np.testing.assert_array_equal, found, again)
   np.testing.assert_allclose(np.abs(found['a']), 1, atol=1e-4)  # Adam's first
-  flat = orthonormalised({'w': params['embed'].T}, {'w': gradients['embed'].transpose(0, 2, 1)})
+  flat = orthonormalised(
+    {'w': params['embed'].T}, {'w': gradients['embed'].transpose(0, 2, 1)}
+  )
   np.testing.assert_allclose(found['embed'].T, flat['w'], atol=1e-5)
 
 
@@ -251,15 +304,22 @@ def test_a_users_own_rule():
 def model(dtype=jnp.float32):
   rng = np.random.default_rng(7)
   make = lambda *shape: jnp.asarray(rng.normal(size=shape) / 8, dtype)
-  return {'embed': make(16, 64), 'up': make(64, 128), 'down': make(128, 64),
-          'norm': jnp.ones(64, dtype), 'table': jnp.arange(3)}
+  return {
+    'embed': make(16, 64),
+    'up': make(64, 128),
+    'down': make(128, 64),
+    'norm': jnp.ones(64, dtype),
+    'table': jnp.arange(3),
+  }
 
 
 def loss_fn(params, tokens):
   x = params['embed'][tokens] * params['norm']
   x = x + jax.nn.relu(x @ params['up']) @ params['down']
   logits = (x @ params['embed'].T).astype(jnp.float32)
-  return optax.softmax_cross_entropy_with_integer_labels(logits, (tokens + 1) % 16).mean()
+  return optax.softmax_cross_entropy_with_integer_labels(
+    logits, (tokens + 1) % 16
+  ).mean()
 
 
 TOKENS = np.random.default_rng(8).integers(0, 16, (20, 16, 8))
@@ -281,9 +341,13 @@ def train(workers, dtype=jnp.float32):
 def test_it_learns():
   _, params, state = train(demo_optax.Workers.simulated(4), jnp.bfloat16)
   assert {x.dtype for x in jax.tree.leaves(params)} == {
-      jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.int32)}
+    jnp.dtype(jnp.bfloat16),
+    jnp.dtype(jnp.int32),
+  }
   np.testing.assert_array_equal(params['table'], [0, 1, 2])
-  floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.inexact)]
+  floats = [
+    x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.inexact)
+  ]
   assert {x.dtype for x in floats} == {jnp.dtype(jnp.float32)}
 
 
@@ -296,15 +360,21 @@ def test_kernels_of_more_axes_where_types_say_how_they_are_sharded():
   shapes = {'query': (16, 4, 8), 'out': (4, 8, 16), 'conv': (3, 3, 4, 8)}
   params = {k: {'kernel': x} for k, x in helpers.random_tree(9, shapes).items()}
   specs = {
-      'query': {'kernel': P(None, 'fsdp')}, 'out': {'kernel': P('fsdp')},
-      'conv': {'kernel': P(None, None, None, 'fsdp')}}
+    'query': {'kernel': P(None, 'fsdp')},
+    'out': {'kernel': P('fsdp')},
+    'conv': {'kernel': P(None, None, None, 'fsdp')},
+  }
   mesh = helpers.make_mesh_2d('explicit', (4, 2))
 
   def distance(params, x):
-    return sum(jnp.sum(jnp.square(p - jnp.mean(x))) for p in jax.tree.leaves(params))
+    return sum(
+      jnp.sum(jnp.square(p - jnp.mean(x))) for p in jax.tree.leaves(params)
+    )
 
   def losses_of(workers):
-    tx = optax.inject_hyperparams(demo_optax.demo_muon)(0.02, workers=workers, beta=0.5)
+    tx = optax.inject_hyperparams(demo_optax.demo_muon)(
+      0.02, workers=workers, beta=0.5
+    )
     step = helpers.make_step(tx, workers, distance)
     now = workers.device_put(params)
     state = tx.init(now)
@@ -322,16 +392,25 @@ def test_kernels_of_more_axes_where_types_say_how_they_are_sharded():
 def test_workers_of_several_devices():
   """Newton-Schulz stays inside of a worker; momenta lie as parameters do."""
   mesh = helpers.make_mesh_2d()
-  specs = {'embed': P('fsdp'), 'up': P(None, 'fsdp'), 'down': P('fsdp'),
-           'norm': P(), 'table': P()}
+  specs = {
+    'embed': P('fsdp'),
+    'up': P(None, 'fsdp'),
+    'down': P('fsdp'),
+    'norm': P(),
+    'table': P(),
+  }
   workers = demo_optax.Workers.on_mesh(mesh, 'data', specs)
   step, params, state = train(workers)
   assert not demo_optax.check_replicas((params, state), workers)
-  momentum = next(x for k, x in helpers.own(state).items() if 'mu' in k and "['up']" in k)
+  momentum = next(
+    x for k, x in helpers.own(state).items() if 'mu' in k and "['up']" in k
+  )
   assert momentum.sharding.shard_shape(momentum.shape) == (1, 64, 32)
   compiled = step.lower(params, state, TOKENS[0]).compile()
   found = hlo_text.collectives(compiled.as_text(), mesh)
-  between = [c for c in found if 'data' in (c.axes or ('data',)) and c.output_bytes > 64]
+  between = [
+    c for c in found if 'data' in (c.axes or ('data',)) and c.output_bytes > 64
+  ]
   assert [c.kind for c in between] == ['all-gather']
   plan = demo_optax.plan(params, recipes.muon_compressors(params), workers)
   assert 4 * between[0].received_bytes == plan.received_bytes  # per device
@@ -343,12 +422,17 @@ def test_workers_of_several_devices():
 def test_devices_orthonormalise_whole_matrices(kind, number):
   """Of a stack with one for every second device; else XLA cuts the products."""
   mesh = helpers.make_mesh_2d(kind)
-  specs, axes = {'up': P(None, 'fsdp')}, contrib.MuonDimensionNumbers((1,), (2,))
+  specs, axes = (
+    {'up': P(None, 'fsdp')},
+    contrib.MuonDimensionNumbers((1,), (2,)),
+  )
   params = {'up': jnp.ones((number, 64, 128))}
   gradients = {'up': jax.random.normal(jax.random.key(0), (2, number, 64, 128))}
 
   def updates_of(workers):
-    tx = demo_optax.demo_muon(1e-2, workers=workers, muon_weight_dimension_numbers={'up': axes})
+    tx = demo_optax.demo_muon(
+      1e-2, workers=workers, muon_weight_dimension_numbers={'up': axes}
+    )
     own = workers.device_put(params)
     args = helpers.stacked(gradients, workers, specs), tx.init(own), own
     update = jax.jit(tx.update).lower(*args).compile()
@@ -359,8 +443,10 @@ def test_devices_orthonormalise_whole_matrices(kind, number):
     found, text = updates_of(demo_optax.Workers.on_mesh(mesh, 'data', specs))
   np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-9)
   gathered = sum(
-      c.received_bytes for c in hlo_text.collectives(text, mesh)
-      if 'data' not in (c.axes or ('data',)) and c.kind == 'all-gather')
+    c.received_bytes
+    for c in hlo_text.collectives(text, mesh)
+    if 'data' not in (c.axes or ('data',)) and c.kind == 'all-gather'
+  )
   assert (gathered < 2000) == (number == 5)
 
 
@@ -373,20 +459,26 @@ def test_rates_and_weight_decay_of_both_kinds_of_leaves():
   gradients = {'up': jnp.ones((2, 16, 16)), 'norm': jnp.full((2, 16), 1e-4)}
   for rate, adam in ((0.0, 1e-2), (1e-2, 0.0), (1e-5, 1e-5)):
     updates, _ = update_of(
-        params, gradients, rate, adam_learning_rate=adam, compressor=EVERYTHING)
+      params, gradients, rate, adam_learning_rate=adam, compressor=EVERYTHING
+    )
     for name, expected in (('up', rate), ('norm', adam)):
       rms = np.sqrt(np.mean(np.square(updates[name])))
       np.testing.assert_allclose(rms, expected, rtol=0.01)
   updates, _ = update_of(
-      params, jax.tree.map(jnp.zeros_like, gradients), weight_decay=0.1,
-      adam_weight_decay=0.2)
+    params,
+    jax.tree.map(jnp.zeros_like, gradients),
+    weight_decay=0.1,
+    adam_weight_decay=0.2,
+  )
   for name, value in (('up', -0.1), ('norm', -0.6)):
     np.testing.assert_allclose(updates[name], value, rtol=1e-6)
 
 
 def test_steps_that_all_workers_lost_do_not_wear_second_moments():
   one = demo_optax.Workers.simulated(1)
-  tx = demo_optax.demo_muon(0.1, adam_learning_rate=0.1, workers=one, compressor=EVERYTHING)
+  tx = demo_optax.demo_muon(
+    0.1, adam_learning_rate=0.1, workers=one, compressor=EVERYTHING
+  )
   params = {'norm': jnp.zeros(16)}
   state, update = tx.init(params), jax.jit(tx.update)
   good, bad = ({'norm': jnp.full((1, 16), x)} for x in (1.0, np.nan))
@@ -398,9 +490,21 @@ def test_steps_that_all_workers_lost_do_not_wear_second_moments():
 @pytest.mark.parametrize('make', [demo_optax.demo_muon, demo_optax.demo])
 def test_frozen_leaves_are_left_alone(make):
   params = {'up': jnp.ones((16, 16)), 'down': jnp.ones((16, 16))}
-  gradients = {'up': jnp.full((2, 16, 16), np.nan), 'down': jnp.ones((2, 16, 16))}
-  updates, state = update_of(params, gradients, 0.1, make, weight_decay=0.1, compressor={
-      'up': demo_optax.compressors.FROZEN, 'down': demo_optax.dct_topk(topk=8)})
+  gradients = {
+    'up': jnp.full((2, 16, 16), np.nan),
+    'down': jnp.ones((2, 16, 16)),
+  }
+  updates, state = update_of(
+    params,
+    gradients,
+    0.1,
+    make,
+    weight_decay=0.1,
+    compressor={
+      'up': demo_optax.compressors.FROZEN,
+      'down': demo_optax.dct_topk(topk=8),
+    },
+  )
   np.testing.assert_array_equal(updates['up'], 0)
   assert np.all(updates['down'] != 0)
   assert demo_optax.exchange_info(state)['num_excluded'] == 0
@@ -435,12 +539,15 @@ def test_functions_of_parameters_see_all_leaves():
 def test_a_momentum_in_bfloat16():
   params = {'w': jnp.ones((64, 32)), 'embed': jnp.ones((8, 8))}
   wide, narrow = (
-      demo_optax.demo_muon(0.1, workers=TWO, mu_dtype=dtype)
-      for dtype in (None, 'bfloat16'))
+    demo_optax.demo_muon(0.1, workers=TWO, mu_dtype=dtype)
+    for dtype in (None, 'bfloat16')
+  )
   before = narrow.init(params)
   shapes = {k: x.shape for k, x in params.items()}
   gradients = [helpers.random_tree(s, shapes, (2,)) for s in range(3)]
-  states = [helpers.updates_of(tx, params, gradients)[1] for tx in (wide, narrow)]
+  states = [
+    helpers.updates_of(tx, params, gradients)[1] for tx in (wide, narrow)
+  ]
   kept = [sum(x.nbytes for x in jax.tree.leaves(s)) for s in states]
   assert kept[0] - kept[1] == 2 * 64 * 32 * 2  # of each worker's matrix half
   wide, narrow = (demo_optax.state.momentum(s)['w'] for s in states)
@@ -471,7 +578,9 @@ def test_matrices_without_gradients_come_to_rest(case):
     mesh = helpers.make_mesh_2d('explicit')
     specs = {'experts': P(None, 'fsdp')}
     workers = demo_optax.Workers.on_mesh(mesh, 'data', specs)
-    params = {'experts': jax.device_put(experts, NamedSharding(mesh, specs['experts']))}
+    params = {
+      'experts': jax.device_put(experts, NamedSharding(mesh, specs['experts']))
+    }
   else:
     workers, params = TWO, {'experts': experts}
   tx = demo_optax.demo_muon(1.0, workers=workers)
@@ -501,24 +610,35 @@ def test_matrices_without_gradients_come_to_rest(case):
 
 def test_a_single_leaf_that_is_no_matrix():
   """Is compressed as one, and not by the default for its shape."""
-  tx = demo_optax.demo_muon(0.1, workers=TWO, muon_weight_dimension_numbers=lambda params: None)
+  tx = demo_optax.demo_muon(
+    0.1, workers=TWO, muon_weight_dimension_numbers=lambda params: None
+  )
   alone, inside = (
-      tx.init(params) for params in (jnp.ones((64, 64)), {'a': jnp.ones((64, 64))}))
+    tx.init(params)
+    for params in (jnp.ones((64, 64)), {'a': jnp.ones((64, 64))})
+  )
   shapes = [[x.shape for x in jax.tree.leaves(s)] for s in (alone, inside)]
   assert shapes[0] == shapes[1]
 
 
 @pytest.mark.parametrize('dtype', ['float16', 'bfloat16', 'float32'])
-@pytest.mark.parametrize('sizes, min_rms, expected', [
-    ([1e-7, 1.0, 3e4], 0.0, [1, 1, 1]), ([1e-7], 1e-8, [1]),
-    ([1e-4, 1e-2, 1.0], 1e-2, [1e-2, 1, 1]), ([0.0], 0.0, [0]),
-])
+@pytest.mark.parametrize(
+  'sizes, min_rms, expected',
+  [
+    ([1e-7, 1.0, 3e4], 0.0, [1, 1, 1]),
+    ([1e-7], 1e-8, [1]),
+    ([1e-4, 1e-2, 1.0], 1e-2, [1e-2, 1, 1]),
+    ([0.0], 0.0, [0]),
+  ],
+)
 def test_unit_rms(sizes, min_rms, expected, dtype):
   tx = recipes.scale_to_unit_rms(min_rms=min_rms)
   for size, wanted in zip(sizes, expected):
     u, _ = tx.update(jnp.array([[size, -size]], dtype), ())
     assert u.dtype == dtype
-    np.testing.assert_allclose(u.astype('float32'), [[wanted, -wanted]], rtol=2e-2)
+    np.testing.assert_allclose(
+      u.astype('float32'), [[wanted, -wanted]], rtol=2e-2
+    )
   if dtype == 'float32' and not min_rms:
     for size in (1e-37, 1e37):  # the ends of the range
       u, _ = tx.update(jnp.array([[size, -size]]), ())
@@ -530,10 +650,9 @@ def test_unit_rms(sizes, min_rms, expected, dtype):
 def test_functions_that_inject_hyperparams_calls_with_the_step():
   """An error names its `static_args`; with them, functions see parameters."""
   params = {'a': {'w': jnp.ones((8, 8))}}
-  make = lambda *static: optax.inject_hyperparams(
-      demo_optax.demo_muon, static)(
-          0.1, workers=TWO, mu_dtype='bfloat16',
-          compressor=recipes.muon_compressors)
+  make = lambda *static: optax.inject_hyperparams(demo_optax.demo_muon, static)(
+    0.1, workers=TWO, mu_dtype='bfloat16', compressor=recipes.muon_compressors
+  )
   with pytest.raises(TypeError, match=r"static_args=\('compressor'"):
     make().init(params)
   state = make('compressor', 'mu_dtype').init(params)

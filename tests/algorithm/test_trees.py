@@ -32,10 +32,17 @@ TWO = demo_optax.Workers.simulated(2)
 
 def test_prefix_trees():
   """One in place of a subtree holds for all of it."""
-  params = {'x': {'a': jnp.zeros((8, 8)), 'b': jnp.zeros((8, 8))}, 'y': jnp.zeros((8, 8))}
+  params = {
+    'x': {'a': jnp.zeros((8, 8)), 'b': jnp.zeros((8, 8))},
+    'y': jnp.zeros((8, 8)),
+  }
   tx = demo_optax.scale_by_demo(
-      {'x': demo_optax.compressors.full(), 'y': None}, 0.5, workers=TWO,
-      alpha=0.0, gradient_weight=lambda step: 2.0 + step)
+    {'x': demo_optax.compressors.full(), 'y': None},
+    0.5,
+    workers=TWO,
+    alpha=0.0,
+    gradient_weight=lambda step: 2.0 + step,
+  )
   ones = jax.tree.map(lambda p: jnp.ones((2, *p.shape)), params)
   (_, updates), _ = updates_of(tx, params, [ones] * 2)
   np.testing.assert_array_equal(updates['x']['a'], 4.0)
@@ -46,25 +53,39 @@ def test_prefix_trees():
 def test_gradients_that_are_scaled_before_have_the_bits_of_a_weight():
   """So other weights for some leaves need no argument."""
   rate = optax.cosine_decay_schedule(0.013, 50)
-  codes = {'matrix': demo_optax.dct_topk(16, 5),
-           'padded': demo_optax.dct_topk(16, 5, values='sign'),
-           'dense': demo_optax.compressors.full()}
+  codes = {
+    'matrix': demo_optax.dct_topk(16, 5),
+    'padded': demo_optax.dct_topk(16, 5, values='sign'),
+    'dense': demo_optax.compressors.full(),
+  }
   shapes = {'matrix': (32, 48), 'padded': (37, 20), 'dense': (33, 5)}
   exchange = functools.partial(
-      demo_optax.scale_by_demo, codes, 0.9, alpha=0.7,
-      workers=demo_optax.Workers.simulated(3))
+    demo_optax.scale_by_demo,
+    codes,
+    0.9,
+    alpha=0.7,
+    workers=demo_optax.Workers.simulated(3),
+  )
   within = exchange(gradient_weight=rate)
-  before = optax.chain(optax.scale_by_learning_rate(rate, flip_sign=False), exchange())
+  before = optax.chain(
+    optax.scale_by_learning_rate(rate, flip_sign=False), exchange()
+  )
   params = {k: jnp.zeros(s) for k, s in shapes.items()}
   gradients = [random_tree(step, shapes, lead=(3,)) for step in range(4)]
-  assert_same_bits(*(updates_of(tx, params, gradients)[0] for tx in (within, before)))
+  assert_same_bits(
+    *(updates_of(tx, params, gradients)[0] for tx in (within, before))
+  )
 
 
 def test_averages_tell_who_was_excluded_and_frozen_leaves_do_not_count():
   params = {'w': jnp.zeros((4,)), 'frozen': jnp.zeros((4,))}
-  gradients = {'w': jnp.array([[2.0] * 4, [4.0] * 4]),
-               'frozen': jnp.array([[jnp.nan] * 4, [1.0] * 4])}
-  for code, frozen in itertools.product((None, compressors.full()), (None, compressors.FROZEN)):
+  gradients = {
+    'w': jnp.array([[2.0] * 4, [4.0] * 4]),
+    'frozen': jnp.array([[jnp.nan] * 4, [1.0] * 4]),
+  }
+  for code, frozen in itertools.product(
+    (None, compressors.full()), (None, compressors.FROZEN)
+  ):
     tx = demo_optax.scale_by_demo({'w': code, 'frozen': frozen}, workers=TWO)
     updates, state = jax.jit(tx.update)(gradients, tx.init(params), params)
     excluded = frozen is None
@@ -74,39 +95,59 @@ def test_averages_tell_who_was_excluded_and_frozen_leaves_do_not_count():
 
 
 OPTIMIZERS = {  # by name: how it is made, and its hyperparameters
-    'scale_by_demo': (demo_optax.scale_by_demo, {
-        'decay': 0.9, 'alpha': 0.5, 'gradient_weight': 1.0}),
-    'demo': (demo_optax.demo, {'learning_rate': 0.1, 'weight_decay': 0.1}),
-    'demo_muon': (demo_optax.demo_muon, {
-        'learning_rate': 0.1, 'adam_learning_rate': 0.1, 'weight_decay': 0.1,
-        'decay': 0.9, 'beta': 0.95}),
+  'scale_by_demo': (
+    demo_optax.scale_by_demo,
+    {'decay': 0.9, 'alpha': 0.5, 'gradient_weight': 1.0},
+  ),
+  'demo': (demo_optax.demo, {'learning_rate': 0.1, 'weight_decay': 0.1}),
+  'demo_muon': (
+    demo_optax.demo_muon,
+    {
+      'learning_rate': 0.1,
+      'adam_learning_rate': 0.1,
+      'weight_decay': 0.1,
+      'decay': 0.9,
+      'beta': 0.95,
+    },
+  ),
 }
 
 
-SENSELESS = {'scale_by_demo': [('alpha', 1e38), ('alpha', -1.0), ('decay', 2.0)]}
+SENSELESS = {
+  'scale_by_demo': [('alpha', 1e38), ('alpha', -1.0), ('decay', 2.0)]
+}
 
 
 @pytest.mark.parametrize('optimizer', OPTIMIZERS)
 def test_a_hyperparameter_that_makes_no_sense_only_loses_its_step(optimizer):
   make, given = OPTIMIZERS[optimizer]
   tx = optax.inject_hyperparams(
-      make, static_args=('workers', 'compressor'), hyperparam_dtype=jnp.float32)(
-          workers=TWO, compressor=demo_optax.dct_topk(4, 2), **given)
+    make, static_args=('workers', 'compressor'), hyperparam_dtype=jnp.float32
+  )(workers=TWO, compressor=demo_optax.dct_topk(4, 2), **given)
   shapes = {'w': (8, 8), 'norm': (8,)}
   params = {k: jnp.ones(shape) for k, shape in shapes.items()}
   gradients = random_tree(0, shapes, lead=(2,))
   update = jax.jit(tx.update)
   _, before = update(gradients, tx.init(params), params)
-  for name, value in [(name, np.nan) for name in given] + SENSELESS.get(optimizer, []):
-    lost = before._replace(hyperparams={**before.hyperparams, name: jnp.float32(value)})
+  for name, value in [(name, np.nan) for name in given] + SENSELESS.get(
+    optimizer, []
+  ):
+    lost = before._replace(
+      hyperparams={**before.hyperparams, name: jnp.float32(value)}
+    )
     compiled = COMPILATIONS.count
     nothing, after = update(gradients, lost, params)
-    updates, last = update(gradients, after._replace(hyperparams=before.hyperparams), params)
+    updates, last = update(
+      gradients, after._replace(hyperparams=before.hyperparams), params
+    )
     assert COMPILATIONS.count == compiled, (name, value)
     assert not any(np.any(u) for u in nothing.values()), (name, value)
     if optimizer != 'demo_muon':  # whose momentum before the exchange goes on
       assert_same_bits(own(after), own(before))
-    assert int(demo_optax.exchange_info(after)['num_excluded']) == 2, (name, value)
+    assert int(demo_optax.exchange_info(after)['num_excluded']) == 2, (
+      name,
+      value,
+    )
     for x in jax.tree.leaves((updates, last)):
       assert np.isfinite(np.asarray(x, np.float64)).all(), (name, value)
     assert all(np.any(u) for u in updates.values()), (name, value)
@@ -119,7 +160,9 @@ def test_momentum_is_never_that_of_another_leaf():
   state = tx.init(params)
   other = {'b': jnp.zeros((16, 16)), 'c': jnp.zeros((16, 16))}
   gradients = jax.tree.map(lambda p: jnp.ones((2, *p.shape)), other)
-  with pytest.raises(ValueError, match=r'a: float32\[16,16\] in the state, nothing in the update'):
+  with pytest.raises(
+    ValueError, match=r'a: float32\[16,16\] in the state, nothing in the update'
+  ):
     jax.jit(tx.update)(gradients, state, other)
   state.layout.digest = tx.init(other).layout.digest
   with pytest.raises(ValueError, match='saved for other leaves'):
@@ -134,10 +177,18 @@ def test_one_gather_for_messages_and_one_for_averages(inside):
   workers = demo_optax.Workers.on_mesh(mesh, 'data', specs)
   shapes = {'w': (32, 16), 'rows': (40, 16), 'e': (40, 8), 'n': (33,)}
   params = workers.device_put(random_tree(0, shapes))
-  codes = {'w': HIDDEN, 'rows': demo_optax.dct_topk((1, 16), 3, values='sign'),
-           'e': None, 'n': None}
-  tx = optax.chain(demo_optax.scale_by_demo(codes, workers=workers), optax.sgd(0.1))
-  gradients = stacked(random_tree(1, shapes, lead=(workers.count,)), workers, specs)
+  codes = {
+    'w': HIDDEN,
+    'rows': demo_optax.dct_topk((1, 16), 3, values='sign'),
+    'e': None,
+    'n': None,
+  }
+  tx = optax.chain(
+    demo_optax.scale_by_demo(codes, workers=workers), optax.sgd(0.1)
+  )
+  gradients = stacked(
+    random_tree(1, shapes, lead=(workers.count,)), workers, specs
+  )
   args = gradients, tx.init(params), params
   update = jax.jit(tx.update).lower(*args).compile()
   assert_devices_agree(update(*args)[0])

@@ -29,9 +29,9 @@ from demo_optax.compressors import cutting
 COMPRESSOR = demo_optax.dct_topk(chunk_size=8, topk=3)
 SPECS = {'up': P(None, 'fsdp'), 'down': P('fsdp'), 'bias': None}
 PARAMS = {
-    'up': np.random.default_rng(0).normal(size=(12, 64)).astype(np.float32) / 4,
-    'down': np.random.default_rng(1).normal(size=(64, 12)).astype(np.float32) / 8,
-    'bias': np.zeros(12, np.float32),
+  'up': np.random.default_rng(0).normal(size=(12, 64)).astype(np.float32) / 4,
+  'down': np.random.default_rng(1).normal(size=(64, 12)).astype(np.float32) / 8,
+  'bias': np.zeros(12, np.float32),
 }
 
 
@@ -43,16 +43,19 @@ def simulated(count, blocks=1):
 def on_mesh(count, blocks=1, kind='auto'):
   mesh = mesh_of({'replica': count, 'fsdp': blocks}, kind)
   return demo_optax.Workers.on_mesh(
-      mesh, 'replica', SPECS if blocks > 1 else None)
+    mesh, 'replica', SPECS if blocks > 1 else None
+  )
 
 
 def make_tx(workers, compressor):
   """DeMo behind links of each worker's own: floats, and a count."""
   own = optax.chain(
-      optax.trace(0.5), optax.scale_by_schedule(lambda count: 1.0))
+    optax.trace(0.5), optax.scale_by_schedule(lambda count: 1.0)
+  )
   return optax.chain(
-      demo_optax.per_worker(own, workers=workers),
-      demo_optax.demo(1e-2, workers=workers, compressor=compressor, decay=0.9))
+    demo_optax.per_worker(own, workers=workers),
+    demo_optax.demo(1e-2, workers=workers, compressor=compressor, decay=0.9),
+  )
 
 
 @functools.cache
@@ -62,8 +65,9 @@ def make_step(workers):
   tx = make_tx(workers, COMPRESSOR)
 
   def loss_fn(params, x):
-    y = jnp.einsum('bi,io->bo', x @ params['up'], params['down'],
-                   out_sharding=out)
+    y = jnp.einsum(
+      'bi,io->bo', x @ params['up'], params['down'], out_sharding=out
+    )
     return jnp.mean((y + params['bias'][None] - 1.0) ** 2)
 
   @demo_optax.data_parallel(workers, batch_argnums=3, donate_argnums=(0, 1))
@@ -83,10 +87,10 @@ class Run:
     tx = make_tx(workers, compressor)
     params = workers.device_put(jax.tree.map(jnp.asarray, PARAMS))
     self.tree = {
-        'params': params,
-        'opt_state': workers.device_put(tx.init(params)),
-        'key': workers.device_put(jax.random.key(3)),
-        'position': 0,
+      'params': params,
+      'opt_state': workers.device_put(tx.init(params)),
+      'key': workers.device_put(jax.random.key(3)),
+      'position': 0,
     }
 
   def train(self, steps):
@@ -96,10 +100,13 @@ class Run:
       x = np.random.default_rng(position).normal(size=(24, 12))
       x = x.astype(np.float32)
       key, used = jax.random.split(self.tree['key'])
-      params, state = step(
-          self.tree['params'], self.tree['opt_state'], used, x)
-      self.tree = {'params': params, 'opt_state': state, 'key': key,
-                   'position': position + 1}
+      params, state = step(self.tree['params'], self.tree['opt_state'], used, x)
+      self.tree = {
+        'params': params,
+        'opt_state': state,
+        'key': key,
+        'position': position + 1,
+      }
     return self
 
   def fill(self):
@@ -127,16 +134,18 @@ def fill(tree):
       return x
     if x.dtype == jnp.int32:
       return jax.device_put(np.full(x.shape, 7, np.int32), x.sharding)
-    return jax.device_put(
-        rng.normal(size=x.shape).astype(x.dtype), x.sharding)
+    return jax.device_put(rng.normal(size=x.shape).astype(x.dtype), x.sharding)
 
   return jax.tree.map(draw, tree)
 
 
 def leaves_of(tree):
   """Leaf by leaf: buckets differ between layouts, and descriptions do."""
-  return {name: x for name, x in checkpoint.to_leaves(tree).items()
-          if not name.endswith('layout')}
+  return {
+    name: x
+    for name, x in checkpoint.to_leaves(tree).items()
+    if not name.endswith('layout')
+  }
 
 
 def assert_placed_alike(tree, other):
@@ -151,9 +160,14 @@ def assert_placed_alike(tree, other):
 def bits(tree):
   """As plain arrays."""
   return jax.tree.map(
-      lambda x: np.asarray(jax.random.key_data(x))
-      if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-      else np.asarray(x), tree)
+    lambda x: (
+      np.asarray(jax.random.key_data(x))
+      if isinstance(x, jax.Array)
+      and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+      else np.asarray(x)
+    ),
+    tree,
+  )
 
 
 # The same layout --------------------------------------------------------------
@@ -189,7 +203,6 @@ def test_a_flax_model(tmp_path):
   nnx = pytest.importorskip('flax.nnx')
 
   class Model(nnx.Module):
-
     def __init__(self, rngs):
       self.first = nnx.Linear(12, 16, rngs=rngs)
       self.norm = nnx.BatchNorm(16, rngs=rngs)
@@ -233,40 +246,45 @@ def test_a_flax_model(tmp_path):
     nnx.update(module, nnx.state(tree[name]))
   train(**again)
   for name, module in again.items():
-    assert_same_bits(bits(nnx.to_pure_dict(nnx.state(module))),
-                     bits(nnx.to_pure_dict(nnx.state(run[name]))))
+    assert_same_bits(
+      bits(nnx.to_pure_dict(nnx.state(module))),
+      bits(nnx.to_pure_dict(nnx.state(run[name]))),
+    )
 
 
 def test_all_kinds_of_leaves(tmp_path):
   tree = {
-      'bfloat16': jnp.array([1.5, -0.0, jnp.inf], jnp.bfloat16),
-      'bool': jnp.array([True, False]),
-      'empty': jnp.zeros((0, 3)),
-      'scalar': jnp.float32(3.5),
-      'numpy': np.arange(3),
-      'numpy scalar': np.float64(0.1),
-      'keys': jax.random.split(jax.random.key(1, impl='rbg'), 3),
-      'legacy key': jax.random.PRNGKey(0),
-      'integer': 2**40,
-      'float': 0.1,
-      'infinite': float('inf'),
-      'true': True,
-      'text': 'shard 7',
-      'nested': [({'a/b': jnp.ones(2)},), None, ()],
+    'bfloat16': jnp.array([1.5, -0.0, jnp.inf], jnp.bfloat16),
+    'bool': jnp.array([True, False]),
+    'empty': jnp.zeros((0, 3)),
+    'scalar': jnp.float32(3.5),
+    'numpy': np.arange(3),
+    'numpy scalar': np.float64(0.1),
+    'keys': jax.random.split(jax.random.key(1, impl='rbg'), 3),
+    'legacy key': jax.random.PRNGKey(0),
+    'integer': 2**40,
+    'float': 0.1,
+    'infinite': float('inf'),
+    'true': True,
+    'text': 'shard 7',
+    'nested': [({'a/b': jnp.ones(2)},), None, ()],
   }
   with checkpoint.Checkpointer(tmp_path, tree) as checkpoints:
     checkpoints.save(0, tree)
     _, found = checkpoints.restore()
   assert [type(x) for x in jax.tree.leaves(found)] == [
-      type(x) for x in jax.tree.leaves(tree)]
+    type(x) for x in jax.tree.leaves(tree)
+  ]
   assert str(found['keys'].dtype) == str(tree['keys'].dtype)
   assert found['numpy scalar'].dtype == np.float64
   assert_same_bits(bits(found), bits(tree))
   assert np.signbit(np.asarray(found['bfloat16'], np.float32))[1]
   with pytest.raises(ValueError, match=r'one leaf called a\.b, got two'):
     checkpoint.to_leaves({'a.b': 1, 'a': {'b': 2}})
-  with checkpoint.Checkpointer(tmp_path, tree) as checkpoints, pytest.raises(
-      TypeError, match='object'):
+  with (
+    checkpoint.Checkpointer(tmp_path, tree) as checkpoints,
+    pytest.raises(TypeError, match='object'),
+  ):
     checkpoints.save(1, {**tree, 'text': object()})
 
 
@@ -274,10 +292,13 @@ def test_states_on_the_host_and_shapes(tmp_path):
   """NumPy's stay NumPy's; shapes alone go to the default device."""
   run = Run(simulated(2)).fill().save(tmp_path)
   here = jax.tree.map(np.asarray, run.tree['opt_state'])
-  shapes = jax.eval_shape(lambda: {
-      k: run.tree[k] for k in ('params', 'opt_state', 'key')})
-  for like, kind in (({**run.tree, 'opt_state': here}, np.ndarray),
-                     ({**shapes, 'position': 0}, jax.Array)):
+  shapes = jax.eval_shape(
+    lambda: {k: run.tree[k] for k in ('params', 'opt_state', 'key')}
+  )
+  for like, kind in (
+    ({**run.tree, 'opt_state': here}, np.ndarray),
+    ({**shapes, 'position': 0}, jax.Array),
+  ):
     with checkpoint.Checkpointer(tmp_path, like) as checkpoints:
       _, found = checkpoints.restore()
     for x in jax.tree.leaves(found['opt_state']):
@@ -290,25 +311,32 @@ def test_states_on_the_host_and_shapes(tmp_path):
 
 def means(state):
   """The mean of the workers' momentum in parameter space."""
-  return {name: np.mean(x, axis=0)
-          for name, x in demo_optax.state.momentum(state).items()}
+  return {
+    name: np.mean(x, axis=0)
+    for name, x in demo_optax.state.momentum(state).items()
+  }
 
 
 SAME = {
-    'simulated to mesh': (lambda: simulated(4), lambda: on_mesh(4)),
-    'mesh to simulated': (
-        lambda: on_mesh(2, 4, 'explicit'), lambda: simulated(2, 4)),
-    'auto to explicit': (
-        lambda: on_mesh(4), lambda: on_mesh(4, kind='explicit')),
-    'sharded to unsharded': (lambda: on_mesh(2, 2), lambda: on_mesh(2)),
+  'simulated to mesh': (lambda: simulated(4), lambda: on_mesh(4)),
+  'mesh to simulated': (
+    lambda: on_mesh(2, 4, 'explicit'),
+    lambda: simulated(2, 4),
+  ),
+  'auto to explicit': (lambda: on_mesh(4), lambda: on_mesh(4, kind='explicit')),
+  'sharded to unsharded': (lambda: on_mesh(2, 2), lambda: on_mesh(2)),
 }
 RESIZED = {
-    'up': (lambda: on_mesh(2, kind='explicit'),
-           lambda: on_mesh(8, kind='explicit')),
-    'uneven': (lambda: on_mesh(8), lambda: on_mesh(3)),
-    'sharded to unsharded': (
-        lambda: on_mesh(2, 4, 'explicit'), lambda: simulated(6)),
-    'another mesh': (lambda: on_mesh(2, 4), lambda: on_mesh(4, 2)),
+  'up': (
+    lambda: on_mesh(2, kind='explicit'),
+    lambda: on_mesh(8, kind='explicit'),
+  ),
+  'uneven': (lambda: on_mesh(8), lambda: on_mesh(3)),
+  'sharded to unsharded': (
+    lambda: on_mesh(2, 4, 'explicit'),
+    lambda: simulated(6),
+  ),
+  'another mesh': (lambda: on_mesh(2, 4), lambda: on_mesh(4, 2)),
 }
 
 
@@ -337,21 +365,30 @@ def test_another_number_of_workers(case, tmp_path):
   for name, x in bits(leaves_of(run.tree)).items():
     x = regroup(x, count) if 'worker_stacked' in name else x
     np.testing.assert_allclose(
-        bits(leaves_of(other.tree)[name]), x, atol=1e-6, err_msg=name)
+      bits(leaves_of(other.tree)[name]), x, atol=1e-6, err_msg=name
+    )
   if case == 'another mesh':
     other.train(1)
 
 
 AXES = {'fsdp': 2, 'tp': 2}
-KINDS = [None, P('fsdp'), P('tp', 'fsdp'), P(('tp', 'fsdp')),
-         P(None, ('fsdp', 'tp'))]
+KINDS = [
+  None,
+  P('fsdp'),
+  P('tp', 'fsdp'),
+  P(('tp', 'fsdp')),
+  P(None, ('fsdp', 'tp')),
+]
 BASES = [codes.Dct(), codes.RandomOrthogonal(), codes.Identity()]
 
 
 def decoded(name, state):
   """What owners keep of a leaf, in parameter space."""
-  (leaf,) = (leaf for leaf in state.layout.layout.leaves
-             if leaf.name == name.split('.')[-1])
+  (leaf,) = (
+    leaf
+    for leaf in state.layout.layout.leaves
+    if leaf.name == name.split('.')[-1]
+  )
   c = checkpoint.to_leaves(state)[name]
   grid, blocks, _ = cutting.cut_of(leaf)
   return cutting.decode(c, grid, blocks, None)
@@ -363,19 +400,25 @@ def test_any_layout_to_any_other(data):
   """Same chunks, same bits; others keep each worker, or the mean, to rounding."""
   draw = data.draw
   shapes = {
-      name: tuple(4 * draw(st.integers(1, 9)) for _ in range(draw(
-          st.integers(0, 3))))
-      for name in 'ab'}
+    name: tuple(
+      4 * draw(st.integers(1, 9)) for _ in range(draw(st.integers(0, 3)))
+    )
+    for name in 'ab'
+  }
   params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
 
   def state(exchange):
-    specs = {name: draw(st.sampled_from(KINDS)) if len(shape) > 1 else None
-             for name, shape in shapes.items()}
+    specs = {
+      name: draw(st.sampled_from(KINDS)) if len(shape) > 1 else None
+      for name, shape in shapes.items()
+    }
     sizes = draw(st.sampled_from([{}, AXES, {'tp': 2, 'fsdp': 2}]))
     workers = demo_optax.Workers.simulated(
-        draw(st.integers(1, 5)), specs if sizes else None, sizes)
+      draw(st.integers(1, 5)), specs if sizes else None, sizes
+    )
     compressor = codes.Compressor(
-        codes.TopK(2), draw(st.sampled_from(BASES)), 2 ** draw(st.integers(1, 3)))
+      codes.TopK(2), draw(st.sampled_from(BASES)), 2 ** draw(st.integers(1, 3))
+    )
     tx = demo_optax.scale_by_demo(compressor, workers=workers, **exchange)
     return tx.init(params)
 
@@ -383,15 +426,19 @@ def test_any_layout_to_any_other(data):
   old, new = fill(state(exchange)), state(exchange)
   saved = checkpoint.to_leaves(old)
   assert_same_bits(
-      leaves_of(checkpoint.from_leaves(saved, old)), leaves_of(old))
+    leaves_of(checkpoint.from_leaves(saved, old)), leaves_of(old)
+  )
   found = checkpoint.from_leaves(saved, new, resize=True, rechunk=True)
   for name, x in means(old).items():
     np.testing.assert_allclose(x, means(found)[name], atol=2e-5)
   assert jax.tree.structure(found) == jax.tree.structure(new)
   assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, new)
   back = checkpoint.from_leaves(
-      checkpoint.to_leaves(found), jax.eval_shape(lambda: old),
-      resize=True, rechunk=True)
+    checkpoint.to_leaves(found),
+    jax.eval_shape(lambda: old),
+    resize=True,
+    rechunk=True,
+  )
   # Owners have whole chunks: nothing of what they keep is averaged.
   owed = [n for n in saved if '.update_residual.' in n]
   assert bool(owed) == (bool(exchange) and any(map(np.prod, shapes.values())))
@@ -405,14 +452,18 @@ def test_exchanges_of_a_part_of_the_parameters_each():
   """Two of them, with compressors of their own, and a leaf without any."""
   workers = demo_optax.Workers.simulated(2)
   params = {k: jnp.ones((16, 16)) for k in ('a', 'b', 'c', 'd')}
-  one, other = (demo_optax.scale_by_demo(code, workers=workers) for code in (
-      demo_optax.dct_topk(8, 4), demo_optax.dct_topk(16, 3)))
+  one, other = (
+    demo_optax.scale_by_demo(code, workers=workers)
+    for code in (demo_optax.dct_topk(8, 4), demo_optax.dct_topk(16, 3))
+  )
   tx = optax.partition(
-      {'one': one, 'other': other, 'mean': demo_optax.average(workers=workers)},
-      {'a': 'one', 'b': 'other', 'c': 'one', 'd': 'mean'})
+    {'one': one, 'other': other, 'mean': demo_optax.average(workers=workers)},
+    {'a': 'one', 'b': 'other', 'c': 'one', 'd': 'mean'},
+  )
   state = fill(tx.init(params))
   found = checkpoint.from_leaves(
-      checkpoint.to_leaves(state), jax.eval_shape(tx.init, params))
+    checkpoint.to_leaves(state), jax.eval_shape(tx.init, params)
+  )
   assert_same_bits(found, state)
   assert demo_optax.state.momentum(state).keys() == set('abc')
 
@@ -428,7 +479,8 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    'case', mismatches.CASES, ids=[name for name, *_ in mismatches.CASES])
+  'case', mismatches.CASES, ids=[name for name, *_ in mismatches.CASES]
+)
 def test_every_mismatch_is_refused_and_in_the_docs(case, saved):
   name, make_tree, options = case
   text = mismatches.message(saved, make_tree, options)
@@ -442,9 +494,11 @@ def test_every_mismatch_is_refused_and_in_the_docs(case, saved):
 # The folder -------------------------------------------------------------------
 
 
-TREE = {'w': jnp.asarray(np.random.default_rng(0).normal(size=(64, 64)),
-                         jnp.float32),
-        'b': jnp.ones(5), 'position': 3}
+TREE = {
+  'w': jnp.asarray(np.random.default_rng(0).normal(size=(64, 64)), jnp.float32),
+  'b': jnp.ones(5),
+  'position': 3,
+}
 
 
 def files_of(folder, **options):
@@ -471,17 +525,21 @@ def test_the_last_are_kept(tmp_path):
     assert checkpoints.steps == (40, 50)
 
 
-@pytest.mark.parametrize('call, error', [
+@pytest.mark.parametrize(
+  'call, error',
+  [
     (lambda f: files_of(f, keep=0), ValueError),
     (lambda f: files_of(f, keep=1.5), TypeError),
     (lambda f: files_of(f).save(-1, TREE), ValueError),
-    (lambda f: files_of(f).restore('1'), FileNotFoundError)])
+    (lambda f: files_of(f).restore('1'), FileNotFoundError),
+  ],
+)
 def test_counts_are_integers(call, error, tmp_path):
   with pytest.raises(error, match='must be'):
     call(tmp_path)
 
 
-WRITER = '''
+WRITER = """
 import sys
 import jax.numpy as jnp
 from demo_optax import checkpoint
@@ -494,15 +552,18 @@ for step in range(1, int(sys.argv[2])):
 checkpoints.wait()
 print('saved', flush=True)
 sys.stdin.read()
-'''
+"""
 
 
 def writer(folder, steps):
   """Another job, which saves so many steps."""
   return subprocess.Popen(
-      [sys.executable, '-c', WRITER, str(folder), str(steps)],
-      env={**os.environ, 'PYTHONPATH': os.pathsep.join(sys.path)},
-      stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    [sys.executable, '-c', WRITER, str(folder), str(steps)],
+    env={**os.environ, 'PYTHONPATH': os.pathsep.join(sys.path)},
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.DEVNULL,
+  )
 
 
 def test_a_folder_has_one_writer(tmp_path):
@@ -560,6 +621,7 @@ def test_an_empty_folder_is_no_checkpoint(tmp_path):
 def test_a_save_that_fails_leaves_the_former_one(tmp_path, monkeypatch):
   """In the background, after the arrays were written; the disk is full."""
   from orbax.checkpoint._src.path import atomicity
+
   with files_of(tmp_path, keep=1) as checkpoints:
     checkpoints.save(0, TREE)
     checkpoints.wait()
@@ -598,16 +660,25 @@ def test_a_process_that_is_killed_leaves_whole_ones(tmp_path):
 def flip(share):
   def flip_bit(path, data):
     place = int(share * len(data))
-    path.write_bytes(data[:place] + bytes([data[place] ^ 16]) + data[place + 1:])
+    path.write_bytes(
+      data[:place] + bytes([data[place] ^ 16]) + data[place + 1 :]
+    )
+
   return flip_bit
 
 
 @pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
-@pytest.mark.parametrize('damage', [
-    lambda path, data: path.unlink(), lambda path, data: path.write_bytes(b''),
-    lambda path, data: path.write_bytes(data[:len(data) // 2]),
-    flip(0.02), flip(0.98),
-], ids=['missing', 'empty', 'cut', 'start', 'end'])
+@pytest.mark.parametrize(
+  'damage',
+  [
+    lambda path, data: path.unlink(),
+    lambda path, data: path.write_bytes(b''),
+    lambda path, data: path.write_bytes(data[: len(data) // 2]),
+    flip(0.02),
+    flip(0.98),
+  ],
+  ids=['missing', 'empty', 'cut', 'start', 'end'],
+)
 def test_damage_of_any_file_is_found(damage, tmp_path):
   """An error that names other steps, or the right bits: the file was not read."""
   good, copy, refused = tmp_path / 'good', tmp_path / 'copy', 0
@@ -622,8 +693,12 @@ def test_damage_of_any_file_is_found(damage, tmp_path):
       try:
         assert_same_bits(checkpoints.restore(2)[1], TREE)
       except ValueError as error:
-        assert re.search(r'step 2 in .* must be whole, .*Restore another one by'
-                         r' step= \(there are: 1\)', str(error), re.S), error
+        assert re.search(
+          r'step 2 in .* must be whole, .*Restore another one by'
+          r' step= \(there are: 1\)',
+          str(error),
+          re.S,
+        ), error
         refused += 1
       if file == files[0]:
         assert_same_bits(checkpoints.restore(1)[1], TREE)
@@ -634,8 +709,13 @@ def test_damage_of_any_file_is_found(damage, tmp_path):
 
 def test_of_another_origin(tmp_path):
   from orbax.checkpoint import v1
+
   with v1.training.Checkpointer(tmp_path) as theirs:
     theirs.save(4, {'x': jnp.zeros(3)})
-  with files_of(tmp_path) as checkpoints, pytest.raises(
-      ValueError, match='written by demo_optax, got .*its description is miss'):
+  with (
+    files_of(tmp_path) as checkpoints,
+    pytest.raises(
+      ValueError, match='written by demo_optax, got .*its description is miss'
+    ),
+  ):
     checkpoints.restore()

@@ -41,7 +41,8 @@ def test_the_average_is_kept(old, new, seed):
   y = resize(x, new)
   assert y.shape == (new, 5) and y.dtype == np.float32
   np.testing.assert_allclose(
-      y.astype(np.float64).mean(0), x.astype(np.float64).mean(0), atol=3e-7)
+    y.astype(np.float64).mean(0), x.astype(np.float64).mean(0), atol=3e-7
+  )
   np.testing.assert_allclose(y, w @ x, atol=1e-6)
 
 
@@ -121,15 +122,20 @@ def sharded(kind):
   return demo_optax.Workers.on_mesh(make_mesh_2d(kind), 'data', SPECS)
 
 
-@pytest.mark.parametrize('make', [
-    lambda: demo_optax.Workers.simulated(4), lambda: on_mesh(4, 'explicit'),
-    lambda: sharded('auto'), lambda: sharded('explicit'),
-], ids=['simulated', 'explicit', 'sharded', 'sharded explicit'])
+@pytest.mark.parametrize(
+  'make',
+  [
+    lambda: demo_optax.Workers.simulated(4),
+    lambda: on_mesh(4, 'explicit'),
+    lambda: sharded('auto'),
+    lambda: sharded('explicit'),
+  ],
+  ids=['simulated', 'explicit', 'sharded', 'sharded explicit'],
+)
 def test_momentum_in_parameter_space(make):
   workers = make()
   tx = demo_optax.scale_by_demo(COMPRESSOR, workers=workers)
-  params = workers.device_put(
-      jax.tree.map(jnp.asarray, random_tree(0, SHAPES)))
+  params = workers.device_put(jax.tree.map(jnp.asarray, random_tree(0, SHAPES)))
   moments = random_tree(1, SHAPES, lead=(workers.count,))
   found = demo_optax.state.momentum(with_momentum(tx.init(params), moments))
   assert found.keys() == SHAPES.keys()

@@ -24,21 +24,28 @@ def test_the_recipe_that_was_measured_is_demo_muon(monkeypatch):
   settings = {**muon.DEFAULTS, **muon.ROWS['demo_muon'], 'steps': 80}
   workers = demo_optax.Workers.simulated(4)
   measured = optimizers.make(settings, workers).tx
-  rates = [optimizers.schedule(settings, settings[name])
-           for name in ('lr', 'other_lr')]
+  rates = [
+    optimizers.schedule(settings, settings[name]) for name in ('lr', 'other_lr')
+  ]
   recipe = optax.chain(
-      demo_optax.per_worker(optax.clip_by_global_norm(1.0), workers=workers),
-      demo_optax.demo_muon(
-          rates[0], adam_learning_rate=rates[1], workers=workers))
+    demo_optax.per_worker(optax.clip_by_global_norm(1.0), workers=workers),
+    demo_optax.demo_muon(
+      rates[0], adam_learning_rate=rates[1], workers=workers
+    ),
+  )
   rng = np.random.default_rng(0)
-  params = {'embed': rng.normal(size=(50, 128)), 'up': rng.normal(size=(128, 192)),
-            'norm': rng.normal(size=128)}
+  params = {
+    'embed': rng.normal(size=(50, 128)),
+    'up': rng.normal(size=(128, 192)),
+    'norm': rng.normal(size=128),
+  }
   params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
   shapes = {k: x.shape for k, x in params.items()}
   gradients = [random_tree(s, shapes, (workers.count,)) for s in range(3)]
   jax.tree.map(
-      lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7),
-      *(updates_of(tx, params, gradients)[0] for tx in (measured, recipe)))
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7),
+    *(updates_of(tx, params, gradients)[0] for tx in (measured, recipe)),
+  )
 
 
 def test_what_a_relay_does_is_as_measured():
@@ -47,14 +54,20 @@ def test_what_a_relay_does_is_as_measured():
   goodput = found['goodput']
   for kind in ('steps', 'rounds'):
     one, two = (goodput[job][kind] for job in ('undisturbed', 'killed'))
-    assert f'| {one:,} | {two:,} ({goodput[f"goodput_{kind}"]:.1%}) |'.replace(
-        '%', ' %') in page
+    assert (
+      f'| {one:,} | {two:,} ({goodput[f"goodput_{kind}"]:.1%}) |'.replace(
+        '%', ' %'
+      )
+      in page
+    )
   assert not goodput['killed']['rounds_that_differ']
   for row in found['links']:
     assert f'| {row["seconds"]:.3f} |' in page, row
   for row in found['load']:
-    assert (f'| {row["workers"]} | {row["bytes"] / 1e6:g} MB |'
-            f' {row["seconds"]:.3f} | {row["relay_cpu_seconds"]:.3f} |') in page
+    assert (
+      f'| {row["workers"]} | {row["bytes"] / 1e6:g} MB |'
+      f' {row["seconds"]:.3f} | {row["relay_cpu_seconds"]:.3f} |'
+    ) in page
   attack = found['attack']
   assert f'{attack["connections"]:,} connections' in page
   assert f'{1e3 * attack["seconds_attacked"]:.1f} ms during' in page
@@ -64,12 +77,20 @@ def test_what_a_relay_does_is_as_measured():
   assert not slow['rounds_that_differ']
 
 
-@pytest.mark.parametrize('command', [
+@pytest.mark.parametrize(
+  'command',
+  [
     'step.py --trees tiny --topk 8 --values sign --peers 2 --rounds 1',
-    'owners.py merge --tree tiny --workers 2 --rounds 1', 'folds.py'])
+    'owners.py merge --tree tiny --workers 2 --rounds 1',
+    'folds.py',
+  ],
+)
 def test_commands_run(command):
   name, *args = command.split()
   subprocess.run(
-      [sys.executable, str(ROOT / 'benchmarks' / name), *args], check=True,
-      env={**os.environ, 'PYTHONPATH': str(ROOT)}, capture_output=True,
-      timeout=900)
+    [sys.executable, str(ROOT / 'benchmarks' / name), *args],
+    check=True,
+    env={**os.environ, 'PYTHONPATH': str(ROOT)},
+    capture_output=True,
+    timeout=900,
+  )

@@ -23,9 +23,26 @@ import demo_optax
 
 pytestmark = pytest.mark.usefixtures('standard_promotion', 'rank_promotion')
 
-SMALL = ['--width', '32', '--heads', '2', '--layers', '1', '--context', '32',
-         '--steps', '12', '--eval-every', '6', '--save-every', '6',
-         '--batch', '8', '--warmup', '2']
+SMALL = [
+  '--width',
+  '32',
+  '--heads',
+  '2',
+  '--layers',
+  '1',
+  '--context',
+  '32',
+  '--steps',
+  '12',
+  '--eval-every',
+  '6',
+  '--save-every',
+  '6',
+  '--batch',
+  '8',
+  '--warmup',
+  '2',
+]
 
 
 def run(tmp_path, *args):
@@ -48,8 +65,11 @@ def test_compare_draws_and_tells(tmp_path, capsys):
   for done, count in zip((recipe, adamw, muon), sent):
     dense = done['plan'].dense_bytes(4)
     assert re.search(
-        rf'^{done["name"]} +{done["valid_loss"]:.4f} +{12e-6 * count:.1f} .*'
-        rf' {6e-6 * dense:.1f} +{12e-6 * dense:.1f} ', out, re.M)
+      rf'^{done["name"]} +{done["valid_loss"]:.4f} +{12e-6 * count:.1f} .*'
+      rf' {6e-6 * dense:.1f} +{12e-6 * dense:.1f} ',
+      out,
+      re.M,
+    )
   for name in ('demo-muon', 'adamw', 'muon'):
     config, *records = read(tmp_path / name / 'metrics.jsonl')
     assert config['config']['optimizer'] == name
@@ -60,8 +80,14 @@ def test_compare_draws_and_tells(tmp_path, capsys):
 
 @pytest.mark.parametrize('workers', ['2', '9'], ids=['mesh', 'simulated'])
 def test_resumed_equals_uninterrupted(tmp_path, workers, capsys):
-  args = ['--workers', workers, '--optimizer', 'demo', '--batch',
-          '36' if workers == '9' else '8']
+  args = [
+    '--workers',
+    workers,
+    '--optimizer',
+    'demo',
+    '--batch',
+    '36' if workers == '9' else '8',
+  ]
   (whole,) = run(tmp_path / 'whole', *args)
   # Stopped after 6 of the same 12 steps: later checkpoints are gone.
   shutil.copytree(tmp_path / 'whole', tmp_path / 'parts')
@@ -75,8 +101,9 @@ def test_resumed_equals_uninterrupted(tmp_path, workers, capsys):
   assert len({picture.read_bytes() for picture in drawn}) == 1
   expected = '2 workers on' if workers == '2' else '9 simulated workers on'
   assert expected in capsys.readouterr().out
-  arrays = [checkpoint(tmp_path / name / 'demo', 12)
-            for name in ('whole', 'parts')]
+  arrays = [
+    checkpoint(tmp_path / name / 'demo', 12) for name in ('whole', 'parts')
+  ]
   assert arrays[0].keys() == arrays[1].keys()
   for key in arrays[0]:
     np.testing.assert_array_equal(arrays[0][key], arrays[1][key])
@@ -85,9 +112,11 @@ def test_resumed_equals_uninterrupted(tmp_path, workers, capsys):
 def checkpoint(folder, step):
   """Read as anybody's Orbax code would."""
   import orbax.checkpoint as ocp
+
   with ocp.StandardCheckpointer() as checkpointer:
     return checkpointer.restore(
-        (folder / f'checkpoints/{step}/state').absolute())
+      (folder / f'checkpoints/{step}/state').absolute()
+    )
 
 
 def test_resume_with_another_number_of_workers(tmp_path):
@@ -103,8 +132,9 @@ def test_resume_with_another_number_of_workers(tmp_path):
   # Stopped while it wrote a record.
   with (tmp_path / 'demo-muon/metrics.jsonl').open('a') as file:
     file.write('{"step": 13, "lo')
-  (more,) = run(tmp_path, '--workers', '4', '--resume', 'auto', '--resize',
-                '--steps', '14')
+  (more,) = run(
+    tmp_path, '--workers', '4', '--resume', 'auto', '--resize', '--steps', '14'
+  )
   assert more['records'][-1]['loss'] < first['records'][0]['loss'] - 0.3
   config, *records = read(tmp_path / 'demo-muon' / 'metrics.jsonl')
   assert 'config' in config and records == more['records']
@@ -135,21 +165,30 @@ def test_every_flag_has_a_help_text(capsys):
 # Mistakes in flags ------------------------------------------------------------
 
 
-@pytest.mark.parametrize('args, says', [
+@pytest.mark.parametrize(
+  'args, says',
+  [
     (['--heads', '5'], '--heads 5 must divide --width 32'),
     (['--resume', '--overwrite'], '--resume goes with neither'),
     (['--compare', '--resume'], '--resume goes with neither'),
     (['--no-such-flag'], 'unrecognized arguments: --no-such-flag'),
     (['--process', '0'], '--process without --coordinator, --processes'),
-    (['--process', '2', '--processes', '2', '--coordinator', 'here:1'],
-     'numbered from 0 to 1'),
-    (['--process', '0', '--processes', '2', '--coordinator', 'here'],
-     'must be HOST:PORT'),
-    (['--process', '0', '--processes', '2', '--coordinator', 'here:99999'],
-     'with a port from 1 to 65535'),
+    (
+      ['--process', '2', '--processes', '2', '--coordinator', 'here:1'],
+      'numbered from 0 to 1',
+    ),
+    (
+      ['--process', '0', '--processes', '2', '--coordinator', 'here'],
+      'must be HOST:PORT',
+    ),
+    (
+      ['--process', '0', '--processes', '2', '--coordinator', 'here:99999'],
+      'with a port from 1 to 65535',
+    ),
     (['--resume'], 'step must be one of those in'),
     (['--workers', '2', '--batch', '3'], 'must be a multiple of 2 workers'),
-])
+  ],
+)
 def test_train_lm_explains_mistakes(args, says, tmp_path, capsys):
   with pytest.raises(SystemExit) as end:
     run(tmp_path / 'out', *args)
@@ -159,11 +198,18 @@ def test_train_lm_explains_mistakes(args, says, tmp_path, capsys):
 def test_no_cluster(tmp_path):
   env = {k: v for k, v in os.environ.items() if not k.startswith('JAX_')}
   run = subprocess.run(
-      [sys.executable, str(EXAMPLES / 'train_lm.py'), '--distributed',
-       '--out', str(tmp_path)],
-      text=True, capture_output=True, timeout=900,
-      env={**env, 'JAX_PLATFORMS': 'cpu',
-           'PYTHONPATH': str(EXAMPLES.parent)})
+    [
+      sys.executable,
+      str(EXAMPLES / 'train_lm.py'),
+      '--distributed',
+      '--out',
+      str(tmp_path),
+    ],
+    text=True,
+    capture_output=True,
+    timeout=900,
+    env={**env, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(EXAMPLES.parent)},
+  )
   assert run.returncode == 1
   assert 'JAX finds no cluster here' in run.stderr.splitlines()[-1]
   assert run.stderr.endswith('give --coordinator, --processes and --process.\n')
@@ -190,14 +236,15 @@ def test_ctrl_c_saves_a_last_checkpoint(tmp_path, monkeypatch, capsys):
   assert end.value.code == 130
   assert signal.getsignal(signal.SIGINT) == before
   assert 'Stopped by SIGINT after step 4, which is saved' in (
-      capsys.readouterr().out)
+    capsys.readouterr().out
+  )
   assert os.listdir(tmp_path / 'parts/adamw/checkpoints') == ['4']
   (rest,) = run(tmp_path / 'parts', *args, '--resume')
   assert rest['records'] == whole['records']
 
 
 # A compilation that takes seconds, in which no Python of the main thread runs.
-COMPILING = '''
+COMPILING = """
 import sys, jax, jax.numpy as jnp
 sys.path.insert(0, sys.argv[1])
 import cluster
@@ -213,7 +260,7 @@ with cluster.StopSignal() as stop:
   lowered.compile()
   print('compiled', flush=True)
   raise SystemExit(128 + stop.after(1))
-'''
+"""
 
 
 @pytest.mark.parametrize('times', [1, 2])
@@ -221,8 +268,12 @@ def test_ctrl_c_while_compiling(times):
   """It ends cleanly when that is done; a second one ends it at once."""
   env = {k: v for k, v in os.environ.items() if 'CACHE' not in k}
   with subprocess.Popen(
-      [sys.executable, '-c', COMPILING, str(EXAMPLES)], text=True, env=env,
-      stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    [sys.executable, '-c', COMPILING, str(EXAMPLES)],
+    text=True,
+    env=env,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+  ) as process:
     assert process.stdout.readline() == 'begin\n'
     for _ in range(times):
       time.sleep(0.5)
@@ -239,10 +290,27 @@ def test_ctrl_c_while_compiling(times):
 def test_train_sharded(tmp_path, capsys):
   """Eight devices: a quarter of the memory each, and the same losses."""
   import train_sharded
+
   sharded, alone = train_sharded.main(
-      ['--width', '256', '--heads', '2', '--layers', '1', '--context', '64',
-       '--steps', '3', '--batch', '8', '--warmup', '1',
-       '--out', str(tmp_path)])
+    [
+      '--width',
+      '256',
+      '--heads',
+      '2',
+      '--layers',
+      '1',
+      '--context',
+      '64',
+      '--steps',
+      '3',
+      '--batch',
+      '8',
+      '--warmup',
+      '1',
+      '--out',
+      str(tmp_path),
+    ]
+  )
   assert (tmp_path / 'loss.png').exists()
   assert json.loads((tmp_path / 'sharded.json').read_text())
   _, *records = read(tmp_path / '2-workers-of-4-devices/metrics.jsonl')
@@ -251,12 +319,16 @@ def test_train_sharded(tmp_path, capsys):
   np.testing.assert_allclose(sharded['losses'], alone['losses'], atol=0.02)
   for what in ('parameters', 'optimizer'):
     assert sharded['memory'][what] < 0.27 * alone['memory'][what]
-  between = {tuple(axes): (kind, received)
-             for kind, axes, number, received in sharded['traffic']
-             if kind == 'all-gather'}
-  between_alone = {tuple(axes): (kind, received)
-                   for kind, axes, number, received in alone['traffic']
-                   if kind == 'all-gather'}
+  between = {
+    tuple(axes): (kind, received)
+    for kind, axes, number, received in sharded['traffic']
+    if kind == 'all-gather'
+  }
+  between_alone = {
+    tuple(axes): (kind, received)
+    for kind, axes, number, received in alone['traffic']
+    if kind == 'all-gather'
+  }
   assert set(between) == {('replica',), ('fsdp',)}
   assert set(between_alone) == {('replica',)}
   # A quarter each, in whole rows of words.
@@ -267,10 +339,13 @@ def test_train_sharded(tmp_path, capsys):
 # Benchmarks' methods ----------------------------------------------------------
 
 
-@pytest.mark.parametrize('method, rate', [
-    ('adamw', 0.01), ('muon', 0.02), ('demo', 0.004), ('demo_muon', 0.01)])
+@pytest.mark.parametrize(
+  'method, rate',
+  [('adamw', 0.01), ('muon', 0.02), ('demo', 0.004), ('demo_muon', 0.01)],
+)
 def test_tasks(method, rate, monkeypatch):
   import tasks
+
   monkeypatch.setattr(tasks, 'STEPS', 30)
   made = tasks.train('mlp', method, rate, 0)
   assert made['loss'] < 0.85  # at the start 0.95

@@ -26,8 +26,10 @@ import muon
 GUIDES = {p.stem: p.read_text() for p in sorted((ROOT / 'docs').glob('*.md'))}
 BENCHMARKS = (ROOT / 'benchmarks/README.md').read_text()
 # Run in this order, in one namespace.
-TRAINERS = ''.join(GUIDES[name] for name in (
-    'your_trainer', 'pmap', 'nnx', 'linen', 'equinox', 'haiku'))
+TRAINERS = ''.join(
+  GUIDES[name]
+  for name in ('your_trainer', 'pmap', 'nnx', 'linen', 'equinox', 'haiku')
+)
 BATCH = {'x': np.ones((16, 8), np.float32), 'y': np.ones((16, 1))}
 
 
@@ -46,11 +48,16 @@ def own_loop(names):
 
 
 def sharded(names):
-  params = {'up': jax.numpy.ones((16, 64)), 'down': jax.numpy.ones((64, 16)),
-            'bias': jax.numpy.ones(16)}
+  params = {
+    'up': jax.numpy.ones((16, 64)),
+    'down': jax.numpy.ones((64, 16)),
+    'bias': jax.numpy.ones(16),
+  }
   workers = names['sharded']
   tx = demo_optax.demo(1e-3, workers=workers)
-  moment = tx.init(workers.device_put(params)).inner_state[1].worker_stacked.momentum
+  moment = (
+    tx.init(workers.device_put(params)).inner_state[1].worker_stacked.momentum
+  )
   for x in moment.values():
     assert x.sharding.shard_shape(x.shape)[1] * jax.device_count() == x.shape[1]
 
@@ -71,37 +78,53 @@ def checkpoints(names):
 def every_trainer(names):
   assert names['loss'].shape == ()
   flat = jax.tree_util.tree_leaves_with_path(names['saved'].opt_state)
-  own = [x for path, x in flat if 'worker_stacked' in jax.tree_util.keystr(path)]
+  own = [
+    x for path, x in flat if 'worker_stacked' in jax.tree_util.keystr(path)
+  ]
   assert all(len(x) == 8 for x in own)
   assert any(len({row.tobytes() for row in np.asarray(x)}) == 8 for x in own)
   assert not np.array_equal(
-      names['after']['head']['w'], names['layers']['head']['w'])
+    names['after']['head']['w'], names['layers']['head']['w']
+  )
   assert names['seen']['outputs'].shape == (16, 1)
 
 
 def compiled_for_tpus(names):
   """The guide's own check, on a mesh of CPUs."""
   found = hlo_text.collectives(names['compiled'], names['mesh'])
-  assert sum(
-      c.received_bytes for c in found
+  assert (
+    sum(
+      c.received_bytes
+      for c in found
       if c.axes == ('replica',) and c.kind == 'all-gather'
-  ) == names['plan'].device_bytes['replica',]
+    )
+    == names['plan'].device_bytes['replica',]
+  )
   loss = names['train_step'](
-      names['model'], names['optimizer'], np.ones((64, 256), np.float32))
+    names['model'], names['optimizer'], np.ones((64, 256), np.float32)
+  )
   assert np.isfinite(loss)
 
 
 # What else is true of the names that the blocks have made.
 THEN = {
-    'multihost': own_loop, 'sharding': sharded,
-    'local_updates': every_few_steps, 'checkpoints': checkpoints,
-    'tpu': compiled_for_tpus,
+  'multihost': own_loop,
+  'sharding': sharded,
+  'local_updates': every_few_steps,
+  'checkpoints': checkpoints,
+  'tpu': compiled_for_tpus,
 }
 
 
 @pytest.mark.parametrize(
-    'name', [name for name in GUIDES
-             if blocks(name) and name not in ('compressors', 'your_trainer', 'pmap', 'equinox')])
+  'name',
+  [
+    name
+    for name in GUIDES
+    if blocks(name)
+    and name not in ('compressors', 'your_trainer', 'pmap', 'equinox')
+  ],
+)
 def test_blocks_run(name, tmp_path, monkeypatch):
   """As one script; those of compressors.md in test_compressors."""
   monkeypatch.chdir(tmp_path)
@@ -120,8 +143,7 @@ def listings():
       continue
     lines = block.splitlines()
     yield [
-        '\n'.join(line[1:] for line in lines if line[:1] != out)
-        for out in '+-'
+      '\n'.join(line[1:] for line in lines if line[:1] != out) for out in '+-'
     ]
 
 
@@ -157,8 +179,10 @@ def test_every_trainer_learns_before_and_after(tmp_path, monkeypatch):
 
 def test_two_lines_change():
   """Of each listing, but for those that say why it is more."""
-  counts = [sum(line[:1] == '+' for line in block.splitlines())
-            for block in re.findall(r'```diff\n(.*?)```', TRAINERS, re.S)]
+  counts = [
+    sum(line[:1] == '+' for line in block.splitlines())
+    for block in re.findall(r'```diff\n(.*?)```', TRAINERS, re.S)
+  ]
   assert len(counts) == 10
   assert sorted(counts) == [1, 2, 2, 2, 2, 2, 2, 3, 3, 4]
 
@@ -172,24 +196,38 @@ def test_the_table_of_errors_is_what_is_said():
 def test_bytes_of_a_chunk():
   chunk = jax.ShapeDtypeStruct((64, 64), np.float32)
   for topk, values in ((64, 'sign'), (32, 'float32'), (8, 'sign')):
-    (leaf,) = demo_optax.plan(chunk, demo_optax.dct_topk(topk=topk, values=values), 2).leaves
+    (leaf,) = demo_optax.plan(
+      chunk, demo_optax.dct_topk(topk=topk, values=values), 2
+    ).leaves
     cells = f'{leaf.index_bits:.2f} | {leaf.sent_bytes} | {leaf.sent_bytes / 163.84:.1f} %'
-    assert re.search(rf'\| `topk={topk}`, {values} values.* \| {cells} \|',
-                     GUIDES['how_it_works'])
+    assert re.search(
+      rf'\| `topk={topk}`, {values} values.* \| {cells} \|',
+      GUIDES['how_it_works'],
+    )
 
 
 def test_numbers_of_workers_at_which_it_stops_paying():
   leaf = jax.ShapeDtypeStruct((6400, 6400), np.float32)
   for topk, values, itemsize in (
-      (32, 'float32', 4), (32, 'float32', 2), (8, 'float32', 4),
-      (8, 'float32', 2), (32, 'sign', 4)):
-    plan = demo_optax.plan(leaf, demo_optax.dct_topk(64, topk, values=values), 2)
-    assert re.search(rf'\b{plan.max_workers(itemsize)}\b', GUIDES['is_it_for_me'])
+    (32, 'float32', 4),
+    (32, 'float32', 2),
+    (8, 'float32', 4),
+    (8, 'float32', 2),
+    (32, 'sign', 4),
+  ):
+    plan = demo_optax.plan(
+      leaf, demo_optax.dct_topk(64, topk, values=values), 2
+    )
+    assert re.search(
+      rf'\b{plan.max_workers(itemsize)}\b', GUIDES['is_it_for_me']
+    )
 
 
 def test_the_output_of_the_command_is_what_it_prints(capsys):
   text = GUIDES['is_it_for_me']
-  model, words = re.search(r'python -m demo_optax (\S+:\S+) (.+)', text).groups()
+  model, words = re.search(
+    r'python -m demo_optax (\S+:\S+) (.+)', text
+  ).groups()
   assert f'instead of `{model}`' in text
   command.main(['300M', *words.split()])
   (block,) = re.findall(r'```text\n(.*?)```', text, re.S)
@@ -200,38 +238,53 @@ def test_the_output_of_the_command_is_what_it_prints(capsys):
 def test_the_table_of_bytes_is_what_plan_says(values):
   def cell(count):
     mb = count / 1e6
-    return f'{mb:,.2f}' if mb < 30 else f'{mb:,.1f}' if mb < 100 else f'{mb:,.0f}'
+    return (
+      f'{mb:,.2f}' if mb < 30 else f'{mb:,.1f}' if mb < 100 else f'{mb:,.0f}'
+    )
 
   cells = []
   for model in MODELS:
     few, many = (
-        demo_optax.plan(
-            shapes_of(model), demo_optax.dct_topk(topk=8, values=values), n)
-        for n in (8, 64))
-    cells += [cell(few.sent_bytes), cell(few.received_bytes),
-              cell(many.received_bytes)]
+      demo_optax.plan(
+        shapes_of(model), demo_optax.dct_topk(topk=8, values=values), n
+      )
+      for n in (8, 64)
+    )
+    cells += [
+      cell(few.sent_bytes),
+      cell(few.received_bytes),
+      cell(many.received_bytes),
+    ]
   row = f"| `values='{values}'` | {' | '.join(cells)} |"
   assert row in GUIDES['is_it_for_me']
 
 
 @pytest.mark.parametrize('page', ['tpu', 'gpu'])
 def test_what_was_compiled_is_as_recorded(page):
-  found = [run for run in results('ahead.json')['small'].values()
-           if ('h100' in run['target']) == (page == 'gpu')]
-  rows = re.findall(r'^\| (.*(?:all_gather|all_to_all).*) \|$', GUIDES[page], re.M)
+  found = [
+    run
+    for run in results('ahead.json')['small'].values()
+    if ('h100' in run['target']) == (page == 'gpu')
+  ]
+  rows = re.findall(
+    r'^\| (.*(?:all_gather|all_to_all).*) \|$', GUIDES[page], re.M
+  )
   assert len(rows) == len(found)
   for run in found:
     recipe, groups, exchange, inside, train = re.fullmatch(
-        r'(demo|demo_muon)(_groups)?_(all_\w+?)(?:_(\d)_devices)?(_train)?',
-        run['program']).groups()
+      r'(demo|demo_muon)(_groups)?_(all_\w+?)(?:_(\d)_devices)?(_train)?',
+      run['program'],
+    ).groups()
     select = ' with `GroupMax(32)`' if groups else ''
-    step = f'`{recipe}`{select}, {exchange}{", with the model" if train else ""}'
+    step = (
+      f'`{recipe}`{select}, {exchange}{", with the model" if train else ""}'
+    )
     size = f'{run["workers"]} x {inside or 1}'
     received = f'{run["planned"]:,}'
     costs = [f'{run["temporaries"]:.1f}x', f'{run["compile_seconds"]:.0f}']
     cells = {
-        'tpu': [f'{run["target"]}, {size}', step, received, *costs],
-        'gpu': [step, size, received, f'{run.get("launches")}', *costs],
+      'tpu': [f'{run["target"]}, {size}', step, received, *costs],
+      'gpu': [step, size, received, f'{run.get("launches")}', *costs],
     }[page]
     assert ' | '.join(cells) in rows
     versions = run['versions']
@@ -243,8 +296,11 @@ def test_what_maxtext_compiles_is_as_recorded():
   found, page = results('maxtext_ahead.json'), GUIDES['maxtext']
   for method in ('own', 'diloco', 'demo', 'demo_muon'):
     x = found[method]
-    cells = [f'{max(x["dcn"].values()) / 1e6:.2f}', f'{x["arguments"] / 1e9:.2f}',
-             f'{x["temporaries"] / 1e9:.2f}']
+    cells = [
+      f'{max(x["dcn"].values()) / 1e6:.2f}',
+      f'{x["arguments"] / 1e9:.2f}',
+      f'{x["temporaries"] / 1e9:.2f}',
+    ]
     assert f'| {" | ".join(cells)} |\n' in page, method
     assert f'{sum(x["inside"].values()) / 1e9:.1f} GB' in page
   assert found['versions']['libtpu'] in page
@@ -252,6 +308,7 @@ def test_what_maxtext_compiles_is_as_recorded():
 
 def test_small_tasks_are_as_recorded():
   import tasks
+
   assert tasks.table() in GUIDES['what_to_expect']
 
 
@@ -263,8 +320,9 @@ def test_what_many_workers_receive(model, topk, exchange):
   compressor = demo_optax.dct_topk(topk=topk, values='sign')
 
   def received(count, exchange=exchange):
-    return demo_optax.plan(params, compressor, count, exchange=exchange,
-                           update_values='ternary').received_bytes
+    return demo_optax.plan(
+      params, compressor, count, exchange=exchange, update_values='ternary'
+    ).received_bytes
 
   cells = [f'{received(count) / 1e6:,.1f}' for count in (8, 64, 1024)]
   row = ' | '.join([model, str(topk), exchange, *cells])
@@ -280,7 +338,8 @@ def test_losses_of_methods_are_those_of_the_benchmarks():
   """Each row of docs/choosing.md has a row with its loss and its bytes."""
   table = GUIDES['choosing'].split('## Loss and bytes')[1]
   rows = re.findall(
-      r'^\| ([^|]+) \| ([\d.]+) \| ([\d.,]+) \| ([\d.,]+) \|$', table, re.M)
+    r'^\| ([^|]+) \| ([\d.]+) \| ([\d.,]+) \| ([\d.,]+) \|$', table, re.M
+  )
   assert len(rows) == 10
   for name, loss, sent, received in rows:
     if not name.startswith(('AdamW', 'Muon', 'DiLoCo with', '`demo_diloco')):
@@ -289,8 +348,10 @@ def test_losses_of_methods_are_those_of_the_benchmarks():
     first = name.split(',')[0].split(' with ')[0].split(' as ')[0]
     first = {'`demo_diloco`': 'DeMo inside DiLoCo'}.get(first, first)
     (row,) = [
-        line for line in BENCHMARKS.splitlines()
-        if f'| {loss} (' in line and f'| {sent} / {received} |' in line]
+      line
+      for line in BENCHMARKS.splitlines()
+      if f'| {loss} (' in line and f'| {sent} / {received} |' in line
+    ]
     assert row.startswith(f'| {first}'), name
 
 
@@ -299,8 +360,21 @@ def test_the_site_builds(tmp_path):
   for name in ('myst_nb', 'furo', 'sphinx-mathjax-offline'):
     pytest.importorskip(name)
   subprocess.run(
-      [sys.executable, '-m', 'sphinx', '-q', '-W', '-c', 'docs', '.',
-       str(tmp_path)], cwd=ROOT, check=True, timeout=900)
+    [
+      sys.executable,
+      '-m',
+      'sphinx',
+      '-q',
+      '-W',
+      '-c',
+      'docs',
+      '.',
+      str(tmp_path),
+    ],
+    cwd=ROOT,
+    check=True,
+    timeout=900,
+  )
   assert 'README.html' in (tmp_path / 'index.html').read_text()
   for page in tmp_path.rglob('*.html'):  # nothing is loaded from elsewhere
     loaded = re.findall(r'<(?:script|img|link|iframe)[^>]*', page.read_text())
@@ -310,20 +384,36 @@ def test_the_site_builds(tmp_path):
   assert max(map(len, pages)) < 200_000
   api = ''.join(pages)
   assert 'tex-svg.js' in api and (tmp_path / '_static/tex-svg.js').exists()
-  for page in ('docs.jax.dev/en/latest/_autosummary/jax.jit.html#jax.jit',
-               'optax.readthedocs.io/en/latest/api/transformations.html'):
+  for page in (
+    'docs.jax.dev/en/latest/_autosummary/jax.jit.html#jax.jit',
+    'optax.readthedocs.io/en/latest/api/transformations.html',
+  ):
     assert f'https://{page}' in api
-  signatures = dict(re.findall(r'<dt class="sig [^>]*id="([^"]+)">(.*?)</dt>', api, re.S))
+  signatures = dict(
+    re.findall(r'<dt class="sig [^>]*id="([^"]+)">(.*?)</dt>', api, re.S)
+  )
   signature = signatures['demo_optax.demo']
   assert signature.count('<dd>') >= 7 and 'ScalarOrSchedule' in signature
   assert not [x for x in signatures.values() if re.search(r'>Any<', x)]
-  modules = (demo_optax, demo_optax.checkpoint, demo_optax.compressors,
-             demo_optax.local, demo_optax.recipes, demo_optax.state)
-  names = {name for module in modules for name in module.__all__
-           if not inspect.ismodule(getattr(module, name))}
+  modules = (
+    demo_optax,
+    demo_optax.checkpoint,
+    demo_optax.compressors,
+    demo_optax.local,
+    demo_optax.recipes,
+    demo_optax.state,
+  )
+  names = {
+    name
+    for module in modules
+    for name in module.__all__
+    if not inspect.ismodule(getattr(module, name))
+  }
   for name in names:
     assert re.search(rf'id="demo_optax\.(\w+\.)?{name}"', api), name
-    assert re.search(rf'href="api/\w+\.html#demo_optax\.(\w+\.)?{name}"', index), name
+    assert re.search(
+      rf'href="api/\w+\.html#demo_optax\.(\w+\.)?{name}"', index
+    ), name
 
 
 def test_the_table_of_sharded_workers_is_as_measured():
@@ -336,17 +426,26 @@ def test_the_table_of_sharded_workers_is_as_measured():
   def received(run, axis):
     return sum(row[3] for row in run['traffic'] if row[1] == [axis])
 
-  for name, what, digits in (('parameters', 'parameters', 2),
-                             ('optimizer state', 'optimizer', 2),
-                             ('temporaries of the step', 'temporaries', 1)):
-    assert re.search(rf'\| {name}, per device.* \| {mb(what, digits, runs)} \|', text)
+  for name, what, digits in (
+    ('parameters', 'parameters', 2),
+    ('optimizer state', 'optimizer', 2),
+    ('temporaries of the step', 'temporaries', 1),
+  ):
+    assert re.search(
+      rf'\| {name}, per device.* \| {mb(what, digits, runs)} \|', text
+    )
     assert f'| {mb(what, 2, runs + more)} |' in page
-  assert f'| validation loss | {runs[0]["valid_loss"]:.3f} | {runs[1]["valid_loss"]:.3f} |' in text
+  assert (
+    f'| validation loss | {runs[0]["valid_loss"]:.3f} | {runs[1]["valid_loss"]:.3f} |'
+    in text
+  )
   for run in runs + more:
     between = f'{received(run, "replica") / 1e3:.1f} kB'
     assert between in page and (run in more or between in text)
-  for run, where in ((runs[0], (text, page)),
-                     (more[0], (page, GUIDES['muon']))):
+  for run, where in (
+    (runs[0], (text, page)),
+    (more[0], (page, GUIDES['muon'])),
+  ):
     inside = f'{received(run, "fsdp") / 1e6:.1f} MB'
     assert all(inside in x for x in where), inside
 
@@ -362,16 +461,21 @@ def test_the_table_of_digits_is_as_measured():
 
 
 def test_seconds_over_links_are_as_measured():
-  runs = {(r['workers'], r['link'], r['method']): r['step']
-          for r in results('links_owners.json')}
+  runs = {
+    (r['workers'], r['link'], r['method']): r['step']
+    for r in results('links_owners.json')
+  }
   for workers in (2, 4, 8):
-    for name, method in (('DeMo', 'all_gather'),
-                         ('AdamW, averaged in bfloat16', 'AdamW bfloat16')):
+    for name, method in (
+      ('DeMo', 'all_gather'),
+      ('AdamW, averaged in bfloat16', 'AdamW bfloat16'),
+    ):
       cells = []
       for link in ('10 Mbit/s', '100 Mbit/s', '1 Gbit/s', '100 Mbit/s, 20 ms'):
         step = runs.get((workers, link, method))
-        cells.append('' if step is None else
-                     f'{step:.1f}' if step > 10 else f'{step:.2f}')
+        cells.append(
+          '' if step is None else f'{step:.1f}' if step > 10 else f'{step:.2f}'
+        )
       row = f'| {workers} | {name} | {" | ".join(cells)}'.rstrip() + ' |'
       assert row in GUIDES['is_it_for_me']
 
@@ -385,10 +489,12 @@ def test_the_table_of_values_is_as_measured():
     found = runs[values, 32]
     loss = statistics.mean(r['valid_loss'] for r in found)
     assert f'{loss:.3f} ({found[0]["sent"] / 1e3:.1f})' in text
-  for values, topk in re.findall(r"\| (\d\.\d+) \(`topk=(\d+)`\)", text):
+  for values, topk in re.findall(r'\| (\d\.\d+) \(`topk=(\d+)`\)', text):
     assert any(
-        f'{statistics.mean(r["valid_loss"] for r in found):.3f}' == values
-        for (_, k), found in runs.items() if k == int(topk)), (values, topk)
+      f'{statistics.mean(r["valid_loss"] for r in found):.3f}' == values
+      for (_, k), found in runs.items()
+      if k == int(topk)
+    ), (values, topk)
 
 
 def test_rates_of_other_parameters_are_as_measured():

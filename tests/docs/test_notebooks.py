@@ -16,8 +16,12 @@ import pytest
 from helpers import ROOT
 
 NOTEBOOKS = sorted((ROOT / 'notebooks').glob('*.ipynb'))
-NAMES = ['01_quickstart', '02_what_is_sent', '03_choose_k_and_chunk',
-         '04_mesh_and_sharding']
+NAMES = [
+  '01_quickstart',
+  '02_what_is_sent',
+  '03_choose_k_and_chunk',
+  '04_mesh_and_sharding',
+]
 SECONDS = 900  # per cell
 
 
@@ -32,26 +36,37 @@ def sources(notebook, kind):
 def execute(path, folder, steps=None):
   """Runs a notebook in a folder, as Jupyter would on a machine of one device."""
   from nbclient import NotebookClient
+
   notebook = read(path)
   for cell in notebook.cells:
     if cell.cell_type == 'code':
       cell.outputs, cell.execution_count = [], None
       if steps:
-        cell.source = re.sub(r'^STEPS = \d+', f'STEPS = {steps}', cell.source, flags=re.M)
+        cell.source = re.sub(
+          r'^STEPS = \d+', f'STEPS = {steps}', cell.source, flags=re.M
+        )
   ours = ('XLA_FLAGS', 'JAX_', 'PYTEST_', 'PYTHONWARNINGS', 'MPLBACKEND')
   env = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
   env['PYTHONPATH'] = str(ROOT)
   env['JAX_PLATFORMS'] = os.environ.get('JAX_PLATFORMS', '')
   client = NotebookClient(
-      notebook, timeout=SECONDS, kernel_name='python3',
-      resources={'metadata': {'path': str(folder)}}, coalesce_streams=True)
+    notebook,
+    timeout=SECONDS,
+    kernel_name='python3',
+    resources={'metadata': {'path': str(folder)}},
+    coalesce_streams=True,
+  )
   client.execute(env=env)  # an error in a cell is one here
   return notebook
 
 
 def outputs(notebook):
-  return [(cell.id, output) for cell in notebook.cells
-          if cell.cell_type == 'code' for output in cell.outputs]
+  return [
+    (cell.id, output)
+    for cell in notebook.cells
+    if cell.cell_type == 'code'
+    for output in cell.outputs
+  ]
 
 
 def kinds(notebook):
@@ -59,17 +74,22 @@ def kinds(notebook):
   found = []
   for cell in notebook.cells:
     if cell.cell_type == 'code':
-      shown = [output.get('name') or sorted(output.data)
-               for output in cell.outputs]
+      shown = [
+        output.get('name') or sorted(output.data) for output in cell.outputs
+      ]
       found.append((cell.id, shown))
   return found
 
 
 # Many warnings of Jupyter's own libraries are about themselves.
 @pytest.mark.filterwarnings('default')
-@pytest.mark.parametrize('name, steps', [
+@pytest.mark.parametrize(
+  'name, steps',
+  [
     (NAMES[0], 20),
-    *(pytest.param(n, None, marks=pytest.mark.slow) for n in NAMES)])
+    *(pytest.param(n, None, marks=pytest.mark.slow) for n in NAMES),
+  ],
+)
 def test_runs_without_a_warning(name, steps, tmp_path):
   path = ROOT / 'notebooks' / f'{name}.ipynb'
   notebook = execute(path, tmp_path, steps)
@@ -86,15 +106,25 @@ def test_is_whole(path):
   notebook = read(path)
   nbformat.validate(notebook)
   code = [cell for cell in notebook.cells if cell.cell_type == 'code']
-  assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+  assert [cell.execution_count for cell in code] == list(
+    range(1, len(code) + 1)
+  )
   assert len({cell.id for cell in notebook.cells}) == len(notebook.cells)
   for cell in code:
-    shows = re.search(r'^(print|  print|    print|figure, )'
-                      r'|^(demo_optax\.)?plan(\(|$)', cell.source, re.M)
+    shows = re.search(
+      r'^(print|  print|    print|figure, )'
+      r'|^(demo_optax\.)?plan(\(|$)',
+      cell.source,
+      re.M,
+    )
     assert bool(cell.outputs) == bool(shows), cell.id
   for cell, output in outputs(notebook):
-    assert output.output_type != 'error' and output.get('name') != 'stderr', cell
-  pictures = [o for _, o in outputs(notebook) if 'image/png' in o.get('data', {})]
+    assert output.output_type != 'error' and output.get('name') != 'stderr', (
+      cell
+    )
+  pictures = [
+    o for _, o in outputs(notebook) if 'image/png' in o.get('data', {})
+  ]
   assert pictures
   assert notebook.metadata.kernelspec.name == 'python3'
   assert path.stat().st_size < 1_000_000
@@ -112,7 +142,9 @@ def test_no_address_is_shown_before_there_is_one():
   assert 'repository' not in (ROOT / 'CITATION.cff').read_text()
   pages = [ROOT / 'README.md', *NOTEBOOKS, *(ROOT / 'docs').glob('*.md')]
   for page in pages:
-    for link in re.findall(r'(?:github|colab)[\w.]*\.com/[^\s)"\\]+', page.read_text()):
+    for link in re.findall(
+      r'(?:github|colab)[\w.]*\.com/[^\s)"\\]+', page.read_text()
+    ):
       assert 'demo_optax' not in link and 'demo-optax' not in link, (page, link)
 
 
@@ -120,14 +152,17 @@ def test_notebooks_share_their_first_cells():
   """Whoever changes one changes all."""
   every = [sources(read(path), 'code') for path in NOTEBOOKS]
   assert len({cells[0] for cells in every}) == 1
-  for start in ('class Block', '# Python\'s own help'):
-    assert len({c for cells in every for c in cells if c.startswith(start)}) == 1
+  for start in ('class Block', "# Python's own help"):
+    assert (
+      len({c for cells in every for c in cells if c.startswith(start)}) == 1
+    )
     assert all(any(c.startswith(start) for c in cells) for cells in every)
 
 
 def test_the_install_cell_keeps_jax(monkeypatch, tmp_path):
   """Where demo_optax is missing; it needs a clone, and sees whether pip failed."""
   from IPython.core.inputtransformer2 import TransformerManager
+
   cell = sources(read(NOTEBOOKS[0]), 'code')[0]
   source = TransformerManager().transform_cell(cell)
   commands = []
@@ -141,8 +176,10 @@ def test_the_install_cell_keeps_jax(monkeypatch, tmp_path):
   (tmp_path / 'notebooks').mkdir()
   monkeypatch.chdir(tmp_path / 'notebooks')
   monkeypatch.setattr(
-      importlib.util, 'find_spec',
-      lambda name: None if name == 'demo_optax' else find_spec(name))
+    importlib.util,
+    'find_spec',
+    lambda name: None if name == 'demo_optax' else find_spec(name),
+  )
   with pytest.raises(RuntimeError, match='not installed. Clone its repository'):
     exec(source, {'get_ipython': Shell})
   (tmp_path / 'pyproject.toml').touch()
@@ -162,6 +199,8 @@ def test_the_install_cell_keeps_jax(monkeypatch, tmp_path):
 def test_the_install_cell_is_hidden_and_the_text_says_what_is_needed(path):
   title, cell = read(path).cells[:2]
   assert cell.metadata == {
-      'jupyter': {'source_hidden': True}, 'tags': ['hide-input']}
+    'jupyter': {'source_hidden': True},
+    'tags': ['hide-input'],
+  }
   assert len(cell.source.splitlines()) <= 13
   assert "pip install '.[examples]'" in title.source

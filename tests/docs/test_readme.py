@@ -26,7 +26,8 @@ def test_it_is_short():
 
 
 def test_the_block_trains_and_prints_loss_and_bytes(
-    tmp_path, monkeypatch, capsys):
+  tmp_path, monkeypatch, capsys
+):
   monkeypatch.chdir(tmp_path)
   (block,) = BLOCKS
   with jax.numpy_dtype_promotion('standard'), jax.numpy_rank_promotion('allow'):
@@ -35,20 +36,26 @@ def test_the_block_trains_and_prints_loss_and_bytes(
   losses = [float(x) for x in re.findall(r'^\d+ (\S+)$', printed, re.M)]
   assert len(losses) == 6 and losses[-1] < 0.2 * losses[0]
   sent, received, averaged = re.search(
-      r'sends (\S+) kB and receives (\S+) kB, where a bfloat16 all-reduce moves'
-      r' (\S+) kB', README).groups()
-  for line in (rf'this exchange +sends +{sent} kB, receives +{received} kB',
-               rf'all-reduce bfloat16 +sends +{averaged} kB'):
+    r'sends (\S+) kB and receives (\S+) kB, where a bfloat16 all-reduce moves'
+    r' (\S+) kB',
+    README,
+  ).groups()
+  for line in (
+    rf'this exchange +sends +{sent} kB, receives +{received} kB',
+    rf'all-reduce bfloat16 +sends +{averaged} kB',
+  ):
     assert re.search(line, printed), line
 
 
 # The rows of the table: methods of links_muon.json, and rows of muon.py.
 ROWS = {
-    'AdamW, bfloat16 all-reduce': ('AdamW bfloat16', 'AdamW'),
-    'Muon, bfloat16 all-reduce': ('Muon bfloat16', 'Muon'),
-    '`demo_muon`': ('demo_muon', 'demo_muon'),
-    'DeMo as published, places compressed by this library': (
-        None, 'DeMo as published'),
+  'AdamW, bfloat16 all-reduce': ('AdamW bfloat16', 'AdamW'),
+  'Muon, bfloat16 all-reduce': ('Muon bfloat16', 'Muon'),
+  '`demo_muon`': ('demo_muon', 'demo_muon'),
+  'DeMo as published, places compressed by this library': (
+    None,
+    'DeMo as published',
+  ),
 }
 RUNS = muon.read()
 
@@ -72,8 +79,10 @@ def minutes(label, link):
     goal = mean_loss('AdamW')
     steps = statistics.mean(muon.steps_to(r, goal) for r in runs(row))
   seconds = next(
-      r['step'] for r in results('links_muon.json')
-      if (r['link'], r['method']) == (link, method))
+    r['step']
+    for r in results('links_muon.json')
+    if (r['link'], r['method']) == (link, method)
+  )
   return f'{seconds * steps / 60:.1f}'
 
 
@@ -87,9 +96,12 @@ def test_the_table_is_what_was_measured():
     if method is None:
       assert all(min(r['curve'].values()) > float(goal) for r in found)
     sent, received = (
-        # All-reduces were counted in float32, and half of it is bfloat16.
-        f'{found[0][kind] / 2e3:,.0f}' if 'all-reduce' in label
-        else f'{found[0][kind] / 1e3:.1f}' for kind in ('sent', 'received'))
+      # All-reduces were counted in float32, and half of it is bfloat16.
+      f'{found[0][kind] / 2e3:,.0f}'
+      if 'all-reduce' in label
+      else f'{found[0][kind] / 1e3:.1f}'
+      for kind in ('sent', 'received')
+    )
     row = [label, time, f'{mean_loss(of):.3f}', sent, received]
     assert f'| {" | ".join(row)} |' in README
 
@@ -97,18 +109,25 @@ def test_the_table_is_what_was_measured():
 def test_minutes_over_other_links_are_what_was_measured():
   for label, (method, _) in ROWS.items():
     if method:
-      cells = [minutes(label, link) for link in (
-          '10 Mbit/s', '100 Mbit/s', '1 Gbit/s', '100 Mbit/s, 20 ms')]
+      cells = [
+        minutes(label, link)
+        for link in ('10 Mbit/s', '100 Mbit/s', '1 Gbit/s', '100 Mbit/s, 20 ms')
+      ]
       assert f'| {label} | {" | ".join(cells)} |' in GUIDE
 
 
 def test_what_1024_workers_receive():
   params = shapes_of('300M')
   received = [
-      demo_optax.plan(
-          params, recipes.muon_compressors(params), 1024, exchange=exchange,
-          update_values='int4').received_bytes / 1e6
-      for exchange in ('all_gather', 'all_to_all')
+    demo_optax.plan(
+      params,
+      recipes.muon_compressors(params),
+      1024,
+      exchange=exchange,
+      update_values='int4',
+    ).received_bytes
+    / 1e6
+    for exchange in ('all_gather', 'all_to_all')
   ]
   assert 'from {:,.0f} to {:,.0f} MB'.format(*received) in GUIDE
 
@@ -136,11 +155,14 @@ def test_muons_settings_are_what_was_measured():
     if all(settings[k] == muon.DEFAULTS[k] for k in ('method', *muon.SETTING)):
       measured.setdefault(muon.name_of(run), []).append(run)
   measured = {
-      name: (found[0]['sent'], statistics.mean(r['loss'] for r in found))
-      for name, found in measured.items() if len(found) == 3}
+    name: (found[0]['sent'], statistics.mean(r['loss'] for r in found))
+    for name, found in measured.items()
+    if len(found) == 3
+  }
   table = (ROOT / 'docs/muon.md').read_text().split('## What to send')[1]
   rows = re.findall(
-      r'^\| (\d+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$', table, re.M)
+    r'^\| (\d+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$', table, re.M
+  )
   assert len(measured) > len(rows) == 4
   for topk, row_topk, *written in rows:
     found = runs('demo_muon', topk=int(topk), rows=int(row_topk))
@@ -148,26 +170,34 @@ def test_muons_settings_are_what_was_measured():
     sent, received = (found[0][kind] / 1e3 for kind in ('sent', 'received'))
     assert written == [f'{loss:.3f}', f'{sent:.1f}', f'{received:.1f}']
     assert all(
-        other > loss - 0.01 for size, other in measured.values()
-        if size <= found[0]['sent'])
+      other > loss - 0.01
+      for size, other in measured.values()
+      if size <= found[0]['sent']
+    )
 
 
 def test_other_texts_and_more_workers_are_what_was_measured():
-  for name, other in (('another text', {'data': 'stdlib'}),
-                      ('16 workers', {'workers': 16, 'seeds': (0,)})):
+  for name, other in (
+    ('another text', {'data': 'stdlib'}),
+    ('16 workers', {'workers': 16, 'seeds': (0,)}),
+  ):
     recipe, averaged, adamw = (
-        mean_loss(row, **other) for row in ('demo_muon', 'Muon', 'AdamW'))
-    cells = [f'+{100 * (recipe / averaged - 1):.1f} %',
-             f'-{100 * (1 - recipe / adamw):.1f} %']
+      mean_loss(row, **other) for row in ('demo_muon', 'Muon', 'AdamW')
+    )
+    cells = [
+      f'+{100 * (recipe / averaged - 1):.1f} %',
+      f'-{100 * (1 - recipe / adamw):.1f} %',
+    ]
     assert re.search(
-        rf'\| {name}[^|]* \| [^|]* \| {re.escape(" | ".join(cells))} \|', GUIDE)
+      rf'\| {name}[^|]* \| [^|]* \| {re.escape(" | ".join(cells))} \|', GUIDE
+    )
   above = 100 * (mean_loss('DeMo as published') / mean_loss('AdamW') - 1)
   assert f'DeMo as published ended {above:.1f} % above AdamW' in GUIDE
 
 
 def test_seconds_of_compute_are_what_was_measured():
   cells = [
-      f'{next(r["cpu_seconds"] for r in results("muon_seconds.json") if r["method"] == method):.2f}'
-      for method in ('AdamW', 'Muon', 'demo_muon')
+    f'{next(r["cpu_seconds"] for r in results("muon_seconds.json") if r["method"] == method):.2f}'
+    for method in ('AdamW', 'Muon', 'demo_muon')
   ]
   assert f'| 1.0 M parameters | {" | ".join(cells)} |' in GUIDE

@@ -33,7 +33,9 @@ def linear_params():
 
 
 def batch(rows=8, columns=16, seed=1):
-  return np.random.default_rng(seed).normal(size=(rows, columns)).astype(np.float32)
+  return (
+    np.random.default_rng(seed).normal(size=(rows, columns)).astype(np.float32)
+  )
 
 
 def make_step(tx, workers, loss_fn=quadratic, **options):
@@ -47,8 +49,9 @@ def make_step(tx, workers, loss_fn=quadratic, **options):
 @pytest.mark.parametrize('workers', KINDS[1:], indirect=True)
 def test_one_all_gather_and_one_scalar_cross(workers):
   tx = optax.chain(
-      demo_optax.per_worker(optax.clip_by_global_norm(1.0), workers=workers),
-      demo_optax.demo(1e-2, workers=workers, weight_decay=0.1))
+    demo_optax.per_worker(optax.clip_by_global_norm(1.0), workers=workers),
+    demo_optax.demo(1e-2, workers=workers, weight_decay=0.1),
+  )
   step = make_step(tx, workers)
   params = linear_params()
   compiled = step.lower(params, tx.init(params), batch()).compile()
@@ -79,7 +82,6 @@ def test_every_device_computes_its_own_rows():
 
 
 class Model(nnx.Module):
-
   def __init__(self, rngs, rate=0.5):
     self.up = nnx.Linear(16, 32, rngs=rngs)
     self.norm = nnx.BatchNorm(32, rngs=rngs)
@@ -133,7 +135,9 @@ def test_dropout_differs_between_workers_and_steps(workers):
 
 
 def test_batch_statistics_are_the_mean(workers):
-  norm = nnx.BatchNorm(3, momentum=0.0, use_fast_variance=False, rngs=nnx.Rngs(0))
+  norm = nnx.BatchNorm(
+    3, momentum=0.0, use_fast_variance=False, rngs=nnx.Rngs(0)
+  )
 
   @demo_optax.data_parallel(workers)
   def step(norm, x):
@@ -153,6 +157,7 @@ def update_metrics(metrics, x, y):
 
 def in_a_scan(metrics, x, y):
   """Added to in every turn, in all of them together."""
+
   @nnx.scan(in_axes=(nnx.Carry, 0, 0), out_axes=nnx.Carry)
   def turn(metrics, x, y):
     update_metrics(metrics, x, y)
@@ -161,13 +166,21 @@ def in_a_scan(metrics, x, y):
   turn(metrics, x.reshape(2, -1, x.shape[1]), y.reshape(2, -1))
 
 
-@pytest.mark.parametrize('update, workers', [
-    *((update_metrics, kind) for kind in KINDS), (in_a_scan, 'simulated'),
-], indirect=['workers'])
+@pytest.mark.parametrize(
+  'update, workers',
+  [
+    *((update_metrics, kind) for kind in KINDS),
+    (in_a_scan, 'simulated'),
+  ],
+  indirect=['workers'],
+)
 def test_metrics_are_those_of_the_whole_batch(workers, update):
   metrics, whole = (
-      nnx.MultiMetric(values=nnx.metrics.Average('values'), accuracy=nnx.metrics.Accuracy())
-      for _ in range(2))
+    nnx.MultiMetric(
+      values=nnx.metrics.Average('values'), accuracy=nnx.metrics.Accuracy()
+    )
+    for _ in range(2)
+  )
   step = demo_optax.data_parallel(workers)(update)
   with jax.numpy_dtype_promotion('standard'):  # Flax adds integers to floats
     for seed in range(3):
@@ -176,7 +189,9 @@ def test_metrics_are_those_of_the_whole_batch(workers, update):
       step(metrics, x, y)
       update(whole, x, y)
     got, expected = metrics.compute(), whole.compute()
-  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), got, expected)
+  jax.tree.map(
+    functools.partial(np.testing.assert_allclose, rtol=1e-5), got, expected
+  )
   assert int(metrics.values.count[...]) == int(whole.values.count[...])
 
 
@@ -200,7 +215,6 @@ def test_metrics_that_a_step_leaves_alone(workers):
 
 
 class Holder(nnx.Module):
-
   def __init__(self):
     self.linear = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
     self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
@@ -214,22 +228,42 @@ class Holder(nnx.Module):
 NOT_ADDED = '(?s)differs between workers.*a metric that is not only added to'
 
 
-@pytest.mark.parametrize('step, match', [
+@pytest.mark.parametrize(
+  'step, match',
+  [
     (lambda m, x: m.mean.reset() or m.mean.update(values=x), NOT_ADDED),
-    (lambda m, x: m.mean.total.set_value(0.9 * m.mean.total[...])
-     or m.mean.update(values=x), NOT_ADDED),
+    (
+      lambda m, x: (
+        m.mean.total.set_value(0.9 * m.mean.total[...])
+        or m.mean.update(values=x)
+      ),
+      NOT_ADDED,
+    ),
     (lambda m, x: m.mean.total.set_value(x.mean()), NOT_ADDED),
-    (lambda m, x: m.mean.total.set_value(jax.lax.while_loop(
-        lambda c: c[0] < 10, lambda c: (c[0] + c[1], c[1] + 1), (m.mean.total[...], x.mean()))[0]),
-     NOT_ADDED),
+    (
+      lambda m, x: m.mean.total.set_value(
+        jax.lax.while_loop(
+          lambda c: c[0] < 10,
+          lambda c: (c[0] + c[1], c[1] + 1),
+          (m.mean.total[...], x.mean()),
+        )[0]
+      ),
+      NOT_ADDED,
+    ),
     (lambda m, x: m.welford.update(values=x), NOT_ADDED),
     (lambda m, x: m.largest.set_value(x.max()), r'm\.largest.*differs between'),
-    (lambda m, x: setattr(m, 'extra', nnx.Variable(jnp.zeros(()))),
-     r'added or removed.*0\.extra'),
+    (
+      lambda m, x: setattr(m, 'extra', nnx.Variable(jnp.zeros(()))),
+      r'added or removed.*0\.extra',
+    ),
     # `nnx.jit` leaves a tracer there.
-    (lambda m, x: setattr(m, 'loss', m.linear(x).mean()),
-     r'0\.loss\. Return .* nnx.Variable'),
-    (lambda m, x: nnx.Rngs(0), 'not one of its arguments')])
+    (
+      lambda m, x: setattr(m, 'loss', m.linear(x).mean()),
+      r'0\.loss\. Return .* nnx.Variable',
+    ),
+    (lambda m, x: nnx.Rngs(0), 'not one of its arguments'),
+  ],
+)
 def test_what_a_step_must_not_do_to_an_object(step, match):
   model = Holder()
   with jax.numpy_dtype_promotion('standard'):  # Flax adds integers to floats
@@ -274,7 +308,9 @@ def test_static_attributes_go_out_as_from_nnx_jit():
 def make_linear():
   """A layer, its optimizer, and a step."""
   model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
-  optimizer = nnx.Optimizer(model, demo_optax.demo(1e-2, workers=WORKERS), wrt=nnx.Param)
+  optimizer = nnx.Optimizer(
+    model, demo_optax.demo(1e-2, workers=WORKERS), wrt=nnx.Param
+  )
 
   @demo_optax.data_parallel(WORKERS)
   def step(model, optimizer, x):
@@ -291,7 +327,9 @@ def test_a_cached_partial_is_a_partial():
   losses = [float(train_step(batch())) for _ in range(4)]
   assert losses[-1] < losses[0] and int(optimizer.step[...]) == 4
   expected = jnp.mean(model(batch()) ** 2)
-  np.testing.assert_allclose(step(model, optimizer, batch()), expected, rtol=1e-5)
+  np.testing.assert_allclose(
+    step(model, optimizer, batch()), expected, rtol=1e-5
+  )
 
 
 def test_shared_variables_and_objects_that_are_returned():
@@ -318,7 +356,9 @@ def test_a_step_is_lowered_from_shapes(workers):
   step = make_step(tx, workers)
   params = linear_params()
   args = params, tx.init(params), batch()
-  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), args)
+  shapes = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), args
+  )
   ahead = step.lower(*shapes)
   assert ahead.as_text() == step.lower(*args).as_text()
 
@@ -326,7 +366,9 @@ def test_a_step_is_lowered_from_shapes(workers):
 def test_counts_of_streams_are_no_keys():
   """Two uint32 in a state: of two layers, not a legacy key."""
   workers = demo_optax.Workers.simulated(2)
-  counts = nnx.State({'layers': {'count': nnx.RngCount(jnp.array([3, 4], jnp.uint32))}})
+  counts = nnx.State(
+    {'layers': {'count': nnx.RngCount(jnp.array([3, 4], jnp.uint32))}}
+  )
 
   @demo_optax.data_parallel(workers, batch_argnames='x')
   def step(state, x):
@@ -352,7 +394,8 @@ def test_static_and_keyword_arguments_and_constants():
 
   params = linear_params()
   _, _, aux = step(
-      params, tx.init(params), x=batch(), power=2, name='run', loss_of=jnp.abs)
+    params, tx.init(params), x=batch(), power=2, name='run', loss_of=jnp.abs
+  )
   assert aux['loss'].shape == ()
 
 
@@ -398,32 +441,42 @@ def decorate(function=lambda params, x: params, of=WORKERS, **options):
 
 
 def on_an_axis(axis):
-  step = decorate(lambda batch: batch[0].mean(), batch_argnums=0, batch_axis=axis)
+  step = decorate(
+    lambda batch: batch[0].mean(), batch_argnums=0, batch_axis=axis
+  )
   step((np.ones((4, 16), np.float32), np.ones(16, np.float32)))
 
 
 MISTAKES = {
-    'nothing to cut': [lambda: run_step((), batch_argnums=2)],
-    'different lengths': [lambda: run_step(batch_argnums=(0, 2))],
-    'over_workers was called inside of the function that is differ': [
-        lambda: run_step(loss_fn=lambda params, x: demo_optax.over_workers(
-            quadratic(params, x)))],
-    'same workers': [lambda: run_step(of=demo_optax.Workers.simulated(2))],
-    'your own shard_map': [lambda: decorate(of=demo_optax.Workers.on_axis('data'))],
-    'workers=4': [lambda: decorate(of=4)],
-    'arguments of <lambda> are params, x': [
-        lambda: decorate(donate_argnames='opt'),
-        lambda: decorate(static_argnames=('trian',)),
-        lambda: decorate(batch_argnums=2),
-        lambda: decorate(donate_argnums=(0, -3))],
-    'counted from the first argument': [
-        lambda: decorate(lambda params, *batch: params, batch_argnums=-1),
-        lambda: decorate(lambda params, x=1: params, batch_argnums=-1)],
-    'axis of every batch, got 1 for batch.1.': [lambda: on_an_axis(1)],
-    "got 'y', but the arguments": [lambda: on_an_axis({'y': 1})],
-    'must be hashable: unhashable type': [
-        lambda: decorate(lambda x, names: x, static_argnums=1, batch_argnums=0)(
-            jnp.ones(8), ['a list'])],
+  'nothing to cut': [lambda: run_step((), batch_argnums=2)],
+  'different lengths': [lambda: run_step(batch_argnums=(0, 2))],
+  'over_workers was called inside of the function that is differ': [
+    lambda: run_step(
+      loss_fn=lambda params, x: demo_optax.over_workers(quadratic(params, x))
+    )
+  ],
+  'same workers': [lambda: run_step(of=demo_optax.Workers.simulated(2))],
+  'your own shard_map': [
+    lambda: decorate(of=demo_optax.Workers.on_axis('data'))
+  ],
+  'workers=4': [lambda: decorate(of=4)],
+  'arguments of <lambda> are params, x': [
+    lambda: decorate(donate_argnames='opt'),
+    lambda: decorate(static_argnames=('trian',)),
+    lambda: decorate(batch_argnums=2),
+    lambda: decorate(donate_argnums=(0, -3)),
+  ],
+  'counted from the first argument': [
+    lambda: decorate(lambda params, *batch: params, batch_argnums=-1),
+    lambda: decorate(lambda params, x=1: params, batch_argnums=-1),
+  ],
+  'axis of every batch, got 1 for batch.1.': [lambda: on_an_axis(1)],
+  "got 'y', but the arguments": [lambda: on_an_axis({'y': 1})],
+  'must be hashable: unhashable type': [
+    lambda: decorate(lambda x, names: x, static_argnums=1, batch_argnums=0)(
+      jnp.ones(8), ['a list']
+    )
+  ],
 }
 
 
@@ -453,6 +506,7 @@ def test_the_axis_of_a_step_has_no_name(workers, axis):
 
 def test_an_array_of_keys_in_a_state_differs_between_workers():
   """And is the next step's own, whether the step splits it or not."""
+
   @flax.struct.dataclass
   class State:
     keys: jax.Array
@@ -464,16 +518,24 @@ def test_an_array_of_keys_in_a_state_differs_between_workers():
   state = State(jax.random.split(jax.random.key(0), 3))
   new, noise = step(state, batch())
   assert len(set(np.asarray(noise).tolist())) == 8
-  np.testing.assert_array_equal(jax.random.key_data(new.keys), jax.random.key_data(state.keys))
+  np.testing.assert_array_equal(
+    jax.random.key_data(new.keys), jax.random.key_data(state.keys)
+  )
 
 
 @pytest.mark.parametrize('carry', [False, True])
-@pytest.mark.parametrize('pack', [
+@pytest.mark.parametrize(
+  'pack',
+  [
     lambda params, state: (params, state),
     lambda params, state: {'params': params, 'opt_state': state},
-    lambda params, state: (jnp.ones(()), {'train': [params, state]})])
+    lambda params, state: (jnp.ones(()), {'train': [params, state]}),
+  ],
+)
 def test_states_must_be_equal_in_whatever_they_are_returned(pack, carry):
-  tx = optax.masked(demo_optax.demo(0.1, workers=WORKERS), {'w': True, 's': False})
+  tx = optax.masked(
+    demo_optax.demo(0.1, workers=WORKERS), {'w': True, 's': False}
+  )
   params = {'w': jnp.ones((16, 1)), 's': jnp.ones((1, 1))}
   loss_fn = lambda params, x: jnp.mean((x @ params['w'] * params['s']) ** 2)
 
@@ -503,9 +565,14 @@ def test_arrays_of_the_first_call_are_not_kept():
   assert [ref() for ref in first] == [None] * len(first)
 
 
-@pytest.mark.parametrize('use', [
+@pytest.mark.parametrize(
+  'use',
+  [
     lambda m, x: nnx.grad(lambda linear: jnp.mean(linear(x) ** 2))(m.linear),
-    lambda m, x: m.dropout(x), lambda m, x: m.mean.update(values=x)])
+    lambda m, x: m.dropout(x),
+    lambda m, x: m.mean.update(values=x),
+  ],
+)
 def test_objects_that_a_step_closes_over(use):
   model = Holder()
   step = decorate(lambda x: use(model, x), batch_argnums=0)
@@ -529,5 +596,6 @@ def test_batches_that_look_like_parts_of_a_state():
   assert rows.shape == (8,) and seen == 4
   counts = {'mini_step': 1, 'gradient_step': 2}
   mean = demo_optax.data_parallel(workers, batch_argnums=1)(
-      lambda counts, x: x.mean() + counts['mini_step'])
+    lambda counts, x: x.mean() + counts['mini_step']
+  )
   assert mean(counts, jnp.arange(8.0)) == 4.5

@@ -35,21 +35,26 @@ def test_scan_over_steps_inside_shard_map():
 
   gradients = [test_maps.gradients_of(s, N) for s in range(test_maps.STEPS)]
   gradients = jax.tree.map(lambda *g: np.stack(g), *gradients)
-  mapped = jax.shard_map(run, mesh=make_mesh(N), in_specs=(P(), P(None, 'data')), out_specs=P())
+  mapped = jax.shard_map(
+    run, mesh=make_mesh(N), in_specs=(P(), P(None, 'data')), out_specs=P()
+  )
   updates = jax.jit(mapped)(random_tree(99, test_maps.SHAPES), gradients)
   expected, *_ = test_maps.run(make, 'simulated')
   assert_same_bits(updates, jax.tree.map(lambda *u: np.stack(u), *expected))
 
 
-@pytest.mark.parametrize('values, alpha', [
-    *((values, 1.0) for values in VALUES), ('float32', 0.2), ('sign', 0.2)])
+@pytest.mark.parametrize(
+  'values, alpha',
+  [*((values, 1.0) for values in VALUES), ('float32', 0.2), ('sign', 0.2)],
+)
 def test_conservation_at_the_ends_of_the_range(values, alpha):
   """All-zero, huge, subnormal and mixed chunks: rounding and nothing else."""
   rng = np.random.default_rng(0)
   workers = demo_optax.Workers.simulated(1)
   compressor = demo_optax.dct_topk(16, 8, values=values)
   tx = demo_optax.scale_by_demo(
-      compressor, 0.5, workers=workers, alpha=alpha, average='workers')
+    compressor, 0.5, workers=workers, alpha=alpha, average='workers'
+  )
   params = jnp.zeros((6 * 16, 16))
   state, update = tx.init(params), jax.jit(tx.update)
   before = np.zeros((6, 16, 16))
@@ -57,19 +62,29 @@ def test_conservation_at_the_ends_of_the_range(values, alpha):
   spike[3, 5] = 8e37  # its coefficients are finite, the sum of 256 is not
   for _ in range(4):
     noise = rng.normal(size=(3, 16, 16))
-    gradient = np.stack([0 * spike, spike, 1e-42 * noise[0], noise[1],
-                         noise[2] * 10.0 ** rng.integers(-44, 30, (16, 16)),
-                         np.eye(16) * 1.2e-38])
+    gradient = np.stack(
+      [
+        0 * spike,
+        spike,
+        1e-42 * noise[0],
+        noise[1],
+        noise[2] * 10.0 ** rng.integers(-44, 30, (16, 16)),
+        np.eye(16) * 1.2e-38,
+      ]
+    )
     # Of what is larger than gradients may be, twice as much is there already.
     extreme = np.abs(gradient) > 1e25
-    before = jnp.asarray(before + np.where(extreme, 2 * gradient, 0), jnp.float32)
+    before = jnp.asarray(
+      before + np.where(extreme, 2 * gradient, 0), jnp.float32
+    )
     state = with_momentum(state, {'the only leaf': before.reshape(1, -1, 16)})
     gradient = jnp.asarray(np.where(extreme, 0, gradient), jnp.float32)
     sent, state = update(gradient.reshape(1, -1, 16), state, params)
     kept = demo_optax.state.momentum(state)['the only leaf']
     sent, kept, gradient, before = (
-        np.asarray(x, np.float64).reshape(6, 16, 16)
-        for x in (sent, kept, gradient, before))
+      np.asarray(x, np.float64).reshape(6, 16, 16)
+      for x in (sent, kept, gradient, before)
+    )
     had = 0.5 * before + gradient
     scale = np.abs(had).max((1, 2), keepdims=True)
     assert int(state.metrics['num_excluded']) == 0
@@ -81,7 +96,9 @@ def test_conservation_at_the_ends_of_the_range(values, alpha):
 def test_a_gradient_that_could_overflow_the_momentum_is_left_out():
   """Up to a 1e-12th of the largest number, and not beyond."""
   workers = demo_optax.Workers.simulated(2)
-  tx = demo_optax.scale_by_demo(demo_optax.dct_topk(16, 1), 0.9, workers=workers)
+  tx = demo_optax.scale_by_demo(
+    demo_optax.dct_topk(16, 1), 0.9, workers=workers
+  )
   params, update = jnp.zeros((16, 16)), jax.jit(tx.update)
   for largest, left_out in (3.4e26, 0), (3.5e26, 1):
     gradient = np.ones((2, 16, 16), np.float32)
@@ -96,10 +113,15 @@ def test_a_gradient_that_could_overflow_the_momentum_is_left_out():
 # Workers that are left out ----------------------------------------------------
 
 
-@pytest.mark.parametrize('make', [
+@pytest.mark.parametrize(
+  'make',
+  [
     functools.partial(demo_optax.demo, 1e-2, weight_decay=0.1),
     functools.partial(
-        demo_optax.scale_by_demo, exchange='all_to_all', update_values='sign')])
+      demo_optax.scale_by_demo, exchange='all_to_all', update_values='sign'
+    ),
+  ],
+)
 def test_all_left_out_changes_nothing(make):
   """Neither momentum nor what owners keep; the next good step is as usual."""
   tx = make(workers=demo_optax.Workers.simulated(N), compressor=COMPRESSOR)
@@ -113,7 +135,9 @@ def test_all_left_out_changes_nothing(make):
   assert_same_bits(own(state), own(before))
   updates, state = update(random_tree(3, lead=(N,)), state, params)
   assert int(demo_optax.exchange_info(state)['num_excluded']) == 0
-  assert all(np.isfinite(u).all() and np.any(u) for u in jax.tree.leaves(updates))
+  assert all(
+    np.isfinite(u).all() and np.any(u) for u in jax.tree.leaves(updates)
+  )
 
 
 # What crosses the wire --------------------------------------------------------
@@ -124,15 +148,21 @@ def test_the_operations_of_an_exchange():
 
   Floats are added by scatters whose indices are unique, ints as they are.
   """
-  tx = demo_optax.scale_by_demo(COMPRESSOR, 0.95, workers=demo_optax.Workers.simulated(N))
+  tx = demo_optax.scale_by_demo(
+    COMPRESSOR, 0.95, workers=demo_optax.Workers.simulated(N)
+  )
   params = random_tree(0)
-  traced = jax.jit(tx.update).trace(random_tree(1, lead=(N,)), tx.init(params), params)
+  traced = jax.jit(tx.update).trace(
+    random_tree(1, lead=(N,)), tx.init(params), params
+  )
   jaxpr, text = str(traced.jaxpr), traced.lower().as_text()
   assert jaxpr.count('dot_general') > 0
-  assert jaxpr.count('dot_general') == jaxpr.count('precision=(Precision.HIGHEST')
+  assert jaxpr.count('dot_general') == jaxpr.count(
+    'precision=(Precision.HIGHEST'
+  )
   scatters = text.split('"stablehlo.scatter"')[1:]
   assert scatters
   for scatter in scatters:
     body = scatter[: scatter.index('stablehlo.return')]
-    floats = 'tensor<f32>' in body[body.index('^bb0'):]
+    floats = 'tensor<f32>' in body[body.index('^bb0') :]
     assert 'unique_indices = true' in body or not floats

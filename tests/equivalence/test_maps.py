@@ -47,55 +47,87 @@ COMPRESSOR = demo_optax.dct_topk(8, 3)
 
 def with_codes(values):
   compressor = demo_optax.dct_topk(8, 3, values=values)
-  return lambda workers: demo_optax.scale_by_demo(compressor, 0.95, workers=workers, alpha=0.3)
+  return lambda workers: demo_optax.scale_by_demo(
+    compressor, 0.95, workers=workers, alpha=0.3
+  )
 
 
 def owners(update_values):
   return lambda workers: demo_optax.scale_by_demo(
-      COMPRESSOR, 0.9, workers=workers, exchange='all_to_all',
-      update_values=update_values)
+    COMPRESSOR,
+    0.9,
+    workers=workers,
+    exchange='all_to_all',
+    update_values=update_values,
+  )
 
 
 def methods(make, **options):
   """Local updates; a power of two as rate, so that products are exact."""
-  return lambda workers: make(optax.sgd(0.125), workers=workers, sync_period=2, **options)
+  return lambda workers: make(
+    optax.sgd(0.125), workers=workers, sync_period=2, **options
+  )
 
 
 EXCHANGES = {
-    'published': lambda workers: demo_optax.scale_by_demo(COMPRESSOR, 0.95, workers=workers),
-    'second': lambda workers: demo_optax.scale_by_demo(
-        COMPRESSOR, 0.97, workers=workers, alpha=0.3, average='workers',
-        ema=True),
-    'demo': lambda workers: optax.chain(
-        demo_optax.per_worker(optax.clip(2.0), workers=workers),
-        demo_optax.demo(
-            lambda count: jnp.where(count < 2, 2.0**-6, 2.0**-7),
-            workers=workers, compressor=COMPRESSOR, decay=0.95,
-            weight_decay=0.125)),  # powers of two: products are exact
-    'demo_muon': lambda workers: demo_optax.demo_muon(
-        1e-2, workers=workers, compressor=COMPRESSOR, weight_decay=0.1),
-    'per_worker': lambda workers: optax.chain(
-        demo_optax.per_worker(optax.trace(0.5), workers=workers),
-        demo_optax.average(workers=workers)),
-    'average': lambda workers: demo_optax.average(workers=workers),
-    'owners': owners('ternary'),
-    'groups': lambda workers: demo_optax.scale_by_demo(
-        demo_optax.Compressor(
-            demo_optax.compressors.GroupMax(4), demo_optax.compressors.Dct(), 8,
-            values='int8'), 0.9, workers=workers),
+  'published': lambda workers: demo_optax.scale_by_demo(
+    COMPRESSOR, 0.95, workers=workers
+  ),
+  'second': lambda workers: demo_optax.scale_by_demo(
+    COMPRESSOR, 0.97, workers=workers, alpha=0.3, average='workers', ema=True
+  ),
+  'demo': lambda workers: optax.chain(
+    demo_optax.per_worker(optax.clip(2.0), workers=workers),
+    demo_optax.demo(
+      lambda count: jnp.where(count < 2, 2.0**-6, 2.0**-7),
+      workers=workers,
+      compressor=COMPRESSOR,
+      decay=0.95,
+      weight_decay=0.125,
+    ),
+  ),  # powers of two: products are exact
+  'demo_muon': lambda workers: demo_optax.demo_muon(
+    1e-2, workers=workers, compressor=COMPRESSOR, weight_decay=0.1
+  ),
+  'per_worker': lambda workers: optax.chain(
+    demo_optax.per_worker(optax.trace(0.5), workers=workers),
+    demo_optax.average(workers=workers),
+  ),
+  'average': lambda workers: demo_optax.average(workers=workers),
+  'owners': owners('ternary'),
+  'groups': lambda workers: demo_optax.scale_by_demo(
+    demo_optax.Compressor(
+      demo_optax.compressors.GroupMax(4),
+      demo_optax.compressors.Dct(),
+      8,
+      values='int8',
+    ),
+    0.9,
+    workers=workers,
+  ),
 }
 LOCAL = {
-    'diloco': methods(local.diloco),
-    'demo_diloco': methods(local.demo_diloco, compressor=COMPRESSOR),
-    'drift': methods(local.demo_diloco, compressor=COMPRESSOR, drift=True),
-    'sparse_loco': methods(local.sparse_loco, compressor=COMPRESSOR),
+  'diloco': methods(local.diloco),
+  'demo_diloco': methods(local.demo_diloco, compressor=COMPRESSOR),
+  'drift': methods(local.demo_diloco, compressor=COMPRESSOR, drift=True),
+  'sparse_loco': methods(local.sparse_loco, compressor=COMPRESSOR),
 }
 ALL = {**EXCHANGES, **LOCAL}
 SPECS = {'w': P('fsdp'), 'b': None}
-OWN_MAPS, STACKED = ['checked', 'unchecked', 'vmap', 'pmap'], ['auto', 'explicit']
+OWN_MAPS, STACKED = (
+  ['checked', 'unchecked', 'vmap', 'pmap'],
+  ['auto', 'explicit'],
+)
 IN_STEP = ['step', 'step auto', 'step explicit']
 DEVICES = ['2x4 auto', '2x4 explicit', 'step 2x4 auto', 'step 2x4 explicit']
-UNPLACED = ['simulated', 'simulated 2x4', 'step', 'step simulated 2x4', 'pmap', '2x4 auto']
+UNPLACED = [
+  'simulated',
+  'simulated 2x4',
+  'step',
+  'step simulated 2x4',
+  'pmap',
+  '2x4 auto',
+]
 
 
 class Map(NamedTuple):
@@ -128,17 +160,27 @@ def by_shard_map(make, checked):
   specs = demo_optax.state_specs(tx, random_tree(99, SHAPES), workers)
   mapped = functools.partial(jax.shard_map, mesh=mesh, check_vma=checked)
   return Map(
-      N, lambda tree: jax.device_put(tree, NamedSharding(mesh, P())),
-      jax.jit(mapped(tx.init, in_specs=P(), out_specs=specs)),
-      jax.jit(mapped(
-          lambda g, state, params: tx.update(of_one(g), state, params),
-          in_specs=(P('data'), specs, P()), out_specs=(P(), specs))))
+    N,
+    lambda tree: jax.device_put(tree, NamedSharding(mesh, P())),
+    jax.jit(mapped(tx.init, in_specs=P(), out_specs=specs)),
+    jax.jit(
+      mapped(
+        lambda g, state, params: tx.update(of_one(g), state, params),
+        in_specs=(P('data'), specs, P()),
+        out_specs=(P(), specs),
+      )
+    ),
+  )
 
 
 def by_copies(make, how):
   """In vmap or pmap, where every worker decodes for itself."""
   tx = make(demo_optax.Workers.on_axis('data'))
-  mapped = jax.vmap if how == 'vmap' else functools.partial(jax.pmap, devices=jax.devices()[:N])
+  mapped = (
+    jax.vmap
+    if how == 'vmap'
+    else functools.partial(jax.pmap, devices=jax.devices()[:N])
+  )
   jit = jax.jit if how == 'vmap' else lambda f: f
 
   def take(tree):
@@ -153,9 +195,12 @@ def by_copies(make, how):
     return jax.tree_util.tree_map_with_path(leaf, tree)
 
   return Map(
-      N, lambda tree: jax.tree.map(lambda x: np.stack([x] * N), tree),
-      jit(mapped(tx.init, axis_name='data')),
-      jit(mapped(tx.update, axis_name='data')), take=take)
+    N,
+    lambda tree: jax.tree.map(lambda x: np.stack([x] * N), tree),
+    jit(mapped(tx.init, axis_name='data')),
+    jit(mapped(tx.update, axis_name='data')),
+    take=take,
+  )
 
 
 def by_workers(make, workers, in_step):
@@ -163,17 +208,30 @@ def by_workers(make, workers, in_step):
   tx = make(workers)
 
   def place(gradients):
-    return stacked(gradients, workers, SPECS if workers.param_specs.axes else None)
+    return stacked(
+      gradients, workers, SPECS if workers.param_specs.axes else None
+    )
 
   if in_step:
+
     @demo_optax.data_parallel(workers, batch_argnums=0)
     def step(rows, state, params):
       return tx.update(of_one(dict(zip(SHAPES, rows))), state, params)
 
     return Map(
-        workers.count, workers.device_put, tx.init, step,
-        lambda gradients: list(gradients.values()))
-  return Map(workers.count, workers.device_put, jax.jit(tx.init), jax.jit(tx.update), place)
+      workers.count,
+      workers.device_put,
+      tx.init,
+      step,
+      lambda gradients: list(gradients.values()),
+    )
+  return Map(
+    workers.count,
+    workers.device_put,
+    jax.jit(tx.init),
+    jax.jit(tx.update),
+    place,
+  )
 
 
 def map_of(make, how, count=N):
@@ -258,20 +316,34 @@ def expected_of(name, how):
 
 # `published` is run in every map, the others in these; with -m slow in all.
 SOME = {
-    'second': ['step auto', 'vmap', 'step 2x4 auto'], 'demo': ['step', 'unchecked', '2x4 explicit'],
-    'demo_muon': ['explicit', 'checked'], 'groups': ['explicit', 'checked', '2x4 auto'],
-    'per_worker': ['auto', 'checked', 'step explicit', 'pmap', 'step 2x4 explicit'],
-    'average': ['auto', 'step auto', 'vmap', 'step 2x4 auto'], 'demo_diloco': ['step 2x4 auto'],
-    'owners': ['step', 'vmap', 'unchecked', '2x4 explicit'], 'diloco': ['step', 'step 2x4 explicit'],
-    # The mean over workers takes slices of a sharded dimension.
-    'drift': ['step explicit', 'step 2x4 explicit'],
-    'sparse_loco': ['step auto', 'step 2x4 explicit'],
+  'second': ['step auto', 'vmap', 'step 2x4 auto'],
+  'demo': ['step', 'unchecked', '2x4 explicit'],
+  'demo_muon': ['explicit', 'checked'],
+  'groups': ['explicit', 'checked', '2x4 auto'],
+  'per_worker': [
+    'auto',
+    'checked',
+    'step explicit',
+    'pmap',
+    'step 2x4 explicit',
+  ],
+  'average': ['auto', 'step auto', 'vmap', 'step 2x4 auto'],
+  'demo_diloco': ['step 2x4 auto'],
+  'owners': ['step', 'vmap', 'unchecked', '2x4 explicit'],
+  'diloco': ['step', 'step 2x4 explicit'],
+  # The mean over workers takes slices of a sharded dimension.
+  'drift': ['step explicit', 'step 2x4 explicit'],
+  'sparse_loco': ['step auto', 'step 2x4 explicit'],
 }
 
 
 def cases():
   for name in ALL:
-    hows = IN_STEP + DEVICES[2:] if name in LOCAL else STACKED + IN_STEP + OWN_MAPS + DEVICES
+    hows = (
+      IN_STEP + DEVICES[2:]
+      if name in LOCAL
+      else STACKED + IN_STEP + OWN_MAPS + DEVICES
+    )
     if name == 'demo_muon':  # norms over devices: test_recipes.py
       hows = [how for how in hows if '2x4' not in how]
     for how in hows:
@@ -286,17 +358,27 @@ def test_maps_have_the_bits_of_the_simulation(name, how, tmp_path):
     # XLA adds the products of a batch of matrices, in optax's Newton-Schulz,
     # in another order than those of one matrix.
     jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(
-            x, y, rtol=1e-4, atol=1e-6 * np.max(np.abs(y), initial=0)),
-        found, expected)
+      lambda x, y: np.testing.assert_allclose(
+        x, y, rtol=1e-4, atol=1e-6 * np.max(np.abs(y), initial=0)
+      ),
+      found,
+      expected,
+    )
   else:
     assert_same_bits(found, expected)
 
 
-@pytest.mark.parametrize('make, how', [
-    (with_codes('int8'), 'auto'), (with_codes('sign'), 'pmap'),
-    (with_codes('bfloat16'), 'vmap'), (with_codes('int4'), '2x4 auto'),
-    (owners('int8'), 'explicit'), (owners('sign'), 'step 2x4 auto')])
+@pytest.mark.parametrize(
+  'make, how',
+  [
+    (with_codes('int8'), 'auto'),
+    (with_codes('sign'), 'pmap'),
+    (with_codes('bfloat16'), 'vmap'),
+    (with_codes('int4'), '2x4 auto'),
+    (owners('int8'), 'explicit'),
+    (owners('sign'), 'step 2x4 auto'),
+  ],
+)
 def test_value_codes(make, how, tmp_path):
   """Each in one map; those of updates keep something at their owners."""
   expected = run(make, 'simulated 2x4' if '2x4' in how else 'simulated')
@@ -306,8 +388,8 @@ def test_value_codes(make, how, tmp_path):
 @pytest.mark.parametrize('count', [1, 8])
 def test_other_numbers_of_workers(count):
   found, expected = (
-      run(EXCHANGES['second'], how, count=count)
-      for how in ('auto', 'simulated'))
+    run(EXCHANGES['second'], how, count=count) for how in ('auto', 'simulated')
+  )
   assert_same_bits(found, expected)
 
 
@@ -326,9 +408,10 @@ def test_states_can_be_donated(how):
     m, _ = map_of(make, how)
     params = m.put(jax.tree.map(jnp.asarray, random_tree(99, SHAPES)))
     places = [
-        shard.data.unsafe_buffer_pointer()
-        for x in jax.tree.leaves((params, m.init(params)))
-        for shard in x.addressable_shards]
+      shard.data.unsafe_buffer_pointer()
+      for x in jax.tree.leaves((params, m.init(params)))
+      for shard in x.addressable_shards
+    ]
     assert len(set(places)) == len(places), name
 
 
@@ -364,7 +447,9 @@ def test_a_worker_that_is_not_finite_is_left_out(name):
     gradients = random_tree(7, SHAPES, lead=(N,))
     updates, after = m.update(gradients, state, params)
     if name == 'average':  # which has no state
-      np.testing.assert_allclose(updates['w'], gradients['w'].mean(0), atol=1e-6)
+      np.testing.assert_allclose(
+        updates['w'], gradients['w'].mean(0), atol=1e-6
+      )
     else:
       pairs = zip(own_of(after, left_out), own_of(state, left_out))
       assert any(np.any(x != y) for x, y in pairs)
@@ -378,7 +463,9 @@ def test_a_worker_that_is_not_finite_is_left_out(name):
 @pytest.mark.parametrize('name', EXCHANGES)
 def test_types_of_states_and_updates(name, dtype):
   params = {k: jax.ShapeDtypeStruct(s, dtype) for k, s in SHAPES.items()}
-  gradients = {k: jax.ShapeDtypeStruct((N, *s), dtype) for k, s in SHAPES.items()}
+  gradients = {
+    k: jax.ShapeDtypeStruct((N, *s), dtype) for k, s in SHAPES.items()
+  }
   tx = EXCHANGES[name](demo_optax.Workers.simulated(N))
   # Moments of optax are promoted; what is ours alone works under strict rules.
   with jax.numpy_dtype_promotion('strict' if name == 'average' else 'standard'):

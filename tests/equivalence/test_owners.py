@@ -26,7 +26,11 @@ from demo_optax.workers import collectives
 
 COMPRESSOR = demo_optax.dct_topk(32, 8, values='sign')
 SHAPES = {  # more chunks than workers, and fewer
-    'matrix': (64, 96), 'few': (32, 64), 'bias': (64,), 'scalar': ()}
+  'matrix': (64, 96),
+  'few': (32, 64),
+  'bias': (64,),
+  'scalar': (),
+}
 LOSSY = ['bfloat16', 'int8', 'int4', 'sign']
 
 
@@ -45,10 +49,16 @@ def gradients_of(step, count):
   return gradients
 
 
-def owners(workers, update_values, compressor=COMPRESSOR, exchange='all_to_all'):
+def owners(
+  workers, update_values, compressor=COMPRESSOR, exchange='all_to_all'
+):
   return demo_optax.scale_by_demo(
-      compressor, 0.9, workers=workers, exchange=exchange,
-      update_values=update_values)
+    compressor,
+    0.9,
+    workers=workers,
+    exchange=exchange,
+    update_values=update_values,
+  )
 
 
 @functools.cache
@@ -56,8 +66,10 @@ def train(count, exchange, steps=20):
   """Returns the parameters of every step, and the last state."""
   workers = demo_optax.Workers.simulated(count)
   tx = optax.chain(
-      owners(workers, 'ternary', exchange=exchange),
-      optax.scale_by_sign(), optax.scale(-0.01))
+    owners(workers, 'ternary', exchange=exchange),
+    optax.scale_by_sign(),
+    optax.scale(-0.01),
+  )
   params = random_tree(99, SHAPES)
   state, seen = tx.init(params), []
 
@@ -87,32 +99,47 @@ def test_signs_are_those_of_an_all_gather(count):
     expected_metric = demo_optax.exchange_info(before)[name]
     np.testing.assert_allclose(x, expected_metric, rtol=1e-5, err_msg=name)
   # Zeros move nothing: else cancelled sums would show nothing.
-  assert count < 8 or np.mean(found[0]['few'] == random_tree(99, SHAPES)['few']) > 0.03
+  assert (
+    count < 8
+    or np.mean(found[0]['few'] == random_tree(99, SHAPES)['few']) > 0.03
+  )
 
 
 @pytest.mark.core
-@pytest.mark.parametrize('shape, values', [
-    ((4, 1), 'ternary'), ((4, 1), 'int4'), ((2, 4), 'ternary')])
+@pytest.mark.parametrize(
+  'shape, values', [((4, 1), 'ternary'), ((4, 1), 'int4'), ((2, 4), 'ternary')]
+)
 def test_one_of_each_collective_with_the_planned_bytes(shape, values):
   mesh = make_mesh_2d(shape=shape)
   specs = dict.fromkeys(SHAPES) | {'matrix': P(None, 'fsdp')}
   workers = demo_optax.Workers.on_mesh(mesh, 'data', specs)
   params = workers.device_put(random_tree(9, SHAPES))
-  gradients = stacked(random_tree(0, SHAPES, lead=(workers.count,)), workers, specs)
+  gradients = stacked(
+    random_tree(0, SHAPES, lead=(workers.count,)), workers, specs
+  )
   tx = owners(workers, values)
-  compiled = jax.jit(tx.update).lower(gradients, tx.init(params), params).compile()
-  found = {c.kind: c.received_bytes
-           for c in hlo_text.collectives(compiled, mesh) if 'data' in c.axes}
+  compiled = (
+    jax.jit(tx.update).lower(gradients, tx.init(params), params).compile()
+  )
+  found = {
+    c.kind: c.received_bytes
+    for c in hlo_text.collectives(compiled, mesh)
+    if 'data' in c.axes
+  }
   plan = demo_optax.plan(
-      params, COMPRESSOR, workers, exchange='all_to_all', update_values=values)
+    params, COMPRESSOR, workers, exchange='all_to_all', update_values=values
+  )
   assert sum(found.values()) == plan.device_bytes['data',]
   sent = {'all-gather': plan.update_bytes, 'all-to-all': plan.payload_bytes}
   assert found == {
-      kind: size * (workers.count - 1) // workers.count // shape[1]
-      for kind, size in sent.items()}
+    kind: size * (workers.count - 1) // workers.count // shape[1]
+    for kind, size in sent.items()
+  }
 
 
-def test_a_damaged_message_excludes_its_sender_from_that_owners_chunks(monkeypatch):
+def test_a_damaged_message_excludes_its_sender_from_that_owners_chunks(
+  monkeypatch,
+):
   """Worker 1's message to owner 2 is garbage; others read theirs."""
   real = collectives.Group.send_and_receive
   damage = [False]
@@ -122,7 +149,9 @@ def test_a_damaged_message_excludes_its_sender_from_that_owners_chunks(monkeypat
     if damage[0]:
       for name, x in arrived.items():
         here = jax.lax.axis_index(group.axis) == 2
-        arrived[name] = x.at[1].set(jnp.where(here, jnp.uint32(2**32 - 1), x[1]))
+        arrived[name] = x.at[1].set(
+          jnp.where(here, jnp.uint32(2**32 - 1), x[1])
+        )
     return arrived, included
 
   monkeypatch.setattr(collectives.Group, 'send_and_receive', send_and_receive)
@@ -151,9 +180,16 @@ def test_a_damaged_message_excludes_its_sender_from_that_owners_chunks(monkeypat
   assert np.any(alone[:, chunks[2]] != whole[:, chunks[2]])
 
 
-@pytest.mark.parametrize('shared', [
-    compressors.Compressor(compressors.RandomSubset(1 / 4), compressors.Identity()),
-    pytest.param(compressors.full(), marks=pytest.mark.core), COMPRESSOR])
+@pytest.mark.parametrize(
+  'shared',
+  [
+    compressors.Compressor(
+      compressors.RandomSubset(1 / 4), compressors.Identity()
+    ),
+    pytest.param(compressors.full(), marks=pytest.mark.core),
+    COMPRESSOR,
+  ],
+)
 def test_exact_updates_and_what_all_share_are_as_before(shared):
   """An all-reduce does not grow with the workers, and needs no owners."""
   workers = on_mesh(4)
@@ -162,8 +198,9 @@ def test_exact_updates_and_what_all_share_are_as_before(shared):
 
   def run(exchange):
     tx = owners(workers, 'float32', mixed, exchange)
-    return updates_of(tx, params, (
-        stacked(gradients_of(step, 4), workers) for step in range(3)))[0]
+    return updates_of(
+      tx, params, (stacked(gradients_of(step, 4), workers) for step in range(3))
+    )[0]
 
   assert_same_bits(run('all_to_all'), run('all_gather'))
 
@@ -174,36 +211,48 @@ def test_exact_updates_and_what_all_share_are_as_before(shared):
 def kept_by_owners(state):
   """What owners keep of all chunks of each bucket."""
   kept = state.worker_stacked.update_residual
-  return {b.name: np.asarray(kept[b.name]).reshape(-1, b.format.n)[: b.num_chunks]
-          for b in state.layout.layout.buckets}
+  return {
+    b.name: np.asarray(kept[b.name]).reshape(-1, b.format.n)[: b.num_chunks]
+    for b in state.layout.layout.buckets
+  }
 
 
 @functools.cache
 def sum_of_updates(update_values, count):
   """Returns the sum of 12 updates, and the state after them."""
   tx = owners(demo_optax.Workers.simulated(count), update_values)
-  updates, state = updates_of(tx, random_tree(99, SHAPES), (
-      gradients_of(step, count) for step in range(12)))
+  updates, state = updates_of(
+    tx,
+    random_tree(99, SHAPES),
+    (gradients_of(step, count) for step in range(12)),
+  )
   return jax.tree.map(lambda *u: sum(map(np.asarray, u)), *updates), state
 
 
-@pytest.mark.parametrize('values, count', [*((values, 3) for values in LOSSY), ('sign', 1)])
+@pytest.mark.parametrize(
+  'values, count', [*((values, 3) for values in LOSSY), ('sign', 1)]
+)
 def test_what_a_code_loses_is_sent_later(values, count):
   """Sums of updates, and what owners keep, are the exact updates' sums."""
   exact, before = sum_of_updates('float32', count)
   found, after = sum_of_updates(values, count)
   # The momentum does not know what becomes of updates.
-  assert_same_bits(after.worker_stacked.momentum, before.worker_stacked.momentum)
+  assert_same_bits(
+    after.worker_stacked.momentum, before.worker_stacked.momentum
+  )
   assert not before.worker_stacked.update_residual
   size = {k: float(np.abs(x).max()) for k, x in exact.items()}
-  lost = {k: np.abs(found[k] - exact[k]).max() / size[k] for k in ('matrix', 'few')}
+  lost = {
+    k: np.abs(found[k] - exact[k]).max() / size[k] for k in ('matrix', 'few')
+  }
   assert min(lost.values()) > 1e-4  # else nothing is shown below
   owed = {}
   for number, rows in enumerate(kept_by_owners(after).values()):
     owed |= after.layout.layout.cut(number, jnp.asarray(rows))
   for i, name in enumerate(sorted(SHAPES)):
     np.testing.assert_allclose(
-        found[name] + owed[i], exact[name], atol=1e-5 * size[name] + 1e-6)
+      found[name] + owed[i], exact[name], atol=1e-5 * size[name] + 1e-6
+    )
 
 
 # Choosing ---------------------------------------------------------------------
@@ -213,11 +262,12 @@ def test_auto_is_what_receives_less():
   params = {'w': jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
   compressor = demo_optax.dct_topk(topk=32, values='sign')
   received = {
-      (count, exchange): demo_optax.plan(
-          params, compressor, count, exchange=exchange, update_values='ternary'
-      ).received_bytes
-      for count, exchange in itertools.product(
-          (2, 4, 16, 64, 1024), ('all_gather', 'all_to_all', 'auto'))
+    (count, exchange): demo_optax.plan(
+      params, compressor, count, exchange=exchange, update_values='ternary'
+    ).received_bytes
+    for count, exchange in itertools.product(
+      (2, 4, 16, 64, 1024), ('all_gather', 'all_to_all', 'auto')
+    )
   }
   for count in (2, 4, 16, 64, 1024):
     both = received[count, 'all_gather'], received[count, 'all_to_all']
@@ -251,7 +301,9 @@ def test_new_owners_inherit_what_is_owed(count):
   new = demo_optax.checkpoint.from_leaves(saved, like, resize=True)
   assert_same_bits(kept_by_owners(state), kept_by_owners(new))
   assert jax.tree.map(jnp.shape, new) == jax.tree.map(jnp.shape, like)
-  jax.eval_shape(tx.update, gradients_of(2, count), new, random_tree(99, SHAPES))
+  jax.eval_shape(
+    tx.update, gradients_of(2, count), new, random_tree(99, SHAPES)
+  )
 
 
 @pytest.mark.parametrize('old, new', [('ternary', 'sign'), ('sign', 'ternary')])
@@ -264,7 +316,13 @@ def test_checkpoints_of_another_code(old, new):
   if new == 'ternary':
     with pytest.raises(ValueError, match='resize=True to discard it'):
       demo_optax.checkpoint.from_leaves(saved, like)
-  restored = demo_optax.checkpoint.from_leaves(saved, like, resize=new == 'ternary')
-  assert_same_bits(restored.worker_stacked.momentum, state.worker_stacked.momentum)
-  assert not any(np.any(x) for x in restored.worker_stacked.update_residual.values())
+  restored = demo_optax.checkpoint.from_leaves(
+    saved, like, resize=new == 'ternary'
+  )
+  assert_same_bits(
+    restored.worker_stacked.momentum, state.worker_stacked.momentum
+  )
+  assert not any(
+    np.any(x) for x in restored.worker_stacked.update_residual.values()
+  )
   jax.eval_shape(tx.update, gradients_of(2, 4), restored, params)

@@ -20,10 +20,26 @@ def accelerator(request):
     yield request.param
 
 
-@pytest.mark.parametrize('name, how', [
-    *(('published', how) for how in (
-        'auto', 'checked', 'pmap', '2x4 auto', '2x4 explicit', 'step 2x4 auto')),
-    ('second', 'explicit'), ('groups', 'vmap'), ('groups', 'checked'), ('owners', 'auto')])
+@pytest.mark.parametrize(
+  'name, how',
+  [
+    *(
+      ('published', how)
+      for how in (
+        'auto',
+        'checked',
+        'pmap',
+        '2x4 auto',
+        '2x4 explicit',
+        'step 2x4 auto',
+      )
+    ),
+    ('second', 'explicit'),
+    ('groups', 'vmap'),
+    ('groups', 'checked'),
+    ('owners', 'auto'),
+  ],
+)
 def test_maps_have_the_bits_of_the_simulation(name, how):
   make = test_maps.EXCHANGES[name]
   found, expected = test_maps.run(make, how), test_maps.expected_of(name, how)
@@ -33,8 +49,14 @@ def test_maps_have_the_bits_of_the_simulation(name, how):
 def test_workers_of_several_devices(accelerator):
   kind = {'gpu': 'auto', 'tpu': 'explicit'}[accelerator]
   found, expected = (
-      test_sharded.run(w, 3, test_sharded.exchange, '3d', leaves=('both', 'inner', 'bias'))[:2]
-      for w in (test_sharded.make_workers('3d', kind), test_sharded.simulated_workers('3d')))
+    test_sharded.run(
+      w, 3, test_sharded.exchange, '3d', leaves=('both', 'inner', 'bias')
+    )[:2]
+    for w in (
+      test_sharded.make_workers('3d', kind),
+      test_sharded.simulated_workers('3d'),
+    )
+  )
   assert_same_bits(found, expected)
 
 
@@ -45,8 +67,12 @@ def test_forms_agree_but_for_rounding(exchange):
 
   def run(workers):
     tx = demo_optax.scale_by_demo(
-        test_maps.COMPRESSOR, 0.9, workers=workers, exchange=exchange,
-        update_values='ternary')
+      test_maps.COMPRESSOR,
+      0.9,
+      workers=workers,
+      exchange=exchange,
+      update_values='ternary',
+    )
     state, update = tx.init(test_maps.of_one(gradients)), jax.jit(tx.update)
     for _ in range(2):
       updates, state = update(stacked(gradients, workers), state)
@@ -58,21 +84,35 @@ def test_forms_agree_but_for_rounding(exchange):
     expected = run(demo_optax.Workers.simulated(2))
   for mine, other in zip(found, expected):
     assert test_maps.types(mine) == test_maps.types(other)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), mine, other)
-  np.testing.assert_array_equal(*(np.sign(x['w']) for x, _ in (found, expected)))
+    jax.tree.map(
+      lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), mine, other
+    )
+  np.testing.assert_array_equal(
+    *(np.sign(x['w']) for x, _ in (found, expected))
+  )
 
 
 def test_a_step_is_exported_for_several_platforms(accelerator):
   """In one form, which is right on all of them. That of TPUs constrains layouts."""
-  workers = {'gpu': demo_optax.Workers.simulated(2), 'tpu': on_mesh(2)}[accelerator]
-  tx, params = test_maps.EXCHANGES['published'](workers), random_tree(0, {'w': (96, 96)})
+  workers = {'gpu': demo_optax.Workers.simulated(2), 'tpu': on_mesh(2)}[
+    accelerator
+  ]
+  tx, params = (
+    test_maps.EXCHANGES['published'](workers),
+    random_tree(0, {'w': (96, 96)}),
+  )
   gradients = stacked(random_tree(1, {'w': (96, 96)}, lead=(2,)), workers)
   args, update = (gradients, tx.init(params), params), jax.jit(tx.update)
   if accelerator == 'tpu':
     with pytest.raises(ValueError, match='LayoutConstraint'):
       export.export(update)(*args)
-  exported = export.export(update, platforms=['cpu', 'tpu', 'cuda'], disabled_checks=[
-      export.DisabledSafetyCheck.custom_call('LayoutConstraint')])(*args)
+  exported = export.export(
+    update,
+    platforms=['cpu', 'tpu', 'cuda'],
+    disabled_checks=[
+      export.DisabledSafetyCheck.custom_call('LayoutConstraint')
+    ],
+  )(*args)
   assert_same_bits(exported.call(*args), update(*args))
 
 

@@ -16,9 +16,17 @@ from jax.sharding import PartitionSpec as P
 import demo_optax
 
 FOUR = demo_optax.Workers.simulated(4)
-KEYS = pytest.mark.parametrize('workers, make', [
-    ('simulated', jax.random.key), ('simulated', jax.random.PRNGKey),
-    ('auto', jax.random.PRNGKey), ('explicit', jax.random.key)], indirect=['workers'])
+KEYS = pytest.mark.parametrize(
+  'workers, make',
+  [
+    ('simulated', jax.random.key),
+    ('simulated', jax.random.PRNGKey),
+    ('auto', jax.random.PRNGKey),
+    ('explicit', jax.random.key),
+  ],
+  indirect=['workers'],
+)
+
 
 def rows(count=16, columns=8):
   rng = np.random.default_rng(0)
@@ -38,6 +46,7 @@ def advance(tx, params, state, *args, loss_fn=to_one):
 
 def test_means_of_large_halves_are_finite(workers):
   """Scaled losses, statistics: the sum of four is beyond float16."""
+
   @demo_optax.data_parallel(workers, batch_argnums=1)
   def step(state, x):
     mean = x.mean().astype(jnp.float16)
@@ -52,6 +61,7 @@ def test_means_of_large_halves_are_finite(workers):
 @pytest.mark.parametrize('what', ['statistics', 'values'])
 def test_integers_that_differ_have_no_mean(workers, what):
   """A count in statistics that differed became 0."""
+
   @demo_optax.data_parallel(workers, batch_argnums=1)
   def step(state, x):
     count = (x > 0).sum()
@@ -59,8 +69,10 @@ def test_integers_that_differ_have_no_mean(workers, what):
       return demo_optax.over_workers({'positive': count})
     return {'batch_stats': state['batch_stats'] + count}
 
-  match = {'statistics': 'batch_stats differs',
-           'values': r'positive, int32\[\], which differs'}[what]
+  match = {
+    'statistics': 'batch_stats differs',
+    'values': r'positive, int32\[\], which differs',
+  }[what]
   with pytest.raises(ValueError, match=match):
     step({'batch_stats': jnp.int32(0)}, rows())
 
@@ -71,16 +83,25 @@ def test_integers_that_differ_have_no_mean(workers, what):
 @KEYS
 def test_means_and_sums_of_every_dtype(workers, make):
   """Keys of worker 0 come back; on a mesh four times 100 was -112."""
+
   @demo_optax.data_parallel(workers, batch_argnums=1)
   def step(state, x):
     state = {**state, 'mean': x.mean(), 'count': state['count'] + 1}
     noise = jax.random.normal(state['seed'], (x.shape[0],))
     narrow = jnp.full_like(x, 100).astype(jnp.int8)[0, 0]
-    return (demo_optax.over_workers(state), noise, x[:, 0],
-            demo_optax.over_workers(narrow, jnp.sum))
+    return (
+      demo_optax.over_workers(state),
+      noise,
+      x[:, 0],
+      demo_optax.over_workers(narrow, jnp.sum),
+    )
 
-  state = {'mean': jnp.zeros(()), 'count': jnp.int32(2**24),
-           'first': jnp.array(True), 'seed': make(1)}
+  state = {
+    'mean': jnp.zeros(()),
+    'count': jnp.int32(2**24),
+    'first': jnp.array(True),
+    'seed': make(1),
+  }
   after, noise, _, total = step(state, rows())
   assert [after[k].dtype for k in state] == [state[k].dtype for k in state]
   assert after['count'] == 2**24 + 1 and after['first']
@@ -99,22 +120,35 @@ class Noise(nnx.Variable):
 
 
 class Noisy(nnx.Module):
-
   def __init__(self, key):
     self.noise_key = Noise(key)
 
 
-@pytest.mark.parametrize('make, hold, options', [
-    *((make, hold, {}) for make in (jax.random.key, jax.random.PRNGKey)
-      for hold in (Noisy, lambda key: nnx.state(Noisy(key)))),
+@pytest.mark.parametrize(
+  'make, hold, options',
+  [
+    *(
+      (make, hold, {})
+      for make in (jax.random.key, jax.random.PRNGKey)
+      for hold in (Noisy, lambda key: nnx.state(Noisy(key)))
+    ),
     # A pair whose name says so is a key.
-    *((jax.random.PRNGKey, lambda key, name=name: {name: key}, {})
-      for name in ('dropout_rng', 'seeds', 'rngKey', 'PRNGKey')),
+    *(
+      (jax.random.PRNGKey, lambda key, name=name: {name: key}, {})
+      for name in ('dropout_rng', 'seeds', 'rngKey', 'PRNGKey')
+    ),
     # Keras has one list of both; the seed became float32 and stood still.
-    (jax.random.PRNGKey, lambda key: (jnp.ones(8), [jnp.zeros(8), key]), {'keys': 'state.1.1'}),
-])
+    (
+      jax.random.PRNGKey,
+      lambda key: (jnp.ones(8), [jnp.zeros(8), key]),
+      {'keys': 'state.1.1'},
+    ),
+  ],
+)
 def test_workers_draw_by_keys_of_their_own(make, hold, options):
-  @demo_optax.data_parallel(demo_optax.Workers.simulated(4), batch_argnums=1, **options)
+  @demo_optax.data_parallel(
+    demo_optax.Workers.simulated(4), batch_argnums=1, **options
+  )
   def step(state, x):
     values = nnx.state(state) if isinstance(state, Noisy) else state
     (*means, key), tree = jax.tree.flatten(values)
@@ -143,19 +177,24 @@ def test_a_pair_in_a_batch_is_data():
   def step(batch):
     return batch['label']
 
-  seen = step({'x': np.ones((2, 3), np.float32), 'label': np.array([5, 7], np.uint32)})
+  seen = step(
+    {'x': np.ones((2, 3), np.float32), 'label': np.array([5, 7], np.uint32)}
+  )
   np.testing.assert_array_equal(seen, [5, 7])
 
 
 @pytest.mark.parametrize('name, shape', [('seen', (2,)), ('monkey', (3, 2))])
 def test_a_pair_must_be_known_as_a_key_or_as_data(workers, name, shape):
   """A counter of 64 bits in two words came back as a hash."""
+
   def step(tokens, x):
     return {name: tokens[name] + jnp.uint32(1)}, x.mean()
 
   tokens = {name: jnp.zeros(shape, jnp.uint32)}
-  wrap = lambda **options: demo_optax.data_parallel(workers, batch_argnums=1, **options)(step)
-  with pytest.raises(ValueError, match=rf"tokens.{name} must be .*keys=\(\)"):
+  wrap = lambda **options: demo_optax.data_parallel(
+    workers, batch_argnums=1, **options
+  )(step)
+  with pytest.raises(ValueError, match=rf'tokens.{name} must be .*keys=\(\)'):
     wrap()(tokens, rows())
   with pytest.raises(ValueError, match=r"got 'tokens.other'"):
     wrap(keys='tokens.other')(tokens, rows())
@@ -214,7 +253,10 @@ def test_each_worker_draws_noise_of_its_own(workers, make, local):
     loss_fn = lambda params: jnp.mean(x) * jnp.sum(params['w'])
     return advance(tx, params, state, loss_fn=loss_fn)[:2]
 
-  params, state = {'w': jnp.zeros((64, 64))}, tx.init({'w': jnp.zeros((64, 64))})
+  params, state = (
+    {'w': jnp.zeros((64, 64))},
+    tx.init({'w': jnp.zeros((64, 64))}),
+  )
   seen = []
   with jax.numpy_dtype_promotion('standard'):
     for _ in range(2):
@@ -241,7 +283,9 @@ def test_more_workers_have_keys_of_their_own(make, workers):
   noise = add_noise(make(0))
   state = demo_optax.per_worker(noise, workers=workers).init(jnp.zeros(3))
   for n in (2, 8):
-    (keys,) = (x for x in jax.tree.leaves(resized(state, n)) if x.dtype != jnp.int32)
+    (keys,) = (
+      x for x in jax.tree.leaves(resized(state, n)) if x.dtype != jnp.int32
+    )
     data = keys if keys.dtype == jnp.uint32 else jax.random.key_data(keys)
     assert len(np.unique(np.asarray(data).reshape(n, -1), axis=0)) == n
 
@@ -251,6 +295,7 @@ def test_more_workers_have_keys_of_their_own(make, workers):
 
 def make_epoch(tx, wrap, mean=demo_optax.over_workers):
   """A whole epoch in one program, over batches `[steps, rows, ...]`."""
+
   def epoch(params, state, batches):
     def step(carry, x):
       params, state, loss = advance(tx, *carry, x)
@@ -272,7 +317,9 @@ def test_a_scan_of_steps(workers):
   params = {'w': jnp.zeros(8)}
   x = rows(40 * 16).reshape(40, 16, 8)
   wrap = functools.partial(demo_optax.data_parallel, workers)
-  with pytest.raises(ValueError, match='batches must have its rows .*batch_axis=1'):
+  with pytest.raises(
+    ValueError, match='batches must have its rows .*batch_axis=1'
+  ):
     make_epoch(tx, wrap())(params, tx.init(params), x)
   alone = make_epoch(optax.sgd(0.1), jax.jit, mean=lambda x: x)
   expected, _, losses = alone(params, optax.sgd(0.1).init(params), x)
@@ -295,11 +342,16 @@ def test_scans_that_are_no_steps(how):
       return advance(tx, *carry, x)[:2], None
 
     if how in ('reshaped', 'cast'):
-      x = x.reshape(2, 2, 8) if how == 'reshaped' else (
-          x.astype(jnp.bfloat16).astype(jnp.float32))
+      x = (
+        x.reshape(2, 2, 8)
+        if how == 'reshaped'
+        else (x.astype(jnp.bfloat16).astype(jnp.float32))
+      )
       return jax.lax.scan(update, (params, state), x)[0]
     parts = x if how == 'per row' else x.reshape(2, 2, 8)
-    _, grads = jax.lax.scan(lambda _, x: (None, jax.grad(to_one)(params, x)), None, parts)
+    _, grads = jax.lax.scan(
+      lambda _, x: (None, jax.grad(to_one)(params, x)), None, parts
+    )
     grads = jax.tree.map(lambda g: g.mean(0), grads)
     update = jax.jit(tx.update)  # nested, so that the program is looked at
     updates, state = update(grads, state, params)
@@ -316,6 +368,7 @@ def test_scans_that_are_no_steps(how):
 
 def test_batches_that_are_time_major(workers):
   """[time, rows]: a worker had a quarter of the time of all sequences."""
+
   @demo_optax.data_parallel(workers, batch_argnums=(0, 1), batch_axis={'x': 1})
   def step(x, weights):
     assert x.shape == (3, 4, 2) and weights.shape == (4,)
@@ -327,7 +380,9 @@ def test_batches_that_are_time_major(workers):
   np.testing.assert_array_equal(equal, np.arange(3))
   np.testing.assert_allclose(mean, x.mean(), atol=1e-6)
   np.testing.assert_array_equal(twice, 2 * x)
-  np.testing.assert_allclose(weighed, (x.sum(2) * np.arange(16)).mean(), rtol=1e-4)
+  np.testing.assert_allclose(
+    weighed, (x.sum(2) * np.arange(16)).mean(), rtol=1e-4
+  )
 
 
 # No batch ------------------------------------------------------------------------
@@ -350,14 +405,17 @@ def test_a_step_that_draws_its_batch(workers):
 
   params = {'w': jnp.zeros(8)}
   params, _, key, loss, spread = step(
-      jax.random.key(0), params, tx.init(params), np.eye(8, dtype=np.float32))
+    jax.random.key(0), params, tx.init(params), np.eye(8, dtype=np.float32)
+  )
   assert spread > 0 and loss.shape == () and np.any(np.asarray(params['w']))
   with pytest.raises(ValueError, match=r'no real number.*over_workers\(x'):
     demo_optax.data_parallel(workers, batch_argnums=())(
-        lambda key: jax.random.normal(key, (16,)))(key)
+      lambda key: jax.random.normal(key, (16,))
+    )(key)
   with pytest.raises(ValueError, match=r'random key, give batch_argnums=\(\)'):
-    demo_optax.data_parallel(workers)(
-        lambda params, state, key: params)(params, tx.init(params), key)
+    demo_optax.data_parallel(workers)(lambda params, state, key: params)(
+      params, tx.init(params), key
+    )
 
 
 # Weights loaded within a period --------------------------------------------------
@@ -386,7 +444,9 @@ def test_loaded_weights_arrive_as_a_whole(workers):
 # Sums in the order of the workers ------------------------------------------------
 
 
-@pytest.mark.parametrize('how, count', [('update', 8), ('step', 8), ('step', 32)])
+@pytest.mark.parametrize(
+  'how, count', [('update', 8), ('step', 8), ('step', 32)]
+)
 def test_sums_have_the_same_bits_in_every_map(how, count):
   """XLA adds a mapped axis in an order of its own from eight workers on."""
   shapes = {'a': (5000,), 'b': (7, 3), 'large': (140, 140)}
@@ -399,16 +459,28 @@ def test_sums_have_the_same_bits_in_every_map(how, count):
     if how == 'update':
       return jax.jit(tx.update)(grads, state, params)[0]
     update = lambda state, grads: tx.update(
-        jax.tree.map(lambda g: g[0], grads), state, params)[0]
+      jax.tree.map(lambda g: g[0], grads), state, params
+    )[0]
     return demo_optax.data_parallel(workers, batch_argnums=1)(update)(
-        workers.device_put(state), grads)
+      workers.device_put(state), grads
+    )
 
-  found = [run(demo_optax.Workers.simulated(count)),
-           run(demo_optax.Workers.simulated(count, P(), {'f': 2}))]
+  found = [
+    run(demo_optax.Workers.simulated(count)),
+    run(demo_optax.Workers.simulated(count, P(), {'f': 2})),
+  ]
   axis = demo_optax.average(workers=demo_optax.Workers.on_axis('data'))
-  found.append(jax.tree.map(lambda x: x[0], jax.jit(jax.vmap(
-      lambda grads: axis.update(grads, axis.init(params), params)[0],
-      axis_name='data'))(grads)))
+  found.append(
+    jax.tree.map(
+      lambda x: x[0],
+      jax.jit(
+        jax.vmap(
+          lambda grads: axis.update(grads, axis.init(params), params)[0],
+          axis_name='data',
+        )
+      )(grads),
+    )
+  )
   if count == 8:
     for kind in ('auto', 'explicit'):
       with make_workers(kind, count) as workers:
@@ -417,36 +489,51 @@ def test_sums_have_the_same_bits_in_every_map(how, count):
     for name in ('a', 'b'):
       expected = functools.reduce(np.add, grads[name]) * np.float32(1 / count)
       np.testing.assert_array_equal(np.asarray(updates[name]), expected)
-    np.testing.assert_allclose(updates['large'], grads['large'].mean(0), atol=1e-6)
+    np.testing.assert_allclose(
+      updates['large'], grads['large'].mean(0), atol=1e-6
+    )
 
 
 # Lines that need not change ------------------------------------------------------
 
 
-@pytest.mark.parametrize('workers, recipe, inside', [
-    ('simulated', demo_optax.demo, True), ('explicit', demo_optax.demo, False),
-    ('explicit', demo_optax.demo, True), ('auto', demo_optax.demo_muon, False)],
-    indirect=['workers'])
+@pytest.mark.parametrize(
+  'workers, recipe, inside',
+  [
+    ('simulated', demo_optax.demo, True),
+    ('explicit', demo_optax.demo, False),
+    ('explicit', demo_optax.demo, True),
+    ('auto', demo_optax.demo_muon, False),
+  ],
+  indirect=['workers'],
+)
 def test_updates_without_parameters(workers, recipe, inside):
   """As Adam and SGD take them; with weight decay it is optax's error."""
   params = {'w': jnp.ones((8, 8)), 'still': jnp.ones(3)}
   compressor = {
-      'w': demo_optax.dct_topk(8, 4), 'still': demo_optax.compressors.FROZEN}
+    'w': demo_optax.dct_topk(8, 4),
+    'still': demo_optax.compressors.FROZEN,
+  }
   tx = recipe(0.1, workers=workers, compressor=compressor)
   shapes = {k: x.shape for k, x in params.items()}
   grads = stacked(random_tree(0, shapes, lead=(4,)), workers)
 
   def step(params, state, x, given):
-    loss_fn = lambda p: jnp.mean((x @ p['w']) ** 2) + x.mean() * p['still'].sum()
+    loss_fn = lambda p: (
+      jnp.mean((x @ p['w']) ** 2) + x.mean() * p['still'].sum()
+    )
     grads = jax.grad(loss_fn)(params)
     return tx.update(grads, state, params if given else None)
 
   state, update = tx.init(params), jax.jit(tx.update)
   found = [
-      demo_optax.data_parallel(workers, batch_argnums=2)(
-          functools.partial(step, given=given))(params, state, rows())
-      if inside else update(grads, state, *[params] * given)
-      for given in (True, False)]
+    demo_optax.data_parallel(workers, batch_argnums=2)(
+      functools.partial(step, given=given)
+    )(params, state, rows())
+    if inside
+    else update(grads, state, *[params] * given)
+    for given in (True, False)
+  ]
   jax.tree.map(np.testing.assert_array_equal, *found)
   decayed = recipe(0.1, workers=workers, weight_decay=0.1)
   with pytest.raises(ValueError, match='params'):
@@ -455,6 +542,7 @@ def test_updates_without_parameters(workers, recipe, inside):
 
 def test_a_batch_in_a_dataclass_beside_arrays(workers):
   """It was one batch for all workers, and the arrays were cut."""
+
   @jax.tree_util.register_dataclass
   @dataclasses.dataclass
   class Batch:
@@ -462,7 +550,9 @@ def test_a_batch_in_a_dataclass_beside_arrays(workers):
     y: Any
 
   def step(params, state, batch, weights):
-    loss_fn = lambda params: jnp.mean(weights * ((batch.x @ params['w'])[:, 0] - batch.y) ** 2)
+    loss_fn = lambda params: jnp.mean(
+      weights * ((batch.x @ params['w'])[:, 0] - batch.y) ** 2
+    )
     updates, state = tx.update(jax.grad(loss_fn)(params), state, params)
     return optax.apply_updates(params, updates), state
 
@@ -477,14 +567,14 @@ def test_a_batch_in_a_dataclass_beside_arrays(workers):
 def test_keys_of_workers_are_not_those_of_a_split():
   key = jax.random.key(0)
   own = demo_optax.data_parallel(FOUR, batch_argnums=1)(
-      lambda key, x: x + jax.random.normal(key, (1,)))(key, np.zeros(4, np.float32))
+    lambda key, x: x + jax.random.normal(key, (1,))
+  )(key, np.zeros(4, np.float32))
   split = [jax.random.normal(k, ()) for k in jax.random.split(key, 4)]
   assert not set(np.asarray(own).tolist()) & set(map(float, split))
 
 
 def test_a_step_that_compiles_again_and_again_warns():
   class Trainer:
-
     @demo_optax.data_parallel(demo_optax.Workers.simulated(2), batch_argnums=1)
     def step(self, x):
       return x.mean()
@@ -511,12 +601,14 @@ def test_two_states_of_one_structure(workers):
 
   stats = lambda x: {'batch_stats': jnp.float32(x).reshape(1)}
   student, teacher, *metrics = step(
-      stats(1), stats(2), empty, empty, np.full(4, np.nan, np.float32))
+    stats(1), stats(2), empty, empty, np.full(4, np.nan, np.float32)
+  )
   assert float(student['batch_stats'][0]) == 1
   assert float(teacher['batch_stats'][0]) == 2
   for value, state in enumerate(metrics, 1):
     assert float(state['total'].get_value()) == 4 * value
   only = demo_optax.data_parallel(workers, batch_argnums=2)(
-      lambda first, second, x: jax.tree.map(lambda n: n + 1, second))
+    lambda first, second, x: jax.tree.map(lambda n: n + 1, second)
+  )
   with pytest.raises(ValueError, match='must return all of first, second'):
     only(empty, empty, rows())

@@ -11,7 +11,8 @@ os.environ.setdefault('DECOUPLE_GCLOUD', 'TRUE')  # MaxText: no cloud services
 # and wait for each other: docs/maxtext.md. Other tests run as JAX does.
 if importlib.util.find_spec('maxtext'):
   os.environ['XLA_FLAGS'] += (
-      ' --xla_cpu_enable_concurrency_optimized_scheduler=false')
+    ' --xla_cpu_enable_concurrency_optimized_scheduler=false'
+  )
 
 import contextlib
 import pathlib
@@ -23,10 +24,10 @@ import pytest
 EXAMPLES = pathlib.Path(__file__).parents[2] / 'examples'
 # What these trainers change in JAX for good.
 CHANGED = (
-    'jax_default_prng_impl',
-    'jax_use_shardy_partitioner',
-    'jax_remove_size_one_mesh_axis_from_type',
-    'jax_threefry_partitionable',
+  'jax_default_prng_impl',
+  'jax_use_shardy_partitioner',
+  'jax_remove_size_one_mesh_axis_from_type',
+  'jax_threefry_partitionable',
 )
 
 

@@ -17,8 +17,8 @@ import demo_optax
 pytest.importorskip('tunix', reason='Tunix is not installed: docs/tunix.md')
 
 pytestmark = [
-    pytest.mark.filterwarnings('ignore'),
-    pytest.mark.usefixtures('as_installed'),
+  pytest.mark.filterwarnings('ignore'),
+  pytest.mark.usefixtures('as_installed'),
 ]
 
 COMPRESSOR = demo_optax.dct_topk(topk=8, values='sign')
@@ -58,14 +58,22 @@ def mesh():
 
 def make_model(tunix, kind):
   config = tunix.model.ModelConfig(
-      num_layers=2, vocab_size=256, embed_dim=64, hidden_dim=128, num_heads=4,
-      head_dim=16, num_kv_heads=4, rope_theta=10000, norm_eps=1e-5)
+    num_layers=2,
+    vocab_size=256,
+    embed_dim=64,
+    hidden_dim=128,
+    num_heads=4,
+    head_dim=16,
+    num_kv_heads=4,
+    rope_theta=10000,
+    norm_eps=1e-5,
+  )
   model = tunix.model.Llama3(config, rngs=nnx.Rngs(0))
   if kind == 'lora':
-    provider = tunix.qwix.LoraProvider(
-        module_path=ADAPTED, rank=16, alpha=32.0)
+    provider = tunix.qwix.LoraProvider(module_path=ADAPTED, rank=16, alpha=32.0)
     model = tunix.qwix.apply_lora_to_model(
-        model, provider, **model.get_model_input(), rngs=nnx.Rngs(1))
+      model, provider, **model.get_model_input(), rngs=nnx.Rngs(1)
+    )
   return model
 
 
@@ -76,32 +84,37 @@ def trained_params(model, kind):
 class Trained:
   """A run of Tunix's training loop on the same few rows again and again."""
 
-  def __init__(
-      self, tunix, mesh, kind, steps, make_trainer=None, folder=None):
+  def __init__(self, tunix, mesh, kind, steps, make_trainer=None, folder=None):
     self.losses = []
     self.model = make_model(tunix, kind)
     tokens = np.random.default_rng(0).integers(0, 256, (16, 32))
     self.batch = tunix.peft_trainer.TrainingInput(
-        input_tokens=tokens.astype(np.int32),
-        input_mask=np.ones((16, 32), np.int32))
+      input_tokens=tokens.astype(np.int32),
+      input_mask=np.ones((16, 32), np.int32),
+    )
     config = tunix.peft_trainer.TrainingConfig(
-        eval_every_n_steps=steps, max_steps=steps,
-        data_sharding_axis=(('replica', 'fsdp'),),
-        checkpoint_root_directory=folder and str(folder),
-        checkpointing_options=ocp.CheckpointManagerOptions(
-            save_interval_steps=1, enable_async_checkpointing=False))
+      eval_every_n_steps=steps,
+      max_steps=steps,
+      data_sharding_axis=(('replica', 'fsdp'),),
+      checkpoint_root_directory=folder and str(folder),
+      checkpointing_options=ocp.CheckpointManagerOptions(
+        save_interval_steps=1, enable_async_checkpointing=False
+      ),
+    )
     if make_trainer is None:
       self.trainer = tunix.peft_trainer.PeftTrainer(
-          self.model, optax.adamw(LEARNS[kind]), config)
+        self.model, optax.adamw(LEARNS[kind]), config
+      )
     else:
       self.trainer = make_trainer(self.model, config)
 
     def inputs(x):
       mask = x.input_mask != 0
       return {
-          'input_tokens': x.input_tokens, 'input_mask': x.input_mask,
-          'positions': tunix.utils.build_positions_from_mask(mask),
-          'attention_mask': tunix.utils.make_causal_attn_mask(mask),
+        'input_tokens': x.input_tokens,
+        'input_mask': x.input_mask,
+        'positions': tunix.utils.build_positions_from_mask(mask),
+        'attention_mask': tunix.utils.make_causal_attn_mask(mask),
       }
 
     self.trainer.with_gen_model_input_fn(inputs)
@@ -122,17 +135,20 @@ class Trained:
     state = nnx.state((self.model, self.trainer.optimizer))
     flat = jax.tree_util.tree_flatten_with_path(state)[0]
     return {
-        jax.tree_util.keystr(path): x for path, x in flat
-        if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+      jax.tree_util.keystr(path): x
+      for path, x in flat
+      if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
     }
 
 
 def exchanging(ours, mesh, kind):
   def make_trainer(model, config):
     workers = demo_optax.Workers.on_mesh(
-        mesh, 'replica', demo_optax.param_specs(model))
+      mesh, 'replica', demo_optax.param_specs(model)
+    )
     tx = demo_optax.demo(
-        LEARNS[kind], workers=workers, decay=0.99, compressor=COMPRESSOR)
+      LEARNS[kind], workers=workers, decay=0.99, compressor=COMPRESSOR
+    )
     return ours.Trainer(model, tx, config, workers=workers)
 
   return make_trainer
@@ -156,8 +172,10 @@ def test_it_learns_beside_its_own_optimizer(trained, kind, tunix, mesh):
   for losses in own.losses, trained.losses:
     assert losses[-1] < losses[0] - falls
   workers = trained.trainer.workers
-  assert demo_optax.check_replicas(
-      nnx.state(trained.model, nnx.Param), workers) == []
+  assert (
+    demo_optax.check_replicas(nnx.state(trained.model, nnx.Param), workers)
+    == []
+  )
 
 
 def test_only_the_message_of_what_is_trained_crosses(trained, kind):
@@ -167,17 +185,20 @@ def test_only_the_message_of_what_is_trained_crosses(trained, kind):
   assert len(planned.leaves) == len(jax.tree.leaves(params))
   step = trainer._jitted_train_step_fn.func.step
   compiled = step.lower(
-      trained.model, trainer.optimizer, trained.batch).compile()
+    trained.model, trainer.optimizer, trained.batch
+  ).compile()
   crossing = [
-      c for c in hlo_text.collectives(compiled, trainer.workers.mesh)
-      if c.axes is None or 'replica' in c.axes
+    c
+    for c in hlo_text.collectives(compiled, trainer.workers.mesh)
+    if c.axes is None or 'replica' in c.axes
   ]
   (gather,) = (c for c in crossing if c.kind == 'all-gather')
   assert gather.axes == ('replica',) and gather.shapes[0].startswith('u32')
   assert gather.output_bytes == 2 * planned.payload_bytes // planned.num_devices
   rest = [c for c in crossing if c is not gather]
-  assert all(c.kind == 'all-reduce' and set(c.shapes) <= {'f32[]', 's32[]'}
-             for c in rest), crossing
+  assert all(
+    c.kind == 'all-reduce' and set(c.shapes) <= {'f32[]', 's32[]'} for c in rest
+  ), crossing
 
 
 def test_momentum_lies_with_its_worker(trained):
@@ -185,7 +206,8 @@ def test_momentum_lies_with_its_worker(trained):
   assert stacked
   for name, x in stacked.items():
     spread = NamedSharding(
-        trained.trainer.workers.mesh, P('replica', ('fsdp', 'tp')))
+      trained.trainer.workers.mesh, P('replica', ('fsdp', 'tp'))
+    )
     assert x.sharding.is_equivalent_to(spread, x.ndim), name
 
 
@@ -195,13 +217,13 @@ def test_frozen_parameters_stay(tunix, ours, mesh):
   after = dict(jax.tree_util.tree_leaves_with_path(nnx.state(run.model)))
   for path, x in jax.tree_util.tree_leaves_with_path(before):
     np.testing.assert_array_equal(after[path], x)
-  assert any(
-      np.any(x) for path, x in after.items() if 'lora_b' in str(path))
+  assert any(np.any(x) for path, x in after.items() if 'lora_b' in str(path))
 
 
 @pytest.mark.parametrize('kind', LEARNS)
 def test_a_run_goes_on_from_its_checkpoint_to_the_bit(
-    tunix, ours, mesh, tmp_path, kind):
+  tunix, ours, mesh, tmp_path, kind
+):
   make = exchanging(ours, mesh, kind)
   whole = Trained(tunix, mesh, kind, 6, make)
   Trained(tunix, mesh, kind, 3, make, tmp_path)

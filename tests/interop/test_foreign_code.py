@@ -22,12 +22,15 @@ from jax.sharding import PartitionSpec as P
 import demo_optax
 
 COMPRESSOR = demo_optax.Compressor(
-    demo_optax.compressors.Slicing(0.5), demo_optax.compressors.Identity())
+  demo_optax.compressors.Slicing(0.5), demo_optax.compressors.Identity()
+)
 BATCH = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
 
 
 def demo(workers):
-  return demo_optax.demo(0.03, workers=workers, compressor=COMPRESSOR, decay=0.9)
+  return demo_optax.demo(
+    0.03, workers=workers, compressor=COMPRESSOR, decay=0.9
+  )
 
 
 def square(params, x):
@@ -64,7 +67,9 @@ def test_a_closure_over_the_batch_sees_the_workers_own(workers):
 def test_a_clip_before_is_each_workers_own():
   """One worker with a large gradient does not make the others' small."""
   workers = demo_optax.Workers.simulated(4)
-  tx = optax.chain(optax.clip_by_global_norm(1.0), demo_optax.average(workers=workers))
+  tx = optax.chain(
+    optax.clip_by_global_norm(1.0), demo_optax.average(workers=workers)
+  )
 
   @demo_optax.data_parallel(workers, batch_argnums=1)
   def clipped(state, grads):
@@ -82,9 +87,13 @@ def test_replicated_momentum_is_reported_and_put_right_at_the_call():
   workers = on_mesh()
   params, tx = {'w': jnp.ones((64, 64))}, demo(workers)
   sharding = nn.get_sharding(  # as Flax finds it
-      (params, jax.eval_shape(tx.init, params)), workers.mesh)
+    (params, jax.eval_shape(tx.init, params)), workers.mesh
+  )
   state = jax.jit(tx.init, out_shardings=sharding[1])(params)
-  step, params = make_step(tx, workers, square), jax.device_put(params, sharding[0])
+  step, params = (
+    make_step(tx, workers, square),
+    jax.device_put(params, sharding[0]),
+  )
   for x in stacked_leaves(state):
     assert x.is_fully_replicated
   with pytest.warns(UserWarning, match=r'every device.*state_specs'):
@@ -101,10 +110,14 @@ def test_replicated_momentum_is_reported_and_put_right_at_the_call():
 
 def unboxed(tree):
   is_box = lambda x: isinstance(x, nn.Partitioned)
-  return jax.tree.map(lambda x: x.value if is_box(x) else x, tree, is_leaf=is_box)
+  return jax.tree.map(
+    lambda x: x.value if is_box(x) else x, tree, is_leaf=is_box
+  )
 
 
-@pytest.mark.parametrize('logical, boxes', [(False, True), (True, True), (True, False)])
+@pytest.mark.parametrize(
+  'logical, boxes', [(False, True), (True, True), (True, False)]
+)
 def test_sharded_parameters_in_boxes_or_unboxed(logical, boxes):
   mesh = make_mesh_2d('auto', (2, 2))
   box = nn.with_logical_partitioning if logical else nn.with_partitioning
@@ -118,18 +131,23 @@ def test_sharded_parameters_in_boxes_or_unboxed(logical, boxes):
 
   def init(key):
     return TrainState.create(
-        apply_fn=net.apply, params=net.init(key, x)['params'], tx=demo(workers))
+      apply_fn=net.apply, params=net.init(key, x)['params'], tx=demo(workers)
+    )
 
   abstract = jax.eval_shape(init, jax.random.key(0))
-  sharding = nn.logical_to_mesh_sharding(
-      nn.get_partition_spec(abstract), mesh, rules
-  ) if logical else nn.get_sharding(abstract, mesh)
+  sharding = (
+    nn.logical_to_mesh_sharding(nn.get_partition_spec(abstract), mesh, rules)
+    if logical
+    else nn.get_sharding(abstract, mesh)
+  )
   state = jax.jit(init, out_shardings=sharding)(jax.random.key(0))
   state = state if boxes else unboxed(state)
 
   @demo_optax.data_parallel(workers)
   def step(state, x):
-    loss_fn = lambda params: jnp.mean(state.apply_fn({'params': params}, x) ** 2)
+    loss_fn = lambda params: jnp.mean(
+      state.apply_fn({'params': params}, x) ** 2
+    )
     loss, grads = jax.value_and_grad(loss_fn)(state.params)
     return state.apply_gradients(grads=grads), loss
 
@@ -143,7 +161,9 @@ def test_sharded_parameters_in_boxes_or_unboxed(logical, boxes):
   assert isinstance(kernel, nn.Partitioned) == boxes
   assert unboxed(kernel).sharding.spec == P(None, 'fsdp')
   found = hlo_text.collectives(step.lower(state, x).compile(), mesh)
-  message = demo_optax.plan(unboxed(state.params), COMPRESSOR, workers).device_bytes['data',]
+  message = demo_optax.plan(
+    unboxed(state.params), COMPRESSOR, workers
+  ).device_bytes['data',]
   between = sum(c.received_bytes for c in found if 'data' in c.axes)
   assert message <= between <= message + 100
   assert demo_optax.check_replicas(state.params, workers) == []
@@ -156,16 +176,26 @@ def test_sharded_parameters_in_boxes_or_unboxed(logical, boxes):
 
 
 @pytest.mark.parametrize('mapped', [True, False])
-@pytest.mark.parametrize('kind, shape, remedy', [
+@pytest.mark.parametrize(
+  'kind, shape, remedy',
+  [
     ('simulated', (2, 2), r"w is sharded by.*'fsdp'.*on_mesh"),
-    ('on_mesh', (2, 2), r"w is sharded.*'fsdp'.*demo_optax.param_specs\(model\)"),
-    ('on_mesh', (4, 1), None)])
+    (
+      'on_mesh',
+      (2, 2),
+      r"w is sharded.*'fsdp'.*demo_optax.param_specs\(model\)",
+    ),
+    ('on_mesh', (4, 1), None),
+  ],
+)
 def test_parameters_that_an_explicit_mesh_shards(kind, shape, remedy, mapped):
   """And workers that do not say so; an axis of one device shards nothing."""
   mesh = make_mesh_2d('explicit', shape)
   workers = (
-      demo_optax.Workers.simulated(2) if kind == 'simulated'
-      else demo_optax.Workers.on_mesh(mesh, 'data'))
+    demo_optax.Workers.simulated(2)
+    if kind == 'simulated'
+    else demo_optax.Workers.on_mesh(mesh, 'data')
+  )
   tx, spec = demo(workers), P(None, 'fsdp')
   step = make_step(tx, workers, square) if mapped else jax.jit(tx.update)
   put = lambda x, spec: {'w': jax.device_put(x, NamedSharding(mesh, spec))}
@@ -173,7 +203,8 @@ def test_parameters_that_an_explicit_mesh_shards(kind, shape, remedy, mapped):
     params = put(jnp.ones((8, 4)), spec)
     grads = put(jnp.ones((workers.count, 8, 4)), P('data', *spec))
     run = lambda params, state: (
-        step(params, state, BATCH) if mapped else step(grads, state, params))
+      step(params, state, BATCH) if mapped else step(grads, state, params)
+    )
     state = tx.init(params)
     if remedy:
       with pytest.raises(ValueError, match=remedy):
@@ -190,15 +221,23 @@ def test_parameters_that_an_explicit_mesh_shards(kind, shape, remedy, mapped):
 @pytest.mark.parametrize('shape', [None, (4, 1), (2, 2)])
 def test_a_layer_that_names_the_worker_axis(kind, shape):
   """As models do that are written for `jit` on a mesh."""
-  workers = on_mesh(4, kind) if shape is None else (
-      demo_optax.Workers.on_mesh(make_mesh_2d(kind, shape), 'data'))
+  workers = (
+    on_mesh(4, kind)
+    if shape is None
+    else (demo_optax.Workers.on_mesh(make_mesh_2d(kind, shape), 'data'))
+  )
   tx = demo(workers)
   params = {'w': jnp.ones((8, 4))}
-  constraint = (jax.lax.with_sharding_constraint if kind == 'auto' else jax.sharding.reshard)
+  constraint = (
+    jax.lax.with_sharding_constraint if kind == 'auto' else jax.sharding.reshard
+  )
 
   def step_with(spec):
-    return make_step(tx, workers, lambda params, x: jnp.mean(
-        constraint(x @ params['w'], spec) ** 2))
+    return make_step(
+      tx,
+      workers,
+      lambda params, x: jnp.mean(constraint(x @ params['w'], spec) ** 2),
+    )
 
   with jax.set_mesh(workers.mesh):
     state = tx.init(params)
@@ -224,7 +263,9 @@ def test_linen_batch_statistics_keep_their_shape(whole):
   @demo_optax.data_parallel(workers, batch_argnums=3)
   def step(params, stats, state, x):
     def loss_fn(params):
-      y, new = net.apply({'params': params, 'batch_stats': stats}, x, mutable=['batch_stats'])
+      y, new = net.apply(
+        {'params': params, 'batch_stats': stats}, x, mutable=['batch_stats']
+      )
       return jnp.mean((y - 1) ** 2), new
 
     grads, new = jax.grad(loss_fn, has_aux=True)(params)
@@ -262,7 +303,9 @@ def test_pmap_that_returns_the_state_of_one_worker():
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state
 
-  mapped = functools.partial(jax.pmap, step, axis_name='batch', devices=jax.devices()[:4])
+  mapped = functools.partial(
+    jax.pmap, step, axis_name='batch', devices=jax.devices()[:4]
+  )
   own, one = mapped(), mapped(in_axes=(None, None, 0), out_axes=(None, None))
   copies = lambda tree: jax.tree.map(lambda x: jnp.stack([x] * 4), tree)
   p, s = copies(params), copies(tx.init(params))
@@ -287,15 +330,19 @@ def test_numbers_of_an_equinox_layer_are_no_arrays():
   """`MaxPool2d` pads with minus infinity, a number among its leaves."""
   workers = demo_optax.Workers.simulated(2)
   tx = demo(workers)
-  model = eqx.nn.Sequential([
-      eqx.nn.Conv2d(1, 1, 3, key=jax.random.key(0)), eqx.nn.MaxPool2d(2)])
+  model = eqx.nn.Sequential(
+    [eqx.nn.Conv2d(1, 1, 3, key=jax.random.key(0)), eqx.nn.MaxPool2d(2)]
+  )
   opt_state = tx.init(eqx.filter(model, eqx.is_array))
 
   @demo_optax.data_parallel(workers)
   def train_step(model, opt_state, x):
     loss, grads = eqx.filter_value_and_grad(
-        lambda model: jnp.mean(jax.vmap(model)(x) ** 2))(model)
-    updates, opt_state = tx.update(grads, opt_state, eqx.filter(model, eqx.is_array))
+      lambda model: jnp.mean(jax.vmap(model)(x) ** 2)
+    )(model)
+    updates, opt_state = tx.update(
+      grads, opt_state, eqx.filter(model, eqx.is_array)
+    )
     return eqx.apply_updates(model, updates), opt_state, loss
 
   x = jnp.asarray(BATCH).reshape(2, 1, 8, 8)
@@ -311,6 +358,7 @@ def test_numbers_of_an_equinox_layer_are_no_arrays():
 @pytest.mark.parametrize('workers', ['simulated', 'auto'], indirect=True)
 def test_a_returned_nnx_state_is_what_the_objects_have(workers):
   """Statistics averaged, metrics of the whole batch, in either form."""
+
   def changes(model, metrics, x):
     metrics.update(loss=model(x)[:, 0] ** 2, mask=x[:, 0] > 0)
 
@@ -342,12 +390,13 @@ def test_map_params_finds_the_parameters_of_other_states():
   params = {'w': jnp.ones((8, 8))}
   state = tx.init(params)
   found = optax.tree.map_params(
-      tx, lambda x: 'param', state, transform_non_params=lambda x: 'other')
+    tx, lambda x: 'param', state, transform_non_params=lambda x: 'other'
+  )
   assert found[0].trace == {'w': 'param'}
   assert set(jax.tree.leaves(found[1:])) == {'other'}
-  assert jax.tree.structure(
-      optax.tree.map_params(tx, lambda x: x, state)) == (
-          jax.tree.structure(state))
+  assert jax.tree.structure(optax.tree.map_params(tx, lambda x: x, state)) == (
+    jax.tree.structure(state)
+  )
 
 
 def test_a_counter_in_a_dict_costs_no_second_program(workers):
@@ -361,8 +410,11 @@ def test_a_counter_in_a_dict_costs_no_second_program(workers):
     grads = jax.grad(square)(state['params'], x)
     updates, opt_state = tx.update(grads, state['opt_state'], state['params'])
     (_, count), *_ = optax.tree.get_all_with_path(opt_state, 'count')
-    return {'params': optax.apply_updates(state['params'], updates),
-            'opt_state': opt_state, 'step': count}
+    return {
+      'params': optax.apply_updates(state['params'], updates),
+      'opt_state': opt_state,
+      'step': count,
+    }
 
   state = train_step(state, BATCH)
   before = COMPILATIONS.count
@@ -376,11 +428,18 @@ def test_an_average_where_types_say_how_parameters_are_sharded():
   """In a map over the workers alone, beside an Explicit axis."""
   mesh = make_mesh_2d('explicit', (2, 2), ('data', 't'))
   tx = demo_optax.average(workers=demo_optax.Workers.on_axis('data'))
-  of = lambda shape, *spec: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
+  of = lambda shape, *spec: jax.ShapeDtypeStruct(
+    shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec))
+  )
   with jax.set_mesh(mesh):
     update = jax.eval_shape(
-        jax.shard_map(
-            lambda p, g: tx.update(g[0], tx.init(p), p)[0],
-            in_specs=(P(), P('data')), out_specs=P(), axis_names={'data'}),
-        of((32, 8), 't'), of((2, 32, 8), 'data', 't'))
+      jax.shard_map(
+        lambda p, g: tx.update(g[0], tx.init(p), p)[0],
+        in_specs=(P(), P('data')),
+        out_specs=P(),
+        axis_names={'data'},
+      ),
+      of((32, 8), 't'),
+      of((2, 32, 8), 'data', 't'),
+    )
   assert update.shape == (32, 8)

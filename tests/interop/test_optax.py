@@ -22,13 +22,20 @@ PARAMS = {k: jnp.ones(shape) for k, shape in SHAPES.items()}
 def test_inject_hyperparams_over_decay_and_learning_rate():
   """The updates of the plain optimizer, and its state is found."""
   given = {
-      'learning_rate': optax.linear_schedule(0.1, 0.01, 10), 'decay': 0.9,
-      'workers': WORKERS, 'compressor': COMPRESSOR, 'weight_decay': 0.01}
+    'learning_rate': optax.linear_schedule(0.1, 0.01, 10),
+    'decay': 0.9,
+    'workers': WORKERS,
+    'compressor': COMPRESSOR,
+    'weight_decay': 0.01,
+  }
   gradients = [random_tree(step, SHAPES, (N,)) for step in range(10)]
   (found, state), (expected, _) = (
-      updates_of(make(**given), PARAMS, gradients)
-      for make in (optax.inject_hyperparams(demo_optax.demo), demo_optax.demo))
-  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-7), found, expected)
+    updates_of(make(**given), PARAMS, gradients)
+    for make in (optax.inject_hyperparams(demo_optax.demo), demo_optax.demo)
+  )
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, atol=1e-7), found, expected
+  )
   assert set(state.hyperparams) >= {'learning_rate', 'decay'}
   momentum = demo_optax.state.momentum(state)
   assert jax.tree.map(jnp.shape, momentum) == {'w': (N, 20, 32), 'b': (N, 32)}
@@ -36,7 +43,9 @@ def test_inject_hyperparams_over_decay_and_learning_rate():
 
 def test_masked_leaves_out_what_is_masked():
   tx = optax.masked(
-      demo_optax.scale_by_demo(COMPRESSOR, workers=WORKERS), {'w': True, 'b': False})
+    demo_optax.scale_by_demo(COMPRESSOR, workers=WORKERS),
+    {'w': True, 'b': False},
+  )
   state = tx.init(PARAMS)
   gradients = random_tree(1, SHAPES, (N,))
   updates, state = tx.update(gradients, state)
@@ -50,13 +59,17 @@ def test_weight_decay_mask():
   zero = jax.tree.map(jnp.zeros_like, random_tree(0, SHAPES, (N,)))
 
   def shrunk(**more):
-    tx = demo_optax.demo(0.1, weight_decay=0.5, workers=WORKERS, compressor=COMPRESSOR, **more)
+    tx = demo_optax.demo(
+      0.1, weight_decay=0.5, workers=WORKERS, compressor=COMPRESSOR, **more
+    )
     updates, _ = tx.update(zero, tx.init(PARAMS), PARAMS)
     return {k: float(u.mean()) for k, u in updates.items()}
 
   assert shrunk() == pytest.approx({'w': -0.05, 'b': -0.05}, rel=1e-4)
   mask = {'w': True, 'b': False}
-  assert shrunk(weight_decay_mask=mask) == pytest.approx({'w': -0.05, 'b': 0}, rel=1e-4)
+  assert shrunk(weight_decay_mask=mask) == pytest.approx(
+    {'w': -0.05, 'b': 0}, rel=1e-4
+  )
 
 
 # Kinds of parameters ----------------------------------------------------------
@@ -66,7 +79,10 @@ def test_float64_parameters_have_float64_momentum(x64):
   tx = demo_optax.demo(1e-3, workers=WORKERS)
   params = {'w': jnp.ones((4, 4)), 'h': jnp.ones((4, 4), jnp.float32)}
   momentum = tx.init(params).inner_state[1].worker_stacked.momentum
-  assert {x.dtype for x in momentum.values()} == {np.dtype('float64'), np.dtype('float32')}
+  assert {x.dtype for x in momentum.values()} == {
+    np.dtype('float64'),
+    np.dtype('float32'),
+  }
   gradients = jax.tree.map(lambda p: jnp.stack([p] * N), params)
   updates, _ = tx.update(gradients, tx.init(params), params)
   assert updates['w'].dtype == jnp.float64
@@ -75,12 +91,18 @@ def test_float64_parameters_have_float64_momentum(x64):
 
 def test_bfloat16_momentum_decays():
   """In bfloat16 arithmetic 0.999 * m is m again."""
-  tx = demo_optax.scale_by_demo(demo_optax.dct_topk(8, 1), 0.999, workers=WORKERS)
+  tx = demo_optax.scale_by_demo(
+    demo_optax.dct_topk(8, 1), 0.999, workers=WORKERS
+  )
   params = jnp.zeros((8, 8), jnp.bfloat16)
   gradient = jnp.asarray(random_tree(0, {'x': (N, 8, 8)})['x'], jnp.bfloat16)
   (before,), (after,) = (
-      map(np.asarray, updates_of(tx, params, given)[1].worker_stacked.momentum.values())
-      for given in ([gradient], [gradient, jnp.zeros_like(gradient)]))
+    map(
+      np.asarray,
+      updates_of(tx, params, given)[1].worker_stacked.momentum.values(),
+    )
+    for given in ([gradient], [gradient, jnp.zeros_like(gradient)])
+  )
   kept = after != 0
   np.testing.assert_allclose(after[kept], 0.999 * before[kept], rtol=1e-6)
 
@@ -96,17 +118,17 @@ def test_float16_gradients_do_not_underflow_in_the_momentum():
 
 def all_kinds():
   return {
-      'matrix': jnp.ones((20, 32)),
-      'kernel': jnp.ones((3, 3, 4, 70)),
-      'scanned': jnp.ones((5, 17, 9)),
-      'scalar': jnp.ones(()),
-      'one': jnp.ones((1,)),
-      'empty': jnp.ones((0, 4)),
-      'steps': jnp.ones((3,), jnp.int32),
-      'flag': jnp.ones((), bool),
-      'none': None,
-      'masked': optax.MaskedNode(),
-      'tuple': (jnp.ones(3), [jnp.ones((2, 2))]),
+    'matrix': jnp.ones((20, 32)),
+    'kernel': jnp.ones((3, 3, 4, 70)),
+    'scanned': jnp.ones((5, 17, 9)),
+    'scalar': jnp.ones(()),
+    'one': jnp.ones((1,)),
+    'empty': jnp.ones((0, 4)),
+    'steps': jnp.ones((3,), jnp.int32),
+    'flag': jnp.ones((), bool),
+    'none': None,
+    'masked': optax.MaskedNode(),
+    'tuple': (jnp.ones(3), [jnp.ones((2, 2))]),
   }
 
 
@@ -137,10 +159,21 @@ def test_any_tree():
 
 def test_any_tree_before_the_exchange_and_without_parameters():
   """Integer leaves, Python's floats, nothing to exchange at all."""
-  params = {'w': jnp.ones((4, 4)), 'n': jnp.ones(3, jnp.int32), 'x': 1.0,
-            'empty': jnp.ones((0, 4)), 'none': None, 'masked': optax.MaskedNode()}
-  gradients = {**params, 'w': jnp.ones((N, 4, 4)), 'x': jnp.ones(N),
-               'n': np.zeros((N, 3), jax.dtypes.float0), 'empty': jnp.ones((N, 0, 4))}
+  params = {
+    'w': jnp.ones((4, 4)),
+    'n': jnp.ones(3, jnp.int32),
+    'x': 1.0,
+    'empty': jnp.ones((0, 4)),
+    'none': None,
+    'masked': optax.MaskedNode(),
+  }
+  gradients = {
+    **params,
+    'w': jnp.ones((N, 4, 4)),
+    'x': jnp.ones(N),
+    'n': np.zeros((N, 3), jax.dtypes.float0),
+    'empty': jnp.ones((N, 0, 4)),
+  }
   clip = demo_optax.per_worker(optax.clip(1.0), workers=WORKERS)
   tx = optax.chain(clip, demo_optax.demo(0.1, workers=WORKERS))
   updates, _ = tx.update(gradients, tx.init(params), params)
@@ -160,7 +193,8 @@ def test_any_tree_before_the_exchange_and_without_parameters():
 def test_per_worker_keeps_a_state_for_each():
   """Also of numbers, as optax lets a state hold them."""
   counting = optax.GradientTransformation(
-      lambda params: {'steps': 0.0}, lambda u, s, params=None: (u, {'steps': 1.0}))
+    lambda params: {'steps': 0.0}, lambda u, s, params=None: (u, {'steps': 1.0})
+  )
   own = optax.chain(optax.ema(0.5, debias=False), counting)
   tx = demo_optax.per_worker(own, workers=WORKERS)
   state = tx.init(jnp.zeros(2))

@@ -16,14 +16,17 @@ pytestmark = pytest.mark.usefixtures('standard_promotion')
 
 WORKERS = demo_optax.Workers.simulated(2)
 COMPRESSOR = demo_optax.Compressor(
-    demo_optax.compressors.Slicing(0.5), demo_optax.compressors.Identity())
+  demo_optax.compressors.Slicing(0.5), demo_optax.compressors.Identity()
+)
 FROZEN = {'w': False, 'scale': True}
 TRAINED = {'w': True, 'scale': False}
 EVEN = lambda step, *_, **__: step % 2 == 0
 
 
 def demo():
-  return demo_optax.demo(0.03, workers=WORKERS, compressor=COMPRESSOR, decay=0.9)
+  return demo_optax.demo(
+    0.03, workers=WORKERS, compressor=COMPRESSOR, decay=0.9
+  )
 
 
 def scale_by_demo():
@@ -69,36 +72,64 @@ def per_worker(tx):
 
 MEAN_LOSS = {'value': lambda loss, x: demo_optax.over_workers(loss)}
 OWN_LOSS = {'value': lambda loss, x: loss}
-OWN_GRADIENT = {'grad_fn': lambda loss, x: lambda params, _: jax.grad(loss_fn)(params, x)}
+OWN_GRADIENT = {
+  'grad_fn': lambda loss, x: lambda params, _: jax.grad(loss_fn)(params, x)
+}
 
 WORKS = {  # and options of `train`
-    'adamw of averages for some leaves': lambda: optax.partition(
-        {True: demo(), False: optax.chain(
-            demo_optax.average(workers=WORKERS), optax.adamw(1e-2))}, TRAINED),
-    'adaptive_grad_clip': lambda: optax.chain(optax.adaptive_grad_clip(0.1), demo()),
-    'add_noise': lambda: optax.chain(optax.add_noise(0.01, 0.5, jax.random.key(0)), demo()),
-    'apply_every': lambda: optax.chain(demo(), optax.apply_every(2)),
-    'apply_every before': lambda: optax.chain(per_worker(optax.apply_every(2)), demo()),
-    'conditionally_mask': lambda: optax.conditionally_mask(demo(), EVEN),
-    'flatten': lambda: optax.flatten(demo()),
-    'keep_params_nonnegative': lambda: optax.chain(demo(), optax.keep_params_nonnegative()),
-    'mechanize behind': lambda: optax.chain(scale_by_demo(), contrib.mechanize(optax.sgd(1.0))),
-    'schedule_free': lambda: contrib.schedule_free(demo(), 0.03),
-    'snapshot': lambda: optax.chain(demo(), optax.snapshot('norm', optax.tree.norm)),
-    'snapshot before': lambda: optax.chain(
-        per_worker(optax.snapshot('norm', optax.tree.norm)), demo()),
-    'reduce_on_plateau': lambda: optax.chain(demo(), contrib.reduce_on_plateau(patience=2)),
-    'lookahead': lambda: optax.lookahead(demo(), 2, 0.5),
-    # In opaque mode: its steps uphill are each worker's own.
-    'sam': lambda: contrib.sam(
-        demo(), optax.chain(contrib.normalize(), optax.sgd(0.05)),
-        sync_period=2, opaque_mode=True),
+  'adamw of averages for some leaves': lambda: optax.partition(
+    {
+      True: demo(),
+      False: optax.chain(
+        demo_optax.average(workers=WORKERS), optax.adamw(1e-2)
+      ),
+    },
+    TRAINED,
+  ),
+  'adaptive_grad_clip': lambda: optax.chain(
+    optax.adaptive_grad_clip(0.1), demo()
+  ),
+  'add_noise': lambda: optax.chain(
+    optax.add_noise(0.01, 0.5, jax.random.key(0)), demo()
+  ),
+  'apply_every': lambda: optax.chain(demo(), optax.apply_every(2)),
+  'apply_every before': lambda: optax.chain(
+    per_worker(optax.apply_every(2)), demo()
+  ),
+  'conditionally_mask': lambda: optax.conditionally_mask(demo(), EVEN),
+  'flatten': lambda: optax.flatten(demo()),
+  'keep_params_nonnegative': lambda: optax.chain(
+    demo(), optax.keep_params_nonnegative()
+  ),
+  'mechanize behind': lambda: optax.chain(
+    scale_by_demo(), contrib.mechanize(optax.sgd(1.0))
+  ),
+  'schedule_free': lambda: contrib.schedule_free(demo(), 0.03),
+  'snapshot': lambda: optax.chain(
+    demo(), optax.snapshot('norm', optax.tree.norm)
+  ),
+  'snapshot before': lambda: optax.chain(
+    per_worker(optax.snapshot('norm', optax.tree.norm)), demo()
+  ),
+  'reduce_on_plateau': lambda: optax.chain(
+    demo(), contrib.reduce_on_plateau(patience=2)
+  ),
+  'lookahead': lambda: optax.lookahead(demo(), 2, 0.5),
+  # In opaque mode: its steps uphill are each worker's own.
+  'sam': lambda: contrib.sam(
+    demo(),
+    optax.chain(contrib.normalize(), optax.sgd(0.05)),
+    sync_period=2,
+    opaque_mode=True,
+  ),
 }
 OPTIONS = {
-    'reduce_on_plateau': MEAN_LOSS, 'sam': OWN_GRADIENT,
-    'lookahead': {
-        'params': optax.LookaheadParams.init_synced(make_params()),
-        'fast': lambda params: params.fast},
+  'reduce_on_plateau': MEAN_LOSS,
+  'sam': OWN_GRADIENT,
+  'lookahead': {
+    'params': optax.LookaheadParams.init_synced(make_params()),
+    'fast': lambda params: params.fast,
+  },
 }
 
 
@@ -112,12 +143,17 @@ def test_works(name):
 
 
 FREEZES = {
-    'masked and set_to_zero': lambda: optax.chain(
-        optax.masked(demo(), TRAINED), optax.masked(optax.set_to_zero(), FROZEN)),
-    'partition': lambda: optax.partition({True: demo(), False: optax.set_to_zero()}, TRAINED),
-    'selective_transform': lambda: optax.selective_transform(demo(), freeze_mask=FROZEN),
-    'freeze before': lambda: optax.chain(optax.freeze(FROZEN), demo()),
-    'freeze behind': lambda: optax.chain(demo(), optax.freeze(FROZEN)),
+  'masked and set_to_zero': lambda: optax.chain(
+    optax.masked(demo(), TRAINED), optax.masked(optax.set_to_zero(), FROZEN)
+  ),
+  'partition': lambda: optax.partition(
+    {True: demo(), False: optax.set_to_zero()}, TRAINED
+  ),
+  'selective_transform': lambda: optax.selective_transform(
+    demo(), freeze_mask=FROZEN
+  ),
+  'freeze before': lambda: optax.chain(optax.freeze(FROZEN), demo()),
+  'freeze behind': lambda: optax.chain(demo(), optax.freeze(FROZEN)),
 }
 
 
@@ -131,35 +167,61 @@ def test_freezes(name):
 # Errors that name the leaf and the remedy -----------------------------------------
 
 
-PARAMETER = r"parameter (scale|w) differs between workers"
+PARAMETER = r'parameter (scale|w) differs between workers'
 RESULT = r'result\.0\.(scale|w) differs between workers'
 STATE = r'result\.1\.0\.{}\S* differs between workers'
 
 FAILS = {  # the leaf, and what to do
-    'apply_if_finite': (
-        lambda: optax.apply_if_finite(demo(), 3), PARAMETER,
-        'apply_if_finite is not needed'),
-    'apply_every before': (
-        lambda: optax.chain(optax.apply_every(2), demo()),
-        STATE.format('grad_acc'), 'per_worker'),
-    'conditionally_transform': (
-        lambda: optax.conditionally_transform(demo(), EVEN), RESULT, 'place it after'),
-    'ema before': (
-        lambda: optax.chain(optax.ema(0.9), demo()), STATE.format('ema'), 'per_worker'),
-    'mechanize': (lambda: contrib.mechanize(demo()), RESULT, 'mechanize.*place it after'),
-    'partition with adamw': (
-        lambda: optax.partition({True: demo(), False: optax.adamw(1e-2)}, TRAINED),
-        r'result\.0\.scale differs', 'demo_optax.average'),
-    'reduce_on_plateau of own losses': (
-        lambda: optax.chain(demo(), contrib.reduce_on_plateau(patience=1)),
-        '', r'value=demo_optax.over_workers\(loss'),
-    'sam': (lambda: contrib.sam(demo(), optax.sgd(0.01)), RESULT, 'place it after'),
-    'snapshot before': (
-        lambda: optax.chain(optax.snapshot('norm', optax.tree.norm), demo()),
-        STATE.format('measurement'), 'per_worker'),
-    'zero_nans before': (
-        lambda: optax.chain(optax.zero_nans(), demo()), STATE.format('found_nan'),
-        'per_worker'),
+  'apply_if_finite': (
+    lambda: optax.apply_if_finite(demo(), 3),
+    PARAMETER,
+    'apply_if_finite is not needed',
+  ),
+  'apply_every before': (
+    lambda: optax.chain(optax.apply_every(2), demo()),
+    STATE.format('grad_acc'),
+    'per_worker',
+  ),
+  'conditionally_transform': (
+    lambda: optax.conditionally_transform(demo(), EVEN),
+    RESULT,
+    'place it after',
+  ),
+  'ema before': (
+    lambda: optax.chain(optax.ema(0.9), demo()),
+    STATE.format('ema'),
+    'per_worker',
+  ),
+  'mechanize': (
+    lambda: contrib.mechanize(demo()),
+    RESULT,
+    'mechanize.*place it after',
+  ),
+  'partition with adamw': (
+    lambda: optax.partition({True: demo(), False: optax.adamw(1e-2)}, TRAINED),
+    r'result\.0\.scale differs',
+    'demo_optax.average',
+  ),
+  'reduce_on_plateau of own losses': (
+    lambda: optax.chain(demo(), contrib.reduce_on_plateau(patience=1)),
+    '',
+    r'value=demo_optax.over_workers\(loss',
+  ),
+  'sam': (
+    lambda: contrib.sam(demo(), optax.sgd(0.01)),
+    RESULT,
+    'place it after',
+  ),
+  'snapshot before': (
+    lambda: optax.chain(optax.snapshot('norm', optax.tree.norm), demo()),
+    STATE.format('measurement'),
+    'per_worker',
+  ),
+  'zero_nans before': (
+    lambda: optax.chain(optax.zero_nans(), demo()),
+    STATE.format('found_nan'),
+    'per_worker',
+  ),
 }
 
 

@@ -46,9 +46,12 @@ def test_links_are_skipped_with_a_message(tmp_path):
   """Where network namespaces cannot be had: here, no `unshare` is found."""
   links = ROOT / 'benchmarks/links.py'
   run = subprocess.run(
-      [sys.executable, str(links), '--out', str(tmp_path / 'links.json')],
-      env={**os.environ, 'PATH': str(tmp_path)}, text=True,
-      capture_output=True, timeout=60)
+    [sys.executable, str(links), '--out', str(tmp_path / 'links.json')],
+    env={**os.environ, 'PATH': str(tmp_path)},
+    text=True,
+    capture_output=True,
+    timeout=60,
+  )
   assert run.returncode == 0, run.stderr
   assert 'Nothing is measured' in run.stdout and 'unshare' in run.stdout
   assert not (tmp_path / 'links.json').exists()

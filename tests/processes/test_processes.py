@@ -30,15 +30,26 @@ TIMEOUT = 240
 
 def environment(**more):
   env = {k: v for k, v in os.environ.items() if k != 'XLA_FLAGS'}
-  paths = [str(HERE.parent), str(EXAMPLES), str(HERE), env.get('PYTHONPATH', '')]
+  paths = [
+    str(HERE.parent),
+    str(EXAMPLES),
+    str(HERE),
+    env.get('PYTHONPATH', ''),
+  ]
   return {**env, 'PYTHONPATH': os.pathsep.join(p for p in paths if p), **more}
 
 
 def launch(*args, check=True, **kwargs):
   run = subprocess.run(
-      [*LAUNCH, *map(str, args)], env=environment(), text=True,
-      errors='replace', stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=TIMEOUT,
-      **kwargs)
+    [*LAUNCH, *map(str, args)],
+    env=environment(),
+    text=True,
+    errors='replace',
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    timeout=TIMEOUT,
+    **kwargs,
+  )
   assert not check or run.returncode == 0, run.stdout
   return run
 
@@ -49,23 +60,28 @@ def is_alive(pid):
   except ProcessLookupError:
     return False
   status = pathlib.Path(f'/proc/{pid}/stat')
-  return not status.exists() or status.read_text().rsplit(')')[-1].split()[0] != 'Z'
+  return (
+    not status.exists() or status.read_text().rsplit(')')[-1].split()[0] != 'Z'
+  )
 
 
 # The launcher -----------------------------------------------------------------
 
 
 def test_launcher_numbers_its_processes_and_their_lines():
-  code = ('import os; print("of", os.environ["JAX_NUM_PROCESSES"]);'
-          'print("I am", os.environ["JAX_PROCESS_ID"])')
+  code = (
+    'import os; print("of", os.environ["JAX_NUM_PROCESSES"]);'
+    'print("I am", os.environ["JAX_PROCESS_ID"])'
+  )
   lines = launch('-n', 3, '--', PYTHON, '-c', code).stdout.splitlines()
   assert sorted(lines) == sorted(
-      f'[{n}] {text}' for n in range(3) for text in ('of 3', f'I am {n}'))
+    f'[{n}] {text}' for n in range(3) for text in ('of 3', f'I am {n}')
+  )
 
 
 # Process 1 fails once all have started a child of their own and said so; the
 # others wait for ever, deaf to SIGTERM, as in a collective.
-STUBBORN = '''
+STUBBORN = """
 import os, pathlib, signal, subprocess, sys, time
 folder, number = pathlib.Path(sys.argv[1]), os.environ['JAX_PROCESS_ID']
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -74,18 +90,20 @@ child = subprocess.Popen(['sleep', '600'])
 while len(list(folder.iterdir())) < 3 or number != '1' or len(sys.argv) > 2:
   time.sleep(0.05)
 sys.exit(7)
-'''
+"""
 
 
 def pids_in(folder):
-  return [int(pid) for file in folder.iterdir()
-          for pid in file.read_text().split()]
+  return [
+    int(pid) for file in folder.iterdir() for pid in file.read_text().split()
+  ]
 
 
 def test_one_failure_ends_all(tmp_path):
   began = time.monotonic()
-  run = launch('-n', 3, '--grace', 1, '--', PYTHON, '-c', STUBBORN, tmp_path,
-               check=False)
+  run = launch(
+    '-n', 3, '--grace', 1, '--', PYTHON, '-c', STUBBORN, tmp_path, check=False
+  )
   assert run.returncode == 7 and 'process 1 ended with status 7' in run.stdout
   assert time.monotonic() - began < 30
   pids = pids_in(tmp_path)
@@ -97,8 +115,21 @@ def test_one_failure_ends_all(tmp_path):
 def started(folder, processes, script, *args, grace=1, **options):
   """A launcher whose processes all have a child; none of them is left."""
   launcher = subprocess.Popen(
-      [*LAUNCH, '-n', str(processes), '--grace', str(grace), '--', PYTHON, '-c',
-       script, str(folder), *args], **options)
+    [
+      *LAUNCH,
+      '-n',
+      str(processes),
+      '--grace',
+      str(grace),
+      '--',
+      PYTHON,
+      '-c',
+      script,
+      str(folder),
+      *args,
+    ],
+    **options,
+  )
   try:
     wait_until(lambda: len(pids_in(folder)) == 2 * processes, 60)
     yield launcher
@@ -109,17 +140,28 @@ def started(folder, processes, script, *args, grace=1, **options):
       os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize('number', [
-    signal.SIGTERM, signal.SIGINT,
-    pytest.param(signal.SIGKILL, marks=pytest.mark.skipif(
-        sys.platform != 'linux', reason='only Linux tells of a dead parent'))])
+@pytest.mark.parametrize(
+  'number',
+  [
+    signal.SIGTERM,
+    signal.SIGINT,
+    pytest.param(
+      signal.SIGKILL,
+      marks=pytest.mark.skipif(
+        sys.platform != 'linux', reason='only Linux tells of a dead parent'
+      ),
+    ),
+  ],
+)
 def test_none_outlives_the_launcher(tmp_path, number):
   with started(tmp_path, 3, STUBBORN, 'for ever') as launcher:
     own = [int(file.read_text().split()[0]) for file in tmp_path.iterdir()]
     children = set(pids_in(tmp_path)) - set(own)
     launcher.send_signal(number)
-    assert launcher.wait(timeout=30) == {
-        signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGKILL: -9}[number]
+    assert (
+      launcher.wait(timeout=30)
+      == {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGKILL: -9}[number]
+    )
     wait_until(lambda: not any(map(is_alive, own)), 10)
     if number != signal.SIGKILL:  # nobody is left to end grandchildren
       wait_until(lambda: not any(map(is_alive, children)), 10)
@@ -135,11 +177,15 @@ def test_a_second_ctrl_c_leaves_no_grace(tmp_path):
     wait_until(lambda: not any(map(is_alive, pids_in(tmp_path))), 10)
 
 
-@pytest.mark.parametrize('args, says', [
+@pytest.mark.parametrize(
+  'args, says',
+  [
     (['-n', '2'], 'Give a command after --'),
     (['-n', '0', '--', 'true'], '--processes: must be at least 1, got 0.'),
     (['--', 'no-such-command'], "'no-such-command' is not a program. Give"),
-    (['--devices', 'x', '--', 'true'], '--devices: invalid')])
+    (['--devices', 'x', '--', 'true'], '--devices: invalid'),
+  ],
+)
 def test_launcher_explains_mistakes(args, says):
   run = launch(*args, check=False)
   assert run.returncode == 2 and says in run.stdout
@@ -167,8 +213,14 @@ time.sleep(600)
 def test_launcher_ends_with_who_reads_it(lines, tmp_path):
   """As in `launch_local.py ... | head -2`: with the processes it started."""
   with started(
-      tmp_path, 2, TALKING, str(lines), grace=5, stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE) as launcher:
+    tmp_path,
+    2,
+    TALKING,
+    str(lines),
+    grace=5,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+  ) as launcher:
     for _ in range(2):
       assert launcher.stdout.readline().startswith(b'[')
     launcher.stdout.close()
@@ -181,19 +233,36 @@ def test_launcher_ends_with_who_reads_it(lines, tmp_path):
 # The exchange -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize('processes, devices, values, exchange', [
-    pytest.param(2, 2, 'sign', 'all_gather', marks=pytest.mark.core), (4, 1, 'float32', 'all_gather'),
-    (2, 1, 'sign', 'all_to_all')])
+@pytest.mark.parametrize(
+  'processes, devices, values, exchange',
+  [
+    pytest.param(2, 2, 'sign', 'all_gather', marks=pytest.mark.core),
+    (4, 1, 'float32', 'all_gather'),
+    (2, 1, 'sign', 'all_to_all'),
+  ],
+)
 def test_processes_equal_simulation(
-    processes, devices, values, exchange, tmp_path
+  processes, devices, values, exchange, tmp_path
 ):
   """50 steps: parameters the same on all devices, and all as simulated.
 
   With owners of chunks, too: the simulation has none, and the same signs.
   """
-  launch('-n', processes, '--devices', devices, '--', PYTHON,
-         HERE / 'process_worker.py', '--values', values, '--exchange', exchange,
-         '--out', tmp_path)
+  launch(
+    '-n',
+    processes,
+    '--devices',
+    devices,
+    '--',
+    PYTHON,
+    HERE / 'process_worker.py',
+    '--values',
+    values,
+    '--exchange',
+    exchange,
+    '--out',
+    tmp_path,
+  )
   count = processes * devices
   workers = demo_optax.Workers.simulated(count)
   tx = process_worker.make_tx(workers, values)
@@ -210,8 +279,13 @@ def test_processes_equal_simulation(
     for name in found.files:
       kind, leaf, device = re.match(r"(\w+)\['(\w+)'\]@(\d+)", name).groups()
       if kind == 'momentum':
-        place = sorted({int(n.split('@')[1]) for f in tmp_path.iterdir()
-                        for n in np.load(f).files}).index(int(device))
+        place = sorted(
+          {
+            int(n.split('@')[1])
+            for f in tmp_path.iterdir()
+            for n in np.load(f).files
+          }
+        ).index(int(device))
         expected = momentum[leaf][place : place + 1]
       else:
         expected = {'params': params, 'updates': updates}[kind][leaf]
@@ -224,29 +298,37 @@ def test_a_peer_of_another_exchange_is_an_error():
   """Before the first message, in every process, by what differs."""
   found = launch('-n', 2, '--', PYTHON, HERE / 'other_exchange.py').stdout
   names = {
-      'k': 'compressors', 'chunk': 'compressors', 'values': 'compressors',
-      'as many bytes': 'compressors', 'averaged': 'compressors',
-      'average': 'average', 'version': 'version',
-      'shape': 'parameters'}
+    'k': 'compressors',
+    'chunk': 'compressors',
+    'values': 'compressors',
+    'as many bytes': 'compressors',
+    'averaged': 'compressors',
+    'average': 'average',
+    'version': 'version',
+    'shape': 'parameters',
+  }
   for name, different in names.items():
     # Even the momentum may have another shape.
     fits = [different, 'arguments of the step']
     for process in (0, 1):
       (line,) = re.findall(rf'^\[{process}\] {name}: (.*)$', found, re.M)
       assert line.startswith(
-          'Processes [1] were started with something else than process 0')
-      assert any(f'different are {x}' in line or f', {x}. All need' in line
-                 for x in fits), line
+        'Processes [1] were started with something else than process 0'
+      )
+      assert any(
+        f'different are {x}' in line or f', {x}. All need' in line for x in fits
+      ), line
       assert f'Process {process} has' in line
   for process in (0, 1):  # an error is no answer: it is compared again
     assert re.search(
-        rf'^\[{process}\] tried again, first: Processes \[1\]', found, re.M)
+      rf'^\[{process}\] tried again, first: Processes \[1\]', found, re.M
+    )
     assert f'[{process}] tried again, second: done' in found
     assert f'[{process}] the same: done' in found
 
 
 # Every copy on 2 processes of 2 devices; process 1 flips a bit on its second.
-FLIPPED = '''
+FLIPPED = """
 import jax, numpy as np, demo_optax, process_worker
 from demo_optax.replicas import content_digest, copies
 from jax.sharding import NamedSharding
@@ -267,7 +349,7 @@ for d in demo_optax.check_replicas(tree, workers):
   print(d.leaf, len(d.devices), d.workers, d.processes, flush=True)
 held = copies({'w': w, 'cut': cut, 'host': host})
 print(len(set(map(content_digest, held.values()))), 'digest', flush=True)
-'''
+"""
 
 
 def test_copies_that_differ_between_processes():
@@ -275,14 +357,16 @@ def test_copies_that_differ_between_processes():
   for process in (0, 1):
     lines = re.findall(rf'^\[{process}\] (.*)', run.stdout, re.M)
     assert [line for line in lines if line.endswith(')')] == [
-        'broken 1 (3,) (1,)', 'host 0 () (1,)']
+      'broken 1 (3,) (1,)',
+      'host 0 () (1,)',
+    ]
     assert '1 digest' in lines
 
 
 # Checkpoints ------------------------------------------------------------------
 
 # Two processes; the folder is a file, or another job writes to it.
-UNWRITABLE = '''
+UNWRITABLE = """
 import fcntl, os, pathlib, sys
 import jax, numpy as np, process_worker
 from jax.experimental import multihost_utils
@@ -303,30 +387,47 @@ with checkpoint.Checkpointer(folder, tree) as checkpoints:
     checkpoints.save(0, tree)
   except OSError as error:
     print(f'failed: {error}', flush=True)
-'''
+"""
 
 
-@pytest.mark.parametrize('how, says', [
-    ('file', 'File exists'), ('locked', 'must have one writer')])
+@pytest.mark.parametrize(
+  'how, says', [('file', 'File exists'), ('locked', 'must have one writer')]
+)
 def test_all_learn_that_the_first_cannot_save(how, says, tmp_path):
   """At once, and all end by themselves."""
   run = launch('-n', 2, '--', PYTHON, '-c', UNWRITABLE, tmp_path / 'files', how)
   for number, text in enumerate([says, 'process 0 could not save']):
-    (line,) = [line for line in run.stdout.splitlines()
-               if line.startswith(f'[{number}] failed:')]
+    (line,) = [
+      line
+      for line in run.stdout.splitlines()
+      if line.startswith(f'[{number}] failed:')
+    ]
     assert text in line, run.stdout
 
 
 # The training example ---------------------------------------------------------
 
-SMALL = ['--width', 32, '--layers', 1, '--heads', 2, '--batch', 8,
-         '--eval-every', 4, '--save-every', 4]
+SMALL = [
+  '--width',
+  32,
+  '--layers',
+  1,
+  '--heads',
+  2,
+  '--batch',
+  8,
+  '--eval-every',
+  4,
+  '--save-every',
+  4,
+]
 
 
 def train(processes, folder, *args, **kwargs):
   command = [PYTHON, EXAMPLES / 'train_lm.py', *SMALL, '--out', folder, *args]
-  return launch('-n', processes, *kwargs.pop('launcher', []), '--', *command,
-                **kwargs)
+  return launch(
+    '-n', processes, *kwargs.pop('launcher', []), '--', *command, **kwargs
+  )
 
 
 def records(folder, name):
@@ -334,15 +435,20 @@ def records(folder, name):
   return [json.loads(line) for line in lines[1:]]
 
 
-@pytest.mark.parametrize('processes, method', [
-    (2, 'demo-muon'), pytest.param(4, 'demo', marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+  'processes, method',
+  [(2, 'demo-muon'), pytest.param(4, 'demo', marks=pytest.mark.slow)],
+)
 def test_training_on_processes(processes, method, tmp_path):
   """Has the losses of one process with as many devices, and of a resumed run."""
   flags = ['--steps', 8, '--optimizer', method]
   run = train(processes, tmp_path / 'whole', *flags)
   # One process prints. A carriage return in the sample begins a line, too.
-  speaking = {line[:3] for line in run.stdout.split('\n')
-              if re.match(r'\[\d\]', line) and 'Gloo' not in line}
+  speaking = {
+    line[:3]
+    for line in run.stdout.split('\n')
+    if re.match(r'\[\d\]', line) and 'Gloo' not in line
+  }
   assert speaking == {'[0]'}, run.stdout
   train(1, tmp_path / 'one', *flags, launcher=['--devices', processes])
   whole, one = (records(tmp_path / name, method) for name in ('whole', 'one'))
@@ -354,13 +460,20 @@ def test_training_on_processes(processes, method, tmp_path):
   shutil.copytree(tmp_path / 'whole', folder)
   shutil.rmtree(folder / method / 'checkpoints/8')
   run = train(processes, folder, *flags, '--resume')
-  assert f'{processes} workers on the devices of {processes} process(es)' in run.stdout
+  assert (
+    f'{processes} workers on the devices of {processes} process(es)'
+    in run.stdout
+  )
   assert records(folder, method) == whole
 
 
-@pytest.mark.parametrize('flags, says', [
+@pytest.mark.parametrize(
+  'flags, says',
+  [
     (['--workers', '3'], 'one worker for each'),
-    (['--data', 'no/such/file'], 'no/such/file')])
+    (['--data', 'no/such/file'], 'no/such/file'),
+  ],
+)
 def test_training_on_processes_explains_mistakes(flags, says, tmp_path):
   run = train(2, tmp_path, '--steps', 1, *flags, check=False)
   assert run.returncode == 1 and says in run.stdout
@@ -394,14 +507,34 @@ def test_slurm_recipe(tmp_path):
     (tmp_path / name).chmod(0o755)
   (tmp_path / 'examples').symlink_to(EXAMPLES)
   env = environment(
-      JAX_PLATFORMS='cpu', SLURM_JOB_ID=str(os.getpid()), SLURM_NTASKS='2',
-      PATH=f'{tmp_path}{os.pathsep}{os.environ["PATH"]}')
-  for name in ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID'):
+    JAX_PLATFORMS='cpu',
+    SLURM_JOB_ID=str(os.getpid()),
+    SLURM_NTASKS='2',
+    PATH=f'{tmp_path}{os.pathsep}{os.environ["PATH"]}',
+  )
+  for name in (
+    'JAX_COORDINATOR_ADDRESS',
+    'JAX_NUM_PROCESSES',
+    'JAX_PROCESS_ID',
+  ):
     env.pop(name, None)
   run = subprocess.run(
-      ['bash', str(EXAMPLES / 'recipes/slurm.sbatch'), '--steps', '2',
-       '--optimizer', 'adamw', *map(str, SMALL)], env=env, text=True, cwd=tmp_path, timeout=TIMEOUT,
-      stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    [
+      'bash',
+      str(EXAMPLES / 'recipes/slurm.sbatch'),
+      '--steps',
+      '2',
+      '--optimizer',
+      'adamw',
+      *map(str, SMALL),
+    ],
+    env=env,
+    text=True,
+    cwd=tmp_path,
+    timeout=TIMEOUT,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+  )
   assert run.returncode == 0, run.stdout
   assert '2 workers on the devices of 2 process(es)' in run.stdout
   folder = tmp_path / f'runs/{os.getpid()}'
@@ -419,11 +552,18 @@ def test_kubernetes_recipe(monkeypatch):
   spec = job['template']['spec']
   (container,) = spec['template']['spec']['containers']
   env = {e['name']: e.get('value') for e in container['env']}
-  name, port = jobset['metadata']['name'], container['ports'][0]['containerPort']
+  name, port = (
+    jobset['metadata']['name'],
+    container['ports'][0]['containerPort'],
+  )
   assert env['JAX_COORDINATOR_ADDRESS'] == (
-      f'{name}-{job["name"]}-0-0.{name}:{port}')
-  assert int(env['JAX_NUM_PROCESSES']) == (
-      job['replicas'] * spec['parallelism']) == spec['completions']
+    f'{name}-{job["name"]}-0-0.{name}:{port}'
+  )
+  assert (
+    int(env['JAX_NUM_PROCESSES'])
+    == (job['replicas'] * spec['parallelism'])
+    == spec['completions']
+  )
   assert spec['completionMode'] == 'Indexed'
   for key, value in env.items():
     if value:

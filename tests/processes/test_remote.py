@@ -43,7 +43,9 @@ np.savez(out, *jax.tree.leaves(found))
 
 # As before; worker 1 is there later, and late once. When it has called `steps`
 # steps, a file ends all.
-LATER = WORKER[: WORKER.index('data = ')] + """
+LATER = (
+  WORKER[: WORKER.index('data = ')]
+  + """
 import itertools, pathlib, time
 import test_late
 from jax.experimental import multihost_utils
@@ -67,11 +69,20 @@ joined = test_late.INFOS[rank]['joined']
 np.savez(out, joined=joined, **{
     f'{n} {key}': x for n in found for key, x in found[n].items()})
 """
+)
 
 
-@pytest.mark.parametrize('count, method, processes', [
-    (2, 'demo_muon', 1), (3, 'averaged', 1), (8, 'demo', 1),
-    (3, 'demo_diloco', 1), (2, 'demo', 2), (2, 'averaged', 2)])
+@pytest.mark.parametrize(
+  'count, method, processes',
+  [
+    (2, 'demo_muon', 1),
+    (3, 'averaged', 1),
+    (8, 'demo', 1),
+    (3, 'demo_diloco', 1),
+    (2, 'demo', 2),
+    (2, 'averaged', 2),
+  ],
+)
 def test_as_simulated(tmp_path, count, method, processes):
   """All processes have the bits of the simulation; two shard parameters."""
   steps = {1: 50, 2: 12}[processes]
@@ -82,29 +93,39 @@ def test_as_simulated(tmp_path, count, method, processes):
   with running() as start:
     address = start_relay(start, count, '--deadline', 60)
     workers = [
-        process for rank in range(count) for process in start_worker(
-            start, WORKER, address, rank, count, method, steps, tmp_path,
-            processes)]
+      process
+      for rank in range(count)
+      for process in start_worker(
+        start, WORKER, address, rank, count, method, steps, tmp_path, processes
+      )
+    ]
     assert all(process.wait(900) == 0 for process in workers)
   test_bits.check(
-      method,
-      [read(tmp_path, f'{r}-{n}') for r in range(count)
-       for n in range(processes)],
-      jax.tree.leaves(expected))
+    method,
+    [
+      read(tmp_path, f'{r}-{n}') for r in range(count) for n in range(processes)
+    ],
+    jax.tree.leaves(expected),
+  )
 
 
 def test_a_worker_of_several_processes_joins_and_is_late(tmp_path):
   with running() as start:
     address = start_relay(
-        start, 2, '--start', 2, '--deadline', 0.5, '--history', 32)
+      start, 2, '--start', 2, '--deadline', 0.5, '--history', 32
+    )
+
     def worker(rank):
       return start_worker(
-          start, LATER, address, rank, 2, 'demo', 16, tmp_path, 2)
+        start, LATER, address, rank, 2, 'demo', 16, tmp_path, 2
+      )
+
     first = worker(0)
     wait_until((tmp_path / 'begun-0').exists, 600)
     assert all(p.wait(900) == 0 for p in [*first, *worker(1)])
   found = [
-      np.load(tmp_path / f'{r}-{n}.npz') for r in range(2) for n in range(2)]
+    np.load(tmp_path / f'{r}-{n}.npz') for r in range(2) for n in range(2)
+  ]
   assert [int(own['joined']) for own in found] == [0, 0, 1, 1]
   shared = set.intersection(*(set(own.files) for own in found)) - {'joined'}
   rounds = sorted(int(name.split()[0]) for name in shared if name.endswith('w'))
@@ -120,28 +141,51 @@ def running():
   paths = [str(HERE.parent), str(HERE), str(HERE / 'remote')]
   env = os.environ | {'PYTHONPATH': os.pathsep.join(paths)}
   with contextlib.ExitStack() as stack:
+
     def start(*args, **options):
-      process = stack.enter_context(subprocess.Popen(
-          [sys.executable, *map(str, args)], env=env, **options))
+      process = stack.enter_context(
+        subprocess.Popen([sys.executable, *map(str, args)], env=env, **options)
+      )
       stack.callback(process.kill)
       return process
+
     yield start
 
 
 def start_relay(start, count, *options):
-  relay = start('-m', 'demo_optax.remote', '--workers', count, '--port', 0,
-                *options, stdout=subprocess.PIPE, text=True)
+  relay = start(
+    '-m',
+    'demo_optax.remote',
+    '--workers',
+    count,
+    '--port',
+    0,
+    *options,
+    stdout=subprocess.PIPE,
+    text=True,
+  )
   return relay.stdout.readline().split()[-1]
 
 
 def start_worker(
-    start, code, address, rank, count, method, steps, folder, processes):
+  start, code, address, rank, count, method, steps, folder, processes
+):
   """Starts the processes of a worker."""
   port = launch_local.free_port()
   return [
-      start('-c', code, address, rank, count, method, steps,
-            folder / f'{rank}-{n}.npz', *[port, n] * (processes > 1))
-      for n in range(processes)]
+    start(
+      '-c',
+      code,
+      address,
+      rank,
+      count,
+      method,
+      steps,
+      folder / f'{rank}-{n}.npz',
+      *[port, n] * (processes > 1),
+    )
+    for n in range(processes)
+  ]
 
 
 def read(folder, name):

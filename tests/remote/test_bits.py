@@ -29,7 +29,9 @@ trace = RemoteProgram.trace
 
 
 def trace_in_turn(program, *arrays):
-  with open(pathlib.Path(os.environ['JAX_COMPILATION_CACHE_DIR'], 'turn'), 'w') as file:
+  with open(
+    pathlib.Path(os.environ['JAX_COMPILATION_CACHE_DIR'], 'turn'), 'w'
+  ) as file:
     fcntl.flock(file, fcntl.LOCK_EX)
     trace(program, *arrays)
 
@@ -47,8 +49,10 @@ def at_once(fun, items, seconds=20):
     except BaseException as error:
       found[i] = error
 
-  threads = [threading.Thread(target=one, args=(i,), daemon=True)
-             for i in range(len(items))]
+  threads = [
+    threading.Thread(target=one, args=(i,), daemon=True)
+    for i in range(len(items))
+  ]
   for thread in threads:
     thread.start()
   for thread in threads:
@@ -69,7 +73,7 @@ class Joined:
     self.relay = Relay(self.address, self.count, **self.options)
     self.address, self.stopped = self.relay.address, []
     self.thread = threading.Thread(
-        target=self.relay.serve, args=(lambda: bool(self.stopped),)
+      target=self.relay.serve, args=(lambda: bool(self.stopped),)
     )
     self.thread.start()
     return self
@@ -89,8 +93,7 @@ class Joined:
     assert not self.thread.is_alive()
 
   def workers(self, rank):
-    return demo_optax.Workers.remote(
-        self.address, rank=rank, count=self.count)
+    return demo_optax.Workers.remote(self.address, rank=rank, count=self.count)
 
   def run(self, fun, ranks=None):
     """Returns what `fun(workers)` returns for each rank, run in threads."""
@@ -131,8 +134,9 @@ def batches(step, count, nan_at=None):
 def loss_of(params, x):
   """Its gradient, p + x, has the same bits however it is compiled."""
   return sum(
-      jnp.sum(p * jnp.resize(x, p.shape)) + jnp.sum(p * p) / 2
-      for p in params.values())
+    jnp.sum(p * jnp.resize(x, p.shape)) + jnp.sum(p * p) / 2
+    for p in params.values()
+  )
 
 
 def train(method, workers, rows):
@@ -157,22 +161,28 @@ def train(method, workers, rows):
 
 
 AVERAGED = {  # whole leaves, and one leaf at random places
-    'w': demo_optax.dct_topk(topk=8), 'large': None, 'b': None,
-    'v': compressors.Compressor(
-        compressors.RandomSubset(1 / 4), compressors.Identity()),
+  'w': demo_optax.dct_topk(topk=8),
+  'large': None,
+  'b': None,
+  'v': compressors.Compressor(
+    compressors.RandomSubset(1 / 4), compressors.Identity()
+  ),
 }
 
 METHODS = {
-    'demo': lambda workers: demo_optax.demo(1e-2, workers=workers),
-    'demo_muon': lambda workers: demo_optax.demo_muon(1e-2, workers=workers),
-    'demo_diloco': lambda workers: demo_optax.local.demo_diloco(
-        optax.sgd(0.1, momentum=0.9), sync_period=4, workers=workers),
-    'averaged': lambda workers: demo_optax.demo(
-        1e-2, workers=workers, compressor=AVERAGED),
-    # With a state of each worker before the exchange.
-    'per_worker': lambda workers: optax.chain(
-        demo_optax.per_worker(optax.trace(0.9), workers=workers),
-        demo_optax.demo(1e-2, workers=workers)),
+  'demo': lambda workers: demo_optax.demo(1e-2, workers=workers),
+  'demo_muon': lambda workers: demo_optax.demo_muon(1e-2, workers=workers),
+  'demo_diloco': lambda workers: demo_optax.local.demo_diloco(
+    optax.sgd(0.1, momentum=0.9), sync_period=4, workers=workers
+  ),
+  'averaged': lambda workers: demo_optax.demo(
+    1e-2, workers=workers, compressor=AVERAGED
+  ),
+  # With a state of each worker before the exchange.
+  'per_worker': lambda workers: optax.chain(
+    demo_optax.per_worker(optax.trace(0.9), workers=workers),
+    demo_optax.demo(1e-2, workers=workers),
+  ),
 }
 
 
@@ -189,10 +199,15 @@ def joined_rows(data):
 def test_as_simulated(method):
   count = 3 if method == 'averaged' else 2
   data = data_of(method, count, 10)
-  expected = train(method, demo_optax.Workers.simulated(count), joined_rows(data))
+  expected = train(
+    method, demo_optax.Workers.simulated(count), joined_rows(data)
+  )
   with Joined(count) as joined:
-    found = joined.run(lambda workers: train(
-        method, workers, [x[workers.relay.rank] for x in data]))
+    found = joined.run(
+      lambda workers: train(
+        method, workers, [x[workers.relay.rank] for x in data]
+      )
+    )
   check(method, found, expected)
 
 
@@ -210,8 +225,10 @@ def check(method, found, expected):
 @pytest.mark.parametrize('method', ['demo', 'averaged'])
 def test_bytes_are_those_of_plan(method):
   """Beside the message: its kind, the count of the valid, and two metrics."""
-  params = {name: jax.ShapeDtypeStruct(PARAMS[name], jnp.float32)
-            for name in NAMES[method]}
+  params = {
+    name: jax.ShapeDtypeStruct(PARAMS[name], jnp.float32)
+    for name in NAMES[method]
+  }
   compressor = AVERAGED if method == 'averaged' else demo_optax.dct_topk()
   sizes = []
 
@@ -228,7 +245,10 @@ def test_bytes_are_those_of_plan(method):
 
 
 SPECS = {
-    'w': P(None, 'fsdp'), 'v': P('fsdp'), 'large': P(None, 'fsdp'), 'b': P()
+  'w': P(None, 'fsdp'),
+  'v': P('fsdp'),
+  'large': P(None, 'fsdp'),
+  'b': P(),
 }
 
 
@@ -243,7 +263,8 @@ def test_workers_of_several_devices(method):
     rank = workers.relay.rank
     mesh = jax.sharding.Mesh(jax.devices()[4 * rank : 4 * rank + 4], 'fsdp')
     workers = demo_optax.Workers.remote(
-        workers.relay.address, rank=rank, count=2, mesh=mesh, param_specs=SPECS)
+      workers.relay.address, rank=rank, count=2, mesh=mesh, param_specs=SPECS
+    )
     return train(method, workers, [x[rank] for x in data])
 
   with Joined(2) as joined:

@@ -51,8 +51,13 @@ class Course:
 
 
 def train(
-    workers, rounds, before=lambda number: None, method='demo',
-    spoil=lambda number, params: None, start=0.1, rate=lambda number: 1.0,
+  workers,
+  rounds,
+  before=lambda number: None,
+  method='demo',
+  spoil=lambda number, params: None,
+  start=0.1,
+  rate=lambda number: 1.0,
 ):
   """Trains until a round; returns the parameters after each round."""
   tx = METHODS[method](workers)
@@ -64,6 +69,7 @@ def train(
     def loss_of(params):
       errors = jnp.mean((x @ params['w'] + params['b'][None] - x) ** 2, axis=1)
       return errors.mean(), errors
+
     (loss, errors), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
     updates, state = tx.update(grads, state, params)
     updates = jax.tree.map(lambda u: u * rate, updates)
@@ -95,7 +101,8 @@ def train(
 def evaluating(workers, before, turn):
   """As `before`, with another step in some rounds, which exchanges as well."""
   mean = demo_optax.data_parallel(workers, batch_argnums=0)(
-      lambda x: demo_optax.over_workers(x.mean()))
+    lambda x: demo_optax.over_workers(x.mean())
+  )
 
   def evaluate(number):
     before(number)
@@ -115,8 +122,9 @@ def check_equal(found):
       jax.tree.map(np.testing.assert_array_equal, params, first)
 
 
-@pytest.mark.parametrize('method, evaluates', [
-    ('demo', False), ('demo_diloco', False), ('demo', True)])
+@pytest.mark.parametrize(
+  'method, evaluates', [('demo', False), ('demo_diloco', False), ('demo', True)]
+)
 def test_a_late_worker(method, evaluates):
   """It costs the others one deadline, and applies the lists that it missed."""
   # Of local updates every fourth step is a round.
@@ -138,8 +146,9 @@ def test_a_late_worker(method, evaluates):
     assert len(found[2]) < len(found[0])
 
 
-@pytest.mark.parametrize('devices, method', [
-    (1, 'demo'), (4, 'demo'), (1, 'demo_diloco')])
+@pytest.mark.parametrize(
+  'devices, method', [(1, 'demo'), (4, 'demo'), (1, 'demo_diloco')]
+)
 def test_a_worker_that_joins(devices, method):
   """One that is there later takes the state, and is not waited for before."""
   begun = threading.Event()
@@ -152,13 +161,20 @@ def test_a_worker_that_joins(devices, method):
     if devices > 1:
       own = jax.devices()[devices * rank : devices * (rank + 1)]
       workers = demo_optax.Workers.remote(
-          address, rank=rank, count=2, mesh=jax.sharding.Mesh(own, 'fsdp'),
-          param_specs={'w': P('fsdp'), 'b': P()})
+        address,
+        rank=rank,
+        count=2,
+        mesh=jax.sharding.Mesh(own, 'fsdp'),
+        param_specs={'w': P('fsdp'), 'b': P()},
+      )
+
     def note(number):
       if number > 8:
         begun.set()
       before(number)
+
     return train(workers, 10_000, note, method)
+
   course = Course(1, 10 if method == 'demo' else 30)
   with Joined(2, start=0.5, history=4, deadline=2) as joined:
     found = joined.run(run)
@@ -168,10 +184,12 @@ def test_a_worker_that_joins(devices, method):
 
 def test_the_relay_is_restarted():
   """Workers wait, say hello, and go on from the round that was open."""
+
   def run(workers):
     def before(number):
       if workers.relay.rank == 0 and number in (1, 5, 6):
         joined.restart()
+
     return train(workers, 12, before)
 
   with Joined(2) as joined:
@@ -182,13 +200,21 @@ def test_the_relay_is_restarted():
 
 def test_distance_of_states():
   """On other hardware rounding differs; of every dtype that a state may have."""
-  arrays = [jnp.linspace(-1, 1, 1000), jnp.int32(7), jnp.ones(3, jnp.complex64),
-            jnp.ones(3, jnp.int4), jnp.ones(3, bool), jnp.ones((), jnp.bfloat16),
-            jnp.zeros(0)]
+  arrays = [
+    jnp.linspace(-1, 1, 1000),
+    jnp.int32(7),
+    jnp.ones(3, jnp.complex64),
+    jnp.ones(3, jnp.int4),
+    jnp.ones(3, bool),
+    jnp.ones((), jnp.bfloat16),
+    jnp.zeros(0),
+  ]
   first, (x, *rest) = remote._sketch(arrays), arrays
   for share, expected in ((1e-5, False), (1e-2, True)):
-    other = b'elsewhere'.ljust(frames.CHAIN) + remote._sketch(
-        [x * jnp.float32(1 + share), *rest])[frames.CHAIN :]
+    other = (
+      b'elsewhere'.ljust(frames.CHAIN)
+      + remote._sketch([x * jnp.float32(1 + share), *rest])[frames.CHAIN :]
+    )
     assert remote._has_parted(other, [first, other]) == expected
   for i, x in enumerate(arrays[:-1]):
     others = [*arrays[:i], jnp.zeros_like(x), *arrays[i + 1 :]]
@@ -205,6 +231,7 @@ def test_other_training_steps():
       def step(params, x):
         rest = demo_optax.over_workers(jnp.full(rows, x.mean()))
         return {'w': params['w'] + rest.mean()}
+
       return step
 
     one, other = of_shape(1), of_shape(2)
@@ -222,7 +249,8 @@ def test_other_training_steps():
       another = {'v': params['w']}
       with pytest.raises(ValueError, match='must return the same state'):
         demo_optax.data_parallel(workers, batch_argnums=1)(
-            lambda params, x: {'v': params['v'] + 1.0})(another, x)
+          lambda params, x: {'v': params['v'] + 1.0}
+        )(another, x)
 
   with Joined(2, deadline=1.5) as joined:
     joined.run(run)
@@ -230,6 +258,7 @@ def test_other_training_steps():
 
 def test_a_step_that_fails_changes_nothing(monkeypatch):
   """The arrays that were given are as before, and it can be run again."""
+
   def trained(workers):
     own = Interrupted(link_of(workers))
     if workers.relay.rank == 1:
@@ -260,10 +289,12 @@ class Interrupted:
 
 def test_an_evaluation_without_the_others():
   """Before the first training step, and where the worker must join."""
+
   def run(workers):
     rank = workers.relay.rank
     mean = demo_optax.data_parallel(workers, batch_argnums=0)(
-        lambda x: demo_optax.over_workers(x.mean()))
+      lambda x: demo_optax.over_workers(x.mean())
+    )
     rows = np.full(4, rank, np.float32)
     found = [float(mean(rows))]
     train(workers, 3)
@@ -285,59 +316,80 @@ def test_parameters_that_differ(evaluates, monkeypatch):
 
   def run(workers):
     before, steps = course.of(workers), iter(range(10_000))
+
     def spoil(number, params):
       if workers.relay.rank == 1 and next(steps) == 10:
         params['w'] = params['w'].at[3, 5].add(1e-6)
+
     if evaluates:
       before = evaluating(workers, before, 0)
-    return train(workers, 10_000, before, spoil=spoil,
-                 start=0.1 + (workers.relay.rank == 1))
+    return train(
+      workers,
+      10_000,
+      before,
+      spoil=spoil,
+      start=0.1 + (workers.relay.rank == 1),
+    )
 
   course = Course(1, 30)
   with Joined(3, deadline=2) as joined:
     found = joined.run(run)
   first, spoiled, last = (
-      [INFOS[r][name] for name in ('joined', 'parted')] for r in range(3))
+    [INFOS[r][name] for name in ('joined', 'parted')] for r in range(3)
+  )
   assert first == last == [0, 0]
   assert spoiled[0] >= 2 and spoiled[1] == 1  # one that is slow joins again
-  differ = [n for n in found[0] if n in found[1] and np.any(
-      found[0][n]['w'] != found[1][n]['w'])]
+  differ = [
+    n
+    for n in found[0]
+    if n in found[1] and np.any(found[0][n]['w'] != found[1][n]['w'])
+  ]
   assert not differ or max(differ) - min(differ) <= 7
 
 
 def test_a_number_that_all_must_give():
   """A late worker cannot follow the others with the number of its own call."""
+
   def run(workers):
     is_late = workers.relay.rank == 2
     before = course.of(workers, 1.0 if is_late else 0, 5)
+
     def paced(number):
       before(number)
       if ended.is_set():
         raise Done
+
     try:
-      return train(workers, 10_000, paced,
-                   rate=lambda number: 1.0 if number < 7 else 0.5)
+      return train(
+        workers, 10_000, paced, rate=lambda number: 1.0 if number < 7 else 0.5
+      )
     finally:
       if is_late:
         ended.set()
 
   course, ended = Course(2, 15), threading.Event()
-  with Joined(3, deadline=0.3) as joined, pytest.raises(
-      ValueError, match='rate must be equal on all workers'):
+  with (
+    Joined(3, deadline=0.3) as joined,
+    pytest.raises(ValueError, match='rate must be equal on all workers'),
+  ):
     joined.run(run)
 
 
 def test_arguments_that_differ():
   def run(workers):
     step = demo_optax.data_parallel(workers, batch_argnums=2)(
-        lambda params, base, x: {
-            'w': params['w'] + demo_optax.over_workers(x.mean()) + base.sum()})
+      lambda params, base, x: {
+        'w': params['w'] + demo_optax.over_workers(x.mean()) + base.sum()
+      }
+    )
     base = np.full(100, workers.relay.rank, np.float32)
     for _ in range(3):
       step({'w': np.zeros(3, np.float32)}, base, np.ones(2, np.float32))
 
-  with Joined(2) as joined, pytest.raises(
-      RuntimeError, match='different are other arguments'):
+  with (
+    Joined(2) as joined,
+    pytest.raises(RuntimeError, match='different are other arguments'),
+  ):
     joined.run(run)
 
 
@@ -347,7 +399,9 @@ def test_mistakes():
   params = {'w': jnp.ones((8, 8))}
   tx = demo_optax.demo(1e-2, workers=workers)
   for each in (tx, demo_optax.average(workers=workers)):
-    with pytest.raises(ValueError, match='must be called in a demo_optax.data_par'):
+    with pytest.raises(
+      ValueError, match='must be called in a demo_optax.data_par'
+    ):
       jax.jit(each.update)(params, each.init(params), params)
 
   @demo_optax.data_parallel(workers, batch_argnums=2)
@@ -359,9 +413,13 @@ def test_mistakes():
     step(params, tx.init(params), np.ones(2, np.float32))
   with pytest.raises(ValueError, match='must have one program to lower'):
     step.lower(params, tx.init(params), np.ones(2, np.float32))
-  with pytest.raises(ValueError, match="exchange must be 'all_gather' or 'auto'"):
+  with pytest.raises(
+    ValueError, match="exchange must be 'all_gather' or 'auto'"
+  ):
     demo_optax.demo(1e-2, workers=workers, exchange='all_to_all')
-  with pytest.raises(ValueError, match="exchange must be 'all_gather' or 'auto'"):
+  with pytest.raises(
+    ValueError, match="exchange must be 'all_gather' or 'auto'"
+  ):
     demo_optax.plan(params, None, workers, exchange='all_to_all')
 
 
@@ -373,7 +431,8 @@ def test_momentum_gives_up_only_what_others_received(is_in, monkeypatch):
   monkeypatch.setattr(link, 'hello', lambda *_: None)
   monkeypatch.setattr(link, 'position', Position(1, b'x' * frames.CHAIN))
   monkeypatch.setattr(
-      link, 'exchange', lambda body: [body if is_in else b'', body])
+    link, 'exchange', lambda body: [body if is_in else b'', body]
+  )
   tx = demo_optax.demo(1e-2, decay=0.99, workers=workers)
   params = {'w': jnp.zeros((64, 64))}
 
@@ -387,7 +446,7 @@ def test_momentum_gives_up_only_what_others_received(is_in, monkeypatch):
   params, state = step(params, tx.init(params), x)
   link.close()
   (momentum,) = jax.tree.leaves(demo_optax.state.momentum(state))
-  kept, whole = (float(jnp.sum(m ** 2)) for m in (momentum, (1 - 0.99) * x))
+  kept, whole = (float(jnp.sum(m**2)) for m in (momentum, (1 - 0.99) * x))
   assert np.any(params['w'] != 0)
   assert (kept < 0.98 * whole) if is_in else abs(kept / whole - 1) < 1e-5
 
@@ -396,14 +455,20 @@ def test_a_state_on_the_mesh_of_a_worker():
   """Its specs place it where `init` has it; copies are compared."""
   mesh = jax.sharding.Mesh(jax.devices()[:4], 'fsdp')
   workers = demo_optax.Workers.remote(
-      'tcp://127.0.0.1:1', rank=0, count=2, mesh=mesh,
-      param_specs={'w': P('fsdp')})
+    'tcp://127.0.0.1:1',
+    rank=0,
+    count=2,
+    mesh=mesh,
+    param_specs={'w': P('fsdp')},
+  )
   tx = demo_optax.demo(1e-2, workers=workers)
   params = workers.device_put({'w': jnp.ones((64, 64))})
   state = tx.init(params)
   assert demo_optax.check_replicas((params, state), workers) == []
   for spec, x in zip(
-      jax.tree.leaves(demo_optax.state_specs(tx, params, workers)),
-      jax.tree.leaves(state), strict=True):
+    jax.tree.leaves(demo_optax.state_specs(tx, params, workers)),
+    jax.tree.leaves(state),
+    strict=True,
+  ):
     wanted = jax.sharding.NamedSharding(mesh, spec)
     assert wanted.is_equivalent_to(x.sharding, x.ndim)

@@ -27,7 +27,8 @@ class Rounds:
 
   def __init__(self, joined, count, links=()):
     self.links = list(links) or [
-        Link(joined.address, r, count, None) for r in range(count)]
+      Link(joined.address, r, count, None) for r in range(count)
+    ]
 
   def __enter__(self):
     self.each(lambda link: link.hello(b'{}', frames.digest(b'state')))
@@ -159,15 +160,24 @@ def test_what_does_not_fit_is_refused(joined, rounds, caplog):
   """While three workers go on, and nobody else is disturbed."""
   program, position = os.urandom(8), rounds.links[0].position
   attacks = [
-      [b''], [b'x'] * 2, [os.urandom(50)] * 5, [b'DEM1'], [b'x' * 100] * 40,
-      *([Header(kind, rank, number, -1, position.chain, program).pack(),
-         *[os.urandom(1000)] * frames_]
-        for kind in (0, 1, 2, 3, 4, 5, 11, 12, 255)
-        for rank in (0, 2, 3, 2**16 - 1)
-        for number in (-1, 0, 1, 2**62) for frames_ in (0, 1, 2)),
-      [Header(frames.MESSAGE, 0).pack(), b''],
-      # Too large: the connection ends.
-      [Header(frames.MESSAGE, 0).pack(), b'x' * (2 << 20)],
+    [b''],
+    [b'x'] * 2,
+    [os.urandom(50)] * 5,
+    [b'DEM1'],
+    [b'x' * 100] * 40,
+    *(
+      [
+        Header(kind, rank, number, -1, position.chain, program).pack(),
+        *[os.urandom(1000)] * frames_,
+      ]
+      for kind in (0, 1, 2, 3, 4, 5, 11, 12, 255)
+      for rank in (0, 2, 3, 2**16 - 1)
+      for number in (-1, 0, 1, 2**62)
+      for frames_ in (0, 1, 2)
+    ),
+    [Header(frames.MESSAGE, 0).pack(), b''],
+    # Too large: the connection ends.
+    [Header(frames.MESSAGE, 0).pack(), b'x' * (2 << 20)],
   ]
   sockets = [raw(joined) for _ in range(4)]
   for number, attack in enumerate(attacks):
@@ -192,8 +202,13 @@ def test_messages_of_another_round_or_size(rounds, joined):
   rounds.round()
   for number in (-3, -1, 1, 7):
     header = Header(
-        frames.MESSAGE, 1, link.position.round + number, 0,
-        link.position.chain, link._program)
+      frames.MESSAGE,
+      1,
+      link.position.round + number,
+      0,
+      link.position.chain,
+      link._program,
+    )
     other.send_multipart([header.pack(), b'replayed'])
   rounds.round()
   other.close()
@@ -232,16 +247,19 @@ def test_keys(tmp_path):
   with Joined(2, keys=first) as joined:
     links = [Link(joined.address, r, 2, key) for r, key in enumerate(own)]
     intruders = [
-        Link(joined.address, 1, 2, None),  # no key
-        Link(joined.address, 1, 2, own[0]),  # of another rank
+      Link(joined.address, 1, 2, None),  # no key
+      Link(joined.address, 1, 2, own[0]),  # of another rank
     ]
     strangers = frames.write_keys(tmp_path / 'others', 2)
     intruders.append(Link(joined.address, 1, 2, str(strangers[2])))
-    connected = [bool(x._socket.poll(wait, zmq.POLLOUT))
-                 for x, wait in zip(intruders, (500, 20_000, 500))]
+    connected = [
+      bool(x._socket.poll(wait, zmq.POLLOUT))
+      for x, wait in zip(intruders, (500, 20_000, 500))
+    ]
     assert connected == [False, True, False]
-    intruders[1]._socket.send_multipart([Header(
-        frames.HELLO, 1, program=b'12345678').pack(), b'{}'])
+    intruders[1]._socket.send_multipart(
+      [Header(frames.HELLO, 1, program=b'12345678').pack(), b'{}']
+    )
     with Rounds(joined, 2, links) as rounds:
       for _ in range(5):
         rounds.round()
@@ -262,16 +280,22 @@ def test_the_command(tmp_path):
   """It prints where it listens, and ends at SIGTERM."""
   run = [sys.executable, '-m', 'demo_optax.remote']
   keys = subprocess.run(
-      [*run, 'keys', str(tmp_path), '--workers', '2'], check=True, text=True,
-      capture_output=True, timeout=60)
+    [*run, 'keys', str(tmp_path), '--workers', '2'],
+    check=True,
+    text=True,
+    capture_output=True,
+    timeout=60,
+  )
   assert len(keys.stdout.split()) == 3
   with subprocess.Popen(
-      [*run, '--workers', '2', '--port', '0'], stdout=subprocess.PIPE, text=True
+    [*run, '--workers', '2', '--port', '0'], stdout=subprocess.PIPE, text=True
   ) as process:
     assert process.stdout.readline().startswith(
-        'relay for 2 workers on tcp://127.0.0.1:')
+      'relay for 2 workers on tcp://127.0.0.1:'
+    )
     assert process.stdout.readline() == (
-        'no keys: this machine alone can reach it\n')
+      'no keys: this machine alone can reach it\n'
+    )
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 0
 
@@ -302,9 +326,16 @@ def test_a_longer_run_that_comes_back(rounds, joined):
     wait_until(lambda: len(joined.relay._members) == 2)
     joined.relay._began, joined.relay.deadline = 0, 2
 
-  *lists, _ = at_once(lambda call: call(), [
-      *(functools.partial(link.exchange, bytes(frames.CHAIN))
-        for link in rounds.links[1:]), begin])
+  *lists, _ = at_once(
+    lambda call: call(),
+    [
+      *(
+        functools.partial(link.exchange, bytes(frames.CHAIN))
+        for link in rounds.links[1:]
+      ),
+      begin,
+    ],
+  )
   assert [len(found) for found in lists] == [3, 3]
   assert joined.relay.round == 4
   with pytest.raises(Behind):
@@ -332,8 +363,9 @@ def test_a_damaged_state_is_asked_for_again(rounds, joined):
 
 
 def test_limits(joined):
-  rank, count, large = (Link(joined.address, *x, None) for x in (
-      (3, 4), (0, 4), (0, 3)))
+  rank, count, large = (
+    Link(joined.address, *x, None) for x in ((3, 4), (0, 4), (0, 3))
+  )
   with pytest.raises(RuntimeError, match='rank must be from 0 to 2, got 3'):
     rank.hello(b'{}', b'')
   joined.relay.start = 0.1

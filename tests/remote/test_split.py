@@ -38,9 +38,12 @@ class Everyone:
 
   def send(self, types, sent):
     self.sent.append([str(t) for t in types])
-    self.met.append([
+    self.met.append(
+      [
         Met(np.stack([np.asarray(x)] * 3), np.ones(3, bool), np.bool_(True))
-        for x in sent])
+        for x in sent
+      ]
+    )
     return self.met[-1]
 
   def read(self, types, sent):
@@ -89,6 +92,7 @@ def test_the_parts_are_the_step(count):
 
 def test_what_is_donated():
   """The caller's arrays, once all exchanges have succeeded, and no sooner."""
+
   def run(w, x):
     met = meet(w * x, THREE)
     return w + met.rows.sum(0), x
@@ -107,10 +111,17 @@ def test_what_is_donated():
   assert w.is_deleted() and not same.is_deleted()
 
 
-@pytest.mark.parametrize('loop', [
-    lambda x: jax.lax.scan(lambda c, y: (c + meet(y, THREE).rows[0], None), 0.0, x),
+@pytest.mark.parametrize(
+  'loop',
+  [
+    lambda x: jax.lax.scan(
+      lambda c, y: (c + meet(y, THREE).rows[0], None), 0.0, x
+    ),
     lambda x: jax.lax.while_loop(
-        lambda c: c[0] < 3, lambda c: meet(c, THREE).rows[0], x)])
+      lambda c: c[0] < 3, lambda c: meet(c, THREE).rows[0], x
+    ),
+  ],
+)
 def test_loops_are_refused(loop):
   with pytest.raises(ValueError, match='outside of loops'):
     PartedStep(jax.make_jaxpr(loop)(jnp.ones(4)))

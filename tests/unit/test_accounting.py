@@ -24,7 +24,8 @@ PAPER = {'300M': (319_946_752, 7.49), '1B': (1_176_764_416, 27.58)}
 
 def papers_plan(model, values, workers=64, topk=8):
   return demo_optax.plan(
-      shapes_of(model), demo_optax.dct_topk(64, topk, values=values), workers)
+    shapes_of(model), demo_optax.dct_topk(64, topk, values=values), workers
+  )
 
 
 @pytest.mark.parametrize('model', PAPER)
@@ -55,22 +56,32 @@ def test_max_workers_is_where_receiving_stops_paying():
   assert plan(most).received_bytes < plan(most).dense_bytes()
   assert plan(most + 1).received_bytes >= plan(most + 1).dense_bytes()
   assert re.search(r'with up to \d+/\d+ workers', plan(2).totals())
-  shared = compressors.Compressor(compressors.RandomSubset(1 / 4), compressors.Identity())
+  shared = compressors.Compressor(
+    compressors.RandomSubset(1 / 4), compressors.Identity()
+  )
   totals = demo_optax.plan(leaf, shared, 2).totals()
   assert 'with any number of workers' in totals
 
 
-@pytest.mark.parametrize('compressor', [demo_optax.dct_topk(64, 8), compressors.full(), None])
+@pytest.mark.parametrize(
+  'compressor', [demo_optax.dct_topk(64, 8), compressors.full(), None]
+)
 def test_a_worker_by_itself_sends_nothing(compressor):
-  alone, two = (demo_optax.plan(jnp.zeros((256, 128)), compressor, n) for n in (1, 2))
+  alone, two = (
+    demo_optax.plan(jnp.zeros((256, 128)), compressor, n) for n in (1, 2)
+  )
   assert alone.sent_bytes == alone.received_bytes == 0 < two.sent_bytes
   assert alone.payload_bytes == two.payload_bytes
   assert 'this exchange        sends        0 B, receives' in str(alone)
 
 
 def test_plan_skips_what_takes_no_part():
-  tree = {'w': jnp.zeros((8, 8)), 'n': jnp.zeros(3, jnp.int32),
-          'empty': jnp.zeros((0, 4)), 'none': None}
+  tree = {
+    'w': jnp.zeros((8, 8)),
+    'n': jnp.zeros(3, jnp.int32),
+    'empty': jnp.zeros((0, 4)),
+    'none': None,
+  }
   plan = demo_optax.plan(tree, demo_optax.dct_topk(), workers=3)
   assert [leaf.name for leaf in plan.leaves] == ['w']
   nothing = demo_optax.plan({'n': tree['n']}, demo_optax.dct_topk(), 3)
@@ -79,14 +90,22 @@ def test_plan_skips_what_takes_no_part():
 
 
 def test_plan_prints_a_table():
-  text = str(demo_optax.plan(
+  text = str(
+    demo_optax.plan(
       {'w': jnp.zeros((256, 128)), 'b': jnp.zeros(3), 's': jnp.zeros(())},
-      demo_optax.dct_topk(64, 8), workers=8))
+      demo_optax.dct_topk(64, 8),
+      workers=8,
+    )
+  )
   for words in ('\nw ', '256x128', '64x64', 'whole', 'scalar', 'bfloat16'):
     assert words in text
   tree = [jnp.zeros((64, 64))] * 3 + [jnp.zeros((64, 65))]
-  rows = demo_optax.plan(tree, demo_optax.dct_topk(64, 8), 2).table().splitlines()
-  assert len(rows) == 3 and rows[1].startswith('0 and 2 more') and 'each' in rows[1]
+  rows = (
+    demo_optax.plan(tree, demo_optax.dct_topk(64, 8), 2).table().splitlines()
+  )
+  assert (
+    len(rows) == 3 and rows[1].startswith('0 and 2 more') and 'each' in rows[1]
+  )
 
 
 def test_plan_marks_what_sends_more_than_a_tenth():
@@ -100,9 +119,16 @@ def test_plan_marks_what_sends_more_than_a_tenth():
 
 
 def test_plan_names_leaves_whose_blocks_are_smaller_than_a_chunk():
-  specs = {'narrow': P(None, 'fsdp'), 'wide': P(None, 'fsdp'), 'heads': P(None, 'fsdp')}
-  params = {'narrow': jnp.zeros((64, 128)), 'wide': jnp.zeros((64, 256)),
-            'heads': jnp.zeros((64, 4, 16))}
+  specs = {
+    'narrow': P(None, 'fsdp'),
+    'wide': P(None, 'fsdp'),
+    'heads': P(None, 'fsdp'),
+  }
+  params = {
+    'narrow': jnp.zeros((64, 128)),
+    'wide': jnp.zeros((64, 256)),
+    'heads': jnp.zeros((64, 4, 16)),
+  }
   workers = demo_optax.Workers.simulated(2, specs, {'fsdp': 4})
   table = demo_optax.plan(params, demo_optax.dct_topk(), workers).table()
   assert table.endswith('over fewer devices: heads, narrow')
@@ -126,7 +152,9 @@ def test_examples_of_the_help_run(capsys):
   for line in lines:
     command.main(line.split())
   assert '319,946,752' in capsys.readouterr().out
-  command.main(['300M', '--topk', '8', '--values', 'sign', '--workers', '8', '64'])
+  command.main(
+    ['300M', '--topk', '8', '--values', 'sign', '--workers', '8', '64']
+  )
   text = capsys.readouterr().out
   assert text.startswith(str(papers_plan('300M', 'sign', 8)))
   assert papers_plan('300M', 'sign', 64).totals() in text
@@ -188,28 +216,50 @@ def test_command_takes_shapes_from_a_function(name, module, capsys):
   assert '2,000,000,000,000 elements' in text
 
 
-SECONDS = re.compile(r'^  (this exchange|all-reduce \w+) +(\S+) of'
-                     r' communication, +(\S+) in all$', re.M)
+SECONDS = re.compile(
+  r'^  (this exchange|all-reduce \w+) +(\S+) of'
+  r' communication, +(\S+) in all$',
+  re.M,
+)
 
 
 @pytest.mark.parametrize('exchange', ['all_gather', 'all_to_all'])
 def test_command_prints_seconds_over_a_link(exchange, capsys):
-  command.main(['300M', '--workers', '8', '--link', '100Mbit/s', '--latency',
-                '20ms', '--step', '0.4s', '--exchange', exchange])
+  command.main(
+    [
+      '300M',
+      '--workers',
+      '8',
+      '--link',
+      '100Mbit/s',
+      '--latency',
+      '20ms',
+      '--step',
+      '0.4s',
+      '--exchange',
+      exchange,
+    ]
+  )
   text = capsys.readouterr().out
-  found = {name: (float(seconds), float(whole))
-           for name, seconds, whole in SECONDS.findall(text)}
+  found = {
+    name: (float(seconds), float(whole))
+    for name, seconds, whole in SECONDS.findall(text)
+  }
   plan = demo_optax.plan(
-      shapes_of('300M'), demo_optax.dct_topk(), 8, exchange=exchange,
-      update_values='ternary')
+    shapes_of('300M'),
+    demo_optax.dct_topk(),
+    8,
+    exchange=exchange,
+    update_values='ternary',
+  )
   # A ring of 8 has 7 turns; an all-reduce is two of them, and the messages of
   # an all-to-all are on their way together.
   turns = {'all_gather': 7, 'all_to_all': 8}[exchange]
   size = 319_946_752
   for name, seconds in {
-      'this exchange': plan.received_bytes / 12.5e6 + turns * 0.02,
-      'all-reduce bfloat16': 7 / 4 * 2 * size / 12.5e6 + 14 * 0.02,
-      'all-reduce float32': 7 / 4 * 4 * size / 12.5e6 + 14 * 0.02,
+    'this exchange': plan.received_bytes / 12.5e6 + turns * 0.02,
+    'all-reduce bfloat16': 7 / 4 * 2 * size / 12.5e6 + 14 * 0.02,
+    'all-reduce float32': 7 / 4 * 4 * size / 12.5e6 + 14 * 0.02,
   }.items():
     assert found[name] == pytest.approx((seconds, seconds + 0.4), rel=5e-3)
   saved = found['all-reduce bfloat16'][0] - found['this exchange'][0]
@@ -217,20 +267,34 @@ def test_command_prints_seconds_over_a_link(exchange, capsys):
   assert float(said) == pytest.approx(saved, rel=5e-3)
 
 
-@pytest.mark.parametrize('args, says', [
-    (['--link', '400Gbit/s', '--step', '0.4s'],
-     'The link does not limit this step: all-reduce in bfloat16.'),
-    (['--link', '1Gbit/s', '--workers', '98'],
-     'The exchange saves less than a tenth of this step'),
-    (['--link', '1Gbit/s', '--workers', '2'], 'The exchange saves 5.02 s of the 5.12 s'),
-])
+@pytest.mark.parametrize(
+  'args, says',
+  [
+    (
+      ['--link', '400Gbit/s', '--step', '0.4s'],
+      'The link does not limit this step: all-reduce in bfloat16.',
+    ),
+    (
+      ['--link', '1Gbit/s', '--workers', '98'],
+      'The exchange saves less than a tenth of this step',
+    ),
+    (
+      ['--link', '1Gbit/s', '--workers', '2'],
+      'The exchange saves 5.02 s of the 5.12 s',
+    ),
+  ],
+)
 def test_command_ends_with_a_verdict(args, says, capsys):
   command.main(['300M', *args])
   assert capsys.readouterr().out.splitlines()[-1].startswith(says)
 
 
-@pytest.mark.parametrize('optimizer, values', [('demo', 'ternary'), ('demo_muon', 'int4')])
-def test_updates_are_counted_in_the_code_of_the_optimizer(optimizer, values, capsys):
+@pytest.mark.parametrize(
+  'optimizer, values', [('demo', 'ternary'), ('demo_muon', 'int4')]
+)
+def test_updates_are_counted_in_the_code_of_the_optimizer(
+  optimizer, values, capsys
+):
   args = ['300M', '--optimizer', optimizer, '--exchange', 'all_to_all']
   command.main(args)
   text = capsys.readouterr().out
@@ -239,25 +303,33 @@ def test_updates_are_counted_in_the_code_of_the_optimizer(optimizer, values, cap
 
 
 MISTAKES = {  # by the end of the message: arguments, or the text of a file
-    'argument model: no data': ['of_a_user:breaks'],
-    "argument: 'size'": ['of_a_user:needs'],
-    "'str' object has no attribute 'shape'": ['of_a_user:text'],
-    'is complex64': ['of_a_user:signal'],
-    "no attribute 'nothing'": ['of_a_user:nothing'],
-    "'/a' must be a list": '{"a": [3, "x"]}', "'' must be a list": '[[2], [3]]',
-    'got [-1]': '{"a": [-1]}', 'got [true]': '{"a": [true]}',
-    'must be JSON': 'a', 'must be a file': ['no/such/file'],
-    '--link: must be a number above 0 in a unit': ['300M', '--link', '100'],
-    "got '0Mbit/s'": ['300M', '--link', '0Mbit/s'],
-    "got '1.2.3Mbit/s'": ['300M', '--link', '1.2.3Mbit/s'],
-    '--latency: must be a number above 0 in a unit': ['300M', '--latency', '20'],
-    "got '1bit/s'": ['300M', '--latency', '1bit/s'],
-    '--step: must be a number above 0 in a unit': ['300M', '--step', f'{"9" * 400}s'],
-    "got '9e9s'": ['300M', '--step', '9e9s'],
-    '--topk: must be an integer from 1 to': ['300M', '--topk', '0'],
-    '--chunk: must be an integer from 1 to': ['300M', '--chunk', '1048576'],
-    "got '-1'": ['300M', '--chunk', '-1'], "got '2.5'": ['300M', '--chunk', '2.5'],
-    '--workers: must be an integer from': ['300M', '--workers', '9' * 5000],
+  'argument model: no data': ['of_a_user:breaks'],
+  "argument: 'size'": ['of_a_user:needs'],
+  "'str' object has no attribute 'shape'": ['of_a_user:text'],
+  'is complex64': ['of_a_user:signal'],
+  "no attribute 'nothing'": ['of_a_user:nothing'],
+  "'/a' must be a list": '{"a": [3, "x"]}',
+  "'' must be a list": '[[2], [3]]',
+  'got [-1]': '{"a": [-1]}',
+  'got [true]': '{"a": [true]}',
+  'must be JSON': 'a',
+  'must be a file': ['no/such/file'],
+  '--link: must be a number above 0 in a unit': ['300M', '--link', '100'],
+  "got '0Mbit/s'": ['300M', '--link', '0Mbit/s'],
+  "got '1.2.3Mbit/s'": ['300M', '--link', '1.2.3Mbit/s'],
+  '--latency: must be a number above 0 in a unit': ['300M', '--latency', '20'],
+  "got '1bit/s'": ['300M', '--latency', '1bit/s'],
+  '--step: must be a number above 0 in a unit': [
+    '300M',
+    '--step',
+    f'{"9" * 400}s',
+  ],
+  "got '9e9s'": ['300M', '--step', '9e9s'],
+  '--topk: must be an integer from 1 to': ['300M', '--topk', '0'],
+  '--chunk: must be an integer from 1 to': ['300M', '--chunk', '1048576'],
+  "got '-1'": ['300M', '--chunk', '-1'],
+  "got '2.5'": ['300M', '--chunk', '2.5'],
+  '--workers: must be an integer from': ['300M', '--workers', '9' * 5000],
 }
 
 

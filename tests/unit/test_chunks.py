@@ -43,7 +43,9 @@ def test_basis_is_the_orthonormal_dct(length):
   basis = Dct().matrix(length)
   np.testing.assert_allclose(basis @ basis.T, np.eye(length), atol=1e-13)
   x = np.random.default_rng(0).normal(size=length)
-  np.testing.assert_allclose(basis @ x, scipy.fft.dct(x, norm='ortho'), atol=1e-13)
+  np.testing.assert_allclose(
+    basis @ x, scipy.fft.dct(x, norm='ortho'), atol=1e-13
+  )
 
 
 def test_chunks_are_the_blocks_of_the_matrix(x64):
@@ -53,7 +55,9 @@ def test_chunks_are_the_blocks_of_the_matrix(x64):
   c = chunking.to_coefficients(jnp.asarray(x), grid, Dct())
   assert c.shape == (2, 2, 4, 30)
   block = scipy.fft.dctn(x[1, 6:, 10:15], norm='ortho')
-  np.testing.assert_allclose(np.asarray(c[1, 1, 2]).reshape(5, 6).T, block, atol=1e-13)
+  np.testing.assert_allclose(
+    np.asarray(c[1, 1, 2]).reshape(5, 6).T, block, atol=1e-13
+  )
 
 
 SHAPES = st.lists(st.integers(1, 40), min_size=0, max_size=4).map(tuple)
@@ -81,7 +85,9 @@ def test_clear_padding_is_a_round_trip_through_the_array(shape, limit):
   @jax.jit
   def both(c):
     cleared = chunking.clear_padding(c, grid, Dct())
-    through = chunking.to_coefficients(chunking.from_coefficients(c, grid, Dct()), grid, Dct())
+    through = chunking.to_coefficients(
+      chunking.from_coefficients(c, grid, Dct()), grid, Dct()
+    )
     for at, project in chunking.edges(grid, Dct()):  # the same, chunk by chunk
       flags = np.zeros(grid.folded_counts, bool)
       flags[at] = True
@@ -95,23 +101,23 @@ def test_clear_padding_is_a_round_trip_through_the_array(shape, limit):
 
 # Shapes of kernels, and how `topk=32` folds them; None: as they are.
 FOLDS = {
-    (64, 4, 16): (64, 64),  # attention: inputs, heads, size
-    (4096, 32, 128): (4096, 4096),
-    (4, 16, 64): (64, 64),  # heads, size, outputs
-    (4, 64, 256): None,
-    (32, 128, 4096): None,
-    (64, 3, 4, 16): (64, 192),  # inputs, three, heads, size
-    (12, 64, 4, 16): (12, 64, 64),  # layers before them
-    (12, 4, 16, 64): (12, 64, 64),
-    (8, 64, 256): None,  # experts
-    (64, 1024, 4096): None,
-    (2, 8, 64, 256): None,  # layers, experts
-    (3, 3, 64, 128): None,  # convolutions
-    (1, 1, 64, 256): None,
-    (3, 3, 3, 64): (27, 64),
-    (16, 16, 3, 192): (256, 576),
-    (64, 3, 3, 3): (64, 27),  # of PyTorch and Equinox
-    (1, 197, 768): None,  # positions
+  (64, 4, 16): (64, 64),  # attention: inputs, heads, size
+  (4096, 32, 128): (4096, 4096),
+  (4, 16, 64): (64, 64),  # heads, size, outputs
+  (4, 64, 256): None,
+  (32, 128, 4096): None,
+  (64, 3, 4, 16): (64, 192),  # inputs, three, heads, size
+  (12, 64, 4, 16): (12, 64, 64),  # layers before them
+  (12, 4, 16, 64): (12, 64, 64),
+  (8, 64, 256): None,  # experts
+  (64, 1024, 4096): None,
+  (2, 8, 64, 256): None,  # layers, experts
+  (3, 3, 64, 128): None,  # convolutions
+  (1, 1, 64, 256): None,
+  (3, 3, 3, 64): (27, 64),
+  (16, 16, 3, 192): (256, 576),
+  (64, 3, 3, 3): (64, 27),  # of PyTorch and Equinox
+  (1, 197, 768): None,  # positions
 }
 
 
@@ -124,15 +130,23 @@ def test_how_kernels_are_folded(shape):
 
 
 @settings(max_examples=150)
-@given(st.one_of(
+@given(
+  st.one_of(
     st.lists(st.integers(1, 12), min_size=3, max_size=5),
-    st.lists(st.integers(1, 300), max_size=2)).map(tuple),
-       st.sampled_from([4, 8, (1, 8), 64]),
-       st.one_of(st.integers(1, 20), st.integers(1, 5000)),
-       st.sampled_from(VALUES), st.booleans())
-def test_folds_and_bytes_are_those_of_the_oracle(shape, limit, topk, values, padding):
+    st.lists(st.integers(1, 300), max_size=2),
+  ).map(tuple),
+  st.sampled_from([4, 8, (1, 8), 64]),
+  st.one_of(st.integers(1, 20), st.integers(1, 5000)),
+  st.sampled_from(VALUES),
+  st.booleans(),
+)
+def test_folds_and_bytes_are_those_of_the_oracle(
+  shape, limit, topk, values, padding
+):
   """Which are never more than those of all coefficients."""
-  compressor = dct_topk(limit, topk, values=values, padding=padding, proportional=False)
+  compressor = dct_topk(
+    limit, topk, values=values, padding=padding, proportional=False
+  )
   plan = compressor.plan(shape, jnp.float32)
   rule = limit, topk, padding, values, 4
   expected = oracle.fold(shape, *rule)

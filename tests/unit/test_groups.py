@@ -19,13 +19,20 @@ pytestmark = pytest.mark.core
 def expected(x, k):
   """Of coefficients g, g + k, g + 2k, ... the first of the largest."""
   n = x.shape[1]
-  return np.stack([[g + k * int(np.argmax(np.abs(row[g:n:k]))) for g in range(k)] for row in x])
+  return np.stack(
+    [
+      [g + k * int(np.argmax(np.abs(row[g:n:k]))) for g in range(k)]
+      for row in x
+    ]
+  )
 
 
 def check(n, k, seed=0):
   rng = np.random.default_rng(seed)
   # Few values, which the key distinguishes, zeros, and every place in turn.
-  x = np.concatenate([rng.integers(-3, 4, (4, n)), np.eye(n)]).astype(np.float32)
+  x = np.concatenate([rng.integers(-3, 4, (4, n)), np.eye(n)]).astype(
+    np.float32
+  )
   found = jax.jit(lambda x: groups.indices(groups.largest(x, k)))(x)
   np.testing.assert_array_equal(found, expected(x, k))
   assert np.asarray(found).max() < n
@@ -44,8 +51,9 @@ def test_float64_is_compared_as_float64(x64):
 
 
 @pytest.mark.parametrize('average', ['senders', 'workers'])
-@pytest.mark.parametrize('n, k, workers', [
-    (4096, 64, 5), (100, 7, 5), (96, 32, 5), (63, 9, 40)])  # 40: in a loop
+@pytest.mark.parametrize(
+  'n, k, workers', [(4096, 64, 5), (100, 7, 5), (96, 32, 5), (63, 9, 40)]
+)  # 40: in a loop
 def test_forms_of_a_selection(n, k, workers, average):
   """Scatters, comparisons, products: the same but for rounding of means."""
   rng = np.random.default_rng(n)
@@ -61,12 +69,16 @@ def test_forms_of_a_selection(n, k, workers, average):
 
   def all_of_it(grouped):
     i, v, d = (
-        jnp.asarray(x if grouped else np.take_along_axis(np.asarray(x), order, -1))
-        for x in (indices, values, damaged))
+      jnp.asarray(
+        x if grouped else np.take_along_axis(np.asarray(x), order, -1)
+      )
+      for x in (indices, values, damaged)
+    )
     return (
-        topk.subtract(jnp.asarray(m), i[0], v[0], grouped),
-        topk.take(jnp.asarray(m), i[0], grouped),
-        topk.merge(i, d, jnp.asarray(present), n, average, grouped))
+      topk.subtract(jnp.asarray(m), i[0], v[0], grouped),
+      topk.take(jnp.asarray(m), i[0], grouped),
+      topk.merge(i, d, jnp.asarray(present), n, average, grouped),
+    )
 
   found = {}
   for form in itertools.product(('cpu', 'gpu', 'tpu'), (False, True)):
@@ -76,20 +88,28 @@ def test_forms_of_a_selection(n, k, workers, average):
       made = str(jax.make_jaxpr(functools.partial(all_of_it, grouped))())
     merge = functools.partial(topk.merge, n=n, average=average, grouped=grouped)
     with platform.running_on(name):
-      scatters = 'scatter' in str(jax.make_jaxpr(merge)(indices, damaged, present))
+      scatters = 'scatter' in str(
+        jax.make_jaxpr(merge)(indices, damaged, present)
+      )
     assert scatters == (name == 'cpu' or (name == 'gpu' and not grouped))
     if name == 'tpu':
       assert 'scatter' not in made and ' gather' not in made
   left, taken, (mean, count) = found['cpu', False]
   for (_, grouped), forms in found.items():
-    own = np.take_along_axis(np.asarray(forms[1]), order[0], -1) if grouped else forms[1]
+    own = (
+      np.take_along_axis(np.asarray(forms[1]), order[0], -1)
+      if grouped
+      else forms[1]
+    )
     assert_same_bits((forms[0], own), (left, taken))
     np.testing.assert_allclose(forms[2][0], mean, rtol=1e-6, atol=1e-7)
     np.testing.assert_allclose(forms[2][1], count, rtol=2e-6)
 
 
-@pytest.mark.parametrize('n, k, bits', [
-    (4096, 64, 6), (4096, 32, 7), (4096, 100, 6), (70, 64, 1), (300, 299, 1)])
+@pytest.mark.parametrize(
+  'n, k, bits',
+  [(4096, 64, 6), (4096, 32, 7), (4096, 100, 6), (70, 64, 1), (300, 299, 1)],
+)
 def test_places_in_fixed_width(n, k, bits):
   rng = np.random.default_rng(0)
   f = ChunkFormat(n, k, 'float32', 'sign', grouped=True)
@@ -103,7 +123,9 @@ def test_places_in_fixed_width(n, k, bits):
 
   indices, data, sent = write(x)
   assert data.size == f.words(6)
-  found, values, valid = jax.jit(lambda x: f.decode(x, 6))(np.stack([data, data]))
+  found, values, valid = jax.jit(lambda x: f.decode(x, 6))(
+    np.stack([data, data])
+  )
   assert valid.tolist() == [True, True]
   for worker in range(2):
     np.testing.assert_array_equal(found[worker], indices)

@@ -25,18 +25,21 @@ GRID = AbstractMesh((2, 4), ('replica', 'fsdp'))
 
 # What is found in a module is in the comments before it, as JSON.
 HANDWRITTEN = dict(
-    module.split('\n', 1)
-    for module in re.split('^// (?=[a-z])', TEXTS.read_text(), flags=re.M)[1:])
+  module.split('\n', 1)
+  for module in re.split('^// (?=[a-z])', TEXTS.read_text(), flags=re.M)[1:]
+)
 
 
 @pytest.mark.parametrize('name', HANDWRITTEN)
 def test_handwritten(name):
   comments, module = HANDWRITTEN[name].split('HloModule', 1)
   found = [
-      (c.kind, c.axes, c.group_size, c.output_bytes, c.received_bytes)
-      for c in hlo_text.collectives(f'HloModule{module}', GRID)]
+    (c.kind, c.axes, c.group_size, c.output_bytes, c.received_bytes)
+    for c in hlo_text.collectives(f'HloModule{module}', GRID)
+  ]
   assert json.loads(json.dumps(found)) == [
-      json.loads(line[3:]) for line in comments.splitlines()]
+    json.loads(line[3:]) for line in comments.splitlines()
+  ]
 
 
 # Axes, and places in the mesh ----------------------------------------------------
@@ -44,17 +47,28 @@ def test_handwritten(name):
 AXES = [('a',), ('c',), ('a', 'b'), ('a', 'c'), ('a', 'b', 'c')]
 B = 4 * 64  # bytes of a device's shard
 BODIES = {
-    'all-reduce': (lambda x, axes, g: lax.psum(x, axes), lambda g: 2 * B * (g - 1) // g),
-    'all-gather': (lambda x, axes, g: lax.all_gather(x, axes), lambda g: B * (g - 1)),
-    'reduce-scatter': (
-        lambda x, axes, g: lax.psum_scatter(x.reshape(g, -1), axes),
-        lambda g: B * (g - 1) // g),
-    'all-to-all': (
-        lambda x, axes, g: lax.all_to_all(x.reshape(g, -1), axes, 0, 0),
-        lambda g: B * (g - 1) // g),
-    'collective-permute': (
-        lambda x, axes, g: lax.ppermute(x, axes, [(i, (i + 1) % g) for i in range(g)]),
-        lambda g: B),
+  'all-reduce': (
+    lambda x, axes, g: lax.psum(x, axes),
+    lambda g: 2 * B * (g - 1) // g,
+  ),
+  'all-gather': (
+    lambda x, axes, g: lax.all_gather(x, axes),
+    lambda g: B * (g - 1),
+  ),
+  'reduce-scatter': (
+    lambda x, axes, g: lax.psum_scatter(x.reshape(g, -1), axes),
+    lambda g: B * (g - 1) // g,
+  ),
+  'all-to-all': (
+    lambda x, axes, g: lax.all_to_all(x.reshape(g, -1), axes, 0, 0),
+    lambda g: B * (g - 1) // g,
+  ),
+  'collective-permute': (
+    lambda x, axes, g: lax.ppermute(
+      x, axes, [(i, (i + 1) % g) for i in range(g)]
+    ),
+    lambda g: B,
+  ),
 }
 
 
@@ -67,17 +81,28 @@ def test_axes_and_bytes_of_a_map(axes):
   size, spec = math.prod(mesh.shape[axis] for axis in axes), P(mesh.axis_names)
 
   def all_kinds(x):
-    return {kind: body(x, axes, size).reshape(-1) for kind, (body, _) in BODIES.items()}
+    return {
+      kind: body(x, axes, size).reshape(-1)
+      for kind, (body, _) in BODIES.items()
+    }
 
-  mapped = jax.jit(jax.shard_map(
-      all_kinds, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
-  x = jax.ShapeDtypeStruct((512,), jnp.float32, sharding=NamedSharding(mesh, spec))
+  mapped = jax.jit(
+    jax.shard_map(
+      all_kinds, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+    )
+  )
+  x = jax.ShapeDtypeStruct(
+    (512,), jnp.float32, sharding=NamedSharding(mesh, spec)
+  )
   found = hlo_text.collectives(mapped.lower(x).compile(), mesh)
   assert {c.kind: c.received_bytes for c in found} == {
-      kind: sent(size) for kind, (_, sent) in BODIES.items()}
+    kind: sent(size) for kind, (_, sent) in BODIES.items()
+  }
   assert len(found) == len(BODIES)
   assert {c.axes for c in found} == {axes}
-  assert {c.group_size for c in found if c.kind != 'collective-permute'} == {size}
+  assert {c.group_size for c in found if c.kind != 'collective-permute'} == {
+    size
+  }
 
 
 def test_what_is_only_lowered_is_refused():

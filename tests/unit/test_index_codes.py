@@ -21,16 +21,21 @@ pytestmark = pytest.mark.core
 def test_packed_numbers_come_back(width, count, seed):
   rng = np.random.default_rng(seed)
   numbers = rng.integers(0, 2**width, count, dtype=np.uint64).astype(np.uint32)
-  packed = jax.jit(packing.pack_bits, static_argnums=1)(jnp.asarray(numbers), width)
+  packed = jax.jit(packing.pack_bits, static_argnums=1)(
+    jnp.asarray(numbers), width
+  )
   assert packed.dtype == jnp.uint32
   assert packed.shape == (packing.packed_words(count, width),)
   np.testing.assert_array_equal(packed, planes(numbers, width))
   found = jax.jit(packing.unpack_bits, static_argnums=(1, 2))(
-      np.stack([packed, packed]), count, width)
+    np.stack([packed, packed]), count, width
+  )
   np.testing.assert_array_equal(found, [numbers, numbers])
 
 
-@pytest.mark.parametrize('size, k', [(1, 1), (31, 4), (32, 32), (95, 8), (512, 32)])
+@pytest.mark.parametrize(
+  'size, k', [(1, 1), (31, 4), (32, 32), (95, 8), (512, 32)]
+)
 def test_places_of_ones(size, k):
   rng = np.random.default_rng(size)
   ones = rng.random((2, 30, size)) < rng.random((2, 30, 1))
@@ -62,7 +67,10 @@ def unary_bits(chunk, code):
 
 
 # The streams of a code, each of all chunks before the next.
-STREAMS = {index_codes.Bitmap: [bitmap_bits], index_codes.EliasFano: [low_bits, unary_bits]}
+STREAMS = {
+  index_codes.Bitmap: [bitmap_bits],
+  index_codes.EliasFano: [low_bits, unary_bits],
+}
 
 
 def expected_words(code, indices):
@@ -85,8 +93,11 @@ def codes(draw):
   if kind == 'elias-fano':
     low = draw(st.integers(0, index_codes.index_width(n) - 1))
     return index_codes.EliasFano(n, k, low)
-  return {'fixed': index_codes.FixedWidth, 'bitmap': index_codes.Bitmap,
-          'cheapest': index_codes.cheapest}[kind](n, k)
+  return {
+    'fixed': index_codes.FixedWidth,
+    'bitmap': index_codes.Bitmap,
+    'cheapest': index_codes.cheapest,
+  }[kind](n, k)
 
 
 def random_sets(rng, chunks, n, k):
@@ -104,7 +115,9 @@ def test_indices_come_back(code, chunks, seed):
   data = [encode(jnp.asarray(indices)) for indices in sent]
   for d, indices in zip(data, sent):
     assert d.dtype == jnp.uint32 and d.size == code.words(chunks)
-    assert -(-chunks * code.bits // 32) <= d.size <= chunks * code.bits // 32 + 7
+    assert (
+      -(-chunks * code.bits // 32) <= d.size <= chunks * code.bits // 32 + 7
+    )
     np.testing.assert_array_equal(d, expected_words(code, indices))
   for d, indices in zip(data, sent):
     found = decode(d, chunks)

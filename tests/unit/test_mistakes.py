@@ -38,35 +38,82 @@ def init_muon(rule):
   muon(muon_weight_dimension_numbers=rule).init(PARAMS)
 
 
-@pytest.mark.parametrize('make, error, match', [
+@pytest.mark.parametrize(
+  'make, error, match',
+  [
     (lambda: demo_optax.dct_topk(chunk_size=0), ValueError, 'chunk_size=0'),
     (lambda: demo_optax.dct_topk(topk=0), ValueError, 'topk=0'),
     (lambda: demo_optax.dct_topk(chunk_size=64.0), TypeError, '64.0'),
     (lambda: demo(decay=-0.1), ValueError, 'decay=-0.1'),
     (lambda: demo(decay='fast'), TypeError, "decay='fast'"),
-    (lambda: demo(-1e-3), ValueError, r'learning_rate=-0.001 is not in \[0, inf\)'),
+    (
+      lambda: demo(-1e-3),
+      ValueError,
+      r'learning_rate=-0.001 is not in \[0, inf\)',
+    ),
     (lambda: demo('1e-3'), TypeError, "learning_rate='1e-3' must be a number"),
-    (lambda: demo(weight_decay=-1.), ValueError, 'weight_decay=-1'),
+    (lambda: demo(weight_decay=-1.0), ValueError, 'weight_decay=-1'),
     (lambda: exchange(alpha=1.5), ValueError, r'alpha=1.5 is not in \[0, 1\]'),
     (lambda: exchange(average='mean'), ValueError, "average='mean'"),
     (lambda: exchange(64), TypeError, 'compressor=64 .*dct_topk'),
     (lambda: exchange({'a': 'dct'}), TypeError, 'must be a Compressor'),
-    (lambda: exchange({'z': None}).init(PARAMS), ValueError, 'compressor is not like'),
-    *((lambda name=name: exchange(**{name: {'w': 0.5, 'b': 0.1}}), TypeError,
-       f'{name}=.* must be a number') for name in ('decay', 'gradient_weight')),
-    (lambda: demo(exchange='ring'), ValueError, "'ring' is not known; choose one of all"),
-    (lambda: demo_optax.dct_topk(values='ternary'), ValueError,
-     "values='ternary' is not known"),
-    (lambda: demo_optax.plan(jnp.zeros((4, 768)), compressors.Compressor(
-        compressors.TopK(4), compressors.RandomOrthogonal(), (1, 768)), 2), ValueError,
-     '768 is above 256'),
-    (lambda: compressors.RandomSubset(0.0), ValueError, r'rate=0.0 is not in \(0, 1\]'),
-    (lambda: compressors.Striding(True), TypeError, 'rate=True must be a Python number'),
-    (lambda: compressors.Striding(jnp.float32(0.5)), TypeError, 'must be a Python number'),
+    (
+      lambda: exchange({'z': None}).init(PARAMS),
+      ValueError,
+      'compressor is not like',
+    ),
+    *(
+      (
+        lambda name=name: exchange(**{name: {'w': 0.5, 'b': 0.1}}),
+        TypeError,
+        f'{name}=.* must be a number',
+      )
+      for name in ('decay', 'gradient_weight')
+    ),
+    (
+      lambda: demo(exchange='ring'),
+      ValueError,
+      "'ring' is not known; choose one of all",
+    ),
+    (
+      lambda: demo_optax.dct_topk(values='ternary'),
+      ValueError,
+      "values='ternary' is not known",
+    ),
+    (
+      lambda: demo_optax.plan(
+        jnp.zeros((4, 768)),
+        compressors.Compressor(
+          compressors.TopK(4), compressors.RandomOrthogonal(), (1, 768)
+        ),
+        2,
+      ),
+      ValueError,
+      '768 is above 256',
+    ),
+    (
+      lambda: compressors.RandomSubset(0.0),
+      ValueError,
+      r'rate=0.0 is not in \(0, 1\]',
+    ),
+    (
+      lambda: compressors.Striding(True),
+      TypeError,
+      'rate=True must be a Python number',
+    ),
+    (
+      lambda: compressors.Striding(jnp.float32(0.5)),
+      TypeError,
+      'must be a Python number',
+    ),
     (lambda: compressors.Striding('all'), TypeError, "rate='all'"),
     (lambda: compressors.RandomSubset(0.1, seed=-1), ValueError, 'seed=-1'),
     (lambda: compressors.RandomSubset(0.1, seed=0.5), TypeError, 'seed=0.5'),
-    (lambda: ChunkFormat(8, 2, 'float32', 'sign', shared=True), ValueError, 'sign'),
+    (
+      lambda: ChunkFormat(8, 2, 'float32', 'sign', shared=True),
+      ValueError,
+      'sign',
+    ),
     (lambda: compressors.TopK(4, of=0), ValueError, 'of=0'),
     (lambda: demo_optax.dct_topk((1, 2, 3)), ValueError, 'one number, or two'),
     (lambda: demo_optax.dct_topk((1, 2.5)), TypeError, 'chunk_size=2.5'),
@@ -74,21 +121,48 @@ def init_muon(rule):
     (lambda: demo_optax.Workers.simulated(2.0), TypeError, 'num_workers=2.0'),
     (lambda: demo_optax.Workers.on_axis(3), TypeError, 'axis_name=3'),
     (lambda: demo_optax.average(workers=None), TypeError, 'None'),
-    (lambda: demo_optax.per_worker(optax.identity(), workers='x'), TypeError, "'x'"),
-    (lambda: init_muon({'w': NUMBERS(), 'b': NUMBERS()}), ValueError,
-     r"axes of b, .* shape \(8,\)"),
-    (lambda: init_muon({'w': NUMBERS(0, 2), 'b': None}), ValueError,
-     r"axes of w, .* shape \(8, 8\)"),
-    (lambda: init_muon({'w': NUMBERS(0, -2), 'b': None}), ValueError, 'each once'),
+    (
+      lambda: demo_optax.per_worker(optax.identity(), workers='x'),
+      TypeError,
+      "'x'",
+    ),
+    (
+      lambda: init_muon({'w': NUMBERS(), 'b': NUMBERS()}),
+      ValueError,
+      r'axes of b, .* shape \(8,\)',
+    ),
+    (
+      lambda: init_muon({'w': NUMBERS(0, 2), 'b': None}),
+      ValueError,
+      r'axes of w, .* shape \(8, 8\)',
+    ),
+    (
+      lambda: init_muon({'w': NUMBERS(0, -2), 'b': None}),
+      ValueError,
+      'each once',
+    ),
     (lambda: init_muon({'w': 'muon', 'b': None}), TypeError, "got 'muon' for"),
-    (lambda: init_muon({'w': None}), ValueError, 'muon_weight_dimension_numbers'),
+    (
+      lambda: init_muon({'w': None}),
+      ValueError,
+      'muon_weight_dimension_numbers',
+    ),
     (lambda: muon(beta=1.0), ValueError, 'beta=1.0 is not in'),
     (lambda: muon(weight_decay=-1.0), ValueError, 'weight_decay=-1.0'),
     (lambda: muon(mu_dtype=jnp.int8), ValueError, 'int8'),
-    (lambda: muon(mu_dtype=jnp.float16), TypeError, 'float16.* Use jnp.bfloat16'),
+    (
+      lambda: muon(mu_dtype=jnp.float16),
+      TypeError,
+      'float16.* Use jnp.bfloat16',
+    ),
     (lambda: muon(learning_rate=np.ones(3)), ValueError, r'has shape \(3,\)'),
-    (lambda: muon(adam_learning_rate=-1.0), ValueError, 'adam_learning_rate=-1.0'),
-])
+    (
+      lambda: muon(adam_learning_rate=-1.0),
+      ValueError,
+      'adam_learning_rate=-1.0',
+    ),
+  ],
+)
 def test_at_the_factory(make, error, match):
   with pytest.raises(error, match=match):
     make()
@@ -101,8 +175,11 @@ def test_a_range_is_not_checked_for_what_is_traced():
 def test_averaged_gradients_that_look_stacked_are_refused():
   """A parameter's first dimension may equal the number of workers."""
   params = jnp.ones((N, 16))
-  for tx in (exchange(), demo_optax.average(workers=WORKERS),
-             demo_optax.per_worker(optax.identity(), workers=WORKERS)):
+  for tx in (
+    exchange(),
+    demo_optax.average(workers=WORKERS),
+    demo_optax.per_worker(optax.identity(), workers=WORKERS),
+  ):
     with pytest.raises(ValueError, match=r'has shape \(4, 16\)|averaged'):
       tx.update(jnp.ones((N, 16)), tx.init(params), params)
   with pytest.raises(ValueError, match='averaged'):
@@ -115,16 +192,21 @@ def test_what_is_stacked_is_refused_on_an_axis():
   step = jax.vmap(tx.update, in_axes=(0, None, None), axis_name='data')
   with pytest.raises(ValueError, match="worker's own gradient, unstacked"):
     step(random_tree(0, SHAPES, (2, 1)), tx.init(PARAMS), PARAMS)
-  with pytest.raises(ValueError, match=r'of shape \(1, 1, 8\), got \(4, 1, 8\)'):
+  with pytest.raises(
+    ValueError, match=r'of shape \(1, 1, 8\), got \(4, 1, 8\)'
+  ):
     step(random_tree(0, SHAPES, (2,)), exchange().init(PARAMS), PARAMS)
 
 
 def test_row_labels_by_number_of_dimensions():
   """They are called with stacked gradients, too, in a step of all workers."""
+
   def labels(tree):
     return jax.tree.map(lambda x: 'x' if jnp.ndim(x) > 1 else 'd', tree)
 
   mean = demo_optax.average(workers=WORKERS)
-  tx = optax.partition({'x': exchange(), 'd': optax.chain(mean, optax.sgd(0.1))}, labels)
+  tx = optax.partition(
+    {'x': exchange(), 'd': optax.chain(mean, optax.sgd(0.1))}, labels
+  )
   with pytest.raises(ValueError, match='b: nothing in the state, float32'):
     tx.update(random_tree(0, SHAPES, (N,)), tx.init(PARAMS), PARAMS)

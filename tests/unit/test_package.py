@@ -16,9 +16,26 @@ PACKAGE = pathlib.Path(demo_optax.__file__).parent
 
 # From the ground up: a folder, or a module, imports from lower floors alone.
 FLOORS = [
-    '_version', '_checks', '_paths', 'numerics', 'codes', '_tree', 'workers', 'remote',
-    'compressors', 'per_worker', 'exchange', 'transformation', 'step',
-    'recipes', 'state', 'plan', 'local', 'replicas', 'checkpoint', '__main__',
+  '_version',
+  '_checks',
+  '_paths',
+  'numerics',
+  'codes',
+  '_tree',
+  'workers',
+  'remote',
+  'compressors',
+  'per_worker',
+  'exchange',
+  'transformation',
+  'step',
+  'recipes',
+  'state',
+  'plan',
+  'local',
+  'replicas',
+  'checkpoint',
+  '__main__',
 ]
 
 
@@ -67,17 +84,23 @@ def test_arrays_only_at_the_bottom():
 def test_import_is_light():
   """No flax, no orbax, and no computation: distributed must start later."""
   code = (
-      'import sys, demo_optax, jax\n'
-      'assert "flax" not in sys.modules and "orbax" not in sys.modules\n'
-      'from jax._src import xla_bridge\n'
-      'assert not xla_bridge._backends, "a computation was run"\n'
+    'import sys, demo_optax, jax\n'
+    'assert "flax" not in sys.modules and "orbax" not in sys.modules\n'
+    'from jax._src import xla_bridge\n'
+    'assert not xla_bridge._backends, "a computation was run"\n'
   )
   subprocess.run([sys.executable, '-c', code], check=True, timeout=120)
 
 
 def test_public_names_are_documented():
-  for module in (demo_optax, demo_optax.checkpoint, demo_optax.compressors,
-                 demo_optax.local, demo_optax.recipes, demo_optax.state):
+  for module in (
+    demo_optax,
+    demo_optax.checkpoint,
+    demo_optax.compressors,
+    demo_optax.local,
+    demo_optax.recipes,
+    demo_optax.state,
+  ):
     for name in module.__all__:
       assert inspect.getdoc(getattr(module, name)), name
   assert (PACKAGE / 'py.typed').exists()

@@ -12,13 +12,33 @@ from demo_optax.codes import value_codes
 
 pytestmark = pytest.mark.core
 
-BITS = {'float32': (32, 0), 'bfloat16': (16, 0), 'int8': (8, 16),
-        'int4': (4, 16), 'sign': (1, 16)}
-SCALES = [0.0, 1e-45, 1e-42, 1e-38, 2e-38, 1e-36, 1e-20, 1.0, 3e4, 1e36, 1e38, 3.4028235e38]
+BITS = {
+  'float32': (32, 0),
+  'bfloat16': (16, 0),
+  'int8': (8, 16),
+  'int4': (4, 16),
+  'sign': (1, 16),
+}
+SCALES = [
+  0.0,
+  1e-45,
+  1e-42,
+  1e-38,
+  2e-38,
+  1e-36,
+  1e-20,
+  1.0,
+  3e4,
+  1e36,
+  1e38,
+  3.4028235e38,
+]
 
 # One compilation per shape.
 encode = jax.jit(lambda code, v: code.encode(v), static_argnums=0)
-decode = jax.jit(lambda code, d, *sizes: code.decode(d, *sizes), static_argnums=(0, 2, 3))
+decode = jax.jit(
+  lambda code, d, *sizes: code.decode(d, *sizes), static_argnums=(0, 2, 3)
+)
 
 
 def make(values, k, dtype='float32'):
@@ -27,8 +47,10 @@ def make(values, k, dtype='float32'):
 
 def same_numbers(a, b):
   """Equal as numbers, the subnormals of exact values being any."""
-  a, b = (np.where(np.abs(x) < np.finfo(np.float32).tiny, 0, x)
-          for x in (np.asarray(a), np.asarray(b)))
+  a, b = (
+    np.where(np.abs(x) < np.finfo(np.float32).tiny, 0, x)
+    for x in (np.asarray(a), np.asarray(b))
+  )
   np.testing.assert_array_equal(a, b)
 
 
@@ -41,8 +63,11 @@ def check(values, v):
   if v.dtype == np.float64 and values == 'float32':
     per_value = 64
   assert code.bits == k * per_value + per_chunk
-  assert data.size == code.words(chunks) == (
-      -(-chunks * k * per_value // 32) + -(-chunks * per_chunk // 32))
+  assert (
+    data.size
+    == code.words(chunks)
+    == (-(-chunks * k * per_value // 32) + -(-chunks * per_chunk // 32))
+  )
   read = decode(code, data, chunks)
   assert read.dtype == sent.dtype == v.dtype
   np.testing.assert_array_equal(read, sent)
@@ -55,7 +80,9 @@ def check(values, v):
 @given(st.sampled_from([1, 5]), st.sampled_from([1, 3, 13, 32]), st.data())
 def test_values_are_read_as_defined(values, chunks, k, data):
   rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
-  sizes = data.draw(st.lists(st.sampled_from(SCALES), min_size=chunks, max_size=chunks))
+  sizes = data.draw(
+    st.lists(st.sampled_from(SCALES), min_size=chunks, max_size=chunks)
+  )
   v = rng.uniform(-1, 1, (chunks, k)) * np.array(sizes)[:, None]
   check(values, v.astype(np.float32))
 
@@ -63,9 +90,18 @@ def test_values_are_read_as_defined(values, chunks, k, data):
 @pytest.mark.parametrize('values', value_codes.VALUES)
 def test_the_ends_of_the_range(values):
   big, tiny = np.finfo(np.float32).max, np.finfo(np.float32).tiny
-  rows = [[0.0] * 5, [-0.0] * 5, [big] * 5, [-big, big, big, -big, big],
-          [big, 0, 1, -1, 1e-45], [1e-45] * 5, [tiny] * 5, [127 * tiny] * 5,
-          [-126 * tiny, 0, tiny, 0, 0], [3.39e38, 3.3961e38, 1, 0, -3.4e38]]
+  rows = [
+    [0.0] * 5,
+    [-0.0] * 5,
+    [big] * 5,
+    [-big, big, big, -big, big],
+    [big, 0, 1, -1, 1e-45],
+    [1e-45] * 5,
+    [tiny] * 5,
+    [127 * tiny] * 5,
+    [-126 * tiny, 0, tiny, 0, 0],
+    [3.39e38, 3.3961e38, 1, 0, -3.4e38],
+  ]
   read = check(values, np.array(rows, np.float32))
   assert not np.any(read[:2])
 
@@ -73,7 +109,10 @@ def test_the_ends_of_the_range(values):
 @pytest.mark.parametrize('values', value_codes.VALUES)
 def test_float64(values, x64):
   rng = np.random.default_rng(0)
-  v = rng.normal(size=(6, 11)) * np.array([1, 0, 1e-300, 1e-30, 1e30, 1e300])[:, None]
+  v = (
+    rng.normal(size=(6, 11))
+    * np.array([1, 0, 1e-300, 1e-30, 1e30, 1e300])[:, None]
+  )
   read = check(values, v)
   if values == 'float32':
     np.testing.assert_array_equal(read, v)

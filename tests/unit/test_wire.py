@@ -27,29 +27,37 @@ def random_selection(rng, f, chunks):
 
 def packer_of(leaves):
   """Of buckets of these formats, with so many chunks each."""
-  return Packer(tuple(
+  return Packer(
+    tuple(
       Bucket(f'bucket_{i}', None, None, f, (1, f.n), 'whole', (), 1, chunks)
-      for i, (f, chunks) in enumerate(leaves)))
+      for i, (f, chunks) in enumerate(leaves)
+    )
+  )
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def write(packer, selections):
   """The message of a worker that is present."""
   selected = [
-      Selected(None if b.format.k == b.format.n else i, v, jnp.zeros(()))
-      for b, (i, v) in zip(packer.buckets, selections)]
+    Selected(None if b.format.k == b.format.n else i, v, jnp.zeros(()))
+    for b, (i, v) in zip(packer.buckets, selections)
+  ]
   message, _ = packer.pack(selected, jnp.ones(()), jnp.asarray(True))
   return message[GATHERED].reshape(-1)
 
 
 def read(packer, data):
   """(indices, values) of each bucket, and whose values count."""
-  received, _ = packer.unpack(
-      {GATHERED: data}, Group('workers', len(data)))
+  received, _ = packer.unpack({GATHERED: data}, Group('workers', len(data)))
   found = [
-      (x.indices if x.indices is not None else jnp.broadcast_to(
-          jnp.arange(x.values.shape[-1]), x.values.shape), x.values)
-      for x in received]
+    (
+      x.indices
+      if x.indices is not None
+      else jnp.broadcast_to(jnp.arange(x.values.shape[-1]), x.values.shape),
+      x.values,
+    )
+    for x in received
+  ]
   return found, received[0].valid
 
 
@@ -60,12 +68,21 @@ def formats(packer):
 # Payloads that nobody wrote ---------------------------------------------------
 
 # Every index code (fixed, bitmap, Elias-Fano, none) with every value code.
-PLACES = {'fixed': (100, 1), 'bitmap': (40, 15), 'elias-fano': (300, 9), 'none': (7, 7)}
+PLACES = {
+  'fixed': (100, 1),
+  'bitmap': (40, 15),
+  'elias-fano': (300, 9),
+  'none': (7, 7),
+}
 
 
 def mixed_layout(values):
-  leaves = [(ChunkFormat(n, k, 'float32', values), 3) for n, k in PLACES.values()]
-  assert [f.index_code.name if f.index_code else 'none' for f, _ in leaves] == list(PLACES)
+  leaves = [
+    (ChunkFormat(n, k, 'float32', values), 3) for n, k in PLACES.values()
+  ]
+  assert [
+    f.index_code.name if f.index_code else 'none' for f, _ in leaves
+  ] == list(PLACES)
   return packer_of(leaves)
 
 
@@ -81,22 +98,35 @@ def status_at(layout):
 def damaged(rng, values, count):
   """Messages: random words, and true ones with a few bytes changed."""
   layout = mixed_layout(values)
-  payload = np.asarray(write(layout, [random_selection(rng, f, c) for f, c in formats(layout)]))
+  payload = np.asarray(
+    write(layout, [random_selection(rng, f, c) for f, c in formats(layout)])
+  )
   used = 4 * (status_at(layout) + END_WORDS)
   changed = np.tile(payload, (count, 1)).view(np.uint8)
   for _ in range(3):
-    changed[np.arange(count), rng.integers(0, used, count)] = (rng.integers(0, 256, count))
+    changed[np.arange(count), rng.integers(0, used, count)] = rng.integers(
+      0, 256, count
+    )
   changed = changed.view(np.uint32)
   noise = rng.integers(0, 2**32, changed.shape, dtype=np.uint32)
   noise[::2, status_at(layout)] = 1
-  return np.concatenate([changed, noise, np.full_like(noise[:1], 0),
-                         np.full_like(noise[:1], 2**32 - 1)])
+  return np.concatenate(
+    [
+      changed,
+      noise,
+      np.full_like(noise[:1], 0),
+      np.full_like(noise[:1], 2**32 - 1),
+    ]
+  )
 
 
 @pytest.mark.parametrize('values', value_codes.VALUES)
 def test_any_bytes_are_safe_to_read(values):
   """Indices ascend in every chunk; whoever is present has moderate values."""
-  data, layout = damaged(np.random.default_rng(0), values, 300), mixed_layout(values)
+  data, layout = (
+    damaged(np.random.default_rng(0), values, 300),
+    mixed_layout(values),
+  )
   received, present = reader(values)(jnp.asarray(data))
   present = np.asarray(present)
   assert 0 < present.sum() < len(present)
@@ -115,8 +145,9 @@ def test_who_wrote_what_nobody_reads_is_left_out(values):
   """Too few bits in a bitmap, an index too far, a value not finite."""
   layout = mixed_layout(values)
   rng = np.random.default_rng(2)
-  good = np.asarray(write(
-      layout, [random_selection(rng, f, c) for f, c in formats(layout)]))
+  good = np.asarray(
+    write(layout, [random_selection(rng, f, c) for f, c in formats(layout)])
+  )
   starts = np.cumsum([0] + [f.words(c) for f, c in formats(layout)])
 
   def values_end(number):
@@ -138,32 +169,46 @@ def test_who_wrote_what_nobody_reads_is_left_out(values):
   place = 0 if values in ('float32', 'bfloat16') else values_end(0) - 1
   bad = [0x7F80]
   if values == 'float32':
-    bad = np.array([np.nan, np.inf, -np.inf, 3.4e38], np.float32).view(np.uint32)
+    bad = np.array([np.nan, np.inf, -np.inf, 3.4e38], np.float32).view(
+      np.uint32
+    )
   cases += [changed(place, word) for word in bad]
   expected += [False] * len(bad)
   _, present = reader(values)(np.stack(cases))
   assert present.tolist() == expected
 
 
-@pytest.mark.parametrize('values, average', [
+@pytest.mark.parametrize(
+  'values, average',
+  [
     *((values, 'senders') for values in value_codes.VALUES),
-    ('float32', 'workers')])
+    ('float32', 'workers'),
+  ],
+)
 def test_the_largest_that_is_read_can_be_transformed(values, average):
   """Of signs as in the worst of the basis, from many workers."""
   grid = chunking.chunk_grid((16, 32), 32)
   n, many = grid.chunk_size, 11
   f = ChunkFormat(n, n, 'float32', values)
   rng = np.random.default_rng(0)
-  signs = np.sign([np.outer(np.ones(32), np.ones(16)).ravel(),
-                   chunking.to_coefficients(jnp.asarray(
-                       rng.normal(size=(16, 32)), jnp.float32), grid,
-                       Dct()).ravel()])
+  signs = np.sign(
+    [
+      np.outer(np.ones(32), np.ones(16)).ravel(),
+      chunking.to_coefficients(
+        jnp.asarray(rng.normal(size=(16, 32)), jnp.float32), grid, Dct()
+      ).ravel(),
+    ]
+  )
   for sign in signs:
     data, _ = jax.jit(f.encode)(None, np.float32(3.4e38 * sign[None]))
-    indices, read, sound = jax.jit(lambda x: f.decode(x, 1))(np.stack([data] * many))
+    indices, read, sound = jax.jit(lambda x: f.decode(x, 1))(
+      np.stack([data] * many)
+    )
     assert bool(jnp.all(sound))
     doubled = jnp.where(sound[:, None, None], 2 * read, 0)
     for v in (read, jnp.clip(doubled, -f.max_magnitude, f.max_magnitude)):
       merged = MERGE(indices, v, sound, n, average)
-      update = chunking.from_coefficients(merged.reshape(grid.coefficients_shape), grid, Dct())
+      update = chunking.from_coefficients(
+        merged.reshape(grid.coefficients_shape), grid, Dct()
+      )
       assert np.all(np.isfinite(update))
