@@ -90,7 +90,8 @@ def first_call(make):
     return loss
 
   is_ours = make is not ADAMW
-  jit = demo_optax.data_parallel(workers) if is_ours else nnx.jit
+  ours = demo_optax.data_parallel(workers, batch_argnames=('x', 'y'))
+  jit = ours if is_ours else nnx.jit
   start = time.process_time()
   jit(step).lower(
     model, optimizer, jnp.zeros((32, 64)), jnp.zeros(32, jnp.int32)

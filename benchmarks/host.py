@@ -30,7 +30,7 @@ def measure():
   model = nnx.Dict(layers=model)
   objects = model, nnx.Optimizer(model, tx, wrt=nnx.Param)
   trees = params, tx.init(params)
-  decorated = demo_optax.data_parallel(workers)
+  decorated = demo_optax.data_parallel(workers, batch_argnames='x')
   found = {}
   for name, decorate, (first, second) in (
     ('jax.jit', jax.jit, trees),

@@ -190,7 +190,7 @@ class Run:
     """Trains by one batch; returns its loss, and the CPU seconds it took."""
     batch = self._batch_of(number)
     began = time.process_time()
-    loss = float(self._step_fn(self.model, self._optimizer, *batch))
+    loss = float(self._step_fn(self.model, self._optimizer, batch))
     return loss, time.process_time() - began
 
 

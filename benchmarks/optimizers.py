@@ -1,6 +1,6 @@
 """The optimizers that `muon.py` and `links.py` compare, from settings."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import baselines
@@ -424,15 +424,17 @@ def make_train_step(
   loss_fn: Callable[..., jax.Array],
   workers: demo_optax.Workers,
 ) -> Callable[..., jax.Array]:
-  """Returns `(model, optimizer, *batch) -> loss`, the mean over all workers.
+  """Returns `(model, optimizer, batch) -> loss`, the mean over all workers.
 
   Written for one worker: its rows of the batch, its loss, its gradient. The
   exchange is in `optimizer.update`.
   """
 
-  @demo_optax.data_parallel(workers, donate_argnums=(0, 1))
+  @demo_optax.data_parallel(
+    workers, batch_argnames='batch', donate_argnums=(0, 1)
+  )
   def train_step(
-    model: nnx.Module, optimizer: nnx.Optimizer, *batch: jax.Array
+    model: nnx.Module, optimizer: nnx.Optimizer, batch: Sequence[jax.Array]
   ) -> jax.Array:
     loss, grads = nnx.value_and_grad(loss_fn)(model, *batch)
     optimizer.update(model, grads)

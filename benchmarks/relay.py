@@ -67,7 +67,9 @@ def work(args: argparse.Namespace) -> None:
   tx = demo_optax.demo_muon(2e-3, adam_learning_rate=6e-3, workers=workers)
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
-  @demo_optax.data_parallel(workers, donate_argnums=(0, 1))
+  @demo_optax.data_parallel(
+    workers, batch_argnames=('images', 'labels'), donate_argnums=(0, 1)
+  )
   def train_step(model: Any, optimizer: Any, images: Any, labels: Any) -> Any:
     loss, grads = nnx.value_and_grad(digits.loss_fn)(model, images, labels)
     optimizer.update(model, grads)

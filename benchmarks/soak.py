@@ -79,7 +79,9 @@ def soak(steps: int) -> dict:
   model = GPT(CONFIG, nnx.Rngs(SEED))
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
-  @demo_optax.data_parallel(workers, donate_argnums=(0, 1))
+  @demo_optax.data_parallel(
+    workers, batch_argnames=('tokens', 'weight'), donate_argnums=(0, 1)
+  )
   def train_step(model, optimizer, tokens, weight):
     loss, grads = nnx.value_and_grad(loss_fn)(model, tokens, weight)
     optimizer.update(model, grads)

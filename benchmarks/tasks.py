@@ -253,7 +253,7 @@ def train(task: str, method: str, rate: float, seed: int) -> dict[str, Any]:
   clipped = optax.chain(optax.clip_by_global_norm(1.0), tx)
   optimizer = nnx.Optimizer(t.model, clipped, wrt=t.trained)
 
-  @demo_optax.data_parallel(workers)
+  @demo_optax.data_parallel(workers, batch_argnames=('x', 'y'))
   def step(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
     of = nnx.DiffState(0, t.trained)
     loss, grads = nnx.value_and_grad(t.loss, argnums=of)(model, x, y)

@@ -191,7 +191,9 @@ def loss_fn(model: GPT, tokens: jax.Array) -> jax.Array:
 def make_train_step(workers: demo_optax.Workers) -> Callable[..., jax.Array]:
   """`(model, optimizer, tokens) -> loss`, the mean over all workers."""
 
-  @demo_optax.data_parallel(workers, donate_argnums=(0, 1))
+  @demo_optax.data_parallel(
+    workers, batch_argnames='tokens', donate_argnums=(0, 1)
+  )
   def train_step(
     model: GPT, optimizer: nnx.Optimizer, tokens: jax.Array
   ) -> jax.Array:

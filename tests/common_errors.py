@@ -51,7 +51,7 @@ def loss_fn(params, x):
 def run(train_step, state=None, rows=8):
   """Calls a step that is written for one worker."""
   state = demo().init(PARAMS) if state is None else state
-  step = demo_optax.data_parallel(FOUR)(train_step)
+  step = demo_optax.data_parallel(FOUR, batch_argnums=2)(train_step)
   step(PARAMS, state, jnp.ones((rows, 8)))
 
 
@@ -92,15 +92,19 @@ def mask_alone():
     loss_fn(params, x) + jnp.sum(params['frozen'] * x.mean(0))
   )
 
-  @demo_optax.data_parallel(FOUR)
+  @demo_optax.data_parallel(FOUR, batch_argnums=2)
   def step(params, state, x):
     return train_step(params, state, x, tx, loss)
 
   step(params, tx.init(params), jax.random.normal(jax.random.key(0), (8, 8)))
 
 
-def stock_state(params, state, x):
-  return train_step(params, state, x, optax.adamw(1e-3))
+def batch_not_named():
+  def step(params, state, x):
+    return train_step(params, state, x, optax.adamw(1e-3))
+
+  state = optax.adamw(1e-3).init(PARAMS)
+  demo_optax.data_parallel(FOUR)(step)(PARAMS, state, jnp.ones((8, 8)))
 
 
 def outer_alone():
@@ -108,7 +112,7 @@ def outer_alone():
     optax.sgd(1.0), optax.sgd(1.0), 1, workers=FOUR
   )
 
-  @demo_optax.data_parallel(FOUR)
+  @demo_optax.data_parallel(FOUR, batch_argnums=2)
   def train_step(params, state, x):
     return tx.update({'w': x}, state, params)
 
@@ -123,8 +127,8 @@ CASES = [
   ),
   ('a batch that does not divide', lambda: run(train_step, rows=6)),
   (
-    'a batch that cannot be distinguished from the other arguments',
-    lambda: run(stock_state, optax.adamw(1e-3).init(PARAMS)),
+    'a batch that is not named',
+    batch_not_named,
   ),
   (
     "a loss that does not use the step's batch, or averaged gradients",

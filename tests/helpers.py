@@ -76,10 +76,10 @@ def stacked(tree, workers, specs=None):
   )
 
 
-def make_step(tx, workers, loss_fn, **options):
+def make_step(tx, workers, loss_fn, batch_argnums=2, **options):
   """The usual step, written for one worker: `(params, state, x)`."""
 
-  @demo_optax.data_parallel(workers, **options)
+  @demo_optax.data_parallel(workers, batch_argnums=batch_argnums, **options)
   def train_step(params, opt_state, x):
     loss, grads = jax.value_and_grad(loss_fn, allow_int=True)(params, x)
     updates, opt_state = tx.update(grads, opt_state, params)

@@ -66,7 +66,7 @@ def attempt(name, train, width):
 def trainer(tx, workers):
   """Returns two steps of data_parallel, from a state that is made under jit."""
 
-  @demo_optax.data_parallel(workers)
+  @demo_optax.data_parallel(workers, batch_argnums=2)
   def train_step(params, opt_state, x):
     grads = jax.grad(
       lambda params: jnp.mean(params['w'] * x.mean()) + params['b'].sum()

@@ -233,7 +233,7 @@ def lower(program, mesh, shapes):
 
   if program.train:
     from_batch.__name__ = program.name
-    step = demo_optax.data_parallel(workers)(from_batch)
+    step = demo_optax.data_parallel(workers, batch_argnums=2)(from_batch)
     batch = jax.ShapeDtypeStruct(
       (64, shapes['tokens'][0]),
       jnp.float32,

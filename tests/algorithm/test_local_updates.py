@@ -228,7 +228,7 @@ def test_only_exchange_steps_communicate(method, kind):
   params = {'w': np.ones((32, 32), np.float32), 'b': np.ones((5,), np.float32)}
   plan = demo_optax.plan(params, COMPRESSOR, workers)
 
-  @demo_optax.data_parallel(workers)
+  @demo_optax.data_parallel(workers, batch_argnums=2)
   def train_step(params, state, x):  # whose loss, a mean, would be sent
     loss_fn = lambda params: jnp.mean(
       (x @ params['w'] + params['b'].sum()) ** 2
@@ -321,7 +321,7 @@ def test_nnx_optimizer(workers):
   model = Net(nnx.Rngs(0))
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
-  @demo_optax.data_parallel(workers, donate_argnums=(0, 1))
+  @demo_optax.data_parallel(workers, batch_argnums=2, donate_argnums=(0, 1))
   def train_step(model, optimizer, x):
     loss_fn = lambda model: jnp.mean((model(x) - 1) ** 2)
     loss, grads = nnx.value_and_grad(loss_fn)(model)
@@ -362,7 +362,7 @@ def test_dtypes(method, dtype, of_gradients):
   state = tx.init(params)
   like = jax.tree.map(lambda x: x.dtype, state)
 
-  @demo_optax.data_parallel(TWO)
+  @demo_optax.data_parallel(TWO, batch_argnums=2)
   def train_step(params, state, x):
     updates, state = tx.update({'w': x[0]}, state, params)
     assert updates['w'].dtype == dtype

@@ -585,7 +585,7 @@ def test_matrices_without_gradients_come_to_rest(case):
     workers, params = TWO, {'experts': experts}
   tx = demo_optax.demo_muon(1.0, workers=workers)
 
-  @demo_optax.data_parallel(workers)
+  @demo_optax.data_parallel(workers, batch_argnums=2)
   def step(params, state, gradients):
     gradients = {'experts': gradients['experts'][0]}
     updates, state = tx.update(gradients, state, params)

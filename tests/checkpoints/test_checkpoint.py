@@ -216,7 +216,7 @@ def test_a_flax_model(tmp_path):
   tx = demo_optax.demo(1e-2, workers=workers, compressor=COMPRESSOR)
   loss_fn = lambda model, x: jnp.mean((model(x) - 1.0) ** 2)
 
-  @demo_optax.data_parallel(workers)
+  @demo_optax.data_parallel(workers, batch_argnums=2)
   def step(model, optimizer, x):
     optimizer.update(model, nnx.grad(loss_fn)(model, x))
 
@@ -261,7 +261,7 @@ def test_all_kinds_of_leaves(tmp_path):
     'numpy': np.arange(3),
     'numpy scalar': np.float64(0.1),
     'keys': jax.random.split(jax.random.key(1, impl='rbg'), 3),
-    'legacy key': jax.random.PRNGKey(0),
+    'key': jax.random.key(0),
     'integer': 2**40,
     'float': 0.1,
     'infinite': float('inf'),

@@ -412,7 +412,7 @@ def test_an_nnx_model_sharded_by_its_annotations(rules, kind):
     tx = demo_optax.demo(1e-2, workers=workers, compressor=COMPRESSOR)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
-  @demo_optax.data_parallel(workers)
+  @demo_optax.data_parallel(workers, batch_argnums=2)
   def step(model, optimizer, x):
     loss_fn = lambda model, x: jnp.mean((model(x) - 1.0) ** 2)
     loss, gradients = nnx.value_and_grad(loss_fn)(model, x)

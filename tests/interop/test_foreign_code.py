@@ -143,7 +143,7 @@ def test_sharded_parameters_in_boxes_or_unboxed(logical, boxes):
   state = jax.jit(init, out_shardings=sharding)(jax.random.key(0))
   state = state if boxes else unboxed(state)
 
-  @demo_optax.data_parallel(workers)
+  @demo_optax.data_parallel(workers, batch_argnums=1)
   def step(state, x):
     loss_fn = lambda params: jnp.mean(
       state.apply_fn({'params': params}, x) ** 2
@@ -335,7 +335,7 @@ def test_numbers_of_an_equinox_layer_are_no_arrays():
   )
   opt_state = tx.init(eqx.filter(model, eqx.is_array))
 
-  @demo_optax.data_parallel(workers)
+  @demo_optax.data_parallel(workers, batch_argnums=2)
   def train_step(model, opt_state, x):
     loss, grads = eqx.filter_value_and_grad(
       lambda model: jnp.mean(jax.vmap(model)(x) ** 2)
@@ -371,7 +371,7 @@ def test_a_returned_nnx_state_is_what_the_objects_have(workers):
 
   found = []
   for form in (changes, returns, merges):
-    step = demo_optax.data_parallel(workers)(form)
+    step = demo_optax.data_parallel(workers, batch_argnums=2)(form)
     objects = nnx.BatchNorm(8, rngs=nnx.Rngs(0)), nnx.metrics.Average('loss')
     for _ in range(2):
       given = nnx.split(objects) if form is merges else objects
@@ -405,7 +405,7 @@ def test_a_counter_in_a_dict_costs_no_second_program(workers):
   params = {'w': jnp.ones((8, 2))}
   state = {'params': params, 'opt_state': tx.init(params), 'step': 0}
 
-  @demo_optax.data_parallel(workers)
+  @demo_optax.data_parallel(workers, batch_argnums=1)
   def train_step(state, x):
     grads = jax.grad(square)(state['params'], x)
     updates, opt_state = tx.update(grads, state['opt_state'], state['params'])
