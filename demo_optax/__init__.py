@@ -30,6 +30,7 @@ from demo_optax.replicas import check_replicas
 from demo_optax.state import exchange_info, state_specs
 from demo_optax.step.data_parallel import data_parallel
 from demo_optax.step.modules import param_specs
+from demo_optax.step.results import out_batch
 from demo_optax.transformation import DeMoState, average, scale_by_demo
 from demo_optax.workers import Workers
 from demo_optax.workers.inside import over_workers
@@ -48,6 +49,7 @@ __all__ = [
   'demo_muon',
   'exchange_info',
   'local',
+  'out_batch',
   'over_workers',
   'param_specs',
   'per_worker',

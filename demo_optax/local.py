@@ -136,6 +136,7 @@ def local_updates(
   ) -> tuple[Any, LocalUpdatesState]:
     inside.check_in_step('The update of local_updates')
     _check_shapes(updates, params)
+    updates = inside.check_own_gradients(updates)
     own = _inner_step(
       inner, _tree.mask_others(updates), state.worker_stacked, extra_args
     )

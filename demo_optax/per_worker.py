@@ -72,8 +72,9 @@ def per_worker(
       state.worker_stacked,
       (_tree.mask_others(params), extra_args),
     )
-    if inside.is_mapped():
-      new, own = update_one(*args)
+    if inside.is_in_step():
+      gradients, *rest = args
+      new, own = update_one(inside.check_own_gradients(gradients), *rest)
     else:
       for (path, g), p in zip(*_tree.flatten_alike(updates, params)):
         checks.check_gradient(leaf_name(path), g, p, workers)

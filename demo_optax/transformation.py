@@ -229,7 +229,7 @@ def scale_by_demo(
     hyper = {'alpha': alpha, 'decay': decay, 'gradient_weight': weight}
     if workers.relay is not None:
       inside.check_in_step(f'The update for {workers}')
-    if inside.is_mapped():
+    if inside.is_in_step():
       return inside.call_stacked(
         stacked_update_fn, workers, updates, state, params, hyper
       )

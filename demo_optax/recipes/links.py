@@ -226,7 +226,7 @@ def like_params(
   """Returns the parameters; where not given, what gradients say of them."""
   if params is not None:
     return params
-  lead = workers.stacked_gradients and not inside.is_mapped()
+  lead = workers.stacked_gradients and not inside.is_in_step()
   return jax.tree.map(
     lambda g: jax.ShapeDtypeStruct(jnp.shape(g)[lead:], g.dtype), updates
   )

@@ -18,21 +18,25 @@ from jax.sharding import PartitionSpec as P
 from demo_optax import _checks
 from demo_optax.exchange.algorithm import traced_configs
 from demo_optax.numerics import prng
-from demo_optax.step import agreement, calls, modules, programs, results
-from demo_optax.step.calls import Array, Call, Options
+from demo_optax.step import agreement, arguments, modules, own_params, results
+from demo_optax.step.arguments import Array, Call, Options
+from demo_optax.step.roles import Role
 from demo_optax.workers import Workers, inside, lift
-from demo_optax.workers.inside import WORKER_AXIS, Result
+from demo_optax.workers.in_turn import run_in_turn
+from demo_optax.workers.inside import StepView
+from demo_optax.workers.variation import Origin, origins_of_outputs
 
-_Results = tuple[list[Result], results.Returned]
+# Arrays of the worker's own and arrays that are equal on all workers, None in
+# one of both, and what is known of them: see `results.settle`.
+_Settled = tuple[list[Any], list[Any], results.Collected]
 
 
 def data_parallel(
   workers: Workers,
   *,
-  batch_argnums: int | Sequence[int] | None = None,
   batch_argnames: str | Sequence[str] | None = None,
+  batch_argnums: int | Sequence[int] | None = None,
   batch_axis: int | Mapping[str, int] | None = None,
-  keys: str | Sequence[str] | None = None,
   static_argnums: int | Sequence[int] = (),
   static_argnames: str | Sequence[str] = (),
   donate_argnums: int | Sequence[int] = (),
@@ -40,30 +44,27 @@ def data_parallel(
 ) -> Callable[[Callable[..., Any]], 'DataParallelStep']:
   r"""Compiles a training step that is written for one worker, for all of them.
 
-  A drop-in for `jax.jit` and `nnx.jit` on a training step. The step computes
-  one worker's loss and gradient, and its optimizer exchanges.
+  A drop-in for `jax.jit` and `nnx.jit` on a training step: the step computes
+  one worker's loss and gradient, and its optimizer exchanges. The caller names
+  the arguments that are batches; all others are shared by the workers.
 
-  =============================  =====================  ========================
-  array                          in the step            returned or changed
-  =============================  =====================  ========================
-  parameters, optimizer state    as they are            equal, or an error
-  momentum                       the worker's own       each worker's
-  the batch: any other array     this worker's rows     joined, if as many rows
-  numbers                        as they are            the mean, if real
-  PRNG keys (see `keys`)         the worker's own       worker 0's
-  batch statistics               as they are            the mean of finite ones
-  `nnx.metrics.Average`          as they are            all that workers added
-  =============================  =====================  ========================
+  ============================  =======================  =======================
+  array                         in the step              returned or changed
+  ============================  =======================  =======================
+  a batch                       this worker's rows       joined, by `out_batch`
+  parameters, optimizer state   as they are              equal, or an error
+  momentum in the state         the worker's own         each worker's
+  typed PRNG keys               folded with the number   worker 0's
+  `nnx.BatchStat`               as they are              the mean of finite ones
+  `nnx.metrics.Average`         as they are              all that workers added
+  real numbers                  as they are              the mean of finite ones
+  ============================  =======================  =======================
 
   Parameters and states may be trees, Flax objects (updated in place),
-  dataclasses or Equinox modules. Keys, also those in Flax objects, are folded
-  with the worker's number. Batch statistics are `nnx.BatchStat` and Linen's
-  `batch_stats`. Any other result that differs between workers is an error that
-  names it; in the step `over_workers(x, jnp.sum)` makes one value of all.
-
-  Batches are inferred: an argument is shared if it holds a Flax object, a
-  dataclass or a state of an exchange, or a tree with the structure of such a
-  state's parameters. `batch_argnums` overrides it.
+  dataclasses or Equinox modules. Keys, also those in Flax objects, are
+  `jax.random.key`; each worker folds its number into them. Anything else that
+  a step returns must be equal on all workers: `out_batch(x)` joins rows, and
+  `over_workers(x, jnp.sum)` makes one value of all.
 
   On a mesh, arguments are put where they belong. Several processes give the
   same NumPy batch each, or a global `jax.Array`
@@ -72,16 +73,12 @@ def data_parallel(
   Args:
     workers: `Workers.simulated`, `on_mesh`, or `remote`, where each program
       passes its own batch.
-    batch_argnums: positions of the arguments to cut, and no others. With `()`,
-      for a step that draws its batch, workers differ by their random keys.
-    batch_argnames: the same, by name.
+    batch_argnames: names of the arguments to cut along their axis of rows.
+      With `()`, for a step that draws its batch, workers differ by their random
+      keys. Either this or `batch_argnums` must be given.
+    batch_argnums: the same, by position.
     batch_axis: the axis of the rows, by default the first one, or one for each
       argument, by name. Rows of results have that of the first batch.
-    keys: paths of the legacy PRNG keys, `uint32[..., 2]`, among the shared
-      arrays, such as `'state.seed_generator.0'`, or of what holds them; `()`
-      where all are data. By default an array is a key if its argument's name
-      or the last name in its path has the word key, rng, prng or seed; any
-      other such array is an error.
     static_argnums: as in `jax.jit`. Functions, strings and other objects that
       are not arrays are static wherever they occur.
     static_argnames: the same, by name.
@@ -92,13 +89,18 @@ def data_parallel(
     A decorator. The decorated step is called as before; `lower` of it returns
     the lowered program for its arguments.
 
+  Raises:
+    TypeError: no argument says which are batches.
+    ValueError: when called, rows that do not divide among the workers, or a
+      result that differs between workers.
+
   Example:
     >>> import demo_optax, jax, jax.numpy as jnp, optax
     >>> workers = demo_optax.Workers.simulated(4)
     >>> tx = demo_optax.demo(0.1, workers=workers)
     >>> params = {'w': jnp.ones(3)}
     >>> opt_state = tx.init(params)
-    >>> @demo_optax.data_parallel(workers)
+    >>> @demo_optax.data_parallel(workers, batch_argnames='x')
     ... def train_step(params, opt_state, x):
     ...   loss, grads = jax.value_and_grad(
     ...       lambda params: jnp.mean((x @ params['w']) ** 2))(params)
@@ -112,26 +114,28 @@ def data_parallel(
   _checks.check_type('workers', workers, Workers, 'Workers.simulated(4)')
   if workers.kind == 'on_axis':
     raise TypeError(
-      f'{workers} are the workers of an axis that you map yourself: call the'
-      ' step in your own shard_map, pmap or vmap. data_parallel needs'
-      ' Workers.on_mesh, remote or simulated.'
+      f'workers must be Workers.on_mesh, remote or simulated, got {workers},'
+      ' those of an axis that you map yourself. Call the step in your own'
+      ' shard_map, pmap or vmap.'
     )
 
   def decorate(step: Callable[..., Any]) -> DataParallelStep:
+    if batch_argnames is None and batch_argnums is None:
+      raise TypeError(
+        'data_parallel must be given batch_argnames or batch_argnums, got'
+        f' neither for {_label(step)}({", ".join(_parameters(step))}). Name the'
+        " arguments whose rows are cut over the workers, batch_argnames='x', or"
+        ' give batch_argnames=() if the step draws its batch by a random key.'
+      )
     listed = functools.partial(_listed, step)
-    has_batches = (batch_argnums, batch_argnames) != (None, None)
     listed((), [*batch_axis] if isinstance(batch_axis, Mapping) else ())
-    return DataParallelStep(
-      step,
-      workers,
-      Options(
-        listed(batch_argnums, batch_argnames) if has_batches else None,
-        listed(static_argnums, static_argnames),
-        listed(donate_argnums, donate_argnames),
-        None if keys is None else tuple(jax.tree.leaves(keys)),
-        batch_axis,
-      ),
+    options = Options(
+      batches=listed(batch_argnums, batch_argnames),
+      static=listed(static_argnums, static_argnames),
+      donated=listed(donate_argnums, donate_argnames),
+      axis=batch_axis,
     )
+    return DataParallelStep(step, workers, options)
 
   return decorate
 
@@ -145,7 +149,7 @@ class DataParallelStep:
     functools.update_wrapper(self, step)
     self.workers, self._step, self._options = workers, step, options
     self._names = _positional(step)
-    self._place = functools.partial(calls.place, workers)
+    self._place = functools.partial(arguments.place, workers)
     # What `traces_numbers` says, by the structure of the arguments; calls and
     # their programs, by all that is static.
     self._numbers: dict[Any, list[bool]] = {}
@@ -157,8 +161,7 @@ class DataParallelStep:
     return self if instance is None else functools.partial(self, instance)
 
   def __repr__(self) -> str:
-    name = getattr(self._step, '__name__', repr(self._step))
-    return f'data_parallel({self.workers})({name})'
+    return f'data_parallel({self.workers})({_label(self._step)})'
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
     """Runs the step; see `data_parallel`."""
@@ -201,7 +204,7 @@ class DataParallelStep:
     """Returns the analysed call, its program, and its arrays."""
     positions = (_name_of(i, self._names) for i in range(len(args)))
     named = [
-      (name, calls.Static(x) if name in self._options.static else x)
+      (name, arguments.Static(x) if name in self._options.static else x)
       for name, x in (*zip(positions, args), *sorted(kwargs.items()))
     ]
     tree = tuple(x for _, x in named[: len(args)]), dict(named[len(args) :])
@@ -209,10 +212,10 @@ class DataParallelStep:
     if treedef not in self._numbers:
       self._numbers[treedef] = modules.traces_numbers(tree)
     objects: list[Any] = []
-    fixed, arrays = calls.take_apart(flat, self._numbers[treedef], objects)
+    fixed, arrays = arguments.take_apart(flat, self._numbers[treedef], objects)
     variables, structure = modules.split(objects)
     arrays += variables
-    form = calls.Form(treedef, fixed, structure)
+    form = arguments.Form(treedef, fixed, structure)
     key = form, tuple(map(_form_of, arrays))
     try:
       found = self._known.get(key)
@@ -222,7 +225,7 @@ class DataParallelStep:
         f' arguments, which must be hashable: {error}.'
       ) from error
     if found is None:
-      call = calls.analyse(
+      call = arguments.analyse(
         repr(self), self.workers, self._options, named, form, objects, key[1]
       )
       found = self._known[key] = call, self._program(call)
@@ -252,149 +255,141 @@ class DataParallelStep:
   ) -> tuple[list[Any], results.Returned]:
     """Runs the step of all workers, or of the separate program `index`."""
     workers = self.workers
-    count = workers.count if workers.stacked_gradients else 1
-    for a in call.arrays:
-      if a.role == 'stacked' and a.shape[:1] != (count,):
-        raise ValueError(
-          f'{a.name} has shape {a.shape}, but {workers} has {count}'
-          ' here, each with its own entry along the first axis. Make the'
-          ' state with tx.init under the same workers, or regroup it by'
-          ' demo_optax.checkpoint.from_leaves(..., resize=True).'
-        )
-    has_own_device = workers.mesh and not workers.param_specs.all_sizes
-    if workers.relay is not None or has_own_device:
-      found, returned = self._run_own(call, arrays, index)
+    if workers.relay is not None:
+      own, equal, known = self._run_program(call, arrays, index)
+    elif workers.mesh is not None and not workers.param_specs.all_sizes:
+      own, equal, known = self._run_on_devices(call, arrays)
     else:
-      found, returned = self._run_mapped(call, arrays, workers)
-    return [results.hold(workers, r, call.axis) for r in found], returned
+      own, equal, known = self._run_mapped(call, arrays)
+    values = []
+    for result, apart, x in zip(known.results, own, equal):
+      x = x if apart is None else apart
+      if result.role is Role.BATCH:
+        x = jnp.moveaxis(x, 0, call.axis)
+      values.append(results.hold(workers, result, x))
+    return values, known.returned
 
-  def _run_mapped(
-    self, call: Call, arrays: Sequence[Any], workers: Workers
-  ) -> _Results:
+  def _one_worker(
+    self, call: Call, view: StepView, index: Any, arrays: Sequence[Any]
+  ) -> _Settled:
+    """Runs the step of worker `index`, with the arrays as it has them."""
+    own = call.replace(Role.KEY, lambda x, _: prng.fold(x, index), arrays)
+    if call.own_params:
+      own_params.enter(call.own_params, own)
+
+    def step(*own: Any) -> Any:
+      (args, kwargs), objects = call.form.merge(own, inner=True)
+      variables = [keys for keys, _ in modules.variables(objects)]
+      returned = self._step(*args, **kwargs)
+      modules.check_variables(variables, objects)
+      return results.collect(call, returned, objects, own)
+
+    with _explained(self.workers):
+      closed, (_, known) = inside.trace(view, step, own)
+      origins = self._origins(call)
+      found = origins_of_outputs(closed, origins, view.axis)
+      if self.workers.sequential:
+        values = run_in_turn(closed, origins, view.axis, own)
+      else:
+        values = core.jaxpr_as_fun(closed)(*own)
+    is_spread = view.own is None and self.workers.mesh is not None
+    settled = results.settle(
+      call, known, values, found, arrays, view, is_spread
+    )
+    return *settled, known
+
+  def _origins(self, call: Call) -> list[Origin]:
+    """Returns what of each array is one worker's own."""
+    found = []
+    for number, a in enumerate(call.arrays):
+      origin = Origin.NOTHING
+      if a.role in (Role.BATCH, Role.KEY):
+        origin = Origin.DATA
+      elif a.role is Role.STACKED or number in call.own_params:
+        origin = Origin.STATE
+      if a.role is Role.BATCH and self._options.axis is None:
+        origin |= Origin.ROWS
+      if a.role is Role.ADDED:
+        origin = Origin.TOTAL
+      found.append(origin)
+    return found
+
+  def _run_program(
+    self, call: Call, arrays: Sequence[Any], index: Any
+  ) -> _Settled:
+    """Runs the step of a worker that is a separate program."""
+    workers = self.workers
+    own = dataclasses.replace(workers, stacked_state=False)
+    view = StepView(workers.axis, workers.count, own)
+    with lift.context(workers):
+      arrays = call.replace(Role.STACKED, lambda x, _: x[0], arrays)
+      return _stacked_again(self._one_worker(call, view, index, arrays))
+
+  def _run_on_devices(self, call: Call, arrays: Sequence[Any]) -> _Settled:
+    """Runs the step in a `shard_map`, where each worker is one device."""
+    workers, axis = self.workers, self.workers.axis_name
+    # In the step nothing has a worker axis.
+    own = dataclasses.replace(Workers.on_axis(axis), stacked_state=False)
+    view = StepView(axis, workers.count, own)
+
+    def one_device(*arrays: Any) -> _Settled:
+      index = jax.lax.axis_index(axis)
+      own = call.replace(Role.STACKED, lambda x, _: x[0], arrays)
+      return _stacked_again(self._one_worker(call, view, index, own))
+
+    cut = Role.BATCH, Role.STACKED
+    specs = [
+      P(*[None] * a.axis, axis) if a.role in cut else P() for a in call.arrays
+    ]
+    return jax.shard_map(
+      one_device,
+      mesh=workers.mesh,
+      in_specs=tuple(specs),
+      out_specs=(P(axis), P(), P()),
+      # Types do not know that parameters stay equal which each worker
+      # differentiates alone; `origins_of_outputs` does.
+      check_vma=False,
+    )(*(lift.reshard(workers, x, s) for x, s in zip(arrays, specs)))
+
+  def _run_mapped(self, call: Call, arrays: Sequence[Any]) -> _Settled:
     """Runs the step under `jax.vmap`."""
+    workers = self.workers
+    view = StepView(inside.WORKER_AXIS, workers.count, None)
 
-    def one_workers_step(arrays: Sequence[Any]) -> Any:
-      index = jax.lax.axis_index(WORKER_AXIS)
-      closed, like = jax.make_jaxpr(
-        functools.partial(self._results, call, index), return_shape=True
-      )(arrays)
-      self._check_rows(call, closed.jaxpr)
-      build = jax.tree.structure(like).unflatten
-      with _explained(self.workers):
-        own, returned = build(core.jaxpr_as_fun(closed)(*arrays))
-      variables, _ = build(closed.jaxpr.outvars)
-      for r, v in zip(own, variables):
-        if r.role == 'added' and not programs.adds(
-          closed.jaxpr, closed.jaxpr.invars[r.at], v.value
-        ):
-          r.role = 'equal'
-      own = inside.settle(own, call.rows, call.axis, workers.kind == 'on_mesh')
-      apart = [r if r.apart else None for r in own]
-      return apart, [None if r.apart else r for r in own], returned
+    def one_worker(arrays: Sequence[Any]) -> _Settled:
+      index = jax.lax.axis_index(inside.WORKER_AXIS)
+      return self._one_worker(call, view, index, arrays)
 
     def split(x: Any, a: Array) -> Any:
       rows = lift.split_rows(workers, jnp.moveaxis(x, a.axis, 0))
       return jnp.moveaxis(rows, 1, a.axis + 1)
 
-    arrays = call.replace('batch', split, arrays)
-    in_axes = [None if a.role in ('key', 'shared') else 0 for a in call.arrays]
+    arrays = call.replace(Role.BATCH, split, arrays)
+    cut = Role.BATCH, Role.STACKED
+    in_axes = [0 if a.role in cut else None for a in call.arrays]
     # A model may name mesh axes inside a worker, also those of one device.
-    with lift.context(self.workers):
-      apart, equal, returned = jax.vmap(
-        one_workers_step,
+    with lift.context(workers):
+      own, equal, known = jax.vmap(
+        one_worker,
         in_axes=(in_axes,),
         out_axes=(0, None, None),
-        axis_name=WORKER_AXIS,
+        axis_name=inside.WORKER_AXIS,
         axis_size=workers.count,
         spmd_axis_name=workers.spmd_axis_name,
       )(arrays)
-    found: list[Result] = [a or e for a, e in zip(apart, equal)]
-    for r in found:
-      if r.is_rows:
-        r.value = lift.join_rows(workers, r.value)
-    return found, returned
+    for i, result in enumerate(known.results):
+      if result.role is Role.BATCH and own[i] is not None:
+        own[i] = lift.join_rows(workers, own[i])
+    return own, equal, known
 
-  def _run_own(self, call: Call, arrays: Sequence[Any], index: Any) -> _Results:
-    """Runs the step of one worker, where each has its own device or program."""
-    workers, count = self.workers, self.workers.count
-    sizes = {'batch': count * (call.rows or 0), 'stacked': count}
-    shapes = [
-      a.type.update(
-        shape=(*a.shape[: a.axis], sizes[a.role], *a.shape[a.axis + 1 :])
-      )
-      if a.role in sizes
-      else a.type
-      for a in call.arrays
-    ]
-    # This trace checks for all workers what differs between them.
-    check = functools.partial(
-      self._run_mapped, call, workers=Workers.simulated(count)
-    )
-    with inside.tracing(checks=True):
-      expected, _ = jax.eval_shape(check, shapes)
-    has_program = workers.relay is not None
-    group = dataclasses.replace(  # in the step nothing has a worker axis
-      workers if has_program else Workers.on_axis(workers.axis_name),
-      stacked_state=False,
-    )
 
-    def one_workers_step(*arrays: Any) -> _Results:
-      at = index if has_program else jax.lax.axis_index(workers.axis_name)
-      own = call.replace('stacked', lambda x, _: x[0], arrays)
-      with inside.tracing(seen_as=group):
-        found, returned = self._results(call, at, own)
-        for r, e in zip(found, expected):
-          r.role, r.differs = e.role, e.differs
-        found = inside.settle(found, call.rows, call.axis)
-      for r in found:
-        if r.role == 'stacked':
-          r.value = r.value[None]
-      return found, returned
-
-    if has_program:
-      with lift.context(workers):
-        return one_workers_step(*arrays)
-    own, equal = P(workers.axis_name), P()
-    in_specs = [
-      P(*[None] * a.axis, *own) if a.role in sizes else equal
-      for a in call.arrays
-    ]
-    return jax.shard_map(
-      one_workers_step,
-      mesh=workers.mesh,
-      in_specs=tuple(in_specs),
-      out_specs=([own if r.apart else equal for r in expected], equal),
-      # The check knows what is equal on all workers; types do not, of
-      # parameters that are differentiated by each worker alone.
-      check_vma=False,
-    )(*(lift.reshard(workers, x, s) for x, s in zip(arrays, in_specs)))
-
-  def _check_rows(self, call: Call, jaxpr: core.Jaxpr) -> None:
-    """Raises if the step scans over what was cut, as over batches."""
-    cut = {v: a for v, a in zip(jaxpr.invars, call.arrays) if a.role == 'batch'}
-    batch = programs.scanned(jaxpr, cut)
-    if batch is not None and self._options.axis is None:
-      raise ValueError(
-        f'{batch.name} must have its rows along the first axis, but the step'
-        ' scans over that axis and exchanges in each turn, as over batches'
-        ' [steps, rows, ...]. Say where the rows are:'
-        ' demo_optax.data_parallel(workers, batch_axis=1), or batch_axis=0 if'
-        ' every row is a step.'
-      )
-
-  def _results(
-    self, call: Call, index: jax.Array, arrays: Sequence[Any]
-  ) -> _Results:
-    """Runs the step of worker `index` with the arrays as it has them."""
-    own = call.replace('key', lambda x, _: prng.fold(x, index), arrays)
-    if call.own_params:
-      inside.enter(call.own_params, own)
-    (args, kwargs), objects = call.form.merge(own, inner=True)
-    variables = [keys for keys, _ in modules.variables(objects)]
-    with _explained(self.workers):
-      returned = self._step(*args, **kwargs)
-    modules.check_variables(variables, objects)
-    return results.collect(call, returned, objects, arrays, own)
+def _stacked_again(settled: _Settled) -> _Settled:
+  """Returns what one device leaves, momentum with a worker axis."""
+  own, equal, known = settled
+  for i, result in enumerate(known.results):
+    if result.role is Role.STACKED:
+      own[i] = own[i][None]
+  return own, equal, known
 
 
 @contextlib.contextmanager
@@ -418,6 +413,18 @@ def _explained(workers: Workers) -> Iterator[None]:
         " arrays, which are one worker's. Leave it out of shardings in the"
         f' step and its layers: P(None, ...) in place of P({axis!r}, ...).'
       )
+    elif isinstance(error, NotImplementedError) and workers.mesh is None:
+      remedy = (
+        'jax.vmap, which runs simulated workers, cannot map an operation of the'
+        ' step. Run them one after another:'
+        f' Workers.simulated({workers.num_workers}, sequential=True).'
+      )
+    elif isinstance(error, NotImplementedError):
+      remedy = (
+        'jax.vmap, which runs workers of several devices, cannot map an'
+        ' operation of the step. Wrap the function that takes gradients:'
+        ' jax.custom_batching.sequential_vmap(jax.value_and_grad(loss_fn)).'
+      )
     elif 'different trace level' in text:
       remedy = (
         'The step of data_parallel, or a transformation in it, changes or'
@@ -435,10 +442,18 @@ def _form_of(x: Any) -> Any:
   return np.shape(x), jax.dtypes.result_type(x)
 
 
+def _label(step: Callable[..., Any]) -> str:
+  return getattr(step, '__name__', repr(step))
+
+
+def _parameters(step: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+  return inspect.signature(step).parameters
+
+
 def _positional(step: Callable[..., Any]) -> list[str]:
   return [
     name
-    for name, p in inspect.signature(step).parameters.items()
+    for name, p in _parameters(step).items()
     if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
   ]
 
@@ -451,8 +466,7 @@ def _listed(
   step: Callable[..., Any], argnums: Any, argnames: Any
 ) -> frozenset[str]:
   """Returns the names of the arguments that two options of a step list."""
-  parameters = inspect.signature(step).parameters
-  names = _positional(step)
+  parameters, names = _parameters(step), _positional(step)
   kinds = {p.kind for p in parameters.values()}
   takes_more = inspect.Parameter.VAR_POSITIONAL in kinds
   takes_any_name = inspect.Parameter.VAR_KEYWORD in kinds
@@ -468,9 +482,8 @@ def _listed(
     if x not in known and not is_more:
       raise ValueError(
         f'data_parallel must be given arguments of the step, got {x!r}, but'
-        f' the arguments of {getattr(step, "__name__", step)} are'
-        f' {", ".join(parameters)}. Give names, or positions counted from the'
-        ' first argument.'
+        f' the arguments of {_label(step)} are {", ".join(parameters)}. Give'
+        ' names, or positions counted from the first argument.'
       )
     found.add(x if is_name else _name_of(x, names))
   return frozenset(found)

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from demo_optax._paths import Keys, dotted, leaves_of
 from demo_optax.numerics import prng
+from demo_optax.step.roles import Role
 
 
 def param_specs(
@@ -105,12 +106,12 @@ def merge(structure: Any, leaves: Sequence[Any], inner: bool) -> list[Any]:
     return list(context.unflatten(graphdef, treedef.unflatten(leaves)))
 
 
-def variables(objects: Sequence[Any]) -> list[tuple[Keys, Any]]:
-  """Returns the path and kind (`leaf_kinds`) of each array of `split`."""
+def variables(objects: Sequence[Any]) -> list[tuple[Keys, Role | None]]:
+  """Returns the path and role (`roles_of`) of each array of `split`."""
   if not objects:
     return []
   _, flat = _nnx().graph.flatten(list(objects), graph=True)
-  return _with_kinds(list(zip(flat.paths, flat.leaves)))
+  return _with_roles(list(zip(flat.paths, flat.leaves)))
 
 
 def check_variables(before: Sequence[Keys], objects: Sequence[Any]) -> None:
@@ -177,41 +178,44 @@ def is_array(x: Any, traces_number: bool) -> bool:
   )
 
 
-def leaf_kinds(tree: Any) -> list[Any]:
-  """Returns for each leaf of a tree how the workers' values become one.
+def roles_of(tree: Any) -> list[Role | None]:
+  """Returns the roles that Flax's variables say by their classes.
 
-  'statistics' for `nnx.BatchStat`, 'added' for total and count of an
-  `nnx.metrics.Average`, 'stream' for random keys in variables, 'equal' for
-  counts of streams, two of which look like a key, and for those of optimizers,
-  None for anything else. NNX objects are leaves.
+  `STATISTICS` for `nnx.BatchStat`, `ADDED` for total and count of an
+  `nnx.metrics.Average`, `KEY` for random keys in variables, `SHARED` for counts
+  of streams and for variables of optimizers, None for anything else. NNX
+  objects are leaves.
   """
   nnx = _nnx()
   if nnx is None:
     return [None] * jax.tree.structure(tree).num_leaves
   flat = leaves_of(tree, lambda x: isinstance(x, nnx.Pytree | nnx.Variable))
-  return [kind for _, kind in _with_kinds(flat)]
+  return [role for _, role in _with_roles(flat)]
 
 
-def _with_kinds(flat: Sequence[tuple[Keys, Any]]) -> list[tuple[Keys, Any]]:
+def _with_roles(
+  flat: Sequence[tuple[Keys, Any]],
+) -> list[tuple[Keys, Role | None]]:
+  """Returns the paths and roles of the arrays in variables and objects."""
   nnx = _nnx()
   metrics = [k for k, x in flat if isinstance(x, nnx.metrics.MetricState)]
 
-  def kind(keys: Keys, x: Any) -> str | None:
+  def role(keys: Keys, x: Any) -> Role | None:
     if isinstance(x, nnx.BatchStat):
-      return 'statistics'
+      return Role.STATISTICS
     # Noise of an optimizer must be equal on all workers.
     if isinstance(x, nnx.RngCount | nnx.OptState):
-      return 'equal'
+      return Role.SHARED
     if isinstance(x, nnx.Variable) and prng.is_key_array(x.get_value()):
-      return 'stream'
+      return Role.KEY
     if keys not in metrics:
       return None
     parts = {k[-1] for k in metrics if k[:-1] == keys[:-1]}
-    return 'added' if parts == {'total', 'count'} else None
+    return Role.ADDED if parts == {'total', 'count'} else Role.SHARED
 
-  return [
-    (keys, kind(keys, x))
-    for keys, x in flat
-    # An NNX object is one leaf.
-    for _ in (jax.tree.leaves(x) if isinstance(x, nnx.Variable) else [x])
-  ]
+  found = []
+  for keys, x in flat:
+    is_variable = isinstance(x, nnx.Variable)
+    count = len(jax.tree.leaves(x)) if is_variable else 1  # an object is a leaf
+    found += [(keys, role(keys, x))] * count
+  return found

@@ -23,8 +23,9 @@ from demo_optax.numerics import packing, prng
 from demo_optax.remote import frames
 from demo_optax.remote.link import Behind, Position, link_of
 from demo_optax.step import agreement
-from demo_optax.step.calls import Call
+from demo_optax.step.arguments import Call
 from demo_optax.step.results import Returned
+from demo_optax.step.roles import Role
 from demo_optax.workers import Workers
 from demo_optax.workers.split import PartedStep
 from demo_optax.workers.value import put
@@ -152,7 +153,7 @@ class RemoteProgram:
     others = [
       n
       for n, a in enumerate(self._call.arrays)
-      if a.role == 'shared' and n not in self._nexts
+      if a.role is Role.SHARED and n not in self._nexts
     ]
     self._given = [n for n in others if closed.in_avals[n].size <= _FEW]
     self._others = [n for n in others if n not in self._given]

@@ -1,7 +1,4 @@
-"""Gives each array that a step returns or changes a role.
-
-`workers.inside.Result` lists the roles; `workers.inside.settle` combines.
-"""
+"""Makes one value for all workers of each array that a step returns."""
 
 import dataclasses
 import itertools
@@ -14,10 +11,39 @@ import numpy as np
 
 from demo_optax._paths import Keys, dotted, is_stacked, leaves_of
 from demo_optax.numerics import prng
-from demo_optax.step import modules
-from demo_optax.step.calls import Call, Fixed, Form, Shapes, take_apart
-from demo_optax.workers import Workers, inside
-from demo_optax.workers.inside import Result
+from demo_optax.step import modules, own_params
+from demo_optax.step.arguments import Call, Fixed, Form, Shapes, take_apart
+from demo_optax.step.roles import Role
+from demo_optax.workers import Workers, collectives, inside
+from demo_optax.workers.variation import Origin
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class OutBatch:
+  """Rows of a batch among the results of a step."""
+
+  value: Any
+
+
+def out_batch(tree: Any) -> Any:
+  """Marks arrays that a step returns as rows of its batch.
+
+  For predictions and losses per row: `data_parallel` joins the rows of all
+  workers, along the axis of the first batch. They are `[rows, ...]` in the
+  step, and `[all rows, ...]` in what it returns.
+
+  Example:
+    >>> import demo_optax, jax.numpy as jnp
+    >>> workers = demo_optax.Workers.simulated(2)
+    >>> @demo_optax.data_parallel(workers, batch_argnames='x')
+    ... def predict(x):
+    ...   return demo_optax.out_batch(2 * x)
+    >>> print(predict(jnp.arange(4.0)))
+    [0. 2. 4. 6.]
+  """
+  inside.check_in_step('out_batch')
+  return OutBatch(tree)
 
 
 @jax.tree_util.register_static
@@ -26,31 +52,56 @@ class Returned:
   """The static part of a result; it leaves `jax.jit` in the structure."""
 
   form: Form
-  # Of each array, the number of the shared one that it is the next value of.
+  # For each array, the number of the shared argument whose next value it is.
   nexts: list[int | None]
 
 
+@dataclasses.dataclass
+class Result:
+  """An array that a step returns or changes.
+
+  Attributes:
+    name: for messages.
+    keys: its path.
+    role: see `Role`.
+    at: number of the argument's array whose next value it is, if known.
+    is_kept: whether it is a key that the step has not changed.
+  """
+
+  name: str
+  keys: Keys
+  role: Role
+  at: int | None = None
+  is_kept: bool = False
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class Collected:
+  """What is known of the results of a step, when it has been traced."""
+
+  results: list[Result]
+  returned: Returned
+
+
 def collect(
-  call: Call,
-  returned: Any,
-  objects: list[Any],
-  before: Sequence[Any],
-  own: Sequence[Any],
-) -> tuple[list[Result], Returned]:
+  call: Call, returned: Any, objects: list[Any], own: Sequence[Any]
+) -> tuple[list[Any], Collected]:
   """Collects the results of a step, then the variables of `objects` after it.
 
-  `before` are all arrays as all workers have them, `own` as the step had them.
+  `own` are the arrays that the step had. Returns arrays, and about them.
   """
   after, structure = modules.split(objects)
+  returned, is_rows = _without_marks(returned)
   treedef = jax.tree.structure(returned, modules.is_object)
   flat = leaves_of({'result': returned}, modules.is_object)
   known, leaves = [*objects], [x for _, x in flat]
   fixed, _ = take_apart(leaves, modules.traces_numbers(returned), known)
   if len(known) > len(objects):
     raise ValueError(
-      f'The step returns a {type(known[-1]).__name__} that is not one of'
-      ' its arguments. Make Flax objects outside of the step and pass them'
-      ' to it, or return nnx.state(...) of it.'
+      'A step must return Flax objects that are among its arguments, got a new'
+      f' {type(known[-1]).__name__}. Make Flax objects outside of the step and'
+      ' pass them to it, or return nnx.state(...) of it.'
     )
   # nnx.state(model) is what the step has changed in place.
   numbers = {id(x): number for number, x in enumerate(after)}
@@ -59,96 +110,159 @@ def collect(
     for x, f in zip(leaves, fixed)
   )
   shapes = tuple(None if f else np.shape(x) for x, f in zip(leaves, fixed))
-  seen: list[Any] = []
-  previous = _previous(call, treedef, shapes, seen)
-  kinds = modules.leaf_kinds(returned)
-  _check_metrics(call, seen)
+  previous = _previous(call, treedef, shapes, [])
+  names = [f'the {dotted(keys)}' for keys, _ in flat]
+  said = modules.roles_of(returned)
   found = [
-    (f'the {dotted(keys)}', keys, x, at, kind)
-    for (keys, x), f, at, kind in zip(flat, fixed, previous, kinds)
-    if not f
+    leaf
+    for leaf, f in zip(zip(names, flat, previous, said, is_rows), fixed)
+    if f is None
   ]
   start = call.form.fixed.count(None)  # where variables are
   found += [
-    (f'the variable {a.name}', a.keys, x, at, a.kind)
+    (f'the variable {a.name}', (a.keys, x), at, a.role, False)
     for at, (a, x) in enumerate(zip(call.arrays[start:], after), start)
   ]
-  results = [_result(call, before, own, *f) for f in found]
-  own_params = inside.own_params([r.keys for r in results])
-  for number, (shared, *_) in own_params.items():
-    result = results[number]
-    result.role = 'equal'
-    result.value = results[shared].value.astype(result.value.dtype)
-  nexts = [None if r.role == 'stacked' else r.at for r in results]
-  return results, Returned(Form(treedef, fixed, structure), nexts)
-
-
-def hold(workers: Workers, r: Result, axis: int) -> jax.Array:
-  """Returns a result with its rows along an axis, where it belongs."""
-  x = jnp.moveaxis(r.value, 0, axis) if r.is_rows else r.value
-  types_say_it = workers.mesh is None or workers.is_explicit
-  if types_say_it or (r.role == 'output' and x.ndim):
-    return x
-  return jax.lax.with_sharding_constraint(x, workers.sharding(r.keys, x.shape))
-
-
-def _check_metrics(call: Call, seen: list[Any]) -> None:
-  """Raises if a step returns some, not all, of metrics of one structure."""
-  for structure, firsts in call.states.items():
-    same, count = [call.arrays[n] for n in firsts], seen.count(structure)
-    if same[0].kind == 'added' and 0 < count < len(same):
-      raise ValueError(
-        f'The step must return all of {", ".join(a.keys[0] for a in same)},'
-        f' which have one structure, in this order, got {count}. Return those'
-        ' that do not change as well, or pass all as one argument.'
-      )
-
-
-def _result(
-  call: Call,
-  before: Sequence[Any],
-  own: Sequence[Any],
-  name: str,
-  keys: Keys,
-  x: Any,
-  at: int | None,
-  kind: Any,
-) -> Result:
-  """Decides about an array, the next value of array `at` if that is known."""
-  was_key = at is not None and call.arrays[at].role == 'key'
-  if at is not None and was_key and x.dtype != own[at].dtype:
-    at, was_key = None, False  # of the same shape by chance
-  old = None if at is None else before[at]
-  is_same = at is not None and x is own[at]
-  is_new_key = (
-    at is None
-    and prng.is_key(keys[1:], x)
-    and (
-      x.ndim == int(prng.is_pair(x))  # one, not several
-    )
+  unchanged = {id(x): at for at, x in enumerate(own)}
+  values: list[Any] = []
+  results: list[Result] = []
+  for name, (keys, x), at, role, rows in found:
+    result = Result(name, keys, Role.BATCH, at)
+    is_same = id(x) in unchanged
+    if not rows:
+      result.role = _role(result, x, role, is_same)
+    if is_same and result.role is Role.KEY:
+      result.at, result.is_kept = unchanged[id(x)], True
+    results.append(result)
+    values.append(x)
+  copies = own_params.find([r.keys for r in results])
+  for number, (shared, *_) in copies.items():
+    results[number].role = Role.SHARED
+    values[number] = values[shared].astype(values[number].dtype)
+  nexts = [None if r.role is Role.STACKED else r.at for r in results]
+  collected = Collected(
+    results, Returned(Form(treedef, fixed, structure), nexts)
   )
-  role: inside.ResultRole = 'output' if at is None else 'equal'
-  if is_stacked(keys):
-    role = 'stacked'
-  elif kind in (None, 'stream') and (was_key or is_new_key):
-    # The next step folds a key that is the same again.
-    role, x = ('equal', old) if is_same else ('key', x)
-  elif at is not None and kind not in (None, 'equal'):
-    role = 'equal' if kind == 'added' and is_same else kind
-  elif 'batch_stats' in keys:  # of Linen
-    role = 'statistics'
-    if at is None:
-      # What stays if no worker's are finite, found by name, or zeros.
-      suffix = keys[keys.index('batch_stats') :]
-      named = (
-        x
-        for x, a in zip(before, call.arrays)
-        if a.keys[-len(suffix) :] == suffix
+  return [jnp.asarray(x) for x in values], collected
+
+
+def settle(
+  call: Call,
+  collected: Collected,
+  values: Sequence[jax.Array],
+  origins: Sequence[Origin],
+  before: Sequence[Any],
+  view: inside.StepView,
+  is_spread: bool,
+) -> tuple[list[Any], list[Any]]:
+  """Makes one value for all workers of what each of them returns.
+
+  `before` are the arguments as all workers have them. `is_spread` says that
+  mapped arrays are spread over the devices of a mesh. Returns two lists with an
+  entry for each result: arrays of the worker's own, rows along the first axis;
+  and arrays that are equal on all workers. One of both is None.
+  """
+  own: list[Any] = []
+  equal: list[Any] = []
+  for result, x, origin in zip(collected.results, values, origins):
+    is_apart = result.role in (Role.STACKED, Role.BATCH)
+    if result.role is Role.BATCH:
+      _check_rows(result, x, call)
+      x = jnp.moveaxis(x, call.axis, 0)
+    if not is_apart:
+      old = None if result.at is None else before[result.at]
+      x = _combine(result, x, old, origin, view.axis, is_spread)
+    own.append(x if is_apart else None)
+    equal.append(None if is_apart else x)
+  return own, equal
+
+
+def hold(workers: Workers, result: Result, x: jax.Array) -> jax.Array:
+  """Returns a result where it belongs."""
+  types_say_it = workers.mesh is None or workers.is_explicit
+  is_state = result.at is not None or result.role is Role.STACKED
+  if types_say_it or (x.ndim and not is_state):
+    return x
+  sharding = workers.sharding(result.keys, x.shape)
+  return jax.lax.with_sharding_constraint(x, sharding)
+
+
+def _without_marks(returned: Any) -> tuple[Any, list[bool]]:
+  """Returns results without `OutBatch`, and which of their leaves are rows."""
+
+  def is_node(x: Any) -> bool:
+    return isinstance(x, OutBatch) or modules.is_object(x)
+
+  def plain(x: Any) -> Any:
+    return x.value if isinstance(x, OutBatch) else x
+
+  parts = jax.tree.leaves(returned, is_leaf=is_node)
+  is_rows: list[bool] = []
+  for part in parts:
+    count = len(jax.tree.leaves(plain(part), is_leaf=modules.is_object))
+    is_rows += [isinstance(part, OutBatch)] * count
+  return jax.tree.map(plain, returned, is_leaf=is_node), is_rows
+
+
+def _role(result: Result, x: Any, said: Role | None, is_same: bool) -> Role:
+  """Returns the role of a result; `said` is what its variable's class says."""
+  if is_stacked(result.keys):
+    return Role.STACKED
+  if said in (None, Role.KEY) and prng.is_key_array(x):
+    return Role.KEY
+  if said is Role.ADDED and (result.at is None or is_same):
+    return Role.SHARED
+  if said is not None:
+    return said
+  is_real = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+  if result.at is None and is_real and not np.shape(x):
+    return Role.MEAN
+  return Role.SHARED
+
+
+def _combine(
+  result: Result,
+  x: jax.Array,
+  old: Any,
+  origin: Origin,
+  axis: collectives.Axis,
+  is_spread: bool,
+) -> jax.Array:
+  """Returns one value for all workers."""
+  if result.is_kept:  # the next step folds a key that is the same again
+    return old
+  if result.role is Role.ADDED:
+    if Origin.TOTAL in origin:
+      return old + collectives.total(x - old, axis)
+    if origin.differs:
+      raise ValueError(
+        'A metric that a step adds to must not be reset in the step, got'
+        f' {result.name} that was. Reset it between steps.'
       )
-      old = next(named, jnp.zeros_like(x))
-  if role not in ('statistics', 'added'):
-    old = None
-  return Result(name, keys, role, x, old, at)
+  if not origin.differs:
+    return x
+  if result.role is Role.KEY:
+    return collectives.first(x, axis)
+  # Integers have no mean.
+  is_real = jnp.issubdtype(x.dtype, jnp.inexact)
+  if result.role is Role.STATISTICS and is_real:
+    # Statistics of a worker that saw a NaN would stay NaN for ever.
+    return collectives.mean_finite(x, axis, old)
+  if result.role is Role.MEAN:
+    # XLA would send slices of what is spread one by one, to add them in order.
+    return collectives.mean_finite(x, axis, ordered=not is_spread)
+  name = f'{result.name}, {x.dtype}{list(x.shape)},'
+  raise ValueError(inside.differs_text(name))
+
+
+def _check_rows(result: Result, x: jax.Array, call: Call) -> None:
+  """Raises for marked rows that are not those of the worker's batch."""
+  if call.rows is None or x.shape[call.axis : call.axis + 1] != (call.rows,):
+    raise ValueError(
+      f'out_batch must be given arrays with the {call.rows} rows of a worker'
+      f' along axis {call.axis}, got {result.name} of shape {x.shape}. Return'
+      ' demo_optax.over_workers(x, reduction) for anything else.'
+    )
 
 
 def _previous(

@@ -185,33 +185,52 @@ def total(x: jax.Array, axis: Axis) -> jax.Array:
   return added.astype(x.dtype)
 
 
-def mean(x: jax.Array, axis: Axis) -> jax.Array:
-  """Returns the mean of real or complex numbers, of workers that are there."""
-  wide = x.astype(widened(x))
-  # By a product: XLA divides by a constant in some programs, and multiplies by
-  # its reciprocal in others.
+def mean_finite(
+  x: jax.Array,
+  axis: Axis,
+  otherwise: jax.Array | None = None,
+  ordered: bool = True,
+) -> jax.Array:
+  """Returns the mean over the workers that are there and have a finite `x`.
+
+  `x` are real or complex numbers. Without such a worker it is `otherwise`, by
+  default NaN. Small arrays are added in the order of the workers, if `ordered`.
+  """
+  wide = vary(x.astype(widened(x)), axis)
   if isinstance(axis, Programs):
     rows, present, _ = meet(wide, axis)
-    inverse = rounding.exact_reciprocal(
-      jnp.sum(present, dtype=jnp.int32), axis.size, wide.dtype
-    )
-    added = in_order(rows) if _is_ordered(wide) else jnp.sum(rows, axis=0)
+    added, count = _sum_of_finite(rows, present, ordered)
+  elif _is_ordered(wide):
+    rows = gather(wide, axis)
+    present = jnp.ones(len(rows), bool)
+    added, count = _sum_of_finite(rows, present, ordered)
   else:
-    inverse = wide.dtype.type(1 / jax.lax.axis_size(axis))
-    added = total(wide, axis)
-  return (added * inverse).astype(x.dtype)
-
-
-def mean_finite(x: jax.Array, otherwise: jax.Array, axis: Axis) -> jax.Array:
-  """Returns the mean over the workers whose `x` is finite, if any is."""
-  finite = jnp.isfinite(x).all()
-  wide = x.astype(widened(x))
-  added = total(jnp.where(finite, wide, jnp.zeros_like(wide)), axis)
-  count = total(finite.astype(jnp.int32), axis)
+    finite = jnp.isfinite(wide).all()
+    added = total(jnp.where(finite, wide, jnp.zeros_like(wide)), axis)
+    count = total(finite.astype(jnp.int32), axis)
   size = axis.size if isinstance(axis, Programs) else jax.lax.axis_size(axis)
-  # By a product, as in `mean`.
+  # By a product: XLA divides by a constant in some programs, and multiplies by
+  # its reciprocal in others.
   inverse = rounding.exact_reciprocal(count, size, added.dtype)
-  return jnp.where(count > 0, (added * inverse).astype(x.dtype), otherwise)
+  mean = (added * inverse).astype(x.dtype)
+  if otherwise is None:
+    otherwise = jnp.full_like(mean, jnp.nan)
+  return jnp.where(count > 0, mean, otherwise)
+
+
+def _sum_of_finite(
+  rows: jax.Array, present: jax.Array, ordered: bool
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the sum of the finite rows `[workers, ...]`, and their number."""
+  rows = _together(rows)
+  finite = jnp.isfinite(rows).all(tuple(range(1, rows.ndim))) & present
+  each = finite.reshape(-1, *(1,) * (rows.ndim - 1))  # bool[workers, 1, ...]
+  rows = jnp.where(each, rows, jnp.zeros_like(rows))
+  if ordered and _is_ordered(rows[0]):
+    added = in_order(rows)
+  else:
+    added = jnp.sum(rows, axis=0)
+  return added, jnp.sum(finite, dtype=jnp.int32)
 
 
 def first(x: jax.Array, axis: Axis) -> jax.Array:

@@ -1,195 +1,190 @@
 """Operations across workers, called inside of a `data_parallel` step.
 
-`data_parallel` traces a step under `jax.vmap` over the workers. Arrays that are
-equal on all workers have no worker axis there. Workers communicate by
-collectives, and in the exchange by a rule that receives all workers' arrays.
-
-Where each worker is one device of a mesh, that trace is only a check
-(`tracing`), and `jax.shard_map` runs the step on each device: compilers would
-gather the batch for the gradients of stacked convolutions.
+A step is traced once, for one worker (`trace`). Where each worker has its own
+device, or is a separate program, exchanges in the step communicate by the
+collectives of that worker. Else the step is run under `jax.vmap`, and an
+exchange is a rule that receives the arrays of all workers.
 """
 
-import contextlib
-import contextvars
-import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
+from jax.extend import core
 
 from demo_optax import _paths, _tree
 from demo_optax._paths import Keys, path_keys
 from demo_optax.numerics import prng
 from demo_optax.workers import Workers, collectives
+from demo_optax.workers.variation import Origin, traced_step, watch
 
 # The axis that `data_parallel` maps a step over. No other has this name.
 WORKER_AXIS = 'demo_optax_workers'
 
-# Name of the exchange in the program of one worker's step.
-EXCHANGE = 'demo_optax_exchange'
 
-# How the step that is being traced is run: see `tracing`.
-_TRACE = contextvars.ContextVar[tuple[Workers | None, bool]](
-  'demo_optax_trace', default=(None, False)
-)
+class StepView(NamedTuple):
+  """The workers, as a step that is being traced sees them."""
+
+  axis: collectives.Axis
+  num_workers: int
+  # Of a worker on its own device, or of a separate program: exchanges use it.
+  own: Workers | None
 
 
-@contextlib.contextmanager
-def tracing(
-  seen_as: Workers | None = None, checks: bool = False
-) -> Iterator[None]:
-  """Traces a step in another way than for all workers, mapped.
-
-  With `seen_as`, for one worker on its own device; its exchanges use `seen_as`.
-  With `checks`, to see what differs between workers; nothing is exchanged.
-  """
-  token = _TRACE.set((seen_as, checks))
+def trace(
+  view: StepView, step: Callable[..., Any], arrays: Sequence[Any]
+) -> tuple[core.ClosedJaxpr, Any]:
+  """Traces one worker's step; returns its program, and results as shapes."""
+  token = traced_step.set(view)
   try:
-    yield
+    return jax.make_jaxpr(step, return_shape=True)(*arrays)
   finally:
-    _TRACE.reset(token)
+    traced_step.reset(token)
 
 
-def is_mapped() -> bool:
-  """Returns whether the caller is traced inside of a `data_parallel` step."""
-  try:
-    jax.lax.axis_index(WORKER_AXIS)
-  except NameError:
-    return _TRACE.get()[0] is not None
-  return True
+def is_in_step() -> bool:
+  """Returns whether the caller is traced in a `data_parallel` step."""
+  return traced_step.get() is not None
 
 
-def _worker_axis() -> collectives.Axis:
-  """Returns the axis of the workers, as the step sees it."""
-  seen_as, _ = _TRACE.get()
-  return WORKER_AXIS if seen_as is None else seen_as.axis
-
-
-def check_in_step(what: str) -> None:
-  """Raises outside of a `data_parallel` step."""
-  if not is_mapped():
+def check_in_step(what: str) -> StepView:
+  """Returns the view of the step; raises outside of a step."""
+  view = traced_step.get()
+  if view is None:
     raise ValueError(
-      f'{what} must be called in a demo_optax.data_parallel step. Write the'
-      ' step for one worker and decorate it with'
-      ' @demo_optax.data_parallel(workers), instead of jax.jit or nnx.jit.'
+      f'{what} must be called in a demo_optax.data_parallel step, got a call'
+      ' outside of one. Write the step for one worker and decorate it with'
+      ' @demo_optax.data_parallel(workers, batch_argnames=...), instead of'
+      ' jax.jit or nnx.jit.'
+    )
+  return view
+
+
+# Checks -----------------------------------------------------------------------
+
+
+def check_own_gradients(gradients: Any) -> Any:
+  """Returns `gradients`; raises if all of them are the same on all workers.
+
+  A single gradient that is the same belongs to an unused parameter.
+  """
+  view = check_in_step('An update of gradients')
+  leaves, treedef = jax.tree.flatten(gradients)
+  exchanged = [i for i, x in enumerate(leaves) if _tree.is_exchanged(x)]
+  if view.num_workers == 1 or not exchanged:
+    return gradients
+  watched = watch([leaves[i] for i in exchanged], _must_differ)
+  for i, x in zip(exchanged, watched):
+    leaves[i] = x
+  return treedef.unflatten(leaves)
+
+
+def _must_differ(origins: Sequence[Origin]) -> None:
+  if not any(Origin.DATA in origin for origin in origins):
+    raise ValueError(
+      'The gradients that reach the exchange must be those of one worker, got'
+      ' the same on all workers. Either the loss does not depend on the batch'
+      ' that data_parallel has cut (it closes over another array, or over a'
+      ' constant random key), or the gradients were averaged. Use the'
+      " step's own arguments in the loss, and remove what averages gradients,"
+      ' which the exchange replaces.'
     )
 
 
-def _with_all_workers(
-  rule: Callable[..., Any], like: Callable[..., Any], *args: Any
-) -> Any:
-  """Applies `rule` to the `args` of all workers, trees of arrays.
+def equal(tree: Any, message: str) -> Any:
+  """Returns `tree`; raises `message` of a leaf that differs between workers.
 
-  `rule(size, cut, *args) -> (out, apart)`: `cut` is like `args`, and true where
-  an array differs between workers, and so is stacked; `apart` is like `out`,
-  and true where each worker has its own array, stacked. `like(*args)` has the
-  types that one worker sees.
+  `{}` in the message is the name of the leaf.
   """
+  names = [_paths.dotted(keys) for keys, _ in _paths.leaves_of(tree)]
 
-  # The number is mapped wherever this is reached, so that the rule is called.
-  @custom_vmap
-  def one_worker(index: Any, *args: Any) -> Any:
-    return like(*args)
+  def check(origins: Sequence[Origin]) -> None:
+    for name, origin in zip(names, origins):
+      if origin.differs:
+        raise ValueError(message.replace('{}', name))
 
-  @one_worker.def_vmap
-  def all_workers(size: int, cut: Any, index: Any, *args: Any) -> Any:
-    return rule(size, cut[1:], *args)
-
-  return one_worker(jax.lax.axis_index(WORKER_AXIS), *args)
+  leaves, treedef = jax.tree.flatten(tree)
+  return treedef.unflatten(watch([jnp.asarray(x) for x in leaves], check))
 
 
-def _watch(tree: Any, see: Callable[[Any], None]) -> Any:
-  """Returns `tree`; calls `see` with which of its arrays differ.
-
-  Where workers are mapped; on a worker's own device `see` is never called.
-  """
-
-  def rule(size: int, cut: Any, tree: Any) -> Any:
-    see(cut[0])
-    return tree, cut[0]
-
-  if _TRACE.get()[0] is not None:
-    return tree
-  return _with_all_workers(rule, lambda tree: tree, tree)
-
-
-# Parameters of each worker ----------------------------------------------------
-
-
-def enter(params: Mapping[int, Sequence[int]], arrays: list[Any]) -> None:
-  """Puts the worker's own copies in the places of the parameters.
-
-  If any was changed between steps, as when weights are loaded, then what the
-  model has holds for all copies.
-  """
-  changed = jnp.zeros((), bool)
-  for number, (shared, *_) in params.items():
-    x = arrays[number]
-    changed |= jnp.any(x != arrays[shared].astype(x.dtype))
-  for number, copies in params.items():
-    x = arrays[number]
-    for copy in copies:
-      old = arrays[copy]
-      arrays[copy] = jnp.where(changed, x.astype(old.dtype), old)
-    arrays[number] = arrays[copies[1]]
+# What makes values differ that must not, and what to do.
+_CAUSES = {
+  'rows': 'rows of a batch: return demo_optax.out_batch(x) to join them',
+  'count': 'a count or an array of one worker: return'
+  ' demo_optax.over_workers(x, jnp.sum), or another reduction',
+  'gradient': 'a gradient that is not exchanged: average it'
+  ' (demo_optax.average), or set it to zero',
+  'statistics': 'statistics of batches: return'
+  ' demo_optax.over_workers(statistics)',
+  'metric': 'a metric: keep it in an nnx.metrics.Average, which is added up;'
+  ' merge those of clu with demo_optax.over_workers(own, jnp.sum); or update it'
+  ' outside of the step, from what the step returns',
+  'skip': 'a step that is skipped: decide from the update, or from all'
+  ' workers, demo_optax.over_workers(flag, jnp.all); optax.apply_if_finite is'
+  ' not needed, since the exchange leaves out workers with gradients that are'
+  ' not finite',
+  'number': 'a number of one worker, such as its loss or a norm: give'
+  ' value=demo_optax.over_workers(loss) to reduce_on_plateau',
+  'state': 'a transformation with a state before the exchange: put it into'
+  ' demo_optax.per_worker',
+  'wrapper': 'a wrapper that also reads gradients, such as'
+  ' optax.contrib.mechanize: place it after the exchange,'
+  ' optax.chain(demo_optax.scale_by_demo(...), wrapper(...))',
+}
 
 
-def own_params(keys: Sequence[Keys]) -> dict[int, list[int]]:
-  """Finds the parameters of which `local_updates` keeps one copy per worker.
-
-  Returns the number of each, among the arrays with such paths, and those of its
-  copies in the optimizer state: the one that all workers share, the worker's
-  own, and, of one that drifts, where it started.
-  """
-  numbers = {k: number for number, k in enumerate(keys)}
-  found = {}
-  for root, params in local_params(keys).items():
-    starts = dict.fromkeys(k[: len(k) - len(params[0])] for k in keys)
-    prefixes = [
-      start
-      for start in starts
-      if start[: len(root)] != root
-      and all((*start, *k) in numbers for k in params)
+def differs_text(what: str, causes: Iterable[str] = tuple(_CAUSES)) -> str:
+  """Returns the message for a value that must not differ, but does."""
+  return '\n  - '.join(
+    [
+      f'{what[0].upper()}{what[1:]} must be the same on all workers, got one'
+      " that differs between workers: it depends on one worker's gradient,"
+      ' loss or batch. Usual causes:',
+      *(_CAUSES[cause] for cause in causes),
     ]
-    if len(prefixes) != 1:
-      names = ', '.join(map(_paths.dotted, prefixes)) or 'none'
-      raise ValueError(
-        'The state of local_updates has the parameters of each worker, which'
-        " replace the model's in the step. The"
-        f' arguments and results must hold these once, but hold: {names}.'
-      )
-    for k in params:
-      copies = [(*root, *part, *k) for part in (_SHARED, _OWN, _START)]
-      found[numbers[(*prefixes[0], *k)]] = [
-        numbers[copy] for copy in copies if copy in numbers
-      ]
-  return found
-
-
-# Where a state of `local_updates` has parameters.
-_OWN, _SHARED = ('worker_stacked', 'params'), ('global_params',)
-_START = ('worker_stacked', 'start')
-
-
-def local_params(keys: Sequence[Keys]) -> dict[Keys, list[Keys]]:
-  """Returns the paths of the parameters in states of `local_updates`."""
-  roots: dict[Keys, list[Keys]] = {}
-  for k in keys:
-    for start in range(len(k) - 1):
-      if k[start : start + 2] == _OWN:
-        roots.setdefault(k[:start], []).append(k[start + 2 :])
-  return {
-    root: params
-    for root, params in roots.items()
-    if {(*root, *_SHARED, *k) for k in params} <= {*keys}
-  }
+  )
 
 
 # The exchange -----------------------------------------------------------------
+
+
+class _Arguments(NamedTuple):
+  """What reaches an exchange, as one worker has it."""
+
+  gradients: list[jax.Array]
+  state: Any
+  params: Any
+  hyperparams: Any
+
+
+# By field of `_Arguments`, its name in messages, and why it may differ.
+_SHARED = {
+  'params': ('parameter', ('skip', 'wrapper')),
+  'hyperparams': ('hyperparameter', ('number',)),
+  'state': ('optimizer state', ('state', 'skip', 'number', 'wrapper')),
+}
+
+
+def _check_all(names: Sequence[Keys], origins: Sequence[Origin]) -> None:
+  """Raises for an array that differs and must not, or the reverse."""
+  for (field, *keys), origin in zip(names, origins):
+    is_stacked = field == 'state' and _paths.is_stacked(tuple(keys))
+    if field == 'gradients' or origin.differs == is_stacked:
+      continue
+    if is_stacked:
+      raise ValueError(
+        'The momentum that reaches the exchange must be that of one worker, got'
+        ' one that all workers share: the step closes over the optimizer state.'
+        ' Make the state an argument of the step (or a part of one, as in an'
+        ' nnx.Optimizer or a TrainState).'
+      )
+    what, causes = _SHARED[field]
+    name = f'the {what} {_paths.dotted(tuple(keys))}' if keys else f'the {what}'
+    raise ValueError(differs_text(name, causes))
 
 
 def call_stacked(
@@ -210,12 +205,13 @@ def call_stacked(
   or of one worker. Here `updates` and `state` are those of one worker;
   parameters and hyperparameters are equal on all workers.
   """
-  seen_as, only_checks = _TRACE.get()
-  if seen_as is not None:
-    return stacked_update(updates, state, params, hyperparams, seen_as)
-  stacked = jax.tree_util.tree_map_with_path(
-    lambda path, _: _paths.is_stacked(path_keys(path)), state
-  )
+  view = check_in_step('An exchange')
+  if workers.kind == 'on_axis' or workers.count != view.num_workers:
+    raise ValueError(
+      'workers must be those of data_parallel, which runs the step for'
+      f' {view.num_workers} workers, got {workers} in the transformation. Give'
+      ' both the same workers.'
+    )
   grads_def = jax.tree.structure(updates)
   grads = [  # those of integers are float0, which no operation takes
     _tree.zero_update(g, p, 0)
@@ -223,107 +219,57 @@ def call_stacked(
     else jnp.asarray(g)
     for (_, g), p in zip(*_tree.flatten_alike(updates, params))
   ]
-  # Numbers that are known when a step is traced make a smaller program.
-  known = params, hyperparams
-  rest = jax.tree.map(
-    lambda x: x if isinstance(x, jax.Array | np.ndarray) else None, known
-  )
+  grads = check_own_gradients(grads)
+  given = _Arguments(grads, state, params, hyperparams)
+  flat, treedef = _paths.leaves_of(given), jax.tree.structure(given)
+  # Numbers that are known when a step is traced make a smaller program. What is
+  # closed over below must not hold tracers.
+  named = [(keys, x) for keys, x in flat if _is_array(x)]
+  constants = [None if _is_array(x) else x for _, x in flat]
+  names = [keys for keys, _ in named]
+  check = functools.partial(_check_all, names)
+  arrays = watch([x for _, x in named], check, exchanges=True)
 
-  def nothing(grads: Any, state: Any, rest: Any) -> Any:
-    return [jnp.zeros_like(g) for g in grads], state
+  def update(
+    arrays: Sequence[jax.Array], workers: Workers
+  ) -> tuple[list[jax.Array], Any]:
+    in_order = iter(arrays)
+    leaves = [next(in_order) if x is None else x for x in constants]
+    grads, *rest = treedef.unflatten(leaves)
+    new, after = stacked_update(grads_def.unflatten(grads), *rest, workers)
+    return jax.tree.leaves(new), after
 
-  def exchange(size: int, cut: Any, grads: Any, state: Any, rest: Any) -> Any:
-    grads_cut, state_cut, (params_cut, hyperparams_cut) = cut
-    if workers.kind == 'on_axis' or workers.count != size:
-      raise ValueError(
-        f'data_parallel runs the step for {size} workers, but the'
-        f' transformation exchanges among {workers}: give both the same'
-        ' workers.'
-      )
-    if grads_cut and not any(grads_cut):
-      raise ValueError(
-        'The gradients that reach the exchange are the same on all workers:'
-        ' either the loss does not depend on the batch that data_parallel has'
-        " cut, or they were averaged. Use the step's own argument in the"
-        ' loss, and remove what averages gradients, which the exchange'
-        ' replaces.'
-      )
-    shared_cut = jax.tree.map(
-      lambda is_cut, axis: is_cut and not axis, state_cut, stacked
-    )
-    for what, are_cut, causes in (
-      ('parameter', params_cut, ('skip', 'wrapper')),
-      ('hyperparameter', hyperparams_cut, ('number',)),
-      ('optimizer state', shared_cut, ('state', 'skip', 'number', 'wrapper')),
-    ):
-      for keys, is_cut in _paths.leaves_of(are_cut):
-        if is_cut:
-          name = f'the {what} {_paths.dotted(keys)}' if keys else f'the {what}'
-          raise ValueError(_differs(name, causes))
-    if jax.tree.leaves(state_cut) != jax.tree.leaves(stacked):
-      raise ValueError(
-        'The momentum that reaches the exchange is not the one of a worker:'
-        ' the optimizer state must be an argument of the step (or in one, as'
-        ' in an nnx.Optimizer or a TrainState), not a variable that the step'
-        ' closes over.'
-      )
-    # A gradient that is the same on all workers is that of an unused parameter.
-    everyones = [
-      g if is_cut else jnp.broadcast_to(g, (size, *g.shape))
-      for g, is_cut in zip(grads, grads_cut)
-    ]
-    apart = [own_updates] * len(grads), stacked
-    if only_checks:
-      new = [jnp.zeros_like(g if own_updates else g[0]) for g in everyones]
-      return (new, state), apart
-    new, state = stacked_update(
-      grads_def.unflatten(everyones),
-      state,
-      *jax.tree.map(
-        lambda x, number: number if x is None else x,
-        rest,
-        known,
-        is_leaf=lambda x: x is None,
-      ),
-      workers,
-    )
-    return (jax.tree.leaves(new), state), apart
+  if view.own is not None:
+    new, state = update(arrays, view.own)
+    return grads_def.unflatten(new), state
 
-  nothing.__name__ = EXCHANGE
-  new, state = _with_all_workers(exchange, jax.jit(nothing), grads, state, rest)
+  with_axis = [k[0] == 'gradients' or _paths.is_stacked(k) for k in names]
+  outputs = [own_updates] * len(grads)
+  outputs += [_paths.is_stacked(keys) for keys, _ in _paths.leaves_of(state)]
+  out_def = jax.tree.structure((grads, state))
+
+  def rule(size: int, batched: Any, index: Any, *arrays: Any) -> Any:
+    stacked = list(arrays)
+    for i, (x, is_batched) in enumerate(zip(arrays, batched[1:])):
+      if with_axis[i] and not is_batched:  # of an unused parameter
+        stacked[i] = jnp.broadcast_to(x, (size, *x.shape))
+    return jax.tree.leaves(update(stacked, workers)), outputs
+
+  # The number is mapped wherever this is reached, so that the rule is called.
+  @custom_vmap
+  def one_worker(index: Any, *arrays: Any) -> list[Any]:
+    by_name = [(k, x) for k, x in zip(names, arrays)]
+    grads = [jnp.zeros_like(x) for k, x in by_name if k[0] == 'gradients']
+    return grads + [x for k, x in by_name if k[0] == 'state']
+
+  one_worker.def_vmap(rule)
+  found = one_worker(jax.lax.axis_index(WORKER_AXIS), *arrays)
+  new, state = out_def.unflatten(watch(found, outputs=outputs))
   return grads_def.unflatten(new), state
 
 
-# What makes values differ that must not, and what to do.
-_CAUSES = {
-  'gradient': 'a gradient that is not exchanged: average it'
-  ' (demo_optax.average), or set it to zero',
-  'statistics': 'statistics of batches: return'
-  ' demo_optax.over_workers(statistics)',
-  'metric': 'a metric that is not only added to: reset it between steps, and'
-  ' update nnx.metrics.Welford there, from rows that the step returns',
-  'skip': 'a step that is skipped: decide from the update, or from all'
-  ' workers, demo_optax.over_workers(flag, jnp.all); optax.apply_if_finite is'
-  ' not needed, since the exchange leaves out workers with gradients that are'
-  ' not finite',
-  'number': 'a number of one worker, such as its loss or a norm: give'
-  ' value=demo_optax.over_workers(loss) to reduce_on_plateau',
-  'state': 'a transformation with a state before the exchange: put it into'
-  ' demo_optax.per_worker',
-  'wrapper': 'a wrapper that also reads gradients, such as'
-  ' optax.contrib.mechanize: place it after the exchange,'
-  ' optax.chain(demo_optax.scale_by_demo(...), wrapper(...))',
-}
-
-
-def _differs(what: str, causes: Iterable[str] = tuple(_CAUSES)) -> str:
-  return '\n  - '.join(
-    [
-      f'{what[0].upper()}{what[1:]} differs between workers: it depends on'
-      " one worker's gradient, loss or batch. Usual causes:",
-      *(_CAUSES[cause] for cause in causes),
-    ]
-  )
+def _is_array(x: Any) -> bool:
+  return isinstance(x, jax.Array | np.ndarray)
 
 
 def over_workers(tree: Any, reduce: Callable[..., jax.Array] = jnp.mean) -> Any:
@@ -337,7 +283,8 @@ def over_workers(tree: Any, reduce: Callable[..., jax.Array] = jnp.mean) -> Any:
   Args:
     tree: this worker's arrays.
     reduce: a reduction such as `jnp.mean`, `jnp.sum`, `jnp.min` or `jnp.all`,
-      called with `[workers, ...]` and `axis=0`.
+      called with `[workers, ...]` and `axis=0`. `jnp.mean`, the default, is the
+      mean of the workers whose array is finite, if any is.
 
   Returns:
     A tree like `tree`, equal on all workers. Of random keys it has worker 0's,
@@ -346,32 +293,30 @@ def over_workers(tree: Any, reduce: Callable[..., jax.Array] = jnp.mean) -> Any:
   Example:
     >>> import demo_optax, jax.numpy as jnp
     >>> workers = demo_optax.Workers.simulated(2)
-    >>> @demo_optax.data_parallel(workers, batch_argnums=0)
+    >>> @demo_optax.data_parallel(workers, batch_argnames='x')
     ... def count_positive(x):
     ...   return demo_optax.over_workers((x > 0).sum(), jnp.sum)
     >>> print(count_positive(jnp.array([1.0, -1.0, 2.0, 3.0])))
     3
   """
-  check_in_step('over_workers')
-  axis = _worker_axis()
-  same_bits = {jnp.mean: collectives.mean, jnp.sum: collectives.total}
+  axis = check_in_step('over_workers').axis
 
   def over(path: _paths.Path, x: Any) -> jax.Array:
     x = _undifferentiated(jnp.asarray(x))
-    if prng.is_key(path_keys(path), x):
+    if prng.is_key_array(x):
       return collectives.first(x, axis)
-    if reduce is jnp.mean and not jnp.issubdtype(x.dtype, jnp.inexact):
+    if reduce is jnp.mean:
+      if jnp.issubdtype(x.dtype, jnp.inexact):
+        return collectives.mean_finite(x, axis)
       name = _paths.dotted(('x', *path_keys(path)))
       return equal(
         x,
-        (
-          f'over_workers was called on {name}, {x.dtype}{list(x.shape)}, which'
-          ' differs between workers and has no mean. Give another reduction,'
-          ' such as jnp.sum or jnp.max; a random key is returned as it is.'
-        ),
+        f'over_workers must be given real numbers for their mean, got {name},'
+        f' {x.dtype}{list(x.shape)}, which differs between workers. Give'
+        ' another reduction, such as jnp.sum or jnp.max.',
       )
-    if reduce in same_bits and jax.eval_shape(reduce, x).dtype == x.dtype:
-      return same_bits[reduce](x, axis)
+    if reduce is jnp.sum and jax.eval_shape(reduce, x).dtype == x.dtype:
+      return collectives.total(x, axis)  # with the same bits in every map
     return reduce(collectives.everyones(x, axis), axis=0)
 
   return jax.tree_util.tree_map_with_path(over, tree)
@@ -388,112 +333,9 @@ def _derivative(primals: Any, tangents: Any) -> Any:
   (x,), (tangent,) = primals, tangents
   if not isinstance(tangent, jax.custom_derivatives.SymbolicZero):
     raise ValueError(
-      'over_workers was called inside of the function that is differentiated.'
-      ' Gradients must stay per worker. Return the value beside the loss'
-      ' (has_aux=True) and call over_workers on it outside, or give it'
-      ' jax.lax.stop_gradient(x).'
+      'over_workers must be called outside of the function that is'
+      ' differentiated, got a call inside of it. Gradients must stay per'
+      ' worker. Return the value beside the loss (has_aux=True) and call'
+      ' over_workers on it outside, or give it jax.lax.stop_gradient(x).'
     )
   return x, tangent
-
-
-def equal(tree: Any, message: str) -> Any:
-  """Returns `tree`; raises `message` of a leaf that differs between workers."""
-
-  def see(differs: Any) -> None:
-    for keys, is_cut in _paths.leaves_of(differs):
-      if is_cut:
-        raise ValueError(message.replace('{}', _paths.dotted(keys)))
-
-  return _watch(tree, see)
-
-
-# What a step returns ----------------------------------------------------------
-
-ResultRole = Literal['stacked', 'equal', 'statistics', 'added', 'key', 'output']
-
-
-@functools.partial(
-  jax.tree_util.register_dataclass,
-  data_fields=('value', 'old'),
-  meta_fields=('name', 'keys', 'role', 'at', 'differs', 'apart'),
-)
-@dataclasses.dataclass
-class Result:
-  """A leaf of what a step returns or changes, as one worker has it.
-
-  The role says how the workers' values become one: 'stacked' (they stay apart),
-  'equal' (an error if they differ), 'statistics' (averaged over those that are
-  finite), 'added' (all that was added to the old one), 'key' (worker 0's), or
-  'output' (the mean of numbers, the rows of a batch).
-  """
-
-  name: str  # for error messages
-  keys: Keys  # its path
-  role: ResultRole
-  value: Any
-  old: Any = None  # before the step, for 'statistics' and 'added'
-  at: int | None = None  # number of the array that it is the next value of
-  differs: bool = False  # whether it differs between workers
-  apart: bool = False  # whether it keeps a worker axis: 'stacked', or rows
-
-  @property
-  def is_rows(self) -> bool:
-    """Whether the workers' values are the rows of a batch."""
-    return self.apart and self.role == 'output'
-
-
-def settle(
-  results: list[Result], rows: int | None, axis: int, on_mesh: bool = False
-) -> list[Result]:
-  """Makes one value for all workers of what each of them returns.
-
-  A worker's batch has `rows` rows, along `axis` of results; rows are moved to
-  the first axis. Raises for a value that must not differ between workers. On a
-  worker's own device `results` know `differs`. `on_mesh` if stacked arrays are
-  spread over devices.
-  """
-
-  def see(cut: list[bool]) -> None:
-    for r, differs in zip(results, cut):
-      r.differs = differs
-
-  values = _watch([jnp.asarray(r.value) for r in results], see)
-  for r, x in zip(results, values):
-    r.value, r.apart = _combine(r, x, rows, axis, on_mesh)
-    r.old = None
-  return results
-
-
-def _combine(
-  result: Result, x: jax.Array, rows: int | None, row_axis: int, on_mesh: bool
-) -> tuple[jax.Array, bool]:
-  """Returns one value of all workers', and whether it stays apart instead."""
-  axis, role, old = _worker_axis(), result.role, result.old
-  is_real = jnp.issubdtype(x.dtype, jnp.inexact)  # integers have no mean
-  if role == 'stacked':
-    return x, True
-  if role == 'added':
-    return old + collectives.total(x - old, axis), False
-  if not result.differs:
-    return x, False
-  if role == 'equal' or (role == 'statistics' and not is_real):
-    raise ValueError(_differs(result.name))
-  if role == 'statistics':
-    # Statistics of a worker that saw a NaN would stay NaN for ever.
-    return collectives.mean_finite(x, old, axis), False
-  if role == 'key':
-    return collectives.first(x, axis), False
-  if not x.shape and is_real and on_mesh:  # XLA would send slices one by one
-    return jnp.mean(collectives.everyones(x, axis), axis=0), False
-  if not x.shape and is_real:
-    return collectives.mean(x, axis), False
-  if x.shape[row_axis : row_axis + 1] == (rows,):
-    return jnp.moveaxis(x, row_axis, 0), True
-  rows_too = f', and no array with the {rows} rows of a worker, axis {row_axis}'
-  raise ValueError(
-    f'Of what the step returns, {result.name}, {x.dtype}{list(x.shape)},'
-    ' differs between workers. It is no real number, whose mean is returned'
-    f'{"" if rows is None else rows_too}. Return'
-    ' demo_optax.over_workers(x, jnp.sum) for counts and the like, or'
-    ' demo_optax.over_workers(x) for the mean of statistics.'
-  )

@@ -58,6 +58,7 @@ class Workers:
     param_specs: how parameters are spread over the devices of a worker.
     relay: where the others are, for `remote`, else None.
     stacked_state: whether momentum has a worker axis; `data_parallel` sets it.
+    sequential: whether a step runs simulated workers one after another.
   """
 
   kind: Literal['simulated', 'on_mesh', 'on_axis', 'remote']
@@ -67,6 +68,7 @@ class Workers:
   param_specs: ParamSpecs = REPLICATED
   relay: Remote | None = None
   stacked_state: bool = True
+  sequential: bool = False
 
   @classmethod
   def simulated(
@@ -74,8 +76,15 @@ class Workers:
     num_workers: int,
     param_specs: Any = None,
     axis_sizes: Mapping[str, int] | None = None,
+    *,
+    sequential: bool = False,
   ) -> 'Workers':
     """Makes `num_workers` workers on one device, run by `jax.vmap`.
+
+    With `sequential`, a `data_parallel` step runs them one after another
+    between exchanges, by `jax.lax.map`: for operations that `jax.vmap` cannot
+    map, such as `jax.lax.ragged_dot` or `jax.pure_callback`, and for large
+    models. The state has the same bits for the same gradients.
 
     With `param_specs` as in `on_mesh`, and the sizes of the axes inside a
     worker in the mesh's order, such as `axis_sizes={'fsdp': 4}`, results and
@@ -83,7 +92,9 @@ class Workers:
     """
     _checks.check_positive('num_workers', num_workers)
     specs = ParamSpecs.of(param_specs, axis_sizes or {}, 'workers')
-    return cls('simulated', 'workers', num_workers, None, specs)
+    return cls(
+      'simulated', 'workers', num_workers, None, specs, sequential=sequential
+    )
 
   @classmethod
   def on_mesh(

@@ -327,7 +327,7 @@ def test_nnx_optimizer(workers):
     loss, grads = nnx.value_and_grad(loss_fn)(model)
     kernel = jnp.sum(model.linear.kernel[...])
     optimizer.update(model, grads)
-    return loss, jnp.broadcast_to(kernel, x.shape[:1])
+    return loss, demo_optax.out_batch(jnp.broadcast_to(kernel, x.shape[:1]))
 
   x = np.tile(np.random.default_rng(0).normal(size=(2, 6)), (4, 1))
   x = x.astype(np.float32)  # the same for all: dropout masks differ

@@ -217,11 +217,10 @@ def test_values_of_all_workers(kind):
     key = demo_optax.over_workers(jax.random.fold_in(jax.random.key(0), count))
     return (
       over,
-      {'batch_stats': own},
       demo_optax.over_workers(params),
       demo_optax.over_workers(count, jnp.sum),
       (x**2).mean(),
-      x.sum(1),
+      demo_optax.out_batch(x.sum(1)),
       jax.random.key_data(key),
     )
 
@@ -240,11 +239,10 @@ def test_values_of_all_workers(kind):
     found,
     (
       over,
-      {'batch_stats': over[0]},
       params,
       (x > 0).sum(),
       (x**2).mean(),
-      x.sum(1),
+      demo_optax.out_batch(x.sum(1)),
       jax.random.key_data(first),
     ),
   )

@@ -1,0 +1,89 @@
+"""Parameters of which `local_updates` keeps one copy for each worker.
+
+Inside a step the model has the worker's own copy. Outside it has the one that
+all workers share. Both are in the optimizer state.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from demo_optax._paths import Keys, dotted
+
+# Where a state of `local_updates` has parameters: those of the worker, those
+# that all share, and where the worker's started, if they drift.
+_OWN, _SHARED = ('worker_stacked', 'params'), ('global_params',)
+_START = ('worker_stacked', 'start')
+
+
+def find(keys: Sequence[Keys]) -> dict[int, list[int]]:
+  """Finds the parameters of which each worker has its own copy.
+
+  Returns the number of each, among the arrays with such paths, and those of its
+  copies in the optimizer state: the one that all workers share, the worker's
+  own, and, of one that drifts, where it started.
+  """
+  numbers = {k: number for number, k in enumerate(keys)}
+  found = {}
+  for root, params in _states(keys).items():
+    prefix = _model_of(root, params, keys)
+    for k in params:
+      copies = [(*root, *part, *k) for part in (_SHARED, _OWN, _START)]
+      found[numbers[*prefix, *k]] = [
+        numbers[copy] for copy in copies if copy in numbers
+      ]
+  return found
+
+
+def enter(params: Mapping[int, Sequence[int]], arrays: list[Any]) -> None:
+  """Puts the worker's own copies in the places of the parameters.
+
+  If any was changed between steps, as when weights are loaded, then what the
+  model has holds for all copies.
+  """
+  changed = jnp.zeros((), bool)
+  for number, (shared, *_) in params.items():
+    x = arrays[number]
+    changed |= jnp.any(x != arrays[shared].astype(x.dtype))
+  for number, copies in params.items():
+    x = arrays[number]
+    for copy in copies:
+      old = arrays[copy]
+      arrays[copy] = jnp.where(changed, x.astype(old.dtype), old)
+    arrays[number] = arrays[copies[1]]
+
+
+def _states(keys: Sequence[Keys]) -> dict[Keys, list[Keys]]:
+  """Returns the paths of the parameters in states of `local_updates`."""
+  roots: dict[Keys, list[Keys]] = {}
+  for k in keys:
+    for start in range(len(k) - 1):
+      if k[start : start + 2] == _OWN:
+        roots.setdefault(k[:start], []).append(k[start + 2 :])
+  known = {*keys}
+  return {
+    root: params
+    for root, params in roots.items()
+    if {(*root, *_SHARED, *k) for k in params} <= known
+  }
+
+
+def _model_of(root: Keys, params: Sequence[Keys], keys: Sequence[Keys]) -> Keys:
+  """Returns the path of the model whose parameters a state has."""
+  known = {*keys}
+  starts = dict.fromkeys(k[: len(k) - len(params[0])] for k in keys)
+  models = [
+    start
+    for start in starts
+    if start[: len(root)] != root and all((*start, *k) in known for k in params)
+  ]
+  if len(models) != 1:
+    names = ', '.join(map(dotted, models)) or 'none'
+    raise ValueError(
+      'The arguments and results of a step with local_updates must hold the'
+      f" model's parameters once, got {names}. In the step the parameters of"
+      ' each worker replace them: pass the model and the optimizer state, and'
+      ' return both.'
+    )
+  return models[0]

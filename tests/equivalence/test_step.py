@@ -1,0 +1,356 @@
+"""What a step may do, and what it must not, on every map."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_same_bits, make_mesh_2d, on_mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import demo_optax
+
+pytestmark = pytest.mark.core
+
+MAPS = {
+  'simulated': lambda: demo_optax.Workers.simulated(4),
+  'sequential': lambda: demo_optax.Workers.simulated(4, sequential=True),
+  'auto': lambda: on_mesh(4, 'auto'),
+  'explicit': lambda: on_mesh(4, 'explicit'),
+  'several devices': lambda: demo_optax.Workers.on_mesh(
+    make_mesh_2d('auto', (4, 2)), 'data'
+  ),
+}
+every_map = pytest.mark.parametrize('workers', MAPS, indirect=True)
+
+
+@pytest.fixture
+def workers(request):
+  workers = MAPS[request.param]()
+  is_explicit = request.param == 'explicit'
+  with jax.set_mesh(workers.mesh) if is_explicit else contextlib.nullcontext():
+    yield workers
+
+
+OPTIMIZERS = {
+  'demo': lambda workers: demo_optax.demo(1e-2, workers=workers),
+  'demo_muon': lambda workers: demo_optax.demo_muon(1e-2, workers=workers),
+  'owners': lambda workers: demo_optax.demo_muon(
+    1e-2, workers=workers, exchange='all_to_all'
+  ),
+  'average': lambda workers: optax.chain(
+    demo_optax.average(workers=workers), optax.sgd(0.1)
+  ),
+  'per_worker': lambda workers: optax.chain(
+    demo_optax.per_worker(optax.trace(0.9), workers=workers),
+    demo_optax.scale_by_demo(workers=workers),
+    optax.sgd(0.1),
+  ),
+  'local_updates': lambda workers: demo_optax.local.local_updates(
+    optax.sgd(0.1),
+    optax.chain(demo_optax.average(workers=workers), optax.sgd(1.0)),
+    2,
+    workers=workers,
+  ),
+  'demo_diloco': lambda workers: demo_optax.local.demo_diloco(
+    optax.sgd(0.1), workers=workers, sync_period=2
+  ),
+}
+every_optimizer = pytest.mark.parametrize('optimizer', OPTIMIZERS)
+
+X = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
+PARAMS = {
+  'w': jnp.asarray(
+    np.random.default_rng(1).normal(size=(16, 8)).astype(np.float32)
+  ),
+  'unused': jnp.ones(3),
+}
+
+
+def loss_fn(params, x):
+  return jnp.mean((x @ params['w']) ** 2)
+
+
+def make_step(tx, workers, value_and_grad, see=lambda grads: grads):
+  """The usual step; `see` is applied to the gradients."""
+
+  @demo_optax.data_parallel(workers, batch_argnames='x')
+  def step(params, opt_state, x):
+    loss, grads = value_and_grad(params, x)
+    updates, opt_state = tx.update(see(grads), opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+  return step
+
+
+def train(workers, optimizer='demo', loss_fn=loss_fn, steps=3, **options):
+  """Returns parameters and loss after some steps."""
+  tx = OPTIMIZERS[optimizer](workers)
+  value_and_grad = options.pop('value_and_grad', jax.value_and_grad(loss_fn))
+  step = make_step(tx, workers, value_and_grad, **options)
+  params, opt_state = PARAMS, tx.init(PARAMS)
+  for _ in range(steps):
+    params, opt_state, loss = step(params, opt_state, X)
+  return {'params': params, 'loss': loss}
+
+
+# Gradients that are not one worker's -----------------------------------------
+
+
+@every_map
+@every_optimizer
+@pytest.mark.parametrize('mistake', ['averaged', 'closed over', 'constant key'])
+def test_equal_gradients_are_refused(workers, optimizer, mistake):
+  """Recipes with a state before the exchange trained on them, silently."""
+
+  def with_constant_key(params, x):
+    del x
+    return loss_fn(params, jax.random.normal(jax.random.key(0), (2, 16)))
+
+  options = {
+    'averaged': {'see': demo_optax.over_workers},
+    'closed over': {'loss_fn': lambda params, x: loss_fn(params, X)},
+    'constant key': {'loss_fn': with_constant_key},
+  }[mistake]
+  with pytest.raises(ValueError, match=r'(?s)got the same on all.*random key'):
+    train(workers, optimizer, steps=1, **options)
+
+
+@every_optimizer
+def test_a_single_worker_has_nothing_to_compare(optimizer):
+  workers = demo_optax.Workers.simulated(1)
+  train(workers, optimizer, lambda params, x: loss_fn(params, X), steps=1)
+
+
+# Where JAX can run the step, it runs ------------------------------------------
+
+
+def ragged(params, x):
+  groups = jnp.array([len(x) // 2, len(x) - len(x) // 2], jnp.int32)
+  experts = jnp.stack([params['w'], params['w']])
+  return jnp.mean(jax.lax.ragged_dot(x, experts, groups) ** 2)
+
+
+def call_back(params, x):
+  loss = loss_fn(params, x)
+  seen = jax.pure_callback(
+    lambda x: np.asarray(x), loss, jax.lax.stop_gradient(loss)
+  )
+  return loss + 0 * seen
+
+
+@every_map
+@pytest.mark.parametrize('loss', [ragged, call_back])
+def test_operations_that_vmap_cannot_map(workers, loss):
+  expected = train(MAPS['simulated'](), loss_fn=loss_fn)
+  if workers.kind == 'simulated' and not workers.sequential:
+    with pytest.raises(ValueError, match=r'simulated\(4, sequential=True\)'):
+      train(workers, loss_fn=loss)
+    return
+  if workers.param_specs.all_sizes:
+    with pytest.raises(ValueError, match='sequential_vmap'):
+      train(workers, loss_fn=loss)
+    mapped = jax.custom_batching.sequential_vmap(jax.value_and_grad(loss))
+    found = train(workers, value_and_grad=mapped)
+  else:
+    found = train(workers, loss_fn=loss)
+  np.testing.assert_allclose(found['loss'], expected['loss'], rtol=1e-6)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
+    jax.device_get(found['params']),
+    jax.device_get(expected['params']),
+  )
+
+
+@every_map
+@every_optimizer
+def test_no_tracer_leaks(workers, optimizer):
+  with jax.checking_leaks():
+    train(workers, optimizer, steps=2)
+
+
+@every_optimizer
+def test_workers_in_turn_have_the_bits_of_mapped_ones(optimizer):
+  """Of gradients without rounding; a product of matrices has another one."""
+
+  def linear(params, x):
+    return jnp.sum(x[0] * params['w'][:, 0])
+
+  mapped, in_turn = (
+    train(MAPS[kind](), optimizer, linear, steps=4)
+    for kind in ('simulated', 'sequential')
+  )
+  if optimizer in ('demo_muon', 'owners'):
+    mapped, in_turn = (jax.device_get(x['params']) for x in (mapped, in_turn))
+    np.testing.assert_allclose(mapped['w'], in_turn['w'], atol=1e-5)
+  else:
+    assert_same_bits(mapped, in_turn)
+
+
+def test_exchanges_in_a_nested_jit_and_in_a_scan_in_turn():
+  workers = MAPS['sequential']()
+  tx = OPTIMIZERS['demo'](workers)
+  update = jax.jit(tx.update)
+
+  @demo_optax.data_parallel(workers, batch_argnames='x', batch_axis=1)
+  def epoch(params, opt_state, x):
+    def turn(carry, x):
+      params, opt_state = carry
+      grads = jax.grad(loss_fn)(params, x)
+      updates, opt_state = update(grads, opt_state, params)
+      return (optax.apply_updates(params, updates), opt_state), None
+
+    return jax.lax.scan(turn, (params, opt_state), x)[0]
+
+  params, _ = epoch(PARAMS, tx.init(PARAMS), np.stack([X] * 3))
+  expected = train(MAPS['simulated']())['params']
+  np.testing.assert_allclose(params['w'], expected['w'], atol=1e-6)
+
+
+@every_map
+@pytest.mark.parametrize('where', ['batch', 'hidden', 'grads'])
+def test_a_sharding_that_names_the_worker_axis(workers, where):
+  if workers.mesh is None:
+    pytest.skip('there is no mesh that a sharding could name')
+
+  def run(names):
+    spec = P(names, None)
+
+    def hold(x):
+      if workers.is_explicit:
+        return jax.sharding.reshard(x, spec)
+      sharding = NamedSharding(workers.mesh, spec)
+      return jax.lax.with_sharding_constraint(x, sharding)
+
+    def loss(params, x):
+      x = hold(x) if where == 'batch' else x
+      hidden = x @ params['w']
+      hidden = hold(hidden) if where == 'hidden' else hidden
+      return jnp.mean(hidden**2)
+
+    def see(grads):
+      return {**grads, 'w': hold(grads['w'])} if where == 'grads' else grads
+
+    return train(workers, loss_fn=loss, see=see, steps=1)
+
+  with pytest.raises(ValueError, match=r"Leave .* out.*'data'"):
+    run('data')
+  run(None)  # the remedy
+
+
+# An ensemble ------------------------------------------------------------------
+
+
+@every_map
+@pytest.mark.parametrize('optimizer', ['demo', 'demo_muon', 'average'])
+@pytest.mark.parametrize('models', [3, 4])
+def test_a_vmap_of_ones_own(workers, optimizer, models):
+  """In the step it is refused; around the step it is right."""
+  tx = OPTIMIZERS[optimizer](workers)
+  params = [optax.tree.scale(1.0 + i, PARAMS) for i in range(models)]
+  stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params)
+  states = [tx.init(p) for p in params]
+  step = make_step(tx, workers, jax.value_and_grad(loss_fn))
+
+  @demo_optax.data_parallel(workers, batch_argnames='x')
+  def ensemble(params, states, x):
+    def one(params, state):
+      grads = jax.grad(loss_fn)(params, x)
+      return tx.update(grads, state, params)
+
+    return jax.vmap(one)(params, states)
+
+  stacked_states = jax.vmap(tx.init)(stacked)
+  with pytest.raises(ValueError, match=r'jax.vmap\(step, in_axes'):
+    ensemble(stacked, stacked_states, X)
+  if workers.is_explicit:
+    return  # jax.vmap over arrays of an Explicit mesh is another matter
+  found, _, losses = jax.vmap(step, (0, 0, None))(stacked, stacked_states, X)
+  assert losses.shape == (models,)
+  for number, (p, state) in enumerate(zip(params, states)):
+    alone, _, _ = step(p, state, X)
+    tolerance = 0 if optimizer == 'demo' else 2e-5
+    np.testing.assert_allclose(
+      found['w'][number], alone['w'], atol=tolerance, rtol=tolerance
+    )
+
+
+# What a step returns -----------------------------------------------------------
+
+
+@every_map
+def test_a_loss_is_the_mean_of_workers_that_took_part(workers):
+  """A worker without tokens divided by zero, and the loss was NaN for all."""
+  x = X.copy()
+  x[:2] = np.nan  # the rows of worker 0
+  tx = OPTIMIZERS['demo'](workers)
+  step = make_step(tx, workers, jax.value_and_grad(loss_fn))
+  params, opt_state, loss = step(PARAMS, tx.init(PARAMS), x)
+  expected = np.mean([loss_fn(PARAMS, x[i : i + 2]) for i in (2, 4, 6)])
+  np.testing.assert_allclose(loss, expected, rtol=1e-6)
+  assert int(demo_optax.exchange_info(opt_state)['num_excluded']) == 1
+  assert np.isfinite(params['w']).all()
+  _, _, loss = step(params, opt_state, np.full_like(X, np.nan))
+  assert np.isnan(loss)
+
+
+@every_map
+def test_rows_are_joined_where_a_step_says_so(workers):
+  @demo_optax.data_parallel(workers, batch_argnames='x')
+  def step(params, x):
+    rows = {'sum': x.sum(axis=1), 'equal': jnp.ones(len(x))}
+    return demo_optax.out_batch(rows), jax.random.key(3)
+
+  rows, _ = step(PARAMS, X)
+  np.testing.assert_allclose(rows['sum'], X.sum(axis=1), rtol=1e-6)
+  np.testing.assert_array_equal(rows['equal'], np.ones(8))
+
+
+@pytest.mark.parametrize('rows', [4, 8])
+@pytest.mark.parametrize('extra', [None, 3, jnp.asarray(3), jax.random.key])
+@every_map
+def test_rows_as_many_as_workers(workers, rows, extra):
+  """With a scalar among the arguments it was taken for a state."""
+  tx = OPTIMIZERS['demo'](workers)
+
+  @demo_optax.data_parallel(workers, batch_argnames='batch')
+  def step(params, opt_state, batch, extra):
+    loss, grads = jax.value_and_grad(loss_fn)(params, batch['x'])
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+  extra = extra(0) if callable(extra) else extra
+  _, _, loss = step(PARAMS, tx.init(PARAMS), {'x': X[:rows]}, extra)
+  np.testing.assert_allclose(loss, loss_fn(PARAMS, X[:rows]), rtol=1e-5)
+
+
+def test_metrics_of_others_are_merged_over_workers():
+  """Counts and totals in dataclasses, as those of clu and Kauldron are."""
+  workers = MAPS['simulated']()
+
+  @demo_optax.data_parallel(workers, batch_argnames='x')
+  def refused(total, x):
+    return total + (x > 0).sum()
+
+  @demo_optax.data_parallel(workers, batch_argnames='x')
+  def merged(total, x):
+    return total + demo_optax.over_workers((x > 0).sum(), jnp.sum)
+
+  zero = jnp.zeros((), jnp.int32)
+  with pytest.raises(ValueError, match=r'over_workers\(own, jnp.sum\)'):
+    refused(zero, X)
+  assert int(merged(zero, X)) == int((X > 0).sum())
+
+
+def test_the_program_of_a_mesh_is_traced_once():
+  traced = []
+
+  def loss(params, x):
+    traced.append(1)
+    return loss_fn(params, x)
+
+  train(MAPS['auto'](), loss_fn=loss)
+  assert len(traced) == 1
