@@ -67,16 +67,23 @@ def per_worker(
     params: chex.ArrayTree | None = None,
     **extra_args: Any,
   ) -> tuple[chex.ArrayTree, PerWorkerState]:
-    args = (
-      _tree.mask_others(updates),
-      state.worker_stacked,
-      (_tree.mask_others(params), extra_args),
-    )
-    if inside.is_mapped():
-      new, own = update_one(*args)
-    else:
+    params = _tree.params_of(updates, params)
+    is_mapped, own = inside.is_mapped(), state.worker_stacked
+    if not is_mapped:
       for (path, g), p in zip(*_tree.flatten_alike(updates, params)):
         checks.check_gradient(leaf_name(path), g, p, workers)
+    lead = checks.gradient_lead(workers)
+    like = _tree.like_params(updates, params, lead)
+    made = jax.eval_shape(tx.init, _tree.mask_others(like))
+    _tree.check_state(own, made, 0 if is_mapped else 1, workers)
+    args = (
+      _tree.mask_others(updates),
+      own,
+      (_tree.mask_others(params), extra_args),
+    )
+    if is_mapped:
+      new, own = update_one(*args)
+    else:
       new, own = lift.run_alone(workers, update_one, *args)
     return jax.tree.map(
       lambda old, x: old if isinstance(x, optax.MaskedNode) else x,
