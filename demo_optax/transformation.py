@@ -1,6 +1,7 @@
 """The exchange of decoupled momentum as an optax transformation."""
 
 import dataclasses
+import sys
 from typing import Any, NamedTuple, get_args
 
 import chex
@@ -30,6 +31,22 @@ class LayoutOf:
 
   digest: chex.Array
   layout: Layout = dataclasses.field(repr=False, metadata={'static': True})
+
+  def __post_init__(self) -> None:
+    # `flax.serialization` would take it for a leaf. It is not imported here.
+    if serialization := sys.modules.get('flax.serialization'):
+      serialization.register_serialization_state(
+        LayoutOf, _to_state_dict, _from_state_dict, override=True
+      )
+
+
+def _to_state_dict(x: LayoutOf) -> dict[str, Any]:
+  return {'digest': x.digest}
+
+
+def _from_state_dict(target: LayoutOf, saved: dict[str, Any]) -> LayoutOf:
+  check_digest(saved['digest'], target.layout)
+  return LayoutOf(saved['digest'], target.layout)
 
 
 def layouts_in(tree: Any, *, checked: bool = False) -> dict[Keys, Layout]:
@@ -245,12 +262,19 @@ def scale_by_demo(
     flat, given = _tree.flatten_alike(updates, params)
     lead = 1 if workers.stacked_gradients else 0
     config = config_of(_tree.like_params(updates, params, lead))
-    left_out = [leaf.is_frozen for leaf in config.layout.leaves]
-    for (path, g), p, out in zip(flat, given, left_out):
-      if p is not None and not out:
+    leaves = iter(config.layout.leaves)  # of what is exchanged
+    exchanged, left_out = [], []
+    for (path, g), p in zip(flat, given):
+      is_exchanged = _tree.is_exchanged(g if p is None else p)
+      if is_exchanged:
+        exchanged.append(g)
+      is_frozen = is_exchanged and next(leaves).is_frozen
+      left_out.append(is_frozen or not is_exchanged)
+      if is_frozen:
+        continue
+      if is_exchanged and p is not None:
         checks.check_sharding(path, p, workers)
-      if not out or not _tree.is_exchanged(g if p is None else p):
-        checks.check_gradient(leaf_name(path), g, p, workers)
+      checks.check_gradient(leaf_name(path), g, p, workers)
     _check_state(state, config, workers)
     found: list[jax.Array] = []
     metrics, own = algorithm.no_metrics(), state.worker_stacked
@@ -261,7 +285,7 @@ def scale_by_demo(
       found, own, metrics = run(
         workers,
         config,
-        [g for _, g in flat],
+        exchanged,
         own,
         algorithm.Hyper(state.count, *hyper.values()),
       )
@@ -273,7 +297,7 @@ def scale_by_demo(
     return jax.tree.structure(updates).unflatten(new), DeMoState(
       count=optax.safe_increment(state.count),
       metrics=metrics,
-      layout=LayoutOf(state.layout.digest, config.layout),
+      layout=state.layout,
       worker_stacked=own,
     )
 

@@ -36,7 +36,7 @@ from demo_optax.compressors.compressor import (
 )
 from demo_optax.compressors.selectors import Selector
 from demo_optax.numerics import plain, platform
-from demo_optax.workers.param_specs import REPLICATED, ParamSharding, ParamSpecs
+from demo_optax.workers.param_specs import ParamSharding, ParamSpecs
 
 # Describes a leaf in JSON, so that it can be saved with arrays.
 Record = dict[str, Any]
@@ -241,7 +241,7 @@ def _words(record: Record | None) -> tuple[str, str, str]:
   return array, chunks, record['compressor']
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Layout:
   """The buckets of a tree of parameters, and the places of its leaves."""
 
@@ -249,6 +249,12 @@ class Layout:
   leaves: tuple[Leaf, ...] = dataclasses.field(hash=False)
   buckets: tuple[Bucket, ...] = dataclasses.field(hash=False)
   axis_sizes: tuple[tuple[str, int], ...] = ()  # inside a worker, in mesh order
+
+  def __repr__(self) -> str:
+    # Errors of JAX about trees print it.
+    names = ', '.join(leaf.name for leaf in self.leaves[:3])
+    digest = self.digest.tobytes().hex()[:8]
+    return f'Layout({digest}, {len(self.leaves)} leaves: {names} ...)'
 
   @functools.cached_property
   def compressed(self) -> tuple[int, ...]:
@@ -369,20 +375,16 @@ class Layout:
 def make_layout(
   params: Any, compressor: CompressorTree, param_specs: ParamSpecs
 ) -> Layout:
-  """Maps the leaves of parameters, or of their shapes, to buckets."""
+  """Maps parameters, or their shapes, to buckets, as far as exchanged."""
+  params = _tree.mask_others(params)
   leaves, _ = jax.tree_util.tree_flatten_with_path(params)
   axis_sizes = param_specs.axis_sizes
   made: list[Leaf] = []
   members: dict[Bucket, dict[ChunkGrid, list[int]]] = {}  # of empty buckets
   for i, chosen in enumerate(per_leaf(compressor, params)):
     path, x = leaves[i]
-    shape = np.shape(x)
-    if _tree.is_exchanged(x):  # neither of integers nor empty
-      dtype = str(_tree.momentum_dtype(path, x))
-      sharding = param_specs.place(path, shape)
-    else:
-      dtype, chosen = 'no floats', Frozen()
-      sharding = REPLICATED.place((), shape)
+    shape, dtype = np.shape(x), _tree.momentum_dtype(path, x)
+    sharding = param_specs.place(path, shape)
     plan = None
     if isinstance(chosen, Compressor):
       shard = tuple(d // b for d, b in zip(shape, sharding.blocks))
@@ -390,7 +392,8 @@ def make_layout(
       split = {a: n for a, n in axis_sizes if a not in sharding.axes}
       bucket = _empty_bucket(chosen, plan, split)
       members.setdefault(bucket, {}).setdefault(plan.grid, []).append(i)
-    made.append(Leaf(path_keys(path), shape, dtype, sharding, chosen, plan))
+    keys = path_keys(path)
+    made.append(Leaf(keys, shape, str(dtype), sharding, chosen, plan))
   buckets = []
   for number, (bucket, by_grid) in enumerate(members.items()):
     size = 0

@@ -246,9 +246,7 @@ def chain(
     lead = checks.gradient_lead(workers)
     like = _tree.like_params(updates, params, lead)
     # Before any link takes its state for one of these parameters.
-    layout = make_layout(
-      _tree.mask_others(like), compressor, workers.param_specs
-    )
+    layout = make_layout(like, compressor, workers.param_specs)
     (exchange,) = _exchanges(state)
     check_layout(exchange.layout.layout, layout, workers)
     updates, new = masked.update(updates, state, params, **extra)
