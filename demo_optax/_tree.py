@@ -5,7 +5,7 @@ are tree nodes with sharding annotations. This module does not import Flax.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from demo_optax._paths import Path, leaf_name
+from demo_optax._paths import Path, dotted, leaf_name, leaves_of
 
 
 def is_function(x: Any) -> bool:
@@ -31,15 +31,20 @@ def momentum_dtype(path: Path, x: Any) -> Any:
   dtype = jnp.result_type(x)
   if jnp.issubdtype(dtype, jnp.complexfloating):
     raise TypeError(
-      f'{leaf_name(path)} is {dtype}: complex leaves have no top-k that is'
-      ' published. Split it into real and imaginary parts, or keep it out'
-      ' with optax.masked.'
+      f'{leaf_name(path)} must be real, got {dtype}. Make leaves of its real'
+      ' and imaginary parts, or wrap the optimizer (but not local_updates) in'
+      ' optax.contrib.split_real_and_imaginary, which does so.'
     )
   return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 
 def is_exchanged(x: Any) -> bool:
   """Returns whether a leaf is exchanged: not empty, and not of integers."""
+  if not hasattr(x, 'dtype') and not isinstance(x, int | float | complex):
+    raise ValueError(
+      f'params must hold arrays, got {x!r:.200}. Of an Equinox model give'
+      ' eqx.filter(model, eqx.is_inexact_array).'
+    )
   inexact = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
   return bool(inexact) and 0 not in np.shape(x)
 
@@ -69,6 +74,45 @@ def zero_update(gradient: Any, param: Any, lead: int) -> Any:
   return jnp.zeros(np.shape(gradient)[lead:], dtype)
 
 
+def params_of(gradients: Any, params: Any) -> Any:
+  """Returns the parameters that have gradients, and None for the others.
+
+  Equinox gives None as the gradient of a function or an integer in a model.
+  """
+  if params is None:
+    return None
+  # Annotations of variables may differ.
+  types = _wrappers()
+  try:
+    return jax.tree.map(
+      lambda g, p: None if g is None else p,
+      gradients,
+      params,
+      is_leaf=lambda x: x is None or isinstance(x, types),
+    )
+  except ValueError as error:
+    own, others = ({*dict(leaves_of(tree))} for tree in (params, gradients))
+    names = sorted(map(dotted, own ^ others))[:3] or ['other containers']
+    raise ValueError(
+      'params must have the leaves of the gradients, got a tree that differs:'
+      f' {", ".join(names)}. Give update the parameters that were'
+      ' differentiated; of an Equinox model eqx.filter(model,'
+      ' eqx.is_inexact_array).'
+    ) from error
+
+
+def like_params(gradients: Any, params: Any, lead: int) -> Any:
+  """Returns the parameters; where not given, what gradients say of them.
+
+  `lead` axes of gradients are the workers'.
+  """
+  if params is not None:
+    return params
+  return jax.tree.map(
+    lambda g: jax.ShapeDtypeStruct(jnp.shape(g)[lead:], g.dtype), gradients
+  )
+
+
 def flatten_alike(
   gradients: Any, params: Any
 ) -> tuple[list[tuple[Path, Any]], list[Any]]:
@@ -81,11 +125,15 @@ def flatten_alike(
   return flat, treedef.flatten_up_to(without_variables(params))
 
 
+def _wrappers() -> tuple[Any, Any]:
+  """Returns the types of Flax's variables and boxes, () if not imported."""
+  nnx, linen = map(sys.modules.get, ('flax.nnx', 'flax.linen'))
+  return nnx.Variable if nnx else (), linen.Partitioned if linen else ()
+
+
 def without_variables(tree: Any) -> Any:
   """Returns `tree` with values instead of Flax variables and boxes."""
-  nnx, linen = map(sys.modules.get, ('flax.nnx', 'flax.linen'))
-  variables: Any = (nnx.Variable,) if nnx else ()
-  boxes: Any = (linen.Partitioned,) if linen else ()
+  variables, boxes = _wrappers()
 
   def value(x: Any) -> Any:
     if isinstance(x, boxes):
@@ -93,7 +141,7 @@ def without_variables(tree: Any) -> Any:
     return x.get_value() if isinstance(x, variables) else x
 
   return jax.tree.map(
-    value, tree, is_leaf=lambda x: isinstance(x, (*boxes, *variables))
+    value, tree, is_leaf=lambda x: isinstance(x, (variables, boxes))
   )
 
 
@@ -110,4 +158,57 @@ def update_without_variables(
   return (
     jax.tree.structure(updates).unflatten(jax.tree.leaves(new)),
     jax.tree.structure(state).unflatten(jax.tree.leaves(after)),
+  )
+
+
+# States -----------------------------------------------------------------------
+
+
+def check_state(state: Any, made: Any, lead: int, workers: Any) -> None:
+  """Raises unless a state has the leaves of one made now, in their shapes.
+
+  `lead` axes of its leaves are the workers'.
+  """
+  old, new = _shapes(state, lead), _shapes(made, 0)
+  refuse_state(
+    [
+      (name, old.get(name, 'nothing'), new.get(name, 'nothing'))
+      for name in {**new, **old}
+      if old.get(name) != new.get(name)
+    ],
+    workers,
+  )
+
+
+def _shapes(state: Any, lead: int) -> dict[str, str]:
+  """Describes the leaves of a state by name."""
+
+  def is_masked(x: Any) -> bool:
+    return isinstance(x, optax.MaskedNode)
+
+  found = {}
+  for keys, x in leaves_of(without_variables(state), is_masked):
+    shape = 'no array' if is_masked(x) else str(list(np.shape(x)[lead:]))
+    found[dotted(keys)] = shape
+  return found
+
+
+def refuse_state(
+  differences: Sequence[tuple[str, str, str]], workers: Any
+) -> None:
+  """Raises if a state differs from what update is given: name, old, new."""
+  if not differences:
+    return
+  lines = [
+    f'{name}: {old} in the state, {new} in the update.'
+    for name, old, new in differences[:3]
+  ]
+  if more := differences[3:]:
+    lines.append(f'... and {len(more)} more leaves.')
+  raise ValueError(
+    f'The state must be made for what update is given ({workers}):'
+    f' {" ".join(lines)} Make it with tx.init of the same transformation,'
+    ' workers and parameters; demo_optax.checkpoint.from_leaves takes momentum'
+    ' over to other workers and chunks. Give one gradient per worker: an'
+    ' averaged gradient must not reach the exchange.'
   )

@@ -114,32 +114,34 @@ def local_updates(
   inner = optax.with_extra_args_support(inner)
   outer = optax.with_extra_args_support(outer)
 
+  def init_one(params: chex.ArrayTree) -> OwnState:
+    """Returns the state of one worker."""
+    start = _tree.map_wide(jnp.array, params) if drift else ()
+    return OwnState(params, inner.init(params), jnp.zeros((), jnp.int32), start)
+
   def init_fn(params: chex.ArrayTree) -> LocalUpdatesState:
     params = workers.device_put(_tree.mask_others(params))
     # Copies, so that both can be donated; wide, so that small changes count.
     global_params = _tree.map_wide(jnp.array, params)
-    count, steps_since_sync, skipped = (
-      workers.device_put(jnp.zeros((), jnp.int32)) for _ in range(3)
-    )
-    start = global_params if drift else ()
-    own = OwnState(params, inner.init(params), skipped, start)
     return LocalUpdatesState(
-      count,
-      steps_since_sync,
-      global_params,
-      outer.init(global_params),
-      stack_own(own, workers),
+      count=workers.device_put(jnp.zeros((), jnp.int32)),
+      steps_since_sync=workers.device_put(jnp.zeros((), jnp.int32)),
+      global_params=global_params,
+      outer=outer.init(global_params),
+      worker_stacked=stack_own(init_one(params), workers),
     )
 
   def update(
     updates: Any, state: LocalUpdatesState, params: Any, **extra_args: Any
   ) -> tuple[Any, LocalUpdatesState]:
     inside.check_in_step('The update of local_updates')
+    params = _tree.params_of(updates, params)
     _check_shapes(updates, params)
     updates = inside.check_own_gradients(updates)
-    own = _inner_step(
-      inner, _tree.mask_others(updates), state.worker_stacked, extra_args
-    )
+    own = state.worker_stacked
+    made = jax.eval_shape(init_one, _tree.mask_others(params))
+    _tree.check_state(own, made, 0, workers)
+    own = _inner_step(inner, _tree.mask_others(updates), own, extra_args)
     steps = state.steps_since_sync + 1
     period = sync_period(state.count) if callable(sync_period) else sync_period
     due = jnp.logical_not(steps < period)  # also for a period of NaN

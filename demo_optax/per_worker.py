@@ -67,17 +67,25 @@ def per_worker(
     params: chex.ArrayTree | None = None,
     **extra_args: Any,
   ) -> tuple[chex.ArrayTree, PerWorkerState]:
-    args = (
-      _tree.mask_others(updates),
-      state.worker_stacked,
-      (_tree.mask_others(params), extra_args),
-    )
-    if inside.is_in_step():
-      gradients, *rest = args
-      new, own = update_one(inside.check_own_gradients(gradients), *rest)
+    params = _tree.params_of(updates, params)
+    in_step, own = inside.is_in_step(), state.worker_stacked
+    if in_step:
+      updates = inside.check_own_gradients(updates)
     else:
       for (path, g), p in zip(*_tree.flatten_alike(updates, params)):
         checks.check_gradient(leaf_name(path), g, p, workers)
+    lead = checks.gradient_lead(workers)
+    like = _tree.like_params(updates, params, lead)
+    made = jax.eval_shape(tx.init, _tree.mask_others(like))
+    _tree.check_state(own, made, 0 if in_step else 1, workers)
+    args = (
+      _tree.mask_others(updates),
+      own,
+      (_tree.mask_others(params), extra_args),
+    )
+    if in_step:
+      new, own = update_one(*args)
+    else:
       new, own = lift.run_alone(workers, update_one, *args)
     return jax.tree.map(
       lambda old, x: old if isinstance(x, optax.MaskedNode) else x,

@@ -6,11 +6,10 @@ import math
 from collections.abc import Sequence
 
 import chex
-import jax
 import numpy as np
 
 from demo_optax import _checks
-from demo_optax.compressors.compressor import CompressorTree, per_leaf
+from demo_optax.compressors.compressor import CompressorTree
 from demo_optax.compressors.layout import Layout, Leaf, make_layout
 from demo_optax.exchange.algorithm import ExchangeKind, make_config
 from demo_optax.transformation import resolve_update_values
@@ -205,11 +204,8 @@ def plan(
     workers = Workers.simulated(workers)
   specs, axis, count = workers.param_specs, workers.axis_name, workers.count
   is_relayed = workers.relay is not None
-  flat = jax.tree_util.tree_flatten_with_path(params)[0]
-  shapes = [(path, np.shape(x), x) for path, x in flat]
-  compressors = per_leaf(compressor, params)
-  layout = make_layout(shapes, compressors, specs)
-  unsharded = make_layout(shapes, compressors, REPLICATED)
+  layout = make_layout(params, compressor, specs)
+  unsharded = make_layout(params, compressor, REPLICATED)
   leaves = tuple(
     _leaf_bytes(leaf, alone)
     for leaf, alone in zip(layout.leaves, unsharded.leaves)

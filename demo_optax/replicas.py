@@ -144,6 +144,14 @@ def is_local(x: Any) -> bool:
   return is_whole and jax.process_count() > 1
 
 
+def has_copies(x: Any) -> bool:
+  """Returns whether several devices have the same part of one array."""
+  if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+    return False
+  blocks = [block for _, _, block in _holders(x)]
+  return not is_local(x) and len({*blocks}) < len(blocks)
+
+
 def _holders(x: Any) -> list[tuple[Any, int, str]]:
   """Returns device, process and block of each copy, in the order of devices."""
   here: list[tuple[Any, int, str]] = [(None, 0, '')]

@@ -1,6 +1,7 @@
 """The exchange of decoupled momentum as an optax transformation."""
 
 import dataclasses
+import sys
 from typing import Any, NamedTuple, get_args
 
 import chex
@@ -30,6 +31,22 @@ class LayoutOf:
 
   digest: chex.Array
   layout: Layout = dataclasses.field(repr=False, metadata={'static': True})
+
+  def __post_init__(self) -> None:
+    # `flax.serialization` would take it for a leaf. It is not imported here.
+    if serialization := sys.modules.get('flax.serialization'):
+      serialization.register_serialization_state(
+        LayoutOf, _to_state_dict, _from_state_dict, override=True
+      )
+
+
+def _to_state_dict(x: LayoutOf) -> dict[str, Any]:
+  return {'digest': x.digest}
+
+
+def _from_state_dict(target: LayoutOf, saved: dict[str, Any]) -> LayoutOf:
+  check_digest(saved['digest'], target.layout)
+  return LayoutOf(saved['digest'], target.layout)
 
 
 def layouts_in(tree: Any, *, checked: bool = False) -> dict[Keys, Layout]:
@@ -181,10 +198,9 @@ def scale_by_demo(
   _checks.check_choice('average', average, get_args(topk.Average))
   written = resolve_update_values(exchange, update_values, workers)
 
-  def config_of(tree: Any, leaves: list[Any]) -> algorithm.ExchangeConfig:
+  def config_of(params: Any) -> algorithm.ExchangeConfig:
     """Returns the static part of the exchange."""
-    codes = per_leaf(compressor, tree)
-    layout = make_layout(leaves, codes, workers.param_specs)
+    layout = make_layout(params, compressor, workers.param_specs)
     count = None
     if exchange != 'all_gather' and workers.relay is None:
       try:
@@ -201,8 +217,7 @@ def scale_by_demo(
       # optax.tree.map_params asks where parameters are: nowhere in this state.
       nothing: Any = 0
       return DeMoState(nothing, nothing, nothing, nothing)
-    flat = jax.tree_util.tree_flatten_with_path(params)[0]
-    config = config_of(params, [(path, np.shape(x), x) for path, x in flat])
+    config = config_of(params)
     types, structure = jax.tree.flatten(config.state_on_device)
     return DeMoState(
       count=workers.device_put(jnp.zeros((), jnp.int32)),
@@ -227,9 +242,14 @@ def scale_by_demo(
     if ema:
       weight = (1 - decay) * weight
     hyper = {'alpha': alpha, 'decay': decay, 'gradient_weight': weight}
+    params = _tree.params_of(updates, params)
     if workers.relay is not None:
       inside.check_in_step(f'The update for {workers}')
     if inside.is_in_step():
+      # Here, since links that follow in a step run before the exchange.
+      like = _tree.like_params(updates, params, 0)
+      expected = make_layout(like, compressor, workers.param_specs)
+      check_layout(state.layout.layout, expected, workers)
       return inside.call_stacked(
         stacked_update_fn, workers, updates, state, params, hyper
       )
@@ -239,19 +259,22 @@ def scale_by_demo(
     updates: Any, state: DeMoState, params: Any, hyper: Any, workers: Workers
   ) -> tuple[chex.ArrayTree, DeMoState]:
     """Updates with gradients laid out as `workers` have them."""
-    flat, like = _tree.flatten_alike(updates, params)
+    flat, given = _tree.flatten_alike(updates, params)
     lead = 1 if workers.stacked_gradients else 0
-    leaves = [
-      (path, np.shape(g)[lead:], g if p is None else p)
-      for (path, g), p in zip(flat, like)
-    ]
-    config = config_of(updates if params is None else params, leaves)
-    left_out = [leaf.is_frozen for leaf in config.layout.leaves]
-    for (path, g), p, leaf, out in zip(flat, like, leaves, left_out):
-      if p is not None and not out:
+    config = config_of(_tree.like_params(updates, params, lead))
+    leaves = iter(config.layout.leaves)  # of what is exchanged
+    exchanged, left_out = [], []
+    for (path, g), p in zip(flat, given):
+      is_exchanged = _tree.is_exchanged(g if p is None else p)
+      if is_exchanged:
+        exchanged.append(g)
+      is_frozen = is_exchanged and next(leaves).is_frozen
+      left_out.append(is_frozen or not is_exchanged)
+      if is_frozen:
+        continue
+      if is_exchanged and p is not None:
         checks.check_sharding(path, p, workers)
-      if not out or not _tree.is_exchanged(leaf[2]):
-        checks.check_gradient(leaf_name(path), g, p, workers)
+      checks.check_gradient(leaf_name(path), g, p, workers)
     _check_state(state, config, workers)
     found: list[jax.Array] = []
     metrics, own = algorithm.no_metrics(), state.worker_stacked
@@ -262,19 +285,19 @@ def scale_by_demo(
       found, own, metrics = run(
         workers,
         config,
-        [g for _, g in flat],
+        exchanged,
         own,
         algorithm.Hyper(state.count, *hyper.values()),
       )
     in_order = iter(found)
     new = [
       _tree.zero_update(g, p, lead) if out else next(in_order).astype(g.dtype)
-      for (_, g), p, out in zip(flat, like, left_out)
+      for (_, g), p, out in zip(flat, given, left_out)
     ]
     return jax.tree.structure(updates).unflatten(new), DeMoState(
       count=optax.safe_increment(state.count),
       metrics=metrics,
-      layout=LayoutOf(state.layout.digest, config.layout),
+      layout=state.layout,
       worker_stacked=own,
     )
 
@@ -293,40 +316,25 @@ def average(*, workers: Workers) -> optax.GradientTransformationExtraArgs:
   return scale_by_demo(None, workers=workers)
 
 
+def check_layout(found: Layout, expected: Layout, workers: Workers) -> None:
+  """Raises unless a state was made for these leaves and compressors."""
+  if found != expected:
+    other = differences(found.records, expected.records)
+    order = 'The leaves', 'another order or sharding', 'these'
+    _tree.refuse_state([d[:3] for d in other] or [order], workers)
+
+
 def _check_state(
   state: DeMoState, config: algorithm.ExchangeConfig, workers: Workers
 ) -> None:
   """Raises unless a state was made for these leaves and workers."""
-  expected, found = config.layout, state.layout.layout
-  if found != expected:
-    lines = [
-      f'{d.name}: {d.old} in the state, {d.new} in the update.'
-      for d in differences(found.records, expected.records)
-    ] or ['its leaves have another order, or are sharded otherwise.']
-    more = f' ... and {len(lines) - 3} more leaves.' if lines[3:] else ''
-    raise ValueError(
-      f'The state must be made for what update is given ({workers}):'
-      f' {" ".join(lines[:3])}{more} Make it with tx.init of the same'
-      ' transformation and parameters, and give one gradient per worker: an'
-      ' averaged gradient must not reach the exchange.'
-    )
-  check_digest(state.layout.digest, expected)
-  made = {keys: jnp.shape(x) for keys, x in leaves_of(state.worker_stacked)}
-  needed = {
-    keys: workers.bucket_shape(x.shape)
-    for keys, x in leaves_of(config.state_on_device)
-  }
-  for keys in (*made, *needed):
-    size, shape, name = made.get(keys), needed.get(keys), dotted(keys)
-    if size != shape:
-      must = f'have {name} of shape {shape}, got {size}'
-      if size is None or shape is None:
-        must = f'have {name}' if shape else f'not have {name}'
-      raise ValueError(
-        f'The state must {must}, for {workers} and {config}. Make it with'
-        ' tx.init of the transformation and workers that update uses, or take'
-        ' momentum over: demo_optax.checkpoint.from_leaves(..., resize=True).'
-      )
+  check_layout(state.layout.layout, config.layout, workers)
+  check_digest(state.layout.digest, config.layout)
+  needed = jax.tree.map(
+    lambda x: x.update(shape=workers.bucket_shape(x.shape)),
+    config.state_on_device,
+  )
+  _tree.check_state(state.worker_stacked, needed, 0, workers)
 
 
 def check_digest(digest: Any, layout: Layout) -> None:

@@ -10,7 +10,7 @@ instead, and a record of its chunks:
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import chex
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from demo_optax import _paths
+from demo_optax import _paths, replicas
 from demo_optax._paths import STACKED, Keys, Path
 from demo_optax.compressors import bases, chunking, cutting
 from demo_optax.compressors.layout import Layout, Leaf, Record, differences
@@ -33,6 +33,8 @@ def to_leaves(state: chex.ArrayTree) -> dict[str, Any]:
   Takes any tree that holds states of `scale_by_demo` with their types:
   `tx.init(params)`, a `TrainState`, an `nnx.Optimizer` (not its `nnx.state`),
   with parameters. Leaves are arrays, or `jax.ShapeDtypeStruct`.
+
+  Refuses momentum that differs between devices without a worker axis.
 
   Returns them by their dotted paths. Momentum is `[workers, *counts, n]` for
   each parameter, `n` coefficients of `counts` chunks, sharded as the parameter.
@@ -50,6 +52,8 @@ def to_leaves(state: chex.ArrayTree) -> dict[str, Any]:
     >>> state = checkpoint.from_leaves(saved, jax.eval_shape(tx.init, params))
   """
   layouts = layouts_in(state, checked=True)
+  flat = _paths.leaves_of(state)
+  _check_stacked(flat)
   found: dict[str, Any] = {}
 
   def add(keys: Keys, x: Any) -> None:
@@ -60,7 +64,7 @@ def to_leaves(state: chex.ArrayTree) -> dict[str, Any]:
       )
     found[name] = x
 
-  for keys, x in _paths.leaves_of(state):
+  for keys, x in flat:
     if _paths.is_bucket(keys):
       layout = layouts[keys[:-3]]
       number, owned = _bucket_at(keys, layout)
@@ -124,6 +128,22 @@ def from_leaves(
   return jax.tree_util.tree_map_with_path(
     lambda path, x: _placed(restored(path, x), x), like
   )
+
+
+def _check_stacked(leaves: Sequence[tuple[Keys, Any]]) -> None:
+  """Raises for arrays that differ between workers and have no worker axis."""
+  arrays = {
+    _paths.dotted(keys): x
+    for keys, x in leaves
+    if _paths.is_stacked(keys) and replicas.has_copies(x)
+  }
+  if arrays and (other := replicas.check_replicas(arrays)):
+    raise ValueError(
+      f'{other[0].leaf} must be sharded over the workers, got one array that'
+      ' differs between devices: only one worker would be saved. In'
+      ' jax.shard_map take demo_optax.state_specs(tx, params, workers) as'
+      " in_specs and out_specs of the optimizer's state, not P()."
+    )
 
 
 # Buckets ----------------------------------------------------------------------
@@ -281,10 +301,32 @@ def _run(fun: Callable[..., Any], x: Any, like: Any, *static: Any) -> Any:
   return cutting.run(fun, x, getattr(like, 'sharding', None), *static)
 
 
+# The arrays that hold the same as a Python number. A step returns the count of
+# a state as an array, whatever it was before.
+_DTYPES = {bool: jnp.bool_, int: jnp.integer, float: jnp.floating}
+
+
+def _as_array(x: Any, like: Any) -> Any:
+  """Returns a Python number as a scalar array like `like`, if that is one.
+
+  Other values are returned as they are.
+  """
+  kind = _DTYPES.get(type(x))
+  if kind is None or not hasattr(like, 'dtype'):
+    return x
+  if like.shape or not jnp.issubdtype(like.dtype, kind):
+    return x
+  try:
+    return np.asarray(x, like.dtype)
+  except OverflowError:
+    return x
+
+
 def _placed(x: Any, like: Any) -> Any:
   """Returns `x` as an array of the kind of `like`, on its devices."""
   if not hasattr(like, 'dtype'):
-    return x
+    return x.item() if hasattr(x, 'dtype') else x
+  x = _as_array(x, like)
   if isinstance(like, np.ndarray | np.generic):
     return np.asarray(x)[()] if isinstance(like, np.generic) else np.asarray(x)
   return jnp.asarray(x) if like.sharding is None else put(x, like.sharding)
@@ -324,6 +366,7 @@ def _check(
       if new is None or not owed:
         differs('owed' if owed else 'tree', name, _kind(old), _kind(new))
       continue
+    old, new = _as_array(old, new), _as_array(new, old)
     stacked = STACKED in name.split('.')
     if name in recorded:
       if d := recorded[name]:

@@ -14,7 +14,7 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -22,15 +22,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from demo_optax import _tree
-from demo_optax._paths import Keys, Path, dotted, path_keys
+from demo_optax._paths import Keys, dotted, path_keys
 from demo_optax.codes.format import ChunkFormat
 from demo_optax.compressors import chunking
 from demo_optax.compressors.bases import Basis
 from demo_optax.compressors.chunking import ChunkGrid
-from demo_optax.compressors.compressor import Compressor, Frozen, LeafPlan
+from demo_optax.compressors.compressor import (
+  Compressor,
+  CompressorTree,
+  Frozen,
+  LeafPlan,
+  per_leaf,
+)
 from demo_optax.compressors.selectors import Selector
 from demo_optax.numerics import plain, platform
-from demo_optax.workers.param_specs import REPLICATED, ParamSharding, ParamSpecs
+from demo_optax.workers.param_specs import ParamSharding, ParamSpecs
 
 # Describes a leaf in JSON, so that it can be saved with arrays.
 Record = dict[str, Any]
@@ -235,7 +241,7 @@ def _words(record: Record | None) -> tuple[str, str, str]:
   return array, chunks, record['compressor']
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Layout:
   """The buckets of a tree of parameters, and the places of its leaves."""
 
@@ -243,6 +249,12 @@ class Layout:
   leaves: tuple[Leaf, ...] = dataclasses.field(hash=False)
   buckets: tuple[Bucket, ...] = dataclasses.field(hash=False)
   axis_sizes: tuple[tuple[str, int], ...] = ()  # inside a worker, in mesh order
+
+  def __repr__(self) -> str:
+    # Errors of JAX about trees print it.
+    names = ', '.join(leaf.name for leaf in self.leaves[:3])
+    digest = self.digest.tobytes().hex()[:8]
+    return f'Layout({digest}, {len(self.leaves)} leaves: {names} ...)'
 
   @functools.cached_property
   def compressed(self) -> tuple[int, ...]:
@@ -361,30 +373,27 @@ class Layout:
 
 
 def make_layout(
-  leaves: Sequence[tuple[Path, tuple[int, ...], Any]],
-  compressors: Sequence[Compressor | Frozen | None],
-  param_specs: ParamSpecs,
+  params: Any, compressor: CompressorTree, param_specs: ParamSpecs
 ) -> Layout:
-  """Maps the leaves of a tree, as paths, shapes and arrays, to buckets."""
+  """Maps parameters, or their shapes, to buckets, as far as exchanged."""
+  params = _tree.mask_others(params)
+  leaves, _ = jax.tree_util.tree_flatten_with_path(params)
   axis_sizes = param_specs.axis_sizes
   made: list[Leaf] = []
   members: dict[Bucket, dict[ChunkGrid, list[int]]] = {}  # of empty buckets
-  for i, (path, shape, x) in enumerate(leaves):
-    dtype, sharding = None, REPLICATED.place((), shape)
-    compressor: Compressor | Frozen | None = Frozen()
-    if _tree.is_exchanged(x):  # neither of integers nor empty
-      dtype = _tree.momentum_dtype(path, x)
-      sharding, compressor = param_specs.place(path, shape), compressors[i]
+  for i, chosen in enumerate(per_leaf(compressor, params)):
+    path, x = leaves[i]
+    shape, dtype = np.shape(x), _tree.momentum_dtype(path, x)
+    sharding = param_specs.place(path, shape)
     plan = None
-    if isinstance(compressor, Compressor):
+    if isinstance(chosen, Compressor):
       shard = tuple(d // b for d, b in zip(shape, sharding.blocks))
-      plan = compressor.plan(shard, dtype)
+      plan = chosen.plan(shard, dtype)
       split = {a: n for a, n in axis_sizes if a not in sharding.axes}
-      bucket = _empty_bucket(compressor, plan, split)
+      bucket = _empty_bucket(chosen, plan, split)
       members.setdefault(bucket, {}).setdefault(plan.grid, []).append(i)
-    made.append(
-      Leaf(path_keys(path), shape, str(dtype), sharding, compressor, plan)
-    )
+    keys = path_keys(path)
+    made.append(Leaf(keys, shape, str(dtype), sharding, chosen, plan))
   buckets = []
   for number, (bucket, by_grid) in enumerate(members.items()):
     size = 0

@@ -13,9 +13,11 @@ import optax
 from optax import contrib
 
 from demo_optax import _checks, _tree
+from demo_optax.compressors.compressor import CompressorTree
+from demo_optax.compressors.layout import make_layout
 from demo_optax.recipes.matrices import matrices
-from demo_optax.transformation import DeMoState
-from demo_optax.workers import Workers, inside, lift
+from demo_optax.transformation import DeMoState, check_layout
+from demo_optax.workers import Workers, checks, lift
 
 # Multiplies gradients before Newton-Schulz, which ignores scale, but whose
 # preconditioning clips squares at 1e-8, above those of real gradients.
@@ -220,20 +222,10 @@ def _size(x: jax.Array, axes: Iterable[int]) -> int:
   return math.prod(x.shape[a] for a in axes)
 
 
-def like_params(
-  updates: chex.ArrayTree, params: chex.ArrayTree | None, workers: Workers
-) -> chex.ArrayTree:
-  """Returns the parameters; where not given, what gradients say of them."""
-  if params is not None:
-    return params
-  lead = workers.stacked_gradients and not inside.is_in_step()
-  return jax.tree.map(
-    lambda g: jax.ShapeDtypeStruct(jnp.shape(g)[lead:], g.dtype), updates
-  )
-
-
 def chain(
-  workers: Workers, *links: optax.GradientTransformation
+  workers: Workers,
+  compressor: CompressorTree,
+  *links: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
   """Chains links for the leaves that are exchanged; other updates are zero.
 
@@ -250,17 +242,23 @@ def chain(
   def update_fn(
     updates: Any, state: optax.MaskedState, params: Any = None, **extra: Any
   ) -> tuple[Any, optax.MaskedState]:
-    like = like_params(updates, params, workers)
+    params = _tree.params_of(updates, params)
+    lead = checks.gradient_lead(workers)
+    like = _tree.like_params(updates, params, lead)
+    # Before any link takes its state for one of these parameters.
+    layout = make_layout(like, compressor, workers.param_specs)
+    (exchange,) = _exchanges(state)
+    check_layout(exchange.layout.layout, layout, workers)
     updates, new = masked.update(updates, state, params, **extra)
     if params is None:
       updates = optax.tree.cast_like(updates, like)
-    (exchange,) = (x for x in new.inner_state if isinstance(x, DeMoState))
+    (exchange,) = _exchanges(new)
     # By where, not by a product: a decay that is not finite would stay.
     someone = exchange.metrics['num_excluded'] < workers.count
-    layout = iter(exchange.layout.layout.leaves)  # of what is exchanged
+    leaves = iter(layout.leaves)  # of what is exchanged
 
     def settle(update: jax.Array, like: Any) -> jax.Array:
-      if not _tree.is_exchanged(like) or next(layout).is_frozen:
+      if not _tree.is_exchanged(like) or next(leaves).is_frozen:
         return jnp.zeros_like(like)
       return jnp.where(someone, update, jnp.zeros_like(update))
 
@@ -278,3 +276,8 @@ def chain(
     return jax.tree.map(settle, updates, like), new
 
   return optax.GradientTransformationExtraArgs(masked.init, update_fn)
+
+
+def _exchanges(state: optax.MaskedState) -> list[DeMoState]:
+  """Returns the states of the exchanges in a chain."""
+  return [x for x in state.inner_state if isinstance(x, DeMoState)]

@@ -16,7 +16,7 @@ from demo_optax.per_worker import per_worker
 from demo_optax.recipes import links, matrices
 from demo_optax.recipes.matrices import DimensionNumbersTree
 from demo_optax.transformation import scale_by_demo
-from demo_optax.workers import Workers
+from demo_optax.workers import Workers, checks
 
 # Updates with a gradient were above 1e-4 in all models tried; a residual
 # without one loses a tenth per step.
@@ -63,6 +63,7 @@ def demo(
   descent = _descent(learning_rate, weight_decay, weight_decay_mask)
   return links.chain(
     workers,
+    compressor,
     scale_by_demo(
       compressor,
       decay,
@@ -248,6 +249,7 @@ def demo_muon(
     unit_rms = links.scale_to_unit_rms(axes, min_rms=_MIN_RMS)
     return links.chain(
       workers,
+      sent,
       per_worker(by_label(muon, optax.identity()), workers=workers),
       exchange_by(sent),
       by_label(
@@ -263,7 +265,9 @@ def demo_muon(
   def update(
     updates: Any, state: Any, params: Any, **extra_args: Any
   ) -> tuple[Any, Any]:
-    chain = chain_for(links.like_params(updates, params, workers))
+    params = _tree.params_of(updates, params)
+    lead = checks.gradient_lead(workers)
+    chain = chain_for(_tree.like_params(updates, params, lead))
     # optax raises a float to an integer count.
     with jax.numpy_dtype_promotion('standard'):
       return chain.update(updates, state, params, **extra_args)

@@ -8,9 +8,15 @@ from jax.sharding import PartitionSpec as P
 
 from demo_optax._paths import Path, leaf_name
 from demo_optax._tree import is_exchanged
+from demo_optax.workers import inside
 from demo_optax.workers.collectives import is_tracked, varies
 from demo_optax.workers.param_specs import keep, names_of
 from demo_optax.workers.value import Workers
+
+
+def gradient_lead(workers: Workers) -> int:
+  """Returns how many axes of gradients are the workers', none in a step."""
+  return int(workers.stacked_gradients and not inside.is_in_step())
 
 
 def check_gradient(

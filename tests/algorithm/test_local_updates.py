@@ -443,7 +443,11 @@ def step_of(gradients, given=True):
       ValueError,
       r'w must have .* \(1, 3\)',
     ),
-    (lambda: step_of(lambda x: {'v': x[0]}), ValueError, 'key mismatch'),
+    (
+      lambda: step_of(lambda x: {'v': x[0]}),
+      ValueError,
+      'params must have the leaves of the gradients.* v, w',
+    ),
   ],
 )
 def test_mistakes(call, error, match):

@@ -14,6 +14,7 @@ from helpers import (
   assert_devices_agree,
   assert_same_bits,
   make_mesh_2d,
+  make_step,
   own,
   random_tree,
   stacked,
@@ -199,3 +200,129 @@ def test_one_gather_for_messages_and_one_for_averages(inside):
   # Beside them how many workers are valid.
   assert [c.kind for c in found].count('all-gather') <= 3
   assert sum(c.output_bytes for c in found if c.kind == 'all-reduce') <= 8
+
+
+# Surgery: a state that was made for other parameters ------------------------------
+
+GROWING = {
+  'a': {'kernel': jnp.ones((8, 16))},
+  'b': jnp.ones(16),
+  'c': jnp.ones((16, 16)),
+}
+
+
+def without(name):
+  return {k: x for k, x in GROWING.items() if k != name}
+
+
+SURGERY = {  # the new parameters, and a leaf that the error must name
+  'a matrix more': ({**GROWING, 'z': jnp.ones((4, 4))}, 'z'),
+  'a vector more': ({**GROWING, 'z': jnp.ones(4)}, 'z'),
+  'a matrix less': (without('c'), 'c'),
+  'a vector less': (without('b'), 'b'),
+  'a matrix renamed': ({**without('c'), 'z': GROWING['c']}, 'z'),
+  'a vector renamed': ({**without('b'), 'z': GROWING['b']}, 'z'),
+  'another shape': ({**GROWING, 'c': jnp.ones((8, 32))}, 'c'),
+  'a shape that broadcasts': ({**GROWING, 'b': jnp.ones((1, 16))}, 'b'),
+  'swapped': ({**GROWING, 'b': GROWING['c'], 'c': GROWING['b']}, 'c'),
+  'integers': ({**GROWING, 'b': jnp.ones(16, jnp.int32)}, 'b'),
+}
+
+EXCHANGE = functools.partial(demo_optax.scale_by_demo, HIDDEN, workers=TWO)
+STATEFUL = {
+  'scale_by_demo': EXCHANGE,
+  'average': lambda: demo_optax.average(workers=TWO),
+  'per_worker': lambda: optax.chain(
+    demo_optax.per_worker(optax.ema(0.9), workers=TWO), EXCHANGE()
+  ),
+  'adam behind': lambda: optax.chain(EXCHANGE(), optax.scale_by_adam()),
+  'demo': lambda: demo_optax.demo(0.1, workers=TWO),
+  'demo_muon': lambda: demo_optax.demo_muon(0.1, workers=TWO),
+}
+LOCAL = {
+  'local_updates': lambda: demo_optax.local.local_updates(
+    optax.adam(0.1), EXCHANGE(), 2, workers=TWO
+  ),
+  'diloco': lambda: demo_optax.local.diloco(workers=TWO),
+  'demo_diloco': lambda: demo_optax.local.demo_diloco(workers=TWO),
+  'sparse_loco': lambda: demo_optax.local.sparse_loco(workers=TWO),
+}
+
+
+def squares(params, x):
+  floats = [p for p in jax.tree.leaves(params) if p.dtype == jnp.float32]
+  return sum(jnp.sum((p * x.mean()) ** 2) for p in floats)
+
+
+def update_in_a_step(tx, params, state):
+  """Traces one."""
+  step = make_step(tx, TWO, squares, batch_argnums=2)
+  step.lower(params, state, jnp.ones((4, 4)))
+
+
+def update_outside(tx, params, state):
+  def stack(p):
+    is_float = jnp.issubdtype(p.dtype, jnp.inexact)
+    dtype = p.dtype if is_float else jax.dtypes.float0
+    return np.zeros((2, *p.shape), dtype)
+
+  jax.eval_shape(tx.update, jax.tree.map(stack, params), state, params)
+
+
+def assert_unfit(update, tx, state, params, name):
+  """An error names the leaf, and its remedy works."""
+  with pytest.raises(ValueError, match='state must be made for') as caught:
+    update(tx, params, state)
+  assert f'{name}: ' in str(caught.value) and 'tx.init' in str(caught.value)
+  assert len(str(caught.value)) < 800
+  update(tx, params, tx.init(params))
+
+
+@pytest.mark.parametrize('update', [update_in_a_step, update_outside])
+@pytest.mark.parametrize('name', STATEFUL)
+def test_a_state_of_other_parameters_is_refused(name, update):
+  tx = STATEFUL[name]()
+  state = tx.init(GROWING)
+  update(tx, GROWING, state)
+  for params, leaf in SURGERY.values():
+    assert_unfit(update, tx, state, params, leaf)
+
+
+@pytest.mark.parametrize('name', LOCAL)
+def test_a_state_of_other_parameters_is_refused_by_local_updates(name):
+  tx = LOCAL[name]()
+  state = tx.init(GROWING)
+  for case in ('a matrix more', 'a vector more'):
+    assert_unfit(update_in_a_step, tx, state, *SURGERY[case])
+
+
+@pytest.mark.parametrize('update', [update_in_a_step, update_outside])
+@pytest.mark.parametrize('make', [demo_optax.demo, demo_optax.demo_muon])
+def test_a_state_of_other_compressors_is_refused(make, update):
+  codes = jax.tree.map(lambda _: HIDDEN, GROWING)
+  tx, frozen, other = (
+    make(0.1, workers=TWO, compressor=compressor)
+    for compressor in (
+      codes,
+      {**codes, 'c': compressors.FROZEN},
+      {**codes, 'b': demo_optax.dct_topk(8, 4)},
+    )
+  )
+  state = tx.init(GROWING)
+  assert_unfit(update, frozen, state, GROWING, 'c')
+  assert_unfit(update, other, state, GROWING, 'b')
+
+
+@pytest.mark.parametrize('update', [update_in_a_step, update_outside])
+@pytest.mark.parametrize('name', STATEFUL)
+def test_a_state_of_another_precision(name, update):
+  """Momentum is float32 for bfloat16 too, and float64 for float64."""
+  tx = STATEFUL[name]()
+  state = tx.init(GROWING)
+  narrow = {**GROWING, 'c': GROWING['c'].astype(jnp.bfloat16)}
+  update(tx, narrow, state)
+  if name != 'average':
+    with jax.enable_x64(True):
+      wide = {**GROWING, 'c': jnp.ones((16, 16), jnp.float64)}
+      with pytest.raises(ValueError, match=r'c: float32\[16,16\] in the state'):
+        update(tx, wide, state)
