@@ -160,7 +160,8 @@ def demo_muon(
     weight_decay: :math:`\lambda` of matrices, decoupled.
     muon_weight_dimension_numbers: the axes of matrices: a tree like the
       parameters, as in `optax.contrib.muon`, or a function from them to one; by
-      default `muon_dimension_numbers`. Pass the same to `muon_compressors`.
+      default `muon_dimension_numbers`. `describe_matrices` prints them. Pass
+      the same to `muon_compressors`.
     exchange: as in `scale_by_demo`.
     update_values: as in `scale_by_demo`.
 

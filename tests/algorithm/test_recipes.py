@@ -276,6 +276,145 @@ def test_names(path, shape, expected):
   assert found == expected
 
 
+NO_MATRICES = """
+  token_embedder|weight
+  embedder_block|segment_embedder|weight
+  position_embedder|embedding
+  embedder|input_embedding
+  embed_tokens|embedding
+  tok_emb|weight
+  posemb|kernel
+  n_embd|w
+  unembed|kernel
+  Unembedding_0|kernel
+  embeddings|word_embeddings|embedding
+  reversible_embedding|reverse_embeddings
+  transformer|wpe|embedding
+  to_vocab|kernel
+  transformer|layers|stacked|ln_1|weight|0
+  layers|input_layernorm|weight
+  layers|post_attention_layernorm|scale
+  layers|RMSNorm_0|w
+  layers|norms|0|weight
+  layers|q_norm|weight
+  layer_normalization|gamma
+  batch_normalization_1|beta
+  lm_head|kernel
+  lmhead|kernel
+  policy_head|w
+  heads|0|weight
+  head|layers|0|weight
+  classifier_head|weight
+  Classification_0|kernel
+  logits_dense|kernel
+  net/~/to_logits|w
+  layers|self_attention|query|bias
+  layers|b1
+  layers|mixer|A_log
+  layers|layer_scale
+  relative_attention_bias|embedding
+  register_tokens
+  rel_pos_h
+  position_table
+"""
+MATRICES = """
+  multi_head_attention|w
+  multihead_attn|out_proj|kernel
+  layers|MultiHeadAttention_0|kernel
+  attention_heads|kernel
+  per_head_proj|kernel
+  headed|kernel
+  overhead|w
+  header|kernel
+  embedder|layers|0|up|kernel
+  token_mixing|kernel
+  position_wise|kernel
+  scale|kernel
+  upscaler|kernel
+  biased|kernel
+  offset_mlp|kernel
+  normal_map|kernel
+  enormous|kernel
+  logistic|kernel
+  classic|kernel
+  assembly|kernel
+  planner|kernel
+  layers|linear|lora_b
+  layers|lora|B
+  q_proj|kernel
+  gate_proj|kernel
+  c_fc|weight
+  layers|0|mlp|wi_0|kernel
+  pooler|dense|kernel
+  transformer|layers|stacked|attn|q_proj|weight|0
+"""
+
+
+@pytest.mark.parametrize('path', NO_MATRICES.split())
+def test_embeddings_norms_and_heads_are_no_matrices(path):
+  (found,) = kinds_of(nested(path)).values()
+  assert found is None
+  # The reason is a name in the path.
+  reason = recipes.describe_matrices(nested(path)).split('no matrix: ')[1]
+  assert reason in path
+
+
+@pytest.mark.parametrize('path', MATRICES.split())
+def test_names_that_only_resemble_those(path):
+  (found,) = kinds_of(nested(path)).values()
+  assert found == (1, 1)
+
+
+def nested(path, shape=(12, 64)):
+  """A tree of one leaf; a number stands for a list."""
+  tree = jax.ShapeDtypeStruct(shape, 'float32')
+  for part in reversed(path.split('|')):
+    tree = [tree] if part.isdigit() else {part: tree}
+  return tree
+
+
+def test_variables_without_names():
+  """A list, as from Keras, says nothing of them: a warning says what is done."""
+  shapes = [(100, 32), (3, 3, 8, 16), (16,), (32, 10)]
+  variables = [jnp.zeros(shape) for shape in shapes]
+  expected = recipes.muon_dimension_numbers(variables)
+  assert expected[1] == contrib.MuonDimensionNumbers((0, 1, 2), (3,))
+  with pytest.warns(UserWarning, match='without names, got none for 3') as seen:
+    demo_optax.demo_muon(0.1, workers=TWO).init(variables)
+  lines = recipes.describe_matrices(variables).splitlines()
+  for warning in seen:
+    assert all(lines[i] in str(warning.message) for i in (0, 1, 3))
+  given = [None, expected[1], None, None]
+  demo_optax.demo_muon(
+    0.1, workers=TWO, muon_weight_dimension_numbers=given
+  ).init(variables)
+
+
+def test_a_description_of_matrices():
+  """As inferred, with the reasons, and as given."""
+  params = {
+    'embed': jnp.zeros((16, 8)),
+    'layers': {'up': jnp.zeros((12, 8, 32)), 'norm': jnp.zeros((12, 8))},
+    'mask': jnp.zeros((1, 8)),
+  }
+  found, given = (
+    [line.split(maxsplit=1)[1] for line in text.splitlines()]
+    for text in (
+      recipes.describe_matrices(params),
+      recipes.describe_matrices(
+        params, lambda _: contrib.MuonDimensionNumbers()
+      ),
+    )
+  )
+  assert found == [
+    '(16, 8)          no matrix: embed',
+    '(12, 8)          no matrix: norm',
+    '(12, 8, 32)      (1,) x (2,)',
+    '(1, 8)           no matrix: a side of one',
+  ]
+  assert given[2] == '(12, 8, 32)      (0,) x (1,)'
+
+
 def test_a_users_own_rule():
   """A tree or a function says what is a matrix; the default asks no shapes."""
   params = {'a': jnp.zeros((8, 8)), 'embed': jnp.zeros((16, 8))}
