@@ -37,7 +37,9 @@ def numpy_newton_schulz(x):
   return x.T if flip else x
 
 
-def numpy_demo_muon(params, gradients, rate, *, limit, topk, values, rest):
+def numpy_demo_muon(
+  params, gradients, rate, *, limit, topk, values, rest, share
+):
   """Yields parameters; gradients are lists, over steps, of `[N, ...]`."""
   beta, decay, b2 = 0.95, 0.9, 0.95
   count = len(gradients[0]['w'])
@@ -74,11 +76,14 @@ def numpy_demo_muon(params, gradients, rate, *, limit, topk, values, rest):
     # A worker is excluded as a whole.
     norms = np.where(np.array(good)[:, None], g['norm'], np.nan)
     u = oracles['w'].exchange(sent)
-    params['w'] = params['w'] - rate * u / np.sqrt(np.mean(u * u))
+    u = u / np.sqrt(np.mean(u * u))
+    # Muon's length by fan_in, longer for what waits in the residual.
+    u = u / np.sqrt(len(u) * (1 - decay * (1 - share)))
+    params['w'] = params['w'] - rate * u
     u = oracles['norm'].exchange(norms)
     moment = b2 * moment + (1 - b2) * u * u
     step = u / (np.sqrt(moment / (1 - b2**t)) + 1e-8)
-    params['norm'] = params['norm'] - 3 * rate * step
+    params['norm'] = params['norm'] - rate * step
     yield params
 
 
@@ -103,7 +108,14 @@ def test_oracle(values, x64):
   state, found = tx.init(params), params
   update = jax.jit(tx.update)
   expected = numpy_demo_muon(
-    params, gradients, 0.01, limit=16, topk=9, values=values, rest=5
+    params,
+    gradients,
+    0.01,
+    limit=16,
+    topk=9,
+    values=values,
+    rest=5,
+    share=9 / (12 * 14),  # 24x40 has six chunks of up to 12x14
   )
   for g, want in zip(gradients, expected):
     updates, state = update(g, state, found)
@@ -130,6 +142,58 @@ def orthonormalised(params, gradients, **options):
   )[0]
 
 
+def rms(x):
+  return np.sqrt(np.mean(np.square(x)))
+
+
+def default_rms(fan_in):
+  """The length of an update at a rate of one; a 64th is sent."""
+  return (fan_in * (1 - 0.9 * (1 - 1 / 64))) ** -0.5
+
+
+@jax.numpy_dtype_promotion('standard')  # optax' Muon
+@pytest.mark.parametrize('consistent_rms', [None, 0.2])
+@pytest.mark.parametrize('shape', [(32, 32), (16, 96), (96, 16), (3, 32, 48)])
+def test_updates_are_as_long_as_those_of_muon(shape, consistent_rms):
+  """One worker that sends everything; Newton-Schulz of optax until it is exact.
+
+  Its few default steps leave singular values between 0.7 and 1.2.
+  """
+  params = {'up': jnp.zeros(shape)}
+  gradients = helpers.random_tree(0, {'up': shape})
+  one = demo_optax.Workers.simulated(1)
+  ours = demo_optax.demo_muon(
+    0.02, workers=one, compressor=EVERYTHING, consistent_rms=consistent_rms
+  )
+  muon = contrib.muon(
+    0.02,
+    ns_coeffs=(1.5, -0.5, 0.0),
+    ns_steps=30,
+    muon_weight_dimension_numbers=recipes.muon_dimension_numbers,
+    consistent_rms=consistent_rms,
+  )
+  stacked = jax.tree.map(lambda x: x[None], gradients)
+  found, _ = ours.update(stacked, ours.init(params), params)
+  expected, _ = muon.update(gradients, muon.init(params), params)
+  assert rms(found['up']) == pytest.approx(rms(expected['up']), rel=1e-3)
+  product = np.vdot(found['up'], expected['up'])
+  assert product > 0.95 * found['up'].size * rms(expected['up']) ** 2
+
+
+def test_rates_that_are_injected():
+  """A `consistent_rms` that is not finite excludes all workers."""
+  params = {'up': jnp.ones((16, 16))}
+  tx = optax.inject_hyperparams(demo_optax.demo_muon)(
+    0.1, workers=TWO, consistent_rms=0.2, compressor=EVERYTHING
+  )
+  state, update = tx.init(params), jax.jit(tx.update)
+  for value in (0.2, 0.4, np.nan):
+    state.hyperparams['consistent_rms'] = jnp.asarray(value)
+    updates, state = update({'up': jnp.ones((2, 16, 16))}, state, params)
+    expected = 0.0 if np.isnan(value) else 0.1 * value
+    np.testing.assert_allclose(rms(updates['up']), expected, rtol=1e-5)
+
+
 def test_a_stack_of_layers_is_as_many_matrices():
   rng = np.random.default_rng(2)
   each = rng.normal(size=(2, 3, 24, 40)).astype(np.float32)
@@ -142,7 +206,7 @@ def test_a_stack_of_layers_is_as_many_matrices():
     np.testing.assert_allclose(
       found['layers'][i], expected[f'layer{i}'], atol=1e-6
     )
-    assert np.sqrt(np.mean(found['layers'][i] ** 2)) == pytest.approx(1)
+    assert rms(found['layers'][i]) == pytest.approx(default_rms(24))
 
 
 @pytest.mark.parametrize(
@@ -600,16 +664,15 @@ def test_rates_and_weight_decay_of_both_kinds_of_leaves():
     updates, _ = update_of(
       params, gradients, rate, adam_learning_rate=adam, compressor=EVERYTHING
     )
-    for name, expected in (('up', rate), ('norm', adam)):
-      rms = np.sqrt(np.mean(np.square(updates[name])))
-      np.testing.assert_allclose(rms, expected, rtol=0.01)
+    for name, expected in (('up', rate / 4), ('norm', adam)):
+      np.testing.assert_allclose(rms(updates[name]), expected, rtol=0.01)
   updates, _ = update_of(
     params,
     jax.tree.map(jnp.zeros_like, gradients),
     weight_decay=0.1,
     adam_weight_decay=0.2,
   )
-  for name, value in (('up', -0.1), ('norm', -0.6)):
+  for name, value in (('up', -0.1), ('norm', -0.2)):
     np.testing.assert_allclose(updates[name], value, rtol=1e-6)
 
 
@@ -741,7 +804,7 @@ def test_matrices_without_gradients_come_to_rest(case):
       g[:, 1] = 0
     updates, state = step(params, state, {'experts': g})
     sizes.append(np.sqrt(np.square(updates['experts']).mean((1, 2))))
-  sizes = np.array(sizes)
+  sizes = np.array(sizes) / default_rms(64)
   np.testing.assert_allclose(sizes[:, [0, 2]], 1, rtol=1e-5)
   np.testing.assert_allclose(sizes[:40, 1], 1, rtol=1e-5)
   assert np.all(sizes[120:, 1] < 0.02)
