@@ -35,7 +35,7 @@ SECONDS = RESULTS.with_name('muon_seconds.json')
 # What a run is unless it says otherwise.
 DEFAULTS: dict[str, Any] = {
   'task': 'lm',  # or 'cnn'
-  'method': 'recipe',  # see optimizers.py
+  'method': 'recipe',  # or 'demo_muon', with its own rates; see optimizers.py
   'workers': 4,
   'seed': 0,
   'steps': 800,

@@ -231,8 +231,14 @@ def of_matrices(
 
 
 def demo_muon(s: Settings, workers: demo_optax.Workers) -> Method:
-  """Returns `demo_optax.demo_muon`, behind clipping."""
+  """Returns `demo_optax.demo_muon`, behind clipping.
+
+  Rates of the recipe are the root mean square of an update.
+  """
   compressor, _ = other_leaves(s, matrix_compressor(s))
+  consistent_rms = None
+  if s['method'] == 'recipe':  # of chunks that are full
+    consistent_rms = (1 - s['decay'] * (1 - s['topk'] / 64**2)) ** 0.5
   tx = demo_optax.demo_muon(
     schedule(s, s['lr']),
     workers=workers,
@@ -240,6 +246,7 @@ def demo_muon(s: Settings, workers: demo_optax.Workers) -> Method:
     decay=s['decay'],
     beta=s['beta'],
     mu_dtype=s['mu_dtype'],
+    consistent_rms=consistent_rms,
     adam_learning_rate=schedule(s, s['other_lr']),
     **owners(s),
   )

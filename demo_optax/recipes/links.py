@@ -13,7 +13,7 @@ import optax
 from optax import contrib
 
 from demo_optax import _checks, _tree
-from demo_optax.compressors.compressor import CompressorTree
+from demo_optax.compressors.compressor import Compressor, CompressorTree
 from demo_optax.compressors.layout import make_layout
 from demo_optax.recipes.matrices import matrices
 from demo_optax.transformation import DeMoState, check_layout
@@ -86,14 +86,55 @@ def scale_to_unit_rms(
   return optax.stateless(update_fn)
 
 
+def muon_rms(
+  shape: tuple[int, ...],
+  dimensions: contrib.MuonDimensionNumbers,
+  compressor: Compressor | None,
+  decay: chex.Numeric,
+  consistent_rms: chex.Numeric | None,
+) -> chex.Numeric:
+  """Returns the root mean square of a matrix's updates at a rate of one.
+
+  That of `optax.contrib.muon` is `1 / sqrt(max(fan_in, fan_out))` of an
+  orthonormal matrix, times `sqrt(max(1, fan_out / fan_in))`, or times
+  `sqrt(max(fan_in, fan_out)) * consistent_rms`.
+
+  If a share `s` of the coefficients is sent, each waits in the residual for
+  about `t = 1 / (1 - decay (1 - s))` steps. In `t` steps the similar updates of
+  Muon move `t` times as far as one. Those of the exchange, which have different
+  coefficients, move `sqrt(t)` times as far, and are made that much longer.
+  """
+  share = 1.0
+  if compressor is not None:
+    form = compressor.plan(shape, 'float32').format
+    share = form.k / form.n
+  rms = consistent_rms
+  if rms is None:
+    rms = math.prod(shape[a] for a in dimensions.reduction_axis) ** -0.5
+  return rms * (1 - decay * (1 - share)) ** -0.5
+
+
+def scale_each(
+  factors: Callable[..., chex.ArrayTree],
+) -> optax.GradientTransformation:
+  """Multiplies each update by its own number."""
+
+  def scale(update: jax.Array, factor: chex.Numeric) -> jax.Array:
+    return update * jnp.asarray(factor, update.dtype)
+
+  return optax.stateless(
+    lambda updates, _: jax.tree.map(scale, updates, factors(updates))
+  )
+
+
 def lost_unless_finite(
-  weight: optax.ScalarOrSchedule, *hyperparams: optax.ScalarOrSchedule
+  weight: optax.ScalarOrSchedule, *hyperparams: optax.ScalarOrSchedule | None
 ) -> optax.ScalarOrSchedule:
   """Returns the weight of gradients, NaN if a hyperparameter is not finite.
 
   Every worker is then excluded: neither momentum nor parameters change.
   """
-  traced = [x for x in hyperparams if not isinstance(x, int | float)]
+  traced = [x for x in hyperparams if not isinstance(x, int | float | None)]
   if not traced:
     return weight
 

@@ -2,7 +2,8 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import chex
@@ -18,22 +19,20 @@ from demo_optax.compressors.compressor import broadcast
 # stand for a subtree; None: not a matrix), or a function from them to one.
 DimensionNumbersTree = Any
 
-# Words in the last two names of a path that make a leaf no matrix.
-_WORDS = frozenset(
-  {
-    'bias',
-    'classifier',
-    'embed',
-    'embedding',
-    'embeddings',
-    'head',
-    'ln',
-    'logits',
-    'norm',
-    'scale',
-    'wpe',
-    'wte',
-  }
+# What modules, or the arrays in them, are called that are no matrices.
+_MODULES = re.compile(
+  r'embed|emb[ds]?\b|\bw[tp]e\b|vocab'
+  r'|norms?\b|\bnormali[sz]|\bln\b'
+  r'|(?<!multi )(?<!attention )(?<!attn )(?<!per )\b(lm)?heads?\b'
+  r'|\bclassif|\blogit'
+)
+# What only arrays are called: a module called scale may compute scales.
+_ARRAYS = re.compile(
+  r'\bbias|\bscales?\b|\bgamma\b|\bbeta\b|\blog\b|\btokens?\b|\bpos(ition)?'
+)
+# Names that say nothing of what is in them.
+_CONTAINERS = frozenset(
+  {'', 'array', 'block', 'blocks', 'layer', 'layers', 'modules', 'stacked'}
 )
 
 
@@ -42,10 +41,16 @@ def muon_dimension_numbers(params: chex.ArrayTree) -> chex.ArrayTree:
 
   A matrix is the last two dimensions of a leaf; leading dimensions stack
   matrices, such as scanned layers or experts. A leaf is no matrix if it has
-  fewer than two dimensions, a side of one, or the name `b`. Nor is it one if
-  its own or its parent's name has one of these words: bias, classifier, embed,
-  embedding, embeddings, head, ln, logits, norm, scale, wpe, wte. Two kinds of
-  kernels are matrices over more dimensions:
+  fewer than two dimensions or a side of one. Nor is it one by its own name or
+  its parent's, without indices and containers (`layers`):
+
+    either    has a word with `embed`, `vocab`, `norm` or `emb` at its end, or
+              one of `ln`, `wte`, `wpe`, `head` (of no attention), `classif...`,
+              `logit...`
+    its own   is `b`, or has one of `bias...`, `scale`, `gamma`, `beta`, `log`,
+              `token`, `pos`, `position...`
+
+  Two kinds of kernels are matrices over more dimensions:
 
     attention      of Flax: `[in, heads, size]` below `query`, `key` and
                    `value`, `[heads, size, out]` below `out`, beside a `query`
@@ -53,7 +58,7 @@ def muon_dimension_numbers(params: chex.ArrayTree) -> chex.ArrayTree:
                    other equal sides over at most 4 channels: all dimensions
                    but the output
 
-  Names and shapes can mislead. Print the result for a model, and pass
+  Names and shapes can mislead. Print `describe_matrices` for a model, and pass
   `demo_muon` a tree or a function if it is wrong. Parameters may be shapes.
 
   Example:
@@ -64,9 +69,9 @@ def muon_dimension_numbers(params: chex.ArrayTree) -> chex.ArrayTree:
     ...     'layers': {'up': jnp.zeros((12, 64, 256))}}
     >>> found = demo_optax.recipes.muon_dimension_numbers(params)
     >>> found['embed'], found['norm'], found['layers']['up']
-    (None, None, MuonDimensionNumbers(reduction_axis=(-2,), output_axis=(-1,)))
+    (None, None, MuonDimensionNumbers(reduction_axis=(1,), output_axis=(2,)))
     >>> found['query']['kernel']
-    MuonDimensionNumbers(reduction_axis=(-3,), output_axis=(-2, -1))
+    MuonDimensionNumbers(reduction_axis=(0,), output_axis=(1, 2))
   """
   dtype = getattr(params, 'dtype', None)
   if dtype is not None and jnp.issubdtype(dtype, jnp.integer):
@@ -76,43 +81,96 @@ def muon_dimension_numbers(params: chex.ArrayTree) -> chex.ArrayTree:
       " steps, add static_args=('compressor',"
       " 'muon_weight_dimension_numbers', 'mu_dtype')."
     )
-  # A key of Haiku holds several names.
-  leaves = [
-    (tuple('/'.join(map(str, keys)).split('/')), jnp.shape(x))
-    for keys, x in leaves_of(params)
-  ]
-  shapes = dict(leaves)
   return jax.tree.structure(params).unflatten(
-    _dimension_numbers(names, shape, shapes) for names, shape in leaves
+    None if isinstance(found, str) else found
+    for found in _inferred(params).values()
   )
 
 
-def _dimension_numbers(
-  names: tuple[str, ...],
-  shape: tuple[int, ...],
-  shapes: Mapping[tuple[str, ...], tuple[int, ...]],
-) -> contrib.MuonDimensionNumbers | None:
-  """Returns the axes of a matrix, or None, given the shapes of all leaves."""
-  *_, parent, name = ('', '', *names)
-  ndim, words = len(shape), _words(parent)
-  if ndim < 2 or name == 'b' or _WORDS & (words | _words(name)):
-    return None
-  sides = contrib.MuonDimensionNumbers((-2,), (-1,))
-  query = shapes.get((*names[:-2], 'query', name), ())
-  if ndim < 3 or name not in ('kernel', 'w', 'weight'):
+def describe_matrices(
+  params: chex.ArrayTree,
+  muon_weight_dimension_numbers: DimensionNumbersTree = None,
+) -> str:
+  """Returns a line for each leaf: its axes as a matrix, or why it is none.
+
+  Arguments are those of `demo_muon`. Parameters may be shapes.
+
+  Example:
+    >>> import demo_optax, jax.numpy as jnp
+    >>> params = {'embedder': {'weight': jnp.zeros((256, 64))},
+    ...           'layers': {'up': jnp.zeros((12, 64, 256))}}
+    >>> print(demo_optax.recipes.describe_matrices(params))
+    embedder.weight                (256, 64)        no matrix: embedder
+    layers.up                      (12, 64, 256)    (1,) x (2,)
+  """
+  found: Mapping[Keys, Any] = _inferred(params)
+  if muon_weight_dimension_numbers is not None:
+    found = matrices(params, muon_weight_dimension_numbers)
+  return '\n'.join(_lines(leaves_of(params), found))
+
+
+def _lines(
+  leaves: Sequence[tuple[Keys, Any]], found: Mapping[Keys, Any]
+) -> list[str]:
+  """Returns the lines of `describe_matrices`."""
+  lines = []
+  for keys, x in leaves:
+    said = f'no matrix: {found[keys]}'
+    if isinstance(found[keys], contrib.MuonDimensionNumbers):
+      said = ' x '.join(map(str, found[keys]))
+    lines.append(f'{dotted(keys):30} {jnp.shape(x)!s:16} {said}')
+  return lines
+
+
+def _inferred(
+  params: chex.ArrayTree,
+) -> dict[Keys, contrib.MuonDimensionNumbers | str]:
+  """Returns the axes of matrices, or why a leaf is none, by path."""
+  shapes = {keys: jnp.shape(x) for keys, x in leaves_of(params)}
+  return {keys: _infer(keys, shapes) for keys in shapes}
+
+
+def _infer(
+  keys: Keys, shapes: Mapping[Keys, tuple[int, ...]]
+) -> contrib.MuonDimensionNumbers | str:
+  """Returns the axes of a matrix, or why it is none, given all shapes."""
+  shape = shapes[keys]
+  ndim = len(shape)
+  if ndim < 2:
+    return 'fewer than two dimensions'
+  parent, name = ('', '', *_names(keys))[-2:]
+  if name.rstrip('0123456789_') == 'b' or _ARRAYS.search(_words(name)):
+    return name
+  for module in (name, parent):
+    if _MODULES.search(_words(module)):
+      return module
+  *stack, left, right = range(ndim)
+  inputs: tuple[int, ...] = (left,)
+  outputs: tuple[int, ...] = (right,)
+  query = shapes.get((*keys[:-2], 'query', name), ())
+  if ndim < 3 or name not in ('kernel', 'w', 'weight', ''):
     pass
   elif parent in ('query', 'key', 'value') and shape[-3] > shape[-2]:
-    sides = contrib.MuonDimensionNumbers((-3,), (-2, -1))
+    inputs, outputs = (stack[-1],), (left, right)
   elif parent == 'out' and shape[-3:-1] == query[-2:]:
-    sides = contrib.MuonDimensionNumbers((-3, -2), (-1,))
-  elif 'conv' in words or _has_window(name, shape):
-    # Of Equinox and PyTorch [out, in, *window], of others [*window, in, out].
-    output = -ndim if name == 'weight' else -1
-    others = tuple(a for a in range(-ndim, 0) if a != output)
-    sides = contrib.MuonDimensionNumbers(others, (output,))
-  if 1 in [math.prod(shape[a] for a in axes) for axes in sides]:
-    return None
-  return sides
+    inputs = (stack[-1], left)
+  elif 'conv' in _words(parent).split() or _has_window(name, shape):
+    inputs = (*stack, left)
+    if name == 'weight':  # of Equinox and PyTorch [out, in, *window]
+      inputs, outputs = tuple(range(1, ndim)), (0,)
+  if 1 in [math.prod(shape[a] for a in axes) for axes in (inputs, outputs)]:
+    return 'a side of one'
+  return contrib.MuonDimensionNumbers(inputs, outputs)
+
+
+def _names(keys: Keys) -> list[str]:
+  """Returns the names in a path, without indices and containers.
+
+  >>> _names(('net/~/lm', 'layers', 0, 'w'))  # a key of Haiku has several
+  ['net', 'lm', 'w']
+  """
+  names = '/'.join(map(str, keys)).split('/')
+  return [name for name in names if _words(name) not in _CONTAINERS]
 
 
 def _has_window(name: str, shape: tuple[int, ...]) -> bool:
@@ -127,17 +185,14 @@ def _has_window(name: str, shape: tuple[int, ...]) -> bool:
   return window[0] == window[1] and (window[0] in (3, 5, 7) or inputs <= 4)
 
 
-def _words(name: str) -> set[str]:
-  """Returns the words of a name, except the heads of attention.
+def _words(name: str) -> str:
+  """Returns the words of a name.
 
-  >>> sorted(_words('LMHead_0')), sorted(_words('wte2'))
-  (['head', 'lm'], ['wte'])
-  >>> sorted(_words('MultiHeadAttention')), sorted(_words('multi_head_proj'))
-  (['attention'], ['proj'])
+  >>> _words('LMHead_0'), _words('wte2'), _words('MultiHeadAttention')
+  ('lm head', 'wte', 'multi head attention')
   """
-  name = re.sub('(?i)multi_?head', '', name)
   found = re.findall('[A-Z]+(?![a-z])|[A-Z]?[a-z]+', name)
-  return {word.lower() for word in found}
+  return ' '.join(found).lower()
 
 
 def matrices(
@@ -150,7 +205,9 @@ def matrices(
   Both sides are tuples, counted from the first axis. Made once from all
   parameters, since transformations may see a part of them.
   """
-  given = muon_dimension_numbers if given is None else given
+  if given is None:
+    _warn_of_unnamed(params)
+    given = muon_dimension_numbers
   dimensions = broadcast(
     given(params) if _tree.is_function(given) else given,
     params,
@@ -161,6 +218,22 @@ def matrices(
     keys: _sides(d, jnp.shape(x), argument, dotted(keys))
     for (keys, x), d in zip(leaves_of(params), dimensions)
   }
+
+
+def _warn_of_unnamed(params: chex.ArrayTree) -> None:
+  """Warns of leaves that only their shapes tell, as in a list of arrays."""
+  unnamed = []
+  for keys, x in leaves_of(params):
+    if jnp.ndim(x) > 1 and not _words(dotted(keys)):
+      unnamed.append((keys, x))
+  if unnamed:
+    lines = '\n'.join(_lines(unnamed[:8], _inferred(params)))
+    warnings.warn(
+      'muon_weight_dimension_numbers must be given for parameters without'
+      f' names, got none for {len(unnamed)}. By their shapes:\n{lines}\nPass a'
+      ' tree like the parameters, with None for embeddings, heads and norms.',
+      stacklevel=2,
+    )
 
 
 def tree_of(values: Mapping[Keys, Any]) -> Callable[..., chex.ArrayTree]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from demo_optax import _checks, _tree, compressors
+from demo_optax._paths import leaves_of
 from demo_optax.compressors.compressor import CompressorTree, Frozen, per_leaf
 from demo_optax.exchange.algorithm import ExchangeKind
 from demo_optax.per_worker import per_worker
@@ -119,6 +120,7 @@ def demo_muon(
   adam_weight_decay: chex.Numeric = 0.0,
   weight_decay: chex.Numeric = 0.0,
   muon_weight_dimension_numbers: DimensionNumbersTree = None,
+  consistent_rms: chex.Numeric | None = None,
   exchange: ExchangeKind = 'all_gather',
   update_values: str = 'int4',
 ) -> optax.GradientTransformationExtraArgs:
@@ -134,20 +136,27 @@ def demo_muon(
     q_i &= \mathrm{top}_k(T m_i) \\
     m_i &\leftarrow m_i - T^{-1} q_i \\
     u   &= T^{-1}\, \mathrm{average}_i(q_i) \\
-    x   &\leftarrow x - \eta_t \lambda x - \eta_t\, u / \mathrm{rms}(u)
+    x   &\leftarrow x - \eta_t \lambda x - \eta_t\, r\, u / \mathrm{rms}(u)
+
+  Where everything is sent, updates are as long as those of
+  `optax.contrib.muon`: their root mean square :math:`r` is
+  :math:`1 / \sqrt{\mathrm{fan\_in}}`, or `consistent_rms`. Where a share
+  :math:`s` of the coefficients is sent and the others wait, it is that divided
+  by :math:`\sqrt{1 - \delta (1 - s)}`.
 
   Both terms inside NewtonSchulz are corrected for a momentum that starts at
   zero, as in `optax.contrib.scale_by_muon`. The average is over all valid
   workers, including those that did not send a coefficient. Leaves that are not
   matrices skip Newton-Schulz, and Adam without a momentum follows the exchange.
 
-  It chains `per_worker` of Muon, `scale_by_demo`,
-  `scale_to_unit_rms` or `optax.scale_by_rms`, `optax.add_decayed_weights` and
+  It chains `per_worker` of Muon, `scale_by_demo`, `scale_to_unit_rms` with a
+  scale or `optax.scale_by_rms`, `optax.add_decayed_weights` and
   `optax.scale_by_learning_rate`. Each worker keeps two arrays of the size of a
   matrix and one of every other leaf, whose second moments all workers share.
 
   Args:
-    learning_rate: :math:`\eta_t`, a number or a schedule of the step.
+    learning_rate: :math:`\eta_t`, a number or a schedule of the step: that of
+      `optax.contrib.muon`.
     workers: as in `scale_by_demo`.
     compressor: as in `scale_by_demo`; None for `muon_compressors(params)`. In a
       tree, `None` averages a leaf uncompressed.
@@ -155,20 +164,22 @@ def demo_muon(
     beta: :math:`\beta` of each worker's momentum, in `[0, 1)`.
     mu_dtype: dtype of :math:`b_i` between steps, float32 by default; with
       bfloat16 and one seed the loss was 0.6 % higher (benchmarks/TRIED.md).
-    adam_learning_rate: of leaves that are not matrices, by default three times
-      `learning_rate`. Tune it.
+    adam_learning_rate: of leaves that are not matrices, by default
+      `learning_rate`.
     adam_weight_decay: :math:`\lambda` of leaves that are not matrices.
     weight_decay: :math:`\lambda` of matrices, decoupled.
     muon_weight_dimension_numbers: the axes of matrices: a tree like the
       parameters, as in `optax.contrib.muon`, or a function from them to one; by
-      default `muon_dimension_numbers`. Pass the same to `muon_compressors`.
+      default `muon_dimension_numbers`. `describe_matrices` prints them. Pass
+      the same to `muon_compressors`.
+    consistent_rms: as in `optax.contrib.muon`: None for rates that fit every
+      width, 0.2 for rates of AdamW.
     exchange: as in `scale_by_demo`.
     update_values: as in `scale_by_demo`.
 
   Note:
-    Start at a rate of 2e-3 (4e-3 for some hundred steps): here the update of a
-    matrix has a root mean square of :math:`\eta_t`. If a worker's gradient of a
-    matrix is zero (an expert without tokens), it sends only its residual.
+    Start at a rate of 2e-2. If a worker's gradient of a matrix is zero (an
+    expert without tokens), it sends only its residual.
     Without any gradient a matrix moves for some 80 more steps.
     A worker is excluded, and keeps both momenta, if its gradient is not finite
     or so large (some 1e11) that Newton-Schulz overflows. Undo loss scaling
@@ -183,13 +194,11 @@ def demo_muon(
   """
   descent = _descent(learning_rate, weight_decay)
   if adam_learning_rate is None:
-    adam_learning_rate = (
-      (lambda count: 3.0 * learning_rate(count))
-      if callable(learning_rate)
-      else 3.0 * learning_rate
-    )
+    adam_learning_rate = learning_rate
   adam_descent = _descent(adam_learning_rate, adam_weight_decay, kind='adam_')
   _checks.check_range('beta', beta, '[0, 1)')
+  if consistent_rms is not None:
+    _checks.check_range('consistent_rms', consistent_rms, '[0, inf)')
   if mu_dtype is not None and jnp.finfo(mu_dtype).maxexp < 128:
     raise TypeError(
       f'mu_dtype must have the range of float32, got {mu_dtype!r}. Use'
@@ -209,6 +218,7 @@ def demo_muon(
       adam_learning_rate,
       weight_decay,
       adam_weight_decay,
+      consistent_rms,
     ),
   )
   exchange_by(compressor)  # raises if it cannot be made
@@ -224,22 +234,21 @@ def demo_muon(
       # Called once, with all leaves: `scale_by_demo` sees those exchanged.
       sent = compressor(params)
     codes = per_leaf(sent, params)
-    labels = matrices.tree_of(
-      {
-        path: 'frozen'
-        if isinstance(code, Frozen)
-        else 'adam'
-        if dimensions is None
-        else 'muon'
-        for (path, dimensions), code in zip(found.items(), codes)
-      }
-    )
+    labels, sizes = {}, {}
+    for (path, x), code in zip(leaves_of(params), codes):
+      labels[path] = 'adam' if found[path] is None else 'muon'
+      if isinstance(code, Frozen):
+        labels[path] = 'frozen'
+      elif found[path] is not None:
+        sizes[path] = links.muon_rms(
+          jnp.shape(x), found[path], code, decay, consistent_rms
+        )
 
     def by_label(
       muon: optax.GradientTransformation, adam: optax.GradientTransformation
     ) -> optax.GradientTransformation:
       parts = {'muon': muon, 'adam': adam, 'frozen': optax.set_to_zero()}
-      return optax.partition(parts, labels)
+      return optax.partition(parts, matrices.tree_of(labels))
 
     muon = links.own_muon(beta, mu_dtype, axes, workers)
     # Adam without a momentum, which would be a third copy of its leaves.
@@ -247,13 +256,15 @@ def demo_muon(
       0.95, eps=1e-8, eps_in_sqrt=False, bias_correction=True
     )
     unit_rms = links.scale_to_unit_rms(axes, min_rms=_MIN_RMS)
+    to_size = links.scale_each(matrices.tree_of(sizes))
     return links.chain(
       workers,
       sent,
       per_worker(by_label(muon, optax.identity()), workers=workers),
       exchange_by(sent),
       by_label(
-        optax.chain(unit_rms, *descent), optax.chain(adam, *adam_descent)
+        optax.chain(unit_rms, to_size, *descent),
+        optax.chain(adam, *adam_descent),
       ),
     )
 

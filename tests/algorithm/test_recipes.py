@@ -37,7 +37,9 @@ def numpy_newton_schulz(x):
   return x.T if flip else x
 
 
-def numpy_demo_muon(params, gradients, rate, *, limit, topk, values, rest):
+def numpy_demo_muon(
+  params, gradients, rate, *, limit, topk, values, rest, share
+):
   """Yields parameters; gradients are lists, over steps, of `[N, ...]`."""
   beta, decay, b2 = 0.95, 0.9, 0.95
   count = len(gradients[0]['w'])
@@ -74,11 +76,14 @@ def numpy_demo_muon(params, gradients, rate, *, limit, topk, values, rest):
     # A worker is excluded as a whole.
     norms = np.where(np.array(good)[:, None], g['norm'], np.nan)
     u = oracles['w'].exchange(sent)
-    params['w'] = params['w'] - rate * u / np.sqrt(np.mean(u * u))
+    u = u / np.sqrt(np.mean(u * u))
+    # Muon's length by fan_in, longer for what waits in the residual.
+    u = u / np.sqrt(len(u) * (1 - decay * (1 - share)))
+    params['w'] = params['w'] - rate * u
     u = oracles['norm'].exchange(norms)
     moment = b2 * moment + (1 - b2) * u * u
     step = u / (np.sqrt(moment / (1 - b2**t)) + 1e-8)
-    params['norm'] = params['norm'] - 3 * rate * step
+    params['norm'] = params['norm'] - rate * step
     yield params
 
 
@@ -103,7 +108,14 @@ def test_oracle(values, x64):
   state, found = tx.init(params), params
   update = jax.jit(tx.update)
   expected = numpy_demo_muon(
-    params, gradients, 0.01, limit=16, topk=9, values=values, rest=5
+    params,
+    gradients,
+    0.01,
+    limit=16,
+    topk=9,
+    values=values,
+    rest=5,
+    share=9 / (12 * 14),  # 24x40 has six chunks of up to 12x14
   )
   for g, want in zip(gradients, expected):
     updates, state = update(g, state, found)
@@ -130,6 +142,58 @@ def orthonormalised(params, gradients, **options):
   )[0]
 
 
+def rms(x):
+  return np.sqrt(np.mean(np.square(x)))
+
+
+def default_rms(fan_in):
+  """The length of an update at a rate of one; a 64th is sent."""
+  return (fan_in * (1 - 0.9 * (1 - 1 / 64))) ** -0.5
+
+
+@jax.numpy_dtype_promotion('standard')  # optax' Muon
+@pytest.mark.parametrize('consistent_rms', [None, 0.2])
+@pytest.mark.parametrize('shape', [(32, 32), (16, 96), (96, 16), (3, 32, 48)])
+def test_updates_are_as_long_as_those_of_muon(shape, consistent_rms):
+  """One worker that sends everything; Newton-Schulz of optax until it is exact.
+
+  Its few default steps leave singular values between 0.7 and 1.2.
+  """
+  params = {'up': jnp.zeros(shape)}
+  gradients = helpers.random_tree(0, {'up': shape})
+  one = demo_optax.Workers.simulated(1)
+  ours = demo_optax.demo_muon(
+    0.02, workers=one, compressor=EVERYTHING, consistent_rms=consistent_rms
+  )
+  muon = contrib.muon(
+    0.02,
+    ns_coeffs=(1.5, -0.5, 0.0),
+    ns_steps=30,
+    muon_weight_dimension_numbers=recipes.muon_dimension_numbers,
+    consistent_rms=consistent_rms,
+  )
+  stacked = jax.tree.map(lambda x: x[None], gradients)
+  found, _ = ours.update(stacked, ours.init(params), params)
+  expected, _ = muon.update(gradients, muon.init(params), params)
+  assert rms(found['up']) == pytest.approx(rms(expected['up']), rel=1e-3)
+  product = np.vdot(found['up'], expected['up'])
+  assert product > 0.95 * found['up'].size * rms(expected['up']) ** 2
+
+
+def test_rates_that_are_injected():
+  """A `consistent_rms` that is not finite excludes all workers."""
+  params = {'up': jnp.ones((16, 16))}
+  tx = optax.inject_hyperparams(demo_optax.demo_muon)(
+    0.1, workers=TWO, consistent_rms=0.2, compressor=EVERYTHING
+  )
+  state, update = tx.init(params), jax.jit(tx.update)
+  for value in (0.2, 0.4, np.nan):
+    state.hyperparams['consistent_rms'] = jnp.asarray(value)
+    updates, state = update({'up': jnp.ones((2, 16, 16))}, state, params)
+    expected = 0.0 if np.isnan(value) else 0.1 * value
+    np.testing.assert_allclose(rms(updates['up']), expected, rtol=1e-5)
+
+
 def test_a_stack_of_layers_is_as_many_matrices():
   rng = np.random.default_rng(2)
   each = rng.normal(size=(2, 3, 24, 40)).astype(np.float32)
@@ -142,7 +206,7 @@ def test_a_stack_of_layers_is_as_many_matrices():
     np.testing.assert_allclose(
       found['layers'][i], expected[f'layer{i}'], atol=1e-6
     )
-    assert np.sqrt(np.mean(found['layers'][i] ** 2)) == pytest.approx(1)
+    assert rms(found['layers'][i]) == pytest.approx(default_rms(24))
 
 
 @pytest.mark.parametrize(
@@ -274,6 +338,145 @@ def test_names(path, shape, expected):
     tree = {part: tree}
   (found,) = kinds_of(tree).values()
   assert found == expected
+
+
+NO_MATRICES = """
+  token_embedder|weight
+  embedder_block|segment_embedder|weight
+  position_embedder|embedding
+  embedder|input_embedding
+  embed_tokens|embedding
+  tok_emb|weight
+  posemb|kernel
+  n_embd|w
+  unembed|kernel
+  Unembedding_0|kernel
+  embeddings|word_embeddings|embedding
+  reversible_embedding|reverse_embeddings
+  transformer|wpe|embedding
+  to_vocab|kernel
+  transformer|layers|stacked|ln_1|weight|0
+  layers|input_layernorm|weight
+  layers|post_attention_layernorm|scale
+  layers|RMSNorm_0|w
+  layers|norms|0|weight
+  layers|q_norm|weight
+  layer_normalization|gamma
+  batch_normalization_1|beta
+  lm_head|kernel
+  lmhead|kernel
+  policy_head|w
+  heads|0|weight
+  head|layers|0|weight
+  classifier_head|weight
+  Classification_0|kernel
+  logits_dense|kernel
+  net/~/to_logits|w
+  layers|self_attention|query|bias
+  layers|b1
+  layers|mixer|A_log
+  layers|layer_scale
+  relative_attention_bias|embedding
+  register_tokens
+  rel_pos_h
+  position_table
+"""
+MATRICES = """
+  multi_head_attention|w
+  multihead_attn|out_proj|kernel
+  layers|MultiHeadAttention_0|kernel
+  attention_heads|kernel
+  per_head_proj|kernel
+  headed|kernel
+  overhead|w
+  header|kernel
+  embedder|layers|0|up|kernel
+  token_mixing|kernel
+  position_wise|kernel
+  scale|kernel
+  upscaler|kernel
+  biased|kernel
+  offset_mlp|kernel
+  normal_map|kernel
+  enormous|kernel
+  logistic|kernel
+  classic|kernel
+  assembly|kernel
+  planner|kernel
+  layers|linear|lora_b
+  layers|lora|B
+  q_proj|kernel
+  gate_proj|kernel
+  c_fc|weight
+  layers|0|mlp|wi_0|kernel
+  pooler|dense|kernel
+  transformer|layers|stacked|attn|q_proj|weight|0
+"""
+
+
+@pytest.mark.parametrize('path', NO_MATRICES.split())
+def test_embeddings_norms_and_heads_are_no_matrices(path):
+  (found,) = kinds_of(nested(path)).values()
+  assert found is None
+  # The reason is a name in the path.
+  reason = recipes.describe_matrices(nested(path)).split('no matrix: ')[1]
+  assert reason in path
+
+
+@pytest.mark.parametrize('path', MATRICES.split())
+def test_names_that_only_resemble_those(path):
+  (found,) = kinds_of(nested(path)).values()
+  assert found == (1, 1)
+
+
+def nested(path, shape=(12, 64)):
+  """A tree of one leaf; a number stands for a list."""
+  tree = jax.ShapeDtypeStruct(shape, 'float32')
+  for part in reversed(path.split('|')):
+    tree = [tree] if part.isdigit() else {part: tree}
+  return tree
+
+
+def test_variables_without_names():
+  """A list, as from Keras, says nothing of them: a warning says what is done."""
+  shapes = [(100, 32), (3, 3, 8, 16), (16,), (32, 10)]
+  variables = [jnp.zeros(shape) for shape in shapes]
+  expected = recipes.muon_dimension_numbers(variables)
+  assert expected[1] == contrib.MuonDimensionNumbers((0, 1, 2), (3,))
+  with pytest.warns(UserWarning, match='without names, got none for 3') as seen:
+    demo_optax.demo_muon(0.1, workers=TWO).init(variables)
+  lines = recipes.describe_matrices(variables).splitlines()
+  for warning in seen:
+    assert all(lines[i] in str(warning.message) for i in (0, 1, 3))
+  given = [None, expected[1], None, None]
+  demo_optax.demo_muon(
+    0.1, workers=TWO, muon_weight_dimension_numbers=given
+  ).init(variables)
+
+
+def test_a_description_of_matrices():
+  """As inferred, with the reasons, and as given."""
+  params = {
+    'embed': jnp.zeros((16, 8)),
+    'layers': {'up': jnp.zeros((12, 8, 32)), 'norm': jnp.zeros((12, 8))},
+    'mask': jnp.zeros((1, 8)),
+  }
+  found, given = (
+    [line.split(maxsplit=1)[1] for line in text.splitlines()]
+    for text in (
+      recipes.describe_matrices(params),
+      recipes.describe_matrices(
+        params, lambda _: contrib.MuonDimensionNumbers()
+      ),
+    )
+  )
+  assert found == [
+    '(16, 8)          no matrix: embed',
+    '(12, 8)          no matrix: norm',
+    '(12, 8, 32)      (1,) x (2,)',
+    '(1, 8)           no matrix: a side of one',
+  ]
+  assert given[2] == '(12, 8, 32)      (0,) x (1,)'
 
 
 def test_a_users_own_rule():
@@ -461,16 +664,15 @@ def test_rates_and_weight_decay_of_both_kinds_of_leaves():
     updates, _ = update_of(
       params, gradients, rate, adam_learning_rate=adam, compressor=EVERYTHING
     )
-    for name, expected in (('up', rate), ('norm', adam)):
-      rms = np.sqrt(np.mean(np.square(updates[name])))
-      np.testing.assert_allclose(rms, expected, rtol=0.01)
+    for name, expected in (('up', rate / 4), ('norm', adam)):
+      np.testing.assert_allclose(rms(updates[name]), expected, rtol=0.01)
   updates, _ = update_of(
     params,
     jax.tree.map(jnp.zeros_like, gradients),
     weight_decay=0.1,
     adam_weight_decay=0.2,
   )
-  for name, value in (('up', -0.1), ('norm', -0.6)):
+  for name, value in (('up', -0.1), ('norm', -0.2)):
     np.testing.assert_allclose(updates[name], value, rtol=1e-6)
 
 
@@ -602,7 +804,7 @@ def test_matrices_without_gradients_come_to_rest(case):
       g[:, 1] = 0
     updates, state = step(params, state, {'experts': g})
     sizes.append(np.sqrt(np.square(updates['experts']).mean((1, 2))))
-  sizes = np.array(sizes)
+  sizes = np.array(sizes) / default_rms(64)
   np.testing.assert_allclose(sizes[:, [0, 2]], 1, rtol=1e-5)
   np.testing.assert_allclose(sizes[:40, 1], 1, rtol=1e-5)
   assert np.all(sizes[120:, 1] < 0.02)
