@@ -94,11 +94,21 @@ def test_import_is_light():
   subprocess.run([sys.executable, '-c', code], check=True, timeout=120)
 
 
+def documents():
+  pages = [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]
+  return '\n'.join(page.read_text() for page in pages)
+
+
+def test_documents_install_from_a_clone():
+  """Nothing of this name is published."""
+  commands = re.findall(r'pip install[^`\n]*', documents())
+  assert len(commands) > 5
+  assert not [x for x in commands if 'demo_optax' in x]
+
+
 def test_names_in_documents_exist():
   """All of them, after `import demo_optax` alone."""
-  pages = [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]
-  text = '\n'.join(page.read_text() for page in pages)
-  names = {*re.findall(r'\bdemo_optax(?:\.[A-Za-z]\w*)+', text)}
+  names = {*re.findall(r'\bdemo_optax(?:\.[A-Za-z]\w*)+', documents())}
   assert 'demo_optax.remote.pause' in names
   code = '\n'.join(['import demo_optax', *sorted(names)])
   run = subprocess.run(
