@@ -169,7 +169,7 @@ class Run:
 
 def steps_in(folder: pathlib.Path) -> list[int]:
   """Of which there is a whole checkpoint."""
-  names = [p.name for p in (folder / 'demo-muon/checkpoints').glob('*')]
+  names = [p.name for p in (folder / 'demo_muon/checkpoints').glob('*')]
   return sorted(int(n) for n in names if n.isdigit())
 
 
@@ -366,7 +366,7 @@ class Relayed:
 
   def losses(self, rank):
     """By step, of all workers, as this one has seen it."""
-    files = [*self.folder.glob(f'demo-muon-{rank}/*.jsonl')]
+    files = [*self.folder.glob(f'demo_muon-{rank}/*.jsonl')]
     lines = files[0].read_text().splitlines()[1:] if files else []
     found = [json.loads(line) for line in lines if line.endswith('}')]
     return {x['step']: x['loss'] for x in found}

@@ -27,6 +27,7 @@ import traceback
 from collections.abc import Iterator
 from types import FrameType
 
+import flags
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
@@ -45,14 +46,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
   )
   add(
     '--processes',
-    type=int,
+    type=flags.whole(1),
     default=env('JAX_NUM_PROCESSES'),
     metavar='N',
     help='number of processes',
   )
   add(
     '--process',
-    type=int,
+    type=flags.whole(0),
     default=env('JAX_PROCESS_ID'),
     metavar='I',
     help='number of this one, from 0',
@@ -60,15 +61,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
   add('--distributed', action='store_true', help='let JAX find the others')
   add(
     '--timeout',
-    type=int,
+    type=flags.whole(1),
     default=300,
     metavar='SECONDS',
     help='time to wait for the other processes; default: 300',
   )
 
 
-def check(args: argparse.Namespace) -> bool:
-  """Whether the flags give the number of this process."""
+def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+  """Refuses flags of processes that do not fit each other."""
   own = {
     '--coordinator': args.coordinator,
     '--processes': args.processes,
@@ -77,23 +78,22 @@ def check(args: argparse.Namespace) -> bool:
   missing = [flag for flag, value in own.items() if value is None]
   if 0 < len(missing) < 3:
     given = [flag for flag in own if flag not in missing]
-    raise SystemExit(
+    parser.error(
       f'{", ".join(given)} without {", ".join(missing)}: give all three, or'
       ' none where JAX detects the cluster.'
     )
   if missing:
-    return False
+    return
   if not is_address(args.coordinator):
-    raise SystemExit(
+    parser.error(
       f'--coordinator {args.coordinator}: it must be HOST:PORT, with a port'
       ' from 1 to 65535.'
     )
   if args.process >= args.processes:
-    raise SystemExit(
+    parser.error(
       f'--process {args.process}: the processes are numbered from 0 to'
       f' {args.processes - 1}.'
     )
-  return True
 
 
 def is_address(text: str) -> bool:
@@ -103,7 +103,7 @@ def is_address(text: str) -> bool:
 
 def join(args: argparse.Namespace) -> None:
   """Waits for the other processes of this run, if there are any."""
-  if check(args):
+  if args.coordinator is not None:
     jax.distributed.initialize(
       args.coordinator,
       args.processes,
@@ -115,10 +115,10 @@ def join(args: argparse.Namespace) -> None:
     try:
       jax.distributed.initialize(initialization_timeout=args.timeout)
     except ValueError as error:  # before anything is sent
-      raise SystemExit(
+      flags.refuse(
         f'JAX finds no cluster here ({error}): give --coordinator,'
         ' --processes and --process.'
-      ) from error
+      )
   # Connect now: on CPU gloo waits for 30 s only, and later a process can be
   # further behind.
   multihost_utils.sync_global_devices('all are here')
@@ -252,7 +252,7 @@ def make_workers(count: int | None) -> demo_optax.Workers:
   """One worker per device where there are several, else simulated ones."""
   devices = jax.devices()
   if jax.process_count() > 1 and count not in (None, len(devices)):
-    raise SystemExit(
+    flags.refuse(
       f'--workers {count}: with several processes there is one worker for'
       f' each of the {len(devices)} devices. Leave it out.'
     )
@@ -271,7 +271,7 @@ def make_workers(count: int | None) -> demo_optax.Workers:
 def remove_checkpoints(folder: pathlib.Path, overwrite: bool) -> None:
   """Removes the checkpoints of an earlier run, if the flags allow it."""
   if folder.exists() and any(folder.iterdir()) and not overwrite:
-    raise SystemExit(
+    flags.refuse(
       f'There are checkpoints in {folder}: give --resume, --overwrite, or'
       ' another --out.'
     )

@@ -29,32 +29,26 @@ import threading
 import time
 from collections.abc import Sequence
 
+import flags
+
 _PR_SET_PDEATHSIG = 1
 _ENDING = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 _BROKEN_PIPE = 128 + signal.SIGPIPE
 
 
-def at_least_1(text: str) -> int:
-  if int(text) < 1:
-    raise argparse.ArgumentTypeError(f'must be at least 1, got {text}.')
-  return int(text)
-
-
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
+  parser = flags.make_parser(__doc__)
   add = parser.add_argument
   add(
     '-n',
     '--processes',
-    type=at_least_1,
+    type=flags.whole(1),
     default=2,
     help='number of processes; default: 2',
   )
   add(
     '--devices',
-    type=at_least_1,
+    type=flags.whole(1),
     default=1,
     help='CPU devices per process; default: 1',
   )
@@ -65,7 +59,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
   )
   add(
     '--grace',
-    type=float,
+    type=flags.positive,
     default=30.0,
     metavar='SECONDS',
     help='time for a last checkpoint before a process is killed',

@@ -6,7 +6,7 @@
     python examples/train_lm.py --resume           # from the last checkpoint
     python examples/train_lm.py --overwrite        # or from the start
     python examples/launch_local.py -n 4 -- python examples/train_lm.py
-    python examples/train_lm.py --relay tcp://127.0.0.1:7077 --rank 0
+    python examples/train_lm.py --relay tcp://127.0.0.1:7077 --workers 4
 
 With several devices there is one worker per device, in one process or in many
 (cluster.py connects them). On one device the workers are simulated. With a
@@ -26,6 +26,7 @@ from collections.abc import Callable
 from typing import Any
 
 import cluster
+import flags
 import jax
 import metrics
 import numpy as np
@@ -41,7 +42,7 @@ from demo_optax import checkpoint, recipes
 
 # Peak learning rates of matrices and of other leaves, tuned on this example.
 RATES = {
-  'demo-muon': (2e-3, 6e-3),
+  'demo_muon': (2e-3, 6e-3),
   'demo': (2e-3, 2e-3),
   'muon': (2e-2, 1.2e-2),
   'adamw': (2e-3, 2e-3),
@@ -57,57 +58,83 @@ SIZES = {
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
+  parser = flags.make_parser(__doc__)
+  above_0 = flags.whole(1)
 
   def add(flag: str, words: str, **options: Any) -> None:
     shown = '; default: %(default)s' if options.get('default') else ''
     parser.add_argument(flag, help=words + shown, **options)
 
   env = os.environ.get
-  add('--optimizer', 'training method', choices=RATES, default='demo-muon')
+  add('--optimizer', 'training method', choices=RATES, default='demo_muon')
   add('--compare', 'train with adamw and muon as well', action='store_true')
-  add('--lr', 'peak learning rate; default: tuned', type=float)
-  add('--other-lr', 'same for embeddings, head, norms, biases', type=float)
-  add('--topk', 'coefficients sent per chunk of 64x64', type=int)
+  add('--lr', 'peak learning rate; default: tuned', type=flags.positive)
+  add(
+    '--other-lr',
+    'same for embeddings, head, norms, biases',
+    type=flags.positive,
+  )
+  add(
+    '--topk', 'coefficients sent per chunk of 64x64', type=flags.whole(1, 4096)
+  )
   add(
     '--exchange',
     'all_to_all: for many workers',
     default='all_gather',
     choices=['all_gather', 'all_to_all', 'auto'],
   )
-  add('--warmup', 'steps of learning rate warm-up', type=int, default=40)
+  add(
+    '--warmup',
+    'steps of learning rate warm-up',
+    type=flags.whole(0),
+    default=40,
+  )
   add(
     '--workers',
     'number of them; default: one per device, or 4 on one',
-    type=int,
+    type=above_0,
     default=env('DEMO_WORKERS'),
   )
   add(
     '--relay',
-    'tcp://HOST:PORT; this run is then a single worker',
+    'tcp://HOST:PORT; this run is then one of --workers',
+    type=relay_address,
     default=env('DEMO_RELAY'),
   )
   add(
     '--rank',
-    'number of this worker, with --relay',
-    type=int,
+    'number of this worker, with --relay, from 0',
+    type=flags.whole(0),
     default=env('DEMO_RANK', 0),
   )
-  add('--keys', 'file with the keys of this worker, with --relay')
-  add('--data', 'text file or folder; default: Python help topics')
+  add(
+    '--keys',
+    'file with the keys of this worker, with --relay',
+    type=flags.existing,
+  )
+  add(
+    '--data',
+    'text file or folder; default: Python help topics',
+    type=flags.existing,
+  )
   add('--out', 'folder for checkpoints, records, picture', default='runs/lm')
-  add('--steps', 'number of training steps', type=int, default=800)
-  add('--batch', 'sequences per step, all workers', type=int, default=16)
-  add('--seed', 'of parameters and batches; default: 0', type=int, default=0)
-  add('--eval-every', 'steps between validations', type=int, default=200)
-  add('--save-every', 'steps between checkpoints', type=int, default=400)
-  add('--save-timeout', 'seconds that a save may take', type=int, default=300)
+  add('--steps', 'number of training steps', type=above_0, default=800)
+  add('--batch', 'sequences per step, all workers', type=above_0, default=16)
+  add(
+    '--seed',
+    'of parameters and batches; default: 0',
+    type=flags.whole(0),
+    default=0,
+  )
+  add('--eval-every', 'steps between validations', type=above_0, default=200)
+  add('--save-every', 'steps between checkpoints', type=above_0, default=400)
+  add(
+    '--save-timeout', 'seconds that a save may take', type=above_0, default=300
+  )
   add(
     '--check-every',
     'steps between comparisons of all parameter copies',
-    type=int,
+    type=above_0,
     default=200,
   )
   add(
@@ -121,13 +148,46 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
   add('--resize', 'resume with another number of workers', action='store_true')
   cluster.add_flags(parser)
   for field in dataclasses.fields(GPTConfig):
-    add(f'--{field.name}', SIZES[field.name], type=int, default=field.default)
+    least = 256 if field.name == 'vocab' else 1  # a token is a byte
+    add(
+      f'--{field.name}',
+      SIZES[field.name],
+      type=flags.whole(least),
+      default=field.default,
+    )
   args = parser.parse_args(argv)
+  cluster.check(parser, args)
   if args.resume and (args.overwrite or args.compare):
     parser.error('--resume goes with neither --overwrite nor --compare.')
   if args.width % args.heads:
     parser.error(f'--heads {args.heads} must divide --width {args.width}.')
+  if args.relay and args.workers is None:
+    parser.error('--relay needs --workers, of which this run is one.')
+  if args.relay and args.rank >= args.workers:
+    parser.error(
+      f'--rank {args.rank}: the workers are numbered from 0 to'
+      f' {args.workers - 1}.'
+    )
   return args
+
+
+def relay_address(text: str) -> str:
+  """Reads the address of a relay."""
+  scheme, _, address = text.partition('://')
+  if scheme != 'tcp' or not cluster.is_address(address):
+    raise argparse.ArgumentTypeError(
+      f'must be tcp://HOST:PORT, with a port from 1 to 65535, got {text!r}.'
+    )
+  return text
+
+
+def load_data(args: argparse.Namespace) -> tuple[text.Corpus, np.ndarray]:
+  """Loads the text of `--data`, and cuts the held-out part into windows."""
+  try:
+    corpus = text.load(args.data)
+    return corpus, text.windows(corpus.valid, 64, args.context)
+  except ValueError as error:
+    flags.refuse(f'--data: {error}')
 
 
 # The optimizer and a step -----------------------------------------------------
@@ -223,13 +283,13 @@ def restore(
   """Restores the last checkpoint into `now`; returns its step."""
   try:
     step, state = checkpoints.restore(resize=args.resize)
-    for flag, saved in state['data'].items():
-      if saved != now['data'][flag]:
-        raise ValueError(f'the checkpoint is of a run with --{flag} {saved}.')
+    for name, saved in state['data'].items():
+      if saved != now['data'][name]:
+        raise ValueError(f'the checkpoint is of a run with --{name} {saved}.')
   except (FileNotFoundError, ValueError) as error:
     checkpoints.close()
     hint = ' Here: --resize.' if 'resize=True' in str(error) else ''
-    raise SystemExit(f'--resume: {error}{hint}') from error
+    flags.refuse(f'--resume: {error}{hint}')
   for name in ('model', 'optimizer'):
     nnx.update(now[name], nnx.state(state[name]))
   return step
@@ -240,8 +300,7 @@ def restore(
 
 def train(args: argparse.Namespace, stop: cluster.StopSignal) -> dict[str, Any]:
   """One training run; returns its records and its summary."""
-  corpus = text.load(args.data)
-  valid = text.windows(corpus.valid, 64, args.context)
+  corpus, valid = load_data(args)
   name = args.optimizer
   own = f'{name}-{args.rank}' if args.relay else name
   folder = pathlib.Path(args.out).absolute() / own
@@ -249,12 +308,12 @@ def train(args: argparse.Namespace, stop: cluster.StopSignal) -> dict[str, Any]:
     cluster.remove_checkpoints(folder / 'checkpoints', args.overwrite)
   if args.relay:
     workers = demo_optax.Workers.remote(
-      args.relay, rank=args.rank, count=args.workers or 4, keys=args.keys
+      args.relay, rank=args.rank, count=args.workers, keys=args.keys
     )
   else:
     workers = cluster.make_workers(args.workers)
   if args.batch % workers.count:
-    raise SystemExit(
+    flags.refuse(
       f'--batch {args.batch} must be a multiple of {workers.count} workers.'
     )
   feed = text.make_feed(
@@ -367,10 +426,10 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
   runs = []
   with cluster.failing_at_once(), cluster.StopSignal() as stop:
     for name in dict.fromkeys(names):
-      flags = {**vars(args), 'optimizer': name}
+      own = {**vars(args), 'optimizer': name}
       if name != args.optimizer:  # at its tuned rates
-        flags |= {'lr': None, 'other_lr': None}
-      runs.append(train(argparse.Namespace(**flags), stop))
+        own |= {'lr': None, 'other_lr': None}
+      runs.append(train(argparse.Namespace(**own), stop))
       if runs[-1]['stopped']:
         sys.exit(128 + runs[-1]['stopped'])
   if cluster.is_main():

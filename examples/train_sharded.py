@@ -17,18 +17,19 @@ import signal
 import sys
 from typing import Any
 
+import flags
+
 sys.path.append(str(pathlib.Path(__file__).parents[1] / 'tests'))  # hlo_text
 
 
 def parse_args(
   argv: list[str] | None = None,
 ) -> tuple[argparse.Namespace, list[str]]:
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
+  parser = flags.make_parser(__doc__)
   add = parser.add_argument
-  add('--workers', type=int, default=2, help='number of workers; default: 2')
-  add('--devices', type=int, default=4, help='devices per worker; default: 4')
+  count = flags.whole(1)
+  add('--workers', type=count, default=2, help='number of workers; default: 2')
+  add('--devices', type=count, default=4, help='devices per worker; default: 4')
   return parser.parse_known_args(argv)
 
 
@@ -209,8 +210,10 @@ def draw(results: list[dict[str, Any]], path: pathlib.Path) -> None:
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
   own, rest = parse_args(argv)
   args = train_lm.parse_args(['--out', 'runs/sharded', *DEFAULTS, *rest])
-  corpus = text.load(args.data)
-  data = corpus, text.windows(corpus.valid, 64, args.context)
+  total = own.workers * own.devices
+  if args.batch % total:
+    flags.refuse(f'--batch {args.batch} must be a multiple of {total} devices.')
+  data = train_lm.load_data(args)
   with cluster.StopSignal() as stop:
     results = [
       train(make_run(args, own.workers, devices), args, data, stop)

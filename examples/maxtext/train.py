@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import functools
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -82,10 +83,29 @@ def split_arguments(argv: Sequence[str]) -> tuple[Exchange, list[str]]:
         ours[name] = types[name](found[2])
       except ValueError:
         raise ValueError(f'{argument}: not {types[name].__name__!r}.') from None
+  exchange = Exchange(**ours)
+  if exchange.optimizer not in ('demo', 'demo_muon'):
+    raise ValueError(
+      f"demo_optimizer={exchange.optimizer}: not 'demo' or 'demo_muon'."
+    )
   for name in ('chunk_size', 'values'):
-    if ours.get('optimizer') == 'demo_muon' and name in ours:
+    if exchange.optimizer == 'demo_muon' and name in ours:
       raise ValueError(f'demo_{name} is not read by demo_optimizer=demo_muon.')
-  return Exchange(**ours), rest
+  # Made here too: what it refuses is refused before MaxText starts.
+  demo_optax.scale_by_demo(
+    compressor_of(exchange),
+    workers=demo_optax.Workers.simulated(2),
+    decay=exchange.decay,
+    exchange=exchange.kind,
+  )
+  return exchange, rest
+
+
+def compressor_of(exchange: Exchange) -> demo_optax.Compressor:
+  """Makes the compressor of `demo`."""
+  return demo_optax.dct_topk(
+    exchange.chunk_size, exchange.topk, values=exchange.values
+  )
 
 
 def make_optimizer(
@@ -106,12 +126,10 @@ def make_optimizer(
     tx = demo_optax.demo(
       learning_rate,
       weight_decay_mask=optimizers.get_adamw_mask(config),
-      compressor=demo_optax.dct_topk(
-        exchange.chunk_size, exchange.topk, values=exchange.values
-      ),
+      compressor=compressor_of(exchange),
       **shared,
     )
-  elif exchange.optimizer == 'demo_muon':
+  else:
     if config.adamw_mask:
       raise ValueError('adamw_mask is not read by demo_optimizer=demo_muon.')
     dimensions = muon_utils.get_muon_weight_dimension_numbers(model, config)
@@ -125,10 +143,6 @@ def make_optimizer(
       muon_weight_dimension_numbers=dimensions,
       adam_weight_decay=config.adam_weight_decay,
       **shared,
-    )
-  else:
-    raise ValueError(
-      f"demo_optimizer={exchange.optimizer}: not 'demo' or 'demo_muon'."
     )
   if config.skip_step_on_spikes:
     tx = decided_by_all(
@@ -372,16 +386,15 @@ def settled(metrics: Any, num_workers: int) -> Any:
   return {**metrics, 'scalar': scalars}
 
 
-def run(argv: Sequence[str]) -> Any:
-  """Trains as a command line says, and returns the training state."""
-  exchange, argv = split_arguments(argv)
+def main(argv: Sequence[str]) -> None:
+  try:
+    exchange, argv = split_arguments(argv)
+  except ValueError as error:
+    print(f'{argv[0]}: error: {error}', file=sys.stderr)
+    sys.exit(2)
   config, recorder = train.initialize(argv)
   with installed(exchange):
-    return train.train_loop(config, recorder)
-
-
-def main(argv: Sequence[str]) -> None:
-  run(argv)
+    train.train_loop(config, recorder)
 
 
 if __name__ == '__main__':

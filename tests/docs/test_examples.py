@@ -70,7 +70,7 @@ def test_compare_draws_and_tells(tmp_path, capsys):
       out,
       re.M,
     )
-  for name in ('demo-muon', 'adamw', 'muon'):
+  for name in ('demo_muon', 'adamw', 'muon'):
     config, *records = read(tmp_path / name / 'metrics.jsonl')
     assert config['config']['optimizer'] == name
     losses = [r['loss'] for r in records]
@@ -119,24 +119,28 @@ def checkpoint(folder, step):
     )
 
 
-def test_resume_with_another_number_of_workers(tmp_path):
+def test_resume_with_another_number_of_workers(tmp_path, capsys):
   (first,) = run(tmp_path, '--workers', '2')
-  with pytest.raises(SystemExit, match='(?s)does not fit.*Here: --resize'):
-    run(tmp_path, '--workers', '4', '--resume')
-  with pytest.raises(SystemExit, match='(?s)does not fit.*width|float32'):
-    run(tmp_path, '--workers', '2', '--resume', '--width', '64')
-  with pytest.raises(SystemExit, match='a run with --seed 0'):
-    run(tmp_path, '--workers', '2', '--resume', '--seed', '1')
-  with pytest.raises(SystemExit, match='give --resume'):
-    run(tmp_path, '--workers', '2')
+  for args, says in (
+    (['--workers', '4', '--resume'], '(?s)does not fit.*Here: --resize'),
+    (
+      ['--workers', '2', '--resume', '--width', '64'],
+      '(?s)does not fit.*float32',
+    ),
+    (['--workers', '2', '--resume', '--seed', '1'], 'a run with --seed 0'),
+    (['--workers', '2'], 'give --resume'),
+  ):
+    with pytest.raises(SystemExit, match='2'):
+      run(tmp_path, *args)
+    assert re.search(says, capsys.readouterr().err)
   # Stopped while it wrote a record.
-  with (tmp_path / 'demo-muon/metrics.jsonl').open('a') as file:
+  with (tmp_path / 'demo_muon/metrics.jsonl').open('a') as file:
     file.write('{"step": 13, "lo')
   (more,) = run(
     tmp_path, '--workers', '4', '--resume', 'auto', '--resize', '--steps', '14'
   )
   assert more['records'][-1]['loss'] < first['records'][0]['loss'] - 0.3
-  config, *records = read(tmp_path / 'demo-muon' / 'metrics.jsonl')
+  config, *records = read(tmp_path / 'demo_muon' / 'metrics.jsonl')
   assert 'config' in config and records == more['records']
   assert [r['step'] for r in records] == list(range(1, 15))
   assert all(r.keys() >= INFO for r in records)
@@ -172,6 +176,18 @@ def test_every_flag_has_a_help_text(capsys):
     (['--resume', '--overwrite'], '--resume goes with neither'),
     (['--compare', '--resume'], '--resume goes with neither'),
     (['--no-such-flag'], 'unrecognized arguments: --no-such-flag'),
+    (['--optimizer', 'demo-muon'], "invalid choice: 'demo-muon'"),
+    (['--data', '/no/text'], '--data: must be a file or a folder that exists'),
+    (['--data', __file__, '--context', '99999'], '--data: The validation text'),
+    (['--keys', '/no/keys'], '--keys: must be a file or a folder that exists'),
+    (['--steps', '-3'], '--steps: must be a whole number from 1 to 2147483647'),
+    (['--lr', '0'], "--lr: must be a number above 0, got '0'."),
+    (['--relay', 'here:7077'], '--relay: must be tcp://HOST:PORT'),
+    (['--relay', 'tcp://127.0.0.1:7077'], '--relay needs --workers'),
+    (
+      ['--relay', 'tcp://h:1', '--workers', '2', '--rank', '2'],
+      '--rank 2: the workers are numbered from 0 to 1.',
+    ),
     (['--process', '0'], '--process without --coordinator, --processes'),
     (
       ['--process', '2', '--processes', '2', '--coordinator', 'here:1'],
@@ -190,9 +206,30 @@ def test_every_flag_has_a_help_text(capsys):
   ],
 )
 def test_train_lm_explains_mistakes(args, says, tmp_path, capsys):
+  assert_refused(lambda: run(tmp_path / 'out', *args), says, capsys)
+
+
+def assert_refused(mistake, says, capsys):
+  """In one line, with the status of a mistake in the flags."""
   with pytest.raises(SystemExit) as end:
-    run(tmp_path / 'out', *args)
-  assert says in capsys.readouterr().err + str(end.value)
+    mistake()
+  (line,) = capsys.readouterr().err.splitlines()
+  assert end.value.code == 2 and says in line
+
+
+@pytest.mark.parametrize(
+  'args, says',
+  [
+    (['--no-such-flag'], 'unrecognized arguments: --no-such-flag'),
+    (['--workers', '0'], '--workers: must be a whole number from 1'),
+    (['--data', '/no/text'], '--data: must be a file or a folder that exists'),
+    (['--batch', '4'], '--batch 4 must be a multiple of 8 devices.'),
+  ],
+)
+def test_train_sharded_explains_mistakes(args, says, capsys):
+  import train_sharded
+
+  assert_refused(lambda: train_sharded.main(args), says, capsys)
 
 
 def test_no_cluster(tmp_path):
@@ -210,7 +247,7 @@ def test_no_cluster(tmp_path):
     timeout=900,
     env={**env, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(EXAMPLES.parent)},
   )
-  assert run.returncode == 1
+  assert run.returncode == 2
   assert 'JAX finds no cluster here' in run.stderr.splitlines()[-1]
   assert run.stderr.endswith('give --coordinator, --processes and --process.\n')
 

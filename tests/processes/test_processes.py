@@ -181,9 +181,12 @@ def test_a_second_ctrl_c_leaves_no_grace(tmp_path):
   'args, says',
   [
     (['-n', '2'], 'Give a command after --'),
-    (['-n', '0', '--', 'true'], '--processes: must be at least 1, got 0.'),
+    (['-n', '0', '--', 'true'], '--processes: must be a whole number from 1'),
     (['--', 'no-such-command'], "'no-such-command' is not a program. Give"),
-    (['--devices', 'x', '--', 'true'], '--devices: invalid'),
+    (
+      ['--devices', 'x', '--', 'true'],
+      "--devices: must be a whole number from 1 to 2147483647, got 'x'",
+    ),
   ],
 )
 def test_launcher_explains_mistakes(args, says):
@@ -437,7 +440,7 @@ def records(folder, name):
 
 @pytest.mark.parametrize(
   'processes, method',
-  [(2, 'demo-muon'), pytest.param(4, 'demo', marks=pytest.mark.slow)],
+  [(2, 'demo_muon'), pytest.param(4, 'demo', marks=pytest.mark.slow)],
 )
 def test_training_on_processes(processes, method, tmp_path):
   """Has the losses of one process with as many devices, and of a resumed run."""
@@ -476,7 +479,7 @@ def test_training_on_processes(processes, method, tmp_path):
 )
 def test_training_on_processes_explains_mistakes(flags, says, tmp_path):
   run = train(2, tmp_path, '--steps', 1, *flags, check=False)
-  assert run.returncode == 1 and says in run.stdout
+  assert run.returncode == 2 and says in run.stdout
 
 
 # Recipes for clusters ---------------------------------------------------------

@@ -3,6 +3,7 @@
 import ast
 import inspect
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ import demo_optax
 pytestmark = pytest.mark.core
 
 PACKAGE = pathlib.Path(demo_optax.__file__).parent
+ROOT = pathlib.Path(__file__).parents[2]
 
 # From the ground up: a folder, or a module, imports from lower floors alone.
 FLOORS = [
@@ -82,14 +84,37 @@ def test_arrays_only_at_the_bottom():
 
 
 def test_import_is_light():
-  """No flax, no orbax, and no computation: distributed must start later."""
+  """Of what only some need, nothing; no computation before distributed."""
   code = (
     'import sys, demo_optax, jax\n'
-    'assert "flax" not in sys.modules and "orbax" not in sys.modules\n'
+    'assert not {"flax", "orbax", "zmq"} & {*sys.modules}\n'
     'from jax._src import xla_bridge\n'
     'assert not xla_bridge._backends, "a computation was run"\n'
   )
   subprocess.run([sys.executable, '-c', code], check=True, timeout=120)
+
+
+def documents():
+  pages = [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]
+  return '\n'.join(page.read_text() for page in pages)
+
+
+def test_documents_install_from_a_clone():
+  """Nothing of this name is published."""
+  commands = re.findall(r'pip install[^`\n]*', documents())
+  assert len(commands) > 5
+  assert not [x for x in commands if 'demo_optax' in x]
+
+
+def test_names_in_documents_exist():
+  """All of them, after `import demo_optax` alone."""
+  names = {*re.findall(r'\bdemo_optax(?:\.[A-Za-z]\w*)+', documents())}
+  assert 'demo_optax.remote.pause' in names
+  code = '\n'.join(['import demo_optax', *sorted(names)])
+  run = subprocess.run(
+    [sys.executable, '-c', code], stderr=subprocess.PIPE, text=True, timeout=120
+  )
+  assert run.returncode == 0, run.stderr
 
 
 def test_public_names_are_documented():
