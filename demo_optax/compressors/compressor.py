@@ -183,11 +183,12 @@ def broadcast(
   try:
     subtrees = treedef.flatten_up_to(tree)
   except ValueError as error:
+    difference = textwrap.shorten(str(error).rstrip('.'), 200)
     raise ValueError(
       f'{argument} must be a tree like the parameters, got another:'
-      f' {textwrap.shorten(str(error).rstrip("."), 200)}. Give a prefix of their tree, or a'
-      ' function from the parameters to it: in optax.masked or'
-      ' optax.partition each part of the parameters has its own tree.'
+      f' {difference}. Give a prefix of their tree, or a function from the'
+      ' parameters to it: in optax.masked or optax.partition each part of the'
+      ' parameters has its own tree.'
     ) from error
   return [
     x for x, subtree in zip(leaves, subtrees) for _ in jax.tree.leaves(subtree)
