@@ -201,11 +201,14 @@ def _params(model: str) -> Any:
     try:
       return _arrays(json.loads(pathlib.Path(model).read_text()))
     except json.JSONDecodeError as error:
-      raise ValueError(f'{model} must be JSON: {error}.') from error
+      raise ValueError(
+        f'{model} must be JSON, got {error}. Write float32 shapes, such as'
+        ' {"embedding": [50304, 1024]}.'
+      ) from error
   if not colon:
     raise ValueError(
-      f'must be a file, module:function or one of'
-      f' {", ".join(MODELS)}, got {model!r}.'
+      f'must be a file, module:function or one of {", ".join(MODELS)}, got'
+      f' {model!r}. Give a file or function that exists.'
     )
   make = getattr(importlib.import_module(module), name)
 
@@ -226,8 +229,8 @@ def _arrays(shapes: Any, path: str = '') -> Any:
     type(length) is int and length >= 0 for length in shapes
   ):
     raise ValueError(
-      f'{path!r} must be a list of lengths, such as [1024, 4096], or an'
-      f' object of them by name, got {json.dumps(shapes)[:100]}.'
+      f'{path!r} must be a list of lengths, or an object of them by name, got'
+      f' {json.dumps(shapes)[:100]}. Write lengths such as [1024, 4096].'
     )
   return jax.ShapeDtypeStruct(tuple(shapes), jnp.float32)
 

@@ -30,8 +30,8 @@ class ChunkFormat:
   def __post_init__(self) -> None:
     if self.shared and self.values != 'float32':
       raise ValueError(
-        f'values={self.values!r} with shared=True: an all-reduce sums values'
-        ' as they are. Leave values out.'
+        "values must be 'float32' where all workers select the same, since an"
+        f' all-reduce sums them, got {self.values!r}. Leave values out.'
       )
 
   @property

@@ -52,9 +52,8 @@ class Hadamard(Basis):
   def check(self, length: int) -> None:
     if length & (length - 1):
       raise ValueError(
-        f'{length} is not a power of two, and the Hadamard transform needs'
-        ' one. Use Dct() or RandomOrthogonal() for this leaf, in a tree of'
-        ' compressors.'
+        f'sides must be powers of two for Hadamard, got {length}. Use Dct() or'
+        ' RandomOrthogonal() for this leaf, in a tree of compressors.'
       )
 
 
@@ -89,8 +88,8 @@ class RandomOrthogonal(Basis):
   def check(self, length: int) -> None:
     if length > 256:
       raise ValueError(
-        f'{length} is above 256, and such a random matrix takes long to draw.'
-        ' Use a smaller chunk_size.'
+        f'sides must be at most 256 for RandomOrthogonal, which takes long to'
+        f' draw, got {length}. Use a smaller chunk_size.'
       )
 
 

@@ -6,6 +6,7 @@ compressors; see `exchange`.
 
 import dataclasses
 import math
+import textwrap
 from typing import Any
 
 import jax
@@ -93,8 +94,8 @@ class Compressor:
         rows, cols = plan.grid.sides
         errors.append(
           ValueError(
-            f'A leaf of shape {shape} is cut into chunks of {rows}x{cols}:'
-            f' {error}'
+            f'A leaf of shape {shape} is cut into chunks of {rows}x{cols},'
+            f' whose {error}'
           )
         )
         continue
@@ -165,8 +166,8 @@ def per_leaf(
   for x in jax.tree.leaves(compressor, is_leaf=is_leaf):
     if not is_leaf(x):
       raise TypeError(
-        f'compressor={x!r} must be a Compressor, such as'
-        ' demo_optax.dct_topk(...), or a tree of them and of None.'
+        'compressor must be a Compressor, or a tree of them and of None, got'
+        f' {_checks.short(x)}. Make one with demo_optax.dct_topk().'
       )
   return broadcast(compressor, tree, 'compressor', is_leaf)
 
@@ -182,14 +183,12 @@ def broadcast(
   try:
     subtrees = treedef.flatten_up_to(tree)
   except ValueError as error:
-    remedy = ''
-    if 'MaskedNode' in str(error):
-      remedy = (
-        ' Within optax.masked or optax.partition give a function from the'
-        ' parameters to the tree: each part of the parameters has its own.'
-      )
+    difference = textwrap.shorten(str(error).rstrip('.'), 200)
     raise ValueError(
-      f'The tree in {argument} is not like the parameters: {error}{remedy}'
+      f'{argument} must be a tree like the parameters, got another:'
+      f' {difference}. Give a prefix of their tree, or a function from the'
+      ' parameters to it: in optax.masked or optax.partition each part of the'
+      ' parameters has its own tree.'
     ) from error
   return [
     x for x, subtree in zip(leaves, subtrees) for _ in jax.tree.leaves(subtree)
@@ -284,8 +283,8 @@ def _check_sides(chunk_size: int | tuple[int, int]) -> tuple[int, ...]:
     chunk_size = (chunk_size,) * 2
   if len(chunk_size) != 2:
     raise ValueError(
-      f'chunk_size={chunk_size} must be one number, or two: for the last two'
-      ' dimensions.'
+      'chunk_size must be one number, or two for the last two dimensions, got'
+      f' {_checks.short(chunk_size)}. Give 64, or (1, 256) for rows.'
     )
   for side in chunk_size:
     _checks.check_positive('chunk_size', side)

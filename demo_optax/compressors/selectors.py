@@ -109,7 +109,10 @@ class _Share:
 
   def __post_init__(self) -> None:
     if isinstance(self.rate, bool) or not isinstance(self.rate, int | float):
-      raise TypeError(f'rate={self.rate!r} must be a Python number.')
+      raise TypeError(
+        f'rate must be a Python number, got {_checks.short(self.rate)}. Give a'
+        ' float.'
+      )
     _checks.check_range('rate', self.rate, '(0, 1]')
 
   def count(self, n: int) -> int:

@@ -28,28 +28,26 @@ def check_gradient(
   shape = found[len(lead) :] if param is None else np.shape(param)
   expected = (*lead, *shape)
   if found != expected:
-    remedy = (
-      (
-        'one gradient per worker, stacked. Decorate the training step with'
-        " demo_optax.data_parallel(workers), and it takes one worker's"
-        ' gradient. An averaged gradient has nothing left to compress.'
+    remedy = "Give the worker's own gradient, unstacked."
+    if lead:
+      remedy = (
+        'Decorate the training step with demo_optax.data_parallel(workers),'
+        " and it takes one worker's gradient. An averaged gradient has nothing"
+        ' left to compress.'
       )
-      if lead
-      else "the worker's own gradient, unstacked."
-    )
     raise ValueError(
-      f'The gradient of {name} has shape {found}, but {workers} needs'
-      f' {expected}: {remedy}'
+      f'The gradient of {name} must have shape {expected} for {workers}, got'
+      f' {found}. {remedy}'
     )
   if lead or not is_exchanged(gradient):
     return
   axis = workers.axis_name
   if is_tracked(axis) and not varies(gradient, axis):
     raise ValueError(
-      f'The gradient of {name} is the same on all workers of axis'
-      f' {axis!r}: it was summed or averaged over them before it reached the'
-      ' exchange. Inside shard_map, jax.grad with respect to replicated'
-      ' parameters does that. Make the parameters varying first:'
+      f"The gradient of {name} must be one worker's, got the same on all"
+      f' workers of axis {axis!r}: it was summed or averaged over them before'
+      ' it reached the exchange. Inside shard_map, jax.grad with respect to'
+      ' replicated parameters does that. Make the parameters varying first:'
       f" jax.lax.pcast(params, {axis!r}, to='varying')."
     )
 
@@ -67,8 +65,8 @@ def check_sharding(path: Path, param: Any, workers: Workers) -> None:
   own = keep(found.spec, [a for a, n in found.mesh.shape.items() if n > 1])
   if own not in (P(), expected):
     raise ValueError(
-      f'The parameter {leaf_name(path)} is sharded by {found.spec}, but'
-      f' {workers} expect {expected}. Say how parameters are sharded:'
+      f'The parameter {leaf_name(path)} must be sharded by {expected} for'
+      f' {workers}, got {found.spec}. Say how parameters are sharded:'
       ' demo_optax.Workers.on_mesh(mesh, axis_name, param_specs), with a tree'
       ' of PartitionSpecs or demo_optax.param_specs(model); or put them'
       ' elsewhere, with workers.device_put.'

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
+from demo_optax._checks import short
 from demo_optax._paths import Keys, Path, dotted, is_bucket, path_keys
 
 
@@ -55,8 +56,8 @@ class ParamSpecs:
       spec = P() if spec is None else spec
       if not isinstance(spec, P):
         raise TypeError(
-          f'param_specs has {spec!r} for {name}: it must be a'
-          ' jax.sharding.PartitionSpec, or None for replicated.'
+          'param_specs must have a jax.sharding.PartitionSpec for'
+          f' {name}, got {short(spec)}. Give None for replicated.'
         )
       names, known = names_of(spec), ', '.join(axis_sizes) or 'none'
       if len({*names}) < len(names) or {*names} - {*axis_sizes}:
@@ -105,10 +106,10 @@ class ParamSpecs:
     if spec is None:
       known = ', '.join(map(dotted, self._specs)) or 'none'
       raise ValueError(
-        f'param_specs has nothing for the parameter {dotted(keys)}. Give a'
-        ' PartitionSpec for every parameter (P() for replicated), in a tree'
-        ' of their structure; demo_optax.param_specs takes it from a model.'
-        f' There are specs for {textwrap.shorten(known, 200)}.'
+        f'param_specs must have a spec for the parameter {dotted(keys)}, got'
+        f' specs for {textwrap.shorten(known, 200)}. Give a PartitionSpec for'
+        ' every parameter (P() for replicated), in a tree of their structure;'
+        ' demo_optax.param_specs takes it from a model.'
       )
     blocks = self._blocks(spec, shape)
     if blocks is None:

@@ -126,12 +126,13 @@ class Workers:
     """
     if axis_name not in mesh.axis_names:
       raise ValueError(
-        f'The mesh has no axis {axis_name!r}; its axes are {mesh.axis_names}.'
+        f'axis_name must be an axis of the mesh, got {axis_name!r}. Choose one'
+        f' of {mesh.axis_names}.'
       )
     if len({*mesh.axis_types}) > 1:
       raise ValueError(
-        f'The axes {mesh.axis_names} of the mesh are of types'
-        f' {mesh.axis_types}: make all Auto or all Explicit.'
+        f'The axes {mesh.axis_names} of the mesh must have one type, got'
+        f' {mesh.axis_types}. Make all Auto or all Explicit.'
       )
     inner = {a: n for a, n in mesh.shape.items() if a != axis_name}
     specs = ParamSpecs.of(param_specs, inner, axis_name)
@@ -191,7 +192,7 @@ class Workers:
     if not 0 <= rank < count:
       raise ValueError(
         f'rank must be from 0 to {count - 1}, for count={count} workers, got'
-        f' {rank}.'
+        f' {rank}. Number the workers from 0.'
       )
     if re.fullmatch(r'tcp://.+:\d+', address) is None:
       raise ValueError(
@@ -230,7 +231,7 @@ class Workers:
       return jax.lax.axis_size(self.axis_name)
     except NameError as error:
       raise ValueError(
-        f'The axis {self.axis_name!r} is not mapped here. With'
+        f'axis_name must be mapped here, got {self.axis_name!r}. With'
         ' Workers.on_axis, call this inside jax.shard_map, jax.vmap or'
         ' jax.pmap over that axis; for plain jit, use Workers.on_mesh.'
       ) from error

@@ -420,11 +420,15 @@ def step_of(gradients, given=True):
 @pytest.mark.parametrize(
   'call, error, match',
   [
-    (lambda: make_period(0), ValueError, 'sync_period=0 must be at least 1'),
+    (
+      lambda: make_period(0),
+      ValueError,
+      'sync_period must be at least 1, got 0',
+    ),
     (
       lambda: make_period(2.5),
       TypeError,
-      r'sync_period=2\.5 must be a Python int',
+      r'sync_period must be an integer, got 2\.5',
     ),
     (
       lambda: demo_optax.local.diloco(

@@ -518,11 +518,15 @@ def mixed_axis_types():
         P(P.UNCONSTRAINED),
       )
     ),
-    (lambda: on_2d({'w': 'fsdp'}), TypeError, "'fsdp' for .*PartitionSpec"),
+    (
+      lambda: on_2d({'w': 'fsdp'}),
+      TypeError,
+      "PartitionSpec for w, got 'fsdp'",
+    ),
     (
       lambda: init({'other': P()}),
       ValueError,
-      r'nothing for the parameter w.*specs for other',
+      r'have a spec for the parameter w, got specs for other',
     ),
     (
       lambda: init({'w': P('fsdp')}),

@@ -179,11 +179,11 @@ def test_sharded_parameters_in_boxes_or_unboxed(logical, boxes):
 @pytest.mark.parametrize(
   'kind, shape, remedy',
   [
-    ('simulated', (2, 2), r"w is sharded by.*'fsdp'.*on_mesh"),
+    ('simulated', (2, 2), r"w must be sharded by.*'fsdp'.*on_mesh"),
     (
       'on_mesh',
       (2, 2),
-      r"w is sharded.*'fsdp'.*demo_optax.param_specs\(model\)",
+      r"w must be sharded.*'fsdp'.*demo_optax.param_specs\(model\)",
     ),
     ('on_mesh', (4, 1), None),
   ],

@@ -41,44 +41,48 @@ def init_muon(rule):
 @pytest.mark.parametrize(
   'make, error, match',
   [
-    (lambda: demo_optax.dct_topk(chunk_size=0), ValueError, 'chunk_size=0'),
-    (lambda: demo_optax.dct_topk(topk=0), ValueError, 'topk=0'),
+    (
+      lambda: demo_optax.dct_topk(chunk_size=0),
+      ValueError,
+      'chunk_size must .* 0',
+    ),
+    (lambda: demo_optax.dct_topk(topk=0), ValueError, 'topk must .* 0'),
     (lambda: demo_optax.dct_topk(chunk_size=64.0), TypeError, '64.0'),
-    (lambda: demo(decay=-0.1), ValueError, 'decay=-0.1'),
-    (lambda: demo(decay='fast'), TypeError, "decay='fast'"),
+    (lambda: demo(decay=-0.1), ValueError, 'decay must .* -0.1'),
+    (lambda: demo(decay='fast'), TypeError, "decay must .* 'fast'"),
     (
       lambda: demo(-1e-3),
       ValueError,
-      r'learning_rate=-0.001 is not in \[0, inf\)',
+      r'learning_rate must be in \[0, inf\), got -0.001',
     ),
-    (lambda: demo('1e-3'), TypeError, "learning_rate='1e-3' must be a number"),
-    (lambda: demo(weight_decay=-1.0), ValueError, 'weight_decay=-1'),
-    (lambda: exchange(alpha=1.5), ValueError, r'alpha=1.5 is not in \[0, 1\]'),
-    (lambda: exchange(average='mean'), ValueError, "average='mean'"),
-    (lambda: exchange(64), TypeError, 'compressor=64 .*dct_topk'),
+    (lambda: demo('1e-3'), TypeError, "must be a number, got '1e-3'"),
+    (lambda: demo(weight_decay=-1.0), ValueError, 'weight_decay must .* -1'),
+    (lambda: exchange(alpha=1.5), ValueError, r'be in \[0, 1\], got 1.5'),
+    (lambda: exchange(average='mean'), ValueError, "average must .* 'mean'"),
+    (lambda: exchange(64), TypeError, 'compressor must .* 64.*dct_topk'),
     (lambda: exchange({'a': 'dct'}), TypeError, 'must be a Compressor'),
     (
       lambda: exchange({'z': None}).init(PARAMS),
       ValueError,
-      'compressor is not like',
+      'compressor must be a tree like',
     ),
     *(
       (
         lambda name=name: exchange(**{name: {'w': 0.5, 'b': 0.1}}),
         TypeError,
-        f'{name}=.* must be a number',
+        f'{name} must be a number',
       )
       for name in ('decay', 'gradient_weight')
     ),
     (
       lambda: demo(exchange='ring'),
       ValueError,
-      "'ring' is not known; choose one of all",
+      "got 'ring'. Choose one of 'all",
     ),
     (
       lambda: demo_optax.dct_topk(values='ternary'),
       ValueError,
-      "values='ternary' is not known",
+      "values must .* got 'ternary'",
     ),
     (
       lambda: demo_optax.plan(
@@ -89,37 +93,53 @@ def init_muon(rule):
         2,
       ),
       ValueError,
-      '768 is above 256',
+      'must be at most 256 .* got 768',
     ),
     (
       lambda: compressors.RandomSubset(0.0),
       ValueError,
-      r'rate=0.0 is not in \(0, 1\]',
+      r'rate must be in \(0, 1\], got 0.0',
     ),
     (
       lambda: compressors.Striding(True),
       TypeError,
-      'rate=True must be a Python number',
+      'must be a Python number, got True',
     ),
     (
       lambda: compressors.Striding(jnp.float32(0.5)),
       TypeError,
       'must be a Python number',
     ),
-    (lambda: compressors.Striding('all'), TypeError, "rate='all'"),
-    (lambda: compressors.RandomSubset(0.1, seed=-1), ValueError, 'seed=-1'),
-    (lambda: compressors.RandomSubset(0.1, seed=0.5), TypeError, 'seed=0.5'),
+    (lambda: compressors.Striding('all'), TypeError, "got 'all'"),
+    (
+      lambda: compressors.RandomSubset(0.1, seed=-1),
+      ValueError,
+      'seed must .* -1',
+    ),
+    (
+      lambda: compressors.RandomSubset(0.1, seed=0.5),
+      TypeError,
+      'seed must .* 0.5',
+    ),
     (
       lambda: ChunkFormat(8, 2, 'float32', 'sign', shared=True),
       ValueError,
       'sign',
     ),
-    (lambda: compressors.TopK(4, of=0), ValueError, 'of=0'),
+    (lambda: compressors.TopK(4, of=0), ValueError, 'of must .* 0'),
     (lambda: demo_optax.dct_topk((1, 2, 3)), ValueError, 'one number, or two'),
-    (lambda: demo_optax.dct_topk((1, 2.5)), TypeError, 'chunk_size=2.5'),
-    (lambda: demo_optax.Workers.simulated(0), ValueError, 'num_workers=0'),
-    (lambda: demo_optax.Workers.simulated(2.0), TypeError, 'num_workers=2.0'),
-    (lambda: demo_optax.Workers.on_axis(3), TypeError, 'axis_name=3'),
+    (lambda: demo_optax.dct_topk((1, 2.5)), TypeError, 'got 2.5'),
+    (
+      lambda: demo_optax.Workers.simulated(0),
+      ValueError,
+      'num_workers must .* 0',
+    ),
+    (
+      lambda: demo_optax.Workers.simulated(2.0),
+      TypeError,
+      'num_workers .* 2.0',
+    ),
+    (lambda: demo_optax.Workers.on_axis(3), TypeError, 'must be a str, got 3'),
     (lambda: demo_optax.average(workers=None), TypeError, 'None'),
     (
       lambda: demo_optax.per_worker(optax.identity(), workers='x'),
@@ -147,19 +167,19 @@ def init_muon(rule):
       ValueError,
       'muon_weight_dimension_numbers',
     ),
-    (lambda: muon(beta=1.0), ValueError, 'beta=1.0 is not in'),
-    (lambda: muon(weight_decay=-1.0), ValueError, 'weight_decay=-1.0'),
+    (lambda: muon(beta=1.0), ValueError, 'beta must be in'),
+    (lambda: muon(weight_decay=-1.0), ValueError, 'weight_decay must .* -1.0'),
     (lambda: muon(mu_dtype=jnp.int8), ValueError, 'int8'),
     (
       lambda: muon(mu_dtype=jnp.float16),
       TypeError,
       'float16.* Use jnp.bfloat16',
     ),
-    (lambda: muon(learning_rate=np.ones(3)), ValueError, r'has shape \(3,\)'),
+    (lambda: muon(learning_rate=np.ones(3)), ValueError, r'of shape \(3,\)'),
     (
       lambda: muon(adam_learning_rate=-1.0),
       ValueError,
-      'adam_learning_rate=-1.0',
+      'adam_learning_rate must .* -1.0',
     ),
   ],
 )
@@ -180,7 +200,7 @@ def test_averaged_gradients_that_look_stacked_are_refused():
     demo_optax.average(workers=WORKERS),
     demo_optax.per_worker(optax.identity(), workers=WORKERS),
   ):
-    with pytest.raises(ValueError, match=r'has shape \(4, 16\)|averaged'):
+    with pytest.raises(ValueError, match=r'got \(4, 16\)|averaged'):
       tx.update(jnp.ones((N, 16)), tx.init(params), params)
   with pytest.raises(ValueError, match='averaged'):
     exchange().update(jnp.ones((N, 16)), exchange().init(params))
