@@ -6,11 +6,11 @@
     python examples/train_lm.py --resume           # from the last checkpoint
     python examples/train_lm.py --overwrite        # or from the start
     python examples/launch_local.py -n 4 -- python examples/train_lm.py
-    python examples/train_lm.py --relay tcp://127.0.0.1:7077 --rank 0
+    python examples/train_lm.py --relay tcp://127.0.0.1:7077 --workers 2
 
 With several devices there is one worker per device, in one process or in many
 (cluster.py connects them). On one device the workers are simulated. With a
-relay (`python -m demo_optax.remote --workers 4`) each worker is a separate run,
+relay (`python -m demo_optax.remote --workers 2`) each worker is a separate run,
 which can end and start again while the others train. SIGTERM or Ctrl-C ends the
 run after the current step, and saves it.
 """
@@ -80,7 +80,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
   add('--warmup', 'steps of learning rate warm-up', type=int, default=40)
   add(
     '--workers',
-    'number of them; default: one per device, or 4 on one',
+    'number of them, that of the relay; without: one per device, or 4 on one',
     type=int,
     default=env('DEMO_WORKERS'),
   )
@@ -125,6 +125,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
   args = parser.parse_args(argv)
   if args.resume and (args.overwrite or args.compare):
     parser.error('--resume goes with neither --overwrite nor --compare.')
+  if args.relay and args.workers is None:
+    parser.error('--relay needs --workers, the number that the relay has.')
   if args.width % args.heads:
     parser.error(f'--heads {args.heads} must divide --width {args.width}.')
   return args
@@ -247,7 +249,7 @@ def train(args: argparse.Namespace, stop: cluster.StopSignal) -> dict[str, Any]:
     cluster.remove_checkpoints(folder / 'checkpoints', args.overwrite)
   if args.relay:
     workers = demo_optax.Workers.remote(
-      args.relay, rank=args.rank, count=args.workers or 4, keys=args.keys
+      args.relay, rank=args.rank, count=args.workers, keys=args.keys
     )
   else:
     workers = cluster.make_workers(args.workers)
@@ -306,7 +308,11 @@ def train(args: argparse.Namespace, stop: cluster.StopSignal) -> dict[str, Any]:
           checkpoints.save(step, everything)
         break
       began = time.perf_counter()
-      loss = float(train_step(model, optimizer, feed(step)))
+      try:
+        loss = float(train_step(model, optimizer, feed(step)))
+      except KeyboardInterrupt:  # a signal, while it waited for the relay
+        stop.begin()
+        continue
       seconds.append(time.perf_counter() - began)
       # With a relay, more than one step if this worker was late.
       done = int(optimizer.step[...])
