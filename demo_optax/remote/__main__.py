@@ -1,91 +1,136 @@
 """Starts a relay, or makes keys: `python -m demo_optax.remote --help`."""
 
 import argparse
+import contextlib
 import logging
 import resource
+import select
 import signal
 import sys
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import zmq
 
 from demo_optax.remote import frames, relay
 
 
+class _Parser(argparse.ArgumentParser):
+  """Says in one line what is wrong with a command line."""
+
+  def error(self, message: str) -> NoReturn:
+    self.exit(2, f'{self.prog}: {message}\n')
+
+
+class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
+  """Writes to standard error; a pipe that nobody reads loses lines.
+
+  A relay that waits for a reader of its log would stop all workers.
+  """
+
+  def emit(self, record: logging.LogRecord) -> None:
+    _, can_write, _ = select.select([], [self.stream], [], 0)
+    if can_write:
+      super().emit(record)
+
+
 def write_keys(args: list[str]) -> None:
   """Runs the command line that begins with `keys`."""
-  parser = argparse.ArgumentParser(
+  parser = _Parser(
     'python -m demo_optax.remote keys',
     description='Writes keys for a relay that other hosts can reach.',
   )
   parser.add_argument(
     'folder', help='where to write a file for the relay and one for each worker'
   )
-  parser.add_argument('--workers', type=int, required=True)
-  for path in frames.write_keys(**vars(parser.parse_args(args))):
-    print(path)
+  parser.add_argument('--workers', type=int, help='how many there are')
+  with _explained(parser):
+    for path in frames.write_keys(**_parsed(parser, args)):
+      print(path)
 
 
 def serve(args: list[str]) -> None:
   """Runs a relay until SIGINT or SIGTERM."""
-  parser = argparse.ArgumentParser(
+  parser = _Parser(
     'python -m demo_optax.remote',
     description='A relay: hands all workers of a run the same list of'
     ' messages in every round. "keys FOLDER --workers N" writes keys for a'
     ' relay that other hosts can reach.',
   )
-  add = parser.add_argument
-  add('--workers', type=int, required=True, help='the most that there can be')
-  add('--port', type=int, default=7077, help='to listen on (%(default)s)')
-  add('--host', help='address to listen on: 127.0.0.1, or all with --keys')
-  add('--keys', help="the relay's file of keys")
+
+  def add(
+    flag: str, kind: type, words: str, default: Any = None, unit: str = 'N'
+  ) -> None:
+    shown = '' if default is None else '; %(default)s if not given'
+    parser.add_argument(
+      flag, type=kind, default=default, metavar=unit, help=words + shown
+    )
+
+  add('--workers', int, 'the most that there can be')
+  add('--port', int, 'to listen on', 7077)
+  add(
+    '--host',
+    str,
+    'address to listen on; 127.0.0.1, or all with --keys, if not given',
+    unit='HOST',
+  )
+  add('--keys', str, "the relay's file of keys", unit='FILE')
   add(
     '--deadline',
-    type=float,
-    metavar='SECONDS',
-    help='from the first message'
-    ' of a round to its end; 2, or 5 median rounds, if not given',
+    float,
+    'from the first message of a round to its end; 2, or 5 median rounds, if'
+    ' not given',
+    unit='SECONDS',
   )
-  add(
-    '--quorum',
-    type=int,
-    default=1,
-    help='workers that a round needs (%(default)s)',
-  )
+  add('--quorum', int, 'workers that a round needs', 1)
   add(
     '--start',
-    type=float,
-    default=300,
-    metavar='SECONDS',
-    help='for all workers to come before the first round (%(default)s)',
+    float,
+    'for all workers to come before the first round',
+    300.0,
+    'SECONDS',
   )
-  add(
-    '--history',
-    type=int,
-    default=64,
-    metavar='ROUNDS',
-    help='lists that are kept for workers that are late (%(default)s)',
-  )
-  add(
-    '--max-message',
-    type=int,
-    default=1 << 28,
-    metavar='BYTES',
-    help='larger ones are refused (%(default)s)',
-  )
-  given = vars(parser.parse_args(args))
+  add('--history', int, 'lists that are kept for workers that are late', 64)
+  add('--max-message', int, 'larger ones are refused', 1 << 28, 'BYTES')
+  given = _parsed(parser, args)
+  host, port = given.pop('host'), given.pop('port')
+  host = host or ('*' if given['keys'] else '127.0.0.1')
+  if not 0 <= port < 2**16:
+    parser.error(f'port must be from 0 to 65,535, got {port}. Give another.')
   logging.basicConfig(
-    level=logging.INFO, format='%(asctime)s %(message)s', datefmt='%H:%M:%S'
+    level=logging.INFO,
+    format='%(asctime)s %(message)s',
+    datefmt='%H:%M:%S',
+    handlers=[_Handler()],
   )
   stopped: list[int] = []
   for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda n, _: stopped.append(n))
   _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
   resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-  host, port = given.pop('host'), given.pop('port')
-  host = host or ('*' if given['keys'] else '127.0.0.1')
-  served = relay.Relay(f'tcp://{host}:{port}', **given)
+  with _explained(parser):
+    served = relay.Relay(f'tcp://{host}:{port}', **given)
   print(f'relay for {given["workers"]} workers on {served.address}', flush=True)
   if given['keys'] is None:
     print('no keys: this machine alone can reach it', flush=True)
   served.serve(lambda: bool(stopped))
+
+
+def _parsed(parser: _Parser, args: list[str]) -> dict[str, Any]:
+  """Returns the values of all flags; a wrong one is named before a missing."""
+  given = vars(parser.parse_args(args))
+  if given['workers'] is None:
+    parser.error('--workers must be given.')
+  return given
+
+
+@contextlib.contextmanager
+def _explained(parser: _Parser) -> Iterator[None]:
+  """Ends the program with a line, where an argument does not fit."""
+  try:
+    yield
+  except (ValueError, OSError, zmq.ZMQError) as error:
+    parser.error(str(error))
 
 
 if __name__ == '__main__':

@@ -12,8 +12,8 @@ import pathlib
 import struct
 from typing import NamedTuple
 
-# From a worker: who it is, with what it exchanges, and its last list. `number`
-# is the count of steps of the state that it has.
+# From a worker: who it is, what it exchanges (see `described`), and its last
+# list, if it has one. `number` is the count of steps of the state that it has.
 HELLO = 1
 # Its message of a round; the relay answers with the list of that round.
 MESSAGE = 2
@@ -30,8 +30,9 @@ PAUSE = 6
 # From the relay: the run has begun; its open round, and the relay's `LIMITS`.
 WELCOME = 11
 # The list of a round: a byte for each worker, 1 if it took part, then messages.
-# `number` is the round that is open now, negative if the first worker that took
-# part shall send its state.
+# `number` is the round that is open now, negative if a state is wanted: workers
+# compare theirs in the next training step, and the first one of the majority
+# sends its own.
 LIST = 12
 # A message of this round was lost: send it again.
 AGAIN = 13
@@ -43,8 +44,9 @@ GONE = 15
 REFUSED = 16
 
 CHAIN = 16  # bytes
-LIMITS = struct.Struct('<qq')  # most workers; most bytes of a message
+LIMITS = struct.Struct('<q')  # most bytes of a message
 PART = 1 << 20  # bytes in a part of a state
+MAX_WORKERS = 2**16 - 1
 _MAGIC = b'DEM2'
 _HEADER = struct.Struct(f'<4sBHqq{CHAIN}s8s?')
 
@@ -81,6 +83,15 @@ def digest(*parts: bytes | memoryview) -> bytes:
   return found.digest()
 
 
+def described(text: bytes) -> dict[str, str] | None:
+  """Returns what a worker exchanges, by name, or None if it is no such text."""
+  try:
+    found = json.loads(text)
+  except (ValueError, RecursionError):
+    return None
+  return found if isinstance(found, dict) else None
+
+
 def tag(text: str, values: bytes, changes: bool) -> bytes:
   """Returns the first bytes of every message of a step.
 
@@ -110,6 +121,11 @@ def write_keys(folder: str, workers: int) -> list[pathlib.Path]:
   """Writes a file of keys for the relay and one for each worker."""
   import zmq
 
+  if not 0 < workers <= MAX_WORKERS:
+    raise ValueError(
+      f'workers must be from 1 to {MAX_WORKERS:,}, got {workers}. Give the'
+      ' number of workers that the relay is started with.'
+    )
   path = pathlib.Path(folder)
   path.mkdir(parents=True, exist_ok=True)
   (relay, secret), *others = (

@@ -3,12 +3,14 @@
 import atexit
 import contextlib
 import functools
-import json
 import logging
+import math
 import os
 import pickle
+import signal
 import threading
 import time
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +28,7 @@ _SLICE = 100  # milliseconds in a wait, between which signals are handled
 _ASK = 1.0  # seconds after which an answer is asked for again
 _ASK_LARGE = 10.0  # if there is a list in the request, or a part in the answer
 _WARN = 30.0  # seconds without an answer between warnings
+_GRACE = 0.5  # seconds for a step to end after a signal
 _BEAT = 5.0  # seconds in which the first process of several says something
 
 _Answer = tuple[Header, list[bytes]]
@@ -44,6 +47,9 @@ class Position(NamedTuple):
   chain: bytes = b''
   last: tuple[bytes, ...] = ()  # the list of the round before
   trained: int = -1  # the last round of a training step, -1 before it
+  # Whether a state is wanted: workers compare theirs in the next training step,
+  # and the first one of the majority sends its own.
+  wants_state: bool = False
 
 
 class Link:
@@ -52,14 +58,15 @@ class Link:
   def __init__(self, address: str, rank: int, count: int, keys: str | None):
     self.position = Position()
     self.open = -1  # the round that is open, as far as the worker knows
-    self.state_wanted = False  # whether this worker shall send its state
     self.joined = 0  # how often it has taken the state of another one
     self.parted = 0  # how often its state was not that of the others
     self.shared = ''  # names and types of the shared arrays, once one changes
     self._address, self._rank, self._count = address, rank, count
     self._keys = frames.keys_for(address, keys)
     self._program = os.urandom(8)
-    self._hello = b'', b'', 0  # what `hello` was called with
+    self._text, self._steps = b'', 0  # of the last hello
+    self._signal_at = math.inf  # when a signal came
+    self._waits_since = 0.0  # since when one waits for a list or a state
     self._largest = 0  # bytes of a message
     self._pushing = threading.Thread()
     self._socket = self._connect()
@@ -96,19 +103,20 @@ class Link:
     """Takes part; waits until the run has begun.
 
     `text` must be the same for all workers. `digest` and `steps` are of the
-    worker's shared state: a run begins with that of most steps. A relay that
-    was restarted gets the same and the last list, and continues from there.
+    worker's shared state as it is now: a run begins with that of most steps,
+    and else with that of most workers. A relay that was restarted gets the
+    position and the last list, and continues from there.
     """
-    self._hello = text, digest, steps
+    self._text, self._steps = text, steps
     if not self.position.chain:
       self.position = Position(chain=digest)
-    header, bodies = self._ask(frames.HELLO, steps, text, *self.position.last)
-    workers, self._largest = frames.LIMITS.unpack(bodies[0])
-    if workers != self._count:
-      raise ValueError(
-        f'count must be that of the relay, {workers}, got {self._count}.'
-        f' Start the relay with --workers {self._count}.'
-      )
+    self._hello_again()
+
+  def _hello_again(self) -> None:
+    self._waits_since = time.monotonic()
+    last = self.position.last
+    header, bodies = self._ask(frames.HELLO, self._steps, self._text, *last)
+    (self._largest,) = frames.LIMITS.unpack(bodies[0])
     self.open = header.round
 
   def exchange(self, body: bytes) -> list[bytes]:
@@ -121,26 +129,27 @@ class Link:
         f'A message must have at most {self._largest:,} bytes, got'
         f' {len(body):,}. Start the relay with a larger --max-message.'
       )
+    self._waits_since = time.monotonic()
     kind = frames.MESSAGE if body else frames.LISTEN
     header, (present, *bodies) = self._ask(kind, 0, body)
     rest = iter(bodies)
     messages = [next(rest) if here else b'' for here in present]
     is_trained = any(map(frames.changes_state, messages))
     self.open = abs(header.number)
-    is_first = present.index(1) == self._rank  # of those who took part
-    self.state_wanted = is_first and is_trained and header.number < 0
+    before = self.position
     self.position = Position(
       header.round + 1,
-      frames.digest(self.position.chain, *messages),
+      frames.digest(before.chain, *messages),
       tuple(messages),
-      header.round if is_trained else self.position.trained,
+      header.round if is_trained else before.trained,
+      header.number < 0 if is_trained else before.wants_state,
     )
     return messages
 
   def part(self) -> None:
     """Notes that the worker's state is not that of the others: it must join."""
     _LOG.warning('worker %d has another state than the others', self._rank)
-    self.position, self.state_wanted = Position(), False
+    self.position = Position()
     self.parted += 1
 
   def pause(self) -> None:
@@ -153,6 +162,7 @@ class Link:
     """Returns the shared state of another worker, and takes its position."""
     _LOG.info('worker %d takes the state of another worker', self._rank)
     self.joined += 1
+    self._waits_since = time.monotonic()
     while True:
       source, parts = self._pull()
       state = memoryview(b''.join(parts))
@@ -180,7 +190,6 @@ class Link:
 
   def send_state(self, state: bytes) -> None:
     """Sends the shared state at this position, from a thread."""
-    self.state_wanted = False
     if self._socket is not None and not self._pushing.is_alive():
       self._pushing = threading.Thread(
         target=self._push,
@@ -201,6 +210,43 @@ class Link:
         break
     socket.close()
 
+  # Signals --------------------------------------------------------------------
+
+  @contextlib.contextmanager
+  def interruptible(self) -> Iterator[None]:
+    """Lets SIGTERM and Ctrl-C end what waits for the relay.
+
+    Handlers of the program are called as before. If one of them only notes the
+    signal, until the end of the step, and this worker waits for so long that
+    the step does not end, a `KeyboardInterrupt` is raised where it waits.
+    """
+    former = {}
+    if threading.current_thread() is threading.main_thread():
+      for number in (signal.SIGTERM, signal.SIGINT):
+        handler = signal.getsignal(number)
+        if callable(handler):
+          former[number] = handler
+          hear = functools.partial(self._hear, handler)
+          signal.signal(number, hear)
+    try:
+      yield
+    finally:
+      self._signal_at = math.inf
+      for number, handler in former.items():
+        signal.signal(number, handler)
+
+  def _hear(self, handler: Callable[..., None], *signal_and_frame: Any) -> None:
+    self._signal_at = min(self._signal_at, time.monotonic())
+    handler(*signal_and_frame)
+
+  def _heed_signals(self) -> None:
+    both_since = max(self._signal_at, self._waits_since)
+    if time.monotonic() - both_since > _GRACE:
+      raise KeyboardInterrupt(
+        'A signal has ended the wait for the relay; the arrays of the step are'
+        ' as they were before.'
+      )
+
   # Requests and answers -------------------------------------------------------
 
   def _header(self, kind: int, number: int = 0) -> Header:
@@ -219,9 +265,10 @@ class Link:
       if answer.kind != frames.UNKNOWN:
         return answer, found
       _LOG.info('the relay is a new one; worker %d says hello', self._rank)
-      self.hello(*self._hello)
-      if kind == frames.PULL:
+      if not self.position.chain:  # it must say which arrays it has now
+        self.open = -1
         raise Behind
+      self._hello_again()
 
   def _request(self, kind: int, number: int, *bodies: bytes) -> _Answer:
     """Sends a request, again if need be, until it is answered."""
@@ -239,6 +286,7 @@ class Link:
           self._socket.send_multipart(frame, zmq.NOBLOCK)
           again, ask_at = True, now + seconds
       self.while_waiting()
+      self._heed_signals()
       if self._socket.poll(_SLICE):
         head, *found = self._socket.recv_multipart()
         answer = frames.unpack(head)
@@ -263,20 +311,20 @@ class Link:
     """Returns why this worker cannot take part."""
     if bodies[0]:
       return bodies[0].decode('utf-8', 'replace')
-    ours, theirs = json.loads(self._hello[0]), json.loads(bodies[1])
-    different = [
-      name for name in ours | theirs if ours.get(name) != theirs.get(name)
+    ours = frames.described(self._text) or {}
+    theirs = frames.described(bodies[1]) or {}
+    different = [n for n in ours | theirs if ours.get(n) != theirs.get(n)]
+    values = [
+      f'  {name}: {ours.get(name)} here, {theirs.get(name)} in the run'
+      for name in different
     ]
-    return '\n'.join(
-      [
-        f'Worker {self._rank} must run what the others run; different are'
-        f' {", ".join(different)}:',
-        *(
-          f'  {name}: {ours.get(name)} here, {theirs.get(name)} in the run'
-          for name in different
-        ),
-      ]
-    )
+    lines = [
+      f'Worker {self._rank} must run what the others run; different are'
+      f' {", ".join(different)}:',
+      *values,
+      'Start it with the same. If the others are wrong, start them again.',
+    ]
+    return '\n'.join(lines)
 
 
 def _fits(answer: Header, request: Header) -> bool:
@@ -305,16 +353,19 @@ class SharedLink(Link):
     if self._socket is None:
       while not (data := self._from_first(b'')):
         pass  # the first process waits
-      found, reason = pickle.loads(data)
-      if found is None:
-        raise RuntimeError(f'In process 0: {reason}')
+      found, error = pickle.loads(data)
+      if error is not None:
+        raise error
       return found
     try:
       found = super()._request(*args)
     except BaseException as error:
-      self._from_first(pickle.dumps((None, repr(error))))
+      is_signal = isinstance(error, KeyboardInterrupt)
+      kind = KeyboardInterrupt if is_signal else RuntimeError
+      others = kind(f'In process 0: {error!r}')
+      self._from_first(pickle.dumps((None, others)))
       raise
-    self._from_first(pickle.dumps((found, '')))
+    self._from_first(pickle.dumps((found, None)))
     return found
 
   def while_waiting(self) -> None:

@@ -7,9 +7,12 @@ decodes, without gradients.
 
 import collections
 import contextlib
+import functools
+import itertools
 import json
 import logging
 import os
+import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -81,35 +84,47 @@ class RemoteProgram:
         f' got one of {self._shared}, and before it one of {link.shared}.'
         ' Make one step of them.'
       )
-    if link.open < 0:
-      state = [arrays[n] for n in self._nexts]
-      text = self._text | {
-        'other arguments': _digest([arrays[n] for n in self._others]).hex()
-      }
-      link.hello(json.dumps(text).encode(), _digest(state), _steps_in(state))
     # Values that a worker which joins does not receive: all must pass the same.
     self._tag = frames.tag(
       self._messages, _joined([arrays[n] for n in self._given]), True
     )
-    before = link.position
+    with link.interruptible():
+      values = self._train(arrays)
+    if self._is_source:
+      link.send_state(_joined([values[i] for i in self._nexts.values()]))
+    return values, self._returned
+
+  def _train(self, arrays: Sequence[Any]) -> list[Any]:
+    """Runs a training step in the round that is open."""
+    link = self._link
+    at = link.position  # of the caller's arrays
     try:
       for _ in range(_ATTEMPTS):
         with contextlib.suppress(Behind):
+          if link.open < 0:
+            self._say_hello(arrays)
+            at = link.position
+          self._is_source = False
           current = self._current(arrays)
-          values = self._execute(self._plan, current, self._exchange)
-          break
-      else:
-        raise RuntimeError(
-          f'{self._workers} has taken the state of another worker'
-          f' {_ATTEMPTS} times and is still behind. Call the same training'
-          ' step in all workers, or give the relay a longer --deadline.'
-        )
+          return self._execute(self._plan, current, self._exchange)
     except BaseException:
-      link.position = before  # as the caller's arrays are
+      link.position = at
       raise
-    if link.state_wanted:
-      link.send_state(_joined([values[i] for i in self._nexts.values()]))
-    return values, self._returned
+    link.position = at
+    raise RuntimeError(
+      f'{self._workers} has taken the state of another worker'
+      f' {_ATTEMPTS} times and is still behind. Call the same training'
+      ' step in all workers, or give the relay a longer --deadline.'
+    )
+
+  def _say_hello(self, arrays: Sequence[Any]) -> None:
+    """Says what this worker exchanges, and which state it has now."""
+    state = [arrays[n] for n in self._nexts]
+    others = [arrays[n] for n in self._others]
+    text = self._text | {'other arguments': _digest(others).hex()}
+    self._link.hello(
+      json.dumps(text).encode(), _digest(state), _steps_in(state)
+    )
 
   def _evaluate(self, arrays: Sequence[Any]) -> list[Any]:
     """Runs a step that changes no state, with all workers or with this one.
@@ -119,7 +134,7 @@ class RemoteProgram:
     """
     before = self._link.position
     if self._link.open >= 0 and before.chain:
-      with contextlib.suppress(Behind):
+      with contextlib.suppress(Behind), self._link.interruptible():
         return self._execute(self._plan, arrays, self._exchange)
       self._link.position = before
     _LOG.warning('%s evaluates alone', self._workers)
@@ -243,7 +258,17 @@ class RemoteProgram:
 
     def meet(types: list[Any], sent: list[Any] | None) -> list[Any]:
       body = b'' if sent is None else self._tag + _joined(sent)
+      is_wanted = self._link.position.wants_state
       messages = exchange(arrays, body)
+      size = sum(t.size * t.dtype.itemsize for t in types) + frames.CHAIN
+      sketches = {
+        rank: message[size:]
+        for rank, message in enumerate(messages)
+        if len(message) > size
+      }
+      if sketches:
+        first = self._compare(arrays, sketches)
+        self._is_source |= is_wanted and first == self._rank
       present = np.array(list(map(bool, messages)))
       found = [np.zeros((len(messages), *t.shape), t.dtype) for t in types]
       for i in np.flatnonzero(present):
@@ -257,15 +282,34 @@ class RemoteProgram:
     """Sends a message of the step; returns all of its round."""
     while True:
       sketch, at = b'', self._link.position
-      if self._nexts and at.round // CHECK_EVERY > at.trained // CHECK_EVERY:
+      is_due = at.round // CHECK_EVERY > at.trained // CHECK_EVERY
+      if self._nexts and (is_due or at.wants_state):
         sketch = _sketch([arrays[n] for n in self._nexts])
       messages = self._link.exchange(body + sketch)
-      if self._is_other(messages):
-        continue
-      sketches = [x[len(body) :] for x in messages if x]
-      if sketch and _has_parted(sketch, sketches):
-        self._link.part()
-      return messages
+      if not self._is_other(messages):
+        return messages
+
+  def _compare(self, arrays: Sequence[Any], sketches: dict[int, bytes]) -> int:
+    """Compares the shared arrays of all in a round; returns the first of most.
+
+    This worker parts if it differs from most. One that only receives adds its
+    vote to those of the round, which may be a single worker.
+    """
+    majority = _majority(sketches)
+    if not majority:
+      raise RuntimeError(
+        'The state of most workers must be equal, without NaN, got'
+        f' {len(sketches)} workers ({", ".join(map(str, sketches))}) of which'
+        ' no more than half agree. Save the state: it is as before the step.'
+        ' Then start the relay and all workers again, from the checkpoint of'
+        ' one that is right.'
+      )
+    if self._rank not in sketches:
+      own = _sketch([arrays[n] for n in self._nexts])
+      sketches = sketches | {self._rank: own}
+    if self._rank not in (_majority(sketches) or [self._rank]):
+      self._link.part()
+    return majority[0]
 
 
 # Bytes of arrays --------------------------------------------------------------
@@ -312,16 +356,23 @@ def _steps_in(arrays: Sequence[Any]) -> int:
 
 
 def _sketch(arrays: Sequence[Any]) -> bytes:
-  """Returns the platform, a digest of arrays, and numbers from all of them."""
-  device = jax.devices()[0]
-  platform = (
-    device.device_kind,
-    device.client.platform_version,
-    os.environ.get('XLA_FLAGS', ''),
-  )
+  """Returns the hardware, a digest of arrays, and numbers from all of them."""
   digests, samples = (_joined([x]) for x in _sketched(list(arrays)))
-  hardware = frames.digest(*map(str.encode, platform))
-  return hardware + frames.digest(digests) + samples
+  return _hardware() + frames.digest(digests) + samples
+
+
+@functools.cache
+def _hardware() -> bytes:
+  """Returns a digest of what the last bits of results depend on."""
+  device = jax.devices()[0]
+  flags = os.environ.get('XLA_FLAGS', '')
+  names = {device.device_kind, device.client.platform_version, flags}
+  if device.platform == 'cpu':  # JAX compiles for the instructions of each
+    names.add(f'{os.cpu_count()} cores')
+    with contextlib.suppress(OSError):
+      lines = pathlib.Path('/proc/cpuinfo').read_text().splitlines()
+      names.update(x for x in lines if x.startswith(('model name', 'flags')))
+  return frames.digest(*map(str.encode, sorted(names)))
 
 
 @jax.jit
@@ -330,29 +381,48 @@ def _sketched(arrays: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
   for x in map(_data, arrays):
     start = np.zeros(x.ndim, np.uint32)
     digests.append(packing.digest_block(x, start, x.shape))
+    is_rounded = jnp.issubdtype(x.dtype, jnp.inexact)
     if jnp.iscomplexobj(x):
       x = jnp.stack([x.real, x.imag])
     x = jnp.ravel(x).astype(jnp.float32)
-    largest = jnp.max(jnp.abs(x), initial=0)
+    largest = jnp.max(jnp.abs(x), initial=0)  # NaN if one is
+    is_compared = jnp.isfinite(x) & is_rounded  # of integers all bits count
+    scale = jnp.max(jnp.abs(x), initial=0, where=is_compared)
     some = x[:: max(1, x.size // _SAMPLE)][:_SAMPLE]
     some = jnp.pad(some, (0, _SAMPLE - some.size))
-    samples.append(jnp.append(largest, some))
+    samples.append(jnp.concatenate([jnp.stack([scale, largest]), some]))
   return jnp.array(digests), jnp.array(samples)
 
 
-def _has_parted(own: bytes, everyones: Sequence[bytes]) -> bool:
-  """Returns whether this worker's shared arrays are not those of the others.
+def _majority(sketches: dict[int, bytes]) -> list[int]:
+  """Returns the ranks whose arrays agree, if they are more than half.
 
-  Of most workers on hardware of its kind, to the bit; else of the first worker.
+  On hardware of one kind arrays agree to the bit, else within a tolerance.
   """
-  size = frames.CHAIN
-  counts = collections.Counter(
-    x[size : 2 * size] for x in everyones if x[:size] == own[:size]
-  )
-  if counts and own[size : 2 * size] != counts.most_common(1)[0][0]:
-    return True
+  equal = collections.defaultdict(list)  # ranks, by what they sent
+  for rank, sketch in sketches.items():
+    equal[sketch].append(rank)
+  by_size = sorted(equal, key=lambda sketch: -len(equal[sketch]))
+  largest: list[int] = []
+  for center in equal:
+    # The center, and of other hardware the largest group that is close to it.
+    of_hardware = {}
+    for sketch in (center, *by_size):
+      hardware = sketch[: frames.CHAIN]
+      if hardware not in of_hardware and _are_close(center, sketch):
+        of_hardware[hardware] = equal[sketch]
+    ranks = sorted(itertools.chain(*of_hardware.values()))
+    largest = max(largest, ranks, key=len)
+  return largest if 2 * len(largest) > len(sketches) else []
+
+
+def _are_close(one: bytes, other: bytes) -> bool:
+  """Returns whether samples are equal, but for rounding. NaN never is."""
   a, b = (
-    np.frombuffer(x[2 * size :], np.float32).reshape(-1, 1 + _SAMPLE)
-    for x in (own, everyones[0])
+    np.frombuffer(x[2 * frames.CHAIN :], np.float32).reshape(-1, 2 + _SAMPLE)
+    for x in (one, other)
   )
-  return bool(np.any(np.abs(a - b) > _TOLERANCE * b[:, :1]))
+  scale = np.maximum(a[:, :1], b[:, :1])
+  with np.errstate(invalid='ignore', over='ignore'):  # of infinite numbers
+    is_close = np.abs(a - b) <= _TOLERANCE * scale
+  return bool(np.all((a == b) | is_close))
