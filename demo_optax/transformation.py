@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from optax.experimental import aggregating
 
 from demo_optax import _checks, _tree, compressors
 from demo_optax._paths import Keys, dotted, leaf_name, leaves_of
@@ -103,7 +104,7 @@ def scale_by_demo(
   gradient_weight: optax.ScalarOrSchedule = 1.0,
   exchange: algorithm.ExchangeKind = 'all_gather',
   update_values: str | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> aggregating.Aggregator:
   r"""Exchanges the fast part of every worker's momentum.
 
   For worker :math:`i` with gradient :math:`g_i`, momentum :math:`m_i` and the
@@ -161,10 +162,10 @@ def scale_by_demo(
       (1/N of the parameters in float32) to its next update.
 
   Returns:
-    A gradient transformation. Its `update` takes stacked gradients
-    `[workers, ...]` (in a `data_parallel` step and with `Workers.on_axis`, the
-    worker's) and returns updates in the parameters' shapes and the gradients'
-    dtypes; zeros for integer leaves.
+    An `optax.experimental.aggregating.Aggregator`. Its `update` takes stacked
+    gradients `[workers, ...]` (in a `data_parallel` step and with
+    `Workers.on_axis`, the worker's) and returns updates in the parameters'
+    shapes and the gradients' dtypes; zeros for integer leaves.
 
   Raises:
     ValueError: when traced, gradients known to be averaged already, or a state
@@ -301,10 +302,10 @@ def scale_by_demo(
       worker_stacked=own,
     )
 
-  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+  return aggregating.Aggregator(init_fn, update_fn)
 
 
-def average(*, workers: Workers) -> optax.GradientTransformationExtraArgs:
+def average(*, workers: Workers) -> aggregating.Aggregator:
   """Averages the workers' gradients: `scale_by_demo` without compression.
 
   Plain data parallelism, as the first link of a baseline. The sum is in float32

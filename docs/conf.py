@@ -117,6 +117,7 @@ docs/linen
 docs/equinox
 docs/haiku
 docs/pmap
+docs/own_jit
 docs/maxtext
 docs/tunix
 docs/compressors

@@ -5,7 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_same_bits, on_mesh, random_tree, updates_of
+from helpers import (
+  COMPILATIONS,
+  assert_same_bits,
+  on_mesh,
+  random_tree,
+  updates_of,
+)
+from optax.experimental import aggregating
 
 import demo_optax
 
@@ -70,6 +77,98 @@ def test_weight_decay_mask():
   assert shrunk(weight_decay_mask=mask) == pytest.approx(
     {'w': -0.05, 'b': 0}, rel=1e-4
   )
+
+
+# An aggregator of optax -----------------------------------------------------------
+
+
+@pytest.mark.parametrize('kind', ['simulated', 'auto'])
+def test_an_aggregator_between_two_chains(kind):
+  """The bits of a chain, with stacked gradients in a jit of one's own."""
+  workers = on_mesh(N, 'auto') if kind == 'auto' else WORKERS
+  before = demo_optax.per_worker(
+    optax.clip_by_global_norm(1.0), workers=workers
+  )
+  exchange = demo_optax.scale_by_demo(COMPRESSOR, workers=workers)
+  after = optax.chain(optax.scale_by_sign(), optax.scale(-0.01))
+  assert isinstance(exchange, aggregating.Aggregator)
+  assert isinstance(demo_optax.average(workers=workers), aggregating.Aggregator)
+
+  def loss_fn(params, x):
+    return jnp.mean((x @ params['w'] + params['b'][None]) ** 2)
+
+  def train(tx):
+    @jax.jit
+    def step(params, state, x):  # x: f32[workers, rows, 20]
+      value_and_grad = jax.vmap(jax.value_and_grad(loss_fn), (None, 0))
+      losses, gradients = value_and_grad(params, x)
+      updates, state = tx.update(gradients, state, params)
+      return optax.apply_updates(params, updates), state, losses.mean()
+
+    params, state = workers.device_put(PARAMS), tx.init(PARAMS)
+    for seed in range(4):
+      x = random_tree(seed, {'x': (N, 5, 20)})['x']
+      params, state, loss = step(params, state, x)
+    return params, loss
+
+  processed = train(aggregating.process(before, exchange, after))
+  chained = train(optax.chain(before, exchange, after))
+  assert_same_bits(processed, chained)
+
+
+# The protocol of every transformation ---------------------------------------------
+
+
+TRANSFORMATIONS = {
+  'scale_by_demo': demo_optax.scale_by_demo,
+  'average': demo_optax.average,
+  'per_worker': lambda workers: demo_optax.per_worker(
+    optax.trace(0.9), workers=workers
+  ),
+  'demo': lambda workers: demo_optax.demo(1e-2, workers=workers),
+  'demo_muon': lambda workers: demo_optax.demo_muon(1e-2, workers=workers),
+  'diloco': lambda workers: demo_optax.local.diloco(workers=workers),
+  'demo_diloco': lambda workers: demo_optax.local.demo_diloco(workers=workers),
+  'sparse_loco': lambda workers: demo_optax.local.sparse_loco(workers=workers),
+}
+
+
+@jax.numpy_dtype_promotion('standard')  # optax's AdamW
+@pytest.mark.parametrize('name', TRANSFORMATIONS)
+def test_every_transformation_keeps_the_contract(name):
+  """`init` makes the types that `update` keeps; neither compiles twice."""
+  tx = TRANSFORMATIONS[name](workers=WORKERS)
+  assert isinstance(tx, optax.GradientTransformationExtraArgs)
+  is_stacked = name not in ('diloco', 'demo_diloco', 'sparse_loco')
+  state = tx.init(PARAMS)
+  types = jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), state)
+  shapes = jax.eval_shape(tx.init, PARAMS)
+  assert jax.tree.structure(shapes) == jax.tree.structure(state)
+
+  def one_worker(params, state, x, unused):
+    gradients = jax.tree.map(lambda p: p * x.mean(), params)
+    updates, state = tx.update(gradients, state, params, unused=unused)
+    if name == 'per_worker':  # its updates are the worker's own
+      updates = demo_optax.over_workers(updates)
+    return optax.apply_updates(params, updates), state
+
+  step = demo_optax.data_parallel(WORKERS, batch_argnames='x')(one_worker)
+  params = PARAMS
+  for seed in range(2):
+    x = random_tree(seed, {'x': (2 * N, 3)})['x']
+    params, state = step(params, state, x, jnp.ones(()))
+    found = jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), state)
+    assert found == types
+    assert jax.tree.map(jnp.shape, params) == SHAPES
+    if seed == 0:
+      COMPILATIONS.count = 0
+  assert COMPILATIONS.count == 0
+  if is_stacked:
+    gradients = random_tree(0, SHAPES, (N,))
+    lead = (N,) if name == 'per_worker' else ()
+    updates, _ = jax.jit(tx.update)(gradients, tx.init(PARAMS), PARAMS)
+    shapes = {k: (*lead, *shape) for k, shape in SHAPES.items()}
+    assert jax.tree.map(jnp.shape, updates) == shapes
 
 
 # Kinds of parameters ----------------------------------------------------------
