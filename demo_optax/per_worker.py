@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from demo_optax import _checks, _tree
-from demo_optax._paths import Path, leaf_name, path_keys
+from demo_optax._paths import leaf_name
 from demo_optax.numerics import prng
 from demo_optax.workers import Workers, checks, inside, lift
 
@@ -100,14 +100,15 @@ def stack_own(tree: chex.ArrayTree, workers: Workers) -> chex.ArrayTree:
   """Copies a tree for every worker, with different random keys."""
   fold = jax.vmap(prng.fold, spmd_axis_name=workers.spmd_axis_name)
 
-  def stack(path: Path, x: Any) -> jax.Array:
+  def stack(x: Any) -> jax.Array:
     x = jnp.asarray(x)
     stacked = lift.stack(workers, x)
-    is_key = prng.is_key(path_keys(path), x)
-    return fold(stacked, lift.numbers(workers)) if is_key else stacked
+    if prng.is_key_array(x):
+      return fold(stacked, lift.numbers(workers))
+    return stacked
 
   # Flax's annotations do not hold for stacked arrays.
-  return jax.tree_util.tree_map_with_path(stack, _tree.without_variables(tree))
+  return jax.tree.map(stack, _tree.without_variables(tree))
 
 
 def stays_finite(

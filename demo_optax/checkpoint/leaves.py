@@ -122,7 +122,7 @@ def from_leaves(
     made = saved[_paths.dotted(keys)]
     if not _paths.is_stacked(keys) or len(made) == len(x):
       return made
-    is_key = prng.is_key(keys, x)
+    is_key = prng.is_key_array(x)
     return _run(regroup, made, x, len(x), is_key)
 
   return jax.tree_util.tree_map_with_path(

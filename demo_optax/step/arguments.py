@@ -272,7 +272,7 @@ def _role(x: Array, said: Role | None, is_batch: bool) -> Role:
     return said
   if has_rows:
     return Role.BATCH
-  if len(x.keys) == 1 and prng.is_pair(x.type) and len(x.shape) == 1:
+  if len(x.keys) == 1 and prng.is_legacy_key(x.type):
     raise ValueError(
       f'{x.name} must not be a legacy random key, got uint32[2], which all'
       ' workers would share. Pass a typed key, jax.random.key(seed) or'

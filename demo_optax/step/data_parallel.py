@@ -1,34 +1,20 @@
 """Runs one worker's training step for all workers."""
 
-import contextlib
-import dataclasses
 import functools
 import inspect
-import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
-from jax.sharding import PartitionSpec as P
 
 from demo_optax import _checks
 from demo_optax.exchange.algorithm import traced_configs
-from demo_optax.numerics import prng
-from demo_optax.step import agreement, arguments, modules, own_params, results
-from demo_optax.step.arguments import Array, Call, Options
-from demo_optax.step.roles import Role
-from demo_optax.workers import Workers, inside, lift
-from demo_optax.workers.in_turn import run_in_turn
-from demo_optax.workers.inside import StepView
-from demo_optax.workers.variation import Origin, origins_of_outputs
-
-# Arrays of the worker's own and arrays that are equal on all workers, None in
-# one of both, and what is known of them: see `results.settle`.
-_Settled = tuple[list[Any], list[Any], results.Collected]
+from demo_optax.step import agreement, arguments, modules
+from demo_optax.step.arguments import Call, Options
+from demo_optax.step.runner import Runner
+from demo_optax.workers import Workers
 
 
 def data_parallel(
@@ -240,7 +226,8 @@ class DataParallelStep:
     return *found, arrays
 
   def _program(self, call: Call) -> Any:
-    run = functools.partial(self._run, call)
+    scans_rows = self._options.axis is not None
+    run = Runner(self.workers, self._step, call, scans_rows)
     names = self._options.donated
     donated = [i for i, a in enumerate(call.arrays) if a.keys[0] in names]
     if self.workers.relay is not None:
@@ -249,191 +236,6 @@ class DataParallelStep:
 
       return RemoteProgram(self.workers, call, run, donated)
     return jax.jit(run, donate_argnums=donated)
-
-  def _run(
-    self, call: Call, *arrays: Any, index: Any = None
-  ) -> tuple[list[Any], results.Returned]:
-    """Runs the step of all workers, or of the separate program `index`."""
-    workers = self.workers
-    if workers.relay is not None:
-      own, equal, known = self._run_program(call, arrays, index)
-    elif workers.mesh is not None and not workers.param_specs.all_sizes:
-      own, equal, known = self._run_on_devices(call, arrays)
-    else:
-      own, equal, known = self._run_mapped(call, arrays)
-    values = []
-    for result, apart, x in zip(known.results, own, equal):
-      x = x if apart is None else apart
-      if result.role is Role.BATCH:
-        x = jnp.moveaxis(x, 0, call.axis)
-      values.append(results.hold(workers, result, x))
-    return values, known.returned
-
-  def _one_worker(
-    self, call: Call, view: StepView, index: Any, arrays: Sequence[Any]
-  ) -> _Settled:
-    """Runs the step of worker `index`, with the arrays as it has them."""
-    own = call.replace(Role.KEY, lambda x, _: prng.fold(x, index), arrays)
-    if call.own_params:
-      own_params.enter(call.own_params, own)
-
-    def step(*own: Any) -> Any:
-      (args, kwargs), objects = call.form.merge(own, inner=True)
-      variables = [keys for keys, _ in modules.variables(objects)]
-      returned = self._step(*args, **kwargs)
-      modules.check_variables(variables, objects)
-      return results.collect(call, returned, objects, own)
-
-    with _explained(self.workers):
-      closed, (_, known) = inside.trace(view, step, own)
-      origins = self._origins(call)
-      found = origins_of_outputs(closed, origins, view.axis)
-      if self.workers.sequential:
-        values = run_in_turn(closed, origins, view.axis, own)
-      else:
-        values = core.jaxpr_as_fun(closed)(*own)
-    is_spread = view.own is None and self.workers.mesh is not None
-    settled = results.settle(
-      call, known, values, found, arrays, view, is_spread
-    )
-    return *settled, known
-
-  def _origins(self, call: Call) -> list[Origin]:
-    """Returns what of each array is one worker's own."""
-    found = []
-    for number, a in enumerate(call.arrays):
-      origin = Origin.NOTHING
-      if a.role in (Role.BATCH, Role.KEY):
-        origin = Origin.DATA
-      elif a.role is Role.STACKED or number in call.own_params:
-        origin = Origin.STATE
-      if a.role is Role.BATCH and self._options.axis is None:
-        origin |= Origin.ROWS
-      if a.role is Role.ADDED:
-        origin = Origin.TOTAL
-      found.append(origin)
-    return found
-
-  def _run_program(
-    self, call: Call, arrays: Sequence[Any], index: Any
-  ) -> _Settled:
-    """Runs the step of a worker that is a separate program."""
-    workers = self.workers
-    own = dataclasses.replace(workers, stacked_state=False)
-    view = StepView(workers.axis, workers.count, own)
-    with lift.context(workers):
-      arrays = call.replace(Role.STACKED, lambda x, _: x[0], arrays)
-      return _stacked_again(self._one_worker(call, view, index, arrays))
-
-  def _run_on_devices(self, call: Call, arrays: Sequence[Any]) -> _Settled:
-    """Runs the step in a `shard_map`, where each worker is one device."""
-    workers, axis = self.workers, self.workers.axis_name
-    # In the step nothing has a worker axis.
-    own = dataclasses.replace(Workers.on_axis(axis), stacked_state=False)
-    view = StepView(axis, workers.count, own)
-
-    def one_device(*arrays: Any) -> _Settled:
-      index = jax.lax.axis_index(axis)
-      own = call.replace(Role.STACKED, lambda x, _: x[0], arrays)
-      return _stacked_again(self._one_worker(call, view, index, own))
-
-    cut = Role.BATCH, Role.STACKED
-    specs = [
-      P(*[None] * a.axis, axis) if a.role in cut else P() for a in call.arrays
-    ]
-    return jax.shard_map(
-      one_device,
-      mesh=workers.mesh,
-      in_specs=tuple(specs),
-      out_specs=(P(axis), P(), P()),
-      # Types do not know that parameters stay equal which each worker
-      # differentiates alone; `origins_of_outputs` does.
-      check_vma=False,
-    )(*(lift.reshard(workers, x, s) for x, s in zip(arrays, specs)))
-
-  def _run_mapped(self, call: Call, arrays: Sequence[Any]) -> _Settled:
-    """Runs the step under `jax.vmap`."""
-    workers = self.workers
-    view = StepView(inside.WORKER_AXIS, workers.count, None)
-
-    def one_worker(arrays: Sequence[Any]) -> _Settled:
-      index = jax.lax.axis_index(inside.WORKER_AXIS)
-      return self._one_worker(call, view, index, arrays)
-
-    def split(x: Any, a: Array) -> Any:
-      rows = lift.split_rows(workers, jnp.moveaxis(x, a.axis, 0))
-      return jnp.moveaxis(rows, 1, a.axis + 1)
-
-    arrays = call.replace(Role.BATCH, split, arrays)
-    cut = Role.BATCH, Role.STACKED
-    in_axes = [0 if a.role in cut else None for a in call.arrays]
-    # A model may name mesh axes inside a worker, also those of one device.
-    with lift.context(workers):
-      own, equal, known = jax.vmap(
-        one_worker,
-        in_axes=(in_axes,),
-        out_axes=(0, None, None),
-        axis_name=inside.WORKER_AXIS,
-        axis_size=workers.count,
-        spmd_axis_name=workers.spmd_axis_name,
-      )(arrays)
-    for i, result in enumerate(known.results):
-      if result.role is Role.BATCH and own[i] is not None:
-        own[i] = lift.join_rows(workers, own[i])
-    return own, equal, known
-
-
-def _stacked_again(settled: _Settled) -> _Settled:
-  """Returns what one device leaves, momentum with a worker axis."""
-  own, equal, known = settled
-  for i, result in enumerate(known.results):
-    if result.role is Role.STACKED:
-      own[i] = own[i][None]
-  return own, equal, known
-
-
-@contextlib.contextmanager
-def _explained(workers: Workers) -> Iterator[None]:
-  """Adds to errors of JAX and Flax in a step what to do about them."""
-  try:
-    yield
-  except Exception as error:
-    text, axis = str(error), workers.axis_name
-    if isinstance(error, NameError) and 'unbound axis name' in text:
-      remedy = (
-        'In a step of data_parallel no axis has a name. Remove what averages'
-        ' gradients, which the exchange replaces. Replace other pmean and'
-        ' psum by demo_optax.over_workers(x) and over_workers(x, jnp.sum).'
-      )
-    elif f"'{axis}'" in text and re.search(
-      'with_sharding_constraint|reshard|NamedSharding', text
-    ):
-      remedy = (
-        f'In a step of data_parallel the worker axis {axis!r} does not cut'
-        " arrays, which are one worker's. Leave it out of shardings in the"
-        f' step and its layers: P(None, ...) in place of P({axis!r}, ...).'
-      )
-    elif isinstance(error, NotImplementedError) and workers.mesh is None:
-      remedy = (
-        'jax.vmap, which runs simulated workers, cannot map an operation of the'
-        ' step. Run them one after another:'
-        f' Workers.simulated({workers.num_workers}, sequential=True).'
-      )
-    elif isinstance(error, NotImplementedError):
-      remedy = (
-        'jax.vmap, which runs workers of several devices, cannot map an'
-        ' operation of the step. Wrap the function that takes gradients:'
-        ' jax.custom_batching.sequential_vmap(jax.value_and_grad(loss_fn)).'
-      )
-    elif 'different trace level' in text:
-      remedy = (
-        'The step of data_parallel, or a transformation in it, changes or'
-        ' differentiates a Flax object that it closes over. Make it an'
-        ' argument, as with nnx.jit.'
-      )
-    else:
-      raise
-    raise ValueError(f'{text}\n{remedy}') from error
 
 
 def _form_of(x: Any) -> Any:

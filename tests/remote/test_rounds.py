@@ -12,7 +12,20 @@ from demo_optax.remote.frames import Header
 
 KINDS = {
   getattr(frames, name): name
-  for name in ['HELLO', 'MESSAGE', 'LISTEN', 'PUSH', 'PULL', 'PAUSE', 'WELCOME', 'LIST', 'AGAIN', 'UNKNOWN', 'GONE', 'REFUSED']
+  for name in [
+    'HELLO',
+    'MESSAGE',
+    'LISTEN',
+    'PUSH',
+    'PULL',
+    'PAUSE',
+    'WELCOME',
+    'LIST',
+    'AGAIN',
+    'UNKNOWN',
+    'GONE',
+    'REFUSED',
+  ]
 }
 TRAIN, EVALUATE = (frames.tag('', b'', changes) for changes in (True, False))
 WORKERS = 3
