@@ -91,12 +91,21 @@ class Bucket:
     return () if self.kind == 'dense' else (self.format.n,)
 
   @property
-  def sent(self) -> tuple[ChunkFormat, int]:
-    """The format and number of the chunks that one device sends."""
-    if self.kind == 'dense' and self.num_devices == 1:
-      whole = dataclasses.replace(self.format, n=self.size, k=self.size)
-      return whole, 1
-    return self.format, self.num_chunks
+  def _is_one_chunk(self) -> bool:
+    """Whether a dense bucket is sent as one chunk, without padding."""
+    return self.kind == 'dense' and self.num_devices == 1
+
+  @property
+  def sent_format(self) -> ChunkFormat:
+    """The format of the chunks that one device sends."""
+    if self._is_one_chunk:
+      return dataclasses.replace(self.format, n=self.size, k=self.size)
+    return self.format
+
+  @property
+  def sent_chunks(self) -> int:
+    """Number of the chunks that one device sends."""
+    return 1 if self._is_one_chunk else self.num_chunks
 
   def share(self, num_owners: int) -> 'Bucket':
     """Returns the bucket of the chunks that one of several owners has."""
@@ -110,11 +119,20 @@ class Bucket:
     widths = [(0, self.rows - self.num_chunks), *[(0, 0)] * (x.ndim - 1)]
     return plain.pad(x, widths)
 
-  def strip(self, x: jax.Array) -> jax.Array:
-    """Cuts `[rows, k]` to the chunks that are sent."""
-    chunk_format, chunks = self.sent
-    shape = chunks, chunk_format.k
-    return x.reshape(-1)[: math.prod(shape)].reshape(shape)
+  def strip(self, x: jax.Array, *owners: int) -> jax.Array:
+    """Cuts `[rows, k]` to the chunks that are sent, `[*owners, chunks, k]`.
+
+    Owners with fewer chunks get zero chunks at indices 0..k-1.
+    """
+    k = self.sent_format.k
+    shape = *owners, self.sent_chunks, k
+    x, size = x.reshape(-1), math.prod(shape)
+    if size > len(x):
+      fill = jnp.arange(k, dtype=x.dtype)
+      if not jnp.issubdtype(x.dtype, jnp.integer):
+        fill = jnp.zeros_like(fill)
+      x = jnp.concatenate([x, jnp.tile(fill, (size - len(x)) // k)])
+    return x[:size].reshape(shape)
 
   def unstrip(self, x: jax.Array, fill: jax.Array | None = None) -> jax.Array:
     """Undoes `strip` for `[senders, chunks, k]`; pads with zeros or `fill`."""

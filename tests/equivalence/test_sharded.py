@@ -309,7 +309,7 @@ def test_what_is_replicated_inside_crosses_once():
     f.num_bytes(4 * n) - f.num_bytes(bucket.size)
     for bucket in buckets
     if bucket.kind != 'dense'
-    for f, n in [bucket.sent]
+    for f, n in [(bucket.sent_format, bucket.sent_chunks)]
   )
   (dense,) = (b for b in buckets if b.kind == 'dense')
   padding += 4 * (4 * math.prod(dense.shape) - dense.size)
