@@ -408,7 +408,7 @@ def _put_back(
     found: dict[int, jax.Array] = {}
     new: dict[str, jax.Array] = {}
     for number, bucket in enumerate(layout.buckets):
-      axes, transformed = bucket.split_axes, bucket.kind == 'chunks'
+      axes, transformed = bucket.split_axes, bucket.content == 'chunks'
       q = layout.fill(number, shared, group.device_index(axes))
       if transformed:
         q = chunking.transform(q, bucket.sides, bucket.basis)

@@ -253,8 +253,12 @@ def _leaf_bytes(leaf: Leaf, alone: Leaf) -> LeafBytes:
   num_shards, num_chunks, index_bits = math.prod(blocks), 1, 0.0
   as_unsharded, small_blocks = leaf.record == alone.record, False
   of_chunk = 'whole', 'all', 'shared', '-', 'averaged'
-  if leaf.plan is not None:  # else its gradient is averaged uncompressed
-    grid, form, code = leaf.grid, leaf.plan.format, leaf.plan.format.index_code
+  if leaf.chunks is not None:  # else its gradient is averaged uncompressed
+    grid, form, code = (
+      leaf.grid,
+      leaf.chunks.format,
+      leaf.chunks.format.index_code,
+    )
     num_chunks = num_shards * grid.num_chunks
     index_bits = code.bits / form.k if code else 0.0
     of_chunk = (
@@ -297,8 +301,8 @@ def _leaf_bytes(leaf: Leaf, alone: Leaf) -> LeafBytes:
 
 def _shard_bytes(leaf: Leaf) -> int:
   """Returns the bytes that a worker sends of one shard of a leaf."""
-  if leaf.plan is not None:
-    return leaf.plan.num_bytes
+  if leaf.chunks is not None:
+    return leaf.chunks.num_bytes
   size = math.prod(leaf.shape) // math.prod(leaf.sharding.blocks)
   return np.dtype(leaf.dtype).itemsize * size
 

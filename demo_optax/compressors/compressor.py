@@ -7,27 +7,33 @@ compressors; see `exchange`.
 import dataclasses
 import math
 import textwrap
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from demo_optax import _checks, _tree
 from demo_optax.codes.format import ChunkFormat
 from demo_optax.codes.value_codes import VALUES
 from demo_optax.compressors import bases, chunking, selectors
 from demo_optax.compressors.bases import Basis
+from demo_optax.compressors.chunking import ChunkGrid
 from demo_optax.compressors.selectors import Selector
 
 # Value codes without a scale per chunk: dense values need no chunks.
 _UNSCALED = ('float32', 'bfloat16')
 
 
+# What a bucket of leaves has in its rows; see `layout.Bucket`.
+Content = Literal['chunks', 'whole', 'dense']
+
+
 @dataclasses.dataclass(frozen=True)
-class LeafPlan:
+class LeafChunks:
   """The chunks and format of a leaf, from its shape and dtype alone."""
 
-  grid: chunking.ChunkGrid  # of a sharded leaf, one shard's
+  grid: ChunkGrid  # of a sharded leaf, one shard's
   format: ChunkFormat
 
   @property
@@ -36,8 +42,8 @@ class LeafPlan:
     return self.format.num_bytes(self.grid.num_chunks)
 
   @property
-  def kind(self) -> str:
-    """The kind of its bucket: 'chunks', 'whole' or 'dense'."""
+  def content(self) -> Content:
+    """What its bucket has in its rows."""
     if not self.grid.whole:
       return 'chunks'
     return 'dense' if self.format.values in _UNSCALED else 'whole'
@@ -66,8 +72,8 @@ class Compressor:
     _check_sides(self.chunk_size)
     _checks.check_choice('values', self.values, VALUES)
 
-  def plan(self, shape: tuple[int, ...], dtype: Any) -> LeafPlan:
-    """Returns the plan for a leaf, or for one shard, and its momentum's dtype.
+  def chunks(self, shape: tuple[int, ...], dtype: DTypeLike) -> LeafChunks:
+    """Returns the chunks of a leaf, or of one shard, with momentum of `dtype`.
 
     For an array of more than two dimensions, compares the bytes of all folds
     `shape[:b] | shape[b:j] | shape[j:]` to a batch of matrices, of `TopK` with
@@ -82,58 +88,61 @@ class Compressor:
     full_k = self.select
     if isinstance(full_k, selectors.TopK):
       full_k = dataclasses.replace(full_k, of=None)
-    found: list[tuple[int, tuple[bool, int, float, int], LeafPlan]] = []
-    errors = []
+    found: list[tuple[int, tuple[bool, int, float, int], LeafChunks]] = []
+    refused = None
     for b, j in chunking.folds(len(shape), self.batch_dims):
       fold = None if b == len(shape) - 2 else (b, j)
-      plan = self._cut(shape, name, fold, self.select)
+      grid = chunking.chunk_grid(
+        shape, self.chunk_size, padding=self.padding, fold=fold
+      )
+      chunks = self._smallest(grid, name, self.select)
       try:
-        for length in () if plan.grid.whole else plan.grid.sides:
-          self.basis.check(length)
+        self._check(chunks.grid)
       except ValueError as error:
-        rows, cols = plan.grid.sides
-        errors.append(
-          ValueError(
-            f'A leaf of shape {shape} is cut into chunks of {rows}x{cols},'
-            f' whose {error}'
-          )
-        )
+        refused = error
         continue
-      cost = self._cut(shape, name, fold, full_k).num_bytes
+      cost = self._smallest(grid, name, full_k).num_bytes
       rows, cols = math.prod(shape[b:j]), math.prod(shape[j:])
       ratio = max(rows, cols) / min(rows, cols)
-      found.append((cost, (fold is not None, -b, ratio, j), plan))
-    if not found:
-      raise errors[-1]
+      found.append((cost, (fold is not None, -b, ratio, j), chunks))
+    if refused is not None and not found:
+      raise refused
     most = 1.05 * min(cost for cost, *_ in found)
     return min(x[1:] for x in found if x[0] <= most)[1]
 
-  def _cut(
-    self,
-    shape: tuple[int, ...],
-    name: str,
-    fold: tuple[int, int] | None,
-    select: Selector,
-  ) -> LeafPlan:
-    """Returns the plan of one fold."""
+  def _check(self, grid: ChunkGrid) -> None:
+    """Raises a `ValueError` if the basis has no matrix for these chunks."""
+    if grid.whole:
+      return
+    rows, cols = grid.sides
+    try:
+      self.basis.check(rows)
+      self.basis.check(cols)
+    except ValueError as error:
+      raise ValueError(
+        f'A leaf of shape {grid.shape} is cut into chunks of {rows}x{cols},'
+        f' whose {error}'
+      ) from error
 
-    def plan(grid: chunking.ChunkGrid, k: int) -> LeafPlan:
-      n = grid.chunk_size
-      grouped = isinstance(select, selectors.GroupMax) and k < n
-      form = ChunkFormat(n, k, name, self.values, select.shared, grouped)
-      return LeafPlan(grid, form)
-
-    grid = chunking.chunk_grid(
-      shape, self.chunk_size, padding=self.padding, fold=fold
+  def _smallest(
+    self, grid: ChunkGrid, dtype: str, select: Selector
+  ) -> LeafChunks:
+    """Returns the selection from the chunks of a grid, or all of the leaf."""
+    n, shape = grid.chunk_size, grid.shape
+    k = select.count(n)
+    grouped = isinstance(select, selectors.GroupMax) and k < n
+    sparse = LeafChunks(
+      grid, ChunkFormat(n, k, dtype, self.values, select.shared, grouped)
     )
-    n, k = grid.chunk_size, select.count(grid.chunk_size)
-    sparse = plan(grid, k)
     if select.shared and (k < n or not isinstance(self.basis, bases.Identity)):
       return sparse
     # A scale belongs to a chunk; values without one need no chunks.
     if grid.num_chunks == 1 or self.values in _UNSCALED:
-      grid = chunking.ChunkGrid(shape, shape, whole=True)
-    dense = plan(grid, grid.chunk_size)
+      grid = ChunkGrid(shape, shape, whole=True)
+    n = grid.chunk_size
+    dense = LeafChunks(
+      grid, ChunkFormat(n, n, dtype, self.values, select.shared)
+    )
     return sparse if sparse.num_bytes < dense.num_bytes else dense
 
 
@@ -207,7 +216,7 @@ def dct_topk(
 
   A leaf of more than two dimensions is folded to a batch of matrices first,
   where that saves bytes: `[in, heads, size]` to `[in, heads * size]`; see
-  `Compressor.plan`. Matrices are cut into chunks of at most
+  `Compressor.chunks`. Matrices are cut into chunks of at most
   `chunk_size x chunk_size` (vectors: `chunk_size`), each chunk goes through the
   separable orthonormal DCT-II
 

@@ -30,8 +30,9 @@ from demo_optax.compressors.chunking import ChunkGrid
 from demo_optax.compressors.compressor import (
   Compressor,
   CompressorTree,
+  Content,
   Frozen,
-  LeafPlan,
+  LeafChunks,
   per_leaf,
 )
 from demo_optax.compressors.selectors import Selector
@@ -49,7 +50,7 @@ _DENSE_ROW = 128
 class Bucket:
   """All chunks of one kind, `[rows, n]` on each device.
 
-  `kind` is `'chunks'`, transformed; `'whole'`, a leaf in each row,
+  Its `content` is `'chunks'`, transformed; `'whole'`, a leaf in each row,
   untransformed; or `'dense'`, elements of all leaves in rows, without chunks.
   Leaves are replicated over the mesh axes `split_axes` inside a worker: each of
   the `num_devices` along them has a share of the chunks.
@@ -60,7 +61,7 @@ class Bucket:
   basis: Basis
   format: ChunkFormat
   sides: tuple[int, int]  # rows and columns of a chunk
-  kind: str
+  content: Content
   split_axes: tuple[str, ...]
   num_devices: int
   size: int  # chunks of all its leaves; elements, if dense
@@ -69,14 +70,14 @@ class Bucket:
   def num_chunks(self) -> int:
     """Chunks that one device sends."""
     rows = self.size
-    if self.kind == 'dense':
+    if self.content == 'dense':
       rows = -(-rows // self.format.n)
     return -(-rows // self.num_devices)
 
   @property
   def pieces(self) -> int:
     """Number of equal pieces, on all platforms; CPUs take one at a time."""
-    if self.kind != 'chunks':
+    if self.content != 'chunks':
       return 1
     return -(-self.num_chunks * self.format.n // platform.PIECE)
 
@@ -94,33 +95,50 @@ class Bucket:
   @property
   def unit(self) -> tuple[int, ...]:
     """Shape of what sizes and offsets of leaves count: chunks, or elements."""
-    return () if self.kind == 'dense' else (self.format.n,)
+    return () if self.content == 'dense' else (self.format.n,)
 
   @property
-  def sent(self) -> tuple[ChunkFormat, int]:
-    """The format and number of the chunks that one device sends."""
-    if self.kind == 'dense' and self.num_devices == 1:
-      whole = dataclasses.replace(self.format, n=self.size, k=self.size)
-      return whole, 1
-    return self.format, self.num_chunks
+  def _is_one_chunk(self) -> bool:
+    """Whether a dense bucket is sent as one chunk, without padding."""
+    return self.content == 'dense' and self.num_devices == 1
+
+  @property
+  def sent_format(self) -> ChunkFormat:
+    """The format of the chunks that one device sends."""
+    if self._is_one_chunk:
+      return dataclasses.replace(self.format, n=self.size, k=self.size)
+    return self.format
+
+  @property
+  def sent_chunks(self) -> int:
+    """Number of the chunks that one device sends."""
+    return 1 if self._is_one_chunk else self.num_chunks
 
   def share(self, num_owners: int) -> 'Bucket':
     """Returns the bucket of the chunks that one of several owners has."""
     return dataclasses.replace(self, num_devices=self.num_devices * num_owners)
 
-  def of_device(self, x: jax.Array, device: Any) -> jax.Array:
+  def of_device(self, x: jax.Array, device: jax.Array | int) -> jax.Array:
     """Cuts `[num_devices * num_chunks, ...]` to the `rows` of one device."""
-    x = jax.lax.dynamic_slice_in_dim(
-      x, device * self.num_chunks, self.num_chunks
-    )
-    widths = [(0, self.rows - self.num_chunks), *[(0, 0)] * (x.ndim - 1)]
-    return plain.pad(x, widths)
+    start = device * self.num_chunks
+    x = jax.lax.dynamic_slice_in_dim(x, start, self.num_chunks)
+    padding = 0, self.rows - self.num_chunks
+    return plain.pad(x, [padding, *[(0, 0)] * (x.ndim - 1)])
 
-  def strip(self, x: jax.Array) -> jax.Array:
-    """Cuts `[rows, k]` to the chunks that are sent."""
-    chunk_format, chunks = self.sent
-    shape = chunks, chunk_format.k
-    return x.reshape(-1)[: math.prod(shape)].reshape(shape)
+  def strip(self, x: jax.Array, *owners: int) -> jax.Array:
+    """Cuts `[rows, k]` to the chunks that are sent, `[*owners, chunks, k]`.
+
+    Owners with fewer chunks get zero chunks at indices 0..k-1.
+    """
+    k = self.sent_format.k
+    shape = *owners, self.sent_chunks, k
+    x, size = x.reshape(-1), math.prod(shape)
+    if size > len(x):
+      fill = jnp.arange(k, dtype=x.dtype)
+      if not jnp.issubdtype(x.dtype, jnp.integer):
+        fill = jnp.zeros_like(fill)
+      x = jnp.concatenate([x, jnp.tile(fill, (size - len(x)) // k)])
+    return x[:size].reshape(shape)
 
   def unstrip(self, x: jax.Array, fill: jax.Array | None = None) -> jax.Array:
     """Undoes `strip` for `[senders, chunks, k]`; pads with zeros or `fill`."""
@@ -143,7 +161,7 @@ class Leaf:
   dtype: str  # of its momentum
   sharding: ParamSharding
   compressor: Compressor | Frozen | None  # None: averaged uncompressed
-  plan: LeafPlan | None = None  # of one shard, if compressed
+  chunks: LeafChunks | None = None  # of one shard, if compressed
   bucket: int = -1  # number of its bucket, -1 if not compressed
   offset: int = 0  # its first chunk in the bucket; element, if dense
 
@@ -160,15 +178,15 @@ class Leaf:
   @property
   def grid(self) -> ChunkGrid:
     """The chunks of one shard."""
-    assert self.plan is not None
-    return self.plan.grid
+    assert self.chunks is not None
+    return self.chunks.grid
 
   @property
   def size(self) -> int:
     """Chunks of one shard; elements, of a dense leaf."""
-    assert self.plan is not None
-    dense = self.plan.kind == 'dense'
-    return self.grid.chunk_size if dense else self.grid.num_chunks
+    assert self.chunks is not None
+    is_dense = self.chunks.content == 'dense'
+    return self.grid.chunk_size if is_dense else self.grid.num_chunks
 
   @property
   def record(self) -> Record:
@@ -214,12 +232,14 @@ def differences(
   """Compares the records of two layouts, leaf by leaf."""
   found = []
   for name in {**old, **new}:
-    a, b = old.get(name), new.get(name)
-    if a != b:
-      pairs = [*zip(_words(a), _words(b)), (str(a), str(b))]
-      words = next((x, y) for x, y in pairs if x != y)
-      same = len(set(pairs[0])) == 1 and _NO_MOMENTUM not in pairs[1]
-      found.append(Difference(name, *words, same))
+    before, after = old.get(name), new.get(name)
+    if before == after:
+      continue
+    words = [*zip(_words(before), _words(after)), (str(before), str(after))]
+    (old_array, new_array), (_, new_chunks), *_ = words
+    same_array = old_array == new_array and new_chunks != _NO_MOMENTUM
+    first = next((was, is_now) for was, is_now in words if was != is_now)
+    found.append(Difference(name, *first, same_array))
   return found
 
 
@@ -276,14 +296,14 @@ class Layout:
         leaf.shape,
         leaf.dtype,
         leaf.sharding,
-        leaf.plan,
+        leaf.chunks,
         leaf.bucket,
         leaf.offset,
       )
       for leaf in self.leaves
       if leaf.bucket >= 0
     ]
-    kinds = [(b.basis, b.kind, b.split_axes) for b in self.buckets]
+    kinds = [(b.basis, b.content, b.split_axes) for b in self.buckets]
     text = repr((described, kinds)).encode()
     return np.frombuffer(hashlib.sha256(text).digest()[:16], np.uint32)
 
@@ -298,7 +318,10 @@ class Layout:
     return sorted(found, key=lambda i: self.leaves[i].offset)
 
   def fill(
-    self, number: int, arrays: Mapping[int, jax.Array], device: Any
+    self,
+    number: int,
+    arrays: Mapping[int, jax.Array],
+    device: jax.Array | int,
   ) -> jax.Array:
     """Packs leaves into their bucket, `[rows, n]`, with zeros in the padding.
 
@@ -306,26 +329,30 @@ class Layout:
     along the bucket's `split_axes`.
     """
     bucket = self.buckets[number]
-    n, unit, num_devices = bucket.format.n, bucket.unit, bucket.num_devices
-    rows = bucket.rows if num_devices == 1 else bucket.num_chunks * num_devices
-    shape = rows * n // math.prod(unit), *unit
-    parts = [
-      chunking.to_chunks(
-        arrays[i].astype(bucket.format.dtype), self.leaves[i].grid
-      ).reshape(-1, *unit)
-      for i in self.members(number)
-    ]
-    if missing := shape[0] - sum(map(len, parts)):
-      parts.append(jnp.zeros_like(parts[0], shape=(missing, *unit)))
+    parts = []  # [chunks, n] of each leaf; [elements], if dense
+    for i in self.members(number):
+      x = arrays[i].astype(bucket.format.dtype)
+      chunks = chunking.to_chunks(x, self.leaves[i].grid)
+      parts.append(chunks.reshape(-1, *bucket.unit))
+    rows = bucket.rows
+    if bucket.num_devices > 1:
+      rows = bucket.num_chunks * bucket.num_devices
+    n = bucket.format.n
+    length = rows * n // math.prod(bucket.unit)
+    if missing := length - sum(map(len, parts)):
+      parts.append(jnp.zeros_like(parts[0], shape=(missing, *bucket.unit)))
     if len(parts) == 1 or platform.concatenates(bucket.sides[0]):
       filled = jnp.concatenate(parts)
     else:
-      filled, start = jnp.zeros_like(parts[0], shape=shape), 0
-      for x in parts:
-        filled = jax.lax.dynamic_update_slice_in_dim(filled, x, start, 0)
-        start += len(x)
+      filled = jnp.zeros_like(parts[0], shape=(length, *bucket.unit))
+      start = 0
+      for part in parts:
+        filled = jax.lax.dynamic_update_slice_in_dim(filled, part, start, 0)
+        start += len(part)
     filled = filled.reshape(rows, n)
-    return filled if num_devices == 1 else bucket.of_device(filled, device)
+    if bucket.num_devices == 1:
+      return filled
+    return bucket.of_device(filled, device)
 
   def cut(self, number: int, chunks: jax.Array) -> dict[int, jax.Array]:
     """Cuts the shards of leaves, by number, out of their bucket.
@@ -341,7 +368,11 @@ class Layout:
     return found
 
   def clear_padding(
-    self, number: int, c: jax.Array, device: Any, valid: jax.Array
+    self,
+    number: int,
+    coefficients: jax.Array,
+    device: jax.Array | int,
+    valid: jax.Array,
   ) -> jax.Array:
     """Projects coefficients `[rows, n]` onto leaves with zero padding.
 
@@ -351,25 +382,28 @@ class Layout:
     bucket = self.buckets[number]
     in_order = [self.leaves[i] for i in self.members(number)]
     for grid, same in itertools.groupby(in_order, lambda leaf: leaf.grid):
-      members = list(same)
+      leaves = list(same)
       if not any(grid.ends):
         continue
-      start = members[0].offset
-      stop = start + len(members) * grid.num_chunks
+      start = leaves[0].offset
+      stop = start + len(leaves) * grid.num_chunks
       if bucket.num_devices == 1:
-        old = jax.lax.slice_in_dim(c, start, stop)
-        x = chunking.clear_padding(old, grid, bucket.basis)
-        x = plain.where(valid, x, old)
-        c = jax.lax.dynamic_update_slice_in_dim(c, x, start, 0)
+        old = jax.lax.slice_in_dim(coefficients, start, stop)
+        projected = chunking.clear_padding(old, grid, bucket.basis)
+        coefficients = jax.lax.dynamic_update_slice_in_dim(
+          coefficients, plain.where(valid, projected, old), start, 0
+        )
         continue
       # The chunks of this device are unknown when traced: project all of them
       # and take those at an edge.
       for at, project in chunking.edges(grid, bucket.basis):
         flags = np.zeros(bucket.num_devices * bucket.num_chunks, bool)
         flags[start:stop].reshape(-1, *grid.folded_counts[1:])[at] = True
-        mine = bucket.of_device(jnp.asarray(flags), device)
-        c = plain.where(mine[:, None] & valid, project(c), c)
-    return c
+        at_edge = bucket.of_device(jnp.asarray(flags), device)
+        coefficients = plain.where(
+          at_edge[:, None] & valid, project(coefficients), coefficients
+        )
+    return coefficients
 
 
 def make_layout(
@@ -381,52 +415,57 @@ def make_layout(
   axis_sizes = param_specs.axis_sizes
   made: list[Leaf] = []
   members: dict[Bucket, dict[ChunkGrid, list[int]]] = {}  # of empty buckets
-  for i, chosen in enumerate(per_leaf(compressor, params)):
-    path, x = leaves[i]
+  for number, chosen in enumerate(per_leaf(compressor, params)):
+    path, x = leaves[number]
     shape, dtype = np.shape(x), _tree.momentum_dtype(path, x)
-    sharding = param_specs.place(path, shape)
-    plan = None
+    sharding, chunks = param_specs.place(path, shape), None
     if isinstance(chosen, Compressor):
-      shard = tuple(d // b for d, b in zip(shape, sharding.blocks))
-      plan = chosen.plan(shard, dtype)
+      shard = tuple(d // blocks for d, blocks in zip(shape, sharding.blocks))
+      chunks = chosen.chunks(shard, dtype)
       split = {a: n for a, n in axis_sizes if a not in sharding.axes}
-      bucket = _empty_bucket(chosen, plan, split)
-      members.setdefault(bucket, {}).setdefault(plan.grid, []).append(i)
+      by_grid = members.setdefault(_empty_bucket(chosen, chunks, split), {})
+      by_grid.setdefault(chunks.grid, []).append(number)
     keys = path_keys(path)
-    made.append(Leaf(keys, shape, str(dtype), sharding, chosen, plan))
-  buckets = []
-  for number, (bucket, by_grid) in enumerate(members.items()):
+    made.append(Leaf(keys, shape, str(dtype), sharding, chosen, chunks))
+  buckets: list[Bucket] = []
+  for empty, by_grid in members.items():
     size = 0
     for i in itertools.chain(*by_grid.values()):
-      made[i] = dataclasses.replace(made[i], bucket=number, offset=size)
+      made[i] = dataclasses.replace(made[i], bucket=len(buckets), offset=size)
       size += made[i].size
-    label = 'x'.join(map(str, bucket.sides))
-    if bucket.kind == 'dense':
-      # Even rows, so that each device sends little padding.
-      share = -(-size // bucket.num_devices)
-      n, label = -(-share // -(-share // _DENSE_ROW)), 'dense'
-      form = dataclasses.replace(bucket.format, n=n, k=n)
-      bucket = dataclasses.replace(bucket, format=form, sides=(1, n))
-    name = f'bucket_{number:03}_{label}'
-    buckets.append(dataclasses.replace(bucket, name=name, size=size))
+    buckets.append(_fit(empty, len(buckets), size))
   return Layout(tuple(made), tuple(buckets), axis_sizes)
 
 
 def _empty_bucket(
-  compressor: Compressor, plan: LeafPlan, split: Mapping[str, int]
+  compressor: Compressor, chunks: LeafChunks, split: Mapping[str, int]
 ) -> Bucket:
-  """Returns the bucket of a leaf, still without rows."""
-  form, sides = plan.format, plan.grid.sides
-  if plan.kind == 'dense':  # its rows come later
-    form, sides = dataclasses.replace(form, n=1, k=1), (1, 1)
+  """Returns the bucket of a leaf, still without name and size."""
+  chunk_format, sides = chunks.format, chunks.grid.sides
+  if chunks.content == 'dense':  # its rows come later
+    chunk_format = dataclasses.replace(chunk_format, n=1, k=1)
+    sides = 1, 1
   return Bucket(
-    '',
-    compressor.select,
-    compressor.basis,
-    form,
-    sides,
-    plan.kind,
-    tuple(split),
-    math.prod(split.values()),
-    0,
+    name='',
+    select=compressor.select,
+    basis=compressor.basis,
+    format=chunk_format,
+    sides=sides,
+    content=chunks.content,
+    split_axes=tuple(split),
+    num_devices=math.prod(split.values()),
+    size=0,
   )
+
+
+def _fit(bucket: Bucket, number: int, size: int) -> Bucket:
+  """Returns an empty bucket with its name, and rows for its leaves."""
+  label = 'x'.join(map(str, bucket.sides))
+  if bucket.content == 'dense':
+    # Even rows, so that each device sends little padding.
+    label, share = 'dense', -(-size // bucket.num_devices)
+    n = -(-share // -(-share // _DENSE_ROW))
+    chunk_format = dataclasses.replace(bucket.format, n=n, k=n)
+    bucket = dataclasses.replace(bucket, format=chunk_format, sides=(1, n))
+  name = f'bucket_{number:03}_{label}'
+  return dataclasses.replace(bucket, name=name, size=size)

@@ -34,7 +34,7 @@ def accumulate_and_select(
 
     def add(_: Any, m: jax.Array) -> jax.Array:
       c = rounding.mul_no_fma(weight, g)
-      if bucket.kind == 'chunks':
+      if bucket.content == 'chunks':
         c = chunking.transform(c, bucket.sides, bucket.basis)
       return rounding.mul_no_fma(decay, m) + c
 
@@ -102,7 +102,7 @@ def merge(
     u, found = topk.merge(
       indices, values, received.valid, n, average, bucket.format.grouped
     )
-    if bucket.kind == 'chunks':
+    if bucket.content == 'chunks':
       u = chunking.inverse(u, bucket.sides, bucket.basis)
     return (_store(updates, u, start), distinct + found), None
 

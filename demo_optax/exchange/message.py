@@ -31,9 +31,9 @@ workers, and the energies.
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -93,47 +93,56 @@ class Packer:
     """Name of the words in a message."""
     return GATHERED if self.num_owners is None else TO_OWNERS
 
+  @property
+  def _owners(self) -> tuple[int, ...]:
+    """The axis of owners that arrays in a message have, if any."""
+    return () if self.num_owners is None else (self.num_owners,)
+
   @functools.cached_property
   def read(self) -> tuple[Bucket, ...]:
     """The part of each bucket that one worker reads."""
-    count = self.num_owners
-    return tuple(
-      b if count is None or b.format.shared else b.share(count)
-      for b in self.buckets
-    )
+    if self.num_owners is None:
+      return self.buckets
+    owned = []
+    for bucket in self.buckets:
+      is_owned = not bucket.format.shared
+      owned.append(bucket.share(self.num_owners) if is_owned else bucket)
+    return tuple(owned)
 
   @functools.cached_property
   def gathered(self) -> dict[ChunkFormat, list[int]]:
     """Numbers of the buckets of each format, which are packed together."""
-    return self._numbers_by(False, lambda bucket: bucket.sent[0])
+    found: dict[ChunkFormat, list[int]] = {}
+    for number, bucket in enumerate(self.read):
+      if not bucket.format.shared:
+        found.setdefault(bucket.sent_format, []).append(number)
+    return found
 
   @functools.cached_property
   def summed(self) -> dict[str, list[int]]:
     """Numbers of the buckets of each dtype that are summed."""
-    return self._numbers_by(True, lambda bucket: bucket.format.dtype)
-
-  def _numbers_by(
-    self, shared: bool, key: Callable[[Bucket], Any]
-  ) -> dict[Any, list[int]]:
-    found: dict[Any, list[int]] = {}
+    found: dict[str, list[int]] = {}
     for number, bucket in enumerate(self.read):
-      if bucket.format.shared == shared:
-        found.setdefault(key(bucket), []).append(number)
+      if bucket.format.shared:
+        found.setdefault(bucket.format.dtype, []).append(number)
     return found
 
   def _chunks(self, numbers: Sequence[int]) -> list[int]:
-    return [self.read[number].sent[1] for number in numbers]
+    """Chunks that are sent of each bucket."""
+    return [self.read[number].sent_chunks for number in numbers]
 
   def _sizes(self, numbers: Sequence[int]) -> list[int]:
     """Values that are sent of each bucket."""
-    sent = [self.read[number].sent for number in numbers]
-    return [chunks * chunk_format.k for chunk_format, chunks in sent]
+    buckets = [self.read[number] for number in numbers]
+    return [bucket.sent_chunks * bucket.sent_format.k for bucket in buckets]
 
   @property
   def _words(self) -> list[int]:
     """Words of the buckets of each format."""
-    formats = self.gathered.items()
-    return [form.words(sum(self._chunks(members))) for form, members in formats]
+    sizes = []
+    for chunk_format, members in self.gathered.items():
+      sizes.append(chunk_format.words(sum(self._chunks(members))))
+    return sizes
 
   @property
   def shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -141,14 +150,15 @@ class Packer:
     shapes: dict[str, tuple[tuple[int, ...], str]] = {}
     if self.gathered:
       words = sum(self._words) + END_WORDS
-      shape = (-(-words // ROW), ROW)
-      if self.num_owners is not None:
-        shape = (self.num_owners, words)
+      rows = -(-words // ROW)
+      shape = (*self._owners, words) if self._owners else (rows, ROW)
       shapes[self.name] = shape, 'uint32'
     for dtype, members in self.summed.items():
       length = sum(self._sizes(members)) + 1 + ENERGIES
       shapes[SUMMED + dtype] = (length,), dtype
     return shapes
+
+  # Packing --------------------------------------------------------------------
 
   def pack(
     self, selected: Sequence[Selected], alpha: jax.Array, valid: jax.Array
@@ -161,71 +171,78 @@ class Packer:
     sent = [x.values for x in selected]  # summed values are sent unrounded
     packed: list[jax.Array] = []
     for chunk_format, members in self.gathered.items():
-      values = [self._cut(i, selected[i].values) for i in members]
-      indices = [
-        self._cut(i, x)
-        for i in members
-        if (x := selected[i].indices) is not None
-      ]
-      data, read = chunk_format.encode(
-        jnp.concatenate(indices, axis=-2) if indices else None,
-        jnp.concatenate(values, axis=-2),
-      )
-      packed.append(data)
-      for i, x in zip(members, _split(read, self._chunks(members))):
-        sent[i] = self._join(i, x)
-
-    def energies(members: Sequence[int]) -> jax.Array:
-      """Returns float32 `[ENERGIES]`: of momentum, its sent part, the rest."""
-      total = jnp.zeros((ENERGIES,), jnp.float32)
-      for i in members:
-        _, values, held = selected[i]
-        stays = energy(values - rounding.mul_no_fma(alpha, sent[i]))
-        if self.buckets[i].format.k < self.buckets[i].format.n:
-          stays += jnp.maximum(held - energy(values), 0)
-        total += jnp.stack([held, energy(sent[i]), stays])
-      return total
+      words, decoded = self._encode(chunk_format, members, selected)
+      packed.append(words)
+      for number, values in zip(members, decoded):
+        sent[number] = values
 
     message: dict[str, jax.Array] = {}
     if self.gathered:
-      held = energies([i for group in self.gathered.values() for i in group])
-      held = jax.lax.bitcast_convert_type(held, jnp.uint32)
-      end = jnp.concatenate([valid.astype(jnp.uint32)[None], held])
-      if self.num_owners is not None:
-        end = jnp.broadcast_to(end, (self.num_owners, *end.shape))
+      numbers = list(itertools.chain(*self.gathered.values()))
+      energies = self._energies(numbers, selected, sent, alpha)
+      bits = jax.lax.bitcast_convert_type(energies, jnp.uint32)
+      end = jnp.concatenate([valid.astype(jnp.uint32)[None], bits])
+      end = jnp.broadcast_to(end, (*self._owners, *end.shape))
       words = jnp.concatenate([*packed, end], axis=-1)
-      message[self.name] = as_rows(words) if self.num_owners is None else words
+      message[self.name] = words if self._owners else as_rows(words)
     for dtype, members in self.summed.items():
-      held = energies(members)
-      held = plain.where(jnp.isfinite(held), held, 0).astype(dtype)
-      values = [self.buckets[i].strip(sent[i]).reshape(-1) for i in members]
-      vector = jnp.concatenate([*values, jnp.ones((1,), dtype), held])
+      energies = self._energies(members, selected, sent, alpha)
+      energies = plain.where(jnp.isfinite(energies), energies, 0)
+      one = jnp.ones((1,), dtype)
+      vectors = [self.buckets[i].strip(sent[i]).reshape(-1) for i in members]
+      vector = jnp.concatenate([*vectors, one, energies.astype(dtype)])
       message[SUMMED + dtype] = plain.where(valid, vector, 0)
     return message, sent
 
-  def _cut(self, number: int, x: jax.Array) -> jax.Array:
-    """Cuts `[rows, k]` into the chunks to send, `[chunks, k]` for each owner.
+  def _encode(
+    self,
+    chunk_format: ChunkFormat,
+    members: Sequence[int],
+    selected: Sequence[Selected],
+  ) -> tuple[jax.Array, list[jax.Array]]:
+    """Writes all buckets of one format as uint32 `[words]`.
 
-    Owners with fewer chunks are padded with zero chunks at indices 0..k-1.
+    Returns also the values `[rows, k]` that receivers decode of each. With
+    owners, words are `[owners, words]`.
     """
-    chunk_format, chunks = self.read[number].sent
-    shape: tuple[int, ...] = chunks, chunk_format.k
-    if self.num_owners is not None:
-      shape = self.num_owners, *shape
-    x, size = x.reshape(-1), math.prod(shape)
-    if size > len(x):
-      fill = jnp.arange(chunk_format.k, dtype=x.dtype)
-      if not jnp.issubdtype(x.dtype, jnp.integer):
-        fill = jnp.zeros_like(fill)
-      missing = (size - len(x)) // chunk_format.k
-      x = jnp.concatenate([x, jnp.tile(fill, missing)])
-    return x[:size].reshape(shape)
+    stripped: list[jax.Array] = []
+    indices: list[jax.Array] = []
+    for number in members:
+      bucket, (of_bucket, values, _) = self.read[number], selected[number]
+      stripped.append(bucket.strip(values, *self._owners))
+      if of_bucket is not None:
+        indices.append(bucket.strip(of_bucket, *self._owners))
+    words, decoded = chunk_format.encode(
+      jnp.concatenate(indices, axis=-2) if indices else None,
+      jnp.concatenate(stripped, axis=-2),  # [chunks, k]
+    )
+    sent = []
+    parts = split(decoded, self._chunks(members), axis=-2)
+    for number, part in zip(members, parts):
+      bucket = self.buckets[number]
+      flat = part.reshape(1, -1)[:, : bucket.rows * bucket.format.k]
+      sent.append(bucket.unstrip(flat)[0])
+    return words, sent
 
-  def _join(self, number: int, x: jax.Array) -> jax.Array:
-    """Undoes `_cut` for values; returns `[rows, k]`."""
-    bucket = self.buckets[number]
-    most = bucket.rows * bucket.format.k
-    return bucket.unstrip(x.reshape(1, -1)[:, :most])[0]
+  def _energies(
+    self,
+    members: Sequence[int],
+    selected: Sequence[Selected],
+    sent: Sequence[jax.Array],
+    alpha: jax.Array,
+  ) -> jax.Array:
+    """Returns float32 `[ENERGIES]`: of momentum, its sent part, the rest."""
+    total = jnp.zeros((ENERGIES,), jnp.float32)
+    for number in members:
+      _, values, held = selected[number]
+      chunk_format = self.buckets[number].format
+      stays = energy(values - rounding.mul_no_fma(alpha, sent[number]))
+      if chunk_format.k < chunk_format.n:
+        stays += jnp.maximum(held - energy(values), 0)
+      total += jnp.stack([held, energy(sent[number]), stays])
+    return total
+
+  # Unpacking ------------------------------------------------------------------
 
   def unpack(
     self, arrived: Message, group: Group
@@ -235,42 +252,60 @@ class Packer:
     energies = jnp.zeros((ENERGIES,), jnp.float32)
     num_valid = None
     if self.gathered:
-      data = arrived[self.name].reshape(group.size, -1)
-      found: dict[int, tuple[Any, jax.Array]] = {}
-      *parts, end = jnp.split(data, np.cumsum(self._words), axis=1)
-      good = [end[:, 0] == 1]
-      for part, (chunk_format, members) in zip(parts, self.gathered.items()):
-        counts = self._chunks(members)
-        indices, values, sound = chunk_format.decode(part, sum(counts))
-        good.append(sound)
-        several = _split(indices, counts), _split(values, counts)
-        for i, own, x in zip(members, *several):
-          bucket = self.read[i]
-          first = jnp.arange(bucket.format.k, dtype=jnp.int32)
-          own = None if own is None else bucket.unstrip(own, first)
-          found[i] = own, bucket.unstrip(x)
-      stats = jax.lax.bitcast_convert_type(end[:, 1:END_WORDS], jnp.float32)
-      # A damaged message may have reached only one device of a worker.
-      valid = group.all_devices(plain.every(good))
+      words = arrived[self.name].reshape(group.size, -1)
+      received, valid, sent = self._read_words(words, group)
       num_valid = jnp.sum(valid, dtype=jnp.int32)
-      stats = plain.where(valid[:, None] & jnp.isfinite(stats), stats, 0.0)
-      energies += jnp.sum(stats, axis=0)
-      received |= {i: Received(*x, valid) for i, x in found.items()}
+      sent = plain.where(valid[:, None] & jnp.isfinite(sent), sent, 0.0)
+      energies += jnp.sum(sent, axis=0)
     for dtype, members in self.summed.items():
-      total = arrived[SUMMED + dtype]
-      total, end = jnp.split(total, [len(total) - 1 - ENERGIES])
+      sums = arrived[SUMMED + dtype]
+      total, end = jnp.split(sums, [len(sums) - 1 - ENERGIES])
       count = jnp.round(end[0]).astype(jnp.int32)
       count = group.over_devices(jax.lax.pmin, count)
-      num_valid = count if num_valid is None else num_valid
+      if num_valid is None:
+        num_valid = count
       energies += end[1:].astype(jnp.float32)
       weight = rounding.exact_reciprocal(count, group.size, total.dtype)
       mean = rounding.mul_no_fma(weight, total)
-      for i, x in zip(members, _split(mean, self._sizes(members), 0)):
-        bucket = self.read[i]
-        values = bucket.unstrip(x.reshape(1, -1, bucket.sent[0].k))
-        received[i] = Received(None, values, count[None] > 0)
-    in_order = [received[i] for i in range(len(self.buckets))]
+      parts = split(mean, self._sizes(members), axis=0)
+      for number, part in zip(members, parts):
+        bucket = self.read[number]
+        values = bucket.unstrip(part.reshape(1, -1, bucket.sent_format.k))
+        received[number] = Received(None, values, count[None] > 0)
+    in_order = [received[number] for number in range(len(self.buckets))]
     return in_order, Report(num_valid, energies)
+
+  def _read_words(
+    self, words: jax.Array, group: Group
+  ) -> tuple[dict[int, Received], jax.Array, jax.Array]:
+    """Reads uint32 `[workers, words]`.
+
+    Returns the selections by bucket number; whose messages count, bool
+    `[workers]`; and the energies that they sent, `[workers, ENERGIES]`.
+    """
+    *parts, end = jnp.split(words, np.cumsum(self._words), axis=1)
+    good = [end[:, 0] == 1]
+    found: dict[int, tuple[jax.Array | None, jax.Array]] = {}
+    for part, (chunk_format, members) in zip(parts, self.gathered.items()):
+      counts = self._chunks(members)
+      # [workers, chunks, k] of all members together
+      indices, values, sound = chunk_format.decode(part, sum(counts))
+      good.append(sound)
+      several: Sequence[jax.Array | None] = [None] * len(members)
+      if indices is not None:
+        several = split(indices, counts, axis=-2)
+      of_each = zip(members, several, split(values, counts, axis=-2))
+      for number, own_indices, own_values in of_each:
+        bucket = self.read[number]
+        first = jnp.arange(bucket.format.k, dtype=jnp.int32)
+        if own_indices is not None:
+          own_indices = bucket.unstrip(own_indices, first)
+        found[number] = own_indices, bucket.unstrip(own_values)
+    energies = jax.lax.bitcast_convert_type(end[:, 1:END_WORDS], jnp.float32)
+    # A damaged message may have reached only one device of a worker.
+    valid = group.all_devices(plain.every(good))
+    received = {i: Received(*found[i], valid) for i in found}
+    return received, valid, energies
 
 
 def as_rows(words: jax.Array) -> jax.Array:
@@ -283,8 +318,6 @@ def energy(x: jax.Array) -> jax.Array:
   return jnp.sum(jnp.square(x), dtype=jnp.float32)
 
 
-def _split(x: jax.Array | None, sizes: Sequence[int], axis: int = -2) -> Any:
-  """Cuts an array into consecutive parts, None into as many."""
-  if x is None:
-    return [None] * len(sizes)
+def split(x: jax.Array, sizes: Sequence[int], axis: int) -> list[jax.Array]:
+  """Cuts an array into consecutive parts."""
   return jnp.split(x, np.cumsum(sizes)[:-1], axis)

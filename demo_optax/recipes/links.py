@@ -106,7 +106,7 @@ def muon_rms(
   """
   share = 1.0
   if compressor is not None:
-    form = compressor.plan(shape, 'float32').format
+    form = compressor.chunks(shape, 'float32').format
     share = form.k / form.n
   rms = consistent_rms
   if rms is None:

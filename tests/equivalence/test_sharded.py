@@ -306,10 +306,10 @@ def test_what_is_replicated_inside_crosses_once():
   padding = sum(
     f.num_bytes(4 * n) - f.num_bytes(bucket.size)
     for bucket in buckets
-    if bucket.kind != 'dense'
-    for f, n in [bucket.sent]
+    if bucket.content != 'dense'
+    for f, n in [(bucket.sent_format, bucket.sent_chunks)]
   )
-  (dense,) = (b for b in buckets if b.kind == 'dense')
+  (dense,) = (b for b in buckets if b.content == 'dense')
   padding += 4 * (4 * math.prod(dense.shape) - dense.size)
   assert padding <= 4 * 3 * len(buckets) * 8
   row = 4 * ROW

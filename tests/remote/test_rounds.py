@@ -441,7 +441,7 @@ def test_what_a_member_says(tmp_path):
   numbers = [0, 1, -1, 2**47, 2**48, 2**62, 2**63 - 1, -(2**63)]
   bodies = [b'', b'{}', b'[]', b'\xff', b'[' * 10_000, TRAIN, EVALUATE, b'x']
   rng = random.Random(0)
-  for seed in range(20):
+  for _ in range(20):
     desk = Desk(tmp_path, history=3)
     awaited(desk)
     for number in range(1000):

@@ -124,7 +124,7 @@ FOLDS = {
 @pytest.mark.parametrize('shape', FOLDS)
 def test_how_kernels_are_folded(shape):
   compressor = dct_topk(proportional=True)
-  grid = compressor.plan(shape, jnp.float32).grid
+  grid = compressor.chunks(shape, jnp.float32).grid
   assert grid.folded == (FOLDS[shape] or shape)
   assert (grid.fold is None) == (FOLDS[shape] is None)
 
@@ -147,7 +147,7 @@ def test_folds_and_bytes_are_those_of_the_oracle(
   compressor = dct_topk(
     limit, topk, values=values, padding=padding, proportional=False
   )
-  plan = compressor.plan(shape, jnp.float32)
+  plan = compressor.chunks(shape, jnp.float32)
   rule = limit, topk, padding, values, 4
   expected = oracle.fold(shape, *rule)
   assert plan.num_bytes == oracle.cheapest(expected, *rule)[0]
@@ -178,5 +178,5 @@ def test_folding_and_unfolding_is_the_identity(data):
 
 def test_a_fold_that_the_basis_has_no_matrix_for_is_not_taken():
   compressor = Compressor(TopK(4), Hadamard())
-  assert compressor.plan((3, 4, 16), jnp.float32).grid.fold is None
-  assert compressor.plan((4, 4, 16), jnp.float32).grid.fold is not None
+  assert compressor.chunks((3, 4, 16), jnp.float32).grid.fold is None
+  assert compressor.chunks((4, 4, 16), jnp.float32).grid.fold is not None
