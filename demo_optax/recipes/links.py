@@ -27,7 +27,7 @@ _STACK = 2**24
 
 
 def scale_to_unit_rms(
-  weight_dimension_numbers: Any = None, min_rms: float = 0.0
+  weight_dimension_numbers: Any = None, min_rms: chex.Numeric = 0.0
 ) -> optax.GradientTransformation:
   r"""Scales the update of every matrix to a root mean square of one.
 
@@ -61,7 +61,7 @@ def scale_to_unit_rms(
     us = [u / x for u, x in zip(us, divisor)]
     mean = over(jnp.mean, list(map(jnp.square, us)))
     # Not by zero, where all are.
-    least = max(min_rms, jnp.finfo(mean.dtype).tiny)
+    least = jnp.maximum(min_rms, jnp.finfo(mean.dtype).tiny)
     factor = divisor / jnp.maximum(divisor * jnp.sqrt(mean), least)
     return [(u * x).astype(dtype) for u, x in zip(us, factor)]
 
