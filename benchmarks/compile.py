@@ -103,7 +103,7 @@ ADAMW = lambda workers: optax.adamw(1e-3)  # noqa: E731
 RECIPES = {
   'adamw': ADAMW,
   'demo': lambda workers: demo_optax.demo(1e-3, workers=workers),
-  'demo_muon': lambda workers: demo_optax.demo_muon(1e-3, workers=workers),
+  'demo_muon': lambda workers: demo_optax.demo_muon(1e-2, workers=workers),
 }
 
 

@@ -64,7 +64,7 @@ def work(args: argparse.Namespace) -> None:
   )
   (images, labels), test = digits.load()
   model = digits.CNN(nnx.Rngs(0))
-  tx = demo_optax.demo_muon(2e-3, adam_learning_rate=6e-3, workers=workers)
+  tx = demo_optax.demo_muon(2e-2, workers=workers)
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
   @demo_optax.data_parallel(

@@ -193,7 +193,7 @@ class Row:
         others = messages(packer, int(peers) - 1)
       tx = demo_optax.demo(1e-3, workers=workers, compressor=compressor)
     elif method == 'demo_muon':
-      tx = demo_optax.demo_muon(1e-3, workers=workers)
+      tx = demo_optax.demo_muon(1e-2, workers=workers)
     elif method == 'muon':
       tx = optax.contrib.muon(
         1e-3,

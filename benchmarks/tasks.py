@@ -42,12 +42,12 @@ import demo_optax
 OUT = ROOT / 'benchmarks/results/tasks.jsonl'
 STEPS, WORKERS = 300, 4
 WORDS, WIDTH, CONTEXT = 256, 128, 64  # of the transformer
-FIRST_RATE = 4e-3  # of `demo_muon`
+FIRST_RATE = 2e-2  # of `demo_muon`
 RATES = {
   'adamw': [5e-4, 1e-3, 2e-3, 4e-3, 8e-3],
   'muon': [5e-3, 1e-2, 2e-2, 4e-2, 8e-2],
   'demo': [2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3],
-  'demo_muon': [2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3],
+  'demo_muon': [1e-2, 2e-2, 4e-2],
 }
 
 

@@ -42,7 +42,7 @@ from demo_optax import checkpoint, recipes
 
 # Peak learning rates of matrices and of other leaves, tuned on this example.
 RATES = {
-  'demo_muon': (2e-3, 6e-3),
+  'demo_muon': (2e-2, 1.2e-2),
   'demo': (2e-3, 2e-3),
   'muon': (2e-2, 1.2e-2),
   'adamw': (2e-3, 2e-3),

@@ -61,9 +61,9 @@ def scale_to_unit_rms(
     divisor = jnp.where(largest > 0, largest, jnp.ones_like(largest))
     us = [u / x for u, x in zip(us, divisor)]
     mean = over(jnp.mean, list(map(jnp.square, us)))
-    rms, least = largest * jnp.sqrt(mean), jnp.asarray(min_rms, mean.dtype)
-    factor = jnp.where(mean > 0, jax.lax.rsqrt(mean), jnp.ones_like(mean))
-    factor *= jnp.where(rms < least, rms / least, jnp.ones_like(rms))
+    # Not by zero, where all are.
+    least = jnp.maximum(min_rms, jnp.finfo(mean.dtype).tiny)
+    factor = divisor / jnp.maximum(divisor * jnp.sqrt(mean), least)
     return [(u * x).astype(dtype) for u, x in zip(us, factor)]
 
   def update_fn(updates: chex.ArrayTree, params: Any) -> chex.ArrayTree:

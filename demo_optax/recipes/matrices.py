@@ -3,7 +3,7 @@
 import math
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import chex
@@ -106,20 +106,13 @@ def describe_matrices(
   found: Mapping[Keys, Any] = _inferred(params)
   if muon_weight_dimension_numbers is not None:
     found = matrices(params, muon_weight_dimension_numbers)
-  return '\n'.join(_lines(leaves_of(params), found))
-
-
-def _lines(
-  leaves: Sequence[tuple[Keys, Any]], found: Mapping[Keys, Any]
-) -> list[str]:
-  """Returns the lines of `describe_matrices`."""
   lines = []
-  for keys, x in leaves:
+  for keys, x in leaves_of(params):
     said = f'no matrix: {found[keys]}'
     if isinstance(found[keys], contrib.MuonDimensionNumbers):
       said = ' x '.join(map(str, found[keys]))
     lines.append(f'{dotted(keys):30} {jnp.shape(x)!s:16} {said}')
-  return lines
+  return '\n'.join(lines)
 
 
 def _inferred(
@@ -223,14 +216,15 @@ def matrices(
 def _warn_of_unnamed(params: chex.ArrayTree) -> None:
   """Warns of leaves that only their shapes tell, as in a list of arrays."""
   unnamed = []
-  for keys, x in leaves_of(params):
+  lines = describe_matrices(params).splitlines()
+  for (keys, x), line in zip(leaves_of(params), lines):
     if jnp.ndim(x) > 1 and not _words(dotted(keys)):
-      unnamed.append((keys, x))
+      unnamed.append(line)
   if unnamed:
-    lines = '\n'.join(_lines(unnamed[:8], _inferred(params)))
+    shown = '\n'.join(unnamed[:8])
     warnings.warn(
       'muon_weight_dimension_numbers must be given for parameters without'
-      f' names, got none for {len(unnamed)}. By their shapes:\n{lines}\nPass a'
+      f' names, got none for {len(unnamed)}. By their shapes:\n{shown}\nPass a'
       ' tree like the parameters, with None for embeddings, heads and norms.',
       stacklevel=2,
     )

@@ -378,7 +378,7 @@ def test_train_sharded(tmp_path, capsys):
 
 @pytest.mark.parametrize(
   'method, rate',
-  [('adamw', 0.01), ('muon', 0.02), ('demo', 0.004), ('demo_muon', 0.01)],
+  [('adamw', 0.01), ('muon', 0.02), ('demo', 0.004), ('demo_muon', 0.02)],
 )
 def test_tasks(method, rate, monkeypatch):
   import tasks
