@@ -276,10 +276,15 @@ def regroup_owned(x: Any, shape: tuple[int, ...]) -> Any:
 
 
 def abstract(x: Any) -> Any:
-  """Returns shape, dtype and sharding of an array; other values unchanged."""
+  """Returns shape, dtype and sharding of an array; other values unchanged.
+
+  An array that is not committed to its device has no sharding: a step would be
+  compiled again for one that is.
+  """
   if not hasattr(x, 'dtype'):
     return x
-  sharding = getattr(x, 'sharding', None)
+  is_free = isinstance(x, jax.Array) and not x.committed
+  sharding = None if is_free else getattr(x, 'sharding', None)
   return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
