@@ -34,17 +34,14 @@ class LayoutOf:
 
   def __post_init__(self) -> None:
     # `flax.serialization` would take it for a leaf. It is not imported here.
-    if serialization := sys.modules.get('flax.serialization'):
-      serialization.register_serialization_state(
-        LayoutOf, _to_state_dict, _from_state_dict, override=True
+    if flax := sys.modules.get('flax.serialization'):
+      flax.register_serialization_state(
+        LayoutOf, lambda x: {'digest': x.digest}, _restored, override=True
       )
 
 
-def _to_state_dict(x: LayoutOf) -> dict[str, Any]:
-  return {'digest': x.digest}
-
-
-def _from_state_dict(target: LayoutOf, saved: dict[str, Any]) -> LayoutOf:
+def _restored(target: LayoutOf, saved: dict[str, Any]) -> LayoutOf:
+  """Returns a layout's state from that of `flax.serialization`."""
   check_digest(saved['digest'], target.layout)
   return LayoutOf(saved['digest'], target.layout)
 

@@ -25,8 +25,8 @@ from jax.sharding import PartitionSpec as P
 import demo_optax
 from demo_optax import checkpoint
 from demo_optax import compressors as codes
+from demo_optax.checkpoint import cutting
 from demo_optax.checkpoint.leaves import regroup
-from demo_optax.compressors import cutting
 
 COMPRESSOR = demo_optax.dct_topk(chunk_size=8, topk=3)
 SPECS = {'up': P(None, 'fsdp'), 'down': P('fsdp'), 'bias': None}
