@@ -1,8 +1,10 @@
 """Checkpoints: bit for bit, for other layouts, and never in silence."""
 
+import copy
 import functools
 import gc
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -16,6 +18,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from flax import serialization
 from flax.training.train_state import TrainState
 from helpers import COMPILATIONS, assert_same_bits, mesh_of
 from hypothesis import Phase, given, settings
@@ -323,6 +326,43 @@ def test_a_train_state_of_linen(tmp_path):
   assert COMPILATIONS.count == compiled
   assert_same_bits(second, step(first, batch))
   assert_same_bits(step(again, batch), first)
+
+
+def restored_by_flax(state, fresh):
+  return serialization.from_bytes(fresh, serialization.to_bytes(state))
+
+
+@pytest.mark.parametrize(
+  'copy_of',
+  [
+    restored_by_flax,
+    lambda state, _: pickle.loads(pickle.dumps(state)),
+    lambda state, _: copy.deepcopy(state),
+  ],
+)
+@pytest.mark.parametrize('make', [demo_optax.demo, demo_optax.demo_muon])
+def test_copies_by_other_libraries(make, copy_of):
+  tx = make(0.1, workers=simulated(3))
+  params = {'norm': np.ones(12, np.float32), **PARAMS}
+  fresh = tx.init(params)
+  state = fill(fresh)
+  found = copy_of(state, fresh)
+  assert_same_bits(bits(found), bits(state))
+  demo_optax.state.momentum(found)  # its digest is that of its layout
+
+
+def test_flax_does_not_restore_another_layout():
+  tx, other = (
+    demo_optax.demo(0.1, workers=simulated(2), compressor=compressor)
+    for compressor in (COMPRESSOR, demo_optax.dct_topk(chunk_size=4, topk=1))
+  )
+  state = tx.init(PARAMS)
+  for fresh in (other.init(PARAMS), tx.init({**PARAMS, 'more': jnp.ones(3)})):
+    with pytest.raises(ValueError, match='saved for other leaves'):
+      restored_by_flax(state, fresh)
+    with pytest.raises(ValueError, match='metadata') as caught:
+      jax.tree.map(jnp.add, state, fresh)
+    assert len(str(caught.value)) < 1000
 
 
 NUMBERS = [  # saved, of the same value in the other kind, or None if refused
