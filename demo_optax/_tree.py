@@ -79,8 +79,6 @@ def params_of(gradients: Any, params: Any) -> Any:
 
   Equinox gives None as the gradient of a function or an integer in a model.
   """
-  if params is None:
-    return None
   # Annotations of variables may differ.
   types = _wrappers()
   try:
@@ -99,18 +97,6 @@ def params_of(gradients: Any, params: Any) -> Any:
       ' differentiated; of an Equinox model eqx.filter(model,'
       ' eqx.is_inexact_array).'
     ) from error
-
-
-def like_params(gradients: Any, params: Any, lead: int) -> Any:
-  """Returns the parameters; where not given, what gradients say of them.
-
-  `lead` axes of gradients are the workers'.
-  """
-  if params is not None:
-    return params
-  return jax.tree.map(
-    lambda g: jax.ShapeDtypeStruct(jnp.shape(g)[lead:], g.dtype), gradients
-  )
 
 
 def flatten_alike(

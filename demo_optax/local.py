@@ -21,7 +21,7 @@ from demo_optax.numerics import platform
 from demo_optax.numerics.topk import Average
 from demo_optax.per_worker import stack_own, stays_finite
 from demo_optax.transformation import DeMoState, scale_by_demo
-from demo_optax.workers import Spec, Workers, inside, lift
+from demo_optax.workers import Spec, Workers, checks, inside, lift
 
 __all__ = [
   'LocalUpdatesState',
@@ -135,7 +135,7 @@ def local_updates(
     updates: Any, state: LocalUpdatesState, params: Any, **extra_args: Any
   ) -> tuple[Any, LocalUpdatesState]:
     inside.check_in_step('The update of local_updates')
-    params = _tree.params_of(updates, params)
+    params, _ = checks.params_and_like(updates, params, workers)
     _check_shapes(updates, params)
     updates = inside.check_own_gradients(updates)
     own = state.worker_stacked

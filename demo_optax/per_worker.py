@@ -67,15 +67,13 @@ def per_worker(
     params: chex.ArrayTree | None = None,
     **extra_args: Any,
   ) -> tuple[chex.ArrayTree, PerWorkerState]:
-    params = _tree.params_of(updates, params)
+    params, like = checks.params_and_like(updates, params, workers)
     in_step, own = inside.is_in_step(), state.worker_stacked
     if in_step:
       updates = inside.check_own_gradients(updates)
     else:
       for (path, g), p in zip(*_tree.flatten_alike(updates, params)):
         checks.check_gradient(leaf_name(path), g, p, workers)
-    lead = checks.gradient_lead(workers)
-    like = _tree.like_params(updates, params, lead)
     made = jax.eval_shape(tx.init, _tree.mask_others(like))
     _tree.check_state(own, made, 0 if in_step else 1, workers)
     args = (

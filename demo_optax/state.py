@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 
 from demo_optax import _paths
 from demo_optax._paths import STACKED, Keys
-from demo_optax.compressors import cutting
+from demo_optax.checkpoint import cutting
 from demo_optax.transformation import layouts_in
 from demo_optax.workers import Workers
 

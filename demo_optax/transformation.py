@@ -35,17 +35,14 @@ class LayoutOf:
 
   def __post_init__(self) -> None:
     # `flax.serialization` would take it for a leaf. It is not imported here.
-    if serialization := sys.modules.get('flax.serialization'):
-      serialization.register_serialization_state(
-        LayoutOf, _to_state_dict, _from_state_dict, override=True
+    if flax := sys.modules.get('flax.serialization'):
+      flax.register_serialization_state(
+        LayoutOf, lambda x: {'digest': x.digest}, _restored, override=True
       )
 
 
-def _to_state_dict(x: LayoutOf) -> dict[str, Any]:
-  return {'digest': x.digest}
-
-
-def _from_state_dict(target: LayoutOf, saved: dict[str, Any]) -> LayoutOf:
+def _restored(target: LayoutOf, saved: dict[str, Any]) -> LayoutOf:
+  """Returns a layout's state from that of `flax.serialization`."""
   check_digest(saved['digest'], target.layout)
   return LayoutOf(saved['digest'], target.layout)
 
@@ -199,9 +196,8 @@ def scale_by_demo(
   _checks.check_choice('average', average, get_args(topk.Average))
   written = resolve_update_values(exchange, update_values, workers)
 
-  def config_of(params: Any) -> algorithm.ExchangeConfig:
+  def config_of(layout: Layout) -> algorithm.ExchangeConfig:
     """Returns the static part of the exchange."""
-    layout = make_layout(params, compressor, workers.param_specs)
     count = None
     if exchange != 'all_gather' and workers.relay is None:
       try:
@@ -218,7 +214,7 @@ def scale_by_demo(
       # optax.tree.map_params asks where parameters are: nowhere in this state.
       nothing: Any = 0
       return DeMoState(nothing, nothing, nothing, nothing)
-    config = config_of(params)
+    config = config_of(make_layout(params, compressor, workers.param_specs))
     types, structure = jax.tree.flatten(config.state_on_device)
     return DeMoState(
       count=workers.device_put(jnp.zeros((), jnp.int32)),
@@ -243,14 +239,12 @@ def scale_by_demo(
     if ema:
       weight = (1 - decay) * weight
     hyper = {'alpha': alpha, 'decay': decay, 'gradient_weight': weight}
-    params = _tree.params_of(updates, params)
+    params, like = checks.params_and_like(updates, params, workers)
     if workers.relay is not None:
       inside.check_in_step(f'The update for {workers}')
+    # Here, since links that follow in a step run before the exchange.
+    check_layout(state, like, compressor, workers)
     if inside.is_in_step():
-      # Here, since links that follow in a step run before the exchange.
-      like = _tree.like_params(updates, params, 0)
-      expected = make_layout(like, compressor, workers.param_specs)
-      check_layout(state.layout.layout, expected, workers)
       return inside.call_stacked(
         stacked_update_fn, workers, updates, state, params, hyper
       )
@@ -262,7 +256,7 @@ def scale_by_demo(
     """Updates with gradients laid out as `workers` have them."""
     flat, given = _tree.flatten_alike(updates, params)
     lead = 1 if workers.stacked_gradients else 0
-    config = config_of(_tree.like_params(updates, params, lead))
+    config = config_of(state.layout.layout)
     leaves = iter(config.layout.leaves)  # of what is exchanged
     exchanged, left_out = [], []
     for (path, g), p in zip(flat, given):
@@ -276,7 +270,7 @@ def scale_by_demo(
       if is_exchanged and p is not None:
         checks.check_sharding(path, p, workers)
       checks.check_gradient(leaf_name(path), g, p, workers)
-    _check_state(state, config, workers)
+    _check_buckets(state, config, workers)
     found: list[jax.Array] = []
     metrics, own = algorithm.no_metrics(), state.worker_stacked
     if not all(left_out):
@@ -317,19 +311,22 @@ def average(*, workers: Workers) -> aggregating.Aggregator:
   return scale_by_demo(None, workers=workers)
 
 
-def check_layout(found: Layout, expected: Layout, workers: Workers) -> None:
-  """Raises unless a state was made for these leaves and compressors."""
+def check_layout(
+  state: DeMoState, params: Any, compressor: CompressorTree, workers: Workers
+) -> None:
+  """Raises unless a state was made for such parameters and compressors."""
+  found = state.layout.layout
+  expected = make_layout(params, compressor, workers.param_specs)
   if found != expected:
     other = differences(found.records, expected.records)
     order = 'The leaves', 'another order or sharding', 'these'
     _tree.refuse_state([d[:3] for d in other] or [order], workers)
 
 
-def _check_state(
+def _check_buckets(
   state: DeMoState, config: algorithm.ExchangeConfig, workers: Workers
 ) -> None:
-  """Raises unless a state was made for these leaves and workers."""
-  check_layout(state.layout.layout, config.layout, workers)
+  """Raises unless the momentum of a state is that of its layout and workers."""
   check_digest(state.layout.digest, config.layout)
   needed = jax.tree.map(
     lambda x: x.update(shape=workers.bucket_shape(x.shape)),

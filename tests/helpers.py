@@ -17,7 +17,7 @@ import demo_optax
 from demo_optax import checkpoint
 from demo_optax.__main__ import MODELS
 from demo_optax._paths import is_stacked, path_keys
-from demo_optax.compressors import cutting
+from demo_optax.checkpoint import cutting
 from demo_optax.numerics import topk as selection
 
 ROOT = pathlib.Path(__file__).parents[1]

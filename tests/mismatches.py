@@ -99,8 +99,8 @@ CASES = [
     {},
   ),
   (
-    'an array where a number was',
-    lambda: make(position=jnp.zeros((), jnp.int32)),
+    'a number of another kind',
+    lambda: make(position=jnp.zeros(())),
     {},
   ),
   (

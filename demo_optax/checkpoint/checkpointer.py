@@ -25,8 +25,8 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from demo_optax import _checks, replicas
+from demo_optax.checkpoint import cutting
 from demo_optax.checkpoint.leaves import abstract, from_leaves, to_leaves
-from demo_optax.compressors import cutting
 from demo_optax.numerics import prng
 
 

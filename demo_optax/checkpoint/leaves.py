@@ -20,7 +20,8 @@ import numpy as np
 
 from demo_optax import _paths, replicas
 from demo_optax._paths import STACKED, Keys, Path
-from demo_optax.compressors import bases, chunking, cutting
+from demo_optax.checkpoint import cutting
+from demo_optax.compressors import bases, chunking
 from demo_optax.compressors.layout import Layout, Leaf, Record, differences
 from demo_optax.numerics import prng
 from demo_optax.transformation import layouts_in
@@ -187,7 +188,7 @@ def _bucket(
     record = records[leaf.name]
     if {**record, 'compressor': ''} == {**leaf.record, 'compressor': ''}:
       return regroup(c, len(whole))
-    old, new = _cut(record, layout), cutting.cut_of(leaf)
+    old, new = _recorded_cut(record, layout), cutting.cut_of(leaf)
     if owned:  # residuals are of updates, which have been transformed back
       old, new = (*old[:2], None), (*new[:2], None)
     return cutting.encode(regroup(cutting.decode(c, *old), len(whole)), *new)
@@ -198,7 +199,7 @@ def _bucket(
   return _run(regroup_owned, x, like, like.shape)
 
 
-def _cut(record: Record, layout: Layout) -> cutting.Cut:
+def _recorded_cut(record: Record, layout: Layout) -> cutting.Cut:
   """Returns how a leaf was cut; raises if its transform is unknown."""
   blocks, fold = tuple(record['blocks']), record['fold']
   grid = chunking.ChunkGrid(
@@ -276,10 +277,15 @@ def regroup_owned(x: Any, shape: tuple[int, ...]) -> Any:
 
 
 def abstract(x: Any) -> Any:
-  """Returns shape, dtype and sharding of an array; other values unchanged."""
+  """Returns shape, dtype and sharding of an array; other values unchanged.
+
+  An array that is not committed to its device has no sharding: a step would be
+  compiled again for one that is.
+  """
   if not hasattr(x, 'dtype'):
     return x
-  sharding = getattr(x, 'sharding', None)
+  is_free = isinstance(x, jax.Array) and not x.committed
+  sharding = None if is_free else getattr(x, 'sharding', None)
   return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 

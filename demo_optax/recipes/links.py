@@ -14,7 +14,6 @@ from optax import contrib
 
 from demo_optax import _checks, _tree
 from demo_optax.compressors.compressor import Compressor, CompressorTree
-from demo_optax.compressors.layout import make_layout
 from demo_optax.recipes.matrices import matrices
 from demo_optax.transformation import DeMoState, check_layout
 from demo_optax.workers import Workers, checks, lift
@@ -283,20 +282,17 @@ def chain(
   def update_fn(
     updates: Any, state: optax.MaskedState, params: Any = None, **extra: Any
   ) -> tuple[Any, optax.MaskedState]:
-    params = _tree.params_of(updates, params)
-    lead = checks.gradient_lead(workers)
-    like = _tree.like_params(updates, params, lead)
-    # Before any link takes its state for one of these parameters.
-    layout = make_layout(like, compressor, workers.param_specs)
+    params, like = checks.params_and_like(updates, params, workers)
     (exchange,) = _exchanges(state)
-    check_layout(exchange.layout.layout, layout, workers)
+    # Before any link takes its state for one of these parameters.
+    check_layout(exchange, like, compressor, workers)
     updates, new = masked.update(updates, state, params, **extra)
     if params is None:
       updates = optax.tree.cast_like(updates, like)
     (exchange,) = _exchanges(new)
     # By where, not by a product: a decay that is not finite would stay.
     someone = exchange.metrics['num_excluded'] < workers.count
-    leaves = iter(layout.leaves)  # of what is exchanged
+    leaves = iter(exchange.layout.layout.leaves)  # of what is exchanged
 
     def settle(update: jax.Array, like: Any) -> jax.Array:
       if not _tree.is_exchanged(like) or next(leaves).is_frozen:

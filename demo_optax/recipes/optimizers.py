@@ -276,9 +276,8 @@ def demo_muon(
   def update(
     updates: Any, state: Any, params: Any, **extra_args: Any
   ) -> tuple[Any, Any]:
-    params = _tree.params_of(updates, params)
-    lead = checks.gradient_lead(workers)
-    chain = chain_for(_tree.like_params(updates, params, lead))
+    _, like = checks.params_and_like(updates, params, workers)
+    chain = chain_for(like)
     # optax raises a float to an integer count.
     with jax.numpy_dtype_promotion('standard'):
       return chain.update(updates, state, params, **extra_args)

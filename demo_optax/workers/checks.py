@@ -7,16 +7,27 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from demo_optax._paths import Path, leaf_name
-from demo_optax._tree import is_exchanged
+from demo_optax._tree import is_exchanged, params_of
 from demo_optax.workers import inside
 from demo_optax.workers.collectives import is_tracked, varies
 from demo_optax.workers.param_specs import keep, names_of
 from demo_optax.workers.value import Workers
 
 
-def gradient_lead(workers: Workers) -> int:
-  """Returns how many axes of gradients are the workers', none in a step."""
-  return int(workers.stacked_gradients and not inside.is_in_step())
+def params_and_like(
+  updates: Any, params: Any, workers: Workers
+) -> tuple[Any, Any]:
+  """Returns the parameters with gradients, and what has their shapes.
+
+  Where they are not given, these are the shapes of gradients.
+  """
+  if params is not None:
+    params = params_of(updates, params)
+    return params, params
+  lead = workers.stacked_gradients and not inside.is_in_step()
+  return None, jax.tree.map(
+    lambda g: jax.ShapeDtypeStruct(np.shape(g)[lead:], g.dtype), updates
+  )
 
 
 def check_gradient(

@@ -255,9 +255,8 @@ def squares(params, x):
 
 
 def update_in_a_step(tx, params, state):
-  """Traces one."""
   step = make_step(tx, TWO, squares, batch_argnums=2)
-  step.lower(params, state, jnp.ones((4, 4)))
+  jax.eval_shape(step, params, state, jnp.ones((4, 4)))
 
 
 def update_outside(tx, params, state):
@@ -270,12 +269,11 @@ def update_outside(tx, params, state):
 
 
 def assert_unfit(update, tx, state, params, name):
-  """An error names the leaf, and its remedy works."""
+  """An error names the leaf and the remedy."""
   with pytest.raises(ValueError, match='state must be made for') as caught:
     update(tx, params, state)
   assert f'{name}: ' in str(caught.value) and 'tx.init' in str(caught.value)
   assert len(str(caught.value)) < 800
-  update(tx, params, tx.init(params))
 
 
 @pytest.mark.parametrize('update', [update_in_a_step, update_outside])
@@ -286,6 +284,7 @@ def test_a_state_of_other_parameters_is_refused(name, update):
   update(tx, GROWING, state)
   for params, leaf in SURGERY.values():
     assert_unfit(update, tx, state, params, leaf)
+  update(tx, params, tx.init(params))  # the remedy
 
 
 @pytest.mark.parametrize('name', LOCAL)
@@ -293,7 +292,9 @@ def test_a_state_of_other_parameters_is_refused_by_local_updates(name):
   tx = LOCAL[name]()
   state = tx.init(GROWING)
   for case in ('a matrix more', 'a vector more'):
-    assert_unfit(update_in_a_step, tx, state, *SURGERY[case])
+    params, leaf = SURGERY[case]
+    assert_unfit(update_in_a_step, tx, state, params, leaf)
+  update_in_a_step(tx, params, tx.init(params))
 
 
 @pytest.mark.parametrize('update', [update_in_a_step, update_outside])
@@ -321,8 +322,7 @@ def test_a_state_of_another_precision(name, update):
   state = tx.init(GROWING)
   narrow = {**GROWING, 'c': GROWING['c'].astype(jnp.bfloat16)}
   update(tx, narrow, state)
-  if name != 'average':
-    with jax.enable_x64(True):
-      wide = {**GROWING, 'c': jnp.ones((16, 16), jnp.float64)}
-      with pytest.raises(ValueError, match=r'c: float32\[16,16\] in the state'):
-        update(tx, wide, state)
+  with jax.enable_x64(True):
+    wide = {**GROWING, 'c': jnp.ones((16, 16), jnp.float64)}
+    with pytest.raises(ValueError, match=r'c: float32\[16,16\] in the state'):
+      update(tx, wide, state)

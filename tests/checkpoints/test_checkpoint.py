@@ -1,8 +1,10 @@
 """Checkpoints: bit for bit, for other layouts, and never in silence."""
 
+import copy
 import functools
 import gc
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -15,6 +17,9 @@ import mismatches
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
+from flax import serialization
+from flax.training.train_state import TrainState
 from helpers import COMPILATIONS, assert_same_bits, mesh_of
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -23,8 +28,8 @@ from jax.sharding import PartitionSpec as P
 import demo_optax
 from demo_optax import checkpoint
 from demo_optax import compressors as codes
+from demo_optax.checkpoint import cutting
 from demo_optax.checkpoint.leaves import regroup
-from demo_optax.compressors import cutting
 
 COMPRESSOR = demo_optax.dct_topk(chunk_size=8, topk=3)
 SPECS = {'up': P(None, 'fsdp'), 'down': P('fsdp'), 'bias': None}
@@ -286,6 +291,155 @@ def test_all_kinds_of_leaves(tmp_path):
     pytest.raises(TypeError, match='object'),
   ):
     checkpoints.save(1, {**tree, 'text': object()})
+
+
+def make_train_state(tx):
+  net = nn.Dense(2)
+  params = net.init(jax.random.key(0), jnp.ones((1, 8)))['params']
+  return TrainState.create(apply_fn=net.apply, params=params, tx=tx)
+
+
+def test_a_train_state_of_linen(tmp_path):
+  """Its step is a Python number before the first step, and an array after."""
+  workers = simulated(2)
+  tx = demo_optax.demo(0.1, workers=workers, compressor=COMPRESSOR, decay=0.9)
+  batch = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
+
+  @demo_optax.data_parallel(workers, batch_argnums=1)
+  def step(state, x):
+    loss_fn = lambda p: jnp.mean(state.apply_fn({'params': p}, x) ** 2)
+    return state.apply_gradients(grads=jax.grad(loss_fn)(state.params))
+
+  fresh = make_train_state(tx)
+  first = step(fresh, batch)
+  with checkpoint.Checkpointer(tmp_path, fresh) as checkpoints:
+    checkpoints.save(0, fresh)
+    checkpoints.save(1, first)
+    _, resumed = checkpoints.restore()
+    assert int(resumed.step) == 1
+  with checkpoint.Checkpointer(tmp_path, first) as checkpoints:
+    _, again = checkpoints.restore(0)
+  assert again.step.dtype == jnp.int32
+  second = step(resumed, batch)
+  compiled = COMPILATIONS.count
+  step(second, batch)
+  assert COMPILATIONS.count == compiled
+  assert_same_bits(second, step(first, batch))
+  assert_same_bits(step(again, batch), first)
+
+
+def restored_by_flax(state, fresh):
+  return serialization.from_bytes(fresh, serialization.to_bytes(state))
+
+
+@pytest.mark.parametrize(
+  'copy_of',
+  [
+    restored_by_flax,
+    lambda state, _: pickle.loads(pickle.dumps(state)),
+    lambda state, _: copy.deepcopy(state),
+  ],
+)
+@pytest.mark.parametrize('make', [demo_optax.demo, demo_optax.demo_muon])
+def test_copies_by_other_libraries(make, copy_of):
+  tx = make(0.1, workers=simulated(3))
+  params = {'norm': np.ones(12, np.float32), **PARAMS}
+  fresh = tx.init(params)
+  state = fill(fresh)
+  found = copy_of(state, fresh)
+  assert_same_bits(bits(found), bits(state))
+  demo_optax.state.momentum(found)  # its digest is that of its layout
+
+
+def test_flax_does_not_restore_another_layout():
+  tx, other = (
+    demo_optax.demo(0.1, workers=simulated(2), compressor=compressor)
+    for compressor in (COMPRESSOR, demo_optax.dct_topk(chunk_size=4, topk=1))
+  )
+  state = tx.init(PARAMS)
+  for fresh in (other.init(PARAMS), tx.init({**PARAMS, 'more': jnp.ones(3)})):
+    with pytest.raises(ValueError, match='saved for other leaves'):
+      restored_by_flax(state, fresh)
+    with pytest.raises(ValueError, match='metadata') as caught:
+      jax.tree.map(jnp.add, state, fresh)
+    assert len(str(caught.value)) < 1000
+
+
+NUMBERS = [  # saved, of the same value in the other kind, or None if refused
+  (3, jnp.int32(3)),
+  (3, np.int64(3)),
+  (0.5, jnp.float32(0.5)),
+  (0.5, jnp.bfloat16(0.5)),
+  (True, jnp.bool_(True)),
+]
+UNLIKE = [
+  (3.0, jnp.int32(3)),
+  (True, jnp.int32(1)),
+  (1, jnp.bool_(True)),
+  (1, jnp.float32(1)),
+  (1, jnp.ones(1, jnp.int32)),
+  (1, True),
+  (1, 1.0),
+  (1, '1'),
+]
+
+
+@pytest.mark.parametrize('number, array', NUMBERS)
+def test_numbers_are_scalar_arrays(number, array):
+  for saved, like in ((number, array), (array, number)):
+    found = checkpoint.from_leaves({'x': saved}, {'x': like})['x']
+    assert type(found) is type(like) and found == like
+    assert getattr(found, 'dtype', None) == getattr(like, 'dtype', None)
+
+
+@pytest.mark.parametrize('one, other', [*UNLIKE, (2**40, jnp.int32(0))])
+def test_numbers_of_another_kind_are_refused(one, other):
+  with pytest.raises(ValueError, match='x: a Python .* in the checkpoint'):
+    checkpoint.from_leaves({'x': one}, {'x': other})
+  if one != 2**40:
+    with pytest.raises(ValueError, match='a Python .* here'):
+      checkpoint.from_leaves({'x': other}, {'x': one})
+
+
+@pytest.mark.parametrize('before', [(), (optax.trace(0.9),)])
+def test_momentum_that_claims_to_be_replicated_is_not_saved(before, tmp_path):
+  """Types do not show it in a `shard_map` with `check_vma=False`."""
+  mesh = mesh_of({'data': 4})
+  workers = demo_optax.Workers.on_axis('data')
+  links = [demo_optax.per_worker(tx, workers=workers) for tx in before]
+  tx = optax.chain(*links, demo_optax.demo(0.1, workers=workers))
+  batch = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+  params = {'w': jnp.ones((8, 4))}
+
+  def one_step(params, x):
+    grads = jax.grad(lambda p: jnp.mean((x @ p['w']) ** 2))(params)
+    return tx.update(grads, tx.init(params), params)[1]
+
+  def state_by(specs):
+    step = jax.shard_map(
+      one_step,
+      mesh=mesh,
+      in_specs=(P(), P('data')),
+      out_specs=specs,
+      check_vma=False,
+    )
+    return jax.jit(step)(params, batch)
+
+  wrong = state_by(P())
+  name = r'worker_stacked\.\S+ must be sharded over the workers'
+  with pytest.raises(ValueError, match=f'{name}.*state_specs'):
+    checkpoint.to_leaves(wrong)
+  checkpoint.to_leaves(jax.eval_shape(lambda: wrong))  # shapes have no copies
+  with checkpoint.Checkpointer(tmp_path, wrong) as checkpoints:
+    with pytest.raises(ValueError, match=name):
+      checkpoints.save(1, wrong)
+    assert not checkpoints.steps
+  right = state_by(demo_optax.state_specs(tx, params, workers))
+  saved = {k: x.shape for k, x in checkpoint.to_leaves(right).items()}
+  momentum = f'{len(before)}.inner_state.1.worker_stacked.momentum.w'
+  assert saved[momentum] == (4, 1, 1, 32)
+  alone = jax.tree.map(lambda x: jax.device_put(x, jax.devices()[0]), wrong)
+  assert checkpoint.to_leaves(alone)[momentum].shape == (1, 1, 1, 32)
 
 
 def test_states_on_the_host_and_shapes(tmp_path):

@@ -1,5 +1,8 @@
 """optax's own contract, and kinds of parameters."""
 
+import functools
+
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -303,3 +306,110 @@ def test_per_worker_keeps_a_state_for_each():
     np.testing.assert_allclose(updates, expected * gradients)
   ema, steps = state.worker_stacked
   assert ema.ema.shape == (N, 2) and steps['steps'].tolist() == [1] * N
+
+
+# A whole model as the parameters ----------------------------------------------
+
+
+class Model(eqx.Module):
+  """Trained leaves among a function, a number and a table of integers."""
+
+  mlp: eqx.nn.MLP
+  dropout: eqx.nn.Dropout
+  table: jax.Array
+
+  def __call__(self, x):
+    return self.dropout(self.mlp(x), inference=True)
+
+
+MODEL = Model(
+  eqx.nn.MLP(4, 4, 8, 1, key=jax.random.key(0)),
+  eqx.nn.Dropout(0.5),
+  jnp.arange(3),
+)
+EXCHANGE = functools.partial(
+  demo_optax.scale_by_demo, COMPRESSOR, workers=WORKERS
+)
+TRANSFORMATIONS = {
+  'scale_by_demo': EXCHANGE,
+  'average': lambda: demo_optax.average(workers=WORKERS),
+  'per_worker': lambda: optax.chain(
+    demo_optax.per_worker(optax.trace(0.9), workers=WORKERS), EXCHANGE()
+  ),
+  'demo': lambda: demo_optax.demo(0.1, workers=WORKERS, weight_decay=0.1),
+  'demo_muon': lambda: demo_optax.demo_muon(
+    0.1, workers=WORKERS, weight_decay=0.1
+  ),
+  'local_updates': lambda: demo_optax.local.local_updates(
+    optax.sgd(0.1), EXCHANGE(), 1, workers=WORKERS
+  ),
+  'demo_diloco': lambda: demo_optax.local.demo_diloco(
+    optax.sgd(0.1), workers=WORKERS, sync_period=1, drift=True
+  ),
+}
+trained = functools.partial(eqx.filter, filter_spec=eqx.is_inexact_array)
+
+
+@pytest.mark.usefixtures('rank_promotion')
+@pytest.mark.parametrize('name', TRANSFORMATIONS)
+def test_a_whole_model_in_a_step(name):
+  """The bits of its trained leaves alone."""
+  tx = TRANSFORMATIONS[name]()
+
+  def loss_fn(model, x):
+    return jnp.mean(jax.vmap(model)(x) ** 2)
+
+  def after_a_step(params_of):
+    @demo_optax.data_parallel(WORKERS, batch_argnums=2)
+    def step(model, state, x):
+      grads = eqx.filter_grad(loss_fn)(model, x)
+      updates, state = tx.update(grads, state, params_of(model))
+      return eqx.apply_updates(model, updates), state
+
+    batch = random_tree(0, {'x': (2 * N, 4)})['x']
+    model, state = step(MODEL, tx.init(trained(MODEL)), batch)
+    return trained(model), state
+
+  found = after_a_step(lambda model: model)
+  assert_same_bits(found, after_a_step(trained))
+  assert np.any(found[0].mlp.layers[0].weight != MODEL.mlp.layers[0].weight)
+
+
+@pytest.mark.parametrize('name', TRANSFORMATIONS)
+def test_a_whole_model_outside_of_a_step(name):
+  tx, params = TRANSFORMATIONS[name](), trained(MODEL)
+  with pytest.raises(ValueError, match='filter.model, eqx.is_inexact_array'):
+    tx.init(MODEL)
+  if name in ('local_updates', 'demo_diloco'):  # only in a step
+    return
+  gradients = jax.tree.map(lambda p: jnp.stack([p, 2 * p, 3 * p]), params)
+  state = tx.init(params)
+  assert_same_bits(
+    tx.update(gradients, state, MODEL), tx.update(gradients, state, params)
+  )
+
+
+def test_parameters_of_other_leaves_than_the_gradients():
+  tx = demo_optax.demo(0.1, workers=WORKERS)
+  gradients = {'w': jnp.ones((N, 20, 32))}
+  with pytest.raises(ValueError, match='tree that differs: b. Give update the'):
+    tx.update(gradients, tx.init({'w': PARAMS['w']}), PARAMS)
+
+
+# Complex parameters -----------------------------------------------------------
+
+
+@jax.numpy_dtype_promotion('standard')
+def test_complex_parameters_in_two_parts():
+  """What an error recommends: the mean of both."""
+  average = demo_optax.average(workers=WORKERS)
+  params = {'z': jnp.ones((4, 3), jnp.complex64)}
+  with pytest.raises(TypeError, match='z must be real.*split_real_and_imag'):
+    average.init(params)
+  tx = optax.contrib.split_real_and_imaginary(average)
+  parts = random_tree(0, {'re': (N, 4, 3), 'im': (N, 4, 3)})
+  gradients = {'z': parts['re'] + 1j * parts['im']}
+  updates, _ = tx.update(gradients, tx.init(params), params)
+  np.testing.assert_allclose(
+    updates['z'], gradients['z'].mean(0), rtol=1e-6, atol=1e-7
+  )

@@ -32,11 +32,11 @@ FLOORS = [
   'transformation',
   'step',
   'recipes',
-  'state',
   'plan',
   'local',
   'replicas',
   'checkpoint',
+  'state',
   '__main__',
 ]
 

@@ -36,40 +36,51 @@ def cut_bucket(
   They are sharded as the parameters, and in parameter space if `decoded`. The
   bucket may be a `jax.ShapeDtypeStruct`, for shapes.
   """
-  sharding, inner = getattr(bucket, 'sharding', None), dict(layout.axis_sizes)
-  shapes, out = {}, {}
-  for i in layout.members(number):
-    leaf = layout.leaves[i]
-    *counts, n = leaf.grid.coefficients_shape
-    of_all = [b * d for b, d in zip(leaf.sharding.blocks, counts)]
-    shapes[i] = bucket.shape[0], *(leaf.shape if decoded else (*of_all, n))
-    out[i] = sharding
-    if isinstance(sharding, NamedSharding):
-      worker = [a for a in names_of(sharding.spec) if a not in inner] or [None]
-      place = NamedSharding(sharding.mesh, P(*worker, *leaf.sharding.spec))
-      out[i] = fit_sharding(shapes[i], place)
+  like = {
+    i: _leaf_like(layout, layout.leaves[i], bucket, decoded)
+    for i in layout.members(number)
+  }
   if isinstance(bucket, jax.ShapeDtypeStruct):
-    return {
-      i: jax.ShapeDtypeStruct(shape, bucket.dtype, sharding=out[i])
-      for i, shape in shapes.items()
-    }
-  return run(_cut, bucket, out, layout, number, decoded)
+    return like
+  shardings = {i: x.sharding for i, x in like.items()}
+  return run(_cut_leaves, bucket, shardings, layout, number, decoded)
 
 
-def _cut(x: Any, layout: Layout, number: int, decoded: bool) -> dict[int, Any]:
-  like = layout.buckets[number]
-  sizes, order, used = _devices(layout, number)
-  x = x.reshape(len(x), *sizes, *like.shape)[..., : like.num_chunks, :]
-  x = x.transpose(0, *order, -2, -1)
-  x = x.reshape(*x.shape[: 1 + used], -1, *like.unit)
+def _leaf_like(
+  layout: Layout, leaf: Leaf, bucket: Any, decoded: bool
+) -> jax.ShapeDtypeStruct:
+  """Returns the shape and sharding of what a bucket has of a leaf."""
+  *counts, n = leaf.grid.coefficients_shape
+  of_all = [b * count for b, count in zip(leaf.sharding.blocks, counts)]
+  shape = bucket.shape[0], *(leaf.shape if decoded else (*of_all, n))
+  sharding = getattr(bucket, 'sharding', None)
+  if isinstance(sharding, NamedSharding):
+    inner = dict(layout.axis_sizes)
+    worker = [a for a in names_of(sharding.spec) if a not in inner] or [None]
+    place = NamedSharding(sharding.mesh, P(*worker, *leaf.sharding.spec))
+    sharding = fit_sharding(shape, place)
+  return jax.ShapeDtypeStruct(shape, bucket.dtype, sharding=sharding)
+
+
+def _cut_leaves(
+  x: Any, layout: Layout, number: int, decoded: bool
+) -> dict[int, Any]:
+  """Returns the leaves of a bucket by number."""
+  bucket = layout.buckets[number]
+  sizes, order, used = _device_axes(layout, number)
+  # [workers, *devices, chunks, n], first the axes that shard leaves
+  x = x.reshape(len(x), *sizes, *bucket.shape)
+  x = x[..., : bucket.num_chunks, :].transpose(0, *order, -2, -1)
+  # [workers, *axes that shard leaves, chunks of all other devices, n]
+  x = x.reshape(*x.shape[: 1 + used], -1, *bucket.unit)
   found = {}
   for i in layout.members(number):
     leaf = layout.leaves[i]
     rows = slice(leaf.offset, leaf.offset + leaf.size)
     c = x[(slice(None),) * (1 + used) + (rows,)]
-    c = c.transpose(0, *_by_dimension(leaf), *range(1 + used, c.ndim))
+    c = c.transpose(0, *_shard_axes(leaf), *range(1 + used, c.ndim))
     blocks, shape = leaf.sharding.blocks, leaf.grid.coefficients_shape
-    c = _join(c.reshape(len(x), *blocks, *shape), blocks)
+    c = _join_blocks(c.reshape(len(x), *blocks, *shape), blocks)
     found[i] = decode(c, *cut_of(leaf)) if decoded else c
   return found
 
@@ -87,16 +98,16 @@ def fill_bucket(
   """
   bucket, axes = layout.buckets[number], dict(layout.axis_sizes)
   n, unit = bucket.format.n, bucket.unit
-  sizes, order, used = _devices(layout, number)
+  sizes, order, used = _device_axes(layout, number)
 
   def fill(leaves: dict[int, Any]) -> Any:
     parts = []
     for i in layout.members(number):
       leaf, c = layout.leaves[i], fun(layout.leaves[i], leaves[i])
       inner = [axes[name] for name in names_of(leaf.sharding.spec)]
-      c = _split(c, leaf.sharding.blocks)
+      c = _split_blocks(c, leaf.sharding.blocks)
       c = c.reshape(len(c), *inner, leaf.size, *unit)
-      back = 1 + np.argsort(_by_dimension(leaf))
+      back = 1 + np.argsort(_shard_axes(leaf))
       parts.append(c.transpose(0, *back, *range(1 + used, c.ndim)))
     xp: Any = np if isinstance(parts[0], np.ndarray) else jnp
     x = xp.concatenate(parts, 1 + used)
@@ -124,26 +135,26 @@ def decode(
   c: Any, grid: ChunkGrid, blocks: tuple[int, ...], basis: Basis | None
 ) -> jax.Array:
   """Returns `[workers, *shape]` from coefficients `[workers, *counts, n]`."""
-  return _by_shard(chunking.from_coefficients, c, (grid, blocks, basis))
+  return _map_blocks(chunking.from_coefficients, c, (grid, blocks, basis))
 
 
 def encode(
   x: Any, grid: ChunkGrid, blocks: tuple[int, ...], basis: Basis | None
 ) -> jax.Array:
   """Undoes `decode`."""
-  return _by_shard(chunking.to_coefficients, x, (grid, blocks, basis))
+  return _map_blocks(chunking.to_coefficients, x, (grid, blocks, basis))
 
 
-def _by_shard(fun: Callable[..., jax.Array], x: Any, cut: Cut) -> jax.Array:
+def _map_blocks(fun: Callable[..., jax.Array], x: Any, cut: Cut) -> jax.Array:
   grid, blocks, basis = cut
-  x = _split(jnp.asarray(x), blocks)
+  x = _split_blocks(jnp.asarray(x), blocks)
   lead = x.shape[: 1 + len(blocks)]
   x = x.reshape(-1, *x.shape[len(lead) :])
   y = jax.vmap(lambda x: fun(x, grid, basis))(x)
-  return _join(y.reshape(*lead, *y.shape[1:]), blocks)
+  return _join_blocks(y.reshape(*lead, *y.shape[1:]), blocks)
 
 
-def _join(x: Any, blocks: tuple[int, ...]) -> Any:
+def _join_blocks(x: Any, blocks: tuple[int, ...]) -> Any:
   """Takes `[workers, *blocks, *dims, ...]` to `[workers, *products, ...]`."""
   rank = len(blocks)
   pairs = [axis for d in range(rank) for axis in (1 + d, 1 + rank + d)]
@@ -153,8 +164,8 @@ def _join(x: Any, blocks: tuple[int, ...]) -> Any:
   return x.transpose(0, *pairs, *rest).reshape(len(x), *shape)
 
 
-def _split(x: Any, blocks: tuple[int, ...]) -> Any:
-  """Undoes `_join`."""
+def _split_blocks(x: Any, blocks: tuple[int, ...]) -> Any:
+  """Undoes `_join_blocks`."""
   rank = len(blocks)
   shape = [n for b, d in zip(blocks, x.shape[1:]) for n in (b, d // b)]
   x = x.reshape(len(x), *shape, *x.shape[1 + rank :])
@@ -162,7 +173,9 @@ def _split(x: Any, blocks: tuple[int, ...]) -> Any:
   return x.transpose(0, *order, *range(1 + 2 * rank, x.ndim))
 
 
-def _devices(layout: Layout, number: int) -> tuple[list[int], list[int], int]:
+def _device_axes(
+  layout: Layout, number: int
+) -> tuple[list[int], list[int], int]:
   """Describes how a bucket is sharded over the devices of a worker.
 
   Returns the sizes of the axes inside a worker; an order of them, counted from
@@ -175,7 +188,7 @@ def _devices(layout: Layout, number: int) -> tuple[list[int], list[int], int]:
   return sizes, [1 + i for i in order], len(names) - len(split)
 
 
-def _by_dimension(leaf: Leaf) -> list[int]:
+def _shard_axes(leaf: Leaf) -> list[int]:
   """Returns the order of a leaf's axes by the dimensions that they shard."""
   spec = leaf.sharding.spec
   return [1 + leaf.sharding.axes.index(axis) for axis in names_of(spec)]
@@ -209,7 +222,7 @@ def run(
     lambda x: on_mesh(x, auto(x.sharding)) if isinstance(x, jax.Array) else x,
     args,
   )
-  inner = jax.tree.map(auto, shardings, is_leaf=lambda x: x is None)
+  inner = jax.tree.map(auto, shardings)
   placed = [getattr(x, 'sharding', None) for x in jax.tree.leaves(args)]
   placed += jax.tree.leaves(inner)
   meshes: list[Any] = [x.mesh for x in placed if isinstance(x, NamedSharding)]
