@@ -20,7 +20,7 @@ gradient's bytes, or less. A training script changes in two lines.
     replicas        checks that all workers hold the same bits
 """
 
-from demo_optax import checkpoint, compressors, local, recipes
+from demo_optax import checkpoint, compressors, local, recipes, remote
 from demo_optax._version import __version__ as __version__
 from demo_optax.compressors import Compressor, dct_topk
 from demo_optax.per_worker import per_worker
@@ -53,6 +53,7 @@ __all__ = [
   'per_worker',
   'plan',
   'recipes',
+  'remote',
   'scale_by_demo',
   'state_specs',
 ]
