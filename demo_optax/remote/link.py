@@ -55,13 +55,13 @@ class Position(NamedTuple):
 class Link:
   """A worker's connection to a relay."""
 
-  def __init__(self, address: str, rank: int, count: int, keys: str | None):
+  def __init__(self, address: str, rank: int, keys: str | None):
     self.position = Position()
     self.open = -1  # the round that is open, as far as the worker knows
     self.joined = 0  # how often it has taken the state of another one
     self.parted = 0  # how often its state was not that of the others
     self.shared = ''  # names and types of the shared arrays, once one changes
-    self._address, self._rank, self._count = address, rank, count
+    self._address, self._rank = address, rank
     self._keys = frames.keys_for(address, keys)
     self._program = os.urandom(8)
     self._text, self._steps = b'', 0  # of the last hello
@@ -161,7 +161,6 @@ class Link:
   def state(self) -> bytes:
     """Returns the shared state of another worker, and takes its position."""
     _LOG.info('worker %d takes the state of another worker', self._rank)
-    self.joined += 1
     self._waits_since = time.monotonic()
     while True:
       source, parts = self._pull()
@@ -169,6 +168,7 @@ class Link:
       self.position = Position(source.round, source.chain, (), source.round - 1)
       self.open = max(self.open, source.round)
       if frames.digest(state[frames.CHAIN :]) == state[: frames.CHAIN]:
+        self.joined += 1
         return bytes(state[frames.CHAIN :])
       # It is damaged, and so would be the relay's copy: take a later one.
       self.position = Position(source.round + 1)
@@ -393,5 +393,4 @@ def _link(*of: Any) -> Link:
 def link_of(workers: Workers) -> Link:
   """Returns this process's connection for a worker."""
   assert workers.relay is not None
-  address, rank, keys = workers.relay
-  return _link(address, rank, workers.count, keys)
+  return _link(*workers.relay)

@@ -30,6 +30,7 @@ sends is in capitals, see `frames`.
     idle     MESSAGE of a closed round         LIST     awaited
     idle     LISTEN of a closed round          LIST     idle
     idle     LISTEN of another position        GONE     joining
+    awaited  PULL                              PULL     joining
     joining  PULL without a state              PULL     joining
     joining  PULL of a state                   PULL     joining
     joining  LISTEN from that state            LIST     joining
@@ -528,7 +529,8 @@ class Rounds:
 
   def _pull(self, member: _Member, identity: bytes, header: Header) -> None:
     """Sends a part, or the header alone if it is not there yet."""
-    member.joins, member.least = True, min(header.round, self.round)
+    member.joins, member.awaited = True, False
+    member.least = min(header.round, self.round)
     state, number = self._usable_state(member.least), header.number
     if state and state.complete and 0 <= number < state.parts:
       try:

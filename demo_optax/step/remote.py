@@ -267,7 +267,7 @@ class RemoteProgram:
         if len(message) > size
       }
       if sketches:
-        first = self._compare(arrays, sketches)
+        first = self._compare(arrays, sketches, sent is None)
         self._is_source |= is_wanted and first == self._rank
       present = np.array(list(map(bool, messages)))
       found = [np.zeros((len(messages), *t.shape), t.dtype) for t in types]
@@ -289,11 +289,14 @@ class RemoteProgram:
       if not self._is_other(messages):
         return messages
 
-  def _compare(self, arrays: Sequence[Any], sketches: dict[int, bytes]) -> int:
+  def _compare(
+    self, arrays: Sequence[Any], sketches: dict[int, bytes], follows: bool
+  ) -> int:
     """Compares the shared arrays of all in a round; returns the first of most.
 
-    This worker parts if it differs from most. One that only receives adds its
-    vote to those of the round, which may be a single worker.
+    This worker parts if it differs from most. One that was not in the round
+    adds its vote: a round may be that of a single worker. One that follows may
+    have been in it with arrays that it has replaced.
     """
     majority = _majority(sketches)
     if not majority:
@@ -304,7 +307,7 @@ class RemoteProgram:
         ' Then start the relay and all workers again, from the checkpoint of'
         ' one that is right.'
       )
-    if self._rank not in sketches:
+    if follows or self._rank not in sketches:
       own = _sketch([arrays[n] for n in self._nexts])
       sketches = sketches | {self._rank: own}
     if self._rank not in (_majority(sketches) or [self._rank]):

@@ -5,12 +5,14 @@ import functools
 import os
 import pathlib
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import wait_until
 from jax.sharding import PartitionSpec as P
 
 import demo_optax
@@ -61,16 +63,29 @@ def at_once(fun, items, seconds=20):
   return [found[i] for i in range(len(items))]
 
 
+class Clock:
+  """Seconds of a relay, which pass when a test says so."""
+
+  def __init__(self):
+    self.now = 1000.0
+
+  def __call__(self):
+    return self.now
+
+
 class Joined:
   """A relay in a thread, and workers in others."""
 
-  def __init__(self, count, **options):
+  def __init__(self, count, clock=time.monotonic, **options):
     # A machine may be slow: no worker is late by accident.
     self.count, self.options = count, {'deadline': 60} | options
+    self.clock = clock
     self.address = 'tcp://127.0.0.1:*'
 
   def __enter__(self):
-    self.relay = Relay(self.address, self.count, **self.options)
+    self.relay = Relay(
+      self.address, self.count, clock=self.clock, **self.options
+    )
     self.address, self.stopped = self.relay.address, []
     self.thread = threading.Thread(
       target=self.relay.serve, args=(lambda: bool(self.stopped),)
@@ -110,11 +125,19 @@ class Joined:
         return fun(workers)
       except BaseException as error:
         errors.append(error)
+      finally:
+        link_of(workers).pause()  # those that still run need not wait
 
     found = at_once(one, range(self.count) if ranks is None else ranks, 240)
     if errors:
       raise errors[0]
     return found
+
+
+def pass_when(joined, is_so, seconds):
+  """Lets time pass for the relay when its members are as expected."""
+  wait_until(lambda: is_so(list(joined.relay._rounds._members.values())))
+  joined.clock.now += seconds
 
 
 pytestmark = pytest.mark.core

@@ -198,29 +198,6 @@ def test_the_relay_is_restarted():
   assert all(list(own) == list(range(1, 13)) for own in found)
 
 
-def test_distance_of_states():
-  """On other hardware rounding differs; of every dtype that a state may have."""
-  arrays = [
-    jnp.linspace(-1, 1, 1000),
-    jnp.int32(7),
-    jnp.ones(3, jnp.complex64),
-    jnp.ones(3, jnp.int4),
-    jnp.ones(3, bool),
-    jnp.ones((), jnp.bfloat16),
-    jnp.zeros(0),
-  ]
-  first, (x, *rest) = remote._sketch(arrays), arrays
-  for share, expected in ((1e-5, False), (1e-2, True)):
-    other = (
-      b'elsewhere'.ljust(frames.CHAIN)
-      + remote._sketch([x * jnp.float32(1 + share), *rest])[frames.CHAIN :]
-    )
-    assert remote._has_parted(other, [first, other]) == expected
-  for i, x in enumerate(arrays[:-1]):
-    others = [*arrays[:i], jnp.zeros_like(x), *arrays[i + 1 :]]
-    assert remote._has_parted(remote._sketch(others), [first])
-
-
 def test_other_training_steps():
   """A worker that calls another one cannot follow, and is told in the end."""
   over = threading.Event()

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import json
 import os
 import signal
 import socket
@@ -12,22 +13,21 @@ import time
 
 import pytest
 import zmq
-from helpers import wait_until
-from test_bits import Joined, at_once
+from test_bits import Clock, Joined, at_once, pass_when
 
 import demo_optax
-from demo_optax.remote import frames, relay
+from demo_optax.remote import frames
 from demo_optax.remote.frames import Header
-from demo_optax.remote.link import Behind, Link
+from demo_optax.remote.link import Behind, Link, Position
 from demo_optax.remote.relay import Relay
 
 
-class Rounds:
+class Links:
   """Workers without arrays: links of threads that exchange bytes."""
 
   def __init__(self, joined, count, links=()):
     self.links = list(links) or [
-      Link(joined.address, r, count, None) for r in range(count)
+      Link(joined.address, r, None) for r in range(count)
     ]
 
   def __enter__(self):
@@ -51,34 +51,37 @@ class Rounds:
     expected = [bodies.get(id(link), b'') for link in self.links]
     assert all(found == expected for found in lists), lists
 
-  def round_at_deadline(self, relay, links):
+  def round_at_deadline(self, joined, links):
     """One round of links, while the others are awaited."""
     held = []
 
     def pass_deadline():
-      wait_until(lambda: len(relay._bodies) == len(links))
-      number = relay.round
-      time.sleep(0.3)
-      held.append(relay.round == number)
-      relay.deadline = 0
+      pass_when(
+        joined,
+        lambda members: sum(bool(m.body) for m in members) == len(links),
+        0,
+      )
+      number = joined.relay.round
+      time.sleep(0.1)
+      held.append(joined.relay.round == number)
+      joined.clock.now += 61
 
     thread = threading.Thread(target=pass_deadline)
     thread.start()
     self.round(links)
     thread.join(20)
-    relay.deadline = 60
     assert held == [True]
 
 
 @pytest.fixture(name='joined')
 def make_joined():
-  with Joined(3, start=60, max_message=1 << 20) as joined:
+  with Joined(3, max_message=1 << 20, clock=Clock()) as joined:
     yield joined
 
 
 @pytest.fixture(name='rounds')
 def make_rounds(joined):
-  with Rounds(joined, 3) as rounds:
+  with Links(joined, 3) as rounds:
     yield rounds
 
 
@@ -86,7 +89,7 @@ def make_rounds(joined):
 def test_a_missing_worker_costs_one_deadline(rounds, joined, listens):
   for _ in range(3):
     rounds.round()
-  rounds.round_at_deadline(joined.relay, rounds.links[:2])
+  rounds.round_at_deadline(joined, rounds.links[:2])
   for _ in range(9 if listens else 3):
     rounds.round(rounds.links[:2])
   # It gets the lists that it missed, one by one, and is not in them; it is
@@ -120,9 +123,9 @@ def test_a_worker_that_pauses_is_not_waited_for(rounds):
 
 
 def test_lists_are_kept_for_some_rounds():
-  with Joined(2, history=4) as joined, Rounds(joined, 2) as r:
+  with Joined(2, history=4, clock=Clock()) as joined, Links(joined, 2) as r:
     r.round()
-    r.round_at_deadline(joined.relay, r.links[:1])
+    r.round_at_deadline(joined, r.links[:1])
     for _ in range(9):
       r.round(r.links[:1])
     with pytest.raises(Behind):
@@ -130,18 +133,22 @@ def test_lists_are_kept_for_some_rounds():
 
 
 def test_another_configuration_is_refused(joined):
-  links = [Link(joined.address, r, 3, None) for r in range(2)]
+  """That of the first worker counts, if no other one has more workers."""
+  links = [Link(joined.address, r, None) for r in range(2)]
 
   def hello(rank):
-    if rank:
-      wait_until(lambda: 0 in joined.relay._members)
-    try:
-      text = f'{{"version": "1", "compressor": "k={8 + rank}"}}'
-      links[rank].hello(text.encode(), b'x' * 16)
-    finally:
-      joined.relay.start = 0
+    pass_when(joined, lambda members: len(members) == rank, 0)
+    text = json.dumps({'compressor': f'k={8 + rank}'})
+    links[rank].hello(text.encode(), b'x' * 16)
 
-  welcome, error = at_once(hello, range(2))
+  welcome, error, _ = at_once(
+    lambda call: call(),
+    [
+      lambda: hello(0),
+      lambda: hello(1),
+      lambda: pass_when(joined, lambda members: len(members) == 2, 301),
+    ],
+  )
   assert welcome is None and 'different are compressor' in str(error)
   assert 'k=9 here, k=8 in' in str(error)
   for link in links:
@@ -158,6 +165,7 @@ def raw(joined):
 
 def test_what_does_not_fit_is_refused(joined, rounds, caplog):
   """While three workers go on, and nobody else is disturbed."""
+  caplog.set_level('INFO')
   program, position = os.urandom(8), rounds.links[0].position
   attacks = [
     [b''],
@@ -218,7 +226,7 @@ def test_messages_of_another_round_or_size(rounds, joined):
 
 
 def test_two_programs_of_one_rank(joined, rounds):
-  twin = Link(joined.address, 0, 3, None)
+  twin = Link(joined.address, 0, None)
   with pytest.raises(RuntimeError, match='Another program'):
     twin.hello(b'{}', b'')
   twin.open, twin._largest = 0, 1
@@ -240,18 +248,18 @@ def test_keys(tmp_path):
       Relay(address, 2)
     if '*' not in address:
       with pytest.raises(ValueError, match='keys must be given'):
-        Link(address, 0, 2, None)
+        Link(address, 0, None)
   with pytest.raises(ValueError, match='must be a file of keys'):
     frames.keys_for('', __file__)
   first, *own = map(str, files)
   with Joined(2, keys=first) as joined:
-    links = [Link(joined.address, r, 2, key) for r, key in enumerate(own)]
+    links = [Link(joined.address, r, key) for r, key in enumerate(own)]
     intruders = [
-      Link(joined.address, 1, 2, None),  # no key
-      Link(joined.address, 1, 2, own[0]),  # of another rank
+      Link(joined.address, 1, None),  # no key
+      Link(joined.address, 1, own[0]),  # of another rank
     ]
     strangers = frames.write_keys(tmp_path / 'others', 2)
-    intruders.append(Link(joined.address, 1, 2, str(strangers[2])))
+    intruders.append(Link(joined.address, 1, str(strangers[2])))
     connected = [
       bool(x._socket.poll(wait, zmq.POLLOUT))
       for x, wait in zip(intruders, (500, 20_000, 500))
@@ -260,7 +268,7 @@ def test_keys(tmp_path):
     intruders[1]._socket.send_multipart(
       [Header(frames.HELLO, 1, program=b'12345678').pack(), b'{}']
     )
-    with Rounds(joined, 2, links) as rounds:
+    with Links(joined, 2, links) as rounds:
       for _ in range(5):
         rounds.round()
       assert not any(link._socket.poll(100) for link in intruders)
@@ -302,7 +310,7 @@ def test_the_command(tmp_path):
 
 def test_a_run_begins_with_the_newest_state():
   with Joined(3) as joined:
-    rounds = Rounds(joined, 3)
+    rounds = Links(joined, 3)
     digests, steps = (b'a' * 16, b'b' * 16, b'b' * 16), (0, 50, 50)
     rounds.each(lambda x: x.hello(b'{}', digests[x._rank], steps[x._rank]))
     behind, *lists = rounds.each(lambda link: link.exchange(b'x'))
@@ -315,17 +323,18 @@ def test_a_longer_run_that_comes_back(rounds, joined):
   for _ in range(3):
     rounds.round()
   joined.restart()
-  new = Link(joined.address, 0, 3, None)
+  new = Link(joined.address, 0, None)
   rounds.links[0].close()
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(joined.relay, 'start', 0.2)
-    new.hello(b'{}', b'another state')
-    new.exchange(bytes(frames.CHAIN))
 
-  def begin():  # without the one that was refused, sooner than it does
-    wait_until(lambda: len(joined.relay._members) == 2)
-    joined.relay._began, joined.relay.deadline = 0, 2
+  def start_passes(count):
+    pass_when(joined, lambda members: len(members) == count, 301)
 
+  at_once(
+    lambda call: call(),
+    [lambda: new.hello(b'{}', b'another state'), lambda: start_passes(1)],
+  )
+  new.exchange(bytes(frames.CHAIN))
+  # Without the one that was refused, sooner than it would have to join.
   *lists, _ = at_once(
     lambda call: call(),
     [
@@ -333,7 +342,7 @@ def test_a_longer_run_that_comes_back(rounds, joined):
         functools.partial(link.exchange, bytes(frames.CHAIN))
         for link in rounds.links[1:]
       ),
-      begin,
+      lambda: start_passes(2),
     ],
   )
   assert [len(found) for found in lists] == [3, 3]
@@ -350,48 +359,61 @@ def test_a_damaged_state_is_asked_for_again(rounds, joined):
   found, damaged = [], [b'x' * 40]
   thread = threading.Thread(target=lambda: found.append(late.state()))
   thread.start()
-  rounds.round_at_deadline(joined.relay, rounds.links[:2])
+  rounds.round(rounds.links[:2])  # nobody waits for one that joins
   until = time.monotonic() + 20
   while thread.is_alive() and time.monotonic() < until:
     rounds.round(rounds.links[:2])
-    if source.state_wanted and damaged:
+    if source.position.wants_state and damaged:
       source._push(damaged.pop(), source._header(frames.PUSH))
-    elif source.state_wanted:
+    elif source.position.wants_state:
       source.send_state(b'state')
     time.sleep(0.02)
   assert found == [b'state'] and not damaged
 
 
 def test_limits(joined):
-  rank, count, large = (
-    Link(joined.address, *x, None) for x in ((3, 4), (0, 4), (0, 3))
-  )
+  rank, large = (Link(joined.address, rank, None) for rank in (3, 0))
   with pytest.raises(RuntimeError, match='rank must be from 0 to 2, got 3'):
     rank.hello(b'{}', b'')
-  joined.relay.start = 0.1
-  with pytest.raises(ValueError, match='count must be that of the relay, 3'):
-    count.hello(b'{}', b'')
-  time.sleep(relay._SECONDS)  # then another program may have its rank
-  large.hello(b'{}', b'')
-  large.position = count.position
+  with pytest.raises(
+    RuntimeError, match='count must be that of the relay, 3, got 4 from'
+  ):
+    large.hello(b'{"workers": "4"}', b'')
+  at_once(
+    lambda call: call(),
+    [
+      lambda: large.hello(b'{"workers": "3"}', b''),
+      lambda: pass_when(joined, lambda members: members, 301),
+    ],
+  )
   with pytest.raises(ValueError, match='larger --max-message'):
     large.exchange(bytes((1 << 20) + 1))
-  for link in (rank, count, large):
+  for link in (rank, large):
     link.close()
-  with pytest.raises(ValueError, match='quorum must be from 1 to 3'):
-    Relay('tcp://127.0.0.1:*', 3, quorum=0)
 
 
-def test_a_run_that_all_have_left():
+def test_a_run_that_all_have_left(joined):
   """The relay waits for workers to come, and begins again."""
-  with Joined(2, start=8, history=2, deadline=2) as joined:
-    with Rounds(joined, 2) as rounds:
-      for _ in range(5):
-        rounds.round()
-    time.sleep(relay._SECONDS)  # then other programs may have these ranks
-    with Rounds(joined, 2) as rounds:
-      for call in (lambda link: link.exchange(b'x'), Link.state):
-        assert all(isinstance(x, Behind) for x in rounds.each(call))
+  with Links(joined, 3) as rounds:
+    for _ in range(5):
+      rounds.round()
+  joined.clock.now += 3  # then other programs may have these ranks
+  with Links(joined, 3) as rounds:
+    for link in rounds.links:
+      link.position = Position(chain=b'x' * frames.CHAIN)
+    found = rounds.each(lambda link: link.exchange(b'x'))
+    assert all(isinstance(error, Behind) for error in found)
+
+    def minutes():
+      while joined.relay._rounds._members:
+        joined.clock.now += 20
+        time.sleep(0.15)  # they ask in between
+
+    *found, _ = at_once(
+      lambda call: call(), [*(link.state for link in rounds.links), minutes]
+    )
+    assert all(isinstance(error, Behind) for error in found)
+    with rounds:
       rounds.round()
 
 
@@ -441,8 +463,8 @@ def test_a_wire_that_is_cut():
     wires = [Wire(joined.address) for _ in range(2)]
     for wire in wires:
       stack.callback(wire.close)
-    links = [Link(w.address, r, 2, None) for r, w in enumerate(wires)]
-    with Rounds(joined, 2, links) as rounds:
+    links = [Link(w.address, r, None) for r, w in enumerate(wires)]
+    with Links(joined, 2, links) as rounds:
       rounds.round()
       for number in range(8):
         timer = threading.Timer(0.004 * number, wires[number % 2].cut)
