@@ -106,8 +106,8 @@ def local_updates(
   _checks.check_type('workers', workers, Workers, 'Workers.simulated(4)')
   if workers.kind == 'on_axis':
     raise TypeError(
-      'workers must be Workers.simulated, on_mesh or remote, which'
-      f' data_parallel needs, got {workers}.'
+      f'workers must be Workers.simulated, on_mesh or remote, got {workers}.'
+      ' Give those of the data_parallel step.'
     )
   if not callable(sync_period):
     _checks.check_positive('sync_period', sync_period)
@@ -224,7 +224,7 @@ def _inner_step(
 def _check_shapes(gradients: Any, params: Any) -> None:
   if params is None:
     raise ValueError(
-      'params must be given. Call tx.update(grads, state, params).'
+      'params must be given, got None. Call tx.update(grads, state, params).'
     )
   for (path, gradient), x in zip(*_tree.flatten_alike(gradients, params)):
     if jnp.shape(gradient) != jnp.shape(x):

@@ -107,9 +107,9 @@ def copies(values: Mapping[Any, Any]) -> dict[Any, list[Copy]]:
   trees = np.asarray(multihost_utils.process_allgather(tree))
   if (trees != trees[0]).any():
     raise ValueError(
-      f'Processes {np.flatnonzero(trees != trees[0]).tolist()} gave another'
-      ' tree than process 0: all must make the same calls, with the same'
-      ' names, shapes, dtypes and placement.'
+      'tree must be the same in all processes, got another one than in process'
+      f' 0 in {np.flatnonzero(trees != trees[0]).tolist()}. Make the same calls'
+      ' in all, with the same names, shapes, dtypes and placement.'
     )
   every = multihost_utils.process_allgather(own) if arrays else own
   held: dict[Any, list[Copy]] = {}

@@ -19,7 +19,10 @@ from demo_optax.workers import Workers
 
 __all__ = ['exchange_info', 'momentum', 'state_specs']
 
-_NO_STATE = 'There is no state of demo_optax.scale_by_demo in it.'
+_NO_STATE = (
+  'opt_state must hold a state of demo_optax.scale_by_demo, got none in it.'
+  ' Give the whole optimizer state.'
+)
 
 
 def state_specs(

@@ -342,10 +342,10 @@ def check_digest(digest: Any, layout: Layout) -> None:
     return
   if not np.array_equal(np.asarray(digest).reshape(-1)[:4], layout.digest):
     raise ValueError(
-      'The momentum in this state was saved for other leaves, shapes or'
-      ' compressors than the state it was restored into: chunks lie'
-      ' elsewhere in its buckets. Restore it into a state of the same'
-      ' parameters and compressor; demo_optax.checkpoint saves leaf by leaf.'
+      'The momentum in this state must have been saved for the same leaves,'
+      ' shapes and compressors, got that of others, whose chunks have other'
+      ' places in the buckets. Restore it into a state of the same parameters'
+      ' and compressor; demo_optax.checkpoint saves leaf by leaf.'
     )
 
 
@@ -356,8 +356,8 @@ def resolve_update_values(
   _checks.check_choice('exchange', exchange, get_args(algorithm.ExchangeKind))
   if workers.relay is not None and exchange == 'all_to_all':
     raise ValueError(
-      "exchange must be 'all_gather' or 'auto' with a relay, which sends all"
-      " messages to all workers, got 'all_to_all'."
+      "exchange must be 'all_gather' with a relay, which sends all messages to"
+      " all workers, got 'all_to_all'. Give 'all_gather' or 'auto'."
     )
   if update_values is not None:
     _checks.check_choice('update_values', update_values, UPDATE_VALUES)
@@ -365,8 +365,8 @@ def resolve_update_values(
   if exchange == 'all_gather':
     return 'float32'
   raise ValueError(
-    f"exchange={exchange!r} needs update_values: 'ternary' if the signs of"
-    ' updates are taken (optax.scale_by_sign, demo_optax.demo), else'
-    " 'bfloat16', 'int8', 'int4' or 'sign', whose losses are sent later, or"
-    " 'float32'."
+    f'update_values must be given for exchange={exchange!r}, got None. Give'
+    " 'ternary' if the signs of updates are taken (optax.scale_by_sign,"
+    " demo_optax.demo), else 'bfloat16', 'int8', 'int4' or 'sign', whose losses"
+    " are sent later, or 'float32'."
   )

@@ -308,7 +308,7 @@ def _run(fun: Callable[..., Any], x: Any, like: Any, *static: Any) -> Any:
 
 
 # The arrays that hold the same as a Python number. A step returns the count of
-# a state as an array, whatever it was before.
+# a state as an array, also where it was a Python number.
 _DTYPES = {bool: jnp.bool_, int: jnp.integer, float: jnp.floating}
 
 
@@ -391,7 +391,9 @@ def _check(
         text.append(f'... and {len(found) - 4} more leaves.')
       text.append(_REMEDIES[kind])
   if text:
-    raise ValueError('\n'.join(['The checkpoint does not fit.', *text]))
+    raise ValueError(
+      '\n'.join(['The checkpoint must fit like, got one that differs.', *text])
+    )
 
 
 def _kind(x: Any, stacked: bool = False) -> str:

@@ -121,7 +121,7 @@ class Compressor:
     except ValueError as error:
       raise ValueError(
         f'A leaf of shape {grid.shape} is cut into chunks of {rows}x{cols},'
-        f' whose {error}'
+        f' of {self.basis}: {error}'
       ) from error
 
   def _smallest(

@@ -91,7 +91,7 @@ def describe_matrices(
   params: chex.ArrayTree,
   muon_weight_dimension_numbers: DimensionNumbersTree = None,
 ) -> str:
-  """Returns a line for each leaf: its axes as a matrix, or why it is none.
+  """Returns a line for each leaf: its axes as a matrix, or why it has no such axes.
 
   Arguments are those of `demo_muon`. Parameters may be shapes.
 
@@ -118,7 +118,7 @@ def describe_matrices(
 def _inferred(
   params: chex.ArrayTree,
 ) -> dict[Keys, contrib.MuonDimensionNumbers | str]:
-  """Returns the axes of matrices, or why a leaf is none, by path."""
+  """Returns the axes of matrices, or why a leaf has no such axes, by path."""
   shapes = {keys: jnp.shape(x) for keys, x in leaves_of(params)}
   return {keys: _infer(keys, shapes) for keys in shapes}
 
@@ -126,7 +126,7 @@ def _inferred(
 def _infer(
   keys: Keys, shapes: Mapping[Keys, tuple[int, ...]]
 ) -> contrib.MuonDimensionNumbers | str:
-  """Returns the axes of a matrix, or why it is none, given all shapes."""
+  """Returns the axes of a matrix, or why it has no such axes, given all shapes."""
   shape = shapes[keys]
   ndim = len(shape)
   if ndim < 2:
@@ -214,7 +214,7 @@ def matrices(
 
 
 def _warn_of_unnamed(params: chex.ArrayTree) -> None:
-  """Warns of leaves that only their shapes tell, as in a list of arrays."""
+  """Warns of leaves of which only the shape is known, as in a list."""
   unnamed = []
   lines = describe_matrices(params).splitlines()
   for (keys, x), line in zip(leaves_of(params), lines):
@@ -246,7 +246,7 @@ def _sides(
   if not isinstance(dimensions, contrib.MuonDimensionNumbers):
     raise TypeError(
       f'{argument} must hold optax.contrib.MuonDimensionNumbers or None, got'
-      f' {dimensions!r} for {name}.'
+      f' {dimensions!r} for {name}. Give None for what is not a matrix.'
     )
   ndim = len(shape)
   sides = [(x,) if isinstance(x, int) else x for x in dimensions]

@@ -61,8 +61,8 @@ def check(workers: Workers, described: Mapping[str, str]) -> None:
   others = np.flatnonzero(np.any(differs, axis=1)).tolist()
   names = [n for n, x in zip(described, np.any(differs, axis=0)) if x]
   raise ValueError(
-    f'Processes {others} were started with something else than process 0:'
-    f' different are {", ".join(names)}. All need the same, or they cannot'
-    f' read each other. Process {jax.process_index()} has'
+    f'All processes must be started with the same {", ".join(names)}, or they'
+    f' cannot read each other, got others than process 0 in {others}. Start'
+    f' them alike. Process {jax.process_index()} has'
     f' {"; ".join(f"{name}: {described[name]}" for name in names)}.'
   )

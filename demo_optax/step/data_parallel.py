@@ -207,8 +207,9 @@ class DataParallelStep:
       found = self._known.get(key)
     except TypeError as error:
       raise TypeError(
-        f'{self!r} compiles for each value of what is not an array among its'
-        f' arguments, which must be hashable: {error}.'
+        f'Arguments of {self!r} that are not arrays must be hashable, since it'
+        f' compiles for each of their values, got an {error}. Pass arrays, or'
+        ' a tuple in place of a list.'
       ) from error
     if found is None:
       call = arguments.analyse(

@@ -46,8 +46,9 @@ def param_specs(
   linen = sys.modules.get('flax.linen')
   if linen is None or not isinstance(model, Mapping):
     raise TypeError(
-      f'model is a {type(model).__name__}: give an NNX module, an nnx.State,'
-      " or a Linen model's variables['params'] with their metadata."
+      "model must be an NNX module, an nnx.State, or a Linen model's"
+      f" variables['params'] with their metadata, got {type(model).__name__}."
+      ' Give one of these, or write a tree of PartitionSpec.'
     )
 
   def spec(x: Any) -> P:  # mesh axes and logical ones may mix
@@ -55,8 +56,8 @@ def param_specs(
       return linen.get_partition_spec(x)
     if not rules and not linen.get_logical_axis_rules():
       raise ValueError(
-        f'The model names the logical axes {x.names}, and there are no rules'
-        " for them. Give rules=(('embed', 'fsdp'), ('mlp', None), ...)."
+        f'rules must map the logical axes {x.names} of the model, got none.'
+        " Give rules=(('embed', 'fsdp'), ('mlp', None), ...)."
       )
     return linen.logical_to_mesh_axes(x.names, rules)
 
@@ -128,7 +129,7 @@ def check_variables(before: Sequence[Keys], objects: Sequence[Any]) -> None:
   changed = ({*before} ^ {*after}) | (kept - {*before})
   if changed or after != [*before]:
     raise ValueError(
-      'The step added or removed arrays of its Flax objects:'
+      'A step must not add or remove arrays of its Flax objects, got'
       f' {", ".join(sorted(map(dotted, changed)))}. Return such values, or'
       ' keep them in an nnx.Variable that is made before the step.'
     )

@@ -93,7 +93,7 @@ class Runner:
     return *settled, known
 
   def _origins(self) -> list[Origin]:
-    """Returns what of each array is one worker's own."""
+    """Returns the origins of the arguments."""
     found = []
     for number, a in enumerate(self.call.arrays):
       origin = Origin.NOTHING
@@ -175,7 +175,7 @@ class Runner:
 
 
 def _stacked_again(settled: _Settled) -> _Settled:
-  """Returns what one device leaves, momentum with a worker axis."""
+  """Returns the results of one device, momentum with a worker axis."""
   own, equal, known = settled
   for i, result in enumerate(known.results):
     if result.role is Role.STACKED:

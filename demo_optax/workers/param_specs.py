@@ -137,7 +137,7 @@ class ParamSpecs:
     return P()
 
   def _blocks(self, spec: P, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Returns the number of blocks of each dimension, None if it has none."""
+    """Returns the number of blocks of each dimension, or None."""
     sizes = dict(self.all_sizes)
     blocks = tuple(
       math.prod(sizes[axis] for axis in entry(spec, dim))

@@ -234,8 +234,8 @@ class _Follower:
     carry, scanned = rest[:num_carry], rest[num_carry:]
     if any(Origin.ROWS in x for x in scanned) and _exchanges(body):
       raise ValueError(
-        'A batch must have its rows along the first axis, but the step scans'
-        ' over that axis and exchanges in each turn, as over batches [steps,'
+        'A batch must have its rows along the first axis, got one over which'
+        ' the step scans and exchanges in each turn, as over batches [steps,'
         ' rows, ...]. Say where the rows are: demo_optax.data_parallel(workers,'
         ' batch_argnames=..., batch_axis=1), or batch_axis=0 if every row is a'
         ' step.'

@@ -57,7 +57,7 @@ def test_a_closure_over_the_batch_sees_the_workers_own(workers):
   @demo_optax.data_parallel(workers, batch_argnums=1)
   def gradients(w, batch):
     grads = jax.grad(lambda w: jnp.mean(batch @ w))(w)
-    return jnp.broadcast_to(grads, batch.shape)
+    return demo_optax.out_batch(jnp.broadcast_to(grads, batch.shape))
 
   found = gradients(jnp.ones(8), BATCH)
   expected = BATCH.reshape(4, 4, 8).mean(1).repeat(4, axis=0)
@@ -250,9 +250,9 @@ def test_a_layer_that_names_the_worker_axis(kind, shape):
 # State that is not the optimizer's ------------------------------------------------
 
 
-@pytest.mark.parametrize('whole', [True, False])
-def test_linen_batch_statistics_keep_their_shape(whole):
-  """Also as what the model returned; as a bare tree nothing tells what it is."""
+@pytest.mark.parametrize('agreed', [True, False])
+def test_linen_batch_statistics_are_agreed_upon(agreed):
+  """They are one worker's until the step takes their mean."""
   workers = demo_optax.Workers.simulated(4)
   net = nn.Sequential([nn.Dense(6), nn.BatchNorm(use_running_average=False)])
   variables = net.init(jax.random.key(0), BATCH)
@@ -266,26 +266,27 @@ def test_linen_batch_statistics_keep_their_shape(whole):
       y, new = net.apply(
         {'params': params, 'batch_stats': stats}, x, mutable=['batch_stats']
       )
-      return jnp.mean((y - 1) ** 2), new
+      return jnp.mean((y - 1) ** 2), new['batch_stats']
 
-    grads, new = jax.grad(loss_fn, has_aux=True)(params)
+    grads, stats_of_worker = jax.grad(loss_fn, has_aux=True)(params)
     updates, state = tx.update(grads, state, params)
-    new = new if whole else new['batch_stats']
-    return optax.apply_updates(params, updates), new, state
+    if agreed:
+      stats_of_worker = demo_optax.over_workers(stats_of_worker)
+    return optax.apply_updates(params, updates), stats_of_worker, state
 
-  if not whole:
+  if not agreed:
     remedy = r'(?s)result\.1\.layers_1.*differs.*over_workers\(statistics\)'
     with pytest.raises(ValueError, match=remedy):
       step(params, stats, state, BATCH)
     return
-  shapes = jax.tree.map(jnp.shape, stats)
   for _ in range(3):
     params, new, state = step(params, stats, state, BATCH)
-    stats = new['batch_stats']
-    assert jax.tree.map(jnp.shape, stats) == shapes
-  # Where they are NaN on all workers, they stay.
-  _, new, _ = step(params, stats, state, BATCH * np.nan)
-  jax.tree.map(np.testing.assert_array_equal, new['batch_stats'], stats)
+    assert jax.tree.map(jnp.shape, new) == jax.tree.map(jnp.shape, stats)
+    stats = new
+  x = BATCH.copy()
+  x[0] = np.nan  # the rows of a worker that is left out
+  _, new, _ = step(params, stats, state, x)
+  assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(new))
 
 
 # pmap -----------------------------------------------------------------------------
