@@ -193,8 +193,9 @@ def refuse_state(
     lines.append(f'... and {len(more)} more leaves.')
   raise ValueError(
     f'The state must be made for what update is given ({workers}), got one for'
-    f' something else: {" ".join(lines)} Make it with tx.init of the same transformation,'
-    ' workers and parameters; demo_optax.checkpoint.from_leaves takes momentum'
-    ' over to other workers and chunks. Give one gradient per worker: an'
+    f' something else: {" ".join(lines)} Make it with tx.init of the same'
+    ' transformation, workers and parameters;'
+    ' demo_optax.checkpoint.from_leaves takes momentum over to other workers'
+    ' and chunks. Give one gradient per worker: an'
     ' averaged gradient must not reach the exchange.'
   )

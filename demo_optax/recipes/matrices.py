@@ -91,7 +91,7 @@ def describe_matrices(
   params: chex.ArrayTree,
   muon_weight_dimension_numbers: DimensionNumbersTree = None,
 ) -> str:
-  """Returns a line for each leaf: its axes as a matrix, or why it has no such axes.
+  """Returns a line for each leaf: its axes as a matrix, or a reason.
 
   Arguments are those of `demo_muon`. Parameters may be shapes.
 
@@ -126,7 +126,7 @@ def _inferred(
 def _infer(
   keys: Keys, shapes: Mapping[Keys, tuple[int, ...]]
 ) -> contrib.MuonDimensionNumbers | str:
-  """Returns the axes of a matrix, or why it has no such axes, given all shapes."""
+  """Returns the axes of a matrix, or a reason why there are no such axes."""
   shape = shapes[keys]
   ndim = len(shape)
   if ndim < 2:

@@ -63,6 +63,6 @@ def check(workers: Workers, described: Mapping[str, str]) -> None:
   raise ValueError(
     f'All processes must be started with the same {", ".join(names)}, or they'
     f' cannot read each other, got others than process 0 in {others}. Start'
-    f' them alike. Process {jax.process_index()} has'
+    f' all in the same way. Process {jax.process_index()} has'
     f' {"; ".join(f"{name}: {described[name]}" for name in names)}.'
   )
