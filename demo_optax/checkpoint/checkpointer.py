@@ -216,10 +216,7 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
     """Returns the leaves of a checkpoint; raises if it is damaged."""
     about = ocp.metadata(path).custom_metadata
     if not about or about.pop('checksum', None) != _checksum(about):
-      raise ValueError(
-        'The description must be what was written, got none or another one.'
-        ' Restore another step.'
-      )
+      raise ValueError('its description is missing, or not what was written')
     like = {
       name: _target(tuple(shape), dtype, self._wanted.get(name))
       for name, (dtype, shape, *_) in about['arrays'].items()
@@ -233,10 +230,7 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
       if x is None:
         x = np.zeros(shape, dtype)
       elif replicas.content_digest(held[name]) != digest:
-        raise ValueError(
-          f'{name} must have the digest {digest} that was saved, got another.'
-          ' Restore another step.'
-        )
+        raise ValueError(f'{name} is not what was saved')
       if impl is not None:
         x = jax.random.wrap_key_data(jnp.asarray(x), impl=impl)
       found[name] = x

@@ -260,7 +260,9 @@ class _Follower:
       raise ValueError(
         'The condition of jax.lax.cond around an exchange must be the same on'
         ' all workers, got one that differs: some would wait for the others for'
-        ' ever. Give it demo_optax.over_workers(flag, jnp.all).'
+        ' ever. Give it demo_optax.over_workers(flag, jnp.all);'
+        ' optax.apply_if_finite is not needed, since the exchange leaves out'
+        ' workers with gradients that are not finite.'
       )
     outputs = [self.follow(branch, operands) for branch in branches]
     return [_joined([which, *several]) for several in zip(*outputs)]

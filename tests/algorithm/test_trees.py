@@ -166,7 +166,7 @@ def test_momentum_is_never_that_of_another_leaf():
   ):
     jax.jit(tx.update)(gradients, state, other)
   state.layout.digest = tx.init(other).layout.digest
-  with pytest.raises(ValueError, match='saved for other leaves'):
+  with pytest.raises(ValueError, match='saved for the same leaves'):
     demo_optax.state.momentum(state)
 
 

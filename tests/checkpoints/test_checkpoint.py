@@ -358,7 +358,7 @@ def test_flax_does_not_restore_another_layout():
   )
   state = tx.init(PARAMS)
   for fresh in (other.init(PARAMS), tx.init({**PARAMS, 'more': jnp.ones(3)})):
-    with pytest.raises(ValueError, match='saved for other leaves'):
+    with pytest.raises(ValueError, match='saved for the same leaves'):
       restored_by_flax(state, fresh)
     with pytest.raises(ValueError, match='metadata') as caught:
       jax.tree.map(jnp.add, state, fresh)

@@ -122,7 +122,7 @@ def test_an_aggregator_between_two_chains(kind):
 # The protocol of every transformation ---------------------------------------------
 
 
-TRANSFORMATIONS = {
+PUBLIC = {
   'scale_by_demo': demo_optax.scale_by_demo,
   'average': demo_optax.average,
   'per_worker': lambda workers: demo_optax.per_worker(
@@ -137,10 +137,10 @@ TRANSFORMATIONS = {
 
 
 @jax.numpy_dtype_promotion('standard')  # optax's AdamW
-@pytest.mark.parametrize('name', TRANSFORMATIONS)
+@pytest.mark.parametrize('name', PUBLIC)
 def test_every_transformation_keeps_the_contract(name):
   """`init` makes the types that `update` keeps; neither compiles twice."""
-  tx = TRANSFORMATIONS[name](workers=WORKERS)
+  tx = PUBLIC[name](workers=WORKERS)
   assert isinstance(tx, optax.GradientTransformationExtraArgs)
   is_stacked = name not in ('diloco', 'demo_diloco', 'sparse_loco')
   state = tx.init(PARAMS)

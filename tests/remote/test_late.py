@@ -74,7 +74,9 @@ def train(
     updates, state = tx.update(grads, state, params)
     updates = jax.tree.map(lambda u: u * rate, updates)
     # Those of its rows are not exchanged: not every step has a round then.
-    found = errors if method == 'demo_diloco' else loss
+    found = loss
+    if method == 'demo_diloco':
+      found = demo_optax.out_batch(errors)
     return optax.apply_updates(params, updates), state, found
 
   rank, link = workers.relay.rank, link_of(workers)
@@ -390,13 +392,9 @@ def test_mistakes():
     step(params, tx.init(params), np.ones(2, np.float32))
   with pytest.raises(ValueError, match='must have one program to lower'):
     step.lower(params, tx.init(params), np.ones(2, np.float32))
-  with pytest.raises(
-    ValueError, match="exchange must be 'all_gather' or 'auto'"
-  ):
+  with pytest.raises(ValueError, match="exchange must be 'all_gather'"):
     demo_optax.demo(1e-2, workers=workers, exchange='all_to_all')
-  with pytest.raises(
-    ValueError, match="exchange must be 'all_gather' or 'auto'"
-  ):
+  with pytest.raises(ValueError, match="exchange must be 'all_gather'"):
     demo_optax.plan(params, None, workers, exchange='all_to_all')
 
 
