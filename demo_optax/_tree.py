@@ -31,9 +31,9 @@ def momentum_dtype(path: Path, x: Any) -> Any:
   dtype = jnp.result_type(x)
   if jnp.issubdtype(dtype, jnp.complexfloating):
     raise TypeError(
-      f'{leaf_name(path)} must be real, got {dtype}. Make leaves of its real'
-      ' and imaginary parts, or wrap the optimizer (but not local_updates) in'
-      ' optax.contrib.split_real_and_imaginary, which does so.'
+      f'{leaf_name(path)} must be real, got a leaf that is {dtype}. Make two'
+      ' leaves of its real and imaginary parts, or wrap the optimizer (but not'
+      ' local_updates) in optax.contrib.split_real_and_imaginary.'
     )
   return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
@@ -90,9 +90,9 @@ def params_of(gradients: Any, params: Any) -> Any:
     )
   except ValueError as error:
     own, others = ({*dict(leaves_of(tree))} for tree in (params, gradients))
-    names = sorted(map(dotted, own ^ others))[:3] or ['other containers']
+    names = sorted(map(dotted, own ^ others))[:3] or ['containers']
     raise ValueError(
-      'params must have the leaves of the gradients, got a tree that differs:'
+      'params must have the leaves of the gradients, got a key mismatch at'
       f' {", ".join(names)}. Give update the parameters that were'
       ' differentiated; of an Equinox model eqx.filter(model,'
       ' eqx.is_inexact_array).'
@@ -194,8 +194,7 @@ def refuse_state(
   raise ValueError(
     f'The state must be made for what update is given ({workers}), got one for'
     f' something else: {" ".join(lines)} Make it with tx.init of the same'
-    ' transformation, workers and parameters;'
-    ' demo_optax.checkpoint.from_leaves takes momentum over to other workers'
-    ' and chunks. Give one gradient per worker: an'
+    ' transformation and parameters, or take momentum over by'
+    ' demo_optax.checkpoint.from_leaves. Give one gradient per worker: an'
     ' averaged gradient must not reach the exchange.'
   )

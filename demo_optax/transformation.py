@@ -328,11 +328,22 @@ def _check_buckets(
 ) -> None:
   """Raises unless the momentum of a state is that of its layout and workers."""
   check_digest(state.layout.digest, config.layout)
-  needed = jax.tree.map(
-    lambda x: x.update(shape=workers.bucket_shape(x.shape)),
-    config.state_on_device,
-  )
-  _tree.check_state(state.worker_stacked, needed, 0, workers)
+  made = {keys: jnp.shape(x) for keys, x in leaves_of(state.worker_stacked)}
+  needed = {
+    keys: workers.bucket_shape(x.shape)
+    for keys, x in leaves_of(config.state_on_device)
+  }
+  for keys in (*made, *needed):
+    size, shape, name = made.get(keys), needed.get(keys), dotted(keys)
+    if size != shape:
+      must = f'have {name} of shape {shape}, got {size}'
+      if size is None or shape is None:
+        must = f'have {name}' if shape else f'not have {name}'
+      raise ValueError(
+        f'The state must {must}, for {workers} and {config}. Make it with'
+        ' tx.init of the transformation and workers that update uses, or take'
+        ' momentum over: demo_optax.checkpoint.from_leaves(..., resize=True).'
+      )
 
 
 def check_digest(digest: Any, layout: Layout) -> None:

@@ -7,6 +7,7 @@ of all its shards along each dimension, and so do not depend on devices.
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -67,20 +68,16 @@ def _cut_leaves(
 ) -> dict[int, Any]:
   """Returns the leaves of a bucket by number."""
   bucket = layout.buckets[number]
-  sizes, order, used = _device_axes(layout, number)
-  # [workers, *devices, chunks, n], first the axes that shard leaves
-  x = x.reshape(len(x), *sizes, *bucket.shape)
-  x = x[..., : bucket.num_chunks, :].transpose(0, *order, -2, -1)
-  # [workers, *axes that shard leaves, chunks of all other devices, n]
-  x = x.reshape(*x.shape[: 1 + used], -1, *bucket.unit)
+  sizes, groups = _bucket_axes(layout, number, len(x))
+  x = _join_axes(x[..., : bucket.num_chunks, :], sizes, groups)
+  rows = len(groups) - 2
+  x = x.reshape(*x.shape[:rows], -1, *bucket.unit)
   found = {}
   for i in layout.members(number):
     leaf = layout.leaves[i]
-    rows = slice(leaf.offset, leaf.offset + leaf.size)
-    c = x[(slice(None),) * (1 + used) + (rows,)]
-    c = c.transpose(0, *_shard_axes(leaf), *range(1 + used, c.ndim))
-    blocks, shape = leaf.sharding.blocks, leaf.grid.coefficients_shape
-    c = _join_blocks(c.reshape(len(x), *blocks, *shape), blocks)
+    of_leaf = slice(leaf.offset, leaf.offset + leaf.size)
+    c = x[(slice(None),) * rows + (of_leaf,)]
+    c = _join_axes(c, *_leaf_axes(layout, leaf, len(x)))
     found[i] = decode(c, *cut_of(leaf)) if decoded else c
   return found
 
@@ -96,28 +93,23 @@ def fill_bucket(
 
   `fun` returns the coefficients of a leaf from its value in `leaves`.
   """
-  bucket, axes = layout.buckets[number], dict(layout.axis_sizes)
+  bucket = layout.buckets[number]
   n, unit = bucket.format.n, bucket.unit
-  sizes, order, used = _device_axes(layout, number)
+  sizes, groups = _bucket_axes(layout, number, like.shape[0])
+  rows = len(groups) - 2
 
   def fill(leaves: dict[int, Any]) -> Any:
     parts = []
     for i in layout.members(number):
       leaf, c = layout.leaves[i], fun(layout.leaves[i], leaves[i])
-      inner = [axes[name] for name in names_of(leaf.sharding.spec)]
-      c = _split_blocks(c, leaf.sharding.blocks)
-      c = c.reshape(len(c), *inner, leaf.size, *unit)
-      back = 1 + np.argsort(_shard_axes(leaf))
-      parts.append(c.transpose(0, *back, *range(1 + used, c.ndim)))
+      c = _split_axes(c, *_leaf_axes(layout, leaf, len(c)))
+      parts.append(c.reshape(*c.shape[:rows], leaf.size, *unit))
     xp: Any = np if isinstance(parts[0], np.ndarray) else jnp
-    x = xp.concatenate(parts, 1 + used)
-    rows = bucket.num_devices * bucket.num_chunks
-    x = _pad(x, 1 + used, rows * n // math.prod(unit))
-    inner = [sizes[i - 1] for i in order]
-    x = x.reshape(len(x), *inner, bucket.num_chunks, n)
-    x = x.transpose(0, *(1 + np.argsort(order)), -2, -1)
-    devices = [math.prod(sizes)] if sizes else []
-    x = x.reshape(len(x), *devices, *x.shape[-2:])
+    x = xp.concatenate(parts, rows)
+    of_all = bucket.num_devices * bucket.num_chunks
+    x = _pad(x, rows, of_all * n // math.prod(unit))
+    x = _split_axes(x, sizes, groups)
+    x = x.reshape(*like.shape[:-2], bucket.num_chunks, n)
     return _pad(x, x.ndim - 2, bucket.rows).astype(like.dtype)
 
   if isinstance(like, np.ndarray):
@@ -146,52 +138,71 @@ def encode(
 
 
 def _map_blocks(fun: Callable[..., jax.Array], x: Any, cut: Cut) -> jax.Array:
+  """Calls a function of one shard for all blocks of all workers."""
   grid, blocks, basis = cut
-  x = _split_blocks(jnp.asarray(x), blocks)
-  lead = x.shape[: 1 + len(blocks)]
-  x = x.reshape(-1, *x.shape[len(lead) :])
-  y = jax.vmap(lambda x: fun(x, grid, basis))(x)
-  return _join_blocks(y.reshape(*lead, *y.shape[1:]), blocks)
+  mapped: Callable[[jax.Array], jax.Array]
+  mapped = functools.partial(fun, grid=grid, basis=basis)
+  for dim, count in enumerate(blocks):
+    mapped = _over_blocks(mapped, dim, count)
+  return jax.vmap(mapped)(jnp.asarray(x))
 
 
-def _join_blocks(x: Any, blocks: tuple[int, ...]) -> Any:
-  """Takes `[workers, *blocks, *dims, ...]` to `[workers, *products, ...]`."""
-  rank = len(blocks)
-  pairs = [axis for d in range(rank) for axis in (1 + d, 1 + rank + d)]
-  rest = range(1 + 2 * rank, x.ndim)
-  shape = [b * d for b, d in zip(blocks, x.shape[1 + rank :])]
-  shape += [x.shape[axis] for axis in rest]
-  return x.transpose(0, *pairs, *rest).reshape(len(x), *shape)
+def _over_blocks(
+  fun: Callable[[jax.Array], jax.Array], dim: int, count: int
+) -> Callable[[jax.Array], jax.Array]:
+  """Returns `fun` for an array that has `count` blocks along a dimension."""
+
+  def over(x: jax.Array) -> jax.Array:
+    x = x.reshape(*x.shape[:dim], count, -1, *x.shape[dim + 1 :])
+    y = jax.vmap(fun, dim, dim)(x)
+    return jax.lax.collapse(y, dim, dim + 2)
+
+  return over
 
 
-def _split_blocks(x: Any, blocks: tuple[int, ...]) -> Any:
-  """Undoes `_join_blocks`."""
-  rank = len(blocks)
-  shape = [n for b, d in zip(blocks, x.shape[1:]) for n in (b, d // b)]
-  x = x.reshape(len(x), *shape, *x.shape[1 + rank :])
-  order = *range(1, 2 * rank, 2), *range(2, 2 * rank + 1, 2)
-  return x.transpose(0, *order, *range(1 + 2 * rank, x.ndim))
+# Axes by name: those of the mesh, dimensions by number, and these.
+_WORKER, _CHUNK, _N = -3, -2, -1
+
+# The sizes of an array's axes in order, and which of them one axis joins.
+Axes = tuple[dict[Any, int], list[list[Any]]]
 
 
-def _device_axes(
-  layout: Layout, number: int
-) -> tuple[list[int], list[int], int]:
-  """Describes how a bucket is sharded over the devices of a worker.
+def _bucket_axes(layout: Layout, number: int, workers: int) -> Axes:
+  """Returns the axes of a bucket; the chunks of devices are joined.
 
-  Returns the sizes of the axes inside a worker; an order of them, counted from
-  1, that starts with those that shard its leaves; and the number of those.
+  Except those of devices that have other shards.
   """
-  split = layout.buckets[number].split_axes
-  names = [name for name, _ in layout.axis_sizes]
-  order = sorted(range(len(names)), key=lambda i: names[i] in split)
-  sizes = [size for _, size in layout.axis_sizes]
-  return sizes, [1 + i for i in order], len(names) - len(split)
+  bucket = layout.buckets[number]
+  inner, split = dict(layout.axis_sizes), bucket.split_axes
+  sizes: dict[Any, int] = {_WORKER: workers, **inner}
+  sizes |= {_CHUNK: bucket.num_chunks, _N: bucket.format.n}
+  shards = [[name] for name in inner if name not in split]
+  return sizes, [[_WORKER], *shards, [*split, _CHUNK], [_N]]
 
 
-def _shard_axes(leaf: Leaf) -> list[int]:
-  """Returns the order of a leaf's axes by the dimensions that they shard."""
-  spec = leaf.sharding.spec
-  return [1 + leaf.sharding.axes.index(axis) for axis in names_of(spec)]
+def _leaf_axes(layout: Layout, leaf: Leaf, workers: int) -> Axes:
+  """Returns the axes of a leaf; the shards of each dimension are joined."""
+  *counts, n = leaf.grid.coefficients_shape
+  sharding = leaf.sharding
+  shards = [x for x in layout.axis_sizes if x[0] in sharding.axes]
+  sizes = {_WORKER: workers, **dict(shards), **dict(enumerate(counts)), _N: n}
+  dims = [[*entry(sharding.spec, dim), dim] for dim in range(len(counts))]
+  return sizes, [[_WORKER], *dims, [_N]]
+
+
+def _join_axes(x: Any, sizes: dict[Any, int], groups: list[list[Any]]) -> Any:
+  """Returns an array of axes of these sizes with one axis for each group."""
+  names = list(sizes)
+  order = [names.index(name) for group in groups for name in group]
+  shape = [math.prod(sizes[name] for name in group) for group in groups]
+  return x.reshape(*sizes.values()).transpose(order).reshape(shape)
+
+
+def _split_axes(x: Any, sizes: dict[Any, int], groups: list[list[Any]]) -> Any:
+  """Undoes `_join_axes`."""
+  names = [name for group in groups for name in group]
+  x = x.reshape([sizes[name] for name in names])
+  return x.transpose([names.index(name) for name in sizes])
 
 
 def _pad(x: Any, axis: int, length: int) -> Any:

@@ -450,7 +450,7 @@ def step_of(gradients, given=True):
     (
       lambda: step_of(lambda x: {'v': x[0]}),
       ValueError,
-      'params must have the leaves of the gradients.* v, w',
+      'key mismatch at v, w',
     ),
   ],
 )

@@ -392,7 +392,7 @@ def test_a_whole_model_outside_of_a_step(name):
 def test_parameters_of_other_leaves_than_the_gradients():
   tx = demo_optax.demo(0.1, workers=WORKERS)
   gradients = {'w': jnp.ones((N, 20, 32))}
-  with pytest.raises(ValueError, match='tree that differs: b. Give update the'):
+  with pytest.raises(ValueError, match='key mismatch at b. Give update the'):
     tx.update(gradients, tx.init({'w': PARAMS['w']}), PARAMS)
 
 

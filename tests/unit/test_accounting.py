@@ -306,7 +306,7 @@ MISTAKES = {  # by the end of the message: arguments, or the text of a file
   'argument model: no data': ['of_a_user:breaks'],
   "argument: 'size'": ['of_a_user:needs'],
   "'str' object has no attribute 'shape'": ['of_a_user:text'],
-  'must be real, got complex64': ['of_a_user:signal'],
+  'is complex64': ['of_a_user:signal'],
   "no attribute 'nothing'": ['of_a_user:nothing'],
   "'/a' must be a list": '{"a": [3, "x"]}',
   "'' must be a list": '[[2], [3]]',
