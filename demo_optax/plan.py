@@ -9,7 +9,7 @@ import chex
 import numpy as np
 
 from demo_optax import _checks
-from demo_optax.compressors.compressor import CompressorTree
+from demo_optax.compressors.compressor import CompressorTree, LeafChunks
 from demo_optax.compressors.layout import Layout, Leaf, make_layout
 from demo_optax.exchange.algorithm import ExchangeKind, make_config
 from demo_optax.transformation import resolve_update_values
@@ -23,15 +23,34 @@ class LeafBytes:
   """The bytes of one leaf in an exchange, of all its shards."""
 
   name: str
-  size: int  # elements
+  shape: tuple[int, ...]
   blocks: tuple[int, ...]  # shards inside a worker, along each dimension
   num_chunks: int
   sent_bytes: int  # in a worker's payload, or in the all-reduce
-  is_large: bool  # more than a tenth of its float32 elements is sent
   index_bits: float  # per index, a fraction; 0 without indices
   as_unsharded: bool  # in the chunks of an unsharded worker
   small_blocks: bool  # a side shorter than that worker's chunk
-  cells: tuple[str, ...]  # its row of the table, without the name
+  cells: tuple[str, ...]  # of the table, about its chunks
+
+  @property
+  def size(self) -> int:
+    """Number of elements."""
+    return math.prod(self.shape)
+
+  @property
+  def is_large(self) -> bool:
+    """Whether more than a tenth of its float32 elements is sent."""
+    return self.sent_bytes > 0.4 * self.size
+
+  @property
+  def row(self) -> tuple[str, ...]:
+    """Its row of the table, without the name."""
+    sent = _num_bytes(self.sent_bytes) + ('!' if self.is_large else '')
+    blocks = _times(self.blocks) if math.prod(self.blocks) > 1 else '-'
+    if not self.as_unsharded:
+      blocks += '*'
+    shape = _times(self.shape) or 'scalar'
+    return shape, f'{self.num_chunks}', *self.cells, sent, blocks
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -93,22 +112,24 @@ class Plan:
 
   def table(self) -> str:
     """Returns the costs of leaves; equal ones share a row."""
-    equal = collections.defaultdict(list)
+    names = collections.defaultdict(list)
     for leaf in self.leaves:
-      equal[leaf.cells].append(leaf.name)
+      names[leaf.row].append(leaf.name)
     header = 'leaf shape chunks of topk indices bits values sent blocks'
-    rows = [tuple(header.split())]
-    for (*cells, sent, blocks), (name, *others) in equal.items():
+    rows = [header.split()]
+    for (*cells, sent, blocks), (name, *others) in names.items():
       if others:
         name, sent = f'{name} and {len(others)} more', f'{sent} each'
-      rows.append((name, *cells, sent, blocks))
+      rows.append([name, *cells, sent, blocks])
     if all(row[-1] == '-' for row in rows[1:]):
       rows = [row[:-1] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []
-    for row in rows:
-      cells = [cell.rjust(width) for cell, width in zip(row, widths)]
-      lines.append('  '.join([row[0].ljust(widths[0]), *cells[1:]]).rstrip())
+    for name, *cells in rows:
+      line = name.ljust(widths[0])
+      for cell, width in zip(cells, widths[1:]):
+        line += '  ' + cell.rjust(width)
+      lines.append(line.rstrip())
     if any(leaf.is_large for leaf in self.leaves):
       lines.append(
         '! sends more than a tenth of the leaf. If that is much of the total,'
@@ -133,15 +154,13 @@ class Plan:
       f'{self.size:,} elements, {self.num_workers} workers. Per worker'
       f' and step (sends {share:.2%} of a float32 gradient):'
     ]
-    for name, out, back in (
-      (
-        'all_to_all' if self.update_bytes else 'this exchange',
-        self.sent_bytes,
-        self.received_bytes,
-      ),
-      ('all-reduce float32', self.dense_bytes(4), self.dense_bytes(4)),
-      ('all-reduce bfloat16', self.dense_bytes(2), self.dense_bytes(2)),
-    ):
+    ours = 'all_to_all' if self.update_bytes else 'this exchange'
+    directions = {
+      ours: (self.sent_bytes, self.received_bytes),
+      'all-reduce float32': (self.dense_bytes(4),) * 2,
+      'all-reduce bfloat16': (self.dense_bytes(2),) * 2,
+    }
+    for name, (out, back) in directions.items():
       lines.append(
         f'  {name:<20} sends {_num_bytes(out):>10}, receives'
         f' {_num_bytes(back):>10}'
@@ -202,39 +221,45 @@ def plan(
   if not isinstance(workers, Workers):
     _checks.check_positive('workers', workers)
     workers = Workers.simulated(workers)
-  specs, axis, count = workers.param_specs, workers.axis_name, workers.count
-  is_relayed = workers.relay is not None
+  specs, count = workers.param_specs, workers.count
   layout = make_layout(params, compressor, specs)
   unsharded = make_layout(params, compressor, REPLICATED)
-  leaves = tuple(
-    _leaf_bytes(leaf, alone)
-    for leaf, alone in zip(layout.leaves, unsharded.leaves)
-    if not leaf.is_frozen
-  )
-  averaged = [_shard_bytes(layout.leaves[i]) for i in layout.averaged]
-  ordered = sum(size for size in averaged if size <= ORDERED_BYTES)
-  written = resolve_update_values(exchange, update_values, workers)
-  kind = 'all_gather' if is_relayed else exchange
-  config = make_config(layout, 'senders', kind, count, written)
-  sizes = {
-    name: math.prod(shape) * np.dtype(dtype).itemsize
-    for name, (shape, dtype) in config.packer.shapes.items()
-  }
-  payload = sizes.pop(config.packer.name, 0)
-  summed = sum(sizes.values()) + sum(averaged) - ordered
-  updates = 0
-  if config.update_packer is None:
-    payload += ordered
-  else:
-    updates = (config.update_packer.num_bytes + ordered) * count
-  if is_relayed:  # sums are computed from all workers' summands
+  leaves = []
+  for leaf, alone in zip(layout.leaves, unsharded.leaves):
+    if not leaf.is_frozen:
+      leaves.append(_leaf_bytes(leaf, alone))
+
+  values = resolve_update_values(exchange, update_values, workers)
+  if workers.relay is not None:
+    exchange = 'all_gather'
+  config = make_config(layout, 'senders', exchange, count, values)
+  owners = config.update_packer
+  payload = summed = updates = 0
+  for name, (shape, dtype) in config.packer.shapes.items():
+    num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+    if name == config.packer.name:
+      payload += num_bytes
+    else:
+      summed += num_bytes
+  for i in layout.averaged:
+    num_bytes = _shard_bytes(layout.leaves[i])
+    if num_bytes > ORDERED_BYTES:
+      summed += num_bytes
+    elif owners is None:
+      payload += num_bytes
+    else:
+      updates += num_bytes * count
+  if owners is not None:
+    updates += owners.num_bytes * count
+  if workers.relay is not None:  # sums are of all workers' summands
     payload, summed = payload + summed, 0
+
   sent, received = min(count - 1, 1) * payload, (count - 1) * payload
   if updates:  # to owners, and from them: equally many each way
     sent = received = (payload + updates) // count * (count - 1)
   sums = round(2 * summed * (count - 1) / count)  # in a ring
   return Plan(
-    leaves=leaves,
+    leaves=tuple(leaves),
     size=sum(leaf.size for leaf in leaves),
     num_workers=count,
     num_devices=specs.devices,
@@ -242,61 +267,54 @@ def plan(
     received_bytes=(received + sums) * specs.devices,
     payload_bytes=payload * specs.devices,
     summed_bytes=summed * specs.devices,
-    device_bytes={(axis,): received + sums, **_joined(layout)},
+    device_bytes={(workers.axis_name,): received + sums, **_joined(layout)},
     update_bytes=updates * specs.devices,
   )
 
 
 def _leaf_bytes(leaf: Leaf, alone: Leaf) -> LeafBytes:
   """Returns the bytes of a leaf, which is `alone` in an unsharded worker."""
-  blocks, size = leaf.sharding.blocks, math.prod(leaf.shape)
-  num_shards, num_chunks, index_bits = math.prod(blocks), 1, 0.0
-  as_unsharded, small_blocks = leaf.record == alone.record, False
-  of_chunk = 'whole', 'all', 'shared', '-', 'averaged'
+  blocks = leaf.sharding.blocks
+  num_shards = math.prod(blocks)
+  num_chunks, index_bits, small_blocks = 1, 0.0, False
+  cells = ['whole', 'all', 'shared', '-', 'averaged']
   if leaf.chunks is not None:  # else its gradient is averaged uncompressed
-    grid, form, code = (
-      leaf.grid,
-      leaf.chunks.format,
-      leaf.chunks.format.index_code,
-    )
+    grid, chunk_format = leaf.grid, leaf.chunks.format
     num_chunks = num_shards * grid.num_chunks
-    index_bits = code.bits / form.k if code else 0.0
-    of_chunk = (
-      'whole' if grid.whole else _times(grid.lengths[-2:]),
-      'all' if form.k == form.n else f'{form.k}',
-      'shared'
-      if form.shared
-      else 'group'
-      if form.grouped
-      else code.name
-      if code
-      else '-',
-      f'{index_bits:.2f}' if code else '-',
-      form.values,
-    )
-    sides = zip(grid.folded[-2:], alone.grid.lengths[-2:])
-    small_blocks = not alone.grid.whole and any(d < n for d, n in sides)
-  sent_bytes = num_shards * _shard_bytes(leaf)
-  is_large = sent_bytes > 0.4 * size
-  cells = (
-    _times(leaf.shape) or 'scalar',
-    f'{num_chunks}',
-    *of_chunk,
-    _num_bytes(sent_bytes) + ('!' if is_large else ''),
-    (_times(blocks) if num_shards > 1 else '-') + ('' if as_unsharded else '*'),
-  )
+    if code := chunk_format.index_code:
+      index_bits = code.bits / chunk_format.k
+    cells = _cells(leaf.chunks)
+    if not alone.grid.whole:
+      sides = zip(grid.folded[-2:], alone.grid.lengths[-2:])
+      small_blocks = any(length < side for length, side in sides)
   return LeafBytes(
-    leaf.name,
-    size,
-    blocks,
-    num_chunks,
-    sent_bytes,
-    is_large,
-    index_bits,
-    as_unsharded,
-    small_blocks,
-    cells,
+    name=leaf.name,
+    shape=leaf.shape,
+    blocks=blocks,
+    num_chunks=num_chunks,
+    sent_bytes=num_shards * _shard_bytes(leaf),
+    index_bits=index_bits,
+    as_unsharded=leaf.record == alone.record,
+    small_blocks=small_blocks,
+    cells=tuple(cells),
   )
+
+
+def _cells(chunks: LeafChunks) -> list[str]:
+  """Returns cells of a row: chunk, topk, indices, bits and values."""
+  grid, chunk_format = chunks.grid, chunks.format
+  indices, bits = 'shared' if chunk_format.shared else '-', '-'
+  if code := chunk_format.index_code:
+    indices = 'group' if chunk_format.grouped else code.name
+    bits = f'{code.bits / chunk_format.k:.2f}'
+  is_all = chunk_format.k == chunk_format.n
+  return [
+    'whole' if grid.whole else _times(grid.lengths[-2:]),
+    'all' if is_all else f'{chunk_format.k}',
+    indices,
+    bits,
+    chunk_format.values,
+  ]
 
 
 def _shard_bytes(leaf: Leaf) -> int:
