@@ -22,13 +22,14 @@ class _Parser(argparse.ArgumentParser):
     self.exit(2, f'{self.prog}: {message}\n')
 
 
-class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
+class Handler(logging.StreamHandler):  # type: ignore[type-arg]
   """Writes to standard error; a pipe that nobody reads loses lines.
 
   A relay that waits for a reader of its log would stop all workers.
   """
 
   def emit(self, record: logging.LogRecord) -> None:
+    """Writes a line, if it need not wait."""
     _, can_write, _ = select.select([], [self.stream], [], 0)
     if can_write:
       super().emit(record)
@@ -97,19 +98,19 @@ def serve(args: list[str]) -> None:
   host = host or ('*' if given['keys'] else '127.0.0.1')
   if not 0 <= port < 2**16:
     parser.error(f'port must be from 0 to 65,535, got {port}. Give another.')
+  with _explained(parser):
+    served = relay.Relay(f'tcp://{host}:{port}', **given)
   logging.basicConfig(
     level=logging.INFO,
     format='%(asctime)s %(message)s',
     datefmt='%H:%M:%S',
-    handlers=[_Handler()],
+    handlers=[Handler()],
   )
   stopped: list[int] = []
   for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda n, _: stopped.append(n))
   _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
   resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-  with _explained(parser):
-    served = relay.Relay(f'tcp://{host}:{port}', **given)
   print(f'relay for {given["workers"]} workers on {served.address}', flush=True)
   if given['keys'] is None:
     print('no keys: this machine alone can reach it', flush=True)

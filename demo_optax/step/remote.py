@@ -73,10 +73,14 @@ class RemoteProgram:
 
   def __call__(self, *arrays: Any) -> tuple[list[Any], Returned]:
     """Runs the step; if it fails, the arrays are as they were before."""
+    with self._link.interruptible():
+      return self._run_step(arrays), self._returned
+
+  def _run_step(self, arrays: Sequence[Any]) -> list[Any]:
     self.trace(*arrays)
     link = self._link
     if not self._nexts:
-      return self._evaluate(arrays), self._returned
+      return self._evaluate(arrays)
     link.shared = link.shared or self._shared
     if self._shared != link.shared:
       raise ValueError(
@@ -88,11 +92,10 @@ class RemoteProgram:
     self._tag = frames.tag(
       self._messages, _joined([arrays[n] for n in self._given]), True
     )
-    with link.interruptible():
-      values = self._train(arrays)
+    values = self._train(arrays)
     if self._is_source:
       link.send_state(_joined([values[i] for i in self._nexts.values()]))
-    return values, self._returned
+    return values
 
   def _train(self, arrays: Sequence[Any]) -> list[Any]:
     """Runs a training step in the round that is open."""
@@ -134,7 +137,7 @@ class RemoteProgram:
     """
     before = self._link.position
     if self._link.open >= 0 and before.chain:
-      with contextlib.suppress(Behind), self._link.interruptible():
+      with contextlib.suppress(Behind):
         return self._execute(self._plan, arrays, self._exchange)
       self._link.position = before
     _LOG.warning('%s evaluates alone', self._workers)

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import logging
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ import zmq
 from test_bits import Clock, Joined, at_once, pass_when
 
 import demo_optax
+from demo_optax.remote import __main__ as command
 from demo_optax.remote import frames
 from demo_optax.remote.frames import Header
 from demo_optax.remote.link import Behind, Link, Position
@@ -306,6 +308,55 @@ def test_the_command(tmp_path):
     )
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 0
+
+
+@pytest.mark.parametrize(
+  'args, error',
+  [
+    ('--wrokers 2', 'unrecognized arguments: --wrokers 2'),
+    ('--port 7077', '--workers must be given.'),
+    ('--workers two', "argument --workers: invalid int value: 'two'"),
+    ('--workers 0', 'workers must be from 1 to 65,535, got 0.'),
+    ('--workers 2 --quorum 3', 'quorum must be from 1 to 2, got 3.'),
+    ('--workers 2 --deadline nan', 'deadline must be from 0.001 to'),
+    ('--workers 2 --deadline -1', 'deadline must be from 0.001 to'),
+    ('--workers 2 --start inf', 'start must be from 0 to'),
+    ('--workers 2 --history -5', 'history must be from 1 to'),
+    ('--workers 2 --max-message -1', 'max_message must be from 1,048,576 to'),
+    ('--workers 2 --port 70000', 'port must be from 0 to 65,535, got 70000.'),
+    ('--workers 2 --host 10.1.2.3', 'keys must be given for a relay at'),
+    ('--workers 2 --host 127.1.2.x', "'tcp://127.1.2.x:7077'"),
+    ('--workers 2 --keys /nope', "No such file or directory: '/nope'"),
+    ('--workers 2 --port {used}', 'Address already in use'),
+    ('keys {folder} --workers 0', 'workers must be from 1 to 65,535, got 0.'),
+    ('keys /dev/null/x --workers 2', "Not a directory: '/dev/null/x'"),
+  ],
+)
+def test_a_wrong_command(joined, tmp_path, args, error, capsys):
+  """One line, exit code 2, and no traceback."""
+  used = joined.address.rpartition(':')[2]
+  words = args.format(used=used, folder=tmp_path).split()
+  is_keys = words[0] == 'keys'
+  with pytest.raises(SystemExit) as ended:
+    (command.write_keys if is_keys else command.serve)(words[is_keys:])
+  assert ended.value.code == 2
+  (line,) = capsys.readouterr().err.splitlines()
+  assert line.startswith('python -m demo_optax.remote') and error in line
+
+
+def test_a_log_that_nobody_reads():
+  """A full pipe loses lines; the relay does not wait for a reader."""
+  read, write = os.pipe()
+  with os.fdopen(write, 'w') as stream:
+    handler = command.Handler(stream)
+    record = logging.LogRecord('', 0, '', 0, 'x' * 300, (), None)
+    for _ in range(1000):
+      handler.emit(record)
+    found = os.read(read, 1 << 20).count(b'\n')
+    assert 100 < found < 1000
+    handler.emit(record)
+    assert os.read(read, 1 << 20) == b'x' * 300 + b'\n'
+  os.close(read)
 
 
 def test_a_run_begins_with_the_newest_state():

@@ -1,0 +1,100 @@
+"""Workers that wait for a relay: signals end them, and `pause` needs one."""
+
+import os
+import signal
+import threading
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_bits import Clock, Joined
+
+import demo_optax
+from demo_optax.remote.link import link_of
+
+
+@pytest.fixture(name='heard')
+def make_heard():
+  """Signals that a program only notes, to end after its step."""
+  heard = []
+  former = {
+    number: signal.signal(number, lambda number, _: heard.append(number))
+    for number in (signal.SIGTERM, signal.SIGINT)
+  }
+  handlers = list(map(signal.getsignal, former))
+  yield heard
+  assert list(map(signal.getsignal, former)) == handlers
+  for number, handler in former.items():
+    signal.signal(number, handler)
+
+
+def make_step(workers):
+  return demo_optax.data_parallel(workers, batch_argnames='x')(
+    lambda params, x: {'w': params['w'] + demo_optax.over_workers(x.mean())}
+  )
+
+
+def interrupted(workers, number, call):
+  """Returns seconds from a signal to the end of a call that it ends."""
+  link, sent = link_of(workers), []
+
+  def send_once():
+    if not sent:
+      sent.append(time.monotonic())
+      os.kill(os.getpid(), number)
+    assert time.monotonic() - sent[0] < 20, 'it has not ended'
+
+  link.while_waiting = send_once
+  with pytest.raises(KeyboardInterrupt):
+    call()
+  del link.while_waiting
+  return time.monotonic() - sent[0]
+
+
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_without_a_relay(heard, number):
+  workers = demo_optax.Workers.remote(
+    f'tcp://127.0.0.1:{number:d}', rank=0, count=2
+  )
+  step, params = make_step(workers), {'w': jnp.zeros(3)}
+  seconds = interrupted(
+    workers, number, lambda: step(params, x=np.ones(2, np.float32))
+  )
+  link_of(workers).close()
+  assert seconds < 5 and heard == [number]
+  np.testing.assert_array_equal(params['w'], np.zeros(3))
+
+
+def test_a_signal_before_the_run_and_in_a_round(heard):
+  """The others do not come, or do not send; a step that ends is not disturbed."""
+  x = np.ones(2, np.float32)
+  with Joined(2, clock=Clock()) as joined:
+    one, other = map(joined.workers, range(2))
+    step, params = make_step(one), {'w': jnp.zeros(3)}
+    assert interrupted(one, signal.SIGTERM, lambda: step(params, x=x)) < 5
+    ready = threading.Event()
+
+    def train():
+      theirs = make_step(other)(params, x=x)
+      ready.wait(20)
+      make_step(other)(theirs, x=x)
+
+    thread = threading.Thread(target=train, daemon=True)
+    thread.start()
+    params = step(params, x=x)
+    assert interrupted(one, signal.SIGTERM, lambda: step(params, x=x)) < 5
+    # One that comes in the middle of a step, which the other one lets end.
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM))
+    late = threading.Timer(0.3, ready.set)
+    for each in (timer, late):
+      each.start()
+    params = step(params, x=x)
+    thread.join(20)
+    np.testing.assert_array_equal(params['w'], np.full(3, 2))
+  assert heard == [signal.SIGTERM] * 3
+
+
+def test_pause_needs_a_relay():
+  with pytest.raises(ValueError, match=r'workers must be Workers.remote, got'):
+    demo_optax.remote.pause(demo_optax.Workers.simulated(2))
