@@ -50,10 +50,10 @@ class Code:
 
   def pack(self, *numbers: jax.Array) -> jax.Array:
     """Packs `[..., chunks, count]` of each part; returns uint32 words."""
-    packed = [
-      x if width == 32 else packing.pack_bits(x, width)
-      for x, (_, width) in zip(map(as_row, numbers), self.parts)
-    ]
+    packed = []
+    for x, (_, width) in zip(numbers, self.parts):
+      row = as_row(x)
+      packed.append(row if width == 32 else packing.pack_bits(row, width))
     return jnp.concatenate(packed, axis=-1)
 
   def unpack(self, data: jax.Array, chunks: int) -> list[jax.Array]:

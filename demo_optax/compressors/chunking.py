@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +81,9 @@ class ChunkGrid:
 
   @property
   def _counts(self) -> list[int]:
-    return [-(-d // l) for d, l in zip(self.folded, self.lengths)]
+    """Number of chunks along each dimension of the folded array."""
+    sizes = zip(self.folded, self.lengths)
+    return [-(-size // length) for size, length in sizes]
 
   @property
   def sides(self) -> tuple[int, int]:
@@ -110,15 +111,19 @@ class ChunkGrid:
   @property
   def ends(self) -> tuple[int, ...]:
     """Elements added at the end of each dimension of the folded array."""
-    return tuple(-d % l for d, l in zip(self.folded, self.lengths))
+    sizes = zip(self.folded, self.lengths)
+    return tuple(-size % length for size, length in sizes)
 
 
 def folds(ndim: int, batch_dims: int = 0) -> list[tuple[int, int]]:
   """Returns all folds of an array; the last one leaves it as it is."""
-  first = min(batch_dims, ndim - 2)
-  return [
-    (b, j) for b in range(max(first, 0), ndim - 1) for j in range(b + 1, ndim)
-  ] or [(ndim - 2, ndim - 1)]
+  if ndim < 2:
+    return [(ndim - 2, ndim - 1)]
+  found = []
+  for rows_from in range(min(batch_dims, ndim - 2), ndim - 1):
+    for cols_from in range(rows_from + 1, ndim):
+      found.append((rows_from, cols_from))
+  return found
 
 
 def chunk_length(size: int, chunk_size: int, *, padding: bool = True) -> int:
@@ -136,7 +141,8 @@ def chunk_length(size: int, chunk_size: int, *, padding: bool = True) -> int:
   """
   if padding:
     return -(-size // -(-size // chunk_size))
-  return max(l for l in range(1, min(size, chunk_size) + 1) if size % l == 0)
+  lengths = range(1, min(size, chunk_size) + 1)
+  return max(length for length in lengths if size % length == 0)
 
 
 def chunk_grid(
@@ -152,12 +158,11 @@ def chunk_grid(
   last two dimensions (of a vector: the second).
   """
   sides = (chunk_size,) * 2 if isinstance(chunk_size, int) else chunk_size
-  matrix = ChunkGrid(shape, (), fold=fold).folded
-  lengths = tuple(
-    chunk_length(d, side, padding=padding)
-    for d, side in zip(matrix[::-1], sides[::-1])
-  )[::-1]
-  return ChunkGrid(shape, (1,) * (len(matrix) - 2) + lengths, fold=fold)
+  folded = ChunkGrid(shape, (), fold=fold).folded
+  lengths = [1] * len(folded)
+  for dim in range(-min(2, len(folded)), 0):
+    lengths[dim] = chunk_length(folded[dim], sides[dim], padding=padding)
+  return ChunkGrid(shape, tuple(lengths), fold=fold)
 
 
 # Cutting ----------------------------------------------------------------------
@@ -166,18 +171,21 @@ def chunk_grid(
 def to_chunks(x: jax.Array, grid: ChunkGrid) -> jax.Array:
   """Cuts an array `[*grid.shape]` into chunks `[num_chunks, n]`."""
   x = x.reshape(grid.folded)
-  x = plain.pad(x, [(0, p) for p in grid.ends])
-  (batch, rows, cols), (row_length, col_length) = grid.folded_counts, grid.sides
+  x = plain.pad(x, [(0, end) for end in grid.ends])
+  batch, rows, cols = grid.folded_counts
+  row_length, col_length = grid.sides
   x = x.reshape(batch, rows, row_length, cols, col_length)
-  return x.transpose(0, 1, 3, 2, 4).reshape(grid.num_chunks, -1)
+  x = x.transpose(0, 1, 3, 2, 4)  # [batch, rows, cols, row_length, col_length]
+  return x.reshape(grid.num_chunks, -1)
 
 
 def from_chunks(x: jax.Array, grid: ChunkGrid) -> jax.Array:
   """Undoes `to_chunks`, dropping the padding."""
-  x = x.reshape(*grid.folded_counts, *grid.sides).transpose(0, 1, 3, 2, 4)
-  x = x.reshape([d + p for d, p in zip(grid.folded, grid.ends)])
+  x = x.reshape(*grid.folded_counts, *grid.sides)
+  x = x.transpose(0, 1, 3, 2, 4)  # [batch, rows, row_length, cols, col_length]
+  x = x.reshape([size + end for size, end in zip(grid.folded, grid.ends)])
   if any(grid.ends):
-    x = x[tuple(slice(d) for d in grid.folded)]
+    x = x[tuple(map(slice, grid.folded))]
   return x.reshape(grid.shape)
 
 
@@ -205,6 +213,10 @@ def inverse(c: jax.Array, sides: tuple[int, int], basis: Basis) -> jax.Array:
   return _apply(c, _matrix(basis, cols)).reshape(-1, rows * cols)
 
 
+# An index into `[batch, rows, cols]`, and a function of `[..., n]`.
+Edge = tuple[tuple[slice | int, ...], Callable[[jax.Array], jax.Array]]
+
+
 def clear_padding(c: jax.Array, grid: ChunkGrid, basis: Basis) -> jax.Array:
   """Projects coefficients onto arrays that are zero in the padding.
 
@@ -218,17 +230,11 @@ def clear_padding(c: jax.Array, grid: ChunkGrid, basis: Basis) -> jax.Array:
   return c.reshape(shape)
 
 
-def edges(
-  grid: ChunkGrid, basis: Basis
-) -> list[tuple[Any, Callable[[jax.Array], jax.Array]]]:
-  """Returns, for each padded side, the chunks there and their projection.
-
-  These are an index into `[batch, rows, cols]`, and a function of coefficients
-  `[..., n]` that projects as `clear_padding` does.
-  """
+def edges(grid: ChunkGrid, basis: Basis) -> list[Edge]:
+  """Returns, for each padded side, the chunks there and their projection."""
   rows, cols = grid.sides
   row_padding, col_padding = (0, 0, *grid.ends)[-2:]
-  found: list[Any] = []
+  found: list[Edge] = []
   for at, axis, length, padding in (
     (np.s_[:, -1], 2, rows, row_padding),
     (np.s_[:, :, -1], 1, cols, col_padding),

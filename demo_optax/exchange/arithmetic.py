@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -16,8 +17,8 @@ def accumulate_and_select(
   bucket: Bucket,
   gradients: jax.Array,
   momentum: jax.Array,
-  decay: Any,
-  weight: Any,
+  decay: chex.Numeric,
+  weight: chex.Numeric,
   valid: jax.Array,
   step: jax.Array,
 ) -> tuple[jax.Array, Selected]:
@@ -28,11 +29,11 @@ def accumulate_and_select(
   n, k = bucket.format.n, bucket.format.k
   shared = _shared_indices(bucket, step) if bucket.format.shared else None
 
-  def add_piece(momentum: jax.Array, start: Any, rows: int) -> Any:
+  def add_piece(momentum: jax.Array, start: chex.Numeric, rows: int) -> Any:
     g = _load(gradients, start, rows)  # [rows, n]
     old = _load(momentum, start, rows)
 
-    def add(_: Any, m: jax.Array) -> jax.Array:
+    def add(_: object, m: jax.Array) -> jax.Array:
       c = rounding.mul_no_fma(weight, g)
       if bucket.content == 'chunks':
         c = chunking.transform(c, bucket.sides, bucket.basis)
@@ -71,7 +72,9 @@ def subtract(
   if not platform.chunks_in_lanes(bucket.rows) or indices is None:
     return topk.subtract(momentum, indices, values, grouped)
 
-  def subtract_piece(momentum: jax.Array, start: Any, rows: int) -> Any:
+  def subtract_piece(
+    momentum: jax.Array, start: chex.Numeric, rows: int
+  ) -> Any:
     at, leaving = (_piece_of(x, start, rows) for x in (indices, values))
     m = _load(momentum, start, rows)
     return _store(momentum, topk.subtract(m, at, leaving, grouped), start), None
@@ -93,7 +96,7 @@ def merge(
     indices = jnp.broadcast_to(indices, (1, bucket.rows, k))
     received = received._replace(indices=indices)
 
-  def merge_piece(carry: Any, start: Any, rows: int) -> Any:
+  def merge_piece(carry: Any, start: chex.Numeric, rows: int) -> Any:
     updates, distinct = carry
 
     indices, values = jax.tree.map(  # [senders, rows, k]
@@ -135,19 +138,21 @@ def _in_pieces(bucket: Bucket, piece: Any, carry: Any) -> tuple[Any, Any]:
   )
 
 
-def _piece_of(x: jax.Array, start: Any, rows: int, axis: int = 0) -> jax.Array:
+def _piece_of(
+  x: jax.Array, start: chex.Numeric, rows: int, axis: int = 0
+) -> jax.Array:
   if rows == x.shape[axis]:
     return x
   return jax.lax.dynamic_slice_in_dim(x, start, rows, axis)
 
 
-def _load(x: jax.Array, start: Any, rows: int) -> jax.Array:
+def _load(x: jax.Array, start: chex.Numeric, rows: int) -> jax.Array:
   x = _piece_of(x, start, rows)
   # If not first in rows, XLA would prefer lanes for all of the bucket.
   return platform.laid_out(platform.laid_out(x, in_lanes=False), in_lanes=True)
 
 
-def _store(x: jax.Array, part: jax.Array, start: Any) -> jax.Array:
+def _store(x: jax.Array, part: jax.Array, start: chex.Numeric) -> jax.Array:
   part = platform.laid_out(part, in_lanes=False)
   if part.shape == x.shape:
     return part

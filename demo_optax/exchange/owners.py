@@ -43,12 +43,14 @@ class UpdatePacker:
   def shares(self) -> dict[int, Bucket]:
     """By bucket number, the part that one owner writes."""
     found = {}
-    for i, b in enumerate(self.buckets):
-      if not b.format.shared:
-        n, dtype = b.format.n, b.format.dtype
-        written = ChunkFormat(n, n, dtype, self.values)
-        share = b.share(self.num_owners)
-        found[i] = dataclasses.replace(share, format=written)
+    for number, bucket in enumerate(self.buckets):
+      if bucket.format.shared:
+        continue
+      n, dtype = bucket.format.n, bucket.format.dtype
+      found[number] = dataclasses.replace(
+        bucket.share(self.num_owners),
+        format=ChunkFormat(n, n, dtype, self.values),
+      )
     return found
 
   @property
@@ -65,12 +67,12 @@ class UpdatePacker:
   @property
   def residuals(self) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes and dtypes of an owner's residuals, by bucket name."""
-    if self.values in WITHOUT_RESIDUAL:
-      return {}
-    return {
-      x.name: jax.ShapeDtypeStruct((x.num_chunks, x.format.n), x.format.dtype)
-      for x in self.shares.values()
-    }
+    found = {}
+    if self.values not in WITHOUT_RESIDUAL:
+      for share in self.shares.values():
+        shape = share.num_chunks, share.format.n
+        found[share.name] = jax.ShapeDtypeStruct(shape, share.format.dtype)
+    return found
 
   def pack(
     self,
@@ -86,25 +88,22 @@ class UpdatePacker:
     assert report.num_valid is not None
     # If every worker is excluded, apply nothing, not even a pending residual.
     someone = report.num_valid > 0
-    data, kept = [], {}
-    for i, share in self.shares.items():
-      u = updates[i][: share.num_chunks]
+    packed, kept = [], {}
+    for number, share in self.shares.items():
+      update = updates[number][: share.num_chunks]
       old = residuals.get(share.name)
       if old is not None:
-        u = plain.where(someone, u + old, jnp.zeros_like(u))
-      written, read = share.format.encode(None, u)
-      data.append(written)
+        zeros = jnp.zeros_like(update)
+        update = plain.where(someone, update + old, zeros)
+      words, decoded = share.format.encode(None, update)
+      packed.append(words)
       if old is not None:
-        kept[share.name] = plain.where(someone, u - read, old)
-    numbers = jnp.concatenate(
-      [
-        report.num_valid.astype(jnp.float32)[None],
-        report.energies,
-        jnp.stack([report.distinct[i] for i in self.shares]),
-      ]
-    )
+        kept[share.name] = plain.where(someone, update - decoded, old)
+    count = report.num_valid.astype(jnp.float32)[None]
+    distinct = jnp.stack([report.distinct[number] for number in self.shares])
+    numbers = jnp.concatenate([count, report.energies, distinct])
     numbers = jax.lax.bitcast_convert_type(numbers, jnp.uint32)
-    return as_rows(jnp.concatenate([*data, numbers])), kept
+    return as_rows(jnp.concatenate([*packed, numbers])), kept
 
   def unpack(
     self, data: jax.Array, distinct: Sequence[jax.Array], group: Group
@@ -121,18 +120,20 @@ class UpdatePacker:
     num_valid = jnp.min(numbers[:, 0]).astype(jnp.int32)
     num_valid = group.over_devices(jax.lax.pmin, num_valid)
     someone = num_valid > 0
-    found = {}
-    for part, (i, share) in zip(parts, self.shares.items()):
+    updates = {}
+    for part, (number, share) in zip(parts, self.shares.items()):
+      # [owners, chunks, n]
       _, values, sound = share.format.decode(part, share.num_chunks)
       values = plain.where(sound[:, None, None] & someone, values, 0)
-      values = values.reshape(-1, share.format.n)
-      found[i] = values[: self.buckets[i].num_chunks]
+      chunks = values.reshape(-1, share.format.n)
+      updates[number] = chunks[: self.buckets[number].num_chunks]
     totals = jnp.sum(numbers[:, 1 + ENERGIES :], axis=0)
     all_distinct = list(distinct)
-    for (i, share), total in zip(self.shares.items(), totals):
+    for (number, share), total in zip(self.shares.items(), totals):
+      bucket = self.buckets[number]
       # Padding chunks of owners count as sent; remove them.
-      padding = self.num_owners * share.num_chunks - self.buckets[i].num_chunks
-      padding *= self.buckets[i].format.k
-      all_distinct[i] = total - padding * someone.astype(jnp.float32)
+      padding = self.num_owners * share.num_chunks - bucket.num_chunks
+      padding *= bucket.format.k
+      all_distinct[number] = total - padding * someone.astype(jnp.float32)
     energies = jnp.max(numbers[:, 1 : 1 + ENERGIES], axis=0)
-    return found, Report(num_valid, energies, all_distinct)
+    return updates, Report(num_valid, energies, all_distinct)

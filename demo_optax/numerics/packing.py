@@ -36,8 +36,9 @@ def pack_bits(numbers: jax.Array, width: int) -> jax.Array:
     x &= jnp.uint32(2**part - 1)
     missing = words * in_word - count
     x = plain.pad(x, [(0, 0)] * len(batch) + [(0, missing)])
-    x = x.reshape(*batch, in_word, words) << _places(part, len(batch))
-    planes.append(jnp.sum(x, axis=-2, dtype=jnp.uint32))
+    x = x.reshape(*batch, in_word, words)
+    shifted = x << _places(part, len(batch))
+    planes.append(jnp.sum(shifted, axis=-2, dtype=jnp.uint32))
     start += part
   if not planes:
     return jnp.zeros((*batch, 0), jnp.uint32)
@@ -61,7 +62,8 @@ def unpack_bits(words: jax.Array, count: int, width: int) -> jax.Array:
 
 def _parts(width: int) -> list[int]:
   """Returns the powers of two whose sum is `width`, ascending."""
-  return [1 << b for b in range(width.bit_length()) if width >> b & 1]
+  powers = [1 << place for place in range(width.bit_length())]
+  return [power for power in powers if width & power]
 
 
 def _places(part: int, batch: int) -> np.ndarray:
@@ -80,7 +82,7 @@ def places_of_ones(ones: jax.Array, k: int) -> jax.Array:
   *batch, size = ones.shape
   rows = math.prod(batch)
   ones = plain.pad(ones.reshape(rows, size), ((0, 0), (0, -size % _WORD)))
-  ones = ones.reshape(rows, -1, _WORD)
+  ones = ones.reshape(rows, -1, _WORD)  # [rows, words, bits]
   bit = jnp.arange(_WORD, dtype=jnp.uint32)[None, None]
   words = jnp.sum(ones.astype(jnp.uint32) << bit, axis=2, dtype=jnp.uint32)
   number = words.shape[1]

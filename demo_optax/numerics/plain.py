@@ -5,19 +5,20 @@ time that an exchange takes to trace.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 
 from demo_optax.numerics import platform
 
 
-def where(condition: jax.Array, x: Any, y: Any) -> jax.Array:
+def where(condition: jax.Array, x: chex.Numeric, y: chex.Numeric) -> jax.Array:
   """As `jnp.where`, in the dtype of `x`, or of `y` if `x` is a number."""
   like = x if hasattr(x, 'dtype') else y
   shape = jnp.broadcast_shapes(*map(jnp.shape, (condition, x, y)))
-  x, y = (jnp.broadcast_to(jnp.asarray(z, like.dtype), shape) for z in (x, y))
+  x = jnp.broadcast_to(jnp.asarray(x, like.dtype), shape)
+  y = jnp.broadcast_to(jnp.asarray(y, like.dtype), shape)
   if jnp.ndim(condition):  # else it would need the sharding of x
     condition = jnp.broadcast_to(condition, shape)
   return jax.lax.select(condition, x, y)
@@ -30,7 +31,7 @@ def every(flags: Sequence[jax.Array]) -> jax.Array:
 
 
 def pad(
-  x: jax.Array, widths: Sequence[tuple[int, int]], value: Any = 0
+  x: jax.Array, widths: Sequence[tuple[int, int]], value: chex.Numeric = 0
 ) -> jax.Array:
   """As `jnp.pad` with a constant value; nothing if nothing is added."""
   if not any(map(any, widths)):

@@ -3,7 +3,8 @@
 Arrays here are coefficients `[chunks, n]` and selected values `[chunks, k]`.
 """
 
-from typing import Any, Literal
+from types import ModuleType
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -99,9 +100,11 @@ def _count(mask: jax.Array) -> jax.Array:
   return jnp.sum(counts, axis=1, keepdims=True)
 
 
-def _form(grouped: bool) -> Any:
+def _by_tables(grouped: bool) -> ModuleType | None:
   """Returns the module of tables in place of gathers and scatters, or None."""
-  return (groups if grouped else one_hot) if platform.by_product() else None
+  if not platform.by_product():
+    return None
+  return groups if grouped else one_hot
 
 
 def take(
@@ -110,7 +113,7 @@ def take(
   """Returns the values `[chunks, k]` of `coefficients [chunks, n]`."""
   if indices is None:
     return coefficients
-  return (_form(grouped) or packing).take(coefficients, indices)
+  return (_by_tables(grouped) or packing).take(coefficients, indices)
 
 
 def subtract(
@@ -122,8 +125,9 @@ def subtract(
   """Subtracts `values [chunks, k]` at `indices` of `[chunks, n]`."""
   if indices is None:
     return coefficients - values
-  if form := _form(grouped):
-    return coefficients - form.spread(indices, values, coefficients.shape[1])
+  if tables := _by_tables(grouped):
+    n = coefficients.shape[1]
+    return coefficients - tables.spread(indices, values, n)
   return coefficients.at[packing.row_numbers(indices), indices].add(
     -values,
     unique_indices=True,
@@ -149,9 +153,11 @@ def merge(
   float32 `[]`.
   """
   everyone = jnp.sum(present, dtype=jnp.int32)
-  form = groups if grouped and platform.adds_tables() else _form(grouped)
-  if indices is not None and form:
-    total, senders = form.add_up(indices, values, present, n)
+  tables = _by_tables(grouped)
+  if grouped and platform.adds_tables():
+    tables = groups
+  if indices is not None and tables:
+    total, senders = tables.add_up(indices, values, present, n)
     distinct = jnp.sum((senders > 0).astype(jnp.float32))
     if average == 'senders':
       mean = total / jnp.maximum(senders, 1)
@@ -180,9 +186,9 @@ def merge(
 
   # From the values, to vary over the same axes in a shard_map that tracks them.
   zeros = jnp.zeros_like(values, shape=(chunks, n))
-  return jax.lax.fori_loop(
-    0, workers, add_worker, zeros, unroll=platform.unrolled(workers)
-  ), distinct
+  turns = platform.unrolled(workers)
+  mean = jax.lax.fori_loop(0, workers, add_worker, zeros, unroll=turns)
+  return mean, distinct
 
 
 def _count_senders(indices: jax.Array, counted: jax.Array, n: int) -> jax.Array:

@@ -82,13 +82,17 @@ class Group:
     dtype. Returns `[workers, ...]`, a row from each worker, or sums; and bool
     `[]`, whether the message reaches the others, if it may not.
     """
+    found: dict[str, jax.Array] = {}
     if isinstance(self.axis, Programs):
-      met = {name: meet(x, self.axis) for name, x in message.items()}
-      return {
-        name: x.rows if name == GATHERED else jnp.sum(x.rows, axis=0)
-        for name, x in met.items()
-      }, next((x.included for x in met.values()), None)
-    found = {}
+      included = None
+      for name, x in message.items():
+        met = meet(x, self.axis)
+        found[name] = met.rows
+        if name != GATHERED:
+          found[name] = jnp.sum(met.rows, axis=0)
+        if included is None:
+          included = met.included
+      return found, included
     for name, x in message.items():
       if name == GATHERED:
         found[name] = gather(x, self.axis)
@@ -153,13 +157,15 @@ def sums(xs: Sequence[jax.Array], axis: Axis) -> list[jax.Array]:
   """
   wide = [vary(x.astype(widened(x)), axis) for x in xs]
   found: dict[int, jax.Array] = {}
-  kinds: dict[Any, list[int]] = {}
+  together: dict[tuple[jnp.dtype, frozenset[Axis]], list[int]] = {}
   for i, x in enumerate(wide):
     if _is_ordered(x):
-      kinds.setdefault((x.dtype, jax.typeof(x).mat.varying), []).append(i)
-  for numbers in kinds.values():
+      like = x.dtype, jax.typeof(x).mat.varying
+      together.setdefault(like, []).append(i)
+  for numbers in together.values():
     flat, parts_of = flatten_util.ravel_pytree([wide[i] for i in numbers])
-    found |= zip(numbers, parts_of(in_order(gather(flat, axis))))
+    added = in_order(gather(flat, axis))  # gathered: [workers, elements]
+    found |= zip(numbers, parts_of(added))
   return [
     found[i].astype(x.dtype) if i in found else total(x, axis)
     for i, x in enumerate(xs)

@@ -38,29 +38,30 @@ def run(
   ins = jax.tree.leaves(in_specs)
   outs, out_treedef = jax.tree.flatten(out_specs)
 
-  def one_worker(*own: Any) -> list[Any]:
+  def one_worker(*own: jax.Array) -> list[jax.Array]:
     return out_treedef.flatten_up_to(fun(*treedef.unflatten(own)))
 
-  def one_device(*flat: Any) -> list[Any]:
-    found = one_worker(*(x[0] if s.stacked else x for x, s in zip(flat, ins)))
-    return [x[None] if s.stacked else x for x, s in zip(found, outs)]
+  def one_device(*arrays: jax.Array) -> list[jax.Array]:
+    own = [x[0] if spec.stacked else x for x, spec in zip(arrays, ins)]
+    found = one_worker(*own)
+    return [x[None] if spec.stacked else x for x, spec in zip(found, outs)]
 
-  own, out = ([_spec(workers, s) for s in side] for side in (ins, outs))
+  read = [_spec(workers, spec) for spec in ins]
+  written = [_spec(workers, spec) for spec in outs]
   if workers.kind == 'simulated':
     found = _simulate(workers, one_worker, flat, ins, outs)
   elif workers.relay is not None and workers.param_specs.axes:
-    found = _run_in_parts(workers, one_device, flat, own, out)
+    found = _run_in_parts(workers, one_device, flat, read, written)
   elif not workers.stacked_gradients:
     found = one_device(*flat)
   else:
-    found = jax.shard_map(
-      one_device, mesh=workers.mesh, in_specs=tuple(own), out_specs=out
-    )(
-      *(
-        reshard(workers, x, p) if s.stacked else x
-        for x, s, p in zip(flat, ins, own)
-      )
+    for i, spec in enumerate(ins):
+      if spec.stacked:
+        flat[i] = reshard(workers, flat[i], read[i])
+    mapped = jax.shard_map(
+      one_device, mesh=workers.mesh, in_specs=tuple(read), out_specs=written
     )
+    found = mapped(*flat)
   return out_treedef.unflatten(found)
 
 
@@ -76,11 +77,11 @@ def _spec(workers: Workers, spec: Spec) -> P:
 
 def _run_in_parts(
   workers: Workers,
-  one_device: Callable[..., list[Any]],
-  flat: Sequence[Any],
+  one_device: Callable[..., list[jax.Array]],
+  flat: Sequence[jax.Array],
   in_specs: Sequence[P],
   out_specs: Sequence[P],
-) -> list[Any]:
+) -> list[jax.Array]:
   """Runs a function of one device for all devices of one worker.
 
   Messages for other workers pass from one `shard_map` to the next along an axis
@@ -90,38 +91,35 @@ def _run_in_parts(
   shard_map = functools.partial(
     jax.shard_map, mesh=workers.mesh, check_vma=False
   )
-  whole = jax.make_jaxpr(
-    shard_map(one_device, in_specs=tuple(in_specs), out_specs=out_specs)
-  )(*flat)
+  mapped = shard_map(one_device, in_specs=tuple(in_specs), out_specs=out_specs)
+  whole = jax.make_jaxpr(mapped)(*flat)
   (eqn,) = whole.jaxpr.eqns
   (body,) = core.jaxprs_in_params(eqn.params)
   values = dict(zip(whole.jaxpr.invars, flat))
   values |= zip(whole.jaxpr.constvars, whole.consts)
   # Specs of what passes between parts, and the axis of the devices, if any.
-  layouts: dict[Any, tuple[P, int | None]] = {
-    v: (spec, None) for v, spec in zip(body.invars, eqn.params['in_specs'])
-  }
-  for e in body.eqns:
-    if e.primitive is collectives.meet_p:
-      rows, *flags = e.outvars
+  layouts: dict[Any, tuple[P, int | None]] = {}
+  for variable, spec in zip(body.invars, eqn.params['in_specs']):
+    layouts[variable] = spec, None
+  for inner in body.eqns:
+    if inner.primitive is collectives.meet_p:
+      rows, *flags = inner.outvars
       layouts[rows] = P(None, names), 1
       layouts |= dict.fromkeys(flags, (P(), None))
 
   def build(
-    part: Callable[..., Any],
+    part: Callable[..., list[jax.Array]],
     read: list[Any],
     written: list[Any],
     is_last: bool,
-  ) -> Callable[..., Any]:
-    ins = [layouts.get(v, (P(names), 0)) for v in read]
+  ) -> Callable[..., list[jax.Array]]:
+    ins = [layouts.get(variable, (P(names), 0)) for variable in read]
 
-    def on_device(*args: Any) -> list[Any]:
-      found = part(
-        *(
-          x if axis is None else jnp.squeeze(x, axis)
-          for x, (_, axis) in zip(args, ins)
-        )
-      )
+    def on_device(*arrays: jax.Array) -> list[jax.Array]:
+      own = []
+      for x, (_, axis) in zip(arrays, ins):
+        own.append(x if axis is None else jnp.squeeze(x, axis))
+      found = part(*own)
       return found if is_last else [x[None] for x in found]
 
     return shard_map(
@@ -130,10 +128,10 @@ def _run_in_parts(
       out_specs=out_specs if is_last else [P(names)] * len(written),
     )
 
-  plan = split.PartedStep(core.ClosedJaxpr(body, []), build=build)
+  parts = split.PartedStep(core.ClosedJaxpr(body, []), build=build)
   programs = collectives.Programs(workers.count)
-  return plan.run(
-    [values[v] for v in eqn.invars],
+  return parts.run(
+    [values[variable] for variable in eqn.invars],
     lambda _, sent: [collectives.meet(x, programs) for x in sent or ()],
   )
 
@@ -287,11 +285,11 @@ def reshard(workers: Workers, x: jax.Array, spec: P) -> jax.Array:
 
 def _simulate(
   workers: Workers,
-  fun: Callable[..., list[Any]],
-  flat: Sequence[Any],
+  fun: Callable[..., list[jax.Array]],
+  flat: Sequence[jax.Array],
   ins: Sequence[Spec],
   outs: Sequence[Spec],
-) -> list[Any]:
+) -> list[jax.Array]:
   """Runs a function of one device under a `vmap` for each axis of devices.
 
   What is sharded gets an axis for each of them, before the axis of its blocks.
@@ -300,40 +298,48 @@ def _simulate(
   sizes |= workers.param_specs.axis_sizes
   names = list(sizes)
 
-  def position(spec: Spec, name: str) -> int | None:
-    outer = names[: names.index(name)]
+  def axis_of(name: str, spec: Spec) -> int | None:
+    """Returns the axis of an array under the maps of all outer names."""
     axes: list[str | None] = [*names[: spec.stacked]]
-    for d in range(len(spec.inner)):
-      axes += [*entry(spec.inner, d), None]
-    left = [a for a in axes if a not in outer]
-    return left.index(name) if name in left else None
+    for dim in range(len(spec.inner)):
+      axes += [*entry(spec.inner, dim), None]
+    outer = names[: names.index(name)]
+    axes = [axis for axis in axes if axis not in outer]
+    return axes.index(name) if name in axes else None
 
-  mapped: Any = lambda _, *own: fun(*own)  # noqa: E731
+  # Something has to be mapped over every axis.
+  numbers = jnp.zeros([*sizes.values()], jnp.int32)
+
+  def mapped(number: jax.Array, *own: jax.Array) -> list[jax.Array]:
+    del number
+    return fun(*own)
+
   for name in reversed(names):
     # out_axes=None holds because what was gathered is the same for all: merging
     # is done once, not once per worker.
     mapped = jax.vmap(
       mapped,
-      in_axes=(0, *(position(s, name) for s in ins)),
-      out_axes=[position(s, name) for s in outs],
+      in_axes=(0, *(axis_of(name, spec) for spec in ins)),
+      out_axes=[axis_of(name, spec) for spec in outs],
       axis_name=name,
       axis_size=sizes[name],
     )
-  # Something has to be mapped over every axis.
-  numbers = jnp.zeros([*sizes.values()], jnp.int32)
-  found = mapped(numbers, *(_cut(sizes, x, s) for x, s in zip(flat, ins)))
-  return [_join(x, s) for x, s in zip(found, outs)]
+  found = mapped(numbers, *map(functools.partial(_to_blocks, sizes), flat, ins))
+  return list(map(_from_blocks, found, outs))
 
 
-def _cut(sizes: Mapping[str, int], x: jax.Array, spec: Spec) -> jax.Array:
-  for d in reversed(range(len(spec.inner))):
-    counts, at = [sizes[a] for a in entry(spec.inner, d)], spec.stacked + d
-    x = x.reshape(*x.shape[:at], *counts, -1, *x.shape[at + 1 :])
+def _to_blocks(sizes: Mapping[str, int], x: jax.Array, spec: Spec) -> jax.Array:
+  """Cuts every sharded dimension to `[*devices, length of a block]`."""
+  for dim in reversed(range(len(spec.inner))):
+    at = spec.stacked + dim
+    devices = [sizes[axis] for axis in entry(spec.inner, dim)]
+    x = x.reshape(*x.shape[:at], *devices, -1, *x.shape[at + 1 :])
   return x
 
 
-def _join(x: jax.Array, spec: Spec) -> jax.Array:
-  for d in range(len(spec.inner)):
-    at = spec.stacked + d
-    x = jax.lax.collapse(x, at, at + 1 + len(entry(spec.inner, d)))
+def _from_blocks(x: jax.Array, spec: Spec) -> jax.Array:
+  """Undoes `_to_blocks`."""
+  for dim in range(len(spec.inner)):
+    at = spec.stacked + dim
+    x = jax.lax.collapse(x, at, at + 1 + len(entry(spec.inner, dim)))
   return x
