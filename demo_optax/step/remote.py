@@ -372,7 +372,9 @@ def _hardware() -> bytes:
   device = jax.devices()[0]
   flags = os.environ.get('XLA_FLAGS', '')
   names = {device.device_kind, device.client.platform_version, flags}
-  if device.platform == 'cpu':  # JAX compiles for the instructions of each
+  # JAX compiles for the instructions of each processor. Processes of one worker
+  # must say the same.
+  if device.platform == 'cpu' and jax.process_count() == 1:
     names.add(f'{os.cpu_count()} cores')
     with contextlib.suppress(OSError):
       lines = pathlib.Path('/proc/cpuinfo').read_text().splitlines()
