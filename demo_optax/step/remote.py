@@ -109,15 +109,14 @@ class RemoteProgram:
           self._is_source = False
           current = self._current(arrays)
           return self._execute(self._plan, current, self._exchange)
+      raise RuntimeError(
+        f'{self._workers} has taken the state of another worker'
+        f' {_ATTEMPTS} times and is still behind. Call the same training'
+        ' step in all workers, or give the relay a longer --deadline.'
+      )
     except BaseException:
       link.position = at
       raise
-    link.position = at
-    raise RuntimeError(
-      f'{self._workers} has taken the state of another worker'
-      f' {_ATTEMPTS} times and is still behind. Call the same training'
-      ' step in all workers, or give the relay a longer --deadline.'
-    )
 
   def _say_hello(self, arrays: Sequence[Any]) -> None:
     """Says what this worker exchanges, and which state it has now."""
