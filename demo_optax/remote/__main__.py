@@ -14,6 +14,43 @@ import zmq
 
 from demo_optax.remote import frames, relay
 
+_FLAGS = (
+  ('--workers', int, None, 'N', 'the most that there can be'),
+  ('--port', int, 7077, 'N', 'to listen on'),
+  (
+    '--host',
+    str,
+    None,
+    'HOST',
+    'address to listen on; 127.0.0.1, or all with --keys, if not given',
+  ),
+  ('--keys', str, None, 'FILE', "the relay's file of keys"),
+  (
+    '--deadline',
+    float,
+    None,
+    'SECONDS',
+    'from the first message of a round to its end; 2, or 5 median rounds, if'
+    ' not given',
+  ),
+  ('--quorum', int, 1, 'N', 'workers that a round needs'),
+  (
+    '--start',
+    float,
+    300.0,
+    'SECONDS',
+    'for all workers to come before the first round',
+  ),
+  (
+    '--history',
+    int,
+    64,
+    'ROUNDS',
+    'lists that are kept for workers that are late',
+  ),
+  ('--max-message', int, 1 << 28, 'BYTES', 'larger ones are refused'),
+)
+
 
 class _Parser(argparse.ArgumentParser):
   """Says in one line what is wrong with a command line."""
@@ -59,40 +96,11 @@ def serve(args: list[str]) -> None:
     ' relay that other hosts can reach.',
   )
 
-  def add(
-    flag: str, kind: type, words: str, default: Any = None, unit: str = 'N'
-  ) -> None:
+  for flag, kind, default, unit, words in _FLAGS:
     shown = '' if default is None else '; %(default)s if not given'
     parser.add_argument(
       flag, type=kind, default=default, metavar=unit, help=words + shown
     )
-
-  add('--workers', int, 'the most that there can be')
-  add('--port', int, 'to listen on', 7077)
-  add(
-    '--host',
-    str,
-    'address to listen on; 127.0.0.1, or all with --keys, if not given',
-    unit='HOST',
-  )
-  add('--keys', str, "the relay's file of keys", unit='FILE')
-  add(
-    '--deadline',
-    float,
-    'from the first message of a round to its end; 2, or 5 median rounds, if'
-    ' not given',
-    unit='SECONDS',
-  )
-  add('--quorum', int, 'workers that a round needs', 1)
-  add(
-    '--start',
-    float,
-    'for all workers to come before the first round',
-    300.0,
-    'SECONDS',
-  )
-  add('--history', int, 'lists that are kept for workers that are late', 64)
-  add('--max-message', int, 'larger ones are refused', 1 << 28, 'BYTES')
   given = _parsed(parser, args)
   host, port = given.pop('host'), given.pop('port')
   host = host or ('*' if given['keys'] else '127.0.0.1')

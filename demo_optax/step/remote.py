@@ -110,15 +110,14 @@ class RemoteProgram:
           self._is_source = False
           current = self._current(arrays)
           return self._execute(self._plan, current, self._exchange)
+      raise RuntimeError(
+        f'{self._workers} has taken the state of another worker'
+        f' {_ATTEMPTS} times and is still behind. Call the same training'
+        ' step in all workers, or give the relay a longer --deadline.'
+      )
     except BaseException:
       link.position = at
       raise
-    link.position = at
-    raise RuntimeError(
-      f'{self._workers} has taken the state of another worker'
-      f' {_ATTEMPTS} times and is still behind. Call the same training'
-      ' step in all workers, or give the relay a longer --deadline.'
-    )
 
   def _say_hello(self, arrays: Sequence[Any]) -> None:
     """Says what this worker exchanges, and which state it has now."""
@@ -373,7 +372,9 @@ def _hardware() -> bytes:
   device = jax.devices()[0]
   flags = os.environ.get('XLA_FLAGS', '')
   names = {device.device_kind, device.client.platform_version, flags}
-  if device.platform == 'cpu':  # JAX compiles for the instructions of each
+  # JAX compiles for the instructions of each processor. Processes of one worker
+  # must say the same.
+  if device.platform == 'cpu' and jax.process_count() == 1:
     names.add(f'{os.cpu_count()} cores')
     with contextlib.suppress(OSError):
       lines = pathlib.Path('/proc/cpuinfo').read_text().splitlines()

@@ -11,6 +11,7 @@ import pytest
 from test_bits import Clock, Joined
 
 import demo_optax
+from demo_optax.remote import link
 from demo_optax.remote.link import link_of
 
 
@@ -37,7 +38,7 @@ def make_step(workers):
 
 def interrupted(workers, number, call):
   """Returns seconds from a signal to the end of a call that it ends."""
-  link, sent = link_of(workers), []
+  own, sent = link_of(workers), []
 
   def send_once():
     if not sent:
@@ -45,10 +46,10 @@ def interrupted(workers, number, call):
       os.kill(os.getpid(), number)
     assert time.monotonic() - sent[0] < 20, 'it has not ended'
 
-  link.while_waiting = send_once
+  own.while_waiting = send_once
   with pytest.raises(KeyboardInterrupt):
     call()
-  del link.while_waiting
+  del own.while_waiting
   return time.monotonic() - sent[0]
 
 
@@ -66,8 +67,8 @@ def test_a_signal_without_a_relay(heard, number):
   np.testing.assert_array_equal(params['w'], np.zeros(3))
 
 
-def test_a_signal_before_the_run_and_in_a_round(heard):
-  """The others do not come, or do not send; a step that ends is not disturbed."""
+def test_a_signal_before_the_run_and_in_a_round(heard, monkeypatch):
+  """The others do not come, or do not send; a step that ends does so."""
   x = np.ones(2, np.float32)
   with Joined(2, clock=Clock()) as joined:
     one, other = map(joined.workers, range(2))
@@ -76,19 +77,23 @@ def test_a_signal_before_the_run_and_in_a_round(heard):
     ready = threading.Event()
 
     def train():
-      theirs = make_step(other)(params, x=x)
-      ready.wait(20)
-      make_step(other)(theirs, x=x)
+      theirs = make_step(other)
+      state = theirs(params, x=x)
+      ready.wait(60)
+      theirs(state, x=x)
 
     thread = threading.Thread(target=train, daemon=True)
     thread.start()
     params = step(params, x=x)
     assert interrupted(one, signal.SIGTERM, lambda: step(params, x=x)) < 5
     # One that comes in the middle of a step, which the other one lets end.
-    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM))
-    late = threading.Timer(0.3, ready.set)
-    for each in (timer, late):
-      each.start()
+    monkeypatch.setattr(link, '_GRACE', 60)
+    timers = [
+      threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)),
+      threading.Timer(0.4, ready.set),
+    ]
+    for timer in timers:
+      timer.start()
     params = step(params, x=x)
     thread.join(20)
     np.testing.assert_array_equal(params['w'], np.full(3, 2))
