@@ -116,7 +116,8 @@ _CAUSES = {
   'rows': 'rows of a batch: return demo_optax.out_batch(x) to join them',
   'count': 'a count or an array of one worker: return'
   ' demo_optax.over_workers(x, jnp.sum), or another reduction',
-  'gradient': 'a gradient that is not exchanged: average it'
+  'gradient': 'a gradient that is not exchanged: call update in the step, not'
+  ' outside of it, and average what the optimizer leaves out'
   ' (demo_optax.average), or set it to zero',
   'statistics': 'statistics of batches: return'
   ' demo_optax.over_workers(statistics)',
