@@ -336,13 +336,11 @@ def _check_buckets(
   for keys in (*made, *needed):
     size, shape, name = made.get(keys), needed.get(keys), dotted(keys)
     if size != shape:
-      must = f'have {name} of shape {shape}, got {size}'
-      if size is None or shape is None:
-        must = f'have {name}' if shape else f'not have {name}'
       raise ValueError(
-        f'The state must {must}, for {workers} and {config}. Make it with'
-        ' tx.init of the transformation and workers that update uses, or take'
-        ' momentum over: demo_optax.checkpoint.from_leaves(..., resize=True).'
+        f'{name} in the state must be {shape or "absent"} for {workers} and'
+        f' {config}, got {size or "nothing"}. Make the state with tx.init of'
+        ' the transformation and workers that update uses, or take momentum'
+        ' over: demo_optax.checkpoint.from_leaves(..., resize=True).'
       )
 
 

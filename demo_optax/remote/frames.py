@@ -84,7 +84,7 @@ def digest(*parts: bytes | memoryview) -> bytes:
 
 
 def described(text: bytes) -> dict[str, str] | None:
-  """Returns what a worker exchanges, by name, or None if it is no such text."""
+  """Returns what a worker exchanges, by name, or None for other text."""
   try:
     found = json.loads(text)
   except (ValueError, RecursionError):

@@ -328,7 +328,7 @@ class Link:
 
 
 def _fits(answer: Header, request: Header) -> bool:
-  """Returns whether an answer is to a request, not to an earlier one."""
+  """Returns whether an answer belongs to a request, not to an earlier one."""
   kind = request.kind
   is_same_round = answer.round == request.round
   return {

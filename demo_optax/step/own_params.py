@@ -4,6 +4,7 @@ Inside a step the model has the worker's own copy. Outside it has the one that
 all workers share. Both are in the optimizer state.
 """
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,15 +37,26 @@ def find(keys: Sequence[Keys]) -> dict[int, list[int]]:
   return found
 
 
-def enter(params: Mapping[int, Sequence[int]], arrays: list[Any]) -> None:
+def enter(
+  params: Mapping[int, Sequence[int]],
+  arrays: list[Any],
+  names: Sequence[Keys],
+) -> None:
   """Puts the worker's own copies in the places of the parameters.
 
   If any was changed between steps, as when weights are loaded, then what the
   model has holds for all copies.
   """
   changed = jnp.zeros((), bool)
-  for number, (shared, *_) in params.items():
-    x = arrays[number]
+  for number, (shared, own, *_) in params.items():
+    x, old = arrays[number], arrays[own]
+    if (x.shape, x.dtype) != (old.shape, old.dtype):
+      name = dotted(names[number])
+      raise ValueError(
+        f'{name} must be {old.dtype}{list(old.shape)} as in the state of'
+        f' local_updates, got {x.dtype}{list(x.shape)}. Make the state with'
+        ' tx.init of these parameters.'
+      )
     changed |= jnp.any(x != arrays[shared].astype(x.dtype))
   for number, copies in params.items():
     x = arrays[number]
@@ -80,10 +92,11 @@ def _model_of(root: Keys, params: Sequence[Keys], keys: Sequence[Keys]) -> Keys:
   ]
   if len(models) != 1:
     names = ', '.join(map(dotted, models)) or 'none'
+    these = textwrap.shorten(', '.join(map(dotted, params)), 200)
     raise ValueError(
       'The arguments and results of a step with local_updates must hold the'
-      f" model's parameters once, got {names}. In the step the parameters of"
-      ' each worker replace them: pass the model and the optimizer state, and'
-      ' return both.'
+      f' parameters of its state once ({these}), got {names}. Pass the model'
+      ' and the optimizer state, and return both. If parameters were removed or'
+      ' renamed, make the state again with tx.init.'
     )
   return models[0]

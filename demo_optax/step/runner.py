@@ -69,7 +69,8 @@ class Runner:
     """Runs the step of worker `index`, with the arrays as it has them."""
     own = self.call.replace(Role.KEY, lambda x, _: prng.fold(x, index), arrays)
     if self.call.own_params:
-      own_params.enter(self.call.own_params, own)
+      names = [a.keys for a in self.call.arrays]
+      own_params.enter(self.call.own_params, own, names)
 
     def step(*own: Any) -> Any:
       (args, kwargs), objects = self.call.form.merge(own, inner=True)

@@ -233,10 +233,12 @@ def _sum_of_finite(
   each = finite.reshape(-1, *(1,) * (rows.ndim - 1))  # bool[workers, 1, ...]
   rows = jnp.where(each, rows, jnp.zeros_like(rows))
   if ordered and _is_ordered(rows[0]):
-    added = in_order(rows)
-  else:
-    added = jnp.sum(rows, axis=0)
-  return added, jnp.sum(finite, dtype=jnp.int32)
+    return in_order(rows), jnp.sum(finite, dtype=jnp.int32)
+  if rows.ndim > 1:
+    return jnp.sum(rows, axis=0), jnp.sum(finite, dtype=jnp.int32)
+  pairs = jnp.stack([rows, finite.astype(rows.dtype)])  # [2, workers]
+  added, count = jnp.sum(pairs, axis=1)  # by one collective
+  return added, count.astype(jnp.int32)
 
 
 def first(x: jax.Array, axis: Axis) -> jax.Array:

@@ -93,7 +93,7 @@ def gpt(layers, width, vocabulary, positions):
     'up': (width, 4 * width),
     'down': (4 * width, width),
   }
-  shapes = {'tokens': (vocabulary, width), 'positions': (positions, width)}
+  shapes = {'tall': (vocabulary, width), 'positions': (positions, width)}
   for number in range(layers):
     shapes |= {f'{number} {name}': shape for name, shape in layer.items()}
   return shapes
@@ -104,7 +104,7 @@ TREES = {
   # have sides that are multiples of 16, also of two devices: others XLA:GPU
   # 0.10.2 does not compile where it cannot time tiles (autotune_level=0).
   'small': lambda: {
-    'tokens': (1024, 256),
+    'tall': (1024, 256),
     'up': (256, 1024),
     'bias': (1024,),
     'down': (1024, 256),
@@ -222,7 +222,7 @@ def lower(program, mesh, shapes):
 
   def from_batch(params, state, x):
     def loss_fn(params):
-      hidden = x @ params['tokens']
+      hidden = x @ params['tall']
       hidden = jax.nn.relu(hidden @ params['up'] + params['bias'])
       hidden = hidden @ params['down'] + params['norm']
       return jnp.mean(hidden**2) + jnp.mean(params['odd'] ** 2)
@@ -235,7 +235,7 @@ def lower(program, mesh, shapes):
     from_batch.__name__ = program.name
     step = demo_optax.data_parallel(workers, batch_argnums=2)(from_batch)
     batch = jax.ShapeDtypeStruct(
-      (64, shapes['tokens'][0]),
+      (64, shapes['tall'][0]),
       jnp.float32,
       sharding=NamedSharding(mesh, P(('data', 'fsdp'))),
     )
