@@ -285,8 +285,7 @@ class Messages:
     assert self.relay.stdout is not None
     self.address = self.relay.stdout.readline().split()[-1]
     self.links = [
-      link.Link(link_of(self.address), rank, None)
-      for rank in range(workers)
+      link.Link(link_of(self.address), rank, None) for rank in range(workers)
     ]
     self._each(lambda x: x.hello(b'{}', frames.digest(b'state')))
 
