@@ -8,7 +8,7 @@ gradient's bytes, or less. A training script changes in two lines.
     local           local updates between exchanges
     step/           `data_parallel`: one worker's training step, run for all
     exchange/       Algorithm 1, as one worker runs it: the main path
-    per_worker      transformations before the exchange
+    _per_worker     transformations before the exchange
     state           reads optimizer states
     checkpoint/     saves and restores, also for another number of workers
     compressors/    selectors and transforms of momentum
@@ -16,17 +16,17 @@ gradient's bytes, or less. A training script changes in two lines.
     workers/        simulated, on a mesh, or on a caller's axis
     remote/         workers that are programs, and the relay that joins them
     numerics/       bits, rounding, selection; platform-dependent choices
-    plan            bytes of an exchange, predicted from shapes
+    _plan           bytes of an exchange, predicted from shapes
     replicas        checks that all workers hold the same bits
 """
 
-from demo_optax import checkpoint, compressors, local, recipes, remote
+from demo_optax import checkpoint, compressors, local, recipes, remote, state
+from demo_optax._per_worker import PerWorkerState, per_worker
+from demo_optax._plan import Plan, plan
 from demo_optax._version import __version__ as __version__
 from demo_optax.compressors import Compressor, dct_topk
-from demo_optax.per_worker import per_worker
-from demo_optax.plan import plan
 from demo_optax.recipes import demo, demo_muon
-from demo_optax.replicas import check_replicas
+from demo_optax.replicas import Difference, check_replicas
 from demo_optax.state import exchange_info, state_specs
 from demo_optax.step.data_parallel import data_parallel
 from demo_optax.step.modules import param_specs
@@ -38,6 +38,9 @@ from demo_optax.workers.inside import over_workers
 __all__ = [
   'Compressor',
   'DeMoState',
+  'Difference',
+  'PerWorkerState',
+  'Plan',
   'Workers',
   'average',
   'check_replicas',
@@ -57,5 +60,6 @@ __all__ = [
   'recipes',
   'remote',
   'scale_by_demo',
+  'state',
   'state_specs',
 ]

@@ -27,9 +27,9 @@ import jax
 import jax.numpy as jnp
 
 from demo_optax import compressors
+from demo_optax._plan import Plan, plan
 from demo_optax.codes.value_codes import UPDATE_VALUES, VALUES
 from demo_optax.exchange.algorithm import ExchangeKind
-from demo_optax.plan import Plan, plan
 from demo_optax.recipes import muon_compressors
 
 _PREFIXES = {'u': 1e-6, 'm': 1e-3, '': 1.0, 'k': 1e3, 'M': 1e6, 'G': 1e9}

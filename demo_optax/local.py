@@ -15,11 +15,11 @@ import optax
 
 from demo_optax import _checks, _tree, compressors
 from demo_optax._paths import leaf_name
+from demo_optax._per_worker import stack_own, stays_finite
 from demo_optax.compressors import Compressor, chunking
 from demo_optax.exchange.algorithm import ExchangeKind
 from demo_optax.numerics import platform
 from demo_optax.numerics.topk import Average
-from demo_optax.per_worker import stack_own, stays_finite
 from demo_optax.transformation import DeMoState, scale_by_demo
 from demo_optax.workers import Spec, Workers, checks, inside, lift
 

@@ -11,9 +11,9 @@ import optax
 
 from demo_optax import _checks, _tree, compressors
 from demo_optax._paths import leaves_of
+from demo_optax._per_worker import per_worker
 from demo_optax.compressors.compressor import CompressorTree, Frozen, per_leaf
 from demo_optax.exchange.algorithm import ExchangeKind
-from demo_optax.per_worker import per_worker
 from demo_optax.recipes import links, matrices
 from demo_optax.recipes.matrices import DimensionNumbersTree
 from demo_optax.transformation import scale_by_demo

@@ -27,12 +27,12 @@ FLOORS = [
   'workers',
   'remote',
   'compressors',
-  'per_worker',
+  '_per_worker',
   'exchange',
   'transformation',
   'step',
   'recipes',
-  'plan',
+  '_plan',
   'local',
   'replicas',
   'checkpoint',
@@ -129,3 +129,24 @@ def test_public_names_are_documented():
     for name in module.__all__:
       assert inspect.getdoc(getattr(module, name)), name
   assert (PACKAGE / 'py.typed').exists()
+
+
+def test_a_public_name_is_no_module_beside_it():
+  """`import demo_optax.plan as m` would be the function."""
+  modules = {path.stem for path in PACKAGE.glob('[a-z]*')}
+  for name in modules & {*demo_optax.__all__}:
+    assert inspect.ismodule(getattr(demo_optax, name)), name
+
+
+def test_names_of_the_reference_exist():
+  """Those of the tables in docs/api.md, in the package or a submodule."""
+  reference = PACKAGE.parent / 'docs/api.md'
+  tables = reference.read_text().split('## Types in signatures')[0]
+  names = re.findall(r'(?m)^\| `([\w.]+)` \|', tables)
+  assert len(names) > 40
+  for name in names:
+    in_package = demo_optax
+    for part in name.split('.'):
+      in_package = getattr(in_package, part, None)
+    found = in_package or getattr(demo_optax.compressors, name, None)
+    assert found is not None, name
