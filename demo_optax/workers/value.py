@@ -201,7 +201,8 @@ class Workers:
       )
     if importlib.util.find_spec('zmq') is None:
       raise ImportError(
-        "Workers.remote needs ZeroMQ: pip install 'demo_optax[remote]'."
+        'Workers.remote must have ZeroMQ, got no module zmq. Install it: pip'
+        ' install pyzmq.'
       )
     remote = Remote(address, rank, None if keys is None else str(keys))
     if mesh is not None and {*mesh.axis_types} != {AxisType.Auto}:

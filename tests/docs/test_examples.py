@@ -122,10 +122,10 @@ def checkpoint(folder, step):
 def test_resume_with_another_number_of_workers(tmp_path, capsys):
   (first,) = run(tmp_path, '--workers', '2')
   for args, says in (
-    (['--workers', '4', '--resume'], '(?s)does not fit.*Here: --resize'),
+    (['--workers', '4', '--resume'], '(?s)must fit like.*Here: --resize'),
     (
       ['--workers', '2', '--resume', '--width', '64'],
-      '(?s)does not fit.*float32',
+      '(?s)must fit like.*float32',
     ),
     (['--workers', '2', '--resume', '--seed', '1'], 'a run with --seed 0'),
     (['--workers', '2'], 'give --resume'),

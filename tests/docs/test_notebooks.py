@@ -202,5 +202,5 @@ def test_the_install_cell_is_hidden_and_the_text_says_what_is_needed(path):
     'jupyter': {'source_hidden': True},
     'tags': ['hide-input'],
   }
-  assert len(cell.source.splitlines()) <= 13
+  assert len(cell.source.splitlines()) <= 18
   assert "pip install '.[examples]'" in title.source
