@@ -30,7 +30,7 @@ from demo_optax import compressors
 from demo_optax._plan import Plan, plan
 from demo_optax.codes.value_codes import UPDATE_VALUES, VALUES
 from demo_optax.exchange.algorithm import ExchangeKind
-from demo_optax.recipes import muon_compressors
+from demo_optax.recipes import describe_matrices, muon_compressors
 
 _PREFIXES = {'u': 1e-6, 'm': 1e-3, '': 1.0, 'k': 1e3, 'M': 1e6, 'G': 1e9}
 
@@ -68,6 +68,11 @@ def main(argv: list[str] | None = None) -> None:
     default='demo',
     help='demo_muon: its default compressors, not the next three; default:'
     ' demo',
+  )
+  add(
+    '--matrices',
+    action='store_true',
+    help='print which parameters demo_muon takes for matrices, and why not',
   )
   add(
     '--topk',
@@ -135,6 +140,8 @@ def main(argv: list[str] | None = None) -> None:
   except Exception as error:  # also what the user's function raises
     words = ' '.join(str(error).split()) or type(error).__name__
     parser.error(f'argument model: {words}')
+  if args.matrices:
+    print(f'{describe_matrices(params)}\n')
   print('\n\n'.join([plans[0].table(), *(each.totals() for each in plans)]))
   for each in plans if args.link else []:
     print(f'\n{_over_link(each, args.link, args.latency, args.step)}')

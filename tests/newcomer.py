@@ -36,7 +36,7 @@ def main(readme: str, wheel: str) -> None:
   try:
     demo_optax.Workers.remote('tcp://127.0.0.1:7077', rank=0, count=2)
   except ImportError as error:
-    assert "pip install pyzmq" in str(error)
+    assert 'pip install pyzmq' in str(error)
   else:
     raise AssertionError('ZeroMQ is installed.')
 

@@ -167,8 +167,9 @@ def test_command_reads_shapes(capsys, tmp_path):
   command.main([str(path), '--chunk', '32'])
   text = capsys.readouterr().out
   assert '256x128' in text and '32x32' in text and 'scalar' in text
-  command.main([str(path), '--optimizer', 'demo_muon'])
-  assert '64x64    64  elias-fano' in capsys.readouterr().out
+  command.main([str(path), '--optimizer', 'demo_muon', '--matrices'])
+  text = capsys.readouterr().out
+  assert '64x64    64  elias-fano' in text and 'no matrix: fewer than' in text
 
 
 MODULE = """
