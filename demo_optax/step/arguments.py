@@ -290,7 +290,8 @@ def _axis_of(options: Options, name: str) -> int:
 
 def _check_batch(name: str, value: Any, arrays: Sequence[Array]) -> None:
   """Raises for a batch without arrays to cut."""
-  if arrays and not any(x.role is Role.BATCH for x in arrays):
+  cut = [x for x in arrays if x.role is Role.BATCH]
+  if not cut and (arrays or not isinstance(value, Mapping | tuple | list)):
     raise ValueError(
       f'{name} must hold arrays whose rows are cut over the workers, got'
       f' {type(value).__name__} of {len(arrays)} numbers. Pass arrays:'
@@ -358,7 +359,7 @@ def _rows(
     )
   ((length, name),) = names.items()
   parts = workers.count if workers.relay is None else 1  # the batch is its own
-  if length % parts:
+  if length % parts or not length:
     raise ValueError(
       f'{name} must have rows that divide among {workers}, got {length} rows.'
       ' Change the batch size, or drop the last rows of an epoch.'

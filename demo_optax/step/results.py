@@ -43,7 +43,7 @@ def out_batch(tree: Any) -> Any:
     [0. 2. 4. 6.]
   """
   inside.check_in_step('out_batch')
-  return OutBatch(tree)
+  return OutBatch(_without_marks(tree)[0])
 
 
 @jax.tree_util.register_static
@@ -124,13 +124,14 @@ def collect(
     for at, (a, x) in enumerate(zip(call.arrays[start:], after), start)
   ]
   unchanged = {id(x): at for at, x in enumerate(own)}
+  doubtful = _in_several(call)
   values: list[Any] = []
   results: list[Result] = []
   for name, (keys, x), at, role, rows in found:
     result = Result(name, keys, Role.BATCH, at)
     is_same = id(x) in unchanged
     if not rows:
-      result.role = _role(result, x, role, is_same)
+      result.role = _role(result, x, role, is_same or at in doubtful)
     if is_same and result.role is Role.KEY:
       result.at, result.is_kept = unchanged[id(x)], True
     results.append(result)
@@ -204,13 +205,15 @@ def _without_marks(returned: Any) -> tuple[Any, list[bool]]:
   return jax.tree.map(plain, returned, is_leaf=is_node), is_rows
 
 
-def _role(result: Result, x: Any, said: Role | None, is_same: bool) -> Role:
+def _role(
+  result: Result, x: Any, said: Role | None, adds_nothing: bool
+) -> Role:
   """Returns the role of a result; `said` is what its variable's class says."""
   if is_stacked(result.keys):
     return Role.STACKED
   if said in (None, Role.KEY) and prng.is_key_array(x):
     return Role.KEY
-  if said is Role.ADDED and (result.at is None or is_same):
+  if said is Role.ADDED and (result.at is None or adds_nothing):
     return Role.SHARED
   if said is not None:
     return said
@@ -263,6 +266,16 @@ def _check_rows(result: Result, x: jax.Array, call: Call) -> None:
       f' along axis {call.axis}, got {result.name} of shape {x.shape}. Return'
       ' demo_optax.over_workers(x, reduction) for anything else.'
     )
+
+
+def _in_several(call: Call) -> set[int]:
+  """Returns the arrays of arguments that have the structure of another one."""
+  found: set[int] = set()
+  for (_, shapes), firsts in call.states.items():
+    count = len(shapes) - shapes.count(None)
+    if len(firsts) > 1:
+      found.update(n for first in firsts for n in range(first, first + count))
+  return found
 
 
 def _previous(

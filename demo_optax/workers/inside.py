@@ -89,7 +89,8 @@ def _must_differ(origins: Sequence[Origin]) -> None:
       'The gradients that reach the exchange must be those of one worker, got'
       ' the same on all workers. Either the loss does not depend on the batch'
       ' that data_parallel has cut (it closes over another array, or over a'
-      ' constant random key), or the gradients were averaged. Use the'
+      ' constant random key), or it does not depend on any of these parameters'
+      ' (freeze them, optax.set_to_zero), or gradients were averaged. Use the'
       " step's own arguments in the loss, and remove what averages gradients,"
       ' which the exchange replaces.'
     )
@@ -121,7 +122,7 @@ _CAUSES = {
   ' (demo_optax.average), or set it to zero',
   'statistics': 'statistics of batches: return'
   ' demo_optax.over_workers(statistics)',
-  'metric': 'a metric: keep it in an nnx.metrics.Average, which is added up;'
+  'metric': 'a metric: pass an nnx.metrics.Average, which is added up;'
   ' merge those of clu with demo_optax.over_workers(own, jnp.sum); or update it'
   ' outside of the step, from what the step returns',
   'skip': 'a step that is skipped: decide from the update, or from all'
@@ -179,9 +180,9 @@ def _check_all(names: Sequence[Keys], origins: Sequence[Origin]) -> None:
     if is_stacked:
       raise ValueError(
         'The momentum that reaches the exchange must be that of one worker, got'
-        ' one that all workers share: the step closes over the optimizer state.'
-        ' Make the state an argument of the step (or a part of one, as in an'
-        ' nnx.Optimizer or a TrainState).'
+        ' one that all workers share: the step closes over the optimizer state,'
+        ' or replaces it. Make the state an argument of the step (or a part of'
+        ' one, as in an nnx.Optimizer or a TrainState).'
       )
     what, causes = _SHARED[field]
     name = f'the {what} {_paths.dotted(tuple(keys))}' if keys else f'the {what}'
@@ -301,6 +302,10 @@ def over_workers(tree: Any, reduce: Callable[..., jax.Array] = jnp.mean) -> Any:
     3
   """
   axis = check_in_step('over_workers').axis
+  if not callable(reduce):
+    raise TypeError(
+      f'reduce must be a function, got {reduce!r}. Give one such as jnp.sum.'
+    )
 
   def over(path: _paths.Path, x: Any) -> jax.Array:
     x = _undifferentiated(jnp.asarray(x))

@@ -45,6 +45,9 @@ class Origin(enum.IntFlag):
 _REDUCTIONS = ('psum', 'pmax', 'pmin', 'all_gather')
 _EXCHANGES = ('all_to_all', 'ppermute', 'reduce_scatter', 'axis_index')
 
+# Each output is computed from the operand in its place alone.
+_EACH_ALONE = ('convert_element_type', 'device_put', 'optimization_barrier')
+
 # The step that is being traced for one worker: a `StepView` of `inside`.
 traced_step: contextvars.ContextVar[Any] = contextvars.ContextVar(
   'demo_optax_traced_step', default=None
@@ -173,12 +176,19 @@ class _Follower:
       return self._watched(eqn.params, inputs)
     if eqn.primitive is meet_p:  # rows, who is present, whether this worker is
       return _SAME, _SAME, _OWN
+    if name in ('new_ref', 'empty_ref'):
+      raise ValueError(
+        'A data_parallel step must not make mutable arrays, got jax.new_ref:'
+        ' what is written to them cannot be followed. Use values that it'
+        ' returns.'
+      )
     if _is_over(eqn.params, self._axis):
+      in_groups = eqn.params.get('axis_index_groups') is not None
+      if name in _EXCHANGES or in_groups:
+        return [Origin.DATA] * count
       if name.removesuffix('_invariant') in _REDUCTIONS:
         return [_SAME] * count
-      if name in _EXCHANGES:
-        return [Origin.DATA] * count
-    if name == 'convert_element_type':
+    if name in _EACH_ALONE:
       return inputs
     if name == 'sharding_constraint':
       self._check_sharding(eqn.params['sharding'])
@@ -199,6 +209,21 @@ class _Follower:
     if params['outputs'] is None:
       return inputs
     return [_OWN if differs else _SAME for differs in params['outputs']]
+
+  def _check_common(
+    self, condition: Origin, programs: Sequence[core.Jaxpr]
+  ) -> None:
+    """Raises if only some workers would communicate."""
+    waits = any(_communicates(jaxpr, self._axis) for jaxpr in programs)
+    if condition.differs and waits:
+      raise ValueError(
+        'The condition of jax.lax.cond or of a loop around an exchange, or'
+        ' around over_workers, must be the same on all workers, got one that'
+        ' differs: some would wait for the others for ever. Give it'
+        ' demo_optax.over_workers(flag, jnp.all); optax.apply_if_finite is not'
+        ' needed, since the exchange leaves out workers with gradients that are'
+        ' not finite.'
+      )
 
   def _check_sharding(self, sharding: Any) -> None:
     is_named = isinstance(sharding, NamedSharding)
@@ -249,23 +274,30 @@ class _Follower:
     of_cond, rest = inputs[:num_cond], inputs[num_cond:]
     of_body, carry = rest[:num_body], [_joined([x]) for x in rest[num_body:]]
     carry = self._loop(_jaxpr(eqn.params['body_jaxpr']), of_body, carry, [])
-    ends = self.follow(_jaxpr(eqn.params['cond_jaxpr']), [*of_cond, *carry])
+    (ends,) = self.follow(_jaxpr(eqn.params['cond_jaxpr']), [*of_cond, *carry])
     # If it is a worker's own, workers leave the loop at different times.
-    return [_joined([x, *ends]) for x in carry]
+    self._check_common(ends, [_jaxpr(eqn.params['body_jaxpr'])])
+    return [_joined([x, ends]) for x in carry]
 
   def _cond(self, eqn: Any, inputs: list[Origin]) -> list[Origin]:
     which, *operands = inputs
     branches = [_jaxpr(branch) for branch in eqn.params['branches']]
-    if which.differs and any(map(_exchanges, branches)):
-      raise ValueError(
-        'The condition of jax.lax.cond around an exchange must be the same on'
-        ' all workers, got one that differs: some would wait for the others for'
-        ' ever. Give it demo_optax.over_workers(flag, jnp.all);'
-        ' optax.apply_if_finite is not needed, since the exchange leaves out'
-        ' workers with gradients that are not finite.'
-      )
+    self._check_common(which, branches)
     outputs = [self.follow(branch, operands) for branch in branches]
     return [_joined([which, *several]) for several in zip(*outputs)]
+
+
+def _communicates(jaxpr: core.Jaxpr, axis: Axis) -> bool:
+  """Returns whether workers wait for each other in a program."""
+  for eqn in jaxpr.eqns:
+    name = eqn.primitive.name
+    if eqn.params.get('exchanges', False) or eqn.primitive is meet_p:
+      return True
+    if _is_over(eqn.params, axis) and name != 'axis_index':
+      return True
+    if any(_communicates(x, axis) for x in core.jaxprs_in_params(eqn.params)):
+      return True
+  return False
 
 
 def origin_of(known: Mapping[Any, Origin], v: Any) -> Origin:

@@ -462,7 +462,16 @@ MISTAKES = {
   r'np.asarray\(x\)': [
     lambda: decorate()(linear_params(), [[1.0, 2.0], [3.0, 4.0]])
   ],
-  'must have rows that divide among': [lambda: run_step(batch(6))],
+  'must have rows that divide among': [
+    lambda: run_step(batch(6)),
+    lambda: run_step(batch(0)),
+  ],
+  'reduce must be a function, got .mean.': [
+    lambda: decorate(lambda x: demo_optax.over_workers(x, 'mean'))(batch())
+  ],
+  'must hold arrays .* got str of 0 numbers': [
+    lambda: decorate()(linear_params(), 'a text')
+  ],
   'same number of rows, got .*params.w: 16': [
     lambda: run_step(batch_argnums=(0, 2))
   ],
@@ -485,7 +494,7 @@ MISTAKES = {
     )
   ],
   'out_batch must be called in a': [lambda: demo_optax.out_batch(jnp.ones(3))],
-  'condition of jax.lax.cond around an exchange must be the same': [
+  'condition of jax.lax.cond .* must be the same': [
     lambda: run_conditional_step()
   ],
   'outside of the function that is differentiated, got a call inside': [

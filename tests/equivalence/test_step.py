@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from helpers import assert_same_bits, make_mesh_2d, on_mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -244,6 +245,89 @@ def test_a_sharding_that_names_the_worker_axis(workers, where):
   with pytest.raises(ValueError, match=r"Leave .* out.*'data'"):
     run('data')
   run(None)  # the remedy
+
+
+# What only some workers would do -----------------------------------------------
+
+
+def loop_of_own_length(tx, params, opt_state, x):
+  def turn(_, carry):
+    grads = jax.grad(loss_fn)(carry[0], x)
+    updates, opt_state = tx.update(grads, carry[1], carry[0])
+    return optax.apply_updates(carry[0], updates), opt_state
+
+  number = jnp.sum(x[:, 0] > 0)
+  return jax.lax.fori_loop(0, number, turn, (params, opt_state))
+
+
+def branch_of_own(tx, params, opt_state, x):
+  mean = lambda: demo_optax.over_workers(x.mean())
+  return jax.lax.cond(x.sum() > 0, mean, lambda: jnp.zeros(()))
+
+
+@pytest.mark.parametrize('workers', ['simulated', 'auto'], indirect=True)
+@pytest.mark.parametrize('step', [loop_of_own_length, branch_of_own])
+def test_conditions_around_what_all_wait_for(workers, step):
+  """On a mesh the others waited for ever."""
+  tx = OPTIMIZERS['demo'](workers)
+  run = demo_optax.data_parallel(workers, batch_argnames='x')(
+    lambda params, opt_state, x: step(tx, params, opt_state, x)
+  )
+  with pytest.raises(ValueError, match='condition .* must be the same on all'):
+    run(PARAMS, tx.init(PARAMS), X)
+
+
+@pytest.mark.parametrize('workers', ['simulated', 'auto'], indirect=True)
+def test_values_that_pass_beside_others(workers):
+  """They were taken for what is computed from the others."""
+
+  @demo_optax.data_parallel(workers, batch_argnames='x')
+  def step(params, x):
+    params, mean = jax.lax.optimization_barrier((params, x.mean()))
+    params, x = jax.device_put((params, x))
+    return params, mean
+
+  params, _ = step(PARAMS, X)
+  np.testing.assert_array_equal(params['w'], PARAMS['w'])
+
+
+@pytest.mark.parametrize('workers', ['simulated', 'auto'], indirect=True)
+def test_values_that_cannot_be_followed(workers):
+  """A sum in groups, and what was written to a mutable array."""
+
+  def write(x):
+    ref = jax.new_ref(jnp.zeros(()))
+    ref[...] = x.mean()
+    return ref[...]
+
+  with pytest.raises(ValueError, match='mutable arrays, got jax.new_ref'):
+    demo_optax.data_parallel(workers, batch_argnames='x')(write)(X)
+  if workers.mesh is not None:
+    in_groups = lambda x: jax.lax.psum(
+      (x > 0).sum(), 'data', axis_index_groups=[[0, 1], [2, 3]]
+    )
+    with pytest.raises(ValueError, match='differs between workers'):
+      demo_optax.data_parallel(workers, batch_argnames='x')(in_groups)(X)
+
+
+def test_metrics_of_one_structure_are_not_taken_for_each_other():
+  """Returned in another order, each had the total of the other."""
+  graph, state = nnx.split(nnx.metrics.Average('v'))
+
+  def step(first, second, x):
+    metrics = [nnx.merge(graph, first), nnx.merge(graph, second)]
+    for metric in metrics:
+      metric.update(v=x)
+    return {'b': nnx.state(metrics[0]), 'a': nnx.state(metrics[1])}
+
+  with (
+    jax.numpy_dtype_promotion('standard'),
+    pytest.raises(ValueError, match='pass an nnx.metrics.Average'),
+  ):
+    decorated = demo_optax.data_parallel(
+      MAPS['simulated'](), batch_argnames='x'
+    )(step)
+    decorated(state, state, X)
 
 
 # An ensemble ------------------------------------------------------------------

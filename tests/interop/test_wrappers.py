@@ -174,7 +174,7 @@ STATE = r'result\.1\.0\.{}\S*, .*differs between workers'
 FAILS = {  # the leaf, and what to do
   'apply_if_finite': (
     lambda: optax.apply_if_finite(demo(), 3),
-    'condition of jax.lax.cond around an exchange',
+    'condition of jax.lax.cond or of a loop around an exchange',
     'apply_if_finite is not needed',
   ),
   'apply_every before': (
