@@ -87,6 +87,13 @@ class Runner:
         values = run_in_turn(closed, origins, view.axis, own)
       else:
         values = core.jaxpr_as_fun(closed)(*own)
+      # A constant among the results comes back as a number.
+      values = [
+        jnp.asarray(x, like.dtype)
+        if isinstance(x, int | float | complex)
+        else x
+        for x, like in zip(values, closed.out_avals)
+      ]
     is_spread = view.own is None and self.workers.mesh is not None
     settled = results.settle(
       self.call, known, values, found, arrays, view, is_spread

@@ -394,7 +394,8 @@ def test_rows_are_joined_where_a_step_says_so(workers):
     rows = {'sum': x.sum(axis=1), 'equal': jnp.ones(len(x))}
     return demo_optax.out_batch(rows), jax.random.key(3)
 
-  rows, _ = step(PARAMS, X)
+  rows, key = step(PARAMS, X)
+  assert key == jax.random.key(3)
   np.testing.assert_allclose(rows['sum'], X.sum(axis=1), rtol=1e-6)
   np.testing.assert_array_equal(rows['equal'], np.ones(8))
 
