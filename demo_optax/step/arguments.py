@@ -65,11 +65,6 @@ class Array:
     """The shape, as all workers have it."""
     return self.type.shape
 
-  @property
-  def is_own(self) -> bool:
-    """Whether every worker has its own."""
-    return self.role in (Role.BATCH, Role.STACKED, Role.KEY)
-
 
 class Fixed(NamedTuple):
   """A leaf that is not an array: a constant, or an object of the call."""

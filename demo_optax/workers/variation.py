@@ -257,7 +257,9 @@ class _Follower:
     body, num_consts, num_carry = _scan_parts(eqn)
     consts, rest = inputs[:num_consts], inputs[num_consts:]
     carry, scanned = rest[:num_carry], rest[num_carry:]
-    if any(Origin.ROWS in x for x in scanned) and _exchanges(body):
+    if any(Origin.ROWS in x for x in scanned) and _communicates(
+      body, self._axis
+    ):
       raise ValueError(
         'A batch must have its rows along the first axis, got one over which'
         ' the step scans and exchanges in each turn, as over batches [steps,'
@@ -335,12 +337,3 @@ def _scan_parts(eqn: Any) -> tuple[core.Jaxpr, int, int]:
 
   carry = count_equal(eqn.outvars, body.outvars)
   return body, count_equal(eqn.invars, body.invars) - carry, carry
-
-
-def _exchanges(jaxpr: core.Jaxpr) -> bool:
-  """Returns whether a program contains an exchange."""
-  return any(
-    eqn.params.get('exchanges', False)
-    or any(map(_exchanges, core.jaxprs_in_params(eqn.params)))
-    for eqn in jaxpr.eqns
-  )
