@@ -1,6 +1,7 @@
 """The exchange of decoupled momentum as an optax transformation."""
 
 import dataclasses
+import functools
 import sys
 from typing import Any, NamedTuple, get_args
 
@@ -36,9 +37,15 @@ class LayoutOf:
   def __post_init__(self) -> None:
     # `flax.serialization` would take it for a leaf. It is not imported here.
     if flax := sys.modules.get('flax.serialization'):
-      flax.register_serialization_state(
-        LayoutOf, lambda x: {'digest': x.digest}, _restored, override=True
-      )
+      _register(flax)
+
+
+@functools.cache  # a state is made anew in every step
+def _register(flax: Any) -> None:
+  """Tells `flax.serialization` how a layout is saved, once."""
+  flax.register_serialization_state(
+    LayoutOf, lambda x: {'digest': x.digest}, _restored
+  )
 
 
 def _restored(target: LayoutOf, saved: dict[str, Any]) -> LayoutOf:

@@ -123,8 +123,7 @@ def from_leaves(
     made = saved[_paths.dotted(keys)]
     if not _paths.is_stacked(keys) or len(made) == len(x):
       return made
-    is_key = prng.is_key_array(x)
-    return _run(regroup, made, x, len(x), is_key)
+    return _run(regroup, made, x, len(x))
 
   return jax.tree_util.tree_map_with_path(
     lambda path, x: _placed(restored(path, x), x), like
@@ -222,7 +221,7 @@ def _recorded_cut(record: Record, layout: Layout) -> cutting.Cut:
 # Another number of workers ----------------------------------------------------
 
 
-def regroup(x: Any, n: int, is_key: bool = False) -> Any:
+def regroup(x: Any, n: int) -> Any:
   """Returns `x [workers, ...]` of `n` workers, by the rule of `from_leaves`."""
   old = x.shape[0]
   if n == old:
@@ -231,7 +230,9 @@ def regroup(x: Any, n: int, is_key: bool = False) -> Any:
   xp: Any = np if isinstance(x, np.ndarray) else jnp
   if n % old == 0 or not jnp.issubdtype(x.dtype, jnp.inexact):
     x = x[np.argmax(weights(old, n), axis=1)]
-    if is_key and n > old:  # several workers would have the same key
+    if (
+      prng.is_key_array(x) and n > old
+    ):  # several workers would have the same key
       x = xp.asarray(jax.vmap(prng.fold)(jnp.asarray(x), jnp.arange(n)))
     return x
   if old % n == 0:

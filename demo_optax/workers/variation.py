@@ -127,32 +127,35 @@ def origins_of(
   closed: core.ClosedJaxpr, inputs: Sequence[Origin], axis: Axis
 ) -> dict[Any, Origin]:
   """Returns the origins of all variables of a program, without checks."""
-  follower = _Follower(axis)
-  follower.is_final = False
-  return follower.all_origins(closed.jaxpr, inputs)
+  return _Follower(axis, checks=False).all_origins(closed.jaxpr, inputs)
 
 
 def crosses_workers(eqn: Any, axis: Axis) -> bool:
-  """Returns whether an equation communicates over the worker axis."""
-  return (
-    eqn.params.get('exchanges', False)
-    or eqn.params.get('outputs') is not None
-    or eqn.primitive.name == 'custom_vmap_call'
-    or _is_over(eqn.params, axis)
-    or any(
-      crosses_workers(inner_eqn, axis)
-      for inner in core.jaxprs_in_params(eqn.params)
-      for inner_eqn in inner.eqns
-    )
+  """Returns whether an equation needs the worker axis, or all workers."""
+
+  def crosses(eqn: Any) -> bool:
+    if eqn.primitive.name == 'custom_vmap_call' or eqn.params.get('outputs'):
+      return True
+    return eqn.params.get('exchanges') or _is_over(eqn.params, axis)
+
+  return _contains(eqn, crosses)
+
+
+def _contains(eqn: Any, test: Callable[[Any], bool]) -> bool:
+  """Returns whether an equation, or one in its programs, passes a test."""
+  return test(eqn) or any(
+    _contains(inner, test)
+    for jaxpr in core.jaxprs_in_params(eqn.params)
+    for inner in jaxpr.eqns
   )
 
 
 class _Follower:
   """Follows values through a program and the programs inside of it."""
 
-  def __init__(self, axis: Axis):
+  def __init__(self, axis: Axis, checks: bool = True):
     self._axis = axis
-    self.is_final = True  # not while a loop is followed to its fixed point
+    self._checks = checks  # not while a loop is followed to its fixed point
 
   def follow(self, jaxpr: core.Jaxpr, inputs: Sequence[Origin]) -> list[Origin]:
     """Returns the origins of the outputs."""
@@ -204,7 +207,7 @@ class _Follower:
     return [_joined(inputs)] * count
 
   def _watched(self, params: Any, inputs: list[Origin]) -> Sequence[Origin]:
-    if params['check'] is not None and self.is_final:
+    if params['check'] is not None and self._checks:
       params['check'](inputs)
     if params['outputs'] is None:
       return inputs
@@ -242,14 +245,14 @@ class _Follower:
     after: list[Origin],
   ) -> list[Origin]:
     """Returns the origins of a loop's outputs, at the fixed point."""
-    was_final, self.is_final = self.is_final, False
+    did_check, self._checks = self._checks, False
     while True:
       outputs = self.follow(body, [*before, *carry, *after])
       new = [_joined(pair) for pair in zip(carry, outputs)]
       if new == carry:
         break
       carry = new
-    self.is_final = was_final
+    self._checks = did_check
     outputs = self.follow(body, [*before, *carry, *after])
     return [*carry, *outputs[len(carry) :]]
 
@@ -291,15 +294,13 @@ class _Follower:
 
 def _communicates(jaxpr: core.Jaxpr, axis: Axis) -> bool:
   """Returns whether workers wait for each other in a program."""
-  for eqn in jaxpr.eqns:
-    name = eqn.primitive.name
-    if eqn.params.get('exchanges', False) or eqn.primitive is meet_p:
+
+  def waits(eqn: Any) -> bool:
+    if eqn.primitive is meet_p or eqn.params.get('exchanges'):
       return True
-    if _is_over(eqn.params, axis) and name != 'axis_index':
-      return True
-    if any(_communicates(x, axis) for x in core.jaxprs_in_params(eqn.params)):
-      return True
-  return False
+    return _is_over(eqn.params, axis) and eqn.primitive.name != 'axis_index'
+
+  return any(_contains(eqn, waits) for eqn in jaxpr.eqns)
 
 
 def origin_of(known: Mapping[Any, Origin], v: Any) -> Origin:
