@@ -25,8 +25,9 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from demo_optax import _checks, replicas
-from demo_optax.checkpoint import cutting
-from demo_optax.checkpoint.leaves import abstract, from_leaves, to_leaves
+from demo_optax.checkpoint import placement
+from demo_optax.checkpoint.leaves import from_leaves, to_leaves
+from demo_optax.checkpoint.placement import abstract
 from demo_optax.numerics import prng
 
 
@@ -249,7 +250,7 @@ def _target(shape: tuple[int, ...], dtype: str, like: Any) -> Any:
     or (jax.process_count() > 1 and sharding.is_fully_addressable)
   ):
     return np.broadcast_to(np.zeros((), dtype), shape)
-  sharding = cutting.auto(cutting.fit_sharding(shape, sharding))
+  sharding = placement.auto(placement.fit_sharding(shape, sharding))
   return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 

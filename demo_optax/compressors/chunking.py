@@ -1,7 +1,7 @@
 """Cuts arrays into chunks, and transforms chunks into coefficients.
 
 An array is folded to `[*batch, rows, cols]` and cut into chunks `[chunks, n]`,
-each the `n = row_length * col_length` elements of a block in row-major order.
+each a block with `n = row_length * col_length` elements in row-major order.
 Chunks are transformed into coefficients `[chunks, n]`. All steps are linear,
 and everything about a cut is static and lives in `ChunkGrid`.
 
@@ -31,9 +31,9 @@ class ChunkGrid:
   """How one array is cut into chunks.
 
   Attributes:
-    shape: shape of the array.
-    lengths: length of a chunk along each dimension of the folded array; 1 along
-      the dimensions before the last two, unless the array is one whole chunk.
+    shape: shape before folding.
+    lengths: chunk length along each folded dimension; 1 along those before the
+      last two, unless the array is one whole chunk.
     whole: the array is one chunk in its own order, not transformed.
     fold: `(b, j)`: dimensions `b` to `j` are folded into the rows, those from
       `j` on into the columns. None: the last two dimensions are cut.
@@ -46,7 +46,7 @@ class ChunkGrid:
 
   @property
   def folded(self) -> tuple[int, ...]:
-    """Shape `[*batch, rows, cols]` of the folded array."""
+    """Shape after folding, `[*batch, rows, cols]`."""
     if self.fold is None:
       return self.shape
     b, j = self.fold
@@ -55,10 +55,9 @@ class ChunkGrid:
 
   @property
   def leading(self) -> list[int]:
-    """Dimensions of the array that are the slowest of each folded dimension.
+    """The slowest dimension in each folded one.
 
-    Blocks of an array that is sharded along them alone are blocks of the
-    folded array.
+    Folding keeps blocks if an array is sharded along these dimensions alone.
     """
     if self.fold is None:
       return list(range(len(self.shape)))
@@ -75,19 +74,19 @@ class ChunkGrid:
 
   @property
   def folded_counts(self) -> tuple[int, int, int]:
-    """Number of chunks of the folded array, `[batch, rows, cols]`."""
+    """Number of chunks after folding, `[batch, rows, cols]`."""
     *batch, rows, cols = 1, 1, *self._counts
     return math.prod(batch), rows, cols
 
   @property
   def _counts(self) -> list[int]:
-    """Number of chunks along each dimension of the folded array."""
+    """Number of chunks along each folded dimension."""
     sizes = zip(self.folded, self.lengths)
     return [-(-size // length) for size, length in sizes]
 
   @property
   def sides(self) -> tuple[int, int]:
-    """Rows and columns of a chunk."""
+    """Rows and columns in a chunk."""
     if self.whole:
       return 1, self.chunk_size
     rows, cols = (1, 1, *self.lengths)[-2:]
@@ -110,13 +109,13 @@ class ChunkGrid:
 
   @property
   def ends(self) -> tuple[int, ...]:
-    """Elements added at the end of each dimension of the folded array."""
+    """Elements added at the end of each folded dimension."""
     sizes = zip(self.folded, self.lengths)
     return tuple(-size % length for size, length in sizes)
 
 
 def folds(ndim: int, batch_dims: int = 0) -> list[tuple[int, int]]:
-  """Returns all folds of an array; the last one leaves it as it is."""
+  """Returns all folds; the last one leaves an array as it is."""
   if ndim < 2:
     return [(ndim - 2, ndim - 1)]
   found = []
@@ -127,12 +126,11 @@ def folds(ndim: int, batch_dims: int = 0) -> list[tuple[int, int]]:
 
 
 def chunk_length(size: int, chunk_size: int, *, padding: bool = True) -> int:
-  """Returns the length of the chunks that a dimension is cut into.
+  """Returns the chunk length for a dimension.
 
-  A dimension takes the fewest chunks of up to `chunk_size`, of the length that
-  needs the least padding. Without padding: the largest divisor not above
-  `chunk_size`, however small, which is the rule of the published
-  implementation.
+  A dimension takes the fewest chunks up to `chunk_size` long, with the length
+  that needs the least padding. Without padding: the largest divisor not above
+  `chunk_size`, however small, as in the published implementation.
 
   >>> [chunk_length(d, 64) for d in (10, 64, 768, 97, 50257)]
   [10, 64, 64, 49, 64]
@@ -152,10 +150,10 @@ def chunk_grid(
   padding: bool = True,
   fold: tuple[int, int] | None = None,
 ) -> ChunkGrid:
-  """Returns the grid that cuts the last two dimensions of a folded `shape`.
+  """Returns the grid that cuts the last two folded dimensions.
 
-  `chunk_size` is the longest side of a chunk, or its longest sides along the
-  last two dimensions (of a vector: the second).
+  `chunk_size` is the longest chunk side, or the longest sides along the last
+  two dimensions (for a vector the second).
   """
   sides = (chunk_size,) * 2 if isinstance(chunk_size, int) else chunk_size
   folded = ChunkGrid(shape, (), fold=fold).folded
@@ -222,7 +220,7 @@ def clear_padding(c: jax.Array, grid: ChunkGrid, basis: Basis) -> jax.Array:
 
   Equals a round trip through the array, but only touches chunks at padded
   edges: the projection along one side is one small matrix. Coefficients are
-  `[chunks, n]`, of one or several arrays with this grid.
+  `[chunks, n]`, from one or several arrays with this grid.
   """
   shape, c = c.shape, c.reshape(-1, *grid.folded_counts[1:], grid.chunk_size)
   for at, project in edges(grid, basis):
@@ -249,7 +247,7 @@ def edges(grid: ChunkGrid, basis: Basis) -> list[Edge]:
 def _multiply(
   sides: tuple[int, int], axis: int, matrix: np.ndarray, c: jax.Array
 ) -> jax.Array:
-  """Multiplies an axis of `[chunks, column frequency, row frequency]`."""
+  """Multiplies an axis in `[chunks, column frequency, row frequency]`."""
   rows, cols = sides
   x = c.reshape(-1, cols, rows).swapaxes(axis, 2)
   return _apply(x, matrix).swapaxes(axis, 2).reshape(c.shape)
@@ -260,7 +258,7 @@ def to_coefficients(
 ) -> jax.Array:
   """Cuts and transforms an array; returns `[*grid.coefficients_shape]`.
 
-  Without a basis the chunks are of elements, as owners of chunks keep them.
+  Without a basis the chunks keep elements, as those that owners have.
   """
   chunks = to_chunks(x, grid)
   if basis is not None and not grid.whole:

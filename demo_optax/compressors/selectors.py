@@ -1,4 +1,4 @@
-"""Selectors: choose the coefficients of every chunk to send.
+"""Selectors: choose the coefficients to send from every chunk.
 
 `RandomSubset`, `Striding` and `Slicing` are "Random", "Striding" and "Slicing"
 of From et al., DeToNATION, arXiv:2502.06728.
@@ -17,26 +17,26 @@ from demo_optax.numerics import groups, topk
 
 
 class Selector(Protocol):
-  """Selects `count(n)` of the `n` coefficients of every chunk.
+  """Selects `count(n)` out of `n` coefficients in every chunk.
 
   Implement it as a frozen dataclass: selectors are compared and hashed.
 
   Attributes:
     shared: whether all workers select the same indices. Then no indices are
       sent and values are summed. The indices may depend on the step and the
-      length of a chunk alone: the selector is called with one chunk of zeros.
+      chunk length alone: the selector is called with one chunk of zeros.
   """
 
   shared: ClassVar[bool]
 
   def count(self, n: int) -> int:
-    """Returns how many of `n` coefficients are selected, 1 to `n`."""
+    """Returns how many coefficients are selected, 1 to `n`."""
 
   def __call__(self, coefficients: jax.Array, step: jax.Array) -> jax.Array:
-    """Returns the selected indices of `coefficients [chunks, n]`.
+    """Returns the indices selected from `coefficients [chunks, n]`.
 
-    These are momentum that includes the new gradient; `step`, int32 `[]`, is
-    the number of exchanges so far. Indices are integers `[chunks, count(n)]`,
+    These are momentum that includes the new gradient; `step`, int32 `[]`,
+    counts the exchanges so far. Indices are integers `[chunks, count(n)]`,
     distinct within a chunk, in any order; negative ones count from its end. An
     index outside the chunk reads NaN and so excludes the worker.
     """
@@ -44,12 +44,12 @@ class Selector(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class TopK:
-  """The `k` coefficients of largest magnitude; ties go to the lowest index.
+  """The `k` coefficients with the largest magnitudes, among equals the first.
 
   Attributes:
     k: at least 1; a chunk with fewer sends all.
     per: coefficients in a full chunk. A smaller chunk sends its share of `k`,
-      rounded up: `ceil(k n / per)` of `n`. None: every chunk sends `k`.
+      rounded up: `ceil(k n / per)`. None: every chunk sends `k`.
   """
 
   shared: ClassVar[bool] = False
@@ -62,7 +62,7 @@ class TopK:
       _checks.check_positive('per', self.per)
 
   def count(self, n: int) -> int:
-    """Returns how many of `n` coefficients are selected."""
+    """Returns how many coefficients are selected."""
     per = self.per or n
     return min(-(-self.k * min(n, per) // per), n)
 
@@ -73,10 +73,11 @@ class TopK:
 
 @dataclasses.dataclass(frozen=True)
 class GroupMax:
-  """The coefficient of largest magnitude in each of `k` groups of a chunk.
+  """The coefficient with the largest magnitude in each group.
 
-  Group g has the coefficients g, g + k, g + 2k, ... An index takes
-  `ceil(log2(ceil(n / k)))` bits, 6 for 64 of 4096, where `TopK` takes 7.98. For
+  A chunk has `k` groups: group g has the coefficients g, g + k, g + 2k, ... An
+  index takes `ceil(log2(ceil(n / k)))` bits, 6 for 64 out of 4096, where `TopK`
+  takes 7.98. For
   GPUs and TPUs: nothing is sorted, and TPUs scatter and gather nothing. Losses
   are near those of `TopK` at equal bytes (`benchmarks/TRIED.md`, 'One of a
   group').
@@ -124,12 +125,12 @@ class _Share:
 class RandomSubset(_Share):
   """A random share of the coefficients, the same on all workers.
 
-  All workers draw the same places in all chunks of one size, from `seed` and
-  the number of exchanges. No index is sent, and an all-reduce averages the
+  All workers draw the same places in all chunks with one size, from `seed` and
+  the step. No index is sent, and an all-reduce averages the
   values: received bytes do not grow with the number of workers.
 
   Attributes:
-    rate: sends `ceil(rate * n)` of `n` coefficients; in (0, 1].
+    rate: sends `ceil(rate * n)` coefficients; in (0, 1].
     seed: 0 or more; the same on all workers.
   """
 

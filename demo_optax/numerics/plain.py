@@ -1,7 +1,7 @@
-"""Functions of `jax.numpy` as single operations.
+"""Functions as in `jax.numpy`, each a single operation.
 
 There each is a jit, traced, batched and lowered as a function: a fifth of the
-time that an exchange takes to trace.
+tracing time.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from demo_optax.numerics import platform
 
 
 def where(condition: jax.Array, x: chex.Numeric, y: chex.Numeric) -> jax.Array:
-  """As `jnp.where`, in the dtype of `x`, or of `y` if `x` is a number."""
+  """As `jnp.where`, in the dtype of `x`, or `y`'s if `x` is a number."""
   like = x if hasattr(x, 'dtype') else y
   shape = jnp.broadcast_shapes(*map(jnp.shape, (condition, x, y)))
   x = jnp.broadcast_to(jnp.asarray(x, like.dtype), shape)
@@ -38,3 +38,10 @@ def pad(
     return x
   ends = [(before, after, 0) for before, after in widths]
   return jax.lax.pad(x, jnp.asarray(value, x.dtype), ends)
+
+
+def pad_to(x: jax.Array, length: int, axis: int = -1) -> jax.Array:
+  """Pads the end of an axis with zeros, up to a length."""
+  widths = [(0, 0)] * x.ndim
+  widths[axis] = 0, length - x.shape[axis]
+  return pad(x, widths)

@@ -11,7 +11,7 @@ _WORKERS = 0x0DE30
 
 
 def is_key_array(x: Any) -> bool:
-  """Returns whether `x` is an array of typed PRNG keys, of any rank."""
+  """Returns whether `x` is an array with typed PRNG keys, any rank."""
   dtype = getattr(x, 'dtype', None)
   return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
