@@ -20,11 +20,11 @@ from demo_optax.workers.param_specs import REPLICATED
 
 @dataclasses.dataclass(frozen=True)
 class LeafBytes:
-  """The bytes of one leaf in an exchange, of all its shards.
+  """The bytes that one leaf takes in an exchange, with all its shards.
 
   Attributes:
     leaf: its chunks and sharding.
-    unsharded: the same in a worker of one device.
+    unsharded: the same leaf in a worker with one device.
   """
 
   leaf: Leaf
@@ -54,7 +54,7 @@ class LeafBytes:
 
   @property
   def index_bits(self) -> float:
-    """Bits of an index, a fraction; 0 without indices."""
+    """Bits per index, a fraction; 0 without indices."""
     chunks = self.leaf.chunks
     if chunks is None or chunks.format.index_code is None:
       return 0.0
@@ -73,23 +73,25 @@ class LeafBytes:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
-  """The bytes of one exchange, printed as a table.
+  """The bytes that one exchange moves, printed as a table.
 
-  They are those of all devices of a worker, unless noted.
+  They are summed over a worker's devices, unless noted.
 
   Attributes:
-    leaves: of each leaf that takes part.
-    size: number of elements that take part.
-    sent_bytes: its payload, and its part of the sums; of owners also updates.
-    received_bytes: all other payloads (of owners those to it, and updates), and
-      the sums.
-    payload_bytes: its message (its messages to all owners), and averaged leaves
-      of up to 64 KB.
+    leaves: a `LeafBytes` for each leaf that takes part.
+    size: how many elements take part.
+    num_workers: workers in the exchange.
+    num_devices: devices per worker.
+    sent_bytes: its payload, and its part in sums; an owner also sends updates.
+    received_bytes: all other payloads, and sums; with owners the payloads for
+      this one, and updates.
+    payload_bytes: its message (with owners, its messages to all), and averaged
+      leaves up to 64 KB.
     summed_bytes: what is all-reduced.
     device_bytes: what one device receives per step, by the mesh axes crossed:
       the worker axis, then axes inside a worker, over which updates are joined.
       Scalars on which its devices agree are not counted.
-    update_bytes: updates of all owners, and averaged leaves of up to 64 KB; 0
+    update_bytes: updates from all owners, and averaged leaves up to 64 KB; 0
       without owners.
   """
 
@@ -105,15 +107,16 @@ class Plan:
   update_bytes: int
 
   def dense_bytes(self, itemsize: int = 4) -> float:
-    """Returns the bytes, each way, of a ring all-reduce of the gradient."""
+    """Returns what a ring all-reduce of the gradient moves, each way."""
     return 2 * self.size * itemsize * (self.num_workers - 1) / self.num_workers
 
   def max_workers(self, itemsize: int = 4) -> float:
     """Returns the most workers with which an all-reduce receives more.
 
     An all-gather receives `N - 1` payloads, a ring all-reduce at most twice the
-    dense gradient, of `itemsize` bytes per element. Returns 1 if an all-reduce
-    always receives less, infinity if it never does, and 0 without leaves.
+    dense gradient, with `itemsize` bytes per element. Returns 1 if an
+    all-reduce always receives less, infinity if it never does, and 0 without
+    leaves.
     """
     if not self.leaves:
       return 0
@@ -129,7 +132,7 @@ class Plan:
   __repr__ = __str__
 
   def table(self) -> str:
-    """Returns the costs of leaves; equal ones share a row."""
+    """Returns what leaves cost; equal ones share a row."""
     names = collections.defaultdict(list)
     for leaf in self.leaves:
       names[_row(leaf)].append(leaf.name)
@@ -205,22 +208,10 @@ def plan(
   exchange: ExchangeKind = 'all_gather',
   update_values: str | None = None,
 ) -> Plan:
-  r"""Returns the bytes of an exchange, without running it.
+  r"""Predicts the bytes that an exchange moves, without running it.
 
-  With a payload of :math:`P` bytes and :math:`S` bytes that are all-reduced,
-  each of :math:`N > 1` workers sends :math:`P + R` and receives
-  :math:`(N - 1) P + R` bytes, with :math:`R = 2\tfrac{N-1}{N} S`. With
-  `exchange='all_to_all'` and updates of :math:`U` bytes it sends and receives
-  :math:`\tfrac{N-1}N (P + U) + R`, where :math:`P` and :math:`U` include
-  padding of every owner's share to whole chunks. With a relay :math:`S` is a
-  part of :math:`P`; that a worker's message is sent back to it is not counted.
-
-  A sharded leaf is cut into chunks shard by shard. They are the chunks of an
-  unsharded worker if a shard is a multiple of `chunk_size`.
-
-  Parameters may be shapes (`jax.ShapeDtypeStruct`), and `workers` may be their
-  number. The other arguments are those of `scale_by_demo`. A plan prints as a
-  table, as from `python -m demo_optax`.
+  Takes parameters or their shapes, and prints as a table, as does
+  `python -m demo_optax`.
 
   Example:
     >>> import demo_optax, jax, jax.numpy as jnp
@@ -230,6 +221,24 @@ def plan(
     44032
     >>> plan.max_workers()
     762
+
+  With a payload of :math:`P` bytes, and :math:`S` bytes that are all-reduced,
+  each of :math:`N > 1` workers sends :math:`P + R` and receives
+  :math:`(N - 1) P + R` bytes, with :math:`R = 2\tfrac{N-1}{N} S`. With
+  `exchange='all_to_all'` and :math:`U` bytes for updates it sends and receives
+  :math:`\tfrac{N-1}N (P + U) + R`; :math:`P` and :math:`U` then pad every
+  owner's share to whole chunks. With a relay :math:`P` includes :math:`S`; that
+  a worker's message is sent back to it is not counted.
+
+  A sharded leaf is cut into chunks shard by shard. They are the chunks that an
+  unsharded worker has if each shard is a multiple of `chunk_size`.
+
+  Args:
+    params: arrays or `jax.ShapeDtypeStruct`.
+    compressor: as in `scale_by_demo`.
+    workers: the workers, or how many.
+    exchange: as in `scale_by_demo`.
+    update_values: as in `scale_by_demo`.
   """
   if not isinstance(workers, Workers):
     _checks.check_positive('workers', workers)
@@ -328,7 +337,7 @@ def _row(found: LeafBytes) -> tuple[str, ...]:
 
 
 def _shard_bytes(leaf: Leaf) -> int:
-  """Returns the bytes that a worker sends of one shard of a leaf."""
+  """Returns the bytes that a worker sends for one shard."""
   if leaf.chunks is not None:
     return leaf.chunks.num_bytes
   size = math.prod(leaf.shape) // math.prod(leaf.sharding.blocks)

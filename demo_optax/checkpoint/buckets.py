@@ -1,8 +1,8 @@
-"""Turns buckets of all workers into leaves, and back, outside of a step.
+"""Turns all workers' buckets into leaves, and back, outside a step.
 
 For checkpoints, and for momentum in parameter space. Buckets are
 `[workers, rows, n]`, or `[workers, devices, rows, n]` if a worker has several
-devices. Coefficients of a leaf are `[workers, *counts, n]`: the chunks of all
+devices. A leaf's coefficients are `[workers, *counts, n]`: the chunks from all
 its shards along each dimension, which do not depend on devices.
 """
 
@@ -30,7 +30,7 @@ Shape = jax.ShapeDtypeStruct
 
 
 class Coding(NamedTuple):
-  """How the coefficients of a leaf are made from its elements."""
+  """How a leaf's coefficients are made from its elements."""
 
   grid: ChunkGrid  # of one shard
   blocks: tuple[int, ...]  # shards along each dimension
@@ -47,7 +47,7 @@ class Coding(NamedTuple):
   def _each_shard(
     self, fun: Callable[..., jax.Array], x: chex.Array
   ) -> jax.Array:
-    """Calls a function of one shard for all shards of all workers."""
+    """Calls a function for every shard on every worker."""
     mapped: Callable[[jax.Array], jax.Array]
     mapped = functools.partial(fun, grid=self.grid, basis=self.basis)
     for dim, count in enumerate(self.blocks):
@@ -95,7 +95,7 @@ def cut_bucket(
 def _leaf_like(
   layout: Layout, leaf: Leaf, bucket: chex.Array | Shape, decoded: bool
 ) -> Shape:
-  """Returns the shape and sharding of what a bucket has of a leaf."""
+  """Returns shape and sharding of a leaf that is cut out of a bucket."""
   workers, shape = bucket.shape[0], leaf.shape
   if not decoded:
     *counts, n = leaf.grid.coefficients_shape
@@ -114,7 +114,7 @@ def _leaf_like(
 def _leaves_of(
   bucket: jax.Array, layout: Layout, number: int, decoded: bool
 ) -> dict[int, jax.Array]:
-  """Returns the leaves of a bucket by number."""
+  """Returns a bucket's leaves by number."""
   workers, sent = len(bucket), layout.buckets[number].num_chunks
   # [workers, *shards, chunks, n]
   rows = _bucket_axes(layout, number, workers).join(bucket[..., :sent, :])
@@ -135,7 +135,7 @@ def fill_bucket(
   like: Any,
   coefficients_of: Callable[[Leaf, Any], jax.Array] = lambda _, c: c,
 ) -> Any:
-  """Undoes `cut_bucket`; returns an array of the dtype and sharding of `like`.
+  """Undoes `cut_bucket`; returns an array placed as `like`, in its dtype.
 
   `coefficients_of` takes a leaf and its value in `leaves`.
   """
@@ -174,7 +174,7 @@ _WORKER, _CHUNK, _N = -3, -2, -1
 
 
 class _Axes(NamedTuple):
-  """The axes of an array, and which of them are joined to one."""
+  """An array's axes, and which are joined to one."""
 
   sizes: dict[Any, int]  # by name, in the order of the array
   groups: list[list[Any]]  # names, of each joined axis
@@ -199,10 +199,7 @@ class _Axes(NamedTuple):
 
 
 def _bucket_axes(layout: Layout, number: int, workers: int) -> _Axes:
-  """Returns the axes of a bucket; the chunks of devices are joined.
-
-  Except those of devices that have other shards.
-  """
+  """Returns a bucket's axes; joins chunks on devices with the same shards."""
   bucket = layout.buckets[number]
   inner = dict(layout.axis_sizes)
   sizes: dict[Any, int] = {_WORKER: workers, **inner}
@@ -212,7 +209,7 @@ def _bucket_axes(layout: Layout, number: int, workers: int) -> _Axes:
 
 
 def _leaf_axes(layout: Layout, leaf: Leaf, workers: int) -> _Axes:
-  """Returns the axes of a leaf; the shards of each dimension are joined."""
+  """Returns a leaf's axes; joins the shards of each dimension."""
   *counts, n = leaf.grid.coefficients_shape
   sizes: dict[Any, int] = {_WORKER: workers}
   for name, size in layout.axis_sizes:

@@ -32,7 +32,7 @@ from demo_optax.numerics import prng
 
 
 class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
-  """Saves and restores one tree of a run, by steps, in one folder.
+  """Saves and restores one tree, by steps, in one folder.
 
   A step is one Orbax checkpoint, written in the background under a temporary
   name and renamed when complete. All processes make the same calls, on a shared
@@ -40,9 +40,9 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
 
   Args:
     folder: a local path or `gs://...`; created by the first save.
-    like: the tree to save and to restore, as for `from_leaves`. Only shapes,
-      dtypes and shardings of JAX's arrays are kept.
-    keep: number of checkpoints to keep, at least 1.
+    like: the tree to save and to restore, as for `from_leaves`. Arrays are
+      kept as shapes, dtypes and shardings.
+    keep: how many checkpoints to keep, at least 1.
     timeout: seconds after which an incomplete save fails in all processes.
   """
 
@@ -96,9 +96,9 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
     error next.
 
     Raises:
-      ValueError: a checkpoint of this step exists; a leaf of one process alone
-        differs between processes.
-      OSError: another Checkpointer, of this or another job, writes to the
+      ValueError: the step has a checkpoint; or a leaf that each process holds
+        alone differs between processes.
+      OSError: another Checkpointer, here or in another job, writes to the
         folder; or the folder cannot be written.
     """
     step = operator.index(step)

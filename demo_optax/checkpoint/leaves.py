@@ -1,8 +1,8 @@
 """States as plain dictionaries of arrays, momentum leaf by leaf, and back.
 
-The shapes of momentum's buckets depend on the number of workers, their devices
-and the other parameters. A checkpoint has the coefficients of every parameter
-instead, and a record of its chunks:
+The shapes of momentum's buckets depend on workers, devices and all parameters.
+A checkpoint has coefficients for every parameter instead, and a record that
+describes its chunks:
 
     state -> {name: array} -> any files -> {name: array}
           -> compared with another state: errors name the leaf
@@ -41,17 +41,10 @@ from demo_optax.transformation import layouts_in
 
 
 def to_leaves(state: chex.ArrayTree) -> dict[str, Any]:
-  """Returns a state as a plain dictionary of arrays, for any code that saves.
+  """Returns a state as a dictionary of arrays, for any code that saves.
 
-  Takes any tree that holds states of `scale_by_demo` with their types:
-  `tx.init(params)`, a `TrainState`, an `nnx.Optimizer` (not its `nnx.state`),
-  with parameters. Leaves are arrays, or `jax.ShapeDtypeStruct`.
-
-  Refuses momentum that differs between devices without a worker axis.
-
-  Returns them by their dotted paths. Momentum is `[workers, *counts, n]` for
-  each parameter, `n` coefficients of `counts` chunks, sharded as the parameter.
-  `...layout` is the record of the chunks, text in JSON as uint8.
+  Names are dotted paths. `from_leaves` makes the state again, also for another
+  number of workers.
 
   Example:
     >>> import demo_optax, jax, jax.numpy as jnp
@@ -63,6 +56,17 @@ def to_leaves(state: chex.ArrayTree) -> dict[str, Any]:
     >>> saved['worker_stacked.momentum.w'].shape
     (4, 2, 2, 4096)
     >>> state = checkpoint.from_leaves(saved, jax.eval_shape(tx.init, params))
+
+  Takes any tree that holds `scale_by_demo` states with their types: made by
+  `tx.init`, a `TrainState`, an `nnx.Optimizer` (not its `nnx.state`), with
+  parameters. Leaves are arrays, or `jax.ShapeDtypeStruct`.
+
+  Momentum is `[workers, *counts, n]` for each parameter, `n` coefficients in
+  each of `counts` chunks, sharded as the parameter. `...layout` is a record of
+  the chunks, JSON text as uint8.
+
+  Raises:
+    ValueError: momentum differs between devices and has no worker axis.
   """
   layouts = layouts_in(state, checked=True)
   flat = _paths.leaves_of(state)
@@ -99,22 +103,24 @@ def from_leaves(
   resize: bool = False,
   rechunk: bool = False,
 ) -> chex.ArrayTree:
-  """Returns a tree like `like` from the result of `to_leaves`.
+  """Returns a tree like `like` from what `to_leaves` returned.
 
-  With `resize`, the old and the new workers divide the unit interval into equal
-  parts. A new worker is the mean of the old ones, weighted by their overlap:
-  from 4 to 2 workers the mean of pairs, from 4 to 8 every worker twice. The
-  mean over workers does not change, up to rounding. Integers, booleans and PRNG
-  keys are those of the old worker with the largest overlap, the first of
-  equals. With more workers, each folds its number into its key. Residuals of
-  owners follow their chunks, exactly.
+  Without options nothing is converted, and what does not fit is an error.
+
+  With `resize`, old and new workers divide the unit interval into equal parts.
+  A new worker is the mean over the old ones, weighted by their overlap: from 4
+  to 2 workers the mean of pairs, from 4 to 8 every worker twice. The mean over
+  all workers does not change, up to rounding. Integers, booleans and PRNG keys
+  come from the old worker with the largest overlap, the first among equals.
+  With more workers, each folds its number into its key. Owners' residuals
+  follow their chunks, exactly.
 
   Args:
-    saved: arrays by name, of NumPy or of JAX, on any devices.
+    saved: arrays by name, from NumPy or JAX, on any devices.
     like: a state as for `to_leaves`, such as `jax.eval_shape(tx.init, params)`.
       Leaves are moved to its devices; without a sharding, JAX's are not moved.
     resize: whether to regroup stacked arrays (under a field `worker_stacked`)
-      for another number of workers, and to drop residuals that `like` lacks.
+      for other workers, and to drop residuals that `like` lacks.
     rechunk: whether to convert momentum with other chunks or another compressor
       through parameter space, up to rounding. With equal chunks and transform,
       every bit is kept.
@@ -166,13 +172,13 @@ def _saved_records(text: Any) -> dict[str, Record]:
 
 
 def _bucket_at(keys: Keys, layout: Layout) -> tuple[int, bool]:
-  """Returns a bucket's number, and whether it has residuals of owners."""
+  """Returns a bucket's number, and whether it has owners' residuals."""
   names = [bucket.name for bucket in layout.buckets]
   return names.index(keys[-1]), keys[-2] == 'update_residual'
 
 
 def _of_one_owner(bucket: tuple[int, ...], x: Any) -> Any:
-  """Returns residuals as if one owner had all chunks of a bucket's shape."""
+  """Returns residuals as if one owner had all chunks, in a bucket's shape."""
   shape = (1, *x.shape[1:-2], *bucket)
   sharding = placement.fit_sharding(shape, getattr(x, 'sharding', None))
   if isinstance(x, jax.ShapeDtypeStruct):
@@ -183,7 +189,7 @@ def _of_one_owner(bucket: tuple[int, ...], x: Any) -> Any:
 def _bucket(
   saved: Mapping[str, Any], layout: Layout, keys: Keys, like: Any
 ) -> Any:
-  """Returns a bucket like `like` from the coefficients of its leaves."""
+  """Returns a bucket like `like` from its leaves' coefficients."""
   number, owned = _bucket_at(keys, layout)
   records = _saved_records(saved[_paths.dotted((*keys[:-3], 'layout'))])
   found = {}
@@ -210,7 +216,7 @@ def _bucket(
 
 
 def _recorded_coding(record: Record, layout: Layout) -> Coding:
-  """Returns the coding of a saved leaf; raises if its basis is unknown."""
+  """Returns a saved leaf's coding; raises if its basis is unknown."""
   blocks, fold = tuple(record['blocks']), record['fold']
   shard = [length // n for length, n in zip(record['shape'], blocks)]
   grid = ChunkGrid(
@@ -269,9 +275,9 @@ def _check(
 def _chunk_differences(
   saved: Mapping[str, Any], layouts: Mapping[Keys, Layout]
 ) -> dict[str, Difference | None]:
-  """Returns how the chunks of each leaf of coefficients differ, if they do.
+  """Returns how the chunks of each leaf differ, by name; None if they do not.
 
-  Coefficients are compared by the records of their chunks, not by shapes.
+  Coefficients are compared by these records, not by shapes.
   """
   found: dict[str, Difference | None] = {}
   for root, layout in layouts.items():
@@ -294,7 +300,7 @@ def _compare(
   wanted: Mapping[str, Any],
   chunked: Mapping[str, Difference | None],
 ) -> Iterator[tuple[str, str, str]]:
-  """Yields the problems of one leaf, and what it is in both, in words."""
+  """Yields a leaf's problems, and what it is in both, in words."""
   old, new = saved.get(name), wanted.get(name)
   if old is None or new is None:
     is_owed = f'{STACKED}.update_residual.' in name
@@ -319,7 +325,7 @@ def _compare(
 
 
 def _in_words(x: Any, stacked: bool = False) -> str:
-  """Describes what never changes of a leaf: its type, dtype and shape."""
+  """Describes what never changes: type, dtype and shape."""
   if x is None:
     return 'nothing'
   if not hasattr(x, 'dtype'):

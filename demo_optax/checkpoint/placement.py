@@ -1,4 +1,4 @@
-"""Runs functions on arrays of any placement, and places their results."""
+"""Runs functions on arrays wherever they are, and places their results."""
 
 import contextlib
 import math
@@ -22,9 +22,9 @@ def run(
 ) -> Any:
   """Calls `fun(args, *static)` on arrays that may span devices and processes.
 
-  Jitted, unless `args` are traced. NumPy's without `shardings` of results stay
-  NumPy's, in 64 bits. XLA chooses a sharding that is `None`. The same function,
-  not a closure, is compiled once for equal `static`.
+  Jitted, unless `args` are traced. NumPy's arrays stay so, in 64 bits, unless
+  results have `shardings`. XLA chooses a sharding that is `None`. The same
+  function, not a closure, is compiled once for equal `static`.
   """
   leaves = jax.tree.leaves(args)
   if any(isinstance(x, jax.core.Tracer) for x in leaves):
@@ -104,7 +104,7 @@ def on_mesh(x: jax.Array, sharding: Sharding) -> jax.Array:
 
 
 def abstract(x: Any) -> Any:
-  """Returns shape, dtype and sharding of an array; other values unchanged.
+  """Returns an array's shape, dtype and sharding; other values unchanged.
 
   An array that is not committed to its device has no sharding: a step would be
   compiled again for one that is.
@@ -151,7 +151,7 @@ def as_array(x: Any, like: Any) -> Any:
 
 
 def place(x: Any, like: Any) -> Any:
-  """Returns `x` as an array of the kind of `like`, on its devices."""
+  """Returns `x` as an array like `like`, on its devices."""
   if not hasattr(like, 'dtype'):
     return x.item() if hasattr(x, 'dtype') else x
   x = as_array(x, like)

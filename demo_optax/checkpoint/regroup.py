@@ -1,4 +1,4 @@
-"""States of another number of workers."""
+"""States for another number of workers."""
 
 import chex
 import jax
@@ -9,7 +9,7 @@ from demo_optax.numerics import plain, prng
 
 
 def regroup(x: chex.Array, n: int) -> chex.Array:
-  """Returns `x [workers, ...]` of `n` workers, by the rule of `from_leaves`."""
+  """Returns `x [workers, ...]` for `n` workers, as `from_leaves` documents."""
   old = x.shape[0]
   if n == old:
     return x
@@ -43,9 +43,9 @@ def weights(old: int, new: int) -> np.ndarray:
 
 
 def regroup_owned(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-  """Returns residuals of owners, `[owners, *devices, chunks, n]`, as `shape`.
+  """Returns owners' residuals, `[owners, *devices, chunks, n]`, as `shape`.
 
-  Each owner's chunks follow those of the owner before; zeros pad the end.
+  Chunks keep the order of their owners; zeros pad the end.
   """
   owners, *devices, rows, n = shape
   # [*devices, chunks of all owners, n]

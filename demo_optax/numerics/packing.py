@@ -1,8 +1,9 @@
 """Packs numbers with a few bits, finds ones, digests arrays."""
 
 import functools
-from typing import Any
+from types import ModuleType
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -125,12 +126,14 @@ def _place_in_word(words: jax.Array, rank: jax.Array) -> jax.Array:
   return place
 
 
-def digest_block(x: Any, start: Any, shape: tuple[int, ...]) -> Any:
+def digest_block(
+  x: chex.Array, start: np.ndarray, shape: tuple[int, ...]
+) -> chex.Array:
   """Returns the part of a digest from one block, uint32 `[2]`.
 
-  The block begins at `start` in an array with this `shape`. Sums over its
-  words x and their places i: (2 i + 1) x, and a hash of x and i. A NumPy block
-  is digested by NumPy, in parts that fit the caches.
+  The block begins at `start` in an array with this `shape`. Sums over its words
+  x and their places i: (2 i + 1) x, and a hash of x and i. A NumPy block is
+  digested by NumPy, in parts that fit the caches.
   """
   if not isinstance(x, np.ndarray):
     return _digest_on_device(x, start, shape)
@@ -142,30 +145,35 @@ def digest_block(x: Any, start: Any, shape: tuple[int, ...]) -> Any:
   step = max(1, _AT_ONCE * x.shape[axis] // x.size)
   total = np.zeros(2, np.uint32)
   for first in range(0, x.shape[axis], step):
-    at = start + first * (np.arange(x.ndim) == axis)
+    begin = start.copy()
+    begin[axis] += first
     part = x[(slice(None),) * axis + (slice(first, first + step),)]
-    total += digest_block(part, at, shape)
+    total += digest_block(part, begin, shape)
   return total
 
 
 _AT_ONCE = 2**16  # elements that NumPy digests
 
 
-def _digest(xp: Any, x: Any, start: Any, shape: tuple[int, ...]) -> Any:
+def _digest(
+  xp: ModuleType, x: chex.Array, start: np.ndarray, shape: tuple[int, ...]
+) -> chex.Array:
   words = _words(x)  # u32[*block, words of an element]
   place = xp.zeros((1,) * words.ndim, xp.uint32)
-  for d, length in enumerate((*shape, words.shape[-1])):
-    along = xp.arange(words.shape[d], dtype=xp.uint32)
-    if d < len(shape):
-      along = along + start[d]
-    along = along.reshape([-1 if i == d else 1 for i in range(words.ndim)])
-    place = place * xp.uint32(length) + along
+  for dim, length in enumerate((*shape, words.shape[-1])):
+    along = xp.arange(words.shape[dim], dtype=xp.uint32)
+    if dim < len(shape):
+      along = along + start[dim]
+    ones = [1] * words.ndim
+    ones[dim] = -1
+    place = place * xp.uint32(length) + along.reshape(ones)
   weighted = words * (place * xp.uint32(2) + xp.uint32(1))
   mixed = words + place * xp.uint32(0x9E3779B9)
   mixed = (mixed ^ (mixed >> xp.uint32(16))) * xp.uint32(0x85EBCA6B)
   mixed = (mixed ^ (mixed >> xp.uint32(13))) * xp.uint32(0xC2B2AE35)
   mixed = mixed ^ (mixed >> xp.uint32(16))
-  return xp.stack([xp.sum(y, dtype=xp.uint32) for y in (weighted, mixed)])
+  sums = xp.sum(weighted, dtype=xp.uint32), xp.sum(mixed, dtype=xp.uint32)
+  return xp.stack(sums)
 
 
 _digest_on_device = jax.jit(functools.partial(_digest, jnp), static_argnums=2)
@@ -174,7 +182,7 @@ _digest_on_device = jax.jit(functools.partial(_digest, jnp), static_argnums=2)
 _NARROW = 'bool', 'int2', 'int4', 'uint2', 'uint4', 'float4'
 
 
-def _words(x: Any) -> Any:
+def _words(x: chex.Array) -> chex.Array:
   """Returns the bits of an array as uint32 `[*shape, n]`."""
   # Bits below a byte are not addressable; float32 is exact.
   if x.dtype.name.startswith(_NARROW):

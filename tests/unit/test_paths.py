@@ -129,15 +129,15 @@ def test_top_k_of_tiles(n, k, size, kind, monkeypatch):
 
 
 @pytest.mark.parametrize('kind', ['cpu', 'gpu'])
-@pytest.mark.parametrize('average', ['senders', 'workers'])
 @pytest.mark.parametrize(
-  'workers, n, k',
-  [  # the last: many, on GPUs in a loop
-    (1, 30, 4),
-    (3, 30, 9),
-    (8, 5, 2),
-    (4, 6, 6),
-    (40, 50, 26),
+  'workers, n, k, average',
+  [
+    (1, 30, 4, 'senders'),
+    (3, 30, 9, 'senders'),
+    (3, 30, 9, 'workers'),
+    (8, 5, 2, 'workers'),
+    (4, 6, 6, 'senders'),
+    (40, 50, 26, 'workers'),  # many: on GPUs in a loop
   ],
 )
 def test_merge(workers, n, k, average, kind):
