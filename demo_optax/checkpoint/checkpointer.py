@@ -11,7 +11,7 @@ import operator
 import os
 import weakref
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import chex
@@ -79,13 +79,11 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
   def steps(self) -> tuple[int, ...]:
     """The steps with a complete checkpoint, ascending."""
     self.wait()
-    return tuple(
-      sorted(
-        int(path.name)
-        for path in self._folder.glob('*')
-        if path.name.isdecimal() and any(path.iterdir())
-      )
-    )
+    found = []
+    for path in self._folder.glob('*'):
+      if path.name.isdecimal() and any(path.iterdir()):
+        found.append(int(path.name))
+    return tuple(sorted(found))
 
   def save(self, step: int, tree: chex.ArrayTree) -> None:
     """Saves `tree` in the background.
@@ -110,22 +108,17 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
     about: dict[str, Any] = {'arrays': {}, 'values': {}}
     arrays = {}
     for name, x in leaves.items():
-      other = [c for c in replicas.differing(held[name]) if c.device is None]
-      if other:
-        raise ValueError(
-          f'{name} must be the same in all processes, got another in'
-          f' {sorted({c.process for c in other})}. Spread it over the mesh,'
-          ' or gather it first.'
-        )
+      _check_same(name, held[name])
       if not hasattr(x, 'dtype'):
         about['values'][name] = x
         continue
-      digest, impl = replicas.content_digest(held[name]), None
+      impl = None
       if prng.is_key_array(x):
         impl, x = str(jax.random.key_impl(x)), jax.random.key_data(x)
+      digest = replicas.content_digest(held[name])
       about['arrays'][name] = [str(x.dtype), x.shape, impl, digest]
+      is_spread = isinstance(x, jax.Array) and not replicas.is_local(x)
       if x.size:  # Orbax refuses empty ones
-        is_spread = isinstance(x, jax.Array) and not replicas.is_local(x)
         arrays[name] = x if is_spread else np.array(x)
     about['checksum'] = _checksum(about)
     # One for each save: after an error it would repeat the error.
@@ -218,11 +211,10 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
     about = ocp.metadata(path).custom_metadata
     if not about or about.pop('checksum', None) != _checksum(about):
       raise ValueError('its description is missing, or not what was written')
-    like = {
-      name: _target(tuple(shape), dtype, self._wanted.get(name))
-      for name, (dtype, shape, *_) in about['arrays'].items()
-      if 0 not in shape
-    }
+    like = {}
+    for name, (dtype, shape, *_) in about['arrays'].items():
+      if 0 not in shape:
+        like[name] = _target(tuple(shape), dtype, self._wanted.get(name))
     arrays = ocp.load(path, like) if like else {}
     held = replicas.copies(arrays)
     found = dict(about['values'])
@@ -252,6 +244,16 @@ def _target(shape: tuple[int, ...], dtype: str, like: Any) -> Any:
     return np.broadcast_to(np.zeros((), dtype), shape)
   sharding = placement.auto(placement.fit_sharding(shape, sharding))
   return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def _check_same(name: str, held: Sequence[replicas.Copy]) -> None:
+  """Raises if processes hold different copies, each for itself."""
+  other = {c.process for c in replicas.differing(held) if c.device is None}
+  if other:
+    raise ValueError(
+      f'{name} must be the same in all processes, got another in'
+      f' {sorted(other)}. Spread it over the mesh, or gather it first.'
+    )
 
 
 def _checksum(about: dict[str, Any]) -> int:

@@ -137,7 +137,7 @@ def test_top_k_of_tiles(n, k, size, kind, monkeypatch):
     (3, 30, 9, 'workers'),
     (8, 5, 2, 'workers'),
     (4, 6, 6, 'senders'),
-    (40, 50, 26, 'workers'),  # many: on GPUs in a loop
+    (40, 50, 26, 'senders'),  # many: on GPUs in a loop
   ],
 )
 def test_merge(workers, n, k, average, kind):
