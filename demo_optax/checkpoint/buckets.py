@@ -7,6 +7,7 @@ its shards along each dimension, which do not depend on devices.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -36,19 +38,17 @@ class Coding(NamedTuple):
   blocks: tuple[int, ...]  # shards along each dimension
   basis: Basis | None
 
-  def decode(self, coefficients: chex.Array) -> jax.Array:
+  def decode(self, coefficients: chex.Array) -> Array:
     """Returns `[workers, *shape]` from coefficients `[workers, *counts, n]`."""
     return self._each_shard(chunking.from_coefficients, coefficients)
 
-  def encode(self, x: chex.Array) -> jax.Array:
+  def encode(self, x: chex.Array) -> Array:
     """Undoes `decode`."""
     return self._each_shard(chunking.to_coefficients, x)
 
-  def _each_shard(
-    self, fun: Callable[..., jax.Array], x: chex.Array
-  ) -> jax.Array:
+  def _each_shard(self, fun: Callable[..., Array], x: chex.Array) -> Array:
     """Calls a function for every shard on every worker."""
-    mapped: Callable[[jax.Array], jax.Array]
+    mapped: Callable[[Array], Array]
     mapped = functools.partial(fun, grid=self.grid, basis=self.basis)
     for dim, count in enumerate(self.blocks):
       mapped = _over_blocks(mapped, dim, count)
@@ -56,11 +56,11 @@ class Coding(NamedTuple):
 
 
 def _over_blocks(
-  fun: Callable[[jax.Array], jax.Array], dim: int, count: int
-) -> Callable[[jax.Array], jax.Array]:
+  fun: Callable[[Array], Array], dim: int, count: int
+) -> Callable[[Array], Array]:
   """Returns `fun` for an array that has `count` blocks along a dimension."""
 
-  def over(x: jax.Array) -> jax.Array:
+  def over(x: Array) -> Array:
     # [..., count, block, ...]
     x = x.reshape(*x.shape[:dim], count, -1, *x.shape[dim + 1 :])
     found = jax.vmap(fun, dim, dim)(x)
@@ -112,8 +112,8 @@ def _leaf_like(
 
 
 def _leaves_of(
-  bucket: jax.Array, layout: Layout, number: int, decoded: bool
-) -> dict[int, jax.Array]:
+  bucket: Array, layout: Layout, number: int, decoded: bool
+) -> dict[int, Array]:
   """Returns a bucket's leaves by number."""
   workers, sent = len(bucket), layout.buckets[number].num_chunks
   # [workers, *shards, chunks, n]
@@ -133,7 +133,7 @@ def fill_bucket(
   number: int,
   leaves: Mapping[int, Any],
   like: Any,
-  coefficients_of: Callable[[Leaf, Any], jax.Array] = lambda _, c: c,
+  coefficients_of: Callable[[Leaf, Any], Array] = lambda _, c: c,
 ) -> Any:
   """Undoes `cut_bucket`; returns an array placed as `like`, in its dtype.
 
@@ -142,7 +142,7 @@ def fill_bucket(
   bucket = layout.buckets[number]
   axes = _bucket_axes(layout, number, like.shape[0])
 
-  def fill(leaves: Mapping[int, Any]) -> jax.Array:
+  def fill(leaves: Mapping[int, Any]) -> Array:
     chunks = {}
     for i in layout.members(number):
       leaf = layout.leaves[i]
@@ -155,9 +155,7 @@ def fill_bucket(
     rows = axes.split(_over_leading(join, len(axes.groups) - 2)(chunks))
     # [workers, (devices,) chunks, n]
     rows = rows.reshape(*like.shape[:-2], *rows.shape[-2:])
-    padding = [(0, 0)] * (rows.ndim - 2)
-    padding += [(0, bucket.rows - bucket.num_chunks), (0, 0)]
-    return plain.pad(rows, padding).astype(like.dtype)
+    return plain.pad_to(rows, bucket.rows, axis=-2).astype(like.dtype)
 
   return run(fill, leaves, getattr(like, 'sharding', None))
 
@@ -179,21 +177,18 @@ class _Axes(NamedTuple):
   sizes: dict[Any, int]  # by name, in the order of the array
   groups: list[list[Any]]  # names, of each joined axis
 
-  def join(self, x: jax.Array) -> jax.Array:
+  def join(self, x: Array) -> Array:
     """Returns an array with one axis for each group."""
-    names = list(self.sizes)
-    order = [names.index(name) for group in self.groups for name in group]
-    x = x.reshape(*self.sizes.values()).transpose(order)
-    start, shape = 0, []
+    names, shape = list(self.sizes), []
     for group in self.groups:
-      stop = start + len(group)
-      shape.append(math.prod(x.shape[start:stop]))
-      start = stop
-    return x.reshape(shape)
+      shape.append(math.prod(self.sizes[name] for name in group))
+    x = x.reshape([*self.sizes.values()])
+    order = [names.index(name) for name in itertools.chain(*self.groups)]
+    return x.transpose(order).reshape(shape)
 
-  def split(self, x: jax.Array) -> jax.Array:
+  def split(self, x: Array) -> Array:
     """Undoes `join`."""
-    names = [name for group in self.groups for name in group]
+    names = list(itertools.chain(*self.groups))
     x = x.reshape([self.sizes[name] for name in names])
     return x.transpose([names.index(name) for name in self.sizes])
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -88,10 +89,10 @@ def auto(sharding: Sharding) -> Sharding:
 
 
 def _on_auto(x: Any) -> Any:
-  return on_mesh(x, auto(x.sharding)) if isinstance(x, jax.Array) else x
+  return on_mesh(x, auto(x.sharding)) if isinstance(x, Array) else x
 
 
-def on_mesh(x: jax.Array, sharding: Sharding) -> jax.Array:
+def on_mesh(x: Array, sharding: Sharding) -> Array:
   """Returns `x` under an equivalent sharding, without moving anything.
 
   Unlike `jax.device_put` it accepts arrays with shards in other processes.
@@ -111,7 +112,7 @@ def abstract(x: Any) -> Any:
   """
   if not hasattr(x, 'dtype'):
     return x
-  is_free = isinstance(x, jax.Array) and not x.committed
+  is_free = isinstance(x, Array) and not x.committed
   sharding = None if is_free else getattr(x, 'sharding', None)
   return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
@@ -121,7 +122,7 @@ def near(x: Any, like: Any) -> Any:
   if isinstance(like, np.ndarray):
     return np.asarray(x)
   sharding = getattr(like, 'sharding', None)
-  if not isinstance(x, jax.Array) or sharding is None:
+  if not isinstance(x, Array) or sharding is None:
     return x
   if x.sharding.device_set == sharding.device_set:
     return x

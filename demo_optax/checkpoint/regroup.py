@@ -50,7 +50,5 @@ def regroup_owned(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
   owners, *devices, rows, n = shape
   # [*devices, chunks of all owners, n]
   chunks = jnp.moveaxis(x, 0, -3).reshape(*devices, -1, n)
-  chunks = chunks[..., : owners * rows, :]
-  missing = owners * rows - chunks.shape[-2]
-  chunks = plain.pad(chunks, [*[(0, 0)] * len(devices), (0, missing), (0, 0)])
+  chunks = plain.pad_to(chunks[..., : owners * rows, :], owners * rows, axis=-2)
   return jnp.moveaxis(chunks.reshape(*devices, owners, rows, n), -3, 0)

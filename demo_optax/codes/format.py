@@ -5,6 +5,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from demo_optax.codes import index_codes
 from demo_optax.codes.parts import Code
@@ -75,9 +76,7 @@ class ChunkFormat:
     """Returns the words that this many chunks take in a message."""
     return sum(code.words(chunks) for code in self._codes)
 
-  def encode(
-    self, indices: jax.Array | None, values: jax.Array
-  ) -> tuple[jax.Array, jax.Array]:
+  def encode(self, indices: Array | None, values: Array) -> tuple[Array, Array]:
     """Writes values `[messages, chunks, k]` and their ascending int32 indices.
 
     Returns uint32 `[messages, words]`, and the values that receivers decode.
@@ -96,8 +95,8 @@ class ChunkFormat:
     return data, sent
 
   def decode(
-    self, data: jax.Array, chunks: int
-  ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
+    self, data: Array, chunks: int
+  ) -> tuple[Array | None, Array, Array]:
     """Undoes `encode` for arbitrary words, uint32 `[messages, words]`.
 
     Returns int32 indices `[messages, chunks, k]` within `[0, n)`, distinct and,
@@ -111,8 +110,8 @@ class ChunkFormat:
     return jax.tree.map(lambda x: jnp.squeeze(x, 1), found)
 
   def _decode(
-    self, data: jax.Array, chunks: int
-  ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
+    self, data: Array, chunks: int
+  ) -> tuple[Array | None, Array, Array]:
     split = self.value_code.words(chunks)
     values = self.value_code.decode(data[:, :split], chunks)
     good = jnp.abs(values) <= self.max_magnitude  # no NaN

@@ -10,8 +10,8 @@ import dataclasses
 import functools
 from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from demo_optax.codes.parts import Code, Parts
 from demo_optax.numerics import packing
@@ -52,10 +52,10 @@ class FixedWidth(IndexCode):
   def parts(self) -> Parts:
     return ((self.k, index_width(self.n)),)
 
-  def encode(self, indices: jax.Array) -> jax.Array:
+  def encode(self, indices: Array) -> Array:
     return self.pack(indices)
 
-  def decode(self, data: jax.Array, chunks: int) -> jax.Array:
+  def decode(self, data: Array, chunks: int) -> Array:
     (numbers,) = self.unpack(data, chunks)
     return numbers.astype(jnp.int32)
 
@@ -69,10 +69,10 @@ class Bitmap(IndexCode):
   def parts(self) -> Parts:
     return ((self.n, 1),)
 
-  def encode(self, indices: jax.Array) -> jax.Array:
+  def encode(self, indices: Array) -> Array:
     return self.pack(_ones_at(indices, self.n))
 
-  def decode(self, data: jax.Array, chunks: int) -> jax.Array:
+  def decode(self, data: Array, chunks: int) -> Array:
     (ones,) = self.unpack(data, chunks)
     return _places_of(ones, self.k)
 
@@ -102,12 +102,12 @@ class EliasFano(IndexCode):
   def parts(self) -> Parts:
     return (self.k, self.low), (self._unary_size, 1)
 
-  def encode(self, indices: jax.Array) -> jax.Array:
+  def encode(self, indices: Array) -> Array:
     rest = (indices >> self.low) + order_of(indices)
     unary = _ones_at(rest, self._unary_size)
     return self.pack(indices & (2**self.low - 1), unary)
 
-  def decode(self, data: jax.Array, chunks: int) -> jax.Array:
+  def decode(self, data: Array, chunks: int) -> Array:
     lows, unary = self.unpack(data, chunks)
     places = _places_of(unary, self.k)
     rest = places - order_of(places)
@@ -119,12 +119,12 @@ def index_width(n: int) -> int:
   return (n - 1).bit_length()
 
 
-def order_of(indices: jax.Array) -> jax.Array:
+def order_of(indices: Array) -> Array:
   """Returns int32 `[1, 1, k]`, the numbers 0 to k - 1."""
   return jnp.arange(indices.shape[2], dtype=jnp.int32)[None, None]
 
 
-def _ones_at(places: jax.Array, size: int) -> jax.Array:
+def _ones_at(places: Array, size: int) -> Array:
   """Returns uint32 `[messages, chunks, size]`, 1 at ascending `places`."""
   messages, chunks, k = places.shape
   rows = places.reshape(messages * chunks, k)
@@ -139,7 +139,7 @@ def _ones_at(places: jax.Array, size: int) -> jax.Array:
   return ones.reshape(messages, chunks, size)
 
 
-def _places_of(ones: jax.Array, k: int) -> jax.Array:
+def _places_of(ones: Array, k: int) -> Array:
   """Undoes `_ones_at`, for `k` places; they may be `size` or more."""
   messages, chunks, size = ones.shape
   rows = ones.reshape(messages * chunks, size)

@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from demo_optax.numerics import packing
 
@@ -40,18 +40,18 @@ class Code:
       packing.packed_words(chunks * count, width) for count, width in self.parts
     ]
 
-  def encode(self, x: jax.Array) -> Any:
+  def encode(self, x: Array) -> Any:
     """Writes `[messages, chunks, k]` as uint32 `[messages, words]`.
 
     Value codes also return the values that receivers decode.
     """
     raise NotImplementedError
 
-  def decode(self, data: jax.Array, chunks: int) -> jax.Array:
+  def decode(self, data: Array, chunks: int) -> Array:
     """Undoes `encode`, for arbitrary words."""
     raise NotImplementedError
 
-  def pack(self, *numbers: jax.Array) -> jax.Array:
+  def pack(self, *numbers: Array) -> Array:
     """Packs `[messages, chunks, count]` for each part; returns uint32 words."""
     packed = []
     for x, (_, width) in zip(numbers, self.parts):
@@ -59,7 +59,7 @@ class Code:
       packed.append(row if width == 32 else packing.pack_bits(row, width))
     return jnp.concatenate(packed, axis=1)
 
-  def unpack(self, data: jax.Array, chunks: int) -> list[jax.Array]:
+  def unpack(self, data: Array, chunks: int) -> list[Array]:
     """Undoes `pack`; returns uint32 arrays."""
     numbers, first = [], 0
     for (count, width), size in zip(self.parts, self._sizes(chunks)):
@@ -71,6 +71,6 @@ class Code:
     return numbers
 
 
-def as_row(x: jax.Array) -> jax.Array:
+def as_row(x: Array) -> Array:
   """Returns `[messages, chunks, count]` as uint32 `[messages, numbers]`."""
   return x.reshape(len(x), -1).astype(jnp.uint32)

@@ -25,9 +25,9 @@ bfloat16 is made by `reduce_precision`: compilers may drop conversions.
 import dataclasses
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array, lax
 
 from demo_optax.codes.parts import Code, Parts, as_row
 from demo_optax.numerics import plain
@@ -53,14 +53,14 @@ class Exact(ValueCode):
   def parts(self) -> Parts:
     return ((self.k, 32),) * (jnp.dtype(self.dtype).itemsize // 4)
 
-  def encode(self, values: jax.Array) -> tuple[jax.Array, jax.Array]:
-    words = jax.lax.bitcast_convert_type(values, jnp.uint32)
+  def encode(self, values: Array) -> tuple[Array, Array]:
+    words = lax.bitcast_convert_type(values, jnp.uint32)
     halves = jnp.moveaxis(words.reshape(*values.shape, -1), -1, 0)
     return self.pack(*halves), values
 
-  def decode(self, data: jax.Array, chunks: int) -> jax.Array:
+  def decode(self, data: Array, chunks: int) -> Array:
     words = jnp.stack(self.unpack(data, chunks), axis=-1)
-    values = jax.lax.bitcast_convert_type(words, jnp.dtype(self.dtype))
+    values = lax.bitcast_convert_type(words, jnp.dtype(self.dtype))
     return values.reshape(words.shape[:-1])
 
 
@@ -71,12 +71,12 @@ class BFloat16(ValueCode):
   def parts(self) -> Parts:
     return ((self.k, 16),)
 
-  def encode(self, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+  def encode(self, values: Array) -> tuple[Array, Array]:
     largest = _largest_scale(1)
     rounded = _round(jnp.clip(values, -largest, largest).astype(jnp.float32))
     return self.pack(_to_halves(rounded)), rounded.astype(values.dtype)
 
-  def decode(self, data: jax.Array, chunks: int) -> jax.Array:
+  def decode(self, data: Array, chunks: int) -> Array:
     (halves,) = self.unpack(data, chunks)
     return _from_halves(halves).astype(self.dtype)
 
@@ -93,20 +93,20 @@ class Scaled(ValueCode):
   width: int  # bits of a level
   limit: int
   spacing: int
-  quantise: Callable[[jax.Array, int], tuple[jax.Array, jax.Array]]
+  quantise: Callable[[Array, int], tuple[Array, Array]]
 
   @property
   def parts(self) -> Parts:
     return (self.k, self.width), (1, 16)
 
-  def encode(self, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+  def encode(self, values: Array) -> tuple[Array, Array]:
     levels, scales = self.quantise(_without_subnormals(values), self.limit)
     levels = levels.astype(jnp.int32)  # no -0
     numbers = (levels + self.limit).astype(jnp.uint32) // self.spacing
     data = self.pack(numbers, _to_halves(scales))
     return data, levels.astype(values.dtype) * scales.astype(values.dtype)
 
-  def decode(self, data: jax.Array, chunks: int) -> jax.Array:
+  def decode(self, data: Array, chunks: int) -> Array:
     numbers, halves = self.unpack(data, chunks)
     levels = numbers.astype(jnp.int32) * self.spacing - self.limit
     scales = _from_halves(halves)
@@ -126,7 +126,7 @@ class Ternary(ValueCode):
   def words(self, chunks: int) -> int:
     return -(-chunks * self.k // _PER_WORD)
 
-  def encode(self, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+  def encode(self, values: Array) -> tuple[Array, Array]:
     size = self.words(values.shape[1])
     signs = (values > 0).astype(jnp.int8) - (values < 0).astype(jnp.int8)
     digits = plain.pad_to(as_row(signs + jnp.int8(1)), size * _PER_WORD)
@@ -134,7 +134,7 @@ class Ternary(ValueCode):
     data = jnp.sum(digits * _POWERS, axis=1, dtype=jnp.uint32)
     return data, signs.astype(values.dtype)
 
-  def decode(self, data: jax.Array, chunks: int) -> jax.Array:
+  def decode(self, data: Array, chunks: int) -> Array:
     """Returns the signs; words that no signs encode to become zeros."""
     messages, _ = data.shape
     words = data[:, None]
@@ -145,9 +145,7 @@ class Ternary(ValueCode):
     return signs.astype(self.dtype).reshape(messages, chunks, self.k)
 
 
-def _nearest_levels(
-  values: jax.Array, limit: int
-) -> tuple[jax.Array, jax.Array]:
+def _nearest_levels(values: Array, limit: int) -> tuple[Array, Array]:
   """Rounds values to levels; the largest magnitude becomes `limit`."""
   largest = jnp.max(jnp.abs(values), axis=-1, keepdims=True)
   scales = _scales(largest.astype(jnp.float32) * np.float32(1 / limit), limit)
@@ -156,13 +154,13 @@ def _nearest_levels(
   return jnp.clip(jnp.round(values * inverse), -limit, limit), scales
 
 
-def _signs(values: jax.Array, limit: int) -> tuple[jax.Array, jax.Array]:
+def _signs(values: Array, limit: int) -> tuple[Array, Array]:
   """Returns the signs, and the mean magnitude, the least-squares scale."""
   levels = plain.where(values >= 0, jnp.full_like(values, limit), -limit)
   return levels, _scales(_mean_magnitude(values), limit)
 
 
-def _mean_magnitude(values: jax.Array) -> jax.Array:
+def _mean_magnitude(values: Array) -> Array:
   """Returns float32 means `[..., 1]`, summed in one fixed order."""
   k = values.shape[-1]
   width = 1 << (k - 1).bit_length()
@@ -175,7 +173,7 @@ def _mean_magnitude(values: jax.Array) -> jax.Array:
   return x * np.float32(1 / k)
 
 
-def _scales(scales: jax.Array, limit: int) -> jax.Array:
+def _scales(scales: Array, limit: int) -> Array:
   """Rounds to bfloat16, such that `limit` times the scale is finite."""
   return _round(jnp.minimum(scales, _largest_scale(limit)))
 
@@ -186,14 +184,14 @@ def _largest_scale(limit: int) -> float:
   return float(largest.view(np.float32))
 
 
-def _round(x: jax.Array) -> jax.Array:
+def _round(x: Array) -> Array:
   """Rounds float32 to bfloat16's numbers, ties to even, no subnormals."""
-  return jax.lax.reduce_precision(
+  return lax.reduce_precision(
     _without_subnormals(x), exponent_bits=8, mantissa_bits=7
   )
 
 
-def _without_subnormals(x: jax.Array) -> jax.Array:
+def _without_subnormals(x: Array) -> Array:
   """Replaces subnormal numbers by zero.
 
   Some devices and threads flush them. A subnormal scale has no finite inverse.
@@ -201,14 +199,14 @@ def _without_subnormals(x: jax.Array) -> jax.Array:
   return plain.where(jnp.abs(x) < float(_TINY), 0, x)
 
 
-def _to_halves(x: jax.Array) -> jax.Array:
+def _to_halves(x: Array) -> Array:
   """Returns the upper 16 bits of float32, a bfloat16, as uint32."""
-  return jax.lax.bitcast_convert_type(x, jnp.uint32) >> jnp.uint32(16)
+  return lax.bitcast_convert_type(x, jnp.uint32) >> jnp.uint32(16)
 
 
-def _from_halves(halves: jax.Array) -> jax.Array:
+def _from_halves(halves: Array) -> Array:
   """Undoes `_to_halves`, without subnormals."""
-  x = jax.lax.bitcast_convert_type(halves << jnp.uint32(16), jnp.float32)
+  x = lax.bitcast_convert_type(halves << jnp.uint32(16), jnp.float32)
   return _without_subnormals(x)
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from demo_optax.compressors.bases import Basis
 from demo_optax.numerics import plain, platform, rounding
@@ -166,7 +167,7 @@ def chunk_grid(
 # Cutting ----------------------------------------------------------------------
 
 
-def to_chunks(x: jax.Array, grid: ChunkGrid) -> jax.Array:
+def to_chunks(x: Array, grid: ChunkGrid) -> Array:
   """Cuts an array `[*grid.shape]` into chunks `[num_chunks, n]`."""
   x = x.reshape(grid.folded)
   x = plain.pad(x, [(0, end) for end in grid.ends])
@@ -177,7 +178,7 @@ def to_chunks(x: jax.Array, grid: ChunkGrid) -> jax.Array:
   return x.reshape(grid.num_chunks, -1)
 
 
-def from_chunks(x: jax.Array, grid: ChunkGrid) -> jax.Array:
+def from_chunks(x: Array, grid: ChunkGrid) -> Array:
   """Undoes `to_chunks`, dropping the padding."""
   x = x.reshape(*grid.folded_counts, *grid.sides)
   x = x.transpose(0, 1, 3, 2, 4)  # [batch, rows, row_length, cols, col_length]
@@ -190,7 +191,7 @@ def from_chunks(x: jax.Array, grid: ChunkGrid) -> jax.Array:
 # Transforming -----------------------------------------------------------------
 
 
-def transform(x: jax.Array, sides: tuple[int, int], basis: Basis) -> jax.Array:
+def transform(x: Array, sides: tuple[int, int], basis: Basis) -> Array:
   """Transforms chunks `[chunks, n]` into coefficients `[chunks, n]`.
 
   Inside a chunk the column frequency is the slow index and the row frequency
@@ -203,7 +204,7 @@ def transform(x: jax.Array, sides: tuple[int, int], basis: Basis) -> jax.Array:
   return _apply(x, _matrix(basis, rows).T).reshape(-1, rows * cols)
 
 
-def inverse(c: jax.Array, sides: tuple[int, int], basis: Basis) -> jax.Array:
+def inverse(c: Array, sides: tuple[int, int], basis: Basis) -> Array:
   """Undoes `transform`."""
   rows, cols = sides
   c = _apply(c.reshape(-1, cols, rows), _matrix(basis, rows))
@@ -212,10 +213,10 @@ def inverse(c: jax.Array, sides: tuple[int, int], basis: Basis) -> jax.Array:
 
 
 # An index into `[batch, rows, cols]`, and a function of `[..., n]`.
-Edge = tuple[tuple[slice | int, ...], Callable[[jax.Array], jax.Array]]
+Edge = tuple[tuple[slice | int, ...], Callable[[Array], Array]]
 
 
-def clear_padding(c: jax.Array, grid: ChunkGrid, basis: Basis) -> jax.Array:
+def clear_padding(c: Array, grid: ChunkGrid, basis: Basis) -> Array:
   """Projects coefficients onto arrays that are zero in the padding.
 
   Equals a round trip through the array, but only touches chunks at padded
@@ -245,17 +246,15 @@ def edges(grid: ChunkGrid, basis: Basis) -> list[Edge]:
 
 
 def _multiply(
-  sides: tuple[int, int], axis: int, matrix: np.ndarray, c: jax.Array
-) -> jax.Array:
+  sides: tuple[int, int], axis: int, matrix: np.ndarray, c: Array
+) -> Array:
   """Multiplies an axis in `[chunks, column frequency, row frequency]`."""
   rows, cols = sides
   x = c.reshape(-1, cols, rows).swapaxes(axis, 2)
   return _apply(x, matrix).swapaxes(axis, 2).reshape(c.shape)
 
 
-def to_coefficients(
-  x: jax.Array, grid: ChunkGrid, basis: Basis | None
-) -> jax.Array:
+def to_coefficients(x: Array, grid: ChunkGrid, basis: Basis | None) -> Array:
   """Cuts and transforms an array; returns `[*grid.coefficients_shape]`.
 
   Without a basis the chunks keep elements, as those that owners have.
@@ -266,9 +265,7 @@ def to_coefficients(
   return chunks.reshape(grid.coefficients_shape)
 
 
-def from_coefficients(
-  c: jax.Array, grid: ChunkGrid, basis: Basis | None
-) -> jax.Array:
+def from_coefficients(c: Array, grid: ChunkGrid, basis: Basis | None) -> Array:
   """Undoes `to_coefficients`, dropping the padding."""
   if basis is not None and not grid.whole:
     c = inverse(c, grid.sides, basis)
@@ -280,18 +277,20 @@ def _matrix(basis: Basis, length: int) -> np.ndarray:
   return basis.matrix(length) if length > 1 else np.eye(1)
 
 
-def _apply(x: jax.Array, matrix: np.ndarray) -> jax.Array:
-  """Returns `x @ matrix` over the last axis, in full precision."""
+def _apply(x: Array, matrix: np.ndarray) -> Array:
+  """Returns `x @ matrix` for `x [chunks, rows, length]`, in full precision."""
   if np.array_equal(matrix, np.eye(len(matrix))):
     return x
-  chunks, *others = x.shape
-  missing = -(-_MIN_ROWS // math.prod(others[:-1])) - chunks
-  if missing > 0:
-    x = plain.pad(x, [(0, missing), *[(0, 0)] * len(others)])
+  chunks, rows, length = x.shape
+  least = -(-_MIN_ROWS // rows)
+  if chunks < least:
+    x = plain.pad_to(x, least, axis=0)
+  flat = x.reshape(-1, length)
   factor = jnp.asarray(matrix, x.dtype)
   if platform.joins_products(x.size):
-    factor = rounding.hidden(factor, x.reshape(-1, x.shape[-1])[:1, :1])
-  flat = x if platform.chunks_in_lanes(len(x)) else x.reshape(-1, x.shape[-1])
+    factor = rounding.hidden(factor, flat[:1, :1])
+  if platform.chunks_in_lanes(len(x)):
+    flat = x
   # The default is bfloat16 on TPUs and TF32 on GPUs.
   product = jnp.dot(flat, factor, precision=jax.lax.Precision.HIGHEST)
   return product.reshape(x.shape)[:chunks]

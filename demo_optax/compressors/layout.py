@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array, lax
 
 from demo_optax import _tree
 from demo_optax._paths import Keys, dotted, path_keys
@@ -123,14 +124,13 @@ class Bucket:
     """Returns the bucket that one among several owners has."""
     return dataclasses.replace(self, num_devices=self.num_devices * num_owners)
 
-  def of_device(self, x: jax.Array, device: jax.Array | int) -> jax.Array:
+  def of_device(self, x: Array, device: Array | int) -> Array:
     """Cuts `[num_devices * num_chunks, ...]` to the `rows` of one device."""
     start = device * self.num_chunks
-    x = jax.lax.dynamic_slice_in_dim(x, start, self.num_chunks)
-    padding = 0, self.rows - self.num_chunks
-    return plain.pad(x, [padding, *[(0, 0)] * (x.ndim - 1)])
+    own = lax.dynamic_slice_in_dim(x, start, self.num_chunks)
+    return plain.pad_to(own, self.rows, axis=0)
 
-  def strip(self, x: jax.Array, *owners: int) -> jax.Array:
+  def strip(self, x: Array, *owners: int) -> Array:
     """Cuts `[rows, k]` to the chunks that are sent, `[*owners, chunks, k]`.
 
     Owners with fewer chunks get zero chunks at indices 0..k-1.
@@ -145,7 +145,7 @@ class Bucket:
       x = jnp.concatenate([x, jnp.tile(fill, (size - len(x)) // k)])
     return x[:size].reshape(shape)
 
-  def unstrip(self, x: jax.Array, fill: jax.Array | None = None) -> jax.Array:
+  def unstrip(self, x: Array, fill: Array | None = None) -> Array:
     """Undoes `strip` for `[senders, chunks, k]`; pads with zeros or `fill`."""
     senders, k = len(x), self.format.k
     x = x.reshape(senders, -1)
@@ -318,9 +318,7 @@ class Layout:
     found = [i for i in self.compressed if self.leaves[i].bucket == number]
     return sorted(found, key=lambda i: self.leaves[i].offset)
 
-  def join(
-    self, number: int, chunks: Mapping[int, jax.Array], rows: int
-  ) -> jax.Array:
+  def join(self, number: int, chunks: Mapping[int, Array], rows: int) -> Array:
     """Joins the chunks of leaves, by leaf number, to a bucket `[rows, n]`.
 
     Each leaf has `[chunks, n]`, a dense one `[1, elements]`. Rows after the
@@ -338,27 +336,27 @@ class Layout:
       joined = jnp.zeros_like(parts[0], shape=(length, *bucket.unit))
       start = 0
       for part in parts:
-        joined = jax.lax.dynamic_update_slice_in_dim(joined, part, start, 0)
+        joined = lax.dynamic_update_slice_in_dim(joined, part, start, 0)
         start += len(part)
     return joined.reshape(rows, bucket.format.n)
 
-  def split(self, number: int, rows: jax.Array) -> dict[int, jax.Array]:
+  def split(self, number: int, rows: Array) -> dict[int, Array]:
     """Undoes `join`: cuts `[rows, n]` into the chunks of the leaves."""
     units = rows.reshape(-1, *self.buckets[number].unit)
     chunks = {}
     for i in self.members(number):
       leaf = self.leaves[i]
       end = leaf.offset + leaf.size
-      of_leaf = jax.lax.slice_in_dim(units, leaf.offset, end)
+      of_leaf = lax.slice_in_dim(units, leaf.offset, end)
       chunks[i] = of_leaf.reshape(-1, leaf.grid.chunk_size)
     return chunks
 
   def fill(
     self,
     number: int,
-    shards: Mapping[int, jax.Array],
-    device: jax.Array | int,
-  ) -> jax.Array:
+    shards: Mapping[int, Array],
+    device: Array | int,
+  ) -> Array:
     """Cuts one shard per leaf into chunks, and joins them to `[rows, n]`.
 
     `device` is this device's number along the bucket's `split_axes`.
@@ -373,7 +371,7 @@ class Layout:
     of_all = self.join(number, chunks, bucket.all_chunks)
     return bucket.of_device(of_all, device)
 
-  def cut(self, number: int, rows: jax.Array) -> dict[int, jax.Array]:
+  def cut(self, number: int, rows: Array) -> dict[int, Array]:
     """Undoes `fill` for the `rows` of all devices; returns shards by leaf."""
     shards = {}
     for i, chunks in self.split(number, rows).items():
@@ -383,10 +381,10 @@ class Layout:
   def clear_padding(
     self,
     number: int,
-    coefficients: jax.Array,
-    device: jax.Array | int,
-    valid: jax.Array,
-  ) -> jax.Array:
+    coefficients: Array,
+    device: Array | int,
+    valid: Array,
+  ) -> Array:
     """Projects coefficients `[rows, n]` onto leaves with zero padding.
 
     Skipped unless `valid`: projecting twice changes the last bits, and the
@@ -403,9 +401,9 @@ class Layout:
       if not any(grid.ends):
         continue
       if bucket.num_devices == 1:
-        old = jax.lax.slice_in_dim(coefficients, start, stop)
+        old = lax.slice_in_dim(coefficients, start, stop)
         projected = chunking.clear_padding(old, grid, bucket.basis)
-        coefficients = jax.lax.dynamic_update_slice_in_dim(
+        coefficients = lax.dynamic_update_slice_in_dim(
           coefficients, plain.where(valid, projected, old), start, 0
         )
         continue

@@ -8,11 +8,12 @@ order of the groups.
 
 import jax
 import jax.numpy as jnp
+from jax import Array, lax
 
 from demo_optax.numerics import plain, platform
 
 # Sums, and counts as floats.
-Tables = tuple[jax.Array, jax.Array]
+Tables = tuple[Array, Array]
 
 
 def num_places(n: int, k: int) -> int:
@@ -20,7 +21,7 @@ def num_places(n: int, k: int) -> int:
   return -(-n // k)
 
 
-def largest(coefficients: jax.Array, k: int) -> jax.Array:
+def largest(coefficients: Array, k: int) -> Array:
   """Returns the place with the largest magnitude in each of `k` groups.
 
   Takes one maximum over integers. A key has the upper bits from a magnitude,
@@ -31,39 +32,37 @@ def largest(coefficients: jax.Array, k: int) -> jax.Array:
   integer = jnp.int64 if table.dtype.itemsize == 8 else jnp.int32
   last = num_places(coefficients.shape[1], k) - 1
   low = (1 << last.bit_length()) - 1
-  bits = jax.lax.bitcast_convert_type(table, integer)
-  place = jax.lax.broadcasted_iota(integer, table.shape, 1)
+  bits = lax.bitcast_convert_type(table, integer)
+  place = lax.broadcasted_iota(integer, table.shape, 1)
   keys = (bits & ~low) | (last - place)
   return (last - (jnp.max(keys, axis=1) & low)).astype(jnp.int32)
 
 
-def indices(places: jax.Array) -> jax.Array:
+def indices(places: Array) -> Array:
   """Returns the places as indices into their chunk, int32 `[..., k]`."""
   k = places.shape[-1]
-  group = jax.lax.broadcasted_iota(jnp.int32, places.shape, places.ndim - 1)
+  group = lax.broadcasted_iota(jnp.int32, places.shape, places.ndim - 1)
   return places * k + group
 
 
-def places(indices: jax.Array) -> jax.Array:
+def places(indices: Array) -> Array:
   """Undoes `indices`."""
-  return jax.lax.div(indices, jnp.int32(indices.shape[-1]))
+  return lax.div(indices, jnp.int32(indices.shape[-1]))
 
 
-def take(coefficients: jax.Array, indices: jax.Array) -> jax.Array:
+def take(coefficients: Array, indices: Array) -> Array:
   """Returns the values at the indices, `[rows, k]`, from `[rows, n]`."""
   table = _table(coefficients, indices.shape[1])
   hits = _hits(places(indices), table.shape[1])
   return jnp.sum(plain.where(hits, table, 0), axis=1)
 
 
-def spread(indices: jax.Array, values: jax.Array, n: int) -> jax.Array:
+def spread(indices: Array, values: Array, n: int) -> Array:
   """Returns coefficients `[rows, n]` with the values at the indices."""
   return _spread(places(indices), values, n).reshape(len(values), -1)[:, :n]
 
 
-def add_up(
-  indices: jax.Array, values: jax.Array, present: jax.Array, n: int
-) -> Tables:
+def add_up(indices: Array, values: Array, present: Array, n: int) -> Tables:
   """Adds up `[workers, rows, k]` of `present` workers, one after the other.
 
   Returns tables: the sums, and from how many workers each is, as floats.
@@ -73,31 +72,31 @@ def add_up(
   values = plain.where(present[:, None, None], values, 0)
   ones = jnp.ones_like(values) * senders
 
-  def tables(worker: jax.Array | int) -> Tables:
+  def tables(worker: Array | int) -> Tables:
     own = all_places[worker]
     return _spread(own, values[worker], n), _spread(own, ones[worker], n)
 
-  def add(worker: jax.Array, sums: Tables) -> Tables:
+  def add(worker: Array, sums: Tables) -> Tables:
     return jax.tree.map(jnp.add, sums, tables(worker))
 
   workers = len(indices)
   turns = platform.unrolled(workers)
-  return jax.lax.fori_loop(1, workers, add, tables(0), unroll=turns)
+  return lax.fori_loop(1, workers, add, tables(0), unroll=turns)
 
 
-def _spread(places: jax.Array, values: jax.Array, n: int) -> jax.Array:
+def _spread(places: Array, values: Array, n: int) -> Array:
   """Returns a table with the values at their places."""
   hits = _hits(places, num_places(n, places.shape[1]))
   return plain.where(hits, values[:, None], 0)
 
 
-def _table(x: jax.Array, k: int) -> jax.Array:
+def _table(x: Array, k: int) -> Array:
   """Returns `[rows, n]` as `[rows, places, k]`, padded with zeros."""
   rows, n = x.shape
   number = num_places(n, k)
   return plain.pad_to(x, number * k).reshape(rows, number, k)
 
 
-def _hits(places: jax.Array, number: int) -> jax.Array:
+def _hits(places: Array, number: int) -> Array:
   """Returns where the places are in a bool table `[rows, number, k]`."""
   return places[:, None] == jnp.arange(number, dtype=jnp.int32)[None, :, None]

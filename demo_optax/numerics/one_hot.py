@@ -8,13 +8,14 @@ times one is that value. Coefficients and values must be finite.
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from demo_optax.numerics import plain
 
 _COLUMNS = 128
 
 
-def take(coefficients: jax.Array, indices: jax.Array) -> jax.Array:
+def take(coefficients: Array, indices: Array) -> Array:
   """Returns the values at the indices, `[chunks, k]`, from `[chunks, n]`."""
   chunks, n = coefficients.shape
   rows, columns = _one_hot(indices, n)
@@ -25,7 +26,7 @@ def take(coefficients: jax.Array, indices: jax.Array) -> jax.Array:
   return jnp.sum(plain.where(columns, found, 0), axis=2)
 
 
-def spread(indices: jax.Array, values: jax.Array, n: int) -> jax.Array:
+def spread(indices: Array, values: Array, n: int) -> Array:
   """Returns coefficients `[chunks, n]` with the values at distinct indices."""
   rows, columns = _one_hot(indices, n)
   in_rows = plain.where(rows, values[:, None], 0)
@@ -34,8 +35,8 @@ def spread(indices: jax.Array, values: jax.Array, n: int) -> jax.Array:
 
 
 def add_up(
-  indices: jax.Array, values: jax.Array, present: jax.Array, n: int
-) -> tuple[jax.Array, jax.Array]:
+  indices: Array, values: Array, present: Array, n: int
+) -> tuple[Array, Array]:
   """Adds up values `[workers, chunks, k]` from the workers that are `present`.
 
   Returns tables `[chunks, rows, columns]`: the sums, and from how many workers
@@ -58,7 +59,7 @@ def add_up(
   return total, counts
 
 
-def _side_by_side(x: jax.Array) -> jax.Array:
+def _side_by_side(x: Array) -> Array:
   """Returns `[workers, chunks, k]` as `[chunks, workers * k]`."""
   _, chunks, _ = x.shape
   return jnp.swapaxes(x, 0, 1).reshape(chunks, -1)
@@ -68,7 +69,7 @@ def _num_rows(n: int) -> int:
   return -(-n // _COLUMNS)
 
 
-def _one_hot(indices: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
+def _one_hot(indices: Array, n: int) -> tuple[Array, Array]:
   """Returns bool `[chunks, rows, k]` and `[chunks, k, columns]`."""
   row = jnp.arange(_num_rows(n), dtype=jnp.int32)[None, :, None]
   column = jnp.arange(_COLUMNS, dtype=jnp.int32)[None, None]
@@ -77,5 +78,5 @@ def _one_hot(indices: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
   return rows, columns
 
 
-def _product(x: jax.Array, y: jax.Array) -> jax.Array:
+def _product(x: Array, y: Array) -> Array:
   return jnp.einsum('cij,cjk->cik', x, y, precision=jax.lax.Precision.HIGHEST)

@@ -7,6 +7,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from demo_optax.numerics import plain
 
@@ -18,7 +19,7 @@ def packed_words(count: int, width: int) -> int:
   return sum(-(-count * part // _WORD) for part in _parts(width))
 
 
-def pack_bits(numbers: jax.Array, width: int) -> jax.Array:
+def pack_bits(numbers: Array, width: int) -> Array:
   """Packs numbers below `2**width`, 1 to 32 bits, into uint32 words.
 
   Takes uint32 `[messages, count]`; returns `[messages, words]`. A number is cut
@@ -44,7 +45,7 @@ def pack_bits(numbers: jax.Array, width: int) -> jax.Array:
   return jnp.concatenate(planes, axis=1)
 
 
-def unpack_bits(words: jax.Array, count: int, width: int) -> jax.Array:
+def unpack_bits(words: Array, count: int, width: int) -> Array:
   """Undoes `pack_bits`; returns uint32 `[messages, count]`."""
   messages = len(words)
   numbers = jnp.zeros((messages, count), jnp.uint32)
@@ -72,7 +73,7 @@ def _first_bits(part: int) -> np.ndarray:
   return np.arange(0, _WORD, part, dtype=np.uint32)[None, :, None]
 
 
-def places_of_ones(ones: jax.Array, k: int) -> jax.Array:
+def places_of_ones(ones: Array, k: int) -> Array:
   """Returns the places of the first `k` ones in rows, bool `[rows, size]`.
 
   Counts ones per 32 bits to find the word with the j-th one, then halves that
@@ -99,7 +100,7 @@ def places_of_ones(ones: jax.Array, k: int) -> jax.Array:
   return plain.where(word < number, places, size)
 
 
-def take(x: jax.Array, places: jax.Array) -> jax.Array:
+def take(x: Array, places: Array) -> Array:
   """Returns `x[row, places[row, j]]`, `[rows, k, ...]`, for int32 `[rows, k]`.
 
   Places must be in `[0, n)`: a check would cost several kernels per call.
@@ -109,12 +110,12 @@ def take(x: jax.Array, places: jax.Array) -> jax.Array:
   )
 
 
-def row_numbers(places: jax.Array) -> jax.Array:
+def row_numbers(places: Array) -> Array:
   """Returns int32 `[rows, 1]`, to index with `places [rows, k]`."""
   return jnp.arange(places.shape[0], dtype=jnp.int32)[:, None]
 
 
-def _place_in_word(words: jax.Array, rank: jax.Array) -> jax.Array:
+def _place_in_word(words: Array, rank: Array) -> Array:
   """Returns where the `rank`-th one is in uint32 `words`, which have it."""
   place = jnp.zeros_like(rank)
   for width in (16, 8, 4, 2, 1):

@@ -6,8 +6,8 @@ Arrays here are coefficients `[chunks, n]` and selected values `[chunks, k]`.
 from types import ModuleType
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
+from jax import Array, lax
 
 from demo_optax.numerics import groups, one_hot, packing, plain, platform
 from demo_optax.numerics.rounding import exact_reciprocal, mul_no_fma
@@ -15,7 +15,7 @@ from demo_optax.numerics.rounding import exact_reciprocal, mul_no_fma
 Average = Literal['senders', 'workers']
 
 
-def top_k(coefficients: jax.Array, k: int) -> jax.Array:
+def top_k(coefficients: Array, k: int) -> Array:
   """Returns where the `k` largest magnitudes are in each chunk, ascending.
 
   Ties go to the lowest index, so that the selection depends on the values
@@ -28,13 +28,13 @@ def top_k(coefficients: jax.Array, k: int) -> jax.Array:
   magnitudes, n = jnp.abs(coefficients), coefficients.shape[1]
   size, by_counting = platform.top_k_tiles(magnitudes.size, n, k)
   if size == 1:
-    return jnp.sort(jax.lax.top_k(magnitudes, k)[1].astype(jnp.int32))
+    return jnp.sort(lax.top_k(magnitudes, k)[1].astype(jnp.int32))
   return top_k_of_tiles(magnitudes, k, size, by_counting)
 
 
 def top_k_of_tiles(
-  magnitudes: jax.Array, k: int, size: int, by_counting: bool
-) -> jax.Array:
+  magnitudes: Array, k: int, size: int, by_counting: bool
+) -> Array:
   """As `top_k`, within the `k` tiles with the largest maxima.
 
   Returns the indices of `lax.top_k`, ties included. Suppose one among them were
@@ -48,7 +48,7 @@ def top_k_of_tiles(
   if by_counting:
     # Numbers that are not negative sort like their bits.
     bits = jnp.int64 if keys.dtype.itemsize == 8 else jnp.int32
-    keys = jax.lax.bitcast_convert_type(keys, bits)
+    keys = lax.bitcast_convert_type(keys, bits)
   tiles = keys.reshape(chunks, n // size, size)
   if by_counting:
     maxima = keys
@@ -63,7 +63,7 @@ def top_k_of_tiles(
   return tile * size + (found & (size - 1))
 
 
-def _largest(keys: jax.Array, k: int) -> jax.Array:
+def _largest(keys: Array, k: int) -> Array:
   """Returns where the `k` largest are, ascending; among equals the first."""
   n = keys.shape[1]
   threshold = _kth_largest(keys, k, jnp.iinfo(keys.dtype).bits - 1)
@@ -75,21 +75,21 @@ def _largest(keys: jax.Array, k: int) -> jax.Array:
   return packing.places_of_ones(order >= last, k)
 
 
-def _kth_largest(keys: jax.Array, k: int, bits: int) -> jax.Array:
+def _kth_largest(keys: Array, k: int, bits: int) -> Array:
   """Returns the k-th largest integer `[chunks, 1]`, all below `2**bits`.
 
   Bit by bit from the highest: the largest number that `k` keys reach.
   """
 
-  def set_bit(number: jax.Array, found: jax.Array) -> jax.Array:
+  def set_bit(number: Array, found: Array) -> Array:
     bit = jnp.asarray(bits - 1 - number, keys.dtype)
     trial = found | jnp.left_shift(jnp.ones_like(bit), bit)
     return plain.where(_count(keys >= trial) >= k, trial, found)
 
-  return jax.lax.fori_loop(0, bits, set_bit, jnp.zeros_like(keys[:, :1]))
+  return lax.fori_loop(0, bits, set_bit, jnp.zeros_like(keys[:, :1]))
 
 
-def _count(mask: jax.Array) -> jax.Array:
+def _count(mask: Array) -> Array:
   """Counts the true elements in each row, bool `[chunks, n]`.
 
   In two sums, since LLVM vectorises the first over neighbours in memory. XLA
@@ -109,8 +109,8 @@ def _by_tables(grouped: bool) -> ModuleType | None:
 
 
 def take(
-  coefficients: jax.Array, indices: jax.Array | None, grouped: bool = False
-) -> jax.Array:
+  coefficients: Array, indices: Array | None, grouped: bool = False
+) -> Array:
   """Returns the values `[chunks, k]` at `indices` in `[chunks, n]`."""
   if indices is None:
     return coefficients
@@ -118,11 +118,11 @@ def take(
 
 
 def subtract(
-  coefficients: jax.Array,
-  indices: jax.Array | None,
-  values: jax.Array,
+  coefficients: Array,
+  indices: Array | None,
+  values: Array,
   grouped: bool = False,
-) -> jax.Array:
+) -> Array:
   """Subtracts `values [chunks, k]` at `indices` in `[chunks, n]`."""
   if indices is None:
     return coefficients - values
@@ -139,13 +139,13 @@ def subtract(
 
 
 def merge(
-  indices: jax.Array | None,
-  values: jax.Array,
-  present: jax.Array,
+  indices: Array | None,
+  values: Array,
+  present: Array,
   n: int,
   average: Average,
   grouped: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
   """Averages values `[workers, chunks, k]` of `present` workers, bool.
 
   For `average='senders'` over those that sent a coefficient, for `'workers'`
@@ -181,18 +181,18 @@ def merge(
 
   # Deterministic on every backend: workers are added one after the other, and
   # indices of a worker are distinct, so that no scatter writes a place twice.
-  def add_worker(worker: jax.Array, total: jax.Array) -> jax.Array:
+  def add_worker(worker: Array, total: Array) -> Array:
     own = None if indices is None else indices[worker]
     return subtract(total, own, -values[worker], grouped)
 
   # From the values, to vary over the same axes in a shard_map that tracks them.
   zeros = jnp.zeros_like(values, shape=(chunks, n))
   turns = platform.unrolled(workers)
-  mean = jax.lax.fori_loop(0, workers, add_worker, zeros, unroll=turns)
+  mean = lax.fori_loop(0, workers, add_worker, zeros, unroll=turns)
   return mean, distinct
 
 
-def _count_senders(indices: jax.Array, counted: jax.Array, n: int) -> jax.Array:
+def _count_senders(indices: Array, counted: Array, n: int) -> Array:
   """Returns how many of the `counted` sent each of `indices`, int32."""
   workers, chunks, k = indices.shape
   if platform.count_by_comparison(workers * k):
