@@ -300,9 +300,9 @@ _HEADER = [
 ]
 
 
-def _row(found: LeafBytes) -> tuple[str, ...]:
+def _row(costs: LeafBytes) -> tuple[str, ...]:
   """Returns the row of a leaf in the table, without its name."""
-  leaf = found.leaf
+  leaf = costs.leaf
   of, topk, indices, bits, values = 'whole', 'all', 'shared', '-', 'averaged'
   if leaf.chunks is not None:
     chunk_format, values = leaf.chunks.format, leaf.chunks.format.values
@@ -314,18 +314,18 @@ def _row(found: LeafBytes) -> tuple[str, ...]:
       indices = '-'
     if code := chunk_format.index_code:
       indices = 'group' if chunk_format.grouped else code.name
-      bits = f'{found.index_bits:.2f}'
-  sent, blocks = _num_bytes(found.sent_bytes), '-'
-  if found.is_large:
+      bits = f'{costs.index_bits:.2f}'
+  sent, blocks = _num_bytes(costs.sent_bytes), '-'
+  if costs.is_large:
     sent += '!'
-  if math.prod(found.blocks) > 1:
-    blocks = _times(found.blocks)
-  if not found.as_unsharded:
+  if math.prod(costs.blocks) > 1:
+    blocks = _times(costs.blocks)
+  if not costs.as_unsharded:
     blocks += '*'
   shape = _times(leaf.shape) or 'scalar'
   return (
     shape,
-    f'{found.num_chunks}',
+    f'{costs.num_chunks}',
     of,
     topk,
     indices,

@@ -119,13 +119,13 @@ def _leaves_of(
   # [workers, *shards, chunks, n]
   rows = _bucket_axes(layout, number, workers).join(bucket[..., :sent, :])
   split = _over_leading(functools.partial(layout.split, number), rows.ndim - 2)
-  found = {}
+  leaves = {}
   for i, chunks in split(rows).items():
     leaf = layout.leaves[i]
-    found[i] = _leaf_axes(layout, leaf, workers).join(chunks)
+    leaves[i] = _leaf_axes(layout, leaf, workers).join(chunks)
     if decoded:
-      found[i] = coding_of(leaf).decode(found[i])
-  return found
+      leaves[i] = coding_of(leaf).decode(leaves[i])
+  return leaves
 
 
 def fill_bucket(

@@ -79,11 +79,11 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
   def steps(self) -> tuple[int, ...]:
     """The steps with a complete checkpoint, ascending."""
     self.wait()
-    found = []
+    steps = []
     for path in self._folder.glob('*'):
       if path.name.isdecimal() and any(path.iterdir()):
-        found.append(int(path.name))
-    return tuple(sorted(found))
+        steps.append(int(path.name))
+    return tuple(sorted(steps))
 
   def save(self, step: int, tree: chex.ArrayTree) -> None:
     """Saves `tree` in the background.
@@ -217,7 +217,7 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
         like[name] = _target(tuple(shape), dtype, self._wanted.get(name))
     arrays = ocp.load(path, like) if like else {}
     held = replicas.copies(arrays)
-    found = dict(about['values'])
+    leaves = dict(about['values'])
     for name, (dtype, shape, impl, digest) in about['arrays'].items():
       x = arrays.get(name)
       if x is None:
@@ -226,8 +226,8 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
         raise ValueError(f'{name} is not what was saved')
       if impl is not None:
         x = jax.random.wrap_key_data(jnp.asarray(x), impl=impl)
-      found[name] = x
-    return found
+      leaves[name] = x
+    return leaves
 
 
 def _target(shape: tuple[int, ...], dtype: str, like: Any) -> Any:

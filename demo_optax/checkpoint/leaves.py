@@ -71,15 +71,15 @@ def to_leaves(state: chex.ArrayTree) -> dict[str, Any]:
   layouts = layouts_in(state, checked=True)
   flat = _paths.leaves_of(state)
   _check_stacked(flat)
-  found: dict[str, Any] = {}
+  leaves: dict[str, Any] = {}
 
   def add(keys: Keys, x: Any) -> None:
     name = _paths.dotted(keys)
-    if name in found:
+    if name in leaves:
       raise ValueError(
         f'The tree must have one leaf called {name}, got two. Rename one.'
       )
-    found[name] = x
+    leaves[name] = x
 
   for keys, x in flat:
     if _paths.is_bucket(keys):
@@ -93,7 +93,7 @@ def to_leaves(state: chex.ArrayTree) -> dict[str, Any]:
       add(keys[:-1], np.frombuffer(text.encode(), np.uint8))
     else:
       add(keys, x)
-  return found
+  return leaves
 
 
 def from_leaves(
@@ -192,12 +192,12 @@ def _bucket(
   """Returns a bucket like `like` from its leaves' coefficients."""
   number, owned = _bucket_at(keys, layout)
   records = _saved_records(saved[_paths.dotted((*keys[:-3], 'layout'))])
-  found = {}
+  coefficients_of = {}
   for i in layout.members(number):
-    x = saved.get(_paths.dotted((*keys[:-1], *layout.leaves[i].keys)))
-    if x is None:  # owners had no residuals
+    array = saved.get(_paths.dotted((*keys[:-1], *layout.leaves[i].keys)))
+    if array is None:  # owners had no residuals
       return np.zeros(like.shape, like.dtype)
-    found[i] = placement.near(x, like)
+    coefficients_of[i] = placement.near(array, like)
   whole = like
   if owned:
     whole = _of_one_owner(layout.buckets[number].shape, abstract(like))
@@ -211,8 +211,8 @@ def _bucket(
       old, new = old._replace(basis=None), new._replace(basis=None)
     return new.encode(regroup(old.decode(coefficients), len(whole)))
 
-  x = fill_bucket(layout, number, found, whole, convert)
-  return _run(regroup_owned, x, like, like.shape) if owned else x
+  array = fill_bucket(layout, number, coefficients_of, whole, convert)
+  return _run(regroup_owned, array, like, like.shape) if owned else array
 
 
 def _recorded_coding(record: Record, layout: Layout) -> Coding:
@@ -279,19 +279,19 @@ def _chunk_differences(
 
   Coefficients are compared by these records, not by shapes.
   """
-  found: dict[str, Difference | None] = {}
+  by_name: dict[str, Difference | None] = {}
   for root, layout in layouts.items():
     where = _paths.dotted((*root, 'layout'))
     if where not in saved:
       continue
-    found[where] = None
+    by_name[where] = None
     former = _saved_records(saved[where])
     by_leaf = {d.name: d for d in differences(former, layout.records)}
     for leaf in layout.leaves:
       for part in ('momentum', 'update_residual'):
         name = _paths.dotted((*root, STACKED, part, *leaf.keys))
-        found[name] = by_leaf.get(leaf.name)
-  return found
+        by_name[name] = by_leaf.get(leaf.name)
+  return by_name
 
 
 def _compare(

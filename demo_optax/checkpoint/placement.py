@@ -43,11 +43,11 @@ def run(
   with jax.set_mesh(meshes[0]) if meshes else contextlib.nullcontext():
     numbers = range(1, 1 + len(static))
     jitted = jax.jit(fun, static_argnums=numbers, out_shardings=inner)
-    found = jitted(args, *static)
+    results = jitted(args, *static)
   return jax.tree.map(
     lambda sharding, x: on_mesh(x, sharding),
     shardings,
-    found,
+    results,
     is_leaf=lambda x: x is None,
   )
 

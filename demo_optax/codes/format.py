@@ -106,8 +106,8 @@ class ChunkFormat:
     """
     if not platform.one_payload_at_a_time(chunks * self.n):
       return self._decode(data, chunks)
-    found = jax.lax.map(lambda one: self._decode(one, chunks), data[:, None])
-    return jax.tree.map(lambda x: jnp.squeeze(x, 1), found)
+    decoded = jax.lax.map(lambda one: self._decode(one, chunks), data[:, None])
+    return jax.tree.map(lambda x: jnp.squeeze(x, 1), decoded)
 
   def _decode(
     self, data: Array, chunks: int

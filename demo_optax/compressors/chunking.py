@@ -119,11 +119,11 @@ def folds(ndim: int, batch_dims: int = 0) -> list[tuple[int, int]]:
   """Returns all folds; the last one leaves an array as it is."""
   if ndim < 2:
     return [(ndim - 2, ndim - 1)]
-  found = []
+  all_folds = []
   for rows_from in range(min(batch_dims, ndim - 2), ndim - 1):
     for cols_from in range(rows_from + 1, ndim):
-      found.append((rows_from, cols_from))
-  return found
+      all_folds.append((rows_from, cols_from))
+  return all_folds
 
 
 def chunk_length(size: int, chunk_size: int, *, padding: bool = True) -> int:
@@ -233,7 +233,7 @@ def edges(grid: ChunkGrid, basis: Basis) -> list[Edge]:
   """Returns, for each padded side, the chunks there and their projection."""
   rows, cols = grid.sides
   row_padding, col_padding = (0, 0, *grid.ends)[-2:]
-  found: list[Edge] = []
+  padded_edges: list[Edge] = []
   for at, axis, length, padding in (
     (np.s_[:, -1], 2, rows, row_padding),
     (np.s_[:, :, -1], 1, cols, col_padding),
@@ -241,8 +241,8 @@ def edges(grid: ChunkGrid, basis: Basis) -> list[Edge]:
     if padding:
       kept = _matrix(basis, length)[:, : length - padding]
       project = functools.partial(_multiply, grid.sides, axis, kept @ kept.T)
-      found.append((at, project))
-  return found
+      padded_edges.append((at, project))
+  return padded_edges
 
 
 def _multiply(

@@ -213,10 +213,10 @@ def broadcast(
       ' parameters to it: in optax.masked or optax.partition each part of the'
       ' parameters has its own tree.'
     ) from error
-  found = []
+  repeated = []
   for leaf, subtree in zip(leaves, subtrees):
-    found += [leaf] * len(jax.tree.leaves(subtree))
-  return found
+    repeated += [leaf] * len(jax.tree.leaves(subtree))
+  return repeated
 
 
 def dct_topk(

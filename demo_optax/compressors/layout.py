@@ -235,7 +235,7 @@ def differences(
   old: Mapping[str, Record], new: Mapping[str, Record]
 ) -> list[Difference]:
   """Compares the records of two layouts, leaf by leaf."""
-  found = []
+  differing = []
   for name in {**old, **new}:
     before, after = old.get(name), new.get(name)
     if before == after:
@@ -249,8 +249,8 @@ def differences(
         break
     same_array = old_words[0] == new_words[0]
     is_cut = new_words[1] != _NO_MOMENTUM
-    found.append(Difference(name, *said, same_array and is_cut))
-  return found
+    differing.append(Difference(name, *said, same_array and is_cut))
+  return differing
 
 
 _NO_MOMENTUM = 'no momentum'
@@ -315,8 +315,10 @@ class Layout:
 
   def members(self, number: int) -> list[int]:
     """Returns a bucket's leaves, by number, in their order there."""
-    found = [i for i in self.compressed if self.leaves[i].bucket == number]
-    return sorted(found, key=lambda i: self.leaves[i].offset)
+    members = [
+      leaf for leaf in self.compressed if self.leaves[leaf].bucket == number
+    ]
+    return sorted(members, key=lambda leaf: self.leaves[leaf].offset)
 
   def join(self, number: int, chunks: Mapping[int, Array], rows: int) -> Array:
     """Joins the chunks of leaves, by leaf number, to a bucket `[rows, n]`.

@@ -22,8 +22,8 @@ def take(coefficients: Array, indices: Array) -> Array:
   number = _num_rows(n)
   padded = plain.pad_to(coefficients, number * _COLUMNS)
   table = padded.reshape(chunks, number, _COLUMNS)
-  found = _product(jnp.swapaxes(rows, 1, 2).astype(table.dtype), table)
-  return jnp.sum(plain.where(columns, found, 0), axis=2)
+  in_columns = _product(jnp.swapaxes(rows, 1, 2).astype(table.dtype), table)
+  return jnp.sum(plain.where(columns, in_columns, 0), axis=2)
 
 
 def spread(indices: Array, values: Array, n: int) -> Array:
@@ -54,8 +54,8 @@ def add_up(
   row = plain.where(of_sum, row, row - number)
   hits = (indices // _COLUMNS)[:, None] == row
   both = plain.where(of_sum, values[:, None], ones)
-  found = _product(plain.where(hits, both, 0), columns.astype(values.dtype))
-  total, counts = jnp.split(found, 2, axis=1)
+  sums = _product(plain.where(hits, both, 0), columns.astype(values.dtype))
+  total, counts = jnp.split(sums, 2, axis=1)
   return total, counts
 
 

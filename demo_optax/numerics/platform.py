@@ -43,8 +43,8 @@ def of(mesh: Any = None) -> str:
 def _platform_of(mesh: Any) -> str:
   # Also of an ahead-of-time topology, which has no devices here.
   own = getattr(mesh, 'abstract_mesh', None)
-  for found in (own, jax.sharding.get_abstract_mesh()):
-    if (device := getattr(found, 'abstract_device', None)) is not None:
+  for abstract_mesh in (own, jax.sharding.get_abstract_mesh()):
+    if (device := getattr(abstract_mesh, 'abstract_device', None)) is not None:
       return device.platform
   if mesh is not None:
     return mesh.devices.flat[0].platform

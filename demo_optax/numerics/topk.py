@@ -58,9 +58,9 @@ def top_k_of_tiles(
     maxima = jnp.max(tiles, axis=2)
   chosen = largest(maxima, k)  # ascending: of equals the first must be chosen
   candidates = packing.take(tiles, chosen).reshape(chunks, k * size)
-  found = largest(candidates, k)
-  tile = packing.take(chosen, found >> (size.bit_length() - 1))
-  return tile * size + (found & (size - 1))
+  places = largest(candidates, k)
+  tile = packing.take(chosen, places >> (size.bit_length() - 1))
+  return tile * size + (places & (size - 1))
 
 
 def _largest(keys: Array, k: int) -> Array:
@@ -81,10 +81,10 @@ def _kth_largest(keys: Array, k: int, bits: int) -> Array:
   Bit by bit from the highest: the largest number that `k` keys reach.
   """
 
-  def set_bit(number: Array, found: Array) -> Array:
+  def set_bit(number: Array, reached: Array) -> Array:
     bit = jnp.asarray(bits - 1 - number, keys.dtype)
-    trial = found | jnp.left_shift(jnp.ones_like(bit), bit)
-    return plain.where(_count(keys >= trial) >= k, trial, found)
+    trial = reached | jnp.left_shift(jnp.ones_like(bit), bit)
+    return plain.where(_count(keys >= trial) >= k, trial, reached)
 
   return lax.fori_loop(0, bits, set_bit, jnp.zeros_like(keys[:, :1]))
 
