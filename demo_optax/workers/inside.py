@@ -230,7 +230,7 @@ def call_stacked(
   constants = [None if _is_array(x) else x for _, x in flat]
   names = [keys for keys, _ in named]
   check = functools.partial(_check_all, names)
-  arrays = watch([x for _, x in named], check, exchanges=True)
+  arrays = watch([x for _, x in named], check)
 
   def update(
     arrays: Sequence[jax.Array], workers: Workers
@@ -266,7 +266,7 @@ def call_stacked(
 
   one_worker.def_vmap(rule)
   found = one_worker(jax.lax.axis_index(WORKER_AXIS), *arrays)
-  new, state = out_def.unflatten(watch(found, outputs=outputs))
+  new, state = out_def.unflatten(watch(found, outputs=tuple(outputs)))
   return grads_def.unflatten(new), state
 
 
