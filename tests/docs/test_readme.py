@@ -163,6 +163,7 @@ def test_muons_settings_are_what_was_measured():
 
 
 def test_other_texts_and_more_workers_are_what_was_measured():
+  page = (ROOT / 'docs/choosing.md').read_text()
   for name, other in (
     ('another text', {'data': 'stdlib'}),
     ('16 workers', {'workers': 16, 'seeds': (0,)}),
@@ -175,10 +176,8 @@ def test_other_texts_and_more_workers_are_what_was_measured():
       f'-{100 * (1 - recipe / adamw):.1f} %',
     ]
     assert re.search(
-      rf'\| {name}[^|]* \| [^|]* \| {re.escape(" | ".join(cells))} \|', GUIDE
+      rf'\| {name}[^|]* \| \d \| {re.escape(" | ".join(cells))} \|', page
     )
-  above = 100 * (mean_loss('DeMo as published') / mean_loss('AdamW') - 1)
-  assert f'DeMo as published ended {above:.1f} % above AdamW' in GUIDE
 
 
 def test_seconds_of_compute_are_what_was_measured():
