@@ -17,6 +17,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -422,7 +423,7 @@ class Layout:
 
 
 def make_layout(
-  params: Any, compressor: CompressorTree, param_specs: ParamSpecs
+  params: chex.ArrayTree, compressor: CompressorTree, param_specs: ParamSpecs
 ) -> Layout:
   """Maps parameters, or their shapes, to buckets, as far as exchanged."""
   params = _tree.mask_others(params)
