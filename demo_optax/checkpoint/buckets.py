@@ -150,6 +150,7 @@ def fill_bucket(
       # [workers, *shards, *counts, n]
       x = _leaf_axes(layout, leaf, like.shape[0]).split(coefficients)
       shards = x.shape[: len(axes.groups) - 2]
+      # [workers, *shards, chunks, n]
       chunks[i] = x.reshape(*shards, leaf.grid.num_chunks, -1)
     join = functools.partial(layout.join, number, rows=bucket.all_chunks)
     rows = axes.split(_over_leading(join, len(axes.groups) - 2)(chunks))

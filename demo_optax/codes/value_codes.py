@@ -55,10 +55,11 @@ class Exact(ValueCode):
 
   def encode(self, values: Array) -> tuple[Array, Array]:
     words = lax.bitcast_convert_type(values, jnp.uint32)
-    halves = jnp.moveaxis(words.reshape(*values.shape, -1), -1, 0)
-    return self.pack(*halves), values
+    words = words.reshape(*values.shape, -1)  # [..., k, words of a value]
+    return self.pack(*jnp.moveaxis(words, -1, 0)), values
 
   def decode(self, data: Array, chunks: int) -> Array:
+    # [..., k, words of a value]
     words = jnp.stack(self.unpack(data, chunks), axis=-1)
     values = lax.bitcast_convert_type(words, jnp.dtype(self.dtype))
     return values.reshape(words.shape[:-1])
@@ -131,7 +132,7 @@ class Ternary(ValueCode):
     size = self.words(chunks)
     signs = (values > 0).astype(jnp.int8) - (values < 0).astype(jnp.int8)
     digits = plain.pad_to(as_row(signs + jnp.int8(1)), size * _PER_WORD)
-    digits = digits.reshape(*lead, _PER_WORD, size)
+    digits = digits.reshape(*lead, _PER_WORD, size)  # [..., 20, words]
     powers = lax.broadcast_to_rank(_POWERS, digits.ndim)
     data = jnp.sum(digits * powers, axis=-2, dtype=jnp.uint32)
     return data, signs.astype(values.dtype)
@@ -144,8 +145,9 @@ class Ternary(ValueCode):
     digits = words // powers % jnp.uint32(3)  # [..., 20, words]
     known = words < jnp.uint32(3**_PER_WORD)
     signs = plain.where(known, digits, jnp.uint32(1)).astype(jnp.int32) - 1
-    signs = signs.reshape(*lead, -1)[..., : chunks * self.k]
-    return signs.astype(self.dtype).reshape(*lead, chunks, self.k)
+    signs = signs.reshape(*lead, -1)  # [..., chunks * k, and padding]
+    signs = signs[..., : chunks * self.k].astype(self.dtype)
+    return signs.reshape(*lead, chunks, self.k)
 
 
 def _nearest_levels(values: Array, limit: int) -> tuple[Array, Array]:

@@ -54,7 +54,7 @@ def unpack_bits(words: Array, count: int, width: int) -> Array:
     last = first + packed_words(count, part)
     plane = words[..., None, first:last]
     x = (plane >> _first_bits(part, plane.ndim)) & jnp.uint32(2**part - 1)
-    x = x.reshape(*lead, -1)[..., :count]
+    x = x.reshape(*lead, -1)[..., :count]  # without padding
     if start:
       x <<= jnp.uint32(start)
     numbers |= x
@@ -90,8 +90,9 @@ def places_of_ones(ones: Array, k: int) -> Array:
   counts = jax.lax.population_count(words).astype(jnp.int32)
   # Ones up to the end of each word: a product with a triangle of ones.
   order = jnp.arange(number, dtype=jnp.int32)
-  triangle = (order[:, None] >= order[None])[None].astype(jnp.int32)
-  until = jnp.sum(triangle * counts[:, None], axis=2, dtype=jnp.int32)
+  triangle = (order[:, None] >= order[None]).astype(jnp.int32)
+  until = triangle[None] * counts[:, None]  # [rows, words, words]
+  until = jnp.sum(until, axis=2, dtype=jnp.int32)  # [rows, words]
   rank = jnp.arange(k, dtype=jnp.int32)[None]
   passed = until[:, None] <= rank[:, :, None]  # [rows, k, words]
   word = jnp.sum(passed, axis=2, dtype=jnp.int32)
