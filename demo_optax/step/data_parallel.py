@@ -12,7 +12,7 @@ import numpy as np
 from demo_optax import _checks
 from demo_optax.exchange.algorithm import traced_configs
 from demo_optax.step import agreement, arguments, modules
-from demo_optax.step.arguments import Call, Options
+from demo_optax.step.arguments import Call, Constant, Options
 from demo_optax.step.runner import Runner
 from demo_optax.workers import Workers
 
@@ -136,9 +136,7 @@ class DataParallelStep:
     self.workers, self._step, self._options = workers, step, options
     self._names = _positional(step)
     self._place = functools.partial(arguments.place, workers)
-    # What `traces_numbers` says, by the structure of the arguments; calls and
-    # their programs, by all that is static.
-    self._numbers: dict[Any, list[bool]] = {}
+    # Calls and their programs, by all that is static.
     self._known: dict[Any, tuple[Call, Any]] = {}
     self._has_run = False
 
@@ -188,20 +186,20 @@ class DataParallelStep:
     self, args: tuple[Any, ...], kwargs: dict[str, Any]
   ) -> tuple[Call, Any, list[Any]]:
     """Returns the analysed call, its program, and its arrays."""
-    positions = (_name_of(i, self._names) for i in range(len(args)))
-    named = [
-      (name, arguments.Static(x) if name in self._options.static else x)
-      for name, x in (*zip(positions, args), *sorted(kwargs.items()))
-    ]
-    tree = tuple(x for _, x in named[: len(args)]), dict(named[len(args) :])
-    flat, treedef = jax.tree.flatten(tree, is_leaf=modules.is_object)
-    if treedef not in self._numbers:
-      self._numbers[treedef] = modules.traces_numbers(tree)
-    objects: list[Any] = []
-    fixed, arrays = arguments.take_apart(flat, self._numbers[treedef], objects)
+    names = [_name_of(i, self._names) for i in range(len(args))]
+    given = [*zip(names, args), *sorted(kwargs.items())]
+    values = []
+    for name, x in given:
+      is_static = name in self._options.static
+      values.append(Constant(x, type(x)) if is_static else x)
+    objects: list[object] = []
+    values = arguments.only_arrays(values, objects)
+    named = [(name, x) for (name, _), x in zip(given, values)]
+    tree = tuple(values[: len(args)]), dict(named[len(args) :])
+    arrays, treedef = jax.tree.flatten(tree)
     variables, structure = modules.split(objects)
+    form = arguments.Form(treedef, structure)
     arrays += variables
-    form = arguments.Form(treedef, fixed, structure)
     key = form, tuple(map(_form_of, arrays))
     try:
       found = self._known.get(key)
@@ -213,7 +211,13 @@ class DataParallelStep:
       ) from error
     if found is None:
       call = arguments.analyse(
-        repr(self), self.workers, self._options, named, form, objects, key[1]
+        repr(self),
+        self.workers,
+        self._options,
+        named,
+        form,
+        objects,
+        variables,
       )
       found = self._known[key] = call, self._program(call)
       if len(self._known) == 20:

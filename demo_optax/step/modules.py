@@ -9,7 +9,7 @@ Flax is imported by the user or not at all.
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -152,22 +152,24 @@ def holds_state(tree: Any) -> bool:
   return any(map(is_state, jax.tree.leaves(tree, is_leaf=is_state)))
 
 
-def traces_numbers(tree: Any) -> list[bool]:
-  """Returns for each leaf whether it is an array if it is a Python number.
+def map_leaves(fun: Callable[[object, bool], object], tree: object) -> Any:
+  """Applies `fun(leaf, traces_number)`; NNX objects are leaves.
 
+  `traces_number` says whether the leaf is an array if it is a Python number.
   Not in Equinox modules, whose layers decide by numbers what to trace
-  (`eqx.nn.MaxPool2d.init`), as in `eqx.filter_jit`. NNX objects are leaves.
+  (`eqx.nn.MaxPool2d.init`), as in `eqx.filter_jit`.
   """
   equinox = sys.modules.get('equinox')
   modules = () if equinox is None else equinox.Module
-  parts = jax.tree.leaves(
-    tree, is_leaf=lambda x: is_object(x) or isinstance(x, modules)
+
+  def of_part(part: object) -> object:
+    if not isinstance(part, modules):
+      return fun(part, True)
+    return jax.tree.map(lambda x: fun(x, False), part, is_leaf=is_object)
+
+  return jax.tree.map(
+    of_part, tree, is_leaf=lambda x: is_object(x) or isinstance(x, modules)
   )
-  return [
-    not isinstance(part, modules)
-    for part in parts
-    for _ in jax.tree.leaves(part, is_leaf=is_object)
-  ]
 
 
 def is_array(x: Any, traces_number: bool) -> bool:

@@ -1,9 +1,9 @@
 """Makes one value for all workers of each array that a step returns."""
 
+import collections
 import dataclasses
-import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,21 +12,23 @@ import numpy as np
 from demo_optax._paths import Keys, dotted, is_stacked, leaves_of
 from demo_optax.numerics import prng
 from demo_optax.step import modules, own_params
-from demo_optax.step.arguments import Call, Fixed, Form, Shapes, take_apart
+from demo_optax.step.arguments import Call, Form, StateForm, only_arrays
 from demo_optax.step.roles import Role
 from demo_optax.workers import Workers, collectives, inside
 from demo_optax.workers.variation import Origin
 
+Tree = TypeVar('Tree')
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
-class OutBatch:
+class OutBatch(Generic[Tree]):
   """Rows of a batch among the results of a step."""
 
-  value: Any
+  value: Tree
 
 
-def out_batch(tree: Any) -> Any:
+def out_batch(tree: Tree) -> OutBatch[Tree]:
   """Marks arrays that a step returns as rows of its batch.
 
   For predictions and losses per row: `data_parallel` joins the rows of all
@@ -43,7 +45,7 @@ def out_batch(tree: Any) -> Any:
     [0. 2. 4. 6.]
   """
   inside.check_in_step('out_batch')
-  return OutBatch(_without_marks(tree)[0])
+  return OutBatch(_without_marks(tree))
 
 
 @jax.tree_util.register_static
@@ -85,65 +87,56 @@ class Collected:
 
 
 def collect(
-  call: Call, returned: Any, objects: list[Any], own: Sequence[Any]
-) -> tuple[list[Any], Collected]:
+  call: Call, returned: object, objects: list[object], own: Sequence[jax.Array]
+) -> tuple[list[jax.Array], Collected]:
   """Collects the results of a step, then the variables of `objects` after it.
 
   `own` are the arrays that the step had. Returns arrays, and about them.
   """
   after, structure = modules.split(objects)
-  returned, is_rows = _without_marks(returned)
-  treedef = jax.tree.structure(returned, modules.is_object)
-  flat = leaves_of({'result': returned}, modules.is_object)
-  known, leaves = [*objects], [x for _, x in flat]
-  fixed, _ = take_apart(leaves, modules.traces_numbers(returned), known)
+  known = [*objects]
+  # nnx.state(model) is what the step has changed in place.
+  returned = only_arrays(returned, known, after)
   if len(known) > len(objects):
     raise ValueError(
       'A step must return Flax objects that are among its arguments, got a new'
       f' {type(known[-1]).__name__}. Make Flax objects outside of the step and'
       ' pass them to it, or return nnx.state(...) of it.'
     )
-  # nnx.state(model) is what the step has changed in place.
-  numbers = {id(x): number for number, x in enumerate(after)}
-  fixed = tuple(
-    Fixed('variable', numbers[id(x)]) if not f and id(x) in numbers else f
-    for x, f in zip(leaves, fixed)
-  )
-  shapes = tuple(None if f else np.shape(x) for x, f in zip(leaves, fixed))
-  previous = _previous(call, treedef, shapes, [])
-  names = [f'the {dotted(keys)}' for keys, _ in flat]
+  is_rows = _rows_of(returned)
+  returned = _without_marks(returned)
+  nexts = _next_values(call, returned)
   said = modules.roles_of(returned)
-  found = [
-    leaf
-    for leaf, f in zip(zip(names, flat, previous, said, is_rows), fixed)
-    if f is None
-  ]
-  start = call.form.fixed.count(None)  # where variables are
-  found += [
-    (f'the variable {a.name}', (a.keys, x), at, a.role, False)
-    for at, (a, x) in enumerate(zip(call.arrays[start:], after), start)
-  ]
-  unchanged = {id(x): at for at, x in enumerate(own)}
-  doubtful = _in_several(call)
-  values: list[Any] = []
+  unchanged = {id(x): number for number, x in enumerate(own)}
+  values: list[jax.Array] = []
   results: list[Result] = []
-  for name, (keys, x), at, role, rows in found:
-    result = Result(name, keys, Role.BATCH, at)
-    is_same = id(x) in unchanged
-    if not rows:
-      result.role = _role(result, x, role, is_same or at in doubtful)
-    if is_same and result.role is Role.KEY:
-      result.at, result.is_kept = unchanged[id(x)], True
+
+  def add(result: Result, x: jax.Array, role: Role | None) -> None:
+    number = unchanged.get(id(x))
+    if result.role is not Role.BATCH:
+      result.role = _role(call, result, x, role, number is not None)
+    if number is not None and result.role is Role.KEY:
+      result.at, result.is_kept = number, True
     results.append(result)
     values.append(x)
-  copies = own_params.find([r.keys for r in results])
+
+  flat = leaves_of({'result': returned})
+  for place, (keys, x) in enumerate(flat):
+    role = Role.BATCH if is_rows[place] else Role.SHARED
+    result = Result(f'the {dotted(keys)}', keys, role, nexts[place])
+    add(result, x, said[place])
+  start = len(call.arrays) - len(after)  # where variables are
+  for number, x in enumerate(after, start):
+    array = call.arrays[number]
+    name = f'the variable {array.name}'
+    add(Result(name, array.keys, Role.SHARED, number), x, array.role)
+  copies = own_params.find([result.keys for result in results])
   for number, (shared, *_) in copies.items():
     results[number].role = Role.SHARED
     values[number] = values[shared].astype(values[number].dtype)
-  nexts = [None if r.role is Role.STACKED else r.at for r in results]
-  collected = Collected(
-    results, Returned(Form(treedef, fixed, structure), nexts)
-  )
+  form = Form(jax.tree.structure(returned), structure)
+  next_of = [None if r.role is Role.STACKED else r.at for r in results]
+  collected = Collected(results, Returned(form, next_of))
   return [jnp.asarray(x) for x in values], collected
 
 
@@ -152,10 +145,10 @@ def settle(
   collected: Collected,
   values: Sequence[jax.Array],
   origins: Sequence[Origin],
-  before: Sequence[Any],
+  before: Sequence[jax.Array],
   view: inside.StepView,
   is_spread: bool,
-) -> tuple[list[Any], list[Any]]:
+) -> tuple[list[jax.Array | None], list[jax.Array | None]]:
   """Makes one value for all workers of what each of them returns.
 
   `before` are the arguments as all workers have them. `is_spread` says that
@@ -163,18 +156,19 @@ def settle(
   entry for each result: arrays of the worker's own, rows along the first axis;
   and arrays that are equal on all workers. One of both is None.
   """
-  own: list[Any] = []
-  equal: list[Any] = []
+  own: list[jax.Array | None] = []
+  equal: list[jax.Array | None] = []
   for result, x, origin in zip(collected.results, values, origins):
-    is_apart = result.role in (Role.STACKED, Role.BATCH)
     if result.role is Role.BATCH:
       _check_rows(result, x, call)
       x = jnp.moveaxis(x, call.axis, 0)
-    if not is_apart:
-      old = None if result.at is None else before[result.at]
-      x = _combine(result, x, old, origin, view.axis, is_spread)
-    own.append(x if is_apart else None)
-    equal.append(None if is_apart else x)
+    if result.role in (Role.STACKED, Role.BATCH):
+      own.append(x)
+      equal.append(None)
+      continue
+    old = None if result.at is None else before[result.at]
+    own.append(None)
+    equal.append(_combine(result, x, old, origin, view.axis, is_spread))
   return own, equal
 
 
@@ -188,32 +182,41 @@ def hold(workers: Workers, result: Result, x: jax.Array) -> jax.Array:
   return jax.lax.with_sharding_constraint(x, sharding)
 
 
-def _without_marks(returned: Any) -> tuple[Any, list[bool]]:
-  """Returns results without `OutBatch`, and which of their leaves are rows."""
+def _is_mark(x: object) -> bool:
+  return isinstance(x, OutBatch)
 
-  def is_node(x: Any) -> bool:
-    return isinstance(x, OutBatch) or modules.is_object(x)
 
-  def plain(x: Any) -> Any:
+def _without_marks(returned: Tree) -> Tree:
+  """Returns results without `OutBatch`."""
+
+  def plain(x: object) -> object:
     return x.value if isinstance(x, OutBatch) else x
 
-  parts = jax.tree.leaves(returned, is_leaf=is_node)
-  is_rows: list[bool] = []
-  for part in parts:
-    count = len(jax.tree.leaves(plain(part), is_leaf=modules.is_object))
-    is_rows += [isinstance(part, OutBatch)] * count
-  return jax.tree.map(plain, returned, is_leaf=is_node), is_rows
+  return jax.tree.map(plain, returned, is_leaf=_is_mark)
+
+
+def _rows_of(returned: object) -> list[bool]:
+  """Returns for each leaf whether it is in an `OutBatch`."""
+  found: list[bool] = []
+  for part in jax.tree.leaves(returned, is_leaf=_is_mark):
+    found += [_is_mark(part)] * len(jax.tree.leaves(part))
+  return found
 
 
 def _role(
-  result: Result, x: Any, said: Role | None, adds_nothing: bool
+  call: Call,
+  result: Result,
+  x: jax.Array,
+  said: Role | None,
+  is_unchanged: bool,
 ) -> Role:
   """Returns the role of a result; `said` is what its variable's class says."""
   if is_stacked(result.keys):
     return Role.STACKED
   if said in (None, Role.KEY) and prng.is_key_array(x):
     return Role.KEY
-  if said is Role.ADDED and (result.at is None or adds_nothing):
+  is_unknown = result.at is None or result.at in call.alike
+  if said is Role.ADDED and (is_unknown or is_unchanged):
     return Role.SHARED
   if said is not None:
     return said
@@ -268,36 +271,31 @@ def _check_rows(result: Result, x: jax.Array, call: Call) -> None:
     )
 
 
-def _in_several(call: Call) -> set[int]:
-  """Returns the arrays of arguments that have the structure of another one."""
-  found: set[int] = set()
-  for (_, shapes), firsts in call.states.items():
-    count = len(shapes) - shapes.count(None)
-    if len(firsts) > 1:
-      found.update(n for first in firsts for n in range(first, first + count))
-  return found
-
-
-def _previous(
-  call: Call, treedef: Any, shapes: Shapes, seen: list[Any]
-) -> list[int | None]:
-  """Returns for each leaf the number of the array it is the next value of.
+def _next_values(call: Call, returned: object) -> list[int | None]:
+  """Returns for each array the number of the one it is the next value of.
 
   None for what is not part of the next value of a shared argument. Arguments of
-  one structure are returned in their order; `seen` has the structures so far.
+  one form are returned in their order.
   """
-  structure = treedef, shapes
-  for known, firsts in call.states.items():
-    if known == structure:
-      first = firsts[min(seen.count(structure), len(firsts) - 1)]
-      seen.append(structure)
-      after = itertools.count(first)
-      return [None if shape is None else next(after) for shape in shapes]
-  kind, _ = treedef.node_data() or (None, None)
-  if kind not in (tuple, list, dict):  # not the fields of a NamedTuple
-    return [None] * len(shapes)
+  seen: collections.Counter[object] = collections.Counter()
   found: list[int | None] = []
-  for part in treedef.children():
-    own = shapes[len(found) : len(found) + part.num_leaves]
-    found += _previous(call, part, own, seen)
+
+  def form_of(x: object) -> StateForm:
+    leaves, treedef = jax.tree.flatten(x)
+    return treedef, tuple(map(np.shape, leaves))
+
+  def is_whole(x: object) -> bool:  # not the fields of a NamedTuple
+    return type(x) not in (tuple, list, dict) or form_of(x) in call.states
+
+  for part in jax.tree.leaves(returned, is_leaf=is_whole):
+    form = form_of(part)
+    count = len(form[1])
+    starts = call.states.get(form, [])
+    # Any loss has the form of a single scalar.
+    if not starts or form[1] == ((),):
+      found += [None] * count
+      continue
+    start = starts[min(seen[form], len(starts) - 1)]
+    seen[form] += 1
+    found += range(start, start + count)
   return found
