@@ -25,7 +25,7 @@ from demo_optax.compressors import bases, chunking
 from demo_optax.compressors.layout import Layout, Leaf, Record, differences
 from demo_optax.numerics import prng
 from demo_optax.transformation import layouts_in
-from demo_optax.workers.value import put
+from demo_optax.workers.workers import put
 
 
 def to_leaves(state: chex.ArrayTree) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from demo_optax.numerics import prng
 from demo_optax.step import modules, own_params
 from demo_optax.step.roles import Role
 from demo_optax.workers import Workers
-from demo_optax.workers.value import put
+from demo_optax.workers.workers import put
 
 Shape = tuple[int, ...]
 Value = TypeVar('Value')

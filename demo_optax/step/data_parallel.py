@@ -270,23 +270,22 @@ def _name_of(position: int, names: Sequence[str]) -> str:
 
 
 def _listed(
-  step: Callable[..., Any], argnums: Any, argnames: Any
+  step: Callable[..., object],
+  argnums: int | Sequence[int] | None,
+  argnames: str | Sequence[str] | None,
 ) -> frozenset[str]:
   """Returns the names of the arguments that two options of a step list."""
   parameters, names = _parameters(step), _positional(step)
-  kinds = {p.kind for p in parameters.values()}
+  kinds = {parameter.kind for parameter in parameters.values()}
   takes_more = inspect.Parameter.VAR_POSITIONAL in kinds
   takes_any_name = inspect.Parameter.VAR_KEYWORD in kinds
-  # The last argument is unknown if calls may have fewer or more.
-  is_open = takes_more or any(
-    parameters[n].default is not inspect.Parameter.empty for n in names
-  )
-  known = {*parameters, *range(0 if is_open else -len(names), len(names))}
   found = set()
   for x in jax.tree.leaves((argnums, argnames)):
     is_name = isinstance(x, str)
-    is_more = takes_any_name if is_name else takes_more and x >= 0
-    if x not in known and not is_more:
+    is_known = is_name and (x in parameters or takes_any_name)
+    if not is_name and x >= 0:
+      is_known = x < len(names) or takes_more
+    if not is_known:
       raise ValueError(
         f'data_parallel must be given arguments of the step, got {x!r}, but'
         f' the arguments of {_label(step)} are {", ".join(parameters)}. Give'

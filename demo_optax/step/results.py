@@ -48,16 +48,6 @@ def out_batch(tree: Tree) -> OutBatch[Tree]:
   return OutBatch(_without_marks(tree))
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, eq=False)
-class Returned:
-  """The static part of a result; it leaves `jax.jit` in the structure."""
-
-  form: Form
-  # For each array, the number of the shared argument whose next value it is.
-  nexts: list[int | None]
-
-
 @dataclasses.dataclass
 class Result:
   """An array that a step returns or changes.
@@ -79,16 +69,27 @@ class Result:
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
-class Collected:
-  """What is known of the results of a step, when it has been traced."""
+class Returned:
+  """What is known of the results of a step that has been traced.
+
+  As a static part of the results it leaves `jax.jit` in their structure.
+  """
 
   results: list[Result]
-  returned: Returned
+  form: Form
+
+  @property
+  def nexts(self) -> list[int | None]:
+    """For each array the number of the shared argument whose next value it is.
+
+    Momentum is not shared.
+    """
+    return [None if x.role is Role.STACKED else x.at for x in self.results]
 
 
 def collect(
   call: Call, returned: object, objects: list[object], own: Sequence[jax.Array]
-) -> tuple[list[jax.Array], Collected]:
+) -> tuple[list[jax.Array], Returned]:
   """Collects the results of a step, then the variables of `objects` after it.
 
   `own` are the arrays that the step had. Returns arrays, and about them.
@@ -135,20 +136,18 @@ def collect(
     results[number].role = Role.SHARED
     values[number] = values[shared].astype(values[number].dtype)
   form = Form(jax.tree.structure(returned), structure)
-  next_of = [None if r.role is Role.STACKED else r.at for r in results]
-  collected = Collected(results, Returned(form, next_of))
-  return [jnp.asarray(x) for x in values], collected
+  return [*map(jnp.asarray, values)], Returned(results, form)
 
 
 def settle(
   call: Call,
-  collected: Collected,
+  returned: Returned,
   values: Sequence[jax.Array],
   origins: Sequence[Origin],
   before: Sequence[jax.Array],
   view: inside.StepView,
   is_spread: bool,
-) -> tuple[list[jax.Array | None], list[jax.Array | None]]:
+) -> tuple[list[Any], list[Any]]:
   """Makes one value for all workers of what each of them returns.
 
   `before` are the arguments as all workers have them. `is_spread` says that
@@ -156,9 +155,9 @@ def settle(
   entry for each result: arrays of the worker's own, rows along the first axis;
   and arrays that are equal on all workers. One of both is None.
   """
-  own: list[jax.Array | None] = []
-  equal: list[jax.Array | None] = []
-  for result, x, origin in zip(collected.results, values, origins):
+  own: list[Any] = []
+  equal: list[Any] = []
+  for result, x, origin in zip(returned.results, values, origins):
     if result.role is Role.BATCH:
       _check_rows(result, x, call)
       x = jnp.moveaxis(x, call.axis, 0)

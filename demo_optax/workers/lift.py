@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from demo_optax.workers import collectives, split
 from demo_optax.workers.collectives import vary
 from demo_optax.workers.param_specs import entry
-from demo_optax.workers.value import Spec, Workers
+from demo_optax.workers.workers import Spec, Workers
 
 
 def map_over(

@@ -47,6 +47,9 @@ _SAME, _OWN = Origin.NOTHING, Origin.STATE | Origin.DATA
 # Collectives that make one value of all workers'.
 _REDUCTIONS = ('psum', 'pmax', 'pmin', 'all_gather')
 
+# Each output is computed from the operand in its place alone.
+_EACH_ALONE = ('convert_element_type', 'device_put', 'optimization_barrier')
+
 # The step that is being traced for one worker: a `StepView` of `inside`.
 traced_step: contextvars.ContextVar[Any] = contextvars.ContextVar(
   'demo_optax_traced_step', default=None
@@ -188,6 +191,10 @@ class _Follower:
     name, count = eqn.primitive.name, len(eqn.outvars)
     if name in _RULES:
       return _RULES[name](self, eqn, inputs)
+    if name in _EACH_ALONE:
+      return inputs
+    if eqn.primitive is meet_p:  # rows, who is present, whether this worker is
+      return _SAME, _SAME, _OWN
     if _is_over(eqn.params, self._axis):
       # A sum in groups, a permutation, or the number of the worker differs.
       in_groups = eqn.params.get('axis_index_groups') is not None
@@ -208,14 +215,6 @@ class _Follower:
     if outputs is None:
       return inputs
     return [_OWN if differs else _SAME for differs in outputs]
-
-  def _meet(self, eqn: core.JaxprEqn, inputs: list[Origin]) -> Sequence[Origin]:
-    return _SAME, _SAME, _OWN  # rows, who is present, whether this worker is
-
-  def _each_alone(
-    self, eqn: core.JaxprEqn, inputs: list[Origin]
-  ) -> Sequence[Origin]:
-    return inputs
 
   def _ref(self, eqn: core.JaxprEqn, inputs: list[Origin]) -> Sequence[Origin]:
     raise ValueError(
@@ -324,10 +323,6 @@ def _num_equal(outer: Sequence[Any], inner: Sequence[Any]) -> int:
 # By primitive, where outputs are not computed from all inputs alike.
 _RULES = {
   watch_p.name: _Follower._watch,
-  meet_p.name: _Follower._meet,
-  'convert_element_type': _Follower._each_alone,
-  'device_put': _Follower._each_alone,
-  'optimization_barrier': _Follower._each_alone,
   'new_ref': _Follower._ref,
   'empty_ref': _Follower._ref,
   'sharding_constraint': _Follower._sharding,
