@@ -242,7 +242,21 @@ def _arrays_of(
       found.append(array)
     elif isinstance(x.value, Numbered):
       paths[x.value.number] = keys
+    else:
+      _check_hashable(keys, x.value)
   return found
+
+
+def _check_hashable(keys: Keys, value: object) -> None:
+  """Raises for a value by which no program can be found again."""
+  try:
+    hash(value)
+  except TypeError as error:
+    raise TypeError(
+      f'{dotted(keys)} must be hashable, since the step is compiled for each'
+      f' value of what is not an array, got an {error}. Pass an array, or a'
+      ' tuple in place of a list.'
+    ) from error
 
 
 def _array(

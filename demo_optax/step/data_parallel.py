@@ -201,14 +201,7 @@ class DataParallelStep:
     form = arguments.Form(treedef, structure)
     arrays += variables
     key = form, tuple(map(_form_of, arrays))
-    try:
-      found = self._known.get(key)
-    except TypeError as error:
-      raise TypeError(
-        f'Arguments of {self!r} that are not arrays must be hashable, since it'
-        f' compiles for each of their values, got an {error}. Pass arrays, or'
-        ' a tuple in place of a list.'
-      ) from error
+    found = self._known.get(key)
     if found is None:
       call = arguments.analyse(
         repr(self),

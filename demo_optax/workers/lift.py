@@ -163,11 +163,11 @@ def _run_in_parts(
 
 def run_alone(
   workers: Workers,
-  fun: Callable[..., tuple[Any, Any]],
-  own: Any,
-  state: Any,
-  shared: Any,
-) -> tuple[Any, Any]:
+  fun: Callable[..., tuple[chex.ArrayTree, chex.ArrayTree]],
+  own: chex.ArrayTree,
+  state: chex.ArrayTree,
+  shared: chex.ArrayTree,
+) -> tuple[chex.ArrayTree, chex.ArrayTree]:
   """Runs a function that does not communicate for all workers.
 
   `fun(own, state, shared) -> (own, state)` sees all without the worker axis.
@@ -183,16 +183,19 @@ def run_alone(
 
   # What is shared must vary before it is differentiated: jax.grad with respect
   # to replicated parameters would sum the workers' gradients.
-  def vary_floats(x: Any) -> Any:
-    inexact = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-    return vary(x, workers.axis) if inexact else x
+  def vary_floats(x: jax.Array) -> jax.Array:
+    if jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+      return vary(x, workers.axis)
+    return x
 
   state = jax.tree.map(lambda x: x[0], state)
   own, state = fun(own, state, jax.tree.map(vary_floats, shared))
   return own, jax.tree.map(lambda x: x[None], state)
 
 
-def context(workers: Workers) -> contextlib.AbstractContextManager[Any]:
+def context(
+  workers: Workers,
+) -> contextlib.AbstractContextManager[object]:
   """Returns the context of one worker's model: layers may look for the mesh."""
   if workers.mesh is None:
     return contextlib.nullcontext()
@@ -232,21 +235,22 @@ def bucket_zeros(
   workers: Workers, types: tuple[jax.ShapeDtypeStruct, ...]
 ) -> list[jax.Array]:
   """Returns zeros of `Workers.bucket_shape` of each, allocated sharded."""
-  shapes = [workers.bucket_shape(x.shape) for x in types]
-  if workers.mesh is not None:
-    # jnp.zeros(device=sharding) would do under no jit only: inside one it lands
-    # on a single device, all workers' momentum together.
-    spec = _on_mesh(workers, workers.bucket_spec)
-    shapes = [_named(workers, spec).shard_shape(shape) for shape in shapes]
+  # In a shard_map, each device makes its shard. jnp.zeros(device=sharding) in a
+  # jit would make all workers' momentum on a single device.
+  spec = _on_mesh(workers, workers.bucket_spec)
 
   def zeros() -> list[jax.Array]:
-    return [jnp.zeros(shape, x.dtype) for shape, x in zip(shapes, types)]
+    found = []
+    for x in types:
+      shape = workers.bucket_shape(x.shape)
+      if workers.mesh is not None:
+        shape = _named(workers, spec).shard_shape(shape)
+      found.append(jnp.zeros(shape, x.dtype))
+    return found
 
   if workers.mesh is None:
     return [vary(x, workers.axis) for x in zeros()]
-  return jax.shard_map(
-    zeros, mesh=workers.mesh, in_specs=(), out_specs=[spec] * len(types)
-  )()
+  return jax.shard_map(zeros, mesh=workers.mesh, in_specs=(), out_specs=spec)()
 
 
 def place(workers: Workers, x: jax.Array) -> jax.Array:
@@ -270,19 +274,23 @@ def spread(workers: Workers, x: jax.Array) -> jax.Array:
   devices = workers.param_specs.devices
   if workers.mesh is None or devices < 4 or 2 * len(x) < devices:
     return x
-  x = jnp.pad(x, [(0, -len(x) % devices), *[(0, 0)] * (x.ndim - 1)])
+  padding = [(0, 0)] * x.ndim
+  padding[0] = 0, -len(x) % devices
+  x = jnp.pad(x, padding)
   # Of the mesh in the context, whose axes `auto_axes` makes Auto.
   return jax.lax.with_sharding_constraint(x, P(workers.param_specs.axes))
 
 
 def split_rows(workers: Workers, x: jax.Array) -> jax.Array:
   """Returns a batch `[count * b, ...]` as rows `[count, b, ...]`."""
-  shape = (workers.count, x.shape[0] // workers.count, *x.shape[1:])
+  count, axis = workers.count, workers.axis_name
+  shape = (count, x.shape[0] // count, *x.shape[1:])
   if not workers.is_explicit:
     return place(workers, x.reshape(shape))
   # A batch may be spread over the devices of a worker as well, and stays so.
-  old, axis = jax.typeof(x).sharding.spec, workers.axis_name
-  inner = entry(old, 0)[1:] if entry(old, 0)[:1] == (axis,) else ()
+  old = jax.typeof(x).sharding.spec
+  names = entry(old, 0)
+  inner = names[1:] if names[:1] == (axis,) else ()
   x = reshard(workers, x, P((axis, *inner), *old[1:]))
   spec = P(axis, inner or None, *old[1:])
   return x.reshape(shape, out_sharding=_named(workers, spec))
@@ -290,7 +298,8 @@ def split_rows(workers: Workers, x: jax.Array) -> jax.Array:
 
 def join_rows(workers: Workers, x: jax.Array) -> jax.Array:
   """Returns rows `[count, b, ...]` as a batch: undoes `split_rows`."""
-  shape = (x.shape[0] * x.shape[1], *x.shape[2:])
+  count, rows, *others = x.shape
+  shape = (count * rows, *others)
   if not workers.is_explicit:
     return x.reshape(shape)
   old = jax.typeof(x).sharding.spec
@@ -325,12 +334,16 @@ def _simulate(
 
   def axis_of(name: str, spec: Spec) -> int | None:
     """Returns the axis of an array under the maps of all outer names."""
-    axes: list[str | None] = [workers.axis_name] if spec.stacked else []
+    axes: list[str | None] = []
+    if spec.stacked:
+      axes.append(workers.axis_name)
     for dim in range(len(spec.inner)):
       axes += [*entry(spec.inner, dim), None]
+    if name not in axes:
+      return None
+    before = axes[: axes.index(name)]
     outer = names[: names.index(name)]
-    inside = [axis for axis in axes if axis not in outer]
-    return inside.index(name) if name in inside else None
+    return sum(axis not in outer for axis in before)
 
   def mapped(number: jax.Array, *own: Any) -> Any:
     del number  # something has to be mapped over every axis
@@ -358,7 +371,8 @@ def _to_blocks(sizes: Mapping[str, int], spec: Spec, x: jax.Array) -> jax.Array:
   for dim in reversed(range(len(spec.inner))):
     at = spec.stacked + dim
     devices = [sizes[axis] for axis in entry(spec.inner, dim)]
-    x = jnp.reshape(x, (*x.shape[:at], *devices, -1, *x.shape[at + 1 :]))
+    before, after = x.shape[:at], x.shape[at + 1 :]
+    x = x.reshape(*before, *devices, -1, *after)
   return x
 
 
