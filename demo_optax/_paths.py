@@ -26,7 +26,8 @@ def _plain_key(entry: object) -> Hashable:
 
 
 def leaves_of(
-  tree: object, is_leaf: Callable[[object], bool] | None = None
+  tree: object,
+  is_leaf: Callable[[object], bool] | None = None,
 ) -> list[tuple[Keys, Any]]:
   """Returns the leaves of a tree, with the plain keys of their paths."""
   flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)

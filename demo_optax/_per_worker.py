@@ -22,7 +22,9 @@ class PerWorkerState(NamedTuple):
 
 
 def per_worker(
-  tx: optax.GradientTransformation, *, workers: Workers
+  tx: optax.GradientTransformation,
+  *,
+  workers: Workers,
 ) -> optax.GradientTransformationExtraArgs:
   """Applies a transformation to each worker's gradient, before the exchange.
 
@@ -109,7 +111,9 @@ def stack_own(tree: chex.ArrayTree, workers: Workers) -> chex.ArrayTree:
 
 
 def stays_finite(
-  updates: chex.ArrayTree, new: chex.ArrayTree, old: chex.ArrayTree
+  updates: chex.ArrayTree,
+  new: chex.ArrayTree,
+  old: chex.ArrayTree,
 ) -> jax.Array:
   """Returns whether updates and a new state are finite, bool `[]`.
 

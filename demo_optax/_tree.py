@@ -72,7 +72,9 @@ def map_wide(fun: Callable[..., jax.Array], tree: chex.ArrayTree) -> Any:
 
 
 def zero_update(
-  gradient: jax.Array, param: jax.Array | None, lead: int
+  gradient: jax.Array,
+  param: jax.Array | None,
+  lead: int,
 ) -> jax.Array:
   """Returns the update of a leaf that is not exchanged.
 
@@ -113,7 +115,8 @@ def params_of(gradients: chex.ArrayTree, params: chex.ArrayTree) -> Any:
 
 
 def flatten_alike(
-  gradients: chex.ArrayTree, params: chex.ArrayTree | None
+  gradients: chex.ArrayTree,
+  params: chex.ArrayTree | None,
 ) -> tuple[list[tuple[Path, Any]], list[Any]]:
   """Returns gradients with their paths, and their parameters or None."""
   flat = jax.tree_util.tree_flatten_with_path(gradients)[0]
@@ -169,7 +172,10 @@ def update_without_variables(
 
 
 def check_state(
-  state: chex.ArrayTree, made: chex.ArrayTree, lead: int, workers: object
+  state: chex.ArrayTree,
+  made: chex.ArrayTree,
+  lead: int,
+  workers: object,
 ) -> None:
   """Raises unless a state has the leaves of one made now, in their shapes.
 
@@ -199,7 +205,8 @@ def _shapes(state: chex.ArrayTree, lead: int) -> dict[str, str]:
 
 
 def refuse_state(
-  differences: Sequence[tuple[str, str, str]], workers: object
+  differences: Sequence[tuple[str, str, str]],
+  workers: object,
 ) -> None:
   """Raises if a state differs from what update is given: name, old, new."""
   if not differences:

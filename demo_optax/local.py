@@ -223,7 +223,8 @@ def _inner_step(
 
 
 def _check_shapes(
-  gradients: chex.ArrayTree, params: chex.ArrayTree | None
+  gradients: chex.ArrayTree,
+  params: chex.ArrayTree | None,
 ) -> None:
   if params is None:
     raise ValueError(
@@ -332,7 +333,11 @@ def demo_diloco(
     shared = _own_nesterov(shared, decay, workers)
   outer = optax.chain(shared, optax.scale_by_learning_rate(outer_learning_rate))
   return local_updates(
-    inner or _ADAMW, outer, sync_period, workers=workers, drift=drift
+    inner or _ADAMW,
+    outer,
+    sync_period,
+    workers=workers,
+    drift=drift,
   )
 
 
@@ -414,7 +419,8 @@ def _put_back(
   flat, treedef = jax.tree.flatten(shared)
 
   def one_worker(
-    own: dict[str, jax.Array], shared: dict[int, jax.Array]
+    own: dict[str, jax.Array],
+    shared: dict[int, jax.Array],
   ) -> tuple[dict[int, jax.Array], dict[str, jax.Array]]:
     leaves: dict[int, jax.Array] = {}
     new: dict[str, jax.Array] = {}

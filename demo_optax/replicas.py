@@ -38,7 +38,8 @@ class Difference(NamedTuple):
 
 
 def check_replicas(
-  tree: chex.ArrayTree, workers: Workers | None = None
+  tree: chex.ArrayTree,
+  workers: Workers | None = None,
 ) -> list[Difference]:
   """Compares all copies of every array in `tree` that is held more than once.
 
@@ -54,7 +55,7 @@ def check_replicas(
   majority, or, of equally many, from the copy on the first device. With
   `workers` on a mesh, it names the workers.
   """
-  worker_of: dict[jax.Device | None, int] = {}
+  worker_of: dict[Any, int] = {}
   if workers is not None and workers.mesh is not None and not workers.relay:
     axis = workers.mesh.axis_names.index(workers.axis_name)
     for index, device in np.ndenumerate(workers.mesh.devices):
@@ -65,21 +66,13 @@ def check_replicas(
       several[keys] = x
   found = []
   for keys, held in copies(several).items():
-    devices, processes = set(), set()
-    for copy in differing(held):
-      processes.add(copy.process)
-      if copy.device is not None:
-        devices.add(copy.device)
-    numbers = {worker_of[device] for device in devices & {*worker_of}}
-    if processes:
-      found.append(
-        Difference(
-          leaf=dotted(keys),
-          devices=tuple(sorted(device.id for device in devices)),
-          workers=tuple(sorted(numbers)),
-          processes=tuple(sorted(processes)),
-        )
-      )
+    if other := differing(held):
+      devices = {copy.device for copy in other} - {None}
+      numbers = {worker_of[device] for device in devices & {*worker_of}}
+      processes = {copy.process for copy in other}
+      ids = {device.id for device in devices}
+      each = (tuple(sorted(x)) for x in (ids, numbers, processes))
+      found.append(Difference(dotted(keys), *each))
   return found
 
 
@@ -93,7 +86,7 @@ Name = TypeVar('Name', bound=Hashable)
 class Copy(NamedTuple):
   """A copy of a block of an array."""
 
-  device: jax.Device | None  # None if it is not known to all processes
+  device: Any  # None if it is not known to all processes
   process: int
   block: str
   digest: bytes  # of uint32[2]
@@ -171,20 +164,17 @@ def has_copies(x: object) -> bool:
   return not is_local(x) and len({*blocks}) < len(blocks)
 
 
-def _holders(x: Array) -> list[tuple[jax.Device | None, int, str]]:
+def _holders(x: Array) -> list[tuple[Any, int, str]]:
   """Returns device, process and block of each copy, in the order of devices."""
-  found: list[tuple[jax.Device | None, int, str]] = [(None, 0, '')]
+  found: list[tuple[Any, int, str]] = [(None, 0, '')]
   if isinstance(x, jax.Array):
     blocks: Any = x.sharding.devices_indices_map(x.shape)
-    found = []
-    for device in sorted(blocks, key=lambda device: device.id):
-      found.append((device, device.process_index, str(blocks[device])))
+    devices = sorted(blocks, key=lambda device: device.id)
+    found = [(d, d.process_index, str(blocks[d])) for d in devices]
   if not is_local(x):
     return found
-  everyones: list[tuple[jax.Device | None, int, str]] = []
-  for process in range(jax.process_count()):
-    everyones += [(None, process, block) for _, _, block in found]
-  return everyones
+  numbers = range(jax.process_count())
+  return [(None, n, block) for n in numbers for _, _, block in found]
 
 
 def _digest_blocks(x: Array) -> list[Array]:

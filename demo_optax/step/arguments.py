@@ -83,7 +83,9 @@ class Constant:
 
 
 def only_arrays(
-  tree: object, objects: list[object], variables: Sequence[jax.Array] = ()
+  tree: object,
+  objects: list[object],
+  variables: Sequence[jax.Array] = (),
 ) -> Any:
   """Returns a tree whose leaves are its arrays; all else is in `Constant`s.
 
@@ -116,7 +118,9 @@ class Form(NamedTuple):
   objects: object  # the structure of the NNX objects: see `modules.split`
 
   def merge(
-    self, arrays: Sequence[jax.Array], inner: bool
+    self,
+    arrays: Sequence[jax.Array],
+    inner: bool,
   ) -> tuple[Any, list[object]]:
     """Returns the tree with these arrays, and its NNX objects."""
     count = self.treedef.num_leaves
@@ -168,7 +172,10 @@ class Call:
   own_params: dict[int, list[int]]
 
   def replace(
-    self, role: Role, fun: Callable[[Value, Array], Value], xs: Sequence[Value]
+    self,
+    role: Role,
+    fun: Callable[[Value, Array], Value],
+    xs: Sequence[Value],
   ) -> list[Value]:
     """Applies a function to the arrays of one role."""
     found = []
@@ -225,7 +232,10 @@ def analyse(
 
 
 def _arrays_of(
-  name: str, value: object, options: Options, paths: dict[int, Keys]
+  name: str,
+  value: object,
+  options: Options,
+  paths: dict[int, Keys],
 ) -> list[Array]:
   """Returns the arrays of an argument; adds paths of NNX objects to `paths`."""
   is_batch = name in options.batches
@@ -260,7 +270,10 @@ def _check_hashable(keys: Keys, value: object) -> None:
 
 
 def _array(
-  keys: Keys, x: Any, said: Role | None, is_batch: bool = False
+  keys: Keys,
+  x: Any,
+  said: Role | None,
+  is_batch: bool = False,
 ) -> Array:
   """Returns what is known of an array; `said` is of `modules.roles_of`."""
   struct = jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x))
@@ -365,7 +378,10 @@ def _check_not_accumulated(arrays: Sequence[Array]) -> None:
 
 
 def _rows(
-  step: str, workers: Workers, options: Options, arrays: Sequence[Array]
+  step: str,
+  workers: Workers,
+  options: Options,
+  arrays: Sequence[Array],
 ) -> int | None:
   """Returns the length of one worker's batch, from those of all arrays cut."""
   cut = [a for a in arrays if a.role is Role.BATCH]

@@ -130,7 +130,10 @@ class DataParallelStep:
   """A step that `data_parallel` has decorated; called like the step itself."""
 
   def __init__(
-    self, step: Callable[..., Any], workers: Workers, options: Options
+    self,
+    step: Callable[..., Any],
+    workers: Workers,
+    options: Options,
   ):
     functools.update_wrapper(self, step)
     self.workers, self._step, self._options = workers, step, options
@@ -183,7 +186,9 @@ class DataParallelStep:
       return program.lower(*map(self._place, arrays, call.arrays))
 
   def _open(
-    self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    self,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
   ) -> tuple[Call, Any, list[Any]]:
     """Returns the analysed call, its program, and its arrays."""
     names = [_name_of(i, self._names) for i in range(len(args))]

@@ -105,7 +105,9 @@ def split(objects: Sequence[object]) -> tuple[list[jax.Array], object]:
 
 
 def merge(
-  structure: Any, leaves: Sequence[jax.Array], inner: bool
+  structure: Any,
+  leaves: Sequence[jax.Array],
+  inner: bool,
 ) -> list[object]:
   """Undoes `split`: makes objects `inner` of a step, updates them outside."""
   if structure is None:

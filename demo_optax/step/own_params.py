@@ -80,7 +80,9 @@ def _states(known: Mapping[Keys, int]) -> dict[Keys, list[Keys]]:
 
 
 def _model_of(
-  root: Keys, params: Sequence[Keys], known: Mapping[Keys, int]
+  root: Keys,
+  params: Sequence[Keys],
+  known: Mapping[Keys, int],
 ) -> Keys:
   """Returns the path of the model whose parameters a state has."""
   models = []

@@ -45,7 +45,7 @@ def out_batch(tree: Tree) -> OutBatch[Tree]:
     [0. 2. 4. 6.]
   """
   inside.check_in_step('out_batch')
-  return OutBatch(_without_marks(tree))
+  return OutBatch(_without_marks(tree)[0])
 
 
 @dataclasses.dataclass
@@ -88,7 +88,10 @@ class Returned:
 
 
 def collect(
-  call: Call, returned: object, objects: list[object], own: Sequence[jax.Array]
+  call: Call,
+  returned: object,
+  objects: list[object],
+  own: Sequence[jax.Array],
 ) -> tuple[list[jax.Array], Returned]:
   """Collects the results of a step, then the variables of `objects` after it.
 
@@ -104,8 +107,7 @@ def collect(
       f' {type(known[-1]).__name__}. Make Flax objects outside of the step and'
       ' pass them to it, or return nnx.state(...) of it.'
     )
-  is_rows = _rows_of(returned)
-  returned = _without_marks(returned)
+  returned, is_rows = _without_marks(returned)
   nexts = _next_values(call, returned)
   said = modules.roles_of(returned)
   unchanged = {id(x): number for number, x in enumerate(own)}
@@ -181,25 +183,18 @@ def hold(workers: Workers, result: Result, x: jax.Array) -> jax.Array:
   return jax.lax.with_sharding_constraint(x, sharding)
 
 
-def _is_mark(x: object) -> bool:
-  return isinstance(x, OutBatch)
+def _without_marks(returned: Tree) -> tuple[Tree, list[bool]]:
+  """Returns results without `OutBatch`, and which of their leaves are rows."""
+  is_rows: list[bool] = []
 
-
-def _without_marks(returned: Tree) -> Tree:
-  """Returns results without `OutBatch`."""
+  def is_mark(x: object) -> bool:
+    return isinstance(x, OutBatch)
 
   def plain(x: object) -> object:
+    is_rows.extend([is_mark(x)] * len(jax.tree.leaves(x)))
     return x.value if isinstance(x, OutBatch) else x
 
-  return jax.tree.map(plain, returned, is_leaf=_is_mark)
-
-
-def _rows_of(returned: object) -> list[bool]:
-  """Returns for each leaf whether it is in an `OutBatch`."""
-  found: list[bool] = []
-  for part in jax.tree.leaves(returned, is_leaf=_is_mark):
-    found += [_is_mark(part)] * len(jax.tree.leaves(part))
-  return found
+  return jax.tree.map(plain, returned, is_leaf=is_mark), is_rows
 
 
 def _role(

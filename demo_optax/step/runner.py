@@ -50,7 +50,9 @@ class Runner:
   scans_rows: bool
 
   def __call__(
-    self, *arrays: jax.Array, index: Any = None
+    self,
+    *arrays: jax.Array,
+    index: Any = None,
   ) -> tuple[list[jax.Array], results.Returned]:
     """Runs the step of all workers, or of the separate program `index`."""
     workers = self.workers
@@ -71,7 +73,10 @@ class Runner:
     return values, known
 
   def _run_alone(
-    self, workers: Workers, index: jax.Array, arrays: Sequence[jax.Array]
+    self,
+    workers: Workers,
+    index: jax.Array,
+    arrays: Sequence[jax.Array],
   ) -> _Settled:
     """Runs the step of a worker with devices, or a program, of its own."""
     # In the step nothing has a worker axis.
@@ -141,7 +146,10 @@ class Runner:
     return own, equal, known
 
   def _one_worker(
-    self, view: StepView, index: jax.Array, arrays: Sequence[jax.Array]
+    self,
+    view: StepView,
+    index: jax.Array,
+    arrays: Sequence[jax.Array],
   ) -> _Settled:
     """Runs the step of worker `index`, with the arrays as it has them."""
     call = self.call

@@ -16,7 +16,9 @@ from demo_optax.workers.workers import Workers
 
 
 def params_and_like(
-  updates: chex.ArrayTree, params: chex.ArrayTree | None, workers: Workers
+  updates: chex.ArrayTree,
+  params: chex.ArrayTree | None,
+  workers: Workers,
 ) -> tuple[Any, Any]:
   """Returns the parameters with gradients, and what has their shapes.
 
@@ -34,7 +36,10 @@ def params_and_like(
 
 
 def check_gradient(
-  name: str, gradient: jax.Array, param: jax.Array | None, workers: Workers
+  name: str,
+  gradient: jax.Array,
+  param: jax.Array | None,
+  workers: Workers,
 ) -> None:
   """Raises unless `gradient` is laid out as `workers` has it."""
   found = np.shape(gradient)

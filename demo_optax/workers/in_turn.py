@@ -77,7 +77,9 @@ def run_in_turn(
 
 
 def _part(
-  jaxpr: core.Jaxpr, eqns: list[core.JaxprEqn], outs: list[core.Var]
+  jaxpr: core.Jaxpr,
+  eqns: list[core.JaxprEqn],
+  outs: list[core.Var],
 ) -> tuple[Callable[..., list[jax.Array]], list[core.Var]]:
   """Returns a function of some equations of a program, and what it reads."""
   made = {v for eqn in eqns for v in eqn.outvars}

@@ -46,7 +46,9 @@ class StepView(NamedTuple):
 
 
 def trace(
-  view: StepView, step: Callable[..., object], arrays: Sequence[jax.Array]
+  view: StepView,
+  step: Callable[..., object],
+  arrays: Sequence[jax.Array],
 ) -> tuple[core.ClosedJaxpr, Any]:
   """Traces one worker's step; returns its program, and results as shapes."""
   token = traced_step.set(view)
@@ -204,7 +206,11 @@ StackedUpdate = Callable[..., tuple[chex.ArrayTree, Any]]
 
 
 def check_arguments(
-  workers: Workers, updates: Any, state: Any, params: Any, hyperparams: Any
+  workers: Workers,
+  updates: Any,
+  state: Any,
+  params: Any,
+  hyperparams: Any,
 ) -> tuple[Any, Any, Any, Any]:
   """Returns what reaches an exchange in a step; leaves checks of it there.
 
@@ -235,7 +241,9 @@ def check_arguments(
 
 
 def for_workers(
-  update: StackedUpdate, workers: Workers, own_updates: bool = False
+  update: StackedUpdate,
+  workers: Workers,
+  own_updates: bool = False,
 ) -> Callable[[Any, Any, Any, Any], tuple[Any, Any]]:
   """Returns `update` for the workers that are seen here.
 
@@ -251,7 +259,10 @@ def for_workers(
 
 
 def _call_stacked(
-  update: StackedUpdate, workers: Workers, own_updates: bool, *given: Any
+  update: StackedUpdate,
+  workers: Workers,
+  own_updates: bool,
+  *given: Any,
 ) -> tuple[Any, Any]:
   """Calls an update of all workers from the mapped step of one."""
   flat, treedef = jax.tree.flatten(given)
@@ -291,7 +302,8 @@ def _call_stacked(
 
 
 def over_workers(
-  tree: Tree, reduce: Callable[..., jax.Array] = jnp.mean
+  tree: Tree,
+  reduce: Callable[..., jax.Array] = jnp.mean,
 ) -> Tree:
   """Reduces one worker's values over all workers, inside of a step.
 

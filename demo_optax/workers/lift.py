@@ -111,10 +111,14 @@ def _run_in_parts(
   out_specs = jax.tree.map(whole, out_specs)
   flat_out = jax.tree.leaves(out_specs)
   shard_map = functools.partial(
-    jax.shard_map, mesh=workers.mesh, check_vma=False
+    jax.shard_map,
+    mesh=workers.mesh,
+    check_vma=False,
   )
   mapped = shard_map(
-    one_device, in_specs=jax.tree.map(whole, in_specs), out_specs=out_specs
+    one_device,
+    in_specs=jax.tree.map(whole, in_specs),
+    out_specs=out_specs,
   )
   program = jax.make_jaxpr(mapped)(*args)
   (eqn,) = program.jaxpr.eqns
@@ -176,7 +180,9 @@ def run_alone(
   _ = workers.count  # an error where the axis is not mapped
   if workers.stacked_gradients:
     mapped = jax.vmap(
-      fun, in_axes=(0, 0, None), spmd_axis_name=workers.spmd_axis_name
+      fun,
+      in_axes=(0, 0, None),
+      spmd_axis_name=workers.spmd_axis_name,
     )
     with context(workers):
       return mapped(own, state, shared)
@@ -232,7 +238,8 @@ def _copies(workers: Workers, x: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def bucket_zeros(
-  workers: Workers, types: tuple[jax.ShapeDtypeStruct, ...]
+  workers: Workers,
+  types: tuple[jax.ShapeDtypeStruct, ...],
 ) -> list[jax.Array]:
   """Returns zeros of `Workers.bucket_shape` of each, allocated sharded."""
   # In a shard_map, each device makes its shard. jnp.zeros(device=sharding) in a

@@ -52,7 +52,10 @@ class ParamSpecs:
 
   @classmethod
   def of(
-    cls, specs: chex.ArrayTree, axis_sizes: Mapping[str, int], worker_axis: str
+    cls,
+    specs: chex.ArrayTree,
+    axis_sizes: Mapping[str, int],
+    worker_axis: str,
   ) -> 'ParamSpecs':
     """Checks a tree of `PartitionSpec`; see `Workers.on_mesh`."""
 

@@ -106,7 +106,9 @@ batching.primitive_batchers[watch_p] = _batch
 
 
 def follow(
-  jaxpr: core.Jaxpr, inputs: Sequence[Origin], axis: Axis
+  jaxpr: core.Jaxpr,
+  inputs: Sequence[Origin],
+  axis: Axis,
 ) -> dict[core.Var, Origin]:
   """Returns the origins of all variables in one worker's program.
 
@@ -120,20 +122,23 @@ def follow(
 
 
 def origins_at(
-  known: Mapping[core.Var, Origin], atoms: Iterable[object]
+  known: Mapping[core.Var, Origin],
+  atoms: Iterable[object],
 ) -> list[Origin]:
   """Returns the origins of variables and constants."""
   found = []
   for atom in atoms:
-    origin = _SAME
     if isinstance(atom, core.Var):
-      origin = known.get(atom, _SAME)
-    found.append(origin)
+      found.append(known.get(atom, _SAME))
+    else:
+      found.append(_SAME)
   return found
 
 
 def waits(
-  eqn: core.JaxprEqn, axis: Axis, also: Sequence[core.Primitive | str] = ()
+  eqn: core.JaxprEqn,
+  axis: Axis,
+  also: Sequence[core.Primitive | str] = (),
 ) -> bool:
   """Returns whether workers wait for each other in an equation.
 
@@ -171,7 +176,9 @@ class _Follower:
     self._checks = True  # not while a loop is followed to its fixed point
 
   def follow(
-    self, jaxpr: core.Jaxpr, inputs: Sequence[Origin]
+    self,
+    jaxpr: core.Jaxpr,
+    inputs: Sequence[Origin],
   ) -> dict[core.Var, Origin]:
     """Returns the origins of all variables."""
     known = dict(zip(jaxpr.invars, inputs))
@@ -185,7 +192,9 @@ class _Follower:
     return origins_at(self.follow(jaxpr, inputs), jaxpr.outvars)
 
   def _outputs(
-    self, eqn: core.JaxprEqn, inputs: list[Origin]
+    self,
+    eqn: core.JaxprEqn,
+    inputs: list[Origin],
   ) -> Sequence[Origin]:
     """Returns the origins of the outputs of an equation."""
     name, count = eqn.primitive.name, len(eqn.outvars)
@@ -207,7 +216,9 @@ class _Follower:
     return [_joined(inputs)] * count
 
   def _watch(
-    self, eqn: core.JaxprEqn, inputs: list[Origin]
+    self,
+    eqn: core.JaxprEqn,
+    inputs: list[Origin],
   ) -> Sequence[Origin]:
     check, outputs = eqn.params['check'], eqn.params['outputs']
     if check is not None and self._checks:
@@ -223,7 +234,9 @@ class _Follower:
     )
 
   def _sharding(
-    self, eqn: core.JaxprEqn, inputs: list[Origin]
+    self,
+    eqn: core.JaxprEqn,
+    inputs: list[Origin],
   ) -> Sequence[Origin]:
     sharding = eqn.params['sharding']
     is_named = isinstance(sharding, NamedSharding)
@@ -276,7 +289,9 @@ class _Follower:
     return self._loop(body, inputs[:num_consts], carry, each_turn)
 
   def _while(
-    self, eqn: core.JaxprEqn, inputs: list[Origin]
+    self,
+    eqn: core.JaxprEqn,
+    inputs: list[Origin],
   ) -> Sequence[Origin]:
     num_cond = eqn.params['cond_nconsts']
     num_consts = num_cond + eqn.params['body_nconsts']
@@ -297,7 +312,9 @@ class _Follower:
     return [_joined([which, *several]) for several in zip(*outputs)]
 
   def _check_common(
-    self, condition: Origin, programs: Sequence[core.Jaxpr]
+    self,
+    condition: Origin,
+    programs: Sequence[core.Jaxpr],
   ) -> None:
     """Raises if only some workers would communicate."""
     if not condition.differs:
