@@ -5,6 +5,7 @@ own map or in a separate program: the same function, with the same bits.
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -33,26 +34,31 @@ def map_over(
   `fun` takes what one device has of the arguments, trees of arrays, without a
   worker axis. Results must be equal on all workers, as those of `Workers.group`
   are, unless their spec is `stacked`. Specs are trees like the arguments and
-  results.
+  results, of `Spec`.
   """
-  specs = *jax.tree.leaves(in_specs), *jax.tree.leaves(out_specs)
-  is_stacked = any(spec.stacked for spec in specs)
-
-  def one_device(*args: Any) -> Any:
-    found = fun(*jax.tree.map(_drop_axis, in_specs, args))
-    return jax.tree.map(_add_axis, out_specs, found)
-
+  mapped = _Mapped(workers, fun, in_specs, out_specs)
   if workers.kind == 'simulated':
-    return functools.partial(_simulate, workers, fun, in_specs, out_specs)
+    return mapped.simulate
   if workers.stacked_gradients:
-    return functools.partial(
-      _run_on_mesh, workers, one_device, in_specs, out_specs
-    )
+    return mapped.run_on_mesh
   if workers.relay is not None and workers.param_specs.axes:
-    return functools.partial(
-      _run_in_parts, workers, one_device, in_specs, out_specs
-    )
-  return one_device if is_stacked else fun
+    return mapped.run_in_parts
+  specs = jax.tree.leaves((in_specs, out_specs))
+  if any(spec.stacked for spec in specs):
+    return mapped.run_on_device
+  return fun
+
+
+def _on_mesh(workers: Workers, spec: Spec) -> P:
+  """Returns the spec of a whole array."""
+  if not spec.stacked:
+    return spec.inner
+  return P(workers.spmd_axis_name, *spec.inner)
+
+
+def _named(workers: Workers, spec: P) -> NamedSharding:
+  assert workers.mesh is not None
+  return NamedSharding(workers.mesh, spec)
 
 
 def _drop_axis(spec: Spec, x: jax.Array) -> jax.Array:
@@ -63,106 +69,161 @@ def _add_axis(spec: Spec, x: jax.Array) -> jax.Array:
   return x[None] if spec.stacked else x
 
 
-def _named(workers: Workers, spec: P) -> NamedSharding:
-  assert workers.mesh is not None
-  return NamedSharding(workers.mesh, spec)
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Mapped:
+  """A function of one worker, and the ways to run it; see `map_over`."""
 
+  workers: Workers
+  fun: Callable[..., Any]
+  in_specs: tuple[chex.ArrayTree, ...]
+  out_specs: chex.ArrayTree
 
-def _on_mesh(workers: Workers, spec: Spec) -> P:
-  """Returns the spec of a whole array."""
-  return P(workers.spmd_axis_name, *spec.inner) if spec.stacked else spec.inner
+  def run_on_device(self, *args: Any) -> Any:
+    """Runs the function where this device is the worker."""
+    own = jax.tree.map(_drop_axis, self.in_specs, args)
+    return jax.tree.map(_add_axis, self.out_specs, self.fun(*own))
 
+  def run_on_mesh(self, *args: Any) -> Any:
+    """Runs the function on all devices of the mesh."""
+    workers = self.workers
+    whole = functools.partial(_on_mesh, workers)
 
-def _run_on_mesh(
-  workers: Workers,
-  one_device: Callable[..., Any],
-  in_specs: tuple[chex.ArrayTree, ...],
-  out_specs: chex.ArrayTree,
-  *args: Any,
-) -> Any:
-  """Runs a function of one device on all devices of the mesh."""
-  whole = functools.partial(_on_mesh, workers)
+    def place_stacked(spec: Spec, x: jax.Array) -> jax.Array:
+      return reshard(workers, x, whole(spec)) if spec.stacked else x
 
-  def on_workers(spec: Spec, x: jax.Array) -> jax.Array:
-    return reshard(workers, x, whole(spec)) if spec.stacked else x
-
-  return jax.shard_map(
-    one_device,
-    mesh=workers.mesh,
-    in_specs=jax.tree.map(whole, in_specs),
-    out_specs=jax.tree.map(whole, out_specs),
-  )(*jax.tree.map(on_workers, in_specs, args))
-
-
-def _run_in_parts(
-  workers: Workers,
-  one_device: Callable[..., Any],
-  in_specs: tuple[chex.ArrayTree, ...],
-  out_specs: chex.ArrayTree,
-  *args: Any,
-) -> Any:
-  """Runs a function of one device for all devices of one worker.
-
-  Messages for other workers pass from one `shard_map` to the next along an axis
-  of the devices.
-  """
-  names = workers.param_specs.axes
-  whole = functools.partial(_on_mesh, workers)
-  out_specs = jax.tree.map(whole, out_specs)
-  flat_out = jax.tree.leaves(out_specs)
-  shard_map = functools.partial(
-    jax.shard_map,
-    mesh=workers.mesh,
-    check_vma=False,
-  )
-  mapped = shard_map(
-    one_device,
-    in_specs=jax.tree.map(whole, in_specs),
-    out_specs=out_specs,
-  )
-  program = jax.make_jaxpr(mapped)(*args)
-  (eqn,) = program.jaxpr.eqns
-  (body,) = core.jaxprs_in_params(eqn.params)
-  values = dict(zip(program.jaxpr.invars, jax.tree.leaves(args)))
-  values |= zip(program.jaxpr.constvars, program.consts)
-  # Specs of what passes between parts, and the axis of the devices, if any.
-  layouts: dict[core.Var, tuple[P, int | None]] = {}
-  for variable, spec in zip(body.invars, eqn.params['in_specs']):
-    layouts[variable] = spec, None
-  for inner in body.eqns:
-    if inner.primitive is collectives.meet_p:
-      rows, *flags = inner.outvars
-      layouts[rows] = P(None, names), 1
-      layouts |= dict.fromkeys(flags, (P(), None))
-
-  def build(
-    part: Callable[..., list[jax.Array]],
-    read: list[core.Var],
-    written: list[core.Var],
-    is_last: bool,
-  ) -> Callable[..., list[jax.Array]]:
-    ins = [layouts.get(variable, (P(names), 0)) for variable in read]
-
-    def on_device(*arrays: jax.Array) -> list[jax.Array]:
-      own = []
-      for x, (_, axis) in zip(arrays, ins):
-        own.append(x if axis is None else jnp.squeeze(x, axis))
-      found = part(*own)
-      return found if is_last else [x[None] for x in found]
-
-    return shard_map(
-      on_device,
-      in_specs=tuple(spec for spec, _ in ins),
-      out_specs=flat_out if is_last else [P(names)] * len(written),
+    mapped = jax.shard_map(
+      self.run_on_device,
+      mesh=workers.mesh,
+      in_specs=jax.tree.map(whole, self.in_specs),
+      out_specs=jax.tree.map(whole, self.out_specs),
     )
+    return mapped(*jax.tree.map(place_stacked, self.in_specs, args))
 
-  parts = split.PartedStep(core.ClosedJaxpr(body, []), build=build)
-  programs = collectives.Programs(workers.count)
-  found = parts.run(
-    [values[variable] for variable in eqn.invars],
-    lambda _, sent: [collectives.meet(x, programs) for x in sent or ()],
-  )
-  return jax.tree.structure(out_specs).unflatten(found)
+  def run_in_parts(self, *args: Any) -> Any:
+    """Runs the function on the devices of one worker of several programs.
+
+    What passes from one `shard_map` to the next, with messages for other
+    workers between them, has a leading axis of the devices.
+    """
+    workers, devices = self.workers, P(self.workers.param_specs.axes)
+    whole = functools.partial(_on_mesh, workers)
+    out_specs = jax.tree.map(whole, self.out_specs)
+    shard_map = functools.partial(
+      jax.shard_map,
+      mesh=workers.mesh,
+      check_vma=False,
+    )
+    mapped = shard_map(
+      self.run_on_device,
+      in_specs=jax.tree.map(whole, self.in_specs),
+      out_specs=out_specs,
+    )
+    program = jax.make_jaxpr(mapped)(*args)
+    (eqn,) = program.jaxpr.eqns
+    (body,) = core.jaxprs_in_params(eqn.params)
+    given = dict(zip(body.invars, eqn.params['in_specs']))
+
+    def build(
+      part: Callable[..., list[jax.Array]],
+      read: list[core.Var],
+      written: list[core.Var],
+      is_last: bool,
+    ) -> Callable[..., list[jax.Array]]:
+      def on_device(*arrays: jax.Array) -> list[jax.Array]:
+        own = []
+        for variable, x in zip(read, arrays):
+          own.append(x if variable in given else x[0])
+        found = part(*own)
+        return found if is_last else [x[None] for x in found]
+
+      written_specs = [devices] * len(written)
+      if is_last:
+        written_specs = jax.tree.leaves(out_specs)
+      read_specs = tuple(given.get(variable, devices) for variable in read)
+      return shard_map(on_device, in_specs=read_specs, out_specs=written_specs)
+
+    def meet(_: object, sent: list[jax.Array] | None) -> list[Any]:
+      return [_meet_devices(workers, x) for x in sent or ()]
+
+    parts = split.PartedStep(core.ClosedJaxpr(body, []), build=build)
+    values = dict(zip(program.jaxpr.constvars, program.consts))
+    values.update(zip(program.jaxpr.invars, jax.tree.leaves(args)))
+    found = parts.run([values[v] for v in eqn.invars], meet)
+    return jax.tree.structure(out_specs).unflatten(found)
+
+  def simulate(self, *args: Any) -> Any:
+    """Runs the function under a `vmap` for each axis of devices.
+
+    What is sharded gets an axis for each of them, before the axis of its
+    blocks.
+    """
+    workers = self.workers
+    sizes = {workers.axis_name: workers.count}
+    sizes |= workers.param_specs.axis_sizes
+    names = [*sizes]
+
+    def axis_of(name: str, spec: Spec) -> int | None:
+      """Returns the axis of an array under the maps of all outer names."""
+      axes: list[str | None] = []
+      if spec.stacked:
+        axes.append(workers.axis_name)
+      for dim in range(len(spec.inner)):
+        axes += [*entry(spec.inner, dim), None]
+      if name not in axes:
+        return None
+      before = axes[: axes.index(name)]
+      outer = names[: names.index(name)]
+      return sum(axis not in outer for axis in before)
+
+    def mapped(number: jax.Array, *own: Any) -> Any:
+      del number  # something has to be mapped over every axis
+      return self.fun(*own)
+
+    for name in reversed(names):
+      # out_axes=None holds because what was gathered is the same for all:
+      # merging is done once, not once per worker.
+      axis_in = functools.partial(axis_of, name)
+      mapped = jax.vmap(
+        mapped,
+        in_axes=(0, *jax.tree.map(axis_in, self.in_specs)),
+        out_axes=jax.tree.map(axis_in, self.out_specs),
+        axis_name=name,
+        axis_size=sizes[name],
+      )
+    numbers = jnp.zeros([*sizes.values()], jnp.int32)
+    to_blocks = functools.partial(_to_blocks, sizes)
+    found = mapped(numbers, *jax.tree.map(to_blocks, self.in_specs, args))
+    return jax.tree.map(_from_blocks, self.out_specs, found)
+
+
+def _meet_devices(workers: Workers, x: jax.Array) -> list[jax.Array]:
+  """Returns what workers sent, and who is there, for each device of this one.
+
+  From `[devices, ...]` to rows `[devices, workers, ...]`.
+  """
+  rows, *flags = collectives.meet(x, collectives.Programs(workers.count))
+  found = [jnp.moveaxis(rows, 1, 0)]
+  for flag in flags:
+    found.append(jnp.broadcast_to(flag, (len(x), *flag.shape)))
+  return found
+
+
+def _to_blocks(sizes: Mapping[str, int], spec: Spec, x: jax.Array) -> jax.Array:
+  """Cuts every sharded dimension to `[*devices, length of a block]`."""
+  for dim in reversed(range(len(spec.inner))):
+    at = spec.stacked + dim
+    devices = [sizes[axis] for axis in entry(spec.inner, dim)]
+    before, after = x.shape[:at], x.shape[at + 1 :]
+    x = x.reshape(*before, *devices, -1, *after)
+  return x
+
+
+def _from_blocks(spec: Spec, x: jax.Array) -> jax.Array:
+  """Undoes `_to_blocks`."""
+  for dim in range(len(spec.inner)):
+    at = spec.stacked + dim
+    x = jax.lax.collapse(x, at, at + 1 + len(entry(spec.inner, dim)))
+  return x
 
 
 def run_alone(
@@ -319,73 +380,3 @@ def reshard(workers: Workers, x: jax.Array, spec: P) -> jax.Array:
   if not workers.is_explicit:
     return x
   return jax.sharding.reshard(x, _named(workers, spec))
-
-
-# Simulated workers ------------------------------------------------------------
-
-
-def _simulate(
-  workers: Workers,
-  fun: Callable[..., Any],
-  in_specs: tuple[chex.ArrayTree, ...],
-  out_specs: chex.ArrayTree,
-  *args: Any,
-) -> Any:
-  """Runs a function of one device under a `vmap` for each axis of devices.
-
-  What is sharded gets an axis for each of them, before the axis of its blocks.
-  """
-  sizes = {workers.axis_name: workers.count}
-  sizes |= workers.param_specs.axis_sizes
-  names = [*sizes]
-
-  def axis_of(name: str, spec: Spec) -> int | None:
-    """Returns the axis of an array under the maps of all outer names."""
-    axes: list[str | None] = []
-    if spec.stacked:
-      axes.append(workers.axis_name)
-    for dim in range(len(spec.inner)):
-      axes += [*entry(spec.inner, dim), None]
-    if name not in axes:
-      return None
-    before = axes[: axes.index(name)]
-    outer = names[: names.index(name)]
-    return sum(axis not in outer for axis in before)
-
-  def mapped(number: jax.Array, *own: Any) -> Any:
-    del number  # something has to be mapped over every axis
-    return fun(*own)
-
-  for name in reversed(names):
-    # out_axes=None holds because what was gathered is the same for all: merging
-    # is done once, not once per worker.
-    axis_in = functools.partial(axis_of, name)
-    mapped = jax.vmap(
-      mapped,
-      in_axes=(0, *jax.tree.map(axis_in, in_specs)),
-      out_axes=jax.tree.map(axis_in, out_specs),
-      axis_name=name,
-      axis_size=sizes[name],
-    )
-  numbers = jnp.zeros([*sizes.values()], jnp.int32)
-  to_blocks = functools.partial(_to_blocks, sizes)
-  found = mapped(numbers, *jax.tree.map(to_blocks, in_specs, args))
-  return jax.tree.map(_from_blocks, out_specs, found)
-
-
-def _to_blocks(sizes: Mapping[str, int], spec: Spec, x: jax.Array) -> jax.Array:
-  """Cuts every sharded dimension to `[*devices, length of a block]`."""
-  for dim in reversed(range(len(spec.inner))):
-    at = spec.stacked + dim
-    devices = [sizes[axis] for axis in entry(spec.inner, dim)]
-    before, after = x.shape[:at], x.shape[at + 1 :]
-    x = x.reshape(*before, *devices, -1, *after)
-  return x
-
-
-def _from_blocks(spec: Spec, x: jax.Array) -> jax.Array:
-  """Undoes `_to_blocks`."""
-  for dim in range(len(spec.inner)):
-    at = spec.stacked + dim
-    x = jax.lax.collapse(x, at, at + 1 + len(entry(spec.inner, dim)))
-  return x
