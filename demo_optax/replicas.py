@@ -71,8 +71,8 @@ def check_replicas(
       numbers = {worker_of[device] for device in devices & {*worker_of}}
       processes = {copy.process for copy in other}
       ids = {device.id for device in devices}
-      each = (tuple(sorted(x)) for x in (ids, numbers, processes))
-      found.append(Difference(dotted(keys), *each))
+      sets = map(sorted, (ids, numbers, processes))
+      found.append(Difference(dotted(keys), *map(tuple, sets)))
   return found
 
 
@@ -108,7 +108,7 @@ def copies(values: Mapping[Name, Any]) -> dict[Name, list[Copy]]:
     lines.append(f'{name} {x.shape} {x.dtype} {is_local(x)}')
   # uint32[arrays, devices, 2]
   own = np.zeros((len(arrays), jax.local_device_count(), 2), np.uint32)
-  digests = [_digest_blocks(x) for x in arrays.values()]
+  digests = [*map(_digest_blocks, arrays.values())]  # all are started first
   for row, digest in zip(own, digests):
     row[: len(digest)] = jax.device_get(digest)
   tree = np.uint32(zlib.crc32('\n'.join(lines).encode()))

@@ -225,10 +225,10 @@ def check_arguments(
     )
   gradients = []
   for (_, x), param in zip(*_tree.flatten_alike(updates, params)):
-    # Those of integers are float0, which no operation takes.
-    is_exchanged = _tree.is_exchanged(x)
-    zero = _tree.zero_update
-    gradients.append(jnp.asarray(x) if is_exchanged else zero(x, param, 0))
+    if not _tree.is_exchanged(x):
+      # Those of integers are float0, which no operation takes.
+      x = _tree.zero_update(x, param, 0)
+    gradients.append(jnp.asarray(x))
   updates = jax.tree.structure(updates).unflatten(gradients)
   parameter = differs_text('The parameter {}', BEFORE_EXCHANGE)
   hyperparameter = differs_text('The hyperparameter {}', BEFORE_EXCHANGE)

@@ -138,7 +138,7 @@ def origins_at(
 def waits(
   eqn: core.JaxprEqn,
   axis: Axis,
-  also: Sequence[core.Primitive | str] = (),
+  also: Sequence[str] = (),
 ) -> bool:
   """Returns whether workers wait for each other in an equation.
 
@@ -149,17 +149,28 @@ def waits(
   is_collective = _is_over(params, axis) and name != 'axis_index'
   if name in also or eqn.primitive is meet_p or is_exchange or is_collective:
     return True
-  return any(
-    waits(inner, axis, also)
-    for jaxpr in core.jaxprs_in_params(params)
-    for inner in jaxpr.eqns
-  )
+  programs = core.jaxprs_in_params(params)
+  return any(_waits_in(jaxpr, axis, also) for jaxpr in programs)
+
+
+def _waits_in(
+  jaxpr: core.Jaxpr,
+  axis: Axis,
+  also: Sequence[str] = (),
+) -> bool:
+  """Returns whether workers wait for each other in a program."""
+  return any(waits(eqn, axis, also) for eqn in jaxpr.eqns)
 
 
 def _is_over(params: Mapping[str, Any], axis: Axis) -> bool:
   """Returns whether a collective with these parameters is over an axis."""
   names = params.get('axes', params.get('axis_name', ()))
   return axis in (names if isinstance(names, tuple) else (names,))
+
+
+def _computed(origins: Sequence[Origin]) -> list[Origin]:
+  """Returns the origins of what is computed from each value: no batch."""
+  return [origin & ~Origin.ROWS for origin in origins]
 
 
 def _joined(origins: Iterable[Origin]) -> Origin:
@@ -257,7 +268,7 @@ class _Follower:
   ) -> list[Origin]:
     """Returns the origins of a loop's outputs, at the fixed point."""
     did_check, self._checks = self._checks, False
-    carry = [_joined([x]) for x in carry]
+    carry = _computed(carry)
     old: list[Origin] = []
     while old != carry:
       old = carry
@@ -276,7 +287,7 @@ class _Follower:
     num_consts = num_equal - num_carry
     scanned = inputs[num_equal:]
     has_rows = any(Origin.ROWS in x for x in scanned)
-    if has_rows and any(waits(inner, self._axis) for inner in body.eqns):
+    if has_rows and _waits_in(body, self._axis):
       raise ValueError(
         'A batch must have its rows along the first axis, got one over which'
         ' the step scans and exchanges in each turn, as over batches [steps,'
@@ -284,9 +295,8 @@ class _Follower:
         ' batch_argnames=..., batch_axis=1), or batch_axis=0 if every row is a'
         ' step.'
       )
-    each_turn = [_joined([x]) for x in scanned]
     carry = inputs[num_consts:num_equal]
-    return self._loop(body, inputs[:num_consts], carry, each_turn)
+    return self._loop(body, inputs[:num_consts], carry, _computed(scanned))
 
   def _while(
     self,
@@ -317,10 +327,8 @@ class _Follower:
     programs: Sequence[core.Jaxpr],
   ) -> None:
     """Raises if only some workers would communicate."""
-    if not condition.differs:
-      return
-    inside = [eqn for program in programs for eqn in program.eqns]
-    if any(waits(eqn, self._axis) for eqn in inside):
+    is_waiting = any(_waits_in(jaxpr, self._axis) for jaxpr in programs)
+    if condition.differs and is_waiting:
       raise ValueError(
         'The condition of jax.lax.cond or of a loop around an exchange, or'
         ' around over_workers, must be the same on all workers, got one that'
