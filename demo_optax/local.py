@@ -164,7 +164,7 @@ def local_updates(
         shared = inside.equal(
           start,
           'The outer optimizer makes another update of {} for every worker: is'
-          ' there an exchange in it, such as scale_by_demo or average? One that'
+          ' there an exchange in it, such as scale_by_demo? One that'
           ' is meant to do so needs local_updates(..., drift=True).',
         )
       new = own._replace(

@@ -178,8 +178,8 @@ RETURNED = (
   'a count or an array of one worker: return'
   ' demo_optax.over_workers(x, jnp.sum), or another reduction',
   'a gradient that is not exchanged: call update in the step, not outside of'
-  ' it, and average what the optimizer leaves out (demo_optax.average), or set'
-  ' it to zero',
+  ' it, and average what the optimizer leaves out'
+  ' (demo_optax.average_gradients), or set it to zero',
   'statistics of batches: return demo_optax.over_workers(statistics)',
   'a metric: pass an nnx.metrics.Average, which is added up; merge those of clu'
   ' with demo_optax.over_workers(own, jnp.sum); or update it outside of the'
