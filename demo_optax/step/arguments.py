@@ -79,7 +79,7 @@ class Constant:
   """A part of a tree that is not an array, and that a program is for."""
 
   value: object
-  type: type = Numbered  # since `1 == 1.0`
+  type: type  # since `1 == 1.0`
 
 
 def only_arrays(
@@ -98,12 +98,14 @@ def only_arrays(
       numbers[id(x)] = Numbered(source, number)
 
   def wrap(x: object, traces_number: bool) -> object:
-    if modules.is_object(x) and id(x) not in numbers:
+    if id(x) not in numbers:
+      if modules.is_array(x, traces_number):
+        return x
+      if not modules.is_object(x):
+        return Constant(x, type(x))
       numbers[id(x)] = Numbered('object', len(objects))
       objects.append(x)
-    if id(x) in numbers:
-      return Constant(numbers[id(x)])
-    return x if modules.is_array(x, traces_number) else Constant(x, type(x))
+    return Constant(numbers[id(x)], Numbered)
 
   return modules.map_leaves(wrap, tree)
 

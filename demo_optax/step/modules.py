@@ -172,23 +172,25 @@ def map_leaves(fun: Callable[[object, bool], object], tree: object) -> Any:
   Not in Equinox modules, whose layers decide by numbers what to trace
   (`eqx.nn.MaxPool2d.init`), as in `eqx.filter_jit`.
   """
-  modules = getattr(sys.modules.get('equinox'), 'Module', ())
-
-  def of_part(part: object) -> object:
-    if not isinstance(part, modules):
-      return fun(part, True)
-    return jax.tree.map(lambda x: fun(x, False), part, is_leaf=is_object)
-
-  def is_part(x: object) -> bool:
-    return is_object(x) or isinstance(x, modules)
-
-  return jax.tree.map(of_part, tree, is_leaf=is_part)
+  module = getattr(sys.modules.get('equinox'), 'Module', ())
+  kinds = module, getattr(_nnx(), 'Pytree', ())
+  parts, treedef = jax.tree.flatten(tree, lambda x: isinstance(x, kinds))
+  found = []
+  for part in parts:
+    if isinstance(part, module):
+      part = jax.tree.map(lambda x: fun(x, False), part, is_leaf=is_object)
+    else:
+      part = fun(part, True)
+    found.append(part)
+  return treedef.unflatten(found)
 
 
 def is_array(x: object, traces_number: bool) -> bool:
   """Returns whether a leaf is an array; a step is compiled for all others."""
+  if isinstance(x, _ARRAYS):
+    return True
   is_number = isinstance(x, int | float | complex) and type(x) is not bool
-  return isinstance(x, _ARRAYS) or (traces_number and is_number)
+  return traces_number and is_number
 
 
 def roles_of(tree: object) -> list[Role | None]:
