@@ -121,8 +121,8 @@ def stays_finite(
   """
 
   def inexact(tree: chex.ArrayTree) -> list[jax.Array]:
-    leaves = map(jnp.asarray, jax.tree.leaves(tree))
-    return [x for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
+    leaves = jax.tree.leaves(tree)
+    return [jnp.asarray(x) for x in leaves if _tree.is_inexact(x)]
 
   finite = [*map(jnp.isfinite, inexact(updates))]
   for x, before in zip(inexact(new), inexact(old)):

@@ -44,6 +44,11 @@ def momentum_dtype(path: Path, x: Leaf) -> np.dtype:
   return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 
+def is_inexact(x: Leaf) -> bool:
+  """Returns whether a leaf has real or complex numbers, which have a mean."""
+  return bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))
+
+
 def is_exchanged(x: Leaf) -> bool:
   """Returns whether a leaf is exchanged: not empty, and not of integers."""
   if not hasattr(x, 'dtype') and not isinstance(x, int | float | complex):
@@ -51,8 +56,7 @@ def is_exchanged(x: Leaf) -> bool:
       f'params must hold arrays, got {x!r:.200}. Of an Equinox model give'
       ' eqx.filter(model, eqx.is_inexact_array).'
     )
-  inexact = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-  return bool(inexact) and 0 not in np.shape(x)
+  return is_inexact(x) and 0 not in np.shape(x)
 
 
 def mask_others(tree: chex.ArrayTree) -> Any:

@@ -19,7 +19,7 @@ from demo_optax.numerics import prng
 from demo_optax.step import modules, own_params
 from demo_optax.step.roles import Role
 from demo_optax.workers import Workers
-from demo_optax.workers.workers import put
+from demo_optax.workers.workers import is_on, put
 
 Shape = tuple[int, ...]
 Value = TypeVar('Value')
@@ -293,8 +293,7 @@ def place(workers: Workers, x: Any, a: Array) -> Any:
   target = a.sharding
   if target is None or isinstance(x, jax.core.Tracer):
     return x
-  there = getattr(getattr(x, 'sharding', None), 'mesh', None) == workers.mesh
-  if there and (
+  if is_on(workers.mesh, x) and (
     a.role is not Role.STACKED or x.sharding.is_equivalent_to(target, x.ndim)
   ):
     if not workers.is_explicit:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from demo_optax._paths import Keys, dotted, is_stacked, leaves_of
+from demo_optax._tree import is_inexact
 from demo_optax.numerics import prng
 from demo_optax.step import modules, own_params
 from demo_optax.step.arguments import Call, Form, StateForm, only_arrays
@@ -163,7 +164,7 @@ def settle(
     if result.role is Role.BATCH:
       _check_rows(result, x, call)
       x = jnp.moveaxis(x, call.axis, 0)
-    if result.role in (Role.STACKED, Role.BATCH):
+    if result.role.is_own:
       own.append(x)
       equal.append(None)
       continue
@@ -214,8 +215,7 @@ def _role(
     return Role.SHARED
   if said is not None:
     return said
-  is_real = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-  if result.at is None and is_real and not np.shape(x):
+  if result.at is None and is_inexact(x) and not np.shape(x):
     return Role.MEAN
   return Role.SHARED
 
@@ -243,9 +243,7 @@ def _combine(
     return x
   if result.role is Role.KEY:
     return collectives.first(x, axis)
-  # Integers have no mean.
-  is_real = jnp.issubdtype(x.dtype, jnp.inexact)
-  if result.role is Role.STATISTICS and is_real:
+  if result.role is Role.STATISTICS and is_inexact(x):
     # Statistics of a worker that saw a NaN would stay NaN for ever.
     return collectives.mean_finite(x, axis, old)
   if result.role is Role.MEAN:

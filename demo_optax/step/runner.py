@@ -99,8 +99,7 @@ class Runner:
 
     specs, placed = [], []
     for x, array in zip(arrays, self.call.arrays):
-      is_cut = array.role in (Role.BATCH, Role.STACKED)
-      spec = P(*[None] * array.axis, axis) if is_cut else P()
+      spec = P(*[None] * array.axis, axis) if array.role.is_own else P()
       specs.append(spec)
       placed.append(lift.reshard(workers, x, spec))
     return jax.shard_map(
@@ -126,10 +125,7 @@ class Runner:
       return jnp.moveaxis(rows, 1, array.axis + 1)
 
     arrays = self.call.replace(Role.BATCH, split, arrays)
-    in_axes = []
-    for array in self.call.arrays:
-      is_cut = array.role in (Role.BATCH, Role.STACKED)
-      in_axes.append(0 if is_cut else None)
+    in_axes = [0 if x.role.is_own else None for x in self.call.arrays]
     # A model may name mesh axes inside a worker, also those of one device.
     with lift.context(workers):
       own, equal, known = jax.vmap(

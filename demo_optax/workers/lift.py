@@ -17,6 +17,7 @@ from jax.extend import core
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from demo_optax._tree import is_inexact
 from demo_optax.workers import collectives, split
 from demo_optax.workers.collectives import vary
 from demo_optax.workers.param_specs import entry
@@ -251,9 +252,7 @@ def run_alone(
   # What is shared must vary before it is differentiated: jax.grad with respect
   # to replicated parameters would sum the workers' gradients.
   def vary_floats(x: jax.Array) -> jax.Array:
-    if jnp.issubdtype(jnp.result_type(x), jnp.inexact):
-      return vary(x, workers.axis)
-    return x
+    return vary(x, workers.axis) if is_inexact(x) else x
 
   state = jax.tree.map(lambda x: x[0], state)
   own, state = fun(own, state, jax.tree.map(vary_floats, shared))

@@ -300,8 +300,9 @@ class Workers:
 
     def move(path: Path, x: jax.Array) -> jax.Array:
       sharding = self.sharding(path_keys(path), np.shape(x))
-      there = getattr(getattr(x, 'sharding', None), 'mesh', None) == self.mesh
-      if there and (sharding.spec == P() or not x.is_fully_replicated):
+      if is_on(self.mesh, x) and (
+        sharding.spec == P() or not x.is_fully_replicated
+      ):
         return x
       return put(x, sharding)
 
@@ -319,6 +320,11 @@ class Workers:
     inner = self.param_specs.place_state(keys, shape[1:])
     # The mesh of a worker that is a separate program has no axis of workers.
     return P(self.axis_name if self.relay is None else None, *inner)
+
+
+def is_on(mesh: Mesh | None, x: object) -> bool:
+  """Returns whether an array is on all devices of a mesh."""
+  return getattr(getattr(x, 'sharding', None), 'mesh', None) == mesh
 
 
 def put(x: Any, sharding: NamedSharding) -> Any:
