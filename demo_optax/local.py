@@ -432,7 +432,7 @@ def _put_back(
       old = own[bucket.name]
       momentum = old.reshape(bucket.shape) + update
       new[bucket.name] = momentum.reshape(old.shape)
-      if axes:
+      if axes:  # chunks that devices have shared: from [rows, n] to all of them
         momentum = group.join_devices(momentum[: bucket.num_chunks], axes)
       if is_transformed:
         momentum = chunking.inverse(momentum, bucket.sides, bucket.basis)

@@ -144,7 +144,7 @@ def differing(held: Sequence[Copy]) -> list[Copy]:
 def content_digest(held: Sequence[Copy]) -> str:
   """Returns the digest of an array, 16 digits, the same for any sharding."""
   blocks = {copy.block: copy.digest for copy in held}
-  total = np.zeros(2, np.uint32)
+  total = np.zeros(2, np.uint32)  # modulo 2^32, in any order
   for digest in blocks.values():
     total += np.frombuffer(digest, np.uint32)
   return total.astype('>u4').tobytes().hex()
@@ -186,6 +186,7 @@ def _digest_blocks(x: Array) -> list[Array]:
     x = jax.random.key_data(x)
   found = []
   for shard in sorted(x.addressable_shards, key=lambda s: s.device.id):
+    # Where the block begins: words count with their places in the array.
     start = np.array([part.start or 0 for part in shard.index], np.uint32)
     if platform.digests_on_host(shard.device):
       data = np.asarray(shard.data)

@@ -212,6 +212,7 @@ def analyse(
       shapes = [x.shape[x.role is Role.STACKED :] for x in own]
       starts = states.setdefault((jax.tree.structure(value), tuple(shapes)), [])
       starts.append(len(arrays))
+      # Which of them a result continues is known by the order alone.
       if len(starts) > 1:
         for start in starts:
           alike.update(range(start, start + len(own)))

@@ -64,7 +64,7 @@ def enter(
     for copy in copies:
       old = arrays[copy]
       arrays[copy] = jnp.where(changed, x.astype(old.dtype), old)
-    arrays[number] = arrays[copies[1]]
+    arrays[number] = arrays[copies[1]]  # the worker's own, for the model
 
 
 def _states(known: Mapping[Keys, int]) -> dict[Keys, list[Keys]]:

@@ -134,6 +134,7 @@ def collect(
     array = call.arrays[number]
     name = f'the variable {array.name}'
     add(Result(name, array.keys, Role.SHARED, number), x, array.role)
+  # The model that is returned is the one that all workers share.
   copies = own_params.find([result.keys for result in results])
   for number, (shared, *_) in copies.items():
     results[number].role = Role.SHARED
@@ -232,6 +233,7 @@ def _combine(
   if result.is_kept:  # the next step folds a key that is the same again
     return old
   if result.role is Role.ADDED:
+    # Each worker has added to the same total.
     if Origin.TOTAL in origin:
       return old + collectives.total(x - old, axis)
     if origin.differs:
@@ -241,7 +243,7 @@ def _combine(
       )
   if not origin.differs:
     return x
-  if result.role is Role.KEY:
+  if result.role is Role.KEY:  # all go on from one key, and fold it again
     return collectives.first(x, axis)
   if result.role is Role.STATISTICS and is_inexact(x):
     # Statistics of a worker that saw a NaN would stay NaN for ever.
@@ -249,7 +251,7 @@ def _combine(
   if result.role is Role.MEAN:
     # XLA would send slices of what is spread one by one, to add them in order.
     return collectives.mean_finite(x, axis, ordered=not is_spread)
-  name = f'The value of {result.name}, {x.dtype}{list(x.shape)},'
+  name = f'{result.name}, {x.dtype}{list(x.shape)},'
   raise ValueError(inside.differs_text(name, inside.RETURNED))
 
 

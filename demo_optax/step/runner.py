@@ -84,6 +84,7 @@ class Runner:
     view = StepView(workers.axis, self.workers.count, inner)
     arrays = self.call.replace(Role.STACKED, lambda x, _: x[0], arrays)
     own, equal, known = self._one_worker(view, index, arrays)
+    # Outside of the step momentum is [workers, ...]: here, of this worker.
     for number, result in enumerate(known.results):
       if result.role is Role.STACKED:
         own[number] = own[number][None]
@@ -121,6 +122,7 @@ class Runner:
       return self._one_worker(view, jax.lax.axis_index(axis), arrays)
 
     def split(x: jax.Array, array: Array) -> jax.Array:
+      # From [..., rows, ...] to [workers, ..., rows of a worker, ...].
       rows = lift.split_rows(workers, jnp.moveaxis(x, array.axis, 0))
       return jnp.moveaxis(rows, 1, array.axis + 1)
 
@@ -157,6 +159,7 @@ class Runner:
     def step(
       *own: jax.Array,
     ) -> tuple[list[jax.Array], results.Returned]:
+      # The step is called as it was written: with trees and Flax objects.
       (args, kwargs), objects = call.form.merge(own, inner=True)
       before = modules.variables(objects)
       returned = self.step(*args, **kwargs)
@@ -165,6 +168,7 @@ class Runner:
 
     with _explained(self.workers):
       closed, (_, known) = inside.trace(view, step, own)
+      # Before anything is run, mistakes are found in the program.
       origins = follow(closed.jaxpr, self._origins(), view.axis)
       if self.workers.sequential:
         values = run_in_turn(closed, origins, view.axis, own)

@@ -133,6 +133,7 @@ class _Mapped:
       def on_device(*arrays: jax.Array) -> list[jax.Array]:
         own = []
         for variable, x in zip(read, arrays):
+          # What another part has computed: [1, ...] on each device.
           own.append(x if variable in given else x[0])
         found = part(*own)
         return found if is_last else [x[None] for x in found]
@@ -165,6 +166,7 @@ class _Mapped:
 
     def axis_of(name: str, spec: Spec) -> int | None:
       """Returns the axis of an array under the maps of all outer names."""
+      # From the outermost; None is an axis of the block itself.
       axes: list[str | None] = []
       if spec.stacked:
         axes.append(workers.axis_name)
@@ -172,6 +174,7 @@ class _Mapped:
         axes += [*entry(spec.inner, dim), None]
       if name not in axes:
         return None
+      # The outer maps have taken their axes away.
       before = axes[: axes.index(name)]
       outer = names[: names.index(name)]
       return sum(axis not in outer for axis in before)
@@ -191,7 +194,7 @@ class _Mapped:
         axis_name=name,
         axis_size=sizes[name],
       )
-    numbers = jnp.zeros([*sizes.values()], jnp.int32)
+    numbers = jnp.zeros([*sizes.values()], jnp.int32)  # [workers, *devices]
     to_blocks = functools.partial(_to_blocks, sizes)
     found = mapped(numbers, *jax.tree.map(to_blocks, self.in_specs, args))
     return jax.tree.map(_from_blocks, self.out_specs, found)

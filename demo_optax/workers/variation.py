@@ -221,6 +221,7 @@ class _Follower:
       is_reduction = name.removesuffix('_invariant') in _REDUCTIONS
       is_same = is_reduction and not in_groups
       return [_SAME if is_same else Origin.DATA] * count
+    # A call: of jit, remat, or a function with a derivative of its own.
     for inner in core.jaxprs_in_params(eqn.params):
       if (len(inner.invars), len(inner.outvars)) == (len(inputs), count):
         return self._run(inner, inputs)
@@ -274,6 +275,7 @@ class _Follower:
       old = carry
       outputs = self._run(body, [*before, *carry, *after])
       carry = [_joined(pair) for pair in zip(carry, outputs)]
+    # Origins only grow, so that this ends. Now they are all there.
     self._checks = did_check
     outputs = self._run(body, [*before, *carry, *after])
     return [*carry, *outputs[len(carry) :]]
