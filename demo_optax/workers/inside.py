@@ -191,9 +191,9 @@ RETURNED = (
 def differs_text(name: str, causes: Sequence[str]) -> str:
   """Returns the message for a value that must not differ, but does."""
   start = (
-    f'{name[0].upper()}{name[1:]} must be the same on all workers, got one that differs between'
-    " workers: it depends on one worker's gradient, loss or batch. Usual"
-    ' causes:'
+    f'{name[0].upper()}{name[1:]} must be the same on all workers, got one'
+    " that differs between workers: it depends on one worker's gradient, loss"
+    ' or batch. Usual causes:'
   )
   return '\n  - '.join([start, *causes])
 
