@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from demo_optax.workers.param_specs import entry
-from demo_optax.workers.value import put
+from demo_optax.workers.workers import put
 
 Sharding = jax.sharding.Sharding | None
 # A leaf of a state: an array, its `jax.ShapeDtypeStruct`, or a Python number.
