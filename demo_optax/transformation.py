@@ -108,6 +108,7 @@ def scale_by_demo(
   gradient_weight: optax.ScalarOrSchedule = 1.0,
   exchange: algorithm.ExchangeKind = 'all_gather',
   update_values: str | None = None,
+  delayed: bool = False,
 ) -> aggregating.Aggregator:
   r"""Exchanges the fast part of every worker's momentum.
 
@@ -164,6 +165,11 @@ def scale_by_demo(
       are lost for good. `'float32'` is exact and dense. `'bfloat16'`, `'int8'`,
       `'int4'` and `'sign'` are those of `dct_topk`; an owner adds their losses
       (1/N of the parameters in float32) to its next update.
+    delayed: whether a step exchanges the messages of the step before, which the
+      state holds. Nothing in that exchange depends on the step's gradients: it
+      may run beside the forward and backward pass. Updates come one step late,
+      the first one is zero, and the last message of a run is not applied.
+      Leaves that are averaged uncompressed are not delayed.
 
   Returns:
     An `optax.experimental.aggregating.Aggregator`. Its `update` takes stacked
@@ -202,6 +208,11 @@ def scale_by_demo(
   _checks.check_range('alpha', alpha, '[0, 1]')
   _checks.check_choice('average', average, get_args(topk.Average))
   written = resolve_update_values(exchange, update_values, workers)
+  if delayed and exchange != 'all_gather':
+    raise ValueError(
+      f"exchange must be 'all_gather' with delayed=True, got {exchange!r}. Give"
+      " 'all_gather', or leave out delayed."
+    )
 
   def config_of(layout: Layout) -> algorithm.ExchangeConfig:
     """Returns the static part of the exchange."""
@@ -213,7 +224,13 @@ def scale_by_demo(
         if written not in WITHOUT_RESIDUAL:  # the state depends on it
           raise
     return algorithm.make_config(
-      layout, average, exchange, count, written, platform.of(workers.mesh)
+      layout,
+      average,
+      exchange,
+      count,
+      written,
+      platform.of(workers.mesh),
+      delayed,
     )
 
   def init_fn(params: chex.ArrayTree) -> DeMoState:
