@@ -25,6 +25,7 @@ from demo_optax.compressors import bases, chunking
 from demo_optax.compressors.layout import Layout, Leaf, Record, differences
 from demo_optax.numerics import prng
 from demo_optax.transformation import layouts_in
+from demo_optax.workers.collectives import GATHERED
 from demo_optax.workers.value import put
 
 
@@ -95,7 +96,9 @@ def from_leaves(
   mean over workers does not change, up to rounding. Integers, booleans and PRNG
   keys are those of the old worker with the largest overlap, the first of
   equals. With more workers, each folds its number into its key. Residuals of
-  owners follow their chunks, exactly.
+  owners follow their chunks, exactly. A message in flight (`delayed=True`)
+  stays if its chunks, workers and their devices do; else it is as if it had not
+  been sent: momentum still holds it, and sends it again.
 
   Args:
     saved: arrays by name, of NumPy or of JAX, on any devices.
@@ -120,6 +123,8 @@ def from_leaves(
       return _bucket(saved, layouts[keys[:-3]], keys, x)
     if keys[-2:] == ('layout', 'digest'):
       return layouts[keys[:-2]].digest
+    if _paths.is_message(keys):
+      return _message(saved, layouts[keys[:-3]], keys, x)
     made = saved[_paths.dotted(keys)]
     if not _paths.is_stacked(keys) or len(made) == len(x):
       return made
@@ -196,6 +201,18 @@ def _bucket(
   if not owned:
     return x
   return _run(regroup_owned, x, like, like.shape)
+
+
+def _message(
+  saved: Mapping[str, Any], layout: Layout, keys: Keys, like: Any
+) -> Any:
+  """Returns the message in flight, or none if it would be read otherwise."""
+  found = saved.get(_paths.dotted(keys))
+  records = _saved_records(saved[_paths.dotted((*keys[:-3], 'layout'))])
+  is_same = [*records.items()] == [*layout.records.items()]
+  if found is None or found.shape != like.shape or not is_same:
+    return np.zeros(like.shape, like.dtype)
+  return found
 
 
 def _recorded_cut(record: Record, layout: Layout) -> cutting.Cut:
@@ -366,7 +383,12 @@ def _check(
         for part in ('momentum', 'update_residual'):
           name = _paths.dotted((*root, STACKED, part, *leaf.keys))
           recorded[name] = cut.get(leaf.name)
+  messages = {
+    _paths.dotted((*root, STACKED, 'message', GATHERED)) for root in layouts
+  }
   for name in {**wanted, **saved}:
+    if name in messages:  # that are left out lose nothing
+      continue
     old, new = saved.get(name), wanted.get(name)
     if old is None or new is None:
       owed = f'{STACKED}.update_residual.' in name

@@ -10,6 +10,7 @@ compiled program.
 
 import argparse
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -44,6 +45,7 @@ class Program:
     inside: devices of a worker.
     train: with the model and its gradients, else from gradients on.
     groups: with `GroupMax` instead of `TopK`.
+    delayed: matrices one step late.
   """
 
   recipe: str = 'demo'
@@ -51,14 +53,17 @@ class Program:
   inside: int = 1
   train: bool = False
   groups: bool = False
+  delayed: bool = False
 
   @property
   def name(self):
     parts = [self.recipe, *['groups'] * self.groups, self.exchange]
     parts += [f'{self.inside}_devices'] * (self.inside > 1)
+    parts += ['delayed'] * self.delayed
     return '_'.join([*parts, *['train'] * self.train])
 
 
+DELAYED = Program('demo_muon', inside=4, train=True, delayed=True)
 PROGRAMS = {
   'v5e': (
     Program(),
@@ -71,6 +76,7 @@ PROGRAMS = {
   'two slices of v5e': (
     Program('demo', 'all_gather', 4, train=True),
     Program('demo_muon', 'all_to_all', 4),
+    DELAYED,
   ),
   'h100': (
     Program(),
@@ -78,6 +84,7 @@ PROGRAMS = {
     Program('demo', 'all_to_all', 2),
     Program('demo_muon', 'all_gather', 2),
     Program('demo_muon', 'all_to_all'),
+    dataclasses.replace(DELAYED, inside=1),
   ),
   '64 h100': (Program(), Program(groups=True)),
 }
@@ -205,6 +212,8 @@ def lower(program, mesh, shapes):
     for name, shape in shapes.items()
   }
   make = getattr(demo_optax, program.recipe)
+  if program.delayed:
+    make = functools.partial(make, delayed=True)
   tx = make(
     0.001,
     workers=workers,
