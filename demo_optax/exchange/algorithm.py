@@ -222,8 +222,10 @@ def exchange(
 
   # Send and receive. Updates of owners and uncompressed averages follow below.
   if config.delayed:
-    arrived, included = group.send_and_receive(state.message)
+    arrived, included = group.send_and_receive(state.message, early=True)
     residual = _take_back(config, momentum, last, included, valid, hyper)
+    # That of a worker that is excluded is empty.
+    new = {name: plain.where(valid, x, 0) for name, x in message.items()}
   else:
     arrived, included = group.send_and_receive(message)
     # m <- m - alpha q. Quantisation losses stay in momentum: error feedback. So
@@ -232,7 +234,7 @@ def exchange(
     residual = []
     for i, m in enumerate(momentum):
       residual.append(give(i, m, selected[i].indices, sent[i], given, valid))
-    message = {}
+    new = {}
 
   received, report = packer.unpack(arrived, group)
 
@@ -264,7 +266,7 @@ def exchange(
     report = report._replace(num_valid=num_valid)
   metrics = _metrics(layout, group, report)
   by_name = {b.name: m for b, m in zip(buckets, residual)}
-  state = WorkerState(by_name, update_residual, dict(message))
+  state = WorkerState(by_name, update_residual, new)
   return [updates[i] for i in sorted(updates)], state, metrics
 
 
@@ -282,12 +284,14 @@ def _take_back(
   """
   if included is None:
     return list(momentum)
-  share = hyper.alpha * plain.where(valid, hyper.decay, 1)
   found = []
   for bucket, m, (indices, values, sound) in zip(
     config.layout.buckets, momentum, last
   ):
-    lost = plain.where(sound & ~included, rounding.mul_no_fma(share, values), 0)
+    values = rounding.mul_no_fma(hyper.alpha, values)
+    decayed = rounding.mul_no_fma(hyper.decay, values)
+    lost = plain.where(valid, decayed, values)
+    lost = plain.where(sound & ~included, lost, 0)
     found.append(arithmetic.subtract(bucket, m, indices, -lost))
   return found
 

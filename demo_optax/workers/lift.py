@@ -130,10 +130,13 @@ def _run_in_parts(
 
   parts = split.PartedStep(core.ClosedJaxpr(body, []), build=build)
   programs = collectives.Programs(workers.count)
-  return parts.run(
-    [values[variable] for variable in eqn.invars],
-    lambda _, sent: [collectives.meet(x, programs) for x in sent or ()],
-  )
+  rounds = iter(parts.are_early)
+
+  def meet(_: Any, sent: Any) -> list[collectives.Met]:
+    early = next(rounds)
+    return [collectives.meet(x, programs, early) for x in sent]
+
+  return parts.run([values[variable] for variable in eqn.invars], meet)
 
 
 def run_alone(

@@ -491,5 +491,6 @@ def test_types_of_states_and_updates(name, dtype):
     updates, after = jax.eval_shape(tx.update, gradients, state, params)
   assert types(updates) == types(params) and types(after) == types(state)
   own = {x.dtype for x in jax.tree.leaves(state)}
-  if name not in ('per_worker', 'demo_muon'):  # whose parts keep their dtype
+  # Parts of others keep their dtype.
+  if name != 'per_worker' and 'demo_muon' not in name:
     assert own <= {np.dtype(x) for x in ('float32', 'int32', 'uint32')}
