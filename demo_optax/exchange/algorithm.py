@@ -178,7 +178,7 @@ def exchange(
     given: jax.Array,
     valid: jax.Array,
   ) -> jax.Array:
-    """Subtracts from a bucket's momentum what is `given` to the others."""
+    """Subtracts sent values from a bucket's momentum, if `given`."""
     values = rounding.mul_no_fma(hyper.alpha, values)
     values = plain.where(given, values, 0)
     m = arithmetic.subtract(buckets[number], momentum, indices, values)

@@ -180,9 +180,9 @@ def demo_muon(
     delayed: whether matrices that are compressed are exchanged one step late,
       beside the forward and backward pass, see `scale_by_demo`. Their updates
       become :math:`2 u_t - u_{t-1}` (`optax.scale_by_optimistic_gradient`, one
-      more array of the size of a matrix): the missing update is taken to be as
-      the last one, and repaired when it is known. Other leaves go at once, in a
-      message of their own.
+      more array of the size of a matrix): the last update predicts the missing
+      one, and is repaired when that is known. Other leaves go at once, in a
+      separate message.
 
   Note:
     Start at a rate of 2e-2. If a worker's gradient of a matrix is zero (an
@@ -270,7 +270,7 @@ def demo_muon(
     own = per_worker(by_label(muon, optax.identity()), workers=workers)
 
     def exchanged(sent: CompressorTree, *, late: bool) -> list[Any]:
-      # The last update stands in for the one that is missing.
+      # Predicts the missing update by the last one.
       ahead = [optax.scale_by_optimistic_gradient()] if late else []
       return [
         exchange_by(sent, delayed=late),

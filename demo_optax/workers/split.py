@@ -6,9 +6,9 @@ program, with the arrays that were donated to it. Here they stay as they were,
 and no backend has to support callbacks.
 
 All that a step exchanges at one depth, the number of exchanges that it depends
-on, is one message. A step with one exchange is two programs and one round. What
-is there before the step, as the message of a delayed exchange, is a round of
-its own: the program after it runs while its messages are on their way.
+on, is one message. A step with one exchange is two programs and one round. The
+message of a delayed exchange exists before the step, and has a separate round:
+the program after it runs while its messages travel.
 """
 
 import dataclasses

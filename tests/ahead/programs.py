@@ -273,14 +273,23 @@ def planned(program, workers, plain):
 
   values = {'demo': 'ternary', 'demo_muon': 'int4'}[program.recipe]
   owners = program.exchange == 'all_to_all'
-  found = demo_optax.plan(
-    plain,
-    compressor_of(program, plain),
-    workers,
-    exchange=program.exchange,
-    update_values=values if owners else None,
-  )
-  return found.device_bytes['data',]
+  codes = compressor_of(program, plain)
+  messages = [[*plain]]
+  if program.delayed:  # matrices, and the rest
+    axes = demo_optax.recipes.muon_dimension_numbers(plain)
+    late = [name for name in plain if axes[name] is not None]
+    messages = [late, [name for name in plain if name not in late]]
+  total = 0
+  for names in messages:
+    found = demo_optax.plan(
+      {name: plain[name] for name in names},
+      {name: codes[name] for name in names} if program.delayed else codes,
+      workers,
+      exchange=program.exchange,
+      update_values=values if owners else None,
+    )
+    total += found.device_bytes['data',]
+  return total
 
 
 def read(program, target, compiled, mesh, params, out):
@@ -297,6 +306,7 @@ def read(program, target, compiled, mesh, params, out):
     'across': across,
     'inside': inside,
     **reading.operations(module),
+    'beside': reading.beside(module),
     'temporaries': memory.temp_size_in_bytes / (4 * params),
     'code': memory.generated_code_size_in_bytes,
   }
@@ -320,11 +330,27 @@ def read(program, target, compiled, mesh, params, out):
   return found
 
 
-def options_of(program, target):
-  """Options of the compiler: that of GPUs moves what may run beside others."""
-  if program.delayed and target in H100S:
-    return {'xla_gpu_enable_latency_hiding_scheduler': True}
-  return None
+# A gather over a slow link, as measured where JAX_ENABLE_PGLE is set. XLA:GPU
+# starts a gather only as early as it takes, and assumes microseconds.
+PROFILE = """
+costs { name: "all-gather-start" cost_us: 100000 }
+costs { name: "all-gather-done" cost_us: 1 }
+latencies {
+  source: "all-gather-start" target: "all-gather-done" latency_us: 100000
+}
+"""
+
+
+def options_of(program, target, out):
+  """Returns options of the compiler."""
+  if not program.delayed or target not in H100S:
+    return None
+  profile = out / 'profile.pbtxt'
+  profile.write_text(PROFILE)
+  return {
+    'xla_gpu_enable_latency_hiding_scheduler': True,
+    'xla_gpu_pgle_profile_file_or_directory_path': str(profile),
+  }
 
 
 def compile_here(target, tree, out, only):
@@ -338,7 +364,7 @@ def compile_here(target, tree, out, only):
     start = time.process_time()
     lowered, workers, plain = lower(program, mesh, shapes)
     middle = time.process_time()
-    compiled = lowered.compile(options_of(program, target))
+    compiled = lowered.compile(options_of(program, target, out))
     seconds = time.process_time() - middle
     found = {
       'target': target,
