@@ -158,7 +158,7 @@ def matrix_or_other(params: Any) -> Any:
 def averaged(s: Settings, workers: demo_optax.Workers) -> Method:
   """Optimizers of averaged gradients."""
   return Method(
-    optax.chain(demo_optax.average(workers=workers), of_averages(s)),
+    optax.chain(demo_optax.average_gradients(workers=workers), of_averages(s)),
     planned(lambda params: jax.tree.map(lambda _: None, params), s, workers),
   )
 
@@ -201,7 +201,11 @@ def demo(s: Settings, workers: demo_optax.Workers) -> Method:
     rule = (
       {'gradient_weight': rate}
       if s['alpha'] == 1
-      else {'alpha': s['alpha'], 'average': 'workers', 'ema': True}
+      else {
+        'alpha': s['alpha'],
+        'average': 'workers',
+        'gradient_weight': 1 - s['decay'],
+      }
     )
     tx = optax.chain(
       demo_optax.scale_by_demo(
@@ -248,7 +252,7 @@ def demo_muon(s: Settings, workers: demo_optax.Workers) -> Method:
     beta=s['beta'],
     mu_dtype=s['mu_dtype'],
     consistent_rms=consistent_rms,
-    adam_learning_rate=schedule(s, s['other_lr']),
+    other_learning_rate=schedule(s, s['other_lr']),
     delayed=s['delayed'] is not None,
     **owners(s),
   )
@@ -285,7 +289,7 @@ def recipe(s: Settings, workers: demo_optax.Workers) -> Method:
     workers=workers,
     alpha=s['alpha'],
     average=s['average'],
-    ema=True,
+    gradient_weight=1 - s['decay'],
     **owners(s),
   )
   exchanges = exchange(delayed=s['delayed'] == 'all')
@@ -380,7 +384,7 @@ def other_exchange(s: Settings, workers: demo_optax.Workers) -> Method:
     s['decay'],
     workers=workers,
     average=s['average'],
-    ema=True,
+    gradient_weight=1 - s['decay'],
     **owners(s),
   )
   tx = optax.chain(

@@ -104,7 +104,6 @@ def scale_by_demo(
   workers: Workers,
   alpha: chex.Numeric = 1.0,
   average: topk.Average = 'senders',
-  ema: bool = False,
   gradient_weight: optax.ScalarOrSchedule = 1.0,
   exchange: algorithm.ExchangeKind = 'all_gather',
   update_values: str | None = None,
@@ -153,10 +152,9 @@ def scale_by_demo(
       the first version of the paper, 0.2 was best in the second.
     average: `'senders'` divides a coefficient by the number of workers that
       sent it (the published code); `'workers'` by the number of valid workers.
-    ema: whether to weight the gradient by :math:`1 - \beta` as well, as
-      `optax.ema` and the second version of the paper do.
-    gradient_weight: :math:`w`, a number or a schedule of the step. For weights
-      per leaf, scale the gradients before the exchange.
+    gradient_weight: :math:`w`, a number or a schedule of the step: `1 - decay`
+      for an exponential moving average, as in the second version of the paper.
+      For weights per leaf, scale the gradients before the exchange.
     exchange: `'all_gather'`; `'all_to_all'`; or `'auto'`, which takes the one
       that receives fewer bytes.
     update_values: the code of owners' updates; needed unless `exchange` is
@@ -260,19 +258,16 @@ def scale_by_demo(
     weight = gradient_weight
     if callable(weight):
       weight = weight(state.count)
-    if ema:
-      weight = (1 - decay) * weight
     hyper = {'alpha': alpha, 'decay': decay, 'gradient_weight': weight}
     params, like = checks.params_and_like(updates, params, workers)
     if workers.relay is not None:
       inside.check_in_step(f'The update for {workers}')
     # Here, since links that follow in a step run before the exchange.
     check_layout(state, like, compressor, workers)
+    given = updates, state, params, hyper
     if inside.is_in_step():
-      return inside.call_stacked(
-        stacked_update_fn, workers, updates, state, params, hyper
-      )
-    return stacked_update_fn(updates, state, params, hyper, workers)
+      given = inside.check_arguments(workers, *given)
+    return inside.for_workers(stacked_update_fn, workers)(*given)
 
   def stacked_update_fn(
     updates: Any, state: DeMoState, params: Any, hyper: Any, workers: Workers
@@ -323,7 +318,7 @@ def scale_by_demo(
   return aggregating.Aggregator(init_fn, update_fn)
 
 
-def average(*, workers: Workers) -> aggregating.Aggregator:
+def average_gradients(*, workers: Workers) -> aggregating.Aggregator:
   """Averages the workers' gradients: `scale_by_demo` without compression.
 
   Plain data parallelism, as the first link of a baseline. The sum is in float32
