@@ -369,7 +369,11 @@ class Slow:
     threading.Thread(target=self._accept, daemon=True).start()
 
   def _accept(self) -> None:
-    near, _ = self.socket.accept()
+    while True:  # ZeroMQ connects again
+      near, _ = self.socket.accept()
+      self._join(near)
+
+  def _join(self, near: socket.socket) -> None:
     far = socket.create_connection(self.target)
     for end in (near, far):  # as ZeroMQ does
       end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
