@@ -107,6 +107,7 @@ def scale_by_demo(
   gradient_weight: optax.ScalarOrSchedule = 1.0,
   exchange: algorithm.ExchangeKind = 'all_gather',
   update_values: str | None = None,
+  delayed: bool = False,
 ) -> aggregating.Aggregator:
   r"""Exchanges the fast part of every worker's momentum.
 
@@ -154,6 +155,10 @@ def scale_by_demo(
     update_values: the code for updates in `'all_to_all'` and `'auto'`:
       `'ternary'` keeps signs alone, for `optax.scale_by_sign`; what another one
       (see `dct_topk`) loses, owners send later.
+    delayed: whether a step exchanges the messages of the step before, which the
+      state holds. This exchange depends on no gradient of the step, and may run
+      beside it. The first update is zero, and the last message is not applied.
+      Leaves that are averaged uncompressed are not delayed.
 
   Returns:
     An `optax.experimental.aggregating.Aggregator`. Its `update` takes stacked
@@ -180,6 +185,11 @@ def scale_by_demo(
   _checks.check_range('alpha', alpha, '[0, 1]')
   _checks.check_choice('average', average, get_args(topk.Average))
   written = resolve_update_values(exchange, update_values, workers)
+  if delayed and exchange != 'all_gather':
+    raise ValueError(
+      f"exchange must be 'all_gather' with delayed=True, got {exchange!r}. Give"
+      " 'all_gather', or leave out delayed."
+    )
 
   def config_of(layout: Layout) -> algorithm.ExchangeConfig:
     """Returns the static part of the exchange."""
@@ -191,7 +201,13 @@ def scale_by_demo(
         if written not in WITHOUT_RESIDUAL:  # the state depends on it
           raise
     return algorithm.make_config(
-      layout, average, exchange, count, written, platform.of(workers.mesh)
+      layout,
+      average,
+      exchange,
+      count,
+      written,
+      platform.of(workers.mesh),
+      delayed,
     )
 
   def init_fn(params: chex.ArrayTree) -> DeMoState:

@@ -114,6 +114,10 @@ def from_leaves(
   With more workers, each folds its number into its key. Owners' residuals
   follow their chunks, exactly.
 
+  A message in flight (`delayed=True`) needs the same chunks, workers and
+  devices. Without them it is dropped, and nothing of it is lost: momentum still
+  holds it, and sends it again.
+
   Args:
     saved: arrays by name, from NumPy or JAX, on any devices.
     like: a state as for `to_leaves`, such as `jax.eval_shape(tx.init, params)`.
@@ -137,6 +141,8 @@ def from_leaves(
       return _bucket(saved, layouts[keys[:-3]], keys, x)
     if keys[-2:] == ('layout', 'digest'):
       return layouts[keys[:-2]].digest
+    if _paths.is_message(keys):
+      return _message(saved, layouts[keys[:-3]], keys, x)
     made = saved[_paths.dotted(keys)]
     if not _paths.is_stacked(keys) or len(made) == len(x):
       return made
@@ -212,6 +218,18 @@ def _bucket(
 
   array = fill_bucket(layout, number, coefficients_of, whole, convert)
   return _run(regroup_owned, array, like, like.shape) if owned else array
+
+
+def _message(
+  saved: Mapping[str, Value], layout: Layout, keys: Keys, like: Value
+) -> Value:
+  """Returns the message in flight, or an empty one if it would not fit."""
+  found = saved.get(_paths.dotted(keys))
+  records = _saved_records(saved[_paths.dotted((*keys[:-3], 'layout'))])
+  is_same = [*records.items()] == [*layout.records.items()]
+  if found is None or found.shape != like.shape or not is_same:
+    return np.zeros(like.shape, like.dtype)
+  return found
 
 
 def _recorded_coding(record: Record, layout: Layout) -> Coding:
@@ -302,6 +320,8 @@ def _compare(
   chunked: Mapping[str, Difference | None],
 ) -> Iterator[tuple[str, str, str]]:
   """Yields a leaf's problems, and what it is in both, in words."""
+  if f'{STACKED}.message.' in name:  # it may be dropped
+    return
   old, new = saved.get(name), wanted.get(name)
   if old is None or new is None:
     is_owed = f'{STACKED}.update_residual.' in name
