@@ -28,8 +28,8 @@ from jax.sharding import PartitionSpec as P
 import demo_optax
 from demo_optax import checkpoint
 from demo_optax import compressors as codes
-from demo_optax.checkpoint import cutting
-from demo_optax.checkpoint.leaves import regroup
+from demo_optax.checkpoint.buckets import coding_of
+from demo_optax.checkpoint.regroup import regroup
 
 COMPRESSOR = demo_optax.dct_topk(chunk_size=8, topk=3)
 SPECS = {'up': P(None, 'fsdp'), 'down': P('fsdp'), 'bias': None}
@@ -544,8 +544,7 @@ def decoded(name, state):
     if leaf.name == name.split('.')[-1]
   )
   c = checkpoint.to_leaves(state)[name]
-  grid, blocks, _ = cutting.cut_of(leaf)
-  return cutting.decode(c, grid, blocks, None)
+  return coding_of(leaf)._replace(basis=None).decode(c)
 
 
 @settings(max_examples=4, phases=[Phase.generate])

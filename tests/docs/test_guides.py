@@ -78,7 +78,7 @@ def every_trainer(names):
   assert names['seen']['outputs'].shape == (16, 1)
 
 
-def compiled_for_tpus(names):
+def compiled_for_devices(names):
   """The guide's own check, on a mesh of CPUs."""
   found = hlo_text.collectives(names['compiled'], names['mesh'])
   assert (
@@ -100,7 +100,7 @@ THEN = {
   'sharding': sharded,
   'local_updates': every_few_steps,
   'checkpoints': checkpoints,
-  'tpu': compiled_for_tpus,
+  'accelerators': compiled_for_devices,
 }
 
 
@@ -247,16 +247,10 @@ def test_the_table_of_bytes_is_what_plan_says(values):
   assert row in GUIDES['is_it_for_me']
 
 
-@pytest.mark.parametrize('page', ['tpu', 'gpu'])
-def test_what_was_compiled_is_as_recorded(page):
-  found = [
-    run
-    for run in results('ahead.json')['small'].values()
-    if ('h100' in run['target']) == (page == 'gpu')
-  ]
-  rows = re.findall(
-    r'^\| (.*(?:all_gather|all_to_all).*) \|$', GUIDES[page], re.M
-  )
+def test_what_was_compiled_is_as_recorded():
+  page = GUIDES['accelerators']
+  found = results('ahead.json')['small'].values()
+  rows = re.findall(r'^\| (.*all_(?:gather|to_all).*) \|$', page, re.M)
   assert len(rows) == len(found)
   for run in found:
     recipe, groups, exchange, inside, train = re.fullmatch(
@@ -264,20 +258,27 @@ def test_what_was_compiled_is_as_recorded(page):
       run['program'],
     ).groups()
     select = ' with `GroupMax(32)`' if groups else ''
-    step = (
-      f'`{recipe}`{select}, {exchange}{", with the model" if train else ""}'
-    )
-    size = f'{run["workers"]} x {inside or 1}'
-    received = f'{run["planned"]:,}'
-    costs = [f'{run["temporaries"]:.1f}x', f'{run["compile_seconds"]:.0f}']
-    cells = {
-      'tpu': [f'{run["target"]}, {size}', step, received, *costs],
-      'gpu': [step, size, received, f'{run.get("launches")}', *costs],
-    }[page]
+    cells = [
+      f'{run["target"]}, {run["workers"]} x {inside or 1}',
+      f'`{recipe}`{select}, {exchange}{", with the model" if train else ""}',
+      f'{run["planned"]:,}',
+      f'{run.get("launches", run["operations"]):,}',
+      f'{run["temporaries"]:.1f}x',
+      f'{run["compile_seconds"]:.0f}',
+    ]
     assert ' | '.join(cells) in rows
-    versions = run['versions']
-    for name in ('jax', 'libtpu' if page == 'tpu' else 'jax-cuda12-plugin'):
-      assert f' {versions[name]}' in GUIDES[page]
+    for name in ('jax', 'libtpu', 'jax-cuda12-plugin'):
+      assert f' {run["versions"][name]}' in page
+
+
+def test_steps_on_a_gpu_are_as_recorded():
+  found = results('step_h100.json')
+  alone, together = found['after'], found['one_change_at_a_time']
+  times = [alone[name]['ms'] for name in alone] + list(together.values())
+  table = GUIDES['accelerators'].split('## One H100')[1].split('## ')[0]
+  rows = re.findall(r'^\| [^|]+ \| ([\d.]+) \| [\d.]+ \|$', table, re.M)
+  assert len(rows) == 5
+  assert all(x in [f'{ms:.1f}' for ms in times] for x in rows)
 
 
 def test_what_maxtext_compiles_is_as_recorded():
@@ -469,8 +470,8 @@ def test_the_table_of_digits_is_as_measured():
     right = f'{run["records"][-1]["accuracy"]:.2%}'.replace('%', ' %')
     digits = 1 if run['sent'] > 1e5 else 2
     kb = ' / '.join(f'{run[k] / 1e3:.{digits}f}' for k in ('sent', 'received'))
-    for page in (GUIDES['local_updates'], BENCHMARKS):
-      assert re.search(rf'\| {name}[^|]*\| {right} \| {kb} kB', page), name
+    row = rf'\| {name}[^|]*\| {right} \| {kb} kB'
+    assert re.search(row, GUIDES['local_updates']), name
 
 
 def test_seconds_over_links_are_as_measured():
