@@ -466,7 +466,8 @@ def test_the_table_of_sharded_workers_is_as_measured():
 
 def test_the_table_of_digits_is_as_measured():
   for run in results('digits.jsonl'):
-    name = f'`{run["name"]}`'
+    name = f'`{run["name"]}`'.replace('-', '_')
+    name = name.replace('_drift`', '`, `drift=True`')
     right = f'{run["records"][-1]["accuracy"]:.2%}'.replace('%', ' %')
     digits = 1 if run['sent'] > 1e5 else 2
     kb = ' / '.join(f'{run[k] / 1e3:.{digits}f}' for k in ('sent', 'received'))
