@@ -92,21 +92,9 @@ _MENU = """
 :caption: Start
 
 notebooks/01_quickstart
-docs/multihost
-docs/remote
-docs/faq
-```
-
-```{toctree}
-:hidden:
-:caption: Choose
-
 docs/is_it_for_me
 docs/choosing
-docs/muon
-docs/what_to_expect
-docs/from_adamw
-notebooks/03_choose_k_and_chunk
+docs/errors
 ```
 
 ```{toctree}
@@ -114,28 +102,26 @@ notebooks/03_choose_k_and_chunk
 :caption: Use
 
 docs/your_trainer
-docs/nnx
-docs/linen
-docs/equinox
-docs/haiku
-docs/pmap
-docs/own_jit
+docs/recipes
 docs/maxtext
 docs/tunix
+docs/muon
 docs/compressors
 docs/local_updates
+notebooks/03_choose_k_and_chunk
 ```
 
 ```{toctree}
 :hidden:
 :caption: Operate
 
+docs/multihost
+docs/remote
 docs/checkpoints
 docs/faults
 docs/sharding
 notebooks/04_mesh_and_sharding
 docs/accelerators
-docs/errors
 ```
 
 ```{toctree}
