@@ -31,8 +31,8 @@ def state_specs(
   """Returns the partition specs for a whole optimizer state.
 
   They are `in_specs` and `out_specs` for `jax.shard_map`, `out_shardings` for a
-  jitted `tx.init`, and for restored checkpoints. Takes any optax transformation that
-  contains an exchange, and parameters or their shapes. Returns a tree like
+  jitted `tx.init`, and for restored checkpoints. Takes any optax transformation
+  that contains an exchange, and parameters or their shapes. Returns a tree like
   `tx.init(params)`.
 
   Stacked leaves `[workers, ...]` get `P(axis_name, ...)` (`P(None, ...)` with a
