@@ -285,7 +285,11 @@ def _array(
   return array
 
 
-def place(workers: Workers, x: Any, a: Array) -> Any:
+def place(
+  workers: Workers,
+  x: Any,
+  a: Array,
+) -> Any:
   """Puts an argument's array where it belongs, unless it is on the mesh."""
   if a.in_state and type(x) is int:
     # A count of 0 in a state gets the dtype of those that a step returns, or
@@ -309,7 +313,11 @@ def place(workers: Workers, x: Any, a: Array) -> Any:
   return put(x, target)
 
 
-def _role(x: Array, said: Role | None, is_batch: bool) -> Role:
+def _role(
+  x: Array,
+  said: Role | None,
+  is_batch: bool,
+) -> Role:
   """Returns the role of an array; `said` is what its variable's class says."""
   if is_stacked(x.keys[1:]):
     return Role.STACKED
@@ -336,7 +344,11 @@ def _axis_of(options: Options, name: str) -> int:
   return options.axis or 0
 
 
-def _check_batch(name: str, value: Any, arrays: Sequence[Array]) -> None:
+def _check_batch(
+  name: str,
+  value: Any,
+  arrays: Sequence[Array],
+) -> None:
   """Raises for a batch without arrays to cut."""
   kind = value.type if isinstance(value, Constant) else type(value)
   is_container = issubclass(kind, Mapping | tuple | list)

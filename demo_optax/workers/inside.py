@@ -280,7 +280,12 @@ def _call_stacked(
     if keys[0] < 2:  # Updates and state come first, and come back.
       outputs.append(is_own or (is_update and own_updates))
 
-  def rule(size: int, batched: Any, index: Any, *arrays: Any) -> Any:
+  def rule(
+    size: int,
+    batched: Any,
+    index: Any,
+    *arrays: Any,
+  ) -> Any:
     del index
     leaves = [*constants]
     of_arrays = zip(places, arrays, has_axis, batched[1:])

@@ -86,11 +86,19 @@ def _identity(*arrays: Any, **params: object) -> list[Any]:
 mlir.register_lowering(watch_p, lambda _, *arrays, **params: list(arrays))
 
 
-def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+def _jvp(
+  primals: Any,
+  tangents: Any,
+  **params: Any,
+) -> Any:
   return watch_p.bind(*primals, **params), tangents
 
 
-def _batch(arrays: Any, dims: Any, **params: Any) -> Any:
+def _batch(
+  arrays: Any,
+  dims: Any,
+  **params: Any,
+) -> Any:
   if traced_step.get() is not None:
     raise ValueError(
       'A data_parallel step must call update, and what else exchanges, outside'
