@@ -144,11 +144,14 @@ class _Mapped:
       read_specs = tuple(given.get(variable, devices) for variable in read)
       return shard_map(on_device, in_specs=read_specs, out_specs=written_specs)
 
-    def meet(_: object, sent: list[jax.Array] | None) -> list[Any]:
-      return [_meet_devices(workers, x) for x in sent or ()]
-
     closed = core.ClosedJaxpr(body, [])
     parts = split.PartedStep(closed, build=build)
+    rounds = iter(parts.are_early)
+
+    def meet(_: object, sent: list[jax.Array] | None) -> list[Any]:
+      early = next(rounds)
+      return [_meet_devices(workers, x, early) for x in sent or ()]
+
     values = dict(zip(program.jaxpr.constvars, program.consts))
     values.update(zip(program.jaxpr.invars, jax.tree.leaves(args)))
     found = parts.run([values[v] for v in eqn.invars], meet)
@@ -202,13 +205,15 @@ class _Mapped:
     return jax.tree.map(_from_blocks, self.out_specs, found)
 
 
-def _meet_devices(workers: Workers, x: jax.Array) -> list[jax.Array]:
+def _meet_devices(
+  workers: Workers, x: jax.Array, early: bool
+) -> list[jax.Array]:
   """Returns what workers sent, and who is there, for each device of this one.
 
   From `[devices, ...]` to rows `[devices, workers, ...]`.
   """
   programs = collectives.Programs(workers.count)
-  rows, *flags = collectives.meet(x, programs)
+  rows, *flags = collectives.meet(x, programs, early)
   found = [jnp.moveaxis(rows, 1, 0)]
   for flag in flags:
     shape = len(x), *flag.shape
