@@ -219,7 +219,7 @@ def _role(
     return Role.STACKED
   if said in (None, Role.KEY) and prng.is_key_array(x):
     return Role.KEY
-  is_unknown = result.at is None or result.at in call.alike
+  is_unknown = result.at is None or result.at in call.ambiguous
   if said is Role.ADDED and (is_unknown or is_unchanged):
     return Role.SHARED
   if said is not None:

@@ -212,7 +212,7 @@ def check_arguments(
   params: chex.ArrayTree | None,
   hyperparams: chex.ArrayTree,
 ) -> tuple[Any, Any, Any, Any]:
-  """Returns what reaches an exchange in a step; leaves checks of it there.
+  """Leaves checks of an exchange's arguments in a step; returns these.
 
   Parameters and hyperparameters must be equal on all workers.
   """

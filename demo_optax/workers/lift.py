@@ -208,7 +208,7 @@ class _Mapped:
 def _meet_devices(
   workers: Workers, x: jax.Array, early: bool
 ) -> list[jax.Array]:
-  """Returns what workers sent, and who is there, for each device of this one.
+  """Returns the messages, and who is present, for each device of this worker.
 
   From `[devices, ...]` to rows `[devices, workers, ...]`.
   """

@@ -232,7 +232,7 @@ class _Follower:
       is_reduction = name.removesuffix('_invariant') in _REDUCTIONS
       is_same = is_reduction and not in_groups
       return [_SAME if is_same else Origin.DATA] * count
-    # A call: of jit, remat, or a function with a derivative of its own.
+    # A call: jit, remat, or a function whose derivative is given.
     for inner in core.jaxprs_in_params(eqn.params):
       if (len(inner.invars), len(inner.outvars)) == (len(inputs), count):
         return self._run(inner, inputs)
@@ -358,7 +358,7 @@ def _num_equal(outer: Sequence[Any], inner: Sequence[Any]) -> int:
   return sum(x.aval.shape == y.aval.shape for x, y in pairs)
 
 
-# By primitive, where outputs are not computed from all inputs alike.
+# By primitive, where outputs are not computed from all inputs in one way.
 _RULES = {
   watch_p.name: _Follower._watch,
   'new_ref': _Follower._ref,
