@@ -20,9 +20,9 @@ a size and wait for the list. On slow links each has a proxy, which limits both
 directions; the link of the relay is not limited. Results are in
 benchmarks/results/relay.json.
 
-`delayed` has whole training steps on such links. Their gradients are computed
-by a device that is only waited for: so long as a message and its list take, at
-the rate of the link.
+`delayed` has whole training steps on such links. Their gradients take as long
+as a message and its list, at the rate of the link: matrices are multiplied, as
+many as this machine can in that time.
 """
 
 import argparse
@@ -443,13 +443,13 @@ class Training(Messages):
     link_of: Callable[[str], str],
     chunks: int,
     share: float,
-    compute: float,
+    products: int,
   ):
     super().__init__(workers, None)
     late = round(share * chunks)
     rows = {'late': 64 * late, 'at once': 64 * (chunks - late)}
     self.steps = [
-      training_step(link_of(self.address), rank, workers, rows, compute)
+      training_step(link_of(self.address), rank, workers, rows, products)
       for rank in range(workers)
     ]
 
@@ -471,7 +471,7 @@ def training_step(
   rank: int,
   count: int,
   rows: dict[str, int],
-  compute: float,
+  products: int,
 ) -> Callable[[], None]:
   """Returns a worker's step, which keeps its state."""
   import jax
@@ -492,13 +492,9 @@ def training_step(
   params = {k: jnp.ones((n, 64)) for k, n in rows.items() if n}
   held = [params, tx.init(params)]
 
-  def wait(x: Any) -> Any:
-    time.sleep(compute)
-    return x
-
   @demo_optax.data_parallel(workers, batch_argnames='x')
   def train_step(params: Any, state: Any, x: Any) -> Any:
-    x = jax.pure_callback(wait, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+    x += multiplied(products, x[0])
     grads = jax.tree.map(lambda p: p * jnp.sin(x[0] + p), params)
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state, x.mean()
@@ -508,6 +504,35 @@ def training_step(
     held[:] = jax.block_until_ready(train_step(*held, x))[:2]
 
   return step
+
+
+def multiplied(products: int, x: Any) -> Any:
+  """Returns zero, after some products of matrices."""
+  import jax
+  import jax.numpy as jnp
+
+  size = 512
+  a = jnp.full((size, size), x / size)
+  a = jax.lax.fori_loop(0, products, lambda _, b: jnp.tanh(b @ a), a)
+  return 0 * a[0, 0]
+
+
+def products_in(seconds: float, workers: int) -> int:
+  """Returns how many products all workers can do at once, each in a time."""
+  import jax
+
+  run = jax.jit(functools.partial(multiplied, 50))
+  run(1.0).block_until_ready()
+  threads = [
+    threading.Thread(target=lambda: run(1.0).block_until_ready())
+    for _ in range(workers)
+  ]
+  began = time.perf_counter()
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join()
+  return round(50 * seconds / (time.perf_counter() - began))
 
 
 def delayed(args: argparse.Namespace) -> None:
@@ -522,13 +547,15 @@ def delayed(args: argparse.Namespace) -> None:
 
   RemoteProgram.trace = trace_in_turn  # type: ignore[method-assign]
   rows = []
-  for mbit, delay, chunks in ((10, 0.02, 24), (100, 0.02, 240)):
+  for mbit, delay, chunks in ((10, 0.02, 48), (100, 0.02, 480)):
     workers = 2
     least = (1 + workers) * chunks * CHUNK_BYTES * 8e-6 / mbit + 2 * delay
     slow = functools.partial(Slow, mbit=mbit, delay=delay)
+    products = products_in(least, workers)
+    print(f'{products} products in {least:.2f} s', flush=True)
     jobs = {
       name: Training(
-        workers, lambda x, slow=slow: slow(x).address, chunks, share, least
+        workers, lambda x, slow=slow: slow(x).address, chunks, share, products
       )
       for name, share in SHARES.items()
     }
