@@ -69,7 +69,7 @@ DEFAULTS: dict[str, Any] = {
   'after': 'rms',  # or 'sign', 'orthonormalise'
   # others
   'rank': 1,  # of powersgd, dion
-  'inner': 'adamw',  # of diloco, demo-diloco, sparse-loco; or 'muon'
+  'inner': 'adamw',  # of diloco, demo_diloco, sparse_loco; or 'muon'
   'period': 10,
   'outer_lr': 0.7,
   'outer_momentum': 0.9,
@@ -118,14 +118,14 @@ ROWS = {  # of the table of results
     'outer_lr': 0.25,
   },
   'SparseLoCo': {
-    'method': 'sparse-loco',
+    'method': 'sparse_loco',
     'topk': 128,
     'decay': 0.95,
     'outer_lr': 2.0,
   },
   'demo_diloco, Muon inside': {
     **MUON,
-    'method': 'demo-diloco',
+    'method': 'demo_diloco',
     'inner': 'muon',
     'outer_lr': 0.5,
     'topk': 128,

@@ -37,11 +37,11 @@ def make(s: Settings, workers: demo_optax.Workers) -> Method:
     'demo_muon': demo_muon,
     'demo': demo,
     **dict.fromkeys(
-      ('powersgd', 'dion', 'common-mask', 'common-rows'), other_exchange
+      ('powersgd', 'dion', 'common_mask', 'common_rows'), other_exchange
     ),
     'diloco': local,
-    'demo-diloco': local,
-    'sparse-loco': local,
+    'demo_diloco': local,
+    'sparse_loco': local,
   }
   return families.get(s['method'], averaged)(s, workers)
 
@@ -382,8 +382,8 @@ def other_exchange(s: Settings, workers: demo_optax.Workers) -> Method:
     own = baselines.dion(size, workers)
   else:
     common = {
-      'common-mask': baselines.common_mask,
-      'common-rows': baselines.common_rows,
+      'common_mask': baselines.common_mask,
+      'common_rows': baselines.common_rows,
     }[s['method']]
     size = s['topk']
     before = of_matrices(
@@ -439,7 +439,7 @@ def local(s: Settings, workers: demo_optax.Workers) -> Method:
     tx = demo_optax.local.diloco(
       inner, outer_momentum=s['outer_momentum'], **every
     )
-  elif s['method'] == 'demo-diloco':
+  elif s['method'] == 'demo_diloco':
     compressor = demo_optax.dct_topk(64, s['topk'], values=s['values'])
     tx = demo_optax.local.demo_diloco(
       inner, compressor=compressor, decay=s['decay'], **every

@@ -10,8 +10,7 @@ describes its chunks:
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 import chex
 import jax
@@ -26,7 +25,7 @@ from demo_optax.checkpoint.buckets import (
   cut_bucket,
   fill_bucket,
 )
-from demo_optax.checkpoint.placement import abstract, as_array
+from demo_optax.checkpoint.placement import Value, abstract, as_array
 from demo_optax.checkpoint.regroup import regroup, regroup_owned
 from demo_optax.compressors import bases
 from demo_optax.compressors.chunking import ChunkGrid
@@ -40,7 +39,7 @@ from demo_optax.compressors.layout import (
 from demo_optax.transformation import layouts_in
 
 
-def to_leaves(state: chex.ArrayTree) -> dict[str, Any]:
+def to_leaves(state: chex.ArrayTree) -> dict[str, Value]:
   """Returns a state as a dictionary of arrays, for any code that saves.
 
   Names are dotted paths. `from_leaves` makes the state again, also for another
@@ -71,9 +70,9 @@ def to_leaves(state: chex.ArrayTree) -> dict[str, Any]:
   layouts = layouts_in(state, checked=True)
   flat = _paths.leaves_of(state)
   _check_stacked(flat)
-  leaves: dict[str, Any] = {}
+  leaves: dict[str, Value] = {}
 
-  def add(keys: Keys, x: Any) -> None:
+  def add(keys: Keys, x: Value) -> None:
     name = _paths.dotted(keys)
     if name in leaves:
       raise ValueError(
@@ -97,7 +96,7 @@ def to_leaves(state: chex.ArrayTree) -> dict[str, Any]:
 
 
 def from_leaves(
-  saved: Mapping[str, Any],
+  saved: Mapping[str, Value],
   like: chex.ArrayTree,
   *,
   resize: bool = False,
@@ -136,7 +135,7 @@ def from_leaves(
   asked = {'chunks': rechunk, 'workers': resize, 'owed': resize}
   _check(saved, to_leaves(jax.tree.map(abstract, like)), layouts, asked)
 
-  def restored(path: Path, x: Any) -> Any:
+  def restored(path: Path, x: Value) -> Value:
     keys = _paths.path_keys(path)
     if _paths.is_bucket(keys):
       return _bucket(saved, layouts[keys[:-3]], keys, x)
@@ -154,7 +153,7 @@ def from_leaves(
   )
 
 
-def _check_stacked(leaves: Sequence[tuple[Keys, Any]]) -> None:
+def _check_stacked(leaves: Sequence[tuple[Keys, Value]]) -> None:
   """Raises for arrays that differ between workers and have no worker axis."""
   arrays = {
     _paths.dotted(keys): x
@@ -173,7 +172,7 @@ def _check_stacked(leaves: Sequence[tuple[Keys, Any]]) -> None:
 # Buckets ----------------------------------------------------------------------
 
 
-def _saved_records(text: Any) -> dict[str, Record]:
+def _saved_records(text: Value) -> dict[str, Record]:
   return json.loads(np.asarray(text).tobytes())
 
 
@@ -183,7 +182,7 @@ def _bucket_at(keys: Keys, layout: Layout) -> tuple[int, bool]:
   return names.index(keys[-1]), keys[-2] == 'update_residual'
 
 
-def _of_one_owner(bucket: tuple[int, ...], x: Any) -> Any:
+def _of_one_owner(bucket: tuple[int, ...], x: Value) -> Value:
   """Returns residuals as if one owner had all chunks, in a bucket's shape."""
   shape = (1, *x.shape[1:-2], *bucket)
   sharding = placement.fit_sharding(shape, getattr(x, 'sharding', None))
@@ -193,8 +192,8 @@ def _of_one_owner(bucket: tuple[int, ...], x: Any) -> Any:
 
 
 def _bucket(
-  saved: Mapping[str, Any], layout: Layout, keys: Keys, like: Any
-) -> Any:
+  saved: Mapping[str, Value], layout: Layout, keys: Keys, like: Value
+) -> Value:
   """Returns a bucket like `like` from its leaves' coefficients."""
   number, owned = _bucket_at(keys, layout)
   records = _saved_records(saved[_paths.dotted((*keys[:-3], 'layout'))])
@@ -222,8 +221,8 @@ def _bucket(
 
 
 def _message(
-  saved: Mapping[str, Any], layout: Layout, keys: Keys, like: Any
-) -> Any:
+  saved: Mapping[str, Value], layout: Layout, keys: Keys, like: Value
+) -> Value:
   """Returns the message in flight, or an empty one if it would not fit."""
   found = saved.get(_paths.dotted(keys))
   records = _saved_records(saved[_paths.dotted((*keys[:-3], 'layout'))])
@@ -255,7 +254,9 @@ def _recorded_coding(record: Record, layout: Layout) -> Coding:
   return Coding(grid, blocks, known[name](**arguments))
 
 
-def _run(fun: Callable[..., Any], x: Any, like: Any, *static: Any) -> Any:
+def _run(
+  fun: Callable[..., chex.Array], x: Value, like: Value, *static: Hashable
+) -> Value:
   sharding = getattr(like, 'sharding', None)
   return placement.run(fun, placement.near(x, like), sharding, *static)
 
@@ -264,8 +265,8 @@ def _run(fun: Callable[..., Any], x: Any, like: Any, *static: Any) -> Any:
 
 
 def _check(
-  saved: Mapping[str, Any],
-  wanted: Mapping[str, Any],
+  saved: Mapping[str, Value],
+  wanted: Mapping[str, Value],
   layouts: Mapping[Keys, Layout],
   asked: Mapping[str, bool],
 ) -> None:
@@ -291,7 +292,7 @@ def _check(
 
 
 def _chunk_differences(
-  saved: Mapping[str, Any], layouts: Mapping[Keys, Layout]
+  saved: Mapping[str, Value], layouts: Mapping[Keys, Layout]
 ) -> dict[str, Difference | None]:
   """Returns how the chunks of each leaf differ, by name; None if they do not.
 
@@ -314,8 +315,8 @@ def _chunk_differences(
 
 def _compare(
   name: str,
-  saved: Mapping[str, Any],
-  wanted: Mapping[str, Any],
+  saved: Mapping[str, Value],
+  wanted: Mapping[str, Value],
   chunked: Mapping[str, Difference | None],
 ) -> Iterator[tuple[str, str, str]]:
   """Yields a leaf's problems, and what it is in both, in words."""
@@ -344,7 +345,7 @@ def _compare(
     yield 'workers', f'{len(old)} workers', f'{len(new)} workers'
 
 
-def _in_words(x: Any, stacked: bool = False) -> str:
+def _in_words(x: Value, stacked: bool = False) -> str:
   """Describes what never changes: type, dtype and shape."""
   if x is None:
     return 'nothing'

@@ -4,6 +4,21 @@
 (`compressors.layout`). The arithmetic of a bucket is in `arithmetic`, the bytes
 of messages in `message`, collectives in `workers`.
 
+The whole tree takes one `all_gather` with one message per step, or one
+all-reduce where all workers select the same places. With `'all_to_all'` each
+worker owns an equal share of the chunks: it receives what was selected from
+them, merges it, and broadcasts the update (`owners`). What a worker receives
+then does not grow with the number of workers.
+
+A worker is excluded if its gradient is not finite, or above 1e-12 of the
+largest float, so that momentum could overflow. All workers leave it out of all
+averages, and its momentum does not change. If all are excluded, as by a
+hyperparameter that is not finite, or a decay or alpha outside 0 to 1, the
+update is zero; links that follow, such as weight decay, still run. A damaged
+message also excludes its sender, and the update in it is lost: indices out of
+order or range, values that are not finite or too large to transform. Errors
+with normal magnitudes are not detected.
+
   Peng et al., DeMo: Decoupled Momentum Optimization, arXiv:2411.19870
 """
 

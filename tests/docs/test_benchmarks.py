@@ -305,3 +305,28 @@ def test_commands_run(command):
     capture_output=True,
     timeout=900,
   )
+
+
+@pytest.mark.parametrize(
+  'command, said',
+  [
+    (
+      'step.py --reference nowhere.py',
+      '--reference must be a file, got nowhere',
+    ),
+    ('host.py nowhere', 'nowhere must be a clone of this repository.'),
+    ('muon.py run lrr=1e-3', 'no setting: lrr'),
+    ('muon.py run --row demo-muon', "invalid choice: 'demo-muon'"),
+  ],
+)
+def test_what_is_wrong_in_a_command_is_named_in_one_line(command, said):
+  name, *args = command.split()
+  run = subprocess.run(
+    [sys.executable, str(ROOT / 'benchmarks' / name), *args],
+    env={**os.environ, 'PYTHONPATH': str(ROOT)},
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
+  assert run.returncode
+  assert said in run.stderr.splitlines()[-1]
