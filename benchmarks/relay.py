@@ -20,9 +20,9 @@ a size and wait for the list. On slow links each has a proxy, which limits both
 directions; the link of the relay is not limited. Results are in
 benchmarks/results/relay.json.
 
-`delayed` has whole training steps on such links. Their gradients take as long
-as a message and its list, at the rate of the link: matrices are multiplied, as
-many as this machine can in that time.
+`delayed` has whole training steps on such links. Their gradients are computed
+by a device that is only waited for, as long as a message and its list take at
+the rate of the link. It needs a C++ compiler.
 """
 
 import argparse
@@ -443,13 +443,13 @@ class Training(Messages):
     link_of: Callable[[str], str],
     chunks: int,
     share: float,
-    products: int,
+    compute: float,
   ):
     super().__init__(workers, None)
     late = round(share * chunks)
     rows = {'late': 64 * late, 'at once': 64 * (chunks - late)}
     self.steps = [
-      training_step(link_of(self.address), rank, workers, rows, products)
+      training_step(link_of(self.address), rank, workers, rows, compute)
       for rank in range(workers)
     ]
 
@@ -471,7 +471,7 @@ def training_step(
   rank: int,
   count: int,
   rows: dict[str, int],
-  products: int,
+  compute: float,
 ) -> Callable[[], None]:
   """Returns a worker's step, which keeps its state."""
   import jax
@@ -494,7 +494,7 @@ def training_step(
 
   @demo_optax.data_parallel(workers, batch_argnames='x')
   def train_step(params: Any, state: Any, x: Any) -> Any:
-    x += multiplied(products, x[0])
+    x += waited(compute, x[0])
     grads = jax.tree.map(lambda p: p * jnp.sin(x[0] + p), params)
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state, x.mean()
@@ -506,33 +506,63 @@ def training_step(
   return step
 
 
-def multiplied(products: int, x: Any) -> Any:
-  """Returns zero, after some products of matrices."""
+# A device that is only waited for. XLA waits for a Python callback at once, but
+# runs this beside the program that has called it.
+WAIT = """
+#include <unistd.h>
+#include "xla/ffi/api/ffi.h"
+namespace ffi = xla::ffi;
+static ffi::Error Wait(ffi::Buffer<ffi::F32> x, ffi::ResultBuffer<ffi::F32> y) {
+  usleep(1e6 * x.typed_data()[0]);
+  y->typed_data()[0] = x.typed_data()[0];
+  return ffi::Error::Success();
+}
+XLA_FFI_DEFINE_HANDLER_SYMBOL(wait_for, Wait, ffi::Ffi::Bind()
+  .Arg<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::F32>>());
+"""
+
+
+def register_wait() -> None:
+  """Compiles `WAIT`, and makes it known to JAX."""
+  import ctypes
+
+  import jax
+
+  with tempfile.TemporaryDirectory() as folder:
+    source = pathlib.Path(folder, 'wait.cc')
+    source.write_text(WAIT)
+    subprocess.run(
+      [
+        'c++',
+        '-w',
+        '-std=c++17',
+        '-shared',
+        '-fPIC',
+        f'-I{jax.ffi.include_dir()}',
+        '-o',
+        f'{folder}/wait.so',
+        source,
+      ],
+      check=True,
+    )
+    library = ctypes.CDLL(f'{folder}/wait.so')
+  handler = jax.ffi.pycapsule(library.wait_for)
+  jax.ffi.register_ffi_target('wait_for', handler, platform='cpu')
+
+
+def waited(seconds: float, x: Any) -> Any:
+  """Returns zero after some seconds."""
   import jax
   import jax.numpy as jnp
 
-  size = 512
-  a = jnp.full((size, size), x / size)
-  a = jax.lax.fori_loop(0, products, lambda _, b: jnp.tanh(b @ a), a)
-  return 0 * a[0, 0]
-
-
-def products_in(seconds: float, workers: int) -> int:
-  """Returns how many products all workers can do at once, each in a time."""
-  import jax
-
-  run = jax.jit(functools.partial(multiplied, 50))
-  run(1.0).block_until_ready()
-  threads = [
-    threading.Thread(target=lambda: run(1.0).block_until_ready())
-    for _ in range(workers)
-  ]
-  began = time.perf_counter()
-  for thread in threads:
-    thread.start()
-  for thread in threads:
-    thread.join()
-  return round(50 * seconds / (time.perf_counter() - began))
+  number = jax.ShapeDtypeStruct((), jnp.float32)
+  call = jax.ffi.ffi_call('wait_for', number)
+  pause = jnp.float32(seconds / 10) + 0 * x
+  pause = jax.lax.fori_loop(0, 10, lambda _, y: call(y), pause)
+  # XLA runs what is cheap at once, too.
+  a = jnp.full((256, 256), x)
+  a = jax.lax.fori_loop(0, 3, lambda _, b: jnp.tanh(b @ a), a)
+  return 0 * (pause + a[0, 0])
 
 
 def delayed(args: argparse.Namespace) -> None:
@@ -545,17 +575,16 @@ def delayed(args: argparse.Namespace) -> None:
     with turn:
       trace(program, *arrays)
 
+  register_wait()
   RemoteProgram.trace = trace_in_turn  # type: ignore[method-assign]
   rows = []
   for mbit, delay, chunks in ((10, 0.02, 48), (100, 0.02, 480)):
     workers = 2
     least = (1 + workers) * chunks * CHUNK_BYTES * 8e-6 / mbit + 2 * delay
     slow = functools.partial(Slow, mbit=mbit, delay=delay)
-    products = products_in(least, workers)
-    print(f'{products} products in {least:.2f} s', flush=True)
     jobs = {
       name: Training(
-        workers, lambda x, slow=slow: slow(x).address, chunks, share, products
+        workers, lambda x, slow=slow: slow(x).address, chunks, share, least
       )
       for name, share in SHARES.items()
     }
