@@ -190,6 +190,11 @@ def scale_by_demo(
       f"exchange must be 'all_gather' with delayed=True, got {exchange!r}. Give"
       " 'all_gather', or leave out delayed."
     )
+  if delayed and isinstance(alpha, jax.Array):
+    raise ValueError(
+      'alpha must be a number with delayed=True, got an array, which may be'
+      ' another one when a message leaves the momentum. Give a Python number.'
+    )
 
   def config_of(layout: Layout) -> algorithm.ExchangeConfig:
     """Returns the static part of the exchange."""
