@@ -1,5 +1,6 @@
 """The optimizers that `muon.py` and `links.py` compare, from settings."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -252,6 +253,7 @@ def demo_muon(s: Settings, workers: demo_optax.Workers) -> Method:
     mu_dtype=s['mu_dtype'],
     consistent_rms=consistent_rms,
     other_learning_rate=schedule(s, s['other_lr']),
+    delayed=s['delayed'] is not None,
     **owners(s),
   )
   return Method(
@@ -261,7 +263,8 @@ def demo_muon(s: Settings, workers: demo_optax.Workers) -> Method:
 
 def recipe(s: Settings, workers: demo_optax.Workers) -> Method:
   """`demo_muon` in its parts, each of which may be another one."""
-  if s['mu_dtype'] == 'bfloat16' and not s['stochastic']:
+  is_delayed = s['delayed'] == 'matrices' and s['ahead']
+  if is_delayed or (s['mu_dtype'] == 'bfloat16' and not s['stochastic']):
     return demo_muon(s, workers)
   before = {
     'orthonormalise': lambda: stored(
@@ -279,17 +282,25 @@ def recipe(s: Settings, workers: demo_optax.Workers) -> Method:
     ),
   }[s['after']]()
   compressor, other = other_leaves(s, matrix_compressor(s))
+  exchange = functools.partial(
+    demo_optax.scale_by_demo,
+    compressor,
+    s['decay'],
+    workers=workers,
+    alpha=s['alpha'],
+    average=s['average'],
+    gradient_weight=1 - s['decay'],
+    **owners(s),
+  )
+  exchanges = exchange(delayed=s['delayed'] == 'all')
+  if s['delayed'] == 'matrices':
+    parts = {'matrix': exchange(delayed=True), 'other': exchange()}
+    exchanges = optax.partition(parts, matrix_or_other)
+  elif s['delayed'] and s['ahead']:
+    after = optax.chain(after, optax.scale_by_optimistic_gradient())
   tx = optax.chain(
     clipped(workers, of_matrices(before)),
-    demo_optax.scale_by_demo(
-      compressor,
-      s['decay'],
-      workers=workers,
-      alpha=s['alpha'],
-      average=s['average'],
-      gradient_weight=1 - s['decay'],
-      **owners(s),
-    ),
+    exchanges,
     by_kind(s, after, other),
   )
   return Method(tx, planned(compressor, s, workers))

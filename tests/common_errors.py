@@ -250,7 +250,7 @@ REMEDIES = {
   'a gradient that is neither exchanged nor averaged: `optax.masked` alone,'
   ' or another optimizer for some parameters': (
     '[freeze them](your_trainer.md#freezing-and-lora), or give them'
-    ' `demo_optax.average`'
+    ' `demo_optax.average_gradients`'
   ),
   'an optimizer state that is no argument': 'make it an argument',
   '`Workers.on_axis`, and `jax.grad` of replicated parameters in a'
@@ -272,7 +272,7 @@ REMEDIES = {
   ),
   'local updates outside of a `data_parallel` step': 'decorate the step',
   'an outer optimizer without an exchange': (
-    'put `scale_by_demo` or `average` into it'
+    'put `scale_by_demo` or `average_gradients` into it'
   ),
 }
 

@@ -10,8 +10,7 @@ describes its chunks:
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 import chex
 import jax
@@ -26,7 +25,7 @@ from demo_optax.checkpoint.buckets import (
   cut_bucket,
   fill_bucket,
 )
-from demo_optax.checkpoint.placement import abstract, as_array
+from demo_optax.checkpoint.placement import Value, abstract, as_array
 from demo_optax.checkpoint.regroup import regroup, regroup_owned
 from demo_optax.compressors import bases
 from demo_optax.compressors.chunking import ChunkGrid
@@ -40,7 +39,7 @@ from demo_optax.compressors.layout import (
 from demo_optax.transformation import layouts_in
 
 
-def to_leaves(state: chex.ArrayTree) -> dict[str, Any]:
+def to_leaves(state: chex.ArrayTree) -> dict[str, Value]:
   """Returns a state as a dictionary of arrays, for any code that saves.
 
   Names are dotted paths. `from_leaves` makes the state again, also for another
@@ -71,9 +70,9 @@ def to_leaves(state: chex.ArrayTree) -> dict[str, Any]:
   layouts = layouts_in(state, checked=True)
   flat = _paths.leaves_of(state)
   _check_stacked(flat)
-  leaves: dict[str, Any] = {}
+  leaves: dict[str, Value] = {}
 
-  def add(keys: Keys, x: Any) -> None:
+  def add(keys: Keys, x: Value) -> None:
     name = _paths.dotted(keys)
     if name in leaves:
       raise ValueError(
@@ -97,7 +96,7 @@ def to_leaves(state: chex.ArrayTree) -> dict[str, Any]:
 
 
 def from_leaves(
-  saved: Mapping[str, Any],
+  saved: Mapping[str, Value],
   like: chex.ArrayTree,
   *,
   resize: bool = False,
@@ -114,6 +113,10 @@ def from_leaves(
   come from the old worker with the largest overlap, the first among equals.
   With more workers, each folds its number into its key. Owners' residuals
   follow their chunks, exactly.
+
+  A message in flight (`delayed=True`) needs the same chunks, workers and
+  devices. Without them it is dropped, and nothing of it is lost: momentum still
+  holds it, and sends it again.
 
   Args:
     saved: arrays by name, from NumPy or JAX, on any devices.
@@ -132,12 +135,14 @@ def from_leaves(
   asked = {'chunks': rechunk, 'workers': resize, 'owed': resize}
   _check(saved, to_leaves(jax.tree.map(abstract, like)), layouts, asked)
 
-  def restored(path: Path, x: Any) -> Any:
+  def restored(path: Path, x: Value) -> Value:
     keys = _paths.path_keys(path)
     if _paths.is_bucket(keys):
       return _bucket(saved, layouts[keys[:-3]], keys, x)
     if keys[-2:] == ('layout', 'digest'):
       return layouts[keys[:-2]].digest
+    if _paths.is_message(keys):
+      return _message(saved, layouts[keys[:-3]], keys, x)
     made = saved[_paths.dotted(keys)]
     if not _paths.is_stacked(keys) or len(made) == len(x):
       return made
@@ -148,7 +153,7 @@ def from_leaves(
   )
 
 
-def _check_stacked(leaves: Sequence[tuple[Keys, Any]]) -> None:
+def _check_stacked(leaves: Sequence[tuple[Keys, Value]]) -> None:
   """Raises for arrays that differ between workers and have no worker axis."""
   arrays = {
     _paths.dotted(keys): x
@@ -167,7 +172,7 @@ def _check_stacked(leaves: Sequence[tuple[Keys, Any]]) -> None:
 # Buckets ----------------------------------------------------------------------
 
 
-def _saved_records(text: Any) -> dict[str, Record]:
+def _saved_records(text: Value) -> dict[str, Record]:
   return json.loads(np.asarray(text).tobytes())
 
 
@@ -177,7 +182,7 @@ def _bucket_at(keys: Keys, layout: Layout) -> tuple[int, bool]:
   return names.index(keys[-1]), keys[-2] == 'update_residual'
 
 
-def _of_one_owner(bucket: tuple[int, ...], x: Any) -> Any:
+def _of_one_owner(bucket: tuple[int, ...], x: Value) -> Value:
   """Returns residuals as if one owner had all chunks, in a bucket's shape."""
   shape = (1, *x.shape[1:-2], *bucket)
   sharding = placement.fit_sharding(shape, getattr(x, 'sharding', None))
@@ -187,8 +192,8 @@ def _of_one_owner(bucket: tuple[int, ...], x: Any) -> Any:
 
 
 def _bucket(
-  saved: Mapping[str, Any], layout: Layout, keys: Keys, like: Any
-) -> Any:
+  saved: Mapping[str, Value], layout: Layout, keys: Keys, like: Value
+) -> Value:
   """Returns a bucket like `like` from its leaves' coefficients."""
   number, owned = _bucket_at(keys, layout)
   records = _saved_records(saved[_paths.dotted((*keys[:-3], 'layout'))])
@@ -215,6 +220,18 @@ def _bucket(
   return _run(regroup_owned, array, like, like.shape) if owned else array
 
 
+def _message(
+  saved: Mapping[str, Value], layout: Layout, keys: Keys, like: Value
+) -> Value:
+  """Returns the message in flight, or an empty one if it would not fit."""
+  found = saved.get(_paths.dotted(keys))
+  records = _saved_records(saved[_paths.dotted((*keys[:-3], 'layout'))])
+  is_same = [*records.items()] == [*layout.records.items()]
+  if found is None or found.shape != like.shape or not is_same:
+    return np.zeros(like.shape, like.dtype)
+  return found
+
+
 def _recorded_coding(record: Record, layout: Layout) -> Coding:
   """Returns a saved leaf's coding; raises if its basis is unknown."""
   blocks, fold = tuple(record['blocks']), record['fold']
@@ -237,7 +254,9 @@ def _recorded_coding(record: Record, layout: Layout) -> Coding:
   return Coding(grid, blocks, known[name](**arguments))
 
 
-def _run(fun: Callable[..., Any], x: Any, like: Any, *static: Any) -> Any:
+def _run(
+  fun: Callable[..., chex.Array], x: Value, like: Value, *static: Hashable
+) -> Value:
   sharding = getattr(like, 'sharding', None)
   return placement.run(fun, placement.near(x, like), sharding, *static)
 
@@ -246,8 +265,8 @@ def _run(fun: Callable[..., Any], x: Any, like: Any, *static: Any) -> Any:
 
 
 def _check(
-  saved: Mapping[str, Any],
-  wanted: Mapping[str, Any],
+  saved: Mapping[str, Value],
+  wanted: Mapping[str, Value],
   layouts: Mapping[Keys, Layout],
   asked: Mapping[str, bool],
 ) -> None:
@@ -273,7 +292,7 @@ def _check(
 
 
 def _chunk_differences(
-  saved: Mapping[str, Any], layouts: Mapping[Keys, Layout]
+  saved: Mapping[str, Value], layouts: Mapping[Keys, Layout]
 ) -> dict[str, Difference | None]:
   """Returns how the chunks of each leaf differ, by name; None if they do not.
 
@@ -296,11 +315,13 @@ def _chunk_differences(
 
 def _compare(
   name: str,
-  saved: Mapping[str, Any],
-  wanted: Mapping[str, Any],
+  saved: Mapping[str, Value],
+  wanted: Mapping[str, Value],
   chunked: Mapping[str, Difference | None],
 ) -> Iterator[tuple[str, str, str]]:
   """Yields a leaf's problems, and what it is in both, in words."""
+  if f'{STACKED}.message.' in name:  # it may be dropped
+    return
   old, new = saved.get(name), wanted.get(name)
   if old is None or new is None:
     is_owed = f'{STACKED}.update_residual.' in name
@@ -324,7 +345,7 @@ def _compare(
     yield 'workers', f'{len(old)} workers', f'{len(new)} workers'
 
 
-def _in_words(x: Any, stacked: bool = False) -> str:
+def _in_words(x: Value, stacked: bool = False) -> str:
   """Describes what never changes: type, dtype and shape."""
   if x is None:
     return 'nothing'
