@@ -191,6 +191,7 @@ def plan(
   *,
   exchange: ExchangeKind = 'all_gather',
   update_values: str | None = None,
+  weighted: bool = False,
 ) -> Plan:
   r"""Returns the bytes of an exchange, without running it.
 
@@ -206,8 +207,9 @@ def plan(
   unsharded worker if a shard is a multiple of `chunk_size`.
 
   Parameters may be shapes (`jax.ShapeDtypeStruct`), and `workers` may be their
-  number. The other arguments are those of `scale_by_demo`. A plan prints as a
-  table, as from `python -m demo_optax`.
+  number. With `weighted`, `update` is given a `weight`, which takes 4 bytes of
+  a message. The other arguments are those of `scale_by_demo`. A plan prints as
+  a table, as from `python -m demo_optax`.
 
   Example:
     >>> import demo_optax, jax, jax.numpy as jnp
@@ -232,7 +234,9 @@ def plan(
   values = resolve_update_values(exchange, update_values, workers)
   if workers.relay is not None:
     exchange = 'all_gather'
-  config = make_config(layout, 'senders', exchange, count, values)
+  config = make_config(
+    layout, 'senders', exchange, count, values, weighted=weighted
+  )
   owners = config.update_packer
   payload = summed = updates = 0
   for name, (shape, dtype) in config.packer.shapes.items():
@@ -241,8 +245,10 @@ def plan(
       payload += num_bytes
     else:
       summed += num_bytes
-  for i in layout.averaged:
-    num_bytes = _shard_bytes(layout.leaves[i])
+  averaged = [_shard_bytes(layout.leaves[i]) for i in layout.averaged]
+  if weighted and averaged:
+    averaged.append(4)  # weights are added up beside them
+  for num_bytes in averaged:
     if num_bytes > ORDERED_BYTES:
       summed += num_bytes
     elif owners is None:

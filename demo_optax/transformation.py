@@ -171,6 +171,12 @@ def scale_by_demo(
     `Workers.on_axis`, the worker's) and returns updates in the parameters'
     shapes and the gradients' dtypes; zeros for integer leaves.
 
+    `update(..., weight=tokens)` takes weighted averages: for batches of unlike
+    sizes, a number for each worker, `[workers]` (or the worker's, `[]`). A
+    coefficient is divided by the weight of those that sent it, or with
+    `average='workers'` of all valid workers. A worker is excluded if its weight
+    is not between :math:`2^{-30}` and :math:`2^{30}`: zero, negative or NaN.
+
   Raises:
     ValueError: when traced, gradients known to be averaged already, or a state
       of another number of workers, other leaves or another compressor.
@@ -203,7 +209,9 @@ def scale_by_demo(
   _checks.check_choice('average', average, get_args(topk.Average))
   written = resolve_update_values(exchange, update_values, workers)
 
-  def config_of(layout: Layout) -> algorithm.ExchangeConfig:
+  def config_of(
+    layout: Layout, weighted: bool = False
+  ) -> algorithm.ExchangeConfig:
     """Returns the static part of the exchange."""
     count = None
     if exchange != 'all_gather' and workers.relay is None:
@@ -212,8 +220,9 @@ def scale_by_demo(
       except ValueError:  # `on_axis`, outside of the map
         if written not in WITHOUT_RESIDUAL:  # the state depends on it
           raise
+    runs_on = platform.of(workers.mesh)
     return algorithm.make_config(
-      layout, average, exchange, count, written, platform.of(workers.mesh)
+      layout, average, exchange, count, written, runs_on, weighted
     )
 
   def init_fn(params: chex.ArrayTree) -> DeMoState:
@@ -238,14 +247,18 @@ def scale_by_demo(
     updates: chex.ArrayTree,
     state: DeMoState,
     params: chex.ArrayTree | None = None,
+    *,
+    weight: chex.Numeric | None = None,
     **extra_args: Any,
   ) -> tuple[chex.ArrayTree, DeMoState]:
-    weight = gradient_weight
-    if callable(weight):
-      weight = weight(state.count)
+    of_gradient = gradient_weight
+    if callable(of_gradient):
+      of_gradient = of_gradient(state.count)
     if ema:
-      weight = (1 - decay) * weight
-    hyper = {'alpha': alpha, 'decay': decay, 'gradient_weight': weight}
+      of_gradient = (1 - decay) * of_gradient
+    hyper = {'alpha': alpha, 'decay': decay, 'gradient_weight': of_gradient}
+    if weight is not None:
+      hyper[inside.WEIGHT] = checks.checked_weight(weight, workers)
     params, like = checks.params_and_like(updates, params, workers)
     if workers.relay is not None:
       inside.check_in_step(f'The update for {workers}')
@@ -263,7 +276,8 @@ def scale_by_demo(
     """Updates with gradients laid out as `workers` have them."""
     flat, given = _tree.flatten_alike(updates, params)
     lead = 1 if workers.stacked_gradients else 0
-    config = config_of(state.layout.layout)
+    weight = hyper.get(inside.WEIGHT)
+    config = config_of(state.layout.layout, weight is not None)
     leaves = iter(config.layout.leaves)  # of what is exchanged
     exchanged, left_out = [], []
     for (path, g), p in zip(flat, given):
@@ -289,7 +303,10 @@ def scale_by_demo(
         config,
         exchanged,
         own,
-        algorithm.Hyper(state.count, *hyper.values()),
+        algorithm.Hyper(
+          state.count, *(hyper[name] for name in algorithm.Hyper._fields[1:])
+        ),
+        weight,
       )
     in_order = iter(found)
     new = [

@@ -22,6 +22,9 @@ from demo_optax.numerics import prng
 from demo_optax.workers import Workers, collectives
 from demo_optax.workers.variation import Origin, traced_step, watch
 
+# The hyperparameter of an exchange that is a worker's own.
+WEIGHT = 'weight'
+
 # The axis that `data_parallel` maps a step over. No other has this name.
 WORKER_AXIS = 'demo_optax_workers'
 
@@ -175,7 +178,8 @@ def _check_all(names: Sequence[Keys], origins: Sequence[Origin]) -> None:
   """Raises for an array that differs and must not, or the reverse."""
   for (field, *keys), origin in zip(names, origins):
     is_stacked = field == 'state' and _paths.is_stacked(tuple(keys))
-    if field == 'gradients' or origin.differs == is_stacked:
+    is_free = field == 'gradients' or keys == [WEIGHT]
+    if is_free or origin.differs == is_stacked:
       continue
     if is_stacked:
       raise ValueError(
@@ -205,7 +209,7 @@ def call_stacked(
   in the parameters' shapes, or each worker's with `own_updates`, and the new
   state. Gradients, state and own updates are as `workers` have them: stacked,
   or of one worker. Here `updates` and `state` are those of one worker;
-  parameters and hyperparameters are equal on all workers.
+  parameters and hyperparameters are equal on all workers, but for `WEIGHT`.
   """
   view = check_in_step('An exchange')
   if workers.kind == 'on_axis' or workers.count != view.num_workers:
@@ -245,7 +249,10 @@ def call_stacked(
     new, state = update(arrays, view.own)
     return grads_def.unflatten(new), state
 
-  with_axis = [k[0] == 'gradients' or _paths.is_stacked(k) for k in names]
+  with_axis = [
+    k[0] == 'gradients' or k[1:] == (WEIGHT,) or _paths.is_stacked(k)
+    for k in names
+  ]
   outputs = [own_updates] * len(grads)
   outputs += [_paths.is_stacked(keys) for keys, _ in _paths.leaves_of(state)]
   out_def = jax.tree.structure((grads, state))
