@@ -75,7 +75,7 @@ def relay(folder: pathlib.Path, port: int) -> None:
 
 
 def work(folder: pathlib.Path, port: int, rank: int, parent: int) -> None:
-  """Trains, and writes a line for each step: time, process, round, digest."""
+  """Trains; writes for each step time, process, round, chain and digest."""
   to_log(folder / f'worker-{rank}.log')
   logging.basicConfig(level=logging.INFO, format='%(asctime)s %(message)s')
   jax.config.update('jax_compilation_cache_dir', str(folder / 'cache'))
@@ -106,7 +106,8 @@ def work(folder: pathlib.Path, port: int, rank: int, parent: int) -> None:
       params, opt_state, _ = train_step(params, opt_state, x)
       data = b''.join(np.asarray(leaf).tobytes() for leaf in params.values())
       digest = hashlib.sha1(data).hexdigest()[:12]
-      line = [time.time(), os.getpid(), link.position.round, digest]
+      at = link.position
+      line = [time.time(), os.getpid(), at.round, at.chain.hex(), digest]
       print(json.dumps(line), file=file, flush=True)
       time.sleep(PACE)
 
@@ -214,18 +215,23 @@ class Run:
 
   def found(self, kills: list[list[Any]]) -> dict[str, Any]:
     """Returns what has happened in this run so far."""
-    digests: dict[int, list[str]] = collections.defaultdict(list)
-    times: dict[int, float] = {}  # when the first worker was through a round
+    # By the digest of the lists so far. If the relay and the one worker that
+    # has them are killed together, rounds are made again, with other lists.
+    digests: dict[str, list[str]] = collections.defaultdict(list)
+    rounds: set[int] = set()
+    times: list[float] = []
     for rank in range(COUNT):
-      for at, _, number, digest in self.lines(rank):
-        digests[number].append(digest)
-        times[number] = min(at, times.get(number, at))
-    in_order = sorted(times.values())
+      for at, _, number, chain, digest in self.lines(rank):
+        digests[chain].append(digest)
+        rounds.add(number)
+        times.append(at)
+    in_order = sorted(times)
     gaps = [after - at for at, after in itertools.pairwise(in_order)]
     several = [own for own in digests.values() if len(own) > 1]
     return {
       'kills': kills,
-      'rounds': len(digests),
+      'rounds': len(rounds),
+      'made_again': len(digests) - len(rounds),
       'compared': len(several),
       'unequal': sum(len(set(own)) > 1 for own in several),
       'ended': self.ended,
@@ -245,7 +251,7 @@ def summed(runs: list[dict[str, Any]]) -> dict[str, Any]:
     'stops': sum('stop' in also for *_, also in every),
     **{
       name: sum(run[name] for run in runs)
-      for name in ('rounds', 'compared', 'unequal')
+      for name in ('rounds', 'made_again', 'compared', 'unequal')
     },
     'ended': sum(len(run['ended']) for run in runs),
     'runs': runs,

@@ -38,6 +38,10 @@ class Behind(Exception):  # noqa: N818
   """The lists since a worker's last round are gone: it must join."""
 
 
+class NotClosedError(Exception):
+  """The round that a worker listens for is open again: a relay is new."""
+
+
 class Position(NamedTuple):
   """Where a worker is in the run, beside its arrays."""
 
@@ -270,6 +274,9 @@ class Link:
         self.open = -1
         raise Behind
       self._hello_again()
+      is_open = self.open <= self.position.round
+      if is_open and kind == frames.LISTEN and self._rank != frames.FOLLOWER:
+        raise NotClosedError  # perhaps nobody else can send a message
 
   def _request(self, kind: int, number: int, *bodies: bytes) -> _Answer:
     """Sends a request, again if need be, until it is answered."""

@@ -24,7 +24,7 @@ from jax.experimental import multihost_utils
 from demo_optax.exchange.algorithm import traced_configs
 from demo_optax.numerics import packing, prng
 from demo_optax.remote import Followed, frames
-from demo_optax.remote.link import Behind, Position, link_of
+from demo_optax.remote.link import Behind, NotClosedError, Position, link_of
 from demo_optax.step import agreement, modules
 from demo_optax.step.arguments import Call
 from demo_optax.step.results import Returned
@@ -231,7 +231,11 @@ class RemoteProgram:
     if not before.chain:
       self._take(arrays)
     while link.position.round < link.open:
-      self._apply_list(arrays)
+      at = link.position
+      try:
+        self._apply_list(arrays)
+      except NotClosedError:
+        link.position = at
     for number, (_, *copies) in self._call.own_params.items():
       for own in copies:
         arrays[own] = arrays[number].astype(arrays[own].dtype)[None]

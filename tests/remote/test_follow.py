@@ -59,6 +59,10 @@ def follow(workers, method, start=0.7):
   return demo_optax.remote.follow(train_step, *args, x=x)
 
 
+def digest_of(params):
+  return frames.digest(*(host(x).tobytes() for x in params.values())).hex()
+
+
 def check(of_workers, of_follower):
   """The same bits in each round."""
   shared = of_workers.keys() & of_follower.keys()
