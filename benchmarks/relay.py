@@ -325,7 +325,7 @@ class Messages:
     for own in self.links:
       own.close()
     self.relay.terminate()
-    self.relay.wait(10)
+    self.relay.wait(60)
 
 
 def load(args: argparse.Namespace) -> None:
