@@ -1,5 +1,6 @@
 """The optimizers that `muon.py` and `links.py` compare, from settings."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -36,11 +37,11 @@ def make(s: Settings, workers: demo_optax.Workers) -> Method:
     'demo_muon': demo_muon,
     'demo': demo,
     **dict.fromkeys(
-      ('powersgd', 'dion', 'common-mask', 'common-rows'), other_exchange
+      ('powersgd', 'dion', 'common_mask', 'common_rows'), other_exchange
     ),
     'diloco': local,
-    'demo-diloco': local,
-    'sparse-loco': local,
+    'demo_diloco': local,
+    'sparse_loco': local,
   }
   return families.get(s['method'], averaged)(s, workers)
 
@@ -157,7 +158,7 @@ def matrix_or_other(params: Any) -> Any:
 def averaged(s: Settings, workers: demo_optax.Workers) -> Method:
   """Optimizers of averaged gradients."""
   return Method(
-    optax.chain(demo_optax.average(workers=workers), of_averages(s)),
+    optax.chain(demo_optax.average_gradients(workers=workers), of_averages(s)),
     planned(lambda params: jax.tree.map(lambda _: None, params), s, workers),
   )
 
@@ -200,7 +201,11 @@ def demo(s: Settings, workers: demo_optax.Workers) -> Method:
     rule = (
       {'gradient_weight': rate}
       if s['alpha'] == 1
-      else {'alpha': s['alpha'], 'average': 'workers', 'ema': True}
+      else {
+        'alpha': s['alpha'],
+        'average': 'workers',
+        'gradient_weight': 1 - s['decay'],
+      }
     )
     tx = optax.chain(
       demo_optax.scale_by_demo(
@@ -247,7 +252,8 @@ def demo_muon(s: Settings, workers: demo_optax.Workers) -> Method:
     beta=s['beta'],
     mu_dtype=s['mu_dtype'],
     consistent_rms=consistent_rms,
-    adam_learning_rate=schedule(s, s['other_lr']),
+    other_learning_rate=schedule(s, s['other_lr']),
+    delayed=s['delayed'] is not None,
     **owners(s),
   )
   return Method(
@@ -257,7 +263,8 @@ def demo_muon(s: Settings, workers: demo_optax.Workers) -> Method:
 
 def recipe(s: Settings, workers: demo_optax.Workers) -> Method:
   """`demo_muon` in its parts, each of which may be another one."""
-  if s['mu_dtype'] == 'bfloat16' and not s['stochastic']:
+  is_delayed = s['delayed'] == 'matrices' and s['ahead']
+  if is_delayed or (s['mu_dtype'] == 'bfloat16' and not s['stochastic']):
     return demo_muon(s, workers)
   before = {
     'orthonormalise': lambda: stored(
@@ -275,17 +282,25 @@ def recipe(s: Settings, workers: demo_optax.Workers) -> Method:
     ),
   }[s['after']]()
   compressor, other = other_leaves(s, matrix_compressor(s))
+  exchange = functools.partial(
+    demo_optax.scale_by_demo,
+    compressor,
+    s['decay'],
+    workers=workers,
+    alpha=s['alpha'],
+    average=s['average'],
+    gradient_weight=1 - s['decay'],
+    **owners(s),
+  )
+  exchanges = exchange(delayed=s['delayed'] == 'all')
+  if s['delayed'] == 'matrices':
+    parts = {'matrix': exchange(delayed=True), 'other': exchange()}
+    exchanges = optax.partition(parts, matrix_or_other)
+  elif s['delayed'] and s['ahead']:
+    after = optax.chain(after, optax.scale_by_optimistic_gradient())
   tx = optax.chain(
     clipped(workers, of_matrices(before)),
-    demo_optax.scale_by_demo(
-      compressor,
-      s['decay'],
-      workers=workers,
-      alpha=s['alpha'],
-      average=s['average'],
-      ema=True,
-      **owners(s),
-    ),
+    exchanges,
     by_kind(s, after, other),
   )
   return Method(tx, planned(compressor, s, workers))
@@ -352,8 +367,8 @@ def other_exchange(s: Settings, workers: demo_optax.Workers) -> Method:
     own = baselines.dion(size, workers)
   else:
     common = {
-      'common-mask': baselines.common_mask,
-      'common-rows': baselines.common_rows,
+      'common_mask': baselines.common_mask,
+      'common_rows': baselines.common_rows,
     }[s['method']]
     size = s['topk']
     before = of_matrices(
@@ -369,7 +384,7 @@ def other_exchange(s: Settings, workers: demo_optax.Workers) -> Method:
     s['decay'],
     workers=workers,
     average=s['average'],
-    ema=True,
+    gradient_weight=1 - s['decay'],
     **owners(s),
   )
   tx = optax.chain(
@@ -409,7 +424,7 @@ def local(s: Settings, workers: demo_optax.Workers) -> Method:
     tx = demo_optax.local.diloco(
       inner, outer_momentum=s['outer_momentum'], **every
     )
-  elif s['method'] == 'demo-diloco':
+  elif s['method'] == 'demo_diloco':
     compressor = demo_optax.dct_topk(64, s['topk'], values=s['values'])
     tx = demo_optax.local.demo_diloco(
       inner, compressor=compressor, decay=s['decay'], **every

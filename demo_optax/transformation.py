@@ -13,7 +13,7 @@ import optax
 from optax.experimental import aggregating
 
 from demo_optax import _checks, _tree, compressors
-from demo_optax._paths import Keys, dotted, leaf_name, leaves_of
+from demo_optax._paths import STACKED, Keys, dotted, leaf_name, leaves_of
 from demo_optax.codes.value_codes import UPDATE_VALUES, WITHOUT_RESIDUAL
 from demo_optax.compressors.compressor import CompressorTree, per_leaf
 from demo_optax.compressors.layout import Layout, differences, make_layout
@@ -40,7 +40,7 @@ class LayoutOf:
       _register(flax)
 
 
-@functools.cache  # a state is made anew in every step
+@functools.cache  # every step makes a state
 def _register(flax: Any) -> None:
   """Tells `flax.serialization` how a layout is saved, once."""
   flax.register_serialization_state(
@@ -104,83 +104,15 @@ def scale_by_demo(
   workers: Workers,
   alpha: chex.Numeric = 1.0,
   average: topk.Average = 'senders',
-  ema: bool = False,
   gradient_weight: optax.ScalarOrSchedule = 1.0,
   exchange: algorithm.ExchangeKind = 'all_gather',
   update_values: str | None = None,
+  delayed: bool = False,
 ) -> aggregating.Aggregator:
   r"""Exchanges the fast part of every worker's momentum.
 
-  For worker :math:`i` with gradient :math:`g_i`, momentum :math:`m_i` and the
-  chunked transform :math:`T`:
-
-  .. math::
-    m_i &\leftarrow \beta m_i + w g_i \\
-    q_i &= \mathrm{top}_k(T m_i) \\
-    m_i &\leftarrow m_i - \alpha\, T^{-1} q_i \\
-    u   &= T^{-1}\, \mathrm{average}_i(q_i)
-
-  :math:`q_i` is rounded by the compressor's value code, and momentum keeps the
-  rounding error. Momentum is stored as coefficients: :math:`T` is linear and
-  orthonormal. `u` is the update, equal on all workers to the last bit. Any
-  optax transformation may follow, as after an averaged gradient.
-
-  Communication: one `all_gather` of one message per step for the whole tree, or
-  one all-reduce with compressors whose places all workers share. With
-  `exchange='all_to_all'` each worker owns an equal share of the chunks: it
-  receives what was selected of these by one `all_to_all`, merges it, and
-  broadcasts the update by one `all_gather`, encoded by `update_values`. The
-  received bytes then do not grow with the number of workers.
-
-  A worker is excluded if its gradient is not finite, or so large
-  (:math:`10^{-12}` of the largest float) that momentum could overflow. All
-  workers leave it out of all averages, and its momentum does not change. If all
-  are excluded, as by a hyperparameter that is not finite, or a decay or `alpha`
-  outside 0 to 1, the update is zero, but later links such as weight decay still
-  run. A corrupt message also excludes its sender, and the update it carried is
-  lost: indices out of order or range, and values that are not finite or too
-  large to transform. Errors of normal magnitude are not detected.
-
-  Args:
-    compressor: one compressor, a tree of them like the parameters (one may
-      stand for a subtree), or a function from the parameters to such a tree.
-      `None` averages a leaf uncompressed; `compressors.FROZEN` leaves it
-      unchanged.
-    decay: :math:`\beta`, in `[0, 1)`.
-    workers: the workers of the exchange.
-    alpha: share of the sent values that leaves the momentum, in `[0, 1]`: 1 in
-      the first version of the paper, 0.2 was best in the second.
-    average: `'senders'` divides a coefficient by the number of workers that
-      sent it (the published code); `'workers'` by the number of valid workers.
-    ema: whether to weight the gradient by :math:`1 - \beta` as well, as
-      `optax.ema` and the second version of the paper do.
-    gradient_weight: :math:`w`, a number or a schedule of the step. For weights
-      per leaf, scale the gradients before the exchange.
-    exchange: `'all_gather'`; `'all_to_all'`; or `'auto'`, which takes the one
-      that receives fewer bytes.
-    update_values: the code of owners' updates; needed unless `exchange` is
-      `'all_gather'`, which ignores it. `'ternary'` has signs and zeros in 1.6
-      bits each: exact before a sign (`optax.scale_by_sign`), else magnitudes
-      are lost for good. `'float32'` is exact and dense. `'bfloat16'`, `'int8'`,
-      `'int4'` and `'sign'` are those of `dct_topk`; an owner adds their losses
-      (1/N of the parameters in float32) to its next update.
-
-  Returns:
-    An `optax.experimental.aggregating.Aggregator`. Its `update` takes stacked
-    gradients `[workers, ...]` (in a `data_parallel` step and with
-    `Workers.on_axis`, the worker's) and returns updates in the parameters'
-    shapes and the gradients' dtypes; zeros for integer leaves.
-
-    `update(..., weight=tokens)` takes weighted averages: for batches of unlike
-    sizes, a number for each worker, `[workers]` (or the worker's, `[]`). A
-    coefficient is divided by the weight of those that sent it, or with
-    `average='workers'` of all valid workers. A worker is excluded if its weight
-    is not between :math:`2^{-30}` and :math:`2^{30}`: zero, negative or NaN.
-
-  Raises:
-    ValueError: when traced, gradients known to be averaged already, or a state
-      of another number of workers, other leaves or another compressor.
-    TypeError: when traced, complex leaves.
+  Each worker sends its largest coefficients, and takes them out of its
+  momentum. Their average is the update, equal on all workers to the last bit.
 
   Example:
     >>> import demo_optax, jax.numpy as jnp, optax
@@ -193,6 +125,54 @@ def scale_by_demo(
     >>> updates, state = tx.update(gradients, state, params)
     >>> print(updates['w'][0])  # both sent their mean and nothing else
     [2. 2. 2. 2.]
+
+  For worker :math:`i` with gradient :math:`g_i`, momentum :math:`m_i` and the
+  chunked transform :math:`T`:
+
+  .. math::
+    m_i &\leftarrow \beta m_i + w g_i \\
+    q_i &= \mathrm{top}_k(T m_i) \\
+    m_i &\leftarrow m_i - \alpha\, T^{-1} q_i \\
+    u   &= T^{-1}\, \mathrm{average}_i(q_i)
+
+  What the value code loses stays in :math:`m_i`. A worker whose gradient or
+  message is damaged is excluded by all (`exchange.algorithm`).
+
+  Args:
+    compressor: one, a tree like the parameters (one may stand for a subtree),
+      or a function from the parameters to such a tree. `None` averages a leaf
+      uncompressed; `compressors.FROZEN` leaves it unchanged.
+    decay: :math:`\beta`, in `[0, 1)`.
+    workers: the workers in the exchange.
+    alpha: share that leaves the momentum, in `[0, 1]`; 0.2 was best in the
+      paper's second version.
+    average: `'senders'` divides a coefficient by how many workers sent it (the
+      published code); `'workers'` by how many are valid.
+    gradient_weight: :math:`w`, a number or a schedule over steps; `1 - decay`
+      for a moving average, as in the second version.
+    exchange: `'all_gather'`; `'all_to_all'`: each worker merges its share of
+      the chunks; or `'auto'`: the one that receives fewer bytes.
+    update_values: the code for updates in `'all_to_all'` and `'auto'`:
+      `'ternary'` keeps signs alone, for `optax.scale_by_sign`; what another one
+      (see `dct_topk`) loses, owners send later.
+    delayed: whether a step exchanges the messages of the step before, which the
+      state holds. This exchange depends on no gradient of the step, and may run
+      beside it. The first update is zero, and the last message is not applied.
+      Leaves that are averaged uncompressed are not delayed.
+
+  Returns:
+    An `optax.experimental.aggregating.Aggregator`. Its `update` takes stacked
+    gradients `[workers, ...]` (in a `data_parallel` step and with
+    `Workers.on_axis`, the worker's), and returns updates like the parameters,
+    in the gradients' dtypes. `update(..., weight=tokens)` weights the averages,
+    for batches of unlike sizes: a number for each worker, `[workers]`, or the
+    worker's, `[]`. One that is not from :math:`2^{-30}` to :math:`2^{30}`, such
+    as 0 or NaN, excludes the worker.
+
+  Raises:
+    ValueError: averaged gradients; a state for other workers, leaves or
+      compressors.
+    TypeError: complex leaves.
 
   References:
     Peng et al., `DeMo: Decoupled Momentum Optimization
@@ -208,6 +188,11 @@ def scale_by_demo(
   _checks.check_range('alpha', alpha, '[0, 1]')
   _checks.check_choice('average', average, get_args(topk.Average))
   written = resolve_update_values(exchange, update_values, workers)
+  if delayed and exchange != 'all_gather':
+    raise ValueError(
+      f"exchange must be 'all_gather' with delayed=True, got {exchange!r}. Give"
+      " 'all_gather', or leave out delayed."
+    )
 
   def config_of(
     layout: Layout, weighted: bool = False
@@ -222,7 +207,14 @@ def scale_by_demo(
           raise
     runs_on = platform.of(workers.mesh)
     return algorithm.make_config(
-      layout, average, exchange, count, written, runs_on, weighted
+      layout,
+      average,
+      exchange,
+      count,
+      written,
+      runs_on,
+      delayed,
+      weighted,
     )
 
   def init_fn(params: chex.ArrayTree) -> DeMoState:
@@ -254,21 +246,21 @@ def scale_by_demo(
     of_gradient = gradient_weight
     if callable(of_gradient):
       of_gradient = of_gradient(state.count)
-    if ema:
-      of_gradient = (1 - decay) * of_gradient
     hyper = {'alpha': alpha, 'decay': decay, 'gradient_weight': of_gradient}
-    if weight is not None:
-      hyper[inside.WEIGHT] = checks.checked_weight(weight, workers)
     params, like = checks.params_and_like(updates, params, workers)
     if workers.relay is not None:
       inside.check_in_step(f'The update for {workers}')
     # Here, since links that follow in a step run before the exchange.
     check_layout(state, like, compressor, workers)
+    given = updates, state, params, hyper
     if inside.is_in_step():
-      return inside.call_stacked(
-        stacked_update_fn, workers, updates, state, params, hyper
-      )
-    return stacked_update_fn(updates, state, params, hyper, workers)
+      given = inside.check_arguments(workers, *given)
+    if weight is not None:
+      _check_not_delayed(delayed)
+      # By this name it is one of each worker.
+      own = {STACKED: checks.checked_weight(weight, workers)}
+      given = *given[:3], given[3] | own
+    return inside.for_workers(stacked_update_fn, workers)(*given)
 
   def stacked_update_fn(
     updates: Any, state: DeMoState, params: Any, hyper: Any, workers: Workers
@@ -276,7 +268,7 @@ def scale_by_demo(
     """Updates with gradients laid out as `workers` have them."""
     flat, given = _tree.flatten_alike(updates, params)
     lead = 1 if workers.stacked_gradients else 0
-    weight = hyper.get(inside.WEIGHT)
+    weight = hyper.get(STACKED)
     config = config_of(state.layout.layout, weight is not None)
     leaves = iter(config.layout.leaves)  # of what is exchanged
     exchanged, left_out = [], []
@@ -323,7 +315,7 @@ def scale_by_demo(
   return aggregating.Aggregator(init_fn, update_fn)
 
 
-def average(*, workers: Workers) -> aggregating.Aggregator:
+def average_gradients(*, workers: Workers) -> aggregating.Aggregator:
   """Averages the workers' gradients: `scale_by_demo` without compression.
 
   Plain data parallelism, as the first link of a baseline. The sum is in float32
@@ -333,6 +325,14 @@ def average(*, workers: Workers) -> aggregating.Aggregator:
   as in every exchange; if all are, the mean is zero.
   """
   return scale_by_demo(None, workers=workers)
+
+
+def _check_not_delayed(delayed: bool) -> None:
+  if delayed:
+    raise ValueError(
+      'weight must not be given with delayed=True, got one. Leave out delayed,'
+      ' or give no weight.'
+    )
 
 
 def check_layout(

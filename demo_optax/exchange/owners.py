@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from demo_optax.codes.format import ChunkFormat
 from demo_optax.codes.value_codes import WITHOUT_RESIDUAL
@@ -76,10 +77,10 @@ class UpdatePacker:
 
   def pack(
     self,
-    updates: Sequence[jax.Array],
-    residuals: Mapping[str, jax.Array],
+    updates: Sequence[Array],
+    residuals: Mapping[str, Array],
     report: Report,
-  ) -> tuple[jax.Array, dict[str, jax.Array]]:
+  ) -> tuple[Array, dict[str, Array]]:
     """Writes one owner's message, from updates `[rows, n]` of its chunks.
 
     Adds `residuals [chunks, n]`, the losses of earlier messages; empty if the
@@ -106,14 +107,14 @@ class UpdatePacker:
     return as_rows(jnp.concatenate([*packed, numbers])), kept
 
   def unpack(
-    self, data: jax.Array, distinct: Sequence[jax.Array], group: Group
-  ) -> tuple[dict[int, jax.Array], Report]:
+    self, data: Array, distinct: Sequence[Array], group: Group
+  ) -> tuple[dict[int, Array], Report]:
     """Reads all owners' messages, uint32 `[owners, rows, ROW]`.
 
     Returns the updates of each bucket, `[num_chunks, n]`, and the combined
     report with `distinct` of shared places.
     """
-    data = data.reshape(self.num_owners, -1)
+    data = data.reshape(self.num_owners, -1)  # [owners, words]
     *parts, numbers, _ = jnp.split(data, np.cumsum(self._sizes), axis=1)
     numbers = jax.lax.bitcast_convert_type(numbers, jnp.float32)
     # An owner that received a damaged message counts fewer workers than others.
@@ -125,7 +126,7 @@ class UpdatePacker:
       # [owners, chunks, n]
       _, values, sound = share.format.decode(part, share.num_chunks)
       values = plain.where(sound[:, None, None] & someone, values, 0)
-      chunks = values.reshape(-1, share.format.n)
+      chunks = values.reshape(-1, share.format.n)  # [owners * chunks, n]
       updates[number] = chunks[: self.buckets[number].num_chunks]
     totals = jnp.sum(numbers[:, 1 + ENERGIES :], axis=0)
     all_distinct = list(distinct)

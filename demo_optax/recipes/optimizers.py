@@ -61,7 +61,7 @@ def demo(
     Peng et al., `DeMo: Decoupled Momentum Optimization
     <https://arxiv.org/abs/2411.19870v1>`_, version 1, Algorithm 1.
   """
-  descent = _descent(learning_rate, weight_decay, weight_decay_mask)
+  descent = _descent(learning_rate, weight_decay, mask=weight_decay_mask)
   return links.chain(
     workers,
     compressor,
@@ -116,13 +116,14 @@ def demo_muon(
   decay: chex.Numeric = 0.9,
   beta: chex.Numeric = 0.95,
   mu_dtype: chex.ArrayDType | None = None,
-  adam_learning_rate: optax.ScalarOrSchedule | None = None,
-  adam_weight_decay: chex.Numeric = 0.0,
+  other_learning_rate: optax.ScalarOrSchedule | None = None,
+  other_weight_decay: chex.Numeric = 0.0,
   weight_decay: chex.Numeric = 0.0,
   muon_weight_dimension_numbers: DimensionNumbersTree = None,
   consistent_rms: chex.Numeric | None = None,
   exchange: ExchangeKind = 'all_gather',
   update_values: str = 'int4',
+  delayed: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Makes Muon whose momentum each worker orthonormalises, then compresses.
 
@@ -147,7 +148,7 @@ def demo_muon(
   Both terms inside NewtonSchulz are corrected for a momentum that starts at
   zero, as in `optax.contrib.scale_by_muon`. The average is over all valid
   workers, including those that did not send a coefficient. Leaves that are not
-  matrices skip Newton-Schulz, and Adam without a momentum follows the exchange.
+  matrices skip Newton-Schulz; `optax.scale_by_rms` follows their exchange.
 
   It chains `per_worker` of Muon, `scale_by_demo`, `scale_to_unit_rms` with a
   scale or `optax.scale_by_rms`, `optax.add_decayed_weights` and
@@ -164,9 +165,9 @@ def demo_muon(
     beta: :math:`\beta` of each worker's momentum, in `[0, 1)`.
     mu_dtype: dtype of :math:`b_i` between steps, float32 by default; with
       bfloat16 and one seed the loss was 0.6 % higher (benchmarks/TRIED.md).
-    adam_learning_rate: of leaves that are not matrices, by default
+    other_learning_rate: of leaves that are not matrices, by default
       `learning_rate`.
-    adam_weight_decay: :math:`\lambda` of leaves that are not matrices.
+    other_weight_decay: :math:`\lambda` of leaves that are not matrices.
     weight_decay: :math:`\lambda` of matrices, decoupled.
     muon_weight_dimension_numbers: the axes of matrices: a tree like the
       parameters, as in `optax.contrib.muon`, or a function from them to one; by
@@ -176,6 +177,12 @@ def demo_muon(
       width, 0.2 for rates of AdamW.
     exchange: as in `scale_by_demo`.
     update_values: as in `scale_by_demo`.
+    delayed: whether matrices that are compressed are exchanged one step late,
+      beside the forward and backward pass, see `scale_by_demo`. Their updates
+      become :math:`2 u_t - u_{t-1}` (`optax.scale_by_optimistic_gradient`, one
+      more array of the size of a matrix): the last update predicts the missing
+      one, and is repaired when that is known. Other leaves go at once, in a
+      separate message.
 
   Note:
     Start at a rate of 2e-2. If a worker's gradient of a matrix is zero (an
@@ -193,9 +200,10 @@ def demo_muon(
     <https://kellerjordan.github.io/posts/muon>`_, 2024.
   """
   descent = _descent(learning_rate, weight_decay)
-  if adam_learning_rate is None:
-    adam_learning_rate = learning_rate
-  adam_descent = _descent(adam_learning_rate, adam_weight_decay, kind='adam_')
+  if other_learning_rate is None:
+    other_learning_rate = learning_rate
+  other_descent = _descent(other_learning_rate, other_weight_decay, 'other_')
+  _checks.check_range('decay', decay, '[0, 1)')
   _checks.check_range('beta', beta, '[0, 1)')
   if consistent_rms is not None:
     _checks.check_range('consistent_rms', consistent_rms, '[0, inf)')
@@ -209,19 +217,18 @@ def demo_muon(
     decay=decay,
     workers=workers,
     average='workers',
-    ema=True,
     exchange=exchange,
     update_values=update_values,
     gradient_weight=links.lost_unless_finite(
-      1.0,
+      1 - decay,
       learning_rate,
-      adam_learning_rate,
+      other_learning_rate,
       weight_decay,
-      adam_weight_decay,
+      other_weight_decay,
       consistent_rms,
     ),
   )
-  exchange_by(compressor)  # raises if it cannot be made
+  exchange_by(compressor, delayed=delayed)  # raises if it cannot be made
 
   def chain_for(params: Any) -> optax.GradientTransformationExtraArgs:
     """Returns the chain for these parameters, whose names sort the leaves."""
@@ -234,9 +241,12 @@ def demo_muon(
       # Called once, with all leaves: `scale_by_demo` sees those exchanged.
       sent = compressor(params)
     codes = per_leaf(sent, params)
-    labels, sizes = {}, {}
+    labels, sizes, times, code_of = {}, {}, {}, {}
     for (path, x), code in zip(leaves_of(params), codes):
-      labels[path] = 'adam' if found[path] is None else 'muon'
+      code_of[path] = code
+      labels[path] = 'other' if found[path] is None else 'muon'
+      is_late = found[path] is not None and code is not None
+      times[path] = 'late' if is_late else 'at once'
       if isinstance(code, Frozen):
         labels[path] = 'frozen'
       elif found[path] is not None:
@@ -245,28 +255,40 @@ def demo_muon(
         )
 
     def by_label(
-      muon: optax.GradientTransformation, adam: optax.GradientTransformation
+      muon: optax.GradientTransformation, other: optax.GradientTransformation
     ) -> optax.GradientTransformation:
-      parts = {'muon': muon, 'adam': adam, 'frozen': optax.set_to_zero()}
+      parts = {'muon': muon, 'other': other, 'frozen': optax.set_to_zero()}
       return optax.partition(parts, matrices.tree_of(labels))
 
     muon = links.own_muon(beta, mu_dtype, axes, workers)
-    # Adam without a momentum, which would be a third copy of its leaves.
-    adam = optax.scale_by_rms(
+    # Without a first moment, which would be a third copy of its leaves.
+    scale = optax.scale_by_rms(
       0.95, eps=1e-8, eps_in_sqrt=False, bias_correction=True
     )
     unit_rms = links.scale_to_unit_rms(axes, min_rms=_MIN_RMS)
     to_size = links.scale_each(matrices.tree_of(sizes))
-    return links.chain(
-      workers,
-      sent,
-      per_worker(by_label(muon, optax.identity()), workers=workers),
-      exchange_by(sent),
-      by_label(
-        optax.chain(unit_rms, to_size, *descent),
-        optax.chain(adam, *adam_descent),
-      ),
-    )
+    own = per_worker(by_label(muon, optax.identity()), workers=workers)
+
+    def exchanged(sent: CompressorTree, *, late: bool) -> list[Any]:
+      # Predicts the missing update by the last one.
+      ahead = [optax.scale_by_optimistic_gradient()] if late else []
+      return [
+        exchange_by(sent, delayed=late),
+        by_label(
+          optax.chain(unit_rms, to_size, *ahead, *descent),
+          optax.chain(scale, *other_descent),
+        ),
+      ]
+
+    if not delayed:
+      return links.chain(workers, sent, own, *exchanged(sent, late=False))
+    of_part = matrices.tree_of(code_of)
+    parts = {}
+    for name in ('late', 'at once'):
+      part = exchanged(of_part, late=name == 'late')
+      parts[name] = links.chain(workers, of_part, *part)
+    of_time = optax.partition(parts, matrices.tree_of(times))
+    return links.chain(workers, sent, own, of_time)
 
   def init_fn(params: chex.ArrayTree) -> Any:
     # All links have states in the momentum's dtype.
@@ -290,16 +312,16 @@ def demo_muon(
 def _descent(
   learning_rate: optax.ScalarOrSchedule,
   weight_decay: chex.Numeric,
+  prefix: str = '',
   mask: Any = None,
-  kind: str = '',
 ) -> list[optax.GradientTransformation]:
   """Returns links from directions to updates, in the parameters' dtype."""
   # Arrays and schedules are unknown before the step.
   if isinstance(learning_rate, jax.Array):
-    _checks.check_is_scalar(f'{kind}learning_rate', learning_rate)
+    _checks.check_is_scalar(f'{prefix}learning_rate', learning_rate)
   elif not callable(learning_rate):
-    _checks.check_range(f'{kind}learning_rate', learning_rate, '[0, inf)')
-  _checks.check_range(f'{kind}weight_decay', weight_decay, '[0, inf)')
+    _checks.check_range(f'{prefix}learning_rate', learning_rate, '[0, inf)')
+  _checks.check_range(f'{prefix}weight_decay', weight_decay, '[0, inf)')
   cast = optax.stateless(
     lambda u, p: u if p is None else optax.tree.cast_like(u, p)
   )

@@ -60,7 +60,6 @@ def run(
   tx = demo_optax.scale_by_demo(compressor, decay, workers=who, **kwargs)
   params = {k: jnp.zeros(s) for k, s in shapes.items()}
   state = tx.init(params)
-  ema = kwargs.pop('ema', False)
   oracles = {
     k: Oracle(
       s,
@@ -71,7 +70,6 @@ def run(
       padding=padding,
       values=values,
       of=limit**2 if proportional else None,
-      gradient_weight=1 - decay if ema else 1.0,
       **kwargs,
     )
     for k, s in shapes.items()
@@ -119,11 +117,16 @@ SECOND = {'average': 'workers', 'alpha': 0.2}
 @pytest.mark.parametrize(
   'workers, steps, rule',
   [
-    (3, 12, {'ema': True, 'decay': 0.995, 'shapes': TWO, **SECOND}),
+    (
+      3,
+      12,
+      {'gradient_weight': 1 - 0.995, 'decay': 0.995, 'shapes': TWO, **SECOND},
+    ),
     # A worker is left out now and then.
     (5, 12, {'left_out': 3, 'alpha': 0.2, 'shapes': TWO}),
     (5, 12, {'left_out': 3, 'average': 'workers', 'shapes': TWO}),
     (3, 12, {'left_out': 1, 'shapes': TWO, **SECOND}),
+    (3, 8, {'left_out': 1, 'shapes': TWO, 'delayed': True, **SECOND}),
     *(
       (3, 8, {'values': values, 'shapes': TWO})
       for values in ('bfloat16', 'int8', 'int4', 'sign')

@@ -38,9 +38,10 @@ def numpy_newton_schulz(x):
 
 
 def numpy_demo_muon(
-  params, gradients, rate, *, limit, topk, values, rest, share
+  params, gradients, rate, *, limit, topk, values, rest, share, delayed
 ):
   """Yields parameters; gradients are lists, over steps, of `[N, ...]`."""
+  moves = []  # of the matrix
   beta, decay, b2 = 0.95, 0.9, 0.95
   count = len(gradients[0]['w'])
   oracles = {
@@ -78,8 +79,12 @@ def numpy_demo_muon(
     u = oracles['w'].exchange(sent)
     u = u / np.sqrt(np.mean(u * u))
     # Muon's length by fan_in, longer for what waits in the residual.
-    u = u / np.sqrt(len(u) * (1 - decay * (1 - share)))
-    params['w'] = params['w'] - rate * u
+    moves.append(u / np.sqrt(len(u) * (1 - decay * (1 - share))))
+    if not delayed:
+      params['w'] = params['w'] - rate * moves[-1]
+    elif t > 1:  # the first one has none before it
+      before = moves[max(0, t - 3)]
+      params['w'] = params['w'] - rate * (2 * moves[t - 2] - before)
     u = oracles['norm'].exchange(norms)
     moment = b2 * moment + (1 - b2) * u * u
     step = u / (np.sqrt(moment / (1 - b2**t)) + 1e-8)
@@ -88,8 +93,10 @@ def numpy_demo_muon(
 
 
 @pytest.mark.core
-@pytest.mark.parametrize('values', ['float32', 'sign'])
-def test_oracle(values, x64):
+@pytest.mark.parametrize(
+  'values, delayed', [('float32', False), ('sign', False), ('sign', True)]
+)
+def test_oracle(values, delayed, x64):
   """Momentum, Newton-Schulz, exchange, norm and Adam, one worker with NaN."""
   rng = np.random.default_rng(0)
   shapes = {'w': (24, 40), 'norm': (31,)}
@@ -104,7 +111,9 @@ def test_oracle(values, x64):
     name: demo_optax.dct_topk(16, k, values=values, proportional=False)
     for name, k in (('w', 9), ('norm', 5))
   }
-  tx = demo_optax.demo_muon(0.01, workers=workers, compressor=compressor)
+  tx = demo_optax.demo_muon(
+    0.01, workers=workers, compressor=compressor, delayed=delayed
+  )
   state, found = tx.init(params), params
   update = jax.jit(tx.update)
   expected = numpy_demo_muon(
@@ -116,6 +125,7 @@ def test_oracle(values, x64):
     values=values,
     rest=5,
     share=9 / (12 * 14),  # 24x40 has six chunks of up to 12x14
+    delayed=delayed,
   )
   for g, want in zip(gradients, expected):
     updates, state = update(g, state, found)
@@ -138,7 +148,7 @@ def update_of(
 def orthonormalised(params, gradients, **options):
   """The update of one step in which everything is sent, as float32."""
   return update_of(
-    params, gradients, adam_learning_rate=1.0, compressor=EVERYTHING, **options
+    params, gradients, other_learning_rate=1.0, compressor=EVERYTHING, **options
   )[0]
 
 
@@ -654,23 +664,23 @@ def test_devices_orthonormalise_whole_matrices(kind, number):
 
 
 def test_rates_and_weight_decay_of_both_kinds_of_leaves():
-  """Each has its own; Adam's step is as long as its rate, however small.
+  """Each has its own; scaled by RMS a step is as long as its rate.
 
   As in `optax.contrib.muon`, a decay is times the rate of its kind.
   """
   params = {'up': jnp.ones((16, 16)), 'norm': jnp.ones(16)}
   gradients = {'up': jnp.ones((2, 16, 16)), 'norm': jnp.full((2, 16), 1e-4)}
-  for rate, adam in ((0.0, 1e-2), (1e-2, 0.0), (1e-5, 1e-5)):
+  for rate, other in ((0.0, 1e-2), (1e-2, 0.0), (1e-5, 1e-5)):
     updates, _ = update_of(
-      params, gradients, rate, adam_learning_rate=adam, compressor=EVERYTHING
+      params, gradients, rate, other_learning_rate=other, compressor=EVERYTHING
     )
-    for name, expected in (('up', rate / 4), ('norm', adam)):
+    for name, expected in (('up', rate / 4), ('norm', other)):
       np.testing.assert_allclose(rms(updates[name]), expected, rtol=0.01)
   updates, _ = update_of(
     params,
     jax.tree.map(jnp.zeros_like, gradients),
     weight_decay=0.1,
-    adam_weight_decay=0.2,
+    other_weight_decay=0.2,
   )
   for name, value in (('up', -0.1), ('norm', -0.2)):
     np.testing.assert_allclose(updates[name], value, rtol=1e-6)
@@ -679,7 +689,7 @@ def test_rates_and_weight_decay_of_both_kinds_of_leaves():
 def test_steps_that_all_workers_lost_do_not_wear_second_moments():
   one = demo_optax.Workers.simulated(1)
   tx = demo_optax.demo_muon(
-    0.1, adam_learning_rate=0.1, workers=one, compressor=EVERYTHING
+    0.1, other_learning_rate=0.1, workers=one, compressor=EVERYTHING
   )
   params = {'norm': jnp.zeros(16)}
   state, update = tx.init(params), jax.jit(tx.update)

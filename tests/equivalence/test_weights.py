@@ -93,7 +93,7 @@ def test_a_weighted_average_is_the_mean_of_all_rows():
   params = jnp.ones(3)
   parts = jnp.split(x, np.cumsum(sizes)[:-1])
   gradients = jnp.stack([jax.grad(loss_of)(params, part) for part in parts])
-  tx = demo_optax.average(workers=demo_optax.Workers.simulated(N))
+  tx = demo_optax.average_gradients(workers=demo_optax.Workers.simulated(N))
   mean, _ = tx.update(gradients, tx.init(params), weight=jnp.array(sizes))
   np.testing.assert_allclose(mean, jax.grad(loss_of)(params, x), atol=1e-6)
 
@@ -109,7 +109,7 @@ TRANSFORMATIONS = {
   ),
   'chain': lambda workers: optax.chain(
     demo_optax.per_worker(optax.trace(0.5), workers=workers),
-    demo_optax.average(workers=workers),
+    demo_optax.average_gradients(workers=workers),
     optax.sgd(1e-2, momentum=0.9),
   ),
   'process': lambda workers: aggregating.process(
@@ -165,7 +165,9 @@ def test_an_nnx_optimizer():
   workers = demo_optax.Workers.simulated(2)
   model = nnx.Linear(3, 1, use_bias=False, rngs=nnx.Rngs(0))
   start = np.asarray(model.kernel[...])
-  tx = optax.chain(demo_optax.average(workers=workers), optax.sgd(1.0))
+  tx = optax.chain(
+    demo_optax.average_gradients(workers=workers), optax.sgd(1.0)
+  )
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
   @demo_optax.data_parallel(workers, batch_argnames='x')

@@ -125,7 +125,13 @@ def check_equal(found):
 
 
 @pytest.mark.parametrize(
-  'method, evaluates', [('demo', False), ('demo_diloco', False), ('demo', True)]
+  'method, evaluates',
+  [
+    ('demo', False),
+    ('demo_diloco', False),
+    ('delayed', False),
+    ('demo', True),
+  ],
 )
 def test_a_late_worker(method, evaluates):
   """It costs the others one deadline, and applies the lists that it missed."""
@@ -392,7 +398,7 @@ def test_mistakes():
   workers = demo_optax.Workers.remote('tcp://127.0.0.1:1', rank=0, count=2)
   params = {'w': jnp.ones((8, 8))}
   tx = demo_optax.demo(1e-2, workers=workers)
-  for each in (tx, demo_optax.average(workers=workers)):
+  for each in (tx, demo_optax.average_gradients(workers=workers)):
     with pytest.raises(
       ValueError, match='must be called in a demo_optax.data_par'
     ):
