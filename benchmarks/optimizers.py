@@ -134,9 +134,15 @@ def planned(
   """Returns what counts the bytes of an exchange."""
 
   def bytes_of(params: Any) -> tuple[float, float, float]:
-    plan = demo_optax.plan(params, compressor, workers, **owners(s))
-    sent, received = plan.sent_bytes / period, plan.received_bytes / period
-    return sent, received, plan.dense_bytes()
+    parts = [params]
+    if s['delayed'] == 'matrices':  # which have a message of their own
+      parts = [part_of(params, label) for label in ('matrix', 'other')]
+    plans = [
+      demo_optax.plan(part, compressor, workers, **owners(s)) for part in parts
+    ]
+    sent = sum(plan.sent_bytes for plan in plans) / period
+    received = sum(plan.received_bytes for plan in plans) / period
+    return sent, received, sum(plan.dense_bytes() for plan in plans)
 
   return bytes_of
 
@@ -149,6 +155,15 @@ def matrix_or_other(params: Any) -> Any:
   )
   return jax.tree.structure(params).unflatten(
     ['other' if x is None else 'matrix' for x in dimensions]
+  )
+
+
+def part_of(params: Any, label: str) -> Any:
+  """Returns the parameters with a label of `matrix_or_other`."""
+  return jax.tree.map(
+    lambda x, own: x if own == label else optax.MaskedNode(),
+    params,
+    matrix_or_other(params),
   )
 
 

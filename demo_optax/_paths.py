@@ -56,8 +56,3 @@ def is_bucket(keys: Keys) -> bool:
   """Returns whether a leaf is a bucket of an exchange, by its path."""
   fields = (STACKED, 'momentum'), (STACKED, 'update_residual')
   return keys[-3:-1] in fields and str(keys[-1]).startswith('bucket_')
-
-
-def is_message(keys: Keys) -> bool:
-  """Returns whether a leaf is a message in flight, by its path."""
-  return keys[-3:-1] == (STACKED, 'message')

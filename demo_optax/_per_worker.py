@@ -62,8 +62,11 @@ def per_worker(
     if not jax.tree.leaves(state):  # NaN needs no help to be passed on
       return updates, new
     good = stays_finite(updates, new, state)
-    updates = jax.tree.map(lambda u: jnp.where(good, u, jnp.nan), updates)
-    return updates, optax.tree.where(good, new, state)
+
+    def or_nan(update: jax.Array) -> jax.Array:
+      return jnp.where(good, update, jnp.nan)
+
+    return jax.tree.map(or_nan, updates), optax.tree.where(good, new, state)
 
   def update_fn(
     updates: chex.ArrayTree,
@@ -76,8 +79,9 @@ def per_worker(
     if in_step:
       updates = inside.check_own_gradients(updates)
     else:
-      for (path, g), p in zip(*_tree.flatten_alike(updates, params)):
-        checks.check_gradient(leaf_name(path), g, p, workers)
+      pairs = zip(*_tree.flatten_alike(updates, params))
+      for (path, gradient), param in pairs:
+        checks.check_gradient(leaf_name(path), gradient, param, workers)
     made = jax.eval_shape(tx.init, _tree.mask_others(like))
     _tree.check_state(own, made, int(not in_step), workers)
     given = _tree.mask_others(updates)

@@ -66,12 +66,15 @@ def check_replicas(
       several[keys] = x
   found = []
   for keys, held in copies(several).items():
-    if other := differing(held):
-      devices = {copy.device for copy in other} - {None}
-      numbers = {worker_of[device] for device in devices & {*worker_of}}
-      processes = {copy.process for copy in other}
-      ids = {device.id for device in devices}
-      sets = map(sorted, (ids, numbers, processes))
+    devices, numbers, processes = set(), set(), set()
+    for copy in differing(held):
+      processes.add(copy.process)
+      if copy.device is not None:
+        devices.add(copy.device.id)
+      if copy.device in worker_of:
+        numbers.add(worker_of[copy.device])
+    if processes:
+      sets = map(sorted, (devices, numbers, processes))
       found.append(Difference(dotted(keys), *map(tuple, sets)))
   return found
 
@@ -103,15 +106,15 @@ def copies(values: Mapping[Name, Any]) -> dict[Name, list[Copy]]:
   lines = []
   for name, x in values.items():
     if not hasattr(x, 'dtype'):
-      x = np.uint32(zlib.crc32(repr(x).encode()))
+      x = _checksum(repr(x))
     arrays[name] = x
     lines.append(f'{name} {x.shape} {x.dtype} {is_local(x)}')
-  # uint32[arrays, devices, 2]
-  own = np.zeros((len(arrays), jax.local_device_count(), 2), np.uint32)
+  shape = len(arrays), jax.local_device_count(), 2
+  own = np.zeros(shape, np.uint32)
   digests = [*map(_digest_blocks, arrays.values())]  # all are started first
   for row, digest in zip(own, digests):
     row[: len(digest)] = jax.device_get(digest)
-  tree = np.uint32(zlib.crc32('\n'.join(lines).encode()))
+  tree = _checksum('\n'.join(lines))
   trees = np.asarray(multihost_utils.process_allgather(tree))
   if (trees != trees[0]).any():
     raise ValueError(
@@ -130,6 +133,10 @@ def copies(values: Mapping[Name, Any]) -> dict[Name, list[Copy]]:
       digest = next(in_order[process]).tobytes()
       held[name].append(Copy(device, process, block, digest))
   return held
+
+
+def _checksum(text: str) -> np.uint32:
+  return np.uint32(zlib.crc32(text.encode()))
 
 
 def differing(held: Sequence[Copy]) -> list[Copy]:
@@ -181,18 +188,21 @@ def _digest_blocks(x: Array) -> list[Array]:
   """Digests the blocks of an array in this process, as `_holders` orders."""
   if not isinstance(x, jax.Array):
     x = np.asarray(x)
-    return [packing.digest_block(x, np.zeros(x.ndim, np.uint32), x.shape)]
+    start = np.zeros(x.ndim, np.uint32)
+    return [packing.digest_block(x, start, x.shape)]
   if prng.is_key_array(x):
     x = jax.random.key_data(x)
   found = []
   for shard in sorted(x.addressable_shards, key=lambda s: s.device.id):
     # Where the block begins: words count with their places in the array.
-    start = np.array([part.start or 0 for part in shard.index], np.uint32)
+    starts = [part.start or 0 for part in shard.index]
+    start = np.array(starts, np.uint32)
     if platform.digests_on_host(shard.device):
       data = np.asarray(shard.data)
       found.append(packing.digest_block(data, start, x.shape))
       continue
     # On this device, not on the mesh that the caller has set.
-    with jax.set_mesh(Mesh([shard.device], ('device',))):
+    mesh = Mesh([shard.device], ('device',))
+    with jax.set_mesh(mesh):
       found.append(packing.digest_block(shard.data, start, x.shape))
   return found

@@ -1,4 +1,4 @@
-"""The exchange of decoupled momentum as an optax transformation."""
+"""Exchanges decoupled momentum, as an optax transformation."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ from demo_optax.workers import Workers, checks, inside, lift
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class LayoutOf:
-  """Holds the static `Layout` of a state, and a digest of it as an array.
+  """Holds a state's static `Layout`, and its digest as an array.
 
   `digest`, uint32 `[4]`, is saved with the momentum. It differs from that of
   `layout` if another layout's state was restored.
@@ -49,15 +49,15 @@ def _register(flax: Any) -> None:
 
 
 def _restored(target: LayoutOf, saved: dict[str, Any]) -> LayoutOf:
-  """Returns a layout's state from that of `flax.serialization`."""
+  """Returns a layout's state from what `flax.serialization` saved."""
   check_digest(saved['digest'], target.layout)
   return LayoutOf(saved['digest'], target.layout)
 
 
 def layouts_in(tree: Any, *, checked: bool = False) -> dict[Keys, Layout]:
-  """Returns the layouts of all states in a tree, by paths of the states.
+  """Returns the layouts in all states in a tree, by their paths.
 
-  Leaves out states without types, as those of Flax. If `checked`, raises for
+  Leaves out states without types, as Flax makes them. If `checked`, raises for
   these, and for a state that was restored from another layout.
   """
   layouts = {}
@@ -75,7 +75,7 @@ def layouts_in(tree: Any, *, checked: bool = False) -> dict[Keys, Layout]:
 
 
 class DeMoState(NamedTuple):
-  """State of `scale_by_demo`; stacked arrays are under `worker_stacked`.
+  """The state in `scale_by_demo`; stacked arrays are under `worker_stacked`.
 
   Attributes:
     count: int32 `[]`, exchanges so far.
@@ -189,6 +189,11 @@ def scale_by_demo(
     raise ValueError(
       f"exchange must be 'all_gather' with delayed=True, got {exchange!r}. Give"
       " 'all_gather', or leave out delayed."
+    )
+  if delayed and isinstance(alpha, jax.Array):
+    raise ValueError(
+      'alpha must be a number with delayed=True, got an array, which may be'
+      ' another one when a message leaves the momentum. Give a Python number.'
     )
 
   def config_of(layout: Layout) -> algorithm.ExchangeConfig:
@@ -324,7 +329,7 @@ def check_layout(
 def _check_buckets(
   state: DeMoState, config: algorithm.ExchangeConfig, workers: Workers
 ) -> None:
-  """Raises unless the momentum of a state is that of its layout and workers."""
+  """Raises unless the momentum in a state fits its layout and workers."""
   check_digest(state.layout.digest, config.layout)
   made = {keys: jnp.shape(x) for keys, x in leaves_of(state.worker_stacked)}
   needed = {
@@ -359,7 +364,7 @@ def check_digest(digest: Any, layout: Layout) -> None:
 def resolve_update_values(
   exchange: str, update_values: str | None, workers: Workers
 ) -> str:
-  """Returns the code of updates; raises unless the arguments make sense."""
+  """Returns the code for updates; raises unless the arguments make sense."""
   _checks.check_choice('exchange', exchange, get_args(algorithm.ExchangeKind))
   if workers.relay is not None and exchange == 'all_to_all':
     raise ValueError(

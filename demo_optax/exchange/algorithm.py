@@ -201,7 +201,7 @@ def exchange(
 
   held, last = dict(state.momentum), []
   if config.delayed:
-    # The last message leaves the momentum, as the others read it.
+    # The last message leaves the momentum, with the values that others read.
     alone = dataclasses.replace(group, size=1)
     rows = jax.tree.map(lambda x: x[None], state.message)
     received, _ = packer.unpack(rows, alone)

@@ -198,6 +198,9 @@ def demo_muon(
   References:
     Jordan et al., `Muon: An optimizer for hidden layers in neural networks
     <https://kellerjordan.github.io/posts/muon>`_, 2024.
+
+    Zmushko et al., `One-Step Gradient Delay is Not a Barrier
+    <https://arxiv.org/abs/2606.30634>`_, 2026, on `delayed`.
   """
   descent = _descent(learning_rate, weight_decay)
   if other_learning_rate is None:

@@ -161,7 +161,7 @@ class Call:
     axis: that of the rows in results.
     states: by the form of shared arguments, the numbers of the first array of
       each. A result of this form is the argument's next value.
-    alike: numbers of the arrays of arguments that have one form.
+    ambiguous: numbers of the arrays in arguments of the same form.
     own_params: see `own_params.find`.
   """
 
@@ -170,7 +170,7 @@ class Call:
   rows: int | None
   axis: int
   states: dict[StateForm, list[int]]
-  alike: frozenset[int]
+  ambiguous: frozenset[int]
   own_params: dict[int, list[int]]
 
   def replace(
@@ -201,7 +201,7 @@ def analyse(
   """
   arrays: list[Array] = []
   states: dict[StateForm, list[int]] = {}
-  alike: set[int] = set()
+  ambiguous: set[int] = set()
   paths: dict[int, Keys] = {}  # of the NNX objects
   for name, value in named:
     own = _arrays_of(name, value, options, paths)
@@ -215,7 +215,7 @@ def analyse(
       # Which of them a result continues is known by the order alone.
       if len(starts) > 1:
         for start in starts:
-          alike.update(range(start, start + len(own)))
+          ambiguous.update(range(start, start + len(own)))
     arrays += own
   said = modules.variables(objects)
   for ((number, *rest), role), x in zip(said, variables):
@@ -231,7 +231,7 @@ def analyse(
   rows = _rows(step, workers, options, arrays)
   axis = next((x.axis for x in arrays if x.role is Role.BATCH), 0)
   copies = own_params.find([array.keys for array in arrays])
-  return Call(form, arrays, rows, axis, states, frozenset(alike), copies)
+  return Call(form, arrays, rows, axis, states, frozenset(ambiguous), copies)
 
 
 def _arrays_of(
@@ -278,14 +278,18 @@ def _array(
   said: Role | None,
   is_batch: bool = False,
 ) -> Array:
-  """Returns what is known of an array; `said` is of `modules.roles_of`."""
+  """Analyses an array; `said` is from `modules.roles_of`."""
   struct = jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x))
   array = Array(keys, struct, Role.SHARED)
   array.role = _role(array, said, is_batch)
   return array
 
 
-def place(workers: Workers, x: Any, a: Array) -> Any:
+def place(
+  workers: Workers,
+  x: Any,
+  a: Array,
+) -> Any:
   """Puts an argument's array where it belongs, unless it is on the mesh."""
   if a.in_state and type(x) is int:
     # A count of 0 in a state gets the dtype of those that a step returns, or
@@ -309,7 +313,11 @@ def place(workers: Workers, x: Any, a: Array) -> Any:
   return put(x, target)
 
 
-def _role(x: Array, said: Role | None, is_batch: bool) -> Role:
+def _role(
+  x: Array,
+  said: Role | None,
+  is_batch: bool,
+) -> Role:
   """Returns the role of an array; `said` is what its variable's class says."""
   if is_stacked(x.keys[1:]):
     return Role.STACKED
@@ -336,7 +344,11 @@ def _axis_of(options: Options, name: str) -> int:
   return options.axis or 0
 
 
-def _check_batch(name: str, value: Any, arrays: Sequence[Array]) -> None:
+def _check_batch(
+  name: str,
+  value: Any,
+  arrays: Sequence[Array],
+) -> None:
   """Raises for a batch without arrays to cut."""
   kind = value.type if isinstance(value, Constant) else type(value)
   is_container = issubclass(kind, Mapping | tuple | list)

@@ -115,7 +115,11 @@ def collect(
   values: list[jax.Array] = []
   results: list[Result] = []
 
-  def add(result: Result, x: jax.Array, role: Role | None) -> None:
+  def add(
+    result: Result,
+    x: jax.Array,
+    role: Role | None,
+  ) -> None:
     number = unchanged.get(id(x))
     if result.role is not Role.BATCH:
       result.role = _role(call, result, x, role, number is not None)
@@ -175,7 +179,11 @@ def settle(
   return own, equal
 
 
-def hold(workers: Workers, result: Result, x: jax.Array) -> jax.Array:
+def hold(
+  workers: Workers,
+  result: Result,
+  x: jax.Array,
+) -> jax.Array:
   """Returns a result where it belongs."""
   types_say_it = workers.mesh is None or workers.is_explicit
   is_state = result.at is not None or result.role is Role.STACKED
@@ -211,7 +219,7 @@ def _role(
     return Role.STACKED
   if said in (None, Role.KEY) and prng.is_key_array(x):
     return Role.KEY
-  is_unknown = result.at is None or result.at in call.alike
+  is_unknown = result.at is None or result.at in call.ambiguous
   if said is Role.ADDED and (is_unknown or is_unchanged):
     return Role.SHARED
   if said is not None:
@@ -255,9 +263,14 @@ def _combine(
   raise ValueError(inside.differs_text(name, inside.RETURNED))
 
 
-def _check_rows(result: Result, x: jax.Array, call: Call) -> None:
+def _check_rows(
+  result: Result,
+  x: jax.Array,
+  call: Call,
+) -> None:
   """Raises for marked rows that are not those of the worker's batch."""
-  if call.rows is None or x.shape[call.axis : call.axis + 1] != (call.rows,):
+  length = x.shape[call.axis : call.axis + 1]  # () if it has no such axis
+  if length != (call.rows,):
     raise ValueError(
       f'out_batch must be given arrays with the {call.rows} rows of a worker'
       f' along axis {call.axis}, got {result.name} of shape {x.shape}. Return'

@@ -29,5 +29,5 @@ class Role(enum.Enum):
 
   @property
   def is_own(self) -> bool:
-    """Whether each worker has a part of its own."""
+    """Whether workers have different parts."""
     return self in (Role.BATCH, Role.STACKED)

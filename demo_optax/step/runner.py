@@ -78,7 +78,7 @@ class Runner:
     index: jax.Array,
     arrays: Sequence[jax.Array],
   ) -> _Settled:
-    """Runs the step of a worker with devices, or a program, of its own."""
+    """Runs the step of a worker that shares no device, or is a program."""
     # In the step nothing has a worker axis.
     inner = dataclasses.replace(workers, stacked_state=False)
     view = StepView(workers.axis, self.workers.count, inner)

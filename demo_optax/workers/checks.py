@@ -75,7 +75,11 @@ def check_gradient(
     )
 
 
-def check_sharding(path: Path, param: jax.Array, workers: Workers) -> None:
+def check_sharding(
+  path: Path,
+  param: jax.Array,
+  workers: Workers,
+) -> None:
   """Raises if a parameter's type says that it is sharded as workers do not.
 
   Only axes of type Explicit are in the types of arrays. There the exchange

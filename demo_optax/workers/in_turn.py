@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import jax
 from jax.custom_batching import sequential_vmap
 from jax.extend import core
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from demo_optax.workers.collectives import Axis, first
 from demo_optax.workers.variation import (
@@ -25,7 +26,7 @@ _MAPPED = watch_p.name, 'axis_index', 'custom_vmap_call'
 
 def run_in_turn(
   closed: core.ClosedJaxpr,
-  origins: Mapping[core.Var, Origin],
+  origins: Mapping[Var, Origin],
   axis: Axis,
   args: Sequence[jax.Array],
 ) -> list[jax.Array]:
@@ -39,12 +40,12 @@ def run_in_turn(
   values = dict(zip(jaxpr.constvars, closed.consts))
   values.update(zip(jaxpr.invars, args))
 
-  def read(atom: core.Var | core.Literal) -> jax.Array:
-    return values[atom] if isinstance(atom, core.Var) else atom.val
+  def read(atom: Var | core.Literal) -> jax.Array:
+    return values[atom] if isinstance(atom, Var) else atom.val
 
-  pending: list[core.JaxprEqn] = []  # of the worker's own, not yet run
+  pending: list[JaxprEqn] = []  # of the worker's own, not yet run
 
-  def run_pending(later: list[core.JaxprEqn]) -> None:
+  def run_pending(later: list[JaxprEqn]) -> None:
     """Runs what is pending; keeps what later equations and results read."""
     used = {*_variables(later), *_only(jaxpr.outvars)}
     outs = [v for v in _made(pending) if v in used]
@@ -78,10 +79,10 @@ def run_in_turn(
 
 
 def _part(
-  jaxpr: core.Jaxpr,
-  eqns: list[core.JaxprEqn],
-  outs: list[core.Var],
-) -> tuple[Callable[..., list[jax.Array]], list[core.Var]]:
+  jaxpr: Jaxpr,
+  eqns: list[JaxprEqn],
+  outs: list[Var],
+) -> tuple[Callable[..., list[jax.Array]], list[Var]]:
   """Returns a function of some equations of a program, and what it reads."""
   made = {*_made(eqns)}
   ins = [v for v in _variables(eqns) if v not in made]
@@ -89,17 +90,17 @@ def _part(
   return core.jaxpr_as_fun(core.ClosedJaxpr(part, [])), ins
 
 
-def _made(eqns: Sequence[core.JaxprEqn]) -> list[core.Var]:
+def _made(eqns: Sequence[JaxprEqn]) -> list[Var]:
   """Returns the variables that equations compute."""
   return [v for eqn in eqns for v in eqn.outvars]
 
 
-def _variables(eqns: Sequence[core.JaxprEqn]) -> list[core.Var]:
+def _variables(eqns: Sequence[JaxprEqn]) -> list[Var]:
   """Returns the variables that equations read, each once."""
   return _only(atom for eqn in eqns for atom in eqn.invars)
 
 
-def _only(atoms: Iterable[object]) -> list[core.Var]:
+def _only(atoms: Iterable[object]) -> list[Var]:
   """Returns the variables among variables and constants."""
-  variables = (atom for atom in atoms if isinstance(atom, core.Var))
+  variables = (atom for atom in atoms if isinstance(atom, Var))
   return [*dict.fromkeys(variables)]

@@ -212,7 +212,7 @@ def check_arguments(
   params: chex.ArrayTree | None,
   hyperparams: chex.ArrayTree,
 ) -> tuple[Any, Any, Any, Any]:
-  """Returns what reaches an exchange in a step; leaves checks of it there.
+  """Leaves checks of an exchange's arguments in a step; returns these.
 
   Parameters and hyperparameters must be equal on all workers.
   """
@@ -280,7 +280,12 @@ def _call_stacked(
     if keys[0] < 2:  # Updates and state come first, and come back.
       outputs.append(is_own or (is_update and own_updates))
 
-  def rule(size: int, batched: Any, index: Any, *arrays: Any) -> Any:
+  def rule(
+    size: int,
+    batched: Any,
+    index: Any,
+    *arrays: Any,
+  ) -> Any:
     del index
     leaves = [*constants]
     of_arrays = zip(places, arrays, has_axis, batched[1:])

@@ -144,7 +144,8 @@ class _Mapped:
       read_specs = tuple(given.get(variable, devices) for variable in read)
       return shard_map(on_device, in_specs=read_specs, out_specs=written_specs)
 
-    parts = split.PartedStep(core.ClosedJaxpr(body, []), build=build)
+    closed = core.ClosedJaxpr(body, [])
+    parts = split.PartedStep(closed, build=build)
     rounds = iter(parts.are_early)
 
     def meet(_: object, sent: list[jax.Array] | None) -> list[Any]:
@@ -199,14 +200,15 @@ class _Mapped:
       )
     numbers = jnp.zeros([*sizes.values()], jnp.int32)  # [workers, *devices]
     to_blocks = functools.partial(_to_blocks, sizes)
-    found = mapped(numbers, *jax.tree.map(to_blocks, self.in_specs, args))
+    blocks = jax.tree.map(to_blocks, self.in_specs, args)
+    found = mapped(numbers, *blocks)
     return jax.tree.map(_from_blocks, self.out_specs, found)
 
 
 def _meet_devices(
   workers: Workers, x: jax.Array, early: bool
 ) -> list[jax.Array]:
-  """Returns what workers sent, and who is there, for each device of this one.
+  """Returns the messages, and who is present, for each device of this worker.
 
   From `[devices, ...]` to rows `[devices, workers, ...]`.
   """
@@ -214,11 +216,16 @@ def _meet_devices(
   rows, *flags = collectives.meet(x, programs, early)
   found = [jnp.moveaxis(rows, 1, 0)]
   for flag in flags:
-    found.append(jnp.broadcast_to(flag, (len(x), *flag.shape)))
+    shape = len(x), *flag.shape
+    found.append(jnp.broadcast_to(flag, shape))
   return found
 
 
-def _to_blocks(sizes: Mapping[str, int], spec: Spec, x: jax.Array) -> jax.Array:
+def _to_blocks(
+  sizes: Mapping[str, int],
+  spec: Spec,
+  x: jax.Array,
+) -> jax.Array:
   """Cuts every sharded dimension to `[*devices, length of a block]`."""
   for dim in reversed(range(len(spec.inner))):
     at = spec.stacked + dim
@@ -232,7 +239,8 @@ def _from_blocks(spec: Spec, x: jax.Array) -> jax.Array:
   """Undoes `_to_blocks`."""
   for dim in range(len(spec.inner)):
     at = spec.stacked + dim
-    x = jax.lax.collapse(x, at, at + 1 + len(entry(spec.inner, dim)))
+    num_axes = len(entry(spec.inner, dim))
+    x = jax.lax.collapse(x, at, at + num_axes + 1)
   return x
 
 
@@ -264,7 +272,8 @@ def run_alone(
     return vary(x, workers.axis) if is_inexact(x) else x
 
   state = jax.tree.map(lambda x: x[0], state)
-  own, state = fun(own, state, jax.tree.map(vary_floats, shared))
+  shared = jax.tree.map(vary_floats, shared)
+  own, state = fun(own, state, shared)
   return own, jax.tree.map(lambda x: x[None], state)
 
 
@@ -302,7 +311,8 @@ def stack(workers: Workers, x: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _copies(workers: Workers, x: jax.Array) -> jax.Array:
-  return place(workers, jnp.broadcast_to(x, (workers.count, *x.shape)))
+  shape = workers.count, *x.shape
+  return place(workers, jnp.broadcast_to(x, shape))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -333,11 +343,13 @@ def place(workers: Workers, x: jax.Array) -> jax.Array:
   """Returns `x [count, ...]`, each worker's part where the worker is."""
   if workers.mesh is None:
     return x
+  axis = workers.axis_name
   if workers.is_explicit:
     old = jax.typeof(x).sharding.spec
-    return reshard(workers, x, P(workers.axis_name, *old[1:]))
-  spec = P(workers.axis_name, *[P.UNCONSTRAINED] * (x.ndim - 1))
-  return jax.lax.with_sharding_constraint(x, _named(workers, spec))
+    return reshard(workers, x, P(axis, *old[1:]))
+  others = [P.UNCONSTRAINED] * (x.ndim - 1)
+  sharding = _named(workers, P(axis, *others))
+  return jax.lax.with_sharding_constraint(x, sharding)
 
 
 def spread(workers: Workers, x: jax.Array) -> jax.Array:
@@ -383,7 +395,11 @@ def join_rows(workers: Workers, x: jax.Array) -> jax.Array:
   return x.reshape(shape, out_sharding=_named(workers, spec))
 
 
-def reshard(workers: Workers, x: jax.Array, spec: P) -> jax.Array:
+def reshard(
+  workers: Workers,
+  x: jax.Array,
+  spec: P,
+) -> jax.Array:
   """Reshards `x` on Explicit axes; on Auto axes `shard_map` does it."""
   if not workers.is_explicit:
     return x

@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 from jax.extend import core
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding
 
@@ -42,6 +43,8 @@ class Origin(enum.IntFlag):
     return bool(self & _OWN)
 
 
+Origins = Sequence[Origin]  # of several values
+
 _SAME, _OWN = Origin.NOTHING, Origin.STATE | Origin.DATA
 
 # Collectives that make one value of all workers'.
@@ -56,7 +59,7 @@ traced_step: contextvars.ContextVar[Any] = contextvars.ContextVar(
 )
 
 # Raises for values that must differ, or must not.
-Check = Callable[[Sequence[Origin]], None]
+Check = Callable[[Origins], None]
 
 # Returns its operands. With `outputs`, these come from an exchange, which says
 # whether they differ.
@@ -86,11 +89,19 @@ def _identity(*arrays: Any, **params: object) -> list[Any]:
 mlir.register_lowering(watch_p, lambda _, *arrays, **params: list(arrays))
 
 
-def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+def _jvp(
+  primals: Any,
+  tangents: Any,
+  **params: Any,
+) -> Any:
   return watch_p.bind(*primals, **params), tangents
 
 
-def _batch(arrays: Any, dims: Any, **params: Any) -> Any:
+def _batch(
+  arrays: Any,
+  dims: Any,
+  **params: Any,
+) -> Any:
   if traced_step.get() is not None:
     raise ValueError(
       'A data_parallel step must call update, and what else exchanges, outside'
@@ -106,10 +117,10 @@ batching.primitive_batchers[watch_p] = _batch
 
 
 def follow(
-  jaxpr: core.Jaxpr,
-  inputs: Sequence[Origin],
+  jaxpr: Jaxpr,
+  inputs: Origins,
   axis: Axis,
-) -> dict[core.Var, Origin]:
+) -> dict[Var, Origin]:
   """Returns the origins of all variables in one worker's program.
 
   `inputs` are the origins of its inputs. `axis` is that of the workers in the
@@ -122,13 +133,13 @@ def follow(
 
 
 def origins_at(
-  known: Mapping[core.Var, Origin],
+  known: Mapping[Var, Origin],
   atoms: Iterable[object],
-) -> list[Origin]:
+) -> Origins:
   """Returns the origins of variables and constants."""
   found = []
   for atom in atoms:
-    if isinstance(atom, core.Var):
+    if isinstance(atom, Var):
       found.append(known.get(atom, _SAME))
     else:
       found.append(_SAME)
@@ -136,7 +147,7 @@ def origins_at(
 
 
 def waits(
-  eqn: core.JaxprEqn,
+  eqn: JaxprEqn,
   axis: Axis,
   also: Sequence[str] = (),
 ) -> bool:
@@ -154,7 +165,7 @@ def waits(
 
 
 def _waits_in(
-  jaxpr: core.Jaxpr,
+  jaxpr: Jaxpr,
   axis: Axis,
   also: Sequence[str] = (),
 ) -> bool:
@@ -168,7 +179,7 @@ def _is_over(params: Mapping[str, Any], axis: Axis) -> bool:
   return axis in (names if isinstance(names, tuple) else (names,))
 
 
-def _computed(origins: Sequence[Origin]) -> list[Origin]:
+def _computed(origins: Origins) -> Origins:
   """Returns the origins of what is computed from each value: no batch."""
   return [origin & ~Origin.ROWS for origin in origins]
 
@@ -188,9 +199,9 @@ class _Follower:
 
   def follow(
     self,
-    jaxpr: core.Jaxpr,
-    inputs: Sequence[Origin],
-  ) -> dict[core.Var, Origin]:
+    jaxpr: Jaxpr,
+    inputs: Origins,
+  ) -> dict[Var, Origin]:
     """Returns the origins of all variables."""
     known = dict(zip(jaxpr.invars, inputs))
     for eqn in jaxpr.eqns:
@@ -198,15 +209,15 @@ class _Follower:
       known.update(zip(eqn.outvars, outputs))
     return known
 
-  def _run(self, jaxpr: core.Jaxpr, inputs: Sequence[Origin]) -> list[Origin]:
+  def _run(self, jaxpr: Jaxpr, inputs: Origins) -> Origins:
     """Returns the origins of a program's outputs."""
     return origins_at(self.follow(jaxpr, inputs), jaxpr.outvars)
 
   def _outputs(
     self,
-    eqn: core.JaxprEqn,
-    inputs: list[Origin],
-  ) -> Sequence[Origin]:
+    eqn: JaxprEqn,
+    inputs: Origins,
+  ) -> Origins:
     """Returns the origins of the outputs of an equation."""
     name, count = eqn.primitive.name, len(eqn.outvars)
     if name in _RULES:
@@ -221,7 +232,7 @@ class _Follower:
       is_reduction = name.removesuffix('_invariant') in _REDUCTIONS
       is_same = is_reduction and not in_groups
       return [_SAME if is_same else Origin.DATA] * count
-    # A call: of jit, remat, or a function with a derivative of its own.
+    # A call: jit, remat, or a function whose derivative is given.
     for inner in core.jaxprs_in_params(eqn.params):
       if (len(inner.invars), len(inner.outvars)) == (len(inputs), count):
         return self._run(inner, inputs)
@@ -229,9 +240,9 @@ class _Follower:
 
   def _watch(
     self,
-    eqn: core.JaxprEqn,
-    inputs: list[Origin],
-  ) -> Sequence[Origin]:
+    eqn: JaxprEqn,
+    inputs: Origins,
+  ) -> Origins:
     check, outputs = eqn.params['check'], eqn.params['outputs']
     if check is not None and self._checks:
       check(inputs)
@@ -239,7 +250,7 @@ class _Follower:
       return inputs
     return [_OWN if differs else _SAME for differs in outputs]
 
-  def _ref(self, eqn: core.JaxprEqn, inputs: list[Origin]) -> Sequence[Origin]:
+  def _ref(self, eqn: JaxprEqn, inputs: Origins) -> Origins:
     raise ValueError(
       'A data_parallel step must not make mutable arrays, got jax.new_ref: what'
       ' is written to them cannot be followed. Use values that it returns.'
@@ -247,9 +258,9 @@ class _Follower:
 
   def _sharding(
     self,
-    eqn: core.JaxprEqn,
-    inputs: list[Origin],
-  ) -> Sequence[Origin]:
+    eqn: JaxprEqn,
+    inputs: Origins,
+  ) -> Origins:
     sharding = eqn.params['sharding']
     is_named = isinstance(sharding, NamedSharding)
     if is_named and self._axis in names_of(sharding.spec):
@@ -262,15 +273,15 @@ class _Follower:
 
   def _loop(
     self,
-    body: core.Jaxpr,
-    before: list[Origin],
-    carry: list[Origin],
-    after: list[Origin],
-  ) -> list[Origin]:
+    body: Jaxpr,
+    before: Origins,
+    carry: Origins,
+    after: Origins,
+  ) -> Origins:
     """Returns the origins of a loop's outputs, at the fixed point."""
     did_check, self._checks = self._checks, False
     carry = _computed(carry)
-    old: list[Origin] = []
+    old: Origins = []
     while old != carry:
       old = carry
       outputs = self._run(body, [*before, *carry, *after])
@@ -280,7 +291,7 @@ class _Follower:
     outputs = self._run(body, [*before, *carry, *after])
     return [*carry, *outputs[len(carry) :]]
 
-  def _scan(self, eqn: core.JaxprEqn, inputs: list[Origin]) -> Sequence[Origin]:
+  def _scan(self, eqn: JaxprEqn, inputs: Origins) -> Origins:
     body = eqn.params['jaxpr'].jaxpr
     # From shapes, since releases of JAX name the numbers differently: what is
     # scanned over, or stacked, has one more dimension outside of the body.
@@ -302,9 +313,9 @@ class _Follower:
 
   def _while(
     self,
-    eqn: core.JaxprEqn,
-    inputs: list[Origin],
-  ) -> Sequence[Origin]:
+    eqn: JaxprEqn,
+    inputs: Origins,
+  ) -> Origins:
     num_cond = eqn.params['cond_nconsts']
     num_consts = num_cond + eqn.params['body_nconsts']
     body = eqn.params['body_jaxpr'].jaxpr
@@ -316,7 +327,7 @@ class _Follower:
     self._check_common(ends, [body])
     return [_joined([x, ends]) for x in carry]
 
-  def _cond(self, eqn: core.JaxprEqn, inputs: list[Origin]) -> Sequence[Origin]:
+  def _cond(self, eqn: JaxprEqn, inputs: Origins) -> Origins:
     which, *operands = inputs
     branches = [branch.jaxpr for branch in eqn.params['branches']]
     self._check_common(which, branches)
@@ -326,7 +337,7 @@ class _Follower:
   def _check_common(
     self,
     condition: Origin,
-    programs: Sequence[core.Jaxpr],
+    programs: Sequence[Jaxpr],
   ) -> None:
     """Raises if only some workers would communicate."""
     is_waiting = any(_waits_in(jaxpr, self._axis) for jaxpr in programs)
@@ -347,7 +358,7 @@ def _num_equal(outer: Sequence[Any], inner: Sequence[Any]) -> int:
   return sum(x.aval.shape == y.aval.shape for x, y in pairs)
 
 
-# By primitive, where outputs are not computed from all inputs alike.
+# By primitive, where outputs are not computed from all inputs in one way.
 _RULES = {
   watch_p.name: _Follower._watch,
   'new_ref': _Follower._ref,

@@ -116,6 +116,10 @@ def test_mistakes():
     demo_optax.demo_muon(
       1e-2, workers=WORKERS, exchange='all_to_all', delayed=True
     )
+  with pytest.raises(ValueError, match='alpha must be a number'):
+    demo_optax.scale_by_demo(
+      workers=WORKERS, alpha=jnp.float32(0.2), delayed=True
+    )
   shared = compressors.Compressor(
     compressors.RandomSubset(1 / 4), compressors.Identity()
   )

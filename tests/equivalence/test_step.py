@@ -462,6 +462,10 @@ def test_few_calls_lead_from_an_update_to_its_message(workers, monkeypatch):
 
   all_gather = jax.lax.all_gather
   monkeypatch.setattr(jax.lax, 'all_gather', gather)
-  train(workers, 'demo', steps=1)
+  # Of its own, which no other test has traced.
+  compressor = demo_optax.dct_topk(chunk_size=4, topk=3)
+  tx = demo_optax.demo(1e-2, workers=workers, compressor=compressor)
+  step = make_step(tx, workers, jax.value_and_grad(loss_fn))
+  step(PARAMS, tx.init(PARAMS), X)
   from_update = stacks[0][stacks[0].index('update_fn') :]
   assert from_update[-1] == 'gather' and len(from_update) <= 8
