@@ -462,7 +462,8 @@ def follow(args: argparse.Namespace) -> None:
     assert follower.position.chain == job.links[0].position.chain
     received = (wire.passed - before) / args.rounds
     follower.close()
-    job.close()
+    job.relay.kill()
+    job.relay.wait()
     row = {'workers': workers, 'elements': size, 'bytes': round(received)}
     for every in (1, 10):
       row[f'copy_bfloat16_each_{every}'] = round(2 * size / every)

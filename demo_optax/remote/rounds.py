@@ -391,6 +391,8 @@ class Rounds:
     was_asked = (member.identity, member.asked) == (identity, number)
     member.identity, member.asked = identity, number
     if number == self.round:
+      if rank == frames.FOLLOWER:  # no lists need be kept for it any more
+        member.joins = False
       if not member.body:  # who follows has none, and does not heed it
         self._send(identity, Header(frames.AGAIN, rank, number))
     elif not (header.again and was_asked):

@@ -69,6 +69,7 @@ class RemoteProgram:
     self._rank = frames.FOLLOWER if rank is None else rank
     self._call, self._donated, self._run = call, donated, run
     self._closed: Any = None
+    self._is_source = False  # whether it must send its state
     self._follows: Any = None
     self._link = link_of(workers)
 
