@@ -107,7 +107,7 @@ class Plan:
   update_bytes: int
 
   def dense_bytes(self, itemsize: int = 4) -> float:
-    """Returns what a ring all-reduce of the gradient moves, each way."""
+    """Returns the bytes of a ring all-reduce of the gradient, each way."""
     return 2 * self.size * itemsize * (self.num_workers - 1) / self.num_workers
 
   def max_workers(self, itemsize: int = 4) -> float:
@@ -132,7 +132,7 @@ class Plan:
   __repr__ = __str__
 
   def table(self) -> str:
-    """Returns what leaves cost; equal ones share a row."""
+    """Returns the table of leaves; equal ones share a row."""
     names = collections.defaultdict(list)
     for leaf in self.leaves:
       names[_row(leaf)].append(leaf.name)

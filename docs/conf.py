@@ -52,7 +52,8 @@ autodoc_typehints_format = 'short'
 autodoc_member_order = 'bysource'
 python_maximum_signature_line_length = 60  # longer: one argument a line
 napoleon_use_rtype = False
-napoleon_use_ivar = True  # attributes as one list
+napoleon_use_ivar = True  # attributes as one list, without types
+napoleon_attr_annotations = False
 html_theme = 'furo'
 html_title = f'demo_optax {version}'
 

@@ -41,12 +41,16 @@ def public_names():
   )
   found = {}
   for module in (demo_optax, *submodules):
-    for name in _all(module):
+    for name in sorted(_all(module), key=_states_last):
       value = getattr(module, name)
       known = any(value is other for other in found.values())
       if not inspect.ismodule(value) and not known:
         found[f'{module.__name__}.{name}'] = value
   return found
+
+
+def _states_last(name):
+  return name.endswith('State'), name.lower()
 
 
 def _all(module):

@@ -19,7 +19,7 @@ from jax import Array
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from demo_optax.checkpoint.placement import fit_sharding, run
+from demo_optax.checkpoint.placement import Value, fit_sharding, run
 from demo_optax.compressors import chunking
 from demo_optax.compressors.bases import Basis
 from demo_optax.compressors.chunking import ChunkGrid
@@ -76,8 +76,8 @@ def coding_of(leaf: Leaf) -> Coding:
 
 
 def cut_bucket(
-  layout: Layout, number: int, bucket: Any, decoded: bool = False
-) -> dict[int, Any]:
+  layout: Layout, number: int, bucket: Value, decoded: bool = False
+) -> dict[int, Value]:
   """Cuts the leaves out of a bucket: coefficients by leaf number.
 
   They are sharded as the parameters, and in parameter space if `decoded`. The
@@ -131,10 +131,10 @@ def _leaves_of(
 def fill_bucket(
   layout: Layout,
   number: int,
-  leaves: Mapping[int, Any],
-  like: Any,
-  coefficients_of: Callable[[Leaf, Any], Array] = lambda _, c: c,
-) -> Any:
+  leaves: Mapping[int, Value],
+  like: Value,
+  coefficients_of: Callable[[Leaf, Value], Array] = lambda _, c: c,
+) -> Value:
   """Undoes `cut_bucket`; returns an array placed as `like`, in its dtype.
 
   `coefficients_of` takes a leaf and its value in `leaves`.
@@ -142,7 +142,7 @@ def fill_bucket(
   bucket = layout.buckets[number]
   axes = _bucket_axes(layout, number, like.shape[0])
 
-  def fill(leaves: Mapping[int, Any]) -> Array:
+  def fill(leaves: Mapping[int, Value]) -> Array:
     chunks = {}
     for i in layout.members(number):
       leaf = layout.leaves[i]
@@ -150,6 +150,7 @@ def fill_bucket(
       # [workers, *shards, *counts, n]
       x = _leaf_axes(layout, leaf, like.shape[0]).split(coefficients)
       shards = x.shape[: len(axes.groups) - 2]
+      # [workers, *shards, chunks, n]
       chunks[i] = x.reshape(*shards, leaf.grid.num_chunks, -1)
     join = functools.partial(layout.join, number, rows=bucket.all_chunks)
     rows = axes.split(_over_leading(join, len(axes.groups) - 2)(chunks))
@@ -168,14 +169,15 @@ def _over_leading(fun: Callable[..., Any], count: int) -> Callable[..., Any]:
 
 
 # Axes by name: those of the mesh, dimensions by number, and these.
+Axis = str | int
 _WORKER, _CHUNK, _N = -3, -2, -1
 
 
 class _Axes(NamedTuple):
   """An array's axes, and which are joined to one."""
 
-  sizes: dict[Any, int]  # by name, in the order of the array
-  groups: list[list[Any]]  # names, of each joined axis
+  sizes: dict[Axis, int]  # by name, in the order of the array
+  groups: list[list[Axis]]  # names, of each joined axis
 
   def join(self, x: Array) -> Array:
     """Returns an array with one axis for each group."""
@@ -196,22 +198,25 @@ class _Axes(NamedTuple):
 def _bucket_axes(layout: Layout, number: int, workers: int) -> _Axes:
   """Returns a bucket's axes; joins chunks on devices with the same shards."""
   bucket = layout.buckets[number]
-  inner = dict(layout.axis_sizes)
-  sizes: dict[Any, int] = {_WORKER: workers, **inner}
+  sizes: dict[Axis, int] = {_WORKER: workers}
+  groups: list[list[Axis]] = [[_WORKER]]
+  for name, size in layout.axis_sizes:
+    sizes[name] = size
+    if name not in bucket.split_axes:
+      groups.append([name])
   sizes |= {_CHUNK: bucket.num_chunks, _N: bucket.format.n}
-  shards = [[name] for name in inner if name not in bucket.split_axes]
-  return _Axes(sizes, [[_WORKER], *shards, [*bucket.split_axes, _CHUNK], [_N]])
+  return _Axes(sizes, [*groups, [*bucket.split_axes, _CHUNK], [_N]])
 
 
 def _leaf_axes(layout: Layout, leaf: Leaf, workers: int) -> _Axes:
   """Returns a leaf's axes; joins the shards of each dimension."""
   *counts, n = leaf.grid.coefficients_shape
-  sizes: dict[Any, int] = {_WORKER: workers}
+  sizes: dict[Axis, int] = {_WORKER: workers}
   for name, size in layout.axis_sizes:
     if name in leaf.sharding.axes:
       sizes[name] = size
   sizes |= {**dict(enumerate(counts)), _N: n}
-  groups: list[list[Any]] = [[_WORKER]]
+  groups: list[list[Axis]] = [[_WORKER]]
   for dim in range(len(counts)):
     groups.append([*entry(leaf.sharding.spec, dim), dim])
   return _Axes(sizes, [*groups, [_N]])

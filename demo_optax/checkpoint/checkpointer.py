@@ -11,7 +11,7 @@ import operator
 import os
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import chex
@@ -27,7 +27,7 @@ from orbax.checkpoint import v1 as ocp
 from demo_optax import _checks, replicas
 from demo_optax.checkpoint import placement
 from demo_optax.checkpoint.leaves import from_leaves, to_leaves
-from demo_optax.checkpoint.placement import abstract
+from demo_optax.checkpoint.placement import Value, abstract
 from demo_optax.numerics import prng
 
 
@@ -48,7 +48,7 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
 
   def __init__(
     self,
-    folder: Any,
+    folder: epath.PathLike,
     like: chex.ArrayTree,
     *,
     keep: int = 2,
@@ -72,7 +72,7 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
     self._pending = contextlib.ExitStack()  # closing it waits for the save
     self._unlock: weakref.finalize[..., Any] | None = None
 
-  def __exit__(self, *exception: Any) -> None:
+  def __exit__(self, *exception: object) -> None:
     self.close()
 
   @property
@@ -206,7 +206,7 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
       saved, self._like, resize=resize, rechunk=rechunk
     )
 
-  def _read(self, path: epath.Path) -> dict[str, Any]:
+  def _read(self, path: epath.Path) -> dict[str, Value]:
     """Returns the leaves of a checkpoint; raises if it is damaged."""
     about = ocp.metadata(path).custom_metadata
     if not about or about.pop('checksum', None) != _checksum(about):
@@ -230,7 +230,7 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
     return leaves
 
 
-def _target(shape: tuple[int, ...], dtype: str, like: Any) -> Any:
+def _target(shape: tuple[int, ...], dtype: str, like: Value) -> Value:
   """Returns the target of Orbax's load: the saved shape, sharded as `like`.
 
   On the host if that has no place for it on devices, and for keys.
@@ -256,7 +256,7 @@ def _check_same(name: str, held: Sequence[replicas.Copy]) -> None:
     )
 
 
-def _checksum(about: dict[str, Any]) -> int:
+def _checksum(about: Mapping[str, object]) -> int:
   """Returns the checksum of a description, as read from its file."""
   return zlib.crc32(json.dumps(about, sort_keys=True).encode())
 

@@ -10,15 +10,14 @@ describes its chunks:
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import chex
 import jax
 import numpy as np
 
 from demo_optax import _paths, replicas
-from demo_optax._paths import STACKED, Keys, Path
+from demo_optax._paths import Keys, Path
 from demo_optax.checkpoint import placement
 from demo_optax.checkpoint.buckets import (
   Coding,
@@ -26,21 +25,16 @@ from demo_optax.checkpoint.buckets import (
   cut_bucket,
   fill_bucket,
 )
-from demo_optax.checkpoint.placement import abstract, as_array
+from demo_optax.checkpoint.compare import check_fits, saved_records
+from demo_optax.checkpoint.placement import Value, abstract
 from demo_optax.checkpoint.regroup import regroup, regroup_owned
 from demo_optax.compressors import bases
 from demo_optax.compressors.chunking import ChunkGrid
-from demo_optax.compressors.layout import (
-  Difference,
-  Layout,
-  Leaf,
-  Record,
-  differences,
-)
+from demo_optax.compressors.layout import Layout, Leaf, Record
 from demo_optax.transformation import layouts_in
 
 
-def to_leaves(state: chex.ArrayTree) -> dict[str, Any]:
+def to_leaves(state: chex.ArrayTree) -> dict[str, Value]:
   """Returns a state as a dictionary of arrays, for any code that saves.
 
   Names are dotted paths. `from_leaves` makes the state again, also for another
@@ -71,9 +65,9 @@ def to_leaves(state: chex.ArrayTree) -> dict[str, Any]:
   layouts = layouts_in(state, checked=True)
   flat = _paths.leaves_of(state)
   _check_stacked(flat)
-  leaves: dict[str, Any] = {}
+  leaves: dict[str, Value] = {}
 
-  def add(keys: Keys, x: Any) -> None:
+  def add(keys: Keys, x: Value) -> None:
     name = _paths.dotted(keys)
     if name in leaves:
       raise ValueError(
@@ -97,7 +91,7 @@ def to_leaves(state: chex.ArrayTree) -> dict[str, Any]:
 
 
 def from_leaves(
-  saved: Mapping[str, Any],
+  saved: Mapping[str, Value],
   like: chex.ArrayTree,
   *,
   resize: bool = False,
@@ -115,6 +109,10 @@ def from_leaves(
   With more workers, each folds its number into its key. Owners' residuals
   follow their chunks, exactly.
 
+  A message in flight (`delayed=True`) needs the same chunks, workers and
+  devices. Without them it is dropped, and nothing of it is lost: momentum still
+  holds it, and sends it again.
+
   Args:
     saved: arrays by name, from NumPy or JAX, on any devices.
     like: a state as for `to_leaves`, such as `jax.eval_shape(tx.init, params)`.
@@ -130,14 +128,17 @@ def from_leaves(
   """
   layouts = layouts_in(like, checked=True)
   asked = {'chunks': rechunk, 'workers': resize, 'owed': resize}
-  _check(saved, to_leaves(jax.tree.map(abstract, like)), layouts, asked)
+  wanted = to_leaves(jax.tree.map(abstract, like))
+  check_fits(saved, wanted, layouts, asked)
 
-  def restored(path: Path, x: Any) -> Any:
+  def restored(path: Path, x: Value) -> Value:
     keys = _paths.path_keys(path)
     if _paths.is_bucket(keys):
       return _bucket(saved, layouts[keys[:-3]], keys, x)
     if keys[-2:] == ('layout', 'digest'):
       return layouts[keys[:-2]].digest
+    if keys[-3:-1] == (STACKED, 'message'):
+      return _message(saved, layouts[keys[:-3]], keys, x)
     made = saved[_paths.dotted(keys)]
     if not _paths.is_stacked(keys) or len(made) == len(x):
       return made
@@ -148,7 +149,7 @@ def from_leaves(
   )
 
 
-def _check_stacked(leaves: Sequence[tuple[Keys, Any]]) -> None:
+def _check_stacked(leaves: Sequence[tuple[Keys, Value]]) -> None:
   """Raises for arrays that differ between workers and have no worker axis."""
   arrays = {
     _paths.dotted(keys): x
@@ -167,17 +168,13 @@ def _check_stacked(leaves: Sequence[tuple[Keys, Any]]) -> None:
 # Buckets ----------------------------------------------------------------------
 
 
-def _saved_records(text: Any) -> dict[str, Record]:
-  return json.loads(np.asarray(text).tobytes())
-
-
 def _bucket_at(keys: Keys, layout: Layout) -> tuple[int, bool]:
   """Returns a bucket's number, and whether it has owners' residuals."""
   names = [bucket.name for bucket in layout.buckets]
   return names.index(keys[-1]), keys[-2] == 'update_residual'
 
 
-def _of_one_owner(bucket: tuple[int, ...], x: Any) -> Any:
+def _of_one_owner(bucket: tuple[int, ...], x: Value) -> Value:
   """Returns residuals as if one owner had all chunks, in a bucket's shape."""
   shape = (1, *x.shape[1:-2], *bucket)
   sharding = placement.fit_sharding(shape, getattr(x, 'sharding', None))
@@ -187,11 +184,11 @@ def _of_one_owner(bucket: tuple[int, ...], x: Any) -> Any:
 
 
 def _bucket(
-  saved: Mapping[str, Any], layout: Layout, keys: Keys, like: Any
-) -> Any:
+  saved: Mapping[str, Value], layout: Layout, keys: Keys, like: Value
+) -> Value:
   """Returns a bucket like `like` from its leaves' coefficients."""
   number, owned = _bucket_at(keys, layout)
-  records = _saved_records(saved[_paths.dotted((*keys[:-3], 'layout'))])
+  records = saved_records(saved[_paths.dotted((*keys[:-3], 'layout'))])
   coefficients_of = {}
   for i in layout.members(number):
     array = saved.get(_paths.dotted((*keys[:-1], *layout.leaves[i].keys)))
@@ -213,6 +210,18 @@ def _bucket(
 
   array = fill_bucket(layout, number, coefficients_of, whole, convert)
   return _run(regroup_owned, array, like, like.shape) if owned else array
+
+
+def _message(
+  saved: Mapping[str, Value], layout: Layout, keys: Keys, like: Value
+) -> Value:
+  """Returns the message in flight, or an empty one if it would not fit."""
+  found = saved.get(_paths.dotted(keys))
+  records = saved_records(saved[_paths.dotted((*keys[:-3], 'layout'))])
+  is_same = [*records.items()] == [*layout.records.items()]
+  if found is None or found.shape != like.shape or not is_same:
+    return np.zeros(like.shape, like.dtype)
+  return found
 
 
 def _recorded_coding(record: Record, layout: Layout) -> Coding:
@@ -237,108 +246,8 @@ def _recorded_coding(record: Record, layout: Layout) -> Coding:
   return Coding(grid, blocks, known[name](**arguments))
 
 
-def _run(fun: Callable[..., Any], x: Any, like: Any, *static: Any) -> Any:
+def _run(
+  fun: Callable[..., chex.Array], x: Value, like: Value, *static: Hashable
+) -> Value:
   sharding = getattr(like, 'sharding', None)
   return placement.run(fun, placement.near(x, like), sharding, *static)
-
-
-# Comparing --------------------------------------------------------------------
-
-
-def _check(
-  saved: Mapping[str, Any],
-  wanted: Mapping[str, Any],
-  layouts: Mapping[Keys, Layout],
-  asked: Mapping[str, bool],
-) -> None:
-  """Raises unless saved leaves differ from those wanted only as asked for."""
-  chunked = _chunk_differences(saved, layouts)
-  problems: dict[str, list[str]] = {problem: [] for problem in _REMEDIES}
-  for name in {**wanted, **saved}:
-    for problem, old, new in _compare(name, saved, wanted, chunked):
-      line = f'{name}: {old} in the checkpoint, {new} here.'
-      problems[problem].append(line)
-  text = []
-  for problem, lines in problems.items():
-    if not lines or asked.get(problem):
-      continue
-    text += lines[:4]
-    if lines[4:]:
-      text.append(f'... and {len(lines) - 4} more leaves.')
-    text.append(_REMEDIES[problem])
-  if text:
-    raise ValueError(
-      '\n'.join(['The checkpoint must fit like, got one that differs.', *text])
-    )
-
-
-def _chunk_differences(
-  saved: Mapping[str, Any], layouts: Mapping[Keys, Layout]
-) -> dict[str, Difference | None]:
-  """Returns how the chunks of each leaf differ, by name; None if they do not.
-
-  Coefficients are compared by these records, not by shapes.
-  """
-  by_name: dict[str, Difference | None] = {}
-  for root, layout in layouts.items():
-    where = _paths.dotted((*root, 'layout'))
-    if where not in saved:
-      continue
-    by_name[where] = None
-    former = _saved_records(saved[where])
-    by_leaf = {d.name: d for d in differences(former, layout.records)}
-    for leaf in layout.leaves:
-      for part in ('momentum', 'update_residual'):
-        name = _paths.dotted((*root, STACKED, part, *leaf.keys))
-        by_name[name] = by_leaf.get(leaf.name)
-  return by_name
-
-
-def _compare(
-  name: str,
-  saved: Mapping[str, Any],
-  wanted: Mapping[str, Any],
-  chunked: Mapping[str, Difference | None],
-) -> Iterator[tuple[str, str, str]]:
-  """Yields a leaf's problems, and what it is in both, in words."""
-  old, new = saved.get(name), wanted.get(name)
-  if old is None or new is None:
-    is_owed = f'{STACKED}.update_residual.' in name
-    if not is_owed:
-      yield 'tree', _in_words(old), _in_words(new)
-    elif new is None:  # without old residuals, the new ones are zeros
-      yield 'owed', _in_words(old), _in_words(new)
-    return
-  old, new = as_array(old, new), as_array(new, old)
-  stacked = STACKED in name.split('.')
-  if name in chunked:
-    if other := chunked[name]:
-      problem = 'chunks' if other.is_cut_otherwise else 'tree'
-      yield problem, other.old, other.new
-  else:
-    old_words, new_words = _in_words(old, stacked), _in_words(new, stacked)
-    if old_words != new_words:
-      yield 'tree', old_words, new_words
-      return
-  if stacked and len(old) != len(new):
-    yield 'workers', f'{len(old)} workers', f'{len(new)} workers'
-
-
-def _in_words(x: Any, stacked: bool = False) -> str:
-  """Describes what never changes: type, dtype and shape."""
-  if x is None:
-    return 'nothing'
-  if not hasattr(x, 'dtype'):
-    return f'a Python {type(x).__name__}'
-  owner = "each worker's " if stacked else ''
-  return f'{owner}{x.dtype}[{",".join(map(str, x.shape[stacked:]))}]'
-
-
-_REMEDIES = {
-  'tree': 'Restore into a tree of the same leaves, shapes and dtypes, and'
-  ' change it afterwards: nothing is cut, padded, cast or made up.',
-  'chunks': 'Pass rechunk=True to take the momentum through parameter space.',
-  'workers': "Pass resize=True to regroup the workers' states.",
-  'owed': "This is the residual of exchange='all_to_all', which has no place"
-  ' here. Pass resize=True to discard it.',
-}

@@ -2,9 +2,10 @@
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,13 +14,18 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from demo_optax.workers.param_specs import entry
-from demo_optax.workers.value import put
+from demo_optax.workers.workers import put
 
 Sharding = jax.sharding.Sharding | None
+# A leaf of a state: an array, its `jax.ShapeDtypeStruct`, or a Python number.
+Value = Any
 
 
 def run(
-  fun: Callable[..., Any], args: Any, shardings: Any, *static: Any
+  fun: Callable[..., chex.ArrayTree],
+  args: chex.ArrayTree,
+  shardings: chex.ArrayTree,
+  *static: Hashable,
 ) -> Any:
   """Calls `fun(args, *static)` on arrays that may span devices and processes.
 
@@ -88,7 +94,7 @@ def auto(sharding: Sharding) -> Sharding:
   return NamedSharding(mesh, sharding.spec)
 
 
-def _on_auto(x: Any) -> Any:
+def _on_auto(x: Value) -> Value:
   return on_mesh(x, auto(x.sharding)) if isinstance(x, Array) else x
 
 
@@ -104,7 +110,7 @@ def on_mesh(x: Array, sharding: Sharding) -> Array:
   )
 
 
-def abstract(x: Any) -> Any:
+def abstract(x: Value) -> Value:
   """Returns an array's shape, dtype and sharding; other values unchanged.
 
   An array that is not committed to its device has no sharding: a step would be
@@ -117,7 +123,7 @@ def abstract(x: Any) -> Any:
   return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
-def near(x: Any, like: Any) -> Any:
+def near(x: Value, like: Value) -> Value:
   """Returns a saved array on the devices of `like`, NumPy's if that is one."""
   if isinstance(like, np.ndarray):
     return np.asarray(x)
@@ -134,7 +140,7 @@ def near(x: Any, like: Any) -> Any:
 _DTYPES = {bool: jnp.bool_, int: jnp.integer, float: jnp.floating}
 
 
-def as_array(x: Any, like: Any) -> Any:
+def as_array(x: Value, like: Value) -> Value:
   """Returns a Python number as a scalar array like `like`, if that is one.
 
   Other values are returned as they are.
@@ -151,7 +157,7 @@ def as_array(x: Any, like: Any) -> Any:
     return x
 
 
-def place(x: Any, like: Any) -> Any:
+def place(x: Value, like: Value) -> Value:
   """Returns `x` as an array like `like`, on its devices."""
   if not hasattr(like, 'dtype'):
     return x.item() if hasattr(x, 'dtype') else x

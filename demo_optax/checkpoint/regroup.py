@@ -19,7 +19,8 @@ def regroup(x: chex.Array, n: int) -> chex.Array:
       return jax.vmap(prng.fold)(x, jnp.arange(n))
     return x
   if old % n == 0:
-    return x.reshape(n, old // n, *x.shape[1:]).mean(axis=1)
+    groups = x.reshape(n, old // n, *x.shape[1:])  # [workers, old ones, ...]
+    return groups.mean(axis=1)
   wide = x.astype(np.float32) if x.dtype.itemsize < 4 else x
   mixed = []
   for row in weights(old, n):
@@ -51,4 +52,5 @@ def regroup_owned(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
   # [*devices, chunks of all owners, n]
   chunks = jnp.moveaxis(x, 0, -3).reshape(*devices, -1, n)
   chunks = plain.pad_to(chunks[..., : owners * rows, :], owners * rows, axis=-2)
-  return jnp.moveaxis(chunks.reshape(*devices, owners, rows, n), -3, 0)
+  chunks = chunks.reshape(*devices, owners, rows, n)
+  return jnp.moveaxis(chunks, -3, 0)

@@ -77,55 +77,51 @@ class ChunkFormat:
     return sum(code.words(chunks) for code in self._codes)
 
   def encode(self, indices: Array | None, values: Array) -> tuple[Array, Array]:
-    """Writes values `[messages, chunks, k]` and their ascending int32 indices.
+    """Writes values `[..., chunks, k]` and their ascending int32 indices.
 
-    Returns uint32 `[messages, words]`, and the values that receivers decode.
+    Returns uint32 `[..., words]`, and the values that receivers decode.
     `indices` is None if `k` is `n`.
     """
-    if values.ndim == 2:
-      one = None if indices is None else indices[None]
-      data, sent = self.encode(one, values[None])
-      return data[0], sent[0]
     most = self.largest_sent
     data, sent = self.value_code.encode(jnp.clip(values, -most, most))
     if indices is not None and (code := self.index_code):
       if self.grouped:
         indices = groups.places(indices)
-      data = jnp.concatenate([data, code.encode(indices)], axis=1)
+      data = jnp.concatenate([data, code.encode(indices)], axis=-1)
     return data, sent
 
   def decode(
     self, data: Array, chunks: int
   ) -> tuple[Array | None, Array, Array]:
-    """Undoes `encode` for arbitrary words, uint32 `[messages, words]`.
+    """Undoes `encode` for arbitrary words, uint32 `[workers, words]`.
 
-    Returns int32 indices `[messages, chunks, k]` within `[0, n)`, distinct and,
-    unless grouped, ascending; or None. Also values `[messages, chunks, k]`, and
-    bool `[messages]`, whether the words are a valid selection with values up to
+    Returns int32 indices `[workers, chunks, k]` within `[0, n)`, distinct and,
+    unless grouped, ascending; or None. Also values `[workers, chunks, k]`, and
+    bool `[workers]`, whether the words are a valid selection with values up to
     `max_magnitude`.
     """
-    if not platform.one_payload_at_a_time(chunks * self.n):
-      return self._decode(data, chunks)
-    decoded = jax.lax.map(lambda one: self._decode(one, chunks), data[:, None])
-    return jax.tree.map(lambda x: jnp.squeeze(x, 1), decoded)
+    if platform.one_payload_at_a_time(chunks * self.n):
+      return jax.lax.map(lambda row: self._decode(row, chunks), data)
+    return self._decode(data, chunks)
 
   def _decode(
     self, data: Array, chunks: int
   ) -> tuple[Array | None, Array, Array]:
+    """As `decode`, for words `[..., words]`."""
     split = self.value_code.words(chunks)
-    values = self.value_code.decode(data[:, :split], chunks)
+    values = self.value_code.decode(data[..., :split], chunks)
     good = jnp.abs(values) <= self.max_magnitude  # no NaN
     if (code := self.index_code) is None:
-      return None, values, jnp.all(good, axis=(1, 2))
-    indices = code.decode(data[:, split:], chunks)
+      return None, values, jnp.all(good, axis=(-2, -1))
+    indices = code.decode(data[..., split:], chunks)
     if self.grouped:
       indices = groups.indices(indices)  # distinct by construction
     else:
-      edge = (0, 0), (0, 0), (1, 0)
-      good &= indices > plain.pad(indices[:, :, :-1], edge, value=-1)
+      edge = [(0, 0)] * (indices.ndim - 1) + [(1, 0)]
+      good &= indices > plain.pad(indices[..., :-1], edge, value=-1)
     good &= indices < self.n
-    valid = jnp.all(good, axis=(1, 2))  # one reduction, one kernel
+    valid = jnp.all(good, axis=(-2, -1))  # one reduction, one kernel
     # Gathers and scatters are promised ascending indices in [0, n): replace
     # those of excluded workers as well.
     first = index_codes.order_of(indices)
-    return plain.where(valid[:, None, None], indices, first), values, valid
+    return plain.where(valid[..., None, None], indices, first), values, valid

@@ -1,6 +1,6 @@
 """Codes for indices: which `k` out of `n` places in a chunk are sent.
 
-Indices are int32 `[messages, chunks, k]`. Places are written in ascending
+Indices are int32 `[..., chunks, k]`. Places are written in ascending
 order, which takes `log2 C(n, k)` bits at least. Elias-Fano is within 10 % of it
 for `n >= 4096` and `8 <= k <= n / 19`. Decoding accepts arbitrary
 words; `format.ChunkFormat.decode` checks the order and range of the indices.
@@ -10,6 +10,7 @@ import dataclasses
 import functools
 from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -120,14 +121,14 @@ def index_width(n: int) -> int:
 
 
 def order_of(indices: Array) -> Array:
-  """Returns int32 `[1, 1, k]`, the numbers 0 to k - 1."""
-  return jnp.arange(indices.shape[2], dtype=jnp.int32)[None, None]
+  """Returns int32 `[..., 1, k]`, the numbers 0 to k - 1."""
+  order = jnp.arange(indices.shape[-1], dtype=jnp.int32)
+  return jax.lax.broadcast_to_rank(order, indices.ndim)
 
 
 def _ones_at(places: Array, size: int) -> Array:
-  """Returns uint32 `[messages, chunks, size]`, 1 at ascending `places`."""
-  messages, chunks, k = places.shape
-  rows = places.reshape(messages * chunks, k)
+  """Returns uint32 `[..., size]`, 1 at ascending `places [..., k]`."""
+  rows = places.reshape(-1, places.shape[-1])
   zeros = jnp.zeros((len(rows), size), jnp.uint32)
   ones = zeros.at[packing.row_numbers(rows), rows].set(
     1,
@@ -136,12 +137,11 @@ def _ones_at(places: Array, size: int) -> Array:
     mode='promise_in_bounds',
     wrap_negative_indices=False,
   )
-  return ones.reshape(messages, chunks, size)
+  return ones.reshape(*places.shape[:-1], size)
 
 
 def _places_of(ones: Array, k: int) -> Array:
   """Undoes `_ones_at`, for `k` places; they may be `size` or more."""
-  messages, chunks, size = ones.shape
-  rows = ones.reshape(messages * chunks, size)
+  rows = ones.reshape(-1, ones.shape[-1])
   places = packing.places_of_ones(rows == 1, k)
-  return places.reshape(messages, chunks, k)
+  return places.reshape(*ones.shape[:-1], k)

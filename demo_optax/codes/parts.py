@@ -41,7 +41,7 @@ class Code:
     ]
 
   def encode(self, x: Array) -> Any:
-    """Writes `[messages, chunks, k]` as uint32 `[messages, words]`.
+    """Writes what is sent, `[..., chunks, k]`, as uint32 `[..., words]`.
 
     Value codes also return the values that receivers decode.
     """
@@ -52,25 +52,25 @@ class Code:
     raise NotImplementedError
 
   def pack(self, *numbers: Array) -> Array:
-    """Packs `[messages, chunks, count]` for each part; returns uint32 words."""
+    """Packs `[..., chunks, count]` for each part; returns uint32 words."""
     packed = []
     for x, (_, width) in zip(numbers, self.parts):
       row = as_row(x)
       packed.append(row if width == 32 else packing.pack_bits(row, width))
-    return jnp.concatenate(packed, axis=1)
+    return jnp.concatenate(packed, axis=-1)
 
   def unpack(self, data: Array, chunks: int) -> list[Array]:
     """Undoes `pack`; returns uint32 arrays."""
     numbers, first = [], 0
     for (count, width), size in zip(self.parts, self._sizes(chunks)):
-      x = data[:, first : first + size]
+      x = data[..., first : first + size]
       if width < 32:
         x = packing.unpack_bits(x, chunks * count, width)
-      numbers.append(x.reshape(-1, chunks, count))
+      numbers.append(x.reshape(*data.shape[:-1], chunks, count))
       first += size
     return numbers
 
 
 def as_row(x: Array) -> Array:
-  """Returns `[messages, chunks, count]` as uint32 `[messages, numbers]`."""
-  return x.reshape(len(x), -1).astype(jnp.uint32)
+  """Returns `[..., chunks, count]` as uint32 `[..., chunks * count]`."""
+  return x.reshape(*x.shape[:-2], -1).astype(jnp.uint32)

@@ -1,4 +1,4 @@
-"""Codes for selected values, `[messages, chunks, k]`.
+"""Codes for selected values, `[..., chunks, k]`.
 
 `encode` returns uint32 words, and the values that receivers will decode. The
 sender subtracts exactly those: what a code loses stays in its momentum, to the
@@ -35,7 +35,7 @@ from demo_optax.numerics import plain
 _MAX = np.finfo(np.float32).max
 _TINY = np.finfo(np.float32).tiny
 _PER_WORD = 20  # ternary digits
-_POWERS = (3 ** np.arange(_PER_WORD)).astype(np.uint32)[None, :, None]
+_POWERS = (3 ** np.arange(_PER_WORD)).astype(np.uint32)[:, None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,10 +55,11 @@ class Exact(ValueCode):
 
   def encode(self, values: Array) -> tuple[Array, Array]:
     words = lax.bitcast_convert_type(values, jnp.uint32)
-    halves = jnp.moveaxis(words.reshape(*values.shape, -1), -1, 0)
-    return self.pack(*halves), values
+    words = words.reshape(*values.shape, -1)  # [..., k, words of a value]
+    return self.pack(*jnp.moveaxis(words, -1, 0)), values
 
   def decode(self, data: Array, chunks: int) -> Array:
+    # [..., k, words of a value]
     words = jnp.stack(self.unpack(data, chunks), axis=-1)
     values = lax.bitcast_convert_type(words, jnp.dtype(self.dtype))
     return values.reshape(words.shape[:-1])
@@ -86,7 +87,7 @@ class Scaled(ValueCode):
   """Levels with a few bits each, times a bfloat16 scale per chunk.
 
   Levels are `-limit, -limit + spacing, ... limit`. `quantise` takes values and
-  the limit. It returns levels, and scales `[messages, chunks, 1]`: float32
+  the limit. It returns levels, and scales `[..., chunks, 1]`: float32
   values that bfloat16 represents.
   """
 
@@ -127,22 +128,26 @@ class Ternary(ValueCode):
     return -(-chunks * self.k // _PER_WORD)
 
   def encode(self, values: Array) -> tuple[Array, Array]:
-    size = self.words(values.shape[1])
+    *lead, chunks, _ = values.shape
+    size = self.words(chunks)
     signs = (values > 0).astype(jnp.int8) - (values < 0).astype(jnp.int8)
     digits = plain.pad_to(as_row(signs + jnp.int8(1)), size * _PER_WORD)
-    digits = digits.reshape(-1, _PER_WORD, size)  # [messages, digits, words]
-    data = jnp.sum(digits * _POWERS, axis=1, dtype=jnp.uint32)
+    digits = digits.reshape(*lead, _PER_WORD, size)  # [..., 20, words]
+    powers = lax.broadcast_to_rank(_POWERS, digits.ndim)
+    data = jnp.sum(digits * powers, axis=-2, dtype=jnp.uint32)
     return data, signs.astype(values.dtype)
 
   def decode(self, data: Array, chunks: int) -> Array:
     """Returns the signs; words that no signs encode to become zeros."""
-    messages, _ = data.shape
-    words = data[:, None]
-    digits = words // _POWERS % jnp.uint32(3)  # [messages, digits, words]
+    *lead, _ = data.shape
+    words = data[..., None, :]
+    powers = lax.broadcast_to_rank(_POWERS, words.ndim)
+    digits = words // powers % jnp.uint32(3)  # [..., 20, words]
     known = words < jnp.uint32(3**_PER_WORD)
     signs = plain.where(known, digits, jnp.uint32(1)).astype(jnp.int32) - 1
-    signs = signs.reshape(messages, -1)[:, : chunks * self.k]
-    return signs.astype(self.dtype).reshape(messages, chunks, self.k)
+    signs = signs.reshape(*lead, -1)  # [..., chunks * k, and padding]
+    signs = signs[..., : chunks * self.k].astype(self.dtype)
+    return signs.reshape(*lead, chunks, self.k)
 
 
 def _nearest_levels(values: Array, limit: int) -> tuple[Array, Array]:

@@ -169,10 +169,10 @@ def chunk_grid(
 
 def to_chunks(x: Array, grid: ChunkGrid) -> Array:
   """Cuts an array `[*grid.shape]` into chunks `[num_chunks, n]`."""
-  x = x.reshape(grid.folded)
-  x = plain.pad(x, [(0, end) for end in grid.ends])
   batch, rows, cols = grid.folded_counts
   row_length, col_length = grid.sides
+  x = x.reshape(grid.folded)  # [*batch, rows, cols], of elements
+  x = plain.pad(x, [(0, end) for end in grid.ends])
   x = x.reshape(batch, rows, row_length, cols, col_length)
   x = x.transpose(0, 1, 3, 2, 4)  # [batch, rows, cols, row_length, col_length]
   return x.reshape(grid.num_chunks, -1)
@@ -180,6 +180,7 @@ def to_chunks(x: Array, grid: ChunkGrid) -> Array:
 
 def from_chunks(x: Array, grid: ChunkGrid) -> Array:
   """Undoes `to_chunks`, dropping the padding."""
+  # [batch, rows, cols, row_length, col_length]
   x = x.reshape(*grid.folded_counts, *grid.sides)
   x = x.transpose(0, 1, 3, 2, 4)  # [batch, rows, row_length, cols, col_length]
   x = x.reshape([size + end for size, end in zip(grid.folded, grid.ends)])
@@ -199,17 +200,21 @@ def transform(x: Array, sides: tuple[int, int], basis: Basis) -> Array:
   them.
   """
   rows, cols = sides
-  x = _apply(x.reshape(-1, rows, cols), _matrix(basis, cols).T)
+  x = x.reshape(-1, rows, cols)  # [chunks, row position, column position]
+  x = _apply(x, _matrix(basis, cols).T)
   x = x.transpose(0, 2, 1)  # [chunks, column frequency, row position]
-  return _apply(x, _matrix(basis, rows).T).reshape(-1, rows * cols)
+  x = _apply(x, _matrix(basis, rows).T)
+  return x.reshape(-1, rows * cols)
 
 
 def inverse(c: Array, sides: tuple[int, int], basis: Basis) -> Array:
   """Undoes `transform`."""
   rows, cols = sides
-  c = _apply(c.reshape(-1, cols, rows), _matrix(basis, rows))
+  c = c.reshape(-1, cols, rows)  # [chunks, column frequency, row frequency]
+  c = _apply(c, _matrix(basis, rows))
   c = c.transpose(0, 2, 1)  # [chunks, row position, column frequency]
-  return _apply(c, _matrix(basis, cols)).reshape(-1, rows * cols)
+  c = _apply(c, _matrix(basis, cols))
+  return c.reshape(-1, rows * cols)
 
 
 # An index into `[batch, rows, cols]`, and a function of `[..., n]`.
@@ -223,10 +228,11 @@ def clear_padding(c: Array, grid: ChunkGrid, basis: Basis) -> Array:
   edges: the projection along one side is one small matrix. Coefficients are
   `[chunks, n]`, from one or several arrays with this grid.
   """
-  shape, c = c.shape, c.reshape(-1, *grid.folded_counts[1:], grid.chunk_size)
+  # [batch, rows, cols, n]
+  table = c.reshape(-1, *grid.folded_counts[1:], grid.chunk_size)
   for at, project in edges(grid, basis):
-    c = c.at[at].set(project(c[at]))
-  return c.reshape(shape)
+    table = table.at[at].set(project(table[at]))
+  return table.reshape(c.shape)
 
 
 def edges(grid: ChunkGrid, basis: Basis) -> list[Edge]:
@@ -250,7 +256,7 @@ def _multiply(
 ) -> Array:
   """Multiplies an axis in `[chunks, column frequency, row frequency]`."""
   rows, cols = sides
-  x = c.reshape(-1, cols, rows).swapaxes(axis, 2)
+  x = c.reshape(-1, cols, rows).swapaxes(axis, 2)  # the axis comes last
   return _apply(x, matrix).swapaxes(axis, 2).reshape(c.shape)
 
 
@@ -285,7 +291,7 @@ def _apply(x: Array, matrix: np.ndarray) -> Array:
   least = -(-_MIN_ROWS // rows)
   if chunks < least:
     x = plain.pad_to(x, least, axis=0)
-  flat = x.reshape(-1, length)
+  flat = x.reshape(-1, length)  # [chunks * rows, length]
   factor = jnp.asarray(matrix, x.dtype)
   if platform.joins_products(x.size):
     factor = rounding.hidden(factor, flat[:1, :1])

@@ -17,6 +17,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -327,6 +328,7 @@ class Layout:
     last leaf are zeros.
     """
     bucket = self.buckets[number]
+    # [chunks, n] per leaf, or [elements] if dense
     parts = [chunks[i].reshape(-1, *bucket.unit) for i in self.members(number)]
     length = rows * bucket.format.n // math.prod(bucket.unit)
     missing = length - sum(map(len, parts))
@@ -344,6 +346,7 @@ class Layout:
 
   def split(self, number: int, rows: Array) -> dict[int, Array]:
     """Undoes `join`: cuts `[rows, n]` into the chunks of the leaves."""
+    # [chunks, n], or [elements] if dense
     units = rows.reshape(-1, *self.buckets[number].unit)
     chunks = {}
     for i in self.members(number):
@@ -413,7 +416,9 @@ class Layout:
       # and take those at an edge.
       for at, project in chunking.edges(grid, bucket.basis):
         flags = np.zeros(bucket.all_chunks, bool)
-        flags[start:stop].reshape(-1, *grid.folded_counts[1:])[at] = True
+        # [batch, rows, cols] of chunks
+        table = flags[start:stop].reshape(-1, *grid.folded_counts[1:])
+        table[at] = True  # a view
         at_edge = bucket.of_device(jnp.asarray(flags), device)
         coefficients = plain.where(
           at_edge[:, None] & valid, project(coefficients), coefficients
@@ -422,7 +427,7 @@ class Layout:
 
 
 def make_layout(
-  params: Any, compressor: CompressorTree, param_specs: ParamSpecs
+  params: chex.ArrayTree, compressor: CompressorTree, param_specs: ParamSpecs
 ) -> Layout:
   """Maps parameters, or their shapes, to buckets, as far as exchanged."""
   params = _tree.mask_others(params)

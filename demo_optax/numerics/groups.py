@@ -30,8 +30,8 @@ def largest(coefficients: Array, k: int) -> Array:
   """
   table = _table(jnp.abs(coefficients), k)
   integer = jnp.int64 if table.dtype.itemsize == 8 else jnp.int32
-  last = num_places(coefficients.shape[1], k) - 1
-  low = (1 << last.bit_length()) - 1
+  last = table.shape[1] - 1
+  low = (1 << last.bit_length()) - 1  # the bits that hold a place
   bits = lax.bitcast_convert_type(table, integer)
   place = lax.broadcasted_iota(integer, table.shape, 1)
   keys = (bits & ~low) | (last - place)
@@ -59,7 +59,8 @@ def take(coefficients: Array, indices: Array) -> Array:
 
 def spread(indices: Array, values: Array, n: int) -> Array:
   """Returns coefficients `[rows, n]` with the values at the indices."""
-  return _spread(places(indices), values, n).reshape(len(values), -1)[:, :n]
+  table = _spread(places(indices), values, n)
+  return table.reshape(len(values), -1)[:, :n]  # without padding
 
 
 def add_up(indices: Array, values: Array, present: Array, n: int) -> Tables:
@@ -68,9 +69,9 @@ def add_up(indices: Array, values: Array, present: Array, n: int) -> Tables:
   Returns tables: the sums, and from how many workers each is, as floats.
   """
   all_places = places(indices)
-  senders = present.astype(values.dtype)[:, None, None]
-  values = plain.where(present[:, None, None], values, 0)
-  ones = jnp.ones_like(values) * senders
+  counted = present[:, None, None]  # [workers, 1, 1]
+  values = plain.where(counted, values, 0)
+  ones = jnp.ones_like(values) * counted.astype(values.dtype)
 
   def tables(worker: Array | int) -> Tables:
     own = all_places[worker]
@@ -86,7 +87,7 @@ def add_up(indices: Array, values: Array, present: Array, n: int) -> Tables:
 
 def _spread(places: Array, values: Array, n: int) -> Array:
   """Returns a table with the values at their places."""
-  hits = _hits(places, num_places(n, places.shape[1]))
+  hits = _hits(places, num_places(n, places.shape[1]))  # [rows, places, k]
   return plain.where(hits, values[:, None], 0)
 
 

@@ -22,16 +22,17 @@ def take(coefficients: Array, indices: Array) -> Array:
   number = _num_rows(n)
   padded = plain.pad_to(coefficients, number * _COLUMNS)
   table = padded.reshape(chunks, number, _COLUMNS)
-  in_columns = _product(jnp.swapaxes(rows, 1, 2).astype(table.dtype), table)
-  return jnp.sum(plain.where(columns, in_columns, 0), axis=2)
+  # [chunks, k, columns]: the row with each selected coefficient
+  of_each = _product(jnp.swapaxes(rows, 1, 2).astype(table.dtype), table)
+  return jnp.sum(plain.where(columns, of_each, 0), axis=2)
 
 
 def spread(indices: Array, values: Array, n: int) -> Array:
   """Returns coefficients `[chunks, n]` with the values at distinct indices."""
   rows, columns = _one_hot(indices, n)
-  in_rows = plain.where(rows, values[:, None], 0)
+  in_rows = plain.where(rows, values[:, None], 0)  # [chunks, rows, k]
   table = _product(in_rows, columns.astype(values.dtype))
-  return table.reshape(len(values), -1)[:, :n]
+  return table.reshape(len(values), -1)[:, :n]  # without padding
 
 
 def add_up(
@@ -45,6 +46,7 @@ def add_up(
   k = values.shape[2]
   values = _side_by_side(plain.where(present[:, None, None], values, 0))
   indices = _side_by_side(indices)
+  # [1, 1, workers * k]
   ones = jnp.repeat(present.astype(values.dtype), k)[None, None]
   _, columns = _one_hot(indices, n)
   # The rows of sums, then those of counts, in one product.
@@ -54,7 +56,8 @@ def add_up(
   row = plain.where(of_sum, row, row - number)
   hits = (indices // _COLUMNS)[:, None] == row
   both = plain.where(of_sum, values[:, None], ones)
-  sums = _product(plain.where(hits, both, 0), columns.astype(values.dtype))
+  in_rows = plain.where(hits, both, 0)  # [chunks, 2 * rows, workers * k]
+  sums = _product(in_rows, columns.astype(values.dtype))
   total, counts = jnp.split(sums, 2, axis=1)
   return total, counts
 

@@ -22,13 +22,13 @@ def packed_words(count: int, width: int) -> int:
 def pack_bits(numbers: Array, width: int) -> Array:
   """Packs numbers below `2**width`, 1 to 32 bits, into uint32 words.
 
-  Takes uint32 `[messages, count]`; returns `[messages, words]`. A number is cut
+  Takes uint32 `[..., count]`; returns `[..., words]`. A number is cut
   into parts with 16, 8, 4, 2 or 1 bits, the lowest bits first: 7 bits into 1, 2
   and 4. Parts with one size are packed in planes: in W words, bits `j part` to
   `(j + 1) part` of word w are those of number `j W + w`. So every operation
   reads long rows.
   """
-  messages, count = numbers.shape
+  *lead, count = numbers.shape
   planes, start = [], 0
   for part in _parts(width):
     per_word = _WORD // part
@@ -37,24 +37,24 @@ def pack_bits(numbers: Array, width: int) -> Array:
     if start:
       x >>= jnp.uint32(start)
     x &= jnp.uint32(2**part - 1)
-    # [messages, numbers of a word, words]
-    x = plain.pad_to(x, per_word * words).reshape(messages, per_word, words)
-    shifted = x << _first_bits(part)
-    planes.append(jnp.sum(shifted, axis=1, dtype=jnp.uint32))
+    # [..., numbers of a word, words]
+    x = plain.pad_to(x, per_word * words).reshape(*lead, per_word, words)
+    shifted = x << _first_bits(part, x.ndim)
+    planes.append(jnp.sum(shifted, axis=-2, dtype=jnp.uint32))
     start += part
-  return jnp.concatenate(planes, axis=1)
+  return jnp.concatenate(planes, axis=-1)
 
 
 def unpack_bits(words: Array, count: int, width: int) -> Array:
-  """Undoes `pack_bits`; returns uint32 `[messages, count]`."""
-  messages = len(words)
-  numbers = jnp.zeros((messages, count), jnp.uint32)
+  """Undoes `pack_bits`; returns uint32 `[..., count]`."""
+  *lead, _ = words.shape
+  numbers = jnp.zeros((*lead, count), jnp.uint32)
   first = start = 0
   for part in _parts(width):
     last = first + packed_words(count, part)
-    plane = words[:, None, first:last]
-    x = (plane >> _first_bits(part)) & jnp.uint32(2**part - 1)
-    x = x.reshape(messages, -1)[:, :count]
+    plane = words[..., None, first:last]
+    x = (plane >> _first_bits(part, plane.ndim)) & jnp.uint32(2**part - 1)
+    x = x.reshape(*lead, -1)[..., :count]  # without padding
     if start:
       x <<= jnp.uint32(start)
     numbers |= x
@@ -68,9 +68,10 @@ def _parts(width: int) -> list[int]:
   return [power for power in powers if width & power]
 
 
-def _first_bits(part: int) -> np.ndarray:
-  """Returns where parts begin in a word, uint32 `[1, 32 / part, 1]`."""
-  return np.arange(0, _WORD, part, dtype=np.uint32)[None, :, None]
+def _first_bits(part: int, ndim: int) -> Array:
+  """Returns where parts begin in a word, uint32 `[..., 32 / part, 1]`."""
+  places = np.arange(0, _WORD, part, dtype=np.uint32)[:, None]
+  return jax.lax.broadcast_to_rank(places, ndim)
 
 
 def places_of_ones(ones: Array, k: int) -> Array:
@@ -89,8 +90,9 @@ def places_of_ones(ones: Array, k: int) -> Array:
   counts = jax.lax.population_count(words).astype(jnp.int32)
   # Ones up to the end of each word: a product with a triangle of ones.
   order = jnp.arange(number, dtype=jnp.int32)
-  triangle = (order[:, None] >= order[None])[None].astype(jnp.int32)
-  until = jnp.sum(triangle * counts[:, None], axis=2, dtype=jnp.int32)
+  triangle = (order[:, None] >= order[None]).astype(jnp.int32)
+  until = triangle[None] * counts[:, None]  # [rows, words, words]
+  until = jnp.sum(until, axis=2, dtype=jnp.int32)  # [rows, words]
   rank = jnp.arange(k, dtype=jnp.int32)[None]
   passed = until[:, None] <= rank[:, :, None]  # [rows, k, words]
   word = jnp.sum(passed, axis=2, dtype=jnp.int32)

@@ -10,10 +10,10 @@ Updates may then differ in their last bits.
 import contextlib
 import contextvars
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import Mesh
 
 # Coefficients that a CPU handles at once, 1 MB in float32. Intermediate results
 # stay in the caches: memory new to a process costs ten times its copy.
@@ -30,7 +30,7 @@ _running: contextvars.ContextVar[str | None] = contextvars.ContextVar(
 )
 
 
-def of(mesh: Any = None) -> str:
+def of(mesh: Mesh | None = None) -> str:
   """Returns the platform that a step runs on: 'cpu', 'gpu' or 'tpu'.
 
   In this order: the name in `running_on`, the workers' `mesh`, the mesh being
@@ -40,7 +40,7 @@ def of(mesh: Any = None) -> str:
   return 'gpu' if name in ('cuda', 'rocm') else name
 
 
-def _platform_of(mesh: Any) -> str:
+def _platform_of(mesh: Mesh | None) -> str:
   # Also of an ahead-of-time topology, which has no devices here.
   own = getattr(mesh, 'abstract_mesh', None)
   for abstract_mesh in (own, jax.sharding.get_abstract_mesh()):

@@ -1,7 +1,5 @@
 """Random keys: recognises them, and folds worker numbers into them."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,15 +9,16 @@ from jax import Array
 _WORKERS = 0x0DE30
 
 
-def is_key_array(x: Any) -> bool:
+def is_key_array(x: object) -> bool:
   """Returns whether `x` is an array with typed PRNG keys, any rank."""
   dtype = getattr(x, 'dtype', None)
   return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-def is_legacy_key(x: Any) -> bool:
+def is_legacy_key(x: object) -> bool:
   """Returns whether `x` has the type of a legacy key, `uint32[2]`."""
-  return getattr(x, 'dtype', None) == np.uint32 and np.shape(x) == (2,)
+  dtype, shape = getattr(x, 'dtype', None), getattr(x, 'shape', None)
+  return dtype == np.uint32 and shape == (2,)
 
 
 def fold(key: Array, index: Array) -> Array:

@@ -1,12 +1,11 @@
 """Arithmetic whose rounding does not depend on the program around it."""
 
-from typing import Any
-
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import DTypeLike
 
 
 def mul_no_fma(weight: chex.Numeric, x: Array) -> Array:
@@ -34,7 +33,7 @@ def hidden(x: Array, like: Array) -> Array:
   return jax.lax.bitcast_convert_type(x, like.dtype)
 
 
-def exact_reciprocal(count: Array, most: int, dtype: Any) -> Array:
+def exact_reciprocal(count: Array, most: int, dtype: DTypeLike) -> Array:
   """Returns `1 / count` for int32 counts up to `most`; 1 for a count of zero.
 
   Looked up, since compilers divide in one program and multiply in another.

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import jax
 from jax.custom_batching import sequential_vmap
 from jax.extend import core
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from demo_optax.workers.collectives import Axis, first
 from demo_optax.workers.variation import (
@@ -25,7 +26,7 @@ _MAPPED = watch_p.name, 'axis_index', 'custom_vmap_call'
 
 def run_in_turn(
   closed: core.ClosedJaxpr,
-  origins: Mapping[core.Var, Origin],
+  origins: Mapping[Var, Origin],
   axis: Axis,
   args: Sequence[jax.Array],
 ) -> list[jax.Array]:
@@ -39,30 +40,31 @@ def run_in_turn(
   values = dict(zip(jaxpr.constvars, closed.consts))
   values.update(zip(jaxpr.invars, args))
 
-  def read(atom: core.Var | core.Literal) -> jax.Array:
-    return values[atom] if isinstance(atom, core.Var) else atom.val
+  def read(atom: Var | core.Literal) -> jax.Array:
+    return values[atom] if isinstance(atom, Var) else atom.val
 
-  def run_pending(later: list[core.JaxprEqn]) -> None:
+  pending: list[JaxprEqn] = []  # of the worker's own, not yet run
+
+  def run_pending(later: list[JaxprEqn]) -> None:
     """Runs what is pending; keeps what later equations and results read."""
     used = {*_variables(later), *_only(jaxpr.outvars)}
-    outs = [v for eqn in pending for v in eqn.outvars if v in used]
-    part, ins = _part(jaxpr, pending, outs)
+    outs = [v for v in _made(pending) if v in used]
+    part, ins = _part(jaxpr, [*pending], outs)
     for variable, x in zip(outs, sequential_vmap(part)(*map(read, ins))):
       # The loop has one for each worker also of what they share.
       is_own = origins[variable].differs
       values[variable] = x if is_own else first(x, axis)
+    pending.clear()
 
-  pending: list[core.JaxprEqn] = []  # of the worker's own, not yet run
   for number, eqn in enumerate(jaxpr.eqns):
     is_mapped = waits(eqn, axis, _MAPPED)
-    is_own = any(origins[v].differs for v in eqn.outvars)
+    is_own = any(origins[variable].differs for variable in eqn.outvars)
     if is_own and not is_mapped:
       pending.append(eqn)
       continue
-    is_ready = all(v in values for v in _variables([eqn]))
+    is_ready = values.keys() >= {*_variables([eqn])}
     if pending and (is_mapped or not is_ready):
       run_pending(jaxpr.eqns[number:])
-      pending = []
     if is_mapped and eqn.primitive.name in ('pjit', 'jit'):
       inner = eqn.params['jaxpr']
       known = follow(inner.jaxpr, origins_at(origins, eqn.invars), axis)
@@ -77,20 +79,28 @@ def run_in_turn(
 
 
 def _part(
-  jaxpr: core.Jaxpr, eqns: list[core.JaxprEqn], outs: list[core.Var]
-) -> tuple[Callable[..., list[jax.Array]], list[core.Var]]:
+  jaxpr: Jaxpr,
+  eqns: list[JaxprEqn],
+  outs: list[Var],
+) -> tuple[Callable[..., list[jax.Array]], list[Var]]:
   """Returns a function of some equations of a program, and what it reads."""
-  made = {v for eqn in eqns for v in eqn.outvars}
+  made = {*_made(eqns)}
   ins = [v for v in _variables(eqns) if v not in made]
   part = jaxpr.replace(constvars=[], invars=ins, outvars=outs, eqns=eqns)
   return core.jaxpr_as_fun(core.ClosedJaxpr(part, [])), ins
 
 
-def _variables(eqns: Sequence[core.JaxprEqn]) -> list[core.Var]:
+def _made(eqns: Sequence[JaxprEqn]) -> list[Var]:
+  """Returns the variables that equations compute."""
+  return [v for eqn in eqns for v in eqn.outvars]
+
+
+def _variables(eqns: Sequence[JaxprEqn]) -> list[Var]:
   """Returns the variables that equations read, each once."""
   return _only(atom for eqn in eqns for atom in eqn.invars)
 
 
-def _only(atoms: Iterable[object]) -> list[core.Var]:
-  variables = (atom for atom in atoms if isinstance(atom, core.Var))
+def _only(atoms: Iterable[object]) -> list[Var]:
+  """Returns the variables among variables and constants."""
+  variables = (atom for atom in atoms if isinstance(atom, Var))
   return [*dict.fromkeys(variables)]

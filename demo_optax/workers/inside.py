@@ -46,7 +46,9 @@ class StepView(NamedTuple):
 
 
 def trace(
-  view: StepView, step: Callable[..., object], arrays: Sequence[jax.Array]
+  view: StepView,
+  step: Callable[..., object],
+  arrays: Sequence[jax.Array],
 ) -> tuple[core.ClosedJaxpr, Any]:
   """Traces one worker's step; returns its program, and results as shapes."""
   token = traced_step.set(view)
@@ -189,9 +191,9 @@ RETURNED = (
 def differs_text(name: str, causes: Sequence[str]) -> str:
   """Returns the message for a value that must not differ, but does."""
   start = (
-    f'{name} must be the same on all workers, got one that differs between'
-    " workers: it depends on one worker's gradient, loss or batch. Usual"
-    ' causes:'
+    f'{name[0].upper()}{name[1:]} must be the same on all workers, got one'
+    " that differs between workers: it depends on one worker's gradient, loss"
+    ' or batch. Usual causes:'
   )
   return '\n  - '.join([start, *causes])
 
@@ -204,9 +206,13 @@ StackedUpdate = Callable[..., tuple[chex.ArrayTree, Any]]
 
 
 def check_arguments(
-  workers: Workers, updates: Any, state: Any, params: Any, hyperparams: Any
+  workers: Workers,
+  updates: chex.ArrayTree,
+  state: chex.ArrayTree,
+  params: chex.ArrayTree | None,
+  hyperparams: chex.ArrayTree,
 ) -> tuple[Any, Any, Any, Any]:
-  """Returns what reaches an exchange in a step; leaves checks of it there.
+  """Leaves checks of an exchange's arguments in a step; returns these.
 
   Parameters and hyperparameters must be equal on all workers.
   """
@@ -219,10 +225,10 @@ def check_arguments(
     )
   gradients = []
   for (_, x), param in zip(*_tree.flatten_alike(updates, params)):
-    # Those of integers are float0, which no operation takes.
-    is_exchanged = _tree.is_exchanged(x)
-    zero = _tree.zero_update
-    gradients.append(jnp.asarray(x) if is_exchanged else zero(x, param, 0))
+    if not _tree.is_exchanged(x):
+      # Those of integers are float0, which no operation takes.
+      x = _tree.zero_update(x, param, 0)
+    gradients.append(jnp.asarray(x))
   updates = jax.tree.structure(updates).unflatten(gradients)
   parameter = differs_text('The parameter {}', BEFORE_EXCHANGE)
   hyperparameter = differs_text('The hyperparameter {}', BEFORE_EXCHANGE)
@@ -235,7 +241,9 @@ def check_arguments(
 
 
 def for_workers(
-  update: StackedUpdate, workers: Workers, own_updates: bool = False
+  update: StackedUpdate,
+  workers: Workers,
+  own_updates: bool = False,
 ) -> Callable[[Any, Any, Any, Any], tuple[Any, Any]]:
   """Returns `update` for the workers that are seen here.
 
@@ -251,27 +259,38 @@ def for_workers(
 
 
 def _call_stacked(
-  update: StackedUpdate, workers: Workers, own_updates: bool, *given: Any
+  update: StackedUpdate,
+  workers: Workers,
+  own_updates: bool,
+  *given: Any,
 ) -> tuple[Any, Any]:
   """Calls an update of all workers from the mapped step of one."""
-  flat, treedef = jax.tree.flatten(given)
-  names = [keys for keys, _ in leaves_of(given)]
-  places = [place for place, x in enumerate(flat) if _is_array(x)]
-  # What is closed over must not hold tracers.
-  constants = [None if _is_array(x) else x for x in flat]
-  # Of updates and state, which come first.
-  results = [place for place in places if names[place][0] < 2]
-  outputs = tuple(
-    is_stacked(names[place]) or (own_updates and names[place][0] == 0)
-    for place in results
-  )
+  treedef = jax.tree.structure(given)
+  constants: list[object] = []  # What is closed over must not hold tracers.
+  places, arrays, has_axis, outputs = [], [], [], []
+  for place, (keys, x) in enumerate(leaves_of(given)):
+    if not _is_array(x):
+      constants.append(x)
+      continue
+    constants.append(None)
+    places.append(place)
+    arrays.append(x)
+    is_update, is_own = keys[0] == 0, is_stacked(keys)
+    has_axis.append(is_update or is_own)
+    if keys[0] < 2:  # Updates and state come first, and come back.
+      outputs.append(is_own or (is_update and own_updates))
 
-  def rule(size: int, batched: Any, index: Any, *arrays: Any) -> Any:
+  def rule(
+    size: int,
+    batched: Any,
+    index: Any,
+    *arrays: Any,
+  ) -> Any:
     del index
     leaves = [*constants]
-    for place, x, is_batched in zip(places, arrays, batched[1:]):
-      has_axis = names[place][0] == 0 or is_stacked(names[place])
-      if has_axis and not is_batched:  # of an unused parameter
+    of_arrays = zip(places, arrays, has_axis, batched[1:])
+    for place, x, is_own, is_batched in of_arrays:
+      if is_own and not is_batched:  # of an unused parameter
         x = jnp.broadcast_to(x, (size, *x.shape))
       leaves[place] = x
     updated = update(*treedef.unflatten(leaves), workers)
@@ -281,17 +300,17 @@ def _call_stacked(
   @custom_vmap
   def one_worker(index: Any, *arrays: Any) -> list[Any]:
     del index
-    return [x for place, x in zip(places, arrays) if place in results]
+    return [*arrays[: len(outputs)]]
 
   one_worker.def_vmap(rule)
-  arrays = [flat[place] for place in places]
   updated = one_worker(jax.lax.axis_index(WORKER_AXIS), *arrays)
   structure = jax.tree.structure(given[:2])
-  return structure.unflatten(watch(updated, outputs=outputs))
+  return structure.unflatten(watch(updated, outputs=tuple(outputs)))
 
 
 def over_workers(
-  tree: Tree, reduce: Callable[..., jax.Array] = jnp.mean
+  tree: Tree,
+  reduce: Callable[..., jax.Array] = jnp.mean,
 ) -> Tree:
   """Reduces one worker's values over all workers, inside of a step.
 
@@ -330,7 +349,7 @@ def over_workers(
     if prng.is_key_array(x):
       return collectives.first(x, axis)
     if reduce is jnp.mean:
-      if jnp.issubdtype(x.dtype, jnp.inexact):
+      if _tree.is_inexact(x):
         return collectives.mean_finite(x, axis)
       name = f'x.{leaf_name(path)}' if path else 'x'
       return equal(

@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 from jax.extend import core
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding
 
@@ -42,10 +43,15 @@ class Origin(enum.IntFlag):
     return bool(self & _OWN)
 
 
+Origins = Sequence[Origin]  # of several values
+
 _SAME, _OWN = Origin.NOTHING, Origin.STATE | Origin.DATA
 
 # Collectives that make one value of all workers'.
 _REDUCTIONS = ('psum', 'pmax', 'pmin', 'all_gather')
+
+# Each output is computed from the operand in its place alone.
+_EACH_ALONE = ('convert_element_type', 'device_put', 'optimization_barrier')
 
 # The step that is being traced for one worker: a `StepView` of `inside`.
 traced_step: contextvars.ContextVar[Any] = contextvars.ContextVar(
@@ -53,7 +59,7 @@ traced_step: contextvars.ContextVar[Any] = contextvars.ContextVar(
 )
 
 # Raises for values that must differ, or must not.
-Check = Callable[[Sequence[Origin]], None]
+Check = Callable[[Origins], None]
 
 # Returns its operands. With `outputs`, these come from an exchange, which says
 # whether they differ.
@@ -83,11 +89,19 @@ def _identity(*arrays: Any, **params: object) -> list[Any]:
 mlir.register_lowering(watch_p, lambda _, *arrays, **params: list(arrays))
 
 
-def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+def _jvp(
+  primals: Any,
+  tangents: Any,
+  **params: Any,
+) -> Any:
   return watch_p.bind(*primals, **params), tangents
 
 
-def _batch(arrays: Any, dims: Any, **params: Any) -> Any:
+def _batch(
+  arrays: Any,
+  dims: Any,
+  **params: Any,
+) -> Any:
   if traced_step.get() is not None:
     raise ValueError(
       'A data_parallel step must call update, and what else exchanges, outside'
@@ -103,8 +117,10 @@ batching.primitive_batchers[watch_p] = _batch
 
 
 def follow(
-  jaxpr: core.Jaxpr, inputs: Sequence[Origin], axis: Axis
-) -> dict[core.Var, Origin]:
+  jaxpr: Jaxpr,
+  inputs: Origins,
+  axis: Axis,
+) -> dict[Var, Origin]:
   """Returns the origins of all variables in one worker's program.
 
   `inputs` are the origins of its inputs. `axis` is that of the workers in the
@@ -117,20 +133,23 @@ def follow(
 
 
 def origins_at(
-  known: Mapping[core.Var, Origin], atoms: Iterable[object]
-) -> list[Origin]:
+  known: Mapping[Var, Origin],
+  atoms: Iterable[object],
+) -> Origins:
   """Returns the origins of variables and constants."""
   found = []
   for atom in atoms:
-    origin = _SAME
-    if isinstance(atom, core.Var):
-      origin = known.get(atom, _SAME)
-    found.append(origin)
+    if isinstance(atom, Var):
+      found.append(known.get(atom, _SAME))
+    else:
+      found.append(_SAME)
   return found
 
 
 def waits(
-  eqn: core.JaxprEqn, axis: Axis, also: Sequence[core.Primitive | str] = ()
+  eqn: JaxprEqn,
+  axis: Axis,
+  also: Sequence[str] = (),
 ) -> bool:
   """Returns whether workers wait for each other in an equation.
 
@@ -141,17 +160,28 @@ def waits(
   is_collective = _is_over(params, axis) and name != 'axis_index'
   if name in also or eqn.primitive is meet_p or is_exchange or is_collective:
     return True
-  return any(
-    waits(inner, axis, also)
-    for jaxpr in core.jaxprs_in_params(params)
-    for inner in jaxpr.eqns
-  )
+  programs = core.jaxprs_in_params(params)
+  return any(_waits_in(jaxpr, axis, also) for jaxpr in programs)
+
+
+def _waits_in(
+  jaxpr: Jaxpr,
+  axis: Axis,
+  also: Sequence[str] = (),
+) -> bool:
+  """Returns whether workers wait for each other in a program."""
+  return any(waits(eqn, axis, also) for eqn in jaxpr.eqns)
 
 
 def _is_over(params: Mapping[str, Any], axis: Axis) -> bool:
   """Returns whether a collective with these parameters is over an axis."""
   names = params.get('axes', params.get('axis_name', ()))
   return axis in (names if isinstance(names, tuple) else (names,))
+
+
+def _computed(origins: Origins) -> Origins:
+  """Returns the origins of what is computed from each value: no batch."""
+  return [origin & ~Origin.ROWS for origin in origins]
 
 
 def _joined(origins: Iterable[Origin]) -> Origin:
@@ -168,8 +198,10 @@ class _Follower:
     self._checks = True  # not while a loop is followed to its fixed point
 
   def follow(
-    self, jaxpr: core.Jaxpr, inputs: Sequence[Origin]
-  ) -> dict[core.Var, Origin]:
+    self,
+    jaxpr: Jaxpr,
+    inputs: Origins,
+  ) -> dict[Var, Origin]:
     """Returns the origins of all variables."""
     known = dict(zip(jaxpr.invars, inputs))
     for eqn in jaxpr.eqns:
@@ -177,31 +209,40 @@ class _Follower:
       known.update(zip(eqn.outvars, outputs))
     return known
 
-  def _run(self, jaxpr: core.Jaxpr, inputs: Sequence[Origin]) -> list[Origin]:
+  def _run(self, jaxpr: Jaxpr, inputs: Origins) -> Origins:
     """Returns the origins of a program's outputs."""
     return origins_at(self.follow(jaxpr, inputs), jaxpr.outvars)
 
   def _outputs(
-    self, eqn: core.JaxprEqn, inputs: list[Origin]
-  ) -> Sequence[Origin]:
+    self,
+    eqn: JaxprEqn,
+    inputs: Origins,
+  ) -> Origins:
     """Returns the origins of the outputs of an equation."""
     name, count = eqn.primitive.name, len(eqn.outvars)
     if name in _RULES:
       return _RULES[name](self, eqn, inputs)
+    if name in _EACH_ALONE:
+      return inputs
+    if eqn.primitive is meet_p:  # rows, who is present, whether this worker is
+      return _SAME, _SAME, _OWN
     if _is_over(eqn.params, self._axis):
       # A sum in groups, a permutation, or the number of the worker differs.
       in_groups = eqn.params.get('axis_index_groups') is not None
       is_reduction = name.removesuffix('_invariant') in _REDUCTIONS
       is_same = is_reduction and not in_groups
       return [_SAME if is_same else Origin.DATA] * count
+    # A call: jit, remat, or a function whose derivative is given.
     for inner in core.jaxprs_in_params(eqn.params):
       if (len(inner.invars), len(inner.outvars)) == (len(inputs), count):
         return self._run(inner, inputs)
     return [_joined(inputs)] * count
 
   def _watch(
-    self, eqn: core.JaxprEqn, inputs: list[Origin]
-  ) -> Sequence[Origin]:
+    self,
+    eqn: JaxprEqn,
+    inputs: Origins,
+  ) -> Origins:
     check, outputs = eqn.params['check'], eqn.params['outputs']
     if check is not None and self._checks:
       check(inputs)
@@ -209,23 +250,17 @@ class _Follower:
       return inputs
     return [_OWN if differs else _SAME for differs in outputs]
 
-  def _meet(self, eqn: core.JaxprEqn, inputs: list[Origin]) -> Sequence[Origin]:
-    return _SAME, _SAME, _OWN  # rows, who is present, whether this worker is
-
-  def _each_alone(
-    self, eqn: core.JaxprEqn, inputs: list[Origin]
-  ) -> Sequence[Origin]:
-    return inputs
-
-  def _ref(self, eqn: core.JaxprEqn, inputs: list[Origin]) -> Sequence[Origin]:
+  def _ref(self, eqn: JaxprEqn, inputs: Origins) -> Origins:
     raise ValueError(
       'A data_parallel step must not make mutable arrays, got jax.new_ref: what'
       ' is written to them cannot be followed. Use values that it returns.'
     )
 
   def _sharding(
-    self, eqn: core.JaxprEqn, inputs: list[Origin]
-  ) -> Sequence[Origin]:
+    self,
+    eqn: JaxprEqn,
+    inputs: Origins,
+  ) -> Origins:
     sharding = eqn.params['sharding']
     is_named = isinstance(sharding, NamedSharding)
     if is_named and self._axis in names_of(sharding.spec):
@@ -238,24 +273,25 @@ class _Follower:
 
   def _loop(
     self,
-    body: core.Jaxpr,
-    before: list[Origin],
-    carry: list[Origin],
-    after: list[Origin],
-  ) -> list[Origin]:
+    body: Jaxpr,
+    before: Origins,
+    carry: Origins,
+    after: Origins,
+  ) -> Origins:
     """Returns the origins of a loop's outputs, at the fixed point."""
     did_check, self._checks = self._checks, False
-    carry = [_joined([x]) for x in carry]
-    old: list[Origin] = []
+    carry = _computed(carry)
+    old: Origins = []
     while old != carry:
       old = carry
       outputs = self._run(body, [*before, *carry, *after])
       carry = [_joined(pair) for pair in zip(carry, outputs)]
+    # Origins only grow, so that this ends. Now they are all there.
     self._checks = did_check
     outputs = self._run(body, [*before, *carry, *after])
     return [*carry, *outputs[len(carry) :]]
 
-  def _scan(self, eqn: core.JaxprEqn, inputs: list[Origin]) -> Sequence[Origin]:
+  def _scan(self, eqn: JaxprEqn, inputs: Origins) -> Origins:
     body = eqn.params['jaxpr'].jaxpr
     # From shapes, since releases of JAX name the numbers differently: what is
     # scanned over, or stacked, has one more dimension outside of the body.
@@ -264,7 +300,7 @@ class _Follower:
     num_consts = num_equal - num_carry
     scanned = inputs[num_equal:]
     has_rows = any(Origin.ROWS in x for x in scanned)
-    if has_rows and any(waits(inner, self._axis) for inner in body.eqns):
+    if has_rows and _waits_in(body, self._axis):
       raise ValueError(
         'A batch must have its rows along the first axis, got one over which'
         ' the step scans and exchanges in each turn, as over batches [steps,'
@@ -272,13 +308,14 @@ class _Follower:
         ' batch_argnames=..., batch_axis=1), or batch_axis=0 if every row is a'
         ' step.'
       )
-    each_turn = [_joined([x]) for x in scanned]
     carry = inputs[num_consts:num_equal]
-    return self._loop(body, inputs[:num_consts], carry, each_turn)
+    return self._loop(body, inputs[:num_consts], carry, _computed(scanned))
 
   def _while(
-    self, eqn: core.JaxprEqn, inputs: list[Origin]
-  ) -> Sequence[Origin]:
+    self,
+    eqn: JaxprEqn,
+    inputs: Origins,
+  ) -> Origins:
     num_cond = eqn.params['cond_nconsts']
     num_consts = num_cond + eqn.params['body_nconsts']
     body = eqn.params['body_jaxpr'].jaxpr
@@ -290,7 +327,7 @@ class _Follower:
     self._check_common(ends, [body])
     return [_joined([x, ends]) for x in carry]
 
-  def _cond(self, eqn: core.JaxprEqn, inputs: list[Origin]) -> Sequence[Origin]:
+  def _cond(self, eqn: JaxprEqn, inputs: Origins) -> Origins:
     which, *operands = inputs
     branches = [branch.jaxpr for branch in eqn.params['branches']]
     self._check_common(which, branches)
@@ -298,13 +335,13 @@ class _Follower:
     return [_joined([which, *several]) for several in zip(*outputs)]
 
   def _check_common(
-    self, condition: Origin, programs: Sequence[core.Jaxpr]
+    self,
+    condition: Origin,
+    programs: Sequence[Jaxpr],
   ) -> None:
     """Raises if only some workers would communicate."""
-    if not condition.differs:
-      return
-    inside = [eqn for program in programs for eqn in program.eqns]
-    if any(waits(eqn, self._axis) for eqn in inside):
+    is_waiting = any(_waits_in(jaxpr, self._axis) for jaxpr in programs)
+    if condition.differs and is_waiting:
       raise ValueError(
         'The condition of jax.lax.cond or of a loop around an exchange, or'
         ' around over_workers, must be the same on all workers, got one that'
@@ -321,13 +358,9 @@ def _num_equal(outer: Sequence[Any], inner: Sequence[Any]) -> int:
   return sum(x.aval.shape == y.aval.shape for x, y in pairs)
 
 
-# By primitive, where outputs are not computed from all inputs alike.
+# By primitive, where outputs are not computed from all inputs in one way.
 _RULES = {
   watch_p.name: _Follower._watch,
-  meet_p.name: _Follower._meet,
-  'convert_element_type': _Follower._each_alone,
-  'device_put': _Follower._each_alone,
-  'optimization_barrier': _Follower._each_alone,
   'new_ref': _Follower._ref,
   'empty_ref': _Follower._ref,
   'sharding_constraint': _Follower._sharding,

@@ -96,6 +96,37 @@ def test_losses_of_methods_are_as_recorded():
     ], cells
 
 
+LARGE = {'width': 512, 'layers': 3, 'heads': 8, 'steps': 400}
+# Of each row that compares with Muon: its settings of `demo_muon`, and of Muon.
+SETTINGS = [
+  ({'workers': 16, 'lr': 3e-3}, {}),
+  ({'workers': 16, 'lr': 3e-3, 'topk': 128, 'rows': 24}, {}),
+  ({'data': 'stdlib'}, {}),
+  (
+    LARGE | {'lr': 1.2e-3, 'other_lr': 2.25e-3},
+    LARGE | {'other_lr': 4.5e-3},
+  ),
+  ({'data': 'stdlib', 'steps': 2400}, {'lr': 1e-2}),
+  ({'steps': 5000}, {'lr': 1e-2}),
+]
+
+
+def test_other_settings_are_as_recorded():
+  table = [c for c in rows('Muon through the exchange') if '%' in c[-1]]
+  del table[-2]  # the lowest loss of the same run
+  for cells, (ours, averaged) in zip(table, SETTINGS, strict=True):
+    text = {k: v for k, v in ours.items() if k in ('data', 'steps')}
+    losses = [
+      statistics.mean(r['loss'] for r in muon.runs_of(row, muon.read()))
+      for row in (
+        muon.ROWS['Muon'] | text | averaged,
+        muon.ROWS['demo_muon'] | ours,
+      )
+    ]
+    assert cells[3:5] == [f'{loss:.3f}' for loss in losses], cells
+    assert cells[5] == percent(losses[1] / losses[0] - 1), cells
+
+
 def test_a_text_that_is_not_repeated_is_as_recorded():
   records = muon.read()
 
@@ -305,3 +336,28 @@ def test_commands_run(command):
     capture_output=True,
     timeout=900,
   )
+
+
+@pytest.mark.parametrize(
+  'command, said',
+  [
+    (
+      'step.py --reference nowhere.py',
+      '--reference must be a file, got nowhere',
+    ),
+    ('host.py nowhere', 'nowhere must be a clone of this repository.'),
+    ('muon.py run lrr=1e-3', 'no setting: lrr'),
+    ('muon.py run --row demo-muon', "invalid choice: 'demo-muon'"),
+  ],
+)
+def test_what_is_wrong_in_a_command_is_named_in_one_line(command, said):
+  name, *args = command.split()
+  run = subprocess.run(
+    [sys.executable, str(ROOT / 'benchmarks' / name), *args],
+    env={**os.environ, 'PYTHONPATH': str(ROOT)},
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
+  assert run.returncode
+  assert said in run.stderr.splitlines()[-1]

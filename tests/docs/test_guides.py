@@ -520,3 +520,19 @@ def test_rates_of_other_parameters_are_as_measured():
       found = muon.runs_of(row | {'other_lr': rate}, muon.read())
       cells += [f'{r["loss"]:.3f}' for r in found if 'seed' not in r]
     assert f'| `topk={topk}` | {" | ".join(cells)} |' in GUIDES['muon']
+
+
+def test_losses_of_a_delayed_exchange_are_as_measured():
+  setting = {'width': 64, 'heads': 4, 'steps': 600, 'lr': 4e-3}
+  records = muon.read()
+
+  def losses(**other):
+    row = muon.ROWS['demo_muon'] | setting | other
+    return {r.get('seed', 0): r['loss'] for r in muon.runs_of(row, records)}
+
+  at_once, delayed = losses(), losses(delayed='matrices')
+  assert at_once.keys() == delayed.keys() == {0, 1, 2}
+  cost = statistics.mean(delayed[seed] - at_once[seed] for seed in at_once)
+  assert f'the delay cost {abs(cost):.2f} nats (three seeds)' in GUIDES['muon']
+  alone = losses(delayed='matrices', ahead=False)[0] - at_once[0]
+  assert f'without the prediction {alone:.3f} (one seed)' in GUIDES['muon']
