@@ -7,6 +7,7 @@
     python benchmarks/relay.py links      # seconds of a round on slow links
     python benchmarks/relay.py delayed    # seconds of a step, late or at once
     python benchmarks/relay.py attack     # 10,000 connections, and garbage
+    python benchmarks/relay.py follow     # bytes of a program that follows
 
 `goodput` runs two jobs side by side, of 8 workers each, which train a small
 network on scikit-learn's digits, a step in half a second. In one of them a
@@ -48,7 +49,7 @@ from typing import Any
 import zmq
 
 ROOT = pathlib.Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / 'benchmarks')]
+sys.path[:0] = [str(ROOT / x) for x in ('.', 'benchmarks', 'examples')]
 
 from demo_optax.remote import frames, link
 
@@ -331,7 +332,7 @@ class Messages:
     for own in self.links:
       own.close()
     self.relay.terminate()
-    self.relay.wait(10)
+    self.relay.wait(60)
 
 
 def load(args: argparse.Namespace) -> None:
@@ -364,6 +365,7 @@ class Slow:
   def __init__(self, address: str, mbit: float, delay: float):
     host, port = address.removeprefix('tcp://').split(':')
     self.target, self.rate, self.delay = (host, int(port)), mbit / 8, delay
+    self.passed = 0  # bytes, in both directions
     self.socket = socket.create_server(('127.0.0.1', 0))
     self.address = f'tcp://127.0.0.1:{self.socket.getsockname()[1]}'
     threading.Thread(target=self._accept, daemon=True).start()
@@ -390,6 +392,7 @@ class Slow:
     free = 0.0  # when all that came has passed
     with contextlib.suppress(OSError):
       while data := source.recv(8192):
+        self.passed += len(data)
         free = max(free, time.monotonic()) + len(data) / self.rate / 1e6
         pipe.put((free + self.delay, data))
     pipe.put((0.0, b''))
@@ -426,6 +429,46 @@ def links(args: argparse.Namespace) -> None:
       job.close()
       print(rows[-1], flush=True)
   save('links', rows)
+
+
+def follow(args: argparse.Namespace) -> None:
+  """Bytes that a program receives which follows, and those of full copies."""
+  import jax
+  from flax import nnx
+  from gpt import GPT, GPTConfig
+
+  import demo_optax
+  from demo_optax import recipes
+
+  config = GPTConfig(vocab=8192, width=512, layers=12, heads=8, context=256)
+  params = nnx.eval_shape(lambda: nnx.state(GPT(config, nnx.Rngs(0))))
+  size = sum(x.size for x in jax.tree.leaves(params))
+  rows = []
+  for workers in (1, 4):
+    compressor = functools.partial(recipes.muon_compressors, topk=64)
+    plan = demo_optax.plan(params, compressor, workers)
+    job = Messages(workers)
+    wire = Slow(job.address, 1e6, 0.0)
+    follower = link.Link(wire.address, None, None)
+    job.links.append(follower)
+    follower.hello(b'{}', b'')
+    source = job.links[0].position
+    follower.position = source  # as if it had taken the state
+    job.links.remove(follower)
+    before = wire.passed
+    job.seconds(plan.payload_bytes + frames.CHAIN, args.rounds)
+    while follower.position.round < job.links[0].position.round:
+      follower.exchange(b'')
+    assert follower.position.chain == job.links[0].position.chain
+    received = (wire.passed - before) / args.rounds
+    follower.close()
+    job.close()
+    row = {'workers': workers, 'elements': size, 'bytes': round(received)}
+    for every in (1, 10):
+      row[f'copy_bfloat16_each_{every}'] = round(2 * size / every)
+    rows.append(row)
+    print(row, flush=True)
+  save('follow', rows)
 
 
 # The share of the message that is a step late. Of a model of 300 M parameters
@@ -683,7 +726,7 @@ def main() -> None:
   )
   tasks = {
     f.__name__: f
-    for f in (goodput, drift, slow, load, links, delayed, attack, work)
+    for f in (goodput, drift, slow, load, links, delayed, follow, attack, work)
   }
   parser.set_defaults(unlike=False, one_is_slow=False)
   parser.add_argument('what', choices=tasks)

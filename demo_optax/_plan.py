@@ -207,6 +207,7 @@ def plan(
   *,
   exchange: ExchangeKind = 'all_gather',
   update_values: str | None = None,
+  weighted: bool = False,
 ) -> Plan:
   r"""Predicts the bytes that an exchange moves, without running it.
 
@@ -239,6 +240,7 @@ def plan(
     workers: the workers, or how many.
     exchange: as in `scale_by_demo`.
     update_values: as in `scale_by_demo`.
+    weighted: whether `update` is given weights: 4 bytes of a message.
   """
   if not isinstance(workers, Workers):
     _checks.check_positive('workers', workers)
@@ -254,7 +256,9 @@ def plan(
   values = resolve_update_values(exchange, update_values, workers)
   if workers.relay is not None:
     exchange = 'all_gather'
-  config = make_config(layout, 'senders', exchange, count, values)
+  config = make_config(
+    layout, 'senders', exchange, count, values, weighted=weighted
+  )
   owners = config.update_packer
   payload = summed = updates = 0
   for name, (shape, dtype) in config.packer.shapes.items():
@@ -263,8 +267,10 @@ def plan(
       payload += num_bytes
     else:
       summed += num_bytes
-  for i in layout.averaged:
-    num_bytes = _shard_bytes(layout.leaves[i])
+  averaged = [_shard_bytes(layout.leaves[i]) for i in layout.averaged]
+  if weighted and averaged:
+    averaged.append(4)  # weights are added up beside them
+  for num_bytes in averaged:
     if num_bytes > ORDERED_BYTES:
       summed += num_bytes
     elif owners is None:

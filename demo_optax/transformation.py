@@ -13,7 +13,7 @@ import optax
 from optax.experimental import aggregating
 
 from demo_optax import _checks, _tree, compressors
-from demo_optax._paths import Keys, dotted, leaf_name, leaves_of
+from demo_optax._paths import STACKED, Keys, dotted, leaf_name, leaves_of
 from demo_optax.codes.value_codes import UPDATE_VALUES, WITHOUT_RESIDUAL
 from demo_optax.compressors.compressor import CompressorTree, per_leaf
 from demo_optax.compressors.layout import Layout, differences, make_layout
@@ -164,7 +164,10 @@ def scale_by_demo(
     An `optax.experimental.aggregating.Aggregator`. Its `update` takes stacked
     gradients `[workers, ...]` (in a `data_parallel` step and with
     `Workers.on_axis`, the worker's), and returns updates like the parameters,
-    in the gradients' dtypes.
+    in the gradients' dtypes. `update(..., weight=tokens)` weights the averages,
+    for batches of unlike sizes: a number for each worker, `[workers]`, or the
+    worker's, `[]`. One that is not from :math:`2^{-30}` to :math:`2^{30}`, such
+    as 0 or NaN, excludes the worker.
 
   Raises:
     ValueError: averaged gradients; a state for other workers, leaves or
@@ -196,7 +199,9 @@ def scale_by_demo(
       ' another one when a message leaves the momentum. Give a Python number.'
     )
 
-  def config_of(layout: Layout) -> algorithm.ExchangeConfig:
+  def config_of(
+    layout: Layout, weighted: bool = False
+  ) -> algorithm.ExchangeConfig:
     """Returns the static part of the exchange."""
     count = None
     if exchange != 'all_gather' and workers.relay is None:
@@ -205,14 +210,16 @@ def scale_by_demo(
       except ValueError:  # `on_axis`, outside of the map
         if written not in WITHOUT_RESIDUAL:  # the state depends on it
           raise
+    runs_on = platform.of(workers.mesh)
     return algorithm.make_config(
       layout,
       average,
       exchange,
       count,
       written,
-      platform.of(workers.mesh),
+      runs_on,
       delayed,
+      weighted,
     )
 
   def init_fn(params: chex.ArrayTree) -> DeMoState:
@@ -237,12 +244,14 @@ def scale_by_demo(
     updates: chex.ArrayTree,
     state: DeMoState,
     params: chex.ArrayTree | None = None,
+    *,
+    weight: chex.Numeric | None = None,
     **extra_args: Any,
   ) -> tuple[chex.ArrayTree, DeMoState]:
-    weight = gradient_weight
-    if callable(weight):
-      weight = weight(state.count)
-    hyper = {'alpha': alpha, 'decay': decay, 'gradient_weight': weight}
+    of_gradient = gradient_weight
+    if callable(of_gradient):
+      of_gradient = of_gradient(state.count)
+    hyper = {'alpha': alpha, 'decay': decay, 'gradient_weight': of_gradient}
     params, like = checks.params_and_like(updates, params, workers)
     if workers.relay is not None:
       inside.check_in_step(f'The update for {workers}')
@@ -251,6 +260,11 @@ def scale_by_demo(
     given = updates, state, params, hyper
     if inside.is_in_step():
       given = inside.check_arguments(workers, *given)
+    if weight is not None:
+      _check_not_delayed(delayed)
+      # By this name it is one of each worker.
+      own = {STACKED: checks.checked_weight(weight, workers)}
+      given = *given[:3], given[3] | own
     return inside.for_workers(stacked_update_fn, workers)(*given)
 
   def stacked_update_fn(
@@ -259,7 +273,8 @@ def scale_by_demo(
     """Updates with gradients laid out as `workers` have them."""
     flat, given = _tree.flatten_alike(updates, params)
     lead = 1 if workers.stacked_gradients else 0
-    config = config_of(state.layout.layout)
+    weight = hyper.get(STACKED)
+    config = config_of(state.layout.layout, weight is not None)
     leaves = iter(config.layout.leaves)  # of what is exchanged
     exchanged, left_out = [], []
     for (path, g), p in zip(flat, given):
@@ -285,7 +300,10 @@ def scale_by_demo(
         config,
         exchanged,
         own,
-        algorithm.Hyper(state.count, *hyper.values()),
+        algorithm.Hyper(
+          state.count, *(hyper[name] for name in algorithm.Hyper._fields[1:])
+        ),
+        weight,
       )
     in_order = iter(found)
     new = [
@@ -312,6 +330,14 @@ def average_gradients(*, workers: Workers) -> aggregating.Aggregator:
   as in every exchange; if all are, the mean is zero.
   """
   return scale_by_demo(None, workers=workers)
+
+
+def _check_not_delayed(delayed: bool) -> None:
+  if delayed:
+    raise ValueError(
+      'weight must not be given with delayed=True, got one. Leave out delayed,'
+      ' or give no weight.'
+    )
 
 
 def check_layout(

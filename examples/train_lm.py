@@ -57,8 +57,10 @@ SIZES = {
 }
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-  parser = flags.make_parser(__doc__)
+def parse_args(
+  argv: list[str] | None = None, words: str | None = __doc__
+) -> argparse.Namespace:
+  parser = flags.make_parser(words)
   above_0 = flags.whole(1)
 
   def add(flag: str, words: str, **options: Any) -> None:
@@ -243,6 +245,12 @@ def compressor_of(args: argparse.Namespace) -> Any:
   return lambda params: recipes.muon_compressors(params, args.topk or 64)
 
 
+def make_model(args: argparse.Namespace) -> GPT:
+  names = [field.name for field in dataclasses.fields(GPTConfig)]
+  config = GPTConfig(**{name: getattr(args, name) for name in names})
+  return GPT(config, nnx.Rngs(args.seed))
+
+
 def loss_fn(model: GPT, tokens: jax.Array) -> jax.Array:
   logits = model(tokens[:, :-1])
   return optax.softmax_cross_entropy_with_integer_labels(
@@ -321,10 +329,7 @@ def train(args: argparse.Namespace, stop: cluster.StopSignal) -> dict[str, Any]:
   feed = text.make_feed(
     corpus.train, args.seed, args.batch, args.context, workers, args.rank
   )
-  config = GPTConfig(
-    **{f.name: getattr(args, f.name) for f in dataclasses.fields(GPTConfig)}
-  )
-  model = GPT(config, nnx.Rngs(args.seed))
+  model = make_model(args)
   optimizer = nnx.Optimizer(model, make_optimizer(args, workers), wrt=nnx.Param)
   train_step = make_train_step(workers)
   plan = demo_optax.plan(

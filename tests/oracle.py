@@ -233,10 +233,14 @@ class Oracle:
     self.late = np.zeros(self.matrix)
     self.whole &= places is None
 
-  def exchange(self, gradients):
+  def exchange(self, gradients, weights=None):
     """Takes `[N, *shape]` and returns the merged momentum `[*shape]`."""
     gradients = np.asarray(gradients).reshape(self.m.shape)
     present = [bool(np.isfinite(g).all()) for g in gradients]
+    if weights is None:
+      weights = np.ones(len(present))
+    present = [p and 2**-30 <= w <= 2**30 for p, w in zip(present, weights)]
+    self.weights = weights
     merged = np.zeros(self.matrix, self.m.dtype)
     self.m -= self.sent
     self.sent[:] = 0
@@ -285,12 +289,13 @@ class Oracle:
     if not sent:
       return np.zeros(shape)
     merged = []
+    weights = [self.weights[i] for i in sent]
     for parts in zip(*sent.values()):
-      total = sum(c for c, _ in parts)
-      counts = sum(mask.astype(int) for _, mask in parts)
+      total = sum(w * c for w, (c, _) in zip(weights, parts))
+      whole = sum(w * mask for w, (_, mask) in zip(weights, parts))
       if self.average == 'workers':
-        counts = np.full(counts.shape, len(sent))
-      merged.append(total / np.maximum(counts, 1))
+        whole = np.full(whole.shape, sum(weights))
+      merged.append(total / np.where(whole > 0, whole, 1))
     if self.whole:
       return merged[0]
     return expand(merged, shape, self.limit, self.padding, self.basis)

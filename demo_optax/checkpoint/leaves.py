@@ -137,7 +137,7 @@ def from_leaves(
       return _bucket(saved, layouts[keys[:-3]], keys, x)
     if keys[-2:] == ('layout', 'digest'):
       return layouts[keys[:-2]].digest
-    if keys[-3:-1] == (STACKED, 'message'):
+    if keys[-3:-1] == (_paths.STACKED, 'message'):
       return _message(saved, layouts[keys[:-3]], keys, x)
     made = saved[_paths.dotted(keys)]
     if not _paths.is_stacked(keys) or len(made) == len(x):

@@ -35,7 +35,12 @@ import jax.numpy as jnp
 
 from demo_optax.compressors.layout import Layout
 from demo_optax.exchange import arithmetic
-from demo_optax.exchange.message import Packer, Received, Report
+from demo_optax.exchange.message import (
+  Packer,
+  Received,
+  Report,
+  is_weight,
+)
 from demo_optax.exchange.owners import UpdatePacker
 from demo_optax.numerics import plain, platform, rounding, topk
 from demo_optax.workers import Group, Spec, Workers, lift
@@ -66,7 +71,7 @@ class Hyper(NamedTuple):
   step: chex.Numeric  # int32, exchanges so far
   alpha: chex.Numeric
   decay: chex.Numeric
-  weight: chex.Numeric
+  gradient_weight: chex.Numeric
 
 
 # Scalars about an exchange, as in `DeMoState.metrics`.
@@ -142,13 +147,15 @@ def make_config(
   update_values: str = 'float32',
   runs_on: str | None = None,
   delayed: bool = False,
+  weighted: bool = False,
 ) -> ExchangeConfig:
   """Returns the static part of an exchange.
 
   `kind='auto'` takes the collective that receives fewer bytes. `count`, the
   number of workers, is None if it is unknown: chunks then have no owners.
+  `weighted` says whether workers have weights.
   """
-  packer = Packer(layout.buckets)
+  packer = Packer(layout.buckets, weighted=weighted)
   runs_on = runs_on or platform.of()
   gathered = ExchangeConfig(layout, average, packer, runs_on, delayed=delayed)
   if delayed and packer.summed:
@@ -163,7 +170,8 @@ def make_config(
   if any(not bucket.format.shared for bucket in layout.buckets):
     owners = UpdatePacker(layout.buckets, count, update_values)
     gathered = dataclasses.replace(gathered, owners=owners)
-  owned = dataclasses.replace(gathered, packer=Packer(layout.buckets, count))
+  of_owners = dataclasses.replace(packer, num_owners=count)
+  owned = dataclasses.replace(gathered, packer=of_owners)
   choices = [owned] if kind == 'all_to_all' else [gathered, owned]
   return min(choices, key=lambda config: config.received_bytes(count))
 
@@ -174,12 +182,14 @@ def exchange(
   gradients: Mapping[int, jax.Array],
   state: WorkerState,
   hyper: Hyper,
+  weight: jax.Array | None = None,
 ) -> tuple[list[jax.Array], WorkerState, Metrics]:
   """Runs Algorithm 1 for one step, on one device of one worker.
 
   The formulas are those of `scale_by_demo`; momentum is kept transformed. Takes
-  the shards of gradients on this device, by leaf number, and its own state,
-  with momentum `[rows, n]` of each bucket. Returns the update of each leaf,
+  the shards of gradients on this device, by leaf number; its own state, with
+  momentum `[rows, n]` of each bucket; and its weight, float32 `[]`, in averages
+  over workers, None in plain ones. Returns the update of each leaf,
   equal on all workers to the last bit; the new state; and metrics.
   """
   layout, packer, buckets = config.layout, config.packer, config.layout.buckets
@@ -206,7 +216,7 @@ def exchange(
     rows = jax.tree.map(lambda x: x[None], state.message)
     received, _ = packer.unpack(rows, alone)
     last = [jax.tree.map(lambda x: x[0], of_bucket) for of_bucket in received]
-    for i, (indices, values, valid) in enumerate(last):
+    for i, (indices, values, valid, _) in enumerate(last):
       name = buckets[i].name
       held[name] = give(i, held[name], indices, values, valid, valid)
 
@@ -215,7 +225,7 @@ def exchange(
 
   # Exclude a worker whose gradient could make its momentum overflow. Decided
   # before momentum is touched, so that momentum can be updated in place.
-  valid = group.all_devices(_is_valid(layout, chunks, gradients, hyper))
+  valid = group.all_devices(_is_valid(layout, chunks, gradients, hyper, weight))
 
   # m <- decay m + w T g, and the k of n coefficients of each chunk to send.
   momentum, selected = [], []
@@ -225,7 +235,7 @@ def exchange(
       chunks[i],
       held[bucket.name],
       hyper.decay,
-      hyper.weight,
+      hyper.gradient_weight,
       valid,
       hyper.step,
     )
@@ -233,7 +243,7 @@ def exchange(
     selected.append(of_bucket)
 
   # The message, and the values [rows, k] that all workers decode from it.
-  message, sent = packer.pack(selected, hyper.alpha, valid)
+  message, sent = packer.pack(selected, hyper.alpha, valid, weight)
 
   # Send and receive. Updates of owners and uncompressed averages follow below.
   if config.delayed:
@@ -275,7 +285,7 @@ def exchange(
       u = group.join_devices(u[: bucket.num_chunks], bucket.split_axes)
     updates |= layout.cut(i, u)
 
-  averages, num_valid = _averages(layout, group, gradients, valid)
+  averages, num_valid = _averages(layout, group, gradients, valid, weight)
   updates |= averages
   if report.num_valid is None:  # nothing was compressed
     report = report._replace(num_valid=num_valid)
@@ -300,7 +310,7 @@ def _take_back(
   if included is None:
     return list(momentum)
   found = []
-  for bucket, m, (indices, values, sound) in zip(
+  for bucket, m, (indices, values, sound, _) in zip(
     config.layout.buckets, momentum, last
   ):
     values = rounding.mul_no_fma(hyper.alpha, values)
@@ -339,22 +349,31 @@ def run(
   gradients: Sequence[jax.Array],
   state: WorkerState,
   hyper: Hyper,
+  weight: jax.Array | None = None,
 ) -> tuple[list[jax.Array], WorkerState, Metrics]:
   """Runs `exchange` for all workers.
 
-  Takes the gradient of each leaf and the state as `workers` hold them. The
+  Takes the gradient of each leaf, state and weights as `workers` hold them. The
   updates are those of the exchanged leaves, in the parameters' shapes.
   """
   leaves = config.layout.leaves
   exchanged = sorted((*config.layout.compressed, *config.layout.averaged))
 
   def one_worker(
-    own: list[jax.Array], state: WorkerState, hyper: Hyper
+    own: list[jax.Array],
+    state: WorkerState,
+    hyper: Hyper,
+    weight: jax.Array | None,
   ) -> tuple[list[jax.Array], WorkerState, Metrics]:
     own_state = jax.tree.map(lambda x: x.reshape(x.shape[-2:]), state)
     with platform.running_on(config.platform):
       updates, new, metrics = exchange(
-        config, workers.group, dict(zip(exchanged, own)), own_state, hyper
+        config,
+        workers.group,
+        dict(zip(exchanged, own)),
+        own_state,
+        hyper,
+        weight,
       )
     new = jax.tree.map(lambda x, old: x.reshape(old.shape), new, state)
     return updates, new, metrics
@@ -370,11 +389,12 @@ def run(
       [Spec(stacked, spec) for spec in inner],
       buckets,
       jax.tree.map(lambda _: same, hyper),
+      None if weight is None else Spec(stacked),
     ),
     ([Spec(False, spec) for spec in inner], buckets, of_metrics),
   )
   own = [gradients[i] for i in exchanged]
-  updates, state, metrics = mapped(own, state, hyper)
+  updates, state, metrics = mapped(own, state, hyper, weight)
   # An update has the type of its parameter, which Explicit meshes compare.
   updates = [
     lift.reshard(workers, u, leaves[i].sharding.given)
@@ -392,20 +412,27 @@ def _is_valid(
   chunks: Sequence[jax.Array],
   gradients: Mapping[int, jax.Array],
   hyper: Hyper,
+  weight: jax.Array | None,
 ) -> jax.Array:
   """Returns whether no momentum can overflow or become NaN, bool `[]`.
 
-  False also for a hyperparameter that is not finite, and for a decay or alpha
-  outside [0, 1].
+  False also for a hyperparameter that is not finite, for a decay or alpha
+  outside [0, 1], and for a weight that does not count.
   """
-  good = [jnp.isfinite(hyper.weight).all()]  # a schedule may return [1]
+  good = [] if weight is None else [is_weight(weight)]
+  good.append(
+    jnp.isfinite(hyper.gradient_weight).all()
+  )  # a schedule may return [1]
   good += [(x >= 0) & (x <= 1) for x in (hyper.alpha, hyper.decay)]
   for g in chunks:
-    weight = jnp.asarray(hyper.weight, g.dtype)
+    gradient_weight = jnp.asarray(hyper.gradient_weight, g.dtype)
     largest = MAX_GRADIENT_SHARE * float(jnp.finfo(g.dtype).max)
-    good.append(_none(~(jnp.abs(weight * g) <= largest)))
+    good.append(_none(~(jnp.abs(gradient_weight * g) <= largest)))
   for i in layout.averaged:
-    good.append(_none(~jnp.isfinite(gradients[i])))
+    g = gradients[i]
+    if weight is not None:
+      g = weight.astype(g.dtype) * g
+    good.append(_none(~jnp.isfinite(g)))
   return plain.every(good)
 
 
@@ -424,6 +451,7 @@ def _averages(
   group: Group,
   gradients: Mapping[int, jax.Array],
   valid: jax.Array,
+  weight: jax.Array | None,
 ) -> tuple[dict[int, jax.Array], jax.Array | None]:
   """Averages uncompressed gradients over the valid workers."""
   if not layout.averaged:
@@ -434,16 +462,24 @@ def _averages(
   for i in layout.averaged:
     groups.setdefault(layout.leaves[i].sharding.axes, []).append(i)
   found = {}
-  count = valid.astype(jnp.int32)  # the total, from the first sum on
+  scalars = [valid.astype(jnp.int32)]
+  if weight is not None:
+    scalars.append(plain.where(valid, weight, 0))
   for axes, members in groups.items():
     own = [gradients[i].astype(layout.leaves[i].dtype) for i in members]
+    if weight is not None:
+      own = [rounding.mul_no_fma(weight, x) for x in own]
     own = [plain.where(valid, x, jnp.zeros_like(x)) for x in own]
-    summed = sums([*own, *([] if axes else [count])], group.axis)
-    count = count if axes else summed[-1]
+    summed = sums([*own, *([] if axes else scalars)], group.axis)
+    if not axes:  # the first group
+      scalars = summed[len(members) :]
+    count, *total_weight = scalars
     for i, total in zip(members, summed):
-      weight = rounding.exact_reciprocal(count, group.size, total.dtype)
-      found[i] = rounding.mul_no_fma(weight, total)
-  return found, count
+      share = rounding.exact_reciprocal(count, group.size, total.dtype)
+      if total_weight:
+        share = rounding.reciprocal(total_weight[0], total.dtype)
+      found[i] = rounding.mul_no_fma(share, total)
+  return found, scalars[0]
 
 
 def _metrics(layout: Layout, group: Group, report: Report) -> Metrics:

@@ -103,7 +103,13 @@ def merge(
       lambda x: _piece_of(x, start, rows, axis=1), received[:2]
     )
     u, found = topk.merge(
-      indices, values, received.valid, n, average, bucket.format.grouped
+      indices,
+      values,
+      received.valid,
+      n,
+      average,
+      bucket.format.grouped,
+      received.weights,
     )
     if bucket.content == 'chunks':
       u = chunking.inverse(u, bucket.sides, bucket.basis)

@@ -11,6 +11,7 @@ The size of a message depends on shapes alone. Its parts, in order:
                   that takes the fewest bits; absent if k == n
     status      a word, 1 if the worker is valid in this exchange, else 0
     energies    three float32: of the momentum, of its sent part, of the rest
+    weight      float32, of the worker in all averages; absent without weights
     zeros       up to a multiple of 512 bytes, if a message is gathered
 
 Numbers of fewer bits are packed in planes (`numerics.packing.pack_bits`); each
@@ -26,7 +27,7 @@ not in order or not in the chunk, or a value exceeds
 
 If all workers select the same indices, only values are sent and only their mean
 is needed. An all-reduce sums a vector of these values, the number of valid
-workers, and the energies.
+workers, the energies, and the weights. Values are multiplied by weights then.
 """
 
 import dataclasses
@@ -47,6 +48,7 @@ from demo_optax.workers.collectives import GATHERED, TO_OWNERS
 
 ENERGIES = 3  # of the momentum, of its sent part, of the rest
 END_WORDS = 1 + ENERGIES  # the status and the energies
+MAX_WEIGHT = 2.0**30  # of a worker; 1 / MAX_WEIGHT is the smallest
 ROW = 128  # words in a row of a gathered message
 
 # `GATHERED`: uint32 `[rows, ROW]`; `TO_OWNERS`: uint32 `[owners, words]`;
@@ -70,6 +72,7 @@ class Received(NamedTuple):
   indices: jax.Array | None
   values: jax.Array  # [senders, rows, k]; a sum is one sender's mean
   valid: jax.Array  # bool [senders], whose values count
+  weights: jax.Array | None = None  # float32 [senders], if they have some
 
 
 class Report(NamedTuple):
@@ -87,6 +90,7 @@ class Packer:
 
   buckets: tuple[Bucket, ...]
   num_owners: int | None = None  # workers that share the chunks, if they do
+  weighted: bool = False  # whether workers have weights
 
   @property
   def name(self) -> str:
@@ -149,21 +153,25 @@ class Packer:
     """Shape and dtype of every array in the message of one device."""
     shapes: dict[str, tuple[tuple[int, ...], str]] = {}
     if self.gathered:
-      words = sum(self._words) + END_WORDS
+      words = sum(self._words) + END_WORDS + self.weighted
       rows = -(-words // ROW)
       shape = (*self._owners, words) if self._owners else (rows, ROW)
       shapes[self.name] = shape, 'uint32'
     for dtype, members in self.summed.items():
-      length = sum(self._sizes(members)) + 1 + ENERGIES
+      length = sum(self._sizes(members)) + 1 + ENERGIES + self.weighted
       shapes[SUMMED + dtype] = (length,), dtype
     return shapes
 
   # Packing --------------------------------------------------------------------
 
   def pack(
-    self, selected: Sequence[Selected], alpha: jax.Array, valid: jax.Array
+    self,
+    selected: Sequence[Selected],
+    alpha: jax.Array,
+    valid: jax.Array,
+    weight: jax.Array | None = None,
   ) -> tuple[Message, list[jax.Array]]:
-    """Writes one device's message; `alpha` and `valid` are scalars.
+    """Writes one device's message; `alpha`, `valid`, `weight` are scalars.
 
     Returns the message, and for each bucket the values `[rows, k]` that
     receivers decode.
@@ -177,10 +185,12 @@ class Packer:
         sent[number] = values
 
     message: dict[str, jax.Array] = {}
+    own_weight = [] if weight is None else [weight[None]]  # float32 [1]
     if self.gathered:
       numbers = list(itertools.chain(*self.gathered.values()))
       energies = self._energies(numbers, selected, sent, alpha)
-      bits = jax.lax.bitcast_convert_type(energies, jnp.uint32)
+      numbers_at_end = jnp.concatenate([energies, *own_weight])
+      bits = jax.lax.bitcast_convert_type(numbers_at_end, jnp.uint32)
       end = jnp.concatenate([valid.astype(jnp.uint32)[None], bits])
       end = jnp.broadcast_to(end, (*self._owners, *end.shape))
       words = jnp.concatenate([*packed, end], axis=-1)
@@ -190,7 +200,10 @@ class Packer:
       energies = plain.where(jnp.isfinite(energies), energies, 0)
       one = jnp.ones((1,), dtype)
       vectors = [self.buckets[i].strip(sent[i]).reshape(-1) for i in members]
-      vector = jnp.concatenate([*vectors, one, energies.astype(dtype)])
+      if weight is not None:
+        vectors = [rounding.mul_no_fma(weight, x) for x in vectors]
+      numbers_at_end = jnp.concatenate([energies, *own_weight])
+      vector = jnp.concatenate([*vectors, one, numbers_at_end.astype(dtype)])
       message[SUMMED + dtype] = plain.where(valid, vector, 0)
     return message, sent
 
@@ -259,14 +272,16 @@ class Packer:
       energies += jnp.sum(sent, axis=0)
     for dtype, members in self.summed.items():
       sums = arrived[SUMMED + dtype]
-      total, end = jnp.split(sums, [len(sums) - 1 - ENERGIES])
+      total, end = jnp.split(sums, [len(sums) - END_WORDS - self.weighted])
       count = jnp.round(end[0]).astype(jnp.int32)
       count = group.over_devices(jax.lax.pmin, count)
       if num_valid is None:
         num_valid = count
-      energies += end[1:].astype(jnp.float32)
-      weight = rounding.exact_reciprocal(count, group.size, total.dtype)
-      mean = rounding.mul_no_fma(weight, total)
+      energies += end[1:END_WORDS].astype(jnp.float32)
+      share = rounding.exact_reciprocal(count, group.size, total.dtype)
+      if self.weighted:
+        share = rounding.reciprocal(end[-1], total.dtype)
+      mean = rounding.mul_no_fma(share, total)
       parts = split(mean, self._sizes(members), axis=0)
       for number, part in zip(members, parts):
         bucket = self.read[number]
@@ -301,11 +316,20 @@ class Packer:
         if own_indices is not None:
           own_indices = bucket.unstrip(own_indices, first)
         found[number] = own_indices, bucket.unstrip(own_values)
-    energies = jax.lax.bitcast_convert_type(end[:, 1:END_WORDS], jnp.float32)
+    numbers_at_end = jax.lax.bitcast_convert_type(end[:, 1:], jnp.float32)
+    energies, weights = numbers_at_end[:, :ENERGIES], None
+    if self.weighted:
+      weights = numbers_at_end[:, ENERGIES]
+      good.append(is_weight(weights))
     # A damaged message may have reached only one device of a worker.
     valid = group.all_devices(plain.every(good))
-    received = {i: Received(*found[i], valid) for i in found}
+    received = {i: Received(*found[i], valid, weights) for i in found}
     return received, valid, energies
+
+
+def is_weight(x: jax.Array) -> jax.Array:
+  """Returns which numbers are weights that count. NaN is none."""
+  return (x >= 1 / MAX_WEIGHT) & (x <= MAX_WEIGHT)
 
 
 def as_rows(words: jax.Array) -> jax.Array:

@@ -33,6 +33,12 @@ def hidden(x: Array, like: Array) -> Array:
   return jax.lax.bitcast_convert_type(x, like.dtype)
 
 
+def reciprocal(total: Array, dtype: DTypeLike) -> Array:
+  """Returns `1 / total` for a sum of weights; 1 for a sum of zero."""
+  wide = jnp.where(total > 0, total, jnp.ones_like(total)).astype(dtype)
+  return hidden(1 / wide, wide)
+
+
 def exact_reciprocal(count: Array, most: int, dtype: DTypeLike) -> Array:
   """Returns `1 / count` for int32 counts up to `most`; 1 for a count of zero.
 

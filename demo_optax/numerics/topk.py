@@ -7,10 +7,10 @@ from types import ModuleType
 from typing import Literal
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array, lax, vmap
 
 from demo_optax.numerics import groups, one_hot, packing, plain, platform
-from demo_optax.numerics.rounding import exact_reciprocal, mul_no_fma
+from demo_optax.numerics.rounding import exact_reciprocal, hidden, mul_no_fma
 
 Average = Literal['senders', 'workers']
 
@@ -145,19 +145,21 @@ def merge(
   n: int,
   average: Average,
   grouped: bool = False,
+  weights: Array | None = None,
 ) -> tuple[Array, Array]:
   """Averages values `[workers, chunks, k]` of `present` workers, bool.
 
   For `average='senders'` over those that sent a coefficient, for `'workers'`
-  over all that are present; rows of absent ones may hold anything. Returns
-  dense `[chunks, n]`, and the number of different coefficients that were sent,
-  float32 `[]`.
+  over all that are present; rows of absent ones may hold anything. With weights
+  `[workers]` the averages are weighted; equal weights give the bits of none.
+  Returns dense `[chunks, n]`, and the number of different coefficients that
+  were sent, float32 `[]`.
   """
   everyone = jnp.sum(present, dtype=jnp.int32)
   tables = _by_tables(grouped)
   if grouped and platform.adds_tables():
     tables = groups
-  if indices is not None and tables:
+  if indices is not None and tables and weights is None:
     total, senders = tables.add_up(indices, values, present, n)
     distinct = jnp.sum((senders > 0).astype(jnp.float32))
     if average == 'senders':
@@ -168,19 +170,39 @@ def merge(
     mean = platform.laid_out(mean, in_lanes=True)
     return mean.reshape(len(mean), -1)[:, :n], distinct
 
-  workers, chunks, _ = values.shape
-  counted, senders = present[:, None, None], everyone
-  if indices is not None and workers > 1:
-    senders = _count_senders(indices, counted, n)
-  shares = exact_reciprocal(senders, workers, values.dtype)
+  workers, counted = len(values), present[:, None, None]
+  if weights is not None:
+    weights = plain.where(present, weights.astype(values.dtype), 0)
+    weights = jnp.broadcast_to(weights[:, None, None], values.shape)
+
+  def shares_of(indices: Array | None) -> Array:
+    """Returns shares in each coefficient, or without indices in all."""
+    if weights is not None:
+      return _weighted_shares(indices, weights, n, grouped)
+    senders = everyone
+    if indices is not None and workers > 1:
+      senders = _count_senders(indices, counted, n)
+    return exact_reciprocal(senders, workers, values.dtype)
+
+  shares = shares_of(indices)
   one_each = jnp.broadcast_to(plain.where(counted, shares, 0), values.shape)
   distinct = jnp.sum(one_each.astype(jnp.float32))
   if average == 'workers':
-    shares = exact_reciprocal(everyone, workers, values.dtype)
+    shares = shares_of(None)
   values = plain.where(counted, mul_no_fma(shares, values), 0)
+  return _add_in_turn(indices, values, n, grouped), distinct
 
-  # Deterministic on every backend: workers are added one after the other, and
-  # indices of a worker are distinct, so that no scatter writes a place twice.
+
+def _add_in_turn(
+  indices: Array | None, values: Array, n: int, grouped: bool
+) -> Array:
+  """Adds values `[workers, chunks, k]` at their places; dense `[chunks, n]`.
+
+  Deterministic on every backend: workers are added one after the other, and
+  indices of a worker are distinct, so that no scatter writes a place twice.
+  """
+  workers, chunks, _ = values.shape
+
   def add_worker(worker: Array, total: Array) -> Array:
     own = None if indices is None else indices[worker]
     return subtract(total, own, -values[worker], grouped)
@@ -188,8 +210,23 @@ def merge(
   # From the values, to vary over the same axes in a shard_map that tracks them.
   zeros = jnp.zeros_like(values, shape=(chunks, n))
   turns = platform.unrolled(workers)
-  mean = lax.fori_loop(0, workers, add_worker, zeros, unroll=turns)
-  return mean, distinct
+  return lax.fori_loop(0, workers, add_worker, zeros, unroll=turns)
+
+
+def _weighted_shares(
+  indices: Array | None, weights: Array, n: int, grouped: bool
+) -> Array:
+  """Returns shares of `weights [workers, chunks, k]` in those of all senders.
+
+  Without indices every worker has sent every value.
+  """
+  if indices is None:
+    total = _add_in_turn(None, weights, weights.shape[2], grouped)[None]
+  else:
+    dense = _add_in_turn(indices, weights, n, grouped)  # [chunks, n]
+    total = vmap(lambda own: take(dense, own, grouped))(indices)
+  # Compilers divide by constants in some programs, and multiply in others.
+  return weights / hidden(plain.where(total > 0, total, 1), weights)
 
 
 def _count_senders(indices: Array, counted: Array, n: int) -> Array:

@@ -9,7 +9,70 @@
 See `demo_optax.Workers.remote`. `python -m demo_optax.remote` starts a relay.
 """
 
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
 from demo_optax.workers import Workers
+
+__all__ = ['Followed', 'follow', 'pause']
+
+
+class Followed(NamedTuple):
+  """What a program that follows has after a round."""
+
+  round: int  # that the trainers take part in next, with these arguments
+  behind: int  # rounds that are known to be over, and are not applied yet
+  args: tuple[Any, ...]  # of the step, by position
+
+
+def follow(
+  train_step: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Iterator[Followed]:
+  """Follows the parameters of workers with a relay, without training.
+
+  For evaluation, generation or rollouts in a program of its own, which receives
+  the workers' messages and computes no gradient. It takes a state from a worker
+  once, and then applies list after list, with the bits that the workers have on
+  hardware of its kind. Nobody waits for it. If it is so late that the relay has
+  dropped lists (`--history`), or is started again, it takes a state again.
+
+  Args:
+    train_step: the workers' step, decorated by `data_parallel` with
+      `Workers.remote(address, rank=None, count=...)`.
+    *args: the arguments of the step, or their shapes (`jax.eval_shape`).
+    **kwargs: those by name, such as the batch, whose values are not read.
+
+  Yields:
+    A `Followed` for the state, and then for each round: the arguments by
+    position as the workers have them, parameters and optimizer state among
+    them. Momentum, which is the workers' own, stays as it was given.
+
+  Raises:
+    ValueError: `train_step` is that of a worker.
+    RuntimeError: the workers run another step than this one.
+
+  Example:
+    >>> import demo_optax
+    >>> workers = demo_optax.Workers.remote(
+    ...     'tcp://127.0.0.1:7077', rank=None, count=4)
+
+    With the `train_step`, model and optimizer of the workers::
+
+      followed = demo_optax.remote.follow(
+          train_step, model, optimizer, tokens=tokens)
+      for number, behind, (model, optimizer) in followed:
+        if not behind:
+          print(number, generate(model))
+  """
+  workers = getattr(train_step, 'workers', None)
+  relay = getattr(workers, 'relay', None)
+  if relay is None or relay.rank is not None:
+    raise ValueError(
+      'train_step must be decorated by demo_optax.data_parallel with'
+      f' Workers.remote(address, rank=None, count=...), got one with {workers}.'
+      ' Make it, and its optimizer, with these workers.'
+    )
+  return train_step.followed(*args, **kwargs)  # type: ignore[attr-defined]
 
 
 def pause(workers: Workers) -> None:

@@ -47,6 +47,8 @@ CHAIN = 16  # bytes
 LIMITS = struct.Struct('<q')  # most bytes of a message
 PART = 1 << 20  # bytes in a part of a state
 MAX_WORKERS = 2**16 - 1
+# In place of a rank: a program that takes part in no round, see `follow`.
+FOLLOWER = 2**16 - 1
 _MAGIC = b'DEM2'
 _HEADER = struct.Struct(f'<4sBHqq{CHAIN}s8s?')
 
@@ -114,11 +116,12 @@ class Keys(NamedTuple):
 
   public: str
   secret: str
-  others: list[str]  # public ones: the relay's, or those of all ranks
+  # Public ones: the relay's, or those of all ranks, then that of followers.
+  others: list[str]
 
 
 def write_keys(folder: str, workers: int) -> list[pathlib.Path]:
-  """Writes a file of keys for the relay and one for each worker."""
+  """Writes files of keys: the relay's, each worker's, and one for followers."""
   import zmq
 
   if not 0 < workers <= MAX_WORKERS:
@@ -129,11 +132,12 @@ def write_keys(folder: str, workers: int) -> list[pathlib.Path]:
   path = pathlib.Path(folder)
   path.mkdir(parents=True, exist_ok=True)
   (relay, secret), *others = (
-    [key.decode() for key in zmq.curve_keypair()] for _ in range(1 + workers)
+    [key.decode() for key in zmq.curve_keypair()] for _ in range(2 + workers)
   )
   files = {'relay.key': Keys(relay, secret, [public for public, _ in others])}
-  for rank, (public, secret) in enumerate(others):
-    files[f'worker-{rank}.key'] = Keys(public, secret, [relay])
+  names = [*(f'worker-{rank}' for rank in range(workers)), 'follower']
+  for name, (public, secret) in zip(names, others):
+    files[f'{name}.key'] = Keys(public, secret, [relay])
   for name, keys in files.items():
     # Never readable by others, and never over keys that are in use.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL

@@ -38,6 +38,10 @@ class Behind(Exception):  # noqa: N818
   """The lists since a worker's last round are gone: it must join."""
 
 
+class NotClosedError(Exception):
+  """The round that a worker listens for is open again: a relay is new."""
+
+
 class Position(NamedTuple):
   """Where a worker is in the run, beside its arrays."""
 
@@ -55,13 +59,14 @@ class Position(NamedTuple):
 class Link:
   """A worker's connection to a relay."""
 
-  def __init__(self, address: str, rank: int, keys: str | None):
+  def __init__(self, address: str, rank: int | None, keys: str | None):
     self.position = Position()
     self.open = -1  # the round that is open, as far as the worker knows
     self.joined = 0  # how often it has taken the state of another one
     self.parted = 0  # how often its state was not that of the others
     self.shared = ''  # names and types of the shared arrays, once one changes
-    self._address, self._rank = address, rank
+    self._address = address
+    self._rank = frames.FOLLOWER if rank is None else rank
     self._keys = frames.keys_for(address, keys)
     self._program = os.urandom(8)
     self._text, self._steps = b'', 0  # of the last hello
@@ -269,6 +274,9 @@ class Link:
         self.open = -1
         raise Behind
       self._hello_again()
+      is_open = self.open <= self.position.round
+      if is_open and kind == frames.LISTEN and self._rank != frames.FOLLOWER:
+        raise NotClosedError  # perhaps nobody else can send a message
 
   def _request(self, kind: int, number: int, *bodies: bytes) -> _Answer:
     """Sends a request, again if need be, until it is answered."""

@@ -44,6 +44,7 @@ class Relay:
       self._socket = self._open(stack, address, checked)
       if own is not None:
         self._ranks = {key: rank for rank, key in enumerate(own.others)}
+        self._ranks[own.others[-1]] = frames.FOLLOWER
         self._ask_for_keys(stack, own)
       self._socket.bind(address)
       self.address = str(self._socket.get_string(zmq.LAST_ENDPOINT))

@@ -45,6 +45,10 @@ or steps. A late message is answered with the list of its round, which does not
 contain it. So a worker that stops, or is cut off, costs the others one
 deadline. A worker that was late by less than a round is waited for in the next
 one, if it was not late often.
+
+A *follower* takes part in no round: nobody waits for it, and a minute without a
+request ends it. It is answered what a worker would be that joins: a state, then
+lists. HELLO before the run, or with another configuration, makes no follower.
 """
 
 import collections
@@ -69,6 +73,7 @@ _ROUNDS, _SECONDS = 5, 2.0
 _MAX_ROUND = 2**48  # that a worker may claim: later ones must fit a header
 _MAX_LISTS = 1024  # on disk, while a worker joins
 _STALE = 60.0  # seconds after which a state that does not arrive is given up
+_FOLLOWERS = 10_000  # more are not answered
 _LINES = 20  # of one kind in the log in a minute, and one of each worker
 _LINE = 300  # characters in it
 
@@ -160,6 +165,7 @@ class Rounds:
       None  # what all exchange, in a run that has begun
     )
     self._members: dict[int, _Member] = {}
+    self._followers: dict[bytes, _Member] = {}  # by their program
     self._lists.clear()
     self._drop_state()
     self._state_was_asked = False
@@ -177,7 +183,8 @@ class Rounds:
     if header is None:
       return self._say('refused: no header of this version')
     rank, now = header.rank, self._clock()
-    if rank >= self.options.workers:
+    is_follower = rank == frames.FOLLOWER
+    if rank >= self.options.workers and not is_follower:
       return self._refuse(
         identity,
         rank,
@@ -186,6 +193,8 @@ class Rounds:
       )
     if key_rank not in (None, rank):
       return self._say('refused: a key that is not of rank %d', rank)
+    if is_follower:
+      return self._take_from_follower(identity, header, *bodies)
     member = self._members.get(rank)
     if member is not None and member.hello.program != header.program:
       is_recent = now - member.heard < _SECONDS
@@ -198,6 +207,23 @@ class Rounds:
     member.heard = now
     if self._text is not None:
       self._act(member, identity, header, *bodies)
+
+  def _take_from_follower(
+    self, identity: bytes, header: Header, *bodies: bytes
+  ) -> None:
+    follower, now = self._followers.get(header.program), self._clock()
+    if header.kind == frames.HELLO and self._text is not None:
+      if bodies[:1] != (self._text,):
+        self._refuse_text(identity, header.rank)
+      elif len(self._followers) < _FOLLOWERS:
+        follower = _Member(identity, header, self._text, (), now)
+        self._followers[header.program] = follower
+        self._welcome(follower)
+    elif follower is None and header.kind != frames.HELLO:
+      self._send(identity, Header(frames.UNKNOWN, header.rank))
+    elif follower is not None and header.kind in (frames.LISTEN, frames.PULL):
+      follower.heard = now
+      self._act(follower, identity, header)
 
   def _act(
     self, member: _Member, identity: bytes, header: Header, *bodies: bytes
@@ -233,8 +259,12 @@ class Rounds:
     for member in members:
       if now - member.heard > _STALE:
         member.joins = False
+    for program, follower in list(self._followers.items()):
+      if now - follower.heard > _STALE:
+        del self._followers[program]
     patience = max(self.options.start, 3 * self._limit)
-    if self._joining and now - self._last_seen > patience:
+    some_join = any(member.joins for member in members)
+    if some_join and now - self._last_seen > patience:
       self._say('all workers have left the run')
       self.forget()
 
@@ -356,11 +386,12 @@ class Rounds:
     rank, number = header.rank, header.round
     if not self._lists.lead_from(header):
       return self._gone(member, identity)
-    self._last_seen = self._clock()
+    if rank != frames.FOLLOWER:
+      self._last_seen = self._clock()
     was_asked = (member.identity, member.asked) == (identity, number)
     member.identity, member.asked = identity, number
     if number == self.round:
-      if not member.body:
+      if not member.body:  # who follows has none, and does not heed it
         self._send(identity, Header(frames.AGAIN, rank, number))
     elif not (header.again and was_asked):
       # Else it is on its way: a long list on a slow link.
@@ -420,6 +451,9 @@ class Rounds:
       member.awaited, member.body = bool(member.body), b''
       if member.asked == number:
         self._send_list(member, number, closed)
+    for follower in self._followers.values():
+      if follower.asked == number:
+        self._send_list(follower, number, closed)
     if self.round % 100 == 0:
       workers = sum(map(bool, messages))
       text = 'round %d, %.3f s each, %d workers'
@@ -478,7 +512,8 @@ class Rounds:
 
   @property
   def _joining(self) -> list[_Member]:
-    return [member for member in self._members.values() if member.joins]
+    several = itertools.chain(self._members.values(), self._followers.values())
+    return [member for member in several if member.joins]
 
   def _usable_state(self, least: int) -> State | None:
     """Returns the state, on its way or there, if it can be handed out.

@@ -36,6 +36,7 @@ _FIELDS: dict[str, Callable[[ExchangeConfig], str]] = {
   'sharding': lambda config: str([x.sharding for x in config.layout.leaves]),
   'average': lambda config: config.average,
   'exchange': str,
+  'weighted': lambda config: str(config.packer.weighted),
 }
 
 

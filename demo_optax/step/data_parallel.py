@@ -3,7 +3,7 @@
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -184,6 +184,14 @@ class DataParallelStep:
     with modules.in_transform():
       call, program, arrays = self._open(args, kwargs)
       return program.lower(*map(self._place, arrays, call.arrays))
+
+  def followed(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+    """Follows the workers: see `demo_optax.remote.follow`."""
+    with modules.in_transform():
+      call, program, arrays = self._open(args, kwargs)
+      arrays = [*map(self._place, arrays, call.arrays)]
+      program.trace(*arrays)
+    return program.follow(arrays)
 
   def _open(
     self,

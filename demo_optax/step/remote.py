@@ -23,9 +23,9 @@ from jax.experimental import multihost_utils
 
 from demo_optax.exchange.algorithm import traced_configs
 from demo_optax.numerics import packing, prng
-from demo_optax.remote import frames
-from demo_optax.remote.link import Behind, Position, link_of
-from demo_optax.step import agreement
+from demo_optax.remote import Followed, frames
+from demo_optax.remote.link import Behind, NotClosedError, Position, link_of
+from demo_optax.step import agreement, modules
 from demo_optax.step.arguments import Call
 from demo_optax.step.results import Returned
 from demo_optax.step.roles import Role
@@ -65,7 +65,8 @@ class RemoteProgram:
         ' They are one worker of Workers.remote.'
       )
     assert workers.relay is not None
-    self._workers, self._rank = workers, workers.relay.rank
+    self._workers, rank = workers, workers.relay.rank
+    self._rank = frames.FOLLOWER if rank is None else rank
     self._call, self._donated, self._run = call, donated, run
     self._closed: Any = None
     self._follows: Any = None
@@ -73,8 +74,38 @@ class RemoteProgram:
 
   def __call__(self, *arrays: Any) -> tuple[list[Any], Returned]:
     """Runs the step; if it fails, the arrays are as they were before."""
+    if self._rank == frames.FOLLOWER:
+      raise ValueError(
+        f'rank must be the number of a worker that trains, got {self._workers}.'
+        ' Give Workers.remote a rank from 0, or call'
+        ' demo_optax.remote.follow(train_step, ...).'
+      )
     with self._link.interruptible():
       return self._run_step(arrays), self._returned
+
+  def follow(self, arrays: Sequence[Any]) -> Iterator[Followed]:
+    """Yields the arguments of the step after each round; see `remote.follow`.
+
+    The arrays may be shapes: the first values are those of a state.
+    """
+    self._tag_training(arrays)
+    self._make_follower()
+    link, arrays = self._link, list(arrays)
+    while True:
+      try:
+        with link.interruptible():
+          if link.open < 0:
+            self._say_hello(arrays)
+          if link.position.chain:
+            self._apply_list(arrays)
+          else:
+            self._take(arrays)
+      except Behind:
+        continue
+      with modules.in_transform():
+        (args, _), _ = self._call.form.merge(arrays, inner=True)
+      at = link.position.round
+      yield Followed(at, link.open - at, args)
 
   def _run_step(self, arrays: Sequence[Any]) -> list[Any]:
     self.trace(*arrays)
@@ -88,14 +119,17 @@ class RemoteProgram:
         f' got one of {self._shared}, and before it one of {link.shared}.'
         ' Make one step of them.'
       )
-    # Values that a worker which joins does not receive: all must pass the same.
-    self._tag = frames.tag(
-      self._messages, _joined([arrays[n] for n in self._given]), True
-    )
+    self._tag_training(arrays)
     values = self._train(arrays)
     if self._is_source:
       link.send_state(_joined([values[i] for i in self._nexts.values()]))
     return values
+
+  def _tag_training(self, arrays: Sequence[Any]) -> None:
+    """Makes messages those of a training step with these arguments."""
+    # Values that a worker which joins does not receive: all must pass the same.
+    given = _joined([arrays[n] for n in self._given])
+    self._tag = frames.tag(self._messages, given, True)
 
   def _train(self, arrays: Sequence[Any]) -> list[Any]:
     """Runs a training step in the round that is open."""
@@ -121,12 +155,13 @@ class RemoteProgram:
 
   def _say_hello(self, arrays: Sequence[Any]) -> None:
     """Says what this worker exchanges, and which state it has now."""
-    state = [arrays[n] for n in self._nexts]
     others = [arrays[n] for n in self._others]
-    text = self._text | {'other arguments': _digest(others).hex()}
-    self._link.hello(
-      json.dumps(text).encode(), _digest(state), _steps_in(state)
-    )
+    described = self._text | {'other arguments': _digest(others).hex()}
+    text = json.dumps(described).encode()
+    if self._rank == frames.FOLLOWER:  # it has no state yet
+      return self._link.hello(text, b'')
+    state = [arrays[n] for n in self._nexts]
+    self._link.hello(text, _digest(state), _steps_in(state))
 
   def _evaluate(self, arrays: Sequence[Any]) -> list[Any]:
     """Runs a step that changes no state, with all workers or with this one.
@@ -192,31 +227,42 @@ class RemoteProgram:
     before = link.position
     if before.chain and before.round >= link.open:
       return arrays
+    self._make_follower()  # now, not after the state was taken
+    if not before.chain:
+      self._take(arrays)
+    while link.position.round < link.open:
+      at = link.position
+      try:
+        self._apply_list(arrays)
+      except NotClosedError:
+        link.position = at
+    for number, (_, *copies) in self._call.own_params.items():
+      for own in copies:
+        arrays[own] = arrays[number].astype(arrays[own].dtype)[None]
+    return arrays
+
+  def _make_follower(self) -> None:
+    """Compiles the program that applies lists, without gradients, once."""
     if self._follows is None:
       self._follows = PartedStep(
         self._closed, [*self._nexts.values()], follows=True
       )
       if self._workers.mesh is None:
-        self._follows.compile()  # now, not after the state was taken
-    if not before.chain:
-      self._take(arrays)
-    received: list[list[bytes]] = []
+        self._follows.compile()
+
+  def _apply_list(self, arrays: list[Any]) -> None:
+    """Waits for the list of the next round, and applies it."""
+    link, received = self._link, [self._link.exchange(b'')]
+    if self._is_other(received[0]):
+      return
 
     def next_list(*_: Any) -> list[bytes]:
       return received.pop() if received else link.exchange(b'')
 
-    while link.position.round < link.open:
-      messages = link.exchange(b'')
-      if not self._is_other(messages):
-        received.append(messages)
-      while received:  # not every step of local updates exchanges
-        values = self._execute(self._follows, arrays, next_list)
-        for n, x in zip(self._nexts, values):
-          arrays[n] = x
-    for number, (_, *copies) in self._call.own_params.items():
-      for own in copies:
-        arrays[own] = arrays[number].astype(arrays[own].dtype)[None]
-    return arrays
+    while received:  # not every step of local updates exchanges
+      values = self._execute(self._follows, arrays, next_list)
+      for n, x in zip(self._nexts, values):
+        arrays[n] = x
 
   def _is_other(self, messages: Sequence[bytes]) -> bool:
     """Returns whether a list is of another step, which changes no state.
@@ -276,7 +322,8 @@ class RemoteProgram:
       for i in np.flatnonzero(present):
         for rows, x in zip(found, _read(messages[i], types, frames.CHAIN)):
           rows[i] = x
-      return [(rows, present, present[self._rank]) for rows in found]
+      is_included = self._rank in np.flatnonzero(present)
+      return [(rows, present, np.bool(is_included)) for rows in found]
 
     return plan.run([*arrays, np.int32(self._rank)], meet)
 

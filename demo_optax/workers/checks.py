@@ -4,6 +4,7 @@ from typing import Any
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
@@ -73,6 +74,21 @@ def check_gradient(
       ' replicated parameters does that. Make the parameters varying first:'
       f" jax.lax.pcast(params, {axis!r}, to='varying')."
     )
+
+
+def checked_weight(weight: chex.Numeric, workers: Workers) -> jax.Array:
+  """Returns weights as float32; raises unless there is one for each worker."""
+  weight = jnp.asarray(weight, jnp.float32)
+  is_stacked = workers.stacked_gradients and not inside.is_in_step()
+  shape = (workers.count,) if is_stacked else ()
+  if weight.shape != shape:
+    raise ValueError(
+      f'weight must have shape {shape} here for {workers}, got {weight.shape}.'
+      ' Give one number for each worker beside stacked gradients, and the'
+      " worker's own, such as its number of tokens, where gradients are one"
+      " worker's."
+    )
+  return weight
 
 
 def check_sharding(

@@ -295,7 +295,7 @@ def numbers(workers: Workers) -> jax.Array:
   if workers.stacked_gradients:
     return place(workers, jnp.arange(count, dtype=jnp.int32))
   if workers.relay is not None:
-    return jnp.array([workers.relay.rank], jnp.int32)
+    return jnp.array([workers.relay.rank or 0], jnp.int32)
   return jax.lax.axis_index(workers.axis_name)[None]
 
 

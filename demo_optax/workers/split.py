@@ -19,6 +19,7 @@ import jax
 from jax.extend import core
 
 from demo_optax.workers.collectives import meet_p
+from demo_optax.workers.variation import watch_p
 
 # From the types of what this worker sends, and the arrays (None if it only
 # receives), to what all have sent: see `Met`.
@@ -61,9 +62,9 @@ class PartedStep:
     is_last)` makes a program of a function and its variables, by default
     `jax.jit`.
     """
-    self._jaxpr, self._follows = closed.jaxpr, follows
+    self._jaxpr, self._follows = _without_watches(closed.jaxpr), follows
     self._known = dict(zip(closed.jaxpr.constvars, closed.consts))
-    outs = closed.jaxpr.outvars
+    outs = self._jaxpr.outvars
     if wanted is not None:
       outs = [outs[i] for i in wanted]
     self._live = set(_variables(outs))  # the variables that are needed
@@ -220,6 +221,28 @@ class PartedStep:
         forms.remove(_form(v))
         donated.append(i)
     return jax.jit(part, donate_argnums=donated)
+
+
+def _without_watches(jaxpr: core.Jaxpr) -> core.Jaxpr:
+  """Returns a program without the checks of `watch`, which are over.
+
+  One that follows would depend on gradients, where they are watched together
+  with what it needs.
+  """
+  known: dict[Any, Any] = {}
+
+  def read(variables: Sequence[Any]) -> list[Any]:
+    return [
+      known.get(v, v) if isinstance(v, core.Var) else v for v in variables
+    ]
+
+  eqns = []
+  for eqn in jaxpr.eqns:
+    if eqn.primitive is watch_p:
+      known |= zip(eqn.outvars, read(eqn.invars))
+    else:
+      eqns.append(eqn.replace(invars=read(eqn.invars)))
+  return jaxpr.replace(eqns=eqns, outvars=read(jaxpr.outvars))
 
 
 def _form(v: Any) -> Any:

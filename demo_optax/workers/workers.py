@@ -32,7 +32,7 @@ class Remote(NamedTuple):
   """How a worker that is a separate program finds the others."""
 
   address: str
-  rank: int
+  rank: int | None  # None of a program that follows
   keys: str | None
 
 
@@ -165,7 +165,7 @@ class Workers:
     cls,
     address: str,
     *,
-    rank: int,
+    rank: int | None,
     count: int,
     keys: str | None = None,
     mesh: Mesh | None = None,
@@ -186,7 +186,8 @@ class Workers:
 
     Args:
       address: of the relay, such as `tcp://relay.example.org:7077`.
-      rank: the number of this worker, from 0 to `count - 1`.
+      rank: the number of this worker, from 0 to `count - 1`; or None, for a
+        program that trains nothing (`demo_optax.remote.follow`).
       count: the most workers that there can be. More than needed make programs
         larger, and not messages.
       keys: the worker's file of keys, which `python -m demo_optax.remote keys`
@@ -196,10 +197,11 @@ class Workers:
         several processes, it spans their devices; the first one connects.
       param_specs: how parameters are sharded over them; see `on_mesh`.
     """
-    if not 0 <= rank < count:
+    if rank is not None and not 0 <= rank < count:
       raise ValueError(
         f'rank must be from 0 to {count - 1}, for count={count} workers, got'
-        f' {rank}. Number the workers from 0.'
+        f' {rank}. Number the workers from 0, and give None to a program that'
+        ' follows them.'
       )
     if re.fullmatch(r'tcp://.+:\d+', address) is None:
       raise ValueError(

@@ -46,6 +46,7 @@ def run(
   seed=0,
   left_out=None,
   shapes=SHAPES,
+  weights=None,
   **kwargs,
 ):
   """Yields (ours, oracle's) merged momentum, and at the end the momentum."""
@@ -79,8 +80,15 @@ def run(
     if left_out is not None and step % 3 == 1:
       for g in gradients.values():
         g[left_out] = np.nan if step % 2 else np.inf
-    updates, state = update(gradients, state, params)
-    yield updates, {k: o.exchange(gradients[k]) for k, o in oracles.items()}
+    given = {}
+    if weights is not None:  # other ones in every step
+      weights = np.roll(weights, 1)
+      given['weight'] = weights
+    updates, state = update(gradients, state, params, **given)
+    yield (
+      updates,
+      {k: o.exchange(gradients[k], weights) for k, o in oracles.items()},
+    )
   momentum = jax.jit(demo_optax.state.momentum)(state)
   yield (
     momentum,
@@ -128,6 +136,11 @@ SECOND = {'average': 'workers', 'alpha': 0.2}
       (2, 4, {'values': values, 'topk': 90, 'shapes': TWO, **SECOND})
       for values in ('bfloat16', 'sign')
     ),
+    # Workers of unlike weights; of the last ones some do not count.
+    (3, 8, {'weights': [3, 800, 45], 'shapes': TWO}),
+    (3, 8, {'weights': [3, 800, 45], 'values': 'int8', 'shapes': TWO}),
+    (4, 8, {'weights': [0.5, 0, 2, np.nan], 'left_out': 2, **SECOND}),
+    (5, 8, {'weights': [-1, 9e9, 2**-30, 1e-12, 2**30], 'shapes': TWO}),
     (3, 6, {'topk': 40, 'proportional': True, 'values': 'sign'}),
     (2, 6, {'padding': False}),  # the published rule of chunks
     *((2, 6, {'topk': topk, 'shapes': TWO}) for topk in (1, 16, 100, 10_000)),

@@ -2,6 +2,8 @@
 
 All are run as they are by `pytest -m slow`; by every `pytest` only the first, and
 for a few steps: training, and compiling it, is what the others are made of.
+
+PYTHONPATH=tests:. python tests/docs/test_notebooks.py    # writes the outputs
 """
 
 import importlib.metadata
@@ -9,6 +11,7 @@ import importlib.util
 import os
 import re
 import sys
+import tempfile
 import tomllib
 
 import nbformat
@@ -55,6 +58,7 @@ def execute(path, folder, steps=None):
     kernel_name='python3',
     resources={'metadata': {'path': str(folder)}},
     coalesce_streams=True,
+    record_timing=False,
   )
   client.execute(env=env)  # an error in a cell is one here
   return notebook
@@ -221,3 +225,10 @@ def test_the_install_cell_is_hidden_and_the_text_says_what_is_needed(path):
   }
   assert len(cell.source.splitlines()) <= 26
   assert 'the first cell installs it' in title.source
+
+
+if __name__ == '__main__':
+  for path in NOTEBOOKS:
+    with tempfile.TemporaryDirectory() as folder:
+      nbformat.write(execute(path, folder), path)
+    print(path.stem, flush=True)

@@ -69,6 +69,21 @@ def methods(make, **options):
   )
 
 
+def weighted(make):
+  """With weights of workers, which are read from their gradients."""
+
+  def of(workers):
+    tx = make(workers)
+
+    def update(gradients, state, params=None):
+      weight = 1 + 100 * jnp.abs(gradients['b'][..., 0].astype(jnp.float32))
+      return tx.update(gradients, state, params, weight=weight)
+
+    return optax.GradientTransformation(tx.init, update)
+
+  return of
+
+
 EXCHANGES = {
   'published': lambda workers: demo_optax.scale_by_demo(
     COMPRESSOR, 0.95, workers=workers
@@ -118,6 +133,11 @@ EXCHANGES = {
     ),
     0.9,
     workers=workers,
+  ),
+  'weighted': weighted(
+    lambda workers: demo_optax.scale_by_demo(
+      {'w': COMPRESSOR, 'b': None}, 0.9, workers=workers
+    )
   ),
 }
 LOCAL = {
@@ -350,6 +370,7 @@ SOME = {
     'pmap',
     'step 2x4 explicit',
   ],
+  'weighted': ['step', 'explicit', 'checked', 'vmap', 'step 2x4 auto'],
   'average': ['auto', 'step auto', 'vmap', 'step 2x4 auto'],
   'demo_diloco': ['step 2x4 auto'],
   'owners': ['step', 'vmap', 'unchecked', '2x4 explicit'],

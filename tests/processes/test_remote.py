@@ -5,6 +5,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import threading
 
 import jax
 import numpy as np
@@ -16,6 +17,7 @@ sys.path[:0] = [str(HERE / 'remote'), str(HERE.parent / 'examples')]
 
 import launch_local
 import test_bits
+import test_follow
 
 import demo_optax
 
@@ -70,6 +72,51 @@ np.savez(out, joined=joined, **{
     f'{n} {key}': x for n in found for key, x in found[n].items()})
 """
 )
+
+
+# A process that follows one trainer; it prints parameters, in hexadecimal.
+FOLLOWER = """
+import sys
+import conftest
+import demo_optax, test_follow
+
+workers = demo_optax.Workers.remote(sys.argv[1], rank=None, count=1)
+for number, _, (params, _) in test_follow.follow(workers, 'demo'):
+  print(number, test_follow.digest_of(params), flush=True)
+"""
+
+
+def test_a_follower_that_is_killed():
+  """SIGKILL, twice; it is started again, and has the trainer's bits."""
+  of_trainer, until = {}, threading.Event()
+
+  def run(workers):
+    test_follow.train(workers, 'demo', until, of_trainer)
+
+  def follow_and_kill():
+    try:
+      for _ in range(3):
+        follow_for_a_while()
+    finally:
+      until.set()
+
+  def follow_for_a_while():
+    with running() as start:
+      process = start(
+        '-c', FOLLOWER, joined.address, stdout=subprocess.PIPE, text=True
+      )
+      lines = [process.stdout.readline().split() for _ in range(4)]
+      process.kill()
+    for number, digest in lines:
+      wait_until(lambda number=number: int(number) in of_trainer)
+      assert test_follow.digest_of(of_trainer[int(number)]) == digest
+
+  with test_bits.Joined(1) as joined:
+    killer = threading.Thread(target=follow_and_kill)
+    killer.start()
+    joined.run(run)
+    killer.join()
+  assert [*of_trainer] == [*range(1, 1 + len(of_trainer))]
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ class Joined:
     self.__enter__()
 
   def __exit__(self, *_):
-    for rank in range(self.count):
+    for rank in (*range(self.count), None):
       link_of(self.workers(rank)).close()
     link_module._link.cache_clear()  # a later relay may get this port
     self.stopped.append(True)
@@ -143,7 +143,9 @@ def pass_when(joined, is_so, seconds):
 pytestmark = pytest.mark.core
 
 PARAMS = {'w': (24, 160), 'v': (160, 24), 'large': (24, 700), 'b': (24,)}
-NAMES = {'averaged': tuple(PARAMS), 'demo': ('w', 'v', 'b')}  # others: w and b
+NAMES = dict.fromkeys(('averaged', 'weighted'), tuple(PARAMS)) | {
+  'demo': ('w', 'v', 'b')
+}  # others: w and b
 
 
 def batches(step, count, nan_at=None):
@@ -192,6 +194,18 @@ AVERAGED = {  # whole leaves, and one leaf at random places
   ),
 }
 
+
+class Weighted:
+  """A transformation with weights, which are read from gradients."""
+
+  def __init__(self, tx):
+    self.init, self._tx = tx.init, tx
+
+  def update(self, gradients, state, params):
+    weight = 1 + 100 * jnp.abs(gradients['b'][0])
+    return self._tx.update(gradients, state, params, weight=weight)
+
+
 METHODS = {
   'demo': lambda workers: demo_optax.demo(1e-2, workers=workers),
   'demo_muon': lambda workers: demo_optax.demo_muon(1e-2, workers=workers),
@@ -204,6 +218,7 @@ METHODS = {
   'averaged': lambda workers: demo_optax.demo(
     1e-2, workers=workers, compressor=AVERAGED
   ),
+  'weighted': lambda workers: Weighted(METHODS['averaged'](workers)),
   # With a state of each worker before the exchange.
   'per_worker': lambda workers: optax.chain(
     demo_optax.per_worker(optax.trace(0.9), workers=workers),

@@ -206,6 +206,21 @@ def test_the_relay_is_restarted():
   assert all(list(own) == list(range(1, 13)) for own in found)
 
 
+def test_the_relay_is_restarted_while_the_only_worker_is_late():
+  """Lists that it knew of are lost; it must not wait for others to send."""
+  with Joined(1, start=0.1) as joined:
+    link, restarted = link_of(joined.workers(0)), []
+
+    def before(number):
+      if number == 3 and not restarted:
+        restarted.append(True)
+        link.open = number + 4
+        joined.restart()
+
+    (found,) = joined.run(lambda workers: train(workers, 6, before))
+  assert [*found] == [1, 2, 3, 4, 5, 6]
+
+
 def test_other_training_steps():
   """A worker that calls another one cannot follow, and is told in the end."""
   over = threading.Event()

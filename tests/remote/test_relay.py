@@ -253,7 +253,7 @@ def test_keys(tmp_path):
         Link(address, 0, None)
   with pytest.raises(ValueError, match='must be a file of keys'):
     frames.keys_for('', __file__)
-  first, *own = map(str, files)
+  first, *own, _ = map(str, files)  # the last one is of followers
   with Joined(2, keys=first) as joined:
     links = [Link(joined.address, r, key) for r, key in enumerate(own)]
     intruders = [

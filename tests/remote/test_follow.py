@@ -1,0 +1,336 @@
+"""Programs that follow the workers of a relay, and train nothing."""
+
+import os
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from test_bits import METHODS, Clock, Joined, at_once, host
+from test_relay import Links
+from test_rounds import TRAIN, Desk, Worker, awaited, joining
+
+import demo_optax
+from demo_optax.remote import frames
+from demo_optax.remote.link import Behind, Link, link_of
+
+
+def loss_fn(params, x):
+  errors = jnp.mean((x @ params['w'] + params['b'][None] - x) ** 2, axis=1)
+  return errors.mean(), errors
+
+
+def make(method, workers, start=0.1):
+  """A step, and its arguments."""
+  tx = METHODS[method](workers)
+  params = {'w': jnp.full((24, 24), start, jnp.float32), 'b': jnp.zeros(24)}
+
+  @demo_optax.data_parallel(workers, batch_argnames='x')
+  def train_step(params, state, x):
+    (loss, errors), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, x)
+    updates, state = tx.update(grads, state, params)
+    params = optax.apply_updates(params, updates)
+    return params, state, loss, demo_optax.out_batch(errors)
+
+  return train_step, params, tx.init(params)
+
+
+def train(workers, method, until, found):
+  """Trains until the event; notes parameters by round."""
+  train_step, params, state = make(method, workers)
+  rank, link = workers.relay.rank, link_of(workers)
+  while not until.is_set():
+    key = jax.random.key(1000 * rank + link.position.round)
+    params, state, *_ = train_step(
+      params, state, jax.random.normal(key, (4, 24))
+    )
+    found[link.position.round] = jax.tree.map(host, params)
+    until.wait(0.02)
+
+
+def follow(workers, method, start=0.7):
+  """Follows, from shapes alone."""
+  train_step, *args = make(method, workers, start)
+  x = jax.ShapeDtypeStruct((4, 24), jnp.float32)
+  args = jax.eval_shape(lambda: tuple(args))
+  return demo_optax.remote.follow(train_step, *args, x=x)
+
+
+def digest_of(params):
+  return frames.digest(*(host(x).tobytes() for x in params.values())).hex()
+
+
+def check(of_workers, of_follower):
+  """The same bits in each round."""
+  shared = of_workers.keys() & of_follower.keys()
+  assert len(shared) > 3
+  for number in shared:
+    jax.tree.map(
+      np.testing.assert_array_equal, of_workers[number], of_follower[number]
+    )
+
+
+@pytest.mark.parametrize(
+  'method, count', [('demo', 1), ('demo_muon', 2), ('demo_diloco', 2)]
+)
+def test_bits(method, count):
+  """After each round; also of one trainer, and of local updates."""
+  of_workers, of_follower, until = {}, {}, threading.Event()
+
+  def run(workers):
+    if workers.relay.rank is not None:
+      return train(workers, method, until, of_workers)
+    for number, behind, (params, _) in follow(workers, method):
+      of_follower[number] = jax.tree.map(host, params)
+      assert behind >= 0
+      if len(of_follower) == 12:
+        return until.set()
+
+  with Joined(count) as joined:
+    joined.run(run, [*range(count), None])
+    assert link_of(joined.workers(None)).joined == 1
+  check(of_workers, of_follower)
+  first = min(of_follower)
+  assert [*of_follower] == [*range(first, first + 12)]
+
+
+def test_one_that_is_later_than_the_history():
+  """It takes a state again; the trainers have waited for nothing."""
+  of_workers, of_follower, until = {}, {}, threading.Event()
+
+  def run(workers):
+    if workers.relay.rank is not None:
+      return train(workers, 'demo', until, of_workers)
+    link = link_of(workers)
+    for number, _, (params, _) in follow(workers, 'demo'):
+      of_follower[number] = jax.tree.map(host, params)
+      while link.joined == 1 and max(of_workers) < number + 12:
+        until.wait(0.05)  # generates a long text
+      if link.joined == 2 and len(of_follower) > 8:
+        return until.set()
+
+  with Joined(1, history=4) as joined:
+    joined.run(run, [0, None])
+  check(of_workers, of_follower)
+  assert [*of_workers] == [*range(1, 1 + len(of_workers))]
+
+
+def test_an_nnx_model():
+  """The model and optimizer of each round are new objects."""
+  until, found = threading.Event(), {}
+
+  def make_model(workers):
+    model = nnx.Linear(24, 24, rngs=nnx.Rngs(0))
+    tx = demo_optax.demo(1e-2, workers=workers)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @demo_optax.data_parallel(workers, batch_argnames='x')
+    def train_step(model, optimizer, x):
+      loss, grads = nnx.value_and_grad(lambda m, x: jnp.mean((m(x) - x) ** 2))(
+        model, x
+      )
+      optimizer.update(model, grads)
+      return loss
+
+    return train_step, model, optimizer
+
+  def run(workers):
+    train_step, model, optimizer = make_model(workers)
+    if workers.relay.rank is not None:
+      while not until.wait(0.02):
+        train_step(model, optimizer, np.eye(4, 24, dtype=np.float32))
+        number = link_of(workers).position.round
+        found[number] = np.asarray(model.kernel[...])
+      return
+    x = jax.ShapeDtypeStruct((4, 24), jnp.float32)
+    followed = demo_optax.remote.follow(train_step, model, optimizer, x=x)
+    for number, _, (own, own_optimizer) in followed:
+      while number not in found:
+        until.wait(0.02)
+      np.testing.assert_array_equal(own.kernel[...], found[number])
+      assert int(own_optimizer.step[...]) == number
+      if len(found) > 4:
+        return until.set()
+
+  with Joined(1) as joined:
+    joined.run(run, [0, None])
+
+
+def test_mistakes():
+  address = 'tcp://127.0.0.1:7077'
+  simulated = demo_optax.Workers.simulated(2)
+  worker = demo_optax.Workers.remote(address, rank=0, count=2)
+  for workers in (simulated, worker):
+    train_step, *args = make('demo', workers)
+    with pytest.raises(ValueError, match='must be decorated by'):
+      demo_optax.remote.follow(train_step, *args, np.ones((4, 24)))
+  with pytest.raises(ValueError, match='must be decorated by'):
+    demo_optax.remote.follow(lambda x: x, 1)
+  follower = demo_optax.Workers.remote(address, rank=None, count=2)
+  train_step, *args = make('demo', follower)
+  with pytest.raises(ValueError, match='rank must be the number of a worker'):
+    train_step(*args, jnp.ones((4, 24)))
+
+
+# Without arrays ----------------------------------------------------------------
+
+
+def test_a_hundred():
+  """At the bytes of the lists, while no deadline passes: nobody waits."""
+  count, number = 100, 5
+  with Joined(2, clock=Clock()) as joined, Links(joined, 2) as rounds:
+    source = rounds.links[0]
+    followers = [Link(joined.address, None, None) for _ in range(count)]
+    rounds.each(lambda link: link.hello(b'{}', b''), followers)
+    state = os.urandom(1000)
+
+    def train():
+      """The state is sent after the first round that has asked for it."""
+      while joined.relay._rounds._state is None:
+        rounds.round()
+        if source.position.wants_state:
+          source.send_state(state)
+          source._pushing.join(10)
+      for _ in range(number):
+        rounds.round()
+
+    *states, _ = at_once(
+      lambda call: call(), [*(link.state for link in followers), train], 60
+    )
+    assert states == [state] * count
+    # Some are killed, and some do not read.
+    gone, silent, rest = followers[:10], followers[10:20], followers[20:]
+    for link in gone:
+      link.close()
+
+    def catch_up(link):
+      received = 0
+      while link.position.round < source.position.round:
+        received += sum(map(len, link.exchange(b'')))
+      return received, link.position.chain
+
+    found = rounds.each(catch_up, rest)
+    bytes_of_a_list = 2 * (frames.CHAIN + 100)
+    for received, chain in found:
+      assert chain == source.position.chain
+      assert received % bytes_of_a_list == 0 and received > 0
+    for _ in range(3):
+      rounds.round()
+    found = rounds.each(catch_up, rest)
+    assert {x for x, _ in found} == {3 * bytes_of_a_list}
+    for link in (*silent, *rest):
+      link.close()
+
+
+def test_they_take_part_in_nothing(tmp_path):
+  desk = Desk(tmp_path)
+  follower = Worker(desk, frames.FOLLOWER)
+  desk.workers.append(follower)
+  follower.hello()  # before the run
+  assert follower.answers == []
+  follower.send(frames.LISTEN)
+  assert follower.answers == ['UNKNOWN']
+  desk.workers.remove(follower)
+  awaited(desk)
+  desk.workers.append(follower)
+  follower.send(frames.HELLO, b'{"other": 1}')
+  follower.send(frames.HELLO)
+  assert follower.answers[1:] == ['REFUSED', 'REFUSED']
+  follower.hello()
+  follower.send(frames.LISTEN)
+  assert follower.answers[3:] == ['WELCOME', 'AGAIN']
+  # Its message, its state and its absence change nothing.
+  for kind, bodies in (
+    (frames.MESSAGE, [TRAIN]),
+    (frames.PUSH, [b'state']),
+    (frames.PAUSE, []),
+    (99, [b'x']),
+  ):
+    follower.send(kind, *bodies)
+  assert desk.rounds._state is None and desk.rounds.round == 0
+  for worker in desk.workers[:3]:
+    worker.message()
+  assert desk.rounds.round == 1 == follower.round
+  assert follower.answers[5:] == ['LIST']
+  # Without a request for a minute it is forgotten.
+  desk.wait(61)
+  assert not desk.rounds._followers
+  follower.send(frames.LISTEN)
+  assert follower.answers[-1] == 'UNKNOWN'
+
+
+def test_they_join_as_workers_do(tmp_path):
+  desk = Desk(tmp_path, history=2)
+  follower = Worker(desk, frames.FOLLOWER)
+  awaited(desk)
+  desk.workers.append(follower)
+  trainers, source = desk.workers[:3], desk.one
+  for _ in range(5):
+    desk.round_of(trainers)
+  follower.hello()
+  follower.send(frames.LISTEN)
+  assert follower.answers == ['WELCOME', 'GONE']
+  follower.send(frames.PULL)
+  assert not follower.pulled[1]
+  desk.round_of(trainers)
+  source.follow()
+  source.send(frames.PUSH, b'state')
+  follower.send(frames.PULL)
+  header, (part,) = follower.pulled
+  assert part == b'state'
+  follower.round, follower.chain = header.round, header.chain
+  for _ in range(4):  # more than are kept, but for who joins
+    desk.round_of(trainers)
+  follower.follow()
+  assert follower.round == desk.rounds.round
+
+
+def test_workers_that_have_left_while_others_follow(tmp_path):
+  """The run is forgotten, although somebody listens."""
+  desk = Desk(tmp_path)
+  joining(desk)
+  follower = Worker(desk, frames.FOLLOWER)
+  follower.round, follower.chain = desk.rounds.round, desk.others[0].chain
+  desk.workers.append(follower)
+  follower.hello()
+  for _ in range(12):
+    desk.wait(30)
+    desk.one.send(frames.PULL)
+    follower.send(frames.LISTEN)
+  assert desk.rounds._text is None
+
+
+def test_no_more_than_a_relay_can_serve(tmp_path, monkeypatch):
+  monkeypatch.setattr('demo_optax.remote.rounds._FOLLOWERS', 5)
+  desk = Desk(tmp_path)
+  awaited(desk)
+  followers = [Worker(desk, frames.FOLLOWER) for _ in range(8)]
+  desk.workers += followers
+  for follower in followers:
+    follower.hello()
+  answered = [follower.answers == ['WELCOME'] for follower in followers]
+  assert answered == [True] * 5 + [False] * 3
+
+
+def test_the_key_of_followers(tmp_path):
+  """It opens no place of a worker."""
+  relay, first, follower = map(str, frames.write_keys(tmp_path, 1))
+  with Joined(1, keys=relay) as joined:
+    worker = Link(joined.address, 0, first)
+    worker.hello(b'{}', frames.digest(b'state'))
+    worker.exchange(TRAIN)
+    own, thief = (Link(joined.address, rank, follower) for rank in (None, 0))
+    own.hello(b'{}', b'')
+    with pytest.raises(Behind):
+      own.position = own.position._replace(chain=b'x' * frames.CHAIN)
+      own.exchange(b'')
+    assert thief._socket.poll(20_000, 2)  # may connect
+    header = frames.Header(frames.MESSAGE, 0, 1, 0, worker.position.chain)
+    thief._socket.send_multipart([header.pack(), TRAIN])
+    assert not thief._socket.poll(300)
+    assert joined.relay.round == 1
+    for link in (worker, own, thief):
+      link.close()
