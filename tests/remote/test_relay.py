@@ -5,6 +5,7 @@ import functools
 import json
 import logging
 import os
+import pathlib
 import signal
 import socket
 import subprocess
@@ -296,7 +297,9 @@ def test_the_command(tmp_path):
     capture_output=True,
     timeout=60,
   )
-  assert len(keys.stdout.split()) == 3
+  names = [pathlib.Path(name).name for name in keys.stdout.split()]
+  of_workers = ['worker-0.key', 'worker-1.key']
+  assert names == ['relay.key', *of_workers, 'follower.key']
   with subprocess.Popen(
     [*run, '--workers', '2', '--port', '0'], stdout=subprocess.PIPE, text=True
   ) as process:
