@@ -400,6 +400,7 @@ def _put_back(
 ) -> tuple[Any, DeMoState]:
   """Adds the shared update to momentum; returns momentum and the new state."""
   layout, group = state.layout.layout, workers.group
+  starts = layout.starts()
   flat, treedef = jax.tree.flatten(shared)
 
   def one_worker(
@@ -409,7 +410,7 @@ def _put_back(
     new: dict[str, jax.Array] = {}
     for number, bucket in enumerate(layout.buckets):
       axes, transformed = bucket.split_axes, bucket.content == 'chunks'
-      q = layout.fill(number, shared, group.device_index(axes))
+      q = layout.fill(number, shared, group.device_index(axes), starts)
       if transformed:
         q = chunking.transform(q, bucket.sides, bucket.basis)
       x = own[bucket.name].reshape(bucket.shape) + q
@@ -418,7 +419,7 @@ def _put_back(
         x = group.join_devices(x[: bucket.num_chunks], axes)
       if transformed:
         x = chunking.inverse(x, bucket.sides, bucket.basis)
-      found |= layout.cut(number, x)
+      found |= layout.cut(number, x, starts)
     return found, new
 
   momentum = state.worker_stacked.momentum

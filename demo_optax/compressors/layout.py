@@ -14,9 +14,10 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -317,20 +318,28 @@ class Layout:
     found = [i for i in self.compressed if self.leaves[i].bucket == number]
     return sorted(found, key=lambda i: self.leaves[i].offset)
 
+  def starts(self, step: chex.Numeric = 0) -> Sequence[chex.Numeric]:
+    """Returns where the leaves begin in their buckets, for `fill` and `cut`.
+
+    With the `step` of a program they share kernels on CPUs.
+    """
+    return plain.unknown([leaf.offset for leaf in self.leaves], step)
+
   def fill(
     self,
     number: int,
     arrays: Mapping[int, jax.Array],
     device: jax.Array | int,
+    starts: Sequence[chex.Numeric],
   ) -> jax.Array:
     """Packs leaves into their bucket, `[rows, n]`, with zeros in the padding.
 
     Takes one shard per leaf, by leaf number, and the number of this device
     along the bucket's `split_axes`.
     """
-    bucket = self.buckets[number]
+    bucket, members = self.buckets[number], self.members(number)
     parts = []  # [chunks, n] of each leaf; [elements], if dense
-    for i in self.members(number):
+    for i in members:
       x = arrays[i].astype(bucket.format.dtype)
       chunks = chunking.to_chunks(x, self.leaves[i].grid)
       parts.append(chunks.reshape(-1, *bucket.unit))
@@ -339,22 +348,25 @@ class Layout:
       rows = bucket.num_chunks * bucket.num_devices
     n = bucket.format.n
     length = rows * n // math.prod(bucket.unit)
-    if missing := length - sum(map(len, parts)):
-      parts.append(jnp.zeros_like(parts[0], shape=(missing, *bucket.unit)))
-    if len(parts) == 1 or platform.concatenates(bucket.sides[0]):
-      filled = jnp.concatenate(parts)
+    missing = length - sum(map(len, parts))
+    if platform.concatenates(bucket.sides[0]) or (len(parts), missing) == (
+      1,
+      0,
+    ):
+      zeros = jnp.zeros_like(parts[0], shape=(missing, *bucket.unit))
+      filled = jnp.concatenate([*parts, zeros])
     else:
       filled = jnp.zeros_like(parts[0], shape=(length, *bucket.unit))
-      start = 0
-      for part in parts:
-        filled = jax.lax.dynamic_update_slice_in_dim(filled, part, start, 0)
-        start += len(part)
+      for i, part in zip(members, parts):
+        filled = plain.put(filled, part, starts[i])
     filled = filled.reshape(rows, n)
     if bucket.num_devices == 1:
       return filled
     return bucket.of_device(filled, device)
 
-  def cut(self, number: int, chunks: jax.Array) -> dict[int, jax.Array]:
+  def cut(
+    self, number: int, chunks: jax.Array, starts: Sequence[chex.Numeric]
+  ) -> dict[int, jax.Array]:
     """Cuts the shards of leaves, by number, out of their bucket.
 
     `chunks` are `[rows, n]`, of all devices along `split_axes`.
@@ -363,7 +375,7 @@ class Layout:
     found = {}
     for i in self.members(number):
       leaf = self.leaves[i]
-      x = jax.lax.slice_in_dim(chunks, leaf.offset, leaf.offset + leaf.size)
+      x = jax.lax.dynamic_slice_in_dim(chunks, starts[i], leaf.size)
       found[i] = chunking.from_chunks(x, leaf.grid)
     return found
 
@@ -390,9 +402,8 @@ class Layout:
       if bucket.num_devices == 1:
         old = jax.lax.slice_in_dim(coefficients, start, stop)
         projected = chunking.clear_padding(old, grid, bucket.basis)
-        coefficients = jax.lax.dynamic_update_slice_in_dim(
-          coefficients, plain.where(valid, projected, old), start, 0
-        )
+        projected = plain.where(valid, projected, old)
+        coefficients = plain.put(coefficients, projected, start)
         continue
       # The chunks of this device are unknown when traced: project all of them
       # and take those at an edge.

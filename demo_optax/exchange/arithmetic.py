@@ -156,7 +156,7 @@ def _store(x: jax.Array, part: jax.Array, start: chex.Numeric) -> jax.Array:
   part = platform.laid_out(part, in_lanes=False)
   if part.shape == x.shape:
     return part
-  return jax.lax.dynamic_update_slice_in_dim(x, part, start, 0)
+  return plain.put(x, part, start)
 
 
 def _shared_indices(bucket: Bucket, step: jax.Array) -> jax.Array:

@@ -4,11 +4,15 @@ There each is a jit, traced, batched and lowered as a function: a fifth of the
 time that an exchange takes to trace.
 """
 
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
+from jax.extend import core
+from jax.interpreters import batching, mlir
 
 from demo_optax.numerics import platform
 
@@ -38,3 +42,59 @@ def pad(
     return x
   ends = [(before, after, 0) for before, after in widths]
   return jax.lax.pad(x, jnp.asarray(value, x.dtype), ends)
+
+
+def put(
+  x: jax.Array, part: jax.Array, start: chex.Numeric, axis: int = 0
+) -> jax.Array:
+  """As `lax.dynamic_update_slice_in_dim`, also under `vmap`.
+
+  There JAX makes it a scatter, which reads what it writes.
+  """
+  return _put_p.bind(x, part, jnp.asarray(start, jnp.int32), axis=axis)
+
+
+_put_p = core.Primitive('demo_optax_put')
+_put_p.def_impl(jax.lax.dynamic_update_slice_in_dim)
+_put_p.def_abstract_eval(lambda x, part, start, *, axis: x)
+mlir.register_lowering(
+  _put_p,
+  mlir.lower_fun(jax.lax.dynamic_update_slice_in_dim, multiple_results=False),
+)
+
+
+def _put_batched(arrays: Any, dims: Any, *, axis: int) -> Any:
+  size = next(x.shape[d] for x, d in zip(arrays, dims) if d is not None)
+  *stacked, start = (
+    x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(arrays, dims)
+  )
+  for i, d in enumerate(dims[:2]):
+    if d is None:
+      stacked[i] = jnp.broadcast_to(stacked[i], (size, *stacked[i].shape))
+  if dims[2] is None:
+    return put(*stacked, start, axis + 1), 0
+  update = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=axis)
+  return jax.vmap(update)(*stacked, start), 0
+
+
+batching.primitive_batchers[_put_p] = _put_batched
+
+
+def unknown(
+  numbers: Sequence[int], step: chex.Numeric
+) -> Sequence[chex.Numeric]:
+  """Returns integers; on CPUs as arrays that the compiler knows nothing about.
+
+  XLA:CPU compiles a kernel for each constant that kernels differ in, 20 ms. It
+  cannot know the result of an addition to zero that depends on the `step`, nor
+  repeat one of many results in the kernels that use them.
+  """
+  if not platform.hides_constants() or isinstance(step, int) or not numbers:
+    return numbers
+  zero = (step & 1) >> 1
+  pairs = [jnp.asarray([number, 0], jnp.int32) + zero for number in numbers]
+
+  def add(x: Sequence[jax.Array], y: Sequence[jax.Array]) -> list[jax.Array]:
+    return list(map(jax.lax.add, x, y))
+
+  return jax.lax.reduce(pairs, [jnp.int32(0)] * len(pairs), add, (0,))
