@@ -157,7 +157,7 @@ def matrix_or_other(params: Any) -> Any:
 def averaged(s: Settings, workers: demo_optax.Workers) -> Method:
   """Optimizers of averaged gradients."""
   return Method(
-    optax.chain(demo_optax.average(workers=workers), of_averages(s)),
+    optax.chain(demo_optax.average_gradients(workers=workers), of_averages(s)),
     planned(lambda params: jax.tree.map(lambda _: None, params), s, workers),
   )
 
@@ -200,7 +200,11 @@ def demo(s: Settings, workers: demo_optax.Workers) -> Method:
     rule = (
       {'gradient_weight': rate}
       if s['alpha'] == 1
-      else {'alpha': s['alpha'], 'average': 'workers', 'ema': True}
+      else {
+        'alpha': s['alpha'],
+        'average': 'workers',
+        'gradient_weight': 1 - s['decay'],
+      }
     )
     tx = optax.chain(
       demo_optax.scale_by_demo(
@@ -247,7 +251,7 @@ def demo_muon(s: Settings, workers: demo_optax.Workers) -> Method:
     beta=s['beta'],
     mu_dtype=s['mu_dtype'],
     consistent_rms=consistent_rms,
-    adam_learning_rate=schedule(s, s['other_lr']),
+    other_learning_rate=schedule(s, s['other_lr']),
     **owners(s),
   )
   return Method(
@@ -283,7 +287,7 @@ def recipe(s: Settings, workers: demo_optax.Workers) -> Method:
       workers=workers,
       alpha=s['alpha'],
       average=s['average'],
-      ema=True,
+      gradient_weight=1 - s['decay'],
       **owners(s),
     ),
     by_kind(s, after, other),
@@ -369,7 +373,7 @@ def other_exchange(s: Settings, workers: demo_optax.Workers) -> Method:
     s['decay'],
     workers=workers,
     average=s['average'],
-    ema=True,
+    gradient_weight=1 - s['decay'],
     **owners(s),
   )
   tx = optax.chain(

@@ -235,7 +235,9 @@ def optimizer_of(
     ),
   }
   if method in averaged:
-    tx = optax.chain(demo_optax.average(workers=workers), averaged[method]())
+    tx = optax.chain(
+      demo_optax.average_gradients(workers=workers), averaged[method]()
+    )
     return tx, lambda params: jax.tree.map(lambda _: None, params)
   if method == 'demo':
     tx, compressor = demo_optax.demo, lambda params: demo_optax.dct_topk()

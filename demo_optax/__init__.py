@@ -31,7 +31,11 @@ from demo_optax.state import exchange_info, state_specs
 from demo_optax.step.data_parallel import data_parallel
 from demo_optax.step.modules import param_specs
 from demo_optax.step.results import out_batch
-from demo_optax.transformation import DeMoState, average, scale_by_demo
+from demo_optax.transformation import (
+  DeMoState,
+  average_gradients,
+  scale_by_demo,
+)
 from demo_optax.workers import Workers
 from demo_optax.workers.inside import over_workers
 
@@ -42,7 +46,7 @@ __all__ = [
   'PerWorkerState',
   'Plan',
   'Workers',
-  'average',
+  'average_gradients',
   'check_replicas',
   'checkpoint',
   'compressors',

@@ -171,7 +171,7 @@ def local_updates(
           start,
           (
             'The outer optimizer makes another update of {} for every worker:'
-            ' is there an exchange in it, such as scale_by_demo or average? One'
+            ' is there an exchange in it, such as scale_by_demo? One'
             ' that is meant to do so needs local_updates(..., drift=True).'
           ),
         )

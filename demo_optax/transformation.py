@@ -104,7 +104,6 @@ def scale_by_demo(
   workers: Workers,
   alpha: chex.Numeric = 1.0,
   average: topk.Average = 'senders',
-  ema: bool = False,
   gradient_weight: optax.ScalarOrSchedule = 1.0,
   exchange: algorithm.ExchangeKind = 'all_gather',
   update_values: str | None = None,
@@ -152,10 +151,9 @@ def scale_by_demo(
       the first version of the paper, 0.2 was best in the second.
     average: `'senders'` divides a coefficient by the number of workers that
       sent it (the published code); `'workers'` by the number of valid workers.
-    ema: whether to weight the gradient by :math:`1 - \beta` as well, as
-      `optax.ema` and the second version of the paper do.
-    gradient_weight: :math:`w`, a number or a schedule of the step. For weights
-      per leaf, scale the gradients before the exchange.
+    gradient_weight: :math:`w`, a number or a schedule of the step: `1 - decay`
+      for an exponential moving average, as in the second version of the paper.
+      For weights per leaf, scale the gradients before the exchange.
     exchange: `'all_gather'`; `'all_to_all'`; or `'auto'`, which takes the one
       that receives fewer bytes.
     update_values: the code of owners' updates; needed unless `exchange` is
@@ -243,8 +241,6 @@ def scale_by_demo(
     weight = gradient_weight
     if callable(weight):
       weight = weight(state.count)
-    if ema:
-      weight = (1 - decay) * weight
     hyper = {'alpha': alpha, 'decay': decay, 'gradient_weight': weight}
     params, like = checks.params_and_like(updates, params, workers)
     if workers.relay is not None:
@@ -306,7 +302,7 @@ def scale_by_demo(
   return aggregating.Aggregator(init_fn, update_fn)
 
 
-def average(*, workers: Workers) -> aggregating.Aggregator:
+def average_gradients(*, workers: Workers) -> aggregating.Aggregator:
   """Averages the workers' gradients: `scale_by_demo` without compression.
 
   Plain data parallelism, as the first link of a baseline. The sum is in float32

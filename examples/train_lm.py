@@ -217,7 +217,9 @@ def make_optimizer(
         adam_b2=0.95,
         muon_weight_dimension_numbers=recipes.muon_dimension_numbers,
       )
-    return optax.chain(demo_optax.average(workers=workers), clip, inner)
+    return optax.chain(
+      demo_optax.average_gradients(workers=workers), clip, inner
+    )
   options = {
     'workers': workers,
     'exchange': args.exchange,
@@ -227,7 +229,7 @@ def make_optimizer(
     exchange = demo_optax.demo(rate, decay=0.99, **options)
   else:
     exchange = demo_optax.demo_muon(
-      rate, adam_learning_rate=other_rate, **options
+      rate, other_learning_rate=other_rate, **options
     )
   return optax.chain(demo_optax.per_worker(clip, workers=workers), exchange)
 

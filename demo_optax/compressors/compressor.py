@@ -87,7 +87,7 @@ class Compressor:
     # have fewer coefficients to select from.
     full_k = self.select
     if isinstance(full_k, selectors.TopK):
-      full_k = dataclasses.replace(full_k, of=None)
+      full_k = dataclasses.replace(full_k, per=None)
     found: list[tuple[int, tuple[bool, int, float, int], LeafChunks]] = []
     refused = None
     for b, j in chunking.folds(len(shape), self.batch_dims):

@@ -48,23 +48,23 @@ class TopK:
 
   Attributes:
     k: at least 1; a chunk with fewer sends all.
-    of: coefficients of a full chunk. A smaller chunk sends its share of `k`,
-      rounded up: `ceil(k n / of)` of `n`. None: every chunk sends `k`.
+    per: coefficients in a full chunk. A smaller chunk sends its share of `k`,
+      rounded up: `ceil(k n / per)` of `n`. None: every chunk sends `k`.
   """
 
   shared: ClassVar[bool] = False
   k: int
-  of: int | None = None
+  per: int | None = None
 
   def __post_init__(self) -> None:
     _checks.check_positive('topk', self.k)
-    if self.of is not None:
-      _checks.check_positive('of', self.of)
+    if self.per is not None:
+      _checks.check_positive('per', self.per)
 
   def count(self, n: int) -> int:
     """Returns how many of `n` coefficients are selected."""
-    of = self.of or n
-    return min(-(-self.k * min(n, of) // of), n)
+    per = self.per or n
+    return min(-(-self.k * min(n, per) // per), n)
 
   def __call__(self, coefficients: jax.Array, step: jax.Array) -> jax.Array:
     del step

@@ -61,7 +61,7 @@ def demo(
     Peng et al., `DeMo: Decoupled Momentum Optimization
     <https://arxiv.org/abs/2411.19870v1>`_, version 1, Algorithm 1.
   """
-  descent = _descent(learning_rate, weight_decay, weight_decay_mask)
+  descent = _descent(learning_rate, weight_decay, mask=weight_decay_mask)
   return links.chain(
     workers,
     compressor,
@@ -116,8 +116,8 @@ def demo_muon(
   decay: chex.Numeric = 0.9,
   beta: chex.Numeric = 0.95,
   mu_dtype: chex.ArrayDType | None = None,
-  adam_learning_rate: optax.ScalarOrSchedule | None = None,
-  adam_weight_decay: chex.Numeric = 0.0,
+  other_learning_rate: optax.ScalarOrSchedule | None = None,
+  other_weight_decay: chex.Numeric = 0.0,
   weight_decay: chex.Numeric = 0.0,
   muon_weight_dimension_numbers: DimensionNumbersTree = None,
   consistent_rms: chex.Numeric | None = None,
@@ -147,7 +147,7 @@ def demo_muon(
   Both terms inside NewtonSchulz are corrected for a momentum that starts at
   zero, as in `optax.contrib.scale_by_muon`. The average is over all valid
   workers, including those that did not send a coefficient. Leaves that are not
-  matrices skip Newton-Schulz, and Adam without a momentum follows the exchange.
+  matrices skip Newton-Schulz; `optax.scale_by_rms` follows their exchange.
 
   It chains `per_worker` of Muon, `scale_by_demo`, `scale_to_unit_rms` with a
   scale or `optax.scale_by_rms`, `optax.add_decayed_weights` and
@@ -164,9 +164,9 @@ def demo_muon(
     beta: :math:`\beta` of each worker's momentum, in `[0, 1)`.
     mu_dtype: dtype of :math:`b_i` between steps, float32 by default; with
       bfloat16 and one seed the loss was 0.6 % higher (benchmarks/TRIED.md).
-    adam_learning_rate: of leaves that are not matrices, by default
+    other_learning_rate: of leaves that are not matrices, by default
       `learning_rate`.
-    adam_weight_decay: :math:`\lambda` of leaves that are not matrices.
+    other_weight_decay: :math:`\lambda` of leaves that are not matrices.
     weight_decay: :math:`\lambda` of matrices, decoupled.
     muon_weight_dimension_numbers: the axes of matrices: a tree like the
       parameters, as in `optax.contrib.muon`, or a function from them to one; by
@@ -193,9 +193,10 @@ def demo_muon(
     <https://kellerjordan.github.io/posts/muon>`_, 2024.
   """
   descent = _descent(learning_rate, weight_decay)
-  if adam_learning_rate is None:
-    adam_learning_rate = learning_rate
-  adam_descent = _descent(adam_learning_rate, adam_weight_decay, kind='adam_')
+  if other_learning_rate is None:
+    other_learning_rate = learning_rate
+  other_descent = _descent(other_learning_rate, other_weight_decay, 'other_')
+  _checks.check_range('decay', decay, '[0, 1)')
   _checks.check_range('beta', beta, '[0, 1)')
   if consistent_rms is not None:
     _checks.check_range('consistent_rms', consistent_rms, '[0, inf)')
@@ -209,15 +210,14 @@ def demo_muon(
     decay=decay,
     workers=workers,
     average='workers',
-    ema=True,
     exchange=exchange,
     update_values=update_values,
     gradient_weight=links.lost_unless_finite(
-      1.0,
+      1 - decay,
       learning_rate,
-      adam_learning_rate,
+      other_learning_rate,
       weight_decay,
-      adam_weight_decay,
+      other_weight_decay,
       consistent_rms,
     ),
   )
@@ -236,7 +236,7 @@ def demo_muon(
     codes = per_leaf(sent, params)
     labels, sizes = {}, {}
     for (path, x), code in zip(leaves_of(params), codes):
-      labels[path] = 'adam' if found[path] is None else 'muon'
+      labels[path] = 'other' if found[path] is None else 'muon'
       if isinstance(code, Frozen):
         labels[path] = 'frozen'
       elif found[path] is not None:
@@ -245,14 +245,14 @@ def demo_muon(
         )
 
     def by_label(
-      muon: optax.GradientTransformation, adam: optax.GradientTransformation
+      muon: optax.GradientTransformation, other: optax.GradientTransformation
     ) -> optax.GradientTransformation:
-      parts = {'muon': muon, 'adam': adam, 'frozen': optax.set_to_zero()}
+      parts = {'muon': muon, 'other': other, 'frozen': optax.set_to_zero()}
       return optax.partition(parts, matrices.tree_of(labels))
 
     muon = links.own_muon(beta, mu_dtype, axes, workers)
-    # Adam without a momentum, which would be a third copy of its leaves.
-    adam = optax.scale_by_rms(
+    # Without a first moment, which would be a third copy of its leaves.
+    scale = optax.scale_by_rms(
       0.95, eps=1e-8, eps_in_sqrt=False, bias_correction=True
     )
     unit_rms = links.scale_to_unit_rms(axes, min_rms=_MIN_RMS)
@@ -264,7 +264,7 @@ def demo_muon(
       exchange_by(sent),
       by_label(
         optax.chain(unit_rms, to_size, *descent),
-        optax.chain(adam, *adam_descent),
+        optax.chain(scale, *other_descent),
       ),
     )
 
@@ -290,16 +290,16 @@ def demo_muon(
 def _descent(
   learning_rate: optax.ScalarOrSchedule,
   weight_decay: chex.Numeric,
+  prefix: str = '',
   mask: Any = None,
-  kind: str = '',
 ) -> list[optax.GradientTransformation]:
   """Returns links from directions to updates, in the parameters' dtype."""
   # Arrays and schedules are unknown before the step.
   if isinstance(learning_rate, jax.Array):
-    _checks.check_is_scalar(f'{kind}learning_rate', learning_rate)
+    _checks.check_is_scalar(f'{prefix}learning_rate', learning_rate)
   elif not callable(learning_rate):
-    _checks.check_range(f'{kind}learning_rate', learning_rate, '[0, inf)')
-  _checks.check_range(f'{kind}weight_decay', weight_decay, '[0, inf)')
+    _checks.check_range(f'{prefix}learning_rate', learning_rate, '[0, inf)')
+  _checks.check_range(f'{prefix}weight_decay', weight_decay, '[0, inf)')
   cast = optax.stateless(
     lambda u, p: u if p is None else optax.tree.cast_like(u, p)
   )

@@ -119,7 +119,7 @@ _CAUSES = {
   ' demo_optax.over_workers(x, jnp.sum), or another reduction',
   'gradient': 'a gradient that is not exchanged: call update in the step, not'
   ' outside of it, and average what the optimizer leaves out'
-  ' (demo_optax.average), or set it to zero',
+  ' (demo_optax.average_gradients), or set it to zero',
   'statistics': 'statistics of batches: return'
   ' demo_optax.over_workers(statistics)',
   'metric': 'a metric: pass an nnx.metrics.Average, which is added up;'

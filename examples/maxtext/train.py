@@ -142,7 +142,7 @@ def make_optimizer(
       ),
       muon_weight_dimension_numbers=dimensions,
       consistent_rms=config.muon_consistent_rms,
-      adam_weight_decay=config.adam_weight_decay,
+      other_weight_decay=config.adam_weight_decay,
       **shared,
     )
   if config.skip_step_on_spikes:

@@ -59,7 +59,6 @@ def run(
   tx = demo_optax.scale_by_demo(compressor, decay, workers=who, **kwargs)
   params = {k: jnp.zeros(s) for k, s in shapes.items()}
   state = tx.init(params)
-  ema = kwargs.pop('ema', False)
   oracles = {
     k: Oracle(
       s,
@@ -70,7 +69,6 @@ def run(
       padding=padding,
       values=values,
       of=limit**2 if proportional else None,
-      gradient_weight=1 - decay if ema else 1.0,
       **kwargs,
     )
     for k, s in shapes.items()
@@ -111,7 +109,11 @@ SECOND = {'average': 'workers', 'alpha': 0.2}
 @pytest.mark.parametrize(
   'workers, steps, rule',
   [
-    (3, 12, {'ema': True, 'decay': 0.995, 'shapes': TWO, **SECOND}),
+    (
+      3,
+      12,
+      {'gradient_weight': 1 - 0.995, 'decay': 0.995, 'shapes': TWO, **SECOND},
+    ),
     # A worker is left out now and then.
     (5, 12, {'left_out': 3, 'alpha': 0.2, 'shapes': TWO}),
     (5, 12, {'left_out': 3, 'average': 'workers', 'shapes': TWO}),

@@ -138,7 +138,7 @@ def update_of(
 def orthonormalised(params, gradients, **options):
   """The update of one step in which everything is sent, as float32."""
   return update_of(
-    params, gradients, adam_learning_rate=1.0, compressor=EVERYTHING, **options
+    params, gradients, other_learning_rate=1.0, compressor=EVERYTHING, **options
   )[0]
 
 
@@ -654,23 +654,23 @@ def test_devices_orthonormalise_whole_matrices(kind, number):
 
 
 def test_rates_and_weight_decay_of_both_kinds_of_leaves():
-  """Each has its own; Adam's step is as long as its rate, however small.
+  """Each has its own; scaled by RMS a step is as long as its rate.
 
   As in `optax.contrib.muon`, a decay is times the rate of its kind.
   """
   params = {'up': jnp.ones((16, 16)), 'norm': jnp.ones(16)}
   gradients = {'up': jnp.ones((2, 16, 16)), 'norm': jnp.full((2, 16), 1e-4)}
-  for rate, adam in ((0.0, 1e-2), (1e-2, 0.0), (1e-5, 1e-5)):
+  for rate, other in ((0.0, 1e-2), (1e-2, 0.0), (1e-5, 1e-5)):
     updates, _ = update_of(
-      params, gradients, rate, adam_learning_rate=adam, compressor=EVERYTHING
+      params, gradients, rate, other_learning_rate=other, compressor=EVERYTHING
     )
-    for name, expected in (('up', rate / 4), ('norm', adam)):
+    for name, expected in (('up', rate / 4), ('norm', other)):
       np.testing.assert_allclose(rms(updates[name]), expected, rtol=0.01)
   updates, _ = update_of(
     params,
     jax.tree.map(jnp.zeros_like, gradients),
     weight_decay=0.1,
-    adam_weight_decay=0.2,
+    other_weight_decay=0.2,
   )
   for name, value in (('up', -0.1), ('norm', -0.2)):
     np.testing.assert_allclose(updates[name], value, rtol=1e-6)
@@ -679,7 +679,7 @@ def test_rates_and_weight_decay_of_both_kinds_of_leaves():
 def test_steps_that_all_workers_lost_do_not_wear_second_moments():
   one = demo_optax.Workers.simulated(1)
   tx = demo_optax.demo_muon(
-    0.1, adam_learning_rate=0.1, workers=one, compressor=EVERYTHING
+    0.1, other_learning_rate=0.1, workers=one, compressor=EVERYTHING
   )
   params = {'norm': jnp.zeros(16)}
   state, update = tx.init(params), jax.jit(tx.update)

@@ -106,7 +106,7 @@ OPTIMIZERS = {  # by name: how it is made, and its hyperparameters
     demo_optax.demo_muon,
     {
       'learning_rate': 0.1,
-      'adam_learning_rate': 0.1,
+      'other_learning_rate': 0.1,
       'weight_decay': 0.1,
       'decay': 0.9,
       'beta': 0.95,
@@ -232,7 +232,7 @@ SURGERY = {  # the new parameters, and a leaf that the error must name
 EXCHANGE = functools.partial(demo_optax.scale_by_demo, HIDDEN, workers=TWO)
 STATEFUL = {
   'scale_by_demo': EXCHANGE,
-  'average': lambda: demo_optax.average(workers=TWO),
+  'average': lambda: demo_optax.average_gradients(workers=TWO),
   'per_worker': lambda: optax.chain(
     demo_optax.per_worker(optax.ema(0.9), workers=TWO), EXCHANGE()
   ),

@@ -611,7 +611,11 @@ def test_exchanges_of_a_part_of_the_parameters_each():
     for code in (demo_optax.dct_topk(8, 4), demo_optax.dct_topk(16, 3))
   )
   tx = optax.partition(
-    {'one': one, 'other': other, 'mean': demo_optax.average(workers=workers)},
+    {
+      'one': one,
+      'other': other,
+      'mean': demo_optax.average_gradients(workers=workers),
+    },
     {'a': 'one', 'b': 'other', 'c': 'one', 'd': 'mean'},
   )
   state = fill(tx.init(params))

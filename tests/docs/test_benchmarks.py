@@ -31,7 +31,7 @@ def test_the_recipe_that_was_measured_is_demo_muon(monkeypatch):
     demo_optax.per_worker(optax.clip_by_global_norm(1.0), workers=workers),
     demo_optax.demo_muon(
       rates[0],
-      adam_learning_rate=rates[1],
+      other_learning_rate=rates[1],
       consistent_rms=(1 - 0.9 * (1 - 64 / 64**2)) ** 0.5,
       workers=workers,
     ),

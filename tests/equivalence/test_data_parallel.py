@@ -70,7 +70,7 @@ def test_every_device_computes_its_own_rows():
   loss = lambda params, x: jnp.mean((x @ params['w'] @ params['w']) ** 2)
   for kind in KINDS:
     with make_workers(kind, 4) as workers:
-      tx = demo_optax.average(workers=workers)
+      tx = demo_optax.average_gradients(workers=workers)
       args = params, tx.init(params), batch(1024, 256)
       compiled = make_step(tx, workers, loss).lower(*args).compile()
       flops[kind] = compiled.cost_analysis()['flops']

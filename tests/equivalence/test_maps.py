@@ -74,7 +74,12 @@ EXCHANGES = {
     COMPRESSOR, 0.95, workers=workers
   ),
   'second': lambda workers: demo_optax.scale_by_demo(
-    COMPRESSOR, 0.97, workers=workers, alpha=0.3, average='workers', ema=True
+    COMPRESSOR,
+    0.97,
+    workers=workers,
+    alpha=0.3,
+    average='workers',
+    gradient_weight=1 - 0.97,
   ),
   'demo': lambda workers: optax.chain(
     demo_optax.per_worker(optax.clip(2.0), workers=workers),
@@ -91,9 +96,9 @@ EXCHANGES = {
   ),
   'per_worker': lambda workers: optax.chain(
     demo_optax.per_worker(optax.trace(0.5), workers=workers),
-    demo_optax.average(workers=workers),
+    demo_optax.average_gradients(workers=workers),
   ),
-  'average': lambda workers: demo_optax.average(workers=workers),
+  'average': lambda workers: demo_optax.average_gradients(workers=workers),
   'owners': owners('ternary'),
   'groups': lambda workers: demo_optax.scale_by_demo(
     demo_optax.Compressor(

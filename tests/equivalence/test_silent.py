@@ -165,7 +165,9 @@ def test_a_counter_in_two_words_is_data(workers):
 def test_each_worker_draws_noise_of_its_own(workers, local):
   """All drew the same: the mean of four had the noise of one."""
   noise = optax.add_noise(1.0, 0.0, jax.random.key(0))
-  mean = optax.chain(demo_optax.average(workers=workers), optax.sgd(1.0))
+  mean = optax.chain(
+    demo_optax.average_gradients(workers=workers), optax.sgd(1.0)
+  )
   if local:
     inner = optax.chain(noise, optax.sgd(1.0))
     tx = demo_optax.local.local_updates(inner, mean, 1, workers=workers)
@@ -233,7 +235,9 @@ def test_a_scan_of_steps(workers):
 
   Asked for, the first axis is cut whatever the step does with it.
   """
-  tx = optax.chain(demo_optax.average(workers=workers), optax.sgd(0.1))
+  tx = optax.chain(
+    demo_optax.average_gradients(workers=workers), optax.sgd(0.1)
+  )
   params = {'w': jnp.zeros(8)}
   x = rows(40 * 16).reshape(40, 16, 8)
   wrap = functools.partial(
@@ -370,7 +374,7 @@ def test_sums_have_the_same_bits_in_every_map(how, count):
   params = {k: jnp.zeros(s) for k, s in shapes.items()}
 
   def run(workers):
-    tx = demo_optax.average(workers=workers)
+    tx = demo_optax.average_gradients(workers=workers)
     state = tx.init(params)
     if how == 'update':
       return jax.jit(tx.update)(grads, state, params)[0]
@@ -385,7 +389,9 @@ def test_sums_have_the_same_bits_in_every_map(how, count):
     run(demo_optax.Workers.simulated(count)),
     run(demo_optax.Workers.simulated(count, P(), {'f': 2})),
   ]
-  axis = demo_optax.average(workers=demo_optax.Workers.on_axis('data'))
+  axis = demo_optax.average_gradients(
+    workers=demo_optax.Workers.on_axis('data')
+  )
   found.append(
     jax.tree.map(
       lambda x: x[0],

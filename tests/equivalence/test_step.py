@@ -43,7 +43,7 @@ OPTIMIZERS = {
     1e-2, workers=workers, exchange='all_to_all'
   ),
   'average': lambda workers: optax.chain(
-    demo_optax.average(workers=workers), optax.sgd(0.1)
+    demo_optax.average_gradients(workers=workers), optax.sgd(0.1)
   ),
   'per_worker': lambda workers: optax.chain(
     demo_optax.per_worker(optax.trace(0.9), workers=workers),
@@ -52,7 +52,7 @@ OPTIMIZERS = {
   ),
   'local_updates': lambda workers: demo_optax.local.local_updates(
     optax.sgd(0.1),
-    optax.chain(demo_optax.average(workers=workers), optax.sgd(1.0)),
+    optax.chain(demo_optax.average_gradients(workers=workers), optax.sgd(1.0)),
     2,
     workers=workers,
   ),

@@ -68,7 +68,8 @@ def test_a_clip_before_is_each_workers_own():
   """One worker with a large gradient does not make the others' small."""
   workers = demo_optax.Workers.simulated(4)
   tx = optax.chain(
-    optax.clip_by_global_norm(1.0), demo_optax.average(workers=workers)
+    optax.clip_by_global_norm(1.0),
+    demo_optax.average_gradients(workers=workers),
   )
 
   @demo_optax.data_parallel(workers, batch_argnums=1)
@@ -428,7 +429,7 @@ def test_a_counter_in_a_dict_costs_no_second_program(workers):
 def test_an_average_where_types_say_how_parameters_are_sharded():
   """In a map over the workers alone, beside an Explicit axis."""
   mesh = make_mesh_2d('explicit', (2, 2), ('data', 't'))
-  tx = demo_optax.average(workers=demo_optax.Workers.on_axis('data'))
+  tx = demo_optax.average_gradients(workers=demo_optax.Workers.on_axis('data'))
   of = lambda shape, *spec: jax.ShapeDtypeStruct(
     shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec))
   )

@@ -95,7 +95,9 @@ def test_an_aggregator_between_two_chains(kind):
   exchange = demo_optax.scale_by_demo(COMPRESSOR, workers=workers)
   after = optax.chain(optax.scale_by_sign(), optax.scale(-0.01))
   assert isinstance(exchange, aggregating.Aggregator)
-  assert isinstance(demo_optax.average(workers=workers), aggregating.Aggregator)
+  assert isinstance(
+    demo_optax.average_gradients(workers=workers), aggregating.Aggregator
+  )
 
   def loss_fn(params, x):
     return jnp.mean((x @ params['w'] + params['b'][None]) ** 2)
@@ -124,7 +126,7 @@ def test_an_aggregator_between_two_chains(kind):
 
 PUBLIC = {
   'scale_by_demo': demo_optax.scale_by_demo,
-  'average': demo_optax.average,
+  'average': demo_optax.average_gradients,
   'per_worker': lambda workers: demo_optax.per_worker(
     optax.trace(0.9), workers=workers
   ),
@@ -287,7 +289,7 @@ def test_any_tree_before_the_exchange_and_without_parameters():
   updates, _ = exchange.update(gradients, exchange.init(params))
   assert updates['n'].dtype == jax.dtypes.float0  # it does not know better
   only = {'n': params['n']}
-  for tx in (exchange, demo_optax.average(workers=WORKERS)):
+  for tx in (exchange, demo_optax.average_gradients(workers=WORKERS)):
     updates, _ = tx.update({'n': gradients['n']}, tx.init(only), only)
     assert updates['n'].dtype == jnp.int32 and not np.any(updates['n'])
 
@@ -332,7 +334,7 @@ EXCHANGE = functools.partial(
 )
 TRANSFORMATIONS = {
   'scale_by_demo': EXCHANGE,
-  'average': lambda: demo_optax.average(workers=WORKERS),
+  'average': lambda: demo_optax.average_gradients(workers=WORKERS),
   'per_worker': lambda: optax.chain(
     demo_optax.per_worker(optax.trace(0.9), workers=WORKERS), EXCHANGE()
   ),
@@ -402,7 +404,7 @@ def test_parameters_of_other_leaves_than_the_gradients():
 @jax.numpy_dtype_promotion('standard')
 def test_complex_parameters_in_two_parts():
   """What an error recommends: the mean of both."""
-  average = demo_optax.average(workers=WORKERS)
+  average = demo_optax.average_gradients(workers=WORKERS)
   params = {'z': jnp.ones((4, 3), jnp.complex64)}
   with pytest.raises(TypeError, match='z must be real.*split_real_and_imag'):
     average.init(params)

@@ -81,7 +81,7 @@ WORKS = {  # and options of `train`
     {
       True: demo(),
       False: optax.chain(
-        demo_optax.average(workers=WORKERS), optax.adamw(1e-2)
+        demo_optax.average_gradients(workers=WORKERS), optax.adamw(1e-2)
       ),
     },
     TRAINED,
@@ -200,7 +200,7 @@ FAILS = {  # the leaf, and what to do
   'partition with adamw': (
     lambda: optax.partition({True: demo(), False: optax.adamw(1e-2)}, TRAINED),
     r'result\.0\.scale, .*differs',
-    'demo_optax.average',
+    'demo_optax.average_gradients',
   ),
   'reduce_on_plateau of own losses': (
     lambda: optax.chain(demo(), contrib.reduce_on_plateau(patience=1)),

@@ -377,7 +377,7 @@ def test_mistakes():
   workers = demo_optax.Workers.remote('tcp://127.0.0.1:1', rank=0, count=2)
   params = {'w': jnp.ones((8, 8))}
   tx = demo_optax.demo(1e-2, workers=workers)
-  for each in (tx, demo_optax.average(workers=workers)):
+  for each in (tx, demo_optax.average_gradients(workers=workers)):
     with pytest.raises(
       ValueError, match='must be called in a demo_optax.data_par'
     ):

@@ -126,7 +126,7 @@ def init_muon(rule):
       ValueError,
       'sign',
     ),
-    (lambda: compressors.TopK(4, of=0), ValueError, 'of must .* 0'),
+    (lambda: compressors.TopK(4, per=0), ValueError, 'per must .* 0'),
     (lambda: demo_optax.dct_topk((1, 2, 3)), ValueError, 'one number, or two'),
     (lambda: demo_optax.dct_topk((1, 2.5)), TypeError, 'got 2.5'),
     (
@@ -140,7 +140,7 @@ def init_muon(rule):
       'num_workers .* 2.0',
     ),
     (lambda: demo_optax.Workers.on_axis(3), TypeError, 'must be a str, got 3'),
-    (lambda: demo_optax.average(workers=None), TypeError, 'None'),
+    (lambda: demo_optax.average_gradients(workers=None), TypeError, 'None'),
     (
       lambda: demo_optax.per_worker(optax.identity(), workers='x'),
       TypeError,
@@ -177,9 +177,9 @@ def init_muon(rule):
     ),
     (lambda: muon(learning_rate=np.ones(3)), ValueError, r'of shape \(3,\)'),
     (
-      lambda: muon(adam_learning_rate=-1.0),
+      lambda: muon(other_learning_rate=-1.0),
       ValueError,
-      'adam_learning_rate must .* -1.0',
+      'other_learning_rate must .* -1.0',
     ),
   ],
 )
@@ -197,7 +197,7 @@ def test_averaged_gradients_that_look_stacked_are_refused():
   params = jnp.ones((N, 16))
   for tx in (
     exchange(),
-    demo_optax.average(workers=WORKERS),
+    demo_optax.average_gradients(workers=WORKERS),
     demo_optax.per_worker(optax.identity(), workers=WORKERS),
   ):
     with pytest.raises(ValueError, match=r'got \(4, 16\)|averaged'):
@@ -224,7 +224,7 @@ def test_row_labels_by_number_of_dimensions():
   def labels(tree):
     return jax.tree.map(lambda x: 'x' if jnp.ndim(x) > 1 else 'd', tree)
 
-  mean = demo_optax.average(workers=WORKERS)
+  mean = demo_optax.average_gradients(workers=WORKERS)
   tx = optax.partition(
     {'x': exchange(), 'd': optax.chain(mean, optax.sgd(0.1))}, labels
   )
