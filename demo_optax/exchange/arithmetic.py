@@ -54,11 +54,14 @@ def accumulate_and_select(
       # An index outside of the chunk reads as NaN, which excludes the worker.
       inside = (indices >= 0) & (indices < n)
       values = plain.where(inside, values, jnp.full_like(values, jnp.nan))
-    return momentum, (indices, values, energy(m))
+    return momentum, (indices, values)
 
   momentum, found = _in_pieces(bucket, add_piece, momentum)
-  indices, values = jax.tree.map(lambda x: x.reshape(bucket.rows, k), found[:2])
-  return momentum, Selected(indices, values, jnp.sum(found[2]))
+  indices, values = jax.tree.map(lambda x: x.reshape(bucket.rows, k), found)
+  held = energy(momentum)
+  # Known before values are subtracted in place: XLA would copy the momentum.
+  values = rounding.hidden(values, held.astype(values.dtype)[None, None])
+  return momentum, Selected(indices, values, held)
 
 
 def subtract(

@@ -65,16 +65,13 @@ mlir.register_lowering(
 
 def _put_batched(arrays: Any, dims: Any, *, axis: int) -> Any:
   size = next(x.shape[d] for x, d in zip(arrays, dims) if d is not None)
-  *stacked, start = (
-    x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(arrays, dims)
+  x, part, start = (
+    batching.bdim_at_front(y, d, size) for y, d in zip(arrays, dims)
   )
-  for i, d in enumerate(dims[:2]):
-    if d is None:
-      stacked[i] = jnp.broadcast_to(stacked[i], (size, *stacked[i].shape))
   if dims[2] is None:
-    return put(*stacked, start, axis + 1), 0
+    return put(x, part, arrays[2], axis + 1), 0
   update = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=axis)
-  return jax.vmap(update)(*stacked, start), 0
+  return jax.vmap(update)(x, part, start), 0
 
 
 batching.primitive_batchers[_put_p] = _put_batched

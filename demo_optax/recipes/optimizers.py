@@ -11,7 +11,7 @@ import optax
 
 from demo_optax import _checks, _tree, compressors
 from demo_optax._paths import leaves_of
-from demo_optax._per_worker import per_worker
+from demo_optax._per_worker import of_each
 from demo_optax.compressors.compressor import CompressorTree, Frozen, per_leaf
 from demo_optax.exchange.algorithm import ExchangeKind
 from demo_optax.recipes import links, matrices
@@ -251,6 +251,8 @@ def demo_muon(
       return optax.partition(parts, matrices.tree_of(labels))
 
     muon = links.own_muon(beta, mu_dtype, axes, workers)
+    exchanged = {path: label != 'frozen' for path, label in labels.items()}
+    muon = optax.masked(muon, matrices.tree_of(exchanged))
     # Without a first moment, which would be a third copy of its leaves.
     scale = optax.scale_by_rms(
       0.95, eps=1e-8, eps_in_sqrt=False, bias_correction=True
@@ -260,7 +262,7 @@ def demo_muon(
     return links.chain(
       workers,
       sent,
-      per_worker(by_label(muon, optax.identity()), workers=workers),
+      of_each(muon, workers),
       exchange_by(sent),
       by_label(
         optax.chain(unit_rms, to_size, *descent),
