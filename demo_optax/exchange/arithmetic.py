@@ -58,10 +58,7 @@ def accumulate_and_select(
 
   momentum, found = _in_pieces(bucket, add_piece, momentum)
   indices, values = jax.tree.map(lambda x: x.reshape(bucket.rows, k), found)
-  held = energy(momentum)
-  # Known before values are subtracted in place: XLA would copy the momentum.
-  values = rounding.hidden(values, held.astype(values.dtype)[None, None])
-  return momentum, Selected(indices, values, held)
+  return momentum, Selected(indices, values, energy(momentum))
 
 
 def subtract(

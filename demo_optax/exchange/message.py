@@ -229,10 +229,14 @@ class Packer:
     self,
     members: Sequence[int],
     selected: Sequence[Selected],
-    sent: Sequence[jax.Array],
+    sent: list[jax.Array],
     alpha: jax.Array,
   ) -> jax.Array:
-    """Returns float32 `[ENERGIES]`: of momentum, its sent part, the rest."""
+    """Returns float32 `[ENERGIES]`: of momentum, its sent part, the rest.
+
+    Makes `sent` depend on them: momentum is read before these are subtracted in
+    place. XLA would otherwise copy it.
+    """
     total = jnp.zeros((ENERGIES,), jnp.float32)
     for number in members:
       _, values, held = selected[number]
@@ -240,7 +244,10 @@ class Packer:
       stays = energy(values - rounding.mul_no_fma(alpha, sent[number]))
       if chunk_format.k < chunk_format.n:
         stays += jnp.maximum(held - energy(values), 0)
-      total += jnp.stack([held, energy(sent[number]), stays])
+      found = jnp.stack([held, energy(sent[number]), stays])
+      known = jnp.sum(found).astype(values.dtype)[None, None]
+      sent[number] = rounding.hidden(sent[number], known)
+      total += found
     return total
 
   # Unpacking ------------------------------------------------------------------

@@ -4,7 +4,6 @@ There each is a jit, traced, batched and lowered as a function: a fifth of the
 time that an exchange takes to trace.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,51 +46,45 @@ def pad(
 def put(
   x: jax.Array, part: jax.Array, start: chex.Numeric, axis: int = 0
 ) -> jax.Array:
-  """As `lax.dynamic_update_slice_in_dim`, also under `vmap`.
+  """As `lax.dynamic_update_slice_in_dim`, with one `start` for all workers.
 
-  There JAX makes it a scatter, which reads what it writes.
+  Under `vmap` JAX would make it a scatter, which reads what it writes.
   """
   return _put_p.bind(x, part, jnp.asarray(start, jnp.int32), axis=axis)
 
 
-_put_p = core.Primitive('demo_optax_put')
-_put_p.def_impl(jax.lax.dynamic_update_slice_in_dim)
-_put_p.def_abstract_eval(lambda x, part, start, *, axis: x)
-mlir.register_lowering(
-  _put_p,
-  mlir.lower_fun(jax.lax.dynamic_update_slice_in_dim, multiple_results=False),
-)
-
-
 def _put_batched(arrays: Any, dims: Any, *, axis: int) -> Any:
   size = next(x.shape[d] for x, d in zip(arrays, dims) if d is not None)
-  x, part, start = (
-    batching.bdim_at_front(y, d, size) for y, d in zip(arrays, dims)
+  x, part, starts = (
+    batching.bdim_at_front(x, d, size) for x, d in zip(arrays, dims)
   )
-  if dims[2] is None:
-    return put(x, part, arrays[2], axis + 1), 0
-  update = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=axis)
-  return jax.vmap(update)(x, part, start), 0
+  return put(x, part, starts[0], axis + 1), 0
 
 
+_update = jax.lax.dynamic_update_slice_in_dim
+_put_p = core.Primitive('demo_optax_put')
+_put_p.def_impl(_update)
+_put_p.def_abstract_eval(lambda x, part, start, *, axis: x)
+mlir.register_lowering(_put_p, mlir.lower_fun(_update, multiple_results=False))
 batching.primitive_batchers[_put_p] = _put_batched
 
 
 def unknown(
   numbers: Sequence[int], step: chex.Numeric
 ) -> Sequence[chex.Numeric]:
-  """Returns integers; on CPUs as arrays that the compiler knows nothing about.
+  """Returns integers; on CPUs, scalars that the compiler knows nothing about.
 
-  XLA:CPU compiles a kernel for each constant that kernels differ in, 20 ms. It
-  cannot know the result of an addition to zero that depends on the `step`, nor
-  repeat one of many results in the kernels that use them.
+  XLA:CPU compiles a kernel, in 20 ms, for every constant in which kernels
+  differ. It cannot evaluate what depends on the `step`, nor does it repeat one
+  of many results in each kernel that uses it.
   """
-  if not platform.hides_constants() or isinstance(step, int) or not numbers:
+  if not platform.hides_constants() or isinstance(step, int):
     return numbers
   zero = (step & 1) >> 1
   pairs = [jnp.asarray([number, 0], jnp.int32) + zero for number in numbers]
-
-  def add(x: Sequence[jax.Array], y: Sequence[jax.Array]) -> list[jax.Array]:
-    return list(map(jax.lax.add, x, y))
-
-  return jax.lax.reduce(pairs, [jnp.int32(0)] * len(pairs), add, (0,))
+  return jax.lax.reduce(
+    pairs,
+    [jnp.int32(0)] * len(pairs),
+    lambda x, y: list(map(jax.lax.add, x, y)),
+    (0,),
+  )

@@ -169,40 +169,42 @@ def own_muon(
   large that squares overflow, matrices become NaN and the state stays.
   """
 
-  def axes_of(tree: chex.ArrayTree) -> list[Any]:
-    """Returns the axes of each leaf, None of leaves that are no matrices."""
-    return jax.tree.structure(tree).flatten_up_to(dimension_numbers(tree))
+  def zeros(x: jax.Array, axes: Any) -> Any:
+    if axes is None:  # no matrix
+      return optax.MaskedNode()
+    return jnp.zeros_like(x, dtype=mu_dtype)
 
   def init_fn(params: chex.ArrayTree) -> OwnMuonState:
-    leaves, treedef = jax.tree.flatten(params)
-    mu: list[Any] = []
-    for x, axes in zip(leaves, axes_of(params)):
-      no_matrix = axes is None
-      mu.append(
-        optax.MaskedNode() if no_matrix else jnp.zeros_like(x, dtype=mu_dtype)
-      )
-    return OwnMuonState(jnp.zeros((), jnp.int32), treedef.unflatten(mu))
+    mu = jax.tree.map(zeros, params, dimension_numbers(params))
+    return OwnMuonState(jnp.zeros((), jnp.int32), mu)
 
   def update_fn(
     updates: chex.ArrayTree, state: OwnMuonState, params: Any = None
   ) -> tuple[chex.ArrayTree, OwnMuonState]:
     leaves, treedef = jax.tree.flatten(updates)
     mu = treedef.flatten_up_to(state.mu)
-    axes = dict(enumerate(axes_of(updates)))
-    numbers = [i for i in axes if axes[i] is not None]
-    others = [x for i, x in enumerate(leaves) if axes[i] is None]
-    update = functools.partial(
-      _update_matrices, [axes[i] for i in numbers], workers
-    )
-    own = [leaves[i] for i in numbers], [mu[i] for i in numbers], state.steps
+    axes = treedef.flatten_up_to(dimension_numbers(updates))
+    numbers, sides, gradients, momenta, others = [], [], [], [], []
+    for i, of_leaf in enumerate(axes):
+      if of_leaf is None:
+        others.append(leaves[i])
+        continue
+      numbers.append(i)
+      sides.append(of_leaf)
+      gradients.append(leaves[i])
+      momenta.append(mu[i])
+    own = gradients, momenta, state.steps
+    update = functools.partial(_update_matrices, sides, workers)
     if explicit := jax.sharding.get_abstract_mesh().explicit_axes:
       # XLA shards what is between: optax passes no `out_sharding`, which every
       # reshape and product of sharded arrays would need.
       specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, own)
       update = jax.sharding.auto_axes(update, axes=explicit, out_sharding=specs)
-    # An array that is closed over would keep its Explicit type.
-    found, momenta, steps = update(*own, stays_finite(others, (), ()), beta)
-    for i, x, m in zip(numbers, found, momenta):
+    # An array that is closed over would keep its Explicit type, and a number
+    # becomes an array: subtracted before, so that all maps have the same bits.
+    good = stays_finite(others, (), ())
+    new, momenta, steps = update(*own, good, beta, 1 - beta)
+    for i, x, m in zip(numbers, new, momenta):
       leaves[i], mu[i] = x, m
     return treedef.unflatten(leaves), OwnMuonState(steps, treedef.unflatten(mu))
 
@@ -217,6 +219,7 @@ def _update_matrices(
   steps: jax.Array,
   good: jax.Array,
   beta: chex.Numeric,
+  weight: chex.Numeric,
 ) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
   """Returns orthonormal matrices, their momenta, and the number of steps.
 
@@ -227,7 +230,7 @@ def _update_matrices(
   count = optax.safe_increment(steps)
   # Both corrected for a momentum that starts at zero.
   of_momentum = beta / (1 - beta ** (count + 1))
-  of_gradient = (1 - beta) / (1 - beta**count)
+  of_gradient = weight / (1 - beta**count)
   new, ahead, rows, orders = [], [], [], []
   stacks: dict[Any, list[int]] = {}
   sizes: dict[Any, int] = collections.defaultdict(int)
@@ -235,7 +238,7 @@ def _update_matrices(
     short, long = sorted(d, key=lambda side: _size(g, side))
     batch = [a for a in range(g.ndim) if a not in short + long]
     orders.append((*batch, *short, *long))
-    new.append(beta * m.astype(g.dtype) + (1 - beta) * g)
+    new.append(beta * m.astype(g.dtype) + weight * g)
     x = of_momentum * new[i] + of_gradient * g
     shape = -1, _size(g, short), _size(g, long)
     ahead.append(x.transpose(orders[i]).reshape(shape))
@@ -277,7 +280,7 @@ def _orthonormal(x: jax.Array, size: jax.Array) -> jax.Array:
   the Gramian (`'aol'` of optax). Large arrays are only multiplied.
   """
   a, b, c = _COEFFICIENTS
-  one = jnp.eye(x.shape[1], dtype=x.dtype)
+  one = jnp.eye(x.shape[1], dtype=x.dtype)[None]
   for iteration in range(_ITERATIONS):
     gram = x @ x.mT
     scale = jnp.ones_like(x, shape=())

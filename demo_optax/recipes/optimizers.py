@@ -182,7 +182,7 @@ def demo_muon(
     expert without tokens), it sends only its residual.
     Without any gradient a matrix moves for some 80 more steps.
     A worker is excluded, and keeps both momenta, if its gradient is not finite
-    or so large (some 1e11) that Newton-Schulz overflows. Undo loss scaling
+    or so large (some 1e13) that its squares overflow. Undo loss scaling
     before. If every worker is excluded, or a hyperparameter is not finite,
     parameters do not change, nor do leaves with `compressors.FROZEN`. With
     `optax.inject_hyperparams`, name `mu_dtype` and functions that are not
