@@ -236,11 +236,11 @@ def sent_bytes(
     workers: their number.
   """
   ring = 2 * (workers - 1) / workers
-  if method == 'common-mask':
+  if method == 'common_mask':
     k = _of_each_part(topk, matrix.size, workers)
     bits = math.ceil(math.log2(matrix.size / workers))
     return k * workers * ring * 2 + (workers - 1) * k * bits / 8
-  if method == 'common-rows':
+  if method == 'common_rows':
     rows = _common_rows_of(topk, matrix)
     return ring * (2 * rows * matrix.shape[1] + 4 * 4 * matrix.shape[0])
   return ring * 4 * topk * sum(matrix.shape)

@@ -57,6 +57,9 @@ if __name__ == '__main__':
     print(json.dumps(measure()))
   else:
     runs = {tree: [] for tree in sys.argv[1:] or ['.']}
+    for tree in runs:
+      if not os.path.isdir(f'{tree}/demo_optax'):
+        sys.exit(f'{tree} must be a clone of this repository.')
     for tree in list(runs) * ROUNDS:
       environment = {**os.environ, 'PYTHONPATH': os.path.abspath(tree)}
       command = [sys.executable, __file__, '--once']

@@ -63,11 +63,13 @@ DEFAULTS: dict[str, Any] = {
   'average': 'senders',  # or 'workers'
   'update_values': None,  # of the chunks' owners; None: an all-gather
   'rows': 24,  # of rows of 192 of the others; or 'adamw'
+  'delayed': None,  # which leaves are a step late: 'matrices', or 'all'
+  'ahead': True,  # whether late matrices move by 2 u_t - u_(t-1)
   # recipe: after it
   'after': 'rms',  # or 'sign', 'orthonormalise'
   # others
   'rank': 1,  # of powersgd, dion
-  'inner': 'adamw',  # of diloco, demo-diloco, sparse-loco; or 'muon'
+  'inner': 'adamw',  # of diloco, demo_diloco, sparse_loco; or 'muon'
   'period': 10,
   'outer_lr': 0.7,
   'outer_momentum': 0.9,
@@ -116,14 +118,14 @@ ROWS = {  # of the table of results
     'outer_lr': 0.25,
   },
   'SparseLoCo': {
-    'method': 'sparse-loco',
+    'method': 'sparse_loco',
     'topk': 128,
     'decay': 0.95,
     'outer_lr': 2.0,
   },
   'demo_diloco, Muon inside': {
     **MUON,
-    'method': 'demo-diloco',
+    'method': 'demo_diloco',
     'inner': 'muon',
     'outer_lr': 0.5,
     'topk': 128,

@@ -1,5 +1,6 @@
 """The optimizers that `muon.py` and `links.py` compare, from settings."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -36,11 +37,11 @@ def make(s: Settings, workers: demo_optax.Workers) -> Method:
     'demo_muon': demo_muon,
     'demo': demo,
     **dict.fromkeys(
-      ('powersgd', 'dion', 'common-mask', 'common-rows'), other_exchange
+      ('powersgd', 'dion', 'common_mask', 'common_rows'), other_exchange
     ),
     'diloco': local,
-    'demo-diloco': local,
-    'sparse-loco': local,
+    'demo_diloco': local,
+    'sparse_loco': local,
   }
   return families.get(s['method'], averaged)(s, workers)
 
@@ -133,9 +134,15 @@ def planned(
   """Returns what counts the bytes of an exchange."""
 
   def bytes_of(params: Any) -> tuple[float, float, float]:
-    plan = demo_optax.plan(params, compressor, workers, **owners(s))
-    sent, received = plan.sent_bytes / period, plan.received_bytes / period
-    return sent, received, plan.dense_bytes()
+    parts = [params]
+    if s['delayed'] == 'matrices':  # which have a message of their own
+      parts = [part_of(params, label) for label in ('matrix', 'other')]
+    plans = [
+      demo_optax.plan(part, compressor, workers, **owners(s)) for part in parts
+    ]
+    sent = sum(plan.sent_bytes for plan in plans) / period
+    received = sum(plan.received_bytes for plan in plans) / period
+    return sent, received, sum(plan.dense_bytes() for plan in plans)
 
   return bytes_of
 
@@ -148,6 +155,15 @@ def matrix_or_other(params: Any) -> Any:
   )
   return jax.tree.structure(params).unflatten(
     ['other' if x is None else 'matrix' for x in dimensions]
+  )
+
+
+def part_of(params: Any, label: str) -> Any:
+  """Returns the parameters with a label of `matrix_or_other`."""
+  return jax.tree.map(
+    lambda x, own: x if own == label else optax.MaskedNode(),
+    params,
+    matrix_or_other(params),
   )
 
 
@@ -252,6 +268,7 @@ def demo_muon(s: Settings, workers: demo_optax.Workers) -> Method:
     mu_dtype=s['mu_dtype'],
     consistent_rms=consistent_rms,
     other_learning_rate=schedule(s, s['other_lr']),
+    delayed=s['delayed'] is not None,
     **owners(s),
   )
   return Method(
@@ -261,7 +278,8 @@ def demo_muon(s: Settings, workers: demo_optax.Workers) -> Method:
 
 def recipe(s: Settings, workers: demo_optax.Workers) -> Method:
   """`demo_muon` in its parts, each of which may be another one."""
-  if s['mu_dtype'] == 'bfloat16' and not s['stochastic']:
+  is_delayed = s['delayed'] == 'matrices' and s['ahead']
+  if is_delayed or (s['mu_dtype'] == 'bfloat16' and not s['stochastic']):
     return demo_muon(s, workers)
   before = {
     'orthonormalise': lambda: stored(
@@ -279,17 +297,25 @@ def recipe(s: Settings, workers: demo_optax.Workers) -> Method:
     ),
   }[s['after']]()
   compressor, other = other_leaves(s, matrix_compressor(s))
+  exchange = functools.partial(
+    demo_optax.scale_by_demo,
+    compressor,
+    s['decay'],
+    workers=workers,
+    alpha=s['alpha'],
+    average=s['average'],
+    gradient_weight=1 - s['decay'],
+    **owners(s),
+  )
+  exchanges = exchange(delayed=s['delayed'] == 'all')
+  if s['delayed'] == 'matrices':
+    parts = {'matrix': exchange(delayed=True), 'other': exchange()}
+    exchanges = optax.partition(parts, matrix_or_other)
+  elif s['delayed'] and s['ahead']:
+    after = optax.chain(after, optax.scale_by_optimistic_gradient())
   tx = optax.chain(
     clipped(workers, of_matrices(before)),
-    demo_optax.scale_by_demo(
-      compressor,
-      s['decay'],
-      workers=workers,
-      alpha=s['alpha'],
-      average=s['average'],
-      gradient_weight=1 - s['decay'],
-      **owners(s),
-    ),
+    exchanges,
     by_kind(s, after, other),
   )
   return Method(tx, planned(compressor, s, workers))
@@ -356,8 +382,8 @@ def other_exchange(s: Settings, workers: demo_optax.Workers) -> Method:
     own = baselines.dion(size, workers)
   else:
     common = {
-      'common-mask': baselines.common_mask,
-      'common-rows': baselines.common_rows,
+      'common_mask': baselines.common_mask,
+      'common_rows': baselines.common_rows,
     }[s['method']]
     size = s['topk']
     before = of_matrices(
@@ -413,7 +439,7 @@ def local(s: Settings, workers: demo_optax.Workers) -> Method:
     tx = demo_optax.local.diloco(
       inner, outer_momentum=s['outer_momentum'], **every
     )
-  elif s['method'] == 'demo-diloco':
+  elif s['method'] == 'demo_diloco':
     compressor = demo_optax.dct_topk(64, s['topk'], values=s['values'])
     tx = demo_optax.local.demo_diloco(
       inner, compressor=compressor, decay=s['decay'], **every

@@ -114,7 +114,7 @@ class Merging:
         merged = [found[i] for i in range(len(merged))]
       updates = {}
       for i, x in enumerate(merged):
-        updates |= config.layout.cut(i, x, config.layout.starts())
+        updates |= config.layout.cut(i, x)
       return updates, report
 
     self.compiled = jax.jit(merge).lower(*self.inputs).compile()

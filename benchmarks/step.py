@@ -348,7 +348,10 @@ def parse() -> argparse.Namespace:
   parser.add_argument('--reference', type=pathlib.Path)
   parser.add_argument('--out', type=pathlib.Path)
   parser.add_argument('--peak', nargs=2, help=argparse.SUPPRESS)
-  return parser.parse_args()
+  args = parser.parse_args()
+  if args.reference and not args.reference.is_file():
+    parser.error(f'--reference must be a file, got {args.reference}.')
+  return args
 
 
 def names(args: argparse.Namespace) -> list[str]:

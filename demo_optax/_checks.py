@@ -21,7 +21,12 @@ def short(value: object) -> str:
   return text[: _MOST_CHARACTERS - 4] + ' ...'
 
 
-def check_type(name: str, value: object, expected: type, example: str) -> None:
+def check_type(
+  name: str,
+  value: object,
+  expected: type,
+  example: str,
+) -> None:
   """Raises a `TypeError` unless `value` is an `expected`."""
   if not isinstance(value, expected):
     raise TypeError(
@@ -30,7 +35,11 @@ def check_type(name: str, value: object, expected: type, example: str) -> None:
     )
 
 
-def check_positive(name: str, value: int, least: int = 1) -> None:
+def check_positive(
+  name: str,
+  value: int,
+  least: int = 1,
+) -> None:
   """Raises unless an argument is an integer of at least `least`."""
   if isinstance(value, bool) or not isinstance(value, int):
     raise TypeError(
@@ -42,7 +51,11 @@ def check_positive(name: str, value: int, least: int = 1) -> None:
     )
 
 
-def check_choice(name: str, value: str, known: Sequence[str]) -> None:
+def check_choice(
+  name: str,
+  value: str,
+  known: Sequence[str],
+) -> None:
   """Raises unless an argument is one of the names that are known."""
   if value not in known:
     names = ', '.join(map(repr, known))
@@ -60,7 +73,11 @@ def check_is_scalar(name: str, value: object) -> None:
     )
 
 
-def check_range(name: str, value: chex.Numeric, interval: str) -> None:
+def check_range(
+  name: str,
+  value: chex.Numeric,
+  interval: str,
+) -> None:
   """Raises unless a number, if known, is in an interval such as `'[0, 1)'`."""
   dtype = getattr(value, 'dtype', None)
   if dtype in (jnp.bfloat16, jnp.float16):

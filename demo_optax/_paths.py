@@ -1,6 +1,6 @@
 """Paths of leaves: their keys, their names, and the roles that they encode."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -11,16 +11,23 @@ Keys = tuple[Any, ...]
 
 def path_keys(path: Path) -> Keys:
   """Returns a path's plain keys, without the `value` of Flax variables."""
-  names = 'name', 'key', 'idx'
-  keys = tuple(
-    next((getattr(x, n) for n in names if hasattr(x, n)), str(x)) for x in path
-  )
-  is_variable = keys[-1:] == ('value',) and hasattr(path[-1], 'name')
-  return keys[:-1] if is_variable else keys
+  keys = tuple(map(_plain_key, path))
+  if keys[-1:] == ('value',) and hasattr(path[-1], 'name'):
+    return keys[:-1]
+  return keys
+
+
+def _plain_key(entry: object) -> Hashable:
+  """Returns the attribute, key or index of an entry of a path."""
+  for field in ('name', 'key', 'idx'):
+    if hasattr(entry, field):
+      return getattr(entry, field)
+  return str(entry)
 
 
 def leaves_of(
-  tree: Any, is_leaf: Callable[[Any], bool] | None = None
+  tree: object,
+  is_leaf: Callable[[object], bool] | None = None,
 ) -> list[tuple[Keys, Any]]:
   """Returns the leaves of a tree, with the plain keys of their paths."""
   flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)

@@ -22,7 +22,9 @@ class PerWorkerState(NamedTuple):
 
 
 def per_worker(
-  tx: optax.GradientTransformation, *, workers: Workers
+  tx: optax.GradientTransformation,
+  *,
+  workers: Workers,
 ) -> optax.GradientTransformationExtraArgs:
   """Applies a transformation to each worker's gradient, before the exchange.
 
@@ -74,8 +76,10 @@ def of_each(
     return PerWorkerState(stack_own(state, workers))
 
   def update_one(
-    gradients: Any, state: Any, shared: tuple[Any, Any]
-  ) -> tuple[Any, Any]:
+    gradients: chex.ArrayTree,
+    state: chex.ArrayTree,
+    shared: tuple[chex.ArrayTree, dict[str, Any]],
+  ) -> tuple[chex.ArrayTree, chex.ArrayTree]:
     """Updates one worker's gradients."""
     params, extra_args = shared
     return _tree.update_without_variables(
@@ -93,24 +97,22 @@ def of_each(
     if in_step:
       updates = inside.check_own_gradients(updates)
     else:
-      for (path, g), p in zip(*_tree.flatten_alike(updates, params)):
-        checks.check_gradient(leaf_name(path), g, p, workers)
+      pairs = zip(*_tree.flatten_alike(updates, params))
+      for (path, gradient), param in pairs:
+        checks.check_gradient(leaf_name(path), gradient, param, workers)
     made = jax.eval_shape(tx.init, _tree.mask_others(like))
-    _tree.check_state(own, made, 0 if in_step else 1, workers)
-    args = (
-      _tree.mask_others(updates),
-      own,
-      (_tree.mask_others(params), extra_args),
-    )
+    _tree.check_state(own, made, int(not in_step), workers)
+    given = _tree.mask_others(updates)
+    shared = _tree.mask_others(params), extra_args
     if in_step:
-      new, own = update_one(*args)
+      new, own = update_one(given, own, shared)
     else:
-      new, own = lift.run_alone(workers, update_one, *args)
-    return jax.tree.map(
-      lambda old, x: old if isinstance(x, optax.MaskedNode) else x,
-      updates,
-      new,
-    ), PerWorkerState(own)
+      new, own = lift.run_alone(workers, update_one, given, own, shared)
+
+    def unmask(old: jax.Array, x: jax.Array | optax.MaskedNode) -> jax.Array:
+      return old if isinstance(x, optax.MaskedNode) else x
+
+    return jax.tree.map(unmask, updates, new), PerWorkerState(own)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -119,7 +121,7 @@ def stack_own(tree: chex.ArrayTree, workers: Workers) -> chex.ArrayTree:
   """Copies a tree for every worker, with different random keys."""
   fold = jax.vmap(prng.fold, spmd_axis_name=workers.spmd_axis_name)
 
-  def stack(x: Any) -> jax.Array:
+  def stack(x: chex.Numeric) -> jax.Array:
     x = jnp.asarray(x)
     stacked = lift.stack(workers, x)
     if prng.is_key_array(x):
@@ -131,7 +133,9 @@ def stack_own(tree: chex.ArrayTree, workers: Workers) -> chex.ArrayTree:
 
 
 def stays_finite(
-  updates: chex.ArrayTree, new: chex.ArrayTree, old: chex.ArrayTree
+  updates: chex.ArrayTree,
+  new: chex.ArrayTree,
+  old: chex.ArrayTree,
 ) -> jax.Array:
   """Returns whether updates and a new state are finite, bool `[]`.
 
@@ -139,19 +143,19 @@ def stays_finite(
   """
 
   def inexact(tree: chex.ArrayTree) -> list[jax.Array]:
-    leaves = map(jnp.asarray, jax.tree.leaves(tree))
-    return [x for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
+    leaves = jax.tree.leaves(tree)
+    return [jnp.asarray(x) for x in leaves if _tree.is_inexact(x)]
 
-  finite = [jnp.isfinite(x) for x in inexact(updates)]
-  finite += [
-    jnp.isfinite(x) | ~jnp.isfinite(before)
-    for x, before in zip(inexact(new), inexact(old))
-  ]
+  finite = [*map(jnp.isfinite, inexact(updates))]
+  for x, before in zip(inexact(new), inexact(old)):
+    finite.append(jnp.isfinite(x) | ~jnp.isfinite(before))
   # A kernel for the rows of an array, one for all rows of one type: an array
   # by itself takes two. Sharding is part of a type on Explicit axes.
   rows = collections.defaultdict(list)
   for x in finite:
     row = x.all(tuple(range(1, x.ndim)))
     rows[jax.typeof(row)].append(row)
-  found = [functools.reduce(jnp.logical_and, x).all() for x in rows.values()]
-  return functools.reduce(jnp.logical_and, found, jnp.bool(True))
+  result = jnp.bool(True)
+  for alike in rows.values():
+    result &= functools.reduce(jnp.logical_and, alike).all()
+  return result

@@ -6,8 +6,9 @@ are tree nodes with sharding annotations. This module does not import Flax.
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +16,13 @@ import optax
 
 from demo_optax._paths import Path, dotted, leaf_name, leaves_of
 
+Tree = TypeVar('Tree')
 
-def is_function(x: Any) -> bool:
+# A leaf, which may be an array, a shape or a number.
+Leaf = jax.Array | np.ndarray | jax.ShapeDtypeStruct | float
+
+
+def is_function(x: object) -> bool:
   """Returns whether `x` is a function to call.
 
   Callable pytrees, such as Equinox modules, are not.
@@ -26,7 +32,7 @@ def is_function(x: Any) -> bool:
   return callable(x) and jax.tree_util.treedef_is_leaf(jax.tree.structure(x))
 
 
-def momentum_dtype(path: Path, x: Any) -> Any:
+def momentum_dtype(path: Path, x: Leaf) -> np.dtype:
   """Returns float32, or float64 for float64; refuses complex leaves."""
   dtype = jnp.result_type(x)
   if jnp.issubdtype(dtype, jnp.complexfloating):
@@ -38,59 +44,72 @@ def momentum_dtype(path: Path, x: Any) -> Any:
   return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 
-def is_exchanged(x: Any) -> bool:
+def is_inexact(x: Leaf) -> bool:
+  """Returns whether a leaf has real or complex numbers, which have a mean."""
+  return bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))
+
+
+def is_exchanged(x: Leaf) -> bool:
   """Returns whether a leaf is exchanged: not empty, and not of integers."""
   if not hasattr(x, 'dtype') and not isinstance(x, int | float | complex):
     raise ValueError(
       f'params must hold arrays, got {x!r:.200}. Of an Equinox model give'
       ' eqx.filter(model, eqx.is_inexact_array).'
     )
-  inexact = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-  return bool(inexact) and 0 not in np.shape(x)
+  return is_inexact(x) and 0 not in np.shape(x)
 
 
-def mask_others(tree: Any) -> Any:
+def mask_others(tree: chex.ArrayTree) -> Any:
   """Returns `tree` with `optax.MaskedNode()` for leaves not exchanged."""
-  return jax.tree.map(
-    lambda x: x if is_exchanged(x) else optax.MaskedNode(), tree
-  )
+
+  def mask(x: Leaf) -> Leaf | optax.MaskedNode:
+    return x if is_exchanged(x) else optax.MaskedNode()
+
+  return jax.tree.map(mask, tree)
 
 
-def map_wide(fun: Callable[[Any, Any], Any], tree: Any) -> Any:
+def map_wide(fun: Callable[..., jax.Array], tree: chex.ArrayTree) -> Any:
   """Applies `fun(leaf, dtype of momentum)` to the leaves of `mask_others`."""
   return jax.tree_util.tree_map_with_path(
     lambda path, x: fun(x, momentum_dtype(path, x)), mask_others(tree)
   )
 
 
-def zero_update(gradient: Any, param: Any, lead: int) -> Any:
+def zero_update(
+  gradient: jax.Array,
+  param: jax.Array | None,
+  lead: int,
+) -> jax.Array:
   """Returns the update of a leaf that is not exchanged.
 
   `lead` axes of the gradient are the workers'. Gradients of integers may be
   NumPy's `float0`.
   """
-  is_typed = param is None or gradient.dtype != jax.dtypes.float0
-  dtype = gradient.dtype if is_typed else param.dtype
+  dtype = gradient.dtype
+  if dtype == jax.dtypes.float0 and param is not None:
+    dtype = param.dtype
   return jnp.zeros(np.shape(gradient)[lead:], dtype)
 
 
-def params_of(gradients: Any, params: Any) -> Any:
+def params_of(gradients: chex.ArrayTree, params: chex.ArrayTree) -> Any:
   """Returns the parameters that have gradients, and None for the others.
 
   Equinox gives None as the gradient of a function or an integer in a model.
   """
   # Annotations of variables may differ.
   types = _wrappers()
+
+  def is_leaf(x: object) -> bool:
+    return x is None or isinstance(x, types)
+
+  def param_of(gradient: object, param: object) -> object:
+    return None if gradient is None else param
+
   try:
-    return jax.tree.map(
-      lambda g, p: None if g is None else p,
-      gradients,
-      params,
-      is_leaf=lambda x: x is None or isinstance(x, types),
-    )
+    return jax.tree.map(param_of, gradients, params, is_leaf=is_leaf)
   except ValueError as error:
-    own, others = ({*dict(leaves_of(tree))} for tree in (params, gradients))
-    names = sorted(map(dotted, own ^ others))[:3] or ['containers']
+    in_one = {*dict(leaves_of(params))} ^ {*dict(leaves_of(gradients))}
+    names = sorted(map(dotted, in_one))[:3] or ['containers']
     raise ValueError(
       'params must have the leaves of the gradients, got a key mismatch at'
       f' {", ".join(names)}. Give update the parameters that were'
@@ -100,7 +119,8 @@ def params_of(gradients: Any, params: Any) -> Any:
 
 
 def flatten_alike(
-  gradients: Any, params: Any
+  gradients: chex.ArrayTree,
+  params: chex.ArrayTree | None,
 ) -> tuple[list[tuple[Path, Any]], list[Any]]:
   """Returns gradients with their paths, and their parameters or None."""
   flat = jax.tree_util.tree_flatten_with_path(gradients)[0]
@@ -113,27 +133,32 @@ def flatten_alike(
 
 def _wrappers() -> tuple[Any, Any]:
   """Returns the types of Flax's variables and boxes, () if not imported."""
-  nnx, linen = map(sys.modules.get, ('flax.nnx', 'flax.linen'))
-  return nnx.Variable if nnx else (), linen.Partitioned if linen else ()
+  nnx, linen = sys.modules.get('flax.nnx'), sys.modules.get('flax.linen')
+  return getattr(nnx, 'Variable', ()), getattr(linen, 'Partitioned', ())
 
 
-def without_variables(tree: Any) -> Any:
+def without_variables(tree: chex.ArrayTree) -> Any:
   """Returns `tree` with values instead of Flax variables and boxes."""
   variables, boxes = _wrappers()
+
+  def is_wrapper(x: object) -> bool:
+    return isinstance(x, (variables, boxes))
 
   def value(x: Any) -> Any:
     if isinstance(x, boxes):
       return x.value
-    return x.get_value() if isinstance(x, variables) else x
+    return x.get_value() if is_wrapper(x) else x
 
-  return jax.tree.map(
-    value, tree, is_leaf=lambda x: isinstance(x, (variables, boxes))
-  )
+  return jax.tree.map(value, tree, is_leaf=is_wrapper)
 
 
 def update_without_variables(
-  update: Any, updates: Any, state: Any, params: Any = None, **extra_args: Any
-) -> tuple[Any, Any]:
+  update: Callable[..., tuple[Any, Any]],
+  updates: Tree,
+  state: chex.ArrayTree,
+  params: chex.ArrayTree | None = None,
+  **extra_args: object,
+) -> tuple[Tree, Any]:
   """Returns `update(updates, state, params, ...)`, computed without Flax.
 
   Boxes of parameters differ from those of stacked arrays, so trees would not
@@ -150,37 +175,42 @@ def update_without_variables(
 # States -----------------------------------------------------------------------
 
 
-def check_state(state: Any, made: Any, lead: int, workers: Any) -> None:
+def check_state(
+  state: chex.ArrayTree,
+  made: chex.ArrayTree,
+  lead: int,
+  workers: object,
+) -> None:
   """Raises unless a state has the leaves of one made now, in their shapes.
 
   `lead` axes of its leaves are the workers'.
   """
   old, new = _shapes(state, lead), _shapes(made, 0)
-  refuse_state(
-    [
-      (name, old.get(name, 'nothing'), new.get(name, 'nothing'))
-      for name in {**new, **old}
-      if old.get(name) != new.get(name)
-    ],
-    workers,
-  )
+  differences = []
+  for name in {**new, **old}:
+    pair = old.get(name, 'nothing'), new.get(name, 'nothing')
+    if pair[0] != pair[1]:
+      differences.append((name, *pair))
+  refuse_state(differences, workers)
 
 
-def _shapes(state: Any, lead: int) -> dict[str, str]:
+def _shapes(state: chex.ArrayTree, lead: int) -> dict[str, str]:
   """Describes the leaves of a state by name."""
 
-  def is_masked(x: Any) -> bool:
+  def is_masked(x: object) -> bool:
     return isinstance(x, optax.MaskedNode)
 
   found = {}
   for keys, x in leaves_of(without_variables(state), is_masked):
-    shape = 'no array' if is_masked(x) else str(list(np.shape(x)[lead:]))
-    found[dotted(keys)] = shape
+    found[dotted(keys)] = 'no array'
+    if not is_masked(x):
+      found[dotted(keys)] = str(list(np.shape(x)[lead:]))
   return found
 
 
 def refuse_state(
-  differences: Sequence[tuple[str, str, str]], workers: Any
+  differences: Sequence[tuple[str, str, str]],
+  workers: object,
 ) -> None:
   """Raises if a state differs from what update is given: name, old, new."""
   if not differences:

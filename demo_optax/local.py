@@ -132,8 +132,11 @@ def local_updates(
     )
 
   def update(
-    updates: Any, state: LocalUpdatesState, params: Any, **extra_args: Any
-  ) -> tuple[Any, LocalUpdatesState]:
+    updates: chex.ArrayTree,
+    state: LocalUpdatesState,
+    params: chex.ArrayTree | None,
+    **extra_args: Any,
+  ) -> tuple[chex.ArrayTree, LocalUpdatesState]:
     inside.check_in_step('The update of local_updates')
     params, _ = checks.params_and_like(updates, params, workers)
     _check_shapes(updates, params)
@@ -143,52 +146,37 @@ def local_updates(
     _tree.check_state(own, made, 0, workers)
     own = _inner_step(inner, _tree.mask_others(updates), own, extra_args)
     steps = state.steps_since_sync + 1
-    period = sync_period(state.count) if callable(sync_period) else sync_period
+    period = sync_period
+    if callable(period):
+      period = period(state.count)
     due = jnp.logical_not(steps < period)  # also for a period of NaN
 
     def exchange() -> tuple[OwnState, chex.ArrayTree, chex.ArrayTree]:
       start = own.start if drift else state.global_params
-      # How far the worker moved from the start, in the parameters' dtype.
-      moved = jax.tree.map(
-        lambda s, x: s.astype(x.dtype).astype(s.dtype) - x.astype(s.dtype),
-        start,
-        own.params,
-      )
+      moved = jax.tree.map(_moved, start, own.params)
       change, outer_state = outer.update(
         moved, state.outer, state.global_params, **extra_args
       )
-      start = jax.tree.map(
-        lambda s, u: (s.astype(u.dtype) + u).astype(s.dtype), start, change
-      )
+      start = jax.tree.map(_add, start, change)
+      if drift:
+        shared = inside.over_workers(start)
+      else:
+        shared = inside.equal(
+          start,
+          'The outer optimizer makes another update of {} for every worker: is'
+          ' there an exchange in it, such as scale_by_demo? One that'
+          ' is meant to do so needs local_updates(..., drift=True).',
+        )
       new = own._replace(
         params=optax.tree.cast_like(start, own.params),
         start=start if drift else (),
-      )
-      shared = (
-        inside.over_workers(start)
-        if drift
-        else inside.equal(
-          start,
-          (
-            'The outer optimizer makes another update of {} for every worker:'
-            ' is there an exchange in it, such as scale_by_demo? One'
-            ' that is meant to do so needs local_updates(..., drift=True).'
-          ),
-        )
       )
       return new, shared, optax.tree.cast_like(outer_state, state.outer)
 
     own, global_params, outer_state = jax.lax.cond(
       due, exchange, lambda: (own, state.global_params, state.outer)
     )
-    change = jax.tree.map(
-      lambda x, new: (
-        jnp.zeros_like(x) if isinstance(new, optax.MaskedNode) else new - x
-      ),
-      params,
-      own.params,
-    )
-    return change, LocalUpdatesState(
+    return jax.tree.map(_change, params, own.params), LocalUpdatesState(
       count=optax.safe_increment(state.count),
       steps_since_sync=jnp.where(due, 0, steps).astype(jnp.int32),
       global_params=global_params,
@@ -199,6 +187,19 @@ def local_updates(
   return optax.GradientTransformationExtraArgs(
     init_fn, functools.partial(_tree.update_without_variables, update)
   )
+
+
+def _moved(start: jax.Array, x: jax.Array) -> jax.Array:
+  """Returns how far a worker moved from the start, in the parameter's dtype."""
+  return start.astype(x.dtype).astype(start.dtype) - x.astype(start.dtype)
+
+
+def _add(start: jax.Array, update: jax.Array) -> jax.Array:
+  return (start.astype(update.dtype) + update).astype(start.dtype)
+
+
+def _change(x: jax.Array, new: jax.Array | optax.MaskedNode) -> jax.Array:
+  return jnp.zeros_like(x) if isinstance(new, optax.MaskedNode) else new - x
 
 
 def _inner_step(
@@ -221,7 +222,10 @@ def _inner_step(
   return OwnState(params, inner_state, skipped, own.start)
 
 
-def _check_shapes(gradients: Any, params: Any) -> None:
+def _check_shapes(
+  gradients: chex.ArrayTree,
+  params: chex.ArrayTree | None,
+) -> None:
   if params is None:
     raise ValueError(
       'params must be given, got None. Call tx.update(grads, state, params).'
@@ -329,7 +333,11 @@ def demo_diloco(
     shared = _own_nesterov(shared, decay, workers)
   outer = optax.chain(shared, optax.scale_by_learning_rate(outer_learning_rate))
   return local_updates(
-    inner or _ADAMW, outer, sync_period, workers=workers, drift=drift
+    inner or _ADAMW,
+    outer,
+    sync_period,
+    workers=workers,
+    drift=drift,
   )
 
 
@@ -379,65 +387,74 @@ def _own_nesterov(
   """Makes each worker's Nesterov step from the update that all share."""
 
   def update_fn(
-    updates: Any, state: DeMoState, params: Any = None, **extra_args: Any
-  ) -> tuple[Any, DeMoState]:
+    updates: chex.ArrayTree,
+    state: DeMoState,
+    params: chex.ArrayTree | None = None,
+    **extra_args: Any,
+  ) -> tuple[chex.ArrayTree, DeMoState]:
     shared, state = exchange.update(updates, state, params, **extra_args)
-    momentum, state = inside.call_stacked(
-      _put_back, workers, updates, state, None, shared, own_updates=True
-    )
+    given = inside.check_arguments(workers, updates, state, None, shared)
+    put_back = inside.for_workers(_put_back, workers, own_updates=True)
+    momentum, state = put_back(*given)
     finite = stays_finite(updates, (), ())
-    return jax.tree.map(
-      lambda g, m: jnp.where(finite, g, jnp.zeros_like(g)) + decay * m,
-      updates,
-      momentum,
-    ), state
+
+    def nesterov(gradient: jax.Array, momentum: jax.Array) -> jax.Array:
+      gradient = jnp.where(finite, gradient, jnp.zeros_like(gradient))
+      return gradient + decay * momentum
+
+    return jax.tree.map(nesterov, updates, momentum), state
 
   return optax.GradientTransformationExtraArgs(exchange.init, update_fn)
 
 
 def _put_back(
-  updates: Any, state: DeMoState, params: Any, shared: Any, workers: Workers
-) -> tuple[Any, DeMoState]:
+  updates: chex.ArrayTree,
+  state: DeMoState,
+  params: None,
+  shared: chex.ArrayTree,
+  workers: Workers,
+) -> tuple[chex.ArrayTree, DeMoState]:
   """Adds the shared update to momentum; returns momentum and the new state."""
   layout, group = state.layout.layout, workers.group
-  starts = layout.starts()
   flat, treedef = jax.tree.flatten(shared)
 
   def one_worker(
-    own: dict[str, jax.Array], shared: dict[int, jax.Array]
+    own: dict[str, jax.Array],
+    shared: dict[int, jax.Array],
   ) -> tuple[dict[int, jax.Array], dict[str, jax.Array]]:
-    found: dict[int, jax.Array] = {}
+    leaves: dict[int, jax.Array] = {}
     new: dict[str, jax.Array] = {}
     for number, bucket in enumerate(layout.buckets):
-      axes, transformed = bucket.split_axes, bucket.content == 'chunks'
-      q = layout.fill(number, shared, group.device_index(axes), starts)
-      if transformed:
-        q = chunking.transform(q, bucket.sides, bucket.basis)
-      x = own[bucket.name].reshape(bucket.shape) + q
-      new[bucket.name] = x.reshape(own[bucket.name].shape)
-      if axes:
-        x = group.join_devices(x[: bucket.num_chunks], axes)
-      if transformed:
-        x = chunking.inverse(x, bucket.sides, bucket.basis)
-      found |= layout.cut(number, x, starts)
-    return found, new
+      axes, is_transformed = bucket.split_axes, bucket.content == 'chunks'
+      update = layout.fill(number, shared, group.device_index(axes))
+      if is_transformed:
+        update = chunking.transform(update, bucket.sides, bucket.basis)
+      old = own[bucket.name]
+      momentum = old.reshape(bucket.shape) + update
+      new[bucket.name] = momentum.reshape(old.shape)
+      if axes:  # chunks that devices have shared: from [rows, n] to all of them
+        momentum = group.join_devices(momentum[: bucket.num_chunks], axes)
+      if is_transformed:
+        momentum = chunking.inverse(momentum, bucket.sides, bucket.basis)
+      leaves |= layout.cut(number, momentum)
+    return leaves, new
 
   momentum = state.worker_stacked.momentum
-  lead = workers.stacked_state
+  is_stacked = workers.stacked_state
   buckets = dict.fromkeys(momentum, workers.bucket_spec)
-  inner = {i: layout.leaves[i].sharding.spec for i in layout.compressed}
-  with platform.running_on(platform.of(workers.mesh)):
-    found, momentum = lift.run(
-      workers,
-      one_worker,
-      (momentum, {i: flat[i] for i in inner}),
-      (buckets, {i: Spec(False, spec) for i, spec in inner.items()}),
-      ({i: Spec(lead, spec) for i, spec in inner.items()}, buckets),
-    )
-  own = state.worker_stacked._replace(momentum=momentum)
-  return (
-    treedef.unflatten(
-      found.get(i, x[None] if lead else x) for i, x in enumerate(flat)
-    ),
-    state._replace(worker_stacked=own),
+  given, in_specs, out_specs = {}, {}, {}
+  for number in layout.compressed:
+    spec = layout.leaves[number].sharding.spec
+    given[number] = flat[number]
+    in_specs[number] = Spec(False, spec)
+    out_specs[number] = Spec(is_stacked, spec)
+  mapped = lift.map_over(
+    workers, one_worker, (buckets, in_specs), (out_specs, buckets)
   )
+  with platform.running_on(platform.of(workers.mesh)):
+    found, momentum = mapped(momentum, given)
+  for number, update in enumerate(flat):
+    # What is not compressed has no momentum; its update is the average.
+    flat[number] = found.get(number, update[None] if is_stacked else update)
+  own = state.worker_stacked._replace(momentum=momentum)
+  return treedef.unflatten(flat), state._replace(worker_stacked=own)

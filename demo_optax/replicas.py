@@ -7,8 +7,8 @@ gathered and compared.
 
 import collections
 import zlib
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import chex
 import jax
@@ -38,7 +38,8 @@ class Difference(NamedTuple):
 
 
 def check_replicas(
-  tree: chex.ArrayTree, workers: Workers | None = None
+  tree: chex.ArrayTree,
+  workers: Workers | None = None,
 ) -> list[Difference]:
   """Compares all copies of every array in `tree` that is held more than once.
 
@@ -54,28 +55,35 @@ def check_replicas(
   majority, or, of equally many, from the copy on the first device. With
   `workers` on a mesh, it names the workers.
   """
-  several = {keys: x for keys, x in leaves_of(tree) if len(_holders(x)) > 1}
   worker_of: dict[Any, int] = {}
   if workers is not None and workers.mesh is not None and not workers.relay:
     axis = workers.mesh.axis_names.index(workers.axis_name)
-    on_mesh = np.ndenumerate(workers.mesh.devices)
-    worker_of = {device: index[axis] for index, device in on_mesh}
+    for index, device in np.ndenumerate(workers.mesh.devices):
+      worker_of[device] = index[axis]
+  several = {}
+  for keys, x in leaves_of(tree):
+    if len(_holders(x)) > 1:
+      several[keys] = x
   found = []
   for keys, held in copies(several).items():
-    if other := differing(held):
-      devices = {c.device for c in other} - {None}
-      found.append(
-        Difference(
-          dotted(keys),
-          tuple(sorted(d.id for d in devices)),
-          tuple(sorted({worker_of[d] for d in devices if d in worker_of})),
-          tuple(sorted({c.process for c in other})),
-        )
-      )
+    devices, numbers, processes = set(), set(), set()
+    for copy in differing(held):
+      processes.add(copy.process)
+      if copy.device is not None:
+        devices.add(copy.device.id)
+      if copy.device in worker_of:
+        numbers.add(worker_of[copy.device])
+    if processes:
+      sets = map(sorted, (devices, numbers, processes))
+      found.append(Difference(dotted(keys), *map(tuple, sets)))
   return found
 
 
 # Copies -----------------------------------------------------------------------
+
+
+Array = jax.Array | np.ndarray
+Name = TypeVar('Name', bound=Hashable)
 
 
 class Copy(NamedTuple):
@@ -87,23 +95,26 @@ class Copy(NamedTuple):
   digest: bytes  # of uint32[2]
 
 
-def copies(values: Mapping[Any, Any]) -> dict[Any, list[Copy]]:
+def copies(values: Mapping[Name, Any]) -> dict[Name, list[Copy]]:
   """Returns the copies of all blocks of arrays, in all processes the same.
 
   Other values are compared by a checksum. Raises in all processes if their
   arrays have other names, shapes or dtypes, rather than leave some waiting in a
   gather.
   """
-  arrays = {
-    name: x if hasattr(x, 'dtype') else np.uint32(zlib.crc32(repr(x).encode()))
-    for name, x in values.items()
-  }
-  own = np.zeros((len(arrays), jax.local_device_count(), 2), np.uint32)
-  digests = [_digest_blocks(x) for x in arrays.values()]
-  for row, found in zip(own, digests):
-    row[: len(found)] = jax.device_get(found)
-  text = [f'{k} {x.shape} {x.dtype} {is_local(x)}' for k, x in arrays.items()]
-  tree = np.uint32(zlib.crc32('\n'.join(text).encode()))
+  arrays: dict[Name, Any] = {}
+  lines = []
+  for name, x in values.items():
+    if not hasattr(x, 'dtype'):
+      x = _checksum(repr(x))
+    arrays[name] = x
+    lines.append(f'{name} {x.shape} {x.dtype} {is_local(x)}')
+  shape = len(arrays), jax.local_device_count(), 2
+  own = np.zeros(shape, np.uint32)
+  digests = [*map(_digest_blocks, arrays.values())]  # all are started first
+  for row, digest in zip(own, digests):
+    row[: len(digest)] = jax.device_get(digest)
+  tree = _checksum('\n'.join(lines))
   trees = np.asarray(multihost_utils.process_allgather(tree))
   if (trees != trees[0]).any():
     raise ValueError(
@@ -111,40 +122,48 @@ def copies(values: Mapping[Any, Any]) -> dict[Any, list[Copy]]:
       f' 0 in {np.flatnonzero(trees != trees[0]).tolist()}. Make the same calls'
       ' in all, with the same names, shapes, dtypes and placement.'
     )
-  every = multihost_utils.process_allgather(own) if arrays else own
-  held: dict[Any, list[Copy]] = {}
+  every = own  # uint32[processes, arrays, devices, 2]
+  if arrays:
+    every = multihost_utils.process_allgather(own)
+  held: dict[Name, list[Copy]] = {}
   for number, (name, x) in enumerate(arrays.items()):
-    digests_of = [iter(of_process[number]) for of_process in every]
-    held[name] = [
-      Copy(device, process, block, next(digests_of[process]).tobytes())
-      for device, process, block in _holders(x)
-    ]
+    in_order = [iter(of_process[number]) for of_process in every]
+    held[name] = []
+    for device, process, block in _holders(x):
+      digest = next(in_order[process]).tobytes()
+      held[name].append(Copy(device, process, block, digest))
   return held
+
+
+def _checksum(text: str) -> np.uint32:
+  return np.uint32(zlib.crc32(text.encode()))
 
 
 def differing(held: Sequence[Copy]) -> list[Copy]:
   """Returns the copies of one array that differ from most of their block."""
-  counts = collections.Counter((c.block, c.digest) for c in held)
+  counts = collections.Counter((copy.block, copy.digest) for copy in held)
   usual: dict[str, bytes] = {}
   for (block, digest), _ in counts.most_common():
     usual.setdefault(block, digest)
-  return [c for c in held if c.digest != usual[c.block]]
+  return [copy for copy in held if copy.digest != usual[copy.block]]
 
 
 def content_digest(held: Sequence[Copy]) -> str:
   """Returns the digest of an array, 16 digits, the same for any sharding."""
-  blocks = {c.block: np.frombuffer(c.digest, np.uint32) for c in held}
-  total = sum(blocks.values(), np.zeros(2, np.uint32))
+  blocks = {copy.block: copy.digest for copy in held}
+  total = np.zeros(2, np.uint32)  # modulo 2^32, in any order
+  for digest in blocks.values():
+    total += np.frombuffer(digest, np.uint32)
   return total.astype('>u4').tobytes().hex()
 
 
-def is_local(x: Any) -> bool:
+def is_local(x: Array) -> bool:
   """Returns whether each of several processes holds all of an array."""
   is_whole = not isinstance(x, jax.Array) or x.is_fully_addressable
   return is_whole and jax.process_count() > 1
 
 
-def has_copies(x: Any) -> bool:
+def has_copies(x: object) -> bool:
   """Returns whether several devices have the same part of one array."""
   if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
     return False
@@ -152,33 +171,38 @@ def has_copies(x: Any) -> bool:
   return not is_local(x) and len({*blocks}) < len(blocks)
 
 
-def _holders(x: Any) -> list[tuple[Any, int, str]]:
+def _holders(x: Array) -> list[tuple[Any, int, str]]:
   """Returns device, process and block of each copy, in the order of devices."""
-  here: list[tuple[Any, int, str]] = [(None, 0, '')]
+  found: list[tuple[Any, int, str]] = [(None, 0, '')]
   if isinstance(x, jax.Array):
     blocks: Any = x.sharding.devices_indices_map(x.shape)
-    devices = sorted(blocks, key=lambda d: d.id)
-    here = [(d, d.process_index, str(blocks[d])) for d in devices]
+    devices = sorted(blocks, key=lambda device: device.id)
+    found = [(d, d.process_index, str(blocks[d])) for d in devices]
   if not is_local(x):
-    return here
-  return [(None, p, b) for p in range(jax.process_count()) for _, _, b in here]
+    return found
+  numbers = range(jax.process_count())
+  return [(None, n, block) for n in numbers for _, _, block in found]
 
 
-def _digest_blocks(x: Any) -> list[Any]:
+def _digest_blocks(x: Array) -> list[Array]:
   """Digests the blocks of an array in this process, as `_holders` orders."""
   if not isinstance(x, jax.Array):
     x = np.asarray(x)
-    return [packing.digest_block(x, np.zeros(x.ndim, np.uint32), x.shape)]
+    start = np.zeros(x.ndim, np.uint32)
+    return [packing.digest_block(x, start, x.shape)]
   if prng.is_key_array(x):
     x = jax.random.key_data(x)
   found = []
   for shard in sorted(x.addressable_shards, key=lambda s: s.device.id):
-    start = np.array([s.start or 0 for s in shard.index], np.uint32)
+    # Where the block begins: words count with their places in the array.
+    starts = [part.start or 0 for part in shard.index]
+    start = np.array(starts, np.uint32)
     if platform.digests_on_host(shard.device):
       data = np.asarray(shard.data)
       found.append(packing.digest_block(data, start, x.shape))
       continue
     # On this device, not on the mesh that the caller has set.
-    with jax.set_mesh(Mesh([shard.device], ('device',))):
+    mesh = Mesh([shard.device], ('device',))
+    with jax.set_mesh(mesh):
       found.append(packing.digest_block(shard.data, start, x.shape))
   return found

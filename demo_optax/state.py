@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 
 from demo_optax import _paths
 from demo_optax._paths import STACKED, Keys
-from demo_optax.checkpoint import cutting
+from demo_optax.checkpoint.buckets import cut_bucket
 from demo_optax.transformation import layouts_in
 from demo_optax.workers import Workers
 
@@ -28,11 +28,11 @@ _NO_STATE = (
 def state_specs(
   tx: optax.GradientTransformation, params: chex.ArrayTree, workers: Workers
 ) -> chex.ArrayTree:
-  """Returns the partition specs of a whole optimizer state.
+  """Returns the partition specs for a whole optimizer state.
 
-  For `in_specs` and `out_specs` of `jax.shard_map`, `out_shardings` of a jitted
-  `tx.init`, and restored checkpoints. Takes any optax transformation that
-  contains an exchange, and parameters or their shapes. Returns a tree like
+  They are `in_specs` and `out_specs` for `jax.shard_map`, `out_shardings` for a
+  jitted `tx.init`, and for restored checkpoints. Takes any optax transformation
+  that contains an exchange, and parameters or their shapes. Returns a tree like
   `tx.init(params)`.
 
   Stacked leaves `[workers, ...]` get `P(axis_name, ...)` (`P(None, ...)` with a
@@ -55,7 +55,7 @@ def momentum(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
 
   Raises:
     ValueError: `opt_state` has no exchange, its types are missing, or its
-      momentum was restored from a state of another layout.
+      momentum was restored from a state with another layout.
   """
   layouts = layouts_in(opt_state, checked=True)
   if not layouts:
@@ -65,7 +65,7 @@ def momentum(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
   for root, layout in layouts.items():
     parts: dict[int, jax.Array] = {}
     for number, bucket in enumerate(layout.buckets):
-      parts |= cutting.cut_bucket(
+      parts |= cut_bucket(
         layout,
         number,
         arrays[*root, STACKED, 'momentum', bucket.name],
@@ -85,16 +85,16 @@ def momentum(opt_state: chex.ArrayTree) -> dict[str, jax.Array]:
 def exchange_info(
   opt_state: chex.ArrayTree, workers: Workers | None = None
 ) -> dict[str, Any]:
-  r"""Returns the metrics of the last exchange, for logs.
+  r"""Returns the last exchange's metrics, for logs.
 
   With momentum :math:`m_i` before it, the sent part :math:`q_i` and the rest
-  :math:`m_i'` of the :math:`N` valid workers:
+  :math:`m_i'` on :math:`N` valid workers:
 
   .. math::
     \text{sent\_energy} = \frac{\sum_i \|q_i\|^2}{\sum_i \|m_i\|^2}, \qquad
     \text{residual\_norm} = \sqrt{\tfrac1N \textstyle\sum_i \|m_i'\|^2}
 
-  Warns if momentum is replicated over the devices of its mesh.
+  Warns if momentum is replicated over its mesh.
 
   Takes any optimizer state with an exchange, with or without its types. Returns
   the `metrics` of `DeMoState`: scalars by name. Of `Workers.remote` also the
@@ -126,7 +126,7 @@ def exchange_info(
 
 
 def _warn_if_replicated(stacked: dict[Keys, Any]) -> None:
-  """Warns if stacked arrays are replicated over the devices of their mesh."""
+  """Warns if stacked arrays are replicated over their mesh."""
   for keys, x in stacked.items():
     sharding = getattr(x, 'sharding', None)
     if (

@@ -1,4 +1,4 @@
-"""The exchange of decoupled momentum as an optax transformation."""
+"""Exchanges decoupled momentum, as an optax transformation."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ from demo_optax.workers import Workers, checks, inside, lift
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class LayoutOf:
-  """Holds the static `Layout` of a state, and a digest of it as an array.
+  """Holds a state's static `Layout`, and its digest as an array.
 
   `digest`, uint32 `[4]`, is saved with the momentum. It differs from that of
   `layout` if another layout's state was restored.
@@ -40,7 +40,7 @@ class LayoutOf:
       _register(flax)
 
 
-@functools.cache  # a state is made anew in every step
+@functools.cache  # every step makes a state
 def _register(flax: Any) -> None:
   """Tells `flax.serialization` how a layout is saved, once."""
   flax.register_serialization_state(
@@ -49,15 +49,15 @@ def _register(flax: Any) -> None:
 
 
 def _restored(target: LayoutOf, saved: dict[str, Any]) -> LayoutOf:
-  """Returns a layout's state from that of `flax.serialization`."""
+  """Returns a layout's state from what `flax.serialization` saved."""
   check_digest(saved['digest'], target.layout)
   return LayoutOf(saved['digest'], target.layout)
 
 
 def layouts_in(tree: Any, *, checked: bool = False) -> dict[Keys, Layout]:
-  """Returns the layouts of all states in a tree, by paths of the states.
+  """Returns the layouts in all states in a tree, by their paths.
 
-  Leaves out states without types, as those of Flax. If `checked`, raises for
+  Leaves out states without types, as Flax makes them. If `checked`, raises for
   these, and for a state that was restored from another layout.
   """
   layouts = {}
@@ -75,7 +75,7 @@ def layouts_in(tree: Any, *, checked: bool = False) -> dict[Keys, Layout]:
 
 
 class DeMoState(NamedTuple):
-  """State of `scale_by_demo`; stacked arrays are under `worker_stacked`.
+  """The state in `scale_by_demo`; stacked arrays are under `worker_stacked`.
 
   Attributes:
     count: int32 `[]`, exchanges so far.
@@ -107,72 +107,12 @@ def scale_by_demo(
   gradient_weight: optax.ScalarOrSchedule = 1.0,
   exchange: algorithm.ExchangeKind = 'all_gather',
   update_values: str | None = None,
+  delayed: bool = False,
 ) -> aggregating.Aggregator:
   r"""Exchanges the fast part of every worker's momentum.
 
-  For worker :math:`i` with gradient :math:`g_i`, momentum :math:`m_i` and the
-  chunked transform :math:`T`:
-
-  .. math::
-    m_i &\leftarrow \beta m_i + w g_i \\
-    q_i &= \mathrm{top}_k(T m_i) \\
-    m_i &\leftarrow m_i - \alpha\, T^{-1} q_i \\
-    u   &= T^{-1}\, \mathrm{average}_i(q_i)
-
-  :math:`q_i` is rounded by the compressor's value code, and momentum keeps the
-  rounding error. Momentum is stored as coefficients: :math:`T` is linear and
-  orthonormal. `u` is the update, equal on all workers to the last bit. Any
-  optax transformation may follow, as after an averaged gradient.
-
-  Communication: one `all_gather` of one message per step for the whole tree, or
-  one all-reduce with compressors whose places all workers share. With
-  `exchange='all_to_all'` each worker owns an equal share of the chunks: it
-  receives what was selected of these by one `all_to_all`, merges it, and
-  broadcasts the update by one `all_gather`, encoded by `update_values`. The
-  received bytes then do not grow with the number of workers.
-
-  A worker is excluded if its gradient is not finite, or so large
-  (:math:`10^{-12}` of the largest float) that momentum could overflow. All
-  workers leave it out of all averages, and its momentum does not change. If all
-  are excluded, as by a hyperparameter that is not finite, or a decay or `alpha`
-  outside 0 to 1, the update is zero, but later links such as weight decay still
-  run. A corrupt message also excludes its sender, and the update it carried is
-  lost: indices out of order or range, and values that are not finite or too
-  large to transform. Errors of normal magnitude are not detected.
-
-  Args:
-    compressor: one compressor, a tree of them like the parameters (one may
-      stand for a subtree), or a function from the parameters to such a tree.
-      `None` averages a leaf uncompressed; `compressors.FROZEN` leaves it
-      unchanged.
-    decay: :math:`\beta`, in `[0, 1)`.
-    workers: the workers of the exchange.
-    alpha: share of the sent values that leaves the momentum, in `[0, 1]`: 1 in
-      the first version of the paper, 0.2 was best in the second.
-    average: `'senders'` divides a coefficient by the number of workers that
-      sent it (the published code); `'workers'` by the number of valid workers.
-    gradient_weight: :math:`w`, a number or a schedule of the step: `1 - decay`
-      for an exponential moving average, as in the second version of the paper.
-      For weights per leaf, scale the gradients before the exchange.
-    exchange: `'all_gather'`; `'all_to_all'`; or `'auto'`, which takes the one
-      that receives fewer bytes.
-    update_values: the code of owners' updates; needed unless `exchange` is
-      `'all_gather'`, which ignores it. `'ternary'` has signs and zeros in 1.6
-      bits each: exact before a sign (`optax.scale_by_sign`), else magnitudes
-      are lost for good. `'float32'` is exact and dense. `'bfloat16'`, `'int8'`,
-      `'int4'` and `'sign'` are those of `dct_topk`; an owner adds their losses
-      (1/N of the parameters in float32) to its next update.
-
-  Returns:
-    An `optax.experimental.aggregating.Aggregator`. Its `update` takes stacked
-    gradients `[workers, ...]` (in a `data_parallel` step and with
-    `Workers.on_axis`, the worker's) and returns updates in the parameters'
-    shapes and the gradients' dtypes; zeros for integer leaves.
-
-  Raises:
-    ValueError: when traced, gradients known to be averaged already, or a state
-      of another number of workers, other leaves or another compressor.
-    TypeError: when traced, complex leaves.
+  Each worker sends its largest coefficients, and takes them out of its
+  momentum. Their average is the update, equal on all workers to the last bit.
 
   Example:
     >>> import demo_optax, jax.numpy as jnp, optax
@@ -185,6 +125,51 @@ def scale_by_demo(
     >>> updates, state = tx.update(gradients, state, params)
     >>> print(updates['w'][0])  # both sent their mean and nothing else
     [2. 2. 2. 2.]
+
+  For worker :math:`i` with gradient :math:`g_i`, momentum :math:`m_i` and the
+  chunked transform :math:`T`:
+
+  .. math::
+    m_i &\leftarrow \beta m_i + w g_i \\
+    q_i &= \mathrm{top}_k(T m_i) \\
+    m_i &\leftarrow m_i - \alpha\, T^{-1} q_i \\
+    u   &= T^{-1}\, \mathrm{average}_i(q_i)
+
+  What the value code loses stays in :math:`m_i`. A worker whose gradient or
+  message is damaged is excluded by all (`exchange.algorithm`).
+
+  Args:
+    compressor: one, a tree like the parameters (one may stand for a subtree),
+      or a function from the parameters to such a tree. `None` averages a leaf
+      uncompressed; `compressors.FROZEN` leaves it unchanged.
+    decay: :math:`\beta`, in `[0, 1)`.
+    workers: the workers in the exchange.
+    alpha: share that leaves the momentum, in `[0, 1]`; 0.2 was best in the
+      paper's second version.
+    average: `'senders'` divides a coefficient by how many workers sent it (the
+      published code); `'workers'` by how many are valid.
+    gradient_weight: :math:`w`, a number or a schedule over steps; `1 - decay`
+      for a moving average, as in the second version.
+    exchange: `'all_gather'`; `'all_to_all'`: each worker merges its share of
+      the chunks; or `'auto'`: the one that receives fewer bytes.
+    update_values: the code for updates in `'all_to_all'` and `'auto'`:
+      `'ternary'` keeps signs alone, for `optax.scale_by_sign`; what another one
+      (see `dct_topk`) loses, owners send later.
+    delayed: whether a step exchanges the messages of the step before, which the
+      state holds. This exchange depends on no gradient of the step, and may run
+      beside it. The first update is zero, and the last message is not applied.
+      Leaves that are averaged uncompressed are not delayed.
+
+  Returns:
+    An `optax.experimental.aggregating.Aggregator`. Its `update` takes stacked
+    gradients `[workers, ...]` (in a `data_parallel` step and with
+    `Workers.on_axis`, the worker's), and returns updates like the parameters,
+    in the gradients' dtypes.
+
+  Raises:
+    ValueError: averaged gradients; a state for other workers, leaves or
+      compressors.
+    TypeError: complex leaves.
 
   References:
     Peng et al., `DeMo: Decoupled Momentum Optimization
@@ -200,6 +185,16 @@ def scale_by_demo(
   _checks.check_range('alpha', alpha, '[0, 1]')
   _checks.check_choice('average', average, get_args(topk.Average))
   written = resolve_update_values(exchange, update_values, workers)
+  if delayed and exchange != 'all_gather':
+    raise ValueError(
+      f"exchange must be 'all_gather' with delayed=True, got {exchange!r}. Give"
+      " 'all_gather', or leave out delayed."
+    )
+  if delayed and isinstance(alpha, jax.Array):
+    raise ValueError(
+      'alpha must be a number with delayed=True, got an array, which may be'
+      ' another one when a message leaves the momentum. Give a Python number.'
+    )
 
   def config_of(layout: Layout) -> algorithm.ExchangeConfig:
     """Returns the static part of the exchange."""
@@ -211,7 +206,13 @@ def scale_by_demo(
         if written not in WITHOUT_RESIDUAL:  # the state depends on it
           raise
     return algorithm.make_config(
-      layout, average, exchange, count, written, platform.of(workers.mesh)
+      layout,
+      average,
+      exchange,
+      count,
+      written,
+      platform.of(workers.mesh),
+      delayed,
     )
 
   def init_fn(params: chex.ArrayTree) -> DeMoState:
@@ -247,11 +248,10 @@ def scale_by_demo(
       inside.check_in_step(f'The update for {workers}')
     # Here, since links that follow in a step run before the exchange.
     check_layout(state, like, compressor, workers)
+    given = updates, state, params, hyper
     if inside.is_in_step():
-      return inside.call_stacked(
-        stacked_update_fn, workers, updates, state, params, hyper
-      )
-    return stacked_update_fn(updates, state, params, hyper, workers)
+      given = inside.check_arguments(workers, *given)
+    return inside.for_workers(stacked_update_fn, workers)(*given)
 
   def stacked_update_fn(
     updates: Any, state: DeMoState, params: Any, hyper: Any, workers: Workers
@@ -329,7 +329,7 @@ def check_layout(
 def _check_buckets(
   state: DeMoState, config: algorithm.ExchangeConfig, workers: Workers
 ) -> None:
-  """Raises unless the momentum of a state is that of its layout and workers."""
+  """Raises unless the momentum in a state fits its layout and workers."""
   check_digest(state.layout.digest, config.layout)
   made = {keys: jnp.shape(x) for keys, x in leaves_of(state.worker_stacked)}
   needed = {
@@ -364,7 +364,7 @@ def check_digest(digest: Any, layout: Layout) -> None:
 def resolve_update_values(
   exchange: str, update_values: str | None, workers: Workers
 ) -> str:
-  """Returns the code of updates; raises unless the arguments make sense."""
+  """Returns the code for updates; raises unless the arguments make sense."""
   _checks.check_choice('exchange', exchange, get_args(algorithm.ExchangeKind))
   if workers.relay is not None and exchange == 'all_to_all':
     raise ValueError(

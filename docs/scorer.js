@@ -3,7 +3,7 @@ var Scorer = {
   score: function (result) {
     const [page, , , , score] = result;
     if (/^(benchmarks\/|CHANGELOG|CONTRIBUTING)/.test(page)) return score - 20;
-    if (/^docs\/(faq|from_adamw|what_to_expect)/.test(page)) return score + 15;
+    if (/^docs\/(choosing|errors|is_it_for_me)/.test(page)) return score + 15;
     if (/^(README|docs\/|notebooks\/)/.test(page)) return score + 5;
     return score;
   },

@@ -217,6 +217,7 @@ class Oracle:
     basis=dct_matrix,
     of=None,
     places=None,
+    delayed=False,
   ):
     self.shape = tuple(shape)
     rule = limit, topk, padding, values, np.dtype(dtype).itemsize
@@ -227,6 +228,9 @@ class Oracle:
     self.m = np.zeros((workers, *self.matrix), dtype)
     _, self.whole, self.topk = cheapest(self.matrix, *rule, of)
     self.places, self.step = places, 0
+    # What is on its way: what each worker has sent, and the sum of it.
+    self.delayed, self.sent = delayed, np.zeros_like(self.m)
+    self.late = np.zeros(self.matrix)
     self.whole &= places is None
 
   def exchange(self, gradients):
@@ -234,9 +238,13 @@ class Oracle:
     gradients = np.asarray(gradients).reshape(self.m.shape)
     present = [bool(np.isfinite(g).all()) for g in gradients]
     merged = np.zeros(self.matrix, self.m.dtype)
+    self.m -= self.sent
+    self.sent[:] = 0
     for place in np.ndindex(*self.matrix[:-2]):
       merged[place] = self._merge(self._send(place, gradients, present))
     self.step += 1
+    if self.delayed:
+      merged, self.late = self.late, merged
     return merged.reshape(self.shape)
 
   def _select(self, flat):
@@ -266,7 +274,10 @@ class Oracle:
         own = expand(
           [c for c, _ in sent[i]], shape, self.limit, self.padding, self.basis
         )
-      self.m[at] = self.m[at] - self.alpha * own
+      if self.delayed:
+        self.sent[at] = self.alpha * own
+      else:
+        self.m[at] = self.m[at] - self.alpha * own
     return sent
 
   def _merge(self, sent):

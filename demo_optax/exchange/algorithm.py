@@ -4,6 +4,21 @@
 (`compressors.layout`). The arithmetic of a bucket is in `arithmetic`, the bytes
 of messages in `message`, collectives in `workers`.
 
+The whole tree takes one `all_gather` with one message per step, or one
+all-reduce where all workers select the same places. With `'all_to_all'` each
+worker owns an equal share of the chunks: it receives what was selected from
+them, merges it, and broadcasts the update (`owners`). What a worker receives
+then does not grow with the number of workers.
+
+A worker is excluded if its gradient is not finite, or above 1e-12 of the
+largest float, so that momentum could overflow. All workers leave it out of all
+averages, and its momentum does not change. If all are excluded, as by a
+hyperparameter that is not finite, or a decay or alpha outside 0 to 1, the
+update is zero; links that follow, such as weight decay, still run. A damaged
+message also excludes its sender, and the update in it is lost: indices out of
+order or range, values that are not finite or too large to transform. Errors
+with normal magnitudes are not detected.
+
   Peng et al., DeMo: Decoupled Momentum Optimization, arXiv:2411.19870
 """
 
@@ -20,7 +35,7 @@ import jax.numpy as jnp
 
 from demo_optax.compressors.layout import Layout
 from demo_optax.exchange import arithmetic
-from demo_optax.exchange.message import Packer, Report
+from demo_optax.exchange.message import Packer, Received, Report
 from demo_optax.exchange.owners import UpdatePacker
 from demo_optax.numerics import plain, platform, rounding, topk
 from demo_optax.workers import Group, Spec, Workers, lift
@@ -40,6 +55,9 @@ class WorkerState(NamedTuple):
   # `[workers, chunks, n]`, the losses of the update code in the chunks that a
   # worker owns. Empty without owners and for exact codes.
   update_residual: dict[str, chex.Array]
+  # Of an exchange with a delay uint32 `[workers, rows, 128]`, the message of
+  # the last step, not yet subtracted from the momentum. Else empty.
+  message: dict[str, chex.Array]
 
 
 class Hyper(NamedTuple):
@@ -72,6 +90,8 @@ class ExchangeConfig:
   platform: str
   # Decides about residuals in the state, whichever collective 'auto' chose.
   owners: UpdatePacker | None = None
+  # Whether a step exchanges the messages of the step before.
+  delayed: bool = False
 
   @property
   def update_packer(self) -> UpdatePacker | None:
@@ -89,7 +109,11 @@ class ExchangeConfig:
       for b in self.layout.buckets
     }
     residuals = {} if self.owners is None else self.owners.residuals
-    return WorkerState(momentum, residuals)
+    message = {}
+    if self.delayed:
+      for name, (shape, dtype) in self.packer.shapes.items():
+        message[name] = jax.ShapeDtypeStruct(shape, dtype)
+    return WorkerState(momentum, residuals, message)
 
   def received_bytes(self, count: int) -> int:
     """Returns the bytes from other workers that one device gathers."""
@@ -103,7 +127,8 @@ class ExchangeConfig:
     """Returns the collective and `update_values` in words."""
     kind = 'all_gather' if self.packer.num_owners is None else 'all_to_all'
     values = self.owners and f' with update_values={self.owners.values!r}'
-    return f'{kind!r}{values or ""}'
+    late = ', delayed' if self.delayed else ''
+    return f'{kind!r}{values or ""}{late}'
 
 
 ExchangeKind = Literal['all_gather', 'all_to_all', 'auto']
@@ -116,6 +141,7 @@ def make_config(
   count: int | None = None,
   update_values: str = 'float32',
   runs_on: str | None = None,
+  delayed: bool = False,
 ) -> ExchangeConfig:
   """Returns the static part of an exchange.
 
@@ -123,7 +149,15 @@ def make_config(
   number of workers, is None if it is unknown: chunks then have no owners.
   """
   packer = Packer(layout.buckets)
-  gathered = ExchangeConfig(layout, average, packer, runs_on or platform.of())
+  runs_on = runs_on or platform.of()
+  gathered = ExchangeConfig(layout, average, packer, runs_on, delayed=delayed)
+  if delayed and packer.summed:
+    shared = [x.name for x in layout.buckets if x.format.shared]
+    raise ValueError(
+      'compressor must let each worker choose what it sends with delayed=True,'
+      f' got one whose places all workers share in {", ".join(shared)}. Give'
+      ' those leaves demo_optax.dct_topk().'
+    )
   if kind == 'all_gather' or count is None:
     return gathered
   if any(not bucket.format.shared for bucket in layout.buckets):
@@ -151,6 +185,31 @@ def exchange(
   layout, packer, buckets = config.layout, config.packer, config.layout.buckets
   devices = [group.device_index(bucket.split_axes) for bucket in buckets]
 
+  def give(
+    number: int,
+    momentum: jax.Array,
+    indices: jax.Array | None,
+    values: jax.Array,
+    given: jax.Array,
+    valid: jax.Array,
+  ) -> jax.Array:
+    """Subtracts sent values from a bucket's momentum, if `given`."""
+    values = rounding.mul_no_fma(hyper.alpha, values)
+    values = plain.where(given, values, 0)
+    m = arithmetic.subtract(buckets[number], momentum, indices, values)
+    return layout.clear_padding(number, m, devices[number], valid)
+
+  held, last = dict(state.momentum), []
+  if config.delayed:
+    # The last message leaves the momentum, with the values that others read.
+    alone = dataclasses.replace(group, size=1)
+    rows = jax.tree.map(lambda x: x[None], state.message)
+    received, _ = packer.unpack(rows, alone)
+    last = [jax.tree.map(lambda x: x[0], of_bucket) for of_bucket in received]
+    for i, (indices, values, valid) in enumerate(last):
+      name = buckets[i].name
+      held[name] = give(i, held[name], indices, values, valid, valid)
+
   # The gradients' chunks of each kind, [rows, n], from all leaves.
   starts = layout.starts(hyper.step)
   chunks = []
@@ -167,7 +226,7 @@ def exchange(
     m, of_bucket = arithmetic.accumulate_and_select(
       bucket,
       chunks[i],
-      state.momentum[bucket.name],
+      held[bucket.name],
       hyper.decay,
       hyper.weight,
       valid,
@@ -180,16 +239,20 @@ def exchange(
   message, sent = packer.pack(selected, hyper.alpha, valid)
 
   # Send and receive. Updates of owners and uncompressed averages follow below.
-  arrived, included = group.send_and_receive(message)
-
-  # m <- m - alpha q. Quantisation losses stay in momentum: error feedback. So
-  # does what did not reach the others.
-  given = valid if included is None else valid & included
-  residual = {}
-  for i, bucket in enumerate(buckets):
-    leaving = plain.where(given, rounding.mul_no_fma(hyper.alpha, sent[i]), 0)
-    m = arithmetic.subtract(bucket, momentum[i], selected[i].indices, leaving)
-    residual[bucket.name] = layout.clear_padding(i, m, devices[i], valid)
+  if config.delayed:
+    arrived, included = group.send_and_receive(state.message, early=True)
+    residual = _take_back(config, momentum, last, included, valid, hyper)
+    # That of a worker that is excluded is empty.
+    new = {name: plain.where(valid, x, 0) for name, x in message.items()}
+  else:
+    arrived, included = group.send_and_receive(message)
+    # m <- m - alpha q. Quantisation losses stay in momentum: error feedback. So
+    # does what did not reach the others.
+    given = valid if included is None else valid & included
+    residual = []
+    for i, m in enumerate(momentum):
+      residual.append(give(i, m, selected[i].indices, sent[i], given, valid))
+    new = {}
 
   received, report = packer.unpack(arrived, group)
 
@@ -220,8 +283,35 @@ def exchange(
   if report.num_valid is None:  # nothing was compressed
     report = report._replace(num_valid=num_valid)
   metrics = _metrics(layout, group, report)
-  state = WorkerState(residual, update_residual)
+  by_name = {b.name: m for b, m in zip(buckets, residual)}
+  state = WorkerState(by_name, update_residual, new)
   return [updates[i] for i in sorted(updates)], state, metrics
+
+
+def _take_back(
+  config: ExchangeConfig,
+  momentum: Sequence[jax.Array],
+  last: Sequence[Received],
+  included: jax.Array | None,
+  valid: jax.Array,
+  hyper: Hyper,
+) -> list[jax.Array]:
+  """Returns momentum with what was in a message that did not arrive.
+
+  It has decayed since, as if it had stayed there.
+  """
+  if included is None:
+    return list(momentum)
+  found = []
+  for bucket, m, (indices, values, sound) in zip(
+    config.layout.buckets, momentum, last
+  ):
+    values = rounding.mul_no_fma(hyper.alpha, values)
+    decayed = rounding.mul_no_fma(hyper.decay, values)
+    lost = plain.where(valid, decayed, values)
+    lost = plain.where(sound & ~included, lost, 0)
+    found.append(arithmetic.subtract(bucket, m, indices, -lost))
+  return found
 
 
 _traced: contextvars.ContextVar[tuple[list[ExchangeConfig], ...]] = (
@@ -276,13 +366,18 @@ def run(
   inner = [leaves[i].sharding.spec for i in exchanged]
   buckets = jax.tree.map(lambda _: workers.bucket_spec, state)
   of_metrics = dict.fromkeys(jax.eval_shape(no_metrics), same)
-  updates, state, metrics = lift.run(
+  mapped = lift.map_over(
     workers,
     one_worker,
-    ([gradients[i] for i in exchanged], state, hyper),
-    ([Spec(stacked, spec) for spec in inner], buckets, [same] * len(hyper)),
+    (
+      [Spec(stacked, spec) for spec in inner],
+      buckets,
+      jax.tree.map(lambda _: same, hyper),
+    ),
     ([Spec(False, spec) for spec in inner], buckets, of_metrics),
   )
+  own = [gradients[i] for i in exchanged]
+  updates, state, metrics = mapped(own, state, hyper)
   # An update has the type of its parameter, which Explicit meshes compare.
   updates = [
     lift.reshard(workers, u, leaves[i].sharding.given)

@@ -87,8 +87,8 @@ def merge(
 ) -> tuple[jax.Array, jax.Array]:
   """Averages all workers' selections and inverts the transform.
 
-  Returns update chunks `[rows, n]`, and the number of different coefficients
-  that were sent, float32 `[]`.
+  Returns update chunks `[rows, n]`, and how many different coefficients were
+  sent, float32 `[]`.
   """
   n, k = bucket.format.n, bucket.format.k
   if bucket.format.shared and k < n:
@@ -126,7 +126,7 @@ def merge(
 
 
 def _in_pieces(bucket: Bucket, piece: Any, carry: Any) -> tuple[Any, Any]:
-  """Scans `piece(carry, start, rows)` over the pieces of a bucket."""
+  """Scans `piece(carry, start, rows)` over a bucket's pieces."""
   pieces = platform.num_pieces(bucket.pieces, bucket.rows * bucket.format.n)
   rows = bucket.rows // pieces
   if pieces == 1:  # also compiles faster
@@ -178,5 +178,5 @@ def _select(bucket: Bucket, c: jax.Array, step: jax.Array) -> jax.Array:
 
 
 def _is_sound(bucket: Bucket) -> bool:
-  """Returns whether indices are in range, and in the order of their code."""
+  """Returns whether indices are in range, and in their code's order."""
   return bucket.format.grouped or type(bucket.select) is TopK

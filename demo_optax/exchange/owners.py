@@ -1,12 +1,12 @@
 """Encodes the merged updates that owners of chunks broadcast.
 
-Every worker owns a share of the chunks. It merges the selections of all workers
-from them, inverts the transform, and broadcasts one array of words of 32 bits:
+Every worker owns a share of the chunks. It merges what all workers selected
+from them, inverts the transform, and broadcasts one uint32 array:
 
     for every bucket:
       values    of the owner's chunks, [chunks, n], by a value code (`values`)
     report      float32: valid workers, the energies of all messages, and for
-                every bucket the number of different coefficients sent
+                every bucket how many different coefficients were sent
     zeros       up to a multiple of 512 bytes
 
 The owner keeps the code's losses and adds them to its next update.
@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from demo_optax.codes.format import ChunkFormat
 from demo_optax.codes.value_codes import WITHOUT_RESIDUAL
@@ -30,7 +31,7 @@ from demo_optax.workers import Group
 
 @dataclasses.dataclass(frozen=True)
 class UpdatePacker:
-  """Packs the updates of one owner's chunks, and unpacks those of all owners.
+  """Packs updates for one owner's chunks, and unpacks those from all owners.
 
   Buckets with shared places have no owners and are skipped.
   """
@@ -55,7 +56,7 @@ class UpdatePacker:
 
   @property
   def _sizes(self) -> list[int]:
-    """Words of the updates of each bucket, then of the report."""
+    """Words for the updates in each bucket, then for the report."""
     sizes = [x.format.words(x.num_chunks) for x in self.shares.values()]
     return [*sizes, 1 + ENERGIES + len(self.shares)]
 
@@ -66,7 +67,7 @@ class UpdatePacker:
 
   @property
   def residuals(self) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes and dtypes of an owner's residuals, by bucket name."""
+    """An owner's residuals by bucket name, as shapes and dtypes."""
     found = {}
     if self.values not in WITHOUT_RESIDUAL:
       for share in self.shares.values():
@@ -76,14 +77,14 @@ class UpdatePacker:
 
   def pack(
     self,
-    updates: Sequence[jax.Array],
-    residuals: Mapping[str, jax.Array],
+    updates: Sequence[Array],
+    residuals: Mapping[str, Array],
     report: Report,
-  ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Writes one owner's message, from updates `[rows, n]` of its chunks.
+  ) -> tuple[Array, dict[str, Array]]:
+    """Writes one owner's message, from updates `[rows, n]` for its chunks.
 
-    Adds `residuals [chunks, n]`, the losses of earlier messages; empty if the
-    code is exact. Returns uint32 `[rows, ROW]`, and the new residuals.
+    Adds `residuals [chunks, n]`, what earlier messages lost; empty if the code
+    is exact. Returns uint32 `[rows, ROW]`, and the new residuals.
     """
     assert report.num_valid is not None
     # If every worker is excluded, apply nothing, not even a pending residual.
@@ -106,14 +107,14 @@ class UpdatePacker:
     return as_rows(jnp.concatenate([*packed, numbers])), kept
 
   def unpack(
-    self, data: jax.Array, distinct: Sequence[jax.Array], group: Group
-  ) -> tuple[dict[int, jax.Array], Report]:
+    self, data: Array, distinct: Sequence[Array], group: Group
+  ) -> tuple[dict[int, Array], Report]:
     """Reads all owners' messages, uint32 `[owners, rows, ROW]`.
 
-    Returns the updates of each bucket, `[num_chunks, n]`, and the combined
-    report with `distinct` of shared places.
+    Returns the updates in each bucket, `[num_chunks, n]`, and the combined
+    report, with `distinct` for shared places.
     """
-    data = data.reshape(self.num_owners, -1)
+    data = data.reshape(self.num_owners, -1)  # [owners, words]
     *parts, numbers, _ = jnp.split(data, np.cumsum(self._sizes), axis=1)
     numbers = jax.lax.bitcast_convert_type(numbers, jnp.float32)
     # An owner that received a damaged message counts fewer workers than others.
@@ -125,7 +126,7 @@ class UpdatePacker:
       # [owners, chunks, n]
       _, values, sound = share.format.decode(part, share.num_chunks)
       values = plain.where(sound[:, None, None] & someone, values, 0)
-      chunks = values.reshape(-1, share.format.n)
+      chunks = values.reshape(-1, share.format.n)  # [owners * chunks, n]
       updates[number] = chunks[: self.buckets[number].num_chunks]
     totals = jnp.sum(numbers[:, 1 + ENERGIES :], axis=0)
     all_distinct = list(distinct)

@@ -304,8 +304,8 @@ def chain(
 ) -> optax.GradientTransformationExtraArgs:
   """Chains links for the leaves that are exchanged; other updates are zero.
 
-  In a step that excludes every worker, zeroes all updates and keeps the second
-  moments after the exchange.
+  In a step that excludes every worker from an exchange among the links, zeroes
+  all updates and keeps the moments and the last update after the exchange.
   """
   # To the momentum's dtype: float16 would underflow.
   cast = optax.stateless(lambda updates, _: _tree.map_wide(jnp.astype, updates))
@@ -318,34 +318,23 @@ def chain(
     updates: Any, state: optax.MaskedState, params: Any = None, **extra: Any
   ) -> tuple[Any, optax.MaskedState]:
     params, like = checks.params_and_like(updates, params, workers)
-    (exchange,) = _exchanges(state)
-    # Before any link takes its state for one of these parameters.
-    check_layout(exchange, like, compressor, workers)
-    updates, new = masked.update(updates, state, params, **extra)
+    for exchange in _exchanges(state):
+      # Before any link takes its state for one of these parameters.
+      check_layout(exchange, like, compressor, workers)
+    updates, after = masked.update(updates, state, params, **extra)
     if params is None:
       updates = optax.tree.cast_like(updates, like)
-    (exchange,) = _exchanges(new)
-    # By where, not by a product: a decay that is not finite would stay.
-    someone = exchange.metrics['num_excluded'] < workers.count
-    leaves = iter(exchange.layout.layout.leaves)  # of what is exchanged
-
-    def settle(update: jax.Array, like: Any) -> jax.Array:
-      if not _tree.is_exchanged(like) or next(leaves).is_frozen:
-        return jnp.zeros_like(like)
-      return jnp.where(someone, update, jnp.zeros_like(update))
-
-    # States with second moments: optax does not export the types of all.
-    new = jax.tree.map(
-      lambda before, after: (
-        optax.tree.where(someone, after, before)
-        if hasattr(after, 'nu')
-        else after
-      ),
-      state,
-      new,
-      is_leaf=lambda x: hasattr(x, 'nu'),
+    updates = jax.tree.map(
+      lambda u, x: u if _tree.is_exchanged(x) else jnp.zeros_like(x),
+      updates,
+      like,
     )
-    return jax.tree.map(settle, updates, like), new
+    for exchange in _exchanges(after):
+      # By where, not by a product: a decay that is not finite would stay.
+      someone = exchange.metrics['num_excluded'] < workers.count
+      updates = _settle(updates, exchange, someone)
+      after = _keep(state, after, someone)
+    return updates, after
 
   return optax.GradientTransformationExtraArgs(masked.init, update_fn)
 
@@ -353,3 +342,33 @@ def chain(
 def _exchanges(state: optax.MaskedState) -> list[DeMoState]:
   """Returns the states of the exchanges in a chain."""
   return [x for x in state.inner_state if isinstance(x, DeMoState)]
+
+
+def _settle(updates: Any, exchange: DeMoState, someone: jax.Array) -> Any:
+  """Returns updates with zeros for frozen leaves, for all without workers."""
+  leaves = iter(exchange.layout.layout.leaves)  # of what is exchanged
+
+  def settle(update: jax.Array) -> jax.Array:
+    zero = jnp.zeros_like(update)
+    if not _tree.is_exchanged(update) or next(leaves).is_frozen:
+      return zero
+    return jnp.where(someone, update, zero)
+
+  return jax.tree.map(settle, updates)
+
+
+def _keep(state: Any, after: Any, someone: jax.Array) -> Any:
+  """Returns a new state, with the moments of the old one without workers."""
+
+  # By their fields: optax does not export the types of all.
+  def is_kept(x: Any) -> bool:
+    return hasattr(x, 'nu') or hasattr(x, 'previous_gradient')
+
+  return jax.tree.map(
+    lambda old, new: (
+      optax.tree.where(someone, new, old) if is_kept(new) else new
+    ),
+    state,
+    after,
+    is_leaf=is_kept,
+  )

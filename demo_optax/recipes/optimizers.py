@@ -123,6 +123,7 @@ def demo_muon(
   consistent_rms: chex.Numeric | None = None,
   exchange: ExchangeKind = 'all_gather',
   update_values: str = 'int4',
+  delayed: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Makes Muon whose momentum each worker orthonormalises, then compresses.
 
@@ -176,6 +177,12 @@ def demo_muon(
       width, 0.2 for rates of AdamW.
     exchange: as in `scale_by_demo`.
     update_values: as in `scale_by_demo`.
+    delayed: whether matrices that are compressed are exchanged one step late,
+      beside the forward and backward pass, see `scale_by_demo`. Their updates
+      become :math:`2 u_t - u_{t-1}` (`optax.scale_by_optimistic_gradient`, one
+      more array of the size of a matrix): the last update predicts the missing
+      one, and is repaired when that is known. Other leaves go at once, in a
+      separate message.
 
   Note:
     Start at a rate of 2e-2. If a worker's gradient of a matrix is zero (an
@@ -191,6 +198,9 @@ def demo_muon(
   References:
     Jordan et al., `Muon: An optimizer for hidden layers in neural networks
     <https://kellerjordan.github.io/posts/muon>`_, 2024.
+
+    Zmushko et al., `One-Step Gradient Delay is Not a Barrier
+    <https://arxiv.org/abs/2606.30634>`_, 2026, on `delayed`.
   """
   descent = _descent(learning_rate, weight_decay)
   if other_learning_rate is None:
@@ -221,7 +231,7 @@ def demo_muon(
       consistent_rms,
     ),
   )
-  exchange_by(compressor)  # raises if it cannot be made
+  exchange_by(compressor, delayed=delayed)  # raises if it cannot be made
 
   def chain_for(params: Any) -> optax.GradientTransformationExtraArgs:
     """Returns the chain for these parameters, whose names sort the leaves."""
@@ -234,9 +244,12 @@ def demo_muon(
       # Called once, with all leaves: `scale_by_demo` sees those exchanged.
       sent = compressor(params)
     codes = per_leaf(sent, params)
-    labels, sizes = {}, {}
+    labels, sizes, times, code_of = {}, {}, {}, {}
     for (path, x), code in zip(leaves_of(params), codes):
+      code_of[path] = code
       labels[path] = 'other' if found[path] is None else 'muon'
+      is_late = found[path] is not None and code is not None
+      times[path] = 'late' if is_late else 'at once'
       if isinstance(code, Frozen):
         labels[path] = 'frozen'
       elif found[path] is not None:
@@ -251,24 +264,36 @@ def demo_muon(
       return optax.partition(parts, matrices.tree_of(labels))
 
     muon = links.own_muon(beta, mu_dtype, axes, workers)
-    exchanged = {path: label != 'frozen' for path, label in labels.items()}
-    muon = optax.masked(muon, matrices.tree_of(exchanged))
+    moves = {path: label != 'frozen' for path, label in labels.items()}
+    muon = optax.masked(muon, matrices.tree_of(moves))
     # Without a first moment, which would be a third copy of its leaves.
     scale = optax.scale_by_rms(
       0.95, eps=1e-8, eps_in_sqrt=False, bias_correction=True
     )
     unit_rms = links.scale_to_unit_rms(axes, min_rms=_MIN_RMS)
     to_size = links.scale_each(matrices.tree_of(sizes))
-    return links.chain(
-      workers,
-      sent,
-      of_each(muon, workers),
-      exchange_by(sent),
-      by_label(
-        optax.chain(unit_rms, to_size, *descent),
-        optax.chain(scale, *other_descent),
-      ),
-    )
+    own = of_each(muon, workers)
+
+    def exchanged(sent: CompressorTree, *, late: bool) -> list[Any]:
+      # Predicts the missing update by the last one.
+      ahead = [optax.scale_by_optimistic_gradient()] if late else []
+      return [
+        exchange_by(sent, delayed=late),
+        by_label(
+          optax.chain(unit_rms, to_size, *ahead, *descent),
+          optax.chain(scale, *other_descent),
+        ),
+      ]
+
+    if not delayed:
+      return links.chain(workers, sent, own, *exchanged(sent, late=False))
+    of_part = matrices.tree_of(code_of)
+    parts = {}
+    for name in ('late', 'at once'):
+      part = exchanged(of_part, late=name == 'late')
+      parts[name] = links.chain(workers, of_part, *part)
+    of_time = optax.partition(parts, matrices.tree_of(times))
+    return links.chain(workers, sent, own, of_time)
 
   def init_fn(params: chex.ArrayTree) -> Any:
     # All links have states in the momentum's dtype.

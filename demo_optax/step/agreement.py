@@ -5,6 +5,7 @@ another compressor would read garbage, or wait for bytes that never come.
 """
 
 import hashlib
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 
@@ -16,15 +17,22 @@ from demo_optax._version import __version__
 from demo_optax.exchange.algorithm import ExchangeConfig
 from demo_optax.workers import Workers
 
+
+def _parameters(config: ExchangeConfig) -> str:
+  leaves = config.layout.leaves
+  return ', '.join(f'{x.name} {x.dtype}{list(x.shape)}' for x in leaves)
+
+
+def _compressors(config: ExchangeConfig) -> str:
+  text = str([x.compressor for x in config.layout.leaves])
+  # Functions in them are compared by name.
+  return re.sub(' at 0x[0-9a-f]+', '', text)
+
+
 _FIELDS: dict[str, Callable[[ExchangeConfig], str]] = {
   'version': lambda _: __version__,
-  'parameters': lambda config: ', '.join(
-    f'{x.name} {x.dtype}{list(x.shape)}' for x in config.layout.leaves
-  ),
-  # Functions in them are compared by name.
-  'compressors': lambda config: re.sub(
-    ' at 0x[0-9a-f]+', '', str([x.compressor for x in config.layout.leaves])
-  ),
+  'parameters': _parameters,
+  'compressors': _compressors,
   'sharding': lambda config: str([x.sharding for x in config.layout.leaves]),
   'average': lambda config: config.average,
   'exchange': str,
@@ -33,10 +41,11 @@ _FIELDS: dict[str, Callable[[ExchangeConfig], str]] = {
 
 def describe(configs: Sequence[ExchangeConfig]) -> dict[str, str]:
   """Describes the properties of exchanges that all workers must share."""
-  return {
-    name: ' | '.join(map(field, dict.fromkeys(configs)))
-    for name, field in _FIELDS.items()
-  }
+  different = dict.fromkeys(configs)
+  found = {}
+  for name, field in _FIELDS.items():
+    found[name] = ' | '.join(map(field, different))
+  return found
 
 
 def check(workers: Workers, described: Mapping[str, str]) -> None:
@@ -52,14 +61,16 @@ def check(workers: Workers, described: Mapping[str, str]) -> None:
   if len(processes) == 1 or len(processes) < jax.process_count():
     return
   # Digests have one size, so that processes that differ can gather them.
-  digests = [hashlib.sha256(x.encode()).digest() for x in described.values()]
-  own = np.frombuffer(b''.join(digests), np.uint32).reshape(len(digests), -1)
+  digests = b''
+  for text in described.values():
+    digests += hashlib.sha256(text.encode()).digest()
+  own = np.frombuffer(digests, np.uint32).reshape(len(described), -1)
   everyones = multihost_utils.process_allgather(own)  # [processes, fields, 8]
-  differs = np.any(everyones != everyones[:1], axis=-1)
+  differs = np.any(everyones != everyones[:1], axis=-1)  # [processes, fields]
   if not np.any(differs):
     return
   others = np.flatnonzero(np.any(differs, axis=1)).tolist()
-  names = [n for n, x in zip(described, np.any(differs, axis=0)) if x]
+  names = [*itertools.compress(described, np.any(differs, axis=0))]
   raise ValueError(
     f'All processes must be started with the same {", ".join(names)}, or they'
     f' cannot read each other, got others than process 0 in {others}. Start'

@@ -6,9 +6,8 @@ keys.
 """
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -20,9 +19,10 @@ from demo_optax.numerics import prng
 from demo_optax.step import modules, own_params
 from demo_optax.step.roles import Role
 from demo_optax.workers import Workers
-from demo_optax.workers.value import put
+from demo_optax.workers.workers import is_on, put
 
-Shapes = tuple[tuple[int, ...] | None, ...]  # None of what is no array
+Shape = tuple[int, ...]
+Value = TypeVar('Value')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,24 +61,53 @@ class Array:
     return dotted(self.keys)
 
   @property
-  def shape(self) -> tuple[int, ...]:
+  def shape(self) -> Shape:
     """The shape, as all workers have it."""
     return self.type.shape
 
 
-class Fixed(NamedTuple):
-  """A leaf that is not an array: a constant, or an object of the call."""
+class Numbered(NamedTuple):
+  """An object of the call, or an array that one holds."""
 
-  source: str  # 'constant', or 'object' or 'variable' by number
-  value: Any  # the constant or number
-  type: Any = None  # of a constant, since `1 == 1.0`
+  source: str  # 'object' or 'variable'
+  number: int
 
 
-class Static:
-  """A static argument, a leaf even if it is a tree."""
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Constant:
+  """A part of a tree that is not an array, and that a program is for."""
 
-  def __init__(self, value: Any):
-    self.value = value
+  value: object
+  type: type  # since `1 == 1.0`
+
+
+def only_arrays(
+  tree: object,
+  objects: list[object],
+  variables: Sequence[jax.Array] = (),
+) -> Any:
+  """Returns a tree whose leaves are its arrays; all else is in `Constant`s.
+
+  NNX objects have numbers there, and new ones are added to `objects`; so have
+  the `variables` of objects after a step.
+  """
+  numbers: dict[int, Numbered] = {}
+  for source, values in ('object', objects), ('variable', variables):
+    for number, x in enumerate(values):
+      numbers[id(x)] = Numbered(source, number)
+
+  def wrap(x: object, traces_number: bool) -> object:
+    if id(x) not in numbers:
+      if modules.is_array(x, traces_number):
+        return x
+      if not modules.is_object(x):
+        return Constant(x, type(x))
+      numbers[id(x)] = Numbered('object', len(objects))
+      objects.append(x)
+    return Constant(numbers[id(x)], Numbered)
+
+  return modules.map_leaves(wrap, tree)
 
 
 class Form(NamedTuple):
@@ -87,50 +116,38 @@ class Form(NamedTuple):
   Its arrays are those of the tree, then those of its NNX objects.
   """
 
-  treedef: Any  # NNX objects are leaves
-  fixed: tuple[Fixed | None, ...]  # what each leaf is, or None for an array
-  objects: Any  # the structure of the NNX objects: see `modules.split`
+  treedef: jax.tree_util.PyTreeDef  # of `only_arrays`
+  objects: object  # the structure of the NNX objects: see `modules.split`
 
-  def merge(self, arrays: Sequence[Any], inner: bool) -> tuple[Any, list[Any]]:
+  def merge(
+    self,
+    arrays: Sequence[jax.Array],
+    inner: bool,
+  ) -> tuple[Any, list[object]]:
     """Returns the tree with these arrays, and its NNX objects."""
-    variables = arrays[self.fixed.count(None) :]
+    count = self.treedef.num_leaves
+    variables = arrays[count:]
     objects = modules.merge(self.objects, variables, inner)
     sources = {'object': objects, 'variable': variables}
-    in_order = iter(arrays)
-    leaves = []
-    for fixed in self.fixed:
-      if fixed is None:
-        leaves.append(next(in_order))
-      elif fixed.source == 'constant':
-        leaves.append(fixed.value)
-      else:
-        leaves.append(sources[fixed.source][fixed.value])
-    return self.treedef.unflatten(leaves), objects
+
+    def plain(x: object) -> object:
+      if not isinstance(x, Constant):
+        return x
+      if isinstance(x.value, Numbered):
+        return sources[x.value.source][x.value.number]
+      return x.value
+
+    tree = self.treedef.unflatten(arrays[:count])
+    return jax.tree.map(plain, tree, is_leaf=_is_constant), objects
 
 
-def take_apart(
-  flat: Sequence[Any], numbers: Sequence[bool], objects: list[Any]
-) -> tuple[tuple[Fixed | None, ...], list[Any]]:
-  """Separates the arrays of a tree from all else, see `Form`.
+def _is_constant(x: object) -> bool:
+  return isinstance(x, Constant)
 
-  `numbers` are of `modules.traces_numbers`. Adds new NNX objects to `objects`.
-  """
-  fixed: list[Fixed | None] = []
-  arrays: list[Any] = []
-  known = {id(x): number for number, x in enumerate(objects)}
-  for x, traces_number in zip(flat, numbers):
-    if modules.is_array(x, traces_number):
-      fixed.append(None)
-      arrays.append(x)
-    elif modules.is_object(x):
-      if id(x) not in known:
-        known[id(x)] = len(objects)
-        objects.append(x)
-      fixed.append(Fixed('object', known[id(x)]))
-    else:
-      x = x.value if isinstance(x, Static) else x
-      fixed.append(Fixed('constant', x, type(x)))
-  return tuple(fixed), arrays
+
+# What an argument and its next value among the results have in common: the
+# structure, and the shapes of the arrays in the step.
+StateForm = tuple[object, tuple[Shape, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,9 +159,9 @@ class Call:
     arrays: the arrays in them.
     rows: length of one worker's batch; None if there is no batch.
     axis: that of the rows in results.
-    states: by structure and shapes of shared arguments, the numbers of the
-      first array of each. A result of the same structure is the argument's
-      next value.
+    states: by the form of shared arguments, the numbers of the first array of
+      each. A result of this form is the argument's next value.
+    ambiguous: numbers of the arrays in arguments of the same form.
     own_params: see `own_params.find`.
   """
 
@@ -152,86 +169,127 @@ class Call:
   arrays: list[Array]
   rows: int | None
   axis: int
-  states: dict[Any, list[int]]
+  states: dict[StateForm, list[int]]
+  ambiguous: frozenset[int]
   own_params: dict[int, list[int]]
 
   def replace(
-    self, role: Role, fun: Callable[[Any, Array], Any], arrays: Sequence[Any]
-  ) -> list[Any]:
+    self,
+    role: Role,
+    fun: Callable[[Value, Array], Value],
+    xs: Sequence[Value],
+  ) -> list[Value]:
     """Applies a function to the arrays of one role."""
-    return [
-      fun(x, a) if a.role is role else x for x, a in zip(arrays, self.arrays)
-    ]
+    found = []
+    for x, array in zip(xs, self.arrays):
+      found.append(fun(x, array) if array.role is role else x)
+    return found
 
 
 def analyse(
   step: str,
   workers: Workers,
   options: Options,
-  named: Iterable[tuple[str, Any]],
+  named: Sequence[tuple[str, object]],
   form: Form,
-  objects: Sequence[Any],
-  types: Iterable[tuple[tuple[int, ...], Any]],
+  objects: Sequence[object],
+  variables: Sequence[jax.Array],
 ) -> Call:
   """Decides about every array of a call of `step`.
 
-  `named` are its arguments, in the order in which JAX flattens a call; the rest
-  are the same, taken apart, with the shapes and dtypes of the arrays.
+  `named` are its arguments in order, each with `only_arrays`.
   """
   arrays: list[Array] = []
-  states: dict[Any, list[int]] = {}
+  states: dict[StateForm, list[int]] = {}
+  ambiguous: set[int] = set()
   paths: dict[int, Keys] = {}  # of the NNX objects
-  in_order = iter(form.fixed)
-  structs = itertools.starmap(jax.ShapeDtypeStruct, types)
   for name, value in named:
-    flat = leaves_of(value, modules.is_object)
-    fixed = list(itertools.islice(in_order, len(flat)))
-    is_batch = name in options.batches
-    own: list[Array] = []
-    shapes: list[tuple[int, ...] | None] = []
-    for (keys, _), f, said in zip(flat, fixed, modules.roles_of(value)):
-      keys = (name, *keys)
-      if f is None:
-        array = Array(keys, next(structs), Role.SHARED)
-        array.role = _role(array, said, is_batch)
-        own.append(array)
-        # The step sees no axis of workers.
-        shapes.append(array.shape[array.role is Role.STACKED :])
-      else:
-        shapes.append(None)
-        if f.source == 'object':
-          paths[f.value] = keys
-    in_state = not is_batch and modules.holds_state(value)
-    axis = _axis_of(options, name)
-    for array in own:
-      array.in_state = in_state
-      array.axis = axis if array.role is Role.BATCH else 0
-    if is_batch:
+    own = _arrays_of(name, value, options, paths)
+    if name in options.batches:
       _check_batch(name, value, own)
-    # Not of a single scalar: any loss has that structure.
-    elif own and shapes != [()]:
-      structure = jax.tree.structure(value, modules.is_object), tuple(shapes)
-      states.setdefault(structure, []).append(len(arrays))
+    elif own:
+      # The step sees no axis of workers.
+      shapes = [x.shape[x.role is Role.STACKED :] for x in own]
+      starts = states.setdefault((jax.tree.structure(value), tuple(shapes)), [])
+      starts.append(len(arrays))
+      # Which of them a result continues is known by the order alone.
+      if len(starts) > 1:
+        for start in starts:
+          ambiguous.update(range(start, start + len(own)))
     arrays += own
-  for ((n, *rest), said), struct in zip(modules.variables(objects), structs):
-    variable = Array((*paths[n], *rest), struct, Role.SHARED)
-    variable.role = _role(variable, said, is_batch=False)
-    arrays.append(variable)
+  said = modules.variables(objects)
+  for ((number, *rest), role), x in zip(said, variables):
+    arrays.append(_array((*paths[number], *rest), x, role))
   _check_not_accumulated(arrays)
   _check_stacked(workers, arrays)
   if workers.mesh is not None:
-    for x in arrays:
-      x.sharding = workers.sharding(x.keys, x.shape)
-      if x.role is Role.BATCH:
-        spec = P(*[None] * x.axis, workers.spmd_axis_name)
-        x.sharding = NamedSharding(workers.mesh, spec)
+    for array in arrays:
+      array.sharding = workers.sharding(array.keys, array.shape)
+      if array.role is Role.BATCH:
+        spec = P(*[None] * array.axis, workers.spmd_axis_name)
+        array.sharding = NamedSharding(workers.mesh, spec)
   rows = _rows(step, workers, options, arrays)
   axis = next((x.axis for x in arrays if x.role is Role.BATCH), 0)
-  copies = own_params.find([x.keys for x in arrays])
-  return Call(form, arrays, rows, axis, states, copies)
+  copies = own_params.find([array.keys for array in arrays])
+  return Call(form, arrays, rows, axis, states, frozenset(ambiguous), copies)
 
 
-def place(workers: Workers, x: Any, a: Array) -> Any:
+def _arrays_of(
+  name: str,
+  value: object,
+  options: Options,
+  paths: dict[int, Keys],
+) -> list[Array]:
+  """Returns the arrays of an argument; adds paths of NNX objects to `paths`."""
+  is_batch = name in options.batches
+  in_state = not is_batch and modules.holds_state(value)
+  roles = iter(modules.roles_of(value))
+  found = []
+  for keys, x in leaves_of(value, _is_constant):
+    keys = (name, *keys)
+    if not isinstance(x, Constant):
+      array = _array(keys, x, next(roles), is_batch)
+      array.in_state = in_state
+      if array.role is Role.BATCH:
+        array.axis = _axis_of(options, name)
+      found.append(array)
+    elif isinstance(x.value, Numbered):
+      paths[x.value.number] = keys
+    else:
+      _check_hashable(keys, x.value)
+  return found
+
+
+def _check_hashable(keys: Keys, value: object) -> None:
+  """Raises for a value by which no program can be found again."""
+  try:
+    hash(value)
+  except TypeError as error:
+    raise TypeError(
+      f'{dotted(keys)} must be hashable, since the step is compiled for each'
+      f' value of what is not an array, got an {error}. Pass an array, or a'
+      ' tuple in place of a list.'
+    ) from error
+
+
+def _array(
+  keys: Keys,
+  x: Any,
+  said: Role | None,
+  is_batch: bool = False,
+) -> Array:
+  """Analyses an array; `said` is from `modules.roles_of`."""
+  struct = jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x))
+  array = Array(keys, struct, Role.SHARED)
+  array.role = _role(array, said, is_batch)
+  return array
+
+
+def place(
+  workers: Workers,
+  x: Any,
+  a: Array,
+) -> Any:
   """Puts an argument's array where it belongs, unless it is on the mesh."""
   if a.in_state and type(x) is int:
     # A count of 0 in a state gets the dtype of those that a step returns, or
@@ -240,8 +298,7 @@ def place(workers: Workers, x: Any, a: Array) -> Any:
   target = a.sharding
   if target is None or isinstance(x, jax.core.Tracer):
     return x
-  there = getattr(getattr(x, 'sharding', None), 'mesh', None) == workers.mesh
-  if there and (
+  if is_on(workers.mesh, x) and (
     a.role is not Role.STACKED or x.sharding.is_equivalent_to(target, x.ndim)
   ):
     if not workers.is_explicit:
@@ -256,7 +313,11 @@ def place(workers: Workers, x: Any, a: Array) -> Any:
   return put(x, target)
 
 
-def _role(x: Array, said: Role | None, is_batch: bool) -> Role:
+def _role(
+  x: Array,
+  said: Role | None,
+  is_batch: bool,
+) -> Role:
   """Returns the role of an array; `said` is what its variable's class says."""
   if is_stacked(x.keys[1:]):
     return Role.STACKED
@@ -283,13 +344,19 @@ def _axis_of(options: Options, name: str) -> int:
   return options.axis or 0
 
 
-def _check_batch(name: str, value: Any, arrays: Sequence[Array]) -> None:
+def _check_batch(
+  name: str,
+  value: Any,
+  arrays: Sequence[Array],
+) -> None:
   """Raises for a batch without arrays to cut."""
-  cut = [x for x in arrays if x.role is Role.BATCH]
-  if not cut and (arrays or not isinstance(value, Mapping | tuple | list)):
+  kind = value.type if isinstance(value, Constant) else type(value)
+  is_container = issubclass(kind, Mapping | tuple | list)
+  is_cut = any(array.role is Role.BATCH for array in arrays)
+  if not is_cut and (arrays or not is_container):
     raise ValueError(
       f'{name} must hold arrays whose rows are cut over the workers, got'
-      f' {type(value).__name__} of {len(arrays)} numbers. Pass arrays:'
+      f' {kind.__name__} of {len(arrays)} numbers. Pass arrays:'
       f' np.asarray({name}).'
     )
 
@@ -325,7 +392,10 @@ def _check_not_accumulated(arrays: Sequence[Array]) -> None:
 
 
 def _rows(
-  step: str, workers: Workers, options: Options, arrays: Sequence[Array]
+  step: str,
+  workers: Workers,
+  options: Options,
+  arrays: Sequence[Array],
 ) -> int | None:
   """Returns the length of one worker's batch, from those of all arrays cut."""
   cut = [a for a in arrays if a.role is Role.BATCH]

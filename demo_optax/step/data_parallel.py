@@ -12,7 +12,7 @@ import numpy as np
 from demo_optax import _checks
 from demo_optax.exchange.algorithm import traced_configs
 from demo_optax.step import agreement, arguments, modules
-from demo_optax.step.arguments import Call, Options
+from demo_optax.step.arguments import Call, Constant, Options
 from demo_optax.step.runner import Runner
 from demo_optax.workers import Workers
 
@@ -130,15 +130,16 @@ class DataParallelStep:
   """A step that `data_parallel` has decorated; called like the step itself."""
 
   def __init__(
-    self, step: Callable[..., Any], workers: Workers, options: Options
+    self,
+    step: Callable[..., Any],
+    workers: Workers,
+    options: Options,
   ):
     functools.update_wrapper(self, step)
     self.workers, self._step, self._options = workers, step, options
     self._names = _positional(step)
     self._place = functools.partial(arguments.place, workers)
-    # What `traces_numbers` says, by the structure of the arguments; calls and
-    # their programs, by all that is static.
-    self._numbers: dict[Any, list[bool]] = {}
+    # Calls and their programs, by all that is static.
     self._known: dict[Any, tuple[Call, Any]] = {}
     self._has_run = False
 
@@ -185,35 +186,36 @@ class DataParallelStep:
       return program.lower(*map(self._place, arrays, call.arrays))
 
   def _open(
-    self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    self,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
   ) -> tuple[Call, Any, list[Any]]:
     """Returns the analysed call, its program, and its arrays."""
-    positions = (_name_of(i, self._names) for i in range(len(args)))
-    named = [
-      (name, arguments.Static(x) if name in self._options.static else x)
-      for name, x in (*zip(positions, args), *sorted(kwargs.items()))
-    ]
-    tree = tuple(x for _, x in named[: len(args)]), dict(named[len(args) :])
-    flat, treedef = jax.tree.flatten(tree, is_leaf=modules.is_object)
-    if treedef not in self._numbers:
-      self._numbers[treedef] = modules.traces_numbers(tree)
-    objects: list[Any] = []
-    fixed, arrays = arguments.take_apart(flat, self._numbers[treedef], objects)
+    names = [_name_of(i, self._names) for i in range(len(args))]
+    given = [*zip(names, args), *sorted(kwargs.items())]
+    values = []
+    for name, x in given:
+      is_static = name in self._options.static
+      values.append(Constant(x, type(x)) if is_static else x)
+    objects: list[object] = []
+    values = arguments.only_arrays(values, objects)
+    named = [(name, x) for (name, _), x in zip(given, values)]
+    tree = tuple(values[: len(args)]), dict(named[len(args) :])
+    arrays, treedef = jax.tree.flatten(tree)
     variables, structure = modules.split(objects)
+    form = arguments.Form(treedef, structure)
     arrays += variables
-    form = arguments.Form(treedef, fixed, structure)
     key = form, tuple(map(_form_of, arrays))
-    try:
-      found = self._known.get(key)
-    except TypeError as error:
-      raise TypeError(
-        f'Arguments of {self!r} that are not arrays must be hashable, since it'
-        f' compiles for each of their values, got an {error}. Pass arrays, or'
-        ' a tuple in place of a list.'
-      ) from error
+    found = self._known.get(key)
     if found is None:
       call = arguments.analyse(
-        repr(self), self.workers, self._options, named, form, objects, key[1]
+        repr(self),
+        self.workers,
+        self._options,
+        named,
+        form,
+        objects,
+        variables,
       )
       found = self._known[key] = call, self._program(call)
       if len(self._known) == 20:
@@ -266,23 +268,22 @@ def _name_of(position: int, names: Sequence[str]) -> str:
 
 
 def _listed(
-  step: Callable[..., Any], argnums: Any, argnames: Any
+  step: Callable[..., object],
+  argnums: int | Sequence[int] | None,
+  argnames: str | Sequence[str] | None,
 ) -> frozenset[str]:
   """Returns the names of the arguments that two options of a step list."""
   parameters, names = _parameters(step), _positional(step)
-  kinds = {p.kind for p in parameters.values()}
+  kinds = {parameter.kind for parameter in parameters.values()}
   takes_more = inspect.Parameter.VAR_POSITIONAL in kinds
   takes_any_name = inspect.Parameter.VAR_KEYWORD in kinds
-  # The last argument is unknown if calls may have fewer or more.
-  is_open = takes_more or any(
-    parameters[n].default is not inspect.Parameter.empty for n in names
-  )
-  known = {*parameters, *range(0 if is_open else -len(names), len(names))}
   found = set()
   for x in jax.tree.leaves((argnums, argnames)):
     is_name = isinstance(x, str)
-    is_more = takes_any_name if is_name else takes_more and x >= 0
-    if x not in known and not is_more:
+    is_known = is_name and (x in parameters or takes_any_name)
+    if not is_name and x >= 0:
+      is_known = x < len(names) or takes_more
+    if not is_known:
       raise ValueError(
         f'data_parallel must be given arguments of the step, got {x!r}, but'
         f' the arguments of {_label(step)} are {", ".join(parameters)}. Give'

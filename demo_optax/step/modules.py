@@ -6,10 +6,11 @@ outside, merged inside, split again after the step, and updated in place.
 Flax is imported by the user or not at all.
 """
 
+import collections
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +23,8 @@ from demo_optax.step.roles import Role
 
 
 def param_specs(
-  model: Any, rules: Sequence[tuple[str, Any]] | None = None
+  model: object,
+  rules: Sequence[tuple[str, str | None]] | None = None,
 ) -> Any:
   """Returns the partition specs that a Flax model's own annotations ask for.
 
@@ -41,7 +43,10 @@ def param_specs(
   if nnx is not None and isinstance(model, nnx.Module):
     model = nnx.state(model, nnx.Param)
   if nnx is not None and isinstance(model, nnx.State):
-    with nnx.logical_axis_rules(rules) if rules else contextlib.nullcontext():
+    context: Any = contextlib.nullcontext()
+    if rules:
+      context = nnx.logical_axis_rules(rules)
+    with context:
       return nnx.get_partition_spec(model)
   linen = sys.modules.get('flax.linen')
   if linen is None or not isinstance(model, Mapping):
@@ -61,9 +66,10 @@ def param_specs(
       )
     return linen.logical_to_mesh_axes(x.names, rules)
 
-  return jax.tree.map(
-    spec, model, is_leaf=lambda x: isinstance(x, linen.Partitioned)
-  )
+  def is_box(x: object) -> bool:
+    return isinstance(x, linen.Partitioned)
+
+  return jax.tree.map(spec, model, is_leaf=is_box)
 
 
 def _nnx() -> Any:
@@ -88,7 +94,7 @@ def in_transform() -> Iterator[None]:
     yield
 
 
-def split(objects: Sequence[Any]) -> tuple[list[Any], Any]:
+def split(objects: Sequence[object]) -> tuple[list[jax.Array], object]:
   """Returns the arrays of NNX objects, split together, and the structure."""
   if not objects:
     return [], None
@@ -98,7 +104,11 @@ def split(objects: Sequence[Any]) -> tuple[list[Any], Any]:
   return leaves, (graphdef, treedef)
 
 
-def merge(structure: Any, leaves: Sequence[Any], inner: bool) -> list[Any]:
+def merge(
+  structure: Any,
+  leaves: Sequence[jax.Array],
+  inner: bool,
+) -> list[object]:
   """Undoes `split`: makes objects `inner` of a step, updates them outside."""
   if structure is None:
     return []
@@ -107,7 +117,9 @@ def merge(structure: Any, leaves: Sequence[Any], inner: bool) -> list[Any]:
     return list(context.unflatten(graphdef, treedef.unflatten(leaves)))
 
 
-def variables(objects: Sequence[Any]) -> list[tuple[Keys, Role | None]]:
+def variables(
+  objects: Sequence[object],
+) -> list[tuple[Keys, Role | None]]:
   """Returns the path and role (`roles_of`) of each array of `split`."""
   if not objects:
     return []
@@ -115,18 +127,19 @@ def variables(objects: Sequence[Any]) -> list[tuple[Keys, Role | None]]:
   return _with_roles(list(zip(flat.paths, flat.leaves)))
 
 
-def check_variables(before: Sequence[Keys], objects: Sequence[Any]) -> None:
+def check_variables(before: Sequence[Keys], objects: Sequence[object]) -> None:
   """Raises if a step has changed which arrays its NNX objects hold."""
+  if not objects:
+    return
   after = [keys for keys, _ in variables(objects)]
-  nodes = _nnx().iter_graph(list(objects)) if objects else ()
-  kept = {  # in plain attributes
-    (*keys, name)
-    for keys, node in nodes
-    if is_object(node)
-    for name, x in vars(node).items()
-    if isinstance(x, jax.core.Tracer)
-  }
-  changed = ({*before} ^ {*after}) | (kept - {*before})
+  changed = {*before} ^ {*after}
+  for keys, node in _nnx().iter_graph(list(objects)):
+    if not is_object(node):
+      continue
+    for name, x in vars(node).items():
+      path = (*keys, name)
+      if isinstance(x, jax.core.Tracer) and path not in before:
+        changed.add(path)  # in a plain attribute
   if changed or after != [*before]:
     raise ValueError(
       'A step must not add or remove arrays of its Flax objects, got'
@@ -135,88 +148,86 @@ def check_variables(before: Sequence[Keys], objects: Sequence[Any]) -> None:
     )
 
 
-def is_object(x: Any) -> bool:
+def is_object(x: object) -> bool:
   """Returns whether `x` is an NNX module, optimizer, metric or stream."""
   nnx = _nnx()
   return nnx is not None and isinstance(x, nnx.Pytree)
 
 
-def holds_state(tree: Any) -> bool:
-  """Returns whether `tree` is, or holds, Flax objects or dataclasses."""
+def holds_state(tree: object) -> bool:
+  """Returns whether `tree` is, or holds, Flax variables or dataclasses."""
   nnx = _nnx()
-  kinds = () if nnx is None else (nnx.Pytree, nnx.State, nnx.Variable)
+  kinds = () if nnx is None else (nnx.State, nnx.Variable)
 
-  def is_state(x: Any) -> bool:
+  def is_state(x: object) -> bool:
     return dataclasses.is_dataclass(x) or isinstance(x, kinds)
 
   return any(map(is_state, jax.tree.leaves(tree, is_leaf=is_state)))
 
 
-def traces_numbers(tree: Any) -> list[bool]:
-  """Returns for each leaf whether it is an array if it is a Python number.
+def map_leaves(fun: Callable[[object, bool], object], tree: object) -> Any:
+  """Applies `fun(leaf, traces_number)`; NNX objects are leaves.
 
+  `traces_number` says whether the leaf is an array if it is a Python number.
   Not in Equinox modules, whose layers decide by numbers what to trace
-  (`eqx.nn.MaxPool2d.init`), as in `eqx.filter_jit`. NNX objects are leaves.
+  (`eqx.nn.MaxPool2d.init`), as in `eqx.filter_jit`.
   """
-  equinox = sys.modules.get('equinox')
-  modules = () if equinox is None else equinox.Module
-  parts = jax.tree.leaves(
-    tree, is_leaf=lambda x: is_object(x) or isinstance(x, modules)
-  )
-  return [
-    not isinstance(part, modules)
-    for part in parts
-    for _ in jax.tree.leaves(part, is_leaf=is_object)
-  ]
+  module = getattr(sys.modules.get('equinox'), 'Module', ())
+  kinds = module, getattr(_nnx(), 'Pytree', ())
+  parts, treedef = jax.tree.flatten(tree, lambda x: isinstance(x, kinds))
+  found = []
+  for part in parts:
+    if isinstance(part, module):
+      part = jax.tree.map(lambda x: fun(x, False), part, is_leaf=is_object)
+    else:
+      part = fun(part, True)
+    found.append(part)
+  return treedef.unflatten(found)
 
 
-def is_array(x: Any, traces_number: bool) -> bool:
+def is_array(x: object, traces_number: bool) -> bool:
   """Returns whether a leaf is an array; a step is compiled for all others."""
-  return isinstance(x, _ARRAYS) or (
-    traces_number
-    and isinstance(x, int | float | complex)
-    and not isinstance(x, bool)
-  )
+  if isinstance(x, _ARRAYS):
+    return True
+  is_number = isinstance(x, int | float | complex) and type(x) is not bool
+  return traces_number and is_number
 
 
-def roles_of(tree: Any) -> list[Role | None]:
+def roles_of(tree: object) -> list[Role | None]:
   """Returns the roles that Flax's variables say by their classes.
 
   `STATISTICS` for `nnx.BatchStat`, `ADDED` for total and count of an
   `nnx.metrics.Average`, `KEY` for random keys in variables, `SHARED` for counts
-  of streams and for variables of optimizers, None for anything else. NNX
-  objects are leaves.
+  of streams and for variables of optimizers, None for anything else.
   """
   nnx = _nnx()
   if nnx is None:
     return [None] * jax.tree.structure(tree).num_leaves
-  flat = leaves_of(tree, lambda x: isinstance(x, nnx.Pytree | nnx.Variable))
+  flat = leaves_of(tree, lambda x: isinstance(x, nnx.Variable))
   return [role for _, role in _with_roles(flat)]
 
 
 def _with_roles(
-  flat: Sequence[tuple[Keys, Any]],
+  flat: Sequence[tuple[Keys, object]],
 ) -> list[tuple[Keys, Role | None]]:
-  """Returns the paths and roles of the arrays in variables and objects."""
+  """Returns the paths and roles of the arrays in variables."""
   nnx = _nnx()
-  metrics = [k for k, x in flat if isinstance(x, nnx.metrics.MetricState)]
-
-  def role(keys: Keys, x: Any) -> Role | None:
-    if isinstance(x, nnx.BatchStat):
-      return Role.STATISTICS
-    # Noise of an optimizer must be equal on all workers.
-    if isinstance(x, nnx.RngCount | nnx.OptState):
-      return Role.SHARED
-    if isinstance(x, nnx.Variable) and prng.is_key_array(x.get_value()):
-      return Role.KEY
-    if keys not in metrics:
-      return None
-    parts = {k[-1] for k in metrics if k[:-1] == keys[:-1]}
-    return Role.ADDED if parts == {'total', 'count'} else Role.SHARED
-
-  found = []
+  fields = collections.defaultdict(set)  # of metrics
   for keys, x in flat:
-    is_variable = isinstance(x, nnx.Variable)
-    count = len(jax.tree.leaves(x)) if is_variable else 1  # an object is a leaf
-    found += [(keys, role(keys, x))] * count
+    if isinstance(x, nnx.metrics.MetricState):
+      fields[keys[:-1]].add(keys[-1])
+  found: list[tuple[Keys, Role | None]] = []
+  for keys, x in flat:
+    role = None
+    if isinstance(x, nnx.BatchStat):
+      role = Role.STATISTICS
+    # Noise of an optimizer must be equal on all workers.
+    elif isinstance(x, nnx.RngCount | nnx.OptState):
+      role = Role.SHARED
+    elif isinstance(x, nnx.Variable) and prng.is_key_array(x.get_value()):
+      role = Role.KEY
+    elif isinstance(x, nnx.metrics.MetricState):
+      is_average = fields[keys[:-1]] == {'total', 'count'}
+      role = Role.ADDED if is_average else Role.SHARED
+    found += [(keys, role)] * len(jax.tree.leaves(x))
   return found

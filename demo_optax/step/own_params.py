@@ -6,8 +6,8 @@ all workers share. Both are in the optimizer state.
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from demo_optax._paths import Keys, dotted
@@ -18,28 +18,29 @@ _OWN, _SHARED = ('worker_stacked', 'params'), ('global_params',)
 _START = ('worker_stacked', 'start')
 
 
-def find(keys: Sequence[Keys]) -> dict[int, list[int]]:
+def find(paths: Sequence[Keys]) -> dict[int, list[int]]:
   """Finds the parameters of which each worker has its own copy.
 
   Returns the number of each, among the arrays with such paths, and those of its
   copies in the optimizer state: the one that all workers share, the worker's
   own, and, of one that drifts, where it started.
   """
-  numbers = {k: number for number, k in enumerate(keys)}
-  found = {}
-  for root, params in _states(keys).items():
-    prefix = _model_of(root, params, keys)
-    for k in params:
-      copies = [(*root, *part, *k) for part in (_SHARED, _OWN, _START)]
-      found[numbers[*prefix, *k]] = [
-        numbers[copy] for copy in copies if copy in numbers
-      ]
+  known = {path: number for number, path in enumerate(paths)}
+  found: dict[int, list[int]] = {}
+  for root, params in _states(known).items():
+    prefix = _model_of(root, params, known)
+    for path in params:
+      copies = found.setdefault(known[*prefix, *path], [])
+      for part in (_SHARED, _OWN, _START):
+        copy = (*root, *part, *path)
+        if copy in known:
+          copies.append(known[copy])
   return found
 
 
 def enter(
   params: Mapping[int, Sequence[int]],
-  arrays: list[Any],
+  arrays: list[jax.Array],
   names: Sequence[Keys],
 ) -> None:
   """Puts the worker's own copies in the places of the parameters.
@@ -63,33 +64,34 @@ def enter(
     for copy in copies:
       old = arrays[copy]
       arrays[copy] = jnp.where(changed, x.astype(old.dtype), old)
-    arrays[number] = arrays[copies[1]]
+    arrays[number] = arrays[copies[1]]  # the worker's own, for the model
 
 
-def _states(keys: Sequence[Keys]) -> dict[Keys, list[Keys]]:
+def _states(known: Mapping[Keys, int]) -> dict[Keys, list[Keys]]:
   """Returns the paths of the parameters in states of `local_updates`."""
   roots: dict[Keys, list[Keys]] = {}
-  for k in keys:
-    for start in range(len(k) - 1):
-      if k[start : start + 2] == _OWN:
-        roots.setdefault(k[:start], []).append(k[start + 2 :])
-  known = {*keys}
-  return {
-    root: params
-    for root, params in roots.items()
-    if {(*root, *_SHARED, *k) for k in params} <= known
-  }
+  for path in known:
+    for start in range(len(path) - 1):
+      root, param = path[:start], path[start + 2 :]
+      is_own = path == (*root, *_OWN, *param)
+      if is_own and (*root, *_SHARED, *param) in known:
+        roots.setdefault(root, []).append(param)
+  return roots
 
 
-def _model_of(root: Keys, params: Sequence[Keys], keys: Sequence[Keys]) -> Keys:
+def _model_of(
+  root: Keys,
+  params: Sequence[Keys],
+  known: Mapping[Keys, int],
+) -> Keys:
   """Returns the path of the model whose parameters a state has."""
-  known = {*keys}
-  starts = dict.fromkeys(k[: len(k) - len(params[0])] for k in keys)
-  models = [
-    start
-    for start in starts
-    if start[: len(root)] != root and all((*start, *k) in known for k in params)
-  ]
+  models = []
+  for path in known:
+    start = path[: len(path) - len(params[0])]
+    is_in_state = start[: len(root)] == root
+    is_model = path == (*start, *params[0]) and not is_in_state
+    if is_model and all((*start, *param) in known for param in params):
+      models.append(start)
   if len(models) != 1:
     names = ', '.join(map(dotted, models)) or 'none'
     these = textwrap.shorten(', '.join(map(dotted, params)), 200)

@@ -31,7 +31,7 @@ from demo_optax.step.results import Returned
 from demo_optax.step.roles import Role
 from demo_optax.workers import Workers
 from demo_optax.workers.split import PartedStep
-from demo_optax.workers.value import put
+from demo_optax.workers.workers import put
 
 _LOG = logging.getLogger('demo_optax.remote')
 

@@ -1,32 +1,35 @@
 """Makes one value for all workers of each array that a step returns."""
 
+import collections
 import dataclasses
-import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from demo_optax._paths import Keys, dotted, is_stacked, leaves_of
+from demo_optax._tree import is_inexact
 from demo_optax.numerics import prng
 from demo_optax.step import modules, own_params
-from demo_optax.step.arguments import Call, Fixed, Form, Shapes, take_apart
+from demo_optax.step.arguments import Call, Form, StateForm, only_arrays
 from demo_optax.step.roles import Role
 from demo_optax.workers import Workers, collectives, inside
 from demo_optax.workers.variation import Origin
 
+Tree = TypeVar('Tree')
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
-class OutBatch:
+class OutBatch(Generic[Tree]):
   """Rows of a batch among the results of a step."""
 
-  value: Any
+  value: Tree
 
 
-def out_batch(tree: Any) -> Any:
+def out_batch(tree: Tree) -> OutBatch[Tree]:
   """Marks arrays that a step returns as rows of its batch.
 
   For predictions and losses per row: `data_parallel` joins the rows of all
@@ -44,16 +47,6 @@ def out_batch(tree: Any) -> Any:
   """
   inside.check_in_step('out_batch')
   return OutBatch(_without_marks(tree)[0])
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, eq=False)
-class Returned:
-  """The static part of a result; it leaves `jax.jit` in the structure."""
-
-  form: Form
-  # For each array, the number of the shared argument whose next value it is.
-  nexts: list[int | None]
 
 
 @dataclasses.dataclass
@@ -77,82 +70,89 @@ class Result:
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
-class Collected:
-  """What is known of the results of a step, when it has been traced."""
+class Returned:
+  """What is known of the results of a step that has been traced.
+
+  As a static part of the results it leaves `jax.jit` in their structure.
+  """
 
   results: list[Result]
-  returned: Returned
+  form: Form
+
+  @property
+  def nexts(self) -> list[int | None]:
+    """For each array the number of the shared argument whose next value it is.
+
+    Momentum is not shared.
+    """
+    return [None if x.role is Role.STACKED else x.at for x in self.results]
 
 
 def collect(
-  call: Call, returned: Any, objects: list[Any], own: Sequence[Any]
-) -> tuple[list[Any], Collected]:
+  call: Call,
+  returned: object,
+  objects: list[object],
+  own: Sequence[jax.Array],
+) -> tuple[list[jax.Array], Returned]:
   """Collects the results of a step, then the variables of `objects` after it.
 
   `own` are the arrays that the step had. Returns arrays, and about them.
   """
   after, structure = modules.split(objects)
-  returned, is_rows = _without_marks(returned)
-  treedef = jax.tree.structure(returned, modules.is_object)
-  flat = leaves_of({'result': returned}, modules.is_object)
-  known, leaves = [*objects], [x for _, x in flat]
-  fixed, _ = take_apart(leaves, modules.traces_numbers(returned), known)
+  known = [*objects]
+  # nnx.state(model) is what the step has changed in place.
+  returned = only_arrays(returned, known, after)
   if len(known) > len(objects):
     raise ValueError(
       'A step must return Flax objects that are among its arguments, got a new'
       f' {type(known[-1]).__name__}. Make Flax objects outside of the step and'
       ' pass them to it, or return nnx.state(...) of it.'
     )
-  # nnx.state(model) is what the step has changed in place.
-  numbers = {id(x): number for number, x in enumerate(after)}
-  fixed = tuple(
-    Fixed('variable', numbers[id(x)]) if not f and id(x) in numbers else f
-    for x, f in zip(leaves, fixed)
-  )
-  shapes = tuple(None if f else np.shape(x) for x, f in zip(leaves, fixed))
-  previous = _previous(call, treedef, shapes, [])
-  names = [f'the {dotted(keys)}' for keys, _ in flat]
+  returned, is_rows = _without_marks(returned)
+  nexts = _next_values(call, returned)
   said = modules.roles_of(returned)
-  found = [
-    leaf
-    for leaf, f in zip(zip(names, flat, previous, said, is_rows), fixed)
-    if f is None
-  ]
-  start = call.form.fixed.count(None)  # where variables are
-  found += [
-    (f'the variable {a.name}', (a.keys, x), at, a.role, False)
-    for at, (a, x) in enumerate(zip(call.arrays[start:], after), start)
-  ]
-  unchanged = {id(x): at for at, x in enumerate(own)}
-  doubtful = _in_several(call)
-  values: list[Any] = []
+  unchanged = {id(x): number for number, x in enumerate(own)}
+  values: list[jax.Array] = []
   results: list[Result] = []
-  for name, (keys, x), at, role, rows in found:
-    result = Result(name, keys, Role.BATCH, at)
-    is_same = id(x) in unchanged
-    if not rows:
-      result.role = _role(result, x, role, is_same or at in doubtful)
-    if is_same and result.role is Role.KEY:
-      result.at, result.is_kept = unchanged[id(x)], True
+
+  def add(
+    result: Result,
+    x: jax.Array,
+    role: Role | None,
+  ) -> None:
+    number = unchanged.get(id(x))
+    if result.role is not Role.BATCH:
+      result.role = _role(call, result, x, role, number is not None)
+    if number is not None and result.role is Role.KEY:
+      result.at, result.is_kept = number, True
     results.append(result)
     values.append(x)
-  copies = own_params.find([r.keys for r in results])
+
+  flat = leaves_of({'result': returned})
+  for place, (keys, x) in enumerate(flat):
+    role = Role.BATCH if is_rows[place] else Role.SHARED
+    result = Result(f'the {dotted(keys)}', keys, role, nexts[place])
+    add(result, x, said[place])
+  start = len(call.arrays) - len(after)  # where variables are
+  for number, x in enumerate(after, start):
+    array = call.arrays[number]
+    name = f'the variable {array.name}'
+    add(Result(name, array.keys, Role.SHARED, number), x, array.role)
+  # The model that is returned is the one that all workers share.
+  copies = own_params.find([result.keys for result in results])
   for number, (shared, *_) in copies.items():
     results[number].role = Role.SHARED
     values[number] = values[shared].astype(values[number].dtype)
-  nexts = [None if r.role is Role.STACKED else r.at for r in results]
-  collected = Collected(
-    results, Returned(Form(treedef, fixed, structure), nexts)
-  )
-  return [jnp.asarray(x) for x in values], collected
+  form = Form(jax.tree.structure(returned), structure)
+  return [*map(jnp.asarray, values)], Returned(results, form)
 
 
 def settle(
   call: Call,
-  collected: Collected,
+  returned: Returned,
   values: Sequence[jax.Array],
   origins: Sequence[Origin],
-  before: Sequence[Any],
+  before: Sequence[jax.Array],
   view: inside.StepView,
   is_spread: bool,
 ) -> tuple[list[Any], list[Any]]:
@@ -165,20 +165,25 @@ def settle(
   """
   own: list[Any] = []
   equal: list[Any] = []
-  for result, x, origin in zip(collected.results, values, origins):
-    is_apart = result.role in (Role.STACKED, Role.BATCH)
+  for result, x, origin in zip(returned.results, values, origins):
     if result.role is Role.BATCH:
       _check_rows(result, x, call)
       x = jnp.moveaxis(x, call.axis, 0)
-    if not is_apart:
-      old = None if result.at is None else before[result.at]
-      x = _combine(result, x, old, origin, view.axis, is_spread)
-    own.append(x if is_apart else None)
-    equal.append(None if is_apart else x)
+    if result.role.is_own:
+      own.append(x)
+      equal.append(None)
+      continue
+    old = None if result.at is None else before[result.at]
+    own.append(None)
+    equal.append(_combine(result, x, old, origin, view.axis, is_spread))
   return own, equal
 
 
-def hold(workers: Workers, result: Result, x: jax.Array) -> jax.Array:
+def hold(
+  workers: Workers,
+  result: Result,
+  x: jax.Array,
+) -> jax.Array:
   """Returns a result where it belongs."""
   types_say_it = workers.mesh is None or workers.is_explicit
   is_state = result.at is not None or result.role is Role.STACKED
@@ -188,37 +193,38 @@ def hold(workers: Workers, result: Result, x: jax.Array) -> jax.Array:
   return jax.lax.with_sharding_constraint(x, sharding)
 
 
-def _without_marks(returned: Any) -> tuple[Any, list[bool]]:
+def _without_marks(returned: Tree) -> tuple[Tree, list[bool]]:
   """Returns results without `OutBatch`, and which of their leaves are rows."""
+  is_rows: list[bool] = []
 
-  def is_node(x: Any) -> bool:
-    return isinstance(x, OutBatch) or modules.is_object(x)
+  def is_mark(x: object) -> bool:
+    return isinstance(x, OutBatch)
 
-  def plain(x: Any) -> Any:
+  def plain(x: object) -> object:
+    is_rows.extend([is_mark(x)] * len(jax.tree.leaves(x)))
     return x.value if isinstance(x, OutBatch) else x
 
-  parts = jax.tree.leaves(returned, is_leaf=is_node)
-  is_rows: list[bool] = []
-  for part in parts:
-    count = len(jax.tree.leaves(plain(part), is_leaf=modules.is_object))
-    is_rows += [isinstance(part, OutBatch)] * count
-  return jax.tree.map(plain, returned, is_leaf=is_node), is_rows
+  return jax.tree.map(plain, returned, is_leaf=is_mark), is_rows
 
 
 def _role(
-  result: Result, x: Any, said: Role | None, adds_nothing: bool
+  call: Call,
+  result: Result,
+  x: jax.Array,
+  said: Role | None,
+  is_unchanged: bool,
 ) -> Role:
   """Returns the role of a result; `said` is what its variable's class says."""
   if is_stacked(result.keys):
     return Role.STACKED
   if said in (None, Role.KEY) and prng.is_key_array(x):
     return Role.KEY
-  if said is Role.ADDED and (result.at is None or adds_nothing):
+  is_unknown = result.at is None or result.at in call.ambiguous
+  if said is Role.ADDED and (is_unknown or is_unchanged):
     return Role.SHARED
   if said is not None:
     return said
-  is_real = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-  if result.at is None and is_real and not np.shape(x):
+  if result.at is None and is_inexact(x) and not np.shape(x):
     return Role.MEAN
   return Role.SHARED
 
@@ -235,6 +241,7 @@ def _combine(
   if result.is_kept:  # the next step folds a key that is the same again
     return old
   if result.role is Role.ADDED:
+    # Each worker has added to the same total.
     if Origin.TOTAL in origin:
       return old + collectives.total(x - old, axis)
     if origin.differs:
@@ -244,23 +251,26 @@ def _combine(
       )
   if not origin.differs:
     return x
-  if result.role is Role.KEY:
+  if result.role is Role.KEY:  # all go on from one key, and fold it again
     return collectives.first(x, axis)
-  # Integers have no mean.
-  is_real = jnp.issubdtype(x.dtype, jnp.inexact)
-  if result.role is Role.STATISTICS and is_real:
+  if result.role is Role.STATISTICS and is_inexact(x):
     # Statistics of a worker that saw a NaN would stay NaN for ever.
     return collectives.mean_finite(x, axis, old)
   if result.role is Role.MEAN:
     # XLA would send slices of what is spread one by one, to add them in order.
     return collectives.mean_finite(x, axis, ordered=not is_spread)
   name = f'{result.name}, {x.dtype}{list(x.shape)},'
-  raise ValueError(inside.differs_text(name))
+  raise ValueError(inside.differs_text(name, inside.RETURNED))
 
 
-def _check_rows(result: Result, x: jax.Array, call: Call) -> None:
+def _check_rows(
+  result: Result,
+  x: jax.Array,
+  call: Call,
+) -> None:
   """Raises for marked rows that are not those of the worker's batch."""
-  if call.rows is None or x.shape[call.axis : call.axis + 1] != (call.rows,):
+  length = x.shape[call.axis : call.axis + 1]  # () if it has no such axis
+  if length != (call.rows,):
     raise ValueError(
       f'out_batch must be given arrays with the {call.rows} rows of a worker'
       f' along axis {call.axis}, got {result.name} of shape {x.shape}. Return'
@@ -268,36 +278,31 @@ def _check_rows(result: Result, x: jax.Array, call: Call) -> None:
     )
 
 
-def _in_several(call: Call) -> set[int]:
-  """Returns the arrays of arguments that have the structure of another one."""
-  found: set[int] = set()
-  for (_, shapes), firsts in call.states.items():
-    count = len(shapes) - shapes.count(None)
-    if len(firsts) > 1:
-      found.update(n for first in firsts for n in range(first, first + count))
-  return found
-
-
-def _previous(
-  call: Call, treedef: Any, shapes: Shapes, seen: list[Any]
-) -> list[int | None]:
-  """Returns for each leaf the number of the array it is the next value of.
+def _next_values(call: Call, returned: object) -> list[int | None]:
+  """Returns for each array the number of the one it is the next value of.
 
   None for what is not part of the next value of a shared argument. Arguments of
-  one structure are returned in their order; `seen` has the structures so far.
+  one form are returned in their order.
   """
-  structure = treedef, shapes
-  for known, firsts in call.states.items():
-    if known == structure:
-      first = firsts[min(seen.count(structure), len(firsts) - 1)]
-      seen.append(structure)
-      after = itertools.count(first)
-      return [None if shape is None else next(after) for shape in shapes]
-  kind, _ = treedef.node_data() or (None, None)
-  if kind not in (tuple, list, dict):  # not the fields of a NamedTuple
-    return [None] * len(shapes)
+  seen: collections.Counter[object] = collections.Counter()
   found: list[int | None] = []
-  for part in treedef.children():
-    own = shapes[len(found) : len(found) + part.num_leaves]
-    found += _previous(call, part, own, seen)
+
+  def form_of(x: object) -> StateForm:
+    leaves, treedef = jax.tree.flatten(x)
+    return treedef, tuple(map(np.shape, leaves))
+
+  def is_whole(x: object) -> bool:  # not the fields of a NamedTuple
+    return type(x) not in (tuple, list, dict) or form_of(x) in call.states
+
+  for part in jax.tree.leaves(returned, is_leaf=is_whole):
+    form = form_of(part)
+    count = len(form[1])
+    starts = call.states.get(form, [])
+    # Any loss has the form of a single scalar.
+    if not starts or form[1] == ((),):
+      found += [None] * count
+      continue
+    start = starts[min(seen[form], len(starts) - 1)]
+    seen[form] += 1
+    found += range(start, start + count)
   return found

@@ -26,3 +26,8 @@ class Role(enum.Enum):
   MEAN = 'mean'
   STATISTICS = 'statistics'
   ADDED = 'added'
+
+  @property
+  def is_own(self) -> bool:
+    """Whether workers have different parts."""
+    return self in (Role.BATCH, Role.STACKED)

@@ -18,14 +18,19 @@ from demo_optax.step.roles import Role
 from demo_optax.workers import Workers, inside, lift
 from demo_optax.workers.in_turn import run_in_turn
 from demo_optax.workers.inside import StepView
-from demo_optax.workers.variation import Origin, origins_of_outputs
+from demo_optax.workers.variation import Origin, follow, origins_at
 
 # Arrays of the worker's own and arrays that are equal on all workers, None in
 # one of both, and what is known of them: see `results.settle`.
-_Settled = tuple[list[Any], list[Any], results.Collected]
+_Settled = tuple[list[Any], list[Any], results.Returned]
 
-# What the workers do not share.
-_CUT = Role.BATCH, Role.STACKED
+# What is a worker's own among the arguments; other roles are shared.
+_ORIGINS = {
+  Role.BATCH: Origin.DATA | Origin.ROWS,
+  Role.KEY: Origin.DATA,
+  Role.STACKED: Origin.STATE,
+  Role.ADDED: Origin.TOTAL,
+}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,155 +45,160 @@ class Runner:
   """
 
   workers: Workers
-  step: Callable[..., Any]
+  step: Callable[..., object]
   call: Call
   scans_rows: bool
 
   def __call__(
-    self, *arrays: Any, index: Any = None
-  ) -> tuple[list[Any], results.Returned]:
+    self,
+    *arrays: jax.Array,
+    index: Any = None,
+  ) -> tuple[list[jax.Array], results.Returned]:
     """Runs the step of all workers, or of the separate program `index`."""
     workers = self.workers
     if workers.relay is not None:
-      own, equal, known = self._run_program(arrays, index)
+      with lift.context(workers):
+        own, equal, known = self._run_alone(workers, index, arrays)
     elif workers.mesh is not None and not workers.param_specs.all_sizes:
       own, equal, known = self._run_on_devices(arrays)
     else:
       own, equal, known = self._run_mapped(arrays)
     values = []
     for result, apart, x in zip(known.results, own, equal):
-      x = x if apart is None else apart
+      if apart is not None:
+        x = apart
       if result.role is Role.BATCH:
         x = jnp.moveaxis(x, 0, self.call.axis)
       values.append(results.hold(workers, result, x))
-    return values, known.returned
+    return values, known
 
-  def _one_worker(
-    self, view: StepView, index: Any, arrays: Sequence[Any]
+  def _run_alone(
+    self,
+    workers: Workers,
+    index: jax.Array,
+    arrays: Sequence[jax.Array],
   ) -> _Settled:
-    """Runs the step of worker `index`, with the arrays as it has them."""
-    own = self.call.replace(Role.KEY, lambda x, _: prng.fold(x, index), arrays)
-    if self.call.own_params:
-      names = [a.keys for a in self.call.arrays]
-      own_params.enter(self.call.own_params, own, names)
+    """Runs the step of a worker that shares no device, or is a program."""
+    # In the step nothing has a worker axis.
+    inner = dataclasses.replace(workers, stacked_state=False)
+    view = StepView(workers.axis, self.workers.count, inner)
+    arrays = self.call.replace(Role.STACKED, lambda x, _: x[0], arrays)
+    own, equal, known = self._one_worker(view, index, arrays)
+    # Outside of the step momentum is [workers, ...]: here, of this worker.
+    for number, result in enumerate(known.results):
+      if result.role is Role.STACKED:
+        own[number] = own[number][None]
+    return own, equal, known
 
-    def step(*own: Any) -> Any:
-      (args, kwargs), objects = self.call.form.merge(own, inner=True)
-      variables = [keys for keys, _ in modules.variables(objects)]
-      returned = self.step(*args, **kwargs)
-      modules.check_variables(variables, objects)
-      return results.collect(self.call, returned, objects, own)
-
-    with _explained(self.workers):
-      closed, (_, known) = inside.trace(view, step, own)
-      origins = self._origins()
-      found = origins_of_outputs(closed, origins, view.axis)
-      if self.workers.sequential:
-        values = run_in_turn(closed, origins, view.axis, own)
-      else:
-        values = core.jaxpr_as_fun(closed)(*own)
-      # A constant among the results comes back as a number.
-      values = [
-        jnp.asarray(x, like.dtype)
-        if isinstance(x, int | float | complex)
-        else x
-        for x, like in zip(values, closed.out_avals)
-      ]
-    is_spread = view.own is None and self.workers.mesh is not None
-    settled = results.settle(
-      self.call, known, values, found, arrays, view, is_spread
-    )
-    return *settled, known
-
-  def _origins(self) -> list[Origin]:
-    """Returns the origins of the arguments."""
-    found = []
-    for number, a in enumerate(self.call.arrays):
-      origin = Origin.NOTHING
-      if a.role in (Role.BATCH, Role.KEY):
-        origin = Origin.DATA
-      elif a.role is Role.STACKED or number in self.call.own_params:
-        origin = Origin.STATE
-      if a.role is Role.BATCH and not self.scans_rows:
-        origin |= Origin.ROWS
-      if a.role is Role.ADDED:
-        origin = Origin.TOTAL
-      found.append(origin)
-    return found
-
-  def _run_program(self, arrays: Sequence[Any], index: Any) -> _Settled:
-    """Runs the step of a worker that is a separate program."""
-    workers = self.workers
-    own = dataclasses.replace(workers, stacked_state=False)
-    view = StepView(workers.axis, workers.count, own)
-    with lift.context(workers):
-      arrays = self.call.replace(Role.STACKED, lambda x, _: x[0], arrays)
-      return _stacked_again(self._one_worker(view, index, arrays))
-
-  def _run_on_devices(self, arrays: Sequence[Any]) -> _Settled:
+  def _run_on_devices(self, arrays: Sequence[jax.Array]) -> _Settled:
     """Runs the step in a `shard_map`, where each worker is one device."""
     workers, axis = self.workers, self.workers.axis_name
-    # In the step nothing has a worker axis.
-    own = dataclasses.replace(Workers.on_axis(axis), stacked_state=False)
-    view = StepView(axis, workers.count, own)
 
-    def one_device(*arrays: Any) -> _Settled:
+    def one_device(arrays: Sequence[jax.Array]) -> _Settled:
       index = jax.lax.axis_index(axis)
-      own = self.call.replace(Role.STACKED, lambda x, _: x[0], arrays)
-      return _stacked_again(self._one_worker(view, index, own))
+      return self._run_alone(Workers.on_axis(axis), index, arrays)
 
-    specs = [
-      P(*[None] * a.axis, axis) if a.role in _CUT else P()
-      for a in self.call.arrays
-    ]
+    specs, placed = [], []
+    for x, array in zip(arrays, self.call.arrays):
+      spec = P(*[None] * array.axis, axis) if array.role.is_own else P()
+      specs.append(spec)
+      placed.append(lift.reshard(workers, x, spec))
     return jax.shard_map(
       one_device,
       mesh=workers.mesh,
-      in_specs=tuple(specs),
+      in_specs=(specs,),
       out_specs=(P(axis), P(), P()),
       # Types do not know that parameters stay equal which each worker
-      # differentiates alone; `origins_of_outputs` does.
+      # differentiates alone; `variation.follow` does.
       check_vma=False,
-    )(*(lift.reshard(workers, x, s) for x, s in zip(arrays, specs)))
+    )(placed)
 
-  def _run_mapped(self, arrays: Sequence[Any]) -> _Settled:
+  def _run_mapped(self, arrays: Sequence[jax.Array]) -> _Settled:
     """Runs the step under `jax.vmap`."""
-    workers = self.workers
-    view = StepView(inside.WORKER_AXIS, workers.count, None)
+    workers, axis = self.workers, inside.WORKER_AXIS
+    view = StepView(axis, workers.count, None)
 
-    def one_worker(arrays: Sequence[Any]) -> _Settled:
-      index = jax.lax.axis_index(inside.WORKER_AXIS)
-      return self._one_worker(view, index, arrays)
+    def one_worker(arrays: Sequence[jax.Array]) -> _Settled:
+      return self._one_worker(view, jax.lax.axis_index(axis), arrays)
 
-    def split(x: Any, a: Array) -> Any:
-      rows = lift.split_rows(workers, jnp.moveaxis(x, a.axis, 0))
-      return jnp.moveaxis(rows, 1, a.axis + 1)
+    def split(x: jax.Array, array: Array) -> jax.Array:
+      # From [..., rows, ...] to [workers, ..., rows of a worker, ...].
+      rows = lift.split_rows(workers, jnp.moveaxis(x, array.axis, 0))
+      return jnp.moveaxis(rows, 1, array.axis + 1)
 
     arrays = self.call.replace(Role.BATCH, split, arrays)
-    in_axes = [0 if a.role in _CUT else None for a in self.call.arrays]
+    in_axes = [0 if x.role.is_own else None for x in self.call.arrays]
     # A model may name mesh axes inside a worker, also those of one device.
     with lift.context(workers):
       own, equal, known = jax.vmap(
         one_worker,
         in_axes=(in_axes,),
         out_axes=(0, None, None),
-        axis_name=inside.WORKER_AXIS,
+        axis_name=axis,
         axis_size=workers.count,
         spmd_axis_name=workers.spmd_axis_name,
       )(arrays)
-    for i, result in enumerate(known.results):
-      if result.role is Role.BATCH and own[i] is not None:
-        own[i] = lift.join_rows(workers, own[i])
+    for number, result in enumerate(known.results):
+      if result.role is Role.BATCH:
+        own[number] = lift.join_rows(workers, own[number])
     return own, equal, known
 
+  def _one_worker(
+    self,
+    view: StepView,
+    index: jax.Array,
+    arrays: Sequence[jax.Array],
+  ) -> _Settled:
+    """Runs the step of worker `index`, with the arrays as it has them."""
+    call = self.call
+    own = call.replace(Role.KEY, lambda x, _: prng.fold(x, index), arrays)
+    if call.own_params:
+      names = [array.keys for array in call.arrays]
+      own_params.enter(call.own_params, own, names)
 
-def _stacked_again(settled: _Settled) -> _Settled:
-  """Returns the results of one device, momentum with a worker axis."""
-  own, equal, known = settled
-  for i, result in enumerate(known.results):
-    if result.role is Role.STACKED:
-      own[i] = own[i][None]
-  return own, equal, known
+    def step(
+      *own: jax.Array,
+    ) -> tuple[list[jax.Array], results.Returned]:
+      # The step is called as it was written: with trees and Flax objects.
+      (args, kwargs), objects = call.form.merge(own, inner=True)
+      before = modules.variables(objects)
+      returned = self.step(*args, **kwargs)
+      modules.check_variables([keys for keys, _ in before], objects)
+      return results.collect(call, returned, objects, own)
+
+    with _explained(self.workers):
+      closed, (_, known) = inside.trace(view, step, own)
+      # Before anything is run, mistakes are found in the program.
+      origins = follow(closed.jaxpr, self._origins(), view.axis)
+      if self.workers.sequential:
+        values = run_in_turn(closed, origins, view.axis, own)
+      else:
+        values = core.jaxpr_as_fun(closed)(*own)
+    for number, like in enumerate(closed.out_avals):
+      if isinstance(values[number], int | float | complex):  # a constant
+        values[number] = jnp.asarray(values[number], like.dtype)
+    own, equal = results.settle(
+      call,
+      known,
+      values,
+      origins_at(origins, closed.jaxpr.outvars),
+      arrays,
+      view,
+      is_spread=view.own is None and self.workers.mesh is not None,
+    )
+    return own, equal, known
+
+  def _origins(self) -> list[Origin]:
+    """Returns the origins of the arguments."""
+    found = []
+    for number, array in enumerate(self.call.arrays):
+      origin = _ORIGINS.get(array.role, Origin.NOTHING)
+      if number in self.call.own_params:
+        origin = Origin.STATE
+      if self.scans_rows:
+        origin &= ~Origin.ROWS
+      found.append(origin)
+    return found
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import chex
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
@@ -11,11 +12,13 @@ from demo_optax._tree import is_exchanged, params_of
 from demo_optax.workers import inside
 from demo_optax.workers.collectives import is_tracked, varies
 from demo_optax.workers.param_specs import keep, names_of
-from demo_optax.workers.value import Workers
+from demo_optax.workers.workers import Workers
 
 
 def params_and_like(
-  updates: Any, params: Any, workers: Workers
+  updates: chex.ArrayTree,
+  params: chex.ArrayTree | None,
+  workers: Workers,
 ) -> tuple[Any, Any]:
   """Returns the parameters with gradients, and what has their shapes.
 
@@ -24,19 +27,28 @@ def params_and_like(
   if params is not None:
     params = params_of(updates, params)
     return params, params
-  lead = workers.stacked_gradients and not inside.is_in_step()
-  return None, jax.tree.map(
-    lambda g: jax.ShapeDtypeStruct(np.shape(g)[lead:], g.dtype), updates
-  )
+  lead = int(workers.stacked_gradients and not inside.is_in_step())
+
+  def of_worker(gradient: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(np.shape(gradient)[lead:], gradient.dtype)
+
+  return None, jax.tree.map(of_worker, updates)
 
 
 def check_gradient(
-  name: str, gradient: Any, param: Any | None, workers: Workers
+  name: str,
+  gradient: jax.Array,
+  param: jax.Array | None,
+  workers: Workers,
 ) -> None:
   """Raises unless `gradient` is laid out as `workers` has it."""
   found = np.shape(gradient)
-  lead = (workers.count,) if workers.stacked_gradients else ()
-  shape = found[len(lead) :] if param is None else np.shape(param)
+  lead: tuple[int, ...] = ()
+  if workers.stacked_gradients:
+    lead = (workers.count,)
+  shape = found[len(lead) :]
+  if param is not None:
+    shape = np.shape(param)
   expected = (*lead, *shape)
   if found != expected:
     remedy = "Give the worker's own gradient, unstacked."
@@ -63,7 +75,11 @@ def check_gradient(
     )
 
 
-def check_sharding(path: Path, param: Any, workers: Workers) -> None:
+def check_sharding(
+  path: Path,
+  param: jax.Array,
+  workers: Workers,
+) -> None:
   """Raises if a parameter's type says that it is sharded as workers do not.
 
   Only axes of type Explicit are in the types of arrays. There the exchange

@@ -50,7 +50,7 @@ meet_p.multiple_results = True
 
 
 @meet_p.def_abstract_eval
-def _(x: Any, *, size: int) -> list[Any]:
+def _(x: Any, *, size: int, early: bool) -> list[Any]:
   return [
     jax.core.ShapedArray((size, *x.shape), x.dtype),
     jax.core.ShapedArray((size,), jnp.bool_),
@@ -58,9 +58,12 @@ def _(x: Any, *, size: int) -> list[Any]:
   ]
 
 
-def meet(x: jax.Array, programs: Programs) -> Met:
-  """Returns `x` of all workers that are programs."""
-  return Met(*meet_p.bind(x, size=programs.size))
+def meet(x: jax.Array, programs: Programs, early: bool = False) -> Met:
+  """Returns `x` of all workers that are programs.
+
+  What is `early` is there before the step, and is sent before all else.
+  """
+  return Met(*meet_p.bind(x, size=programs.size, early=early))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,20 +76,21 @@ class Group:
   inner: tuple[tuple[str, int], ...] = ()
 
   def send_and_receive(
-    self, message: Mapping[str, jax.Array]
+    self, message: Mapping[str, jax.Array], early: bool = False
   ) -> tuple[dict[str, jax.Array], jax.Array | None]:
     """Sends words to all workers, or to each of them its own, and sums floats.
 
     By name: `GATHERED` is an array for all workers, `TO_OWNERS` has a row for
     each, `[workers, ...]`; all others are summed, by one collective for each
     dtype. Returns `[workers, ...]`, a row from each worker, or sums; and bool
-    `[]`, whether the message reaches the others, if it may not.
+    `[]`, whether the message reaches the others, if it may not. For `early` see
+    `meet`.
     """
     found: dict[str, jax.Array] = {}
     if isinstance(self.axis, Programs):
       included = None
       for name, x in message.items():
-        met = meet(x, self.axis)
+        met = meet(x, self.axis, early)
         found[name] = met.rows
         if name != GATHERED:
           found[name] = jnp.sum(met.rows, axis=0)

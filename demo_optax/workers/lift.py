@@ -5,64 +5,56 @@ own map or in a separate program: the same function, with the same bits.
 """
 
 import contextlib
+import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from demo_optax._tree import is_inexact
 from demo_optax.workers import collectives, split
 from demo_optax.workers.collectives import vary
 from demo_optax.workers.param_specs import entry
-from demo_optax.workers.value import Spec, Workers
+from demo_optax.workers.workers import Spec, Workers
 
 
-def run(
+def map_over(
   workers: Workers,
   fun: Callable[..., Any],
-  args: tuple[Any, ...],
-  in_specs: tuple[Any, ...],
-  out_specs: Any,
-) -> Any:
-  """Runs one worker's function for all workers; it may communicate.
+  in_specs: tuple[chex.ArrayTree, ...],
+  out_specs: chex.ArrayTree,
+) -> Callable[..., Any]:
+  """Maps one worker's function, which may communicate, over all workers.
 
-  `fun` takes what one device has of `args`, trees of arrays, without a worker
-  axis. Results must be equal on all workers, as those of `Workers.group` are,
-  unless their spec is `stacked`. Specs are trees of `Spec`.
+  `fun` takes what one device has of the arguments, trees of arrays, without a
+  worker axis. Results must be equal on all workers, as those of `Workers.group`
+  are, unless their spec is `stacked`. Specs are trees like the arguments and
+  results, of `Spec`.
   """
-  flat, treedef = jax.tree.flatten(args)
-  ins = jax.tree.leaves(in_specs)
-  outs, out_treedef = jax.tree.flatten(out_specs)
-
-  def one_worker(*own: jax.Array) -> list[jax.Array]:
-    return out_treedef.flatten_up_to(fun(*treedef.unflatten(own)))
-
-  def one_device(*arrays: jax.Array) -> list[jax.Array]:
-    own = [x[0] if spec.stacked else x for x, spec in zip(arrays, ins)]
-    found = one_worker(*own)
-    return [x[None] if spec.stacked else x for x, spec in zip(found, outs)]
-
-  read = [_spec(workers, spec) for spec in ins]
-  written = [_spec(workers, spec) for spec in outs]
+  mapped = _Mapped(workers, fun, in_specs, out_specs)
   if workers.kind == 'simulated':
-    found = _simulate(workers, one_worker, flat, ins, outs)
-  elif workers.relay is not None and workers.param_specs.axes:
-    found = _run_in_parts(workers, one_device, flat, read, written)
-  elif not workers.stacked_gradients:
-    found = one_device(*flat)
-  else:
-    for i, spec in enumerate(ins):
-      if spec.stacked:
-        flat[i] = reshard(workers, flat[i], read[i])
-    mapped = jax.shard_map(
-      one_device, mesh=workers.mesh, in_specs=tuple(read), out_specs=written
-    )
-    found = mapped(*flat)
-  return out_treedef.unflatten(found)
+    return mapped.simulate
+  if workers.stacked_gradients:
+    return mapped.run_on_mesh
+  if workers.relay is not None and workers.param_specs.axes:
+    return mapped.run_in_parts
+  specs = jax.tree.leaves((in_specs, out_specs))
+  if any(spec.stacked for spec in specs):
+    return mapped.run_on_device
+  return fun
+
+
+def _on_mesh(workers: Workers, spec: Spec) -> P:
+  """Returns the spec of a whole array."""
+  if not spec.stacked:
+    return spec.inner
+  return P(workers.spmd_axis_name, *spec.inner)
 
 
 def _named(workers: Workers, spec: P) -> NamedSharding:
@@ -70,80 +62,196 @@ def _named(workers: Workers, spec: P) -> NamedSharding:
   return NamedSharding(workers.mesh, spec)
 
 
-def _spec(workers: Workers, spec: Spec) -> P:
-  lead = workers.spmd_axis_name
-  return P(lead, *spec.inner) if spec.stacked else spec.inner
+def _drop_axis(spec: Spec, x: jax.Array) -> jax.Array:
+  return x[0] if spec.stacked else x
 
 
-def _run_in_parts(
-  workers: Workers,
-  one_device: Callable[..., list[jax.Array]],
-  flat: Sequence[jax.Array],
-  in_specs: Sequence[P],
-  out_specs: Sequence[P],
-) -> list[jax.Array]:
-  """Runs a function of one device for all devices of one worker.
+def _add_axis(spec: Spec, x: jax.Array) -> jax.Array:
+  return x[None] if spec.stacked else x
 
-  Messages for other workers pass from one `shard_map` to the next along an axis
-  of the devices.
-  """
-  names = workers.param_specs.axes
-  shard_map = functools.partial(
-    jax.shard_map, mesh=workers.mesh, check_vma=False
-  )
-  mapped = shard_map(one_device, in_specs=tuple(in_specs), out_specs=out_specs)
-  whole = jax.make_jaxpr(mapped)(*flat)
-  (eqn,) = whole.jaxpr.eqns
-  (body,) = core.jaxprs_in_params(eqn.params)
-  values = dict(zip(whole.jaxpr.invars, flat))
-  values |= zip(whole.jaxpr.constvars, whole.consts)
-  # Specs of what passes between parts, and the axis of the devices, if any.
-  layouts: dict[Any, tuple[P, int | None]] = {}
-  for variable, spec in zip(body.invars, eqn.params['in_specs']):
-    layouts[variable] = spec, None
-  for inner in body.eqns:
-    if inner.primitive is collectives.meet_p:
-      rows, *flags = inner.outvars
-      layouts[rows] = P(None, names), 1
-      layouts |= dict.fromkeys(flags, (P(), None))
 
-  def build(
-    part: Callable[..., list[jax.Array]],
-    read: list[Any],
-    written: list[Any],
-    is_last: bool,
-  ) -> Callable[..., list[jax.Array]]:
-    ins = [layouts.get(variable, (P(names), 0)) for variable in read]
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Mapped:
+  """A function of one worker, and the ways to run it; see `map_over`."""
 
-    def on_device(*arrays: jax.Array) -> list[jax.Array]:
-      own = []
-      for x, (_, axis) in zip(arrays, ins):
-        own.append(x if axis is None else jnp.squeeze(x, axis))
-      found = part(*own)
-      return found if is_last else [x[None] for x in found]
+  workers: Workers
+  fun: Callable[..., Any]
+  in_specs: tuple[chex.ArrayTree, ...]
+  out_specs: chex.ArrayTree
 
-    return shard_map(
-      on_device,
-      in_specs=tuple(spec for spec, _ in ins),
-      out_specs=out_specs if is_last else [P(names)] * len(written),
+  def run_on_device(self, *args: Any) -> Any:
+    """Runs the function where this device is the worker."""
+    own = jax.tree.map(_drop_axis, self.in_specs, args)
+    return jax.tree.map(_add_axis, self.out_specs, self.fun(*own))
+
+  def run_on_mesh(self, *args: Any) -> Any:
+    """Runs the function on all devices of the mesh."""
+    workers = self.workers
+    whole = functools.partial(_on_mesh, workers)
+
+    def place_stacked(spec: Spec, x: jax.Array) -> jax.Array:
+      return reshard(workers, x, whole(spec)) if spec.stacked else x
+
+    mapped = jax.shard_map(
+      self.run_on_device,
+      mesh=workers.mesh,
+      in_specs=jax.tree.map(whole, self.in_specs),
+      out_specs=jax.tree.map(whole, self.out_specs),
     )
+    return mapped(*jax.tree.map(place_stacked, self.in_specs, args))
 
-  parts = split.PartedStep(core.ClosedJaxpr(body, []), build=build)
+  def run_in_parts(self, *args: Any) -> Any:
+    """Runs the function on the devices of one worker of several programs.
+
+    What passes from one `shard_map` to the next, with messages for other
+    workers between them, has a leading axis of the devices.
+    """
+    workers, devices = self.workers, P(self.workers.param_specs.axes)
+    whole = functools.partial(_on_mesh, workers)
+    out_specs = jax.tree.map(whole, self.out_specs)
+    shard_map = functools.partial(
+      jax.shard_map,
+      mesh=workers.mesh,
+      check_vma=False,
+    )
+    mapped = shard_map(
+      self.run_on_device,
+      in_specs=jax.tree.map(whole, self.in_specs),
+      out_specs=out_specs,
+    )
+    program = jax.make_jaxpr(mapped)(*args)
+    (eqn,) = program.jaxpr.eqns
+    (body,) = core.jaxprs_in_params(eqn.params)
+    given = dict(zip(body.invars, eqn.params['in_specs']))
+
+    def build(
+      part: Callable[..., list[jax.Array]],
+      read: list[core.Var],
+      written: list[core.Var],
+      is_last: bool,
+    ) -> Callable[..., list[jax.Array]]:
+      def on_device(*arrays: jax.Array) -> list[jax.Array]:
+        own = []
+        for variable, x in zip(read, arrays):
+          # What another part has computed: [1, ...] on each device.
+          own.append(x if variable in given else x[0])
+        found = part(*own)
+        return found if is_last else [x[None] for x in found]
+
+      written_specs = [devices] * len(written)
+      if is_last:
+        written_specs = jax.tree.leaves(out_specs)
+      read_specs = tuple(given.get(variable, devices) for variable in read)
+      return shard_map(on_device, in_specs=read_specs, out_specs=written_specs)
+
+    closed = core.ClosedJaxpr(body, [])
+    parts = split.PartedStep(closed, build=build)
+    rounds = iter(parts.are_early)
+
+    def meet(_: object, sent: list[jax.Array] | None) -> list[Any]:
+      early = next(rounds)
+      return [_meet_devices(workers, x, early) for x in sent or ()]
+
+    values = dict(zip(program.jaxpr.constvars, program.consts))
+    values.update(zip(program.jaxpr.invars, jax.tree.leaves(args)))
+    found = parts.run([values[v] for v in eqn.invars], meet)
+    return jax.tree.structure(out_specs).unflatten(found)
+
+  def simulate(self, *args: Any) -> Any:
+    """Runs the function under a `vmap` for each axis of devices.
+
+    What is sharded gets an axis for each of them, before the axis of its
+    blocks.
+    """
+    workers = self.workers
+    sizes = {workers.axis_name: workers.count}
+    sizes |= workers.param_specs.axis_sizes
+    names = [*sizes]
+
+    def axis_of(name: str, spec: Spec) -> int | None:
+      """Returns the axis of an array under the maps of all outer names."""
+      # From the outermost; None is an axis of the block itself.
+      axes: list[str | None] = []
+      if spec.stacked:
+        axes.append(workers.axis_name)
+      for dim in range(len(spec.inner)):
+        axes += [*entry(spec.inner, dim), None]
+      if name not in axes:
+        return None
+      # The outer maps have taken their axes away.
+      before = axes[: axes.index(name)]
+      outer = names[: names.index(name)]
+      return sum(axis not in outer for axis in before)
+
+    def mapped(number: jax.Array, *own: Any) -> Any:
+      del number  # something has to be mapped over every axis
+      return self.fun(*own)
+
+    for name in reversed(names):
+      # out_axes=None holds because what was gathered is the same for all:
+      # merging is done once, not once per worker.
+      axis_in = functools.partial(axis_of, name)
+      mapped = jax.vmap(
+        mapped,
+        in_axes=(0, *jax.tree.map(axis_in, self.in_specs)),
+        out_axes=jax.tree.map(axis_in, self.out_specs),
+        axis_name=name,
+        axis_size=sizes[name],
+      )
+    numbers = jnp.zeros([*sizes.values()], jnp.int32)  # [workers, *devices]
+    to_blocks = functools.partial(_to_blocks, sizes)
+    blocks = jax.tree.map(to_blocks, self.in_specs, args)
+    found = mapped(numbers, *blocks)
+    return jax.tree.map(_from_blocks, self.out_specs, found)
+
+
+def _meet_devices(
+  workers: Workers, x: jax.Array, early: bool
+) -> list[jax.Array]:
+  """Returns the messages, and who is present, for each device of this worker.
+
+  From `[devices, ...]` to rows `[devices, workers, ...]`.
+  """
   programs = collectives.Programs(workers.count)
-  return parts.run(
-    [values[variable] for variable in eqn.invars],
-    lambda _, sent: [collectives.meet(x, programs) for x in sent or ()],
-  )
+  rows, *flags = collectives.meet(x, programs, early)
+  found = [jnp.moveaxis(rows, 1, 0)]
+  for flag in flags:
+    shape = len(x), *flag.shape
+    found.append(jnp.broadcast_to(flag, shape))
+  return found
+
+
+def _to_blocks(
+  sizes: Mapping[str, int],
+  spec: Spec,
+  x: jax.Array,
+) -> jax.Array:
+  """Cuts every sharded dimension to `[*devices, length of a block]`."""
+  for dim in reversed(range(len(spec.inner))):
+    at = spec.stacked + dim
+    devices = [sizes[axis] for axis in entry(spec.inner, dim)]
+    before, after = x.shape[:at], x.shape[at + 1 :]
+    x = x.reshape(*before, *devices, -1, *after)
+  return x
+
+
+def _from_blocks(spec: Spec, x: jax.Array) -> jax.Array:
+  """Undoes `_to_blocks`."""
+  for dim in range(len(spec.inner)):
+    at = spec.stacked + dim
+    num_axes = len(entry(spec.inner, dim))
+    x = jax.lax.collapse(x, at, at + num_axes + 1)
+  return x
 
 
 def run_alone(
   workers: Workers,
-  fun: Callable[..., tuple[Any, Any]],
-  own: Any,
-  state: Any,
-  shared: Any,
-) -> tuple[Any, Any]:
-  """As `run`, without communication, of stacked arrays or those of one worker.
+  fun: Callable[..., tuple[chex.ArrayTree, chex.ArrayTree]],
+  own: chex.ArrayTree,
+  state: chex.ArrayTree,
+  shared: chex.ArrayTree,
+) -> tuple[chex.ArrayTree, chex.ArrayTree]:
+  """Runs a function that does not communicate for all workers.
 
   `fun(own, state, shared) -> (own, state)` sees all without the worker axis.
   `own` is laid out as gradients are. `state` is stacked.
@@ -151,23 +259,27 @@ def run_alone(
   _ = workers.count  # an error where the axis is not mapped
   if workers.stacked_gradients:
     mapped = jax.vmap(
-      fun, in_axes=(0, 0, None), spmd_axis_name=workers.spmd_axis_name
+      fun,
+      in_axes=(0, 0, None),
+      spmd_axis_name=workers.spmd_axis_name,
     )
     with context(workers):
       return mapped(own, state, shared)
 
   # What is shared must vary before it is differentiated: jax.grad with respect
   # to replicated parameters would sum the workers' gradients.
-  def vary_floats(x: Any) -> Any:
-    inexact = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-    return vary(x, workers.axis) if inexact else x
+  def vary_floats(x: jax.Array) -> jax.Array:
+    return vary(x, workers.axis) if is_inexact(x) else x
 
   state = jax.tree.map(lambda x: x[0], state)
-  own, state = fun(own, state, jax.tree.map(vary_floats, shared))
+  shared = jax.tree.map(vary_floats, shared)
+  own, state = fun(own, state, shared)
   return own, jax.tree.map(lambda x: x[None], state)
 
 
-def context(workers: Workers) -> contextlib.AbstractContextManager[Any]:
+def context(
+  workers: Workers,
+) -> contextlib.AbstractContextManager[object]:
   """Returns the context of one worker's model: layers may look for the mesh."""
   if workers.mesh is None:
     return contextlib.nullcontext()
@@ -199,40 +311,45 @@ def stack(workers: Workers, x: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _copies(workers: Workers, x: jax.Array) -> jax.Array:
-  return place(workers, jnp.broadcast_to(x, (workers.count, *x.shape)))
+  shape = workers.count, *x.shape
+  return place(workers, jnp.broadcast_to(x, shape))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def bucket_zeros(
-  workers: Workers, types: tuple[jax.ShapeDtypeStruct, ...]
+  workers: Workers,
+  types: tuple[jax.ShapeDtypeStruct, ...],
 ) -> list[jax.Array]:
   """Returns zeros of `Workers.bucket_shape` of each, allocated sharded."""
-  shapes = [workers.bucket_shape(x.shape) for x in types]
-  if workers.mesh is not None:
-    # jnp.zeros(device=sharding) would do under no jit only: inside one it lands
-    # on a single device, all workers' momentum together.
-    spec = _spec(workers, workers.bucket_spec)
-    shapes = [_named(workers, spec).shard_shape(shape) for shape in shapes]
+  # In a shard_map, each device makes its shard. jnp.zeros(device=sharding) in a
+  # jit would make all workers' momentum on a single device.
+  spec = _on_mesh(workers, workers.bucket_spec)
 
   def zeros() -> list[jax.Array]:
-    return [jnp.zeros(shape, x.dtype) for shape, x in zip(shapes, types)]
+    found = []
+    for x in types:
+      shape = workers.bucket_shape(x.shape)
+      if workers.mesh is not None:
+        shape = _named(workers, spec).shard_shape(shape)
+      found.append(jnp.zeros(shape, x.dtype))
+    return found
 
   if workers.mesh is None:
     return [vary(x, workers.axis) for x in zeros()]
-  return jax.shard_map(
-    zeros, mesh=workers.mesh, in_specs=(), out_specs=[spec] * len(types)
-  )()
+  return jax.shard_map(zeros, mesh=workers.mesh, in_specs=(), out_specs=spec)()
 
 
 def place(workers: Workers, x: jax.Array) -> jax.Array:
   """Returns `x [count, ...]`, each worker's part where the worker is."""
   if workers.mesh is None:
     return x
+  axis = workers.axis_name
   if workers.is_explicit:
     old = jax.typeof(x).sharding.spec
-    return reshard(workers, x, P(workers.axis_name, *old[1:]))
-  spec = P(workers.axis_name, *[P.UNCONSTRAINED] * (x.ndim - 1))
-  return jax.lax.with_sharding_constraint(x, _named(workers, spec))
+    return reshard(workers, x, P(axis, *old[1:]))
+  others = [P.UNCONSTRAINED] * (x.ndim - 1)
+  sharding = _named(workers, P(axis, *others))
+  return jax.lax.with_sharding_constraint(x, sharding)
 
 
 def spread(workers: Workers, x: jax.Array) -> jax.Array:
@@ -245,19 +362,23 @@ def spread(workers: Workers, x: jax.Array) -> jax.Array:
   devices = workers.param_specs.devices
   if workers.mesh is None or devices < 4 or 2 * len(x) < devices:
     return x
-  x = jnp.pad(x, [(0, -len(x) % devices), *[(0, 0)] * (x.ndim - 1)])
+  padding = [(0, 0)] * x.ndim
+  padding[0] = 0, -len(x) % devices
+  x = jnp.pad(x, padding)
   # Of the mesh in the context, whose axes `auto_axes` makes Auto.
   return jax.lax.with_sharding_constraint(x, P(workers.param_specs.axes))
 
 
 def split_rows(workers: Workers, x: jax.Array) -> jax.Array:
   """Returns a batch `[count * b, ...]` as rows `[count, b, ...]`."""
-  shape = (workers.count, x.shape[0] // workers.count, *x.shape[1:])
+  count, axis = workers.count, workers.axis_name
+  shape = (count, x.shape[0] // count, *x.shape[1:])
   if not workers.is_explicit:
     return place(workers, x.reshape(shape))
   # A batch may be spread over the devices of a worker as well, and stays so.
-  old, axis = jax.typeof(x).sharding.spec, workers.axis_name
-  inner = entry(old, 0)[1:] if entry(old, 0)[:1] == (axis,) else ()
+  old = jax.typeof(x).sharding.spec
+  names = entry(old, 0)
+  inner = names[1:] if names[:1] == (axis,) else ()
   x = reshard(workers, x, P((axis, *inner), *old[1:]))
   spec = P(axis, inner or None, *old[1:])
   return x.reshape(shape, out_sharding=_named(workers, spec))
@@ -265,7 +386,8 @@ def split_rows(workers: Workers, x: jax.Array) -> jax.Array:
 
 def join_rows(workers: Workers, x: jax.Array) -> jax.Array:
   """Returns rows `[count, b, ...]` as a batch: undoes `split_rows`."""
-  shape = (x.shape[0] * x.shape[1], *x.shape[2:])
+  count, rows, *others = x.shape
+  shape = (count * rows, *others)
   if not workers.is_explicit:
     return x.reshape(shape)
   old = jax.typeof(x).sharding.spec
@@ -273,73 +395,12 @@ def join_rows(workers: Workers, x: jax.Array) -> jax.Array:
   return x.reshape(shape, out_sharding=_named(workers, spec))
 
 
-def reshard(workers: Workers, x: jax.Array, spec: P) -> jax.Array:
+def reshard(
+  workers: Workers,
+  x: jax.Array,
+  spec: P,
+) -> jax.Array:
   """Reshards `x` on Explicit axes; on Auto axes `shard_map` does it."""
   if not workers.is_explicit:
     return x
   return jax.sharding.reshard(x, _named(workers, spec))
-
-
-# Simulated workers ------------------------------------------------------------
-
-
-def _simulate(
-  workers: Workers,
-  fun: Callable[..., list[jax.Array]],
-  flat: Sequence[jax.Array],
-  ins: Sequence[Spec],
-  outs: Sequence[Spec],
-) -> list[jax.Array]:
-  """Runs a function of one device under a `vmap` for each axis of devices.
-
-  What is sharded gets an axis for each of them, before the axis of its blocks.
-  """
-  sizes = {workers.axis_name: workers.count}
-  sizes |= workers.param_specs.axis_sizes
-  names = list(sizes)
-
-  def axis_of(name: str, spec: Spec) -> int | None:
-    """Returns the axis of an array under the maps of all outer names."""
-    axes: list[str | None] = [*names[: spec.stacked]]
-    for dim in range(len(spec.inner)):
-      axes += [*entry(spec.inner, dim), None]
-    outer = names[: names.index(name)]
-    axes = [axis for axis in axes if axis not in outer]
-    return axes.index(name) if name in axes else None
-
-  # Something has to be mapped over every axis.
-  numbers = jnp.zeros([*sizes.values()], jnp.int32)
-
-  def mapped(number: jax.Array, *own: jax.Array) -> list[jax.Array]:
-    del number
-    return fun(*own)
-
-  for name in reversed(names):
-    # out_axes=None holds because what was gathered is the same for all: merging
-    # is done once, not once per worker.
-    mapped = jax.vmap(
-      mapped,
-      in_axes=(0, *(axis_of(name, spec) for spec in ins)),
-      out_axes=[axis_of(name, spec) for spec in outs],
-      axis_name=name,
-      axis_size=sizes[name],
-    )
-  found = mapped(numbers, *map(functools.partial(_to_blocks, sizes), flat, ins))
-  return list(map(_from_blocks, found, outs))
-
-
-def _to_blocks(sizes: Mapping[str, int], x: jax.Array, spec: Spec) -> jax.Array:
-  """Cuts every sharded dimension to `[*devices, length of a block]`."""
-  for dim in reversed(range(len(spec.inner))):
-    at = spec.stacked + dim
-    devices = [sizes[axis] for axis in entry(spec.inner, dim)]
-    x = x.reshape(*x.shape[:at], *devices, -1, *x.shape[at + 1 :])
-  return x
-
-
-def _from_blocks(x: jax.Array, spec: Spec) -> jax.Array:
-  """Undoes `_to_blocks`."""
-  for dim in range(len(spec.inner)):
-    at = spec.stacked + dim
-    x = jax.lax.collapse(x, at, at + 1 + len(entry(spec.inner, dim)))
-  return x

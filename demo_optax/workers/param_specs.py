@@ -13,11 +13,19 @@ import textwrap
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import chex
 import jax
 from jax.sharding import PartitionSpec as P
 
 from demo_optax._checks import short
-from demo_optax._paths import Keys, Path, dotted, is_bucket, path_keys
+from demo_optax._paths import (
+  Keys,
+  Path,
+  dotted,
+  is_bucket,
+  leaves_of,
+  path_keys,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,42 +52,48 @@ class ParamSpecs:
 
   @classmethod
   def of(
-    cls, specs: Any, axis_sizes: Mapping[str, int], worker_axis: str
+    cls,
+    specs: chex.ArrayTree,
+    axis_sizes: Mapping[str, int],
+    worker_axis: str,
   ) -> 'ParamSpecs':
     """Checks a tree of `PartitionSpec`; see `Workers.on_mesh`."""
-    flat = jax.tree_util.tree_flatten_with_path(
-      specs, is_leaf=lambda x: x is None or isinstance(x, P)
-    )[0]
+
+    def is_spec(x: object) -> bool:
+      return x is None or isinstance(x, P)
+
     found = []
-    for path, spec in flat:
-      name = dotted(path_keys(path)) if path else 'all parameters'
-      spec = P() if spec is None else spec
+    known = ', '.join(axis_sizes) or 'none'
+    for keys, spec in leaves_of(specs, is_spec):
+      name = dotted(keys) if keys else 'all parameters'
+      if spec is None:
+        spec = P()
       if not isinstance(spec, P):
         raise TypeError(
           'param_specs must have a jax.sharding.PartitionSpec for'
           f' {name}, got {short(spec)}. Give None for replicated.'
         )
-      names, known = names_of(spec), ', '.join(axis_sizes) or 'none'
+      names = names_of(spec)
       if len({*names}) < len(names) or {*names} - {*axis_sizes}:
         raise ValueError(
           f'The spec of {name} must name axes inside a worker'
           f' ({known}), each once, got {spec}. Over the worker axis,'
           f' {worker_axis!r}, parameters are replicated.'
         )
-      found.append((path_keys(path), keep(spec, names)))
+      found.append((keys, keep(spec, names)))
     return cls(tuple(found), tuple(axis_sizes.items()))
 
   @functools.cached_property
   def axis_sizes(self) -> tuple[tuple[str, int], ...]:
     """The axes of more than one device; along others nothing is spread."""
-    return tuple((a, n) for a, n in self.all_sizes if n > 1)
+    return tuple(axis for axis in self.all_sizes if axis[1] > 1)
 
   @functools.cached_property
   def _specs(self) -> dict[Keys, P]:
     return dict(self.specs)
 
   def __repr__(self) -> str:
-    named = {a for _, spec in self.specs for a in names_of(spec)}
+    named = {name for _, spec in self.specs for name in names_of(spec)}
     inner = [name for name in self.axes if name in named]
     return f', sharded over {", ".join(inner)}' if inner else ''
 
@@ -101,8 +115,9 @@ class ParamSpecs:
   def place(self, path: Path, shape: tuple[int, ...]) -> ParamSharding:
     """Returns how the parameter at `path` is sharded; raises if it cannot."""
     keys = path_keys(path)
-    starts = (keys[:length] for length in range(len(keys), -1, -1))
-    spec = next((self._specs[k] for k in starts if k in self._specs), None)
+    spec = None
+    for length in range(len(keys) + 1):  # the longest start wins
+      spec = self._specs.get(keys[:length], spec)
     if spec is None:
       known = ', '.join(map(dotted, self._specs)) or 'none'
       raise ValueError(
@@ -138,15 +153,15 @@ class ParamSpecs:
 
   def _blocks(self, spec: P, shape: tuple[int, ...]) -> tuple[int, ...] | None:
     """Returns the number of blocks of each dimension, or None."""
-    sizes = dict(self.all_sizes)
-    blocks = tuple(
-      math.prod(sizes[axis] for axis in entry(spec, dim))
-      for dim in range(len(shape))
-    )
-    fits = len(spec) <= len(shape) and not any(
-      n % parts for n, parts in zip(shape, blocks)
-    )
-    return blocks if fits else None
+    if len(spec) > len(shape):
+      return None
+    sizes, blocks = dict(self.all_sizes), []
+    for dim, length in enumerate(shape):
+      count = math.prod(sizes[axis] for axis in entry(spec, dim))
+      if length % count:
+        return None
+      blocks.append(count)
+    return tuple(blocks)
 
 
 REPLICATED = ParamSpecs()
@@ -159,10 +174,10 @@ def entry(spec: P, dim: int) -> tuple[Any, ...]:
 
 def keep(spec: P, axes: Collection[Any]) -> P:
   """Returns the spec of these axes alone, in its shortest form."""
-  entries = [
-    tuple(axis for axis in entry(spec, dim) if axis in axes) or None
-    for dim in range(len(spec))
-  ]
+  entries = []
+  for dim in range(len(spec)):
+    kept = [axis for axis in entry(spec, dim) if axis in axes]
+    entries.append(tuple(kept) or None)
   while entries and entries[-1] is None:
     entries.pop()
   return P(*entries)

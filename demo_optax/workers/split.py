@@ -6,7 +6,9 @@ program, with the arrays that were donated to it. Here they stay as they were,
 and no backend has to support callbacks.
 
 All that a step exchanges at one depth, the number of exchanges that it depends
-on, is one message. A step with one exchange is two programs and one round.
+on, is one message. A step with one exchange is two programs and one round. The
+message of a delayed exchange exists before the step, and has a separate round:
+the program after it runs while its messages travel.
 """
 
 import dataclasses
@@ -34,6 +36,10 @@ class _Equation:
   @property
   def exchanges(self) -> bool:
     return self.eqn.primitive is meet_p or bool(self.branches)
+
+  @property
+  def is_early(self) -> bool:
+    return self.eqn.params.get('early', False)
 
 
 class PartedStep:
@@ -65,6 +71,7 @@ class PartedStep:
     self.uses = [v in self._live for v in closed.jaxpr.invars]
     self.meetings = _meetings(closed.jaxpr)
     self._rounds = self._by_depth(eqns)
+    self.are_early = [of[0].is_early for of in self._rounds]
     self._given = {closed.jaxpr.invars[i] for i in donated}
     self._parts = self._cut(eqns, outs, build or self._jit)
 
@@ -82,8 +89,20 @@ class PartedStep:
     def value(v: Any) -> Any:  # None if it is not needed
       return values.get(v) if isinstance(v, core.Var) else v.val
 
-    for (program, ins, outs), of in zip(self._parts, self._rounds):
-      values |= zip(outs, program(*map(value, ins)))
+    def run_part(number: int) -> None:
+      program, ins, outs = self._parts[number]
+      values.update(zip(outs, program(*map(value, ins))))
+
+    runs_ahead = False
+    for number, of in enumerate(self._rounds):
+      if not runs_ahead:
+        run_part(number)
+      # Nothing waits for a program: early messages are sent while it runs.
+      awaited = {v for e in of for v in e.eqn.outvars}
+      runs_ahead = self.are_early[number] and number + 1 < len(self._rounds)
+      runs_ahead &= awaited.isdisjoint(self._parts[number + 1][1])
+      if runs_ahead:
+        run_part(number + 1)
       meets = [e.eqn for e in of if not e.branches]
       if meets:
         types = [eqn.invars[0].aval for eqn in meets]
@@ -134,6 +153,7 @@ class PartedStep:
     for eqn in self._jaxpr.eqns:
       depth = max((depths.get(v, 0) for v in _variables(eqn.invars)), default=0)
       if id(eqn) in exchanging:
+        depth -= exchanging[id(eqn)].is_early
         rounds.setdefault(depth, []).append(exchanging[id(eqn)])
         depth += 1
       depths |= dict.fromkeys(eqn.outvars, depth)
@@ -192,7 +212,8 @@ class PartedStep:
   ) -> Any:
     """Returns a program; results of the last one take over input buffers."""
     forms = [_form(v) for v in outs if v not in ins] if is_last else []
-    kept = ({*self._known, *self._jaxpr.invars} - self._given) | {*outs}
+    kept = {*self._known, *self._jaxpr.invars} - self._given
+    kept.update(_variables(outs))
     donated = []
     for i, v in enumerate(ins):
       if v not in kept and _form(v) in forms:

@@ -68,8 +68,9 @@ def test_what_crosses_the_worker_axis_is_what_plan_says(program):
     'all_gather': ['all-gather'],
     'all_to_all': ['all-gather', 'all-to-all'],
   }
+  expected = hops[chosen.exchange] * (1 + chosen.delayed)
   # Sorted: a compiler may print a computation after those that follow it.
-  assert sorted(kind for kind, *_ in messages) == hops[chosen.exchange]
+  assert sorted(kind for kind, *_ in messages) == expected
   assert sum(received for _, _, received, _ in messages) == found['planned']
   # Beside messages no leaf, dense or not: the loss, where the step returns one.
   others = [x for x in found['across'] if x[1] != reading.WORDS]
@@ -86,6 +87,16 @@ def test_the_transform_multiplies_in_full_precision(program):
 def test_sums_have_one_order(program):
   _, found = program
   assert not found.get('float_atomics', 0)
+
+
+def test_a_delayed_message_travels_beside_the_whole_model(program):
+  """All products, forward and backward, between its start and its end."""
+  chosen, found = program
+  if not chosen.delayed:
+    pytest.skip('the message depends on the gradients')
+  (before, beside, behind, _), (*now, _) = found['beside']
+  assert (before, behind) == (0, 0) and beside >= 6
+  assert now == [beside, 0, 0]  # that of the other leaves follows the model
 
 
 def test_costs_are_within_recorded_bounds(program):

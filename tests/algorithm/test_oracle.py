@@ -118,6 +118,7 @@ SECOND = {'average': 'workers', 'alpha': 0.2}
     (5, 12, {'left_out': 3, 'alpha': 0.2, 'shapes': TWO}),
     (5, 12, {'left_out': 3, 'average': 'workers', 'shapes': TWO}),
     (3, 12, {'left_out': 1, 'shapes': TWO, **SECOND}),
+    (3, 8, {'left_out': 1, 'shapes': TWO, 'delayed': True, **SECOND}),
     *(
       (3, 8, {'values': values, 'shapes': TWO})
       for values in ('bfloat16', 'int8', 'int4', 'sign')

@@ -94,6 +94,15 @@ EXCHANGES = {
   'demo_muon': lambda workers: demo_optax.demo_muon(
     1e-2, workers=workers, compressor=COMPRESSOR, weight_decay=0.1
   ),
+  'delayed': lambda workers: demo_optax.scale_by_demo(
+    COMPRESSOR, 0.95, workers=workers, alpha=0.3, delayed=True
+  ),
+  'demo_muon, delayed': lambda workers: demo_optax.demo_muon(
+    1e-2,
+    workers=workers,
+    compressor=lambda params: jax.tree.map(lambda _: COMPRESSOR, params),
+    delayed=True,
+  ),
   'per_worker': lambda workers: optax.chain(
     demo_optax.per_worker(optax.trace(0.5), workers=workers),
     demo_optax.average_gradients(workers=workers),
@@ -324,6 +333,15 @@ SOME = {
   'second': ['step auto', 'vmap', 'step 2x4 auto'],
   'demo': ['step', 'unchecked', '2x4 explicit'],
   'demo_muon': ['explicit', 'checked'],
+  'delayed': [
+    'step auto',
+    'step explicit',
+    'checked',
+    'vmap',
+    '2x4 explicit',
+    'step 2x4 auto',
+  ],
+  'demo_muon, delayed': ['step explicit', 'auto', 'unchecked'],
   'groups': ['explicit', 'checked', '2x4 auto'],
   'per_worker': [
     'auto',
@@ -349,7 +367,7 @@ def cases():
       if name in LOCAL
       else STACKED + IN_STEP + OWN_MAPS + DEVICES
     )
-    if name == 'demo_muon':  # norms over devices: test_recipes.py
+    if 'demo_muon' in name:  # norms over devices: test_recipes.py
       hows = [how for how in hows if '2x4' not in how]
     for how in hows:
       quick = how in SOME.get(name, hows)
@@ -359,7 +377,7 @@ def cases():
 @pytest.mark.parametrize('name, how', list(cases()))
 def test_maps_have_the_bits_of_the_simulation(name, how, tmp_path):
   found, expected = run(ALL[name], how, tmp_path), expected_of(name, how)
-  if name == 'demo_muon' and not QUICK:
+  if 'demo_muon' in name and not QUICK:
     # XLA adds the products of a batch of matrices, in optax's Newton-Schulz,
     # in another order than those of one matrix.
     jax.tree.map(
@@ -478,5 +496,6 @@ def test_types_of_states_and_updates(name, dtype):
     updates, after = jax.eval_shape(tx.update, gradients, state, params)
   assert types(updates) == types(params) and types(after) == types(state)
   own = {x.dtype for x in jax.tree.leaves(state)}
-  if name not in ('per_worker', 'demo_muon'):  # whose parts keep their dtype
+  # Parts of others keep their dtype.
+  if name != 'per_worker' and 'demo_muon' not in name:
     assert own <= {np.dtype(x) for x in ('float32', 'int32', 'uint32')}

@@ -1,6 +1,8 @@
 """What a step may do, and what it must not, on every map."""
 
 import contextlib
+import pathlib
+import traceback
 
 import jax
 import jax.numpy as jnp
@@ -101,16 +103,16 @@ def train(workers, optimizer='demo', loss_fn=loss_fn, steps=3, **options):
 # Gradients that are not one worker's -----------------------------------------
 
 
-# Workers in turn are traced as simulated ones are.
-@pytest.mark.parametrize(
-  'workers', [kind for kind in MAPS if kind != 'sequential'], indirect=True
-)
-@every_optimizer
+# Every optimizer on one map, and one optimizer on every map; workers in turn are
+# traced as simulated ones are.
+REFUSALS = [('simulated', optimizer) for optimizer in OPTIMIZERS]
+REFUSALS += [(kind, 'demo') for kind in ('auto', 'explicit', 'several devices')]
+
+
+@pytest.mark.parametrize('workers, optimizer', REFUSALS, indirect=['workers'])
 @pytest.mark.parametrize('mistake', ['averaged', 'closed over', 'constant key'])
 def test_equal_gradients_are_refused(workers, optimizer, mistake):
   """Recipes with a state before the exchange trained on them, silently."""
-  if mistake == 'constant key' and workers.kind != 'simulated':
-    pytest.skip('traced as a batch that is closed over')
 
   def with_constant_key(params, x):
     del x
@@ -445,3 +447,25 @@ def test_the_program_of_a_mesh_is_traced_once():
 
   train(MAPS['auto'](), loss_fn=loss)
   assert len(traced) == 1
+
+
+@pytest.mark.parametrize('workers', ['auto'], indirect=True)
+def test_few_calls_lead_from_an_update_to_its_message(workers, monkeypatch):
+  """A reader follows a gradient through at most eight functions."""
+  package = str(pathlib.Path(demo_optax.__file__).parent)
+  stacks = []
+
+  def gather(*args, **options):
+    stack = traceback.extract_stack()
+    stacks.append([x.name for x in stack if x.filename.startswith(package)])
+    return all_gather(*args, **options)
+
+  all_gather = jax.lax.all_gather
+  monkeypatch.setattr(jax.lax, 'all_gather', gather)
+  # Of its own, which no other test has traced.
+  compressor = demo_optax.dct_topk(chunk_size=4, topk=3)
+  tx = demo_optax.demo(1e-2, workers=workers, compressor=compressor)
+  step = make_step(tx, workers, jax.value_and_grad(loss_fn))
+  step(PARAMS, tx.init(PARAMS), X)
+  from_update = stacks[0][stacks[0].index('update_fn') :]
+  assert from_update[-1] == 'gather' and len(from_update) <= 8

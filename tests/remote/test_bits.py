@@ -195,6 +195,9 @@ AVERAGED = {  # whole leaves, and one leaf at random places
 METHODS = {
   'demo': lambda workers: demo_optax.demo(1e-2, workers=workers),
   'demo_muon': lambda workers: demo_optax.demo_muon(1e-2, workers=workers),
+  'delayed': lambda workers: demo_optax.demo_muon(
+    1e-2, workers=workers, delayed=True
+  ),
   'demo_diloco': lambda workers: demo_optax.local.demo_diloco(
     optax.sgd(0.1, momentum=0.9), sync_period=4, workers=workers
   ),
@@ -241,7 +244,10 @@ def check(method, found, expected):
   """
   for own in found[1:]:
     jax.tree.map(np.testing.assert_array_equal, own, found[0])
-  if method != 'demo_muon' or os.environ.get('TESTS_AS_USERS', '0') == '0':
+  if (
+    method not in ('demo_muon', 'delayed')
+    or os.environ.get('TESTS_AS_USERS', '0') == '0'
+  ):
     jax.tree.map(np.testing.assert_array_equal, found[0], expected)
 
 
@@ -275,7 +281,7 @@ SPECS = {
 }
 
 
-@pytest.mark.parametrize('method', ['demo', 'averaged', 'demo_muon'])
+@pytest.mark.parametrize('method', ['demo', 'averaged', 'demo_muon', 'delayed'])
 def test_workers_of_several_devices(method):
   """Two workers of four devices, which shard parameters."""
   data = [batches(i, 2, 3) for i in range(6)]

@@ -20,7 +20,7 @@ FORM = re.compile(r'(?s)\bmust\b.*\bgot\b.*?[.?]\s+\S')
 # Messages that are made elsewhere, in this form; the numbers may only fall.
 OTHERS = {
   'checkpoint/checkpointer.py': 2,  # what `restore` got
-  'checkpoint/leaves.py': 1,  # a line for each difference
+  'checkpoint/compare.py': 1,  # a line for each difference
   'compressors/compressor.py': 1,  # adds the leaf to the message of its basis
   'state.py': 2,  # one text for two
   'step/results.py': 1,  # `inside.differs_text`

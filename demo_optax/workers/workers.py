@@ -4,8 +4,9 @@ import dataclasses
 import importlib.util
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
+import chex
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -15,6 +16,8 @@ from demo_optax import _checks
 from demo_optax._paths import Keys, Path, is_stacked, path_keys
 from demo_optax.workers.collectives import Axis, Group, Programs
 from demo_optax.workers.param_specs import REPLICATED, ParamSpecs
+
+Tree = TypeVar('Tree')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +77,7 @@ class Workers:
   def simulated(
     cls,
     num_workers: int,
-    param_specs: Any = None,
+    param_specs: chex.ArrayTree | None = None,
     axis_sizes: Mapping[str, int] | None = None,
     *,
     sequential: bool = False,
@@ -98,7 +101,10 @@ class Workers:
 
   @classmethod
   def on_mesh(
-    cls, mesh: Mesh, axis_name: str, param_specs: Any = None
+    cls,
+    mesh: Mesh,
+    axis_name: str,
+    param_specs: chex.ArrayTree | None = None,
   ) -> 'Workers':
     """Makes a worker of each position of a mesh axis.
 
@@ -134,7 +140,8 @@ class Workers:
         f'The axes {mesh.axis_names} of the mesh must have one type, got'
         f' {mesh.axis_types}. Make all Auto or all Explicit.'
       )
-    inner = {a: n for a, n in mesh.shape.items() if a != axis_name}
+    inner = dict(mesh.shape)
+    del inner[axis_name]
     specs = ParamSpecs.of(param_specs, inner, axis_name)
     return cls('on_mesh', axis_name, mesh.shape[axis_name], mesh, specs)
 
@@ -162,7 +169,7 @@ class Workers:
     count: int,
     keys: str | None = None,
     mesh: Mesh | None = None,
-    param_specs: Any = None,
+    param_specs: chex.ArrayTree | None = None,
   ) -> 'Workers':
     """Makes workers of separate programs, joined by a relay.
 
@@ -204,13 +211,14 @@ class Workers:
         'Workers.remote must have ZeroMQ, got no module zmq. Install it: pip'
         ' install pyzmq.'
       )
-    remote = Remote(address, rank, None if keys is None else str(keys))
+    remote = Remote(address, rank, keys and str(keys))
+    inner = {} if mesh is None else mesh.shape
     if mesh is not None and {*mesh.axis_types} != {AxisType.Auto}:
       raise ValueError(
         f'mesh must have axes of type Auto, got {mesh}. Make it with'
         ' axis_types=(jax.sharding.AxisType.Auto,) * n.'
       )
-    specs = ParamSpecs.of(param_specs, mesh.shape if mesh else {}, 'workers')
+    specs = ParamSpecs.of(param_specs, inner, 'workers')
     return cls('remote', 'workers', count, mesh, specs, remote)
 
   def __repr__(self) -> str:
@@ -273,11 +281,13 @@ class Workers:
     `[workers, devices, ...]`, without `workers` inside of a step, and without
     `devices` where no axes are inside a worker.
     """
-    lead = (self.count if self.stacked_gradients else 1,)
-    inner = (self.param_specs.devices,) if self.param_specs.axes else ()
-    return (*(lead if self.stacked_state else ()), *inner, *shape)
+    if self.param_specs.axes:
+      shape = (self.param_specs.devices, *shape)
+    if self.stacked_state:
+      shape = (self.count if self.stacked_gradients else 1, *shape)
+    return shape
 
-  def device_put(self, tree: Any) -> Any:
+  def device_put(self, tree: Tree) -> Tree:
     """Puts `tree` on the workers' mesh, if there is one.
 
     Parameters, and what ends in a parameter's path in a state, are sharded by
@@ -288,10 +298,11 @@ class Workers:
     if self.mesh is None:
       return tree
 
-    def move(path: Path, x: Any) -> Any:
+    def move(path: Path, x: jax.Array) -> jax.Array:
       sharding = self.sharding(path_keys(path), np.shape(x))
-      there = getattr(getattr(x, 'sharding', None), 'mesh', None) == self.mesh
-      if there and (sharding.spec == P() or not x.is_fully_replicated):
+      if is_on(self.mesh, x) and (
+        sharding.spec == P() or not x.is_fully_replicated
+      ):
         return x
       return put(x, sharding)
 
@@ -306,9 +317,14 @@ class Workers:
     """Returns the spec of a parameter, or of a leaf of a state."""
     if not is_stacked(keys):
       return self.param_specs.place_state(keys, shape)
+    inner = self.param_specs.place_state(keys, shape[1:])
     # The mesh of a worker that is a separate program has no axis of workers.
-    lead = None if self.relay is not None else self.axis_name
-    return P(lead, *self.param_specs.place_state(keys, shape[1:]))
+    return P(self.axis_name if self.relay is None else None, *inner)
+
+
+def is_on(mesh: Mesh | None, x: object) -> bool:
+  """Returns whether an array is on all devices of a mesh."""
+  return getattr(getattr(x, 'sharding', None), 'mesh', None) == mesh
 
 
 def put(x: Any, sharding: NamedSharding) -> Any:
