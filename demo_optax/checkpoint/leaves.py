@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from demo_optax import _paths, replicas
-from demo_optax._paths import Keys, Path
+from demo_optax._paths import STACKED, Keys, Path
 from demo_optax.checkpoint import placement
 from demo_optax.checkpoint.buckets import (
   Coding,
