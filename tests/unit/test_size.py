@@ -91,10 +91,10 @@ def test_count():
 def test_size():
   found = measure()
   assert found['tokens'] <= 83510
-  assert found['tokens per code line'] <= 9.25
-  assert found['comprehensions per 1000'] <= 45
-  assert found['conditionals per 1000'] <= 24
-  assert found['share of Any'] <= 0.23
+  assert found['tokens per code line'] <= 8.8
+  assert found['comprehensions per 1000'] <= 30
+  assert found['conditionals per 1000'] <= 16.5
+  assert found['share of Any'] <= 0.08
 
 
 if __name__ == '__main__':
