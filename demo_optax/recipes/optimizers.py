@@ -11,7 +11,7 @@ import optax
 
 from demo_optax import _checks, _tree, compressors
 from demo_optax._paths import leaves_of
-from demo_optax._per_worker import of_each
+from demo_optax._per_worker import of_each, per_worker
 from demo_optax.compressors.compressor import CompressorTree, Frozen, per_leaf
 from demo_optax.exchange.algorithm import ExchangeKind
 from demo_optax.recipes import links, matrices
@@ -272,7 +272,6 @@ def demo_muon(
     )
     unit_rms = links.scale_to_unit_rms(axes, min_rms=_MIN_RMS)
     to_size = links.scale_each(matrices.tree_of(sizes))
-    own = of_each(muon, workers)
 
     def exchanged(sent: CompressorTree, *, late: bool) -> list[Any]:
       # Predicts the missing update by the last one.
@@ -286,7 +285,10 @@ def demo_muon(
       ]
 
     if not delayed:
+      own = of_each(muon, workers)
       return links.chain(workers, sent, own, *exchanged(sent, late=False))
+    # Of several exchanges each must see that a worker is excluded.
+    own = per_worker(muon, workers=workers)
     of_part = matrices.tree_of(code_of)
     parts = {}
     for name in ('late', 'at once'):
