@@ -43,6 +43,32 @@ def per_worker(
   `Workers.on_axis`, else stacked, `[workers, ...]`.
   """
   _checks.check_type('workers', workers, Workers, 'Workers.simulated(4)')
+  return of_each(_keeping_finite(tx), workers)
+
+
+def _keeping_finite(
+  tx: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+  """Keeps a state that would not be finite, and makes updates NaN instead."""
+  tx = optax.with_extra_args_support(tx)
+
+  def update_fn(
+    updates: Any, state: Any, params: Any = None, **extra_args: Any
+  ) -> tuple[Any, Any]:
+    updates, new = tx.update(updates, state, params, **extra_args)
+    if not jax.tree.leaves(state):  # NaN needs no help to be passed on
+      return updates, new
+    good = stays_finite(updates, new, state)
+    updates = jax.tree.map(lambda u: jnp.where(good, u, jnp.nan), updates)
+    return updates, optax.tree.where(good, new, state)
+
+  return optax.GradientTransformationExtraArgs(tx.init, update_fn)
+
+
+def of_each(
+  tx: optax.GradientTransformation, workers: Workers
+) -> optax.GradientTransformationExtraArgs:
+  """Applies a transformation that keeps its state finite, as `per_worker`."""
   tx = optax.with_extra_args_support(tx)
 
   def init_fn(params: chex.ArrayTree) -> PerWorkerState:
@@ -54,19 +80,11 @@ def per_worker(
     state: chex.ArrayTree,
     shared: tuple[chex.ArrayTree, dict[str, Any]],
   ) -> tuple[chex.ArrayTree, chex.ArrayTree]:
-    """Updates one worker's gradients; keeps a state that would be NaN."""
+    """Updates one worker's gradients."""
     params, extra_args = shared
-    updates, new = _tree.update_without_variables(
+    return _tree.update_without_variables(
       tx.update, gradients, state, params, **extra_args
     )
-    if not jax.tree.leaves(state):  # NaN needs no help to be passed on
-      return updates, new
-    good = stays_finite(updates, new, state)
-
-    def or_nan(update: jax.Array) -> jax.Array:
-      return jnp.where(good, update, jnp.nan)
-
-    return jax.tree.map(or_nan, updates), optax.tree.where(good, new, state)
 
   def update_fn(
     updates: chex.ArrayTree,

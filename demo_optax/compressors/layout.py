@@ -14,7 +14,7 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import chex
@@ -321,38 +321,54 @@ class Layout:
     ]
     return sorted(members, key=lambda leaf: self.leaves[leaf].offset)
 
-  def join(self, number: int, chunks: Mapping[int, Array], rows: int) -> Array:
+  def starts(self, step: chex.Numeric = 0) -> Sequence[chex.Numeric]:
+    """Returns where the leaves begin in their buckets.
+
+    With the `step` of a program, leaves of one shape share kernels on CPUs.
+    """
+    return plain.unknown([leaf.offset for leaf in self.leaves], step)
+
+  def join(
+    self,
+    number: int,
+    chunks: Mapping[int, Array],
+    rows: int,
+    starts: Sequence[chex.Numeric] | None = None,
+  ) -> Array:
     """Joins the chunks of leaves, by leaf number, to a bucket `[rows, n]`.
 
     Each leaf has `[chunks, n]`, a dense one `[1, elements]`. Rows after the
     last leaf are zeros.
     """
     bucket = self.buckets[number]
+    members, starts = self.members(number), starts or self.starts()
     # [chunks, n] per leaf, or [elements] if dense
-    parts = [chunks[i].reshape(-1, *bucket.unit) for i in self.members(number)]
+    parts = [chunks[i].reshape(-1, *bucket.unit) for i in members]
     length = rows * bucket.format.n // math.prod(bucket.unit)
     missing = length - sum(map(len, parts))
-    if missing:
-      parts.append(jnp.zeros_like(parts[0], shape=(missing, *bucket.unit)))
-    if len(parts) == 1 or platform.concatenates(bucket.sides[0]):
-      joined = jnp.concatenate(parts)
+    padding = jnp.zeros_like(parts[0], shape=(missing, *bucket.unit))
+    if length == len(parts[0]) or platform.concatenates(bucket.sides[0]):
+      joined = jnp.concatenate([*parts, padding])
     else:
       joined = jnp.zeros_like(parts[0], shape=(length, *bucket.unit))
-      start = 0
-      for part in parts:
-        joined = lax.dynamic_update_slice_in_dim(joined, part, start, 0)
-        start += len(part)
+      for i, part in zip(members, parts):
+        joined = plain.put(joined, part, starts[i])
     return joined.reshape(rows, bucket.format.n)
 
-  def split(self, number: int, rows: Array) -> dict[int, Array]:
+  def split(
+    self,
+    number: int,
+    rows: Array,
+    starts: Sequence[chex.Numeric] | None = None,
+  ) -> dict[int, Array]:
     """Undoes `join`: cuts `[rows, n]` into the chunks of the leaves."""
     # [chunks, n], or [elements] if dense
     units = rows.reshape(-1, *self.buckets[number].unit)
+    starts = starts or self.starts()
     chunks = {}
     for i in self.members(number):
       leaf = self.leaves[i]
-      end = leaf.offset + leaf.size
-      of_leaf = lax.slice_in_dim(units, leaf.offset, end)
+      of_leaf = lax.dynamic_slice_in_dim(units, starts[i], leaf.size)
       chunks[i] = of_leaf.reshape(-1, leaf.grid.chunk_size)
     return chunks
 
@@ -361,6 +377,7 @@ class Layout:
     number: int,
     shards: Mapping[int, Array],
     device: Array | int,
+    starts: Sequence[chex.Numeric] | None = None,
   ) -> Array:
     """Cuts one shard per leaf into chunks, and joins them to `[rows, n]`.
 
@@ -372,14 +389,19 @@ class Layout:
       shard = shards[i].astype(bucket.format.dtype)
       chunks[i] = chunking.to_chunks(shard, self.leaves[i].grid)
     if bucket.num_devices == 1:
-      return self.join(number, chunks, bucket.rows)
-    of_all = self.join(number, chunks, bucket.all_chunks)
+      return self.join(number, chunks, bucket.rows, starts)
+    of_all = self.join(number, chunks, bucket.all_chunks, starts)
     return bucket.of_device(of_all, device)
 
-  def cut(self, number: int, rows: Array) -> dict[int, Array]:
+  def cut(
+    self,
+    number: int,
+    rows: Array,
+    starts: Sequence[chex.Numeric] | None = None,
+  ) -> dict[int, Array]:
     """Undoes `fill` for the `rows` of all devices; returns shards by leaf."""
     shards = {}
-    for i, chunks in self.split(number, rows).items():
+    for i, chunks in self.split(number, rows, starts).items():
       shards[i] = chunking.from_chunks(chunks, self.leaves[i].grid)
     return shards
 
@@ -408,9 +430,8 @@ class Layout:
       if bucket.num_devices == 1:
         old = lax.slice_in_dim(coefficients, start, stop)
         projected = chunking.clear_padding(old, grid, bucket.basis)
-        coefficients = lax.dynamic_update_slice_in_dim(
-          coefficients, plain.where(valid, projected, old), start, 0
-        )
+        projected = plain.where(valid, projected, old)
+        coefficients = plain.put(coefficients, projected, start)
         continue
       # The chunks of this device are unknown when traced: project all of them
       # and take those at an edge.

@@ -221,7 +221,10 @@ def exchange(
       held[name] = give(i, held[name], indices, values, valid, valid)
 
   # The gradients' chunks of each kind, [rows, n], from all leaves.
-  chunks = [layout.fill(i, gradients, d) for i, d in enumerate(devices)]
+  starts = layout.starts(hyper.step)
+  chunks = []
+  for i, device in enumerate(devices):
+    chunks.append(layout.fill(i, gradients, device, starts))
 
   # Exclude a worker whose gradient could make its momentum overflow. Decided
   # before momentum is touched, so that momentum can be updated in place.
@@ -283,7 +286,7 @@ def exchange(
   for i, (bucket, u) in enumerate(zip(buckets, merged)):
     if bucket.split_axes:
       u = group.join_devices(u[: bucket.num_chunks], bucket.split_axes)
-    updates |= layout.cut(i, u)
+    updates |= layout.cut(i, u, starts)
 
   averages, num_valid = _averages(layout, group, gradients, valid, weight)
   updates |= averages

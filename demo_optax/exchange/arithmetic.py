@@ -54,11 +54,11 @@ def accumulate_and_select(
       # An index outside of the chunk reads as NaN, which excludes the worker.
       inside = (indices >= 0) & (indices < n)
       values = plain.where(inside, values, jnp.full_like(values, jnp.nan))
-    return momentum, (indices, values, energy(m))
+    return momentum, (indices, values)
 
   momentum, found = _in_pieces(bucket, add_piece, momentum)
-  indices, values = jax.tree.map(lambda x: x.reshape(bucket.rows, k), found[:2])
-  return momentum, Selected(indices, values, jnp.sum(found[2]))
+  indices, values = jax.tree.map(lambda x: x.reshape(bucket.rows, k), found)
+  return momentum, Selected(indices, values, energy(momentum))
 
 
 def subtract(
@@ -162,7 +162,7 @@ def _store(x: jax.Array, part: jax.Array, start: chex.Numeric) -> jax.Array:
   part = platform.laid_out(part, in_lanes=False)
   if part.shape == x.shape:
     return part
-  return jax.lax.dynamic_update_slice_in_dim(x, part, start, 0)
+  return plain.put(x, part, start)
 
 
 def _shared_indices(bucket: Bucket, step: jax.Array) -> jax.Array:

@@ -50,6 +50,7 @@ ENERGIES = 3  # of the momentum, of its sent part, of the rest
 END_WORDS = 1 + ENERGIES  # the status and the energies
 MAX_WEIGHT = 2.0**30  # of a worker; 1 / MAX_WEIGHT is the smallest
 ROW = 128  # words in a row of a gathered message
+_SAMPLE = 1024  # about so many chunks of a kind have their energies measured
 
 # `GATHERED`: uint32 `[rows, ROW]`; `TO_OWNERS`: uint32 `[owners, words]`;
 # `SUMMED` + dtype: `[elements]`.
@@ -241,10 +242,14 @@ class Packer:
     self,
     members: Sequence[int],
     selected: Sequence[Selected],
-    sent: Sequence[jax.Array],
+    sent: list[jax.Array],
     alpha: jax.Array,
   ) -> jax.Array:
-    """Returns float32 `[ENERGIES]`: of momentum, its sent part, the rest."""
+    """Returns float32 `[ENERGIES]`: of momentum, its sent part, the rest.
+
+    Makes `sent` depend on them: momentum is read before these are subtracted in
+    place. XLA would otherwise copy it.
+    """
     total = jnp.zeros((ENERGIES,), jnp.float32)
     for number in members:
       _, values, held = selected[number]
@@ -252,7 +257,10 @@ class Packer:
       stays = energy(values - rounding.mul_no_fma(alpha, sent[number]))
       if chunk_format.k < chunk_format.n:
         stays += jnp.maximum(held - energy(values), 0)
-      total += jnp.stack([held, energy(sent[number]), stays])
+      found = jnp.stack([held, energy(sent[number]), stays])
+      known = jnp.sum(found).astype(values.dtype)[None, None]
+      sent[number] = rounding.hidden(sent[number], known)
+      total += found
     return total
 
   # Unpacking ------------------------------------------------------------------
@@ -338,8 +346,14 @@ def as_rows(words: jax.Array) -> jax.Array:
 
 
 def energy(x: jax.Array) -> jax.Array:
-  """Returns the sum of squares, float32 `[]`."""
-  return jnp.sum(jnp.square(x), dtype=jnp.float32)
+  """Returns the sum of squares of `[rows, ...]`, float32 `[]`.
+
+  An estimate by a part of many rows: a metric is not worth a pass over memory.
+  """
+  # Odd, to see all columns of chunks.
+  part = x[:: len(x) // _SAMPLE | 1]
+  found = jnp.sum(jnp.square(part), dtype=jnp.float32)
+  return found * (len(x) / len(part))
 
 
 def split(x: jax.Array, sizes: Sequence[int], axis: int) -> list[jax.Array]:

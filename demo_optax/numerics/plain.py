@@ -5,11 +5,14 @@ tracing time.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.extend import core
+from jax.interpreters import batching, mlir
 
 from demo_optax.numerics import platform
 
@@ -46,3 +49,48 @@ def pad_to(x: Array, length: int, axis: int = -1) -> Array:
   widths = [(0, 0)] * x.ndim
   widths[axis] = 0, length - x.shape[axis]
   return pad(x, widths)
+
+
+def put(x: Array, part: Array, start: chex.Numeric, axis: int = 0) -> Array:
+  """As `lax.dynamic_update_slice_in_dim`, with one `start` for all workers.
+
+  Under `vmap` JAX would make it a scatter, which reads what it writes.
+  """
+  return _put_p.bind(x, part, jnp.asarray(start, jnp.int32), axis=axis)
+
+
+def _put_batched(arrays: Any, dims: Any, *, axis: int) -> Any:
+  size = next(x.shape[d] for x, d in zip(arrays, dims) if d is not None)
+  x, part, starts = (
+    batching.bdim_at_front(x, d, size) for x, d in zip(arrays, dims)
+  )
+  return put(x, part, starts[0], axis + 1), 0
+
+
+_update = jax.lax.dynamic_update_slice_in_dim
+_put_p = core.Primitive('demo_optax_put')
+_put_p.def_impl(_update)
+_put_p.def_abstract_eval(lambda x, part, start, *, axis: x)
+mlir.register_lowering(_put_p, mlir.lower_fun(_update, multiple_results=False))
+batching.primitive_batchers[_put_p] = _put_batched
+
+
+def unknown(
+  numbers: Sequence[int], step: chex.Numeric
+) -> Sequence[chex.Numeric]:
+  """Returns integers; on CPUs, scalars that the compiler knows nothing about.
+
+  XLA:CPU compiles a kernel, in 20 ms, for every constant in which kernels
+  differ. It cannot evaluate what depends on the `step`, nor does it repeat one
+  of many results in each kernel that uses it.
+  """
+  if not platform.hides_constants() or isinstance(step, int):
+    return numbers
+  zero = (step & 1) >> 1
+  pairs = [jnp.asarray([number, 0], jnp.int32) + zero for number in numbers]
+  return jax.lax.reduce(
+    pairs,
+    [jnp.int32(0)] * len(pairs),
+    lambda x, y: list(map(jax.lax.add, x, y)),
+    (0,),
+  )

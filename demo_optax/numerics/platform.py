@@ -124,6 +124,11 @@ def concatenates(chunk_rows: int) -> bool:
   return chunk_rows == 1 or of() != 'cpu'
 
 
+def hides_constants() -> bool:
+  """Returns whether offsets are arrays, so that leaves share their kernels."""
+  return of() == 'cpu'
+
+
 def loop_to_keep(elements: int) -> bool:
   """Returns whether a zero-or-one-trip loop replaces a select on momentum.
 

@@ -1,6 +1,7 @@
 """Links of the recipes' chains that optax lacks."""
 
 import collections
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -13,14 +14,15 @@ import optax
 from optax import contrib
 
 from demo_optax import _checks, _tree
+from demo_optax._per_worker import stays_finite
 from demo_optax.compressors.compressor import Compressor, CompressorTree
 from demo_optax.recipes.matrices import matrices
 from demo_optax.transformation import DeMoState, check_layout
 from demo_optax.workers import Workers, checks, lift
 
-# Multiplies gradients before Newton-Schulz, which ignores scale, but whose
-# preconditioning clips squares at 1e-8, above those of real gradients.
-_GRADIENT_SCALE = 2.0**20
+# Of Newton-Schulz iterations `(a + b g + c g g) x` with `g = x x'`.
+_COEFFICIENTS = 3.4445, -4.7750, 2.0315
+_ITERATIONS = 3
 
 # Numbers in a stack on a device: larger ones would only take more memory.
 _STACK = 2**24
@@ -158,104 +160,137 @@ def own_muon(
   dimension_numbers: Callable[..., chex.ArrayTree],
   workers: Workers,
 ) -> optax.GradientTransformation:
-  """Orthonormalises each worker's momentum.
+  """Orthonormalises each worker's momentum of the leaves that have axes.
 
   As `optax.contrib.scale_by_muon`, except that Newton-Schulz runs on stacks of
   matrices: it takes as many kernels for a stack as for a matrix. A matrix whose
   gradient is zero gets a zero update: orthonormalisation would restore the
-  length of a momentum without gradients.
+  length of a momentum without gradients. If a gradient is not finite, or so
+  large that squares overflow, matrices become NaN and the state stays.
   """
 
-  def init_fn(params: chex.ArrayTree) -> OwnMuonState:
-    mu = optax.tree.zeros_like(params, dtype=mu_dtype)
-    return OwnMuonState(jnp.zeros((), jnp.int32), mu)
+  def zeros(x: jax.Array, axes: Any) -> Any:
+    if axes is None:  # no matrix
+      return optax.MaskedNode()
+    return jnp.zeros_like(x, dtype=mu_dtype)
 
-  def update(
-    updates: chex.ArrayTree, state: OwnMuonState, beta: chex.Numeric = beta
-  ) -> tuple[chex.ArrayTree, OwnMuonState]:
-    gradients = optax.tree.scale(_GRADIENT_SCALE, updates)
-    mu = optax.tree.update_moment(gradients, state.mu, beta, 1)
-    count = optax.safe_increment(state.steps)
-    ahead = jax.tree.map(
-      lambda m, g: beta * m + (1 - beta) * g,
-      optax.tree.bias_correction(mu, beta, optax.safe_increment(count)),
-      optax.tree.bias_correction(gradients, beta, count),
-    )
-    flat, treedef = jax.tree.flatten(ahead)
-    dimensions = treedef.flatten_up_to(dimension_numbers(updates))
-    new = _orthonormal(flat, jax.tree.leaves(updates), dimensions, workers)
-    return treedef.unflatten(new), OwnMuonState(
-      count, optax.tree.cast(mu, mu_dtype)
-    )
+  def init_fn(params: chex.ArrayTree) -> OwnMuonState:
+    mu = jax.tree.map(zeros, params, dimension_numbers(params))
+    return OwnMuonState(jnp.zeros((), jnp.int32), mu)
 
   def update_fn(
     updates: chex.ArrayTree, state: OwnMuonState, params: Any = None
   ) -> tuple[chex.ArrayTree, OwnMuonState]:
-    axes = jax.sharding.get_abstract_mesh().explicit_axes
-    if not axes:
-      return update(updates, state)
-    # XLA shards what is between: optax passes no `out_sharding`, which every
-    # reshape and product of sharded arrays would need.
-    specs = jax.tree.map(
-      lambda x: jax.typeof(x).sharding.spec, (updates, state)
-    )
-    # An array that is closed over would keep its Explicit type.
-    injected = (beta,) if isinstance(beta, jax.Array) else ()
-    within = jax.sharding.auto_axes(update, axes=axes, out_sharding=specs)
-    return within(updates, state, *injected)
+    leaves, treedef = jax.tree.flatten(updates)
+    mu = treedef.flatten_up_to(state.mu)
+    axes = treedef.flatten_up_to(dimension_numbers(updates))
+    numbers, sides, gradients, momenta, others = [], [], [], [], []
+    for i, of_leaf in enumerate(axes):
+      if of_leaf is None:
+        others.append(leaves[i])
+        continue
+      numbers.append(i)
+      sides.append(of_leaf)
+      gradients.append(leaves[i])
+      momenta.append(mu[i])
+    own = gradients, momenta, state.steps
+    update = functools.partial(_update_matrices, sides, workers)
+    if explicit := jax.sharding.get_abstract_mesh().explicit_axes:
+      # XLA shards what is between: optax passes no `out_sharding`, which every
+      # reshape and product of sharded arrays would need.
+      specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, own)
+      update = jax.sharding.auto_axes(update, axes=explicit, out_sharding=specs)
+    # An array that is closed over would keep its Explicit type, and a number
+    # becomes an array: subtracted before, so that all maps have the same bits.
+    good = stays_finite(others, (), ())
+    new, momenta, steps = update(*own, good, beta, 1 - beta)
+    for i, x, m in zip(numbers, new, momenta):
+      leaves[i], mu[i] = x, m
+    return treedef.unflatten(leaves), OwnMuonState(steps, treedef.unflatten(mu))
 
   return optax.GradientTransformation(init_fn, update_fn)
 
 
-def _orthonormal(
-  leaves: Sequence[jax.Array],
-  gradients: Sequence[jax.Array],
+def _update_matrices(
   dimensions: Sequence[contrib.MuonDimensionNumbers],
   workers: Workers,
-) -> list[jax.Array]:
-  """Returns leaves whose matrices are orthonormalised; zero without gradients.
+  gradients: Sequence[jax.Array],
+  momenta: Sequence[jax.Array],
+  steps: jax.Array,
+  good: jax.Array,
+  beta: chex.Numeric,
+  weight: chex.Numeric,
+) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
+  """Returns orthonormal matrices, their momenta, and the number of steps.
 
   Matrices of one shape, or of that shape transposed, form stacks. Devices of a
   worker take whole matrices of a stack (`lift.spread`): sharded ones would be
   gathered for every product.
   """
-  tx = contrib.scale_by_muon(
-    beta=0.0,
-    nesterov=False,
-    ns_steps=3,
-    preconditioning='aol',
-    weight_dimension_numbers=contrib.MuonDimensionNumbers((-2,), (-1,)),
-  )
-  orders, flat, live = [], [], []
+  count = optax.safe_increment(steps)
+  # Both corrected for a momentum that starts at zero.
+  of_momentum = beta / (1 - beta ** (count + 1))
+  of_gradient = weight / (1 - beta**count)
+  new, ahead, rows, orders = [], [], [], []
   stacks: dict[Any, list[int]] = {}
   sizes: dict[Any, int] = collections.defaultdict(int)
-  for i, (x, g, d) in enumerate(zip(leaves, gradients, dimensions)):
-    short, long = sorted(d, key=lambda side: _size(x, side))
-    batch = [a for a in range(x.ndim) if a not in short + long]
+  for i, (g, m, d) in enumerate(zip(gradients, momenta, dimensions)):
+    short, long = sorted(d, key=lambda side: _size(g, side))
+    batch = [a for a in range(g.ndim) if a not in short + long]
     orders.append((*batch, *short, *long))
-    flat.append(
-      x.transpose(orders[i]).reshape(-1, _size(x, short), _size(x, long))
-    )
-    rows = jnp.any(g != 0, axis=long, keepdims=True).transpose(orders[i])
-    live.append(rows.reshape(-1, _size(x, short)))
-    kind = flat[i].shape[1:], x.dtype
-    most = workers.param_specs.devices * max(_STACK, math.prod(kind[0]))
+    new.append(beta * m.astype(g.dtype) + weight * g)
+    x = of_momentum * new[i] + of_gradient * g
+    shape = -1, _size(g, short), _size(g, long)
+    ahead.append(x.transpose(orders[i]).reshape(shape))
+    squares = jnp.sum(jnp.square(g), long, keepdims=True)
+    rows.append(squares.transpose(orders[i]).reshape(shape[:2]))
+    kind = shape, g.dtype
+    most = workers.param_specs.devices * max(_STACK, math.prod(shape[1:]))
     stacks.setdefault((kind, sizes[kind] // most), []).append(i)
-    sizes[kind] += x.size
-  found: list[Any] = [None] * len(leaves)
-  for group in stacks.values():
-    # Newton-Schulz leaves zeros zero.
-    some = jnp.any(jnp.concatenate([live[i] for i in group]), axis=1)
-    stack = jnp.concatenate([flat[i] for i in group])
-    stack = jnp.where(some[:, None, None], stack, jnp.zeros_like(stack))
-    stack = lift.spread(workers, stack)
-    stack, _ = tx.update(stack, tx.init(stack))
-    ends = np.cumsum([len(flat[i]) for i in group])
+    sizes[kind] += g.size
+
+  energies = []  # of each stack, [matrices]
+  for members in stacks.values():
+    of_rows = jnp.concatenate([rows[i] for i in members])
+    energies.append(jnp.sum(of_rows, axis=1))
+    # No sum in the Gramian of `ahead` is larger.
+    good &= jnp.isfinite(4 * of_rows.shape[1] * energies[-1]).all()
+
+  found: list[Any] = [None] * len(gradients)
+  for members, energy in zip(stacks.values(), energies):
+    stack = jnp.concatenate([ahead[i] for i in members])
+    # 1, or 0 for a matrix without gradient; NaN excludes the worker.
+    size = jnp.where(good, energy != 0, jnp.nan).astype(stack.dtype)
+    stack = _orthonormal(*(lift.spread(workers, x) for x in (stack, size)))
+    ends = np.cumsum([len(ahead[i]) for i in members])
     stack = lift.spread(workers, stack)[: ends[-1]]
-    for i, part in zip(group, jnp.split(stack, ends[:-1])):
-      shape = [leaves[i].shape[a] for a in orders[i]]
-      found[i] = part.reshape(shape).transpose(np.argsort(orders[i]))
-  return found
+    for i, part in zip(members, jnp.split(stack, ends[:-1])):
+      in_order = [gradients[i].shape[a] for a in orders[i]]
+      found[i] = part.reshape(in_order).transpose(np.argsort(orders[i]))
+  momenta = [
+    jnp.where(good, x.astype(m.dtype), m) for x, m in zip(new, momenta)
+  ]
+  return found, momenta, jnp.where(good, count, steps)
+
+
+def _orthonormal(x: jax.Array, size: jax.Array) -> jax.Array:
+  """Orthonormalises `[matrices, short, long]`, times a `size [matrices]`.
+
+  Newton-Schulz whose first iteration divides each row by the root of its sum in
+  the Gramian (`'aol'` of optax). Large arrays are only multiplied.
+  """
+  a, b, c = _COEFFICIENTS
+  one = jnp.eye(x.shape[1], dtype=x.dtype)[None]
+  for iteration in range(_ITERATIONS):
+    gram = x @ x.mT
+    scale = jnp.ones_like(x, shape=())
+    if iteration == 0:
+      sums = jnp.sum(jnp.abs(gram), axis=2, keepdims=True)
+      scale = jax.lax.rsqrt(jnp.maximum(sums, jnp.finfo(x.dtype).tiny))
+      gram = scale * gram * scale.mT
+      scale = size[:, None, None] * scale.mT
+    x = ((a * one + b * gram + c * gram @ gram) * scale) @ x
+  return x
 
 
 def _size(x: jax.Array, axes: Iterable[int]) -> int:

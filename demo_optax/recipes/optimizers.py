@@ -11,7 +11,7 @@ import optax
 
 from demo_optax import _checks, _tree, compressors
 from demo_optax._paths import leaves_of
-from demo_optax._per_worker import per_worker
+from demo_optax._per_worker import of_each, per_worker
 from demo_optax.compressors.compressor import CompressorTree, Frozen, per_leaf
 from demo_optax.exchange.algorithm import ExchangeKind
 from demo_optax.recipes import links, matrices
@@ -189,7 +189,7 @@ def demo_muon(
     expert without tokens), it sends only its residual.
     Without any gradient a matrix moves for some 80 more steps.
     A worker is excluded, and keeps both momenta, if its gradient is not finite
-    or so large (some 1e11) that Newton-Schulz overflows. Undo loss scaling
+    or so large (some 1e13) that its squares overflow. Undo loss scaling
     before. If every worker is excluded, or a hyperparameter is not finite,
     parameters do not change, nor do leaves with `compressors.FROZEN`. With
     `optax.inject_hyperparams`, name `mu_dtype` and functions that are not
@@ -264,13 +264,14 @@ def demo_muon(
       return optax.partition(parts, matrices.tree_of(labels))
 
     muon = links.own_muon(beta, mu_dtype, axes, workers)
+    moves = {path: label != 'frozen' for path, label in labels.items()}
+    muon = optax.masked(muon, matrices.tree_of(moves))
     # Without a first moment, which would be a third copy of its leaves.
     scale = optax.scale_by_rms(
       0.95, eps=1e-8, eps_in_sqrt=False, bias_correction=True
     )
     unit_rms = links.scale_to_unit_rms(axes, min_rms=_MIN_RMS)
     to_size = links.scale_each(matrices.tree_of(sizes))
-    own = per_worker(by_label(muon, optax.identity()), workers=workers)
 
     def exchanged(sent: CompressorTree, *, late: bool) -> list[Any]:
       # Predicts the missing update by the last one.
@@ -284,7 +285,10 @@ def demo_muon(
       ]
 
     if not delayed:
+      own = of_each(muon, workers)
       return links.chain(workers, sent, own, *exchanged(sent, late=False))
+    # Of several exchanges each must see that a worker is excluded.
+    own = per_worker(muon, workers=workers)
     of_part = matrices.tree_of(code_of)
     parts = {}
     for name in ('late', 'at once'):
